@@ -1,0 +1,234 @@
+// What the kernel programs of dev/cuda share: poisoned device buffers, comparisons that name the first bad element, and timing with a cold L2.
+// A program checks with CHECK and the functions below (argument "check"), times its kernels ("bench"), or both (none), and ends with check_report().
+#ifndef DEV_CUDA_BENCH_CUH
+#define DEV_CUDA_BENCH_CUH
+
+#include "../../llmc/cuda_utils.cuh"
+#include "../../llmc/rng.h"
+#include "../test/check.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Buffers. Each has a guard behind it, and starts as bytes no kernel writes by chance: an element left out shows.
+
+enum { BENCH_GUARD_BYTES = 256, BENCH_POISON = 0xa5 };
+
+static inline void *bench_alloc(int64_t bytes) {
+    void *p = NULL;
+    CUDA_CHECK(cudaMalloc(&p, (size_t)(bytes + BENCH_GUARD_BYTES)));
+    CUDA_CHECK(cudaMemset(p, BENCH_POISON, (size_t)(bytes + BENCH_GUARD_BYTES)));
+    return p;
+}
+
+static inline void *bench_upload(const void *host, int64_t bytes) {
+    void *p = bench_alloc(bytes);
+    CUDA_CHECK(cudaMemcpy(p, host, (size_t)bytes, cudaMemcpyHostToDevice));
+    return p;
+}
+
+static inline void *bench_zeros(int64_t bytes) {
+    void *p = bench_alloc(bytes);
+    CUDA_CHECK(cudaMemset(p, 0, (size_t)bytes));
+    return p;
+}
+
+// A host copy, to be freed by the caller. Waits for the device; fails a check if the guard was written.
+static inline void *bench_download(const void *device, int64_t bytes, const char *label) {
+    uint8_t *host = (uint8_t *)xcalloc((size_t)(bytes + BENCH_GUARD_BYTES), 1);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaMemcpy(host, device, (size_t)(bytes + BENCH_GUARD_BYTES), cudaMemcpyDeviceToHost));
+    int written = 0;
+    for (int i = 0; i < BENCH_GUARD_BYTES; i++) written += host[bytes + i] != BENCH_POISON;
+    CHECK(written == 0, "%s: %d bytes behind the buffer were written", label, written);
+    return host;
+}
+
+static inline void bench_free(void *device) { CUDA_CHECK(cudaFree(device)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Comparisons on the host
+
+// Equal bytes; names the first bad one as [row, column] of a matrix with `columns` columns.
+static inline void check_bytes(const char *label, const void *got, const void *want, int64_t n, int64_t columns) {
+    const uint8_t *a = (const uint8_t *)got, *b = (const uint8_t *)want;
+    int64_t bad = 0, first = -1;
+    for (int64_t i = 0; i < n; i++)
+        if (a[i] != b[i] && bad++ == 0) first = i;
+    CHECK(bad == 0, "%s: %lld of %lld bytes differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label, (long long)bad, (long long)n,
+          (long long)(first / columns), (long long)(first % columns), a[first], b[first]);
+}
+
+static inline bool fp8_is_nan(uint8_t code, Fp8Format format) { return format == FP8_E4M3 ? (code & 0x7f) == 0x7f : (code & 0x7f) > 0x7c; }
+
+// Equal FP8 codes, but a NaN equals any NaN (the GPU's cast drops its sign).
+static inline void check_fp8(const char *label, const uint8_t *got, const uint8_t *want, int64_t n, int64_t columns, Fp8Format format) {
+    int64_t bad = 0, first = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (got[i] == want[i] || (fp8_is_nan(got[i], format) && fp8_is_nan(want[i], format))) continue;
+        if (bad++ == 0) first = i;
+    }
+    CHECK(bad == 0, "%s: %lld of %lld codes differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label, (long long)bad, (long long)n,
+          (long long)(first / columns), (long long)(first % columns), got[first], want[first]);
+}
+
+// |got - want| <= absolute + relative * |want| for every element; infinities must match, NaN must meet NaN.
+static inline void check_close(const char *label, const float *got, const float *want, int64_t n, int64_t columns, double relative, double absolute) {
+    int64_t bad = 0, first = 0;
+    double worst = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (got[i] == want[i] || (isnan(got[i]) && isnan(want[i]))) continue;
+        double error = fabs((double)got[i] - want[i]), allowed = absolute + relative * fabs((double)want[i]);
+        if (isfinite(error) && error <= allowed) continue;
+        if (bad++ == 0) first = i;
+        worst = fmax(worst, error / allowed);
+    }
+    CHECK(bad == 0, "%s: %lld of %lld elements off (worst %.3g x the tolerance), first at [%lld, %lld]: got %.9g, want %.9g", label, (long long)bad,
+          (long long)n, worst, (long long)(first / columns), (long long)(first % columns), got[first], want[first]);
+}
+
+static inline float *bf16_to_floats(const void *bits, int64_t n) {
+    float *x = (float *)xcalloc((size_t)n, sizeof(float));
+    for (int64_t i = 0; i < n; i++) x[i] = bf16_to_float(((const bf16_bits *)bits)[i]);
+    return x;
+}
+
+static inline bf16_bits *bf16_from_floats(const float *x, int64_t n) {
+    bf16_bits *bits = (bf16_bits *)xcalloc((size_t)n, sizeof(bf16_bits));
+    for (int64_t i = 0; i < n; i++) bits[i] = bf16_from_float(x[i]);
+    return bits;
+}
+
+// n standard normal values times `scale`, rounded to bf16.
+static inline bf16_bits *bench_normal(uint64_t seed, int64_t n, float scale) {
+    bf16_bits *bits = (bf16_bits *)xcalloc((size_t)n, sizeof(bf16_bits));
+    for (int64_t i = 0; i < n; i++) bits[i] = bf16_from_float(rng_normal(rng_key(seed, 0), (uint64_t)i) * scale);
+    return bits;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Large buffers stay on the device
+
+static __global__ void bench_fill_kernel(bf16 *x, int64_t n, uint64_t key, float scale) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        x[i] = __float2bfloat16(rng_normal(key, (uint64_t)i) * scale);
+}
+
+static inline void bench_fill_normal(bf16 *x, int64_t n, uint64_t seed, float scale) {
+    bench_fill_kernel<<<2048, 256>>>(x, n, rng_key(seed, 0), scale);
+    CUDA_CHECK_LAUNCH();
+}
+
+static inline bf16 *bench_random(int64_t n, uint64_t seed, float scale) {
+    bf16 *x = (bf16 *)bench_alloc(n * (int64_t)sizeof(bf16));
+    bench_fill_normal(x, n, seed, scale);
+    return x;
+}
+
+static __global__ void bench_first_difference_kernel(unsigned long long *first, const uint8_t *a, const uint8_t *b, int64_t n) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        if (a[i] != b[i]) atomicMin(first, (unsigned long long)i);
+}
+
+// Two device buffers hold the same n bytes.
+static inline void check_same_on_device(const char *label, const void *a, const void *b, int64_t n, int64_t columns) {
+    unsigned long long none = ~0ull, first, *slot = (unsigned long long *)bench_upload(&none, sizeof none);
+    bench_first_difference_kernel<<<2048, 256>>>(slot, (const uint8_t *)a, (const uint8_t *)b, n);
+    CUDA_CHECK_LAUNCH();
+    CUDA_CHECK(cudaMemcpy(&first, slot, sizeof first, cudaMemcpyDeviceToHost));
+    bench_free(slot);
+    CHECK(first == none, "%s: first different byte at [%lld, %lld]", label, (long long)(first / (unsigned long long)columns),
+          (long long)(first % (unsigned long long)columns));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Timing
+
+typedef struct {
+    uint4 *flush;          // read before every timed launch: more than the L2 holds
+    int64_t flush_bytes;
+    uint32_t *sink;
+    double copy_rate;      // bytes a second, read plus written, of a plain copy on this GPU in this run
+    cudaEvent_t start, stop;
+} Bench;
+
+// Reads the whole buffer, so that the L2 holds nothing that the timed kernel reads, and nothing that must be written back first.
+static __global__ void bench_flush_kernel(uint32_t *sink, const uint4 *p, int64_t n) {
+    uint32_t x = 0;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) x ^= p[i].x ^ p[i].w;
+    if (x == 0x12345678u) *sink = x;  // never for the poison; keeps the loads
+}
+
+enum { BENCH_REPEATS = 11 };
+
+// Median time in microseconds of launch(), with a cold L2. launch must only enqueue work on the default stream.
+template <class Launch>
+static inline double bench_time_us(Bench *b, Launch launch) {
+    double us[BENCH_REPEATS];
+    launch();
+    for (int i = 0; i < BENCH_REPEATS; i++) {
+        bench_flush_kernel<<<1024, 256>>>(b->sink, b->flush, b->flush_bytes / (int64_t)sizeof(uint4));
+        CUDA_CHECK(cudaEventRecord(b->start));
+        launch();
+        CUDA_CHECK(cudaEventRecord(b->stop));
+        CUDA_CHECK(cudaEventSynchronize(b->stop));
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, b->start, b->stop));
+        int j = i;
+        for (; j > 0 && us[j - 1] > ms * 1e3; j--) us[j] = us[j - 1];
+        us[j] = ms * 1e3;
+    }
+    return us[BENCH_REPEATS / 2];
+}
+
+// One line: name, shape, time, rate of the bytes that the operation cannot avoid moving, share of the copy's rate.
+static inline void bench_report(const Bench *b, const char *name, const char *shape, double us, double bytes) {
+    double rate = bytes / (us * 1e-6);
+    printf("%-36s %-16s %9.1f us %7.0f GB/s (%3.0f%% of a copy)\n", name, shape, us, rate * 1e-9, 100 * rate / b->copy_rate);
+}
+
+static __global__ void bench_copy_kernel(uint4 *to, const uint4 *from, int64_t n) {
+    int64_t i = blockIdx.x * 4ll * blockDim.x + threadIdx.x;
+    uint4 v[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if (i + k * blockDim.x < n) v[k] = from[i + k * blockDim.x];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if (i + k * blockDim.x < n) to[i + k * blockDim.x] = v[k];
+}
+
+// Allocates the flush buffer and measures the copy rate (512 MiB each way), the ceiling of memory-bound kernels.
+static inline Bench bench_create(void) {
+    Bench b;
+    int device = 0, l2 = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device));
+    b.flush_bytes = 2ll * l2;
+    b.flush = (uint4 *)bench_alloc(b.flush_bytes);
+    b.sink = (uint32_t *)bench_alloc(sizeof(uint32_t));
+    CUDA_CHECK(cudaEventCreate(&b.start));
+    CUDA_CHECK(cudaEventCreate(&b.stop));
+    const int64_t bytes = 512ll << 20, n = bytes / (int64_t)sizeof(uint4);
+    uint4 *from = (uint4 *)bench_alloc(bytes), *to = (uint4 *)bench_alloc(bytes);
+    double us = bench_time_us(&b, [&] { bench_copy_kernel<<<grid_size(n, 1024), 256>>>(to, from, n); });
+    CUDA_CHECK_LAUNCH();
+    b.copy_rate = 2.0 * (double)bytes / (us * 1e-6);
+    bench_report(&b, "copy", "512 MiB", us, 2.0 * (double)bytes);
+    bench_free(from);
+    bench_free(to);
+    return b;
+}
+
+static inline void bench_destroy(Bench *b) {
+    bench_free(b->flush);
+    bench_free(b->sink);
+    CUDA_CHECK(cudaEventDestroy(b->start));
+    CUDA_CHECK(cudaEventDestroy(b->stop));
+}
+
+// True if the program was called to do `part`, "check" or "bench": with no argument it does both.
+static inline bool bench_part_wanted(int argc, char **argv, const char *part) {
+    if (argc > 2 || (argc == 2 && strcmp(argv[1], "bench") && strcmp(argv[1], "check"))) die("usage: %s [check|bench]", argv[0]);
+    return argc == 1 || !strcmp(argv[1], part);
+}
+
+#endif

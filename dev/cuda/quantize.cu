@@ -1,0 +1,192 @@
+// Checks and times llmc/quantize.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o quantize dev/cuda/quantize.cu
+#include "check_quantized.cuh"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Inputs
+
+typedef enum { FILL_NORMAL, FILL_ZERO, FILL_NAN, FILL_NEGATIVE_NAN, FILL_INFINITY, FILL_DENORMAL, FILL_BELOW_FLOOR, FILL_HUGE, NUM_FILLS } Fill;
+static const char *const fill_names[NUM_FILLS] = {"normal", "zero", "NaN", "negative NaN", "infinity", "denormal", "below 1e-12", "huge"};
+
+static bf16_bits *make_input(Fill fill, int64_t n) {
+    const float scales[NUM_FILLS] = {1, 0, 1, 1, 1, 1e-39f, 1e-14f, 1e37f};
+    bf16_bits *x = bench_normal(17, n, scales[fill]);
+    if (fill == FILL_NAN) x[n / 2] = 0x7fc0;
+    if (fill == FILL_NEGATIVE_NAN) x[n - 1] = 0xffc1;
+    if (fill == FILL_INFINITY) x[0] = 0xff80;
+    return x;
+}
+
+static void check_case(int64_t R, int64_t C, Fp8Format format, Fill fill) {
+    char label[128];
+    format_checked(label, sizeof label, "%lld x %lld %s %s", (long long)R, (long long)C, format == FP8_E4M3 ? "e4m3" : "e5m2", fill_names[fill]);
+    bf16_bits *host = make_input(fill, R * C);
+    bf16 *x = (bf16 *)bench_upload(host, R * C * 2);
+    Fp8Tensor t = fp8_tensor_create(R, C, format);
+    tensor_quantize(t, x, R, C, 0);
+    check_amax(label, t.amax, host, R * C);
+    check_quantized(label, t, host, R, C);
+    fp8_tensor_free(t);
+    bench_free(x);
+    free(host);
+}
+
+static void check_one_copy(int64_t R, int64_t C, bool row) {
+    bf16_bits *host = make_input(FILL_NORMAL, R * C);
+    bf16 *x = (bf16 *)bench_upload(host, R * C * 2);
+    Fp8Tensor t = fp8_tensor_create(R, C, FP8_E4M3);
+    bench_free(row ? t.col : t.row);
+    if (row) t.col = NULL;
+    else t.row = NULL;
+    tensor_quantize(t, x, R, C, 0);
+    check_quantized(row ? "row only" : "transposed only", t, host, R, C);
+    fp8_tensor_free(t);
+    bench_free(x);
+    free(host);
+}
+
+// Every bf16 number at scale 1, and at a scale that no rounding is exact for.
+static void check_all_numbers(Fp8Format format, float amax) {
+    char label[64];
+    format_checked(label, sizeof label, "all bf16, %s, amax %g", format == FP8_E4M3 ? "e4m3" : "e5m2", amax);
+    bf16_bits *host = (bf16_bits *)xcalloc(65536, sizeof(bf16_bits));
+    for (int i = 0; i < 65536; i++) host[i] = (bf16_bits)i;
+    bf16 *x = (bf16 *)bench_upload(host, 65536 * 2);
+    Fp8Tensor t = fp8_tensor_create(256, 256, format);
+    CUDA_CHECK(cudaMemcpy(t.amax, &amax, sizeof amax, cudaMemcpyHostToDevice));
+    quantize_transpose(t, x, 256, 256, 0);
+    check_quantized(label, t, host, 256, 256);
+    fp8_tensor_free(t);
+    bench_free(x);
+    free(host);
+}
+
+// Every n up to 3000 by steps, the largest value last, then in the middle; a slot that holds more keeps it.
+static void check_amax_lengths(void) {
+    uint32_t *slot = (uint32_t *)bench_zeros(sizeof(uint32_t));
+    for (int64_t n = 1; n < 40000; n += n < 40 ? 1 : 1777)
+        for (int middle = 0; middle < 2; middle++) {
+            bf16_bits *host = bench_normal((uint64_t)n, n, 1);
+            host[middle ? n / 2 : n - 1] = 0xc2f7;  // -123.5
+            bf16 *x = (bf16 *)bench_upload(host, n * 2);
+            CUDA_CHECK(cudaMemset(slot, 0, sizeof *slot));
+            tensor_amax(slot, x, n, 0);
+            char label[64];
+            format_checked(label, sizeof label, "amax of %lld values", (long long)n);
+            check_amax(label, slot, host, n);
+            bench_free(x);
+            free(host);
+        }
+    bf16 *x = bench_random(64, 1, 1);
+    tensor_amax(slot, x, 64, 0);
+    CHECK(float_from_bits(read_amax(slot)) == 123.5f, "a larger amax in the slot was lost: %g", float_from_bits(read_amax(slot)));
+    bench_free(x);
+    bench_free(slot);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Large tensors, against one element a thread with the host's cast
+
+static __global__ void plain_quantize_kernel(uint8_t *row, uint8_t *col, const bf16 *x, const uint32_t *amax, int64_t R, int64_t C, Fp8Format format) {
+    const float scale = fp8_scale(__uint_as_float(*amax), format);
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < R * C; i += gridDim.x * (int64_t)blockDim.x) {
+        const uint8_t code = fp8_from_float(bf16_to_float(__bfloat16_as_ushort(x[i])) * scale, format);
+        row[i] = code;
+        col[i % C * R + i / C] = code;
+    }
+}
+
+static void check_large(int64_t R, int64_t C, Fp8Format format, bool twice) {
+    char label[96];
+    bf16 *x = bench_random(R * C, 3, 1);
+    const float largest = -77;
+    const bf16_bits bits = bf16_from_float(largest);
+    CUDA_CHECK(cudaMemcpy(x + R * C - 1, &bits, sizeof bits, cudaMemcpyHostToDevice));
+    Fp8Tensor t = fp8_tensor_create(R, C, format), want = fp8_tensor_create(R, C, format);
+    tensor_quantize(t, x, R, C, 0);
+    CHECK(float_from_bits(read_amax(t.amax)) == -largest, "%lld x %lld: amax %g, want %g", (long long)R, (long long)C, float_from_bits(read_amax(t.amax)), -largest);
+    if (twice) tensor_quantize(want, x, R, C, 0);
+    else plain_quantize_kernel<<<8192, 256>>>(want.row, want.col, x, t.amax, R, C, format);
+    CUDA_CHECK_LAUNCH();
+    format_checked(label, sizeof label, "%lld x %lld %s, row copy", (long long)R, (long long)C, twice ? "second run" : "plain kernel");
+    check_same_on_device(label, t.row, want.row, R * C, C);
+    format_checked(label, sizeof label, "%lld x %lld %s, transposed copy", (long long)R, (long long)C, twice ? "second run" : "plain kernel");
+    check_same_on_device(label, t.col, want.col, R * C, R);
+    fp8_tensor_free(t);
+    fp8_tensor_free(want);
+    bench_free(x);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Refusals: before the first CUDA call of this process, because a check runs in a forked child
+
+typedef struct {
+    int64_t R, C;
+    uint8_t *row;
+} BadCall;
+
+static void call_quantize(void *context) {
+    const BadCall *bad = (const BadCall *)context;
+    float *inverse = (float *)16;
+    Fp8Tensor t = {bad->row, NULL, inverse, (uint32_t *)16, FP8_E4M3};
+    quantize_transpose(t, (const bf16 *)16, bad->R, bad->C, 0);
+}
+
+static void check_refusals(void) {
+    char output[512];
+    BadCall columns = {16, 24, (uint8_t *)16}, rows = {0, 16, (uint8_t *)16}, nothing = {16, 16, NULL}, misaligned = {16, 16, (uint8_t *)24};
+    CHECK(check_dies(call_quantize, &columns, "multiple of 16 columns", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &rows, "at least 1 row", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &nothing, "row or col", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &misaligned, "not 16-byte aligned", output, sizeof output), "%s", output);
+}
+
+static void run_checks(void) {
+    const int64_t shapes[][2] = {{1, 16}, {2, 48}, {16, 128}, {17, 144}, {64, 64}, {128, 128}, {129, 128}, {200, 272}, {333, 528}, {1000, 160}};
+    for (int f = 0; f < 2; f++) {
+        for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
+            for (int fill = 0; fill < NUM_FILLS; fill++) check_case(shapes[i][0], shapes[i][1], (Fp8Format)f, (Fill)fill);
+        check_all_numbers((Fp8Format)f, fp8_max((Fp8Format)f));
+        check_all_numbers((Fp8Format)f, 3.171875f);
+    }
+    check_one_copy(130, 144, true);
+    check_one_copy(130, 144, false);
+    check_amax_lengths();
+    check_large(4096, 4096, FP8_E5M2, true);
+    check_large(8191, 1040, FP8_E4M3, false);
+    check_large(524416, 4096, FP8_E4M3, false);  // 2^31 + 524288 elements
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+static void bench_shape(Bench *b, int64_t R, int64_t C) {
+    char shape[32];
+    format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)C);
+    const double n = (double)R * (double)C;
+    bf16 *x = bench_random(R * C, 5, 1);
+    Fp8Tensor t = fp8_tensor_create(R, C, FP8_E4M3), row = t, col = t;
+    row.col = NULL, col.row = NULL;
+    bench_report(b, "tensor_amax", shape, bench_time_us(b, [&] { tensor_amax(t.amax, x, R * C, 0); }), 2 * n);
+    bench_report(b, "quantize_transpose", shape, bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); }), 4 * n);
+    bench_report(b, "quantize, row only", shape, bench_time_us(b, [&] { quantize_transpose(row, x, R, C, 0); }), 3 * n);
+    bench_report(b, "quantize, transposed only", shape, bench_time_us(b, [&] { quantize_transpose(col, x, R, C, 0); }), 3 * n);
+    bench_report(b, "tensor_quantize (both passes)", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }), 6 * n);
+    fp8_tensor_free(t);
+    bench_free(x);
+}
+
+int main(int argc, char **argv) {
+    if (bench_part_wanted(argc, argv, "check")) {
+        check_refusals();
+        run_checks();
+    }
+    if (bench_part_wanted(argc, argv, "bench")) {
+        Bench b = bench_create();
+        bench_shape(&b, 8192, 4096);
+        bench_shape(&b, 2048, 4096);
+        bench_shape(&b, 8192, 6144);
+        bench_shape(&b, 8192, 14336);
+        bench_shape(&b, 28672, 4096);
+        bench_destroy(&b);
+    }
+    return check_report();
+}

@@ -1,0 +1,68 @@
+// Counted checks for the test programs. A program ends with `return check_report();`, which prints "N passed, N failed".
+#ifndef DEV_TEST_CHECK_H
+#define DEV_TEST_CHECK_H
+
+#include <math.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../../llmc/utils.h"
+
+typedef struct {
+    int passed, failed;
+} CheckCounts;
+
+static CheckCounts check_counts;
+
+#define CHECK(condition, ...)                                            \
+    do {                                                                 \
+        if (condition) {                                                 \
+            check_counts.passed++;                                       \
+        } else {                                                         \
+            check_counts.failed++;                                       \
+            printf("FAILED %s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            printf(__VA_ARGS__);                                         \
+            printf("\n");                                                \
+        }                                                                \
+    } while (0)
+
+// ||a - b|| / ||b|| in double precision; NaN if any value is not finite.
+static inline double check_relative_error(const float *a, const float *b, int64_t n) {
+    double difference = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        norm += (double)b[i] * b[i];
+    }
+    return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
+}
+
+// Runs `action(context)` in a child process. True when it ended with a non-zero status by itself (no signal) and its stderr holds `message`.
+// What the child wrote is copied to `output`.
+static inline bool check_dies(void (*action)(void *), void *context, const char *message, char *output, size_t capacity) {
+    int fds[2];
+    fflush(stdout);
+    if (pipe(fds)) die("pipe: %s", strerror(errno));
+    pid_t child = fork();
+    if (child < 0) die("fork: %s", strerror(errno));
+    if (child == 0) {
+        close(fds[0]);
+        dup2(fds[1], 2);
+        action(context);
+        _exit(0);
+    }
+    close(fds[1]);
+    size_t n = 0;
+    for (ssize_t got; n + 1 < capacity && (got = read(fds[0], output + n, capacity - n - 1)) > 0;) n += (size_t)got;
+    output[n] = 0;
+    close(fds[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(output, message) != NULL;
+}
+
+static inline int check_report(void) {
+    printf("%d passed, %d failed\n", check_counts.passed, check_counts.failed);
+    return check_counts.failed ? 1 : 0;
+}
+
+#endif

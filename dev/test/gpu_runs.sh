@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Whole runs of train_fp8cu on a GPU: against the CPU trainer, repeated, resumed, interrupted, and with more than the GPU holds.
+# Needs ./train_fp8, ./train_fp8cu, build/synth_stories and build/compare_checkpoints. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+passed=0 failed=0
+ok() { passed=$((passed + 1)); echo "ok: $*"; }
+bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
+# The part of the step lines that may not depend on timing.
+losses() { grep '^step ' "$1" | sed 's/ | [0-9.]* ms.*//'; }
+first_loss() { grep -m1 '^step ' "$1" | sed 's/.*loss \([^ ]*\) .*/\1/'; }
+
+build/synth_stories --out "$tmp/synth" --bytes 300000 --seed 3 >/dev/null || bad "synth_stories"
+data="--train-data $tmp/synth_train.bin --shuffle off"
+
+# CPU and GPU start from the same weights and round at the same places; they differ in the order of sums, which turns a share of the bf16
+# roundings (2^-9 each) the other way, and with FP8 a share of the 2^-4 or 2^-3 roundings. $1 precision, $2 largest loss error, $3 largest gradient error.
+against_cpu() {
+    local args="small $data --precision $1 --sequence-length 256 --batch-size 2 --num-steps 1 --optimizer-state fp32"
+    if ! ./train_fp8 $args --checkpoint-dir "$tmp/cpu_$1" >"$tmp/cpu.log" 2>&1 || ! ./train_fp8cu $args --checkpoint-dir "$tmp/gpu_$1" >"$tmp/gpu.log" 2>&1; then
+        bad "$1: a run failed: $(tail -n 2 "$tmp/cpu.log" "$tmp/gpu.log")"
+        return
+    fi
+    local a b
+    a=$(first_loss "$tmp/cpu.log") b=$(first_loss "$tmp/gpu.log")
+    if awk -v a="$a" -v b="$b" -v t="$2" 'BEGIN { d = a / b - 1; if (d < 0) d = -d; printf "loss CPU %s, GPU %s, off by %.1e\n", a, b, d; exit !(d <= t) }'; then ok "$1: loss"; else bad "$1: loss"; fi
+    if build/compare_checkpoints "$tmp/gpu_$1/step-00000001" "$tmp/cpu_$1/step-00000001" "$3"; then ok "$1: gradients"; else bad "$1: gradients"; fi
+}
+against_cpu bf16 1e-4 1e-2
+against_cpu fp8 1e-3 3e-2
+
+common="small $data --sequence-length 256 --batch-size 2 --deterministic --learning-rate 1e-3"
+for precision in bf16 fp8; do
+    run="$common --precision $precision --num-steps 12"
+    ./train_fp8cu $run >"$tmp/a.log" 2>&1 && ./train_fp8cu $run >"$tmp/b.log" 2>&1
+    if [ -n "$(losses "$tmp/a.log")" ] && [ "$(losses "$tmp/a.log")" = "$(losses "$tmp/b.log")" ]; then ok "$precision: two runs print the same lines"; else bad "$precision: two runs differ"; fi
+
+    # stopped after 5 of 12 steps by num-steps, then resumed
+    ck="--checkpoint-dir $tmp/ck_$precision"
+    ./train_fp8cu $common --precision $precision --num-steps 5 $ck >"$tmp/c.log" 2>&1 && ./train_fp8cu $run $ck --resume >"$tmp/d.log" 2>&1
+    if [ "$(losses "$tmp/a.log" | tail -n 7)" = "$(losses "$tmp/d.log")" ]; then ok "$precision: resumed run prints the same lines"; else bad "$precision: resumed run differs: $(tail -n 3 "$tmp/d.log")"; fi
+
+    # two micro-steps of one sequence see the tokens of one micro-step of two; gradients are rounded to bf16 once more
+    ./train_fp8cu $common --precision $precision --num-steps 12 --batch-size 1 --grad-accumulation-steps 2 >"$tmp/e.log" 2>&1
+    a=$(grep '^step ' "$tmp/a.log" | tail -n 1 | sed 's/.*loss \([^ ]*\) .*/\1/') b=$(grep '^step ' "$tmp/e.log" | tail -n 1 | sed 's/.*loss \([^ ]*\) .*/\1/')
+    if awk -v a="$a" -v b="$b" 'BEGIN { d = a / b - 1; if (d < 0) d = -d; exit !(d < 1e-2) }'; then ok "$precision: accumulation $a $b"; else bad "$precision: accumulation $a $b"; fi
+done
+
+# a signal: finish the step, save once, exit 0; the run continues from there
+for signal in TERM INT USR1; do
+    (trap - INT; exec ./train_fp8cu $common --num-steps 100000 --checkpoint-dir "$tmp/sig_$signal") >"$tmp/s.log" 2>&1 &
+    pid=$!
+    for _ in $(seq 200); do grep -q '^step ' "$tmp/s.log" && break; sleep 0.1; done
+    kill -$signal $pid
+    wait $pid
+    status=$?
+    saved=$(ls "$tmp/sig_$signal" 2>/dev/null | wc -l)
+    if [ $status -eq 0 ] && [ "$saved" -eq 1 ]; then ok "SIG$signal: saved $(ls "$tmp/sig_$signal"), status 0"; else bad "SIG$signal: status $status, $saved checkpoints: $(tail -n 2 "$tmp/s.log")"; fi
+done
+
+# bad input: a message and a non-zero status, before any work. $1 what the message must hold, then the arguments.
+refused() {
+    local expected=$1 output status
+    shift
+    output=$("$@" 2>&1)
+    status=$?
+    if [ $status -ne 0 ] && [ $status -lt 128 ] && grep -q -- "$expected" <<<"$output" && ! grep -q '^step ' <<<"$output"; then ok "refused: $(grep -m1 '^error' <<<"$output" | cut -c1-150)"; else bad "expected \"$expected\": $(tail -n 2 <<<"$output")"; fi
+}
+refused "GiB of GPU memory" ./train_fp8cu llama3.1-70b --train-data "$tmp/synth_train.bin" --sequence-length 4096
+refused "fp32 is the CPU trainer" ./train_fp8cu small $data --precision fp32
+refused "is outside" ./train_fp8cu small $data --sequence-length 0
+refused "no token shard" ./train_fp8cu small --train-data "$tmp/none.bin"
+
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]

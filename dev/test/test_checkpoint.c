@@ -1,0 +1,578 @@
+// checkpoint.h: save and load bit for bit, what resuming refuses, damage of every kind, failing disks, export, loading of foreign weights.
+#include <signal.h>
+#include <sys/resource.h>
+
+#define IO_CHUNK_BYTES ((int64_t)100)  // small, so that these small tensors take many chunks
+#include "../../llmc/checkpoint.h"
+#include "../../llmc/rng.h"
+#include "check.h"
+
+static char folder[] = "/tmp/test_checkpoint_XXXXXX";
+
+static const char *path_of(const char *name) {
+    static char paths[4][PATH_CAPACITY];
+    static int next;
+    char *path = paths[next++ % 4];
+    format_checked(path, PATH_CAPACITY, "%s/%s", folder, name);
+    return path;
+}
+
+// ---- a trainer's state in host memory
+
+typedef struct {
+    ModelConfig model;
+    ParameterTable table;
+    Options options;
+    TrainerState state;
+    char *arrays[3];
+} Trainer;
+
+static char *element(Trainer *t, StateKind kind, int64_t offset, int64_t count) {
+    if (offset < 0 || count < 0 || offset > t->table.total - count) die("range %lld + %lld is outside", (long long)offset, (long long)count);
+    return t->arrays[kind] + offset * (t->state.is_fp32[kind] ? 4 : 2);
+}
+
+static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
+    Trainer *t = (Trainer *)context;
+    memcpy(host, element(t, kind, offset, count), (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
+}
+
+static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
+    Trainer *t = (Trainer *)context;
+    memcpy(element(t, kind, offset, count), host, (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
+}
+
+// Random bytes in every parameter (any bit pattern must survive), zeros in the padding.
+static void trainer_fill(Trainer *t, uint64_t seed) {
+    for (int kind = 0; kind < 3; kind++)
+        for (int64_t i = 0; i < t->table.count; i++) {
+            const Parameter *p = &t->table.entries[i];
+            char *at = element(t, (StateKind)kind, p->offset, parameter_elements(p));
+            const int64_t bytes = parameter_elements(p) * (t->state.is_fp32[kind] ? 4 : 2);
+            for (int64_t b = 0; b < bytes; b++) at[b] = (char)rng_u64(seed, (uint64_t)(kind * 100000000 + i * 1000000 + b));
+        }
+}
+
+static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, bool fp32_state) {
+    Trainer *t = (Trainer *)xcalloc(1, sizeof *t);
+    model_config_preset(&t->model, "tiny");
+    t->model.family = family, t->model.qkv_bias = family == FAMILY_QWEN2, t->model.qk_norm = family == FAMILY_QWEN3;
+    t->model.tie_word_embeddings = tied;
+    t->model.vocab_size = 33, t->model.hidden_size = 16, t->model.intermediate_size = 24, t->model.head_dim = 8;
+    t->table = parameter_table(&t->model);
+    t->options = options_default();
+    t->options.model = "tiny";
+    t->options.train_data = "shards/*.bin";
+    t->options.master_weights = fp32_weights ? STORAGE_FP32 : STORAGE_BF16;
+    t->options.optimizer_state = fp32_state ? STORAGE_FP32 : STORAGE_BF16;
+    t->state.context = t;
+    t->state.is_fp32[STATE_WEIGHTS] = fp32_weights;
+    t->state.is_fp32[STATE_EXP_AVG] = t->state.is_fp32[STATE_EXP_AVG_SQ] = fp32_state;
+    t->state.read = state_read, t->state.write = state_write;
+    for (int kind = 0; kind < 3; kind++) t->arrays[kind] = (char *)xcalloc((size_t)t->table.total, t->state.is_fp32[kind] ? 4 : 2);
+    return t;
+}
+
+static void trainer_free(Trainer *t) {
+    for (int kind = 0; kind < 3; kind++) free(t->arrays[kind]);
+    parameter_table_free(&t->table);
+    free(t);
+}
+
+static bool same_state(const Trainer *a, const Trainer *b) {
+    for (int kind = 0; kind < 3; kind++)
+        if (memcmp(a->arrays[kind], b->arrays[kind], (size_t)(a->table.total * (a->state.is_fp32[kind] ? 4 : 2))) != 0) return false;
+    return true;
+}
+
+static void save(Trainer *t, const char *dir, int64_t step, int64_t keep) {
+    Failure failure;
+    const TrainerProgress progress = {step, step * 3};
+    if (!checkpoint_save(dir, keep, &progress, &t->model, &t->options, &t->table, &t->state, &failure)) die("%s", failure.text);
+}
+
+// The steps in a folder, newest first, as "300 200"; with everything else that is there counted behind a '+'.
+static const char *listing(const char *dir) {
+    static char text[256];
+    CheckpointSteps list;
+    Failure failure;
+    size_t n = 0;
+    text[0] = 0;
+    if (!checkpoint_list(dir, &list, &failure)) return failure.text[0] ? "cannot list" : "";
+    for (int64_t i = 0; i < list.count; i++) format_checked(text + n, sizeof text - n, "%s%lld", i ? " " : "", (long long)list.steps[i]), n = strlen(text);
+    free(list.steps);
+    int others = 0;
+    DIR *d = opendir(dir);
+    for (struct dirent *e; d && (e = readdir(d)) != NULL;) others += e->d_name[0] != '.' && checkpoint_step_of(e->d_name, "") < 0;
+    if (d) closedir(d);
+    if (others) format_checked(text + n, sizeof text - n, "+%d", others);
+    return text;
+}
+
+// Removes a folder of checkpoints or of exports.
+static void remove_tree(const char *dir) {
+    Failure failure;
+    DIR *d = opendir(dir);
+    if (!d) return;
+    for (struct dirent *e; (e = readdir(d)) != NULL;) {
+        char path[PATH_CAPACITY];
+        format_checked(path, sizeof path, "%s/%s", dir, e->d_name);
+        if (e->d_name[0] != '.' && folder_exists(path)) remove_tree(path);
+    }
+    closedir(d);
+    if (!folder_remove(dir, &failure)) die("%s", failure.text);
+}
+
+static void flip_byte(const char *path, int64_t at) {
+    FILE *f = fopen(path, "r+b");
+    if (!f) die("cannot open %s", path);
+    fseek(f, (long)at, SEEK_SET);
+    const int c = fgetc(f);
+    fseek(f, (long)at, SEEK_SET);
+    fputc(c ^ 0x04, f);
+    if (fclose(f)) die("cannot write %s", path);
+}
+
+// ---- save and load
+
+static void test_round_trip(void) {
+    const char *dir = xstrdup(path_of("round"));
+    for (int variant = 0; variant < 12; variant++) {
+        const ModelFamily family = (ModelFamily)(variant % 3);
+        const bool tied = variant & 1, fp32_weights = variant >= 6, fp32_state = variant % 4 >= 2;
+        Trainer *a = trainer_new(family, tied, fp32_weights, fp32_state), *b = trainer_new(family, tied, fp32_weights, fp32_state);
+        trainer_fill(a, (uint64_t)variant);
+        save(a, dir, 7, 1);
+        char found[PATH_CAPACITY];
+        CHECK(checkpoint_find_newest(dir, found, sizeof found) && strcmp(strrchr(found, '/') + 1, "step-00000007") == 0, "%s", found);
+        const TrainerProgress p = checkpoint_load(found, &b->model, &b->options, &b->table, &b->state);
+        CHECK(p.step == 7 && p.samples == 21, "step %lld, samples %lld", (long long)p.step, (long long)p.samples);
+        CHECK(same_state(a, b), "variant %d: loaded state differs", variant);
+
+        // What transformers will see: config.json, and each weight once under its Hugging Face name.
+        Safetensors st;
+        Failure failure = {""};
+        CHECK(safetensors_open_folder(&st, found, "model", &failure), "%s", failure.text);
+        CHECK(st.count == a->table.count && !safetensors_find(&st, "lm_head.weight") == tied, "%lld tensors", (long long)st.count);
+        CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16), "type of weights");
+        safetensors_close(&st);
+        char config[PATH_CAPACITY];
+        format_checked(config, sizeof config, "%s/config.json", found);
+        char *text = read_file(config, NULL);
+        CHECK(text && strstr(text, fp32_weights ? "\"float32\"" : "\"bfloat16\""), "dtype in config.json");
+        free(text);
+        trainer_free(a);
+        trainer_free(b);
+    }
+    CHECK(strcmp(listing(dir), "7") == 0, "%s", listing(dir));
+    remove_tree(dir);
+    free((char *)dir);
+}
+
+// Several files per set, with an index.
+static void test_sharded(void) {
+    Trainer *a = trainer_new(FAMILY_LLAMA, false, false, true), *b = trainer_new(FAMILY_LLAMA, false, false, true);
+    Failure failure = {""};
+    const char *dir = xstrdup(path_of("sharded"));
+    const TrainerProgress progress = {1, 2};
+    trainer_fill(a, 5);
+    CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->model, &a->options, &a->table, &a->state, 1500, &failure), "%s", failure.text);
+    char found[PATH_CAPACITY], index[PATH_CAPACITY];
+    CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
+    format_checked(index, sizeof index, "%s/model.safetensors.index.json", found);
+    CHECK(path_exists(index) && model_has_weights(found), "%s", index);
+    checkpoint_load(found, &b->model, &b->options, &b->table, &b->state);
+    CHECK(same_state(a, b), "loaded state differs");
+    // A missing shard is found, though the index is whole.
+    format_checked(index, sizeof index, "%s/optimizer-00002-of-", found);
+    DIR *d = opendir(found);
+    for (struct dirent *e; (e = readdir(d)) != NULL;)
+        if (strncmp(e->d_name, "optimizer-00002-of-", 19) == 0) format_checked(index, sizeof index, "%s/%s", found, e->d_name);
+    closedir(d);
+    CHECK(unlink(index) == 0 && !checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "optimizer-00002"), "%s", failure.text);
+    remove_tree(dir);
+    free((char *)dir);
+    trainer_free(a);
+    trainer_free(b);
+}
+
+static void test_keep(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    const char *dir = xstrdup(path_of("keep"));
+    char broken[PATH_CAPACITY];
+    for (int64_t step = 10; step <= 40; step += 10) save(t, dir, step, 2);
+    CHECK(strcmp(listing(dir), "40 30") == 0, "%s", listing(dir));
+    save(t, dir, 40, 2);  // again, over itself
+    CHECK(strcmp(listing(dir), "40 30") == 0, "%s", listing(dir));
+    // A broken one is not counted among those kept, so that a whole one before it stays.
+    format_checked(broken, sizeof broken, "%s/step-00000040/optimizer.safetensors", dir);
+    CHECK(truncate(broken, 100) == 0, "%s", strerror(errno));
+    save(t, dir, 50, 2);
+    CHECK(strcmp(listing(dir), "50 40 30") == 0, "%s", listing(dir));
+    save(t, dir, 60, 1);
+    CHECK(strcmp(listing(dir), "60") == 0, "%s", listing(dir));
+    // One of a later step, which a resumed run passed over, stays; one of the same step is replaced.
+    save(t, dir, 90, 9);
+    save(t, dir, 70, 1);
+    CHECK(strcmp(listing(dir), "90 70") == 0, "%s", listing(dir));
+    // What interrupted saves leave is removed; other names are not ours.
+    Failure failure;
+    static const char *const names[] = {"step-00000080.tmp", "step-00000020.old.tmp", "step-80.tmp", "notes"};
+    for (int i = 0; i < 4; i++) {
+        char path[PATH_CAPACITY];
+        format_checked(path, sizeof path, "%s/%s", dir, names[i]);
+        if (!folder_create(path, false, &failure) || !file_write(path, "model.safetensors", "x", 1, NULL, &failure)) die("%s", failure.text);
+    }
+    save(t, dir, 95, 1);
+    CHECK(strcmp(listing(dir), "95+2") == 0, "%s", listing(dir));
+    remove_tree(dir);
+    free((char *)dir);
+    trainer_free(t);
+}
+
+// ---- refusals
+
+typedef struct {
+    Trainer *trainer;
+    const char *path;
+} Action;
+
+static void check_action(void *context) {
+    Action *a = (Action *)context;
+    checkpoint_check(a->path, &a->trainer->model, &a->trainer->options);
+}
+
+static void find_action(void *context) {
+    char found[PATH_CAPACITY];
+    fclose(stdout);
+    checkpoint_find_newest((const char *)context, found, sizeof found);
+}
+
+static void prepare_action(void *context) { checkpoint_prepare((const char *)context, false); }
+
+static void test_mismatch(void) {
+    Trainer *t = trainer_new(FAMILY_QWEN3, true, false, false), *other;
+    char output[8192];
+    save(t, path_of("mismatch"), 3, 1);
+    Action action = {t, xstrdup(path_of("mismatch/step-00000003"))};
+    const TrainerProgress p = checkpoint_check(action.path, &t->model, &t->options);
+    CHECK(p.step == 3, "step %lld", (long long)p.step);
+    // Free settings may differ, those that must match may not; all that differ are named.
+    t->options.num_steps = 5, t->options.learning_rate = 1, t->options.batch_size = 7, t->options.checkpoint_every = 3;
+    checkpoint_check(action.path, &t->model, &t->options);
+    t->options.sequence_length = 1024, t->options.seed = 43, t->options.shuffle = OFF, t->options.precision = PRECISION_FP8;
+    t->options.train_data = "";
+    CHECK(check_dies(check_action, &action, "--sequence-length is 2048 in the checkpoint, 1024 now", output, sizeof output), "%s", output);
+    CHECK(strstr(output, "--seed is 42 in the checkpoint, 43 now") && strstr(output, "--shuffle is on in the checkpoint, off now") && strstr(output, "--precision is bf16 in the checkpoint, fp8 now"), "%s", output);
+    CHECK(strstr(output, "--train-data is shards/*.bin in the checkpoint, \"\" now") && !strstr(output, "learning-rate"), "%s", output);
+
+    other = trainer_new(FAMILY_LLAMA, false, false, false);
+    other->model.hidden_size = 32, other->model.rope_theta = 5e5, other->model.rope_scaling.factor = 8;
+    action.trainer = other;
+    CHECK(check_dies(check_action, &action, "a checkpoint of another model:", output, sizeof output), "%s", output);
+    CHECK(strstr(output, "hidden_size is 16 in the checkpoint, 32 now") && strstr(output, "family") && strstr(output, "tie_word_embeddings is 1 in the checkpoint, 0 now"), "%s", output);
+    CHECK(strstr(output, "rope_theta is 10000 in the checkpoint, 500000 now") && strstr(output, "rope_scaling.factor is 0 in the checkpoint, 8 now") && !strstr(output, "head_dim"), "%s", output);
+    remove_tree(path_of("mismatch"));
+    free((char *)action.path);
+    trainer_free(t);
+    trainer_free(other);
+}
+
+static void test_prepare(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    char output[4096], dir[PATH_CAPACITY], found[PATH_CAPACITY];
+    format_checked(dir, sizeof dir, "%s", path_of("fresh"));
+    checkpoint_prepare(dir, false);
+    CHECK(folder_exists(dir) && strcmp(listing(dir), "") == 0, "%s", listing(dir));
+    CHECK(!checkpoint_find_newest(dir, found, sizeof found), "nothing to find");
+    CHECK(!checkpoint_find_newest(path_of("never"), found, sizeof found), "nothing to find");
+    save(t, dir, 12, 1);
+    CHECK(check_dies(prepare_action, dir, "already holds step-00000012; add --resume", output, sizeof output), "%s", output);
+    checkpoint_prepare(dir, true);
+    CHECK(check_dies(prepare_action, (void *)path_of("no/parent"), "its parent folder must exist", output, sizeof output), "%s", output);
+    // Root may write anywhere but in a file system of the kernel, and a file is no folder.
+    CHECK(check_dies(prepare_action, (void *)"/proc/checkpoints", "cannot make folder /proc/checkpoints", output, sizeof output), "%s", output);
+    CHECK(check_dies(prepare_action, (void *)"/proc/self", "cannot make folder /proc/self/step-00000000.tmp", output, sizeof output), "%s", output);
+    CHECK(check_dies(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null", output, sizeof output), "%s", output);
+    remove_tree(dir);
+    trainer_free(t);
+}
+
+// ---- damage: the newest is passed over with the reason, the one before it is taken
+
+static void damage_truncate(const char *path, int64_t bytes) {
+    if (truncate(path, (off_t)bytes)) die("truncate %s: %s", path, strerror(errno));
+}
+
+static void damage_remove(const char *path, int64_t unused) {
+    (void)unused;
+    if (unlink(path)) die("unlink %s: %s", path, strerror(errno));
+}
+
+static void test_damage(void) {
+    Trainer *t = trainer_new(FAMILY_QWEN2, false, false, true);
+    const char *dir = xstrdup(path_of("damage"));
+    static const struct { const char *file; void (*damage)(const char *, int64_t); int64_t at; const char *reason; } cases[] = {
+        {"trainer.json", damage_remove, 0, "No such file"}, {"trainer.json", damage_truncate, 0, "cut short"}, {"trainer.json", damage_truncate, 200, "is damaged"},
+        {"trainer.json", flip_byte, 30, "is damaged"}, {"trainer.json", flip_byte, 500, "is damaged"}, {"config.json", damage_remove, 0, "No such file"},
+        {"config.json", flip_byte, 100, "is damaged: its XXH64 is"}, {"model.safetensors", damage_remove, 0, "No such file"}, {"model.safetensors", damage_truncate, 0, "has 0 bytes; it was written with"},
+        {"model.safetensors", damage_truncate, 4000, "has 4000 bytes"}, {"model.safetensors", flip_byte, 3, "is damaged"}, {"model.safetensors", flip_byte, 9000, "is damaged"},
+        {"optimizer.safetensors", damage_truncate, 7, "has 7 bytes"}, {"optimizer.safetensors", flip_byte, 20000, "is damaged"}, {"optimizer.safetensors", damage_remove, 0, "No such file"}};
+    char found[PATH_CAPACITY], path[PATH_CAPACITY], output[4096];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Failure failure = {""};
+        save(t, dir, 1, 2);
+        save(t, dir, 2, 2);
+        format_checked(path, sizeof path, "%s/step-00000002/%s", dir, cases[i].file);
+        cases[i].damage(path, cases[i].at);
+        format_checked(path, sizeof path, "%s/step-00000002", dir);
+        CHECK(!checkpoint_is_whole(path, true, &failure) && strstr(failure.text, cases[i].reason) && strstr(failure.text, cases[i].file), "case %zu: \"%s\"", i, failure.text);
+        CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"), "case %zu: took %s", i, found);
+    }
+    format_checked(path, sizeof path, "%s/step-00000001/trainer.json", dir);
+    damage_remove(path, 0);
+    CHECK(check_dies(find_action, (void *)dir, "none of the 2 checkpoints in", output, sizeof output), "%s", output);
+
+    // Every byte of trainer.json counts.
+    save(t, dir, 3, 1);
+    format_checked(path, sizeof path, "%s/step-00000003/trainer.json", dir);
+    char checkpoint[PATH_CAPACITY];
+    format_checked(checkpoint, sizeof checkpoint, "%s/step-00000003", dir);
+    int64_t size = 0;
+    Failure failure;
+    int unseen = 0;
+    CHECK(file_size(path, &size, &failure) && checkpoint_is_whole(checkpoint, true, &failure), "%s", failure.text);
+    for (int64_t at = 0; at < size; at++) {
+        flip_byte(path, at);
+        unseen += checkpoint_is_whole(checkpoint, false, &failure);
+        flip_byte(path, at);
+    }
+    CHECK(unseen == 0, "%d of %lld flips unseen", unseen, (long long)size);
+    CHECK(checkpoint_is_whole(checkpoint, true, &failure), "%s", failure.text);
+    remove_tree(dir);
+    free((char *)dir);
+    trainer_free(t);
+}
+
+// A trainer.json that is sealed but of another version or with hostile entries.
+static void test_sealed(void) {
+    static const char *const cases[][2] = {
+        {"{\n  \"format_version\": 2, \"files\": []", "has format version 2; this program reads version 1"}, {"{\n  \"files\": []", "has no \"format_version\""},
+        {"{\n  \"format_version\": 1", "has no \"files\""}, {"{\n  \"format_version\": 1, \"files\": [3]", "files[0] has no \"name\""},
+        {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"../../etc/passwd\", \"bytes\": 3, \"xxh64\": \"0\"}]", "name of a file in the same folder"},
+        {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"x\", \"bytes\": -3, \"xxh64\": \"0\"}]", "files[0].bytes"}, {"{\n  \"format_version\": 1,, ", "expected a string"}};
+    char folder_path[PATH_CAPACITY], text[1024];
+    format_checked(folder_path, sizeof folder_path, "%s", path_of("sealed"));
+    Failure failure = {""};
+    if (!folder_create(folder_path, false, &failure)) die("%s", failure.text);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const size_t n = strlen(cases[i][0]);
+        format_checked(text, sizeof text, "%s" CHECKPOINT_SEAL_FORMAT, cases[i][0], (unsigned long long)xxhash64(cases[i][0], n));
+        if (!file_write(folder_path, "trainer.json", text, (int64_t)strlen(text), NULL, &failure)) die("%s", failure.text);
+        CHECK(!checkpoint_is_whole(folder_path, true, &failure) && strstr(failure.text, cases[i][1]), "%s: %s", cases[i][0], failure.text);
+    }
+    remove_tree(folder_path);
+}
+
+// ---- saving that fails: the checkpoint before stays, nothing else does
+
+static void test_failing_save(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, false, true, true);
+    const char *dir = xstrdup(path_of("failing"));
+    char found[PATH_CAPACITY];
+    Failure failure = {""};
+    trainer_fill(t, 9);
+    save(t, dir, 1, 1);
+    signal(SIGXFSZ, SIG_IGN);
+    struct rlimit before, small;
+    getrlimit(RLIMIT_FSIZE, &before);
+    // The limit on file sizes hits config.json, the weights' header, the weights, the optimizer state; each file in turn is the first too large.
+    static const rlim_t limits[] = {100, 1000, 5000, 40000};
+    for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
+        const TrainerProgress progress = {2, 2};
+        small = before, small.rlim_cur = limits[i];
+        setrlimit(RLIMIT_FSIZE, &small);
+        bool ok = checkpoint_save(dir, 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure);
+        setrlimit(RLIMIT_FSIZE, &before);
+        CHECK(!ok && strstr(failure.text, "File too large") && strstr(failure.text, "step-00000002 failed") && strstr(failure.text, "untouched"), "limit %d: %s", (int)limits[i], failure.text);
+        CHECK(strcmp(listing(dir), "1") == 0, "limit %d: %s", (int)limits[i], listing(dir));
+    }
+    // A save over the same step that fails leaves the old one of that step.
+    const TrainerProgress progress = {1, 1};
+    small.rlim_cur = 40000;
+    setrlimit(RLIMIT_FSIZE, &small);
+    CHECK(!checkpoint_save(dir, 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure), "saved past the limit");
+    setrlimit(RLIMIT_FSIZE, &before);
+    Trainer *b = trainer_new(FAMILY_LLAMA, false, true, true);
+    CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
+    checkpoint_load(found, &b->model, &b->options, &b->table, &b->state);
+    CHECK(same_state(t, b), "the checkpoint before was touched");
+
+    static const char *const nowhere[] = {"/proc/checkpoints", "/proc/self", "/dev/null"};
+    for (int i = 0; i < 3; i++) {
+        CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure) && strstr(failure.text, "cannot make folder"), "%s", failure.text);
+        CHECK(!model_export_hf(i == 1 ? "/proc/self/out" : nowhere[i], &t->model, &t->table, &t->state, NULL, &failure) && strstr(failure.text, "export to"), "%s", failure.text);
+    }
+    CHECK(!checkpoint_save(path_of("no/parent"), 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure) && strstr(failure.text, "its parent folder must exist"), "%s", failure.text);
+    remove_tree(dir);
+    free((char *)dir);
+    trainer_free(t);
+    trainer_free(b);
+}
+
+// A process that is killed in the middle of a save leaves the checkpoint before, and the next save clears up.
+static void kill_in_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
+    state_read(context, kind, offset, count, host);
+    if (kind == STATE_EXP_AVG_SQ) raise(SIGKILL);
+}
+
+static void test_killed(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, false, false, false);
+    const char *dir = xstrdup(path_of("killed"));
+    char found[PATH_CAPACITY];
+    save(t, dir, 1, 2);
+    pid_t child = fork();
+    if (child == 0) {
+        t->state.read = kill_in_read;
+        save(t, dir, 2, 2);
+        _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "the child should have been killed");
+    CHECK(strcmp(listing(dir), "1+1") == 0, "%s", listing(dir));
+    CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"), "%s", found);
+    save(t, dir, 3, 2);
+    CHECK(strcmp(listing(dir), "3 1") == 0, "%s", listing(dir));
+    remove_tree(dir);
+    free((char *)dir);
+    trainer_free(t);
+}
+
+// ---- export and foreign weights
+
+static void test_export(void) {
+    Trainer *a = trainer_new(FAMILY_QWEN3, true, true, false), *b = trainer_new(FAMILY_QWEN3, true, false, false);
+    char dir[PATH_CAPACITY], source_folder[PATH_CAPACITY], trailing[PATH_CAPACITY];
+    Failure failure = {""};
+    format_checked(dir, sizeof dir, "%s", path_of("export"));
+    format_checked(source_folder, sizeof source_folder, "%s", path_of("source"));
+    format_checked(trailing, sizeof trailing, "%s", path_of("export/"));
+    for (int64_t i = 0; i < a->table.total; i++) ((float *)a->arrays[STATE_WEIGHTS])[i] = 0;
+    for (int64_t k = 0; k < a->table.count; k++)
+        for (int64_t i = 0; i < parameter_elements(&a->table.entries[k]); i++) ((float *)a->arrays[STATE_WEIGHTS])[a->table.entries[k].offset + i] = rng_normal((uint64_t)k, (uint64_t)i);
+    if (!folder_create(source_folder, false, &failure) || !file_write(source_folder, "tokenizer.json", "{}", 2, NULL, &failure) || !file_write(source_folder, "README.md", "x", 1, NULL, &failure))
+        die("%s", failure.text);
+    model_export_prepare(dir);
+    CHECK(!path_exists(dir), "prepare leaves nothing");
+    CHECK(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
+    CHECK(!path_exists(path_of("export/tokenizer.json")) && model_has_weights(dir), "first export");
+    model_export_prepare(trailing);
+    CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure), "%s", failure.text);
+    CHECK(path_exists(path_of("export/tokenizer.json")) && !path_exists(path_of("export/README.md")) && !path_exists(path_of("export/trainer.json")) && !path_exists(path_of("export.tmp")), "second export");
+
+    // Loaded as bf16: rounded to nearest even.
+    ModelConfig read;
+    hf_config_read(&read, dir);
+    model_check_weights(dir, &read, &b->table);
+    model_load_weights(dir, &read, &b->table, &b->state);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < a->table.total; i++) wrong += ((bf16_bits *)b->arrays[STATE_WEIGHTS])[i] != bf16_from_float(((float *)a->arrays[STATE_WEIGHTS])[i]);
+    CHECK(wrong == 0, "%lld weights differ", (long long)wrong);
+
+    // A folder with anything else in it is not replaced.
+    if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
+    CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) && strstr(failure.text, "holds thesis.txt, which is not part of an export; give a new folder"), "%s", failure.text);
+    CHECK(path_exists(path_of("export/thesis.txt")) && path_exists(path_of("export/model.safetensors")), "nothing was removed");
+    remove_tree(dir);
+    remove_tree(source_folder);
+    trainer_free(a);
+    trainer_free(b);
+}
+
+static void load_action(void *context) {
+    Action *a = (Action *)context;
+    model_load_weights(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
+}
+
+static void zeros(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
+    (void)tensor, (void)offset;
+    memset(out, 0, (size_t)(count * safetensors_type_bytes(*(SafetensorsType *)context)));
+}
+
+// Writes a model's tensors with one change: `skip` is left out, `misshape` gets its sides exchanged, `extra` is added.
+static void write_weights(const char *dir, const ParameterTable *t, const char *skip, const char *misshape, const char *extra, SafetensorsType type) {
+    SafetensorSpec *all = (SafetensorSpec *)xcalloc((size_t)t->count + 1, sizeof *all);
+    int64_t n = 0;
+    for (int64_t i = 0; i < t->count; i++) {
+        const Parameter *p = &t->entries[i];
+        if (strcmp(p->name, skip) == 0) continue;
+        format_checked(all[n].name, sizeof all[n].name, "%s", p->name);
+        all[n].type = type;
+        all[n].rows = p->rows, all[n].cols = p->cols;
+        if (strcmp(p->name, misshape) == 0) all[n].rows = p->cols, all[n].cols = p->rows;
+        n++;
+    }
+    if (*extra) {
+        format_checked(all[n].name, sizeof all[n].name, "%s", extra);
+        all[n].type = type, all[n].rows = 4, all[n].cols = 0;
+        n++;
+    }
+    FileList list = {NULL, 0};
+    Failure failure;
+    if (!safetensors_save(dir, "model", all, n, SAFETENSORS_SHARD_BYTES, zeros, &type, &list, &failure)) die("%s", failure.text);
+    file_list_free(&list);
+    free(all);
+}
+
+static void test_foreign_weights(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    char dir[PATH_CAPACITY], output[4096];
+    Failure failure;
+    format_checked(dir, sizeof dir, "%s", path_of("foreign"));
+    if (!folder_create(dir, false, &failure)) die("%s", failure.text);
+    Action action = {t, dir};
+    CHECK(!model_has_weights(dir) && check_dies(load_action, &action, "has neither model.safetensors nor model.safetensors.index.json", output, sizeof output), "%s", output);
+    write_weights(dir, &t->table, "model.layers.1.mlp.up_proj.weight", "", "", ST_BF16);
+    CHECK(check_dies(load_action, &action, "model.safetensors has no tensor model.layers.1.mlp.up_proj.weight", output, sizeof output), "%s", output);
+    write_weights(dir, &t->table, "", "model.layers.0.mlp.down_proj.weight", "", ST_BF16);
+    CHECK(check_dies(load_action, &action, "tensor model.layers.0.mlp.down_proj.weight has shape [24, 16]; the model needs [16, 24]", output, sizeof output), "%s", output);
+    write_weights(dir, &t->table, "", "", "model.layers.0.self_attn.q_proj.bias", ST_BF16);
+    CHECK(check_dies(load_action, &action, "tensor model.layers.0.self_attn.q_proj.bias has no place in a model with this config.json", output, sizeof output), "%s", output);
+    write_weights(dir, &t->table, "", "", "", ST_I32);
+    CHECK(check_dies(load_action, &action, "is I32; weights are read from F32, BF16 and F16", output, sizeof output), "%s", output);
+    // An extra lm_head in a tied model and the RoPE tables of old files are passed over.
+    static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};
+    for (int i = 0; i < 3; i++) {
+        trainer_fill(t, 3);
+        write_weights(dir, &t->table, "", "", allowed[i], i == 2 ? ST_F16 : ST_F32);
+        load_action(&action);
+        int64_t nonzero = 0;
+        for (int64_t k = 0; k < t->table.total; k++) nonzero += ((bf16_bits *)t->arrays[STATE_WEIGHTS])[k] != 0;
+        CHECK(nonzero == 0, "%s: %lld weights were not loaded", allowed[i], (long long)nonzero);
+    }
+    Trainer *untied = trainer_new(FAMILY_LLAMA, false, false, false);
+    action.trainer = untied;
+    write_weights(dir, &t->table, "", "", "", ST_F32);
+    CHECK(check_dies(load_action, &action, "has no tensor lm_head.weight", output, sizeof output), "%s", output);
+    remove_tree(dir);
+    trainer_free(t);
+    trainer_free(untied);
+}
+
+int main(void) {
+    if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
+    test_round_trip();
+    test_sharded();
+    test_keep();
+    test_mismatch();
+    test_prepare();
+    test_damage();
+    test_sealed();
+    test_failing_save();
+    test_killed();
+    test_export();
+    test_foreign_weights();
+    remove_tree(folder);
+    return check_report();
+}

@@ -1,0 +1,352 @@
+// Token loader: formats, windows, order, ranks, and every bad input.
+#include "../../llmc/dataloader.h"
+
+#include "check.h"
+
+#define MAX_N 4096
+
+static char folder[] = "/tmp/test_dataloader_XXXXXX";
+
+static void shard_path(char *out, const char *name) { format_checked(out, 4096, "%s/%s", folder, name); }
+
+// Writes a shard with any header and any number of token bytes behind it, right or wrong. Token i is base + i.
+static void write_shard(const char *name, int32_t magic, int32_t version, int64_t count_in_header, int64_t count, uint32_t base) {
+    char path[4096];
+    shard_path(path, name);
+    FILE *f = fopen(path, "wb");
+    if (!f) die("%s: %s", path, strerror(errno));
+    int32_t header[SHARD_HEADER_INTS] = {0};
+    header[0] = magic;
+    header[1] = version;
+    if (version == 8) memcpy(header + 2, &count_in_header, sizeof count_in_header);
+    else header[2] = (int32_t)count_in_header;
+    fwrite(header, 1, sizeof header, f);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t token = base + (uint32_t)i;
+        uint16_t narrow = (uint16_t)token;
+        if (magic == SHARD_MAGIC_U16) fwrite(&narrow, sizeof narrow, 1, f);
+        else fwrite(&token, sizeof token, 1, f);
+    }
+    if (fclose(f) != 0) die("%s: %s", path, strerror(errno));
+}
+
+static DataLoader open_loader(const char *name, int64_t T, bool shuffle, uint64_t seed) {
+    char path[4096];
+    shard_path(path, name);
+    return dataloader_open(path, T, shuffle, seed);
+}
+
+// Each format gives the same windows: stride T, targets one token on, the last whole window included.
+static void test_formats_and_windows(void) {
+    static const struct {
+        const char *name;
+        int32_t magic, version;
+    } formats[] = {{"u32.bin", SHARD_MAGIC_U32, 7}, {"u64count.bin", SHARD_MAGIC_U32, 8}, {"u16.bin", SHARD_MAGIC_U16, 1}};
+    const int64_t T = 8;
+    for (int f = 0; f < 3; f++) {
+        // 81 tokens hold 10 windows and the last one's target; 80 hold 9 (the tenth has no target)
+        for (int64_t count = 80; count <= 81; count++) {
+            write_shard(formats[f].name, formats[f].magic, formats[f].version, count, count, 1000);
+            DataLoader dl = open_loader(formats[f].name, T, false, 1);
+            int64_t expected = count == 81 ? 10 : 9, wrong = 0;
+            CHECK(dataloader_num_sequences(&dl) == expected, "%s: %lld sequences", formats[f].name, (long long)dl.num_sequences);
+            CHECK(dl.num_tokens == count, "%s: %lld tokens", formats[f].name, (long long)dl.num_tokens);
+            int32_t inputs[3 * 8], targets[3 * 8];
+            for (int64_t g = 0; g < expected; g += 3) {
+                dataloader_batch(&dl, g, 3, inputs, targets);
+                for (int64_t i = 0; i < 3 * T; i++) {
+                    int64_t place = (g + i / T) % expected * T + i % T;
+                    wrong += inputs[i] != 1000 + place || targets[i] != 1000 + place + 1;
+                }
+            }
+            CHECK(wrong == 0, "%s: %lld wrong tokens", formats[f].name, (long long)wrong);
+            CHECK(dataloader_max_token(&dl) == 1000 + count - 1, "%s: %lld", formats[f].name, (long long)dataloader_max_token(&dl));
+            dataloader_close(&dl);
+        }
+    }
+}
+
+// Several shards of both widths under one pattern: sorted by name, no window across a border, every window found.
+static void test_many_shards(void) {
+    const int64_t T = 4, counts[3] = {9, 5, 14}, windows[3] = {2, 1, 3};
+    write_shard("many_2.bin", SHARD_MAGIC_U32, 7, counts[2], counts[2], 3000);
+    write_shard("many_0.bin", SHARD_MAGIC_U32, 7, counts[0], counts[0], 1000);
+    write_shard("many_1.bin", SHARD_MAGIC_U16, 1, counts[1], counts[1], 2000);
+    DataLoader dl = open_loader("many_*.bin", T, false, 1);
+    CHECK(dl.num_shards == 3 && dl.num_sequences == 6, "%lld shards, %lld sequences", (long long)dl.num_shards, (long long)dl.num_sequences);
+    int32_t inputs[4], targets[4];
+    int64_t g = 0;
+    for (int s = 0; s < 3; s++) {
+        for (int64_t w = 0; w < windows[s]; w++, g++) {
+            dataloader_batch(&dl, g, 1, inputs, targets);
+            int32_t first = (int32_t)(1000 * (s + 1) + w * T);
+            CHECK(inputs[0] == first && inputs[3] == first + 3 && targets[0] == first + 1 && targets[3] == first + 4, "sequence %lld starts with %d", (long long)g, inputs[0]);
+        }
+    }
+    dataloader_close(&dl);
+}
+
+// The order of one epoch as a list; counts how many sequences do not come up exactly once.
+static int64_t read_epoch(const DataLoader *dl, int64_t epoch, int64_t *order) {
+    static int64_t seen[MAX_N];
+    int64_t n = dl->num_sequences, wrong = 0;
+    memset(seen, 0, sizeof seen);
+    for (int64_t i = 0; i < n; i++) {
+        order[i] = dataloader_sequence(dl, epoch * n + i);
+        if (order[i] < 0 || order[i] >= n) wrong++;
+        else seen[order[i]]++;
+    }
+    for (int64_t i = 0; i < n; i++) wrong += seen[i] != 1;
+    return wrong;
+}
+
+static int64_t count_equal(const int64_t *a, const int64_t *b, int64_t n) {
+    int64_t equal = 0;
+    for (int64_t i = 0; i < n; i++) equal += a[i] == b[i];
+    return equal;
+}
+
+// Each epoch is a bijection, for sizes round about powers of two and four too; epochs and seeds differ; the same seed agrees.
+static void test_permutation(void) {
+    static int64_t first[MAX_N], second[MAX_N], other_seed[MAX_N], again[MAX_N], in_order[MAX_N];
+    static const int64_t sizes[] = {1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 100, 1000, 1023, 1024, 1025, 4096};
+    DataLoader dl;
+    memset(&dl, 0, sizeof dl);
+    dl.shuffle = true;
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
+        dl.num_sequences = sizes[s];
+        for (uint64_t seed = 0; seed < 3; seed++) {
+            dl.seed = seed;
+            for (int64_t epoch = 0; epoch < 3; epoch++)
+                CHECK(read_epoch(&dl, epoch, first) == 0, "%lld sequences, seed %d, epoch %lld: not a bijection", (long long)sizes[s], (int)seed, (long long)epoch);
+        }
+    }
+    const int64_t n = dl.num_sequences = 1000;
+    for (int64_t i = 0; i < n; i++) in_order[i] = i;
+    dl.seed = 42;
+    read_epoch(&dl, 0, first);
+    read_epoch(&dl, 1, second);
+    read_epoch(&dl, 0, again);
+    dl.seed = 43;
+    read_epoch(&dl, 0, other_seed);
+    CHECK(count_equal(first, again, n) == n, "the same seed and epoch give another order");
+    // two random permutations agree in 1 place on average (Poisson): more than 10 has a chance of 1e-8
+    CHECK(count_equal(first, second, n) <= 10, "epochs 0 and 1 agree in %lld places", (long long)count_equal(first, second, n));
+    CHECK(count_equal(first, other_seed, n) <= 10, "seeds 42 and 43 agree in %lld places", (long long)count_equal(first, other_seed, n));
+    CHECK(count_equal(first, in_order, n) <= 10, "%lld sequences stay where they are", (long long)count_equal(first, in_order, n));
+    int64_t neighbours = 0;
+    for (int64_t i = 1; i < n; i++) neighbours += first[i] == first[i - 1] + 1;
+    CHECK(neighbours <= 10, "%lld neighbours stay neighbours", (long long)neighbours);
+    dl.shuffle = false;
+    CHECK(read_epoch(&dl, 5, again) == 0 && count_equal(again, in_order, n) == n, "without shuffling the order is not file order");
+}
+
+// The permutation places early and late sequences alike: mean of the first half of an epoch over many seeds.
+static void test_permutation_is_even(void) {
+    DataLoader dl;
+    memset(&dl, 0, sizeof dl);
+    dl.shuffle = true;
+    dl.num_sequences = 1500;
+    double sum = 0;
+    for (dl.seed = 0; dl.seed < 200; dl.seed++)
+        for (int64_t g = 0; g < 750; g++) sum += (double)dataloader_sequence(&dl, g);
+    // half a permutation without replacement: standard deviation of one mean n / sqrt(12 * 750 * 2) = 11.2, of 200 of them 0.79; allow 5
+    double mean = sum / (200 * 750.0);
+    CHECK(fabs(mean - 749.5) < 5 * 0.79, "mean %f, 749.5 expected", mean);
+}
+
+static void test_huge_count(void) {
+    DataLoader dl;
+    memset(&dl, 0, sizeof dl);
+    dl.shuffle = true;
+    dl.seed = 42;
+    dl.num_sequences = 3000000001;  // more than 32 bits
+    int64_t above = 0, wrong = 0;
+    for (int64_t g = 0; g < 10000; g++) {
+        int64_t sequence = dataloader_sequence(&dl, 5000000000 + g);
+        wrong += sequence < 0 || sequence >= dl.num_sequences;
+        above += sequence > INT32_MAX;
+    }
+    // 28.4% lie above 2^31: 2840 of 10000, standard deviation 45
+    CHECK(wrong == 0 && above > 2600 && above < 3100, "%lld outside, %lld above 2^31", (long long)wrong, (long long)above);
+}
+
+// Collects the sequences of one step, marking each; the split into accumulation x world x B must not matter.
+static void mark_step(const DataLoader *dl, int64_t step, int64_t accumulation, int64_t world, int64_t B, int64_t *marks) {
+    memset(marks, 0, (size_t)dl->num_sequences * sizeof *marks);
+    for (int64_t micro = 0; micro < accumulation; micro++)
+        for (int64_t rank = 0; rank < world; rank++)
+            for (int64_t b = 0; b < B; b++) marks[dataloader_sequence(dl, dataloader_sample_index(step, accumulation, micro, world, rank, B) + b)]++;
+}
+
+static void test_ranks(void) {
+    static const int64_t splits[][3] = {{8, 1, 1}, {4, 2, 1}, {2, 4, 1}, {1, 4, 2}, {1, 1, 8}, {2, 2, 2}};  // accumulation, world, B
+    static int64_t expected[MAX_N], marks[MAX_N];
+    DataLoader dl;
+    memset(&dl, 0, sizeof dl);
+    dl.shuffle = true;
+    dl.seed = 7;
+    dl.num_sequences = 100;
+    for (int64_t step = 0; step < 40; step++) {  // more than three epochs
+        mark_step(&dl, step, splits[0][0], splits[0][1], splits[0][2], expected);
+        for (size_t s = 1; s < sizeof splits / sizeof *splits; s++) {
+            mark_step(&dl, step, splits[s][0], splits[s][1], splits[s][2], marks);
+            CHECK(memcmp(marks, expected, 100 * sizeof *marks) == 0, "step %lld: world %lld sees other samples", (long long)step, (long long)splits[s][1]);
+        }
+    }
+    // the ranks of a step read apart: 12 steps of 8 within one epoch of 100 touch 96 sequences once
+    int64_t total = 0, twice = 0;
+    static int64_t sum[MAX_N];
+    for (int64_t step = 0; step < 12; step++) {
+        mark_step(&dl, step, 2, 4, 1, marks);
+        for (int64_t i = 0; i < 100; i++) sum[i] += marks[i];
+    }
+    for (int64_t i = 0; i < 100; i++) total += sum[i], twice += sum[i] > 1;
+    CHECK(total == 96 && twice == 0, "%lld samples, %lld more than once", (long long)total, (long long)twice);
+}
+
+// A loader opened anew in the middle of a run reads what the first one read there, also across the end of an epoch.
+static void test_resume(void) {
+    const int64_t T = 16, B = 3;
+    write_shard("resume.bin", SHARD_MAGIC_U32, 7, 700, 700, 0);
+    DataLoader whole = open_loader("resume.bin", T, true, 9), resumed = open_loader("resume.bin", T, true, 9);
+    int32_t a[48], b[48], ta[48], tb[48];
+    int64_t wrong = 0;
+    for (int64_t step = 0; step < 40; step++) {
+        dataloader_batch(&whole, dataloader_sample_index(step, 1, 0, 1, 0, B), B, a, ta);
+        if (step < 13) continue;
+        dataloader_batch(&resumed, dataloader_sample_index(step, 1, 0, 1, 0, B), B, b, tb);
+        wrong += memcmp(a, b, sizeof a) != 0 || memcmp(ta, tb, sizeof ta) != 0;
+    }
+    CHECK(wrong == 0, "%lld batches differ after resuming", (long long)wrong);
+    dataloader_close(&whole);
+    dataloader_close(&resumed);
+}
+
+// The scan crosses its own block border, and finds the largest id wherever it stands.
+static void test_scan(void) {
+    const int64_t count = SHARD_SCAN_TOKENS + 1000;
+    write_shard("scan_0.bin", SHARD_MAGIC_U32, 7, count, count, 5);
+    write_shard("scan_1.bin", SHARD_MAGIC_U32, 7, 100, 100, 0);
+    DataLoader dl = open_loader("scan_*.bin", 8, true, 1);
+    CHECK(dataloader_max_token(&dl) == count + 4, "%lld", (long long)dataloader_max_token(&dl));
+    dataloader_check_vocabulary(&dl, count + 5);
+    TokenPlace place = dataloader_scan(&dl, SHARD_SCAN_TOKENS + 500);
+    CHECK(place.shard == 0 && place.position == SHARD_SCAN_TOKENS + 495 && place.token == SHARD_SCAN_TOKENS + 500, "shard %lld position %lld id %lld",
+          (long long)place.shard, (long long)place.position, (long long)place.token);
+    dataloader_close(&dl);
+    write_shard("scan_top.bin", SHARD_MAGIC_U32, 7, 20, 20, 4294967270u);  // ids past int32
+    dl = open_loader("scan_top.bin", 8, true, 1);
+    CHECK(dataloader_max_token(&dl) == 4294967289, "%lld", (long long)dataloader_max_token(&dl));
+    dataloader_close(&dl);
+}
+
+typedef struct {
+    const char *name;
+    int64_t T, vocabulary;
+} BadInput;
+
+static void open_bad(void *context) {
+    const BadInput *bad = (const BadInput *)context;
+    DataLoader dl = open_loader(bad->name, bad->T, true, 1);
+    if (bad->vocabulary) dataloader_check_vocabulary(&dl, bad->vocabulary);
+}
+
+static void check_refused(const char *name, int64_t T, int64_t vocabulary, const char *message) {
+    char output[8192];
+    BadInput bad = {name, T, vocabulary};
+    bool refused = check_dies(open_bad, &bad, message, output, sizeof output);
+    CHECK(refused, "%s: \"%s\" expected, got \"%s\"", name, message, output);
+}
+
+static void cut_file(const char *name, int64_t bytes) {
+    char path[4096];
+    shard_path(path, name);
+    if (truncate(path, bytes) != 0) die("%s: %s", path, strerror(errno));
+}
+
+static void test_bad_inputs(void) {
+    check_refused("no_such_*.bin", 8, 0, "no token shard matches");
+    check_refused(".", 8, 0, "is not a regular file");
+
+    write_shard("magic.bin", 20240520, 7, 100, 100, 0);
+    check_refused("magic.bin", 8, 0, "magic 20240520 version 7 found; 20240801 version 7 or 8 (uint32 tokens) or 20240520 version 1 (uint16 tokens) expected");
+    write_shard("magic.bin", 1, 1, 100, 100, 0);
+    check_refused("magic.bin", 8, 0, "not a token shard: magic 1 version 1 found");
+    write_shard("magic.bin", SHARD_MAGIC_U32, 1, 100, 100, 0);
+    check_refused("magic.bin", 8, 0, "magic 20240801 version 1 found");
+
+    write_shard("short.bin", SHARD_MAGIC_U32, 7, 100, 99, 0);
+    check_refused("short.bin", 8, 0, "truncated: the header promises 100 tokens = 1424 bytes, the file has 1420");
+    write_shard("short.bin", SHARD_MAGIC_U16, 1, 100, 99, 0);
+    check_refused("short.bin", 8, 0, "truncated: the header promises 100 tokens = 1224 bytes, the file has 1222");
+    write_shard("short.bin", SHARD_MAGIC_U32, 8, 5000000000, 99, 0);
+    check_refused("short.bin", 8, 0, "truncated: the header promises 5000000000 tokens = 20000001024 bytes");
+    cut_file("short.bin", 1000);
+    check_refused("short.bin", 8, 0, "truncated: 1000 bytes, less than a shard's header of 1024");
+    cut_file("short.bin", 0);
+    check_refused("short.bin", 8, 0, "truncated: 0 bytes");
+
+    write_shard("long.bin", SHARD_MAGIC_U32, 7, 100, 101, 0);
+    check_refused("long.bin", 8, 0, "too long: the header promises 100 tokens");
+    write_shard("negative.bin", SHARD_MAGIC_U32, 7, -1, 100, 0);
+    check_refused("negative.bin", 8, 0, "impossible token count, -1");
+    write_shard("negative.bin", SHARD_MAGIC_U32, 8, INT64_MAX, 100, 0);
+    check_refused("negative.bin", 8, 0, "impossible token count, 9223372036854775807");
+
+    write_shard("few.bin", SHARD_MAGIC_U32, 7, 64, 64, 0);
+    check_refused("few.bin", 64, 0, "64 tokens, but one sequence of length 64 needs 65");
+    check_refused("few.bin", 0, 0, "sequence length 0");
+    DataLoader dl = open_loader("few.bin", 63, true, 1);
+    CHECK(dl.num_sequences == 1, "%lld", (long long)dl.num_sequences);
+    dataloader_close(&dl);
+
+    write_shard("vocabulary.bin", SHARD_MAGIC_U32, 7, 100, 100, 200);
+    check_refused("vocabulary.bin", 8, 250, "token 50 has id 250, but the model's vocabulary is 250");
+    write_shard("vocabulary.bin", SHARD_MAGIC_U32, 7, 100, 100, 3000000000u);
+    check_refused("vocabulary.bin", 8, 250, "token 0 has id 3000000000");
+
+    write_shard("unreadable.bin", SHARD_MAGIC_U32, 7, 100, 100, 0);
+    char path[4096];
+    shard_path(path, "unreadable.bin");
+    if (geteuid() == 0) printf("SKIPPED: a shard without read permission: root may read everything\n");
+    else if (chmod(path, 0) == 0) check_refused("unreadable.bin", 8, 0, "cannot be opened: Permission denied");
+}
+
+// A shard that shrinks while it is in use ends the run with a message, not with a signal or old data.
+static void read_shrunk(void *context) {
+    (void)context;
+    write_shard("shrinks.bin", SHARD_MAGIC_U32, 7, 100, 100, 0);
+    DataLoader dl = open_loader("shrinks.bin", 8, false, 1);
+    cut_file("shrinks.bin", SHARD_HEADER_BYTES + 40);
+    int32_t inputs[8], targets[8];
+    dataloader_batch(&dl, 5, 1, inputs, targets);
+}
+
+static void remove_folder(void) {
+    char pattern[4096];
+    glob_t matches;
+    shard_path(pattern, "*");
+    if (glob(pattern, 0, NULL, &matches) == 0) {
+        for (size_t i = 0; i < matches.gl_pathc; i++) unlink(matches.gl_pathv[i]);
+        globfree(&matches);
+    }
+    rmdir(folder);
+}
+
+int main(void) {
+    if (!mkdtemp(folder)) die("%s: %s", folder, strerror(errno));
+    test_formats_and_windows();
+    test_many_shards();
+    test_permutation();
+    test_permutation_is_even();
+    test_huge_count();
+    test_ranks();
+    test_resume();
+    test_scan();
+    test_bad_inputs();
+    char output[8192];
+    CHECK(check_dies(read_shrunk, NULL, "the file changed after it was opened", output, sizeof output), "%s", output);
+    remove_folder();
+    return check_report();
+}

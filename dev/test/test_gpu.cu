@@ -1,0 +1,235 @@
+// The whole GPU trainer: its FP8 casts against torch's bytes, its model against transformers' goldens, and against itself (recompute, accumulation,
+// repetition, the gate for non-finite gradients). Runs of the programs, against the CPU trainer, are in test_gpu_runs.sh.
+#define TESTING
+#include "../../train_fp8.cu"
+
+#include "check.h"
+#include "golden.h"
+
+static char scratch[] = "/tmp/test_gpu_XXXXXX";
+static const char *const goldens = "dev/reference/goldens";
+
+// ---- FP8 casts
+
+// All 65,536 bf16 values as a [256, 256] tensor with scale 1, through the kernel that casts and transposes.
+static void test_casts(Fp8Format format, const char *tensor) {
+    Golden g;
+    Failure failure;
+    memset(&g, 0, sizeof g);
+    if (!safetensors_open(&g.st, "dev/reference/goldens/fp8_casts.safetensors", &failure)) die("%s", failure.text);
+    const Safetensor *t = golden_tensor(&g, "", tensor);
+    const SafetensorsFile *file = &g.st.files[t->file];
+    static uint8_t expected[65536], row[65536], col[65536];
+    static uint16_t bits[65536];
+    if (!file_read_at(file->fd, file->path, t->offset, expected, 65536, &failure)) die("%s", failure.text);
+    for (int i = 0; i < 65536; i++) bits[i] = (uint16_t)i;
+    char *memory;
+    CUDA_CHECK(cudaMalloc((void **)&memory, 65536 * 4 + 512));
+    const uint32_t amax = float_bits(fp8_max(format));
+    CUDA_CHECK(cudaMemset(memory, 0xee, 65536 * 4 + 512));
+    CUDA_CHECK(cudaMemcpy(memory, bits, sizeof bits, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy(memory + 65536 * 4, &amax, sizeof amax, cudaMemcpyHostToDevice));
+    Fp8Tensor q;
+    q.row = (uint8_t *)memory + 65536 * 2, q.col = (uint8_t *)memory + 65536 * 3, q.format = format;
+    q.amax = (uint32_t *)(memory + 65536 * 4), q.inverse_scale = (float *)(memory + 65536 * 4 + 256);
+    quantize_transpose(q, (const bf16 *)memory, 256, 256, 0);
+    CUDA_CHECK(cudaMemcpy(row, q.row, 65536, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(col, q.col, 65536, cudaMemcpyDeviceToHost));
+    int wrong = 0, wrong_transpose = 0;
+    for (int i = 0; i < 65536; i++) {
+        const bool is_nan = (bits[i] & 0x7fff) > 0x7f80;
+        wrong += is_nan ? !isnan(fp8_to_float(row[i], format)) : row[i] != expected[i];
+        wrong_transpose += row[i] != col[i % 256 * 256 + i / 256];
+    }
+    CHECK(wrong == 0, "%s: %d of 65536 bytes differ from torch's", tensor, wrong);
+    CHECK(wrong_transpose == 0, "%s: %d bytes of the transpose differ", tensor, wrong_transpose);
+    CUDA_CHECK(cudaFree(memory));
+    safetensors_close(&g.st);
+}
+
+// ---- whole models
+
+static Options test_options(int precision, int64_t B, int64_t T) {
+    Options o = options_default();
+    o.model = "test", o.precision = precision, o.batch_size = B, o.sequence_length = T, o.deterministic = true, o.learning_rate = 1e-3;
+    options_resolve(&o);
+    return o;
+}
+
+static void create(Trainer *t, const Options *o, const ModelConfig *m) {
+    const Arena plan = trainer_describe(t, o, m);
+    trainer_create(t, &plan);
+}
+
+static TokenSlot *send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targets) {
+    TokenSlot *slot = &t->tokens[0];
+    memcpy(slot->host, inputs, (size_t)t->d.R * sizeof(int32_t));
+    memcpy(slot->host + t->d.R, targets, (size_t)t->d.R * sizeof(int32_t));
+    embedding_sort(slot->host + 2 * t->d.R, slot->host, t->d.R);
+    CUDA_CHECK(cudaMemcpy(slot->device, slot->host, (size_t)embedding_batch_bytes(t->d.R), cudaMemcpyHostToDevice));
+    return slot;
+}
+
+static void load_golden_weights(Trainer *t, const Golden *g) {
+    for (int64_t i = 0; i < t->table.count; i++) {
+        const Parameter *p = &t->table.entries[i];
+        int64_t n;
+        float *values = golden_values(g, "param.", p->name, &n);
+        if (n != parameter_elements(p)) die("golden of another shape: %s", p->name);
+        bf16_bits *bits = (bf16_bits *)xcalloc((size_t)n, sizeof *bits);
+        for (int64_t j = 0; j < n; j++) bits[j] = bf16_from_float(values[j]);
+        state_write(t, STATE_WEIGHTS, p->offset, n, bits);
+        free(bits);
+        free(values);
+    }
+    weights_changed(t);
+}
+
+static float *download(const bf16 *device, int64_t n) {
+    bf16_bits *bits = (bf16_bits *)xcalloc((size_t)n, sizeof *bits);
+    float *values = (float *)xcalloc((size_t)n, sizeof *values);
+    CUDA_CHECK(cudaMemcpy(bits, device, (size_t)n * sizeof *bits, cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < n; i++) values[i] = bf16_to_float(bits[i]);
+    free(bits);
+    return values;
+}
+
+static double mean_loss(Trainer *t) {
+    float *losses = (float *)xcalloc((size_t)t->d.R, sizeof *losses);
+    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    CUDA_CHECK(cudaMemcpy(losses, t->row_losses, (size_t)t->d.R * sizeof *losses, cudaMemcpyDeviceToHost));
+    double sum = 0;
+    for (int64_t r = 0; r < t->d.R; r++) sum += losses[r];
+    free(losses);
+    return sum / (double)t->d.R;
+}
+
+// Loss and every gradient against transformers' fp32 run. FP8 rounds every operand of every product to 3 or 2 bits of mantissa, so its
+// gradients are compared loosely here, and closely with the CPU trainer's emulation in test_gpu_runs.sh.
+static void test_golden(const char *name, int precision, int recompute, double loss_tolerance, double gradient_tolerance) {
+    Golden g = golden_open(goldens, scratch, name);
+    Options o = test_options(precision, g.B, g.T);
+    o.recompute = recompute;
+    if (precision == PRECISION_FP8 && g.B * g.T % 16) return golden_close(&g);
+    Trainer t;
+    create(&t, &o, &g.m);
+    load_golden_weights(&t, &g);
+    int32_t *inputs = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *inputs), *targets = inputs + t.d.R;
+    golden_batch(&g, inputs, targets);
+    CUDA_CHECK(cudaMemset(t.grads, 0xff, (size_t)t.table.total * sizeof(bf16)));  // NaN wherever no gradient is written
+    model_forward_backward(&t, send_tokens(&t, inputs, targets), 1.0f / (float)t.d.R, false);
+    const double loss_error = fabs(mean_loss(&t) / golden_number(&g, "loss") - 1);
+    CHECK(loss_error < loss_tolerance, "%s: loss off by %g", name, loss_error);
+    float *grads = download(t.grads, t.table.total);
+    double worst = 0;
+    for (int64_t i = 0; i < t.table.count; i++) {
+        const Parameter *p = &t.table.entries[i];
+        float *expected = golden_values(&g, "grad.", p->name, NULL);
+        const double error = check_relative_error(grads + p->offset, expected, parameter_elements(p));
+        CHECK(error < gradient_tolerance, "%s: gradient of %s off by %g", name, p->name, error);
+        if (!(error <= worst)) worst = error;
+        free(expected);
+    }
+    printf("%-12s %s%s: loss off by %.2e, worst gradient by %.2e\n", name, precision == PRECISION_FP8 ? "fp8" : "bf16", recompute ? " recompute" : "", loss_error, worst);
+    free(grads);
+    free(inputs);
+    trainer_destroy(&t);
+    golden_close(&g);
+}
+
+static int64_t different_bits(const bf16 *a, const bf16_bits *b, int64_t n) {
+    bf16_bits *bits = (bf16_bits *)xcalloc((size_t)n, sizeof *bits);
+    CUDA_CHECK(cudaMemcpy(bits, a, (size_t)n * sizeof *bits, cudaMemcpyDeviceToHost));
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) count += bits[i] != b[i];
+    free(bits);
+    return count;
+}
+
+static ModelConfig small_model(ModelFamily family) {
+    ModelConfig m;
+    model_config_preset(&m, "small");
+    m.vocab_size = 320, m.num_layers = 2, m.family = family;
+    m.qk_norm = family == FAMILY_QWEN3, m.qkv_bias = family == FAMILY_QWEN2;
+    return m;
+}
+
+// Recomputing a layer must give the bits of having kept it, and so must running the same step again.
+static void test_recompute_and_repetition(ModelFamily family, int precision) {
+    const ModelConfig m = small_model(family);
+    bf16_bits *first = NULL;
+    double first_loss = 0;
+    for (int run = 0; run < 3; run++) {
+        Options o = test_options(precision, 2, 320);
+        o.recompute = run == 2 ? RECOMPUTE_LAYER : RECOMPUTE_NONE;
+        Trainer t;
+        create(&t, &o, &m);
+        weights_changed(&t);
+        int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
+        for (int64_t i = 0; i < 2 * t.d.R; i++) tokens[i] = (int32_t)(rng_u64(7, (uint64_t)i) % 320);
+        model_forward_backward(&t, send_tokens(&t, tokens, tokens + t.d.R), 1.0f / (float)t.d.R, false);
+        const double loss = mean_loss(&t);
+        if (run == 0) {
+            first = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *first);
+            CUDA_CHECK(cudaMemcpy(first, t.grads, (size_t)t.table.total * sizeof *first, cudaMemcpyDeviceToHost));
+            first_loss = loss;
+        } else {
+            const int64_t different = different_bits(t.grads, first, t.table.total);
+            CHECK(loss == first_loss && different == 0, "family %d precision %d, %s: loss %.9g and %.9g, %lld gradients differ", family, precision,
+                  run == 2 ? "recompute" : "again", loss, first_loss, (long long)different);
+        }
+        free(tokens);
+        trainer_destroy(&t);
+    }
+    free(first);
+}
+
+// A non-finite gradient is found and named, and neither weights nor optimizer state move.
+static void test_nonfinite_gate(void) {
+    const ModelConfig m = small_model(FAMILY_LLAMA);
+    Options o = test_options(PRECISION_BF16, 1, 128);
+    o.on_nonfinite = NONFINITE_SKIP;
+    Trainer t;
+    create(&t, &o, &m);
+    weights_changed(&t);
+    bf16_bits *before = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *before);
+    CUDA_CHECK(cudaMemcpy(before, t.weights, (size_t)t.table.total * sizeof *before, cudaMemcpyDeviceToHost));
+    const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17;
+    for (int step = 0; step < 2; step++) {
+        const bf16_bits value = step == 0 ? 0x7f80 : 0x3c00;  // infinity, then an ordinary gradient
+        CUDA_CHECK(cudaMemcpy(t.grads + bad, &value, sizeof value, cudaMemcpyHostToDevice));
+        optimizer_step(&t, step);
+        CUDA_CHECK(cudaStreamSynchronize(t.stream));
+        StepStats stats;
+        CUDA_CHECK(cudaMemcpy(&stats, t.stats, sizeof stats, cudaMemcpyDeviceToHost));
+        const int64_t moved = different_bits(t.weights, before, t.table.total);
+        if (step == 0) {
+            CHECK(stats.control.nonfinite && (int64_t)stats.control.first_nonfinite == bad, "nonfinite %u, bad index %llu, expected %lld", stats.control.nonfinite, stats.control.first_nonfinite, (long long)bad);
+            CHECK(moved == 0, "%lld weights moved in a skipped step", (long long)moved);
+        } else {
+            CHECK(!stats.control.nonfinite && moved > 0, "an ordinary step after a skipped one: nonfinite %u, %lld weights moved", stats.control.nonfinite, (long long)moved);
+        }
+    }
+    free(before);
+    trainer_destroy(&t);
+}
+
+int main(void) {
+    if (!mkdtemp(scratch)) die("mkdtemp: %s", strerror(errno));
+    test_casts(FP8_E4M3, "e4m3");
+    test_casts(FP8_E5M2, "e5m2");
+    const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
+    for (int i = 0; i < 4; i++) {
+        test_golden(names[i], PRECISION_BF16, RECOMPUTE_NONE, 1e-2, 3e-2);
+        test_golden(names[i], PRECISION_BF16, RECOMPUTE_LAYER, 1e-2, 3e-2);
+        test_golden(names[i], PRECISION_FP8, RECOMPUTE_NONE, 3e-2, 0.35);
+    }
+    for (int family = 0; family < 3; family++) {
+        test_recompute_and_repetition((ModelFamily)family, PRECISION_BF16);
+        test_recompute_and_repetition((ModelFamily)family, PRECISION_FP8);
+    }
+    test_nonfinite_gate();
+    Failure failure;
+    folder_remove(scratch, &failure);
+    return check_report();
+}

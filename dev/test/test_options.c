@@ -1,0 +1,209 @@
+// options.h: every row of the table, parsing, every kind of bad value, conflicts, and the text forms that checkpoints and logs keep.
+#include "../../llmc/options.h"
+#include "check.h"
+
+typedef struct {
+    int argc;
+    char *argv[12];
+} CommandLine;
+
+// Splits "tiny --seed 3" at spaces; '~' stands for an empty word.
+static CommandLine command_line(const char *text) {
+    static char words[12][64];
+    CommandLine c;
+    memset(&c, 0, sizeof c);
+    static char program[] = "train";
+    c.argv[c.argc++] = program;
+    while (*text) {
+        const size_t n = strcspn(text, " ");
+        if (c.argc == 12 || n >= 64) die("the test's command line is too long");
+        format_checked(words[c.argc], 64, "%.*s", (int)n, text);
+        if (strcmp(words[c.argc], "~") == 0) words[c.argc][0] = 0;
+        c.argv[c.argc] = words[c.argc];
+        c.argc++;
+        text += n + (text[n] == ' ');
+    }
+    return c;
+}
+
+static Options parse(const char *text) {
+    CommandLine c = command_line(text);
+    Options o = options_parse(c.argc, c.argv, "tiny, small");
+    // The words are reused by the next call; no test keeps the texts longer.
+    return o;
+}
+
+static void parse_action(void *text) {
+    fclose(stdout);
+    parse((const char *)text);
+}
+
+static void test_defaults(void) {
+    Options o = parse("tiny");
+    CHECK(strcmp(o.model, "tiny") == 0 && strncmp(o.train_data, "data/", 5) == 0 && *o.checkpoint_dir == 0, "texts");
+    CHECK(o.seed == 42 && o.learning_rate == 1e-5 && o.weight_decay == 0.01 && o.beta1 == 0.9 && o.beta2 == 0.999 && o.eps == 1e-8 && o.grad_clip == 0, "the optimizer's");
+    CHECK(o.warmup_steps == 0 && o.lr_schedule == SCHEDULE_CONSTANT && o.on_nonfinite == NONFINITE_STOP && o.shuffle == ON && o.batch_size == 1 && !o.resume && !o.help, "others");
+    CHECK(o.master_weights == STORAGE_AUTO && o.optimizer_state == STORAGE_AUTO && o.recompute == RECOMPUTE_NONE, "others");
+    Options d = options_default();
+    CHECK(*d.model == 0, "no model");
+}
+
+// Each row: names are unique and short enough for the spelling aid, the default obeys its own range, and what option_format
+// writes option_set reads back.
+static void test_rows(void) {
+    int rows = 0, groups = 0;
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP) {
+            groups++;
+            continue;
+        }
+        rows++;
+        CHECK(strlen(row->name) < 40 && row->help[0] && option_find(row->name, strlen(row->name)) == row, "--%s", row->name);
+        for (const OptionRow *other = row + 1; other->name; other++) CHECK(other->kind == OPTION_GROUP || strcmp(row->name, other->name) != 0, "--%s is there twice", row->name);
+        Options a = options_default(), b = options_default();
+        char text[256], again[256];
+        if (row->kind == OPTION_INT || row->kind == OPTION_REAL) {
+            CHECK(row->low <= row->initial && row->initial <= row->high, "--%s: the default %g is outside %g..%g", row->name, row->initial, row->low, row->high);
+            const double values[] = {row->low, row->high, row->initial};
+            for (int i = 0; i < 3; i++) {
+                format_checked(text, sizeof text, "%.17g", values[i]);
+                option_set(&a, row, text);
+                option_format(&a, row, text, sizeof text);
+                option_set(&b, row, text);
+                option_format(&b, row, again, sizeof again);
+                CHECK(strcmp(text, again) == 0, "--%s: %s becomes %s", row->name, text, again);
+                const double kept = row->kind == OPTION_INT ? (double)*(int64_t *)((char *)&b + row->field) : *(double *)((char *)&b + row->field);
+                CHECK(fabs(kept - values[i]) <= 1e-8 * fabs(values[i]), "--%s: %.17g becomes %.17g", row->name, values[i], kept);
+            }
+        } else if (row->kind == OPTION_CHOICE) {
+            int choices = 0;
+            for (; option_choice_name(row->text, choices, text, sizeof text); choices++) {
+                option_set(&a, row, text);
+                option_format(&a, row, again, sizeof again);
+                CHECK(*(int *)((char *)&a + row->field) == choices && strcmp(text, again) == 0, "--%s %s", row->name, text);
+            }
+            CHECK(choices >= 2 && (int)row->initial < choices, "--%s has %d choices", row->name, choices);
+        } else if (row->kind == OPTION_TEXT) {
+            option_set(&a, row, "a b");
+            option_format(&a, row, text, sizeof text);
+            CHECK(strcmp(text, "a b") == 0, "--%s", row->name);
+        } else {
+            option_format(&a, row, text, sizeof text);
+            CHECK(strcmp(text, "off") == 0, "--%s", row->name);
+            option_set(&a, row, "");
+            option_format(&a, row, text, sizeof text);
+            CHECK(strcmp(text, "on") == 0, "--%s", row->name);
+        }
+    }
+    CHECK(rows > 30 && groups >= 6, "%d options in %d groups", rows, groups);
+}
+
+static void test_accepted(void) {
+    Options o = parse("--num-steps 1e3 llama3.1-8b --precision=fp8 --resume --eps 1e-6");
+    CHECK(strcmp(o.model, "llama3.1-8b") == 0 && o.num_steps == 1000 && o.precision == PRECISION_FP8 && o.resume && o.eps == 1e-6, "a mix");
+    o = parse("tiny --log-dir=a=b --seed=4294967295 --shuffle off --seed 7");
+    CHECK(strcmp(o.log_dir, "a=b") == 0 && o.seed == 7 && o.shuffle == OFF, "the last of two values counts");
+    o = parse("tiny --grad-clip 0 --learning-rate +.5e0 --master-weights fp32");
+    CHECK(o.learning_rate == 0.5 && o.master_weights == STORAGE_FP32, "numbers");
+}
+
+static void test_refused(void) {
+    static const char *const cases[][2] = {
+        {"tiny --nun-steps 3", "unknown option --nun-steps; the nearest is --num-steps"}, {"tiny --sequence 3", "the nearest is --sequence-length"}, {"tiny --lr 1", "unknown option --lr; the nearest is --"},
+        {"tiny --batchsize=3", "unknown option --batchsize; the nearest is --batch-size"}, {"tiny -b 3", "unknown option -b; options have two dashes"}, {"tiny -", "unknown option -"},
+        {"tiny --", "unknown option --"}, {"tiny --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", "unknown option --zzz"},
+        {"tiny small", "two models given: \"tiny\" and \"small\""}, {"--seed 3", "no MODEL given"}, {"~ --seed 3", "no MODEL given"},
+        {"tiny --seed", "--seed needs a value"}, {"tiny --checkpoint-dir --resume", "--checkpoint-dir needs a value"}, {"tiny --resume=on", "--resume takes no value"},
+        {"tiny --seed abc", "--seed: \"abc\" is not a whole number"}, {"tiny --seed 1.5", "is not a whole number"}, {"tiny --seed 3x", "\"3x\" is not a whole number"}, {"tiny --seed ~", "\"\" is not a whole number"},
+        {"tiny --seed=", "\"\" is not a whole number"}, {"tiny --seed 0x10", "is not a whole number"}, {"tiny --seed nan", "is not a whole number"}, {"tiny --seed inf", "is not a whole number"},
+        {"tiny --seed 1e999", "is not a whole number"}, {"tiny --seed 4294967296", "--seed: 4294967296 is outside 0..4294967295"}, {"tiny --seed -1", "is outside"},
+        {"tiny --batch-size 0", "--batch-size: 0 is outside 1..65536"}, {"tiny --sequence-length 0", "is outside"}, {"tiny --num-steps 0", "is outside"}, {"tiny --keep-checkpoints 0", "is outside"},
+        {"tiny --learning-rate nan", "\"nan\" is not a number"}, {"tiny --learning-rate inf", "is not a number"}, {"tiny --learning-rate 1e-5e", "is not a number"}, {"tiny --learning-rate -1", "--learning-rate: -1 is outside 0..1000"},
+        {"tiny --beta1 1", "is outside"}, {"tiny --beta2 1.0", "is outside"}, {"tiny --eps 0", "is outside"}, {"tiny --weight-decay 1,5", "is not a number"},
+        {"tiny --precision fp16", "--precision: \"fp16\" is not one of fp32|bf16|fp8"}, {"tiny --precision fp", "is not one of"}, {"tiny --precision fp8|bf16", "is not one of"}, {"tiny --precision ~", "is not one of"},
+        {"tiny --shuffle yes", "--shuffle: \"yes\" is not one of off|on"}, {"tiny --lr-schedule Cosine", "is not one of constant|cosine|linear|wsd"}, {"tiny --recompute all", "is not one of none|layer"},
+        {"tiny --on-nonfinite ignore", "is not one of stop|skip"}, {"tiny --master-weights fp8", "is not one of auto|bf16|fp32"}};
+    char output[4096];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) CHECK(check_dies(parse_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: \"%s\"", cases[i][0], output);
+    CHECK(option_edit_distance("", "abc") == 3 && option_edit_distance("kitten", "sitting") == 3 && option_edit_distance("same", "same") == 0 && option_edit_distance("ab", "ba") == 2, "distances");
+}
+
+static void test_conflicts(void) {
+    static const char *const cases[][2] = {
+        {"tiny", ""}, {"tiny --warmup-steps 101", "--warmup-steps 101 is more than --num-steps 100"}, {"tiny --warmup-steps 100", ""},
+        {"tiny --checkpoint-every 5", "--checkpoint-every needs --checkpoint-dir"}, {"tiny --checkpoint-every 5 --checkpoint-dir c", ""}, {"tiny --resume", "--resume needs --checkpoint-dir"},
+        {"tiny --resume --checkpoint-dir c", ""}, {"tiny --val-every 5", "--val-every needs --val-data"}, {"tiny --val-every 5 --val-data v", ""},
+        {"tiny --precision fp32 --master-weights bf16", "keeps weights and optimizer state in fp32"}, {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"},
+        {"tiny --precision fp32 --master-weights fp32", ""}, {"tiny --precision fp8 --sequence-length 40", "in multiples of 16 (FP8 matrix products), not 1 x 40"},
+        {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""}, {"tiny --precision bf16 --sequence-length 40", ""}};
+    char message[512];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = parse(cases[i][0]);
+        options_conflict(&o, message, sizeof message);
+        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0, "%s: \"%s\"", cases[i][0], message);
+    }
+}
+
+static void test_resolve(void) {
+    static const struct { const char *line; int weights, state; } cases[] = {
+        {"tiny", STORAGE_BF16, STORAGE_BF16}, {"tiny --precision fp8", STORAGE_BF16, STORAGE_BF16}, {"tiny --precision fp32", STORAGE_FP32, STORAGE_FP32},
+        {"tiny --master-weights fp32", STORAGE_FP32, STORAGE_BF16}, {"tiny --optimizer-state fp32", STORAGE_BF16, STORAGE_FP32}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = parse(cases[i].line);
+        options_resolve(&o);
+        CHECK(o.master_weights == cases[i].weights && o.optimizer_state == cases[i].state, "%s", cases[i].line);
+    }
+}
+
+// Runs `train ARGUMENTS` and returns what it printed on stdout; its status goes to *status.
+static char *printed_by(const char *arguments, int *status) {
+    char *text = (char *)xcalloc(1 << 16, 1);
+    int fds[2];
+    fflush(stdout);
+    if (pipe(fds)) die("pipe: %s", strerror(errno));
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(fds[1], 1);
+        Options o = parse(arguments);
+        options_print(&o);
+        fflush(stdout);
+        _exit(0);
+    }
+    close(fds[1]);
+    size_t n = 0;
+    for (ssize_t got; (got = read(fds[0], text + n, (1 << 16) - 1 - n)) > 0;) n += (size_t)got;
+    close(fds[0]);
+    waitpid(child, status, 0);
+    return text;
+}
+
+static void test_help_and_table(void) {
+    int status;
+    char *help = printed_by("--help", &status);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0 && strstr(help, "usage: train MODEL") && strstr(help, "MODEL: tiny, small,"), "%s", help);
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        char name[64];
+        format_checked(name, sizeof name, row->kind == OPTION_GROUP ? "\n%s\n" : "  --%s ", row->name);
+        CHECK(strstr(help, name), "--help lacks %s", row->name);
+    }
+    CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"), "defaults and choices");
+    free(help);
+    help = printed_by("", &status);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(help, "usage: train MODEL"), "no arguments at all: the help, and a failure");
+    free(help);
+    char *table = printed_by("tiny --seed 7 --val-data v.bin --resume --checkpoint-dir c", &status);
+    CHECK(strstr(table, "model                      tiny\n") && strstr(table, "seed                       7\n") && strstr(table, "resume                     on\n"), "%s", table);
+    CHECK(strstr(table, "val-data                   v.bin\n") && !strstr(table, "log-dir") && !strstr(table, "help"), "%s", table);
+    free(table);
+}
+
+int main(void) {
+    test_defaults();
+    test_rows();
+    test_accepted();
+    test_refused();
+    test_conflicts();
+    test_resolve();
+    test_help_and_table();
+    return check_report();
+}

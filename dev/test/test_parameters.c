@@ -1,0 +1,110 @@
+// parameters.h: names, shapes and flags of every family, and what the layout of the flat array promises.
+#include "../../llmc/parameters.h"
+#include "check.h"
+
+static ModelConfig model(ModelFamily family, bool tied) {
+    ModelConfig m;
+    model_config_preset(&m, "tiny");
+    m.family = family, m.qkv_bias = family == FAMILY_QWEN2, m.qk_norm = family == FAMILY_QWEN3, m.tie_word_embeddings = tied;
+    m.vocab_size = 101, m.hidden_size = 20, m.intermediate_size = 36, m.num_layers = 3, m.num_heads = 6, m.num_kv_heads = 2, m.head_dim = 10;  // nothing a multiple of 128
+    return m;
+}
+
+static void test_layout(const ModelConfig *m) {
+    ParameterTable t = parameter_table(m);
+    int64_t end = 0, sum = 0, last_layer = -1;
+    for (int64_t i = 0; i < t.count; i++) {
+        const Parameter *p = &t.entries[i];
+        CHECK(p->offset >= end, "%s overlaps the tensor before it", p->name);
+        if (p->flags & PARAM_JOINED) CHECK(i > 0 && p->offset == end && p->layer == p[-1].layer && p->cols == p[-1].cols, "%s is not joined to the tensor before it", p->name);
+        else CHECK(p->offset % PARAMETER_ALIGNMENT == 0 && p->offset - end < PARAMETER_ALIGNMENT, "%s starts at %lld", p->name, (long long)p->offset);
+        CHECK(p->layer == last_layer || p->layer == last_layer + 1, "%s: layer %lld after %lld", p->name, (long long)p->layer, (long long)last_layer);
+        if (p->layer >= 0)
+            CHECK(p->offset >= layer_offset(&t, p->layer) && p->offset + parameter_elements(p) <= layer_offset(&t, p->layer) + t.layer_size, "%s is outside its unit", p->name);
+        else CHECK(p->offset + parameter_elements(p) <= t.root_size, "%s is outside the root unit", p->name);
+        CHECK(p->rows > 0 && parameter_elements(p) == p->rows * (p->cols ? p->cols : 1), "%s", p->name);
+        CHECK(!(p->flags & PARAM_DECAY) == (p->cols == 0), "%s: decay is for matrices", p->name);
+        CHECK(!(p->flags & PARAM_INIT_ONE) == !strstr(p->name, "norm") && !(p->flags & PARAM_INIT_ZERO) == !strstr(p->name, "bias"), "%s: initial value", p->name);
+        CHECK(!(p->flags & PARAM_FP8) == !strstr(p->name, "_proj.weight"), "%s: FP8", p->name);
+        CHECK(parameter_find(&t, p->name) == p, "%s is there twice", p->name);
+        end = p->offset + parameter_elements(p);
+        sum += parameter_elements(p);
+        last_layer = p->layer;
+    }
+    CHECK(last_layer == m->num_layers - 1 && sum == t.num_parameters && end <= t.total && t.total - end < PARAMETER_ALIGNMENT, "sums");
+    CHECK(t.root_size % PARAMETER_ALIGNMENT == 0 && t.layer_size % PARAMETER_ALIGNMENT == 0 && t.total == t.root_size + m->num_layers * t.layer_size, "sizes of units");
+    CHECK(!parameter_find(&t, "") && !parameter_find(&t, "model.layers.4000.mlp.up_proj.weight") && !parameter_find(&t, "model.norm"), "unknown names");
+    parameter_table_free(&t);
+}
+
+// The offsets by field are those of the entries by name, in every layer.
+static void test_fields(const ModelConfig *m) {
+    ParameterTable t = parameter_table(m);
+#define X(field, name, ...)                                                                                                      \
+    {                                                                                                                            \
+        const Parameter *p = parameter_find(&t, name);                                                                           \
+        CHECK(p ? t.root.field == p->offset : t.root.field == -1, "root." #field " is %lld", (long long)t.root.field);           \
+    }
+    ROOT_PARAMETERS(X)
+#undef X
+    for (int64_t l = 0; l < m->num_layers; l++) {
+        char full[128];
+#define X(field, name, ...)                                                                                                                                   \
+    {                                                                                                                                                         \
+        format_checked(full, sizeof full, "model.layers.%lld.%s", (long long)l, name);                                                                        \
+        const Parameter *p = parameter_find(&t, full);                                                                                                        \
+        CHECK(p ? p->layer == l && layer_offset(&t, l) + t.layer.field == p->offset : t.layer.field == -1, "layer." #field " is %lld", (long long)t.layer.field); \
+    }
+        LAYER_PARAMETERS(X)
+#undef X
+    }
+    CHECK((t.root.lm_head < 0) == m->tie_word_embeddings && (t.layer.bq < 0) == !m->qkv_bias && (t.layer.q_norm < 0) == !m->qk_norm, "what the family has");
+    parameter_table_free(&t);
+}
+
+static void check_shape(const ParameterTable *t, const char *name, int64_t rows, int64_t cols) {
+    const Parameter *p = parameter_find(t, name);
+    CHECK(p && p->rows == rows && p->cols == cols, "%s is %lld x %lld", name, p ? (long long)p->rows : -1, p ? (long long)p->cols : -1);
+}
+
+// Shapes as transformers' modules have them.
+static void test_shapes(void) {
+    ModelConfig m = model(FAMILY_QWEN2, false);
+    ParameterTable t = parameter_table(&m);
+    check_shape(&t, "model.embed_tokens.weight", 101, 20);
+    check_shape(&t, "lm_head.weight", 101, 20);
+    check_shape(&t, "model.norm.weight", 20, 0);
+    check_shape(&t, "model.layers.0.self_attn.q_proj.weight", 60, 20);
+    check_shape(&t, "model.layers.1.self_attn.k_proj.weight", 20, 20);
+    check_shape(&t, "model.layers.2.self_attn.v_proj.weight", 20, 20);
+    check_shape(&t, "model.layers.0.self_attn.o_proj.weight", 20, 60);
+    check_shape(&t, "model.layers.0.self_attn.q_proj.bias", 60, 0);
+    check_shape(&t, "model.layers.0.self_attn.v_proj.bias", 20, 0);
+    check_shape(&t, "model.layers.0.mlp.gate_proj.weight", 36, 20);
+    check_shape(&t, "model.layers.0.mlp.up_proj.weight", 36, 20);
+    check_shape(&t, "model.layers.0.mlp.down_proj.weight", 20, 36);
+    CHECK(t.count == 3 + 3 * 12, "%lld tensors", (long long)t.count);
+    const int64_t layer = 100 * 20 + 60 * 20 + 3 * 36 * 20;
+    CHECK(matmul_parameters(&t, &m) == 101 * 20 + 3 * layer, "%lld", (long long)matmul_parameters(&t, &m));
+    parameter_table_free(&t);
+    m = model(FAMILY_QWEN3, true);
+    t = parameter_table(&m);
+    check_shape(&t, "model.layers.0.self_attn.q_norm.weight", 10, 0);
+    check_shape(&t, "model.layers.2.self_attn.k_norm.weight", 10, 0);
+    CHECK(matmul_parameters(&t, &m) == 101 * 20 + 3 * layer, "a tied lm_head counts too");
+    parameter_table_free(&t);
+}
+
+int main(void) {
+    for (int family = FAMILY_LLAMA; family <= FAMILY_QWEN3; family++)
+        for (int tied = 0; tied < 2; tied++) {
+            ModelConfig m = model((ModelFamily)family, tied);
+            test_layout(&m);
+            test_fields(&m);
+        }
+    ModelConfig large;
+    model_config_preset(&large, "llama3.1-405b");  // past 32 bits
+    test_layout(&large);
+    test_shapes();
+    return check_report();
+}

@@ -1,0 +1,441 @@
+// Every operation of llmc/reference.h: forward against a plain double-precision version written here, backward against central differences of
+// that version, rounding points, odd sizes, special values, and independence of the number of threads.
+#include <omp.h>
+
+#include "../../llmc/initialize.h"
+#include "../../llmc/reference.h"
+#include "check.h"
+
+// fp32 with fp32 sums of up to a few hundred terms against double: a few hundred times 2^-24 at the very worst.
+#define FP32_TOLERANCE 5e-6
+
+static float *random_floats(int64_t n, uint64_t stream, float scale) {
+    float *x = (float *)xcalloc((size_t)n, sizeof(float));
+    for (int64_t i = 0; i < n; i++) x[i] = rng_normal(rng_key(7, stream), (uint64_t)i) * scale;
+    return x;
+}
+
+static float *zeros(int64_t n) { return (float *)xcalloc((size_t)n, sizeof(float)); }
+
+// An operation in double: `in` holds all differentiable inputs one after the other.
+typedef void (*Forward)(double *out, const double *in, const void *context);
+
+// Checks an fp32 result and an fp32 gradient of sum(out * g) with respect to all inputs.
+static void check_operation(const char *name, Forward forward, const void *context, const float *in, int64_t num_in, const float *out, const float *g,
+                            int64_t num_out, const float *gradient) {
+    double *x = (double *)xcalloc((size_t)num_in, sizeof(double)), *y = (double *)xcalloc((size_t)num_out, sizeof(double));
+    float *expected = zeros(max_i64(num_in, num_out));
+    for (int64_t i = 0; i < num_in; i++) x[i] = in[i];
+    forward(y, x, context);
+    for (int64_t i = 0; i < num_out; i++) expected[i] = (float)y[i];
+    double error = check_relative_error(out, expected, num_out);
+    CHECK(error < FP32_TOLERANCE, "%s forward: relative error %g", name, error);
+    for (int64_t i = 0; i < num_in; i++) {
+        const double at = x[i], h = 1e-5;
+        double sum[2] = {0, 0};
+        for (int side = 0; side < 2; side++) {
+            x[i] = at + (side ? h : -h);
+            forward(y, x, context);
+            for (int64_t j = 0; j < num_out; j++) sum[side] += y[j] * g[j];
+        }
+        x[i] = at;
+        expected[i] = (float)((sum[1] - sum[0]) / (2 * h));
+    }
+    error = check_relative_error(gradient, expected, num_in);
+    CHECK(error < 2 * FP32_TOLERANCE, "%s backward: relative error %g", name, error);
+    free(x), free(y), free(expected);
+}
+
+static void check_rounded(const char *name, const float *rounded, const float *exact, int64_t n) {
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < n; i++) wrong += float_bits(rounded[i]) != float_bits(bf16_round(exact[i]));
+    CHECK(wrong == 0, "%s: %lld of %lld values are not the fp32 result rounded once to bf16", name, (long long)wrong, (long long)n);
+}
+
+static void linear_double(double *y, const double *in, const void *context) {
+    const int64_t *n = (const int64_t *)context, rows = n[0], C = n[1], O = n[2];
+    const double *x = in, *w = in + rows * C, *b = w + O * C;
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t o = 0; o < O; o++) {
+            y[i * O + o] = b[o];
+            for (int64_t c = 0; c < C; c++) y[i * O + o] += x[i * C + c] * w[o * C + c];
+        }
+}
+
+static void test_linear(int64_t rows, int64_t C, int64_t O) {
+    const int64_t n[] = {rows, C, O}, num_in = rows * C + O * C + O;
+    float *in = random_floats(num_in, 1, 1), *g = random_floats(rows * O, 2, 1), *y = zeros(rows * O), *yr = zeros(rows * O), *d = zeros(num_in);
+    float *w = in + rows * C, *b = w + O * C;
+    linear_forward(y, in, w, b, rows, C, O, ROUND_NONE);
+    linear_backward_input(d, g, w, rows, C, O, ROUND_NONE);
+    linear_backward_weight(d + rows * C, g, in, rows, C, O, false, ROUND_NONE);
+    bias_backward(d + rows * C + O * C, g, rows, O, false, ROUND_NONE);
+    check_operation("linear", linear_double, n, in, num_in, y, g, rows * O, d);
+    linear_forward(yr, in, w, b, rows, C, O, ROUND_BF16);
+    check_rounded("linear", yr, y, rows * O);
+    // accumulation: twice the gradient, rounded once after the sum
+    float *dw = zeros(O * C), *exact = zeros(O * C);
+    linear_backward_weight(exact, g, in, rows, C, O, false, ROUND_NONE);
+    linear_backward_weight(dw, g, in, rows, C, O, false, ROUND_BF16);
+    for (int64_t i = 0; i < O * C; i++) exact[i] += dw[i];
+    linear_backward_weight(dw, g, in, rows, C, O, true, ROUND_BF16);
+    check_rounded("weight gradient, accumulated", dw, exact, O * C);
+    free(in), free(g), free(y), free(yr), free(d), free(dw), free(exact);
+}
+
+static void rmsnorm_double(double *y, const double *in, const void *context) {
+    const int64_t *n = (const int64_t *)context, rows = n[0], C = n[1];
+    const double *w = in + rows * C;
+    for (int64_t i = 0; i < rows; i++) {
+        double s = 0;
+        for (int64_t c = 0; c < C; c++) s += in[i * C + c] * in[i * C + c];
+        for (int64_t c = 0; c < C; c++) y[i * C + c] = in[i * C + c] / sqrt(s / (double)C + 1e-5) * w[c] + in[i * C + c];  // and past the norm
+    }
+}
+
+static void test_rmsnorm(int64_t rows, int64_t C) {
+    const int64_t n[] = {rows, C}, num_in = rows * C + C;
+    float *in = random_floats(num_in, 3, 1), *g = random_floats(rows * C, 4, 1), *y = zeros(rows * C), *yr = zeros(rows * C), *d = zeros(num_in), *rstd = zeros(rows);
+    float *w = in + rows * C;
+    rmsnorm_forward(y, rstd, in, w, rows, C, 1e-5, ROUND_NONE);
+    rmsnorm_forward(yr, rstd, in, w, rows, C, 1e-5, ROUND_BF16);
+    check_rounded("rmsnorm", yr, y, rows * C);
+    residual_add(y, y, in, rows * C, ROUND_NONE);
+    rmsnorm_backward(d, d + rows * C, g, g, in, rstd, w, rows, C, false, ROUND_NONE);
+    check_operation("rmsnorm", rmsnorm_double, n, in, num_in, y, g, rows * C, d);
+    float *dr = zeros(num_in);
+    rmsnorm_backward(dr, dr + rows * C, g, g, in, rstd, w, rows, C, false, ROUND_BF16);
+    check_rounded("rmsnorm backward", dr, d, num_in);
+    // the fused form: the sum is rounded before the norm reads it
+    float *sum = zeros(rows * C), *fused = zeros(rows * C);
+    residual_rmsnorm_forward(fused, rstd, sum, in, g, w, rows, C, 1e-5, ROUND_BF16);
+    residual_add(yr, in, g, rows * C, ROUND_NONE);
+    check_rounded("residual add", sum, yr, rows * C);
+    rmsnorm_forward(y, rstd, sum, w, rows, C, 1e-5, ROUND_NONE);
+    check_rounded("residual add and rmsnorm", fused, y, rows * C);
+    free(in), free(g), free(y), free(yr), free(d), free(dr), free(rstd), free(sum), free(fused);
+}
+
+static void swiglu_double(double *y, const double *in, const void *context) {
+    const int64_t *n = (const int64_t *)context, rows = n[0], F = n[1];
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t f = 0; f < F; f++) y[i * F + f] = in[i * 2 * F + f] / (1 + exp(-in[i * 2 * F + f])) * in[i * 2 * F + F + f];
+}
+
+static void test_swiglu(void) {
+    const int64_t n[] = {5, 7}, rows = n[0], F = n[1];
+    float *in = random_floats(rows * 2 * F, 5, 2), *g = random_floats(rows * F, 6, 1), *y = zeros(rows * F), *yr = zeros(rows * F), *d = zeros(rows * 2 * F);
+    swiglu_forward(y, in, rows, F, ROUND_NONE);
+    swiglu_backward(d, g, in, rows, F, ROUND_NONE);
+    check_operation("swiglu", swiglu_double, n, in, rows * 2 * F, y, g, rows * F, d);
+    swiglu_forward(yr, in, rows, F, ROUND_BF16);
+    check_rounded("swiglu", yr, y, rows * F);
+    float large[] = {-200, 200, 3, 3}, out[2];  // exp overflows at -200
+    swiglu_forward(out, large, 1, 2, ROUND_NONE);
+    CHECK(out[0] == 0 && out[1] == 600, "swiglu of +-200: %g %g", (double)out[0], (double)out[1]);
+    float dlarge[4], ones[] = {1, 1};
+    swiglu_backward(dlarge, ones, large, 1, 2, ROUND_NONE);
+    CHECK(dlarge[0] == 0 && dlarge[1] == 3 && dlarge[2] == 0 && dlarge[3] == 200, "swiglu gradient at +-200: %g %g %g %g", (double)dlarge[0], (double)dlarge[1],
+          (double)dlarge[2], (double)dlarge[3]);
+    free(in), free(g), free(y), free(yr), free(d);
+}
+
+typedef struct {
+    AttentionDims d;
+    bool norm;
+    const ModelConfig *m;
+} HeadContext;
+
+static void rope_double(double *y, const double *in, const void *context) {
+    const HeadContext *c = (const HeadContext *)context;
+    const AttentionDims d = c->d;
+    const int64_t heads = d.NH + 2 * d.NKV, half = d.HD / 2;
+    const double *norms = in + d.B * d.T * heads * d.HD;
+    for (int64_t row = 0; row < d.B * d.T; row++)
+        for (int64_t h = 0; h < heads; h++) {
+            const double *x = in + (row * heads + h) * d.HD;
+            double *out = y + (row * heads + h) * d.HD, n[256], squares = 0;
+            for (int64_t i = 0; i < d.HD; i++) squares += x[i] * x[i];
+            for (int64_t i = 0; i < d.HD; i++) n[i] = c->norm && h < d.NH + d.NKV ? x[i] / sqrt(squares / (double)d.HD + 1e-6) * norms[(h < d.NH ? 0 : d.HD) + i] : x[i];
+            for (int64_t i = 0; i < half; i++) {
+                double angle = h < d.NH + d.NKV ? (double)(row % d.T) * rope_inverse_frequency(c->m, i) : 0;
+                out[i] = n[i] * cos(angle) - n[i + half] * sin(angle);
+                out[i + half] = n[i + half] * cos(angle) + n[i] * sin(angle);
+            }
+        }
+}
+
+static void test_rope(bool norm) {
+    ModelConfig m;
+    model_config_preset(&m, "llama3.1-8b");
+    m.head_dim = 6;
+    const AttentionDims d = {2, 5, 4, 2, 6, true};
+    const HeadContext context = {d, norm, &m};
+    const int64_t n = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD, num_in = n + (norm ? 2 * d.HD : 0);
+    float *in = random_floats(num_in, 8, 1), *g = random_floats(n, 9, 1), *y = zeros(n), *yr = zeros(n), *grad = zeros(num_in);
+    float *cosine = zeros(d.T * d.HD / 2), *sine = zeros(d.T * d.HD / 2);
+    rope_tables(cosine, sine, &m, d.T);
+    RopeArgs r = {norm ? in + n : NULL, norm ? in + n + d.HD : NULL, 1e-6, cosine, sine};
+    qknorm_rope_forward(y, in, r, d, ROUND_NONE);
+    qknorm_rope_backward(grad, grad + n, grad + n + d.HD, g, in, r, d, false, ROUND_NONE);
+    check_operation(norm ? "QK-norm and RoPE" : "RoPE", rope_double, &context, in, num_in, y, g, n, grad);
+    qknorm_rope_forward(yr, in, r, d, ROUND_BF16);
+    for (int64_t row = 0; row < d.B * d.T; row++)  // values are copied as they are: bf16 already in training
+        for (int64_t i = (d.NH + d.NKV) * d.HD; i < (d.NH + 2 * d.NKV) * d.HD; i++) yr[row * (d.NH + 2 * d.NKV) * d.HD + i] = bf16_round(yr[row * (d.NH + 2 * d.NKV) * d.HD + i]);
+    check_rounded("QK-norm and RoPE", yr, y, n);
+    // in place gives the same
+    float *place = zeros(n);
+    memcpy(place, in, (size_t)n * sizeof(float));
+    qknorm_rope_forward(place, place, r, d, ROUND_NONE);
+    CHECK(memcmp(place, y, (size_t)n * sizeof(float)) == 0, "RoPE in place differs");
+    free(in), free(g), free(y), free(yr), free(grad), free(cosine), free(sine), free(place);
+}
+
+static void attention_double(double *y, const double *in, const void *context) {
+    const AttentionDims d = ((const HeadContext *)context)->d;
+    const int64_t width = (d.NH + 2 * d.NKV) * d.HD;
+    double *p = (double *)xcalloc((size_t)d.T, sizeof(double));
+    for (int64_t b = 0; b < d.B; b++)
+        for (int64_t h = 0; h < d.NH; h++)
+            for (int64_t t = 0; t < d.T; t++) {
+                const int64_t kv = h / (d.NH / d.NKV);
+                const double *q = in + (b * d.T + t) * width + h * d.HD, *k = in + b * d.T * width + (d.NH + kv) * d.HD, *v = k + d.NKV * d.HD;
+                double *out = y + ((b * d.T + t) * d.NH + h) * d.HD, sum = 0;
+                for (int64_t i = 0; i < d.HD; i++) out[i] = 0;
+                for (int64_t s = 0; s <= t; s++) {
+                    p[s] = 0;
+                    for (int64_t i = 0; i < d.HD; i++) p[s] += q[i] * k[s * width + i];
+                    sum += p[s] = exp(p[s] / sqrt((double)d.HD));
+                }
+                for (int64_t s = 0; s <= t; s++)
+                    for (int64_t i = 0; i < d.HD; i++) out[i] += p[s] / sum * v[s * width + i];
+            }
+    free(p);
+}
+
+// Forward alone, for lengths at which central differences would take too long.
+static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool gradients) {
+    const HeadContext context = {{B, T, NH, NKV, HD, true}, false, NULL};
+    const AttentionDims d = context.d;
+    const int64_t n = B * T * (NH + 2 * NKV) * HD, num_out = B * T * NH * HD;
+    float *in = random_floats(n, 10, 1), *g = random_floats(num_out, 11, 1), *y = zeros(num_out), *lse = zeros(B * NH * T), *grad = zeros(n);
+    attention_forward(y, lse, in, d, ROUND_NONE);
+    attention_backward(grad, g, in, y, lse, d, ROUND_NONE);
+    if (gradients) check_operation("attention", attention_double, &context, in, n, y, g, num_out, grad);
+    else {
+        double *x = (double *)xcalloc((size_t)n, sizeof(double)), *out = (double *)xcalloc((size_t)num_out, sizeof(double));
+        for (int64_t i = 0; i < n; i++) x[i] = in[i];
+        attention_double(out, x, &context);
+        float *expected = zeros(num_out);
+        for (int64_t i = 0; i < num_out; i++) expected[i] = (float)out[i];
+        double error = check_relative_error(y, expected, num_out);
+        CHECK(error < FP32_TOLERANCE, "attention forward at T %lld: relative error %g", (long long)T, error);
+        // Directional derivative: moving along the gradient's own direction by h changes the loss by h |gradient|.
+        double norm = global_norm(grad, n), sum[2] = {0, 0}, h = 1e-4;
+        for (int side = 0; side < 2; side++) {
+            for (int64_t i = 0; i < n; i++) x[i] = in[i] + (side ? h : -h) * grad[i] / norm;
+            attention_double(out, x, &context);
+            for (int64_t i = 0; i < num_out; i++) sum[side] += out[i] * g[i];
+        }
+        double slope = (sum[1] - sum[0]) / (2 * h);
+        CHECK(fabs(slope / norm - 1) < 1e-5, "attention backward at T %lld: slope %g, gradient norm %g", (long long)T, slope, norm);
+        free(x), free(out), free(expected);
+    }
+    // bf16 operands and results against fp32: bf16 keeps 8 bits, P and the result are rounded (2^-9 each at most, independently)
+    float *yr = zeros(num_out), *gr = zeros(n);
+    attention_forward(yr, lse, in, d, ROUND_BF16);
+    double error = check_relative_error(yr, y, num_out);
+    CHECK(error < 0.004 && error > 0, "attention in bf16: relative error %g", error);
+    attention_backward(gr, g, in, yr, lse, d, ROUND_BF16);
+    error = check_relative_error(gr, grad, n);
+    CHECK(error < 0.008 && error > 0, "attention backward in bf16: relative error %g", error);
+    free(in), free(g), free(y), free(lse), free(grad), free(yr), free(gr);
+}
+
+static void cross_entropy_double(double *y, const double *in, const void *context) {
+    const int32_t *targets = (const int32_t *)context;
+    for (int64_t i = 0; i < 4; i++) {
+        double sum = 0;
+        for (int64_t v = 0; v < 11; v++) sum += exp(in[i * 11 + v]);
+        y[i] = targets[i] < 0 ? 0 : log(sum) - in[i * 11 + targets[i]];
+    }
+}
+
+static void test_cross_entropy(void) {
+    const int32_t targets[] = {3, 0, -1, 10};
+    float *in = random_floats(44, 12, 3), y[4], d[44], g[] = {0.25f, 0.25f, 0.25f, 0.25f};
+    cross_entropy_forward(y, in, targets, 4, 11);
+    cross_entropy_backward(d, in, targets, 4, 11, 0.25f, ROUND_NONE);
+    check_operation("cross-entropy", cross_entropy_double, targets, in, 44, y, g, 4, d);
+    float dr[44];
+    cross_entropy_backward(dr, in, targets, 4, 11, 0.25f, ROUND_BF16);
+    check_rounded("cross-entropy backward", dr, d, 44);
+    float large[] = {90, -90, 90, 0};  // exp(90) overflows fp32
+    int32_t target = 1;
+    cross_entropy_forward(y, large, &target, 1, 4);
+    CHECK(fabsf(y[0] - 180.6931472f) < 1e-4f, "loss of logits +-90: %g", (double)y[0]);
+    cross_entropy_backward(d, large, &target, 1, 4, 1, ROUND_NONE);
+    CHECK(fabsf(d[0] - 0.5f) < 1e-5f && d[1] == -1 && d[3] < 1e-30f, "gradient of logits +-90: %g %g %g", (double)d[0], (double)d[1], (double)d[3]);
+    free(in);
+}
+
+static void test_embedding(void) {
+    const int32_t tokens[] = {2, 0, 2, 4, 2};
+    float *table = random_floats(15, 13, 1), *dx = random_floats(15, 14, 1), x[15], d[15], twice[15];
+    embedding_forward(x, table, tokens, 5, 3);
+    for (int i = 0; i < 5; i++) CHECK(memcmp(x + 3 * i, table + 3 * tokens[i], 12) == 0, "embedding of row %d", i);
+    for (int i = 0; i < 15; i++) d[i] = 77;  // stale values: ids that do not occur must become 0
+    embedding_backward(d, dx, tokens, 5, 3, 5, false, ROUND_NONE);
+    for (int id = 0; id < 5; id++)
+        for (int c = 0; c < 3; c++) {
+            double sum = 0;
+            for (int i = 0; i < 5; i++) sum += tokens[i] == id ? dx[3 * i + c] : 0;
+            CHECK(d[3 * id + c] == (float)sum, "embedding gradient of id %d", id);
+        }
+    memcpy(twice, d, sizeof d);
+    embedding_backward(twice, dx, tokens, 5, 3, 5, true, ROUND_NONE);
+    for (int i = 0; i < 15; i++) CHECK(fabsf(twice[i] - 2 * d[i]) < 1e-6f, "accumulated embedding gradient %d", i);
+    free(table), free(dx);
+}
+
+static void test_fp8(void) {
+    const int64_t rows = 9, C = 20, O = 13;
+    float *x = random_floats(rows * C, 15, 3), *w = random_floats(O * C, 16, 0.02f), *dy = random_floats(rows * O, 17, 1e-4f);
+    float *y = zeros(rows * O), *dx = zeros(rows * C), *dw = zeros(O * C), *expected = zeros(rows * O + rows * C + O * C);
+    round_array(x, rows * C, ROUND_BF16), round_array(w, O * C, ROUND_BF16), round_array(dy, rows * O, ROUND_BF16);
+    uint8_t qx[180], qw[260], qdy[117];
+    const double sx = quantize_tensorwise(qx, x, rows * C, FP8_E4M3), sw = quantize_tensorwise(qw, w, O * C, FP8_E4M3), sdy = quantize_tensorwise(qdy, dy, rows * O, FP8_E5M2);
+    CHECK((float)sx == (float)(448.0 / tensor_amax(x, rows * C)), "scale of x: %g", sx);
+    CHECK((float)sdy == (float)(57344.0 / tensor_amax(dy, rows * O)), "scale of dy: %g", sdy);
+    float *ey = expected, *edx = ey + rows * O, *edw = edx + rows * C;
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t o = 0; o < O; o++)
+            for (int64_t c = 0; c < C; c++) {
+                const double a = fp8_to_float(qx[i * C + c], FP8_E4M3) / sx, b = fp8_to_float(qw[o * C + c], FP8_E4M3) / sw, g = fp8_to_float(qdy[i * O + o], FP8_E5M2) / sdy;
+                ey[i * O + o] += (float)(a * b), edx[i * C + c] += (float)(g * b), edw[o * C + c] += (float)(g * a);
+            }
+    linear_forward_fp8(y, x, w, NULL, rows, C, O, ROUND_NONE);
+    linear_backward_input_fp8(dx, dy, w, rows, C, O, ROUND_NONE);
+    linear_backward_weight_fp8(dw, dy, x, rows, C, O, false, ROUND_NONE);
+    double error = check_relative_error(y, ey, rows * O);
+    CHECK(error < FP32_TOLERANCE, "FP8 forward: %g", error);
+    error = check_relative_error(dx, edx, rows * C);
+    CHECK(error < FP32_TOLERANCE, "FP8 dgrad: %g", error);
+    error = check_relative_error(dw, edw, O * C);
+    CHECK(error < FP32_TOLERANCE, "FP8 wgrad: %g", error);
+    linear_forward(ey, x, w, NULL, rows, C, O, ROUND_NONE);
+    error = check_relative_error(y, ey, rows * O);
+    CHECK(error > 0.005 && error < 0.06, "E4M3's 3 mantissa bits cost about 3 percent, not %g", error);
+    // special values: zeros stay zero, one infinity or NaN makes the whole product NaN (torchao's scale of 0, or NaN)
+    float special[] = {0, -0.0f, 0, 0}, one[] = {1, 1, 1, 1}, out[1];
+    float scale = quantize_tensorwise(qx, special, 4, FP8_E4M3);
+    CHECK(float_bits(scale) == 0x57CBBA10 && qx[0] == 0 && qx[1] == 0x80, "all zeros: scale %g, codes %02x %02x", (double)scale, qx[0], qx[1]);
+    linear_forward_fp8(out, special, one, NULL, 1, 4, 1, ROUND_BF16);
+    CHECK(out[0] == 0, "zeros times ones: %g", (double)out[0]);
+    special[2] = INFINITY;
+    CHECK(quantize_tensorwise(qx, special, 4, FP8_E4M3) == 0, "amax of infinity gives scale 0");
+    linear_forward_fp8(out, special, one, NULL, 1, 4, 1, ROUND_BF16);
+    CHECK(isnan(out[0]), "infinity reaches the result as NaN: %g", (double)out[0]);
+    special[2] = NAN;
+    CHECK(isnan(quantize_tensorwise(qx, special, 4, FP8_E4M3)) && (qx[0] & 0x7f) == 0x7f, "NaN in the tensor makes every code NaN");
+    free(x), free(w), free(dy), free(y), free(dx), free(dw), free(expected);
+}
+
+static void test_adamw(void) {
+    enum { N = 100000 };
+    const AdamwStep s1 = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, 42), s2 = adamw_step(2, 1e-3, 0.9, 0.999, 1e-8, 0.1, 42);
+    float *p = random_floats(N, 18, 0.02f), *g = random_floats(N, 19, 1e-3f), *m = zeros(N), *v = zeros(N), *start = zeros(N);
+    memcpy(start, p, N * sizeof(float));
+    adamw_reference(p, m, v, g, 0, N, true, 0.5f, false, false, &s1);
+    adamw_reference(p, m, v, g, 0, N, true, 0.5f, false, false, &s2);
+    double worst = 0;
+    for (int i = 0; i < N; i++) {
+        double P = start[i], M = 0, V = 0, G = g[i] * 0.5;
+        for (int t = 1; t <= 2; t++) {
+            P *= 1 - 1e-3 * 0.1, M = 0.9 * M + 0.1 * G, V = 0.999 * V + 0.001 * G * G;
+            P -= 1e-3 / (1 - pow(0.9, t)) * M / (sqrt(V) / sqrt(1 - pow(0.999, t)) + 1e-8);
+        }
+        worst = fmax(worst, fabs(P - p[i]));
+    }
+    CHECK(worst < 2e-8, "AdamW against torch's rule in double: difference %g", worst);  // half an ulp of 0.1 is 4e-9, twice
+    // stochastic rounding: a step of 0.001 on 1.0 (bf16 spacing 2^-7) moves the mean by 0.001
+    float *w = zeros(N), *w_split = zeros(N);
+    for (int i = 0; i < N; i++) w[i] = w_split[i] = 1, m[i] = v[i] = 0, g[i] = -1;
+    adamw_reference(w, m, v, g, 0, N, false, 1, true, true, &s1);
+    const double mean = array_sum(w, N) / N - 1;
+    CHECK(fabs(mean - 0.001) < 6e-5, "mean step %g of 0.001 on bf16 weights", mean);  // deviation of the mean: sqrt(0.001 * 2^-7 / N) = 9e-6
+    int64_t not_bf16 = 0;
+    for (int i = 0; i < N; i++) not_bf16 += w[i] != bf16_round(w[i]) || m[i] != bf16_round(m[i]) || v[i] != bf16_round(v[i]);
+    CHECK(not_bf16 == 0, "%lld stored values are not bf16", (long long)not_bf16);
+    for (int i = 0; i < N; i++) m[i] = v[i] = 0;  // the same in two parts: the bits hang on the flat index alone
+    adamw_reference(w_split, m, v, g, 0, 777, false, 1, true, true, &s1);
+    adamw_reference(w_split + 777, m + 777, v + 777, g + 777, 777, N - 777, false, 1, true, true, &s1);
+    CHECK(memcmp(w, w_split, N * sizeof(float)) == 0, "AdamW in two parts gives other bits");
+    CHECK(clip_factor(2, 0) == 1 && clip_factor(0.5, 1) == 1 && fabsf(clip_factor(4, 1) - 0.25f) < 1e-6f, "clip factors");
+    free(p), free(g), free(m), free(v), free(start), free(w), free(w_split);
+}
+
+static void test_initialize(void) {
+    CHECK(parameter_initial_value(PARAM_INIT_ONE, 0.02f, 1, 0, 5) == 1 && parameter_initial_value(PARAM_INIT_ZERO, 0.02f, 1, 0, 5) == 0, "norms start at 1, biases at 0");
+    double sum = 0, squares = 0;
+    const int n = 100000;
+    for (int i = 0; i < n; i++) {
+        double x = parameter_initial_value(PARAM_DECAY, 0.02f, 42, 3, i);
+        sum += x, squares += x * x;
+    }
+    CHECK(fabs(sum / n) < 0.02 * 0.02, "mean of the initial weights %g", sum / n);  // 6 deviations of the mean
+    CHECK(fabs(sqrt(squares / n) - 0.02) < 0.0003, "deviation of the initial weights %g", sqrt(squares / n));
+    CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 42, 4, 0), "tensors draw from streams of their own");
+    CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 43, 3, 0), "seeds differ");
+}
+
+// Runs the operations whose work is split over threads; out receives all results.
+static void run_threads(int threads, float *out) {
+    const AttentionDims d = {2, 70, 4, 2, 16, true};
+    const int64_t n = d.B * d.T * 8 * d.HD, rows = d.B * d.T, C = 128;
+    omp_set_num_threads(threads);
+    float *x = random_floats(n, 20, 1), *g = random_floats(n, 21, 1), *lse = zeros(d.B * d.NH * d.T), *att = zeros(rows * 64);
+    attention_forward(att, lse, x, d, ROUND_BF16);
+    memcpy(out, att, (size_t)(rows * 64) * sizeof(float));
+    attention_backward(out + rows * 64, g, x, att, lse, d, ROUND_BF16);
+    linear_backward_weight_fp8(out + rows * 64 + n, g, x, rows, C, C, false, ROUND_BF16);
+    out[rows * 64 + n + C * C] = (float)global_norm(g, n);
+    free(x), free(g), free(lse), free(att);
+}
+
+static void test_threads(void) {
+    const int64_t n = 2 * 70 * (64 + 128) + 128 * 128 + 1;
+    float *one = zeros(n), *many = zeros(n);
+    run_threads(1, one);
+    for (int threads = 2; threads <= 5; threads++) {
+        run_threads(threads, many);
+        CHECK(memcmp(one, many, (size_t)n * sizeof(float)) == 0, "%d threads give other bits than one", threads);
+    }
+    omp_set_num_threads(2);
+    free(one), free(many);
+}
+
+int main(void) {
+    test_linear(1, 1, 1);
+    test_linear(7, 5, 33);
+    test_linear(13, 17, 3);
+    test_linear(3, 1100, 2);   // longer than one slab of the sum
+    test_rmsnorm(1, 3);
+    test_rmsnorm(6, 10);
+    test_swiglu();
+    test_rope(false);
+    test_rope(true);
+    test_attention(1, 1, 1, 1, 2, true);
+    test_attention(2, 9, 4, 2, 4, true);
+    test_attention(1, 5, 3, 1, 6, true);
+    test_attention(1, 64, 2, 1, 16, false);
+    test_attention(1, 65, 2, 2, 16, false);
+    test_attention(2, 150, 2, 1, 64, false);
+    test_cross_entropy();
+    test_embedding();
+    test_fp8();
+    test_adamw();
+    test_initialize();
+    test_threads();
+    return check_report();
+}

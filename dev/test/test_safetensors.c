@@ -1,0 +1,326 @@
+// safetensors.h, file_io.h and xxhash64.h: round trips, refusals of hostile and damaged files, sharded sets, failing disks.
+#include <sys/resource.h>
+#include <signal.h>
+
+#include "../../llmc/rng.h"
+#include "../../llmc/safetensors.h"
+#include "check.h"
+
+static char folder[] = "/tmp/test_safetensors_XXXXXX";
+
+static char *path_of(const char *name) {
+    static char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/%s", folder, name);
+    return path;
+}
+
+static void write_bytes(const char *name, const void *data, size_t size) {
+    FILE *f = fopen(path_of(name), "wb");
+    if (!f || fwrite(data, 1, size, f) != size || fclose(f)) die("cannot write %s", path_of(name));
+}
+
+// A file with this header and `data` zero bytes after it.
+static void write_header(const char *name, const char *header, size_t data) {
+    const uint64_t length = strlen(header);
+    char *bytes = (char *)xcalloc(8 + length + data, 1);
+    memcpy(bytes, &length, 8);
+    memcpy(bytes + 8, header, length);
+    write_bytes(name, bytes, 8 + length + data);
+    free(bytes);
+}
+
+static void test_hash(void) {
+    // Published values of XXH64 with seed 0.
+    CHECK(xxhash64("", 0) == 0xef46db3751d8e999ull, "%016llx", (unsigned long long)xxhash64("", 0));
+    CHECK(xxhash64("a", 1) == 0xd24ec4f1a98c6e5bull, "%016llx", (unsigned long long)xxhash64("a", 1));
+    CHECK(xxhash64("abc", 3) == 0x44bc2cf5ad770999ull, "%016llx", (unsigned long long)xxhash64("abc", 3));
+    const char *text = "Nobody inspects the spammish repetition";
+    CHECK(xxhash64(text, 39) == 0xfbcea83c8a378bf1ull, "%016llx", (unsigned long long)xxhash64(text, 39));
+    unsigned char data[1000];
+    for (size_t i = 0; i < sizeof data; i++) data[i] = (unsigned char)rng_u64(1, i);
+    int same = 0, changed = 0, splits = 0;
+    for (size_t n = 0; n < sizeof data; n += 7, splits++) {
+        XxHash64 h = xxhash64_begin();
+        xxhash64_add(&h, data, n / 3);
+        xxhash64_add(&h, data + n / 3, 0);
+        for (size_t i = n / 3; i < n; i++) xxhash64_add(&h, data + i, 1);
+        same += xxhash64_end(&h) == xxhash64(data, n);
+        const uint64_t before = xxhash64(data, sizeof data);
+        data[n] ^= 0x10;
+        changed += xxhash64(data, sizeof data) != before;
+        data[n] ^= 0x10;
+    }
+    CHECK(same == splits && changed == splits, "%d split as whole, %d flips seen, of %d", same, changed, splits);
+}
+
+// ---- round trip
+
+#define NUM_TENSORS 5
+static const SafetensorSpec specs[NUM_TENSORS] = {
+    {"a.weight", ST_F32, 4, 3}, {"b.bias", ST_BF16, 7, 0}, {"c \"quoted\"", ST_BF16, 2, 5}, {"one", ST_F32, 1, 0}, {"d.weight", ST_BF16, 8, 8}};
+
+static float value_of(int64_t tensor, int64_t i) { return bf16_round(rng_normal(77, (uint64_t)(tensor * 1000 + i))); }
+
+static void source(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
+    ++*(int *)context;
+    for (int64_t i = 0; i < count; i++) {
+        if (specs[tensor].type == ST_F32) ((float *)out)[i] = value_of(tensor, offset + i);
+        else ((bf16_bits *)out)[i] = bf16_from_float(value_of(tensor, offset + i));
+    }
+}
+
+static void check_set(const Safetensors *st, int64_t tensors) {
+    Failure failure = {""};
+    CHECK(st->count == tensors, "%lld tensors", (long long)st->count);
+    for (int64_t s = 0; s < tensors; s++) {
+        const Safetensor *t = safetensors_require(st, specs[s].name, specs[s].rows, specs[s].cols, &failure);
+        CHECK(t && t->type == specs[s].type && t->elements == safetensors_spec_elements(&specs[s]), "%s: %s", specs[s].name, failure.text);
+        if (!t) continue;
+        float whole[64], part[64];
+        bf16_bits bf16[64];
+        bool read = safetensors_read(st, t, 0, t->elements, true, whole, &failure) && safetensors_read(st, t, 0, t->elements, false, bf16, &failure) &&
+                    safetensors_read(st, t, t->elements / 3, t->elements - t->elements / 3, true, part, &failure);
+        CHECK(read, "%s", failure.text);
+        int wrong = 0;
+        for (int64_t i = 0; i < t->elements; i++)
+            wrong += whole[i] != value_of(s, i) || bf16_to_float(bf16[i]) != value_of(s, i) || (i >= t->elements / 3 && part[i - t->elements / 3] != value_of(s, i));
+        CHECK(wrong == 0, "%s: %d wrong values", specs[s].name, wrong);
+        CHECK(!safetensors_read(st, t, 1, t->elements, true, whole, &failure) && strstr(failure.text, "are outside"), "%s", failure.text);
+        CHECK(!safetensors_read(st, t, -1, 1, true, whole, &failure) && !safetensors_read(st, t, 0, -1, true, whole, &failure), "%s", failure.text);
+    }
+}
+
+static void test_round_trip(void) {
+    Safetensors st;
+    Failure failure = {""};
+    FileList list = {NULL, 0};
+    int calls = 0;
+    CHECK(safetensors_save(folder, "model", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
+    CHECK(list.count == 1 && strcmp(list.records[0].name, "model.safetensors") == 0 && calls == NUM_TENSORS, "%lld files", (long long)list.count);
+    int64_t bytes;
+    uint64_t hash;
+    CHECK(file_size(path_of("model.safetensors"), &bytes, &failure) && bytes == list.records[0].bytes, "%s", failure.text);
+    CHECK(file_hash(path_of("model.safetensors"), bytes, &hash, &failure) && hash == list.records[0].hash, "%s", failure.text);
+    CHECK(safetensors_open_folder(&st, folder, "model", &failure), "%s", failure.text);
+    check_set(&st, NUM_TENSORS);
+    CHECK(st.tensors[0].offset % 8 == 0, "the data starts at byte %lld, not a multiple of 8", (long long)st.tensors[0].offset);
+
+    CHECK(!safetensors_require(&st, "absent", 4, 3, &failure) && strstr(failure.text, "model.safetensors has no tensor absent"), "%s", failure.text);
+    CHECK(!safetensors_require(&st, "a.weight", 3, 4, &failure) && strstr(failure.text, "tensor a.weight has shape [4, 3]; the model needs [3, 4]"), "%s", failure.text);
+    CHECK(!safetensors_require(&st, "a.weight", 12, 0, &failure) && strstr(failure.text, "needs [12]"), "%s", failure.text);
+    CHECK(!safetensors_require(&st, "one", 1, 1, &failure) && strstr(failure.text, "has shape [1]"), "%s", failure.text);
+    safetensors_close(&st);
+    file_list_free(&list);
+    unlink(path_of("model.safetensors"));
+}
+
+static void test_sharded(void) {
+    Safetensors st;
+    Failure failure = {""};
+    FileList list = {NULL, 0};
+    int calls = 0;
+    // 48 + 14 | 20 + 4 | 128 bytes: a tensor larger than the limit gets a file of its own.
+    CHECK(safetensors_save(folder, "set", specs, NUM_TENSORS, 64, source, &calls, &list, &failure), "%s", failure.text);
+    CHECK(list.count == 4 && strcmp(list.records[0].name, "set-00001-of-00003.safetensors") == 0 && strcmp(list.records[3].name, "set.safetensors.index.json") == 0, "%lld files", (long long)list.count);
+    CHECK(list.records[2].bytes > list.records[1].bytes, "sizes");
+    file_list_free(&list);
+    // A quote in a name must be escaped in the index too; the third tensor has one.
+    CHECK(safetensors_open_folder(&st, folder, "set", &failure), "%s", failure.text);
+    CHECK(st.num_files == 3, "%d files", st.num_files);
+    check_set(&st, NUM_TENSORS);
+    CHECK(!safetensors_require(&st, "absent", 1, 0, &failure) && strstr(failure.text, "and the files beside it has no tensor"), "%s", failure.text);
+    safetensors_close(&st);
+
+    static const char *const bad[][2] = {
+        {"[]", "expected an object"}, {"{}", "has no \"weight_map\""}, {"{\"weight_map\": []}", "expected an object"},
+        {"{\"weight_map\": {\"a.weight\": 3}}", "name of a file in the same folder"}, {"{\"weight_map\": {\"a.weight\": \"../x.safetensors\"}}", "name of a file in the same folder"},
+        {"{\"weight_map\": {\"a.weight\": \"/etc/passwd\"}}", "name of a file in the same folder"}, {"{\"weight_map\": {\"a.weight\": \"..\"}}", "name of a file in the same folder"},
+        {"{\"weight_map\": {\"a.weight\": \"\"}}", "name of a file in the same folder"}, {"{\"weight_map\": {\"a.weight\": \"none.safetensors\"}}", "No such file"},
+        {"{\"weight_map\": {\"a.weight\": \"set-00002-of-00003.safetensors\"}}", "tensor a.weight is not in set-00002"},
+        {"{\"weight_map\": {\"zzz\": \"set-00001-of-00003.safetensors\"}}", "tensor zzz is not in set-00001"}, {"{\"weight_map\"", "expected ':'"}};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        write_bytes("bad.safetensors.index.json", bad[i][0], strlen(bad[i][0]));
+        bool ok = safetensors_open_folder(&st, folder, "bad", &failure);
+        CHECK(!ok && strstr(failure.text, bad[i][1]), "%s: %s", bad[i][0], ok ? "accepted" : failure.text);
+    }
+    // The same tensor in two files.
+    size_t size;
+    char *copy = read_file(path_of("set-00001-of-00003.safetensors"), &size);
+    write_bytes("copy.safetensors", copy, size);
+    free(copy);
+    const char *twice = "{\"weight_map\": {\"a.weight\": \"copy.safetensors\", \"b.bias\": \"set-00001-of-00003.safetensors\"}}";
+    write_bytes("bad.safetensors.index.json", twice, strlen(twice));
+    CHECK(!safetensors_open_folder(&st, folder, "bad", &failure) && strstr(failure.text, "is in both"), "%s", failure.text);
+    CHECK(!safetensors_open_folder(&st, folder, "nothing", &failure) && strstr(failure.text, "has neither nothing.safetensors nor"), "%s", failure.text);
+}
+
+// ---- files that others made
+
+static void test_hostile_headers(void) {
+    static const struct { const char *header; size_t data; const char *reason; } cases[] = {
+        {"", 0, "expected a value"}, {"[]", 0, "expected an object"}, {"{", 0, "expected a string"}, {"{\"a\":1}", 0, "has no \"dtype\""},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2]}}", 8, "a has no \"data_offsets\""}, {"{\"a\":{\"dtype\":1,\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "a.dtype: expected a string"},
+        {"{\"a\":{\"dtype\":\"F31\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "expected a known dtype (F32, BF16, F16, ...), found \"F31\""},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[-2],\"data_offsets\":[0,8]}}", 8, "a.shape[0]"}, {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2.5],\"data_offsets\":[0,8]}}", 8, "a.shape[0]"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[\"2\"],\"data_offsets\":[0,8]}}", 8, "a.shape[0]"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296,2],\"data_offsets\":[0,8]}}", 8, "overflows"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904],\"data_offsets\":[0,0]}}", 0, "overflows"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,4]}}", 4, "9 dimensions"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0]}}", 8, "[begin, end]"}, {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8,8]}}", 8, "[begin, end]"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,0]}}", 8, "a.data_offsets[1]"}, {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,12]}}", 8, "a.data_offsets[1]"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[-8,0]}}", 8, "a.data_offsets[0]"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 8, "which is 4, but its shape and dtype need 8"},
+        {"{\"a\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[4,8]}}", 8, "past the end of the one before it"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 12, "the tensors end at byte"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "before the end of the one before it"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", 8, "before the end of the one before it"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", 8, "appears twice"}};
+    Safetensors st;
+    Failure failure;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        write_header("x.safetensors", cases[i].header, cases[i].data);
+        bool ok = safetensors_open(&st, path_of("x.safetensors"), &failure);
+        CHECK(!ok && strstr(failure.text, cases[i].reason) && strstr(failure.text, "x.safetensors"), "%s: %s", cases[i].header, ok ? "accepted" : failure.text);
+        if (ok) safetensors_close(&st);
+    }
+    static const unsigned char lengths[][8] = {{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff}, {0, 0, 0, 0, 0, 0, 0, 0x80}, {0, 0, 0, 0, 1}, {9}};
+    static const char *const reasons[] = {"not a safetensors file", "not a safetensors file", "not a safetensors file", "cut short"};
+    for (int i = 0; i < 4; i++) {
+        write_bytes("x.safetensors", lengths[i], 8);
+        CHECK(!safetensors_open(&st, path_of("x.safetensors"), &failure) && strstr(failure.text, reasons[i]), "%s", failure.text);
+    }
+    CHECK(!safetensors_open(&st, folder, &failure) && strstr(failure.text, "is not a file"), "%s", failure.text);
+    CHECK(!safetensors_open(&st, path_of("none"), &failure) && strstr(failure.text, "No such file"), "%s", failure.text);
+}
+
+static void test_foreign_files(void) {
+    Safetensors st;
+    Failure failure = {""};
+    // Metadata, an empty tensor, a scalar, tensors out of order in the header, spaces after it: all valid.
+    write_header("x.safetensors", "{\"__metadata__\":{\"format\":\"pt\"},\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[8,16]},\"e\":{\"dtype\":\"F32\",\"shape\":[0,5],\"data_offsets\":[8,8]},"
+                                  "\"s\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[0,8]}}   ", 0);
+    const uint16_t half[8] = {7, 0, 0, 0, 0x3c00, 0xc100, 0x0001, 0x7bff};
+    FILE *f = fopen(path_of("x.safetensors"), "ab");
+    fwrite(half, 2, 8, f);
+    fclose(f);
+    CHECK(safetensors_open(&st, path_of("x.safetensors"), &failure), "%s", failure.text);
+    float out[4] = {0};
+    const Safetensor *h = safetensors_find(&st, "h"), *s = safetensors_find(&st, "s");
+    CHECK(st.count == 3 && h && s && s->rank == 0 && s->elements == 1 && !safetensors_find(&st, "__metadata__"), "%lld tensors", (long long)st.count);
+    CHECK(safetensors_read(&st, h, 0, 4, true, out, &failure) && out[0] == 1 && out[1] == -2.5f && out[2] == 0x1p-24f && out[3] == 65504, "%g %g %g %g", out[0], out[1], out[2], out[3]);
+    CHECK(!safetensors_read(&st, s, 0, 1, true, out, &failure) && strstr(failure.text, "tensor s is I64; weights are read from F32, BF16 and F16"), "%s", failure.text);
+    safetensors_close(&st);
+}
+
+// Half precision, every value, against the format's definition.
+static void test_half(void) {
+    int wrong = 0;
+    for (uint32_t code = 0; code < 65536; code++) {
+        const int exponent = (int)(code >> 10 & 31), fraction = (int)(code & 1023);
+        const double magnitude = exponent == 31 ? (fraction ? NAN : INFINITY) : exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+        const float expected = (float)(code & 0x8000 ? -magnitude : magnitude), got = safetensors_half_to_float((uint16_t)code);
+        wrong += isnan(expected) ? !isnan(got) : float_bits(got) != float_bits(expected);
+    }
+    CHECK(wrong == 0, "%d of 65536 half values differ", wrong);
+}
+
+static void test_rounding(void) {
+    // To bf16 by nearest even: 1 + 2^-8 is a tie and goes down to 1, 1 + 3 * 2^-8 is one and goes up.
+    const float in[3] = {1.00390625f, 1.01171875f, 1e38f};
+    bf16_bits out[3];
+    safetensors_convert(ST_F32, in, 3, false, out);
+    CHECK(out[0] == 0x3f80 && out[1] == 0x3f82 && out[2] == bf16_from_float(1e38f), "%x %x", out[0], out[1]);
+}
+
+// A valid file cut at every byte, and with every byte of its header damaged: refused or read within bounds, never a crash.
+static void test_damage(void) {
+    Safetensors st;
+    Failure failure;
+    FileList list = {NULL, 0};
+    int calls = 0;
+    CHECK(safetensors_save(folder, "whole", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
+    file_list_free(&list);
+    size_t size;
+    char *data = read_file(path_of("whole.safetensors"), &size);
+    int accepted = 0;
+    for (size_t n = 0; n < size; n += n < 600 ? 3 : 11) {
+        write_bytes("cut.safetensors", data, n);
+        if (safetensors_open(&st, path_of("cut.safetensors"), &failure)) accepted++, safetensors_close(&st);
+    }
+    CHECK(accepted == 0, "%d cut files were accepted", accepted);
+    write_bytes("cut.safetensors", data, size + 1);  // read_file adds a zero byte: one too many
+    CHECK(!safetensors_open(&st, path_of("cut.safetensors"), &failure) && strstr(failure.text, "the tensors end at byte"), "%s", failure.text);
+    float values[64];
+    for (uint64_t round = 0; round < 1500; round++) {
+        const size_t at = (size_t)(rng_u64(5, round) % 560);
+        const char before = data[at];
+        data[at] = (char)rng_u64(6, round);
+        write_bytes("cut.safetensors", data, size);
+        data[at] = before;
+        if (!safetensors_open(&st, path_of("cut.safetensors"), &failure)) continue;
+        for (int64_t i = 0; i < st.count; i++) safetensors_read(&st, &st.tensors[i], 0, min_i64(64, st.tensors[i].elements), true, values, &failure);
+        safetensors_close(&st);
+    }
+    // A file that shrinks after it was opened.
+    write_bytes("cut.safetensors", data, size);
+    CHECK(safetensors_open(&st, path_of("cut.safetensors"), &failure), "%s", failure.text);
+    CHECK(truncate(path_of("cut.safetensors"), (off_t)size - 100) == 0, "%s", strerror(errno));
+    const Safetensor *last = safetensors_find(&st, "d.weight");
+    CHECK(!safetensors_read(&st, last, 0, 64, true, values, &failure) && strstr(failure.text, "before the 128 bytes wanted"), "%s", failure.text);
+    safetensors_close(&st);
+    free(data);
+}
+
+// ---- disks that fail
+
+static void test_failing_writes(void) {
+    OutputFile file;
+    Failure failure = {""};
+    FileList list = {NULL, 0};
+    int calls = 0;
+    CHECK(output_file_open(&file, "/dev/full", &failure), "%s", failure.text);
+    CHECK(!output_file_write(&file, "abc", 3, &failure) && strstr(failure.text, "cannot write /dev/full after 0 bytes: No space left on device"), "%s", failure.text);
+    close(file.fd);
+    CHECK(!output_file_open(&file, path_of("no/such/file"), &failure) && strstr(failure.text, "cannot create"), "%s", failure.text);
+
+    // A limit on file sizes stands in for a disk that fills up in the middle of a file.
+    struct rlimit before, small = {300, RLIM_INFINITY};
+    signal(SIGXFSZ, SIG_IGN);
+    getrlimit(RLIMIT_FSIZE, &before);
+    small.rlim_max = before.rlim_max;
+    setrlimit(RLIMIT_FSIZE, &small);
+    bool ok = safetensors_save(folder, "full", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure);
+    setrlimit(RLIMIT_FSIZE, &before);
+    CHECK(!ok && strstr(failure.text, "full.safetensors after 300 bytes: File too large") && list.count == 0, "%s", failure.text);
+}
+
+static void test_folders(void) {
+    Failure failure = {""};
+    char a[PATH_CAPACITY], b[PATH_CAPACITY];
+    format_checked(a, sizeof a, "%s/a", folder);
+    format_checked(b, sizeof b, "%s/b", folder);
+    CHECK(!folder_create(path_of("x/y/z"), true, &failure) && strstr(failure.text, "its parent folder must exist"), "%s", failure.text);
+    CHECK(folder_create(a, false, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure), "%s", failure.text);
+    CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_create(b, false, &failure) && file_write(b, "old", "2", 1, NULL, &failure), "%s", failure.text);
+    CHECK(folder_replace(a, b, &failure) && !path_exists(a) && path_exists(path_of("b/new")) && !path_exists(path_of("b/old")), "%s", failure.text);
+    CHECK(mkdir(path_of("b/inner"), 0777) == 0 && !folder_remove(b, &failure) && path_exists(path_of("b/inner")), "%s", failure.text);
+    CHECK(rmdir(path_of("b/inner")) == 0 && folder_remove(b, &failure) && !path_exists(b), "%s", failure.text);
+    CHECK(!folder_remove(b, &failure) && !folder_sync(b, &failure) && folder_sync(folder, &failure), "%s", failure.text);
+}
+
+int main(void) {
+    if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
+    test_hash();
+    test_round_trip();
+    test_sharded();
+    test_hostile_headers();
+    test_foreign_files();
+    test_half();
+    test_rounding();
+    test_damage();
+    test_failing_writes();
+    test_folders();
+    Failure failure;
+    if (!folder_remove(folder, &failure)) warn("%s", failure.text);
+    return check_report();
+}

@@ -1,0 +1,149 @@
+// Tokenizer table: naming rule, decoding, printing, damaged and hostile files.
+#include "../../llmc/tokenizer.h"
+
+#include "check.h"
+
+static char folder[] = "/tmp/test_tokenizer_XXXXXX";
+
+typedef struct {
+    char bytes[256];
+    size_t size;
+} Table;
+
+static void table_put(Table *t, const void *data, size_t size) {
+    memcpy(t->bytes + t->size, data, size);
+    t->size += size;
+}
+
+static void table_put_u32(Table *t, uint32_t value) { table_put(t, &value, sizeof value); }
+
+// A sound table of three tokens: "Once", nothing, bytes that are no text; separator 2.
+static Table make_table(void) {
+    Table t;
+    memset(&t, 0, sizeof t);
+    table_put_u32(&t, TOKENIZER_MAGIC);
+    table_put_u32(&t, TOKENIZER_VERSION);
+    table_put_u32(&t, 3);
+    table_put_u32(&t, 2);
+    table_put_u32(&t, 4);
+    table_put(&t, "Once", 4);
+    table_put_u32(&t, 0);
+    table_put_u32(&t, 5);
+    table_put(&t, "\n\x1b\0\xc3\x7f", 5);
+    return t;
+}
+
+static void write_table(const char *name, const Table *t, char *path) {
+    format_checked(path, 4096, "%s/%s", folder, name);
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(t->bytes, 1, t->size, f) != t->size || fclose(f) != 0) die("%s: %s", path, strerror(errno));
+}
+
+static void test_names(void) {
+    static const char *const cases[][2] = {
+        {"data/tiny_train.bin", "data/tiny.tokenizer"},         {"data/tiny_val.bin", "data/tiny.tokenizer"},
+        {"data/tiny_valid.bin", "data/tiny.tokenizer"},         {"data/tiny.bin", "data/tiny.tokenizer"},
+        {"data/tiny_train_000001.bin", "data/tiny.tokenizer"},  {"data/tiny_000001.bin", "data/tiny.tokenizer"},
+        {"tiny2024_train.bin", "tiny2024.tokenizer"},           {"llama3.2_train.bin", "llama3.2.tokenizer"},
+        {"shards/x_train.bin", "shards/x.tokenizer"},           {"tokens", "tokens.tokenizer"},
+        {"7.bin", "7.tokenizer"},                               {"a_train_val.bin", "a_train.tokenizer"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char path[4096];
+        tokenizer_path(path, sizeof path, cases[i][0]);
+        CHECK(strcmp(path, cases[i][1]) == 0, "%s -> %s, not %s", cases[i][0], path, cases[i][1]);
+    }
+}
+
+static void test_sound_table(void) {
+    char path[4096], shard[4096];
+    Table t = make_table();
+    write_table("ok.tokenizer", &t, path);
+    format_checked(shard, sizeof shard, "%s/ok_train.bin", folder);
+    Tokenizer tok = tokenizer_open_beside(shard);
+    size_t length;
+    CHECK(tok.count == 3 && tok.separator == 2, "%lld tokens, separator %lld", (long long)tok.count, (long long)tok.separator);
+    const char *once = tokenizer_decode(&tok, 0, &length);
+    CHECK(length == 4 && memcmp(once, "Once", 4) == 0, "length %zu", length);
+    CHECK(tokenizer_decode(&tok, 1, &length) != NULL && length == 0, "length %zu", length);
+    CHECK(tokenizer_decode(&tok, 2, &length) != NULL && length == 5, "length %zu", length);
+    CHECK(tokenizer_decode(&tok, 3, &length) == NULL && length == 0, "id 3 is outside");
+    CHECK(tokenizer_decode(&tok, -1, &length) == NULL && length == 0, "id -1 is outside");
+    char *text = NULL;
+    size_t size = 0;
+    FILE *out = open_memstream(&text, &size);
+    if (!out) die("open_memstream: %s", strerror(errno));
+    for (int64_t id = 0; id < 4; id++) tokenizer_print(&tok, id, out);
+    fclose(out);
+    CHECK(strcmp(text, "Once\n\\x1b\\x00\xc3\\x7f[3]") == 0, "printed \"%s\"", text);
+    free(text);
+    tokenizer_close(&tok);
+}
+
+static void test_missing_table(void) {
+    char shard[4096];
+    format_checked(shard, sizeof shard, "%s/absent_train.bin", folder);
+    Tokenizer tok = tokenizer_open_beside(shard);
+    size_t length = 1;
+    CHECK(tok.count == 0 && tokenizer_decode(&tok, 0, &length) == NULL && length == 0, "%lld tokens", (long long)tok.count);
+    tokenizer_close(&tok);
+}
+
+static void open_table(void *path) { tokenizer_open((const char *)path); }
+
+static void check_refused(const Table *t, const char *message) {
+    char path[4096], output[8192];
+    write_table("bad.tokenizer", t, path);
+    bool refused = check_dies(open_table, path, message, output, sizeof output);
+    CHECK(refused, "\"%s\" expected, got \"%s\"", message, output);
+}
+
+static void table_set_u32(Table *t, size_t at, uint32_t value) { memcpy(t->bytes + at, &value, sizeof value); }
+
+static void test_damaged_tables(void) {
+    Table sound = make_table(), t;
+    for (size_t size = 0; size < sound.size; size++) {  // cut anywhere: always refused (checked in this process, so that the sanitizers watch)
+        Tokenizer tok;
+        char *cut = (char *)xcalloc(size, 1);
+        memcpy(cut, sound.bytes, size);
+        CHECK(tokenizer_parse(&tok, cut, size) != NULL, "a table cut to %zu bytes was taken", size);
+        tokenizer_close(&tok);
+    }
+    t = sound, t.size = 10;
+    check_refused(&t, "truncated: shorter than its header");
+    t = sound, t.size -= 2;
+    check_refused(&t, "truncated");
+    t = sound, table_set_u32(&t, 0, 7);
+    check_refused(&t, "not a tokenizer table");
+    t = sound, table_set_u32(&t, 4, 2);
+    check_refused(&t, "unknown version");
+    t = sound, table_set_u32(&t, 8, 0xffffffffu);
+    check_refused(&t, "more tokens promised than the file can hold");
+    t = sound, table_set_u32(&t, 8, 2), table_set_u32(&t, 12, 1);
+    check_refused(&t, "bytes after the last token");
+    t = sound, table_set_u32(&t, 12, 3);
+    check_refused(&t, "the separator's id is not in the table");
+    t = sound, table_set_u32(&t, 8, 0);
+    check_refused(&t, "the separator's id is not in the table");
+    t = sound, table_set_u32(&t, 16, 0xfffffffcu);
+    check_refused(&t, "a token's length is wrong");
+    t = sound, t.size = 0;
+    check_refused(&t, "truncated");
+    char output[8192];
+    CHECK(check_dies(open_table, folder, "cannot be read: Is a directory", output, sizeof output), "a folder: \"%s\"", output);
+}
+
+int main(void) {
+    if (!mkdtemp(folder)) die("%s: %s", folder, strerror(errno));
+    test_names();
+    test_sound_table();
+    test_missing_table();
+    test_damaged_tables();
+    char path[4096];
+    format_checked(path, sizeof path, "%s/ok.tokenizer", folder);
+    unlink(path);
+    format_checked(path, sizeof path, "%s/bad.tokenizer", folder);
+    unlink(path);
+    rmdir(folder);
+    return check_report();
+}

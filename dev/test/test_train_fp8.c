@@ -1,0 +1,535 @@
+// The whole CPU trainer: against transformers' goldens, against itself (threads, accumulation, recompute, resume), its gates and signals, and what it
+// refuses. Run from anywhere; whole runs of the program are this test's own executable, started again with "--run" (libgomp does not survive a fork).
+#define TESTING
+#include "../../train_fp8.c"
+
+#include <libgen.h>
+
+#include "check.h"
+
+static char test_folder[] = "/tmp/test_train_fp8_XXXXXX";
+static char goldens_folder[PATH_CAPACITY];
+
+static const char *in_test_folder(const char *name) {
+    static char paths[8][PATH_CAPACITY];
+    static int next;
+    next = (next + 1) % 8;
+    format_checked(paths[next], PATH_CAPACITY, "%s/%s", test_folder, name);
+    return paths[next];
+}
+
+// ---- goldens
+
+typedef struct {
+    Safetensors st;
+    ModelConfig m;
+} Golden;
+
+static const Safetensor *golden_tensor(const Golden *g, const char *prefix, const char *name) {
+    char full[160];
+    format_checked(full, sizeof full, "%s%s", prefix, name);
+    const Safetensor *t = safetensors_find(&g->st, full);
+    if (!t) die("golden without %s", full);
+    return t;
+}
+
+static float *golden_values(const Golden *g, const char *prefix, const char *name, int64_t *count) {
+    Failure failure;
+    const Safetensor *t = golden_tensor(g, prefix, name);
+    float *values = (float *)xcalloc((size_t)t->elements, sizeof(float));
+    if (!safetensors_read(&g->st, t, 0, t->elements, true, values, &failure)) die("%s", failure.text);
+    if (count) *count = t->elements;
+    return values;
+}
+
+// tokens [B, T + 1]
+static int32_t *golden_tokens(const Golden *g, int64_t *B, int64_t *T) {
+    Failure failure;
+    const Safetensor *t = golden_tensor(g, "", "tokens");
+    const SafetensorsFile *file = &g->st.files[t->file];
+    int32_t *tokens = (int32_t *)xcalloc((size_t)t->elements, sizeof(int32_t));
+    if (t->type != ST_I32 || !file_read_at(file->fd, file->path, t->offset, tokens, t->elements * 4, &failure)) die("golden tokens cannot be read");
+    *B = t->shape[0], *T = t->shape[1] - 1;
+    return tokens;
+}
+
+static Golden golden_open(const char *name) {
+    Golden g;
+    Failure failure;
+    char path[PATH_CAPACITY], folder[PATH_CAPACITY];
+    memset(&g, 0, sizeof g);
+    format_checked(path, sizeof path, "%s/%s.safetensors", goldens_folder, name);
+    if (!safetensors_open(&g.st, path, &failure)) die("%s", failure.text);
+    format_checked(path, sizeof path, "%s/%s.config.json", goldens_folder, name);
+    format_checked(folder, sizeof folder, "%s/%s", test_folder, name);
+    size_t size;
+    char *config = read_file(path, &size);
+    if (!config || !folder_create(folder, true, &failure) || !file_write(folder, "config.json", config, (int64_t)size, NULL, &failure)) die("golden %s: no config", name);
+    free(config);
+    hf_config_read(&g.m, folder);
+    return g;
+}
+
+// Options of a trainer for B sequences of T tokens.
+static Options small_options(int precision, int64_t B, int64_t T) {
+    Options o = options_default();
+    o.model = "test", o.precision = precision, o.batch_size = B, o.sequence_length = T;
+    o.learning_rate = 1e-3;
+    options_resolve(&o);
+    return o;
+}
+
+static void trainer_create(Trainer *t, const Options *o, const ModelConfig *m) {
+    trainer_plan(t, o, m);
+    trainer_allocate(t);
+}
+
+static void load_golden_weights(Trainer *t, const Golden *g) {
+    for (int64_t i = 0; i < t->table.count; i++) {
+        int64_t n;
+        float *values = golden_values(g, "param.", t->table.entries[i].name, &n);
+        if (n != parameter_elements(&t->table.entries[i])) die("golden of another shape: %s", t->table.entries[i].name);
+        memcpy(t->master + t->table.entries[i].offset, values, (size_t)n * sizeof(float));
+        free(values);
+    }
+    weights_refresh(t);
+}
+
+// Largest relative error of any tensor of `array` against golden `prefix`; its name in *worst.
+static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix, const float *array, const char **worst) {
+    double largest = -1;
+    for (int64_t i = 0; i < t->table.count; i++) {
+        const Parameter *p = &t->table.entries[i];
+        float *expected = golden_values(g, prefix, p->name, NULL);
+        const double error = check_relative_error(array + p->offset, expected, parameter_elements(p));
+        free(expected);
+        if (!(error <= largest)) largest = error, *worst = p->name;
+    }
+    return largest;
+}
+
+typedef struct {
+    double loss, logits, gradients, weights;  // largest relative error accepted; weights 0: not compared
+} Tolerances;
+
+static void test_golden(const char *name, int precision, Tolerances tolerance) {
+    const char *precision_name = precision == PRECISION_FP32 ? "fp32" : precision == PRECISION_BF16 ? "bf16" : "fp8", *worst = "";
+    Golden g = golden_open(name);
+    int64_t B, T;
+    int32_t *tokens = golden_tokens(&g, &B, &T);
+    float *loss = golden_values(&g, "", "loss", NULL), *logits = golden_values(&g, "", "logits", NULL);
+    float *norm = golden_values(&g, "", "grad_norm", NULL);
+    Options o = small_options(precision, B, T);
+    Trainer t;
+    trainer_create(&t, &o, &g.m);
+    load_golden_weights(&t, &g);
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t i = 0; i < T; i++) t.inputs[b * T + i] = tokens[b * (T + 1) + i], t.targets[b * T + i] = tokens[b * (T + 1) + i + 1];
+    for (int64_t step = 0; step < (tolerance.weights > 0 ? 3 : 1); step++) {
+        model_forward(&t, t.inputs, B, T);
+        if (step == 0) {
+            const double error = check_relative_error(t.logits, logits, t.d.R * t.d.V), loss_error = fabs(model_loss(&t, t.targets) / loss[0] - 1);
+            CHECK(error < tolerance.logits, "%s %s: logits off by %g", name, precision_name, error);
+            CHECK(loss_error < tolerance.loss, "%s %s: loss off by %g", name, precision_name, loss_error);
+            printf("%-12s %s: loss %.2e, logits %.2e", name, precision_name, loss_error, error);
+        }
+        model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), false);
+        if (step == 0) {
+            const double error = worst_tensor(&t, &g, "grad.", t.gradients, &worst), norm_error = fabs(global_norm(t.gradients, t.table.total) / norm[0] - 1);
+            CHECK(error < tolerance.gradients, "%s %s: gradient of %s off by %g", name, precision_name, worst, error);
+            CHECK(norm_error < tolerance.gradients, "%s %s: gradient norm off by %g", name, precision_name, norm_error);
+            printf(", gradients %.2e (%s)", error, worst);
+        }
+        if (tolerance.weights > 0) weights_update(&t, step, global_norm(t.gradients, t.table.total));
+    }
+    if (tolerance.weights > 0) {
+        const double error = worst_tensor(&t, &g, "after3.", t.master, &worst);
+        CHECK(error < tolerance.weights, "%s %s: %s off by %g after 3 steps", name, precision_name, worst, error);
+        printf(", weights after 3 steps %.2e (%s)", error, worst);
+    }
+    printf("\n");
+    trainer_free(&t);
+    safetensors_close(&g.st);
+    free(tokens), free(loss), free(logits), free(norm);
+}
+
+static void test_goldens(void) {
+    static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
+    const Tolerances fp32 = {1e-5, 1e-5, 1e-4, 1e-5};  // fp32 against fp32: only the order of sums differs
+    const Tolerances bf16 = {1e-2, 2e-2, 3e-2, 0};     // each tensor keeps 8 bits (2^-9 = 0.2% a rounding), some ten roundings deep
+    const Tolerances fp8 = {3e-2, 1e-1, 2.5e-1, 0};    // E4M3 keeps 4 bits (up to 6% a value, 2-3% rms), E5M2 3 (12%, 5-6% rms), over two layers
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        test_golden(names[i], PRECISION_FP32, fp32);
+        test_golden(names[i], PRECISION_BF16, bf16);
+        test_golden(names[i], PRECISION_FP8, fp8);
+    }
+}
+
+// ---- the trainer against itself
+
+static ModelConfig odd_model(ModelFamily family) {
+    ModelConfig m;
+    model_config_preset(&m, "tiny");
+    m.family = family, m.qk_norm = family == FAMILY_QWEN3, m.qkv_bias = family == FAMILY_QWEN2;
+    m.vocab_size = 37, m.hidden_size = 20, m.intermediate_size = 28, m.num_layers = 2;
+    m.num_heads = 6, m.num_kv_heads = 2, m.head_dim = 6;
+    m.initializer_range = 0.3;
+    m.tie_word_embeddings = family != FAMILY_QWEN2;
+    return m;
+}
+
+static void fill_tokens(Trainer *t, uint64_t key) {
+    for (int64_t i = 0; i < t->d.R; i++) {
+        t->inputs[i] = (int32_t)(rng_u64(key, (uint64_t)i) % (uint64_t)t->m.vocab_size);
+        t->targets[i] = (int32_t)(rng_u64(key, (uint64_t)i + 1) % (uint64_t)t->m.vocab_size);
+    }
+}
+
+// Moving all weights by h along the gradient's direction changes the loss by h times the gradient's norm: odd sizes, every family, T = 1 and beyond a query block.
+static void test_slope(ModelFamily family, int64_t B, int64_t T) {
+    Options o = small_options(PRECISION_FP32, B, T);
+    ModelConfig m = odd_model(family);
+    Trainer t;
+    trainer_create(&t, &o, &m);
+    weights_initialize(&t);
+    fill_tokens(&t, 5);
+    model_forward(&t, t.inputs, B, T);
+    model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), false);
+    const double norm = global_norm(t.gradients, t.table.total), h = 2e-3;
+    float *start = (float *)xcalloc((size_t)t.table.total, sizeof(float));
+    memcpy(start, t.master, (size_t)t.table.total * sizeof(float));
+    double loss[2];
+    for (int side = 0; side < 2; side++) {
+        for (int64_t i = 0; i < t.table.total; i++) t.master[i] = (float)(start[i] + (side ? h : -h) * t.gradients[i] / norm);
+        model_forward(&t, t.inputs, B, T);
+        loss[side] = model_loss(&t, t.targets);
+    }
+    const double slope = (loss[1] - loss[0]) / (2 * h);
+    // fp32 losses of about 4 resolve 5e-7 / 2h = 1e-4 of slope; the third derivative adds h^2
+    CHECK(fabs(slope / norm - 1) < 2e-3, "family %d, B %lld, T %lld: slope %g, gradient norm %g", (int)family, (long long)B, (long long)T, slope, norm);
+    free(start);
+    trainer_free(&t);
+}
+
+// Weights after some steps on made-up tokens, with the whole global batch given as `micro_steps` micro-batches; then the last gradient norm. With FP8 all
+// sequences are the same, so that every micro-batch has the scales of the whole batch.
+static float *trained_weights(int precision, int recompute, int threads, int64_t micro_steps, int steps) {
+    const int64_t B = 4, T = 16;
+    Options o = small_options(precision, B / micro_steps, T);
+    ModelConfig m = odd_model(FAMILY_QWEN3);
+    m.hidden_size = 32, m.intermediate_size = 48;
+    o.recompute = recompute, o.grad_accumulation_steps = micro_steps;
+    omp_set_num_threads(threads);
+    Trainer t;
+    trainer_create(&t, &o, &m);
+    weights_initialize(&t);
+    for (int step = 0; step < steps; step++) {
+        for (int64_t micro = 0; micro < micro_steps; micro++) {
+            for (int64_t i = 0; i < t.o->batch_size * T; i++) {
+                const int64_t at = precision == PRECISION_FP8 ? i % T : (step * micro_steps + micro) * o.batch_size * T + i;
+                t.inputs[i] = (int32_t)(rng_u64(9, (uint64_t)at) % 37), t.targets[i] = (int32_t)(rng_u64(9, (uint64_t)at + 1) % 37);
+            }
+            model_forward(&t, t.inputs, o.batch_size, T);
+            model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), micro > 0);
+        }
+        weights_update(&t, step, global_norm(t.gradients, t.table.total));
+    }
+    float *weights = (float *)xcalloc((size_t)t.table.total + 1, sizeof(float));
+    memcpy(weights, t.master, (size_t)t.table.total * sizeof(float));
+    weights[t.table.total] = (float)global_norm(t.gradients, t.table.total);
+    trainer_free(&t);
+    omp_set_num_threads(2);
+    return weights;
+}
+
+static void test_invariance(int precision) {
+    ModelConfig m = odd_model(FAMILY_QWEN3);
+    m.hidden_size = 32, m.intermediate_size = 48;
+    ParameterTable table = parameter_table(&m);
+    const size_t bytes = (size_t)(table.total + 1) * sizeof(float);
+    float *one = trained_weights(precision, RECOMPUTE_NONE, 1, 1, 3);
+    for (int threads = 2; threads <= 4; threads++) {
+        float *many = trained_weights(precision, RECOMPUTE_NONE, threads, 1, 3);
+        CHECK(memcmp(one, many, bytes) == 0, "precision %d: %d threads give other bits than one", precision, threads);
+        free(many);
+    }
+    float *again = trained_weights(precision, RECOMPUTE_LAYER, 2, 1, 3);
+    CHECK(memcmp(one, again, bytes) == 0, "precision %d: --recompute layer gives other bits", precision);
+    free(again);
+    for (int64_t micro_steps = 2; micro_steps <= 4; micro_steps *= 2) {
+        float *split = trained_weights(precision, RECOMPUTE_NONE, 2, micro_steps, 1);
+        float *whole = trained_weights(precision, RECOMPUTE_NONE, 2, 1, 1);
+        const double norm_error = fabs(split[table.total] / whole[table.total] - 1);
+        // fp32: only the order of sums. Else each micro-step rounds the running sum once more (2^-9).
+        const double tolerance = precision == PRECISION_FP32 ? 1e-6 : 4e-3;
+        CHECK(norm_error < tolerance, "precision %d: gradient norm in %lld micro-steps off by %g", precision, (long long)micro_steps, norm_error);
+        if (precision == PRECISION_FP32) {
+            const double error = check_relative_error(split, whole, table.total);
+            CHECK(error < 1e-4, "weights after a step of %lld micro-steps off by %g", (long long)micro_steps, error);
+        }
+        free(split), free(whole);
+    }
+    free(one);
+    parameter_table_free(&table);
+}
+
+// A NaN in one weight: the step must be skipped with every bit of weights and state kept, and the origin named.
+static void test_nonfinite(void) {
+    Options o = small_options(PRECISION_BF16, 2, 16);
+    o.on_nonfinite = NONFINITE_SKIP;
+    o.train_data = in_test_folder("train.bin");
+    ModelConfig m = odd_model(FAMILY_LLAMA);
+    m.vocab_size = 64;
+    Trainer t;
+    trainer_create(&t, &o, &m);
+    weights_initialize(&t);
+    DataLoader data = dataloader_open(o.train_data, 16, true, 42);
+    TrainerProgress progress = {0, 0};
+    int64_t in_a_row = 0;
+    StepRecord s = train_step(&t, &data, &progress, &in_a_row);
+    CHECK(!s.skipped && isfinite(s.norm) && progress.step == 1 && progress.samples == 2, "an ordinary step");
+    const float good = t.master[0];
+    for (int64_t i = 0; i < t.m.vocab_size; i++) t.master[t.table.root.embedding + i * t.m.hidden_size + 5] = INFINITY;
+    const size_t bytes = (size_t)t.table.total * sizeof(float);
+    float *before = (float *)xcalloc(3, bytes);
+    memcpy(before, t.master, bytes), memcpy(before + t.table.total, t.exp_avg, bytes), memcpy(before + 2 * t.table.total, t.exp_avg_sq, bytes);
+    s = train_step(&t, &data, &progress, &in_a_row);
+    CHECK(s.skipped && in_a_row == 1 && progress.step == 2, "the step with an infinite weight is skipped");
+    CHECK(memcmp(before, t.master, bytes) == 0 && memcmp(before + t.table.total, t.exp_avg, bytes) == 0 && memcmp(before + 2 * t.table.total, t.exp_avg_sq, bytes) == 0,
+          "a skipped step changed weights or state");
+    for (int64_t i = 0; i < t.m.vocab_size; i++) t.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
+    s = train_step(&t, &data, &progress, &in_a_row);
+    CHECK(!s.skipped && in_a_row == 0, "the count of steps in a row ends with a good one");
+    // where: a NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm
+    memset(t.gradients, 0, bytes);
+    t.gradients[t.table.root.embedding] = t.gradients[layer_offset(&t.table, 0) + t.table.layer.wo] = t.gradients[layer_offset(&t.table, 1) + t.table.layer.wo + 3] = NAN;
+    const Parameter *p = first_nonfinite(&t);
+    CHECK(p && strcmp(p->name, "model.layers.1.self_attn.o_proj.weight") == 0, "first bad tensor: %s", p ? p->name : "none");
+    free(before);
+    dataloader_close(&data);
+    trainer_free(&t);
+}
+
+// ---- whole runs
+
+static void write_shard(const char *name, int64_t tokens, int32_t vocabulary) {
+    Failure failure;
+    uint32_t *words = (uint32_t *)xcalloc((size_t)(SHARD_HEADER_INTS + tokens), sizeof(uint32_t));
+    words[0] = SHARD_MAGIC_U32, words[1] = 7, words[2] = (uint32_t)tokens;
+    uint32_t token = 1;
+    for (int64_t i = 0; i < tokens; i++) {  // text that can be learned: a walk, with a jump now and then
+        words[SHARD_HEADER_INTS + i] = token;
+        const uint64_t random = rng_u64(3, (uint64_t)i);
+        token = (random % 8 == 0 ? (uint32_t)(random >> 32) : token * 5 + 3) % (uint32_t)vocabulary;
+    }
+    if (!file_write(test_folder, name, words, (SHARD_HEADER_INTS + tokens) * 4, NULL, &failure)) die("%s", failure.text);
+    free(words);
+}
+
+// Starts `train_fp8 ARGUMENTS` (split at spaces, @ stands for the test's folder) as a child; its output goes to FOLDER/output.
+static pid_t start_run(const char *arguments) {
+    char text[4096], *argv[64] = {(char *)"train_fp8", (char *)"--run"};
+    int argc = 2;
+    size_t n = 0;
+    for (const char *c = arguments; *c; c++) n += (size_t)snprintf(text + n, sizeof text - n, "%.*s", *c == '@' ? PATH_CAPACITY : 1, *c == '@' ? test_folder : c);
+    for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
+    argv[argc] = NULL;
+    unlink(in_test_folder("output"));  // nobody shall read the last run's
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child < 0) die("fork: %s", strerror(errno));
+    if (child > 0) return child;
+    const int fd = open(in_test_folder("output"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    if (fd < 0 || dup2(fd, 1) < 0 || dup2(fd, 2) < 0) _exit(126);
+    execv("/proc/self/exe", argv);
+    _exit(127);
+}
+
+static char *run_output(void) {
+    char *text = read_file(in_test_folder("output"), NULL);
+    return text ? text : xstrdup("");
+}
+
+// The exit status of a whole run, -1 if a signal ended it; *output (if not NULL) is what it printed.
+static int run_program(const char *arguments, char **output) {
+    int status = 0;
+    const pid_t child = start_run(arguments);
+    waitpid(child, &status, 0);
+    if (output) *output = run_output();
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+#define SMALL_RUN "tiny --train-data @/train.bin --sequence-length 32 --batch-size 2 --learning-rate 3e-3 "
+
+// The "step" lines of a log.jsonl from `first` on, without what depends on the clock and the memory.
+static char *loss_lines(const char *name, int64_t first) {
+    char *text = read_file(in_test_folder(name), NULL), *lines = (char *)xcalloc(65536, 1);
+    if (!text) return lines;
+    for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
+        long long step;
+        char *clock = strstr(line, ", \"ms\"");
+        if (sscanf(line, "{\"type\": \"step\", \"step\": %lld", &step) != 1 || step < first || !clock) continue;
+        *clock = 0;
+        strcat(lines, line), strcat(lines, "\n");
+    }
+    free(text);
+    return lines;
+}
+
+static void test_resume(const char *precision) {
+    char command[512];
+    const char *const common = SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps 8 --grad-accumulation-steps 2 --precision";
+    char *output;
+    format_checked(command, sizeof command, "%s %s --log-dir @/log-%s", common, precision, precision);
+    CHECK(run_program(command, NULL) == 0, "%s: a plain run of 8 steps", precision);
+    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --checkpoint-every 3", common, precision, precision);
+    CHECK(run_program(command, NULL) == 0, "%s: a run that saves", precision);
+    char folder[PATH_CAPACITY];
+    Failure failure;
+    format_checked(folder, sizeof folder, "%s/ck-%s/step-00000008", test_folder, precision);
+    CHECK(folder_exists(folder) && folder_remove(folder, &failure), "%s: the last checkpoint", precision);
+    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common, precision, precision, precision);
+    CHECK(run_program(command, &output) == 0 && strstr(output, "step-00000006"), "%s: resumed from step 6: %s", precision, output);
+    char *whole, *resumed, name[64];
+    format_checked(name, sizeof name, "log-%s/log.jsonl", precision);
+    whole = loss_lines(name, 7);
+    format_checked(name, sizeof name, "log2-%s/log.jsonl", precision);
+    resumed = loss_lines(name, 0);
+    CHECK(*whole && strcmp(whole, resumed) == 0, "%s: resumed loss lines differ:\n%s%s", precision, whole, resumed);
+    free(whole), free(resumed), free(output);
+}
+
+static void test_signal(int signal_number, const char *dir) {
+    char command[512], folder[PATH_CAPACITY];
+    format_checked(command, sizeof command, SMALL_RUN "--num-steps 1000000 --val-data @/train.bin --val-every 2 --checkpoint-dir @/%s", dir);
+    const pid_t child = start_run(command);
+    char *output = NULL;
+    int status = 0;
+    for (int i = 0; i < 600; i++) {  // until the first steps are printed
+        free(output);
+        output = run_output();
+        if (strstr(output, "step       3/") || waitpid(child, &status, WNOHANG) == child) break;
+        usleep(50000);
+    }
+    kill(child, signal_number);
+    waitpid(child, &status, 0);
+    free(output);
+    output = run_output();
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "signal %d: status %d: %s", signal_number, status, output);
+    const char *saved = strstr(output, "saved checkpoint after step ");
+    CHECK(saved && !strstr(saved + 1, "saved checkpoint"), "signal %d: one save: %s", signal_number, output);
+    checkpoint_name(in_test_folder(dir), saved ? atoll(saved + 28) : 0, "", folder, sizeof folder);
+    Failure failure;
+    CHECK(checkpoint_is_whole(folder, true, &failure), "signal %d: the checkpoint is whole", signal_number);
+    free(output);
+}
+
+// Mean loss of the last steps of a short run, from its summary line; the first loss in *first.
+static double run_loss(const char *arguments, double *first) {
+    char *output, command[512];
+    double loss = (double)NAN;
+    format_checked(command, sizeof command, SMALL_RUN "--num-steps 120 --warmup-steps 10 --val-data @/train.bin --val-steps 3 %s", arguments);
+    CHECK(run_program(command, &output) == 0, "%s: %s", arguments, output);
+    const char *summary = strstr(output, "loss of the first step "), *mean = strstr(output, "mean of the last 20 ");
+    if (summary && mean) *first = atof(summary + 23), loss = atof(mean + 20);
+    CHECK(strstr(output, "validation after step 120 | loss ") != NULL, "%s: validation line: %s", arguments, output);
+    free(output);
+    return loss;
+}
+
+static void test_learning(void) {
+    double first;
+    const double bf16 = run_loss("--precision bf16", &first);
+    CHECK(bf16 < 0.5 * first, "bf16: loss from %g to %g", first, bf16);
+    // the text's entropy is about 0.8 nats and the losses end near it; other rounding is another random path of equal quality
+    const double fp8 = run_loss("--precision fp8", &first), fp32 = run_loss("--precision fp32", &first), masters = run_loss("--master-weights fp32", &first);
+    CHECK(fabs(fp8 / bf16 - 1) < 0.05 && fabs(fp32 / bf16 - 1) < 0.05 && fabs(masters / bf16 - 1) < 0.05, "losses bf16 %g, fp8 %g, fp32 %g, bf16 with fp32 masters %g",
+          bf16, fp8, fp32, masters);
+    printf("loss after 120 steps from %.3f: bf16 %.4f, fp8 %.4f, fp32 %.4f, bf16 with fp32 masters %.4f\n", first, bf16, fp8, fp32, masters);
+}
+
+static void test_output(void) {
+    char *output;
+    CHECK(run_program(SMALL_RUN "--num-steps 2 --sample-every 1 --sample-tokens 40 --export-hf @/exported", &output) == 0, "run with samples and export: %s", output);
+    CHECK(strstr(output, "memory plan, MiB") && strstr(output, "matrix products") && strstr(output, "sample after step 2: ") && strstr(output, "step 1/2 | loss "), "%s", output);
+    free(output);
+    CHECK(run_program("@/exported --train-data @/train.bin --sequence-length 16 --num-steps 1", &output) == 0, "a run from the exported folder: %s", output);
+    free(output);
+    CHECK(run_program("llama3.1-8b --dry-run --precision fp8", &output) == 0, "dry run without data: %s", output);
+    CHECK(strstr(output, "8030.261 million") && strstr(output, "e4m3") && !strstr(output, "step 1/"), "dry run: %s", output);
+    free(output);
+}
+
+static void test_refusals(void) {
+    static const struct { const char *arguments, *message; } bad[] = {
+        {"tiny --train-data @/missing.bin", "no token shard matches"},
+        {"tiny --train-data @/train.bin --sequence-length 100000", "use a shorter --sequence-length"},
+        {"nosuch --train-data @/train.bin", "neither a folder nor one of"},
+        {"tiny --train-data @/train.bin --sequnce-length 32", "the nearest is --sequence-length"},
+        {"tiny --train-data @/train.bin --batch-size 0", "is outside"},
+        {"tiny --train-data @/train.bin --precision fp8 --sequence-length 3", "multiples of 16"},
+        {"tiny --train-data @/train.bin --resume", "needs --checkpoint-dir"},
+        {"tiny --train-data @/train.bin --val-data @/missing.bin", "no token shard matches"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --log-dir @/no/such/folder", "--log-dir"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --checkpoint-dir @/no/such/folder", "--checkpoint-dir"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --export-hf /proc/exported", "--export-hf"},
+        {"llama3.1-405b --train-data @/train.bin --sequence-length 32 --precision bf16", "would help"},
+        {"@/qwen3_tiny --train-data @/large.bin --sequence-length 32", "use a shard made with the model's own tokenizer"},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        char *output;
+        const int status = run_program(bad[i].arguments, &output);
+        CHECK(status == 1 && strstr(output, bad[i].message) && !strstr(output, "step 1/"), "\"%s\" ended with %d: %s", bad[i].arguments, status, output);
+        free(output);
+    }
+}
+
+// Deletes the test's folder and what is in it, folders included.
+static void remove_tree(const char *path) {
+    DIR *d = opendir(path);
+    if (!d) return;
+    for (struct dirent *entry; (entry = readdir(d)) != NULL;) {
+        char child[PATH_CAPACITY];
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
+        format_checked(child, sizeof child, "%s/%s", path, entry->d_name);
+        if (folder_exists(child)) remove_tree(child);
+        else unlink(child);
+    }
+    closedir(d);
+    rmdir(path);
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1 && strcmp(argv[1], "--run") == 0) {
+        argv[1] = argv[0];
+        return run(argc - 1, argv + 1);
+    }
+    if (!mkdtemp(test_folder)) die("mkdtemp: %s", strerror(errno));
+    char source[] = __FILE__;
+    format_checked(goldens_folder, sizeof goldens_folder, "%s/../reference/goldens", dirname(source));
+    omp_set_num_threads(2);
+    write_shard("train.bin", 20000, 61);
+    write_shard("large.bin", 20000, 5000);
+    test_goldens();
+    const ModelFamily families[] = {FAMILY_LLAMA, FAMILY_QWEN2, FAMILY_QWEN3};
+    for (int i = 0; i < 3; i++) {
+        test_slope(families[i], 1, 1);
+        test_slope(families[i], 2, 7);
+        test_slope(families[i], 1, 70);
+    }
+    test_invariance(PRECISION_FP32);
+    test_invariance(PRECISION_BF16);
+    test_invariance(PRECISION_FP8);
+    test_nonfinite();
+    test_resume("bf16");
+    test_resume("fp8");
+    test_resume("fp32");
+    test_signal(SIGTERM, "term");
+    test_signal(SIGINT, "int");
+    test_signal(SIGUSR1, "usr1");
+    test_learning();
+    test_output();
+    test_refusals();
+    remove_tree(test_folder);
+    return check_report();
+}

@@ -1,0 +1,266 @@
+// AdamW on the GPU: gradient norm, clipping, the gate against non-finite gradients, and the update of the whole flat parameter array.
+//
+// The arithmetic of an element, its rounding bits and the clip factor are adamw_math.h's, shared with the CPU: same input, same bits.
+// Norm, clip factor and the gate stay in device memory (AdamwControl): nothing waits for the host. A step whose gradient norm is not finite
+// leaves weights and moments untouched.
+//
+// Bytes an element: norm 2. Update with bf16 weights and moments 8 read + 6 written; fp32 masters add 6, fp32 moments 8.
+// The amax that tensorwise FP8 needs of each new weight is taken on the way, at no extra traffic.
+#ifndef LLMC_ADAMW_CUH
+#define LLMC_ADAMW_CUH
+
+#include "adamw_math.h"
+#include "cuda_utils.cuh"
+#include "parameters.h"
+
+// In device memory. adamw_prepare writes it, adamw_update_parameters obeys it, the host may copy it.
+typedef struct {
+    AdamwStep step;
+    float gradient_factor;  // clipping
+    float gradient_norm;    // before clipping
+    uint32_t nonfinite;     // 1: the norm is not finite and the step is not applied
+    unsigned long long first_nonfinite;  // index of the first gradient element that is not finite; ADAMW_NONE if there is none
+} AdamwControl;
+
+#define ADAMW_NONE (~0ull)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Gradient norm. A fixed number of blocks, each with its fixed part of the array: the same bits on every GPU and in every run.
+
+enum { ADAMW_NORM_BLOCKS = 1056, ADAMW_NORM_THREADS = 512, ADAMW_NORM_VECTORS = 4 };
+
+// Sum over a block of ADAMW_NORM_THREADS, valid in thread 0.
+__device__ static inline double adamw_block_sum(double x) {
+    __shared__ double sums[ADAMW_NORM_THREADS];
+    sums[threadIdx.x] = x;
+    for (int half = ADAMW_NORM_THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    return sums[0];
+}
+
+// partials[block] = sum of squares of the block's part. fp32 within 32 elements, double beyond. A gradient above 1.8e19 overflows to an infinite norm.
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_squares_kernel(double *partials, const bf16 *gradients, int64_t n) {
+    const int64_t stride = 8 * ADAMW_NORM_THREADS, tile = stride * ADAMW_NORM_VECTORS;
+    double sum = 0;
+    for (int64_t base = blockIdx.x * tile + threadIdx.x * 8; base < n; base += ADAMW_NORM_BLOCKS * tile) {
+        Bf16x8 v[ADAMW_NORM_VECTORS];
+#pragma unroll
+        for (int k = 0; k < ADAMW_NORM_VECTORS; k++) {
+            if (base + k * stride < n) v[k] = bf16x8_load_streaming(gradients + base + k * stride);
+            else v[k].word[0] = v[k].word[1] = v[k].word[2] = v[k].word[3] = 0;
+        }
+        float squares = 0;
+#pragma unroll
+        for (int k = 0; k < ADAMW_NORM_VECTORS; k++) {
+            float g[8];
+            bf16x8_unpack(g, v[k]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) squares = fmaf(g[j], g[j], squares);
+        }
+        sum += (double)squares;
+    }
+    sum = adamw_block_sum(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_prepare_kernel(AdamwControl *control, const double *partials, AdamwStep step, float grad_clip) {
+    double sum = 0;
+    for (int i = threadIdx.x; i < ADAMW_NORM_BLOCKS; i += ADAMW_NORM_THREADS) sum += partials[i];
+    sum = adamw_block_sum(sum);
+    if (threadIdx.x != 0) return;
+    const double norm = sqrt(sum);
+    control->step = step;
+    control->gradient_norm = (float)norm;
+    control->nonfinite = !(norm <= 3.4028234663852886e38);  // FLT_MAX; false for NaN
+    control->gradient_factor = clip_factor(norm, grad_clip);
+    control->first_nonfinite = ADAMW_NONE;
+}
+
+// Ends at once unless the norm was not finite.
+static __global__ void adamw_find_nonfinite_kernel(AdamwControl *control, const bf16 *gradients, int64_t n) {
+    if (!control->nonfinite) return;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        if (!isfinite(__bfloat162float(gradients[i]))) {
+            atomicMin(&control->first_nonfinite, (unsigned long long)i);
+            return;  // later elements of this thread have larger indices
+        }
+}
+
+// Bytes of device memory that adamw_prepare needs at `workspace`.
+static inline size_t adamw_workspace_bytes(void) { return ADAMW_NORM_BLOCKS * sizeof(double); }
+
+// Fills *control (device) for this step from the norm of gradients [n] (n a multiple of 8). grad_clip: largest norm, 0 for none.
+static inline void adamw_prepare(AdamwControl *control, const bf16 *gradients, int64_t n, AdamwStep step, float grad_clip, void *workspace, cudaStream_t stream) {
+    if (n % 8) die("adamw_prepare: %lld elements are not a multiple of 8", (long long)n);
+    require_aligned16(gradients, "adamw_prepare", "gradients");
+    double *partials = (double *)workspace;
+    adamw_squares_kernel<<<ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream>>>(partials, gradients, n);
+    CUDA_CHECK_LAUNCH();
+    adamw_prepare_kernel<<<1, ADAMW_NORM_THREADS, 0, stream>>>(control, partials, step, grad_clip);
+    CUDA_CHECK_LAUNCH();
+    adamw_find_nonfinite_kernel<<<ADAMW_NORM_BLOCKS, 256, 0, stream>>>(control, gradients, n);
+    CUDA_CHECK_LAUNCH();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Update
+
+// The flat arrays of parameters.h, all of `total` elements.
+typedef struct {
+    bf16 *weights;
+    float *master;             // fp32 weights, of which `weights` is the rounded copy; NULL: `weights` are all there is, stochastically rounded
+    void *exp_avg, *exp_avg_sq;
+    bool fp32_moments;         // else bf16, stochastically rounded
+    const bf16 *gradients;
+} AdamwArrays;
+
+// Consecutive elements of a unit that are treated alike. Ends are counted in PARAMETER_ALIGNMENT elements from the unit's start.
+typedef struct {
+    uint32_t end;
+    bool decay;
+    int amax_slot;  // of the fused FP8 weight; -1: none
+} AdamwRun;
+
+enum { ADAMW_MAX_RUNS = 12, ADAMW_MAX_SLOTS = 8, ADAMW_THREADS = 256, ADAMW_TILES = 4 };
+
+// `count` units of `size` elements each from element `first` on. Unit u's amax slots begin at amax + u * amax_stride.
+typedef struct {
+    int64_t first, size, count;
+    int num_runs;
+    AdamwRun runs[ADAMW_MAX_RUNS];
+    uint32_t *amax;  // NULL: not wanted
+    int64_t amax_stride;
+} AdamwUnits;
+
+// 8 elements of an array, stored as bf16 or fp32.
+template <bool FP32>
+__device__ static inline void adamw_load(float out[8], const void *array, int64_t i) {
+    if (FP32) {
+        const float4 *p = (const float4 *)((const float *)array + i);
+        const float4 a = __ldcs(p), b = __ldcs(p + 1);
+        out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+    } else {
+        bf16x8_unpack(out, bf16x8_load_streaming((const bf16 *)array + i));
+    }
+}
+
+__device__ static inline void adamw_store_fp32(void *array, int64_t i, const float x[8]) {
+    float4 *p = (float4 *)((float *)array + i);
+    __stcs(p, make_float4(x[0], x[1], x[2], x[3]));
+    __stcs(p + 1, make_float4(x[4], x[5], x[6], x[7]));
+}
+
+__device__ static inline void adamw_store_bits(void *array, int64_t i, const uint32_t bits[8]) {
+    __stcs((uint4 *)((bf16 *)array + i), make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16, bits[6] | bits[7] << 16));
+}
+
+// Elements i .. i + 7. Returns the magnitudes' running maximum (see amax_update) over the new bf16 weights.
+template <bool MASTER, bool FP32_MOMENTS>
+__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, int64_t i, const AdamwStep &step, float factor, bool apply, bool decay, uint32_t largest) {
+    float w[8], m[8], v[8], g[8];
+    uint32_t w_bits[8], m_bits[8], v_bits[8];
+    if (!apply) return amax_update(largest, bf16x8_load(a.weights + i));
+    adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
+    adamw_load<FP32_MOMENTS>(m, a.exp_avg, i);
+    adamw_load<FP32_MOMENTS>(v, a.exp_avg_sq, i);
+    adamw_load<false>(g, a.gradients, i);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        AdamwElement e = {w[j], m[j], v[j]};
+        e = adamw_update(e, __fmul_rn(g[j], factor), decay, &step);  // __fmul_rn: not contracted, as on the CPU
+        const uint64_t random = MASTER && FP32_MOMENTS ? 0 : adamw_random(&step, i + j);
+        w[j] = e.weight, m[j] = e.exp_avg, v[j] = e.exp_avg_sq;
+        w_bits[j] = MASTER ? bf16_from_float(e.weight) : adamw_round_weight(e.weight, random);
+        m_bits[j] = adamw_round_exp_avg(e.exp_avg, random);
+        v_bits[j] = adamw_round_exp_avg_sq(e.exp_avg_sq, random);
+    }
+    if (MASTER) adamw_store_fp32(a.master, i, w);
+    adamw_store_bits(a.weights, i, w_bits);
+    if (FP32_MOMENTS) {
+        adamw_store_fp32(a.exp_avg, i, m);
+        adamw_store_fp32(a.exp_avg_sq, i, v);
+    } else {
+        adamw_store_bits(a.exp_avg, i, m_bits);
+        adamw_store_bits(a.exp_avg_sq, i, v_bits);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) largest = __vmaxu2(largest, (w_bits[j] | w_bits[j + 1] << 16) & 0x7fff7fffu);
+    return largest;
+}
+
+// blockIdx.y: unit; blockIdx.x: ADAMW_TILES tiles of 8 elements a thread. 16 threads share a run, because runs end at multiples of 128 elements.
+template <bool MASTER, bool FP32_MOMENTS>
+static __global__ void __launch_bounds__(ADAMW_THREADS) adamw_update_kernel(const AdamwArrays a, const __grid_constant__ AdamwUnits u, const AdamwControl *control) {
+    __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
+    if (threadIdx.x < ADAMW_MAX_SLOTS) amax[threadIdx.x] = 0;
+    __syncthreads();
+    const AdamwStep step = control->step;
+    const float factor = control->gradient_factor;
+    const bool apply = !control->nonfinite;
+    const int64_t unit_begin = u.first + blockIdx.y * u.size;
+    const int64_t block_begin = blockIdx.x * (int64_t)(ADAMW_TILES * ADAMW_THREADS * 8);
+    int run = 0;
+    while (block_begin / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
+    for (int tile = 0; tile < ADAMW_TILES; tile++) {
+        const int64_t e = block_begin + (tile * ADAMW_THREADS + (int)threadIdx.x) * 8;
+        if (e >= u.size) break;
+        while (e / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
+        const uint32_t halves = adamw_update_8<MASTER, FP32_MOMENTS>(a, unit_begin + e, step, factor, apply, u.runs[run].decay, 0);
+        const int slot = u.runs[run].amax_slot;
+        if (slot < 0 || !u.amax) continue;
+        const uint32_t bits = __reduce_max_sync(0xffffu << (threadIdx.x & 16), max(halves << 16, halves & 0xffff0000u));
+        if (threadIdx.x % 16 == 0 && bits > *(volatile uint32_t *)&amax[slot]) atomicMax(&amax[slot], bits);
+    }
+    if (!u.amax) return;
+    __syncthreads();
+    if (threadIdx.x >= ADAMW_MAX_SLOTS || amax[threadIdx.x] == 0) return;
+    uint32_t *slot = u.amax + blockIdx.y * u.amax_stride + threadIdx.x;
+    if (amax[threadIdx.x] > *(volatile uint32_t *)slot) atomicMax(slot, amax[threadIdx.x]);
+}
+
+// The runs of the unit that holds elements [first, first + size): one per group of tensors, neighbours that are treated alike joined.
+static inline AdamwUnits adamw_units(const ParameterTable *t, int64_t first, int64_t size, int64_t count) {
+    AdamwUnits u = {};
+    u.first = first, u.size = size, u.count = count;
+    int slots = 0;
+    for (int64_t i = 0; i < t->count; i++) {
+        const Parameter *p = &t->entries[i];
+        if (p->offset < first || p->offset >= first + size || (p->flags & PARAM_JOINED)) continue;
+        const bool decay = p->flags & PARAM_DECAY;
+        const int slot = p->flags & PARAM_FP8 ? slots++ : -1;
+        if (u.num_runs > 0) u.runs[u.num_runs - 1].end = (uint32_t)((p->offset - first) / PARAMETER_ALIGNMENT);
+        if (u.num_runs > 0 && slot < 0 && u.runs[u.num_runs - 1].amax_slot < 0 && u.runs[u.num_runs - 1].decay == decay) continue;
+        if (u.num_runs == ADAMW_MAX_RUNS || slots > ADAMW_MAX_SLOTS) die("%s: the optimizer takes at most %d runs of parameters a unit", p->name, ADAMW_MAX_RUNS);
+        u.runs[u.num_runs].decay = decay;
+        u.runs[u.num_runs++].amax_slot = slot;
+    }
+    u.runs[u.num_runs - 1].end = (uint32_t)(size / PARAMETER_ALIGNMENT);
+    return u;
+}
+
+static inline void adamw_launch(const AdamwArrays *a, const AdamwUnits *u, const AdamwControl *control, cudaStream_t stream) {
+    const dim3 grid(grid_size(u->size, ADAMW_TILES * ADAMW_THREADS * 8), (unsigned)u->count);
+    if (a->master && a->fp32_moments) adamw_update_kernel<true, true><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
+    else if (a->master) adamw_update_kernel<true, false><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
+    else if (a->fp32_moments) adamw_update_kernel<false, true><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
+    else adamw_update_kernel<false, false><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
+    CUDA_CHECK_LAUNCH();
+}
+
+// One step over all parameters of the table. amax (NULL: not wanted): the j-th fused FP8 weight of layer l (in table order: qkv, o, gate_up, down)
+// raises amax[l * amax_stride + j] to its largest magnitude, also when the step is not applied; the caller has cleared the slots.
+static inline void adamw_update_parameters(const AdamwArrays *a, const ParameterTable *t, uint32_t *amax, int64_t amax_stride, const AdamwControl *control,
+                                           cudaStream_t stream) {
+    const void *pointers[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, a->gradients};
+    for (int i = 0; i < 5; i++) require_aligned16(pointers[i], "adamw_update_parameters", "an array");
+    AdamwUnits root = adamw_units(t, 0, t->root_size, 1);
+    adamw_launch(a, &root, control, stream);
+    const int64_t layers = (t->total - t->root_size) / t->layer_size;
+    AdamwUnits layer = adamw_units(t, t->root_size, t->layer_size, layers);
+    layer.amax = amax, layer.amax_stride = amax_stride;
+    adamw_launch(a, &layer, control, stream);
+}
+
+#endif

@@ -1,0 +1,558 @@
+// Checkpoints, exports and loading of weights, for both trainers (they give access to their arrays by TrainerState).
+//
+// A checkpoint is a folder CHECKPOINT_DIR/step-00000123:
+//   config.json, model*.safetensors           as transformers reads them
+//   optimizer*.safetensors                    exp_avg.NAME and exp_avg_sq.NAME of every parameter
+//   trainer.json                              step, samples seen, settings, and size and XXH64 of each file above; written last, ends with its own hash
+// It is written as step-00000123.tmp, brought to disk, then renamed: a folder without ".tmp" was whole when it got its name.
+#ifndef LLMC_CHECKPOINT_H
+#define LLMC_CHECKPOINT_H
+
+#include "hf_config.h"
+#include "options.h"
+#include "parameters.h"
+#include "safetensors.h"
+
+#define CHECKPOINT_FORMAT_VERSION 1
+
+typedef enum { STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ } StateKind;
+
+// Access to the trainer's flat arrays (parameters.h). Ranges are elements of the flat array; `host` holds them in the array's storage type
+// (fp32 if is_fp32[kind], else bf16). Calls come from one thread and have finished with `host` when they return.
+typedef struct {
+    void *context;
+    bool is_fp32[3];  // by StateKind
+    void (*read)(void *context, StateKind kind, int64_t offset, int64_t count, void *host);
+    void (*write)(void *context, StateKind kind, int64_t offset, int64_t count, const void *host);
+} TrainerState;
+
+// How far a run has come: what a resumed run continues from.
+typedef struct {
+    int64_t step;     // optimizer steps done
+    int64_t samples;  // sequences seen: the data cursor
+} TrainerProgress;
+
+// ---- writing tensors
+
+// What safetensors_save asks checkpoint_fetch for: entry i of `specs` is parameter i % count of kind kinds[i / count].
+typedef struct {
+    const ParameterTable *table;
+    const TrainerState *state;
+    StateKind kinds[2];
+} CheckpointSource;
+
+static inline void checkpoint_fetch(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
+    const CheckpointSource *source = (const CheckpointSource *)context;
+    const Parameter *p = &source->table->entries[tensor % source->table->count];
+    source->state->read(source->state->context, source->kinds[tensor / source->table->count], p->offset + offset, count, out);
+}
+
+static inline const char *state_prefix(StateKind kind) { return kind == STATE_WEIGHTS ? "" : kind == STATE_EXP_AVG ? "exp_avg." : "exp_avg_sq."; }
+
+// Writes the arrays `kinds` as STEM*.safetensors.
+static inline bool checkpoint_write_tensors(const char *folder, const char *stem, const ParameterTable *t, const TrainerState *s,
+                                            const StateKind *kinds, int num_kinds, int64_t shard_bytes, FileList *list, Failure *failure) {
+    CheckpointSource source = {t, s, {kinds[0], kinds[num_kinds - 1]}};
+    SafetensorSpec *specs = (SafetensorSpec *)xcalloc((size_t)(num_kinds * t->count), sizeof *specs);
+    for (int64_t i = 0; i < num_kinds * t->count; i++) {
+        const Parameter *p = &t->entries[i % t->count];
+        const StateKind kind = kinds[i / t->count];
+        format_checked(specs[i].name, sizeof specs[i].name, "%s%s", state_prefix(kind), p->name);
+        specs[i].type = s->is_fp32[kind] ? ST_F32 : ST_BF16;
+        specs[i].rows = p->rows, specs[i].cols = p->cols;
+    }
+    bool ok = safetensors_save(folder, stem, specs, num_kinds * t->count, shard_bytes, checkpoint_fetch, &source, list, failure);
+    free(specs);
+    return ok;
+}
+
+// config.json and model*.safetensors.
+static inline bool checkpoint_write_model(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s,
+                                          int64_t shard_bytes, FileList *list, Failure *failure) {
+    const StateKind weights[] = {STATE_WEIGHTS};
+    return hf_config_write(m, folder, s->is_fp32[STATE_WEIGHTS] ? "float32" : "bfloat16", list, failure) &&
+           checkpoint_write_tensors(folder, "model", t, s, weights, 1, shard_bytes, list, failure);
+}
+
+// ---- trainer.json
+
+// The last lines of trainer.json hold the hash of all bytes before them.
+#define CHECKPOINT_SEAL_FORMAT ",\n  \"xxh64\": \"%016llx\"\n}\n"
+#define CHECKPOINT_SEAL_BYTES 34
+
+static inline bool checkpoint_write_trainer(const char *folder, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
+                                            const FileList *files, Failure *failure) {
+    JsonText out = {NULL, 0, 0};
+    json_text_add(&out, "{\n  \"format_version\": %d,\n  \"step\": %lld,\n  \"samples\": %lld,\n  \"model\": ", CHECKPOINT_FORMAT_VERSION, (long long)progress->step, (long long)progress->samples);
+    json_text_add_string(&out, m->name);
+    json_text_add(&out, ",\n  \"settings\": {");
+    const char *separator = "\n    ";
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP) continue;
+        char value[PATH_CAPACITY];
+        option_format(o, row, value, sizeof value);
+        json_text_add(&out, "%s\"%s\": ", separator, row->name);
+        json_text_add_string(&out, value);
+        separator = ",\n    ";
+    }
+    json_text_add(&out, "\n  },\n  \"files\": [");
+    for (int64_t i = 0; i < files->count; i++) {
+        const FileRecord *f = &files->records[i];
+        json_text_add(&out, "%s\n    {\"name\": \"%s\", \"bytes\": %lld, \"xxh64\": \"%016llx\"}", i ? "," : "", f->name, (long long)f->bytes, (unsigned long long)f->hash);
+    }
+    json_text_add(&out, "\n  ]");
+    json_text_add(&out, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(out.data, out.size));
+    bool ok = file_write(folder, "trainer.json", out.data, (int64_t)out.size, NULL, failure);
+    json_text_free(&out);
+    return ok;
+}
+
+static inline bool checkpoint_check_seal(const char *path, const char *text, size_t size, Failure *failure) {
+    if (size < CHECKPOINT_SEAL_BYTES) return fail(failure, "%s was cut short", path);
+    char seal[CHECKPOINT_SEAL_BYTES + 1];
+    const size_t sealed = size - CHECKPOINT_SEAL_BYTES;
+    format_checked(seal, sizeof seal, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(text, sealed));
+    if (memcmp(text + sealed, seal, CHECKPOINT_SEAL_BYTES) != 0) return fail(failure, "%s is damaged: it does not have the hash it ends with", path);
+    return true;
+}
+
+// Parses a checkpoint's trainer.json if it is undamaged and of a version this program reads. The caller frees *json on success.
+static inline bool checkpoint_open_trainer(const char *checkpoint, Json *json, Failure *failure) {
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/trainer.json", checkpoint);
+    size_t size;
+    char *text = read_file(path, &size);
+    if (!text) return fail(failure, "cannot read %s: %s", path, strerror(errno));
+    bool ok = checkpoint_check_seal(path, text, size, failure) && json_parse(json, path, text, size, failure);
+    free(text);
+    if (!ok) return false;
+    int64_t version = 0;
+    const JsonNode *node = json_require(json, json_root(json), "format_version", JSON_NUMBER, failure);
+    ok = node && json_int(json, node, 1, INT32_MAX, &version, failure);
+    if (ok && version != CHECKPOINT_FORMAT_VERSION)
+        ok = fail(failure, "%s has format version %lld; this program reads version %d", path, (long long)version, CHECKPOINT_FORMAT_VERSION);
+    if (!ok) json_free(json);
+    return ok;
+}
+
+// Checks one entry of "files": the file's size and, if `hash`, its content.
+static inline bool checkpoint_check_file(const char *checkpoint, const Json *json, const JsonNode *entry, bool hash, Failure *failure) {
+    const JsonNode *name = json_require(json, entry, "name", JSON_STRING, failure);
+    const JsonNode *bytes = name ? json_require(json, entry, "bytes", JSON_NUMBER, failure) : NULL;
+    const JsonNode *expected = bytes ? json_require(json, entry, "xxh64", JSON_STRING, failure) : NULL;
+    int64_t want = 0, have = 0;
+    if (!expected || !json_int(json, bytes, 0, INT64_MAX, &want, failure)) return false;
+    if (strchr(name->text, '/')) return json_expected(json, name, "the name of a file in the same folder", failure);
+    char path[PATH_CAPACITY], found[32];
+    format_checked(path, sizeof path, "%s/%s", checkpoint, name->text);
+    if (!file_size(path, &have, failure)) return false;
+    if (have != want) return fail(failure, "%s has %lld bytes; it was written with %lld", path, (long long)have, (long long)want);
+    if (!hash) return true;
+    uint64_t value = 0;
+    if (!file_hash(path, want, &value, failure)) return false;
+    format_checked(found, sizeof found, "%016llx", (unsigned long long)value);
+    return strcmp(found, expected->text) == 0 || fail(failure, "%s is damaged: its XXH64 is %s; it was written with %s", path, found, expected->text);
+}
+
+// Whether a checkpoint is whole: every file that trainer.json lists has its size and, if `hash`, its hash.
+static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failure *failure) {
+    Json json;
+    if (!checkpoint_open_trainer(checkpoint, &json, failure)) return false;
+    const JsonNode *files = json_require(&json, json_root(&json), "files", JSON_ARRAY, failure);
+    bool ok = files != NULL;
+    for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry; entry = json_next(&json, entry))
+        ok = checkpoint_check_file(checkpoint, &json, entry, hash, failure);
+    json_free(&json);
+    return ok;
+}
+
+// ---- the folder of checkpoints
+
+typedef struct {
+    int64_t *steps;  // newest first
+    int64_t count;
+} CheckpointSteps;
+
+static inline void checkpoint_name(const char *dir, int64_t step, const char *suffix, char *out, size_t capacity) {
+    format_checked(out, capacity, "%s/step-%08lld%s", dir, (long long)step, suffix);
+}
+
+// The step of a folder name "step-00000123" followed by `suffix`; -1 if it is no such name.
+static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
+    if (strncmp(name, "step-", 5) != 0) return -1;
+    const char *digits = name + 5;
+    const size_t n = strspn(digits, "0123456789");
+    if (n < 8 || n > 18 || strcmp(digits + n, suffix) != 0) return -1;
+    return strtoll(digits, NULL, 10);
+}
+
+static inline int checkpoint_compare_steps(const void *a, const void *b) {
+    const int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x < y) - (x > y);
+}
+
+// Lists the checkpoints in `dir`, whole or not. A folder that does not exist has none.
+static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failure *failure) {
+    memset(list, 0, sizeof *list);
+    DIR *d = opendir(dir);
+    if (!d) return errno == ENOENT || fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
+    for (struct dirent *entry; (entry = readdir(d)) != NULL;) {
+        const int64_t step = checkpoint_step_of(entry->d_name, "");
+        if (step < 0) continue;
+        list->steps = (int64_t *)xrealloc(list->steps, (size_t)(list->count + 1) * sizeof *list->steps);
+        list->steps[list->count++] = step;
+    }
+    closedir(d);
+    if (list->count) qsort(list->steps, (size_t)list->count, sizeof *list->steps, checkpoint_compare_steps);
+    return true;
+}
+
+// Removes what an interrupted save or removal left: folders step-NNNNNNNN.tmp and step-NNNNNNNN.old.tmp.
+static inline bool checkpoint_remove_leftovers(const char *dir, Failure *failure) {
+    for (;;) {
+        DIR *d = opendir(dir);
+        if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
+        char path[PATH_CAPACITY] = "";
+        for (struct dirent *entry; !*path && (entry = readdir(d)) != NULL;)
+            if (checkpoint_step_of(entry->d_name, ".tmp") >= 0 || checkpoint_step_of(entry->d_name, ".old.tmp") >= 0)
+                format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
+        closedir(d);
+        if (!*path) return true;
+        if (!folder_remove(path, failure)) return false;
+    }
+}
+
+// Removes a checkpoint. It loses its name first, so that none is ever there in part.
+static inline bool checkpoint_remove(const char *dir, int64_t step, Failure *failure) {
+    char path[PATH_CAPACITY], temporary[PATH_CAPACITY];
+    checkpoint_name(dir, step, "", path, sizeof path);
+    checkpoint_name(dir, step, ".tmp", temporary, sizeof temporary);
+    if (rename(path, temporary)) return fail(failure, "cannot rename %s to %s: %s", path, temporary, strerror(errno));
+    return folder_remove(temporary, failure);
+}
+
+// After step `newest` was saved: keeps it and the keep - 1 whole ones before it, removes those older still. A folder that is not whole is
+// not counted. One of a later step (which a resumed run passed over) is left alone.
+static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, Failure *failure) {
+    CheckpointSteps list;
+    Failure ignored;
+    if (!checkpoint_list(dir, &list, failure)) return false;
+    int64_t kept = 1;
+    bool ok = true;
+    for (int64_t i = 0; ok && i < list.count; i++) {
+        char path[PATH_CAPACITY];
+        checkpoint_name(dir, list.steps[i], "", path, sizeof path);
+        if (list.steps[i] >= newest) continue;
+        if (kept >= keep) ok = checkpoint_remove(dir, list.steps[i], failure);
+        else kept += checkpoint_is_whole(path, false, &ignored);
+    }
+    free(list.steps);
+    return ok;
+}
+
+// ---- saving
+
+static inline bool checkpoint_write(const char *folder, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
+                                    const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
+    const StateKind moments[] = {STATE_EXP_AVG, STATE_EXP_AVG_SQ};
+    FileList files = {NULL, 0};
+    bool ok = folder_create(folder, false, failure) && checkpoint_write_model(folder, m, t, s, shard_bytes, &files, failure) &&
+              checkpoint_write_tensors(folder, "optimizer", t, s, moments, 2, shard_bytes, &files, failure) &&
+              checkpoint_write_trainer(folder, progress, m, o, &files, failure) && folder_sync(folder, failure);
+    file_list_free(&files);
+    return ok;
+}
+
+// Saves CHECKPOINT_DIR/step-NNNNNNNN as the head of this file says, then removes all but the newest `keep`. `o` has its `auto` values resolved.
+// On failure nothing new stays, the checkpoints before are untouched, and the failure says what went wrong: the caller should stop with it.
+static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
+                                           const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
+    char temporary[PATH_CAPACITY], path[PATH_CAPACITY];
+    checkpoint_name(dir, progress->step, ".tmp", temporary, sizeof temporary);
+    checkpoint_name(dir, progress->step, "", path, sizeof path);
+    Failure cause, ignored;
+    if (folder_exists(dir) && !checkpoint_remove_leftovers(dir, &cause)) warn("an interrupted checkpoint stays: %s", cause.text);
+    if (folder_create(dir, true, &cause) && checkpoint_write(temporary, progress, m, o, t, s, shard_bytes, &cause) &&
+        folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)) {
+        if (!checkpoint_prune(dir, progress->step, keep, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
+        return true;
+    }
+    if (folder_exists(temporary)) folder_remove(temporary, &ignored);
+    return fail(failure, "saving checkpoint %s failed: %.1500s; checkpoints saved before it are untouched", path, cause.text);
+}
+
+static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
+                                   const ParameterTable *t, const TrainerState *s, Failure *failure) {
+    return checkpoint_save_sharded(dir, keep, progress, m, o, t, s, SAFETENSORS_SHARD_BYTES, failure);
+}
+
+// Before any work: makes the folder, and finds out now rather than after hours whether it can be written. A run that does not resume must not
+// mix its checkpoints with another's: the newest by step would not be the newest by time. Dies with the reason.
+static inline void checkpoint_prepare(const char *dir, bool resume) {
+    Failure failure;
+    CheckpointSteps list;
+    char probe[PATH_CAPACITY];
+    format_checked(probe, sizeof probe, "%s/step-00000000.tmp", dir);
+    if (!folder_create(dir, true, &failure) || !checkpoint_remove_leftovers(dir, &failure) || !folder_create(probe, false, &failure) ||
+        !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure))
+        die("--checkpoint-dir %s: %s", dir, failure.text);
+    if (list.count && !resume)
+        die("--checkpoint-dir %s already holds step-%08lld; add --resume to continue from it, or give another folder", dir, (long long)list.steps[0]);
+    free(list.steps);
+}
+
+// ---- resuming
+
+// The newest checkpoint in `dir` whose files all have their hashes. Prints which it passes over and why, and what it found. False if there is
+// no checkpoint at all: the run starts afresh. Dies if there are some and none is whole, since starting afresh among them is not what anyone wants.
+static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
+    CheckpointSteps list;
+    Failure failure;
+    bool found = false;
+    if (!checkpoint_list(dir, &list, &failure)) die("--resume: %s", failure.text);
+    for (int64_t i = 0; i < list.count && !found; i++) {
+        checkpoint_name(dir, list.steps[i], "", path, capacity);
+        found = checkpoint_is_whole(path, true, &failure);
+        if (!found) printf("resume: passed over %s: %s\n", path, failure.text);
+    }
+    free(list.steps);
+    if (found) printf("resume: continuing from %s\n", path);
+    else if (list.count) die("--resume: none of the %lld checkpoints in %s is whole; move them away to start afresh", (long long)list.count, dir);
+    else printf("resume: no checkpoint in %s, starting from step 0\n", dir);
+    return found;
+}
+
+// The settings of the checkpoint that may not differ now but do, one a line "--name is A in the checkpoint, B now"; empty if none.
+static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o) {
+    JsonText out = {NULL, 0, 0};
+    json_text_add(&out, "%s", "");
+    const JsonNode *settings = json_member(json, json_root(json), "settings");
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP || row->match != MUST_MATCH) continue;
+        char now[PATH_CAPACITY];
+        option_format(o, row, now, sizeof now);
+        const JsonNode *then = settings ? json_member(json, settings, row->name) : NULL;
+        if (!then || strcmp(then->text, now) != 0) json_text_add(&out, "\n  --%s is %s in the checkpoint, %s now", row->name, then ? *then->text ? then->text : "\"\"" : "not given", *now ? now : "\"\"");
+    }
+    return out;
+}
+
+// Appends "\n  NAME is A in the checkpoint, B now" for each number of the model that differs.
+static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const ModelConfig *now) {
+    const struct { const char *name; double then, now; } rows[] = {
+        {"family (0 Llama, 1 Qwen2, 2 Qwen3)", (double)then->family, (double)now->family},
+        {"vocab_size", (double)then->vocab_size, (double)now->vocab_size},
+        {"hidden_size", (double)then->hidden_size, (double)now->hidden_size},
+        {"intermediate_size", (double)then->intermediate_size, (double)now->intermediate_size},
+        {"num_hidden_layers", (double)then->num_layers, (double)now->num_layers},
+        {"num_attention_heads", (double)then->num_heads, (double)now->num_heads},
+        {"num_key_value_heads", (double)then->num_kv_heads, (double)now->num_kv_heads},
+        {"head_dim", (double)then->head_dim, (double)now->head_dim},
+        {"tie_word_embeddings", then->tie_word_embeddings ? 1.0 : 0.0, now->tie_word_embeddings ? 1.0 : 0.0},
+        {"rms_norm_eps", then->rms_norm_eps, now->rms_norm_eps},
+        {"rope_theta", then->rope_theta, now->rope_theta},
+        {"rope_scaling.factor", then->rope_scaling.factor, now->rope_scaling.factor},
+        {"rope_scaling.low_freq_factor", then->rope_scaling.low_freq_factor, now->rope_scaling.low_freq_factor},
+        {"rope_scaling.high_freq_factor", then->rope_scaling.high_freq_factor, now->rope_scaling.high_freq_factor},
+        {"rope_scaling.original_max_position_embeddings", (double)then->rope_scaling.original_max_position_embeddings, (double)now->rope_scaling.original_max_position_embeddings}};
+    JsonText out = {NULL, 0, 0};
+    json_text_add(&out, "%s", "");
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+        if (rows[i].then != rows[i].now) json_text_add(&out, "\n  %s is %.17g in the checkpoint, %.17g now", rows[i].name, rows[i].then, rows[i].now);
+    return out;
+}
+
+// Reads how far the checkpoint's run had come, and dies unless the model and every MUST_MATCH setting are those of now. Needs no trainer
+// state, so it can run before anything is allocated. `o` has its `auto` values resolved.
+static inline TrainerProgress checkpoint_check(const char *checkpoint, const ModelConfig *m, const Options *o) {
+    Failure failure;
+    Json json;
+    TrainerProgress progress = {0, 0};
+    if (!checkpoint_open_trainer(checkpoint, &json, &failure)) die("%s", failure.text);
+    const JsonNode *step = json_require(&json, json_root(&json), "step", JSON_NUMBER, &failure);
+    const JsonNode *samples = step ? json_require(&json, json_root(&json), "samples", JSON_NUMBER, &failure) : NULL;
+    if (!samples || !json_int(&json, step, 0, INT64_MAX, &progress.step, &failure) || !json_int(&json, samples, 0, INT64_MAX, &progress.samples, &failure))
+        die("%s", failure.text);
+    ModelConfig then;
+    hf_config_read(&then, checkpoint);
+    JsonText model = checkpoint_model_mismatch(&then, m), settings = checkpoint_settings_mismatch(&json, o);
+    json_free(&json);
+    if (model.size) die("cannot resume from %s, a checkpoint of another model:%s", checkpoint, model.data);
+    if (settings.size) die("cannot resume from %s with other settings:%s\ngive the checkpoint's values, or start afresh in another --checkpoint-dir", checkpoint, settings.data);
+    json_text_free(&model);
+    json_text_free(&settings);
+    return progress;
+}
+
+// ---- loading tensors
+
+// Copies one array from an opened set, converting to its storage type. Fails for a missing or misshapen tensor.
+static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s, StateKind kind, Failure *failure) {
+    const bool fp32 = s->is_fp32[kind];
+    const int64_t chunk = IO_CHUNK_BYTES / 4;
+    int64_t largest = 1;
+    for (int64_t i = 0; i < t->count; i++) largest = max_i64(largest, parameter_elements(&t->entries[i]));
+    void *buffer = xcalloc((size_t)min_i64(chunk, largest), fp32 ? 4 : 2);
+    bool ok = true;
+    for (int64_t i = 0; ok && i < t->count; i++) {
+        const Parameter *p = &t->entries[i];
+        char name[128];
+        format_checked(name, sizeof name, "%s%s", state_prefix(kind), p->name);
+        const Safetensor *tensor = safetensors_require(st, name, p->rows, p->cols, failure);
+        ok = tensor != NULL;
+        for (int64_t done = 0; ok && done < parameter_elements(p); done += chunk) {
+            const int64_t n = min_i64(chunk, parameter_elements(p) - done);
+            ok = safetensors_read(st, tensor, done, n, fp32, buffer, failure);
+            if (ok) s->write(s->context, kind, p->offset + done, n, buffer);
+        }
+    }
+    free(buffer);
+    return ok;
+}
+
+// Before anything is copied: every tensor of the table is there with its shape, and no other but a tied lm_head (the embedding stands in for it)
+// and the RoPE tables that old Llama files carry.
+static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelConfig *m, const ParameterTable *t, Failure *failure) {
+    for (int64_t i = 0; i < t->count; i++)
+        if (!safetensors_require(st, t->entries[i].name, t->entries[i].rows, t->entries[i].cols, failure)) return false;
+    const char *const rope_table = ".rotary_emb.inv_freq";
+    for (int64_t i = 0; st->count != t->count && i < st->count; i++) {
+        const char *name = st->tensors[i].name;
+        const size_t n = strlen(name), suffix = strlen(rope_table);
+        if (parameter_find(t, name) || (m->tie_word_embeddings && strcmp(name, "lm_head.weight") == 0) || (n > suffix && strcmp(name + n - suffix, rope_table) == 0)) continue;
+        return fail(failure, "%s: tensor %.200s has no place in a model with this config.json", st->files[st->tensors[i].file].path, name);
+    }
+    return true;
+}
+
+// Whether a model folder has weights to start from.
+static inline bool model_has_weights(const char *folder) {
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/model.safetensors", folder);
+    if (path_exists(path)) return true;
+    format_checked(path, sizeof path, "%s/model.safetensors.index.json", folder);
+    return path_exists(path);
+}
+
+// Dies unless the safetensors of a Hugging Face folder fit the model. Reads headers only: for before anything is allocated.
+static inline void model_check_weights(const char *folder, const ModelConfig *m, const ParameterTable *t) {
+    Safetensors st;
+    Failure failure;
+    if (!safetensors_open_folder(&st, folder, "model", &failure) || !checkpoint_check_tensors(&st, m, t, &failure)) die("%s", failure.text);
+    safetensors_close(&st);
+}
+
+// Loads the weights of any Hugging Face folder into the trainer, converted to its storage type (to bf16: nearest even). Dies with file, tensor,
+// expected and found.
+static inline void model_load_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) {
+    Safetensors st;
+    Failure failure;
+    if (!safetensors_open_folder(&st, folder, "model", &failure) || !checkpoint_check_tensors(&st, m, t, &failure) ||
+        !checkpoint_read_array(&st, t, s, STATE_WEIGHTS, &failure))
+        die("%s", failure.text);
+    safetensors_close(&st);
+}
+
+// Loads weights and optimizer state of a checkpoint that checkpoint_find_newest found, after checkpoint_check. Dies if something does not fit.
+static inline TrainerProgress checkpoint_load(const char *checkpoint, const ModelConfig *m, const Options *o, const ParameterTable *t, const TrainerState *s) {
+    Safetensors st;
+    Failure failure;
+    const TrainerProgress progress = checkpoint_check(checkpoint, m, o);
+    model_load_weights(checkpoint, m, t, s);
+    if (!safetensors_open_folder(&st, checkpoint, "optimizer", &failure) || !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) ||
+        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure))
+        die("%s", failure.text);
+    safetensors_close(&st);
+    return progress;
+}
+
+// ---- export
+
+// Files beside the weights that an export takes over from the folder the run started from.
+static inline const char *const *export_copied_files(void) {
+    static const char *const names[] = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+                                        "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", NULL};
+    return names;
+}
+
+// Whether an export may have written a file of this name.
+static inline bool export_owns(const char *name) {
+    const size_t n = strlen(name);
+    if (strcmp(name, "config.json") == 0 || strcmp(name, "model.safetensors.index.json") == 0) return true;
+    if (strncmp(name, "model", 5) == 0 && n > 12 && strcmp(name + n - 12, ".safetensors") == 0) return true;
+    for (const char *const *copied = export_copied_files(); *copied; copied++)
+        if (strcmp(name, *copied) == 0) return true;
+    return false;
+}
+
+// An export may make a new folder, fill an empty one, or replace an earlier export; it must not delete anything else.
+static inline bool export_may_replace(const char *dir, Failure *failure) {
+    if (!path_exists(dir)) return true;
+    DIR *d = opendir(dir);
+    if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
+    bool ok = true;
+    for (struct dirent *entry; ok && (entry = readdir(d)) != NULL;)
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 && !export_owns(entry->d_name))
+            ok = fail(failure, "%s holds %.255s, which is not part of an export; give a new folder", dir, entry->d_name);
+    closedir(d);
+    return ok;
+}
+
+static inline bool file_copy(const char *from_folder, const char *to_folder, const char *name, Failure *failure) {
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/%s", from_folder, name);
+    size_t size;
+    char *data = read_file(path, &size);
+    if (!data) return fail(failure, "cannot read %s: %s", path, strerror(errno));
+    bool ok = file_write(to_folder, name, data, (int64_t)size, NULL, failure);
+    free(data);
+    return ok;
+}
+
+// The name an export is written under until it is whole: "DIR.tmp", also for "DIR/".
+static inline void export_names(const char *dir, char *path, char *temporary, char *parent, size_t capacity) {
+    format_checked(path, capacity, "%s", dir);
+    for (size_t n = strlen(path); n > 1 && path[n - 1] == '/';) path[--n] = 0;
+    format_checked(temporary, capacity, "%s.tmp", path);
+    const char *slash = strrchr(path, '/');
+    format_checked(parent, capacity, "%.*s", slash ? (int)max_i64(1, slash - path) : 1, slash ? path : ".");
+}
+
+// Before any work: dies if `dir` could not become an export at the end of the run.
+static inline void model_export_prepare(const char *dir) {
+    char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
+    Failure failure;
+    export_names(dir, path, temporary, parent, sizeof path);
+    if (!export_may_replace(path, &failure) || (folder_exists(temporary) && !(export_may_replace(temporary, &failure) && folder_remove(temporary, &failure))) ||
+        !folder_create(temporary, false, &failure) || !folder_remove(temporary, &failure))
+        die("--export-hf %s: %s", dir, failure.text);
+}
+
+static inline bool export_write(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, const char *source_folder,
+                                Failure *failure) {
+    FileList files = {NULL, 0};
+    bool ok = folder_create(folder, false, failure) && checkpoint_write_model(folder, m, t, s, SAFETENSORS_SHARD_BYTES, &files, failure);
+    file_list_free(&files);
+    for (const char *const *name = export_copied_files(); ok && source_folder && *name; name++) {
+        char path[PATH_CAPACITY];
+        format_checked(path, sizeof path, "%s/%s", source_folder, *name);
+        if (path_exists(path)) ok = file_copy(source_folder, folder, *name, failure);
+    }
+    return ok && folder_sync(folder, failure);
+}
+
+// Writes config.json and the weights (in the storage type) to `dir` for transformers, with the tokenizer files of `source_folder` (NULL: none).
+// The folder appears whole or not at all. On failure returns false and leaves an earlier export whole.
+static inline bool model_export_hf(const char *dir, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, const char *source_folder,
+                                   Failure *failure) {
+    char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
+    Failure cause, ignored;
+    export_names(dir, path, temporary, parent, sizeof path);
+    if (export_may_replace(path, &cause) && (!folder_exists(temporary) || (export_may_replace(temporary, &cause) && folder_remove(temporary, &cause)))) {
+        if (export_write(temporary, m, t, s, source_folder, &cause) && folder_replace(temporary, path, &cause) && folder_sync(parent, &cause)) return true;
+        if (folder_exists(temporary)) folder_remove(temporary, &ignored);
+    }
+    return fail(failure, "export to %s failed: %.1500s", path, cause.text);
+}
+
+#endif

@@ -1,0 +1,162 @@
+// What every CUDA kernel file shares: checked calls, launch sizes, 16-byte vectors of bf16, reductions, the amax slot, FP8 casts.
+// Not for builds with -use_fast_math or -ftz=true: the casts promise the bits of the CPU's code, which keeps denormals.
+#ifndef LLMC_CUDA_UTILS_CUH
+#define LLMC_CUDA_UTILS_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <limits.h>
+
+#include "fp8.h"
+#include "utils.h"
+
+typedef __nv_bfloat16 bf16;
+
+#define WARP_SIZE 32
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Host
+
+static inline void cuda_check(cudaError_t error, const char *call, const char *file, int line) {
+    if (error != cudaSuccess) die("%s:%d: %s: %s (%s)", file, line, call, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+// Ends the process with file, line, call and error if a CUDA call failed.
+#define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
+
+// After every <<<>>>: a bad launch configuration is reported here; an error inside the kernel by a later synchronizing call.
+#define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
+
+// Number of blocks for n items at `per_block` each, at least 1.
+static inline unsigned grid_size(int64_t n, int64_t per_block) {
+    int64_t blocks = max_i64(1, ceil_div(n, per_block));
+    if (blocks > INT_MAX) die("a kernel over %lld items needs %lld blocks, more than a grid can have (%d)", (long long)n, (long long)blocks, INT_MAX);
+    return (unsigned)blocks;
+}
+
+// Streaming multiprocessors of the current device.
+static inline int device_sm_count(void) {
+    int device = 0, count = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+}
+
+// Kernels that move 16 bytes at a time call this for each pointer they are given (NULL passes).
+static inline void require_aligned16(const void *pointer, const char *function, const char *name) {
+    if ((uintptr_t)pointer % 16) die("%s: %s at %p is not 16-byte aligned", function, name, pointer);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 8 bf16 as one 16-byte access. Element 2i is the low half of word[i], 2i+1 the high half.
+
+typedef struct __align__(16) {
+    uint32_t word[4];
+} Bf16x8;
+
+__device__ static inline Bf16x8 bf16x8_load(const bf16 *p) {
+    uint4 v = *(const uint4 *)p;
+    Bf16x8 r = {{v.x, v.y, v.z, v.w}};
+    return r;
+}
+
+// For data this kernel never writes: read-only path, and first to leave the caches.
+__device__ static inline Bf16x8 bf16x8_load_streaming(const bf16 *p) {
+    uint4 v = __ldcs((const uint4 *)p);
+    Bf16x8 r = {{v.x, v.y, v.z, v.w}};
+    return r;
+}
+
+__device__ static inline void bf16x8_store(bf16 *p, Bf16x8 v) {
+    *(uint4 *)p = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+}
+
+__device__ static inline void bf16x8_unpack(float out[8], Bf16x8 v) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        out[2 * i] = __uint_as_float(v.word[i] << 16);
+        out[2 * i + 1] = __uint_as_float(v.word[i] & 0xffff0000u);
+    }
+}
+
+// One rounding to nearest even each; NaN stays NaN.
+__device__ static inline Bf16x8 bf16x8_pack(const float in[8]) {
+    Bf16x8 r;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        __nv_bfloat162 pair = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
+        r.word[i] = *(const uint32_t *)&pair;
+    }
+    return r;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reductions
+
+__device__ static inline float warp_sum(float x) {
+#pragma unroll
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+__device__ static inline uint32_t warp_max_u32(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
+// Sum over a block of WARPS whole warps, the same bits in every thread and every run. `scratch`: WARPS floats of shared memory.
+// One barrier: a caller in a loop alternates between two scratch arrays, so that a fast warp does not overwrite a slow one's.
+template <int WARPS>
+__device__ static inline float block_sum(float x, float *scratch) {
+    x = warp_sum(x);
+    if (threadIdx.x % WARP_SIZE == 0) scratch[threadIdx.x / WARP_SIZE] = x;
+    __syncthreads();
+    float sum = scratch[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) sum += scratch[w];
+    return sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// amax slots: the bits of the largest |x| of a tensor as an unsigned integer, in device memory, cleared to 0 before use. Unsigned
+// order is the order of non-negative floats, with infinity above the finite and NaN above infinity; so a NaN is never lost, and the
+// result does not depend on the order of the atomics.
+
+// Running maximum of 8 magnitudes, kept as two 16-bit halves; start from 0.
+__device__ static inline uint32_t amax_update(uint32_t halves, Bf16x8 v) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) halves = __vmaxu2(halves, v.word[i] & 0x7fff7fffu);
+    return halves;
+}
+
+// Joins the running maxima of all threads of a one-dimensional block into the slot. Every thread of the block must call it; one call
+// a kernel, or a barrier between calls.
+__device__ static inline void amax_publish(uint32_t *slot, uint32_t halves) {
+    __shared__ uint32_t scratch[WARP_SIZE];
+    uint32_t bits = warp_max_u32(max(halves << 16, halves & 0xffff0000u));
+    int warps = (int)(blockDim.x + WARP_SIZE - 1) / WARP_SIZE;
+    if (threadIdx.x % WARP_SIZE == 0) scratch[threadIdx.x / WARP_SIZE] = bits;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int w = 1; w < warps; w++) bits = max(bits, scratch[w]);
+    if (bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);  // most blocks find a larger value there and skip the atomic
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FP8 casts: the bits of fp8_from_float, but every NaN gives 0x7f (the sign is dropped).
+
+// Two floats to two bytes; `low` in bits 0-7.
+template <Fp8Format FORMAT>
+__device__ static inline uint32_t fp8x2_from_floats(float low, float high) {
+    uint16_t r;
+    if (FORMAT == FP8_E4M3)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+// Four floats to one word, x[0] in the lowest byte.
+template <Fp8Format FORMAT>
+__device__ static inline uint32_t fp8x4_from_floats(const float x[4]) {
+    return fp8x2_from_floats<FORMAT>(x[0], x[1]) | fp8x2_from_floats<FORMAT>(x[2], x[3]) << 16;
+}
+
+#endif

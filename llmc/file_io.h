@@ -1,0 +1,207 @@
+// Files and folders whose failures are reported rather than fatal: a save that fails must clean up and leave the earlier one whole.
+#ifndef LLMC_FILE_IO_H
+#define LLMC_FILE_IO_H
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "xxhash64.h"
+
+#define PATH_CAPACITY 4096
+
+// Bytes per call when something large is read, written or hashed; tests make it small.
+#ifndef IO_CHUNK_BYTES
+#define IO_CHUNK_BYTES ((int64_t)64 << 20)
+#endif
+
+// Why a call returned false. Long texts are cut.
+typedef struct {
+    char text[2048];
+} Failure;
+
+// Sets the text; always false, so that a failing function can end with `return fail(...)`.
+UTILS_PRINTF(2, 3) static inline bool fail(Failure *failure, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(failure->text, sizeof failure->text, format, args);
+    va_end(args);
+    return false;
+}
+
+// One file of a folder that was written: what trainer.json lists.
+typedef struct {
+    char name[64];
+    int64_t bytes;
+    uint64_t hash;
+} FileRecord;
+
+typedef struct {
+    FileRecord *records;
+    int64_t count;
+} FileList;
+
+static inline void file_list_add(FileList *list, const char *name, int64_t bytes, uint64_t hash) {
+    list->records = (FileRecord *)xrealloc(list->records, (size_t)(list->count + 1) * sizeof *list->records);
+    FileRecord *record = &list->records[list->count++];
+    memset(record, 0, sizeof *record);
+    format_checked(record->name, sizeof record->name, "%s", name);
+    record->bytes = bytes;
+    record->hash = hash;
+}
+
+static inline void file_list_free(FileList *list) {
+    free(list->records);
+    list->records = NULL;
+    list->count = 0;
+}
+
+// A new file, hashed as it is written.
+typedef struct {
+    int fd;  // -1: closed
+    char path[PATH_CAPACITY];
+    XxHash64 hash;
+} OutputFile;
+
+static inline bool output_file_open(OutputFile *file, const char *path, Failure *failure) {
+    format_checked(file->path, sizeof file->path, "%s", path);
+    file->hash = xxhash64_begin();
+    file->fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (file->fd < 0) return fail(failure, "cannot create %s: %s", path, strerror(errno));
+    return true;
+}
+
+static inline bool output_file_write(OutputFile *file, const void *data, int64_t bytes, Failure *failure) {
+    xxhash64_add(&file->hash, data, (size_t)bytes);
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t put = write(file->fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES));
+        if (put < 0 && errno == EINTR) continue;
+        if (put < 0)
+            return fail(failure, "cannot write %s after %lld bytes: %s", file->path, (long long)((int64_t)file->hash.length - bytes + done), strerror(errno));
+        done += put;
+    }
+    return true;
+}
+
+// Brings the data to the disk and closes; the file is closed on failure, too.
+static inline bool output_file_close(OutputFile *file, Failure *failure) {
+    bool ok = true;
+    if (fsync(file->fd)) ok = fail(failure, "cannot bring %s to disk: %s", file->path, strerror(errno));
+    if (close(file->fd) && ok) ok = fail(failure, "cannot close %s: %s", file->path, strerror(errno));
+    file->fd = -1;
+    return ok;
+}
+
+// Writes a small file `name` in `folder` in one go and adds it to `list`.
+static inline bool file_write(const char *folder, const char *name, const void *data, int64_t bytes, FileList *list, Failure *failure) {
+    char path[PATH_CAPACITY];
+    OutputFile file;
+    format_checked(path, sizeof path, "%s/%s", folder, name);
+    if (!output_file_open(&file, path, failure)) return false;
+    bool ok = output_file_write(&file, data, bytes, failure);
+    Failure ignored;
+    ok = output_file_close(&file, ok ? failure : &ignored) && ok;
+    if (ok && list) file_list_add(list, name, bytes, xxhash64_end(&file.hash));
+    return ok;
+}
+
+// Fills `bytes` bytes from `offset` of an open file. A file that ends before is an error.
+static inline bool file_read_at(int fd, const char *path, int64_t offset, void *out, int64_t bytes, Failure *failure) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t got = pread(fd, (char *)out + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return fail(failure, "cannot read %s at byte %lld: %s", path, (long long)(offset + done), strerror(errno));
+        if (got == 0) return fail(failure, "%s ends at byte %lld, before the %lld bytes wanted from byte %lld", path, (long long)(offset + done), (long long)bytes, (long long)offset);
+        done += got;
+    }
+    return true;
+}
+
+// Size of a regular file; fails if there is none of that name.
+static inline bool file_size(const char *path, int64_t *bytes, Failure *failure) {
+    struct stat s;
+    if (stat(path, &s)) return fail(failure, "cannot open %s: %s", path, strerror(errno));
+    if (!S_ISREG(s.st_mode)) return fail(failure, "%s is not a file", path);
+    *bytes = (int64_t)s.st_size;
+    return true;
+}
+
+static inline bool path_exists(const char *path) {
+    struct stat s;
+    return lstat(path, &s) == 0;
+}
+
+static inline bool folder_exists(const char *path) {
+    struct stat s;
+    return stat(path, &s) == 0 && S_ISDIR(s.st_mode);
+}
+
+// XXH64 of a whole file of `bytes` bytes.
+static inline bool file_hash(const char *path, int64_t bytes, uint64_t *hash, Failure *failure) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fail(failure, "cannot open %s: %s", path, strerror(errno));
+    XxHash64 state = xxhash64_begin();
+    const int64_t chunk = max_i64(1, min_i64(bytes, IO_CHUNK_BYTES));
+    void *buffer = xcalloc((size_t)chunk, 1);
+    bool ok = true;
+    for (int64_t done = 0; ok && done < bytes;) {
+        int64_t n = min_i64(bytes - done, chunk);
+        ok = file_read_at(fd, path, done, buffer, n, failure);
+        if (ok) xxhash64_add(&state, buffer, (size_t)n);
+        done += n;
+    }
+    free(buffer);
+    close(fd);
+    *hash = xxhash64_end(&state);
+    return ok;
+}
+
+// Makes the names in a folder (new files, renames) durable.
+static inline bool folder_sync(const char *folder, Failure *failure) {
+    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
+    bool ok = true;
+    if (fsync(fd)) ok = fail(failure, "cannot bring folder %s to disk: %s", folder, strerror(errno));
+    close(fd);
+    return ok;
+}
+
+// A new folder; its parent must exist. One that is there already is fine if `may_exist`.
+static inline bool folder_create(const char *folder, bool may_exist, Failure *failure) {
+    if (mkdir(folder, 0777) == 0) return true;
+    int error = errno;
+    if (error == EEXIST && may_exist && folder_exists(folder)) return true;
+    return fail(failure, "cannot make folder %s: %s%s", folder, strerror(error), error == ENOENT ? " (its parent folder must exist)" : "");
+}
+
+// Removes a folder that holds files only (what this program writes is flat); a folder within it is left, and is an error.
+static inline bool folder_remove(const char *folder, Failure *failure) {
+    DIR *dir = opendir(folder);
+    if (!dir) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
+    bool ok = true;
+    for (struct dirent *entry; ok && (entry = readdir(dir)) != NULL;) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
+        if (unlinkat(dirfd(dir), entry->d_name, 0)) ok = fail(failure, "cannot remove %s/%s: %s", folder, entry->d_name, strerror(errno));
+    }
+    closedir(dir);
+    if (ok && rmdir(folder)) ok = fail(failure, "cannot remove folder %s: %s", folder, strerror(errno));
+    return ok;
+}
+
+// Gives `temporary` the name `final`. A folder that has this name is exchanged with it in one step, so that the name always means a whole
+// folder, and the old one is removed. (File systems that cannot exchange get two renames.)
+static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
+    if (rename(temporary, final) == 0) return true;
+    if (errno != EEXIST && errno != ENOTEMPTY) return fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
+    const unsigned exchange = 2;  // RENAME_EXCHANGE of linux/fs.h
+    if (syscall(SYS_renameat2, AT_FDCWD, temporary, AT_FDCWD, final, exchange) == 0) return folder_remove(temporary, failure);
+    char old[PATH_CAPACITY];
+    format_checked(old, sizeof old, "%s.old.tmp", final);
+    if (rename(final, old)) return fail(failure, "cannot rename %s to %s: %s", final, old, strerror(errno));
+    if (rename(temporary, final)) return fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
+    return folder_remove(old, failure);
+}
+
+#endif

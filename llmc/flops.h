@@ -1,0 +1,62 @@
+// Counting floating-point operations, and what the hardware could do in the same time.
+//
+//   model FLOPs per token = 6 x (parameters in matrix products, lm_head included, embedding look-up not) + 6 x layers x heads x head_dim x T
+// The second term is causal attention: forward 2 products of T/2 keys on average, 2 FLOPs each, is 2 x NH x HD x T, and backward twice that.
+// Work that a run does again (recompute) does not count.
+//   mfu = model FLOP/s over the dense BF16 peak of the GPU
+//   sol = time that each product would take at the dense peak of the precision it ran in (FP8: twice BF16), over the measured time
+#ifndef LLMC_FLOPS_H
+#define LLMC_FLOPS_H
+
+#include <ctype.h>
+
+#include "parameters.h"
+
+typedef struct {
+    double bf16, fp8;  // FLOPs per token in products of either precision
+} TokenFlops;
+
+// Of training on sequences of T tokens. With FP8, the linear layers of the blocks run in it; lm_head and attention stay bf16.
+static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelConfig *m, int64_t T, bool fp8) {
+    const double all = 6.0 * (double)matmul_parameters(t, m), lm_head = 6.0 * (double)m->vocab_size * (double)m->hidden_size;
+    TokenFlops f;
+    f.fp8 = fp8 ? all - lm_head : 0;
+    f.bf16 = all - f.fp8 + 6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T;
+    return f;
+}
+
+static inline double flops_total(TokenFlops f) { return f.bf16 + f.fp8; }
+
+// Shares of the hardware's peak at `tokens_per_second` on one GPU; NAN when the peak is unknown (peak_bf16 0).
+static inline double flops_mfu(TokenFlops f, double tokens_per_second, double peak_bf16) {
+    return peak_bf16 > 0 ? flops_total(f) * tokens_per_second / peak_bf16 : (double)NAN;
+}
+
+static inline double flops_sol(TokenFlops f, double tokens_per_second, double peak_bf16) {
+    return peak_bf16 > 0 ? (f.bf16 + f.fp8 / 2) * tokens_per_second / peak_bf16 : (double)NAN;
+}
+
+// Whether `word` stands in `text` with no letter or digit next to it: "H200" is in "NVIDIA H200", not in "NVIDIA GH200".
+static inline bool flops_has_word(const char *text, const char *word) {
+    const size_t n = strlen(word);
+    for (const char *at = text; (at = strstr(at, word)) != NULL; at++)
+        if ((at == text || !isalnum((unsigned char)at[-1])) && !isalnum((unsigned char)at[n])) return true;
+    return false;
+}
+
+// Dense BF16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets (which mostly print the sparse figure, twice this), by compute capability and
+// the name that the CUDA runtime reports. The first row that fits wins. 0: unknown.
+static inline double flops_peak_bf16(int major, int minor, const char *name) {
+    static const struct { int major, minor; const char *word, *also; double tflops; } table[] = {
+        {10, 0, "B200", NULL, 2250},  {10, 0, "GB200", NULL, 2500},  {9, 0, "H200", "NVL", 835.5}, {9, 0, "H200", NULL, 989.5},
+        {9, 0, "GH200", NULL, 989.5}, {9, 0, "H100", "PCIe", 756},   {9, 0, "H100", "NVL", 835.5}, {9, 0, "H100", NULL, 989.5},
+        {9, 0, "H800", NULL, 989.5},  {9, 0, "H20", NULL, 148},      {8, 0, "A100", NULL, 312},    {8, 0, "A800", NULL, 312},
+        {8, 0, "A30", NULL, 165},     {8, 6, "A40", NULL, 149.7},    {8, 9, "L40S", NULL, 362},    {8, 9, "L40", NULL, 181},
+        {8, 9, "L4", NULL, 121},      {8, 9, "4090", NULL, 165.2}};
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
+        if (table[i].major == major && table[i].minor == minor && flops_has_word(name, table[i].word) && (!table[i].also || flops_has_word(name, table[i].also)))
+            return table[i].tflops * 1e12;
+    return 0;
+}
+
+#endif

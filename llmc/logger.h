@@ -1,0 +1,239 @@
+// What a run prints and what it writes to LOG_DIR/log.jsonl: one JSON object a line, the first with all settings, then one a step, validation and
+// at the end a summary. A resumed run continues the file with a settings line of its own; any other run starts it anew.
+#ifndef LLMC_LOGGER_H
+#define LLMC_LOGGER_H
+
+#include "flops.h"
+#include "json.h"
+#include "file_io.h"
+#include "options.h"
+
+#define TRAINER_VERSION "0.1"
+
+// Steps that the summary's medians leave out: clocks, caches and algorithm choices settle. Fewer in runs shorter than twice this.
+#define SUMMARY_WARMUP_STEPS 10
+
+// Loss at the end of the run: mean over the last steps, as one batch alone is noisy.
+#define SUMMARY_LOSS_STEPS 20
+
+// Where and how the run takes place.
+typedef struct {
+    const char *program;   // "train_fp8", "train_fp8cu"
+    const char *device;    // GPU's name, or "CPU, 2 threads"
+    const char *versions;  // compiler, CUDA, cuBLASLt, driver: free text
+    int64_t world_size;    // GPUs
+    double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
+} RunInfo;
+
+typedef struct {
+    int64_t step;         // steps done: 1 after the first
+    double loss, norm;    // mean loss over the step's tokens; global gradient norm before clipping
+    double learning_rate;
+    double seconds;       // of the whole step
+    int64_t memory;       // bytes used on the GPU (CPU trainer: by the process)
+    bool skipped;         // non-finite gradient: the weights did not change
+} StepRecord;
+
+typedef struct {
+    FILE *file;           // NULL: no --log-dir
+    char path[PATH_CAPACITY];
+    RunInfo run;
+    TokenFlops flops;
+    int64_t num_steps, tokens_per_step;
+    double *seconds, *losses;  // of the steps taken in this process
+    int64_t count, capacity, skipped;
+    int64_t memory;       // largest seen
+} Logger;
+
+// Writes one line. A full disk costs the log, not the run.
+static inline void logger_write(Logger *l, JsonText *line) {
+    if (l->file && (fprintf(l->file, "%s\n", line->data) < 0 || fflush(l->file))) {
+        warn("%s: cannot be written (%s); the run goes on without it", l->path, strerror(errno));
+        fclose(l->file);
+        l->file = NULL;
+    }
+    json_text_free(line);
+}
+
+// A number as JSON; what JSON cannot hold (NaN, infinity) becomes null.
+static inline void logger_add(JsonText *line, const char *key, double value) {
+    json_text_add(line, ", \"%s\": ", key);
+    if (isfinite(value)) json_text_add_real(line, value);
+    else json_text_add(line, "null");
+}
+
+static inline void logger_add_int(JsonText *line, const char *key, int64_t value) { json_text_add(line, ", \"%s\": %lld", key, (long long)value); }
+
+static inline void logger_add_text(JsonText *line, const char *key, const char *value) {
+    json_text_add(line, ", \"%s\": ", key);
+    json_text_add_string(line, value);
+}
+
+static inline void logger_write_settings(Logger *l, const Options *o, const ModelConfig *m, const ParameterTable *t) {
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"settings\"");
+    logger_add_text(&line, "version", TRAINER_VERSION);
+    logger_add_text(&line, "program", l->run.program);
+    logger_add_text(&line, "versions", l->run.versions);
+    logger_add_text(&line, "device", l->run.device);
+    logger_add_int(&line, "world_size", l->run.world_size);
+    logger_add_text(&line, "model", m->name);
+    logger_add_int(&line, "parameters", t->num_parameters);
+    logger_add_int(&line, "vocab_size", m->vocab_size);
+    logger_add(&line, "model_flops_per_token", flops_total(l->flops));
+    logger_add(&line, "peak_bf16_flops", l->run.peak_bf16 > 0 ? l->run.peak_bf16 : (double)NAN);
+    json_text_add(&line, ", \"settings\": {");
+    const char *separator = "";
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP || row->field == offsetof(Options, help)) continue;
+        char value[PATH_CAPACITY];
+        option_format(o, row, value, sizeof value);
+        json_text_add(&line, "%s\"%s\": ", separator, row->name);
+        if (row->kind == OPTION_INT || row->kind == OPTION_REAL) json_text_add(&line, "%s", value);
+        else json_text_add_string(&line, value);
+        separator = ", ";
+    }
+    json_text_add(&line, "}}");
+    logger_write(l, &line);
+}
+
+// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. `o` has its `auto` values resolved.
+static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, RunInfo run) {
+    Logger l;
+    memset(&l, 0, sizeof l);
+    l.run = run;
+    l.flops = flops_per_token(t, m, o->sequence_length, o->precision == PRECISION_FP8);
+    l.num_steps = o->num_steps;
+    l.tokens_per_step = run.world_size * o->batch_size * o->sequence_length * o->grad_accumulation_steps;
+    if (!*o->log_dir) return l;
+    Failure failure;
+    if (!folder_create(o->log_dir, true, &failure)) die("--log-dir: %s", failure.text);
+    format_checked(l.path, sizeof l.path, "%s/log.jsonl", o->log_dir);
+    l.file = fopen(l.path, o->resume ? "a" : "w");
+    if (!l.file) die("--log-dir: cannot write %s: %s", l.path, strerror(errno));
+    logger_write_settings(&l, o, m, t);
+    return l;
+}
+
+// A share as "47.0%", or "n/a".
+static inline void logger_percent(char *out, size_t capacity, double share) {
+    if (isfinite(share)) format_checked(out, capacity, "%.1f%%", 100 * share);
+    else format_checked(out, capacity, "n/a");
+}
+
+typedef struct {
+    double tokens, tokens_per_gpu, tflops_per_gpu, mfu, sol;  // a second; shares of the peak
+} Throughput;
+
+static inline Throughput logger_throughput(const Logger *l, double seconds) {
+    Throughput r;
+    r.tokens = (double)l->tokens_per_step / seconds;
+    r.tokens_per_gpu = r.tokens / (double)l->run.world_size;
+    r.tflops_per_gpu = flops_total(l->flops) * r.tokens_per_gpu * 1e-12;
+    r.mfu = flops_mfu(l->flops, r.tokens_per_gpu, l->run.peak_bf16);
+    r.sol = flops_sol(l->flops, r.tokens_per_gpu, l->run.peak_bf16);
+    return r;
+}
+
+// "205.12 ms | 9984 tok/s/gpu | ... | sol 61.3% | mem 59.9 GiB"
+static inline void logger_format_speed(char *out, size_t capacity, const Throughput *r, double seconds, int64_t memory) {
+    char mfu[32], sol[32];
+    logger_percent(mfu, sizeof mfu, r->mfu);
+    logger_percent(sol, sizeof sol, r->sol);
+    format_checked(out, capacity, "%.2f ms | %.0f tok/s/gpu | %.0f tok/s | %.*f TFLOP/s/gpu | mfu %s | sol %s | mem %.*f GiB", seconds * 1e3, r->tokens_per_gpu,
+                   r->tokens, r->tflops_per_gpu < 1 ? 4 : 1, r->tflops_per_gpu, mfu, sol, memory < 1 << 30 ? 3 : 1, (double)memory / 1073741824.0);
+}
+
+// Prints and writes one step's line.
+static inline void logger_step(Logger *l, const StepRecord *s) {
+    if (l->count == l->capacity) {
+        l->capacity = max_i64(1024, 2 * l->capacity);
+        l->seconds = (double *)xrealloc(l->seconds, (size_t)l->capacity * sizeof(double));
+        l->losses = (double *)xrealloc(l->losses, (size_t)l->capacity * sizeof(double));
+    }
+    l->seconds[l->count] = s->seconds;
+    l->losses[l->count++] = s->loss;
+    l->skipped += s->skipped;
+    l->memory = max_i64(l->memory, s->memory);
+    const Throughput r = logger_throughput(l, s->seconds);
+    char speed[256], width[32];
+    format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
+    logger_format_speed(speed, sizeof speed, &r, s->seconds, s->memory);
+    printf("step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n", (int)strlen(width), (long long)s->step, width, s->loss, s->norm, s->learning_rate, speed,
+           s->skipped ? " | SKIPPED: non-finite gradient" : "");
+    fflush(stdout);
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"step\"");
+    logger_add_int(&line, "step", s->step);
+    logger_add(&line, "loss", s->loss);
+    logger_add(&line, "norm", s->norm);
+    logger_add(&line, "lr", s->learning_rate);
+    logger_add(&line, "ms", s->seconds * 1e3);
+    logger_add(&line, "tokens_per_second_per_gpu", r.tokens_per_gpu);
+    logger_add(&line, "tokens_per_second", r.tokens);
+    logger_add(&line, "tflops_per_gpu", r.tflops_per_gpu);
+    logger_add(&line, "mfu", r.mfu);
+    logger_add(&line, "sol", r.sol);
+    logger_add_int(&line, "memory_bytes", s->memory);
+    json_text_add(&line, ", \"skipped\": %s}", s->skipped ? "true" : "false");
+    logger_write(l, &line);
+}
+
+static inline void logger_validation(Logger *l, int64_t step, double loss) {
+    printf("validation after step %lld | loss %.6f\n", (long long)step, loss);
+    fflush(stdout);
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"validation\"");
+    logger_add_int(&line, "step", step);
+    logger_add(&line, "loss", loss);
+    json_text_add(&line, "}");
+    logger_write(l, &line);
+}
+
+static inline int logger_compare(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// The middle value; of an even number of values the mean of the two middle ones. Sorts in place.
+static inline double logger_median(double *values, int64_t n) {
+    qsort(values, (size_t)n, sizeof(double), logger_compare);
+    return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+// Prints and writes what the run came to, and closes the log. Nothing to say if no step was taken.
+static inline void logger_close(Logger *l) {
+    if (l->count) {
+        const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2), last = min_i64(SUMMARY_LOSS_STEPS, l->count);
+        const double seconds = logger_median(l->seconds + warmup, l->count - warmup);
+        const Throughput r = logger_throughput(l, seconds);
+        double loss = 0;
+        for (int64_t i = l->count - last; i < l->count; i++) loss += l->losses[i] / (double)last;
+        char speed[256];
+        logger_format_speed(speed, sizeof speed, &r, seconds, l->memory);
+        printf("\nsummary: %lld steps, %lld skipped | loss of the first step %.6f, mean of the last %lld %.6f\nmedian of the last %lld steps: %s\n", (long long)l->count,
+               (long long)l->skipped, l->losses[0], (long long)last, loss, (long long)(l->count - warmup), speed);
+        JsonText line = {NULL, 0, 0};
+        json_text_add(&line, "{\"type\": \"summary\"");
+        logger_add_int(&line, "steps", l->count);
+        logger_add_int(&line, "skipped", l->skipped);
+        logger_add(&line, "first_loss", l->losses[0]);
+        logger_add(&line, "last_loss", loss);
+        logger_add(&line, "median_ms", seconds * 1e3);
+        logger_add(&line, "tokens_per_second_per_gpu", r.tokens_per_gpu);
+        logger_add(&line, "tokens_per_second", r.tokens);
+        logger_add(&line, "tflops_per_gpu", r.tflops_per_gpu);
+        logger_add(&line, "mfu", r.mfu);
+        logger_add(&line, "sol", r.sol);
+        logger_add_int(&line, "memory_bytes", l->memory);
+        json_text_add(&line, "}");
+        logger_write(l, &line);
+    }
+    if (l->file && fclose(l->file)) warn("%s: %s", l->path, strerror(errno));
+    l->file = NULL;
+    free(l->seconds);
+    free(l->losses);
+    l->seconds = l->losses = NULL;
+}
+
+#endif

@@ -1,0 +1,307 @@
+// The one table of options. It gives the Options struct, the parser, --help, the range checks, the settings table and log, and the
+// settings that a resumed run must share with the run it continues.
+#ifndef LLMC_OPTIONS_H
+#define LLMC_OPTIONS_H
+
+#include <math.h>
+
+#include "utils.h"
+
+enum { PRECISION_FP32, PRECISION_BF16, PRECISION_FP8 };
+enum { STORAGE_AUTO, STORAGE_BF16, STORAGE_FP32 };
+enum { RECOMPUTE_NONE, RECOMPUTE_LAYER };
+enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD };
+enum { NONFINITE_STOP, NONFINITE_SKIP };
+enum { OFF, ON };
+
+#define OPTION_MAX 1e15
+
+// What a resumed run must share with the run that wrote the checkpoint.
+enum { FREE, MUST_MATCH };
+
+// INT(field, name, default, smallest, largest, match, help)           whole number
+// REAL(...)                                                          finite number
+// TEXT(field, name, default, match, help)                            free text, "" = not given
+// CHOICE(field, name, default, "a|b|c", match, help)                 index into the choices (the enums above)
+// FLAG(field, name, help)                                            given or not
+// GROUP(title)                                                       heading in --help
+#define OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG) \
+    GROUP("data") \
+    TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", MUST_MATCH, "training shards (a glob)") \
+    TEXT(val_data, "val-data", "", FREE, "validation shards (a glob)") \
+    CHOICE(shuffle, "shuffle", ON, "off|on", MUST_MATCH, "order of the sequences: a keyed permutation each epoch, or file order") \
+    INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
+    INT(batch_size, "batch-size", 1, 1, 65536, FREE, "sequences per GPU and micro-step (B)") \
+    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
+    INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps in all") \
+    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "of initial weights, data order and stochastic rounding") \
+    GROUP("precision") \
+    CHOICE(precision, "precision", PRECISION_BF16, "fp32|bf16|fp8", MUST_MATCH, "of matrix products (fp32: CPU trainer only); fp8: tensorwise current scaling") \
+    CHOICE(master_weights, "master-weights", STORAGE_AUTO, "auto|bf16|fp32", MUST_MATCH, "bf16 is rounded stochastically; auto: bf16, or fp32 with --precision fp32") \
+    CHOICE(optimizer_state, "optimizer-state", STORAGE_AUTO, "auto|bf16|fp32", MUST_MATCH, "AdamW's two moments, as above") \
+    GROUP("memory") \
+    CHOICE(recompute, "recompute", RECOMPUTE_NONE, "none|layer", FREE, "layer: keep each layer's input alone, redo its forward pass in backward") \
+    GROUP("optimizer") \
+    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, "AdamW's step size at its peak") \
+    CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, "constant|cosine|linear|wsd", FREE, "after warm-up; cosine and linear end at 0, wsd decays over the last fifth") \
+    INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, "steps of linear warm-up") \
+    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled; on matrices only") \
+    REAL(beta1, "beta1", 0.9, 0, 0.9999999, FREE, "decay of the first moment") \
+    REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "decay of the second moment") \
+    REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "added to the root of the second moment") \
+    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, "largest global gradient norm; 0: off") \
+    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a non-finite gradient norm never reaches the weights: stop, or skip the step (10 in a row stop)") \
+    GROUP("output") \
+    INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations; 0: at the end, if --val-data is given") \
+    INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, "batches per validation") \
+    INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, "steps between printed samples; 0: none") \
+    INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "length of a sample") \
+    TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl") \
+    REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, "dense BF16 peak for mfu; 0: by the GPU's name") \
+    GROUP("checkpoints") \
+    TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, "folder of checkpoints") \
+    INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, "steps between checkpoints; 0: at the end only, if --checkpoint-dir is given") \
+    INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "newest ones kept") \
+    FLAG(resume, "resume", "continue from the newest whole checkpoint in --checkpoint-dir, if there is one") \
+    TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights as Hugging Face reads them") \
+    GROUP("run") \
+    FLAG(dry_run, "dry-run", "print settings, memory plan and precision table, then stop; needs no GPU") \
+    FLAG(deterministic, "deterministic", "the same bits in every run") \
+    FLAG(help, "help", "this text")
+
+typedef struct {
+    const char *model;
+#define GROUP(title)
+#define INT(field, ...) int64_t field;
+#define REAL(field, ...) double field;
+#define TEXT(field, ...) const char *field;
+#define CHOICE(field, ...) int field;
+#define FLAG(field, ...) bool field;
+    OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG)
+#undef GROUP
+#undef INT
+#undef REAL
+#undef TEXT
+#undef CHOICE
+#undef FLAG
+} Options;
+
+typedef enum { OPTION_GROUP, OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionKind;
+
+typedef struct {
+    OptionKind kind;
+    const char *name;          // without the dashes; a group's title
+    size_t field;              // offset in Options
+    double initial, low, high; // of numbers; a choice's initial index
+    const char *text;          // a text's default; a choice's "a|b|c"
+    int match;
+    const char *help;
+} OptionRow;
+
+// The table as rows; ends with a row whose name is NULL.
+static inline const OptionRow *option_rows(void) {
+    static const OptionRow rows[] = {
+#define GROUP(title) {OPTION_GROUP, title, 0, 0, 0, 0, "", FREE, ""},
+#define INT(field, name, initial, low, high, match, help) {OPTION_INT, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
+#define REAL(field, name, initial, low, high, match, help) {OPTION_REAL, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
+#define TEXT(field, name, initial, match, help) {OPTION_TEXT, name, offsetof(Options, field), 0, 0, 0, initial, match, help},
+#define CHOICE(field, name, initial, choices, match, help) {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, choices, match, help},
+#define FLAG(field, name, help) {OPTION_FLAG, name, offsetof(Options, field), 0, 0, 0, "", FREE, help},
+        OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG)
+#undef GROUP
+#undef INT
+#undef REAL
+#undef TEXT
+#undef CHOICE
+#undef FLAG
+        {OPTION_GROUP, NULL, 0, 0, 0, 0, "", FREE, ""}};
+    return rows;
+}
+
+// The index-th of "a|b|c" is copied to `out`. False past the last.
+static inline bool option_choice_name(const char *choices, int index, char *out, size_t capacity) {
+    for (; index > 0; index--) {
+        choices = strchr(choices, '|');
+        if (!choices) return false;
+        choices++;
+    }
+    format_checked(out, capacity, "%.*s", (int)strcspn(choices, "|"), choices);
+    return true;
+}
+
+// The value of one option as text, as the user would type it.
+static inline void option_format(const Options *o, const OptionRow *row, char *out, size_t capacity) {
+    const void *at = (const char *)o + row->field;
+    switch (row->kind) {
+        case OPTION_INT: format_checked(out, capacity, "%lld", (long long)*(const int64_t *)at); break;
+        case OPTION_REAL: format_checked(out, capacity, "%.9g", *(const double *)at); break;
+        case OPTION_TEXT: format_checked(out, capacity, "%s", *(const char *const *)at); break;
+        case OPTION_CHOICE: option_choice_name(row->text, *(const int *)at, out, capacity); break;
+        case OPTION_FLAG: format_checked(out, capacity, "%s", *(const bool *)at ? "on" : "off"); break;
+        case OPTION_GROUP: out[0] = 0; break;
+    }
+}
+
+static inline Options options_default(void) {
+    Options o;
+    memset(&o, 0, sizeof o);
+    o.model = "";
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        void *at = (char *)&o + row->field;
+        if (row->kind == OPTION_INT) *(int64_t *)at = (int64_t)row->initial;
+        if (row->kind == OPTION_REAL) *(double *)at = row->initial;
+        if (row->kind == OPTION_TEXT) *(const char **)at = row->text;
+        if (row->kind == OPTION_CHOICE) *(int *)at = (int)row->initial;
+    }
+    return o;
+}
+
+// Sets one option from text. Dies when the text is not a whole number, is out of range, or is none of the choices.
+static inline void option_set(Options *o, const OptionRow *row, const char *value) {
+    void *at = (char *)o + row->field;
+    if (row->kind == OPTION_INT || row->kind == OPTION_REAL) {
+        char *end;
+        errno = 0;
+        double real = strtod(value, &end);
+        bool whole = row->kind == OPTION_REAL || real == floor(real);
+        bool decimal = value[strspn(value, "0123456789+-.eE")] == 0;  // strtod also takes spaces, hexadecimal, "inf" and "nan"
+        if (end == value || *end || !decimal || !isfinite(real) || !whole)
+            die("--%s: \"%s\" is not a %s", row->name, value, row->kind == OPTION_INT ? "whole number" : "number");
+        if (real < row->low || real > row->high)
+            die("--%s: %s is outside %.10g..%.10g", row->name, value, row->low, row->high);
+        if (row->kind == OPTION_INT) *(int64_t *)at = (int64_t)real;
+        else *(double *)at = real;
+    } else if (row->kind == OPTION_TEXT) {
+        *(const char **)at = value;
+    } else if (row->kind == OPTION_CHOICE) {
+        char name[64];
+        for (int i = 0; option_choice_name(row->text, i, name, sizeof name); i++)
+            if (strcmp(name, value) == 0) {
+                *(int *)at = i;
+                return;
+            }
+        die("--%s: \"%s\" is not one of %s", row->name, value, row->text);
+    } else {
+        *(bool *)at = true;
+    }
+}
+
+// Levenshtein's edit distance of two short words.
+static inline int option_edit_distance(const char *a, const char *b) {
+    int row[64], columns = (int)strlen(b);
+    if (columns > 63) return 64;
+    for (int j = 0; j <= columns; j++) row[j] = j;
+    for (int i = 1; a[i - 1]; i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= columns; j++) {
+            int replace = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            int shorter = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
+            row[j] = replace < shorter ? replace : shorter;
+        }
+    }
+    return row[columns];
+}
+
+static inline void options_help(const char *program, const char *presets) {
+    Options o = options_default();
+    printf("usage: %s MODEL [--option value ...]\n\nMODEL: %s,\n  or a folder with a Hugging Face config.json (Llama, Qwen2, Qwen3) and, to start from its weights, *.safetensors\n",
+           program, presets);
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP) {
+            printf("\n%s\n", row->name);
+            continue;
+        }
+        char left[128], value[256];
+        option_format(&o, row, value, sizeof value);
+        format_checked(left, sizeof left, "--%s%s%s", row->name, row->kind == OPTION_FLAG ? "" : " ",
+                       row->kind == OPTION_CHOICE ? row->text : row->kind == OPTION_INT ? "N" : row->kind == OPTION_REAL ? "X" : row->kind == OPTION_TEXT ? "TEXT" : "");
+        printf("  %-46s %s%s%s%s\n", left, row->help, *value && row->kind != OPTION_FLAG ? " [" : "", row->kind != OPTION_FLAG ? value : "",
+               *value && row->kind != OPTION_FLAG ? "]" : "");
+    }
+}
+
+// Finds the row of an argument's name (`length` characters, without dashes). Dies with the nearest name when there is none.
+static inline const OptionRow *option_find(const char *name, size_t length) {
+    char word[64];
+    format_checked(word, sizeof word, "%.*s", (int)(length < 60 ? length : 60), name);
+    const OptionRow *nearest = NULL;
+    int nearest_distance = 1 << 30;
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP) continue;
+        if (strcmp(row->name, word) == 0) return row;
+        const bool begins = *word && strncmp(row->name, word, strlen(word)) == 0;
+        const int distance = begins ? 1 : option_edit_distance(word, row->name);
+        if (distance < nearest_distance) nearest = row, nearest_distance = distance;
+    }
+    die("unknown option --%s; the nearest is --%s (--help lists all)", word, nearest->name);
+}
+
+// Reads the command line: one MODEL and --name value or --name=value. `presets` is shown by --help, which ends the program.
+static inline Options options_parse(int argc, char **argv, const char *presets) {
+    Options o = options_default();
+    for (int i = 1; i < argc; i++) {
+        const char *argument = argv[i];
+        if (argument[0] != '-') {
+            if (*o.model) die("two models given: \"%s\" and \"%s\"; one run trains one", o.model, argument);
+            o.model = argument;
+            continue;
+        }
+        if (argument[1] != '-') die("unknown option %s; options have two dashes and a long name (--help lists all)", argument);
+        const char *name = argument + 2, *equals = strchr(name, '=');
+        const OptionRow *row = option_find(name, equals ? (size_t)(equals - name) : strlen(name));
+        if (row->kind == OPTION_FLAG) {
+            if (equals) die("--%s takes no value", row->name);
+            option_set(&o, row, "");
+        } else {
+            if (!equals && (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0)) die("--%s needs a value", row->name);
+            option_set(&o, row, equals ? equals + 1 : argv[++i]);
+        }
+    }
+    if (o.help || argc == 1) {
+        options_help(argv[0], presets);
+        exit(o.help ? EXIT_SUCCESS : EXIT_FAILURE);
+    }
+    if (!*o.model) die("no MODEL given; for example \"tiny\", or one of: %s", presets);
+    return o;
+}
+
+// Rules between options. Returns an empty string when they hold, else the reason and a fix (in `message`). Pure, for the tests.
+static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
+    message[0] = 0;
+    if (o->warmup_steps > o->num_steps)
+        format_checked(message, capacity, "--warmup-steps %lld is more than --num-steps %lld", (long long)o->warmup_steps, (long long)o->num_steps);
+    else if (o->checkpoint_every && !*o->checkpoint_dir)
+        format_checked(message, capacity, "--checkpoint-every needs --checkpoint-dir");
+    else if (o->resume && !*o->checkpoint_dir)
+        format_checked(message, capacity, "--resume needs --checkpoint-dir, the folder to continue from");
+    else if (o->val_every && !*o->val_data)
+        format_checked(message, capacity, "--val-every needs --val-data");
+    else if (o->precision == PRECISION_FP32 && (o->master_weights == STORAGE_BF16 || o->optimizer_state == STORAGE_BF16))
+        format_checked(message, capacity, "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and --optimizer-state at auto");
+    else if (o->precision == PRECISION_FP8 && o->batch_size * o->sequence_length % 16)
+        format_checked(message, capacity, "--precision fp8 needs batch-size x sequence-length in multiples of 16 (FP8 matrix products), not %lld x %lld",
+                       (long long)o->batch_size, (long long)o->sequence_length);
+    return message;
+}
+
+// Replaces `auto` by what it stands for.
+static inline void options_resolve(Options *o) {
+    int storage = o->precision == PRECISION_FP32 ? STORAGE_FP32 : STORAGE_BF16;
+    if (o->master_weights == STORAGE_AUTO) o->master_weights = storage;
+    if (o->optimizer_state == STORAGE_AUTO) o->optimizer_state = storage;
+}
+
+// The settings table.
+static inline void options_print(const Options *o) {
+    printf("%-26s %s\n", "model", o->model);
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP || row->field == offsetof(Options, help)) continue;
+        char value[4096];
+        option_format(o, row, value, sizeof value);
+        if (*value) printf("%-26s %s\n", row->name, value);
+    }
+}
+
+#endif

@@ -1,0 +1,140 @@
+// The one table of parameters. Initialization, memory, the optimizer, checkpoints and sharding all walk it.
+//
+// All parameters live in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes first, then one
+// unit of equal size per layer. Within a unit, table order is memory order; tensors that form one fused linear layer (q, k, v and gate, up)
+// stand without a gap, so the fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
+#ifndef LLMC_PARAMETERS_H
+#define LLMC_PARAMETERS_H
+
+#include "model_config.h"
+
+#define PARAMETER_ALIGNMENT 128
+
+enum {
+    PARAM_DECAY = 1,      // weight decay applies (matrices; not norms and biases)
+    PARAM_FP8 = 2,        // weight of a linear layer that FP8 recipes quantize
+    PARAM_JOINED = 4,     // continues the tensor before it without a gap (fused linear layer)
+    PARAM_INIT_ONE = 8,   // starts at 1 (norms)
+    PARAM_INIT_ZERO = 16  // starts at 0 (biases); without either: normal with std = initializer_range
+};
+
+//    field      Hugging Face name                      rows         cols  present       flags
+#define ROOT_PARAMETERS(X) \
+    X(embedding, "model.embed_tokens.weight",           V,           C,    true,         PARAM_DECAY) \
+    X(lm_head,   "lm_head.weight",                      V,           C,    !m->tie_word_embeddings, PARAM_DECAY) \
+    X(norm,      "model.norm.weight",                   C,           0,    true,         PARAM_INIT_ONE)
+
+#define LAYER_PARAMETERS(X) \
+    X(norm1,     "input_layernorm.weight",              C,           0,    true,         PARAM_INIT_ONE) \
+    X(wq,        "self_attn.q_proj.weight",             NH * HD,     C,    true,         PARAM_DECAY | PARAM_FP8) \
+    X(wk,        "self_attn.k_proj.weight",             NKV * HD,    C,    true,         PARAM_DECAY | PARAM_FP8 | PARAM_JOINED) \
+    X(wv,        "self_attn.v_proj.weight",             NKV * HD,    C,    true,         PARAM_DECAY | PARAM_FP8 | PARAM_JOINED) \
+    X(bq,        "self_attn.q_proj.bias",               NH * HD,     0,    m->qkv_bias,  PARAM_INIT_ZERO) \
+    X(bk,        "self_attn.k_proj.bias",               NKV * HD,    0,    m->qkv_bias,  PARAM_INIT_ZERO | PARAM_JOINED) \
+    X(bv,        "self_attn.v_proj.bias",               NKV * HD,    0,    m->qkv_bias,  PARAM_INIT_ZERO | PARAM_JOINED) \
+    X(q_norm,    "self_attn.q_norm.weight",             HD,          0,    m->qk_norm,   PARAM_INIT_ONE) \
+    X(k_norm,    "self_attn.k_norm.weight",             HD,          0,    m->qk_norm,   PARAM_INIT_ONE) \
+    X(wo,        "self_attn.o_proj.weight",             C,           NH * HD, true,      PARAM_DECAY | PARAM_FP8) \
+    X(norm2,     "post_attention_layernorm.weight",     C,           0,    true,         PARAM_INIT_ONE) \
+    X(wgate,     "mlp.gate_proj.weight",                F,           C,    true,         PARAM_DECAY | PARAM_FP8) \
+    X(wup,       "mlp.up_proj.weight",                  F,           C,    true,         PARAM_DECAY | PARAM_FP8 | PARAM_JOINED) \
+    X(wdown,     "mlp.down_proj.weight",                C,           F,    true,         PARAM_DECAY | PARAM_FP8)
+
+// Element offsets into the flat array; -1 where the model has no such tensor.
+typedef struct {
+#define X(field, ...) int64_t field;
+    ROOT_PARAMETERS(X)
+#undef X
+} RootOffsets;
+
+// As RootOffsets, counted from the start of the layer's unit (layer_offset()).
+typedef struct {
+#define X(field, ...) int64_t field;
+    LAYER_PARAMETERS(X)
+#undef X
+} LayerOffsets;
+
+typedef struct {
+    char name[96];       // Hugging Face's full name
+    int64_t rows, cols;  // cols = 0: a vector of `rows`
+    int64_t offset;      // of its first element in the flat array
+    int64_t layer;       // -1: root
+    unsigned flags;
+} Parameter;
+
+typedef struct {
+    Parameter *entries;
+    int64_t count;
+    int64_t num_parameters;           // without padding; a tied lm_head counts once
+    int64_t root_size, layer_size;    // elements of a unit, padding included
+    int64_t total;                    // root_size + L * layer_size
+    RootOffsets root;
+    LayerOffsets layer;
+} ParameterTable;
+
+static inline int64_t parameter_elements(const Parameter *p) { return p->cols ? p->rows * p->cols : p->rows; }
+
+static inline int64_t layer_offset(const ParameterTable *t, int64_t l) { return t->root_size + l * t->layer_size; }
+
+// Adds one tensor to the unit that starts at `unit`, at the next free place *end. Returns its offset in the unit.
+static inline int64_t parameter_add(ParameterTable *t, const char *prefix, const char *name, int64_t rows, int64_t cols, int64_t layer, unsigned flags,
+                                    int64_t unit, int64_t *end) {
+    if (!(flags & PARAM_JOINED)) *end = round_up(*end, PARAMETER_ALIGNMENT);
+    t->entries = (Parameter *)xrealloc(t->entries, (size_t)(t->count + 1) * sizeof *t->entries);
+    Parameter *p = &t->entries[t->count++];
+    memset(p, 0, sizeof *p);
+    format_checked(p->name, sizeof p->name, "%s%s", prefix, name);
+    p->rows = rows, p->cols = cols, p->layer = layer, p->flags = flags;
+    p->offset = unit + *end;
+    t->num_parameters += parameter_elements(p);
+    *end += parameter_elements(p);
+    return p->offset - unit;
+}
+
+// Lays out all parameters of model `m`. The caller frees with parameter_table_free.
+static inline ParameterTable parameter_table(const ModelConfig *m) {
+    const int64_t V = m->vocab_size, C = m->hidden_size, F = m->intermediate_size, NH = m->num_heads, NKV = m->num_kv_heads, HD = m->head_dim;
+    ParameterTable t;
+    memset(&t, 0, sizeof t);
+    int64_t end = 0;
+#define X(field, name, rows, cols, present, flags) \
+    t.root.field = (present) ? parameter_add(&t, "", name, rows, cols, -1, flags, 0, &end) : -1;
+    ROOT_PARAMETERS(X)
+#undef X
+    t.root_size = round_up(end, PARAMETER_ALIGNMENT);
+    for (int64_t l = 0; l < m->num_layers; l++) {
+        char prefix[32];
+        format_checked(prefix, sizeof prefix, "model.layers.%lld.", (long long)l);
+        const int64_t unit = t.root_size + l * t.layer_size;
+        end = 0;
+#define X(field, name, rows, cols, present, flags) \
+    t.layer.field = (present) ? parameter_add(&t, prefix, name, rows, cols, l, flags, unit, &end) : -1;
+        LAYER_PARAMETERS(X)
+#undef X
+        t.layer_size = round_up(end, PARAMETER_ALIGNMENT);
+    }
+    t.total = t.root_size + m->num_layers * t.layer_size;
+    return t;
+}
+
+static inline void parameter_table_free(ParameterTable *t) {
+    free(t->entries);
+    t->entries = NULL;
+}
+
+// The tensor of that Hugging Face name, or NULL.
+static inline const Parameter *parameter_find(const ParameterTable *t, const char *name) {
+    for (int64_t i = 0; i < t->count; i++)
+        if (strcmp(t->entries[i].name, name) == 0) return &t->entries[i];
+    return NULL;
+}
+
+// Parameters that take part in a matrix product for every token: all matrices but the embedding look-up; a tied lm_head counts.
+static inline int64_t matmul_parameters(const ParameterTable *t, const ModelConfig *m) {
+    int64_t n = m->vocab_size * m->hidden_size;
+    for (int64_t i = 0; i < t->count; i++)
+        if (t->entries[i].flags & PARAM_FP8) n += parameter_elements(&t->entries[i]);
+    return n;
+}
+
+#endif

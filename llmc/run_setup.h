@@ -1,0 +1,71 @@
+// The first steps of both trainers: which model, which data, which vocabulary. All that can be wrong is found here, before any work.
+#ifndef LLMC_RUN_SETUP_H
+#define LLMC_RUN_SETUP_H
+
+#include "checkpoint.h"
+#include "dataloader.h"
+#include "hf_config.h"
+#include "options.h"
+#include "tokenizer.h"
+
+#define VOCABULARY_MULTIPLE 64
+
+typedef struct {
+    ModelConfig model;
+    const char *model_folder;       // NULL: a preset
+    bool load_weights;              // the folder has weights to start from
+    DataLoader train, val;          // not opened (num_shards 0): dry run of a model whose vocabulary is known; no --val-data
+    Tokenizer tokenizer;            // count 0: none beside the shards
+} RunSetup;
+
+static inline void run_setup_model(RunSetup *s, const Options *o) {
+    char presets[1024];
+    if (model_config_preset(&s->model, o->model)) return;
+    model_config_preset_names(presets, sizeof presets);
+    if (!folder_exists(o->model)) die("MODEL \"%s\" is neither a folder nor one of: %s", o->model, presets);
+    hf_config_read(&s->model, o->model);
+    s->model_folder = o->model;
+    s->load_weights = model_has_weights(o->model);
+}
+
+// The presets tiny and small take their vocabulary from the data.
+static inline void run_setup_vocabulary(RunSetup *s) {
+    if (s->model.vocab_size == 0)
+        s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : dataloader_max_token(&s->train) + 1, VOCABULARY_MULTIPLE);
+    model_config_check(&s->model);
+}
+
+// Opens and checks everything the options name. Dies with the reason and a fix. Resolves `auto` in the options.
+static inline RunSetup run_setup(Options *o) {
+    RunSetup s;
+    char message[512];
+    memset(&s, 0, sizeof s);
+    if (*options_conflict(o, message, sizeof message)) die("%s", message);
+    options_resolve(o);
+    run_setup_model(&s, o);
+    if (!o->dry_run || s.model.vocab_size == 0) {
+        s.train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
+        s.tokenizer = tokenizer_open_beside(s.train.shards[0].path);
+        if (*o->val_data) s.val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
+    }
+    run_setup_vocabulary(&s);
+    if (o->dry_run) return s;
+    dataloader_check_vocabulary(&s.train, s.model.vocab_size);
+    if (*o->val_data) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
+    if (s.load_weights) {
+        ParameterTable t = parameter_table(&s.model);
+        model_check_weights(s.model_folder, &s.model, &t);
+        parameter_table_free(&t);
+    }
+    if (*o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
+    if (*o->export_hf) model_export_prepare(o->export_hf);
+    return s;
+}
+
+static inline void run_setup_close(RunSetup *s) {
+    dataloader_close(&s->train);
+    dataloader_close(&s->val);
+    tokenizer_close(&s->tokenizer);
+}
+
+#endif

@@ -1,0 +1,20 @@
+// Learning rate over the run.
+#ifndef LLMC_SCHEDULE_H
+#define LLMC_SCHEDULE_H
+
+#include "options.h"
+
+// Learning rate of optimizer step `step`, counted from 0. Linear warm-up reaches --learning-rate at its last step. After it, cosine and linear
+// fall to 0 at --num-steps (which is after the last step, so no step is wasted on 0); wsd stays constant and falls linearly over the last fifth of the run.
+static inline double schedule_learning_rate(const Options *o, int64_t step) {
+    const double pi = 3.14159265358979323846;
+    if (step < o->warmup_steps) return o->learning_rate * (double)(step + 1) / (double)o->warmup_steps;
+    int64_t decay_start = o->warmup_steps;
+    if (o->lr_schedule == SCHEDULE_WSD) decay_start = max_i64(o->warmup_steps, o->num_steps - o->num_steps / 5);
+    if (o->lr_schedule == SCHEDULE_CONSTANT || step < decay_start) return o->learning_rate;
+    if (step >= o->num_steps) return 0;
+    const double progress = (double)(step - decay_start) / (double)(o->num_steps - decay_start);
+    return o->learning_rate * (o->lr_schedule == SCHEDULE_COSINE ? 0.5 * (1 + cos(pi * progress)) : 1 - progress);
+}
+
+#endif

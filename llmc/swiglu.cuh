@@ -1,0 +1,235 @@
+// SwiGLU (Shazeer 2020) on the fused projection gate_up [R, 2F], gate in columns [0, F), up in [F, 2F).
+//
+//     s = 1 / (1 + exp(-gate)),   h = bf16(gate * s * up)
+//     d_gate = bf16(dh * up * s * (1 + gate * (1 - s))),   d_up = bf16(dh * gate * s)
+//
+// In FP8 runs neither h nor d_gate_up is ever stored in bf16: one pass reduces the amax, a second recomputes the values, bit for bit, and casts.
+// The gradient's first pass can write the transposed FP8 h on its way, which the down projection's weight gradient needs, so that the forward
+// pass writes the row copy alone and nothing is kept. Bytes an element of h: forward amax reads 4, cast reads 4, writes 1 a copy; backward amax
+// reads 6 (writes 1 for h), cast reads 6, writes 4. Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
+#ifndef LLMC_SWIGLU_CUH
+#define LLMC_SWIGLU_CUH
+
+#include "quantize.cuh"
+
+// Relative error below 1e-6 for |x| < 10, then growing with |x| (8e-6 at -87), far under bf16's 2e-3. exp overflows to give the limit 0.
+__device__ static inline float sigmoid_fast(float x) {
+    float e, s;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, -1.4426950408889634f)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(__fadd_rn(1.0f, e)));
+    return s;
+}
+
+// All passes call these two; no operation in them can be contracted differently, so the bits are the same everywhere.
+__device__ static inline Bf16x8 swiglu_values(Bf16x8 gate, Bf16x8 up) {
+    float g[8], u[8];
+    bf16x8_unpack(g, gate);
+    bf16x8_unpack(u, up);
+#pragma unroll
+    for (int i = 0; i < 8; i++) g[i] = __fmul_rn(__fmul_rn(g[i], sigmoid_fast(g[i])), u[i]);
+    return bf16x8_pack(g);
+}
+
+// h, from the same sigmoid, only if not NULL.
+__device__ static inline void swiglu_gradients(Bf16x8 *d_gate, Bf16x8 *d_up, Bf16x8 *h, Bf16x8 dh, Bf16x8 gate, Bf16x8 up) {
+    float d[8], g[8], u[8], product[8];
+    bf16x8_unpack(d, dh);
+    bf16x8_unpack(g, gate);
+    bf16x8_unpack(u, up);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float s = sigmoid_fast(g[i]), silu = __fmul_rn(g[i], s);
+        const float slope = __fmul_rn(s, __fmaf_rn(g[i], __fsub_rn(1.0f, s), 1.0f));
+        product[i] = __fmul_rn(silu, u[i]);
+        g[i] = __fmul_rn(__fmul_rn(d[i], u[i]), slope);
+        d[i] = __fmul_rn(d[i], silu);
+    }
+    *d_gate = bf16x8_pack(g);
+    *d_up = bf16x8_pack(d);
+    if (h) *h = bf16x8_pack(product);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Elementwise kernels. A block of 32 x 8 threads takes 256 columns x 32 rows; a thread 8 columns of 4 rows, all loads first.
+
+enum { SWIGLU_THREADS = 256, SWIGLU_COLUMNS = 256, SWIGLU_ROWS = 4, SWIGLU_BLOCK_ROWS = SWIGLU_THREADS / WARP_SIZE * SWIGLU_ROWS };
+
+// This thread's columns and first row; the rows are SWIGLU_THREADS / WARP_SIZE apart.
+__device__ static inline void swiglu_place(int64_t *row, int64_t *column, int64_t F) {
+    const unsigned column_tiles = (unsigned)ceil_div(F, SWIGLU_COLUMNS);
+    *row = (int64_t)(blockIdx.x / column_tiles) * SWIGLU_BLOCK_ROWS + threadIdx.x / WARP_SIZE;
+    *column = (int64_t)(blockIdx.x % column_tiles) * SWIGLU_COLUMNS + 8 * (threadIdx.x % WARP_SIZE);
+}
+
+static __global__ void __launch_bounds__(SWIGLU_THREADS) swiglu_forward_kernel(bf16 *h, uint32_t *amax, const bf16 *gate_up, int64_t R, int64_t F) {
+    int64_t first, column;
+    swiglu_place(&first, &column, F);
+    Bf16x8 gate[SWIGLU_ROWS] = {}, up[SWIGLU_ROWS] = {};
+#pragma unroll
+    for (int i = 0; i < SWIGLU_ROWS; i++) {
+        const int64_t row = first + i * (SWIGLU_THREADS / WARP_SIZE);
+        if (row >= R || column >= F) continue;
+        gate[i] = bf16x8_load(gate_up + row * 2 * F + column);
+        up[i] = bf16x8_load(gate_up + row * 2 * F + F + column);
+    }
+    uint32_t halves = 0;
+#pragma unroll
+    for (int i = 0; i < SWIGLU_ROWS; i++) {
+        const int64_t row = first + i * (SWIGLU_THREADS / WARP_SIZE);
+        const Bf16x8 v = swiglu_values(gate[i], up[i]);
+        halves = amax_update(halves, v);
+        if (h && row < R && column < F) bf16x8_store(h + row * F + column, v);
+    }
+    if (amax) amax_publish(amax, halves);
+}
+
+static __global__ void __launch_bounds__(SWIGLU_THREADS, 3) swiglu_backward_kernel(bf16 *d_gate_up, bf16 *h, uint32_t *amax, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F) {
+    int64_t first, column;
+    swiglu_place(&first, &column, F);
+    Bf16x8 d[SWIGLU_ROWS] = {}, gate[SWIGLU_ROWS] = {}, up[SWIGLU_ROWS] = {};
+#pragma unroll
+    for (int i = 0; i < SWIGLU_ROWS; i++) {
+        const int64_t row = first + i * (SWIGLU_THREADS / WARP_SIZE);
+        if (row >= R || column >= F) continue;
+        d[i] = bf16x8_load(dh + row * F + column);
+        gate[i] = bf16x8_load(gate_up + row * 2 * F + column);
+        up[i] = bf16x8_load(gate_up + row * 2 * F + F + column);
+    }
+    uint32_t halves = 0;
+#pragma unroll
+    for (int i = 0; i < SWIGLU_ROWS; i++) {
+        const int64_t row = first + i * (SWIGLU_THREADS / WARP_SIZE);
+        Bf16x8 d_gate, d_up, product;
+        swiglu_gradients(&d_gate, &d_up, &product, d[i], gate[i], up[i]);
+        halves = amax_update(amax_update(halves, d_gate), d_up);
+        if (row >= R || column >= F) continue;
+        if (d_gate_up) {
+            bf16x8_store(d_gate_up + row * 2 * F + column, d_gate);
+            bf16x8_store(d_gate_up + row * 2 * F + F + column, d_up);
+        }
+        if (h) bf16x8_store(h + row * F + column, product);
+    }
+    if (amax) amax_publish(amax, halves);
+}
+
+static inline unsigned swiglu_blocks(const char *function, const bf16 *gate_up, int64_t R, int64_t F) {
+    if (R < 1 || F < 16 || F % 16) die("%s: %lld rows of 2 x %lld values: need at least 1 row, and a multiple of 16 values", function, (long long)R, (long long)F);
+    require_aligned16(gate_up, function, "gate_up");
+    return grid_size(ceil_div(R, SWIGLU_BLOCK_ROWS) * ceil_div(F, SWIGLU_COLUMNS), 1);
+}
+
+// h [R, F] from gate_up [R, 2F].
+static inline void swiglu_forward(bf16 *h, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+    const unsigned blocks = swiglu_blocks("swiglu_forward", gate_up, R, F);
+    require_aligned16(h, "swiglu_forward", "h");
+    swiglu_forward_kernel<<<blocks, SWIGLU_THREADS, 0, stream>>>(h, NULL, gate_up, R, F);
+    CUDA_CHECK_LAUNCH();
+}
+
+// Raises *amax to max |h|; h is not stored.
+static inline void swiglu_amax(uint32_t *amax, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+    const unsigned blocks = swiglu_blocks("swiglu_amax", gate_up, R, F);
+    swiglu_forward_kernel<<<blocks, SWIGLU_THREADS, 0, stream>>>(NULL, amax, gate_up, R, F);
+    CUDA_CHECK_LAUNCH();
+}
+
+// d_gate_up [R, 2F] and, unless NULL, h [R, F] once more, from dh [R, F] and gate_up [R, 2F]. d_gate_up may be gate_up; h may be dh.
+static inline void swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+    const unsigned blocks = swiglu_blocks("swiglu_backward", gate_up, R, F);
+    require_aligned16(d_gate_up, "swiglu_backward", "d_gate_up");
+    require_aligned16(h, "swiglu_backward", "h");
+    require_aligned16(dh, "swiglu_backward", "dh");
+    swiglu_backward_kernel<<<blocks, SWIGLU_THREADS, 0, stream>>>(d_gate_up, h, NULL, dh, gate_up, R, F);
+    CUDA_CHECK_LAUNCH();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FP8: sources of the cast (see "A Source" in quantize.cuh)
+
+struct SwigluSource {
+    enum { OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 0 };
+    struct Raw {
+        Bf16x8 gate, up;
+    };
+    struct Column {};
+    const bf16 *gate_up;
+    int64_t F;
+    __device__ void load_column(Column *, int64_t) const {}
+    __device__ void load(Raw *raw, int64_t row, int64_t column) const {
+        raw->gate = bf16x8_load_streaming(gate_up + row * 2 * F + column);
+        raw->up = bf16x8_load_streaming(gate_up + row * 2 * F + F + column);
+    }
+    __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *) const { v[0] = swiglu_values(raw.gate, raw.up); }
+};
+
+struct SwigluGradientRaw {
+    Bf16x8 d, gate, up;
+};
+
+// Output 0 is d_gate, output 1 d_up.
+struct SwigluGradientSource {
+    enum { OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
+    typedef SwigluGradientRaw Raw;
+    struct Column {};
+    const bf16 *dh, *gate_up;
+    int64_t F;
+    __device__ void load_column(Column *, int64_t) const {}
+    __device__ void load(Raw *raw, int64_t row, int64_t column) const {
+        raw->d = bf16x8_load_streaming(dh + row * F + column);
+        raw->gate = bf16x8_load_streaming(gate_up + row * 2 * F + column);
+        raw->up = bf16x8_load_streaming(gate_up + row * 2 * F + F + column);
+    }
+    __device__ void values(Bf16x8 v[2], const Raw &raw, const Column &, uint32_t *) const { swiglu_gradients(&v[0], &v[1], NULL, raw.d, raw.gate, raw.up); }
+};
+
+// Its one output is h; the gradients only raise the amax. The next pass reads the same inputs, so loads stay in the L2.
+struct SwigluGradientAmaxSource {
+    enum { OUTPUTS = 1, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 1 };
+    typedef SwigluGradientRaw Raw;
+    struct Column {};
+    uint32_t *amax_slot;
+    const bf16 *dh, *gate_up;
+    int64_t F;
+    __device__ void load_column(Column *, int64_t) const {}
+    __device__ void load(Raw *raw, int64_t row, int64_t column) const {
+        raw->d = bf16x8_load(dh + row * F + column);
+        raw->gate = bf16x8_load(gate_up + row * 2 * F + column);
+        raw->up = bf16x8_load(gate_up + row * 2 * F + F + column);
+    }
+    __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *halves) const {
+        Bf16x8 d_gate, d_up;
+        swiglu_gradients(&d_gate, &d_up, &v[0], raw.d, raw.gate, raw.up);
+        *halves = amax_update(amax_update(*halves, d_gate), d_up);
+    }
+};
+
+// Second pass of the forward: casts h, whose amax is in out.amax, to out.row [R, F] and out.col [F, R].
+static inline void swiglu_quantize_transpose(Fp8Tensor out, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+    require_aligned16(gate_up, "swiglu_quantize_transpose", "gate_up");
+    SwigluSource source = {gate_up, F};
+    quantize_source("swiglu_quantize_transpose", out, source, R, F, stream);
+}
+
+// First pass of the backward: raises *amax to the largest of |d_gate| and |d_up|. If h.row or h.col is given, casts h to them as
+// swiglu_quantize_transpose does, with the amax that the forward pass left in h.amax.
+static inline void swiglu_backward_amax(uint32_t *amax, Fp8Tensor h, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+    const unsigned blocks = swiglu_blocks("swiglu_backward_amax", gate_up, R, F);
+    require_aligned16(dh, "swiglu_backward_amax", "dh");
+    if (h.row || h.col) {
+        SwigluGradientAmaxSource source = {amax, dh, gate_up, F};
+        quantize_source("swiglu_backward_amax", h, source, R, F, stream);
+    } else {
+        swiglu_backward_kernel<<<blocks, SWIGLU_THREADS, 0, stream>>>(NULL, NULL, amax, dh, gate_up, R, F);
+        CUDA_CHECK_LAUNCH();
+    }
+}
+
+// Second pass: casts d_gate_up, whose amax is in out.amax, to out.row [R, 2F] and out.col [2F, R].
+static inline void swiglu_backward_quantize_transpose(Fp8Tensor out, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+    require_aligned16(dh, "swiglu_backward_quantize_transpose", "dh");
+    require_aligned16(gate_up, "swiglu_backward_quantize_transpose", "gate_up");
+    SwigluGradientSource source = {dh, gate_up, F};
+    quantize_source("swiglu_backward_quantize_transpose", out, source, R, F, stream);
+}
+
+#endif

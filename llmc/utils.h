@@ -1,0 +1,109 @@
+// Small things every file needs: fatal errors, checked allocation and files, rounding of sizes, time.
+#ifndef LLMC_UTILS_H
+#define LLMC_UTILS_H
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define UTILS_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+
+// Marks code that a CUDA kernel calls as well as the host.
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__
+#else
+#define HOST_DEVICE
+#endif
+
+// Prints "error: ..." on stderr and ends the process with status 1.
+// For bad input: say what was given, why it cannot be, and what would work.
+__attribute__((noreturn)) UTILS_PRINTF(1, 2) static inline void die(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fflush(stdout);
+    fputs("error: ", stderr);
+    vfprintf(stderr, format, args);
+    fputc('\n', stderr);
+    va_end(args);
+    exit(EXIT_FAILURE);
+}
+
+UTILS_PRINTF(1, 2) static inline void warn(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fputs("warning: ", stderr);
+    vfprintf(stderr, format, args);
+    fputc('\n', stderr);
+    va_end(args);
+}
+
+// Zeroed memory for `count` items of `size` bytes; never returns NULL (a count of 0 gets one item).
+static inline void *xcalloc(size_t count, size_t size) {
+    void *p = calloc(count ? count : 1, size ? size : 1);
+    if (!p) die("out of host memory: could not allocate %zu x %zu bytes", count, size);
+    return p;
+}
+
+static inline void *xrealloc(void *old, size_t bytes) {
+    void *p = realloc(old, bytes ? bytes : 1);
+    if (!p) die("out of host memory: could not allocate %zu bytes", bytes);
+    return p;
+}
+
+static inline char *xstrdup(const char *s) {
+    char *p = (char *)xcalloc(strlen(s) + 1, 1);
+    memcpy(p, s, strlen(s) + 1);
+    return p;
+}
+
+// Formats into a fixed buffer and dies if it does not fit, so that no path is silently cut short.
+UTILS_PRINTF(3, 4) static inline void format_checked(char *out, size_t capacity, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(out, capacity, format, args);
+    va_end(args);
+    if (n < 0 || (size_t)n >= capacity) die("text of %d bytes does not fit in %zu: \"%s...\"", n, capacity, out);
+}
+
+// Reads a whole file into memory with a terminating zero byte (not counted in *size). NULL if it cannot be read; errno says why.
+static inline char *read_file(const char *path, size_t *size) {
+    FILE *f = fopen(path, "rb");
+    if (!f) return NULL;
+    size_t capacity = 1 << 16, n = 0;
+    char *data = (char *)xcalloc(capacity, 1);
+    for (size_t got; (got = fread(data + n, 1, capacity - n - 1, f)) > 0;) {
+        n += got;
+        if (n + 1 >= capacity) data = (char *)xrealloc(data, capacity *= 2);
+    }
+    if (ferror(f)) {
+        int error = errno;
+        fclose(f);
+        free(data);
+        errno = error;
+        return NULL;
+    }
+    fclose(f);
+    data[n] = 0;
+    if (size) *size = n;
+    return data;
+}
+
+static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+HOST_DEVICE static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+HOST_DEVICE static inline int64_t round_up(int64_t a, int64_t multiple) { return ceil_div(a, multiple) * multiple; }
+
+// Seconds of a clock that never goes back.
+static inline double seconds_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+#endif
