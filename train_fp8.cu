@@ -126,7 +126,7 @@ typedef struct {
     bf16 *dx;                         // [R, C] gradient of the residual stream
     bf16 *dbranch, *dh, *dgate_up, *datt, *dqkv;  // gradients of the current layer
     GemmInput dy[NUM_LINEARS];        // gradients as the products read them
-    void *attention_workspace, *norm_workspace, *rope_workspace, *embedding_workspace, *adamw_workspace;
+    void *attention_workspace, *norm_workspace, *rope_workspace, *adamw_workspace;
     float *rope_table;                // [T, HD] cos, sin
     StepStats *stats;                 // on the device
     StepStats *host_stats;            // [2] pinned
@@ -289,7 +289,6 @@ static void place(Trainer *t, Arena *a) {
     t->attention_workspace = arena_take(a, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
     t->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(d->R, d->C));
     t->rope_workspace = arena_take(a, (int64_t)rope_workspace_bytes(d->R, d->NH, d->NKV, d->HD));
-    t->embedding_workspace = arena_take(a, (int64_t)embedding_workspace_bytes(d->R, d->C));
     t->adamw_workspace = arena_take(a, (int64_t)adamw_workspace_bytes());
     t->gemm.workspace = arena_take(a, GEMM_WORKSPACE_BYTES);
 }
@@ -587,7 +586,7 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
     bf16 *dembedding = t->grads + t->table.root.embedding;
     const bool onto_lm_head = t->m.tie_word_embeddings;  // a tied embedding's gradient already holds lm_head's
     if (!onto_lm_head && !accumulate) CUDA_CHECK(cudaMemsetAsync(dembedding, 0, (size_t)(d->V * d->C) * sizeof(bf16), t->stream));
-    embedding_backward(dembedding, t->dx, slot->device + 2 * d->R, d->R, d->C, t->embedding_workspace, t->stream);
+    embedding_backward(dembedding, t->dx, slot->device + 2 * d->R, d->R, d->C, true, t->stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -625,19 +624,19 @@ static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
     TokenSlot *slot = &t->tokens[t->batches_sent++ % TOKEN_SLOTS];
     CUDA_CHECK(cudaEventSynchronize(slot->copied));
     dataloader_batch(data, first, d->B, slot->host, slot->host + d->R);
-    embedding_sort(slot->host + 2 * d->R, slot->host, d->R);
+    embedding_index(slot->host + 2 * d->R, slot->host, d->R);
     CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)embedding_batch_bytes(d->R), cudaMemcpyHostToDevice, t->stream));
     CUDA_CHECK(cudaEventRecord(slot->copied, t->stream));
     return slot;
 }
 
-// Enqueues a whole optimizer step; its statistics arrive in t->host_stats when t->step_done has happened.
-static void enqueue_step(Trainer *t, DataLoader *data, int64_t step) {
+// Enqueues a whole optimizer step on the samples from first_sample on; its statistics arrive in t->host_stats when t->step_done has happened.
+static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const Options *o = t->o;
     const double tokens = (double)(t->d.R * o->grad_accumulation_steps);
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t micro = 0; micro < o->grad_accumulation_steps; micro++) {
-        const TokenSlot *slot = send_batch(t, data, dataloader_sample_index(step, o->grad_accumulation_steps, micro, 1, 0, t->d.B));
+        const TokenSlot *slot = send_batch(t, data, first_sample + micro * t->d.B);
         model_forward_backward(t, slot, (float)(1 / tokens), micro > 0);
         loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / tokens, t->stream);
     }
@@ -783,7 +782,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     place(t, &arena);
     plan_products(t);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
-    initialize_parameters(t->weights, t->master, &t->table, (float)t->m.initializer_range, (uint64_t)t->o->seed, t->stream);
+    parameters_initialize(t->weights, t->master, &t->table, (float)t->m.initializer_range, (uint64_t)t->o->seed, t->stream);
     fill_rope_table(t);
     CUDA_CHECK(cudaMallocHost((void **)&t->host_stats, STEP_SLOTS * sizeof(StepStats)));
     for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventCreate(&t->step_done[i]));
@@ -816,9 +815,14 @@ static void trainer_destroy(Trainer *t) {
     free(t->acts);
 }
 
+__global__ static void round_weights_kernel(bf16 *weights, const float *master, int64_t n) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) weights[i] = __float2bfloat16_rn(master[i]);
+}
+
 // After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters and the FP8 weights follow.
 static void weights_changed(Trainer *t) {
-    if (t->master) weights_from_master(t->weights, t->master, t->table.total, t->stream);
+    if (t->master) round_weights_kernel<<<8 * device_sm_count(), 256, 0, t->stream>>>(t->weights, t->master, t->table.total);
+    CUDA_CHECK_LAUNCH();
     if (t->fp8) {
         clear_weight_amax(t);
         for (int64_t l = 0; l < t->d.L; l++)
@@ -850,7 +854,8 @@ typedef struct {
     RunSetup setup;
     Logger logger;
     cudaEvent_t begin;        // of the first step that this process times
-    int64_t first_step, saved_step;
+    TrainerProgress start;    // where this process begins
+    int64_t saved_step;
     int64_t skipped_in_a_row;
     int64_t memory;           // bytes in use on the GPU
     bool timing_broken;       // something other than steps ran since the last step: the next one is timed from `begin`
@@ -908,11 +913,16 @@ static void report_step(Run *run, int64_t step) {
     if (stats.control.nonfinite && (t->o->on_nonfinite == NONFINITE_STOP || run->skipped_in_a_row == 10)) die_nonfinite(t, &stats, step);
 }
 
+// Sequences seen when `steps_done` steps are done. Counted on from where the run was resumed: batch size and accumulation may differ from then on.
+static int64_t samples_seen(const Run *run, int64_t steps_done) {
+    return run->start.samples + (steps_done - run->start.step) * run->t.o->grad_accumulation_steps * run->t.d.B;
+}
+
 static void save_checkpoint(Run *run, int64_t steps_done) {
     Trainer *t = &run->t;
     if (!*t->o->checkpoint_dir || run->saved_step == steps_done) return;
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
-    const TrainerProgress progress = {steps_done, steps_done * t->o->grad_accumulation_steps * t->d.B};
+    const TrainerProgress progress = {steps_done, samples_seen(run, steps_done)};
     const TrainerState state = trainer_state(t);
     Failure failure;
     if (!checkpoint_save(t->o->checkpoint_dir, t->o->keep_checkpoints, &progress, &t->m, t->o, &t->table, &state, &failure)) die("%s", failure.text);
@@ -936,8 +946,8 @@ static void train(Run *run) {
     CUDA_CHECK(cudaEventCreate(&run->begin));
     run->timing_broken = true;
     CUDA_CHECK(cudaEventRecord(run->begin, t->stream));
-    for (int64_t step = run->first_step, reported = step; step < o->num_steps; step++) {
-        enqueue_step(t, &run->setup.train, step);
+    for (int64_t step = run->start.step, reported = step; step < o->num_steps; step++) {
+        enqueue_step(t, &run->setup.train, step, samples_seen(run, step));
         // The line of a step is printed while the next one runs, so that the GPU never waits for the host; before anything else happens, all are.
         const int64_t done = step + 1;
         const int signal_number = (int)stop_signal;
@@ -961,9 +971,9 @@ static void train(Run *run) {
 static void load_start(Run *run, const char *checkpoint) {
     Trainer *t = &run->t;
     const TrainerState state = trainer_state(t);
-    if (checkpoint) run->first_step = checkpoint_load(checkpoint, &t->m, t->o, &t->table, &state).step;
+    if (checkpoint) run->start = checkpoint_load(checkpoint, &t->m, t->o, &t->table, &state);
     else if (run->setup.load_weights) model_load_weights(run->setup.model_folder, &t->m, &t->table, &state);
-    run->saved_step = checkpoint ? run->first_step : -1;
+    run->saved_step = checkpoint ? run->start.step : -1;
     weights_changed(t);
 }
 

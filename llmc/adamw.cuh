@@ -48,7 +48,7 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_squares_kerne
         Bf16x8 v[ADAMW_NORM_VECTORS];
 #pragma unroll
         for (int k = 0; k < ADAMW_NORM_VECTORS; k++) {
-            if (base + k * stride < n) v[k] = bf16x8_load_streaming(gradients + base + k * stride);
+            if (base + k * stride < n) v[k] = bf16x8_load(gradients + base + k * stride);
             else v[k].word[0] = v[k].word[1] = v[k].word[2] = v[k].word[3] = 0;
         }
         float squares = 0;
@@ -139,55 +139,121 @@ template <bool FP32>
 __device__ static inline void adamw_load(float out[8], const void *array, int64_t i) {
     if (FP32) {
         const float4 *p = (const float4 *)((const float *)array + i);
-        const float4 a = __ldcs(p), b = __ldcs(p + 1);
+        const float4 a = p[0], b = p[1];
         out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
     } else {
-        bf16x8_unpack(out, bf16x8_load_streaming((const bf16 *)array + i));
+        bf16x8_unpack(out, bf16x8_load((const bf16 *)array + i));
     }
 }
 
 __device__ static inline void adamw_store_fp32(void *array, int64_t i, const float x[8]) {
     float4 *p = (float4 *)((float *)array + i);
-    __stcs(p, make_float4(x[0], x[1], x[2], x[3]));
-    __stcs(p + 1, make_float4(x[4], x[5], x[6], x[7]));
+    p[0] = make_float4(x[0], x[1], x[2], x[3]);
+    p[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-__device__ static inline void adamw_store_bits(void *array, int64_t i, const uint32_t bits[8]) {
-    __stcs((uint4 *)((bf16 *)array + i), make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16, bits[6] | bits[7] << 16));
+// bf16_from_float_stochastic of 8 finite numbers; random[j] has 16 random bits and zeros above. The upper halves of two sums make a word.
+__device__ static inline Bf16x8 adamw_round_8(const float x[8], const uint32_t random[8]) {
+    Bf16x8 v;
+#pragma unroll
+    for (int j = 0; j < 4; j++) v.word[j] = __byte_perm(float_bits(x[2 * j]) + random[2 * j], float_bits(x[2 * j + 1]) + random[2 * j + 1], 0x7632);
+    return v;
 }
 
-// Elements i .. i + 7. Returns the magnitudes' running maximum (see amax_update) over the new bf16 weights.
+__device__ static inline float adamw_load_one(const void *array, int64_t i, bool fp32) { return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]); }
+
+// Element i, by the CPU's own functions; what the fast path below falls back to. Returns the magnitude of the new bf16 weight.
 template <bool MASTER, bool FP32_MOMENTS>
-__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, int64_t i, const AdamwStep &step, float factor, bool apply, bool decay, uint32_t largest) {
+__device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, const AdamwStep *step, float factor, bool decay) {
+    const float gradient = __fmul_rn(__bfloat162float(a.gradients[i]), factor);  // __fmul_rn: not contracted with the next sum
+    AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER), adamw_load_one(a.exp_avg, i, FP32_MOMENTS),
+                      adamw_load_one(a.exp_avg_sq, i, FP32_MOMENTS)};
+    e = adamw_update(e, gradient, decay, step);
+    const uint64_t random = adamw_random(step, i);
+    const bf16_bits weight = MASTER ? bf16_from_float(e.weight) : adamw_round_weight(e.weight, random);
+    if (MASTER) a.master[i] = e.weight;
+    ((bf16_bits *)a.weights)[i] = weight;
+    if (FP32_MOMENTS) {
+        ((float *)a.exp_avg)[i] = e.exp_avg;
+        ((float *)a.exp_avg_sq)[i] = e.exp_avg_sq;
+    } else {
+        ((bf16_bits *)a.exp_avg)[i] = adamw_round_exp_avg(e.exp_avg, random);
+        ((bf16_bits *)a.exp_avg_sq)[i] = adamw_round_exp_avg_sq(e.exp_avg_sq, random);
+    }
+    return weight & 0x7fffu;
+}
+
+// How far operands strayed from where adamw_update_fast is exact; see adamw_is_common.
+typedef struct {
+    uint32_t denominator, weight;
+} AdamwRange;
+
+// adamw_update without the branches of sqrtf and division for rare operands (the iterations are those that nvcc uses for common ones): the same
+// bits wherever
+//   - the denominator is in [2^-33, 2^40): else eps is tiny or exp_avg_sq huge or NaN. So exp_avg_sq below 2^-140, which vanishes beside such a
+//     denominator, may be taken as 2^-140;
+//   - the new weight is in [2^-30, infinity): else a quotient below 2^-67, which may be inexact, could still change it.
+__device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gradient, float kept, const AdamwStep &s, float scaled_bias2, AdamwRange *range) {
+    e.exp_avg = __fmaf_rn(s.one_minus_beta1, __fsub_rn(gradient, e.exp_avg), e.exp_avg);
+    e.exp_avg_sq = __fmaf_rn(s.beta2, e.exp_avg_sq, __fmul_rn(__fmul_rn(s.one_minus_beta2, gradient), gradient));
+    // sqrt(exp_avg_sq * 2^40), so that the remainder of the smallest operand is a normal number; an unsigned maximum keeps NaN
+    const float x = float_from_bits(max(float_bits(__fmul_rn(e.exp_avg_sq, 0x1p40f)), float_bits(0x1p-100f)));
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    float root = __fmul_rn(x, r);
+    root = __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(r, 0.5f), root);
+    const float d = __fmaf_rn(root, scaled_bias2, s.eps);
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+    r = __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
+    float q = __fmul_rn(e.exp_avg, r);
+    q = __fmaf_rn(r, __fmaf_rn(-d, q, e.exp_avg), q);
+    q = __fmaf_rn(r, __fmaf_rn(-d, q, e.exp_avg), q);
+    e.weight = __fmaf_rn(-s.step_size, q, __fmul_rn(e.weight, kept));
+    range->denominator = max(range->denominator, float_bits(d) - float_bits(0x1p-33f));
+    range->weight = max(range->weight, 2 * float_bits(e.weight) - 2 * float_bits(0x1p-30f));  // doubled: without the sign
+    return e;
+}
+
+__device__ static inline bool adamw_is_common(const AdamwRange *range) {
+    return range->denominator < float_bits(0x1p40f) - float_bits(0x1p-33f) && range->weight < 2 * (float_bits(INFINITY) - float_bits(0x1p-30f));
+}
+
+// Elements i .. i + 7. Returns the largest magnitudes of the new bf16 weights (see amax_update).
+template <bool MASTER, bool FP32_MOMENTS>
+__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, int64_t i, const AdamwStep &step, float factor, bool decay) {
     float w[8], m[8], v[8], g[8];
-    uint32_t w_bits[8], m_bits[8], v_bits[8];
-    if (!apply) return amax_update(largest, bf16x8_load(a.weights + i));
+    uint32_t w_random[8], m_random[8], v_random[8];
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
     adamw_load<FP32_MOMENTS>(m, a.exp_avg, i);
     adamw_load<FP32_MOMENTS>(v, a.exp_avg_sq, i);
     adamw_load<false>(g, a.gradients, i);
+    const float kept = decay ? step.decay : 1.0f, scaled_bias2 = step.inverse_sqrt_bias2 * 0x1p-20f;
+    AdamwRange range = {0, 0};
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         AdamwElement e = {w[j], m[j], v[j]};
-        e = adamw_update(e, __fmul_rn(g[j], factor), decay, &step);  // __fmul_rn: not contracted, as on the CPU
-        const uint64_t random = MASTER && FP32_MOMENTS ? 0 : adamw_random(&step, i + j);
+        e = adamw_update_fast(e, __fmul_rn(g[j], factor), kept, step, scaled_bias2, &range);
         w[j] = e.weight, m[j] = e.exp_avg, v[j] = e.exp_avg_sq;
-        w_bits[j] = MASTER ? bf16_from_float(e.weight) : adamw_round_weight(e.weight, random);
-        m_bits[j] = adamw_round_exp_avg(e.exp_avg, random);
-        v_bits[j] = adamw_round_exp_avg_sq(e.exp_avg_sq, random);
+        const uint64_t random = adamw_random(&step, i + j);
+        w_random[j] = (uint32_t)random & 0xffffu, m_random[j] = (uint32_t)random >> 16, v_random[j] = (uint32_t)(random >> 32) & 0xffffu;
     }
+    uint32_t largest = 0;
+    if (!adamw_is_common(&range)) {
+#pragma unroll 1
+        for (int j = 0; j < 8; j++) largest = max(largest, adamw_update_one<MASTER, FP32_MOMENTS>(a, i + j, &step, factor, decay));
+        return largest;
+    }
+    const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_round_8(w, w_random);
     if (MASTER) adamw_store_fp32(a.master, i, w);
-    adamw_store_bits(a.weights, i, w_bits);
+    bf16x8_store(a.weights + i, weights);
     if (FP32_MOMENTS) {
         adamw_store_fp32(a.exp_avg, i, m);
         adamw_store_fp32(a.exp_avg_sq, i, v);
     } else {
-        adamw_store_bits(a.exp_avg, i, m_bits);
-        adamw_store_bits(a.exp_avg_sq, i, v_bits);
+        bf16x8_store((bf16 *)a.exp_avg + i, adamw_round_8(m, m_random));
+        bf16x8_store((bf16 *)a.exp_avg_sq + i, adamw_round_8(v, v_random));
     }
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) largest = __vmaxu2(largest, (w_bits[j] | w_bits[j + 1] << 16) & 0x7fff7fffu);
-    return largest;
+    return amax_update(0, weights);
 }
 
 // blockIdx.y: unit; blockIdx.x: ADAMW_TILES tiles of 8 elements a thread. 16 threads share a run, because runs end at multiples of 128 elements.
@@ -204,10 +270,10 @@ static __global__ void __launch_bounds__(ADAMW_THREADS) adamw_update_kernel(cons
     int run = 0;
     while (block_begin / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
     for (int tile = 0; tile < ADAMW_TILES; tile++) {
-        const int64_t e = block_begin + (tile * ADAMW_THREADS + (int)threadIdx.x) * 8;
+        const int64_t e = block_begin + (tile * ADAMW_THREADS + (int)threadIdx.x) * 8, i = unit_begin + e;
         if (e >= u.size) break;
         while (e / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
-        const uint32_t halves = adamw_update_8<MASTER, FP32_MOMENTS>(a, unit_begin + e, step, factor, apply, u.runs[run].decay, 0);
+        const uint32_t halves = apply ? adamw_update_8<MASTER, FP32_MOMENTS>(a, i, step, factor, u.runs[run].decay) : amax_update(0, bf16x8_load(a.weights + i));
         const int slot = u.runs[run].amax_slot;
         if (slot < 0 || !u.amax) continue;
         const uint32_t bits = __reduce_max_sync(0xffffu << (threadIdx.x & 16), max(halves << 16, halves & 0xffff0000u));

@@ -34,7 +34,7 @@ static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 
 // Few blocks leave SMs idle, many cost a pass over fp32 partial sums of dK and dV: the most heads a block for which the longest block (the
 // one of the first keys, which every query sees) is no longer than an SM's share of the whole. Depends on sizes only.
 static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
-    const double sms = 132, l2_bytes = 32e6;
+    const double sms = 132, l2_bytes = 34e6;
     int64_t group = d.NH / d.NKV, tiles = ceil_div(d.T, ATTENTION_BACKWARD_KEYS);
     AttentionBackwardPlan plan = {1, 1};
     for (int64_t h = 1; h <= group; h++) {
@@ -122,7 +122,8 @@ template <int HD> struct AttentionBackwardTiles {
     static const int STATS = DS + 2 * DS_BYTES, STATS_BYTES = 2 * MQ * 4;
     static const int DQ = STATS + STAGES * STATS_BYTES;  // DQ_BUFFERS x 2 fragment tiles, one for each consumer warpgroup
     static const int BARRIERS = DQ + DQ_BUFFERS * 2 * ATTENTION_BACKWARD_FRAGMENT * 4;
-    static const int BYTES = BARRIERS + 256 + 1024;
+    static const int TICKET = BARRIERS + 72 + 32 * DQ_BUFFERS;
+    static const int BYTES = TICKET + 8;
 };
 
 // The share of work of one block.
@@ -217,13 +218,6 @@ template <int HD> __device__ __forceinline__ void attention_backward_accumulate(
     wgmma_commit();
 }
 
-// Index of the fragment tile of dQ that consumer warpgroup w makes in this step.
-template <int HD> __device__ __forceinline__ int64_t attention_backward_dq_tile(const AttentionBackwardParams &p, AttentionBackwardUnit u, int step, int w) {
-    const int MQ = AttentionBackwardTiles<HD>::MQ;
-    int tiles = u.last - u.first, h = u.head + step / tiles, m = u.last - 1 - step % tiles;
-    return (((int64_t)u.b * p.NH + h) * (round_up(p.T, 128) / MQ) + m) * 2 + w;
-}
-
 __device__ __forceinline__ int attention_backward_turn(const int *order) {
     int turn;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(turn) : "l"(order) : "memory");
@@ -234,42 +228,32 @@ __device__ __forceinline__ int attention_backward_turn(const int *order) {
 template <int HD> __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwardParams &p, AttentionBackwardUnit u, uint32_t smem, int w) {
     using L = AttentionBackwardTiles<HD>;
     uint32_t bar = smem + L::BARRIERS + 72 + 16 * L::DQ_BUFFERS * w;
-    int steps = (u.last - u.first) * p.heads_per_block, turn = 0;
-#ifdef LAZY
-    int *before = NULL;
+    int tiles = u.last - u.first, per_head = (p.T + 127) / 128 * (128 / L::MQ), turn = -1, step = 0;
+    int tile = ((u.b * p.NH + u.head) * per_head + u.last - 1) * 2 + w;  // as 64 x 64 fragments: two for each query tile
+    for (int h = 0; h < p.heads_per_block; h++, tile += 2 * (per_head + tiles))
+        for (int left = tiles; left > 0; left--, step++, tile -= 2) {
+            int buffer = step % L::DQ_BUFFERS;
+            mbarrier_wait(bar + 16 * buffer, step / L::DQ_BUFFERS & 1);
+            if (p.order) {
+                while (turn != u.tile) turn = attention_backward_turn(p.order + tile);
+                fence_async_proxy_all();
+            }
+            bulk_reduce_add_f32(p.dq + (int64_t)tile * ATTENTION_BACKWARD_FRAGMENT,
+                                smem + L::DQ + (2 * buffer + w) * ATTENTION_BACKWARD_FRAGMENT * 4, ATTENTION_BACKWARD_FRAGMENT * 4);
+            bulk_commit();
+            bulk_wait_read<0>();
+            mbarrier_arrive(bar + 16 * buffer + 8);
+            if (p.order) {
+#ifdef LOOKAHEAD
+                turn = left > 1 ? attention_backward_turn(p.order + tile - 2) : -1;
+#else
+                turn = -1;
 #endif
-    for (int step = 0; step < steps; step++) {
-        int buffer = step % L::DQ_BUFFERS;
-        int64_t tile = attention_backward_dq_tile<HD>(p, u, step, w);
-        mbarrier_wait(bar + 16 * buffer, step / L::DQ_BUFFERS & 1);
-        if (p.order) {
-#ifdef LAZY
-            bulk_wait<0>();
-            if (before) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(before) : "memory");
-            before = p.order + tile;
-            turn = -1;
-#endif
-            if (step == 0) turn = -1;
-            while (turn != u.tile) turn = attention_backward_turn(p.order + tile);
-            fence_async_proxy_all();
+                bulk_wait<0>();
+                asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.order + tile) : "memory");
+            }
         }
-        bulk_reduce_add_f32(p.dq + tile * ATTENTION_BACKWARD_FRAGMENT, smem + L::DQ + (2 * buffer + w) * ATTENTION_BACKWARD_FRAGMENT * 4,
-                            ATTENTION_BACKWARD_FRAGMENT * 4);
-        bulk_commit();
-        bulk_wait_read<0>();
-        mbarrier_arrive(bar + 16 * buffer + 8);
-#ifndef LAZY
-        if (p.order) {
-            if (step + 1 < steps) turn = attention_backward_turn(p.order + attention_backward_dq_tile<HD>(p, u, step + 1, w));
-            bulk_wait<0>();
-            asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.order + tile) : "memory");
-        }
-#endif
-    }
     bulk_wait<0>();
-#ifdef LAZY
-    if (before) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(before) : "memory");
-#endif
 }
 
 // Hands the 64 x 64 tile of this step to that thread.
@@ -396,7 +380,8 @@ template <int HD> __device__ __forceinline__ void attention_backward_consume(con
         if (lane == 0) mbarrier_arrive(bar + 40 + 8 * stage);
 #ifdef RED
         if (!p.order) {
-            float *to = p.dq + attention_backward_dq_tile<HD>(p, u, step, w) * ATTENTION_BACKWARD_FRAGMENT + threadIdx.x % 128 * 4;
+            int h = u.head + step / tiles;
+            float *to = p.dq + ((((int64_t)u.b * p.NH + h) * (round_up(p.T, 128) / MQ) + m) * 2 + w) * ATTENTION_BACKWARD_FRAGMENT + threadIdx.x % 128 * 4;
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
@@ -417,18 +402,19 @@ template <int HD> __device__ __forceinline__ void attention_backward_consume(con
 template <int HD> __global__ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ AttentionBackwardParams p) {
 #if HOPPER_DEVICE_CODE
     using L = AttentionBackwardTiles<HD>;
-    extern __shared__ uint8_t attention_backward_smem[];
-    __shared__ int ticket;
-    uint32_t smem = (smem_address(attention_backward_smem) + 1023) & ~1023u, bar = smem + L::BARRIERS;
+    extern __shared__ __align__(1024) uint8_t attention_backward_smem[];
+    uint32_t smem = smem_address(attention_backward_smem), bar = smem + L::BARRIERS;
+    int *ticket = (int *)(attention_backward_smem + L::TICKET);
     if (threadIdx.x == 0) {
-        ticket = atomicAdd(p.ticket, 1);  // not blockIdx.x: a unit may wait for earlier ones, which must have started
+        if (smem % 1024) __trap();
+        *ticket = atomicAdd(p.ticket, 1);  // not blockIdx.x: a unit may wait for earlier ones, which must have started
         for (int i = 0; i < 5; i++) mbarrier_init(bar + 8 * i, 1);
         for (int i = 5; i < 9; i++) mbarrier_init(bar + 8 * i, 8);
         for (int i = 0; i < 2 * L::DQ_BUFFERS; i++) mbarrier_init(bar + 72 + 16 * i, 4), mbarrier_init(bar + 80 + 16 * i, 1);
         mbarrier_init_fence();
     }
     __syncthreads();
-    AttentionBackwardUnit u = attention_backward_unit<HD>(p, ticket);
+    AttentionBackwardUnit u = attention_backward_unit<HD>(p, *ticket);
     if (threadIdx.x < 128) {
         warpgroup_give_registers<24>();
         if (threadIdx.x == 0) attention_backward_produce<HD>(p, u, smem);

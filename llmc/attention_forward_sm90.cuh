@@ -2,9 +2,10 @@
 //
 // out[b,t,h,:] = sum_u softmax_u(scale * q[b,t,h,:].k[b,u,g,:]) v[b,u,g,:] over u <= t, g = h / (NH / NKV), scale = 1/sqrt(HD);
 // lse[b,h,t] = ln(sum_u exp(scale * q.k)). Online softmax (Milakov and Gimelshein 2018; Dao 2023), blocks of 128 keys from the
-// diagonal down to 0. Two overlaps keep the tensor cores busy, as in Shah et al. 2024 (FlashAttention-3): within a warpgroup, the scores
-// of block j+1 and the product P V of block j are in flight while softmax runs; between warpgroups, named barriers make them issue
-// their products in turn, so that one computes its softmax under another's products.
+// diagonal down to 0. As in Shah et al. 2024 (FlashAttention-3), the scores of block j and the product P V of block j+1 are in flight
+// while softmax runs on block j. The warpgroups share K and V but keep their own pace, so one computes softmax under another's
+// products. Making them take turns at the tensor cores (that paper's ping-pong barriers) gained nothing at head_dim 128 on an H100,
+// and at 64 less than what it forbids: that a warpgroup skips key blocks which only later rows of the tile attend to.
 //
 // Tiles (64*W query rows of one head) are dealt to a persistent grid, longest first and in alternating direction, which evens out the
 // causal triangle without an atomic counter; the producer loads the next tile's Q, K and V under the current tile's last products.
@@ -176,7 +177,7 @@ __device__ __forceinline__ void forward_softmax(float (&s)[N], float (&row_max)[
         m0 = fmaxf(m0, m1);
         m0 = fmaxf(m0, __shfl_xor_sync(0xffffffffu, m0, 1));
         m0 = fmaxf(m0, __shfl_xor_sync(0xffffffffu, m0, 2));
-        const float offset = m0 == -INFINITY ? 0.0f : m0 * c;  // a row masked so far has no maximum: all its terms become 0
+        const float offset = m0 * c;
         correction[h] = exp2_approx(fmaf(row_max[h], c, -offset));
         row_max[h] = m0;
         float sum0 = row_sum[h] * correction[h], sum1 = 0.0f;
@@ -210,7 +211,7 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
                                                const CUtensorMap *map_out, float *lse, const ForwardPlan &plan, const ForwardPosition &at,
                                                int warpgroup) {
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = at.row + 64 * warpgroup;
-    const int barrier = 1 + ForwardTile<HD>::WARPGROUPS + warpgroup;
+    const int barrier = 1 + warpgroup;
     float inverse[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -248,14 +249,20 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
     const float c = plan.scale * 1.4426950408889634f;
     const uint64_t q_desc = wgmma_desc_k_major(smem + Tile::Q + warpgroup * (64 * 128));
     const uint64_t k_desc = wgmma_desc_k_major(smem + Tile::K), v_desc = wgmma_desc_mn_major(smem + Tile::V, Tile::KEYS * 128);
-    const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % Tile::WARPGROUPS;
     Ring k = {0, 0}, v = {0, 0};
     uint32_t q_parity = 0;
-    if (warpgroup == Tile::WARPGROUPS - 1) named_barrier_arrive(next_turn, 256);  // the first turn is warpgroup 0's
     for (int round = 0, tile; (tile = forward_tile_of_round(round)) < plan.tiles; round++) {
         const ForwardPosition at = forward_position<Tile::ROWS>(plan, tile);
         const int first_row = at.row + 64 * warpgroup, row = first_row + 16 * warp + lane / 4;
-        const int blocks = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T);
+        const int loaded = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T), blocks = forward_key_blocks<64, Tile::KEYS>(first_row, plan.T);
+        for (int j = loaded; j > blocks; j--) {  // skipped, but waited for: an earlier arrival would release the slot's previous load
+            mbarrier_wait(smem + Tile::K_FULL + 8 * k.slot, k.parity);
+            if (lane == 0) mbarrier_arrive(smem + Tile::K_EMPTY + 8 * k.slot);
+            ring_next<Tile::STAGES>(k);
+            mbarrier_wait(smem + Tile::V_FULL + 8 * v.slot, v.parity);
+            if (lane == 0) mbarrier_arrive(smem + Tile::V_EMPTY + 8 * v.slot);
+            ring_next<Tile::STAGES>(v);
+        }
         float s[Tile::KEYS / 2], o[HD / 2] = {0.0f}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f}, correction[2];
         uint32_t p[Tile::KEYS / 16][4];
 
@@ -266,22 +273,20 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         wgmma_fence_registers(s);
         if (lane == 0) mbarrier_arrive(smem + Tile::K_EMPTY + 8 * k.slot);
         ring_next<Tile::STAGES>(k);
+        // Only this first block reaches past the diagonal, and each row has its own key in it, so the maximum is finite from here on.
         forward_mask(s, row, (blocks - 1) * Tile::KEYS + 2 * (lane % 4));
         forward_softmax(s, row_max, row_sum, correction, c);
         forward_pack(p, s);
 
         for (int j = blocks - 2; j >= 0; j--) {  // scores of block j, output of block j + 1
             mbarrier_wait(smem + Tile::K_FULL + 8 * k.slot, k.parity);
-            named_barrier_sync(my_turn, 256);
             forward_start_scores<HD, Tile::ROWS, Tile::KEYS>(s, q_desc, k_desc + k.slot * (Tile::KV_BYTES / 16));
             mbarrier_wait(smem + Tile::V_FULL + 8 * v.slot, v.parity);
             forward_start_output<Tile::KEYS>(o, p, v_desc + v.slot * (Tile::KV_BYTES / 16));
-            named_barrier_arrive(next_turn, 256);
             wgmma_wait<1>();
             wgmma_fence_registers(s);
             if (lane == 0) mbarrier_arrive(smem + Tile::K_EMPTY + 8 * k.slot);
             ring_next<Tile::STAGES>(k);
-            if ((j + 1) * Tile::KEYS > first_row + 1) forward_mask(s, row, j * Tile::KEYS + 2 * (lane % 4));
             forward_softmax(s, row_max, row_sum, correction, c);
             wgmma_wait<0>();
             wgmma_fence_registers(o);
@@ -300,8 +305,7 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         ring_next<Tile::STAGES>(v);
         forward_finish<HD>(o, row_max, row_sum, smem + Tile::OUT + warpgroup * Tile::OUT_BYTES, map_out, lse, plan, at, warpgroup);
     }
-    if (warpgroup == 0) named_barrier_sync(my_turn, 256);  // takes the last turn handed round, so that no arrival is left over
-    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();       // shared memory must outlive the last store
+    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the last store
 }
 
 #endif  // HOPPER_DEVICE_CODE

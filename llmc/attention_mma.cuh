@@ -202,16 +202,9 @@ static __global__ void attention_delta_kernel(float *__restrict__ delta, const b
     if (lane == 0) delta[(b * d.NH + h) * d.T + t] = sum;
 }
 
-// lse*log2(e) and delta of one query; a query past T gets +inf, so that its P is 0.
-__device__ __forceinline__ float2 mma_row_stats(const float *lse, const float *delta, int64_t t, int64_t T) {
-    return t < T ? make_float2(lse[t] * LOG2_E, delta[t]) : make_float2(INFINITY, 0.0f);
-}
-
-// s -> P, dp -> dS of one element.
-__device__ __forceinline__ void mma_probability(float &s, float &dp, float2 stats, float c, bool masked) {
-    s = masked ? 0.0f : exp2f(s * c - stats.x);
-    dp = s * (dp - stats.y);
-}
+// lse*log2(e) of one query; a query past T gets +inf, so that its P is 0 (and its delta 0, to keep 0 * delta finite).
+__device__ __forceinline__ float mma_query_lse(const float *lse, int64_t t, int64_t T) { return t < T ? lse[t] * LOG2_E : INFINITY; }
+__device__ __forceinline__ float mma_query_delta(const float *delta, int64_t t, int64_t T) { return t < T ? delta[t] : 0.0f; }
 
 // One block: dK and dV of 64 keys of one key/value head, over the group's query heads and the query tiles from the diagonal on.
 // Products are taken transposed (keys down), so P^T and dS^T are ready as the left operands of dV and dK.
@@ -228,6 +221,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     const bf16 *q = qkv + sequence * d.T * stride + kv_head * group * HD, *dO = dout + (sequence * d.T * d.NH + kv_head * group) * HD;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     const int64_t k_column = (d.NH + kv_head) * HD, v_column = k_column + d.NKV * HD;
+    const float c = scale * LOG2_E;
 
     mma_copy_tile<HD>(k_tile, qkv + sequence * d.T * stride + k_column, stride, k0, d.T);
     mma_copy_tile<HD>(v_tile, qkv + sequence * d.T * stride + v_column, stride, k0, d.T);
@@ -249,15 +243,17 @@ __global__ void __launch_bounds__(MMA_THREADS)
         const int64_t stats = (sequence * d.NH + kv_head * group + h) * d.T;
         float s[8][4], dp[8][4];
         mma_rows_times_rows<HD>(s, k_tile, row0, q_tile);
+#pragma unroll
+        for (int e = 0; e < 32; e++) {
+            const int column = e / 4 * 8 + lane % 4 * 2 + e % 2, row = row0 + lane / 4 + e % 4 / 2 * 8;
+            const float l = mma_query_lse(lse + stats, (int64_t)j * MMA_TILE + column, d.T);
+            s[e / 4][e % 4] = j == block && row > column ? 0.0f : exp2f(s[e / 4][e % 4] * c - l);
+        }
         mma_rows_times_rows<HD>(dp, v_tile, row0, q_tile + TILE_BYTES);
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int column = 8 * n + lane % 4 * 2 + e % 2, row = row0 + lane / 4 + e / 2 * 8;
-                const float2 st = mma_row_stats(lse + stats, delta + stats, (int64_t)j * MMA_TILE + column, d.T);
-                mma_probability(s[n][e], dp[n][e], st, scale * LOG2_E, j == block && row > column);
-            }
+        for (int e = 0; e < 32; e++) {
+            const int column = e / 4 * 8 + lane % 4 * 2 + e % 2;
+            dp[e / 4][e % 4] = s[e / 4][e % 4] * (dp[e / 4][e % 4] - mma_query_delta(delta + stats, (int64_t)j * MMA_TILE + column, d.T));
         }
         mma_add_times_tile<HD>(dv, s, q_tile + TILE_BYTES);
         mma_add_times_tile<HD>(dk, dp, q_tile);
@@ -288,9 +284,14 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_copy_tile<HD>(stages + TILE_BYTES, v, stride, 0, d.T);
     mma_copy_commit();
     const int64_t stats_at = (sequence * d.NH + head) * d.T;
-    float2 stats[2];
+    const float c = scale * LOG2_E;
+    float row_lse[2], row_delta[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) stats[h] = mma_row_stats(lse + stats_at, delta + stats_at, q0 + row0 + lane / 4 + 8 * h, d.T);
+    for (int h = 0; h < 2; h++) {
+        const int64_t t = q0 + row0 + lane / 4 + 8 * h;
+        row_lse[h] = mma_query_lse(lse + stats_at, t, d.T);
+        row_delta[h] = mma_query_delta(delta + stats_at, t, d.T);
+    }
     float dq[HD / 8][4] = {{0.0f}};
     for (int64_t j = 0; j <= block; j++) {
         const uint32_t k_tile = stages + (uint32_t)(j % 2) * 2 * TILE_BYTES, next = stages + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
@@ -305,12 +306,10 @@ __global__ void __launch_bounds__(MMA_THREADS)
         mma_rows_times_rows<HD>(s, q_tile, row0, k_tile);
         mma_rows_times_rows<HD>(dp, do_tile, row0, k_tile + TILE_BYTES);
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int column = 8 * n + lane % 4 * 2 + e % 2, row = row0 + lane / 4 + e / 2 * 8;
-                mma_probability(s[n][e], dp[n][e], stats[e / 2], scale * LOG2_E, j == block && column > row);
-            }
+        for (int e = 0; e < 32; e++) {
+            const int column = e / 4 * 8 + lane % 4 * 2 + e % 2, h = e % 4 / 2, row = row0 + lane / 4 + 8 * h;
+            const float p = j == block && column > row ? 0.0f : exp2f(s[e / 4][e % 4] * c - row_lse[h]);
+            dp[e / 4][e % 4] = p * (dp[e / 4][e % 4] - row_delta[h]);
         }
         mma_add_times_tile<HD>(dq, dp, k_tile);
         __syncthreads();

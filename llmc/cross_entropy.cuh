@@ -88,7 +88,7 @@ __global__ static void __launch_bounds__(CROSS_ENTROPY_MAX_THREADS)
 #pragma unroll
     for (int i = 0; i < CROSS_ENTROPY_VECTORS; i++) {
         const int v = begin + i * (int)blockDim.x + (int)threadIdx.x;
-        if (v < end) held[i] = bf16x8_load_streaming(x + (int64_t)v * 8);
+        if (v < end) held[i] = bf16x8_load(x + (int64_t)v * 8);
         else held[i].word[0] = held[i].word[1] = held[i].word[2] = held[i].word[3] = NEGATIVE_INFINITY_PAIR;  // adds nothing
     }
     const int target = targets[row];

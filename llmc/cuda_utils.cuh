@@ -60,7 +60,7 @@ __device__ static inline Bf16x8 bf16x8_load(const bf16 *p) {
     return r;
 }
 
-// For data this kernel never writes: read-only path, and first to leave the caches.
+// The same, marked first to leave the caches: for data that is not read again.
 __device__ static inline Bf16x8 bf16x8_load_streaming(const bf16 *p) {
     uint4 v = __ldcs((const uint4 *)p);
     Bf16x8 r = {{v.x, v.y, v.z, v.w}};
@@ -101,17 +101,24 @@ __device__ static inline float warp_sum(float x) {
 
 __device__ static inline uint32_t warp_max_u32(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
-// Sum over a block of WARPS whole warps, the same bits in every thread and every run. `scratch`: WARPS floats of shared memory.
-// One barrier: a caller in a loop alternates between two scratch arrays, so that a fast warp does not overwrite a slow one's.
+// Sum over a group of WARPS consecutive warps, the same bits in every thread and every run. `scratch`: WARPS floats of shared memory.
+// `barrier`: 1 to 15, one for each group of the block. There is one barrier: a caller in a loop alternates between two scratch arrays, so that a
+// fast warp does not overwrite what a slow one still reads.
 template <int WARPS>
-__device__ static inline float block_sum(float x, float *scratch) {
+__device__ static inline float group_sum(float x, float *scratch, int barrier) {
     x = warp_sum(x);
-    if (threadIdx.x % WARP_SIZE == 0) scratch[threadIdx.x / WARP_SIZE] = x;
-    __syncthreads();
+    if (threadIdx.x % WARP_SIZE == 0) scratch[threadIdx.x / WARP_SIZE % WARPS] = x;
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(WARPS * WARP_SIZE) : "memory");
     float sum = scratch[0];
 #pragma unroll
     for (int w = 1; w < WARPS; w++) sum += scratch[w];
     return sum;
+}
+
+// The same over a whole block of WARPS warps; barrier 0 is __syncthreads'.
+template <int WARPS>
+__device__ static inline float block_sum(float x, float *scratch) {
+    return group_sum<WARPS>(x, scratch, 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -168,8 +168,13 @@ static inline bool folder_sync(const char *folder, Failure *failure) {
     return ok;
 }
 
-// A new folder; its parent must exist. One that is there already is fine if `may_exist`.
+// A new folder. If `may_exist`, one that is there already is fine, and missing parents are made too.
 static inline bool folder_create(const char *folder, bool may_exist, Failure *failure) {
+    char parent[PATH_CAPACITY];
+    for (const char *slash = strchr(folder + 1, '/'); may_exist && *folder && slash; slash = strchr(slash + 1, '/')) {
+        format_checked(parent, sizeof parent, "%.*s", (int)(slash - folder), folder);
+        if (mkdir(parent, 0777) && errno != EEXIST) return fail(failure, "cannot make folder %s: %s", parent, strerror(errno));
+    }
     if (mkdir(folder, 0777) == 0) return true;
     int error = errno;
     if (error == EEXIST && may_exist && folder_exists(folder)) return true;

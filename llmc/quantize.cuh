@@ -40,7 +40,7 @@ static __global__ void __launch_bounds__(AMAX_THREADS) tensor_amax_kernel(uint32
     uint32_t halves = 0;
 #pragma unroll
     for (int i = 0; i < AMAX_VECTORS; i++) halves = amax_update(halves, v[i]);
-    if (blockIdx.x == 0 && threadIdx.x < n % 8) halves = max(halves, (uint32_t)(__bfloat16_as_ushort(x[8 * vectors + threadIdx.x]) & 0x7fff) << 16);
+    if (blockIdx.x == 0 && threadIdx.x < n % 8) halves = __vmaxu2(halves, __bfloat16_as_ushort(x[8 * vectors + threadIdx.x]) & 0x7fffu);
     amax_publish(amax, halves);
 }
 
@@ -202,7 +202,7 @@ struct TensorSource {
     const bf16 *x;
     int64_t C;
     __device__ void load_column(Column *, int64_t) const {}
-    __device__ void load(Raw *raw, int64_t row, int64_t column) const { *raw = bf16x8_load_streaming(x + row * C + column); }
+    __device__ void load(Raw *raw, int64_t row, int64_t column) const { *raw = bf16x8_load(x + row * C + column); }
     __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *) const { v[0] = raw; }
 };
 

@@ -23,8 +23,8 @@ __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float
     return bf16x8_pack(f);
 }
 
-// A row belongs to one block of THREADS threads; a thread holds VECTORS times 8 of its values in registers.
-#define RMSNORM_COLUMN(i) (8 * ((i) * THREADS + (int)threadIdx.x))
+// A row belongs to a group of THREADS threads (forward: a block); a thread holds VECTORS times 8 of its values in registers.
+#define RMSNORM_COLUMN(i) (8 * ((i) * THREADS + (int)threadIdx.x % THREADS))
 
 // x: the row to normalise; with RESIDUAL x_out = bf16(residual + delta) is made first and normalised instead.
 typedef struct {
@@ -48,7 +48,7 @@ static __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rmsnorm_forwar
         for (int i = 0; i < VECTORS; i++) {
             if (RMSNORM_COLUMN(i) >= p.C) continue;
             x[i] = bf16x8_load(p.x + row * p.C + RMSNORM_COLUMN(i));
-            if (RESIDUAL) delta[i] = bf16x8_load_streaming(p.delta + row * p.C + RMSNORM_COLUMN(i));
+            if (RESIDUAL) delta[i] = bf16x8_load(p.delta + row * p.C + RMSNORM_COLUMN(i));
         }
         float squares = 0;
 #pragma unroll
@@ -132,7 +132,7 @@ static inline void residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, u
 
 // y recomputed from x and rstd (see "A Source" in quantize.cuh).
 struct RmsnormSource {
-    enum { OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 2, AMAX = 0 };
+    enum { OUTPUTS = 1, MIN_BLOCKS = 4, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {
         Bf16x8 x;
         float rstd;
@@ -145,7 +145,7 @@ struct RmsnormSource {
     int64_t C;
     __device__ void load_column(Column *c, int64_t column) const { bf16x8_unpack(c->w, bf16x8_load(weight + column)); }
     __device__ void load(Raw *raw, int64_t row, int64_t column) const {
-        raw->x = bf16x8_load_streaming(x + row * C + column);
+        raw->x = bf16x8_load(x + row * C + column);
         raw->rstd = rstd[row];
     }
     __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &c, uint32_t *) const { v[0] = rmsnorm_values(raw.x, raw.rstd, c.w); }
@@ -159,8 +159,11 @@ static inline void rmsnorm_quantize_transpose(Fp8Tensor out, const bf16 *x, cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward. A block takes every grid-th row and sums dw over them in registers; it leaves one fp32 row of partial sums, and a second kernel adds
-// those in a fixed order. The number of blocks does not depend on the GPU, so neither do the bits of dw.
+// Backward. A block is 512 threads: as many groups as fit, each with its own rows. A group sums dw over its rows in registers, the groups of a block
+// join theirs, and the block leaves one fp32 row of partial sums; a second kernel adds those rows. Every order is fixed, and the number of blocks
+// does not depend on the GPU, so neither do the bits of dw.
+
+enum { RMSNORM_BACKWARD_THREADS = 512, RMSNORM_BACKWARD_BLOCKS = 128 };
 
 typedef struct {
     bf16 *dx;
@@ -172,52 +175,74 @@ typedef struct {
     int C;
 } RmsnormBackward;
 
+// dx of one row; adds the row's part of dw.
 template <int VECTORS, int THREADS>
-static __global__ void __launch_bounds__(THREADS, 512 / THREADS) rmsnorm_backward_kernel(const RmsnormBackward p) {
-    __shared__ float scratch[2][THREADS / WARP_SIZE];
-    float dw[VECTORS][8] = {};
-    Bf16x8 weight[VECTORS] = {};
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++)
-        if (RMSNORM_COLUMN(i) < p.C) weight[i] = bf16x8_load(p.weight + RMSNORM_COLUMN(i));
-    uint32_t halves = 0;
-    int parity = 0;
-    for (int64_t row = blockIdx.x; row < p.R; row += gridDim.x, parity ^= 1) {
-        const float rstd = p.rstd[row];
-        Bf16x8 dy[VECTORS] = {}, x[VECTORS] = {}, residual[VECTORS] = {};
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            if (RMSNORM_COLUMN(i) >= p.C) continue;
-            dy[i] = bf16x8_load_streaming(p.dy + row * p.C + RMSNORM_COLUMN(i));
-            x[i] = bf16x8_load_streaming(p.x + row * p.C + RMSNORM_COLUMN(i));
-            if (p.dresidual) residual[i] = bf16x8_load(p.dresidual + row * p.C + RMSNORM_COLUMN(i));
-        }
-        float dot = 0;
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            float d[8], n[8], w[8];
-            bf16x8_unpack(d, dy[i]), bf16x8_unpack(n, x[i]), bf16x8_unpack(w, weight[i]);
-            for (int k = 0; k < 8; k++) {
-                n[k] *= rstd;
-                dw[i][k] = fmaf(d[k], n[k], dw[i][k]);
-                dot = fmaf(d[k] * w[k], n[k], dot);
-            }
-        }
-        const float mean = block_sum<THREADS / WARP_SIZE>(dot, scratch[parity]) / (float)p.C;
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            if (RMSNORM_COLUMN(i) >= p.C) continue;
-            float d[8], n[8], w[8], r[8];
-            bf16x8_unpack(d, dy[i]), bf16x8_unpack(n, x[i]), bf16x8_unpack(w, weight[i]), bf16x8_unpack(r, residual[i]);
-            for (int k = 0; k < 8; k++) d[k] = r[k] + rstd * (d[k] * w[k] - n[k] * rstd * mean);
-            const Bf16x8 dx = bf16x8_pack(d);
-            bf16x8_store(p.dx + row * p.C + RMSNORM_COLUMN(i), dx);
-            halves = amax_update(halves, dx);
-        }
-    }
+__device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_t *halves, const RmsnormBackward &p, int64_t row,
+                                                   float *scratch, int barrier) {
+    const float rstd = p.rstd[row];
+    Bf16x8 dy[VECTORS] = {}, x[VECTORS] = {}, residual[VECTORS] = {};
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         if (RMSNORM_COLUMN(i) >= p.C) continue;
+        dy[i] = bf16x8_load(p.dy + row * p.C + RMSNORM_COLUMN(i));
+        x[i] = bf16x8_load(p.x + row * p.C + RMSNORM_COLUMN(i));
+        if (p.dresidual) residual[i] = bf16x8_load(p.dresidual + row * p.C + RMSNORM_COLUMN(i));
+    }
+    float dot = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        if (RMSNORM_COLUMN(i) >= p.C) continue;
+        float d[8], n[8], w[8];
+        bf16x8_unpack(d, dy[i]), bf16x8_unpack(n, x[i]), bf16x8_unpack(w, bf16x8_load(p.weight + RMSNORM_COLUMN(i)));
+        for (int k = 0; k < 8; k++) {
+            n[k] *= rstd;
+            dw[i][k] = fmaf(d[k], n[k], dw[i][k]);
+            dot = fmaf(d[k] * w[k], n[k], dot);
+        }
+    }
+    const float mean = group_sum<THREADS / WARP_SIZE>(dot, scratch, barrier) / (float)p.C;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        if (RMSNORM_COLUMN(i) >= p.C) continue;
+        float d[8], n[8], w[8], r[8];
+        bf16x8_unpack(d, dy[i]), bf16x8_unpack(n, x[i]), bf16x8_unpack(w, bf16x8_load(p.weight + RMSNORM_COLUMN(i))), bf16x8_unpack(r, residual[i]);
+        for (int k = 0; k < 8; k++) d[k] = r[k] + rstd * (d[k] * w[k] - n[k] * rstd * mean);
+        const Bf16x8 dx = bf16x8_pack(d);
+        bf16x8_store(p.dx + row * p.C + RMSNORM_COLUMN(i), dx);
+        *halves = amax_update(*halves, dx);
+    }
+}
+
+// Adds the dw of all groups of the block into group 0's, from the last group down.
+template <int VECTORS, int THREADS, int GROUPS>
+__device__ static inline void rmsnorm_join_groups(float dw[VECTORS][8]) {
+    __shared__ float sums[VECTORS][8][THREADS];
+    const int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+    for (int from = GROUPS - 1; from > 0; from--) {
+#pragma unroll
+        for (int i = 0; i < VECTORS * 8; i++)
+            if (group == from) sums[i / 8][i % 8][thread] = dw[i / 8][i % 8];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < VECTORS * 8; i++)
+            if (group == from - 1) dw[i / 8][i % 8] += sums[i / 8][i % 8][thread];
+    }
+}
+
+template <int VECTORS, int THREADS>
+static __global__ void __launch_bounds__(RMSNORM_BACKWARD_THREADS, 1) rmsnorm_backward_kernel(const RmsnormBackward p) {
+    enum { GROUPS = RMSNORM_BACKWARD_THREADS / THREADS };
+    __shared__ float scratch[GROUPS][2][THREADS / WARP_SIZE];
+    const int group = threadIdx.x / THREADS;
+    float dw[VECTORS][8] = {};
+    uint32_t halves = 0;
+    int parity = 0;
+    for (int64_t row = (int64_t)blockIdx.x * GROUPS + group; row < p.R; row += (int64_t)gridDim.x * GROUPS, parity ^= 1)
+        rmsnorm_backward_row<VECTORS, THREADS>(dw, &halves, p, row, scratch[group][parity], 1 + group);
+    if constexpr (GROUPS > 1) rmsnorm_join_groups<VECTORS, THREADS, GROUPS>(dw);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        if (group > 0 || RMSNORM_COLUMN(i) >= p.C) continue;
         float4 *to = (float4 *)(p.partials + (int64_t)blockIdx.x * p.C + RMSNORM_COLUMN(i));
         to[0] = make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]);
         to[1] = make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]);
@@ -246,10 +271,9 @@ static __global__ void __launch_bounds__(RMSNORM_SUM_WARPS *WARP_SIZE) rmsnorm_s
     dweight[column] = __float2bfloat16_rn(sum);
 }
 
-// Blocks of the backward kernel: 512 threads on each of 128 multiprocessors.
 static inline int64_t rmsnorm_backward_blocks(int64_t R, int64_t C) {
-    const int64_t threads = C <= 4096 ? 128 : C <= 8192 ? 256 : 512;
-    return min_i64(R, 128 * 512 / threads);
+    const int64_t group_threads = C <= 4096 ? 128 : C <= 8192 ? 256 : 512;
+    return min_i64(ceil_div(R, RMSNORM_BACKWARD_THREADS / group_threads), RMSNORM_BACKWARD_BLOCKS);
 }
 
 // Bytes of device memory that rmsnorm_backward needs at `workspace`.
@@ -266,7 +290,7 @@ static inline void rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, con
     require_aligned16(workspace, "rmsnorm_backward", "workspace");
     const RmsnormBackward p = {dx, (float *)workspace, amax, dy, x, weight, dresidual, rstd, R, (int)C};
     const int64_t blocks = rmsnorm_backward_blocks(R, C);
-#define RMSNORM_LAUNCH(VECTORS, THREADS) rmsnorm_backward_kernel<VECTORS, THREADS><<<(unsigned)blocks, THREADS, 0, stream>>>(p)
+#define RMSNORM_LAUNCH(VECTORS, THREADS) rmsnorm_backward_kernel<VECTORS, THREADS><<<(unsigned)blocks, RMSNORM_BACKWARD_THREADS, 0, stream>>>(p)
     RMSNORM_DISPATCH(C, RMSNORM_LAUNCH);
 #undef RMSNORM_LAUNCH
     CUDA_CHECK_LAUNCH();

@@ -103,7 +103,7 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
         t->shape[t->rank++] = n;
         overflow = overflow || __builtin_mul_overflow(t->elements, n, &t->elements);
     }
-    int64_t bytes = 0, begin, end;
+    int64_t bytes = 0, begin = 0, end = 0;
     overflow = overflow || __builtin_mul_overflow(t->elements, element, &bytes);
     if (overflow) return fail(failure, "%s: the shape of tensor %.200s overflows 64 bits", json->source, entry->key);
     if (offsets->count != 2) return json_expected(json, offsets, "[begin, end]", failure);

@@ -394,6 +394,22 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
     CHECK(differences == 0, "%s backward, %s: %d deterministic runs differ in %lld words", im->name, s->name, repeats, (long long)differences);
 }
 
+// The public entry points give the bits of the implementation meant for this GPU.
+static void check_dispatch(Setup *s) {
+    const Implementation chosen = implementations[hopper_available() ? 1 : 0], dispatch = {"dispatch", attention_forward, attention_backward, false};
+    Tensor out2 = tensor_alloc((size_t)s->n_out * 2), lse2 = tensor_alloc((size_t)s->n_lse * 4);
+    Tensor *poisoned[] = {&s->out, &s->lse, &s->dqkv, &s->again};
+    for (int i = 0; i < 4; i++) tensor_poison(*poisoned[i]);
+    run_forward(&chosen, s, s->out, s->lse);
+    run_forward(&dispatch, s, out2, lse2);
+    CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0, "%s: attention_forward is not %s's", s->name, chosen.name);
+    run_backward(&chosen, s, s->dqkv, true);
+    run_backward(&dispatch, s, s->again, true);
+    CHECK(count_differences(s->dqkv, s->again) == 0, "%s: attention_backward is not %s's", s->name, chosen.name);
+    tensor_free(out2);
+    tensor_free(lse2);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // What runs
 
@@ -411,6 +427,7 @@ static void check_case(const Options *o, Case c, uint64_t key) {
         if (o->backward && !o->deterministic_only) check_backward(&implementations[i], &s, false);
         if (o->backward) check_backward(&implementations[i], &s, true);
     }
+    if (o->forward && o->backward) check_dispatch(&s);
     setup_free(&s);
 }
 

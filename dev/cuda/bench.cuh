@@ -1,5 +1,5 @@
 // What the kernel programs of dev/cuda share: poisoned device buffers, comparisons that name the first bad element, and timing with a cold L2.
-// A program checks with CHECK and the functions below (argument "check"), times its kernels ("bench"), or both (none), and ends with check_report().
+// A program checks with CHECK and the functions below (arguments "check", "large"), times its kernels ("bench"), and ends with check_report().
 #ifndef DEV_CUDA_BENCH_CUH
 #define DEV_CUDA_BENCH_CUH
 
@@ -225,9 +225,10 @@ static inline void bench_destroy(Bench *b) {
     CUDA_CHECK(cudaEventDestroy(b->stop));
 }
 
-// True if the program was called to do `part`, "check" or "bench": with no argument it does both.
+// True if the program was called to do `part`: "check" (small tensors), "large" (more than 2^31 elements) or "bench". With no argument it does all.
 static inline bool bench_part_wanted(int argc, char **argv, const char *part) {
-    if (argc > 2 || (argc == 2 && strcmp(argv[1], "bench") && strcmp(argv[1], "check"))) die("usage: %s [check|bench]", argv[0]);
+    if (argc > 2 || (argc == 2 && strcmp(argv[1], "check") && strcmp(argv[1], "large") && strcmp(argv[1], "bench")))
+        die("usage: %s [check|large|bench]", argv[0]);
     return argc == 1 || !strcmp(argv[1], part);
 }
 

@@ -162,7 +162,6 @@ static void run_checks(void) {
             if (fill == FILL_NORMAL) check_backward(&k, false, true);
             case_free(&k);
         }
-    check_large();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -194,6 +193,7 @@ int main(int argc, char **argv) {
         check_refusals();
         run_checks();
     }
+    if (bench_part_wanted(argc, argv, "large")) check_large();
     if (bench_part_wanted(argc, argv, "bench")) {
         Bench b = bench_create();
         bench_shape(&b, 8192, 4096);

@@ -111,7 +111,6 @@ static void run_checks(void) {
     const int64_t shapes[][2] = {{1, 16}, {3, 48}, {33, 256}, {31, 272}, {129, 528}, {300, 1040}};
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
         for (int fill = 0; fill < NUM_FILLS; fill++) check_case(shapes[i][0], shapes[i][1], (Fill)fill);
-    check_large();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -149,6 +148,7 @@ int main(int argc, char **argv) {
         check_refusals();
         run_checks();
     }
+    if (bench_part_wanted(argc, argv, "large")) check_large();
     if (bench_part_wanted(argc, argv, "bench")) {
         Bench b = bench_create();
         bench_shape(&b, 8192, 14336);

@@ -105,7 +105,7 @@ static void test_numbers(void) {
     CHECK(int_of("9", 0, 9, &i) && int_of("0", 0, 9, &i) && int_of("-0", 0, 9, &i), "limits belong to the range");
     Json json;
     Failure failure;
-    double x;
+    double x = 0;
     CHECK(json_parse(&json, "t.json", "1e999", 5, &failure), "%s", failure.text);
     CHECK(!json_real(&json, json_root(&json), &x, &failure) && strstr(failure.text, "1e999"), "%s", failure.text);
     json_free(&json);
@@ -157,7 +157,7 @@ static void test_writing(void) {
     CHECK(strcmp(json_member(&json, json_root(&json), "s")->text, "q\"b\\n\n\x01\xc3\xa9/") == 0, "%s", out.data);
     size_t i = 0;
     for (const JsonNode *n = json_first(&json, json_member(&json, json_root(&json), "n")); n; n = json_next(&json, n), i++) {
-        double x;
+        double x = 0;
         CHECK(json_real(&json, n, &x, &failure) && x == values[i], "%s is not %.17g", n->text, values[i]);
     }
     json_free(&json);

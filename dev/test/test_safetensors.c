@@ -97,8 +97,8 @@ static void test_round_trip(void) {
     int calls = 0;
     CHECK(safetensors_save(folder, "model", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
     CHECK(list.count == 1 && strcmp(list.records[0].name, "model.safetensors") == 0 && calls == NUM_TENSORS, "%lld files", (long long)list.count);
-    int64_t bytes;
-    uint64_t hash;
+    int64_t bytes = 0;
+    uint64_t hash = 0;
     CHECK(file_size(path_of("model.safetensors"), &bytes, &failure) && bytes == list.records[0].bytes, "%s", failure.text);
     CHECK(file_hash(path_of("model.safetensors"), bytes, &hash, &failure) && hash == list.records[0].hash, "%s", failure.text);
     CHECK(safetensors_open_folder(&st, folder, "model", &failure), "%s", failure.text);
@@ -299,7 +299,9 @@ static void test_folders(void) {
     char a[PATH_CAPACITY], b[PATH_CAPACITY];
     format_checked(a, sizeof a, "%s/a", folder);
     format_checked(b, sizeof b, "%s/b", folder);
-    CHECK(!folder_create(path_of("x/y/z"), true, &failure) && strstr(failure.text, "its parent folder must exist"), "%s", failure.text);
+    CHECK(folder_create(path_of("made/with/parents"), true, &failure), "%s", failure.text);
+    CHECK(rmdir(path_of("made/with/parents")) == 0 && rmdir(path_of("made/with")) == 0 && rmdir(path_of("made")) == 0, "%s", strerror(errno));
+    CHECK(!folder_create(path_of("x/y/z"), false, &failure) && strstr(failure.text, "its parent folder must exist"), "%s", failure.text);
     CHECK(folder_create(a, false, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure), "%s", failure.text);
     CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_create(b, false, &failure) && file_write(b, "old", "2", 1, NULL, &failure), "%s", failure.text);
     CHECK(folder_replace(a, b, &failure) && !path_exists(a) && path_exists(path_of("b/new")) && !path_exists(path_of("b/old")), "%s", failure.text);

@@ -1,0 +1,56 @@
+// FLOP counts against hand calculations, MFU and SOL, and the table of peaks.
+#include "../../llmc/flops.h"
+#include "check.h"
+
+static TokenFlops preset_flops(const char *name, int64_t T, bool fp8) {
+    ModelConfig m;
+    CHECK(model_config_preset(&m, name), "preset %s", name);
+    if (!m.vocab_size) m.vocab_size = 320;
+    ParameterTable t = parameter_table(&m);
+    const TokenFlops f = flops_per_token(&t, &m, T, fp8);
+    parameter_table_free(&t);
+    return f;
+}
+
+static void check_peak(int major, int minor, const char *name, double tflops) {
+    const double peak = flops_peak_bf16(major, minor, name);
+    CHECK(peak == tflops * 1e12, "%d.%d %s: %g, expected %g", major, minor, name, peak, tflops * 1e12);
+}
+
+int main(void) {
+    // llama3.1-8b: each of 32 layers (4096 x 6144) + (4096 x 4096) + 3 (4096 x 14336) = 218,103,808, and lm_head 128256 x 4096
+    const double layers = 32 * 218103808.0, head = 128256 * 4096.0;
+    TokenFlops f = preset_flops("llama3.1-8b", 8192, false);
+    CHECK(f.bf16 == 6 * (layers + head) + 6.0 * 32 * 4096 * 8192 && f.fp8 == 0, "llama3.1-8b in bf16: %.0f + %.0f", f.bf16, f.fp8);
+    f = preset_flops("llama3.1-8b", 8192, true);
+    CHECK(f.fp8 == 6 * layers && f.bf16 == 6 * head + 6.0 * 32 * 4096 * 8192, "llama3.1-8b in fp8: %.0f + %.0f", f.bf16, f.fp8);
+    CHECK(flops_total(f) == flops_total(preset_flops("llama3.1-8b", 8192, false)), "the precision does not change the model's FLOPs");
+    // 12,802 tok/s at 51.47 GFLOP a token on a peak of 989.5 TFLOP/s
+    CHECK(fabs(flops_mfu(f, 12802, 989.5e12) - 0.66591) < 1e-4, "mfu %g", flops_mfu(f, 12802, 989.5e12));
+    CHECK(fabs(flops_sol(f, 12802, 989.5e12) - 0.39496) < 1e-4, "sol %g", flops_sol(f, 12802, 989.5e12));
+    CHECK(isnan(flops_mfu(f, 12802, 0)) && isnan(flops_sol(f, 12802, 0)), "an unknown GPU has no mfu");
+    // tied embeddings count once as lm_head; heads x head_dim differs from hidden (qwen3-0.6b: 16 x 128 = 2048, hidden 1024)
+    f = preset_flops("qwen3-0.6b", 4096, false);
+    CHECK(f.bf16 == 6 * (28 * (1024.0 * 4096 + 2048 * 1024 + 3 * 1024 * 3072) + 151936 * 1024.0) + 6.0 * 28 * 2048 * 4096, "qwen3-0.6b: %.0f", f.bf16);
+    // biases and norms are no matrix products
+    f = preset_flops("qwen2.5-0.5b", 1, false);
+    CHECK(f.bf16 == 6 * (24 * (896.0 * 1152 + 896 * 896 + 3 * 896 * 4864) + 151936 * 896.0) + 6.0 * 24 * 896, "qwen2.5-0.5b: %.0f", f.bf16);
+
+    check_peak(9, 0, "NVIDIA H200", 989.5);
+    check_peak(9, 0, "NVIDIA H200 NVL", 835.5);
+    check_peak(9, 0, "NVIDIA H100 80GB HBM3", 989.5);
+    check_peak(9, 0, "NVIDIA H100 PCIe", 756);
+    check_peak(9, 0, "NVIDIA H100 NVL", 835.5);
+    check_peak(9, 0, "NVIDIA GH200 480GB", 989.5);
+    check_peak(9, 0, "NVIDIA H20", 148);
+    check_peak(10, 0, "NVIDIA B200", 2250);
+    check_peak(10, 0, "NVIDIA GB200", 2500);
+    check_peak(8, 0, "NVIDIA A100-SXM4-80GB", 312);
+    check_peak(8, 9, "NVIDIA L40S", 362);
+    check_peak(8, 9, "NVIDIA L4", 121);
+    check_peak(8, 9, "NVIDIA GeForce RTX 4090", 165.2);
+    check_peak(8, 9, "NVIDIA H100", 0);          // the name of one GPU and the capability of another
+    check_peak(9, 0, "NVIDIA H2000", 0);         // only part of a word
+    check_peak(12, 0, "Some new GPU", 0);
+    return check_report();
+}

@@ -1,0 +1,188 @@
+// The step line as DESIGN prints it, log.jsonl line by line (read back with the JSON reader), the summary's medians, and files that cannot be written.
+#include "../../llmc/logger.h"
+#include "check.h"
+
+static char folder[] = "/tmp/test_logger_XXXXXX";
+
+typedef struct {
+    Options o;
+    ModelConfig m;
+    ParameterTable t;
+    RunInfo run;
+} Run;
+
+static Run make_run(double peak) {
+    Run r;
+    r.o = options_default();
+    r.o.model = "llama3.1-8b", r.o.sequence_length = 2048, r.o.num_steps = 1000, r.o.precision = PRECISION_FP8, r.o.log_dir = folder;
+    r.o.train_data = "a \"quoted\" \\ path";
+    options_resolve(&r.o);
+    model_config_preset(&r.m, r.o.model);
+    r.t = parameter_table(&r.m);
+    const RunInfo info = {"train_fp8cu", "NVIDIA H200", "test", 4, peak};
+    r.run = info;
+    return r;
+}
+
+static StepRecord make_step(int64_t step, double seconds) {
+    const StepRecord s = {step, 9.123456, 1.2345, 1e-5, seconds, (int64_t)(59.9 * 1073741824), false};
+    return s;
+}
+
+// What `action` prints on stdout.
+static char *captured(void (*action)(Logger *, void *), Logger *l, void *context) {
+    char path[64];
+    format_checked(path, sizeof path, "%s/stdout", folder);
+    fflush(stdout);
+    const int saved = dup(1), fd = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    if (saved < 0 || fd < 0 || dup2(fd, 1) < 0) die("cannot redirect stdout: %s", strerror(errno));
+    action(l, context);
+    fflush(stdout);
+    dup2(saved, 1);
+    close(saved), close(fd);
+    char *text = read_file(path, NULL);
+    unlink(path);
+    return text;
+}
+
+static void log_step(Logger *l, void *step) { logger_step(l, (const StepRecord *)step); }
+static void log_close(Logger *l, void *unused) {
+    (void)unused;
+    logger_close(l);
+}
+
+static double member(const Json *json, const char *key) {
+    Failure failure;
+    double value = (double)NAN;
+    const JsonNode *node = json_member(json, json_root(json), key);
+    if (node && node->type == JSON_NUMBER) json_real(json, node, &value, &failure);
+    return value;
+}
+
+static void test_step_line(void) {
+    Run r = make_run(989.5e12);
+    r.o.log_dir = "";
+    Logger l = logger_open(&r.o, &r.m, &r.t, r.run);
+    StepRecord s = make_step(12, 0.20512);
+    char *line = captured(log_step, &l, &s);
+    // 2048 tokens a GPU in 205.12 ms: 9984 tok/s; 46.639 GFLOP a token give 465.6 TFLOP/s, 47.1% of 989.5; FP8 products count half in sol
+    const char *expected = "step   12/1000 | loss 9.123456 | norm 1.2345 | lr 1.000e-05 | 205.12 ms | 9984 tok/s/gpu | 39938 tok/s | 465.6 TFLOP/s/gpu | mfu 47.1% | sol 25.9% | mem 59.9 GiB\n";
+    CHECK(strcmp(line, expected) == 0, "step line\n%sexpected\n%s", line, expected);
+    free(line);
+    l.run.peak_bf16 = 0, s.skipped = true, s.norm = (double)INFINITY;
+    line = captured(log_step, &l, &s);
+    CHECK(strstr(line, "norm inf") && strstr(line, "| mfu n/a | sol n/a | mem") && strstr(line, "SKIPPED"), "%s", line);
+    CHECK(!strstr(line, "%"), "an unknown GPU must print no share: %s", line);
+    free(line);
+    free(captured(log_close, &l, NULL));
+    parameter_table_free(&r.t);
+}
+
+static void test_file(void) {
+    Run r = make_run(989.5e12);
+    Logger l = logger_open(&r.o, &r.m, &r.t, r.run);
+    char *printed;
+    for (int64_t step = 1; step <= 31; step++) {  // slow at first, then 100, 101, ... 120 ms in a shuffled order
+        StepRecord s = make_step(step, step <= 10 ? 5.0 : 0.1 + 0.001 * (double)(step * 8 % 21));
+        s.loss = step <= 11 ? 50 : 2;
+        s.skipped = step == 4;
+        s.norm = step == 4 ? (double)NAN : 1;
+        free(captured(log_step, &l, &s));
+    }
+    logger_validation(&l, 31, 1.5);
+    printed = captured(log_close, &l, NULL);
+    CHECK(strstr(printed, "31 steps, 1 skipped") && strstr(printed, "median of the last 21 steps: 110.00 ms") && strstr(printed, "mean of the last 20 2.000000"), "%s", printed);
+    free(printed);
+
+    char path[64], *save = NULL, *text;
+    format_checked(path, sizeof path, "%s/log.jsonl", folder);
+    text = read_file(path, NULL);
+    int lines = 0;
+    for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save), lines++) {
+        Json json;
+        Failure failure;
+        if (!json_parse(&json, "log.jsonl", line, strlen(line), &failure)) {
+            CHECK(false, "line %d is not JSON: %s", lines + 1, failure.text);
+            continue;
+        }
+        const char *type = json_member(&json, json_root(&json), "type")->text;
+        if (lines == 0) {
+            const JsonNode *settings = json_member(&json, json_root(&json), "settings");
+            CHECK(strcmp(type, "settings") == 0 && settings, "first line: %s", line);
+            int64_t options = 0, logged = 0;
+            for (const OptionRow *row = option_rows(); row->name; row++) options += row->kind != OPTION_GROUP && row->field != offsetof(Options, help);
+            for (const JsonNode *node = json_first(&json, settings); node; node = json_next(&json, node)) logged++;
+            CHECK(logged == options, "%lld of %lld settings are logged", (long long)logged, (long long)options);
+            CHECK(strcmp(json_member(&json, settings, "train-data")->text, r.o.train_data) == 0, "quotes survive: %s", line);
+            CHECK(member(&json, "world_size") == 4 && member(&json, "parameters") == 8030261248.0, "%s", line);
+        }
+        if (lines == 1) {
+            CHECK(strcmp(type, "step") == 0 && member(&json, "step") == 1 && member(&json, "loss") == 50 && member(&json, "ms") == 5000, "%s", line);
+            CHECK(fabs(member(&json, "mfu") - 46.639e9 * 2048 / 5 / 989.5e12) < 1e-4, "%s", line);
+        }
+        if (lines == 4) CHECK(json_member(&json, json_root(&json), "norm")->type == JSON_NULL && strstr(line, "\"skipped\": true"), "NaN is null: %s", line);
+        if (lines == 32) CHECK(strcmp(type, "validation") == 0 && member(&json, "loss") == 1.5, "%s", line);
+        if (lines == 33) CHECK(strcmp(type, "summary") == 0 && fabs(member(&json, "median_ms") - 110) < 1e-9 && member(&json, "steps") == 31, "%s", line);
+        json_free(&json);
+    }
+    CHECK(lines == 34, "log.jsonl has %d lines", lines);
+    free(text);
+
+    // a resumed run continues the file, another one starts it anew
+    r.o.resume = true;
+    l = logger_open(&r.o, &r.m, &r.t, r.run);
+    logger_close(&l);
+    text = read_file(path, NULL);
+    CHECK(strstr(text + 1, "{\"type\": \"settings\"") != NULL, "a resumed run appends its settings");
+    free(text);
+    r.o.resume = false;
+    l = logger_open(&r.o, &r.m, &r.t, r.run);
+    logger_close(&l);
+    text = read_file(path, NULL);
+    CHECK(strncmp(text, "{\"type\": \"settings\"", 19) == 0 && !strstr(text + 1, "{\"type\":"), "a new run starts the log anew");
+    free(text);
+    unlink(path);
+    parameter_table_free(&r.t);
+}
+
+static void open_log(void *options) {
+    Run r = make_run(0);
+    r.o.log_dir = (const char *)options;
+    Logger l = logger_open(&r.o, &r.m, &r.t, r.run);
+    logger_close(&l);
+}
+
+static void test_failures(void) {
+    char output[1024], path[64];
+    CHECK(check_dies(open_log, (void *)"/tmp/no/such/place", "--log-dir", output, sizeof output), "%s", output);
+    format_checked(path, sizeof path, "%s/log.jsonl", folder);
+    if (mkdir(path, 0777)) die("mkdir: %s", strerror(errno));
+    CHECK(check_dies(open_log, folder, "cannot write", output, sizeof output), "%s", output);
+    rmdir(path);
+    // a disk that fills up during the run costs the log, not the run
+    if (symlink("/dev/full", path)) die("symlink: %s", strerror(errno));
+    Run r = make_run(0);
+    fflush(stderr);
+    const int saved = dup(2), null = open("/dev/null", O_WRONLY);
+    dup2(null, 2);
+    Logger l = logger_open(&r.o, &r.m, &r.t, r.run);
+    dup2(saved, 2);
+    close(saved), close(null);
+    StepRecord s = make_step(1, 1);
+    free(captured(log_step, &l, &s));
+    CHECK(l.file == NULL, "the log is given up on a full disk");
+    free(captured(log_close, &l, NULL));
+    unlink(path);
+    parameter_table_free(&r.t);
+}
+
+int main(void) {
+    if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
+    test_step_line();
+    test_file();
+    test_failures();
+    double odd[] = {3, 1, 2}, even[] = {4, 1, 3, 2};
+    CHECK(logger_median(odd, 3) == 2 && logger_median(even, 4) == 2.5, "medians");
+    rmdir(folder);
+    return check_report();
+}
