@@ -472,7 +472,7 @@ static void layer_forward_mlp(Trainer *t, int64_t l) {
 static void model_forward(Trainer *t, const TokenSlot *slot) {
     const Dims *d = &t->d;
     if (t->fp8) CUDA_CHECK(cudaMemset2DAsync(t->amax + SCALE_INPUT, NUM_SCALES * sizeof(uint32_t), 0, (NUM_SCALES - SCALE_INPUT) * sizeof(uint32_t), (size_t)d->L, t->stream));
-    embedding_forward(t->acts[0].x_in, slot->device, t->weights + t->table.root.embedding, d->R, d->C, t->stream);
+    embedding_forward(t->acts[0].x_in, t->weights + t->table.root.embedding, slot->device, d->R, d->C, t->stream);
     for (int64_t l = 0; l < d->L; l++) {
         layer_forward_until_mlp(t, l, l ? t->acts[l - 1].x_mid : NULL, l ? t->branch : NULL);
         layer_forward_mlp(t, l);
@@ -586,7 +586,7 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
     bf16 *dembedding = t->grads + t->table.root.embedding;
     const bool onto_lm_head = t->m.tie_word_embeddings;  // a tied embedding's gradient already holds lm_head's
     if (!onto_lm_head && !accumulate) CUDA_CHECK(cudaMemsetAsync(dembedding, 0, (size_t)(d->V * d->C) * sizeof(bf16), t->stream));
-    embedding_backward(dembedding, t->dx, slot->device + 2 * d->R, d->R, d->C, true, t->stream);
+    embedding_backward(dembedding, t->dx, slot->device + 2 * d->R, d->R, d->C, t->stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -624,7 +624,7 @@ static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
     TokenSlot *slot = &t->tokens[t->batches_sent++ % TOKEN_SLOTS];
     CUDA_CHECK(cudaEventSynchronize(slot->copied));
     dataloader_batch(data, first, d->B, slot->host, slot->host + d->R);
-    embedding_index(slot->host + 2 * d->R, slot->host, d->R);
+    embedding_sort(slot->host + 2 * d->R, slot->host, d->R);
     CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)embedding_batch_bytes(d->R), cudaMemcpyHostToDevice, t->stream));
     CUDA_CHECK(cudaEventRecord(slot->copied, t->stream));
     return slot;
@@ -782,7 +782,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     place(t, &arena);
     plan_products(t);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
-    parameters_initialize(t->weights, t->master, &t->table, (float)t->m.initializer_range, (uint64_t)t->o->seed, t->stream);
+    initialize_parameters(t->weights, t->master, &t->table, (float)t->m.initializer_range, (uint64_t)t->o->seed, t->stream);
     fill_rope_table(t);
     CUDA_CHECK(cudaMallocHost((void **)&t->host_stats, STEP_SLOTS * sizeof(StepStats)));
     for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventCreate(&t->step_done[i]));

@@ -6,10 +6,10 @@
 // (Dao et al., FlashAttention, algorithm 4; P and dS are rounded to bf16 before their products.) Three steps:
 //   1. attention_backward_stats: lse * log2(e) and delta of each query row, padded to whole tiles so that padding rows get P = 0.
 //   2. attention_backward_main: a block owns 128 keys of one key/value head and walks over the queries that see them, for
-//      `heads_per_block` query heads of the group. One producer warp feeds Q, dO, lse, delta by TMA; two consumer warpgroups own 64
+//      `heads_per_block` query heads of the group. One producer thread feeds Q, dO, lse, delta by TMA; two consumer warpgroups own 64
 //      keys each. They compute S^T and dP^T (keys down, queries across), because those accumulators are already, as packed bf16, the
-//      register operand A of dV += P^T dO and dK += dS^T Q; only dS goes through shared memory, for dQ = dS K. dQ is added
-//      to fp32 global memory, dK and dV stay in registers to the end.
+//      register operand A of dV += P^T dO and dK += dS^T Q; only dS goes through shared memory, for dQ = dS K. Two more threads
+//      add dQ to fp32 global memory by bulk copies, dK and dV stay in registers to the end.
 //   3. attention_backward_rows: sums and scales the fp32 parts and writes bf16 rows of dqkv.
 // "Fragments": an fp32 tile of 64 rows x 64 columns in global memory is kept in the order of the wgmma accumulators,
 // [column / 8][thread of the warpgroup][4], so that each thread reads and writes 16 contiguous bytes.
@@ -32,14 +32,15 @@ typedef struct {
 static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 ? 64 : 128; }  // queries of one step
 
 // Few blocks leave SMs idle, many cost a pass over fp32 partial sums of dK and dV: the most heads a block for which the longest block (the
-// one of the first keys, which every query sees) is no longer than an SM's share of the whole. Depends on sizes only.
+// one of the first keys, which every query sees) is no longer than an SM's share of the whole. Sections that fit L2. In the deterministic
+// order blocks of one head wait for each other: shorter blocks of more heads at a time do better. Both measured on an H200 at T 2048 to 8192.
 static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
-    const double sms = 132, l2_bytes = 34e6;
+    const double sms = 132, longest_share = d.deterministic ? 0.3 : 1.05, l2_bytes = d.deterministic ? 68e6 : 34e6;
     int64_t group = d.NH / d.NKV, tiles = ceil_div(d.T, ATTENTION_BACKWARD_KEYS);
     AttentionBackwardPlan plan = {1, 1};
     for (int64_t h = 1; h <= group; h++) {
         double longest = (double)(h * tiles), share = (double)(d.B * d.NH) * (double)(tiles * (tiles + 1)) / 2 / sms;
-        if (group % h == 0 && longest <= 1.05 * share) plan.heads_per_block = (int)h;
+        if (group % h == 0 && longest <= longest_share * share) plan.heads_per_block = (int)h;
     }
     int64_t heads = d.B * d.NH / plan.heads_per_block, fit = max_i64(1, (int64_t)(l2_bytes / (double)(d.T * d.HD * 8)));
     plan.section = (int)ceil_div(heads, ceil_div(heads, fit));  // even sections: a thin last one would leave SMs idle
@@ -63,9 +64,13 @@ static inline AttentionBackwardLayout attention_backward_layout(AttentionDims d,
     return at;
 }
 
-// Bytes of device memory attention_backward_sm90 needs as workspace (contents do not matter), aligned to 256.
+// Bytes of device memory attention_backward_sm90 needs as workspace (contents do not matter), aligned to 256: enough for either value of
+// d.deterministic, so that one workspace serves both.
 static inline int64_t attention_backward_sm90_workspace_bytes(AttentionDims d) {
-    return attention_backward_layout(d, attention_backward_plan(d)).total;
+    AttentionDims fast = d, deterministic = d;
+    fast.deterministic = false, deterministic.deterministic = true;
+    return max_i64(attention_backward_layout(fast, attention_backward_plan(fast)).total,
+                   attention_backward_layout(deterministic, attention_backward_plan(deterministic)).total);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -111,18 +116,16 @@ typedef struct {
 template <int HD> struct AttentionBackwardTiles {
     static const int MQ = HD == 128 ? 64 : 128;
     static const int STAGES = 2;
-#ifndef DQB
-#define DQB 2
-#endif
-    static const int DQ_BUFFERS = DQB;
     static const int K = 0, V = K + 128 * HD * 2;
     static const int Q = V + 128 * HD * 2, Q_BYTES = MQ * HD * 2;
     static const int DO = Q + STAGES * Q_BYTES;
     static const int DS = DO + STAGES * Q_BYTES, DS_BYTES = 128 * MQ * 2;  // two buffers [queries / 64][128 keys][64 queries]
     static const int STATS = DS + 2 * DS_BYTES, STATS_BYTES = 2 * MQ * 4;
-    static const int DQ = STATS + STAGES * STATS_BYTES;  // DQ_BUFFERS x 2 fragment tiles, one for each consumer warpgroup
-    static const int BARRIERS = DQ + DQ_BUFFERS * 2 * ATTENTION_BACKWARD_FRAGMENT * 4;
-    static const int TICKET = BARRIERS + 72 + 32 * DQ_BUFFERS;
+    static const int DQ = STATS + STAGES * STATS_BYTES, DQ_BYTES = ATTENTION_BACKWARD_FRAGMENT * 4;  // a fragment tile for each consumer warpgroup
+    static const int KV_FULL = DQ + 2 * DQ_BYTES;  // mbarriers, 8 bytes each; one for each stage or, of dQ, for each consumer warpgroup
+    static const int Q_FULL = KV_FULL + 8, DO_FULL = Q_FULL + 8 * STAGES, Q_EMPTY = DO_FULL + 8 * STAGES, DO_EMPTY = Q_EMPTY + 8 * STAGES;
+    static const int DQ_FULL = DO_EMPTY + 8 * STAGES, DQ_EMPTY = DQ_FULL + 16;
+    static const int TICKET = DQ_EMPTY + 16;
     static const int BYTES = TICKET + 8;
 };
 
@@ -155,20 +158,19 @@ template <int HD> __device__ __forceinline__ void attention_backward_produce(con
                                                                              uint32_t smem) {
     using L = AttentionBackwardTiles<HD>;
     const int blocks = HD / 64;
-    uint32_t bar = smem + L::BARRIERS;
-    mbarrier_arrive_expect(bar, 2 * 128 * HD * 2);
-    tma_load_4d(smem + L::K, &p.kv, bar, 0, u.tile * 128, (p.NH + u.kv) * blocks, u.b);
-    tma_load_4d(smem + L::V, &p.kv, bar, 0, u.tile * 128, (p.NH + p.NKV + u.kv) * blocks, u.b);
+    mbarrier_arrive_expect(smem + L::KV_FULL, 2 * 128 * HD * 2);
+    tma_load_4d(smem + L::K, &p.kv, smem + L::KV_FULL, 0, u.tile * 128, (p.NH + u.kv) * blocks, u.b);
+    tma_load_4d(smem + L::V, &p.kv, smem + L::KV_FULL, 0, u.tile * 128, (p.NH + p.NKV + u.kv) * blocks, u.b);
     int step = 0;
     for (int h = u.head; h < u.head + p.heads_per_block; h++)
         for (int m = u.last - 1; m >= u.first; m--, step++) {
             int stage = step % L::STAGES, parity = (step / L::STAGES & 1) ^ 1;
-            uint32_t q_full = bar + 8 + 8 * stage, do_full = bar + 24 + 8 * stage;
-            mbarrier_wait(bar + 40 + 8 * stage, parity);
+            uint32_t q_full = smem + L::Q_FULL + 8 * stage, do_full = smem + L::DO_FULL + 8 * stage;
+            mbarrier_wait(smem + L::Q_EMPTY + 8 * stage, parity);
             mbarrier_arrive_expect(q_full, L::Q_BYTES + L::STATS_BYTES);
             tma_load_4d(smem + L::Q + stage * L::Q_BYTES, &p.q, q_full, 0, m * L::MQ, h * blocks, u.b);
             tma_load_3d(smem + L::STATS + stage * L::STATS_BYTES, &p.stats, q_full, m * L::MQ, 0, u.b * p.NH + h);
-            mbarrier_wait(bar + 56 + 8 * stage, parity);
+            mbarrier_wait(smem + L::DO_EMPTY + 8 * stage, parity);
             mbarrier_arrive_expect(do_full, L::Q_BYTES);
             tma_load_4d(smem + L::DO + stage * L::Q_BYTES, &p.dout, do_full, 0, m * L::MQ, h * blocks, u.b);
         }
@@ -176,7 +178,8 @@ template <int HD> __device__ __forceinline__ void attention_backward_produce(con
 
 // Writes this thread's part of a warpgroup's 64 x 16*STEPS bf16 tile (accumulator layout, packed) to swizzled shared memory:
 // tiles of 64 columns, tile_bytes apart, the warpgroup's rows starting at `address`.
-template <int STEPS> __device__ __forceinline__ void attention_backward_store_tile(uint32_t address, uint32_t tile_bytes, const uint32_t (&a)[STEPS][4]) {
+template <int STEPS>
+__device__ __forceinline__ void attention_backward_store_tile(uint32_t address, uint32_t tile_bytes, const uint32_t (&a)[STEPS][4]) {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
@@ -218,6 +221,7 @@ template <int HD> __device__ __forceinline__ void attention_backward_accumulate(
     wgmma_commit();
 }
 
+// How many blocks have added to a tile of dQ.
 __device__ __forceinline__ int attention_backward_turn(const int *order) {
     int turn;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(turn) : "l"(order) : "memory");
@@ -225,30 +229,24 @@ __device__ __forceinline__ int attention_backward_turn(const int *order) {
 }
 
 // The thread that adds the dQ tiles of consumer warpgroup w to global memory; with p.order, as the u.tile-th of all adds to each tile.
-template <int HD> __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwardParams &p, AttentionBackwardUnit u, uint32_t smem, int w) {
+template <int HD>
+__device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwardParams &p, AttentionBackwardUnit u, uint32_t smem, int w) {
     using L = AttentionBackwardTiles<HD>;
-    uint32_t bar = smem + L::BARRIERS + 72 + 16 * L::DQ_BUFFERS * w;
-    int tiles = u.last - u.first, per_head = (p.T + 127) / 128 * (128 / L::MQ), turn = -1, step = 0;
+    int tiles = u.last - u.first, per_head = (p.T + 127) / 128 * (128 / L::MQ), turn = -1, parity = 0;
     int tile = ((u.b * p.NH + u.head) * per_head + u.last - 1) * 2 + w;  // as 64 x 64 fragments: two for each query tile
     for (int h = 0; h < p.heads_per_block; h++, tile += 2 * (per_head + tiles))
-        for (int left = tiles; left > 0; left--, step++, tile -= 2) {
-            int buffer = step % L::DQ_BUFFERS;
-            mbarrier_wait(bar + 16 * buffer, step / L::DQ_BUFFERS & 1);
+        for (int left = tiles; left > 0; left--, parity ^= 1, tile -= 2) {
+            mbarrier_wait(smem + L::DQ_FULL + 8 * w, parity);
             if (p.order) {
                 while (turn != u.tile) turn = attention_backward_turn(p.order + tile);
                 fence_async_proxy_all();
             }
-            bulk_reduce_add_f32(p.dq + (int64_t)tile * ATTENTION_BACKWARD_FRAGMENT,
-                                smem + L::DQ + (2 * buffer + w) * ATTENTION_BACKWARD_FRAGMENT * 4, ATTENTION_BACKWARD_FRAGMENT * 4);
+            bulk_reduce_add_f32(p.dq + (int64_t)tile * ATTENTION_BACKWARD_FRAGMENT, smem + L::DQ + w * L::DQ_BYTES, L::DQ_BYTES);
             bulk_commit();
             bulk_wait_read<0>();
-            mbarrier_arrive(bar + 16 * buffer + 8);
+            mbarrier_arrive(smem + L::DQ_EMPTY + 8 * w);
             if (p.order) {
-#ifdef LOOKAHEAD
-                turn = left > 1 ? attention_backward_turn(p.order + tile - 2) : -1;
-#else
-                turn = -1;
-#endif
+                turn = left > 1 ? attention_backward_turn(p.order + tile - 2) : -1;  // early: its latency hides behind the add's
                 bulk_wait<0>();
                 asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.order + tile) : "memory");
             }
@@ -256,20 +254,18 @@ template <int HD> __device__ __forceinline__ void attention_backward_add_dq(cons
     bulk_wait<0>();
 }
 
-// Hands the 64 x 64 tile of this step to that thread.
+// Hands the fragment tile of this step to that thread.
 template <int HD> __device__ __forceinline__ void attention_backward_put_dq(uint32_t smem, const float (&dq)[32], int step, int w) {
     using L = AttentionBackwardTiles<HD>;
-    int buffer = step % L::DQ_BUFFERS;
-    uint32_t bar = smem + L::BARRIERS + 72 + 16 * L::DQ_BUFFERS * w + 16 * buffer;
-    uint32_t to = smem + L::DQ + (2 * buffer + w) * ATTENTION_BACKWARD_FRAGMENT * 4 + threadIdx.x % 128 * 16;
-    mbarrier_wait(bar + 8, (step / L::DQ_BUFFERS & 1) ^ 1);
+    uint32_t to = smem + L::DQ + w * L::DQ_BYTES + threadIdx.x % 128 * 16;
+    mbarrier_wait(smem + L::DQ_EMPTY + 8 * w, (step & 1) ^ 1);
 #pragma unroll
     for (int i = 0; i < 8; i++)
         asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                      ::"r"(to + i * 2048), "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
     fence_async_proxy();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(bar);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + L::DQ_FULL + 8 * w);
 }
 
 // The end of a block: dK and dV of this warpgroup's 64 keys, as bf16 rows (through shared memory, out-of-range rows dropped by the
@@ -306,11 +302,12 @@ template <int HD> __device__ __forceinline__ void attention_backward_write(const
 // A consumer warpgroup w: keys 64w..64w+63 of the block's tile. Of each tile's dQ it makes columns 64w.. (HD 128) or queries 64w.. (HD 64).
 // Products are issued so that the tensor cores have work during the elementwise parts: dP under P, dV and dK under the exchange of dS,
 // the next S under the adding of dQ; what is left idle the other warpgroup fills. (dV before dS would need more registers than there are.)
-template <int HD> __device__ __forceinline__ void attention_backward_consume(const AttentionBackwardParams &p, AttentionBackwardUnit u, uint32_t smem) {
+template <int HD>
+__device__ __forceinline__ void attention_backward_consume(const AttentionBackwardParams &p, AttentionBackwardUnit u, uint32_t smem) {
     using L = AttentionBackwardTiles<HD>;
     const int MQ = L::MQ;
     int w = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, key = u.tile * 128 + threadIdx.x / 32 % 4 * 16 + w * 64 + lane / 4;
-    uint32_t bar = smem + L::BARRIERS, my_k = smem + L::K + w * 64 * 128, my_v = smem + L::V + w * 64 * 128;
+    uint32_t my_k = smem + L::K + w * 64 * 128, my_v = smem + L::V + w * 64 * 128;
     uint32_t dq_k = smem + L::K + (HD == 128 ? w * 128 * 128 : 0);  // the columns of K this warpgroup's dQ takes
     int tiles = u.last - u.first, steps = tiles * p.heads_per_block;
     float scale = 1.4426950408889634f * rsqrtf((float)HD);
@@ -318,19 +315,18 @@ template <int HD> __device__ __forceinline__ void attention_backward_consume(con
 #pragma unroll
     for (int i = 0; i < HD / 2; i++) dk[i] = dv[i] = 0;
 
-    mbarrier_wait(bar, 0);
-    mbarrier_wait(bar + 8, 0);
+    mbarrier_wait(smem + L::KV_FULL, 0);
+    mbarrier_wait(smem + L::Q_FULL, 0);
     attention_backward_scores<HD>(s, my_k, smem + L::Q);
     wgmma_wait<0>();
     wgmma_fence_registers(s);
     for (int step = 0; step < steps; step++) {
-        int stage = step % L::STAGES, parity = step / L::STAGES & 1;
-        int m = u.last - 1 - step % tiles;
+        int stage = step % L::STAGES, m = u.last - 1 - step % tiles;
         uint32_t q = smem + L::Q + stage * L::Q_BYTES, dout = smem + L::DO + stage * L::Q_BYTES, ds = smem + L::DS + (step & 1) * L::DS_BYTES;
         uint32_t stats = smem + L::STATS + stage * L::STATS_BYTES + lane % 4 * 8;
 
         float dp[MQ / 2];
-        mbarrier_wait(bar + 24 + 8 * stage, parity);
+        mbarrier_wait(smem + L::DO_FULL + 8 * stage, step / L::STAGES & 1);
         attention_backward_scores<HD>(dp, my_v, dout);
         if (m * MQ < u.tile * 128 + w * 64 + 63) {
 #pragma unroll
@@ -370,24 +366,14 @@ template <int HD> __device__ __forceinline__ void attention_backward_consume(con
                            wgmma_desc_mn_major(dq_k + k * 2048, 128 * 128), k != 0);
         wgmma_commit();
         wgmma_wait<2>();
-        if (lane == 0) mbarrier_arrive(bar + 56 + 8 * stage);
+        if (lane == 0) mbarrier_arrive(smem + L::DO_EMPTY + 8 * stage);
         // The last step multiplies a stale tile here and drops the result: a branch around wgmma would serialize all of them.
         int next = (step + 1) % L::STAGES;
-        if (step + 1 < steps) mbarrier_wait(bar + 8 + 8 * next, (step + 1) / L::STAGES & 1);
+        if (step + 1 < steps) mbarrier_wait(smem + L::Q_FULL + 8 * next, (step + 1) / L::STAGES & 1);
         attention_backward_scores<HD>(s, my_k, smem + L::Q + next * L::Q_BYTES);
         wgmma_wait<1>();
         wgmma_fence_registers(dq);
-        if (lane == 0) mbarrier_arrive(bar + 40 + 8 * stage);
-#ifdef RED
-        if (!p.order) {
-            int h = u.head + step / tiles;
-            float *to = p.dq + ((((int64_t)u.b * p.NH + h) * (round_up(p.T, 128) / MQ) + m) * 2 + w) * ATTENTION_BACKWARD_FRAGMENT + threadIdx.x % 128 * 4;
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                     ::"l"(to + i * 512), "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
-        } else
-#endif
+        if (lane == 0) mbarrier_arrive(smem + L::Q_EMPTY + 8 * stage);
         attention_backward_put_dq<HD>(smem, dq, step, w);
         wgmma_wait<0>();
         wgmma_fence_registers(s);
@@ -403,14 +389,15 @@ template <int HD> __global__ __launch_bounds__(384, 1) void attention_backward_m
 #if HOPPER_DEVICE_CODE
     using L = AttentionBackwardTiles<HD>;
     extern __shared__ __align__(1024) uint8_t attention_backward_smem[];
-    uint32_t smem = smem_address(attention_backward_smem), bar = smem + L::BARRIERS;
+    uint32_t smem = smem_address(attention_backward_smem);
     int *ticket = (int *)(attention_backward_smem + L::TICKET);
     if (threadIdx.x == 0) {
         if (smem % 1024) __trap();
         *ticket = atomicAdd(p.ticket, 1);  // not blockIdx.x: a unit may wait for earlier ones, which must have started
-        for (int i = 0; i < 5; i++) mbarrier_init(bar + 8 * i, 1);
-        for (int i = 5; i < 9; i++) mbarrier_init(bar + 8 * i, 8);
-        for (int i = 0; i < 2 * L::DQ_BUFFERS; i++) mbarrier_init(bar + 72 + 16 * i, 4), mbarrier_init(bar + 80 + 16 * i, 1);
+        for (uint32_t i = L::KV_FULL; i < L::Q_EMPTY; i += 8) mbarrier_init(smem + i, 1);
+        for (uint32_t i = L::Q_EMPTY; i < L::DQ_FULL; i += 8) mbarrier_init(smem + i, 8);  // a consumer warp each
+        for (uint32_t i = L::DQ_FULL; i < L::DQ_EMPTY; i += 8) mbarrier_init(smem + i, 4);  // a warp of the warpgroup each
+        for (uint32_t i = L::DQ_EMPTY; i < L::TICKET; i += 8) mbarrier_init(smem + i, 1);
         mbarrier_init_fence();
     }
     __syncthreads();
@@ -418,9 +405,6 @@ template <int HD> __global__ __launch_bounds__(384, 1) void attention_backward_m
     if (threadIdx.x < 128) {
         warpgroup_give_registers<24>();
         if (threadIdx.x == 0) attention_backward_produce<HD>(p, u, smem);
-#ifdef RED
-        if (!p.order) return;
-#endif
         if (threadIdx.x == 32 || threadIdx.x == 64) attention_backward_add_dq<HD>(p, u, smem, threadIdx.x / 32 - 1);
     } else {
         warpgroup_take_registers<240>();
@@ -520,10 +504,11 @@ static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const
 static inline void attention_backward_sm90(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, void *workspace,
                                            AttentionDims d, cudaStream_t s) {
     if (d.HD != 64 && d.HD != 128) die("attention_backward_sm90: head_dim %lld is not built; it takes 64 and 128", (long long)d.HD);
-    if (d.NKV < 1 || d.NH % d.NKV) die("attention_backward_sm90: %lld query heads cannot share %lld key/value heads evenly", (long long)d.NH, (long long)d.NKV);
+    if (d.NKV < 1 || d.NH < 1 || d.NH % d.NKV)
+        die("attention_backward_sm90: %lld query heads cannot share %lld key/value heads evenly", (long long)d.NH, (long long)d.NKV);
     if (d.B < 1 || d.T < 1 || d.B > 65535 || d.T > 1 << 24 || (d.NH + 2 * d.NKV) * 2 > 65535)
-        die("attention_backward_sm90: batch %lld, sequence %lld, %lld heads: sizes go from 1 to 65535, 16777216 and 32767", (long long)d.B, (long long)d.T,
-            (long long)d.NH);
+        die("attention_backward_sm90: batch %lld, sequence %lld, heads %lld + 2 * %lld are too many: it takes up to 65535, 16777216 and 32767",
+            (long long)d.B, (long long)d.T, (long long)d.NH, (long long)d.NKV);
     AttentionBackwardPlan plan = attention_backward_plan(d);
     if (d.HD == 128) attention_backward_launch<128>(dqkv, dout, qkv, out, lse, workspace, d, plan, s);
     else attention_backward_launch<64>(dqkv, dout, qkv, out, lse, workspace, d, plan, s);

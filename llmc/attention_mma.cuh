@@ -202,9 +202,16 @@ static __global__ void attention_delta_kernel(float *__restrict__ delta, const b
     if (lane == 0) delta[(b * d.NH + h) * d.T + t] = sum;
 }
 
-// lse*log2(e) of one query; a query past T gets +inf, so that its P is 0 (and its delta 0, to keep 0 * delta finite).
-__device__ __forceinline__ float mma_query_lse(const float *lse, int64_t t, int64_t T) { return t < T ? lse[t] * LOG2_E : INFINITY; }
-__device__ __forceinline__ float mma_query_delta(const float *delta, int64_t t, int64_t T) { return t < T ? delta[t] : 0.0f; }
+// lse*log2(e) and delta of one query; a query past T gets +inf, so that its P is 0.
+__device__ __forceinline__ float2 mma_row_stats(const float *lse, const float *delta, int64_t t, int64_t T) {
+    return t < T ? make_float2(lse[t] * LOG2_E, delta[t]) : make_float2(INFINITY, 0.0f);
+}
+
+// s -> P, dp -> dS of one element.
+__device__ __forceinline__ void mma_probability(float &s, float &dp, float2 stats, float c, bool masked) {
+    s = masked ? 0.0f : exp2f(s * c - stats.x);
+    dp = s * (dp - stats.y);
+}
 
 // One block: dK and dV of 64 keys of one key/value head, over the group's query heads and the query tiles from the diagonal on.
 // Products are taken transposed (keys down), so P^T and dS^T are ready as the left operands of dV and dK.
@@ -215,13 +222,11 @@ __global__ void __launch_bounds__(MMA_THREADS)
     extern __shared__ __align__(128) uint8_t mma_smem[];
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
     const uint32_t k_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), v_tile = k_tile + TILE_BYTES, stages = v_tile + TILE_BYTES;
-    const int64_t stride = (d.NH + 2 * d.NKV) * HD, group = d.NH / d.NKV;
-    const int block = (int)blockIdx.x, query_tiles = (int)gridDim.x - block, steps = query_tiles * (int)group;
-    const int64_t kv_head = blockIdx.y, sequence = blockIdx.z, k0 = (int64_t)block * MMA_TILE;
+    const int64_t stride = (d.NH + 2 * d.NKV) * HD, group = d.NH / d.NKV, tiles = gridDim.x, block = blockIdx.x;
+    const int64_t kv_head = blockIdx.y, sequence = blockIdx.z, k0 = block * MMA_TILE, steps = (tiles - block) * group;
     const bf16 *q = qkv + sequence * d.T * stride + kv_head * group * HD, *dO = dout + (sequence * d.T * d.NH + kv_head * group) * HD;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     const int64_t k_column = (d.NH + kv_head) * HD, v_column = k_column + d.NKV * HD;
-    const float c = scale * LOG2_E;
 
     mma_copy_tile<HD>(k_tile, qkv + sequence * d.T * stride + k_column, stride, k0, d.T);
     mma_copy_tile<HD>(v_tile, qkv + sequence * d.T * stride + v_column, stride, k0, d.T);
@@ -229,31 +234,29 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_copy_tile<HD>(stages + TILE_BYTES, dO, d.NH * HD, k0, d.T);
     mma_copy_commit();
     float dk[HD / 8][4] = {{0.0f}}, dv[HD / 8][4] = {{0.0f}};
-    for (int i = 0; i < steps; i++) {  // head i / query_tiles, query tile block + i % query_tiles
+    for (int64_t i = 0; i < steps; i++) {  // head i / (tiles - block), query tile block + i % (tiles - block)
         const uint32_t q_tile = stages + (uint32_t)(i % 2) * 2 * TILE_BYTES, next = stages + (uint32_t)((i + 1) % 2) * 2 * TILE_BYTES;
         if (i + 1 < steps) {
-            const int64_t h = (i + 1) / query_tiles, row = (int64_t)(block + (i + 1) % query_tiles) * MMA_TILE;
+            const int64_t h = (i + 1) / (tiles - block), row = (block + (i + 1) % (tiles - block)) * MMA_TILE;
             mma_copy_tile<HD>(next, q + h * HD, stride, row, d.T);
             mma_copy_tile<HD>(next + TILE_BYTES, dO + h * HD, d.NH * HD, row, d.T);
         }
         mma_copy_commit();
         mma_copy_wait<1>();
         __syncthreads();
-        const int h = i / query_tiles, j = block + i % query_tiles;
+        const int64_t h = i / (tiles - block), j = block + i % (tiles - block);
         const int64_t stats = (sequence * d.NH + kv_head * group + h) * d.T;
         float s[8][4], dp[8][4];
         mma_rows_times_rows<HD>(s, k_tile, row0, q_tile);
-#pragma unroll
-        for (int e = 0; e < 32; e++) {
-            const int column = e / 4 * 8 + lane % 4 * 2 + e % 2, row = row0 + lane / 4 + e % 4 / 2 * 8;
-            const float l = mma_query_lse(lse + stats, (int64_t)j * MMA_TILE + column, d.T);
-            s[e / 4][e % 4] = j == block && row > column ? 0.0f : exp2f(s[e / 4][e % 4] * c - l);
-        }
         mma_rows_times_rows<HD>(dp, v_tile, row0, q_tile + TILE_BYTES);
 #pragma unroll
-        for (int e = 0; e < 32; e++) {
-            const int column = e / 4 * 8 + lane % 4 * 2 + e % 2;
-            dp[e / 4][e % 4] = s[e / 4][e % 4] * (dp[e / 4][e % 4] - mma_query_delta(delta + stats, (int64_t)j * MMA_TILE + column, d.T));
+        for (int n = 0; n < 8; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int column = 8 * n + lane % 4 * 2 + e % 2, row = row0 + lane / 4 + e / 2 * 8;
+                const float2 st = mma_row_stats(lse + stats, delta + stats, j * MMA_TILE + column, d.T);
+                mma_probability(s[n][e], dp[n][e], st, scale * LOG2_E, j == block && row > column);
+            }
         }
         mma_add_times_tile<HD>(dv, s, q_tile + TILE_BYTES);
         mma_add_times_tile<HD>(dk, dp, q_tile);
@@ -284,14 +287,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_copy_tile<HD>(stages + TILE_BYTES, v, stride, 0, d.T);
     mma_copy_commit();
     const int64_t stats_at = (sequence * d.NH + head) * d.T;
-    const float c = scale * LOG2_E;
-    float row_lse[2], row_delta[2];
+    float2 stats[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const int64_t t = q0 + row0 + lane / 4 + 8 * h;
-        row_lse[h] = mma_query_lse(lse + stats_at, t, d.T);
-        row_delta[h] = mma_query_delta(delta + stats_at, t, d.T);
-    }
+    for (int h = 0; h < 2; h++) stats[h] = mma_row_stats(lse + stats_at, delta + stats_at, q0 + row0 + lane / 4 + 8 * h, d.T);
     float dq[HD / 8][4] = {{0.0f}};
     for (int64_t j = 0; j <= block; j++) {
         const uint32_t k_tile = stages + (uint32_t)(j % 2) * 2 * TILE_BYTES, next = stages + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
@@ -306,10 +304,12 @@ __global__ void __launch_bounds__(MMA_THREADS)
         mma_rows_times_rows<HD>(s, q_tile, row0, k_tile);
         mma_rows_times_rows<HD>(dp, do_tile, row0, k_tile + TILE_BYTES);
 #pragma unroll
-        for (int e = 0; e < 32; e++) {
-            const int column = e / 4 * 8 + lane % 4 * 2 + e % 2, h = e % 4 / 2, row = row0 + lane / 4 + 8 * h;
-            const float p = j == block && column > row ? 0.0f : exp2f(s[e / 4][e % 4] * c - row_lse[h]);
-            dp[e / 4][e % 4] = p * (dp[e / 4][e % 4] - row_delta[h]);
+        for (int n = 0; n < 8; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int column = 8 * n + lane % 4 * 2 + e % 2, row = row0 + lane / 4 + e / 2 * 8;
+                mma_probability(s[n][e], dp[n][e], stats[e / 2], scale * LOG2_E, j == block && column > row);
+            }
         }
         mma_add_times_tile<HD>(dq, dp, k_tile);
         __syncthreads();

@@ -1,8 +1,8 @@
 // Token embedding: x [R, C] = table[token], and its gradient.
 //
 // The gradient is a sum over the rows that hold the same token. Instead of atomics, whose order changes from run to run, the host sorts the batch's
-// tokens by id before the step (embedding_index) and a block adds up the rows of an id in a fixed order: the same bits in every run.
-// Bytes: forward 2 read + 2 written an element of x; backward 2 read an element of dx, 2 written (2 more read when accumulating) an element of
+// tokens by id before the step (embedding_sort) and a block adds up the rows of an id in a fixed order: the same bits in every run.
+// Bytes: forward 2 read + 2 written an element of x; backward 2 read an element of dx, 2 read + 2 written an element of
 // each row of the table that occurs. C must be a multiple of 8.
 #ifndef LLMC_EMBEDDING_CUH
 #define LLMC_EMBEDDING_CUH
@@ -23,8 +23,8 @@ static inline int64_t embedding_index_size(int64_t R) { return 3 * R + 2; }
 static inline int64_t embedding_batch_bytes(int64_t R) { return (2 * R + embedding_index_size(R)) * (int64_t)sizeof(int32_t); }
 
 // Fills index (host memory, embedding_index_size(R) items) for tokens [R], all in [0, 2^24). Radix sort by 8 bits at a time, which keeps the order of equals.
-static inline void embedding_index(int32_t *index, const int32_t *tokens, int64_t R) {
-    if (R < 1 || R > INT_MAX / 4) die("embedding_index: %lld tokens in a batch, must be between 1 and %d", (long long)R, INT_MAX / 4);
+static inline void embedding_sort(int32_t *index, const int32_t *tokens, int64_t R) {
+    if (R < 1 || R > INT_MAX / 4) die("embedding_sort: %lld tokens in a batch, must be between 1 and %d", (long long)R, INT_MAX / 4);
     int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2, *from = begins, *to = rows;
     for (int64_t i = 0; i < R; i++) from[i] = (int32_t)i;
     for (int shift = 0; shift < 24; shift += 8) {
@@ -72,7 +72,7 @@ static inline void embedding_forward(bf16 *x, const bf16 *table, const int32_t *
 }
 
 // blockIdx.y: 256 columns; blockIdx.x: every gridDim.x-th id. Warp w adds up the id's rows w, w + EMBEDDING_WARPS, ...; then the warps are added in order.
-static __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_backward_kernel(bf16 *dtable, const bf16 *dx, const int32_t *index, int64_t R, int C, bool accumulate) {
+static __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_backward_kernel(bf16 *dtable, const bf16 *dx, const int32_t *index, int64_t R, int C) {
     __shared__ float sums[EMBEDDING_WARPS][EMBEDDING_COLUMNS];
     const int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2;
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, column = (int)blockIdx.y * EMBEDDING_COLUMNS + lane * 8;
@@ -93,8 +93,8 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_backward_k
         __syncthreads();
         if (warp == 0 && column < C) {
             bf16 *out = dtable + (int64_t)ids[s] * C + column;
-            float before[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            if (accumulate) bf16x8_unpack(before, bf16x8_load(out));
+            float before[8];
+            bf16x8_unpack(before, bf16x8_load(out));
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 for (int w = 1; w < EMBEDDING_WARPS; w++) sum[j] += sums[w][j * WARP_SIZE + lane];
@@ -106,12 +106,12 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_backward_k
     }
 }
 
-// dtable [V, C], rows of the ids in `index` (device): overwritten by, or with `accumulate` increased by, the fp32 sum of their rows of dx [R, C]; one rounding.
-// Other rows stay as they are: without `accumulate` the caller clears the table first.
-static inline void embedding_backward(bf16 *dtable, const bf16 *dx, const int32_t *index, int64_t R, int64_t C, bool accumulate, cudaStream_t stream) {
+// dtable [V, C] += for each id in `index` (device) the sum of its rows of dx [R, C]: fp32, one rounding. Other rows are not touched. The caller has
+// cleared the table, or has left in it what the gradient joins: a tied lm_head's, or that of earlier micro-steps.
+static inline void embedding_backward(bf16 *dtable, const bf16 *dx, const int32_t *index, int64_t R, int64_t C, cudaStream_t stream) {
     embedding_check("embedding_backward", R, C, dtable, dx);
     const dim3 grid((unsigned)min_i64(R, 1024), grid_size(C, EMBEDDING_COLUMNS));
-    embedding_backward_kernel<<<grid, EMBEDDING_THREADS, 0, stream>>>(dtable, dx, index, R, (int)C, accumulate);
+    embedding_backward_kernel<<<grid, EMBEDDING_THREADS, 0, stream>>>(dtable, dx, index, R, (int)C);
     CUDA_CHECK_LAUNCH();
 }
 

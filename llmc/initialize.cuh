@@ -5,7 +5,7 @@
 #include "cuda_utils.cuh"
 #include "initialize.h"
 
-static __global__ void parameter_initialize_kernel(bf16 *weights, float *master, int64_t n, unsigned flags, float initializer_range, uint64_t seed, int64_t tensor_index) {
+static __global__ void initialize_parameter_kernel(bf16 *weights, float *master, int64_t n, unsigned flags, float initializer_range, uint64_t seed, int64_t tensor_index) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
         const float x = parameter_initial_value(flags, initializer_range, seed, tensor_index, i);
         ((bf16_bits *)weights)[i] = bf16_from_float(x);
@@ -14,14 +14,14 @@ static __global__ void parameter_initialize_kernel(bf16 *weights, float *master,
 }
 
 // Fills weights [t->total] (bf16, round to nearest even) and, unless NULL, master [t->total] (fp32) with initial values; padding becomes 0.
-static inline void parameters_initialize(bf16 *weights, float *master, const ParameterTable *t, float initializer_range, uint64_t seed, cudaStream_t stream) {
+static inline void initialize_parameters(bf16 *weights, float *master, const ParameterTable *t, float initializer_range, uint64_t seed, cudaStream_t stream) {
     CUDA_CHECK(cudaMemsetAsync(weights, 0, (size_t)t->total * sizeof(bf16), stream));
     if (master) CUDA_CHECK(cudaMemsetAsync(master, 0, (size_t)t->total * sizeof(float), stream));
     for (int64_t i = 0; i < t->count; i++) {
         const Parameter *p = &t->entries[i];
         const int64_t n = parameter_elements(p);
         const unsigned blocks = grid_size(min_i64(n, 1 << 20), 256);  // enough to fill any GPU
-        parameter_initialize_kernel<<<blocks, 256, 0, stream>>>(weights + p->offset, master ? master + p->offset : NULL, n, p->flags, initializer_range, seed, i);
+        initialize_parameter_kernel<<<blocks, 256, 0, stream>>>(weights + p->offset, master ? master + p->offset : NULL, n, p->flags, initializer_range, seed, i);
         CUDA_CHECK_LAUNCH();
     }
 }

@@ -3,7 +3,7 @@
 //     rstd = 1 / sqrt(mean(x^2) + eps),   y = bf16(x * rstd * w)
 //     n = x * rstd, g = dy * w:   dx = bf16(dresidual + rstd * (g - n * mean(g * n))),   dw = sum over rows of dy * n
 //
-// Everything inside is fp32. In FP8 runs y is never stored: the forward kernel leaves rstd and the amax of y, and the cast recomputes y, bit
+// Everything inside is fp32 (so the sum of squares of a row must stay below 3e38). In FP8 runs y is never stored: the forward kernel leaves rstd and the amax of y, and the cast recomputes y, bit
 // for bit, in its tile. Bytes an element: forward with residual reads 4 and writes 2 (y: 2 more); cast reads 2, writes 1 + 1; backward reads 6,
 // writes 2. Sizes: any number of rows, C a multiple of 16 up to 16384, pointers aligned to 16 bytes.
 // Results depend on R and C alone, not on the number of multiprocessors or on the order of blocks.
@@ -163,7 +163,7 @@ static inline void rmsnorm_quantize_transpose(Fp8Tensor out, const bf16 *x, cons
 // join theirs, and the block leaves one fp32 row of partial sums; a second kernel adds those rows. Every order is fixed, and the number of blocks
 // does not depend on the GPU, so neither do the bits of dw.
 
-enum { RMSNORM_BACKWARD_THREADS = 512, RMSNORM_BACKWARD_BLOCKS = 128 };
+enum { RMSNORM_BACKWARD_THREADS = 512 };
 
 typedef struct {
     bf16 *dx;
@@ -271,9 +271,10 @@ static __global__ void __launch_bounds__(RMSNORM_SUM_WARPS *WARP_SIZE) rmsnorm_s
     dweight[column] = __float2bfloat16_rn(sum);
 }
 
+// Blocks of the backward kernel; the group sizes are those of RMSNORM_DISPATCH.
 static inline int64_t rmsnorm_backward_blocks(int64_t R, int64_t C) {
-    const int64_t group_threads = C <= 4096 ? 128 : C <= 8192 ? 256 : 512;
-    return min_i64(ceil_div(R, RMSNORM_BACKWARD_THREADS / group_threads), RMSNORM_BACKWARD_BLOCKS);
+    const int64_t group_threads = C <= 4096 ? 128 : C <= 8192 ? 256 : 512, most = C <= 1024 ? 256 : 128;  // two, or one, on each of 128 multiprocessors
+    return min_i64(ceil_div(R, RMSNORM_BACKWARD_THREADS / group_threads), most);
 }
 
 // Bytes of device memory that rmsnorm_backward needs at `workspace`.

@@ -65,7 +65,7 @@ static TokenSlot *send_tokens(Trainer *t, const int32_t *inputs, const int32_t *
     TokenSlot *slot = &t->tokens[0];
     memcpy(slot->host, inputs, (size_t)t->d.R * sizeof(int32_t));
     memcpy(slot->host + t->d.R, targets, (size_t)t->d.R * sizeof(int32_t));
-    embedding_index(slot->host + 2 * t->d.R, slot->host, t->d.R);
+    embedding_sort(slot->host + 2 * t->d.R, slot->host, t->d.R);
     CUDA_CHECK(cudaMemcpy(slot->device, slot->host, (size_t)embedding_batch_bytes(t->d.R), cudaMemcpyHostToDevice));
     return slot;
 }

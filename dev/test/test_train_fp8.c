@@ -6,6 +6,7 @@
 #include <libgen.h>
 
 #include "check.h"
+#include "golden.h"
 
 static char test_folder[] = "/tmp/test_train_fp8_XXXXXX";
 static char goldens_folder[PATH_CAPACITY];
@@ -19,56 +20,6 @@ static const char *in_test_folder(const char *name) {
 }
 
 // ---- goldens
-
-typedef struct {
-    Safetensors st;
-    ModelConfig m;
-} Golden;
-
-static const Safetensor *golden_tensor(const Golden *g, const char *prefix, const char *name) {
-    char full[160];
-    format_checked(full, sizeof full, "%s%s", prefix, name);
-    const Safetensor *t = safetensors_find(&g->st, full);
-    if (!t) die("golden without %s", full);
-    return t;
-}
-
-static float *golden_values(const Golden *g, const char *prefix, const char *name, int64_t *count) {
-    Failure failure;
-    const Safetensor *t = golden_tensor(g, prefix, name);
-    float *values = (float *)xcalloc((size_t)t->elements, sizeof(float));
-    if (!safetensors_read(&g->st, t, 0, t->elements, true, values, &failure)) die("%s", failure.text);
-    if (count) *count = t->elements;
-    return values;
-}
-
-// tokens [B, T + 1]
-static int32_t *golden_tokens(const Golden *g, int64_t *B, int64_t *T) {
-    Failure failure;
-    const Safetensor *t = golden_tensor(g, "", "tokens");
-    const SafetensorsFile *file = &g->st.files[t->file];
-    int32_t *tokens = (int32_t *)xcalloc((size_t)t->elements, sizeof(int32_t));
-    if (t->type != ST_I32 || !file_read_at(file->fd, file->path, t->offset, tokens, t->elements * 4, &failure)) die("golden tokens cannot be read");
-    *B = t->shape[0], *T = t->shape[1] - 1;
-    return tokens;
-}
-
-static Golden golden_open(const char *name) {
-    Golden g;
-    Failure failure;
-    char path[PATH_CAPACITY], folder[PATH_CAPACITY];
-    memset(&g, 0, sizeof g);
-    format_checked(path, sizeof path, "%s/%s.safetensors", goldens_folder, name);
-    if (!safetensors_open(&g.st, path, &failure)) die("%s", failure.text);
-    format_checked(path, sizeof path, "%s/%s.config.json", goldens_folder, name);
-    format_checked(folder, sizeof folder, "%s/%s", test_folder, name);
-    size_t size;
-    char *config = read_file(path, &size);
-    if (!config || !folder_create(folder, true, &failure) || !file_write(folder, "config.json", config, (int64_t)size, NULL, &failure)) die("golden %s: no config", name);
-    free(config);
-    hf_config_read(&g.m, folder);
-    return g;
-}
 
 // Options of a trainer for B sequences of T tokens.
 static Options small_options(int precision, int64_t B, int64_t T) {
@@ -114,28 +65,26 @@ typedef struct {
 
 static void test_golden(const char *name, int precision, Tolerances tolerance) {
     const char *precision_name = precision == PRECISION_FP32 ? "fp32" : precision == PRECISION_BF16 ? "bf16" : "fp8", *worst = "";
-    Golden g = golden_open(name);
-    int64_t B, T;
-    int32_t *tokens = golden_tokens(&g, &B, &T);
-    float *loss = golden_values(&g, "", "loss", NULL), *logits = golden_values(&g, "", "logits", NULL);
-    float *norm = golden_values(&g, "", "grad_norm", NULL);
+    Golden g = golden_open(goldens_folder, test_folder, name);
+    const int64_t B = g.B, T = g.T;
+    const double loss = golden_number(&g, "loss"), norm = golden_number(&g, "grad_norm");
+    float *logits = golden_values(&g, "", "logits", NULL);
     Options o = small_options(precision, B, T);
     Trainer t;
     trainer_create(&t, &o, &g.m);
     load_golden_weights(&t, &g);
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t i = 0; i < T; i++) t.inputs[b * T + i] = tokens[b * (T + 1) + i], t.targets[b * T + i] = tokens[b * (T + 1) + i + 1];
+    golden_batch(&g, t.inputs, t.targets);
     for (int64_t step = 0; step < (tolerance.weights > 0 ? 3 : 1); step++) {
         model_forward(&t, t.inputs, B, T);
         if (step == 0) {
-            const double error = check_relative_error(t.logits, logits, t.d.R * t.d.V), loss_error = fabs(model_loss(&t, t.targets) / loss[0] - 1);
+            const double error = check_relative_error(t.logits, logits, t.d.R * t.d.V), loss_error = fabs(model_loss(&t, t.targets) / loss - 1);
             CHECK(error < tolerance.logits, "%s %s: logits off by %g", name, precision_name, error);
             CHECK(loss_error < tolerance.loss, "%s %s: loss off by %g", name, precision_name, loss_error);
             printf("%-12s %s: loss %.2e, logits %.2e", name, precision_name, loss_error, error);
         }
         model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), false);
         if (step == 0) {
-            const double error = worst_tensor(&t, &g, "grad.", t.gradients, &worst), norm_error = fabs(global_norm(t.gradients, t.table.total) / norm[0] - 1);
+            const double error = worst_tensor(&t, &g, "grad.", t.gradients, &worst), norm_error = fabs(global_norm(t.gradients, t.table.total) / norm - 1);
             CHECK(error < tolerance.gradients, "%s %s: gradient of %s off by %g", name, precision_name, worst, error);
             CHECK(norm_error < tolerance.gradients, "%s %s: gradient norm off by %g", name, precision_name, norm_error);
             printf(", gradients %.2e (%s)", error, worst);
@@ -149,8 +98,8 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
     }
     printf("\n");
     trainer_free(&t);
-    safetensors_close(&g.st);
-    free(tokens), free(loss), free(logits), free(norm);
+    golden_close(&g);
+    free(logits);
 }
 
 static void test_goldens(void) {
@@ -470,8 +419,8 @@ static void test_refusals(void) {
         {"tiny --train-data @/train.bin --precision fp8 --sequence-length 3", "multiples of 16"},
         {"tiny --train-data @/train.bin --resume", "needs --checkpoint-dir"},
         {"tiny --train-data @/train.bin --val-data @/missing.bin", "no token shard matches"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --log-dir @/no/such/folder", "--log-dir"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --checkpoint-dir @/no/such/folder", "--checkpoint-dir"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --log-dir /proc/no/such", "--log-dir"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --checkpoint-dir /proc/no/such", "--checkpoint-dir"},
         {"tiny --train-data @/train.bin --sequence-length 32 --export-hf /proc/exported", "--export-hf"},
         {"llama3.1-405b --train-data @/train.bin --sequence-length 32 --precision bf16", "would help"},
         {"@/qwen3_tiny --train-data @/large.bin --sequence-length 32", "use a shard made with the model's own tokenizer"},

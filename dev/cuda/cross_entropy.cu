@@ -1,0 +1,125 @@
+// Checks llmc/cross_entropy.cuh against llmc/reference.h and times it.
+#include "../../llmc/cross_entropy.cuh"
+#include "../../llmc/reference.h"
+#include "bench.cuh"
+
+enum { CASE_PLAIN, CASE_LARGE, CASE_SPECIAL };
+
+// Logits of a case: standard normal, or from -90 to 90; CASE_SPECIAL adds rows with NaN, +inf, -inf in the first eighth, and -inf everywhere.
+static bf16_bits *make_logits(uint64_t seed, int64_t R, int64_t V, int kind) {
+    bf16_bits *x = bench_normal(seed, R * V, 1.0f);
+    const uint64_t key = rng_key(seed, 1);
+    for (int64_t i = 0; kind == CASE_LARGE && i < R * V; i++) x[i] = bf16_from_float((rng_uniform(key, (uint64_t)i) - 0.5f) * 180);
+    if (kind != CASE_SPECIAL) return x;
+    x[V / 2] = bf16_from_float(NAN);
+    if (R > 1) x[V + V / 3] = bf16_from_float(INFINITY);
+    for (int64_t v = 0; R > 2 && v < ceil_div(V, 8); v++) x[2 * V + v] = bf16_from_float(-INFINITY);
+    for (int64_t v = 0; R > 3 && v < V; v++) x[3 * V + v] = bf16_from_float(-INFINITY);
+    return x;
+}
+
+static int32_t *make_targets(uint64_t seed, int64_t R, int64_t V) {
+    int32_t *targets = (int32_t *)xcalloc((size_t)R, sizeof *targets);
+    for (int64_t i = 0; i < R; i++) targets[i] = (int32_t)(rng_u64(rng_key(seed, 2), (uint64_t)i) % (uint64_t)V);
+    targets[0] = (int32_t)V - 1;  // the last vector's last element
+    if (R > 2) targets[R - 1] = -100;
+    return targets;
+}
+
+// Loss: fp32 sums of exponentials; __expf's argument is off by up to 2^-24 of |x - max| * log2(e), that is 1.6e-5 of the sum at 180, less below.
+#define LOSS_TOLERANCE 2e-5
+// Gradient: one bf16 rounding, which may fall to the other side (2^-7 of the value); beside it the error of a softmax near 1 less 1.
+#define GRADIENT_TOLERANCE (1.0 / 128)
+#define GRADIENT_FLOOR 2e-5
+
+static void check_case(uint64_t seed, int64_t R, int64_t V, int kind) {
+    const float scale = 1.0f / 3;
+    char label[96];
+    format_checked(label, sizeof label, "R=%lld V=%lld kind %d", (long long)R, (long long)V, kind);
+    bf16_bits *x = make_logits(seed, R, V, kind);
+    int32_t *targets = make_targets(seed, R, V);
+    float *values = bf16_to_floats(x, R * V), *want = (float *)xcalloc((size_t)(R * V), sizeof(float)), *want_losses = (float *)xcalloc((size_t)R, sizeof(float));
+    cross_entropy_forward(want_losses, values, targets, R, V);
+    cross_entropy_backward(want, values, targets, R, V, scale, ROUND_BF16);
+
+    bf16 *logits = (bf16 *)bench_upload(x, R * V * 2), *again = (bf16 *)bench_upload(x, R * V * 2);
+    int32_t *device_targets = (int32_t *)bench_upload(targets, R * 4);
+    float *losses = (float *)bench_alloc(R * 4), *losses_again = (float *)bench_alloc(R * 4);
+    cross_entropy_loss(losses, logits, device_targets, R, V, 0);
+    float *got_losses = (float *)bench_download(losses, R * 4, label);
+    bf16_bits *kept = (bf16_bits *)bench_download(logits, R * V * 2, label);
+    check_close(label, got_losses, want_losses, R, 1, LOSS_TOLERANCE, LOSS_TOLERANCE);
+    check_bytes(label, kept, x, R * V * 2, V * 2);
+
+    cross_entropy_loss_and_gradient(losses_again, logits, device_targets, R, V, scale, 0);
+    check_same_on_device(label, losses, losses_again, R * 4, 4);
+    cross_entropy_loss_and_gradient(losses, again, device_targets, R, V, scale, 0);
+    check_same_on_device(label, losses, losses_again, R * 4, 4);
+    check_same_on_device(label, logits, again, R * V * 2, V * 2);
+    bf16_bits *got_bits = (bf16_bits *)bench_download(logits, R * V * 2, label);
+    float *got = bf16_to_floats(got_bits, R * V);
+    check_close(label, got, want, R * V, V, GRADIENT_TOLERANCE, GRADIENT_FLOOR * scale);
+    void *device[] = {logits, again, device_targets, losses, losses_again};
+    void *host[] = {x, targets, values, want, want_losses, got_losses, kept, got_bits, got};
+    for (void *p : device) bench_free(p);
+    for (void *p : host) free(p);
+}
+
+// More than 2^31 logits: the last rows are checked.
+static void check_large(void) {
+    const int64_t V = 128256, R = (1ll << 31) / V + 64, rows = 4, from = (R - rows) * V;
+    bf16 *logits = bench_random(R * V, 99, 3.0f);
+    int32_t *targets = make_targets(98, R, V), *device_targets = (int32_t *)bench_upload(targets, R * 4);
+    float *losses = (float *)bench_alloc(R * 4);
+    bf16_bits *x = (bf16_bits *)xcalloc((size_t)(rows * V), 2);
+    CUDA_CHECK(cudaMemcpy(x, logits + from, (size_t)(rows * V * 2), cudaMemcpyDeviceToHost));
+    float *values = bf16_to_floats(x, rows * V), *want = (float *)xcalloc((size_t)(rows * V), sizeof(float));
+    cross_entropy_backward(want, values, targets + R - rows, rows, V, 1.0f, ROUND_BF16);
+    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, 1.0f, 0);
+    bf16_bits *got_bits = (bf16_bits *)bench_download(logits + from, rows * V * 2, "2^31 logits");
+    float *got = bf16_to_floats(got_bits, rows * V);
+    check_close("2^31 logits", got, want, rows * V, V, GRADIENT_TOLERANCE, GRADIENT_FLOOR);
+    bench_free(logits), bench_free(device_targets), bench_free(losses);
+    free(targets), free(x), free(values), free(want), free(got_bits), free(got);
+}
+
+static void check_accumulate(int64_t n) {
+    float *x = (float *)xcalloc((size_t)n, sizeof(float)), start = 0.5f;
+    for (int64_t i = 0; i < n; i++) x[i] = rng_normal(rng_key(5, 0), (uint64_t)i) + 11;
+    float *losses = (float *)bench_upload(x, n * 4), *out = (float *)bench_upload(&start, 4);
+    loss_accumulate(out, losses, n, 0.25, 0);
+    float *got = (float *)bench_download(out, 4, "loss_accumulate"), want = (float)(0.5 + 0.25 * array_sum(x, n));
+    check_close("loss_accumulate", got, &want, 1, 1, 1.2e-7, 0);  // both sum in double, then round once
+    bench_free(losses), bench_free(out);
+    free(x), free(got);
+}
+
+static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
+    bf16 *logits = bench_random(R * V, 1, 2.0f);
+    int32_t *targets = make_targets(2, R, V), *device_targets = (int32_t *)bench_upload(targets, R * 4);
+    float *losses = (float *)bench_alloc(R * 4);
+    double us = bench_time_us(b, [&] { cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, 1e-4f, 0); });
+    bench_report(b, "cross entropy, loss and gradient", shape, us, 4.0 * (double)(R * V));
+    us = bench_time_us(b, [&] { cross_entropy_loss(losses, logits, device_targets, R, V, 0); });
+    bench_report(b, "cross entropy, loss", shape, us, 2.0 * (double)(R * V));
+    bench_free(logits), bench_free(device_targets), bench_free(losses);
+    free(targets);
+}
+
+int main(int argc, char **argv) {
+    const bool bench = bench_wanted(argc, argv);
+    const int64_t sizes[][2] = {{1, 8}, {5, 128}, {6, 320}, {4, 1000}, {5, 1001}, {4, 16384}, {4, 16392}, {4, 32000}, {4, 50257}, {4, 128256}, {4, 151936}, {3, 152064}, {2, 262144}, {2, 262152}};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
+        for (int kind = CASE_PLAIN; kind <= CASE_SPECIAL; kind++) check_case(10 * i + (uint64_t)kind, sizes[i][0], sizes[i][1], kind);
+    check_large();
+    const int64_t counts[] = {1, 1000, 8192, 100003};
+    for (int64_t n : counts) check_accumulate(n);
+    if (bench) {
+        Bench b = bench_create();
+        bench_case(&b, 2048, 128256, "2048x128256");
+        bench_case(&b, 2048, 151936, "2048x151936");
+        bench_case(&b, 8192, 32000, "8192x32000");
+        bench_destroy(&b);
+    }
+    return check_report();
+}
