@@ -129,8 +129,8 @@ typedef struct {
     void *attention_workspace, *norm_workspace, *rope_workspace, *adamw_workspace;
     float *rope_table;                // [T, HD] cos, sin
     StepStats *stats;                 // on the device
-    StepStats *host_stats;            // [2] pinned
-    cudaEvent_t step_done[2];
+    StepStats *host_stats;            // [STEP_SLOTS] pinned
+    cudaEvent_t step_done[STEP_SLOTS];
     TokenSlot tokens[TOKEN_SLOTS];
     int64_t batches_sent;
 } Trainer;

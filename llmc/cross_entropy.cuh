@@ -22,6 +22,13 @@
 #define CROSS_ENTROPY_MAX_THREADS 1024
 #define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
 
+// Clusters exist from compute capability 9.0 on. Code for less has an empty cluster kernel, and every row goes through the other one.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define CROSS_ENTROPY_HAS_CLUSTERS 1
+#else
+#define CROSS_ENTROPY_HAS_CLUSTERS 0
+#endif
+
 // The larger of two, NaN if either is.
 __device__ static inline float cross_entropy_max(float a, float b) { return a > b || a != a ? a : b; }
 
@@ -55,6 +62,7 @@ __device__ static inline float cross_entropy_block_sum(float x, float *scratch) 
 // What exp() subtracts: the maximum, or 0 where every logit is -inf and -inf - -inf would be NaN.
 __device__ static inline float cross_entropy_shift(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
+#if CROSS_ENTROPY_HAS_CLUSTERS
 // Maximum and sum of exp(x - maximum) of this block's part of the row become those of the whole row.
 // Every block stores its pair in every block of the cluster, then adds them up in block order.
 __device__ static inline void cross_entropy_join_cluster(float *maximum, float *sum) {
@@ -72,11 +80,13 @@ __device__ static inline void cross_entropy_join_cluster(float *maximum, float *
     *maximum = m;
     *sum = s;
 }
+#endif
 
 // One row per cluster. `vectors` = V / 8; each block takes `share` consecutive ones, at most CROSS_ENTROPY_VECTORS a thread.
 template <bool GRADIENT>
 __global__ static void __launch_bounds__(CROSS_ENTROPY_MAX_THREADS)
     cross_entropy_cluster_kernel(float *losses, bf16 *logits, const int32_t *targets, int vectors, int share, float gradient_scale) {
+#if CROSS_ENTROPY_HAS_CLUSTERS
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
     const int blocks = (int)cooperative_groups::this_cluster().num_blocks();
     const int64_t row = blockIdx.x / blocks;
@@ -130,6 +140,7 @@ __global__ static void __launch_bounds__(CROSS_ENTROPY_MAX_THREADS)
     }
     if (owns_target) losses[row] = logf(sum) + (maximum - target_logit);
     if (!counted && rank == 0 && threadIdx.x == 0) losses[row] = 0.0f;
+#endif
 }
 
 // One row per block, any V and any alignment.
@@ -160,7 +171,9 @@ static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32
     int64_t blocks = 1;  // as few as keep a block within 512 threads: fewer threads wait at a barrier
     while (blocks < CROSS_ENTROPY_MAX_CLUSTER && ceil_div(vectors, blocks) > 512 * held) blocks *= 2;
     const int64_t share = ceil_div(vectors, blocks), threads = round_up(ceil_div(share, held), WARP_SIZE);
-    if (V % 8 || (uintptr_t)logits % 16 || threads > CROSS_ENTROPY_MAX_THREADS) {
+    cudaFuncAttributes code;
+    CUDA_CHECK(cudaFuncGetAttributes(&code, cross_entropy_cluster_kernel<GRADIENT>));
+    if (code.binaryVersion < 90 || V % 8 || (uintptr_t)logits % 16 || threads > CROSS_ENTROPY_MAX_THREADS) {
         cross_entropy_row_kernel<GRADIENT><<<grid_size(R, 1), CROSS_ENTROPY_MAX_THREADS, 0, stream>>>(losses, logits, targets, V, gradient_scale);
         CUDA_CHECK_LAUNCH();
         return;

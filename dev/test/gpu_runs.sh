@@ -16,7 +16,9 @@ build/synth_stories --out "$tmp/synth" --bytes 300000 --seed 3 >/dev/null || bad
 data="--train-data $tmp/synth_train.bin --shuffle off"
 
 # CPU and GPU start from the same weights and round at the same places; they differ in the order of sums, which turns a share of the bf16
-# roundings (2^-9 each) the other way, and with FP8 a share of the 2^-4 or 2^-3 roundings. $1 precision, $2 largest loss error, $3 largest gradient error.
+# roundings (2^-9 each) the other way, and with FP8 a share of its roundings (2^-4 and 2^-3). How far that alone goes was measured on this very
+# step by compiling the CPU trainer with -Ofast, which reorders its sums: worst gradient 5.2e-3 with bf16 and 6.4e-2 with fp8 (q and k projections,
+# whose gradients are differences of nearly equal terms). The bounds are 1.5 to 2 times that. $1 precision, $2 largest loss error, $3 largest gradient error.
 against_cpu() {
     local args="small $data --precision $1 --sequence-length 256 --batch-size 2 --num-steps 1 --optimizer-state fp32"
     if ! ./train_fp8 $args --checkpoint-dir "$tmp/cpu_$1" >"$tmp/cpu.log" 2>&1 || ! ./train_fp8cu $args --checkpoint-dir "$tmp/gpu_$1" >"$tmp/gpu.log" 2>&1; then
@@ -29,7 +31,7 @@ against_cpu() {
     if build/compare_checkpoints "$tmp/gpu_$1/step-00000001" "$tmp/cpu_$1/step-00000001" "$3"; then ok "$1: gradients"; else bad "$1: gradients"; fi
 }
 against_cpu bf16 1e-4 1e-2
-against_cpu fp8 1e-3 3e-2
+against_cpu fp8 1e-3 1e-1
 
 common="small $data --sequence-length 256 --batch-size 2 --deterministic --learning-rate 1e-3"
 for precision in bf16 fp8; do

@@ -1,0 +1,262 @@
+// Checks llmc/adamw.cuh and llmc/initialize.cuh bit for bit against the CPU's functions, and times them. Build: make build/bench_adamw
+#include "../../llmc/adamw.cuh"
+#include "../../llmc/initialize.cuh"
+#include "../../llmc/reference.h"
+#include "bench.cuh"
+
+// A small model with every kind of parameter of its family; hidden size 40 leaves padding behind most tensors.
+static ModelConfig small_model(const char *preset) {
+    ModelConfig m;
+    if (!model_config_preset(&m, preset)) die("no preset %s", preset);
+    m.vocab_size = 320, m.hidden_size = 40, m.intermediate_size = 72, m.num_layers = 3, m.num_heads = 4, m.num_kv_heads = 2, m.head_dim = 16;
+    return m;
+}
+
+// Host arrays of the optimizer, values as stored.
+typedef struct {
+    int64_t n;
+    float *weights, *exp_avg, *exp_avg_sq, *gradients;
+} State;
+
+// Powers of two from 2^-low to 2^0, so that rare operands (denormals, zeros) occur beside common ones.
+static float spread(uint64_t key, int64_t i, int low) { return ldexpf(1, -(int)(rng_u64(key, (uint64_t)i) % (uint64_t)(low + 1))); }
+
+// A thread of the kernel takes its branch-free path only where all of its 8 elements are common, so one stretch of 64 in four is of rare ones.
+static State make_state(const ParameterTable *t, uint64_t seed, bool fp32_weights, bool fp32_moments) {
+    State s;
+    s.n = t->total;
+    float **arrays[] = {&s.weights, &s.exp_avg, &s.exp_avg_sq, &s.gradients};
+    for (float **a : arrays) *a = (float *)xcalloc((size_t)s.n, sizeof(float));
+    for (int64_t k = 0; k < t->count; k++) {
+        const Parameter *p = &t->entries[k];
+        for (int64_t j = 0; j < parameter_elements(p); j++) {
+            const int64_t i = p->offset + j;
+            const bool rare = i / 64 % 4 == 3;
+            const uint64_t key = rng_key(seed, 1), u = (uint64_t)i;
+            s.weights[i] = rng_normal(key, 4 * u) * 0.02f * (rare ? spread(key, i, 60) : 1);
+            s.gradients[i] = rng_normal(key, 4 * u + 1) * 1e-3f * (rare ? spread(key, i + 1, 120) : 1);
+            s.exp_avg[i] = rng_normal(key, 4 * u + 2) * 1e-3f * (rare ? spread(key, i + 2, 130) : 1);
+            s.exp_avg_sq[i] = rng_uniform(key, 4 * u + 3) * 1e-6f * (rare ? spread(key, i + 3, 130) : 1);
+            if (rare && i % 5 == 0) s.gradients[i] = s.exp_avg[i] = s.exp_avg_sq[i] = 0;
+            if (rare && i % 11 == 0) s.weights[i] = 0;
+            if (rare && i % 7 == 0) s.exp_avg[i] = -0.0f;
+        }
+    }
+    round_array(s.gradients, s.n, ROUND_BF16);
+    if (!fp32_weights) round_array(s.weights, s.n, ROUND_BF16);
+    if (!fp32_moments) round_array(s.exp_avg, s.n, ROUND_BF16), round_array(s.exp_avg_sq, s.n, ROUND_BF16);
+    return s;
+}
+
+static void free_state(State *s) { free(s->weights), free(s->exp_avg), free(s->exp_avg_sq), free(s->gradients); }
+
+static void *upload(const float *x, int64_t n, bool fp32) {
+    if (fp32) return bench_upload(x, n * 4);
+    bf16_bits *bits = bf16_from_floats(x, n);
+    void *p = bench_upload(bits, n * 2);
+    free(bits);
+    return p;
+}
+
+static void check_array(const char *label, const char *array, const void *device, const float *want, int64_t n, bool fp32) {
+    char text[160];
+    format_checked(text, sizeof text, "%s: %s", label, array);
+    void *got = bench_download(device, n * (fp32 ? 4 : 2), text);
+    bf16_bits *bits = bf16_from_floats(want, n);
+    check_bytes(text, got, fp32 ? (const void *)want : bits, n * (fp32 ? 4 : 2), fp32 ? 4 : 2);
+    free(got), free(bits);
+}
+
+// amax slots of the fused FP8 weights, from the new weights as bf16.
+static void check_amax(const char *label, const ParameterTable *t, const uint32_t *slots, int64_t stride, const float *weights) {
+    int64_t slot = 0, layer = -1;
+    for (int64_t k = 0; k < t->count; k++) {
+        const Parameter *p = &t->entries[k];
+        if (!(p->flags & PARAM_FP8) || (p->flags & PARAM_JOINED)) continue;
+        slot = p->layer == layer ? slot + 1 : p->layer * stride;
+        layer = p->layer;
+        int64_t n = parameter_elements(p);
+        for (int64_t j = k + 1; j < t->count && (t->entries[j].flags & PARAM_JOINED) && (t->entries[j].flags & PARAM_FP8); j++) n += parameter_elements(&t->entries[j]);
+        float *rounded = (float *)xcalloc((size_t)n, sizeof(float));
+        memcpy(rounded, weights + p->offset, (size_t)n * sizeof(float));
+        round_array(rounded, n, ROUND_BF16);
+        const uint32_t want = float_bits(tensor_amax(rounded, n));
+        CHECK(slots[slot] == want, "%s: amax of %s is 0x%08x, want 0x%08x", label, p->name, slots[slot], want);
+        free(rounded);
+    }
+}
+
+typedef struct {
+    bool master, fp32_moments;
+    float clip;
+    double eps, learning_rate;
+    int64_t bad_element;  // gradient element to spoil; -1: none
+} Variant;
+
+enum { AMAX_STRIDE = 12 };
+
+static void check_step(const char *preset, Variant v, int64_t step_number) {
+    const ModelConfig m = small_model(preset);
+    ParameterTable t = parameter_table(&m);
+    State s = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
+    char label[128];
+    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element);
+    if (v.bad_element >= 0) s.gradients[v.bad_element] = NAN, s.gradients[s.n - 1] = INFINITY;
+    const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, 42);
+    AdamwArrays a = {};
+    a.weights = (bf16 *)upload(s.weights, s.n, false), a.master = v.master ? (float *)upload(s.weights, s.n, true) : NULL;
+    a.exp_avg = upload(s.exp_avg, s.n, v.fp32_moments), a.exp_avg_sq = upload(s.exp_avg_sq, s.n, v.fp32_moments);
+    a.fp32_moments = v.fp32_moments, a.gradients = (bf16 *)upload(s.gradients, s.n, false);
+    AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
+    uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
+    void *workspace = bench_alloc((int64_t)adamw_workspace_bytes());
+    adamw_prepare(control, a.gradients, s.n, step, v.clip, workspace, 0);
+    adamw_update_parameters(&a, &t, amax, AMAX_STRIDE, control, 0);
+
+    AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
+    const bool bad = v.bad_element >= 0;
+    CHECK(c->nonfinite == bad && c->first_nonfinite == (bad ? (unsigned long long)v.bad_element : ADAMW_NONE), "%s: flag %u, first non-finite element %llu", label, c->nonfinite, c->first_nonfinite);
+    if (!bad) {
+        const float norm = (float)global_norm(s.gradients, s.n), factor = clip_factor(norm, v.clip);
+        check_close(label, &c->gradient_norm, &norm, 1, 1, 1e-6, 0);  // fp32 sums of 32 squares
+        check_close(label, &c->gradient_factor, &factor, 1, 1, 1e-6, 0);
+        for (int64_t k = 0; k < t.count; k++) {
+            const Parameter *p = &t.entries[k];
+            adamw_reference(s.weights + p->offset, s.exp_avg + p->offset, s.exp_avg_sq + p->offset, s.gradients + p->offset, p->offset, parameter_elements(p), p->flags & PARAM_DECAY,
+                            c->gradient_factor, !v.master, !v.fp32_moments, &step);
+        }
+    }
+    check_array(label, "weights", a.weights, s.weights, s.n, false);
+    if (v.master) check_array(label, "master weights", a.master, s.weights, s.n, true);
+    check_array(label, "exp_avg", a.exp_avg, s.exp_avg, s.n, v.fp32_moments);
+    check_array(label, "exp_avg_sq", a.exp_avg_sq, s.exp_avg_sq, s.n, v.fp32_moments);
+    uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label);
+    check_amax(label, &t, slots, AMAX_STRIDE, s.weights);
+    void *device[] = {a.weights, a.master, a.exp_avg, a.exp_avg_sq, (void *)a.gradients, control, amax, workspace};
+    for (void *p : device)
+        if (p) bench_free(p);
+    free(c), free(slots);
+    free_state(&s);
+    parameter_table_free(&t);
+}
+
+static void check_initialize(const char *preset, bool with_master) {
+    const ModelConfig m = small_model(preset);
+    ParameterTable t = parameter_table(&m);
+    float *want = (float *)xcalloc((size_t)t.total, sizeof(float));
+    for (int64_t k = 0; k < t.count; k++)
+        for (int64_t i = 0; i < parameter_elements(&t.entries[k]); i++) want[t.entries[k].offset + i] = parameter_initial_value(t.entries[k].flags, 0.02f, 1234, k, i);
+    bf16 *weights = (bf16 *)bench_alloc(t.total * 2);
+    float *master = with_master ? (float *)bench_alloc(t.total * 4) : NULL;
+    initialize_parameters(weights, master, &t, 0.02f, 1234, 0);
+    check_array("initialize", "weights", weights, want, t.total, false);
+    if (master) check_array("initialize", "master weights", master, want, t.total, true);
+    bench_free(weights);
+    if (master) bench_free(master);
+    free(want);
+    parameter_table_free(&t);
+}
+
+// The flat arrays of a real model on the device.
+typedef struct {
+    ModelConfig m;
+    ParameterTable t;
+    AdamwArrays a;
+    AdamwControl *control;
+    uint32_t *amax;
+    void *workspace;
+} Model;
+
+static Model model_create(const char *preset, bool master, bool fp32_moments) {
+    Model x = {};
+    if (!model_config_preset(&x.m, preset)) die("no preset %s", preset);
+    x.t = parameter_table(&x.m);
+    const int64_t n = x.t.total, moment = fp32_moments ? 4 : 2;
+    x.a.weights = (bf16 *)bench_alloc(n * 2), x.a.master = master ? (float *)bench_alloc(n * 4) : NULL;
+    x.a.exp_avg = bench_zeros(n * moment), x.a.exp_avg_sq = bench_zeros(n * moment), x.a.fp32_moments = fp32_moments;
+    x.a.gradients = bench_random(n, 5, 1e-3f);
+    initialize_parameters(x.a.weights, x.a.master, &x.t, 0.02f, 1, 0);
+    x.control = (AdamwControl *)bench_alloc(sizeof(AdamwControl)), x.workspace = bench_alloc((int64_t)adamw_workspace_bytes());
+    x.amax = (uint32_t *)bench_zeros(x.m.num_layers * AMAX_STRIDE * 4);
+    return x;
+}
+
+static void model_free(Model *x) {
+    void *device[] = {x->a.weights, x->a.master, x->a.exp_avg, x->a.exp_avg_sq, (void *)x->a.gradients, x->control, x->amax, x->workspace};
+    for (void *p : device)
+        if (p) bench_free(p);
+    parameter_table_free(&x->t);
+}
+
+// One step of 8 billion parameters: windows of tensors around 2^31 and 2^32 elements and at the end come out as on the CPU.
+static void check_large(void) {
+    Model x = model_create("llama3.1-8b", false, false);
+    const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, 7);
+    enum { WINDOW = 1024 };
+    adamw_prepare(x.control, x.a.gradients, x.t.total, step, 1.0f, x.workspace, 0);
+    AdamwControl *c = (AdamwControl *)bench_download(x.control, sizeof *c, "control");
+    const float want_norm = (float)(1e-3 * sqrt((double)x.t.total));  // of independent normal values: within 1e-4, five standard deviations and bf16's rounding
+    check_close("norm of 8e9 values", &c->gradient_norm, &want_norm, 1, 1, 1e-4, 0);
+    bf16_bits (*before)[2][WINDOW] = (bf16_bits(*)[2][WINDOW])xcalloc((size_t)x.t.count, sizeof *before);
+    for (int run = 0; run < 2; run++) {
+        if (run) adamw_update_parameters(&x.a, &x.t, x.amax, AMAX_STRIDE, x.control, 0);
+        for (int64_t k = 0; k < x.t.count; k++) {
+            const Parameter *p = &x.t.entries[k];
+            const int64_t n = min_i64(WINDOW, parameter_elements(p)), first = p->offset + parameter_elements(p) - n;  // the tensor's last elements
+            if (!run) {
+                CUDA_CHECK(cudaMemcpy(before[k][0], x.a.weights + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
+                CUDA_CHECK(cudaMemcpy(before[k][1], x.a.gradients + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
+                continue;
+            }
+            bf16_bits got[WINDOW];
+            float *w = bf16_to_floats(before[k][0], n), *g = bf16_to_floats(before[k][1], n), m[WINDOW] = {0}, v[WINDOW] = {0};
+            adamw_reference(w, m, v, g, first, n, p->flags & PARAM_DECAY, c->gradient_factor, true, true, &step);
+            CUDA_CHECK(cudaMemcpy(got, x.a.weights + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
+            bf16_bits *want = bf16_from_floats(w, n);
+            check_bytes(p->name, got, want, n * 2, 2);
+            free(w), free(g), free(want);
+        }
+    }
+    free(before), free(c);
+    model_free(&x);
+}
+
+static void bench_model(Bench *b, const char *preset, bool master, bool fp32_moments) {
+    Model x = model_create(preset, master, fp32_moments);
+    const double n = (double)x.t.total;
+    const AdamwStep step = adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, 7);
+    char shape[64];
+    format_checked(shape, sizeof shape, "%s", preset);
+    double us = bench_time_us(b, [&] { adamw_prepare(x.control, x.a.gradients, x.t.total, step, 1.0f, x.workspace, 0); });
+    bench_report(b, "gradient norm", shape, us, 2 * n);
+    us = bench_time_us(b, [&] { adamw_update_parameters(&x.a, &x.t, x.amax, AMAX_STRIDE, x.control, 0); });
+    char name[64];
+    format_checked(name, sizeof name, "AdamW, weights %s, moments %s", master ? "fp32" : "bf16", fp32_moments ? "fp32" : "bf16");
+    bench_report(b, name, shape, us, n * (2 + (master ? 10 : 4) + (fp32_moments ? 16 : 8)));
+    model_free(&x);
+}
+
+int main(int argc, char **argv) {
+    if (bench_part_wanted(argc, argv, "check")) {
+        const char *presets[] = {"llama3.1-8b", "qwen2.5-0.5b", "qwen3-8b"};
+        for (const char *preset : presets)
+            for (int kind = 0; kind < 4; kind++) {
+                const bool master = kind & 1, moments = kind & 2;
+                const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1}, {master, moments, 1e-3f, 1e-8, 1e-5, -1}, {master, moments, 0, 1e-15, 1e-2, -1},
+                                            {master, moments, 1, 1e-8, 0, -1},    {master, moments, 1, 1e-25, 1e-3, -1}, {master, moments, 1, 1e-8, 1e-3, 12345}};
+                for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) check_step(preset, variants[i], 1 + 100 * (int64_t)i);
+                if (kind < 2) check_initialize(preset, kind);
+            }
+    }
+    if (bench_part_wanted(argc, argv, "large")) check_large();
+    if (bench_part_wanted(argc, argv, "bench")) {
+        Bench b = bench_create();
+        bench_model(&b, "llama3.1-8b", false, false);
+        bench_model(&b, "llama3.2-1b", false, false);
+        bench_model(&b, "llama3.2-1b", true, false);
+        bench_model(&b, "llama3.2-1b", false, true);
+        bench_model(&b, "llama3.2-1b", true, true);
+        bench_destroy(&b);
+    }
+    return check_report();
+}

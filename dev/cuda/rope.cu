@@ -1,0 +1,208 @@
+// Checks llmc/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference.h and times it. Build: make build/bench_rope
+#include "../../llmc/reference.h"
+#include "../../llmc/rope.cuh"
+#include "bench.cuh"
+
+#define EPS 1e-6f
+
+// Against unrounded truth: one bf16 rounding (2^-8 of the value). The floor is for fp32 sums of HD products near 1, and differences of two of them.
+#define TOLERANCE (1.01 / 256)
+#define FLOOR 2e-5
+
+typedef struct {
+    AttentionDims a;
+    RopeDims d;
+    RopeArgs args;  // of the reference
+    int64_t rows, heads, n;
+    char label[96];
+    bf16_bits *qkv, *dout, *q_norm, *k_norm;
+    float *cosine, *sine, *table;
+} Case;
+
+static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool norm) {
+    Case c = {};
+    c.a.B = B, c.a.T = T, c.a.NH = NH, c.a.NKV = NKV, c.a.HD = HD;
+    c.d.B = B, c.d.T = T, c.d.NH = NH, c.d.NKV = NKV, c.d.HD = HD, c.d.eps = EPS;
+    c.rows = B * T, c.heads = NH + 2 * NKV, c.n = c.rows * c.heads * HD;
+    format_checked(c.label, sizeof c.label, "B=%lld T=%lld heads %lld+2*%lld HD=%lld%s", (long long)B, (long long)T, (long long)NH, (long long)NKV, (long long)HD, norm ? " qk-norm" : "");
+    ModelConfig m;
+    if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
+    m.head_dim = HD;
+    c.qkv = bench_normal(1, c.n, 1.0f), c.dout = bench_normal(2, c.n, 1.0f), c.q_norm = bench_normal(3, HD, 1.0f), c.k_norm = bench_normal(4, HD, 1.0f);
+    c.cosine = (float *)xcalloc((size_t)(T * HD / 2), 4), c.sine = (float *)xcalloc((size_t)(T * HD / 2), 4), c.table = (float *)xcalloc((size_t)(T * HD), 4);
+    rope_tables(c.cosine, c.sine, &m, T);
+    rope_table_fill(c.table, &m, T);
+    int64_t bad = 0;
+    for (int64_t i = 0; i < T * HD / 2; i++) bad += c.table[2 * i] != c.cosine[i] || c.table[2 * i + 1] != c.sine[i];
+    CHECK(bad == 0, "%s: %lld angles differ from the reference's", c.label, (long long)bad);
+    c.args.eps = EPS, c.args.cosine = c.cosine, c.args.sine = c.sine;
+    if (norm) c.args.q_norm = bf16_to_floats(c.q_norm, HD), c.args.k_norm = bf16_to_floats(c.k_norm, HD);
+    return c;
+}
+
+static void case_free(Case *c) {
+    void *host[] = {c->qkv, c->dout, c->q_norm, c->k_norm, c->cosine, c->sine, c->table, (void *)c->args.q_norm, (void *)c->args.k_norm};
+    for (void *p : host) free(p);
+}
+
+static void check_forward(const Case *c) {
+    const bool norm = c->args.q_norm != NULL;
+    float *qkv = bf16_to_floats(c->qkv, c->n), *want = (float *)xcalloc((size_t)c->n, 4);
+    qknorm_rope_forward(want, qkv, c->args, c->a, ROUND_NONE);
+    bf16 *in = (bf16 *)bench_upload(c->qkv, c->n * 2), *out = (bf16 *)bench_alloc(c->n * 2);
+    bf16 *q_norm = (bf16 *)bench_upload(c->q_norm, c->d.HD * 2), *k_norm = (bf16 *)bench_upload(c->k_norm, c->d.HD * 2);
+    float *table = (float *)bench_upload(c->table, c->d.T * c->d.HD * 4);
+    qknorm_rope_forward(out, in, norm ? q_norm : NULL, norm ? k_norm : NULL, table, c->d, 0);
+    bf16_bits *got_bits = (bf16_bits *)bench_download(out, c->n * 2, c->label);
+    float *got = bf16_to_floats(got_bits, c->n);
+    check_close(c->label, got, want, c->n, c->heads * c->d.HD, TOLERANCE, FLOOR);
+    bf16_bits *kept = (bf16_bits *)bench_download(in, c->n * 2, c->label);
+    check_bytes(c->label, kept, c->qkv, c->n * 2, c->heads * c->d.HD * 2);
+    qknorm_rope_forward(in, in, norm ? q_norm : NULL, norm ? k_norm : NULL, table, c->d, 0);
+    check_same_on_device(c->label, in, out, c->n * 2, c->heads * c->d.HD * 2);
+    bench_free(in), bench_free(out), bench_free(q_norm), bench_free(k_norm), bench_free(table);
+    free(qkv), free(want), free(got_bits), free(got), free(kept);
+}
+
+// `special`: a NaN among the values' gradients, which must reach the amax.
+static void check_backward(const Case *c, bool accumulate, bool special) {
+    const bool norm = c->args.q_norm != NULL;
+    const int64_t HD = c->d.HD;
+    bf16_bits *dout_bits = (bf16_bits *)xcalloc((size_t)c->n, 2), *dw_bits = bench_normal(5, 2 * HD, 3.0f);
+    memcpy(dout_bits, c->dout, (size_t)c->n * 2);
+    if (special) dout_bits[c->n - 3] = 0x7fc0;
+    float *qkv = bf16_to_floats(c->qkv, c->n), *dout = bf16_to_floats(dout_bits, c->n), *want = (float *)xcalloc((size_t)c->n, 4), *want_dw = bf16_to_floats(dw_bits, 2 * HD);
+    qknorm_rope_backward(want, want_dw, want_dw + HD, dout, qkv, c->args, c->a, accumulate, ROUND_NONE);
+
+    bf16 *d[2], *dw[2];
+    uint32_t *amax[2];
+    bf16 *in = (bf16 *)bench_upload(c->qkv, c->n * 2), *q_norm = (bf16 *)bench_upload(c->q_norm, HD * 2), *k_norm = (bf16 *)bench_upload(c->k_norm, HD * 2);
+    float *table = (float *)bench_upload(c->table, c->d.T * HD * 4);
+    void *workspace = bench_alloc((int64_t)rope_workspace_bytes(c->rows, c->d.NH, c->d.NKV, HD));
+    for (int run = 0; run < 2; run++) {
+        d[run] = (bf16 *)bench_upload(dout_bits, c->n * 2), dw[run] = (bf16 *)bench_upload(dw_bits, 2 * HD * 2), amax[run] = (uint32_t *)bench_zeros(4);
+        qknorm_rope_backward(d[run], norm ? dw[run] : NULL, norm ? dw[run] + HD : NULL, amax[run], norm ? in : NULL, norm ? q_norm : NULL, norm ? k_norm : NULL, table, c->d, accumulate,
+                             workspace, 0);
+    }
+    check_same_on_device(c->label, d[0], d[1], c->n * 2, c->heads * HD * 2);
+    check_same_on_device(c->label, dw[0], dw[1], 2 * HD * 2, HD * 2);
+    bf16_bits *got_bits = (bf16_bits *)bench_download(d[0], c->n * 2, c->label), *got_dw_bits = (bf16_bits *)bench_download(dw[0], 2 * HD * 2, c->label);
+    float *got = bf16_to_floats(got_bits, c->n), *got_dw = bf16_to_floats(got_dw_bits, 2 * HD);
+    check_close(c->label, got, want, c->n, c->heads * HD, TOLERANCE, FLOOR);
+    // fp32 sums of rows * heads products near 1
+    if (norm) check_close(c->label, got_dw, want_dw, 2 * HD, HD, TOLERANCE, 2e-6 * sqrt((double)(c->rows * c->d.NH)) + FLOOR);
+    uint32_t *got_amax = (uint32_t *)bench_download(amax[0], 4, c->label);
+    const uint32_t want_amax = float_bits(tensor_amax(got, c->n));
+    CHECK(got_amax[0] == want_amax, "%s: amax bits 0x%08x, want 0x%08x", c->label, got_amax[0], want_amax);
+    void *device[] = {d[0], d[1], dw[0], dw[1], amax[0], amax[1], in, q_norm, k_norm, table, workspace};
+    void *host[] = {dout_bits, dw_bits, qkv, dout, want, want_dw, got_bits, got_dw_bits, got, got_dw, got_amax};
+    for (void *p : device) bench_free(p);
+    for (void *p : host) free(p);
+}
+
+static void check_case(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool norm) {
+    Case c = case_create(B, T, NH, NKV, HD, norm);
+    check_forward(&c);
+    check_backward(&c, false, false);
+    check_backward(&c, true, true);
+    case_free(&c);
+}
+
+static void check_bias(int64_t rows, int64_t columns, bool accumulate) {
+    char label[64];
+    format_checked(label, sizeof label, "bias %lld x %lld", (long long)rows, (long long)columns);
+    bf16_bits *dy_bits = bench_normal(1, rows * columns, 1.0f), *db_bits = bench_normal(2, columns, 1.0f);
+    float *dy = bf16_to_floats(dy_bits, rows * columns), *want = bf16_to_floats(db_bits, columns);
+    bias_backward(want, dy, rows, columns, accumulate, ROUND_NONE);
+    bf16 *d_dy = (bf16 *)bench_upload(dy_bits, rows * columns * 2), *db = (bf16 *)bench_upload(db_bits, columns * 2), *again = (bf16 *)bench_upload(db_bits, columns * 2);
+    void *workspace = bench_alloc((int64_t)rope_workspace_bytes(rows, columns, 0, 1));
+    bias_backward(db, d_dy, rows, columns, accumulate, workspace, 0);
+    bias_backward(again, d_dy, rows, columns, accumulate, workspace, 0);
+    check_same_on_device(label, db, again, columns * 2, columns * 2);
+    bf16_bits *got_bits = (bf16_bits *)bench_download(db, columns * 2, label);
+    float *got = bf16_to_floats(got_bits, columns);
+    check_close(label, got, want, columns, columns, TOLERANCE, 2e-6 * sqrt((double)rows));  // fp32 sums of values near 1
+    bench_free(d_dy), bench_free(db), bench_free(again), bench_free(workspace);
+    free(dy_bits), free(db_bits), free(dy), free(want), free(got_bits), free(got);
+}
+
+// More than 2^31 elements in place: the last tokens come out as they do from a tensor of their own.
+static void check_large(void) {
+    const int64_t T = 8192, B = 44, width = 48 * 128, n = B * T * width, last = T * width;
+    ModelConfig m;
+    if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
+    RopeDims all = {B, T, 32, 8, 128, EPS}, one = {1, T, 32, 8, 128, EPS};
+    float *host_table = (float *)xcalloc((size_t)(T * 128), 4);
+    rope_table_fill(host_table, &m, T);
+    float *table = (float *)bench_upload(host_table, T * 128 * 4);
+    bf16 *x = bench_random(n, 1, 1.0f), *sequence = (bf16 *)bench_alloc(last * 2);
+    CUDA_CHECK(cudaMemcpy(sequence, x + n - last, (size_t)last * 2, cudaMemcpyDeviceToDevice));
+    qknorm_rope_forward(x, x, NULL, NULL, table, all, 0);
+    qknorm_rope_forward(sequence, sequence, NULL, NULL, table, one, 0);
+    check_same_on_device("2^31 elements, forward", x + n - last, sequence, last * 2, width * 2);
+    qknorm_rope_backward(x, NULL, NULL, NULL, NULL, NULL, NULL, table, all, false, NULL, 0);
+    qknorm_rope_backward(sequence, NULL, NULL, NULL, NULL, NULL, NULL, table, one, false, NULL, 0);
+    check_same_on_device("2^31 elements, backward", x + n - last, sequence, last * 2, width * 2);
+    bench_free(table), bench_free(x), bench_free(sequence);
+    free(host_table);
+}
+
+static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool norm) {
+    ModelConfig m;
+    if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
+    m.head_dim = HD;
+    RopeDims d = {1, T, NH, NKV, HD, EPS};
+    const int64_t n = T * (NH + 2 * NKV) * HD, turned = T * (NH + NKV) * HD;
+    float *host_table = (float *)xcalloc((size_t)(T * HD), 4);
+    rope_table_fill(host_table, &m, T);
+    float *table = (float *)bench_upload(host_table, T * HD * 4);
+    bf16 *in = bench_random(n, 1, 1.0f), *out = bench_random(n, 2, 1.0f), *q_norm = bench_random(HD, 3, 1.0f), *k_norm = bench_random(HD, 4, 1.0f), *dw = bench_random(2 * HD, 5, 1.0f);
+    uint32_t *amax = (uint32_t *)bench_zeros(4);
+    void *workspace = bench_alloc((int64_t)rope_workspace_bytes(T, NH, NKV, HD));
+    if (norm) {
+        double us = bench_time_us(b, [&] { qknorm_rope_forward(out, in, q_norm, k_norm, table, d, 0); });
+        bench_report(b, "QK-norm + RoPE", shape, us, 4.0 * (double)n);
+        us = bench_time_us(b, [&] { qknorm_rope_backward(out, dw, dw + HD, amax, in, q_norm, k_norm, table, d, false, workspace, 0); });
+        bench_report(b, "QK-norm + RoPE backward", shape, us, 6.0 * (double)turned + 2.0 * (double)(n - turned));
+    } else {
+        double us = bench_time_us(b, [&] { qknorm_rope_forward(in, in, NULL, NULL, table, d, 0); });
+        bench_report(b, "RoPE in place", shape, us, 4.0 * (double)turned);
+        us = bench_time_us(b, [&] { qknorm_rope_backward(out, NULL, NULL, amax, NULL, NULL, NULL, table, d, false, workspace, 0); });
+        bench_report(b, "RoPE backward", shape, us, 4.0 * (double)turned + 2.0 * (double)(n - turned));
+        us = bench_time_us(b, [&] { bias_backward(in, out, T, (NH + 2 * NKV) * HD, false, workspace, 0); });
+        bench_report(b, "bias backward", shape, us, 2.0 * (double)n);
+    }
+    void *device[] = {table, in, out, q_norm, k_norm, dw, amax, workspace};
+    for (void *p : device) bench_free(p);
+    free(host_table);
+}
+
+int main(int argc, char **argv) {
+    if (bench_part_wanted(argc, argv, "check")) {
+        for (int norm = 0; norm < 2; norm++) {
+            check_case(1, 1, 1, 1, 64, norm);
+            check_case(2, 7, 3, 1, 64, norm);
+            check_case(1, 63, 14, 2, 64, norm);
+            check_case(3, 50, 32, 8, 64, norm);
+            check_case(1, 5, 2, 2, 128, norm);
+            check_case(2, 33, 12, 2, 128, norm);
+            check_case(1, 1100, 16, 8, 128, norm);
+        }
+        check_bias(1, 8, false);
+        check_bias(63, 1152, true);
+        check_bias(1000, 2048, false);
+        check_bias(5000, 264, true);
+    }
+    if (bench_part_wanted(argc, argv, "large")) check_large();
+    if (bench_part_wanted(argc, argv, "bench")) {
+        Bench b = bench_create();
+        bench_case(&b, "8192, 32/8x128", 8192, 32, 8, 128, false);
+        bench_case(&b, "8192, 32/8x64", 8192, 32, 8, 64, false);
+        bench_case(&b, "2048, 32/8x128", 2048, 32, 8, 128, false);
+        bench_case(&b, "8192, 32/8x128", 8192, 32, 8, 128, true);
+        bench_case(&b, "8192, 16/8x128", 8192, 16, 8, 128, true);
+        bench_case(&b, "8192, 28/4x128", 8192, 28, 4, 128, false);
+        bench_destroy(&b);
+    }
+    return check_report();
+}
