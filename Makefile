@@ -1,12 +1,23 @@
-# train_fp8 (CPU) needs gcc alone; train_fp8cu (GPU) needs the CUDA Toolkit. `make help` lists the targets.
+# Both trainers need Open MPI; train_fp8 (CPU) else gcc alone, train_fp8cu (GPU) the CUDA Toolkit and NCCL. `make help` lists the targets.
 CC ?= gcc
+# Where mpi.h and libmpi are: only what both gcc and nvcc understand of what mpicc would pass.
+MPICC ?= mpicc
+MPI_CFLAGS := $(filter -I%,$(shell $(MPICC) --showme:compile))
+MPI_LIBS := $(filter -L% -l%,$(shell $(MPICC) --showme:link))
+ifeq ($(MPI_LIBS),)
+$(error $(MPICC) is missing or is not Open MPI; install libopenmpi-dev and openmpi-bin, or run scripts/test.sh, which does)
+endif
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
-CFLAGS = -std=gnu11 -O3 -march=native -fopenmp -ffp-contract=off -Wall -Wextra -Werror
-SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -ffp-contract=off -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all
+CFLAGS = -std=gnu11 -O3 -march=native -fopenmp -ffp-contract=off -Wall -Wextra -Werror $(MPI_CFLAGS)
+SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -ffp-contract=off -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS)
 # Code for Hopper; other GPUs of compute capability 8.0 and above run the portable kernels: make CUDA_ARCH=80
 CUDA_ARCH ?= 90a
-NVCCFLAGS = -std=c++17 -O3 -gencode=arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings
+NVCCFLAGS = -std=c++17 -O3 -gencode=arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $(MPI_CFLAGS)
 CUDALIBS = -lcublasLt
+# Where NCCL is if not in the system's or CUDA's folders, for example PyTorch's: make NCCL_HOME=.../site-packages/nvidia/nccl
+NCCL_HOME ?=
+NCCL_CFLAGS = $(if $(NCCL_HOME),-I$(NCCL_HOME)/include)
+NCCL_LIBS = $(if $(NCCL_HOME),-L$(NCCL_HOME)/lib -Xlinker -rpath=$(NCCL_HOME)/lib) -l:libnccl.so.2 $(MPI_LIBS)
 
 HEADERS := $(wildcard llmc/*.h)
 KERNELS := $(wildcard llmc/*.cuh)
@@ -26,36 +37,42 @@ help:
 	@echo "make headers     every header compiled alone"
 
 train_fp8: train_fp8.c $(HEADERS)
-	$(CC) $(CFLAGS) -o $@ $< -lm
+	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
 train_fp8cu: train_fp8.cu $(HEADERS) $(KERNELS)
-	$(NVCC) $(NVCCFLAGS) -o $@ $< $(CUDALIBS)
+	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 build/synth_stories: data/synth_stories.c $(HEADERS) | build
-	$(CC) $(CFLAGS) -o $@ $< -lm
+	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
 build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h $(HEADERS) $(KERNELS) | build
-	$(NVCC) $(NVCCFLAGS) -o $@ $< $(CUDALIBS)
+	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
+
+# The order of the streams, on the host alone: the test's own functions stand in for these.
+STAND_INS := cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaGetLastError __cudaGetKernel __cudaLaunchKernel \
+	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce
+build/test_fsdp_order: dev/test/test_fsdp_order.cu dev/test/check.h $(HEADERS) $(KERNELS) | build
+	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(addprefix -Xlinker --wrap=,$(STAND_INS)) $(CUDALIBS) $(NCCL_LIBS)
 
 build/compare_checkpoints: dev/test/compare_checkpoints.c dev/test/check.h $(HEADERS) | build
-	$(CC) $(CFLAGS) -o $@ $< -lm
+	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
 build/bench_%: dev/cuda/%.cu $(HEADERS) $(KERNELS) $(wildcard dev/cuda/*.cuh) | build
 	$(NVCC) $(NVCCFLAGS) -o $@ $< $(CUDALIBS)
 
 build/test_%: dev/test/test_%.c train_fp8.c $(wildcard dev/test/*.h) $(HEADERS) | build
-	$(CC) $(CFLAGS) -o $@ $< -lm
+	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
 build/asan/test_%: dev/test/test_%.c train_fp8.c $(wildcard dev/test/*.h) $(HEADERS) | build
-	$(CC) $(SANITIZE) -o $@ $< -lm
+	$(CC) $(SANITIZE) -o $@ $< $(MPI_LIBS) -lm
 
 unit-tests: $(UNIT_TESTS)
 asan: $(SANITIZED)
-gpu: train_fp8cu build/test_gpu build/compare_checkpoints
+gpu: train_fp8cu build/test_gpu build/test_fsdp_order build/compare_checkpoints
 benches: $(BENCHES)
 
 headers: | build
-	@for h in $(HEADERS); do $(CC) $(CFLAGS) -x c -c -o build/header.o $$h && g++ -std=c++17 -march=native -Wall -Wextra -Werror -x c++ -c -o build/header.o $$h || exit 1; done
+	@for h in $(HEADERS); do $(CC) $(CFLAGS) -x c -c -o build/header.o $$h && g++ -std=c++17 -march=native -Wall -Wextra -Werror $(MPI_CFLAGS) -x c++ -c -o build/header.o $$h || exit 1; done
 	@echo "$(words $(HEADERS)) headers compile alone"
 
 test:

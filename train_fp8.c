@@ -1,8 +1,10 @@
 // train_fp8: pre-trains Llama and Qwen models on the CPU. The readable reference for train_fp8cu: the same model, the same recipes, and with
 // --precision bf16 or fp8 it rounds wherever the GPU rounds (--precision fp32 rounds nowhere).
 //
-// From top to bottom: sizes and storage, linear layers, the model's forward pass, its backward pass, the optimizer, the step, validation and
-// samples, checkpoints, the run. The arithmetic of each operation is in llmc/reference.h.
+// From top to bottom: sizes and storage, gathering and reducing over ranks, linear layers, the model's forward pass, its backward pass, the optimizer, the
+// step, validation and samples, checkpoints, the run. The arithmetic of each operation is in llmc/reference.h.
+//
+// `mpirun -np N ./train_fp8 ...` trains one model with N ranks, sharded as llmc/shard_plan.h says. Every rank runs the same program on its own sequences of each batch.
 
 #include <omp.h>
 #include <signal.h>
@@ -10,6 +12,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/checkpoint.h"
+#include "llmc/comm.h"
 #include "llmc/dataloader.h"
 #include "llmc/flops.h"
 #include "llmc/initialize.h"
@@ -20,10 +23,14 @@
 #include "llmc/run_setup.h"
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
+#include "llmc/shard_plan.h"
 #include "llmc/tokenizer.h"
 
 // Skipped steps in a row after which a run with --on-nonfinite skip gives up.
 #define MAX_SKIPPED_IN_A_ROW 10
+
+// Elements that replicas reduce at once.
+#define REPLICA_CHUNK ((int64_t)1 << 16)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes and storage
@@ -50,6 +57,16 @@ typedef struct {
     float *h;             // [R, F] silu(gate) * up
 } LayerActs;
 
+// The linear layers that FP8 quantizes, each a fused weight.
+typedef enum { QKV_PROJ, O_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
+
+// A whole layer's weights, gathered from the shard group: segments as shard_segment() places them.
+typedef struct {
+    float *values;   // vectors, then matrices if they travel as numbers
+    uint8_t *codes;  // matrices, if they travel as FP8
+    int64_t layer;   // whose; -1: nobody's
+} GatheredLayer;
+
 typedef struct {
     const Options *o;
     ModelConfig m;
@@ -60,11 +77,25 @@ typedef struct {
     void *memory;                 // the arena
     int64_t memory_bytes;
 
-    // flat arrays of parameters.h, [total] each; bf16 storage is emulated: floats that hold bf16 values
+    const Comm *comm;
+    ShardPlan plan;               // with one rank in a shard group its arrays are the flat arrays of parameters.h
+
+    // flat shard arrays, [plan.total] each; bf16 storage is emulated: floats that hold bf16 values
     float *master;                // what the optimizer updates
     float *weights;               // what the model computes with: master, or its bf16 rounding
     float *gradients;
     float *exp_avg, *exp_avg_sq;
+
+    // with more ranks in a shard group: whole units
+    bool gather_fp8;              // the layers' matrices travel as FP8 codes
+    float *root_weights;          // gathered
+    GatheredLayer *slots;         // [num_slots] 1, or one for each layer (grad_op)
+    int64_t num_slots;
+    bool root_held;
+    uint8_t *codes;               // [L, slice of matrices] this rank's, made once a step
+    uint32_t *amax;               // [L, NUM_LINEARS] largest magnitude of each whole weight, as bits
+    float *root_gradients, *layer_gradients;  // of the unit that the backward pass is in, before they are reduced
+    float *received;              // [ranks][slice] gradients on their way
 
     LayerActs *acts;              // [L + 1]; of the last only x, the final residual stream
     float *branch;                // [R, C] output of attention or MLP before it joins the residual stream
@@ -91,13 +122,39 @@ static float *take(Arena *a, int64_t n) { return (float *)arena_take(a, n * (int
 static void place_parameters(Trainer *t, Arena *a) {
     const bool copy = t->rounding != ROUND_NONE && t->o->master_weights == STORAGE_FP32;
     arena_group(a, copy ? "weights and fp32 masters" : "weights");
-    t->master = take(a, t->table.total);
-    t->weights = copy ? take(a, t->table.total) : t->master;
+    t->master = take(a, t->plan.total);
+    t->weights = copy ? take(a, t->plan.total) : t->master;
     arena_group(a, "gradients");
-    t->gradients = take(a, t->table.total);
+    t->gradients = take(a, t->plan.total);
     arena_group(a, "optimizer state");
-    t->exp_avg = take(a, t->table.total);
-    t->exp_avg_sq = take(a, t->table.total);
+    t->exp_avg = take(a, t->plan.total);
+    t->exp_avg_sq = take(a, t->plan.total);
+}
+
+// What a rank needs beside its shards to work with whole units.
+static void place_units(Trainer *t, Arena *a) {
+    const ShardPlan *p = &t->plan;
+    const int64_t root = shard_gathered_size(p, 0), layer = shard_gathered_size(p, 1), matrices = p->layer_slices[SEGMENT_MATRICES];
+    const int64_t largest = max_i64(max_i64(p->root_slices[SEGMENT_MATRICES], p->root_slices[SEGMENT_VECTORS]), max_i64(matrices, p->layer_slices[SEGMENT_VECTORS]));
+    if (p->group > 1) {
+        arena_group(a, "gathered weights");
+        t->root_weights = take(a, root);
+        for (int64_t i = 0; i < t->num_slots; i++) {
+            t->slots[i].layer = -1;
+            t->slots[i].values = take(a, t->gather_fp8 ? p->group * p->layer_slices[SEGMENT_VECTORS] : layer);
+            t->slots[i].codes = t->gather_fp8 ? (uint8_t *)arena_take(a, p->group * matrices) : NULL;
+        }
+        if (t->gather_fp8) {
+            t->codes = (uint8_t *)arena_take(a, t->d.L * matrices);
+            t->amax = (uint32_t *)arena_take(a, t->d.L * NUM_LINEARS * (int64_t)sizeof(uint32_t));
+        }
+        arena_group(a, "gradients of whole units");
+        t->root_gradients = take(a, root), t->layer_gradients = take(a, layer);
+    }
+    if (t->comm->world > 1) {
+        arena_group(a, "gradients on their way");
+        t->received = take(a, max_i64(p->group > 1 ? p->group * largest : 0, t->comm->replicas > 1 ? t->comm->replicas * REPLICA_CHUNK : 0));
+    }
 }
 
 static LayerActs place_layer(const Dims *d, Arena *a) {
@@ -133,17 +190,22 @@ static void place_activations(Trainer *t, Arena *a) {
 }
 
 // Lays out everything on an arena without memory: the memory plan. trainer_allocate then gives each pointer its place.
-static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m) {
+static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, const Comm *comm) {
     memset(t, 0, sizeof *t);
-    t->o = o, t->m = *m;
+    t->o = o, t->m = *m, t->comm = comm;
     t->table = parameter_table(m);
+    t->plan = shard_plan(&t->table, comm->group, comm->place);
     t->d = make_dims(m, o->batch_size, o->sequence_length);
     t->rounding = o->precision == PRECISION_FP32 ? ROUND_NONE : ROUND_BF16;
     t->fp8 = o->precision == PRECISION_FP8;
     t->acts = (LayerActs *)xcalloc((size_t)(t->d.L + 1), sizeof(LayerActs));
+    t->gather_fp8 = t->fp8 && o->fp8_all_gather == ON && comm->group > 1;
+    t->num_slots = o->sharding == SHARDING_GRAD_OP ? t->d.L : 1;
+    t->slots = (GatheredLayer *)xcalloc((size_t)t->num_slots, sizeof(GatheredLayer));
     Arena plan;
     memset(&plan, 0, sizeof plan);
     place_parameters(t, &plan);
+    place_units(t, &plan);
     place_activations(t, &plan);
     t->memory_bytes = plan.used;
     return plan;
@@ -151,13 +213,15 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m) {
 
 static void trainer_allocate(Trainer *t) {
     const int64_t available = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (t->memory_bytes > available)
+    const int64_t needed = t->memory_bytes * t->comm->local_world;
+    if (needed > available)
         die("this run needs %.1f GiB and the machine has %.1f GiB; a smaller --batch-size or --sequence-length, --recompute layer or a smaller model would help",
-            (double)t->memory_bytes / 1073741824.0, (double)available / 1073741824.0);
+            (double)needed / 1073741824.0, (double)available / 1073741824.0);
     Arena a;
     memset(&a, 0, sizeof a);
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));
     place_parameters(t, &a);
+    place_units(t, &a);
     place_activations(t, &a);
     rope_tables(t->cosine, t->sine, &t->m, t->d.T);
 }
@@ -165,51 +229,166 @@ static void trainer_allocate(Trainer *t) {
 static void trainer_free(Trainer *t) {
     parameter_table_free(&t->table);
     free(t->acts);
+    free(t->slots);
     free(t->memory);
     memset(t, 0, sizeof *t);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Whole units: weights gathered from the shard group, gradients reduced into it
+
+// Fills a gathered segment of unit `unit` from the slices of the shard group.
+static void gather_segment(Trainer *t, float *unit_values, int64_t unit, int segment) {
+    const ShardSegment g = shard_segment(&t->table, &t->plan, unit, segment);
+    comm_all_gather(t->comm, COMM_SHARD, t->weights + g.shard, unit_values + g.gathered, g.slice * (int64_t)sizeof(float));
+}
+
+// The root's weights: the unit in the flat array, or gathered; they stay until the weights change.
+static float *root_weights(Trainer *t) {
+    if (t->plan.group == 1) return t->weights;
+    for (int k = 0; k < NUM_SEGMENTS && !t->root_held; k++) gather_segment(t, t->root_weights, 0, k);
+    t->root_held = true;
+    return t->root_weights;
+}
+
+// Layer l's weights, gathered unless its slot holds them still: with --sharding full a layer gives way to the next one.
+static GatheredLayer layer_weights(Trainer *t, int64_t l) {
+    if (t->plan.group == 1) {
+        GatheredLayer whole = {t->weights + layer_offset(&t->table, l), NULL, l};
+        return whole;
+    }
+    GatheredLayer *slot = &t->slots[t->num_slots > 1 ? l : 0];
+    if (slot->layer == l) return *slot;
+    const int64_t matrices = t->plan.layer_slices[SEGMENT_MATRICES];
+    gather_segment(t, slot->values, 1 + l, SEGMENT_VECTORS);
+    if (t->gather_fp8) comm_all_gather(t->comm, COMM_SHARD, t->codes + l * matrices, slot->codes, matrices);
+    else gather_segment(t, slot->values, 1 + l, SEGMENT_MATRICES);
+    slot->layer = l;
+    return *slot;
+}
+
+// Where the backward pass writes a unit's gradients: for one rank in a shard group where they stay.
+static float *unit_gradients(const Trainer *t, int64_t unit) {
+    if (t->plan.group == 1) return t->gradients + unit_offset(&t->table, unit);
+    return unit ? t->layer_gradients : t->root_gradients;
+}
+
+// mean[i] of `ranks` arrays that stand `stride` apart, in the order of ranks; rounded as reduced gradients are.
+static float reduced_mean(const Trainer *t, const float *arrays, int64_t ranks, int64_t stride, int64_t i) {
+    double sum = 0;
+    for (int64_t r = 0; r < ranks; r++) sum += arrays[r * stride + i];
+    const float mean = (float)(sum / (double)ranks);
+    return t->o->reduce_dtype == REDUCE_BF16 ? bf16_round(mean) : mean;
+}
+
+// After the backward pass through a unit: the mean of its gradients over the shard group replaces this rank's slices in t->gradients, or joins them.
+static void reduce_unit(Trainer *t, int64_t unit, bool accumulate) {
+    if (t->plan.group == 1) return;
+    const float *whole = unit_gradients(t, unit);
+    for (int k = 0; k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = shard_segment(&t->table, &t->plan, unit, k);
+        float *mine = t->gradients + g.shard;
+        comm_all_to_all(t->comm, COMM_SHARD, whole + g.gathered, t->received, g.slice * (int64_t)sizeof(float));
+        for (int64_t i = 0; i < g.slice; i++) {
+            const float sum = reduced_mean(t, t->received, t->plan.group, g.slice, i) + (accumulate ? mine[i] : 0.0f);
+            mine[i] = t->o->reduce_dtype == REDUCE_BF16 ? bf16_round(sum) : sum;
+        }
+    }
+}
+
+// After the last micro-step: the mean of t->gradients over the replicas.
+static void reduce_replicas(Trainer *t) {
+    const int64_t replicas = t->comm->replicas;
+    for (int64_t first = 0; replicas > 1 && first < t->plan.total; first += REPLICA_CHUNK) {
+        const int64_t n = min_i64(REPLICA_CHUNK, t->plan.total - first);
+        comm_all_gather(t->comm, COMM_REPLICAS, t->gradients + first, t->received, n * (int64_t)sizeof(float));
+        for (int64_t i = 0; i < n; i++) t->gradients[first + i] = reduced_mean(t, t->received, replicas, n, i);
+    }
+}
+
+// Of the whole model's gradient, which the shard group holds between its ranks.
+static double gradient_norm(const Trainer *t) {
+    const double norm = global_norm(t->gradients, t->plan.total);
+    double squares = norm * norm;
+    if (t->plan.group == 1) return norm;
+    comm_sum(t->comm, COMM_SHARD, &squares, 1);
+    return sqrt(squares);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The weights of one layer, and its linear layers
 
-// Views of one layer in `weights` or in `gradients`. The fused products read neighbours as one matrix.
+// A fused weight as numbers, or as FP8 codes with the scale they were made with.
+typedef struct {
+    float *values;
+    const uint8_t *codes;
+    float scale;
+} Weight;
+
+// Views of one layer's weights or gradients. The fused products read neighbours as one matrix.
 typedef struct {
     float *norm1, *norm2;    // [C]
-    float *wqkv, *bqkv;      // [QKV, C]; [QKV] or NULL
+    float *bqkv;             // [QKV] or NULL
     float *q_norm, *k_norm;  // [HD] or NULL
-    float *wo;               // [C, ATT]
-    float *wgate_up;         // [2F, C]
-    float *wdown;            // [C, F]
+    Weight linear[NUM_LINEARS];  // [QKV, C], [C, ATT], [2F, C], [C, F]
 } Block;
 
-static Block block(const Trainer *t, float *flat, int64_t l) {
-    float *unit = flat + layer_offset(&t->table, l);
+static Block block(const Trainer *t, GatheredLayer layer) {
     const LayerOffsets *at = &t->table.layer;
+    float *unit = layer.values;
+    const int64_t linear[NUM_LINEARS] = {at->wq, at->wo, at->wgate, at->wdown};
     Block b;
-    b.norm1 = unit + at->norm1, b.norm2 = unit + at->norm2;
-    b.wqkv = unit + at->wq, b.bqkv = t->m.qkv_bias ? unit + at->bq : NULL;
+    memset(&b, 0, sizeof b);
+    b.norm1 = unit + at->norm1, b.norm2 = unit + at->norm2;  // vectors stand at the head of a unit, gathered or not
+    b.bqkv = t->m.qkv_bias ? unit + at->bq : NULL;
     b.q_norm = t->m.qk_norm ? unit + at->q_norm : NULL, b.k_norm = t->m.qk_norm ? unit + at->k_norm : NULL;
-    b.wo = unit + at->wo, b.wgate_up = unit + at->wgate, b.wdown = unit + at->wdown;
+    for (int i = 0; i < NUM_LINEARS; i++) {
+        if (layer.codes) {
+            b.linear[i].codes = layer.codes + linear[i] - t->table.layer_segments[SEGMENT_VECTORS];
+            b.linear[i].scale = fp8_scale(float_from_bits(t->amax[layer.layer * NUM_LINEARS + i]), FP8_E4M3);
+        } else {
+            b.linear[i].values = unit + shard_gathered_offset(&t->table, &t->plan, 1 + layer.layer, linear[i]);
+        }
+    }
     return b;
 }
 
-static float *lm_head(const Trainer *t, float *flat) { return flat + (t->m.tie_word_embeddings ? t->table.root.embedding : t->table.root.lm_head); }
+static Block gradient_block(const Trainer *t, int64_t l) {
+    GatheredLayer gradients = {unit_gradients(t, 1 + l), NULL, l};
+    return block(t, gradients);
+}
+
+// A tensor of the root unit, by its offset in RootOffsets.
+static float *root_tensor(const Trainer *t, float *unit, int64_t offset) { return unit + shard_gathered_offset(&t->table, &t->plan, 0, offset); }
+
+static float *lm_head(const Trainer *t, float *unit) { return root_tensor(t, unit, t->m.tie_word_embeddings ? t->table.root.embedding : t->table.root.lm_head); }
 
 // y [R, out] = x [R, in] w^T + bias, in the precision of the run.
-static void linear(const Trainer *t, float *y, const float *x, const float *w, const float *bias, int64_t in, int64_t out) {
-    if (t->fp8) linear_forward_fp8(y, x, w, bias, t->d.R, in, out, t->rounding);
-    else linear_forward(y, x, w, bias, t->d.R, in, out, t->rounding);
+static void linear(const Trainer *t, float *y, const float *x, Weight w, const float *bias, int64_t in, int64_t out) {
+    if (w.codes) {
+        Fp8Operand q = fp8_operand_of_codes(w.codes, out * in, w.scale, FP8_E4M3);
+        linear_forward_quantized(y, x, q, bias, t->d.R, in, out, t->rounding);
+        free(q.values);
+    } else if (t->fp8) {
+        linear_forward_fp8(y, x, w.values, bias, t->d.R, in, out, t->rounding);
+    } else {
+        linear_forward(y, x, w.values, bias, t->d.R, in, out, t->rounding);
+    }
 }
 
 // dx and dw from dy [R, out].
-static void linear_backward(const Trainer *t, float *dx, float *dw, const float *dy, const float *x, const float *w, int64_t in, int64_t out, bool accumulate) {
-    if (t->fp8) {
-        linear_backward_input_fp8(dx, dy, w, t->d.R, in, out, t->rounding);
-        linear_backward_weight_fp8(dw, dy, x, t->d.R, in, out, accumulate, t->rounding);
+static void linear_backward(const Trainer *t, float *dx, Weight dw, const float *dy, const float *x, Weight w, int64_t in, int64_t out, bool accumulate) {
+    if (w.codes) {
+        Fp8Operand q = fp8_operand_of_codes(w.codes, out * in, w.scale, FP8_E4M3);
+        linear_backward_input_quantized(dx, dy, q, t->d.R, in, out, t->rounding);
+        free(q.values);
+    } else if (t->fp8) {
+        linear_backward_input_fp8(dx, dy, w.values, t->d.R, in, out, t->rounding);
     } else {
-        linear_backward_input(dx, dy, w, t->d.R, in, out, t->rounding);
-        linear_backward_weight(dw, dy, x, t->d.R, in, out, accumulate, t->rounding);
+        linear_backward_input(dx, dy, w.values, t->d.R, in, out, t->rounding);
     }
+    if (t->fp8) linear_backward_weight_fp8(dw.values, dy, x, t->d.R, in, out, accumulate, t->rounding);
+    else linear_backward_weight(dw.values, dy, x, t->d.R, in, out, accumulate, t->rounding);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -228,22 +407,22 @@ static RopeArgs rope_args(const Trainer *t, const Block *w) {
 // From acts[l].x to acts[l + 1].x.
 static void layer_forward(Trainer *t, int64_t l) {
     const Dims *d = &t->d;
-    const Block w = block(t, t->weights, l);
+    const Block w = block(t, layer_weights(t, l));
     const double eps = t->m.rms_norm_eps;
     const Rounding r = t->rounding;
     LayerActs *a = &t->acts[l];
 
     rmsnorm_forward(a->norm1, a->rstd1, a->x, w.norm1, d->R, d->C, eps, r);
-    linear(t, a->qkv, a->norm1, w.wqkv, w.bqkv, d->C, d->QKV);
+    linear(t, a->qkv, a->norm1, w.linear[QKV_PROJ], w.bqkv, d->C, d->QKV);
     qknorm_rope_forward(a->rotated, a->qkv, rope_args(t, &w), attention_dims(t), r);
     attention_forward(a->att, a->lse, a->rotated, attention_dims(t), r);
-    linear(t, t->branch, a->att, w.wo, NULL, d->ATT, d->C);
+    linear(t, t->branch, a->att, w.linear[O_PROJ], NULL, d->ATT, d->C);
     residual_add(a->x_mid, a->x, t->branch, d->R * d->C, r);
 
     rmsnorm_forward(a->norm2, a->rstd2, a->x_mid, w.norm2, d->R, d->C, eps, r);
-    linear(t, a->gate_up, a->norm2, w.wgate_up, NULL, d->C, 2 * d->F);
+    linear(t, a->gate_up, a->norm2, w.linear[GATE_UP_PROJ], NULL, d->C, 2 * d->F);
     swiglu_forward(a->h, a->gate_up, d->R, d->F, r);
-    linear(t, t->branch, a->h, w.wdown, NULL, d->F, d->C);
+    linear(t, t->branch, a->h, w.linear[DOWN_PROJ], NULL, d->F, d->C);
     residual_add(t->acts[l + 1].x, a->x_mid, t->branch, d->R * d->C, r);
 }
 
@@ -251,10 +430,11 @@ static void layer_forward(Trainer *t, int64_t l) {
 static void model_forward(Trainer *t, const int32_t *tokens, int64_t B, int64_t T) {
     t->d = make_dims(&t->m, B, T);
     const Dims *d = &t->d;
-    embedding_forward(t->acts[0].x, t->weights + t->table.root.embedding, tokens, d->R, d->C);
+    float *root = root_weights(t);
+    embedding_forward(t->acts[0].x, root_tensor(t, root, t->table.root.embedding), tokens, d->R, d->C);
     for (int64_t l = 0; l < d->L; l++) layer_forward(t, l);
-    rmsnorm_forward(t->y_final, t->rstd_final, t->acts[d->L].x, t->weights + t->table.root.norm, d->R, d->C, t->m.rms_norm_eps, t->rounding);
-    linear_forward(t->logits, t->y_final, lm_head(t, t->weights), NULL, d->R, d->C, d->V, t->rounding);
+    rmsnorm_forward(t->y_final, t->rstd_final, t->acts[d->L].x, root_tensor(t, root, t->table.root.norm), d->R, d->C, t->m.rms_norm_eps, t->rounding);
+    linear_forward(t->logits, t->y_final, lm_head(t, root), NULL, d->R, d->C, d->V, t->rounding);
 }
 
 // Mean cross-entropy of the logits.
@@ -266,57 +446,96 @@ static double model_loss(Trainer *t, const int32_t *targets) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-// t->dx: from the gradient of the layer's output to that of its input. Gradients of weights go to t->gradients.
+// t->dx: from the gradient of the layer's output to that of its input. Gradients of weights go to unit_gradients().
 static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
     const Dims *d = &t->d;
-    const Block w = block(t, t->weights, l), dw = block(t, t->gradients, l);
+    const Block w = block(t, layer_weights(t, l)), dw = gradient_block(t, l);
     const Rounding r = t->rounding;
     LayerActs *a = &t->acts[l];
     if (t->o->recompute == RECOMPUTE_LAYER) layer_forward(t, l);  // the shared activations hold another layer's
 
-    linear_backward(t, t->dh, dw.wdown, t->dx, a->h, w.wdown, d->F, d->C, accumulate);
+    linear_backward(t, t->dh, dw.linear[DOWN_PROJ], t->dx, a->h, w.linear[DOWN_PROJ], d->F, d->C, accumulate);
     swiglu_backward(t->dgate_up, t->dh, a->gate_up, d->R, d->F, r);
-    linear_backward(t, t->dbranch, dw.wgate_up, t->dgate_up, a->norm2, w.wgate_up, d->C, 2 * d->F, accumulate);
+    linear_backward(t, t->dbranch, dw.linear[GATE_UP_PROJ], t->dgate_up, a->norm2, w.linear[GATE_UP_PROJ], d->C, 2 * d->F, accumulate);
     rmsnorm_backward(t->dx, dw.norm2, t->dx, t->dbranch, a->x_mid, a->rstd2, w.norm2, d->R, d->C, accumulate, r);
 
-    linear_backward(t, t->datt, dw.wo, t->dx, a->att, w.wo, d->ATT, d->C, accumulate);
+    linear_backward(t, t->datt, dw.linear[O_PROJ], t->dx, a->att, w.linear[O_PROJ], d->ATT, d->C, accumulate);
     attention_backward(t->dqkv, t->datt, a->rotated, a->att, a->lse, attention_dims(t), r);
     qknorm_rope_backward(t->dqkv, dw.q_norm, dw.k_norm, t->dqkv, a->qkv, rope_args(t, &w), attention_dims(t), accumulate, r);
     if (dw.bqkv) bias_backward(dw.bqkv, t->dqkv, d->R, d->QKV, accumulate, r);
-    linear_backward(t, t->dbranch, dw.wqkv, t->dqkv, a->norm1, w.wqkv, d->C, d->QKV, accumulate);
+    linear_backward(t, t->dbranch, dw.linear[QKV_PROJ], t->dqkv, a->norm1, w.linear[QKV_PROJ], d->C, d->QKV, accumulate);
     rmsnorm_backward(t->dx, dw.norm1, t->dx, t->dbranch, a->x, a->rstd1, w.norm1, d->R, d->C, accumulate, r);
 }
 
-// After model_forward on the same tokens: gradients of (sum of the rows' losses) * grad_scale replace t->gradients, or join it when `accumulate`.
+// After model_forward on the same tokens: gradients of (sum of the rows' losses) * grad_scale, as means over the shard group, replace t->gradients, or join
+// it when `accumulate`.
 static void model_backward(Trainer *t, const int32_t *tokens, const int32_t *targets, float grad_scale, bool accumulate) {
     const Dims *d = &t->d;
     const Rounding r = t->rounding;
+    const bool join = accumulate && t->plan.group == 1;  // else the reduced gradients are what accumulates
+    float *root = root_weights(t), *droot = unit_gradients(t, 0);
     cross_entropy_backward(t->logits, t->logits, targets, d->R, d->V, grad_scale, r);
-    linear_backward_input(t->dbranch, t->logits, lm_head(t, t->weights), d->R, d->C, d->V, r);
-    linear_backward_weight(lm_head(t, t->gradients), t->logits, t->y_final, d->R, d->C, d->V, accumulate, r);
-    rmsnorm_backward(t->dx, t->gradients + t->table.root.norm, NULL, t->dbranch, t->acts[d->L].x, t->rstd_final, t->weights + t->table.root.norm, d->R, d->C,
-                     accumulate, r);
-    for (int64_t l = d->L - 1; l >= 0; l--) layer_backward(t, l, accumulate);
+    linear_backward_input(t->dbranch, t->logits, lm_head(t, root), d->R, d->C, d->V, r);
+    linear_backward_weight(lm_head(t, droot), t->logits, t->y_final, d->R, d->C, d->V, join, r);
+    rmsnorm_backward(t->dx, root_tensor(t, droot, t->table.root.norm), NULL, t->dbranch, t->acts[d->L].x, t->rstd_final, root_tensor(t, root, t->table.root.norm),
+                     d->R, d->C, join, r);
+    for (int64_t l = d->L - 1; l >= 0; l--) {
+        layer_backward(t, l, join);
+        reduce_unit(t, 1 + l, accumulate);
+    }
     // a tied embedding's gradient already holds lm_head's
-    embedding_backward(t->gradients + t->table.root.embedding, t->dx, tokens, d->R, d->C, d->V, accumulate || t->m.tie_word_embeddings, r);
+    embedding_backward(root_tensor(t, droot, t->table.root.embedding), t->dx, tokens, d->R, d->C, d->V, join || t->m.tie_word_embeddings, r);
+    reduce_unit(t, 0, accumulate);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights and optimizer
 
+// This rank's part of a fused weight of layer l.
+static ShardRange linear_range(const Trainer *t, int64_t l, int id) {
+    const LayerOffsets *at = &t->table.layer;
+    const Dims *d = &t->d;
+    const int64_t offset[NUM_LINEARS] = {at->wq, at->wo, at->wgate, at->wdown};
+    const int64_t size[NUM_LINEARS] = {d->QKV * d->C, d->C * d->ATT, 2 * d->F * d->C, d->C * d->F};
+    return shard_range(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES, layer_offset(&t->table, l) + offset[id], size[id]);
+}
+
+// FP8 codes of this rank's slices, with the scales of the whole weights: one reduction over the shard group for all of them.
+static void weights_quantize(Trainer *t) {
+    for (int64_t l = 0; l < t->d.L; l++)
+        for (int id = 0; id < NUM_LINEARS; id++) {
+            const ShardRange r = linear_range(t, l, id);
+            t->amax[l * NUM_LINEARS + id] = float_bits(tensor_amax(t->weights + r.shard, r.count));
+        }
+    comm_max_u32(t->comm, COMM_SHARD, t->amax, t->d.L * NUM_LINEARS);
+    for (int64_t l = 0; l < t->d.L; l++)
+        for (int id = 0; id < NUM_LINEARS; id++) {
+            const ShardRange r = linear_range(t, l, id);
+            const ShardSegment g = shard_segment(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES);
+            const float scale = fp8_scale(float_from_bits(t->amax[l * NUM_LINEARS + id]), FP8_E4M3);
+            uint8_t *codes = t->codes + l * g.slice + r.shard - g.shard;
+            for (int64_t i = 0; i < r.count; i++) codes[i] = fp8_from_float(t->weights[r.shard + i] * scale, FP8_E4M3);
+        }
+}
+
 // After the masters changed.
 static void weights_refresh(Trainer *t) {
-    if (t->weights == t->master) return;
-    memcpy(t->weights, t->master, (size_t)t->table.total * sizeof(float));
-    round_array(t->weights, t->table.total, t->rounding);
+    if (t->weights != t->master) {
+        memcpy(t->weights, t->master, (size_t)t->plan.total * sizeof(float));
+        round_array(t->weights, t->plan.total, t->rounding);
+    }
+    t->root_held = false;
+    for (int64_t i = 0; i < t->num_slots; i++) t->slots[i].layer = -1;
+    if (t->gather_fp8) weights_quantize(t);
 }
 
 static void weights_initialize(Trainer *t) {
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
-        float *w = t->master + p->offset;
-        for (int64_t e = 0; e < parameter_elements(p); e++) w[e] = parameter_initial_value(p->flags, (float)t->m.initializer_range, (uint64_t)t->o->seed, i, e);
-        if (t->o->master_weights == STORAGE_BF16) round_array(w, parameter_elements(p), ROUND_BF16);
+        const ShardRange r = shard_parameter(&t->table, &t->plan, p);
+        float *w = t->master + r.shard;
+        for (int64_t e = 0; e < r.count; e++) w[e] = parameter_initial_value(p->flags, (float)t->m.initializer_range, (uint64_t)t->o->seed, i, r.first + e);
+        if (t->o->master_weights == STORAGE_BF16) round_array(w, r.count, ROUND_BF16);
     }
     weights_refresh(t);
 }
@@ -328,30 +547,34 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
     const float factor = clip_factor(norm, o->grad_clip);
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
-        const int64_t at = p->offset;
-        adamw_reference(t->master + at, t->exp_avg + at, t->exp_avg_sq + at, t->gradients + at, at, parameter_elements(p), p->flags & PARAM_DECAY, factor,
-                        o->master_weights == STORAGE_BF16, o->optimizer_state == STORAGE_BF16, &s);
+        const ShardRange r = shard_parameter(&t->table, &t->plan, p);
+        adamw_reference(t->master + r.shard, t->exp_avg + r.shard, t->exp_avg_sq + r.shard, t->gradients + r.shard, p->offset + r.first, r.count, p->flags & PARAM_DECAY,
+                        factor, o->master_weights == STORAGE_BF16, o->optimizer_state == STORAGE_BF16, &s);
     }
     weights_refresh(t);
 }
 
 static bool gradient_is_finite(const Trainer *t, const Parameter *p) {
-    for (int64_t e = 0; e < parameter_elements(p); e++)
-        if (!isfinite(t->gradients[p->offset + e])) return false;
+    const ShardRange r = shard_parameter(&t->table, &t->plan, p);
+    for (int64_t e = 0; e < r.count; e++)
+        if (!isfinite(t->gradients[r.shard + e])) return false;
     return true;
 }
 
 // The first tensor, in the order in which the backward pass makes them, whose gradient holds a value that is not finite: what follows from it
-// is bad too. That is the final norm and lm_head, then the layers from the last to the first, then the embedding. NULL: none.
-static const Parameter *first_nonfinite(const Trainer *t) {
-    for (int64_t l = t->d.L; l >= -1; l--)
-        for (int64_t i = t->table.count - 1; i >= 0; i--) {
-            const Parameter *p = &t->table.entries[i];
-            const bool embedding = p->layer < 0 && p->offset == t->table.root.embedding;
-            const int64_t turn = embedding ? -1 : p->layer < 0 ? t->d.L : p->layer;
-            if (turn == l && !gradient_is_finite(t, p)) return p;
-        }
-    return NULL;
+// is bad too. That is the final norm and lm_head, then the layers from the last to the first, then the embedding. NULL: none. *rank: who holds it.
+static const Parameter *first_nonfinite(const Trainer *t, int64_t *rank) {
+    const int64_t count = t->table.count, world = t->comm->world, none = (t->d.L + 2) * count;
+    int64_t first = none;  // turn * count + place in the turn
+    for (int64_t i = 0; i < count; i++) {
+        const Parameter *p = &t->table.entries[i];
+        const bool embedding = p->layer < 0 && p->offset == t->table.root.embedding;
+        const int64_t turn = embedding ? t->d.L + 1 : p->layer < 0 ? 0 : t->d.L - p->layer, key = turn * count + count - 1 - i;
+        if (key < first && !gradient_is_finite(t, p)) first = key;
+    }
+    const int64_t found = (int64_t)comm_min(t->comm, COMM_WORLD, (double)(first * world + t->comm->rank));
+    *rank = found % world;
+    return found / world == none ? NULL : &t->table.entries[count - 1 - found / world % count];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -359,17 +582,19 @@ static const Parameter *first_nonfinite(const Trainer *t) {
 
 // The norm of this step's gradients was not finite, and the weights are as before. Says where; ends the run if the options say so.
 static void report_nonfinite(const Trainer *t, int64_t step, double loss, int64_t skipped_in_a_row) {
-    const Parameter *p = first_nonfinite(t);
-    char place[256] = "the sum of squares overflowed", layer[32] = "";
+    int64_t rank;
+    const Parameter *p = first_nonfinite(t, &rank);
+    char place[320] = "the sum of squares overflowed", layer[32] = "", holder[48] = "";
     if (p && p->layer >= 0) format_checked(layer, sizeof layer, " (layer %lld)", (long long)p->layer);
-    if (p) format_checked(place, sizeof place, "first, in backward order, in %s%s; the loss is %g", p->name, layer, loss);
+    if (t->comm->world > 1) format_checked(holder, sizeof holder, ", in the part of rank %lld", (long long)rank);
+    if (p) format_checked(place, sizeof place, "first, in backward order, in %s%s%s; the loss is %g", p->name, layer, holder, loss);
     if (t->o->on_nonfinite == NONFINITE_STOP)
         die("step %lld: the gradient norm is not finite, %s. The weights are those of step %lld. A smaller --learning-rate, --grad-clip 1 or more --warmup-steps "
             "may help; --on-nonfinite skip leaves such steps out", (long long)step + 1, place, (long long)step);
     if (skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW)
         die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %s. The weights are those before them. A smaller --learning-rate may help",
             (long long)step + 1, (long long)skipped_in_a_row, place);
-    warn("step %lld skipped: the gradient norm is not finite, %s", (long long)step + 1, place);
+    if (t->comm->rank == 0) warn("step %lld skipped: the gradient norm is not finite, %s", (long long)step + 1, place);
 }
 
 static int64_t host_memory(void) {
@@ -381,26 +606,29 @@ static int64_t host_memory(void) {
 // One optimizer step on the samples from progress->samples on. *skipped_in_a_row counts steps whose gradient was not finite.
 static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *progress, int64_t *skipped_in_a_row) {
     const double start = seconds_now();
-    const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
+    const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps, world = t->comm->world;
     const float grad_scale = (float)(1.0 / (double)(B * T * micro_steps));
     StepRecord s;
     memset(&s, 0, sizeof s);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
-        dataloader_batch(data, progress->samples + micro * B, B, t->inputs, t->targets);
+        dataloader_batch(data, progress->samples + (micro * world + t->comm->rank) * B, B, t->inputs, t->targets);
         model_forward(t, t->inputs, B, T);
         s.loss += model_loss(t, t->targets) / (double)micro_steps;
         model_backward(t, t->inputs, t->targets, grad_scale, micro > 0);
     }
-    s.norm = global_norm(t->gradients, t->table.total);
+    reduce_replicas(t);
+    comm_sum(t->comm, COMM_WORLD, &s.loss, 1);
+    s.loss /= (double)world;
+    s.norm = gradient_norm(t);
     s.skipped = !isfinite(s.norm);
     *skipped_in_a_row = s.skipped ? *skipped_in_a_row + 1 : 0;
     if (s.skipped) report_nonfinite(t, progress->step, s.loss, *skipped_in_a_row);
     else weights_update(t, progress->step, s.norm);
     s.learning_rate = schedule_learning_rate(t->o, progress->step);
     s.step = ++progress->step;
-    progress->samples += B * micro_steps;
+    progress->samples += world * B * micro_steps;
     s.seconds = seconds_now() - start;
-    s.memory = host_memory();
+    s.memory = (int64_t)comm_max(t->comm, COMM_WORLD, (double)host_memory());
     return s;
 }
 
@@ -412,31 +640,36 @@ static volatile sig_atomic_t stop_signal;
 
 static void handle_stop(int signal_number) { stop_signal = signal_number; }
 
-// Mean loss of the first --val-steps batches of the validation data. NAN if a stop was requested meanwhile.
+// The signal that some rank got; 0: none. All ranks ask together and get the same answer.
+static int stop_requested(const Trainer *t) { return (int)comm_max(t->comm, COMM_WORLD, (double)stop_signal); }
+
+// Mean loss of the first --val-steps batches of the validation data, each of --batch-size sequences for every rank. NAN if a stop was requested meanwhile.
 static double validate(Trainer *t, DataLoader *data) {
-    const int64_t B = t->o->batch_size, batches = max_i64(1, min_i64(t->o->val_steps, data->num_sequences / B));
+    const int64_t B = t->o->batch_size, world = t->comm->world, batches = max_i64(1, min_i64(t->o->val_steps, data->num_sequences / (B * world)));
     double loss = 0;
     for (int64_t i = 0; i < batches; i++) {
-        if (stop_signal) return (double)NAN;
-        dataloader_batch(data, i * B, B, t->inputs, t->targets);
+        if (stop_requested(t)) return (double)NAN;
+        dataloader_batch(data, (i * world + t->comm->rank) * B, B, t->inputs, t->targets);
         model_forward(t, t->inputs, B, t->o->sequence_length);
         loss += model_loss(t, t->targets) / (double)batches;
     }
-    return loss;
+    comm_sum(t->comm, COMM_WORLD, &loss, 1);
+    return loss / (double)world;
 }
 
 // Prints --sample-tokens tokens that the model writes after the separator. No key/value cache: each token runs the whole forward pass over
-// the last --sequence-length tokens.
+// the last --sequence-length tokens. All ranks compute it, since all hold a part of the weights, and rank 0 chooses.
 static void print_sample(Trainer *t, const Tokenizer *tokenizer, int64_t step) {
     const int64_t count = t->o->sample_tokens, V = t->m.vocab_size, choices = tokenizer->count ? min_i64(tokenizer->count, V) : V;
     const int64_t separator = tokenizer->count ? tokenizer->separator : t->m.bos_token_id;
     int32_t *tokens = (int32_t *)xcalloc((size_t)count + 1, sizeof(int32_t));
     tokens[0] = (int32_t)max_i64(0, separator);
     printf("sample after step %lld: ", (long long)step);
-    for (int64_t n = 1; n <= count && !stop_signal; n++) {
+    for (int64_t n = 1; n <= count && !stop_requested(t); n++) {
         const int64_t length = min_i64(n, t->o->sequence_length);
         model_forward(t, tokens + n - length, 1, length);
         tokens[n] = sampler_choose(t->logits + (length - 1) * V, choices, (uint64_t)t->o->seed, step, n);
+        comm_broadcast(t->comm, COMM_WORLD, 0, &tokens[n], sizeof tokens[n]);
         if (tokens[n] == separator) break;
         tokenizer_print(tokenizer, tokens[n], stdout);
     }
@@ -446,7 +679,7 @@ static void print_sample(Trainer *t, const Tokenizer *tokenizer, int64_t step) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Checkpoints: access to the flat arrays in their storage type
+// Checkpoints: access to the flat shard arrays in their storage type
 
 static float *state_array(const Trainer *t, StateKind kind) { return kind == STATE_WEIGHTS ? t->master : kind == STATE_EXP_AVG ? t->exp_avg : t->exp_avg_sq; }
 
@@ -471,7 +704,7 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
 }
 
 static TrainerState trainer_state(Trainer *t) {
-    TrainerState s = {t, {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)}, state_read, state_write};
+    TrainerState s = {t, {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)}, state_read, state_write, &t->plan, t->comm};
     return s;
 }
 
@@ -487,7 +720,7 @@ static TrainerProgress load_weights(Trainer *t, const RunSetup *setup) {
     TrainerProgress progress = {0, 0};
     const TrainerState state = trainer_state(t);
     char path[PATH_CAPACITY];
-    if (t->o->resume && checkpoint_find_newest(t->o->checkpoint_dir, path, sizeof path)) progress = checkpoint_load(path, &t->m, t->o, &t->table, &state);
+    if (t->o->resume && checkpoint_find_together(t->comm, t->o->checkpoint_dir, path, sizeof path)) progress = checkpoint_load(path, &t->m, t->o, &t->table, &state);
     else if (setup->load_weights) model_load_weights(setup->model_folder, &t->m, &t->table, &state);
     else weights_initialize(t);
     weights_refresh(t);
@@ -516,27 +749,36 @@ static void print_plan(const Trainer *t, const Arena *plan, const RunSetup *setu
     if (setup->train.num_shards)
         printf("%-26s %lld tokens, %lld sequences in %lld shards\n", "training data", (long long)setup->train.num_tokens, (long long)setup->train.num_sequences,
                (long long)setup->train.num_shards);
+    const Comm *c = t->comm;
+    if (c->world > 1) {
+        printf("%-26s %lld, of which %lld share one copy of the model; %lld copies\n", "ranks", (long long)c->world, (long long)c->group, (long long)c->replicas);
+        printf("%-26s %lld x %lld sequences of %lld tokens\n", "global batch", (long long)c->world, (long long)(t->o->batch_size * t->o->grad_accumulation_steps), (long long)t->o->sequence_length);
+        printf("%-26s %.3f million elements, each unit's padding included\n", "shard of a rank", (double)t->plan.total * 1e-6);
+    }
     arena_print_plan(plan, 0);
     print_products(t);
     printf("\n");
     fflush(stdout);
 }
 
-// Steps, validations, samples and checkpoints until --num-steps or a stop signal.
-static void train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *progress) {
+// Steps, validations, samples and checkpoints until --num-steps or a stop signal, which is returned (0: none).
+static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *progress) {
     const Options *o = t->o;
     int64_t skipped_in_a_row = 0;
-    while (progress->step < o->num_steps && !stop_signal) {
+    int stop = stop_requested(t);
+    while (progress->step < o->num_steps && !stop) {
         const StepRecord s = train_step(t, &setup->train, progress, &skipped_in_a_row);
         logger_step(log, &s);
         const bool last = s.step == o->num_steps;
         if (*o->val_data && (last || (o->val_every && s.step % o->val_every == 0))) {
             const double loss = validate(t, &setup->val);
-            if (!stop_signal) logger_validation(log, s.step, loss);
+            if (!isnan(loss) || !stop_requested(t)) logger_validation(log, s.step, loss);
         }
         if (o->sample_every && (last || s.step % o->sample_every == 0)) print_sample(t, &setup->tokenizer, s.step);
-        if (*o->checkpoint_dir && (last || stop_signal || (o->checkpoint_every && s.step % o->checkpoint_every == 0))) save_checkpoint(t, progress);
+        stop = stop_requested(t);
+        if (*o->checkpoint_dir && (last || stop || (o->checkpoint_every && s.step % o->checkpoint_every == 0))) save_checkpoint(t, progress);
     }
+    return stop;
 }
 
 static void watch_signals(void) {
@@ -559,25 +801,29 @@ static void export_weights(Trainer *t, const RunSetup *setup) {
 static int run(int argc, char **argv) {
     char presets[1024], device[64];
     model_config_preset_names(presets, sizeof presets);
+    Comm comm = comm_open(&argc, &argv);
     Options o = options_parse(argc, argv, presets);
-    RunSetup setup = run_setup(&o);
+    RunSetup setup = run_setup(&o, &comm);
+    if (o.world_size) comm_assume(&comm, o.world_size);
+    comm_split(&comm, options_shard_group(&o, comm.world));
     Trainer t;
-    const Arena plan = trainer_plan(&t, &o, &setup.model);
+    const Arena plan = trainer_plan(&t, &o, &setup.model, &comm);
     print_plan(&t, &plan, &setup);
     if (!o.dry_run) {
         trainer_allocate(&t);
         watch_signals();
         TrainerProgress progress = load_weights(&t, &setup);
         format_checked(device, sizeof device, "CPU, %d threads", omp_get_max_threads());
-        const RunInfo info = {"train_fp8", device, "compiler " __VERSION__, 1, o.peak_tflops * 1e12};
+        const RunInfo info = {"train_fp8", device, "compiler " __VERSION__, comm.world, o.peak_tflops * 1e12};
         Logger log = logger_open(&o, &t.m, &t.table, info);
-        train(&t, &setup, &log, &progress);
+        const int stop = train(&t, &setup, &log, &progress);
         logger_close(&log);
-        if (stop_signal) printf("stopped by signal %d after step %lld; %s\n", (int)stop_signal, (long long)progress.step, *o.checkpoint_dir ? "--resume continues" : "without --checkpoint-dir nothing was saved");
+        if (stop) printf("stopped by signal %d after step %lld; %s\n", stop, (long long)progress.step, *o.checkpoint_dir ? "--resume continues" : "without --checkpoint-dir nothing was saved");
         else if (*o.export_hf) export_weights(&t, &setup);
     }
     run_setup_close(&setup);
     trainer_free(&t);
+    comm_close(&comm);
     return EXIT_SUCCESS;
 }
 

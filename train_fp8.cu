@@ -1,4 +1,5 @@
-// train_fp8cu: pre-trains Llama and Qwen models on one GPU, in BF16 or FP8 (E4M3/E5M2, tensorwise current scaling).
+// train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or FP8 (E4M3/E5M2, tensorwise current scaling). One process a GPU:
+// `mpirun -np N ./train_fp8cu ...` shards one model over N of them (llmc/fsdp.cuh).
 //
 // From top to bottom: sizes and storage, the linear layer, the model's forward pass, its backward pass, the optimizer, the step, validation
 // and samples, checkpoints, and main. train_fp8.c is the same model in plain C on the CPU.
@@ -12,6 +13,7 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/cuda_utils.cuh"
 #include "llmc/embedding.cuh"
+#include "llmc/fsdp.cuh"
 #include "llmc/gemm.cuh"
 #include "llmc/initialize.cuh"
 #include "llmc/logger.h"
@@ -64,7 +66,7 @@ typedef enum {
 typedef struct {
     const char *name;
     int64_t N, K;       // weight [N, K]
-    int64_t offset;     // of the weight in the layer's unit
+    int64_t offset;     // of the weight in the layer's matrices
     GemmPlan fprop, dgrad, wgrad;
 } Linear;
 
@@ -99,20 +101,22 @@ typedef struct {
 
 typedef struct {
     const Options *o;
+    const Comm *comm;
     ModelConfig m;
     ParameterTable table;
     Dims d;
     bool fp8;
     cudaStream_t stream;
+    Nccl nccl;                        // with several ranks
+    Fsdp fsdp;
     Gemm gemm;
     Linear linear[NUM_LINEARS];
     Linear lm_head, lm_head_tail;     // for a full chunk of rows and for what is left
     char *memory;                     // the arena
 
-    bf16 *weights, *grads;            // [total] flat arrays of parameters.h
+    bf16 *weights, *grads;            // [total] this rank's flat shard arrays (shard_plan.h)
     float *master;                    // [total] fp32 masters, or NULL
     void *exp_avg, *exp_avg_sq;       // [total] bf16 or fp32
-    uint8_t *weights_fp8, *weights_fp8_t;  // per layer and linear layer, [N, K] and [K, N]
     uint32_t *amax;                   // [L, NUM_SCALES]
     float *inverse_scale;             // [L, NUM_SCALES, 4]; cuBLASLt wants 16-byte alignment
 
@@ -128,9 +132,11 @@ typedef struct {
     GemmInput dy[NUM_LINEARS];        // gradients as the products read them
     void *attention_workspace, *norm_workspace, *rope_workspace, *adamw_workspace;
     float *rope_table;                // [T, HD] cos, sin
+    double *squares;                  // sum of squares of the gradient
     StepStats *stats;                 // on the device
     StepStats *host_stats;            // [STEP_SLOTS] pinned
     cudaEvent_t step_done[STEP_SLOTS];
+    cudaEvent_t idle;                 // for trainer_wait_all
     TokenSlot tokens[TOKEN_SLOTS];
     int64_t batches_sent;
 } Trainer;
@@ -157,20 +163,8 @@ static Fp8Tensor fp8_tensor(const Trainer *t, int64_t l, int scale, Fp8Format fo
     return q;
 }
 
-// The bf16 weight of a linear layer and its FP8 copies.
-static bf16 *linear_weight(const Trainer *t, const Linear *linear, int64_t l) { return t->weights + layer_offset(&t->table, l) + linear->offset; }
-
-static Fp8Tensor linear_weight_fp8(const Trainer *t, LinearId id, int64_t l) {
-    int64_t elements = 0, before = 0;
-    for (int i = 0; i < NUM_LINEARS; i++) {
-        if (i == id) before = elements;
-        elements += t->linear[i].N * t->linear[i].K;
-    }
-    return fp8_tensor(t, l, SCALE_WEIGHT + id, FP8_E4M3, t->weights_fp8 + l * elements + before, t->weights_fp8_t + l * elements + before);
-}
-
 static void place_parameters(Trainer *t, Arena *a) {
-    const int64_t n = t->table.total, state_bytes = t->o->optimizer_state == STORAGE_FP32 ? 4 : 2;
+    const int64_t n = t->fsdp.plan.total, state_bytes = t->o->optimizer_state == STORAGE_FP32 ? 4 : 2;
     arena_group(a, "weights (bf16)");
     t->weights = take_bf16(a, n);
     arena_group(a, "master weights (fp32)");
@@ -180,13 +174,8 @@ static void place_parameters(Trainer *t, Arena *a) {
     t->exp_avg_sq = arena_take(a, n * state_bytes);
     arena_group(a, "gradients (bf16)");
     t->grads = take_bf16(a, n);
-    arena_group(a, "FP8 weights and their transposes");
-    if (t->fp8) {
-        int64_t elements = 0;
-        for (int i = 0; i < NUM_LINEARS; i++) elements += t->linear[i].N * t->linear[i].K;
-        t->weights_fp8 = take_bytes(a, t->d.L * elements);
-        t->weights_fp8_t = take_bytes(a, t->d.L * elements);
-    }
+    fsdp_place(&t->fsdp, a);
+    t->fsdp.weights = t->weights, t->fsdp.grads = t->grads;
 }
 
 // The input of linear layer `id`, [R, linear.K]. The row-major FP8 copy dies after the forward product, so layers share one (`row`).
@@ -277,6 +266,8 @@ static void place(Trainer *t, Arena *a) {
     arena_group(a, "scales, statistics, tokens");
     t->amax = (uint32_t *)arena_take(a, d->L * NUM_SCALES * (int64_t)sizeof(uint32_t));
     t->inverse_scale = take_float(a, d->L * NUM_SCALES * 4);
+    t->fsdp.amax = t->amax + SCALE_WEIGHT, t->fsdp.inverse_scale = t->inverse_scale + SCALE_WEIGHT * 4, t->fsdp.scale_stride = NUM_SCALES;
+    t->squares = (double *)arena_take(a, sizeof(double));
     t->stats = (StepStats *)arena_take(a, sizeof(StepStats));
     t->row_losses = take_float(a, d->R);
     t->rope_table = take_float(a, d->T * d->HD);
@@ -299,9 +290,15 @@ static void place(Trainer *t, Arena *a) {
 static void describe_linears(Trainer *t) {
     const Dims *d = &t->d;
     const LayerOffsets *w = &t->table.layer;
-    const Linear linears[NUM_LINEARS] = {{"qkv", d->QKV, d->C, w->wq, {}, {}, {}}, {"attn_out", d->C, d->ATT, w->wo, {}, {}, {}},
-                                         {"gate_up", 2 * d->F, d->C, w->wgate, {}, {}, {}}, {"down", d->C, d->F, w->wdown, {}, {}, {}}};
+    const int64_t matrices = t->table.layer_segments[SEGMENT_VECTORS];  // where they begin in a layer's unit
+    const Linear linears[NUM_LINEARS] = {{"qkv", d->QKV, d->C, w->wq - matrices, {}, {}, {}}, {"attn_out", d->C, d->ATT, w->wo - matrices, {}, {}, {}},
+                                         {"gate_up", 2 * d->F, d->C, w->wgate - matrices, {}, {}, {}}, {"down", d->C, d->F, w->wdown - matrices, {}, {}, {}}};
     memcpy(t->linear, linears, sizeof linears);
+    t->fsdp.num_linears = NUM_LINEARS;
+    for (int i = 0; i < NUM_LINEARS; i++) {
+        const FsdpLinear linear = {linears[i].N, linears[i].K, linears[i].offset};
+        t->fsdp.linears[i] = linear;
+    }
     t->lm_head.name = t->lm_head_tail.name = "lm_head";
     t->lm_head.N = t->lm_head_tail.N = d->V;
     t->lm_head.K = t->lm_head_tail.K = d->C;
@@ -332,18 +329,24 @@ static GemmOperand operand_col(const Trainer *t, const GemmInput *x) {
     return o;
 }
 
+// Layer l is unit 1 + l of the parameters; unit 0 is the root.
+static FsdpUnit layer_weights(const Trainer *t, int64_t l) { return fsdp_weights(&t->fsdp, 1 + l); }
+static FsdpUnit layer_gradients(const Trainer *t, int64_t l) { return fsdp_gradients(&t->fsdp, 1 + l); }
+
 static GemmInput weight_input(const Trainer *t, LinearId id, int64_t l) {
+    const FsdpUnit unit = layer_weights(t, l);
+    const int64_t offset = t->linear[id].offset;
     GemmInput w;
     memset(&w, 0, sizeof w);
-    if (t->fp8) w.fp8 = linear_weight_fp8(t, id, l);
-    else w.bf16_data = linear_weight(t, &t->linear[id], l);
+    if (t->fp8) w.fp8 = fp8_tensor(t, l, SCALE_WEIGHT + id, FP8_E4M3, unit.fp8 + offset, unit.fp8_t + offset);
+    else w.bf16_data = unit.matrices + offset;
     return w;
 }
 
 // y [R, N] = x [R, K] w^T, and for Qwen2's q, k, v: + bias.
 static void linear_forward(Trainer *t, LinearId id, int64_t l, bf16 *y, const GemmInput *x) {
     const GemmInput w = weight_input(t, id, l);
-    const bf16 *bias = id == QKV_PROJ && t->m.qkv_bias ? t->weights + layer_offset(&t->table, l) + t->table.layer.bq : NULL;
+    const bf16 *bias = id == QKV_PROJ && t->m.qkv_bias ? layer_weights(t, l).vectors + t->table.layer.bq : NULL;
     gemm_run(&t->gemm, &t->linear[id].fprop, y, operand_row(t, &w), operand_row(t, x), bias, false);
 }
 
@@ -355,7 +358,7 @@ static void linear_backward_input(Trainer *t, LinearId id, int64_t l, bf16 *dx) 
 
 // dw [N, K] = dy^T [N, R] x [R, K], added to what earlier micro-steps left when `accumulate`.
 static void linear_backward_weight(Trainer *t, LinearId id, int64_t l, const GemmInput *x, bool accumulate) {
-    bf16 *dw = t->grads + layer_offset(&t->table, l) + t->linear[id].offset;
+    bf16 *dw = layer_gradients(t, l).matrices + t->linear[id].offset;
     gemm_run(&t->gemm, &t->linear[id].wgrad, dw, operand_col(t, x), operand_col(t, &t->dy[id]), NULL, accumulate);
 }
 
@@ -406,12 +409,26 @@ typedef struct {
     bf16 *norm1, *norm2, *q_norm, *k_norm;  // q_norm and k_norm: NULL without QK-norm
 } LayerNorms;
 
-static LayerNorms layer_norms(const Trainer *t, bf16 *flat, int64_t l) {
+static LayerNorms layer_norms(const Trainer *t, bf16 *vectors) {
     const LayerOffsets *offset = &t->table.layer;
-    bf16 *unit = flat + layer_offset(&t->table, l);
-    LayerNorms w = {unit + offset->norm1, unit + offset->norm2, t->m.qk_norm ? unit + offset->q_norm : NULL, t->m.qk_norm ? unit + offset->k_norm : NULL};
+    LayerNorms w = {vectors + offset->norm1, vectors + offset->norm2, t->m.qk_norm ? vectors + offset->q_norm : NULL, t->m.qk_norm ? vectors + offset->k_norm : NULL};
     return w;
 }
+
+// The tensors of the root unit; lm_head is the embedding where the two are tied.
+typedef struct {
+    bf16 *embedding, *norm, *lm_head;
+} Root;
+
+static Root root_tensors(const Trainer *t, FsdpUnit unit) {
+    const RootOffsets *offset = &t->table.root;
+    const int64_t matrices = t->table.root_segments[SEGMENT_VECTORS];  // where they begin in the unit
+    Root r = {unit.matrices + offset->embedding - matrices, unit.vectors + offset->norm, unit.matrices + (t->m.tie_word_embeddings ? offset->embedding : offset->lm_head) - matrices};
+    return r;
+}
+
+static Root root_weights(const Trainer *t) { return root_tensors(t, fsdp_weights(&t->fsdp, 0)); }
+static Root root_gradients(const Trainer *t) { return root_tensors(t, fsdp_gradients(&t->fsdp, 0)); }
 
 static AttentionDims attention_dims(const Trainer *t) {
     AttentionDims a = {t->d.B, t->d.T, t->d.NH, t->d.NKV, t->d.HD, t->o->deterministic};
@@ -442,7 +459,7 @@ static const bf16 *rotate_forward(Trainer *t, LayerActs *a, const LayerNorms *w)
 // One layer up to its gate and up projections: all that backward needs. acts->x_in = residual + delta, or is there already (delta NULL).
 static void layer_forward_until_mlp(Trainer *t, int64_t l, const bf16 *residual, const bf16 *delta) {
     LayerActs *a = &t->acts[l];
-    const LayerNorms w = layer_norms(t, t->weights, l);
+    const LayerNorms w = layer_norms(t, layer_weights(t, l).vectors);
     norm_forward(t, &a->input[QKV_PROJ], a->x_in, a->rstd1, residual, delta, w.norm1);
     linear_forward(t, QKV_PROJ, l, a->qkv, &a->input[QKV_PROJ]);
     const bf16 *qkv = rotate_forward(t, a, &w);
@@ -468,25 +485,32 @@ static void layer_forward_mlp(Trainer *t, int64_t l) {
     linear_forward(t, DOWN_PROJ, l, t->branch, h);
 }
 
+// Layers come and go when they are sharded (fsdp.cuh); with one GPU these do nothing.
+static void gather_layer(Trainer *t, int64_t l) { fsdp_prefetch(&t->fsdp, 1 + l); }
+static void acquire_layer(Trainer *t, int64_t l, bool backward) { fsdp_acquire(&t->fsdp, 1 + l, backward); }
+static void release_layer(Trainer *t, int64_t l) { fsdp_release(&t->fsdp, 1 + l); }
+
 // Embedding, all layers and the final norm: tokens in `slot` -> t->y_final [R, C].
 static void model_forward(Trainer *t, const TokenSlot *slot) {
     const Dims *d = &t->d;
     if (t->fp8) CUDA_CHECK(cudaMemset2DAsync(t->amax + SCALE_INPUT, NUM_SCALES * sizeof(uint32_t), 0, (NUM_SCALES - SCALE_INPUT) * sizeof(uint32_t), (size_t)d->L, t->stream));
-    embedding_forward(t->acts[0].x_in, t->weights + t->table.root.embedding, slot->device, d->R, d->C, t->stream);
+    const Root root = root_weights(t);
+    gather_layer(t, 0);
+    embedding_forward(t->acts[0].x_in, root.embedding, slot->device, d->R, d->C, t->stream);
     for (int64_t l = 0; l < d->L; l++) {
+        gather_layer(t, l + 1);  // travels while layer l computes
+        acquire_layer(t, l, false);
         layer_forward_until_mlp(t, l, l ? t->acts[l - 1].x_mid : NULL, l ? t->branch : NULL);
         layer_forward_mlp(t, l);
+        release_layer(t, l);
     }
-    residual_rmsnorm_forward(t->x_final, t->y_final, t->rstd_final, NULL, t->acts[d->L - 1].x_mid, t->branch, t->weights + t->table.root.norm, d->R, d->C,
-                             (float)t->m.rms_norm_eps, t->stream);
+    residual_rmsnorm_forward(t->x_final, t->y_final, t->rstd_final, NULL, t->acts[d->L - 1].x_mid, t->branch, root.norm, d->R, d->C, (float)t->m.rms_norm_eps, t->stream);
 }
-
-static int64_t lm_head_offset(const Trainer *t) { return t->m.tie_word_embeddings ? t->table.root.embedding : t->table.root.lm_head; }
 
 // Logits of rows [first, first + rows) into t->logits.
 static Linear *logits_forward(Trainer *t, int64_t first, int64_t rows) {
     Linear *head = rows == t->d.chunk ? &t->lm_head : &t->lm_head_tail;
-    const GemmOperand w = {t->weights + lm_head_offset(t), NULL}, y = {t->y_final + first * t->d.C, NULL};
+    const GemmOperand w = {root_weights(t).lm_head, NULL}, y = {t->y_final + first * t->d.C, NULL};
     gemm_run(&t->gemm, &head->fprop, t->logits, w, y, NULL, false);
     return head;
 }
@@ -508,17 +532,17 @@ static void loss_forward(Trainer *t, const TokenSlot *slot) {
 // Chunk by chunk, so that the logits never exist whole.
 static void loss_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, bool accumulate) {
     const Dims *d = &t->d;
-    bf16 *dw = t->grads + lm_head_offset(t);
+    const Root root = root_weights(t), gradients = root_gradients(t);
     for (int64_t first = 0; first < d->R; first += d->chunk) {
         const int64_t rows = min_i64(d->chunk, d->R - first);
         Linear *head = logits_forward(t, first, rows);
         cross_entropy_loss_and_gradient(t->row_losses + first, t->logits, slot->device + d->R + first, rows, d->V, grad_scale, t->stream);
-        const GemmOperand w = {t->weights + lm_head_offset(t), NULL}, y = {t->y_final + first * d->C, NULL}, dlogits = {t->logits, NULL};
+        const GemmOperand w = {root.lm_head, NULL}, y = {t->y_final + first * d->C, NULL}, dlogits = {t->logits, NULL};
         gemm_run(&t->gemm, &head->dgrad, t->dbranch + first * d->C, w, dlogits, NULL, false);
-        gemm_run(&t->gemm, &head->wgrad, dw, y, dlogits, NULL, accumulate || first > 0);
+        gemm_run(&t->gemm, &head->wgrad, gradients.lm_head, y, dlogits, NULL, accumulate || first > 0);
     }
-    rmsnorm_backward(t->dx, t->grads + t->table.root.norm, t->fp8 ? t->amax + (d->L - 1) * NUM_SCALES + SCALE_GRADIENT + DOWN_PROJ : NULL, t->dbranch, t->x_final,
-                     t->rstd_final, t->weights + t->table.root.norm, NULL, d->R, d->C, accumulate, t->norm_workspace, t->stream);
+    rmsnorm_backward(t->dx, gradients.norm, t->fp8 ? t->amax + (d->L - 1) * NUM_SCALES + SCALE_GRADIENT + DOWN_PROJ : NULL, t->dbranch, t->x_final,
+                     t->rstd_final, root.norm, NULL, d->R, d->C, accumulate, t->norm_workspace, t->stream);
 }
 
 // The gradient x [R, N] of linear layer `id`'s result, as its two products read it. Its amax is known already.
@@ -545,11 +569,12 @@ static void swiglu_backward_all(Trainer *t, int64_t l) {
     }
 }
 
-// t->dx: from the gradient of the layer's output to that of its input. Weight gradients go to t->grads.
+// t->dx: from the gradient of the layer's output to that of its input. Weight gradients go where fsdp_gradients says.
 static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
     const Dims *d = &t->d;
     LayerActs *a = &t->acts[l];
-    const LayerNorms w = layer_norms(t, t->weights, l), dw = layer_norms(t, t->grads, l);
+    const FsdpUnit gradients = layer_gradients(t, l);
+    const LayerNorms w = layer_norms(t, layer_weights(t, l).vectors), dw = layer_norms(t, gradients.vectors);
     uint32_t *amax = t->amax + l * NUM_SCALES + SCALE_GRADIENT, *amax_below = l ? amax - NUM_SCALES : NULL;
     if (t->o->recompute == RECOMPUTE_LAYER) layer_forward_until_mlp(t, l, NULL, NULL);
 
@@ -569,7 +594,7 @@ static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
     qknorm_rope_backward(t->dqkv, dw.q_norm, dw.k_norm, t->fp8 ? amax + QKV_PROJ : NULL, t->m.qk_norm ? a->qkv : NULL, w.q_norm, w.k_norm, t->rope_table, rope_dims(t),
                          accumulate, t->rope_workspace, t->stream);
     if (t->m.qkv_bias)
-        bias_backward(t->grads + layer_offset(&t->table, l) + t->table.layer.bq, t->dqkv, d->R, d->QKV, accumulate, t->rope_workspace, t->stream);
+        bias_backward(gradients.vectors + t->table.layer.bq, t->dqkv, d->R, d->QKV, accumulate, t->rope_workspace, t->stream);
     gradient_ready(t, QKV_PROJ, l, t->dqkv);
     linear_backward_input(t, QKV_PROJ, l, t->dbranch);
     linear_backward_weight(t, QKV_PROJ, l, &a->input[QKV_PROJ], accumulate);
@@ -577,52 +602,83 @@ static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
                      t->stream);
 }
 
-// Forward and backward of one batch. Gradients of the loss times grad_scale replace t->grads, or join it when `accumulate`.
-static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, bool accumulate) {
+// Gradient of the embedding, at the end of the way back.
+static void embedding_backward_all(Trainer *t, const TokenSlot *slot, bool accumulate) {
     const Dims *d = &t->d;
-    model_forward(t, slot);
-    loss_forward_backward(t, slot, grad_scale, accumulate);
-    for (int64_t l = d->L - 1; l >= 0; l--) layer_backward(t, l, accumulate);
-    bf16 *dembedding = t->grads + t->table.root.embedding;
+    bf16 *dembedding = root_gradients(t).embedding;
     const bool onto_lm_head = t->m.tie_word_embeddings;  // a tied embedding's gradient already holds lm_head's
     if (!onto_lm_head && !accumulate) CUDA_CHECK(cudaMemsetAsync(dembedding, 0, (size_t)(d->V * d->C) * sizeof(bf16), t->stream));
     embedding_backward(dembedding, t->dx, slot->device + 2 * d->R, d->R, d->C, t->stream);
 }
 
+// Forward and backward of micro-step `micro`, counted from 0, on one batch. Gradients of the loss times grad_scale replace those that were there, or
+// join those of the micro-steps before; after the last one, and fsdp_compute_after, t->grads has their sum over all ranks.
+static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, int64_t micro) {
+    Fsdp *f = &t->fsdp;
+    const bool last = micro + 1 == t->o->grad_accumulation_steps, accumulate_root = fsdp_accumulates(f, 0, micro), accumulate = fsdp_accumulates(f, 1, micro);
+    model_forward(t, slot);
+    fsdp_begin_gradients(f, 0);
+    loss_forward_backward(t, slot, grad_scale, accumulate_root);
+    for (int64_t l = t->d.L - 1; l >= 0; l--) {
+        gather_layer(t, l - 1);
+        acquire_layer(t, l, true);
+        fsdp_begin_gradients(f, 1 + l);
+        layer_backward(t, l, accumulate);
+        release_layer(t, l);
+        fsdp_reduce(f, 1 + l, micro, last);  // travels while the layer below computes
+    }
+    embedding_backward_all(t, slot, accumulate_root);
+    fsdp_reduce(f, 0, micro, last);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimizer
-
-// Casts every linear layer's weight to FP8 with its amax. Once a step, whatever the number of micro-steps.
-static void cast_weights(Trainer *t) {
-    for (int64_t l = 0; l < t->d.L; l++)
-        for (int i = 0; i < NUM_LINEARS; i++)
-            quantize_transpose(linear_weight_fp8(t, (LinearId)i, l), linear_weight(t, &t->linear[i], l), t->linear[i].N, t->linear[i].K, t->stream);
-}
 
 static void clear_weight_amax(Trainer *t) {
     CUDA_CHECK(cudaMemset2DAsync(t->amax, NUM_SCALES * sizeof(uint32_t), 0, NUM_LINEARS * sizeof(uint32_t), (size_t)t->d.L, t->stream));
 }
 
-// AdamW on the whole flat array, and the FP8 weights that follow from it. The gradient norm, the clip factor and the decision to skip a
-// non-finite step stay on the device.
+// AdamW on this rank's shard, and the FP8 weights that follow from it. The gradient norm, the clip factor and the decision to skip a
+// non-finite step stay on the device, and are the same on all ranks.
 static void optimizer_step(Trainer *t, int64_t step) {
     const Options *o = t->o;
+    Fsdp *f = &t->fsdp;
+    const ShardPlan *plan = &f->plan;
     const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, (uint64_t)o->seed);
     const AdamwArrays arrays = {t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, t->grads};
-    adamw_prepare(&t->stats->control, t->grads, t->table.total, s, (float)o->grad_clip, t->adamw_workspace, t->stream);
+    AdamwControl *control = &t->stats->control;
+    fsdp_compute_after(f);
+    adamw_squares(t->squares, t->grads, plan->total, t->adamw_workspace, t->stream);
+    fsdp_reduce_statistics(f, &t->stats->loss, t->squares);
+    adamw_prepare(control, t->squares, fsdp_gradient_copies(f), t->grads, plan->total, s, (float)o->grad_clip, t->stream);
+    adamw_update_root(&arrays, &t->table, plan, control, t->stream);
+    fsdp_root_changed(f);
     if (t->fp8) clear_weight_amax(t);
-    adamw_update_parameters(&arrays, &t->table, t->fp8 ? t->amax + SCALE_WEIGHT : NULL, NUM_SCALES, &t->stats->control, t->stream);
-    if (t->fp8) cast_weights(t);
+    adamw_update_layers(&arrays, &t->table, plan, t->fp8 ? t->amax + SCALE_WEIGHT : NULL, NUM_SCALES, control, t->stream);
+    fsdp_layers_changed(f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // One step
 
+// The host waits for an event. With several ranks it watches over them meanwhile.
+static void trainer_wait(Trainer *t, cudaEvent_t event) {
+    if (t->fsdp.nccl) nccl_wait(t->fsdp.nccl, event);
+    else CUDA_CHECK(cudaEventSynchronize(event));
+}
+
+// The same for all that has been enqueued.
+static void trainer_wait_all(Trainer *t) {
+    fsdp_compute_after(&t->fsdp);
+    CUDA_CHECK(cudaEventRecord(t->idle, t->stream));
+    trainer_wait(t, t->idle);
+}
+
 // Sends B sequences from sample number `first` to the GPU and returns where they will be. The host waits only when all slots are in flight.
 static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
     const Dims *d = &t->d;
     TokenSlot *slot = &t->tokens[t->batches_sent++ % TOKEN_SLOTS];
-    CUDA_CHECK(cudaEventSynchronize(slot->copied));
+    trainer_wait(t, slot->copied);
     dataloader_batch(data, first, d->B, slot->host, slot->host + d->R);
     embedding_sort(slot->host + 2 * d->R, slot->host, d->R);
     CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)embedding_batch_bytes(d->R), cudaMemcpyHostToDevice, t->stream));
@@ -630,14 +686,15 @@ static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
     return slot;
 }
 
-// Enqueues a whole optimizer step on the samples from first_sample on; its statistics arrive in t->host_stats when t->step_done has happened.
+// Enqueues a whole optimizer step, of all ranks on the samples from first_sample on; its statistics arrive in t->host_stats when t->step_done has happened.
 static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const Options *o = t->o;
-    const double tokens = (double)(t->d.R * o->grad_accumulation_steps);
+    const double tokens = (double)(t->comm->world * t->d.R * o->grad_accumulation_steps);
+    t->nccl.step = step;
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t micro = 0; micro < o->grad_accumulation_steps; micro++) {
-        const TokenSlot *slot = send_batch(t, data, first_sample + micro * t->d.B);
-        model_forward_backward(t, slot, (float)(1 / tokens), micro > 0);
+        const TokenSlot *slot = send_batch(t, data, first_sample + (micro * t->comm->world + t->comm->rank) * t->d.B);
+        model_forward_backward(t, slot, (float)(1 / tokens), micro);
         loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / tokens, t->stream);
     }
     optimizer_step(t, step);
@@ -648,19 +705,20 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-// Mean loss of the first --val-steps batches of the validation shards.
+// Mean loss of the first --val-steps batches of the validation shards; a batch is one of each rank.
 static float validation_loss(Trainer *t, DataLoader *data) {
-    const int64_t batches = min_i64(t->o->val_steps, max_i64(1, dataloader_num_sequences(data) / t->d.B));
+    const int64_t world = t->comm->world, batches = min_i64(t->o->val_steps, max_i64(1, dataloader_num_sequences(data) / (world * t->d.B)));
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t i = 0; i < batches; i++) {
-        const TokenSlot *slot = send_batch(t, data, i * t->d.B);
+        const TokenSlot *slot = send_batch(t, data, (i * world + t->comm->rank) * t->d.B);
         model_forward(t, slot);
         loss_forward(t, slot);
-        loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / (double)(batches * t->d.R), t->stream);
+        loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / (double)(world * batches * t->d.R), t->stream);
     }
+    fsdp_reduce_statistics(&t->fsdp, &t->stats->loss, NULL);
+    trainer_wait_all(t);
     float loss;
-    CUDA_CHECK(cudaMemcpyAsync(&loss, &t->stats->loss, sizeof loss, cudaMemcpyDeviceToHost, t->stream));
-    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    CUDA_CHECK(cudaMemcpy(&loss, &t->stats->loss, sizeof loss, cudaMemcpyDeviceToHost));
     return loss;
 }
 
@@ -671,9 +729,9 @@ static void position_logits(Trainer *t, TokenSlot *slot, int64_t position, float
     model_forward(t, slot);
     const int64_t first = position / d->chunk * d->chunk;
     logits_forward(t, first, min_i64(d->chunk, d->R - first));
+    trainer_wait_all(t);
     bf16_bits *row = (bf16_bits *)xcalloc((size_t)d->V, sizeof *row);
-    CUDA_CHECK(cudaMemcpyAsync(row, t->logits + (position - first) * d->V, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost, t->stream));
-    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    CUDA_CHECK(cudaMemcpy(row, t->logits + (position - first) * d->V, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost));
     for (int64_t v = 0; v < d->V; v++) logits[v] = bf16_to_float(row[v]);
     free(row);
 }
@@ -706,6 +764,7 @@ static TrainerState trainer_state(Trainer *t) {
     s.context = t;
     for (int kind = 0; kind < 3; kind++) s.is_fp32[kind] = state_element_bytes(t, (StateKind)kind) == 4;
     s.read = state_read, s.write = state_write;
+    s.plan = &t->fsdp.plan, s.comm = t->comm;
     return s;
 }
 
@@ -725,32 +784,39 @@ static void check_supported(const ModelConfig *m, const Options *o) {
     }
 }
 
-static void check_device(const Options *o, cudaDeviceProp *device) {
+static void check_device(const Options *o, const Comm *comm, cudaDeviceProp *device) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0)
         die("no usable GPU (%s); the CPU trainer is train_fp8, and --dry-run needs no GPU", error != cudaSuccess ? cudaGetErrorString(error) : "none found");
-    CUDA_CHECK(cudaSetDevice(0));
-    CUDA_CHECK(cudaGetDeviceProperties(device, 0));
+    if (comm->local_world > count)
+        die("%lld ranks on %s, which has %d GPU%s; every rank needs one of its own: mpirun -np %d", (long long)comm->local_world, comm->host, count, count == 1 ? "" : "s", count);
+    CUDA_CHECK(cudaSetDevice((int)comm->local_rank));
+    CUDA_CHECK(cudaGetDeviceProperties(device, (int)comm->local_rank));
     if (device->major < 8) die("%s has compute capability %d.%d; 8.0 or above is needed", device->name, device->major, device->minor);
     if (o->precision == PRECISION_FP8 && device->major * 10 + device->minor < 89)
         die("%s has compute capability %d.%d and no FP8 matrix products (8.9 or above has); use --precision bf16", device->name, device->major, device->minor);
 }
 
+// GPU memory beside the arena.
+static int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + (comm->world > 1 ? NCCL_OVERHEAD_BYTES : 0); }
+
 static void check_memory(const Trainer *t, const Arena *plan, size_t available) {
     if ((size_t)plan->used <= available) return;
-    arena_print_plan(plan, CUDA_OVERHEAD_BYTES);
-    die("the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: %s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
-        (double)plan->used / 1073741824, (double)available / 1073741824, t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
+    arena_print_plan(plan, memory_overhead(t->comm));
+    die("the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: %s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
+        (double)plan->used / 1073741824, (double)available / 1073741824, t->comm->world > 1 ? "" : "more GPUs (mpirun -np N), ",
+        t->comm->world > 1 && t->o->sharding != SHARDING_FULL ? "--sharding full, " : "", t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
         t->fp8 ? "" : "--precision fp8 (saves activations, costs FP8 weights), ", t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
         t->o->optimizer_state == STORAGE_FP32 ? "--optimizer-state bf16, " : "");
 }
 
 // Sizes and the memory plan; touches no GPU.
-static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m) {
+static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m, const Comm *comm) {
     memset(t, 0, sizeof *t);
-    t->o = o, t->m = *m;
+    t->o = o, t->m = *m, t->comm = comm;
     t->table = parameter_table(m);
+    fsdp_describe(&t->fsdp, &t->table, o, comm->world, comm->rank);
     t->d = make_dims(m, o);
     t->fp8 = o->precision == PRECISION_FP8;
     t->acts = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
@@ -773,19 +839,26 @@ static void fill_rope_table(Trainer *t) {
 static void trainer_create(Trainer *t, const Arena *plan) {
     size_t available = 0, total = 0;
     CUDA_CHECK(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
+    if (t->comm->world > 1) {
+        nccl_open(&t->nccl, t->comm);
+        t->fsdp.nccl = &t->nccl;
+    }
+    t->fsdp.stream = t->stream;
     CUDA_CHECK(cudaMemGetInfo(&available, &total));
-    check_memory(t, plan, available);
+    check_memory(t, plan, available - (t->comm->world > 1 ? min_i64((int64_t)available, NCCL_OVERHEAD_BYTES) : 0));  // NCCL takes some when it is first used
     CUDA_CHECK(cudaMalloc((void **)&t->memory, (size_t)plan->used));
     Arena arena;
     memset(&arena, 0, sizeof arena);
     arena.base = t->memory;
     place(t, &arena);
+    fsdp_create(&t->fsdp);
     plan_products(t);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
-    initialize_parameters(t->weights, t->master, &t->table, (float)t->m.initializer_range, (uint64_t)t->o->seed, t->stream);
+    initialize_parameters(t->weights, t->master, &t->table, &t->fsdp.plan, (float)t->m.initializer_range, (uint64_t)t->o->seed, t->stream);
     fill_rope_table(t);
     CUDA_CHECK(cudaMallocHost((void **)&t->host_stats, STEP_SLOTS * sizeof(StepStats)));
     for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventCreate(&t->step_done[i]));
+    CUDA_CHECK(cudaEventCreateWithFlags(&t->idle, cudaEventDisableTiming));
     for (int i = 0; i < TOKEN_SLOTS; i++) {
         CUDA_CHECK(cudaMallocHost((void **)&t->tokens[i].host, (size_t)embedding_batch_bytes(t->d.R)));
         CUDA_CHECK(cudaEventCreateWithFlags(&t->tokens[i].copied, cudaEventDisableTiming));
@@ -794,7 +867,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
 }
 
 static void trainer_destroy(Trainer *t) {
-    CUDA_CHECK(cudaDeviceSynchronize());
+    trainer_wait_all(t);
     for (int i = 0; i < NUM_LINEARS + 2; i++) {
         Linear *linear = i < NUM_LINEARS ? &t->linear[i] : i == NUM_LINEARS ? &t->lm_head : &t->lm_head_tail;
         if (!linear->fprop.matmul) continue;
@@ -808,7 +881,10 @@ static void trainer_destroy(Trainer *t) {
         CUDA_CHECK(cudaEventDestroy(t->tokens[i].copied));
     }
     for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventDestroy(t->step_done[i]));
+    CUDA_CHECK(cudaEventDestroy(t->idle));
     CUDA_CHECK(cudaFreeHost(t->host_stats));
+    fsdp_destroy(&t->fsdp);
+    if (t->fsdp.nccl) nccl_close(t->fsdp.nccl);
     CUDA_CHECK(cudaFree(t->memory));
     CUDA_CHECK(cudaStreamDestroy(t->stream));
     parameter_table_free(&t->table);
@@ -819,18 +895,24 @@ __global__ static void round_weights_kernel(bf16 *weights, const float *master, 
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) weights[i] = __float2bfloat16_rn(master[i]);
 }
 
-// After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters and the FP8 weights follow.
+// The largest magnitude of this rank's part of linear layer i of layer l.
+static void shard_amax(Trainer *t, int64_t l, int i) {
+    const Linear *linear = &t->linear[i];
+    const ShardSegment matrices = shard_segment(&t->table, &t->fsdp.plan, 1 + l, SEGMENT_MATRICES);
+    const ShardRange r = shard_range(&t->table, &t->fsdp.plan, 1 + l, SEGMENT_MATRICES, matrices.flat + linear->offset, linear->N * linear->K);
+    if (r.count) tensor_amax(t->amax + l * NUM_SCALES + SCALE_WEIGHT + i, t->weights + r.shard, r.count, t->stream);
+}
+
+// After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters, the FP8 weights and what is gathered follow.
 static void weights_changed(Trainer *t) {
-    if (t->master) round_weights_kernel<<<8 * device_sm_count(), 256, 0, t->stream>>>(t->weights, t->master, t->table.total);
+    if (t->master) round_weights_kernel<<<8 * device_sm_count(), 256, 0, t->stream>>>(t->weights, t->master, t->fsdp.plan.total);
     CUDA_CHECK_LAUNCH();
-    if (t->fp8) {
-        clear_weight_amax(t);
-        for (int64_t l = 0; l < t->d.L; l++)
-            for (int i = 0; i < NUM_LINEARS; i++)
-                tensor_amax(t->amax + l * NUM_SCALES + SCALE_WEIGHT + i, linear_weight(t, &t->linear[i], l), t->linear[i].N * t->linear[i].K, t->stream);
-        cast_weights(t);
-    }
-    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    fsdp_root_changed(&t->fsdp);
+    if (t->fp8) clear_weight_amax(t);
+    for (int64_t l = 0; t->fp8 && l < t->d.L; l++)
+        for (int i = 0; i < NUM_LINEARS; i++) shard_amax(t, l, i);
+    fsdp_layers_changed(&t->fsdp);
+    trainer_wait_all(t);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -865,7 +947,7 @@ static void print_sample(Run *run, int64_t step) {
     Trainer *t = &run->t;
     const Tokenizer *tokenizer = &run->setup.tokenizer;
     TokenSlot *slot = &t->tokens[0];
-    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    trainer_wait_all(t);
     memset(slot->host, 0, (size_t)t->d.R * sizeof(int32_t));
     const int64_t separator = tokenizer->count ? tokenizer->separator : max_i64(0, t->m.bos_token_id), count = min_i64(t->o->sample_tokens, t->d.T - 1);
     float *logits = (float *)xcalloc((size_t)t->d.V, sizeof *logits);
@@ -874,6 +956,7 @@ static void print_sample(Run *run, int64_t step) {
     for (int64_t i = 0; i < count; i++) {
         position_logits(t, slot, i, logits);
         slot->host[i + 1] = sampler_choose(logits, tokenizer->count ? tokenizer->count : t->d.V, (uint64_t)t->o->seed, step, i);
+        comm_broadcast(t->comm, COMM_WORLD, 0, &slot->host[i + 1], sizeof(int32_t));  // another rank may have logits with other roundings
         if (slot->host[i + 1] == separator) break;
         tokenizer_print(tokenizer, slot->host[i + 1], stdout);
     }
@@ -882,22 +965,36 @@ static void print_sample(Run *run, int64_t step) {
     free(logits);
 }
 
-// Names the first non-finite gradient and ends the run. The weights are those before that step.
+// Where element i of this rank's shard stands in the flat array of parameters.h.
+static int64_t shard_to_flat(const Trainer *t, int64_t i) {
+    for (int64_t unit = unit_count(&t->table) - 1;; unit--)
+        for (int k = NUM_SEGMENTS - 1; k >= 0; k--) {
+            const ShardSegment g = shard_segment(&t->table, &t->fsdp.plan, unit, k);
+            if (i >= g.shard) return g.flat + t->fsdp.plan.place * g.slice + i - g.shard;
+        }
+}
+
+// Names the first non-finite gradient and ends the run; called by all ranks. The weights are those before that step.
 static void die_nonfinite(const Trainer *t, const StepStats *stats, int64_t step) {
+    const double none = 0x1p62;
+    const double here = stats->control.first_nonfinite == ADAMW_NONE ? none : (double)shard_to_flat(t, (int64_t)stats->control.first_nonfinite);
+    const double first = comm_min(t->comm, COMM_WORLD, here);
+    const long long rank = (long long)comm_min(t->comm, COMM_WORLD, here == first ? (double)t->comm->rank : none);
+    if (t->comm->rank) comm_barrier(t->comm, COMM_WORLD);  // rank 0 speaks for all, and ends them
     const Parameter *bad = NULL;
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
-        if ((int64_t)stats->control.first_nonfinite >= p->offset && (int64_t)stats->control.first_nonfinite < p->offset + parameter_elements(p)) bad = p;
+        if (first >= (double)p->offset && first < (double)(p->offset + parameter_elements(p))) bad = p;
     }
     if (!bad) die("step %lld: the gradient norm is not finite (%g), though every gradient is: their squares overflow; rank 0, loss %g", (long long)step + 1, stats->control.gradient_norm, stats->loss);
-    die("step %lld: the gradient is not finite: first in %s, layer %lld, element %lld, rank 0; loss %g; the weights have not been changed by it (--on-nonfinite skip goes on)",
-        (long long)step + 1, bad->name, (long long)bad->layer, (long long)(stats->control.first_nonfinite - (unsigned long long)bad->offset), stats->loss);
+    die("step %lld: the gradient is not finite: first in %s, layer %lld, element %lld, kept by rank %lld; loss %g; the weights have not been changed by it (--on-nonfinite skip goes on)",
+        (long long)step + 1, bad->name, (long long)bad->layer, (long long)first - (long long)bad->offset, rank, stats->loss);
 }
 
 // Waits for step `step` and prints its line.
 static void report_step(Run *run, int64_t step) {
     Trainer *t = &run->t;
-    CUDA_CHECK(cudaEventSynchronize(t->step_done[step % STEP_SLOTS]));
+    trainer_wait(t, t->step_done[step % STEP_SLOTS]);
     const StepStats stats = t->host_stats[step % STEP_SLOTS];
     float ms = 0;
     CUDA_CHECK(cudaEventElapsedTime(&ms, run->timing_broken ? run->begin : t->step_done[(step + STEP_SLOTS - 1) % STEP_SLOTS], t->step_done[step % STEP_SLOTS]));
@@ -915,13 +1012,13 @@ static void report_step(Run *run, int64_t step) {
 
 // Sequences seen when `steps_done` steps are done. Counted on from where the run was resumed: batch size and accumulation may differ from then on.
 static int64_t samples_seen(const Run *run, int64_t steps_done) {
-    return run->start.samples + (steps_done - run->start.step) * run->t.o->grad_accumulation_steps * run->t.d.B;
+    return run->start.samples + (steps_done - run->start.step) * run->t.o->grad_accumulation_steps * run->t.comm->world * run->t.d.B;
 }
 
 static void save_checkpoint(Run *run, int64_t steps_done) {
     Trainer *t = &run->t;
     if (!*t->o->checkpoint_dir || run->saved_step == steps_done) return;
-    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    trainer_wait_all(t);
     const TrainerProgress progress = {steps_done, samples_seen(run, steps_done)};
     const TrainerState state = trainer_state(t);
     Failure failure;
@@ -950,7 +1047,7 @@ static void train(Run *run) {
         enqueue_step(t, &run->setup.train, step, samples_seen(run, step));
         // The line of a step is printed while the next one runs, so that the GPU never waits for the host; before anything else happens, all are.
         const int64_t done = step + 1;
-        const int signal_number = (int)stop_signal;
+        const int signal_number = (int)comm_max(t->comm, COMM_WORLD, (double)stop_signal);  // to any rank
         const bool last = done == o->num_steps || signal_number;
         const bool pause = last || is_due(o->val_every, done) || is_due(o->sample_every, done) || is_due(o->checkpoint_every, done);
         while (reported < (pause ? done : step)) report_step(run, reported++);
@@ -968,6 +1065,21 @@ static void train(Run *run) {
 
 #ifndef TESTING
 
+static void print_ranks(const Trainer *t) {
+    const Fsdp *f = &t->fsdp;
+    printf("\n%s: %lld parameters\n", t->m.name, (long long)t->table.num_parameters);
+    if (f->world == 1) return;
+    printf("%lld ranks: %lld share one copy of the model, %lld cop%s; each keeps %lld elements of weights, gradients and optimizer state; gradients are reduced in %s%s\n",
+           (long long)f->world, (long long)f->plan.group, (long long)f->replicas, f->replicas == 1 ? "y" : "ies", (long long)f->plan.total, f->fp32_reduce ? "fp32" : "bf16",
+           !f->sharded ? "" : f->fp8_gather ? "; layers are gathered in FP8" : "; layers are gathered in bf16");
+}
+
+static void format_versions(char *out, size_t capacity) {
+    int nccl = 0;
+    NCCL_CHECK(ncclGetVersion(&nccl));
+    format_checked(out, capacity, "CUDA %d, cuBLASLt %zu, NCCL %d", CUDART_VERSION, cublasLtGetVersion(), nccl);
+}
+
 static void load_start(Run *run, const char *checkpoint) {
     Trainer *t = &run->t;
     const TrainerState state = trainer_state(t);
@@ -979,33 +1091,38 @@ static void load_start(Run *run, const char *checkpoint) {
 
 int main(int argc, char **argv) {
     char presets[1024], checkpoint[PATH_CAPACITY], versions[256];
+    Comm comm = comm_open(&argc, &argv);
     model_config_preset_names(presets, sizeof presets);
     Options o = options_parse(argc, argv, presets);
     Run run;
     memset(&run, 0, sizeof run);
-    run.setup = run_setup(&o);
+    run.setup = run_setup(&o, &comm);
     check_supported(&run.setup.model, &o);
     options_print(&o);
-    const Arena plan = trainer_describe(&run.t, &o, &run.setup.model);
-    printf("\n%s: %lld parameters\n", run.setup.model.name, (long long)run.t.table.num_parameters);
+    if (o.world_size) comm.world = o.world_size;  // of the plan
+    const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
+    print_ranks(&run.t);
     if (o.dry_run) {
-        arena_print_plan(&plan, CUDA_OVERHEAD_BYTES);
+        arena_print_plan(&plan, memory_overhead(&comm));
         print_precisions(&run.t);
         return 0;
     }
     cudaDeviceProp device;
-    check_device(&o, &device);
-    const bool resume = o.resume && checkpoint_find_newest(o.checkpoint_dir, checkpoint, sizeof checkpoint);
+    comm_split(&comm, run.t.fsdp.plan.group);
+    check_device(&o, &comm, &device);
+    const bool resume = o.resume && checkpoint_find_together(&comm, o.checkpoint_dir, checkpoint, sizeof checkpoint);
     if (resume) checkpoint_check(checkpoint, &run.setup.model, &o);
     catch_signals();
     trainer_create(&run.t, &plan);
-    arena_print_plan(&plan, CUDA_OVERHEAD_BYTES);
+    arena_print_plan(&plan, memory_overhead(&comm));
     print_precisions(&run.t);
     load_start(&run, resume ? checkpoint : NULL);
-    format_checked(versions, sizeof versions, "CUDA %d, cuBLASLt %zu", CUDART_VERSION, cublasLtGetVersion());
-    const RunInfo info = {"train_fp8cu", device.name, versions, 1, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name)};
+    format_versions(versions, sizeof versions);
+    const RunInfo info = {"train_fp8cu", device.name, versions, comm.world, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name)};
     run.logger = logger_open(&o, &run.setup.model, &run.t.table, info);
-    printf("\n%s, %s\n", device.name, versions);
+    if (comm.world > 1) printf("\n%lld ranks, ", (long long)comm.world);
+    else printf("\n");
+    printf("%s, %s\n", device.name, versions);
     train(&run);
     logger_close(&run.logger);
     if (*o.export_hf) {
@@ -1016,6 +1133,7 @@ int main(int argc, char **argv) {
     }
     trainer_destroy(&run.t);
     run_setup_close(&run.setup);
+    comm_close(&comm);
     return 0;
 }
 

@@ -1,4 +1,5 @@
-// AdamW on the GPU: gradient norm, clipping, the gate against non-finite gradients, and the update of the whole flat parameter array.
+// AdamW on the GPU: gradient norm, clipping, the gate against non-finite gradients, and the update of a rank's flat shard arrays (shard_plan.h;
+// with one rank in the shard group they are the whole flat parameter array).
 //
 // The arithmetic of an element, its rounding bits and the clip factor are adamw_math.h's, shared with the CPU: same input, same bits.
 // Norm, clip factor and the gate stay in device memory (AdamwControl): nothing waits for the host. A step whose gradient norm is not finite
@@ -11,7 +12,7 @@
 
 #include "adamw_math.h"
 #include "cuda_utils.cuh"
-#include "parameters.h"
+#include "shard_plan.h"
 
 // In device memory. adamw_prepare writes it, adamw_update_parameters obeys it, the host may copy it.
 typedef struct {
@@ -19,7 +20,7 @@ typedef struct {
     float gradient_factor;  // clipping
     float gradient_norm;    // before clipping
     uint32_t nonfinite;     // 1: the norm is not finite and the step is not applied
-    unsigned long long first_nonfinite;  // index of the first gradient element that is not finite; ADAMW_NONE if there is none
+    unsigned long long first_nonfinite;  // index, in the rank's shard, of the first gradient element that is not finite; ADAMW_NONE if there is none
 } AdamwControl;
 
 #define ADAMW_NONE (~0ull)
@@ -65,12 +66,16 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_squares_kerne
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_prepare_kernel(AdamwControl *control, const double *partials, AdamwStep step, float grad_clip) {
+// *sum = the sum of all partials.
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_sum_kernel(double *total, const double *partials) {
     double sum = 0;
     for (int i = threadIdx.x; i < ADAMW_NORM_BLOCKS; i += ADAMW_NORM_THREADS) sum += partials[i];
     sum = adamw_block_sum(sum);
-    if (threadIdx.x != 0) return;
-    const double norm = sqrt(sum);
+    if (threadIdx.x == 0) *total = sum;
+}
+
+static __global__ void adamw_prepare_kernel(AdamwControl *control, const double *squares, int64_t copies, AdamwStep step, float grad_clip) {
+    const double norm = sqrt(*squares / (double)copies);
     control->step = step;
     control->gradient_norm = (float)norm;
     control->nonfinite = !(norm <= 3.4028234663852886e38);  // FLT_MAX; false for NaN
@@ -88,17 +93,25 @@ static __global__ void adamw_find_nonfinite_kernel(AdamwControl *control, const 
         }
 }
 
-// Bytes of device memory that adamw_prepare needs at `workspace`.
+// Bytes of device memory that adamw_squares needs at `workspace`.
 static inline size_t adamw_workspace_bytes(void) { return ADAMW_NORM_BLOCKS * sizeof(double); }
 
-// Fills *control (device) for this step from the norm of gradients [n] (n a multiple of 8). grad_clip: largest norm, 0 for none.
-static inline void adamw_prepare(AdamwControl *control, const bf16 *gradients, int64_t n, AdamwStep step, float grad_clip, void *workspace, cudaStream_t stream) {
-    if (n % 8) die("adamw_prepare: %lld elements are not a multiple of 8", (long long)n);
-    require_aligned16(gradients, "adamw_prepare", "gradients");
+// *squares (device) = sum of squares of gradients [n] (n a multiple of 8). Sharded gradients: the caller adds up those of all ranks.
+static inline void adamw_squares(double *squares, const bf16 *gradients, int64_t n, void *workspace, cudaStream_t stream) {
+    if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
+    require_aligned16(gradients, "adamw_squares", "gradients");
     double *partials = (double *)workspace;
     adamw_squares_kernel<<<ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream>>>(partials, gradients, n);
     CUDA_CHECK_LAUNCH();
-    adamw_prepare_kernel<<<1, ADAMW_NORM_THREADS, 0, stream>>>(control, partials, step, grad_clip);
+    adamw_sum_kernel<<<1, ADAMW_NORM_THREADS, 0, stream>>>(squares, partials);
+    CUDA_CHECK_LAUNCH();
+}
+
+// Fills *control (device) for this step. *squares (device): sum of squares over `copies` copies of the whole gradient. This rank's part of it,
+// gradients [n], is searched for what is not finite if the norm is not. grad_clip: largest norm, 0 for none.
+static inline void adamw_prepare(AdamwControl *control, const double *squares, int64_t copies, const bf16 *gradients, int64_t n, AdamwStep step, float grad_clip,
+                                 cudaStream_t stream) {
+    adamw_prepare_kernel<<<1, 1, 0, stream>>>(control, squares, copies, step, grad_clip);
     CUDA_CHECK_LAUNCH();
     adamw_find_nonfinite_kernel<<<ADAMW_NORM_BLOCKS, 256, 0, stream>>>(control, gradients, n);
     CUDA_CHECK_LAUNCH();
@@ -107,7 +120,7 @@ static inline void adamw_prepare(AdamwControl *control, const bf16 *gradients, i
 // ---------------------------------------------------------------------------------------------------------------------
 // Update
 
-// The flat arrays of parameters.h, all of `total` elements.
+// A rank's flat shard arrays, all of the shard plan's `total` elements.
 typedef struct {
     bf16 *weights;
     float *master;             // fp32 weights, of which `weights` is the rounded copy; NULL: `weights` are all there is, stochastically rounded
@@ -116,7 +129,7 @@ typedef struct {
     const bf16 *gradients;
 } AdamwArrays;
 
-// Consecutive elements of a unit that are treated alike. Ends are counted in PARAMETER_ALIGNMENT elements from the unit's start.
+// Consecutive elements of a rank's slices of a unit that are treated alike. Ends are counted in PARAMETER_ALIGNMENT elements from their start.
 typedef struct {
     uint32_t end;
     bool decay;
@@ -125,9 +138,11 @@ typedef struct {
 
 enum { ADAMW_MAX_RUNS = 12, ADAMW_MAX_SLOTS = 8, ADAMW_THREADS = 256, ADAMW_TILES = 4 };
 
-// `count` units of `size` elements each from element `first` on. Unit u's amax slots begin at amax + u * amax_stride.
+// `count` units of `size` elements each in the shard, from element `first` on. Unit u's amax slots begin at amax + u * amax_stride.
+// Rounding is keyed by places in the flat array of parameters.h: element e of unit u stands at flat + u * flat_size + e + shift[e >= split].
 typedef struct {
     int64_t first, size, count;
+    int64_t flat, flat_size, split, shift[2];
     int num_runs;
     AdamwRun runs[ADAMW_MAX_RUNS];
     uint32_t *amax;  // NULL: not wanted
@@ -162,14 +177,14 @@ __device__ static inline Bf16x8 adamw_round_8(const float x[8], const uint32_t r
 
 __device__ static inline float adamw_load_one(const void *array, int64_t i, bool fp32) { return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]); }
 
-// Element i, by the CPU's own functions; what the fast path below falls back to. Returns the magnitude of the new bf16 weight.
+// Element i, at `flat` in the flat array, by the CPU's own functions; what the fast path below falls back to. Returns the magnitude of the new bf16 weight.
 template <bool MASTER, bool FP32_MOMENTS>
-__device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, const AdamwStep *step, float factor, bool decay) {
+__device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep *step, float factor, bool decay) {
     const float gradient = __fmul_rn(__bfloat162float(a.gradients[i]), factor);  // __fmul_rn: not contracted with the next sum
     AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER), adamw_load_one(a.exp_avg, i, FP32_MOMENTS),
                       adamw_load_one(a.exp_avg_sq, i, FP32_MOMENTS)};
     e = adamw_update(e, gradient, decay, step);
-    const uint64_t random = adamw_random(step, i);
+    const uint64_t random = adamw_random(step, flat);
     const bf16_bits weight = MASTER ? bf16_from_float(e.weight) : adamw_round_weight(e.weight, random);
     if (MASTER) a.master[i] = e.weight;
     ((bf16_bits *)a.weights)[i] = weight;
@@ -218,9 +233,9 @@ __device__ static inline bool adamw_is_common(const AdamwRange *range) {
     return range->denominator < float_bits(0x1p40f) - float_bits(0x1p-33f) && range->weight < 2 * (float_bits(INFINITY) - float_bits(0x1p-30f));
 }
 
-// Elements i .. i + 7. Returns the largest magnitudes of the new bf16 weights (see amax_update).
+// Elements i .. i + 7, at `flat` .. in the flat array. Returns the largest magnitudes of the new bf16 weights (see amax_update).
 template <bool MASTER, bool FP32_MOMENTS>
-__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, int64_t i, const AdamwStep &step, float factor, bool decay) {
+__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep &step, float factor, bool decay) {
     float w[8], m[8], v[8], g[8];
     uint32_t w_random[8], m_random[8], v_random[8];
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
@@ -234,13 +249,13 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, int64_t i
         AdamwElement e = {w[j], m[j], v[j]};
         e = adamw_update_fast(e, __fmul_rn(g[j], factor), kept, step, scaled_bias2, &range);
         w[j] = e.weight, m[j] = e.exp_avg, v[j] = e.exp_avg_sq;
-        const uint64_t random = adamw_random(&step, i + j);
+        const uint64_t random = adamw_random(&step, flat + j);
         w_random[j] = (uint32_t)random & 0xffffu, m_random[j] = (uint32_t)random >> 16, v_random[j] = (uint32_t)(random >> 32) & 0xffffu;
     }
     uint32_t largest = 0;
     if (!adamw_is_common(&range)) {
 #pragma unroll 1
-        for (int j = 0; j < 8; j++) largest = max(largest, adamw_update_one<MASTER, FP32_MOMENTS>(a, i + j, &step, factor, decay));
+        for (int j = 0; j < 8; j++) largest = max(largest, adamw_update_one<MASTER, FP32_MOMENTS>(a, i + j, flat + j, &step, factor, decay));
         return largest;
     }
     const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_round_8(w, w_random);
@@ -265,7 +280,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS) adamw_update_kernel(cons
     const AdamwStep step = control->step;
     const float factor = control->gradient_factor;
     const bool apply = !control->nonfinite;
-    const int64_t unit_begin = u.first + blockIdx.y * u.size;
+    const int64_t unit_begin = u.first + blockIdx.y * u.size, flat_begin = u.flat + blockIdx.y * u.flat_size;
     const int64_t block_begin = blockIdx.x * (int64_t)(ADAMW_TILES * ADAMW_THREADS * 8);
     int run = 0;
     while (block_begin / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
@@ -273,7 +288,8 @@ static __global__ void __launch_bounds__(ADAMW_THREADS) adamw_update_kernel(cons
         const int64_t e = block_begin + (tile * ADAMW_THREADS + (int)threadIdx.x) * 8, i = unit_begin + e;
         if (e >= u.size) break;
         while (e / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
-        const uint32_t halves = apply ? adamw_update_8<MASTER, FP32_MOMENTS>(a, i, step, factor, u.runs[run].decay) : amax_update(0, bf16x8_load(a.weights + i));
+        const int64_t flat = flat_begin + e + u.shift[e >= u.split];
+        const uint32_t halves = apply ? adamw_update_8<MASTER, FP32_MOMENTS>(a, i, flat, step, factor, u.runs[run].decay) : amax_update(0, bf16x8_load(a.weights + i));
         const int slot = u.runs[run].amax_slot;
         if (slot < 0 || !u.amax) continue;
         const uint32_t bits = __reduce_max_sync(0xffffu << (threadIdx.x & 16), max(halves << 16, halves & 0xffff0000u));
@@ -286,23 +302,43 @@ static __global__ void __launch_bounds__(ADAMW_THREADS) adamw_update_kernel(cons
     if (amax[threadIdx.x] > *(volatile uint32_t *)slot) atomicMax(slot, amax[threadIdx.x]);
 }
 
-// The runs of the unit that holds elements [first, first + size): one per group of tensors, neighbours that are treated alike joined.
-static inline AdamwUnits adamw_units(const ParameterTable *t, int64_t first, int64_t size, int64_t count) {
-    AdamwUnits u = {};
-    u.first = first, u.size = size, u.count = count;
-    int slots = 0;
-    for (int64_t i = 0; i < t->count; i++) {
-        const Parameter *p = &t->entries[i];
-        if (p->offset < first || p->offset >= first + size || (p->flags & PARAM_JOINED)) continue;
-        const bool decay = p->flags & PARAM_DECAY;
-        const int slot = p->flags & PARAM_FP8 ? slots++ : -1;
-        if (u.num_runs > 0) u.runs[u.num_runs - 1].end = (uint32_t)((p->offset - first) / PARAMETER_ALIGNMENT);
-        if (u.num_runs > 0 && slot < 0 && u.runs[u.num_runs - 1].amax_slot < 0 && u.runs[u.num_runs - 1].decay == decay) continue;
-        if (u.num_runs == ADAMW_MAX_RUNS || slots > ADAMW_MAX_SLOTS) die("%s: the optimizer takes at most %d runs of parameters a unit", p->name, ADAMW_MAX_RUNS);
-        u.runs[u.num_runs].decay = decay;
-        u.runs[u.num_runs++].amax_slot = slot;
+static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int amax_slot) {
+    AdamwRun *last = &u->runs[u->num_runs - 1];
+    if (u->num_runs > 0 && amax_slot < 0 && last->amax_slot < 0 && last->decay == decay) {
+        last->end = (uint32_t)(end / PARAMETER_ALIGNMENT);
+        return;
     }
-    u.runs[u.num_runs - 1].end = (uint32_t)(size / PARAMETER_ALIGNMENT);
+    if (u->num_runs == ADAMW_MAX_RUNS || amax_slot >= ADAMW_MAX_SLOTS) die("the optimizer takes at most %d runs of parameters a unit", ADAMW_MAX_RUNS);
+    u->runs[u->num_runs].end = (uint32_t)(end / PARAMETER_ALIGNMENT);
+    u->runs[u->num_runs].decay = decay;
+    u->runs[u->num_runs++].amax_slot = amax_slot;
+}
+
+// This rank's slices of `unit`, and of the count - 1 units like it that follow. A segment is a sequence of groups of tensors (fused linear layers
+// are one), each cut to the slice here; neighbours that are treated alike make one run. The last group takes the padding that follows it.
+static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *plan, int64_t unit, int64_t count) {
+    AdamwUnits u = {};
+    u.first = shard_unit_offset(plan, unit), u.size = shard_unit_size(plan, unit), u.count = count;
+    u.flat = unit_offset(t, unit), u.flat_size = unit ? t->layer_size : t->root_size;
+    int slots = 0;
+    for (int k = 0; k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = shard_segment(t, plan, unit, k);
+        const int64_t slice_begin = plan->place * g.slice, in_unit = g.shard - u.first;  // of the slice: in the segment, in the rank's unit
+        if (k == SEGMENT_MATRICES) u.split = in_unit;
+        u.shift[k] = g.flat - u.flat + slice_begin - in_unit;
+        for (int64_t i = 0; i < t->count; i++) {
+            const Parameter *p = &t->entries[i];
+            if (unit_of(p) != unit || parameter_segment(p) != k || (p->flags & PARAM_JOINED)) continue;
+            int64_t end = plan->group * g.slice;  // of the group, in the segment: where the next begins
+            for (int64_t j = t->count - 1; j > i; j--) {
+                const Parameter *next = &t->entries[j];
+                if (unit_of(next) == unit && parameter_segment(next) == k && !(next->flags & PARAM_JOINED)) end = next->offset - g.flat;
+            }
+            const int slot = p->flags & PARAM_FP8 ? slots++ : -1;
+            const int64_t begin_here = max_i64(p->offset - g.flat, slice_begin), end_here = min_i64(end, slice_begin + g.slice);
+            if (begin_here < end_here) adamw_add_run(&u, in_unit + end_here - slice_begin, p->flags & PARAM_DECAY, slot);
+        }
+    }
     return u;
 }
 
@@ -315,18 +351,26 @@ static inline void adamw_launch(const AdamwArrays *a, const AdamwUnits *u, const
     CUDA_CHECK_LAUNCH();
 }
 
-// One step over all parameters of the table. amax (NULL: not wanted): the j-th fused FP8 weight of layer l (in table order: qkv, o, gate_up, down)
-// raises amax[l * amax_stride + j] to its largest magnitude, also when the step is not applied; the caller has cleared the slots.
-static inline void adamw_update_parameters(const AdamwArrays *a, const ParameterTable *t, uint32_t *amax, int64_t amax_stride, const AdamwControl *control,
-                                           cudaStream_t stream) {
+static inline void adamw_check_arrays(const AdamwArrays *a) {
     const void *pointers[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, a->gradients};
-    for (int i = 0; i < 5; i++) require_aligned16(pointers[i], "adamw_update_parameters", "an array");
-    AdamwUnits root = adamw_units(t, 0, t->root_size, 1);
+    for (int i = 0; i < 5; i++) require_aligned16(pointers[i], "adamw", "an array");
+}
+
+// One step over this rank's part of the root unit.
+static inline void adamw_update_root(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan, const AdamwControl *control, cudaStream_t stream) {
+    adamw_check_arrays(a);
+    const AdamwUnits root = adamw_units(t, plan, 0, 1);
     adamw_launch(a, &root, control, stream);
-    const int64_t layers = (t->total - t->root_size) / t->layer_size;
-    AdamwUnits layer = adamw_units(t, t->root_size, t->layer_size, layers);
-    layer.amax = amax, layer.amax_stride = amax_stride;
-    adamw_launch(a, &layer, control, stream);
+}
+
+// One step over this rank's part of all layers. amax (NULL: not wanted): the j-th fused FP8 weight of layer l (in table order: qkv, o, gate_up, down)
+// raises amax[l * amax_stride + j] to the largest magnitude in this rank's part, also when the step is not applied; the caller has cleared the slots.
+static inline void adamw_update_layers(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan, uint32_t *amax, int64_t amax_stride,
+                                       const AdamwControl *control, cudaStream_t stream) {
+    adamw_check_arrays(a);
+    AdamwUnits layers = adamw_units(t, plan, 1, t->num_layers);
+    layers.amax = amax, layers.amax_stride = amax_stride;
+    adamw_launch(a, &layers, control, stream);
 }
 
 #endif

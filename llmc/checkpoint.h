@@ -4,26 +4,31 @@
 //   config.json, model*.safetensors           as transformers reads them
 //   optimizer*.safetensors                    exp_avg.NAME and exp_avg_sq.NAME of every parameter
 //   trainer.json                              step, samples seen, settings, and size and XXH64 of each file above; written last, ends with its own hash
+// Several ranks write one checkpoint together, each what it keeps of every tensor (shard_plan.h), at the same places as one rank would: how a run is
+// split does not show in its checkpoints, and it can be resumed by any number of ranks. Functions that take a TrainerState are called by all ranks.
 // It is written as step-00000123.tmp, brought to disk, then renamed: a folder without ".tmp" was whole when it got its name.
 #ifndef LLMC_CHECKPOINT_H
 #define LLMC_CHECKPOINT_H
 
+#include "comm.h"
 #include "hf_config.h"
 #include "options.h"
-#include "parameters.h"
 #include "safetensors.h"
+#include "shard_plan.h"
 
 #define CHECKPOINT_FORMAT_VERSION 1
 
 typedef enum { STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ } StateKind;
 
-// Access to the trainer's flat arrays (parameters.h). Ranges are elements of the flat array; `host` holds them in the array's storage type
-// (fp32 if is_fp32[kind], else bf16). Calls come from one thread and have finished with `host` when they return.
+// Access to the trainer's flat arrays, of which `plan` says what they hold. Ranges are elements of the rank's flat shard arrays; `host` holds them
+// in the array's storage type (fp32 if is_fp32[kind], else bf16). Calls come from one thread and have finished with `host` when they return.
 typedef struct {
     void *context;
     bool is_fp32[3];  // by StateKind
     void (*read)(void *context, StateKind kind, int64_t offset, int64_t count, void *host);
     void (*write)(void *context, StateKind kind, int64_t offset, int64_t count, const void *host);
+    const ShardPlan *plan;  // NULL: one rank, the arrays are the flat arrays of parameters.h
+    const Comm *comm;       // NULL: one rank
 } TrainerState;
 
 // How far a run has come: what a resumed run continues from.
@@ -34,6 +39,19 @@ typedef struct {
 
 // ---- writing tensors
 
+// All ranks learn whether one failed: false on all of them, with the text of the first that did, which is named. `failure` was set where !ok.
+static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
+    if (!c || c->world == 1) return ok;
+    const double first = comm_min(c, COMM_WORLD, ok ? (double)c->world : (double)c->rank);
+    if (first == (double)c->world) return true;
+    Failure own = *failure;
+    if ((double)c->rank == first) fail(failure, "rank %lld on %s: %.1900s", (long long)c->rank, c->host, own.text);
+    comm_broadcast(c, COMM_WORLD, (int64_t)first, failure->text, sizeof failure->text);
+    return false;
+}
+
+static inline bool checkpoint_is_leader(const Comm *c) { return !c || c->rank == 0; }
+
 // What safetensors_save asks checkpoint_fetch for: entry i of `specs` is parameter i % count of kind kinds[i / count].
 typedef struct {
     const ParameterTable *table;
@@ -41,10 +59,47 @@ typedef struct {
     StateKind kinds[2];
 } CheckpointSource;
 
+static inline ShardRange checkpoint_range(const ParameterTable *t, const TrainerState *s, const Parameter *p) {
+    ShardRange whole = {0, parameter_elements(p), p->offset};
+    return s->plan ? shard_parameter(t, s->plan, p) : whole;
+}
+
 static inline void checkpoint_fetch(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
     const CheckpointSource *source = (const CheckpointSource *)context;
-    const Parameter *p = &source->table->entries[tensor % source->table->count];
-    source->state->read(source->state->context, source->kinds[tensor / source->table->count], p->offset + offset, count, out);
+    const ShardRange r = checkpoint_range(source->table, source->state, &source->table->entries[tensor % source->table->count]);
+    source->state->read(source->state->context, source->kinds[tensor / source->table->count], r.shard + offset - r.first, count, out);
+}
+
+// What this rank writes of a tensor. Replicas, which all have the same, take turns.
+static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first, int64_t *count) {
+    const CheckpointSource *source = (const CheckpointSource *)context;
+    const Comm *c = source->state->comm;
+    const ShardRange r = checkpoint_range(source->table, source->state, &source->table->entries[tensor % source->table->count]);
+    *first = r.first, *count = tensor % c->replicas == c->replica ? r.count : 0;
+}
+
+// safetensors_save by several ranks: rank 0 creates the files, all fill in their parts, then each hashes its share of the files.
+static inline bool checkpoint_write_together(const SafetensorsSet *set, const CheckpointSource *source, FileList *list, Failure *failure) {
+    const Comm *c = source->state->comm;
+    bool ok = true;
+    for (int64_t f = 0; ok && c->rank == 0 && f < set->num_files; f++) ok = safetensors_create_file(set, f, failure);
+    if (!checkpoint_agree(c, ok, failure)) return false;
+    for (int64_t f = 0; ok && f < set->num_files; f++) ok = safetensors_fill_file(set, f, checkpoint_part, checkpoint_fetch, (void *)source, failure);
+    if (!checkpoint_agree(c, ok, failure)) return false;
+    FileRecord *records = (FileRecord *)xcalloc((size_t)set->num_files, sizeof *records);
+    for (int64_t f = c->rank; ok && f < set->num_files; f += c->world) {
+        char path[PATH_CAPACITY];
+        safetensors_set_name(set, f, records[f].name, sizeof records[f].name);
+        format_checked(path, sizeof path, "%s/%s", set->folder, records[f].name);
+        ok = file_size(path, &records[f].bytes, failure) && file_hash(path, records[f].bytes, &records[f].hash, failure);
+    }
+    ok = checkpoint_agree(c, ok, failure);
+    for (int64_t f = 0; ok && f < set->num_files; f++) {
+        comm_broadcast(c, COMM_WORLD, f % c->world, &records[f], sizeof records[f]);
+        file_list_add(list, records[f].name, records[f].bytes, records[f].hash);
+    }
+    free(records);
+    return checkpoint_agree(c, ok && (c->rank > 0 || safetensors_write_index(set, list, failure)), failure);
 }
 
 static inline const char *state_prefix(StateKind kind) { return kind == STATE_WEIGHTS ? "" : kind == STATE_EXP_AVG ? "exp_avg." : "exp_avg_sq."; }
@@ -61,7 +116,14 @@ static inline bool checkpoint_write_tensors(const char *folder, const char *stem
         specs[i].type = s->is_fp32[kind] ? ST_F32 : ST_BF16;
         specs[i].rows = p->rows, specs[i].cols = p->cols;
     }
-    bool ok = safetensors_save(folder, stem, specs, num_kinds * t->count, shard_bytes, checkpoint_fetch, &source, list, failure);
+    bool ok;
+    if (s->comm && s->comm->world > 1) {
+        SafetensorsSet set = safetensors_set(folder, stem, specs, num_kinds * t->count, shard_bytes);
+        ok = checkpoint_write_together(&set, &source, list, failure);
+        safetensors_set_free(&set);
+    } else {
+        ok = safetensors_save(folder, stem, specs, num_kinds * t->count, shard_bytes, checkpoint_fetch, &source, list, failure);
+    }
     free(specs);
     return ok;
 }
@@ -70,8 +132,8 @@ static inline bool checkpoint_write_tensors(const char *folder, const char *stem
 static inline bool checkpoint_write_model(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s,
                                           int64_t shard_bytes, FileList *list, Failure *failure) {
     const StateKind weights[] = {STATE_WEIGHTS};
-    return hf_config_write(m, folder, s->is_fp32[STATE_WEIGHTS] ? "float32" : "bfloat16", list, failure) &&
-           checkpoint_write_tensors(folder, "model", t, s, weights, 1, shard_bytes, list, failure);
+    const bool ok = !checkpoint_is_leader(s->comm) || hf_config_write(m, folder, s->is_fp32[STATE_WEIGHTS] ? "float32" : "bfloat16", list, failure);
+    return checkpoint_agree(s->comm, ok, failure) && checkpoint_write_tensors(folder, "model", t, s, weights, 1, shard_bytes, list, failure);
 }
 
 // ---- trainer.json
@@ -255,12 +317,14 @@ static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t kee
 static inline bool checkpoint_write(const char *folder, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
                                     const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
     const StateKind moments[] = {STATE_EXP_AVG, STATE_EXP_AVG_SQ};
+    const bool leader = checkpoint_is_leader(s->comm);
     FileList files = {NULL, 0};
-    bool ok = folder_create(folder, false, failure) && checkpoint_write_model(folder, m, t, s, shard_bytes, &files, failure) &&
-              checkpoint_write_tensors(folder, "optimizer", t, s, moments, 2, shard_bytes, &files, failure) &&
-              checkpoint_write_trainer(folder, progress, m, o, &files, failure) && folder_sync(folder, failure);
+    bool ok = checkpoint_agree(s->comm, !leader || folder_create(folder, false, failure), failure) &&
+              checkpoint_write_model(folder, m, t, s, shard_bytes, &files, failure) &&
+              checkpoint_write_tensors(folder, "optimizer", t, s, moments, 2, shard_bytes, &files, failure);
+    ok = ok && (!leader || (checkpoint_write_trainer(folder, progress, m, o, &files, failure) && folder_sync(folder, failure)));
     file_list_free(&files);
-    return ok;
+    return ok;  // of the last steps rank 0 alone knows
 }
 
 // Saves CHECKPOINT_DIR/step-NNNNNNNN as the head of this file says, then removes all but the newest `keep`. `o` has its `auto` values resolved.
@@ -271,13 +335,15 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
     checkpoint_name(dir, progress->step, ".tmp", temporary, sizeof temporary);
     checkpoint_name(dir, progress->step, "", path, sizeof path);
     Failure cause, ignored;
-    if (folder_exists(dir) && !checkpoint_remove_leftovers(dir, &cause)) warn("an interrupted checkpoint stays: %s", cause.text);
-    if (folder_create(dir, true, &cause) && checkpoint_write(temporary, progress, m, o, t, s, shard_bytes, &cause) &&
-        folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)) {
-        if (!checkpoint_prune(dir, progress->step, keep, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
+    const bool leader = checkpoint_is_leader(s->comm);
+    if (leader && folder_exists(dir) && !checkpoint_remove_leftovers(dir, &cause)) warn("an interrupted checkpoint stays: %s", cause.text);
+    bool ok = checkpoint_agree(s->comm, !leader || folder_create(dir, true, &cause), &cause) && checkpoint_write(temporary, progress, m, o, t, s, shard_bytes, &cause);
+    ok = ok && (!leader || (folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)));
+    if (checkpoint_agree(s->comm, ok, &cause)) {
+        if (leader && !checkpoint_prune(dir, progress->step, keep, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
         return true;
     }
-    if (folder_exists(temporary)) folder_remove(temporary, &ignored);
+    if (leader && folder_exists(temporary)) folder_remove(temporary, &ignored);
     return fail(failure, "saving checkpoint %s failed: %.1500s; checkpoints saved before it are untouched", path, cause.text);
 }
 
@@ -319,6 +385,14 @@ static inline bool checkpoint_find_newest(const char *dir, char *path, size_t ca
     if (found) printf("resume: continuing from %s\n", path);
     else if (list.count) die("--resume: none of the %lld checkpoints in %s is whole; move them away to start afresh", (long long)list.count, dir);
     else printf("resume: no checkpoint in %s, starting from step 0\n", dir);
+    return found;
+}
+
+// checkpoint_find_newest for all ranks: rank 0 looks, and all get the same answer.
+static inline bool checkpoint_find_together(const Comm *c, const char *dir, char *path, size_t capacity) {
+    bool found = c->rank == 0 && checkpoint_find_newest(dir, path, capacity);
+    comm_broadcast(c, COMM_WORLD, 0, &found, sizeof found);
+    comm_broadcast(c, COMM_WORLD, 0, path, (int64_t)capacity);
     return found;
 }
 
@@ -386,7 +460,7 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Mod
 
 // ---- loading tensors
 
-// Copies one array from an opened set, converting to its storage type. Fails for a missing or misshapen tensor.
+// Copies what this rank keeps of one array from an opened set, converting to its storage type. Fails for a missing or misshapen tensor.
 static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s, StateKind kind, Failure *failure) {
     const bool fp32 = s->is_fp32[kind];
     const int64_t chunk = IO_CHUNK_BYTES / 4;
@@ -400,10 +474,11 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
         format_checked(name, sizeof name, "%s%s", state_prefix(kind), p->name);
         const Safetensor *tensor = safetensors_require(st, name, p->rows, p->cols, failure);
         ok = tensor != NULL;
-        for (int64_t done = 0; ok && done < parameter_elements(p); done += chunk) {
-            const int64_t n = min_i64(chunk, parameter_elements(p) - done);
-            ok = safetensors_read(st, tensor, done, n, fp32, buffer, failure);
-            if (ok) s->write(s->context, kind, p->offset + done, n, buffer);
+        const ShardRange r = checkpoint_range(t, s, p);
+        for (int64_t done = 0; ok && done < r.count; done += chunk) {
+            const int64_t n = min_i64(chunk, r.count - done);
+            ok = safetensors_read(st, tensor, r.first + done, n, fp32, buffer, failure);
+            if (ok) s->write(s->context, kind, r.shard + done, n, buffer);
         }
     }
     free(buffer);
@@ -530,15 +605,17 @@ static inline void model_export_prepare(const char *dir) {
 
 static inline bool export_write(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, const char *source_folder,
                                 Failure *failure) {
+    const bool leader = checkpoint_is_leader(s->comm);
     FileList files = {NULL, 0};
-    bool ok = folder_create(folder, false, failure) && checkpoint_write_model(folder, m, t, s, SAFETENSORS_SHARD_BYTES, &files, failure);
+    bool ok = checkpoint_agree(s->comm, !leader || folder_create(folder, false, failure), failure) &&
+              checkpoint_write_model(folder, m, t, s, SAFETENSORS_SHARD_BYTES, &files, failure);
     file_list_free(&files);
-    for (const char *const *name = export_copied_files(); ok && source_folder && *name; name++) {
+    for (const char *const *name = export_copied_files(); ok && leader && source_folder && *name; name++) {
         char path[PATH_CAPACITY];
         format_checked(path, sizeof path, "%s/%s", source_folder, *name);
         if (path_exists(path)) ok = file_copy(source_folder, folder, *name, failure);
     }
-    return ok && folder_sync(folder, failure);
+    return ok && (!leader || folder_sync(folder, failure));  // of the last steps rank 0 alone knows
 }
 
 // Writes config.json and the weights (in the storage type) to `dir` for transformers, with the tokenizer files of `source_folder` (NULL: none).
@@ -547,11 +624,13 @@ static inline bool model_export_hf(const char *dir, const ModelConfig *m, const 
                                    Failure *failure) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
     Failure cause, ignored;
+    const bool leader = checkpoint_is_leader(s->comm);
     export_names(dir, path, temporary, parent, sizeof path);
-    if (export_may_replace(path, &cause) && (!folder_exists(temporary) || (export_may_replace(temporary, &cause) && folder_remove(temporary, &cause)))) {
-        if (export_write(temporary, m, t, s, source_folder, &cause) && folder_replace(temporary, path, &cause) && folder_sync(parent, &cause)) return true;
-        if (folder_exists(temporary)) folder_remove(temporary, &ignored);
-    }
+    const bool may = checkpoint_agree(s->comm, !leader || (export_may_replace(path, &cause) && (!folder_exists(temporary) || (export_may_replace(temporary, &cause) && folder_remove(temporary, &cause)))), &cause);
+    bool ok = may && export_write(temporary, m, t, s, source_folder, &cause);
+    ok = ok && (!leader || (folder_replace(temporary, path, &cause) && folder_sync(parent, &cause)));
+    if (may && checkpoint_agree(s->comm, ok, &cause)) return true;
+    if (may && leader && folder_exists(temporary)) folder_remove(temporary, &ignored);
     return fail(failure, "export to %s failed: %.1500s", path, cause.text);
 }
 

@@ -119,6 +119,17 @@ static inline bool file_read_at(int fd, const char *path, int64_t offset, void *
     return true;
 }
 
+// Writes `bytes` bytes at `offset` of an open file.
+static inline bool file_write_at(int fd, const char *path, int64_t offset, const void *data, int64_t bytes, Failure *failure) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t put = pwrite(fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done));
+        if (put < 0 && errno == EINTR) continue;
+        if (put < 0) return fail(failure, "cannot write %s at byte %lld: %s", path, (long long)(offset + done), strerror(errno));
+        done += put;
+    }
+    return true;
+}
+
 // Size of a regular file; fails if there is none of that name.
 static inline bool file_size(const char *path, int64_t *bytes, Failure *failure) {
     struct stat s;

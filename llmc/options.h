@@ -12,6 +12,8 @@ enum { STORAGE_AUTO, STORAGE_BF16, STORAGE_FP32 };
 enum { RECOMPUTE_NONE, RECOMPUTE_LAYER };
 enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD };
 enum { NONFINITE_STOP, NONFINITE_SKIP };
+enum { SHARDING_FULL, SHARDING_GRAD_OP, SHARDING_NONE, SHARDING_HYBRID };
+enum { REDUCE_BF16, REDUCE_FP32 };
 enum { OFF, ON };
 
 #define OPTION_MAX 1e15
@@ -51,6 +53,12 @@ enum { FREE, MUST_MATCH };
     REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "added to the root of the second moment") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, "largest global gradient norm; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a non-finite gradient norm never reaches the weights: stop, or skip the step (10 in a row stop)") \
+    GROUP("ranks (mpirun -np N)") \
+    CHOICE(sharding, "sharding", SHARDING_FULL, "full|grad_op|none|hybrid", FREE, "of weights, gradients and optimizer state; grad_op: weights stay whole for a step; hybrid: full within --shard-size ranks, replicas across") \
+    INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, "ranks that share one copy of the model with --sharding hybrid; divides the ranks") \
+    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, "bf16|fp32", FREE, "in which gradients are reduced over ranks (fp32 with --precision fp32)") \
+    CHOICE(fp8_all_gather, "fp8-all-gather", ON, "off|on", FREE, "with --precision fp8, weights travel as FP8; the results are the same bits") \
+    INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: plan for this many ranks, without mpirun") \
     GROUP("output") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations; 0: at the end, if --val-data is given") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, "batches per validation") \
@@ -283,7 +291,22 @@ static inline const char *options_conflict(const Options *o, char *message, size
     else if (o->precision == PRECISION_FP8 && o->batch_size * o->sequence_length % 16)
         format_checked(message, capacity, "--precision fp8 needs batch-size x sequence-length in multiples of 16 (FP8 matrix products), not %lld x %lld",
                        (long long)o->batch_size, (long long)o->sequence_length);
+    else if (o->sharding == SHARDING_HYBRID && !o->shard_size)
+        format_checked(message, capacity, "--sharding hybrid needs --shard-size, the ranks that share one copy of the model (for example those of one host)");
+    else if (o->sharding != SHARDING_HYBRID && o->shard_size)
+        format_checked(message, capacity, "--shard-size is for --sharding hybrid");
+    else if (o->world_size && !o->dry_run)
+        format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that mpirun -np starts");
     return message;
+}
+
+// Ranks that share one copy of the parameters, of `world` ranks. Dies if the options do not allow that many.
+static inline int64_t options_shard_group(const Options *o, int64_t world) {
+    if (o->sharding == SHARDING_NONE) return 1;
+    if (o->sharding != SHARDING_HYBRID) return world;
+    if (world % o->shard_size)
+        die("--shard-size %lld does not divide the %lld ranks", (long long)o->shard_size, (long long)world);
+    return o->shard_size;
 }
 
 // Replaces `auto` by what it stands for.
@@ -291,6 +314,7 @@ static inline void options_resolve(Options *o) {
     int storage = o->precision == PRECISION_FP32 ? STORAGE_FP32 : STORAGE_BF16;
     if (o->master_weights == STORAGE_AUTO) o->master_weights = storage;
     if (o->optimizer_state == STORAGE_AUTO) o->optimizer_state = storage;
+    if (o->precision == PRECISION_FP32) o->reduce_dtype = REDUCE_FP32;
 }
 
 // The settings table.

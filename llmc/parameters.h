@@ -1,8 +1,9 @@
 // The one table of parameters. Initialization, memory, the optimizer, checkpoints and sharding all walk it.
 //
 // All parameters live in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes first, then one
-// unit of equal size per layer. Within a unit, table order is memory order; tensors that form one fused linear layer (q, k, v and gate, up)
-// stand without a gap, so the fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
+// unit of equal size per layer. A unit has two segments, each padded to PARAMETER_ALIGNMENT elements: its vectors (norms, biases), then its matrices,
+// which alone may travel between ranks in FP8. Within a segment, table order is memory order; tensors that form one fused linear layer
+// (q, k, v and gate, up) stand without a gap, so the fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
 #ifndef LLMC_PARAMETERS_H
 #define LLMC_PARAMETERS_H
 
@@ -13,10 +14,13 @@
 enum {
     PARAM_DECAY = 1,      // weight decay applies (matrices; not norms and biases)
     PARAM_FP8 = 2,        // weight of a linear layer that FP8 recipes quantize
-    PARAM_JOINED = 4,     // continues the tensor before it without a gap (fused linear layer)
+    PARAM_JOINED = 4,     // continues the tensor before it in its segment without a gap (fused linear layer)
     PARAM_INIT_ONE = 8,   // starts at 1 (norms)
     PARAM_INIT_ZERO = 16  // starts at 0 (biases); without either: normal with std = initializer_range
 };
+
+// The segments of a unit, in memory order.
+enum { SEGMENT_VECTORS, SEGMENT_MATRICES, NUM_SEGMENTS };
 
 //    field      Hugging Face name                      rows         cols  present       flags
 #define ROOT_PARAMETERS(X) \
@@ -63,10 +67,12 @@ typedef struct {
 } Parameter;
 
 typedef struct {
-    Parameter *entries;
+    Parameter *entries;               // in the order of the tables above, unit by unit: initial values are keyed by it
     int64_t count;
     int64_t num_parameters;           // without padding; a tied lm_head counts once
-    int64_t root_size, layer_size;    // elements of a unit, padding included
+    int64_t num_layers;
+    int64_t root_segments[NUM_SEGMENTS], layer_segments[NUM_SEGMENTS];  // elements of each, padding included
+    int64_t root_size, layer_size;    // elements of a unit: the sum of its segments
     int64_t total;                    // root_size + L * layer_size
     RootOffsets root;
     LayerOffsets layer;
@@ -76,43 +82,76 @@ static inline int64_t parameter_elements(const Parameter *p) { return p->cols ? 
 
 static inline int64_t layer_offset(const ParameterTable *t, int64_t l) { return t->root_size + l * t->layer_size; }
 
-// Adds one tensor to the unit that starts at `unit`, at the next free place *end. Returns its offset in the unit.
-static inline int64_t parameter_add(ParameterTable *t, const char *prefix, const char *name, int64_t rows, int64_t cols, int64_t layer, unsigned flags,
-                                    int64_t unit, int64_t *end) {
-    if (!(flags & PARAM_JOINED)) *end = round_up(*end, PARAMETER_ALIGNMENT);
+// Units are numbered: 0 the root, 1 + l layer l.
+static inline int64_t unit_count(const ParameterTable *t) { return 1 + t->num_layers; }
+static inline int64_t unit_of(const Parameter *p) { return p->layer + 1; }
+static inline int64_t unit_offset(const ParameterTable *t, int64_t unit) { return unit ? layer_offset(t, unit - 1) : 0; }
+static inline const int64_t *unit_segments(const ParameterTable *t, int64_t unit) { return unit ? t->layer_segments : t->root_segments; }
+
+static inline int parameter_segment(const Parameter *p) { return p->cols ? SEGMENT_MATRICES : SEGMENT_VECTORS; }
+
+// Appends one tensor to its segment, which has ends[segment] elements so far. Its offset is counted from the segment's start: parameter_place completes it.
+static inline void parameter_add(ParameterTable *t, const char *prefix, const char *name, int64_t rows, int64_t cols, int64_t layer, unsigned flags,
+                                 int64_t ends[NUM_SEGMENTS]) {
     t->entries = (Parameter *)xrealloc(t->entries, (size_t)(t->count + 1) * sizeof *t->entries);
     Parameter *p = &t->entries[t->count++];
     memset(p, 0, sizeof *p);
     format_checked(p->name, sizeof p->name, "%s%s", prefix, name);
     p->rows = rows, p->cols = cols, p->layer = layer, p->flags = flags;
-    p->offset = unit + *end;
-    t->num_parameters += parameter_elements(p);
+    int64_t *end = &ends[parameter_segment(p)];
+    if (!(flags & PARAM_JOINED)) *end = round_up(*end, PARAMETER_ALIGNMENT);
+    p->offset = *end;
     *end += parameter_elements(p);
-    return p->offset - unit;
+    t->num_parameters += parameter_elements(p);
+}
+
+// The unit that begins at element `begin` has the entries from `first` on, whose segments end at `ends`: sets their offsets and the segments' sizes.
+static inline void parameter_place(ParameterTable *t, int64_t first, int64_t begin, const int64_t ends[NUM_SEGMENTS], int64_t segments[NUM_SEGMENTS]) {
+    for (int k = 0; k < NUM_SEGMENTS; k++) segments[k] = round_up(ends[k], PARAMETER_ALIGNMENT);
+    for (int64_t i = first; i < t->count; i++) t->entries[i].offset += begin + (parameter_segment(&t->entries[i]) == SEGMENT_MATRICES ? segments[SEGMENT_VECTORS] : 0);
+}
+
+// The offset in its unit of the entry after *next, if the model has it, else -1: walks the entries in table order.
+static inline int64_t parameter_next(const ParameterTable *t, bool present, int64_t begin, int64_t *next) { return present ? t->entries[(*next)++].offset - begin : -1; }
+
+static inline void parameter_table_root(ParameterTable *t, const ModelConfig *m) {
+    const int64_t V = m->vocab_size, C = m->hidden_size;
+    int64_t ends[NUM_SEGMENTS] = {0, 0}, next = 0;
+#define X(field, name, rows, cols, present, flags) \
+    if (present) parameter_add(t, "", name, rows, cols, -1, flags, ends);
+    ROOT_PARAMETERS(X)
+#undef X
+    parameter_place(t, 0, 0, ends, t->root_segments);
+#define X(field, name, rows, cols, present, flags) t->root.field = parameter_next(t, present, 0, &next);
+    ROOT_PARAMETERS(X)
+#undef X
+    t->root_size = t->root_segments[SEGMENT_VECTORS] + t->root_segments[SEGMENT_MATRICES];
+}
+
+static inline void parameter_table_layer(ParameterTable *t, const ModelConfig *m, int64_t l) {
+    const int64_t C = m->hidden_size, F = m->intermediate_size, NH = m->num_heads, NKV = m->num_kv_heads, HD = m->head_dim;
+    const int64_t begin = layer_offset(t, l), first = t->count;
+    int64_t ends[NUM_SEGMENTS] = {0, 0}, next = first;
+    char prefix[32];
+    format_checked(prefix, sizeof prefix, "model.layers.%lld.", (long long)l);
+#define X(field, name, rows, cols, present, flags) \
+    if (present) parameter_add(t, prefix, name, rows, cols, l, flags, ends);
+    LAYER_PARAMETERS(X)
+#undef X
+    parameter_place(t, first, begin, ends, t->layer_segments);
+#define X(field, name, rows, cols, present, flags) t->layer.field = parameter_next(t, present, begin, &next);
+    LAYER_PARAMETERS(X)
+#undef X
+    t->layer_size = t->layer_segments[SEGMENT_VECTORS] + t->layer_segments[SEGMENT_MATRICES];
 }
 
 // Lays out all parameters of model `m`. The caller frees with parameter_table_free.
 static inline ParameterTable parameter_table(const ModelConfig *m) {
-    const int64_t V = m->vocab_size, C = m->hidden_size, F = m->intermediate_size, NH = m->num_heads, NKV = m->num_kv_heads, HD = m->head_dim;
     ParameterTable t;
     memset(&t, 0, sizeof t);
-    int64_t end = 0;
-#define X(field, name, rows, cols, present, flags) \
-    t.root.field = (present) ? parameter_add(&t, "", name, rows, cols, -1, flags, 0, &end) : -1;
-    ROOT_PARAMETERS(X)
-#undef X
-    t.root_size = round_up(end, PARAMETER_ALIGNMENT);
-    for (int64_t l = 0; l < m->num_layers; l++) {
-        char prefix[32];
-        format_checked(prefix, sizeof prefix, "model.layers.%lld.", (long long)l);
-        const int64_t unit = t.root_size + l * t.layer_size;
-        end = 0;
-#define X(field, name, rows, cols, present, flags) \
-    t.layer.field = (present) ? parameter_add(&t, prefix, name, rows, cols, l, flags, unit, &end) : -1;
-        LAYER_PARAMETERS(X)
-#undef X
-        t.layer_size = round_up(end, PARAMETER_ALIGNMENT);
-    }
+    t.num_layers = m->num_layers;
+    parameter_table_root(&t, m);
+    for (int64_t l = 0; l < m->num_layers; l++) parameter_table_layer(&t, m, l);
     t.total = t.root_size + m->num_layers * t.layer_size;
     return t;
 }

@@ -219,4 +219,102 @@ static inline void tensor_quantize(Fp8Tensor out, const bf16 *x, int64_t R, int6
     quantize_transpose(out, x, R, C, stream);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Sharded weights: a rank casts its slice of a layer's matrices with scales that hold for all ranks, and bytes travel; what the gather brings
+// is transposed here. The codes are those that quantize_transpose makes of the whole tensors.
+
+enum { SLICE_MAX_TENSORS = 4, SLICE_THREADS = 256, SLICE_ELEMENTS = 16 };
+
+// `count` layers with `num_tensors` quantized tensors each. A layer's slice has n elements; tensor j of it is elements [ends[j - 1], ends[j]), possibly
+// none, and what follows the last is padding. All are multiples of 16.
+typedef struct {
+    int64_t count, n;
+    int num_tensors;
+    int64_t ends[SLICE_MAX_TENSORS];
+    const bf16 *x;                 // layer l's slice begins at x + l * x_stride
+    int64_t x_stride;
+    uint8_t *codes;                // [count, n]
+    const uint32_t *amax;          // of tensor j of layer l: amax[l * slot_stride + j]
+    float *inverse_scale;          // the same, 4 floats apart
+    int64_t slot_stride;
+} Fp8Slices;
+
+// blockIdx.y: layer. 2 bytes read, 1 written an element.
+template <Fp8Format FORMAT>
+static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(const __grid_constant__ Fp8Slices s) {
+    __shared__ float scales[SLICE_MAX_TENSORS];
+    const int64_t layer = blockIdx.y, i = (blockIdx.x * (int64_t)SLICE_THREADS + threadIdx.x) * SLICE_ELEMENTS;
+    if ((int)threadIdx.x < s.num_tensors) {
+        const int64_t slot = layer * s.slot_stride + threadIdx.x;
+        const float scale = fp8_scale(__uint_as_float(s.amax[slot]), FORMAT);
+        scales[threadIdx.x] = scale;
+        if (blockIdx.x == 0) s.inverse_scale[4 * slot] = __frcp_rn(scale);
+    }
+    __syncthreads();
+    if (i >= s.n) return;
+    int tensor = 0;
+    while (tensor < s.num_tensors && i >= s.ends[tensor]) tensor++;
+    uint4 codes = make_uint4(0, 0, 0, 0);
+    if (tensor < s.num_tensors) {
+        const bf16 *x = s.x + layer * s.x_stride + i;
+        const uint2 low = fp8x8_from_bf16<FORMAT>(bf16x8_load(x), scales[tensor]), high = fp8x8_from_bf16<FORMAT>(bf16x8_load(x + 8), scales[tensor]);
+        codes = make_uint4(low.x, low.y, high.x, high.y);
+    }
+    *(uint4 *)(s.codes + layer * s.n + i) = codes;
+}
+
+// Casts the slices to E4M3 with the amaxes in their slots, and writes the inverse scale of every tensor, also of those that the slice has no part of.
+static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
+    if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS) die("quantize_slices: %lld elements %lld apart, %d tensors", (long long)s->n, (long long)s->x_stride, s->num_tensors);
+    for (int j = 0; j < s->num_tensors; j++)
+        if (s->ends[j] % SLICE_ELEMENTS) die("quantize_slices: tensor %d ends at element %lld, not a multiple of %d", j, (long long)s->ends[j], SLICE_ELEMENTS);
+    require_aligned16(s->x, "quantize_slices", "x");
+    require_aligned16(s->codes, "quantize_slices", "codes");
+    const dim3 grid(grid_size(s->n, SLICE_THREADS * SLICE_ELEMENTS), (unsigned)s->count);
+    quantize_slices_kernel<FP8_E4M3><<<grid, SLICE_THREADS, 0, stream>>>(*s);
+    CUDA_CHECK_LAUNCH();
+}
+
+// The second half of quantize_transpose_kernel, for codes that exist already.
+static __global__ void __launch_bounds__(CAST_THREADS, 4) fp8_transpose_kernel(uint8_t *col, const uint8_t *row, int64_t R, int64_t C) {
+    __shared__ __align__(16) uint32_t tile[1][CAST_TILE][CAST_WORDS];
+    const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE);
+    const int64_t first_row = (int64_t)(blockIdx.x / column_tiles) * CAST_TILE, first_column = (int64_t)(blockIdx.x % column_tiles) * CAST_TILE;
+    const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
+    const int64_t column = first_column + 8 * tx;
+    uint2 codes[CAST_GROUPS][4];
+#pragma unroll
+    for (int g = 0; g < CAST_GROUPS; g++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int64_t r = first_row + g * CAST_GROUP_ROWS + 4 * ty + j;
+            codes[g][j] = make_uint2(0, 0);
+            if (column < C && r < R) codes[g][j] = __ldcs((const uint2 *)(row + r * C + column));
+        }
+#pragma unroll
+    for (int g = 0; g < CAST_GROUPS; g++) {
+        uint32_t low[4], high[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) low[j] = codes[g][j].x, high[j] = codes[g][j].y;
+        transpose_bytes_4x4(low);
+        transpose_bytes_4x4(high);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            tile[0][8 * tx + k][(16 * g + ty) ^ (2 * tx)] = low[k];
+            tile[0][8 * tx + 4 + k][(16 * g + ty) ^ (2 * tx)] = high[k];
+        }
+    }
+    __syncthreads();
+    store_tile_columns<1>(col, tile, first_row, first_column, R, C);
+}
+
+// col [C, R] = row [R, C] transposed, bytes. C a multiple of 16. 1 byte read, 1 written an element.
+static inline void fp8_transpose(uint8_t *col, const uint8_t *row, int64_t R, int64_t C, cudaStream_t stream) {
+    if (R < 1 || C < 16 || C % 16) die("fp8_transpose: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", (long long)R, (long long)C);
+    require_aligned16(row, "fp8_transpose", "row");
+    require_aligned16(col, "fp8_transpose", "col");
+    fp8_transpose_kernel<<<grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1), CAST_THREADS, 0, stream>>>(col, row, R, C);
+    CUDA_CHECK_LAUNCH();
+}
+
 #endif

@@ -198,20 +198,40 @@ static inline Fp8Operand fp8_operand(const float *x, int64_t n, Fp8Format format
     return q;
 }
 
-// The linear layer with both operands of each product in FP8: x and w E4M3, dy E5M2, fp32 sums, one output rounding.
-static inline void linear_forward_fp8(float *y, const float *x, const float *w, const float *bias, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
-    Fp8Operand qx = fp8_operand(x, rows * in, FP8_E4M3), qw = fp8_operand(w, out * in, FP8_E4M3);
+// As fp8_operand of the tensor of which these are the codes, made with `scale`.
+static inline Fp8Operand fp8_operand_of_codes(const uint8_t *codes, int64_t n, float scale, Fp8Format format) {
+    float decoded[256];
+    for (int code = 0; code < 256; code++) decoded[code] = fp8_to_float((uint8_t)code, format);
+    Fp8Operand q = {(float *)xrealloc(NULL, (size_t)n * sizeof(float)), 1.0f / scale};
+    REFERENCE_PARALLEL_FOR_STATIC
+    for (int64_t i = 0; i < n; i++) q.values[i] = decoded[codes[i]];
+    return q;
+}
+
+// The linear layer with both operands of each product in FP8: x and w E4M3, dy E5M2, fp32 sums, one output rounding. The weight is already quantized.
+static inline void linear_forward_quantized(float *y, const float *x, Fp8Operand qw, const float *bias, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
+    Fp8Operand qx = fp8_operand(x, rows * in, FP8_E4M3);
     matmul(y, out, matrix_rows(qx.values, in), matrix_transposed(qw.values, in), rows, out, in,
            epilogue(qx.inverse_scale * qw.inverse_scale, bias, false, rounding));
     free(qx.values);
+}
+
+static inline void linear_forward_fp8(float *y, const float *x, const float *w, const float *bias, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
+    Fp8Operand qw = fp8_operand(w, out * in, FP8_E4M3);
+    linear_forward_quantized(y, x, qw, bias, rows, in, out, rounding);
     free(qw.values);
 }
 
-static inline void linear_backward_input_fp8(float *dx, const float *dy, const float *w, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
-    Fp8Operand qdy = fp8_operand(dy, rows * out, FP8_E5M2), qw = fp8_operand(w, out * in, FP8_E4M3);
+static inline void linear_backward_input_quantized(float *dx, const float *dy, Fp8Operand qw, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
+    Fp8Operand qdy = fp8_operand(dy, rows * out, FP8_E5M2);
     matmul(dx, in, matrix_rows(qdy.values, out), matrix_rows(qw.values, in), rows, in, out,
            epilogue(qdy.inverse_scale * qw.inverse_scale, NULL, false, rounding));
     free(qdy.values);
+}
+
+static inline void linear_backward_input_fp8(float *dx, const float *dy, const float *w, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
+    Fp8Operand qw = fp8_operand(w, out * in, FP8_E4M3);
+    linear_backward_input_quantized(dx, dy, qw, rows, in, out, rounding);
     free(qw.values);
 }
 

@@ -35,13 +35,16 @@ static inline void run_setup_vocabulary(RunSetup *s) {
     model_config_check(&s->model);
 }
 
-// Opens and checks everything the options name. Dies with the reason and a fix. Resolves `auto` in the options.
-static inline RunSetup run_setup(Options *o) {
+// Opens and checks everything the options name, by every rank; rank 0 alone reads all data once and tries the folders that will be written. Dies with
+// the reason and a fix. Resolves `auto` in the options, and drops --log-dir on the other ranks: rank 0 writes the log.
+static inline RunSetup run_setup(Options *o, const Comm *c) {
     RunSetup s;
     char message[512];
     memset(&s, 0, sizeof s);
     if (*options_conflict(o, message, sizeof message)) die("%s", message);
     options_resolve(o);
+    if (c->rank > 0) o->log_dir = "";
+    options_shard_group(o, o->world_size ? o->world_size : c->world);
     run_setup_model(&s, o);
     if (!o->dry_run || s.model.vocab_size == 0) {
         s.train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
@@ -50,15 +53,16 @@ static inline RunSetup run_setup(Options *o) {
     }
     run_setup_vocabulary(&s);
     if (o->dry_run) return s;
-    dataloader_check_vocabulary(&s.train, s.model.vocab_size);
-    if (*o->val_data) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
+    if (c->rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);
+    if (c->rank == 0 && *o->val_data) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
     if (s.load_weights) {
         ParameterTable t = parameter_table(&s.model);
         model_check_weights(s.model_folder, &s.model, &t);
         parameter_table_free(&t);
     }
-    if (*o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
-    if (*o->export_hf) model_export_prepare(o->export_hf);
+    if (c->rank == 0 && *o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
+    if (c->rank == 0 && *o->export_hf) model_export_prepare(o->export_hf);
+    comm_barrier(c, COMM_WORLD);
     return s;
 }
 

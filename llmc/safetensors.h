@@ -394,40 +394,132 @@ static inline bool safetensors_write_file(const char *folder, const char *name, 
     return ok;
 }
 
-// Writes STEM.safetensors, or when that would pass `limit` bytes STEM-00001-of-0000N.safetensors ... and STEM.safetensors.index.json.
-// A tensor is never split. The files are added to `list`.
-static inline bool safetensors_save(const char *folder, const char *stem, const SafetensorSpec *specs, int64_t count, int64_t limit, SafetensorsSource source,
-                                    void *context, FileList *list, Failure *failure) {
-    int64_t *starts = (int64_t *)xcalloc((size_t)count + 1, sizeof *starts);  // first tensor of each shard
-    int64_t shards = 1, size = 0, total = 0;
+// The files of a set of tensors: STEM.safetensors, or when that would pass a limit STEM-00001-of-0000N.safetensors ... A tensor is never split.
+typedef struct {
+    const char *folder, *stem;
+    const SafetensorSpec *specs;
+    int64_t count;
+    int64_t *starts;  // [num_files + 1] first tensor of each file
+    int64_t num_files;
+} SafetensorsSet;
+
+// The caller frees with safetensors_set_free.
+static inline SafetensorsSet safetensors_set(const char *folder, const char *stem, const SafetensorSpec *specs, int64_t count, int64_t limit) {
+    SafetensorsSet set = {folder, stem, specs, count, (int64_t *)xcalloc((size_t)count + 2, sizeof(int64_t)), 1};
+    int64_t size = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t bytes = safetensors_spec_bytes(&specs[i]);
-        if (size > 0 && size + bytes > limit) starts[shards++] = i, size = 0;
-        size += bytes, total += bytes;
+        if (size > 0 && size + bytes > limit) set.starts[set.num_files++] = i, size = 0;
+        size += bytes;
     }
+    set.starts[set.num_files] = count;
+    return set;
+}
+
+static inline void safetensors_set_free(SafetensorsSet *set) {
+    free(set->starts);
+    set->starts = NULL;
+}
+
+static inline void safetensors_set_name(const SafetensorsSet *set, int64_t file, char *name, size_t capacity) {
+    if (set->num_files == 1) format_checked(name, capacity, "%s.safetensors", set->stem);
+    else format_checked(name, capacity, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)file + 1, (long long)set->num_files);
+}
+
+// STEM.safetensors.index.json of a set of several files, added to `list`.
+static inline bool safetensors_write_index(const SafetensorsSet *set, FileList *list, Failure *failure) {
+    if (set->num_files == 1) return true;
+    int64_t total = 0;
+    for (int64_t i = 0; i < set->count; i++) total += safetensors_spec_bytes(&set->specs[i]);
     JsonText index = {NULL, 0, 0};
     json_text_add(&index, "{\n  \"metadata\": {\"total_size\": %lld},\n  \"weight_map\": {", (long long)total);
-    bool ok = true;
-    for (int64_t s = 0; ok && s < shards; s++) {
-        const int64_t end = s + 1 < shards ? starts[s + 1] : count;
-        char name[64];
-        if (shards == 1) format_checked(name, sizeof name, "%s.safetensors", stem);
-        else format_checked(name, sizeof name, "%s-%05lld-of-%05lld.safetensors", stem, (long long)s + 1, (long long)shards);
-        for (int64_t i = starts[s]; i < end; i++) {
+    char name[64];
+    for (int64_t f = 0; f < set->num_files; f++) {
+        safetensors_set_name(set, f, name, sizeof name);
+        for (int64_t i = set->starts[f]; i < set->starts[f + 1]; i++) {
             json_text_add(&index, "%s\n    ", i ? "," : "");
-            json_text_add_string(&index, specs[i].name);
+            json_text_add_string(&index, set->specs[i].name);
             json_text_add(&index, ": \"%s\"", name);
         }
-        ok = safetensors_write_file(folder, name, specs, starts[s], end - starts[s], source, context, list, failure);
     }
     json_text_add(&index, "\n  }\n}\n");
-    if (ok && shards > 1) {
-        char name[64];
-        format_checked(name, sizeof name, "%s.safetensors.index.json", stem);
-        ok = file_write(folder, name, index.data, (int64_t)index.size, list, failure);
-    }
+    format_checked(name, sizeof name, "%s.safetensors.index.json", set->stem);
+    bool ok = file_write(set->folder, name, index.data, (int64_t)index.size, list, failure);
     json_text_free(&index);
-    free(starts);
+    return ok;
+}
+
+// Writes a set, and its index if it has one. The files are added to `list`.
+static inline bool safetensors_save(const char *folder, const char *stem, const SafetensorSpec *specs, int64_t count, int64_t limit, SafetensorsSource source,
+                                    void *context, FileList *list, Failure *failure) {
+    SafetensorsSet set = safetensors_set(folder, stem, specs, count, limit);
+    bool ok = true;
+    for (int64_t f = 0; ok && f < set.num_files; f++) {
+        char name[64];
+        safetensors_set_name(&set, f, name, sizeof name);
+        ok = safetensors_write_file(folder, name, specs, set.starts[f], set.starts[f + 1] - set.starts[f], source, context, list, failure);
+    }
+    ok = ok && safetensors_write_index(&set, list, failure);
+    safetensors_set_free(&set);
+    return ok;
+}
+
+// ---- writing one file by several processes: one creates it, then each fills in its parts
+
+// Creates a file of the set in its full size, with its header; the tensors' bytes are zero.
+static inline bool safetensors_create_file(const SafetensorsSet *set, int64_t file, Failure *failure) {
+    char name[64], path[PATH_CAPACITY];
+    OutputFile output;
+    Failure ignored;
+    safetensors_set_name(set, file, name, sizeof name);
+    format_checked(path, sizeof path, "%s/%s", set->folder, name);
+    if (!output_file_open(&output, path, failure)) return false;
+    JsonText header = safetensors_header(set->specs + set->starts[file], set->starts[file + 1] - set->starts[file]);
+    int64_t bytes = (int64_t)header.size;
+    for (int64_t i = set->starts[file]; i < set->starts[file + 1]; i++) bytes += safetensors_spec_bytes(&set->specs[i]);
+    bool ok = output_file_write(&output, header.data, (int64_t)header.size, failure);
+    if (ok && ftruncate(output.fd, (off_t)bytes)) ok = fail(failure, "cannot make %s %lld bytes long: %s", path, (long long)bytes, strerror(errno));
+    json_text_free(&header);
+    return output_file_close(&output, ok ? failure : &ignored) && ok;
+}
+
+// Sets the range of elements of a tensor that this process has; *count 0: none.
+typedef void (*SafetensorsPart)(void *context, int64_t tensor, int64_t *first, int64_t *count);
+
+// Writes this process's part of one tensor, whose data begins at byte `begin` of the file.
+static inline bool safetensors_fill_tensor(const SafetensorsSet *set, int64_t tensor, int fd, const char *path, int64_t begin, SafetensorsPart part,
+                                           SafetensorsSource source, void *context, Failure *failure) {
+    int64_t first = 0, count = 0;
+    part(context, tensor, &first, &count);
+    const int64_t element = safetensors_type_bytes(set->specs[tensor].type), chunk = max_i64(1, min_i64(count, IO_CHUNK_BYTES / element));
+    void *buffer = xcalloc((size_t)chunk, (size_t)element);
+    bool ok = true;
+    for (int64_t done = 0; ok && done < count; done += chunk) {
+        const int64_t n = min_i64(chunk, count - done);
+        source(context, tensor, first + done, n, buffer);
+        ok = file_write_at(fd, path, begin + (first + done) * element, buffer, n * element, failure);
+    }
+    free(buffer);
+    return ok;
+}
+
+// Writes this process's parts of a file of the set and brings them to disk.
+static inline bool safetensors_fill_file(const SafetensorsSet *set, int64_t file, SafetensorsPart part, SafetensorsSource source, void *context, Failure *failure) {
+    char name[64], path[PATH_CAPACITY];
+    safetensors_set_name(set, file, name, sizeof name);
+    format_checked(path, sizeof path, "%s/%s", set->folder, name);
+    const int fd = open(path, O_WRONLY | O_CLOEXEC);
+    if (fd < 0) return fail(failure, "cannot open %s for writing: %s", path, strerror(errno));
+    JsonText header = safetensors_header(set->specs + set->starts[file], set->starts[file + 1] - set->starts[file]);
+    int64_t begin = (int64_t)header.size;
+    json_text_free(&header);
+    bool ok = true;
+    for (int64_t i = set->starts[file]; ok && i < set->starts[file + 1]; i++) {
+        ok = safetensors_fill_tensor(set, i, fd, path, begin, part, source, context, failure);
+        begin += safetensors_spec_bytes(&set->specs[i]);
+    }
+    if (ok && fsync(fd)) ok = fail(failure, "cannot bring %s to disk: %s", path, strerror(errno));
+    if (close(fd) && ok) ok = fail(failure, "cannot close %s: %s", path, strerror(errno));
     return ok;
 }
 

@@ -21,16 +21,31 @@
 #define HOST_DEVICE
 #endif
 
-// Prints "error: ..." on stderr and ends the process with status 1.
+// What else happens when a program of several ranks dies; comm.h sets it.
+typedef struct {
+    char prefix[128];     // "rank 3 on HOST: ", stands before the message
+    void (*before)(void); // called before the message is printed
+    void (*end)(void);    // ends this process and the other ranks
+} DieHook;
+
+static inline DieHook *die_hook(void) {
+    static DieHook hook;
+    return &hook;
+}
+
+// Prints "error: ..." on stderr and ends the process with status 1, and with it the other ranks, if there are any.
 // For bad input: say what was given, why it cannot be, and what would work.
 __attribute__((noreturn)) UTILS_PRINTF(1, 2) static inline void die(const char *format, ...) {
+    const DieHook *hook = die_hook();
+    char text[8000];
     va_list args;
     va_start(args, format);
-    fflush(stdout);
-    fputs("error: ", stderr);
-    vfprintf(stderr, format, args);
-    fputc('\n', stderr);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    fflush(stdout);
+    if (hook->before) hook->before();
+    fprintf(stderr, "error: %s%s\n", hook->prefix, text);  // at once, so that what other processes write does not come between
+    if (hook->end) hook->end();
     exit(EXIT_FAILURE);
 }
 

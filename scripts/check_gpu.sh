@@ -35,7 +35,9 @@ for bench in build/bench_*; do
 done
 say "whole model"
 tally test_gpu build/test_gpu
+tally test_fsdp_order build/test_fsdp_order
 tally gpu_runs dev/test/gpu_runs.sh
+tally gpu_ranks dev/test/gpu_ranks.sh
 
 # One step of a tiny model under each tool of compute-sanitizer: $1 = tool, $2 = precision.
 sanitize() {

@@ -7,6 +7,8 @@ install_tools() {
     command -v gcc >/dev/null || missing+=(gcc libc6-dev)
     command -v g++ >/dev/null || missing+=(g++)
     command -v make >/dev/null || missing+=(make)
+    command -v mpicc >/dev/null || missing+=(libopenmpi-dev)
+    command -v mpirun >/dev/null || missing+=(openmpi-bin)
     [ ${#missing[@]} -eq 0 ] && return 0
     say "installing: ${missing[*]}"
     local sudo=()

@@ -95,65 +95,159 @@ typedef struct {
 
 enum { AMAX_STRIDE = 12 };
 
-static void check_step(const char *preset, Variant v, int64_t step_number) {
-    const ModelConfig m = small_model(preset);
-    ParameterTable t = parameter_table(&m);
-    State s = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
-    char label[128];
-    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element);
-    if (v.bad_element >= 0) s.gradients[v.bad_element] = NAN, s.gradients[s.n - 1] = INFINITY;
-    const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, 42);
-    AdamwArrays a = {};
-    a.weights = (bf16 *)upload(s.weights, s.n, false), a.master = v.master ? (float *)upload(s.weights, s.n, true) : NULL;
-    a.exp_avg = upload(s.exp_avg, s.n, v.fp32_moments), a.exp_avg_sq = upload(s.exp_avg_sq, s.n, v.fp32_moments);
-    a.fp32_moments = v.fp32_moments, a.gradients = (bf16 *)upload(s.gradients, s.n, false);
-    AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
-    uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
-    void *workspace = bench_alloc((int64_t)adamw_workspace_bytes());
-    adamw_prepare(control, a.gradients, s.n, step, v.clip, workspace, 0);
-    adamw_update_parameters(&a, &t, amax, AMAX_STRIDE, control, 0);
-
-    AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
-    const bool bad = v.bad_element >= 0;
-    CHECK(c->nonfinite == bad && c->first_nonfinite == (bad ? (unsigned long long)v.bad_element : ADAMW_NONE), "%s: flag %u, first non-finite element %llu", label, c->nonfinite, c->first_nonfinite);
-    if (!bad) {
-        const float norm = (float)global_norm(s.gradients, s.n), factor = clip_factor(norm, v.clip);
-        check_close(label, &c->gradient_norm, &norm, 1, 1, 1e-6, 0);  // fp32 sums of 32 squares
-        check_close(label, &c->gradient_factor, &factor, 1, 1, 1e-6, 0);
-        for (int64_t k = 0; k < t.count; k++) {
-            const Parameter *p = &t.entries[k];
-            adamw_reference(s.weights + p->offset, s.exp_avg + p->offset, s.exp_avg_sq + p->offset, s.gradients + p->offset, p->offset, parameter_elements(p), p->flags & PARAM_DECAY,
-                            c->gradient_factor, !v.master, !v.fp32_moments, &step);
-        }
+// What a rank keeps of flat arrays; padding is 0.
+static State shard_state(const ParameterTable *t, const ShardPlan *plan, const State *flat) {
+    State s;
+    s.n = plan->total;
+    float **to[] = {&s.weights, &s.exp_avg, &s.exp_avg_sq, &s.gradients}, *const from[] = {flat->weights, flat->exp_avg, flat->exp_avg_sq, flat->gradients};
+    for (int a = 0; a < 4; a++) {
+        *to[a] = (float *)xcalloc((size_t)s.n, sizeof(float));
+        for (int64_t unit = 0; unit < unit_count(t); unit++)
+            for (int k = 0; k < NUM_SEGMENTS; k++) {
+                const ShardSegment g = shard_segment(t, plan, unit, k);
+                const ShardRange r = shard_range(t, plan, unit, k, g.flat, g.size);
+                memcpy(*to[a] + r.shard, from[a] + g.flat + r.first, (size_t)r.count * sizeof(float));
+            }
     }
-    check_array(label, "weights", a.weights, s.weights, s.n, false);
-    if (v.master) check_array(label, "master weights", a.master, s.weights, s.n, true);
-    check_array(label, "exp_avg", a.exp_avg, s.exp_avg, s.n, v.fp32_moments);
-    check_array(label, "exp_avg_sq", a.exp_avg_sq, s.exp_avg_sq, s.n, v.fp32_moments);
-    uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label);
-    check_amax(label, &t, slots, AMAX_STRIDE, s.weights);
-    void *device[] = {a.weights, a.master, a.exp_avg, a.exp_avg_sq, (void *)a.gradients, control, amax, workspace};
+    return s;
+}
+
+// The step of the rank at plan->place. Its new arrays are compared with `want` where the step is not refused.
+static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v, const State *before, const State *want, const double *squares, AdamwStep step,
+                       uint32_t *amax) {
+    AdamwArrays a = {};
+    a.weights = (bf16 *)upload(before->weights, before->n, false), a.master = v.master ? (float *)upload(before->weights, before->n, true) : NULL;
+    a.exp_avg = upload(before->exp_avg, before->n, v.fp32_moments), a.exp_avg_sq = upload(before->exp_avg_sq, before->n, v.fp32_moments);
+    a.fp32_moments = v.fp32_moments, a.gradients = (bf16 *)upload(before->gradients, before->n, false);
+    AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
+    adamw_prepare(control, squares, 1, a.gradients, before->n, step, v.clip, 0);
+    adamw_update_root(&a, t, plan, control, 0);
+    adamw_update_layers(&a, t, plan, amax, AMAX_STRIDE, control, 0);
+    AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
+    unsigned long long first_bad = ADAMW_NONE;
+    for (int64_t i = before->n - 1; i >= 0; i--)
+        if (!isfinite(before->gradients[i])) first_bad = (unsigned long long)i;
+    CHECK(c->nonfinite == (v.bad_element >= 0) && c->first_nonfinite == first_bad, "%s: flag %u, first non-finite element %llu, want %llu", label, c->nonfinite, c->first_nonfinite, first_bad);
+    check_array(label, "weights", a.weights, want->weights, want->n, false);
+    if (v.master) check_array(label, "master weights", a.master, want->weights, want->n, true);
+    check_array(label, "exp_avg", a.exp_avg, want->exp_avg, want->n, v.fp32_moments);
+    check_array(label, "exp_avg_sq", a.exp_avg_sq, want->exp_avg_sq, want->n, v.fp32_moments);
+    void *device[] = {a.weights, a.master, a.exp_avg, a.exp_avg_sq, (void *)a.gradients, control};
     for (void *p : device)
         if (p) bench_free(p);
-    free(c), free(slots);
-    free_state(&s);
+    free(c);
+}
+
+// Sum of squares of the gradients of all ranks, each by the kernel, in device memory.
+static double *sum_squares(const ParameterTable *t, int64_t group, const State *flat) {
+    double *squares = (double *)bench_alloc(sizeof(double)), sum = 0;
+    void *workspace = bench_alloc((int64_t)adamw_workspace_bytes());
+    for (int64_t place = 0; place < group; place++) {
+        const ShardPlan plan = shard_plan(t, group, place);
+        State s = shard_state(t, &plan, flat);
+        bf16 *gradients = (bf16 *)upload(s.gradients, s.n, false);
+        adamw_squares(squares, gradients, s.n, workspace, 0);
+        double *part = (double *)bench_download(squares, sizeof *part, "squares");
+        sum += *part;
+        bench_free(gradients), free(part), free_state(&s);
+    }
+    CUDA_CHECK(cudaMemcpy(squares, &sum, sizeof sum, cudaMemcpyHostToDevice));
+    bench_free(workspace);
+    return squares;
+}
+
+// One step of every rank of a shard group, one after the other on this GPU, against the CPU's step on the flat arrays.
+static void check_step(const char *preset, Variant v, int64_t step_number, int64_t group) {
+    const ModelConfig m = small_model(preset);
+    ParameterTable t = parameter_table(&m);
+    State flat = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
+    const bool bad = v.bad_element >= 0;
+    char label[160];
+    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld, %lld ranks", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element,
+                   (long long)group);
+    if (bad) flat.gradients[v.bad_element] = NAN, flat.gradients[flat.n - 1] = INFINITY;
+    const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, 42);
+    double *squares = sum_squares(&t, group, &flat);
+    uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
+    double *sum = (double *)bench_download(squares, sizeof *sum, label);
+    const float norm = (float)sqrt(*sum), want_norm = (float)global_norm(flat.gradients, flat.n), factor = clip_factor(sqrt(*sum), v.clip);
+    if (!bad) check_close(label, &norm, &want_norm, 1, 1, 1e-6, 0);  // fp32 sums of 32 squares
+    State *before = (State *)xcalloc((size_t)group, sizeof *before);
+    for (int64_t place = 0; place < group; place++) {
+        const ShardPlan plan = shard_plan(&t, group, place);
+        before[place] = shard_state(&t, &plan, &flat);
+    }
+    for (int64_t k = 0; !bad && k < t.count; k++) {
+        const Parameter *p = &t.entries[k];
+        adamw_reference(flat.weights + p->offset, flat.exp_avg + p->offset, flat.exp_avg_sq + p->offset, flat.gradients + p->offset, p->offset, parameter_elements(p), p->flags & PARAM_DECAY,
+                        factor, !v.master, !v.fp32_moments, &step);
+    }
+    for (int64_t place = 0; place < group; place++) {
+        const ShardPlan plan = shard_plan(&t, group, place);
+        State want = shard_state(&t, &plan, &flat);
+        check_rank(label, &t, &plan, v, &before[place], &want, squares, step, amax);
+        free_state(&want), free_state(&before[place]);
+    }
+    uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label);
+    check_amax(label, &t, slots, AMAX_STRIDE, flat.weights);
+    free(before), free(sum), free(slots), bench_free(squares), bench_free(amax);
+    free_state(&flat);
     parameter_table_free(&t);
 }
 
-static void check_initialize(const char *preset, bool with_master) {
+// Host only: what adamw_units says of every element of every rank's shard, against the table.
+static void check_units(const char *preset, int64_t group) {
     const ModelConfig m = small_model(preset);
     ParameterTable t = parameter_table(&m);
-    float *want = (float *)xcalloc((size_t)t.total, sizeof(float));
+    int64_t seen = 0, wrong = 0;
+    for (int64_t place = 0; place < group; place++) {
+        const ShardPlan plan = shard_plan(&t, group, place);
+        for (int which = 0; which < 2; which++) {
+            const AdamwUnits u = adamw_units(&t, &plan, which, which ? t.num_layers : 1);
+            for (int64_t unit = 0; unit < u.count; unit++) {
+                int64_t slot = -1;
+                for (int64_t k = 0; k < t.count; k++) {
+                    const Parameter *p = &t.entries[k];
+                    if (unit_of(p) != which + unit) continue;
+                    if (p->flags & PARAM_FP8 && !(p->flags & PARAM_JOINED)) slot++;
+                    const ShardRange r = shard_parameter(&t, &plan, p);
+                    for (int64_t i = 0; i < r.count; i++) {
+                        const int64_t e = r.shard + i - u.first - unit * u.size, at = u.flat + unit * u.flat_size + e + u.shift[e >= u.split];
+                        int run = 0;
+                        while (run < u.num_runs - 1 && e / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
+                        wrong += at != p->offset + r.first + i || e < 0 || e >= u.size || e / PARAMETER_ALIGNMENT >= u.runs[run].end ||
+                                 u.runs[run].decay != ((p->flags & PARAM_DECAY) != 0) || u.runs[run].amax_slot != (p->flags & PARAM_FP8 ? (int)slot : -1);
+                    }
+                    seen += r.count;
+                }
+            }
+            wrong += u.runs[u.num_runs - 1].end * (int64_t)PARAMETER_ALIGNMENT != u.size;
+        }
+    }
+    CHECK(wrong == 0 && seen == t.num_parameters, "%s, %lld ranks: %lld of %lld elements (%lld seen) are treated wrongly", preset, (long long)group, (long long)wrong, (long long)t.num_parameters, (long long)seen);
+    parameter_table_free(&t);
+}
+
+static void check_initialize(const char *preset, bool with_master, int64_t group) {
+    const ModelConfig m = small_model(preset);
+    ParameterTable t = parameter_table(&m);
+    State flat = make_state(&t, 1, true, true);
+    memset(flat.weights, 0, (size_t)t.total * sizeof(float));
     for (int64_t k = 0; k < t.count; k++)
-        for (int64_t i = 0; i < parameter_elements(&t.entries[k]); i++) want[t.entries[k].offset + i] = parameter_initial_value(t.entries[k].flags, 0.02f, 1234, k, i);
-    bf16 *weights = (bf16 *)bench_alloc(t.total * 2);
-    float *master = with_master ? (float *)bench_alloc(t.total * 4) : NULL;
-    initialize_parameters(weights, master, &t, 0.02f, 1234, 0);
-    check_array("initialize", "weights", weights, want, t.total, false);
-    if (master) check_array("initialize", "master weights", master, want, t.total, true);
-    bench_free(weights);
-    if (master) bench_free(master);
-    free(want);
+        for (int64_t i = 0; i < parameter_elements(&t.entries[k]); i++) flat.weights[t.entries[k].offset + i] = parameter_initial_value(t.entries[k].flags, 0.02f, 1234, k, i);
+    for (int64_t place = 0; place < group; place++) {
+        const ShardPlan plan = shard_plan(&t, group, place);
+        State want = shard_state(&t, &plan, &flat);
+        bf16 *weights = (bf16 *)bench_alloc(plan.total * 2);
+        float *master = with_master ? (float *)bench_alloc(plan.total * 4) : NULL;
+        initialize_parameters(weights, master, &t, &plan, 0.02f, 1234, 0);
+        check_array("initialize", "weights", weights, want.weights, want.n, false);
+        if (master) check_array("initialize", "master weights", master, want.weights, want.n, true);
+        bench_free(weights);
+        if (master) bench_free(master);
+        free_state(&want);
+    }
+    free_state(&flat);
     parameter_table_free(&t);
 }
 
@@ -161,9 +255,11 @@ static void check_initialize(const char *preset, bool with_master) {
 typedef struct {
     ModelConfig m;
     ParameterTable t;
+    ShardPlan plan;
     AdamwArrays a;
     AdamwControl *control;
     uint32_t *amax;
+    double *squares;
     void *workspace;
 } Model;
 
@@ -171,18 +267,29 @@ static Model model_create(const char *preset, bool master, bool fp32_moments) {
     Model x = {};
     if (!model_config_preset(&x.m, preset)) die("no preset %s", preset);
     x.t = parameter_table(&x.m);
+    x.plan = shard_plan(&x.t, 1, 0);
     const int64_t n = x.t.total, moment = fp32_moments ? 4 : 2;
     x.a.weights = (bf16 *)bench_alloc(n * 2), x.a.master = master ? (float *)bench_alloc(n * 4) : NULL;
     x.a.exp_avg = bench_zeros(n * moment), x.a.exp_avg_sq = bench_zeros(n * moment), x.a.fp32_moments = fp32_moments;
     x.a.gradients = bench_random(n, 5, 1e-3f);
-    initialize_parameters(x.a.weights, x.a.master, &x.t, 0.02f, 1, 0);
+    initialize_parameters(x.a.weights, x.a.master, &x.t, &x.plan, 0.02f, 1, 0);
     x.control = (AdamwControl *)bench_alloc(sizeof(AdamwControl)), x.workspace = bench_alloc((int64_t)adamw_workspace_bytes());
-    x.amax = (uint32_t *)bench_zeros(x.m.num_layers * AMAX_STRIDE * 4);
+    x.amax = (uint32_t *)bench_zeros(x.m.num_layers * AMAX_STRIDE * 4), x.squares = (double *)bench_alloc(sizeof(double));
     return x;
 }
 
+static void model_norm(const Model *x, AdamwStep step, float clip) {
+    adamw_squares(x->squares, x->a.gradients, x->t.total, x->workspace, 0);
+    adamw_prepare(x->control, x->squares, 1, x->a.gradients, x->t.total, step, clip, 0);
+}
+
+static void model_update(const Model *x) {
+    adamw_update_root(&x->a, &x->t, &x->plan, x->control, 0);
+    adamw_update_layers(&x->a, &x->t, &x->plan, x->amax, AMAX_STRIDE, x->control, 0);
+}
+
 static void model_free(Model *x) {
-    void *device[] = {x->a.weights, x->a.master, x->a.exp_avg, x->a.exp_avg_sq, (void *)x->a.gradients, x->control, x->amax, x->workspace};
+    void *device[] = {x->a.weights, x->a.master, x->a.exp_avg, x->a.exp_avg_sq, (void *)x->a.gradients, x->control, x->amax, x->squares, x->workspace};
     for (void *p : device)
         if (p) bench_free(p);
     parameter_table_free(&x->t);
@@ -193,13 +300,13 @@ static void check_large(void) {
     Model x = model_create("llama3.1-8b", false, false);
     const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, 7);
     enum { WINDOW = 1024 };
-    adamw_prepare(x.control, x.a.gradients, x.t.total, step, 1.0f, x.workspace, 0);
+    model_norm(&x, step, 1.0f);
     AdamwControl *c = (AdamwControl *)bench_download(x.control, sizeof *c, "control");
     const float want_norm = (float)(1e-3 * sqrt((double)x.t.total));  // of independent normal values: within 1e-4, five standard deviations and bf16's rounding
     check_close("norm of 8e9 values", &c->gradient_norm, &want_norm, 1, 1, 1e-4, 0);
     bf16_bits (*before)[2][WINDOW] = (bf16_bits(*)[2][WINDOW])xcalloc((size_t)x.t.count, sizeof *before);
     for (int run = 0; run < 2; run++) {
-        if (run) adamw_update_parameters(&x.a, &x.t, x.amax, AMAX_STRIDE, x.control, 0);
+        if (run) model_update(&x);
         for (int64_t k = 0; k < x.t.count; k++) {
             const Parameter *p = &x.t.entries[k];
             const int64_t n = min_i64(WINDOW, parameter_elements(p)), first = p->offset + parameter_elements(p) - n;  // the tensor's last elements
@@ -227,9 +334,9 @@ static void bench_model(Bench *b, const char *preset, bool master, bool fp32_mom
     const AdamwStep step = adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, 7);
     char shape[64];
     format_checked(shape, sizeof shape, "%s", preset);
-    double us = bench_time_us(b, [&] { adamw_prepare(x.control, x.a.gradients, x.t.total, step, 1.0f, x.workspace, 0); });
+    double us = bench_time_us(b, [&] { model_norm(&x, step, 1.0f); });
     bench_report(b, "gradient norm", shape, us, 2 * n);
-    us = bench_time_us(b, [&] { adamw_update_parameters(&x.a, &x.t, x.amax, AMAX_STRIDE, x.control, 0); });
+    us = bench_time_us(b, [&] { model_update(&x); });
     char name[64];
     format_checked(name, sizeof name, "AdamW, weights %s, moments %s", master ? "fp32" : "bf16", fp32_moments ? "fp32" : "bf16");
     bench_report(b, name, shape, us, n * (2 + (master ? 10 : 4) + (fp32_moments ? 16 : 8)));
@@ -237,15 +344,17 @@ static void bench_model(Bench *b, const char *preset, bool master, bool fp32_mom
 }
 
 int main(int argc, char **argv) {
+    const char *presets[] = {"llama3.1-8b", "qwen2.5-0.5b", "qwen3-8b"};
     if (bench_part_wanted(argc, argv, "check")) {
-        const char *presets[] = {"llama3.1-8b", "qwen2.5-0.5b", "qwen3-8b"};
+        for (const char *preset : presets)
+            for (int64_t group = 1; group < 9; group++) check_units(preset, group);
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
                 const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1}, {master, moments, 1e-3f, 1e-8, 1e-5, -1}, {master, moments, 0, 1e-15, 1e-2, -1},
                                             {master, moments, 1, 1e-8, 0, -1},    {master, moments, 1, 1e-25, 1e-3, -1}, {master, moments, 1, 1e-8, 1e-3, 12345}};
-                for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) check_step(preset, variants[i], 1 + 100 * (int64_t)i);
-                if (kind < 2) check_initialize(preset, kind);
+                for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) check_step(preset, variants[i], 1 + 100 * (int64_t)i, i == 0 ? 1 : i == 1 ? 5 : 1 + (int64_t)i % 3);
+                if (kind < 2) check_initialize(preset, kind, 1 + 2 * kind);
             }
     }
     if (bench_part_wanted(argc, argv, "large")) check_large();

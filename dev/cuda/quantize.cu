@@ -117,6 +117,64 @@ static void check_large(int64_t R, int64_t C, Fp8Format format, bool twice) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Sharded weights: the slices of all ranks, cast one after the other and put together, then transposed, must be what quantize_transpose makes of
+// the whole tensors.
+
+enum { SLICE_LAYERS = 3, SLICE_TENSORS = 4, SLOT_STRIDE = 6 };
+
+static void check_slices(int64_t group) {
+    const int64_t N[SLICE_TENSORS] = {112, 48, 336, 48}, K[SLICE_TENSORS] = {48, 64, 48, 176};
+    int64_t offset[SLICE_TENSORS], size = 0;
+    for (int j = 0; j < SLICE_TENSORS; j++) {
+        offset[j] = round_up(size, 128);
+        size = offset[j] + N[j] * K[j];
+    }
+    const int64_t slice = round_up(size, group * 128) / group, full = group * slice;
+    bf16_bits *host = make_input(FILL_NORMAL, SLICE_LAYERS * full);
+    uint32_t amax[SLICE_LAYERS * SLOT_STRIDE] = {0};
+    for (int64_t l = 0; l < SLICE_LAYERS; l++)
+        for (int j = 0; j < SLICE_TENSORS; j++) amax[l * SLOT_STRIDE + j] = host_amax(host + l * full + offset[j], N[j] * K[j]);
+    bf16 *x = (bf16 *)bench_upload(host, SLICE_LAYERS * full * 2);
+    uint32_t *slots = (uint32_t *)bench_upload(amax, (int64_t)sizeof amax);
+    float *inverse = (float *)bench_zeros(4 * SLICE_LAYERS * SLOT_STRIDE * (int64_t)sizeof(float));
+    uint8_t *part = (uint8_t *)bench_alloc(SLICE_LAYERS * slice), *whole = (uint8_t *)bench_alloc(SLICE_LAYERS * full), *turned = (uint8_t *)bench_alloc(SLICE_LAYERS * full);
+    for (int64_t place = 0; place < group; place++) {
+        Fp8Slices s = {};
+        s.count = SLICE_LAYERS, s.n = slice, s.num_tensors = SLICE_TENSORS;
+        for (int j = 0; j < SLICE_TENSORS; j++) s.ends[j] = max_i64(0, min_i64(slice, offset[j] + N[j] * K[j] - place * slice));
+        s.x = x + place * slice, s.x_stride = full, s.codes = part;
+        s.amax = slots, s.inverse_scale = inverse, s.slot_stride = SLOT_STRIDE;
+        quantize_slices(&s, 0);
+        CUDA_CHECK(cudaMemcpy2D(whole + place * slice, (size_t)full, part, (size_t)slice, (size_t)slice, SLICE_LAYERS, cudaMemcpyDeviceToDevice));
+    }
+    for (int64_t l = 0; l < SLICE_LAYERS; l++)
+        for (int j = 0; j < SLICE_TENSORS; j++) {
+            char label[64];
+            format_checked(label, sizeof label, "slices of %lld ranks, layer %lld, tensor %d", (long long)group, (long long)l, j);
+            const int64_t at = l * full + offset[j], slot = l * SLOT_STRIDE + j;
+            fp8_transpose(turned + at, whole + at, N[j], K[j], 0);
+            Fp8Tensor t = {whole + at, turned + at, inverse + 4 * slot, slots + slot, FP8_E4M3};
+            check_quantized(label, t, host + at, N[j], K[j]);
+        }
+    void *device[] = {x, slots, inverse, part, whole, turned};
+    for (void *p : device) bench_free(p);
+    free(host);
+}
+
+static void check_transpose(int64_t R, int64_t C) {
+    uint8_t *host = (uint8_t *)xcalloc((size_t)(R * C), 1), *want = (uint8_t *)xcalloc((size_t)(R * C), 1);
+    for (int64_t i = 0; i < R * C; i++) want[i % C * R + i / C] = host[i] = (uint8_t)rng_u64(5, (uint64_t)i);
+    uint8_t *row = (uint8_t *)bench_upload(host, R * C), *col = (uint8_t *)bench_alloc(R * C);
+    fp8_transpose(col, row, R, C, 0);
+    char label[64];
+    format_checked(label, sizeof label, "transpose of %lld x %lld", (long long)R, (long long)C);
+    uint8_t *got = (uint8_t *)bench_download(col, R * C, label);
+    check_bytes(label, got, want, R * C, 1);
+    bench_free(row), bench_free(col);
+    free(host), free(want), free(got);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Refusals: before the first CUDA call of this process, because a check runs in a forked child
 
 typedef struct {
@@ -151,6 +209,8 @@ static void run_checks(void) {
     check_one_copy(130, 144, true);
     check_one_copy(130, 144, false);
     check_amax_lengths();
+    for (int64_t group = 1; group < 6; group++) check_slices(group);
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) check_transpose(shapes[i][0], shapes[i][1]);
     check_large(4096, 4096, FP8_E5M2, true);
     check_large(8191, 1040, FP8_E4M3, false);
 }
@@ -168,6 +228,11 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     bench_report(b, "quantize_transpose", shape, bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); }), 4 * n);
     bench_report(b, "quantize, row only", shape, bench_time_us(b, [&] { quantize_transpose(row, x, R, C, 0); }), 3 * n);
     bench_report(b, "quantize, transposed only", shape, bench_time_us(b, [&] { quantize_transpose(col, x, R, C, 0); }), 3 * n);
+    bench_report(b, "fp8_transpose", shape, bench_time_us(b, [&] { fp8_transpose(t.col, t.row, R, C, 0); }), 2 * n);
+    Fp8Slices s = {};
+    s.count = 1, s.n = s.x_stride = s.ends[0] = R * C, s.num_tensors = 1, s.slot_stride = 1;
+    s.x = x, s.codes = t.row, s.amax = t.amax, s.inverse_scale = t.inverse_scale;
+    bench_report(b, "quantize_slices", shape, bench_time_us(b, [&] { quantize_slices(&s, 0); }), 3 * n);
     bench_report(b, "tensor_quantize (both passes)", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }), 6 * n);
     fp8_tensor_free(t);
     bench_free(x);

@@ -1,12 +1,13 @@
-// compare_checkpoints A B LARGEST: after ONE step, exp_avg is (1 - beta1) times the gradient. Compares it tensor by tensor between two checkpoints of the
-// same model, prints the worst relative error (norm of the difference over norm) and ends with status 1 if it is above LARGEST.
+// compare_checkpoints A B LARGEST [STEM]: compares two checkpoints of the same model tensor by tensor, prints the worst relative error (norm of the
+// difference over norm) and ends with status 1 if it is above LARGEST. Without STEM it compares gradients: after ONE step, exp_avg is (1 - beta1) times
+// the gradient. STEM "model" compares all weights, "optimizer" both moments.
 #include "../../llmc/safetensors.h"
 #include "check.h"
 
-static Safetensors open_optimizer(const char *folder) {
+static Safetensors open_set(const char *folder, const char *stem) {
     Safetensors st;
     Failure failure;
-    if (!safetensors_open_folder(&st, folder, "optimizer", &failure)) die("%s", failure.text);
+    if (!safetensors_open_folder(&st, folder, stem, &failure)) die("%s", failure.text);
     return st;
 }
 
@@ -18,22 +19,25 @@ static float *read_all(const Safetensors *st, const Safetensor *t) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 4) die("usage: compare_checkpoints A B LARGEST");
-    Safetensors a = open_optimizer(argv[1]), b = open_optimizer(argv[2]);
+    if (argc != 4 && argc != 5) die("usage: compare_checkpoints A B LARGEST [STEM]");
+    const bool gradients = argc == 4;
+    const char *stem = gradients ? "optimizer" : argv[4];
+    Safetensors a = open_set(argv[1], stem), b = open_set(argv[2], stem);
+    if (a.count != b.count) die("%s has %lld tensors, %s %lld", argv[1], (long long)a.count, argv[2], (long long)b.count);
     const double largest = atof(argv[3]);
     double worst = -1;
     const char *name = "";
     for (int64_t i = 0; i < b.count; i++) {
         const Safetensor *tb = &b.tensors[i], *ta = safetensors_find(&a, tb->name);
         if (!ta || ta->elements != tb->elements) die("%s: no tensor %s of that size", argv[1], tb->name);
-        if (strncmp(tb->name, "exp_avg.", 8) != 0) continue;
+        if (gradients && strncmp(tb->name, "exp_avg.", 8) != 0) continue;
         float *va = read_all(&a, ta), *vb = read_all(&b, tb);
         const double error = check_relative_error(va, vb, tb->elements);
         if (!(error <= worst)) worst = error, name = tb->name;
         free(va);
         free(vb);
     }
-    printf("worst gradient off by %.2e (%s)\n", worst, name);
+    printf("worst %s off by %.2e (%s)\n", gradients ? "gradient" : "tensor", worst, name);
     safetensors_close(&a);
     safetensors_close(&b);
     return worst >= 0 && worst <= largest ? 0 : 1;

@@ -50,6 +50,11 @@ for precision in bf16 fp8; do
     if awk -v a="$a" -v b="$b" 'BEGIN { d = a / b - 1; if (d < 0) d = -d; exit !(d < 1e-2) }'; then ok "$precision: accumulation $a $b"; else bad "$precision: accumulation $a $b"; fi
 done
 
+# memory plans of runs that no machine here could hold
+for plan in "llama3.1-70b --world-size 64" "llama3.1-405b --world-size 512 --recompute layer"; do
+    if CUDA_VISIBLE_DEVICES= ./train_fp8cu $plan --precision fp8 --sequence-length 8192 --dry-run >"$tmp/plan.log" 2>&1 && grep -q '^  total ' "$tmp/plan.log"; then ok "plan of $plan: $(grep '^  total ' "$tmp/plan.log") MiB"; else bad "plan of $plan: $(tail -n 2 "$tmp/plan.log")"; fi
+done
+
 # a signal: finish the step, save once, exit 0; the run continues from there
 for signal in TERM INT USR1; do
     (trap - INT; exec ./train_fp8cu $common --num-steps 100000 --checkpoint-dir "$tmp/sig_$signal") >"$tmp/s.log" 2>&1 &
@@ -71,6 +76,8 @@ refused() {
     if [ $status -ne 0 ] && [ $status -lt 128 ] && grep -q -- "$expected" <<<"$output" && ! grep -q '^step ' <<<"$output"; then ok "refused: $(grep -m1 '^error' <<<"$output" | cut -c1-150)"; else bad "expected \"$expected\": $(tail -n 2 <<<"$output")"; fi
 }
 refused "GiB of GPU memory" ./train_fp8cu llama3.1-70b --train-data "$tmp/synth_train.bin" --sequence-length 4096
+refused "every rank needs one of its own" mpirun --allow-run-as-root --oversubscribe -np $(($(nvidia-smi -L | grep -c '^GPU') + 1)) ./train_fp8cu small $data
+refused "does not divide" ./train_fp8cu small $data --dry-run --world-size 6 --sharding hybrid --shard-size 4
 refused "fp32 is the CPU trainer" ./train_fp8cu small $data --precision fp32
 refused "is outside" ./train_fp8cu small $data --sequence-length 0
 refused "no token shard" ./train_fp8cu small --train-data "$tmp/none.bin"

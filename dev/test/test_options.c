@@ -135,7 +135,9 @@ static void test_conflicts(void) {
         {"tiny --resume --checkpoint-dir c", ""}, {"tiny --val-every 5", "--val-every needs --val-data"}, {"tiny --val-every 5 --val-data v", ""},
         {"tiny --precision fp32 --master-weights bf16", "keeps weights and optimizer state in fp32"}, {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --master-weights fp32", ""}, {"tiny --precision fp8 --sequence-length 40", "in multiples of 16 (FP8 matrix products), not 1 x 40"},
-        {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""}, {"tiny --precision bf16 --sequence-length 40", ""}};
+        {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""}, {"tiny --precision bf16 --sequence-length 40", ""},
+        {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"}, {"tiny --sharding hybrid --shard-size 2", ""}, {"tiny --shard-size 2", "--shard-size is for --sharding hybrid"},
+        {"tiny --world-size 8", "--world-size is for --dry-run"}, {"tiny --world-size 8 --dry-run", ""}};
     char message[512];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i][0]);
@@ -153,6 +155,25 @@ static void test_resolve(void) {
         options_resolve(&o);
         CHECK(o.master_weights == cases[i].weights && o.optimizer_state == cases[i].state, "%s", cases[i].line);
     }
+}
+
+static void shard_group_action(void *text) {
+    const Options o = parse((const char *)text);
+    options_shard_group(&o, 6);
+}
+
+static void test_sharding(void) {
+    static const struct { const char *line; int64_t world, group; } cases[] = {
+        {"tiny", 1, 1}, {"tiny", 6, 6}, {"tiny --sharding grad_op", 6, 6}, {"tiny --sharding none", 6, 1}, {"tiny --sharding hybrid --shard-size 3", 6, 3}, {"tiny --sharding hybrid --shard-size 6", 6, 6}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const Options o = parse(cases[i].line);
+        CHECK(options_shard_group(&o, cases[i].world) == cases[i].group, "%s", cases[i].line);
+    }
+    char output[1024];
+    CHECK(check_dies(shard_group_action, (void *)"tiny --sharding hybrid --shard-size 4", "--shard-size 4 does not divide the 6 ranks", output, sizeof output), "%s", output);
+    Options o = parse("tiny --precision fp32"), half = parse("tiny --precision fp8");
+    options_resolve(&o), options_resolve(&half);
+    CHECK(o.reduce_dtype == REDUCE_FP32 && half.reduce_dtype == REDUCE_BF16 && half.fp8_all_gather == ON, "what travels");
 }
 
 // Runs `train ARGUMENTS` and returns what it printed on stdout; its status goes to *status.
@@ -204,6 +225,7 @@ int main(void) {
     test_refused();
     test_conflicts();
     test_resolve();
+    test_sharding();
     test_help_and_table();
     return check_report();
 }

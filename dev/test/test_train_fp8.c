@@ -31,7 +31,9 @@ static Options small_options(int precision, int64_t B, int64_t T) {
 }
 
 static void trainer_create(Trainer *t, const Options *o, const ModelConfig *m) {
-    trainer_plan(t, o, m);
+    static Comm one;  // the trainer keeps its address
+    one = comm_one();
+    trainer_plan(t, o, m, &one);
     trainer_allocate(t);
 }
 
@@ -252,7 +254,8 @@ static void test_nonfinite(void) {
     // where: a NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm
     memset(t.gradients, 0, bytes);
     t.gradients[t.table.root.embedding] = t.gradients[layer_offset(&t.table, 0) + t.table.layer.wo] = t.gradients[layer_offset(&t.table, 1) + t.table.layer.wo + 3] = NAN;
-    const Parameter *p = first_nonfinite(&t);
+    int64_t rank;
+    const Parameter *p = first_nonfinite(&t, &rank);
     CHECK(p && strcmp(p->name, "model.layers.1.self_attn.o_proj.weight") == 0, "first bad tensor: %s", p ? p->name : "none");
     free(before);
     dataloader_close(&data);

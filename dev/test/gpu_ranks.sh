@@ -1,0 +1,153 @@
+#!/usr/bin/env bash
+# train_fp8cu on several GPUs of one host: every sharding strategy against one GPU, FP8 all-gather on and off, resuming on other GPU counts,
+# killed and interrupted ranks, and compute-sanitizer. Takes 4 GPUs, or 2 where there are fewer. Needs ./train_fp8cu, build/synth_stories and mpirun.
+# Ends with "N passed, N failed". SLOW=1 adds a rank that is stopped, which the others notice after 45 seconds.
+set -u
+cd "$(dirname "$0")/../.."
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+passed=0 failed=0
+ok() { passed=$((passed + 1)); echo "ok: $*"; }
+bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
+
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+if [ "$gpus" -lt 2 ]; then
+    echo "skipped: $gpus GPUs, and these tests need 2"
+    echo "0 passed, 0 failed"
+    exit 0
+fi
+W=$((gpus >= 4 ? 4 : 2))
+launcher="mpirun --allow-run-as-root --oversubscribe --bind-to none"
+
+# $1 name of the log, $2 ranks, then the arguments. Prints the log's end if the run fails.
+run() {
+    local log="$tmp/$1.log" ranks=$2 start=$SECONDS
+    shift 2
+    if [ "$ranks" -eq 1 ]; then timeout 120 ./train_fp8cu "$@" >"$log" 2>&1
+    else timeout 120 $launcher -np "$ranks" ./train_fp8cu "$@" >"$log" 2>&1
+    fi
+    local status=$?
+    [ $status -eq 0 ] || { bad "$(basename "$log"): status $status after $((SECONDS - start)) s: $(grep -m3 -i 'error' "$log"; tail -n 3 "$log")"; return 1; }
+}
+# The part of the step lines that may not depend on timing; field $2 (loss, norm) of line $3 of log $1; the validation loss.
+lines() { grep -E '^(step|validation) ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
+field() { grep '^step ' "$tmp/$1.log" | sed -n "$3p" | sed "s/.*$2 \([^ ]*\) .*/\1/"; }
+validation() { grep '^validation ' "$tmp/$1.log" | tail -n 1 | sed 's/.*loss //'; }
+# $1 what, $2 and $3 the numbers, $4 largest relative difference
+near() {
+    if awk -v a="$2" -v b="$3" -v t="$4" 'BEGIN { if (a == "" || b == "") exit 1; d = a / b - 1; if (d < 0) d = -d; exit !(d <= t) }'; then ok "$1: $2 and $3"; else bad "$1: $2 and $3 differ by more than $4"; fi
+}
+same() { if [ -n "$(lines "$2")" ] && [ "$(lines "$2")" = "$(lines "$3")" ]; then ok "$1"; else bad "$1: $(diff <(lines "$2") <(lines "$3") | head -n 4)"; fi; }
+
+build/synth_stories --out "$tmp/synth" --bytes 400000 --seed 3 >/dev/null || bad "synth_stories"
+steps=8
+common="small --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --sequence-length 256 --batch-size 1 --deterministic --learning-rate 1e-3 --grad-clip 1"
+# The same 2 W sequences a step, and the same 16 for validation, on any number of ranks.
+split() { echo "--grad-accumulation-steps $((2 * W / $1)) --val-steps $((16 / $1))"; }
+
+# ---- strategies against one GPU
+# Batches of one sequence: each is computed alike wherever it runs, so only the order in which gradients are added differs (bf16: 2^-9 a sum).
+# The first loss comes before any of that, so 6 digits of it agree but for the fp32 sum over sequences. The first norm shows the first gradient:
+# each of its elements may be off by some 2^-9, the norm of all by much less. The last loss has been through $steps steps with such differences.
+for precision in bf16 fp8; do run "one_$precision" 1 $common --precision $precision --num-steps $steps $(split 1); done
+against_one() {
+    local name=$1 precision=$2
+    shift 2
+    run "$name" $W $common --precision $precision --num-steps $steps $(split $W) "$@" || return
+    near "$name, first loss" "$(field "$name" loss 1)" "$(field one_$precision loss 1)" 3e-6
+    near "$name, first norm" "$(field "$name" norm 1)" "$(field one_$precision norm 1)" 3e-3
+    near "$name, last loss" "$(field "$name" loss $steps)" "$(field one_$precision loss $steps)" 2e-3
+    near "$name, validation" "$(validation "$name")" "$(validation one_$precision)" 2e-3
+}
+for precision in bf16 fp8; do
+    for sharding in full grad_op none; do against_one ${precision}_$sharding $precision --sharding $sharding; done
+    against_one ${precision}_hybrid $precision --sharding hybrid --shard-size $((W / 2))
+done
+against_one bf16_full_fp32 bf16 --sharding full --reduce-dtype fp32
+against_one bf16_none_fp32 bf16 --sharding none --reduce-dtype fp32
+echo "($SECONDS s)"
+
+# ---- FP8 all-gather: the same bits with and without
+for sharding in full grad_op; do
+    run off_$sharding $W $common --precision fp8 --num-steps $steps $(split $W) --sharding $sharding --fp8-all-gather off &&
+        same "fp8-all-gather off, $sharding: the same lines" fp8_$sharding off_$sharding
+done
+
+# ---- checkpoints: saved by W ranks after 4 of the steps, continued by W, by half of them, and by one
+run save $W $common --precision fp8 --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck"
+for ranks in $W $((W / 2)) 1; do
+    [ -e "$tmp/resume_$ranks.log" ] && continue
+    rm -rf "$tmp/ck_now" && cp -r "$tmp/ck" "$tmp/ck_now"
+    run resume_$ranks $ranks $common --precision fp8 --num-steps $steps $(split $ranks) --checkpoint-dir "$tmp/ck_now" --resume || continue
+    if [ "$ranks" -eq $W ]; then
+        if [ "$(lines resume_$ranks)" = "$(lines fp8_full | tail -n $((steps - 4 + 1)))" ]; then ok "resumed on $ranks: the same lines"; else bad "resumed on $ranks: $(diff <(lines fp8_full) <(lines resume_$ranks) | tail -n 4)"; fi
+    else
+        near "resumed on $ranks, first loss" "$(field resume_$ranks loss 1)" "$(field fp8_full loss 5)" 3e-6
+        near "resumed on $ranks, last loss" "$(field resume_$ranks loss $((steps - 4)))" "$(field fp8_full loss $steps)" 2e-3
+    fi
+done
+echo "($SECONDS s)"
+
+# ---- a rank that is killed, or interrupted
+# Starts an endless run in the background, saving to $tmp/$1 every 20 steps; sets `launched` and `ranks` (process ids) when it has saved.
+start_endless() {
+    $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" --checkpoint-every 20 >"$tmp/$1.log" 2>&1 &
+    launched=$!
+    for _ in $(seq 300); do grep -q '^saved' "$tmp/$1.log" && break; sleep 0.1; done
+    ranks=($(pgrep -P $launched -f train_fp8cu))
+    [ ${#ranks[@]} -eq $W ] || bad "$1: ${#ranks[@]} ranks are running: $(tail -n 3 "$tmp/$1.log")"
+}
+# Waits at most 60 seconds for the run to end; sets `status` and `took`.
+await_end() {
+    local start=$SECONDS
+    while kill -0 $launched 2>/dev/null && [ $((SECONDS - start)) -lt 60 ]; do sleep 0.2; done
+    took=$((SECONDS - start))
+    if kill -0 $launched 2>/dev/null; then
+        status=running
+        kill -9 "${ranks[@]}" $launched
+    else
+        wait $launched
+        status=$?
+    fi
+}
+alive() { for pid in "${ranks[@]}"; do kill -0 $pid 2>/dev/null && echo $pid; done; }
+
+start_endless killed
+kill -9 "${ranks[$((W - 1))]}"
+await_end
+if [ "$status" != running ] && [ "$status" -ne 0 ] && [ -z "$(alive)" ] && grep -q 'rank [0-9]' "$tmp/killed.log"; then ok "SIGKILL of a rank: status $status after $took s: $(grep -m1 'rank [0-9]' "$tmp/killed.log" | cut -c1-150)"
+else bad "SIGKILL of a rank: status $status after $took s, alive: $(alive): $(tail -n 8 "$tmp/killed.log")"; fi
+last=$(ls "$tmp/killed" | grep -v tmp | tail -n 1)
+if run after_kill 1 $common --precision bf16 --num-steps $((10#${last#step-} + 1)) $(split 1) --checkpoint-dir "$tmp/killed" --resume && ! grep -q 'passed over' "$tmp/after_kill.log"; then
+    ok "the checkpoint before the kill is whole: $last"
+else bad "after the kill: $(grep -E 'resume|error' "$tmp/after_kill.log")"; fi
+
+start_endless stopped
+before=$(ls "$tmp/stopped" | wc -l)
+kill -TERM "${ranks[1]}"
+await_end
+if [ "$status" = 0 ] && [ -z "$(alive)" ] && [ "$(grep -c '^stopped by signal' "$tmp/stopped.log")" -eq 1 ] && [ -d "$tmp/stopped/$(printf 'step-%08d' "$(sed -n 's/^stopped by signal 15 after step //p' "$tmp/stopped.log")")" ]; then
+    ok "SIGTERM to rank 1: $(grep '^stopped' "$tmp/stopped.log"), status 0 after $took s"
+else bad "SIGTERM to rank 1: status $status after $took s, $before checkpoints before, now $(ls "$tmp/stopped"): $(tail -n 5 "$tmp/stopped.log")"; fi
+
+if [ -n "${SLOW:-}" ]; then
+    start_endless hung
+    kill -STOP "${ranks[1]}"
+    await_end
+    if [ "$status" != running ] && [ "$status" -ne 0 ] && [ -z "$(alive)" ] && grep -q '^error: rank .*no progress' "$tmp/hung.log"; then ok "SIGSTOP of a rank: after $took s: $(grep -m1 'no progress' "$tmp/hung.log")"
+    else bad "SIGSTOP of a rank: status $status after $took s, alive: $(alive): $(tail -n 8 "$tmp/hung.log")"; fi
+fi
+echo "($SECONDS s)"
+
+# ---- memcheck on 2 GPUs. NCCL asks CUDA for things that it may not have; errors of such calls are not reported.
+if ! command -v compute-sanitizer >/dev/null; then
+    echo "skipped: compute-sanitizer is not installed"
+else
+    timeout 100 $launcher -np 2 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 ./train_fp8cu tiny --train-data "$tmp/synth_train.bin" --precision fp8 \
+        --sequence-length 160 --batch-size 2 --grad-accumulation-steps 2 --num-steps 2 --deterministic >"$tmp/memcheck.log" 2>&1
+    status=$?
+    if [ $status -eq 0 ] && [ "$(grep -c 'ERROR SUMMARY: 0 errors' "$tmp/memcheck.log")" -eq 2 ]; then ok "memcheck on 2 GPUs: 0 errors"; else bad "memcheck: status $status: $(grep -E -m12 '=====|error' "$tmp/memcheck.log")"; fi
+fi
+echo "($SECONDS s)"
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]

@@ -1,0 +1,238 @@
+#!/usr/bin/env bash
+# train_fp8 on several ranks of this machine (mpirun): every sharding strategy against one rank, FP8 all-gather, checkpoints across rank counts,
+# signals, killed ranks, wrong options. Needs ./train_fp8, build/synth_stories, build/compare_checkpoints. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1  # more ranks than cores: threads would only wait for each other
+make -s train_fp8 build/synth_stories build/compare_checkpoints || exit 1
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+passed=0 failed=0
+ok() { passed=$((passed + 1)); }
+bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
+check() { local name=$1; shift; if "$@"; then ok; else bad "$name"; fi; }
+ranks() { local n=$1; shift; mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$@"; }
+
+# Models of which hardly a tensor divides by the number of ranks: Qwen2 with biases, Qwen3 with tied embeddings, Llama. $1 family, $2 tied.
+write_model() {
+    mkdir -p "$tmp/$1"
+    cat >"$tmp/$1/config.json" <<JSON
+{"architectures": ["${1^}ForCausalLM"], "model_type": "$1", "vocab_size": 643, "hidden_size": 52, "intermediate_size": 76, "num_hidden_layers": 3,
+ "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+ "max_position_embeddings": 512, "tie_word_embeddings": $2, "initializer_range": 0.05, "torch_dtype": "float32"}
+JSON
+}
+write_model qwen2 false
+write_model qwen3 true
+write_model llama false
+build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null || bad "synth_stories"
+data="--train-data $tmp/s_train.bin --sequence-length 32 --learning-rate 3e-3"
+
+# "step loss norm" of every step in a log folder, with all digits.
+steps() { sed -n 's/.*"type": "step", "step": \([0-9]*\), "loss": \([^,]*\), "norm": \([^,]*\),.*/\1 \2 \3/p' "$1/log.jsonl"; }
+
+# Whether two lists of steps agree to a relative error of $3 in losses (fp32: other orders of sums; losses are printed to 6 digits) and 10 times that in norms.
+close() {
+    [ -s "$1" ] && [ "$(wc -l <"$1")" -eq "$(wc -l <"$2")" ] && paste -d' ' "$1" "$2" | awk -v t="$3" '
+        function off(a, b) { return a > b ? (a - b) / b : (b - a) / b }
+        !($1 == $4 && off($2, $5) <= t && off($3, $6) <= 10 * t) { print "  " $0; wrong = 1 }
+        END { exit wrong }'
+}
+
+# A run of $1 ranks (0: without mpirun) whose log goes to folder $2; its output is shown when it fails.
+train() {
+    local n=$1 name=$2
+    shift 2
+    if [ "$n" -eq 0 ]; then ./train_fp8 "$@" --log-dir "$tmp/$name" >"$tmp/$name.out" 2>&1; else ranks "$n" "$@" --log-dir "$tmp/$name" >"$tmp/$name.out" 2>&1; fi || { bad "$name: $(tail -n 5 "$tmp/$name.out")"; return 1; }
+    steps "$tmp/$name" >"$tmp/$name.steps"
+}
+
+# ---- the same global batch of 12 sequences: one rank, and every way to share it. $1 family, $2 name of a variant, the rest its options.
+against_one() {
+    local family=$1 variant=$2
+    shift 2
+    local common="$tmp/$family $data --precision fp32 --num-steps 4 --val-data $tmp/s_val.bin $*"
+    train 0 "$family-$variant-one" $common --batch-size 12 --val-steps 1
+    local n strategy accumulation=1
+    for n in 1 2 3 4; do
+        [ "$variant" = clipped ] && accumulation=$((n == 3 ? 2 : 3))
+        for strategy in full grad_op none "hybrid --shard-size 2"; do
+            [ "${strategy% *}" = "hybrid --shard-size" ] && [ $n -ne 4 ] && continue
+            [ $n -eq 1 ] && [ "$strategy" != full ] && continue
+            local name="$family-$variant-$n-${strategy%% *}"
+            train $n "$name" $common --sharding $strategy --grad-accumulation-steps $accumulation --val-steps $accumulation --batch-size $((12 / n / accumulation)) || continue
+            check "$name: other losses than one rank" close "$tmp/$name.steps" "$tmp/$family-$variant-one.steps" 1e-6
+            local want have
+            want=$(grep -o 'validation after step 4 | loss .*' "$tmp/$family-$variant-one.out" | sed 's/.* //') have=$(grep -o 'validation after step 4 | loss .*' "$tmp/$name.out" | sed 's/.* //')
+            check "$name: validation loss '$have', not '$want'" awk -v a="$have" -v b="$want" 'BEGIN { exit !(b > 0 && a / b - 1 < 1e-6 && b / a - 1 < 1e-6) }'
+        done
+    done
+}
+against_one qwen2 plain
+against_one qwen2 clipped --grad-clip 0.5
+against_one qwen3 clipped --grad-clip 0.5
+check "clipping changes nothing" [ "$(cut -d' ' -f2 "$tmp/qwen2-plain-one.steps")" != "$(cut -d' ' -f2 "$tmp/qwen2-clipped-one.steps")" ]
+
+# bf16: each rank's gradients are rounded before they are summed (2^-9), which moves losses of 6 by well under 1e-3 in 4 steps
+train 0 bf16-one "$tmp/qwen3" $data --num-steps 4 --batch-size 12
+for dtype in bf16 fp32; do
+    train 4 "bf16-$dtype" "$tmp/qwen3" $data --num-steps 4 --batch-size 3 --reduce-dtype $dtype && check "bf16, reduced in $dtype" close "$tmp/bf16-$dtype.steps" "$tmp/bf16-one.steps" 1e-3
+done
+check "--reduce-dtype changes nothing" bash -c "! cmp -s $tmp/bf16-bf16.steps $tmp/bf16-fp32.steps"
+
+# ---- FP8 all-gather: the same bits whether weights travel as FP8 or as bf16
+for n in 2 4; do
+    for more in "" "--sharding grad_op --master-weights fp32 --grad-accumulation-steps 2"; do
+        fp8="$tmp/qwen3 $data --precision fp8 --num-steps 5 --batch-size 2 $more"
+        train $n fp8-on $fp8 --fp8-all-gather on && train $n fp8-off $fp8 --fp8-all-gather off && check "$n ranks $more: FP8 all-gather changes the losses" cmp "$tmp/fp8-on.steps" "$tmp/fp8-off.steps"
+    done
+done
+
+# ---- checkpoints: 8 steps in one go, and stopped after 4 of them
+resumed() {  # $1 ranks, $2 name, $3 largest error (0: the same bits), the rest: options
+    local n=$1 name=$2 tolerance=$3
+    shift 3
+    cp -r "$tmp/ck" "$tmp/ck-$name"
+    train "$n" "$name" $common --num-steps 8 "$@" --checkpoint-dir "$tmp/ck-$name" --resume || return
+    if [ "$tolerance" = 0 ]; then check "$name: not the same bits" cmp "$tmp/$name.steps" "$tmp/whole.last"; else check "$name: other losses" close "$tmp/$name.steps" "$tmp/whole.last" "$tolerance"; fi
+}
+for precision in fp32 bf16; do
+    common="$tmp/llama $data --precision $precision"
+    rm -rf "$tmp"/ck*
+    train 4 whole $common --num-steps 8 --batch-size 3
+    tail -n 4 "$tmp/whole.steps" >"$tmp/whole.last"
+    train 4 saved $common --num-steps 4 --batch-size 3 --checkpoint-dir "$tmp/ck"
+    resumed 4 four-$precision 0 --batch-size 3
+    [ $precision = bf16 ] && continue
+    resumed 2 two 1e-6 --batch-size 3 --grad-accumulation-steps 2
+    resumed 3 three 1e-6 --batch-size 4 --sharding grad_op
+    resumed 0 one 1e-6 --batch-size 12
+    resumed 4 hybrid 1e-6 --batch-size 3 --sharding hybrid --shard-size 2
+    resumed 4 none 1e-6 --batch-size 3 --sharding none
+    # one rank's checkpoint after the same steps: the same files, the same tensors but for the order of sums, which AdamW's division magnifies where a
+    # gradient is nearly zero
+    train 0 alone $common --num-steps 4 --batch-size 12 --checkpoint-dir "$tmp/ck-alone"
+    check "files of a checkpoint" [ "$(ls "$tmp/ck/step-00000004")" = "$(ls "$tmp/ck-alone/step-00000004")" ]
+    check "sizes of a checkpoint's files" [ "$(stat -c '%n %s' "$tmp"/ck/step-00000004/*.safetensors | sed 's|.*/||')" = "$(stat -c '%n %s' "$tmp"/ck-alone/step-00000004/*.safetensors | sed 's|.*/||')" ]
+    check "weights of a checkpoint" build/compare_checkpoints "$tmp/ck/step-00000004" "$tmp/ck-alone/step-00000004" 1e-6 model
+    check "moments of a checkpoint" build/compare_checkpoints "$tmp/ck/step-00000004" "$tmp/ck-alone/step-00000004" 1e-5 optimizer
+    # as a model folder to start from, and exported by each strategy: the same bytes as the checkpoint's
+    for strategy in full none "hybrid --shard-size 2"; do
+        train 4 export "$tmp/ck/step-00000004" $data --precision fp32 --num-steps 1 --batch-size 3 --learning-rate 0 --sharding $strategy --export-hf "$tmp/exported"
+        check "export with --sharding $strategy" cmp "$tmp/exported/model.safetensors" "$tmp/ck/step-00000004/model.safetensors"
+    done
+done
+
+# ---- a run that goes on until it is stopped: $1 ranks, the rest options; sets mpi to mpirun's process and pids[rank]
+start() {
+    local n=$1 i pid rank
+    shift
+    rm -rf "$tmp/run"
+    : >"$tmp/run.out"
+    mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$tmp/qwen2" $data --batch-size 2 --num-steps 1000000 --checkpoint-dir "$tmp/run" "$@" >"$tmp/run.out" 2>&1 &
+    mpi=$!
+    for i in $(seq 300); do grep -q '^step  *2/' "$tmp/run.out" && break; sleep 0.1; done
+    pids=()
+    for pid in $(cat /proc/$mpi/task/*/children); do
+        rank=$(tr '\0' '\n' <"/proc/$pid/environ" | sed -n 's/^OMPI_COMM_WORLD_RANK=//p')
+        [ -n "$rank" ] && pids[$rank]=$pid
+    done
+    check "$n ranks started: $(tail -n 3 "$tmp/run.out")" [ ${#pids[@]} -eq "$n" ]
+}
+
+# Waits up to 60 s for mpirun to end; sets status (124: it did not).
+finish() {
+    local i
+    status=124
+    for i in $(seq 600); do
+        if ! kill -0 $mpi 2>/dev/null; then wait $mpi; status=$?; break; fi
+        sleep 0.1
+    done
+    [ $status -eq 124 ] && kill -9 $mpi "${pids[@]}"
+    local pid left=""
+    for i in $(seq 100); do  # what was killed may need a moment to be gone; what waits for its parent to notice ("Z") is
+        left=""
+        for pid in "${pids[@]}"; do grep -qs '^State:.*[^Z] (' "/proc/$pid/status" && left="$left $pid"; done
+        [ -z "$left" ] && break
+        sleep 0.1
+    done
+    check "processes stay:$left" [ -z "$left" ]
+}
+
+# A killed rank, while training, and while saving all the time.
+for every in 5 1; do
+    start 4 --checkpoint-every $every
+    for i in $(seq 100); do [ -n "$(ls -d "$tmp"/run/step-???????? 2>/dev/null)" ] && break; sleep 0.1; done
+    kill -KILL "${pids[2]}"
+    finish
+    check "rank killed: status $status" [ $status -ne 0 ] && check "rank killed: ended too late" [ $status -ne 124 ]
+    check "rank killed: nobody names it: $(tail -n 3 "$tmp/run.out")" [ "$(grep -c 'rank 2 .*killed\|rank 2 .*Killed' "$tmp/run.out")" -eq 1 ]
+    last=$(ls -d "$tmp"/run/step-???????? | tail -n 1)
+    step=$((10#${last##*-}))
+    ./train_fp8 "$tmp/qwen2" $data --batch-size 8 --num-steps $((step + 1)) --checkpoint-dir "$tmp/run" --resume >"$tmp/resumed.out" 2>&1
+    check "rank killed: the last checkpoint is not whole: $(grep -m1 'passed over\|error' "$tmp/resumed.out")" grep -q "continuing from $last\$" "$tmp/resumed.out"
+done
+
+# A signal to any one rank: in training, in a long validation, in a save
+stopped() {  # $1 signal, $2 rank, the rest: options
+    local signal=$1 rank=$2 saves
+    shift 2
+    start 4 "$@"
+    kill -"$signal" "${pids[$rank]}"
+    finish
+    check "SIG$signal to rank $rank: status $status: $(tail -n 3 "$tmp/run.out")" [ $status -eq 0 ]
+    saves=$(grep -c "^saved checkpoint after step $(grep -o 'stopped by signal.*after step [0-9]*' "$tmp/run.out" | sed 's/.* //') " "$tmp/run.out")
+    check "SIG$signal to rank $rank: $saves saves of the last step" [ "$saves" -eq 1 ]
+}
+stopped TERM 3
+stopped USR1 0 --sharding none
+stopped INT 1 --val-data "$tmp/s_val.bin" --val-every 1 --val-steps 20
+stopped TERM 2 --checkpoint-every 1 --keep-checkpoints 1
+
+# ---- what is wrong is said once, and ends all ranks. $1 ranks, $2 what the message holds, the rest: arguments
+refused() {
+    local n=$1 message=$2 status
+    shift 2
+    ranks "$n" "$@" >"$tmp/refused.out" 2>&1
+    status=$?
+    check "\"$message\": status $status: $(cat "$tmp/refused.out")" [ $status -ne 0 ]
+    check "\"$message\": $(grep '^error' "$tmp/refused.out")" [ "$(grep -c '^error: ' "$tmp/refused.out")" -eq 1 ]
+    check "\"$message\" is not said: $(grep '^error' "$tmp/refused.out")" grep -q "^error: rank 0 on .*$message" "$tmp/refused.out"
+}
+refused 4 "unknown option --batch" tiny --batch 3
+refused 4 "no token shard matches" tiny --train-data "$tmp/nothing.bin"
+refused 3 "shard-size 2 does not divide the 3 ranks" tiny $data --sharding hybrid --shard-size 2
+refused 2 "world-size is for --dry-run" tiny $data --world-size 2
+refused 2 "already holds step-00000004" "$tmp/llama" $data --precision fp32 --checkpoint-dir "$tmp/ck"
+refused 4 "gradient norm is not finite, first, in backward order, in .*, in the part of rank" "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
+
+# A save that fails on one rank, which sees an empty folder where the checkpoints are: all stop, with its reason, and the checkpoint before stays.
+if unshare -m true 2>/dev/null; then
+    common="$tmp/qwen2 $data --batch-size 2 --checkpoint-dir $tmp/half"
+    train 3 half-first $common --num-steps 2
+    mpirun --allow-run-as-root --oversubscribe -np 1 ./train_fp8 $common --num-steps 4 --resume : \
+        -np 1 unshare -m bash -c 'mkdir -p "$0/hidden" && cp -r "$0/step-00000002" "$0/hidden" && mount --bind "$0/hidden" "$0" && exec "$@"' "$tmp/half" ./train_fp8 $common --num-steps 4 --resume : \
+        -np 1 ./train_fp8 $common --num-steps 4 --resume >"$tmp/half.out" 2>&1
+    status=$?
+    check "a save that fails on rank 1: status $status: $(cat "$tmp/half.out")" [ $status -ne 0 ]
+    check "a save that fails on rank 1: $(grep '^error' "$tmp/half.out")" [ "$(grep -c '^error: rank 0 on .*saving checkpoint .*step-00000004 failed: rank 1 on .*cannot open .* untouched' "$tmp/half.out")" -eq 1 ]
+    check "a save that fails on rank 1: left behind: $(ls "$tmp/half")" [ "$(ls "$tmp/half" | grep -v hidden)" = step-00000002 ]
+else
+    echo "skipped: a save that fails on one rank (this user may not mount)"
+fi
+
+# Rank 0 prints help and samples; the others are silent.
+check "--help" [ "$(ranks 2 --help 2>&1 | grep -c '^usage')" -eq 1 ]
+train 3 sample "$tmp/qwen2" $data --batch-size 1 --num-steps 2 --sample-every 1 --sample-tokens 8 && check "samples" [ "$(grep -c '^sample after step' "$tmp/sample.out")" -eq 2 ]
+
+# ---- the memory plan of many GPUs, without them
+planned() {  # $1 model, $2 ranks; the parameters' share must follow
+    ./train_fp8 "$1" --dry-run --world-size "$2" --sequence-length 4096 >"$tmp/plan.out" 2>&1
+    check "$1 on $2: $(tail -n 2 "$tmp/plan.out")" grep -q '^  total ' "$tmp/plan.out"
+    check "$1 on $2: a rank's share" awk -v w="$2" '/^parameters /{p = $2} /^shard of a rank/{s = $5} END { exit !(p > 0 && s * w / p > 1 && s * w / p < 1.01) }' "$tmp/plan.out"
+}
+planned llama3.1-70b 64
+planned llama3.1-405b 512
+
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]

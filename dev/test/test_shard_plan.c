@@ -1,0 +1,95 @@
+// shard_plan.h: the slices of a group cover every parameter once, fit their arrays, and gather back to the flat array's segments.
+#include "../../llmc/shard_plan.h"
+#include "check.h"
+
+static ModelConfig model(ModelFamily family, bool tied) {
+    ModelConfig m;
+    model_config_preset(&m, "tiny");
+    m.family = family, m.qkv_bias = family == FAMILY_QWEN2, m.qk_norm = family == FAMILY_QWEN3, m.tie_word_embeddings = tied;
+    m.vocab_size = 101, m.hidden_size = 20, m.intermediate_size = 36, m.num_layers = 3, m.num_heads = 6, m.num_kv_heads = 2, m.head_dim = 10;
+    return m;
+}
+
+// Sizes and places that need no memory, so that they hold for the largest models too.
+static void check_sizes(const ParameterTable *t, int64_t group) {
+    const ShardPlan s = shard_plan(t, group, group - 1);
+    int64_t end = 0;
+    for (int64_t u = 0; u < unit_count(t); u++) {
+        CHECK(shard_unit_offset(&s, u) == end, "unit %lld starts at %lld", (long long)u, (long long)shard_unit_offset(&s, u));
+        int64_t flat = unit_offset(t, u), gathered = 0;
+        for (int k = 0; k < NUM_SEGMENTS; k++) {
+            const ShardSegment g = shard_segment(t, &s, u, k);
+            CHECK(g.shard == end && g.flat == flat && g.gathered == gathered, "unit %lld, segment %d does not follow the one before", (long long)u, k);
+            CHECK(g.slice % PARAMETER_ALIGNMENT == 0 && group * g.slice >= g.size && group * g.slice - g.size < group * PARAMETER_ALIGNMENT, "unit %lld, segment %d: slices of %lld", (long long)u, k, (long long)g.slice);
+            end += g.slice, flat += g.size, gathered += group * g.slice;
+        }
+        CHECK(shard_gathered_size(&s, u) == gathered && shard_unit_size(&s, u) * group == gathered, "gathered size of unit %lld", (long long)u);
+    }
+    CHECK(end == s.total, "%lld elements, not %lld", (long long)end, (long long)s.total);
+}
+
+// Numbers every element by its flat index, takes each rank's parts of all parameters, and gathers.
+static void check_cover(const ParameterTable *t, int64_t group) {
+    int64_t *seen = (int64_t *)xcalloc((size_t)t->total, sizeof *seen), parts = 0;
+    ShardPlan s = shard_plan(t, group, 0);
+    int64_t *shards = (int64_t *)xcalloc((size_t)(group * s.total), sizeof *shards);
+    for (int64_t place = 0; place < group; place++) {
+        s = shard_plan(t, group, place);
+        for (int64_t i = 0; i < t->count; i++) {
+            const Parameter *p = &t->entries[i];
+            const ShardRange r = shard_parameter(t, &s, p);
+            if (r.count == 0) continue;
+            parts++;
+            CHECK(r.count > 0 && r.first >= 0 && r.first + r.count <= parameter_elements(p) && r.shard >= 0 && r.shard + r.count <= s.total, "%s, rank %lld: range", p->name, (long long)place);
+            for (int64_t e = 0; e < r.count; e++) {
+                seen[p->offset + r.first + e]++;
+                shards[place * s.total + r.shard + e] = p->offset + r.first + e;
+            }
+        }
+    }
+    bool once = true, whole = true;
+    for (int64_t i = 0; i < t->count; i++)
+        for (int64_t e = 0; e < parameter_elements(&t->entries[i]); e++) once = once && seen[t->entries[i].offset + e] == 1;
+    CHECK(once && parts >= t->count, "an element is kept by no rank or by two");
+    for (int64_t i = 0; i < t->count; i++) {  // every element is where the gathered unit should have it
+        const Parameter *p = &t->entries[i];
+        const ShardSegment g = shard_segment(t, &s, unit_of(p), parameter_segment(p));
+        const int64_t at = shard_gathered_offset(t, &s, unit_of(p), p->offset - unit_offset(t, unit_of(p))) - g.gathered;
+        for (int64_t e = 0; e < parameter_elements(p); e++)
+            whole = whole && shards[(at + e) / g.slice * s.total + g.shard + (at + e) % g.slice] == p->offset + e;
+    }
+    CHECK(whole, "gathered slices are not the segments");
+    free(seen);
+    free(shards);
+}
+
+static void bad_range(void *context) {
+    const ParameterTable *t = (const ParameterTable *)context;
+    const ShardPlan s = shard_plan(t, 2, 0);
+    shard_range(t, &s, 1, SEGMENT_MATRICES, layer_offset(t, 0), 1);
+}
+
+static void bad_place(void *context) { shard_plan((const ParameterTable *)context, 2, 2); }
+
+int main(void) {
+    char output[1024];
+    for (int family = FAMILY_LLAMA; family <= FAMILY_QWEN3; family++)
+        for (int tied = 0; tied < 2; tied++) {
+            ModelConfig m = model((ModelFamily)family, tied);
+            ParameterTable t = parameter_table(&m);
+            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64 most vectors are padding on most ranks
+            for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) check_sizes(&t, groups[i]), check_cover(&t, groups[i]);
+            const ShardPlan one = shard_plan(&t, 1, 0);
+            CHECK(one.total == t.total, "one rank keeps the flat array");
+            for (int64_t i = 0; i < t.count; i++) CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset, "one rank: %s moved", t.entries[i].name);
+            CHECK(check_dies(bad_range, &t, "are outside segment", output, sizeof output), "%s", output);
+            CHECK(check_dies(bad_place, &t, "place 2 in a group of 2", output, sizeof output), "%s", output);
+            parameter_table_free(&t);
+        }
+    ModelConfig large;
+    model_config_preset(&large, "llama3.1-405b");
+    ParameterTable t = parameter_table(&large);
+    check_sizes(&t, 1), check_sizes(&t, 512), check_sizes(&t, 1000);
+    parameter_table_free(&t);
+    return check_report();
+}

@@ -1,0 +1,283 @@
+#!/usr/bin/env bash
+# scripts/sweep.sh, scripts/report.sh and the loop of the run scripts, on the CPU trainer with a tiny model, 1 and 2 ranks. Needs ./train_fp8 (or
+# TRAINER), build/synth_stories, mpirun and python3. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1
+trainer=${TRAINER:-./train_fp8}
+tmp=$(mktemp -d)
+running=""
+trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null; rm -rf "$tmp"' EXIT
+passed=0 failed=0
+# Counts the check named $1, which holds if the rest, a command, succeeds.
+check() {
+    local name=$1
+    shift
+    if "$@"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAILED: $name"; fi
+}
+equal() { [ "$1" = "$2" ] || { echo "\"$1\" is not \"$2\""; false; }; }
+holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 5 "$1"; false; }; }
+lacks() { ! holds "$1" "$2" >/dev/null; }
+kind_of() { cut -f1 "$1/result" 2>/dev/null || echo none; }
+# Waits up to 20 s until the rest, a command, succeeds.
+await() {
+    for _ in $(seq 400); do "$@" && return; sleep 0.05; done
+    echo "waited in vain for: $*"
+    false
+}
+
+build/synth_stories --out "$tmp/synth" --bytes 200000 --seed 1 >/dev/null || exit 1
+sweep=(scripts/sweep.sh --trainer "$trainer" --data "$tmp/synth_train.bin")
+sweep() { "${sweep[@]}" "$@"; }
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables against the step lines of log.jsonl: a second computation of every figure.
+
+cat >"$tmp/tables.py" <<'END'
+import csv, json, re, statistics, sys
+out = sys.argv[1]
+close = lambda a, b: abs(a - b) <= 1e-9 * abs(b)  # the CSV keeps all digits; sums are taken in another order
+rows = list(csv.DictReader(open(out + "/table.csv")))
+runs = [line.split(maxsplit=4) for line in open(out + "/runs.txt")]
+assert len(rows) == len(runs), (len(rows), len(runs))
+truth = {}
+for row, (name, T, gpus, precision, model) in zip(rows, runs):
+    key = model.strip().split("/")[-1], T, precision, gpus
+    assert (row["model"], row["sequence_length"], row["precision"], row["gpus"]) == (key[0], T, precision, gpus), row
+    if row["result"] != "done":
+        assert not any(row[c] for c in ("steps", "tokens_per_second", "last_loss", "memory_bytes")), row
+        continue
+    lines = [json.loads(line) for line in open(f"{out}/{name}/log.jsonl")]
+    settings, steps = lines[0], [line for line in lines if line["type"] == "step"]
+    assert settings["world_size"] == int(gpus) and settings["settings"]["precision"] == precision and settings["settings"]["sequence-length"] == int(T)
+    assert len(steps) == settings["settings"]["num-steps"] == int(row["steps"]) and [s["step"] for s in steps] == list(range(1, len(steps) + 1))
+    ms = statistics.median(s["ms"] for s in steps[10:])
+    rate = int(T) / ms * 1e3
+    expected = {"median_ms": ms, "steps_per_second": 1e3 / ms, "tokens_per_second_per_gpu": rate, "tokens_per_second": rate * int(gpus),
+                "tflops_per_gpu": rate * settings["model_flops_per_token"] * 1e-12, "last_loss": statistics.fmean(s["loss"] for s in steps[-20:]),
+                "first_loss": steps[0]["loss"], "memory_bytes": max(s["memory_bytes"] for s in steps)}
+    for column, value in expected.items():
+        assert close(float(row[column]), value), (name, column, row[column], value)
+    truth[key] = expected
+for row in rows:
+    key = row["model"], row["sequence_length"], row["precision"], row["gpus"]
+    one, bf16 = truth.get(key[:3] + ("1",)), truth.get(key[:2] + ("bf16", key[3]))
+    def against(column, other, name):
+        if key in truth and other: assert close(float(row[column]), truth[key][name] / other[name]), (key, column)
+        else: assert row[column] == "", (key, column, row[column])
+    against("scaling_efficiency", one, "tokens_per_second_per_gpu")
+    against("fp8_over_bf16_speed", bf16 if key[2] == "fp8" else None, "tokens_per_second_per_gpu")
+    against("fp8_over_bf16_loss", bf16 if key[2] == "fp8" else None, "last_loss")
+# The text and Markdown tables show the same, rounded.
+text = [line.rstrip("\n") for line in open(out + "/table.txt")]
+text = text[next(i for i, line in enumerate(text) if line.startswith("model")) + 1:]
+marked = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in open(out + "/table.md") if line.startswith("|")]
+assert len(set(map(len, marked))) == 1 and len(marked) == len(rows) + 2, [len(m) for m in marked]
+for row, line, cells in zip(rows, text, marked[2:]):
+    assert cells[:4] == [row["model"], row["sequence_length"], row["gpus"], row["precision"]] == line.split()[:4], (cells, line)
+    if row["result"] == "done":
+        want = ["%.0f" % float(row["tokens_per_second_per_gpu"]), "%.0f" % float(row["tokens_per_second"]), "%.3f" % float(row["steps_per_second"]),
+                "%.4f" % float(row["tflops_per_gpu"]), "n/a", "%.3f" % (int(row["memory_bytes"]) / 2**30), "%.4f" % float(row["last_loss"])]
+        if row["precision"] == "fp8" and row["fp8_over_bf16_speed"]:
+            want += ["%.2fx" % float(row["fp8_over_bf16_speed"]), "%+.2f%%" % (100 * float(row["fp8_over_bf16_loss"]) - 100)]
+        elif row["precision"] == "fp8": want += ["n/a", "n/a"]
+        want += ["%.1f%%" % (100 * float(row["scaling_efficiency"])) if row["scaling_efficiency"] else "n/a"]
+        assert [c for c in cells[4:] if c] == want == line.split()[4:], (cells, want, line)
+    else:
+        assert {"memory": "out of memory"}.get(row["result"], row["result"]) in line and row["message"][:100] in line and row["message"][:100] in cells[-1], line
+print(f"{len(truth)} of {len(rows)} runs with numbers")
+END
+tables() { python3 "$tmp/tables.py" "$1" >"$tmp/tables.log" 2>&1 && equal "$(cat "$tmp/tables.log")" "$2" || { cat "$tmp/tables.log"; false; }; }
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs that fail in the middle: T 40 is no multiple of 16, as FP8 needs. Then two more in the same folder: a model folder without config.json, and a
+# model that fits no machine.
+
+out=$tmp/sweep
+mkdir "$tmp/mine"
+start() { sweep --sequence-lengths 40,64 --gpus "1 2" --num-steps 22 --out "$out" "$@" -- --learning-rate 1e-3 >"$tmp/sweep.log" 2>&1; }
+main=(--models tiny)
+mine=(--models "$tmp/mine" --sequence-lengths 64 --precisions fp8 --gpus 2)
+large=(--models llama3.1-405b --sequence-lengths 64 --precisions bf16 --gpus 1)
+start "${main[@]}" --dry-run
+check "dry run prints 8 commands and starts none" equal "$(grep -c -- '--num-steps 22' "$tmp/sweep.log") $(ls -d "$out" 2>/dev/null)" "8 "
+start "${main[@]}"
+check "status 1 when runs failed" equal $? 1
+check "numbers the runs" holds "$tmp/sweep.log" "[8/8] tiny, T 64, fp8, 2 GPUs"
+start "${mine[@]}"
+start "${large[@]}"
+check "out of memory is a result: status 0" equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" "0 memory"
+for run in T40_bf16_1gpu:done T40_fp8_1gpu:failed T40_bf16_2gpu:done T40_fp8_2gpu:failed T64_bf16_1gpu:done T64_fp8_1gpu:done T64_bf16_2gpu:done T64_fp8_2gpu:done; do
+    check "tiny, $run" equal "$(kind_of "$out/tiny_${run%:*}")" "${run#*:}"
+done
+check "message of the failed run" holds "$out/table.txt" "multiples of 16"
+check "message of the broken model" holds "$out/table.txt" "$tmp/mine/config.json"
+check "message of the run that ran out of memory" holds "$out/table.txt" "out of memory: "
+check "tables after the first start" tables "$out" "6 of 10 runs with numbers"
+first_step() { grep -o '"step": 1, "loss": [^,]*' "$out/tiny_T64_bf16_$1gpu/log.jsonl"; }
+check "two ranks learn from two sequences a step" test "$(first_step 1)" != "$(first_step 2)"
+
+# Second start: finished runs and those out of memory stay, the failed are tried again, of which that of the folder, whole by now, succeeds.
+cat >"$tmp/mine/config.json" <<'END'
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+ "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": true, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+END
+for dir in "$out"/*/; do echo "of the first start" >>"$dir/stdout.txt"; done
+logs() { cat "$out"/tiny_*_bf16_*/log.jsonl "$out"/tiny_T64_*/log.jsonl | cksum; }
+before=$(logs)
+start "${main[@]}"
+check "finished runs are left alone" equal "$(logs)" "$before"
+check "and named so" equal "$(grep -c 'done, before' "$tmp/sweep.log")" 6
+check "a failed run is tried again" lacks "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the first start"
+start "${mine[@]}"
+check "a mended model trains: status 0" equal "$? $(kind_of "$out/mine_T64_fp8_2gpu")" "0 done"
+start "${large[@]}"
+check "out of memory is kept" holds "$out/llama3.1-405b_T64_bf16_1gpu/stdout.txt" "of the first start"
+check "tables after the second start" tables "$out" "7 of 10 runs with numbers"
+
+start "${large[@]}" --retry all
+check "--retry all tries out of memory again" lacks "$out/llama3.1-405b_T64_bf16_1gpu/stdout.txt" "of the first start"
+echo "of the third start" >>"$out/tiny_T40_fp8_1gpu/stdout.txt"
+start "${main[@]}" --retry none
+check "--retry none leaves failed runs" holds "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the third start"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interrupts. Each sweep here has one finished run, one in progress and one to come. Long enough that none ends by itself.
+
+steps_in() { grep -c '"type": "step"' "$1/log.jsonl" 2>/dev/null; }
+is_training() { [ "$(steps_in "$1")" -ge 3 ] 2>/dev/null; }
+# Starts the sweep "${arguments[@]}" in the background with SIGINT not ignored, and waits until the run $1 takes steps.
+start_until() {
+    set -m
+    "${sweep[@]}" "${arguments[@]}" >"$tmp/background.log" 2>&1 &
+    running=$!
+    set +m
+    await is_training "$1"
+}
+wait_for_sweep() {
+    wait "$running" 2>/dev/null
+    status=$?
+    running=""
+}
+# Process ids whose command line begins with $1 and holds $2.
+processes() {
+    local file words
+    for file in /proc/[0-9]*/cmdline; do
+        words=$(tr '\0' ' ' 2>/dev/null <"$file")
+        if [[ $words == "$1"*"$2"* ]]; then file=${file#/proc/} && echo "${file%/*}"; fi
+    done 2>/dev/null
+}
+trainers_in() { processes "" "--log-dir $1" | grep -c .; }
+
+interrupted() {
+    local signal=$1 gpus=$2 steps=$3 expected=$4 run
+    out=$tmp/interrupted_$signal
+    arguments=(--models tiny --sequence-lengths 16,128 --precisions bf16 --gpus "$gpus" --num-steps "$steps" --out "$out")
+    run=$out/tiny_T128_bf16_${gpus}gpu
+    start_until "$run" || { check "SIG$signal: second run trains" false; return; }
+    kill "-$signal" "$running"
+    wait_for_sweep
+    check "SIG$signal: status" equal "$status" "$expected"
+    check "SIG$signal: no trainer is left" equal "$(trainers_in "$out/")" 0
+    check "SIG$signal: the run in progress has no result" equal "$(kind_of "$out/tiny_T16_bf16_${gpus}gpu") $(kind_of "$run")" "done none"
+    scripts/report.sh "$out" >/dev/null
+    check "SIG$signal: it does not count" tables "$out" "1 of 2 runs with numbers"
+    sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
+    check "SIG$signal: another start does it whole" equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
+    check "SIG$signal: tables" tables "$out" "2 of 2 runs with numbers"
+}
+interrupted TERM 1 200 143
+interrupted INT 2 80 130  # fewer steps: ranks that share a core are slow
+
+# SIGKILL cannot be caught: the run goes on alone. Nothing may start beside it, and when it has ended it counts.
+out=$tmp/killed
+arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 200 --out "$out")
+start_until "$out/tiny_T128_bf16_1gpu"
+kill -KILL "$running"
+wait_for_sweep
+sweep "${arguments[@]}" >"$tmp/beside.log" 2>&1
+check "SIGKILL: no second sweep beside the run that is left" equal "$? $(grep -c 'still works in' "$tmp/beside.log")" "1 1"
+is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
+check "SIGKILL: the run ends" await is_gone
+sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
+check "SIGKILL: it counts" equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPU counts, wrong mpirun, refusals
+
+out=$tmp/counts
+arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1,2 --num-steps 22 --out "$out")
+sweep "${arguments[@]}" --max-gpus 1 >"$tmp/counts.log" 2>&1
+check "more GPUs than there are: skipped" equal "$? $(kind_of "$out/tiny_T64_bf16_2gpu")" "0 skipped"
+check "with the reason" holds "$out/table.txt" "skipped: 2 GPUs wanted, 1 here"
+printf '#!/bin/sh\nwhile [ "$1" != --oversubscribe ]; do shift; done\nshift\nexec "$@"\n' >"$tmp/other_mpirun"
+chmod +x "$tmp/other_mpirun"
+sweep "${arguments[@]}" --mpirun "$tmp/other_mpirun" >"$tmp/other.log" 2>&1
+check "an mpirun that starts single ranks is found out" holds "$tmp/other.log" "failed: the trainer did not run as 2 ranks"
+sweep "${arguments[@]}" >"$tmp/counts.log" 2>&1
+check "run when the GPUs are there" equal "$? $(kind_of "$out/tiny_T64_bf16_2gpu")" "0 done"
+
+# $1 what the message must hold; then options
+refused() {
+    local expected=$1 output status
+    shift
+    output=$(sweep "$@" 2>&1)
+    status=$?
+    check "refused: $expected" equal "$status $(grep -c "^error: .*$expected" <<<"$output")" "1 1"
+}
+refused "holds runs of other settings" "${arguments[@]}" -- --learning-rate 1
+refused "unknown option --model;" --model tiny
+refused "\"0\" is not a positive" --gpus 0
+refused "not \"fp4\"" --precisions fp4
+refused "--precision is set by the sweep" -- --precision fp8
+refused "no training shards $tmp/none.bin" --data "$tmp/none.bin" --models tiny
+refused "would share the folder" --models "$tmp/mine,./mine" --out "$tmp/shared"
+refused "there is no program ./none" --trainer ./none
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run scripts: a trainer that is killed is started again from its newest checkpoint, a stop saves, and all ends where an unbroken run ends.
+
+cat >"$tmp/run.sh" <<'END'
+set -u
+. scripts/run_common.sh
+model=tiny tokenizer=llama3
+options=(--sequence-length 64 --num-steps "$STEPS" --learning-rate 1e-3 --checkpoint-every 10)
+run_until_done "$@"
+END
+export TRAINER=$trainer DATA=$tmp/synth
+newest() { ls "$1/steps" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
+has_saved() { [[ $(newest "$1") > $2 ]]; }
+last_loss() { tail -n 1 <(grep '"type": "step"' "$1/log.jsonl") | grep -o '"step": [0-9]*, "loss": [^,]*'; }
+# Starts the run in $1 on $GPUS ranks in the background; waits until it has saved a checkpoint after $2.
+start_run() {
+    set -m
+    OUT=$1 bash "$tmp/run.sh" >>"$tmp/run.log" 2>&1 &
+    running=$!
+    set +m
+    await has_saved "$1" "$2"
+}
+for GPUS in 1 2; do
+    export GPUS STEPS=$((160 / GPUS))
+    last=$(printf 'step-%08d' "$STEPS")
+    rm -f "$tmp/run.log"
+    OUT=$tmp/unbroken_$GPUS bash "$tmp/run.sh" >"$tmp/unbroken.log" 2>&1
+    check "$GPUS ranks: a run to its end" equal "$? $(newest "$tmp/unbroken_$GPUS")" "0 $last"
+    check "$GPUS ranks: its cost" holds "$tmp/unbroken.log" "cost: $STEPS steps of $((64 * GPUS)) tokens"
+    start_run "$tmp/broken_$GPUS" ""
+    kill -KILL "$(processes "$trainer tiny " "--log-dir $tmp/broken_$GPUS " | tail -n 1)"
+    check "$GPUS ranks: starts again after a kill" await grep -q "starting again from step-" "$tmp/run.log"
+    await has_saved "$tmp/broken_$GPUS" "$(newest "$tmp/broken_$GPUS")"
+    kill -TERM "$running"
+    wait_for_sweep
+    check "$GPUS ranks: a stop ends it with status 0" equal "$status $(trainers_in "$tmp/broken_$GPUS ")" "0 0"
+    check "$GPUS ranks: and says where" holds "$tmp/run.log" "stopped after $(newest "$tmp/broken_$GPUS"); start again to go on"
+    check "$GPUS ranks: in mid-run" lacks <(newest "$tmp/broken_$GPUS") "$last"
+    OUT=$tmp/broken_$GPUS bash "$tmp/run.sh" >>"$tmp/run.log" 2>&1
+    check "$GPUS ranks: goes on to the end" equal "$? $(newest "$tmp/broken_$GPUS")" "0 $last"
+    check "$GPUS ranks: with the unbroken run's loss" equal "$(last_loss "$tmp/broken_$GPUS")" "$(last_loss "$tmp/unbroken_$GPUS")"
+done
+GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
+check "gives up on a run that fails before each checkpoint" equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
+
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]

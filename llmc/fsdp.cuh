@@ -1,0 +1,472 @@
+// Fully sharded data parallelism: where a unit's weights and gradients are (shard_plan.h says which rank keeps what), and when they travel.
+//
+// With one rank in the shard group (a single GPU, or --sharding none) the shard is the whole: units are views of the flat arrays, FP8 weights and
+// their transposes stay on the GPU, nothing is gathered, and with several ranks each unit's gradient is all-reduced after its last micro-step.
+//
+// Else a layer's matrices are gathered into one of `num_slots` slots (2, or one a layer when they are kept for the whole step) while the layer before
+// it computes. In FP8 runs bytes travel, cast once a step from the shard with scales that hold for all ranks; or, without FP8 all-gather, bf16
+// travels and is cast by the same scales on arrival, to the same bytes. Forward reads the rows; backward reads transposes made here from the rows.
+// The root unit, which has no FP8 weights, and all vectors are gathered once a step, as soon as the optimizer has changed them.
+// Backward writes a layer's gradient whole into one of two buffers; its reduce-scatter runs beside the backward pass of the layer below. The root's
+// gradient has a buffer of its own, sums up the micro-steps there and is reduced once.
+//
+// Order between the compute stream and the communication stream is kept by events alone; the host never waits:
+//   arrived    of a slot: computing waits for it before it reads the slot
+//   released   of a slot: a gather into the slot waits for it
+//   reduced    of a gradient buffer: computing waits for it before it writes the buffer again
+//   handover   passes everything that one stream has been given so far to the other: gradients to their reduction, new weights to their gather
+#ifndef LLMC_FSDP_CUH
+#define LLMC_FSDP_CUH
+
+#include "arena.h"
+#include "comm_nccl.cuh"
+#include "options.h"
+#include "quantize.cuh"
+#include "shard_plan.h"
+
+enum { FSDP_GRADIENT_BUFFERS = 2, FSDP_MAX_LINEARS = SLICE_MAX_TENSORS };
+
+// fp32 elements that are reduced at a time with --reduce-dtype fp32: messages of 256 MiB have most of the bandwidth.
+#define FSDP_STAGING_ELEMENTS (64ll << 20)
+
+// A linear layer's weight [N, K] at `offset` of a layer's matrices.
+typedef struct {
+    int64_t N, K, offset;
+} FsdpLinear;
+
+// Where to find a unit's tensors: offsets count from the start of a segment. FP8 pointers are NULL where a run or unit has none; `matrices` is NULL
+// for layers whose weights are only there as FP8.
+typedef struct {
+    bf16 *vectors, *matrices;
+    uint8_t *fp8, *fp8_t;   // [N, K] and [K, N] of each linear layer, at its offset
+} FsdpUnit;
+
+typedef struct {
+    int64_t unit;           // held; -1: none, or weights of an earlier step
+    cudaEvent_t arrived, released;
+} FsdpSlot;
+
+typedef struct {
+    const ParameterTable *table;
+    ShardPlan plan;
+    int64_t world, replicas;
+    bool sharded;           // several ranks share one copy of the weights
+    bool keep_units;        // gathered layers stay for the whole step
+    bool fp8, fp8_gather, fp32_reduce;
+    FsdpLinear linears[FSDP_MAX_LINEARS];
+    int num_linears;
+    Nccl *nccl;             // NULL: one rank
+    cudaStream_t stream;    // of the computing
+    cudaEvent_t handover;
+
+    bf16 *weights, *grads;  // [plan.total] this rank's shard
+    uint8_t *shard_fp8;     // [L, slice] of the matrices, cast
+    uint32_t *amax;         // weight of linear layer j of layer l: amax[l * scale_stride + j]; inverse scale 4 floats apart
+    float *inverse_scale;
+    int64_t scale_stride;
+
+    bf16 *root, *vectors;   // gathered: the root unit; the vectors [L, group * slice]
+    char *slots;            // [num_slots] gathered matrices of a layer, bf16 or bytes
+    FsdpSlot *slot;
+    int64_t num_slots;
+    uint8_t *rows, *cols;   // [num_rows], [num_cols] FP8 matrices of a layer
+    int64_t num_rows, num_cols, *row_unit, *col_unit;  // unit held, -1: none
+    bf16 *root_grads, *layer_grads[FSDP_GRADIENT_BUFFERS];
+    cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];    // of the root's buffer and the layers'
+    float *staging;         // for reductions in fp32
+    int64_t staging_slice;  // elements of each rank in it
+} Fsdp;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory
+
+// Elements of a layer's matrices as they lie on the GPU when whole.
+static inline int64_t fsdp_layer_matrices(const Fsdp *f) { return f->plan.group * f->plan.layer_slices[SEGMENT_MATRICES]; }
+static inline int64_t fsdp_layer_vectors(const Fsdp *f) { return f->plan.group * f->plan.layer_slices[SEGMENT_VECTORS]; }
+
+// What the options make of `world` ranks. The caller fills `linears`, `nccl`, `stream` and the scales.
+static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Options *o, int64_t world, int64_t rank) {
+    memset(f, 0, sizeof *f);
+    const int64_t group = options_shard_group(o, world);
+    f->table = table;
+    f->plan = shard_plan(table, group, rank % group);
+    f->world = world, f->replicas = world / group;
+    f->sharded = group > 1;
+    f->keep_units = o->sharding == SHARDING_GRAD_OP;
+    f->fp8 = o->precision == PRECISION_FP8;
+    f->fp8_gather = f->fp8 && o->fp8_all_gather == ON;
+    f->fp32_reduce = world > 1 && o->reduce_dtype == REDUCE_FP32;
+    const int64_t L = table->num_layers, few = min_i64(2, L);
+    f->num_slots = !f->sharded ? 0 : f->keep_units && (!f->fp8 || f->fp8_gather) ? L : few;
+    f->num_cols = !f->fp8 ? 0 : !f->sharded || f->keep_units ? L : 1;
+    f->num_rows = f->fp8_gather && f->sharded ? 0 : f->num_cols;  // with FP8 all-gather the slots hold the rows
+    f->slot = (FsdpSlot *)xcalloc((size_t)f->num_slots, sizeof *f->slot);
+    f->row_unit = (int64_t *)xcalloc((size_t)f->num_rows, sizeof *f->row_unit);
+    f->col_unit = (int64_t *)xcalloc((size_t)f->num_cols, sizeof *f->col_unit);
+}
+
+// Places all but the shard arrays.
+static inline void fsdp_place(Fsdp *f, Arena *a) {
+    const int64_t L = f->table->num_layers, matrices = fsdp_layer_matrices(f), element = (int64_t)sizeof(bf16);
+    arena_group(a, f->sharded ? "FP8 weights of shard and layers" : "FP8 weights and their transposes");
+    if (f->sharded && f->fp8_gather) f->shard_fp8 = (uint8_t *)arena_take(a, L * f->plan.layer_slices[SEGMENT_MATRICES]);
+    if (f->num_rows) f->rows = (uint8_t *)arena_take(a, f->num_rows * matrices);
+    if (f->num_cols) f->cols = (uint8_t *)arena_take(a, f->num_cols * matrices);
+    arena_group(a, "gathered weights");
+    if (f->sharded) {
+        f->root = (bf16 *)arena_take(a, shard_gathered_size(&f->plan, 0) * element);
+        f->vectors = (bf16 *)arena_take(a, L * fsdp_layer_vectors(f) * element);
+        f->slots = (char *)arena_take(a, f->num_slots * matrices * (f->fp8_gather ? 1 : element));
+    }
+    arena_group(a, "gradients before their reduction");
+    if (f->sharded) {
+        f->root_grads = (bf16 *)arena_take(a, shard_gathered_size(&f->plan, 0) * element);
+        for (int i = 0; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = (bf16 *)arena_take(a, shard_gathered_size(&f->plan, 1) * element);
+    }
+    if (f->fp32_reduce) {
+        const int64_t largest = max_i64(shard_unit_size(&f->plan, 0), shard_unit_size(&f->plan, 1)), at_a_time = FSDP_STAGING_ELEMENTS / f->plan.group;
+        f->staging_slice = min_i64(largest, max_i64(PARAMETER_ALIGNMENT, at_a_time / PARAMETER_ALIGNMENT * PARAMETER_ALIGNMENT));
+        f->staging = (float *)arena_take(a, f->plan.group * f->staging_slice * (int64_t)sizeof(float));
+    }
+}
+
+// Whatever was gathered or cast is of an earlier step.
+static inline void fsdp_forget(Fsdp *f) {
+    for (int64_t i = 0; i < f->num_slots; i++) f->slot[i].unit = -1;
+    for (int64_t i = 0; i < f->num_rows; i++) f->row_unit[i] = -1;
+    for (int64_t i = 0; i < f->num_cols; i++) f->col_unit[i] = -1;
+}
+
+static inline void fsdp_event(cudaEvent_t *event) { CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming)); }
+
+static inline void fsdp_create(Fsdp *f) {
+    fsdp_forget(f);
+    if (!f->nccl) return;
+    fsdp_event(&f->handover);
+    for (int i = 0; i < 1 + FSDP_GRADIENT_BUFFERS; i++) fsdp_event(&f->reduced[i]);
+    for (int64_t i = 0; i < f->num_slots; i++) {
+        fsdp_event(&f->slot[i].arrived);
+        fsdp_event(&f->slot[i].released);
+    }
+}
+
+static inline void fsdp_destroy(Fsdp *f) {
+    if (f->nccl) {
+        CUDA_CHECK(cudaEventDestroy(f->handover));
+        for (int i = 0; i < 1 + FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaEventDestroy(f->reduced[i]));
+        for (int64_t i = 0; i < f->num_slots; i++) {
+            CUDA_CHECK(cudaEventDestroy(f->slot[i].arrived));
+            CUDA_CHECK(cudaEventDestroy(f->slot[i].released));
+        }
+    }
+    free(f->slot);
+    free(f->row_unit);
+    free(f->col_unit);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Order between the streams
+
+// What is enqueued on `later` from now on runs after what is on `earlier` now.
+static inline void fsdp_hand_over(Fsdp *f, cudaStream_t earlier, cudaStream_t later) {
+    CUDA_CHECK(cudaEventRecord(f->handover, earlier));
+    CUDA_CHECK(cudaStreamWaitEvent(later, f->handover, 0));
+}
+
+// Collectives see all that has been computed.
+static inline void fsdp_communicate_after(Fsdp *f) { fsdp_hand_over(f, f->stream, f->nccl->stream); }
+
+// Computing sees all that has been communicated.
+static inline void fsdp_compute_after(Fsdp *f) {
+    if (f->nccl) fsdp_hand_over(f, f->nccl->stream, f->stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Weights
+
+static inline char *fsdp_slot_data(const Fsdp *f, int64_t slot) { return f->slots + slot * fsdp_layer_matrices(f) * (f->fp8_gather ? 1 : (int64_t)sizeof(bf16)); }
+
+// The place of layer unit - 1 in a ring of `count`.
+static inline int64_t fsdp_ring(int64_t unit, int64_t count) { return (unit - 1) % count; }
+
+static inline uint8_t *fsdp_rows(const Fsdp *f, int64_t unit) {
+    return f->sharded && f->fp8_gather ? (uint8_t *)fsdp_slot_data(f, fsdp_ring(unit, f->num_slots)) : f->rows + fsdp_ring(unit, f->num_rows) * fsdp_layer_matrices(f);
+}
+
+static inline uint8_t *fsdp_cols(const Fsdp *f, int64_t unit) { return f->cols + fsdp_ring(unit, f->num_cols) * fsdp_layer_matrices(f); }
+
+// The weights of a unit between fsdp_acquire and fsdp_release.
+static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t unit) {
+    FsdpUnit u = {NULL, NULL, NULL, NULL};
+    if (!f->sharded) {
+        u.vectors = f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS).shard;
+        u.matrices = f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard;
+    } else if (unit == 0) {
+        u.vectors = f->root;
+        u.matrices = f->root + shard_segment(f->table, &f->plan, 0, SEGMENT_MATRICES).gathered;
+    } else {
+        u.vectors = f->vectors + (unit - 1) * fsdp_layer_vectors(f);
+        if (!f->fp8) u.matrices = (bf16 *)fsdp_slot_data(f, fsdp_ring(unit, f->num_slots));
+    }
+    if (f->fp8 && unit) u.fp8 = fsdp_rows(f, unit), u.fp8_t = fsdp_cols(f, unit);
+    return u;
+}
+
+// Linear layer j of a layer as the casts write it.
+static inline Fp8Tensor fsdp_linear_fp8(const Fsdp *f, int64_t unit, int j, uint8_t *rows, uint8_t *cols) {
+    const int64_t slot = (unit - 1) * f->scale_stride + j, offset = f->linears[j].offset;
+    Fp8Tensor q;
+    q.row = rows ? rows + offset : NULL, q.col = cols ? cols + offset : NULL;
+    q.inverse_scale = f->inverse_scale + 4 * slot, q.amax = f->amax + slot, q.format = FP8_E4M3;
+    return q;
+}
+
+static inline void fsdp_cast(Fsdp *f, int64_t unit, const bf16 *matrices, uint8_t *rows, uint8_t *cols) {
+    for (int j = 0; j < f->num_linears; j++)
+        quantize_transpose(fsdp_linear_fp8(f, unit, j, rows, cols), matrices + f->linears[j].offset, f->linears[j].N, f->linears[j].K, f->stream);
+}
+
+// Without FP8 all-gather: whether the rows of the unit are still there from an earlier pass.
+static inline bool fsdp_has_rows(const Fsdp *f, int64_t unit) { return f->fp8 && !f->fp8_gather && f->row_unit[fsdp_ring(unit, f->num_rows)] == unit; }
+
+// Starts the gather of a layer, unless it is there or there is no such layer. Call it before the work that it is to hide behind.
+static inline void fsdp_prefetch(Fsdp *f, int64_t unit) {
+    if (!f->sharded || unit < 1 || unit >= unit_count(f->table) || fsdp_has_rows(f, unit)) return;
+    const int64_t index = fsdp_ring(unit, f->num_slots), slice = f->plan.layer_slices[SEGMENT_MATRICES];
+    FsdpSlot *slot = &f->slot[index];
+    if (slot->unit == unit) return;
+    CUDA_CHECK(cudaStreamWaitEvent(f->nccl->stream, slot->released, 0));
+    nccl_begin(f->nccl, "all-gather of the weights", unit);
+    if (f->fp8_gather) nccl_all_gather(f->nccl, COMM_SHARD, f->shard_fp8 + (unit - 1) * slice, fsdp_slot_data(f, index), slice, ncclUint8);
+    else nccl_all_gather(f->nccl, COMM_SHARD, f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard, fsdp_slot_data(f, index), slice, ncclBfloat16);
+    nccl_end(f->nccl);
+    CUDA_CHECK(cudaEventRecord(slot->arrived, f->nccl->stream));
+    slot->unit = unit;
+}
+
+// What is enqueued from now on may read the layer's weights; with `backward`, the transposed ones too.
+static inline void fsdp_acquire(Fsdp *f, int64_t unit, bool backward) {
+    if (!f->sharded) return;
+    if (!fsdp_has_rows(f, unit)) {
+        fsdp_prefetch(f, unit);
+        const int64_t index = fsdp_ring(unit, f->num_slots);
+        CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->slot[index].arrived, 0));
+        if (f->fp8 && !f->fp8_gather) {
+            fsdp_cast(f, unit, (const bf16 *)fsdp_slot_data(f, index), fsdp_rows(f, unit), NULL);
+            f->row_unit[fsdp_ring(unit, f->num_rows)] = unit;
+        }
+    }
+    if (!f->fp8 || !backward || f->col_unit[fsdp_ring(unit, f->num_cols)] == unit) return;
+    for (int j = 0; j < f->num_linears; j++) {
+        const Fp8Tensor q = fsdp_linear_fp8(f, unit, j, fsdp_rows(f, unit), fsdp_cols(f, unit));
+        fp8_transpose(q.col, q.row, f->linears[j].N, f->linears[j].K, f->stream);
+    }
+    f->col_unit[fsdp_ring(unit, f->num_cols)] = unit;
+}
+
+// The layer's weights have had their last reader of this pass.
+static inline void fsdp_release(Fsdp *f, int64_t unit) {
+    if (f->sharded) CUDA_CHECK(cudaEventRecord(f->slot[fsdp_ring(unit, f->num_slots)].released, f->stream));
+}
+
+// The optimizer, or whatever else changes weights, has written the shard of the root unit: it travels while the layers are being updated.
+static inline void fsdp_root_changed(Fsdp *f) {
+    if (!f->sharded) return;
+    fsdp_communicate_after(f);
+    nccl_begin(f->nccl, "all-gather of the weights", 0);
+    for (int k = 0; k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = shard_segment(f->table, &f->plan, 0, k);
+        nccl_all_gather(f->nccl, COMM_SHARD, f->weights + g.shard, f->root + g.gathered, g.slice, ncclBfloat16);
+    }
+    nccl_end(f->nccl);
+}
+
+static inline void fsdp_gather_vectors(Fsdp *f) {
+    nccl_begin(f->nccl, "all-gather of norms and biases", -1);
+    for (int64_t unit = 1; unit < unit_count(f->table); unit++) {
+        const ShardSegment g = shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS);
+        nccl_all_gather(f->nccl, COMM_SHARD, f->weights + g.shard, f->vectors + (unit - 1) * fsdp_layer_vectors(f), g.slice, ncclBfloat16);
+    }
+    nccl_end(f->nccl);
+}
+
+// This rank's slices of all layers' matrices to FP8.
+static inline void fsdp_cast_shard(Fsdp *f) {
+    const ShardSegment g = shard_segment(f->table, &f->plan, 1, SEGMENT_MATRICES);
+    Fp8Slices s;
+    memset(&s, 0, sizeof s);
+    s.count = f->table->num_layers, s.n = g.slice, s.num_tensors = f->num_linears;
+    for (int j = 0; j < f->num_linears; j++) s.ends[j] = max_i64(0, min_i64(g.slice, f->linears[j].offset + f->linears[j].N * f->linears[j].K - f->plan.place * g.slice));
+    s.x = f->weights + g.shard, s.x_stride = shard_unit_size(&f->plan, 1);
+    s.codes = f->shard_fp8;
+    s.amax = f->amax, s.inverse_scale = f->inverse_scale, s.slot_stride = f->scale_stride;
+    quantize_slices(&s, f->stream);
+}
+
+// The same for the layers, whose amaxes (of this rank's slices, FP8 runs) are known. From here on everything computes with the new weights.
+static inline void fsdp_layers_changed(Fsdp *f) {
+    fsdp_forget(f);
+    if (!f->sharded) {
+        for (int64_t unit = 1; f->fp8 && unit < unit_count(f->table); unit++) fsdp_cast(f, unit, fsdp_weights(f, unit).matrices, fsdp_rows(f, unit), fsdp_cols(f, unit));
+        return;
+    }
+    if (f->fp8) {
+        // the slots between those of the weights take part; they are cleared before their next use
+        fsdp_communicate_after(f);
+        nccl_begin(f->nccl, "all-reduce of the amaxes", -1);
+        nccl_all_reduce(f->nccl, COMM_SHARD, f->amax, f->table->num_layers * f->scale_stride, ncclUint32, ncclMax);
+        nccl_end(f->nccl);
+        fsdp_compute_after(f);
+        if (f->fp8_gather) fsdp_cast_shard(f);
+    }
+    fsdp_communicate_after(f);
+    fsdp_gather_vectors(f);
+    fsdp_compute_after(f);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Gradients
+
+static inline int fsdp_gradient_buffer(int64_t unit) { return unit ? 1 + (int)((unit - 1) % FSDP_GRADIENT_BUFFERS) : 0; }
+
+// Where a unit's gradient is computed.
+static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t unit) {
+    FsdpUnit u = {NULL, NULL, NULL, NULL};
+    bf16 *buffer = unit ? f->layer_grads[(unit - 1) % FSDP_GRADIENT_BUFFERS] : f->root_grads;
+    const ShardSegment v = shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS), m = shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES);
+    u.vectors = f->sharded ? buffer + v.gathered : f->grads + v.shard;
+    u.matrices = f->sharded ? buffer + m.gathered : f->grads + m.shard;
+    return u;
+}
+
+// Whether a unit's gradient is added, where it is computed, to that of the micro-steps before.
+static inline bool fsdp_accumulates(const Fsdp *f, int64_t unit, int64_t micro) { return micro > 0 && (!f->sharded || unit == 0); }
+
+// Before the first write to a unit's gradient in a micro-step: what the buffer held is on its way no longer.
+static inline void fsdp_begin_gradients(Fsdp *f, int64_t unit) {
+    if (f->sharded) CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->reduced[fsdp_gradient_buffer(unit)], 0));
+}
+
+enum { FSDP_THREADS = 256 };
+
+// to [rows, n] = from [rows, stride], its first n columns, as fp32. n and stride multiples of 8.
+static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_to_fp32_kernel(float *to, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
+    for (int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8; i < rows * n; i += (int64_t)gridDim.x * FSDP_THREADS * 8) {
+        float x[8];
+        bf16x8_unpack(x, bf16x8_load(from + i / n * stride + i % n));
+        *(float4 *)(to + i) = make_float4(x[0], x[1], x[2], x[3]);
+        *(float4 *)(to + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
+    }
+}
+
+__device__ static inline void fsdp_load_8(float x[8], const bf16 *p) { bf16x8_unpack(x, bf16x8_load(p)); }
+__device__ static inline void fsdp_load_8(float x[8], const float *p) {
+    const float4 a = *(const float4 *)p, b = *(const float4 *)(p + 4);
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// to [n] = from [n], or += when `add`; one rounding.
+template <class T>
+static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_add_kernel(bf16 *to, const T *from, int64_t n, bool add) {
+    for (int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8; i < n; i += (int64_t)gridDim.x * FSDP_THREADS * 8) {
+        float x[8], before[8];
+        fsdp_load_8(x, from + i);
+        if (add) {
+            fsdp_load_8(before, to + i);
+#pragma unroll
+            for (int j = 0; j < 8; j++) x[j] += before[j];
+        }
+        bf16x8_store(to + i, bf16x8_pack(x));
+    }
+}
+
+// Blocks for n elements on the communication stream: few, so that they leave the matrix products beside them alone.
+static inline unsigned fsdp_blocks(int64_t n) { return grid_size(min_i64(n, 128 * FSDP_THREADS * 8), FSDP_THREADS * 8); }
+
+static inline void fsdp_to_fp32(Fsdp *f, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
+    fsdp_to_fp32_kernel<<<fsdp_blocks(rows * n), FSDP_THREADS, 0, f->nccl->stream>>>(f->staging, from, rows, n, stride);
+    CUDA_CHECK_LAUNCH();
+}
+
+template <class T>
+static inline void fsdp_add(Fsdp *f, bf16 *to, const T *from, int64_t n, bool add) {
+    fsdp_add_kernel<T><<<fsdp_blocks(n), FSDP_THREADS, 0, f->nccl->stream>>>(to, from, n, add);
+    CUDA_CHECK_LAUNCH();
+}
+
+// grads [n] = their sum over the group.
+static inline void fsdp_all_reduce(Fsdp *f, CommGroup group, bf16 *grads, int64_t n, int64_t unit) {
+    const int64_t at_a_time = f->fp32_reduce ? f->plan.group * f->staging_slice : n;
+    for (int64_t first = 0; first < n; first += at_a_time) {
+        const int64_t count = min_i64(at_a_time, n - first);
+        if (f->fp32_reduce) fsdp_to_fp32(f, grads + first, 1, count, count);
+        nccl_begin(f->nccl, "all-reduce of the gradients", unit);
+        if (f->fp32_reduce) nccl_all_reduce(f->nccl, group, f->staging, count, ncclFloat32, ncclSum);
+        else nccl_all_reduce(f->nccl, group, grads + first, count, ncclBfloat16, ncclSum);
+        nccl_end(f->nccl);
+        if (f->fp32_reduce) fsdp_add(f, grads + first, f->staging, count, false);
+    }
+}
+
+// The same sums, of each rank's slice alone, to the shard; added to what is there when `add`.
+static inline void fsdp_reduce_scatter_bf16(Fsdp *f, int64_t unit, bool add) {
+    const FsdpUnit full = fsdp_gradients(f, unit);
+    bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices};
+    nccl_begin(f->nccl, "reduce-scatter of the gradients", unit);
+    for (int k = 0; k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
+        nccl_reduce_scatter(f->nccl, COMM_SHARD, from[k], add ? from[k] + f->plan.place * g.slice : f->grads + g.shard, g.slice, ncclBfloat16);
+    }
+    nccl_end(f->nccl);
+    for (int k = 0; add && k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
+        fsdp_add(f, f->grads + g.shard, from[k] + f->plan.place * g.slice, g.slice, true);
+    }
+}
+
+static inline void fsdp_reduce_scatter_fp32(Fsdp *f, int64_t unit, bool add) {
+    const FsdpUnit full = fsdp_gradients(f, unit);
+    bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices};
+    for (int k = 0; k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
+        for (int64_t first = 0; first < g.slice; first += f->staging_slice) {
+            const int64_t count = min_i64(f->staging_slice, g.slice - first);
+            float *part = f->staging + f->plan.place * count;
+            fsdp_to_fp32(f, from[k] + first, f->plan.group, count, g.slice);
+            nccl_begin(f->nccl, "reduce-scatter of the gradients", unit);
+            nccl_reduce_scatter(f->nccl, COMM_SHARD, f->staging, part, count, ncclFloat32);
+            nccl_end(f->nccl);
+            fsdp_add(f, f->grads + g.shard + first, part, count, add);
+        }
+    }
+}
+
+// The unit's gradient of this micro-step is computed: it goes to the ranks that keep it. Sums over all ranks are complete after the last micro-step
+// and fsdp_compute_after. The loss's gradient has been divided by the tokens of all ranks, so that the sum is the mean.
+static inline void fsdp_reduce(Fsdp *f, int64_t unit, int64_t micro, bool last) {
+    if (!f->nccl || (!last && (!f->sharded || unit == 0))) return;
+    fsdp_communicate_after(f);
+    if (f->sharded) {
+        const bool add = micro > 0 && unit > 0;
+        if (f->fp32_reduce) fsdp_reduce_scatter_fp32(f, unit, add);
+        else fsdp_reduce_scatter_bf16(f, unit, add);
+    }
+    if (last && f->replicas > 1) fsdp_all_reduce(f, COMM_REPLICAS, f->grads + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit), unit);
+    CUDA_CHECK(cudaEventRecord(f->reduced[fsdp_gradient_buffer(unit)], f->nccl->stream));
+}
+
+// Sums over all ranks: of the loss, and of the squares of gradients that are sharded (with S == 1 every rank has all of them, and the same).
+static inline void fsdp_reduce_statistics(Fsdp *f, float *loss, double *squares) {
+    if (!f->nccl) return;
+    fsdp_communicate_after(f);
+    nccl_begin(f->nccl, "all-reduce of loss and gradient norm", -1);
+    nccl_all_reduce(f->nccl, COMM_WORLD, loss, 1, ncclFloat32, ncclSum);
+    if (squares && f->sharded) nccl_all_reduce(f->nccl, COMM_WORLD, squares, 1, ncclFloat64, ncclSum);
+    nccl_end(f->nccl);
+    fsdp_compute_after(f);
+}
+
+// Copies of the gradient in the sum of squares over all ranks.
+static inline int64_t fsdp_gradient_copies(const Fsdp *f) { return f->sharded ? f->replicas : 1; }
+
+#endif

@@ -1,0 +1,24 @@
+# Sourced by sweep.sh and run_common.sh: how a trainer is started. They set `trainer` and, if it is not plain mpirun, `mpirun`.
+
+fail() { echo "error: $*" >&2; exit 1; }
+
+# The CPU trainer's ranks share the cores, in any number; the GPU trainer's have a GPU each.
+is_cpu_trainer() { [ "$(basename "$trainer")" = train_fp8 ]; }
+
+# GPUs that this process may use.
+count_gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
+    else nvidia-smi -L 2>/dev/null | grep -c '^GPU'
+    fi
+}
+
+# Sets `launch` to the words that start $1 ranks; none for one rank.
+make_launch() {
+    launch=()
+    [ "$1" -gt 1 ] || return 0
+    launch=(${mpirun:-mpirun} -np "$1" --bind-to none)  # without it, mpirun ties a rank with all its threads to one core
+    [ "$(id -u)" -ne 0 ] || launch+=(--allow-run-as-root)
+    is_cpu_trainer || return 0
+    launch+=(--oversubscribe)
+    if [ -z "${OMP_NUM_THREADS:-}" ]; then launch+=(-x "OMP_NUM_THREADS=$((($(nproc) + $1 - 1) / $1))"); fi
+}

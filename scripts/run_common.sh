@@ -1,0 +1,104 @@
+# Sourced by scripts/run_MODEL.sh, which set `model`, `tokenizer` (llama3 or qwen) and `options`, and call run_until_done "$@".
+# From outside, by environment: GPUS (all there are), TRAINER (./train_fp8cu), DATA (data/tinystories_TOKENIZER, of which there are _train.bin and
+# _val.bin; made if missing), OUT (checkpoints/MODEL), PRICE of a GPU hour for the estimate of the cost. What follows the script's name is passed to
+# the trainer, where the last of two equal options holds.
+
+. scripts/launch.sh
+
+# A line of the settings table that --dry-run prints, by its name.
+planned() { awk -v name="$1" '$1 == name { print $2; exit }' <<<"$plan"; }
+
+pick_data() {
+    [ -f "${data}_train.bin" ] && [ -f "${data}_val.bin" ] && return
+    [ "$data" = "data/tinystories_$tokenizer" ] || fail "${data}_train.bin or ${data}_val.bin is missing; data/README.md shows how to make shards"
+    echo "no ${data}_train.bin here: making it from TinyStories (a download of 2 GB)"
+    data/setup_venv.sh && data/.venv/bin/python data/tinystories.py --tokenizer "$tokenizer" || fail "could not make it; see data/README.md"
+}
+
+# Whether each GPU has the memory that the trainer's plan asks for.
+check_memory() {
+    local needed smallest
+    is_cpu_trainer && return
+    needed=$(planned total) needed=${needed%.*}
+    smallest=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -n 1)
+    [ "$needed" -le "$smallest" ] || fail "$model on $gpus GPUs needs $((needed / 1024)) GiB on each, and the smallest here has $((smallest / 1024)); more GPUs, --recompute layer or a smaller --sequence-length would help"
+    echo "memory: $((needed / 1024)) of $((smallest / 1024)) GiB a GPU"
+}
+
+# What the run will take. Half the peak is a guess on the low side for large models in FP8; the trainer's lines tell.
+print_cost() {
+    local parameters free
+    parameters=$(grep -oE '[0-9]+ parameters|parameters +[0-9.]+ million' <<<"$plan" | head -n 1 | awk '{ printf "%.0f", $2 == "parameters" ? $1 : $2 * 1e6 }')
+    awk -v n="$parameters" -v T="$(planned sequence-length)" -v B="$(planned batch-size)" -v A="$(planned grad-accumulation-steps)" -v steps="$(planned num-steps)" -v W="$gpus" \
+        -v price="${PRICE:-}" 'BEGIN {
+            tokens = W * B * A * T * steps; flops = 6 * n * tokens; hours = flops / (0.5 * 989.5e12) / 3600
+            printf "cost: %d steps of %d tokens are %.1f million tokens, about %.2g FLOPs, %.2f GPU hours at half the BF16 peak of an H200 (%.2f hours on %d)", steps, W * B * A * T, tokens / 1e6, flops, hours, hours / W, W
+            if (price != "") printf ", %.2f at %s a GPU hour", hours * price, price
+            print "" }'
+    free=$(df -Pk "$out" | awk 'NR == 2 { print $4 }')
+    awk -v n="$parameters" -v keep="$(planned keep-checkpoints)" -v free="$free" -v out="$out" 'BEGIN {
+        needed = 6 * n * (keep + 1) / 2^30; printf "disk: checkpoints take up to %.1f GiB in %s (with bf16 storage), %.1f are free\n", needed, out, free / 2^20
+        exit needed > free / 2^20 }' || fail "not enough room for the checkpoints; OUT=FOLDER puts them elsewhere"
+}
+
+newest_checkpoint() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
+is_done() { [ -d "$checkpoints/$(printf 'step-%08d' "$(planned num-steps)")" ]; }
+
+# A stop goes to the ranks as SIGUSR1, the one signal that mpirun hands on without ending them: they finish the step, save, and end with status 0.
+forward_stop() {
+    stopping=1
+    if [ -n "$child" ]; then kill -USR1 "$child" 2>/dev/null; fi
+}
+
+# One start of the trainer, from the newest checkpoint, in a process group of its own so that Ctrl-C comes by way of forward_stop alone.
+start_trainer() {
+    set -m
+    "${command[@]}" > >(trap '' INT TERM USR1; exec tee -a "$out/stdout.txt") 2>&1 </dev/null &
+    child=$!
+    set +m
+    status=0
+    while kill -0 "$child" 2>/dev/null; do
+        wait "$child" 2>/dev/null
+        status=$?
+    done
+    child=""
+}
+
+# Trains to the last step. A start that fails (a crash, a GPU or a host lost) is followed by another from the newest checkpoint; three in a row that
+# save nothing new end it.
+run_until_done() {
+    local begun newest fruitless=0
+    trainer=${TRAINER:-./train_fp8cu} out=${OUT:-checkpoints/$model} data=${DATA:-data/tinystories_$tokenizer}
+    checkpoints=$out/steps stopping="" child=""
+    [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
+    gpus=${GPUS:-$(is_cpu_trainer && echo 1 || count_gpus)}
+    [[ $gpus =~ ^[1-9][0-9]*$ ]] || fail "no GPU found here (nvidia-smi -L lists none), or GPUS=${GPUS:-} is no number"
+    pick_data
+    mkdir -p "$out" || fail "cannot make the folder $out"
+    local arguments=("$model" "${options[@]}" --train-data "${data}_train.bin" --val-data "${data}_val.bin" --log-dir "$out" --checkpoint-dir "$checkpoints" "$@")
+    plan=$("$trainer" "${arguments[@]}" --world-size "$gpus" --dry-run) || exit 1
+    check_memory
+    print_cost
+
+    make_launch "$gpus"
+    command=(${launch[@]+"${launch[@]}"} "$trainer" "${arguments[@]}" --resume)
+    printf '%q ' "${command[@]}"
+    echo
+    trap forward_stop INT TERM USR1
+    until is_done; do
+        begun=$(newest_checkpoint)
+        start_trainer
+        is_done && break
+        if [ -n "$stopping" ] || [ "$status" -eq 0 ]; then
+            echo "stopped after $(newest_checkpoint); start again to go on"
+            exit "$status"
+        fi
+        newest=$(newest_checkpoint)
+        if [ "$newest" = "$begun" ]; then fruitless=$((fruitless + 1)); else fruitless=0; fi
+        [ "$fruitless" -lt 3 ] || fail "three starts in a row failed without a new checkpoint; $out/stdout.txt says why"
+        echo "the run failed with status $status; starting again from ${newest:-the beginning}"
+        sleep 2
+        [ -z "$stopping" ] || exit 0
+    done
+    echo "done: $(newest_checkpoint) in $checkpoints; the lines of all steps are in $out/log.jsonl"
+}

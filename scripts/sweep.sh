@@ -1,0 +1,269 @@
+#!/usr/bin/env bash
+# Trains every model x sequence length x number of GPUs x precision for some steps, one log folder a run, and ends with a table: see --help.
+set -u
+cd "$(dirname "$0")/.."
+. scripts/launch.sh
+
+usage() {
+    cat <<'END'
+usage: scripts/sweep.sh [options] [-- trainer options]
+
+Runs the trainer for every combination of the lists (words with commas or blanks between them) and writes a table of all of them.
+Paths are relative to the repository's root.
+
+  --models LIST            presets, or folders with a config.json (llama3.2-1b,llama3.2-3b,llama3.1-8b,qwen3-4b,qwen3-14b)
+  --sequence-lengths LIST  (2048,4096,8192)
+  --precisions LIST        (bf16,fp8)
+  --gpus LIST              GPUs, or ranks of the CPU trainer (1,2,4)
+  --num-steps N            optimizer steps a run (100)
+  --llama-data GLOB        training shards for models named llama* (data/tinystories_llama3_train.bin)
+  --qwen-data GLOB         training shards for models named qwen* (data/tinystories_qwen_train.bin)
+  --data GLOB              training shards for all models; needed for models of other names
+  --trainer PROGRAM        ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
+  --out FOLDER             where everything goes (log/sweep)
+  --mpirun COMMAND         starts runs of more than one rank, for example "mpirun --hostfile hosts" (mpirun)
+  --max-gpus N             GPUs there are (counted on this machine; needed with several)
+  --retry WHICH            runs that failed before, when started again: none, failed (all but those out of memory) or all (failed)
+  --dry-run                print the command of every run, then stop
+  --                       what follows is passed to the trainer in every run
+
+FOLDER gets table.txt, table.csv, table.md and a folder for each run with its output (stdout.txt), its log.jsonl and, once it has ended, its
+result. A run that fails is recorded with its message and the sweep goes on; out of memory is a result like any other. Started again, the sweep
+leaves out what is finished (its log ends in the summary of all steps) and does the rest. Interrupted (Ctrl-C, SIGTERM), it ends the run in
+progress, which then counts as not begun. Status 0: every run is finished, out of memory, or skipped for want of GPUs; 1: some run failed.
+END
+}
+
+is_count() { [[ $1 =~ ^[1-9][0-9]{0,8}$ ]]; }
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options
+
+models="llama3.2-1b llama3.2-3b llama3.1-8b qwen3-4b qwen3-14b"
+lengths="2048 4096 8192" precisions="bf16 fp8" gpu_counts="1 2 4" num_steps=100
+llama_data=data/tinystories_llama3_train.bin qwen_data=data/tinystories_qwen_train.bin data=""
+trainer=./train_fp8cu out=log/sweep mpirun=mpirun max_gpus="" retry=failed dry_run=""
+while [ $# -gt 0 ]; do
+    case $1 in
+        --) shift; break ;;
+        --dry-run) dry_run=1; shift; continue ;;
+        --help) usage; exit 0 ;;
+        --models | --sequence-lengths | --precisions | --gpus | --num-steps | --llama-data | --qwen-data | --data | --trainer | --out | --mpirun | --max-gpus | --retry)
+            [ $# -ge 2 ] && [ -n "$2" ] || fail "$1 needs a value" ;;
+        *) fail "unknown option $1; --help lists all, and options of the trainer go after --" ;;
+    esac
+    case $1 in
+        --models) models=${2//,/ } ;;
+        --sequence-lengths) lengths=${2//,/ } ;;
+        --precisions) precisions=${2//,/ } ;;
+        --gpus) gpu_counts=${2//,/ } ;;
+        --num-steps) num_steps=$2 ;;
+        --llama-data) llama_data=$2 ;;
+        --qwen-data) qwen_data=$2 ;;
+        --data) data=$2 ;;
+        --trainer) trainer=$2 ;;
+        --out) out=${2%/} ;;
+        --mpirun) mpirun=$2 ;;
+        --max-gpus) max_gpus=$2 ;;
+        --retry) retry=$2 ;;
+    esac
+    shift 2
+done
+extra=("$@")
+
+# Shards for model $1. The shard's tokenizer must be the model's own.
+data_of() {
+    if [ -n "$data" ]; then echo "$data"; return; fi
+    case $(basename "$1") in
+        llama* | Llama*) echo "$llama_data" ;;
+        qwen* | Qwen*) echo "$qwen_data" ;;
+    esac
+}
+
+# The largest number of ranks that can run here.
+count_ranks() {
+    if [ -n "$max_gpus" ]; then echo "$max_gpus"
+    elif is_cpu_trainer; then echo 4096
+    else count_gpus
+    fi
+}
+
+check_options() {
+    local word shards
+    for word in $lengths $gpu_counts $num_steps ${max_gpus:-1}; do is_count "$word" || fail "\"$word\" is not a positive whole number"; done
+    for word in $precisions; do [[ $word =~ ^(bf16|fp8|fp32)$ ]] || fail "--precisions takes bf16, fp8 and (CPU trainer) fp32, not \"$word\""; done
+    [[ $retry =~ ^(none|failed|all)$ ]] || fail "--retry takes none, failed or all, not \"$retry\""
+    [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
+    [ "$available" -gt 0 ] || fail "no GPU found here (nvidia-smi -L lists none); --trainer ./train_fp8 runs on the CPU"
+    for word in $models; do
+        shards=$(data_of "$word")
+        [ -n "$shards" ] || fail "no data known for model \"$word\"; name its training shards with --data"
+        compgen -G "$shards" >/dev/null || fail "no training shards $shards for model $word; data/README.md shows how to make them, --llama-data, --qwen-data and --data name others"
+    done
+    for word in ${extra[@]+"${extra[@]}"}; do
+        case ${word%%=*} in
+            --train-data | --sequence-length | --num-steps | --precision | --log-dir) fail "${word%%=*} is set by the sweep; see --help" ;;
+            --checkpoint-dir | --resume | --export-hf) fail "${word%%=*}: runs of a sweep keep no checkpoints" ;;
+            --dry-run | --help | --world-size) fail "${word%%=*} trains nothing; --dry-run before the -- prints every run's command" ;;
+        esac
+    done
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run: model, length, gpus, precision, and dir, its folder
+
+run_name() { local name=${model%/}; name=${name##*/}; echo "${name}_T${length}_${precision}_${gpus}gpu"; }
+
+make_command() {
+    make_launch "$gpus"
+    command=(${launch[@]+"${launch[@]}"} "$trainer" "$model" --train-data "$(data_of "$model")" --sequence-length "$length" --precision "$precision"
+        --num-steps "$num_steps" --log-dir "$dir" ${extra[@]+"${extra[@]}"})
+}
+
+# Whether the run's log ends in the summary of all its steps. Another number of ranks than asked for is what an mpirun of another MPI gives.
+is_finished() {
+    [ -f "$dir/log.jsonl" ] && head -n 1 "$dir/log.jsonl" | grep -q "\"world_size\": $gpus," &&
+        tail -n 1 "$dir/log.jsonl" | grep -Eq "^\{\"type\": \"summary\", \"steps\": $num_steps, .*\}$"
+}
+
+# Why a run failed that ended with status $1: the trainer's message, or else the last words and the status.
+reason() {
+    local line
+    if [ -f "$dir/log.jsonl" ] && ! head -n 1 "$dir/log.jsonl" | grep -q "\"world_size\": $gpus,"; then
+        line="the trainer did not run as $gpus ranks: is $mpirun of the MPI that it was built with?"
+    elif ! line=$(grep -m1 -oE '(rank [0-9]+: )?error: .*' "$dir/stdout.txt"); then
+        line=$(grep -v '^[-[:space:]]*$' "$dir/stdout.txt" | tail -n 1)
+        line="status $1$([ "$1" -gt 128 ] && echo " (signal $(($1 - 128)))")${line:+, last line: $line}"
+    fi
+    printf '%s' "${line#error: }" | tr '\t' ' ' | cut -c1-400
+}
+
+# Writes the run's result: kind $1 (done, memory, failed, skipped), seconds $2, message $3; whole or not at all.
+record() {
+    printf '%s\t%s\t%s\n' "$1" "$2" "$3" >"$dir/result.tmp" && mv "$dir/result.tmp" "$dir/result" || fail "cannot write $dir/result"
+    kind=$1 seconds=$2 message=$3
+}
+
+# Reads the run's result into kind, seconds and message; kind is empty if it has none.
+recall() {
+    kind="" seconds=0 message=""
+    if [ -f "$dir/result" ]; then IFS=$'\t' read -r kind seconds message <"$dir/result"; fi
+}
+
+# Runs it in a process group of its own, so that Ctrl-C reaches it through stop() alone, and records how it ended.
+run_one() {
+    local begin=$SECONDS status
+    rm -f "$dir/result" "$dir/log.jsonl"
+    set -m
+    "${command[@]}" >"$dir/stdout.txt" 2>&1 </dev/null &
+    child=$!
+    set +m
+    wait "$child" 2>/dev/null
+    status=$?
+    child=""
+    if is_finished; then
+        record done $((SECONDS - begin)) "$([ $status -eq 0 ] || echo "ended with status $status after its summary")"
+    else
+        message=$(reason "$status")
+        if grep -Eqi 'out of (host |device )?memory|needs? [0-9.]+ GiB' <<<"$message"; then kind=memory; else kind=failed; fi
+        record "$kind" $((SECONDS - begin)) "$message"
+    fi
+}
+
+# Ends the run in progress: asks, then insists. Without a result it counts as not begun.
+stop() {
+    trap '' INT TERM HUP
+    if [ -n "${child:-}" ]; then
+        kill -TERM -- "-$child" 2>/dev/null
+        for _ in $(seq 300); do kill -0 -- "-$child" 2>/dev/null || break; sleep 0.1; done
+        kill -KILL -- "-$child" 2>/dev/null
+    fi
+    printf '\ninterrupted in run %d of %d; start again to go on, scripts/report.sh %s shows what there is\n' "$number" "$total" "$out"
+    exit $((128 + $1))
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All runs
+
+# A run's share of the time, for the estimate of what is left: it grows with the parameters ("8b" in the name) and the tokens of a step.
+weight() {
+    local size=10
+    if [[ $model =~ ([0-9]+)(\.([0-9]))?[bB] ]]; then size=$((10 * 10#${BASH_REMATCH[1]} + ${BASH_REMATCH[3]:-0})); fi
+    echo $(((10 + size) * (2048 + length)))
+}
+
+time_left() {
+    [ "$weight_timed" -gt 0 ] || return 0
+    local left=$((seconds_timed * weight_left / weight_timed))
+    if [ $left -lt 120 ]; then echo " | about $left s left"; else echo " | about $((left / 3600)) h $((left / 60 % 60)) min left"; fi
+}
+
+# Calls $1 for each run, with its number, model, length, gpus, precision and dir set.
+each_run() {
+    number=0
+    for model in $models; do for length in $lengths; do for gpus in $gpu_counts; do for precision in $precisions; do
+        number=$((number + 1))
+        dir=$out/$(run_name)
+        "$1"
+    done; done; done; done
+}
+
+print_command() { make_command; printf '%q ' "${command[@]}"; echo; }
+
+# Counts the runs and notes each in runs.txt, which gives the table its order; runs of earlier starts stay in it.
+enlist() {
+    local line="$(run_name) $length $gpus $precision $model"
+    total=$number
+    weight_left=$((weight_left + $(weight)))
+    if ! grep -Fxqs -- "$line" "$out/runs.txt"; then
+        cut -d' ' -f1 "$out/runs.txt" 2>/dev/null | grep -Fxq -- "$(run_name)" && fail "two models would share the folder $dir; give the second sweep another --out"
+        mkdir -p "$dir" && echo "$line" >>"$out/runs.txt" || fail "cannot write to $out"
+    fi
+}
+
+is_kept() { is_finished || case $kind in memory) [ "$retry" != all ] ;; failed) [ "$retry" = none ] ;; *) false ;; esac; }
+
+visit() {
+    local again=""
+    recall
+    printf '[%d/%d] %s, T %s, %s, %s GPU%s%s\n' "$number" "$total" "$model" "$length" "$precision" "$gpus" "$([ "$gpus" -eq 1 ] || echo s)" "$(time_left)"
+    if is_kept; then
+        [ "$kind" ] || record done 0 ""  # finished, but the sweep was killed before it noted that
+        again=", before"
+    elif [ "$gpus" -gt "$available" ]; then
+        record skipped 0 "$gpus GPUs wanted, $available here"
+    else
+        make_command
+        run_one
+    fi
+    if [ "$seconds" -gt 0 ]; then seconds_timed=$((seconds_timed + seconds)) weight_timed=$((weight_timed + $(weight))); fi
+    weight_left=$((weight_left - $(weight)))
+    [ "$kind" = failed ] && any_failed=1
+    if [ "$kind" = done ]; then
+        echo "    done$again in $seconds s${message:+ ($message)}: $(grep '^median of the last' "$dir/stdout.txt" | tail -n 1)"
+    else
+        echo "    ${kind/memory/out of memory}$again: $message"
+    fi
+}
+
+# What all runs in one folder share: a table of runs of different settings would compare what cannot be compared.
+settings() { printf '%s\n' "trainer $trainer" "steps $num_steps" "llama data $llama_data" "qwen data $qwen_data" "data $data" "trainer options ${extra[*]-}"; }
+
+total=0 weight_left=0 weight_timed=0 seconds_timed=0 any_failed="" child=""
+available=$(count_ranks)
+check_options
+if [ -n "$dry_run" ]; then each_run print_command; exit 0; fi
+mkdir -p "$out" || fail "cannot make the folder $out"
+exec 9>"$out/lock"  # the runs inherit it: a sweep that was killed leaves its last run, and nothing may write beside that
+flock -n 9 || fail "a sweep, or the last run of one that was killed, still works in $out"
+if [ ! -e "$out/settings.txt" ]; then settings >"$out/settings.txt"
+elif ! settings | cmp -s - "$out/settings.txt"; then
+    settings | diff "$out/settings.txt" - >&2
+    fail "$out holds runs of other settings (< there, > now); give another --out"
+fi
+each_run enlist
+for signal in INT TERM HUP; do trap "stop $(kill -l $signal)" $signal; done
+each_run visit
+echo
+scripts/report.sh "$out" || fail "no table could be made"
+[ -z "$any_failed" ]
