@@ -1077,7 +1077,7 @@ static void print_ranks(const Trainer *t) {
 static void format_versions(char *out, size_t capacity) {
     int nccl = 0;
     NCCL_CHECK(ncclGetVersion(&nccl));
-    format_checked(out, capacity, "CUDA %d, cuBLASLt %zu, NCCL %d", CUDART_VERSION, cublasLtGetVersion(), nccl);
+    format_checked(out, capacity, "CUDA %d, cuBLASLt %zu, NCCL %d.%d.%d", CUDART_VERSION, cublasLtGetVersion(), nccl / 10000, nccl / 100 % 100, nccl % 100);
 }
 
 static void load_start(Run *run, const char *checkpoint) {

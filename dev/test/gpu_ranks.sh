@@ -17,14 +17,14 @@ if [ "$gpus" -lt 2 ]; then
     exit 0
 fi
 W=$((gpus >= 4 ? 4 : 2))
-launcher="mpirun --allow-run-as-root --oversubscribe --bind-to none"
+launcher="mpirun --allow-run-as-root --oversubscribe --bind-to none"  # more ranks than cores, and no rank with all its threads on one core
 
 # $1 name of the log, $2 ranks, then the arguments. Prints the log's end if the run fails.
 run() {
     local log="$tmp/$1.log" ranks=$2 start=$SECONDS
     shift 2
-    if [ "$ranks" -eq 1 ]; then timeout 120 ./train_fp8cu "$@" >"$log" 2>&1
-    else timeout 120 $launcher -np "$ranks" ./train_fp8cu "$@" >"$log" 2>&1
+    if [ "$ranks" -eq 1 ]; then timeout 120 ./train_fp8cu "$@" >"$log" 2>&1 </dev/null
+    else timeout 120 $launcher -np "$ranks" ./train_fp8cu "$@" >"$log" 2>&1 </dev/null
     fi
     local status=$?
     [ $status -eq 0 ] || { bad "$(basename "$log"): status $status after $((SECONDS - start)) s: $(grep -m3 -i 'error' "$log"; tail -n 3 "$log")"; return 1; }
@@ -91,7 +91,7 @@ echo "($SECONDS s)"
 # ---- a rank that is killed, or interrupted
 # Starts an endless run in the background, saving to $tmp/$1 every 20 steps; sets `launched` and `ranks` (process ids) when it has saved.
 start_endless() {
-    $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" --checkpoint-every 20 >"$tmp/$1.log" 2>&1 &
+    $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" --checkpoint-every 20 >"$tmp/$1.log" 2>&1 </dev/null &
     launched=$!
     for _ in $(seq 300); do grep -q '^saved' "$tmp/$1.log" && break; sleep 0.1; done
     ranks=($(pgrep -P $launched -f train_fp8cu))
