@@ -935,7 +935,7 @@ static bool is_due(int64_t every, int64_t steps_done) { return every && steps_do
 // Everything that happens between steps. `last`: the run ends here.
 static void between_steps(Run *run, int64_t done, bool last) {
     const Options *o = run->t.o;
-    if (*o->val_data && (is_due(o->val_every, done) || (last && !o->val_every))) logger_validation(&run->logger, done, validation_loss(&run->t, &run->setup.val));
+    if (*o->val_data && (last || is_due(o->val_every, done))) logger_validation(&run->logger, done, validation_loss(&run->t, &run->setup.val));
     if (is_due(o->sample_every, done)) print_sample(run, done);
     if (is_due(o->checkpoint_every, done) || last) save_checkpoint(run, done);
 }

@@ -207,7 +207,6 @@ __device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gr
     r = __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
     float q = __fmul_rn(e.exp_avg, r);
     q = __fmaf_rn(r, __fmaf_rn(-d, q, e.exp_avg), q);
-    q = __fmaf_rn(r, __fmaf_rn(-d, q, e.exp_avg), q);
     e.weight = __fmaf_rn(-s.step_size, q, __fmul_rn(e.weight, kept));
     range->denominator = max(range->denominator, float_bits(d) - float_bits(0x1p-33f));
     range->weight = max(range->weight, 2 * float_bits(e.weight) - 2 * float_bits(0x1p-30f));  // doubled: without the sign

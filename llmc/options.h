@@ -52,7 +52,7 @@ enum { FREE, MUST_MATCH };
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, "largest global gradient norm; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a non-finite gradient norm never reaches the weights: stop, or skip the step (10 in a row stop)") \
     GROUP("output") \
-    INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations; 0: at the end, if --val-data is given") \
+    INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations (one more at the end); 0: at the end alone, if --val-data is given") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, "batches per validation") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, "steps between printed samples; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "length of a sample") \

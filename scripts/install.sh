@@ -7,6 +7,7 @@ install_tools() {
     command -v gcc >/dev/null || missing+=(gcc libc6-dev)
     command -v g++ >/dev/null || missing+=(g++)
     command -v make >/dev/null || missing+=(make)
+    command -v python3 >/dev/null || missing+=(python3)
     [ ${#missing[@]} -eq 0 ] && return 0
     say "installing: ${missing[*]}"
     local sudo=()

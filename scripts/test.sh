@@ -50,8 +50,8 @@ for program in build/test_*; do
 done
 say "unit tests under address and undefined-behaviour sanitizers"
 for program in build/asan/test_*; do [ -x "$program" ] && tally "${program#build/}" env ASAN_OPTIONS=detect_leaks=0 "$program"; done
-say "command-line tests"
-for script in dev/test/test_*.sh; do tally "${script#dev/test/}" bash "$script"; done
+say "data preparation"
+tally test_data.py python3 dev/test/test_data.py
 
 say "GPU code"
 if find_nvcc; then
