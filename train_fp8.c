@@ -316,7 +316,7 @@ static void weights_initialize(Trainer *t) {
         const Parameter *p = &t->table.entries[i];
         float *w = t->master + p->offset;
         for (int64_t e = 0; e < parameter_elements(p); e++) w[e] = parameter_initial_value(p->flags, (float)t->m.initializer_range, (uint64_t)t->o->seed, i, e);
-        if (t->o->master_weights == STORAGE_BF16) round_array(w, parameter_elements(p), ROUND_BF16);
+        if (t->o->master_weights != STORAGE_FP32) round_array(w, parameter_elements(p), ROUND_BF16);
     }
     weights_refresh(t);
 }
@@ -324,13 +324,14 @@ static void weights_initialize(Trainer *t) {
 // Optimizer step `step` (counted from 0) with the gradients in t->gradients, whose norm is given.
 static void weights_update(Trainer *t, int64_t step, double norm) {
     const Options *o = t->o;
-    const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, (uint64_t)o->seed);
+    AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, (uint64_t)o->seed);
+    s.nearest_weights = o->master_weights == STORAGE_BF16_NEAREST;
     const float factor = clip_factor(norm, o->grad_clip);
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
         const int64_t at = p->offset;
         adamw_reference(t->master + at, t->exp_avg + at, t->exp_avg_sq + at, t->gradients + at, at, parameter_elements(p), p->flags & PARAM_DECAY, factor,
-                        o->master_weights == STORAGE_BF16, o->optimizer_state == STORAGE_BF16, &s);
+                        o->master_weights != STORAGE_FP32, o->optimizer_state == STORAGE_BF16, &s);
     }
     weights_refresh(t);
 }

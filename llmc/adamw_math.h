@@ -21,6 +21,7 @@ typedef struct {
     float eps;
     float decay;                 // 1 - lr * weight_decay, the factor for tensors with PARAM_DECAY
     uint64_t key;                // of this step's rounding bits
+    bool nearest_weights;        // round bf16 weights to nearest instead: to show what it costs
 } AdamwStep;
 
 typedef struct {
@@ -38,6 +39,7 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
     s.eps = (float)eps;
     s.decay = (float)(1 - lr * weight_decay);
     s.key = rng_key(seed, 0x5352000000000000ull + (uint64_t)step);
+    s.nearest_weights = false;
     return s;
 }
 
@@ -58,8 +60,12 @@ HOST_DEVICE static inline AdamwElement adamw_update(AdamwElement e, float gradie
     return e;
 }
 
-// Rounding bits of flat element i: bits 0..15 for the weight, 16..31 for exp_avg, 32..47 for exp_avg_sq.
-HOST_DEVICE static inline uint64_t adamw_random(const AdamwStep *s, int64_t i) { return rng_u64(s->key, (uint64_t)i); }
+// Rounding bits of flat element i: bits 0..15 for the weight, 16..31 for exp_avg, 32..47 for exp_avg_sq. Half a unit in place of the weight's
+// random bits rounds it to nearest (ties away from zero).
+HOST_DEVICE static inline uint64_t adamw_random(const AdamwStep *s, int64_t i) {
+    const uint64_t random = rng_u64(s->key, (uint64_t)i);
+    return s->nearest_weights ? (random & ~(uint64_t)0xffff) | 0x8000u : random;
+}
 
 HOST_DEVICE static inline bf16_bits adamw_round_weight(float x, uint64_t random) { return bf16_from_float_stochastic(x, (uint32_t)(random & 0xffffu)); }
 HOST_DEVICE static inline bf16_bits adamw_round_exp_avg(float x, uint64_t random) { return bf16_from_float_stochastic(x, (uint32_t)(random >> 16 & 0xffffu)); }
