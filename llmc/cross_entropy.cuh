@@ -24,6 +24,8 @@ enum {
 };
 
 #define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
 
 // The larger of two, NaN if either is.
 __device__ static inline float cross_entropy_max(float a, float b) { return a > b || a != a ? a : b; }
@@ -61,21 +63,35 @@ __device__ static inline uint32_t cross_entropy_vector_max(uint32_t pair_max, Bf
     return pair_max;
 }
 
-__device__ static inline float cross_entropy_vector_sum(float sum, Bf16x8 v, float shift) {
+// exp(x) * 2^offset in two instructions. With offset = -maximum * log2(e) this is exp(x - maximum); the rounding of the offset is a factor
+// common to the row, which the softmax does not see and the loss takes out again.
+__device__ static inline float cross_entropy_exp(float x, float offset) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, LOG2_E, offset)));
+    return y;
+}
+
+__device__ static inline float cross_entropy_vector_sum(float sum, Bf16x8 v, float offset) {
     float f[8];
     bf16x8_unpack(f, v);
 #pragma unroll
-    for (int j = 0; j < 8; j++) sum += __expf(f[j] - shift);
+    for (int j = 0; j < 8; j++) sum += cross_entropy_exp(f[j], offset);
     return sum;
 }
 
-__device__ static inline Bf16x8 cross_entropy_vector_gradient(Bf16x8 v, float shift, float factor) {
+__device__ static inline Bf16x8 cross_entropy_vector_exp(Bf16x8 v, float offset) {
     float f[8];
     bf16x8_unpack(f, v);
 #pragma unroll
-    for (int j = 0; j < 8; j++) f[j] = __expf(f[j] - shift) * factor;
+    for (int j = 0; j < 8; j++) f[j] = cross_entropy_exp(f[j], offset);
     return bf16x8_pack(f);
 }
+
+// -log(softmax(x)[target]) from sum = sum_v exp(x[v]) * 2^offset.
+__device__ static inline float cross_entropy_row_loss(float sum, float offset, float target_logit) { return logf(sum) - fmaf(offset, LN_2, target_logit); }
+
+// The offset that makes cross_entropy_exp(x, .) = softmax(x) * gradient_scale.
+__device__ static inline float cross_entropy_gradient_offset(float sum, float offset, float gradient_scale) { return offset + log2f(gradient_scale / sum); }
 
 // All of v's bits, or none: an ignored row's gradient is 0 whatever its logits are.
 __device__ static inline Bf16x8 cross_entropy_mask(Bf16x8 v, uint32_t mask) {
@@ -123,41 +139,40 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) pair_max = cross_entropy_vector_max(pair_max, shared[v - HELD * CROSS_ENTROPY_THREADS]);
         const float maximum = cross_entropy_block_max(cross_entropy_max(__uint_as_float(pair_max << 16), __uint_as_float(pair_max & 0xffff0000u)), max_scratch);
 
+        const float offset = -maximum * LOG2_E;
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
             const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
-            sum = cross_entropy_vector_sum(sum, held[i], maximum);
+            sum = cross_entropy_vector_sum(sum, held[i], offset);
             if (!GRADIENT && more && v < vectors) held[i] = bf16x8_load(next + v * 8);
         }
         for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
             Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
-            sum = cross_entropy_vector_sum(sum, *at, maximum);
+            sum = cross_entropy_vector_sum(sum, *at, offset);
             if (!GRADIENT && more) cross_entropy_copy_async(at, next + v * 8);
         }
         sum = cross_entropy_block_sum(sum, sum_scratch);
 
-        if (owns_target) losses[row] = logf(sum) + (maximum - target_logit);
+        if (owns_target) losses[row] = cross_entropy_row_loss(sum, offset, target_logit);
         if (!counted && threadIdx.x == 0) losses[row] = 0.0f;
         if (GRADIENT) {
-            const float factor = gradient_scale / sum;
-            float shift = maximum;
-            asm volatile("" : "+f"(shift));  // hides that it is the same: the compiler would keep, and spill, the exponentials of the sum
+            const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
             const uint32_t mask = counted ? 0xffffffffu : 0;
 #pragma unroll
             for (int i = 0; i < HELD; i++) {
                 const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
                 if (v < vectors) {
-                    bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_gradient(held[i], shift, factor), mask));
+                    bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_exp(held[i], gradient_offset), mask));
                     if (more) held[i] = bf16x8_load(next + v * 8);
                 }
             }
             for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
                 Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
-                bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_gradient(*at, shift, factor), mask));
+                bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_exp(*at, gradient_offset), mask));
                 if (more) cross_entropy_copy_async(at, next + v * 8);
             }
-            if (owns_target) x[target] = __float2bfloat16(__expf(target_logit - maximum) * factor - gradient_scale);
+            if (owns_target) x[target] = __float2bfloat16(cross_entropy_exp(target_logit, gradient_offset) - gradient_scale);
         }
         x += (int64_t)gridDim.x * vectors * 8;
     }
@@ -173,14 +188,14 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     const float target_logit = counted ? __bfloat162float(x[target]) : 0.0f;  // before it is overwritten
     float maximum = -INFINITY, sum = 0.0f;
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) maximum = cross_entropy_max(maximum, __bfloat162float(x[v]));
-    maximum = cross_entropy_block_max(maximum, max_scratch);
-    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) sum += __expf(__bfloat162float(x[v]) - maximum);
+    const float offset = -cross_entropy_block_max(maximum, max_scratch) * LOG2_E;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) sum += cross_entropy_exp(__bfloat162float(x[v]), offset);
     sum = cross_entropy_block_sum(sum, sum_scratch);
-    if (threadIdx.x == 0) losses[blockIdx.x] = counted ? logf(sum) + (maximum - target_logit) : 0.0f;
+    if (threadIdx.x == 0) losses[blockIdx.x] = counted ? cross_entropy_row_loss(sum, offset, target_logit) : 0.0f;
     if (!GRADIENT) return;
-    const float factor = gradient_scale / sum;
+    const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
-        const float d = __expf(__bfloat162float(x[v]) - maximum) * factor;
+        const float d = cross_entropy_exp(__bfloat162float(x[v]), gradient_offset);
         x[v] = __float2bfloat16(!counted ? 0.0f : v == target ? d - gradient_scale : d);
     }
 }
@@ -222,6 +237,7 @@ static inline void cross_entropy_loss(float *losses, const bf16 *logits, const i
 static inline void cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale,
                                                    cudaStream_t stream) {
     cross_entropy_check(R, V);
+    if (!(gradient_scale > 0)) die("cross_entropy_loss_and_gradient: gradient_scale %g must be above 0", (double)gradient_scale);
     cross_entropy_launch<true>(losses, logits, targets, R, V, gradient_scale, stream);
 }
 
