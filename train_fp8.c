@@ -324,8 +324,8 @@ static void weights_initialize(Trainer *t) {
 // Optimizer step `step` (counted from 0) with the gradients in t->gradients, whose norm is given.
 static void weights_update(Trainer *t, int64_t step, double norm) {
     const Options *o = t->o;
-    AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, (uint64_t)o->seed);
-    s.nearest_weights = o->master_weights == STORAGE_BF16_NEAREST;
+    const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, o->master_weights == STORAGE_BF16_NEAREST,
+                                     (uint64_t)o->seed);
     const float factor = clip_factor(norm, o->grad_clip);
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];

@@ -607,8 +607,8 @@ static void clear_weight_amax(Trainer *t) {
 // non-finite step stay on the device.
 static void optimizer_step(Trainer *t, int64_t step) {
     const Options *o = t->o;
-    AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, (uint64_t)o->seed);
-    s.nearest_weights = o->master_weights == STORAGE_BF16_NEAREST;
+    const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, o->master_weights == STORAGE_BF16_NEAREST,
+                                     (uint64_t)o->seed);
     const AdamwArrays arrays = {t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, t->grads};
     adamw_prepare(&t->stats->control, t->grads, t->table.total, s, (float)o->grad_clip, t->adamw_workspace, t->stream);
     if (t->fp8) clear_weight_amax(t);

@@ -19,13 +19,13 @@ enum {
     CROSS_ENTROPY_THREADS = 512,
     CROSS_ENTROPY_FEW = 8,        // vectors of 8 logits a thread holds in registers: short rows, two blocks a multiprocessor
     CROSS_ENTROPY_MANY = 24,      // long rows, one block a multiprocessor
-    CROSS_ENTROPY_SHARED = 13,    // more vectors a thread can hold in shared memory, 8 KB a block each; together V <= 151552
+    CROSS_ENTROPY_SHARED = 16,    // more vectors of a thread in shared memory, 8 KB a block each; with CROSS_ENTROPY_MANY, V <= 163840
     CROSS_ENTROPY_ROW_THREADS = 1024
 };
 
 #define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
-#define LOG2_E 1.4426950408889634f
-#define LN_2 0.6931471805599453f
+#define CROSS_ENTROPY_LOG2_E 1.4426950408889634f
+#define CROSS_ENTROPY_LN_2 0.6931471805599453f
 
 // The larger of two, NaN if either is.
 __device__ static inline float cross_entropy_max(float a, float b) { return a > b || a != a ? a : b; }
@@ -67,7 +67,7 @@ __device__ static inline uint32_t cross_entropy_vector_max(uint32_t pair_max, Bf
 // common to the row, which the softmax does not see and the loss takes out again.
 __device__ static inline float cross_entropy_exp(float x, float offset) {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, LOG2_E, offset)));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, CROSS_ENTROPY_LOG2_E, offset)));
     return y;
 }
 
@@ -88,7 +88,7 @@ __device__ static inline Bf16x8 cross_entropy_vector_exp(Bf16x8 v, float offset)
 }
 
 // -log(softmax(x)[target]) from sum = sum_v exp(x[v]) * 2^offset.
-__device__ static inline float cross_entropy_row_loss(float sum, float offset, float target_logit) { return logf(sum) - fmaf(offset, LN_2, target_logit); }
+__device__ static inline float cross_entropy_row_loss(float sum, float offset, float target_logit) { return logf(sum) - fmaf(offset, CROSS_ENTROPY_LN_2, target_logit); }
 
 // The offset that makes cross_entropy_exp(x, .) = softmax(x) * gradient_scale.
 __device__ static inline float cross_entropy_gradient_offset(float sum, float offset, float gradient_scale) { return offset + log2f(gradient_scale / sum); }
@@ -139,7 +139,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) pair_max = cross_entropy_vector_max(pair_max, shared[v - HELD * CROSS_ENTROPY_THREADS]);
         const float maximum = cross_entropy_block_max(cross_entropy_max(__uint_as_float(pair_max << 16), __uint_as_float(pair_max & 0xffff0000u)), max_scratch);
 
-        const float offset = -maximum * LOG2_E;
+        const float offset = -maximum * CROSS_ENTROPY_LOG2_E;
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
@@ -188,7 +188,7 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     const float target_logit = counted ? __bfloat162float(x[target]) : 0.0f;  // before it is overwritten
     float maximum = -INFINITY, sum = 0.0f;
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) maximum = cross_entropy_max(maximum, __bfloat162float(x[v]));
-    const float offset = -cross_entropy_block_max(maximum, max_scratch) * LOG2_E;
+    const float offset = -cross_entropy_block_max(maximum, max_scratch) * CROSS_ENTROPY_LOG2_E;
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) sum += cross_entropy_exp(__bfloat162float(x[v]), offset);
     sum = cross_entropy_block_sum(sum, sum_scratch);
     if (threadIdx.x == 0) losses[blockIdx.x] = counted ? cross_entropy_row_loss(sum, offset, target_logit) : 0.0f;
@@ -200,23 +200,36 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     }
 }
 
+// Of a block whose threads hold `held` vectors in registers.
+static inline int64_t cross_entropy_shared_bytes(int64_t V, int64_t held) {
+    return max_i64(0, ceil_div(V / 8, CROSS_ENTROPY_THREADS) - held) * CROSS_ENTROPY_THREADS * (int64_t)sizeof(Bf16x8);
+}
+
+// Whether a multiprocessor can hold a row. GPUs other than data centre ones have less than 100 KB of shared memory a block.
+static inline bool cross_entropy_row_fits(int64_t V) {
+    int device = 0, available = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    const int64_t needed = cross_entropy_shared_bytes(V, CROSS_ENTROPY_MANY), scratch = 1024;
+    return needed <= cross_entropy_shared_bytes(8 * CROSS_ENTROPY_THREADS * CROSS_ENTROPY_SHARED, 0) && needed + scratch <= available;
+}
+
 template <int HELD, bool GRADIENT>
 static inline void cross_entropy_launch_held(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale, cudaStream_t stream) {
-    const int64_t in_shared = max_i64(0, ceil_div(V / 8, CROSS_ENTROPY_THREADS) - HELD);
-    const size_t shared_bytes = (size_t)in_shared * CROSS_ENTROPY_THREADS * sizeof(Bf16x8);
+    const size_t shared_bytes = (size_t)cross_entropy_shared_bytes(V, HELD);
     CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<HELD, GRADIENT>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     const int64_t resident = device_sm_count() * (HELD == CROSS_ENTROPY_FEW ? 2 : 1);
-    cross_entropy_kernel<HELD, GRADIENT><<<(unsigned)min_i64(R, resident), CROSS_ENTROPY_THREADS, shared_bytes, stream>>>(losses, logits, targets, R, (int)(V / 8), gradient_scale);
+    const unsigned blocks = (unsigned)min_i64(R, resident);
+    cross_entropy_kernel<HELD, GRADIENT><<<blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream>>>(losses, logits, targets, R, (int)(V / 8), gradient_scale);
     CUDA_CHECK_LAUNCH();
 }
 
 template <bool GRADIENT>
 static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale, cudaStream_t stream) {
-    const int64_t held = ceil_div(V / 8, CROSS_ENTROPY_THREADS);  // vectors a thread
-    if (V % 8 || (uintptr_t)logits % 16 || held > CROSS_ENTROPY_MANY + CROSS_ENTROPY_SHARED) {
+    if (V % 8 || (uintptr_t)logits % 16 || !cross_entropy_row_fits(V)) {
         cross_entropy_row_kernel<GRADIENT><<<grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream>>>(losses, logits, targets, V, gradient_scale);
         CUDA_CHECK_LAUNCH();
-    } else if (held <= CROSS_ENTROPY_FEW) {
+    } else if (cross_entropy_shared_bytes(V, CROSS_ENTROPY_FEW) == 0) {
         cross_entropy_launch_held<CROSS_ENTROPY_FEW, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
     } else {
         cross_entropy_launch_held<CROSS_ENTROPY_MANY, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
@@ -224,7 +237,8 @@ static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32
 }
 
 static inline void cross_entropy_check(int64_t R, int64_t V) {
-    if (R < 1 || V < 1 || V > INT_MAX) die("cross entropy over %lld rows of %lld logits: both must be at least 1, the vocabulary below 2^31", (long long)R, (long long)V);
+    if (R < 1 || V < 1 || V > INT_MAX)
+        die("cross entropy over %lld rows of %lld logits: both must be at least 1, the vocabulary below 2^31", (long long)R, (long long)V);
 }
 
 // losses [R] fp32, logits [R, V] bf16 (unchanged), targets [R].

@@ -5,7 +5,8 @@
 #include "cuda_utils.cuh"
 #include "initialize.h"
 
-static __global__ void initialize_parameter_kernel(bf16 *weights, float *master, int64_t n, unsigned flags, float initializer_range, uint64_t seed, int64_t tensor_index) {
+static __global__ void initialize_parameter_kernel(bf16 *weights, float *master, int64_t n, unsigned flags, float initializer_range, uint64_t seed,
+                                                   int64_t tensor_index) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
         const float x = parameter_initial_value(flags, initializer_range, seed, tensor_index, i);
         ((bf16_bits *)weights)[i] = bf16_from_float(x);

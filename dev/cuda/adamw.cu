@@ -76,7 +76,8 @@ static void check_amax(const char *label, const ParameterTable *t, const uint32_
         slot = p->layer == layer ? slot + 1 : p->layer * stride;
         layer = p->layer;
         int64_t n = parameter_elements(p);
-        for (int64_t j = k + 1; j < t->count && (t->entries[j].flags & PARAM_JOINED) && (t->entries[j].flags & PARAM_FP8); j++) n += parameter_elements(&t->entries[j]);
+        const unsigned joined = PARAM_JOINED | PARAM_FP8;
+        for (int64_t j = k + 1; j < t->count && (t->entries[j].flags & joined) == joined; j++) n += parameter_elements(&t->entries[j]);
         float *rounded = (float *)xcalloc((size_t)n, sizeof(float));
         memcpy(rounded, weights + p->offset, (size_t)n * sizeof(float));
         round_array(rounded, n, ROUND_BF16);
@@ -100,9 +101,10 @@ static void check_step(const char *preset, Variant v, int64_t step_number) {
     ParameterTable t = parameter_table(&m);
     State s = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
     char label[128];
-    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element);
+    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld", preset, v.master, v.fp32_moments, v.clip, v.eps,
+                   v.learning_rate, (long long)v.bad_element);
     if (v.bad_element >= 0) s.gradients[v.bad_element] = NAN, s.gradients[s.n - 1] = INFINITY;
-    const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, 42);
+    const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, false, 42);
     AdamwArrays a = {};
     a.weights = (bf16 *)upload(s.weights, s.n, false), a.master = v.master ? (float *)upload(s.weights, s.n, true) : NULL;
     a.exp_avg = upload(s.exp_avg, s.n, v.fp32_moments), a.exp_avg_sq = upload(s.exp_avg_sq, s.n, v.fp32_moments);
@@ -115,15 +117,16 @@ static void check_step(const char *preset, Variant v, int64_t step_number) {
 
     AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
     const bool bad = v.bad_element >= 0;
-    CHECK(c->nonfinite == bad && c->first_nonfinite == (bad ? (unsigned long long)v.bad_element : ADAMW_NONE), "%s: flag %u, first non-finite element %llu", label, c->nonfinite, c->first_nonfinite);
+    CHECK(c->nonfinite == bad && c->first_nonfinite == (bad ? (unsigned long long)v.bad_element : ADAMW_NONE),
+          "%s: flag %u, first non-finite element %llu", label, c->nonfinite, c->first_nonfinite);
     if (!bad) {
         const float norm = (float)global_norm(s.gradients, s.n), factor = clip_factor(norm, v.clip);
         check_close(label, &c->gradient_norm, &norm, 1, 1, 1e-6, 0);  // fp32 sums of 32 squares
         check_close(label, &c->gradient_factor, &factor, 1, 1, 1e-6, 0);
         for (int64_t k = 0; k < t.count; k++) {
             const Parameter *p = &t.entries[k];
-            adamw_reference(s.weights + p->offset, s.exp_avg + p->offset, s.exp_avg_sq + p->offset, s.gradients + p->offset, p->offset, parameter_elements(p), p->flags & PARAM_DECAY,
-                            c->gradient_factor, !v.master, !v.fp32_moments, &step);
+            adamw_reference(s.weights + p->offset, s.exp_avg + p->offset, s.exp_avg_sq + p->offset, s.gradients + p->offset, p->offset, parameter_elements(p),
+                            p->flags & PARAM_DECAY, c->gradient_factor, !v.master, !v.fp32_moments, &step);
         }
     }
     check_array(label, "weights", a.weights, s.weights, s.n, false);
@@ -145,7 +148,8 @@ static void check_initialize(const char *preset, bool with_master) {
     ParameterTable t = parameter_table(&m);
     float *want = (float *)xcalloc((size_t)t.total, sizeof(float));
     for (int64_t k = 0; k < t.count; k++)
-        for (int64_t i = 0; i < parameter_elements(&t.entries[k]); i++) want[t.entries[k].offset + i] = parameter_initial_value(t.entries[k].flags, 0.02f, 1234, k, i);
+        for (int64_t i = 0; i < parameter_elements(&t.entries[k]); i++)
+            want[t.entries[k].offset + i] = parameter_initial_value(t.entries[k].flags, 0.02f, 1234, k, i);
     bf16 *weights = (bf16 *)bench_alloc(t.total * 2);
     float *master = with_master ? (float *)bench_alloc(t.total * 4) : NULL;
     initialize_parameters(weights, master, &t, 0.02f, 1234, 0);
@@ -191,7 +195,7 @@ static void model_free(Model *x) {
 // One step of 8 billion parameters: windows of tensors around 2^31 and 2^32 elements and at the end come out as on the CPU.
 static void check_large(void) {
     Model x = model_create("llama3.1-8b", false, false);
-    const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, 7);
+    const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 7);
     enum { WINDOW = 1024 };
     adamw_prepare(x.control, x.a.gradients, x.t.total, step, 1.0f, x.workspace, 0);
     AdamwControl *c = (AdamwControl *)bench_download(x.control, sizeof *c, "control");
@@ -224,7 +228,7 @@ static void check_large(void) {
 static void bench_model(Bench *b, const char *preset, bool master, bool fp32_moments) {
     Model x = model_create(preset, master, fp32_moments);
     const double n = (double)x.t.total;
-    const AdamwStep step = adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, 7);
+    const AdamwStep step = adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, false, 7);
     char shape[64];
     format_checked(shape, sizeof shape, "%s", preset);
     double us = bench_time_us(b, [&] { adamw_prepare(x.control, x.a.gradients, x.t.total, step, 1.0f, x.workspace, 0); });
