@@ -88,7 +88,9 @@ __device__ static inline Bf16x8 cross_entropy_vector_exp(Bf16x8 v, float offset)
 }
 
 // -log(softmax(x)[target]) from sum = sum_v exp(x[v]) * 2^offset.
-__device__ static inline float cross_entropy_row_loss(float sum, float offset, float target_logit) { return logf(sum) - fmaf(offset, CROSS_ENTROPY_LN_2, target_logit); }
+__device__ static inline float cross_entropy_row_loss(float sum, float offset, float target_logit) {
+    return logf(sum) - fmaf(offset, CROSS_ENTROPY_LN_2, target_logit);
+}
 
 // The offset that makes cross_entropy_exp(x, .) = softmax(x) * gradient_scale.
 __device__ static inline float cross_entropy_gradient_offset(float sum, float offset, float gradient_scale) { return offset + log2f(gradient_scale / sum); }
