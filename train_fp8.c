@@ -535,7 +535,7 @@ static void weights_initialize(Trainer *t) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         float *w = t->master + r.shard;
         for (int64_t e = 0; e < r.count; e++) w[e] = parameter_initial_value(p->flags, (float)t->m.initializer_range, (uint64_t)t->o->seed, i, r.first + e);
-        if (t->o->master_weights == STORAGE_BF16) round_array(w, r.count, ROUND_BF16);
+        if (t->o->master_weights != STORAGE_FP32) round_array(w, r.count, ROUND_BF16);
     }
     weights_refresh(t);
 }
@@ -543,13 +543,14 @@ static void weights_initialize(Trainer *t) {
 // Optimizer step `step` (counted from 0) with the gradients in t->gradients, whose norm is given.
 static void weights_update(Trainer *t, int64_t step, double norm) {
     const Options *o = t->o;
-    const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, (uint64_t)o->seed);
+    const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, o->master_weights == STORAGE_BF16_NEAREST,
+                                     (uint64_t)o->seed);
     const float factor = clip_factor(norm, o->grad_clip);
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
         const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         adamw_reference(t->master + r.shard, t->exp_avg + r.shard, t->exp_avg_sq + r.shard, t->gradients + r.shard, p->offset + r.first, r.count, p->flags & PARAM_DECAY,
-                        factor, o->master_weights == STORAGE_BF16, o->optimizer_state == STORAGE_BF16, &s);
+                        factor, o->master_weights != STORAGE_FP32, o->optimizer_state == STORAGE_BF16, &s);
     }
     weights_refresh(t);
 }

@@ -644,7 +644,8 @@ static void optimizer_step(Trainer *t, int64_t step) {
     const Options *o = t->o;
     Fsdp *f = &t->fsdp;
     const ShardPlan *plan = &f->plan;
-    const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, (uint64_t)o->seed);
+    const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, o->master_weights == STORAGE_BF16_NEAREST,
+                                     (uint64_t)o->seed);
     const AdamwArrays arrays = {t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, t->grads};
     AdamwControl *control = &t->stats->control;
     fsdp_compute_after(f);
@@ -1032,7 +1033,7 @@ static bool is_due(int64_t every, int64_t steps_done) { return every && steps_do
 // Everything that happens between steps. `last`: the run ends here.
 static void between_steps(Run *run, int64_t done, bool last) {
     const Options *o = run->t.o;
-    if (*o->val_data && (is_due(o->val_every, done) || (last && !o->val_every))) logger_validation(&run->logger, done, validation_loss(&run->t, &run->setup.val));
+    if (*o->val_data && (last || is_due(o->val_every, done))) logger_validation(&run->logger, done, validation_loss(&run->t, &run->setup.val));
     if (is_due(o->sample_every, done)) print_sample(run, done);
     if (is_due(o->checkpoint_every, done) || last) save_checkpoint(run, done);
 }

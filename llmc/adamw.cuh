@@ -175,7 +175,9 @@ __device__ static inline Bf16x8 adamw_round_8(const float x[8], const uint32_t r
     return v;
 }
 
-__device__ static inline float adamw_load_one(const void *array, int64_t i, bool fp32) { return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]); }
+__device__ static inline float adamw_load_one(const void *array, int64_t i, bool fp32) {
+    return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]);
+}
 
 // Element i, at `flat` in the flat array, by the CPU's own functions; what the fast path below falls back to. Returns the magnitude of the new bf16 weight.
 template <bool MASTER, bool FP32_MOMENTS>
@@ -185,7 +187,7 @@ __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int
                       adamw_load_one(a.exp_avg_sq, i, FP32_MOMENTS)};
     e = adamw_update(e, gradient, decay, step);
     const uint64_t random = adamw_random(step, flat);
-    const bf16_bits weight = MASTER ? bf16_from_float(e.weight) : adamw_round_weight(e.weight, random);
+    const bf16_bits weight = MASTER ? bf16_from_float(e.weight) : adamw_round_weight(step, e.weight, random);
     if (MASTER) a.master[i] = e.weight;
     ((bf16_bits *)a.weights)[i] = weight;
     if (FP32_MOMENTS) {
@@ -222,7 +224,6 @@ __device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gr
     r = __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
     float q = __fmul_rn(e.exp_avg, r);
     q = __fmaf_rn(r, __fmaf_rn(-d, q, e.exp_avg), q);
-    q = __fmaf_rn(r, __fmaf_rn(-d, q, e.exp_avg), q);
     e.weight = __fmaf_rn(-s.step_size, q, __fmul_rn(e.weight, kept));
     range->denominator = max(range->denominator, float_bits(d) - float_bits(0x1p-33f));
     range->weight = max(range->weight, 2 * float_bits(e.weight) - 2 * float_bits(0x1p-30f));  // doubled: without the sign
@@ -250,7 +251,7 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, int64_t i
         e = adamw_update_fast(e, __fmul_rn(g[j], factor), kept, step, scaled_bias2, &range);
         w[j] = e.weight, m[j] = e.exp_avg, v[j] = e.exp_avg_sq;
         const uint64_t random = adamw_random(&step, flat + j);
-        w_random[j] = (uint32_t)random & 0xffffu, m_random[j] = (uint32_t)random >> 16, v_random[j] = (uint32_t)(random >> 32) & 0xffffu;
+        w_random[j] = ((uint32_t)random & step.weight_mask) | step.weight_half, m_random[j] = (uint32_t)random >> 16, v_random[j] = (uint32_t)(random >> 32) & 0xffffu;
     }
     uint32_t largest = 0;
     if (!adamw_is_common(&range)) {

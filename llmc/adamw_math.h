@@ -21,6 +21,9 @@ typedef struct {
     float eps;
     float decay;                 // 1 - lr * weight_decay, the factor for tensors with PARAM_DECAY
     uint64_t key;                // of this step's rounding bits
+    // The weight's 16 rounding bits are (random & weight_mask) | weight_half: 0xffff, 0 for stochastic rounding; 0, 0x8000 (half a unit: to nearest,
+    // ties away from zero) to show what plain rounding costs.
+    uint32_t weight_mask, weight_half;
 } AdamwStep;
 
 typedef struct {
@@ -28,7 +31,7 @@ typedef struct {
 } AdamwElement;
 
 // `step` is the optimizer step that is being taken, counted from 1.
-static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay, uint64_t seed) {
+static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay, bool nearest_weights, uint64_t seed) {
     AdamwStep s;
     s.one_minus_beta1 = (float)(1 - beta1);
     s.beta2 = (float)beta2;
@@ -38,6 +41,7 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
     s.eps = (float)eps;
     s.decay = (float)(1 - lr * weight_decay);
     s.key = rng_key(seed, 0x5352000000000000ull + (uint64_t)step);
+    s.weight_mask = nearest_weights ? 0 : 0xffff, s.weight_half = nearest_weights ? 0x8000 : 0;
     return s;
 }
 
@@ -61,7 +65,9 @@ HOST_DEVICE static inline AdamwElement adamw_update(AdamwElement e, float gradie
 // Rounding bits of flat element i: bits 0..15 for the weight, 16..31 for exp_avg, 32..47 for exp_avg_sq.
 HOST_DEVICE static inline uint64_t adamw_random(const AdamwStep *s, int64_t i) { return rng_u64(s->key, (uint64_t)i); }
 
-HOST_DEVICE static inline bf16_bits adamw_round_weight(float x, uint64_t random) { return bf16_from_float_stochastic(x, (uint32_t)(random & 0xffffu)); }
+HOST_DEVICE static inline bf16_bits adamw_round_weight(const AdamwStep *s, float x, uint64_t random) {
+    return bf16_from_float_stochastic(x, ((uint32_t)random & s->weight_mask) | s->weight_half);
+}
 HOST_DEVICE static inline bf16_bits adamw_round_exp_avg(float x, uint64_t random) { return bf16_from_float_stochastic(x, (uint32_t)(random >> 16 & 0xffffu)); }
 HOST_DEVICE static inline bf16_bits adamw_round_exp_avg_sq(float x, uint64_t random) { return bf16_from_float_stochastic(x, (uint32_t)(random >> 32 & 0xffffu)); }
 

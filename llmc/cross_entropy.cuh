@@ -5,29 +5,27 @@
 //
 // A row whose target lies outside [0, V) is ignored: loss 0, gradient 0. A NaN or +inf logit makes the row's loss and gradient NaN.
 //
-// Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits does not fit one SM, so a cluster of up
-// to 8 blocks holds it in registers: each thread loads its vectors once, blocks exchange (maximum, sum) through distributed shared memory,
-// and the gradient is computed from the registers. Rows that this cannot take (V not a multiple of 8, or V > 262144) go through a block
-// per row that reads the row three times.
+// Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits one multiprocessor only in its
+// registers and shared memory together, so that is where a persistent block keeps it between reading and overwriting: each thread holds its
+// vectors of the row, most in registers, the rest in shared memory. As soon as a vector's gradient is computed, its place takes the next row's.
+// Rows that this cannot take (V not a multiple of 8, or more than what a block can hold) go through a kernel that reads the row three times.
 // Sums have a fixed order: the same bits in every run.
 #ifndef LLMC_CROSS_ENTROPY_CUH
 #define LLMC_CROSS_ENTROPY_CUH
 
-#include <cooperative_groups.h>
-
 #include "cuda_utils.cuh"
 
-#define CROSS_ENTROPY_VECTORS 4       // 16-byte vectors a thread holds
-#define CROSS_ENTROPY_MAX_CLUSTER 8   // the largest portable cluster
-#define CROSS_ENTROPY_MAX_THREADS 1024
-#define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
+enum {
+    CROSS_ENTROPY_THREADS = 512,
+    CROSS_ENTROPY_FEW = 8,        // vectors of 8 logits a thread holds in registers: short rows, two blocks a multiprocessor
+    CROSS_ENTROPY_MANY = 24,      // long rows, one block a multiprocessor
+    CROSS_ENTROPY_SHARED = 16,    // more vectors of a thread in shared memory, 8 KB a block each; with CROSS_ENTROPY_MANY, V <= 163840
+    CROSS_ENTROPY_ROW_THREADS = 1024
+};
 
-// Clusters exist from compute capability 9.0 on. Code for less has an empty cluster kernel, and every row goes through the other one.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define CROSS_ENTROPY_HAS_CLUSTERS 1
-#else
-#define CROSS_ENTROPY_HAS_CLUSTERS 0
-#endif
+#define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
+#define CROSS_ENTROPY_LOG2_E 1.4426950408889634f
+#define CROSS_ENTROPY_LN_2 0.6931471805599453f
 
 // The larger of two, NaN if either is.
 __device__ static inline float cross_entropy_max(float a, float b) { return a > b || a != a ? a : b; }
@@ -59,93 +57,132 @@ __device__ static inline float cross_entropy_block_sum(float x, float *scratch) 
     return warp_sum(lane < warps ? scratch[lane] : 0.0f);
 }
 
-// What exp() subtracts: the maximum, or 0 where every logit is -inf and -inf - -inf would be NaN.
-__device__ static inline float cross_entropy_shift(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
-
-#if CROSS_ENTROPY_HAS_CLUSTERS
-// Maximum and sum of exp(x - maximum) of this block's part of the row become those of the whole row.
-// Every block stores its pair in every block of the cluster, then adds them up in block order.
-__device__ static inline void cross_entropy_join_cluster(float *maximum, float *sum) {
-    __shared__ float2 parts[CROSS_ENTROPY_MAX_CLUSTER];
-    cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
-    const int blocks = (int)cluster.num_blocks();
-    if ((int)threadIdx.x < blocks) {
-        float2 *remote = cluster.map_shared_rank(parts, (int)threadIdx.x);
-        remote[cluster.block_rank()] = make_float2(*maximum, *sum);
-    }
-    cluster.sync();
-    float m = parts[0].x, s = 0.0f;
-    for (int i = 1; i < blocks; i++) m = cross_entropy_max(m, parts[i].x);
-    for (int i = 0; i < blocks; i++) s += parts[i].y * __expf(parts[i].x - m);
-    *maximum = m;
-    *sum = s;
-}
-#endif
-
-// One row per cluster. `vectors` = V / 8; each block takes `share` consecutive ones, at most CROSS_ENTROPY_VECTORS a thread.
-template <bool GRADIENT>
-__global__ static void __launch_bounds__(CROSS_ENTROPY_MAX_THREADS)
-    cross_entropy_cluster_kernel(float *losses, bf16 *logits, const int32_t *targets, int vectors, int share, float gradient_scale) {
-#if CROSS_ENTROPY_HAS_CLUSTERS
-    __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
-    const int blocks = (int)cooperative_groups::this_cluster().num_blocks();
-    const int64_t row = blockIdx.x / blocks;
-    const int rank = (int)(blockIdx.x % blocks), begin = rank * share, end = min(vectors, begin + share);
-    bf16 *x = logits + row * vectors * 8;
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // waited for below: no block writes to one that has not started
-
-    Bf16x8 held[CROSS_ENTROPY_VECTORS];
+__device__ static inline uint32_t cross_entropy_vector_max(uint32_t pair_max, Bf16x8 v) {
 #pragma unroll
-    for (int i = 0; i < CROSS_ENTROPY_VECTORS; i++) {
-        const int v = begin + i * (int)blockDim.x + (int)threadIdx.x;
-        if (v < end) held[i] = bf16x8_load(x + (int64_t)v * 8);
+    for (int j = 0; j < 4; j++) pair_max = cross_entropy_pair_max(pair_max, v.word[j]);
+    return pair_max;
+}
+
+// exp(x) * 2^offset in two instructions. With offset = -maximum * log2(e) this is exp(x - maximum); the rounding of the offset is a factor
+// common to the row, which the softmax does not see and the loss takes out again.
+__device__ static inline float cross_entropy_exp(float x, float offset) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, CROSS_ENTROPY_LOG2_E, offset)));
+    return y;
+}
+
+__device__ static inline float cross_entropy_vector_sum(float sum, Bf16x8 v, float offset) {
+    float f[8];
+    bf16x8_unpack(f, v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum += cross_entropy_exp(f[j], offset);
+    return sum;
+}
+
+__device__ static inline Bf16x8 cross_entropy_vector_exp(Bf16x8 v, float offset) {
+    float f[8];
+    bf16x8_unpack(f, v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) f[j] = cross_entropy_exp(f[j], offset);
+    return bf16x8_pack(f);
+}
+
+// -log(softmax(x)[target]) from sum = sum_v exp(x[v]) * 2^offset.
+__device__ static inline float cross_entropy_row_loss(float sum, float offset, float target_logit) {
+    return logf(sum) - fmaf(offset, CROSS_ENTROPY_LN_2, target_logit);
+}
+
+// The offset that makes cross_entropy_exp(x, .) = softmax(x) * gradient_scale.
+__device__ static inline float cross_entropy_gradient_offset(float sum, float offset, float gradient_scale) { return offset + log2f(gradient_scale / sum); }
+
+// All of v's bits, or none: an ignored row's gradient is 0 whatever its logits are.
+__device__ static inline Bf16x8 cross_entropy_mask(Bf16x8 v, uint32_t mask) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) v.word[j] &= mask;
+    return v;
+}
+
+// Copies 16 bytes to shared memory without waiting; cross_entropy_wait waits for all of this thread's.
+__device__ static inline void cross_entropy_copy_async(Bf16x8 *to, const bf16 *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
+__device__ static inline void cross_entropy_wait(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Block b takes rows b, b + gridDim.x, ... Vector v of a row (of `vectors` = V / 8) belongs to thread v % CROSS_ENTROPY_THREADS, as its
+// number v / CROSS_ENTROPY_THREADS; the first HELD of a thread are in registers, later ones in dynamic shared memory.
+template <int HELD, bool GRADIENT>
+static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_ENTROPY_FEW ? 2 : 1)
+    cross_entropy_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int vectors, float gradient_scale) {
+    extern __shared__ Bf16x8 shared[];
+    __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
+    const int first_shared = HELD * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
+    bf16 *x = logits + (int64_t)blockIdx.x * vectors * 8;
+    Bf16x8 held[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
+        if (v < vectors) held[i] = bf16x8_load(x + v * 8);
         else held[i].word[0] = held[i].word[1] = held[i].word[2] = held[i].word[3] = NEGATIVE_INFINITY_PAIR;  // adds nothing
     }
-    const int target = targets[row];
+    for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) cross_entropy_copy_async(&shared[v - HELD * CROSS_ENTROPY_THREADS], x + v * 8);
 
-    uint32_t pair_max = NEGATIVE_INFINITY_PAIR;
-#pragma unroll
-    for (int i = 0; i < CROSS_ENTROPY_VECTORS; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) pair_max = cross_entropy_pair_max(pair_max, held[i].word[j]);
-    float maximum = cross_entropy_block_max(cross_entropy_max(__uint_as_float(pair_max << 16), __uint_as_float(pair_max & 0xffff0000u)), max_scratch);
-    const float shift = cross_entropy_shift(maximum);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < CROSS_ENTROPY_VECTORS; i++) {
-        float f[8];
-        bf16x8_unpack(f, held[i]);
-#pragma unroll
-        for (int j = 0; j < 8; j++) sum += __expf(f[j] - shift);
-    }
-    sum = cross_entropy_block_sum(sum, sum_scratch);
-    asm volatile("barrier.cluster.wait.aligned;");
-    cross_entropy_join_cluster(&maximum, &sum);
+    for (int64_t row = blockIdx.x; row < R; row += gridDim.x) {
+        const bool more = row + gridDim.x < R;
+        const bf16 *next = x + (int64_t)gridDim.x * vectors * 8;
+        const int target = targets[row];
+        const bool counted = target >= 0 && target / 8 < vectors, owns_target = counted && target / 8 % CROSS_ENTROPY_THREADS == (int)threadIdx.x;
+        const float target_logit = owns_target ? __bfloat162float(x[target]) : 0.0f;  // this thread alone overwrites it, below
+        cross_entropy_wait();
 
-    const bool counted = target >= 0 && target / 8 < vectors;
-    const float factor = counted ? gradient_scale / sum : 0.0f;
-    const bool owns_target = counted && target / 8 >= begin && target / 8 < end && (target / 8 - begin) % (int)blockDim.x == (int)threadIdx.x;
-    const float target_logit = owns_target ? __bfloat162float(x[target]) : 0.0f;  // this thread alone overwrites it, below
-    if (GRADIENT) {
+        uint32_t pair_max = NEGATIVE_INFINITY_PAIR;
 #pragma unroll
-        for (int i = 0; i < CROSS_ENTROPY_VECTORS; i++) {
-            const int v = begin + i * (int)blockDim.x + (int)threadIdx.x;
-            float f[8];
-            bf16x8_unpack(f, held[i]);
+        for (int i = 0; i < HELD; i++) pair_max = cross_entropy_vector_max(pair_max, held[i]);
+        for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) pair_max = cross_entropy_vector_max(pair_max, shared[v - HELD * CROSS_ENTROPY_THREADS]);
+        const float maximum = cross_entropy_block_max(cross_entropy_max(__uint_as_float(pair_max << 16), __uint_as_float(pair_max & 0xffff0000u)), max_scratch);
+
+        const float offset = -maximum * CROSS_ENTROPY_LOG2_E;
+        float sum = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 8; j++) f[j] = __expf(f[j] - maximum) * factor;
-            if (v < end) bf16x8_store(x + (int64_t)v * 8, bf16x8_pack(f));
+        for (int i = 0; i < HELD; i++) {
+            const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
+            sum = cross_entropy_vector_sum(sum, held[i], offset);
+            if (!GRADIENT && more && v < vectors) held[i] = bf16x8_load(next + v * 8);
         }
-        if (owns_target) x[target] = __float2bfloat16(__expf(target_logit - maximum) * factor - gradient_scale);
+        for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
+            Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
+            sum = cross_entropy_vector_sum(sum, *at, offset);
+            if (!GRADIENT && more) cross_entropy_copy_async(at, next + v * 8);
+        }
+        sum = cross_entropy_block_sum(sum, sum_scratch);
+
+        if (owns_target) losses[row] = cross_entropy_row_loss(sum, offset, target_logit);
+        if (!counted && threadIdx.x == 0) losses[row] = 0.0f;
+        if (GRADIENT) {
+            const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
+            const uint32_t mask = counted ? 0xffffffffu : 0;
+#pragma unroll
+            for (int i = 0; i < HELD; i++) {
+                const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
+                if (v < vectors) {
+                    bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_exp(held[i], gradient_offset), mask));
+                    if (more) held[i] = bf16x8_load(next + v * 8);
+                }
+            }
+            for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
+                Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
+                bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_exp(*at, gradient_offset), mask));
+                if (more) cross_entropy_copy_async(at, next + v * 8);
+            }
+            if (owns_target) x[target] = __float2bfloat16(cross_entropy_exp(target_logit, gradient_offset) - gradient_scale);
+        }
+        x += (int64_t)gridDim.x * vectors * 8;
     }
-    if (owns_target) losses[row] = logf(sum) + (maximum - target_logit);
-    if (!counted && rank == 0 && threadIdx.x == 0) losses[row] = 0.0f;
-#endif
 }
 
 // One row per block, any V and any alignment.
 template <bool GRADIENT>
-__global__ static void cross_entropy_row_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t V, float gradient_scale) {
+static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t V, float gradient_scale) {
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
     bf16 *x = logits + (int64_t)blockIdx.x * V;
     const int64_t target = targets[blockIdx.x];
@@ -153,46 +190,57 @@ __global__ static void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     const float target_logit = counted ? __bfloat162float(x[target]) : 0.0f;  // before it is overwritten
     float maximum = -INFINITY, sum = 0.0f;
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) maximum = cross_entropy_max(maximum, __bfloat162float(x[v]));
-    maximum = cross_entropy_block_max(maximum, max_scratch);
-    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) sum += __expf(__bfloat162float(x[v]) - maximum);
+    const float offset = -cross_entropy_block_max(maximum, max_scratch) * CROSS_ENTROPY_LOG2_E;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) sum += cross_entropy_exp(__bfloat162float(x[v]), offset);
     sum = cross_entropy_block_sum(sum, sum_scratch);
-    if (threadIdx.x == 0) losses[blockIdx.x] = counted ? logf(sum) + (maximum - target_logit) : 0.0f;
+    if (threadIdx.x == 0) losses[blockIdx.x] = counted ? cross_entropy_row_loss(sum, offset, target_logit) : 0.0f;
     if (!GRADIENT) return;
-    const float factor = counted ? gradient_scale / sum : 0.0f;
+    const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
-        float d = __expf(__bfloat162float(x[v]) - maximum) * factor;
-        x[v] = __float2bfloat16(counted && v == target ? d - gradient_scale : d);
+        const float d = cross_entropy_exp(__bfloat162float(x[v]), gradient_offset);
+        x[v] = __float2bfloat16(!counted ? 0.0f : v == target ? d - gradient_scale : d);
     }
+}
+
+// Of a block whose threads hold `held` vectors in registers.
+static inline int64_t cross_entropy_shared_bytes(int64_t V, int64_t held) {
+    return max_i64(0, ceil_div(V / 8, CROSS_ENTROPY_THREADS) - held) * CROSS_ENTROPY_THREADS * (int64_t)sizeof(Bf16x8);
+}
+
+// Whether a multiprocessor can hold a row. GPUs other than data centre ones have less than 100 KB of shared memory a block.
+static inline bool cross_entropy_row_fits(int64_t V) {
+    int device = 0, available = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    const int64_t needed = cross_entropy_shared_bytes(V, CROSS_ENTROPY_MANY), scratch = 1024;
+    return needed <= cross_entropy_shared_bytes(8 * CROSS_ENTROPY_THREADS * CROSS_ENTROPY_SHARED, 0) && needed + scratch <= available;
+}
+
+template <int HELD, bool GRADIENT>
+static inline void cross_entropy_launch_held(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale, cudaStream_t stream) {
+    const size_t shared_bytes = (size_t)cross_entropy_shared_bytes(V, HELD);
+    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<HELD, GRADIENT>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
+    const int64_t resident = device_sm_count() * (HELD == CROSS_ENTROPY_FEW ? 2 : 1);
+    const unsigned blocks = (unsigned)min_i64(R, resident);
+    cross_entropy_kernel<HELD, GRADIENT><<<blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream>>>(losses, logits, targets, R, (int)(V / 8), gradient_scale);
+    CUDA_CHECK_LAUNCH();
 }
 
 template <bool GRADIENT>
 static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale, cudaStream_t stream) {
-    const int64_t vectors = V / 8, held = CROSS_ENTROPY_VECTORS;
-    int64_t blocks = 1;  // as few as keep a block within 512 threads: fewer threads wait at a barrier
-    while (blocks < CROSS_ENTROPY_MAX_CLUSTER && ceil_div(vectors, blocks) > 512 * held) blocks *= 2;
-    const int64_t share = ceil_div(vectors, blocks), threads = round_up(ceil_div(share, held), WARP_SIZE);
-    cudaFuncAttributes code;
-    CUDA_CHECK(cudaFuncGetAttributes(&code, cross_entropy_cluster_kernel<GRADIENT>));
-    if (code.binaryVersion < 90 || V % 8 || (uintptr_t)logits % 16 || threads > CROSS_ENTROPY_MAX_THREADS) {
-        cross_entropy_row_kernel<GRADIENT><<<grid_size(R, 1), CROSS_ENTROPY_MAX_THREADS, 0, stream>>>(losses, logits, targets, V, gradient_scale);
+    if (V % 8 || (uintptr_t)logits % 16 || !cross_entropy_row_fits(V)) {
+        cross_entropy_row_kernel<GRADIENT><<<grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream>>>(losses, logits, targets, V, gradient_scale);
         CUDA_CHECK_LAUNCH();
-        return;
+    } else if (cross_entropy_shared_bytes(V, CROSS_ENTROPY_FEW) == 0) {
+        cross_entropy_launch_held<CROSS_ENTROPY_FEW, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
+    } else {
+        cross_entropy_launch_held<CROSS_ENTROPY_MANY, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
     }
-    cudaLaunchAttribute cluster[1] = {};
-    cluster[0].id = cudaLaunchAttributeClusterDimension;
-    cluster[0].val.clusterDim.x = (unsigned)blocks;
-    cluster[0].val.clusterDim.y = cluster[0].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(grid_size(R * blocks, 1));
-    config.blockDim = dim3((unsigned)threads);
-    config.stream = stream;
-    config.attrs = cluster;
-    config.numAttrs = 1;
-    CUDA_CHECK(cudaLaunchKernelEx(&config, cross_entropy_cluster_kernel<GRADIENT>, losses, logits, targets, (int)vectors, (int)share, gradient_scale));
 }
 
 static inline void cross_entropy_check(int64_t R, int64_t V) {
-    if (R < 1 || V < 1 || V > INT_MAX) die("cross entropy over %lld rows of %lld logits: both must be at least 1, the vocabulary below 2^31", (long long)R, (long long)V);
+    if (R < 1 || V < 1 || V > INT_MAX)
+        die("cross entropy over %lld rows of %lld logits: both must be at least 1, the vocabulary below 2^31", (long long)R, (long long)V);
 }
 
 // losses [R] fp32, logits [R, V] bf16 (unchanged), targets [R].
@@ -205,6 +253,7 @@ static inline void cross_entropy_loss(float *losses, const bf16 *logits, const i
 static inline void cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale,
                                                    cudaStream_t stream) {
     cross_entropy_check(R, V);
+    if (!(gradient_scale > 0)) die("cross_entropy_loss_and_gradient: gradient_scale %g must be above 0", (double)gradient_scale);
     cross_entropy_launch<true>(losses, logits, targets, R, V, gradient_scale, stream);
 }
 

@@ -149,15 +149,19 @@ __device__ static inline void amax_publish(uint32_t *slot, uint32_t halves) {
 // ---------------------------------------------------------------------------------------------------------------------
 // FP8 casts: the bits of fp8_from_float, but every NaN gives 0x7f (the sign is dropped).
 
-// Two floats to two bytes; `low` in bits 0-7.
+// Two floats to two bytes; `low` in bits 0-7. GPUs without the instruction (below compute capability 8.9) take the plain code.
 template <Fp8Format FORMAT>
 __device__ static inline uint32_t fp8x2_from_floats(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+    return fp8_from_float(low, FORMAT) | (uint32_t)fp8_from_float(high, FORMAT) << 8;
+#else
     uint16_t r;
     if (FORMAT == FP8_E4M3)
         asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
     else
         asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
     return r;
+#endif
 }
 
 // Four floats to one word, x[0] in the lowest byte.

@@ -8,7 +8,7 @@
 #include "utils.h"
 
 enum { PRECISION_FP32, PRECISION_BF16, PRECISION_FP8 };
-enum { STORAGE_AUTO, STORAGE_BF16, STORAGE_FP32 };
+enum { STORAGE_AUTO, STORAGE_BF16, STORAGE_FP32, STORAGE_BF16_NEAREST };
 enum { RECOMPUTE_NONE, RECOMPUTE_LAYER };
 enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD };
 enum { NONFINITE_STOP, NONFINITE_SKIP };
@@ -39,7 +39,7 @@ enum { FREE, MUST_MATCH };
     INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "of initial weights, data order and stochastic rounding") \
     GROUP("precision") \
     CHOICE(precision, "precision", PRECISION_BF16, "fp32|bf16|fp8", MUST_MATCH, "of matrix products (fp32: CPU trainer only); fp8: tensorwise current scaling") \
-    CHOICE(master_weights, "master-weights", STORAGE_AUTO, "auto|bf16|fp32", MUST_MATCH, "bf16 is rounded stochastically; auto: bf16, or fp32 with --precision fp32") \
+    CHOICE(master_weights, "master-weights", STORAGE_AUTO, "auto|bf16|fp32|bf16-nearest", MUST_MATCH, "bf16 is rounded stochastically, bf16-nearest to nearest (loses small updates); auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", STORAGE_AUTO, "auto|bf16|fp32", MUST_MATCH, "AdamW's two moments, as above") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, "none|layer", FREE, "layer: keep each layer's input alone, redo its forward pass in backward") \
@@ -60,7 +60,7 @@ enum { FREE, MUST_MATCH };
     CHOICE(fp8_all_gather, "fp8-all-gather", ON, "off|on", FREE, "with --precision fp8, weights travel as FP8; the results are the same bits") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: plan for this many ranks, without mpirun") \
     GROUP("output") \
-    INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations; 0: at the end, if --val-data is given") \
+    INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations (one more at the end); 0: at the end alone, if --val-data is given") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, "batches per validation") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, "steps between printed samples; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "length of a sample") \
@@ -286,7 +286,7 @@ static inline const char *options_conflict(const Options *o, char *message, size
         format_checked(message, capacity, "--resume needs --checkpoint-dir, the folder to continue from");
     else if (o->val_every && !*o->val_data)
         format_checked(message, capacity, "--val-every needs --val-data");
-    else if (o->precision == PRECISION_FP32 && (o->master_weights == STORAGE_BF16 || o->optimizer_state == STORAGE_BF16))
+    else if (o->precision == PRECISION_FP32 && (o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST || o->optimizer_state == STORAGE_BF16))
         format_checked(message, capacity, "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and --optimizer-state at auto");
     else if (o->precision == PRECISION_FP8 && o->batch_size * o->sequence_length % 16)
         format_checked(message, capacity, "--precision fp8 needs batch-size x sequence-length in multiples of 16 (FP8 matrix products), not %lld x %lld",

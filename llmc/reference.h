@@ -636,7 +636,7 @@ static inline void adamw_reference(float *weights, float *exp_avg, float *exp_av
         AdamwElement e = {weights[i], exp_avg[i], exp_avg_sq[i]};
         e = adamw_update(e, gradients[i] * gradient_factor, decay, step);
         const uint64_t random = adamw_random(step, first + i);
-        weights[i] = bf16_weights ? bf16_to_float(adamw_round_weight(e.weight, random)) : e.weight;
+        weights[i] = bf16_weights ? bf16_to_float(adamw_round_weight(step, e.weight, random)) : e.weight;
         exp_avg[i] = bf16_state ? bf16_to_float(adamw_round_exp_avg(e.exp_avg, random)) : e.exp_avg;
         exp_avg_sq[i] = bf16_state ? bf16_to_float(adamw_round_exp_avg_sq(e.exp_avg_sq, random)) : e.exp_avg_sq;
     }

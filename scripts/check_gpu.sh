@@ -4,34 +4,15 @@
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
+. scripts/tally.sh
 install_tools
 have_gpu || { echo "error: this needs a GPU with its driver, and nvcc; scripts/test.sh runs what needs neither" >&2; exit 1; }
-passed=0 failed=0
-
-tally() {
-    local name=$1 status log line
-    shift
-    log=$(mktemp)
-    "$@" >"$log" 2>&1
-    status=$?
-    cat "$log"
-    line=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
-    rm -f "$log"
-    if [ -z "$line" ]; then
-        failed=$((failed + 1))
-        echo "FAILED: $name ended with status $status and without a count"
-        return
-    fi
-    passed=$((passed + $(echo "$line" | cut -d' ' -f1)))
-    failed=$((failed + $(echo "$line" | cut -d' ' -f3)))
-    if [ "$status" -ne 0 ] && [ "$(echo "$line" | cut -d' ' -f3)" -eq 0 ]; then failed=$((failed + 1)); fi
-}
 
 say "build"
-if make -s -j"$(nproc)" gpu benches train_fp8 build/synth_stories; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+check "make" make -s -j"$(nproc)" gpu benches train_fp8 build/synth_stories
 for bench in build/bench_*; do
     say "${bench#build/bench_}"
-    tally "$bench" "$bench"
+    tally "${bench#build/}" "$bench"
 done
 say "whole model"
 tally test_gpu build/test_gpu
@@ -39,18 +20,11 @@ tally test_fsdp_order build/test_fsdp_order
 tally gpu_runs dev/test/gpu_runs.sh
 tally gpu_ranks dev/test/gpu_ranks.sh
 
-# One step of a tiny model under each tool of compute-sanitizer: $1 = tool, $2 = precision.
+# Two steps of a tiny model under one tool of compute-sanitizer: $1 = tool, $2 = precision.
 sanitize() {
     compute-sanitizer --tool "$1" --error-exitcode 9 ./train_fp8cu tiny --train-data build/check_train.bin --precision "$2" --sequence-length 160 --batch-size 2 \
-        --num-steps 2 --deterministic >build/sanitize.log 2>&1
-    if [ $? -eq 0 ]; then
-        passed=$((passed + 1))
-        echo "compute-sanitizer $1, $2: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log)"
-    else
-        failed=$((failed + 1))
-        head -n 60 build/sanitize.log
-        echo "FAILED: compute-sanitizer $1, $2"
-    fi
+        --num-steps 2 --deterministic >build/sanitize.log 2>&1 || { head -n 60 build/sanitize.log; return 1; }
+    echo "compute-sanitizer $1, $2: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log)"
 }
 say "compute-sanitizer"
 if [ -n "${QUICK:-}" ]; then
@@ -60,10 +34,7 @@ elif ! command -v compute-sanitizer >/dev/null; then
 else
     build/synth_stories --out build/check --bytes 200000 --seed 1 >/dev/null
     for tool in memcheck racecheck initcheck; do
-        for precision in bf16 fp8; do sanitize "$tool" "$precision"; done
+        for precision in bf16 fp8; do check "compute-sanitizer $tool, $precision" sanitize "$tool" "$precision"; done
     done
 fi
-
-echo
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+finish

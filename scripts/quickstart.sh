@@ -12,7 +12,7 @@ make -s "${trainer#./}" build/synth_stories
 echo "built $trainer"
 
 say "stories to learn from"
-build/synth_stories --out build/stories --bytes 4000000 --seed 1
+build/synth_stories --out build/stories --bytes 2000000 --seed 1
 
 data="--train-data build/stories_train.bin --val-data build/stories_val.bin --log-dir log/quickstart"
 if [ "$trainer" = ./train_fp8cu ]; then
@@ -21,7 +21,7 @@ if [ "$trainer" = ./train_fp8cu ]; then
         --sample-every 500 --sample-tokens 240
 else
     say "training: tiny (2 layers), BF16 as a GPU would round it, on the CPU"
-    $trainer tiny $data --sequence-length 256 --batch-size 8 --num-steps 1500 --learning-rate 3e-3 --lr-schedule cosine --warmup-steps 20 \
+    $trainer tiny $data --sequence-length 256 --batch-size 8 --num-steps 1500 --learning-rate 3e-3 --lr-schedule cosine --warmup-steps 50 \
         --sample-every 500 --sample-tokens 240
 fi
 echo

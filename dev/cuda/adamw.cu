@@ -76,7 +76,8 @@ static void check_amax(const char *label, const ParameterTable *t, const uint32_
         slot = p->layer == layer ? slot + 1 : p->layer * stride;
         layer = p->layer;
         int64_t n = parameter_elements(p);
-        for (int64_t j = k + 1; j < t->count && (t->entries[j].flags & PARAM_JOINED) && (t->entries[j].flags & PARAM_FP8); j++) n += parameter_elements(&t->entries[j]);
+        const unsigned joined = PARAM_JOINED | PARAM_FP8;
+        for (int64_t j = k + 1; j < t->count && (t->entries[j].flags & joined) == joined; j++) n += parameter_elements(&t->entries[j]);
         float *rounded = (float *)xcalloc((size_t)n, sizeof(float));
         memcpy(rounded, weights + p->offset, (size_t)n * sizeof(float));
         round_array(rounded, n, ROUND_BF16);
@@ -166,7 +167,7 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld, %lld ranks", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element,
                    (long long)group);
     if (bad) flat.gradients[v.bad_element] = NAN, flat.gradients[flat.n - 1] = INFINITY;
-    const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, 42);
+    const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, false, 42);
     double *squares = sum_squares(&t, group, &flat);
     uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
     double *sum = (double *)bench_download(squares, sizeof *sum, label);
@@ -298,7 +299,7 @@ static void model_free(Model *x) {
 // One step of 8 billion parameters: windows of tensors around 2^31 and 2^32 elements and at the end come out as on the CPU.
 static void check_large(void) {
     Model x = model_create("llama3.1-8b", false, false);
-    const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, 7);
+    const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 7);
     enum { WINDOW = 1024 };
     model_norm(&x, step, 1.0f);
     AdamwControl *c = (AdamwControl *)bench_download(x.control, sizeof *c, "control");
@@ -331,7 +332,7 @@ static void check_large(void) {
 static void bench_model(Bench *b, const char *preset, bool master, bool fp32_moments) {
     Model x = model_create(preset, master, fp32_moments);
     const double n = (double)x.t.total;
-    const AdamwStep step = adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, 7);
+    const AdamwStep step = adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, false, 7);
     char shape[64];
     format_checked(shape, sizeof shape, "%s", preset);
     double us = bench_time_us(b, [&] { model_norm(&x, step, 1.0f); });

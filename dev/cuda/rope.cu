@@ -24,7 +24,8 @@ static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t H
     c.a.B = B, c.a.T = T, c.a.NH = NH, c.a.NKV = NKV, c.a.HD = HD;
     c.d.B = B, c.d.T = T, c.d.NH = NH, c.d.NKV = NKV, c.d.HD = HD, c.d.eps = EPS;
     c.rows = B * T, c.heads = NH + 2 * NKV, c.n = c.rows * c.heads * HD;
-    format_checked(c.label, sizeof c.label, "B=%lld T=%lld heads %lld+2*%lld HD=%lld%s", (long long)B, (long long)T, (long long)NH, (long long)NKV, (long long)HD, norm ? " qk-norm" : "");
+    format_checked(c.label, sizeof c.label, "B=%lld T=%lld heads %lld+2*%lld HD=%lld%s", (long long)B, (long long)T, (long long)NH, (long long)NKV,
+                   (long long)HD, norm ? " qk-norm" : "");
     ModelConfig m;
     if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
     m.head_dim = HD;
@@ -71,7 +72,8 @@ static void check_backward(const Case *c, bool accumulate, bool special) {
     bf16_bits *dout_bits = (bf16_bits *)xcalloc((size_t)c->n, 2), *dw_bits = bench_normal(5, 2 * HD, 3.0f);
     memcpy(dout_bits, c->dout, (size_t)c->n * 2);
     if (special) dout_bits[c->n - 3] = 0x7fc0;
-    float *qkv = bf16_to_floats(c->qkv, c->n), *dout = bf16_to_floats(dout_bits, c->n), *want = (float *)xcalloc((size_t)c->n, 4), *want_dw = bf16_to_floats(dw_bits, 2 * HD);
+    float *qkv = bf16_to_floats(c->qkv, c->n), *dout = bf16_to_floats(dout_bits, c->n), *want = (float *)xcalloc((size_t)c->n, 4);
+    float *want_dw = bf16_to_floats(dw_bits, 2 * HD);
     qknorm_rope_backward(want, want_dw, want_dw + HD, dout, qkv, c->args, c->a, accumulate, ROUND_NONE);
 
     bf16 *d[2], *dw[2];
@@ -81,8 +83,8 @@ static void check_backward(const Case *c, bool accumulate, bool special) {
     void *workspace = bench_alloc((int64_t)rope_workspace_bytes(c->rows, c->d.NH, c->d.NKV, HD));
     for (int run = 0; run < 2; run++) {
         d[run] = (bf16 *)bench_upload(dout_bits, c->n * 2), dw[run] = (bf16 *)bench_upload(dw_bits, 2 * HD * 2), amax[run] = (uint32_t *)bench_zeros(4);
-        qknorm_rope_backward(d[run], norm ? dw[run] : NULL, norm ? dw[run] + HD : NULL, amax[run], norm ? in : NULL, norm ? q_norm : NULL, norm ? k_norm : NULL, table, c->d, accumulate,
-                             workspace, 0);
+        qknorm_rope_backward(d[run], norm ? dw[run] : NULL, norm ? dw[run] + HD : NULL, amax[run], norm ? in : NULL, norm ? q_norm : NULL,
+                             norm ? k_norm : NULL, table, c->d, accumulate, workspace, 0);
     }
     check_same_on_device(c->label, d[0], d[1], c->n * 2, c->heads * HD * 2);
     check_same_on_device(c->label, dw[0], dw[1], 2 * HD * 2, HD * 2);
@@ -114,7 +116,8 @@ static void check_bias(int64_t rows, int64_t columns, bool accumulate) {
     bf16_bits *dy_bits = bench_normal(1, rows * columns, 1.0f), *db_bits = bench_normal(2, columns, 1.0f);
     float *dy = bf16_to_floats(dy_bits, rows * columns), *want = bf16_to_floats(db_bits, columns);
     bias_backward(want, dy, rows, columns, accumulate, ROUND_NONE);
-    bf16 *d_dy = (bf16 *)bench_upload(dy_bits, rows * columns * 2), *db = (bf16 *)bench_upload(db_bits, columns * 2), *again = (bf16 *)bench_upload(db_bits, columns * 2);
+    bf16 *d_dy = (bf16 *)bench_upload(dy_bits, rows * columns * 2), *db = (bf16 *)bench_upload(db_bits, columns * 2);
+    bf16 *again = (bf16 *)bench_upload(db_bits, columns * 2);
     void *workspace = bench_alloc((int64_t)rope_workspace_bytes(rows, columns, 0, 1));
     bias_backward(db, d_dy, rows, columns, accumulate, workspace, 0);
     bias_backward(again, d_dy, rows, columns, accumulate, workspace, 0);
@@ -156,7 +159,8 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
     float *host_table = (float *)xcalloc((size_t)(T * HD), 4);
     rope_table_fill(host_table, &m, T);
     float *table = (float *)bench_upload(host_table, T * HD * 4);
-    bf16 *in = bench_random(n, 1, 1.0f), *out = bench_random(n, 2, 1.0f), *q_norm = bench_random(HD, 3, 1.0f), *k_norm = bench_random(HD, 4, 1.0f), *dw = bench_random(2 * HD, 5, 1.0f);
+    bf16 *in = bench_random(n, 1, 1.0f), *out = bench_random(n, 2, 1.0f), *q_norm = bench_random(HD, 3, 1.0f);
+    bf16 *k_norm = bench_random(HD, 4, 1.0f), *dw = bench_random(2 * HD, 5, 1.0f);
     uint32_t *amax = (uint32_t *)bench_zeros(4);
     void *workspace = bench_alloc((int64_t)rope_workspace_bytes(T, NH, NKV, HD));
     if (norm) {

@@ -343,7 +343,7 @@ static void test_fp8(void) {
 
 static void test_adamw(void) {
     enum { N = 100000 };
-    const AdamwStep s1 = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, 42), s2 = adamw_step(2, 1e-3, 0.9, 0.999, 1e-8, 0.1, 42);
+    const AdamwStep s1 = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42), s2 = adamw_step(2, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42);
     float *p = random_floats(N, 18, 0.02f), *g = random_floats(N, 19, 1e-3f), *m = zeros(N), *v = zeros(N), *start = zeros(N);
     memcpy(start, p, N * sizeof(float));
     adamw_reference(p, m, v, g, 0, N, true, 0.5f, false, false, &s1);
@@ -358,8 +358,13 @@ static void test_adamw(void) {
         worst = fmax(worst, fabs(P - p[i]));
     }
     CHECK(worst < 2e-8, "AdamW against torch's rule in double: difference %g", worst);  // half an ulp of 0.1 is 4e-9, twice
-    // stochastic rounding: a step of 0.001 on 1.0 (bf16 spacing 2^-7) moves the mean by 0.001
+    // weights rounded to nearest: a step of 0.001 on 1.0 is lost, since half the spacing above 1 is 2^-8
     float *w = zeros(N), *w_split = zeros(N);
+    const AdamwStep nearest = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, true, 42);
+    for (int i = 0; i < N; i++) w[i] = 1, m[i] = v[i] = 0, g[i] = -1;
+    adamw_reference(w, m, v, g, 0, N, false, 1, true, true, &nearest);
+    CHECK(array_sum(w, N) == N, "a step of 0.001 moved weights of 1 that are rounded to nearest");
+    // stochastic rounding: a step of 0.001 on 1.0 (bf16 spacing 2^-7) moves the mean by 0.001
     for (int i = 0; i < N; i++) w[i] = w_split[i] = 1, m[i] = v[i] = 0, g[i] = -1;
     adamw_reference(w, m, v, g, 0, N, false, 1, true, true, &s1);
     const double mean = array_sum(w, N) / N - 1;
