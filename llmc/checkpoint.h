@@ -44,8 +44,10 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
     if (!c || c->world == 1) return ok;
     const double first = comm_min(c, COMM_WORLD, ok ? (double)c->world : (double)c->rank);
     if (first == (double)c->world) return true;
-    Failure own = *failure;
-    if ((double)c->rank == first) fail(failure, "rank %lld on %s: %.1900s", (long long)c->rank, c->host, own.text);
+    if ((double)c->rank == first && strncmp(failure->text, "rank ", 5) != 0) {  // else named in an agreement before this one
+        const Failure own = *failure;
+        fail(failure, "rank %lld on %s: %.1900s", (long long)c->rank, c->host, own.text);
+    }
     comm_broadcast(c, COMM_WORLD, (int64_t)first, failure->text, sizeof failure->text);
     return false;
 }
@@ -626,7 +628,8 @@ static inline bool model_export_hf(const char *dir, const ModelConfig *m, const 
     Failure cause, ignored;
     const bool leader = checkpoint_is_leader(s->comm);
     export_names(dir, path, temporary, parent, sizeof path);
-    const bool may = checkpoint_agree(s->comm, !leader || (export_may_replace(path, &cause) && (!folder_exists(temporary) || (export_may_replace(temporary, &cause) && folder_remove(temporary, &cause)))), &cause);
+    bool may = !leader || (export_may_replace(path, &cause) && (!folder_exists(temporary) || (export_may_replace(temporary, &cause) && folder_remove(temporary, &cause))));
+    may = checkpoint_agree(s->comm, may, &cause);
     bool ok = may && export_write(temporary, m, t, s, source_folder, &cause);
     ok = ok && (!leader || (folder_replace(temporary, path, &cause) && folder_sync(parent, &cause)));
     if (may && checkpoint_agree(s->comm, ok, &cause)) return true;
