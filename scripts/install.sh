@@ -8,7 +8,7 @@ install_tools() {
     command -v g++ >/dev/null || missing+=(g++)
     command -v make >/dev/null || missing+=(make)
     command -v mpicc >/dev/null || missing+=(libopenmpi-dev)
-    command -v mpirun >/dev/null || missing+=(openmpi-bin)
+    command -v mpirun >/dev/null || missing+=(openmpi-bin openssh-client)
     command -v python3 >/dev/null || missing+=(python3)
     [ ${#missing[@]} -eq 0 ] && return 0
     say "installing: ${missing[*]}"
