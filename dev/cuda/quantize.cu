@@ -137,7 +137,7 @@ static void check_slices(int64_t group) {
     bf16 *x = (bf16 *)bench_upload(host, SLICE_LAYERS * full * 2);
     uint32_t *slots = (uint32_t *)bench_upload(amax, (int64_t)sizeof amax);
     float *inverse = (float *)bench_zeros(4 * SLICE_LAYERS * SLOT_STRIDE * (int64_t)sizeof(float));
-    uint8_t *part = (uint8_t *)bench_alloc(SLICE_LAYERS * slice), *whole = (uint8_t *)bench_alloc(SLICE_LAYERS * full), *turned = (uint8_t *)bench_alloc(SLICE_LAYERS * full);
+    uint8_t *part = (uint8_t *)bench_alloc(SLICE_LAYERS * slice), *whole = (uint8_t *)bench_alloc(SLICE_LAYERS * full);
     for (int64_t place = 0; place < group; place++) {
         Fp8Slices s = {};
         s.count = SLICE_LAYERS, s.n = slice, s.num_tensors = SLICE_TENSORS;
@@ -152,11 +152,16 @@ static void check_slices(int64_t group) {
             char label[64];
             format_checked(label, sizeof label, "slices of %lld ranks, layer %lld, tensor %d", (long long)group, (long long)l, j);
             const int64_t at = l * full + offset[j], slot = l * SLOT_STRIDE + j;
-            fp8_transpose(turned + at, whole + at, N[j], K[j], 0);
-            Fp8Tensor t = {whole + at, turned + at, inverse + 4 * slot, slots + slot, FP8_E4M3};
+            // into buffers of its own, with guards behind them
+            uint8_t *row = (uint8_t *)bench_alloc(N[j] * K[j]), *col = (uint8_t *)bench_alloc(N[j] * K[j]);
+            CUDA_CHECK(cudaMemcpy(row, whole + at, (size_t)(N[j] * K[j]), cudaMemcpyDeviceToDevice));
+            fp8_transpose(col, row, N[j], K[j], 0);
+            Fp8Tensor t = {row, col, inverse + 4 * slot, slots + slot, FP8_E4M3};
             check_quantized(label, t, host + at, N[j], K[j]);
+            bench_free(row), bench_free(col);
         }
-    void *device[] = {x, slots, inverse, part, whole, turned};
+    free(bench_download(part, SLICE_LAYERS * slice, "slices"));
+    void *device[] = {x, slots, inverse, part, whole};
     for (void *p : device) bench_free(p);
     free(host);
 }
