@@ -154,11 +154,13 @@ static void check_slices(int64_t group) {
             const int64_t at = l * full + offset[j], slot = l * SLOT_STRIDE + j;
             // into buffers of its own, with guards behind them
             uint8_t *row = (uint8_t *)bench_alloc(N[j] * K[j]), *col = (uint8_t *)bench_alloc(N[j] * K[j]);
+            float *scale = (float *)bench_alloc(sizeof(float));
+            CUDA_CHECK(cudaMemcpy(scale, inverse + 4 * slot, sizeof(float), cudaMemcpyDeviceToDevice));
             CUDA_CHECK(cudaMemcpy(row, whole + at, (size_t)(N[j] * K[j]), cudaMemcpyDeviceToDevice));
             fp8_transpose(col, row, N[j], K[j], 0);
-            Fp8Tensor t = {row, col, inverse + 4 * slot, slots + slot, FP8_E4M3};
+            Fp8Tensor t = {row, col, scale, slots + slot, FP8_E4M3};
             check_quantized(label, t, host + at, N[j], K[j]);
-            bench_free(row), bench_free(col);
+            bench_free(row), bench_free(col), bench_free(scale);
         }
     free(bench_download(part, SLICE_LAYERS * slice, "slices"));
     void *device[] = {x, slots, inverse, part, whole};

@@ -97,10 +97,11 @@ start_endless() {
     ranks=($(pgrep -P $launched -f train_fp8cu))
     [ ${#ranks[@]} -eq $W ] || bad "$1: ${#ranks[@]} ranks are running: $(tail -n 3 "$tmp/$1.log")"
 }
-# Waits at most 60 seconds for the run to end; sets `status` and `took`.
+alive() { for pid in "${ranks[@]}"; do kill -0 $pid 2>/dev/null && echo $pid; done; }
+# Waits at most 60 seconds for the run and every rank of it to end (mpirun may return before the last rank is gone); sets `status` and `took`.
 await_end() {
     local start=$SECONDS
-    while kill -0 $launched 2>/dev/null && [ $((SECONDS - start)) -lt 60 ]; do sleep 0.2; done
+    while { kill -0 $launched 2>/dev/null || [ -n "$(alive)" ]; } && [ $((SECONDS - start)) -lt 60 ]; do sleep 0.2; done
     took=$((SECONDS - start))
     if kill -0 $launched 2>/dev/null; then
         status=running
@@ -110,7 +111,6 @@ await_end() {
         status=$?
     fi
 }
-alive() { for pid in "${ranks[@]}"; do kill -0 $pid 2>/dev/null && echo $pid; done; }
 
 start_endless killed
 kill -9 "${ranks[$((W - 1))]}"
