@@ -29,6 +29,7 @@ for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/tes
 say "GPU code"
 if find_nvcc; then
     check "make train_fp8cu and the GPU tests" make -s -j2 gpu benches
+    tally test_fsdp_order build/test_fsdp_order
 else
     echo "skipped: no nvcc here, so the GPU trainer is not compiled"
 fi

@@ -186,8 +186,8 @@ interrupted() {
     check "SIG$signal: another start does it whole" equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
     check "SIG$signal: tables" tables "$out" "2 of 2 runs with numbers"
 }
-interrupted TERM 1 200 143
-interrupted INT 2 80 130  # fewer steps: ranks that share a core are slow
+interrupted TERM 1 400 143
+interrupted INT 2 400 130
 
 # SIGKILL cannot be caught: the run goes on alone. Nothing may start beside it, and when it has ended it counts.
 out=$tmp/killed
