@@ -10,6 +10,9 @@
 
 #define VOCABULARY_MULTIPLE 64
 
+// Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: by up to 395).
+#define VOCABULARY_PADDING 1024
+
 typedef struct {
     ModelConfig model;
     const char *model_folder;       // NULL: a preset
@@ -35,6 +38,13 @@ static inline void run_setup_vocabulary(RunSetup *s) {
     model_config_check(&s->model);
 }
 
+// Ids of a smaller vocabulary are all valid in a larger one, so a shard made for another model passes the check of ids; its table tells.
+static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
+    if (s->tokenizer.count && s->model.vocab_size - s->tokenizer.count >= VOCABULARY_PADDING)
+        warn("the shard's tokenizer has %lld tokens, the model's vocabulary %lld: was the shard made for another model?", (long long)s->tokenizer.count,
+             (long long)s->model.vocab_size);
+}
+
 // Opens and checks everything the options name, by every rank; rank 0 alone reads all data once and tries the folders that will be written. Dies with
 // the reason and a fix. Resolves `auto` in the options, and drops --log-dir on the other ranks: rank 0 writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c) {
@@ -53,6 +63,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     }
     run_setup_vocabulary(&s);
     if (o->dry_run) return s;
+    if (c->rank == 0) run_setup_warn_of_tokenizer(&s);
     if (c->rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);
     if (c->rank == 0 && *o->val_data) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
     if (s.load_weights) {

@@ -454,6 +454,20 @@ static void test_refusals(void) {
     }
 }
 
+// A shard whose tokenizer table is far smaller than the model's vocabulary is probably another model's: a warning, and none for `tiny`, which takes
+// its vocabulary from the table.
+static void test_tokenizer_warning(void) {
+    const uint32_t table[] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, 2, 0, 0, 0};
+    Failure failure;
+    char *output;
+    write_shard("other_train.bin", 20000, 61);
+    CHECK(file_write(test_folder, "other.tokenizer", (const char *)table, sizeof table, NULL, &failure), "%s", failure.text);
+    CHECK(run_program("llama3.1-405b --train-data @/other_train.bin --sequence-length 32", &output) == 1 && strstr(output, "was the shard made for another model?"), "%s", output);
+    free(output);
+    CHECK(run_program("tiny --train-data @/other_train.bin --sequence-length 32 --num-steps 1", &output) == 0 && !strstr(output, "another model"), "%s", output);
+    free(output);
+}
+
 // Deletes the test's folder and what is in it, folders included.
 static void remove_tree(const char *path) {
     DIR *d = opendir(path);
@@ -501,6 +515,7 @@ int main(int argc, char **argv) {
     test_learning();
     test_output();
     test_refusals();
+    test_tokenizer_warning();
     remove_tree(test_folder);
     return check_report();
 }
