@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 . scripts/tally.sh
 install_tools
 have_gpu || { echo "error: this needs a GPU with its driver, and nvcc; scripts/test.sh runs what needs neither" >&2; exit 1; }
+find_nccl || exit 1
 
 say "build"
 check "make" make -s -j"$(nproc)" gpu benches train_fp8 build/synth_stories

@@ -28,5 +28,19 @@ find_nvcc() {
     command -v nvcc >/dev/null
 }
 
+# NCCL's header and library: in the system's or CUDA's folders, where NCCL_HOME says, or in Python's package nvidia-nccl (PyTorch brings it).
+find_nccl() {
+    local folder
+    [ -n "${NCCL_HOME:-}" ] && return 0
+    for folder in /usr /usr/local /usr/local/cuda; do [ -e "$folder/include/nccl.h" ] && return 0; done
+    folder=$(python3 -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2>/dev/null)
+    if [ -e "$folder/include/nccl.h" ]; then
+        export NCCL_HOME=$folder
+        return 0
+    fi
+    echo "NCCL is missing: install libnccl-dev (from NVIDIA's package repository) or the Python package nvidia-nccl-cu13, or set NCCL_HOME"
+    return 1
+}
+
 # Whether a GPU can be used here: a driver that lists one, and a compiler for it.
 have_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU && find_nvcc; }

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 install_tools
 
 say "build"
-if have_gpu; then trainer=./train_fp8cu; else trainer=./train_fp8; fi
+if have_gpu && find_nccl; then trainer=./train_fp8cu; else trainer=./train_fp8; fi
 make -s "${trainer#./}" build/synth_stories
 echo "built $trainer"
 

@@ -27,10 +27,10 @@ say "whole programs"
 for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/test/}" bash "$script"; done
 
 say "GPU code"
-if find_nvcc; then
+if find_nvcc && find_nccl; then
     check "make train_fp8cu and the GPU tests" make -s -j2 gpu benches
     tally test_fsdp_order build/test_fsdp_order
 else
-    echo "skipped: no nvcc here, so the GPU trainer is not compiled"
+    echo "skipped: no nvcc or no NCCL here, so the GPU trainer is not compiled"
 fi
 finish
