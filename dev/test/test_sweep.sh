@@ -149,7 +149,7 @@ is_training() { [ "$(steps_in "$1")" -ge 3 ] 2>/dev/null; }
 # Starts the sweep "${arguments[@]}" in the background with SIGINT not ignored, and waits until the run $1 takes steps.
 start_until() {
     set -m
-    "${sweep[@]}" "${arguments[@]}" >"$tmp/background.log" 2>&1 &
+    env --default-signal "${sweep[@]}" "${arguments[@]}" >"$tmp/background.log" 2>&1 &  # this test may have been started with SIGINT ignored
     running=$!
     set +m
     await is_training "$1"
