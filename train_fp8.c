@@ -1,5 +1,5 @@
-// train_fp8: pre-trains Llama and Qwen models on the CPU. The readable reference for train_fp8cu: the same model, the same recipes, and with
-// --precision bf16 or fp8 it rounds wherever the GPU rounds (--precision fp32 rounds nowhere).
+// train_fp8: pre-trains Llama and Qwen models on the CPU. The readable reference for train_fp8cu: the same model, the same FP8 recipes, every one of them
+// emulated bit for bit, and with --precision bf16 or fp8 it rounds wherever the GPU rounds (--precision fp32 rounds nowhere).
 //
 // From top to bottom: sizes and storage, gathering and reducing over ranks, linear layers, the model's forward pass, its backward pass, the optimizer, the
 // step, validation and samples, checkpoints, the run. The arithmetic of each operation is in llmc/reference.h.
@@ -11,14 +11,17 @@
 #include <sys/resource.h>
 
 #include "llmc/arena.h"
+#include "llmc/audit_report.h"
 #include "llmc/checkpoint.h"
 #include "llmc/comm.h"
 #include "llmc/dataloader.h"
+#include "llmc/delayed.h"
 #include "llmc/flops.h"
 #include "llmc/initialize.h"
 #include "llmc/logger.h"
 #include "llmc/options.h"
 #include "llmc/parameters.h"
+#include "llmc/precision.h"
 #include "llmc/reference.h"
 #include "llmc/run_setup.h"
 #include "llmc/sampler.h"
@@ -57,13 +60,10 @@ typedef struct {
     float *h;             // [R, F] silu(gate) * up
 } LayerActs;
 
-// The linear layers that FP8 quantizes, each a fused weight.
-typedef enum { QKV_PROJ, O_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
-
 // A whole layer's weights, gathered from the shard group: segments as shard_segment() places them.
 typedef struct {
     float *values;   // vectors, then matrices if they travel as numbers
-    uint8_t *codes;  // matrices, if they travel as FP8
+    uint8_t *codes;  // matrices, if they travel as FP8; else NULL
     int64_t layer;   // whose; -1: nobody's
 } GatheredLayer;
 
@@ -73,7 +73,7 @@ typedef struct {
     ParameterTable table;
     Dims d;                       // of the batch; forward() narrows B, T and R for samples
     Rounding rounding;            // of every tensor that is bf16 on the GPU
-    bool fp8;
+    Precision precision;          // what each linear layer runs in
     void *memory;                 // the arena
     int64_t memory_bytes;
 
@@ -87,15 +87,21 @@ typedef struct {
     float *exp_avg, *exp_avg_sq;
 
     // with more ranks in a shard group: whole units
-    bool gather_fp8;              // the layers' matrices travel as FP8 codes
+    bool gather_fp8;              // matrices of layers whose linear layers are all FP8 travel as codes
     float *root_weights;          // gathered
     GatheredLayer *slots;         // [num_slots] 1, or one for each layer (grad_op)
     int64_t num_slots;
     bool root_held;
     uint8_t *codes;               // [L, slice of matrices] this rank's, made once a step
-    uint32_t *amax;               // [L, NUM_LINEARS] largest magnitude of each whole weight, as bits
     float *root_gradients, *layer_gradients;  // of the unit that the backward pass is in, before they are reduced
     float *received;              // [ranks][slice] gradients on their way
+
+    // of recipes that give a tensor one scale; tensors as delayed.h counts them
+    uint32_t *amax;               // [tensors] largest magnitudes, as bits: of whole weights; with delayed scaling also of the micro-step under way
+    DelayedState delayed;         // the same on all ranks
+    bool training;                // in a micro-step: casts leave their largest magnitudes in amax
+    bool auditing;                // and this is a step of --fp8-audit
+    AuditSums *step_audit, *run_audit;  // [audit_count] of this step's casts, on this rank; of all audits, over all ranks
 
     LayerActs *acts;              // [L + 1]; of the last only x, the final residual stream
     float *branch;                // [R, C] output of attention or MLP before it joins the residual stream
@@ -141,19 +147,31 @@ static void place_units(Trainer *t, Arena *a) {
         t->root_weights = take(a, root);
         for (int64_t i = 0; i < t->num_slots; i++) {
             t->slots[i].layer = -1;
-            t->slots[i].values = take(a, t->gather_fp8 ? p->group * p->layer_slices[SEGMENT_VECTORS] : layer);
+            t->slots[i].values = take(a, t->gather_fp8 && !t->precision.any_bf16 ? p->group * p->layer_slices[SEGMENT_VECTORS] : layer);
             t->slots[i].codes = t->gather_fp8 ? (uint8_t *)arena_take(a, p->group * matrices) : NULL;
         }
-        if (t->gather_fp8) {
-            t->codes = (uint8_t *)arena_take(a, t->d.L * matrices);
-            t->amax = (uint32_t *)arena_take(a, t->d.L * NUM_LINEARS * (int64_t)sizeof(uint32_t));
-        }
+        if (t->gather_fp8) t->codes = (uint8_t *)arena_take(a, t->d.L * matrices);
         arena_group(a, "gradients of whole units");
         t->root_gradients = take(a, root), t->layer_gradients = take(a, layer);
     }
     if (t->comm->world > 1) {
         arena_group(a, "gradients on their way");
         t->received = take(a, max_i64(p->group > 1 ? p->group * largest : 0, t->comm->replicas > 1 ? t->comm->replicas * REPLICA_CHUNK : 0));
+    }
+}
+
+static void place_scales(Trainer *t, Arena *a) {
+    const Recipe *r = t->precision.recipe;
+    const int64_t tensors = delayed_tensors(t->d.L), window = t->o->fp8_amax_history;
+    arena_group(a, "amaxes, histories, audit");
+    if (r->gathers_fp8) t->amax = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
+    if (r->delayed) {
+        t->delayed.tensors = tensors, t->delayed.window = window;
+        t->delayed.history = take(a, tensors * window), t->delayed.scale = take(a, tensors);
+    }
+    if (t->o->fp8_audit) {
+        const int64_t bytes = audit_count(&t->precision) * (int64_t)sizeof(AuditSums);
+        t->step_audit = (AuditSums *)arena_take(a, bytes), t->run_audit = (AuditSums *)arena_take(a, bytes);
     }
 }
 
@@ -197,15 +215,17 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     t->plan = shard_plan(&t->table, comm->group, comm->place);
     t->d = make_dims(m, o->batch_size, o->sequence_length);
     t->rounding = o->precision == PRECISION_FP32 ? ROUND_NONE : ROUND_BF16;
-    t->fp8 = o->precision == PRECISION_FP8;
+    t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     t->acts = (LayerActs *)xcalloc((size_t)(t->d.L + 1), sizeof(LayerActs));
-    t->gather_fp8 = t->fp8 && o->fp8_all_gather == ON && comm->group > 1;
+    for (int64_t l = 0; l < t->d.L && comm->group > 1; l++)
+        if (o->fp8_all_gather == ON && t->precision.recipe->gathers_fp8 && precision_layer_is_fp8(&t->precision, l)) t->gather_fp8 = true;
     t->num_slots = o->sharding == SHARDING_GRAD_OP ? t->d.L : 1;
     t->slots = (GatheredLayer *)xcalloc((size_t)t->num_slots, sizeof(GatheredLayer));
     Arena plan;
     memset(&plan, 0, sizeof plan);
     place_parameters(t, &plan);
     place_units(t, &plan);
+    place_scales(t, &plan);
     place_activations(t, &plan);
     t->memory_bytes = plan.used;
     return plan;
@@ -222,12 +242,14 @@ static void trainer_allocate(Trainer *t) {
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));
     place_parameters(t, &a);
     place_units(t, &a);
+    place_scales(t, &a);
     place_activations(t, &a);
     rope_tables(t->cosine, t->sine, &t->m, t->d.T);
 }
 
 static void trainer_free(Trainer *t) {
     parameter_table_free(&t->table);
+    precision_free(&t->precision);
     free(t->acts);
     free(t->slots);
     free(t->memory);
@@ -251,6 +273,9 @@ static float *root_weights(Trainer *t) {
     return t->root_weights;
 }
 
+// Whether layer l's matrices travel as FP8 codes.
+static bool travels_fp8(const Trainer *t, int64_t l) { return t->gather_fp8 && precision_layer_is_fp8(&t->precision, l); }
+
 // Layer l's weights, gathered unless its slot holds them still: with --sharding full a layer gives way to the next one.
 static GatheredLayer layer_weights(Trainer *t, int64_t l) {
     if (t->plan.group == 1) {
@@ -258,13 +283,14 @@ static GatheredLayer layer_weights(Trainer *t, int64_t l) {
         return whole;
     }
     GatheredLayer *slot = &t->slots[t->num_slots > 1 ? l : 0];
-    if (slot->layer == l) return *slot;
+    const GatheredLayer gathered = {slot->values, travels_fp8(t, l) ? slot->codes : NULL, l};
+    if (slot->layer == l) return gathered;
     const int64_t matrices = t->plan.layer_slices[SEGMENT_MATRICES];
     gather_segment(t, slot->values, 1 + l, SEGMENT_VECTORS);
-    if (t->gather_fp8) comm_all_gather(t->comm, COMM_SHARD, t->codes + l * matrices, slot->codes, matrices);
+    if (gathered.codes) comm_all_gather(t->comm, COMM_SHARD, t->codes + l * matrices, gathered.codes, matrices);
     else gather_segment(t, slot->values, 1 + l, SEGMENT_MATRICES);
     slot->layer = l;
-    return *slot;
+    return gathered;
 }
 
 // Where the backward pass writes a unit's gradients: for one rank in a shard group where they stay.
@@ -318,11 +344,11 @@ static double gradient_norm(const Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The weights of one layer, and its linear layers
 
-// A fused weight as numbers, or as FP8 codes with the scale they were made with.
+// A fused weight [N, K] as numbers or as FP8 codes.
 typedef struct {
     float *values;
     const uint8_t *codes;
-    float scale;
+    float scale;  // that it is or was cast with, if one for all of it was found when the weights changed; else 0
 } Weight;
 
 // Views of one layer's weights or gradients. The fused products read neighbours as one matrix.
@@ -330,25 +356,32 @@ typedef struct {
     float *norm1, *norm2;    // [C]
     float *bqkv;             // [QKV] or NULL
     float *q_norm, *k_norm;  // [HD] or NULL
-    Weight linear[NUM_LINEARS];  // [QKV, C], [C, ATT], [2F, C], [C, F]
+    Weight linear[NUM_LINEARS];
 } Block;
+
+// The scale that a tensor with one scale is cast with; `amax`: the bits of its own largest magnitude.
+static float cast_scale(const Trainer *t, int64_t l, int id, TensorRole tensor, uint32_t amax) {
+    const Recipe *r = precision_of(&t->precision, l, id);
+    const Fp8Format format = precision_format(&t->precision, tensor);
+    if (!r->delayed) return fp8_rule_scale(r->rule, float_from_bits(amax), format);
+    const float known = t->delayed.scale[delayed_index(l, tensor, id)];
+    return known > 0 ? known : fp8_scale_te(float_from_bits(amax), format, (int)t->o->fp8_margin);
+}
 
 static Block block(const Trainer *t, GatheredLayer layer) {
     const LayerOffsets *at = &t->table.layer;
+    const int64_t l = layer.layer, matrices = t->table.layer_segments[SEGMENT_VECTORS];
     float *unit = layer.values;
-    const int64_t linear[NUM_LINEARS] = {at->wq, at->wo, at->wgate, at->wdown};
     Block b;
     memset(&b, 0, sizeof b);
     b.norm1 = unit + at->norm1, b.norm2 = unit + at->norm2;  // vectors stand at the head of a unit, gathered or not
     b.bqkv = t->m.qkv_bias ? unit + at->bq : NULL;
     b.q_norm = t->m.qk_norm ? unit + at->q_norm : NULL, b.k_norm = t->m.qk_norm ? unit + at->k_norm : NULL;
-    for (int i = 0; i < NUM_LINEARS; i++) {
-        if (layer.codes) {
-            b.linear[i].codes = layer.codes + linear[i] - t->table.layer_segments[SEGMENT_VECTORS];
-            b.linear[i].scale = fp8_scale(float_from_bits(t->amax[layer.layer * NUM_LINEARS + i]), FP8_E4M3);
-        } else {
-            b.linear[i].values = unit + shard_gathered_offset(&t->table, &t->plan, 1 + layer.layer, linear[i]);
-        }
+    for (int id = 0; id < NUM_LINEARS; id++) {
+        const int64_t offset = t->precision.linear[id].offset;
+        if (layer.codes) b.linear[id].codes = layer.codes + offset;
+        else b.linear[id].values = unit + shard_gathered_offset(&t->table, &t->plan, 1 + l, matrices + offset);
+        if (precision_of(&t->precision, l, id)->gathers_fp8) b.linear[id].scale = cast_scale(t, l, id, TENSOR_W, t->amax[delayed_index(l, TENSOR_W, id)]);
     }
     return b;
 }
@@ -363,32 +396,57 @@ static float *root_tensor(const Trainer *t, float *unit, int64_t offset) { retur
 
 static float *lm_head(const Trainer *t, float *unit) { return root_tensor(t, unit, t->m.tie_word_embeddings ? t->table.root.embedding : t->table.root.lm_head); }
 
-// y [R, out] = x [R, in] w^T + bias, in the precision of the run.
-static void linear(const Trainer *t, float *y, const float *x, Weight w, const float *bias, int64_t in, int64_t out) {
-    if (w.codes) {
-        Fp8Operand q = fp8_operand_of_codes(w.codes, out * in, w.scale, FP8_E4M3);
-        linear_forward_quantized(y, x, q, bias, t->d.R, in, out, t->rounding);
-        free(q.values);
-    } else if (t->fp8) {
-        linear_forward_fp8(y, x, w.values, bias, t->d.R, in, out, t->rounding);
-    } else {
-        linear_forward(y, x, w.values, bias, t->d.R, in, out, t->rounding);
-    }
+// Adds what a cast did to its operand to this step's audit.
+static void audit_cast(Trainer *t, int64_t l, int id, TensorRole tensor, CopyKind copy, const float *x, const LinearOperand *q) {
+    if (t->training && t->auditing && q->codes)
+        audit_copy(&t->step_audit[audit_index(l, id, tensor, copy)], x, q->codes, q->scales, q->rows, q->cols, q->row_stride, q->col_stride,
+                   recipe_grain(precision_of(&t->precision, l, id), tensor, copy), precision_format(&t->precision, tensor));
 }
 
-// dx and dw from dy [R, out].
-static void linear_backward(const Trainer *t, float *dx, Weight dw, const float *dy, const float *x, Weight w, int64_t in, int64_t out, bool accumulate) {
-    if (w.codes) {
-        Fp8Operand q = fp8_operand_of_codes(w.codes, out * in, w.scale, FP8_E4M3);
-        linear_backward_input_quantized(dx, dy, q, t->d.R, in, out, t->rounding);
-        free(q.values);
-    } else if (t->fp8) {
-        linear_backward_input_fp8(dx, dy, w.values, t->d.R, in, out, t->rounding);
-    } else {
-        linear_backward_input(dx, dy, w.values, t->d.R, in, out, t->rounding);
+// A copy of the input x [R, K] of a linear layer, or of its output's gradient [R, N], as its recipe wants it.
+static LinearOperand operand(Trainer *t, int64_t l, LinearId id, TensorRole tensor, CopyKind copy, const float *x) {
+    const Recipe *r = precision_of(&t->precision, l, id);
+    const LinearShape *s = &t->precision.linear[id];
+    const int64_t cols = tensor == TENSOR_DY ? s->N : s->K;
+    float scale = 0;
+    if (r->delayed) {
+        const uint32_t amax = quantize_tensor_amax(x, t->d.R, cols, cols, 1, r->rule);
+        uint32_t *largest = &t->amax[delayed_index(l, tensor, id)];
+        if (t->training && amax > *largest) *largest = amax;
+        scale = cast_scale(t, l, id, tensor, amax);
     }
-    if (t->fp8) linear_backward_weight_fp8(dw.values, dy, x, t->d.R, in, out, accumulate, t->rounding);
-    else linear_backward_weight(dw.values, dy, x, t->d.R, in, out, accumulate, t->rounding);
+    const LinearOperand q = linear_operand(x, t->d.R, cols, copy, recipe_grain(r, tensor, copy), r->rule, precision_format(&t->precision, tensor), scale);
+    audit_cast(t, l, id, tensor, copy, x, &q);
+    return q;
+}
+
+static LinearOperand weight_operand(Trainer *t, int64_t l, LinearId id, CopyKind copy, Weight w) {
+    const Recipe *r = precision_of(&t->precision, l, id);
+    const LinearShape *s = &t->precision.linear[id];
+    if (w.codes) return linear_operand_of_codes(w.codes, s->N, s->K, copy, FP8_E4M3, w.scale);
+    const LinearOperand q = linear_operand(w.values, s->N, s->K, copy, recipe_grain(r, TENSOR_W, copy), r->rule, FP8_E4M3, w.scale);
+    audit_cast(t, l, id, TENSOR_W, copy, w.values, &q);
+    return q;
+}
+
+// y [R, N] = x [R, K] w^T + bias by linear layer `id` of layer l. Operands are decoded and multiplied with fp32 sums: --fp8-emulate and --fp8-fast-accum
+// change nothing on the CPU.
+static void linear(Trainer *t, int64_t l, LinearId id, float *y, const float *x, Weight w, const float *bias) {
+    const LinearShape *s = &t->precision.linear[id];
+    LinearOperand qx = operand(t, l, id, TENSOR_X, COPY_ROW, x), qw = weight_operand(t, l, id, COPY_ROW, w);
+    linear_product(y, qx, qw, t->d.R, s->N, s->K, bias, false, t->rounding);
+    linear_operand_free(&qx), linear_operand_free(&qw);
+}
+
+// dx [R, K] = dy [R, N] w and dw [N, K] = dy^T x.
+static void linear_backward(Trainer *t, int64_t l, LinearId id, float *dx, Weight dw, const float *dy, const float *x, Weight w, bool accumulate) {
+    const LinearShape *s = &t->precision.linear[id];
+    LinearOperand qdy = operand(t, l, id, TENSOR_DY, COPY_ROW, dy), qw = weight_operand(t, l, id, COPY_COL, w);
+    linear_product(dx, qdy, qw, t->d.R, s->K, s->N, NULL, false, t->rounding);
+    linear_operand_free(&qdy), linear_operand_free(&qw);
+    LinearOperand turned_dy = operand(t, l, id, TENSOR_DY, COPY_COL, dy), turned_x = operand(t, l, id, TENSOR_X, COPY_COL, x);
+    linear_product(dw.values, turned_dy, turned_x, s->N, s->K, t->d.R, NULL, accumulate, t->rounding);
+    linear_operand_free(&turned_dy), linear_operand_free(&turned_x);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -413,16 +471,16 @@ static void layer_forward(Trainer *t, int64_t l) {
     LayerActs *a = &t->acts[l];
 
     rmsnorm_forward(a->norm1, a->rstd1, a->x, w.norm1, d->R, d->C, eps, r);
-    linear(t, a->qkv, a->norm1, w.linear[QKV_PROJ], w.bqkv, d->C, d->QKV);
+    linear(t, l, QKV_PROJ, a->qkv, a->norm1, w.linear[QKV_PROJ], w.bqkv);
     qknorm_rope_forward(a->rotated, a->qkv, rope_args(t, &w), attention_dims(t), r);
     attention_forward(a->att, a->lse, a->rotated, attention_dims(t), r);
-    linear(t, t->branch, a->att, w.linear[O_PROJ], NULL, d->ATT, d->C);
+    linear(t, l, OUT_PROJ, t->branch, a->att, w.linear[OUT_PROJ], NULL);
     residual_add(a->x_mid, a->x, t->branch, d->R * d->C, r);
 
     rmsnorm_forward(a->norm2, a->rstd2, a->x_mid, w.norm2, d->R, d->C, eps, r);
-    linear(t, a->gate_up, a->norm2, w.linear[GATE_UP_PROJ], NULL, d->C, 2 * d->F);
+    linear(t, l, GATE_UP_PROJ, a->gate_up, a->norm2, w.linear[GATE_UP_PROJ], NULL);
     swiglu_forward(a->h, a->gate_up, d->R, d->F, r);
-    linear(t, t->branch, a->h, w.linear[DOWN_PROJ], NULL, d->F, d->C);
+    linear(t, l, DOWN_PROJ, t->branch, a->h, w.linear[DOWN_PROJ], NULL);
     residual_add(t->acts[l + 1].x, a->x_mid, t->branch, d->R * d->C, r);
 }
 
@@ -454,16 +512,16 @@ static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
     LayerActs *a = &t->acts[l];
     if (t->o->recompute == RECOMPUTE_LAYER) layer_forward(t, l);  // the shared activations hold another layer's
 
-    linear_backward(t, t->dh, dw.linear[DOWN_PROJ], t->dx, a->h, w.linear[DOWN_PROJ], d->F, d->C, accumulate);
+    linear_backward(t, l, DOWN_PROJ, t->dh, dw.linear[DOWN_PROJ], t->dx, a->h, w.linear[DOWN_PROJ], accumulate);
     swiglu_backward(t->dgate_up, t->dh, a->gate_up, d->R, d->F, r);
-    linear_backward(t, t->dbranch, dw.linear[GATE_UP_PROJ], t->dgate_up, a->norm2, w.linear[GATE_UP_PROJ], d->C, 2 * d->F, accumulate);
+    linear_backward(t, l, GATE_UP_PROJ, t->dbranch, dw.linear[GATE_UP_PROJ], t->dgate_up, a->norm2, w.linear[GATE_UP_PROJ], accumulate);
     rmsnorm_backward(t->dx, dw.norm2, t->dx, t->dbranch, a->x_mid, a->rstd2, w.norm2, d->R, d->C, accumulate, r);
 
-    linear_backward(t, t->datt, dw.linear[O_PROJ], t->dx, a->att, w.linear[O_PROJ], d->ATT, d->C, accumulate);
+    linear_backward(t, l, OUT_PROJ, t->datt, dw.linear[OUT_PROJ], t->dx, a->att, w.linear[OUT_PROJ], accumulate);
     attention_backward(t->dqkv, t->datt, a->rotated, a->att, a->lse, attention_dims(t), r);
     qknorm_rope_backward(t->dqkv, dw.q_norm, dw.k_norm, t->dqkv, a->qkv, rope_args(t, &w), attention_dims(t), accumulate, r);
     if (dw.bqkv) bias_backward(dw.bqkv, t->dqkv, d->R, d->QKV, accumulate, r);
-    linear_backward(t, t->dbranch, dw.linear[QKV_PROJ], t->dqkv, a->norm1, w.linear[QKV_PROJ], d->C, d->QKV, accumulate);
+    linear_backward(t, l, QKV_PROJ, t->dbranch, dw.linear[QKV_PROJ], t->dqkv, a->norm1, w.linear[QKV_PROJ], accumulate);
     rmsnorm_backward(t->dx, dw.norm1, t->dx, t->dbranch, a->x, a->rstd1, w.norm1, d->R, d->C, accumulate, r);
 }
 
@@ -493,29 +551,34 @@ static void model_backward(Trainer *t, const int32_t *tokens, const int32_t *tar
 
 // This rank's part of a fused weight of layer l.
 static ShardRange linear_range(const Trainer *t, int64_t l, int id) {
-    const LayerOffsets *at = &t->table.layer;
-    const Dims *d = &t->d;
-    const int64_t offset[NUM_LINEARS] = {at->wq, at->wo, at->wgate, at->wdown};
-    const int64_t size[NUM_LINEARS] = {d->QKV * d->C, d->C * d->ATT, 2 * d->F * d->C, d->C * d->F};
-    return shard_range(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES, layer_offset(&t->table, l) + offset[id], size[id]);
+    const LinearShape *s = &t->precision.linear[id];
+    const int64_t matrices = layer_offset(&t->table, l) + t->table.layer_segments[SEGMENT_VECTORS];
+    return shard_range(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES, matrices + s->offset, s->N * s->K);
 }
 
-// FP8 codes of this rank's slices, with the scales of the whole weights: one reduction over the shard group for all of them.
+// This rank's codes of it, and the scale of the whole.
+static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
+    const ShardSegment g = shard_segment(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES);
+    return t->codes + l * g.slice + r.shard - g.shard;
+}
+
+static float weight_scale(const Trainer *t, int64_t l, int id) { return cast_scale(t, l, id, TENSOR_W, t->amax[delayed_index(l, TENSOR_W, id)]); }
+
+// Largest magnitudes of whole weights, by one reduction over the shard group for all of them, and FP8 codes of this rank's slices where they travel so.
 static void weights_quantize(Trainer *t) {
-    for (int64_t l = 0; l < t->d.L; l++)
-        for (int id = 0; id < NUM_LINEARS; id++) {
-            const ShardRange r = linear_range(t, l, id);
-            t->amax[l * NUM_LINEARS + id] = float_bits(tensor_amax(t->weights + r.shard, r.count));
-        }
-    comm_max_u32(t->comm, COMM_SHARD, t->amax, t->d.L * NUM_LINEARS);
-    for (int64_t l = 0; l < t->d.L; l++)
-        for (int id = 0; id < NUM_LINEARS; id++) {
-            const ShardRange r = linear_range(t, l, id);
-            const ShardSegment g = shard_segment(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES);
-            const float scale = fp8_scale(float_from_bits(t->amax[l * NUM_LINEARS + id]), FP8_E4M3);
-            uint8_t *codes = t->codes + l * g.slice + r.shard - g.shard;
-            for (int64_t i = 0; i < r.count; i++) codes[i] = fp8_from_float(t->weights[r.shard + i] * scale, FP8_E4M3);
-        }
+    for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
+        const ShardRange r = linear_range(t, i / NUM_LINEARS, (int)(i % NUM_LINEARS));
+        t->amax[delayed_index(i / NUM_LINEARS, TENSOR_W, (int)(i % NUM_LINEARS))] = quantize_tensor_amax(t->weights + r.shard, r.count, 1, 1, 1, t->precision.recipe->rule);
+    }
+    comm_max_u32(t->comm, COMM_SHARD, t->amax, delayed_tensors(t->d.L));  // those of inputs and gradients are zero between micro-steps
+    for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
+        const int64_t l = i / NUM_LINEARS;
+        if (!travels_fp8(t, l)) continue;
+        const ShardRange r = linear_range(t, l, (int)(i % NUM_LINEARS));
+        const float scale = weight_scale(t, l, (int)(i % NUM_LINEARS));
+        uint8_t *codes = linear_codes(t, l, r);
+        for (int64_t e = 0; e < r.count; e++) codes[e] = fp8_from_float(t->weights[r.shard + e] * scale, FP8_E4M3);
+    }
 }
 
 // After the masters changed.
@@ -526,7 +589,7 @@ static void weights_refresh(Trainer *t) {
     }
     t->root_held = false;
     for (int64_t i = 0; i < t->num_slots; i++) t->slots[i].layer = -1;
-    if (t->gather_fp8) weights_quantize(t);
+    if (t->precision.recipe->gathers_fp8) weights_quantize(t);
 }
 
 static void weights_initialize(Trainer *t) {
@@ -538,6 +601,19 @@ static void weights_initialize(Trainer *t) {
         if (t->o->master_weights != STORAGE_FP32) round_array(w, r.count, ROUND_BF16);
     }
     weights_refresh(t);
+}
+
+// Delayed scaling: the largest magnitudes of the weights as they were cast last, or of the inputs and gradients of a micro-step, enter the histories.
+static void histories_update(Trainer *t, bool weights) {
+    const DelayedState *d = &t->delayed;
+    for (int64_t l = 0; l < t->d.L; l++)
+        for (int tensor = 0; tensor < NUM_TENSORS; tensor++)
+            for (int id = 0; id < NUM_LINEARS; id++) {
+                if ((tensor == TENSOR_W) != weights || !precision_of(&t->precision, l, id)->delayed) continue;
+                const int64_t i = delayed_index(l, (TensorRole)tensor, id);
+                delayed_update(d->history + i * d->window, d->window, &d->scale[i], t->amax[i], precision_format(&t->precision, (TensorRole)tensor), (int)t->o->fp8_margin);
+                t->amax[i] = 0;
+            }
 }
 
 // Optimizer step `step` (counted from 0) with the gradients in t->gradients, whose norm is given.
@@ -552,6 +628,7 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
         adamw_reference(t->master + r.shard, t->exp_avg + r.shard, t->exp_avg_sq + r.shard, t->gradients + r.shard, p->offset + r.first, r.count, p->flags & PARAM_DECAY,
                         factor, o->master_weights != STORAGE_FP32, o->optimizer_state == STORAGE_BF16, &s);
     }
+    if (t->precision.recipe->delayed) histories_update(t, true);  // not before: until now the weights were what this scale had cast
     weights_refresh(t);
 }
 
@@ -598,10 +675,47 @@ static void report_nonfinite(const Trainer *t, int64_t step, double loss, int64_
     if (t->comm->rank == 0) warn("step %lld skipped: the gradient norm is not finite, %s", (long long)step + 1, place);
 }
 
+// Before step `step` (counted from 1): whether --fp8-audit looks at its casts. Weights that travel as codes were cast before it, slice by slice.
+static void audit_begin(Trainer *t, int64_t step) {
+    t->auditing = t->o->fp8_audit && step % t->o->fp8_audit == 0;
+    if (!t->auditing) return;
+    memset(t->step_audit, 0, (size_t)audit_count(&t->precision) * sizeof(AuditSums));
+    for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
+        const int64_t l = i / NUM_LINEARS;
+        const int id = (int)(i % NUM_LINEARS);
+        if (!travels_fp8(t, l)) continue;
+        const ShardRange r = linear_range(t, l, id);
+        const float inverse_scale = 1.0f / weight_scale(t, l, id);
+        audit_copy(&t->step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)], t->weights + r.shard, linear_codes(t, l, r), &inverse_scale, 1, r.count, r.count, 1, GRAIN_TENSOR, FP8_E4M3);
+    }
+}
+
+// After it: the audit of all ranks to the log, and to that of the run.
+static void audit_end(Trainer *t, Logger *log, int64_t step) {
+    if (!t->auditing) return;
+    audit_reduce(t->comm, t->step_audit, audit_count(&t->precision));
+    audit_log(log, step, t->step_audit, &t->precision);
+    audit_merge_all(t->run_audit, t->step_audit, audit_count(&t->precision));
+}
+
 static int64_t host_memory(void) {
     struct rusage usage;
     if (getrusage(RUSAGE_SELF, &usage)) return 0;
     return (int64_t)usage.ru_maxrss * 1024;
+}
+
+// Forward and backward pass over t->inputs and t->targets, [--batch-size, --sequence-length]. Returns the mean loss; gradients as model_backward says.
+static double micro_step(Trainer *t, float grad_scale, bool accumulate) {
+    t->training = true;
+    model_forward(t, t->inputs, t->o->batch_size, t->o->sequence_length);
+    const double loss = model_loss(t, t->targets);
+    model_backward(t, t->inputs, t->targets, grad_scale, accumulate);
+    t->training = false;
+    if (t->precision.recipe->delayed) {
+        comm_max_u32(t->comm, COMM_WORLD, t->amax, t->delayed.tensors);
+        histories_update(t, false);
+    }
+    return loss;
 }
 
 // One optimizer step on the samples from progress->samples on. *skipped_in_a_row counts steps whose gradient was not finite.
@@ -611,11 +725,10 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
     const float grad_scale = (float)(1.0 / (double)(B * T * micro_steps));
     StepRecord s;
     memset(&s, 0, sizeof s);
+    audit_begin(t, progress->step + 1);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         dataloader_batch(data, progress->samples + (micro * world + t->comm->rank) * B, B, t->inputs, t->targets);
-        model_forward(t, t->inputs, B, T);
-        s.loss += model_loss(t, t->targets) / (double)micro_steps;
-        model_backward(t, t->inputs, t->targets, grad_scale, micro > 0);
+        s.loss += micro_step(t, grad_scale, micro > 0) / (double)micro_steps;
     }
     reduce_replicas(t);
     comm_sum(t->comm, COMM_WORLD, &s.loss, 1);
@@ -705,7 +818,8 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
 }
 
 static TrainerState trainer_state(Trainer *t) {
-    TrainerState s = {t, {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)}, state_read, state_write, &t->plan, t->comm};
+    TrainerState s = {t, {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)}, state_read, state_write, &t->plan, t->comm,
+                      t->precision.recipe->delayed ? &t->delayed : NULL};
     return s;
 }
 
@@ -731,18 +845,6 @@ static TrainerProgress load_weights(Trainer *t, const RunSetup *setup) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The run
 
-static void print_products(const Trainer *t) {
-    const Dims *d = &t->d;
-    const struct { const char *name; int64_t in, out; bool fp8; } products[] = {
-        {"qkv", d->C, d->QKV, t->fp8}, {"attn_out", d->ATT, d->C, t->fp8}, {"gate_up", d->C, 2 * d->F, t->fp8}, {"down", d->F, d->C, t->fp8}, {"lm_head", d->C, d->V, false}};
-    const char *plain = t->rounding == ROUND_NONE ? "fp32" : "bf16";
-    printf("\nmatrix products (fp32 accumulation, %s results)\n  %-10s %9s %9s %9s  %-18s %-18s %s\n", plain, "layer", "rows", "in", "out", "forward x, w", "backward dy",
-           "scales");
-    for (size_t i = 0; i < sizeof products / sizeof products[0]; i++)
-        printf("  %-10s %9lld %9lld %9lld  %-18s %-18s %s\n", products[i].name, (long long)d->R, (long long)products[i].in, (long long)products[i].out,
-               products[i].fp8 ? "e4m3" : plain, products[i].fp8 ? "e5m2" : plain, products[i].fp8 ? "tensorwise, current" : "none");
-}
-
 static void print_plan(const Trainer *t, const Arena *plan, const RunSetup *setup) {
     options_print(t->o);
     printf("%-26s %.3f million\n", "parameters", (double)t->table.num_parameters * 1e-6);
@@ -757,7 +859,9 @@ static void print_plan(const Trainer *t, const Arena *plan, const RunSetup *setu
         printf("%-26s %.3f million elements, each unit's padding included\n", "shard of a rank", (double)t->plan.total * 1e-6);
     }
     arena_print_plan(plan, 0);
-    print_products(t);
+    Options sums = *t->o;
+    sums.fp8_fast_accum = FAST_ACCUM_NONE;  // here as everywhere on the CPU
+    precision_print(&t->precision, &sums, t->d.R, t->d.R, t->d.V, t->d.C, t->rounding == ROUND_NONE ? "fp32" : "bf16");
     printf("\n");
     fflush(stdout);
 }
@@ -770,6 +874,7 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
     while (progress->step < o->num_steps && !stop) {
         const StepRecord s = train_step(t, &setup->train, progress, &skipped_in_a_row);
         logger_step(log, &s);
+        audit_end(t, log, s.step);
         const bool last = s.step == o->num_steps;
         if (*o->val_data && (last || (o->val_every && s.step % o->val_every == 0))) {
             const double loss = validate(t, &setup->val);
@@ -804,6 +909,7 @@ static int run(int argc, char **argv) {
     model_config_preset_names(presets, sizeof presets);
     Comm comm = comm_open(&argc, &argv);
     Options o = options_parse(argc, argv, presets);
+    if (strcmp(o.fp8_filter, "auto") == 0) die("--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
     RunSetup setup = run_setup(&o, &comm);
     if (o.world_size) comm_assume(&comm, o.world_size);
     comm_split(&comm, options_shard_group(&o, comm.world));
@@ -816,9 +922,10 @@ static int run(int argc, char **argv) {
         TrainerProgress progress = load_weights(&t, &setup);
         format_checked(device, sizeof device, "CPU, %d threads", omp_get_max_threads());
         const RunInfo info = {"train_fp8", device, "compiler " __VERSION__, comm.world, o.peak_tflops * 1e12};
-        Logger log = logger_open(&o, &t.m, &t.table, info);
+        Logger log = logger_open(&o, &t.m, &t.table, &t.precision, info);
         const int stop = train(&t, &setup, &log, &progress);
         logger_close(&log);
+        if (o.fp8_audit) audit_print_table(t.run_audit, &t.precision);
         if (stop) printf("stopped by signal %d after step %lld; %s\n", stop, (long long)progress.step, *o.checkpoint_dir ? "--resume continues" : "without --checkpoint-dir nothing was saved");
         else if (*o.export_hf) export_weights(&t, &setup);
     }

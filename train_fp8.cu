@@ -1,4 +1,4 @@
-// train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or FP8 (E4M3/E5M2, tensorwise current scaling). One process a GPU:
+// train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or by the FP8 recipes of llmc/recipes.h. One process a GPU:
 // `mpirun -np N ./train_fp8cu ...` shards one model over N of them (llmc/fsdp.cuh).
 //
 // From top to bottom: sizes and storage, the linear layer, the model's forward pass, its backward pass, the optimizer, the step, validation
@@ -10,8 +10,11 @@
 #include "llmc/adamw.cuh"
 #include "llmc/arena.h"
 #include "llmc/attention.cuh"
+#include "llmc/audit_report.h"
+#include "llmc/auto_filter.cuh"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/cuda_utils.cuh"
+#include "llmc/delayed.cuh"
 #include "llmc/embedding.cuh"
 #include "llmc/fsdp.cuh"
 #include "llmc/gemm.cuh"
@@ -20,6 +23,8 @@
 #include "llmc/model_config.h"
 #include "llmc/options.h"
 #include "llmc/parameters.h"
+#include "llmc/precision.h"
+#include "llmc/profile.cuh"
 #include "llmc/quantize.cuh"
 #include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
@@ -52,10 +57,7 @@ typedef struct {
     int64_t chunk;         // rows of logits at a time
 } Dims;
 
-// The four linear layers of a block.
-typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
-
-// One FP8 scale per quantized tensor of a layer: its weights, the inputs of its products, the gradients of their outputs.
+// The quantized tensors of a layer: its weights, the inputs of its products, the gradients of their outputs.
 typedef enum {
     SCALE_WEIGHT,                                // + LinearId
     SCALE_INPUT = SCALE_WEIGHT + NUM_LINEARS,    // + LinearId
@@ -63,17 +65,18 @@ typedef enum {
     NUM_SCALES = SCALE_GRADIENT + NUM_LINEARS
 } ScaleId;
 
+// The products of a linear layer, in bf16 and in the run's recipe: layers may differ (--fp8-filter).
 typedef struct {
-    const char *name;
-    int64_t N, K;       // weight [N, K]
-    int64_t offset;     // of the weight in the layer's matrices
-    GemmPlan fprop, dgrad, wgrad;
+    const LinearShape *shape;
+    GemmPlan bf16[NUM_GEMMS], fp8[NUM_GEMMS];
 } Linear;
 
-// A matrix that matrix products read: in BF16 runs one bf16 copy, in FP8 runs a row-major and a transposed FP8 copy.
+// A matrix that products read: a bf16 copy; a row-major and a transposed FP8 copy with their scales (those of whole tensors are in t->inverse_scale).
+// NULL: not kept.
 typedef struct {
     bf16 *bf16_data;
-    Fp8Tensor fp8;
+    uint8_t *row, *col;
+    void *row_scales, *col_scales;
 } GemmInput;
 
 // What a layer keeps for its backward pass.
@@ -104,21 +107,28 @@ typedef struct {
     const Comm *comm;
     ModelConfig m;
     ParameterTable table;
+    Precision precision;              // which linear layer runs in what
     Dims d;
-    bool fp8;
     cudaStream_t stream;
     Nccl nccl;                        // with several ranks
     Fsdp fsdp;
     Gemm gemm;
     Linear linear[NUM_LINEARS];
+    LinearShape lm_head_shape;
     Linear lm_head, lm_head_tail;     // for a full chunk of rows and for what is left
     char *memory;                     // the arena
 
     bf16 *weights, *grads;            // [total] this rank's flat shard arrays (shard_plan.h)
     float *master;                    // [total] fp32 masters, or NULL
     void *exp_avg, *exp_avg_sq;       // [total] bf16 or fp32
-    uint32_t *amax;                   // [L, NUM_SCALES]
-    float *inverse_scale;             // [L, NUM_SCALES, 4]; cuBLASLt wants 16-byte alignment
+    uint32_t *amax;                   // [L, amaxes]: those of tensor i of a layer from amax_at[i] on
+    int64_t amaxes, amax_at[NUM_SCALES];
+    float *inverse_scale;             // [L, NUM_SCALES, 4] of whole tensors; cuBLASLt wants 16-byte alignment
+    float *amax_history, *delayed_scale;  // [L, NUM_SCALES, window], [L, NUM_SCALES] of the delayed recipe
+    DelayedState delayed_state;       // the same on the host, for checkpoints
+    bool has_history;                 // every tensor has been cast once: its delayed scale is known
+    AuditSums *audit;                 // [L, NUM_LINEARS, NUM_TENSORS, 2] on the device
+    bool auditing;                    // the casts of this step
 
     LayerActs *acts;                  // [L] on the host
     bf16 *x_final, *y_final;          // [R, C] residual stream after the last layer, and its norm
@@ -139,6 +149,7 @@ typedef struct {
     cudaEvent_t idle;                 // for trainer_wait_all
     TokenSlot tokens[TOKEN_SLOTS];
     int64_t batches_sent;
+    Profile profile;
 } Trainer;
 
 static Dims make_dims(const ModelConfig *m, const Options *o) {
@@ -155,12 +166,37 @@ static bf16 *take_bf16(Arena *a, int64_t n) { return (bf16 *)arena_take(a, n * (
 static float *take_float(Arena *a, int64_t n) { return (float *)arena_take(a, n * (int64_t)sizeof(float)); }
 static uint8_t *take_bytes(Arena *a, int64_t n) { return (uint8_t *)arena_take(a, n); }
 
-static Fp8Tensor fp8_tensor(const Trainer *t, int64_t l, int scale, Fp8Format format, uint8_t *row, uint8_t *col) {
+static const Recipe *recipe_of(const Trainer *t, int64_t l, LinearId id) { return precision_of(&t->precision, l, id); }
+static bool is_fp8(const Trainer *t, int64_t l, LinearId id) { return recipe_is_fp8(recipe_of(t, l, id), GEMM_FPROP); }
+
+// Whether amaxes come from the kernels that make the tensors: one scale a tensor, of the present.
+static bool current_tensor_scales(const Trainer *t) { return recipe_grain(t->precision.recipe, TENSOR_X, COPY_ROW) == GRAIN_TENSOR && !t->precision.recipe->delayed; }
+
+// One FP8 tensor of layer l as casts and products take it. `x` has its copies.
+static Fp8Tensor fp8_tensor(const Trainer *t, int64_t l, int scale, const GemmInput *x) {
+    static const TensorRole roles[] = {TENSOR_W, TENSOR_X, TENSOR_DY};
+    const TensorRole role = roles[scale / NUM_LINEARS];
+    const Recipe *r = t->precision.recipe;
+    const int64_t number = l * NUM_SCALES + scale;
     Fp8Tensor q;
-    q.row = row, q.col = col, q.format = format;
-    q.amax = t->amax + l * NUM_SCALES + scale;
-    q.inverse_scale = t->inverse_scale + (l * NUM_SCALES + scale) * 4;
+    memset(&q, 0, sizeof q);
+    q.row = x->row, q.col = x->col;
+    q.row_grain = recipe_grain(r, role, COPY_ROW), q.col_grain = recipe_grain(r, role, COPY_COL);
+    q.format = precision_format(&t->precision, role), q.rule = r->rule;
+    q.amax = t->amax + l * t->amaxes + t->amax_at[scale];
+    q.delayed_scale = r->delayed ? t->delayed_scale + number : NULL;
+    q.row_scales = q.row_grain == GRAIN_TENSOR ? t->inverse_scale + number * 4 : x->row_scales;
+    q.col_scales = q.col_grain == GRAIN_TENSOR ? t->inverse_scale + number * 4 : x->col_scales;
+    for (int copy = 0; copy < 2 && t->auditing; copy++) q.audit[copy] = t->audit + audit_index(l, scale % NUM_LINEARS, role, (CopyKind)copy);
     return q;
+}
+
+static Fp8Tensor input_fp8(const Trainer *t, int64_t l, LinearId id) { return fp8_tensor(t, l, SCALE_INPUT + id, &t->acts[l].input[id]); }
+static Fp8Tensor gradient_fp8(const Trainer *t, int64_t l, LinearId id) { return fp8_tensor(t, l, SCALE_GRADIENT + id, &t->dy[id]); }
+
+// Where the kernel that makes a tensor leaves its amax; NULL: nobody asks for it there.
+static uint32_t *fused_amax(const Trainer *t, int64_t l, int scale) {
+    return l >= 0 && current_tensor_scales(t) && is_fp8(t, l, (LinearId)(scale % NUM_LINEARS)) ? t->amax + l * t->amaxes + t->amax_at[scale] : NULL;
 }
 
 static void place_parameters(Trainer *t, Arena *a) {
@@ -178,22 +214,41 @@ static void place_parameters(Trainer *t, Arena *a) {
     t->fsdp.weights = t->weights, t->fsdp.grads = t->grads;
 }
 
-// The input of linear layer `id`, [R, linear.K]. The row-major FP8 copy dies after the forward product, so layers share one (`row`).
-static GemmInput place_input(Trainer *t, Arena *a, LinearId id, uint8_t *row) {
+// Which copies layers [first, last) need of a tensor of linear layer `id`.
+typedef struct {
+    bool bf16, fp8_row, fp8_col;
+} Copies;
+
+static Copies copies_needed(const Trainer *t, int64_t first, int64_t last, LinearId id, TensorRole tensor) {
+    Copies c = {false, false, false};
+    for (int64_t l = first; l < last; l++) {
+        const Recipe *r = recipe_of(t, l, id);
+        c.bf16 = c.bf16 || recipe_needs_bf16(r, tensor);
+        c.fp8_row = c.fp8_row || recipe_grain(r, tensor, COPY_ROW) != GRAIN_BF16;
+        c.fp8_col = c.fp8_col || recipe_grain(r, tensor, COPY_COL) != GRAIN_BF16;
+    }
+    return c;
+}
+
+static int64_t copy_scale_bytes(const Trainer *t, TensorRole tensor, CopyKind copy, int64_t outer, int64_t depth) {
+    const Grain g = recipe_grain(t->precision.recipe, tensor, copy);
+    return g == GRAIN_TENSOR ? 0 : scale_bytes(g, outer, depth);
+}
+
+// The input of linear layer `id`, [R, K], for layers [first, last). Row-major FP8 copies die after the forward product, so layers share one, in `row`.
+static GemmInput place_input(Trainer *t, Arena *a, LinearId id, int64_t first, int64_t last, const GemmInput *row) {
     GemmInput input;
     memset(&input, 0, sizeof input);
-    const int64_t n = t->d.R * t->linear[id].K;
-    if (t->fp8) {
-        input.fp8.row = row;
-        input.fp8.col = take_bytes(a, n);
-    } else {
-        input.bf16_data = take_bf16(a, n);
-    }
+    const int64_t R = t->d.R, K = t->precision.linear[id].K;
+    const Copies need = copies_needed(t, first, last, id, TENSOR_X);
+    if (need.fp8_row) input.row = row->row, input.row_scales = row->row_scales;
+    if (need.fp8_col) input.col = take_bytes(a, R * K), input.col_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_X, COPY_COL, K, R));
+    if (need.bf16 && id != OUT_PROJ) input.bf16_data = take_bf16(a, R * K);  // OUT_PROJ's is the attention's output
     return input;
 }
 
-// What one layer keeps, but its input x_in and the input of its down projection, which backward makes again from gate_up.
-static void place_layer_acts(Trainer *t, Arena *a, LayerActs *acts, uint8_t *row) {
+// What layers [first, last) keep, each or together, but their input x_in and the input of the down projection, which backward makes again from gate_up.
+static void place_layer_acts(Trainer *t, Arena *a, LayerActs *acts, int64_t first, int64_t last, const GemmInput *row) {
     const Dims *d = &t->d;
     acts->x_mid = take_bf16(a, d->R * d->C);
     acts->rstd1 = take_float(a, d->R);
@@ -202,36 +257,46 @@ static void place_layer_acts(Trainer *t, Arena *a, LayerActs *acts, uint8_t *row
     acts->att = take_bf16(a, d->R * d->ATT);
     acts->lse = take_float(a, d->R * d->NH);
     acts->gate_up = take_bf16(a, d->R * 2 * d->F);
-    acts->input[QKV_PROJ] = place_input(t, a, QKV_PROJ, row);
-    acts->input[GATE_UP_PROJ] = place_input(t, a, GATE_UP_PROJ, row);
-    acts->input[OUT_PROJ] = place_input(t, a, OUT_PROJ, row);
-    if (!t->fp8) acts->input[OUT_PROJ].bf16_data = acts->att;
+    for (int id = QKV_PROJ; id <= GATE_UP_PROJ; id++) acts->input[id] = place_input(t, a, (LinearId)id, first, last, row);
+    acts->input[OUT_PROJ].bf16_data = acts->att;
 }
 
 static void place_activations(Trainer *t, Arena *a) {
     const Dims *d = &t->d;
     const bool recompute = t->o->recompute == RECOMPUTE_LAYER;
+    const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
     arena_group(a, "activations of one layer at a time");
-    uint8_t *row = t->fp8 ? take_bytes(a, d->R * max_i64(max_i64(d->C, d->ATT), d->F)) : NULL;
-    GemmInput down_input = place_input(t, a, DOWN_PROJ, row);
+    GemmInput row;
+    memset(&row, 0, sizeof row);
+    if (t->precision.any_fp8) row.row = take_bytes(a, d->R * widest), row.row_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_X, COPY_ROW, d->R, widest));
+    const GemmInput down_input = place_input(t, a, DOWN_PROJ, 0, d->L, &row);
     LayerActs shared;
     memset(&shared, 0, sizeof shared);
-    if (recompute) place_layer_acts(t, a, &shared, row);
+    if (recompute) place_layer_acts(t, a, &shared, 0, d->L, &row);
     t->branch = take_bf16(a, d->R * d->C);
     t->qkv_rotated = t->m.qk_norm ? take_bf16(a, d->R * d->QKV) : NULL;
     arena_group(a, "activations kept for backward");
     for (int64_t l = 0; l < d->L; l++) {
         LayerActs *acts = &t->acts[l];
         if (recompute) *acts = shared;
-        else place_layer_acts(t, a, acts, row);
+        else place_layer_acts(t, a, acts, l, l + 1, &row);
         acts->x_in = take_bf16(a, d->R * d->C);
         acts->input[DOWN_PROJ] = down_input;
-        for (int i = 0; i < NUM_LINEARS; i++)
-            if (t->fp8) acts->input[i].fp8 = fp8_tensor(t, l, SCALE_INPUT + i, FP8_E4M3, acts->input[i].fp8.row, acts->input[i].fp8.col);
     }
     t->x_final = take_bf16(a, d->R * d->C);
     t->y_final = take_bf16(a, d->R * d->C);
     t->rstd_final = take_float(a, d->R);
+}
+
+// FP8 copies of the gradients [R, columns] of linear layers, one at a time.
+static GemmInput place_gradient_copies(Trainer *t, Arena *a, int64_t columns) {
+    const int64_t R = t->d.R;
+    const bool col = recipe_grain(t->precision.recipe, TENSOR_DY, COPY_COL) != GRAIN_BF16;
+    GemmInput dy;
+    memset(&dy, 0, sizeof dy);
+    dy.row = take_bytes(a, R * columns), dy.row_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_DY, COPY_ROW, R, columns));
+    if (col) dy.col = take_bytes(a, R * columns), dy.col_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_DY, COPY_COL, columns, R));
+    return dy;
 }
 
 static void place_backward(Trainer *t, Arena *a) {
@@ -243,30 +308,46 @@ static void place_backward(Trainer *t, Arena *a) {
     t->datt = take_bf16(a, d->R * d->ATT);
     t->dqkv = take_bf16(a, d->R * d->QKV);
     memset(t->dy, 0, sizeof t->dy);
-    if (t->fp8) {
-        const int64_t n = d->R * max_i64(d->C, d->QKV), wide = d->R * 2 * d->F;
-        uint8_t *row = take_bytes(a, n), *col = take_bytes(a, n), *wide_row = take_bytes(a, wide), *wide_col = take_bytes(a, wide);
-        for (int i = 0; i < NUM_LINEARS; i++) {
-            t->dy[i].fp8.row = i == GATE_UP_PROJ ? wide_row : row;
-            t->dy[i].fp8.col = i == GATE_UP_PROJ ? wide_col : col;
-        }
-    } else {
-        t->dgate_up = take_bf16(a, d->R * 2 * d->F);
-        t->dy[QKV_PROJ].bf16_data = t->dqkv;
-        t->dy[OUT_PROJ].bf16_data = t->dx;
-        t->dy[GATE_UP_PROJ].bf16_data = t->dgate_up;
-        t->dy[DOWN_PROJ].bf16_data = t->dx;
+    if (t->precision.any_fp8) {
+        const GemmInput narrow = place_gradient_copies(t, a, max_i64(d->C, d->QKV)), wide = place_gradient_copies(t, a, 2 * d->F);
+        for (int i = 0; i < NUM_LINEARS; i++) t->dy[i] = i == GATE_UP_PROJ ? wide : narrow;
     }
+    t->dgate_up = copies_needed(t, 0, d->L, GATE_UP_PROJ, TENSOR_DY).bf16 ? take_bf16(a, d->R * 2 * d->F) : NULL;
+    t->dy[QKV_PROJ].bf16_data = t->dqkv;
+    t->dy[OUT_PROJ].bf16_data = t->dx;
+    t->dy[GATE_UP_PROJ].bf16_data = t->dgate_up;
+    t->dy[DOWN_PROJ].bf16_data = t->dx;
+}
+
+static void place_scales(Trainer *t, Arena *a) {
+    Fsdp *f = &t->fsdp;
+    const int64_t tensors = t->d.L * NUM_SCALES;
+    arena_group(a, "amaxes, scales, audit");
+    t->amax = (uint32_t *)arena_take(a, t->d.L * t->amaxes * (int64_t)sizeof(uint32_t));
+    t->inverse_scale = take_float(a, tensors * 4);
+    t->amax_history = t->precision.recipe->delayed ? take_float(a, tensors * t->o->fp8_amax_history) : NULL;
+    t->delayed_scale = t->precision.recipe->delayed ? take_float(a, tensors) : NULL;
+    t->audit = t->o->fp8_audit ? (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums)) : NULL;
+    f->amax = t->amax, f->amax_stride = t->amaxes;
+    f->inverse_scale = t->inverse_scale, f->delayed_scale = t->delayed_scale, f->scale_stride = NUM_SCALES;
+}
+
+// Elements of dequantized operands that emulated products need at a time.
+static int64_t emulation_elements(const Trainer *t) {
+    int64_t most = 0;
+    for (int i = 0; i < NUM_LINEARS && t->o->fp8_emulate; i++) {
+        const LinearShape *s = &t->precision.linear[i];
+        most = max_i64(most, max_i64(t->d.R * (s->N + s->K), s->N * s->K + t->d.R * max_i64(s->N, s->K)));
+    }
+    return most;
 }
 
 // Gives every pointer its place. On an arena without memory this is the memory plan.
 static void place(Trainer *t, Arena *a) {
     const Dims *d = &t->d;
     place_parameters(t, a);
-    arena_group(a, "scales, statistics, tokens");
-    t->amax = (uint32_t *)arena_take(a, d->L * NUM_SCALES * (int64_t)sizeof(uint32_t));
-    t->inverse_scale = take_float(a, d->L * NUM_SCALES * 4);
-    t->fsdp.amax = t->amax + SCALE_WEIGHT, t->fsdp.inverse_scale = t->inverse_scale + SCALE_WEIGHT * 4, t->fsdp.scale_stride = NUM_SCALES;
+    place_scales(t, a);
+    arena_group(a, "statistics, tokens");
     t->squares = (double *)arena_take(a, sizeof(double));
     t->stats = (StepStats *)arena_take(a, sizeof(StepStats));
     t->row_losses = take_float(a, d->R);
@@ -282,6 +363,8 @@ static void place(Trainer *t, Arena *a) {
     t->rope_workspace = arena_take(a, (int64_t)rope_workspace_bytes(d->R, d->NH, d->NKV, d->HD));
     t->adamw_workspace = arena_take(a, (int64_t)adamw_workspace_bytes());
     t->gemm.workspace = arena_take(a, GEMM_WORKSPACE_BYTES);
+    t->gemm.scratch = t->o->fp8_emulate ? take_bf16(a, emulation_elements(t)) : NULL;
+    t->gemm.alpha = t->o->fp8_emulate ? take_float(a, 1) : NULL;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -289,77 +372,71 @@ static void place(Trainer *t, Arena *a) {
 
 static void describe_linears(Trainer *t) {
     const Dims *d = &t->d;
-    const LayerOffsets *w = &t->table.layer;
-    const int64_t matrices = t->table.layer_segments[SEGMENT_VECTORS];  // where they begin in a layer's unit
-    const Linear linears[NUM_LINEARS] = {{"qkv", d->QKV, d->C, w->wq - matrices, {}, {}, {}}, {"attn_out", d->C, d->ATT, w->wo - matrices, {}, {}, {}},
-                                         {"gate_up", 2 * d->F, d->C, w->wgate - matrices, {}, {}, {}}, {"down", d->C, d->F, w->wdown - matrices, {}, {}, {}}};
-    memcpy(t->linear, linears, sizeof linears);
-    t->fsdp.num_linears = NUM_LINEARS;
-    for (int i = 0; i < NUM_LINEARS; i++) {
-        const FsdpLinear linear = {linears[i].N, linears[i].K, linears[i].offset};
-        t->fsdp.linears[i] = linear;
-    }
-    t->lm_head.name = t->lm_head_tail.name = "lm_head";
-    t->lm_head.N = t->lm_head_tail.N = d->V;
-    t->lm_head.K = t->lm_head_tail.K = d->C;
-}
-
-static void print_precisions(const Trainer *t) {
-    const char *x = t->fp8 ? "e4m3" : "bf16", *dy = t->fp8 ? "e5m2" : "bf16";
-    printf("\nmatrix products (row-major; fp32 accumulation, bf16 results)\n  %-10s %-6s %9s %9s %9s  %-12s %s\n", "layer", "pass", "rows", "columns", "depth", "operands", "scales");
-    for (int i = 0; i < NUM_LINEARS + 1; i++) {
-        const bool head = i == NUM_LINEARS;
-        const Linear *linear = head ? &t->lm_head : &t->linear[i];
-        const long long R = head ? t->d.chunk : t->d.R, N = linear->N, K = linear->K;
-        const char *input = head ? "bf16" : x, *gradient = head ? "bf16" : dy, *scales = t->fp8 && !head ? "tensorwise, current" : "none";
-        printf("  %-10s %-6s %9lld %9lld %9lld  %s x %s  %s%s\n", linear->name, "fprop", R, N, K, input, input, scales, t->fp8 && !head ? ", fast accumulation" : "");
-        printf("  %-10s %-6s %9lld %9lld %9lld  %s x %s  %s\n", linear->name, "dgrad", R, K, N, gradient, input, scales);
-        printf("  %-10s %-6s %9lld %9lld %9lld  %s x %s  %s\n", linear->name, "wgrad", N, K, R, gradient, input, scales);
+    const Recipe *r = t->precision.recipe;
+    const LinearShape lm_head = {"lm_head", d->V, d->C, 0};
+    t->lm_head_shape = lm_head;
+    t->lm_head.shape = t->lm_head_tail.shape = &t->lm_head_shape;
+    for (int i = 0; i < NUM_LINEARS; i++) t->linear[i].shape = &t->precision.linear[i];
+    for (int i = 0; i < NUM_SCALES; i++) {
+        const LinearShape *s = &t->precision.linear[i % NUM_LINEARS];
+        const TensorRole role = i < SCALE_INPUT ? TENSOR_W : i < SCALE_GRADIENT ? TENSOR_X : TENSOR_DY;
+        t->amax_at[i] = t->amaxes;
+        t->amaxes += tensor_amaxes(recipe_grain(r, role, COPY_ROW), recipe_grain(r, role, COPY_COL), role == TENSOR_W ? s->N : d->R, role == TENSOR_DY ? s->N : s->K);
     }
 }
 
-static GemmOperand operand_row(const Trainer *t, const GemmInput *x) {
-    GemmOperand o = {t->fp8 ? (const void *)x->fp8.row : (const void *)x->bf16_data, t->fp8 ? x->fp8.inverse_scale : NULL};
+// A tensor as a product reads it: `q` is NULL where it is only there in bf16.
+static GemmOperand operand(const GemmPlan *p, const bf16 *data, const Fp8Tensor *q, CopyKind copy) {
+    GemmOperand o = {data, NULL};
+    if (recipe_is_fp8(p->spec.recipe, p->kind)) o.data = copy == COPY_ROW ? q->row : q->col, o.scales = copy == COPY_ROW ? q->row_scales : q->col_scales;
     return o;
 }
 
-// The operand of a product that contracts over rows: FP8 reads the transposed copy.
-static GemmOperand operand_col(const Trainer *t, const GemmInput *x) {
-    GemmOperand o = {t->fp8 ? (const void *)x->fp8.col : (const void *)x->bf16_data, t->fp8 ? x->fp8.inverse_scale : NULL};
-    return o;
-}
+static GemmPlan *plan_of(Trainer *t, LinearId id, int64_t l, GemmKind kind) { return is_fp8(t, l, id) ? &t->linear[id].fp8[kind] : &t->linear[id].bf16[kind]; }
+
+static void print_precisions(const Trainer *t) { precision_print(&t->precision, t->o, t->d.R, t->d.chunk, t->d.V, t->d.C, "bf16"); }
+
+// --profile: what the operation just enqueued had to do.
+static void mark_bytes(Trainer *t, const char *op, int64_t bytes) { profile_mark(&t->profile, op, PROFILE_BYTES, (double)bytes); }
+
+static void mark_product(Trainer *t, const char *op, const GemmPlan *p) { profile_mark(&t->profile, op, p->native ? PROFILE_FLOPS_FP8 : PROFILE_FLOPS_BF16, gemm_flops(p)); }
 
 // Layer l is unit 1 + l of the parameters; unit 0 is the root.
 static FsdpUnit layer_weights(const Trainer *t, int64_t l) { return fsdp_weights(&t->fsdp, 1 + l); }
 static FsdpUnit layer_gradients(const Trainer *t, int64_t l) { return fsdp_gradients(&t->fsdp, 1 + l); }
 
-static GemmInput weight_input(const Trainer *t, LinearId id, int64_t l) {
+static GemmOperand weight_operand(const Trainer *t, LinearId id, int64_t l, const GemmPlan *p, CopyKind copy) {
     const FsdpUnit unit = layer_weights(t, l);
-    const int64_t offset = t->linear[id].offset;
-    GemmInput w;
-    memset(&w, 0, sizeof w);
-    if (t->fp8) w.fp8 = fp8_tensor(t, l, SCALE_WEIGHT + id, FP8_E4M3, unit.fp8 + offset, unit.fp8_t + offset);
-    else w.bf16_data = unit.matrices + offset;
-    return w;
+    const bf16 *data = unit.matrices ? unit.matrices + t->precision.linear[id].offset : NULL;
+    if (!is_fp8(t, l, id)) return operand(p, data, NULL, copy);
+    const Fp8Tensor q = fsdp_weight_fp8(&t->fsdp, 1 + l, id);
+    return operand(p, data, &q, copy);
 }
 
 // y [R, N] = x [R, K] w^T, and for Qwen2's q, k, v: + bias.
-static void linear_forward(Trainer *t, LinearId id, int64_t l, bf16 *y, const GemmInput *x) {
-    const GemmInput w = weight_input(t, id, l);
+static void linear_forward(Trainer *t, LinearId id, int64_t l, bf16 *y) {
+    GemmPlan *p = plan_of(t, id, l, GEMM_FPROP);
+    const Fp8Tensor x = input_fp8(t, l, id);
     const bf16 *bias = id == QKV_PROJ && t->m.qkv_bias ? layer_weights(t, l).vectors + t->table.layer.bq : NULL;
-    gemm_run(&t->gemm, &t->linear[id].fprop, y, operand_row(t, &w), operand_row(t, x), bias, false);
+    gemm_run(&t->gemm, p, y, weight_operand(t, id, l, p, COPY_ROW), operand(p, t->acts[l].input[id].bf16_data, &x, COPY_ROW), bias, false);
+    mark_product(t, "linear layers, fprop", p);
 }
 
 // dx [R, K] = dy [R, N] w
 static void linear_backward_input(Trainer *t, LinearId id, int64_t l, bf16 *dx) {
-    const GemmInput w = weight_input(t, id, l);
-    gemm_run(&t->gemm, &t->linear[id].dgrad, dx, operand_col(t, &w), operand_row(t, &t->dy[id]), NULL, false);
+    GemmPlan *p = plan_of(t, id, l, GEMM_DGRAD);
+    const Fp8Tensor dy = gradient_fp8(t, l, id);
+    gemm_run(&t->gemm, p, dx, weight_operand(t, id, l, p, COPY_COL), operand(p, t->dy[id].bf16_data, &dy, COPY_ROW), NULL, false);
+    mark_product(t, "linear layers, dgrad", p);
 }
 
 // dw [N, K] = dy^T [N, R] x [R, K], added to what earlier micro-steps left when `accumulate`.
-static void linear_backward_weight(Trainer *t, LinearId id, int64_t l, const GemmInput *x, bool accumulate) {
-    bf16 *dw = layer_gradients(t, l).matrices + t->linear[id].offset;
-    gemm_run(&t->gemm, &t->linear[id].wgrad, dw, operand_col(t, x), operand_col(t, &t->dy[id]), NULL, accumulate);
+static void linear_backward_weight(Trainer *t, LinearId id, int64_t l, bool accumulate) {
+    GemmPlan *p = plan_of(t, id, l, GEMM_WGRAD);
+    const Fp8Tensor x = input_fp8(t, l, id), dy = gradient_fp8(t, l, id);
+    bf16 *dw = layer_gradients(t, l).matrices + t->precision.linear[id].offset;
+    gemm_run(&t->gemm, p, dw, operand(p, t->acts[l].input[id].bf16_data, &x, COPY_COL), operand(p, t->dy[id].bf16_data, &dy, COPY_COL), NULL, accumulate);
+    mark_product(t, "linear layers, wgrad", p);
 }
 
 // Random bytes that are finite numbers of ordinary size in every format, for timing: constant data would run faster than real data.
@@ -368,37 +445,48 @@ __global__ static void fill_for_timing_kernel(uint64_t *out, int64_t n) {
         out[i] = (rng_u64(1, (uint64_t)i) & 0x8f8f8f8f8f8f8f8full) | 0x3030303030303030ull;
 }
 
+// Fills [from, to) for timing.
+static void fill_for_timing(Trainer *t, char *from, char *to) {
+    fill_for_timing_kernel<<<4 * device_sm_count(), 256, 0, t->stream>>>((uint64_t *)from, (to - from) / 8);
+    CUDA_CHECK_LAUNCH();
+}
+
 // Chooses a product's algorithm on scratch operands at the start of the arena, which nothing uses yet and which is larger than any product.
 static void plan_product(Trainer *t, GemmPlan *p) {
-    const int64_t width_a = gemm_is_fp8(p->type_a) ? 1 : 2, width_b = gemm_is_fp8(p->type_b) ? 1 : 2;
-    const int64_t bytes_a = width_a * p->K * (p->kind == GEMM_WGRAD ? p->R : p->N);
-    const int64_t bytes_b = width_b * p->R * (p->kind == GEMM_FPROP ? p->K : p->N);
-    char *a = t->memory, *b = a + round_up(bytes_a, ARENA_ALIGNMENT), *d = b + round_up(bytes_b, ARENA_ALIGNMENT);
-    const float *scale = (const float *)a;
-    const GemmOperand operand_a = {a, scale}, operand_b = {b, scale};
-    fill_for_timing_kernel<<<4 * device_sm_count(), 256, 0, t->stream>>>((uint64_t *)a, (d - a) / 8);
-    CUDA_CHECK_LAUNCH();
+    char *a = t->memory, *b = a + round_up(gemm_bytes_a(p), ARENA_ALIGNMENT), *d = b + round_up(gemm_bytes_b(p), ARENA_ALIGNMENT);
+    const GemmOperand operand_a = {a, a}, operand_b = {b, b};  // what holds the numbers is larger than their scales
+    if (p->emulated) fill_for_timing(t, (char *)t->gemm.scratch, (char *)(t->gemm.scratch + gemm_scratch_elements(p)));
+    else fill_for_timing(t, a, d);
     gemm_choose(&t->gemm, p, (bf16 *)d, operand_a, operand_b, (const bf16 *)a);
 }
 
-// The three products of a linear layer over R rows.
-static void plan_linear(Trainer *t, Linear *linear, int64_t R, bool fp8, bool bias) {
-    const cudaDataType x = fp8 ? CUDA_R_8F_E4M3 : CUDA_R_16BF, dy = fp8 ? CUDA_R_8F_E5M2 : CUDA_R_16BF;
-    linear->fprop = gemm_describe(linear->name, GEMM_FPROP, R, linear->N, linear->K, x, x, bias);
-    linear->dgrad = gemm_describe(linear->name, GEMM_DGRAD, R, linear->N, linear->K, x, dy, false);
-    linear->wgrad = gemm_describe(linear->name, GEMM_WGRAD, R, linear->N, linear->K, x, dy, false);
-    plan_product(t, &linear->fprop);
-    plan_product(t, &linear->dgrad);
-    plan_product(t, &linear->wgrad);
+// The three products of a linear layer over R rows, by one recipe.
+static void plan_linear(Trainer *t, const LinearShape *s, GemmPlan plans[NUM_GEMMS], const Recipe *recipe, int64_t R, bool bias) {
+    for (int kind = 0; kind < NUM_GEMMS; kind++) {
+        // cuBLASLt's order: w, w, x and x, dy, dy
+        const Fp8Format a = precision_format(&t->precision, kind == GEMM_WGRAD ? TENSOR_X : TENSOR_W), b = precision_format(&t->precision, kind == GEMM_FPROP ? TENSOR_X : TENSOR_DY);
+        const GemmSpec spec = {recipe, a, b, fast_accumulation(t->o, recipe, (GemmKind)kind), t->o->fp8_emulate && recipe_is_fp8(recipe, (GemmKind)kind)};
+        plans[kind] = gemm_describe(s->name, (GemmKind)kind, R, s->N, s->K, spec, bias && kind == GEMM_FPROP);
+        plan_product(t, &plans[kind]);
+    }
 }
 
 static void plan_products(Trainer *t) {
+    const Recipe *bf16_recipe = recipe_row(RECIPE_BF16);
     CUBLAS_CHECK(cublasLtCreate(&t->gemm.handle));
     t->gemm.stream = t->stream;
     t->gemm.deterministic = t->o->deterministic;
-    for (int i = 0; i < NUM_LINEARS; i++) plan_linear(t, &t->linear[i], t->d.R, t->fp8, i == QKV_PROJ && t->m.qkv_bias);
-    plan_linear(t, &t->lm_head, t->d.chunk, false, false);
-    if (t->d.R % t->d.chunk) plan_linear(t, &t->lm_head_tail, t->d.R % t->d.chunk, false, false);
+    if (t->gemm.alpha) CUDA_CHECK(cudaMemsetAsync(t->gemm.alpha, 0, sizeof(float), t->stream));
+    for (int id = 0; id < NUM_LINEARS; id++) {
+        const Copies x = copies_needed(t, 0, t->d.L, (LinearId)id, TENSOR_X);
+        int64_t fp8_layers = 0;
+        for (int64_t l = 0; l < t->d.L; l++) fp8_layers += is_fp8(t, l, (LinearId)id);
+        const bool bias = id == QKV_PROJ && t->m.qkv_bias;
+        if (x.fp8_row) plan_linear(t, t->linear[id].shape, t->linear[id].fp8, t->precision.recipe, t->d.R, bias);
+        if (fp8_layers < t->d.L) plan_linear(t, t->linear[id].shape, t->linear[id].bf16, bf16_recipe, t->d.R, bias);
+    }
+    plan_linear(t, &t->lm_head_shape, t->lm_head.bf16, bf16_recipe, t->d.chunk, false);
+    if (t->d.R % t->d.chunk) plan_linear(t, &t->lm_head_shape, t->lm_head_tail.bf16, bf16_recipe, t->d.R % t->d.chunk, false);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -435,24 +523,59 @@ static AttentionDims attention_dims(const Trainer *t) {
     return a;
 }
 
+// Of the causal products with keys and values, forward; backward takes 2.5 times that.
+static double attention_flops(const Trainer *t) { return 2.0 * (double)(t->d.R * t->d.NH * t->d.HD) * (double)t->d.T; }
+
 static RopeDims rope_dims(const Trainer *t) {
     RopeDims r = {t->d.B, t->d.T, t->d.NH, t->d.NKV, t->d.HD, (float)t->m.rms_norm_eps};
     return r;
 }
 
-// y = RMSNorm(x) as the next product reads it. With `delta`, first x = residual + delta.
-static void norm_forward(Trainer *t, GemmInput *y, bf16 *x, float *rstd, const bf16 *residual, const bf16 *delta, const bf16 *weight) {
+static DelayedArrays delayed_arrays(const Trainer *t) {
+    const DelayedArrays d = {t->amax_history, t->delayed_scale, t->amax, NUM_SCALES, t->o->fp8_amax_history, (int)t->o->fp8_margin, t->precision.dy_format, SCALE_GRADIENT};
+    return d;
+}
+
+// Delayed recipe, a tensor's first cast: by its own amax.
+static void begin_delayed_scale(Trainer *t, const float *scale) {
+    const int64_t number = scale - t->delayed_scale, tensor = number % NUM_SCALES;
+    DelayedArrays layer = delayed_arrays(t);
+    layer.scale += number - tensor, layer.amax += number - tensor;
+    delayed_begin(&layer, 1, tensor, tensor + 1, t->stream);
+}
+
+// Casts a tensor [R, C] that `source` makes (quantize.cuh), after the amax pass that its recipe may want: `amax_known` says that a kernel before has
+// left there what current scaling needs.
+template <class Source>
+static void quantize(Trainer *t, Fp8Tensor q, Source source, int64_t R, int64_t C, bool amax_known) {
+    const int64_t elements = R * C, read = elements * (int64_t)(sizeof(typename Source::Raw) / sizeof(Bf16x8)) * (int64_t)sizeof(bf16);
+    if (q.delayed_scale ? !t->has_history : !amax_known) {
+        quantize_amax_source("quantize", q, source, R, C, t->stream);
+        mark_bytes(t, "amax passes", read);
+    }
+    if (q.delayed_scale && !t->has_history) begin_delayed_scale(t, q.delayed_scale);
+    quantize_source("quantize", q, source, R, C, t->stream);
+    mark_bytes(t, "FP8 casts", read + elements * Source::OUTPUTS * ((q.row != NULL) + (q.col != NULL)));
+}
+
+// The input of linear layer `id`: y = RMSNorm(x). With `delta`, first x = residual + delta.
+static void norm_forward(Trainer *t, int64_t l, LinearId id, bf16 *x, float *rstd, const bf16 *residual, const bf16 *delta, const bf16 *weight) {
+    const Dims *d = &t->d;
     const float eps = (float)t->m.rms_norm_eps;
-    uint32_t *amax = t->fp8 ? y->fp8.amax : NULL;
-    if (delta) residual_rmsnorm_forward(x, y->bf16_data, rstd, amax, residual, delta, weight, t->d.R, t->d.C, eps, t->stream);
-    else rmsnorm_forward(y->bf16_data, rstd, amax, x, weight, t->d.R, t->d.C, eps, t->stream);
-    if (t->fp8) rmsnorm_quantize_transpose(y->fp8, x, rstd, weight, t->d.R, t->d.C, t->stream);
+    bf16 *y = recipe_needs_bf16(recipe_of(t, l, id), TENSOR_X) ? t->acts[l].input[id].bf16_data : NULL;
+    uint32_t *amax = fused_amax(t, l, SCALE_INPUT + id);
+    if (delta) residual_rmsnorm_forward(x, y, rstd, amax, residual, delta, weight, d->R, d->C, eps, t->stream);
+    else rmsnorm_forward(y, rstd, amax, x, weight, d->R, d->C, eps, t->stream);
+    mark_bytes(t, "RMSNorm, forward", d->R * d->C * ((delta ? 6 : 2) + (y ? 2 : 0)));
+    const RmsnormSource source = {x, weight, rstd, d->C};
+    if (is_fp8(t, l, id)) quantize(t, input_fp8(t, l, id), source, d->R, d->C, amax != NULL);
 }
 
 // q, k, v as attention reads them: rotated in place, or beside the product's result, which QK-norm's backward needs.
 static const bf16 *rotate_forward(Trainer *t, LayerActs *a, const LayerNorms *w) {
     bf16 *rotated = t->m.qk_norm ? t->qkv_rotated : a->qkv;
     qknorm_rope_forward(rotated, a->qkv, w->q_norm, w->k_norm, t->rope_table, rope_dims(t), t->stream);
+    mark_bytes(t, "RoPE and QK-norm, forward", t->d.R * (t->d.NH + t->d.NKV) * t->d.HD * 4);
     return rotated;
 }
 
@@ -460,43 +583,65 @@ static const bf16 *rotate_forward(Trainer *t, LayerActs *a, const LayerNorms *w)
 static void layer_forward_until_mlp(Trainer *t, int64_t l, const bf16 *residual, const bf16 *delta) {
     LayerActs *a = &t->acts[l];
     const LayerNorms w = layer_norms(t, layer_weights(t, l).vectors);
-    norm_forward(t, &a->input[QKV_PROJ], a->x_in, a->rstd1, residual, delta, w.norm1);
-    linear_forward(t, QKV_PROJ, l, a->qkv, &a->input[QKV_PROJ]);
+    norm_forward(t, l, QKV_PROJ, a->x_in, a->rstd1, residual, delta, w.norm1);
+    linear_forward(t, QKV_PROJ, l, a->qkv);
     const bf16 *qkv = rotate_forward(t, a, &w);
     attention_forward(a->att, a->lse, qkv, attention_dims(t), t->stream);
-    if (t->fp8) tensor_quantize(a->input[OUT_PROJ].fp8, a->att, t->d.R, t->d.ATT, t->stream);
-    linear_forward(t, OUT_PROJ, l, t->branch, &a->input[OUT_PROJ]);
-    norm_forward(t, &a->input[GATE_UP_PROJ], a->x_mid, a->rstd2, a->x_in, t->branch, w.norm2);
-    linear_forward(t, GATE_UP_PROJ, l, a->gate_up, &a->input[GATE_UP_PROJ]);
+    profile_mark(&t->profile, "attention, forward", PROFILE_FLOPS_BF16, attention_flops(t));
+    const TensorSource att = {a->att, t->d.ATT};
+    uint32_t *amax = fused_amax(t, l, SCALE_INPUT + OUT_PROJ);
+    if (amax) {
+        tensor_amax(amax, a->att, t->d.R * t->d.ATT, t->stream);
+        mark_bytes(t, "amax passes", t->d.R * t->d.ATT * 2);
+    }
+    if (is_fp8(t, l, OUT_PROJ)) quantize(t, input_fp8(t, l, OUT_PROJ), att, t->d.R, t->d.ATT, current_tensor_scales(t));
+    linear_forward(t, OUT_PROJ, l, t->branch);
+    norm_forward(t, l, GATE_UP_PROJ, a->x_mid, a->rstd2, a->x_in, t->branch, w.norm2);
+    linear_forward(t, GATE_UP_PROJ, l, a->gate_up);
 }
 
 // The rest of the layer; its result t->branch joins the residual stream in the next layer's norm.
 static void layer_forward_mlp(Trainer *t, int64_t l) {
+    const Dims *d = &t->d;
     LayerActs *a = &t->acts[l];
-    GemmInput *h = &a->input[DOWN_PROJ];
-    if (t->fp8) {
-        Fp8Tensor row_only = h->fp8;
-        row_only.col = NULL;  // backward writes it
-        swiglu_amax(h->fp8.amax, a->gate_up, t->d.R, t->d.F, t->stream);
-        swiglu_quantize_transpose(row_only, a->gate_up, t->d.R, t->d.F, t->stream);
+    const SwigluSource source = {a->gate_up, d->F};
+    if (is_fp8(t, l, DOWN_PROJ)) {
+        Fp8Tensor h = input_fp8(t, l, DOWN_PROJ);
+        uint32_t *amax = fused_amax(t, l, SCALE_INPUT + DOWN_PROJ);
+        if (amax) swiglu_amax(amax, a->gate_up, d->R, d->F, t->stream);
+        else if (!h.delayed_scale) quantize_amax_source("swiglu", h, source, d->R, d->F, t->stream);  // of rows, and of columns for backward
+        if (!h.delayed_scale) mark_bytes(t, "amax passes", d->R * d->F * 4);
+        h.col = NULL;  // backward writes it
+        quantize(t, h, source, d->R, d->F, true);
     } else {
-        swiglu_forward(h->bf16_data, a->gate_up, t->d.R, t->d.F, t->stream);
+        swiglu_forward(a->input[DOWN_PROJ].bf16_data, a->gate_up, d->R, d->F, t->stream);
+        mark_bytes(t, "SwiGLU, forward", d->R * d->F * 6);
     }
-    linear_forward(t, DOWN_PROJ, l, t->branch, h);
+    linear_forward(t, DOWN_PROJ, l, t->branch);
 }
 
 // Layers come and go when they are sharded (fsdp.cuh); with one GPU these do nothing.
 static void gather_layer(Trainer *t, int64_t l) { fsdp_prefetch(&t->fsdp, 1 + l); }
-static void acquire_layer(Trainer *t, int64_t l, bool backward) { fsdp_acquire(&t->fsdp, 1 + l, backward); }
+static void acquire_layer(Trainer *t, int64_t l, bool backward) {
+    fsdp_acquire(&t->fsdp, 1 + l, backward);
+    if (t->fsdp.sharded) profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
+}
 static void release_layer(Trainer *t, int64_t l) { fsdp_release(&t->fsdp, 1 + l); }
+
+// Those of tensors [first, last) of every layer.
+static void clear_amaxes(Trainer *t, int first, int last) {
+    const int64_t begin = t->amax_at[first], end = last < NUM_SCALES ? t->amax_at[last] : t->amaxes;
+    CUDA_CHECK(cudaMemset2DAsync(t->amax + begin, (size_t)t->amaxes * sizeof(uint32_t), 0, (size_t)(end - begin) * sizeof(uint32_t), (size_t)t->d.L, t->stream));
+}
 
 // Embedding, all layers and the final norm: tokens in `slot` -> t->y_final [R, C].
 static void model_forward(Trainer *t, const TokenSlot *slot) {
     const Dims *d = &t->d;
-    if (t->fp8) CUDA_CHECK(cudaMemset2DAsync(t->amax + SCALE_INPUT, NUM_SCALES * sizeof(uint32_t), 0, (NUM_SCALES - SCALE_INPUT) * sizeof(uint32_t), (size_t)d->L, t->stream));
+    if (t->amaxes) clear_amaxes(t, SCALE_INPUT, NUM_SCALES);
     const Root root = root_weights(t);
     gather_layer(t, 0);
     embedding_forward(t->acts[0].x_in, root.embedding, slot->device, d->R, d->C, t->stream);
+    mark_bytes(t, "embedding", d->R * d->C * 4);
     for (int64_t l = 0; l < d->L; l++) {
         gather_layer(t, l + 1);  // travels while layer l computes
         acquire_layer(t, l, false);
@@ -505,13 +650,15 @@ static void model_forward(Trainer *t, const TokenSlot *slot) {
         release_layer(t, l);
     }
     residual_rmsnorm_forward(t->x_final, t->y_final, t->rstd_final, NULL, t->acts[d->L - 1].x_mid, t->branch, root.norm, d->R, d->C, (float)t->m.rms_norm_eps, t->stream);
+    mark_bytes(t, "RMSNorm, forward", d->R * d->C * 8);
 }
 
 // Logits of rows [first, first + rows) into t->logits.
 static Linear *logits_forward(Trainer *t, int64_t first, int64_t rows) {
     Linear *head = rows == t->d.chunk ? &t->lm_head : &t->lm_head_tail;
     const GemmOperand w = {root_weights(t).lm_head, NULL}, y = {t->y_final + first * t->d.C, NULL};
-    gemm_run(&t->gemm, &head->fprop, t->logits, w, y, NULL, false);
+    gemm_run(&t->gemm, &head->bf16[GEMM_FPROP], t->logits, w, y, NULL, false);
+    mark_product(t, "lm_head", &head->bf16[GEMM_FPROP]);
     return head;
 }
 
@@ -537,36 +684,53 @@ static void loss_forward_backward(Trainer *t, const TokenSlot *slot, float grad_
         const int64_t rows = min_i64(d->chunk, d->R - first);
         Linear *head = logits_forward(t, first, rows);
         cross_entropy_loss_and_gradient(t->row_losses + first, t->logits, slot->device + d->R + first, rows, d->V, grad_scale, t->stream);
+        mark_bytes(t, "cross-entropy", rows * d->V * 4);
         const GemmOperand w = {root.lm_head, NULL}, y = {t->y_final + first * d->C, NULL}, dlogits = {t->logits, NULL};
-        gemm_run(&t->gemm, &head->dgrad, t->dbranch + first * d->C, w, dlogits, NULL, false);
-        gemm_run(&t->gemm, &head->wgrad, gradients.lm_head, y, dlogits, NULL, accumulate || first > 0);
+        gemm_run(&t->gemm, &head->bf16[GEMM_DGRAD], t->dbranch + first * d->C, w, dlogits, NULL, false);
+        mark_product(t, "lm_head", &head->bf16[GEMM_DGRAD]);
+        gemm_run(&t->gemm, &head->bf16[GEMM_WGRAD], gradients.lm_head, y, dlogits, NULL, accumulate || first > 0);
+        mark_product(t, "lm_head", &head->bf16[GEMM_WGRAD]);
     }
-    rmsnorm_backward(t->dx, gradients.norm, t->fp8 ? t->amax + (d->L - 1) * NUM_SCALES + SCALE_GRADIENT + DOWN_PROJ : NULL, t->dbranch, t->x_final,
-                     t->rstd_final, root.norm, NULL, d->R, d->C, accumulate, t->norm_workspace, t->stream);
+    rmsnorm_backward(t->dx, gradients.norm, fused_amax(t, d->L - 1, SCALE_GRADIENT + DOWN_PROJ), t->dbranch, t->x_final, t->rstd_final,
+                     root.norm, NULL, d->R, d->C, accumulate, t->norm_workspace, t->stream);
+    mark_bytes(t, "RMSNorm, backward", d->R * d->C * 6);
 }
 
-// The gradient x [R, N] of linear layer `id`'s result, as its two products read it. Its amax is known already.
+// The gradient x [R, N] of linear layer `id`'s result is there: as its two products read it.
 static void gradient_ready(Trainer *t, LinearId id, int64_t l, const bf16 *x) {
-    if (!t->fp8) return;
-    GemmInput *dy = &t->dy[id];
-    dy->fp8 = fp8_tensor(t, l, SCALE_GRADIENT + id, FP8_E5M2, dy->fp8.row, dy->fp8.col);
-    if (x) quantize_transpose(dy->fp8, x, t->d.R, t->linear[id].N, t->stream);
+    const int64_t N = t->precision.linear[id].N;
+    const TensorSource source = {x, N};
+    if (is_fp8(t, l, id)) quantize(t, gradient_fp8(t, l, id), source, t->d.R, N, current_tensor_scales(t));
 }
 
-// dh -> gradient of gate and up, and h itself again for the down projection's weight gradient.
-static void swiglu_backward_all(Trainer *t, int64_t l) {
+// dh -> gradient of gate and up, and h itself again for the down projection's weight gradient, in bf16 where products read that.
+static void swiglu_backward_bf16(Trainer *t, int64_t l) {
+    LayerActs *a = &t->acts[l];
+    bf16 *h = recipe_is_fp8(recipe_of(t, l, DOWN_PROJ), GEMM_WGRAD) ? NULL : a->input[DOWN_PROJ].bf16_data;
+    bf16 *dgate_up = recipe_needs_bf16(recipe_of(t, l, GATE_UP_PROJ), TENSOR_DY) ? t->dgate_up : NULL;
+    if (!h && !dgate_up) return;
+    swiglu_backward(dgate_up, h, t->dh, a->gate_up, t->d.R, t->d.F, t->stream);
+    mark_bytes(t, "SwiGLU, backward", t->d.R * t->d.F * (6 + (h ? 2 : 0) + (dgate_up ? 4 : 0)));
+}
+
+// The same for FP8. With current tensor scales the pass that finds the gradient's amax writes h on its way.
+static void swiglu_backward_fp8(Trainer *t, int64_t l) {
     const Dims *d = &t->d;
     LayerActs *a = &t->acts[l];
-    GemmInput *h = &a->input[DOWN_PROJ];
-    if (t->fp8) {
-        Fp8Tensor col_only = h->fp8;
-        col_only.row = NULL;
-        gradient_ready(t, GATE_UP_PROJ, l, NULL);
-        swiglu_backward_amax(t->dy[GATE_UP_PROJ].fp8.amax, col_only, t->dh, a->gate_up, d->R, d->F, t->stream);
-        swiglu_backward_quantize_transpose(t->dy[GATE_UP_PROJ].fp8, t->dh, a->gate_up, d->R, d->F, t->stream);
-    } else {
-        swiglu_backward(t->dgate_up, h->bf16_data, t->dh, a->gate_up, d->R, d->F, t->stream);
+    const SwigluSource source = {a->gate_up, d->F};
+    const SwigluGradientSource gradient = {t->dh, a->gate_up, d->F};
+    const bool h_fp8 = recipe_is_fp8(recipe_of(t, l, DOWN_PROJ), GEMM_WGRAD);
+    uint32_t *amax = fused_amax(t, l, SCALE_GRADIENT + GATE_UP_PROJ);
+    Fp8Tensor h = input_fp8(t, l, DOWN_PROJ);
+    h.row = NULL;
+    if (amax) {
+        if (!h_fp8) h.col = NULL;
+        swiglu_backward_amax(amax, h, t->dh, a->gate_up, d->R, d->F, t->stream);
+        mark_bytes(t, "amax passes", d->R * d->F * (6 + (h.col ? 1 : 0)));
+    } else if (h_fp8) {
+        quantize(t, h, source, d->R, d->F, true);
     }
+    if (is_fp8(t, l, GATE_UP_PROJ)) quantize(t, gradient_fp8(t, l, GATE_UP_PROJ), gradient, d->R, d->F, amax != NULL);
 }
 
 // t->dx: from the gradient of the layer's output to that of its input. Weight gradients go where fsdp_gradients says.
@@ -575,31 +739,36 @@ static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
     LayerActs *a = &t->acts[l];
     const FsdpUnit gradients = layer_gradients(t, l);
     const LayerNorms w = layer_norms(t, layer_weights(t, l).vectors), dw = layer_norms(t, gradients.vectors);
-    uint32_t *amax = t->amax + l * NUM_SCALES + SCALE_GRADIENT, *amax_below = l ? amax - NUM_SCALES : NULL;
     if (t->o->recompute == RECOMPUTE_LAYER) layer_forward_until_mlp(t, l, NULL, NULL);
 
     gradient_ready(t, DOWN_PROJ, l, t->dx);
     linear_backward_input(t, DOWN_PROJ, l, t->dh);
-    swiglu_backward_all(t, l);
-    linear_backward_weight(t, DOWN_PROJ, l, &a->input[DOWN_PROJ], accumulate);
+    swiglu_backward_bf16(t, l);
+    swiglu_backward_fp8(t, l);
+    linear_backward_weight(t, DOWN_PROJ, l, accumulate);
     linear_backward_input(t, GATE_UP_PROJ, l, t->dbranch);
-    linear_backward_weight(t, GATE_UP_PROJ, l, &a->input[GATE_UP_PROJ], accumulate);
-    rmsnorm_backward(t->dx, dw.norm2, t->fp8 ? amax + OUT_PROJ : NULL, t->dbranch, a->x_mid, a->rstd2, w.norm2, t->dx, d->R, d->C, accumulate, t->norm_workspace, t->stream);
+    linear_backward_weight(t, GATE_UP_PROJ, l, accumulate);
+    rmsnorm_backward(t->dx, dw.norm2, fused_amax(t, l, SCALE_GRADIENT + OUT_PROJ), t->dbranch, a->x_mid, a->rstd2, w.norm2, t->dx, d->R, d->C, accumulate, t->norm_workspace,
+                     t->stream);
+    mark_bytes(t, "RMSNorm, backward", d->R * d->C * 8);
 
     gradient_ready(t, OUT_PROJ, l, t->dx);
     linear_backward_input(t, OUT_PROJ, l, t->datt);
-    linear_backward_weight(t, OUT_PROJ, l, &a->input[OUT_PROJ], accumulate);
+    linear_backward_weight(t, OUT_PROJ, l, accumulate);
     const bf16 *qkv = t->m.qk_norm ? rotate_forward(t, a, &w) : a->qkv;
     attention_backward(t->dqkv, t->datt, qkv, a->att, a->lse, t->attention_workspace, attention_dims(t), t->stream);
-    qknorm_rope_backward(t->dqkv, dw.q_norm, dw.k_norm, t->fp8 ? amax + QKV_PROJ : NULL, t->m.qk_norm ? a->qkv : NULL, w.q_norm, w.k_norm, t->rope_table, rope_dims(t),
-                         accumulate, t->rope_workspace, t->stream);
+    profile_mark(&t->profile, "attention, backward", PROFILE_FLOPS_BF16, 2.5 * attention_flops(t));
+    qknorm_rope_backward(t->dqkv, dw.q_norm, dw.k_norm, fused_amax(t, l, SCALE_GRADIENT + QKV_PROJ), t->m.qk_norm ? a->qkv : NULL, w.q_norm, w.k_norm, t->rope_table,
+                         rope_dims(t), accumulate, t->rope_workspace, t->stream);
+    mark_bytes(t, "RoPE and QK-norm, backward", d->R * (d->NH + d->NKV) * d->HD * (t->m.qk_norm ? 6 : 4));
     if (t->m.qkv_bias)
         bias_backward(gradients.vectors + t->table.layer.bq, t->dqkv, d->R, d->QKV, accumulate, t->rope_workspace, t->stream);
     gradient_ready(t, QKV_PROJ, l, t->dqkv);
     linear_backward_input(t, QKV_PROJ, l, t->dbranch);
-    linear_backward_weight(t, QKV_PROJ, l, &a->input[QKV_PROJ], accumulate);
-    rmsnorm_backward(t->dx, dw.norm1, t->fp8 && l ? amax_below + DOWN_PROJ : NULL, t->dbranch, a->x_in, a->rstd1, w.norm1, t->dx, d->R, d->C, accumulate, t->norm_workspace,
+    linear_backward_weight(t, QKV_PROJ, l, accumulate);
+    rmsnorm_backward(t->dx, dw.norm1, fused_amax(t, l - 1, SCALE_GRADIENT + DOWN_PROJ), t->dbranch, a->x_in, a->rstd1, w.norm1, t->dx, d->R, d->C, accumulate, t->norm_workspace,
                      t->stream);
+    mark_bytes(t, "RMSNorm, backward", d->R * d->C * 8);
 }
 
 // Gradient of the embedding, at the end of the way back.
@@ -609,6 +778,14 @@ static void embedding_backward_all(Trainer *t, const TokenSlot *slot, bool accum
     const bool onto_lm_head = t->m.tie_word_embeddings;  // a tied embedding's gradient already holds lm_head's
     if (!onto_lm_head && !accumulate) CUDA_CHECK(cudaMemsetAsync(dembedding, 0, (size_t)(d->V * d->C) * sizeof(bf16), t->stream));
     embedding_backward(dembedding, t->dx, slot->device + 2 * d->R, d->R, d->C, t->stream);
+}
+
+// Delayed recipe: the amaxes of this micro-step's inputs and gradients, over all ranks, enter their histories.
+static void update_delayed_scales(Trainer *t) {
+    fsdp_reduce_amaxes(&t->fsdp, COMM_WORLD);
+    const DelayedArrays d = delayed_arrays(t);
+    delayed_update_all(&d, t->d.L, SCALE_INPUT, NUM_SCALES, t->stream);
+    t->has_history = true;
 }
 
 // Forward and backward of micro-step `micro`, counted from 0, on one batch. Gradients of the loss times grad_scale replace those that were there, or
@@ -628,14 +805,25 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
         fsdp_reduce(f, 1 + l, micro, last);  // travels while the layer below computes
     }
     embedding_backward_all(t, slot, accumulate_root);
+    mark_bytes(t, "embedding", t->d.R * t->d.C * 6);
     fsdp_reduce(f, 0, micro, last);
+    if (t->delayed_scale) update_delayed_scales(t);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimizer
 
-static void clear_weight_amax(Trainer *t) {
-    CUDA_CHECK(cudaMemset2DAsync(t->amax, NUM_SCALES * sizeof(uint32_t), 0, NUM_LINEARS * sizeof(uint32_t), (size_t)t->d.L, t->stream));
+// The weights have changed: their FP8 copies follow, and what is gathered. Amaxes of this rank's part of each weight are known where scales are of tensors.
+static void layers_changed(Trainer *t) {
+    Fsdp *f = &t->fsdp;
+    if (f->fp8 && fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD);
+    if (t->delayed_scale && !t->has_history) {
+        const DelayedArrays d = delayed_arrays(t);
+        delayed_begin(&d, t->d.L, SCALE_WEIGHT, SCALE_INPUT, t->stream);
+    }
+    f->audit = t->auditing ? t->audit : NULL;
+    fsdp_layers_changed(f);
+    f->audit = NULL;
 }
 
 // AdamW on this rank's shard, and the FP8 weights that follow from it. The gradient norm, the clip factor and the decision to skip a
@@ -649,14 +837,22 @@ static void optimizer_step(Trainer *t, int64_t step) {
     const AdamwArrays arrays = {t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, t->grads};
     AdamwControl *control = &t->stats->control;
     fsdp_compute_after(f);
+    profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     adamw_squares(t->squares, t->grads, plan->total, t->adamw_workspace, t->stream);
+    mark_bytes(t, "gradient norm", plan->total * 2);
     fsdp_reduce_statistics(f, &t->stats->loss, t->squares);
     adamw_prepare(control, t->squares, fsdp_gradient_copies(f), t->grads, plan->total, s, (float)o->grad_clip, t->stream);
     adamw_update_root(&arrays, &t->table, plan, control, t->stream);
     fsdp_root_changed(f);
-    if (t->fp8) clear_weight_amax(t);
-    adamw_update_layers(&arrays, &t->table, plan, t->fp8 ? t->amax + SCALE_WEIGHT : NULL, NUM_SCALES, control, t->stream);
-    fsdp_layers_changed(f);
+    if (t->delayed_scale) {  // the amaxes of the weights' last cast enter their histories
+        const DelayedArrays d = delayed_arrays(t);
+        delayed_update_all(&d, t->d.L, SCALE_WEIGHT, SCALE_INPUT, t->stream);
+    }
+    if (t->amaxes) clear_amaxes(t, SCALE_WEIGHT, SCALE_INPUT);
+    adamw_update_layers(&arrays, &t->table, plan, f->fp8 && fsdp_tensor_scales(f) ? t->amax + t->amax_at[SCALE_WEIGHT] : NULL, t->amaxes, control, t->stream);
+    mark_bytes(t, "AdamW", plan->total * (2 + 2 * 2 * (o->optimizer_state == STORAGE_FP32 ? 4 : 2) + (t->master ? 10 : 4)));
+    layers_changed(t);
+    profile_mark(&t->profile, "weights: FP8 casts, gathers", PROFILE_WAIT, 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -692,6 +888,7 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
     const Options *o = t->o;
     const double tokens = (double)(t->comm->world * t->d.R * o->grad_accumulation_steps);
     t->nccl.step = step;
+    if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t micro = 0; micro < o->grad_accumulation_steps; micro++) {
         const TokenSlot *slot = send_batch(t, data, first_sample + (micro * t->comm->world + t->comm->rank) * t->d.B);
@@ -699,6 +896,7 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
         loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / tokens, t->stream);
     }
     optimizer_step(t, step);
+    profile_end(&t->profile);
     CUDA_CHECK(cudaMemcpyAsync(&t->host_stats[step % STEP_SLOTS], t->stats, sizeof(StepStats), cudaMemcpyDeviceToHost, t->stream));
     CUDA_CHECK(cudaEventRecord(t->step_done[step % STEP_SLOTS], t->stream));
 }
@@ -766,7 +964,18 @@ static TrainerState trainer_state(Trainer *t) {
     for (int kind = 0; kind < 3; kind++) s.is_fp32[kind] = state_element_bytes(t, (StateKind)kind) == 4;
     s.read = state_read, s.write = state_write;
     s.plan = &t->fsdp.plan, s.comm = t->comm;
+    s.delayed = t->delayed_scale ? &t->delayed_state : NULL;
+    s.delayed = t->delayed_scale ? &t->delayed_state : NULL;
     return s;
+}
+
+// Delayed recipe: histories and scales to the host, or from it.
+static void copy_delayed_state(Trainer *t, bool to_host) {
+    DelayedState *d = &t->delayed_state;
+    if (!t->delayed_scale) return;
+    const size_t history = (size_t)(d->tensors * d->window) * sizeof(float), scale = (size_t)d->tensors * sizeof(float);
+    CUDA_CHECK(cudaMemcpy(to_host ? d->history : t->amax_history, to_host ? t->amax_history : d->history, history, cudaMemcpyDefault));
+    CUDA_CHECK(cudaMemcpy(to_host ? d->scale : t->delayed_scale, to_host ? t->delayed_scale : d->scale, scale, cudaMemcpyDefault));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -785,6 +994,14 @@ static void check_supported(const ModelConfig *m, const Options *o) {
     }
 }
 
+// Whether the GPU multiplies as the recipe wants.
+static void check_recipe(const Options *o, const cudaDeviceProp *device) {
+    const Recipe *r = options_recipe(o);
+    if (recipe_native(r, device->major, device->minor) || o->fp8_emulate) return;
+    die("%s (compute capability %d.%d) has no matrix products for recipe %s (%s); --fp8-emulate gives its numbers without its speed%s", device->name, device->major, device->minor,
+        r->name, r->scales, device->major * 10 + device->minor < 89 ? ", --precision bf16 is fast" : ", and tensorwise and delayed run at full speed");
+}
+
 static void check_device(const Options *o, const Comm *comm, cudaDeviceProp *device) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
@@ -795,8 +1012,7 @@ static void check_device(const Options *o, const Comm *comm, cudaDeviceProp *dev
     CUDA_CHECK(cudaSetDevice((int)comm->local_rank));
     CUDA_CHECK(cudaGetDeviceProperties(device, (int)comm->local_rank));
     if (device->major < 8) die("%s has compute capability %d.%d; 8.0 or above is needed", device->name, device->major, device->minor);
-    if (o->precision == PRECISION_FP8 && device->major * 10 + device->minor < 89)
-        die("%s has compute capability %d.%d and no FP8 matrix products (8.9 or above has); use --precision bf16", device->name, device->major, device->minor);
+    if (o->precision == PRECISION_FP8) check_recipe(o, device);
 }
 
 // GPU memory beside the arena.
@@ -808,7 +1024,7 @@ static void check_memory(const Trainer *t, const Arena *plan, size_t available) 
     die("the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: %s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
         (double)plan->used / 1073741824, (double)available / 1073741824, t->comm->world > 1 ? "" : "more GPUs (mpirun -np N), ",
         t->comm->world > 1 && t->o->sharding != SHARDING_FULL ? "--sharding full, " : "", t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
-        t->fp8 ? "" : "--precision fp8 (saves activations, costs FP8 weights), ", t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
+        t->precision.any_fp8 ? "" : "--precision fp8 (saves activations, costs FP8 weights), ", t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
         t->o->optimizer_state == STORAGE_FP32 ? "--optimizer-state bf16, " : "");
 }
 
@@ -817,9 +1033,9 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     memset(t, 0, sizeof *t);
     t->o = o, t->m = *m, t->comm = comm;
     t->table = parameter_table(m);
-    fsdp_describe(&t->fsdp, &t->table, o, comm->world, comm->rank);
+    t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
+    fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
     t->d = make_dims(m, o);
-    t->fp8 = o->precision == PRECISION_FP8;
     t->acts = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     describe_linears(t);
     Arena plan;
@@ -854,6 +1070,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     place(t, &arena);
     fsdp_create(&t->fsdp);
     plan_products(t);
+    if (t->delayed_scale) t->delayed_state = delayed_new(t->d.L, t->o->fp8_amax_history);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
     initialize_parameters(t->weights, t->master, &t->table, &t->fsdp.plan, (float)t->m.initializer_range, (uint64_t)t->o->seed, t->stream);
     fill_rope_table(t);
@@ -871,10 +1088,10 @@ static void trainer_destroy(Trainer *t) {
     trainer_wait_all(t);
     for (int i = 0; i < NUM_LINEARS + 2; i++) {
         Linear *linear = i < NUM_LINEARS ? &t->linear[i] : i == NUM_LINEARS ? &t->lm_head : &t->lm_head_tail;
-        if (!linear->fprop.matmul) continue;
-        gemm_destroy(&linear->fprop);
-        gemm_destroy(&linear->dgrad);
-        gemm_destroy(&linear->wgrad);
+        for (int kind = 0; kind < NUM_GEMMS; kind++) {
+            if (linear->bf16[kind].matmul) gemm_destroy(&linear->bf16[kind]);
+            if (linear->fp8[kind].matmul) gemm_destroy(&linear->fp8[kind]);
+        }
     }
     CUBLAS_CHECK(cublasLtDestroy(t->gemm.handle));
     for (int i = 0; i < TOKEN_SLOTS; i++) {
@@ -888,6 +1105,8 @@ static void trainer_destroy(Trainer *t) {
     if (t->fsdp.nccl) nccl_close(t->fsdp.nccl);
     CUDA_CHECK(cudaFree(t->memory));
     CUDA_CHECK(cudaStreamDestroy(t->stream));
+    if (t->delayed_scale) delayed_free(&t->delayed_state);
+    precision_free(&t->precision);
     parameter_table_free(&t->table);
     free(t->acts);
 }
@@ -898,10 +1117,10 @@ __global__ static void round_weights_kernel(bf16 *weights, const float *master, 
 
 // The largest magnitude of this rank's part of linear layer i of layer l.
 static void shard_amax(Trainer *t, int64_t l, int i) {
-    const Linear *linear = &t->linear[i];
+    const LinearShape *s = &t->precision.linear[i];
     const ShardSegment matrices = shard_segment(&t->table, &t->fsdp.plan, 1 + l, SEGMENT_MATRICES);
-    const ShardRange r = shard_range(&t->table, &t->fsdp.plan, 1 + l, SEGMENT_MATRICES, matrices.flat + linear->offset, linear->N * linear->K);
-    if (r.count) tensor_amax(t->amax + l * NUM_SCALES + SCALE_WEIGHT + i, t->weights + r.shard, r.count, t->stream);
+    const ShardRange r = shard_range(&t->table, &t->fsdp.plan, 1 + l, SEGMENT_MATRICES, matrices.flat + s->offset, s->N * s->K);
+    if (r.count) tensor_amax(t->amax + l * t->amaxes + t->amax_at[SCALE_WEIGHT + i], t->weights + r.shard, r.count, t->stream);
 }
 
 // After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters, the FP8 weights and what is gathered follow.
@@ -909,10 +1128,10 @@ static void weights_changed(Trainer *t) {
     if (t->master) round_weights_kernel<<<8 * device_sm_count(), 256, 0, t->stream>>>(t->weights, t->master, t->fsdp.plan.total);
     CUDA_CHECK_LAUNCH();
     fsdp_root_changed(&t->fsdp);
-    if (t->fp8) clear_weight_amax(t);
-    for (int64_t l = 0; t->fp8 && l < t->d.L; l++)
+    if (t->amaxes) clear_amaxes(t, SCALE_WEIGHT, SCALE_INPUT);
+    for (int64_t l = 0; t->fsdp.fp8 && fsdp_tensor_scales(&t->fsdp) && l < t->d.L; l++)
         for (int i = 0; i < NUM_LINEARS; i++) shard_amax(t, l, i);
-    fsdp_layers_changed(&t->fsdp);
+    layers_changed(t);
     trainer_wait_all(t);
 }
 
@@ -941,6 +1160,7 @@ typedef struct {
     int64_t saved_step;
     int64_t skipped_in_a_row;
     int64_t memory;           // bytes in use on the GPU
+    AuditSums *audit;         // [L, NUM_LINEARS, NUM_TENSORS, 2] sums of all audits; NULL: none
     bool timing_broken;       // something other than steps ran since the last step: the next one is timed from `begin`
 } Run;
 
@@ -1023,6 +1243,7 @@ static void save_checkpoint(Run *run, int64_t steps_done) {
     const TrainerProgress progress = {steps_done, samples_seen(run, steps_done)};
     const TrainerState state = trainer_state(t);
     Failure failure;
+    copy_delayed_state(t, true);
     if (!checkpoint_save(t->o->checkpoint_dir, t->o->keep_checkpoints, &progress, &t->m, t->o, &t->table, &state, &failure)) die("%s", failure.text);
     printf("saved checkpoint of step %lld in %s\n", (long long)steps_done, t->o->checkpoint_dir);
     run->saved_step = steps_done;
@@ -1030,9 +1251,23 @@ static void save_checkpoint(Run *run, int64_t steps_done) {
 
 static bool is_due(int64_t every, int64_t steps_done) { return every && steps_done % every == 0; }
 
+// What the casts of the last step did to their tensors, on all ranks, to the log and the run's sums.
+static void report_audit(Run *run, int64_t steps_done) {
+    Trainer *t = &run->t;
+    const int64_t count = audit_count(&t->precision);
+    AuditSums *sums = (AuditSums *)xcalloc((size_t)count, sizeof *sums);
+    trainer_wait_all(t);
+    CUDA_CHECK(cudaMemcpy(sums, t->audit, (size_t)count * sizeof *sums, cudaMemcpyDeviceToHost));
+    audit_reduce(t->comm, sums, count);
+    audit_log(&run->logger, steps_done, sums, &t->precision);
+    for (int64_t i = 0; i < count; i++) audit_merge(&run->audit[i], &sums[i]);
+    free(sums);
+}
+
 // Everything that happens between steps. `last`: the run ends here.
 static void between_steps(Run *run, int64_t done, bool last) {
     const Options *o = run->t.o;
+    if (is_due(o->fp8_audit, done)) report_audit(run, done);
     if (*o->val_data && (last || is_due(o->val_every, done))) logger_validation(&run->logger, done, validation_loss(&run->t, &run->setup.val));
     if (is_due(o->sample_every, done)) print_sample(run, done);
     if (is_due(o->checkpoint_every, done) || last) save_checkpoint(run, done);
@@ -1045,12 +1280,15 @@ static void train(Run *run) {
     run->timing_broken = true;
     CUDA_CHECK(cudaEventRecord(run->begin, t->stream));
     for (int64_t step = run->start.step, reported = step; step < o->num_steps; step++) {
+        t->auditing = is_due(o->fp8_audit, step + 1);
+        if (t->auditing) CUDA_CHECK(cudaMemsetAsync(t->audit, 0, (size_t)audit_count(&t->precision) * sizeof(AuditSums), t->stream));
         enqueue_step(t, &run->setup.train, step, samples_seen(run, step));
+        t->auditing = false;
         // The line of a step is printed while the next one runs, so that the GPU never waits for the host; before anything else happens, all are.
         const int64_t done = step + 1;
         const int signal_number = (int)comm_max(t->comm, COMM_WORLD, (double)stop_signal);  // to any rank
         const bool last = done == o->num_steps || signal_number;
-        const bool pause = last || is_due(o->val_every, done) || is_due(o->sample_every, done) || is_due(o->checkpoint_every, done);
+        const bool pause = last || is_due(o->val_every, done) || is_due(o->sample_every, done) || is_due(o->checkpoint_every, done) || is_due(o->fp8_audit, done);
         while (reported < (pause ? done : step)) report_step(run, reported++);
         if (!pause) continue;
         between_steps(run, done, last);
@@ -1072,7 +1310,7 @@ static void print_ranks(const Trainer *t) {
     if (f->world == 1) return;
     printf("%lld ranks: %lld share one copy of the model, %lld cop%s; each keeps %lld elements of weights, gradients and optimizer state; gradients are reduced in %s%s\n",
            (long long)f->world, (long long)f->plan.group, (long long)f->replicas, f->replicas == 1 ? "y" : "ies", (long long)f->plan.total, f->fp32_reduce ? "fp32" : "bf16",
-           !f->sharded ? "" : f->fp8_gather ? "; layers are gathered in FP8" : "; layers are gathered in bf16");
+           !f->sharded ? "" : !f->fp8_gather ? "; layers are gathered in bf16" : t->precision.any_bf16 ? "; layers are gathered in FP8 where all of them is" : "; layers are gathered in FP8");
 }
 
 static void format_versions(char *out, size_t capacity) {
@@ -1081,17 +1319,35 @@ static void format_versions(char *out, size_t capacity) {
     format_checked(out, capacity, "CUDA %d, cuBLASLt %zu, NCCL %d.%d.%d", CUDART_VERSION, cublasLtGetVersion(), nccl / 10000, nccl / 100 % 100, nccl % 100);
 }
 
+// --fp8-filter auto becomes what rank 0 finds to be faster in bf16, in `filter`; a resumed run (`checkpoint` not NULL) goes on with what was found then.
+static void find_filter(const RunSetup *setup, Options *o, const Comm *comm, const char *checkpoint, char *filter, size_t capacity) {
+    if (strcmp(o->fp8_filter, "auto") != 0) return;
+    ParameterTable table = parameter_table(&setup->model);
+    Precision all = precision_plan(o, "", &setup->model, &table);
+    if (checkpoint) checkpoint_read_setting(checkpoint, "fp8-filter", filter, capacity);
+    else if (comm->rank == 0) auto_filter(filter, capacity, &all, o, o->batch_size * o->sequence_length, NULL);
+    comm_broadcast(comm, COMM_WORLD, 0, filter, (int64_t)capacity);
+    o->fp8_filter = filter;
+    printf("--fp8-filter auto: %s%s\n", *filter ? "the same as --fp8-filter " : "nothing stays bf16", filter);
+    precision_free(&all);
+    parameter_table_free(&table);
+}
+
 static void load_start(Run *run, const char *checkpoint) {
     Trainer *t = &run->t;
     const TrainerState state = trainer_state(t);
-    if (checkpoint) run->start = checkpoint_load(checkpoint, &t->m, t->o, &t->table, &state);
-    else if (run->setup.load_weights) model_load_weights(run->setup.model_folder, &t->m, &t->table, &state);
+    if (checkpoint) {
+        run->start = checkpoint_load(checkpoint, &t->m, t->o, &t->table, &state);
+        copy_delayed_state(t, false);
+        t->has_history = t->delayed_scale != NULL;
+    }
+    if (!checkpoint && run->setup.load_weights) model_load_weights(run->setup.model_folder, &t->m, &t->table, &state);
     run->saved_step = checkpoint ? run->start.step : -1;
     weights_changed(t);
 }
 
 int main(int argc, char **argv) {
-    char presets[1024], checkpoint[PATH_CAPACITY], versions[256];
+    char presets[1024], checkpoint[PATH_CAPACITY], versions[256], filter[1024];
     Comm comm = comm_open(&argc, &argv);
     model_config_preset_names(presets, sizeof presets);
     Options o = options_parse(argc, argv, presets);
@@ -1101,17 +1357,20 @@ int main(int argc, char **argv) {
     check_supported(&run.setup.model, &o);
     options_print(&o);
     if (o.world_size) comm.world = o.world_size;  // of the plan
-    const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
-    print_ranks(&run.t);
     if (o.dry_run) {
+        const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
+        print_ranks(&run.t);
         arena_print_plan(&plan, memory_overhead(&comm));
         print_precisions(&run.t);
         return 0;
     }
     cudaDeviceProp device;
-    comm_split(&comm, run.t.fsdp.plan.group);
+    comm_split(&comm, options_shard_group(&o, comm.world));
     check_device(&o, &comm, &device);
     const bool resume = o.resume && checkpoint_find_together(&comm, o.checkpoint_dir, checkpoint, sizeof checkpoint);
+    find_filter(&run.setup, &o, &comm, resume ? checkpoint : NULL, filter, sizeof filter);
+    const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
+    print_ranks(&run.t);
     if (resume) checkpoint_check(checkpoint, &run.setup.model, &o);
     catch_signals();
     trainer_create(&run.t, &plan);
@@ -1120,11 +1379,14 @@ int main(int argc, char **argv) {
     load_start(&run, resume ? checkpoint : NULL);
     format_versions(versions, sizeof versions);
     const RunInfo info = {"train_fp8cu", device.name, versions, comm.world, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name)};
-    run.logger = logger_open(&o, &run.setup.model, &run.t.table, info);
+    run.logger = logger_open(&o, &run.setup.model, &run.t.table, &run.t.precision, info);
+    run.audit = (AuditSums *)xcalloc((size_t)audit_count(&run.t.precision), sizeof *run.audit);
     if (comm.world > 1) printf("\n%lld ranks, ", (long long)comm.world);
     else printf("\n");
     printf("%s, %s\n", device.name, versions);
     train(&run);
+    if (o.fp8_audit) audit_print_table(run.audit, &run.t.precision);
+    if (run.t.profile.count) profile_print(&run.t.profile, info.peak_bf16, profile_copy_rate((char *)run.t.logits, run.t.d.chunk * run.t.d.V, run.t.stream));
     logger_close(&run.logger);
     if (*o.export_hf) {
         const TrainerState state = trainer_state(&run.t);
@@ -1132,6 +1394,7 @@ int main(int argc, char **argv) {
         if (!model_export_hf(o.export_hf, &run.t.m, &run.t.table, &state, run.setup.model_folder, &failure)) die("%s", failure.text);
         printf("exported the model to %s\n", o.export_hf);
     }
+    free(run.audit);
     trainer_destroy(&run.t);
     run_setup_close(&run.setup);
     comm_close(&comm);

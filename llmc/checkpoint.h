@@ -3,6 +3,7 @@
 // A checkpoint is a folder CHECKPOINT_DIR/step-00000123:
 //   config.json, model*.safetensors           as transformers reads them
 //   optimizer*.safetensors                    exp_avg.NAME and exp_avg_sq.NAME of every parameter
+//   fp8_state.safetensors                     with delayed scaling alone: amax_history [tensors, window] and scale [tensors], as delayed.h counts them
 //   trainer.json                              step, samples seen, settings, and size and XXH64 of each file above; written last, ends with its own hash
 // Several ranks write one checkpoint together, each what it keeps of every tensor (shard_plan.h), at the same places as one rank would: how a run is
 // split does not show in its checkpoints, and it can be resumed by any number of ranks. Functions that take a TrainerState are called by all ranks.
@@ -11,6 +12,7 @@
 #define LLMC_CHECKPOINT_H
 
 #include "comm.h"
+#include "delayed.h"
 #include "hf_config.h"
 #include "options.h"
 #include "safetensors.h"
@@ -29,6 +31,7 @@ typedef struct {
     void (*write)(void *context, StateKind kind, int64_t offset, int64_t count, const void *host);
     const ShardPlan *plan;  // NULL: one rank, the arrays are the flat arrays of parameters.h
     const Comm *comm;       // NULL: one rank
+    DelayedState *delayed;  // NULL: not delayed scaling; else the same on all ranks
 } TrainerState;
 
 // How far a run has come: what a resumed run continues from.
@@ -136,6 +139,43 @@ static inline bool checkpoint_write_model(const char *folder, const ModelConfig 
     const StateKind weights[] = {STATE_WEIGHTS};
     const bool ok = !checkpoint_is_leader(s->comm) || hf_config_write(m, folder, s->is_fp32[STATE_WEIGHTS] ? "float32" : "bfloat16", list, failure);
     return checkpoint_agree(s->comm, ok, failure) && checkpoint_write_tensors(folder, "model", t, s, weights, 1, shard_bytes, list, failure);
+}
+
+// ---- delayed scaling
+
+static inline void checkpoint_fetch_delayed(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
+    const DelayedState *d = (const DelayedState *)context;
+    memcpy(out, (tensor ? d->scale : d->history) + offset, (size_t)count * sizeof(float));
+}
+
+// fp8_state.safetensors, by rank 0; nothing to do without delayed scaling.
+static inline bool checkpoint_write_delayed(const char *folder, const TrainerState *s, FileList *list, Failure *failure) {
+    if (!s->delayed) return true;
+    bool ok = true;
+    if (checkpoint_is_leader(s->comm)) {
+        SafetensorSpec specs[2];
+        memset(specs, 0, sizeof specs);
+        format_checked(specs[0].name, sizeof specs[0].name, "amax_history");
+        format_checked(specs[1].name, sizeof specs[1].name, "scale");
+        specs[0].type = specs[1].type = ST_F32;
+        specs[0].rows = specs[1].rows = s->delayed->tensors, specs[0].cols = s->delayed->window;
+        ok = safetensors_save(folder, "fp8_state", specs, 2, INT64_MAX, checkpoint_fetch_delayed, s->delayed, list, failure);
+    }
+    return checkpoint_agree(s->comm, ok, failure);
+}
+
+// Every rank reads all of it.
+static inline bool checkpoint_read_delayed(const char *checkpoint, const TrainerState *s, Failure *failure) {
+    DelayedState *d = s->delayed;
+    Safetensors st;
+    if (!d) return true;
+    if (!safetensors_open_folder(&st, checkpoint, "fp8_state", failure)) return false;
+    const Safetensor *history = safetensors_require(&st, "amax_history", d->tensors, d->window, failure);
+    const Safetensor *scale = history ? safetensors_require(&st, "scale", d->tensors, 0, failure) : NULL;
+    const bool ok = scale && safetensors_read(&st, history, 0, d->tensors * d->window, true, d->history, failure) &&
+                    safetensors_read(&st, scale, 0, d->tensors, true, d->scale, failure);
+    safetensors_close(&st);
+    return ok;
 }
 
 // ---- trainer.json
@@ -323,7 +363,8 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
     FileList files = {NULL, 0};
     bool ok = checkpoint_agree(s->comm, !leader || folder_create(folder, false, failure), failure) &&
               checkpoint_write_model(folder, m, t, s, shard_bytes, &files, failure) &&
-              checkpoint_write_tensors(folder, "optimizer", t, s, moments, 2, shard_bytes, &files, failure);
+              checkpoint_write_tensors(folder, "optimizer", t, s, moments, 2, shard_bytes, &files, failure) &&
+              checkpoint_write_delayed(folder, s, &files, failure);
     ok = ok && (!leader || (checkpoint_write_trainer(folder, progress, m, o, &files, failure) && folder_sync(folder, failure)));
     file_list_free(&files);
     return ok;  // of the last steps rank 0 alone knows
@@ -398,19 +439,35 @@ static inline bool checkpoint_find_together(const Comm *c, const char *dir, char
     return found;
 }
 
-// The settings of the checkpoint that may not differ now but do, one a line "--name is A in the checkpoint, B now"; empty if none.
+// The settings of the checkpoint that may not differ now but do, one a line "--name is A in the checkpoint, B now"; empty if none. A setting that the
+// checkpoint lacks did not exist when it was written: that run did what is the default today.
 static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%s", "");
     const JsonNode *settings = json_member(json, json_root(json), "settings");
+    Options initial = options_default();
+    initial.precision = o->precision;  // which some `auto` stand for; if the checkpoint's is another one, that is a line of its own
+    options_resolve(&initial);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->kind == OPTION_GROUP || row->match != MUST_MATCH) continue;
-        char now[PATH_CAPACITY];
+        char now[PATH_CAPACITY], absent[PATH_CAPACITY];
         option_format(o, row, now, sizeof now);
-        const JsonNode *then = settings ? json_member(json, settings, row->name) : NULL;
-        if (!then || strcmp(then->text, now) != 0) json_text_add(&out, "\n  --%s is %s in the checkpoint, %s now", row->name, then ? *then->text ? then->text : "\"\"" : "not given", *now ? now : "\"\"");
+        option_format(&initial, row, absent, sizeof absent);
+        const JsonNode *node = settings ? json_member(json, settings, row->name) : NULL;
+        const char *then = node ? node->text : absent;
+        if (strcmp(then, now) != 0) json_text_add(&out, "\n  --%s is %s in the checkpoint, %s now", row->name, *then ? then : "\"\"", *now ? now : "\"\"");
     }
     return out;
+}
+
+// The setting --name of the run that wrote the checkpoint, as text; "" if it has none. Dies if trainer.json cannot be read.
+static inline void checkpoint_read_setting(const char *checkpoint, const char *name, char *out, size_t capacity) {
+    Json json;
+    Failure failure;
+    if (!checkpoint_open_trainer(checkpoint, &json, &failure)) die("%s", failure.text);
+    const JsonNode *settings = json_member(&json, json_root(&json), "settings"), *node = settings ? json_member(&json, settings, name) : NULL;
+    format_checked(out, capacity, "%s", node ? node->text : "");
+    json_free(&json);
 }
 
 // Appends "\n  NAME is A in the checkpoint, B now" for each number of the model that differs.
@@ -530,14 +587,14 @@ static inline void model_load_weights(const char *folder, const ModelConfig *m, 
     safetensors_close(&st);
 }
 
-// Loads weights and optimizer state of a checkpoint that checkpoint_find_newest found, after checkpoint_check. Dies if something does not fit.
+// Loads weights, optimizer state and the state of delayed scaling of a checkpoint that checkpoint_find_newest found, after checkpoint_check. Dies if something does not fit.
 static inline TrainerProgress checkpoint_load(const char *checkpoint, const ModelConfig *m, const Options *o, const ParameterTable *t, const TrainerState *s) {
     Safetensors st;
     Failure failure;
     const TrainerProgress progress = checkpoint_check(checkpoint, m, o);
     model_load_weights(checkpoint, m, t, s);
     if (!safetensors_open_folder(&st, checkpoint, "optimizer", &failure) || !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) ||
-        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure))
+        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure) || !checkpoint_read_delayed(checkpoint, s, &failure))
         die("%s", failure.text);
     safetensors_close(&st);
     return progress;

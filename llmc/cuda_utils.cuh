@@ -124,12 +124,23 @@ __device__ static inline float block_sum(float x, float *scratch) {
 // ---------------------------------------------------------------------------------------------------------------------
 // amax slots: the bits of the largest |x| of a tensor as an unsigned integer, in device memory, cleared to 0 before use. Unsigned
 // order is the order of non-negative floats, with infinity above the finite and NaN above infinity; so a NaN is never lost, and the
-// result does not depend on the order of the atomics.
+// result does not depend on the order of the atomics. Delayed and
+// blockwise scaling leave NaN out instead.
+
+// The larger of two pairs of bf16 magnitudes, each half by itself. KEEPS_NAN: NaN is above infinity. Else a NaN in `magnitudes` gives way to `halves`, which
+// never holds one if it starts from 0.
+template <bool KEEPS_NAN = true>
+__device__ static inline uint32_t amax_larger(uint32_t halves, uint32_t magnitudes) {
+    if (KEEPS_NAN) return __vmaxu2(halves, magnitudes);
+    const __nv_bfloat162 larger = __hmax2(*(const __nv_bfloat162 *)&halves, *(const __nv_bfloat162 *)&magnitudes);
+    return *(const uint32_t *)&larger;
+}
 
 // Running maximum of 8 magnitudes, kept as two 16-bit halves; start from 0.
+template <bool KEEPS_NAN = true>
 __device__ static inline uint32_t amax_update(uint32_t halves, Bf16x8 v) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) halves = __vmaxu2(halves, v.word[i] & 0x7fff7fffu);
+    for (int i = 0; i < 4; i++) halves = amax_larger<KEEPS_NAN>(halves, v.word[i] & 0x7fff7fffu);
     return halves;
 }
 

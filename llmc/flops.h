@@ -5,23 +5,27 @@
 // Work that a run does again (recompute) does not count.
 //   mfu = model FLOP/s over the dense BF16 peak of the GPU
 //   sol = time that each product would take at the dense peak of the precision it ran in (FP8: twice BF16), over the measured time
+// What ran in FP8 is counted product by product: a linear layer [N, K] has three of 2 x N x K FLOPs a token, and a filter, a size, a recipe that keeps
+// its wgrad in bf16 or --fp8-emulate leave some or all of them in bf16.
 #ifndef LLMC_FLOPS_H
 #define LLMC_FLOPS_H
 
 #include <ctype.h>
 
-#include "parameters.h"
+#include "precision.h"
 
 typedef struct {
     double bf16, fp8;  // FLOPs per token in products of either precision
 } TokenFlops;
 
-// Of training on sequences of T tokens. With FP8, the linear layers of the blocks run in it; lm_head and attention stay bf16.
-static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelConfig *m, int64_t T, bool fp8) {
-    const double all = 6.0 * (double)matmul_parameters(t, m), lm_head = 6.0 * (double)m->vocab_size * (double)m->hidden_size;
-    TokenFlops f;
-    f.fp8 = fp8 ? all - lm_head : 0;
-    f.bf16 = all - f.fp8 + 6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T;
+// Of training on sequences of T tokens. lm_head and attention are bf16; the linear layers of the blocks what `p` says.
+static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelConfig *m, int64_t T, const Precision *p) {
+    TokenFlops f = {6.0 * (double)matmul_parameters(t, m) + 6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T, 0};
+    for (int64_t l = 0; l < p->num_layers && !p->emulated; l++)
+        for (int id = 0; id < NUM_LINEARS; id++)
+            for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
+                if (recipe_is_fp8(precision_of(p, l, id), (GemmKind)gemm)) f.fp8 += 2.0 * (double)p->linear[id].N * (double)p->linear[id].K;
+    f.bf16 -= f.fp8;
     return f;
 }
 

@@ -58,4 +58,57 @@ HOST_DEVICE static inline float fp8_scale(float amax, Fp8Format format) {
     return (float)((double)fp8_max(format) / a);
 }
 
+// The largest power of two not above x; zero, infinity and NaN stay. torchao computes it by exp2(floor(log2 x)): the same for scales of bfloat16 amaxes.
+HOST_DEVICE static inline float fp8_pow2_down(float x) {
+    const uint32_t exponent = float_bits(x) & 0x7f800000u;
+    return exponent == 0x7f800000u ? x : float_from_bits(exponent);
+}
+
+// Transformer Engine's scale: one fp32 division. An amax of zero, infinity or NaN gives 1; a quotient past the largest float gives that. `margin`: the
+// format's range is left that many powers of two short.
+HOST_DEVICE static inline float fp8_scale_te(float amax, Fp8Format format, int margin) {
+    const uint32_t bits = float_bits(amax);
+    if (bits == 0 || bits >= 0x7f800000u) return 1.0f;
+    const float range = margin ? fp8_max(format) * float_from_bits((uint32_t)(127 - margin) << 23) : fp8_max(format);
+    const float scale = range / amax;
+    return float_bits(scale) == 0x7f800000u ? float_from_bits(0x7f7fffffu) : scale;
+}
+
+// E8M0: a power of two by its exponent, 2^(code - 127); 0xff is NaN.
+HOST_DEVICE static inline float e8m0_to_float(uint8_t code) {
+    if (code == 0xff) return float_from_bits(0x7fc00000u);
+    return code ? float_from_bits((uint32_t)code << 23) : float_from_bits(0x00400000u);
+}
+
+// The inverse scale of a block in an MX format, rounded up so that nothing saturates (RCEIL: Transformer Engine, torchao): amax / MAX as E8M0.
+// Zero gives 0, infinity 0xfe, NaN 0xff.
+HOST_DEVICE static inline uint8_t e8m0_from_amax(float amax, Fp8Format format) {
+    const uint32_t u = float_bits(amax * (1.0f / fp8_max(format))), exponent = u >> 23, fraction = u & 0x7fffffu;
+    if (u > 0x7f800000u) return 0xff;
+    if (u == 0x7f800000u) return 0xfe;
+    return (uint8_t)(exponent + (exponent ? fraction != 0 : fraction > 0x400000u));
+}
+
+// How recipes (recipes.h) make a scale, the multiplier that takes values to FP8, from an amax.
+typedef enum { SCALE_TORCHAO, SCALE_TORCHAO_POW2, SCALE_TE, SCALE_TE_POW2, SCALE_MX } ScaleRule;
+
+HOST_DEVICE static inline float fp8_rule_scale(ScaleRule rule, float amax, Fp8Format format) {
+    if (rule == SCALE_TORCHAO) return fp8_scale(amax, format);
+    if (rule == SCALE_TORCHAO_POW2) return fp8_pow2_down(fp8_scale(amax, format));
+    if (rule == SCALE_TE) return fp8_scale_te(amax, format, 0);
+    if (rule == SCALE_TE_POW2) return fp8_pow2_down(fp8_scale_te(amax, format, 0));
+    const uint8_t code = e8m0_from_amax(amax, format);  // 2^(127 - code)
+    return code == 0xff ? float_from_bits(0x7fc00000u) : code == 0xfe ? float_from_bits(0x00400000u) : float_from_bits((uint32_t)(254 - code) << 23);
+}
+
+// Whether a NaN makes the amax NaN, or does not count.
+HOST_DEVICE static inline bool fp8_rule_keeps_nan(ScaleRule rule) { return rule != SCALE_TE && rule != SCALE_TE_POW2; }
+
+// The larger of two magnitudes as the rule sees them. |x| by its bits: NaN above infinity above the finite.
+HOST_DEVICE static inline uint32_t fp8_rule_amax(ScaleRule rule, uint32_t amax, float x) {
+    const uint32_t magnitude = float_bits(x) & 0x7fffffffu;
+    if (magnitude > 0x7f800000u && !fp8_rule_keeps_nan(rule)) return amax;
+    return magnitude > amax ? magnitude : amax;
+}
+
 #endif

@@ -4,8 +4,10 @@
 // their transposes stay on the GPU, nothing is gathered, and with several ranks each unit's gradient is all-reduced after its last micro-step.
 //
 // Else a layer's matrices are gathered into one of `num_slots` slots (2, or one a layer when they are kept for the whole step) while the layer before
-// it computes. In FP8 runs bytes travel, cast once a step from the shard with scales that hold for all ranks; or, without FP8 all-gather, bf16
-// travels and is cast by the same scales on arrival, to the same bytes. Forward reads the rows; backward reads transposes made here from the rows.
+// it computes. In FP8 runs with tensor scales bytes travel, cast once a step from the shard with scales that hold for all ranks; or, without FP8
+// all-gather, bf16 travels and is cast by the same scales on arrival, to the same bytes. Forward reads the rows; backward reads transposes made here
+// from the rows. Recipes with scales of rows or blocks cast on arrival too, rows for the forward pass, columns for the backward pass. A layer that has
+// a linear layer in bf16 travels in bf16, and stays readable as such.
 // The root unit, which has no FP8 weights, and all vectors are gathered once a step, as soon as the optimizer has changed them.
 // Backward writes a layer's gradient whole into one of two buffers; its reduce-scatter runs beside the backward pass of the layer below. The root's
 // gradient has a buffer of its own, sums up the micro-steps there and is reduced once.
@@ -20,26 +22,24 @@
 
 #include "arena.h"
 #include "comm_nccl.cuh"
-#include "options.h"
+#include "precision.h"
 #include "quantize.cuh"
 #include "shard_plan.h"
 
-enum { FSDP_GRADIENT_BUFFERS = 2, FSDP_MAX_LINEARS = SLICE_MAX_TENSORS };
+enum { FSDP_GRADIENT_BUFFERS = 2 };
 
 // fp32 elements that are reduced at a time with --reduce-dtype fp32: messages of 256 MiB have most of the bandwidth.
 #define FSDP_STAGING_ELEMENTS (64ll << 20)
 
-// A linear layer's weight [N, K] at `offset` of a layer's matrices.
-typedef struct {
-    int64_t N, K, offset;
-} FsdpLinear;
-
-// Where to find a unit's tensors: offsets count from the start of a segment. FP8 pointers are NULL where a run or unit has none; `matrices` is NULL
-// for layers whose weights are only there as FP8.
+// Where to find a unit's tensors: offsets count from the start of a segment. `matrices` is NULL for layers whose weights are only there as FP8.
 typedef struct {
     bf16 *vectors, *matrices;
-    uint8_t *fp8, *fp8_t;   // [N, K] and [K, N] of each linear layer, at its offset
 } FsdpUnit;
+
+// Where the scales of a linear layer's weight are among those of a layer's row or col copies, and its first amax among a layer's.
+typedef struct {
+    int64_t row_scales, col_scales, amax;
+} FsdpScales;
 
 typedef struct {
     int64_t unit;           // held; -1: none, or weights of an earlier step
@@ -53,23 +53,29 @@ typedef struct {
     bool sharded;           // several ranks share one copy of the weights
     bool keep_units;        // gathered layers stay for the whole step
     bool fp8, fp8_gather, fp32_reduce;
-    FsdpLinear linears[FSDP_MAX_LINEARS];
-    int num_linears;
+    bool rows_in_backward;  // layers are computed again there
+    const Precision *precision;
+    FsdpScales scales[NUM_LINEARS];
+    int64_t row_scale_bytes, col_scale_bytes;  // of a layer
     Nccl *nccl;             // NULL: one rank
     cudaStream_t stream;    // of the computing
     cudaEvent_t handover;
 
     bf16 *weights, *grads;  // [plan.total] this rank's shard
     uint8_t *shard_fp8;     // [L, slice] of the matrices, cast
-    uint32_t *amax;         // weight of linear layer j of layer l: amax[l * scale_stride + j]; inverse scale 4 floats apart
-    float *inverse_scale;
+    uint32_t *amax;         // weight of linear layer j of layer l: from amax[l * amax_stride + scales[j].amax] on
+    int64_t amax_stride;
+    float *inverse_scale;   // of tensor scales: of number l * scale_stride + j, 4 floats apart
+    const float *delayed_scale;  // the same, 1 float apart; NULL: current scaling
     int64_t scale_stride;
+    AuditSums *audit;       // [L, NUM_LINEARS, NUM_TENSORS, 2] where casts are being audited, else NULL
 
     bf16 *root, *vectors;   // gathered: the root unit; the vectors [L, group * slice]
     char *slots;            // [num_slots] gathered matrices of a layer, bf16 or bytes
     FsdpSlot *slot;
     int64_t num_slots;
     uint8_t *rows, *cols;   // [num_rows], [num_cols] FP8 matrices of a layer
+    char *row_scales, *col_scales;  // their scales, unless they are of tensors
     int64_t num_rows, num_cols, *row_unit, *col_unit;  // unit held, -1: none
     bf16 *root_grads, *layer_grads[FSDP_GRADIENT_BUFFERS];
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];    // of the root's buffer and the layers'
@@ -84,8 +90,30 @@ typedef struct {
 static inline int64_t fsdp_layer_matrices(const Fsdp *f) { return f->plan.group * f->plan.layer_slices[SEGMENT_MATRICES]; }
 static inline int64_t fsdp_layer_vectors(const Fsdp *f) { return f->plan.group * f->plan.layer_slices[SEGMENT_VECTORS]; }
 
-// What the options make of `world` ranks. The caller fills `linears`, `nccl`, `stream` and the scales.
-static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Options *o, int64_t world, int64_t rank) {
+// Whether the recipe has one scale a weight: then the transposed copy has the bytes of the row copy, and travels as they do.
+static inline bool fsdp_tensor_scales(const Fsdp *f) { return f->precision->recipe->gathers_fp8; }
+
+// Whether a layer travels as FP8.
+static inline bool fsdp_gathers_fp8(const Fsdp *f, int64_t unit) { return f->fp8_gather && precision_layer_is_fp8(f->precision, unit - 1); }
+
+// Places of the scales of a layer's weights in their buffers.
+static inline void fsdp_describe_scales(Fsdp *f) {
+    const Recipe *r = f->precision->recipe;
+    const Grain row = recipe_grain(r, TENSOR_W, COPY_ROW), col = recipe_grain(r, TENSOR_W, COPY_COL);
+    int64_t amaxes = 0;
+    for (int j = 0; j < NUM_LINEARS; j++) {
+        const LinearShape *s = &f->precision->linear[j];
+        const FsdpScales at = {f->row_scale_bytes, f->col_scale_bytes, amaxes};
+        f->scales[j] = at;
+        amaxes += tensor_amaxes(row, col, s->N, s->K);
+        if (fsdp_tensor_scales(f)) continue;
+        f->row_scale_bytes += round_up(scale_bytes(row, s->N, s->K), ARENA_ALIGNMENT);
+        f->col_scale_bytes += round_up(scale_bytes(col, s->K, s->N), ARENA_ALIGNMENT);
+    }
+}
+
+// What the options make of `world` ranks. The caller fills `nccl`, `stream`, amaxes and scales.
+static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Precision *precision, const Options *o, int64_t world, int64_t rank) {
     memset(f, 0, sizeof *f);
     const int64_t group = options_shard_group(o, world);
     f->table = table;
@@ -93,17 +121,24 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Opt
     f->world = world, f->replicas = world / group;
     f->sharded = group > 1;
     f->keep_units = o->sharding == SHARDING_GRAD_OP;
-    f->fp8 = o->precision == PRECISION_FP8;
+    f->precision = precision;
+    f->fp8 = precision->any_fp8;
     f->fp8_gather = f->fp8 && o->fp8_all_gather == ON;
     f->fp32_reduce = world > 1 && o->reduce_dtype == REDUCE_FP32;
+    f->rows_in_backward = o->recompute == RECOMPUTE_LAYER;
+    if (f->fp8) fsdp_describe_scales(f);
     const int64_t L = table->num_layers, few = min_i64(2, L);
-    f->num_slots = !f->sharded ? 0 : f->keep_units && (!f->fp8 || f->fp8_gather) ? L : few;
+    const bool bf16_is_passing = f->fp8 && !precision->any_bf16 && fsdp_tensor_scales(f) && !f->fp8_gather;  // once cast, nobody reads it
+    f->num_slots = !f->sharded ? 0 : f->keep_units && !bf16_is_passing ? L : few;
     f->num_cols = !f->fp8 ? 0 : !f->sharded || f->keep_units ? L : 1;
-    f->num_rows = f->fp8_gather && f->sharded ? 0 : f->num_cols;  // with FP8 all-gather the slots hold the rows
+    f->num_rows = f->fp8_gather && f->sharded && !precision->any_bf16 ? 0 : f->num_cols;  // where all travel as FP8, the slots hold the rows
     f->slot = (FsdpSlot *)xcalloc((size_t)f->num_slots, sizeof *f->slot);
     f->row_unit = (int64_t *)xcalloc((size_t)f->num_rows, sizeof *f->row_unit);
     f->col_unit = (int64_t *)xcalloc((size_t)f->num_cols, sizeof *f->col_unit);
 }
+
+// Bytes of an element in the slots.
+static inline int64_t fsdp_slot_element(const Fsdp *f) { return f->fp8_gather && !f->precision->any_bf16 ? 1 : (int64_t)sizeof(bf16); }
 
 // Places all but the shard arrays.
 static inline void fsdp_place(Fsdp *f, Arena *a) {
@@ -112,11 +147,13 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
     if (f->sharded && f->fp8_gather) f->shard_fp8 = (uint8_t *)arena_take(a, L * f->plan.layer_slices[SEGMENT_MATRICES]);
     if (f->num_rows) f->rows = (uint8_t *)arena_take(a, f->num_rows * matrices);
     if (f->num_cols) f->cols = (uint8_t *)arena_take(a, f->num_cols * matrices);
+    if (f->row_scale_bytes) f->row_scales = (char *)arena_take(a, f->num_rows * f->row_scale_bytes);
+    if (f->col_scale_bytes) f->col_scales = (char *)arena_take(a, f->num_cols * f->col_scale_bytes);
     arena_group(a, "gathered weights");
     if (f->sharded) {
         f->root = (bf16 *)arena_take(a, shard_gathered_size(&f->plan, 0) * element);
         f->vectors = (bf16 *)arena_take(a, L * fsdp_layer_vectors(f) * element);
-        f->slots = (char *)arena_take(a, f->num_slots * matrices * (f->fp8_gather ? 1 : element));
+        f->slots = (char *)arena_take(a, f->num_slots * matrices * fsdp_slot_element(f));
     }
     arena_group(a, "gradients before their reduction");
     if (f->sharded) {
@@ -184,20 +221,21 @@ static inline void fsdp_compute_after(Fsdp *f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights
 
-static inline char *fsdp_slot_data(const Fsdp *f, int64_t slot) { return f->slots + slot * fsdp_layer_matrices(f) * (f->fp8_gather ? 1 : (int64_t)sizeof(bf16)); }
+static inline char *fsdp_slot_data(const Fsdp *f, int64_t slot) { return f->slots + slot * fsdp_layer_matrices(f) * fsdp_slot_element(f); }
 
 // The place of layer unit - 1 in a ring of `count`.
 static inline int64_t fsdp_ring(int64_t unit, int64_t count) { return (unit - 1) % count; }
 
 static inline uint8_t *fsdp_rows(const Fsdp *f, int64_t unit) {
-    return f->sharded && f->fp8_gather ? (uint8_t *)fsdp_slot_data(f, fsdp_ring(unit, f->num_slots)) : f->rows + fsdp_ring(unit, f->num_rows) * fsdp_layer_matrices(f);
+    const bool in_slot = f->sharded && fsdp_gathers_fp8(f, unit);
+    return in_slot ? (uint8_t *)fsdp_slot_data(f, fsdp_ring(unit, f->num_slots)) : f->rows + fsdp_ring(unit, f->num_rows) * fsdp_layer_matrices(f);
 }
 
 static inline uint8_t *fsdp_cols(const Fsdp *f, int64_t unit) { return f->cols + fsdp_ring(unit, f->num_cols) * fsdp_layer_matrices(f); }
 
 // The weights of a unit between fsdp_acquire and fsdp_release.
 static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t unit) {
-    FsdpUnit u = {NULL, NULL, NULL, NULL};
+    FsdpUnit u = {NULL, NULL};
     if (!f->sharded) {
         u.vectors = f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS).shard;
         u.matrices = f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard;
@@ -206,28 +244,53 @@ static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t unit) {
         u.matrices = f->root + shard_segment(f->table, &f->plan, 0, SEGMENT_MATRICES).gathered;
     } else {
         u.vectors = f->vectors + (unit - 1) * fsdp_layer_vectors(f);
-        if (!f->fp8) u.matrices = (bf16 *)fsdp_slot_data(f, fsdp_ring(unit, f->num_slots));
+        if (!fsdp_gathers_fp8(f, unit)) u.matrices = (bf16 *)fsdp_slot_data(f, fsdp_ring(unit, f->num_slots));
     }
-    if (f->fp8 && unit) u.fp8 = fsdp_rows(f, unit), u.fp8_t = fsdp_cols(f, unit);
     return u;
 }
 
-// Linear layer j of a layer as the casts write it.
-static inline Fp8Tensor fsdp_linear_fp8(const Fsdp *f, int64_t unit, int j, uint8_t *rows, uint8_t *cols) {
-    const int64_t slot = (unit - 1) * f->scale_stride + j, offset = f->linears[j].offset;
+// The FP8 weight of linear layer j of a layer, as casts write it and products read it.
+static inline Fp8Tensor fsdp_weight_fp8(const Fsdp *f, int64_t unit, int j) {
+    const int64_t l = unit - 1, number = l * f->scale_stride + j, offset = f->precision->linear[j].offset;
+    const Recipe *r = f->precision->recipe;
     Fp8Tensor q;
-    q.row = rows ? rows + offset : NULL, q.col = cols ? cols + offset : NULL;
-    q.inverse_scale = f->inverse_scale + 4 * slot, q.amax = f->amax + slot, q.format = FP8_E4M3;
+    memset(&q, 0, sizeof q);
+    q.row = fsdp_rows(f, unit) + offset, q.col = fsdp_cols(f, unit) + offset;
+    q.format = precision_format(f->precision, TENSOR_W), q.rule = r->rule;
+    q.row_grain = recipe_grain(r, TENSOR_W, COPY_ROW), q.col_grain = recipe_grain(r, TENSOR_W, COPY_COL);
+    q.amax = f->amax + l * f->amax_stride + f->scales[j].amax;
+    q.delayed_scale = f->delayed_scale ? f->delayed_scale + number : NULL;
+    q.row_scales = q.col_scales = f->inverse_scale + 4 * number;
+    if (!fsdp_tensor_scales(f)) {
+        q.row_scales = f->row_scales + fsdp_ring(unit, f->num_rows) * f->row_scale_bytes + f->scales[j].row_scales;
+        q.col_scales = f->col_scales + fsdp_ring(unit, f->num_cols) * f->col_scale_bytes + f->scales[j].col_scales;
+    }
+    for (int copy = 0; copy < 2 && f->audit; copy++) q.audit[copy] = f->audit + ((l * NUM_LINEARS + j) * NUM_TENSORS + TENSOR_W) * 2 + copy;
     return q;
 }
 
-static inline void fsdp_cast(Fsdp *f, int64_t unit, const bf16 *matrices, uint8_t *rows, uint8_t *cols) {
-    for (int j = 0; j < f->num_linears; j++)
-        quantize_transpose(fsdp_linear_fp8(f, unit, j, rows, cols), matrices + f->linears[j].offset, f->linears[j].N, f->linears[j].K, f->stream);
+// Casts the layer's FP8 weights to the copies asked for.
+static inline void fsdp_cast(Fsdp *f, int64_t unit, const bf16 *matrices, bool rows, bool cols) {
+    for (int j = 0; j < NUM_LINEARS; j++) {
+        const LinearShape *s = &f->precision->linear[j];
+        const Recipe *r = precision_of(f->precision, unit - 1, j);
+        if (r != f->precision->recipe) continue;
+        Fp8Tensor q = fsdp_weight_fp8(f, unit, j);
+        if (!rows) q.row = NULL;
+        if (!cols) q.col = NULL;
+        if (!fsdp_tensor_scales(f)) {
+            const int64_t amaxes = tensor_amaxes(q.row_grain, q.col_grain, s->N, s->K);
+            if (amaxes) CUDA_CHECK(cudaMemsetAsync(q.amax, 0, (size_t)amaxes * sizeof(uint32_t), f->stream));
+            if (amaxes) tensor_amax_pass(q, matrices + s->offset, s->N, s->K, f->stream);
+        }
+        quantize_transpose(q, matrices + s->offset, s->N, s->K, f->stream);
+    }
 }
 
-// Without FP8 all-gather: whether the rows of the unit are still there from an earlier pass.
-static inline bool fsdp_has_rows(const Fsdp *f, int64_t unit) { return f->fp8 && !f->fp8_gather && f->row_unit[fsdp_ring(unit, f->num_rows)] == unit; }
+// Whether the FP8 rows of the unit are still there from an earlier pass and are all that anybody reads of it.
+static inline bool fsdp_has_rows(const Fsdp *f, int64_t unit) {
+    return f->fp8 && fsdp_tensor_scales(f) && !f->fp8_gather && precision_layer_is_fp8(f->precision, unit - 1) && f->row_unit[fsdp_ring(unit, f->num_rows)] == unit;
+}
 
 // Starts the gather of a layer, unless it is there or there is no such layer. Call it before the work that it is to hide behind.
 static inline void fsdp_prefetch(Fsdp *f, int64_t unit) {
@@ -237,11 +300,25 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t unit) {
     if (slot->unit == unit) return;
     CUDA_CHECK(cudaStreamWaitEvent(f->nccl->stream, slot->released, 0));
     nccl_begin(f->nccl, "all-gather of the weights", unit);
-    if (f->fp8_gather) nccl_all_gather(f->nccl, COMM_SHARD, f->shard_fp8 + (unit - 1) * slice, fsdp_slot_data(f, index), slice, ncclUint8);
+    if (fsdp_gathers_fp8(f, unit)) nccl_all_gather(f->nccl, COMM_SHARD, f->shard_fp8 + (unit - 1) * slice, fsdp_slot_data(f, index), slice, ncclUint8);
     else nccl_all_gather(f->nccl, COMM_SHARD, f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard, fsdp_slot_data(f, index), slice, ncclBfloat16);
     nccl_end(f->nccl);
     CUDA_CHECK(cudaEventRecord(slot->arrived, f->nccl->stream));
     slot->unit = unit;
+}
+
+// Makes the FP8 copies that a pass reads of a gathered layer, unless they are there.
+static inline void fsdp_make_copies(Fsdp *f, int64_t unit, bool backward) {
+    const bool transposes = fsdp_tensor_scales(f), in_slot = fsdp_gathers_fp8(f, unit);
+    const bool rows = !in_slot && (!backward || transposes || f->rows_in_backward) && f->row_unit[fsdp_ring(unit, f->num_rows)] != unit;
+    const bool cols = backward && f->col_unit[fsdp_ring(unit, f->num_cols)] != unit;
+    if (rows || (cols && !transposes)) fsdp_cast(f, unit, fsdp_weights(f, unit).matrices, rows, cols && !transposes);
+    for (int j = 0; cols && transposes && j < NUM_LINEARS; j++) {
+        const Fp8Tensor q = fsdp_weight_fp8(f, unit, j);
+        fp8_transpose(q.col, q.row, f->precision->linear[j].N, f->precision->linear[j].K, f->stream);
+    }
+    if (rows) f->row_unit[fsdp_ring(unit, f->num_rows)] = unit;
+    if (cols) f->col_unit[fsdp_ring(unit, f->num_cols)] = unit;
 }
 
 // What is enqueued from now on may read the layer's weights; with `backward`, the transposed ones too.
@@ -249,19 +326,9 @@ static inline void fsdp_acquire(Fsdp *f, int64_t unit, bool backward) {
     if (!f->sharded) return;
     if (!fsdp_has_rows(f, unit)) {
         fsdp_prefetch(f, unit);
-        const int64_t index = fsdp_ring(unit, f->num_slots);
-        CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->slot[index].arrived, 0));
-        if (f->fp8 && !f->fp8_gather) {
-            fsdp_cast(f, unit, (const bf16 *)fsdp_slot_data(f, index), fsdp_rows(f, unit), NULL);
-            f->row_unit[fsdp_ring(unit, f->num_rows)] = unit;
-        }
+        CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->slot[fsdp_ring(unit, f->num_slots)].arrived, 0));
     }
-    if (!f->fp8 || !backward || f->col_unit[fsdp_ring(unit, f->num_cols)] == unit) return;
-    for (int j = 0; j < f->num_linears; j++) {
-        const Fp8Tensor q = fsdp_linear_fp8(f, unit, j, fsdp_rows(f, unit), fsdp_cols(f, unit));
-        fp8_transpose(q.col, q.row, f->linears[j].N, f->linears[j].K, f->stream);
-    }
-    f->col_unit[fsdp_ring(unit, f->num_cols)] = unit;
+    if (f->fp8) fsdp_make_copies(f, unit, backward);
 }
 
 // The layer's weights have had their last reader of this pass.
@@ -295,30 +362,37 @@ static inline void fsdp_cast_shard(Fsdp *f) {
     const ShardSegment g = shard_segment(f->table, &f->plan, 1, SEGMENT_MATRICES);
     Fp8Slices s;
     memset(&s, 0, sizeof s);
-    s.count = f->table->num_layers, s.n = g.slice, s.num_tensors = f->num_linears;
-    for (int j = 0; j < f->num_linears; j++) s.ends[j] = max_i64(0, min_i64(g.slice, f->linears[j].offset + f->linears[j].N * f->linears[j].K - f->plan.place * g.slice));
+    s.count = f->table->num_layers, s.n = g.slice, s.num_tensors = NUM_LINEARS;
+    for (int j = 0; j < NUM_LINEARS; j++) {
+        const LinearShape *linear = &f->precision->linear[j];
+        s.ends[j] = max_i64(0, min_i64(g.slice, linear->offset + linear->N * linear->K - f->plan.place * g.slice));
+    }
     s.x = f->weights + g.shard, s.x_stride = shard_unit_size(&f->plan, 1);
     s.codes = f->shard_fp8;
     s.amax = f->amax, s.inverse_scale = f->inverse_scale, s.slot_stride = f->scale_stride;
+    s.rule = f->precision->recipe->rule, s.delayed_scale = f->delayed_scale;
     quantize_slices(&s, f->stream);
+    if (f->audit) audit_slices(&s, f->audit + TENSOR_W * 2, NUM_LINEARS * NUM_TENSORS * 2, NUM_TENSORS * 2, f->stream);
 }
 
-// The same for the layers, whose amaxes (of this rank's slices, FP8 runs) are known. From here on everything computes with the new weights.
+// Amaxes of tensors become those of a group of ranks. The slots that nobody has raised since they were cleared take part.
+static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
+    if (!f->nccl || (group == COMM_SHARD && !f->sharded)) return;
+    fsdp_communicate_after(f);
+    nccl_begin(f->nccl, "all-reduce of the amaxes", -1);
+    nccl_all_reduce(f->nccl, group, f->amax, f->table->num_layers * f->amax_stride, ncclUint32, ncclMax);
+    nccl_end(f->nccl);
+    fsdp_compute_after(f);
+}
+
+// The same for the layers; the amaxes of the whole weights are known where their recipe has tensor scales. From here on everything computes with the new weights.
 static inline void fsdp_layers_changed(Fsdp *f) {
     fsdp_forget(f);
     if (!f->sharded) {
-        for (int64_t unit = 1; f->fp8 && unit < unit_count(f->table); unit++) fsdp_cast(f, unit, fsdp_weights(f, unit).matrices, fsdp_rows(f, unit), fsdp_cols(f, unit));
+        for (int64_t unit = 1; f->fp8 && unit < unit_count(f->table); unit++) fsdp_cast(f, unit, fsdp_weights(f, unit).matrices, true, true);
         return;
     }
-    if (f->fp8) {
-        // the slots between those of the weights take part; they are cleared before their next use
-        fsdp_communicate_after(f);
-        nccl_begin(f->nccl, "all-reduce of the amaxes", -1);
-        nccl_all_reduce(f->nccl, COMM_SHARD, f->amax, f->table->num_layers * f->scale_stride, ncclUint32, ncclMax);
-        nccl_end(f->nccl);
-        fsdp_compute_after(f);
-        if (f->fp8_gather) fsdp_cast_shard(f);
-    }
+    if (f->fp8_gather) fsdp_cast_shard(f);
     fsdp_communicate_after(f);
     fsdp_gather_vectors(f);
     fsdp_compute_after(f);
@@ -331,7 +405,7 @@ static inline int fsdp_gradient_buffer(int64_t unit) { return unit ? 1 + (int)((
 
 // Where a unit's gradient is computed.
 static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t unit) {
-    FsdpUnit u = {NULL, NULL, NULL, NULL};
+    FsdpUnit u = {NULL, NULL};
     bf16 *buffer = unit ? f->layer_grads[(unit - 1) % FSDP_GRADIENT_BUFFERS] : f->root_grads;
     const ShardSegment v = shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS), m = shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES);
     u.vectors = f->sharded ? buffer + v.gathered : f->grads + v.shard;

@@ -97,12 +97,13 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
     logger_write(l, &line);
 }
 
-// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. `o` has its `auto` values resolved.
-static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, RunInfo run) {
+// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. `o` has its `auto` values resolved; `p` says what
+// the products run in, for sol.
+static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p, RunInfo run) {
     Logger l;
     memset(&l, 0, sizeof l);
     l.run = run;
-    l.flops = flops_per_token(t, m, o->sequence_length, o->precision == PRECISION_FP8);
+    l.flops = flops_per_token(t, m, o->sequence_length, p);
     l.num_steps = o->num_steps;
     l.tokens_per_step = run.world_size * o->batch_size * o->sequence_length * o->grad_accumulation_steps;
     if (!*o->log_dir) return l;

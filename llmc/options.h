@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-#include "utils.h"
+#include "recipes.h"
 
 enum { PRECISION_FP32, PRECISION_BF16, PRECISION_FP8 };
 enum { STORAGE_AUTO, STORAGE_BF16, STORAGE_FP32, STORAGE_BF16_NEAREST };
@@ -14,7 +14,9 @@ enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD };
 enum { NONFINITE_STOP, NONFINITE_SKIP };
 enum { SHARDING_FULL, SHARDING_GRAD_OP, SHARDING_NONE, SHARDING_HYBRID };
 enum { REDUCE_BF16, REDUCE_FP32 };
-enum { OFF, ON };
+enum { OFF, ON, AUTO };
+enum { FP8_FORMAT_AUTO, FP8_FORMAT_HYBRID, FP8_FORMAT_E4M3 };
+enum { FAST_ACCUM_FPROP, FAST_ACCUM_ALL, FAST_ACCUM_NONE };
 
 #define OPTION_MAX 1e15
 
@@ -38,7 +40,19 @@ enum { FREE, MUST_MATCH };
     INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps in all") \
     INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "of initial weights, data order and stochastic rounding") \
     GROUP("precision") \
-    CHOICE(precision, "precision", PRECISION_BF16, "fp32|bf16|fp8", MUST_MATCH, "of matrix products (fp32: CPU trainer only); fp8: tensorwise current scaling") \
+    CHOICE(precision, "precision", PRECISION_BF16, "fp32|bf16|fp8", MUST_MATCH, "of matrix products; fp8: linear layers as --fp8-recipe says, the rest bf16; fp32: CPU trainer only") \
+    CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, "tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8", MUST_MATCH, \
+           "what shares a scale: a tensor (by its amax now, or delayed: its latest amaxes), a row (gw_hp: weight gradients in bf16), " \
+           "blocks of 128 (weights 128x128), blocks of 32 (mxfp8: Blackwell)") \
+    CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, "auto|hybrid|e4m3", MUST_MATCH, "of gradients: hybrid E5M2, e4m3 as everything else; auto: what the recipe is known for") \
+    TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
+         "what stays bf16, comma-separated: first, last, layers=A-B (from 0), attention, mlp, qkv, attn_out, gate_up, down, lm_head (always does); " \
+         "or auto: whatever is faster in bf16 on this GPU") \
+    INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, "amaxes that the delayed recipe looks back on") \
+    INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "powers of two that the delayed recipe leaves free at the top") \
+    CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, "fprop|all|none", MUST_MATCH, "products that Hopper may sum with fewer bits, if the recipe can") \
+    FLAG(fp8_emulate, "fp8-emulate", "quantize, then multiply in bf16: the recipe's numbers without its speed, on GPUs that lack its products") \
+    INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, "steps between audits of every FP8 operand (amax, scale, share flushed to zero and saturated, SQNR); 0: none") \
     CHOICE(master_weights, "master-weights", STORAGE_AUTO, "auto|bf16|fp32|bf16-nearest", MUST_MATCH, "bf16 is rounded stochastically, bf16-nearest to nearest (loses small updates); auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", STORAGE_AUTO, "auto|bf16|fp32", MUST_MATCH, "AdamW's two moments, as above") \
     GROUP("memory") \
@@ -57,7 +71,7 @@ enum { FREE, MUST_MATCH };
     CHOICE(sharding, "sharding", SHARDING_FULL, "full|grad_op|none|hybrid", FREE, "of weights, gradients and optimizer state; grad_op: weights stay whole for a step; hybrid: full within --shard-size ranks, replicas across") \
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, "ranks that share one copy of the model with --sharding hybrid; divides the ranks") \
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, "bf16|fp32", FREE, "in which gradients are reduced over ranks (fp32 with --precision fp32)") \
-    CHOICE(fp8_all_gather, "fp8-all-gather", ON, "off|on", FREE, "with --precision fp8, weights travel as FP8; the results are the same bits") \
+    CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, "off|on|auto", FREE, "weights travel as FP8, the results are the same bits; auto: where the recipe allows it") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: plan for this many ranks, without mpirun") \
     GROUP("output") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations (one more at the end); 0: at the end alone, if --val-data is given") \
@@ -65,6 +79,7 @@ enum { FREE, MUST_MATCH };
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, "steps between printed samples; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "length of a sample") \
     TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl") \
+    FLAG(profile, "profile", "print where the time of the last step went (GPU trainer)") \
     REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, "dense BF16 peak for mfu; 0: by the GPU's name") \
     GROUP("checkpoints") \
     TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, "folder of checkpoints") \
@@ -164,6 +179,19 @@ static inline Options options_default(void) {
     return o;
 }
 
+// The one option that has `value` among its choices; NULL if none or several have.
+static inline const OptionRow *option_with_choice(const char *value) {
+    const OptionRow *found = NULL;
+    char name[64];
+    for (const OptionRow *row = option_rows(); row->name; row++)
+        for (int i = 0; row->kind == OPTION_CHOICE && option_choice_name(row->text, i, name, sizeof name); i++)
+            if (strcmp(name, value) == 0) {
+                if (found) return NULL;
+                found = row;
+            }
+    return found;
+}
+
 // Sets one option from text. Dies when the text is not a whole number, is out of range, or is none of the choices.
 static inline void option_set(Options *o, const OptionRow *row, const char *value) {
     void *at = (char *)o + row->field;
@@ -188,7 +216,8 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
                 *(int *)at = i;
                 return;
             }
-        die("--%s: \"%s\" is not one of %s", row->name, value, row->text);
+        const OptionRow *other = option_with_choice(value);
+        die("--%s: \"%s\" is not one of %s%s%s%s", row->name, value, row->text, other ? "; --" : "", other ? other->name : "", other ? " takes it" : "");
     } else {
         *(bool *)at = true;
     }
@@ -212,6 +241,22 @@ static inline int option_edit_distance(const char *a, const char *b) {
     return row[columns];
 }
 
+// Columns of --help: where the texts begin, and where they are wrapped.
+enum { HELP_INDENT = 49, HELP_WIDTH = 130 };
+
+// Prints `text` from column HELP_INDENT on, where the cursor is, in as many lines as it needs.
+static inline void options_help_text(const char *text) {
+    for (int room = HELP_WIDTH - HELP_INDENT; *text;) {
+        int n = (int)strlen(text);
+        if (n > room)
+            for (n = room; n > 0 && text[n] != ' ';) n--;
+        if (n == 0) n = (int)strcspn(text, " ");  // a word longer than a line
+        printf("%.*s\n", n, text);
+        text += n + strspn(text + n, " ");
+        if (*text) printf("%*s", HELP_INDENT, "");
+    }
+}
+
 static inline void options_help(const char *program, const char *presets) {
     Options o = options_default();
     printf("usage: %s MODEL [--option value ...]\n\nMODEL: %s,\n  or a folder with a Hugging Face config.json (Llama, Qwen2, Qwen3) and, to start from its weights, *.safetensors\n",
@@ -221,12 +266,15 @@ static inline void options_help(const char *program, const char *presets) {
             printf("\n%s\n", row->name);
             continue;
         }
-        char left[128], value[256];
+        char left[128], value[256], text[1024];
         option_format(&o, row, value, sizeof value);
         format_checked(left, sizeof left, "--%s%s%s", row->name, row->kind == OPTION_FLAG ? "" : " ",
                        row->kind == OPTION_CHOICE ? row->text : row->kind == OPTION_INT ? "N" : row->kind == OPTION_REAL ? "X" : row->kind == OPTION_TEXT ? "TEXT" : "");
-        printf("  %-46s %s%s%s%s\n", left, row->help, *value && row->kind != OPTION_FLAG ? " [" : "", row->kind != OPTION_FLAG ? value : "",
-               *value && row->kind != OPTION_FLAG ? "]" : "");
+        const bool shown = *value && row->kind != OPTION_FLAG;
+        format_checked(text, sizeof text, "%s%s%s%s", row->help, shown ? " [" : "", shown ? value : "", shown ? "]" : "");
+        printf("  %-*s%s", HELP_INDENT - 3, left, strlen(left) > HELP_INDENT - 3 ? "\n" : " ");
+        if (strlen(left) > HELP_INDENT - 3) printf("%*s", HELP_INDENT, "");
+        options_help_text(text);
     }
 }
 
@@ -275,9 +323,57 @@ static inline Options options_parse(int argc, char **argv, const char *presets) 
     return o;
 }
 
+// What linear layers run in unless a filter says otherwise.
+static inline const Recipe *options_recipe(const Options *o) { return recipe_row(o->precision == PRECISION_FP8 ? o->fp8_recipe : RECIPE_BF16); }
+
+static inline bool option_is_fp8(const OptionRow *row) { return row->kind != OPTION_GROUP && strncmp(row->name, "fp8-", 4) == 0; }
+
+// Without --precision fp8: the first option for it that was given a value that means something; NULL if none.
+static inline const OptionRow *options_stray_fp8(const Options *o) {
+    const Options initial = options_default();
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        char now[4096], then[64];
+        if (!option_is_fp8(row) || (row->field == offsetof(Options, fp8_all_gather) && o->fp8_all_gather == OFF)) continue;
+        option_format(o, row, now, sizeof now);
+        option_format(&initial, row, then, sizeof then);
+        if (strcmp(now, then) != 0) return row;
+    }
+    return NULL;
+}
+
+// options_conflict for --precision fp8.
+static inline void options_fp8_conflict(const Options *o, char *message, size_t capacity) {
+    const Options initial = options_default();
+    const Recipe *recipe = options_recipe(o);
+    const bool filter_auto = strcmp(o->fp8_filter, "auto") == 0;
+    int64_t length = o->sequence_length;
+    while (o->batch_size * length % recipe->multiple) length++;
+    if (length != o->sequence_length)
+        format_checked(message, capacity, "--precision fp8 (recipe %s) needs batch-size x sequence-length in multiples of %d (FP8 matrix products), not %lld x %lld; "
+                       "--sequence-length %lld would do", recipe->name, recipe->multiple, (long long)o->batch_size, (long long)o->sequence_length,
+                       (long long)length);
+    else if (o->fp8_all_gather == ON && !recipe->gathers_fp8)
+        format_checked(message, capacity, "--fp8-all-gather on: recipe %s scales rows or blocks of the whole weight, so its weights travel in bf16; leave it at auto",
+                       recipe->name);
+    else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accumulation)
+        format_checked(message, capacity, "--fp8-fast-accum all: the products of recipe %s have no fast accumulation; leave it out", recipe->name);
+    else if (!recipe->delayed && o->fp8_amax_history != initial.fp8_amax_history)
+        format_checked(message, capacity, "--fp8-amax-history %lld is for --fp8-recipe delayed; recipe %s looks at present values alone",
+                       (long long)o->fp8_amax_history, recipe->name);
+    else if (!recipe->delayed && o->fp8_margin != initial.fp8_margin)
+        format_checked(message, capacity, "--fp8-margin %lld is for --fp8-recipe delayed; recipe %s knows the values it casts and needs none",
+                       (long long)o->fp8_margin, recipe->name);
+    else if (filter_auto && o->fp8_emulate)
+        format_checked(message, capacity, "--fp8-filter auto keeps what is faster in FP8, and --fp8-emulate never is; name what stays bf16, or leave out one of the two");
+    else if (filter_auto && o->deterministic)
+        format_checked(message, capacity, "--fp8-filter auto goes by measured times, which differ from run to run, and --deterministic wants the same bits; "
+                       "name what stays bf16");
+}
+
 // Rules between options. Returns an empty string when they hold, else the reason and a fix (in `message`). Pure, for the tests.
 static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
     message[0] = 0;
+    const OptionRow *stray = o->precision == PRECISION_FP8 ? NULL : options_stray_fp8(o);
     if (o->warmup_steps > o->num_steps)
         format_checked(message, capacity, "--warmup-steps %lld is more than --num-steps %lld", (long long)o->warmup_steps, (long long)o->num_steps);
     else if (o->checkpoint_every && !*o->checkpoint_dir)
@@ -288,15 +384,17 @@ static inline const char *options_conflict(const Options *o, char *message, size
         format_checked(message, capacity, "--val-every needs --val-data");
     else if (o->precision == PRECISION_FP32 && (o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST || o->optimizer_state == STORAGE_BF16))
         format_checked(message, capacity, "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and --optimizer-state at auto");
-    else if (o->precision == PRECISION_FP8 && o->batch_size * o->sequence_length % 16)
-        format_checked(message, capacity, "--precision fp8 needs batch-size x sequence-length in multiples of 16 (FP8 matrix products), not %lld x %lld",
-                       (long long)o->batch_size, (long long)o->sequence_length);
+    else if (stray)
+        format_checked(message, capacity, "--%s is for --precision fp8, and this run is --precision %s; add --precision fp8 or leave --%s out", stray->name,
+                       o->precision == PRECISION_FP32 ? "fp32" : "bf16", stray->name);
     else if (o->sharding == SHARDING_HYBRID && !o->shard_size)
         format_checked(message, capacity, "--sharding hybrid needs --shard-size, the ranks that share one copy of the model (for example those of one host)");
     else if (o->sharding != SHARDING_HYBRID && o->shard_size)
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
     else if (o->world_size && !o->dry_run)
         format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that mpirun -np starts");
+    else if (o->precision == PRECISION_FP8)
+        options_fp8_conflict(o, message, capacity);
     return message;
 }
 
@@ -315,13 +413,15 @@ static inline void options_resolve(Options *o) {
     if (o->master_weights == STORAGE_AUTO) o->master_weights = storage;
     if (o->optimizer_state == STORAGE_AUTO) o->optimizer_state = storage;
     if (o->precision == PRECISION_FP32) o->reduce_dtype = REDUCE_FP32;
+    if (o->fp8_all_gather == AUTO) o->fp8_all_gather = options_recipe(o)->gathers_fp8 ? ON : OFF;
+    if (o->precision == PRECISION_FP8 && o->fp8_format == FP8_FORMAT_AUTO) o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
 }
 
-// The settings table.
+// The settings table. Options of FP8 are left out where they mean nothing.
 static inline void options_print(const Options *o) {
     printf("%-26s %s\n", "model", o->model);
     for (const OptionRow *row = option_rows(); row->name; row++) {
-        if (row->kind == OPTION_GROUP || row->field == offsetof(Options, help)) continue;
+        if (row->kind == OPTION_GROUP || row->field == offsetof(Options, help) || (option_is_fp8(row) && o->precision != PRECISION_FP8)) continue;
         char value[4096];
         option_format(o, row, value, sizeof value);
         if (*value) printf("%-26s %s\n", row->name, value);

@@ -1,222 +1,178 @@
-// FP8 quantization of bf16 tensors with one scale per tensor, taken from the tensor's current amax (torchao's "tensorwise" recipe).
+// FP8 casts by any recipe: picks the kernels (quantize_kernels.cuh: one scale for a tensor; quantize_fine.cuh: finer) by the grains of an Fp8Tensor, and
+// audits what they wrote where that is asked for (audit.cuh). Also the way back to bf16, and casts of sharded weights.
 //
-//     amax  = max |x|                        (bits in a slot that the caller clears; NaN wins)
-//     scale = fp8_scale(amax, format)        (every block of the cast derives it from the slot)
-//     code  = saturating RNE cast of fp32(x) * scale,    inverse_scale = 1 / scale for the matrix product
-//
-// Two passes: the amax must be known before the first element is cast. The cast writes the row-major copy and the transposed one in one
-// pass, because FP8 matrix products on Hopper want both operands contiguous along the summed axis: 2 bytes read, 1 + 1 written an element.
-//
-// The cast is a template over where the bf16 values come from, so that a norm or SwiGLU can recompute them instead of storing them:
-// rmsnorm.cuh and swiglu.cuh have such sources. Sizes: any number of rows, columns a multiple of 16; pointers aligned to 16 bytes.
-// Transposed rows are R bytes long: matrix products need R to be a multiple of 16 as well, and it is faster (whole 16-byte stores).
+// A cast of a tensor is two passes, unless its scales are of blocks or delayed: the amax pass, then the cast. Where a kernel that makes a tensor has already
+// raised its amax, the first is saved.
 #ifndef LLMC_QUANTIZE_CUH
 #define LLMC_QUANTIZE_CUH
 
-#include "cuda_utils.cuh"
+#include <cuda_fp16.h>
 
-// An FP8 copy of a [R, C] tensor, all in device memory. One of row and col may be NULL: not wanted.
-typedef struct {
-    uint8_t *row;           // [R, C]
-    uint8_t *col;           // [C, R], the same codes
-    float *inverse_scale;   // written by the cast; 16-byte aligned, as matrix products want it
-    uint32_t *amax;         // bits of max |x|; see "amax slots" in cuda_utils.cuh
-    Fp8Format format;
-} Fp8Tensor;
+#include "audit.cuh"
+#include "quantize_fine.cuh"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// amax of a tensor in memory
-
-enum { AMAX_THREADS = 256, AMAX_VECTORS = 8 };
-
-static __global__ void __launch_bounds__(AMAX_THREADS) tensor_amax_kernel(uint32_t *amax, const bf16 *x, int64_t n) {
-    const int64_t vectors = n / 8, first = blockIdx.x * (int64_t)(AMAX_THREADS * AMAX_VECTORS) + threadIdx.x;
-    Bf16x8 v[AMAX_VECTORS];
-#pragma unroll
-    for (int i = 0; i < AMAX_VECTORS; i++) {
-        v[i] = Bf16x8{{0, 0, 0, 0}};
-        if (first + i * AMAX_THREADS < vectors) v[i] = bf16x8_load(x + 8 * (first + i * AMAX_THREADS));
-    }
-    uint32_t halves = 0;
-#pragma unroll
-    for (int i = 0; i < AMAX_VECTORS; i++) halves = amax_update(halves, v[i]);
-    if (blockIdx.x == 0 && threadIdx.x < n % 8) halves = __vmaxu2(halves, __bfloat16_as_ushort(x[8 * vectors + threadIdx.x]) & 0x7fffu);
-    amax_publish(amax, halves);
+// Dies unless R rows of C columns an output can be cast. `function` names the caller in error messages.
+static inline void quantize_check_size(const char *function, int64_t R, int64_t C) {
+    if (R < 1 || C < 16 || C % 16) die("%s: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", function, (long long)R, (long long)C);
 }
 
-// Raises *amax to max |x| over the n values at x (16-byte aligned), which may be any part of a tensor. Reads 2 bytes an element.
-static inline void tensor_amax(uint32_t *amax, const bf16 *x, int64_t n, cudaStream_t stream) {
-    if (n < 1) die("tensor_amax: %lld values, need at least 1", (long long)n);
-    require_aligned16(x, "tensor_amax", "x");
-    tensor_amax_kernel<<<grid_size(n, 8 * AMAX_THREADS * AMAX_VECTORS), AMAX_THREADS, 0, stream>>>(amax, x, n);
+// Where the amaxes are that a tensor's grains need, C being the columns of all outputs.
+static inline FineAmaxes fine_amaxes(const Fp8Tensor *t, int64_t R) {
+    FineAmaxes a = {NULL, NULL, NULL};
+    uint32_t *next = t->amax + copy_amaxes(t->row_grain, R);
+    if (t->row_grain == GRAIN_ROW) a.rows = t->amax;
+    if (t->col_grain == GRAIN_ROW) a.columns = next;
+    if (grain_is_tensor(t->col_grain)) a.tensor = next;
+    if (grain_is_tensor(t->row_grain)) a.tensor = t->amax;
+    return a;
+}
+
+static inline bool quantize_has_tensor_scale(const Fp8Tensor *t) { return (!t->row || t->row_grain == GRAIN_TENSOR) && (!t->col || t->col_grain == GRAIN_TENSOR); }
+
+// One kernel casts to both copies, by scales of the same kind; GRAIN_ROW stands for GRAIN_TENSOR_REPEATED as well. GRAIN_BF16: none does.
+static inline Grain quantize_fine_grain(const Fp8Tensor *t) {
+    const Grain row = t->row_grain == GRAIN_TENSOR_REPEATED ? GRAIN_ROW : t->row_grain, col = t->col_grain == GRAIN_TENSOR_REPEATED ? GRAIN_ROW : t->col_grain;
+    return !t->col || row == col ? row : t->row ? GRAIN_BF16 : col;
+}
+
+template <class Source, Grain GRAIN, Fp8Format FORMAT>
+static inline void quantize_fine_launch(const Fp8Tensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+    const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
+    quantize_fine_kernel<Source, GRAIN, FORMAT><<<blocks, CAST_THREADS, 0, stream>>>(source, out, fine_amaxes(&out, R), R, C);
     CUDA_CHECK_LAUNCH();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Cast and transpose
-//
-// A block makes a tile of 128 x 128 with 256 threads. A thread loads 4 rows x 8 columns by 16-byte accesses, twice (rows +0 and +64), stores
-// 8 bytes of each row, and turns two 4 x 4 squares of bytes; each resulting word is 4 rows of one column. Words go to shared memory as
-// [column][row / 4], at index (row / 4) ^ (2 * (column / 8)): then the 32 words that a warp stores at once are in different banks. 8 threads
-// read a column back and store its 128 bytes; the exclusive or moves a column's 16-byte chunks, and for odd column / 8 swaps their halves.
-//
-// A Source is a struct of pointers with
-//     OUTPUTS       tensors it makes side by side: output o is columns [o * C, (o + 1) * C) of a matrix [R, OUTPUTS * C]
-//     MIN_BLOCKS    blocks to fit on a multiprocessor; limits registers
-//     GROUPS_AHEAD  1 or 2: how many of the two groups of 4 rows a thread loads at once
-//     AMAX          whether it also reduces an amax, into its member amax_slot
-//     Column, load_column(), Raw, load(), values(): what depends on the column alone, one row's inputs, 8 values of each output from them.
-
-enum { CAST_TILE = 128, CAST_THREADS = 256, CAST_COLUMN_THREADS = CAST_TILE / 8, CAST_GROUP_ROWS = 64, CAST_GROUPS = CAST_TILE / CAST_GROUP_ROWS, CAST_WORDS = CAST_TILE / 4 };
-
-// m[i] is row i's bytes of columns 0..3; becomes column i's bytes of rows 0..3.
-__device__ static inline void transpose_bytes_4x4(uint32_t m[4]) {
-    uint32_t a = __byte_perm(m[0], m[1], 0x5140), b = __byte_perm(m[2], m[3], 0x5140);
-    uint32_t c = __byte_perm(m[0], m[1], 0x7362), d = __byte_perm(m[2], m[3], 0x7362);
-    m[0] = __byte_perm(a, b, 0x5410);
-    m[1] = __byte_perm(a, b, 0x7632);
-    m[2] = __byte_perm(c, d, 0x5410);
-    m[3] = __byte_perm(c, d, 0x7632);
-}
-
-// 8 values to 8 codes: codes[0] holds columns 0..3, codes[1] 4..7.
-template <Fp8Format FORMAT>
-__device__ static inline uint2 fp8x8_from_bf16(Bf16x8 v, float scale) {
-    float f[8];
-    bf16x8_unpack(f, v);
-#pragma unroll
-    for (int i = 0; i < 8; i++) f[i] = __fmul_rn(f[i], scale);
-    return make_uint2(fp8x4_from_floats<FORMAT>(f), fp8x4_from_floats<FORMAT>(f + 4));
-}
-
-// The 16 codes of rows [row, row + 16) of one column, words in row order, to the transposed copy.
-__device__ static inline void store_column_chunk(uint8_t *to, uint4 codes, int64_t row, int64_t R) {
-    if (R % 16 == 0) {
-        if (row < R) *(uint4 *)(to + row) = codes;
-        return;
-    }
-    const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-        if (row + i < R) to[row + i] = (uint8_t)(word[i / 4] >> (8 * (i % 4)));
-}
-
-// Second half of the tile: shared memory to the transposed copy.
-template <int OUTPUTS>
-__device__ static inline void store_tile_columns(uint8_t *col, const uint32_t (*tile)[CAST_TILE][CAST_WORDS], int64_t first_row, int64_t first_column, int64_t R,
-                                                 int64_t C) {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS * CAST_TILE * CAST_WORDS / 4 / CAST_THREADS; i++) {
-        const int unit = i * CAST_THREADS + (int)threadIdx.x, output = unit / (CAST_TILE * 8), column = unit / 8 % CAST_TILE, chunk = unit % 8;
-        if (first_column + column >= C) continue;
-        const int moved = 2 * (column / 8);
-        uint4 w = *(const uint4 *)&tile[output][column][4 * chunk];
-        if (moved & 2) w = make_uint4(w.z, w.w, w.x, w.y);
-        store_column_chunk(col + (output * C + first_column + column) * R, w, first_row + 16 * (chunk ^ (moved >> 2)), R);
-    }
-}
-
-// One thread's 4 rows x 8 columns: codes to the row copy and, turned, to shared memory. `group`: 0 or 1.
+// False if a source has no use for such a cast, so that there is no kernel.
 template <class Source, Fp8Format FORMAT>
-__device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WORDS], const Source &source, const Fp8Tensor &out, float scale,
-                                             const typename Source::Raw raw[4], const typename Source::Column &of_column, int group, int64_t row, int64_t column,
-                                             int64_t R, int64_t C, uint32_t *halves) {
-    const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
-    uint32_t low[Source::OUTPUTS][4], high[Source::OUTPUTS][4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        Bf16x8 v[Source::OUTPUTS];
-        source.values(v, raw[j], of_column, halves);
-#pragma unroll
-        for (int o = 0; o < Source::OUTPUTS; o++) {
-            const uint2 codes = fp8x8_from_bf16<FORMAT>(v[o], scale);
-            low[o][j] = codes.x, high[o][j] = codes.y;
-            if (out.row && column < C && row + j < R) *(uint2 *)(out.row + ((row + j) * Source::OUTPUTS + o) * C + column) = codes;
+static inline bool quantize_fine(const Fp8Tensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+    if constexpr (!Source::AMAX) {
+        const Grain grain = quantize_fine_grain(&out);
+        if (grain < GRAIN_ROW || out.rule != fine_rule(grain) || out.delayed_scale) return false;
+        if (grain == GRAIN_ROW) quantize_fine_launch<Source, GRAIN_ROW, FORMAT>(out, source, R, C, stream);
+        if (grain == GRAIN_1X128) quantize_fine_launch<Source, GRAIN_1X128, FORMAT>(out, source, R, C, stream);
+        if (grain == GRAIN_1X32) quantize_fine_launch<Source, GRAIN_1X32, FORMAT>(out, source, R, C, stream);
+        if (grain != GRAIN_128X128) return true;
+        if constexpr ((Source::ROLES & 1 << TENSOR_W) != 0 && FORMAT == FP8_E4M3) {
+            quantize_fine_launch<Source, GRAIN_128X128, FORMAT>(out, source, R, C, stream);
+            return true;
         }
     }
-    if (!out.col) return;
-#pragma unroll
-    for (int o = 0; o < Source::OUTPUTS; o++) {
-        transpose_bytes_4x4(low[o]);
-        transpose_bytes_4x4(high[o]);
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            tile[o][8 * tx + k][(16 * group + ty) ^ (2 * tx)] = low[o][k];
-            tile[o][8 * tx + 4 + k][(16 * group + ty) ^ (2 * tx)] = high[o][k];
-        }
-    }
+    return false;
 }
 
-// Blocks walk the tiles from the last to the first: the end of what the amax pass read is still in the L2.
 template <class Source, Fp8Format FORMAT>
-static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_transpose_kernel(const Source source, const Fp8Tensor out, int64_t R, int64_t C) {
-    __shared__ __align__(16) uint32_t tile[Source::OUTPUTS][CAST_TILE][CAST_WORDS];
-    const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = gridDim.x - 1 - blockIdx.x;
-    const int64_t first_row = (int64_t)(index / column_tiles) * CAST_TILE, first_column = (int64_t)(index % column_tiles) * CAST_TILE;
-    const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
-    const int64_t column = first_column + 8 * tx;
-    const uint32_t amax = *out.amax;
-    typename Source::Column of_column = {};
-    if (column < C) source.load_column(&of_column, column);
-    uint32_t halves = 0;
-    float scale = 0;
-#pragma unroll
-    for (int g0 = 0; g0 < CAST_GROUPS; g0 += Source::GROUPS_AHEAD) {
-        typename Source::Raw raw[Source::GROUPS_AHEAD][4] = {};
-#pragma unroll
-        for (int i = 0; i < 4 * Source::GROUPS_AHEAD; i++) {
-            const int64_t row = first_row + (g0 + i / 4) * CAST_GROUP_ROWS + 4 * ty + i % 4;
-            if (column < C && row < R) source.load(&raw[i / 4][i % 4], row, column);
-        }
-        if (g0 == 0) scale = fp8_scale(__uint_as_float(amax), FORMAT);
-#pragma unroll
-        for (int g = g0; g < g0 + Source::GROUPS_AHEAD; g++)
-            quantize_group<Source, FORMAT>(tile, source, out, scale, raw[g - g0], of_column, g, first_row + g * CAST_GROUP_ROWS + 4 * ty, column, R, C, &halves);
-    }
-    if constexpr (Source::AMAX) amax_publish(source.amax_slot, halves);
-    if (blockIdx.x == 0 && threadIdx.x == 0) *out.inverse_scale = __frcp_rn(scale);
-    if (!out.col) return;
-    __syncthreads();
-    store_tile_columns<Source::OUTPUTS>(out.col, tile, first_row, first_column, R, C);
+static inline void quantize_any(const char *function, const Fp8Tensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+    const bool rule = out.delayed_scale || out.rule == SCALE_TORCHAO || out.rule == SCALE_TE;
+    if (quantize_has_tensor_scale(&out) && rule) quantize_transpose_launch<Source, FORMAT>(out, source, R, C, stream);
+    else if (!quantize_fine<Source, FORMAT>(out, source, R, C, stream))
+        die("%s: no kernel casts this tensor with row grain %d, col grain %d, scale rule %d; recipes.h has the combinations there are", function, out.row_grain, out.col_grain, out.rule);
 }
 
-// Launches the kernel for a source with C columns an output. `function` names the caller in error messages.
+// The cast, for a source with C columns an output: codes and inverse scales of the copies wanted. `function` names the caller in error messages.
 template <class Source>
 static inline void quantize_source(const char *function, Fp8Tensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
-    if (R < 1 || C < 16 || C % 16) die("%s: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", function, (long long)R, (long long)C);
-    if (!out.amax || !out.inverse_scale || (!out.row && !out.col)) die("%s: an Fp8Tensor needs amax, inverse_scale, and row or col", function);
+    quantize_check_size(function, R, C);
+    if ((!out.row && !out.col) || (out.row && !out.row_scales) || (out.col && !out.col_scales)) die("%s: an Fp8Tensor needs row or col, and the scales of what it has", function);
+    const bool blocks = copy_amaxes(out.row ? out.row_grain : out.col_grain, 1) == 0;
+    if (!out.amax && !blocks) die("%s: an Fp8Tensor needs amax for these grains", function);
+    if (blocks && Source::OUTPUTS > 1 && C % CAST_TILE) die("%s: %lld columns an output: blocks of %d would hold values of two outputs; need a multiple of %d", function, (long long)C, CAST_TILE, CAST_TILE);
     require_aligned16(out.row, function, "row");
     require_aligned16(out.col, function, "col");
-    require_aligned16(out.inverse_scale, function, "inverse_scale");
+    require_aligned16(out.row_scales, function, "row_scales");
+    require_aligned16(out.col_scales, function, "col_scales");
+    if (out.format == FP8_E4M3) quantize_any<Source, FP8_E4M3>(function, out, source, R, C, stream);
+    else if constexpr ((Source::ROLES & 1 << TENSOR_DY) != 0) quantize_any<Source, FP8_E5M2>(function, out, source, R, C, stream);
+    else die("%s: only gradients are cast to E5M2", function);
+    if (out.audit[COPY_ROW] || out.audit[COPY_COL]) audit_source(out, source, R, C, stream);
+}
+
+// The amax pass: raises the slots at out.amax, which the caller has cleared, as the grains need, whether or not both copies are wanted now. Nothing for
+// block grains. 2 bytes read an element of a tensor in memory.
+template <class Source>
+static inline void quantize_amax_source(const char *function, Fp8Tensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
+    quantize_check_size(function, R, C);
+    const FineAmaxes amaxes = fine_amaxes(&out, R);
+    if (!copy_amaxes(out.row_grain, R) && !copy_amaxes(out.col_grain, C)) return;
+    if (!out.amax) die("%s: an Fp8Tensor needs amax for these grains", function);
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
-    if (out.format == FP8_E4M3) quantize_transpose_kernel<Source, FP8_E4M3><<<blocks, CAST_THREADS, 0, stream>>>(source, out, R, C);
-    else quantize_transpose_kernel<Source, FP8_E5M2><<<blocks, CAST_THREADS, 0, stream>>>(source, out, R, C);
+    if (fp8_rule_keeps_nan(out.rule)) quantize_amax_kernel<Source, true><<<blocks, CAST_THREADS, 0, stream>>>(source, amaxes, R, C);
+    else quantize_amax_kernel<Source, false><<<blocks, CAST_THREADS, 0, stream>>>(source, amaxes, R, C);
     CUDA_CHECK_LAUNCH();
 }
 
-// Values that are in memory already.
-struct TensorSource {
-    enum { OUTPUTS = 1, MIN_BLOCKS = 4, GROUPS_AHEAD = 2, AMAX = 0 };
-    typedef Bf16x8 Raw;
-    struct Column {};
-    const bf16 *x;
-    int64_t C;
-    __device__ void load_column(Column *, int64_t) const {}
-    __device__ void load(Raw *raw, int64_t row, int64_t column) const { *raw = bf16x8_load(x + row * C + column); }
-    __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *) const { v[0] = raw; }
-};
+// ---------------------------------------------------------------------------------------------------------------------
+// Tensors in memory
 
-// Casts x [R, C], whose amax is in out.amax, to out.row [R, C] and out.col [C, R]; writes *out.inverse_scale.
+// The cast of x [R, C], whose amaxes (if its grains need any) are in out.amax.
 static inline void quantize_transpose(Fp8Tensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     require_aligned16(x, "quantize_transpose", "x");
     TensorSource source = {x, C};
     quantize_source("quantize_transpose", out, source, R, C, stream);
 }
 
-// Both passes. The caller has cleared *out.amax.
+// The amax pass of x [R, C]; see quantize_amax_source.
+static inline void tensor_amax_pass(Fp8Tensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
+    require_aligned16(x, "tensor_amax_pass", "x");
+    TensorSource source = {x, C};
+    if (out.row_grain == GRAIN_TENSOR && out.col_grain == GRAIN_TENSOR && fp8_rule_keeps_nan(out.rule)) tensor_amax(out.amax, x, R * C, stream);
+    else quantize_amax_source("tensor_amax_pass", out, source, R, C, stream);
+}
+
+// Both passes, or the cast alone where the scale is known. The caller has cleared the slots at out.amax.
 static inline void tensor_quantize(Fp8Tensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
-    tensor_amax(out.amax, x, R * C, stream);
+    if (!out.delayed_scale) tensor_amax_pass(out, x, R, C, stream);
     quantize_transpose(out, x, R, C, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Back to bf16
+
+enum { DEQUANTIZE_THREADS = 256, DEQUANTIZE_ELEMENTS = 16 };
+
+// Two codes to two floats, exactly; the one in bits 0-7 first.
+template <Fp8Format FORMAT>
+__device__ static inline float2 floats_from_fp8x2(uint16_t codes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+    return make_float2(fp8_to_float((uint8_t)codes, FORMAT), fp8_to_float((uint8_t)(codes >> 8), FORMAT));
+#else
+    uint32_t halves;
+    if (FORMAT == FP8_E4M3) asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    else asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    return __half22float2(*(const __half2 *)&halves);
+#endif
+}
+
+template <Fp8Format FORMAT>
+static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kernel(bf16 *out, const uint8_t *codes, const void *scales, Grain grain, int64_t outer, int64_t depth) {
+    const int64_t at = (blockIdx.x * (int64_t)DEQUANTIZE_THREADS + threadIdx.x) * DEQUANTIZE_ELEMENTS, i = at / depth, k = at % depth;
+    if (i >= outer) return;
+    const float inverse = grain == GRAIN_TENSOR || grain == GRAIN_TENSOR_REPEATED ? 1.0f : scale_load(grain, scales, scale_index(grain, i, k, outer, depth));
+    const uint4 c = *(const uint4 *)(codes + at);
+    const uint32_t word[4] = {c.x, c.y, c.z, c.w};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float f[8];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 pair = floats_from_fp8x2<FORMAT>((uint16_t)(word[2 * half + j / 2] >> (16 * (j % 2))));
+            f[2 * j] = __fmul_rn(pair.x, inverse), f[2 * j + 1] = __fmul_rn(pair.y, inverse);
+        }
+        bf16x8_store(out + at + 8 * half, bf16x8_pack(f));
+    }
+}
+
+// out [outer, depth] = what a product sees of a copy: its codes' values, times the inverse scales of grains finer than a tensor. Those are powers of two, so
+// that nothing is rounded short of bf16's smallest numbers. Of tensor grains the codes' values alone: a product multiplies its sums by those inverse scales.
+// depth a multiple of 16.
+static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *scales, Grain grain, Fp8Format format, int64_t outer, int64_t depth, cudaStream_t stream) {
+    if (outer < 1 || depth < DEQUANTIZE_ELEMENTS || depth % DEQUANTIZE_ELEMENTS)
+        die("fp8_dequantize: %lld rows of %lld codes: need at least 1 row, and a multiple of %d codes", (long long)outer, (long long)depth, DEQUANTIZE_ELEMENTS);
+    require_aligned16(out, "fp8_dequantize", "out");
+    require_aligned16(codes, "fp8_dequantize", "codes");
+    const unsigned blocks = grid_size(outer * depth, DEQUANTIZE_THREADS * DEQUANTIZE_ELEMENTS);
+    if (format == FP8_E4M3) fp8_dequantize_kernel<FP8_E4M3><<<blocks, DEQUANTIZE_THREADS, 0, stream>>>(out, codes, scales, grain, outer, depth);
+    else fp8_dequantize_kernel<FP8_E5M2><<<blocks, DEQUANTIZE_THREADS, 0, stream>>>(out, codes, scales, grain, outer, depth);
+    CUDA_CHECK_LAUNCH();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -235,8 +191,10 @@ typedef struct {
     int64_t x_stride;
     uint8_t *codes;                // [count, n]
     const uint32_t *amax;          // of tensor j of layer l: amax[l * slot_stride + j]
+    const float *delayed_scale;    // the same: the scales to cast with; NULL: from the amaxes, by the rule. The amaxes are not raised
     float *inverse_scale;          // the same, 4 floats apart
     int64_t slot_stride;
+    ScaleRule rule;
 } Fp8Slices;
 
 // blockIdx.y: layer. 2 bytes read, 1 written an element.
@@ -246,7 +204,7 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
     const int64_t layer = blockIdx.y, i = (blockIdx.x * (int64_t)SLICE_THREADS + threadIdx.x) * SLICE_ELEMENTS;
     if ((int)threadIdx.x < s.num_tensors) {
         const int64_t slot = layer * s.slot_stride + threadIdx.x;
-        const float scale = fp8_scale(__uint_as_float(s.amax[slot]), FORMAT);
+        const float scale = s.delayed_scale ? s.delayed_scale[slot] : fp8_rule_scale(s.rule, __uint_as_float(s.amax[slot]), FORMAT);
         scales[threadIdx.x] = scale;
         if (blockIdx.x == 0) s.inverse_scale[4 * slot] = __frcp_rn(scale);
     }
@@ -275,6 +233,16 @@ static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     CUDA_CHECK_LAUNCH();
 }
 
+// Adds what quantize_slices, enqueued before, did to tensor j of layer l to sums[l * layer_stride + j * tensor_stride] (device memory; audit.h).
+static inline void audit_slices(const Fp8Slices *s, AuditSums *sums, int64_t layer_stride, int64_t tensor_stride, cudaStream_t stream) {
+    for (int64_t l = 0; l < s->count; l++)
+        for (int j = 0; j < s->num_tensors; j++) {
+            const int64_t first = j ? s->ends[j - 1] : 0;
+            audit_part(sums + l * layer_stride + j * tensor_stride, s->x + l * s->x_stride + first, s->codes + l * s->n + first, s->inverse_scale + 4 * (l * s->slot_stride + j),
+                       s->ends[j] - first, FP8_E4M3, stream);
+        }
+}
+
 // The second half of quantize_transpose_kernel, for codes that exist already.
 static __global__ void __launch_bounds__(CAST_THREADS, 4) fp8_transpose_kernel(uint8_t *col, const uint8_t *row, int64_t R, int64_t C) {
     __shared__ __align__(16) uint32_t tile[1][CAST_TILE][CAST_WORDS];
@@ -296,13 +264,7 @@ static __global__ void __launch_bounds__(CAST_THREADS, 4) fp8_transpose_kernel(u
         uint32_t low[4], high[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) low[j] = codes[g][j].x, high[j] = codes[g][j].y;
-        transpose_bytes_4x4(low);
-        transpose_bytes_4x4(high);
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            tile[0][8 * tx + k][(16 * g + ty) ^ (2 * tx)] = low[k];
-            tile[0][8 * tx + 4 + k][(16 * g + ty) ^ (2 * tx)] = high[k];
-        }
+        put_tile_words(tile[0], low, high, g);
     }
     __syncthreads();
     store_tile_columns<1>(col, tile, first_row, first_column, R, C);

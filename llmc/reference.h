@@ -12,8 +12,8 @@
 
 #include "adamw_math.h"
 #include "attention_dims.h"
-#include "fp8.h"
 #include "model_config.h"
+#include "quantize_reference.h"
 
 #ifdef _OPENMP
 #define REFERENCE_PARALLEL_FOR _Pragma("omp parallel for schedule(dynamic)")
@@ -159,89 +159,66 @@ static inline void bias_backward(float *dbias, const float *dy, int64_t rows, in
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------------
-// FP8, tensorwise current scaling (torchao's "tensorwise" recipe)
+// The same products with operands of any recipe (recipes.h): each is a copy [outer, depth] of x, w or dy, and every product is
+// c [outer of a, outer of b] = a b^T, with fp32 sums, times the inverse scales of whole tensors, rounded once:
+//     fprop: row copies of x and w;  dgrad: row copy of dy, col copy of w;  wgrad: col copies of dy and x
 
-// Largest |x|, NaN if any is: as bit patterns of |x|, a NaN lies above infinity and infinity above all numbers.
-static inline float tensor_amax(const float *x, int64_t n) {
-    uint32_t largest = 0;
-#ifdef _OPENMP
-#pragma omp parallel for reduction(max : largest)
-#endif
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t magnitude = float_bits(x[i]) & 0x7fffffffu;
-        if (magnitude > largest) largest = magnitude;
-    }
-    return float_from_bits(largest);
-}
-
-// codes = saturating cast of x * scale; returns the scale, made from the tensor's own amax. The matrix product divides by it.
-static inline float quantize_tensorwise(uint8_t *codes, const float *x, int64_t n, Fp8Format format) {
-    const float scale = fp8_scale(tensor_amax(x, n), format);
-    REFERENCE_PARALLEL_FOR_STATIC
-    for (int64_t i = 0; i < n; i++) codes[i] = fp8_from_float(x[i] * scale, format);
-    return scale;
-}
-
-// A quantized tensor as the emulated GEMM takes it: the numbers that the codes stand for (not yet divided by the scale).
+// A copy as the emulated product takes it.
 typedef struct {
+    MatrixView view;                      // [outer, depth], codes decoded
+    float inverse_scale;                  // of the whole tensor; 1: none, finer ones are in the values
+    uint8_t *codes;                       // [rows, cols] and their inverse scales; NULL: bf16
+    void *scales;
     float *values;
-    float inverse_scale;
-} Fp8Operand;
+    int64_t rows, cols;                   // of codes and values: the copy as it is quantized, which `view` may turn
+    int64_t row_stride, col_stride;       // of the same element in the source
+} LinearOperand;
 
-static inline Fp8Operand fp8_operand(const float *x, int64_t n, Fp8Format format) {
-    float decoded[256];
-    for (int code = 0; code < 256; code++) decoded[code] = fp8_to_float((uint8_t)code, format);
-    const float scale = fp8_scale(tensor_amax(x, n), format);
-    Fp8Operand q = {(float *)xrealloc(NULL, (size_t)n * sizeof(float)), 1.0f / scale};
-    REFERENCE_PARALLEL_FOR_STATIC
-    for (int64_t i = 0; i < n; i++) q.values[i] = decoded[fp8_from_float(x[i] * scale, format)];
+// The copy of x [rows, cols], bf16 values. `scale`: of delayed scaling, or known already; 0: by the rule. The caller frees with linear_operand_free; a bf16
+// operand is a view of x.
+static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, CopyKind copy, Grain grain, ScaleRule rule, Fp8Format format, float scale) {
+    const bool turned = copy == COPY_COL && grain != GRAIN_TENSOR;  // one scale for all: the codes of either copy are the other's
+    LinearOperand q;
+    memset(&q, 0, sizeof q);
+    q.inverse_scale = 1;
+    q.rows = turned ? cols : rows, q.cols = turned ? rows : cols;
+    q.row_stride = turned ? 1 : cols, q.col_stride = turned ? cols : 1;
+    if (grain == GRAIN_BF16) {
+        q.view = matrix_view(x, q.row_stride, q.col_stride);
+        return q;
+    }
+    q.codes = (uint8_t *)xrealloc(NULL, (size_t)(rows * cols));
+    q.scales = xrealloc(NULL, (size_t)scale_bytes(grain, q.rows, q.cols));
+    q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
+    quantize_copy(q.codes, q.scales, x, q.rows, q.cols, q.row_stride, q.col_stride, grain, rule, format, scale);
+    dequantize_copy(q.values, q.codes, q.scales, q.rows, q.cols, grain, format);
+    if (grain_is_tensor(grain)) q.inverse_scale = *(const float *)q.scales;
+    q.view = copy == COPY_COL && !turned ? matrix_transposed(q.values, cols) : matrix_rows(q.values, q.cols);
     return q;
 }
 
-// As fp8_operand of the tensor of which these are the codes, made with `scale`.
-static inline Fp8Operand fp8_operand_of_codes(const uint8_t *codes, int64_t n, float scale, Fp8Format format) {
-    float decoded[256];
-    for (int code = 0; code < 256; code++) decoded[code] = fp8_to_float((uint8_t)code, format);
-    Fp8Operand q = {(float *)xrealloc(NULL, (size_t)n * sizeof(float)), 1.0f / scale};
-    REFERENCE_PARALLEL_FOR_STATIC
-    for (int64_t i = 0; i < n; i++) q.values[i] = decoded[codes[i]];
+// Of a tensor [rows, cols] of which only codes have come, cast with one scale for all of it. They stay the caller's.
+static inline LinearOperand linear_operand_of_codes(const uint8_t *codes, int64_t rows, int64_t cols, CopyKind copy, Fp8Format format, float scale) {
+    LinearOperand q;
+    memset(&q, 0, sizeof q);
+    q.inverse_scale = 1.0f / scale;
+    q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
+    dequantize_copy(q.values, codes, NULL, rows, cols, GRAIN_TENSOR, format);
+    q.view = copy == COPY_COL ? matrix_transposed(q.values, cols) : matrix_rows(q.values, cols);
+    q.rows = rows, q.cols = cols;
     return q;
 }
 
-// The linear layer with both operands of each product in FP8: x and w E4M3, dy E5M2, fp32 sums, one output rounding. The weight is already quantized.
-static inline void linear_forward_quantized(float *y, const float *x, Fp8Operand qw, const float *bias, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
-    Fp8Operand qx = fp8_operand(x, rows * in, FP8_E4M3);
-    matmul(y, out, matrix_rows(qx.values, in), matrix_transposed(qw.values, in), rows, out, in,
-           epilogue(qx.inverse_scale * qw.inverse_scale, bias, false, rounding));
-    free(qx.values);
+static inline void linear_operand_free(LinearOperand *q) {
+    free(q->codes);
+    free(q->scales);
+    free(q->values);
+    memset(q, 0, sizeof *q);
 }
 
-static inline void linear_forward_fp8(float *y, const float *x, const float *w, const float *bias, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
-    Fp8Operand qw = fp8_operand(w, out * in, FP8_E4M3);
-    linear_forward_quantized(y, x, qw, bias, rows, in, out, rounding);
-    free(qw.values);
-}
-
-static inline void linear_backward_input_quantized(float *dx, const float *dy, Fp8Operand qw, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
-    Fp8Operand qdy = fp8_operand(dy, rows * out, FP8_E5M2);
-    matmul(dx, in, matrix_rows(qdy.values, out), matrix_rows(qw.values, in), rows, in, out,
-           epilogue(qdy.inverse_scale * qw.inverse_scale, NULL, false, rounding));
-    free(qdy.values);
-}
-
-static inline void linear_backward_input_fp8(float *dx, const float *dy, const float *w, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
-    Fp8Operand qw = fp8_operand(w, out * in, FP8_E4M3);
-    linear_backward_input_quantized(dx, dy, qw, rows, in, out, rounding);
-    free(qw.values);
-}
-
-static inline void linear_backward_weight_fp8(float *dw, const float *dy, const float *x, int64_t rows, int64_t in, int64_t out, bool accumulate,
-                                              Rounding rounding) {
-    Fp8Operand qdy = fp8_operand(dy, rows * out, FP8_E5M2), qx = fp8_operand(x, rows * in, FP8_E4M3);
-    matmul(dw, in, matrix_transposed(qdy.values, out), matrix_rows(qx.values, in), out, in, rows,
-           epilogue(qdy.inverse_scale * qx.inverse_scale, NULL, accumulate, rounding));
-    free(qdy.values);
-    free(qx.values);
+// c [M, N] = a [M, depth] b [N, depth]^T + bias [N], or added to c.
+static inline void linear_product(float *c, LinearOperand a, LinearOperand b, int64_t M, int64_t N, int64_t depth, const float *bias, bool accumulate, Rounding rounding) {
+    matmul(c, N, a.view, matrix_view(b.view.data, b.view.col_stride, b.view.row_stride), M, N, depth, epilogue(a.inverse_scale * b.inverse_scale, bias, accumulate, rounding));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------------

@@ -130,9 +130,9 @@ static inline void residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, u
     rmsnorm_forward_launch(p, stream);
 }
 
-// y recomputed from x and rstd (see "A Source" in quantize.cuh).
+// y recomputed from x and rstd (see "A Source" in quantize_kernels.cuh).
 struct RmsnormSource {
-    enum { OUTPUTS = 1, MIN_BLOCKS = 4, GROUPS_AHEAD = 1, AMAX = 0 };
+    enum { ROLES = 1 << TENSOR_X, OUTPUTS = 1, MIN_BLOCKS = 4, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {
         Bf16x8 x;
         float rstd;

@@ -144,10 +144,10 @@ static inline void swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, con
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP8: sources of the cast (see "A Source" in quantize.cuh)
+// FP8: sources of the cast (see "A Source" in quantize_kernels.cuh)
 
 struct SwigluSource {
-    enum { OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 0 };
+    enum { ROLES = 1 << TENSOR_X, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {
         Bf16x8 gate, up;
     };
@@ -168,7 +168,7 @@ struct SwigluGradientRaw {
 
 // Output 0 is d_gate, output 1 d_up.
 struct SwigluGradientSource {
-    enum { OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
+    enum { ROLES = 1 << TENSOR_DY, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
     typedef SwigluGradientRaw Raw;
     struct Column {};
     const bf16 *dh, *gate_up;
@@ -184,7 +184,7 @@ struct SwigluGradientSource {
 
 // Its one output is h; the gradients only raise the amax.
 struct SwigluGradientAmaxSource {
-    enum { OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 1 };
+    enum { ROLES = 1 << TENSOR_X, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 1 };
     typedef SwigluGradientRaw Raw;
     struct Column {};
     uint32_t *amax_slot;

@@ -21,11 +21,13 @@ tally test_fsdp_order build/test_fsdp_order
 tally gpu_runs dev/test/gpu_runs.sh
 tally gpu_ranks dev/test/gpu_ranks.sh
 
-# Two steps of a tiny model under one tool of compute-sanitizer: $1 = tool, $2 = precision.
+# Two steps of a small model under one tool of compute-sanitizer: $1 = tool; the rest is the model and options of the trainer.
 sanitize() {
-    compute-sanitizer --tool "$1" --error-exitcode 9 ./train_fp8cu tiny --train-data build/check_train.bin --precision "$2" --sequence-length 160 --batch-size 2 \
+    local tool=$1
+    shift
+    compute-sanitizer --tool "$tool" --error-exitcode 9 ./train_fp8cu "$@" --train-data build/check_train.bin --batch-size 2 \
         --num-steps 2 --deterministic >build/sanitize.log 2>&1 || { head -n 60 build/sanitize.log; return 1; }
-    echo "compute-sanitizer $1, $2: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log)"
+    echo "compute-sanitizer $tool, $*: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log)"
 }
 say "compute-sanitizer"
 if [ -n "${QUICK:-}" ]; then
@@ -35,7 +37,10 @@ elif ! command -v compute-sanitizer >/dev/null; then
 else
     build/synth_stories --out build/check --bytes 200000 --seed 1 >/dev/null
     for tool in memcheck racecheck initcheck; do
-        for precision in bf16 fp8; do check "compute-sanitizer $tool, $precision" sanitize "$tool" "$precision"; done
+        for precision in bf16 fp8; do check "compute-sanitizer $tool, $precision" sanitize "$tool" tiny --sequence-length 160 --precision $precision; done
+        for recipe in delayed rowwise rowwise_with_gw_hp blockwise "mxfp8 --fp8-emulate"; do  # blockwise needs sizes of 128: small has them
+            check "compute-sanitizer $tool, $recipe" sanitize "$tool" small --sequence-length 64 --precision fp8 --fp8-audit 2 --fp8-recipe $recipe
+        done
     done
 fi
 finish

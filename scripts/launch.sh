@@ -1,4 +1,4 @@
-# Sourced by sweep.sh and run_common.sh: how a trainer is started. They set `trainer` and, if it is not plain mpirun, `mpirun`.
+# Sourced by sweep.sh, run_recipes.sh and run_common.sh: how a trainer is started. They set `trainer` and, if it is not plain mpirun, `mpirun`.
 
 fail() { echo "error: $*" >&2; exit 1; }
 
@@ -22,3 +22,6 @@ make_launch() {
     launch+=(--oversubscribe)
     if [ -z "${OMP_NUM_THREADS:-}" ]; then launch+=(-x "OMP_NUM_THREADS=$((($(nproc) + $1 - 1) / $1))"); fi
 }
+
+# The FP8 recipes that the trainer knows, as its --help lists them.
+list_recipes() { "$trainer" --help 2>/dev/null | sed -n 's/^ *--fp8-recipe \([a-z0-9_|]*\).*/\1/p' | tr '|' ' '; }

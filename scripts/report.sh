@@ -45,8 +45,8 @@ function csv(v) { if (v ~ /[",]/) { gsub(/"/, "\"\"", v); return "\"" v "\"" } r
 # What a run is against others of its row: FP8 against BF16 on the same GPUs, and any number of GPUs against one.
 function compare(i,   b, one) {
     b = at[model[i], T[i], "bf16", gpus[i]]; one = at[model[i], T[i], precision[i], 1]
-    speedup[i] = precision[i] == "fp8" && b ? ratio(speed[i], speed[b]) : ""
-    loss_ratio[i] = precision[i] == "fp8" && b ? ratio(loss[i], loss[b]) : ""
+    speedup[i] = precision[i] ~ /^fp8/ && b ? ratio(speed[i], speed[b]) : ""
+    loss_ratio[i] = precision[i] ~ /^fp8/ && b ? ratio(loss[i], loss[b]) : ""
     scaling[i] = one ? ratio(speed[i], speed[one]) : ""
 }
 
@@ -70,8 +70,8 @@ function fill_run(i) {
     if (kind[i] != "done") { fill(i, model[i] "\t" T[i] "\t" gpus[i] "\t" precision[i] repeat("\t", 11) note(i)); return }
     fill(i, model[i] "\t" T[i] "\t" gpus[i] "\t" precision[i] "\t" show("%.0f", speed[i]) "\t" show("%.0f", total[i]) "\t" show("%.3f", ratio(1000, ms[i])) "\t" \
         show(tflops[i] + 0 < 1 ? "%.4f" : "%.1f", tflops[i]) "\t" show("%.1f%%", mfu[i] == "" ? "" : 100 * mfu[i]) "\t" show(memory[i] + 0 < 2 ^ 30 ? "%.3f" : "%.1f", ratio(memory[i], 2 ^ 30)) "\t" \
-        show("%.4f", loss[i]) "\t" (precision[i] == "fp8" ? show("%.2fx", speedup[i]) : "") "\t" \
-        (precision[i] == "fp8" ? show("%+.2f%%", loss_ratio[i] == "" ? "" : 100 * (loss_ratio[i] - 1)) : "") "\t" show("%.1f%%", scaling[i] == "" ? "" : 100 * scaling[i]) "\t" note(i))
+        show("%.4f", loss[i]) "\t" (precision[i] ~ /^fp8/ ? show("%.2fx", speedup[i]) : "") "\t" \
+        (precision[i] ~ /^fp8/ ? show("%+.2f%%", loss_ratio[i] == "" ? "" : 100 * (loss_ratio[i] - 1)) : "") "\t" show("%.1f%%", scaling[i] == "" ? "" : 100 * scaling[i]) "\t" note(i))
 }
 
 function csv_run(i) {

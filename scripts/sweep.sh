@@ -13,7 +13,7 @@ Paths are relative to the repository's root.
 
   --models LIST            presets, or folders with a config.json (llama3.2-1b,llama3.2-3b,llama3.1-8b,qwen3-4b,qwen3-14b)
   --sequence-lengths LIST  (2048,4096,8192)
-  --precisions LIST        (bf16,fp8)
+  --precisions LIST        bf16, fp8, fp8:RECIPE (fp8:rowwise, fp8:blockwise, ...), fp8:RECIPE:emulate, and on the CPU fp32 (bf16,fp8)
   --gpus LIST              GPUs, or ranks of the CPU trainer (1,2,4)
   --num-steps N            optimizer steps a run (100)
   --llama-data GLOB        training shards for models named llama* (data/tinystories_llama3_train.bin)
@@ -24,8 +24,9 @@ Paths are relative to the repository's root.
   --mpirun COMMAND         starts runs of more than one rank, for example "mpirun --hostfile hosts" (mpirun)
   --max-gpus N             GPUs there are (counted on this machine; needed with several)
   --retry WHICH            runs that failed before, when started again: none, failed (all but those out of memory) or all (failed)
+  --no-table               write the table without printing it
   --dry-run                print the command of every run, then stop
-  --                       what follows is passed to the trainer in every run
+  --                       what follows is passed to the trainer in every run; options that begin with --fp8 in those in FP8 alone
 
 FOLDER gets table.txt, table.csv, table.md and a folder for each run with its output (stdout.txt), its log.jsonl and, once it has ended, its
 result. A run that fails is recorded with its message and the sweep goes on; out of memory is a result like any other. Started again, the sweep
@@ -42,11 +43,12 @@ is_count() { [[ $1 =~ ^[1-9][0-9]{0,8}$ ]]; }
 models="llama3.2-1b llama3.2-3b llama3.1-8b qwen3-4b qwen3-14b"
 lengths="2048 4096 8192" precisions="bf16 fp8" gpu_counts="1 2 4" num_steps=100
 llama_data=data/tinystories_llama3_train.bin qwen_data=data/tinystories_qwen_train.bin data=""
-trainer=./train_fp8cu out=log/sweep mpirun=mpirun max_gpus="" retry=failed dry_run=""
+trainer=./train_fp8cu out=log/sweep mpirun=mpirun max_gpus="" retry=failed dry_run="" no_table=""
 while [ $# -gt 0 ]; do
     case $1 in
         --) shift; break ;;
         --dry-run) dry_run=1; shift; continue ;;
+        --no-table) no_table=1; shift; continue ;;
         --help) usage; exit 0 ;;
         --models | --sequence-lengths | --precisions | --gpus | --num-steps | --llama-data | --qwen-data | --data | --trainer | --out | --mpirun | --max-gpus | --retry)
             [ $# -ge 2 ] && [ -n "$2" ] || fail "$1 needs a value" ;;
@@ -88,12 +90,22 @@ count_ranks() {
     fi
 }
 
+check_precisions() {
+    local word recipe recipes=""
+    for word in $precisions; do
+        [[ $word =~ ^(bf16|fp32|fp8(:[a-z0-9_]+(:emulate)?)?)$ ]] || fail "--precisions takes bf16, fp8, fp8:RECIPE, fp8:RECIPE:emulate and (CPU trainer) fp32, not \"$word\""
+        [[ $word == *:* ]] || continue
+        recipes=${recipes:-$(list_recipes)} recipe=${word#*:}
+        [[ " $recipes " == *" ${recipe%:emulate} "* ]] || fail "--precisions $word: $trainer has no such recipe; it has ${recipes:-none}"
+    done
+}
+
 check_options() {
     local word shards
     for word in $lengths $gpu_counts $num_steps ${max_gpus:-1}; do is_count "$word" || fail "\"$word\" is not a positive whole number"; done
-    for word in $precisions; do [[ $word =~ ^(bf16|fp8|fp32)$ ]] || fail "--precisions takes bf16, fp8 and (CPU trainer) fp32, not \"$word\""; done
     [[ $retry =~ ^(none|failed|all)$ ]] || fail "--retry takes none, failed or all, not \"$retry\""
     [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
+    check_precisions
     [ "$available" -gt 0 ] || fail "no GPU found here (nvidia-smi -L lists none); --trainer ./train_fp8 runs on the CPU"
     for word in $models; do
         shards=$(data_of "$word")
@@ -103,6 +115,7 @@ check_options() {
     for word in ${extra[@]+"${extra[@]}"}; do
         case ${word%%=*} in
             --train-data | --sequence-length | --num-steps | --precision | --log-dir) fail "${word%%=*} is set by the sweep; see --help" ;;
+            --fp8-recipe) fail "--fp8-recipe is set by the sweep: --precisions fp8:RECIPE" ;;
             --checkpoint-dir | --resume | --export-hf) fail "${word%%=*}: runs of a sweep keep no checkpoints" ;;
             --dry-run | --help | --world-size) fail "${word%%=*} trains nothing; --dry-run before the -- prints every run's command" ;;
         esac
@@ -112,12 +125,33 @@ check_options() {
 # ---------------------------------------------------------------------------------------------------------------------
 # One run: model, length, gpus, precision, and dir, its folder
 
-run_name() { local name=${model%/}; name=${name##*/}; echo "${name}_T${length}_${precision}_${gpus}gpu"; }
+run_name() { local name=${model%/}; name=${name##*/}; echo "${name}_T${length}_${precision//:/-}_${gpus}gpu"; }
+
+# Sets `words` to the trainer's options of the run's precision, and to those after -- that go with it.
+make_words() {
+    local word value="" parts
+    IFS=: read -ra parts <<<"$precision"
+    words=(--precision "${parts[0]}")
+    [ -z "${parts[1]:-}" ] || words+=(--fp8-recipe "${parts[1]}")
+    [ -z "${parts[2]:-}" ] || words+=(--fp8-emulate)
+    for word in ${extra[@]+"${extra[@]}"}; do
+        if [ "${parts[0]}" = fp8 ]; then words+=("$word")
+        elif [ -n "$value" ]; then value=""  # of an option for FP8
+        else
+            case $word in
+                --fp8-emulate | --fp8-*=*) ;;
+                --fp8-*) value=next ;;
+                *) words+=("$word") ;;
+            esac
+        fi
+    done
+}
 
 make_command() {
+    local words
     make_launch "$gpus"
-    command=(${launch[@]+"${launch[@]}"} "$trainer" "$model" --train-data "$(data_of "$model")" --sequence-length "$length" --precision "$precision"
-        --num-steps "$num_steps" --log-dir "$dir" ${extra[@]+"${extra[@]}"})
+    make_words
+    command=(${launch[@]+"${launch[@]}"} "$trainer" "$model" --train-data "$(data_of "$model")" --sequence-length "$length" --num-steps "$num_steps" --log-dir "$dir" "${words[@]}")
 }
 
 # Whether the run's log ends in the summary of all its steps. Another number of ranks than asked for is what an mpirun of another MPI gives.
@@ -264,6 +298,6 @@ fi
 each_run enlist
 for signal in INT TERM HUP; do trap "stop $(kill -l $signal)" $signal; done
 each_run visit
-echo
-scripts/report.sh "$out" || fail "no table could be made"
+table=$(scripts/report.sh "$out") || fail "no table could be made"
+[ -n "$no_table" ] || printf '\n%s\n' "$table"
 [ -z "$any_failed" ]

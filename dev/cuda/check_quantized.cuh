@@ -3,19 +3,25 @@
 #define DEV_CUDA_CHECK_QUANTIZED_CUH
 
 #include "../../llmc/quantize.cuh"
+#include "../../llmc/quantize_reference.h"
 #include "bench.cuh"
 
-// Both copies poisoned, amax cleared.
-static inline Fp8Tensor fp8_tensor_create(int64_t R, int64_t C, Fp8Format format) {
-    Fp8Tensor t = {(uint8_t *)bench_alloc(R * C), (uint8_t *)bench_alloc(R * C), (float *)bench_alloc(sizeof(float)), (uint32_t *)bench_zeros(sizeof(uint32_t)), format};
+// The copies whose grain is not bf16 and their scales, poisoned; amaxes cleared.
+static inline Fp8Tensor fp8_tensor_of(int64_t R, int64_t C, Grain row_grain, Grain col_grain, ScaleRule rule, Fp8Format format) {
+    Fp8Tensor t = {};
+    t.row_grain = row_grain, t.col_grain = col_grain, t.rule = rule, t.format = format;
+    if (row_grain != GRAIN_BF16) t.row = (uint8_t *)bench_alloc(R * C), t.row_scales = bench_alloc(scale_bytes(row_grain, R, C));
+    if (col_grain != GRAIN_BF16) t.col = (uint8_t *)bench_alloc(R * C), t.col_scales = row_grain == GRAIN_TENSOR && col_grain == GRAIN_TENSOR ? t.row_scales : bench_alloc(scale_bytes(col_grain, C, R));
+    t.amax = (uint32_t *)bench_zeros(max_i64(1, tensor_amaxes(row_grain, col_grain, R, C)) * (int64_t)sizeof(uint32_t));
     return t;
 }
 
+// The same with one scale for both copies, the current one.
+static inline Fp8Tensor fp8_tensor_create(int64_t R, int64_t C, Fp8Format format) { return fp8_tensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TORCHAO, format); }
+
 static inline void fp8_tensor_free(Fp8Tensor t) {
-    if (t.row) bench_free(t.row);
-    if (t.col) bench_free(t.col);
-    bench_free(t.inverse_scale);
-    bench_free(t.amax);
+    void *device[] = {t.row, t.col, t.row_scales, t.col_scales == t.row_scales ? NULL : t.col_scales, t.amax};
+    for (void *p : device) bench_free(p);
 }
 
 static inline uint32_t read_amax(const uint32_t *slot) {
@@ -59,11 +65,38 @@ static inline void check_quantized(const char *label, Fp8Tensor t, const bf16_bi
         check_fp8(name, got, col, R * C, R, t.format);
         free(got);
     }
-    float *inverse = (float *)bench_download(t.inverse_scale, sizeof(float), label);
+    float *inverse = (float *)bench_download(t.row ? t.row_scales : t.col_scales, sizeof(float), label);
     CHECK(same_or_nan(float_bits(*inverse), float_bits(1.0f / scale)), "%s: inverse scale %.9g, want %.9g", label, *inverse, 1.0f / scale);
     free(inverse);
     free(row);
     free(col);
+}
+
+// One copy of x as quantize_copy() makes it: codes, and all bytes of the scales.
+static inline void check_copy(const char *label, const Fp8Tensor *t, CopyKind copy, const float *x, int64_t R, int64_t C, float delayed_scale) {
+    const Grain grain = copy == COPY_ROW ? t->row_grain : t->col_grain;
+    const int64_t outer = copy == COPY_ROW ? R : C, depth = copy == COPY_ROW ? C : R, bytes = scale_bytes(grain, outer, depth), width = grain == GRAIN_1X32 ? 1 : 4;
+    uint8_t *want = (uint8_t *)xcalloc((size_t)(R * C), 1), *want_scales = (uint8_t *)xcalloc((size_t)bytes, 1);
+    quantize_copy(want, want_scales, x, outer, depth, copy == COPY_ROW ? C : 1, copy == COPY_ROW ? 1 : C, grain, t->rule, t->format, delayed_scale);
+    char name[192];
+    format_checked(name, sizeof name, "%s, %s copy", label, copy == COPY_ROW ? "row" : "col");
+    uint8_t *got = (uint8_t *)bench_download(copy == COPY_ROW ? t->row : t->col, R * C, name);
+    uint8_t *got_scales = (uint8_t *)bench_download(copy == COPY_ROW ? t->row_scales : t->col_scales, bytes, name);
+    check_fp8(name, got, want, R * C, depth, t->format);
+    int64_t bad = 0, first = 0;
+    for (int64_t i = 0; i < bytes / width; i++) {
+        const bool same = width == 1 ? got_scales[i] == want_scales[i] : same_or_nan(((uint32_t *)got_scales)[i], ((uint32_t *)want_scales)[i]);
+        if (!same && bad++ == 0) first = i;
+    }
+    CHECK(bad == 0, "%s: %lld of %lld inverse scales differ, first number %lld: got %.9g, want %.9g", name, (long long)bad, (long long)(bytes / width), (long long)first,
+          scale_load(grain, got_scales, first), scale_load(grain, want_scales, first));
+    free(want), free(want_scales), free(got), free(got_scales);
+}
+
+// The copies that t has are those of x [R, C], the values of a bf16 tensor. `delayed_scale`: what it was cast with, 0: current scales.
+static inline void check_copies(const char *label, const Fp8Tensor *t, const float *x, int64_t R, int64_t C, float delayed_scale) {
+    if (t->row) check_copy(label, t, COPY_ROW, x, R, C, delayed_scale);
+    if (t->col) check_copy(label, t, COPY_COL, x, R, C, delayed_scale);
 }
 
 #endif

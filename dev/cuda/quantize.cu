@@ -158,7 +158,8 @@ static void check_slices(int64_t group) {
             CUDA_CHECK(cudaMemcpy(scale, inverse + 4 * slot, sizeof(float), cudaMemcpyDeviceToDevice));
             CUDA_CHECK(cudaMemcpy(row, whole + at, (size_t)(N[j] * K[j]), cudaMemcpyDeviceToDevice));
             fp8_transpose(col, row, N[j], K[j], 0);
-            Fp8Tensor t = {row, col, scale, slots + slot, FP8_E4M3};
+            Fp8Tensor t = {};
+            t.row = row, t.col = col, t.row_scales = t.col_scales = scale, t.amax = slots + slot;
             check_quantized(label, t, host + at, N[j], K[j]);
             bench_free(row), bench_free(col), bench_free(scale);
         }
@@ -191,8 +192,8 @@ typedef struct {
 
 static void call_quantize(void *context) {
     const BadCall *bad = (const BadCall *)context;
-    float *inverse = (float *)16;
-    Fp8Tensor t = {bad->row, NULL, inverse, (uint32_t *)16, FP8_E4M3};
+    Fp8Tensor t = {};
+    t.row = bad->row, t.row_scales = t.amax = (uint32_t *)16, t.row_grain = GRAIN_TENSOR;
     quantize_transpose(t, (const bf16 *)16, bad->R, bad->C, 0);
 }
 
@@ -238,7 +239,7 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     bench_report(b, "fp8_transpose", shape, bench_time_us(b, [&] { fp8_transpose(t.col, t.row, R, C, 0); }), 2 * n);
     Fp8Slices s = {};
     s.count = 1, s.n = s.x_stride = s.ends[0] = R * C, s.num_tensors = 1, s.slot_stride = 1;
-    s.x = x, s.codes = t.row, s.amax = t.amax, s.inverse_scale = t.inverse_scale;
+    s.x = x, s.codes = t.row, s.amax = t.amax, s.inverse_scale = (float *)t.row_scales;
     bench_report(b, "quantize_slices", shape, bench_time_us(b, [&] { quantize_slices(&s, 0); }), 3 * n);
     bench_report(b, "tensor_quantize (both passes)", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }), 6 * n);
     fp8_tensor_free(t);

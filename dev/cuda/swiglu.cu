@@ -32,7 +32,7 @@ static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 
     check_amax(name, th.amax, h, R * F);
     swiglu_quantize_transpose(th, gate_up, R, F, 0);
     check_quantized(name, th, h, R, F);
-    Fp8Tensor col_only = again, none = {NULL, NULL, NULL, NULL, FP8_E4M3};
+    Fp8Tensor col_only = again, none = {};
     col_only.row = NULL;
     CUDA_CHECK(cudaMemcpy(col_only.amax, th.amax, 4, cudaMemcpyDeviceToDevice));
     swiglu_backward_amax(td.amax, col_only, dh, gate_up, R, F, 0);
@@ -120,7 +120,7 @@ static void bench_shape(Bench *b, int64_t R, int64_t F) {
     format_checked(shape, sizeof shape, "%lld x 2x%lld", (long long)R, (long long)F);
     const double n = (double)R * (double)F;
     bf16 *gate_up = bench_random(2 * R * F, 1, 1), *dh = bench_random(R * F, 2, 1), *h = (bf16 *)bench_alloc(2 * R * F), *d = (bf16 *)bench_alloc(4 * R * F);
-    Fp8Tensor t = fp8_tensor_create(R, F, FP8_E4M3), row = t, col = t, td = fp8_tensor_create(R, 2 * F, FP8_E5M2), none = {NULL, NULL, NULL, NULL, FP8_E4M3};
+    Fp8Tensor t = fp8_tensor_create(R, F, FP8_E4M3), row = t, col = t, td = fp8_tensor_create(R, 2 * F, FP8_E5M2), none = {};
     row.col = NULL, col.row = NULL;
     bench_report(b, "swiglu forward bf16", shape, bench_time_us(b, [&] { swiglu_forward(h, gate_up, R, F, 0); }), 6 * n);
     bench_report(b, "swiglu_amax", shape, bench_time_us(b, [&] { swiglu_amax(t.amax, gate_up, R, F, 0); }), 4 * n);

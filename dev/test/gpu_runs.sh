@@ -18,29 +18,36 @@ data="--train-data $tmp/synth_train.bin --shuffle off"
 # CPU and GPU start from the same weights and round at the same places; they differ in the order of sums, which turns a share of the bf16
 # roundings (2^-9 each) the other way, and with FP8 a share of its roundings (2^-4 and 2^-3). How far that alone goes was measured on this very
 # step by compiling the CPU trainer with -Ofast, which reorders its sums: worst gradient 5.2e-3 with bf16 and 6.4e-2 with fp8 (q and k projections,
-# whose gradients are differences of nearly equal terms). The bounds are 1.5 to 2 times that. $1 precision, $2 largest loss error, $3 largest gradient error.
+# whose gradients are differences of nearly equal terms). The bounds are 1.5 to 2 times that. $1 name, $2 options, $3 largest loss error, $4 largest
+# gradient error.
 against_cpu() {
-    local args="small $data --precision $1 --sequence-length 256 --batch-size 2 --num-steps 1 --optimizer-state fp32"
-    if ! ./train_fp8 $args --checkpoint-dir "$tmp/cpu_$1" >"$tmp/cpu.log" 2>&1 || ! ./train_fp8cu $args --checkpoint-dir "$tmp/gpu_$1" >"$tmp/gpu.log" 2>&1; then
+    local args="small $data $2 --sequence-length 256 --batch-size 2 --num-steps 1 --optimizer-state fp32"
+    rm -rf "$tmp/cpu" "$tmp/gpu"
+    if ! ./train_fp8 $args --checkpoint-dir "$tmp/cpu" >"$tmp/cpu.log" 2>&1 || ! ./train_fp8cu $args --checkpoint-dir "$tmp/gpu" >"$tmp/gpu.log" 2>&1; then
         bad "$1: a run failed: $(tail -n 2 "$tmp/cpu.log" "$tmp/gpu.log")"
         return
     fi
     local a b
     a=$(first_loss "$tmp/cpu.log") b=$(first_loss "$tmp/gpu.log")
-    if awk -v a="$a" -v b="$b" -v t="$2" 'BEGIN { d = a / b - 1; if (d < 0) d = -d; printf "loss CPU %s, GPU %s, off by %.1e\n", a, b, d; exit !(d <= t) }'; then ok "$1: loss"; else bad "$1: loss"; fi
-    if build/compare_checkpoints "$tmp/gpu_$1/step-00000001" "$tmp/cpu_$1/step-00000001" "$3"; then ok "$1: gradients"; else bad "$1: gradients"; fi
+    if awk -v a="$a" -v b="$b" -v t="$3" 'BEGIN { d = a / b - 1; if (d < 0) d = -d; printf "loss CPU %s, GPU %s, off by %.1e\n", a, b, d; exit !(d <= t) }'; then ok "$1: loss"; else bad "$1: loss"; fi
+    if build/compare_checkpoints "$tmp/gpu/step-00000001" "$tmp/cpu/step-00000001" "$4"; then ok "$1: gradients"; else bad "$1: gradients"; fi
 }
-against_cpu bf16 1e-4 1e-2
-against_cpu fp8 1e-3 1e-1
+against_cpu bf16 "--precision bf16" 1e-4 1e-2
+for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do against_cpu "$recipe" "--precision fp8 --fp8-recipe $recipe" 1e-3 1e-1; done
+for recipe in mxfp8 tensorwise rowwise; do against_cpu "$recipe, emulated" "--precision fp8 --fp8-recipe $recipe --fp8-emulate" 1e-3 1e-1; done
+against_cpu "tensorwise, all e4m3" "--precision fp8 --fp8-format e4m3" 1e-3 1e-1
+against_cpu "blockwise, hybrid" "--precision fp8 --fp8-recipe blockwise --fp8-format hybrid" 1e-3 1e-1
+against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-3 1e-1
 
 common="small $data --sequence-length 256 --batch-size 2 --deterministic --learning-rate 1e-3"
-for precision in bf16 fp8; do
+for precision in bf16 fp8 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "fp8 --fp8-recipe rowwise" "fp8 --fp8-recipe rowwise_with_gw_hp" "fp8 --fp8-recipe blockwise" "fp8 --fp8-recipe mxfp8 --fp8-emulate"; do
     run="$common --precision $precision --num-steps 12"
+    rm -rf "$tmp/ck"
     ./train_fp8cu $run >"$tmp/a.log" 2>&1 && ./train_fp8cu $run >"$tmp/b.log" 2>&1
     if [ -n "$(losses "$tmp/a.log")" ] && [ "$(losses "$tmp/a.log")" = "$(losses "$tmp/b.log")" ]; then ok "$precision: two runs print the same lines"; else bad "$precision: two runs differ"; fi
 
     # stopped after 5 of 12 steps by num-steps, then resumed
-    ck="--checkpoint-dir $tmp/ck_$precision"
+    ck="--checkpoint-dir $tmp/ck"
     ./train_fp8cu $common --precision $precision --num-steps 5 $ck >"$tmp/c.log" 2>&1 && ./train_fp8cu $run $ck --resume >"$tmp/d.log" 2>&1
     if [ "$(losses "$tmp/a.log" | tail -n 7)" = "$(losses "$tmp/d.log")" ]; then ok "$precision: resumed run prints the same lines"; else bad "$precision: resumed run differs: $(tail -n 3 "$tmp/d.log")"; fi
 
@@ -49,6 +56,17 @@ for precision in bf16 fp8; do
     a=$(grep '^step ' "$tmp/a.log" | tail -n 1 | sed 's/.*loss \([^ ]*\) .*/\1/') b=$(grep '^step ' "$tmp/e.log" | tail -n 1 | sed 's/.*loss \([^ ]*\) .*/\1/')
     if awk -v a="$a" -v b="$b" 'BEGIN { d = a / b - 1; if (d < 0) d = -d; exit !(d < 1e-2) }'; then ok "$precision: accumulation $a $b"; else bad "$precision: accumulation $a $b"; fi
 done
+
+# layers computed again in backward are quantized to the same bytes; with every layer filtered, FP8 is BF16
+for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
+    run="$common --precision fp8 --fp8-recipe $recipe --num-steps 6"
+    ./train_fp8cu $run >"$tmp/a.log" 2>&1 && ./train_fp8cu $run --recompute layer >"$tmp/b.log" 2>&1
+    if [ -n "$(losses "$tmp/a.log")" ] && [ "$(losses "$tmp/a.log")" = "$(losses "$tmp/b.log")" ]; then ok "$recipe: the same lines with --recompute layer"; else bad "$recipe: --recompute layer differs: $(tail -n 1 "$tmp/b.log")"; fi
+done
+./train_fp8cu $common --precision bf16 --num-steps 6 >"$tmp/a.log" 2>&1 && ./train_fp8cu $common --precision fp8 --fp8-filter attention,mlp --num-steps 6 >"$tmp/b.log" 2>&1
+if [ -n "$(losses "$tmp/a.log")" ] && [ "$(losses "$tmp/a.log")" = "$(losses "$tmp/b.log")" ]; then ok "FP8 with everything filtered prints BF16's lines"; else bad "FP8 with everything filtered differs from BF16: $(tail -n 1 "$tmp/b.log")"; fi
+./train_fp8cu ${common/--deterministic/} --precision fp8 --fp8-filter auto --fp8-audit 2 --log-dir "$tmp/audit" --num-steps 4 >"$tmp/a.log" 2>&1
+if [ $? -eq 0 ] && grep -q '"type": "fp8_audit"' "$tmp/audit/log.jsonl" || grep -q 'no product runs in FP8' "$tmp/a.log"; then ok "filter auto and audit"; else bad "filter auto and audit: $(tail -n 3 "$tmp/a.log")"; fi
 
 # memory plans of runs that no machine here could hold
 for plan in "llama3.1-70b --world-size 64" "llama3.1-405b --world-size 512 --recompute layer"; do
@@ -79,6 +97,7 @@ refused "GiB of GPU memory" ./train_fp8cu llama3.1-70b --train-data "$tmp/synth_
 refused "every rank needs one of its own" mpirun --allow-run-as-root --oversubscribe -np $(($(nvidia-smi -L | grep -c '^GPU') + 1)) ./train_fp8cu small $data
 refused "does not divide" ./train_fp8cu small $data --dry-run --world-size 6 --sharding hybrid --shard-size 4
 refused "fp32 is the CPU trainer" ./train_fp8cu small $data --precision fp32
+refused "has no matrix products for recipe mxfp8" ./train_fp8cu small $data --precision fp8 --fp8-recipe mxfp8
 refused "is outside" ./train_fp8cu small $data --sequence-length 0
 refused "no token shard" ./train_fp8cu small --train-data "$tmp/none.bin"
 

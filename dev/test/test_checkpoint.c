@@ -169,6 +169,51 @@ static void test_round_trip(void) {
     free((char *)dir);
 }
 
+// The state of delayed scaling travels with the checkpoint, and never with an export.
+static void load_delayed(void *context) {
+    Trainer *t = (Trainer *)context;
+    char found[PATH_CAPACITY];
+    if (!freopen("/dev/null", "w", stdout) || !checkpoint_find_newest(path_of("delayed"), found, sizeof found)) die("no checkpoint");
+    checkpoint_load(found, &t->model, &t->options, &t->table, &t->state);
+}
+
+static void test_delayed(void) {
+    Trainer *a = trainer_new(FAMILY_QWEN3, true, false, false), *b = trainer_new(FAMILY_QWEN3, true, false, false);
+    DelayedState from = delayed_new(a->model.num_layers, 7), to = delayed_new(a->model.num_layers, 7), shorter = delayed_new(a->model.num_layers, 6);
+    const char *dir = xstrdup(path_of("delayed"));
+    char found[PATH_CAPACITY], state[PATH_CAPACITY], output[4096];
+    Failure failure = {""};
+    trainer_fill(a, 6);
+    for (int64_t i = 0; i < from.tensors * from.window; i++) from.history[i] = (float)i / 3;
+    for (int64_t i = 0; i < from.tensors; i++) from.scale[i] = i % 5 ? (float)i * 0.7f : 0;
+    from.history[3] = INFINITY;
+    a->state.delayed = &from, b->state.delayed = &to;
+    save(a, dir, 9, 1);
+    CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
+    checkpoint_load(found, &b->model, &b->options, &b->table, &b->state);
+    CHECK(same_state(a, b), "loaded state differs");
+    CHECK(memcmp(from.history, to.history, (size_t)(from.tensors * from.window) * sizeof(float)) == 0, "history");
+    CHECK(memcmp(from.scale, to.scale, (size_t)from.tensors * sizeof(float)) == 0, "scales");
+    b->state.delayed = &shorter;
+    CHECK(check_dies(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]", output, sizeof output), "another window: %s", output);
+    CHECK(model_export_hf(path_of("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
+    format_checked(state, sizeof state, "%s/fp8_state.safetensors", path_of("delayed-export"));
+    CHECK(!path_exists(state), "an export holds no history");
+    format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
+    flip_byte(state, 700);
+    CHECK(!checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "fp8_state.safetensors is damaged"), "a changed byte: %s", failure.text);
+    a->state.delayed = NULL;
+    save(a, dir, 10, 1);
+    b->state.delayed = &to;
+    CHECK(check_dies(load_delayed, b, "has neither fp8_state.safetensors", output, sizeof output), "a checkpoint without the state: %s", output);
+    remove_tree(dir);
+    remove_tree(path_of("delayed-export"));
+    delayed_free(&from), delayed_free(&to), delayed_free(&shorter);
+    free((char *)dir);
+    trainer_free(a);
+    trainer_free(b);
+}
+
 // Several files per set, with an index.
 static void test_sharded(void) {
     Trainer *a = trainer_new(FAMILY_LLAMA, false, false, true), *b = trainer_new(FAMILY_LLAMA, false, false, true);
@@ -276,6 +321,39 @@ static void test_mismatch(void) {
     free((char *)action.path);
     trainer_free(t);
     trainer_free(other);
+}
+
+// What checkpoint_settings_mismatch says of the settings `text` (of trainer.json) against `o`. The caller frees.
+static char *mismatch_of(const char *text, Options o) {
+    Json json;
+    Failure failure;
+    options_resolve(&o);
+    if (!json_parse(&json, "trainer.json", text, strlen(text), &failure)) die("%s", failure.text);
+    JsonText out = checkpoint_settings_mismatch(&json, &o);
+    json_free(&json);
+    return out.data;
+}
+
+// Checkpoints of versions that lacked an option: their runs did what is the default today, `auto` resolved.
+static void test_older_settings(void) {
+    static const char older[] = "{\"settings\": {\"precision\": \"fp8\", \"seed\": \"42\", \"master-weights\": \"bf16\"}}";
+    static const struct { const char *text; int precision, recipe, format; const char *filter, *expected; } cases[] = {
+        {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "", ""},
+        {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_HYBRID, "", ""},
+        {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_E4M3, "", "\n  --fp8-format is hybrid in the checkpoint, e4m3 now"},
+        {older, PRECISION_FP8, RECIPE_DELAYED, FP8_FORMAT_AUTO, "", "\n  --fp8-recipe is tensorwise in the checkpoint, delayed now"},
+        {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "first", "\n  --fp8-filter is \"\" in the checkpoint, first now"},
+        {older, PRECISION_BF16, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "", "\n  --precision is fp8 in the checkpoint, bf16 now"},
+        {"{\"settings\": {\"precision\": \"bf16\"}}", PRECISION_BF16, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "", ""},
+        {"{\"settings\": {\"precision\": \"bf16\", \"seed\": \"7\"}}", PRECISION_BF16, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "",
+        "\n  --seed is 7 in the checkpoint, 42 now"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = options_default();
+        o.precision = cases[i].precision, o.fp8_recipe = cases[i].recipe, o.fp8_format = cases[i].format, o.fp8_filter = cases[i].filter;
+        char *said = mismatch_of(cases[i].text, o);
+        CHECK(strcmp(said, cases[i].expected) == 0, "case %zu: \"%s\", expected \"%s\"", i, said, cases[i].expected);
+        free(said);
+    }
 }
 
 static void test_prepare(void) {
@@ -563,9 +641,11 @@ static void test_foreign_weights(void) {
 int main(void) {
     if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
     test_round_trip();
+    test_delayed();
     test_sharded();
     test_keep();
     test_mismatch();
+    test_older_settings();
     test_prepare();
     test_damage();
     test_sealed();

@@ -1,64 +1,40 @@
 // fp8.h, bf16.h and rng.h: casts against torch's (dev/reference) and against the formats' definitions, unbiased stochastic rounding, and
 // random numbers that are uniform, normal and independent. Run from the root of the repository.
-#include "../../llmc/fp8.h"
 #include "../../llmc/rng.h"
-#include "../../llmc/safetensors.h"
 #include "check.h"
+#include "fp8_golden.h"
 
 // ---- goldens
 
-// A whole tensor's bytes, after a check of type and size.
-static void *golden_bytes(const Safetensors *st, const char *name, SafetensorsType type, int64_t elements) {
-    Failure failure;
-    const Safetensor *t = safetensors_find(st, name);
-    if (!t || t->type != type || (elements >= 0 && t->elements != elements)) die("golden %s is missing, or of another type or size", name);
-    const int64_t bytes = t->elements * safetensors_type_bytes(type);
-    void *data = xcalloc((size_t)bytes, 1);
-    if (!file_read_at(st->files[t->file].fd, st->files[t->file].path, t->offset, data, bytes, &failure)) die("%s", failure.text);
-    return data;
-}
-
-static Safetensors golden_open(const char *path) {
-    Safetensors st;
-    Failure failure;
-    if (!safetensors_open(&st, path, &failure)) die("%s (run from the root of the repository)", failure.text);
-    return st;
-}
-
-static bool fp8_is_nan(uint8_t code, Fp8Format format) { return format == FP8_E4M3 ? (code & 0x7f) == 0x7f : (code & 0x7f) > 0x7c; }
-
-static const char *format_name(Fp8Format format) { return format == FP8_E4M3 ? "e4m3" : "e5m2"; }
-
-// All 65,536 bfloat16 values. NaN bytes are compared by class: torch's differ between CPU and GPU.
+// All 65,536 bfloat16 values.
 static void test_golden_casts(void) {
-    Safetensors st = golden_open("dev/reference/goldens/fp8_casts.safetensors");
+    Safetensors st = fp8_golden_open("dev/reference/goldens/fp8_casts.safetensors");
     for (int f = 0; f < 2; f++) {
         const Fp8Format format = (Fp8Format)f;
-        uint8_t *expected = (uint8_t *)golden_bytes(&st, format_name(format), ST_U8, 65536);
+        uint8_t *expected = (uint8_t *)fp8_golden_bytes(&st, fp8_format_name(format), ST_U8, 65536);
         int wrong = 0, nans = 0, first = -1;
         for (int i = 0; i < 65536; i++) {
             const uint8_t got = fp8_from_float(bf16_to_float((bf16_bits)i), format);
-            const bool same = fp8_is_nan(expected[i], format) ? fp8_is_nan(got, format) : got == expected[i];
             nans += fp8_is_nan(got, format);
-            if (!same && wrong++ == 0) first = i;
+            if (!fp8_same(got, expected[i], format) && wrong++ == 0) first = i;
         }
-        CHECK(wrong == 0 && nans == 2 * 127, "%s: %d of 65536 differ, first bf16 %04x; %d NaNs", format_name(format), wrong, first, nans);
+        CHECK(wrong == 0 && nans == 2 * 127, "%s: %d of 65536 differ, first bf16 %04x; %d NaNs", fp8_format_name(format), wrong, first, nans);
         free(expected);
     }
     safetensors_close(&st);
 }
 
 static void test_golden_scales(void) {
-    Safetensors st = golden_open("dev/reference/goldens/fp8_scales.safetensors");
+    Safetensors st = fp8_golden_open("dev/reference/goldens/fp8_scales.safetensors");
     for (int f = 0; f < 2; f++) {
         const Fp8Format format = (Fp8Format)f;
         char name[32];
-        format_checked(name, sizeof name, "%s_special", format_name(format));
-        float *expected = (float *)golden_bytes(&st, format_name(format), ST_F32, 0x7f80), *special = (float *)golden_bytes(&st, name, ST_F32, 2);
+        format_checked(name, sizeof name, "%s_special", fp8_format_name(format));
+        float *expected = (float *)fp8_golden_bytes(&st, fp8_format_name(format), ST_F32, 0x7f80), *special = (float *)fp8_golden_bytes(&st, name, ST_F32, 2);
         int wrong = 0;
         for (int i = 0; i < 0x7f80; i++) wrong += float_bits(fp8_scale(bf16_to_float((bf16_bits)i), format)) != float_bits(expected[i]);
-        CHECK(wrong == 0, "%s: %d of 32640 scales differ", format_name(format), wrong);
-        CHECK(fp8_scale(INFINITY, format) == special[0] && isnan(fp8_scale(NAN, format)) && isnan(special[1]), "%s: amax of infinity or NaN", format_name(format));
+        CHECK(wrong == 0, "%s: %d of 32640 scales differ", fp8_format_name(format), wrong);
+        CHECK(fp8_scale(INFINITY, format) == special[0] && isnan(fp8_scale(NAN, format)) && isnan(special[1]), "%s: amax of infinity or NaN", fp8_format_name(format));
         free(expected);
         free(special);
     }
@@ -67,14 +43,14 @@ static void test_golden_scales(void) {
 
 // Whole tensors: amax, scale, cast.
 static void test_golden_tensors(void) {
-    Safetensors st = golden_open("dev/reference/goldens/fp8_tensors.safetensors");
+    Safetensors st = fp8_golden_open("dev/reference/goldens/fp8_tensors.safetensors");
     int cases = 0;
     for (int64_t i = 0; i < st.count; i++) {
         const size_t n = strlen(st.tensors[i].name);
         if (n < 3 || strcmp(st.tensors[i].name + n - 2, ".x") != 0) continue;
         cases++;
         const int64_t elements = st.tensors[i].elements;
-        bf16_bits *x = (bf16_bits *)golden_bytes(&st, st.tensors[i].name, ST_BF16, -1);
+        bf16_bits *x = (bf16_bits *)fp8_golden_bytes(&st, st.tensors[i].name, ST_BF16, -1);
         float amax = 0;
         for (int64_t k = 0; k < elements; k++) {
             const float magnitude = fabsf(bf16_to_float(x[k]));
@@ -84,15 +60,15 @@ static void test_golden_tensors(void) {
         for (int f = 0; f < 2; f++) {
             const Fp8Format format = (Fp8Format)f;
             char name[128];
-            format_checked(name, sizeof name, "%.*s.%s", (int)n - 2, st.tensors[i].name, format_name(format));
-            uint8_t *expected = (uint8_t *)golden_bytes(&st, name, ST_U8, elements);
-            format_checked(name, sizeof name, "%.*s.%s_scale", (int)n - 2, st.tensors[i].name, format_name(format));
-            float *scale = (float *)golden_bytes(&st, name, ST_F32, 1);
+            format_checked(name, sizeof name, "%.*s.%s", (int)n - 2, st.tensors[i].name, fp8_format_name(format));
+            uint8_t *expected = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, elements);
+            format_checked(name, sizeof name, "%.*s.%s_scale", (int)n - 2, st.tensors[i].name, fp8_format_name(format));
+            float *scale = (float *)fp8_golden_bytes(&st, name, ST_F32, 1);
             const float s = fp8_scale(amax, format);
             int64_t wrong = 0;
             for (int64_t k = 0; k < elements; k++) {
                 const uint8_t got = fp8_from_float(bf16_to_float(x[k]) * s, format);
-                wrong += fp8_is_nan(expected[k], format) ? !fp8_is_nan(got, format) : got != expected[k];
+                wrong += !fp8_same(got, expected[k], format);
             }
             CHECK(wrong == 0 && (s == scale[0] || (isnan(s) && isnan(scale[0]))), "%s: %lld of %lld differ; scale %.9g, not %.9g", name, (long long)wrong, (long long)elements, s, scale[0]);
             free(expected);
@@ -124,7 +100,7 @@ static void test_decode(void) {
             wrong += isnan(expected) ? !isnan(got) : got != expected || !signbit(got) != !signbit(expected);
             if (isfinite(expected)) back += fp8_from_float(got, format) != code;
         }
-        CHECK(wrong == 0 && back == 0, "%s: %d codes decode wrongly, %d do not come back", format_name(format), wrong, back);
+        CHECK(wrong == 0 && back == 0, "%s: %d codes decode wrongly, %d do not come back", fp8_format_name(format), wrong, back);
         CHECK(fp8_to_float(format == FP8_E4M3 ? 0x7e : 0x7b, format) == fp8_max(format), "largest");
         CHECK(fp8_from_float(INFINITY, format) == (format == FP8_E4M3 ? 0x7e : 0x7b) && fp8_from_float(-1e30f, format) == (format == FP8_E4M3 ? 0xfe : 0xfb), "saturation");
         CHECK(fp8_from_float(NAN, format) == 0x7f && fp8_from_float(-0.0f, format) == 0x80 && fp8_from_float(0.0f, format) == 0, "NaN and zeros");
@@ -161,7 +137,7 @@ static void test_nearest(void) {
             }
             if (fp8_from_float(x, format) != nearest_code(x, format) && wrong++ == 0) first = x;
         }
-        CHECK(wrong == 0, "%s: %d of 20000 are not the nearest, first %.9g", format_name(format), wrong, first);
+        CHECK(wrong == 0, "%s: %d of 20000 are not the nearest, first %.9g", fp8_format_name(format), wrong, first);
     }
 }
 

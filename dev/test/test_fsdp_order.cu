@@ -75,6 +75,7 @@ cudaError_t __wrap_cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) 
     for (int i = 0; i < STREAMS; i++) streams[stream_index(s)].at[i] = max_i64(streams[stream_index(s)].at[i], events[(intptr_t)e - 1].at[i]);
     return cudaSuccess;
 }
+cudaError_t __wrap_cudaMemsetAsync(void *, int, size_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t __wrap_cudaGetLastError(void) { return cudaSuccess; }
 // What nvcc makes of <<<>>>: the first gets a handle for a kernel's function, the second launches it.
 cudaError_t __wrap___cudaGetKernel(cudaKernel_t *kernel, const void *function) {
@@ -96,7 +97,9 @@ cudaError_t __wrap___cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void **ar
     } else if (function == (const void *)fsdp_add_kernel<float> || function == (const void *)fsdp_add_kernel<bf16>) {
         touch_read(s, *(void **)arguments[1]);
         touch_write(s, *(void **)arguments[0], 0);
-    } else {  // quantize_transpose: source, out
+    } else if (function == (const void *)quantize_amax_kernel<TensorSource, true> || function == (const void *)quantize_amax_kernel<TensorSource, false>) {
+        touch_read(s, ((const TensorSource *)arguments[0])->x);
+    } else {  // the casts: source, out
         const TensorSource *source = (const TensorSource *)arguments[0];
         const Fp8Tensor *out = (const Fp8Tensor *)arguments[1];
         const int64_t content = touch_read(s, source->x);
@@ -134,12 +137,17 @@ ncclResult_t __wrap_ncclAllReduce(const void *, void *to, size_t, ncclDataType_t
 static void read_weights(Fsdp *f, int64_t unit, bool backward) {
     const FsdpUnit w = fsdp_weights(f, unit);
     const int64_t want = current_step * 1000 + unit;
-    const void *pointers[] = {w.vectors, w.matrices, w.fp8, backward ? w.fp8_t : NULL};
-    for (int i = 0; i < 4; i++) {
-        if (!pointers[i] || (i == 1 && unit && f->fp8)) continue;
-        const int64_t found = touch_read(f->stream, pointers[i]);
-        wrong += found != want;
+    wrong += touch_read(f->stream, w.vectors) != want;
+    bool reads_bf16 = unit == 0;
+    for (int j = 0; unit && j < NUM_LINEARS; j++) {
+        const bool fp8 = precision_of(f->precision, unit - 1, j) == f->precision->recipe && f->fp8;
+        if (!fp8) reads_bf16 = true;
+        if (!fp8 || f->precision->linear[j].offset) continue;  // what is gathered, and the rows and columns, are known by their first element
+        const Fp8Tensor q = fsdp_weight_fp8(f, unit, j);
+        if (!backward || f->rows_in_backward) wrong += touch_read(f->stream, q.row) != want;
+        if (backward) wrong += touch_read(f->stream, q.col) != want;
     }
+    if (reads_bf16) wrong += touch_read(f->stream, w.matrices) != want;
 }
 
 static void write_gradients(Fsdp *f, int64_t unit) {
@@ -198,7 +206,8 @@ static void optimizer(Fsdp *f, double *squares, float *loss) {
 }
 
 typedef struct {
-    int precision, sharding, gather, reduce;
+    int precision, recipe, sharding, gather, reduce, recompute;
+    const char *filter;
     int64_t world, shard_size, layers, accumulation;
 } Case;
 
@@ -208,7 +217,9 @@ static void check_case(const Case *c) {
     m.vocab_size = 320, m.num_layers = c->layers;
     ParameterTable table = parameter_table(&m);
     Options o = options_default();
-    o.precision = c->precision, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->shard_size;
+    o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->shard_size;
+    o.recompute = c->recompute;
+    Precision precision = precision_plan(&o, c->filter, &m, &table);
     static Nccl nccl;
     static Comm comm;
     memset(&nccl, 0, sizeof nccl);
@@ -219,21 +230,18 @@ static void check_case(const Case *c) {
     memset(events, 0, sizeof events);
     for (int i = 0; i < NCCL_PENDING; i++) fsdp_event(&nccl.operations[i].done);
     Fsdp f;
-    fsdp_describe(&f, &table, &o, c->world, 1);
+    fsdp_describe(&f, &table, &precision, &o, c->world, 1);
     comm.world = c->world, comm.group = f.plan.group, comm.replicas = f.replicas;
     nccl.host = &comm;
     for (int g = 0; g < COMM_NUM_GROUPS; g++) nccl.comms[g] = (ncclComm_t)16;
-    const int64_t C = m.hidden_size, F = m.intermediate_size, A = m.num_heads * m.head_dim, Q = model_qkv_size(&m);
-    const FsdpLinear linears[] = {{Q, C, 0}, {C, A, Q * C}, {2 * F, C, Q * C + C * A}, {C, F, Q * C + C * A + 2 * F * C}};
-    memcpy(f.linears, linears, sizeof linears);
-    f.num_linears = 4;
     Arena arena;
     memset(&arena, 0, sizeof arena);
     arena.base = (char *)(intptr_t)(1ll << 40);  // addresses that nothing reads
     arena_group(&arena, "shard");
     f.weights = (bf16 *)arena_take(&arena, f.plan.total * 2);
     f.grads = (bf16 *)arena_take(&arena, f.plan.total * 2);
-    f.amax = (uint32_t *)arena_take(&arena, 4096);
+    f.amax_stride = 1 << 16;
+    f.amax = (uint32_t *)arena_take(&arena, c->layers * f.amax_stride * 4);
     f.inverse_scale = (float *)arena_take(&arena, 4096);
     double *squares = (double *)arena_take(&arena, 8);
     float *loss = (float *)arena_take(&arena, 4);
@@ -247,23 +255,35 @@ static void check_case(const Case *c) {
         optimizer(&f, squares, loss);
         if (step == 1) forward(&f);
     }
-    CHECK(races == 0 && wrong == 0, "precision %d, sharding %d, gather %d, reduce %d, %lld ranks, %lld layers, accumulation %lld: %lld races, %lld wrong weights", c->precision, c->sharding, c->gather,
-          c->reduce, (long long)c->world, (long long)c->layers, (long long)c->accumulation, (long long)races, (long long)wrong);
+    CHECK(races == 0 && wrong == 0, "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, %lld ranks, %lld layers, accumulation %lld: %lld races, %lld wrong weights",
+          c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, (long long)c->world, (long long)c->layers, (long long)c->accumulation, (long long)races, (long long)wrong);
     if (c->sharding == SHARDING_FULL && c->gather == ON) CHECK(gathers > 0, "nothing was gathered");
     fsdp_destroy(&f);
+    precision_free(&precision);
     parameter_table_free(&table);
 }
 
-int main(void) {
+// Every way to split, of one precision. `most`: of gather, on or off.
+static void check_all(int precision, int recipe, const char *filter, int gather_most, int recompute) {
     const int64_t layers[] = {1, 2, 3, 6};
-    for (int precision = PRECISION_BF16; precision <= PRECISION_FP8; precision++)
-        for (int sharding = SHARDING_FULL; sharding <= SHARDING_HYBRID; sharding++)
-            for (int gather = OFF; gather <= ON; gather++)
-                for (int reduce = REDUCE_BF16; reduce <= REDUCE_FP32; reduce++)
-                    for (int i = 0; i < 4; i++)
-                        for (int64_t accumulation = 1; accumulation < 4; accumulation++) {
-                            const Case c = {precision, sharding, gather, reduce, 4, sharding == SHARDING_HYBRID ? 2 : 0, layers[i], accumulation};
-                            check_case(&c);
-                        }
+    for (int sharding = SHARDING_FULL; sharding <= SHARDING_HYBRID; sharding++)
+        for (int gather = OFF; gather <= gather_most; gather++)
+            for (int reduce = REDUCE_BF16; reduce <= REDUCE_FP32; reduce++)
+                for (int i = 0; i < 4; i++)
+                    for (int64_t accumulation = 1; accumulation < 4; accumulation++) {
+                        const Case c = {precision, recipe, sharding, gather, reduce, recompute, filter, 4, sharding == SHARDING_HYBRID ? 2 : 0, layers[i], accumulation};
+                        check_case(&c);
+                    }
+}
+
+int main(void) {
+    check_all(PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE);
+    for (int recompute = RECOMPUTE_NONE; recompute <= RECOMPUTE_LAYER; recompute++) {
+        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "", ON, recompute);
+        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "first,last", ON, recompute);
+        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "mlp", ON, recompute);
+        check_all(PRECISION_FP8, RECIPE_ROWWISE, "", OFF, recompute);
+        check_all(PRECISION_FP8, RECIPE_BLOCKWISE, "last", OFF, recompute);
+    }
     return check_report();
 }

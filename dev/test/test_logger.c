@@ -8,6 +8,7 @@ typedef struct {
     Options o;
     ModelConfig m;
     ParameterTable t;
+    Precision p;
     RunInfo run;
 } Run;
 
@@ -19,9 +20,15 @@ static Run make_run(double peak) {
     options_resolve(&r.o);
     model_config_preset(&r.m, r.o.model);
     r.t = parameter_table(&r.m);
+    r.p = precision_plan(&r.o, r.o.fp8_filter, &r.m, &r.t);
     const RunInfo info = {"train_fp8cu", "NVIDIA H200", "test", 4, peak};
     r.run = info;
     return r;
+}
+
+static void free_run(Run *r) {
+    precision_free(&r->p);
+    parameter_table_free(&r->t);
 }
 
 static StepRecord make_step(int64_t step, double seconds) {
@@ -66,7 +73,7 @@ static double member(const Json *json, const char *key) {
 static void test_step_line(void) {
     Run r = make_run(989.5e12);
     r.o.log_dir = "";
-    Logger l = logger_open(&r.o, &r.m, &r.t, r.run);
+    Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     StepRecord s = make_step(12, 0.20512);
     char *line = captured(log_step, &l, &s);
     // 2048 tokens a GPU in 205.12 ms: 9984 tok/s; 46.639 GFLOP a token give 465.7 TFLOP/s, 47.1% of 989.5; FP8 products count half in sol
@@ -79,12 +86,12 @@ static void test_step_line(void) {
     CHECK(!strstr(line, "%"), "an unknown GPU must print no share: %s", line);
     free(line);
     free(captured(log_close, &l, NULL));
-    parameter_table_free(&r.t);
+    free_run(&r);
 }
 
 static void test_file(void) {
     Run r = make_run(989.5e12);
-    Logger l = logger_open(&r.o, &r.m, &r.t, r.run);
+    Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     char *printed;
     for (int64_t step = 1; step <= 31; step++) {  // slow at first, then 100, 101, ... 120 ms in a shuffled order
         StepRecord s = make_step(step, step <= 10 ? 5.0 : 0.1 + 0.001 * (double)(step * 8 % 21));
@@ -136,25 +143,25 @@ static void test_file(void) {
 
     // a resumed run continues the file, another one starts it anew
     r.o.resume = true;
-    l = logger_open(&r.o, &r.m, &r.t, r.run);
+    l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     logger_close(&l);
     text = read_file(path, NULL);
     CHECK(strstr(text + 1, "{\"type\": \"settings\"") != NULL, "a resumed run appends its settings");
     free(text);
     r.o.resume = false;
-    l = logger_open(&r.o, &r.m, &r.t, r.run);
+    l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     logger_close(&l);
     text = read_file(path, NULL);
     CHECK(strncmp(text, "{\"type\": \"settings\"", 19) == 0 && !strstr(text + 1, "{\"type\":"), "a new run starts the log anew");
     free(text);
     unlink(path);
-    parameter_table_free(&r.t);
+    free_run(&r);
 }
 
 static void open_log(void *options) {
     Run r = make_run(0);
     r.o.log_dir = (const char *)options;
-    Logger l = logger_open(&r.o, &r.m, &r.t, r.run);
+    Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     logger_close(&l);
 }
 
@@ -171,7 +178,7 @@ static void test_failures(void) {
     fflush(stderr);
     const int saved = dup(2), null = open("/dev/null", O_WRONLY);
     dup2(null, 2);
-    Logger l = logger_open(&r.o, &r.m, &r.t, r.run);
+    Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     dup2(saved, 2);
     close(saved), close(null);
     StepRecord s = make_step(1, 1);
@@ -179,7 +186,7 @@ static void test_failures(void) {
     CHECK(l.file == NULL, "the log is given up on a full disk");
     free(captured(log_close, &l, NULL));
     unlink(path);
-    parameter_table_free(&r.t);
+    free_run(&r);
 }
 
 int main(void) {

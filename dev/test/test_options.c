@@ -109,35 +109,121 @@ static void test_accepted(void) {
 
 static void test_refused(void) {
     static const char *const cases[][2] = {
-        {"tiny --nun-steps 3", "unknown option --nun-steps; the nearest is --num-steps"}, {"tiny --sequence 3", "the nearest is --sequence-length"}, {"tiny --lr 1", "unknown option --lr; the nearest is --"},
-        {"tiny --batchsize=3", "unknown option --batchsize; the nearest is --batch-size"}, {"tiny -b 3", "unknown option -b; options have two dashes"}, {"tiny -", "unknown option -"},
-        {"tiny --", "unknown option --"}, {"tiny --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", "unknown option --zzz"},
-        {"tiny small", "two models given: \"tiny\" and \"small\""}, {"--seed 3", "no MODEL given"}, {"~ --seed 3", "no MODEL given"},
-        {"tiny --seed", "--seed needs a value"}, {"tiny --checkpoint-dir --resume", "--checkpoint-dir needs a value"}, {"tiny --resume=on", "--resume takes no value"},
-        {"tiny --seed abc", "--seed: \"abc\" is not a whole number"}, {"tiny --seed 1.5", "is not a whole number"}, {"tiny --seed 3x", "\"3x\" is not a whole number"}, {"tiny --seed ~", "\"\" is not a whole number"},
-        {"tiny --seed=", "\"\" is not a whole number"}, {"tiny --seed 0x10", "is not a whole number"}, {"tiny --seed nan", "is not a whole number"}, {"tiny --seed inf", "is not a whole number"},
-        {"tiny --seed 1e999", "is not a whole number"}, {"tiny --seed 4294967296", "--seed: 4294967296 is outside 0..4294967295"}, {"tiny --seed -1", "is outside"},
-        {"tiny --batch-size 0", "--batch-size: 0 is outside 1..65536"}, {"tiny --sequence-length 0", "is outside"}, {"tiny --num-steps 0", "is outside"}, {"tiny --keep-checkpoints 0", "is outside"},
-        {"tiny --learning-rate nan", "\"nan\" is not a number"}, {"tiny --learning-rate inf", "is not a number"}, {"tiny --learning-rate 1e-5e", "is not a number"}, {"tiny --learning-rate -1", "--learning-rate: -1 is outside 0..1000"},
-        {"tiny --beta1 1", "is outside"}, {"tiny --beta2 1.0", "is outside"}, {"tiny --eps 0", "is outside"}, {"tiny --weight-decay 1,5", "is not a number"},
-        {"tiny --precision fp16", "--precision: \"fp16\" is not one of fp32|bf16|fp8"}, {"tiny --precision fp", "is not one of"}, {"tiny --precision fp8|bf16", "is not one of"}, {"tiny --precision ~", "is not one of"},
-        {"tiny --shuffle yes", "--shuffle: \"yes\" is not one of off|on"}, {"tiny --lr-schedule Cosine", "is not one of constant|cosine|linear|wsd"}, {"tiny --recompute all", "is not one of none|layer"},
-        {"tiny --on-nonfinite ignore", "is not one of stop|skip"}, {"tiny --master-weights fp8", "is not one of auto|bf16|fp32"}};
+        {"tiny --nun-steps 3", "unknown option --nun-steps; the nearest is --num-steps"}, {"tiny --sequence 3", "the nearest is --sequence-length"},
+        {"tiny --lr 1", "unknown option --lr; the nearest is --"}, {"tiny --batchsize=3", "unknown option --batchsize; the nearest is --batch-size"},
+        {"tiny -b 3", "unknown option -b; options have two dashes"}, {"tiny -", "unknown option -"}, {"tiny --", "unknown option --"},
+        {"tiny --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", "unknown option --zzz"}, {"tiny small", "two models given: \"tiny\" and \"small\""},
+        {"--seed 3", "no MODEL given"}, {"~ --seed 3", "no MODEL given"}, {"tiny --seed", "--seed needs a value"},
+        {"tiny --checkpoint-dir --resume", "--checkpoint-dir needs a value"}, {"tiny --resume=on", "--resume takes no value"},
+        {"tiny --seed abc", "--seed: \"abc\" is not a whole number"}, {"tiny --seed 1.5", "is not a whole number"}, {"tiny --seed 3x", "\"3x\" is not a whole number"},
+        {"tiny --seed ~", "\"\" is not a whole number"}, {"tiny --seed=", "\"\" is not a whole number"}, {"tiny --seed 0x10", "is not a whole number"},
+        {"tiny --seed nan", "is not a whole number"}, {"tiny --seed inf", "is not a whole number"}, {"tiny --seed 1e999", "is not a whole number"},
+        {"tiny --seed 4294967296", "--seed: 4294967296 is outside 0..4294967295"}, {"tiny --seed -1", "is outside"},
+        {"tiny --batch-size 0", "--batch-size: 0 is outside 1..65536"}, {"tiny --sequence-length 0", "is outside"}, {"tiny --num-steps 0", "is outside"},
+        {"tiny --keep-checkpoints 0", "is outside"}, {"tiny --learning-rate nan", "\"nan\" is not a number"}, {"tiny --learning-rate inf", "is not a number"},
+        {"tiny --learning-rate 1e-5e", "is not a number"}, {"tiny --learning-rate -1", "--learning-rate: -1 is outside 0..1000"}, {"tiny --beta1 1", "is outside"},
+        {"tiny --beta2 1.0", "is outside"}, {"tiny --eps 0", "is outside"}, {"tiny --weight-decay 1,5", "is not a number"},
+        {"tiny --precision fp16", "--precision: \"fp16\" is not one of fp32|bf16|fp8"}, {"tiny --precision fp", "is not one of"},
+        {"tiny --precision fp8|bf16", "is not one of"}, {"tiny --precision ~", "is not one of"}, {"tiny --shuffle yes", "--shuffle: \"yes\" is not one of off|on"},
+        {"tiny --lr-schedule Cosine", "is not one of constant|cosine|linear|wsd"}, {"tiny --recompute all", "is not one of none|layer"},
+        {"tiny --on-nonfinite ignore", "is not one of stop|skip"}, {"tiny --master-weights fp8", "is not one of auto|bf16|fp32"},
+        {"tiny --fp8-recipe row", "--fp8-recipe: \"row\" is not one of tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8"},
+        {"tiny --fp8-recipe MXFP8", "is not one of tensorwise|"}, {"tiny --precision mxfp8", "\"mxfp8\" is not one of fp32|bf16|fp8; --fp8-recipe takes it"},
+        {"tiny --fp8-recipe e4m3", "mxfp8; --fp8-format takes it"}, {"tiny --fp8-recipe hybrid", "|mxfp8\n"}, {"tiny --fp8-recipe bf16", "|mxfp8\n"},
+        {"tiny --fp8-format e5m2", "is not one of auto|hybrid|e4m3"}, {"tiny --fp8-fast-accum on", "is not one of fprop|all|none"},
+        {"tiny --fp8-fast-accum dgrad", "is not one of fprop|all|none"}, {"tiny --fp8-all-gather yes", "is not one of off|on|auto"},
+        {"tiny --fp8-amax-history 0", "--fp8-amax-history: 0 is outside 1..65536"}, {"tiny --fp8-amax-history 65537", "is outside"},
+        {"tiny --fp8-margin -1", "--fp8-margin: -1 is outside 0..16"}, {"tiny --fp8-margin 17", "is outside"}, {"tiny --fp8-margin 0.5", "is not a whole number"},
+        {"tiny --fp8-audit -1", "is outside"}, {"tiny --fp8-emulate=on", "--fp8-emulate takes no value"}, {"tiny --fp8-filter", "--fp8-filter needs a value"},
+        {"tiny --fp8-filters first", "the nearest is --fp8-filter"}, {"tiny --recipe rowwise", "unknown option --recipe; the nearest is --"}};
     char output[4096];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) CHECK(check_dies(parse_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: \"%s\"", cases[i][0], output);
     CHECK(option_edit_distance("", "abc") == 3 && option_edit_distance("kitten", "sitting") == 3 && option_edit_distance("same", "same") == 0 && option_edit_distance("ab", "ba") == 2, "distances");
 }
 
+// What was given with the recipes: what it says against the combination, "" for nothing.
+static void test_fp8_conflicts(void) {
+    static const char *const cases[][2] = {
+        // the recipe's own multiple of batch-size x sequence-length
+        {"--fp8-recipe blockwise --sequence-length 64",
+         "(recipe blockwise) needs batch-size x sequence-length in multiples of 128 (FP8 matrix products), not 1 x 64; --sequence-length 128 would do"},
+        {"--fp8-recipe blockwise --sequence-length 64 --batch-size 2", ""},
+        {"--fp8-recipe blockwise --sequence-length 100 --batch-size 6", "not 6 x 100; --sequence-length 128 would do"},
+        {"--fp8-recipe mxfp8 --sequence-length 48",
+         "(recipe mxfp8) needs batch-size x sequence-length in multiples of 32 (FP8 matrix products), not 1 x 48; --sequence-length 64 would do"},
+        {"--fp8-recipe mxfp8 --sequence-length 48 --batch-size 2", ""}, {"--fp8-recipe rowwise --sequence-length 48", ""},
+        {"--fp8-recipe delayed --sequence-length 40", "multiples of 16"},
+        // what can travel as bytes, and what can be summed fast
+        {"--fp8-all-gather on", ""}, {"--fp8-recipe delayed --fp8-all-gather on", ""},
+        {"--fp8-recipe rowwise --fp8-all-gather on", "--fp8-all-gather on: recipe rowwise scales rows or blocks"},
+        {"--fp8-recipe rowwise_with_gw_hp --fp8-all-gather on", "travel in bf16; leave it at auto"}, {"--fp8-recipe blockwise --fp8-all-gather on", "recipe blockwise"},
+        {"--fp8-recipe mxfp8 --fp8-all-gather on", "recipe mxfp8"}, {"--fp8-recipe mxfp8 --fp8-all-gather off", ""}, {"--fp8-recipe rowwise --fp8-all-gather auto", ""},
+        {"--fp8-fast-accum all", ""}, {"--fp8-recipe rowwise_with_gw_hp --fp8-fast-accum all", ""},
+        {"--fp8-recipe blockwise --fp8-fast-accum all", "--fp8-fast-accum all: the products of recipe blockwise"},
+        {"--fp8-recipe mxfp8 --fp8-fast-accum all", "recipe mxfp8 have no fast accumulation"}, {"--fp8-recipe blockwise --fp8-fast-accum none", ""},
+        {"--fp8-recipe blockwise --fp8-fast-accum fprop", ""},
+        // what only a history needs
+        {"--fp8-recipe delayed --fp8-amax-history 16 --fp8-margin 2", ""},
+        {"--fp8-amax-history 16", "--fp8-amax-history 16 is for --fp8-recipe delayed; recipe tensorwise looks at"}, {"--fp8-amax-history 1024", ""},
+        {"--fp8-recipe blockwise --fp8-margin 1", "--fp8-margin 1 is for --fp8-recipe delayed; recipe blockwise knows"},
+        // formats fit every recipe
+        {"--fp8-recipe rowwise --fp8-format hybrid", ""}, {"--fp8-format e4m3", ""}, {"--fp8-recipe mxfp8 --fp8-format hybrid", ""},
+        // auto needs times that mean something
+        {"--fp8-filter auto", ""}, {"--fp8-filter auto --fp8-emulate", "--fp8-filter auto keeps what is faster in FP8, and --fp8-emulate never is"},
+        {"--fp8-filter auto --deterministic", "--fp8-filter auto goes by measured times"}, {"--fp8-filter first --deterministic --fp8-emulate", ""},
+        {"--fp8-audit 10 --fp8-emulate", ""}};
+    char message[512], line[256];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        format_checked(line, sizeof line, "tiny --precision fp8 %s", cases[i][0]);
+        Options o = parse(line);
+        options_conflict(&o, message, sizeof message);
+        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0, "%s: \"%s\"", line, message);
+    }
+}
+
+// Options of FP8 without it: each is named with what to do. What says that nothing is to be done is no mistake.
+static void test_stray_fp8(void) {
+    static const char *const strays[] = {"recipe mxfp8", "recipe rowwise", "format e4m3", "filter first", "filter auto", "amax-history 16", "margin 1",
+        "fast-accum none", "emulate", "audit 5", "all-gather on"};
+    static const char *const fine[] = {"recipe tensorwise", "format auto", "all-gather off", "all-gather auto", "audit 0", "margin 0", "fast-accum fprop"};
+    char message[512], line[256], expected[256];
+    for (int fp32 = 0; fp32 < 2; fp32++) {
+        for (size_t i = 0; i < sizeof strays / sizeof strays[0]; i++) {
+            const int n = (int)strcspn(strays[i], " ");
+            format_checked(line, sizeof line, "tiny --precision %s --fp8-%s", fp32 ? "fp32" : "bf16", strays[i]);
+            format_checked(expected, sizeof expected,
+                "--fp8-%.*s is for --precision fp8, and this run is --precision %s; add --precision fp8 or leave --fp8-%.*s out", n, strays[i],
+                           fp32 ? "fp32" : "bf16", n, strays[i]);
+            Options o = parse(line);
+            CHECK(strcmp(options_conflict(&o, message, sizeof message), expected) == 0, "%s: \"%s\"", line, message);
+        }
+        for (size_t i = 0; i < sizeof fine / sizeof fine[0]; i++) {
+            format_checked(line, sizeof line, "tiny --precision %s --fp8-%s", fp32 ? "fp32" : "bf16", fine[i]);
+            Options o = parse(line);
+            CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s: \"%s\"", line, message);
+        }
+    }
+    // a text longer than messages must not break the one that is wanted
+    Options o = parse("tiny");
+    char *filter = (char *)xcalloc(3001, 1);
+    memset(filter, 'x', 3000);
+    o.fp8_filter = filter;
+    CHECK(strstr(options_conflict(&o, message, sizeof message), "--fp8-filter is for --precision fp8"), "%s", message);
+    free(filter);
+}
+
 static void test_conflicts(void) {
     static const char *const cases[][2] = {
         {"tiny", ""}, {"tiny --warmup-steps 101", "--warmup-steps 101 is more than --num-steps 100"}, {"tiny --warmup-steps 100", ""},
-        {"tiny --checkpoint-every 5", "--checkpoint-every needs --checkpoint-dir"}, {"tiny --checkpoint-every 5 --checkpoint-dir c", ""}, {"tiny --resume", "--resume needs --checkpoint-dir"},
-        {"tiny --resume --checkpoint-dir c", ""}, {"tiny --val-every 5", "--val-every needs --val-data"}, {"tiny --val-every 5 --val-data v", ""},
-        {"tiny --precision fp32 --master-weights bf16", "keeps weights and optimizer state in fp32"}, {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"},
-        {"tiny --precision fp32 --master-weights fp32", ""}, {"tiny --precision fp8 --sequence-length 40", "in multiples of 16 (FP8 matrix products), not 1 x 40"},
+        {"tiny --checkpoint-every 5", "--checkpoint-every needs --checkpoint-dir"}, {"tiny --checkpoint-every 5 --checkpoint-dir c", ""},
+        {"tiny --resume", "--resume needs --checkpoint-dir"}, {"tiny --resume --checkpoint-dir c", ""}, {"tiny --val-every 5", "--val-every needs --val-data"},
+        {"tiny --val-every 5 --val-data v", ""}, {"tiny --precision fp32 --master-weights bf16", "keeps weights and optimizer state in fp32"},
+        {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"}, {"tiny --precision fp32 --master-weights fp32", ""},
+        {"tiny --precision fp8 --sequence-length 40", "in multiples of 16 (FP8 matrix products), not 1 x 40; --sequence-length 48 would do"},
         {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""}, {"tiny --precision bf16 --sequence-length 40", ""},
-        {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"}, {"tiny --sharding hybrid --shard-size 2", ""}, {"tiny --shard-size 2", "--shard-size is for --sharding hybrid"},
-        {"tiny --world-size 8", "--world-size is for --dry-run"}, {"tiny --world-size 8 --dry-run", ""}};
+        {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"}, {"tiny --sharding hybrid --shard-size 2", ""},
+        {"tiny --shard-size 2", "--shard-size is for --sharding hybrid"}, {"tiny --world-size 8", "--world-size is for --dry-run"},
+        {"tiny --world-size 8 --dry-run", ""}};
     char message[512];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i][0]);
@@ -157,6 +243,36 @@ static void test_resolve(void) {
     }
 }
 
+// What auto stands for follows from the recipe; what was given stays.
+static void test_resolve_fp8(void) {
+    static const struct { const char *line; int gather, format; } cases[] = {
+        {"tiny --precision fp8", ON, FP8_FORMAT_HYBRID}, {"tiny --precision fp8 --fp8-recipe delayed", ON, FP8_FORMAT_HYBRID},
+        {"tiny --precision fp8 --fp8-recipe rowwise", OFF, FP8_FORMAT_E4M3}, {"tiny --precision fp8 --fp8-recipe rowwise_with_gw_hp", OFF, FP8_FORMAT_E4M3},
+        {"tiny --precision fp8 --fp8-recipe blockwise", OFF, FP8_FORMAT_E4M3}, {"tiny --precision fp8 --fp8-recipe mxfp8", OFF, FP8_FORMAT_E4M3},
+        {"tiny --precision fp8 --fp8-format e4m3 --fp8-all-gather off", OFF, FP8_FORMAT_E4M3},
+        {"tiny --precision fp8 --fp8-recipe blockwise --fp8-format hybrid", OFF, FP8_FORMAT_HYBRID},
+        {"tiny --precision fp8 --fp8-recipe delayed --fp8-all-gather on", ON, FP8_FORMAT_HYBRID}, {"tiny", OFF, FP8_FORMAT_AUTO},
+        {"tiny --precision fp32", OFF, FP8_FORMAT_AUTO}};  // without FP8 no format is meant
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = parse(cases[i].line), again;
+        options_resolve(&o);
+        CHECK(o.fp8_all_gather == cases[i].gather && o.fp8_format == cases[i].format, "%s: gather %d, format %d", cases[i].line, o.fp8_all_gather, o.fp8_format);
+        again = o;
+        options_resolve(&again);
+        CHECK(memcmp(&o, &again, sizeof o) == 0, "%s: resolving twice is resolving once", cases[i].line);
+        char message[512];
+        CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s: what auto stands for is allowed: \"%s\"", cases[i].line, message);
+        CHECK(strcmp(options_recipe(&o)->name, o.precision == PRECISION_FP8 ? recipe_row(o.fp8_recipe)->name : "bf16") == 0, "%s: recipe %s", cases[i].line,
+              options_recipe(&o)->name);
+    }
+    // the choices of --fp8-recipe are the rows of the table, in its order
+    const OptionRow *row = option_find("fp8-recipe", 10);
+    char name[64];
+    for (int i = 0; i < NUM_RECIPES; i++) CHECK(option_choice_name(row->text, i, name, sizeof name) && strcmp(name, recipe_row(i)->name) == 0, "recipe %d: %s, %s", i,
+        name, recipe_row(i)->name);
+    CHECK(!option_choice_name(row->text, NUM_RECIPES, name, sizeof name), "no recipe beyond the table");
+}
+
 static void shard_group_action(void *text) {
     const Options o = parse((const char *)text);
     options_shard_group(&o, 6);
@@ -164,7 +280,8 @@ static void shard_group_action(void *text) {
 
 static void test_sharding(void) {
     static const struct { const char *line; int64_t world, group; } cases[] = {
-        {"tiny", 1, 1}, {"tiny", 6, 6}, {"tiny --sharding grad_op", 6, 6}, {"tiny --sharding none", 6, 1}, {"tiny --sharding hybrid --shard-size 3", 6, 3}, {"tiny --sharding hybrid --shard-size 6", 6, 6}};
+        {"tiny", 1, 1}, {"tiny", 6, 6}, {"tiny --sharding grad_op", 6, 6}, {"tiny --sharding none", 6, 1}, {"tiny --sharding hybrid --shard-size 3", 6, 3},
+        {"tiny --sharding hybrid --shard-size 6", 6, 6}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const Options o = parse(cases[i].line);
         CHECK(options_shard_group(&o, cases[i].world) == cases[i].group, "%s", cases[i].line);
@@ -207,6 +324,13 @@ static void test_help_and_table(void) {
         format_checked(name, sizeof name, row->kind == OPTION_GROUP ? "\n%s\n" : "  --%s ", row->name);
         CHECK(strstr(help, name), "--help lacks %s", row->name);
     }
+    const char *line = strstr(help, "\ndata\n");  // after the usage, which lists presets
+    for (int n = 0; line && *line; line += strspn(line, "\n")) {
+        n = (int)strcspn(line, "\n");
+        CHECK(n <= HELP_WIDTH && (n == 0 || line[n - 1] != ' '), "a line of %d columns: %.*s", n, n, line);
+        line += n;
+    }
+    CHECK(strstr(help, "\n  --fp8-recipe tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8\n                                                 what shares"), "%s", help);
     CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"), "defaults and choices");
     free(help);
     help = printed_by("", &status);
@@ -214,7 +338,11 @@ static void test_help_and_table(void) {
     free(help);
     char *table = printed_by("tiny --seed 7 --val-data v.bin --resume --checkpoint-dir c", &status);
     CHECK(strstr(table, "model                      tiny\n") && strstr(table, "seed                       7\n") && strstr(table, "resume                     on\n"), "%s", table);
-    CHECK(strstr(table, "val-data                   v.bin\n") && !strstr(table, "log-dir") && !strstr(table, "help"), "%s", table);
+    CHECK(strstr(table, "val-data                   v.bin\n") && !strstr(table, "log-dir") && !strstr(table, "help") && !strstr(table, "fp8"), "%s", table);
+    free(table);
+    table = printed_by("tiny --precision fp8 --fp8-recipe blockwise --fp8-filter first,mlp", &status);
+    CHECK(strstr(table, "fp8-recipe                 blockwise\n") && strstr(table, "fp8-filter                 first,mlp\n") && strstr(table,
+          "fp8-emulate                off\n"), "%s", table);
     free(table);
 }
 
@@ -224,7 +352,10 @@ int main(void) {
     test_accepted();
     test_refused();
     test_conflicts();
+    test_fp8_conflicts();
+    test_stray_fp8();
     test_resolve();
+    test_resolve_fp8();
     test_sharding();
     test_help_and_table();
     return check_report();

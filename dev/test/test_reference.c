@@ -298,47 +298,159 @@ static void test_embedding(void) {
     free(table), free(dx);
 }
 
-static void test_fp8(void) {
-    const int64_t rows = 9, C = 20, O = 13;
-    float *x = random_floats(rows * C, 15, 3), *w = random_floats(O * C, 16, 0.02f), *dy = random_floats(rows * O, 17, 1e-4f);
-    float *y = zeros(rows * O), *dx = zeros(rows * C), *dw = zeros(O * C), *expected = zeros(rows * O + rows * C + O * C);
-    round_array(x, rows * C, ROUND_BF16), round_array(w, O * C, ROUND_BF16), round_array(dy, rows * O, ROUND_BF16);
-    uint8_t qx[180], qw[260], qdy[117];
-    const double sx = quantize_tensorwise(qx, x, rows * C, FP8_E4M3), sw = quantize_tensorwise(qw, w, O * C, FP8_E4M3), sdy = quantize_tensorwise(qdy, dy, rows * O, FP8_E5M2);
-    CHECK((float)sx == (float)(448.0 / tensor_amax(x, rows * C)), "scale of x: %g", sx);
-    CHECK((float)sdy == (float)(57344.0 / tensor_amax(dy, rows * O)), "scale of dy: %g", sdy);
-    float *ey = expected, *edx = ey + rows * O, *edw = edx + rows * C;
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t o = 0; o < O; o++)
-            for (int64_t c = 0; c < C; c++) {
-                const double a = fp8_to_float(qx[i * C + c], FP8_E4M3) / sx, b = fp8_to_float(qw[o * C + c], FP8_E4M3) / sw, g = fp8_to_float(qdy[i * O + o], FP8_E5M2) / sdy;
-                ey[i * O + o] += (float)(a * b), edx[i * C + c] += (float)(g * b), edw[o * C + c] += (float)(g * a);
+// ---- products of every recipe
+
+// x [rows, K], w [N, K], dy [rows, N]: bf16 values with some outliers. Sizes that no block of scales divides.
+typedef struct {
+    int64_t rows, N, K;
+    float *tensor[NUM_TENSORS];
+} LinearCase;
+
+static LinearCase linear_case(int64_t rows, int64_t N, int64_t K) {
+    const int64_t sizes[NUM_TENSORS] = {rows * K, N * K, rows * N};
+    const float scales[NUM_TENSORS] = {3, 0.02f, 1e-4f};
+    LinearCase c = {rows, N, K, {NULL, NULL, NULL}};
+    for (int i = 0; i < NUM_TENSORS; i++) {
+        c.tensor[i] = random_floats(sizes[i], 15 + (uint64_t)i, scales[i]);
+        for (int64_t e = 3; e < sizes[i]; e += 97) c.tensor[i][e] *= 40;
+        round_array(c.tensor[i], sizes[i], ROUND_BF16);
+    }
+    return c;
+}
+
+static void linear_case_free(LinearCase *c) {
+    for (int i = 0; i < NUM_TENSORS; i++) free(c->tensor[i]);
+}
+
+// Which copies a product reads, and its sizes.
+typedef struct {
+    TensorRole a, b;
+    CopyKind copy_a, copy_b;
+    int64_t M, N, depth;
+} Product;
+
+static Product product_of(const LinearCase *c, int gemm) {
+    const Product products[NUM_GEMMS] = {{TENSOR_X, TENSOR_W, COPY_ROW, COPY_ROW, c->rows, c->N, c->K},
+                                         {TENSOR_DY, TENSOR_W, COPY_ROW, COPY_COL, c->rows, c->K, c->N},
+                                         {TENSOR_DY, TENSOR_X, COPY_COL, COPY_COL, c->N, c->K, c->rows}};
+    return products[gemm];
+}
+
+static LinearOperand case_operand(const LinearCase *c, const Recipe *r, TensorRole tensor, CopyKind copy, float scale) {
+    const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
+    return linear_operand(c->tensor[tensor], rows, cols, copy, recipe_grain(r, tensor, copy), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3, scale);
+}
+
+static void case_product(float *out, const LinearCase *c, const Recipe *r, int gemm, const float *bias, bool accumulate, Rounding rounding) {
+    const Product p = product_of(c, gemm);
+    LinearOperand a = case_operand(c, r, p.a, p.copy_a, 0), b = case_operand(c, r, p.b, p.copy_b, 0);
+    linear_product(out, a, b, p.M, p.N, p.depth, bias, accumulate, rounding);
+    linear_operand_free(&a), linear_operand_free(&b);
+}
+
+// A copy as numbers [outer, depth], each code times the inverse scale at its place.
+static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tensor, CopyKind copy) {
+    const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
+    const int64_t outer = copy == COPY_ROW ? rows : cols, depth = copy == COPY_ROW ? cols : rows, outer_stride = copy == COPY_ROW ? cols : 1, depth_stride = copy == COPY_ROW ? 1 : cols;
+    const Grain g = recipe_grain(r, tensor, copy);
+    const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
+    double *values = (double *)xcalloc((size_t)(outer * depth), sizeof(double));
+    uint8_t *codes = (uint8_t *)xcalloc((size_t)(outer * depth), 1);
+    void *scales = xcalloc((size_t)max_i64(1, scale_bytes(g, outer, depth)), 1);
+    if (g != GRAIN_BF16) quantize_copy(codes, scales, c->tensor[tensor], outer, depth, outer_stride, depth_stride, g, r->rule, format, 0);
+    for (int64_t i = 0; i < outer; i++)
+        for (int64_t k = 0; k < depth; k++)
+            values[i * depth + k] = g == GRAIN_BF16 ? (double)c->tensor[tensor][i * outer_stride + k * depth_stride]
+                                                    : (double)fp8_to_float(codes[i * depth + k], format) * (double)scale_load(g, scales, scale_index(g, i, k, outer, depth));
+    free(codes), free(scales);
+    return values;
+}
+
+static void test_recipe_products(int recipe) {
+    const Recipe *r = recipe_row(recipe);
+    LinearCase c = linear_case(45, 70, 150);
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        const Product p = product_of(&c, gemm);
+        const int64_t n = p.M * p.N;
+        float *got = zeros(n), *rounded = zeros(n), *expected = zeros(n), *plain = zeros(n), *bias = random_floats(p.N, 30, 0.1f);
+        double *a = copy_values(&c, r, p.a, p.copy_a), *b = copy_values(&c, r, p.b, p.copy_b);
+        for (int64_t i = 0; i < p.M; i++)
+            for (int64_t j = 0; j < p.N; j++) {
+                double sum = 0;
+                for (int64_t k = 0; k < p.depth; k++) sum += a[i * p.depth + k] * b[j * p.depth + k];
+                expected[i * p.N + j] = (float)sum;
             }
-    linear_forward_fp8(y, x, w, NULL, rows, C, O, ROUND_NONE);
-    linear_backward_input_fp8(dx, dy, w, rows, C, O, ROUND_NONE);
-    linear_backward_weight_fp8(dw, dy, x, rows, C, O, false, ROUND_NONE);
-    double error = check_relative_error(y, ey, rows * O);
-    CHECK(error < FP32_TOLERANCE, "FP8 forward: %g", error);
-    error = check_relative_error(dx, edx, rows * C);
-    CHECK(error < FP32_TOLERANCE, "FP8 dgrad: %g", error);
-    error = check_relative_error(dw, edw, O * C);
-    CHECK(error < FP32_TOLERANCE, "FP8 wgrad: %g", error);
-    linear_forward(ey, x, w, NULL, rows, C, O, ROUND_NONE);
-    error = check_relative_error(y, ey, rows * O);
-    CHECK(error > 0.005 && error < 0.06, "E4M3's 3 mantissa bits cost about 3 percent, not %g", error);
-    // special values: zeros stay zero, one infinity or NaN makes the whole product NaN (torchao's scale of 0, or NaN)
-    float special[] = {0, -0.0f, 0, 0}, one[] = {1, 1, 1, 1}, out[1];
-    float scale = quantize_tensorwise(qx, special, 4, FP8_E4M3);
-    CHECK(float_bits(scale) == 0x57CBBA10 && qx[0] == 0 && qx[1] == 0x80, "all zeros: scale %g, codes %02x %02x", (double)scale, qx[0], qx[1]);
-    linear_forward_fp8(out, special, one, NULL, 1, 4, 1, ROUND_BF16);
-    CHECK(out[0] == 0, "zeros times ones: %g", (double)out[0]);
-    special[2] = INFINITY;
-    CHECK(quantize_tensorwise(qx, special, 4, FP8_E4M3) == 0, "amax of infinity gives scale 0");
-    linear_forward_fp8(out, special, one, NULL, 1, 4, 1, ROUND_BF16);
-    CHECK(isnan(out[0]), "infinity reaches the result as NaN: %g", (double)out[0]);
-    special[2] = NAN;
-    CHECK(isnan(quantize_tensorwise(qx, special, 4, FP8_E4M3)) && (qx[0] & 0x7f) == 0x7f, "NaN in the tensor makes every code NaN");
-    free(x), free(w), free(dy), free(y), free(dx), free(dw), free(expected);
+        case_product(got, &c, r, gemm, NULL, false, ROUND_NONE);
+        double error = check_relative_error(got, expected, n);
+        CHECK(error < FP32_TOLERANCE, "%s, product %d: %g", r->name, gemm, error);
+        case_product(plain, &c, recipe_row(RECIPE_BF16), gemm, NULL, false, ROUND_NONE);
+        error = check_relative_error(got, plain, n);
+        // E4M3's 3 bits of mantissa cost some 2.5 percent of each operand, E5M2's 2 bits twice that
+        if (recipe_is_fp8(r, (GemmKind)gemm)) CHECK(error > 0.005 && error < 0.08, "%s, product %d: FP8 costs %g", r->name, gemm, error);
+        else CHECK(error == 0, "%s, product %d is bf16", r->name, gemm);
+        case_product(rounded, &c, r, gemm, NULL, false, ROUND_BF16);
+        check_rounded(r->name, rounded, got, n);
+        for (int64_t i = 0; i < n; i++) expected[i] = got[i] + bias[i % p.N] + rounded[i];
+        case_product(rounded, &c, r, gemm, bias, true, ROUND_BF16);
+        check_rounded("added, with bias", rounded, expected, n);
+        free(got), free(rounded), free(expected), free(plain), free(bias), free(a), free(b);
+    }
+    linear_case_free(&c);
+}
+
+// The bf16 recipe is linear_forward and its gradients, bit for bit.
+static void test_bf16_recipe(void) {
+    LinearCase c = linear_case(9, 13, 20);
+    float *got[NUM_GEMMS], *want[NUM_GEMMS];
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        got[gemm] = zeros(20 * 20), want[gemm] = zeros(20 * 20);
+        case_product(got[gemm], &c, recipe_row(RECIPE_BF16), gemm, NULL, false, ROUND_BF16);
+    }
+    linear_forward(want[GEMM_FPROP], c.tensor[TENSOR_X], c.tensor[TENSOR_W], NULL, c.rows, c.K, c.N, ROUND_BF16);
+    linear_backward_input(want[GEMM_DGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_W], c.rows, c.K, c.N, ROUND_BF16);
+    linear_backward_weight(want[GEMM_WGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_X], c.rows, c.K, c.N, false, ROUND_BF16);
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        CHECK(memcmp(got[gemm], want[gemm], 400 * sizeof(float)) == 0, "product %d", gemm);
+        free(got[gemm]), free(want[gemm]);
+    }
+    linear_case_free(&c);
+}
+
+// A given scale is taken as it is and saturates; an operand of codes alone is the same operand, as either copy.
+static void test_given_scales(void) {
+    LinearCase c = linear_case(9, 13, 20);
+    const Recipe *r = recipe_row(RECIPE_DELAYED);
+    for (int copy = 0; copy < 2; copy++) {
+        LinearOperand q = case_operand(&c, r, TENSOR_W, (CopyKind)copy, 4096);
+        LinearOperand of_codes = linear_operand_of_codes(q.codes, c.N, c.K, (CopyKind)copy, FP8_E4M3, 4096);
+        CHECK(q.inverse_scale == 1.0f / 4096 && of_codes.inverse_scale == q.inverse_scale, "inverse scale %g", (double)q.inverse_scale);
+        int64_t wrong = 0, saturated = 0;
+        for (int64_t i = 0; i < c.N; i++)
+            for (int64_t k = 0; k < c.K; k++) {
+                const int64_t row = copy == COPY_ROW ? i : k, col = copy == COPY_ROW ? k : i;
+                const float have = q.view.data[row * q.view.row_stride + col * q.view.col_stride], scaled = c.tensor[TENSOR_W][i * c.K + k] * 4096;
+                wrong += have != of_codes.view.data[row * of_codes.view.row_stride + col * of_codes.view.col_stride];
+                wrong += have != fp8_to_float(fp8_from_float(scaled, FP8_E4M3), FP8_E4M3);
+                saturated += fabsf(scaled) > 464 && fabsf(have) == 448;
+            }
+        CHECK(wrong == 0 && saturated > 0, "copy %d: %lld wrong, %lld saturated", copy, (long long)wrong, (long long)saturated);
+        linear_operand_free(&q), linear_operand_free(&of_codes);
+    }
+    linear_case_free(&c);
+}
+
+// Special values of tensorwise: zeros stay zero, one infinity or NaN makes the whole product NaN (torchao's scale of 0, or NaN).
+static void test_fp8_special(void) {
+    const Recipe *r = recipe_row(RECIPE_TENSORWISE);
+    float one[] = {1, 1, 1, 1};
+    for (int i = 0; i < 3; i++) {
+        float special[] = {0, -0.0f, i == 1 ? INFINITY : i == 2 ? NAN : 0.0f, 0}, out[1];
+        LinearOperand a = linear_operand(special, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0), b = linear_operand(one, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0);
+        linear_product(out, a, b, 1, 1, 4, NULL, false, ROUND_BF16);
+        if (i == 0) CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80, "zeros times ones: %g, codes %02x %02x", (double)out[0], a.codes[0], a.codes[1]);
+        else CHECK(isnan(out[0]), "%g reaches the result as NaN, not %g", (double)special[2], (double)out[0]);
+        linear_operand_free(&a), linear_operand_free(&b);
+    }
 }
 
 static void test_adamw(void) {
@@ -404,19 +516,22 @@ static void test_initialize(void) {
 // Runs the operations whose work is split over threads; out receives all results.
 static void run_threads(int threads, float *out) {
     const AttentionDims d = {2, 70, 4, 2, 16, true};
-    const int64_t n = d.B * d.T * 8 * d.HD, rows = d.B * d.T, C = 128;
+    const int64_t n = d.B * d.T * 8 * d.HD, rows = d.B * d.T;
+    LinearCase c = linear_case(45, 70, 150);
     omp_set_num_threads(threads);
     float *x = random_floats(n, 20, 1), *g = random_floats(n, 21, 1), *lse = zeros(d.B * d.NH * d.T), *att = zeros(rows * 64);
     attention_forward(att, lse, x, d, ROUND_BF16);
     memcpy(out, att, (size_t)(rows * 64) * sizeof(float));
     attention_backward(out + rows * 64, g, x, att, lse, d, ROUND_BF16);
-    linear_backward_weight_fp8(out + rows * 64 + n, g, x, rows, C, C, false, ROUND_BF16);
-    out[rows * 64 + n + C * C] = (float)global_norm(g, n);
+    out += rows * 64 + n;
+    *out++ = (float)global_norm(g, n);
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++, out += c.N * c.K) case_product(out, &c, recipe_row(recipe), GEMM_WGRAD, NULL, false, ROUND_BF16);
     free(x), free(g), free(lse), free(att);
+    linear_case_free(&c);
 }
 
 static void test_threads(void) {
-    const int64_t n = 2 * 70 * (64 + 128) + 128 * 128 + 1;
+    const int64_t n = 2 * 70 * (64 + 128) + 1 + NUM_RECIPES * 70 * 150;
     float *one = zeros(n), *many = zeros(n);
     run_threads(1, one);
     for (int threads = 2; threads <= 5; threads++) {
@@ -445,7 +560,10 @@ int main(void) {
     test_attention(2, 150, 2, 1, 64, false);
     test_cross_entropy();
     test_embedding();
-    test_fp8();
+    for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) test_recipe_products(recipe);
+    test_bf16_recipe();
+    test_given_scales();
+    test_fp8_special();
     test_adamw();
     test_initialize();
     test_threads();

@@ -49,7 +49,9 @@ for row, (name, T, gpus, precision, model) in zip(rows, runs):
         continue
     lines = [json.loads(line) for line in open(f"{out}/{name}/log.jsonl")]
     settings, steps = lines[0], [line for line in lines if line["type"] == "step"]
-    assert settings["world_size"] == int(gpus) and settings["settings"]["precision"] == precision and settings["settings"]["sequence-length"] == int(T)
+    options, words = settings["settings"], precision.split(":")
+    assert settings["world_size"] == int(gpus) and options["sequence-length"] == int(T)
+    assert [options["precision"], options["fp8-recipe"], options["fp8-emulate"]] == [words[0], (words + ["tensorwise"])[1], "on" if "emulate" in words else "off"]
     assert len(steps) == settings["settings"]["num-steps"] == int(row["steps"]) and [s["step"] for s in steps] == list(range(1, len(steps) + 1))
     ms = statistics.median(s["ms"] for s in steps[10:])
     rate = int(T) / ms * 1e3
@@ -66,8 +68,8 @@ for row in rows:
         if key in truth and other: assert close(float(row[column]), truth[key][name] / other[name]), (key, column)
         else: assert row[column] == "", (key, column, row[column])
     against("scaling_efficiency", one, "tokens_per_second_per_gpu")
-    against("fp8_over_bf16_speed", bf16 if key[2] == "fp8" else None, "tokens_per_second_per_gpu")
-    against("fp8_over_bf16_loss", bf16 if key[2] == "fp8" else None, "last_loss")
+    against("fp8_over_bf16_speed", bf16 if key[2].startswith("fp8") else None, "tokens_per_second_per_gpu")
+    against("fp8_over_bf16_loss", bf16 if key[2].startswith("fp8") else None, "last_loss")
 # The text and Markdown tables show the same, rounded.
 text = [line.rstrip("\n") for line in open(out + "/table.txt")]
 text = text[next(i for i, line in enumerate(text) if line.startswith("model")) + 1:]
@@ -78,9 +80,9 @@ for row, line, cells in zip(rows, text, marked[2:]):
     if row["result"] == "done":
         want = ["%.0f" % float(row["tokens_per_second_per_gpu"]), "%.0f" % float(row["tokens_per_second"]), "%.3f" % float(row["steps_per_second"]),
                 "%.4f" % float(row["tflops_per_gpu"]), "n/a", "%.3f" % (int(row["memory_bytes"]) / 2**30), "%.4f" % float(row["last_loss"])]
-        if row["precision"] == "fp8" and row["fp8_over_bf16_speed"]:
+        if row["precision"].startswith("fp8") and row["fp8_over_bf16_speed"]:
             want += ["%.2fx" % float(row["fp8_over_bf16_speed"]), "%+.2f%%" % (100 * float(row["fp8_over_bf16_loss"]) - 100)]
-        elif row["precision"] == "fp8": want += ["n/a", "n/a"]
+        elif row["precision"].startswith("fp8"): want += ["n/a", "n/a"]
         want += ["%.1f%%" % (100 * float(row["scaling_efficiency"])) if row["scaling_efficiency"] else "n/a"]
         assert [c for c in cells[4:] if c] == want == line.split()[4:], (cells, want, line)
     else:
@@ -140,6 +142,19 @@ check "--retry all tries out of memory again" lacks "$out/llama3.1-405b_T64_bf16
 echo "of the third start" >>"$out/tiny_T40_fp8_1gpu/stdout.txt"
 start "${main[@]}" --retry none
 check "--retry none leaves failed runs" holds "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the third start"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FP8 recipes as precisions: folders, rows and ratios of their own. Options of FP8 after -- reach the runs in FP8 alone, else that in BF16 would fail.
+
+out=$tmp/recipes
+arguments=(--models tiny --sequence-lengths 64 --precisions "bf16 fp8 fp8:rowwise_with_gw_hp fp8:mxfp8:emulate" --gpus 1 --num-steps 22 --out "$out")
+sweep "${arguments[@]}" -- --fp8-filter first --beta1 0.8 --fp8-all-gather=off >"$tmp/recipes.log" 2>&1
+check "recipes: all runs finish" equal "$? $(grep -c '^    done in' "$tmp/recipes.log")" "0 4"
+check "recipes: a folder each" test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
+check "recipes: options of FP8 reach it" holds "$out/tiny_T64_fp8_1gpu/log.jsonl" '"fp8-filter": "first"'
+check "recipes: not BF16" holds "$out/tiny_T64_bf16_1gpu/log.jsonl" '"fp8-filter": ""'
+check "recipes: other options reach all" equal "$(grep -l '"beta1": 0.8,' "$out"/*/log.jsonl | grep -c .)" 4
+check "recipes: tables" tables "$out" "4 of 4 runs with numbers"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Interrupts. Each sweep here has one finished run, one in progress and one to come. Long enough that none ends by itself.
@@ -229,6 +244,10 @@ refused "holds runs of other settings" "${arguments[@]}" -- --learning-rate 1
 refused "unknown option --model;" --model tiny
 refused "\"0\" is not a positive" --gpus 0
 refused "not \"fp4\"" --precisions fp4
+refused "not \"fp8:\"" --precisions fp8:
+refused "not \"bf16:rowwise\"" --precisions bf16:rowwise
+refused "has no such recipe; it has tensorwise delayed " --precisions fp8:row
+refused "fp8-recipe is set by the sweep" -- --fp8-recipe rowwise
 refused "--precision is set by the sweep" -- --precision fp8
 refused "no training shards $tmp/none.bin" --data "$tmp/none.bin" --models tiny
 refused "would share the folder" --models "$tmp/mine,./mine" --out "$tmp/shared"

@@ -162,17 +162,34 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     trainer_free(&t);
 }
 
-// Weights after some steps on made-up tokens, with the whole global batch given as `micro_steps` micro-batches; then the last gradient norm. With FP8 all
-// sequences are the same, so that every micro-batch has the scales of the whole batch.
-static float *trained_weights(int precision, int recompute, int threads, int64_t micro_steps, int steps) {
-    const int64_t B = 4, T = 16;
-    Options o = small_options(precision, B / micro_steps, T);
+// Sizes that every recipe takes in FP8.
+static ModelConfig fp8_model(void) {
     ModelConfig m = odd_model(FAMILY_QWEN3);
-    m.hidden_size = 32, m.intermediate_size = 48;
+    m.hidden_size = 128, m.intermediate_size = 256;
+    m.num_heads = 4, m.num_kv_heads = 2, m.head_dim = 32;
+    m.initializer_range = 0.1;
+    return m;
+}
+
+// Weights after some steps on made-up tokens, with the whole global batch given as `micro_steps` micro-batches; then the last gradient norm, then with delayed
+// scaling the scales. With FP8 all sequences are the same, so that every micro-batch has the scales of the whole batch.
+typedef struct {
+    float *values;
+    int64_t count, weights;
+} Trained;
+
+static Trained train_some(int precision, int recipe, int recompute, int threads, int64_t micro_steps, int steps) {
+    const int64_t B = 4, T = precision == PRECISION_FP8 ? 32 : 16;
+    Options o = small_options(precision, B / micro_steps, T);
+    o.fp8_recipe = recipe, o.fp8_amax_history = 3;
+    o.fp8_format = FP8_FORMAT_AUTO, o.fp8_all_gather = AUTO;
+    options_resolve(&o);
+    ModelConfig m = precision == PRECISION_FP8 ? fp8_model() : odd_model(FAMILY_QWEN3);
     o.recompute = recompute, o.grad_accumulation_steps = micro_steps;
     omp_set_num_threads(threads);
     Trainer t;
     trainer_create(&t, &o, &m);
+    CHECK(precision != PRECISION_FP8 || !t.precision.any_bf16, "recipe %d: some linear layers are bf16", recipe);
     weights_initialize(&t);
     for (int step = 0; step < steps; step++) {
         for (int64_t micro = 0; micro < micro_steps; micro++) {
@@ -180,48 +197,73 @@ static float *trained_weights(int precision, int recompute, int threads, int64_t
                 const int64_t at = precision == PRECISION_FP8 ? i % T : (step * micro_steps + micro) * o.batch_size * T + i;
                 t.inputs[i] = (int32_t)(rng_u64(9, (uint64_t)at) % 37), t.targets[i] = (int32_t)(rng_u64(9, (uint64_t)at + 1) % 37);
             }
-            model_forward(&t, t.inputs, o.batch_size, T);
-            model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), micro > 0);
+            micro_step(&t, (float)(1.0 / (double)(B * T)), micro > 0);
         }
         weights_update(&t, step, global_norm(t.gradients, t.table.total));
     }
-    float *weights = (float *)xcalloc((size_t)t.table.total + 1, sizeof(float));
-    memcpy(weights, t.master, (size_t)t.table.total * sizeof(float));
-    weights[t.table.total] = (float)global_norm(t.gradients, t.table.total);
+    const int64_t scales = t.delayed.tensors;
+    Trained r = {(float *)xcalloc((size_t)(t.table.total + 1 + scales), sizeof(float)), t.table.total + 1 + scales, t.table.total};
+    memcpy(r.values, t.master, (size_t)t.table.total * sizeof(float));
+    r.values[t.table.total] = (float)global_norm(t.gradients, t.table.total);
+    if (scales) memcpy(r.values + t.table.total + 1, t.delayed.scale, (size_t)scales * sizeof(float));
     trainer_free(&t);
     omp_set_num_threads(2);
-    return weights;
+    return r;
 }
 
-static void test_invariance(int precision) {
-    ModelConfig m = odd_model(FAMILY_QWEN3);
-    m.hidden_size = 32, m.intermediate_size = 48;
-    ParameterTable table = parameter_table(&m);
-    const size_t bytes = (size_t)(table.total + 1) * sizeof(float);
-    float *one = trained_weights(precision, RECOMPUTE_NONE, 1, 1, 3);
-    for (int threads = 2; threads <= 4; threads++) {
-        float *many = trained_weights(precision, RECOMPUTE_NONE, threads, 1, 3);
-        CHECK(memcmp(one, many, bytes) == 0, "precision %d: %d threads give other bits than one", precision, threads);
-        free(many);
+static bool same_training(Trained a, Trained b) { return a.count == b.count && memcmp(a.values, b.values, (size_t)a.count * sizeof(float)) == 0; }
+
+static void test_invariance(int precision, int recipe) {
+    const char *name = precision == PRECISION_FP32 ? "fp32" : precision == PRECISION_BF16 ? "bf16" : recipe_row(recipe)->name;
+    Trained one = train_some(precision, recipe, RECOMPUTE_NONE, 1, 1, 3);
+    for (int threads = 2; threads <= 3; threads++) {
+        Trained many = train_some(precision, recipe, RECOMPUTE_LAYER, threads, 1, 3);
+        CHECK(same_training(one, many), "%s: --recompute layer with %d threads gives other bits", name, threads);
+        free(many.values);
     }
-    float *again = trained_weights(precision, RECOMPUTE_LAYER, 2, 1, 3);
-    CHECK(memcmp(one, again, bytes) == 0, "precision %d: --recompute layer gives other bits", precision);
-    free(again);
-    for (int64_t micro_steps = 2; micro_steps <= 4; micro_steps *= 2) {
-        float *split = trained_weights(precision, RECOMPUTE_NONE, 2, micro_steps, 1);
-        float *whole = trained_weights(precision, RECOMPUTE_NONE, 2, 1, 1);
-        const double norm_error = fabs(split[table.total] / whole[table.total] - 1);
+    for (int64_t micro_steps = precision == PRECISION_FP8 ? 4 : 2; micro_steps <= 4; micro_steps *= 2) {
+        Trained split = train_some(precision, recipe, RECOMPUTE_NONE, 2, micro_steps, 1), whole = train_some(precision, recipe, RECOMPUTE_NONE, 2, 1, 1);
+        const double norm_error = fabs(split.values[split.weights] / whole.values[whole.weights] - 1);
         // fp32: only the order of sums. Else each micro-step rounds the running sum once more (2^-9).
         const double tolerance = precision == PRECISION_FP32 ? 1e-6 : 4e-3;
-        CHECK(norm_error < tolerance, "precision %d: gradient norm in %lld micro-steps off by %g", precision, (long long)micro_steps, norm_error);
+        CHECK(norm_error < tolerance, "%s: gradient norm in %lld micro-steps off by %g", name, (long long)micro_steps, norm_error);
         if (precision == PRECISION_FP32) {
-            const double error = check_relative_error(split, whole, table.total);
+            const double error = check_relative_error(split.values, whole.values, whole.weights);
             CHECK(error < 1e-4, "weights after a step of %lld micro-steps off by %g", (long long)micro_steps, error);
         }
-        free(split), free(whole);
+        free(split.values), free(whole.values);
     }
-    free(one);
-    parameter_table_free(&table);
+    free(one.values);
+}
+
+// Delayed scaling, tensor by tensor: when histories move, and which scale casts what.
+static void test_delayed(void) {
+    const ModelConfig m = fp8_model();
+    Options o = small_options(PRECISION_FP8, 1, 32);
+    o.fp8_recipe = RECIPE_DELAYED, o.fp8_amax_history = 4, o.fp8_margin = 1;
+    Trainer t;
+    trainer_create(&t, &o, &m);
+    weights_initialize(&t);
+    fill_tokens(&t, 5);
+    const DelayedState *d = &t.delayed;
+    model_forward(&t, t.inputs, 1, 32);  // as in validation
+    for (int64_t i = 0; i < d->tensors; i++) CHECK(d->scale[i] == 0 && d->history[4 * i + 3] == 0, "a forward pass alone moves tensor %lld", (long long)i);
+    const int64_t w = delayed_index(1, TENSOR_W, DOWN_PROJ), x = delayed_index(0, TENSOR_X, QKV_PROJ), dy = delayed_index(0, TENSOR_DY, GATE_UP_PROJ);
+    const float first_weight = float_from_bits(t.amax[w]);
+    CHECK(weight_scale(&t, 1, DOWN_PROJ) == 224 / first_weight, "the first weights are cast with their own magnitude");
+    micro_step(&t, 1.0f / 32, false);
+    const float first_input = d->history[4 * x + 3], first_scale = d->scale[x];
+    CHECK(first_input == float_from_bits(quantize_tensor_amax(t.acts[0].norm1, 1, 32 * 128, 32 * 128, 1, SCALE_TE)), "amax of an input: %g", (double)first_input);
+    CHECK(first_scale == 224 / first_input && d->scale[dy] == 28672 / d->history[4 * dy + 3] && d->scale[w] == 0, "scales after a micro-step");
+    micro_step(&t, 1.0f / 32, true);
+    CHECK(d->history[4 * x + 2] == first_input && d->history[4 * x + 3] == first_input && d->scale[x] == first_scale, "the same micro-step again");
+    weights_update(&t, 0, 1);
+    const float second_weight = float_from_bits(t.amax[w]);
+    CHECK(d->history[4 * w + 3] == first_weight && d->scale[w] == 224 / first_weight && weight_scale(&t, 1, DOWN_PROJ) == d->scale[w],
+          "weights are cast with what was known before them: %g, %g", (double)d->scale[w], (double)first_weight);
+    weights_update(&t, 1, 1);
+    CHECK(d->history[4 * w + 3] == second_weight && d->history[4 * w + 2] == first_weight, "the next update adds %g", (double)second_weight);
+    trainer_free(&t);
 }
 
 // A NaN in one weight: the step must be skipped with every bit of weights and state kept, and the origin named.
@@ -328,27 +370,121 @@ static char *loss_lines(const char *name, int64_t first) {
     return lines;
 }
 
-static void test_resume(const char *precision) {
+static void test_resume(const char *name_of_run, const char *precision) {
     char command[512];
     const char *const common = SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps 8 --grad-accumulation-steps 2 --precision";
     char *output;
-    format_checked(command, sizeof command, "%s %s --log-dir @/log-%s", common, precision, precision);
+    format_checked(command, sizeof command, "%s %s --log-dir @/log-%s", common, precision, name_of_run);
     CHECK(run_program(command, NULL) == 0, "%s: a plain run of 8 steps", precision);
-    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --checkpoint-every 3", common, precision, precision);
+    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --checkpoint-every 3", common, precision, name_of_run);
     CHECK(run_program(command, NULL) == 0, "%s: a run that saves", precision);
     char folder[PATH_CAPACITY];
     Failure failure;
-    format_checked(folder, sizeof folder, "%s/ck-%s/step-00000008", test_folder, precision);
+    format_checked(folder, sizeof folder, "%s/ck-%s/step-00000008", test_folder, name_of_run);
     CHECK(folder_exists(folder) && folder_remove(folder, &failure), "%s: the last checkpoint", precision);
-    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common, precision, precision, precision);
+    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common, precision, name_of_run, name_of_run);
     CHECK(run_program(command, &output) == 0 && strstr(output, "step-00000006"), "%s: resumed from step 6: %s", precision, output);
     char *whole, *resumed, name[64];
-    format_checked(name, sizeof name, "log-%s/log.jsonl", precision);
+    format_checked(name, sizeof name, "log-%s/log.jsonl", name_of_run);
     whole = loss_lines(name, 7);
-    format_checked(name, sizeof name, "log2-%s/log.jsonl", precision);
+    format_checked(name, sizeof name, "log2-%s/log.jsonl", name_of_run);
     resumed = loss_lines(name, 0);
     CHECK(*whole && strcmp(whole, resumed) == 0, "%s: resumed loss lines differ:\n%s%s", precision, whole, resumed);
     free(whole), free(resumed), free(output);
+}
+
+// The history belongs to the run: without it, or with another one, there is no going on.
+static void test_delayed_resume(void) {
+    char *output, state[PATH_CAPACITY];
+    const char *const common = SMALL_RUN "--precision fp8 --fp8-recipe delayed --num-steps 9 --grad-accumulation-steps 2 --checkpoint-dir @/ck-delayed --resume";
+    char command[512];
+    format_checked(command, sizeof command, "%s --fp8-amax-history 5", common);
+    CHECK(run_program(command, &output) == 1 && strstr(output, "--fp8-amax-history is 3 in the checkpoint, 5 now"), "%s", output);
+    free(output);
+    format_checked(state, sizeof state, "%s/ck-delayed/step-00000008/fp8_state.safetensors", test_folder);
+    CHECK(path_exists(state), "%s", state);
+    format_checked(command, sizeof command, "%s --fp8-amax-history 3 --keep-checkpoints 1 --export-hf @/delayed-export", common);
+    CHECK(run_program(command, &output) == 0, "%s", output);
+    free(output);
+    format_checked(state, sizeof state, "%s/delayed-export/fp8_state.safetensors", test_folder);
+    CHECK(!path_exists(state), "an export holds %s", state);
+}
+
+// Loss and norm of the steps of a run, as printed.
+static char *run_lines(const char *model, const char *options) {
+    char command[512], *output, *lines = (char *)xcalloc(4096, 1);
+    format_checked(command, sizeof command, "%s --train-data @/train.bin --sequence-length 64 --batch-size 2 --learning-rate 1e-3 --num-steps 4 %s", model, options);
+    CHECK(run_program(command, &output) == 0, "%s: %s", options, output);
+    for (char *line = strtok(output, "\n"); line; line = strtok(NULL, "\n")) {
+        char *speed = strstr(line, "| lr ");
+        if (strncmp(line, "step ", 5) != 0 || !speed) continue;
+        *speed = 0;
+        strcat(lines, line), strcat(lines, "\n");
+    }
+    free(output);
+    return lines;
+}
+
+// The largest relative difference of two runs' losses.
+static double lines_differ(const char *a, const char *b) {
+    double largest = 0;
+    int steps = 0;
+    for (; (a = strstr(a, "loss ")) && (b = strstr(b, "loss ")); steps++) {
+        const double difference = fabs(atof(a += 5) / atof(b += 5) - 1);
+        if (!(difference <= largest)) largest = difference;
+    }
+    return steps == 4 ? largest : (double)NAN;
+}
+
+static void test_recipes(void) {
+    char *bf16 = run_lines("small", "--precision bf16");
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++) {
+        char options[128];
+        format_checked(options, sizeof options, "--precision fp8 --fp8-recipe %s", recipe_row(recipe)->name);
+        char *lines = run_lines("small", options);
+        const double difference = lines_differ(lines, bf16);
+        // each operand is off by 2-3% rms (E5M2: 5-6%), at random: a loss, the mean of 128 rows, moves by some 1e-3, and again in each step after it
+        CHECK(difference > 0 && difference < 0.01, "%s: losses off by %g:\n%s%s", recipe_row(recipe)->name, difference, lines, bf16);
+        printf("%-18s 4 steps of small: losses within %.1e of bf16\n", recipe_row(recipe)->name, difference);
+        free(lines);
+    }
+    free(bf16);
+}
+
+// What options leave in bf16, or change nothing, and what they must change: of the two layers of `tiny`.
+static void test_filters(void) {
+    char *bf16 = run_lines("tiny", "--precision bf16"), *tensorwise = run_lines("tiny", "--precision fp8");
+    static const struct { const char *options; int same_as; } filtered[] = {  // 0 bf16, 1 tensorwise, 2 neither
+        {"--fp8-filter attention,mlp", 0}, {"--fp8-filter first,layers=1-1", 0}, {"--fp8-recipe mxfp8 --fp8-filter qkv,attn_out,gate_up,down", 0},
+        {"--fp8-filter lm_head", 1},       {"--fp8-emulate", 1},                      {"--fp8-fast-accum all", 1}, {"--fp8-audit 3", 1}, 
+        {"--fp8-filter last", 2},          {"--fp8-filter down", 2}, {"--fp8-format e4m3", 2}};
+    for (size_t i = 0; i < sizeof filtered / sizeof filtered[0]; i++) {
+        char options[160];
+        format_checked(options, sizeof options, "--precision fp8 %s", filtered[i].options);
+        char *lines = run_lines("tiny", options);
+        const bool plain = strcmp(lines, bf16) == 0, fp8 = strcmp(lines, tensorwise) == 0;
+        CHECK(plain == (filtered[i].same_as == 0) && fp8 == (filtered[i].same_as == 1), "%s:\n%s", filtered[i].options, lines);
+        free(lines);
+    }
+    free(bf16), free(tensorwise);
+}
+
+// --fp8-audit: a line for each operand of each audit, a table at the end, and the same training.
+static void test_audit(void) {
+    char *output;
+    CHECK(run_program(SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last --recompute layer --fp8-audit 2 --log-dir @/audit", &output) == 0, "%s", output);
+    CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "FP8 hurts most: layer 0"), "%s", output);
+    free(output);
+    char *text = read_file(in_test_folder("audit/log.jsonl"), NULL);
+    int lines = 0, last = 0, good = 0;
+    for (char *line = text ? strtok(text, "\n") : NULL; line; line = strtok(NULL, "\n")) {
+        if (!strstr(line, "\"fp8_audit\"")) continue;
+        lines++, last += strstr(line, "\"layer\": 1") != NULL;
+        const char *db = strstr(line, "\"sqnr_db\": ");
+        good += db && atof(db + 11) > 25 && atof(db + 11) < 35;  // E4M3 that fits its range: 6.02 dB a bit of 4, and 10 log10(12 x 0.72 / 2) for the mean square of a rounding
+    }
+    CHECK(lines == 2 * NUM_LINEARS * 6 && last == 0 && good == lines, "%d lines, %d of the filtered layer, %d with a likely SQNR", lines, last, good);
+    free(text);
 }
 
 // The same samples in other micro-batches: losses of 6 steps agree but for the order of sums, and so do the data read.
@@ -444,6 +580,13 @@ static void test_refusals(void) {
         {"tiny --train-data @/train.bin --sequence-length 32 --checkpoint-dir /proc/no/such", "--checkpoint-dir"},
         {"tiny --train-data @/train.bin --sequence-length 32 --export-hf /proc/exported", "--export-hf"},
         {"llama3.1-405b --train-data @/train.bin --sequence-length 32 --precision bf16", "would help"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter everything", "\"everything\" is none of"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter first,layers=1-2", "it has 0 to 1"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter auto", "GPU"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --fp8-filter first", "add --precision fp8"},
+        {"tiny --train-data @/train.bin --sequence-length 96 --precision fp8 --fp8-recipe blockwise", "multiples of 128"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-recipe rowwise --fp8-all-gather on", "leave it at auto"},
+        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-margin 1", "fp8-recipe delayed"},
         {"@/qwen3_tiny --train-data @/large.bin --sequence-length 32", "use a shard made with the model's own tokenizer"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
@@ -501,13 +644,19 @@ int main(int argc, char **argv) {
         test_slope(families[i], 2, 7);
         test_slope(families[i], 1, 70);
     }
-    test_invariance(PRECISION_FP32);
-    test_invariance(PRECISION_BF16);
-    test_invariance(PRECISION_FP8);
+    test_invariance(PRECISION_FP32, RECIPE_BF16);
+    test_invariance(PRECISION_BF16, RECIPE_BF16);
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++) test_invariance(PRECISION_FP8, recipe);
+    test_delayed();
     test_nonfinite();
-    test_resume("bf16");
-    test_resume("fp8");
-    test_resume("fp32");
+    test_resume("bf16", "bf16");
+    test_resume("fp8", "fp8");
+    test_resume("fp32", "fp32");
+    test_resume("delayed", "fp8 --fp8-recipe delayed --fp8-amax-history 3");
+    test_delayed_resume();
+    test_recipes();
+    test_filters();
+    test_audit();
     test_accumulation();
     test_signal(SIGTERM, "term");
     test_signal(SIGINT, "int");

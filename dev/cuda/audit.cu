@@ -1,0 +1,326 @@
+// Checks and times llmc/audit.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o audit dev/cuda/audit.cu
+#include "../../llmc/audit.cuh"
+#include "../../llmc/quantize.cuh"
+#include "../../llmc/quantize_reference.h"
+#include "bench.cuh"
+
+typedef enum { FILL_NORMAL, FILL_OUTLIERS, FILL_INFINITY, FILL_NAN, NUM_FILLS } Fill;
+static const char *const fill_names[NUM_FILLS] = {"normal", "outliers", "infinity", "NaN"};
+
+// OUTLIERS: a huge value, a row and a column of zeros, a denormal, and values far below the rest.
+static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
+    bf16_bits *x = bench_normal(23, R * C, 1);
+    if (fill == FILL_OUTLIERS) {
+        for (int64_t i = 0; i < R * C; i += 7) x[i] = bf16_from_float(1e-7f * bf16_to_float(x[i]));
+        for (int64_t c = 0; c < C; c++) x[R / 3 * C + c] = 0;
+        for (int64_t r = 0; r < R; r++) x[r * C + C / 2] = 0x8000;
+        x[R * C - 1] = bf16_from_float(3e5f);
+        x[R * C - 2] = 0x0003;
+    }
+    if (fill == FILL_INFINITY) x[R * C / 2] = 0xff80;
+    if (fill == FILL_NAN) x[R * C / 2] = 0x7fc0;
+    return x;
+}
+
+// Two tensors side by side, columns [0, C) and [C, 2C) of x.
+struct PairSource {
+    enum { ROLES = 1 << TENSOR_DY, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
+    struct Raw {
+        Bf16x8 v[2];
+    };
+    struct Column {};
+    const bf16 *x;
+    int64_t C;
+    __device__ void load_column(Column *, int64_t) const {}
+    __device__ void load(Raw *raw, int64_t row, int64_t column) const {
+        for (int o = 0; o < 2; o++) raw->v[o] = bf16x8_load(x + (2 * row + o) * C + column);
+    }
+    __device__ void values(Bf16x8 v[2], const Raw &raw, const Column &, uint32_t *) const { v[0] = raw.v[0], v[1] = raw.v[1]; }
+};
+
+static bool same_or_nan(uint32_t a, uint32_t b) { return a == b || (isnan(float_from_bits(a)) && isnan(float_from_bits(b))); }
+
+// Signal and noise are sums of positive doubles in another order. No element passes through more than 4e6 additions; a rounding of 2^-53 in each is 4.5e-10.
+static bool sum_is_close(double got, double want) { return got == want || fabs(got - want) <= 1e-9 * want; }
+
+static void check_sums(const char *label, const AuditSums *got, const AuditSums *want) {
+    CHECK(got->count == want->count && got->flushed == want->flushed && got->saturated == want->saturated,
+          "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, %.0f", label, got->count, got->flushed, got->saturated, want->count, want->flushed,
+          want->saturated);
+    CHECK(sum_is_close(got->signal, want->signal) && sum_is_close(got->noise, want->noise), "%s: signal %.17g, noise %.17g; want %.17g, %.17g", label, got->signal,
+          got->noise, want->signal, want->noise);
+    CHECK(same_or_nan(got->amax, want->amax) && same_or_nan(got->scale_max, want->scale_max) && same_or_nan(got->inverse_scale_max, want->inverse_scale_max),
+          "%s: amax 0x%08x, scale 0x%08x, inverse 0x%08x; want 0x%08x, 0x%08x, 0x%08x", label, got->amax, got->scale_max, got->inverse_scale_max, want->amax,
+          want->scale_max, want->inverse_scale_max);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Copies made on the host
+
+typedef struct {
+    int64_t R, C;
+    Grain row, col;
+    ScaleRule rule;
+    Fp8Format format;
+    Fill fill;
+    float scale;  // 0: from the amax
+} Case;
+
+typedef struct {
+    float *x;
+    bf16 *device_x;
+    Fp8Tensor t;        // on the device
+    AuditSums *sums;    // [2], on the device: what t.audit points to
+    AuditSums want[2];
+} Audited;
+
+// Codes and scales of one copy, uploaded; adds to *want.
+static void make_copy(AuditSums *want, uint8_t **codes, void **scales, const Case *c, const float *x, bool turned) {
+    const Grain grain = turned ? c->col : c->row;
+    const int64_t outer = turned ? c->C : c->R, depth = turned ? c->R : c->C, outer_stride = turned ? 1 : c->C, depth_stride = turned ? c->C : 1;
+    uint8_t *host = (uint8_t *)xcalloc((size_t)(c->R * c->C), 1);
+    void *host_scales = xcalloc((size_t)scale_bytes(grain, outer, depth), 1);
+    quantize_copy(host, host_scales, x, outer, depth, outer_stride, depth_stride, grain, c->rule, c->format, c->scale);
+    audit_copy(want, x, host, host_scales, outer, depth, outer_stride, depth_stride, grain, c->format);
+    *codes = (uint8_t *)bench_upload(host, c->R * c->C);
+    *scales = bench_upload(host_scales, scale_bytes(grain, outer, depth));
+    free(host);
+    free(host_scales);
+}
+
+static Audited audited_create(const Case *c) {
+    Audited a = {};
+    bf16_bits *bits = make_input(c->fill, c->R, c->C);
+    a.x = bf16_to_floats(bits, c->R * c->C);
+    a.device_x = (bf16 *)bench_upload(bits, c->R * c->C * 2);
+    free(bits);
+    make_copy(&a.want[COPY_ROW], &a.t.row, &a.t.row_scales, c, a.x, false);
+    make_copy(&a.want[COPY_COL], &a.t.col, &a.t.col_scales, c, a.x, true);
+    a.t.format = c->format, a.t.rule = c->rule, a.t.row_grain = c->row, a.t.col_grain = c->col;
+    a.sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
+    a.t.audit[COPY_ROW] = a.sums, a.t.audit[COPY_COL] = a.sums + 1;
+    return a;
+}
+
+static void audited_free(Audited *a) {
+    void *device[] = {a->device_x, a->t.row, a->t.col, a->t.row_scales, a->t.col_scales, a->sums};
+    for (void *p : device) bench_free(p);
+    free(a->x);
+}
+
+static void check_audited(const char *label, Audited *a) {
+    AuditSums *got = (AuditSums *)bench_download(a->sums, 2 * (int64_t)sizeof(AuditSums), label);
+    for (int copy = 0; copy < 2; copy++) {
+        char name[192];
+        format_checked(name, sizeof name, "%s, %s copy", label, copy ? "col" : "row");
+        check_sums(name, &got[copy], &a->want[copy]);
+    }
+    free(got);
+}
+
+static void check_case(Case c) {
+    char label[128];
+    format_checked(label, sizeof label, "%lld x %lld, grains %d %d, rule %d, %s, %s", (long long)c.R, (long long)c.C, (int)c.row, (int)c.col, (int)c.rule,
+                   c.format == FP8_E4M3 ? "e4m3" : "e5m2", fill_names[c.fill]);
+    Audited a = audited_create(&c);
+    audit_source(a.t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
+    check_audited(label, &a);
+    for (int copy = 0; copy < 2; copy++) {  // sums go on
+        const AuditSums once = a.want[copy];
+        audit_merge(&a.want[copy], &once);
+    }
+    if (c.C % 32 == 0) audit_source(a.t, PairSource{a.device_x, c.C / 2}, c.R, c.C / 2, 0);
+    else audit_source(a.t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
+    check_audited(label, &a);
+    audited_free(&a);
+}
+
+// One copy not cast, one not audited, and both.
+static void check_missing(void) {
+    const Case c = {200, 272, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_NORMAL, 0};
+    for (int without = 0; without < 4; without++) {
+        Audited a = audited_create(&c);
+        Fp8Tensor t = a.t;
+        const int copy = without % 2;
+        if (without >= 2) t.audit[copy] = NULL;
+        else if (copy == COPY_ROW) t.row = NULL;
+        else t.col = NULL;
+        a.want[copy] = AuditSums{};
+        audit_source(t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
+        check_audited(without >= 2 ? "copy not audited" : "copy not cast", &a);
+        audited_free(&a);
+    }
+}
+
+// A tensor in parts of uneven length is the whole of it.
+static void check_parts(void) {
+    const Case c = {320, 528, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_OUTLIERS, 0};
+    Audited a = audited_create(&c);
+    const int64_t ends[] = {0, 16, 16, 4112, 100000, c.R * c.C};
+    for (int i = 1; i < 6; i++)
+        audit_part(a.sums, a.device_x + ends[i - 1], a.t.row + ends[i - 1], (const float *)a.t.row_scales, ends[i] - ends[i - 1], c.format, 0);
+    a.want[COPY_COL] = AuditSums{};
+    check_audited("parts", &a);
+    audited_free(&a);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The casts' own audits: quantize.cuh calls them where an Fp8Tensor has places for the sums
+
+// A tensor's copies as a recipe has them, not cast yet.
+static Fp8Tensor recipe_tensor(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
+    Fp8Tensor t = {};
+    t.row_grain = recipe_grain(r, tensor, COPY_ROW), t.col_grain = recipe_grain(r, tensor, COPY_COL);
+    t.rule = r->rule, t.format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
+    if (t.row_grain != GRAIN_BF16) t.row = (uint8_t *)bench_alloc(R * C), t.row_scales = bench_zeros(scale_bytes(t.row_grain, R, C));
+    if (t.col_grain != GRAIN_BF16) t.col = (uint8_t *)bench_alloc(R * C), t.col_scales = bench_zeros(scale_bytes(t.col_grain, C, R));
+    if (t.row_grain == GRAIN_TENSOR && t.col_grain == GRAIN_TENSOR) bench_free(t.col_scales), t.col_scales = t.row_scales;
+    t.amax = (uint32_t *)bench_zeros(max_i64(1, tensor_amaxes(t.row_grain, t.col_grain, R, C)) * (int64_t)sizeof(uint32_t));
+    return t;
+}
+
+static void recipe_tensor_free(Fp8Tensor t) {
+    void *device[] = {t.row, t.col, t.row_scales, t.col_scales == t.row_scales ? NULL : t.col_scales, t.amax};
+    for (void *p : device) bench_free(p);
+}
+
+static void check_cast(int recipe, TensorRole tensor) {
+    const int64_t R = 384, C = 272;
+    const Recipe *r = recipe_row(recipe);
+    char label[96];
+    bf16_bits *bits = make_input(FILL_OUTLIERS, R, C);
+    float *x = bf16_to_floats(bits, R * C);
+    bf16 *device_x = (bf16 *)bench_upload(bits, R * C * 2);
+    AuditSums *sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
+    Fp8Tensor t = recipe_tensor(r, tensor, R, C);
+    t.audit[COPY_ROW] = sums, t.audit[COPY_COL] = sums + 1;
+    tensor_quantize(t, device_x, R, C, 0);
+    AuditSums *got = (AuditSums *)bench_download(sums, 2 * (int64_t)sizeof(AuditSums), r->name);
+    for (int copy = 0; copy < 2; copy++) {
+        format_checked(label, sizeof label, "cast of %s, tensor %d, %s copy", r->name, (int)tensor, copy ? "col" : "row");
+        AuditSums want = {};
+        const Grain grain = copy ? t.col_grain : t.row_grain;
+        const int64_t outer = copy ? C : R, depth = copy ? R : C;
+        if (grain != GRAIN_BF16) {
+            uint8_t *codes = (uint8_t *)bench_download(copy ? t.col : t.row, R * C, label);
+            void *scales = bench_download(copy ? t.col_scales : t.row_scales, scale_bytes(grain, outer, depth), label);
+            audit_copy(&want, x, codes, scales, outer, depth, copy ? 1 : C, copy ? C : 1, grain, t.format);
+            free(codes);
+            free(scales);
+        }
+        check_sums(label, &got[copy], &want);
+    }
+    recipe_tensor_free(t);
+    bench_free(device_x), bench_free(sums);
+    free(got), free(bits), free(x);
+}
+
+// Two layers' slices of three tensors, the second of which has no part of them, with padding behind.
+static void check_slices(void) {
+    enum { LAYERS = 2, TENSORS = 3, SIZE = 5120 };
+    const int64_t ends[TENSORS] = {1040, 1040, 4992};
+    bf16_bits *bits = make_input(FILL_OUTLIERS, 2 * LAYERS, SIZE);
+    float *x = bf16_to_floats(bits, 2 * LAYERS * SIZE);
+    const float amax[LAYERS * TENSORS] = {3, 1, 5, 2, 1, 4e5f};
+    bf16 *device_x = (bf16 *)bench_upload(bits, 2 * LAYERS * SIZE * 2);
+    float *inverse = (float *)bench_zeros(4 * LAYERS * TENSORS * (int64_t)sizeof(float));
+    AuditSums *sums = (AuditSums *)bench_zeros(2 * LAYERS * TENSORS * (int64_t)sizeof(AuditSums));
+    Fp8Slices s = {};
+    s.count = LAYERS, s.n = SIZE, s.num_tensors = TENSORS, s.x = device_x, s.x_stride = 2 * SIZE, s.slot_stride = TENSORS, s.rule = SCALE_TORCHAO;
+    for (int j = 0; j < TENSORS; j++) s.ends[j] = ends[j];
+    s.codes = (uint8_t *)bench_alloc(LAYERS * SIZE), s.amax = (uint32_t *)bench_upload(amax, (int64_t)sizeof amax), s.inverse_scale = inverse;
+    quantize_slices(&s, 0);
+    audit_slices(&s, sums, 2 * TENSORS, 2, 0);
+    AuditSums *got = (AuditSums *)bench_download(sums, 2 * LAYERS * TENSORS * (int64_t)sizeof(AuditSums), "slices");
+    uint8_t *codes = (uint8_t *)bench_download(s.codes, LAYERS * SIZE, "slices");
+    float *scales = (float *)bench_download(inverse, 4 * LAYERS * TENSORS * (int64_t)sizeof(float), "slices");
+    for (int i = 0; i < LAYERS * TENSORS; i++) {
+        const int l = i / TENSORS, j = i % TENSORS;
+        const int64_t first = j ? ends[j - 1] : 0;
+        char label[64];
+        AuditSums want = {};
+        audit_copy(&want, x + 2 * l * SIZE + first, codes + l * SIZE + first, scales + 4 * i, 1, ends[j] - first, SIZE, 1, GRAIN_TENSOR, FP8_E4M3);
+        format_checked(label, sizeof label, "slice of layer %d, tensor %d", l, j);
+        check_sums(label, &got[2 * i], &want);
+    }
+    void *device[] = {device_x, inverse, sums, s.codes, (void *)s.amax};
+    for (void *p : device) bench_free(p);
+    free(got), free(codes), free(scales), free(x), free(bits);
+}
+
+static void run_checks(void) {
+    const int64_t shapes[][2] = {{1, 16}, {17, 144}, {129, 128}, {200, 272}, {1000, 160}, {384, 1056}};
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
+        for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
+            for (int tensor = 0; tensor < NUM_TENSORS; tensor++)
+                for (int f = 0; f < 2 * NUM_FILLS; f++) {
+                    const Recipe *r = recipe_row(recipe);
+                    Grain row = recipe_grain(r, (TensorRole)tensor, COPY_ROW), col = recipe_grain(r, (TensorRole)tensor, COPY_COL);
+                    if (row == GRAIN_BF16) row = GRAIN_TENSOR_REPEATED;
+                    if (col == GRAIN_BF16) col = GRAIN_TENSOR_REPEATED;
+                    check_case({shapes[i][0], shapes[i][1], row, col, r->rule, (Fp8Format)(f % 2), (Fill)(f / 2), 0});
+                }
+    check_case({200, 272, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, FP8_E4M3, FILL_NORMAL, 1000});  // an outdated scale: many saturate
+    check_case({200, 272, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, FP8_E5M2, FILL_NORMAL, 1e-5f});  // most are flushed
+    check_missing();
+    check_parts();
+    check_slices();
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
+        for (int tensor = 0; tensor < NUM_TENSORS; tensor++) check_cast(recipe, (TensorRole)tensor);
+}
+
+// 2^31 + 524288 elements: both copies, and the row copy as it lies, have the same codes.
+static void check_large(void) {
+    const int64_t R = 524416, C = 4096;
+    bf16 *x = bench_random(R * C, 3, 1);
+    AuditSums *sums = (AuditSums *)bench_zeros(3 * (int64_t)sizeof(AuditSums));
+    Fp8Tensor t = recipe_tensor(recipe_row(RECIPE_TENSORWISE), TENSOR_W, R, C), row = t, col = t;
+    tensor_quantize(t, x, R, C, 0);
+    row.audit[COPY_ROW] = sums, col.audit[COPY_COL] = sums + 1;
+    audit_source(row, TensorSource{x, C}, R, C, 0);
+    audit_source(col, TensorSource{x, C}, R, C, 0);
+    audit_part(sums + 2, x, t.row, (const float *)t.row_scales, R * C, t.format, 0);
+    AuditSums *got = (AuditSums *)bench_download(sums, 3 * (int64_t)sizeof(AuditSums), "large");
+    check_sums("large, row copy", &got[0], &got[2]);
+    check_sums("large, col copy", &got[1], &got[2]);
+    CHECK(got[0].count == (double)R * (double)C, "large: %.0f elements", got[0].count);
+    recipe_tensor_free(t);
+    bench_free(x), bench_free(sums);
+    free(got);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int64_t C) {
+    char shape[32], name[64];
+    format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)C);
+    const Recipe *r = recipe_row(recipe);
+    const double n = (double)R * (double)C;
+    bf16 *x = bench_random(R * C, 5, 1);
+    AuditSums *sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
+    Fp8Tensor t = recipe_tensor(r, tensor, R, C);
+    tensor_quantize(t, x, R, C, 0);
+    const double cast = bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); });
+    t.audit[COPY_ROW] = sums, t.audit[COPY_COL] = sums + 1;
+    const double audit = bench_time_us(b, [&] { audit_source(t, TensorSource{x, C}, R, C, 0); });
+    const bool twice = t.row && t.col && !audit_shares_codes(t.row_grain, t.col_grain);
+    format_checked(name, sizeof name, "audit, %s (%.1f x the cast)", r->name, audit / cast);
+    bench_report(b, name, shape, audit, (twice ? 6 : 3) * n);
+    recipe_tensor_free(t);
+    bench_free(x), bench_free(sums);
+}
+
+int main(int argc, char **argv) {
+    if (bench_part_wanted(argc, argv, "check")) run_checks();
+    if (bench_part_wanted(argc, argv, "large")) check_large();
+    if (bench_part_wanted(argc, argv, "bench")) {
+        Bench b = bench_create();
+        for (int recipe = 0; recipe < NUM_RECIPES; recipe++) {
+            bench_shape(&b, recipe, TENSOR_X, 8192, 4096);
+            bench_shape(&b, recipe, TENSOR_X, 8192, 14336);
+        }
+        bench_shape(&b, RECIPE_BLOCKWISE, TENSOR_W, 28672, 4096);
+        bench_destroy(&b);
+    }
+    return check_report();
+}

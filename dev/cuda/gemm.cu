@@ -1,0 +1,402 @@
+// Checks and times llmc/gemm.cuh: every product of every recipe.
+// Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o gemm dev/cuda/gemm.cu -lcublasLt
+#include "../../llmc/gemm.cuh"
+#include "../../llmc/quantize_reference.h"
+#include "bench.cuh"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Inputs
+
+// Normal values times powers of two that depend on the row, on the column, on the block of 32 and of 128 rows or columns: so the scales of every grain
+// differ from place to place, and scales that are transposed, shifted or of another tensor cannot go unseen. 16 powers at most, which E4M3's range holds.
+static float *make_matrix(uint64_t seed, int64_t rows, int64_t cols) {
+    const uint64_t key = rng_key(seed, 0);
+    float *x = (float *)xcalloc((size_t)(rows * cols), sizeof(float));
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < cols; j++) {
+            const int64_t places[] = {i, j, i / 32 * cols + j, i * cols + j / 32, i / 128 * cols + j / 128};
+            int power = -8;
+            for (int n = 0; n < 5; n++) power += (int)(rng_u64(key + 1 + (uint64_t)n, (uint64_t)places[n]) % 4);
+            x[i * cols + j] = bf16_to_float(bf16_from_float(ldexpf(rng_normal(key, (uint64_t)(i * cols + j)), power)));
+        }
+    return x;
+}
+
+// One operand of a product on the device, and what it stands for.
+typedef struct {
+    GemmOperand operand;
+    float *values;           // [outer, depth]: decoded, times the inverse scales but for those of a whole tensor
+    double inverse;          // inverse scale of a whole tensor, else 1
+    uint8_t *scales;         // host copy
+    int64_t num_scale_bytes;
+} Operand;
+
+// The copy of x [rows, cols] that is summed over its columns (COPY_ROW) or rows; a bf16 operand is the tensor as it lies.
+static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKind copy, Grain grain, ScaleRule rule, Fp8Format format) {
+    const int64_t outer = copy == COPY_ROW ? rows : cols, depth = copy == COPY_ROW ? cols : rows, step = copy == COPY_ROW ? cols : 1, along = copy == COPY_ROW ? 1 : cols;
+    float *values = (float *)xcalloc((size_t)(outer * depth), sizeof(float));
+    Operand o = {};
+    o.inverse = 1;
+    if (grain == GRAIN_BF16) {
+        bf16_bits *bits = bf16_from_floats(x, rows * cols);
+        o.operand.data = bench_upload(bits, rows * cols * 2);
+        for (int64_t i = 0; i < outer * depth; i++) values[i] = x[i / depth * step + i % depth * along];
+        free(bits);
+    } else {
+        uint8_t *codes = (uint8_t *)xcalloc((size_t)(outer * depth), 1);
+        o.num_scale_bytes = scale_bytes(grain, outer, depth);
+        o.scales = (uint8_t *)xcalloc((size_t)o.num_scale_bytes, 1);
+        quantize_copy(codes, o.scales, x, outer, depth, step, along, grain, rule, format, 0);
+        dequantize_copy(values, codes, o.scales, outer, depth, grain, format);
+        if (grain_is_tensor(grain)) o.inverse = scale_load(grain, o.scales, 0);
+        o.operand.data = bench_upload(codes, outer * depth);
+        o.operand.scales = bench_upload(o.scales, o.num_scale_bytes);
+        free(codes);
+    }
+    o.values = (float *)bench_upload(values, outer * depth * (int64_t)sizeof(float));
+    free(values);
+    return o;
+}
+
+static void operand_free(Operand o) {
+    bench_free((void *)o.operand.data), bench_free(o.values);
+    if (o.operand.scales) bench_free((void *)o.operand.scales);
+    free(o.scales);
+}
+
+// Doubles the largest of an operand's scales on the device: what no check may overlook.
+static void operand_spoil(const Operand *o, Grain grain) {
+    const int64_t width = grain == GRAIN_1X32 ? 1 : 4, count = o->num_scale_bytes / width;
+    int64_t largest = 0;
+    for (int64_t i = 1; i < count; i++)
+        if (scale_load(grain, o->scales, i) > scale_load(grain, o->scales, largest)) largest = i;
+    const float twice = 2 * scale_load(grain, o->scales, largest);
+    const uint8_t code = (uint8_t)(o->scales[largest] + 1);
+    const void *value = grain == GRAIN_1X32 ? (const void *)&code : (const void *)&twice;
+    CUDA_CHECK(cudaMemcpy((uint8_t *)o->operand.scales + largest * width, value, (size_t)width, cudaMemcpyHostToDevice));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The truth: sums in fp64, and the magnitude that their error is measured by
+
+// sum[j, i] = sum over k of a[i, k] b[j, k]; norm is the root of the sum of the squares of the products. Element [j, i] is where cuBLASLt's column-major
+// D has (i, j).
+static __global__ void truth_kernel(double *sum, double *norm, const float *a, const float *b, int64_t rows, int64_t cols, int64_t depth) {
+    const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, j = blockIdx.y;
+    if (i >= rows || j >= cols) return;
+    double s = 0, q = 0;
+    for (int64_t k = 0; k < depth; k++) {
+        const double product = (double)a[i * depth + k] * (double)b[j * depth + k];
+        s += product, q += product * product;
+    }
+    sum[j * rows + i] = s, norm[j * rows + i] = sqrt(q);
+}
+
+// Error of a product's sum before it is rounded to bf16, against the true one, in units of
+//     2^-bits sqrt(span) * norm.
+// Why: the matrix units add products at the exponent of the largest, the running sum among them, and cut the bits below, which loses up to 2^-bits of
+// that sum a product, one way or the other with its sign. The running sum is about the norm (products of random sign), the losses of `span` products add up
+// as a random walk. Sums are kept so until they are added to a full fp32 one:
+//     FP8 on Hopper   bits 13 (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments: 14 with the leading one). With fast accumulation
+//                     span is the whole depth, without it 128
+//     BF16            bits 23, span is the whole depth
+// Products all of one sign can lose more, sqrt(span) times; these tests have none. LIMIT_UNITS is what a check allows.
+static const double LIMIT_UNITS = 4;
+
+static double error_unit(const GemmPlan *p) {
+    if (!p->native) return ldexp(sqrt((double)p->depth), -23);
+    return ldexp(sqrt(p->spec.fast ? (double)p->depth : 128.0), -13);
+}
+
+// What is found: errors in units, the worst and how many elements exceed the limit.
+typedef struct {
+    double worst;
+    int64_t bad, first;
+    float got;
+    double want;
+} Comparison;
+
+// `got` against sum * inverse scales + bias + old. What rounding the result to bf16 may do is taken off first: half of a bf16's last place, and an fp32
+// rounding for each of scale, bias and sum with what was there.
+static Comparison compare(const GemmPlan *p, const bf16_bits *got, const double *sum, const double *norm, double inverse, const bf16_bits *bias, const bf16_bits *old) {
+    Comparison c = {};
+    const double unit = error_unit(p) * inverse;
+    for (int64_t e = 0; e < p->rows * p->cols; e++) {
+        const double added = bias ? bf16_to_float(bias[e % p->rows]) : 0, before = old ? bf16_to_float(old[e]) : 0, want = sum[e] * inverse + added + before;
+        const double value = bf16_to_float(got[e]), magnitude = fabs(sum[e] * inverse) + fabs(added) + fabs(before);
+        const double rounding = ldexp(fmax(fabs(want), fabs(value)), -8) + ldexp(magnitude, -22), off = fabs(value - want);
+        const double units = isfinite(value) ? fmax(0, off - rounding) / fmax(unit * norm[e], 1e-300) : INFINITY;
+        c.worst = fmax(c.worst, units);
+        if (units <= LIMIT_UNITS || c.bad++) continue;
+        c.first = e, c.got = (float)value, c.want = want;
+    }
+    return c;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Checks
+
+enum { WAY_SLOW, WAY_FAST, WAY_EMULATED, NUM_WAYS };
+static const char *const way_names[NUM_WAYS] = {"native", "fast sums", "emulated"};
+static double worst_units[NUM_RECIPES + 1][NUM_GEMMS][NUM_WAYS];  // -1: none run
+
+typedef struct {
+    Gemm gemm;
+    GemmOperand a, b;
+    int64_t n;                    // of the result
+    double *sum, *norm;           // host
+    double inverse;
+    bf16_bits *bias, *old;        // host
+    bf16 *device_bias, *d;
+} Case;
+
+// Runs the plan, into NaNs unless it accumulates: only a product that ignores them survives.
+static Comparison run_case(Case *c, GemmPlan *p, bool bias, bool accumulate) {
+    CUDA_CHECK(cudaMemset(c->d, 0xff, (size_t)c->n * sizeof(bf16)));
+    if (accumulate) CUDA_CHECK(cudaMemcpy(c->d, c->old, (size_t)c->n * sizeof(bf16), cudaMemcpyHostToDevice));
+    gemm_run(&c->gemm, p, c->d, c->a, c->b, bias ? c->device_bias : NULL, accumulate);
+    bf16_bits *got = (bf16_bits *)bench_download(c->d, c->n * (int64_t)sizeof(bf16), p->layer);
+    const Comparison comparison = compare(p, got, c->sum, c->norm, c->inverse, bias ? c->bias : NULL, accumulate ? c->old : NULL);
+    free(got);
+    return comparison;
+}
+
+static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec, double *worst) {
+    for (int bias = 0; bias < (kind == GEMM_FPROP ? 2 : 1); bias++) {
+        GemmPlan p = gemm_describe(label, kind, R, N, K, spec, bias);
+        gemm_choose(&c->gemm, &p, c->d, c->a, c->b, c->device_bias);
+        for (int accumulate = 0; accumulate < (kind == GEMM_WGRAD ? 2 : 1); accumulate++) {
+            const Comparison r = run_case(c, &p, bias, accumulate);
+            CHECK(r.bad == 0, "%s%s%s: %lld of %lld elements off, the worst by %.3g units of summation (%.3g allowed), first at [%lld, %lld]: got %.9g, want %.9g", label,
+                  bias ? ", bias" : "", accumulate ? ", accumulated" : "", (long long)r.bad, (long long)c->n, r.worst, LIMIT_UNITS, (long long)(r.first / p.rows),
+                  (long long)(r.first % p.rows), r.got, r.want);
+            *worst = fmax(*worst, r.worst);
+        }
+        gemm_destroy(&p);
+    }
+}
+
+// A doubled scale must show.
+static void check_spoiled(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec) {
+    GemmPlan p = gemm_describe(label, kind, R, N, K, spec, false);
+    gemm_choose(&c->gemm, &p, c->d, c->a, c->b, NULL);
+    CHECK(run_case(c, &p, false, false).bad > 0, "%s: one scale doubled, and no element of the result is off", label);
+    gemm_destroy(&p);
+}
+
+static bool gpu_has(const Recipe *r) {
+    int major, minor;
+    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
+    return recipe_native(r, major, minor);
+}
+
+static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, Fp8Format dy, const Operand *a, const Operand *b) {
+    const Recipe *r = recipe_row(recipe);
+    char label[128];
+    for (int way = 0; way < NUM_WAYS; way++) {
+        if (way == WAY_FAST && !r->fast_accumulation) continue;
+        if (way == WAY_EMULATED ? !recipe_is_fp8(r, kind) : !gpu_has(r)) continue;
+        format_checked(label, sizeof label, "%s %s %lld x %lld x %lld, dy %s, %s", r->name, gemm_kind_name(kind), (long long)R, (long long)N, (long long)K,
+                       gemm_type_name(GRAIN_TENSOR, dy), way_names[way]);
+        const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, way == WAY_FAST, way == WAY_EMULATED};
+        check_way(c, label, kind, R, N, K, spec, &worst_units[recipe][kind][way]);
+        if (way == WAY_SLOW) c->gemm.deterministic = !c->gemm.deterministic;  // cuBLASLt's first choice here, the fastest there
+    }
+    if (!recipe_is_fp8(r, kind)) return;
+    const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, false, !gpu_has(r)};
+    operand_spoil(a, r->grain[kind][1]);
+    check_spoiled(c, label, kind, R, N, K, spec);
+    CUDA_CHECK(cudaMemcpy((void *)a->operand.scales, a->scales, (size_t)a->num_scale_bytes, cudaMemcpyHostToDevice));
+    operand_spoil(b, r->grain[kind][0]);
+    check_spoiled(c, label, kind, R, N, K, spec);
+}
+
+// One product of one recipe in all ways; x, w, dy: host matrices [R, K], [N, K], [R, N].
+static void check_product(int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, const float *x, const float *w, const float *dy, Fp8Format dy_format) {
+    const Recipe *r = recipe_row(recipe);
+    const Grain grain_a = r->grain[kind][1], grain_b = r->grain[kind][0];
+    const Operand a = kind == GEMM_WGRAD ? operand_create(x, R, K, COPY_COL, grain_a, r->rule, FP8_E4M3)
+                                         : operand_create(w, N, K, kind == GEMM_FPROP ? COPY_ROW : COPY_COL, grain_a, r->rule, FP8_E4M3);
+    const Operand b = kind == GEMM_FPROP ? operand_create(x, R, K, COPY_ROW, grain_b, r->rule, FP8_E4M3)
+                                         : operand_create(dy, R, N, kind == GEMM_DGRAD ? COPY_ROW : COPY_COL, grain_b, r->rule, dy_format);
+    const int64_t rows = kind == GEMM_FPROP ? N : K, cols = kind == GEMM_WGRAD ? N : R, depth = R * N * K / (rows * cols);
+    double *sum = (double *)bench_alloc(rows * cols * 8), *norm = (double *)bench_alloc(rows * cols * 8);
+    truth_kernel<<<dim3(grid_size(rows, 128), (unsigned)cols), 128>>>(sum, norm, a.values, b.values, rows, cols, depth);
+    CUDA_CHECK_LAUNCH();
+
+    Case c = {};
+    CUBLAS_CHECK(cublasLtCreate(&c.gemm.handle));
+    c.gemm.workspace = bench_alloc(GEMM_WORKSPACE_BYTES);
+    c.gemm.scratch = (bf16 *)bench_alloc((rows + cols) * depth * (int64_t)sizeof(bf16));
+    c.gemm.alpha = (float *)bench_zeros(sizeof(float));
+    c.a = a.operand, c.b = b.operand, c.n = rows * cols, c.inverse = a.inverse * b.inverse;
+    c.sum = (double *)bench_download(sum, c.n * 8, "sums"), c.norm = (double *)bench_download(norm, c.n * 8, "norms");
+    c.bias = bench_normal(4, rows, 1000), c.old = bench_normal(5, c.n, 1000);  // about as large as the results
+    c.device_bias = (bf16 *)bench_upload(c.bias, rows * (int64_t)sizeof(bf16)), c.d = (bf16 *)bench_alloc(c.n * (int64_t)sizeof(bf16));
+    check_ways(&c, recipe, kind, R, N, K, dy_format, &a, &b);
+
+    CUBLAS_CHECK(cublasLtDestroy(c.gemm.handle));
+    void *device[] = {sum, norm, c.gemm.workspace, c.gemm.scratch, c.gemm.alpha, c.device_bias, c.d};
+    for (void *p : device) bench_free(p);
+    free(c.sum), free(c.norm), free(c.bias), free(c.old);
+    operand_free(a), operand_free(b);
+}
+
+static void check_shape(int64_t R, int64_t N, int64_t K) {
+    float *x = make_matrix(1, R, K), *w = make_matrix(2, N, K), *dy = make_matrix(3, R, N);
+    for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
+        const int multiple = recipe_row(recipe)->multiple;
+        if (R % multiple || N % multiple || K % multiple) continue;
+        for (int kind = 0; kind < NUM_GEMMS; kind++)
+            for (int format = FP8_E4M3; format <= FP8_E5M2; format++) {
+                if (format == FP8_E5M2 && (kind == GEMM_FPROP || !recipe_is_fp8(recipe_row(recipe), (GemmKind)kind))) continue;
+                check_product(recipe, (GemmKind)kind, R, N, K, x, w, dy, (Fp8Format)format);
+            }
+    }
+    free(x), free(w), free(dy);
+}
+
+static void run_checks(void) {
+    for (int i = 0; i < (NUM_RECIPES + 1) * NUM_GEMMS * NUM_WAYS; i++) (&worst_units[0][0][0])[i] = -1;
+    check_shape(256, 384, 512);
+    check_shape(640, 256, 1152);
+    check_shape(272, 208, 336);
+    check_shape(128, 128, 8192);  // long sums in fprop
+    printf("worst error of sums, in units of 2^-bits sqrt(span) norm, %.3g allowed: native, fast sums, emulated\n", LIMIT_UNITS);
+    for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
+        printf("  %-19s", recipe_row(recipe)->name);
+        for (int kind = 0; kind < NUM_GEMMS; kind++) {
+            printf("  %s", gemm_kind_name((GemmKind)kind));
+            for (int way = 0; way < NUM_WAYS; way++) worst_units[recipe][kind][way] < 0 ? printf("     -") : printf(" %5.2f", worst_units[recipe][kind][way]);
+        }
+        printf("\n");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Refusals: before the first CUDA call of this process, because a check runs in a forked child
+
+typedef struct {
+    int recipe;
+    int64_t R, N, K;
+    bool emulate;
+} BadPlan;
+
+static void call_describe(void *context) {
+    const BadPlan *bad = (const BadPlan *)context;
+    const GemmSpec spec = {recipe_row(bad->recipe), FP8_E4M3, FP8_E4M3, false, bad->emulate};
+    gemm_describe("qkv", GEMM_DGRAD, bad->R, bad->N, bad->K, spec, false);
+}
+
+// Every GPU lacks the products of some recipe.
+static void call_not_native(void *context) {
+    BadPlan *bad = (BadPlan *)context;
+    for (bad->recipe = 0; gpu_has(recipe_row(bad->recipe)); bad->recipe++) {}
+    call_describe(context);
+}
+
+static void check_refusals(void) {
+    char output[512];
+    const struct { BadPlan plan; const char *message; } sizes[] = {{{RECIPE_TENSORWISE, 24, 32, 32, true}, "multiples of 16 for tensorwise"},
+                                                                   {{RECIPE_BLOCKWISE, 128, 192, 128, true}, "multiples of 128 for blockwise"},
+                                                                   {{RECIPE_MXFP8, 32, 32, 48, true}, "multiples of 32 for mxfp8"},
+                                                                   {{RECIPE_BF16, 1, 8, 12, false}, "multiples of 8 for BF16"}};
+    for (auto &bad : sizes) CHECK(check_dies(call_describe, (void *)&bad.plan, bad.message, output, sizeof output), "%s", output);
+    BadPlan plan = {0, 128, 128, 128, false};
+    CHECK(check_dies(call_not_native, &plan, "--fp8-emulate computes them in BF16", output, sizeof output), "%s", output);
+    const int gpus[][2] = {{8, 0}, {8, 9}, {9, 0}, {10, 0}, {12, 0}};
+    const char *const native[] = {"01111", "01111", "00100", "00100", "00100", "00011", "11111"};  // recipes in the table's order, by these GPUs
+    for (int recipe = 0; recipe <= NUM_RECIPES; recipe++)
+        for (int i = 0; i < 5; i++)
+            CHECK(recipe_native(recipe_row(recipe), gpus[i][0], gpus[i][1]) == (native[recipe][i] == '1'), "%s on %d.%d", recipe_row(recipe)->name, gpus[i][0],
+                  gpus[i][1]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rates
+
+static __global__ void fill_codes_kernel(uint8_t *codes, int64_t n, uint64_t key) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        codes[i] = fp8_from_float(rng_normal(key, (uint64_t)i) * 16, FP8_E4M3);
+}
+
+// Operands large enough for every shape; FP8 ones lie over the bf16 ones.
+typedef struct {
+    Gemm gemm;
+    bf16 *a, *b, *d;
+    uint8_t *codes_a, *codes_b;
+    void *scales;
+    cudaEvent_t begin, end;
+} Rates;
+
+enum { RATE_RUNS = 8 };
+
+// Microseconds a product in a burst of RATE_RUNS, by the fastest of cuBLASLt's algorithms.
+static double burst_us(Rates *r, GemmPlan *p) {
+    const bool fp8 = p->native || p->emulated;
+    const GemmOperand a = {fp8 ? (void *)r->codes_a : (void *)r->a, r->scales}, b = {fp8 ? (void *)r->codes_b : (void *)r->b, r->scales};
+    float ms;
+    gemm_choose(&r->gemm, p, r->d, a, b, NULL);
+    CUDA_CHECK(cudaEventRecord(r->begin));
+    for (int i = 0; i < RATE_RUNS; i++) gemm_run(&r->gemm, p, r->d, a, b, NULL, false);
+    CUDA_CHECK(cudaEventRecord(r->end));
+    CUDA_CHECK(cudaEventSynchronize(r->end));
+    CUDA_CHECK(cudaEventElapsedTime(&ms, r->begin, r->end));
+    return ms * 1e3 / RATE_RUNS;
+}
+
+static void bench_recipe(Rates *rates, int recipe, int64_t R, int64_t N, int64_t K) {
+    const Recipe *r = recipe_row(recipe);
+    const bool native = gpu_has(r);
+    double total = 0, flops = 0;
+    printf("  %-19s", r->name);
+    for (int kind = 0; kind < NUM_GEMMS; kind++) {
+        const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : r->dy_format, r->fast_accumulation && kind == GEMM_FPROP, !native};
+        GemmPlan p = gemm_describe("llama3.1-8b", (GemmKind)kind, R, N, K, spec, false);
+        const double us = burst_us(rates, &p), rate = gemm_flops(&p) / us * 1e-6, peak = p.native ? 1979 : 989.5;
+        printf("  %s %5.0f (%3.0f%%)", gemm_kind_name((GemmKind)kind), rate, 100 * rate / peak);
+        total += us, flops += gemm_flops(&p);
+        gemm_destroy(&p);
+    }
+    printf("  all %5.0f TFLOP/s, %7.0f us%s\n", flops / total * 1e-6, total, native ? "" : " (emulated)");
+}
+
+static void bench_rates(void) {
+    const int64_t layers[][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, rows[] = {2048, 8192};
+    const int64_t largest = 8192ll * 28672;  // elements of dy and y of the widest layer
+    Rates r = {};
+    CUBLAS_CHECK(cublasLtCreate(&r.gemm.handle));
+    r.gemm.workspace = bench_alloc(GEMM_WORKSPACE_BYTES);
+    r.gemm.scratch = (bf16 *)bench_alloc(2 * 2 * largest);
+    r.gemm.alpha = (float *)bench_zeros(sizeof(float));
+    r.a = bench_random(largest, 1, 1), r.b = bench_random(largest, 2, 1), r.d = (bf16 *)bench_alloc(2 * largest);
+    r.codes_a = (uint8_t *)bench_alloc(largest), r.codes_b = (uint8_t *)bench_alloc(largest);
+    fill_codes_kernel<<<2048, 256>>>(r.codes_a, largest, 3);
+    fill_codes_kernel<<<2048, 256>>>(r.codes_b, largest, 4);
+    CUDA_CHECK_LAUNCH();
+    r.scales = bench_alloc(largest / 32 + 4096);  // enough for every grain; its bytes are small finite scales of every kind
+    CUDA_CHECK(cudaEventCreate(&r.begin));
+    CUDA_CHECK(cudaEventCreate(&r.end));
+    CUDA_CHECK(cudaMemset(r.scales, 0x3c, (size_t)(largest / 32 + 4096)));
+    for (auto &layer : layers)
+        for (int64_t R : rows) {
+            printf("N %lld, K %lld, R %lld: TFLOP/s (share of the dense peak: BF16 989.5, FP8 1979), bursts of %d\n", (long long)layer[0], (long long)layer[1],
+                   (long long)R, RATE_RUNS);
+            for (int recipe = NUM_RECIPES; recipe >= 0; recipe--) bench_recipe(&r, recipe, R, layer[0], layer[1]);
+        }
+    CUBLAS_CHECK(cublasLtDestroy(r.gemm.handle));
+    void *device[] = {r.gemm.workspace, r.gemm.scratch, r.gemm.alpha, r.a, r.b, r.d, r.codes_a, r.codes_b, r.scales};
+    for (void *p : device) bench_free(p);
+    CUDA_CHECK(cudaEventDestroy(r.begin));
+    CUDA_CHECK(cudaEventDestroy(r.end));
+}
+
+int main(int argc, char **argv) {
+    if (bench_part_wanted(argc, argv, "check")) {
+        check_refusals();
+        run_checks();
+    }
+    if (bench_part_wanted(argc, argv, "bench")) bench_rates();
+    return check_report();
+}

@@ -1,0 +1,364 @@
+// Checks and times the casts of every recipe (llmc/quantize.cuh), from all sources. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o quantize_fine dev/cuda/quantize_fine.cu
+#include "../../llmc/rmsnorm.cuh"
+#include "../../llmc/swiglu.cuh"
+#include "check_quantized.cuh"
+
+#define EPS 1e-5f
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Inputs
+
+typedef enum { FILL_MIXED, FILL_NAN, FILL_INFINITY, FILL_ZERO, FILL_DENORMAL, FILL_BELOW_FLOOR, FILL_HUGE, NUM_FILLS } Fill;
+static const char *const fill_names[NUM_FILLS] = {"mixed", "NaN", "infinity", "zero", "denormal", "below 1e-12", "huge"};
+
+// Mixed: rows and columns of very different size, outliers, denormals, a row, a column and a square of zeros. The specials are such values with a few NaN
+// or infinities among them.
+static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
+    const float scales[NUM_FILLS] = {1, 1, 1, 0, 1e-39f, 1e-14f, 1e37f};
+    bf16_bits *x = bench_normal(31, R * C, scales[fill]);
+    if (fill > FILL_INFINITY) return x;
+    for (int64_t i = 0; i < R * C; i++) {
+        const int64_t r = i / C, c = i % C;
+        const uint64_t random = rng_u64(7, (uint64_t)i);
+        float v = bf16_to_float(x[i]) * exp2f((float)((r * 7 + 3) % 23 - 11)) * exp2f((float)((c / 3 * 5) % 13 - 6));
+        if (random % 193 == 0) v *= 3000;
+        if (random % 509 == 1) v *= 1e-36f;
+        if (r == R / 3 || c == C / 2 || (r >= 128 && r < 256 && c >= 128 && c < 256)) v = 0;
+        x[i] = bf16_from_float(v);
+    }
+    for (int i = 0; i < 3 && fill == FILL_NAN; i++) x[R * C * (2 * i + 1) / 6] = i == 1 ? 0xffc1 : 0x7fc0;
+    for (int i = 0; i < 3 && fill == FILL_INFINITY; i++) x[R * C * (2 * i + 1) / 6] = i == 1 ? 0xff80 : 0x7f80;
+    return x;
+}
+
+// Every tensor of every recipe, in both formats where they can be asked for.
+typedef struct {
+    char name[96];
+    TensorRole role;
+    Grain row, col;
+    ScaleRule rule;
+    Fp8Format format;
+} Case;
+
+enum { MAX_CASES = NUM_RECIPES * NUM_TENSORS * 2 };
+
+static int make_cases(Case cases[MAX_CASES], int role) {
+    int count = 0;
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
+        for (int tensor = 0; tensor < NUM_TENSORS; tensor++)
+            for (int f = 0; f < (tensor == TENSOR_DY ? 2 : 1); f++) {
+                const Recipe *r = recipe_row(recipe);
+                if (role != NUM_TENSORS && role != tensor) continue;
+                Case *c = &cases[count++];
+                c->role = (TensorRole)tensor, c->rule = r->rule, c->format = (Fp8Format)f;
+                c->row = recipe_grain(r, c->role, COPY_ROW), c->col = recipe_grain(r, c->role, COPY_COL);
+                format_checked(c->name, sizeof c->name, "%s %s %s", r->name, tensor == TENSOR_X ? "x" : tensor == TENSOR_W ? "w" : "dy", f ? "e5m2" : "e4m3");
+            }
+    return count;
+}
+
+static Fp8Tensor case_tensor(const Case *c, int64_t R, int64_t C) { return fp8_tensor_of(R, C, c->row, c->col, c->rule, c->format); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Checks
+
+// The slots that the amax pass raised.
+static void check_amaxes(const char *label, const Fp8Tensor *t, const float *x, int64_t R, int64_t C) {
+    const int64_t count = tensor_amaxes(t->row_grain, t->col_grain, R, C), rows = copy_amaxes(t->row_grain, R);
+    uint32_t *got = (uint32_t *)bench_download(t->amax, max_i64(1, count) * 4, label);
+    int64_t bad = 0, first = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t want;
+        if (i < rows && t->row_grain == GRAIN_ROW) want = quantize_block_amax(x + i * C, 1, C, C, 1, t->rule);
+        else if (i >= rows && t->col_grain == GRAIN_ROW) want = quantize_block_amax(x + i - rows, R, 1, C, 1, t->rule);
+        else want = quantize_tensor_amax(x, R, C, C, 1, t->rule);
+        if (!same_or_nan(got[i], want) && bad++ == 0) first = i;
+    }
+    CHECK(bad == 0, "%s: %lld of %lld amaxes differ, first number %lld: got %.9g", label, (long long)bad, (long long)count, (long long)first, float_from_bits(got[first]));
+    free(got);
+}
+
+static void check_dequantized(const char *label, const Fp8Tensor *t, CopyKind copy, int64_t R, int64_t C) {
+    const Grain grain = copy == COPY_ROW ? t->row_grain : t->col_grain;
+    const int64_t outer = copy == COPY_ROW ? R : C, depth = copy == COPY_ROW ? C : R;
+    if (depth % 16) return;
+    bf16 *out = (bf16 *)bench_alloc(R * C * 2);
+    const uint8_t *device_codes = copy == COPY_ROW ? t->row : t->col;
+    const void *device_scales = copy == COPY_ROW ? t->row_scales : t->col_scales;
+    fp8_dequantize(out, device_codes, device_scales, grain, t->format, outer, depth, 0);
+    bf16_bits *got = (bf16_bits *)bench_download(out, R * C * 2, label);
+    uint8_t *codes = (uint8_t *)bench_download(device_codes, R * C, label);
+    void *scales = bench_download(device_scales, scale_bytes(grain, outer, depth), label);
+    float *want = (float *)xcalloc((size_t)(R * C), sizeof(float));
+    dequantize_copy(want, codes, scales, outer, depth, grain, t->format);
+    int64_t bad = 0, first = 0;
+    for (int64_t i = 0; i < R * C; i++)
+        if (!same_or_nan(float_bits(bf16_to_float(got[i])), float_bits(bf16_to_float(bf16_from_float(want[i])))) && bad++ == 0) first = i;
+    CHECK(bad == 0, "%s, %s copy back in bf16: %lld of %lld differ, first number %lld: got %.9g, want %.9g", label, copy == COPY_ROW ? "row" : "col", (long long)bad, (long long)(R * C),
+          (long long)first, bf16_to_float(got[first]), want[first]);
+    free(got), free(codes), free(scales), free(want);
+    bench_free(out);
+}
+
+// Both copies together and each alone, with the amaxes that one pass left.
+static void check_tensor(const Case *c, const char *what, const bf16 *device_x, const float *x, int64_t R, int64_t C, bool back) {
+    char label[160];
+    format_checked(label, sizeof label, "%s, %lld x %lld %s", c->name, (long long)R, (long long)C, what);
+    Fp8Tensor t = case_tensor(c, R, C);
+    tensor_quantize(t, device_x, R, C, 0);
+    check_amaxes(label, &t, x, R, C);
+    check_copies(label, &t, x, R, C, 0);
+    if (back && t.row) check_dequantized(label, &t, COPY_ROW, R, C);
+    if (back && t.col) check_dequantized(label, &t, COPY_COL, R, C);
+    for (int copy = 0; copy < 2 && t.row && t.col; copy++) {
+        Fp8Tensor all = case_tensor(c, R, C), alone = all;
+        bench_free(all.amax);
+        all.amax = t.amax, alone.amax = t.amax;
+        if (copy == COPY_ROW) alone.col = NULL;
+        else alone.row = NULL;
+        quantize_transpose(alone, device_x, R, C, 0);
+        const int64_t outer = copy == COPY_ROW ? R : C, depth = copy == COPY_ROW ? C : R;
+        const Grain grain = copy == COPY_ROW ? c->row : c->col;
+        check_same_on_device(label, copy == COPY_ROW ? alone.row : alone.col, copy == COPY_ROW ? t.row : t.col, R * C, depth);
+        check_same_on_device(label, copy == COPY_ROW ? alone.row_scales : alone.col_scales, copy == COPY_ROW ? t.row_scales : t.col_scales, scale_bytes(grain, outer, depth), 1);
+        all.amax = NULL;
+        fp8_tensor_free(all);
+    }
+    fp8_tensor_free(t);
+}
+
+static void check_shape(int64_t R, int64_t C, Fill fill) {
+    Case cases[MAX_CASES];
+    const int count = make_cases(cases, NUM_TENSORS);
+    bf16_bits *host = make_input(fill, R, C);
+    float *x = bf16_to_floats(host, R * C);
+    bf16 *device_x = (bf16 *)bench_upload(host, R * C * 2);
+    for (int i = 0; i < count; i++) check_tensor(&cases[i], fill_names[fill], device_x, x, R, C, fill < FILL_ZERO);
+    bench_free(device_x);
+    free(host), free(x);
+}
+
+// One pass with a scale of earlier amaxes: right, too large (values saturate), too small; the largest magnitude is found, NaN left out.
+static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, float factor) {
+    char label[128];
+    format_checked(label, sizeof label, "delayed, %lld x %lld %s %s, scale x %g", (long long)R, (long long)C, fill_names[fill], format == FP8_E4M3 ? "e4m3" : "e5m2", factor);
+    bf16_bits *host = make_input(fill, R, C);
+    float *x = bf16_to_floats(host, R * C);
+    const uint32_t amax = quantize_tensor_amax(x, R, C, C, 1, SCALE_TE);
+    const float scale = fp8_scale_te(float_from_bits(amax), format, 0) * factor;
+    bf16 *device_x = (bf16 *)bench_upload(host, R * C * 2);
+    Fp8Tensor t = fp8_tensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, format);
+    t.delayed_scale = (float *)bench_upload(&scale, sizeof scale);
+    tensor_quantize(t, device_x, R, C, 0);
+    check_copies(label, &t, x, R, C, scale);
+    CHECK(read_amax(t.amax) == amax, "%s: amax %.9g, want %.9g", label, float_from_bits(read_amax(t.amax)), float_from_bits(amax));
+    bench_free((void *)t.delayed_scale);
+    fp8_tensor_free(t);
+    bench_free(device_x);
+    free(host), free(x);
+}
+
+// What a source casts against the cast of the bf16 values [R, columns] that its plain kernel stores, with current and with delayed scales.
+template <class Source>
+static void check_source(const char *what, TensorRole role, Source source, const bf16 *values, int64_t R, int64_t C) {
+    const int64_t columns = C * Source::OUTPUTS;
+    const float one = 0.75f;
+    Case cases[MAX_CASES];
+    const int count = make_cases(cases, role);
+    float *delayed_scale = (float *)bench_upload(&one, sizeof one);
+    for (int i = 0; i < count; i++) {
+        const Case *c = &cases[i];
+        const bool tensor = c->row == GRAIN_TENSOR;
+        if (Source::OUTPUTS > 1 && C % 128 && copy_amaxes(c->row, 1) == 0) continue;  // refused
+        for (int delayed = 0; delayed <= (tensor && c->rule == SCALE_TE); delayed++) {
+            char label[192];
+            format_checked(label, sizeof label, "%s of %s, %lld x %lld%s", c->name, what, (long long)R, (long long)columns, delayed ? ", known scale" : "");
+            Fp8Tensor got = case_tensor(c, R, columns), want = case_tensor(c, R, columns);
+            if (delayed) got.delayed_scale = want.delayed_scale = delayed_scale;
+            tensor_quantize(want, values, R, columns, 0);
+            if (!delayed) quantize_amax_source(label, got, source, R, C, 0);
+            quantize_source(label, got, source, R, C, 0);
+            check_same_on_device(label, got.amax, want.amax, max_i64(1, tensor_amaxes(c->row, c->col, R, columns)) * 4, 4);
+            if (got.row) check_same_on_device(label, got.row, want.row, R * columns, columns), check_same_on_device(label, got.row_scales, want.row_scales, scale_bytes(c->row, R, columns), 4);
+            if (got.col) check_same_on_device(label, got.col, want.col, R * columns, R), check_same_on_device(label, got.col_scales, want.col_scales, scale_bytes(c->col, columns, R), 4);
+            fp8_tensor_free(got), fp8_tensor_free(want);
+        }
+    }
+    bench_free(delayed_scale);
+}
+
+static void check_sources(int64_t R, int64_t C, Fill fill) {
+    bf16_bits *x_host = make_input(fill, R, 2 * C), *dy_host = bench_normal(5, R * C, 1);
+    bf16 *x = (bf16 *)bench_upload(x_host, R * 2 * C * 2), *dh = (bf16 *)bench_upload(dy_host, R * C * 2), *weight = bench_random(2 * C, 6, 1);
+    bf16 *y = (bf16 *)bench_alloc(R * 2 * C * 2), *h = (bf16 *)bench_alloc(R * C * 2);
+    float *rstd = (float *)bench_alloc(R * 4);
+    rmsnorm_forward(y, rstd, NULL, x, weight, R, 2 * C, EPS, 0);
+    const RmsnormSource norm = {x, weight, rstd, 2 * C};
+    check_source("a norm", TENSOR_X, norm, y, R, 2 * C);
+    swiglu_backward(y, h, dh, x, R, C, 0);
+    const SwigluSource swiglu = {x, C};
+    check_source("SwiGLU", TENSOR_X, swiglu, h, R, C);
+    const SwigluGradientSource gradient = {dh, x, C};
+    check_source("SwiGLU's gradient", TENSOR_DY, gradient, y, R, C);
+    void *device[] = {x, dh, weight, y, h, rstd};
+    for (void *p : device) bench_free(p);
+    free(x_host), free(dy_host);
+}
+
+// The last rows of a large tensor against a cast of those rows alone, where a scale sees no other rows; and a second run against the first.
+static void check_large(int64_t R, int64_t C) {
+    const int64_t slab = 2048, first = R - slab;
+    Case cases[MAX_CASES];
+    const int count = make_cases(cases, TENSOR_DY);
+    bf16 *x = bench_random(R * C, 3, 1);
+    uint8_t *cut = (uint8_t *)bench_alloc(slab * C);
+    for (int i = 0; i < count; i++) {
+        const Case *c = &cases[i];
+        if (c->row == GRAIN_TENSOR) continue;
+        Fp8Tensor t = case_tensor(c, R, C), part = case_tensor(c, slab, C);
+        tensor_quantize(t, x, R, C, 0);
+        tensor_quantize(part, x + first * C, slab, C, 0);
+        check_same_on_device(c->name, t.row + first * C, part.row, slab * C, C);
+        if (copy_amaxes(c->col, C) == 0 && t.col) {
+            CUDA_CHECK(cudaMemcpy2D(cut, (size_t)slab, t.col + first, (size_t)R, (size_t)slab, (size_t)C, cudaMemcpyDeviceToDevice));
+            check_same_on_device(c->name, cut, part.col, slab * C, slab);
+        }
+        fp8_tensor_free(part);
+        Fp8Tensor again = case_tensor(c, R, C);
+        tensor_quantize(again, x, R, C, 0);
+        check_same_on_device(c->name, t.row, again.row, R * C, C);
+        if (t.col) check_same_on_device(c->name, t.col, again.col, R * C, R);
+        fp8_tensor_free(t), fp8_tensor_free(again);
+    }
+    bench_free(cut), bench_free(x);
+}
+
+// Refusals: before the first CUDA call of this process, because a check runs in a forked child.
+static void call_quantize(void *context) { quantize_transpose(*(const Fp8Tensor *)context, (const bf16 *)16, 128, 128, 0); }
+
+static void call_gradient(void *context) {
+    const SwigluGradientSource source = {(const bf16 *)16, (const bf16 *)16, 144};
+    quantize_source("call_gradient", *(const Fp8Tensor *)context, source, 128, 144, 0);
+}
+
+static void call_norm(void *context) {
+    const RmsnormSource source = {(const bf16 *)16, (const bf16 *)16, (const float *)16, 128};
+    quantize_source("call_norm", *(const Fp8Tensor *)context, source, 128, 128, 0);
+}
+
+static void check_refusals(void) {
+    char output[512];
+    Fp8Tensor good = {};
+    good.row = good.col = (uint8_t *)16, good.row_scales = good.col_scales = good.amax = (uint32_t *)16;
+    good.row_grain = good.col_grain = GRAIN_1X128, good.rule = SCALE_TE_POW2;
+    Fp8Tensor bad = good;
+    bad.rule = SCALE_MX;
+    CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output), "%s", output);
+    bad = good, bad.col_grain = GRAIN_1X32;
+    CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output), "%s", output);
+    bad = good, bad.col_scales = NULL;
+    CHECK(check_dies(call_quantize, &bad, "scales of what it has", output, sizeof output), "%s", output);
+    bad = good, bad.row_grain = bad.col_grain = GRAIN_ROW, bad.rule = SCALE_TORCHAO_POW2, bad.amax = NULL;
+    CHECK(check_dies(call_quantize, &bad, "needs amax", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_gradient, &good, "multiple of 128", output, sizeof output), "%s", output);
+    bad = good, bad.format = FP8_E5M2;
+    CHECK(check_dies(call_norm, &bad, "only gradients", output, sizeof output), "%s", output);
+    bad = good, bad.row_grain = bad.col_grain = GRAIN_128X128;
+    CHECK(check_dies(call_norm, &bad, "no kernel casts", output, sizeof output), "%s", output);
+}
+
+static void run_checks(void) {
+    const int64_t shapes[][2] = {{1, 16}, {2, 48}, {16, 128}, {17, 144}, {128, 128}, {129, 256}, {200, 272}, {333, 528}, {384, 1040}, {640, 256}};
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
+        for (int fill = 0; fill < NUM_FILLS; fill++)
+            if (fill <= FILL_INFINITY || shapes[i][0] <= 200) check_shape(shapes[i][0], shapes[i][1], (Fill)fill);
+    for (int f = 0; f < 2; f++)
+        for (int fill = 0; fill < NUM_FILLS; fill++)
+            for (int factor = -3; factor <= 3; factor += 3) check_delayed(200, 272, (Fill)fill, (Fp8Format)f, exp2f((float)factor) * (factor ? 1.1f : 1));
+    const int64_t source_shapes[][2] = {{1, 128}, {129, 256}, {320, 144}, {333, 384}};
+    for (size_t i = 0; i < sizeof source_shapes / sizeof source_shapes[0]; i++)
+        for (int fill = 0; fill <= FILL_ZERO; fill++) check_sources(source_shapes[i][0], source_shapes[i][1], (Fill)fill);
+    check_large(4096, 4096);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Both passes' times of one tensor; `read`: bytes read an element of what is cast.
+template <class Source>
+static void bench_source(Bench *b, const char *what, const Case *c, Source source, int64_t R, int64_t C, double read) {
+    const int64_t columns = C * Source::OUTPUTS;
+    const double n = (double)R * (double)columns;
+    char name[128], shape[32];
+    format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)columns);
+    Fp8Tensor t = case_tensor(c, R, columns), row = t, col = t;
+    row.col = NULL, col.row = NULL;
+    if (copy_amaxes(c->row, R)) {
+        format_checked(name, sizeof name, "%s%s, amaxes", c->name, what);
+        bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }), read * n);
+    }
+    format_checked(name, sizeof name, "%s%s, cast", c->name, what);
+    bench_report(b, name, shape, bench_time_us(b, [&] { quantize_source("bench", t, source, R, C, 0); }), (read + (t.row ? 1 : 0) + (t.col ? 1 : 0)) * n);
+    if (t.row && t.col && c->role == TENSOR_X) {
+        format_checked(name, sizeof name, "%s%s, row copy", c->name, what);
+        bench_report(b, name, shape, bench_time_us(b, [&] { quantize_source("bench", row, source, R, C, 0); }), (read + 1) * n);
+        format_checked(name, sizeof name, "%s%s, col copy", c->name, what);
+        bench_report(b, name, shape, bench_time_us(b, [&] { quantize_source("bench", col, source, R, C, 0); }), (read + 1) * n);
+    }
+    fp8_tensor_free(t);
+}
+
+static bool bench_wanted(const Case *c, TensorRole role) { return c->role == role && c->format == FP8_E4M3 && c->row != GRAIN_TENSOR; }
+
+static void bench_shape(Bench *b, int64_t R, int64_t C) {
+    char shape[32];
+    format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)C);
+    Case cases[MAX_CASES];
+    const int count = make_cases(cases, NUM_TENSORS);
+    bf16 *x = bench_random(R * C, 5, 1), *out = (bf16 *)bench_alloc(R * C * 2);
+    const TensorSource source = {x, C};
+    for (int i = 0; i < count; i++)
+        if (bench_wanted(&cases[i], TENSOR_X) || bench_wanted(&cases[i], TENSOR_W)) bench_source(b, "", &cases[i], source, R, C, 2);
+    const float one = 1;
+    Fp8Tensor t = fp8_tensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, FP8_E4M3), mx = fp8_tensor_of(R, C, GRAIN_1X32, GRAIN_BF16, SCALE_MX, FP8_E4M3);
+    t.delayed_scale = (float *)bench_upload(&one, sizeof one);
+    bench_report(b, "delayed, cast", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }), 4.0 * (double)(R * C));
+    tensor_quantize(mx, x, R, C, 0);
+    bench_report(b, "back to bf16, 1x32", shape, bench_time_us(b, [&] { fp8_dequantize(out, mx.row, mx.row_scales, GRAIN_1X32, FP8_E4M3, R, C, 0); }), 3.0 * (double)(R * C));
+    bench_free((void *)t.delayed_scale);
+    fp8_tensor_free(t), fp8_tensor_free(mx);
+    bench_free(x), bench_free(out);
+}
+
+// The casts of what a norm, SwiGLU and its gradient make.
+static void bench_sources(Bench *b, int64_t R, int64_t C, int64_t F) {
+    Case cases[MAX_CASES];
+    const int count = make_cases(cases, NUM_TENSORS);
+    bf16 *x = bench_random(R * 2 * F, 1, 1), *dh = bench_random(R * F, 2, 1), *weight = bench_random(C, 3, 1);
+    float *rstd = (float *)bench_alloc(R * 4);
+    rmsnorm_forward(NULL, rstd, NULL, x, weight, R, C, EPS, 0);
+    const RmsnormSource norm = {x, weight, rstd, C};
+    const SwigluSource swiglu = {x, F};
+    const SwigluGradientSource gradient = {dh, x, F};
+    for (int i = 0; i < count; i++) {
+        if (bench_wanted(&cases[i], TENSOR_X)) bench_source(b, " of norm", &cases[i], norm, R, C, 2), bench_source(b, " of SwiGLU", &cases[i], swiglu, R, F, 4);
+        if (bench_wanted(&cases[i], TENSOR_DY)) bench_source(b, " of SwiGLU", &cases[i], gradient, R, F, 3);
+    }
+    bench_free(x), bench_free(dh), bench_free(weight), bench_free(rstd);
+}
+
+int main(int argc, char **argv) {
+    if (bench_part_wanted(argc, argv, "check")) {
+        check_refusals();
+        run_checks();
+    }
+    if (bench_part_wanted(argc, argv, "large")) check_large(524416, 4096);  // 2^31 + 524288 elements
+    if (bench_part_wanted(argc, argv, "bench")) {
+        Bench b = bench_create();
+        bench_shape(&b, 8192, 4096);
+        bench_shape(&b, 8192, 14336);
+        bench_shape(&b, 2048, 4096);
+        bench_sources(&b, 8192, 4096, 14336);
+        bench_destroy(&b);
+    }
+    return check_report();
+}

@@ -1,0 +1,370 @@
+// --fp8-audit: sums and SQNR of small cases worked out by hand, of copies of every grain against plain formulas in double, and the two reports.
+#include "../../llmc/audit_report.h"
+#include "../../llmc/quantize_reference.h"
+#include "../../llmc/rng.h"
+#include "check.h"
+
+static const AuditSums no_sums;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// By hand
+
+static void test_elements(void) {
+    // E4M3, inverse scale 1/2: halves of the codes' values; the range ends at 224, and half of the smallest code (2^-9) is 2^-11 here
+    const float x[] = {0.0f, -0.0f, 1.0f, -1.0625f, 300.0f, 0x1p-13f, -0x1p-11f, 224.0f, INFINITY, NAN};
+    uint8_t codes[10];
+    const float inverse = 0.5f;
+    AuditSums s = no_sums;
+    for (int i = 0; i < 10; i++) codes[i] = fp8_from_float(2 * x[i], FP8_E4M3);
+    audit_copy(&s, x, codes, &inverse, 1, 8, 8, 1, GRAIN_TENSOR, FP8_E4M3);
+    // -1.0625 is halfway between -1 and -1.125, and goes to the even one, -1; 300 to 224; 2^-13 to 0; 2^-11 x 2 is 2^-10, halfway between 0 and 2^-9, to 0
+    CHECK(s.count == 8 && s.flushed == 2 && s.saturated == 1, "%.0f elements, %.0f flushed, %.0f saturated", s.count, s.flushed, s.saturated);
+    CHECK(s.noise == 0.0625 * 0.0625 + 76.0 * 76 + 0x1p-26 + 0x1p-22, "noise %.17g", s.noise);
+    CHECK(s.signal == 1 + 1.0625 * 1.0625 + 9e4 + 0x1p-26 + 0x1p-22 + 224.0 * 224, "signal %.17g", s.signal);
+    CHECK(s.amax == float_bits(300) && audit_scale_min(&s) == 2 && audit_scale_max(&s) == 2, "amax 0x%08x, scales %g to %g", s.amax, (double)audit_scale_min(&s),
+          (double)audit_scale_max(&s));
+    CHECK(audit_sqnr_db(&s) == 10 * log10(s.signal / s.noise), "sqnr %g", audit_sqnr_db(&s));
+    // infinity saturates, NaN only counts; neither is signal or noise
+    AuditSums odd = no_sums;
+    audit_copy(&odd, x + 8, codes + 8, &inverse, 1, 2, 2, 1, GRAIN_TENSOR, FP8_E4M3);
+    CHECK(odd.count == 2 && odd.flushed == 0 && odd.saturated == 1 && odd.signal == 0 && odd.noise == 0, "%.0f %.0f %.0f %g %g", odd.count, odd.flushed, odd.saturated,
+          odd.signal, odd.noise);
+    CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)), "amax 0x%08x, sqnr %g", odd.amax, audit_sqnr_db(&odd));
+    // merged it is the audit of all ten
+    AuditSums all = no_sums;
+    audit_copy(&all, x, codes, &inverse, 1, 10, 10, 1, GRAIN_TENSOR, FP8_E4M3);
+    audit_merge(&s, &odd);
+    CHECK(s.count == 10 && s.flushed == all.flushed && s.saturated == all.saturated && s.signal == all.signal && s.noise == all.noise && s.amax == all.amax &&
+              s.scale_max == all.scale_max && s.inverse_scale_max == all.inverse_scale_max, "merged sums differ from the whole");
+}
+
+// An amax cast by the scale that it gave is at the edge of the range, whichever way that scale was rounded; the next larger bf16 number is past it.
+static void test_edge(void) {
+    int wrong = 0, missed = 0;
+    for (int format = 0; format < 2; format++)
+        for (int rule = 0; rule < 2; rule++)
+            for (uint32_t bits = 0x0080; bits < 0x7f00; bits++) {
+                const float amax = bf16_to_float((bf16_bits)bits), next = bf16_to_float((bf16_bits)(bits + 1));
+                const float scale = fp8_rule_scale(rule ? SCALE_TE : SCALE_TORCHAO, amax, (Fp8Format)format), inverse = 1 / scale;
+                if (amax < 1e-12f) continue;  // torchao's floor
+                AuditSums s = no_sums;
+                audit_add(&s, amax, fp8_from_float(amax * scale, (Fp8Format)format), inverse, (Fp8Format)format);
+                wrong += s.saturated != 0;
+                audit_add(&s, next, fp8_from_float(next * scale, (Fp8Format)format), inverse, (Fp8Format)format);
+                missed += s.saturated != 1;
+            }
+    CHECK(wrong == 0 && missed == 0, "%d amaxes count as saturated, %d values beyond do not", wrong, missed);
+}
+
+// All 128 bf16 numbers of [1, 2), at scale 1. E4M3 keeps 3 of 7 fraction bits: the errors are -7/128 ... 7/128 and a tie of 8/128, once for each of 8
+// codes, (2 (1 + 4 + ... + 49) + 64) / 128^2 = 344 / 2^14 in squares. E5M2 keeps 2: (2 (1 + ... + 225) + 256) / 2^14 = 2736 / 2^14 for each of 4.
+// Uniform values and errors would give 10 log10((7/3) / (spacing^2 / 12)): 32.53 and 26.51 dB; 16 and 32 steps of a spacing come near.
+static void test_uniform(void) {
+    const double squares[] = {8 * 344.0 / 16384, 4 * 2736.0 / 16384}, spacing[] = {0.125, 0.25};
+    double signal = 0;
+    float x[128];
+    for (int i = 0; i < 128; i++) x[i] = 1 + (float)i / 128, signal += (double)x[i] * (double)x[i];
+    for (int format = 0; format < 2; format++) {
+        uint8_t codes[128];
+        const float one = 1;
+        AuditSums s = no_sums;
+        for (int i = 0; i < 128; i++) codes[i] = fp8_from_float(x[i], (Fp8Format)format);
+        audit_copy(&s, x, codes, &one, 8, 16, 16, 1, GRAIN_TENSOR, (Fp8Format)format);
+        CHECK(s.noise == squares[format] && s.signal == signal, "format %d: noise %.17g, want %.17g; signal %.17g, want %.17g", format, s.noise, squares[format],
+              s.signal, signal);
+        const double ideal = 10 * log10(7.0 / 3 * 12 / (spacing[format] * spacing[format]));
+        CHECK(fabs(audit_sqnr_db(&s) - ideal) < 0.08, "format %d: %.3f dB, uniform errors give %.3f dB", format, audit_sqnr_db(&s), ideal);
+    }
+}
+
+static void test_sqnr_limits(void) {
+    AuditSums s = no_sums;
+    CHECK(isnan(audit_sqnr_db(&s)), "nothing seen: %g", audit_sqnr_db(&s));
+    audit_add(&s, 0, 0, 1, FP8_E4M3);
+    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "zeros: %g", audit_sqnr_db(&s));
+    audit_add(&s, 1.5f, fp8_from_float(1.5f, FP8_E4M3), 1, FP8_E4M3);
+    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "exact values: %g", audit_sqnr_db(&s));
+    // the scale of a tensor with an infinity is 0 and its inverse infinite: what was 1 comes back NaN. A NaN scale the same.
+    const float spoiled[] = {INFINITY, NAN};
+    for (int i = 0; i < 2; i++) {
+        AuditSums t = s;
+        audit_add(&t, 1, fp8_from_float(1 / spoiled[i], FP8_E4M3), spoiled[i], FP8_E4M3);
+        CHECK(audit_sqnr_db(&t) == -(double)INFINITY && t.saturated == 0, "inverse scale %g: %g dB, %.0f saturated", (double)spoiled[i], audit_sqnr_db(&t), t.saturated);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Copies of every grain
+
+// The sums of a copy, element by element: which block it is in, that block's amax, its scale.
+static AuditSums plain_sums(const float *x, int64_t outer, int64_t depth, int64_t outer_stride, int64_t depth_stride, Grain g, ScaleRule rule, Fp8Format format) {
+    AuditSums s = no_sums;
+    const int64_t height = g == GRAIN_128X128 ? 128 : grain_is_tensor(g) ? outer : 1, width = g == GRAIN_1X128 || g == GRAIN_128X128 ? 128 : g == GRAIN_1X32 ? 32 : depth;
+    float scale_max = 0, inverse_max = 0, largest = 0;
+    for (int64_t i0 = 0; i0 < outer; i0 += height)
+        for (int64_t k0 = 0; k0 < depth; k0 += width) {
+            float amax = 0;
+            for (int64_t i = i0; i < min_i64(outer, i0 + height); i++)
+                for (int64_t k = k0; k < min_i64(depth, k0 + width); k++) amax = fmaxf(amax, fabsf(x[i * outer_stride + k * depth_stride]));
+            const float scale = fp8_rule_scale(rule, amax, format), inverse = 1 / scale;
+            for (int64_t i = i0; i < min_i64(outer, i0 + height); i++)
+                for (int64_t k = k0; k < min_i64(depth, k0 + width); k++) {
+                    const float value = x[i * outer_stride + k * depth_stride], back = fp8_to_float(fp8_from_float(value * scale, format), format);
+                    const double change = (double)back * (double)inverse - (double)value;
+                    s.count++, s.flushed += value != 0 && back == 0, s.signal += (double)value * (double)value, s.noise += change * change;
+                }
+            scale_max = fmaxf(scale_max, 1 / inverse), inverse_max = fmaxf(inverse_max, inverse), largest = fmaxf(largest, amax);
+        }
+    s.scale_max = float_bits(scale_max), s.inverse_scale_max = float_bits(inverse_max), s.amax = float_bits(largest);
+    return s;
+}
+
+static void check_grain(int64_t R, int64_t C, bool turned, Grain g, ScaleRule rule, Fp8Format format) {
+    const int64_t outer = turned ? C : R, depth = turned ? R : C, outer_stride = turned ? 1 : C, depth_stride = turned ? C : 1;
+    float *x = (float *)xcalloc((size_t)(R * C), sizeof(float));
+    uint8_t *codes = (uint8_t *)xcalloc((size_t)(R * C), 1);
+    void *scales = xcalloc((size_t)scale_bytes(g, outer, depth), 1);
+    for (int64_t i = 0; i < R * C; i++) x[i] = bf16_round(rng_normal(rng_key(3, 0), (uint64_t)i) * (i % 97 ? 1 : 3000) * (i % 5 ? 1 : 1e-4f));
+    quantize_copy(codes, scales, x, outer, depth, outer_stride, depth_stride, g, rule, format, 0);
+    AuditSums s = no_sums;
+    const AuditSums want = plain_sums(x, outer, depth, outer_stride, depth_stride, g, rule, format);
+    audit_copy(&s, x, codes, scales, outer, depth, outer_stride, depth_stride, g, format);
+    char what[64];
+    format_checked(what, sizeof what, "grain %d, rule %d, format %d, %s copy", (int)g, (int)rule, (int)format, turned ? "col" : "row");
+    CHECK(s.count == want.count && s.flushed == want.flushed && s.saturated == 0, "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, 0", what, s.count,
+          s.flushed, s.saturated, want.count, want.flushed);
+    CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: nothing small enough to be flushed", what);
+    // sums in another order: at most 52,800 additions of 2^-53 each
+    CHECK(fabs(s.signal - want.signal) <= 6e-12 * want.signal && fabs(s.noise - want.noise) <= 6e-12 * want.noise, "%s: signal %.17g, noise %.17g; want %.17g, %.17g",
+          what, s.signal, s.noise, want.signal, want.noise);
+    CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.inverse_scale_max == want.inverse_scale_max, "%s: maxima", what);
+    free(x);
+    free(codes);
+    free(scales);
+}
+
+static void test_grains(void) {
+    const struct { Grain grain; ScaleRule rule; } of[] = {{GRAIN_TENSOR, SCALE_TORCHAO}, {GRAIN_TENSOR, SCALE_TE}, {GRAIN_TENSOR_REPEATED, SCALE_TORCHAO_POW2},
+        {GRAIN_ROW, SCALE_TORCHAO_POW2}, {GRAIN_1X128, SCALE_TE_POW2}, {GRAIN_128X128, SCALE_TE_POW2}, {GRAIN_1X32, SCALE_MX}};
+    for (size_t i = 0; i < sizeof of / sizeof of[0]; i++)
+        for (int format = 0; format < 2; format++)
+            for (int turned = 0; turned < 2; turned++) check_grain(200, 264, turned, of[i].grain, of[i].rule, (Fp8Format)format);
+    CHECK(audit_shares_codes(GRAIN_TENSOR, GRAIN_TENSOR) && audit_shares_codes(GRAIN_128X128, GRAIN_128X128), "copies with the same codes");
+    CHECK(!audit_shares_codes(GRAIN_ROW, GRAIN_ROW) && !audit_shares_codes(GRAIN_1X128, GRAIN_1X128) && !audit_shares_codes(GRAIN_BF16, GRAIN_BF16) &&
+              !audit_shares_codes(GRAIN_ROW, GRAIN_TENSOR_REPEATED), "copies with different codes");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reports
+
+static char folder[] = "/tmp/test_audit_XXXXXX";
+
+typedef struct {
+    Options o;
+    ModelConfig m;
+    ParameterTable t;
+    Precision p;
+    AuditSums *sums;
+} Run;
+
+static Run run_create(int recipe, const char *filter) {
+    Run r;
+    memset(&r, 0, sizeof r);
+    r.o = options_default();
+    r.o.model = "llama3.2-1b", r.o.precision = PRECISION_FP8, r.o.fp8_recipe = recipe, r.o.log_dir = folder;
+    options_resolve(&r.o);
+    model_config_preset(&r.m, r.o.model);
+    r.t = parameter_table(&r.m);
+    r.p = precision_plan(&r.o, filter, &r.m, &r.t);
+    r.sums = (AuditSums *)xcalloc((size_t)audit_count(&r.p), sizeof *r.sums);
+    return r;
+}
+
+static void run_free(Run *r) {
+    free(r->sums);
+    precision_free(&r->p);
+    parameter_table_free(&r->t);
+}
+
+// 1000 elements with a given SQNR: 10 of them flushed, 5 saturated, scales 2 to 64.
+static AuditSums sums_of(double db, float amax) {
+    const AuditSums s = {1000, 10, 5, 100, 100 / pow(10, db / 10), float_bits(amax), float_bits(64), float_bits(0.5f)};
+    return s;
+}
+
+// Every copy at 30 dB, w's at 32; of layer 7's down x the row copy at 20 dB and the col copy at 21; of layer 3's qkv dy the row copy at 25.
+static void fill_sums(Run *r) {
+    for (int64_t i = 0; i < audit_count(&r->p); i++) r->sums[i] = sums_of(i / 2 % NUM_TENSORS == TENSOR_W ? 32 : 30, 1);
+    r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, COPY_ROW)] = sums_of(20, 12.5f);
+    r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, COPY_COL)] = sums_of(21, 12.5f);
+    r->sums[audit_index(3, QKV_PROJ, TENSOR_DY, COPY_ROW)] = sums_of(25, 2);
+}
+
+static char *printed_table(const Run *r) {
+    char path[64];
+    format_checked(path, sizeof path, "%s/stdout", folder);
+    fflush(stdout);
+    const int saved = dup(1), fd = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    if (saved < 0 || fd < 0 || dup2(fd, 1) < 0) die("cannot redirect stdout: %s", strerror(errno));
+    audit_print_table(r->sums, &r->p);
+    fflush(stdout);
+    dup2(saved, 1);
+    close(saved), close(fd);
+    char *text = read_file(path, NULL);
+    unlink(path);
+    return text;
+}
+
+static int count_lines(const char *text) {
+    int n = 0;
+    for (; *text; text++) n += *text == '\n';
+    return n;
+}
+
+static double member(const Json *json, const char *key) {
+    Failure failure;
+    double value = (double)NAN;
+    const JsonNode *node = json_member(json, json_root(json), key);
+    if (node && node->type == JSON_NUMBER) json_real(json, node, &value, &failure);
+    return value;
+}
+
+static bool text_is(const Json *json, const char *key, const char *want) {
+    const JsonNode *node = json_member(json, json_root(json), key);
+    return node && node->type == JSON_STRING && strcmp(node->text, want) == 0;
+}
+
+// Writes an audit to a log of its own and returns the lines after the settings; the caller frees.
+static char *logged(const Run *r) {
+    char path[64];
+    const RunInfo run = {"train_fp8", "CPU", "test", 1, 0};
+    format_checked(path, sizeof path, "%s/log.jsonl", folder);
+    Logger l = logger_open(&r->o, &r->m, &r->t, &r->p, run);
+    audit_log(&l, 40, r->sums, &r->p);
+    logger_close(&l);
+    char *text = read_file(path, NULL), *lines = xstrdup(strchr(text, '\n') + 1);
+    free(text);
+    unlink(path);
+    return lines;
+}
+
+// One line of the log for an operand, NULL if there is none; parsed into *json, which the caller frees if there is one.
+static bool find_line(Json *json, const char *lines, int64_t layer, const char *linear, const char *gemm, const char *operand) {
+    for (const char *line = lines; *line; line = strchr(line, '\n') + 1) {
+        Failure failure;
+        if (!json_parse(json, "log.jsonl", line, strcspn(line, "\n"), &failure)) {
+            CHECK(false, "not JSON: %s", failure.text);
+            return false;
+        }
+        if (member(json, "layer") == (double)layer && text_is(json, "linear", linear) && text_is(json, "gemm", gemm) && text_is(json, "operand", operand)) return true;
+        json_free(json);
+    }
+    return false;
+}
+
+static void test_log(void) {
+    Json json;
+    Run r = run_create(RECIPE_ROWWISE, "");
+    fill_sums(&r);
+    r.sums[audit_index(2, OUT_PROJ, TENSOR_W, COPY_COL)].noise = 0;
+    r.sums[audit_index(4, OUT_PROJ, TENSOR_W, COPY_COL)].count = 0;  // never cast
+    char *lines = logged(&r);
+    CHECK(count_lines(lines) == 16 * 4 * 6 - 1, "%d lines", count_lines(lines));
+    const char *want = "{\"type\": \"fp8_audit\", \"step\": 40, \"layer\": 0, \"linear\": \"qkv\", \"gemm\": \"fprop\", \"operand\": \"x\", \"amax\": 1.0, "
+                       "\"scale_min\": 2.0, \"scale_max\": 64.0, \"flushed\": 0.01, \"saturated\": 0.005, \"sqnr_db\": 3e+01}\n";
+    CHECK(strncmp(lines, want, strlen(want)) == 0, "first line\n%.*s\nwant\n%s", (int)strcspn(lines, "\n"), lines, want);
+    if (find_line(&json, lines, 7, "down", "wgrad", "x")) {
+        CHECK(fabs(member(&json, "sqnr_db") - 21) < 1e-9 && member(&json, "amax") == 12.5, "down wgrad x: %g dB, amax %g", member(&json, "sqnr_db"),
+              member(&json, "amax"));
+        json_free(&json);
+    } else {
+        CHECK(false, "no line for down wgrad x");
+    }
+    if (find_line(&json, lines, 2, "attn_out", "dgrad", "w")) {
+        CHECK(json_member(&json, json_root(&json), "sqnr_db")->type == JSON_NULL, "an infinite SQNR is null");
+        json_free(&json);
+    } else {
+        CHECK(false, "no line for attn_out dgrad w");
+    }
+    CHECK(!find_line(&json, lines, 4, "attn_out", "dgrad", "w"), "a line for an operand that was never cast");
+    free(lines);
+    run_free(&r);
+
+    // bf16 operands are left out: all of layers 0 and 5, and with bf16 weight gradients those products
+    r = run_create(RECIPE_ROWWISE_GW_HP, "first, layers=5, down");
+    fill_sums(&r);
+    lines = logged(&r);
+    CHECK(count_lines(lines) == 14 * 3 * 4, "%d lines", count_lines(lines));
+    CHECK(!strstr(lines, "wgrad") && !strstr(lines, "down") && !strstr(lines, "\"layer\": 0,") && !strstr(lines, "\"layer\": 5,"), "bf16 operands in\n%s", lines);
+    free(lines);
+    run_free(&r);
+
+    // one tensor's codes for two products: the copies' sums are one, also where only one copy was audited
+    r = run_create(RECIPE_TENSORWISE, "");
+    r.sums[audit_index(1, GATE_UP_PROJ, TENSOR_W, COPY_ROW)] = sums_of(30, 1);
+    lines = logged(&r);
+    CHECK(count_lines(lines) == 2, "%d lines of a weight with one scale", count_lines(lines));
+    for (int gemm = 0; gemm < 2; gemm++) {
+        if (find_line(&json, lines, 1, "gate_up", gemm ? "dgrad" : "fprop", "w")) {
+            CHECK(fabs(member(&json, "sqnr_db") - 30) < 1e-9, "%g dB", member(&json, "sqnr_db"));
+            json_free(&json);
+        } else {
+            CHECK(false, "no line for product %d of gate_up w", gemm);
+        }
+    }
+    free(lines);
+    run_free(&r);
+}
+
+static void check_has(const char *text, const char *part) { CHECK(strstr(text, part) != NULL, "no \"%s\" in\n%s", part, text); }
+
+static void test_table(void) {
+    Run r = run_create(RECIPE_BLOCKWISE, "");
+    fill_sums(&r);
+    char *text = printed_table(&r);
+    CHECK(count_lines(text) == 1 + 2 + 24 + 1, "%d lines:\n%s", count_lines(text), text);
+    // 15 layers at 30 dB and one at 20 have a mean noise of (15 + 10) / 16 of 30 dB's: 28.06 dB
+    check_has(text, "  down      fprop  x   e4m3 1x128      28.06    20.00      7       1.0000%     0.5000%         12.5\n");
+    check_has(text, "  qkv       dgrad  w   e4m3 128x128    32.00    32.00      0       1.0000%     0.5000%            1\n");
+    check_has(text, "  FP8 hurts most: layer 7 down x (fprop, 20.00 dB), layer 7 down x (wgrad, 21.00 dB), layer 3 qkv dy (dgrad, 25.00 dB)\n");
+    free(text);
+    // a second audit, with layer 0's gate_up dy worse in it
+    AuditSums *second = (AuditSums *)xcalloc((size_t)audit_count(&r.p), sizeof *second);
+    memcpy(second, r.sums, (size_t)audit_count(&r.p) * sizeof *second);
+    second[audit_index(0, GATE_UP_PROJ, TENSOR_DY, COPY_COL)] = sums_of(10, 77);
+    audit_merge_all(r.sums, second, audit_count(&r.p));
+    text = printed_table(&r);
+    check_has(text, "FP8 hurts most: layer 0 gate_up dy (wgrad, 12.97 dB), layer 7 down x (fprop, 20.00 dB), layer 7 down x (wgrad, 21.00 dB)\n");
+    check_has(text, "           77\n");
+    free(text);
+    free(second);
+    run_free(&r);
+
+    r = run_create(RECIPE_TENSORWISE, "first, attention");
+    fill_sums(&r);
+    r.sums[audit_index(5, GATE_UP_PROJ, TENSOR_DY, COPY_ROW)].noise = (double)INFINITY;
+    text = printed_table(&r);
+    // codes shared by two products: sums of both copies, 20 and 21 dB; and named once
+    check_has(text, "FP8 hurts most: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
+    check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");
+    CHECK(!strstr(text, "qkv") && count_lines(text) == 1 + 2 + 12 + 1, "%d lines:\n%s", count_lines(text), text);
+    free(text);
+    memset(r.sums, 0, (size_t)audit_count(&r.p) * sizeof *r.sums);
+    text = printed_table(&r);
+    check_has(text, "no FP8 operand was cast");
+    free(text);
+    run_free(&r);
+}
+
+int main(void) {
+    test_elements();
+    test_edge();
+    test_uniform();
+    test_sqnr_limits();
+    test_grains();
+    if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
+    test_log();
+    test_table();
+    rmdir(folder);
+    return check_report();
+}

@@ -1,0 +1,294 @@
+// precision.h: what each word of --fp8-filter keeps in bf16, the rule of sizes, and the printed table for every preset and recipe.
+#include "../../llmc/precision.h"
+#include "check.h"
+
+typedef struct {
+    Options o;
+    ModelConfig m;
+    ParameterTable t;
+    Precision p;
+} Plan;
+
+// The plan of a preset (vocabulary 320 where it has none) in one recipe, RECIPE_BF16 for --precision bf16.
+static Plan make_plan(const char *model, int recipe, const char *filter) {
+    Plan x;
+    memset(&x, 0, sizeof x);
+    x.o = options_default();
+    x.o.model = model, x.o.fp8_filter = filter;
+    x.o.precision = recipe == RECIPE_BF16 ? PRECISION_BF16 : PRECISION_FP8;
+    if (recipe != RECIPE_BF16) x.o.fp8_recipe = recipe;
+    options_resolve(&x.o);
+    if (!model_config_preset(&x.m, model)) die("no preset %s", model);
+    if (!x.m.vocab_size) x.m.vocab_size = 320;
+    x.t = parameter_table(&x.m);
+    x.p = precision_plan(&x.o, x.o.fp8_filter, &x.m, &x.t);
+    return x;
+}
+
+static void free_plan(Plan *x) {
+    precision_free(&x->p);
+    parameter_table_free(&x->t);
+}
+
+// One character a linear layer: '8' FP8, '-' bf16; layers are parted by blanks.
+static void describe(const Precision *p, char *out) {
+    for (int64_t l = 0; l < p->num_layers; l++) {
+        for (int id = 0; id < NUM_LINEARS; id++) *out++ = precision_of(p, l, id) == p->recipe ? '8' : '-';
+        *out++ = l + 1 < p->num_layers ? ' ' : 0;
+    }
+}
+
+// The filter's words on a model of 4 layers: "qkv attn_out gate_up down" of each.
+static void test_filters(void) {
+    static const char *const cases[][2] = {
+        {"", "8888 8888 8888 8888"}, {"first", "---- 8888 8888 8888"}, {"last", "8888 8888 8888 ----"}, {"first,last", "---- 8888 8888 ----"},
+        {"layers=1-2", "8888 ---- ---- 8888"}, {"layers=0-3", "---- ---- ---- ----"}, {"layers=2", "8888 8888 ---- 8888"}, {"layers=2-2", "8888 8888 ---- 8888"},
+        {"attention", "--88 --88 --88 --88"}, {"mlp", "88-- 88-- 88-- 88--"}, {"qkv", "-888 -888 -888 -888"}, {"attn_out", "8-88 8-88 8-88 8-88"},
+        {"gate_up", "88-8 88-8 88-8 88-8"}, {"down", "888- 888- 888- 888-"}, {"lm_head", "8888 8888 8888 8888"}, {"attention,mlp", "---- ---- ---- ----"},
+        {"first,mlp", "---- 88-- 88-- 88--"}, {"down,last", "888- 888- 888- ----"}, {"layers=0,layers=3", "---- 8888 8888 ----"},
+        {"first,first", "---- 8888 8888 8888"}, {"lm_head,qkv,down", "-88- -88- -88- -88-"}, {"first, last", "---- 8888 8888 ----"},
+        {" first,,last,", "---- 8888 8888 ----"}, {",", "8888 8888 8888 8888"}, {"auto", "8888 8888 8888 8888"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char text[64];
+        Plan x = make_plan("small", RECIPE_TENSORWISE, cases[i][0]);
+        describe(&x.p, text);
+        CHECK(strcmp(text, cases[i][1]) == 0, "--fp8-filter \"%s\": %s, expected %s", cases[i][0], text, cases[i][1]);
+        CHECK(x.p.any_fp8 == (strchr(text, '8') != NULL) && x.p.any_bf16 == (strchr(text, '-') != NULL), "\"%s\": any_fp8 %d, any_bf16 %d", cases[i][0], x.p.any_fp8,
+              x.p.any_bf16);
+        CHECK(x.p.filter_open == (strcmp(cases[i][0], "auto") == 0), "\"%s\": decided", cases[i][0]);
+        for (int64_t l = 0; l < 4; l++) CHECK(precision_layer_is_fp8(&x.p, l) == (strncmp(text + 5 * l, "8888", 4) == 0), "\"%s\": weights of layer %lld",
+            cases[i][0], (long long)l);
+        free_plan(&x);
+    }
+    // what auto has found, while the option still says auto
+    Plan x = make_plan("small", RECIPE_TENSORWISE, "auto");
+    Precision found = precision_plan(&x.o, "attn_out,down", &x.m, &x.t);
+    char text[64];
+    describe(&found, text);
+    CHECK(strcmp(text, "8-8- 8-8- 8-8- 8-8-") == 0 && !found.filter_open, "what auto has found: %s", text);
+    precision_free(&found);
+    free_plan(&x);
+}
+
+static void plan_action(void *filter) { make_plan("small", RECIPE_TENSORWISE, (const char *)filter); }
+
+static void test_refused(void) {
+    static const char *const cases[][2] = {
+        {"q_proj", "\"q_proj\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k and v are one product)"}, {"First", "\"First\" is none of"},
+        {"embedding", "\"embedding\" is none of"}, {"first;last", "\"first;last\" is none of"}, {"auto,first", "\"auto\" is none of"},
+        {"auto,first", "auto stands alone"}, {"mlp2", "\"mlp2\" is none of"}, {"layers=", "\"layers=\" is none of"}, {"layers=a-b", "is none of"},
+        {"layers=1-", "\"layers=1-\" is none of"}, {"layers=1-2x", "is none of"}, {"layers", "\"layers\" is none of"},
+        {"layers=4", "\"layers=4\" names layers that the model does not have; it has 0 to 3"}, {"layers=0-4", "it has 0 to 3"},
+        {"layers=-1", "\"layers=-1\" names layers"}, {"layers=99999999999999999999999", "it has 0 to 3"},
+        {"first,layers=3-1", "\"layers=3-1\" begins after its end; layers=1-3 would do"},
+        {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "aaaa\" is none of"}};
+    char output[2048];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        CHECK(check_dies(plan_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "--fp8-filter %s: \"%s\"", cases[i][0], output);
+}
+
+// `tiny` has hidden size 64 and intermediate size 192: N and K of every linear layer are multiples of 64, none has both of 128.
+static void test_sizes(void) {
+    static const struct { int recipe; const char *expected; } cases[] = {
+        {RECIPE_TENSORWISE, "8888 8888"}, {RECIPE_DELAYED, "8888 8888"}, {RECIPE_ROWWISE, "8888 8888"}, {RECIPE_ROWWISE_GW_HP, "8888 8888"},
+        {RECIPE_BLOCKWISE, "---- ----"}, {RECIPE_MXFP8, "8888 8888"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char text[64];
+        Plan x = make_plan("tiny", cases[i].recipe, "");
+        describe(&x.p, text);
+        CHECK(strcmp(text, cases[i].expected) == 0, "tiny, %s: %s", x.p.recipe->name, text);
+        free_plan(&x);
+    }
+    // a size that does not fit keeps the linear layers that have it in bf16, the others stay FP8. The fused gate_up has twice the rows: 1552 = 16 x 97
+    static const struct { int64_t intermediate; const char *expected; } odd[] = {{776, "888- 888- 888- 888-"}, {772, "88-- 88-- 88-- 88--"},
+        {784, "8888 8888 8888 8888"}};
+    Plan x = make_plan("small", RECIPE_TENSORWISE, "");
+    for (size_t i = 0; i < sizeof odd / sizeof odd[0]; i++) {
+        char text[64];
+        x.m.intermediate_size = odd[i].intermediate;
+        ParameterTable t = parameter_table(&x.m);
+        Precision p = precision_plan(&x.o, "", &x.m, &t);
+        describe(&p, text);
+        CHECK(strcmp(text, odd[i].expected) == 0, "intermediate size %lld: %s", (long long)odd[i].intermediate, text);
+        precision_free(&p);
+        parameter_table_free(&t);
+    }
+    free_plan(&x);
+    // bf16: no recipe's row but that of bf16, whatever is asked
+    x = make_plan("small", RECIPE_BF16, "");
+    CHECK(!x.p.any_fp8 && x.p.any_bf16 && precision_of(&x.p, 0, DOWN_PROJ) == recipe_row(RECIPE_BF16) && !precision_layer_is_fp8(&x.p, 0), "bf16");
+    free_plan(&x);
+}
+
+// The weight of each linear layer lies where the parameter table has its first part; every recipe has its formats.
+static void test_shapes_and_formats(void) {
+    Plan x = make_plan("llama3.1-8b", RECIPE_TENSORWISE, "");
+    static const struct { const char *first; int64_t N, K; } parts[NUM_LINEARS] = {
+        {"model.layers.0.self_attn.q_proj.weight", 6144, 4096}, {"model.layers.0.self_attn.o_proj.weight", 4096, 4096},
+        {"model.layers.0.mlp.gate_proj.weight", 28672, 4096}, {"model.layers.0.mlp.down_proj.weight", 4096, 14336}};
+    for (int id = 0; id < NUM_LINEARS; id++) {
+        const LinearShape *s = &x.p.linear[id];
+        const int64_t matrices = layer_offset(&x.t, 0) + x.t.layer_segments[SEGMENT_VECTORS];
+        CHECK(s->N == parts[id].N && s->K == parts[id].K && parameter_find(&x.t, parts[id].first)->offset == matrices + s->offset, "%s: [%lld, %lld] at %lld",
+              s->name, (long long)s->N, (long long)s->K, (long long)s->offset);
+    }
+    CHECK(precision_format(&x.p, TENSOR_X) == FP8_E4M3 && precision_format(&x.p, TENSOR_W) == FP8_E4M3 && precision_format(&x.p, TENSOR_DY) == FP8_E5M2,
+          "tensorwise: gradients in e5m2");
+    free_plan(&x);
+    x = make_plan("small", RECIPE_BLOCKWISE, "");
+    CHECK(precision_format(&x.p, TENSOR_DY) == FP8_E4M3, "blockwise: gradients in e4m3");
+    x.o.fp8_format = FP8_FORMAT_HYBRID;
+    Precision hybrid = precision_plan(&x.o, "", &x.m, &x.t);
+    CHECK(precision_format(&hybrid, TENSOR_DY) == FP8_E5M2 && precision_format(&hybrid, TENSOR_X) == FP8_E4M3, "--fp8-format hybrid");
+    precision_free(&hybrid);
+    free_plan(&x);
+}
+
+// --fp8-fast-accum on a recipe that has it, one that has not, one with a product in bf16, and emulated.
+static void test_fast_accumulation(void) {
+    static const struct { int recipe, option; bool emulate, expected[NUM_GEMMS]; } cases[] = {
+        {RECIPE_TENSORWISE, FAST_ACCUM_FPROP, false, {true, false, false}}, {RECIPE_TENSORWISE, FAST_ACCUM_ALL, false, {true, true, true}},
+        {RECIPE_TENSORWISE, FAST_ACCUM_NONE, false, {false, false, false}}, {RECIPE_BLOCKWISE, FAST_ACCUM_FPROP, false, {false, false, false}},
+        {RECIPE_MXFP8, FAST_ACCUM_FPROP, false, {false, false, false}}, {RECIPE_ROWWISE_GW_HP, FAST_ACCUM_ALL, false, {true, true, false}},
+        {RECIPE_ROWWISE, FAST_ACCUM_ALL, true, {false, false, false}}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = options_default();
+        o.fp8_fast_accum = cases[i].option, o.fp8_emulate = cases[i].emulate;
+        for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
+            CHECK(fast_accumulation(&o, recipe_row(cases[i].recipe), (GemmKind)gemm) == cases[i].expected[gemm], "%s, option %d, product %d",
+                  recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
+    }
+}
+
+// What precision_print prints for a plan of 2048 rows.
+static char *printed(const Plan *x) {
+    FILE *file = tmpfile();
+    if (!file) die("tmpfile: %s", strerror(errno));
+    fflush(stdout);
+    const int saved = dup(1);
+    if (saved < 0 || dup2(fileno(file), 1) < 0) die("cannot redirect stdout: %s", strerror(errno));
+    precision_print(&x->p, &x->o, 2048, 1024, x->m.vocab_size, x->m.hidden_size, "bf16");
+    fflush(stdout);
+    dup2(saved, 1);
+    close(saved);
+    char *text = (char *)xcalloc(1 << 16, 1);
+    rewind(file);
+    const size_t n = fread(text, 1, (1 << 16) - 1, file);
+    CHECK(n < (1 << 16) - 1, "a table of %zu bytes", n);
+    fclose(file);
+    return text;
+}
+
+static int count(const char *text, const char *word) {
+    int n = 0;
+    for (; (text = strstr(text, word)) != NULL; text += strlen(word)) n++;
+    return n;
+}
+
+static void test_golden_table(void) {
+    static const char expected[] =
+        "\nmatrix products (fp32 accumulation, bf16 results); recipe rowwise_with_gw_hp: a scale for each row (dgrad: w tensor), power of 2\n"
+        "  linear    pass       rows  columns    depth  operands and what shares a scale\n"
+        "  qkv       fprop      2048     6144     4096  e4m3 row     x e4m3 row      fast sums  layers 1-4,6,8-31\n"
+        "  qkv       dgrad      2048     4096     6144  e4m3 row     x e4m3 tensor   layers 1-4,6,8-31\n"
+        "  qkv       wgrad      6144     4096     2048  bf16         x bf16          layers 1-4,6,8-31\n"
+        "  qkv       fprop      2048     6144     4096  bf16         x bf16          layers 0,5,7\n"
+        "  qkv       dgrad      2048     4096     6144  bf16         x bf16          layers 0,5,7\n"
+        "  qkv       wgrad      6144     4096     2048  bf16         x bf16          layers 0,5,7\n"
+        "  attn_out  fprop      2048     4096     4096  e4m3 row     x e4m3 row      fast sums  layers 1-4,6,8-31\n"
+        "  attn_out  dgrad      2048     4096     4096  e4m3 row     x e4m3 tensor   layers 1-4,6,8-31\n"
+        "  attn_out  wgrad      4096     4096     2048  bf16         x bf16          layers 1-4,6,8-31\n"
+        "  attn_out  fprop      2048     4096     4096  bf16         x bf16          layers 0,5,7\n"
+        "  attn_out  dgrad      2048     4096     4096  bf16         x bf16          layers 0,5,7\n"
+        "  attn_out  wgrad      4096     4096     2048  bf16         x bf16          layers 0,5,7\n"
+        "  gate_up   fprop      2048    28672     4096  bf16         x bf16\n"
+        "  gate_up   dgrad      2048     4096    28672  bf16         x bf16\n"
+        "  gate_up   wgrad     28672     4096     2048  bf16         x bf16\n"
+        "  down      fprop      2048     4096    14336  bf16         x bf16\n"
+        "  down      dgrad      2048    14336     4096  bf16         x bf16\n"
+        "  down      wgrad      4096    14336     2048  bf16         x bf16\n"
+        "  lm_head   fprop      1024   128256     4096  bf16         x bf16\n"
+        "  lm_head   dgrad      1024     4096   128256  bf16         x bf16\n"
+        "  lm_head   wgrad    128256     4096     1024  bf16         x bf16\n";
+    Plan x = make_plan("llama3.1-8b", RECIPE_ROWWISE_GW_HP, "first,layers=5,layers=7,mlp");
+    char *text = printed(&x);
+    CHECK(strcmp(text, expected) == 0, "the table\n%sexpected\n%s", text, expected);
+    free(text);
+    free_plan(&x);
+}
+
+// For every preset and recipe: each product once, its operands and their scales as the recipe has them.
+static void test_tables(void) {
+    static const char *const presets[] = {
+#define X(preset, ...) preset,
+        MODEL_PRESETS(X)
+#undef X
+    };
+    static const struct { const char *fprop, *dgrad, *wgrad; } operands[NUM_RECIPES + 1] = {
+        {"e4m3 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor"},
+        {"e4m3 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor"},
+        {"e4m3 row     x e4m3 row", "e4m3 row     x e4m3 row", "e4m3 row     x e4m3 row"},          {"e4m3 row     x e4m3 row", "e4m3 row     x e4m3 tensor",
+        "bf16         x bf16"},
+        {"e4m3 1x128   x e4m3 128x128", "e4m3 1x128   x e4m3 128x128", "e4m3 1x128   x e4m3 1x128"},
+        {"e4m3 1x32    x e4m3 1x32", "e4m3 1x32    x e4m3 1x32", "e4m3 1x32    x e4m3 1x32"},
+        {"bf16         x bf16", "bf16         x bf16", "bf16         x bf16"}};
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++)
+        for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
+            Plan x = make_plan(presets[i], recipe, "");
+            const int shown = x.p.any_fp8 ? recipe : RECIPE_BF16;  // tiny is too small for blockwise
+            CHECK(x.p.any_fp8 == (recipe != RECIPE_BF16 && !(recipe == RECIPE_BLOCKWISE && i == 0)) && !(x.p.any_fp8 && x.p.any_bf16),
+                  "%s, %s: any_fp8 %d, any_bf16 %d", presets[i], recipe_row(recipe)->name, x.p.any_fp8, x.p.any_bf16);
+            char *text = printed(&x), line[128];
+            const char *const passes[] = {operands[shown].fprop, operands[shown].dgrad, operands[shown].wgrad}, *const names[] = {"fprop", "dgrad", "wgrad"};
+            for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
+                for (int id = 0; id < NUM_LINEARS; id++) {
+                    format_checked(line, sizeof line, "\n  %-9s %s ", x.p.linear[id].name, names[gemm]);
+                    const char *at = strstr(text, line), *end = at ? strchr(at + 1, '\n') : NULL, *found = at ? strstr(at, passes[gemm]) : NULL;
+                    CHECK(count(text, line) == 1 && found && found < end, "%s, %s, %s %s in\n%s", presets[i], recipe_row(recipe)->name, x.p.linear[id].name,
+                          names[gemm], text);
+                }
+            CHECK(count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0), "%s, %s: lines of\n%s", presets[i], recipe_row(recipe)->name, text);
+            CHECK(count(text, "fast sums") == (x.p.any_fp8 && x.p.recipe->fast_accumulation ? NUM_LINEARS : 0), "%s, %s: sums in\n%s", presets[i],
+                  recipe_row(recipe)->name, text);
+            free(text);
+            free_plan(&x);
+        }
+}
+
+// What the table says besides the products.
+static void test_table_notes(void) {
+    Plan x = make_plan("tiny", RECIPE_BLOCKWISE, "");
+    char *text = printed(&x);
+    CHECK(strstr(text, "x bf16          [256, 64] are no multiples of 128\n") && strstr(text, "no product runs in FP8") && !strstr(text, "recipe"), "%s", text);
+    free(text), free_plan(&x);
+    x = make_plan("small", RECIPE_TENSORWISE, "auto");
+    text = printed(&x);
+    CHECK(strstr(text, "--fp8-filter auto is decided by times") && !strstr(text, "no product"), "%s", text);
+    free(text);
+    x.o.fp8_emulate = true;
+    Precision emulated = precision_plan(&x.o, "first", &x.m, &x.t);
+    precision_free(&x.p);
+    x.p = emulated;
+    text = printed(&x);
+    CHECK(strstr(text, "recipe tensorwise, emulated by products of bf16: a scale for each tensor") && !strstr(text, "fast sums") && strstr(text,
+          "e4m3 tensor   layers 1-3\n"), "%s", text);
+    free(text), free_plan(&x);
+    // a list of layers too long for the line is cut short
+    x = make_plan("llama3.1-405b", RECIPE_TENSORWISE, "");
+    for (int64_t l = 0; l < x.p.num_layers; l += 2) x.p.keeps_bf16[l * NUM_LINEARS + QKV_PROJ] = true;
+    text = printed(&x);
+    CHECK(strstr(text, "layers 1,3,5,7") && strstr(text, ",...\n") && !strstr(text, ",...,"), "%s", text);
+    free(text), free_plan(&x);
+}
+
+int main(void) {
+    test_filters();
+    test_refused();
+    test_sizes();
+    test_shapes_and_formats();
+    test_fast_accumulation();
+    test_golden_table();
+    test_tables();
+    test_table_notes();
+    return check_report();
+}

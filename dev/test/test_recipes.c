@@ -1,0 +1,492 @@
+// recipes.h, fp8.h's scales, delayed.h and quantize_reference.h: codes and scales of every recipe's copies byte for byte against torchao's and Transformer Engine's
+// (dev/reference), the layout of scales, and what must hold for any matrix. Run from the root of the repository.
+#include "../../llmc/delayed.h"
+#include "../../llmc/quantize_reference.h"
+#include "../../llmc/rng.h"
+#include "check.h"
+#include "fp8_golden.h"
+
+// ---- one copy against its golden
+
+typedef struct {
+    float *x;  // [R, C]
+    int64_t R, C;
+} Matrix;
+
+static Matrix golden_matrix(const Safetensors *st, const char *name) {
+    bf16_bits *bits = (bf16_bits *)fp8_golden_bytes(st, name, ST_BF16, -1);
+    const Safetensor *t = safetensors_find(st, name);
+    Matrix m = {(float *)xcalloc((size_t)t->elements, sizeof(float)), t->shape[0], t->shape[1]};
+    for (int64_t i = 0; i < t->elements; i++) m.x[i] = bf16_to_float(bits[i]);
+    free(bits);
+    return m;
+}
+
+// A copy of a matrix.
+typedef struct {
+    int64_t outer, depth;
+    uint8_t *codes;
+    void *scales;
+} Copy;
+
+static Copy copy_make(const Matrix *m, CopyKind kind, Grain grain, ScaleRule rule, Fp8Format format, float scale) {
+    Copy c = {kind == COPY_ROW ? m->R : m->C, kind == COPY_ROW ? m->C : m->R, NULL, NULL};
+    c.codes = (uint8_t *)xcalloc((size_t)(c.outer * c.depth), 1);
+    c.scales = xcalloc((size_t)scale_bytes(grain, c.outer, c.depth), 1);
+    memset(c.scales, 0xa5, (size_t)scale_bytes(grain, c.outer, c.depth));
+    quantize_copy(c.codes, c.scales, m->x, c.outer, c.depth, kind == COPY_ROW ? m->C : 1, kind == COPY_ROW ? 1 : m->C, grain, rule, format, scale);
+    return c;
+}
+
+static void copy_free(Copy *c) {
+    free(c->codes);
+    free(c->scales);
+}
+
+static bool same_float(float a, float b) { return float_bits(a) == float_bits(b) || (isnan(a) && isnan(b)); }
+
+// Inverse scales of a golden stand in the natural order, [outer / height, depth / width].
+static int64_t natural_place(const Copy *c, Grain grain, int64_t width, int64_t i, int64_t k) {
+    return grain_is_tensor(grain) ? 0 : i / (grain == GRAIN_128X128 ? 128 : 1) * ceil_div(c->depth, width) + k / width;
+}
+
+// Compared place by place; all other bytes must be zero.
+static int64_t wrong_scales(const Copy *c, const void *expected, Grain grain, int64_t width) {
+    const int64_t size = grain == GRAIN_1X32 ? 1 : 4;
+    uint8_t *left = (uint8_t *)xcalloc((size_t)scale_bytes(grain, c->outer, c->depth), 1);
+    memcpy(left, c->scales, (size_t)scale_bytes(grain, c->outer, c->depth));
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < c->outer; i++)
+        for (int64_t k = 0; k < c->depth; k++) {
+            const int64_t place = scale_index(grain, i, k, c->outer, c->depth), natural = natural_place(c, grain, width, i, k);
+            memset(left + place * size, 0, (size_t)size);
+            if (grain == GRAIN_1X32) wrong += ((const uint8_t *)c->scales)[place] != ((const uint8_t *)expected)[natural];
+            else wrong += !same_float(((const float *)c->scales)[place], ((const float *)expected)[natural]);
+        }
+    for (int64_t b = 0; b < scale_bytes(grain, c->outer, c->depth); b++) wrong += left[b] != 0;
+    free(left);
+    return wrong;
+}
+
+// What the products see, from the golden's bytes alone.
+static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inverse, Grain grain, int64_t width, Fp8Format format) {
+    float *values = (float *)xcalloc((size_t)(c->outer * c->depth), sizeof(float));
+    dequantize_copy(values, c->codes, c->scales, c->outer, c->depth, grain, format);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < c->outer; i++)
+        for (int64_t k = 0; k < c->depth; k++) {
+            const int64_t natural = natural_place(c, grain, width, i, k);
+            double factor = 1;
+            if (grain == GRAIN_1X32) factor = ((const uint8_t *)inverse)[natural] == 0xff ? NAN : ldexp(1, ((const uint8_t *)inverse)[natural] - 127);
+            else if (!grain_is_tensor(grain)) factor = ((const float *)inverse)[natural];
+            wrong += !same_float(values[i * c->depth + k], (float)(fp8_to_float(codes[i * c->depth + k], format) * factor));
+        }
+    free(values);
+    return wrong;
+}
+
+static void check_copy(const Safetensors *st, const char *key, const Matrix *m, CopyKind kind, Grain grain, ScaleRule rule, Fp8Format format) {
+    char name[160];
+    Copy c = copy_make(m, kind, grain, rule, format, 0);
+    const int64_t width = grain == GRAIN_1X32 ? 32 : grain == GRAIN_1X128 || grain == GRAIN_128X128 ? 128 : c.depth;
+    uint8_t *codes = (uint8_t *)fp8_golden_bytes(st, key, ST_U8, c.outer * c.depth);
+    const int64_t rows = grain == GRAIN_128X128 ? ceil_div(c.outer, 128) : grain_is_tensor(grain) ? 1 : c.outer;
+    format_checked(name, sizeof name, "%s_inverse", key);
+    void *inverse = fp8_golden_bytes(st, name, grain == GRAIN_1X32 ? ST_U8 : ST_F32, rows * ceil_div(c.depth, width));
+    int64_t wrong = 0, first = -1;
+    for (int64_t i = 0; i < c.outer * c.depth; i++)
+        if (!fp8_same(c.codes[i], codes[i], format) && wrong++ == 0) first = i;
+    CHECK(wrong == 0, "%s: %lld of %lld codes differ, first at (%lld, %lld)", key, (long long)wrong, (long long)(c.outer * c.depth),
+          (long long)(first / c.depth), (long long)(first % c.depth));
+    wrong = wrong_scales(&c, inverse, grain, width);
+    CHECK(wrong == 0, "%s: scales of %lld elements differ, or bytes beside them are not zero", key, (long long)wrong);
+    wrong = wrong_values(&c, codes, inverse, grain, width, format);
+    CHECK(wrong == 0, "%s: %lld values differ", key, (long long)wrong);
+    copy_free(&c);
+    free(codes);
+    free(inverse);
+}
+
+// Every CASE.GRAIN.COPY.FORMAT in a file.
+static void test_golden_copies(const char *path, int expected) {
+    static const struct { const char *name; Grain grain; ScaleRule rule; } kinds[] = {
+        {"rows", GRAIN_ROW, SCALE_TORCHAO_POW2}, {"mx", GRAIN_1X32, SCALE_MX}, {"1x128", GRAIN_1X128, SCALE_TE_POW2}, {"128x128", GRAIN_128X128, SCALE_TE_POW2}};
+    Safetensors st = fp8_golden_open(path);
+    int seen = 0;
+    for (int64_t t = 0; t < st.count; t++) {
+        char name[40], grain[40], copy[40], format[40];
+        if (sscanf(st.tensors[t].name, "%39[^.].%39[^.].%39[^.].%39[^.]", name, grain, copy, format) != 4) continue;
+        for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
+            for (int f = 0; f < 2; f++) {
+                if (strcmp(grain, kinds[k].name) != 0 || strcmp(format, fp8_format_name((Fp8Format)f)) != 0) continue;
+                strcat(name, ".x");
+                Matrix m = golden_matrix(&st, name);
+                check_copy(&st, st.tensors[t].name, &m, strcmp(copy, "row") == 0 ? COPY_ROW : COPY_COL, kinds[k].grain, kinds[k].rule, (Fp8Format)f);
+                free(m.x);
+                seen++;
+            }
+    }
+    CHECK(seen == expected, "%s: %d copies, not %d", path, seen, expected);
+    safetensors_close(&st);
+}
+
+// One scale for all: both copies of torchao's tensorwise goldens; and the same when the scale is given.
+static void test_golden_tensors(void) {
+    Safetensors st = fp8_golden_open("dev/reference/goldens/fp8_tensors.safetensors");
+    int seen = 0;
+    for (int64_t t = 0; t < st.count; t++) {
+        char name[40], part[40];
+        if (sscanf(st.tensors[t].name, "%39[^.].%39s", name, part) != 2 || strcmp(part, "x") != 0) continue;
+        Matrix m = golden_matrix(&st, st.tensors[t].name);
+        seen++;
+        for (int f = 0; f < 2; f++) {
+            char key[128];
+            format_checked(key, sizeof key, "%s.%s", name, fp8_format_name((Fp8Format)f));
+            uint8_t *codes = (uint8_t *)fp8_golden_bytes(&st, key, ST_U8, m.R * m.C);
+            format_checked(key, sizeof key, "%s.%s_scale", name, fp8_format_name((Fp8Format)f));
+            float *scale = (float *)fp8_golden_bytes(&st, key, ST_F32, 1);
+            Copy row = copy_make(&m, COPY_ROW, GRAIN_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0), col = copy_make(&m, COPY_COL, GRAIN_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0);
+            Copy given = copy_make(&m, COPY_COL, GRAIN_TENSOR_REPEATED, SCALE_TORCHAO, (Fp8Format)f, scale[0]);
+            int64_t wrong = !same_float(*(float *)row.scales, 1 / scale[0]) + !same_float(*(float *)col.scales, 1 / scale[0]);
+            for (int64_t i = 0; i < m.R * m.C; i++) {
+                const int64_t transposed = i % m.C * m.R + i / m.C;
+                wrong += !fp8_same(row.codes[i], codes[i], (Fp8Format)f) + !fp8_same(col.codes[transposed], codes[i], (Fp8Format)f);
+                wrong += !fp8_same(given.codes[transposed], codes[i], (Fp8Format)f);
+            }
+            for (int64_t i = 0; i < m.C; i++) wrong += !same_float(((float *)given.scales)[i], 1 / scale[0]);
+            CHECK(wrong == 0, "%s: %lld differ", key, (long long)wrong);
+            copy_free(&row), copy_free(&col), copy_free(&given);
+            free(codes), free(scale);
+        }
+        free(m.x);
+    }
+    CHECK(seen == 10, "%d cases, not 10", seen);
+    safetensors_close(&st);
+}
+
+// ---- scales from amaxes
+
+static void test_golden_scales(void) {
+    Safetensors torchao = fp8_golden_open("dev/reference/goldens/fp8_scales.safetensors"), mx = fp8_golden_open("dev/reference/goldens/recipe_torchao.safetensors");
+    Safetensors te = fp8_golden_open("dev/reference/goldens/recipe_te.safetensors");
+    for (int f = 0; f < 2; f++) {
+        const Fp8Format format = (Fp8Format)f;
+        char name[64];
+        format_checked(name, sizeof name, "%s_pow2", fp8_format_name(format));
+        float *pow2 = (float *)fp8_golden_bytes(&torchao, name, ST_F32, 0x7f80);
+        format_checked(name, sizeof name, "mx_bytes.%s", fp8_format_name(format));
+        uint8_t *bytes = (uint8_t *)fp8_golden_bytes(&mx, name, ST_U8, 0x7f80);
+        int wrong_pow2 = 0, wrong_mx = 0, saturated = 0, unlike = 0;
+        for (int i = 0; i < 0x7f80; i++) {
+            const float amax = bf16_to_float((bf16_bits)i);
+            wrong_pow2 += !same_float(fp8_rule_scale(SCALE_TORCHAO_POW2, amax, format), pow2[i]);
+            wrong_mx += e8m0_from_amax(amax, format) != bytes[i];
+            saturated += amax * fp8_rule_scale(SCALE_MX, amax, format) > fp8_max(format);
+            unlike += amax >= 1e-12f && !same_float(fp8_rule_scale(SCALE_TE, amax, format), fp8_scale(amax, format));
+        }
+        CHECK(wrong_pow2 == 0 && wrong_mx == 0, "%s: %d of torchao's powers of two and %d of its E8M0 bytes differ", fp8_format_name(format), wrong_pow2, wrong_mx);
+        CHECK(saturated == 0 && unlike == 0, "%s: %d amaxes saturate in MX, %d scales of Transformer Engine differ from torchao's",
+              fp8_format_name(format), saturated, unlike);
+        CHECK(fp8_rule_scale(SCALE_TORCHAO_POW2, INFINITY, format) == 0 && isnan(fp8_rule_scale(SCALE_TORCHAO_POW2, NAN, format)), "infinity and NaN");
+        CHECK(e8m0_from_amax(INFINITY, format) == 0xfe && e8m0_from_amax(NAN, format) == 0xff && isnan(e8m0_to_float(0xff)), "E8M0 of infinity and NaN");
+        float *amax = (float *)fp8_golden_bytes(&te, "scales.amax", ST_F32, -1);
+        const int64_t count = safetensors_find(&te, "scales.amax")->elements;
+        for (int rule = SCALE_TE; rule <= SCALE_TE_POW2; rule++) {
+            format_checked(name, sizeof name, "scales.%s%s", fp8_format_name(format), rule == SCALE_TE ? "" : "_pow2");
+            float *expected = (float *)fp8_golden_bytes(&te, name, ST_F32, count);
+            int wrong = 0;
+            for (int64_t i = 0; i < count; i++) wrong += !same_float(fp8_rule_scale((ScaleRule)rule, amax[i], format), expected[i]);
+            CHECK(wrong == 0, "%s: %d of %lld differ", name, wrong, (long long)count);
+            free(expected);
+        }
+        free(pow2), free(bytes), free(amax);
+    }
+    safetensors_close(&torchao), safetensors_close(&mx), safetensors_close(&te);
+}
+
+// Transformer Engine's scales, E4M3, plain and as powers of two: values worked out by hand.
+static void test_te_scales(void) {
+    static const uint32_t cases[][3] = {{0, 0x3f800000, 0x3f800000},          {0x7f800000, 0x3f800000, 0x3f800000}, {0x7fc00000, 0x3f800000, 0x3f800000},
+                                        {0x00010000, 0x7f7fffff, 0x7f000000}, {0x3f800000, 0x43e00000, 0x43800000}, {0x3fe10000, 0x437edcbb, 0x43000000},
+                                        {0x43e10000, 0x3f7edcbb, 0x3f000000}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const float amax = float_from_bits(cases[i][0]);
+        const uint32_t plain = float_bits(fp8_rule_scale(SCALE_TE, amax, FP8_E4M3)), pow2 = float_bits(fp8_rule_scale(SCALE_TE_POW2, amax, FP8_E4M3));
+        CHECK(plain == cases[i][1] && pow2 == cases[i][2], "amax %g: %08x, %08x", amax, plain, pow2);
+    }
+    CHECK(fp8_scale_te(1, FP8_E4M3, 1) == 224 && fp8_scale_te(2, FP8_E5M2, 3) == 3584, "margins");
+}
+
+// Sequences of passes through one tensor's history; a tensor that has seen nothing has scale 0 here, where Transformer Engine casts with 1.
+static void test_golden_delayed(void) {
+    Safetensors st = fp8_golden_open("dev/reference/goldens/recipe_te.safetensors");
+    int seen = 0;
+    for (int64_t t = 0; t < st.count; t++) {
+        int window, margin, length = 0;
+        char format[8], name[80];
+        if (sscanf(st.tensors[t].name, "delayed.h%d_m%d_%4s.amaxes%n", &window, &margin, format, &length) != 3 || length == 0) continue;
+        const int64_t passes = st.tensors[t].elements;
+        format_checked(name, sizeof name, "delayed.h%d_m%d_%s.scales", window, margin, format);
+        float *amaxes = (float *)fp8_golden_bytes(&st, st.tensors[t].name, ST_F32, passes), *scales = (float *)fp8_golden_bytes(&st, name, ST_F32, passes);
+        float *history = (float *)xcalloc((size_t)window, sizeof(float)), scale = 0;
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < passes; i++) {
+            delayed_update(history, window, &scale, float_bits(amaxes[i]), strcmp(format, "e4m3") == 0 ? FP8_E4M3 : FP8_E5M2, margin);
+            wrong += !same_float(scale, scales[i]) || history[0] != 0;
+        }
+        CHECK(wrong == 0, "%s: %lld of %lld differ", name, (long long)wrong, (long long)passes);
+        free(amaxes), free(scales), free(history);
+        seen++;
+    }
+    CHECK(seen == 4, "%d sequences, not 4", seen);
+    safetensors_close(&st);
+}
+
+// ---- layout
+
+static void test_golden_layout(void) {
+    static const int64_t sizes[][2] = {{128, 4}, {160, 5}, {96, 9}, {300, 4}};
+    Safetensors st = fp8_golden_open("dev/reference/goldens/recipe_torchao.safetensors");
+    for (int s = 0; s < 4; s++) {
+        const int64_t outer = sizes[s][0], blocks = sizes[s][1], depth = blocks * 32;
+        char name[64];
+        format_checked(name, sizeof name, "layout.%lldx%lld", (long long)outer, (long long)blocks);
+        uint8_t *scales = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, outer * blocks), *placed = (uint8_t *)xcalloc((size_t)scale_bytes(GRAIN_1X32, outer, depth), 1);
+        strcat(name, ".tiled");
+        uint8_t *tiled = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, scale_bytes(GRAIN_1X32, outer, depth));
+        for (int64_t i = 0; i < outer; i++)
+            for (int64_t b = 0; b < blocks; b++) placed[scale_index(GRAIN_1X32, i, b * 32 + 31, outer, depth)] = scales[i * blocks + b];
+        CHECK(memcmp(placed, tiled, (size_t)scale_bytes(GRAIN_1X32, outer, depth)) == 0, "%s", name);
+        free(scales), free(placed), free(tiled);
+    }
+    safetensors_close(&st);
+}
+
+// The orders that cuBLASLt's manual gives: 1x128 one column of blocks after the other; squares one row of blocks after the other, each padded to 4.
+static void test_block_orders(void) {
+    CHECK(scale_index(GRAIN_1X128, 5, 300, 200, 640) == 2 * 200 + 5 && scale_bytes(GRAIN_1X128, 200, 640) == 4 * 5 * 200, "1x128");
+    CHECK(scale_index(GRAIN_128X128, 300, 300, 384, 640) == 2 * 8 + 2 && scale_bytes(GRAIN_128X128, 384, 640) == 4 * 3 * 8, "128x128");
+}
+
+// A place of its own for each block, shared by all of the block, within scale_bytes().
+static void test_places(void) {
+    enum { ALL = 1 << 20 };
+    static const struct { Grain grain; int64_t height, width; } kinds[] = {{GRAIN_TENSOR, ALL, ALL}, {GRAIN_TENSOR_REPEATED, 1, ALL}, {GRAIN_ROW, 1, ALL},
+                                                                          {GRAIN_1X128, 1, 128},    {GRAIN_128X128, 128, 128},       {GRAIN_1X32, 1, 32}};
+    static const int64_t sizes[][2] = {{1, 1}, {16, 48}, {128, 128}, {130, 200}, {384, 640}, {257, 1025}};
+    for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
+        for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
+            const Grain g = kinds[k].grain;
+            const int64_t outer = sizes[s][0], depth = sizes[s][1], places = scale_bytes(g, outer, depth) / (g == GRAIN_1X32 ? 1 : 4);
+            int64_t *owner = (int64_t *)xcalloc((size_t)places, sizeof(int64_t)), wrong = 0;
+            for (int64_t i = 0; i < outer; i++)
+                for (int64_t c = 0; c < depth; c++) {
+                    const int64_t place = scale_index(g, i, c, outer, depth), block = 1 + i / kinds[k].height * ceil_div(depth, kinds[k].width) + c / kinds[k].width;
+                    if (place < 0 || place >= places || (owner[place] && owner[place] != block)) {
+                        wrong++;
+                        continue;
+                    }
+                    owner[place] = block;
+                }
+            int64_t used = 0;
+            for (int64_t p = 0; p < places; p++) used += owner[p] != 0;
+            CHECK(wrong == 0 && used == ceil_div(outer, kinds[k].height) * ceil_div(depth, kinds[k].width), "grain %d of [%lld, %lld]: %lld wrong, %lld used", (int)g,
+                  (long long)outer, (long long)depth, (long long)wrong, (long long)used);
+            free(owner);
+        }
+}
+
+// ---- linear layers of torchao
+
+// out [rows, cols] = a [rows, depth] b^T [cols, depth] in double, and the same of magnitudes; factor: of the whole product.
+static void check_product(const Safetensors *st, const char *key, const float *a, const float *b, int64_t rows, int64_t cols, int64_t depth, double factor) {
+    Matrix golden = golden_matrix(st, key);
+    double worst = 0;
+    CHECK(golden.R == rows && golden.C == cols, "%s: shape", key);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < cols; j++) {
+            double sum = 0, size = 0;
+            for (int64_t k = 0; k < depth; k++) sum += (double)a[i * depth + k] * b[j * depth + k], size += fabs((double)a[i * depth + k] * b[j * depth + k]);
+            // Rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it, a float32 sum by far less than 1e-5 of the sum of its terms' sizes.
+            const double error = fabs(golden.x[i * cols + j] - sum * factor) / (0x1p-8 * 1.01 * fabs(sum * factor) + 1e-5 * size * factor + 1e-300);
+            worst = error > worst ? error : worst;
+        }
+    CHECK(worst <= 1, "%s: largest error is %.3f of the allowed one", key, worst);
+    free(golden.x);
+}
+
+// The operand that a product reads, as values [outer, depth]; *factor: what the product must still be multiplied by. Codes and scales must be torchao's.
+static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor, CopyKind kind, double *factor) {
+    static const char *const names[NUM_TENSORS] = {"x", "w", "dy"};
+    const Grain grain = recipe_grain(r, tensor, kind);
+    const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
+    float *values = (float *)xcalloc((size_t)(m->R * m->C), sizeof(float));
+    if (grain == GRAIN_BF16) {
+        for (int64_t i = 0; i < m->R * m->C; i++) values[i] = kind == COPY_ROW ? m->x[i] : m->x[i % m->R * m->C + i / m->R];
+        return values;
+    }
+    char key[80];
+    format_checked(key, sizeof key, "%s.%s_%s", r->name, names[tensor], kind == COPY_ROW ? "row" : "col");
+    check_copy(st, key, m, kind, grain, r->rule, format);
+    Copy c = copy_make(m, kind, grain, r->rule, format, 0);
+    dequantize_copy(values, c.codes, c.scales, c.outer, c.depth, grain, format);
+    if (grain_is_tensor(grain)) *factor *= *(float *)c.scales;
+    copy_free(&c);
+    return values;
+}
+
+static void test_golden_linear(void) {
+    Safetensors st = fp8_golden_open("dev/reference/goldens/recipe_linear.safetensors");
+    Matrix m[NUM_TENSORS] = {golden_matrix(&st, "x"), golden_matrix(&st, "w"), golden_matrix(&st, "dy")};
+    static const struct { const char *result; TensorRole a, b; CopyKind copy_a, copy_b; } products[NUM_GEMMS] = {
+        {"y", TENSOR_X, TENSOR_W, COPY_ROW, COPY_ROW}, {"dx", TENSOR_DY, TENSOR_W, COPY_ROW, COPY_COL}, {"dw", TENSOR_DY, TENSOR_X, COPY_COL, COPY_COL}};
+    static const int recipes[] = {RECIPE_TENSORWISE, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, RECIPE_MXFP8};
+    for (int i = 0; i < 4; i++)
+        for (int g = 0; g < NUM_GEMMS; g++) {
+            const Recipe *r = recipe_row(recipes[i]);
+            const Matrix *a = &m[products[g].a], *b = &m[products[g].b];
+            double factor = 1;
+            char key[80];
+            float *left = linear_operand(&st, r, a, products[g].a, products[g].copy_a, &factor);
+            float *right = linear_operand(&st, r, b, products[g].b, products[g].copy_b, &factor);
+            format_checked(key, sizeof key, "%s.%s", r->name, products[g].result);
+            const bool a_row = products[g].copy_a == COPY_ROW, b_row = products[g].copy_b == COPY_ROW;
+            check_product(&st, key, left, right, a_row ? a->R : a->C, b_row ? b->R : b->C, a_row ? a->C : a->R, factor);
+            free(left), free(right);
+        }
+    for (int t = 0; t < NUM_TENSORS; t++) free(m[t].x);
+    safetensors_close(&st);
+}
+
+// ---- what holds for any matrix
+
+static Matrix random_matrix(uint64_t seed, int64_t R, int64_t C) {
+    Matrix m = {(float *)xcalloc((size_t)(R * C), sizeof(float)), R, C};
+    for (int64_t i = 0; i < R * C; i++) m.x[i] = bf16_round(rng_normal(seed, (uint64_t)i) * expf(2 * rng_normal(seed + 1, (uint64_t)(i / 16))));
+    return m;
+}
+
+// Whether one copy's codes are the other's, transposed.
+static bool transposed(const Copy *row, const Copy *col) {
+    for (int64_t i = 0; i < row->outer; i++)
+        for (int64_t k = 0; k < row->depth; k++)
+            if (row->codes[i * row->depth + k] != col->codes[k * row->outer + i]) return false;
+    return true;
+}
+
+static void test_transposes(void) {
+    static const struct { Grain grain; ScaleRule rule; bool same; } kinds[] = {
+        {GRAIN_TENSOR, SCALE_TORCHAO, true}, {GRAIN_128X128, SCALE_TE_POW2, true}, {GRAIN_1X128, SCALE_TE_POW2, false},
+        {GRAIN_ROW, SCALE_TORCHAO_POW2, false}, {GRAIN_1X32, SCALE_MX, false}};
+    Matrix m = random_matrix(11, 200, 330);
+    for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
+        Copy row = copy_make(&m, COPY_ROW, kinds[k].grain, kinds[k].rule, FP8_E4M3, 0), col = copy_make(&m, COPY_COL, kinds[k].grain, kinds[k].rule, FP8_E4M3, 0);
+        CHECK(transposed(&row, &col) == kinds[k].same, "grain %d", (int)kinds[k].grain);
+        if (kinds[k].grain == GRAIN_128X128)
+            for (int64_t i = 0; i < 200; i += 128)
+                for (int64_t c = 0; c < 330; c += 128) {
+                    const int64_t in_row = scale_index(GRAIN_128X128, i, c, 200, 330), in_col = scale_index(GRAIN_128X128, c, i, 330, 200);
+                    const float a = scale_load(GRAIN_128X128, row.scales, in_row), b = scale_load(GRAIN_128X128, col.scales, in_col);
+                    CHECK(a == b, "square (%lld, %lld): %g and %g", (long long)i, (long long)c, a, b);
+                }
+        copy_free(&row), copy_free(&col);
+    }
+    free(m.x);
+}
+
+// A value that is a normal number of the format comes back within half a step: 2^-4 of it in E4M3 (3 bits of mantissa), 2^-3 in E5M2. Below the smallest
+// normal number (2^-6 or 2^-14 times the inverse scale) steps are equal, and half of one is 2^-10 or 2^-17 times the inverse scale.
+static void test_error_bounds(void) {
+    static const struct { Grain grain; ScaleRule rule; } kinds[] = {
+        {GRAIN_ROW, SCALE_TORCHAO_POW2}, {GRAIN_1X128, SCALE_TE_POW2}, {GRAIN_128X128, SCALE_TE_POW2}, {GRAIN_1X32, SCALE_MX}};
+    Matrix m = random_matrix(21, 150, 290);
+    float *values = (float *)xcalloc((size_t)(m.R * m.C), sizeof(float));
+    for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
+        for (int f = 0; f < 2; f++) {
+            const Grain g = kinds[k].grain;
+            Copy c = copy_make(&m, COPY_COL, g, kinds[k].rule, (Fp8Format)f, 0);
+            dequantize_copy(values, c.codes, c.scales, c.outer, c.depth, g, (Fp8Format)f);
+            int beyond = 0;
+            for (int64_t i = 0; i < c.outer; i++)
+                for (int64_t j = 0; j < c.depth; j++) {
+                    const double x = m.x[j * m.C + i], unit = scale_load(g, c.scales, scale_index(g, i, j, c.outer, c.depth));
+                    const double relative = (f ? 0x1p-3 : 0x1p-4) * fabs(x), absolute = (f ? 0x1p-17 : 0x1p-10) * unit;
+                    beyond += fabs(values[i * c.depth + j] - x) > (relative > absolute ? relative : absolute);
+                }
+            CHECK(beyond == 0, "grain %d, %s: %d of %lld lie beyond", (int)g, fp8_format_name((Fp8Format)f), beyond, (long long)(m.R * m.C));
+            copy_free(&c);
+        }
+    free(values);
+    free(m.x);
+}
+
+// A scale from earlier amaxes: taken as it is, values beyond it saturate, and neither NaN nor infinity moves it.
+static void test_given_scale(void) {
+    Matrix m = random_matrix(31, 7, 40);
+    m.x[3] = 1000, m.x[4] = -1000, m.x[5] = INFINITY, m.x[6] = NAN;
+    Copy c = copy_make(&m, COPY_ROW, GRAIN_TENSOR, SCALE_TE, FP8_E4M3, 2.5f);
+    int wrong = 0;
+    for (int64_t i = 0; i < m.R * m.C; i++) wrong += c.codes[i] != fp8_from_float(m.x[i] * 2.5f, FP8_E4M3);
+    CHECK(wrong == 0 && *(float *)c.scales == 1 / 2.5f, "%d differ", wrong);
+    CHECK(c.codes[3] == 0x7e && c.codes[4] == 0xfe && c.codes[5] == 0x7e && c.codes[6] == 0x7f, "saturation");
+    copy_free(&c);
+    free(m.x);
+}
+
+// Whether a NaN counts.
+static void test_nan_rules(void) {
+    Matrix m = random_matrix(41, 4, 128);
+    m.x[128 + 7] = NAN;
+    Copy kept = copy_make(&m, COPY_ROW, GRAIN_ROW, SCALE_TORCHAO_POW2, FP8_E4M3, 0), dropped = copy_make(&m, COPY_ROW, GRAIN_1X128, SCALE_TE_POW2, FP8_E4M3, 0);
+    int nans[2] = {0, 0};
+    for (int64_t i = 0; i < 4 * 128; i++) nans[0] += fp8_is_nan(kept.codes[i], FP8_E4M3), nans[1] += fp8_is_nan(dropped.codes[i], FP8_E4M3);
+    CHECK(nans[0] == 128 && isnan(((float *)kept.scales)[1]), "torchao: %d NaNs, the row's 128 expected", nans[0]);
+    CHECK(nans[1] == 1 && fp8_is_nan(dropped.codes[128 + 7], FP8_E4M3) && isfinite(((float *)dropped.scales)[1]), "Transformer Engine: %d NaNs, one expected", nans[1]);
+    copy_free(&kept), copy_free(&dropped);
+    free(m.x);
+}
+
+// ---- the table
+
+static void test_table(void) {
+    // Grains of x, w and dy, row copy and col copy.
+    static const Grain expected[NUM_RECIPES][NUM_TENSORS][2] = {
+        [RECIPE_TENSORWISE] = {{GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}},
+        [RECIPE_DELAYED] = {{GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}},
+        [RECIPE_ROWWISE] = {{GRAIN_ROW, GRAIN_ROW}, {GRAIN_ROW, GRAIN_ROW}, {GRAIN_ROW, GRAIN_ROW}},
+        [RECIPE_ROWWISE_GW_HP] = {{GRAIN_ROW, GRAIN_BF16}, {GRAIN_ROW, GRAIN_TENSOR_REPEATED}, {GRAIN_ROW, GRAIN_BF16}},
+        [RECIPE_BLOCKWISE] = {{GRAIN_1X128, GRAIN_1X128}, {GRAIN_128X128, GRAIN_128X128}, {GRAIN_1X128, GRAIN_1X128}},
+        [RECIPE_MXFP8] = {{GRAIN_1X32, GRAIN_1X32}, {GRAIN_1X32, GRAIN_1X32}, {GRAIN_1X32, GRAIN_1X32}}};
+    for (int i = 0; i < NUM_RECIPES; i++) {
+        const Recipe *r = recipe_row(i);
+        int wrong = 0;
+        for (int t = 0; t < NUM_TENSORS; t++)
+            for (int copy = 0; copy < 2; copy++) wrong += recipe_grain(r, (TensorRole)t, (CopyKind)copy) != expected[i][t][copy];
+        CHECK(wrong == 0, "%s: %d grains", r->name, wrong);
+        const bool bf16_wgrad = i == RECIPE_ROWWISE_GW_HP;
+        CHECK(recipe_needs_bf16(r, TENSOR_X) == bf16_wgrad && recipe_needs_bf16(r, TENSOR_DY) == bf16_wgrad && !recipe_needs_bf16(r, TENSOR_W), "%s: bf16", r->name);
+        CHECK(recipe_is_fp8(r, GEMM_FPROP) && recipe_is_fp8(r, GEMM_DGRAD) && recipe_is_fp8(r, GEMM_WGRAD) != bf16_wgrad, "%s: products", r->name);
+    }
+    CHECK(tensor_amaxes(GRAIN_TENSOR, GRAIN_TENSOR, 30, 50) == 1 && tensor_amaxes(GRAIN_ROW, GRAIN_ROW, 30, 50) == 80, "amaxes of tensors and rows");
+    CHECK(tensor_amaxes(GRAIN_ROW, GRAIN_TENSOR_REPEATED, 30, 50) == 31 && tensor_amaxes(GRAIN_ROW, GRAIN_BF16, 30, 50) == 30, "amaxes of mixed copies");
+    CHECK(tensor_amaxes(GRAIN_1X128, GRAIN_1X128, 30, 50) == 0 && tensor_amaxes(GRAIN_128X128, GRAIN_128X128, 30, 50) == 0, "no amaxes of blocks");
+}
+
+int main(void) {
+    test_golden_copies("dev/reference/goldens/recipe_torchao.safetensors", 28);
+    test_golden_copies("dev/reference/goldens/recipe_te.safetensors", 9);
+    test_golden_tensors();
+    test_golden_scales();
+    test_te_scales();
+    test_golden_delayed();
+    test_golden_layout();
+    test_block_orders();
+    test_places();
+    test_golden_linear();
+    test_transposes();
+    test_error_bounds();
+    test_given_scale();
+    test_nan_rules();
+    test_table();
+    return check_report();
+}

@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# scripts/run_recipes.sh on the CPU trainer: a run for each recipe, its table against the logs, and recipes that are refused until they are emulated.
+# Needs ./train_fp8 (or TRAINER), build/synth_stories and python3. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1
+trainer=$(realpath "${TRAINER:-./train_fp8}")
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+. scripts/tally.sh
+equal() { [ "$1" = "$2" ] || { echo "\"$1\" is not \"$2\""; false; }; }
+holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 12 "$1"; false; }; }
+lacks() { ! grep -Fq -- "$2" "$1"; }
+
+build/synth_stories --out "$tmp/synth" --bytes 100000 --seed 1 >/dev/null || exit 1
+
+# The smallest model all of whose products every recipe can have: sizes of 128.
+mkdir "$tmp/mini"
+cat >"$tmp/mini/config.json" <<'END'
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+ "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": true, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+END
+
+# Stands in for the GPU trainer: lacks the products of some recipes, as real GPUs do. The name tells scripts that it runs on the CPU.
+mkdir "$tmp/bin"
+cat >"$tmp/bin/train_fp8" <<END
+#!/usr/bin/env bash
+case " \$* " in
+    *" --fp8-emulate "* | *" --help "*) ;;
+    *" --fp8-recipe mxfp8 "*) echo "error: no matrix products for recipe mxfp8; --fp8-emulate gives its numbers without its speed" >&2; exit 1 ;;
+    *" --fp8-recipe delayed "*) echo "error: something else" >&2; exit 1 ;;
+esac
+exec "$trainer" "\$@"
+END
+chmod +x "$tmp/bin/train_fp8"
+
+# The table against the logs: $1 the folder, $2 what it must say of recipes, losses, audits.
+cat >"$tmp/table.py" <<'END'
+import glob, json, re, statistics, sys
+folder = sys.argv[1]
+rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in open(folder + "/recipes.md") if line.startswith("|")]
+head, rows = rows[0], rows[2:]
+assert all(len(row) == len(head) for row in rows), rows
+text = [line.split("  ")[0] for line in open(folder + "/recipes.txt") if re.match(r"[a-z0-9_]+( \(emulated\))?  ", line)]
+assert text[1:] == [row[0] for row in rows], (text, rows)  # after the head
+bf16 = None
+for row in rows:
+    recipe, cell = row[0].split()[0], dict(zip(head, row))
+    if not cell["loss"]:
+        print(recipe, "failed")
+        continue
+    emulated = "emulated" in row[0]
+    name, = glob.glob("%s/*_%s_1gpu/log.jsonl" % (folder, "bf16" if recipe == "bf16" else "fp8-" + recipe + "-emulate" * emulated))
+    lines = [json.loads(line) for line in open(name)]
+    losses = [line["loss"] for line in lines if line["type"] == "step"][-20:]
+    loss, speed = statistics.fmean(losses), lines[-1]["tokens_per_second_per_gpu"]
+    bf16 = bf16 or (loss, speed)
+    assert cell["loss"] == "%.4f" % loss and cell["tok/s/GPU"] == "%.0f" % speed, (cell, loss, speed)
+    if recipe != "bf16": assert cell["loss diff"] == "%+.2f%%" % (100 * (loss / bf16[0] - 1)), cell
+    assert cell["FP8/BF16"] == ("" if recipe == "bf16" or emulated else "%.2fx" % (speed / bf16[1])), cell
+    audits = [line for line in lines if line["type"] == "fp8_audit"]
+    words = []
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        values = [line["sqnr_db"] for line in audits if line["gemm"] == gemm and line["sqnr_db"] is not None]
+        assert cell[gemm + " dB"] == ("%.1f" % min(values) if values else "" if recipe == "bf16" else "bf16"), (cell, gemm)
+        if values:
+            words.append(gemm)
+            assert 10 < min(values) < 60, (gemm, min(values))  # 3 or 2 bits of mantissa: some 31 or 25 dB where nothing is flushed to zero
+    print(recipe, *words, *["emulated"] * emulated)
+END
+table() { python3 "$tmp/table.py" "$1" >"$tmp/table.log" 2>&1 && equal "$(paste -sd';' "$tmp/table.log")" "$2" || { cat "$tmp/table.log"; false; }; }
+
+run() { scripts/run_recipes.sh --data "$tmp/synth_train.bin" --model "$tmp/mini" --num-steps 4 --sequence-length 64 --audit-every 3 "$@" >"$tmp/run.log" 2>&1; }
+
+run --trainer "$trainer" --out "$tmp/all" -- --batch-size 2
+check "every recipe: status" equal "$?" 0
+all="fprop dgrad wgrad"
+check "every recipe: table" table "$tmp/all" "bf16;tensorwise $all;delayed $all;rowwise $all;rowwise_with_gw_hp fprop dgrad;blockwise $all;mxfp8 $all"
+check "every recipe: none is emulated" lacks "$tmp/all/recipes.txt" "emulated"
+check "every recipe: one table is printed" equal "$(grep -c '^recipe ' "$tmp/run.log") $(grep -c '^model ' "$tmp/run.log")" "1 0"
+check "every recipe: what was run" holds "$tmp/all/recipes.txt" ": mini, 4 steps of 1 x 1 x 2 x 64 tokens"
+check "audits at step 3 alone" equal "$(grep -h '"type": "fp8_audit"' "$tmp/all"/*/log.jsonl | grep -c -v '"step": 3,')" 0
+
+some=(--trainer "$tmp/bin/train_fp8" --out "$tmp/some" --recipes "rowwise,mxfp8 delayed" -- --batch-size 1)
+run "${some[@]}"
+check "recipes that this GPU lacks: status 1, for the one that failed" equal "$?" 1
+check "recipes that this GPU lacks: emulated" table "$tmp/some" "bf16;rowwise $all;delayed failed;mxfp8 $all emulated"
+check "and marked" holds "$tmp/some/recipes.txt" "mxfp8 (emulated)"
+check "and explained" holds "$tmp/some/recipes.txt" "emulated: this GPU lacks the recipe's products"
+check "the message of the one that failed" holds "$tmp/some/recipes.txt" "failed: something else"
+run "${some[@]}"
+check "started again: finished runs stay" equal "$(grep -c 'done, before' "$tmp/run.log")" 3
+run "${some[@]}" --beta1 0.8
+check "other settings in the same folder: no table of old runs" equal "$? $(grep -c 'holds runs of other settings' "$tmp/run.log") $(grep -c '^recipe ' "$tmp/run.log")" "1 1 0"
+
+refused() {
+    local expected=$1
+    shift
+    run "$@"
+    check "refused: $expected" equal "$? $(grep -c "^error: .*$expected" "$tmp/run.log")" "1 1"
+}
+refused "unknown option --models;" --models tiny
+refused "\"0\" is not a positive" --num-steps 0
+refused "has no such recipe" --trainer "$trainer" --recipes row --out "$tmp/none"
+refused "there is no program ./none" --trainer ./none
+refused "no training shards" --trainer "$trainer" --data "$tmp/none.bin" --out "$tmp/none"
+
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]

@@ -1,0 +1,346 @@
+// FP8 casts with scales finer than a tensor, and the amaxes that some of them need first.
+//
+//     1x128, 128x128, 1x32   one pass: a tile holds whole blocks, which see all of their values
+//     row                    two: amaxes of all rows (of the row copy) and columns (the rows of the col copy), then the cast
+//
+// Both passes take tiles as the cast of whole tensors does (see "Cast and transpose" in quantize_kernels.cuh), but keep the tile's values in registers as
+// bf16 while the block agrees on scales: 2 bytes read, 1 + 1 written an element. The copies have different scales, and so different codes (but those of
+// 128x128): every value is cast twice. Each grain goes with the scale rule of the recipes that have it.
+//
+// At ragged edges threads read the last row or columns again instead of none: values that are there twice change no maximum.
+#ifndef LLMC_QUANTIZE_FINE_CUH
+#define LLMC_QUANTIZE_FINE_CUH
+
+#include "quantize_kernels.cuh"
+
+// Amaxes in device memory. For a copy, one of each row of it or, NULL, the tensor's.
+typedef struct {
+    uint32_t *rows, *columns, *tensor;
+} FineAmaxes;
+
+// GRAIN_ROW stands for GRAIN_TENSOR_REPEATED as well. fp8_rule_keeps_nan() of the rule, for template arguments.
+__host__ __device__ constexpr ScaleRule fine_rule(Grain g) { return g == GRAIN_ROW ? SCALE_TORCHAO_POW2 : g == GRAIN_1X32 ? SCALE_MX : SCALE_TE_POW2; }
+__host__ __device__ constexpr bool fine_keeps_nan(Grain g) { return fine_rule(g) != SCALE_TE_POW2; }
+
+enum { FINE_WARPS = CAST_THREADS / WARP_SIZE, FINE_PAIRS = CAST_TILE / 2 };
+
+// Largest bf16 magnitudes, 16 bits each: of columns over the 8 rows that a warp holds in a group (in both groups, where one block has all rows), and of rows
+// over a block's columns.
+template <int OUTPUTS, int BLOCKS>
+struct FineMaxima {
+    uint32_t columns[OUTPUTS][BLOCKS == 1 ? FINE_WARPS : CAST_GROUPS * FINE_WARPS][FINE_PAIRS];
+    uint16_t rows[OUTPUTS][BLOCKS][CAST_TILE];
+};
+
+// The maxima are done with when the codes come.
+template <int OUTPUTS, int BLOCKS>
+struct FineShared {
+    union {
+        uint32_t codes[OUTPUTS][CAST_TILE][CAST_WORDS];
+        FineMaxima<OUTPUTS, BLOCKS> maxima;
+    };
+    float row_scales[OUTPUTS][BLOCKS][CAST_TILE], column_scales[OUTPUTS][BLOCKS][CAST_TILE];  // [block along depth][row], [block along depth][column]
+    uint32_t warp_maxima[FINE_WARPS];
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Values and their maxima
+
+// This thread's 8 rows x 8 columns of every output.
+template <class Source>
+__device__ static inline void fine_load(Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4], const Source &source, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+    const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
+    const int64_t column = min(first_column + 8 * tx, C - 8);
+    typename Source::Column of_column;
+    source.load_column(&of_column, column);
+#pragma unroll
+    for (int g0 = 0; g0 < CAST_GROUPS; g0 += Source::GROUPS_AHEAD) {
+        typename Source::Raw raw[4 * Source::GROUPS_AHEAD];
+#pragma unroll
+        for (int i = 0; i < 4 * Source::GROUPS_AHEAD; i++)
+            source.load(&raw[i], min(first_row + (g0 + i / 4) * CAST_GROUP_ROWS + 4 * ty + i % 4, R - 1), column);
+#pragma unroll
+        for (int i = 0; i < 4 * Source::GROUPS_AHEAD; i++) {
+            Bf16x8 values[Source::OUTPUTS];
+            uint32_t unused = 0;
+            source.values(values, raw[i], of_column, &unused);
+#pragma unroll
+            for (int o = 0; o < Source::OUTPUTS; o++) v[o][g0 + i / 4][i % 4] = values[o];
+        }
+    }
+}
+
+// maxima[j / 2], half j % 2: row 4 * ty + j of the group over the columns of LANES neighbouring threads.
+template <bool KEEPS_NAN, int LANES>
+__device__ static inline uint2 fine_row_maxima(const Bf16x8 v[4]) {
+    uint32_t row[4], pair[2];
+#pragma unroll
+    for (int j = 0; j < 4; j++) row[j] = amax_update<KEEPS_NAN>(0, v[j]);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        pair[j] = __vmaxu2(__byte_perm(row[2 * j], row[2 * j + 1], 0x5410), __byte_perm(row[2 * j], row[2 * j + 1], 0x7632));
+#pragma unroll
+        for (int lane = LANES / 2; lane > 0; lane /= 2) pair[j] = __vmaxu2(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], lane));
+    }
+    return make_uint2(pair[0], pair[1]);
+}
+
+// Magnitudes of this thread's 8 columns over its 4 rows, on top of `maxima`.
+template <bool KEEPS_NAN>
+__device__ static inline void fine_column_maxima(uint32_t maxima[4], const Bf16x8 v[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) maxima[k] = amax_larger<KEEPS_NAN>(maxima[k], v[j].word[k] & 0x7fff7fffu);
+}
+
+// Those of the two halves of a warp, which hold other rows of the same columns, to shared memory.
+__device__ static inline void fine_put_column_maxima(uint32_t to[FINE_PAIRS], uint32_t maxima[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) maxima[k] = __vmaxu2(maxima[k], __shfl_xor_sync(0xffffffffu, maxima[k], CAST_COLUMN_THREADS));
+    if (threadIdx.x % WARP_SIZE < CAST_COLUMN_THREADS) ((uint4 *)to)[threadIdx.x % CAST_COLUMN_THREADS] = make_uint4(maxima[0], maxima[1], maxima[2], maxima[3]);
+}
+
+// Amax of a column as float bits from `count` partial maxima of it.
+__device__ static inline uint32_t fine_column_amax(const uint32_t (*maxima)[FINE_PAIRS], int count, int column) {
+    uint32_t halves = 0;
+#pragma unroll
+    for (int i = 0; i < count; i++) halves = __vmaxu2(halves, maxima[i][column / 2]);
+    return column % 2 ? halves & 0xffff0000u : halves << 16;
+}
+
+// The maxima of a tile for scales of blocks along rows and columns.
+template <bool KEEPS_NAN, int OUTPUTS, int BLOCKS>
+__device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *maxima, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4]) {
+    enum { LANES = CAST_COLUMN_THREADS / BLOCKS };
+    const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS, warp = threadIdx.x / WARP_SIZE;
+#pragma unroll
+    for (int o = 0; o < OUTPUTS; o++) {
+        uint32_t columns[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int g = 0; g < CAST_GROUPS; g++) {
+            const uint2 rows = fine_row_maxima<KEEPS_NAN, LANES>(v[o][g]);
+            if (tx % LANES == 0) *(uint2 *)&maxima->rows[o][tx / LANES][g * CAST_GROUP_ROWS + 4 * ty] = rows;
+            fine_column_maxima<KEEPS_NAN>(columns, v[o][g]);
+            if (BLOCKS == 1 && g + 1 < CAST_GROUPS) continue;
+            fine_put_column_maxima(maxima->columns[o][BLOCKS == 1 ? warp : g * FINE_WARPS + warp], columns);
+#pragma unroll
+            for (int k = 0; k < 4; k++) columns[k] = 0;
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Scales: of a tile's 128 rows by threads 0..127, of its 128 columns by the others
+
+// The scales of blocks b along the depth of row i of a copy [outer, depth], k the first place of the tile along it; `amax` are those that are there.
+// Inverse scales go to `inverse`, with zero in the places that the layout of 1x32 has beyond the copy.
+template <Grain GRAIN, Fp8Format FORMAT, int BLOCKS>
+__device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS], int64_t i, int64_t k, int64_t outer, int64_t depth) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+        const float scale = fp8_rule_scale(fine_rule(GRAIN), __uint_as_float(amax[b]), FORMAT);
+        scales[b][threadIdx.x % CAST_TILE] = scale;
+        if (GRAIN == GRAIN_1X32 && i < outer && k + 32 * b < depth) word |= (uint32_t)e8m0_from_amax(__uint_as_float(amax[b]), FORMAT) << (8 * b);
+        if (GRAIN == GRAIN_1X128 && inverse && i < outer) ((float *)inverse)[scale_index(GRAIN, i, k, outer, depth)] = __frcp_rn(scale);
+    }
+    if (GRAIN == GRAIN_1X32 && inverse) *(uint32_t *)((uint8_t *)inverse + scale_index(GRAIN, i, k, outer, depth)) = word;  // 4 blocks of a row are neighbours
+}
+
+// From the maxima of the tile.
+template <Grain GRAIN, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
+__device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> *s, const Fp8Tensor &out, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+    enum { PARTS = CAST_GROUPS * FINE_WARPS / (BLOCKS == 1 ? CAST_GROUPS : BLOCKS) };
+    const int i = threadIdx.x % CAST_TILE;
+#pragma unroll
+    for (int o = 0; o < OUTPUTS; o++) {
+        const int64_t column = o * C + first_column;
+        uint32_t amax[BLOCKS];
+        if (threadIdx.x < CAST_TILE) {
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++) amax[b] = (uint32_t)s->maxima.rows[o][b][i] << 16;
+            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->row_scales[o], out.row ? out.row_scales : NULL, amax, first_row + i, column, R, OUTPUTS * C);
+        } else {
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++) amax[b] = fine_column_amax(s->maxima.columns[o] + b * PARTS, PARTS, i);
+            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->column_scales[o], out.col ? out.col_scales : NULL, amax, column + i, first_row, OUTPUTS * C, R);
+        }
+    }
+}
+
+// This thread's amaxes of rows or columns that an earlier pass found.
+template <int OUTPUTS>
+__device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const Fp8Tensor &out, const FineAmaxes &from, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+    const bool of_row = threadIdx.x < CAST_TILE;
+    const int64_t row = min(first_row + threadIdx.x % CAST_TILE, R - 1), column = min(first_column + threadIdx.x % CAST_TILE, C - 1);
+#pragma unroll
+    for (int o = 0; o < OUTPUTS; o++) {
+        amax[o] = 0;
+        if (of_row && out.row && o == 0) amax[o] = from.rows ? from.rows[row] : *from.tensor;
+        if (!of_row && out.col) amax[o] = from.columns ? from.columns[o * C + column] : *from.tensor;
+    }
+}
+
+// Scales from them; the tiles at the edges write the inverse ones.
+template <Fp8Format FORMAT, int OUTPUTS>
+__device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const Fp8Tensor &out, const uint32_t amax[OUTPUTS], int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+    const bool of_row = threadIdx.x < CAST_TILE;
+    const int i = threadIdx.x % CAST_TILE;
+#pragma unroll
+    for (int o = 0; o < OUTPUTS; o++) {
+        if (of_row && o > 0) break;
+        const float scale = fp8_rule_scale(fine_rule(GRAIN_ROW), __uint_as_float(amax[o]), FORMAT);
+        (of_row ? s->row_scales : s->column_scales)[o][0][i] = scale;
+        if (of_row && out.row && first_column == 0 && first_row + i < R) ((float *)out.row_scales)[first_row + i] = __frcp_rn(scale);
+        if (!of_row && out.col && first_row == 0 && first_column + i < C) ((float *)out.col_scales)[o * C + first_column + i] = __frcp_rn(scale);
+    }
+}
+
+// The inverse scale of a square, number k of a row of squares of a copy [outer, depth]; the last one's thread fills the row up with zeros.
+__device__ static inline void fine_put_square(void *inverse, float value, int64_t i, int64_t k, int64_t outer, int64_t depth) {
+    float *to = (float *)inverse + scale_index(GRAIN_128X128, i, k, outer, depth);
+    *to = value;
+    for (int64_t b = k / CAST_TILE + 1; k + CAST_TILE >= depth && b % 4; b++) *++to = 0;
+}
+
+// One scale for the tile.
+template <Fp8Format FORMAT, int BLOCKS>
+__device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4], const Fp8Tensor &out, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+    uint32_t halves = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * CAST_GROUPS; i++) halves = amax_update<fine_keeps_nan(GRAIN_128X128)>(halves, v[i / 4][i % 4]);
+    const uint32_t bits = warp_max_u32(max(halves << 16, halves & 0xffff0000u));
+    if (threadIdx.x % WARP_SIZE == 0) s->warp_maxima[threadIdx.x / WARP_SIZE] = bits;
+    __syncthreads();
+    uint32_t amax = 0;
+#pragma unroll
+    for (int w = 0; w < FINE_WARPS; w++) amax = max(amax, s->warp_maxima[w]);
+    const float scale = fp8_rule_scale(fine_rule(GRAIN_128X128), __uint_as_float(amax), FORMAT);
+    if (threadIdx.x == 0 && out.row) fine_put_square(out.row_scales, __frcp_rn(scale), first_row, first_column, R, C);
+    if (threadIdx.x == 0 && out.col) fine_put_square(out.col_scales, __frcp_rn(scale), first_column, first_row, C, R);
+    return scale;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The cast
+
+// 8 values of a row to codes, each with its column's scale.
+template <Fp8Format FORMAT>
+__device__ static inline uint2 fp8x8_by_columns(Bf16x8 v, const float scale[8]) {
+    float f[8];
+    bf16x8_unpack(f, v);
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] = __fmul_rn(f[i], scale[i]);
+    return make_uint2(fp8x4_from_floats<FORMAT>(f), fp8x4_from_floats<FORMAT>(f + 4));
+}
+
+// A group's 4 rows of output o of this thread: to the row copy, and to `tile` for the transposed one.
+template <Fp8Format FORMAT, int OUTPUTS>
+__device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const Fp8Tensor &out, const Bf16x8 v[4], const float row_scale[4], const float column_scale[8], int o,
+                                             int group, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+    const int64_t row = first_row + group * CAST_GROUP_ROWS + 4 * (threadIdx.x / CAST_COLUMN_THREADS), column = first_column + 8 * (threadIdx.x % CAST_COLUMN_THREADS);
+    if (out.row && column < C) {
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (row + j < R) *(uint2 *)(out.row + ((row + j) * OUTPUTS + o) * C + column) = fp8x8_from_bf16<FORMAT>(v[j], row_scale[j]);
+    }
+    if (!out.col) return;
+    uint32_t low[4], high[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const uint2 codes = fp8x8_by_columns<FORMAT>(v[j], column_scale);
+        low[j] = codes.x, high[j] = codes.y;
+    }
+    put_tile_words(tile, low, high, group);
+}
+
+// All of this thread's values, with scales from shared memory or, one for all, `scale`.
+template <Grain GRAIN, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
+__device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const Fp8Tensor &out, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, int64_t first_row, int64_t first_column,
+                                        int64_t R, int64_t C) {
+    const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
+#pragma unroll
+    for (int o = 0; o < OUTPUTS; o++)
+#pragma unroll
+        for (int g = 0; g < CAST_GROUPS; g++) {
+            const int row = g * CAST_GROUP_ROWS + 4 * ty;
+            float4 rows = make_float4(scale, scale, scale, scale), low = rows, high = rows;
+            if (GRAIN != GRAIN_128X128) {
+                const float4 *columns = (const float4 *)&s->column_scales[o][row * BLOCKS / CAST_TILE][8 * tx];
+                rows = *(const float4 *)&s->row_scales[GRAIN == GRAIN_ROW ? 0 : o][8 * tx * BLOCKS / CAST_TILE][row];
+                low = columns[0], high = columns[1];
+            }
+            const float row_scale[4] = {rows.x, rows.y, rows.z, rows.w}, column_scale[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            fine_put_group<FORMAT, OUTPUTS>(s->codes[o], out, v[o][g], row_scale, column_scale, o, g, first_row, first_column, R, C);
+        }
+}
+
+// Tiles from the last to the first, as in quantize_transpose_kernel.
+template <class Source, Grain GRAIN, Fp8Format FORMAT>
+static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_fine_kernel(const Source source, const Fp8Tensor out, const FineAmaxes amaxes, int64_t R, int64_t C) {
+    enum { OUTPUTS = Source::OUTPUTS, BLOCKS = GRAIN == GRAIN_1X32 ? CAST_TILE / 32 : 1 };
+    __shared__ __align__(16) FineShared<OUTPUTS, BLOCKS> shared;
+    const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = gridDim.x - 1 - blockIdx.x;
+    const int64_t first_row = (int64_t)(index / column_tiles) * CAST_TILE, first_column = (int64_t)(index % column_tiles) * CAST_TILE;
+    uint32_t amax[OUTPUTS];
+    if constexpr (GRAIN == GRAIN_ROW) fine_load_amaxes<OUTPUTS>(amax, out, amaxes, first_row, first_column, R, C);
+    Bf16x8 v[OUTPUTS][CAST_GROUPS][4];
+    fine_load(v, source, first_row, first_column, R, C);
+    float scale = 0;
+    if constexpr (GRAIN == GRAIN_ROW) {
+        fine_scales_of_rows<FORMAT, OUTPUTS>(&shared, out, amax, first_row, first_column, R, C);
+        __syncthreads();
+    } else if constexpr (GRAIN == GRAIN_128X128) {
+        scale = fine_scale_of_square<FORMAT>(&shared, v[0], out, first_row, first_column, R, C);
+    } else {
+        fine_block_maxima<fine_keeps_nan(GRAIN)>(&shared.maxima, v);
+        __syncthreads();
+        fine_scales_of_blocks<GRAIN, FORMAT>(&shared, out, first_row, first_column, R, C);
+        __syncthreads();
+    }
+    fine_cast<GRAIN, FORMAT>(&shared, out, v, scale, first_row, first_column, R, C);
+    if (!out.col) return;
+    __syncthreads();
+    store_tile_columns<OUTPUTS>(out.col, shared.codes, first_row, first_column, R, C);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The amax pass
+
+// Raises *to to the bits of a maximum.
+__device__ static inline void fine_raise(uint32_t *to, uint32_t bits) {
+    if (bits) atomicMax(to, bits);
+}
+
+template <bool KEEPS_NAN, int OUTPUTS>
+__device__ static inline void fine_raise_rows_and_columns(FineMaxima<OUTPUTS, 1> *maxima, const FineAmaxes &to, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], int64_t first_row, int64_t first_column,
+                                                          int64_t R, int64_t C) {
+    fine_block_maxima<KEEPS_NAN>(maxima, v);
+    __syncthreads();
+    const int i = threadIdx.x % CAST_TILE;
+    uint32_t of_row = 0;
+#pragma unroll
+    for (int o = 0; o < OUTPUTS; o++) {
+        of_row = max(of_row, (uint32_t)maxima->rows[o][0][i] << 16);
+        if (threadIdx.x >= CAST_TILE && to.columns && first_column + i < C) fine_raise(to.columns + o * C + first_column + i, fine_column_amax(maxima->columns[o], FINE_WARPS, i));
+    }
+    if (threadIdx.x < CAST_TILE && to.rows && first_row + i < R) fine_raise(to.rows + first_row + i, of_row);
+}
+
+template <class Source, bool KEEPS_NAN>
+static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_amax_kernel(const Source source, const FineAmaxes to, int64_t R, int64_t C) {
+    __shared__ __align__(16) FineMaxima<Source::OUTPUTS, 1> maxima;
+    const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE);
+    const int64_t first_row = (int64_t)(blockIdx.x / column_tiles) * CAST_TILE, first_column = (int64_t)(blockIdx.x % column_tiles) * CAST_TILE;
+    Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4];
+    fine_load(v, source, first_row, first_column, R, C);
+    if (to.rows || to.columns) fine_raise_rows_and_columns<KEEPS_NAN>(&maxima, to, v, first_row, first_column, R, C);
+    if (!to.tensor) return;
+    uint32_t halves = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * CAST_GROUPS * Source::OUTPUTS; i++) halves = amax_update<KEEPS_NAN>(halves, v[i / (4 * CAST_GROUPS)][i / 4 % CAST_GROUPS][i % 4]);
+    amax_publish(to.tensor, halves);
+}
+
+#endif

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Trains one model in BF16 and in every FP8 recipe, audited, and ends with a table of what each costs in loss and saves in time: see --help.
+set -u
+cd "$(dirname "$0")/.."
+. scripts/launch.sh
+
+usage() {
+    cat <<'END'
+usage: scripts/run_recipes.sh [options] [-- trainer options]
+
+Trains the same steps in BF16 and in each FP8 recipe and prints, for each: loss (mean of the last 20 steps) and its difference from BF16, tokens a second,
+memory, and the lowest SQNR (signal to quantization noise) of each matrix product that --fp8-audit found. A recipe whose products this GPU lacks is
+emulated, and marked. Paths are relative to the repository's root.
+
+  --model MODEL            preset, or folder with a config.json (llama3.2-1b)
+  --data GLOB              training shards (data/tinystories_llama3_train.bin)
+  --num-steps N            optimizer steps a run (300)
+  --sequence-length N      (2048)
+  --recipes LIST           (all that the trainer has)
+  --audit-every N          steps between audits (a tenth of the steps)
+  --gpus N                 GPUs, or ranks of the CPU trainer (1)
+  --trainer PROGRAM        ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
+  --out FOLDER             where everything goes (log/recipes_MODEL)
+  --                       what follows is passed to the trainer in every run, after its defaults here: --batch-size 4, --learning-rate 3e-4 after
+                           warm-up over a tenth of the steps, --beta2 0.95 --weight-decay 0.1 --grad-clip 1
+
+FOLDER gets recipes.txt and recipes.md beside what scripts/sweep.sh writes, which does the runs: started again, finished ones stay. Status 0: all finished.
+END
+}
+
+model=llama3.2-1b data=data/tinystories_llama3_train.bin num_steps=300 length=2048 recipes="" every="" gpus=1 trainer=./train_fp8cu out=""
+while [ $# -gt 0 ]; do
+    case $1 in
+        --) shift; break ;;
+        --help) usage; exit 0 ;;
+        --model | --data | --num-steps | --sequence-length | --recipes | --audit-every | --gpus | --trainer | --out)
+            [ $# -ge 2 ] && [ -n "$2" ] || fail "$1 needs a value" ;;
+        *) fail "unknown option $1; --help lists all, and options of the trainer go after --" ;;
+    esac
+    case $1 in
+        --model) model=$2 ;;
+        --data) data=$2 ;;
+        --num-steps) num_steps=$2 ;;
+        --sequence-length) length=$2 ;;
+        --recipes) recipes=${2//,/ } ;;
+        --audit-every) every=$2 ;;
+        --gpus) gpus=$2 ;;
+        --trainer) trainer=$2 ;;
+        --out) out=${2%/} ;;
+    esac
+    shift 2
+done
+for word in "$num_steps" "$length" "$gpus" ${every:+"$every"}; do [[ $word =~ ^[1-9][0-9]{0,8}$ ]] || fail "\"$word\" is not a positive whole number"; done
+[ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
+recipes=${recipes:-$(list_recipes)}
+[ -n "$recipes" ] || fail "$trainer --help names no FP8 recipes"
+model=${model%/}
+out=${out:-log/recipes_${model##*/}}
+tenth=$(((num_steps + 9) / 10))
+
+# Does the runs of the precisions $1. Ends the script where not even a table came of it; a run that failed has its row in the table.
+sweep() {
+    local status
+    rm -f "$out/table.txt"
+    scripts/sweep.sh --no-table --models "$model" --data "$data" --num-steps "$num_steps" --sequence-lengths "$length" --gpus "$gpus" --trainer "$trainer" --out "$out" \
+        --precisions "$1" -- --batch-size 4 --learning-rate 3e-4 --warmup-steps "$tenth" --beta2 0.95 --weight-decay 0.1 --grad-clip 1 \
+        --fp8-audit "${every:-$tenth}" "${extra[@]+"${extra[@]}"}"
+    status=$?
+    [ "$status" -le 1 ] && [ -f "$out/table.txt" ] || exit "$status"
+}
+
+# The precisions of runs that the trainer refused because the GPU lacks the recipe's products, emulated.
+refused() {
+    local name length gpus precision model
+    while read -r name length gpus precision model; do
+        if [[ $precision == fp8:* ]] && grep -qs '^failed.*--fp8-emulate gives' "$out/$name/result"; then echo "$precision:emulate"; fi
+    done <"$out/runs.txt"
+}
+
+extra=("$@")
+sweep "bf16 $(printf 'fp8:%s ' $recipes)"
+emulated=$(refused | tr '\n' ' ')
+[ -z "$emulated" ] || sweep "$emulated"
+echo
+python3 scripts/recipes_table.py "$out"
