@@ -556,26 +556,30 @@ static ShardRange linear_range(const Trainer *t, int64_t l, int id) {
     return shard_range(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES, matrices + s->offset, s->N * s->K);
 }
 
-// This rank's codes of it, and the scale of the whole.
+// This rank's codes of it.
 static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
     const ShardSegment g = shard_segment(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES);
     return t->codes + l * g.slice + r.shard - g.shard;
 }
 
+// The scale that the whole of it is cast with.
 static float weight_scale(const Trainer *t, int64_t l, int id) { return cast_scale(t, l, id, TENSOR_W, t->amax[delayed_index(l, TENSOR_W, id)]); }
 
 // Largest magnitudes of whole weights, by one reduction over the shard group for all of them, and FP8 codes of this rank's slices where they travel so.
 static void weights_quantize(Trainer *t) {
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
-        const ShardRange r = linear_range(t, i / NUM_LINEARS, (int)(i % NUM_LINEARS));
-        t->amax[delayed_index(i / NUM_LINEARS, TENSOR_W, (int)(i % NUM_LINEARS))] = quantize_tensor_amax(t->weights + r.shard, r.count, 1, 1, 1, t->precision.recipe->rule);
+        const int64_t l = i / NUM_LINEARS;
+        const int id = (int)(i % NUM_LINEARS);
+        const ShardRange r = linear_range(t, l, id);
+        t->amax[delayed_index(l, TENSOR_W, id)] = quantize_tensor_amax(t->weights + r.shard, r.count, 1, 1, 1, t->precision.recipe->rule);
     }
     comm_max_u32(t->comm, COMM_SHARD, t->amax, delayed_tensors(t->d.L));  // those of inputs and gradients are zero between micro-steps
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
         const int64_t l = i / NUM_LINEARS;
+        const int id = (int)(i % NUM_LINEARS);
         if (!travels_fp8(t, l)) continue;
-        const ShardRange r = linear_range(t, l, (int)(i % NUM_LINEARS));
-        const float scale = weight_scale(t, l, (int)(i % NUM_LINEARS));
+        const ShardRange r = linear_range(t, l, id);
+        const float scale = weight_scale(t, l, id);
         uint8_t *codes = linear_codes(t, l, r);
         for (int64_t e = 0; e < r.count; e++) codes[e] = fp8_from_float(t->weights[r.shard + e] * scale, FP8_E4M3);
     }
@@ -611,7 +615,8 @@ static void histories_update(Trainer *t, bool weights) {
             for (int id = 0; id < NUM_LINEARS; id++) {
                 if ((tensor == TENSOR_W) != weights || !precision_of(&t->precision, l, id)->delayed) continue;
                 const int64_t i = delayed_index(l, (TensorRole)tensor, id);
-                delayed_update(d->history + i * d->window, d->window, &d->scale[i], t->amax[i], precision_format(&t->precision, (TensorRole)tensor), (int)t->o->fp8_margin);
+                const Fp8Format format = precision_format(&t->precision, (TensorRole)tensor);
+                delayed_update(d->history + i * d->window, d->window, &d->scale[i], t->amax[i], format, (int)t->o->fp8_margin);
                 t->amax[i] = 0;
             }
 }
@@ -686,7 +691,8 @@ static void audit_begin(Trainer *t, int64_t step) {
         if (!travels_fp8(t, l)) continue;
         const ShardRange r = linear_range(t, l, id);
         const float inverse_scale = 1.0f / weight_scale(t, l, id);
-        audit_copy(&t->step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)], t->weights + r.shard, linear_codes(t, l, r), &inverse_scale, 1, r.count, r.count, 1, GRAIN_TENSOR, FP8_E4M3);
+        AuditSums *sums = &t->step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)];  // both copies have the same codes
+        audit_copy(sums, t->weights + r.shard, linear_codes(t, l, r), &inverse_scale, 1, r.count, r.count, 1, GRAIN_TENSOR, FP8_E4M3);
     }
 }
 
@@ -818,8 +824,8 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
 }
 
 static TrainerState trainer_state(Trainer *t) {
-    TrainerState s = {t, {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)}, state_read, state_write, &t->plan, t->comm,
-                      t->precision.recipe->delayed ? &t->delayed : NULL};
+    TrainerState s = {t, {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)}, state_read, state_write,
+                      &t->plan, t->comm, t->precision.recipe->delayed ? &t->delayed : NULL};
     return s;
 }
 

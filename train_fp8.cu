@@ -119,6 +119,7 @@ typedef struct {
     char *memory;                     // the arena
 
     bf16 *weights, *grads;            // [total] this rank's flat shard arrays (shard_plan.h)
+    bool gaps;                        // a layer's parameters leave some out
     float *master;                    // [total] fp32 masters, or NULL
     void *exp_avg, *exp_avg_sq;       // [total] bf16 or fp32
     uint32_t *amax;                   // [L, amaxes]: those of tensor i of a layer from amax_at[i] on
@@ -199,6 +200,10 @@ static uint32_t *fused_amax(const Trainer *t, int64_t l, int scale) {
     return l >= 0 && current_tensor_scales(t) && is_fp8(t, l, (LinearId)(scale % NUM_LINEARS)) ? t->amax + l * t->amaxes + t->amax_at[scale] : NULL;
 }
 
+// Whether the gradients of layers take the place of activations that backward has done with. Not where they must outlive the next forward pass, nor where
+// they are a rank's part of what is computed elsewhere.
+static bool gradients_follow_activations(const Trainer *t) { return t->o->grad_accumulation_steps == 1 && !t->fsdp.sharded; }
+
 static void place_parameters(Trainer *t, Arena *a) {
     const int64_t n = t->fsdp.plan.total, state_bytes = t->o->optimizer_state == STORAGE_FP32 ? 4 : 2;
     arena_group(a, "weights (bf16)");
@@ -208,10 +213,12 @@ static void place_parameters(Trainer *t, Arena *a) {
     arena_group(a, t->o->optimizer_state == STORAGE_FP32 ? "optimizer state (fp32)" : "optimizer state (bf16)");
     t->exp_avg = arena_take(a, n * state_bytes);
     t->exp_avg_sq = arena_take(a, n * state_bytes);
-    arena_group(a, "gradients (bf16)");
-    t->grads = take_bf16(a, n);
+    if (!gradients_follow_activations(t)) {
+        arena_group(a, "gradients (bf16)");
+        t->grads = take_bf16(a, n);
+    }
     fsdp_place(&t->fsdp, a);
-    t->fsdp.weights = t->weights, t->fsdp.grads = t->grads;
+    t->fsdp.weights = t->weights;
 }
 
 // Which copies layers [first, last) need of a tensor of linear layer `id`.
@@ -261,6 +268,54 @@ static void place_layer_acts(Trainer *t, Arena *a, LayerActs *acts, int64_t firs
     acts->input[OUT_PROJ].bf16_data = acts->att;
 }
 
+// What backward reads of one layer. `shared`: what all layers share when they are computed again.
+static void place_kept(Trainer *t, Arena *a, int64_t l, const LayerActs *shared, const GemmInput *row) {
+    LayerActs *acts = &t->acts[l];
+    const GemmInput down_input = acts->input[DOWN_PROJ];
+    if (shared) *acts = *shared;
+    else place_layer_acts(t, a, acts, l, l + 1, row);
+    acts->x_in = take_bf16(a, t->d.R * t->d.C);
+    acts->input[DOWN_PROJ] = down_input;
+}
+
+// The activations that layers keep, and in their place the gradients. Backward goes from the last layer to the first: when it writes the gradient of layer l,
+// the activations of the layers above are done with. So layer l's gradient may begin where the activations of layer l + 1 do, or later. In memory: the
+// activations of the first layers, the root's gradient, and then both the layers' gradients and the activations of the other layers. The more layers
+// stand in front, the more the others have to give way; `front` is the fewest for which they do. sizes [L]: bytes of each layer's activations.
+static int64_t layers_in_front(const Trainer *t, const int64_t *sizes) {
+    const int64_t L = t->d.L, gradient = t->table.layer_size * (int64_t)sizeof(bf16);
+    for (int64_t front = 1; front < L; front++) {
+        int64_t begin = 0;  // of layer l + 1's activations, counted from the first layer's gradient
+        bool fits = true;
+        for (int64_t l = front; l < L && fits; l++) {
+            begin += sizes[l];
+            fits = begin <= l * gradient;
+        }
+        if (fits) return front;
+    }
+    return L;
+}
+
+static void place_kept_and_gradients(Trainer *t, Arena *a, const LayerActs *shared, const GemmInput *row) {
+    const int64_t L = t->d.L, layers = L * t->table.layer_size * (int64_t)sizeof(bf16);
+    int64_t *sizes = (int64_t *)xcalloc((size_t)L, sizeof *sizes);
+    for (int64_t l = 0; l < L; l++) {
+        Arena count;
+        memset(&count, 0, sizeof count);
+        arena_group(&count, "");
+        place_kept(t, &count, l, shared, row);
+        sizes[l] = count.used;
+    }
+    const int64_t front = layers_in_front(t, sizes);
+    for (int64_t l = 0; l < front; l++) place_kept(t, a, l, shared, row);
+    t->grads = take_bf16(a, t->table.root_size);
+    const int64_t begin = a->used;
+    if (t->table.root_size * (int64_t)sizeof(bf16) % ARENA_ALIGNMENT) die("the root's gradient does not end where the layers' can begin");  // parameters.h: multiples of 128 elements
+    for (int64_t l = front; l < L; l++) place_kept(t, a, l, shared, row);
+    if (begin + layers > a->used) arena_take(a, begin + layers - a->used);
+    free(sizes);
+}
+
 static void place_activations(Trainer *t, Arena *a) {
     const Dims *d = &t->d;
     const bool recompute = t->o->recompute == RECOMPUTE_LAYER;
@@ -270,19 +325,20 @@ static void place_activations(Trainer *t, Arena *a) {
     memset(&row, 0, sizeof row);
     if (t->precision.any_fp8) row.row = take_bytes(a, d->R * widest), row.row_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_X, COPY_ROW, d->R, widest));
     const GemmInput down_input = place_input(t, a, DOWN_PROJ, 0, d->L, &row);
+    for (int64_t l = 0; l < d->L; l++) t->acts[l].input[DOWN_PROJ] = down_input;
     LayerActs shared;
     memset(&shared, 0, sizeof shared);
     if (recompute) place_layer_acts(t, a, &shared, 0, d->L, &row);
     t->branch = take_bf16(a, d->R * d->C);
     t->qkv_rotated = t->m.qk_norm ? take_bf16(a, d->R * d->QKV) : NULL;
-    arena_group(a, "activations kept for backward");
-    for (int64_t l = 0; l < d->L; l++) {
-        LayerActs *acts = &t->acts[l];
-        if (recompute) *acts = shared;
-        else place_layer_acts(t, a, acts, l, l + 1, &row);
-        acts->x_in = take_bf16(a, d->R * d->C);
-        acts->input[DOWN_PROJ] = down_input;
+    if (gradients_follow_activations(t)) {
+        arena_group(a, "activations, and gradients (bf16)");
+        place_kept_and_gradients(t, a, recompute ? &shared : NULL, &row);
+    } else {
+        arena_group(a, "activations kept for backward");
+        for (int64_t l = 0; l < d->L; l++) place_kept(t, a, l, recompute ? &shared : NULL, &row);
     }
+    t->fsdp.grads = t->grads;
     t->x_final = take_bf16(a, d->R * d->C);
     t->y_final = take_bf16(a, d->R * d->C);
     t->rstd_final = take_float(a, d->R);
@@ -544,18 +600,28 @@ static void begin_delayed_scale(Trainer *t, const float *scale) {
     delayed_begin(&layer, 1, tensor, tensor + 1, t->stream);
 }
 
-// Casts a tensor [R, C] that `source` makes (quantize.cuh), after the amax pass that its recipe may want: `amax_known` says that a kernel before has
+// Bytes that a source (quantize.cuh) reads of a tensor [R, C].
+template <class Source>
+static int64_t source_bytes(const Source *, int64_t R, int64_t C) {
+    return R * C * (int64_t)(sizeof(typename Source::Raw) / sizeof(Bf16x8)) * (int64_t)sizeof(bf16);
+}
+
+// Finds the amaxes that the cast of the tensor wants; none for block scales.
+template <class Source>
+static void amax_pass(Trainer *t, const Fp8Tensor &q, const Source &source, int64_t R, int64_t C) {
+    if (!tensor_amaxes(q.row_grain, q.col_grain, R, C)) return;
+    quantize_amax_source("quantize", q, source, R, C, t->stream);
+    mark_bytes(t, "amax passes", source_bytes(&source, R, C));
+}
+
+// Casts a tensor [R, C] that `source` makes, after the amax pass that its recipe may want: `amax_known` says that a kernel before has
 // left there what current scaling needs.
 template <class Source>
 static void quantize(Trainer *t, Fp8Tensor q, Source source, int64_t R, int64_t C, bool amax_known) {
-    const int64_t elements = R * C, read = elements * (int64_t)(sizeof(typename Source::Raw) / sizeof(Bf16x8)) * (int64_t)sizeof(bf16);
-    if (q.delayed_scale ? !t->has_history : !amax_known) {
-        quantize_amax_source("quantize", q, source, R, C, t->stream);
-        mark_bytes(t, "amax passes", read);
-    }
+    if (q.delayed_scale ? !t->has_history : !amax_known) amax_pass(t, q, source, R, C);
     if (q.delayed_scale && !t->has_history) begin_delayed_scale(t, q.delayed_scale);
     quantize_source("quantize", q, source, R, C, t->stream);
-    mark_bytes(t, "FP8 casts", read + elements * Source::OUTPUTS * ((q.row != NULL) + (q.col != NULL)));
+    mark_bytes(t, "FP8 casts", source_bytes(&source, R, C) + R * C * Source::OUTPUTS * ((q.row != NULL) + (q.col != NULL)));
 }
 
 // The input of linear layer `id`: y = RMSNorm(x). With `delta`, first x = residual + delta.
@@ -609,8 +675,8 @@ static void layer_forward_mlp(Trainer *t, int64_t l) {
         Fp8Tensor h = input_fp8(t, l, DOWN_PROJ);
         uint32_t *amax = fused_amax(t, l, SCALE_INPUT + DOWN_PROJ);
         if (amax) swiglu_amax(amax, a->gate_up, d->R, d->F, t->stream);
-        else if (!h.delayed_scale) quantize_amax_source("swiglu", h, source, d->R, d->F, t->stream);  // of rows, and of columns for backward
-        if (!h.delayed_scale) mark_bytes(t, "amax passes", d->R * d->F * 4);
+        if (amax) mark_bytes(t, "amax passes", d->R * d->F * 4);
+        else if (!h.delayed_scale) amax_pass(t, h, source, d->R, d->F);  // of rows, and of columns for backward
         h.col = NULL;  // backward writes it
         quantize(t, h, source, d->R, d->F, true);
     } else {
@@ -624,7 +690,7 @@ static void layer_forward_mlp(Trainer *t, int64_t l) {
 static void gather_layer(Trainer *t, int64_t l) { fsdp_prefetch(&t->fsdp, 1 + l); }
 static void acquire_layer(Trainer *t, int64_t l, bool backward) {
     fsdp_acquire(&t->fsdp, 1 + l, backward);
-    if (t->fsdp.sharded) profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
+    if (!t->fsdp.cached) profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
 }
 static void release_layer(Trainer *t, int64_t l) { fsdp_release(&t->fsdp, 1 + l); }
 
@@ -788,6 +854,12 @@ static void update_delayed_scales(Trainer *t) {
     t->has_history = true;
 }
 
+// Before a layer's gradient is written where activations were: what lies between its tensors counts as gradient too, and is zero. Matrices stand without gaps.
+static void clear_gaps(Trainer *t, int64_t l) {
+    const ShardSegment vectors = shard_segment(&t->table, &t->fsdp.plan, 1 + l, SEGMENT_VECTORS);
+    if (t->gaps && gradients_follow_activations(t)) CUDA_CHECK(cudaMemsetAsync(t->grads + vectors.shard, 0, (size_t)vectors.slice * sizeof(bf16), t->stream));
+}
+
 // Forward and backward of micro-step `micro`, counted from 0, on one batch. Gradients of the loss times grad_scale replace those that were there, or
 // join those of the micro-steps before; after the last one, and fsdp_compute_after, t->grads has their sum over all ranks.
 static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, int64_t micro) {
@@ -800,6 +872,7 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
         gather_layer(t, l - 1);
         acquire_layer(t, l, true);
         fsdp_begin_gradients(f, 1 + l);
+        clear_gaps(t, l);
         layer_backward(t, l, accumulate);
         release_layer(t, l);
         fsdp_reduce(f, 1 + l, micro, last);  // travels while the layer below computes
@@ -821,9 +894,7 @@ static void layers_changed(Trainer *t) {
         const DelayedArrays d = delayed_arrays(t);
         delayed_begin(&d, t->d.L, SCALE_WEIGHT, SCALE_INPUT, t->stream);
     }
-    f->audit = t->auditing ? t->audit : NULL;
     fsdp_layers_changed(f);
-    f->audit = NULL;
 }
 
 // AdamW on this rank's shard, and the FP8 weights that follow from it. The gradient norm, the clip factor and the decision to skip a
@@ -889,6 +960,7 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
     const double tokens = (double)(t->comm->world * t->d.R * o->grad_accumulation_steps);
     t->nccl.step = step;
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
+    t->fsdp.audit = t->auditing ? t->audit : NULL;
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t micro = 0; micro < o->grad_accumulation_steps; micro++) {
         const TokenSlot *slot = send_batch(t, data, first_sample + (micro * t->comm->world + t->comm->rank) * t->d.B);
@@ -896,6 +968,7 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
         loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / tokens, t->stream);
     }
     optimizer_step(t, step);
+    t->fsdp.audit = NULL;
     profile_end(&t->profile);
     CUDA_CHECK(cudaMemcpyAsync(&t->host_stats[step % STEP_SLOTS], t->stats, sizeof(StepStats), cudaMemcpyDeviceToHost, t->stream));
     CUDA_CHECK(cudaEventRecord(t->step_done[step % STEP_SLOTS], t->stream));
@@ -992,6 +1065,10 @@ static void check_supported(const ModelConfig *m, const Options *o) {
         if (sizes[i].value % multiple)
             die("model %s: %s = %lld is not a multiple of %d, which the GPU's matrix products need", m->name, sizes[i].name, (long long)sizes[i].value, multiple);
     }
+    const Recipe *r = options_recipe(o);
+    if (r == recipe_row(RECIPE_MXFP8) && m->intermediate_size % 128)
+        die("model %s: intermediate_size = %lld is not a multiple of 128, which the cast of SwiGLU's gradient by --fp8-recipe %s needs; take another recipe", m->name,
+            (long long)m->intermediate_size, r->name);
 }
 
 // Whether the GPU multiplies as the recipe wants.
@@ -1024,7 +1101,7 @@ static void check_memory(const Trainer *t, const Arena *plan, size_t available) 
     die("the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: %s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
         (double)plan->used / 1073741824, (double)available / 1073741824, t->comm->world > 1 ? "" : "more GPUs (mpirun -np N), ",
         t->comm->world > 1 && t->o->sharding != SHARDING_FULL ? "--sharding full, " : "", t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
-        t->precision.any_fp8 ? "" : "--precision fp8 (saves activations, costs FP8 weights), ", t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
+        t->precision.any_fp8 ? (t->fsdp.cached ? "--fp8-weight-cache off, " : "") : "--precision fp8 (saves activations, costs FP8 weights), ", t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
         t->o->optimizer_state == STORAGE_FP32 ? "--optimizer-state bf16, " : "");
 }
 
@@ -1035,6 +1112,10 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->table = parameter_table(m);
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
+    for (int64_t i = 0, elements = 0; i < t->table.count; i++) {
+        elements += t->table.entries[i].layer == 0 ? parameter_elements(&t->table.entries[i]) : 0;
+        t->gaps = elements != t->table.layer_size;
+    }
     t->d = make_dims(m, o);
     t->acts = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     describe_linears(t);

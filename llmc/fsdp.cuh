@@ -1,7 +1,8 @@
 // Fully sharded data parallelism: where a unit's weights and gradients are (shard_plan.h says which rank keeps what), and when they travel.
 //
 // With one rank in the shard group (a single GPU, or --sharding none) the shard is the whole: units are views of the flat arrays, FP8 weights and
-// their transposes stay on the GPU, nothing is gathered, and with several ranks each unit's gradient is all-reduced after its last micro-step.
+// their transposes stay on the GPU (or, with --fp8-weight-cache off, are made in each pass as a gathered layer's are), nothing is gathered, and with several
+// ranks each unit's gradient is all-reduced after its last micro-step.
 //
 // Else a layer's matrices are gathered into one of `num_slots` slots (2, or one a layer when they are kept for the whole step) while the layer before
 // it computes. In FP8 runs with tensor scales bytes travel, cast once a step from the shard with scales that hold for all ranks; or, without FP8
@@ -54,6 +55,7 @@ typedef struct {
     bool keep_units;        // gathered layers stay for the whole step
     bool fp8, fp8_gather, fp32_reduce;
     bool rows_in_backward;  // layers are computed again there
+    bool cached;            // FP8 weights of all layers are made as soon as the weights change
     const Precision *precision;
     FsdpScales scales[NUM_LINEARS];
     int64_t row_scale_bytes, col_scale_bytes;  // of a layer
@@ -126,11 +128,12 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->fp8_gather = f->fp8 && o->fp8_all_gather == ON;
     f->fp32_reduce = world > 1 && o->reduce_dtype == REDUCE_FP32;
     f->rows_in_backward = o->recompute == RECOMPUTE_LAYER;
+    f->cached = !f->sharded && o->fp8_weight_cache == ON;
     if (f->fp8) fsdp_describe_scales(f);
     const int64_t L = table->num_layers, few = min_i64(2, L);
     const bool bf16_is_passing = f->fp8 && !precision->any_bf16 && fsdp_tensor_scales(f) && !f->fp8_gather;  // once cast, nobody reads it
     f->num_slots = !f->sharded ? 0 : f->keep_units && !bf16_is_passing ? L : few;
-    f->num_cols = !f->fp8 ? 0 : !f->sharded || f->keep_units ? L : 1;
+    f->num_cols = !f->fp8 ? 0 : f->cached || (f->sharded && f->keep_units) ? L : 1;
     f->num_rows = f->fp8_gather && f->sharded && !precision->any_bf16 ? 0 : f->num_cols;  // where all travel as FP8, the slots hold the rows
     f->slot = (FsdpSlot *)xcalloc((size_t)f->num_slots, sizeof *f->slot);
     f->row_unit = (int64_t *)xcalloc((size_t)f->num_rows, sizeof *f->row_unit);
@@ -143,7 +146,7 @@ static inline int64_t fsdp_slot_element(const Fsdp *f) { return f->fp8_gather &&
 // Places all but the shard arrays.
 static inline void fsdp_place(Fsdp *f, Arena *a) {
     const int64_t L = f->table->num_layers, matrices = fsdp_layer_matrices(f), element = (int64_t)sizeof(bf16);
-    arena_group(a, f->sharded ? "FP8 weights of shard and layers" : "FP8 weights and their transposes");
+    arena_group(a, f->sharded ? "FP8 weights of shard and layers" : f->cached ? "FP8 weights and their transposes" : "FP8 weights of one layer at a time");
     if (f->sharded && f->fp8_gather) f->shard_fp8 = (uint8_t *)arena_take(a, L * f->plan.layer_slices[SEGMENT_MATRICES]);
     if (f->num_rows) f->rows = (uint8_t *)arena_take(a, f->num_rows * matrices);
     if (f->num_cols) f->cols = (uint8_t *)arena_take(a, f->num_cols * matrices);
@@ -307,9 +310,10 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t unit) {
     slot->unit = unit;
 }
 
-// Makes the FP8 copies that a pass reads of a gathered layer, unless they are there.
+// Makes the FP8 copies that a pass reads of a layer, unless they are there. Where bf16 weights are passing through (no more than the rows may be there in
+// backward), the columns are made from the rows.
 static inline void fsdp_make_copies(Fsdp *f, int64_t unit, bool backward) {
-    const bool transposes = fsdp_tensor_scales(f), in_slot = fsdp_gathers_fp8(f, unit);
+    const bool transposes = f->sharded && fsdp_tensor_scales(f), in_slot = f->sharded && fsdp_gathers_fp8(f, unit);
     const bool rows = !in_slot && (!backward || transposes || f->rows_in_backward) && f->row_unit[fsdp_ring(unit, f->num_rows)] != unit;
     const bool cols = backward && f->col_unit[fsdp_ring(unit, f->num_cols)] != unit;
     if (rows || (cols && !transposes)) fsdp_cast(f, unit, fsdp_weights(f, unit).matrices, rows, cols && !transposes);
@@ -323,12 +327,11 @@ static inline void fsdp_make_copies(Fsdp *f, int64_t unit, bool backward) {
 
 // What is enqueued from now on may read the layer's weights; with `backward`, the transposed ones too.
 static inline void fsdp_acquire(Fsdp *f, int64_t unit, bool backward) {
-    if (!f->sharded) return;
-    if (!fsdp_has_rows(f, unit)) {
+    if (f->sharded && !fsdp_has_rows(f, unit)) {
         fsdp_prefetch(f, unit);
         CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->slot[fsdp_ring(unit, f->num_slots)].arrived, 0));
     }
-    if (f->fp8) fsdp_make_copies(f, unit, backward);
+    if (f->fp8 && !f->cached) fsdp_make_copies(f, unit, backward);
 }
 
 // The layer's weights have had their last reader of this pass.
@@ -389,7 +392,7 @@ static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
 static inline void fsdp_layers_changed(Fsdp *f) {
     fsdp_forget(f);
     if (!f->sharded) {
-        for (int64_t unit = 1; f->fp8 && unit < unit_count(f->table); unit++) fsdp_cast(f, unit, fsdp_weights(f, unit).matrices, true, true);
+        for (int64_t unit = 1; f->fp8 && f->cached && unit < unit_count(f->table); unit++) fsdp_cast(f, unit, fsdp_weights(f, unit).matrices, true, true);
         return;
     }
     if (f->fp8_gather) fsdp_cast_shard(f);

@@ -65,17 +65,20 @@ static inline void quantize_any(const char *function, const Fp8Tensor &out, cons
     const bool rule = out.delayed_scale || out.rule == SCALE_TORCHAO || out.rule == SCALE_TE;
     if (quantize_has_tensor_scale(&out) && rule) quantize_transpose_launch<Source, FORMAT>(out, source, R, C, stream);
     else if (!quantize_fine<Source, FORMAT>(out, source, R, C, stream))
-        die("%s: no kernel casts this tensor with row grain %d, col grain %d, scale rule %d; recipes.h has the combinations there are", function, out.row_grain, out.col_grain, out.rule);
+        die("%s: no kernel casts this tensor with row grain %d, col grain %d, scale rule %d; recipes.h has the combinations there are", function, out.row_grain,
+            out.col_grain, out.rule);
 }
 
 // The cast, for a source with C columns an output: codes and inverse scales of the copies wanted. `function` names the caller in error messages.
 template <class Source>
 static inline void quantize_source(const char *function, Fp8Tensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
     quantize_check_size(function, R, C);
-    if ((!out.row && !out.col) || (out.row && !out.row_scales) || (out.col && !out.col_scales)) die("%s: an Fp8Tensor needs row or col, and the scales of what it has", function);
+    if ((!out.row && !out.col) || (out.row && !out.row_scales) || (out.col && !out.col_scales))
+        die("%s: an Fp8Tensor needs row or col, and the scales of what it has", function);
     const bool blocks = copy_amaxes(out.row ? out.row_grain : out.col_grain, 1) == 0;
     if (!out.amax && !blocks) die("%s: an Fp8Tensor needs amax for these grains", function);
-    if (blocks && Source::OUTPUTS > 1 && C % CAST_TILE) die("%s: %lld columns an output: blocks of %d would hold values of two outputs; need a multiple of %d", function, (long long)C, CAST_TILE, CAST_TILE);
+    if (blocks && Source::OUTPUTS > 1 && C % CAST_TILE)
+        die("%s: %lld columns an output: blocks of %d would hold values of two outputs; need a multiple of that", function, (long long)C, CAST_TILE);
     require_aligned16(out.row, function, "row");
     require_aligned16(out.col, function, "col");
     require_aligned16(out.row_scales, function, "row_scales");
@@ -143,7 +146,8 @@ __device__ static inline float2 floats_from_fp8x2(uint16_t codes) {
 }
 
 template <Fp8Format FORMAT>
-static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kernel(bf16 *out, const uint8_t *codes, const void *scales, Grain grain, int64_t outer, int64_t depth) {
+static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kernel(bf16 *out, const uint8_t *codes, const void *scales, Grain grain, int64_t outer,
+                                                                                   int64_t depth) {
     const int64_t at = (blockIdx.x * (int64_t)DEQUANTIZE_THREADS + threadIdx.x) * DEQUANTIZE_ELEMENTS, i = at / depth, k = at % depth;
     if (i >= outer) return;
     const float inverse = grain == GRAIN_TENSOR || grain == GRAIN_TENSOR_REPEATED ? 1.0f : scale_load(grain, scales, scale_index(grain, i, k, outer, depth));
@@ -223,7 +227,8 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
 
 // Casts the slices to E4M3 with the amaxes in their slots, and writes the inverse scale of every tensor, also of those that the slice has no part of.
 static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
-    if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS) die("quantize_slices: %lld elements %lld apart, %d tensors", (long long)s->n, (long long)s->x_stride, s->num_tensors);
+    if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS)
+        die("quantize_slices: %lld elements %lld apart, %d tensors", (long long)s->n, (long long)s->x_stride, s->num_tensors);
     for (int j = 0; j < s->num_tensors; j++)
         if (s->ends[j] % SLICE_ELEMENTS) die("quantize_slices: tensor %d ends at element %lld, not a multiple of %d", j, (long long)s->ends[j], SLICE_ELEMENTS);
     require_aligned16(s->x, "quantize_slices", "x");
@@ -238,7 +243,8 @@ static inline void audit_slices(const Fp8Slices *s, AuditSums *sums, int64_t lay
     for (int64_t l = 0; l < s->count; l++)
         for (int j = 0; j < s->num_tensors; j++) {
             const int64_t first = j ? s->ends[j - 1] : 0;
-            audit_part(sums + l * layer_stride + j * tensor_stride, s->x + l * s->x_stride + first, s->codes + l * s->n + first, s->inverse_scale + 4 * (l * s->slot_stride + j),
+            audit_part(sums + l * layer_stride + j * tensor_stride, s->x + l * s->x_stride + first, s->codes + l * s->n + first,
+                       s->inverse_scale + 4 * (l * s->slot_stride + j),
                        s->ends[j] - first, FP8_E4M3, stream);
         }
 }

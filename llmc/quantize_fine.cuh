@@ -22,6 +22,11 @@ typedef struct {
 __host__ __device__ constexpr ScaleRule fine_rule(Grain g) { return g == GRAIN_ROW ? SCALE_TORCHAO_POW2 : g == GRAIN_1X32 ? SCALE_MX : SCALE_TE_POW2; }
 __host__ __device__ constexpr bool fine_keeps_nan(Grain g) { return fine_rule(g) != SCALE_TE_POW2; }
 
+// A tile's first row and column, of a source of R rows and C columns an output.
+typedef struct {
+    int64_t row, column, R, C;
+} FinePlace;
+
 enum { FINE_WARPS = CAST_THREADS / WARP_SIZE, FINE_PAIRS = CAST_TILE / 2 };
 
 // Largest bf16 magnitudes, 16 bits each: of columns over the 8 rows that a warp holds in a group (in both groups, where one block has all rows), and of rows
@@ -48,9 +53,9 @@ struct FineShared {
 
 // This thread's 8 rows x 8 columns of every output.
 template <class Source>
-__device__ static inline void fine_load(Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4], const Source &source, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+__device__ static inline void fine_load(Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4], const Source &source, const FinePlace &at) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
-    const int64_t column = min(first_column + 8 * tx, C - 8);
+    const int64_t column = min(at.column + 8 * tx, at.C - 8);
     typename Source::Column of_column;
     source.load_column(&of_column, column);
 #pragma unroll
@@ -58,7 +63,7 @@ __device__ static inline void fine_load(Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4
         typename Source::Raw raw[4 * Source::GROUPS_AHEAD];
 #pragma unroll
         for (int i = 0; i < 4 * Source::GROUPS_AHEAD; i++)
-            source.load(&raw[i], min(first_row + (g0 + i / 4) * CAST_GROUP_ROWS + 4 * ty + i % 4, R - 1), column);
+            source.load(&raw[i], min(at.row + (g0 + i / 4) * CAST_GROUP_ROWS + 4 * ty + i % 4, at.R - 1), column);
 #pragma unroll
         for (int i = 0; i < 4 * Source::GROUPS_AHEAD; i++) {
             Bf16x8 values[Source::OUTPUTS];
@@ -136,7 +141,8 @@ __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *max
 // The scales of blocks b along the depth of row i of a copy [outer, depth], k the first place of the tile along it; `amax` are those that are there.
 // Inverse scales go to `inverse`, with zero in the places that the layout of 1x32 has beyond the copy.
 template <Grain GRAIN, Fp8Format FORMAT, int BLOCKS>
-__device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS], int64_t i, int64_t k, int64_t outer, int64_t depth) {
+__device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS], int64_t i, int64_t k, int64_t outer,
+                                                int64_t depth) {
     uint32_t word = 0;
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
@@ -150,41 +156,41 @@ __device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void
 
 // From the maxima of the tile.
 template <Grain GRAIN, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
-__device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> *s, const Fp8Tensor &out, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+__device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> *s, const Fp8Tensor &out, const FinePlace &at) {
     enum { PARTS = CAST_GROUPS * FINE_WARPS / (BLOCKS == 1 ? CAST_GROUPS : BLOCKS) };
     const int i = threadIdx.x % CAST_TILE;
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++) {
-        const int64_t column = o * C + first_column;
+        const int64_t column = o * at.C + at.column;
         uint32_t amax[BLOCKS];
         if (threadIdx.x < CAST_TILE) {
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) amax[b] = (uint32_t)s->maxima.rows[o][b][i] << 16;
-            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->row_scales[o], out.row ? out.row_scales : NULL, amax, first_row + i, column, R, OUTPUTS * C);
+            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->row_scales[o], out.row ? out.row_scales : NULL, amax, at.row + i, column, at.R, OUTPUTS * at.C);
         } else {
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) amax[b] = fine_column_amax(s->maxima.columns[o] + b * PARTS, PARTS, i);
-            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->column_scales[o], out.col ? out.col_scales : NULL, amax, column + i, first_row, OUTPUTS * C, R);
+            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->column_scales[o], out.col ? out.col_scales : NULL, amax, column + i, at.row, OUTPUTS * at.C, at.R);
         }
     }
 }
 
 // This thread's amaxes of rows or columns that an earlier pass found.
 template <int OUTPUTS>
-__device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const Fp8Tensor &out, const FineAmaxes &from, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+__device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const Fp8Tensor &out, const FineAmaxes &from, const FinePlace &at) {
     const bool of_row = threadIdx.x < CAST_TILE;
-    const int64_t row = min(first_row + threadIdx.x % CAST_TILE, R - 1), column = min(first_column + threadIdx.x % CAST_TILE, C - 1);
+    const int64_t row = min(at.row + threadIdx.x % CAST_TILE, at.R - 1), column = min(at.column + threadIdx.x % CAST_TILE, at.C - 1);
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++) {
         amax[o] = 0;
         if (of_row && out.row && o == 0) amax[o] = from.rows ? from.rows[row] : *from.tensor;
-        if (!of_row && out.col) amax[o] = from.columns ? from.columns[o * C + column] : *from.tensor;
+        if (!of_row && out.col) amax[o] = from.columns ? from.columns[o * at.C + column] : *from.tensor;
     }
 }
 
 // Scales from them; the tiles at the edges write the inverse ones.
 template <Fp8Format FORMAT, int OUTPUTS>
-__device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const Fp8Tensor &out, const uint32_t amax[OUTPUTS], int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+__device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const Fp8Tensor &out, const uint32_t amax[OUTPUTS], const FinePlace &at) {
     const bool of_row = threadIdx.x < CAST_TILE;
     const int i = threadIdx.x % CAST_TILE;
 #pragma unroll
@@ -192,8 +198,8 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
         if (of_row && o > 0) break;
         const float scale = fp8_rule_scale(fine_rule(GRAIN_ROW), __uint_as_float(amax[o]), FORMAT);
         (of_row ? s->row_scales : s->column_scales)[o][0][i] = scale;
-        if (of_row && out.row && first_column == 0 && first_row + i < R) ((float *)out.row_scales)[first_row + i] = __frcp_rn(scale);
-        if (!of_row && out.col && first_row == 0 && first_column + i < C) ((float *)out.col_scales)[o * C + first_column + i] = __frcp_rn(scale);
+        if (of_row && out.row && at.column == 0 && at.row + i < at.R) ((float *)out.row_scales)[at.row + i] = __frcp_rn(scale);
+        if (!of_row && out.col && at.row == 0 && at.column + i < at.C) ((float *)out.col_scales)[o * at.C + at.column + i] = __frcp_rn(scale);
     }
 }
 
@@ -206,7 +212,7 @@ __device__ static inline void fine_put_square(void *inverse, float value, int64_
 
 // One scale for the tile.
 template <Fp8Format FORMAT, int BLOCKS>
-__device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4], const Fp8Tensor &out, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
+__device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4], const Fp8Tensor &out, const FinePlace &at) {
     uint32_t halves = 0;
 #pragma unroll
     for (int i = 0; i < 4 * CAST_GROUPS; i++) halves = amax_update<fine_keeps_nan(GRAIN_128X128)>(halves, v[i / 4][i % 4]);
@@ -217,8 +223,8 @@ __device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, co
 #pragma unroll
     for (int w = 0; w < FINE_WARPS; w++) amax = max(amax, s->warp_maxima[w]);
     const float scale = fp8_rule_scale(fine_rule(GRAIN_128X128), __uint_as_float(amax), FORMAT);
-    if (threadIdx.x == 0 && out.row) fine_put_square(out.row_scales, __frcp_rn(scale), first_row, first_column, R, C);
-    if (threadIdx.x == 0 && out.col) fine_put_square(out.col_scales, __frcp_rn(scale), first_column, first_row, C, R);
+    if (threadIdx.x == 0 && out.row) fine_put_square(out.row_scales, __frcp_rn(scale), at.row, at.column, at.R, at.C);
+    if (threadIdx.x == 0 && out.col) fine_put_square(out.col_scales, __frcp_rn(scale), at.column, at.row, at.C, at.R);
     return scale;
 }
 
@@ -237,13 +243,13 @@ __device__ static inline uint2 fp8x8_by_columns(Bf16x8 v, const float scale[8]) 
 
 // A group's 4 rows of output o of this thread: to the row copy, and to `tile` for the transposed one.
 template <Fp8Format FORMAT, int OUTPUTS>
-__device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const Fp8Tensor &out, const Bf16x8 v[4], const float row_scale[4], const float column_scale[8], int o,
-                                             int group, int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
-    const int64_t row = first_row + group * CAST_GROUP_ROWS + 4 * (threadIdx.x / CAST_COLUMN_THREADS), column = first_column + 8 * (threadIdx.x % CAST_COLUMN_THREADS);
-    if (out.row && column < C) {
+__device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const Fp8Tensor &out, const Bf16x8 v[4], const float row_scale[4], const float column_scale[8],
+                                             int o, int group, const FinePlace &at) {
+    const int64_t row = at.row + group * CAST_GROUP_ROWS + 4 * (threadIdx.x / CAST_COLUMN_THREADS), column = at.column + 8 * (threadIdx.x % CAST_COLUMN_THREADS);
+    if (out.row && column < at.C) {
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            if (row + j < R) *(uint2 *)(out.row + ((row + j) * OUTPUTS + o) * C + column) = fp8x8_from_bf16<FORMAT>(v[j], row_scale[j]);
+            if (row + j < at.R) *(uint2 *)(out.row + ((row + j) * OUTPUTS + o) * at.C + column) = fp8x8_from_bf16<FORMAT>(v[j], row_scale[j]);
     }
     if (!out.col) return;
     uint32_t low[4], high[4];
@@ -257,8 +263,7 @@ __device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const
 
 // All of this thread's values, with scales from shared memory or, one for all, `scale`.
 template <Grain GRAIN, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
-__device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const Fp8Tensor &out, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, int64_t first_row, int64_t first_column,
-                                        int64_t R, int64_t C) {
+__device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const Fp8Tensor &out, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, const FinePlace &at) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++)
@@ -272,37 +277,38 @@ __device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const Fp
                 low = columns[0], high = columns[1];
             }
             const float row_scale[4] = {rows.x, rows.y, rows.z, rows.w}, column_scale[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            fine_put_group<FORMAT, OUTPUTS>(s->codes[o], out, v[o][g], row_scale, column_scale, o, g, first_row, first_column, R, C);
+            fine_put_group<FORMAT, OUTPUTS>(s->codes[o], out, v[o][g], row_scale, column_scale, o, g, at);
         }
 }
 
 // Tiles from the last to the first, as in quantize_transpose_kernel.
 template <class Source, Grain GRAIN, Fp8Format FORMAT>
-static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_fine_kernel(const Source source, const Fp8Tensor out, const FineAmaxes amaxes, int64_t R, int64_t C) {
+static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? Source::MIN_BLOCKS : 3) quantize_fine_kernel(const Source source, const Fp8Tensor out, const FineAmaxes amaxes,
+                                                                                                int64_t R, int64_t C) {
     enum { OUTPUTS = Source::OUTPUTS, BLOCKS = GRAIN == GRAIN_1X32 ? CAST_TILE / 32 : 1 };
     __shared__ __align__(16) FineShared<OUTPUTS, BLOCKS> shared;
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = gridDim.x - 1 - blockIdx.x;
-    const int64_t first_row = (int64_t)(index / column_tiles) * CAST_TILE, first_column = (int64_t)(index % column_tiles) * CAST_TILE;
+    const FinePlace at = {(int64_t)(index / column_tiles) * CAST_TILE, (int64_t)(index % column_tiles) * CAST_TILE, R, C};
     uint32_t amax[OUTPUTS];
-    if constexpr (GRAIN == GRAIN_ROW) fine_load_amaxes<OUTPUTS>(amax, out, amaxes, first_row, first_column, R, C);
+    if constexpr (GRAIN == GRAIN_ROW) fine_load_amaxes<OUTPUTS>(amax, out, amaxes, at);
     Bf16x8 v[OUTPUTS][CAST_GROUPS][4];
-    fine_load(v, source, first_row, first_column, R, C);
+    fine_load(v, source, at);
     float scale = 0;
     if constexpr (GRAIN == GRAIN_ROW) {
-        fine_scales_of_rows<FORMAT, OUTPUTS>(&shared, out, amax, first_row, first_column, R, C);
+        fine_scales_of_rows<FORMAT, OUTPUTS>(&shared, out, amax, at);
         __syncthreads();
     } else if constexpr (GRAIN == GRAIN_128X128) {
-        scale = fine_scale_of_square<FORMAT>(&shared, v[0], out, first_row, first_column, R, C);
+        scale = fine_scale_of_square<FORMAT>(&shared, v[0], out, at);
     } else {
         fine_block_maxima<fine_keeps_nan(GRAIN)>(&shared.maxima, v);
         __syncthreads();
-        fine_scales_of_blocks<GRAIN, FORMAT>(&shared, out, first_row, first_column, R, C);
+        fine_scales_of_blocks<GRAIN, FORMAT>(&shared, out, at);
         __syncthreads();
     }
-    fine_cast<GRAIN, FORMAT>(&shared, out, v, scale, first_row, first_column, R, C);
+    fine_cast<GRAIN, FORMAT>(&shared, out, v, scale, at);
     if (!out.col) return;
     __syncthreads();
-    store_tile_columns<OUTPUTS>(out.col, shared.codes, first_row, first_column, R, C);
+    store_tile_columns<OUTPUTS>(out.col, shared.codes, at.row, at.column, R, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -314,8 +320,8 @@ __device__ static inline void fine_raise(uint32_t *to, uint32_t bits) {
 }
 
 template <bool KEEPS_NAN, int OUTPUTS>
-__device__ static inline void fine_raise_rows_and_columns(FineMaxima<OUTPUTS, 1> *maxima, const FineAmaxes &to, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], int64_t first_row, int64_t first_column,
-                                                          int64_t R, int64_t C) {
+__device__ static inline void fine_raise_rows_and_columns(FineMaxima<OUTPUTS, 1> *maxima, const FineAmaxes &to, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4],
+                                                          const FinePlace &at) {
     fine_block_maxima<KEEPS_NAN>(maxima, v);
     __syncthreads();
     const int i = threadIdx.x % CAST_TILE;
@@ -323,19 +329,20 @@ __device__ static inline void fine_raise_rows_and_columns(FineMaxima<OUTPUTS, 1>
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++) {
         of_row = max(of_row, (uint32_t)maxima->rows[o][0][i] << 16);
-        if (threadIdx.x >= CAST_TILE && to.columns && first_column + i < C) fine_raise(to.columns + o * C + first_column + i, fine_column_amax(maxima->columns[o], FINE_WARPS, i));
+        if (threadIdx.x >= CAST_TILE && to.columns && at.column + i < at.C)
+            fine_raise(to.columns + o * at.C + at.column + i, fine_column_amax(maxima->columns[o], FINE_WARPS, i));
     }
-    if (threadIdx.x < CAST_TILE && to.rows && first_row + i < R) fine_raise(to.rows + first_row + i, of_row);
+    if (threadIdx.x < CAST_TILE && to.rows && at.row + i < at.R) fine_raise(to.rows + at.row + i, of_row);
 }
 
 template <class Source, bool KEEPS_NAN>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_amax_kernel(const Source source, const FineAmaxes to, int64_t R, int64_t C) {
     __shared__ __align__(16) FineMaxima<Source::OUTPUTS, 1> maxima;
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE);
-    const int64_t first_row = (int64_t)(blockIdx.x / column_tiles) * CAST_TILE, first_column = (int64_t)(blockIdx.x % column_tiles) * CAST_TILE;
+    const FinePlace at = {(int64_t)(blockIdx.x / column_tiles) * CAST_TILE, (int64_t)(blockIdx.x % column_tiles) * CAST_TILE, R, C};
     Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4];
-    fine_load(v, source, first_row, first_column, R, C);
-    if (to.rows || to.columns) fine_raise_rows_and_columns<KEEPS_NAN>(&maxima, to, v, first_row, first_column, R, C);
+    fine_load(v, source, at);
+    if (to.rows || to.columns) fine_raise_rows_and_columns<KEEPS_NAN>(&maxima, to, v, at);
     if (!to.tensor) return;
     uint32_t halves = 0;
 #pragma unroll

@@ -20,7 +20,7 @@
 typedef struct {
     uint8_t *row, *col;              // [R, C] and [C, R] codes; NULL: not wanted
     void *row_scales, *col_scales;   // inverse scales of the copies, 16-byte aligned, laid out as scale_index() in recipes.h; both GRAIN_TENSOR: the same pointer
-    uint32_t *amax;                  // tensor_amaxes() slots (recipes.h; "amax slots" in cuda_utils.cuh): the amax pass raises them, the cast reads them; unused for block grains
+    uint32_t *amax;                  // tensor_amaxes() slots (recipes.h; "amax slots" in cuda_utils.cuh), raised by the amax pass, read by the cast; not for block grains
     const float *delayed_scale;      // the scale to cast with, of both tensor-grain copies; NULL: from the amax. The cast then also raises *amax; NaN does not count
     AuditSums *audit[2];             // NULL, or: the cast is audited; sums over the row and the col copy
     Fp8Format format;
@@ -72,7 +72,8 @@ static inline void tensor_amax(uint32_t *amax, const bf16 *x, int64_t n, cudaStr
 //     AMAX          whether it also reduces an amax, into its member amax_slot
 //     Column, load_column(), Raw, load(), values(): what depends on the column alone, one row's inputs, 8 values of each output from them.
 
-enum { CAST_TILE = 128, CAST_THREADS = 256, CAST_COLUMN_THREADS = CAST_TILE / 8, CAST_GROUP_ROWS = 64, CAST_GROUPS = CAST_TILE / CAST_GROUP_ROWS, CAST_WORDS = CAST_TILE / 4 };
+enum { CAST_TILE = 128, CAST_THREADS = 256, CAST_COLUMN_THREADS = CAST_TILE / 8, CAST_WORDS = CAST_TILE / 4 };
+enum { CAST_GROUP_ROWS = 64, CAST_GROUPS = CAST_TILE / CAST_GROUP_ROWS };
 
 // m[i] is row i's bytes of columns 0..3; becomes column i's bytes of rows 0..3.
 __device__ static inline void transpose_bytes_4x4(uint32_t m[4]) {

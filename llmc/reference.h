@@ -217,8 +217,10 @@ static inline void linear_operand_free(LinearOperand *q) {
 }
 
 // c [M, N] = a [M, depth] b [N, depth]^T + bias [N], or added to c.
-static inline void linear_product(float *c, LinearOperand a, LinearOperand b, int64_t M, int64_t N, int64_t depth, const float *bias, bool accumulate, Rounding rounding) {
-    matmul(c, N, a.view, matrix_view(b.view.data, b.view.col_stride, b.view.row_stride), M, N, depth, epilogue(a.inverse_scale * b.inverse_scale, bias, accumulate, rounding));
+static inline void linear_product(float *c, LinearOperand a, LinearOperand b, int64_t M, int64_t N, int64_t depth, const float *bias, bool accumulate,
+                                  Rounding rounding) {
+    const MatrixView turned_b = matrix_view(b.view.data, b.view.col_stride, b.view.row_stride);
+    matmul(c, N, a.view, turned_b, M, N, depth, epilogue(a.inverse_scale * b.inverse_scale, bias, accumulate, rounding));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------------

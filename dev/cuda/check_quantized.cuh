@@ -11,7 +11,9 @@ static inline Fp8Tensor fp8_tensor_of(int64_t R, int64_t C, Grain row_grain, Gra
     Fp8Tensor t = {};
     t.row_grain = row_grain, t.col_grain = col_grain, t.rule = rule, t.format = format;
     if (row_grain != GRAIN_BF16) t.row = (uint8_t *)bench_alloc(R * C), t.row_scales = bench_alloc(scale_bytes(row_grain, R, C));
-    if (col_grain != GRAIN_BF16) t.col = (uint8_t *)bench_alloc(R * C), t.col_scales = row_grain == GRAIN_TENSOR && col_grain == GRAIN_TENSOR ? t.row_scales : bench_alloc(scale_bytes(col_grain, C, R));
+    if (col_grain != GRAIN_BF16) t.col = (uint8_t *)bench_alloc(R * C);
+    if (row_grain == GRAIN_TENSOR && col_grain == GRAIN_TENSOR) t.col_scales = t.row_scales;
+    else if (t.col) t.col_scales = bench_alloc(scale_bytes(col_grain, C, R));
     t.amax = (uint32_t *)bench_zeros(max_i64(1, tensor_amaxes(row_grain, col_grain, R, C)) * (int64_t)sizeof(uint32_t));
     return t;
 }

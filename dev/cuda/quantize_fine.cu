@@ -1,4 +1,5 @@
-// Checks and times the casts of every recipe (llmc/quantize.cuh), from all sources. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o quantize_fine dev/cuda/quantize_fine.cu
+// Checks and times the casts of every recipe (llmc/quantize.cuh), from all sources.
+// Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o quantize_fine dev/cuda/quantize_fine.cu
 #include "../../llmc/rmsnorm.cuh"
 #include "../../llmc/swiglu.cuh"
 #include "check_quantized.cuh"
@@ -62,6 +63,14 @@ static Fp8Tensor case_tensor(const Case *c, int64_t R, int64_t C) { return fp8_t
 // ---------------------------------------------------------------------------------------------------------------------
 // Checks
 
+// The copies that `got` has, codes and scales, are those of `want`.
+static void check_same_copies(const char *label, const Fp8Tensor *got, const Fp8Tensor *want, int64_t R, int64_t C) {
+    if (got->row) check_same_on_device(label, got->row, want->row, R * C, C);
+    if (got->row) check_same_on_device(label, got->row_scales, want->row_scales, scale_bytes(got->row_grain, R, C), 4);
+    if (got->col) check_same_on_device(label, got->col, want->col, R * C, R);
+    if (got->col) check_same_on_device(label, got->col_scales, want->col_scales, scale_bytes(got->col_grain, C, R), 4);
+}
+
 // The slots that the amax pass raised.
 static void check_amaxes(const char *label, const Fp8Tensor *t, const float *x, int64_t R, int64_t C) {
     const int64_t count = tensor_amaxes(t->row_grain, t->col_grain, R, C), rows = copy_amaxes(t->row_grain, R);
@@ -74,7 +83,8 @@ static void check_amaxes(const char *label, const Fp8Tensor *t, const float *x, 
         else want = quantize_tensor_amax(x, R, C, C, 1, t->rule);
         if (!same_or_nan(got[i], want) && bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld amaxes differ, first number %lld: got %.9g", label, (long long)bad, (long long)count, (long long)first, float_from_bits(got[first]));
+    CHECK(bad == 0, "%s: %lld of %lld amaxes differ, first number %lld: got %.9g", label, (long long)bad, (long long)count, (long long)first,
+          float_from_bits(got[first]));
     free(got);
 }
 
@@ -94,8 +104,8 @@ static void check_dequantized(const char *label, const Fp8Tensor *t, CopyKind co
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < R * C; i++)
         if (!same_or_nan(float_bits(bf16_to_float(got[i])), float_bits(bf16_to_float(bf16_from_float(want[i])))) && bad++ == 0) first = i;
-    CHECK(bad == 0, "%s, %s copy back in bf16: %lld of %lld differ, first number %lld: got %.9g, want %.9g", label, copy == COPY_ROW ? "row" : "col", (long long)bad, (long long)(R * C),
-          (long long)first, bf16_to_float(got[first]), want[first]);
+    CHECK(bad == 0, "%s, %s copy back in bf16: %lld of %lld differ, first number %lld: got %.9g, want %.9g", label, copy == COPY_ROW ? "row" : "col", (long long)bad,
+          (long long)(R * C), (long long)first, bf16_to_float(got[first]), want[first]);
     free(got), free(codes), free(scales), free(want);
     bench_free(out);
 }
@@ -117,10 +127,7 @@ static void check_tensor(const Case *c, const char *what, const bf16 *device_x, 
         if (copy == COPY_ROW) alone.col = NULL;
         else alone.row = NULL;
         quantize_transpose(alone, device_x, R, C, 0);
-        const int64_t outer = copy == COPY_ROW ? R : C, depth = copy == COPY_ROW ? C : R;
-        const Grain grain = copy == COPY_ROW ? c->row : c->col;
-        check_same_on_device(label, copy == COPY_ROW ? alone.row : alone.col, copy == COPY_ROW ? t.row : t.col, R * C, depth);
-        check_same_on_device(label, copy == COPY_ROW ? alone.row_scales : alone.col_scales, copy == COPY_ROW ? t.row_scales : t.col_scales, scale_bytes(grain, outer, depth), 1);
+        check_same_copies(label, &alone, &t, R, C);
         all.amax = NULL;
         fp8_tensor_free(all);
     }
@@ -141,7 +148,8 @@ static void check_shape(int64_t R, int64_t C, Fill fill) {
 // One pass with a scale of earlier amaxes: right, too large (values saturate), too small; the largest magnitude is found, NaN left out.
 static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, float factor) {
     char label[128];
-    format_checked(label, sizeof label, "delayed, %lld x %lld %s %s, scale x %g", (long long)R, (long long)C, fill_names[fill], format == FP8_E4M3 ? "e4m3" : "e5m2", factor);
+    format_checked(label, sizeof label, "delayed, %lld x %lld %s %s, scale x %g", (long long)R, (long long)C, fill_names[fill], format == FP8_E4M3 ? "e4m3" : "e5m2",
+                   factor);
     bf16_bits *host = make_input(fill, R, C);
     float *x = bf16_to_floats(host, R * C);
     const uint32_t amax = quantize_tensor_amax(x, R, C, C, 1, SCALE_TE);
@@ -179,8 +187,7 @@ static void check_source(const char *what, TensorRole role, Source source, const
             if (!delayed) quantize_amax_source(label, got, source, R, C, 0);
             quantize_source(label, got, source, R, C, 0);
             check_same_on_device(label, got.amax, want.amax, max_i64(1, tensor_amaxes(c->row, c->col, R, columns)) * 4, 4);
-            if (got.row) check_same_on_device(label, got.row, want.row, R * columns, columns), check_same_on_device(label, got.row_scales, want.row_scales, scale_bytes(c->row, R, columns), 4);
-            if (got.col) check_same_on_device(label, got.col, want.col, R * columns, R), check_same_on_device(label, got.col_scales, want.col_scales, scale_bytes(c->col, columns, R), 4);
+            check_same_copies(label, &got, &want, R, columns);
             fp8_tensor_free(got), fp8_tensor_free(want);
         }
     }
@@ -226,8 +233,7 @@ static void check_large(int64_t R, int64_t C) {
         fp8_tensor_free(part);
         Fp8Tensor again = case_tensor(c, R, C);
         tensor_quantize(again, x, R, C, 0);
-        check_same_on_device(c->name, t.row, again.row, R * C, C);
-        if (t.col) check_same_on_device(c->name, t.col, again.col, R * C, R);
+        check_same_copies(c->name, &again, &t, R, C);
         fp8_tensor_free(t), fp8_tensor_free(again);
     }
     bench_free(cut), bench_free(x);
@@ -260,7 +266,7 @@ static void check_refusals(void) {
     CHECK(check_dies(call_quantize, &bad, "scales of what it has", output, sizeof output), "%s", output);
     bad = good, bad.row_grain = bad.col_grain = GRAIN_ROW, bad.rule = SCALE_TORCHAO_POW2, bad.amax = NULL;
     CHECK(check_dies(call_quantize, &bad, "needs amax", output, sizeof output), "%s", output);
-    CHECK(check_dies(call_gradient, &good, "multiple of 128", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_gradient, &good, "values of two outputs", output, sizeof output), "%s", output);
     bad = good, bad.format = FP8_E5M2;
     CHECK(check_dies(call_norm, &bad, "only gradients", output, sizeof output), "%s", output);
     bad = good, bad.row_grain = bad.col_grain = GRAIN_128X128;
@@ -323,7 +329,8 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     t.delayed_scale = (float *)bench_upload(&one, sizeof one);
     bench_report(b, "delayed, cast", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }), 4.0 * (double)(R * C));
     tensor_quantize(mx, x, R, C, 0);
-    bench_report(b, "back to bf16, 1x32", shape, bench_time_us(b, [&] { fp8_dequantize(out, mx.row, mx.row_scales, GRAIN_1X32, FP8_E4M3, R, C, 0); }), 3.0 * (double)(R * C));
+    const double us = bench_time_us(b, [&] { fp8_dequantize(out, mx.row, mx.row_scales, GRAIN_1X32, FP8_E4M3, R, C, 0); });
+    bench_report(b, "back to bf16, 1x32", shape, us, 3.0 * (double)(R * C));
     bench_free((void *)t.delayed_scale);
     fp8_tensor_free(t), fp8_tensor_free(mx);
     bench_free(x), bench_free(out);

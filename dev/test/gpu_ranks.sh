@@ -65,6 +65,15 @@ for precision in bf16 fp8; do
 done
 against_one bf16_full_fp32 bf16 --sharding full --reduce-dtype fp32
 against_one bf16_none_fp32 bf16 --sharding none --reduce-dtype fp32
+# Recipes whose weights travel in bf16, and layers of either kind in one model.
+for recipe in rowwise rowwise_with_gw_hp blockwise; do
+    run "one_$recipe" 1 $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split 1)
+    run "$recipe" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) || continue
+    near "$recipe, first loss" "$(field "$recipe" loss 1)" "$(field "one_$recipe" loss 1)" 3e-6
+    near "$recipe, first norm" "$(field "$recipe" norm 1)" "$(field "one_$recipe" norm 1)" 3e-3
+    near "$recipe, last loss" "$(field "$recipe" loss $steps)" "$(field "one_$recipe" loss $steps)" 2e-3
+    run "${recipe}_again" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) --sharding grad_op --recompute layer && same "$recipe: grad_op with recompute prints the same lines" "$recipe" "${recipe}_again"
+done
 echo "($SECONDS s)"
 
 # ---- FP8 all-gather: the same bits with and without
@@ -72,6 +81,19 @@ for sharding in full grad_op; do
     run off_$sharding $W $common --precision fp8 --num-steps $steps $(split $W) --sharding $sharding --fp8-all-gather off &&
         same "fp8-all-gather off, $sharding: the same lines" fp8_$sharding off_$sharding
 done
+for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down" "--fp8-recipe delayed --fp8-filter last --recompute layer"; do
+    for gather in on off; do run gather_$gather $W $common --precision fp8 $more --num-steps $steps $(split $W) --fp8-all-gather $gather; done
+    same "fp8-all-gather on and off, $more: the same lines" gather_on gather_off
+done
+
+# ---- delayed scaling: one GPU makes its scales anew after each of its micro-steps, W of them after W together, so the casts differ here and there by one
+# FP8 rounding (2^-4 of an element): the loss moves by less than 1e-3, as it does between recipes
+delayed="$common --precision fp8 --fp8-recipe delayed --fp8-amax-history 3"
+run one_delayed 1 $delayed --num-steps $steps $(split 1)
+run delayed $W $delayed --num-steps $steps $(split $W) && near "delayed, last loss" "$(field delayed loss $steps)" "$(field one_delayed loss $steps)" 3e-3
+run delayed_save $W $delayed --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck_delayed"
+run delayed_resume $W $delayed --num-steps $steps $(split $W) --checkpoint-dir "$tmp/ck_delayed" --resume
+if [ "$(lines delayed_resume)" = "$(lines delayed | tail -n $((steps - 4 + 1)))" ]; then ok "delayed, resumed: the same lines"; else bad "delayed, resumed: $(diff <(lines delayed) <(lines delayed_resume) | tail -n 4)"; fi
 
 # ---- checkpoints: saved by W ranks after 4 of the steps, continued by W, by half of them, and by one
 run save $W $common --precision fp8 --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck"

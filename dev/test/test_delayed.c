@@ -30,7 +30,8 @@ static void test_passes(int64_t window, int margin, Fp8Format format) {
         wrong += float_bits(scale) != float_bits(want);
         wrong_history += memcmp(history, expected, (size_t)window * sizeof(float)) != 0;
     }
-    CHECK(wrong == 0 && wrong_history == 0, "window %lld, margin %d: %lld scales and %lld histories of 500 are wrong", (long long)window, margin, (long long)wrong, (long long)wrong_history);
+    CHECK(wrong == 0 && wrong_history == 0, "window %lld, margin %d: %lld scales and %lld histories of 500 are wrong", (long long)window, margin, (long long)wrong,
+          (long long)wrong_history);
     free(history), free(expected);
 }
 

@@ -206,7 +206,7 @@ static void optimizer(Fsdp *f, double *squares, float *loss) {
 }
 
 typedef struct {
-    int precision, recipe, sharding, gather, reduce, recompute;
+    int precision, recipe, sharding, gather, reduce, recompute, cache;
     const char *filter;
     int64_t world, shard_size, layers, accumulation;
 } Case;
@@ -218,7 +218,7 @@ static void check_case(const Case *c) {
     ParameterTable table = parameter_table(&m);
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->shard_size;
-    o.recompute = c->recompute;
+    o.recompute = c->recompute, o.fp8_weight_cache = c->cache;
     Precision precision = precision_plan(&o, c->filter, &m, &table);
     static Nccl nccl;
     static Comm comm;
@@ -264,26 +264,28 @@ static void check_case(const Case *c) {
 }
 
 // Every way to split, of one precision. `most`: of gather, on or off.
-static void check_all(int precision, int recipe, const char *filter, int gather_most, int recompute) {
+static void check_all(int precision, int recipe, const char *filter, int gather_most, int recompute, int cache) {
     const int64_t layers[] = {1, 2, 3, 6};
     for (int sharding = SHARDING_FULL; sharding <= SHARDING_HYBRID; sharding++)
         for (int gather = OFF; gather <= gather_most; gather++)
             for (int reduce = REDUCE_BF16; reduce <= REDUCE_FP32; reduce++)
                 for (int i = 0; i < 4; i++)
                     for (int64_t accumulation = 1; accumulation < 4; accumulation++) {
-                        const Case c = {precision, recipe, sharding, gather, reduce, recompute, filter, 4, sharding == SHARDING_HYBRID ? 2 : 0, layers[i], accumulation};
+                        const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, filter, 4, sharding == SHARDING_HYBRID ? 2 : 0, layers[i], accumulation};
                         check_case(&c);
                     }
 }
 
 int main(void) {
-    check_all(PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE);
+    check_all(PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE, ON);
     for (int recompute = RECOMPUTE_NONE; recompute <= RECOMPUTE_LAYER; recompute++) {
-        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "", ON, recompute);
-        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "first,last", ON, recompute);
-        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "mlp", ON, recompute);
-        check_all(PRECISION_FP8, RECIPE_ROWWISE, "", OFF, recompute);
-        check_all(PRECISION_FP8, RECIPE_BLOCKWISE, "last", OFF, recompute);
+        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "", ON, recompute, ON);
+        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "first,last", ON, recompute, ON);
+        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "mlp", ON, recompute, ON);
+        check_all(PRECISION_FP8, RECIPE_TENSORWISE, "first", ON, recompute, OFF);
+        check_all(PRECISION_FP8, RECIPE_ROWWISE, "", OFF, recompute, OFF);
+        check_all(PRECISION_FP8, RECIPE_ROWWISE, "", OFF, recompute, ON);
+        check_all(PRECISION_FP8, RECIPE_BLOCKWISE, "last", OFF, recompute, ON);
     }
     return check_report();
 }

@@ -13,18 +13,21 @@ bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
 check() { local name=$1; shift; if "$@"; then ok; else bad "$name"; fi; }
 ranks() { local n=$1; shift; mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$@"; }
 
-# Models of which hardly a tensor divides by the number of ranks: Qwen2 with biases, Qwen3 with tied embeddings, Llama. $1 family, $2 tied.
+# Models of which hardly a tensor divides by the number of ranks: Qwen2 with biases, Qwen3 with tied embeddings, Llama; then sizes that FP8 takes: multiples
+# of 16, and of 128. $1 folder, $2 family, $3 tied, then hidden, intermediate, query heads, head dimension.
 write_model() {
     mkdir -p "$tmp/$1"
     cat >"$tmp/$1/config.json" <<JSON
-{"architectures": ["${1^}ForCausalLM"], "model_type": "$1", "vocab_size": 643, "hidden_size": 52, "intermediate_size": 76, "num_hidden_layers": 3,
- "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
- "max_position_embeddings": 512, "tie_word_embeddings": $2, "initializer_range": 0.05, "torch_dtype": "float32"}
+{"architectures": ["${2^}ForCausalLM"], "model_type": "$2", "vocab_size": 643, "hidden_size": $4, "intermediate_size": $5, "num_hidden_layers": 3,
+ "num_attention_heads": $6, "num_key_value_heads": 2, "head_dim": $7, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+ "max_position_embeddings": 512, "tie_word_embeddings": $3, "initializer_range": 0.05, "torch_dtype": "float32"}
 JSON
 }
-write_model qwen2 false
-write_model qwen3 true
-write_model llama false
+write_model qwen2 qwen2 false 52 76 6 10
+write_model qwen3 qwen3 true 52 76 6 10
+write_model llama llama false 52 76 6 10
+write_model fp8 qwen3 true 48 80 6 8
+write_model fp8-wide llama false 128 256 4 32
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null || bad "synth_stories"
 data="--train-data $tmp/s_train.bin --sequence-length 32 --learning-rate 3e-3"
 
@@ -80,13 +83,31 @@ for dtype in bf16 fp32; do
 done
 check "--reduce-dtype changes nothing" bash -c "! cmp -s $tmp/bf16-bf16.steps $tmp/bf16-fp32.steps"
 
-# ---- FP8 all-gather: the same bits whether weights travel as FP8 or as bf16
-for n in 2 4; do
-    for more in "" "--sharding grad_op --master-weights fp32 --grad-accumulation-steps 2"; do
-        fp8="$tmp/qwen3 $data --precision fp8 --num-steps 5 --batch-size 2 $more"
-        train $n fp8-on $fp8 --fp8-all-gather on && train $n fp8-off $fp8 --fp8-all-gather off && check "$n ranks $more: FP8 all-gather changes the losses" cmp "$tmp/fp8-on.steps" "$tmp/fp8-off.steps"
+# ---- FP8 all-gather: the same bits whether weights travel as FP8 or as bf16; layers with a bf16 product travel as bf16
+gathered() { sed -n 's/^  gathered weights *//p' "$1"; }
+for recipe in tensorwise "delayed --fp8-amax-history 2"; do
+    for case in "2" "3 --fp8-filter first" "4 --sharding grad_op --master-weights fp32 --grad-accumulation-steps 2"; do
+        n=${case%% *} name="${recipe%% *}, $case"
+        fp8="$tmp/fp8 $data --precision fp8 --fp8-recipe $recipe --num-steps 5 --batch-size 2 ${case#"$n"}"
+        train $n fp8-on $fp8 --fp8-all-gather on && train $n fp8-off $fp8 --fp8-all-gather off || continue
+        check "$name: FP8 all-gather changes the losses" cmp "$tmp/fp8-on.steps" "$tmp/fp8-off.steps"
+        [ "$n" -eq 4 ] && check "$name: no less is gathered" awk -v on="$(gathered "$tmp/fp8-on.out")" -v off="$(gathered "$tmp/fp8-off.out")" 'BEGIN { exit !(on > 0 && on < off) }'
     done
 done
+
+# Scales of rows and of blocks do not know of other ranks' rows: the same forward pass as one rank's, to the order in which losses are added (1e-6). In the
+# backward pass each rank's gradients are rounded to bf16 before they are added, as without FP8 (1e-3); the blocks of wgrad's rows are the same, and rowwise's
+# amaxes of a rank's rows alone move a power of two, which changes subnormal codes only.
+for recipe in rowwise rowwise_with_gw_hp blockwise mxfp8; do
+    fp8="$tmp/fp8-wide $data --precision fp8 --fp8-recipe $recipe --num-steps 4"
+    train 0 one-$recipe $fp8 --batch-size 8 && train 2 two-$recipe $fp8 --batch-size 4 || continue
+    check "$recipe on 2 ranks" close "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps" 1e-3
+    check "$recipe on 2 ranks: forward pass" awk 'NR == FNR { if (FNR == 1) a = $2; next } FNR == 1 { exit !(a / $2 - 1 < 1e-6 && $2 / a - 1 < 1e-6) }' "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps"
+    check "$recipe is bf16" grep -q "qkv .*fprop .*e4m3" "$tmp/two-$recipe.out"
+done
+
+# The audit is of all ranks, also of weights that travel as codes.
+train 2 audit "$tmp/fp8" $data --precision fp8 --num-steps 4 --batch-size 2 --fp8-audit 4 && check "audit of 2 ranks" [ "$(grep -c '"fp8_audit"' "$tmp/audit/log.jsonl")" -eq 72 ]
 
 # ---- checkpoints: 8 steps in one go, and stopped after 4 of them
 resumed() {  # $1 ranks, $2 name, $3 largest error (0: the same bits), the rest: options
@@ -122,6 +143,16 @@ for precision in fp32 bf16; do
         check "export with --sharding $strategy" cmp "$tmp/exported/model.safetensors" "$tmp/ck/step-00000004/model.safetensors"
     done
 done
+
+# Delayed scaling: histories and scales are part of a checkpoint, the same whatever the ranks
+common="$tmp/fp8 $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 3"
+rm -rf "$tmp"/ck*
+train 2 whole $common --num-steps 8 --batch-size 4
+tail -n 4 "$tmp/whole.steps" >"$tmp/whole.last"
+train 2 saved $common --num-steps 4 --batch-size 4 --checkpoint-dir "$tmp/ck"
+check "no fp8_state.safetensors" [ -s "$tmp/ck/step-00000004/fp8_state.safetensors" ]
+resumed 2 delayed-two 0 --batch-size 4
+resumed 4 delayed-four 1e-3 --batch-size 2  # bf16 gradients, as above
 
 # ---- a run that goes on until it is stopped: $1 ranks, the rest options; sets mpi to mpirun's process and pids[rank]
 start() {
@@ -203,7 +234,7 @@ refused 4 "unknown option --batch" tiny --batch 3
 refused 4 "no token shard matches" tiny --train-data "$tmp/nothing.bin"
 refused 3 "shard-size 2 does not divide the 3 ranks" tiny $data --sharding hybrid --shard-size 2
 refused 2 "world-size is for --dry-run" tiny $data --world-size 2
-refused 2 "already holds step-00000004" "$tmp/llama" $data --precision fp32 --checkpoint-dir "$tmp/ck"
+refused 2 "already holds step-00000004" $common --checkpoint-dir "$tmp/ck"
 refused 4 "gradient norm is not finite, first, in backward order, in .*, in the part of rank" "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
 
 # A save that fails on one rank, which sees an empty folder where the checkpoints are: all stop, with its reason, and the checkpoint before stays.

@@ -351,7 +351,8 @@ static void case_product(float *out, const LinearCase *c, const Recipe *r, int g
 // A copy as numbers [outer, depth], each code times the inverse scale at its place.
 static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tensor, CopyKind copy) {
     const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
-    const int64_t outer = copy == COPY_ROW ? rows : cols, depth = copy == COPY_ROW ? cols : rows, outer_stride = copy == COPY_ROW ? cols : 1, depth_stride = copy == COPY_ROW ? 1 : cols;
+    const int64_t outer = copy == COPY_ROW ? rows : cols, depth = copy == COPY_ROW ? cols : rows;
+    const int64_t outer_stride = copy == COPY_ROW ? cols : 1, depth_stride = copy == COPY_ROW ? 1 : cols;
     const Grain g = recipe_grain(r, tensor, copy);
     const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
     double *values = (double *)xcalloc((size_t)(outer * depth), sizeof(double));
@@ -359,9 +360,11 @@ static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tens
     void *scales = xcalloc((size_t)max_i64(1, scale_bytes(g, outer, depth)), 1);
     if (g != GRAIN_BF16) quantize_copy(codes, scales, c->tensor[tensor], outer, depth, outer_stride, depth_stride, g, r->rule, format, 0);
     for (int64_t i = 0; i < outer; i++)
-        for (int64_t k = 0; k < depth; k++)
+        for (int64_t k = 0; k < depth; k++) {
+            const double code = fp8_to_float(codes[i * depth + k], format);
             values[i * depth + k] = g == GRAIN_BF16 ? (double)c->tensor[tensor][i * outer_stride + k * depth_stride]
-                                                    : (double)fp8_to_float(codes[i * depth + k], format) * (double)scale_load(g, scales, scale_index(g, i, k, outer, depth));
+                                                    : code * (double)scale_load(g, scales, scale_index(g, i, k, outer, depth));
+        }
     free(codes), free(scales);
     return values;
 }
@@ -445,7 +448,8 @@ static void test_fp8_special(void) {
     float one[] = {1, 1, 1, 1};
     for (int i = 0; i < 3; i++) {
         float special[] = {0, -0.0f, i == 1 ? INFINITY : i == 2 ? NAN : 0.0f, 0}, out[1];
-        LinearOperand a = linear_operand(special, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0), b = linear_operand(one, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0);
+        LinearOperand a = linear_operand(special, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0);
+        LinearOperand b = linear_operand(one, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0);
         linear_product(out, a, b, 1, 1, 4, NULL, false, ROUND_BF16);
         if (i == 0) CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80, "zeros times ones: %g, codes %02x %02x", (double)out[0], a.codes[0], a.codes[1]);
         else CHECK(isnan(out[0]), "%g reaches the result as NaN, not %g", (double)special[2], (double)out[0]);

@@ -8,6 +8,13 @@
 #include "check.h"
 #include "golden.h"
 
+// Sanitizers slow matrix products down a hundred times: what is looked for there is seen in one step as in three.
+#ifdef __SANITIZE_ADDRESS__
+enum { SANITIZED = 1 };
+#else
+enum { SANITIZED = 0 };
+#endif
+
 static char test_folder[] = "/tmp/test_train_fp8_XXXXXX";
 static char goldens_folder[PATH_CAPACITY];
 
@@ -214,10 +221,11 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
 static bool same_training(Trained a, Trained b) { return a.count == b.count && memcmp(a.values, b.values, (size_t)a.count * sizeof(float)) == 0; }
 
 static void test_invariance(int precision, int recipe) {
+    const int steps = SANITIZED ? 1 : 3, most_threads = SANITIZED ? 2 : 3;
     const char *name = precision == PRECISION_FP32 ? "fp32" : precision == PRECISION_BF16 ? "bf16" : recipe_row(recipe)->name;
-    Trained one = train_some(precision, recipe, RECOMPUTE_NONE, 1, 1, 3);
-    for (int threads = 2; threads <= 3; threads++) {
-        Trained many = train_some(precision, recipe, RECOMPUTE_LAYER, threads, 1, 3);
+    Trained one = train_some(precision, recipe, RECOMPUTE_NONE, 1, 1, steps);
+    for (int threads = 2; threads <= most_threads; threads++) {
+        Trained many = train_some(precision, recipe, RECOMPUTE_LAYER, threads, 1, steps);
         CHECK(same_training(one, many), "%s: --recompute layer with %d threads gives other bits", name, threads);
         free(many.values);
     }
@@ -456,8 +464,8 @@ static void test_filters(void) {
     char *bf16 = run_lines("tiny", "--precision bf16"), *tensorwise = run_lines("tiny", "--precision fp8");
     static const struct { const char *options; int same_as; } filtered[] = {  // 0 bf16, 1 tensorwise, 2 neither
         {"--fp8-filter attention,mlp", 0}, {"--fp8-filter first,layers=1-1", 0}, {"--fp8-recipe mxfp8 --fp8-filter qkv,attn_out,gate_up,down", 0},
-        {"--fp8-filter lm_head", 1},       {"--fp8-emulate", 1},                      {"--fp8-fast-accum all", 1}, {"--fp8-audit 3", 1}, 
-        {"--fp8-filter last", 2},          {"--fp8-filter down", 2}, {"--fp8-format e4m3", 2}};
+        {"--fp8-filter lm_head", 1},       {"--fp8-emulate", 1},               {"--fp8-fast-accum all", 1},
+        {"--fp8-audit 3", 1},              {"--fp8-filter last", 2},          {"--fp8-filter down", 2},  {"--fp8-format e4m3", 2}};
     for (size_t i = 0; i < sizeof filtered / sizeof filtered[0]; i++) {
         char options[160];
         format_checked(options, sizeof options, "--precision fp8 %s", filtered[i].options);
@@ -472,7 +480,8 @@ static void test_filters(void) {
 // --fp8-audit: a line for each operand of each audit, a table at the end, and the same training.
 static void test_audit(void) {
     char *output;
-    CHECK(run_program(SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last --recompute layer --fp8-audit 2 --log-dir @/audit", &output) == 0, "%s", output);
+    const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last --recompute layer --fp8-audit 2 --log-dir @/audit";
+    CHECK(run_program(audited, &output) == 0, "%s", output);
     CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "FP8 hurts most: layer 0"), "%s", output);
     free(output);
     char *text = read_file(in_test_folder("audit/log.jsonl"), NULL);
@@ -481,7 +490,7 @@ static void test_audit(void) {
         if (!strstr(line, "\"fp8_audit\"")) continue;
         lines++, last += strstr(line, "\"layer\": 1") != NULL;
         const char *db = strstr(line, "\"sqnr_db\": ");
-        good += db && atof(db + 11) > 25 && atof(db + 11) < 35;  // E4M3 that fits its range: 6.02 dB a bit of 4, and 10 log10(12 x 0.72 / 2) for the mean square of a rounding
+        good += db && atof(db + 11) > 25 && atof(db + 11) < 35;  // a rounding to E4M3 is off by at most 2^-4 of the value, 2.4% rms: 32 dB
     }
     CHECK(lines == 2 * NUM_LINEARS * 6 && last == 0 && good == lines, "%d lines, %d of the filtered layer, %d with a likely SQNR", lines, last, good);
     free(text);
@@ -654,7 +663,7 @@ int main(int argc, char **argv) {
     test_resume("fp32", "fp32");
     test_resume("delayed", "fp8 --fp8-recipe delayed --fp8-amax-history 3");
     test_delayed_resume();
-    test_recipes();
+    if (!SANITIZED) test_recipes();  // test_invariance runs the same code on smaller layers
     test_filters();
     test_audit();
     test_accumulation();
