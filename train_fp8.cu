@@ -1133,6 +1133,15 @@ static void fill_rope_table(Trainer *t) {
     free(table);
 }
 
+// Lets the ranks that share a copy of the weights read each other's memory, where they can and may.
+static void open_peers(Trainer *t, int64_t bytes) {
+    Fsdp *f = &t->fsdp;
+    char reason[256] = "";
+    if (!f->copies || peer_memory_open(&f->peers, t->comm, t->memory, bytes, f->arrivals, f->nccl->stream, reason, sizeof reason)) return;
+    if (t->o->copy_engines == ON && *reason) die("--copy-engines on: %s", reason);
+    if (*reason) warn("NCCL moves weights and gradients, because %s", reason);
+}
+
 // Takes the GPU memory, plans the matrix products, initializes weights and clears the rest.
 static void trainer_create(Trainer *t, const Arena *plan) {
     size_t available = 0, total = 0;
@@ -1163,6 +1172,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
         CUDA_CHECK(cudaEventCreateWithFlags(&t->tokens[i].copied, cudaEventDisableTiming));
     }
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    open_peers(t, plan->used);
 }
 
 static void trainer_destroy(Trainer *t) {
@@ -1183,6 +1193,9 @@ static void trainer_destroy(Trainer *t) {
     CUDA_CHECK(cudaEventDestroy(t->idle));
     CUDA_CHECK(cudaFreeHost(t->host_stats));
     fsdp_destroy(&t->fsdp);
+    comm_barrier(t->comm, COMM_WORLD);  // nobody reads from here any more
+    peer_memory_close(&t->fsdp.peers);
+    comm_barrier(t->comm, COMM_WORLD);  // nobody holds it open
     if (t->fsdp.nccl) nccl_close(t->fsdp.nccl);
     CUDA_CHECK(cudaFree(t->memory));
     CUDA_CHECK(cudaStreamDestroy(t->stream));
@@ -1389,9 +1402,17 @@ static void print_ranks(const Trainer *t) {
     const Fsdp *f = &t->fsdp;
     printf("\n%s: %lld parameters\n", t->m.name, (long long)t->table.num_parameters);
     if (f->world == 1) return;
-    printf("%lld ranks: %lld share one copy of the model, %lld cop%s; each keeps %lld elements of weights, gradients and optimizer state; gradients are reduced in %s%s\n",
-           (long long)f->world, (long long)f->plan.group, (long long)f->replicas, f->replicas == 1 ? "y" : "ies", (long long)f->plan.total, f->fp32_reduce ? "fp32" : "bf16",
+    printf("%lld ranks: %lld share one copy of the model, %lld cop%s; each keeps %lld elements of weights, gradients and optimizer state%s\n", (long long)f->world, (long long)f->plan.group,
+           (long long)f->replicas, f->replicas == 1 ? "y" : "ies", (long long)f->plan.total,
            !f->sharded ? "" : !f->fp8_gather ? "; layers are gathered in bf16" : t->precision.any_bf16 ? "; layers are gathered in FP8 where all of them is" : "; layers are gathered in FP8");
+}
+
+// How weights and gradients travel, which is known when the ranks have met.
+static void print_transport(const Trainer *t) {
+    const Fsdp *f = &t->fsdp;
+    if (f->world == 1) return;
+    if (f->peers.ranks) printf("\nlayers and gradients travel by the GPUs' copy engines; gradients are added up in fp32%s\n", f->replicas == 1 ? "" : ", over replicas by NCCL");
+    else printf("\nlayers and gradients travel by NCCL; gradients are reduced in %s\n", f->fp32_reduce ? "fp32" : "bf16");
 }
 
 static void format_versions(char *out, size_t capacity) {
@@ -1456,6 +1477,7 @@ int main(int argc, char **argv) {
     catch_signals();
     trainer_create(&run.t, &plan);
     arena_print_plan(&plan, memory_overhead(&comm));
+    print_transport(&run.t);
     print_precisions(&run.t);
     load_start(&run, resume ? checkpoint : NULL);
     format_versions(versions, sizeof versions);

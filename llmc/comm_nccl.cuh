@@ -135,19 +135,28 @@ static inline void nccl_settle(Nccl *n) {
     nccl_set(&n->settling, 0);
 }
 
-// A group of collectives that travel as one: nccl_begin, calls of the functions below, nccl_end. `unit`: of the parameters; -1: none.
-static inline void nccl_begin(Nccl *n, const char *what, int64_t unit) {
+// The watch knows of what is enqueued between these two, on n->stream. `unit`: of the parameters; -1: none.
+static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t unit) {
     if (n->enqueued - n->finished == NCCL_PENDING) nccl_wait(n, n->operations[n->finished % NCCL_PENDING].done);
     NcclOperation *o = &n->operations[n->enqueued % NCCL_PENDING];
     o->what = what, o->unit = unit, o->step = n->step;
+}
+
+static inline void nccl_end_operation(Nccl *n) {
+    CUDA_CHECK(cudaEventRecord(n->operations[n->enqueued % NCCL_PENDING].done, n->stream));
+    nccl_set(&n->enqueued, n->enqueued + 1);
+}
+
+// A group of collectives that travel as one: nccl_begin, calls of the functions below, nccl_end.
+static inline void nccl_begin(Nccl *n, const char *what, int64_t unit) {
+    nccl_begin_operation(n, what, unit);
     NCCL_CHECK(ncclGroupStart());
 }
 
 static inline void nccl_end(Nccl *n) {
     NCCL_CHECK(ncclGroupEnd());
     nccl_settle(n);
-    CUDA_CHECK(cudaEventRecord(n->operations[n->enqueued % NCCL_PENDING].done, n->stream));
-    nccl_set(&n->enqueued, n->enqueued + 1);
+    nccl_end_operation(n);
 }
 
 // all [ranks of the group][count] = each rank's part [count].

@@ -13,6 +13,11 @@
 // Backward writes a layer's gradient whole into one of two buffers; its reduce-scatter runs beside the backward pass of the layer below. The root's
 // gradient has a buffer of its own, sums up the micro-steps there and is reduced once.
 //
+// Where the GPUs of a shard group can read each other's memory (peer_memory.cuh), weights are gathered and gradients reduced by copy engines, each rank
+// reading the others' parts; a kernel then adds up the gradients in fp32, in the order of the ranks. Else NCCL does both; it always moves what is small.
+// When a layer's weights are gathered, the others' parts are there, because fsdp_gather_vectors, which comes before, waits for every rank to have made its
+// own. And weights stay until all have read them, because no optimizer runs before fsdp_reduce_statistics, which waits for every rank's last gather.
+//
 // Order between the compute stream and the communication stream is kept by events alone; the host never waits:
 //   arrived    of a slot: computing waits for it before it reads the slot
 //   released   of a slot: a gather into the slot waits for it
@@ -23,6 +28,7 @@
 
 #include "arena.h"
 #include "comm_nccl.cuh"
+#include "peer_memory.cuh"
 #include "precision.h"
 #include "quantize.cuh"
 #include "shard_plan.h"
@@ -54,12 +60,15 @@ typedef struct {
     bool sharded;           // several ranks share one copy of the weights
     bool keep_units;        // gathered layers stay for the whole step
     bool fp8, fp8_gather, fp32_reduce;
+    bool copies;            // copy engines are to be tried
     bool rows_in_backward;  // layers are computed again there
     bool cached;            // FP8 weights of all layers are made as soon as the weights change
     const Precision *precision;
     FsdpScales scales[NUM_LINEARS];
     int64_t row_scale_bytes, col_scale_bytes;  // of a layer
     Nccl *nccl;             // NULL: one rank
+    PeerMemory peers;       // of the shard group; without ranks: NCCL moves all
+    uint32_t *arrivals;     // its
     cudaStream_t stream;    // of the computing
     cudaEvent_t handover;
 
@@ -81,8 +90,10 @@ typedef struct {
     int64_t num_rows, num_cols, *row_unit, *col_unit;  // unit held, -1: none
     bf16 *root_grads, *layer_grads[FSDP_GRADIENT_BUFFERS];
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];    // of the root's buffer and the layers'
-    float *staging;         // for reductions in fp32
+    float *staging;         // for reductions in fp32 by NCCL
     int64_t staging_slice;  // elements of each rank in it
+    bf16 *received;         // [ranks - 1][received_slice] the others' gradients of this rank's slice, as they were copied
+    int64_t received_slice;
 } Fsdp;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -127,6 +138,7 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->fp8 = precision->any_fp8;
     f->fp8_gather = f->fp8 && o->fp8_all_gather == ON;
     f->fp32_reduce = world > 1 && o->reduce_dtype == REDUCE_FP32;
+    f->copies = f->sharded && o->copy_engines != OFF;
     f->rows_in_backward = o->recompute == RECOMPUTE_LAYER;
     f->cached = !f->sharded && o->fp8_weight_cache == ON;
     if (f->fp8) fsdp_describe_scales(f);
@@ -167,6 +179,11 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
         const int64_t largest = max_i64(shard_unit_size(&f->plan, 0), shard_unit_size(&f->plan, 1)), at_a_time = FSDP_STAGING_ELEMENTS / f->plan.group;
         f->staging_slice = min_i64(largest, max_i64(PARAMETER_ALIGNMENT, at_a_time / PARAMETER_ALIGNMENT * PARAMETER_ALIGNMENT));
         f->staging = (float *)arena_take(a, f->plan.group * f->staging_slice * (int64_t)sizeof(float));
+    }
+    if (f->copies) {
+        f->received_slice = max_i64(f->plan.layer_slices[SEGMENT_VECTORS], f->plan.layer_slices[SEGMENT_MATRICES]);
+        f->received = (bf16 *)arena_take(a, (f->plan.group - 1) * f->received_slice * element);
+        f->arrivals = (uint32_t *)arena_take(a, PEER_MAX_RANKS * (int64_t)sizeof(uint32_t));
     }
 }
 
@@ -295,6 +312,24 @@ static inline bool fsdp_has_rows(const Fsdp *f, int64_t unit) {
     return f->fp8 && fsdp_tensor_scales(f) && !f->fp8_gather && precision_layer_is_fp8(f->precision, unit - 1) && f->row_unit[fsdp_ring(unit, f->num_rows)] == unit;
 }
 
+// A gather of weights: fsdp_begin_gather, calls of fsdp_gather_slice, fsdp_end_gather.
+static inline void fsdp_begin_gather(Fsdp *f, int64_t unit) {
+    if (f->peers.ranks) nccl_begin_operation(f->nccl, "all-gather of the weights", unit);
+    else nccl_begin(f->nccl, "all-gather of the weights", unit);
+}
+
+// all [ranks][slice] = each rank's part [slice].
+static inline void fsdp_gather_slice(Fsdp *f, const void *part, void *all, int64_t slice, ncclDataType_t type) {
+    const int64_t element = type == ncclUint8 ? 1 : (int64_t)sizeof(bf16);
+    if (f->peers.ranks) peer_read_all(&f->peers, part, all, slice * element, f->nccl->stream);
+    else nccl_all_gather(f->nccl, COMM_SHARD, part, all, slice, type);
+}
+
+static inline void fsdp_end_gather(Fsdp *f) {
+    if (f->peers.ranks) nccl_end_operation(f->nccl);
+    else nccl_end(f->nccl);
+}
+
 // Starts the gather of a layer, unless it is there or there is no such layer. Call it before the work that it is to hide behind.
 static inline void fsdp_prefetch(Fsdp *f, int64_t unit) {
     if (!f->sharded || unit < 1 || unit >= unit_count(f->table) || fsdp_has_rows(f, unit)) return;
@@ -302,10 +337,11 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t unit) {
     FsdpSlot *slot = &f->slot[index];
     if (slot->unit == unit) return;
     CUDA_CHECK(cudaStreamWaitEvent(f->nccl->stream, slot->released, 0));
-    nccl_begin(f->nccl, "all-gather of the weights", unit);
-    if (fsdp_gathers_fp8(f, unit)) nccl_all_gather(f->nccl, COMM_SHARD, f->shard_fp8 + (unit - 1) * slice, fsdp_slot_data(f, index), slice, ncclUint8);
-    else nccl_all_gather(f->nccl, COMM_SHARD, f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard, fsdp_slot_data(f, index), slice, ncclBfloat16);
-    nccl_end(f->nccl);
+    const bool fp8 = fsdp_gathers_fp8(f, unit);
+    const void *part = fp8 ? (void *)(f->shard_fp8 + (unit - 1) * slice) : (void *)(f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard);
+    fsdp_begin_gather(f, unit);
+    fsdp_gather_slice(f, part, fsdp_slot_data(f, index), slice, fp8 ? ncclUint8 : ncclBfloat16);
+    fsdp_end_gather(f);
     CUDA_CHECK(cudaEventRecord(slot->arrived, f->nccl->stream));
     slot->unit = unit;
 }
@@ -343,12 +379,13 @@ static inline void fsdp_release(Fsdp *f, int64_t unit) {
 static inline void fsdp_root_changed(Fsdp *f) {
     if (!f->sharded) return;
     fsdp_communicate_after(f);
-    nccl_begin(f->nccl, "all-gather of the weights", 0);
+    fsdp_begin_gather(f, 0);
+    if (f->peers.ranks) peer_barrier(&f->peers, f->nccl->stream);
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, 0, k);
-        nccl_all_gather(f->nccl, COMM_SHARD, f->weights + g.shard, f->root + g.gathered, g.slice, ncclBfloat16);
+        fsdp_gather_slice(f, f->weights + g.shard, f->root + g.gathered, g.slice, ncclBfloat16);
     }
-    nccl_end(f->nccl);
+    fsdp_end_gather(f);
 }
 
 static inline void fsdp_gather_vectors(Fsdp *f) {
@@ -518,6 +555,46 @@ static inline void fsdp_reduce_scatter_fp32(Fsdp *f, int64_t unit, bool add) {
     }
 }
 
+// to [n] = the sum over `ranks` ranks, in their order, of each one's n elements: those of the rank at `place` are `own`, the others' lie in `others`
+// [ranks - 1][n]; added to what is there when `add`. In fp32, with one rounding. n a multiple of 8.
+static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_sum_kernel(bf16 *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t place, int64_t n, bool add) {
+    const int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8;
+    if (i >= n) return;
+    float sum[8], x[8];
+    fsdp_load_8(sum, place == 0 ? own + i : others + i);
+#pragma unroll 4
+    for (int64_t rank = 1; rank < ranks; rank++) {
+        fsdp_load_8(x, rank == place ? own + i : others + (rank - (rank > place)) * n + i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum[j] += x[j];
+    }
+    if (add) fsdp_load_8(x, to + i);
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum[j] += add ? x[j] : 0.0f;
+    bf16x8_store(to + i, bf16x8_pack(sum));
+}
+
+// The reduce-scatter by copy engines: every rank reads from the others what belongs to its slice.
+static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit, bool add) {
+    const FsdpUnit full = fsdp_gradients(f, unit);
+    bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices};
+    const cudaStream_t stream = f->nccl->stream;
+    nccl_begin_operation(f->nccl, "reduce-scatter of the gradients", unit);
+    peer_barrier(&f->peers, stream);  // all ranks' gradients are computed
+    for (int k = 0; k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
+        for (int64_t first = 0; first < g.slice; first += f->received_slice) {
+            const int64_t count = min_i64(f->received_slice, g.slice - first);
+            const bf16 *own = from[k] + f->plan.place * g.slice + first;
+            peer_read_others(&f->peers, own, f->received, count * (int64_t)sizeof(bf16), stream);
+            fsdp_sum_kernel<<<grid_size(count, FSDP_THREADS * 8), FSDP_THREADS, 0, stream>>>(f->grads + g.shard + first, own, f->received, f->peers.ranks, f->peers.place, count, add);
+            CUDA_CHECK_LAUNCH();
+        }
+    }
+    peer_barrier(&f->peers, stream);  // all ranks have read: the buffer may be written again
+    nccl_end_operation(f->nccl);
+}
+
 // The unit's gradient of this micro-step is computed: it goes to the ranks that keep it. Sums over all ranks are complete after the last micro-step
 // and fsdp_compute_after. The loss's gradient has been divided by the tokens of all ranks, so that the sum is the mean.
 static inline void fsdp_reduce(Fsdp *f, int64_t unit, int64_t micro, bool last) {
@@ -525,7 +602,8 @@ static inline void fsdp_reduce(Fsdp *f, int64_t unit, int64_t micro, bool last) 
     fsdp_communicate_after(f);
     if (f->sharded) {
         const bool add = micro > 0 && unit > 0;
-        if (f->fp32_reduce) fsdp_reduce_scatter_fp32(f, unit, add);
+        if (f->peers.ranks) fsdp_reduce_scatter_copies(f, unit, add);
+        else if (f->fp32_reduce) fsdp_reduce_scatter_fp32(f, unit, add);
         else fsdp_reduce_scatter_bf16(f, unit, add);
     }
     if (last && f->replicas > 1) fsdp_all_reduce(f, COMM_REPLICAS, f->grads + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit), unit);

@@ -73,6 +73,7 @@ enum { FREE, MUST_MATCH };
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, "ranks that share one copy of the model with --sharding hybrid; divides the ranks") \
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, "bf16|fp32", FREE, "in which gradients are reduced over ranks (fp32 with --precision fp32)") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, "off|on|auto", FREE, "weights travel as FP8, the results are the same bits; auto: where the recipe allows it") \
+    CHOICE(copy_engines, "copy-engines", AUTO, "off|on|auto", FREE, "GPUs of one host read each other's weights and gradients by their copy engines, which leaves the multiprocessors to the products; off: NCCL moves them; on: that or an error") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: plan for this many ranks, without mpirun") \
     GROUP("output") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations (one more at the end); 0: at the end alone, if --val-data is given") \

@@ -63,8 +63,16 @@ for precision in bf16 fp8; do
     for sharding in full grad_op none; do against_one ${precision}_$sharding $precision --sharding $sharding; done
     against_one ${precision}_hybrid $precision --sharding hybrid --shard-size $((W / 2))
 done
-against_one bf16_full_fp32 bf16 --sharding full --reduce-dtype fp32
+against_one bf16_full_fp32 bf16 --sharding full --reduce-dtype fp32 --copy-engines off
 against_one bf16_none_fp32 bf16 --sharding none --reduce-dtype fp32
+# Copy engines, which all of the above uses where the GPUs allow it, and NCCL. The sums of two ranks are the same in fp32, those of more but for their order.
+if grep -q "travel by the GPUs' copy engines" "$tmp/bf16_full.log"; then ok "copy engines are used"; else bad "copy engines are not used: $(grep -m1 'travel by' "$tmp/bf16_full.log"; grep -m1 'NCCL moves' "$tmp/bf16_full.log")"; fi
+for sharding in full grad_op; do
+    against_one nccl_bf16_$sharding bf16 --sharding $sharding --copy-engines off
+    against_one nccl_fp8_$sharding fp8 --sharding $sharding --copy-engines off --reduce-dtype fp32
+    if [ $W -eq 2 ]; then same "$sharding: copy engines and NCCL in fp32 print the same lines" fp8_$sharding nccl_fp8_$sharding; fi
+done
+if grep -q "travel by NCCL" "$tmp/nccl_bf16_full.log"; then ok "--copy-engines off: NCCL"; else bad "--copy-engines off: $(grep -m1 'travel by' "$tmp/nccl_bf16_full.log")"; fi
 # Recipes whose weights travel in bf16, and layers of either kind in one model.
 for recipe in rowwise rowwise_with_gw_hp blockwise; do
     run "one_$recipe" 1 $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split 1)
