@@ -60,6 +60,10 @@ build/compare_checkpoints: dev/test/compare_checkpoints.c dev/test/check.h $(HEA
 build/bench_%: dev/cuda/%.cu $(HEADERS) $(KERNELS) $(wildcard dev/cuda/*.cuh) | build
 	$(NVCC) $(NVCCFLAGS) -o $@ $< $(CUDALIBS)
 
+# fsdp.cuh knows NCCL.
+build/bench_fsdp: NVCCFLAGS += $(NCCL_CFLAGS)
+build/bench_fsdp: CUDALIBS += $(NCCL_LIBS)
+
 build/test_%: dev/test/test_%.c train_fp8.c $(wildcard dev/test/*.h) $(HEADERS) | build
 	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 

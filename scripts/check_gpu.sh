@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every GPU test and bench in one command, on a machine with a GPU. Ends with "N passed, N failed".
-# QUICK=1 leaves out the compute-sanitizer runs.
+# Every GPU test and bench in one command, on a machine with a GPU; then what kernels stay below 85% of their ceiling, and why. Ends with
+# "N passed, N failed". QUICK=1 leaves out the compute-sanitizer runs.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
@@ -9,11 +9,37 @@ install_tools
 have_gpu || { echo "error: this needs a GPU with its driver, and nvcc; scripts/test.sh runs what needs neither" >&2; exit 1; }
 find_nccl || exit 1
 
+# A bench, whose lines are kept for the table at the end.
+lines=build/kernel_lines.txt
+bench() {
+    echo "== ${1#build/bench_}" >>"$lines"
+    "$1" | tee -a "$lines"
+    return "${PIPESTATUS[0]}"
+}
+
+# The lines below 85% with their reasons, and how many there are of each kind (bench_line in dev/cuda/bench.cuh prints them; the copy is the ceiling itself).
+ceilings() {
+    awk '/^== / { program = $2 }
+        !/^copy / && / [0-9.]+% of (a copy|the peak|the FP8 peak).s [0-9]+/ {
+            lines++
+            if (!match($0, /  under [0-9]+%: /)) next
+            reason = substr($0, RSTART + RLENGTH)
+            if (reason == "NO REASON STATED") without++
+            under++
+            match($0, / [0-9.]+% of /)
+            printf "%-14s %s %5s  %s\n", program, substr($0, 1, 69), substr($0, RSTART + 1, RLENGTH - 5), reason
+        }
+        END { printf "%d kernel timings: %d at their ceiling or within 15%% of it, %d below for the reasons above, %d below without a reason\n",
+                  lines, lines - under, under - without, without
+              exit !lines }' "$lines"
+}
+
 say "build"
 check "make" make -s -j"$(nproc)" gpu benches train_fp8 build/synth_stories
-for bench in build/bench_*; do
-    say "${bench#build/bench_}"
-    tally "${bench#build/}" "$bench"
+: >"$lines"
+for program in build/bench_*; do
+    say "${program#build/bench_}"
+    tally "${program#build/}" bench "$program"
 done
 say "whole model"
 tally test_gpu build/test_gpu
@@ -43,4 +69,6 @@ else
         done
     done
 fi
+say "kernels below 85% of their ceiling"
+check "lines of the benches" ceilings
 finish

@@ -340,7 +340,8 @@ static void bench_model(Bench *b, const char *preset, bool master, bool fp32_mom
     us = bench_time_us(b, [&] { model_update(&x); });
     char name[64];
     format_checked(name, sizeof name, "AdamW, weights %s, moments %s", master ? "fp32" : "bf16", fp32_moments ? "fp32" : "bf16");
-    bench_report(b, name, shape, us, n * (2 + (master ? 10 : 4) + (fp32_moments ? 16 : 8)));
+    bench_report(b, name, shape, us, n * (2 + (master ? 10 : 4) + (fp32_moments ? 16 : 8)),
+                 master && fp32_moments ? NULL : "arithmetic beside the bytes: square root, quotient and stochastic rounding of every element");
     model_free(&x);
 }
 

@@ -2,13 +2,12 @@
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o attention dev/cuda/attention.cu
 //   ./attention [mma] [sm90] [fwd] [bwd] [check] [bench] [deterministic]     no words: everything; words of a kind restrict that kind
 // Check: fresh random data, each output against a plain fp64 computation, everything outside the outputs watched. Bench: random data,
-// the medians of single calls, as TFLOP/s of the causal half (4*NH*HD*T^2/2 forward, 2.5 times that backward) and share of the dense bf16 peak.
+// the medians of single calls, as TFLOP/s of the causal half (4*NH*HD*T^2/2 forward, 2.5 times that backward) and share of the dense bf16 peak;
+// and the kernels around the backward's products, which only move data.
 #include "../../llmc/attention.cuh"
-#include "../../llmc/rng.h"
-#include "../test/check.h"
+#include "bench.cuh"
 
-#define PEAK_TFLOPS 989.5  // H100 and H200 SXM, dense bf16
-#define GUARD 4096         // bytes of poison on both sides of every tensor
+#define GUARD 4096  // bytes of poison on both sides of every tensor
 
 typedef struct {
     const char *name;
@@ -253,7 +252,7 @@ static double largest_ratio;  // of an error to the rounded reference's, over al
 // A correct implementation makes the rounded reference's errors, drawn anew, so about 1 times its distance from the exact result;
 // 2 leaves room for chance in the smallest cases, and a wrong mask, tile or scale costs far more. `slack` covers results that are
 // zero but for fp32 rounding (T = 1: dQ = dK = 0).
-static void check_close(const char *what, const double *got, const double *exact, const double *rounded, int64_t rows, int64_t row, int64_t first,
+static void check_error(const char *what, const double *got, const double *exact, const double *rounded, int64_t rows, int64_t row, int64_t first,
                         int64_t end, double slack) {
     Distance error = distance(got, exact, rows, row, first, end), allowed = distance(rounded, exact, rows, row, first, end);
     const double bound = 2 * allowed.difference + slack;
@@ -341,7 +340,7 @@ static void check_forward(const Implementation *im, Setup *s) {
     run_forward(im, s, s->out, s->lse);
     double *got = download_bf16(s->out, s->n_out);
     format_checked(what, sizeof what, "%s forward, %s, out", im->name, s->name);
-    check_close(what, got, s->exact.out, s->rounded.out, d.B * d.T, d.NH * d.HD, 0, d.NH * d.HD, 0);
+    check_error(what, got, s->exact.out, s->rounded.out, d.B * d.T, d.NH * d.HD, 0, d.NH * d.HD, 0);
     free(got);
     // lse is fp32 throughout: products of bf16 summed in fp32 (some 1e-6 of the largest score), then a fast exp2 and a log.
     float *lse = (float *)xcalloc((size_t)s->n_lse, 4);
@@ -377,7 +376,7 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
         format_checked(what, sizeof what, "%s backward%s, %s, %s", im->name, mode, s->name, parts[i]);
         // dS loses some 1e-6 of |dO| |V| to fp32, times a key or query of size logit_scale.
         const double slack = 1e-6 * s->c.logit_scale * sqrt((double)s->n_out);
-        check_close(what, got, s->exact.dqkv, s->rounded.dqkv, d.B * d.T, row, bounds[i], bounds[i + 1], slack);
+        check_error(what, got, s->exact.dqkv, s->rounded.dqkv, d.B * d.T, row, bounds[i], bounds[i + 1], slack);
     }
     free(got);
     const size_t workspace = attention_workspace_bytes(d.B, d.T, d.NH, d.NKV, d.HD);
@@ -415,11 +414,11 @@ static void check_dispatch(Setup *s) {
 
 typedef struct {
     bool implementation[2], forward, backward, check, bench, deterministic_only;
-} Options;
+} Choice;
 
-static bool implementation_runs(const Options *o, int i) { return o->implementation[i] && (!implementations[i].hopper || hopper_available()); }
+static bool implementation_runs(const Choice *o, int i) { return o->implementation[i] && (!implementations[i].hopper || hopper_available()); }
 
-static void check_case(const Options *o, Case c, uint64_t key) {
+static void check_case(const Choice *o, Case c, uint64_t key) {
     Setup s = setup_case(c, key);
     for (int i = 0; i < 2; i++) {
         if (!implementation_runs(o, i)) continue;
@@ -433,7 +432,7 @@ static void check_case(const Options *o, Case c, uint64_t key) {
 
 // Tails of every kind, groups of 1, 4 and 8 query heads, two sequences, scores of standard deviation 1 and 30 (softmax almost one-hot);
 // and so many short sequences that the sm90 backward gives a block the whole group (dK, dV straight to bf16) and works in sections.
-static void check_all(const Options *o) {
+static void check_all(const Choice *o) {
     const int64_t lengths[] = {1, 63, 113, 128, 1000, 2048}, groups[] = {1, 4, 8, 4};
     const uint64_t seed = (uint64_t)time(NULL);
     printf("check: seed %llu\n", (unsigned long long)seed);
@@ -472,8 +471,19 @@ static int compare_floats(const void *a, const void *b) {
 
 #define BENCH_CALLS 11
 
+// Why attention stays below the peak of matrix products alone; the arithmetic is a multiprocessor of Hopper's: 4096 FLOPs of products and 16 exponentials a cycle.
+static const char *bench_reason(const Implementation *im, AttentionDims d, int pass) {
+    if (!im->hopper && pass) return "mma.sync, slower than wgmma on Hopper; 7 products, of which 5 are counted";
+    if (!im->hopper) return "mma.sync, slower than wgmma on Hopper; softmax between its products";
+    if (pass == 2) return "blocks wait for each other to add to dQ in order; dS through shared memory, exponentials";
+    if (pass == 1) return "dQ is added in fp32 in memory, dS goes through shared memory, exponentials beside five products";
+    if (d.T < 4096) return "short sequences: the triangle's tiles are few for the multiprocessors, and softmax";
+    if (d.HD == 64) return "the exponentials take as many cycles as the two products";
+    return "the exponentials take half as many cycles as the two products";
+}
+
 // pass 0: forward, 1: backward, 2: deterministic backward.
-static void bench_one(const Implementation *im, AttentionDims d, int pass) {
+static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int pass) {
     const int64_t n_qkv = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD, n_out = d.B * d.T * d.NH * d.HD;
     Tensor qkv = tensor_alloc((size_t)n_qkv * 2), dqkv = tensor_alloc((size_t)n_qkv * 2), out = tensor_alloc((size_t)n_out * 2);
     Tensor dout = tensor_alloc((size_t)n_out * 2), lse = tensor_alloc((size_t)(d.B * d.NH * d.T) * 4);
@@ -485,6 +495,7 @@ static void bench_one(const Implementation *im, AttentionDims d, int pass) {
     im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), (const bf16 *)tensor_data(qkv), d, 0);
     d.deterministic = pass == 2;
     for (int i = -2; i < BENCH_CALLS; i++) {
+        if (i == 0) bench_clock_begin(b);
         if (i >= 0) CUDA_CHECK(cudaEventRecord(events[i]));
         if (pass == 0) im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), (const bf16 *)tensor_data(qkv), d, 0);
         else
@@ -492,34 +503,65 @@ static void bench_one(const Implementation *im, AttentionDims d, int pass) {
                          (const float *)tensor_data(lse), tensor_data(workspace), d, 0);
     }
     CUDA_CHECK(cudaEventRecord(events[BENCH_CALLS]));
-    CUDA_CHECK(cudaDeviceSynchronize());
+    const double ghz = bench_clock_end(b);
     float ms[BENCH_CALLS];
     for (int i = 0; i < BENCH_CALLS; i++) CUDA_CHECK(cudaEventElapsedTime(&ms[i], events[i], events[i + 1]));
     qsort(ms, BENCH_CALLS, sizeof ms[0], compare_floats);
-    const double flop = 4.0 * (double)(d.B * d.NH * d.HD) * (double)d.T * (double)d.T / 2 * (pass ? 2.5 : 1.0);
-    const double tflops = flop / (1e9 * ms[BENCH_CALLS / 2]);
-    printf("bench: %-4s %-22s B %lld T %5lld NH %lld NKV %lld HD %3lld %8.3f ms %7.1f TFLOP/s %5.1f%% of peak\n", im->name,
-           pass == 0 ? "forward" : pass == 1 ? "backward" : "backward deterministic", (long long)d.B, (long long)d.T, (long long)d.NH, (long long)d.NKV,
-           (long long)d.HD, (double)ms[BENCH_CALLS / 2], tflops, 100 * tflops / PEAK_TFLOPS);
-    fflush(stdout);
+    char name[64], shape[64];
+    format_checked(name, sizeof name, "attention %s, %s", im->name, pass == 0 ? "forward" : pass == 1 ? "backward" : "backward deterministic");
+    format_checked(shape, sizeof shape, "%lld, %lld/%lldx%lld", (long long)d.T, (long long)d.NH, (long long)d.NKV, (long long)d.HD);
+    const double flops = 4.0 * (double)(d.B * d.NH * d.HD) * (double)d.T * (double)d.T / 2 * (pass ? 2.5 : 1.0);
+    bench_report_flops(b, name, shape, ms[BENCH_CALLS / 2] * 1e3, flops, false, ghz, bench_reason(im, d, pass));
     for (int i = 0; i <= BENCH_CALLS; i++) CUDA_CHECK(cudaEventDestroy(events[i]));
     Tensor all[] = {qkv, dqkv, out, dout, lse, workspace};
     for (int i = 0; i < 6; i++) tensor_free(all[i]);
 }
 
-// The shapes of Llama-3.1-8B (head_dim 128) and of the same with head_dim 64, as DESIGN's cuDNN figures.
-static void bench_all(const Options *o) {
+// What backward does beside its products: sums of dout * out before them, on either implementation, and the rows of dq after Hopper's.
+template <int HD>
+static void bench_beside_products(Bench *b, const Choice *o) {
+    const int64_t T = 8192, NH = 32, NKV = 8, n = T * NH * HD;  // T: whole tiles, and so long that a block sums the whole group
+    const AttentionDims d = {1, T, NH, NKV, HD, false};
+    bf16 *dout = bench_random(n, 1, 1), *out = bench_random(n, 2, 1), *dqkv = (bf16 *)bench_alloc(T * (NH + 2 * NKV) * HD * 2);
+    float *dq = (float *)bench_alloc(n * 4), *lse = (float *)bench_zeros(NH * T * 4), *stats = (float *)bench_alloc(2 * NH * T * 4);
+    char shape[32];
+    format_checked(shape, sizeof shape, "%lld, %lld/%lldx%d", (long long)T, (long long)NH, (long long)NKV, HD);
+    if (implementation_runs(o, 0)) {
+        const double us = bench_time_us(b, [&] { attention_delta_kernel<<<grid_size(T * NH, 8), 256>>>(stats, dout, out, d); });
+        bench_report(b, "attention mma, backward's delta", shape, us, 4.0 * (double)n + 4.0 * (double)(NH * T),
+                     "a warp a row of one head: a thread loads 2 bytes at a time");
+    }
+    if (implementation_runs(o, 1)) {
+        const dim3 stats_grid((unsigned)(T * HD / 8 / 256), (unsigned)NH, 1), rows_grid((unsigned)(T / 64), (unsigned)(NH * HD / 64), 1);
+        double us = bench_time_us(b, [&] { attention_backward_stats<HD><<<stats_grid, 256>>>(stats, dout, out, lse, T, NH); });
+        bench_report(b, "attention sm90, backward's stats", shape, us, 4.0 * (double)n + 12.0 * (double)(NH * T),
+                     "short blocks: a thread loads 16 bytes of each tensor once");
+        us = bench_time_us(b, [&] { attention_backward_rows<HD><<<rows_grid, 256>>>(dqkv, dq, NULL, T, NH, NKV, 1); });
+        bench_report(b, "attention sm90, backward's rows of dQ", shape, us, 6.0 * (double)n,
+                     "reads fragments: 16 of every 64 bytes at a time, the others from the L1 later");
+    }
+    CUDA_CHECK_LAUNCH();
+    void *device[] = {dout, out, dqkv, dq, lse, stats};
+    for (void *p : device) bench_free(p);
+}
+
+// The shapes of Llama-3.1-8B (head_dim 128) and of the same with head_dim 64, as those of attention_cudnn.py.
+static void bench_all(const Choice *o) {
+    Bench b = bench_create();
     for (int i = 0; i < 2; i++) {
         if (!implementation_runs(o, i)) continue;
         for (int64_t HD = 64; HD <= 128; HD *= 2) {
             for (int64_t T = 2048; T <= 8192; T *= 2) {
                 AttentionDims d = {1, T, 32, 8, HD, false};
-                if (o->forward) bench_one(&implementations[i], d, 0);
-                if (o->backward && !o->deterministic_only) bench_one(&implementations[i], d, 1);
-                if (o->backward && implementations[i].hopper) bench_one(&implementations[i], d, 2);
+                if (o->forward) bench_one(&b, &implementations[i], d, 0);
+                if (o->backward && !o->deterministic_only) bench_one(&b, &implementations[i], d, 1);
+                if (o->backward && implementations[i].hopper) bench_one(&b, &implementations[i], d, 2);
             }
         }
     }
+    if (o->backward) bench_beside_products<64>(&b, o);
+    if (o->backward) bench_beside_products<128>(&b, o);
+    bench_destroy(&b);
 }
 
 int main(int argc, char **argv) {
@@ -534,7 +576,7 @@ int main(int argc, char **argv) {
     // Of each pair of words (mma sm90, fwd bwd, check bench) none is as good as both.
     bool on[6];
     for (int i = 0; i < 6; i++) on[i] = given[i] || !given[i ^ 1];
-    const Options o = {{on[0], on[1]}, on[2], on[3], on[4], on[5], given[6]};
+    const Choice o = {{on[0], on[1]}, on[2], on[3], on[4], on[5], given[6]};
     if (o.check) check_bad_sizes();
     if (o.implementation[1] && !hopper_available()) printf("sm90: skipped, the GPU is not of compute capability 9.0 or the build is not for sm_90a\n");
     if (o.check) check_all(&o);

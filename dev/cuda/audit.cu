@@ -291,6 +291,8 @@ static void check_large(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+#define AUDIT_REASON "every code is decoded and judged in double precision; steps with an audit are rare"
+
 static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int64_t C) {
     char shape[32], name[64];
     format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)C);
@@ -305,7 +307,21 @@ static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int6
     const double audit = bench_time_us(b, [&] { audit_source(t, TensorSource{x, C}, R, C, 0); });
     const bool twice = t.row && t.col && !audit_shares_codes(t.row_grain, t.col_grain);
     format_checked(name, sizeof name, "audit, %s (%.1f x the cast)", r->name, audit / cast);
-    bench_report(b, name, shape, audit, (twice ? 6 : 3) * n);
+    bench_report(b, name, shape, audit, (twice ? 6 : 3) * n, AUDIT_REASON);
+    recipe_tensor_free(t);
+    bench_free(x), bench_free(sums);
+}
+
+// A rank's slice of a weight.
+static void bench_part(Bench *b, int64_t n) {
+    char shape[32];
+    format_checked(shape, sizeof shape, "%lld", (long long)n);
+    bf16 *x = bench_random(n, 5, 1);
+    AuditSums *sums = (AuditSums *)bench_zeros((int64_t)sizeof(AuditSums));
+    Fp8Tensor t = recipe_tensor(recipe_row(RECIPE_TENSORWISE), TENSOR_W, n / 4096, 4096);
+    tensor_quantize(t, x, n / 4096, 4096, 0);
+    const double us = bench_time_us(b, [&] { audit_part(sums, x, t.row, (const float *)t.row_scales, n, t.format, 0); });
+    bench_report(b, "audit of a part", shape, us, 3.0 * (double)n, AUDIT_REASON);
     recipe_tensor_free(t);
     bench_free(x), bench_free(sums);
 }
@@ -320,6 +336,7 @@ int main(int argc, char **argv) {
             bench_shape(&b, recipe, TENSOR_X, 8192, 14336);
         }
         bench_shape(&b, RECIPE_BLOCKWISE, TENSOR_W, 28672, 4096);
+        bench_part(&b, 28672 * 1024);
         bench_destroy(&b);
     }
     return check_report();

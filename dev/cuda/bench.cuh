@@ -1,9 +1,11 @@
-// What the kernel programs of dev/cuda share: poisoned device buffers, comparisons that name the first bad element, and timing with a cold L2.
+// What the kernel programs of dev/cuda share: poisoned device buffers, comparisons that name the first bad element, timing with a cold L2, and the lines
+// that say how near a kernel comes to its ceiling.
 // A program checks with CHECK and the functions below (arguments "check", "large"), times its kernels ("bench"), and ends with check_report().
 #ifndef DEV_CUDA_BENCH_CUH
 #define DEV_CUDA_BENCH_CUH
 
 #include "../../llmc/cuda_utils.cuh"
+#include "../../llmc/flops.h"
 #include "../../llmc/rng.h"
 #include "../test/check.h"
 
@@ -147,6 +149,10 @@ typedef struct {
     int64_t flush_bytes;
     uint32_t *sink;
     double copy_rate;      // bytes a second, read plus written, of a plain copy on this GPU in this run
+    double peak_bf16;      // FLOP/s, dense; 0: unknown
+    double peak_ghz;       // clock that gives it; 0: unknown
+    int num_sms;
+    uint64_t *clocks;      // [2, num_sms, 2] cycles and nanoseconds of each multiprocessor, before and after
     cudaEvent_t start, stop;
 } Bench;
 
@@ -179,10 +185,87 @@ static inline double bench_time_us(Bench *b, Launch launch) {
     return us[BENCH_REPEATS / 2];
 }
 
-// One line: name, shape, time, rate of the bytes that the operation cannot avoid moving, share of the copy's rate.
-static inline void bench_report(const Bench *b, const char *name, const char *shape, double us, double bytes) {
-    double rate = bytes / (us * 1e-6);
-    printf("%-36s %-16s %9.1f us %7.0f GB/s (%3.0f%% of a copy)\n", name, shape, us, rate * 1e-9, 100 * rate / b->copy_rate);
+// A block on every multiprocessor; one that gets none keeps the zeros that bench_clock_begin left.
+static __global__ void bench_clock_kernel(uint64_t *clocks, uint32_t num_sms) {
+    uint32_t sm;
+    uint64_t ns;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    if (threadIdx.x == 0 && sm < num_sms) clocks[2 * sm] = (uint64_t)clock64(), clocks[2 * sm + 1] = ns;
+}
+
+// Brackets work on the default stream whose clock is asked for.
+static inline void bench_clock_begin(Bench *b) {
+    CUDA_CHECK(cudaMemset(b->clocks, 0, (size_t)b->num_sms * 4 * sizeof(uint64_t)));
+    bench_clock_kernel<<<b->num_sms, 1024>>>(b->clocks, (uint32_t)b->num_sms);
+    CUDA_CHECK_LAUNCH();
+}
+
+// Mean clock of the multiprocessors since bench_clock_begin, in GHz; 0 if the counters do not tell. Waits for the device.
+static inline double bench_clock_end(Bench *b) {
+    const int n = b->num_sms;
+    uint64_t *c = (uint64_t *)xcalloc((size_t)n * 4, sizeof *c);
+    bench_clock_kernel<<<n, 1024>>>(b->clocks + 2 * n, (uint32_t)n);
+    CUDA_CHECK_LAUNCH();
+    CUDA_CHECK(cudaMemcpy(c, b->clocks, (size_t)n * 4 * sizeof *c, cudaMemcpyDeviceToHost));
+    double sum = 0, count = 0;
+    for (int i = 0; i < 2 * n; i += 2) {
+        const uint64_t *begin = c + i, *end = begin + 2 * n;
+        if (!begin[1] || end[1] <= begin[1] || end[0] <= begin[0]) continue;
+        sum += (double)(end[0] - begin[0]) / (double)(end[1] - begin[1]), count++;
+    }
+    free(c);
+    return count > 0 ? sum / count : 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Lines. Every kernel that a training step launches has one, of its own or of the call that launches it, and every line says how near it comes to its
+// ceiling: for kernels that move data the copy rate of this GPU in this run, for matrix products and attention the dense peak in llmc/flops.h. Below
+// BENCH_PERCENT of it a line says why. A line that cannot is a failed check: so a kernel that has become slow does not go unseen.
+//
+// No line of their own have
+//   - kernels of a few bytes: adamw_sum, adamw_prepare, adamw_find_nonfinite (ends at once) and rmsnorm_sum_partials, which are in the lines of their calls;
+//     loss_accumulate, gemm_alpha, delayed_begin, delayed_update
+//   - what runs before or between steps: initialize_parameter, auto_filter_fill, and the trainer's fill_for_timing and round_weights
+
+// A call that moves no more than BENCH_RAMP_BYTES and loses no more than BENCH_RAMP_US has its launches and the ramps of their blocks for a reason, which
+// cost 4 to 6 us each on an H200.
+#define BENCH_RAMP_BYTES (64ll << 20)
+enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
+
+// The one place that prints a line. `rate` and `ceiling` in units of `unit`; `reason`: why the share may be low, NULL if it may not.
+static inline void bench_line(const char *name, const char *shape, double us, double rate, const char *unit, double ceiling, const char *whose, const char *reason) {
+    const double percent = ceiling > 0 ? 100 * rate / ceiling : 0;
+    const bool low = !(percent >= BENCH_PERCENT);
+    char because[400] = "";
+    if (low) format_checked(because, sizeof because, "  under %d%%: %s", BENCH_PERCENT, reason ? reason : "NO REASON STATED");
+    printf("%-46s %-22s %9.1f us %6.0f %-7s %5.1f%% of %s %.0f%s\n", name, shape, us, rate, unit, percent, whose, ceiling, because);
+    fflush(stdout);
+    CHECK(us > 0 && (!low || reason), "%s, %s: %.1f us, %.1f%% of its ceiling, and no reason is stated", name, shape, us, percent);
+}
+
+// A kernel that moves data; `bytes`: those that the operation cannot avoid moving. Where a call is small, that is its reason, else the one given.
+static inline void bench_report(const Bench *b, const char *name, const char *shape, double us, double bytes, const char *reason = NULL) {
+    const double lost = us - bytes / b->copy_rate * 1e6;
+    char ramp[100];
+    if (bytes <= BENCH_RAMP_BYTES && lost <= BENCH_RAMP_US) {
+        format_checked(ramp, sizeof ramp, "launch and ramp: %.0f MB, %.1f us lost", bytes * 1e-6, lost);
+        reason = ramp;
+    }
+    bench_line(name, shape, us, bytes / us * 1e-3, "GB/s", b->copy_rate * 1e-9, "a copy's", reason);
+}
+
+// Matrix products and attention. ghz: the clock that they ran at, which power lowers, while the peak holds at one clock.
+static inline void bench_report_flops(const Bench *b, const char *name, const char *shape, double us, double flops, bool fp8, double ghz, const char *reason) {
+    const double rate = flops / us * 1e-6, peak = b->peak_bf16 * (fp8 ? 2 : 1) * 1e-12;
+    char because[300];
+    if (peak == 0) reason = "llmc/flops.h has no peak for this GPU";
+    if (reason && ghz > 0 && ghz < b->peak_ghz) {
+        format_checked(because, sizeof because, "%s; ran at %.2f GHz, the peak holds at %.2f: %.0f%% of the peak at that clock", reason, ghz, b->peak_ghz,
+                       100 * rate / peak * b->peak_ghz / ghz);
+        reason = because;
+    }
+    bench_line(name, shape, us, rate, "TFLOP/s", peak, fp8 ? "the FP8 peak's" : "the peak's", reason);
 }
 
 static __global__ void bench_copy_kernel(uint4 *to, const uint4 *from, int64_t n) {
@@ -196,31 +279,42 @@ static __global__ void bench_copy_kernel(uint4 *to, const uint4 *from, int64_t n
         if (i + k * blockDim.x < n) to[i + k * blockDim.x] = v[k];
 }
 
-// Allocates the flush buffer and measures the copy rate (512 MiB each way), the ceiling of memory-bound kernels.
-static inline Bench bench_create(void) {
-    Bench b;
-    int device = 0, l2 = 0;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device));
-    b.flush_bytes = 2ll * l2;
-    b.flush = (uint4 *)bench_alloc(b.flush_bytes);
-    b.sink = (uint32_t *)bench_alloc(sizeof(uint32_t));
-    CUDA_CHECK(cudaEventCreate(&b.start));
-    CUDA_CHECK(cudaEventCreate(&b.stop));
+// Measures the ceiling of kernels that move data, with 512 MiB each way.
+static inline void bench_measure_copy(Bench *b) {
     const int64_t bytes = 512ll << 20, n = bytes / (int64_t)sizeof(uint4);
     uint4 *from = (uint4 *)bench_alloc(bytes), *to = (uint4 *)bench_alloc(bytes);
-    double us = bench_time_us(&b, [&] { bench_copy_kernel<<<grid_size(n, 1024), 256>>>(to, from, n); });
+    const double us = bench_time_us(b, [&] { bench_copy_kernel<<<grid_size(n, 1024), 256>>>(to, from, n); });
     CUDA_CHECK_LAUNCH();
-    b.copy_rate = 2.0 * (double)bytes / (us * 1e-6);
-    bench_report(&b, "copy", "512 MiB", us, 2.0 * (double)bytes);
+    b->copy_rate = 2.0 * (double)bytes / (us * 1e-6);
+    bench_report(b, "copy", "512 MiB", us, 2.0 * (double)bytes);
     bench_free(from);
     bench_free(to);
+}
+
+// Allocates the buffers and finds the ceilings.
+static inline Bench bench_create(void) {
+    Bench b = {};
+    int device = 0;
+    cudaDeviceProp p;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaGetDeviceProperties(&p, device));
+    b.num_sms = p.multiProcessorCount;
+    b.peak_bf16 = flops_peak_bf16(p.major, p.minor, p.name);
+    if (p.major == 9) b.peak_ghz = b.peak_bf16 / (4096e9 * b.num_sms);  // a multiprocessor of Hopper does 4096 FLOPs a cycle
+    b.flush_bytes = 2ll * p.l2CacheSize;
+    b.flush = (uint4 *)bench_alloc(b.flush_bytes);
+    b.sink = (uint32_t *)bench_alloc(sizeof(uint32_t));
+    b.clocks = (uint64_t *)bench_alloc(b.num_sms * 4 * (int64_t)sizeof(uint64_t));
+    CUDA_CHECK(cudaEventCreate(&b.start));
+    CUDA_CHECK(cudaEventCreate(&b.stop));
+    bench_measure_copy(&b);
     return b;
 }
 
 static inline void bench_destroy(Bench *b) {
     bench_free(b->flush);
     bench_free(b->sink);
+    bench_free(b->clocks);
     CUDA_CHECK(cudaEventDestroy(b->start));
     CUDA_CHECK(cudaEventDestroy(b->stop));
 }

@@ -85,9 +85,11 @@ static void bench_case(Bench *b, int64_t R, int64_t C, int64_t V, const char *sh
     bf16 *table = bench_random(V * C, 1, 1.0f), *dx = bench_random(R * C, 2, 1.0f), *x = (bf16 *)bench_alloc(R * C * 2);
     int32_t *d_tokens = (int32_t *)bench_upload(tokens, R * 4), *d_index = (int32_t *)bench_upload(index, embedding_index_size(R) * 4);
     double us = bench_time_us(b, [&] { embedding_forward(x, table, d_tokens, R, C, 0); });
-    bench_report(b, "embedding forward", shape, us, 2.0 * (double)(R * C) + 2.0 * (double)(index[0] * C));
+    bench_report(b, "embedding forward", shape, us, 2.0 * (double)(R * C) + 2.0 * (double)(index[0] * C),
+                 "a block a token, of a few KB: short blocks; rows that are read again, from the L2, do not count");
     us = bench_time_us(b, [&] { embedding_backward(table, dx, d_index, R, C, 0); });
-    bench_report(b, "embedding backward", shape, us, 2.0 * (double)(R * C) + 4.0 * (double)(index[0] * C));
+    bench_report(b, "embedding backward", shape, us, 2.0 * (double)(R * C) + 4.0 * (double)(index[0] * C),
+                 "latency: a block a distinct id and 256 columns, and the rows of an id are added in order");
     bench_free(table), bench_free(dx), bench_free(x), bench_free(d_tokens), bench_free(d_index);
     free(tokens), free(index);
 }

@@ -321,7 +321,7 @@ static __global__ void fill_codes_kernel(uint8_t *codes, int64_t n, uint64_t key
         codes[i] = fp8_from_float(rng_normal(key, (uint64_t)i) * 16, FP8_E4M3);
 }
 
-// Operands large enough for every shape; FP8 ones lie over the bf16 ones.
+// Operands large enough for every shape.
 typedef struct {
     Gemm gemm;
     bf16 *a, *b, *d;
@@ -332,64 +332,77 @@ typedef struct {
 
 enum { RATE_RUNS = 8 };
 
-// Microseconds a product in a burst of RATE_RUNS, by the fastest of cuBLASLt's algorithms.
-static double burst_us(Rates *r, GemmPlan *p) {
+// Microseconds a product in a burst of RATE_RUNS, by the fastest of cuBLASLt's algorithms, and the clock meanwhile.
+static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
     const bool fp8 = p->native || p->emulated;
     const GemmOperand a = {fp8 ? (void *)r->codes_a : (void *)r->a, r->scales}, b = {fp8 ? (void *)r->codes_b : (void *)r->b, r->scales};
     float ms;
     gemm_choose(&r->gemm, p, r->d, a, b, NULL);
+    bench_clock_begin(bench);
     CUDA_CHECK(cudaEventRecord(r->begin));
     for (int i = 0; i < RATE_RUNS; i++) gemm_run(&r->gemm, p, r->d, a, b, NULL, false);
     CUDA_CHECK(cudaEventRecord(r->end));
-    CUDA_CHECK(cudaEventSynchronize(r->end));
+    *ghz = bench_clock_end(bench);
     CUDA_CHECK(cudaEventElapsedTime(&ms, r->begin, r->end));
     return ms * 1e3 / RATE_RUNS;
 }
 
-static void bench_recipe(Rates *rates, int recipe, int64_t R, int64_t N, int64_t K) {
+// What keeps cuBLASLt's kernels below the peak, beside the clock. Hopper's matrix units apply no scales, and sum FP8 products with fewer bits than fp32.
+static const char *rate_reason(const GemmPlan *p) {
+    const int vectors = (p->grain_a == GRAIN_1X128) + (p->grain_b == GRAIN_1X128);
+    if (p->emulated) return "each run decodes both operands to bf16 first";
+    if (vectors == 2) return "sums of 128 products are scaled by two vectors and added in fp32 outside the matrix units";
+    if (vectors == 1) return "sums of 128 products are scaled and added in fp32 outside the matrix units";
+    if (p->native && !p->spec.fast) return "full sums: parts of them are summed in fp32 outside the matrix units";
+    return "the fastest algorithm that cuBLASLt offers";
+}
+
+static void bench_recipe(Bench *b, Rates *rates, int recipe, int64_t R, int64_t N, int64_t K) {
     const Recipe *r = recipe_row(recipe);
     const bool native = gpu_has(r);
-    double total = 0, flops = 0;
-    printf("  %-19s", r->name);
+    char name[64], shape[64];
+    format_checked(shape, sizeof shape, "%lld x %lld x %lld", (long long)R, (long long)N, (long long)K);
     for (int kind = 0; kind < NUM_GEMMS; kind++) {
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : r->dy_format, r->fast_accumulation && kind == GEMM_FPROP, !native};
         GemmPlan p = gemm_describe("llama3.1-8b", (GemmKind)kind, R, N, K, spec, false);
-        const double us = burst_us(rates, &p), rate = gemm_flops(&p) / us * 1e-6, peak = p.native ? 1979 : 989.5;
-        printf("  %s %5.0f (%3.0f%%)", gemm_kind_name((GemmKind)kind), rate, 100 * rate / peak);
-        total += us, flops += gemm_flops(&p);
+        double ghz;
+        const double us = burst_us(b, rates, &p, &ghz);
+        format_checked(name, sizeof name, "gemm %s, %s%s", gemm_kind_name((GemmKind)kind), r->name, p.emulated ? " (emulated)" : "");
+        bench_report_flops(b, name, shape, us, gemm_flops(&p), p.native, ghz, rate_reason(&p));
         gemm_destroy(&p);
     }
-    printf("  all %5.0f TFLOP/s, %7.0f us%s\n", flops / total * 1e-6, total, native ? "" : " (emulated)");
 }
 
+// The linear layers of llama3.1-8b, R x N x K, in every recipe, and its lm_head over a chunk of rows. Bursts: not the rate of the first milliseconds,
+// before power lowers the clock.
 static void bench_rates(void) {
-    const int64_t layers[][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, rows[] = {2048, 8192};
-    const int64_t largest = 8192ll * 28672;  // elements of dy and y of the widest layer
+    const int64_t layers[][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, rows[] = {2048, 8192}, V = 128256;
+    const int64_t widest = 8192ll * 28672, largest = V * 4096;  // elements of dy and y of the widest layer; of lm_head
+    Bench b = bench_create();
     Rates r = {};
     CUBLAS_CHECK(cublasLtCreate(&r.gemm.handle));
     r.gemm.workspace = bench_alloc(GEMM_WORKSPACE_BYTES);
-    r.gemm.scratch = (bf16 *)bench_alloc(2 * 2 * largest);
+    r.gemm.scratch = (bf16 *)bench_alloc(2 * 2 * widest);
     r.gemm.alpha = (float *)bench_zeros(sizeof(float));
     r.a = bench_random(largest, 1, 1), r.b = bench_random(largest, 2, 1), r.d = (bf16 *)bench_alloc(2 * largest);
-    r.codes_a = (uint8_t *)bench_alloc(largest), r.codes_b = (uint8_t *)bench_alloc(largest);
-    fill_codes_kernel<<<2048, 256>>>(r.codes_a, largest, 3);
-    fill_codes_kernel<<<2048, 256>>>(r.codes_b, largest, 4);
+    r.codes_a = (uint8_t *)bench_alloc(widest), r.codes_b = (uint8_t *)bench_alloc(widest);
+    fill_codes_kernel<<<2048, 256>>>(r.codes_a, widest, 3);
+    fill_codes_kernel<<<2048, 256>>>(r.codes_b, widest, 4);
     CUDA_CHECK_LAUNCH();
-    r.scales = bench_alloc(largest / 32 + 4096);  // enough for every grain; its bytes are small finite scales of every kind
+    r.scales = bench_alloc(widest / 32 + 4096);  // enough for every grain; its bytes are small finite scales of every kind
     CUDA_CHECK(cudaEventCreate(&r.begin));
     CUDA_CHECK(cudaEventCreate(&r.end));
-    CUDA_CHECK(cudaMemset(r.scales, 0x3c, (size_t)(largest / 32 + 4096)));
+    CUDA_CHECK(cudaMemset(r.scales, 0x3c, (size_t)(widest / 32 + 4096)));
     for (auto &layer : layers)
-        for (int64_t R : rows) {
-            printf("N %lld, K %lld, R %lld: TFLOP/s (share of the dense peak: BF16 989.5, FP8 1979), bursts of %d\n", (long long)layer[0], (long long)layer[1],
-                   (long long)R, RATE_RUNS);
-            for (int recipe = NUM_RECIPES; recipe >= 0; recipe--) bench_recipe(&r, recipe, R, layer[0], layer[1]);
-        }
+        for (int64_t R : rows)
+            for (int recipe = NUM_RECIPES; recipe >= 0; recipe--) bench_recipe(&b, &r, recipe, R, layer[0], layer[1]);
+    bench_recipe(&b, &r, RECIPE_BF16, 2048, V, 4096);
     CUBLAS_CHECK(cublasLtDestroy(r.gemm.handle));
     void *device[] = {r.gemm.workspace, r.gemm.scratch, r.gemm.alpha, r.a, r.b, r.d, r.codes_a, r.codes_b, r.scales};
     for (void *p : device) bench_free(p);
     CUDA_CHECK(cudaEventDestroy(r.begin));
     CUDA_CHECK(cudaEventDestroy(r.end));
+    bench_destroy(&b);
 }
 
 int main(int argc, char **argv) {

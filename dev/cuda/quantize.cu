@@ -232,11 +232,11 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     bf16 *x = bench_random(R * C, 5, 1);
     Fp8Tensor t = fp8_tensor_create(R, C, FP8_E4M3), row = t, col = t;
     row.col = NULL, col.row = NULL;
-    bench_report(b, "tensor_amax", shape, bench_time_us(b, [&] { tensor_amax(t.amax, x, R * C, 0); }), 2 * n);
-    bench_report(b, "quantize_transpose", shape, bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); }), 4 * n);
+    bench_report(b, "tensor_amax", shape, bench_time_us(b, [&] { tensor_amax(t.amax, x, R * C, 0); }), 2 * n, AMAX_REASON);
+    bench_report(b, "quantize_transpose", shape, bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); }), 4 * n, CAST_REASON);
     bench_report(b, "quantize, row only", shape, bench_time_us(b, [&] { quantize_transpose(row, x, R, C, 0); }), 3 * n);
     bench_report(b, "quantize, transposed only", shape, bench_time_us(b, [&] { quantize_transpose(col, x, R, C, 0); }), 3 * n);
-    bench_report(b, "fp8_transpose", shape, bench_time_us(b, [&] { fp8_transpose(t.col, t.row, R, C, 0); }), 2 * n);
+    bench_report(b, "fp8_transpose", shape, bench_time_us(b, [&] { fp8_transpose(t.col, t.row, R, C, 0); }), 2 * n, CAST_REASON);
     Fp8Slices s = {};
     s.count = 1, s.n = s.x_stride = s.ends[0] = R * C, s.num_tensors = 1, s.slot_stride = 1;
     s.x = x, s.codes = t.row, s.amax = t.amax, s.inverse_scale = (float *)t.row_scales;

@@ -289,31 +289,51 @@ static void run_checks(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Both passes' times of one tensor; `read`: bytes read an element of what is cast.
-template <class Source>
-static void bench_source(Bench *b, const char *what, const Case *c, Source source, int64_t R, int64_t C, double read) {
-    const int64_t columns = C * Source::OUTPUTS;
-    const double n = (double)R * (double)columns;
-    char name[128], shape[32];
-    format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)columns);
-    Fp8Tensor t = case_tensor(c, R, columns), row = t, col = t;
-    row.col = NULL, col.row = NULL;
-    if (copy_amaxes(c->row, R)) {
-        format_checked(name, sizeof name, "%s%s, amaxes", c->name, what);
-        bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }), read * n);
+// The cast of n values to the copies that `t` has; `outputs`: of its source; `read`: bytes read a value.
+static void bench_cast(Bench *b, const char *name, const char *shape, const Case *c, int outputs, double us, const Fp8Tensor *t, double read, double n) {
+    const double bytes = (read + (t->row ? 1 : 0) + (t->col ? 1 : 0)) * n;
+    char reason[256];
+    if (c->row == GRAIN_TENSOR) {
+        bench_report(b, name, shape, us, bytes, t->col ? CAST_REASON : NULL);
+        return;
     }
-    format_checked(name, sizeof name, "%s%s, cast", c->name, what);
-    bench_report(b, name, shape, bench_time_us(b, [&] { quantize_source("bench", t, source, R, C, 0); }), (read + (t.row ? 1 : 0) + (t.col ? 1 : 0)) * n);
-    if (t.row && t.col && c->role == TENSOR_X) {
-        format_checked(name, sizeof name, "%s%s, row copy", c->name, what);
-        bench_report(b, name, shape, bench_time_us(b, [&] { quantize_source("bench", row, source, R, C, 0); }), (read + 1) * n);
-        format_checked(name, sizeof name, "%s%s, col copy", c->name, what);
-        bench_report(b, name, shape, bench_time_us(b, [&] { quantize_source("bench", col, source, R, C, 0); }), (read + 1) * n);
-    }
-    fp8_tensor_free(t);
+    format_checked(reason, sizeof reason, "a tile waits in registers for its scales, so a block's loads, arithmetic and stores take turns%s%s%s",
+                   t->row && t->col && c->row != GRAIN_128X128 ? "; two casts of every value" : "", c->row == GRAIN_1X32 ? "; maxima of 32 along both axes" : "",
+                   outputs > 1 ? "; two outputs, so 2 blocks a multiprocessor" : "");
+    bench_report(b, name, shape, us, bytes, reason);
 }
 
-static bool bench_wanted(const Case *c, TensorRole role) { return c->role == role && c->format == FP8_E4M3 && c->row != GRAIN_TENSOR; }
+// Both passes' times of one tensor, of the delayed recipe the cast's; `read`: bytes read an element of what is cast.
+template <class Source>
+static void bench_source(Bench *b, const char *what, const Case *c, Source source, int64_t R, int64_t C, double read) {
+    enum { OUTPUTS = Source::OUTPUTS };
+    const int64_t columns = C * OUTPUTS;
+    const double n = (double)R * (double)columns;
+    const float one = 1;
+    const char *copies[] = {"cast", "row copy", "col copy"};
+    char name[128], shape[32];
+    format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)columns);
+    float *known = (float *)bench_upload(&one, sizeof one);
+    Fp8Tensor t = case_tensor(c, R, columns);
+    if (c->row == GRAIN_TENSOR) t.delayed_scale = known;
+    if (copy_amaxes(c->row, R) && !t.delayed_scale) {
+        format_checked(name, sizeof name, "%s%s, amaxes", c->name, what);
+        bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }), read * n,
+                     "an atomic for the amax of every row and column of a tile");
+    }
+    for (int i = 0; i < (t.row && t.col && c->role == TENSOR_X ? 3 : 1); i++) {
+        Fp8Tensor part = t;
+        if (i == 1) part.col = NULL;
+        if (i == 2) part.row = NULL;
+        format_checked(name, sizeof name, "%s%s, %s", c->name, what, copies[i]);
+        bench_cast(b, name, shape, c, OUTPUTS, bench_time_us(b, [&] { quantize_source("bench", part, source, R, C, 0); }), &part, read, n);
+    }
+    fp8_tensor_free(t);
+    bench_free(known);
+}
+
+// Casts with one current scale are timed beside their amax passes, in quantize.cu, rmsnorm.cu and swiglu.cu.
+static bool bench_wanted(const Case *c, TensorRole role) { return c->role == role && c->format == FP8_E4M3 && (c->row != GRAIN_TENSOR || c->rule == SCALE_TE); }
 
 static void bench_shape(Bench *b, int64_t R, int64_t C) {
     char shape[32];
@@ -324,15 +344,11 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     const TensorSource source = {x, C};
     for (int i = 0; i < count; i++)
         if (bench_wanted(&cases[i], TENSOR_X) || bench_wanted(&cases[i], TENSOR_W)) bench_source(b, "", &cases[i], source, R, C, 2);
-    const float one = 1;
-    Fp8Tensor t = fp8_tensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, FP8_E4M3), mx = fp8_tensor_of(R, C, GRAIN_1X32, GRAIN_BF16, SCALE_MX, FP8_E4M3);
-    t.delayed_scale = (float *)bench_upload(&one, sizeof one);
-    bench_report(b, "delayed, cast", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }), 4.0 * (double)(R * C));
+    Fp8Tensor mx = fp8_tensor_of(R, C, GRAIN_1X32, GRAIN_BF16, SCALE_MX, FP8_E4M3);
     tensor_quantize(mx, x, R, C, 0);
     const double us = bench_time_us(b, [&] { fp8_dequantize(out, mx.row, mx.row_scales, GRAIN_1X32, FP8_E4M3, R, C, 0); });
-    bench_report(b, "back to bf16, 1x32", shape, us, 3.0 * (double)(R * C));
-    bench_free((void *)t.delayed_scale);
-    fp8_tensor_free(t), fp8_tensor_free(mx);
+    bench_report(b, "back to bf16, 1x32", shape, us, 3.0 * (double)(R * C), "short threads: 16 codes each, and their scale is looked up first");
+    fp8_tensor_free(mx);
     bench_free(x), bench_free(out);
 }
 

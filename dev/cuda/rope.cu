@@ -163,18 +163,20 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
     bf16 *k_norm = bench_random(HD, 4, 1.0f), *dw = bench_random(2 * HD, 5, 1.0f);
     uint32_t *amax = (uint32_t *)bench_zeros(4);
     void *workspace = bench_alloc((int64_t)rope_workspace_bytes(T, NH, NKV, HD));
+    const char *rotation = "blocks of 4 tokens, whose threads have two heads on their way at a time";
     if (norm) {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(out, in, q_norm, k_norm, table, d, 0); });
-        bench_report(b, "QK-norm + RoPE", shape, us, 4.0 * (double)n);
+        bench_report(b, "QK-norm + RoPE", shape, us, 4.0 * (double)n, "the sum of each head before its output: shuffles, and registers for 3 blocks a multiprocessor");
         us = bench_time_us(b, [&] { qknorm_rope_backward(out, dw, dw + HD, amax, in, q_norm, k_norm, table, d, false, workspace, 0); });
-        bench_report(b, "QK-norm + RoPE backward", shape, us, 6.0 * (double)turned + 2.0 * (double)(n - turned));
+        bench_report(b, "QK-norm + RoPE backward", shape, us, 6.0 * (double)turned + 2.0 * (double)(n - turned),
+                     "two sums of each head, dw in registers: 2 blocks a multiprocessor; then two launches that add up the parts of dw");
     } else {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(in, in, NULL, NULL, table, d, 0); });
-        bench_report(b, "RoPE in place", shape, us, 4.0 * (double)turned);
+        bench_report(b, "RoPE in place", shape, us, 4.0 * (double)turned, rotation);
         us = bench_time_us(b, [&] { qknorm_rope_backward(out, NULL, NULL, amax, NULL, NULL, NULL, table, d, false, workspace, 0); });
-        bench_report(b, "RoPE backward", shape, us, 4.0 * (double)turned + 2.0 * (double)(n - turned));
+        bench_report(b, "RoPE backward", shape, us, 4.0 * (double)turned + 2.0 * (double)(n - turned), rotation);
         us = bench_time_us(b, [&] { bias_backward(in, out, T, (NH + 2 * NKV) * HD, false, workspace, 0); });
-        bench_report(b, "bias backward", shape, us, 2.0 * (double)n);
+        bench_report(b, "bias backward", shape, us, 2.0 * (double)n, "two launches: the second adds up the parts of the rows");
     }
     void *device[] = {table, in, out, q_norm, k_norm, dw, amax, workspace};
     for (void *p : device) bench_free(p);

@@ -123,19 +123,19 @@ static void bench_shape(Bench *b, int64_t R, int64_t F) {
     Fp8Tensor t = fp8_tensor_create(R, F, FP8_E4M3), row = t, col = t, td = fp8_tensor_create(R, 2 * F, FP8_E5M2), none = {};
     row.col = NULL, col.row = NULL;
     bench_report(b, "swiglu forward bf16", shape, bench_time_us(b, [&] { swiglu_forward(h, gate_up, R, F, 0); }), 6 * n);
-    bench_report(b, "swiglu_amax", shape, bench_time_us(b, [&] { swiglu_amax(t.amax, gate_up, R, F, 0); }), 4 * n);
+    bench_report(b, "swiglu_amax", shape, bench_time_us(b, [&] { swiglu_amax(t.amax, gate_up, R, F, 0); }), 4 * n, AMAX_REASON);
     bench_report(b, "swiglu cast, row only", shape, bench_time_us(b, [&] { swiglu_quantize_transpose(row, gate_up, R, F, 0); }), 5 * n);
     bench_report(b, "swiglu cast, row and transposed", shape, bench_time_us(b, [&] { swiglu_quantize_transpose(t, gate_up, R, F, 0); }), 6 * n);
-    bench_report(b, "forward FP8 passes (row)", shape, bench_time_us(b, [&] {
+    bench_report(b, "swiglu forward FP8 passes (row)", shape, bench_time_us(b, [&] {
         swiglu_amax(t.amax, gate_up, R, F, 0);
         swiglu_quantize_transpose(row, gate_up, R, F, 0);
     }), 9 * n);
-    bench_report(b, "backward bf16", shape, bench_time_us(b, [&] { swiglu_backward(d, NULL, dh, gate_up, R, F, 0); }), 10 * n);
-    bench_report(b, "backward bf16 and h", shape, bench_time_us(b, [&] { swiglu_backward(d, h, dh, gate_up, R, F, 0); }), 12 * n);
-    bench_report(b, "backward amax", shape, bench_time_us(b, [&] { swiglu_backward_amax(td.amax, none, dh, gate_up, R, F, 0); }), 6 * n);
-    bench_report(b, "backward amax and h transposed", shape, bench_time_us(b, [&] { swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0); }), 7 * n);
-    bench_report(b, "backward cast", shape, bench_time_us(b, [&] { swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0); }), 10 * n);
-    bench_report(b, "backward FP8 passes", shape, bench_time_us(b, [&] {
+    bench_report(b, "swiglu backward bf16", shape, bench_time_us(b, [&] { swiglu_backward(d, NULL, dh, gate_up, R, F, 0); }), 10 * n);
+    bench_report(b, "swiglu backward bf16 and h", shape, bench_time_us(b, [&] { swiglu_backward(d, h, dh, gate_up, R, F, 0); }), 12 * n);
+    bench_report(b, "swiglu backward amax", shape, bench_time_us(b, [&] { swiglu_backward_amax(td.amax, none, dh, gate_up, R, F, 0); }), 6 * n);
+    bench_report(b, "swiglu backward amax and h transposed", shape, bench_time_us(b, [&] { swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0); }), 7 * n);
+    bench_report(b, "swiglu backward cast", shape, bench_time_us(b, [&] { swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0); }), 10 * n);
+    bench_report(b, "swiglu backward FP8 passes", shape, bench_time_us(b, [&] {
         swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0);
         swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0);
     }), 17 * n);
