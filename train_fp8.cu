@@ -709,11 +709,13 @@ static void model_forward(Trainer *t, const TokenSlot *slot) {
     embedding_forward(t->acts[0].x_in, root.embedding, slot->device, d->R, d->C, t->stream);
     mark_bytes(t, "embedding", d->R * d->C * 4);
     for (int64_t l = 0; l < d->L; l++) {
+        profile_range_begin("forward of layer", l);
         gather_layer(t, l + 1);  // travels while layer l computes
         acquire_layer(t, l, false);
         layer_forward_until_mlp(t, l, l ? t->acts[l - 1].x_mid : NULL, l ? t->branch : NULL);
         layer_forward_mlp(t, l);
         release_layer(t, l);
+        profile_range_end();
     }
     residual_rmsnorm_forward(t->x_final, t->y_final, t->rstd_final, NULL, t->acts[d->L - 1].x_mid, t->branch, root.norm, d->R, d->C, (float)t->m.rms_norm_eps, t->stream);
     mark_bytes(t, "RMSNorm, forward", d->R * d->C * 8);
@@ -867,8 +869,11 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
     const bool last = micro + 1 == t->o->grad_accumulation_steps, accumulate_root = fsdp_accumulates(f, 0, micro), accumulate = fsdp_accumulates(f, 1, micro);
     model_forward(t, slot);
     fsdp_begin_gradients(f, 0);
+    profile_range_begin("loss", -1);
     loss_forward_backward(t, slot, grad_scale, accumulate_root);
+    profile_range_end();
     for (int64_t l = t->d.L - 1; l >= 0; l--) {
+        profile_range_begin("backward of layer", l);
         gather_layer(t, l - 1);
         acquire_layer(t, l, true);
         fsdp_begin_gradients(f, 1 + l);
@@ -876,6 +881,7 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
         layer_backward(t, l, accumulate);
         release_layer(t, l);
         fsdp_reduce(f, 1 + l, micro, last);  // travels while the layer below computes
+        profile_range_end();
     }
     embedding_backward_all(t, slot, accumulate_root);
     mark_bytes(t, "embedding", t->d.R * t->d.C * 6);
@@ -959,6 +965,7 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
     const Options *o = t->o;
     const double tokens = (double)(t->comm->world * t->d.R * o->grad_accumulation_steps);
     t->nccl.step = step;
+    profile_range_begin("step", step + 1);
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
     t->fsdp.audit = t->auditing ? t->audit : NULL;
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
@@ -967,11 +974,14 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
         model_forward_backward(t, slot, (float)(1 / tokens), micro);
         loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / tokens, t->stream);
     }
+    profile_range_begin("optimizer", -1);
     optimizer_step(t, step);
+    profile_range_end();
     t->fsdp.audit = NULL;
     profile_end(&t->profile);
     CUDA_CHECK(cudaMemcpyAsync(&t->host_stats[step % STEP_SLOTS], t->stats, sizeof(StepStats), cudaMemcpyDeviceToHost, t->stream));
     CUDA_CHECK(cudaEventRecord(t->step_done[step % STEP_SLOTS], t->stream));
+    profile_range_end();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@
 #include "recipes.h"
 
 #define GEMM_WORKSPACE_BYTES (64ll << 20)
-#define GEMM_CANDIDATES 8
+#define GEMM_CANDIDATES 8  // cuBLASLt 13.1 has no more for these products
+#define GEMM_TIMING_MS 20
+#define GEMM_TIMING_RUNS 32
 
 static inline void gemm_check_status(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS) die("%s:%d: %s: %s", file, line, call, cublasLtGetStatusString(status));
@@ -216,20 +218,21 @@ static inline void gemm_decode(const Gemm *g, const GemmPlan *p, GemmOperand a, 
     CUDA_CHECK_LAUNCH();
 }
 
-// Best of a few runs of one candidate, in milliseconds; infinity when cuBLASLt refuses it.
+// Milliseconds of one candidate; infinity when cuBLASLt refuses it. Batches of 1, 2, 4, ... runs without pause; the last one counts. A GPU at its power limit
+// clocks lower than one that begins, and another algorithm may then be the fastest.
 static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d, GemmOperand a, GemmOperand b, cudaEvent_t begin,
                                         cudaEvent_t end) {
-    float best = INFINITY;
-    for (int run = 0; run < 4; run++) {
+    float ms = 0;
+    int runs = 1;
+    for (;; runs *= 2) {
         CUDA_CHECK(cudaEventRecord(begin, g->stream));
-        if (gemm_launch(g, p, algo, d, a, b, false) != CUBLAS_STATUS_SUCCESS) return INFINITY;
+        for (int i = 0; i < runs; i++)
+            if (gemm_launch(g, p, algo, d, a, b, false) != CUBLAS_STATUS_SUCCESS) return INFINITY;
         CUDA_CHECK(cudaEventRecord(end, g->stream));
         CUDA_CHECK(cudaEventSynchronize(end));
-        float ms;
         CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
-        if (run > 0 && ms < best) best = ms;
+        if (ms >= GEMM_TIMING_MS || runs >= GEMM_TIMING_RUNS) return ms / (float)runs;
     }
-    return best;
 }
 
 // cuBLASLt's candidates for a plan whose pointers are set, best guess first; how many.
@@ -246,7 +249,7 @@ static inline int gemm_candidates(const Gemm *g, const GemmPlan *p, cublasLtMatm
     return *status == CUBLAS_STATUS_SUCCESS ? count : 0;
 }
 
-// Chooses the plan's algorithm: the fastest of cuBLASLt's first candidates on these buffers (d is overwritten), or the first when deterministic. Where
+// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (d is overwritten), or the first when deterministic. Where
 // cuBLASLt has none with fast sums (rows' scales, few rows and columns, long sums) it takes full ones. Dies if there is none.
 static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, GemmOperand a, GemmOperand b, const bf16 *bias) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];

@@ -1,9 +1,15 @@
-// --profile: where the time of a step goes, by events on the computing stream. The trainer says after each operation what it was and what it had to do;
+// Where the time of a step goes: ranges for Nsight Systems in every run, and with --profile a table by events on the computing stream. The trainer says after each operation what it was and what it had to do;
 // the time since the mark before belongs to it. What a stream waits for (weights on their way) is an operation of its own.
 #ifndef LLMC_PROFILE_CUH
 #define LLMC_PROFILE_CUH
 
 #include "cuda_utils.cuh"
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define PROFILE_HAS_NVTX 1
+#else
+#define PROFILE_HAS_NVTX 0  // a CUDA Toolkit without the package of NVTX
+#endif
 
 enum { PROFILE_MAX_OPS = 64 };
 
@@ -42,6 +48,25 @@ static inline void profile_mark(Profile *p, const char *op, ProfileBound bound, 
     m->op = op, m->bound = bound, m->work = work;
     CUDA_CHECK(cudaEventCreate(&m->done));
     CUDA_CHECK(cudaEventRecord(m->done, p->stream));
+}
+
+// A named range of what is enqueued, for Nsight Systems (nsys profile ./train_fp8cu ...); costs next to nothing when nobody looks. `number` is part of the
+// name unless negative. Ranges nest.
+static inline void profile_range_begin(const char *name, int64_t number) {
+#if PROFILE_HAS_NVTX
+    char text[64];
+    if (number < 0) format_checked(text, sizeof text, "%s", name);
+    else format_checked(text, sizeof text, "%s %lld", name, (long long)number);
+    nvtxRangePushA(text);
+#else
+    (void)name, (void)number;
+#endif
+}
+
+static inline void profile_range_end(void) {
+#if PROFILE_HAS_NVTX
+    nvtxRangePop();
+#endif
 }
 
 // From here on; what is enqueued already does not count.
