@@ -1,7 +1,7 @@
 // Fully sharded data parallelism: where a unit's weights and gradients are (shard_plan.h says which rank keeps what), and when they travel.
 //
-// With one rank in the shard group (a single GPU, or --sharding none) the shard is the whole: units are views of the flat arrays, FP8 weights and
-// their transposes stay on the GPU (or, with --fp8-weight-cache off, are made in each pass as a gathered layer's are), nothing is gathered, and with several
+// With one rank in the shard group (a single GPU, or --sharding none) the shard is the whole: units are views of the flat arrays, FP8 weights are
+// made in each pass as a gathered layer's are (or, with --fp8-weight-cache on, stay on the GPU with their transposes), nothing is gathered, and with several
 // ranks each unit's gradient is all-reduced after its last micro-step.
 //
 // Else a layer's matrices are gathered into one of `num_slots` slots (2, or one a layer when they are kept for the whole step) while the layer before

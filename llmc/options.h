@@ -57,7 +57,7 @@ enum { FREE, MUST_MATCH };
     CHOICE(optimizer_state, "optimizer-state", STORAGE_AUTO, "auto|bf16|fp32", MUST_MATCH, "AdamW's two moments, as above") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, "none|layer", FREE, "layer: keep each layer's input alone, redo its forward pass in backward") \
-    CHOICE(fp8_weight_cache, "fp8-weight-cache", ON, "off|on", FREE, "keep every layer's FP8 weights for the step where weights are whole (one GPU, --sharding none); off: cast them in each pass, 2 bytes a weight less") \
+    CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, "off|on", FREE, "keep every layer's FP8 weights for the step where weights are whole (one GPU, --sharding none): 2 bytes a weight, and no casts after the first micro-step; off: cast them in each pass") \
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, "AdamW's step size at its peak") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, "constant|cosine|linear|wsd", FREE, "after warm-up; cosine and linear end at 0, wsd decays over the last fifth") \

@@ -52,7 +52,7 @@ sanitize() {
     local tool=$1
     shift
     compute-sanitizer --tool "$tool" --error-exitcode 9 ./train_fp8cu "$@" --train-data build/check_train.bin --batch-size 2 \
-        --num-steps 2 --deterministic >build/sanitize.log 2>&1 || { head -n 60 build/sanitize.log; return 1; }
+        --num-steps 2 --deterministic >build/sanitize.log 2>&1 || { grep '^=========' build/sanitize.log | head -n 60; tail -n 3 build/sanitize.log; return 1; }
     echo "compute-sanitizer $tool, $*: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log)"
 }
 say "compute-sanitizer"
