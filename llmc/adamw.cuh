@@ -129,20 +129,21 @@ typedef struct {
     const bf16 *gradients;
 } AdamwArrays;
 
-// Consecutive elements of a rank's slices of a unit that are treated alike. Ends are counted in PARAMETER_ALIGNMENT elements from their start.
+// Consecutive elements of a rank's slices of a unit that are treated alike. Ends are counted in PARAMETER_ALIGNMENT elements from the unit's start.
 typedef struct {
     uint32_t end;
     bool decay;
     int amax_slot;  // of the fused FP8 weight; -1: none
+    int64_t shift;  // from an element's place in the rank's unit to its place in the unit of the flat array of parameters.h
 } AdamwRun;
 
-enum { ADAMW_MAX_RUNS = 12, ADAMW_MAX_SLOTS = 8, ADAMW_THREADS = 256, ADAMW_TILES = 4 };
+enum { ADAMW_MAX_RUNS = 12, ADAMW_MAX_SLOTS = 8, ADAMW_THREADS = 256, ADAMW_TILES = 8, ADAMW_BLOCK = 8 * ADAMW_THREADS * ADAMW_TILES };
 
 // `count` units of `size` elements each in the shard, from element `first` on. Unit u's amax slots begin at amax + u * amax_stride.
-// Rounding is keyed by places in the flat array of parameters.h: element e of unit u stands at flat + u * flat_size + e + shift[e >= split].
+// Rounding is keyed by places in the flat array: element e of unit u stands at flat + u * flat_size + e + its run's shift.
 typedef struct {
     int64_t first, size, count;
-    int64_t flat, flat_size, split, shift[2];
+    int64_t flat, flat_size;
     int num_runs;
     AdamwRun runs[ADAMW_MAX_RUNS];
     uint32_t *amax;  // NULL: not wanted
@@ -167,11 +168,11 @@ __device__ static inline void adamw_store_fp32(void *array, int64_t i, const flo
     p[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-// bf16_from_float_stochastic of 8 finite numbers; random[j] has 16 random bits and zeros above. The upper halves of two sums make a word.
-__device__ static inline Bf16x8 adamw_round_8(const float x[8], const uint32_t random[8]) {
+// The upper halves of 8 words.
+__device__ static inline Bf16x8 adamw_upper_halves(const uint32_t x[8]) {
     Bf16x8 v;
 #pragma unroll
-    for (int j = 0; j < 4; j++) v.word[j] = __byte_perm(float_bits(x[2 * j]) + random[2 * j], float_bits(x[2 * j + 1]) + random[2 * j + 1], 0x7632);
+    for (int k = 0; k < 4; k++) v.word[k] = __byte_perm(x[2 * k], x[2 * k + 1], 0x7632);
     return v;
 }
 
@@ -179,123 +180,163 @@ __device__ static inline float adamw_load_one(const void *array, int64_t i, bool
     return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]);
 }
 
-// Element i, at `flat` in the flat array, by the CPU's own functions; what the fast path below falls back to. Returns the magnitude of the new bf16 weight.
+// Element i, at `flat` in the flat array, by the CPU's own functions. Returns the magnitude of the new bf16 weight.
 template <bool MASTER, bool FP32_MOMENTS>
 __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep *step, float factor, bool decay) {
     const float gradient = __fmul_rn(__bfloat162float(a.gradients[i]), factor);  // __fmul_rn: not contracted with the next sum
     AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER), adamw_load_one(a.exp_avg, i, FP32_MOMENTS),
                       adamw_load_one(a.exp_avg_sq, i, FP32_MOMENTS)};
     e = adamw_update(e, gradient, decay, step);
-    const uint64_t random = adamw_random(step, flat);
-    const bf16_bits weight = MASTER ? bf16_from_float(e.weight) : adamw_round_weight(step, e.weight, random);
+    const AdamwRandom random = adamw_random(step, flat);
+    const bf16_bits weight = MASTER ? bf16_from_float(e.weight) : adamw_round(e.weight, random.weight);
     if (MASTER) a.master[i] = e.weight;
     ((bf16_bits *)a.weights)[i] = weight;
     if (FP32_MOMENTS) {
         ((float *)a.exp_avg)[i] = e.exp_avg;
         ((float *)a.exp_avg_sq)[i] = e.exp_avg_sq;
     } else {
-        ((bf16_bits *)a.exp_avg)[i] = adamw_round_exp_avg(e.exp_avg, random);
-        ((bf16_bits *)a.exp_avg_sq)[i] = adamw_round_exp_avg_sq(e.exp_avg_sq, random);
+        ((bf16_bits *)a.exp_avg)[i] = adamw_round(e.exp_avg, random.exp_avg);
+        ((bf16_bits *)a.exp_avg_sq)[i] = adamw_round(e.exp_avg_sq, random.exp_avg_sq);
     }
     return weight & 0x7fffu;
 }
 
-// How far operands strayed from where adamw_update_fast is exact; see adamw_is_common.
-typedef struct {
-    uint32_t denominator, weight;
-} AdamwRange;
+// What adamw_update_8 does where adamw_update_fast may not be exact, and where the step is refused: nothing, but the weights have their magnitudes.
+template <bool MASTER, bool FP32_MOMENTS>
+__device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwControl &c, float kept, uint32_t largest) {
+    if (c.nonfinite) return amax_update(largest, bf16x8_load(a.weights + i));
+#pragma unroll 1
+    for (int j = 0; j < 8; j++)
+        largest = amax_larger(largest, adamw_update_one<MASTER, FP32_MOMENTS>(a, i + j, 8 * group + j, &c.step, c.gradient_factor, kept != 1));
+    return largest;
+}
 
 // adamw_update without the branches of sqrtf and division for rare operands (the iterations are those that nvcc uses for common ones): the same
 // bits wherever
-//   - the denominator is in [2^-33, 2^40): else eps is tiny or exp_avg_sq huge or NaN. So exp_avg_sq below 2^-140, which vanishes beside such a
-//     denominator, may be taken as 2^-140;
+//   - the denominator is 2^-33 or more (infinities and NaNs on the way end in a NaN as weight);
 //   - the new weight is in [2^-30, infinity): else a quotient below 2^-67, which may be inexact, could still change it.
-__device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gradient, float kept, const AdamwStep &s, float scaled_bias2, AdamwRange *range) {
+__device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gradient, float kept, const AdamwStep &s, float *denominator) {
     e.exp_avg = __fmaf_rn(s.one_minus_beta1, __fsub_rn(gradient, e.exp_avg), e.exp_avg);
     e.exp_avg_sq = __fmaf_rn(s.beta2, e.exp_avg_sq, __fmul_rn(__fmul_rn(s.one_minus_beta2, gradient), gradient));
-    // sqrt(exp_avg_sq * 2^40), so that the remainder of the smallest operand is a normal number; an unsigned maximum keeps NaN
-    const float x = float_from_bits(max(float_bits(__fmul_rn(e.exp_avg_sq, 0x1p40f)), float_bits(0x1p-100f)));
+    // sqrt(exp_avg_sq * 2^60), so that the remainder of the smallest operand is a normal number. The addend changes 0 alone, which has no rsqrt:
+    // it gets a root of 2^-93, which vanishes beside such a denominator.
+    const float x = __fmaf_rn(e.exp_avg_sq, 0x1p60f, 0x1p-126f);
     float r;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     float root = __fmul_rn(x, r);
     root = __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(r, 0.5f), root);
-    const float d = __fmaf_rn(root, scaled_bias2, s.eps);
+    const float d = __fmaf_rn(root, s.inverse_sqrt_bias2 * 0x1p-30f, s.eps);
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
     r = __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
     float q = __fmul_rn(e.exp_avg, r);
     q = __fmaf_rn(r, __fmaf_rn(-d, q, e.exp_avg), q);
     e.weight = __fmaf_rn(-s.step_size, q, __fmul_rn(e.weight, kept));
-    range->denominator = max(range->denominator, float_bits(d) - float_bits(0x1p-33f));
-    range->weight = max(range->weight, 2 * float_bits(e.weight) - 2 * float_bits(0x1p-30f));  // doubled: without the sign
+    *denominator = d;
     return e;
 }
 
-__device__ static inline bool adamw_is_common(const AdamwRange *range) {
-    return range->denominator < float_bits(0x1p40f) - float_bits(0x1p-33f) && range->weight < 2 * (float_bits(INFINITY) - float_bits(0x1p-30f));
+// Whether 8 denominators are at least `limit` and the new weights, which are rounded by less than a unit, where adamw_update_fast is exact.
+__device__ static inline bool adamw_is_common(const float denominators[8], float limit, Bf16x8 weights, uint32_t largest) {
+    uint32_t smallest = 0x7fff7fffu, denominator = UINT32_MAX;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        smallest = __vminu2(smallest, weights.word[k] & 0x7fff7fffu);
+        denominator = __vimin3_u32(denominator, float_bits(denominators[2 * k]), float_bits(denominators[2 * k + 1]));
+    }
+    const uint32_t low = float_bits(0x1p-30f) + 0x10000u, high = float_bits(INFINITY);  // one unit up: rounding may have raised the weight by one
+    return !((denominator < float_bits(limit)) | (smallest < low) | (smallest << 16 < low) | (largest >= high) | (largest << 16 >= high));
 }
 
-// Elements i .. i + 7, at `flat` .. in the flat array. Returns the largest magnitudes of the new bf16 weights (see amax_update).
+// Elements i .. i + 7, which are group `group` of the flat array. Joins the magnitudes of the new bf16 weights to `largest` (see amax_update).
 template <bool MASTER, bool FP32_MOMENTS>
-__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep &step, float factor, bool decay) {
-    float w[8], m[8], v[8], g[8];
-    uint32_t w_random[8], m_random[8], v_random[8];
+__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwControl &c, float kept, uint32_t largest) {
+    float w[8], m[8], v[8], g[8], denominators[8];
+    uint32_t w_sum[8], m_sum[8], v_sum[8];
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
     adamw_load<FP32_MOMENTS>(m, a.exp_avg, i);
     adamw_load<FP32_MOMENTS>(v, a.exp_avg_sq, i);
     adamw_load<false>(g, a.gradients, i);
-    const float kept = decay ? step.decay : 1.0f, scaled_bias2 = step.inverse_sqrt_bias2 * 0x1p-20f;
-    AdamwRange range = {0, 0};
+    const uint32_t hash = adamw_random_group(&c.step, group);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         AdamwElement e = {w[j], m[j], v[j]};
-        e = adamw_update_fast(e, __fmul_rn(g[j], factor), kept, step, scaled_bias2, &range);
+        e = adamw_update_fast(e, __fmul_rn(g[j], c.gradient_factor), kept, c.step, &denominators[j]);
         w[j] = e.weight, m[j] = e.exp_avg, v[j] = e.exp_avg_sq;
-        const uint64_t random = adamw_random(&step, flat + j);
-        w_random[j] = ((uint32_t)random & step.weight_mask) | step.weight_half, m_random[j] = (uint32_t)random >> 16, v_random[j] = (uint32_t)(random >> 32) & 0xffffu;
+        const AdamwRandom random = adamw_random_member(&c.step, hash, j);
+        w_sum[j] = float_bits(w[j]) + (random.weight >> 16);  // the upper half is bf16_from_float_stochastic's, if w[j] is finite
+        m_sum[j] = float_bits(m[j]) + (random.exp_avg >> 16);
+        v_sum[j] = float_bits(v[j]) + (random.exp_avg_sq >> 16);
     }
-    uint32_t largest = 0;
-    if (!adamw_is_common(&range)) {
-#pragma unroll 1
-        for (int j = 0; j < 8; j++) largest = max(largest, adamw_update_one<MASTER, FP32_MOMENTS>(a, i + j, flat + j, &step, factor, decay));
-        return largest;
-    }
-    const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_round_8(w, w_random);
+    const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_upper_halves(w_sum);
+    const uint32_t joined = amax_update(largest, weights);
+    if (!adamw_is_common(denominators, c.nonfinite ? INFINITY : 0x1p-33f, weights, joined))
+        return adamw_update_rare<MASTER, FP32_MOMENTS>(a, i, group, c, kept, largest);
     if (MASTER) adamw_store_fp32(a.master, i, w);
     bf16x8_store(a.weights + i, weights);
     if (FP32_MOMENTS) {
         adamw_store_fp32(a.exp_avg, i, m);
         adamw_store_fp32(a.exp_avg_sq, i, v);
     } else {
-        bf16x8_store((bf16 *)a.exp_avg + i, adamw_round_8(m, m_random));
-        bf16x8_store((bf16 *)a.exp_avg_sq + i, adamw_round_8(v, v_random));
+        bf16x8_store((bf16 *)a.exp_avg + i, adamw_upper_halves(m_sum));
+        bf16x8_store((bf16 *)a.exp_avg_sq + i, adamw_upper_halves(v_sum));
     }
-    return amax_update(0, weights);
+    return joined;
 }
 
-// blockIdx.y: unit; blockIdx.x: ADAMW_TILES tiles of 8 elements a thread. 16 threads share a run, because runs end at multiples of 128 elements.
+// Raises the slot to the largest magnitude that 16 threads have seen.
+__device__ static inline void adamw_publish(uint32_t *amax, uint32_t halves) {
+    const uint32_t bits = __reduce_max_sync(0xffffu << (threadIdx.x & 16), max(halves << 16, halves & 0xffff0000u));
+    if (threadIdx.x % 16 == 0 && bits > *(volatile uint32_t *)amax) atomicMax(amax, bits);
+}
+
+// The arrays from element i on.
 template <bool MASTER, bool FP32_MOMENTS>
-static __global__ void __launch_bounds__(ADAMW_THREADS) adamw_update_kernel(const AdamwArrays a, const __grid_constant__ AdamwUnits u, const AdamwControl *control) {
+__device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i) {
+    const int64_t moment_bytes = i * (FP32_MOMENTS ? 4 : 2);
+    a.weights += i, a.gradients += i;
+    if (MASTER) a.master += i;
+    a.exp_avg = (char *)a.exp_avg + moment_bytes, a.exp_avg_sq = (char *)a.exp_avg_sq + moment_bytes;
+    return a;
+}
+
+// A block's ADAMW_BLOCK elements, 8 a thread at a time. 16 threads share a run, because runs end at multiples of 128 elements. NEAREST is a
+// parameter, and what hangs on the run is looked up where a run begins, because the loop is bound by the instructions it issues.
+template <bool MASTER, bool FP32_MOMENTS, bool NEAREST>
+__device__ static inline void adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u, AdamwControl c) {
+    c.step.nearest_weights = NEAREST;
+    const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT);
+    const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first;
+    const AdamwArrays a = adamw_arrays_from<MASTER, FP32_MOMENTS>(arrays, u.first + blockIdx.y * u.size + first);
+    int run = 0, slot = -1;
+    uint32_t end = 0, largest = 0;
+    float kept = 1;
+    int64_t group = 0;
+    for (uint32_t i = threadIdx.x * 8; i < ADAMW_BLOCK; i += ADAMW_THREADS * 8) {
+        if (i >= end) {
+            if (slot >= 0) adamw_publish(&amax[slot], largest);
+            slot = -1, largest = 0;
+            while (run < u.num_runs && begin + i / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
+            if (run == u.num_runs) break;
+            const AdamwRun r = u.runs[run];
+            end = min(r.end - begin, ADAMW_BLOCK / PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT;
+            kept = r.decay ? c.step.decay : 1.0f, group = (flat + r.shift) / 8;
+            if (u.amax) slot = r.amax_slot;
+        }
+        largest = adamw_update_8<MASTER, FP32_MOMENTS>(a, i, group + i / 8, c, kept, largest);
+    }
+    if (slot >= 0) adamw_publish(&amax[slot], largest);
+}
+
+// blockIdx.y: unit; blockIdx.x: place in it. The bound asks for four blocks an SM, which the compiler allows by itself without masters (0).
+template <bool MASTER, bool FP32_MOMENTS>
+static __global__ void __launch_bounds__(ADAMW_THREADS, MASTER ? 4 : 0)
+    adamw_update_kernel(const AdamwArrays a, const __grid_constant__ AdamwUnits u, const AdamwControl *control) {
     __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
+    const AdamwControl c = *control;
     if (threadIdx.x < ADAMW_MAX_SLOTS) amax[threadIdx.x] = 0;
     __syncthreads();
-    const AdamwStep step = control->step;
-    const float factor = control->gradient_factor;
-    const bool apply = !control->nonfinite;
-    const int64_t unit_begin = u.first + blockIdx.y * u.size, flat_begin = u.flat + blockIdx.y * u.flat_size;
-    const int64_t block_begin = blockIdx.x * (int64_t)(ADAMW_TILES * ADAMW_THREADS * 8);
-    int run = 0;
-    while (block_begin / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
-    for (int tile = 0; tile < ADAMW_TILES; tile++) {
-        const int64_t e = block_begin + (tile * ADAMW_THREADS + (int)threadIdx.x) * 8, i = unit_begin + e;
-        if (e >= u.size) break;
-        while (e / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
-        const int64_t flat = flat_begin + e + u.shift[e >= u.split];
-        const uint32_t halves = apply ? adamw_update_8<MASTER, FP32_MOMENTS>(a, i, flat, step, factor, u.runs[run].decay) : amax_update(0, bf16x8_load(a.weights + i));
-        const int slot = u.runs[run].amax_slot;
-        if (slot < 0 || !u.amax) continue;
-        const uint32_t bits = __reduce_max_sync(0xffffu << (threadIdx.x & 16), max(halves << 16, halves & 0xffff0000u));
-        if (threadIdx.x % 16 == 0 && bits > *(volatile uint32_t *)&amax[slot]) atomicMax(&amax[slot], bits);
-    }
+    if (!MASTER && c.step.nearest_weights) adamw_update_block<MASTER, FP32_MOMENTS, true>(amax, a, u, c);
+    else adamw_update_block<MASTER, FP32_MOMENTS, false>(amax, a, u, c);
     if (!u.amax) return;
     __syncthreads();
     if (threadIdx.x >= ADAMW_MAX_SLOTS || amax[threadIdx.x] == 0) return;
@@ -303,16 +344,14 @@ static __global__ void __launch_bounds__(ADAMW_THREADS) adamw_update_kernel(cons
     if (amax[threadIdx.x] > *(volatile uint32_t *)slot) atomicMax(slot, amax[threadIdx.x]);
 }
 
-static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int amax_slot) {
+static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int amax_slot, int64_t shift) {
     AdamwRun *last = &u->runs[u->num_runs - 1];
-    if (u->num_runs > 0 && amax_slot < 0 && last->amax_slot < 0 && last->decay == decay) {
+    if (u->num_runs > 0 && amax_slot < 0 && last->amax_slot < 0 && last->decay == decay && last->shift == shift) {
         last->end = (uint32_t)(end / PARAMETER_ALIGNMENT);
         return;
     }
     if (u->num_runs == ADAMW_MAX_RUNS || amax_slot >= ADAMW_MAX_SLOTS) die("the optimizer takes at most %d runs of parameters a unit", ADAMW_MAX_RUNS);
-    u->runs[u->num_runs].end = (uint32_t)(end / PARAMETER_ALIGNMENT);
-    u->runs[u->num_runs].decay = decay;
-    u->runs[u->num_runs++].amax_slot = amax_slot;
+    u->runs[u->num_runs++] = AdamwRun{(uint32_t)(end / PARAMETER_ALIGNMENT), decay, amax_slot, shift};
 }
 
 // This rank's slices of `unit`, and of the count - 1 units like it that follow. A segment is a sequence of groups of tensors (fused linear layers
@@ -325,8 +364,7 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = shard_segment(t, plan, unit, k);
         const int64_t slice_begin = plan->place * g.slice, in_unit = g.shard - u.first;  // of the slice: in the segment, in the rank's unit
-        if (k == SEGMENT_MATRICES) u.split = in_unit;
-        u.shift[k] = g.flat - u.flat + slice_begin - in_unit;
+        const int64_t shift = g.flat - u.flat + slice_begin - in_unit;
         for (int64_t i = 0; i < t->count; i++) {
             const Parameter *p = &t->entries[i];
             if (unit_of(p) != unit || parameter_segment(p) != k || (p->flags & PARAM_JOINED)) continue;
@@ -337,14 +375,14 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
             }
             const int slot = p->flags & PARAM_FP8 ? slots++ : -1;
             const int64_t begin_here = max_i64(p->offset - g.flat, slice_begin), end_here = min_i64(end, slice_begin + g.slice);
-            if (begin_here < end_here) adamw_add_run(&u, in_unit + end_here - slice_begin, p->flags & PARAM_DECAY, slot);
+            if (begin_here < end_here) adamw_add_run(&u, in_unit + end_here - slice_begin, p->flags & PARAM_DECAY, slot, shift);
         }
     }
     return u;
 }
 
 static inline void adamw_launch(const AdamwArrays *a, const AdamwUnits *u, const AdamwControl *control, cudaStream_t stream) {
-    const dim3 grid(grid_size(u->size, ADAMW_TILES * ADAMW_THREADS * 8), (unsigned)u->count);
+    const dim3 grid(grid_size(u->size, ADAMW_BLOCK), (unsigned)u->count);
     if (a->master && a->fp32_moments) adamw_update_kernel<true, true><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
     else if (a->master) adamw_update_kernel<true, false><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
     else if (a->fp32_moments) adamw_update_kernel<false, true><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);

@@ -614,10 +614,10 @@ static inline void adamw_reference(float *weights, float *exp_avg, float *exp_av
     for (int64_t i = 0; i < n; i++) {
         AdamwElement e = {weights[i], exp_avg[i], exp_avg_sq[i]};
         e = adamw_update(e, gradients[i] * gradient_factor, decay, step);
-        const uint64_t random = adamw_random(step, first + i);
-        weights[i] = bf16_weights ? bf16_to_float(adamw_round_weight(step, e.weight, random)) : e.weight;
-        exp_avg[i] = bf16_state ? bf16_to_float(adamw_round_exp_avg(e.exp_avg, random)) : e.exp_avg;
-        exp_avg_sq[i] = bf16_state ? bf16_to_float(adamw_round_exp_avg_sq(e.exp_avg_sq, random)) : e.exp_avg_sq;
+        const AdamwRandom random = adamw_random(step, first + i);
+        weights[i] = bf16_weights ? bf16_to_float(adamw_round(e.weight, random.weight)) : e.weight;
+        exp_avg[i] = bf16_state ? bf16_to_float(adamw_round(e.exp_avg, random.exp_avg)) : e.exp_avg;
+        exp_avg_sq[i] = bf16_state ? bf16_to_float(adamw_round(e.exp_avg_sq, random.exp_avg_sq)) : e.exp_avg_sq;
     }
 }
 

@@ -92,6 +92,7 @@ typedef struct {
     float clip;
     double eps, learning_rate;
     int64_t bad_element;  // gradient element to spoil; -1: none
+    bool nearest;
 } Variant;
 
 enum { AMAX_STRIDE = 12 };
@@ -164,10 +165,10 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     State flat = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
     const bool bad = v.bad_element >= 0;
     char label[160];
-    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld, %lld ranks", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element,
-                   (long long)group);
+    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld nearest %d, %lld ranks", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate,
+                   (long long)v.bad_element, v.nearest, (long long)group);
     if (bad) flat.gradients[v.bad_element] = NAN, flat.gradients[flat.n - 1] = INFINITY;
-    const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, false, 42);
+    const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, v.nearest, 42);
     double *squares = sum_squares(&t, group, &flat);
     uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
     double *sum = (double *)bench_download(squares, sizeof *sum, label);
@@ -196,6 +197,25 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     parameter_table_free(&t);
 }
 
+static __global__ void random_kernel(AdamwRandom *random, AdamwStep step, int64_t first) { random[threadIdx.x] = adamw_random(&step, first + threadIdx.x); }
+
+// Rounding bits of elements that no test's arrays are large enough to have.
+static void check_random(void) {
+    enum { N = 256 };
+    const AdamwStep step = adamw_step(9, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42);
+    AdamwRandom *random = (AdamwRandom *)bench_alloc(N * sizeof *random), want[N];
+    for (int bit = 8; bit < 45; bit++) {
+        const int64_t first = (1ll << bit) - N / 2;
+        random_kernel<<<1, N>>>(random, step, first);
+        CUDA_CHECK_LAUNCH();
+        AdamwRandom *got = (AdamwRandom *)bench_download(random, N * sizeof *random, "rounding bits");
+        for (int i = 0; i < N; i++) want[i] = adamw_random(&step, first + i);
+        check_bytes("rounding bits", got, want, sizeof want, sizeof *want);
+        free(got);
+    }
+    bench_free(random);
+}
+
 // Host only: what adamw_units says of every element of every rank's shard, against the table.
 static void check_units(const char *preset, int64_t group) {
     const ModelConfig m = small_model(preset);
@@ -213,11 +233,13 @@ static void check_units(const char *preset, int64_t group) {
                     if (p->flags & PARAM_FP8 && !(p->flags & PARAM_JOINED)) slot++;
                     const ShardRange r = shard_parameter(&t, &plan, p);
                     for (int64_t i = 0; i < r.count; i++) {
-                        const int64_t e = r.shard + i - u.first - unit * u.size, at = u.flat + unit * u.flat_size + e + u.shift[e >= u.split];
-                        int run = 0;
-                        while (run < u.num_runs - 1 && e / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
-                        wrong += at != p->offset + r.first + i || e < 0 || e >= u.size || e / PARAMETER_ALIGNMENT >= u.runs[run].end ||
-                                 u.runs[run].decay != ((p->flags & PARAM_DECAY) != 0) || u.runs[run].amax_slot != (p->flags & PARAM_FP8 ? (int)slot : -1);
+                        const int64_t e = r.shard + i - u.first - unit * u.size;
+                        int at = 0;
+                        while (at < u.num_runs - 1 && e / PARAMETER_ALIGNMENT >= u.runs[at].end) at++;
+                        const AdamwRun *run = &u.runs[at];
+                        const int64_t flat = u.flat + unit * u.flat_size + run->shift;  // of the run's element 0; the kernel counts groups of 8 from there
+                        wrong += flat + e != p->offset + r.first + i || flat % 8 != 0 || e < 0 || e >= u.size || e / PARAMETER_ALIGNMENT >= run->end ||
+                                 run->decay != ((p->flags & PARAM_DECAY) != 0) || run->amax_slot != (p->flags & PARAM_FP8 ? (int)slot : -1);
                     }
                     seen += r.count;
                 }
@@ -350,11 +372,13 @@ int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
         for (const char *preset : presets)
             for (int64_t group = 1; group < 9; group++) check_units(preset, group);
+        check_random();
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
-                const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1}, {master, moments, 1e-3f, 1e-8, 1e-5, -1}, {master, moments, 0, 1e-15, 1e-2, -1},
-                                            {master, moments, 1, 1e-8, 0, -1},    {master, moments, 1, 1e-25, 1e-3, -1}, {master, moments, 1, 1e-8, 1e-3, 12345}};
+                const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false}, {master, moments, 1e-3f, 1e-8, 1e-5, -1, false}, {master, moments, 0, 1e-15, 1e-2, -1, false},
+                                            {master, moments, 1, 1e-8, 0, -1, false},    {master, moments, 1, 1e-25, 1e-3, -1, false}, {master, moments, 1, 1e-8, 1e-3, 12345, false},
+                                            {master, moments, 0, 1e-8, 1e-3, -1, true}};
                 for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) check_step(preset, variants[i], 1 + 100 * (int64_t)i, i == 0 ? 1 : i == 1 ? 5 : 1 + (int64_t)i % 3);
                 if (kind < 2) check_initialize(preset, kind, 1 + 2 * kind);
             }

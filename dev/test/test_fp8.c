@@ -178,8 +178,8 @@ static void test_stochastic_rounding(void) {
     }
     CHECK(bf16_from_float_stochastic(1.001f, 0xabcd0000u) == bf16_from_float_stochastic(1.001f, 0), "16 bits are used");
     CHECK(bf16_from_float_stochastic(INFINITY, 65535) == 0x7f80 && isnan(bf16_to_float(bf16_from_float_stochastic(NAN, 65535))), "infinity and NaN");
-    // 1000 additions of a tenth of a bf16 step, with random numbers as the optimizer draws them, arrive near the true sum, where plain rounding
-    // never leaves 1. Each addition has variance 0.1 * 0.9 spacings^2, so sigma of the sum is 0.3 * 2^-7 * sqrt(1000) = 0.074.
+    // 1000 additions of a tenth of a bf16 step arrive near the true sum, where plain rounding never leaves 1. Each addition has variance
+    // 0.1 * 0.9 spacings^2, so sigma of the sum is 0.3 * 2^-7 * sqrt(1000) = 0.074.
     float sum = 1;
     for (uint64_t i = 0; i < 1000; i++) sum = bf16_to_float(bf16_from_float_stochastic(sum + 0.00078125f, (uint32_t)rng_u64(9, i)));
     CHECK(fabsf(sum - 1.78125f) < 4 * 0.074f, "%g, not about 1.78", sum);

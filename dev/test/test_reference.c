@@ -485,14 +485,14 @@ static void test_adamw(void) {
     adamw_reference(w, m, v, g, 0, N, false, 1, true, true, &s1);
     const double mean = array_sum(w, N) / N - 1;
     CHECK(fabs(mean - 0.001) < 6e-5, "mean step %g of 0.001 on bf16 weights", mean);  // deviation of the mean: sqrt(0.001 * 2^-7 / N) = 9e-6
-    // which random bits round what: 0..15 of the element's draw the weight, 16..31 exp_avg, 32..47 exp_avg_sq
+    // which random bits round what: the upper 16 of the element's word for each
     int64_t wrong = 0;
     for (int i = 0; i < N; i++) {
         const AdamwElement e = adamw_update((AdamwElement){1, 0, 0}, -1, false, &s1);
-        const uint64_t random = rng_u64(rng_key(42, 0x5352000000000000ull + 1), (uint64_t)i);
-        wrong += w[i] != bf16_to_float(bf16_from_float_stochastic(e.weight, (uint32_t)random & 0xffff));
-        wrong += m[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg, (uint32_t)(random >> 16) & 0xffff));
-        wrong += v[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg_sq, (uint32_t)(random >> 32) & 0xffff));
+        const AdamwRandom random = adamw_random(&s1, i);
+        wrong += w[i] != bf16_to_float(bf16_from_float_stochastic(e.weight, random.weight >> 16));
+        wrong += m[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg, random.exp_avg >> 16));
+        wrong += v[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg_sq, random.exp_avg_sq >> 16));
     }
     CHECK(wrong == 0, "%lld stored values are not rounded with the bits they should be", (long long)wrong);
     for (int i = 0; i < N; i++) m[i] = v[i] = 0;  // the same in two parts: the bits hang on the flat index alone

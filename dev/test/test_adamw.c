@@ -1,0 +1,211 @@
+// adamw_math.h's rounding bits: pinned values, and whether 48 bits an element look independent and uniform wherever an optimizer could tell. All
+// seeds are fixed; every bound is five standard deviations of what true random bits would give, so a check that fails is a flaw, not chance.
+#include "../../llmc/adamw_math.h"
+#include "check.h"
+
+enum { FIELDS = 3, SAMPLES = 1 << 18 };
+#define SIGMAS 5.0
+
+typedef struct {
+    uint32_t field[FIELDS];  // 16 bits each: weight, exp_avg, exp_avg_sq
+} Draw;
+
+static AdamwStep step_of(int64_t step, uint64_t seed) { return adamw_step(step, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, seed); }
+
+static Draw draw(const AdamwStep *s, int64_t i) {
+    const AdamwRandom r = adamw_random(s, i);
+    return (Draw){{r.weight >> 16, r.exp_avg >> 16, r.exp_avg_sq >> 16}};
+}
+
+// In units of the standard deviation of a uniform number, about its mean.
+static double centred(uint32_t field) { return ((double)field + 0.5 - 32768) / (65536 / sqrt(12)); }
+
+// The numbers may not change between builds, since a resumed run draws on.
+static void test_pinned(void) {
+    const struct {
+        uint64_t seed;
+        int64_t step, i;
+        uint32_t weight, exp_avg, exp_avg_sq;
+    } pinned[] = {
+        {0, 1, 0, 0x097f294e, 0x6b8028b6, 0x684bbeae},
+        {0, 1, 1, 0x6d4cb1ce, 0xd733a736, 0x04a2af2e},
+        {42, 1, 7, 0x88020653, 0x3a522b97, 0x493208c3},
+        {42, 2, 7, 0x3d149f3a, 0x70333f32, 0x0f23a05a},
+        {42, 1, 8, 0x5bb6047f, 0xaac07553, 0xdf9066af},
+        {1234, 1000000, (1ll << 32) + 13, 0xe385c77e, 0x8787e726, 0x513dd3de},
+        {UINT64_MAX, 77, (1ll << 35) + 101, 0xe5f369ed, 0x8f37cfa9, 0x2b4fdb7d},
+        {5, 3, 0x123456789ab, 0x8d29483e, 0x606548e6, 0xe10db09e},
+    };
+    for (size_t k = 0; k < sizeof pinned / sizeof pinned[0]; k++) {
+        const AdamwStep s = step_of(pinned[k].step, pinned[k].seed);
+        const AdamwRandom r = adamw_random(&s, pinned[k].i);
+        const bool same = r.weight == pinned[k].weight && r.exp_avg == pinned[k].exp_avg && r.exp_avg_sq == pinned[k].exp_avg_sq;
+        CHECK(same, "seed %llu, step %lld, element %lld: 0x%08x, 0x%08x, 0x%08x", (unsigned long long)pinned[k].seed, (long long)pinned[k].step,
+              (long long)pinned[k].i, r.weight, r.exp_avg, r.exp_avg_sq);
+    }
+    const AdamwStep nearest = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, true, 42);
+    CHECK(adamw_random(&nearest, 5).weight == 0x80000000u, "weights that are rounded to nearest get half a unit");
+}
+
+// Mean, variance and single bits of each field, over elements first .. first + SAMPLES - 1 of one step.
+static void check_distribution(const char *label, const AdamwStep *s, int64_t first) {
+    double mean[FIELDS] = {0}, square[FIELDS] = {0}, worst_bit = 0;
+    int64_t ones[FIELDS][16] = {{0}};
+    for (int64_t n = 0; n < SAMPLES; n++) {
+        const Draw d = draw(s, first + n);
+        for (int f = 0; f < FIELDS; f++) {
+            const double x = centred(d.field[f]);
+            mean[f] += x, square[f] += x * x;
+            for (int b = 0; b < 16; b++) ones[f][b] += d.field[f] >> b & 1;
+        }
+    }
+    for (int f = 0; f < FIELDS; f++) {
+        const double z_mean = mean[f] / sqrt(SAMPLES), z_square = (square[f] - SAMPLES) / sqrt(0.8 * SAMPLES);  // x^2 has variance 0.8
+        CHECK(fabs(z_mean) < SIGMAS && fabs(z_square) < SIGMAS, "%s, field %d: mean %.1f, variance %.1f standard deviations off", label, f, z_mean, z_square);
+        for (int b = 0; b < 16; b++) worst_bit = fmax(worst_bit, fabs((double)ones[f][b] - SAMPLES / 2.0) / (sqrt(SAMPLES) / 2));
+    }
+    CHECK(worst_bit < SIGMAS, "%s: a bit is %.1f standard deviations off balance", label, worst_bit);
+}
+
+// Each field of element i of step s against each of element i + lag of step t: correlation, and chi-square over 16 x 16 bins.
+static void check_independence(const char *label, const AdamwStep *s, const AdamwStep *t, int64_t first, int64_t lag) {
+    static int32_t bins[FIELDS][FIELDS][256];
+    double product[FIELDS][FIELDS] = {{0}}, worst = 0, worst_chi = 0;
+    memset(bins, 0, sizeof bins);
+    for (int64_t n = 0; n < SAMPLES; n++) {
+        const Draw a = draw(s, first + n), b = draw(t, first + n + lag);
+        for (int f = 0; f < FIELDS; f++)
+            for (int g = 0; g < FIELDS; g++) {
+                product[f][g] += centred(a.field[f]) * centred(b.field[g]);
+                bins[f][g][a.field[f] >> 12 << 4 | b.field[g] >> 12]++;
+            }
+    }
+    for (int f = 0; f < FIELDS; f++)
+        for (int g = 0; g < FIELDS; g++) {
+            if (f == g && lag == 0 && s == t) continue;
+            double chi = 0;
+            for (int b = 0; b < 256; b++) chi += pow(bins[f][g][b] - SAMPLES / 256.0, 2) / (SAMPLES / 256.0);
+            worst = fmax(worst, fabs(product[f][g]) / sqrt(SAMPLES)), worst_chi = fmax(worst_chi, fabs(chi - 255) / sqrt(2 * 255));
+        }
+    CHECK(worst < SIGMAS && worst_chi < SIGMAS, "%s, elements %lld apart: correlation %.1f, chi-square %.1f standard deviations off", label, (long long)lag,
+          worst, worst_chi);
+}
+
+// Sums of 256 numbers a stride apart, as down a column of a matrix, scatter like sums of independent ones.
+static void check_strides(const char *label, const AdamwStep *s) {
+    enum { TERMS = 256, SUMS = 1 << 10 };
+    for (int k = 0; k < 36; k++) {
+        const int64_t stride = 1ll << k;
+        double square[FIELDS] = {0};
+        for (int64_t n = 0; n < SUMS; n++) {
+            double sum[FIELDS] = {0};
+            const int64_t first = (int64_t)(rng_u64(5, (uint64_t)(k * SUMS + n)) >> 30);
+            for (int64_t j = 0; j < TERMS; j++) {
+                const Draw d = draw(s, first + j * stride);
+                for (int f = 0; f < FIELDS; f++) sum[f] += centred(d.field[f]);
+            }
+            for (int f = 0; f < FIELDS; f++) square[f] += sum[f] * sum[f] / TERMS;
+        }
+        for (int f = 0; f < FIELDS; f++) {
+            const double z = (square[f] - SUMS) / sqrt(2.0 * SUMS);
+            CHECK(fabs(z) < SIGMAS, "%s, stride 2^%d, field %d: the variance of sums is %.1f standard deviations off", label, k, f, z);
+        }
+    }
+}
+
+static int differing_bits(Draw a, Draw b) {
+    int bits = 0;
+    for (int f = 0; f < FIELDS; f++) bits += __builtin_popcount(a.field[f] ^ b.field[f]);
+    return bits;
+}
+
+// Each bit of the element's index, and each of the key, flips half of the 48 bits.
+static void check_avalanche(const char *label, const AdamwStep *s) {
+    enum { TRIALS = 1 << 12 };
+    for (int bit = 0; bit < 44 + 64; bit++) {
+        AdamwStep other = *s;
+        if (bit >= 44) other.key ^= 1ull << (bit - 44);
+        double sum = 0;
+        for (int64_t n = 0; n < TRIALS; n++) {
+            const int64_t i = (int64_t)(rng_u64(6, (uint64_t)n) >> 24);
+            sum += differing_bits(draw(s, i), draw(&other, bit < 44 ? i ^ 1ll << bit : i));
+        }
+        const double z = (sum - 24.0 * TRIALS) / sqrt(12.0 * TRIALS);
+        CHECK(fabs(z) < SIGMAS, "%s: bit %d of %s flips %.2f of 48", label, bit < 44 ? bit : bit - 44, bit < 44 ? "the index" : "the key", sum / TRIALS);
+    }
+}
+
+static void check_step(const char *label, const AdamwStep *s, const AdamwStep *next) {
+    const int64_t lags[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 128,
+                            2048, 4096, 5120, 1ll << 24, 1ll << 31, 1ll << 32, (1ll << 32) + 8, 1ll << 33, 1ll << 35, 1ll << 36, 3ll << 35};
+    const int64_t starts[] = {0, (1ll << 32) - SAMPLES / 2, (1ll << 35) - SAMPLES / 2};
+    for (size_t k = 0; k < sizeof starts / sizeof starts[0]; k++) check_distribution(label, s, starts[k]);
+    for (size_t k = 0; k < sizeof lags / sizeof lags[0]; k++) check_independence(label, s, s, 0, lags[k]);
+    for (int64_t lag = 0; lag < 2; lag++) check_independence(label, s, next, 1 << 20, lag);
+    check_strides(label, s);
+    check_avalanche(label, s);
+}
+
+// Steps as runs have them, and keys that are small numbers themselves.
+static void test_quality(void) {
+    const uint64_t seeds[] = {0, 1, 42};
+    char label[64];
+    for (size_t k = 0; k < sizeof seeds / sizeof seeds[0]; k++)
+        for (int64_t step = 1; step < 3; step++) {
+            const AdamwStep s = step_of(step, seeds[k]), next = step_of(step + 1, seeds[k]);
+            format_checked(label, sizeof label, "seed %llu, step %lld", (unsigned long long)seeds[k], (long long)step);
+            check_step(label, &s, &next);
+        }
+    for (uint64_t key = 0; key < 3; key++) {
+        AdamwStep s = step_of(1, 0), next = s;
+        s.key = key, next.key = key + 1;
+        format_checked(label, sizeof label, "key %llu", (unsigned long long)key);
+        check_step(label, &s, &next);
+    }
+}
+
+// The mean of many roundings of a number is the number: over elements within a step, and over steps for one element.
+static void test_unbiased(void) {
+    const float values[] = {1.001f, -1.001f, 3.14159265f, -2.71828e-20f, 1.00390625f, 0.99999994f, 1.0000001f};
+    for (size_t k = 0; k < sizeof values / sizeof values[0]; k++)
+        for (int over_steps = 0; over_steps < 2; over_steps++) {
+            const float x = values[k], low = float_from_bits(float_bits(x) & 0xffff0000u);
+            const float spacing = float_from_bits(float_bits(low) + 0x10000u) - low;
+            double sum[FIELDS] = {0};
+            for (int64_t n = 0; n < SAMPLES; n++) {
+                const AdamwStep s = over_steps ? step_of(n + 1, 42) : step_of(3, 42);
+                const AdamwRandom r = adamw_random(&s, over_steps ? 5000000007 : n);
+                const uint32_t random[FIELDS] = {r.weight, r.exp_avg, r.exp_avg_sq};
+                for (int f = 0; f < FIELDS; f++) sum[f] += ((double)bf16_to_float(adamw_round(x, random[f])) - x) / spacing;
+            }
+            const double up = ((double)x - low) / spacing, sigma = sqrt(up * (1 - up) * SAMPLES);
+            for (int f = 0; f < FIELDS; f++)
+                CHECK(fabs(sum[f]) < SIGMAS * sigma + 1, "%.9g over %s, field %d: the mean is %.1f standard deviations off", (double)x,
+                      over_steps ? "steps" : "elements", f, sum[f] / sigma);
+        }
+}
+
+// Weights that take 1000 steps of a tenth of a bf16 spacing each: their mean arrives at the true sum, and they scatter as independent roundings
+// make them.
+static void test_small_steps(void) {
+    enum { N = 4096, STEPS = 1000 };
+    static float w[N];
+    for (int i = 0; i < N; i++) w[i] = 1;
+    for (int64_t step = 1; step <= STEPS; step++) {
+        const AdamwStep s = step_of(step, 42);
+        for (int i = 0; i < N; i++) w[i] = bf16_to_float(adamw_round(w[i] + 0.1f * 0x1p-7f, adamw_random(&s, i).weight));
+    }
+    double sum = 0, square = 0;
+    for (int i = 0; i < N; i++) sum += (w[i] - 1) * 128, square += pow((w[i] - 1) * 128 - 0.1 * STEPS, 2);
+    const double variance = 0.1 * 0.9 * STEPS;  // in spacings
+    CHECK(fabs(sum / N - 0.1 * STEPS) < SIGMAS * sqrt(variance / N), "the mean moved by %.3f spacings, not %.1f", sum / N, 0.1 * STEPS);
+    CHECK(fabs(square / N / variance - 1) < SIGMAS * sqrt(2.0 / N), "the variance is %.2f, not %.2f", square / N, variance);
+}
+
+int main(void) {
+    test_pinned();
+    test_quality();
+    test_unbiased();
+    test_small_steps();
+    return check_report();
+}
