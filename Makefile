@@ -48,10 +48,10 @@ build/synth_stories: data/synth_stories.c $(HEADERS) | build
 build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h $(HEADERS) $(KERNELS) | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
-# The order of the streams, on the host alone: the test's own functions stand in for these.
-STAND_INS := cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync cudaGetLastError __cudaGetKernel __cudaLaunchKernel \
+# The order of all ranks' streams, on the host alone: the test's own functions stand in for these.
+STAND_INS := cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync cudaMemcpyAsync cudaGetLastError __cudaGetKernel __cudaLaunchKernel \
 	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce
-build/test_fsdp_order: dev/test/test_fsdp_order.cu dev/test/check.h $(HEADERS) $(KERNELS) | build
+build/test_fsdp_order: dev/test/test_fsdp_order.cu dev/test/check.h dev/test/order_model.h $(HEADERS) $(KERNELS) | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(addprefix -Xlinker --wrap=,$(STAND_INS)) $(CUDALIBS) $(NCCL_LIBS)
 
 build/compare_checkpoints: dev/test/compare_checkpoints.c dev/test/check.h $(HEADERS) | build

@@ -137,6 +137,8 @@ static inline void nccl_settle(Nccl *n) {
 
 // The watch knows of what is enqueued between these two, on n->stream. `unit`: of the parameters; -1: none.
 static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t unit) {
+    nccl_watch(n);  // copies, unlike collectives, do not look at what has finished when they are enqueued
+    if (n->enqueued == n->finished) nccl_set(&n->progress, nccl_now());  // a pause before is no delay
     if (n->enqueued - n->finished == NCCL_PENDING) nccl_wait(n, n->operations[n->finished % NCCL_PENDING].done);
     NcclOperation *o = &n->operations[n->enqueued % NCCL_PENDING];
     o->what = what, o->unit = unit, o->step = n->step;

@@ -112,7 +112,6 @@ static inline bool peer_memory_try(PeerMemory *p, const PeerOffer *offers, cudaS
         cudaError_t status = offers[i].status;
         if (status == cudaSuccess && i != p->place) status = cudaIpcOpenMemHandle((void **)&p->base[i], offers[i].handle, cudaIpcMemLazyEnablePeerAccess);
         if (status == cudaSuccess) continue;
-        (void)cudaGetLastError();  // this refusal is no failure of the run
         if (i != p->place) p->base[i] = NULL;
         format_checked(reason, capacity, "the memory of rank %lld's GPU cannot be read from here (%s)", (long long)i, cudaGetErrorString(status));
         return false;
@@ -140,6 +139,7 @@ static inline bool peer_memory_open(PeerMemory *p, const Comm *c, char *memory, 
     own->status = cudaIpcGetMemHandle(&own->handle, memory);
     comm_all_gather(c, COMM_SHARD, own, offers, (int64_t)sizeof *own);
     const bool here = peer_memory_try(p, offers, stream, reason, capacity), everywhere = comm_min(c, COMM_WORLD, here) != 0;
+    if (!here) (void)cudaGetLastError();  // a refusal is no failure of the run: no later launch may find it
     if (!everywhere) peer_memory_close(p);
     return everywhere;
 }

@@ -1,0 +1,339 @@
+// Streams of several ranks, first noted and then run: do they order what they do to memory?
+//
+// For each stream a test notes what it is to do: reads and writes of memory, events recorded and waited for, values that streams write and wait for,
+// collectives. Then all streams run, each as far as what it waits for allows. Every stream has a clock of the operations of all streams that have happened
+// before; events, values and collectives carry it to others. Counted are
+//   races   two operations on the same memory, of which one writes, that the clocks do not order
+//   wrong   reads that find something else than they want
+//   stuck   streams that do not come to their end
+// Which stream runs next is drawn by lot. Whether there is a race does not depend on that, because an operation's clock is the same in every order; so one
+// order is enough.
+#ifndef DEV_TEST_ORDER_MODEL_H
+#define DEV_TEST_ORDER_MODEL_H
+
+#include "../../llmc/rng.h"
+
+enum { ORDER_MAX_RANKS = 4, ORDER_STREAMS = 2, ORDER_MAX_STREAMS = ORDER_MAX_RANKS * ORDER_STREAMS };  // stream s is of rank s / ORDER_STREAMS
+enum { ORDER_MAX_OPERATIONS = 1 << 14, ORDER_MAX_RECORDS = 1 << 14, ORDER_MAX_PIECES = 1 << 12, ORDER_MAX_SIGNALS = 64, ORDER_MAX_VALUES = 1 << 10 };
+
+// A rank's memory begins at a multiple of this, its number + 1. Nothing touches it.
+#define ORDER_MEMORY_STRIDE (1ll << 40)
+
+// What memory holds: a positive number of the test's choice, in whose upper bits stands over how many ranks it has been summed; or
+static const int64_t ORDER_UNWRITTEN = 0, ORDER_MIXED = -1;
+// What an operation wants to read, or writes: such a content; or
+static const int64_t ORDER_ANY = -2;      // whatever is there
+static const int64_t ORDER_CARRIED = -3;  // whatever is there, for the stream's next writes; what the stream has read so since the last of those
+
+static inline int64_t order_content(int64_t what, int64_t summed) { return (summed << 48) + what; }
+static inline int64_t order_sum(int64_t content, int64_t ranks) { return ranks && content > 0 ? content + (content >> 48 << 48) * (ranks - 1) : content; }
+
+typedef struct {
+    int64_t at[ORDER_MAX_STREAMS];  // operations of each stream that have happened before
+} OrderClock;
+
+typedef enum { ORDER_READ, ORDER_WRITE, ORDER_RECORD, ORDER_WAIT, ORDER_SIGNAL, ORDER_AWAIT, ORDER_COLLECTIVE } OrderKind;
+
+typedef struct {
+    OrderKind kind;
+    const char *from, *to;  // memory that is read, written
+    int64_t bytes, to_bytes;
+    int64_t value;          // reads, writes: content; record, wait: number of the record; signal, await: value
+    int64_t summed;         // writes, collectives: ranks over which the content is summed; 0: it is not
+    const char *name;       // collectives
+    const int *group;       // collectives: ranks that take part, by which they know each other
+} OrderOperation;
+
+typedef struct {
+    OrderOperation operations[ORDER_MAX_OPERATIONS];
+    int64_t count, next;
+    OrderClock clock;
+    int64_t carried;
+    bool passed_on;  // `carried` has been written
+} OrderStream;
+
+// From `begin` to that of the next piece, all bytes of a rank's memory have been treated alike.
+typedef struct {
+    const char *begin;
+    int64_t content;
+    int writer;                        // stream
+    int64_t write;                     // its number there; 0: never
+    int64_t reads[ORDER_MAX_STREAMS];  // number of the last read of each stream
+} OrderPiece;
+
+typedef struct {
+    OrderPiece pieces[ORDER_MAX_PIECES];
+    int64_t count;
+} OrderMemory;
+
+// The values that have been written to one address, on which one stream waits.
+typedef struct {
+    const char *address;
+    int64_t count, seen;
+    uint32_t value[ORDER_MAX_VALUES];
+    OrderClock clock[ORDER_MAX_VALUES];
+} OrderSignal;
+
+typedef struct {
+    int64_t ranks;
+    OrderStream streams[ORDER_MAX_STREAMS];
+    OrderMemory memory[ORDER_MAX_RANKS];
+    OrderClock records[ORDER_MAX_RECORDS];
+    bool recorded[ORDER_MAX_RECORDS];
+    OrderSignal signals[ORDER_MAX_SIGNALS];
+    int64_t num_records, num_signals;
+    int64_t races, wrong, stuck;
+    char problem[512];  // the first of them
+    const char *const *stream_names;  // [ORDER_STREAMS], for it
+    const char *(*name_of)(int64_t rank, const char *address);
+} Order;
+
+static Order order;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Noting
+
+static inline char *order_base(int64_t rank) { return (char *)((1 + rank) * ORDER_MEMORY_STRIDE); }
+
+static inline void order_begin(int64_t num_ranks, const char *const stream_names[ORDER_STREAMS], const char *(*name_of)(int64_t rank, const char *address)) {
+    if (num_ranks > ORDER_MAX_RANKS) die("more than %d ranks", ORDER_MAX_RANKS);
+    order.ranks = num_ranks, order.stream_names = stream_names, order.name_of = name_of;
+    order.num_records = order.num_signals = order.races = order.wrong = order.stuck = order.problem[0] = 0;
+    for (int i = 0; i < ORDER_MAX_STREAMS; i++) {
+        OrderStream *s = &order.streams[i];
+        memset(&s->clock, 0, sizeof s->clock);
+        s->count = s->next = 0, s->passed_on = true;
+    }
+}
+
+// A rank's memory is one piece, which nobody has written; a second one ends it.
+static inline void order_memory(int64_t rank, int64_t bytes) {
+    OrderMemory *m = &order.memory[rank];
+    memset(m->pieces, 0, 2 * sizeof *m->pieces);
+    m->count = 2;
+    m->pieces[0].begin = order_base(rank), m->pieces[1].begin = order_base(rank) + bytes;
+}
+
+static inline OrderOperation *order_note(int stream, OrderKind kind, int64_t value) {
+    OrderStream *s = &order.streams[stream];
+    if (s->count == ORDER_MAX_OPERATIONS) die("more than %d operations", ORDER_MAX_OPERATIONS);
+    OrderOperation *o = &s->operations[s->count++];
+    memset(o, 0, sizeof *o);
+    o->kind = kind, o->value = value;
+    return o;
+}
+
+static inline void order_read(int stream, const void *from, int64_t bytes, int64_t content) {
+    OrderOperation *o = order_note(stream, ORDER_READ, content);
+    o->from = (const char *)from, o->bytes = bytes;
+}
+
+static inline OrderOperation *order_write(int stream, const void *to, int64_t bytes, int64_t content) {
+    OrderOperation *o = order_note(stream, ORDER_WRITE, content);
+    o->to = (const char *)to, o->to_bytes = bytes;
+    return o;
+}
+
+// Returns the record's number, for order_wait.
+static inline int64_t order_record(int stream) {
+    if (order.num_records == ORDER_MAX_RECORDS) die("more than %d records of events", ORDER_MAX_RECORDS);
+    order.recorded[order.num_records] = false;
+    order_note(stream, ORDER_RECORD, order.num_records);
+    return order.num_records++;
+}
+
+static inline void order_wait(int stream, int64_t record) { order_note(stream, ORDER_WAIT, record); }
+
+// A value is written to an address; a stream waits until that, or a later one in cyclic order, is there.
+static inline void order_signal(int stream, const void *at, uint32_t value) { order_note(stream, ORDER_SIGNAL, value)->to = (const char *)at; }
+static inline void order_await(int stream, const void *at, uint32_t value) { order_note(stream, ORDER_AWAIT, value)->to = (const char *)at; }
+
+static inline void order_collective(int stream, const char *name, const int *group, const void *from, int64_t bytes, void *to, int64_t to_bytes, int64_t summed) {
+    OrderOperation *o = order_note(stream, ORDER_COLLECTIVE, 0);
+    o->name = name, o->group = group, o->summed = summed;
+    o->from = (const char *)from, o->bytes = bytes, o->to = (const char *)to, o->to_bytes = to_bytes;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory
+
+static inline int64_t order_rank_of(const char *address) {
+    const int64_t rank = (int64_t)((uintptr_t)address / ORDER_MEMORY_STRIDE) - 1;
+    if (rank < 0 || rank >= order.ranks) die("address %p is in no rank's memory", (const void *)address);
+    return rank;
+}
+
+static inline const char *order_stream_name(int stream) { return order.stream_names[stream % ORDER_STREAMS]; }
+
+static inline void order_report(int64_t *count, int stream, const char *does, const char *address, const char *but, int other) {
+    if ((*count)++ || *order.problem) return;
+    const int64_t rank = order_rank_of(address);
+    char by[64] = "";
+    if (other >= 0) format_checked(by, sizeof by, " rank %d's %s stream", other / ORDER_STREAMS, order_stream_name(other));
+    format_checked(order.problem, sizeof order.problem, "rank %d's %s stream %s %s of rank %lld, %s%s", stream / ORDER_STREAMS, order_stream_name(stream), does,
+                   order.name_of(rank, address), (long long)rank, but, by);
+}
+
+// The piece that begins at `address`, which is made by cutting the one that it is in.
+static inline int64_t order_piece(OrderMemory *m, const char *address) {
+    int64_t low = 0, high = m->count;  // pieces[low] begins at the address or before, pieces[high] after
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (m->pieces[middle].begin <= address) low = middle;
+        else high = middle;
+    }
+    if (m->pieces[low].begin == address) return low;
+    if (address < m->pieces[0].begin || high == m->count) die("address %p is outside a rank's memory", (const void *)address);
+    if (m->count == ORDER_MAX_PIECES) die("more than %d pieces of memory", ORDER_MAX_PIECES);
+    memmove(&m->pieces[high + 1], &m->pieces[high], (size_t)(m->count++ - high) * sizeof *m->pieces);
+    m->pieces[high] = m->pieces[low];
+    m->pieces[high].begin = address;
+    return high;
+}
+
+// Returns the content: ORDER_MIXED where it is not the same throughout.
+static inline int64_t order_run_read(int stream, const char *from, int64_t bytes) {
+    OrderMemory *m = &order.memory[order_rank_of(from)];
+    OrderClock *now = &order.streams[stream].clock;
+    const int64_t number = ++now->at[stream], begin = order_piece(m, from), end = order_piece(m, from + bytes), content = m->pieces[begin].content;
+    bool same = true;
+    for (OrderPiece *p = &m->pieces[begin]; p < &m->pieces[end]; p++) {
+        if (p->write > now->at[p->writer]) order_report(&order.races, stream, "reads", p->begin, "in no order with the write by", p->writer);
+        p->reads[stream] = number;
+        same = same && p->content == content;
+    }
+    return same ? content : ORDER_MIXED;
+}
+
+static inline void order_run_write(int stream, const char *to, int64_t bytes, int64_t content) {
+    OrderMemory *m = &order.memory[order_rank_of(to)];
+    OrderClock *now = &order.streams[stream].clock;
+    const int64_t number = ++now->at[stream], begin = order_piece(m, to), end = order_piece(m, to + bytes);
+    for (OrderPiece *p = &m->pieces[begin]; p < &m->pieces[end]; p++) {
+        if (p->write > now->at[p->writer]) order_report(&order.races, stream, "writes", p->begin, "in no order with the write by", p->writer);
+        for (int other = 0; other < ORDER_MAX_STREAMS; other++)
+            if (p->reads[other] > now->at[other]) order_report(&order.races, stream, "writes", p->begin, "in no order with the read by", other);
+        p->writer = stream, p->write = number, p->content = content;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Running
+
+static inline void order_join(OrderClock *now, const OrderClock *before) {
+    for (int i = 0; i < ORDER_MAX_STREAMS; i++) now->at[i] = max_i64(now->at[i], before->at[i]);
+}
+
+static inline OrderSignal *order_signal_at(const char *address) {
+    for (int64_t i = 0; i < order.num_signals; i++)
+        if (order.signals[i].address == address) return &order.signals[i];
+    if (order.num_signals == ORDER_MAX_SIGNALS) die("values at more than %d addresses", ORDER_MAX_SIGNALS);
+    OrderSignal *s = &order.signals[order.num_signals++];
+    s->address = address, s->count = s->seen = 0;
+    return s;
+}
+
+static inline void order_run_signal(const OrderStream *s, const OrderOperation *o) {
+    OrderSignal *at = order_signal_at(o->to);
+    if (at->count == ORDER_MAX_VALUES) die("more than %d values", ORDER_MAX_VALUES);
+    at->value[at->count] = (uint32_t)o->value;
+    at->clock[at->count++] = s->clock;
+}
+
+// What follows sees what came before the first write of a value that is large enough; of later ones it cannot be sure. One stream writes there, one waits.
+static inline bool order_run_await(OrderStream *s, const OrderOperation *o) {
+    OrderSignal *at = order_signal_at(o->to);
+    while (at->seen < at->count && (int32_t)(at->value[at->seen] - (uint32_t)o->value) < 0) at->seen++;
+    if (at->seen == at->count) return false;
+    order_join(&s->clock, &at->clock[at->seen]);
+    return true;
+}
+
+// The streams that have come to the same collective as this operation. Counts none where they want different things.
+static inline int order_members(const OrderOperation *o, int members[ORDER_MAX_STREAMS]) {
+    int count = 0;
+    for (int i = 0; i < order.ranks * ORDER_STREAMS; i++) {
+        const OrderStream *s = &order.streams[i];
+        const OrderOperation *its = &s->operations[s->next];
+        if (s->next == s->count || its->kind != ORDER_COLLECTIVE || its->group != o->group) continue;
+        if (strcmp(its->name, o->name) != 0 || its->bytes != o->bytes || its->to_bytes != o->to_bytes) return 0;
+        members[count++] = i;
+    }
+    return count;
+}
+
+// Runs when all ranks have come to it. Each reads and writes its own memory, perhaps before the others have come: so these two must be in order with what the
+// rank itself knows. What follows sees what came before the collective everywhere.
+static inline bool order_run_collective(const OrderOperation *o) {
+    int members[ORDER_MAX_STREAMS];
+    const int count = order_members(o, members);
+    if (count < *o->group) return false;
+    OrderClock before;
+    memset(&before, 0, sizeof before);
+    for (int i = 0; i < count; i++) order_join(&before, &order.streams[members[i]].clock);
+    int64_t content = ORDER_ANY;
+    for (int i = 0; i < count; i++) {
+        const OrderStream *s = &order.streams[members[i]];
+        const int64_t its = order_run_read(members[i], s->operations[s->next].from, o->bytes);
+        content = content == ORDER_ANY || content == its ? its : ORDER_MIXED;
+    }
+    for (int i = 0; i < count; i++) {
+        OrderStream *s = &order.streams[members[i]];
+        order_run_write(members[i], s->operations[s->next++].to, o->to_bytes, order_sum(content, o->summed));
+        order_join(&s->clock, &before);
+    }
+    return true;
+}
+
+static inline void order_run_access(int stream, const OrderOperation *o) {
+    OrderStream *s = &order.streams[stream];
+    if (o->kind == ORDER_READ) {
+        const int64_t content = order_run_read(stream, o->from, o->bytes);
+        if (o->value == ORDER_CARRIED) s->carried = s->passed_on || s->carried == content ? content : ORDER_MIXED, s->passed_on = false;
+        else if (o->value != ORDER_ANY && o->value != content) order_report(&order.wrong, stream, "reads", o->from, "and finds something else than it should", -1);
+    } else {
+        order_run_write(stream, o->to, o->to_bytes, order_sum(o->value == ORDER_CARRIED ? s->carried : o->value, o->summed));
+        if (o->value == ORDER_CARRIED) s->passed_on = true;
+    }
+}
+
+// The stream's next operation. False if it has to wait.
+static inline bool order_step(int stream) {
+    OrderStream *s = &order.streams[stream];
+    const OrderOperation *o = &s->operations[s->next];
+    if (o->kind == ORDER_COLLECTIVE) return order_run_collective(o);
+    if (o->kind == ORDER_AWAIT && !order_run_await(s, o)) return false;
+    if (o->kind == ORDER_WAIT && !order.recorded[o->value]) return false;
+    if (o->kind == ORDER_WAIT) order_join(&s->clock, &order.records[o->value]);
+    if (o->kind == ORDER_RECORD) order.records[o->value] = s->clock, order.recorded[o->value] = true;
+    if (o->kind == ORDER_SIGNAL) order_run_signal(s, o);
+    if (o->kind == ORDER_READ || o->kind == ORDER_WRITE) order_run_access(stream, o);
+    s->next++;
+    return true;
+}
+
+// Runs all streams, in an order that the seed picks, until they are done or none can go on.
+static inline void order_run(uint64_t seed) {
+    const uint64_t count = (uint64_t)(order.ranks * ORDER_STREAMS);
+    bool moves = true;
+    for (uint64_t turn = 0; moves; turn++) {
+        const uint64_t random = rng_u64(seed, turn);
+        moves = false;
+        for (uint64_t i = 0; i < count && !moves; i++) {
+            const int stream = (int)((random % count + i) % count);
+            const OrderStream *s = &order.streams[stream];
+            for (uint64_t left = 1 + (random >> 32) % 32; left && s->next < s->count && order_step(stream); left--) moves = true;
+        }
+    }
+    for (int i = 0; i < (int)count; i++) {
+        const OrderStream *s = &order.streams[i];
+        const OrderOperation *o = &s->operations[s->next];
+        if (s->next == s->count) continue;
+        order.stuck++;
+        if (o->kind == ORDER_WAIT || *order.problem) continue;  // for an event of a stream that is stuck
+        format_checked(order.problem, sizeof order.problem, "rank %d's %s stream waits for ever for %s", i / ORDER_STREAMS, order_stream_name(i),
+                       o->kind == ORDER_AWAIT ? "a value" : o->name);
+    }
+}
+
+#endif
