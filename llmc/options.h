@@ -393,6 +393,8 @@ static inline const char *options_conflict(const Options *o, char *message, size
         format_checked(message, capacity, "--sharding hybrid needs --shard-size, the ranks that share one copy of the model (for example those of one host)");
     else if (o->sharding != SHARDING_HYBRID && o->shard_size)
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
+    else if (o->copy_engines == ON && o->sharding == SHARDING_NONE)
+        format_checked(message, capacity, "--copy-engines on: with --sharding none nothing is gathered, and NCCL reduces the gradients; leave it at auto");
     else if (o->world_size && !o->dry_run)
         format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that mpirun -np starts");
     else if (o->precision == PRECISION_FP8)

@@ -1,8 +1,8 @@
 // The GPUs of one host reading each other's memory with their copy engines (CUDA IPC over NVLink or PCIe). NCCL's kernels take multiprocessors from the
 // matrix products beside them, and a product that fills the GPU then takes up to twice as long; copies take none.
 //
-// A rank may read what the others have written before a barrier (peer_barrier, or any NCCL collective of theirs), and must be done, as another barrier tells
-// them, before they write there again.
+// A rank may read what the others have written before a barrier (peer_barrier, or a collective of NCCL that waits for all of them), and must be done, as
+// another barrier tells them, before they write there again.
 #ifndef LLMC_PEER_MEMORY_CUH
 #define LLMC_PEER_MEMORY_CUH
 
@@ -89,15 +89,18 @@ static inline void peer_memory_close(PeerMemory *p) {
     memset(p, 0, sizeof *p);
 }
 
-// Whether streams can wait for values in memory here.
+// Whether streams can wait for values in memory here, and write them to the others.
 static inline bool peer_can_wait(PeerMemory *p, cudaStream_t stream) {
     void *function = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
     const cudaError_t error = cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || !function) return false;
     p->enqueue = (StreamMemoryOperations)function;
-    CUstreamBatchMemOpParams operations[] = {peer_write(p->arrivals + p->place, 0), peer_wait(p->arrivals + p->place, 0)};
-    return p->enqueue((CUstream)stream, 2, operations, 0) == CUDA_SUCCESS;
+    CUstreamBatchMemOpParams operations[PEER_MAX_RANKS + 1];
+    const int64_t offset = (char *)(p->arrivals + p->place) - p->base[p->place];
+    for (int64_t i = 0; i < p->ranks; i++) operations[i] = peer_write((uint32_t *)(p->base[i] + offset), 0);  // as it is already
+    operations[p->ranks] = peer_wait(p->arrivals + p->place, 0);
+    return p->enqueue((CUstream)stream, (unsigned)p->ranks + 1, operations, 0) == CUDA_SUCCESS;
 }
 
 // Opens the others' memory. False, with the reason, where this rank cannot.

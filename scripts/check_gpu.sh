@@ -47,11 +47,13 @@ tally test_fsdp_order build/test_fsdp_order
 tally gpu_runs dev/test/gpu_runs.sh
 tally gpu_ranks dev/test/gpu_ranks.sh
 
-# Two steps of a small model under one tool of compute-sanitizer: $1 = tool; the rest is the model and options of the trainer.
+# Two steps of a small model under one tool of compute-sanitizer: $1 = tool; the rest is the model and options of the trainer. racecheck leaves out cuBLASLt's own
+# kernels (nvjet...): it takes the bulk copies of those with scales of rows or blocks for races.
 sanitize() {
-    local tool=$1
+    local tool=$1 only=""
     shift
-    compute-sanitizer --tool "$tool" --error-exitcode 9 ./train_fp8cu "$@" --train-data build/check_train.bin --batch-size 2 \
+    [ "$tool" = racecheck ] && only="--kernel-name-exclude kns=nvjet"
+    compute-sanitizer --tool "$tool" $only --error-exitcode 9 ./train_fp8cu "$@" --train-data build/check_train.bin --batch-size 2 \
         --num-steps 2 --deterministic >build/sanitize.log 2>&1 || { grep '^=========' build/sanitize.log | head -n 60; tail -n 3 build/sanitize.log; return 1; }
     echo "compute-sanitizer $tool, $*: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log)"
 }

@@ -222,6 +222,7 @@ static void test_conflicts(void) {
         {"tiny --precision fp8 --sequence-length 40", "in multiples of 16 (FP8 matrix products), not 1 x 40; --sequence-length 48 would do"},
         {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""}, {"tiny --precision bf16 --sequence-length 40", ""},
         {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"}, {"tiny --sharding hybrid --shard-size 2", ""},
+        {"tiny --sharding none --copy-engines on", "with --sharding none nothing is gathered"}, {"tiny --sharding none --copy-engines off", ""}, {"tiny --copy-engines on", ""},
         {"tiny --shard-size 2", "--shard-size is for --sharding hybrid"}, {"tiny --world-size 8", "--world-size is for --dry-run"},
         {"tiny --world-size 8 --dry-run", ""}};
     char message[512];
