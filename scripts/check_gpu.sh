@@ -47,15 +47,24 @@ tally test_fsdp_order build/test_fsdp_order
 tally gpu_runs dev/test/gpu_runs.sh
 tally gpu_ranks dev/test/gpu_ranks.sh
 
-# Two steps of a small model under one tool of compute-sanitizer: $1 = tool; the rest is the model and options of the trainer. racecheck leaves out cuBLASLt's own
-# kernels (nvjet...): it takes the bulk copies of those with scales of rows or blocks for races.
+# Whether every hazard in racecheck's output $1 is in a kernel of cuBLASLt (nvjet...), whose bulk copies to shared memory it takes for races.
+only_in_cublaslt() {
+    local all own
+    all=$(sed -n 's/.*RACECHECK SUMMARY: \([0-9]*\) hazards\{0,1\} displayed.*/\1/p' "$1" | tail -n 1)
+    own=$(grep -c 'Race reported between .* at nvjet_' "$1")
+    [ "$own" -gt 0 ] && [ "$own" = "$all" ]
+}
+
+# Two steps of a small model under one tool of compute-sanitizer: $1 = tool; the rest is the model and options of the trainer.
 sanitize() {
-    local tool=$1 only=""
+    local tool=$1 status note=""
     shift
-    [ "$tool" = racecheck ] && only="--kernel-name-exclude kns=nvjet"
-    compute-sanitizer --tool "$tool" $only --error-exitcode 9 ./train_fp8cu "$@" --train-data build/check_train.bin --batch-size 2 \
-        --num-steps 2 --deterministic >build/sanitize.log 2>&1 || { grep '^=========' build/sanitize.log | head -n 60; tail -n 3 build/sanitize.log; return 1; }
-    echo "compute-sanitizer $tool, $*: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log)"
+    compute-sanitizer --tool "$tool" --print-limit 0 --error-exitcode 9 ./train_fp8cu "$@" --train-data build/check_train.bin --batch-size 2 \
+        --num-steps 2 --deterministic >build/sanitize.log 2>&1
+    status=$?
+    if [ $status -eq 9 ] && [ "$tool" = racecheck ] && only_in_cublaslt build/sanitize.log; then status=0 note=", all in cuBLASLt's kernels"; fi
+    [ $status -eq 0 ] || { grep '^=========' build/sanitize.log | head -n 60; tail -n 3 build/sanitize.log; return 1; }
+    echo "compute-sanitizer $tool, $*: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log | tail -n 1)$note"
 }
 say "compute-sanitizer"
 if [ -n "${QUICK:-}" ]; then
