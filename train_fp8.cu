@@ -1143,13 +1143,15 @@ static void fill_rope_table(Trainer *t) {
     free(table);
 }
 
-// Lets the ranks that share a copy of the weights read each other's memory, where they can and may.
+// Lets the ranks that share a copy of the weights read each other's memory, where they can and may. If not, rank 0 says why for all.
 static void open_peers(Trainer *t, int64_t bytes) {
     Fsdp *f = &t->fsdp;
     char reason[256] = "";
     if (!f->copies || peer_memory_open(&f->peers, t->comm, t->memory, bytes, f->arrivals, f->nccl->stream, reason, sizeof reason)) return;
-    if (t->o->copy_engines == ON && *reason) die("--copy-engines on: %s", reason);
-    if (*reason) warn("NCCL moves weights and gradients, because %s", reason);
+    const double first = comm_min(t->comm, COMM_WORLD, *reason ? (double)t->comm->rank : INFINITY);
+    comm_broadcast(t->comm, COMM_WORLD, (int64_t)first, reason, (int64_t)sizeof reason);
+    if (t->o->copy_engines == ON) die("--copy-engines on: %s", reason);
+    printf("\nNCCL moves weights and gradients, because %s\n", reason);
 }
 
 // Takes the GPU memory, plans the matrix products, initializes weights and clears the rest.
