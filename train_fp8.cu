@@ -179,11 +179,8 @@ static Fp8Tensor fp8_tensor(const Trainer *t, int64_t l, int scale, const GemmIn
     const TensorRole role = roles[scale / NUM_LINEARS];
     const Recipe *r = t->precision.recipe;
     const int64_t number = l * NUM_SCALES + scale;
-    Fp8Tensor q;
-    memset(&q, 0, sizeof q);
+    Fp8Tensor q = recipe_tensor(r, role, precision_format(&t->precision, role));
     q.row = x->row, q.col = x->col;
-    q.row_grain = recipe_grain(r, role, COPY_ROW), q.col_grain = recipe_grain(r, role, COPY_COL);
-    q.format = precision_format(&t->precision, role), q.rule = r->rule;
     q.amax = t->amax + l * t->amaxes + t->amax_at[scale];
     q.delayed_scale = r->delayed ? t->delayed_scale + number : NULL;
     q.row_scales = q.row_grain == GRAIN_TENSOR ? t->inverse_scale + number * 4 : x->row_scales;
@@ -519,9 +516,7 @@ static void plan_product(Trainer *t, GemmPlan *p) {
 // The three products of a linear layer over R rows, by one recipe.
 static void plan_linear(Trainer *t, const LinearShape *s, GemmPlan plans[NUM_GEMMS], const Recipe *recipe, int64_t R, bool bias) {
     for (int kind = 0; kind < NUM_GEMMS; kind++) {
-        // cuBLASLt's order: w, w, x and x, dy, dy
-        const Fp8Format a = precision_format(&t->precision, kind == GEMM_WGRAD ? TENSOR_X : TENSOR_W), b = precision_format(&t->precision, kind == GEMM_FPROP ? TENSOR_X : TENSOR_DY);
-        const GemmSpec spec = {recipe, a, b, fast_accumulation(t->o, recipe, (GemmKind)kind), t->o->fp8_emulate && recipe_is_fp8(recipe, (GemmKind)kind)};
+        const GemmSpec spec = gemm_spec(&t->precision, t->o, recipe, (GemmKind)kind);
         plans[kind] = gemm_describe(s->name, (GemmKind)kind, R, s->N, s->K, spec, bias && kind == GEMM_FPROP);
         plan_product(t, &plans[kind]);
     }
@@ -655,12 +650,7 @@ static void layer_forward_until_mlp(Trainer *t, int64_t l, const bf16 *residual,
     attention_forward(a->att, a->lse, qkv, attention_dims(t), t->stream);
     profile_mark(&t->profile, "attention, forward", PROFILE_FLOPS_BF16, attention_flops(t));
     const TensorSource att = {a->att, t->d.ATT};
-    uint32_t *amax = fused_amax(t, l, SCALE_INPUT + OUT_PROJ);
-    if (amax) {
-        tensor_amax(amax, a->att, t->d.R * t->d.ATT, t->stream);
-        mark_bytes(t, "amax passes", t->d.R * t->d.ATT * 2);
-    }
-    if (is_fp8(t, l, OUT_PROJ)) quantize(t, input_fp8(t, l, OUT_PROJ), att, t->d.R, t->d.ATT, current_tensor_scales(t));
+    if (is_fp8(t, l, OUT_PROJ)) quantize(t, input_fp8(t, l, OUT_PROJ), att, t->d.R, t->d.ATT, false);
     linear_forward(t, OUT_PROJ, l, t->branch);
     norm_forward(t, l, GATE_UP_PROJ, a->x_mid, a->rstd2, a->x_in, t->branch, w.norm2);
     linear_forward(t, GATE_UP_PROJ, l, a->gate_up);
@@ -673,10 +663,7 @@ static void layer_forward_mlp(Trainer *t, int64_t l) {
     const SwigluSource source = {a->gate_up, d->F};
     if (is_fp8(t, l, DOWN_PROJ)) {
         Fp8Tensor h = input_fp8(t, l, DOWN_PROJ);
-        uint32_t *amax = fused_amax(t, l, SCALE_INPUT + DOWN_PROJ);
-        if (amax) swiglu_amax(amax, a->gate_up, d->R, d->F, t->stream);
-        if (amax) mark_bytes(t, "amax passes", d->R * d->F * 4);
-        else if (!h.delayed_scale) amax_pass(t, h, source, d->R, d->F);  // of rows, and of columns for backward
+        if (!h.delayed_scale) amax_pass(t, h, source, d->R, d->F);  // also for the copy that backward makes
         h.col = NULL;  // backward writes it
         quantize(t, h, source, d->R, d->F, true);
     } else {

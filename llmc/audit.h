@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "recipes.h"
+#include "precision.h"
 
 // Sums over the elements of one copy; all zero: nothing seen yet. Maxima are bits of non-negative floats.
 typedef struct {
@@ -12,6 +12,10 @@ typedef struct {
     double signal, noise;              // sums of squares of the values, and of what quantization changed
     uint32_t amax, scale_max, inverse_scale_max;
 } AuditSums;
+
+// Where the sums of a copy lie among those of a model, [L, NUM_LINEARS, NUM_TENSORS, 2]; from one linear layer, and from one layer, to the next.
+enum { AUDIT_LINEAR = NUM_TENSORS * 2, AUDIT_LAYER = NUM_LINEARS * AUDIT_LINEAR };
+static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, CopyKind copy) { return l * AUDIT_LAYER + id * AUDIT_LINEAR + tensor * 2 + copy; }
 
 // Inverse scales are rounded, so the element that made a scale can lie some 2^-23 beyond the range. Two bf16 numbers differ by 2^-8 of themselves at least.
 #define AUDIT_RANGE_SLACK (1.0 / 65536)

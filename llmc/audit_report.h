@@ -8,8 +8,7 @@
 #include "logger.h"
 
 // Sums of all operands are an array [layer][LinearId][TensorRole][CopyKind].
-static inline int64_t audit_count(const Precision *p) { return p->num_layers * NUM_LINEARS * NUM_TENSORS * 2; }
-static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, CopyKind copy) { return ((l * NUM_LINEARS + id) * NUM_TENSORS + tensor) * 2 + copy; }
+static inline int64_t audit_count(const Precision *p) { return p->num_layers * AUDIT_LAYER; }
 
 // Each of n sums becomes what all ranks together have seen.
 static inline void audit_reduce(const Comm *c, AuditSums *sums, int64_t n) {

@@ -6,7 +6,6 @@
 #define LLMC_AUTO_FILTER_CUH
 
 #include "gemm.cuh"
-#include "precision.h"
 #include "rng.h"
 
 enum { AUTO_FILTER_RUNS = 7, AUTO_FILTER_BUFFERS = 24 };
@@ -50,8 +49,7 @@ static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
     const Recipe *r = f->precision->recipe;
     const int64_t rows = auto_filter_rows(f, t), cols = auto_filter_cols(f, t), n = rows * cols;
     Fp8Tensor *q = &f->fp8[t];
-    memset(q, 0, sizeof *q);
-    q->format = precision_format(f->precision, t), q->rule = r->rule, q->row_grain = recipe_grain(r, t, COPY_ROW), q->col_grain = recipe_grain(r, t, COPY_COL);
+    *q = recipe_tensor(r, t, precision_format(f->precision, t));
     if (q->row_grain != GRAIN_BF16) q->row = (uint8_t *)auto_filter_alloc(f, n);
     if (q->col_grain != GRAIN_BF16) q->col = (uint8_t *)auto_filter_alloc(f, n);
     q->row_scales = auto_filter_alloc(f, scale_bytes(q->row_grain, rows, cols));
@@ -104,15 +102,13 @@ static inline GemmOperand auto_filter_operand(const AutoFilter *f, TensorRole t,
 
 // Microseconds of the three products in a recipe. FP8 ones read what auto_filter_cast made.
 static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
-    static const struct { TensorRole a, b; CopyKind copy_a, copy_b; } operands[NUM_GEMMS] = {
-        {TENSOR_W, TENSOR_X, COPY_ROW, COPY_ROW}, {TENSOR_W, TENSOR_DY, COPY_COL, COPY_ROW}, {TENSOR_X, TENSOR_DY, COPY_COL, COPY_COL}};
     double us = 0;
-    for (int kind = 0; kind < NUM_GEMMS; kind++) {
-        const auto *o = &operands[kind];
-        const bool fp8 = recipe_is_fp8(r, (GemmKind)kind);
-        const GemmSpec spec = {r, precision_format(f->precision, o->a), precision_format(f->precision, o->b), fast_accumulation(f->options, r, (GemmKind)kind), false};
-        const GemmOperand a = auto_filter_operand(f, o->a, o->copy_a, fp8), b = auto_filter_operand(f, o->b, o->copy_b, fp8);
-        GemmPlan p = gemm_describe(f->shape.name, (GemmKind)kind, f->R, f->shape.N, f->shape.K, spec, false);
+    for (int i = 0; i < NUM_GEMMS; i++) {
+        const GemmKind kind = (GemmKind)i;
+        const bool fp8 = recipe_is_fp8(r, kind);
+        const GemmOperand a = auto_filter_operand(f, gemm_tensor(kind, 1), kind == GEMM_FPROP ? COPY_ROW : COPY_COL, fp8);
+        const GemmOperand b = auto_filter_operand(f, gemm_tensor(kind, 0), kind == GEMM_WGRAD ? COPY_COL : COPY_ROW, fp8);
+        GemmPlan p = gemm_describe(f->shape.name, kind, f->R, f->shape.N, f->shape.K, gemm_spec(f->precision, f->options, r, kind), false);
         gemm_choose(&f->gemm, &p, f->result, a, b, NULL);
         us += auto_filter_time(f, [&] { gemm_run(&f->gemm, &p, f->result, a, b, NULL, false); });
         gemm_destroy(&p);

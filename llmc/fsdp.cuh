@@ -273,12 +273,8 @@ static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t unit) {
 // The FP8 weight of linear layer j of a layer, as casts write it and products read it.
 static inline Fp8Tensor fsdp_weight_fp8(const Fsdp *f, int64_t unit, int j) {
     const int64_t l = unit - 1, number = l * f->scale_stride + j, offset = f->precision->linear[j].offset;
-    const Recipe *r = f->precision->recipe;
-    Fp8Tensor q;
-    memset(&q, 0, sizeof q);
+    Fp8Tensor q = recipe_tensor(f->precision->recipe, TENSOR_W, precision_format(f->precision, TENSOR_W));
     q.row = fsdp_rows(f, unit) + offset, q.col = fsdp_cols(f, unit) + offset;
-    q.format = precision_format(f->precision, TENSOR_W), q.rule = r->rule;
-    q.row_grain = recipe_grain(r, TENSOR_W, COPY_ROW), q.col_grain = recipe_grain(r, TENSOR_W, COPY_COL);
     q.amax = f->amax + l * f->amax_stride + f->scales[j].amax;
     q.delayed_scale = f->delayed_scale ? f->delayed_scale + number : NULL;
     q.row_scales = q.col_scales = f->inverse_scale + 4 * number;
@@ -286,7 +282,7 @@ static inline Fp8Tensor fsdp_weight_fp8(const Fsdp *f, int64_t unit, int j) {
         q.row_scales = f->row_scales + fsdp_ring(unit, f->num_rows) * f->row_scale_bytes + f->scales[j].row_scales;
         q.col_scales = f->col_scales + fsdp_ring(unit, f->num_cols) * f->col_scale_bytes + f->scales[j].col_scales;
     }
-    for (int copy = 0; copy < 2 && f->audit; copy++) q.audit[copy] = f->audit + ((l * NUM_LINEARS + j) * NUM_TENSORS + TENSOR_W) * 2 + copy;
+    for (int copy = 0; copy < 2 && f->audit; copy++) q.audit[copy] = f->audit + audit_index(l, j, TENSOR_W, (CopyKind)copy);
     return q;
 }
 
@@ -322,7 +318,7 @@ static inline void fsdp_begin_gather(Fsdp *f, int64_t unit) {
 // all [ranks][slice] = each rank's part [slice].
 static inline void fsdp_gather_slice(Fsdp *f, const void *part, void *all, int64_t slice, ncclDataType_t type) {
     const int64_t element = type == ncclUint8 ? 1 : (int64_t)sizeof(bf16);
-    if (f->peers.ranks) peer_read_all(&f->peers, part, all, slice * element, f->nccl->stream);
+    if (f->peers.ranks) peer_read(&f->peers, part, all, slice * element, true, f->nccl->stream);
     else nccl_all_gather(f->nccl, COMM_SHARD, part, all, slice, type);
 }
 
@@ -413,7 +409,7 @@ static inline void fsdp_cast_shard(Fsdp *f) {
     s.amax = f->amax, s.inverse_scale = f->inverse_scale, s.slot_stride = f->scale_stride;
     s.rule = f->precision->recipe->rule, s.delayed_scale = f->delayed_scale;
     quantize_slices(&s, f->stream);
-    if (f->audit) audit_slices(&s, f->audit + TENSOR_W * 2, NUM_LINEARS * NUM_TENSORS * 2, NUM_TENSORS * 2, f->stream);
+    if (f->audit) audit_slices(&s, f->audit + audit_index(0, 0, TENSOR_W, COPY_ROW), AUDIT_LAYER, AUDIT_LINEAR, f->stream);
 }
 
 // Amaxes of tensors become those of a group of ranks. The slots that nobody has raised since they were cleared take part.
@@ -587,7 +583,7 @@ static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit, bool add) {
         for (int64_t first = 0; first < g.slice; first += f->received_slice) {
             const int64_t count = min_i64(f->received_slice, g.slice - first);
             const bf16 *own = from[k] + f->plan.place * g.slice + first;
-            peer_read_others(&f->peers, own, f->received, count * (int64_t)sizeof(bf16), stream);
+            peer_read(&f->peers, own, f->received, count * (int64_t)sizeof(bf16), false, stream);
             fsdp_sum_kernel<<<grid_size(count, FSDP_THREADS * 8), FSDP_THREADS, 0, stream>>>(f->grads + g.shard + first, own, f->received, f->peers.ranks, f->peers.place, count, add);
             CUDA_CHECK_LAUNCH();
         }

@@ -19,8 +19,8 @@
 
 #include <cublasLt.h>
 
+#include "precision.h"
 #include "quantize.cuh"
-#include "recipes.h"
 
 #define GEMM_WORKSPACE_BYTES (64ll << 20)
 #define GEMM_CANDIDATES 8  // cuBLASLt 13.1 has no more for these products
@@ -48,6 +48,13 @@ typedef struct {
     bool fast;     // sum with fewer bits: fast_accumulation() of precision.h
     bool emulate;  // FP8 products in BF16
 } GemmSpec;
+
+// A product of a run, in one of its recipes.
+static inline GemmSpec gemm_spec(const Precision *p, const Options *o, const Recipe *r, GemmKind kind) {
+    const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 1)), precision_format(p, gemm_tensor(kind, 0)), fast_accumulation(o, r, kind),
+                        o->fp8_emulate && recipe_is_fp8(r, kind)};
+    return s;
+}
 
 // A tensor as a product reads it: its data and, for FP8, its inverse scales (device, 16-byte aligned, in the order of scale_index()).
 typedef struct {

@@ -65,21 +65,13 @@ static inline void peer_barrier(PeerMemory *p, cudaStream_t stream) {
     if (status != CUDA_SUCCESS) die("cuStreamBatchMemOp failed with CUresult %d", (int)status);
 }
 
-// others [ranks - 1][bytes] = what lies at `part` in the other ranks' memory, in their order.
-static inline void peer_read_others(const PeerMemory *p, const void *part, void *others, int64_t bytes, cudaStream_t stream) {
+// to [ranks][bytes] = what lies at `part` in each rank's memory, in their order; not with_own: [ranks - 1][bytes], the others' alone.
+static inline void peer_read(const PeerMemory *p, const void *part, void *to, int64_t bytes, bool with_own, cudaStream_t stream) {
     const int64_t offset = (const char *)part - p->base[p->place];
-    for (int64_t i = 1; i < p->ranks; i++) {
+    for (int64_t i = !with_own; i < p->ranks; i++) {
         const int64_t from = (p->place + i) % p->ranks;  // no two ranks read the same one at a time
-        CUDA_CHECK(cudaMemcpyAsync((char *)others + (from - (from > p->place)) * bytes, p->base[from] + offset, (size_t)bytes, cudaMemcpyDeviceToDevice, stream));
-    }
-}
-
-// all [ranks][bytes] = what lies at `part` in each rank's memory.
-static inline void peer_read_all(const PeerMemory *p, const void *part, void *all, int64_t bytes, cudaStream_t stream) {
-    const int64_t offset = (const char *)part - p->base[p->place];
-    for (int64_t i = 0; i < p->ranks; i++) {
-        const int64_t from = (p->place + i) % p->ranks;
-        CUDA_CHECK(cudaMemcpyAsync((char *)all + from * bytes, p->base[from] + offset, (size_t)bytes, cudaMemcpyDeviceToDevice, stream));
+        const int64_t index = with_own || from < p->place ? from : from - 1;
+        CUDA_CHECK(cudaMemcpyAsync((char *)to + index * bytes, p->base[from] + offset, (size_t)bytes, cudaMemcpyDeviceToDevice, stream));
     }
 }
 

@@ -128,12 +128,11 @@ static inline const char *grain_name(Grain g) {
 static inline void precision_print_product(const Precision *p, const Options *o, const LinearShape *s, const Recipe *r, GemmKind gemm, int64_t R, const char *plain,
                                            const char *note) {
     static const char *const passes[] = {"fprop", "dgrad", "wgrad"};
-    static const TensorRole tensors[NUM_GEMMS][2] = {{TENSOR_X, TENSOR_W}, {TENSOR_DY, TENSOR_W}, {TENSOR_DY, TENSOR_X}};
     char operand[2][32];
     for (int i = 0; i < 2; i++) {
         const Grain g = r->grain[gemm][i];
         if (g == GRAIN_BF16) format_checked(operand[i], sizeof operand[i], "%s", plain);
-        else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, tensors[gemm][i]) == FP8_E4M3 ? "e4m3" : "e5m2", grain_name(g));
+        else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", grain_name(g));
     }
     const int64_t rows = gemm == GEMM_WGRAD ? s->N : R, cols = gemm == GEMM_FPROP ? s->N : s->K, depth = gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R;
     const bool fast = fast_accumulation(o, r, gemm);

@@ -89,6 +89,14 @@ static inline void quantize_source(const char *function, Fp8Tensor out, Source s
     if (out.audit[COPY_ROW] || out.audit[COPY_COL]) audit_source(out, source, R, C, stream);
 }
 
+// Raises *amax to the largest magnitude of all that a source makes, NaN above infinity, by a kernel of its own, if it has one.
+template <class Source>
+static inline bool source_amax(uint32_t *, const Source &, int64_t, int64_t, cudaStream_t) { return false; }
+static inline bool source_amax(uint32_t *amax, const TensorSource &source, int64_t R, int64_t C, cudaStream_t stream) {
+    tensor_amax(amax, source.x, R * C, stream);
+    return true;
+}
+
 // The amax pass: raises the slots at out.amax, which the caller has cleared, as the grains need, whether or not both copies are wanted now. Nothing for
 // block grains. 2 bytes read an element of a tensor in memory.
 template <class Source>
@@ -97,6 +105,8 @@ static inline void quantize_amax_source(const char *function, Fp8Tensor out, Sou
     const FineAmaxes amaxes = fine_amaxes(&out, R);
     if (!copy_amaxes(out.row_grain, R) && !copy_amaxes(out.col_grain, C)) return;
     if (!out.amax) die("%s: an Fp8Tensor needs amax for these grains", function);
+    const bool whole = out.row_grain == GRAIN_TENSOR && out.col_grain == GRAIN_TENSOR && fp8_rule_keeps_nan(out.rule);
+    if (whole && source_amax(out.amax, source, R, C, stream)) return;
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
     if (fp8_rule_keeps_nan(out.rule)) quantize_amax_kernel<Source, true><<<blocks, CAST_THREADS, 0, stream>>>(source, amaxes, R, C);
     else quantize_amax_kernel<Source, false><<<blocks, CAST_THREADS, 0, stream>>>(source, amaxes, R, C);
@@ -117,8 +127,7 @@ static inline void quantize_transpose(Fp8Tensor out, const bf16 *x, int64_t R, i
 static inline void tensor_amax_pass(Fp8Tensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     require_aligned16(x, "tensor_amax_pass", "x");
     TensorSource source = {x, C};
-    if (out.row_grain == GRAIN_TENSOR && out.col_grain == GRAIN_TENSOR && fp8_rule_keeps_nan(out.rule)) tensor_amax(out.amax, x, R * C, stream);
-    else quantize_amax_source("tensor_amax_pass", out, source, R, C, stream);
+    quantize_amax_source("tensor_amax_pass", out, source, R, C, stream);
 }
 
 // Both passes, or the cast alone where the scale is known. The caller has cleared the slots at out.amax.

@@ -28,6 +28,15 @@ typedef struct {
     ScaleRule rule;
 } Fp8Tensor;
 
+// A tensor of a linear layer as its recipe casts it. Where its copies, scales and amaxes lie is the caller's to say.
+static inline Fp8Tensor recipe_tensor(const Recipe *r, TensorRole role, Fp8Format format) {
+    Fp8Tensor t;
+    memset(&t, 0, sizeof t);
+    t.format = format, t.rule = r->rule;
+    t.row_grain = recipe_grain(r, role, COPY_ROW), t.col_grain = recipe_grain(r, role, COPY_COL);
+    return t;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // amax of a tensor in memory
 

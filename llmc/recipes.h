@@ -65,6 +65,12 @@ static inline const Recipe *recipe_row(int index) {
     return &rows[index];
 }
 
+// The tensors that a product multiplies, in the order of Recipe.grain.
+static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
+    static const TensorRole tensors[NUM_GEMMS][2] = {{TENSOR_X, TENSOR_W}, {TENSOR_DY, TENSOR_W}, {TENSOR_DY, TENSOR_X}};
+    return tensors[gemm][operand];
+}
+
 // Which product reads a copy, and as which of its two operands.
 static inline Grain recipe_grain(const Recipe *r, TensorRole tensor, CopyKind copy) {
     static const struct { GemmKind gemm; int operand; } reader[NUM_TENSORS][2] = {{{GEMM_FPROP, 0}, {GEMM_WGRAD, 1}}, {{GEMM_FPROP, 1}, {GEMM_DGRAD, 1}}, {{GEMM_DGRAD, 0}, {GEMM_WGRAD, 0}}};

@@ -162,6 +162,12 @@ struct SwigluSource {
     __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *) const { v[0] = swiglu_values(raw.gate, raw.up); }
 };
 
+// See quantize_amax_source.
+static inline bool source_amax(uint32_t *amax, const SwigluSource &source, int64_t R, int64_t F, cudaStream_t stream) {
+    swiglu_amax(amax, source.gate_up, R, F, stream);
+    return true;
+}
+
 struct SwigluGradientRaw {
     Bf16x8 d, gate, up;
 };

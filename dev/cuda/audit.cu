@@ -168,10 +168,8 @@ static void check_parts(void) {
 // The casts' own audits: quantize.cuh calls them where an Fp8Tensor has places for the sums
 
 // A tensor's copies as a recipe has them, not cast yet.
-static Fp8Tensor recipe_tensor(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
-    Fp8Tensor t = {};
-    t.row_grain = recipe_grain(r, tensor, COPY_ROW), t.col_grain = recipe_grain(r, tensor, COPY_COL);
-    t.rule = r->rule, t.format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
+static Fp8Tensor recipe_copies(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
+    Fp8Tensor t = recipe_tensor(r, tensor, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
     if (t.row_grain != GRAIN_BF16) t.row = (uint8_t *)bench_alloc(R * C), t.row_scales = bench_zeros(scale_bytes(t.row_grain, R, C));
     if (t.col_grain != GRAIN_BF16) t.col = (uint8_t *)bench_alloc(R * C), t.col_scales = bench_zeros(scale_bytes(t.col_grain, C, R));
     if (t.row_grain == GRAIN_TENSOR && t.col_grain == GRAIN_TENSOR) bench_free(t.col_scales), t.col_scales = t.row_scales;
@@ -179,7 +177,7 @@ static Fp8Tensor recipe_tensor(const Recipe *r, TensorRole tensor, int64_t R, in
     return t;
 }
 
-static void recipe_tensor_free(Fp8Tensor t) {
+static void recipe_copies_free(Fp8Tensor t) {
     void *device[] = {t.row, t.col, t.row_scales, t.col_scales == t.row_scales ? NULL : t.col_scales, t.amax};
     for (void *p : device) bench_free(p);
 }
@@ -192,7 +190,7 @@ static void check_cast(int recipe, TensorRole tensor) {
     float *x = bf16_to_floats(bits, R * C);
     bf16 *device_x = (bf16 *)bench_upload(bits, R * C * 2);
     AuditSums *sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
-    Fp8Tensor t = recipe_tensor(r, tensor, R, C);
+    Fp8Tensor t = recipe_copies(r, tensor, R, C);
     t.audit[COPY_ROW] = sums, t.audit[COPY_COL] = sums + 1;
     tensor_quantize(t, device_x, R, C, 0);
     AuditSums *got = (AuditSums *)bench_download(sums, 2 * (int64_t)sizeof(AuditSums), r->name);
@@ -210,7 +208,7 @@ static void check_cast(int recipe, TensorRole tensor) {
         }
         check_sums(label, &got[copy], &want);
     }
-    recipe_tensor_free(t);
+    recipe_copies_free(t);
     bench_free(device_x), bench_free(sums);
     free(got), free(bits), free(x);
 }
@@ -274,7 +272,7 @@ static void check_large(void) {
     const int64_t R = 524416, C = 4096;
     bf16 *x = bench_random(R * C, 3, 1);
     AuditSums *sums = (AuditSums *)bench_zeros(3 * (int64_t)sizeof(AuditSums));
-    Fp8Tensor t = recipe_tensor(recipe_row(RECIPE_TENSORWISE), TENSOR_W, R, C), row = t, col = t;
+    Fp8Tensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, R, C), row = t, col = t;
     tensor_quantize(t, x, R, C, 0);
     row.audit[COPY_ROW] = sums, col.audit[COPY_COL] = sums + 1;
     audit_source(row, TensorSource{x, C}, R, C, 0);
@@ -284,7 +282,7 @@ static void check_large(void) {
     check_sums("large, row copy", &got[0], &got[2]);
     check_sums("large, col copy", &got[1], &got[2]);
     CHECK(got[0].count == (double)R * (double)C, "large: %.0f elements", got[0].count);
-    recipe_tensor_free(t);
+    recipe_copies_free(t);
     bench_free(x), bench_free(sums);
     free(got);
 }
@@ -300,7 +298,7 @@ static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int6
     const double n = (double)R * (double)C;
     bf16 *x = bench_random(R * C, 5, 1);
     AuditSums *sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
-    Fp8Tensor t = recipe_tensor(r, tensor, R, C);
+    Fp8Tensor t = recipe_copies(r, tensor, R, C);
     tensor_quantize(t, x, R, C, 0);
     const double cast = bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); });
     t.audit[COPY_ROW] = sums, t.audit[COPY_COL] = sums + 1;
@@ -308,7 +306,7 @@ static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int6
     const bool twice = t.row && t.col && !audit_shares_codes(t.row_grain, t.col_grain);
     format_checked(name, sizeof name, "audit, %s (%.1f x the cast)", r->name, audit / cast);
     bench_report(b, name, shape, audit, (twice ? 6 : 3) * n, AUDIT_REASON);
-    recipe_tensor_free(t);
+    recipe_copies_free(t);
     bench_free(x), bench_free(sums);
 }
 
@@ -318,11 +316,11 @@ static void bench_part(Bench *b, int64_t n) {
     format_checked(shape, sizeof shape, "%lld", (long long)n);
     bf16 *x = bench_random(n, 5, 1);
     AuditSums *sums = (AuditSums *)bench_zeros((int64_t)sizeof(AuditSums));
-    Fp8Tensor t = recipe_tensor(recipe_row(RECIPE_TENSORWISE), TENSOR_W, n / 4096, 4096);
+    Fp8Tensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, n / 4096, 4096);
     tensor_quantize(t, x, n / 4096, 4096, 0);
     const double us = bench_time_us(b, [&] { audit_part(sums, x, t.row, (const float *)t.row_scales, n, t.format, 0); });
     bench_report(b, "audit of a part", shape, us, 3.0 * (double)n, AUDIT_REASON);
-    recipe_tensor_free(t);
+    recipe_copies_free(t);
     bench_free(x), bench_free(sums);
 }
 
