@@ -348,7 +348,6 @@ static double gradient_norm(const Trainer *t) {
 typedef struct {
     float *values;
     const uint8_t *codes;
-    float scale;  // that it is or was cast with, if one for all of it was found when the weights changed; else 0
 } Weight;
 
 // Views of one layer's weights or gradients. The fused products read neighbours as one matrix.
@@ -368,6 +367,9 @@ static float cast_scale(const Trainer *t, int64_t l, int id, TensorRole tensor, 
     return known > 0 ? known : fp8_scale_te(float_from_bits(amax), format, (int)t->o->fp8_margin);
 }
 
+// The same of a whole weight, whose largest magnitude was found when the weights changed.
+static float weight_scale(const Trainer *t, int64_t l, int id) { return cast_scale(t, l, id, TENSOR_W, t->amax[delayed_index(l, TENSOR_W, id)]); }
+
 static Block block(const Trainer *t, GatheredLayer layer) {
     const LayerOffsets *at = &t->table.layer;
     const int64_t l = layer.layer, matrices = t->table.layer_segments[SEGMENT_VECTORS];
@@ -381,7 +383,6 @@ static Block block(const Trainer *t, GatheredLayer layer) {
         const int64_t offset = t->precision.linear[id].offset;
         if (layer.codes) b.linear[id].codes = layer.codes + offset;
         else b.linear[id].values = unit + shard_gathered_offset(&t->table, &t->plan, 1 + l, matrices + offset);
-        if (precision_of(&t->precision, l, id)->gathers_fp8) b.linear[id].scale = cast_scale(t, l, id, TENSOR_W, t->amax[delayed_index(l, TENSOR_W, id)]);
     }
     return b;
 }
@@ -423,8 +424,9 @@ static LinearOperand operand(Trainer *t, int64_t l, LinearId id, TensorRole tens
 static LinearOperand weight_operand(Trainer *t, int64_t l, LinearId id, CopyKind copy, Weight w) {
     const Recipe *r = precision_of(&t->precision, l, id);
     const LinearShape *s = &t->precision.linear[id];
-    if (w.codes) return linear_operand_of_codes(w.codes, s->N, s->K, copy, FP8_E4M3, w.scale);
-    const LinearOperand q = linear_operand(w.values, s->N, s->K, copy, recipe_grain(r, TENSOR_W, copy), r->rule, FP8_E4M3, w.scale);
+    const float scale = r->gathers_fp8 ? weight_scale(t, l, id) : 0;  // 0: the cast finds its own
+    if (w.codes) return linear_operand_of_codes(w.codes, s->N, s->K, copy, FP8_E4M3, scale);
+    const LinearOperand q = linear_operand(w.values, s->N, s->K, copy, recipe_grain(r, TENSOR_W, copy), r->rule, FP8_E4M3, scale);
     audit_cast(t, l, id, TENSOR_W, copy, w.values, &q);
     return q;
 }
@@ -552,8 +554,7 @@ static void model_backward(Trainer *t, const int32_t *tokens, const int32_t *tar
 // This rank's part of a fused weight of layer l.
 static ShardRange linear_range(const Trainer *t, int64_t l, int id) {
     const LinearShape *s = &t->precision.linear[id];
-    const int64_t matrices = layer_offset(&t->table, l) + t->table.layer_segments[SEGMENT_VECTORS];
-    return shard_range(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES, matrices + s->offset, s->N * s->K);
+    return shard_matrix(&t->table, &t->plan, l, s->offset, s->N * s->K);
 }
 
 // This rank's codes of it.
@@ -561,9 +562,6 @@ static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
     const ShardSegment g = shard_segment(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES);
     return t->codes + l * g.slice + r.shard - g.shard;
 }
-
-// The scale that the whole of it is cast with.
-static float weight_scale(const Trainer *t, int64_t l, int id) { return cast_scale(t, l, id, TENSOR_W, t->amax[delayed_index(l, TENSOR_W, id)]); }
 
 // Largest magnitudes of whole weights, by one reduction over the shard group for all of them, and FP8 codes of this rank's slices where they travel so.
 static void weights_quantize(Trainer *t) {
@@ -682,7 +680,7 @@ static void report_nonfinite(const Trainer *t, int64_t step, double loss, int64_
 
 // Before step `step` (counted from 1): whether --fp8-audit looks at its casts. Weights that travel as codes were cast before it, slice by slice.
 static void audit_begin(Trainer *t, int64_t step) {
-    t->auditing = t->o->fp8_audit && step % t->o->fp8_audit == 0;
+    t->auditing = is_due(t->o->fp8_audit, step);
     if (!t->auditing) return;
     memset(t->step_audit, 0, (size_t)audit_count(&t->precision) * sizeof(AuditSums));
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
@@ -698,10 +696,7 @@ static void audit_begin(Trainer *t, int64_t step) {
 
 // After it: the audit of all ranks to the log, and to that of the run.
 static void audit_end(Trainer *t, Logger *log, int64_t step) {
-    if (!t->auditing) return;
-    audit_reduce(t->comm, t->step_audit, audit_count(&t->precision));
-    audit_log(log, step, t->step_audit, &t->precision);
-    audit_merge_all(t->run_audit, t->step_audit, audit_count(&t->precision));
+    if (t->auditing) audit_finish(t->comm, log, step, t->step_audit, t->run_audit, &t->precision);
 }
 
 static int64_t host_memory(void) {
@@ -882,13 +877,13 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
         logger_step(log, &s);
         audit_end(t, log, s.step);
         const bool last = s.step == o->num_steps;
-        if (*o->val_data && (last || (o->val_every && s.step % o->val_every == 0))) {
+        if (*o->val_data && (last || is_due(o->val_every, s.step))) {
             const double loss = validate(t, &setup->val);
             if (!isnan(loss) || !stop_requested(t)) logger_validation(log, s.step, loss);
         }
-        if (o->sample_every && (last || s.step % o->sample_every == 0)) print_sample(t, &setup->tokenizer, s.step);
+        if (o->sample_every && (last || is_due(o->sample_every, s.step))) print_sample(t, &setup->tokenizer, s.step);
         stop = stop_requested(t);
-        if (*o->checkpoint_dir && (last || stop || (o->checkpoint_every && s.step % o->checkpoint_every == 0))) save_checkpoint(t, progress);
+        if (*o->checkpoint_dir && (last || stop || is_due(o->checkpoint_every, s.step))) save_checkpoint(t, progress);
     }
     return stop;
 }

@@ -1035,7 +1035,6 @@ static TrainerState trainer_state(Trainer *t) {
     s.read = state_read, s.write = state_write;
     s.plan = &t->fsdp.plan, s.comm = t->comm;
     s.delayed = t->delayed_scale ? &t->delayed_state : NULL;
-    s.delayed = t->delayed_scale ? &t->delayed_state : NULL;
     return s;
 }
 
@@ -1211,8 +1210,7 @@ __global__ static void round_weights_kernel(bf16 *weights, const float *master, 
 // The largest magnitude of this rank's part of linear layer i of layer l.
 static void shard_amax(Trainer *t, int64_t l, int i) {
     const LinearShape *s = &t->precision.linear[i];
-    const ShardSegment matrices = shard_segment(&t->table, &t->fsdp.plan, 1 + l, SEGMENT_MATRICES);
-    const ShardRange r = shard_range(&t->table, &t->fsdp.plan, 1 + l, SEGMENT_MATRICES, matrices.flat + s->offset, s->N * s->K);
+    const ShardRange r = shard_matrix(&t->table, &t->fsdp.plan, l, s->offset, s->N * s->K);
     if (r.count) tensor_amax(t->amax + l * t->amaxes + t->amax_at[SCALE_WEIGHT + i], t->weights + r.shard, r.count, t->stream);
 }
 
@@ -1342,8 +1340,6 @@ static void save_checkpoint(Run *run, int64_t steps_done) {
     run->saved_step = steps_done;
 }
 
-static bool is_due(int64_t every, int64_t steps_done) { return every && steps_done % every == 0; }
-
 // What the casts of the last step did to their tensors, on all ranks, to the log and the run's sums.
 static void report_audit(Run *run, int64_t steps_done) {
     Trainer *t = &run->t;
@@ -1351,9 +1347,7 @@ static void report_audit(Run *run, int64_t steps_done) {
     AuditSums *sums = (AuditSums *)xcalloc((size_t)count, sizeof *sums);
     trainer_wait_all(t);
     CUDA_CHECK(cudaMemcpy(sums, t->audit, (size_t)count * sizeof *sums, cudaMemcpyDeviceToHost));
-    audit_reduce(t->comm, sums, count);
-    audit_log(&run->logger, steps_done, sums, &t->precision);
-    for (int64_t i = 0; i < count; i++) audit_merge(&run->audit[i], &sums[i]);
+    audit_finish(t->comm, &run->logger, steps_done, sums, run->audit, &t->precision);
     free(sums);
 }
 
@@ -1482,7 +1476,7 @@ int main(int argc, char **argv) {
     format_versions(versions, sizeof versions);
     const RunInfo info = {"train_fp8cu", device.name, versions, comm.world, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name)};
     run.logger = logger_open(&o, &run.setup.model, &run.t.table, &run.t.precision, info);
-    run.audit = (AuditSums *)xcalloc((size_t)audit_count(&run.t.precision), sizeof *run.audit);
+    if (o.fp8_audit) run.audit = (AuditSums *)xcalloc((size_t)audit_count(&run.t.precision), sizeof *run.audit);
     if (comm.world > 1) printf("\n%lld ranks, ", (long long)comm.world);
     else printf("\n");
     printf("%s, %s\n", device.name, versions);

@@ -60,9 +60,7 @@ static inline void audit_merge_all(AuditSums *into, const AuditSums *from, int64
 static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth, int64_t outer_stride,
                               int64_t depth_stride, Grain grain, Fp8Format format) {
     AuditSums *rows = (AuditSums *)xcalloc((size_t)outer, sizeof *rows);
-#ifdef _OPENMP
-#pragma omp parallel for
-#endif
+    PARALLEL_FOR
     for (int64_t i = 0; i < outer; i++) {
         AuditSums row = rows[i];
         for (int64_t k = 0; k < depth; k++)

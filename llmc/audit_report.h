@@ -29,22 +29,21 @@ static inline void audit_reduce(const Comm *c, AuditSums *sums, int64_t n) {
     free(maxima);
 }
 
-// The operands of the three products, and the copies that they read.
-enum { AUDIT_OPERANDS = 6, AUDIT_WORST = 3 };
+// An operand of one of the three products, and the copy that it is.
+enum { AUDIT_OPERANDS = 2 * NUM_GEMMS, AUDIT_WORST = 3 };
 
 typedef struct {
-    GemmKind gemm;
-    int place;  // first or second operand
     TensorRole tensor;
     CopyKind copy;
     const char *gemm_name, *name;
 } AuditOperand;
 
-static inline const AuditOperand *audit_operand(int index) {
-    static const AuditOperand operands[AUDIT_OPERANDS] = {
-        {GEMM_FPROP, 0, TENSOR_X, COPY_ROW, "fprop", "x"},  {GEMM_FPROP, 1, TENSOR_W, COPY_ROW, "fprop", "w"},  {GEMM_DGRAD, 0, TENSOR_DY, COPY_ROW, "dgrad", "dy"},
-        {GEMM_DGRAD, 1, TENSOR_W, COPY_COL, "dgrad", "w"},  {GEMM_WGRAD, 0, TENSOR_DY, COPY_COL, "wgrad", "dy"}, {GEMM_WGRAD, 1, TENSOR_X, COPY_COL, "wgrad", "x"}};
-    return &operands[index];
+static inline AuditOperand audit_operand(int index) {
+    static const char *const names[NUM_TENSORS] = {"x", "w", "dy"};
+    const GemmKind gemm = (GemmKind)(index / 2);
+    const TensorRole tensor = gemm_tensor(gemm, index % 2);
+    const AuditOperand o = {tensor, gemm_copy(gemm, index % 2), gemm_kind_name(gemm), names[tensor]};
+    return o;
 }
 
 static inline bool audit_shared(const Precision *p, TensorRole tensor) {
@@ -52,12 +51,12 @@ static inline bool audit_shared(const Precision *p, TensorRole tensor) {
 }
 
 // What one operand of linear layer `id` of layer l has gathered; count 0 if it is bf16 or was never cast in an audit. Copies that hold the same codes are one.
-static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int64_t l, int id, const AuditOperand *o) {
+static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int64_t l, int id, AuditOperand o) {
     AuditSums s;
     memset(&s, 0, sizeof s);
-    if (precision_of(p, l, id)->grain[o->gemm][o->place] == GRAIN_BF16) return s;
+    if (recipe_grain(precision_of(p, l, id), o.tensor, o.copy) == GRAIN_BF16) return s;
     for (int copy = 0; copy < 2; copy++)
-        if (copy == (int)o->copy || audit_shared(p, o->tensor)) audit_merge(&s, &sums[audit_index(l, id, o->tensor, (CopyKind)copy)]);
+        if (copy == (int)o.copy || audit_shared(p, o.tensor)) audit_merge(&s, &sums[audit_index(l, id, o.tensor, (CopyKind)copy)]);
     return s;
 }
 
@@ -67,7 +66,7 @@ static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {
         const int64_t l = i / (NUM_LINEARS * AUDIT_OPERANDS);
         const int id = (int)(i / AUDIT_OPERANDS % NUM_LINEARS);
-        const AuditOperand *o = audit_operand((int)(i % AUDIT_OPERANDS));
+        const AuditOperand o = audit_operand((int)(i % AUDIT_OPERANDS));
         const AuditSums s = audit_of(sums, p, l, id, o);
         if (s.count == 0) continue;
         JsonText line = {NULL, 0, 0};
@@ -75,8 +74,8 @@ static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums
         logger_add_int(&line, "step", step);
         logger_add_int(&line, "layer", l);
         logger_add_text(&line, "linear", p->linear[id].name);
-        logger_add_text(&line, "gemm", o->gemm_name);
-        logger_add_text(&line, "operand", o->name);
+        logger_add_text(&line, "gemm", o.gemm_name);
+        logger_add_text(&line, "operand", o.name);
         logger_add(&line, "amax", (double)float_from_bits(s.amax));
         logger_add(&line, "scale_min", (double)audit_scale_min(&s));
         logger_add(&line, "scale_max", (double)audit_scale_max(&s));
@@ -88,11 +87,18 @@ static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums
     }
 }
 
+// After a step that was audited: what this rank's `sums` hold becomes what all ranks have seen, goes to the log, and joins those of the run.
+static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, AuditSums *sums, AuditSums *run, const Precision *p) {
+    audit_reduce(c, sums, audit_count(p));
+    audit_log(logger, step, sums, p);
+    audit_merge_all(run, sums, audit_count(p));
+}
+
 // NaN is worst of all.
 static inline bool audit_is_worse(double db, double than) { return isnan(db) ? !isnan(than) : db < than; }
 
 // One row: an operand of a linear layer over all layers. Nothing if it was never seen.
-static inline void audit_print_operand(const AuditSums *sums, const Precision *p, int id, const AuditOperand *o) {
+static inline void audit_print_operand(const AuditSums *sums, const Precision *p, int id, AuditOperand o) {
     AuditSums all;
     memset(&all, 0, sizeof all);
     int64_t worst_layer = -1;
@@ -105,8 +111,8 @@ static inline void audit_print_operand(const AuditSums *sums, const Precision *p
         audit_merge(&all, &s);
     }
     if (worst_layer < 0) return;
-    printf("  %-9s %-6s %-3s %-4s %-8s %7.2f %8.2f %6lld %12.4f%% %10.4f%% %12.4g\n", p->linear[id].name, o->gemm_name, o->name,
-           precision_format(p, o->tensor) == FP8_E4M3 ? "e4m3" : "e5m2", grain_name(recipe_grain(p->recipe, o->tensor, o->copy)), audit_sqnr_db(&all), worst,
+    printf("  %-9s %-6s %-3s %-4s %-8s %7.2f %8.2f %6lld %12.4f%% %10.4f%% %12.4g\n", p->linear[id].name, o.gemm_name, o.name,
+           precision_format(p, o.tensor) == FP8_E4M3 ? "e4m3" : "e5m2", grain_name(recipe_grain(p->recipe, o.tensor, o.copy)), audit_sqnr_db(&all), worst,
            (long long)worst_layer, 100 * all.flushed / all.count, 100 * all.saturated / all.count, (double)float_from_bits(all.amax));
 }
 
@@ -114,7 +120,7 @@ typedef struct {
     double db;
     int64_t layer;
     int id;
-    const AuditOperand *operand;
+    AuditOperand operand;
 } AuditPlace;
 
 // The places with the lowest SQNR, worst first; equal ones in the order of the layers. Returns how many there are. Copies that hold the same codes count once.
@@ -123,7 +129,7 @@ static inline int audit_find_worst(AuditPlace worst[AUDIT_WORST], const AuditSum
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {
         AuditPlace place = {0, i / (NUM_LINEARS * AUDIT_OPERANDS), (int)(i / AUDIT_OPERANDS % NUM_LINEARS), audit_operand((int)(i % AUDIT_OPERANDS))};
         const AuditSums s = audit_of(sums, p, place.layer, place.id, place.operand);
-        if (s.count == 0 || (place.operand->copy == COPY_COL && audit_shared(p, place.operand->tensor))) continue;
+        if (s.count == 0 || (place.operand.copy == COPY_COL && audit_shared(p, place.operand.tensor))) continue;
         place.db = audit_sqnr_db(&s);
         int at = found;
         for (; at > 0 && audit_is_worse(place.db, worst[at - 1].db); at--)
@@ -147,9 +153,9 @@ static inline void audit_print_table(const AuditSums *sums, const Precision *p) 
     for (int i = 0; i < NUM_LINEARS * AUDIT_OPERANDS; i++) audit_print_operand(sums, p, i / AUDIT_OPERANDS, audit_operand(i % AUDIT_OPERANDS));
     printf("  FP8 hurts most:");
     for (int i = 0; i < found; i++) {
-        const AuditOperand *o = worst[i].operand;
-        printf("%s layer %lld %s %s (%s, %.2f dB)", i ? "," : "", (long long)worst[i].layer, p->linear[worst[i].id].name, o->name,
-               audit_shared(p, o->tensor) ? "both passes" : o->gemm_name, worst[i].db);
+        const AuditOperand o = worst[i].operand;
+        printf("%s layer %lld %s %s (%s, %.2f dB)", i ? "," : "", (long long)worst[i].layer, p->linear[worst[i].id].name, o.name,
+               audit_shared(p, o.tensor) ? "both passes" : o.gemm_name, worst[i].db);
     }
     printf("\n");
     fflush(stdout);

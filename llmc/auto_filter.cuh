@@ -106,8 +106,8 @@ static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
     for (int i = 0; i < NUM_GEMMS; i++) {
         const GemmKind kind = (GemmKind)i;
         const bool fp8 = recipe_is_fp8(r, kind);
-        const GemmOperand a = auto_filter_operand(f, gemm_tensor(kind, 1), kind == GEMM_FPROP ? COPY_ROW : COPY_COL, fp8);
-        const GemmOperand b = auto_filter_operand(f, gemm_tensor(kind, 0), kind == GEMM_WGRAD ? COPY_COL : COPY_ROW, fp8);
+        const GemmOperand a = auto_filter_operand(f, gemm_tensor(kind, 1), gemm_copy(kind, 1), fp8);
+        const GemmOperand b = auto_filter_operand(f, gemm_tensor(kind, 0), gemm_copy(kind, 0), fp8);
         GemmPlan p = gemm_describe(f->shape.name, kind, f->R, f->shape.N, f->shape.K, gemm_spec(f->precision, f->options, r, kind), false);
         gemm_choose(&f->gemm, &p, f->result, a, b, NULL);
         us += auto_filter_time(f, [&] { gemm_run(&f->gemm, &p, f->result, a, b, NULL, false); });
@@ -147,7 +147,7 @@ static inline void auto_filter(char *list, size_t capacity, const Precision *p, 
     list[0] = 0;
     for (int id = 0; id < NUM_LINEARS; id++) {
         f.shape = p->linear[id];
-        if (f.shape.N % p->recipe->multiple || f.shape.K % p->recipe->multiple) {
+        if (!linear_fits(&f.shape, p->recipe)) {
             printf("  %-9s bf16: %lld x %lld are not multiples of %d\n", f.shape.name, (long long)f.shape.N, (long long)f.shape.K, p->recipe->multiple);
             continue;
         }

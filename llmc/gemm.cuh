@@ -78,7 +78,6 @@ typedef struct {
     double microseconds;  // of the algorithm chosen by timing; 0 when the first was taken
 } GemmPlan;
 
-static inline const char *gemm_kind_name(GemmKind kind) { return kind == GEMM_FPROP ? "fprop" : kind == GEMM_DGRAD ? "dgrad" : "wgrad"; }
 static inline const char *gemm_type_name(Grain g, Fp8Format format) { return g == GRAIN_BF16 ? "bf16" : format == FP8_E4M3 ? "e4m3" : "e5m2"; }
 static inline double gemm_flops(const GemmPlan *p) { return 2.0 * (double)p->R * (double)p->N * (double)p->K; }
 

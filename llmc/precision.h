@@ -25,6 +25,9 @@ typedef struct {
     LinearShape linear[NUM_LINEARS];
 } Precision;
 
+// Whether a recipe's products take its sizes.
+static inline bool linear_fits(const LinearShape *s, const Recipe *r) { return s->N % r->multiple == 0 && s->K % r->multiple == 0; }
+
 static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig *m, const ParameterTable *t) {
     const int64_t C = m->hidden_size, F = m->intermediate_size, ATT = m->num_heads * m->head_dim, matrices = t->layer_segments[SEGMENT_VECTORS];
     const LinearShape shapes[NUM_LINEARS] = {{"qkv", model_qkv_size(m), C, t->layer.wq - matrices}, {"attn_out", C, ATT, t->layer.wo - matrices},
@@ -85,8 +88,7 @@ static inline Precision precision_plan(const Options *o, const char *filter, con
     p.filter_open = o->precision == PRECISION_FP8 && strcmp(filter, "auto") == 0;
     if (o->precision == PRECISION_FP8 && !p.filter_open) filter_apply(&p, filter);
     for (int64_t i = 0; i < p.num_layers * NUM_LINEARS; i++) {
-        const LinearShape *s = &p.linear[i % NUM_LINEARS];
-        if (o->precision != PRECISION_FP8 || s->N % p.recipe->multiple || s->K % p.recipe->multiple) p.keeps_bf16[i] = true;
+        if (o->precision != PRECISION_FP8 || !linear_fits(&p.linear[i % NUM_LINEARS], p.recipe)) p.keeps_bf16[i] = true;
         if (p.keeps_bf16[i]) p.any_bf16 = true;
         else p.any_fp8 = true;
     }
@@ -127,7 +129,6 @@ static inline const char *grain_name(Grain g) {
 // One product: sizes, operands with their scales, how it is summed. `note`: which layers.
 static inline void precision_print_product(const Precision *p, const Options *o, const LinearShape *s, const Recipe *r, GemmKind gemm, int64_t R, const char *plain,
                                            const char *note) {
-    static const char *const passes[] = {"fprop", "dgrad", "wgrad"};
     char operand[2][32];
     for (int i = 0; i < 2; i++) {
         const Grain g = r->grain[gemm][i];
@@ -136,7 +137,7 @@ static inline void precision_print_product(const Precision *p, const Options *o,
     }
     const int64_t rows = gemm == GEMM_WGRAD ? s->N : R, cols = gemm == GEMM_FPROP ? s->N : s->K, depth = gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R;
     const bool fast = fast_accumulation(o, r, gemm);
-    printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, passes[gemm], (long long)rows, (long long)cols, (long long)depth, operand[0],
+    printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm), (long long)rows, (long long)cols, (long long)depth, operand[0],
            fast || *note ? 14 : 0, operand[1], fast ? "fast sums" : "", fast && *note ? "  " : "", note);
 }
 
@@ -162,7 +163,7 @@ static inline bool precision_note(const Precision *p, const Options *o, int id, 
     const int64_t layers = precision_layers(p, id, fp8, list, sizeof list);
     out[0] = 0;
     if (layers < p->num_layers) format_checked(out, capacity, "layers %s", list);
-    else if (o->precision == PRECISION_FP8 && !fp8 && (s->N % p->recipe->multiple || s->K % p->recipe->multiple))
+    else if (o->precision == PRECISION_FP8 && !fp8 && !linear_fits(s, p->recipe))
         format_checked(out, capacity, "[%lld, %lld] are no multiples of %d", (long long)s->N, (long long)s->K, p->recipe->multiple);
     return layers > 0;
 }

@@ -4,14 +4,6 @@
 
 #include "recipes.h"
 
-#ifdef _OPENMP
-#define QUANTIZE_PARALLEL_FOR _Pragma("omp parallel for")
-#define QUANTIZE_PARALLEL_MAX _Pragma("omp parallel for reduction(max : amax)")
-#else
-#define QUANTIZE_PARALLEL_FOR
-#define QUANTIZE_PARALLEL_MAX
-#endif
-
 // Largest magnitude, as bits, of the block [rows, cols] whose element (i, k) is x[i * row_stride + k * col_stride].
 static inline uint32_t quantize_block_amax(const float *x, int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride, ScaleRule rule) {
     uint32_t amax = 0;
@@ -23,7 +15,7 @@ static inline uint32_t quantize_block_amax(const float *x, int64_t rows, int64_t
 // The same for the whole matrix [outer, depth].
 static inline uint32_t quantize_tensor_amax(const float *x, int64_t outer, int64_t depth, int64_t outer_stride, int64_t depth_stride, ScaleRule rule) {
     uint32_t amax = 0;
-    QUANTIZE_PARALLEL_MAX
+    PARALLEL_MAX
     for (int64_t i = 0; i < outer; i++) {
         const uint32_t row = quantize_block_amax(x + i * outer_stride, 1, depth, outer_stride, depth_stride, rule);
         if (row > amax) amax = row;
@@ -51,7 +43,7 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, i
     if (whole && !(scale > 0)) scale = fp8_rule_scale(rule, float_from_bits(quantize_tensor_amax(x, outer, depth, outer_stride, depth_stride, rule)), format);
     const int64_t height = grain == GRAIN_128X128 ? 128 : 1, width = grain_width(grain, depth);
     memset(scales, 0, (size_t)scale_bytes(grain, outer, depth));
-    QUANTIZE_PARALLEL_FOR
+    PARALLEL_FOR
     for (int64_t band = 0; band < ceil_div(outer, height); band++) {
         const int64_t i = band * height, rows = min_i64(height, outer - i);
         for (int64_t k = 0; k < depth; k += width) {
@@ -70,7 +62,7 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, i
 // fp32's smallest numbers); the products multiply their sums by the inverse scales of whole tensors themselves.
 static inline void dequantize_copy(float *out, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth, Grain grain, Fp8Format format) {
     const int64_t width = grain_width(grain, depth);
-    QUANTIZE_PARALLEL_FOR
+    PARALLEL_FOR
     for (int64_t i = 0; i < outer; i++)
         for (int64_t k = 0; k < depth; k++) {
             const float inverse = grain_is_tensor(grain) ? 1.0f : scale_load(grain, scales, scale_index(grain, i, k / width * width, outer, depth));

@@ -65,11 +65,15 @@ static inline const Recipe *recipe_row(int index) {
     return &rows[index];
 }
 
-// The tensors that a product multiplies, in the order of Recipe.grain.
+static inline const char *gemm_kind_name(GemmKind kind) { return kind == GEMM_FPROP ? "fprop" : kind == GEMM_DGRAD ? "dgrad" : "wgrad"; }
+
+// The tensors that a product multiplies, in the order of Recipe.grain, and the copies of them that it reads.
 static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
     static const TensorRole tensors[NUM_GEMMS][2] = {{TENSOR_X, TENSOR_W}, {TENSOR_DY, TENSOR_W}, {TENSOR_DY, TENSOR_X}};
     return tensors[gemm][operand];
 }
+
+static inline CopyKind gemm_copy(GemmKind gemm, int operand) { return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 0) ? COPY_ROW : COPY_COL; }
 
 // Which product reads a copy, and as which of its two operands.
 static inline Grain recipe_grain(const Recipe *r, TensorRole tensor, CopyKind copy) {

@@ -15,14 +15,6 @@
 #include "model_config.h"
 #include "quantize_reference.h"
 
-#ifdef _OPENMP
-#define REFERENCE_PARALLEL_FOR _Pragma("omp parallel for schedule(dynamic)")
-#define REFERENCE_PARALLEL_FOR_STATIC _Pragma("omp parallel for")
-#else
-#define REFERENCE_PARALLEL_FOR
-#define REFERENCE_PARALLEL_FOR_STATIC
-#endif
-
 typedef enum { ROUND_NONE, ROUND_BF16 } Rounding;
 
 static inline float round_to(float x, Rounding rounding) { return rounding == ROUND_BF16 ? bf16_round(x) : x; }
@@ -30,7 +22,7 @@ static inline float round_to(float x, Rounding rounding) { return rounding == RO
 // Rounds n values in place.
 static inline void round_array(float *x, int64_t n, Rounding rounding) {
     if (rounding == ROUND_NONE) return;
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < n; i++) x[i] = bf16_round(x[i]);
 }
 
@@ -72,7 +64,7 @@ enum { SLAB = 512 };                     // elements of the sum taken at once, s
 // Copies `lanes` rows of a view (or columns, given its transpose) into panels [ceil(count / lanes)][K][lanes], padded with zeros, the order in
 // which the inner loop reads them.
 static inline void matrix_pack(float *panels, MatrixView m, int64_t count, int64_t K, int64_t lanes) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t p = 0; p < ceil_div(count, lanes); p++) {
         float *panel = panels + p * K * lanes;
         const float *from = m.data + p * lanes * m.row_stride;
@@ -115,7 +107,7 @@ static inline void matmul(float *c, int64_t ldc, MatrixView a, MatrixView b, int
     matrix_pack(pa, a, M, K, TILE_ROWS);
     matrix_pack(pb, matrix_view(b.data, b.col_stride, b.row_stride), N, K, TILE_COLS);
     enum { GROUP = 8 };  // row panels that one task walks for each column panel
-    REFERENCE_PARALLEL_FOR
+    PARALLEL_FOR_UNEVEN
     for (int64_t task = 0; task < ceil_div(row_panels, GROUP) * col_panels; task++) {
         const int64_t p0 = task / col_panels * GROUP, q = task % col_panels, p1 = min_i64(p0 + GROUP, row_panels);
         float tiles[GROUP][TILE_ROWS][TILE_COLS];
@@ -150,7 +142,7 @@ static inline void linear_backward_weight(float *dw, const float *dy, const floa
 
 // dbias [out] = column sums of dy
 static inline void bias_backward(float *dbias, const float *dy, int64_t rows, int64_t out, bool accumulate, Rounding rounding) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t j = 0; j < out; j++) {
         double sum = 0;
         for (int64_t i = 0; i < rows; i++) sum += dy[i * out + j];
@@ -227,7 +219,7 @@ static inline void linear_product(float *c, LinearOperand a, LinearOperand b, in
 // Embedding: x [rows, C] = table[token], table [V, C]
 
 static inline void embedding_forward(float *x, const float *table, const int32_t *tokens, int64_t rows, int64_t C) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < rows; i++) memcpy(x + i * C, table + (int64_t)tokens[i] * C, (size_t)C * sizeof(float));
 }
 
@@ -242,7 +234,7 @@ static inline void embedding_backward(float *dtable, const float *dx, const int3
         next[i] = first[tokens[i]];
         first[tokens[i]] = i;
     }
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t id = 0; id < V; id++)
         for (int64_t c = 0; c < C; c++) {
             if (first[id] < 0 && accumulate) continue;
@@ -265,7 +257,7 @@ static inline float rms_reciprocal(const float *x, int64_t C, double eps) {
 
 // y [rows, C]; rstd [rows] is kept for backward (NULL: not wanted).
 static inline void rmsnorm_forward(float *y, float *rstd, const float *x, const float *w, int64_t rows, int64_t C, double eps, Rounding rounding) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < rows; i++) {
         const float r = rms_reciprocal(x + i * C, C, eps);
         if (rstd) rstd[i] = r;
@@ -275,7 +267,7 @@ static inline void rmsnorm_forward(float *y, float *rstd, const float *x, const 
 
 // sum[i] = a[i] + b[i]; may be in place.
 static inline void residual_add(float *sum, const float *a, const float *b, int64_t n, Rounding rounding) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < n; i++) sum[i] = round_to(a[i] + b[i], rounding);
 }
 
@@ -290,13 +282,13 @@ static inline void residual_rmsnorm_forward(float *y, float *rstd, float *sum, c
 // dresidual [rows, C] is the gradient that reaches x past the norm (NULL: none); dx may be dresidual itself.
 static inline void rmsnorm_backward(float *dx, float *dw, const float *dresidual, const float *dy, const float *x, const float *rstd, const float *w,
                                     int64_t rows, int64_t C, bool accumulate, Rounding rounding) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t c = 0; c < C; c++) {
         double sum = accumulate ? dw[c] : 0;
         for (int64_t i = 0; i < rows; i++) sum += (double)dy[i * C + c] * (x[i * C + c] * rstd[i]);
         dw[c] = round_to((float)sum, rounding);
     }
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < rows; i++) {
         const float *dyi = dy + i * C, *xi = x + i * C;
         const float r = rstd[i];
@@ -336,7 +328,7 @@ typedef struct {
 // Each query and key head: norm (if any), then rotate the pairs (i, i + HD/2); one rounding. Values are copied. out may be qkv.
 static inline void qknorm_rope_forward(float *out, const float *qkv, RopeArgs r, AttentionDims d, Rounding rounding) {
     const int64_t heads = d.NH + 2 * d.NKV, half = d.HD / 2;
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t row = 0; row < d.B * d.T; row++) {
         const float *cosine = r.cosine + row % d.T * half, *sine = r.sine + row % d.T * half;
         for (int64_t h = 0; h < heads; h++) {
@@ -374,7 +366,7 @@ static inline void qknorm_rope_backward(float *dqkv, float *dq_norm, float *dk_n
     const int64_t heads = d.NH + 2 * d.NKV, half = d.HD / 2, rows = d.B * d.T;
     // gradient of the norm's output: the rotation turned back, fp32
     float *dn = (float *)xrealloc(NULL, (size_t)(rows * heads * d.HD) * sizeof(float));
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t row = 0; row < rows; row++) {
         const float *cosine = r.cosine + row % d.T * half, *sine = r.sine + row % d.T * half;
         for (int64_t h = 0; h < heads; h++) {
@@ -401,7 +393,7 @@ static inline void qknorm_rope_backward(float *dqkv, float *dq_norm, float *dk_n
         for (int64_t i = 0; i < d.HD; i++) dw[i] = round_to((float)(sum[i] + (accumulate ? dw[i] : 0)), rounding);
         free(sum);
     }
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t row = 0; row < rows; row++)
         for (int64_t h = 0; h < heads; h++) {
             const int64_t at = (row * heads + h) * d.HD;
@@ -450,7 +442,7 @@ static inline float softmax_row(float *s, int64_t n, float *largest, Rounding ro
 }
 
 static inline void attention_forward(float *out, float *lse, const float *qkv, AttentionDims d, Rounding rounding) {
-    REFERENCE_PARALLEL_FOR
+    PARALLEL_FOR_UNEVEN
     for (int64_t task = 0; task < d.B * d.NH; task++) {
         const int64_t b = task / d.NH, h = task % d.NH, kv = h / (d.NH / d.NKV);
         MatrixView q = attention_head(qkv, d, b, h), k = attention_head(qkv, d, b, d.NH + kv), v = attention_head(qkv, d, b, d.NH + d.NKV + kv);
@@ -513,7 +505,7 @@ static inline void attention_backward_head(float *dqkv, float *dk, float *dv, co
 static inline void attention_backward(float *dqkv, const float *dout, const float *qkv, const float *out, const float *lse, AttentionDims d,
                                       Rounding rounding) {
     const int64_t width = (d.NH + 2 * d.NKV) * d.HD, group = d.NH / d.NKV;
-    REFERENCE_PARALLEL_FOR
+    PARALLEL_FOR_UNEVEN
     for (int64_t task = 0; task < d.B * d.NKV; task++) {
         const int64_t b = task / d.NKV, kv = task % d.NKV;
         float *dk = (float *)xcalloc((size_t)(d.T * d.HD), sizeof(float)), *dv = (float *)xcalloc((size_t)(d.T * d.HD), sizeof(float));
@@ -533,7 +525,7 @@ static inline void attention_backward(float *dqkv, const float *dout, const floa
 // SwiGLU (Shazeer 2020): h = silu(gate) * up, silu(g) = g / (1 + exp(-g)); gate_up [rows, 2F] holds gate, then up, of a row
 
 static inline void swiglu_forward(float *h, const float *gate_up, int64_t rows, int64_t F, Rounding rounding) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < rows; i++)
         for (int64_t f = 0; f < F; f++) {
             const float gate = gate_up[i * 2 * F + f], up = gate_up[i * 2 * F + F + f];
@@ -543,7 +535,7 @@ static inline void swiglu_forward(float *h, const float *gate_up, int64_t rows, 
 
 // dgate_up [rows, 2F] from dh; may overwrite gate_up.
 static inline void swiglu_backward(float *dgate_up, const float *dh, const float *gate_up, int64_t rows, int64_t F, Rounding rounding) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < rows; i++)
         for (int64_t f = 0; f < F; f++) {
             const float gate = gate_up[i * 2 * F + f], up = gate_up[i * 2 * F + F + f], d = dh[i * F + f];
@@ -566,14 +558,14 @@ static inline float logits_lse(const float *logits, int64_t V) {
 
 // losses [rows] = log(sum(exp(logits))) - logits[target]
 static inline void cross_entropy_forward(float *losses, const float *logits, const int32_t *targets, int64_t rows, int64_t V) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < rows; i++) losses[i] = targets[i] < 0 ? 0.0f : logits_lse(logits + i * V, V) - logits[i * V + targets[i]];
 }
 
 // dlogits = (softmax(logits) - onehot(target)) * grad_scale; may overwrite logits. For a mean over N tokens grad_scale is 1/N.
 static inline void cross_entropy_backward(float *dlogits, const float *logits, const int32_t *targets, int64_t rows, int64_t V, float grad_scale,
                                           Rounding rounding) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < rows; i++) {
         const float lse = targets[i] < 0 ? 0.0f : logits_lse(logits + i * V, V);
         for (int64_t v = 0; v < V; v++) {
@@ -598,7 +590,7 @@ static inline double global_norm(const float *x, int64_t n) {
     enum { BLOCK = 4096 };
     const int64_t blocks = ceil_div(n, BLOCK);
     double *sums = (double *)xcalloc((size_t)blocks, sizeof(double)), total = 0;
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t i = b * BLOCK; i < min_i64((b + 1) * BLOCK, n); i++) sums[b] += (double)x[i] * x[i];
     for (int64_t b = 0; b < blocks; b++) total += sums[b];
@@ -610,7 +602,7 @@ static inline double global_norm(const float *x, int64_t n) {
 // bf16_state: the stored values are bf16, rounded stochastically.
 static inline void adamw_reference(float *weights, float *exp_avg, float *exp_avg_sq, const float *gradients, int64_t first, int64_t n, bool decay,
                                    float gradient_factor, bool bf16_weights, bool bf16_state, const AdamwStep *step) {
-    REFERENCE_PARALLEL_FOR_STATIC
+    PARALLEL_FOR
     for (int64_t i = 0; i < n; i++) {
         AdamwElement e = {weights[i], exp_avg[i], exp_avg_sq[i]};
         e = adamw_update(e, gradients[i] * gradient_factor, decay, step);

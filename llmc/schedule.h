@@ -1,4 +1,4 @@
-// Learning rate over the run.
+// What changes or happens over the steps of a run: the learning rate, and what comes every so many steps.
 #ifndef LLMC_SCHEDULE_H
 #define LLMC_SCHEDULE_H
 
@@ -16,5 +16,8 @@ static inline double schedule_learning_rate(const Options *o, int64_t step) {
     const double progress = (double)(step - decay_start) / (double)(o->num_steps - decay_start);
     return o->learning_rate * (o->lr_schedule == SCHEDULE_COSINE ? 0.5 * (1 + cos(pi * progress)) : 1 - progress);
 }
+
+// Whether what comes every `every` steps (0: never) comes after `steps_done` of them.
+static inline bool is_due(int64_t every, int64_t steps_done) { return every && steps_done % every == 0; }
 
 #endif

@@ -85,6 +85,11 @@ static inline ShardRange shard_range(const ParameterTable *t, const ShardPlan *s
     return r;
 }
 
+// This rank's part of `count` elements of layer l's matrices from `offset` on.
+static inline ShardRange shard_matrix(const ParameterTable *t, const ShardPlan *s, int64_t l, int64_t offset, int64_t count) {
+    return shard_range(t, s, 1 + l, SEGMENT_MATRICES, shard_segment(t, s, 1 + l, SEGMENT_MATRICES).flat + offset, count);
+}
+
 // This rank's part of one parameter: `first` is the element within the parameter.
 static inline ShardRange shard_parameter(const ParameterTable *t, const ShardPlan *s, const Parameter *p) {
     return shard_range(t, s, unit_of(p), parameter_segment(p), p->offset, parameter_elements(p));

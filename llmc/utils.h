@@ -21,6 +21,17 @@
 #define HOST_DEVICE
 #endif
 
+// Before a loop of independent passes on the host: its threads share them, in equal parts or as they get done. After PARALLEL_MAX `amax` is the largest of all threads'.
+#ifdef _OPENMP
+#define PARALLEL_FOR _Pragma("omp parallel for")
+#define PARALLEL_FOR_UNEVEN _Pragma("omp parallel for schedule(dynamic)")
+#define PARALLEL_MAX _Pragma("omp parallel for reduction(max : amax)")
+#else
+#define PARALLEL_FOR
+#define PARALLEL_FOR_UNEVEN
+#define PARALLEL_MAX
+#endif
+
 // What else happens when a program of several ranks dies; comm.h sets it.
 typedef struct {
     char prefix[128];     // "rank 3 on HOST: ", stands before the message
