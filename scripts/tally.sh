@@ -1,4 +1,4 @@
-# Sourced by test.sh and check_gpu.sh: counts checks, over programs that count their own.
+# Sourced by test.sh, check_gpu.sh and tests that are scripts: counts checks, over programs that count their own.
 passed=0 failed=0
 
 # Runs one command that counts as one check.
@@ -7,6 +7,11 @@ check() {
     shift
     if "$@"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAILED: $name"; fi
 }
+
+# Commands for check: two texts are equal; file $1 holds, or lacks, the text $2.
+equal() { [ "$1" = "$2" ] || { echo "\"$1\" is not \"$2\""; false; }; }
+holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 12 "$1"; false; }; }
+lacks() { ! grep -Fq -- "$2" "$1"; }
 
 # Runs a program that ends with "N passed, N failed" and adds its counts. Shows all it printed if QUIET is empty or it failed, else what it skipped.
 tally() {

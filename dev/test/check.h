@@ -60,6 +60,39 @@ static inline bool check_dies(void (*action)(void *), void *context, const char 
     return WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(output, message) != NULL;
 }
 
+// Between check_capture and check_captured stdout goes to a file. The latter returns what was printed; the caller frees.
+typedef struct {
+    FILE *file;
+    int saved;
+} CheckCapture;
+
+static inline CheckCapture check_capture(void) {
+    fflush(stdout);
+    const CheckCapture c = {tmpfile(), dup(1)};
+    if (!c.file || c.saved < 0 || dup2(fileno(c.file), 1) < 0) die("cannot redirect stdout: %s", strerror(errno));
+    return c;
+}
+
+static inline char *check_captured(CheckCapture c) {
+    fflush(stdout);
+    dup2(c.saved, 1);
+    close(c.saved);
+    fseek(c.file, 0, SEEK_END);
+    const size_t n = (size_t)ftell(c.file);
+    char *text = (char *)xcalloc(n + 1, 1);
+    rewind(c.file);
+    if (fread(text, 1, n, c.file) != n) die("cannot read back what was printed");
+    fclose(c.file);
+    return text;
+}
+
+// How often `word` is in `text`.
+static inline int check_count(const char *text, const char *word) {
+    int n = 0;
+    for (; (text = strstr(text, word)) != NULL; text += strlen(word)) n++;
+    return n;
+}
+
 static inline int check_report(void) {
     printf("%d passed, %d failed\n", check_counts.passed, check_counts.failed);
     return check_counts.failed ? 1 : 0;

@@ -3,6 +3,7 @@
 #include "../../llmc/quantize_reference.h"
 #include "../../llmc/rng.h"
 #include "check.h"
+#include "json_check.h"
 
 static const AuditSums no_sums;
 
@@ -201,32 +202,9 @@ static void fill_sums(Run *r) {
 }
 
 static char *printed_table(const Run *r) {
-    char path[64];
-    format_checked(path, sizeof path, "%s/stdout", folder);
-    fflush(stdout);
-    const int saved = dup(1), fd = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0666);
-    if (saved < 0 || fd < 0 || dup2(fd, 1) < 0) die("cannot redirect stdout: %s", strerror(errno));
+    const CheckCapture capture = check_capture();
     audit_print_table(r->sums, &r->p);
-    fflush(stdout);
-    dup2(saved, 1);
-    close(saved), close(fd);
-    char *text = read_file(path, NULL);
-    unlink(path);
-    return text;
-}
-
-static int count_lines(const char *text) {
-    int n = 0;
-    for (; *text; text++) n += *text == '\n';
-    return n;
-}
-
-static double member(const Json *json, const char *key) {
-    Failure failure;
-    double value = (double)NAN;
-    const JsonNode *node = json_member(json, json_root(json), key);
-    if (node && node->type == JSON_NUMBER) json_real(json, node, &value, &failure);
-    return value;
+    return check_captured(capture);
 }
 
 static bool text_is(const Json *json, const char *key, const char *want) {
@@ -269,7 +247,7 @@ static void test_log(void) {
     r.sums[audit_index(2, OUT_PROJ, TENSOR_W, COPY_COL)].noise = 0;
     r.sums[audit_index(4, OUT_PROJ, TENSOR_W, COPY_COL)].count = 0;  // never cast
     char *lines = logged(&r);
-    CHECK(count_lines(lines) == 16 * 4 * 6 - 1, "%d lines", count_lines(lines));
+    CHECK(check_count(lines, "\n") == 16 * 4 * 6 - 1, "%d lines", check_count(lines, "\n"));
     const char *want = "{\"type\": \"fp8_audit\", \"step\": 40, \"layer\": 0, \"linear\": \"qkv\", \"gemm\": \"fprop\", \"operand\": \"x\", \"amax\": 1.0, "
                        "\"scale_min\": 2.0, \"scale_max\": 64.0, \"flushed\": 0.01, \"saturated\": 0.005, \"sqnr_db\": 3e+01}\n";
     CHECK(strncmp(lines, want, strlen(want)) == 0, "first line\n%.*s\nwant\n%s", (int)strcspn(lines, "\n"), lines, want);
@@ -294,7 +272,7 @@ static void test_log(void) {
     r = run_create(RECIPE_ROWWISE_GW_HP, "first, layers=5, down");
     fill_sums(&r);
     lines = logged(&r);
-    CHECK(count_lines(lines) == 14 * 3 * 4, "%d lines", count_lines(lines));
+    CHECK(check_count(lines, "\n") == 14 * 3 * 4, "%d lines", check_count(lines, "\n"));
     CHECK(!strstr(lines, "wgrad") && !strstr(lines, "down") && !strstr(lines, "\"layer\": 0,") && !strstr(lines, "\"layer\": 5,"), "bf16 operands in\n%s", lines);
     free(lines);
     run_free(&r);
@@ -303,7 +281,7 @@ static void test_log(void) {
     r = run_create(RECIPE_TENSORWISE, "");
     r.sums[audit_index(1, GATE_UP_PROJ, TENSOR_W, COPY_ROW)] = sums_of(30, 1);
     lines = logged(&r);
-    CHECK(count_lines(lines) == 2, "%d lines of a weight with one scale", count_lines(lines));
+    CHECK(check_count(lines, "\n") == 2, "%d lines of a weight with one scale", check_count(lines, "\n"));
     for (int gemm = 0; gemm < 2; gemm++) {
         if (find_line(&json, lines, 1, "gate_up", gemm ? "dgrad" : "fprop", "w")) {
             CHECK(fabs(member(&json, "sqnr_db") - 30) < 1e-9, "%g dB", member(&json, "sqnr_db"));
@@ -322,7 +300,7 @@ static void test_table(void) {
     Run r = run_create(RECIPE_BLOCKWISE, "");
     fill_sums(&r);
     char *text = printed_table(&r);
-    CHECK(count_lines(text) == 1 + 2 + 24 + 1, "%d lines:\n%s", count_lines(text), text);
+    CHECK(check_count(text, "\n") == 1 + 2 + 24 + 1, "%d lines:\n%s", check_count(text, "\n"), text);
     // 15 layers at 30 dB and one at 20 have a mean noise of (15 + 10) / 16 of 30 dB's: 28.06 dB
     check_has(text, "  down      fprop  x   e4m3 1x128      28.06    20.00      7       1.0000%     0.5000%         12.5\n");
     check_has(text, "  qkv       dgrad  w   e4m3 128x128    32.00    32.00      0       1.0000%     0.5000%            1\n");
@@ -347,7 +325,7 @@ static void test_table(void) {
     // codes shared by two products: sums of both copies, 20 and 21 dB; and named once
     check_has(text, "FP8 hurts most: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");
-    CHECK(!strstr(text, "qkv") && count_lines(text) == 1 + 2 + 12 + 1, "%d lines:\n%s", count_lines(text), text);
+    CHECK(!strstr(text, "qkv") && check_count(text, "\n") == 1 + 2 + 12 + 1, "%d lines:\n%s", check_count(text, "\n"), text);
     free(text);
     memset(r.sums, 0, (size_t)audit_count(&r.p) * sizeof *r.sums);
     text = printed_table(&r);

@@ -352,7 +352,7 @@ static void validation(Rank *r) {
 typedef struct {
     int precision, recipe, sharding, gather, reduce, recompute, cache, copies;
     const char *filter;
-    int64_t world, shard_size, layers, accumulation;
+    int64_t world, layers, accumulation;
 } Case;
 
 // The buffer of a rank that an address is in.
@@ -439,7 +439,7 @@ static void run_case(const Case *c, uint64_t seed) {
     m.vocab_size = 8192, m.num_layers = c->layers;  // the root's slices are larger than a layer's
     ParameterTable table = parameter_table(&m);
     Options o = options_default();
-    o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->shard_size;
+    o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
     o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies;
     Precision precision = precision_plan(&o, c->filter, &m, &table);
     num_events = copied = 0;
@@ -473,7 +473,7 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                 for (int reduce = REDUCE_BF16; reduce <= REDUCE_FP32; reduce++)
                     for (int i = 0; i < 4; i++)
                         for (int64_t accumulation = 1; accumulation < 4; accumulation++) {
-                            const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, copies, filter, world, sharding == SHARDING_HYBRID ? 2 : 0, layers[i], accumulation};
+                            const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, copies, filter, world, layers[i], accumulation};
                             check_case(&c);
                         }
 }
@@ -497,8 +497,7 @@ static void check_omissions(void) {
         {{"handover", 0, -1}, SHARDING_FULL, OFF}, {{"handover", 0, 3}, SHARDING_HYBRID, ON}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
-            const int64_t shard_size = all[i].sharding == SHARDING_HYBRID ? 2 : 0;
-            const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, shard_size, 3, 2};
+            const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, 3, 2};
             omission = all[i].omission;
             run_case(&c, seed);
             CHECK(order.races + order.wrong + order.stuck > 0, "sharding %d, copies %d: it is not noticed that \"%s\" %lld is left out", c.sharding, c.copies, omission.what,

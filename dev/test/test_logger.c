@@ -1,6 +1,7 @@
 // The step line as DESIGN prints it, log.jsonl line by line (read back with the JSON reader), the summary's medians, and files that cannot be written.
 #include "../../llmc/logger.h"
 #include "check.h"
+#include "json_check.h"
 
 static char folder[] = "/tmp/test_logger_XXXXXX";
 
@@ -38,18 +39,9 @@ static StepRecord make_step(int64_t step, double seconds) {
 
 // What `action` prints on stdout.
 static char *captured(void (*action)(Logger *, void *), Logger *l, void *context) {
-    char path[64];
-    format_checked(path, sizeof path, "%s/stdout", folder);
-    fflush(stdout);
-    const int saved = dup(1), fd = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0666);
-    if (saved < 0 || fd < 0 || dup2(fd, 1) < 0) die("cannot redirect stdout: %s", strerror(errno));
+    const CheckCapture capture = check_capture();
     action(l, context);
-    fflush(stdout);
-    dup2(saved, 1);
-    close(saved), close(fd);
-    char *text = read_file(path, NULL);
-    unlink(path);
-    return text;
+    return check_captured(capture);
 }
 
 static void log_step(Logger *l, void *step) { logger_step(l, (const StepRecord *)step); }
@@ -60,14 +52,6 @@ static void log_validation(Logger *l, void *unused) {
 static void log_close(Logger *l, void *unused) {
     (void)unused;
     logger_close(l);
-}
-
-static double member(const Json *json, const char *key) {
-    Failure failure;
-    double value = (double)NAN;
-    const JsonNode *node = json_member(json, json_root(json), key);
-    if (node && node->type == JSON_NUMBER) json_real(json, node, &value, &failure);
-    return value;
 }
 
 static void test_step_line(void) {

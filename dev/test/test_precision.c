@@ -162,27 +162,11 @@ static void test_fast_accumulation(void) {
 
 // What precision_print prints for a plan of 2048 rows.
 static char *printed(const Plan *x) {
-    FILE *file = tmpfile();
-    if (!file) die("tmpfile: %s", strerror(errno));
-    fflush(stdout);
-    const int saved = dup(1);
-    if (saved < 0 || dup2(fileno(file), 1) < 0) die("cannot redirect stdout: %s", strerror(errno));
+    const CheckCapture capture = check_capture();
     precision_print(&x->p, &x->o, 2048, 1024, x->m.vocab_size, x->m.hidden_size, "bf16");
-    fflush(stdout);
-    dup2(saved, 1);
-    close(saved);
-    char *text = (char *)xcalloc(1 << 16, 1);
-    rewind(file);
-    const size_t n = fread(text, 1, (1 << 16) - 1, file);
-    CHECK(n < (1 << 16) - 1, "a table of %zu bytes", n);
-    fclose(file);
+    char *text = check_captured(capture);
+    CHECK(strlen(text) < (1 << 16) - 1, "a table of %zu bytes", strlen(text));
     return text;
-}
-
-static int count(const char *text, const char *word) {
-    int n = 0;
-    for (; (text = strstr(text, word)) != NULL; text += strlen(word)) n++;
-    return n;
 }
 
 static void test_golden_table(void) {
@@ -244,11 +228,11 @@ static void test_tables(void) {
                 for (int id = 0; id < NUM_LINEARS; id++) {
                     format_checked(line, sizeof line, "\n  %-9s %s ", x.p.linear[id].name, names[gemm]);
                     const char *at = strstr(text, line), *end = at ? strchr(at + 1, '\n') : NULL, *found = at ? strstr(at, passes[gemm]) : NULL;
-                    CHECK(count(text, line) == 1 && found && found < end, "%s, %s, %s %s in\n%s", presets[i], recipe_row(recipe)->name, x.p.linear[id].name,
+                    CHECK(check_count(text, line) == 1 && found && found < end, "%s, %s, %s %s in\n%s", presets[i], recipe_row(recipe)->name, x.p.linear[id].name,
                           names[gemm], text);
                 }
-            CHECK(count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0), "%s, %s: lines of\n%s", presets[i], recipe_row(recipe)->name, text);
-            CHECK(count(text, "fast sums") == (x.p.any_fp8 && x.p.recipe->fast_accumulation ? NUM_LINEARS : 0), "%s, %s: sums in\n%s", presets[i],
+            CHECK(check_count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0), "%s, %s: lines of\n%s", presets[i], recipe_row(recipe)->name, text);
+            CHECK(check_count(text, "fast sums") == (x.p.any_fp8 && x.p.recipe->fast_accumulation ? NUM_LINEARS : 0), "%s, %s: sums in\n%s", presets[i],
                   recipe_row(recipe)->name, text);
             free(text);
             free_plan(&x);

@@ -8,9 +8,6 @@ trainer=$(realpath "${TRAINER:-./train_fp8}")
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 . scripts/tally.sh
-equal() { [ "$1" = "$2" ] || { echo "\"$1\" is not \"$2\""; false; }; }
-holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 12 "$1"; false; }; }
-lacks() { ! grep -Fq -- "$2" "$1"; }
 
 build/synth_stories --out "$tmp/synth" --bytes 100000 --seed 1 >/dev/null || exit 1
 

@@ -8,16 +8,7 @@ trainer=${TRAINER:-./train_fp8}
 tmp=$(mktemp -d)
 running=""
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null; rm -rf "$tmp"' EXIT
-passed=0 failed=0
-# Counts the check named $1, which holds if the rest, a command, succeeds.
-check() {
-    local name=$1
-    shift
-    if "$@"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAILED: $name"; fi
-}
-equal() { [ "$1" = "$2" ] || { echo "\"$1\" is not \"$2\""; false; }; }
-holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 5 "$1"; false; }; }
-lacks() { ! holds "$1" "$2" >/dev/null; }
+. scripts/tally.sh
 kind_of() { cut -f1 "$1/result" 2>/dev/null || echo none; }
 # Waits up to 20 s until the rest, a command, succeeds.
 await() {

@@ -1,0 +1,18 @@
+// What tests ask of a line of log.jsonl.
+#ifndef DEV_TEST_JSON_CHECK_H
+#define DEV_TEST_JSON_CHECK_H
+
+#include <math.h>
+
+#include "../../llmc/json.h"
+
+// A number of the root object; NaN if it has none of that name.
+static inline double member(const Json *json, const char *key) {
+    Failure failure;
+    double value = (double)NAN;
+    const JsonNode *node = json_member(json, json_root(json), key);
+    if (node && node->type == JSON_NUMBER) json_real(json, node, &value, &failure);
+    return value;
+}
+
+#endif
