@@ -494,14 +494,14 @@ static void linear_backward_weight(Trainer *t, LinearId id, int64_t l, bool accu
 
 // Random bytes that are finite numbers of ordinary size in every format, for timing: constant data would run faster than real data.
 __global__ static void fill_for_timing_kernel(uint64_t *out, int64_t n) {
+    grid_dependency_wait();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
         out[i] = (rng_u64(1, (uint64_t)i) & 0x8f8f8f8f8f8f8f8full) | 0x3030303030303030ull;
 }
 
 // Fills [from, to) for timing.
 static void fill_for_timing(Trainer *t, char *from, char *to) {
-    fill_for_timing_kernel<<<4 * device_sm_count(), 256, 0, t->stream>>>((uint64_t *)from, (to - from) / 8);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(fill_for_timing_kernel, 4 * device_sm_count(), 256, 0, t->stream, (uint64_t *)from, (to - from) / 8);
 }
 
 // Chooses a product's algorithm on scratch operands at the start of the arena, which nothing uses yet and which is larger than any product.
@@ -1204,6 +1204,7 @@ static void trainer_destroy(Trainer *t) {
 }
 
 __global__ static void round_weights_kernel(bf16 *weights, const float *master, int64_t n) {
+    grid_dependency_wait();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) weights[i] = __float2bfloat16_rn(master[i]);
 }
 
@@ -1216,8 +1217,7 @@ static void shard_amax(Trainer *t, int64_t l, int i) {
 
 // After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters, the FP8 weights and what is gathered follow.
 static void weights_changed(Trainer *t) {
-    if (t->master) round_weights_kernel<<<8 * device_sm_count(), 256, 0, t->stream>>>(t->weights, t->master, t->fsdp.plan.total);
-    CUDA_CHECK_LAUNCH();
+    if (t->master) CUDA_LAUNCH(round_weights_kernel, 8 * device_sm_count(), 256, 0, t->stream, t->weights, t->master, t->fsdp.plan.total);
     fsdp_root_changed(&t->fsdp);
     if (t->amaxes) clear_amaxes(t, SCALE_WEIGHT, SCALE_INPUT);
     for (int64_t l = 0; t->fsdp.fp8 && fsdp_tensor_scales(&t->fsdp) && l < t->d.L; l++)

@@ -43,6 +43,7 @@ __device__ static inline double adamw_block_sum(double x) {
 
 // partials[block] = sum of squares of the block's part. fp32 within 32 elements, double beyond. A gradient above 1.8e19 overflows to an infinite norm.
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_squares_kernel(double *partials, const bf16 *gradients, int64_t n) {
+    grid_dependency_wait();
     const int64_t stride = 8 * ADAMW_NORM_THREADS, tile = stride * ADAMW_NORM_VECTORS;
     double sum = 0;
     for (int64_t base = blockIdx.x * tile + threadIdx.x * 8; base < n; base += ADAMW_NORM_BLOCKS * tile) {
@@ -68,6 +69,7 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_squares_kerne
 
 // *sum = the sum of all partials.
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_sum_kernel(double *total, const double *partials) {
+    grid_dependency_wait();
     double sum = 0;
     for (int i = threadIdx.x; i < ADAMW_NORM_BLOCKS; i += ADAMW_NORM_THREADS) sum += partials[i];
     sum = adamw_block_sum(sum);
@@ -75,6 +77,7 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_sum_kernel(do
 }
 
 static __global__ void adamw_prepare_kernel(AdamwControl *control, const double *squares, int64_t copies, AdamwStep step, float grad_clip) {
+    grid_dependency_wait();
     const double norm = sqrt(*squares / (double)copies);
     control->step = step;
     control->gradient_norm = (float)norm;
@@ -85,6 +88,7 @@ static __global__ void adamw_prepare_kernel(AdamwControl *control, const double 
 
 // Ends at once unless the norm was not finite.
 static __global__ void adamw_find_nonfinite_kernel(AdamwControl *control, const bf16 *gradients, int64_t n) {
+    grid_dependency_wait();
     if (!control->nonfinite) return;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
         if (!isfinite(__bfloat162float(gradients[i]))) {
@@ -101,20 +105,16 @@ static inline void adamw_squares(double *squares, const bf16 *gradients, int64_t
     if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
     require_aligned16(gradients, "adamw_squares", "gradients");
     double *partials = (double *)workspace;
-    adamw_squares_kernel<<<ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream>>>(partials, gradients, n);
-    CUDA_CHECK_LAUNCH();
-    adamw_sum_kernel<<<1, ADAMW_NORM_THREADS, 0, stream>>>(squares, partials);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(adamw_squares_kernel, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, partials, gradients, n);
+    CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, partials);
 }
 
 // Fills *control (device) for this step. *squares (device): sum of squares over `copies` copies of the whole gradient. This rank's part of it,
 // gradients [n], is searched for what is not finite if the norm is not. grad_clip: largest norm, 0 for none.
 static inline void adamw_prepare(AdamwControl *control, const double *squares, int64_t copies, const bf16 *gradients, int64_t n, AdamwStep step, float grad_clip,
                                  cudaStream_t stream) {
-    adamw_prepare_kernel<<<1, 1, 0, stream>>>(control, squares, copies, step, grad_clip);
-    CUDA_CHECK_LAUNCH();
-    adamw_find_nonfinite_kernel<<<ADAMW_NORM_BLOCKS, 256, 0, stream>>>(control, gradients, n);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(adamw_prepare_kernel, 1, 1, 0, stream, control, squares, copies, step, grad_clip);
+    CUDA_LAUNCH(adamw_find_nonfinite_kernel, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -331,6 +331,7 @@ __device__ static inline void adamw_update_block(uint32_t *amax, const AdamwArra
 template <bool MASTER, bool FP32_MOMENTS>
 static __global__ void __launch_bounds__(ADAMW_THREADS, MASTER ? 4 : 0)
     adamw_update_kernel(const AdamwArrays a, const __grid_constant__ AdamwUnits u, const AdamwControl *control) {
+    grid_dependency_wait();
     __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
     const AdamwControl c = *control;
     if (threadIdx.x < ADAMW_MAX_SLOTS) amax[threadIdx.x] = 0;
@@ -383,11 +384,10 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
 
 static inline void adamw_launch(const AdamwArrays *a, const AdamwUnits *u, const AdamwControl *control, cudaStream_t stream) {
     const dim3 grid(grid_size(u->size, ADAMW_BLOCK), (unsigned)u->count);
-    if (a->master && a->fp32_moments) adamw_update_kernel<true, true><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
-    else if (a->master) adamw_update_kernel<true, false><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
-    else if (a->fp32_moments) adamw_update_kernel<false, true><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
-    else adamw_update_kernel<false, false><<<grid, ADAMW_THREADS, 0, stream>>>(*a, *u, control);
-    CUDA_CHECK_LAUNCH();
+    if (a->master && a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<true, true>, grid, ADAMW_THREADS, 0, stream, *a, *u, control);
+    else if (a->master) CUDA_LAUNCH(adamw_update_kernel<true, false>, grid, ADAMW_THREADS, 0, stream, *a, *u, control);
+    else if (a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<false, true>, grid, ADAMW_THREADS, 0, stream, *a, *u, control);
+    else CUDA_LAUNCH(adamw_update_kernel<false, false>, grid, ADAMW_THREADS, 0, stream, *a, *u, control);
 }
 
 static inline void adamw_check_arrays(const AdamwArrays *a) {

@@ -4,7 +4,7 @@
 //   dS = P * (dP - delta)       dV = P^T dO               dK = dS^T Q / sqrt(HD)          dQ = dS K / sqrt(HD)
 //
 // (Dao et al., FlashAttention, algorithm 4; P and dS are rounded to bf16 before their products.) Three steps:
-//   1. attention_backward_stats: lse * log2(e) and delta of each query row, padded to whole tiles so that padding rows get P = 0.
+//   1. attention_backward_stats: lse * log2(e) and delta of each query row, padded to whole tiles so that padding rows get P = 0; zeroes dQ.
 //   2. attention_backward_main: a block owns 128 keys of one key/value head and walks over the queries that see them, for
 //      `heads_per_block` query heads of the group. One producer thread feeds Q, dO, lse, delta by TMA; two consumer warpgroups own 64
 //      keys each. They compute S^T and dP^T (keys down, queries across), because those accumulators are already, as packed bf16, the
@@ -76,12 +76,16 @@ static inline int64_t attention_backward_sm90_workspace_bytes(AttentionDims d) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Step 1
 
-// Grid (padded T / rows of a block, NH, B), 256 threads; HD/8 lanes share a row.
+// Also zeroes dq and the counters, which step 2 adds to. Grid (padded T / rows of a block, NH, B), 256 threads; HD/8 lanes share a row.
 template <int HD>
-__global__ void attention_backward_stats(float *stats, const bf16 *dout, const bf16 *out, const float *lse, int64_t T, int64_t NH) {
+__global__ void attention_backward_stats(float *stats, float *dq, int *counters, int64_t num_counters, const bf16 *dout, const bf16 *out, const float *lse, int64_t T, int64_t NH) {
+    grid_dependency_wait();
     const int lanes = HD / 8, rows = 256 / lanes;
     int64_t padded = (int64_t)gridDim.x * rows, h = blockIdx.y, b = blockIdx.z;
     int64_t t = (int64_t)blockIdx.x * rows + threadIdx.x / lanes;
+    const int64_t thread = ((b * NH + h) * gridDim.x + blockIdx.x) * 256 + threadIdx.x;  // of the grid; as many values of dq as of dout, 8 a thread
+    for (int i = 0; i < 2; i++) ((float4 *)dq)[(thread - threadIdx.x) * 2 + i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
+    if (thread < num_counters) counters[thread] = 0;
     float sum = 0;
     if (t < T) {
         int64_t at = ((b * T + t) * NH + h) * HD + threadIdx.x % lanes * 8;
@@ -386,6 +390,7 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
 #endif  // HOPPER_DEVICE_CODE
 
 template <int HD> __global__ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ AttentionBackwardParams p) {
+    grid_dependency_wait();
 #if HOPPER_DEVICE_CODE
     using L = AttentionBackwardTiles<HD>;
     extern __shared__ __align__(1024) uint8_t attention_backward_smem[];
@@ -419,6 +424,7 @@ template <int HD> __global__ __launch_bounds__(384, 1) void attention_backward_m
 // Grid (padded T / 64, blocks of 64 columns of dqkv that have fp32 parts, B), 256 threads; each writes 8 columns of two rows.
 template <int HD>
 __global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float *partial, int64_t T, int64_t NH, int64_t NKV, int64_t parts) {
+    grid_dependency_wait();
     const int64_t blocks = HD / 64, MQ = AttentionBackwardTiles<HD>::MQ;
     int64_t tile = blockIdx.x, column = blockIdx.y, b = blockIdx.z, padded = gridDim.x * (int64_t)64;
     const float *from;
@@ -468,10 +474,9 @@ static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const
     int64_t padded = round_up(d.T, ATTENTION_BACKWARD_KEYS), columns = (d.NH + 2 * d.NKV) * HD, parts = d.NH / plan.heads_per_block;
     float *partial = parts > d.NKV ? (float *)(base + at.partial) : NULL;
 
-    CUDA_CHECK(cudaMemsetAsync(workspace, 0, (size_t)at.stats, s));
+    int *order = (int *)(base + at.order), *ticket = (int *)(base + at.ticket);
     dim3 stats_grid((unsigned)(padded / (256 / (HD / 8))), (unsigned)d.NH, (unsigned)d.B);
-    attention_backward_stats<HD><<<stats_grid, 256, 0, s>>>(stats, dout, out, lse, d.T, d.NH);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(attention_backward_stats<HD>, stats_grid, 256, 0, s, stats, dq, order, ticket + 1 - order, dout, out, lse, d.T, d.NH);
 
     AttentionBackwardParams p;
     const int64_t stats_dims[3] = {padded, 2, d.B * d.NH}, stats_strides[2] = {padded * 4, padded * 8};
@@ -483,18 +488,16 @@ static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const
     p.dkv = tensor_map_tokens(dqkv, d.B, d.T, columns, 64, HD / 64);
     p.dq = dq;
     p.partial = partial;
-    p.order = d.deterministic ? (int *)(base + at.order) : NULL;
-    p.ticket = (int *)(base + at.ticket);
+    p.order = d.deterministic ? order : NULL;
+    p.ticket = ticket;
     p.T = (int)d.T, p.NH = (int)d.NH, p.NKV = (int)d.NKV;
     p.heads_per_block = plan.heads_per_block, p.section = plan.section, p.heads = (int)(d.B * parts);
     CUDA_CHECK(cudaFuncSetAttribute(attention_backward_main<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES));
     unsigned units = grid_size(padded / ATTENTION_BACKWARD_KEYS * p.heads, 1);
-    attention_backward_main<HD><<<units, 384, L::BYTES, s>>>(p);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(attention_backward_main<HD>, units, 384, L::BYTES, s, p);
 
     dim3 rows_grid((unsigned)(padded / 64), (unsigned)((d.NH + (partial ? 2 * d.NKV : 0)) * (HD / 64)), (unsigned)d.B);
-    attention_backward_rows<HD><<<rows_grid, 256, 0, s>>>(dqkv, dq, partial, d.T, d.NH, d.NKV, parts / d.NKV);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(attention_backward_rows<HD>, rows_grid, 256, 0, s, dqkv, dq, partial, d.T, d.NH, d.NKV, parts / d.NKV);
 }
 
 // dqkv [B, T, (NH + 2*NKV) * HD], all of it written, from dout and out [B, T, NH*HD], qkv (packed like dqkv, after RoPE) and the forward's

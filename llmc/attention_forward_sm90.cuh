@@ -314,6 +314,7 @@ template <int HD>
 __global__ void __launch_bounds__(ForwardTile<HD>::THREADS, 1)
     attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_kv,
                                   const __grid_constant__ CUtensorMap map_out, float *__restrict__ lse, const ForwardPlan plan) {
+    grid_dependency_wait();
 #if HOPPER_DEVICE_CODE
     typedef ForwardTile<HD> Tile;
     extern __shared__ uint8_t shared_memory[];
@@ -367,8 +368,7 @@ static inline void attention_forward_sm90_launch(bf16 *out, float *lse, const bf
     const CUtensorMap map_out = tensor_map_tokens(out, d.B, d.T, d.NH * HD, 64, HD / 64);
     CUDA_CHECK(cudaFuncSetAttribute(attention_forward_sm90_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SMEM_BYTES));
     const int grid = (int)min_i64(plan.tiles, device_sm_count());
-    attention_forward_sm90_kernel<HD><<<grid, Tile::THREADS, Tile::SMEM_BYTES, stream>>>(map_q, map_kv, map_out, lse, plan);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(attention_forward_sm90_kernel<HD>, grid, Tile::THREADS, Tile::SMEM_BYTES, stream, map_q, map_kv, map_out, lse, plan);
 }
 
 // out [B,T,NH*HD] bf16, lse [B,NH,T] fp32 from qkv [B,T,(NH+2*NKV)*HD] bf16; 16-byte aligned. HD 64 or 128, a device of compute

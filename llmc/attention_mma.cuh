@@ -143,6 +143,7 @@ __device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8]
 template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_forward_mma_kernel(bf16 *__restrict__ out, float *__restrict__ lse, const bf16 *__restrict__ qkv, AttentionDims d, float scale) {
+    grid_dependency_wait();
     extern __shared__ __align__(128) uint8_t mma_smem[];
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
     const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), stages = q_tile + TILE_BYTES;  // then K, V of stage 0 and 1
@@ -193,6 +194,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
 
 // delta[b,h,t] = sum over HD of dout * out, one warp per (b, t, h).
 static __global__ void attention_delta_kernel(float *__restrict__ delta, const bf16 *__restrict__ dout, const bf16 *__restrict__ out, AttentionDims d) {
+    grid_dependency_wait();
     const int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (row >= d.B * d.T * d.NH) return;
     float sum = 0.0f;
@@ -219,6 +221,7 @@ template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_backward_kv_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout, const bf16 *__restrict__ qkv,
                                      const float *__restrict__ lse, const float *__restrict__ delta, AttentionDims d, float scale) {
+    grid_dependency_wait();
     extern __shared__ __align__(128) uint8_t mma_smem[];
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
     const uint32_t k_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), v_tile = k_tile + TILE_BYTES, stages = v_tile + TILE_BYTES;
@@ -273,6 +276,7 @@ template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_backward_q_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout, const bf16 *__restrict__ qkv,
                                     const float *__restrict__ lse, const float *__restrict__ delta, AttentionDims d, float scale) {
+    grid_dependency_wait();
     extern __shared__ __align__(128) uint8_t mma_smem[];
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
     const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), do_tile = q_tile + TILE_BYTES, stages = do_tile + TILE_BYTES;
@@ -326,8 +330,7 @@ static inline void attention_forward_mma_launch(bf16 *out, float *lse, const bf1
     const int bytes = 5 * MMA_TILE * HD * 2;
     const dim3 grid((unsigned)ceil_div(d.T, MMA_TILE), (unsigned)d.NH, (unsigned)d.B);
     CUDA_CHECK(cudaFuncSetAttribute(attention_forward_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    attention_forward_mma_kernel<HD><<<grid, MMA_THREADS, bytes, stream>>>(out, lse, qkv, d, 1.0f / sqrtf((float)HD));
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(attention_forward_mma_kernel<HD>, grid, MMA_THREADS, bytes, stream, out, lse, qkv, d, 1.0f / sqrtf((float)HD));
 }
 
 // Arguments as attention_forward (attention.cuh).
@@ -347,18 +350,15 @@ static inline void attention_backward_mma_launch(bf16 *dqkv, const bf16 *dout, c
     const unsigned tiles = (unsigned)ceil_div(d.T, MMA_TILE);
     CUDA_CHECK(cudaFuncSetAttribute(attention_backward_kv_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     CUDA_CHECK(cudaFuncSetAttribute(attention_backward_q_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    attention_backward_kv_mma_kernel<HD><<<dim3(tiles, (unsigned)d.NKV, (unsigned)d.B), MMA_THREADS, bytes, stream>>>(dqkv, dout, qkv, lse, delta, d, scale);
-    CUDA_CHECK_LAUNCH();
-    attention_backward_q_mma_kernel<HD><<<dim3(tiles, (unsigned)d.NH, (unsigned)d.B), MMA_THREADS, bytes, stream>>>(dqkv, dout, qkv, lse, delta, d, scale);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(attention_backward_kv_mma_kernel<HD>, dim3(tiles, (unsigned)d.NKV, (unsigned)d.B), MMA_THREADS, bytes, stream, dqkv, dout, qkv, lse, delta, d, scale);
+    CUDA_LAUNCH(attention_backward_q_mma_kernel<HD>, dim3(tiles, (unsigned)d.NH, (unsigned)d.B), MMA_THREADS, bytes, stream, dqkv, dout, qkv, lse, delta, d, scale);
 }
 
 // Arguments as attention_backward (attention.cuh).
 static inline void attention_backward_mma(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, void *workspace,
                                           AttentionDims d, cudaStream_t stream) {
     float *delta = (float *)workspace;
-    attention_delta_kernel<<<grid_size(d.B * d.T * d.NH, 8), 256, 0, stream>>>(delta, dout, out, d);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(attention_delta_kernel, grid_size(d.B * d.T * d.NH, 8), 256, 0, stream, delta, dout, out, d);
     if (d.HD == 128) attention_backward_mma_launch<128>(dqkv, dout, qkv, lse, delta, d, stream);
     else attention_backward_mma_launch<64>(dqkv, dout, qkv, lse, delta, d, stream);
 }

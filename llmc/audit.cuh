@@ -77,6 +77,7 @@ __device__ static inline void audit_view(AuditSums *sums, const AuditView &view,
 
 template <class Source>
 static __global__ void __launch_bounds__(AUDIT_THREADS) audit_kernel(const Source source, const AuditView view, int64_t R, int64_t C) {
+    grid_dependency_wait();
     const int64_t column_tiles = ceil_div(C, AUDIT_COLUMNS), tiles = ceil_div(R, WARP_SIZE) * column_tiles;
     AuditSums sums = {};
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -108,9 +109,8 @@ static inline void audit_source(Fp8Tensor out, Source source, int64_t R, int64_t
         col.to[0] = NULL;
     }
     const unsigned blocks = audit_blocks(ceil_div(R, WARP_SIZE) * ceil_div(C, AUDIT_COLUMNS));
-    if (row.codes && row.to[0]) audit_kernel<Source><<<blocks, AUDIT_THREADS, 0, stream>>>(source, row, R, C);
-    if (col.codes && col.to[0]) audit_kernel<Source><<<blocks, AUDIT_THREADS, 0, stream>>>(source, col, R, C);
-    CUDA_CHECK_LAUNCH();
+    if (row.codes && row.to[0]) CUDA_LAUNCH(audit_kernel<Source>, blocks, AUDIT_THREADS, 0, stream, source, row, R, C);
+    if (col.codes && col.to[0]) CUDA_LAUNCH(audit_kernel<Source>, blocks, AUDIT_THREADS, 0, stream, source, col, R, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -118,6 +118,7 @@ static inline void audit_source(Fp8Tensor out, Source source, int64_t R, int64_t
 
 static __global__ void __launch_bounds__(AUDIT_THREADS) audit_part_kernel(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *inverse_scale, int64_t n,
                                                                           Fp8Format format) {
+    grid_dependency_wait();
     const int64_t step = (int64_t)gridDim.x * AUDIT_THREADS;
     const float inverse = *inverse_scale;
     AuditSums sums = {};
@@ -132,8 +133,7 @@ static inline void audit_part(AuditSums *to, const bf16 *x, const uint8_t *codes
     if (n < 0 || n % 8) die("audit_part: %lld elements: need a multiple of 8", (long long)n);
     if (n == 0) return;
     require_aligned16(x, "audit_part", "x");
-    audit_part_kernel<<<audit_blocks(ceil_div(n, 8 * AUDIT_THREADS)), AUDIT_THREADS, 0, stream>>>(to, x, codes, inverse_scale, n, format);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(audit_part_kernel, audit_blocks(ceil_div(n, 8 * AUDIT_THREADS)), AUDIT_THREADS, 0, stream, to, x, codes, inverse_scale, n, format);
 }
 
 #endif

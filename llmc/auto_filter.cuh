@@ -27,6 +27,7 @@ typedef struct {
 } AutoFilter;
 
 static __global__ void auto_filter_fill_kernel(bf16 *x, int64_t n, uint64_t key) {
+    grid_dependency_wait();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) x[i] = __float2bfloat16(rng_normal(key, (uint64_t)i));
 }
 
@@ -63,8 +64,7 @@ static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
         q->delayed_scale = delayed;
     }
     f->tensor[t] = (bf16 *)auto_filter_alloc(f, n * (int64_t)sizeof(bf16));
-    auto_filter_fill_kernel<<<8 * device_sm_count(), 256, 0, f->gemm.stream>>>(f->tensor[t], n, rng_key(1, (uint64_t)t));
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, f->gemm.stream, f->tensor[t], n, rng_key(1, (uint64_t)t));
 }
 
 static inline void auto_filter_cast(AutoFilter *f, TensorRole t) {

@@ -114,6 +114,7 @@ __device__ static inline void cross_entropy_wait(void) { asm volatile("cp.async.
 template <int HELD, bool GRADIENT>
 static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_ENTROPY_FEW ? 2 : 1)
     cross_entropy_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int vectors, float gradient_scale) {
+    grid_dependency_wait();
     extern __shared__ Bf16x8 shared[];
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
     const int first_shared = HELD * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
@@ -183,6 +184,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
 // One row per block, any V and any alignment.
 template <bool GRADIENT>
 static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t V, float gradient_scale) {
+    grid_dependency_wait();
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
     bf16 *x = logits + (int64_t)blockIdx.x * V;
     const int64_t target = targets[blockIdx.x];
@@ -209,9 +211,7 @@ static inline int64_t cross_entropy_shared_bytes(int64_t V, int64_t held) {
 
 // Whether a multiprocessor can hold a row. GPUs other than data centre ones have less than 100 KB of shared memory a block.
 static inline bool cross_entropy_row_fits(int64_t V) {
-    int device = 0, available = 0;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const int64_t needed = cross_entropy_shared_bytes(V, CROSS_ENTROPY_MANY), scratch = 1024;
     return needed <= cross_entropy_shared_bytes(8 * CROSS_ENTROPY_THREADS * CROSS_ENTROPY_SHARED, 0) && needed + scratch <= available;
 }
@@ -222,15 +222,13 @@ static inline void cross_entropy_launch_held(float *losses, bf16 *logits, const 
     CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<HELD, GRADIENT>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     const int64_t resident = device_sm_count() * (HELD == CROSS_ENTROPY_FEW ? 2 : 1);
     const unsigned blocks = (unsigned)min_i64(R, resident);
-    cross_entropy_kernel<HELD, GRADIENT><<<blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream>>>(losses, logits, targets, R, (int)(V / 8), gradient_scale);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(cross_entropy_kernel<HELD, GRADIENT>, blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream, losses, logits, targets, R, (int)(V / 8), gradient_scale);
 }
 
 template <bool GRADIENT>
 static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale, cudaStream_t stream) {
     if (V % 8 || (uintptr_t)logits % 16 || !cross_entropy_row_fits(V)) {
-        cross_entropy_row_kernel<GRADIENT><<<grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream>>>(losses, logits, targets, V, gradient_scale);
-        CUDA_CHECK_LAUNCH();
+        CUDA_LAUNCH(cross_entropy_row_kernel<GRADIENT>, grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream, losses, logits, targets, V, gradient_scale);
     } else if (cross_entropy_shared_bytes(V, CROSS_ENTROPY_FEW) == 0) {
         cross_entropy_launch_held<CROSS_ENTROPY_FEW, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
     } else {
@@ -258,6 +256,7 @@ static inline void cross_entropy_loss_and_gradient(float *losses, bf16 *logits, 
 }
 
 __global__ static void __launch_bounds__(1024) loss_accumulate_kernel(float *out, const float *losses, int64_t n, double scale) {
+    grid_dependency_wait();
     __shared__ double partial[1024];
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += 1024) sum += (double)losses[i];
@@ -271,8 +270,7 @@ __global__ static void __launch_bounds__(1024) loss_accumulate_kernel(float *out
 
 // *out (device) += scale * (sum of losses [n]), in double precision and a fixed order.
 static inline void loss_accumulate(float *out, const float *losses, int64_t n, double scale, cudaStream_t stream) {
-    loss_accumulate_kernel<<<1, 1024, 0, stream>>>(out, losses, n, scale);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(loss_accumulate_kernel, 1, 1024, 0, stream, out, losses, n, scale);
 }
 
 #endif

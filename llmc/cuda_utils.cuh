@@ -24,8 +24,41 @@ static inline void cuda_check(cudaError_t error, const char *call, const char *f
 // Ends the process with file, line, call and error if a CUDA call failed.
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 
-// After every <<<>>>: a bad launch configuration is reported here; an error inside the kernel by a later synchronizing call.
-#define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
+// Of the current device.
+static inline int device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
+
+// Streaming multiprocessors of the current device.
+static inline int device_sm_count(void) { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+template <typename T>
+struct AsDeclared {
+    typedef T type;
+};
+
+// See CUDA_LAUNCH. The arguments are converted to what the kernel declares.
+template <typename... P>
+static inline void cuda_launch(const char *file, int line, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, typename AsDeclared<P>::type... arguments) {
+    static const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);  // a process has one device
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+    config.attrs = &early, config.numAttrs = major >= 9;
+    void *pointers[] = {(void *)&arguments...};
+    cuda_check(cudaLaunchKernelExC(&config, (const void *)kernel, pointers), "kernel launch", file, line);
+}
+
+// CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...): as kernel<<<grid, block, shared_bytes, stream>>>(arguments...), but from compute
+// capability 9.0 the kernel's blocks are launched while the last of the kernel before it finish (programmatic dependent launch), which saves about a
+// microsecond. So every kernel launched here starts with grid_dependency_wait(). A bad launch configuration ends the process; an error inside
+// the kernel is reported by a later synchronizing call.
+#define CUDA_LAUNCH(...) cuda_launch(__FILE__, __LINE__, __VA_ARGS__)
 
 // Number of blocks for n items at `per_block` each, at least 1.
 static inline unsigned grid_size(int64_t n, int64_t per_block) {
@@ -34,17 +67,20 @@ static inline unsigned grid_size(int64_t n, int64_t per_block) {
     return (unsigned)blocks;
 }
 
-// Streaming multiprocessors of the current device.
-static inline int device_sm_count(void) {
-    int device = 0, count = 0;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
-}
-
 // Kernels that move 16 bytes at a time call this for each pointer they are given (NULL passes).
 static inline void require_aligned16(const void *pointer, const char *function, const char *name) {
     if ((uintptr_t)pointer % 16) die("%s: %s at %p is not 16-byte aligned", function, name, pointer);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Device: the start of every kernel
+
+// Returns when all that was enqueued before this kernel has finished and its writes can be seen. The first statement of every kernel, for every thread:
+// a block that ended without it would let the kernel after this one start too early.
+__device__ static inline void grid_dependency_wait(void) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

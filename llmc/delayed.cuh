@@ -21,6 +21,7 @@ __device__ static inline Fp8Format delayed_format(const DelayedArrays &d, int64_
 
 // A block a tensor: tensors [first, first + gridDim.x) of layer blockIdx.y. delayed_update() of delayed.h, with the window shifted by all threads.
 static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(const DelayedArrays d, int64_t first) {
+    grid_dependency_wait();
     __shared__ uint32_t scratch[DELAYED_THREADS / WARP_SIZE];
     const int64_t tensor = first + blockIdx.x, number = blockIdx.y * d.per_layer + tensor;
     const uint32_t amax = d.amax[number];
@@ -45,11 +46,11 @@ static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(
 // Tensors [first, last) of each of `layers` layers: what their passes have found enters the histories, and scales are made anew.
 static inline void delayed_update_all(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last, cudaStream_t stream) {
     const dim3 grid((unsigned)(last - first), (unsigned)layers);
-    delayed_update_kernel<<<grid, DELAYED_THREADS, 0, stream>>>(*d, first);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(delayed_update_kernel, grid, DELAYED_THREADS, 0, stream, *d, first);
 }
 
 static __global__ void delayed_begin_kernel(const DelayedArrays d, int64_t count, int64_t first, int64_t last) {
+    grid_dependency_wait();
     const int64_t number = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tensor = number % d.per_layer;
     if (number >= count || tensor < first || tensor >= last || d.scale[number] != 0) return;
     d.scale[number] = fp8_scale_te(__uint_as_float(d.amax[number]), delayed_format(d, tensor), d.margin);
@@ -58,8 +59,7 @@ static __global__ void delayed_begin_kernel(const DelayedArrays d, int64_t count
 // Gives tensors [first, last) of each layer that have no scale yet the one that their own amax asks for: for a tensor's first cast.
 static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last, cudaStream_t stream) {
     const int64_t count = layers * d->per_layer;
-    delayed_begin_kernel<<<grid_size(count, DELAYED_THREADS), DELAYED_THREADS, 0, stream>>>(*d, count, first, last);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(delayed_begin_kernel, grid_size(count, DELAYED_THREADS), DELAYED_THREADS, 0, stream, *d, count, first, last);
 }
 
 #endif

@@ -51,6 +51,7 @@ static inline void embedding_sort(int32_t *index, const int32_t *tokens, int64_t
 enum { EMBEDDING_THREADS = 128, EMBEDDING_WARPS = EMBEDDING_THREADS / WARP_SIZE, EMBEDDING_COLUMNS = 8 * WARP_SIZE };
 
 static __global__ void embedding_forward_kernel(bf16 *x, const bf16 *table, const int32_t *tokens, int C) {
+    grid_dependency_wait();
     const bf16 *from = table + (int64_t)tokens[blockIdx.x] * C;
     bf16 *to = x + (int64_t)blockIdx.x * C;
     for (int c = (int)threadIdx.x * 8; c < C; c += (int)blockDim.x * 8) bf16x8_store(to + c, bf16x8_load(from + c));
@@ -67,12 +68,12 @@ static inline void embedding_check(const char *function, int64_t R, int64_t C, c
 static inline void embedding_forward(bf16 *x, const bf16 *table, const int32_t *tokens, int64_t R, int64_t C, cudaStream_t stream) {
     embedding_check("embedding_forward", R, C, table, x);
     const int64_t threads = min_i64(256, round_up(C / 8, WARP_SIZE));
-    embedding_forward_kernel<<<grid_size(R, 1), (unsigned)threads, 0, stream>>>(x, table, tokens, (int)C);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(embedding_forward_kernel, grid_size(R, 1), (unsigned)threads, 0, stream, x, table, tokens, (int)C);
 }
 
 // blockIdx.y: 256 columns; blockIdx.x: every gridDim.x-th id. Warp w adds up the id's rows w, w + EMBEDDING_WARPS, ...; then the warps are added in order.
 static __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_backward_kernel(bf16 *dtable, const bf16 *dx, const int32_t *index, int64_t R, int C) {
+    grid_dependency_wait();
     __shared__ float sums[EMBEDDING_WARPS][EMBEDDING_COLUMNS];
     const int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2;
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, column = (int)blockIdx.y * EMBEDDING_COLUMNS + lane * 8;
@@ -111,8 +112,7 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_backward_k
 static inline void embedding_backward(bf16 *dtable, const bf16 *dx, const int32_t *index, int64_t R, int64_t C, cudaStream_t stream) {
     embedding_check("embedding_backward", R, C, dtable, dx);
     const dim3 grid((unsigned)min_i64(R, 1024), grid_size(C, EMBEDDING_COLUMNS));
-    embedding_backward_kernel<<<grid, EMBEDDING_THREADS, 0, stream>>>(dtable, dx, index, R, (int)C);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(embedding_backward_kernel, grid, EMBEDDING_THREADS, 0, stream, dtable, dx, index, R, (int)C);
 }
 
 #endif

@@ -462,6 +462,7 @@ enum { FSDP_THREADS = 256 };
 
 // to [rows, n] = from [rows, stride], its first n columns, as fp32. n and stride multiples of 8.
 static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_to_fp32_kernel(float *to, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
+    grid_dependency_wait();
     for (int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8; i < rows * n; i += (int64_t)gridDim.x * FSDP_THREADS * 8) {
         float x[8];
         bf16x8_unpack(x, bf16x8_load(from + i / n * stride + i % n));
@@ -479,6 +480,7 @@ __device__ static inline void fsdp_load_8(float x[8], const float *p) {
 // to [n] = from [n], or += when `add`; one rounding.
 template <class T>
 static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_add_kernel(bf16 *to, const T *from, int64_t n, bool add) {
+    grid_dependency_wait();
     for (int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8; i < n; i += (int64_t)gridDim.x * FSDP_THREADS * 8) {
         float x[8], before[8];
         fsdp_load_8(x, from + i);
@@ -495,14 +497,12 @@ static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_add_kernel(bf16 *to,
 static inline unsigned fsdp_blocks(int64_t n) { return grid_size(min_i64(n, 128 * FSDP_THREADS * 8), FSDP_THREADS * 8); }
 
 static inline void fsdp_to_fp32(Fsdp *f, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
-    fsdp_to_fp32_kernel<<<fsdp_blocks(rows * n), FSDP_THREADS, 0, f->nccl->stream>>>(f->staging, from, rows, n, stride);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(fsdp_to_fp32_kernel, fsdp_blocks(rows * n), FSDP_THREADS, 0, f->nccl->stream, f->staging, from, rows, n, stride);
 }
 
 template <class T>
 static inline void fsdp_add(Fsdp *f, bf16 *to, const T *from, int64_t n, bool add) {
-    fsdp_add_kernel<T><<<fsdp_blocks(n), FSDP_THREADS, 0, f->nccl->stream>>>(to, from, n, add);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(fsdp_add_kernel<T>, fsdp_blocks(n), FSDP_THREADS, 0, f->nccl->stream, to, from, n, add);
 }
 
 // grads [n] = their sum over the group.
@@ -555,6 +555,7 @@ static inline void fsdp_reduce_scatter_fp32(Fsdp *f, int64_t unit, bool add) {
 // to [n] = the sum over `ranks` ranks, in their order, of each one's n elements: those of the rank at `place` are `own`, the others' lie in `others`
 // [ranks - 1][n]; added to what is there when `add`. In fp32, with one rounding. n a multiple of 8.
 static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_sum_kernel(bf16 *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t place, int64_t n, bool add) {
+    grid_dependency_wait();
     const int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8;
     if (i >= n) return;
     float sum[8], x[8];
@@ -584,8 +585,7 @@ static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit, bool add) {
             const int64_t count = min_i64(f->received_slice, g.slice - first);
             const bf16 *own = from[k] + f->plan.place * g.slice + first;
             peer_read(&f->peers, own, f->received, count * (int64_t)sizeof(bf16), false, stream);
-            fsdp_sum_kernel<<<grid_size(count, FSDP_THREADS * 8), FSDP_THREADS, 0, stream>>>(f->grads + g.shard + first, own, f->received, f->peers.ranks, f->peers.place, count, add);
-            CUDA_CHECK_LAUNCH();
+            CUDA_LAUNCH(fsdp_sum_kernel, grid_size(count, FSDP_THREADS * 8), FSDP_THREADS, 0, stream, f->grads + g.shard + first, own, f->received, f->peers.ranks, f->peers.place, count, add);
         }
     }
     peer_barrier(&f->peers, stream);  // all ranks have read: the buffer may be written again

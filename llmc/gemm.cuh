@@ -103,10 +103,7 @@ static inline bool recipe_native(const Recipe *r, int major, int minor) {
 
 // Dies if the current GPU lacks the recipe's products.
 static inline void gemm_require_native(const Recipe *r) {
-    int device, major, minor;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor), minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
     if (recipe_native(r, major, minor)) return;
     const char *where = recipe_native(r, 8, 9) ? "8.9 and above" : recipe_native(r, 9, 0) ? "9.0 (Hopper) alone" : "10.0 and above (Blackwell)";
     die("GPUs of compute capability %s have the products of --fp8-recipe %s, this one is %d.%d; --fp8-emulate computes them in BF16, or take another recipe",
@@ -212,6 +209,7 @@ static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const
 
 // NULL: 1.
 static __global__ void gemm_alpha_kernel(float *alpha, const float *inverse_a, const float *inverse_b) {
+    grid_dependency_wait();
     *alpha = (inverse_a ? *inverse_a : 1.0f) * (inverse_b ? *inverse_b : 1.0f);
 }
 
@@ -220,8 +218,7 @@ static inline void gemm_decode(const Gemm *g, const GemmPlan *p, GemmOperand a, 
     fp8_dequantize(g->scratch, (const uint8_t *)a.data, a.scales, p->grain_a, p->spec.format_a, p->rows, p->depth, g->stream);
     fp8_dequantize(g->scratch + p->rows * p->depth, (const uint8_t *)b.data, b.scales, p->grain_b, p->spec.format_b, p->cols, p->depth, g->stream);
     const float *inverse_a = grain_is_tensor(p->grain_a) ? (const float *)a.scales : NULL, *inverse_b = grain_is_tensor(p->grain_b) ? (const float *)b.scales : NULL;
-    gemm_alpha_kernel<<<1, 1, 0, g->stream>>>(g->alpha, inverse_a, inverse_b);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(gemm_alpha_kernel, 1, 1, 0, g->stream, g->alpha, inverse_a, inverse_b);
 }
 
 // Milliseconds of one candidate; infinity when cuBLASLt refuses it. Batches of 1, 2, 4, ... runs without pause; the last one counts. A GPU at its power limit

@@ -9,6 +9,7 @@
 // Elements [first, first + n) of a tensor.
 static __global__ void initialize_parameter_kernel(bf16 *weights, float *master, int64_t first, int64_t n, unsigned flags, float initializer_range, uint64_t seed,
                                                    int64_t tensor_index) {
+    grid_dependency_wait();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
         const float x = parameter_initial_value(flags, initializer_range, seed, tensor_index, first + i);
         ((bf16_bits *)weights)[i] = bf16_from_float(x);
@@ -27,8 +28,7 @@ static inline void initialize_parameters(bf16 *weights, float *master, const Par
         const ShardRange r = shard_parameter(t, plan, p);
         if (!r.count) continue;
         const unsigned blocks = grid_size(min_i64(r.count, 1 << 20), 256);  // enough to fill any GPU
-        initialize_parameter_kernel<<<blocks, 256, 0, stream>>>(weights + r.shard, master ? master + r.shard : NULL, r.first, r.count, p->flags, initializer_range, seed, i);
-        CUDA_CHECK_LAUNCH();
+        CUDA_LAUNCH(initialize_parameter_kernel, blocks, 256, 0, stream, weights + r.shard, master ? master + r.shard : NULL, r.first, r.count, p->flags, initializer_range, seed, i);
     }
 }
 

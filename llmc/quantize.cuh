@@ -38,8 +38,7 @@ static inline Grain quantize_fine_grain(const Fp8Tensor *t) {
 template <class Source, Grain GRAIN, Fp8Format FORMAT>
 static inline void quantize_fine_launch(const Fp8Tensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
-    quantize_fine_kernel<Source, GRAIN, FORMAT><<<blocks, CAST_THREADS, 0, stream>>>(source, out, fine_amaxes(&out, R), R, C);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(quantize_fine_kernel<Source, GRAIN, FORMAT>, blocks, CAST_THREADS, 0, stream, source, out, fine_amaxes(&out, R), R, C);
 }
 
 // False if a source has no use for such a cast, so that there is no kernel.
@@ -108,9 +107,8 @@ static inline void quantize_amax_source(const char *function, Fp8Tensor out, Sou
     const bool whole = out.row_grain == GRAIN_TENSOR && out.col_grain == GRAIN_TENSOR && fp8_rule_keeps_nan(out.rule);
     if (whole && source_amax(out.amax, source, R, C, stream)) return;
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
-    if (fp8_rule_keeps_nan(out.rule)) quantize_amax_kernel<Source, true><<<blocks, CAST_THREADS, 0, stream>>>(source, amaxes, R, C);
-    else quantize_amax_kernel<Source, false><<<blocks, CAST_THREADS, 0, stream>>>(source, amaxes, R, C);
-    CUDA_CHECK_LAUNCH();
+    if (fp8_rule_keeps_nan(out.rule)) CUDA_LAUNCH(quantize_amax_kernel<Source, true>, blocks, CAST_THREADS, 0, stream, source, amaxes, R, C);
+    else CUDA_LAUNCH(quantize_amax_kernel<Source, false>, blocks, CAST_THREADS, 0, stream, source, amaxes, R, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -157,6 +155,7 @@ __device__ static inline float2 floats_from_fp8x2(uint16_t codes) {
 template <Fp8Format FORMAT>
 static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kernel(bf16 *out, const uint8_t *codes, const void *scales, Grain grain, int64_t outer,
                                                                                    int64_t depth) {
+    grid_dependency_wait();
     const int64_t at = (blockIdx.x * (int64_t)DEQUANTIZE_THREADS + threadIdx.x) * DEQUANTIZE_ELEMENTS, i = at / depth, k = at % depth;
     if (i >= outer) return;
     const float inverse = grain == GRAIN_TENSOR || grain == GRAIN_TENSOR_REPEATED ? 1.0f : scale_load(grain, scales, scale_index(grain, i, k, outer, depth));
@@ -183,9 +182,8 @@ static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *s
     require_aligned16(out, "fp8_dequantize", "out");
     require_aligned16(codes, "fp8_dequantize", "codes");
     const unsigned blocks = grid_size(outer * depth, DEQUANTIZE_THREADS * DEQUANTIZE_ELEMENTS);
-    if (format == FP8_E4M3) fp8_dequantize_kernel<FP8_E4M3><<<blocks, DEQUANTIZE_THREADS, 0, stream>>>(out, codes, scales, grain, outer, depth);
-    else fp8_dequantize_kernel<FP8_E5M2><<<blocks, DEQUANTIZE_THREADS, 0, stream>>>(out, codes, scales, grain, outer, depth);
-    CUDA_CHECK_LAUNCH();
+    if (format == FP8_E4M3) CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E4M3>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales, grain, outer, depth);
+    else CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E5M2>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales, grain, outer, depth);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -213,6 +211,7 @@ typedef struct {
 // blockIdx.y: layer. 2 bytes read, 1 written an element.
 template <Fp8Format FORMAT>
 static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(const __grid_constant__ Fp8Slices s) {
+    grid_dependency_wait();
     __shared__ float scales[SLICE_MAX_TENSORS];
     const int64_t layer = blockIdx.y, i = (blockIdx.x * (int64_t)SLICE_THREADS + threadIdx.x) * SLICE_ELEMENTS;
     if ((int)threadIdx.x < s.num_tensors) {
@@ -243,8 +242,7 @@ static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     require_aligned16(s->x, "quantize_slices", "x");
     require_aligned16(s->codes, "quantize_slices", "codes");
     const dim3 grid(grid_size(s->n, SLICE_THREADS * SLICE_ELEMENTS), (unsigned)s->count);
-    quantize_slices_kernel<FP8_E4M3><<<grid, SLICE_THREADS, 0, stream>>>(*s);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(quantize_slices_kernel<FP8_E4M3>, grid, SLICE_THREADS, 0, stream, *s);
 }
 
 // Adds what quantize_slices, enqueued before, did to tensor j of layer l to sums[l * layer_stride + j * tensor_stride] (device memory; audit.h).
@@ -260,6 +258,7 @@ static inline void audit_slices(const Fp8Slices *s, AuditSums *sums, int64_t lay
 
 // The second half of quantize_transpose_kernel, for codes that exist already.
 static __global__ void __launch_bounds__(CAST_THREADS, 4) fp8_transpose_kernel(uint8_t *col, const uint8_t *row, int64_t R, int64_t C) {
+    grid_dependency_wait();
     __shared__ __align__(16) uint32_t tile[1][CAST_TILE][CAST_WORDS];
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE);
     const int64_t first_row = (int64_t)(blockIdx.x / column_tiles) * CAST_TILE, first_column = (int64_t)(blockIdx.x % column_tiles) * CAST_TILE;
@@ -290,8 +289,7 @@ static inline void fp8_transpose(uint8_t *col, const uint8_t *row, int64_t R, in
     if (R < 1 || C < 16 || C % 16) die("fp8_transpose: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", (long long)R, (long long)C);
     require_aligned16(row, "fp8_transpose", "row");
     require_aligned16(col, "fp8_transpose", "col");
-    fp8_transpose_kernel<<<grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1), CAST_THREADS, 0, stream>>>(col, row, R, C);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(fp8_transpose_kernel, grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1), CAST_THREADS, 0, stream, col, row, R, C);
 }
 
 #endif

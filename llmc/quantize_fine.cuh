@@ -285,6 +285,7 @@ __device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const Fp
 template <class Source, Grain GRAIN, Fp8Format FORMAT>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? Source::MIN_BLOCKS : 3) quantize_fine_kernel(const Source source, const Fp8Tensor out, const FineAmaxes amaxes,
                                                                                                 int64_t R, int64_t C) {
+    grid_dependency_wait();
     enum { OUTPUTS = Source::OUTPUTS, BLOCKS = GRAIN == GRAIN_1X32 ? CAST_TILE / 32 : 1 };
     __shared__ __align__(16) FineShared<OUTPUTS, BLOCKS> shared;
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = gridDim.x - 1 - blockIdx.x;
@@ -337,6 +338,7 @@ __device__ static inline void fine_raise_rows_and_columns(FineMaxima<OUTPUTS, 1>
 
 template <class Source, bool KEEPS_NAN>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_amax_kernel(const Source source, const FineAmaxes to, int64_t R, int64_t C) {
+    grid_dependency_wait();
     __shared__ __align__(16) FineMaxima<Source::OUTPUTS, 1> maxima;
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE);
     const FinePlace at = {(int64_t)(blockIdx.x / column_tiles) * CAST_TILE, (int64_t)(blockIdx.x % column_tiles) * CAST_TILE, R, C};

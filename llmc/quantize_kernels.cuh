@@ -43,6 +43,7 @@ static inline Fp8Tensor recipe_tensor(const Recipe *r, TensorRole role, Fp8Forma
 enum { AMAX_THREADS = 256, AMAX_VECTORS = 8 };
 
 static __global__ void __launch_bounds__(AMAX_THREADS) tensor_amax_kernel(uint32_t *amax, const bf16 *x, int64_t n) {
+    grid_dependency_wait();
     const int64_t vectors = n / 8, first = blockIdx.x * (int64_t)(AMAX_THREADS * AMAX_VECTORS) + threadIdx.x;
     Bf16x8 v[AMAX_VECTORS];
 #pragma unroll
@@ -61,8 +62,7 @@ static __global__ void __launch_bounds__(AMAX_THREADS) tensor_amax_kernel(uint32
 static inline void tensor_amax(uint32_t *amax, const bf16 *x, int64_t n, cudaStream_t stream) {
     if (n < 1) die("tensor_amax: %lld values, need at least 1", (long long)n);
     require_aligned16(x, "tensor_amax", "x");
-    tensor_amax_kernel<<<grid_size(n, 8 * AMAX_THREADS * AMAX_VECTORS), AMAX_THREADS, 0, stream>>>(amax, x, n);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(tensor_amax_kernel, grid_size(n, 8 * AMAX_THREADS * AMAX_VECTORS), AMAX_THREADS, 0, stream, amax, x, n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -169,6 +169,7 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
 // Blocks walk the tiles from the last to the first: the end of what the amax pass read is still in the L2.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_transpose_kernel(const Source source, const Fp8Tensor out, int64_t R, int64_t C) {
+    grid_dependency_wait();
     __shared__ __align__(16) uint32_t tile[Source::OUTPUTS][CAST_TILE][CAST_WORDS];
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = gridDim.x - 1 - blockIdx.x;
     const int64_t first_row = (int64_t)(index / column_tiles) * CAST_TILE, first_column = (int64_t)(index % column_tiles) * CAST_TILE;
@@ -207,10 +208,9 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quant
 template <class Source, Fp8Format FORMAT>
 static inline void quantize_transpose_launch(const Fp8Tensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
-    if (!out.delayed_scale) quantize_transpose_kernel<Source, FORMAT, false><<<blocks, CAST_THREADS, 0, stream>>>(source, out, R, C);
-    else if constexpr (!Source::AMAX) quantize_transpose_kernel<Source, FORMAT, true><<<blocks, CAST_THREADS, 0, stream>>>(source, out, R, C);
+    if (!out.delayed_scale) CUDA_LAUNCH(quantize_transpose_kernel<Source, FORMAT, false>, blocks, CAST_THREADS, 0, stream, source, out, R, C);
+    else if constexpr (!Source::AMAX) CUDA_LAUNCH(quantize_transpose_kernel<Source, FORMAT, true>, blocks, CAST_THREADS, 0, stream, source, out, R, C);
     else die("quantize_transpose_launch: this source finds another tensor's amax, and has no cast with a delayed scale");
-    CUDA_CHECK_LAUNCH();
 }
 
 // Values that are in memory already.

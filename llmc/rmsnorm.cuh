@@ -39,6 +39,7 @@ typedef struct {
 
 template <int VECTORS, int THREADS, bool RESIDUAL>
 static __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rmsnorm_forward_kernel(const RmsnormForward p) {
+    grid_dependency_wait();
     __shared__ float scratch[2][THREADS / WARP_SIZE];
     uint32_t halves = 0;
     int parity = 0;
@@ -100,15 +101,14 @@ static inline void rmsnorm_check(const char *function, int64_t R, int64_t C, con
 
 static inline void rmsnorm_forward_launch(RmsnormForward p, cudaStream_t stream) {
     const int64_t slots = 8ll * device_sm_count();  // blocks of 128 threads that are resident at once
-#define RMSNORM_LAUNCH(VECTORS, THREADS)                                                                                             \
-    do {                                                                                                                             \
-        const unsigned blocks = (unsigned)min_i64(p.R, slots * 128 / (THREADS));                                                     \
-        if (p.delta) rmsnorm_forward_kernel<VECTORS, THREADS, true><<<blocks, THREADS, 0, stream>>>(p);                              \
-        else rmsnorm_forward_kernel<VECTORS, THREADS, false><<<blocks, THREADS, 0, stream>>>(p);                                     \
+#define RMSNORM_LAUNCH(VECTORS, THREADS)                                                                         \
+    do {                                                                                                         \
+        const unsigned blocks = (unsigned)min_i64(p.R, slots * 128 / (THREADS));                                 \
+        if (p.delta) CUDA_LAUNCH(rmsnorm_forward_kernel<VECTORS, THREADS, true>, blocks, THREADS, 0, stream, p); \
+        else CUDA_LAUNCH(rmsnorm_forward_kernel<VECTORS, THREADS, false>, blocks, THREADS, 0, stream, p);        \
     } while (0)
     RMSNORM_DISPATCH(p.C, RMSNORM_LAUNCH);
 #undef RMSNORM_LAUNCH
-    CUDA_CHECK_LAUNCH();
 }
 
 // y [R, C] or NULL, rstd [R] fp32, *amax raised to max |y| or NULL, from x [R, C] and weight [C].
@@ -231,6 +231,7 @@ __device__ static inline void rmsnorm_join_groups(float dw[VECTORS][8]) {
 
 template <int VECTORS, int THREADS>
 static __global__ void __launch_bounds__(RMSNORM_BACKWARD_THREADS, 1) rmsnorm_backward_kernel(const RmsnormBackward p) {
+    grid_dependency_wait();
     enum { GROUPS = RMSNORM_BACKWARD_THREADS / THREADS };
     __shared__ float scratch[GROUPS][2][THREADS / WARP_SIZE];
     const int group = threadIdx.x / THREADS;
@@ -256,6 +257,7 @@ enum { RMSNORM_SUM_WARPS = 32 };
 
 // dweight [C] (+)= sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows w, w + 32, ..., then one warp adds the warps.
 static __global__ void __launch_bounds__(RMSNORM_SUM_WARPS *WARP_SIZE) rmsnorm_sum_partials_kernel(bf16 *dweight, const float *partials, int count, int C, bool accumulate) {
+    grid_dependency_wait();
     __shared__ float sums[RMSNORM_SUM_WARPS][WARP_SIZE];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, column = (int)blockIdx.x * WARP_SIZE + lane;
     float sum = 0;
@@ -291,12 +293,10 @@ static inline void rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, con
     require_aligned16(workspace, "rmsnorm_backward", "workspace");
     const RmsnormBackward p = {dx, (float *)workspace, amax, dy, x, weight, dresidual, rstd, R, (int)C};
     const int64_t blocks = rmsnorm_backward_blocks(R, C);
-#define RMSNORM_LAUNCH(VECTORS, THREADS) rmsnorm_backward_kernel<VECTORS, THREADS><<<(unsigned)blocks, RMSNORM_BACKWARD_THREADS, 0, stream>>>(p)
+#define RMSNORM_LAUNCH(VECTORS, THREADS) CUDA_LAUNCH(rmsnorm_backward_kernel<VECTORS, THREADS>, (unsigned)blocks, RMSNORM_BACKWARD_THREADS, 0, stream, p)
     RMSNORM_DISPATCH(C, RMSNORM_LAUNCH);
 #undef RMSNORM_LAUNCH
-    CUDA_CHECK_LAUNCH();
-    rmsnorm_sum_partials_kernel<<<grid_size(C, WARP_SIZE), RMSNORM_SUM_WARPS * WARP_SIZE, 0, stream>>>(dweight, p.partials, (int)blocks, (int)C, accumulate);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(rmsnorm_sum_partials_kernel, grid_size(C, WARP_SIZE), RMSNORM_SUM_WARPS * WARP_SIZE, 0, stream, dweight, p.partials, (int)blocks, (int)C, accumulate);
 }
 
 #endif

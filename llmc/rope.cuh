@@ -136,6 +136,7 @@ __device__ static inline float rope_rstd(const RopePair &x, float eps) {
 // take the turn too, on zeros.
 template <int HD, bool NORM>
 static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 3 : 4) qknorm_rope_forward_kernel(const RopeKernel p) {
+    grid_dependency_wait();
     const RopePlace at = rope_place<HD>();
     const int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS;
     if (row >= p.rows) return;
@@ -246,6 +247,7 @@ __device__ static inline uint32_t qknorm_rope_backward_heads(const RopeKernel &p
 
 template <int HD, bool NORM>
 static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 2 : 4) qknorm_rope_backward_kernel(const RopeKernel p) {
+    grid_dependency_wait();
     uint32_t halves = 0;
     if (NORM) {
         float *partial = p.partials + blockIdx.x * HD;
@@ -276,16 +278,14 @@ static inline void qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_
     const RopeKernel p = {out, in, q_norm, k_norm, table, d.B * d.T, (int)d.T, (int)d.NH, (int)d.NKV, d.eps, NULL, NULL};
     rope_check("qknorm_rope_forward", &p, d);
     const unsigned blocks = grid_size(p.rows, ROPE_TOKENS);
-    if (d.HD == 64 && q_norm) qknorm_rope_forward_kernel<64, true><<<blocks, ROPE_THREADS, 0, stream>>>(p);
-    else if (d.HD == 64) qknorm_rope_forward_kernel<64, false><<<blocks, ROPE_THREADS, 0, stream>>>(p);
-    else if (q_norm) qknorm_rope_forward_kernel<128, true><<<blocks, ROPE_THREADS, 0, stream>>>(p);
-    else qknorm_rope_forward_kernel<128, false><<<blocks, ROPE_THREADS, 0, stream>>>(p);
-    CUDA_CHECK_LAUNCH();
+    if (d.HD == 64 && q_norm) CUDA_LAUNCH(qknorm_rope_forward_kernel<64, true>, blocks, ROPE_THREADS, 0, stream, p);
+    else if (d.HD == 64) CUDA_LAUNCH(qknorm_rope_forward_kernel<64, false>, blocks, ROPE_THREADS, 0, stream, p);
+    else if (q_norm) CUDA_LAUNCH(qknorm_rope_forward_kernel<128, true>, blocks, ROPE_THREADS, 0, stream, p);
+    else CUDA_LAUNCH(qknorm_rope_forward_kernel<128, false>, blocks, ROPE_THREADS, 0, stream, p);
 }
 
 static inline void rope_sum_partials(bf16 *out, const float *partials, int64_t count, int64_t columns, bool accumulate, cudaStream_t stream) {
-    rmsnorm_sum_partials_kernel<<<grid_size(columns, WARP_SIZE), RMSNORM_SUM_WARPS * WARP_SIZE, 0, stream>>>(out, partials, (int)count, (int)columns, accumulate);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(rmsnorm_sum_partials_kernel, grid_size(columns, WARP_SIZE), RMSNORM_SUM_WARPS * WARP_SIZE, 0, stream, out, partials, (int)count, (int)columns, accumulate);
 }
 
 // dqkv [B, T, (NH + 2 NKV) * HD], in place: from the gradient of the rotated q, k, v to that of the projection's output `qkv` (NULL without QK-norm).
@@ -297,15 +297,13 @@ static inline void qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm
     rope_check("qknorm_rope_backward", &p, d);
     if (!q_norm) {
         const unsigned blocks = grid_size(p.rows, ROPE_TOKENS);
-        if (d.HD == 64) qknorm_rope_backward_kernel<64, false><<<blocks, ROPE_THREADS, 0, stream>>>(p);
-        else qknorm_rope_backward_kernel<128, false><<<blocks, ROPE_THREADS, 0, stream>>>(p);
-        CUDA_CHECK_LAUNCH();
+        if (d.HD == 64) CUDA_LAUNCH(qknorm_rope_backward_kernel<64, false>, blocks, ROPE_THREADS, 0, stream, p);
+        else CUDA_LAUNCH(qknorm_rope_backward_kernel<128, false>, blocks, ROPE_THREADS, 0, stream, p);
         return;
     }
     const int64_t blocks = min_i64(ROPE_BACKWARD_BLOCKS, ceil_div(p.rows, ROPE_TOKENS));
-    if (d.HD == 64) qknorm_rope_backward_kernel<64, true><<<(unsigned)blocks, ROPE_THREADS, 0, stream>>>(p);
-    else qknorm_rope_backward_kernel<128, true><<<(unsigned)blocks, ROPE_THREADS, 0, stream>>>(p);
-    CUDA_CHECK_LAUNCH();
+    if (d.HD == 64) CUDA_LAUNCH(qknorm_rope_backward_kernel<64, true>, (unsigned)blocks, ROPE_THREADS, 0, stream, p);
+    else CUDA_LAUNCH(qknorm_rope_backward_kernel<128, true>, (unsigned)blocks, ROPE_THREADS, 0, stream, p);
     rope_sum_partials(dq_norm, p.partials, blocks, d.HD, accumulate, stream);
     rope_sum_partials(dk_norm, p.partials + blocks * d.HD, blocks, d.HD, accumulate, stream);
 }
@@ -317,6 +315,7 @@ enum { BIAS_THREADS = 256, BIAS_WARPS = BIAS_THREADS / WARP_SIZE, BIAS_COLUMNS =
 
 // blockIdx.x: 256 columns; blockIdx.y: a part of the rows. partials [parts, columns]. Warp w adds rows w, w + 8, ... of the part, then the warps are added in order.
 static __global__ void __launch_bounds__(BIAS_THREADS) bias_backward_kernel(float *partials, const bf16 *dy, int64_t rows, int columns) {
+    grid_dependency_wait();
     __shared__ float sums[BIAS_WARPS][BIAS_COLUMNS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, column = (int)blockIdx.x * BIAS_COLUMNS + lane * 8;
     const int64_t share = ceil_div(rows, gridDim.y), begin = blockIdx.y * share, end = begin + share < rows ? begin + share : rows;
@@ -347,8 +346,7 @@ static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int6
     if (rows < 1 || columns < 8 || columns % 8 || columns > INT_MAX) die("bias_backward: %lld columns must be a multiple of 8", (long long)columns);
     require_aligned16(dy, "bias_backward", "dy");
     const dim3 grid(grid_size(columns, BIAS_COLUMNS), (unsigned)bias_parts(rows));
-    bias_backward_kernel<<<grid, BIAS_THREADS, 0, stream>>>((float *)workspace, dy, rows, (int)columns);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(bias_backward_kernel, grid, BIAS_THREADS, 0, stream, (float *)workspace, dy, rows, (int)columns);
     rope_sum_partials(dbias, (const float *)workspace, bias_parts(rows), columns, accumulate, stream);
 }
 

@@ -62,6 +62,7 @@ __device__ static inline void swiglu_place(int64_t *row, int64_t *column, int64_
 }
 
 static __global__ void __launch_bounds__(SWIGLU_THREADS) swiglu_forward_kernel(bf16 *h, uint32_t *amax, const bf16 *gate_up, int64_t R, int64_t F) {
+    grid_dependency_wait();
     int64_t first, column;
     swiglu_place(&first, &column, F);
     Bf16x8 gate[SWIGLU_ROWS] = {}, up[SWIGLU_ROWS] = {};
@@ -84,6 +85,7 @@ static __global__ void __launch_bounds__(SWIGLU_THREADS) swiglu_forward_kernel(b
 }
 
 static __global__ void __launch_bounds__(SWIGLU_THREADS, 3) swiglu_backward_kernel(bf16 *d_gate_up, bf16 *h, uint32_t *amax, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F) {
+    grid_dependency_wait();
     int64_t first, column;
     swiglu_place(&first, &column, F);
     Bf16x8 d[SWIGLU_ROWS] = {}, gate[SWIGLU_ROWS] = {}, up[SWIGLU_ROWS] = {};
@@ -122,15 +124,13 @@ static inline unsigned swiglu_blocks(const char *function, const bf16 *gate_up, 
 static inline void swiglu_forward(bf16 *h, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_forward", gate_up, R, F);
     require_aligned16(h, "swiglu_forward", "h");
-    swiglu_forward_kernel<<<blocks, SWIGLU_THREADS, 0, stream>>>(h, NULL, gate_up, R, F);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(swiglu_forward_kernel, blocks, SWIGLU_THREADS, 0, stream, h, NULL, gate_up, R, F);
 }
 
 // Raises *amax to max |h|; h is not stored.
 static inline void swiglu_amax(uint32_t *amax, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_amax", gate_up, R, F);
-    swiglu_forward_kernel<<<blocks, SWIGLU_THREADS, 0, stream>>>(NULL, amax, gate_up, R, F);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(swiglu_forward_kernel, blocks, SWIGLU_THREADS, 0, stream, NULL, amax, gate_up, R, F);
 }
 
 // d_gate_up [R, 2F] and, unless NULL, h [R, F] once more, from dh [R, F] and gate_up [R, 2F]. d_gate_up may be gate_up; h may be dh.
@@ -139,8 +139,7 @@ static inline void swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, con
     require_aligned16(d_gate_up, "swiglu_backward", "d_gate_up");
     require_aligned16(h, "swiglu_backward", "h");
     require_aligned16(dh, "swiglu_backward", "dh");
-    swiglu_backward_kernel<<<blocks, SWIGLU_THREADS, 0, stream>>>(d_gate_up, h, NULL, dh, gate_up, R, F);
-    CUDA_CHECK_LAUNCH();
+    CUDA_LAUNCH(swiglu_backward_kernel, blocks, SWIGLU_THREADS, 0, stream, d_gate_up, h, NULL, dh, gate_up, R, F);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -225,8 +224,7 @@ static inline void swiglu_backward_amax(uint32_t *amax, Fp8Tensor h, const bf16 
         SwigluGradientAmaxSource source = {amax, dh, gate_up, F};
         quantize_source("swiglu_backward_amax", h, source, R, F, stream);
     } else {
-        swiglu_backward_kernel<<<blocks, SWIGLU_THREADS, 0, stream>>>(NULL, NULL, amax, dh, gate_up, R, F);
-        CUDA_CHECK_LAUNCH();
+        CUDA_LAUNCH(swiglu_backward_kernel, blocks, SWIGLU_THREADS, 0, stream, NULL, NULL, amax, dh, gate_up, R, F);
     }
 }
 

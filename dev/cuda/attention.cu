@@ -533,8 +533,8 @@ static void bench_beside_products(Bench *b, const Choice *o) {
     }
     if (implementation_runs(o, 1)) {
         const dim3 stats_grid((unsigned)(T * HD / 8 / 256), (unsigned)NH, 1), rows_grid((unsigned)(T / 64), (unsigned)(NH * HD / 64), 1);
-        double us = bench_time_us(b, [&] { attention_backward_stats<HD><<<stats_grid, 256>>>(stats, dout, out, lse, T, NH); });
-        bench_report(b, "attention sm90, backward's stats", shape, us, 4.0 * (double)n + 12.0 * (double)(NH * T),
+        double us = bench_time_us(b, [&] { attention_backward_stats<HD><<<stats_grid, 256>>>(stats, dq, NULL, 0, dout, out, lse, T, NH); });
+        bench_report(b, "attention sm90, backward's stats and zeroes", shape, us, 8.0 * (double)n + 12.0 * (double)(NH * T),
                      "short blocks: a thread loads 16 bytes of each tensor once");
         us = bench_time_us(b, [&] { attention_backward_rows<HD><<<rows_grid, 256>>>(dqkv, dq, NULL, T, NH, NKV, 1); });
         bench_report(b, "attention sm90, backward's rows of dQ", shape, us, 6.0 * (double)n,

@@ -9,6 +9,9 @@
 #include "../../llmc/rng.h"
 #include "../test/check.h"
 
+// After every <<<>>>: a bad launch configuration is reported here; an error inside the kernel by a later synchronizing call.
+#define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Buffers. Each has a guard behind it, and starts as bytes no kernel writes by chance: an element left out shows.
 

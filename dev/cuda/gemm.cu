@@ -185,10 +185,7 @@ static void check_spoiled(Case *c, const char *label, GemmKind kind, int64_t R, 
 }
 
 static bool gpu_has(const Recipe *r) {
-    int major, minor;
-    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
-    return recipe_native(r, major, minor);
+    return recipe_native(r, device_attribute(cudaDevAttrComputeCapabilityMajor), device_attribute(cudaDevAttrComputeCapabilityMinor));
 }
 
 static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, Fp8Format dy, const Operand *a, const Operand *b) {

@@ -211,14 +211,16 @@ cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t bytes, cud
     copied++;
     return cudaSuccess;
 }
-cudaError_t __wrap_cudaGetLastError(void) { return cudaSuccess; }
-// What nvcc makes of <<<>>>: the first gets a handle for a kernel's function, the second launches it.
-cudaError_t __wrap___cudaGetKernel(cudaKernel_t *kernel, const void *function) {
-    *kernel = (cudaKernel_t)function;
+cudaError_t __wrap_cudaGetDevice(int *device) {
+    *device = 0;
     return cudaSuccess;
 }
-cudaError_t __wrap___cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void **arguments, size_t, cudaStream_t s) {
-    note_kernel(s, (const void *)kernel, arguments);
+cudaError_t __wrap_cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
+    *value = 1;
+    return cudaSuccess;
+}
+cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
+    note_kernel(config->stream, function, arguments);
     return cudaSuccess;
 }
 ncclResult_t __wrap_ncclGroupStart(void) { return ncclSuccess; }
