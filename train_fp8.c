@@ -141,7 +141,6 @@ static void place_parameters(Trainer *t, Arena *a) {
 static void place_units(Trainer *t, Arena *a) {
     const ShardPlan *p = &t->plan;
     const int64_t root = shard_gathered_size(p, 0), layer = shard_gathered_size(p, 1), matrices = p->layer_slices[SEGMENT_MATRICES];
-    const int64_t largest = max_i64(max_i64(p->root_slices[SEGMENT_MATRICES], p->root_slices[SEGMENT_VECTORS]), max_i64(matrices, p->layer_slices[SEGMENT_VECTORS]));
     if (p->group > 1) {
         arena_group(a, "gathered weights");
         t->root_weights = take(a, root);
@@ -156,7 +155,7 @@ static void place_units(Trainer *t, Arena *a) {
     }
     if (t->comm->world > 1) {
         arena_group(a, "gradients on their way");
-        t->received = take(a, max_i64(p->group > 1 ? p->group * largest : 0, t->comm->replicas > 1 ? t->comm->replicas * REPLICA_CHUNK : 0));
+        t->received = take(a, max_i64(p->group > 1 ? p->group * shard_largest_slice(p) : 0, t->comm->replicas > 1 ? t->comm->replicas * REPLICA_CHUNK : 0));
     }
 }
 

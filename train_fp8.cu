@@ -98,7 +98,7 @@ typedef struct {
 
 // One batch in flight: pinned host memory and its copy on the GPU.
 typedef struct {
-    int32_t *host, *device;    // inputs [R], targets [R], then the embedding's sorted index
+    int32_t *host, *device;    // inputs [R], targets [R], then the sorted index of the inputs of all ranks that share the embedding
     cudaEvent_t copied;
 } TokenSlot;
 
@@ -149,6 +149,7 @@ typedef struct {
     cudaEvent_t step_done[STEP_SLOTS];
     cudaEvent_t idle;                 // for trainer_wait_all
     TokenSlot tokens[TOKEN_SLOTS];
+    int32_t *shared_tokens;           // host: inputs, then targets, of all ranks that share the embedding
     int64_t batches_sent;
     Profile profile;
 } Trainer;
@@ -162,6 +163,9 @@ static Dims make_dims(const ModelConfig *m, const Options *o) {
     d.chunk = min_i64(d.R, LOGITS_CHUNK_ROWS);
     return d;
 }
+
+// Bytes of a TokenSlot's memory.
+static int64_t batch_bytes(const Trainer *t) { return (2 * t->d.R + embedding_index_size(t->fsdp.plan.group * t->d.R)) * (int64_t)sizeof(int32_t); }
 
 static bf16 *take_bf16(Arena *a, int64_t n) { return (bf16 *)arena_take(a, n * (int64_t)sizeof(bf16)); }
 static float *take_float(Arena *a, int64_t n) { return (float *)arena_take(a, n * (int64_t)sizeof(float)); }
@@ -405,7 +409,7 @@ static void place(Trainer *t, Arena *a) {
     t->stats = (StepStats *)arena_take(a, sizeof(StepStats));
     t->row_losses = take_float(a, d->R);
     t->rope_table = take_float(a, d->T * d->HD);
-    for (int i = 0; i < TOKEN_SLOTS; i++) t->tokens[i].device = (int32_t *)arena_take(a, embedding_batch_bytes(d->R));
+    for (int i = 0; i < TOKEN_SLOTS; i++) t->tokens[i].device = (int32_t *)arena_take(a, batch_bytes(t));
     place_activations(t, a);
     place_backward(t, a);
     arena_group(a, "logits of one chunk");
@@ -554,20 +558,18 @@ static LayerNorms layer_norms(const Trainer *t, bf16 *vectors) {
     return w;
 }
 
-// The tensors of the root unit; lm_head is the embedding where the two are tied.
+// The tensors of the root unit; lm_head is the embedding where the two are tied. Each is the first of its segment.
 typedef struct {
     bf16 *embedding, *norm, *lm_head;
 } Root;
 
-static Root root_tensors(const Trainer *t, FsdpUnit unit) {
-    const RootOffsets *offset = &t->table.root;
-    const int64_t matrices = t->table.root_segments[SEGMENT_VECTORS];  // where they begin in the unit
-    Root r = {unit.matrices + offset->embedding - matrices, unit.vectors + offset->norm, unit.matrices + (t->m.tie_word_embeddings ? offset->embedding : offset->lm_head) - matrices};
+static Root root_tensors(FsdpUnit unit) {
+    Root r = {unit.embedding, unit.vectors, unit.matrices};
     return r;
 }
 
-static Root root_weights(const Trainer *t) { return root_tensors(t, fsdp_weights(&t->fsdp, 0)); }
-static Root root_gradients(const Trainer *t) { return root_tensors(t, fsdp_gradients(&t->fsdp, 0)); }
+static Root root_weights(const Trainer *t) { return root_tensors(fsdp_weights(&t->fsdp, 0)); }
+static Root root_gradients(const Trainer *t) { return root_tensors(fsdp_gradients(&t->fsdp, 0)); }
 
 static AttentionDims attention_dims(const Trainer *t) {
     AttentionDims a = {t->d.B, t->d.T, t->d.NH, t->d.NKV, t->d.HD, t->o->deterministic};
@@ -826,13 +828,23 @@ static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
     mark_bytes(t, "RMSNorm, backward", d->R * d->C * 8);
 }
 
-// Gradient of the embedding, at the end of the way back.
-static void embedding_backward_all(Trainer *t, const TokenSlot *slot, bool accumulate) {
+// The part of the embedding that this rank keeps; without sharding, all of it.
+static EmbeddingPart embedding_part(const Trainer *t) {
+    const ShardSegment g = shard_segment(&t->table, &t->fsdp.plan, 0, embedding_segment(&t->table));
+    EmbeddingPart part = {t->fsdp.plan.place * g.slice, g.slice};
+    return part;
+}
+
+// Gradient of the embedding, at the end of the way back: this rank's part, from the tokens of all ranks that share it.
+static void embedding_backward_all(Trainer *t, const TokenSlot *slot, int64_t micro) {
     const Dims *d = &t->d;
-    bf16 *dembedding = root_gradients(t).embedding;
+    const EmbeddingPart part = embedding_part(t);
+    const bf16 *dx = fsdp_gather_inputs(&t->fsdp, t->dx);
+    bf16 *gradient = fsdp_unit_in_shard(&t->fsdp, t->grads, 0).embedding;
     const bool onto_lm_head = t->m.tie_word_embeddings;  // a tied embedding's gradient already holds lm_head's
-    if (!onto_lm_head && !accumulate) CUDA_CHECK(cudaMemsetAsync(dembedding, 0, (size_t)(d->V * d->C) * sizeof(bf16), t->stream));
-    embedding_backward(dembedding, t->dx, slot->device + 2 * d->R, d->R, d->C, t->stream);
+    if (!onto_lm_head && micro == 0) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
+    embedding_backward(gradient, part, dx, slot->device + 2 * d->R, t->fsdp.plan.group * d->R, d->C, t->stream);
+    mark_bytes(t, "embedding", t->fsdp.plan.group * d->R * d->C * 6);
 }
 
 // Delayed recipe: the amaxes of this micro-step's inputs and gradients, over all ranks, enter their histories.
@@ -853,11 +865,12 @@ static void clear_gaps(Trainer *t, int64_t l) {
 // join those of the micro-steps before; after the last one, and fsdp_compute_after, t->grads has their sum over all ranks.
 static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, int64_t micro) {
     Fsdp *f = &t->fsdp;
-    const bool last = micro + 1 == t->o->grad_accumulation_steps, accumulate_root = fsdp_accumulates(f, 0, micro), accumulate = fsdp_accumulates(f, 1, micro);
+    const bool last = micro + 1 == t->o->grad_accumulation_steps, accumulate = fsdp_accumulates(f, micro);
     model_forward(t, slot);
     fsdp_begin_gradients(f, 0);
     profile_range_begin("loss", -1);
-    loss_forward_backward(t, slot, grad_scale, accumulate_root);
+    loss_forward_backward(t, slot, grad_scale, accumulate);
+    fsdp_reduce_scatter(f, 0, micro);
     profile_range_end();
     for (int64_t l = t->d.L - 1; l >= 0; l--) {
         profile_range_begin("backward of layer", l);
@@ -867,12 +880,12 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
         clear_gaps(t, l);
         layer_backward(t, l, accumulate);
         release_layer(t, l);
-        fsdp_reduce(f, 1 + l, micro, last);  // travels while the layer below computes
+        fsdp_reduce_scatter(f, 1 + l, micro);  // travels while the layer below computes
+        fsdp_reduce_replicas(f, 1 + l, last);
         profile_range_end();
     }
-    embedding_backward_all(t, slot, accumulate_root);
-    mark_bytes(t, "embedding", t->d.R * t->d.C * 6);
-    fsdp_reduce(f, 0, micro, last);
+    embedding_backward_all(t, slot, micro);
+    fsdp_reduce_replicas(f, 0, last);
     if (t->delayed_scale) update_delayed_scales(t);
 }
 
@@ -935,14 +948,19 @@ static void trainer_wait_all(Trainer *t) {
     trainer_wait(t, t->idle);
 }
 
-// Sends B sequences from sample number `first` to the GPU and returns where they will be. The host waits only when all slots are in flight.
+// Sends B sequences from sample number `first` to the GPU and returns where they will be; the ranks that share the embedding have the samples next to these.
+// The host waits only when all slots are in flight.
 static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
     const Dims *d = &t->d;
+    const int64_t group = t->fsdp.plan.group, place = t->fsdp.plan.place;
     TokenSlot *slot = &t->tokens[t->batches_sent++ % TOKEN_SLOTS];
+    int32_t *inputs = t->shared_tokens, *targets = inputs + group * d->R;
     trainer_wait(t, slot->copied);
-    dataloader_batch(data, first, d->B, slot->host, slot->host + d->R);
-    embedding_sort(slot->host + 2 * d->R, slot->host, d->R);
-    CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)embedding_batch_bytes(d->R), cudaMemcpyHostToDevice, t->stream));
+    dataloader_batch(data, first - place * d->B, group * d->B, inputs, targets);
+    memcpy(slot->host, inputs + place * d->R, (size_t)d->R * sizeof(int32_t));
+    memcpy(slot->host + d->R, targets + place * d->R, (size_t)d->R * sizeof(int32_t));
+    embedding_sort(slot->host + 2 * d->R, inputs, group * d->R, d->C, embedding_part(t));
+    CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)batch_bytes(t), cudaMemcpyHostToDevice, t->stream));
     CUDA_CHECK(cudaEventRecord(slot->copied, t->stream));
     return slot;
 }
@@ -1166,9 +1184,10 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventCreate(&t->step_done[i]));
     CUDA_CHECK(cudaEventCreateWithFlags(&t->idle, cudaEventDisableTiming));
     for (int i = 0; i < TOKEN_SLOTS; i++) {
-        CUDA_CHECK(cudaMallocHost((void **)&t->tokens[i].host, (size_t)embedding_batch_bytes(t->d.R)));
+        CUDA_CHECK(cudaMallocHost((void **)&t->tokens[i].host, (size_t)batch_bytes(t)));
         CUDA_CHECK(cudaEventCreateWithFlags(&t->tokens[i].copied, cudaEventDisableTiming));
     }
+    t->shared_tokens = (int32_t *)xcalloc((size_t)(2 * t->fsdp.plan.group * t->d.R), sizeof *t->shared_tokens);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     open_peers(t, plan->used);
 }
@@ -1190,6 +1209,7 @@ static void trainer_destroy(Trainer *t) {
     for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventDestroy(t->step_done[i]));
     CUDA_CHECK(cudaEventDestroy(t->idle));
     CUDA_CHECK(cudaFreeHost(t->host_stats));
+    free(t->shared_tokens);
     fsdp_destroy(&t->fsdp);
     comm_barrier(t->comm, COMM_WORLD);  // nobody reads from here any more
     peer_memory_close(&t->fsdp.peers);

@@ -11,7 +11,8 @@
 // a linear layer in bf16 travels in bf16, and stays readable as such.
 // The root unit, which has no FP8 weights, and all vectors are gathered once a step, as soon as the optimizer has changed them.
 // Backward writes a layer's gradient whole into one of two buffers; its reduce-scatter runs beside the backward pass of the layer below. The root's
-// gradient has a buffer of its own, sums up the micro-steps there and is reduced once.
+// (lm_head and final norm) has a buffer of its own, and is on its way as soon as the loss has been. The embedding's gradient, whose table is large and in which a
+// batch touches few rows, never exists whole: at the end of the way back each rank gathers the gradients of all ranks' inputs and adds those of its own part of the table.
 //
 // Where the GPUs of a shard group can read each other's memory (peer_memory.cuh), weights are gathered and gradients reduced by copy engines, each rank
 // reading the others' parts; a kernel then adds up the gradients in fp32, in the order of the ranks. Else NCCL does both; it always moves what is small.
@@ -34,7 +35,7 @@
 #include "quantize.cuh"
 #include "shard_plan.h"
 
-enum { FSDP_GRADIENT_BUFFERS = 2 };
+enum { FSDP_GRADIENT_BUFFERS = 2, FSDP_REDUCED_SEGMENTS = SEGMENT_EMBEDDING };  // the segments before it
 
 // fp32 elements that are reduced at a time with --reduce-dtype fp32: messages of 256 MiB have most of the bandwidth.
 #define FSDP_STAGING_ELEMENTS (64ll << 20)
@@ -42,6 +43,7 @@ enum { FSDP_GRADIENT_BUFFERS = 2 };
 // Where to find a unit's tensors: offsets count from the start of a segment. `matrices` is NULL for layers whose weights are only there as FP8.
 typedef struct {
     bf16 *vectors, *matrices;
+    bf16 *embedding;  // of the root: lm_head's too, if the two are tied. Gradients: NULL where the ranks exchange them in another way
 } FsdpUnit;
 
 // Where the scales of a linear layer's weight are among those of a layer's row or col copies, and its first amax among a layer's.
@@ -89,7 +91,8 @@ typedef struct {
     uint8_t *rows, *cols;   // [num_rows], [num_cols] FP8 matrices of a layer
     char *row_scales, *col_scales;  // their scales, unless they are of tensors
     int64_t num_rows, num_cols, *row_unit, *col_unit;  // unit held, -1: none
-    bf16 *root_grads, *layer_grads[FSDP_GRADIENT_BUFFERS];
+    bf16 *root_grads, *layer_grads[FSDP_GRADIENT_BUFFERS];  // the root's: without an embedding of its own; then the gathered gradients of inputs
+    int64_t input_elements; // of the gradient of a rank's inputs
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];    // of the root's buffer and the layers'
     float *staging;         // for reductions in fp32 by NCCL
     int64_t staging_slice;  // elements of each rank in it
@@ -136,6 +139,7 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->sharded = group > 1;
     f->keep_units = o->sharding == SHARDING_GRAD_OP;
     f->precision = precision;
+    f->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
     f->fp8 = precision->any_fp8;
     f->fp8_gather = f->fp8 && o->fp8_all_gather == ON;
     f->fp32_reduce = world > 1 && o->reduce_dtype == REDUCE_FP32;
@@ -173,7 +177,7 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
     }
     arena_group(a, "gradients before their reduction");
     if (f->sharded) {
-        f->root_grads = (bf16 *)arena_take(a, shard_gathered_size(&f->plan, 0) * element);
+        f->root_grads = (bf16 *)arena_take(a, max_i64(f->plan.group * segment_begin(f->plan.root_slices, SEGMENT_EMBEDDING), f->plan.group * f->input_elements) * element);
         for (int i = 0; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = (bf16 *)arena_take(a, shard_gathered_size(&f->plan, 1) * element);
     }
     if (f->fp32_reduce) {
@@ -254,15 +258,24 @@ static inline uint8_t *fsdp_rows(const Fsdp *f, int64_t unit) {
 
 static inline uint8_t *fsdp_cols(const Fsdp *f, int64_t unit) { return f->cols + fsdp_ring(unit, f->num_cols) * fsdp_layer_matrices(f); }
 
+// A unit in a rank's flat array.
+static inline FsdpUnit fsdp_unit_in_shard(const Fsdp *f, bf16 *array, int64_t unit) {
+    FsdpUnit u = {NULL, NULL, NULL};
+    u.vectors = array + shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS).shard;
+    u.matrices = array + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard;
+    if (unit == 0) u.embedding = array + shard_segment(f->table, &f->plan, 0, embedding_segment(f->table)).shard;
+    return u;
+}
+
 // The weights of a unit between fsdp_acquire and fsdp_release.
 static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t unit) {
-    FsdpUnit u = {NULL, NULL};
+    FsdpUnit u = {NULL, NULL, NULL};
     if (!f->sharded) {
-        u.vectors = f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS).shard;
-        u.matrices = f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard;
+        u = fsdp_unit_in_shard(f, f->weights, unit);
     } else if (unit == 0) {
         u.vectors = f->root;
         u.matrices = f->root + shard_segment(f->table, &f->plan, 0, SEGMENT_MATRICES).gathered;
+        u.embedding = f->root + shard_segment(f->table, &f->plan, 0, embedding_segment(f->table)).gathered;
     } else {
         u.vectors = f->vectors + (unit - 1) * fsdp_layer_vectors(f);
         if (!fsdp_gathers_fp8(f, unit)) u.matrices = (bf16 *)fsdp_slot_data(f, fsdp_ring(unit, f->num_slots));
@@ -442,16 +455,16 @@ static inline int fsdp_gradient_buffer(int64_t unit) { return unit ? 1 + (int)((
 
 // Where a unit's gradient is computed.
 static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t unit) {
-    FsdpUnit u = {NULL, NULL};
+    if (!f->sharded) return fsdp_unit_in_shard(f, f->grads, unit);
     bf16 *buffer = unit ? f->layer_grads[(unit - 1) % FSDP_GRADIENT_BUFFERS] : f->root_grads;
-    const ShardSegment v = shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS), m = shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES);
-    u.vectors = f->sharded ? buffer + v.gathered : f->grads + v.shard;
-    u.matrices = f->sharded ? buffer + m.gathered : f->grads + m.shard;
+    FsdpUnit u = {NULL, NULL, NULL};
+    u.vectors = buffer + shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS).gathered;
+    u.matrices = buffer + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).gathered;
     return u;
 }
 
-// Whether a unit's gradient is added, where it is computed, to that of the micro-steps before.
-static inline bool fsdp_accumulates(const Fsdp *f, int64_t unit, int64_t micro) { return micro > 0 && (!f->sharded || unit == 0); }
+// Whether gradients are added, where they are computed, to those of the micro-steps before.
+static inline bool fsdp_accumulates(const Fsdp *f, int64_t micro) { return micro > 0 && !f->sharded; }
 
 // Before the first write to a unit's gradient in a micro-step: what the buffer held is on its way no longer.
 static inline void fsdp_begin_gradients(Fsdp *f, int64_t unit) {
@@ -522,14 +535,14 @@ static inline void fsdp_all_reduce(Fsdp *f, CommGroup group, bf16 *grads, int64_
 // The same sums, of each rank's slice alone, to the shard; added to what is there when `add`.
 static inline void fsdp_reduce_scatter_bf16(Fsdp *f, int64_t unit, bool add) {
     const FsdpUnit full = fsdp_gradients(f, unit);
-    bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices};
+    bf16 *const from[FSDP_REDUCED_SEGMENTS] = {full.vectors, full.matrices};
     nccl_begin(f->nccl, "reduce-scatter of the gradients", unit);
-    for (int k = 0; k < NUM_SEGMENTS; k++) {
+    for (int k = 0; k < FSDP_REDUCED_SEGMENTS; k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
         nccl_reduce_scatter(f->nccl, COMM_SHARD, from[k], add ? from[k] + f->plan.place * g.slice : f->grads + g.shard, g.slice, ncclBfloat16);
     }
     nccl_end(f->nccl);
-    for (int k = 0; add && k < NUM_SEGMENTS; k++) {
+    for (int k = 0; add && k < FSDP_REDUCED_SEGMENTS; k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
         fsdp_add(f, f->grads + g.shard, from[k] + f->plan.place * g.slice, g.slice, true);
     }
@@ -537,8 +550,8 @@ static inline void fsdp_reduce_scatter_bf16(Fsdp *f, int64_t unit, bool add) {
 
 static inline void fsdp_reduce_scatter_fp32(Fsdp *f, int64_t unit, bool add) {
     const FsdpUnit full = fsdp_gradients(f, unit);
-    bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices};
-    for (int k = 0; k < NUM_SEGMENTS; k++) {
+    bf16 *const from[FSDP_REDUCED_SEGMENTS] = {full.vectors, full.matrices};
+    for (int k = 0; k < FSDP_REDUCED_SEGMENTS; k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
         for (int64_t first = 0; first < g.slice; first += f->staging_slice) {
             const int64_t count = min_i64(f->staging_slice, g.slice - first);
@@ -575,11 +588,11 @@ static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_sum_kernel(bf16 *to,
 // The reduce-scatter by copy engines: every rank reads from the others what belongs to its slice.
 static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit, bool add) {
     const FsdpUnit full = fsdp_gradients(f, unit);
-    bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices};
+    bf16 *const from[FSDP_REDUCED_SEGMENTS] = {full.vectors, full.matrices};
     const cudaStream_t stream = f->nccl->stream;
     nccl_begin_operation(f->nccl, "reduce-scatter of the gradients", unit);
     peer_barrier(&f->peers, stream);  // all ranks' gradients are computed
-    for (int k = 0; k < NUM_SEGMENTS; k++) {
+    for (int k = 0; k < FSDP_REDUCED_SEGMENTS; k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
         for (int64_t first = 0; first < g.slice; first += f->received_slice) {
             const int64_t count = min_i64(f->received_slice, g.slice - first);
@@ -592,19 +605,43 @@ static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit, bool add) {
     nccl_end_operation(f->nccl);
 }
 
-// The unit's gradient of this micro-step is computed: it goes to the ranks that keep it. Sums over all ranks are complete after the last micro-step
-// and fsdp_compute_after. The loss's gradient has been divided by the tokens of all ranks, so that the sum is the mean.
-static inline void fsdp_reduce(Fsdp *f, int64_t unit, int64_t micro, bool last) {
-    if (!f->nccl || (!last && (!f->sharded || unit == 0))) return;
+// The unit's gradient of this micro-step is computed, but for an embedding of its own: it goes to the ranks that keep it, and joins those of the micro-steps before.
+// The loss's gradient has been divided by the tokens of all ranks, so that the sum is the mean.
+static inline void fsdp_reduce_scatter(Fsdp *f, int64_t unit, int64_t micro) {
+    if (!f->sharded) return;
     fsdp_communicate_after(f);
-    if (f->sharded) {
-        const bool add = micro > 0 && unit > 0;
-        if (f->peers.ranks) fsdp_reduce_scatter_copies(f, unit, add);
-        else if (f->fp32_reduce) fsdp_reduce_scatter_fp32(f, unit, add);
-        else fsdp_reduce_scatter_bf16(f, unit, add);
-    }
-    if (last && f->replicas > 1) fsdp_all_reduce(f, COMM_REPLICAS, f->grads + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit), unit);
+    if (f->peers.ranks) fsdp_reduce_scatter_copies(f, unit, micro > 0);
+    else if (f->fp32_reduce) fsdp_reduce_scatter_fp32(f, unit, micro > 0);
+    else fsdp_reduce_scatter_bf16(f, unit, micro > 0);
     CUDA_CHECK(cudaEventRecord(f->reduced[fsdp_gradient_buffer(unit)], f->nccl->stream));
+}
+
+// The rank's part of a unit's gradient is complete: with the other replicas' it makes the sum over all ranks, after the last micro-step and fsdp_compute_after.
+static inline void fsdp_reduce_replicas(Fsdp *f, int64_t unit, bool last) {
+    if (!f->nccl || !last || f->replicas == 1) return;
+    fsdp_communicate_after(f);
+    fsdp_all_reduce(f, COMM_REPLICAS, f->grads + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit), unit);
+}
+
+// The gradients of the inputs [group][input_elements], of all ranks that share the embedding, from this rank's `dx`; without such ranks that itself. What is
+// enqueued from now on may read them and write dx, and finds the root's gradient reduced. dx was complete when fsdp_reduce_scatter was called last: all ranks'
+// are, once that has waited for them.
+static inline const bf16 *fsdp_gather_inputs(Fsdp *f, const bf16 *dx) {
+    if (!f->sharded) return dx;
+    fsdp_communicate_after(f);
+    const char *what = "all-gather of the inputs' gradients";
+    if (f->peers.ranks) {
+        nccl_begin_operation(f->nccl, what, -1);
+        peer_read(&f->peers, dx, f->root_grads, f->input_elements * (int64_t)sizeof(bf16), true, f->nccl->stream);
+        peer_barrier(&f->peers, f->nccl->stream);  // all ranks have read
+        nccl_end_operation(f->nccl);
+    } else {
+        nccl_begin(f->nccl, what, -1);
+        nccl_all_gather(f->nccl, COMM_SHARD, dx, f->root_grads, f->input_elements, ncclBfloat16);
+        nccl_end(f->nccl);
+    }
+    fsdp_compute_after(f);
+    return f->root_grads;
 }
 
 // Sums over all ranks: of the loss, and of the squares of gradients that are sharded (with S == 1 every rank has all of them, and the same).

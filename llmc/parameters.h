@@ -1,9 +1,9 @@
 // The one table of parameters. Initialization, memory, the optimizer, checkpoints and sharding all walk it.
 //
 // All parameters live in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes first, then one
-// unit of equal size per layer. A unit has two segments, each padded to PARAMETER_ALIGNMENT elements: its vectors (norms, biases), then its matrices,
-// which alone may travel between ranks in FP8. Within a segment, table order is memory order; tensors that form one fused linear layer
-// (q, k, v and gate, up) stand without a gap, so the fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
+// unit of equal size per layer. A unit has segments, each padded to PARAMETER_ALIGNMENT elements: its vectors (norms, biases), then its matrices,
+// which alone may travel between ranks in FP8, then, in the root, an embedding that is not lm_head too: its gradient, of few rows, goes between ranks in another way.
+// Within a segment, table order is memory order; tensors that form one fused linear layer (q, k, v and gate, up) stand without a gap, so the fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
 #ifndef LLMC_PARAMETERS_H
 #define LLMC_PARAMETERS_H
 
@@ -16,15 +16,16 @@ enum {
     PARAM_FP8 = 2,        // weight of a linear layer that FP8 recipes quantize
     PARAM_JOINED = 4,     // continues the tensor before it in its segment without a gap (fused linear layer)
     PARAM_INIT_ONE = 8,   // starts at 1 (norms)
-    PARAM_INIT_ZERO = 16  // starts at 0 (biases); without either: normal with std = initializer_range
+    PARAM_INIT_ZERO = 16, // starts at 0 (biases); without either: normal with std = initializer_range
+    PARAM_LOOKUP = 32     // rows are looked up, and nothing else: an embedding that is not lm_head too
 };
 
 // The segments of a unit, in memory order.
-enum { SEGMENT_VECTORS, SEGMENT_MATRICES, NUM_SEGMENTS };
+enum { SEGMENT_VECTORS, SEGMENT_MATRICES, SEGMENT_EMBEDDING, NUM_SEGMENTS };
 
 //    field      Hugging Face name                      rows         cols  present       flags
 #define ROOT_PARAMETERS(X) \
-    X(embedding, "model.embed_tokens.weight",           V,           C,    true,         PARAM_DECAY) \
+    X(embedding, "model.embed_tokens.weight",           V,           C,    true,         PARAM_DECAY | (m->tie_word_embeddings ? 0 : PARAM_LOOKUP)) \
     X(lm_head,   "lm_head.weight",                      V,           C,    !m->tie_word_embeddings, PARAM_DECAY) \
     X(norm,      "model.norm.weight",                   C,           0,    true,         PARAM_INIT_ONE)
 
@@ -88,7 +89,14 @@ static inline int64_t unit_of(const Parameter *p) { return p->layer + 1; }
 static inline int64_t unit_offset(const ParameterTable *t, int64_t unit) { return unit ? layer_offset(t, unit - 1) : 0; }
 static inline const int64_t *unit_segments(const ParameterTable *t, int64_t unit) { return unit ? t->layer_segments : t->root_segments; }
 
-static inline int parameter_segment(const Parameter *p) { return p->cols ? SEGMENT_MATRICES : SEGMENT_VECTORS; }
+static inline int parameter_segment(const Parameter *p) { return !p->cols ? SEGMENT_VECTORS : p->flags & PARAM_LOOKUP ? SEGMENT_EMBEDDING : SEGMENT_MATRICES; }
+
+// Where in its unit a segment begins; NUM_SEGMENTS: the unit's size. `sizes`: of the unit's segments.
+static inline int64_t segment_begin(const int64_t sizes[NUM_SEGMENTS], int segment) {
+    int64_t begin = 0;
+    for (int k = 0; k < segment; k++) begin += sizes[k];
+    return begin;
+}
 
 // Appends one tensor to its segment, which has ends[segment] elements so far. Its offset is counted from the segment's start: parameter_place completes it.
 static inline void parameter_add(ParameterTable *t, const char *prefix, const char *name, int64_t rows, int64_t cols, int64_t layer, unsigned flags,
@@ -108,7 +116,7 @@ static inline void parameter_add(ParameterTable *t, const char *prefix, const ch
 // The unit that begins at element `begin` has the entries from `first` on, whose segments end at `ends`: sets their offsets and the segments' sizes.
 static inline void parameter_place(ParameterTable *t, int64_t first, int64_t begin, const int64_t ends[NUM_SEGMENTS], int64_t segments[NUM_SEGMENTS]) {
     for (int k = 0; k < NUM_SEGMENTS; k++) segments[k] = round_up(ends[k], PARAMETER_ALIGNMENT);
-    for (int64_t i = first; i < t->count; i++) t->entries[i].offset += begin + (parameter_segment(&t->entries[i]) == SEGMENT_MATRICES ? segments[SEGMENT_VECTORS] : 0);
+    for (int64_t i = first; i < t->count; i++) t->entries[i].offset += begin + segment_begin(segments, parameter_segment(&t->entries[i]));
 }
 
 // The offset in its unit of the entry after *next, if the model has it, else -1: walks the entries in table order.
@@ -116,7 +124,7 @@ static inline int64_t parameter_next(const ParameterTable *t, bool present, int6
 
 static inline void parameter_table_root(ParameterTable *t, const ModelConfig *m) {
     const int64_t V = m->vocab_size, C = m->hidden_size;
-    int64_t ends[NUM_SEGMENTS] = {0, 0}, next = 0;
+    int64_t ends[NUM_SEGMENTS] = {0}, next = 0;
 #define X(field, name, rows, cols, present, flags) \
     if (present) parameter_add(t, "", name, rows, cols, -1, flags, ends);
     ROOT_PARAMETERS(X)
@@ -125,13 +133,13 @@ static inline void parameter_table_root(ParameterTable *t, const ModelConfig *m)
 #define X(field, name, rows, cols, present, flags) t->root.field = parameter_next(t, present, 0, &next);
     ROOT_PARAMETERS(X)
 #undef X
-    t->root_size = t->root_segments[SEGMENT_VECTORS] + t->root_segments[SEGMENT_MATRICES];
+    t->root_size = segment_begin(t->root_segments, NUM_SEGMENTS);
 }
 
 static inline void parameter_table_layer(ParameterTable *t, const ModelConfig *m, int64_t l) {
     const int64_t C = m->hidden_size, F = m->intermediate_size, NH = m->num_heads, NKV = m->num_kv_heads, HD = m->head_dim;
     const int64_t begin = layer_offset(t, l), first = t->count;
-    int64_t ends[NUM_SEGMENTS] = {0, 0}, next = first;
+    int64_t ends[NUM_SEGMENTS] = {0}, next = first;
     char prefix[32];
     format_checked(prefix, sizeof prefix, "model.layers.%lld.", (long long)l);
 #define X(field, name, rows, cols, present, flags) \
@@ -142,7 +150,7 @@ static inline void parameter_table_layer(ParameterTable *t, const ModelConfig *m
 #define X(field, name, rows, cols, present, flags) t->layer.field = parameter_next(t, present, begin, &next);
     LAYER_PARAMETERS(X)
 #undef X
-    t->layer_size = t->layer_segments[SEGMENT_VECTORS] + t->layer_segments[SEGMENT_MATRICES];
+    t->layer_size = segment_begin(t->layer_segments, NUM_SEGMENTS);
 }
 
 // Lays out all parameters of model `m`. The caller frees with parameter_table_free.
@@ -167,6 +175,9 @@ static inline const Parameter *parameter_find(const ParameterTable *t, const cha
         if (strcmp(t->entries[i].name, name) == 0) return &t->entries[i];
     return NULL;
 }
+
+// The segment of the root that the embedding is in.
+static inline int embedding_segment(const ParameterTable *t) { return t->root_segments[SEGMENT_EMBEDDING] ? SEGMENT_EMBEDDING : SEGMENT_MATRICES; }
 
 // Parameters that take part in a matrix product for every token: all matrices but the embedding look-up; a tied lm_head counts.
 static inline int64_t matmul_parameters(const ParameterTable *t, const ModelConfig *m) {

@@ -1,9 +1,9 @@
 // How parameters are split over the ranks of a shard group: which elements of the flat array (parameters.h) each rank keeps, and where.
 //
-// Each segment (vectors, matrices) of each unit is cut into `group` slices of equal size, a multiple of PARAMETER_ALIGNMENT elements, so that every
+// Each segment (parameters.h) of each unit is cut into `group` slices of equal size, a multiple of PARAMETER_ALIGNMENT elements, so that every
 // slice starts 16-byte aligned in any storage type; the last slices of a segment may be padding in part or whole. A rank keeps the slice of
 // its place in the group, of every segment, in flat shard arrays of `total` elements (weights, moments and gradients alike):
-//     root vectors | root matrices | layer 0 vectors | layer 0 matrices | layer 1 vectors | ...
+//     root vectors | root matrices | root embedding | layer 0 vectors | layer 0 matrices | layer 1 vectors | ...
 // Gathering a segment puts the slices one after the other: the segment as in the flat array, then padding, `group` * slice elements.
 // With one rank in the group the shard arrays are the flat arrays of parameters.h, with the same offsets.
 #ifndef LLMC_SHARD_PLAN_H
@@ -50,28 +50,35 @@ static inline ShardPlan shard_plan(const ParameterTable *t, int64_t group, int64
 static inline const int64_t *shard_slices(const ShardPlan *s, int64_t unit) { return unit ? s->layer_slices : s->root_slices; }
 
 // Elements of a rank's slices of one unit, and of the gathered unit.
-static inline int64_t shard_unit_size(const ShardPlan *s, int64_t unit) { return shard_slices(s, unit)[SEGMENT_VECTORS] + shard_slices(s, unit)[SEGMENT_MATRICES]; }
+static inline int64_t shard_unit_size(const ShardPlan *s, int64_t unit) { return segment_begin(shard_slices(s, unit), NUM_SEGMENTS); }
 static inline int64_t shard_gathered_size(const ShardPlan *s, int64_t unit) { return s->group * shard_unit_size(s, unit); }
+
+static inline int64_t shard_largest_slice(const ShardPlan *s) {
+    int64_t largest = 0;
+    for (int k = 0; k < NUM_SEGMENTS; k++) largest = max_i64(largest, max_i64(s->root_slices[k], s->layer_slices[k]));
+    return largest;
+}
 
 // First element of a unit's slices in the flat shard arrays.
 static inline int64_t shard_unit_offset(const ShardPlan *s, int64_t unit) { return unit ? shard_unit_size(s, 0) + (unit - 1) * shard_unit_size(s, 1) : 0; }
 
 static inline ShardSegment shard_segment(const ParameterTable *t, const ShardPlan *s, int64_t unit, int segment) {
     const int64_t *sizes = unit_segments(t, unit), *slices = shard_slices(s, unit);
-    const bool second = segment == SEGMENT_MATRICES;
     ShardSegment g;
-    g.flat = unit_offset(t, unit) + (second ? sizes[SEGMENT_VECTORS] : 0);
+    g.flat = unit_offset(t, unit) + segment_begin(sizes, segment);
     g.size = sizes[segment];
     g.slice = slices[segment];
-    g.shard = shard_unit_offset(s, unit) + (second ? slices[SEGMENT_VECTORS] : 0);
-    g.gathered = second ? s->group * slices[SEGMENT_VECTORS] : 0;
+    g.shard = shard_unit_offset(s, unit) + segment_begin(slices, segment);
+    g.gathered = s->group * segment_begin(slices, segment);
     return g;
 }
 
 // Where an element `offset` of a unit (as in RootOffsets and LayerOffsets) stands in the gathered unit; -1 stays -1.
 static inline int64_t shard_gathered_offset(const ParameterTable *t, const ShardPlan *s, int64_t unit, int64_t offset) {
-    const int64_t vectors = unit_segments(t, unit)[SEGMENT_VECTORS];
-    return offset < vectors ? offset : s->group * shard_slices(s, unit)[SEGMENT_VECTORS] + offset - vectors;
+    const int64_t *sizes = unit_segments(t, unit);
+    int segment = NUM_SEGMENTS - 1;
+    while (segment > 0 && offset < segment_begin(sizes, segment)) segment--;
+    return offset + s->group * segment_begin(shard_slices(s, unit), segment) - segment_begin(sizes, segment);
 }
 
 // This rank's part of `count` elements from element `flat` of the flat array on, which must lie within one segment of `unit`.

@@ -15,6 +15,7 @@ typedef struct {
     Nccl nccl;
     double *squares;
     float *loss;
+    bf16 *dx;                     // gradient of the inputs
     int64_t step, micro;          // weights are of `step`, gradients of its micro-step `micro`
     int64_t operation, barriers;  // that are being enqueued: number of the NCCL or copying operation, and of the barrier in it
 } Rank;
@@ -34,8 +35,8 @@ static Omission omission;
 
 static int64_t weights_of(int64_t step, int64_t unit) { return order_content(1 + step * 1000 + unit, 0); }
 
-// Gradients of a unit, or the statistics of a step, summed over a number of ranks.
-enum { STATISTICS = 999 };
+// Gradients of a unit, of the inputs, or the statistics of a step, summed over a number of ranks.
+enum { INPUTS = 998, STATISTICS = 999 };
 static int64_t gradients_of(int64_t step, int64_t micro, int64_t unit, int64_t over) { return order_content((step * 100 + micro) * 1000 + unit, over); }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -265,7 +266,9 @@ static void read_weights(Rank *r, int64_t unit, bool backward) {
     const FsdpUnit w = fsdp_weights(&r->f, unit);
     note_read(r->f.stream, w.vectors, unit_bytes(&r->f, unit, SEGMENT_VECTORS), weights_of(r->step, unit));
     for (int j = 0; unit && j < NUM_LINEARS; j++) read_linear(r, unit, j, backward);
-    if (!unit) note_read(r->f.stream, w.matrices, unit_bytes(&r->f, unit, SEGMENT_MATRICES), weights_of(r->step, unit));
+    if (unit) return;
+    note_read(r->f.stream, w.matrices, unit_bytes(&r->f, 0, SEGMENT_MATRICES), weights_of(r->step, 0));
+    note_read(r->f.stream, w.embedding, unit_bytes(&r->f, 0, embedding_segment(r->f.table)), weights_of(r->step, 0));
 }
 
 static void write_gradients(Rank *r, int64_t unit) {
@@ -273,6 +276,18 @@ static void write_gradients(Rank *r, int64_t unit) {
     const int64_t content = gradients_of(r->step, r->micro, unit, 1);
     note_write(r->f.stream, g.vectors, unit_bytes(&r->f, unit, SEGMENT_VECTORS), content);
     note_write(r->f.stream, g.matrices, unit_bytes(&r->f, unit, SEGMENT_MATRICES), content);
+    note_write(r->f.stream, r->dx, r->f.input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
+}
+
+// The rank's part of the embedding's gradient, from all ranks' inputs.
+static void write_embedding_gradient(Rank *r) {
+    Fsdp *f = &r->f;
+    const int64_t group = f->plan.group;
+    note_read(f->stream, fsdp_gather_inputs(f, r->dx), group * f->input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
+    const ShardSegment g = shard_segment(f->table, &f->plan, 0, embedding_segment(f->table));
+    const bool tied = embedding_segment(f->table) == SEGMENT_MATRICES;
+    note_read(f->stream, f->grads + g.shard, g.slice * (int64_t)sizeof(bf16), tied ? gradients_of(r->step, r->micro, 0, group) : ORDER_ANY);
+    note_write(f->stream, f->grads + g.shard, g.slice * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, 0, group));
 }
 
 static void forward(Rank *r) {
@@ -294,6 +309,7 @@ static void micro_step(Rank *r, bool last) {
     forward(r);
     fsdp_begin_gradients(f, 0);
     write_gradients(r, 0);
+    fsdp_reduce_scatter(f, 0, r->micro);
     for (int64_t unit = f->table->num_layers; unit > 0; unit--) {
         fsdp_prefetch(f, unit - 1);
         fsdp_acquire(f, unit, true);
@@ -301,10 +317,11 @@ static void micro_step(Rank *r, bool last) {
         read_weights(r, unit, true);
         write_gradients(r, unit);
         fsdp_release(f, unit);
-        fsdp_reduce(f, unit, r->micro, last);
+        fsdp_reduce_scatter(f, unit, r->micro);
+        fsdp_reduce_replicas(f, unit, last);
     }
-    write_gradients(r, 0);
-    fsdp_reduce(f, 0, r->micro, last);
+    write_embedding_gradient(r);
+    fsdp_reduce_replicas(f, 0, last);
 }
 
 static void read_reduced_gradients(Rank *r) {
@@ -355,6 +372,7 @@ typedef struct {
     int precision, recipe, sharding, gather, reduce, recompute, cache, copies;
     const char *filter;
     int64_t world, layers, accumulation;
+    bool untied;
 } Case;
 
 // The buffer of a rank that an address is in.
@@ -362,7 +380,7 @@ static const char *buffer_name(int64_t rank, const char *address) {
     const Rank *r = &ranks[rank];
     const Fsdp *f = &r->f;
     const struct { const char *name; const void *begin; } all[] = {
-        {"weights", f->weights}, {"grads", f->grads}, {"amax", f->amax}, {"squares", r->squares}, {"loss", r->loss}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
+        {"weights", f->weights}, {"grads", f->grads}, {"amax", f->amax}, {"squares", r->squares}, {"loss", r->loss}, {"dx", r->dx}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
         {"root", f->root}, {"vectors", f->vectors}, {"slots", f->slots}, {"root_grads", f->root_grads}, {"layer_grads[0]", f->layer_grads[0]}, {"layer_grads[1]", f->layer_grads[1]},
         {"staging", f->staging}, {"received", f->received}, {"arrivals", f->arrivals}};
     int found = 0;
@@ -408,6 +426,7 @@ static void place_memory(Rank *r, int64_t rank) {
     f->inverse_scale = (float *)arena_take(&arena, 4096);
     r->squares = (double *)arena_take(&arena, sizeof *r->squares);
     r->loss = (float *)arena_take(&arena, sizeof *r->loss);
+    r->dx = (bf16 *)arena_take(&arena, f->input_elements * (int64_t)sizeof(bf16));
     fsdp_place(f, &arena);
     order_memory(rank, arena.used);
 }
@@ -438,7 +457,7 @@ static void enqueue_steps(Rank *r, int64_t accumulation) {
 static void run_case(const Case *c, uint64_t seed) {
     ModelConfig m;
     model_config_preset(&m, "small");
-    m.vocab_size = 8192, m.num_layers = c->layers;  // the root's slices are larger than a layer's
+    m.vocab_size = 8192, m.num_layers = c->layers, m.tie_word_embeddings = !c->untied;  // the root's slices are larger than a layer's
     ParameterTable table = parameter_table(&m);
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
@@ -459,10 +478,10 @@ static void run_case(const Case *c, uint64_t seed) {
 static void check_case(const Case *c) {
     run_case(c, 1);
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
-          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies %d, %lld ranks, %lld layers, accumulation %lld: "
+          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies %d, %lld ranks, %lld layers, accumulation %lld, untied %d: "
           "%lld races, %lld wrong contents, %lld streams stuck; %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies, (long long)c->world, (long long)c->layers,
-          (long long)c->accumulation, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
+          (long long)c->accumulation, c->untied, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
     if (c->sharding == SHARDING_FULL) CHECK((copied > 0) == (c->copies == ON), "copies %d, and %lld copies", c->copies, (long long)copied);
 }
 
@@ -474,10 +493,11 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
             for (int gather = OFF; gather <= gather_most; gather++)
                 for (int reduce = REDUCE_BF16; reduce <= REDUCE_FP32; reduce++)
                     for (int i = 0; i < 4; i++)
-                        for (int64_t accumulation = 1; accumulation < 4; accumulation++) {
-                            const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, copies, filter, world, layers[i], accumulation};
-                            check_case(&c);
-                        }
+                        for (int64_t accumulation = 1; accumulation < 4; accumulation++)
+                            for (int untied = 0; untied < 2; untied++) {
+                                const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, copies, filter, world, layers[i], accumulation, untied > 0};
+                                check_case(&c);
+                            }
 }
 
 // What is left out is noticed, in any order of running.
@@ -486,6 +506,8 @@ static void check_omissions(void) {
         {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON},  // its two barriers
         {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON},
         {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON},
+        {{"all-gather of the inputs' gradients", 0, -1}, SHARDING_FULL, ON},
+        {{"all-gather of the inputs' gradients", 0, 2}, SHARDING_FULL, OFF},
         {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON},  // the barrier before the root's
         {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON},
         {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON},  // which orders the layers' too
@@ -499,7 +521,7 @@ static void check_omissions(void) {
         {{"handover", 0, -1}, SHARDING_FULL, OFF}, {{"handover", 0, 3}, SHARDING_HYBRID, ON}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
-            const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, 3, 2};
+            const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, 3, 2, true};
             omission = all[i].omission;
             run_case(&c, seed);
             CHECK(order.races + order.wrong + order.stuck > 0, "sharding %d, copies %d: it is not noticed that \"%s\" %lld is left out", c.sharding, c.copies, omission.what,

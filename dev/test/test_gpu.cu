@@ -74,8 +74,8 @@ static TokenSlot *send_tokens(Trainer *t, const int32_t *inputs, const int32_t *
     TokenSlot *slot = &t->tokens[0];
     memcpy(slot->host, inputs, (size_t)t->d.R * sizeof(int32_t));
     memcpy(slot->host + t->d.R, targets, (size_t)t->d.R * sizeof(int32_t));
-    embedding_sort(slot->host + 2 * t->d.R, slot->host, t->d.R);
-    CUDA_CHECK(cudaMemcpy(slot->device, slot->host, (size_t)embedding_batch_bytes(t->d.R), cudaMemcpyHostToDevice));
+    embedding_sort(slot->host + 2 * t->d.R, slot->host, t->d.R, t->d.C, embedding_part(t));
+    CUDA_CHECK(cudaMemcpy(slot->device, slot->host, (size_t)batch_bytes(t), cudaMemcpyHostToDevice));
     return slot;
 }
 

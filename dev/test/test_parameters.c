@@ -13,20 +13,22 @@ static ModelConfig model(ModelFamily family, bool tied) {
 static void test_layout(const ModelConfig *m) {
     ParameterTable t = parameter_table(m);
     int64_t sum = 0, last_layer = -1;
-    int64_t begin = 0, ends[NUM_SEGMENTS] = {0, t.root_segments[SEGMENT_VECTORS]};  // of the unit, and of what it has of each segment so far
+    int64_t begin = 0, ends[NUM_SEGMENTS];  // of the unit, and of what it has of each segment so far
     for (int64_t i = 0; i < t.count; i++) {
         const Parameter *p = &t.entries[i];
         const int64_t *sizes = unit_segments(&t, unit_of(p));
-        if (p->layer > last_layer) begin = unit_offset(&t, unit_of(p)), ends[SEGMENT_VECTORS] = begin, ends[SEGMENT_MATRICES] = begin + sizes[SEGMENT_VECTORS];
+        if (i == 0 || p->layer > last_layer) begin = unit_offset(&t, unit_of(p));
+        for (int k = 0; k < NUM_SEGMENTS && (i == 0 || p->layer > last_layer); k++) ends[k] = begin + segment_begin(sizes, k);
         const int segment = parameter_segment(p);
         const int64_t end = ends[segment];
-        CHECK(segment == (p->cols ? SEGMENT_MATRICES : SEGMENT_VECTORS), "%s: segment", p->name);
+        CHECK(segment == (!p->cols ? SEGMENT_VECTORS : strstr(p->name, "embed_tokens") && !m->tie_word_embeddings ? SEGMENT_EMBEDDING : SEGMENT_MATRICES), "%s: segment", p->name);
         CHECK(p->offset >= end, "%s overlaps the tensor before it", p->name);
         if (p->flags & PARAM_JOINED) CHECK(i > 0 && p->offset == end && p->layer == p[-1].layer && p->cols == p[-1].cols, "%s is not joined to the tensor before it", p->name);
         else CHECK(p->offset % PARAMETER_ALIGNMENT == 0 && p->offset - end < PARAMETER_ALIGNMENT, "%s starts at %lld", p->name, (long long)p->offset);
         ends[segment] = p->offset + parameter_elements(p);
-        CHECK(ends[segment] <= begin + sizes[SEGMENT_VECTORS] + (segment == SEGMENT_MATRICES ? sizes[SEGMENT_MATRICES] : 0), "%s is outside its segment", p->name);
-        CHECK(i + 1 < t.count && p[1].layer == p->layer ? true : begin + sizes[0] - ends[0] < PARAMETER_ALIGNMENT && begin + sizes[0] + sizes[1] - ends[1] < PARAMETER_ALIGNMENT, "%s: more padding than needed", p->name);
+        CHECK(ends[segment] <= begin + segment_begin(sizes, segment + 1), "%s is outside its segment", p->name);
+        for (int k = 0; k < NUM_SEGMENTS && !(i + 1 < t.count && p[1].layer == p->layer); k++)
+            CHECK(begin + segment_begin(sizes, k + 1) - ends[k] < PARAMETER_ALIGNMENT, "%s: more padding than needed", p->name);
         CHECK(p->layer == last_layer || p->layer == last_layer + 1, "%s: layer %lld after %lld", p->name, (long long)p->layer, (long long)last_layer);
         if (p->layer >= 0)
             CHECK(p->offset >= layer_offset(&t, p->layer) && p->offset + parameter_elements(p) <= layer_offset(&t, p->layer) + t.layer_size, "%s is outside its unit", p->name);
@@ -41,7 +43,9 @@ static void test_layout(const ModelConfig *m) {
     }
     CHECK(last_layer == m->num_layers - 1 && sum == t.num_parameters && unit_count(&t) == m->num_layers + 1, "sums");
     for (int k = 0; k < NUM_SEGMENTS; k++) CHECK(t.root_segments[k] % PARAMETER_ALIGNMENT == 0 && t.layer_segments[k] % PARAMETER_ALIGNMENT == 0, "segment %d is not padded", k);
-    CHECK(t.root_segments[0] + t.root_segments[1] == t.root_size && t.layer_segments[0] + t.layer_segments[1] == t.layer_size, "segments make up a unit");
+    CHECK(t.root_segments[0] + t.root_segments[1] + t.root_segments[2] == t.root_size && t.layer_segments[0] + t.layer_segments[1] == t.layer_size, "segments make up a unit");
+    CHECK(t.layer_segments[SEGMENT_EMBEDDING] == 0 && (t.root_segments[SEGMENT_EMBEDDING] > 0) == !m->tie_word_embeddings, "a segment for an embedding of its own");
+    CHECK(embedding_segment(&t) == parameter_segment(parameter_find(&t, "model.embed_tokens.weight")), "the embedding's segment");
     CHECK(t.root_size % PARAMETER_ALIGNMENT == 0 && t.layer_size % PARAMETER_ALIGNMENT == 0 && t.total == t.root_size + m->num_layers * t.layer_size, "sizes of units");
     CHECK(!parameter_find(&t, "") && !parameter_find(&t, "model.layers.4000.mlp.up_proj.weight") && !parameter_find(&t, "model.norm"), "unknown names");
     parameter_table_free(&t);
