@@ -412,8 +412,12 @@ static void place(Trainer *t, Arena *a) {
     for (int i = 0; i < TOKEN_SLOTS; i++) t->tokens[i].device = (int32_t *)arena_take(a, batch_bytes(t));
     place_activations(t, a);
     place_backward(t, a);
-    arena_group(a, "logits of one chunk");
-    t->logits = take_bf16(a, d->chunk * d->V);
+    if (fsdp_holds_loss(&t->fsdp, d->chunk * d->V)) {
+        t->logits = t->fsdp.layer_grads[0];
+    } else {
+        arena_group(a, "logits of one chunk");
+        t->logits = take_bf16(a, d->chunk * d->V);
+    }
     arena_group(a, "workspaces");
     t->attention_workspace = arena_take(a, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
     t->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(d->R, d->C));
@@ -867,7 +871,7 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
     Fsdp *f = &t->fsdp;
     const bool last = micro + 1 == t->o->grad_accumulation_steps, accumulate = fsdp_accumulates(f, micro);
     model_forward(t, slot);
-    fsdp_begin_gradients(f, 0);
+    fsdp_begin_loss(f);
     profile_range_begin("loss", -1);
     loss_forward_backward(t, slot, grad_scale, accumulate);
     fsdp_reduce_scatter(f, 0, micro);

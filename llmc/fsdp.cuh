@@ -65,6 +65,7 @@ typedef struct {
     bool fp8, fp8_gather, fp32_reduce;
     bool copies;            // copy engines are to be tried
     bool rows_in_backward;  // layers are computed again there
+    bool embedding_passes;  // its gathered weights give way to the root's gradient, since one forward pass a step reads them
     bool cached;            // FP8 weights of all layers are made as soon as the weights change
     const Precision *precision;
     FsdpScales scales[NUM_LINEARS];
@@ -91,7 +92,7 @@ typedef struct {
     uint8_t *rows, *cols;   // [num_rows], [num_cols] FP8 matrices of a layer
     char *row_scales, *col_scales;  // their scales, unless they are of tensors
     int64_t num_rows, num_cols, *row_unit, *col_unit;  // unit held, -1: none
-    bf16 *root_grads, *layer_grads[FSDP_GRADIENT_BUFFERS];  // the root's: without an embedding of its own; then the gathered gradients of inputs
+    bf16 *root_grads, *layer_grads[FSDP_GRADIENT_BUFFERS];  // in turn in the root's: the gathered embedding, if it passes; the gradient; the gathered gradients of inputs
     int64_t input_elements; // of the gradient of a rank's inputs
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];    // of the root's buffer and the layers'
     float *staging;         // for reductions in fp32 by NCCL
@@ -102,6 +103,9 @@ typedef struct {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
+
+// Elements of the root's gradient as it is computed: without an embedding of its own.
+static inline int64_t fsdp_root_gradient(const Fsdp *f) { return f->plan.group * segment_begin(f->plan.root_slices, FSDP_REDUCED_SEGMENTS); }
 
 // Elements of a layer's matrices as they lie on the GPU when whole.
 static inline int64_t fsdp_layer_matrices(const Fsdp *f) { return f->plan.group * f->plan.layer_slices[SEGMENT_MATRICES]; }
@@ -145,6 +149,7 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->fp32_reduce = world > 1 && o->reduce_dtype == REDUCE_FP32;
     f->copies = f->sharded && o->copy_engines != OFF;
     f->rows_in_backward = o->recompute == RECOMPUTE_LAYER;
+    f->embedding_passes = f->sharded && o->grad_accumulation_steps == 1 && embedding_segment(table) == SEGMENT_EMBEDDING;
     f->cached = !f->sharded && o->fp8_weight_cache == ON;
     if (f->fp8) fsdp_describe_scales(f);
     const int64_t L = table->num_layers, few = min_i64(2, L);
@@ -171,14 +176,16 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
     if (f->col_scale_bytes) f->col_scales = (char *)arena_take(a, f->num_cols * f->col_scale_bytes);
     arena_group(a, "gathered weights");
     if (f->sharded) {
-        f->root = (bf16 *)arena_take(a, shard_gathered_size(&f->plan, 0) * element);
+        f->root = (bf16 *)arena_take(a, (f->embedding_passes ? fsdp_root_gradient(f) : shard_gathered_size(&f->plan, 0)) * element);
         f->vectors = (bf16 *)arena_take(a, L * fsdp_layer_vectors(f) * element);
         f->slots = (char *)arena_take(a, f->num_slots * matrices * fsdp_slot_element(f));
     }
     arena_group(a, "gradients before their reduction");
     if (f->sharded) {
-        f->root_grads = (bf16 *)arena_take(a, max_i64(f->plan.group * segment_begin(f->plan.root_slices, SEGMENT_EMBEDDING), f->plan.group * f->input_elements) * element);
-        for (int i = 0; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = (bf16 *)arena_take(a, shard_gathered_size(&f->plan, 1) * element);
+        const int64_t others = f->plan.group * max_i64(f->input_elements, f->embedding_passes ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0);
+        f->root_grads = (bf16 *)arena_take(a, max_i64(fsdp_root_gradient(f), others) * element);
+        f->layer_grads[0] = (bf16 *)arena_take(a, FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1) * element);
+        for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = f->layer_grads[i - 1] + shard_gathered_size(&f->plan, 1);
     }
     if (f->fp32_reduce) {
         const int64_t largest = max_i64(shard_unit_size(&f->plan, 0), shard_unit_size(&f->plan, 1)), at_a_time = FSDP_STAGING_ELEMENTS / f->plan.group;
@@ -275,7 +282,7 @@ static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t unit) {
     } else if (unit == 0) {
         u.vectors = f->root;
         u.matrices = f->root + shard_segment(f->table, &f->plan, 0, SEGMENT_MATRICES).gathered;
-        u.embedding = f->root + shard_segment(f->table, &f->plan, 0, embedding_segment(f->table)).gathered;
+        u.embedding = f->embedding_passes ? f->root_grads : f->root + shard_segment(f->table, &f->plan, 0, embedding_segment(f->table)).gathered;
     } else {
         u.vectors = f->vectors + (unit - 1) * fsdp_layer_vectors(f);
         if (!fsdp_gathers_fp8(f, unit)) u.matrices = (bf16 *)fsdp_slot_data(f, fsdp_ring(unit, f->num_slots));
@@ -393,7 +400,8 @@ static inline void fsdp_root_changed(Fsdp *f) {
     if (f->peers.ranks) peer_barrier(&f->peers, f->nccl->stream);
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, 0, k);
-        fsdp_gather_slice(f, f->weights + g.shard, f->root + g.gathered, g.slice, ncclBfloat16);
+        bf16 *whole = k == SEGMENT_EMBEDDING && f->embedding_passes ? f->root_grads : f->root + g.gathered;
+        if (g.slice) fsdp_gather_slice(f, f->weights + g.shard, whole, g.slice, ncclBfloat16);
     }
     fsdp_end_gather(f);
 }
@@ -466,7 +474,15 @@ static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t unit) {
 // Whether gradients are added, where they are computed, to those of the micro-steps before.
 static inline bool fsdp_accumulates(const Fsdp *f, int64_t micro) { return micro > 0 && !f->sharded; }
 
-// Before the first write to a unit's gradient in a micro-step: what the buffer held is on its way no longer.
+// Before the loss of a micro-step: no gradient of the one before is on its way any longer.
+static inline void fsdp_begin_loss(Fsdp *f) {
+    for (int i = 0; f->sharded && i < 1 + FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->reduced[i], 0));
+}
+
+// Whether `elements` that are needed during the loss alone fit where the gradients of layers are computed: at layer_grads[0].
+static inline bool fsdp_holds_loss(const Fsdp *f, int64_t elements) { return f->sharded && elements <= FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1); }
+
+// Before the first write to a layer's gradient in a micro-step: what the buffer held is on its way no longer.
 static inline void fsdp_begin_gradients(Fsdp *f, int64_t unit) {
     if (f->sharded) CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->reduced[fsdp_gradient_buffer(unit)], 0));
 }

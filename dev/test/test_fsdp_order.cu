@@ -16,6 +16,7 @@ typedef struct {
     double *squares;
     float *loss;
     bf16 *dx;                     // gradient of the inputs
+    int64_t logits;               // elements
     int64_t step, micro;          // weights are of `step`, gradients of its micro-step `micro`
     int64_t operation, barriers;  // that are being enqueued: number of the NCCL or copying operation, and of the barrier in it
 } Rank;
@@ -279,6 +280,10 @@ static void write_gradients(Rank *r, int64_t unit) {
     note_write(r->f.stream, r->dx, r->f.input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
 }
 
+static void write_logits(Rank *r) {
+    if (fsdp_holds_loss(&r->f, r->logits)) note_write(r->f.stream, r->f.layer_grads[0], r->logits * (int64_t)sizeof(bf16), ORDER_UNWRITTEN);
+}
+
 // The rank's part of the embedding's gradient, from all ranks' inputs.
 static void write_embedding_gradient(Rank *r) {
     Fsdp *f = &r->f;
@@ -300,14 +305,19 @@ static void forward(Rank *r) {
         read_weights(r, unit, false);
         fsdp_release(f, unit);
     }
+}
+
+static void loss(Rank *r) {
     read_weights(r, 0, false);
-    note_write(f->stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, 1));
+    write_logits(r);
+    note_write(r->f.stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, 1));
 }
 
 static void micro_step(Rank *r, bool last) {
     Fsdp *f = &r->f;
     forward(r);
-    fsdp_begin_gradients(f, 0);
+    fsdp_begin_loss(f);
+    loss(r);
     write_gradients(r, 0);
     fsdp_reduce_scatter(f, 0, r->micro);
     for (int64_t unit = f->table->num_layers; unit > 0; unit--) {
@@ -359,8 +369,7 @@ static void optimizer(Rank *r) {
 }
 
 static void validation(Rank *r) {
-    forward(r);
-    forward(r);
+    for (int batch = 0; batch < 2; batch++) forward(r), loss(r);
     fsdp_reduce_statistics(&r->f, r->loss, NULL);
     note_read(r->f.stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, r->f.world));
 }
@@ -428,6 +437,7 @@ static void place_memory(Rank *r, int64_t rank) {
     r->loss = (float *)arena_take(&arena, sizeof *r->loss);
     r->dx = (bf16 *)arena_take(&arena, f->input_elements * (int64_t)sizeof(bf16));
     fsdp_place(f, &arena);
+    r->logits = FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1);
     order_memory(rank, arena.used);
 }
 
@@ -448,7 +458,7 @@ static void enqueue_steps(Rank *r, int64_t accumulation) {
         for (r->micro = 0; r->micro < accumulation; r->micro++) micro_step(r, r->micro + 1 == accumulation);
         r->micro--;
         optimizer(r);
-        if (step == 0) forward(r);  // a sample
+        if (step == 0) forward(r), loss(r);  // a sample
         if (step == 1) validation(r);
     }
 }
@@ -461,7 +471,7 @@ static void run_case(const Case *c, uint64_t seed) {
     ParameterTable table = parameter_table(&m);
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
-    o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies;
+    o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies, o.grad_accumulation_steps = c->accumulation;
     Precision precision = precision_plan(&o, c->filter, &m, &table);
     num_events = copied = 0;
     order_begin(c->world, stream_names, buffer_name);
