@@ -119,7 +119,6 @@ typedef struct {
     char *memory;                     // the arena
 
     bf16 *weights, *grads;            // [total] this rank's flat shard arrays (shard_plan.h)
-    bool gaps;                        // a layer's parameters leave some out
     float *master;                    // [total] fp32 masters, or NULL
     void *exp_avg, *exp_avg_sq;       // [total] bf16 or fp32
     uint32_t *amax;                   // [L, amaxes]: those of tensor i of a layer from amax_at[i] on
@@ -859,12 +858,6 @@ static void update_delayed_scales(Trainer *t) {
     t->has_history = true;
 }
 
-// Before a layer's gradient is written where activations were: what lies between its tensors counts as gradient too, and is zero. Matrices stand without gaps.
-static void clear_gaps(Trainer *t, int64_t l) {
-    const ShardSegment vectors = shard_segment(&t->table, &t->fsdp.plan, 1 + l, SEGMENT_VECTORS);
-    if (t->gaps && gradients_follow_activations(t)) CUDA_CHECK(cudaMemsetAsync(t->grads + vectors.shard, 0, (size_t)vectors.slice * sizeof(bf16), t->stream));
-}
-
 // Forward and backward of micro-step `micro`, counted from 0, on one batch. Gradients of the loss times grad_scale replace those that were there, or
 // join those of the micro-steps before; after the last one, and fsdp_compute_after, t->grads has their sum over all ranks.
 static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, int64_t micro) {
@@ -881,7 +874,6 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
         gather_layer(t, l - 1);
         acquire_layer(t, l, true);
         fsdp_begin_gradients(f, 1 + l);
-        clear_gaps(t, l);
         layer_backward(t, l, accumulate);
         release_layer(t, l);
         fsdp_reduce_scatter(f, 1 + l, micro);  // travels while the layer below computes
@@ -1130,10 +1122,6 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->table = parameter_table(m);
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
-    for (int64_t i = 0, elements = 0; i < t->table.count; i++) {
-        elements += t->table.entries[i].layer == 0 ? parameter_elements(&t->table.entries[i]) : 0;
-        t->gaps = elements != t->table.layer_size;
-    }
     t->d = make_dims(m, o);
     t->acts = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     describe_linears(t);

@@ -65,6 +65,7 @@ typedef struct {
     bool fp8, fp8_gather, fp32_reduce;
     bool copies;            // copy engines are to be tried
     bool rows_in_backward;  // layers are computed again there
+    bool clears_gaps;       // other things lie where gradients are computed
     bool embedding_passes;  // its gathered weights give way to the root's gradient, since one forward pass a step reads them
     bool cached;            // FP8 weights of all layers are made as soon as the weights change
     const Precision *precision;
@@ -93,6 +94,7 @@ typedef struct {
     char *row_scales, *col_scales;  // their scales, unless they are of tensors
     int64_t num_rows, num_cols, *row_unit, *col_unit;  // unit held, -1: none
     bf16 *root_grads, *layer_grads[FSDP_GRADIENT_BUFFERS];  // in turn in the root's: the gathered embedding, if it passes; the gradient; the gathered gradients of inputs
+    int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // of a unit's parameters, without what is left out between and behind them
     int64_t input_elements; // of the gradient of a rank's inputs
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];    // of the root's buffer and the layers'
     float *staging;         // for reductions in fp32 by NCCL
@@ -143,6 +145,11 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->sharded = group > 1;
     f->keep_units = o->sharding == SHARDING_GRAD_OP;
     f->precision = precision;
+    for (int64_t i = 0; i < table->count; i++) {
+        const Parameter *p = &table->entries[i];
+        if (p->layer <= 0) (p->layer < 0 ? f->root_elements : f->layer_elements)[parameter_segment(p)] += parameter_elements(p);
+    }
+    f->clears_gaps = f->sharded || o->grad_accumulation_steps == 1;
     f->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
     f->fp8 = precision->any_fp8;
     f->fp8_gather = f->fp8 && o->fp8_all_gather == ON;
@@ -474,18 +481,29 @@ static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t unit) {
 // Whether gradients are added, where they are computed, to those of the micro-steps before.
 static inline bool fsdp_accumulates(const Fsdp *f, int64_t micro) { return micro > 0 && !f->sharded; }
 
-// Before the loss of a micro-step: no gradient of the one before is on its way any longer.
-static inline void fsdp_begin_loss(Fsdp *f) {
-    for (int i = 0; f->sharded && i < 1 + FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->reduced[i], 0));
+// What lies between and behind a unit's tensors counts as gradient too, and is zero. Matrices stand without gaps between them.
+static inline void fsdp_clear_gaps(Fsdp *f, int64_t unit) {
+    const FsdpUnit g = fsdp_gradients(f, unit);
+    const int64_t *elements = unit ? f->layer_elements : f->root_elements, *slices = shard_slices(&f->plan, unit);
+    const int64_t vectors = f->plan.group * slices[SEGMENT_VECTORS], gap = f->plan.group * slices[SEGMENT_MATRICES] - elements[SEGMENT_MATRICES];
+    if (vectors > elements[SEGMENT_VECTORS]) CUDA_CHECK(cudaMemsetAsync(g.vectors, 0, (size_t)vectors * sizeof(bf16), f->stream));
+    if (gap) CUDA_CHECK(cudaMemsetAsync(g.matrices + elements[SEGMENT_MATRICES], 0, (size_t)gap * sizeof(bf16), f->stream));
 }
-
-// Whether `elements` that are needed during the loss alone fit where the gradients of layers are computed: at layer_grads[0].
-static inline bool fsdp_holds_loss(const Fsdp *f, int64_t elements) { return f->sharded && elements <= FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1); }
 
 // Before the first write to a layer's gradient in a micro-step: what the buffer held is on its way no longer.
 static inline void fsdp_begin_gradients(Fsdp *f, int64_t unit) {
     if (f->sharded) CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->reduced[fsdp_gradient_buffer(unit)], 0));
+    if (f->clears_gaps) fsdp_clear_gaps(f, unit);
 }
+
+// The same for the root's, before the loss of a micro-step, which may use the layers' buffers too (fsdp_holds_loss).
+static inline void fsdp_begin_loss(Fsdp *f) {
+    for (int i = 0; f->sharded && i < 1 + FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->reduced[i], 0));
+    if (f->clears_gaps) fsdp_clear_gaps(f, 0);
+}
+
+// Whether `elements` that are needed during the loss alone fit where the gradients of layers are computed: at layer_grads[0].
+static inline bool fsdp_holds_loss(const Fsdp *f, int64_t elements) { return f->sharded && elements <= FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1); }
 
 enum { FSDP_THREADS = 256 };
 

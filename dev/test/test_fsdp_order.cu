@@ -36,8 +36,8 @@ static Omission omission;
 
 static int64_t weights_of(int64_t step, int64_t unit) { return order_content(1 + step * 1000 + unit, 0); }
 
-// Gradients of a unit, of the inputs, or the statistics of a step, summed over a number of ranks.
-enum { INPUTS = 998, STATISTICS = 999 };
+// Gradients of a unit, of the logits or inputs, or the statistics of a step, summed over a number of ranks.
+enum { LOGITS = 997, INPUTS = 998, STATISTICS = 999 };
 static int64_t gradients_of(int64_t step, int64_t micro, int64_t unit, int64_t over) { return order_content((step * 100 + micro) * 1000 + unit, over); }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -267,13 +267,20 @@ static void read_weights(Rank *r, int64_t unit, bool backward) {
     const FsdpUnit w = fsdp_weights(&r->f, unit);
     note_read(r->f.stream, w.vectors, unit_bytes(&r->f, unit, SEGMENT_VECTORS), weights_of(r->step, unit));
     for (int j = 0; unit && j < NUM_LINEARS; j++) read_linear(r, unit, j, backward);
-    if (unit) return;
-    note_read(r->f.stream, w.matrices, unit_bytes(&r->f, 0, SEGMENT_MATRICES), weights_of(r->step, 0));
-    note_read(r->f.stream, w.embedding, unit_bytes(&r->f, 0, embedding_segment(r->f.table)), weights_of(r->step, 0));
+    if (!unit) note_read(r->f.stream, w.matrices, unit_bytes(&r->f, 0, SEGMENT_MATRICES), weights_of(r->step, 0));
+}
+
+// What lies behind the parameters of a segment has been cleared (the model's parameters leave nothing out between them).
+static void read_gap(Rank *r, const bf16 *segment, int64_t elements, int64_t bytes) {
+    const int64_t begin = elements * (int64_t)sizeof(bf16);
+    if (begin < bytes) note_read(r->f.stream, segment + elements, bytes - begin, ORDER_UNWRITTEN);
 }
 
 static void write_gradients(Rank *r, int64_t unit) {
     const FsdpUnit g = fsdp_gradients(&r->f, unit);
+    const int64_t *elements = unit ? r->f.layer_elements : r->f.root_elements;
+    read_gap(r, g.vectors, elements[SEGMENT_VECTORS], unit_bytes(&r->f, unit, SEGMENT_VECTORS));
+    read_gap(r, g.matrices, elements[SEGMENT_MATRICES], unit_bytes(&r->f, unit, SEGMENT_MATRICES));
     const int64_t content = gradients_of(r->step, r->micro, unit, 1);
     note_write(r->f.stream, g.vectors, unit_bytes(&r->f, unit, SEGMENT_VECTORS), content);
     note_write(r->f.stream, g.matrices, unit_bytes(&r->f, unit, SEGMENT_MATRICES), content);
@@ -281,7 +288,7 @@ static void write_gradients(Rank *r, int64_t unit) {
 }
 
 static void write_logits(Rank *r) {
-    if (fsdp_holds_loss(&r->f, r->logits)) note_write(r->f.stream, r->f.layer_grads[0], r->logits * (int64_t)sizeof(bf16), ORDER_UNWRITTEN);
+    if (fsdp_holds_loss(&r->f, r->logits)) note_write(r->f.stream, r->f.layer_grads[0], r->logits * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
 }
 
 // The rank's part of the embedding's gradient, from all ranks' inputs.
@@ -298,7 +305,7 @@ static void write_embedding_gradient(Rank *r) {
 static void forward(Rank *r) {
     Fsdp *f = &r->f;
     fsdp_prefetch(f, 1);
-    read_weights(r, 0, false);
+    note_read(f->stream, fsdp_weights(f, 0).embedding, unit_bytes(f, 0, embedding_segment(f->table)), weights_of(r->step, 0));
     for (int64_t unit = 1; unit < unit_count(f->table); unit++) {
         fsdp_prefetch(f, unit + 1);
         fsdp_acquire(f, unit, false);
