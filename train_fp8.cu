@@ -37,8 +37,10 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes and storage
 
-// Rows of logits that exist at a time: large enough to keep the products efficient, small beside T x V.
-#define LOGITS_CHUNK_ROWS 2048
+// Rows of logits that exist at a time, and how many where memory is dearer: large enough to keep the products efficient, small beside T x V. Each time
+// lm_head's gradient is read and written.
+#define LOGITS_ROWS 4096
+#define LOGITS_FEW_ROWS 2048
 
 // Batches of tokens on their way to the GPU.
 #define TOKEN_SLOTS 4
@@ -159,8 +161,13 @@ static Dims make_dims(const ModelConfig *m, const Options *o) {
     d.V = m->vocab_size, d.C = m->hidden_size, d.F = m->intermediate_size, d.L = m->num_layers;
     d.NH = m->num_heads, d.NKV = m->num_kv_heads, d.HD = m->head_dim;
     d.QKV = model_qkv_size(m), d.ATT = d.NH * d.HD;
-    d.chunk = min_i64(d.R, LOGITS_CHUNK_ROWS);
     return d;
+}
+
+// Rows of logits that exist at a time: few if that saves memory, since they then fit where others lie at other times.
+static int64_t logits_rows(const Trainer *t) {
+    const int64_t room = fsdp_loss_room(&t->fsdp), many = min_i64(t->d.R, LOGITS_ROWS);
+    return room && many * t->d.V > room ? min_i64(t->d.R, LOGITS_FEW_ROWS) : many;
 }
 
 // Bytes of a TokenSlot's memory.
@@ -411,8 +418,8 @@ static void place(Trainer *t, Arena *a) {
     for (int i = 0; i < TOKEN_SLOTS; i++) t->tokens[i].device = (int32_t *)arena_take(a, batch_bytes(t));
     place_activations(t, a);
     place_backward(t, a);
-    if (fsdp_holds_loss(&t->fsdp, d->chunk * d->V)) {
-        t->logits = t->fsdp.layer_grads[0];
+    if (d->chunk * d->V <= fsdp_loss_room(&t->fsdp)) {
+        t->logits = fsdp_loss_memory(&t->fsdp);
     } else {
         arena_group(a, "logits of one chunk");
         t->logits = take_bf16(a, d->chunk * d->V);
@@ -1123,6 +1130,7 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
     t->d = make_dims(m, o);
+    t->d.chunk = logits_rows(t);
     t->acts = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     describe_linears(t);
     Arena plan;

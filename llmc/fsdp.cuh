@@ -65,7 +65,7 @@ typedef struct {
     bool fp8, fp8_gather, fp32_reduce;
     bool copies;            // copy engines are to be tried
     bool rows_in_backward;  // layers are computed again there
-    bool clears_gaps;       // other things lie where gradients are computed
+    bool clears_gaps;       // other things lie where gradients are computed, which need not outlive a micro-step
     bool embedding_passes;  // its gathered weights give way to the root's gradient, since one forward pass a step reads them
     bool cached;            // FP8 weights of all layers are made as soon as the weights change
     const Precision *precision;
@@ -496,14 +496,19 @@ static inline void fsdp_begin_gradients(Fsdp *f, int64_t unit) {
     if (f->clears_gaps) fsdp_clear_gaps(f, unit);
 }
 
-// The same for the root's, before the loss of a micro-step, which may use the layers' buffers too (fsdp_holds_loss).
+// The same for the root's, before the loss of a micro-step, which may use the layers' buffers too (fsdp_loss_room).
 static inline void fsdp_begin_loss(Fsdp *f) {
     for (int i = 0; f->sharded && i < 1 + FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->reduced[i], 0));
     if (f->clears_gaps) fsdp_clear_gaps(f, 0);
 }
 
-// Whether `elements` that are needed during the loss alone fit where the gradients of layers are computed: at layer_grads[0].
-static inline bool fsdp_holds_loss(const Fsdp *f, int64_t elements) { return f->sharded && elements <= FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1); }
+// What is needed during the loss alone lies where gradients are computed later, if it fits: the layers', or on one GPU the embedding's. How many elements do.
+static inline int64_t fsdp_loss_room(const Fsdp *f) {
+    if (f->sharded) return FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1);
+    return f->clears_gaps ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
+}
+
+static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->sharded ? f->layer_grads[0] : fsdp_unit_in_shard(f, f->grads, 0).embedding; }
 
 enum { FSDP_THREADS = 256 };
 

@@ -16,7 +16,6 @@ typedef struct {
     double *squares;
     float *loss;
     bf16 *dx;                     // gradient of the inputs
-    int64_t logits;               // elements
     int64_t step, micro;          // weights are of `step`, gradients of its micro-step `micro`
     int64_t operation, barriers;  // that are being enqueued: number of the NCCL or copying operation, and of the barrier in it
 } Rank;
@@ -288,7 +287,8 @@ static void write_gradients(Rank *r, int64_t unit) {
 }
 
 static void write_logits(Rank *r) {
-    if (fsdp_holds_loss(&r->f, r->logits)) note_write(r->f.stream, r->f.layer_grads[0], r->logits * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
+    const int64_t room = fsdp_loss_room(&r->f);
+    if (room) note_write(r->f.stream, fsdp_loss_memory(&r->f), room * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
 }
 
 // The rank's part of the embedding's gradient, from all ranks' inputs.
@@ -444,7 +444,6 @@ static void place_memory(Rank *r, int64_t rank) {
     r->loss = (float *)arena_take(&arena, sizeof *r->loss);
     r->dx = (bf16 *)arena_take(&arena, f->input_elements * (int64_t)sizeof(bf16));
     fsdp_place(f, &arena);
-    r->logits = FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1);
     order_memory(rank, arena.used);
 }
 
