@@ -659,10 +659,11 @@ static void layer_forward_until_mlp(Trainer *t, int64_t l, const bf16 *residual,
     norm_forward(t, l, QKV_PROJ, a->x_in, a->rstd1, residual, delta, w.norm1);
     linear_forward(t, QKV_PROJ, l, a->qkv);
     const bf16 *qkv = rotate_forward(t, a, &w);
-    attention_forward(a->att, a->lse, qkv, attention_dims(t), t->stream);
+    uint32_t *amax = fused_amax(t, l, SCALE_INPUT + OUT_PROJ);
+    attention_forward(a->att, a->lse, amax, qkv, attention_dims(t), t->stream);
     profile_mark(&t->profile, "attention, forward", PROFILE_FLOPS_BF16, attention_flops(t));
     const TensorSource att = {a->att, t->d.ATT};
-    if (is_fp8(t, l, OUT_PROJ)) quantize(t, input_fp8(t, l, OUT_PROJ), att, t->d.R, t->d.ATT, false);
+    if (is_fp8(t, l, OUT_PROJ)) quantize(t, input_fp8(t, l, OUT_PROJ), att, t->d.R, t->d.ATT, amax != NULL);
     linear_forward(t, OUT_PROJ, l, t->branch);
     norm_forward(t, l, GATE_UP_PROJ, a->x_mid, a->rstd2, a->x_in, t->branch, w.norm2);
     linear_forward(t, GATE_UP_PROJ, l, a->gate_up);

@@ -27,11 +27,11 @@ static inline size_t attention_workspace_bytes(int64_t B, int64_t T, int64_t NH,
 }
 
 // out [B,T,NH*HD] bf16 and lse [B,NH,T] fp32 (natural logarithm of each query's sum of exponentials) from qkv
-// [B,T,(NH+2*NKV)*HD] bf16 (query, key, value heads; queries and keys already rotated). Scores are scaled by 1/sqrt(HD).
-static inline void attention_forward(bf16 *out, float *lse, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+// [B,T,(NH+2*NKV)*HD] bf16 (query, key, value heads; queries and keys already rotated). Scores are scaled by 1/sqrt(HD). *amax is raised to max |out|, unless NULL.
+static inline void attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
     attention_check(d, qkv, out);
-    if (hopper_available()) attention_forward_sm90(out, lse, qkv, d, stream);
-    else attention_forward_mma(out, lse, qkv, d, stream);
+    if (hopper_available()) attention_forward_sm90(out, lse, amax, qkv, d, stream);
+    else attention_forward_mma(out, lse, amax, qkv, d, stream);
 }
 
 // dqkv [B,T,(NH+2*NKV)*HD] bf16, written whole: the gradient with respect to qkv, given dout = dL/dout [B,T,NH*HD] bf16 and what

@@ -205,12 +205,14 @@ __device__ __forceinline__ void forward_rescale(float (&o)[N], const float (&fac
     for (int j = 0; j < N; j++) o[j] *= factor[(j / 2) % 2];
 }
 
-// Divides by the sums, writes lse, and stores the 64 x HD output through shared memory with TMA (rows past T are dropped there).
+// Divides by the sums, writes lse, and stores the 64 x HD output through shared memory with TMA (rows past T are dropped there). halves: running maximum of
+// the magnitudes of rows before T (amax_update in cuda_utils.cuh).
 template <int HD, int N>
 __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_max)[2], float (&row_sum)[2], uint32_t staging,
                                                const CUtensorMap *map_out, float *lse, const ForwardPlan &plan, const ForwardPosition &at,
-                                               int warpgroup) {
+                                               int warpgroup, uint32_t &halves) {
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = at.row + 64 * warpgroup;
+    uint32_t magnitude[2];  // of a row that counts, the bits of magnitudes
     const int barrier = 1 + warpgroup;
     float inverse[2];
 #pragma unroll
@@ -219,6 +221,7 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
         row_sum[h] += __shfl_xor_sync(0xffffffffu, row_sum[h], 2);
         inverse[h] = 1.0f / row_sum[h];
         const int t = row + 16 * warp + 8 * h + lane / 4;
+        magnitude[h] = t < plan.T ? 0x7fff7fffu : 0;
         if (lane % 4 == 0 && t < plan.T)
             lse[((int64_t)at.sequence * plan.NH + at.head) * plan.T + t] = fmaf(row_max[h], plan.scale, logf(row_sum[h]));
     }
@@ -230,8 +233,13 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
 #pragma unroll
     for (int i = 0; i < HD / 16; i++) {
         const int chunk = (i % 4) * 2 + lane / 16;
-        stmatrix_x4(staging + (i / 4) * (64 * 128) + in_tile * 128 + ((chunk ^ swizzle) << 4), pack_bf16(o[8 * i], o[8 * i + 1]),
-                    pack_bf16(o[8 * i + 2], o[8 * i + 3]), pack_bf16(o[8 * i + 4], o[8 * i + 5]), pack_bf16(o[8 * i + 6], o[8 * i + 7]));
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            packed[j] = pack_bf16(o[8 * i + 2 * j], o[8 * i + 2 * j + 1]);
+            halves = amax_larger(halves, packed[j] & magnitude[j % 2]);
+        }
+        stmatrix_x4(staging + (i / 4) * (64 * 128) + in_tile * 128 + ((chunk ^ swizzle) << 4), packed[0], packed[1], packed[2], packed[3]);
     }
     fence_async_proxy();
     named_barrier_sync(barrier, 128);
@@ -243,14 +251,14 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
 
 // A consumer warpgroup: its 64 rows of every tile of this block.
 template <int HD>
-__device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, float *lse, uint32_t smem, const ForwardPlan &plan, int warpgroup) {
+__device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, float *lse, uint32_t *amax, uint32_t smem, const ForwardPlan &plan, int warpgroup) {
     typedef ForwardTile<HD> Tile;
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
     const float c = plan.scale * 1.4426950408889634f;
     const uint64_t q_desc = wgmma_desc_k_major(smem + Tile::Q + warpgroup * (64 * 128));
     const uint64_t k_desc = wgmma_desc_k_major(smem + Tile::K), v_desc = wgmma_desc_mn_major(smem + Tile::V, Tile::KEYS * 128);
     Ring k = {0, 0}, v = {0, 0};
-    uint32_t q_parity = 0;
+    uint32_t q_parity = 0, halves = 0;
     for (int round = 0, tile; (tile = forward_tile_of_round(round)) < plan.tiles; round++) {
         const ForwardPosition at = forward_position<Tile::ROWS>(plan, tile);
         const int first_row = at.row + 64 * warpgroup, row = first_row + 16 * warp + lane / 4;
@@ -303,8 +311,9 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         wgmma_fence_registers(o);
         if (lane == 0) mbarrier_arrive(smem + Tile::V_EMPTY + 8 * v.slot);
         ring_next<Tile::STAGES>(v);
-        forward_finish<HD>(o, row_max, row_sum, smem + Tile::OUT + warpgroup * Tile::OUT_BYTES, map_out, lse, plan, at, warpgroup);
+        forward_finish<HD>(o, row_max, row_sum, smem + Tile::OUT + warpgroup * Tile::OUT_BYTES, map_out, lse, plan, at, warpgroup, halves);
     }
+    if (amax) amax_publish_warp(amax, halves);
     if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the last store
 }
 
@@ -313,7 +322,7 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
 template <int HD>
 __global__ void __launch_bounds__(ForwardTile<HD>::THREADS, 1)
     attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_kv,
-                                  const __grid_constant__ CUtensorMap map_out, float *__restrict__ lse, const ForwardPlan plan) {
+                                  const __grid_constant__ CUtensorMap map_out, float *__restrict__ lse, uint32_t *amax, const ForwardPlan plan) {
     grid_dependency_wait();
 #if HOPPER_DEVICE_CODE
     typedef ForwardTile<HD> Tile;
@@ -341,15 +350,15 @@ __global__ void __launch_bounds__(ForwardTile<HD>::THREADS, 1)
         if (threadIdx.x == 0) forward_produce<HD>(&map_q, &map_kv, smem, plan);
     } else {
         warpgroup_take_registers<Tile::CONSUMER_REGISTERS>();
-        forward_consume<HD>(&map_out, lse, smem, plan, warpgroup - 1);
+        forward_consume<HD>(&map_out, lse, amax, smem, plan, warpgroup - 1);
     }
 #else
-    (void)map_q, (void)map_kv, (void)map_out, (void)lse, (void)plan;
+    (void)map_q, (void)map_kv, (void)map_out, (void)lse, (void)amax, (void)plan;
 #endif
 }
 
 template <int HD>
-static inline void attention_forward_sm90_launch(bf16 *out, float *lse, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
     typedef ForwardTile<HD> Tile;
     const int64_t columns = (d.NH + 2 * d.NKV) * HD, pairs = d.B * d.NKV, group = d.NH / d.NKV;
     const int64_t section_bytes = 32 << 20;  // of L2's 50 MB; Q and the output pass through the rest
@@ -368,14 +377,14 @@ static inline void attention_forward_sm90_launch(bf16 *out, float *lse, const bf
     const CUtensorMap map_out = tensor_map_tokens(out, d.B, d.T, d.NH * HD, 64, HD / 64);
     CUDA_CHECK(cudaFuncSetAttribute(attention_forward_sm90_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SMEM_BYTES));
     const int grid = (int)min_i64(plan.tiles, device_sm_count());
-    CUDA_LAUNCH(attention_forward_sm90_kernel<HD>, grid, Tile::THREADS, Tile::SMEM_BYTES, stream, map_q, map_kv, map_out, lse, plan);
+    CUDA_LAUNCH(attention_forward_sm90_kernel<HD>, grid, Tile::THREADS, Tile::SMEM_BYTES, stream, map_q, map_kv, map_out, lse, amax, plan);
 }
 
-// out [B,T,NH*HD] bf16, lse [B,NH,T] fp32 from qkv [B,T,(NH+2*NKV)*HD] bf16; 16-byte aligned. HD 64 or 128, a device of compute
-// capability 9.0 (hopper_available()). No allocation, no synchronization.
-static inline void attention_forward_sm90(bf16 *out, float *lse, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
-    if (d.HD == 128) attention_forward_sm90_launch<128>(out, lse, qkv, d, stream);
-    else attention_forward_sm90_launch<64>(out, lse, qkv, d, stream);
+// out [B,T,NH*HD] bf16, lse [B,NH,T] fp32, *amax (unless NULL) raised to max |out|, from qkv [B,T,(NH+2*NKV)*HD] bf16; 16-byte aligned. HD 64 or 128,
+// a device of compute capability 9.0 (hopper_available()). No allocation, no synchronization.
+static inline void attention_forward_sm90(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+    if (d.HD == 128) attention_forward_sm90_launch<128>(out, lse, amax, qkv, d, stream);
+    else attention_forward_sm90_launch<64>(out, lse, amax, qkv, d, stream);
 }
 
 #endif

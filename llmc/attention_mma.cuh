@@ -13,6 +13,7 @@
 
 #include "attention_dims.h"
 #include "cuda_utils.cuh"
+#include "quantize_kernels.cuh"
 
 #define MMA_TILE 64      // rows of every tile
 #define MMA_THREADS 128
@@ -36,8 +37,6 @@ __device__ __forceinline__ void mma_copy_tile(uint32_t tile, const bf16 *from, i
                      ::"r"(mma_chunk<HD>(tile, row, chunk)), "l"(__cvta_generic_to_global(p)), "r"(bytes) : "memory");
     }
 }
-__device__ __forceinline__ void mma_copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void mma_copy_wait(void) { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 __device__ __forceinline__ void mma_ldmatrix(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -155,7 +154,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_copy_tile<HD>(q_tile, base + head * HD, stride, q0, d.T);
     mma_copy_tile<HD>(stages, k, stride, 0, d.T);
     mma_copy_tile<HD>(stages + TILE_BYTES, v, stride, 0, d.T);
-    mma_copy_commit();
+    copy_async_commit();
     float o[HD / 8][4] = {{0.0f}}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
     for (int64_t j = 0; j <= block; j++) {
         const uint32_t k_tile = stages + (uint32_t)(j % 2) * 2 * TILE_BYTES, next = stages + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
@@ -163,8 +162,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
             mma_copy_tile<HD>(next, k, stride, (j + 1) * MMA_TILE, d.T);
             mma_copy_tile<HD>(next + TILE_BYTES, v, stride, (j + 1) * MMA_TILE, d.T);
         }
-        mma_copy_commit();
-        mma_copy_wait<1>();
+        copy_async_commit();
+        copy_async_wait<1>();
         __syncthreads();
         float s[8][4];
         mma_rows_times_rows<HD>(s, q_tile, row0, k_tile);
@@ -235,7 +234,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_copy_tile<HD>(v_tile, qkv + sequence * d.T * stride + v_column, stride, k0, d.T);
     mma_copy_tile<HD>(stages, q, stride, k0, d.T);
     mma_copy_tile<HD>(stages + TILE_BYTES, dO, d.NH * HD, k0, d.T);
-    mma_copy_commit();
+    copy_async_commit();
     float dk[HD / 8][4] = {{0.0f}}, dv[HD / 8][4] = {{0.0f}};
     for (int64_t i = 0; i < steps; i++) {  // head i / (tiles - block), query tile block + i % (tiles - block)
         const uint32_t q_tile = stages + (uint32_t)(i % 2) * 2 * TILE_BYTES, next = stages + (uint32_t)((i + 1) % 2) * 2 * TILE_BYTES;
@@ -244,8 +243,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
             mma_copy_tile<HD>(next, q + h * HD, stride, row, d.T);
             mma_copy_tile<HD>(next + TILE_BYTES, dO + h * HD, d.NH * HD, row, d.T);
         }
-        mma_copy_commit();
-        mma_copy_wait<1>();
+        copy_async_commit();
+        copy_async_wait<1>();
         __syncthreads();
         const int64_t h = i / (tiles - block), j = block + i % (tiles - block);
         const int64_t stats = (sequence * d.NH + kv_head * group + h) * d.T;
@@ -289,7 +288,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_copy_tile<HD>(do_tile, dout + (sequence * d.T * d.NH + head) * HD, d.NH * HD, q0, d.T);
     mma_copy_tile<HD>(stages, k, stride, 0, d.T);
     mma_copy_tile<HD>(stages + TILE_BYTES, v, stride, 0, d.T);
-    mma_copy_commit();
+    copy_async_commit();
     const int64_t stats_at = (sequence * d.NH + head) * d.T;
     float2 stats[2];
 #pragma unroll
@@ -301,8 +300,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
             mma_copy_tile<HD>(next, k, stride, (j + 1) * MMA_TILE, d.T);
             mma_copy_tile<HD>(next + TILE_BYTES, v, stride, (j + 1) * MMA_TILE, d.T);
         }
-        mma_copy_commit();
-        mma_copy_wait<1>();
+        copy_async_commit();
+        copy_async_wait<1>();
         __syncthreads();
         float s[8][4], dp[8][4];
         mma_rows_times_rows<HD>(s, q_tile, row0, k_tile);
@@ -334,9 +333,10 @@ static inline void attention_forward_mma_launch(bf16 *out, float *lse, const bf1
 }
 
 // Arguments as attention_forward (attention.cuh).
-static inline void attention_forward_mma(bf16 *out, float *lse, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+static inline void attention_forward_mma(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
     if (d.HD == 128) attention_forward_mma_launch<128>(out, lse, qkv, d, stream);
     else attention_forward_mma_launch<64>(out, lse, qkv, d, stream);
+    if (amax) tensor_amax(amax, out, d.B * d.T * d.NH * d.HD, stream);
 }
 
 // delta [B,NH,T] fp32.

@@ -102,13 +102,6 @@ __device__ static inline Bf16x8 cross_entropy_mask(Bf16x8 v, uint32_t mask) {
     return v;
 }
 
-// Copies 16 bytes to shared memory without waiting; cross_entropy_wait waits for all of this thread's.
-__device__ static inline void cross_entropy_copy_async(Bf16x8 *to, const bf16 *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-
-__device__ static inline void cross_entropy_wait(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // Block b takes rows b, b + gridDim.x, ... Vector v of a row (of `vectors` = V / 8) belongs to thread v % CROSS_ENTROPY_THREADS, as its
 // number v / CROSS_ENTROPY_THREADS; the first HELD of a thread are in registers, later ones in dynamic shared memory.
 template <int HELD, bool GRADIENT>
@@ -126,7 +119,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         if (v < vectors) held[i] = bf16x8_load(x + v * 8);
         else held[i].word[0] = held[i].word[1] = held[i].word[2] = held[i].word[3] = NEGATIVE_INFINITY_PAIR;  // adds nothing
     }
-    for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) cross_entropy_copy_async(&shared[v - HELD * CROSS_ENTROPY_THREADS], x + v * 8);
+    for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) copy16_async(&shared[v - HELD * CROSS_ENTROPY_THREADS], x + v * 8);
 
     for (int64_t row = blockIdx.x; row < R; row += gridDim.x) {
         const bool more = row + gridDim.x < R;
@@ -134,7 +127,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         const int target = targets[row];
         const bool counted = target >= 0 && target / 8 < vectors, owns_target = counted && target / 8 % CROSS_ENTROPY_THREADS == (int)threadIdx.x;
         const float target_logit = owns_target ? __bfloat162float(x[target]) : 0.0f;  // this thread alone overwrites it, below
-        cross_entropy_wait();
+        copy_async_commit(), copy_async_wait<0>();
 
         uint32_t pair_max = NEGATIVE_INFINITY_PAIR;
 #pragma unroll
@@ -153,7 +146,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
             Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
             sum = cross_entropy_vector_sum(sum, *at, offset);
-            if (!GRADIENT && more) cross_entropy_copy_async(at, next + v * 8);
+            if (!GRADIENT && more) copy16_async(at, next + v * 8);
         }
         sum = cross_entropy_block_sum(sum, sum_scratch);
 
@@ -173,7 +166,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
             for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
                 Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
                 bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_exp(*at, gradient_offset), mask));
-                if (more) cross_entropy_copy_async(at, next + v * 8);
+                if (more) copy16_async(at, next + v * 8);
             }
             if (owns_target) x[target] = __float2bfloat16(cross_entropy_exp(target_logit, gradient_offset) - gradient_scale);
         }

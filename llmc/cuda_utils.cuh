@@ -127,6 +127,21 @@ __device__ static inline Bf16x8 bf16x8_pack(const float in[8]) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Copies of 16 bytes to shared memory that nobody waits for at once. A thread commits those it has asked for as one group, and waits for its groups in order.
+
+__device__ static inline void copy16_async(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(__cvta_generic_to_global(global)) : "memory");
+}
+
+__device__ static inline void copy_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until no more than PENDING of the thread's groups are under way. Other threads' copies can be read after a barrier.
+template <int PENDING>
+__device__ static inline void copy_async_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Reductions
 
 __device__ static inline float warp_sum(float x) {
@@ -178,6 +193,12 @@ __device__ static inline uint32_t amax_update(uint32_t halves, Bf16x8 v) {
 #pragma unroll
     for (int i = 0; i < 4; i++) halves = amax_larger<KEEPS_NAN>(halves, v.word[i] & 0x7fff7fffu);
     return halves;
+}
+
+// Joins the running maxima of a warp's threads into the slot.
+__device__ static inline void amax_publish_warp(uint32_t *slot, uint32_t halves) {
+    const uint32_t bits = warp_max_u32(max(halves << 16, halves & 0xffff0000u));
+    if (threadIdx.x % WARP_SIZE == 0 && bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);
 }
 
 // Joins the running maxima of all threads of a one-dimensional block into the slot. Every thread of the block must call it; one call

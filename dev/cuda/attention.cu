@@ -11,7 +11,7 @@
 
 typedef struct {
     const char *name;
-    void (*forward)(bf16 *, float *, const bf16 *, AttentionDims, cudaStream_t);
+    void (*forward)(bf16 *, float *, uint32_t *, const bf16 *, AttentionDims, cudaStream_t);
     void (*backward)(bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, void *, AttentionDims, cudaStream_t);
     bool hopper;
 } Implementation;
@@ -317,8 +317,9 @@ static void setup_free(Setup *s) {
     reference_free(s->rounded);
 }
 
-static void run_forward(const Implementation *im, Setup *s, Tensor out, Tensor lse) {
-    im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), (const bf16 *)tensor_data(s->qkv), s->c.d, 0);
+// amax: on the device, or NULL.
+static void run_forward(const Implementation *im, Setup *s, Tensor out, Tensor lse, uint32_t *amax) {
+    im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), amax, (const bf16 *)tensor_data(s->qkv), s->c.d, 0);
     cudaError_t error = cudaDeviceSynchronize();
     if (error != cudaSuccess) die("%s forward, %s: %s", im->name, s->name, cudaGetErrorString(error));
 }
@@ -337,10 +338,12 @@ static void check_forward(const Implementation *im, Setup *s) {
     const AttentionDims d = s->c.d;
     tensor_poison(s->out);
     tensor_poison(s->lse);
-    run_forward(im, s, s->out, s->lse);
+    run_forward(im, s, s->out, s->lse, NULL);
     double *got = download_bf16(s->out, s->n_out);
     format_checked(what, sizeof what, "%s forward, %s, out", im->name, s->name);
     check_error(what, got, s->exact.out, s->rounded.out, d.B * d.T, d.NH * d.HD, 0, d.NH * d.HD, 0);
+    float largest_out = 0;
+    for (int64_t i = 0; i < s->n_out; i++) largest_out = fmaxf(largest_out, fabsf((float)got[i]));
     free(got);
     // lse is fp32 throughout: products of bf16 summed in fp32 (some 1e-6 of the largest score), then a fast exp2 and a log.
     float *lse = (float *)xcalloc((size_t)s->n_lse, 4);
@@ -357,8 +360,13 @@ static void check_forward(const Implementation *im, Setup *s) {
     CHECK(tensor_guards_hold(s->out, (size_t)s->n_out * 2) && tensor_guards_hold(s->lse, (size_t)s->n_lse * 4), "%s forward, %s wrote outside its output",
           im->name, s->name);
     Tensor out2 = tensor_alloc((size_t)s->n_out * 2), lse2 = tensor_alloc((size_t)s->n_lse * 4);
-    run_forward(im, s, out2, lse2);
+    uint32_t *amax = (uint32_t *)bench_zeros(sizeof *amax);
+    run_forward(im, s, out2, lse2, amax);
     CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0, "%s forward, %s: two runs differ", im->name, s->name);
+    float *found = (float *)bench_download(amax, sizeof *amax, s->name);
+    CHECK(*found == largest_out, "%s forward, %s: amax %g, not %g", im->name, s->name, (double)*found, (double)largest_out);
+    free(found);
+    bench_free(amax);
     tensor_free(out2);
     tensor_free(lse2);
 }
@@ -399,8 +407,8 @@ static void check_dispatch(Setup *s) {
     Tensor out2 = tensor_alloc((size_t)s->n_out * 2), lse2 = tensor_alloc((size_t)s->n_lse * 4);
     Tensor *poisoned[] = {&s->out, &s->lse, &s->dqkv, &s->again};
     for (int i = 0; i < 4; i++) tensor_poison(*poisoned[i]);
-    run_forward(&chosen, s, s->out, s->lse);
-    run_forward(&dispatch, s, out2, lse2);
+    run_forward(&chosen, s, s->out, s->lse, NULL);
+    run_forward(&dispatch, s, out2, lse2, NULL);
     CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0, "%s: attention_forward is not %s's", s->name, chosen.name);
     run_backward(&chosen, s, s->dqkv, true);
     run_backward(&dispatch, s, s->again, true);
@@ -452,7 +460,7 @@ static void check_all(const Choice *o) {
 
 static void call_unsupported(void *context) {
     AttentionDims d = *(const AttentionDims *)context;
-    attention_forward(NULL, NULL, NULL, d, 0);
+    attention_forward(NULL, NULL, NULL, NULL, d, 0);
 }
 
 // Runs before the first CUDA call: a fork cannot share a context.
@@ -492,12 +500,12 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
     fill_normal(dout, n_out, 2, 1, 0, 1.0f);
     cudaEvent_t events[BENCH_CALLS + 1];
     for (int i = 0; i <= BENCH_CALLS; i++) CUDA_CHECK(cudaEventCreate(&events[i]));
-    im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), (const bf16 *)tensor_data(qkv), d, 0);
+    im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), NULL, (const bf16 *)tensor_data(qkv), d, 0);
     d.deterministic = pass == 2;
     for (int i = -2; i < BENCH_CALLS; i++) {
         if (i == 0) bench_clock_begin(b);
         if (i >= 0) CUDA_CHECK(cudaEventRecord(events[i]));
-        if (pass == 0) im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), (const bf16 *)tensor_data(qkv), d, 0);
+        if (pass == 0) im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), NULL, (const bf16 *)tensor_data(qkv), d, 0);
         else
             im->backward((bf16 *)tensor_data(dqkv), (const bf16 *)tensor_data(dout), (const bf16 *)tensor_data(qkv), (const bf16 *)tensor_data(out),
                          (const float *)tensor_data(lse), tensor_data(workspace), d, 0);
