@@ -161,9 +161,9 @@ static inline void rmsnorm_quantize_transpose(Fp8Tensor out, const bf16 *x, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward. A block is 512 threads: as many groups as fit, each with its own rows. A group sums dw over its rows in registers, the groups of a block
 // join theirs, and the block leaves one fp32 row of partial sums; a second kernel adds those rows. Every order is fixed, and the number of blocks
-// does not depend on the GPU, so neither do the bits of dw. Where shared memory has room, a group's next row is on its way there while it works on one.
+// does not depend on the GPU, so neither do the bits of dw.
 
-enum { RMSNORM_BACKWARD_THREADS = 512, RMSNORM_BACKWARD_ARRAYS = 3 };
+enum { RMSNORM_BACKWARD_THREADS = 512 };
 
 typedef struct {
     bf16 *dx;
@@ -175,57 +175,25 @@ typedef struct {
     int C;
 } RmsnormBackward;
 
-// What a thread holds of one row.
-template <int VECTORS>
-struct RmsnormRow {
-    Bf16x8 dy[VECTORS], x[VECTORS], residual[VECTORS];
-};
-
-// Where the next rows lie, of all threads of a block: a thread reads back what it has asked for itself, so that there is nothing to wait for but its own copies.
-template <int VECTORS>
-struct RmsnormStage {
-    Bf16x8 values[RMSNORM_BACKWARD_ARRAYS][VECTORS][RMSNORM_BACKWARD_THREADS];
-};
-
+// dx of one row; adds the row's part of dw.
 template <int VECTORS, int THREADS>
-__device__ static inline void rmsnorm_backward_fetch(RmsnormStage<VECTORS> *stage, const RmsnormBackward &p, int64_t row) {
-    const bf16 *const from[RMSNORM_BACKWARD_ARRAYS] = {p.dy, p.x, p.dresidual};
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-        if (row >= p.R || RMSNORM_COLUMN(i) >= p.C) continue;
-#pragma unroll
-        for (int a = 0; a < RMSNORM_BACKWARD_ARRAYS; a++)
-            if (from[a]) copy16_async(&stage->values[a][i][threadIdx.x], from[a] + row * p.C + RMSNORM_COLUMN(i));
-    }
-    copy_async_commit();
-}
-
-// The row from its stage, or if that is NULL from memory.
-template <int VECTORS, int THREADS>
-__device__ static inline RmsnormRow<VECTORS> rmsnorm_backward_load(const RmsnormStage<VECTORS> *stage, const RmsnormBackward &p, int64_t row) {
-    RmsnormRow<VECTORS> r = {};
+__device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_t *halves, const RmsnormBackward &p, int64_t row,
+                                                   float *scratch, int barrier) {
+    const float rstd = p.rstd[row];
+    Bf16x8 dy[VECTORS] = {}, x[VECTORS] = {}, residual[VECTORS] = {};
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         if (RMSNORM_COLUMN(i) >= p.C) continue;
-        const int64_t at = row * p.C + RMSNORM_COLUMN(i);
-        r.dy[i] = stage ? stage->values[0][i][threadIdx.x] : bf16x8_load(p.dy + at);
-        r.x[i] = stage ? stage->values[1][i][threadIdx.x] : bf16x8_load(p.x + at);
-        if (p.dresidual) r.residual[i] = stage ? stage->values[2][i][threadIdx.x] : bf16x8_load(p.dresidual + at);
+        dy[i] = bf16x8_load(p.dy + row * p.C + RMSNORM_COLUMN(i));
+        x[i] = bf16x8_load(p.x + row * p.C + RMSNORM_COLUMN(i));
+        if (p.dresidual) residual[i] = bf16x8_load(p.dresidual + row * p.C + RMSNORM_COLUMN(i));
     }
-    return r;
-}
-
-// dx of one row; adds the row's part of dw.
-template <int VECTORS, int THREADS>
-__device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_t *halves, const RmsnormRow<VECTORS> &in, const RmsnormBackward &p, int64_t row,
-                                                   float *scratch, int barrier) {
-    const float rstd = p.rstd[row];
     float dot = 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         if (RMSNORM_COLUMN(i) >= p.C) continue;
         float d[8], n[8], w[8];
-        bf16x8_unpack(d, in.dy[i]), bf16x8_unpack(n, in.x[i]), bf16x8_unpack(w, bf16x8_load(p.weight + RMSNORM_COLUMN(i)));
+        bf16x8_unpack(d, dy[i]), bf16x8_unpack(n, x[i]), bf16x8_unpack(w, bf16x8_load(p.weight + RMSNORM_COLUMN(i)));
         for (int k = 0; k < 8; k++) {
             n[k] *= rstd;
             dw[i][k] = fmaf(d[k], n[k], dw[i][k]);
@@ -237,7 +205,7 @@ __device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_
     for (int i = 0; i < VECTORS; i++) {
         if (RMSNORM_COLUMN(i) >= p.C) continue;
         float d[8], n[8], w[8], r[8];
-        bf16x8_unpack(d, in.dy[i]), bf16x8_unpack(n, in.x[i]), bf16x8_unpack(w, bf16x8_load(p.weight + RMSNORM_COLUMN(i))), bf16x8_unpack(r, in.residual[i]);
+        bf16x8_unpack(d, dy[i]), bf16x8_unpack(n, x[i]), bf16x8_unpack(w, bf16x8_load(p.weight + RMSNORM_COLUMN(i))), bf16x8_unpack(r, residual[i]);
         for (int k = 0; k < 8; k++) d[k] = r[k] + rstd * (d[k] * w[k] - n[k] * rstd * mean);
         const Bf16x8 dx = bf16x8_pack(d);
         bf16x8_store(p.dx + row * p.C + RMSNORM_COLUMN(i), dx);
@@ -261,29 +229,17 @@ __device__ static inline void rmsnorm_join_groups(float dw[VECTORS][8]) {
     }
 }
 
-// STAGED: two stages in dynamic shared memory.
-template <int VECTORS, int THREADS, bool STAGED>
+template <int VECTORS, int THREADS>
 static __global__ void __launch_bounds__(RMSNORM_BACKWARD_THREADS, 1) rmsnorm_backward_kernel(const RmsnormBackward p) {
     grid_dependency_wait();
     enum { GROUPS = RMSNORM_BACKWARD_THREADS / THREADS };
-    extern __shared__ Bf16x8 rmsnorm_stages[];
-    RmsnormStage<VECTORS> *stages = (RmsnormStage<VECTORS> *)rmsnorm_stages;
     __shared__ float scratch[GROUPS][2][THREADS / WARP_SIZE];
     const int group = threadIdx.x / THREADS;
     float dw[VECTORS][8] = {};
     uint32_t halves = 0;
     int parity = 0;
-    const int64_t step = (int64_t)gridDim.x * GROUPS;
-    int64_t row = (int64_t)blockIdx.x * GROUPS + group;
-    if (STAGED) rmsnorm_backward_fetch<VECTORS, THREADS>(&stages[0], p, row);
-    for (; row < p.R; row += step, parity ^= 1) {
-        if (STAGED) {
-            rmsnorm_backward_fetch<VECTORS, THREADS>(&stages[parity ^ 1], p, row + step);
-            copy_async_wait<1>();
-        }
-        const RmsnormRow<VECTORS> in = rmsnorm_backward_load<VECTORS, THREADS>(STAGED ? &stages[parity] : NULL, p, row);
-        rmsnorm_backward_row<VECTORS, THREADS>(dw, &halves, in, p, row, scratch[group][parity], 1 + group);
-    }
+    for (int64_t row = (int64_t)blockIdx.x * GROUPS + group; row < p.R; row += (int64_t)gridDim.x * GROUPS, parity ^= 1)
+        rmsnorm_backward_row<VECTORS, THREADS>(dw, &halves, p, row, scratch[group][parity], 1 + group);
     if constexpr (GROUPS > 1) rmsnorm_join_groups<VECTORS, THREADS, GROUPS>(dw);
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -317,18 +273,6 @@ static __global__ void __launch_bounds__(RMSNORM_SUM_WARPS *WARP_SIZE) rmsnorm_s
     dweight[column] = __float2bfloat16_rn(sum);
 }
 
-template <int VECTORS, int THREADS>
-static inline void rmsnorm_backward_launch(RmsnormBackward p, unsigned blocks, cudaStream_t stream) {
-    static const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    const int stages = 2 * (int)sizeof(RmsnormStage<VECTORS>), own = (VECTORS * 8 * THREADS + 2 * RMSNORM_BACKWARD_THREADS / WARP_SIZE + WARP_SIZE) * (int)sizeof(float);
-    if (stages + own > available) {
-        CUDA_LAUNCH(rmsnorm_backward_kernel<VECTORS, THREADS, false>, blocks, RMSNORM_BACKWARD_THREADS, 0, stream, p);
-        return;
-    }
-    CUDA_CHECK(cudaFuncSetAttribute(rmsnorm_backward_kernel<VECTORS, THREADS, true>, cudaFuncAttributeMaxDynamicSharedMemorySize, stages));
-    CUDA_LAUNCH(rmsnorm_backward_kernel<VECTORS, THREADS, true>, blocks, RMSNORM_BACKWARD_THREADS, stages, stream, p);
-}
-
 // Blocks of the backward kernel; the group sizes are those of RMSNORM_DISPATCH.
 static inline int64_t rmsnorm_backward_blocks(int64_t R, int64_t C) {
     const int64_t group_threads = C <= 4096 ? 128 : C <= 8192 ? 256 : 512, most = C <= 1024 ? 256 : 128;  // two, or one, on each of 128 multiprocessors
@@ -349,7 +293,7 @@ static inline void rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, con
     require_aligned16(workspace, "rmsnorm_backward", "workspace");
     const RmsnormBackward p = {dx, (float *)workspace, amax, dy, x, weight, dresidual, rstd, R, (int)C};
     const int64_t blocks = rmsnorm_backward_blocks(R, C);
-#define RMSNORM_LAUNCH(VECTORS, THREADS) rmsnorm_backward_launch<VECTORS, THREADS>(p, (unsigned)blocks, stream)
+#define RMSNORM_LAUNCH(VECTORS, THREADS) CUDA_LAUNCH(rmsnorm_backward_kernel<VECTORS, THREADS>, (unsigned)blocks, RMSNORM_BACKWARD_THREADS, 0, stream, p)
     RMSNORM_DISPATCH(C, RMSNORM_LAUNCH);
 #undef RMSNORM_LAUNCH
     CUDA_LAUNCH(rmsnorm_sum_partials_kernel, grid_size(C, WARP_SIZE), RMSNORM_SUM_WARPS * WARP_SIZE, 0, stream, dweight, p.partials, (int)blocks, (int)C, accumulate);
