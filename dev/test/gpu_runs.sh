@@ -33,6 +33,31 @@ against_cpu() {
     if build/compare_checkpoints "$tmp/gpu/step-00000001" "$tmp/cpu/step-00000001" "$4"; then ok "$1: gradients"; else bad "$1: gradients"; fi
 }
 against_cpu bf16 "--precision bf16" 1e-4 1e-2
+for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do against_cpu "$recipe" "--precision fp8 --fp8-recipe $recipe" 1e-3 1e-1; done
+for recipe in mxfp8 tensorwise rowwise; do against_cpu "$recipe, emulated" "--precision fp8 --fp8-recipe $recipe --fp8-emulate" 1e-3 1e-1; done
+against_cpu "tensorwise, all e4m3" "--precision fp8 --fp8-format e4m3" 1e-3 1e-1
+against_cpu "blockwise, hybrid" "--precision fp8 --fp8-recipe blockwise --fp8-format hybrid" 1e-3 1e-1
+against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-3 1e-1
+
+common="small $data --sequence-length 256 --batch-size 2 --deterministic --learning-rate 1e-3"
+for precision in bf16 fp8 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "fp8 --fp8-recipe rowwise" "fp8 --fp8-recipe rowwise_with_gw_hp" "fp8 --fp8-recipe blockwise" "fp8 --fp8-recipe mxfp8 --fp8-emulate"; do
+    run="$common --precision $precision --num-steps 12"
+    rm -rf "$tmp/ck"
+    ./train_fp8cu $run >"$tmp/a.log" 2>&1 && ./train_fp8cu $run >"$tmp/b.log" 2>&1
+    if [ -n "$(losses "$tmp/a.log")" ] && [ "$(losses "$tmp/a.log")" = "$(losses "$tmp/b.log")" ]; then ok "$precision: two runs print the same lines"; else bad "$precision: two runs differ"; fi
+
+    # stopped after 5 of 12 steps by num-steps, then resumed
+    ck="--checkpoint-dir $tmp/ck"
+    ./train_fp8cu $common --precision $precision --num-steps 5 $ck >"$tmp/c.log" 2>&1 && ./train_fp8cu $run $ck --resume >"$tmp/d.log" 2>&1
+    if [ "$(losses "$tmp/a.log" | tail -n 7)" = "$(losses "$tmp/d.log")" ]; then ok "$precision: resumed run prints the same lines"; else bad "$precision: resumed run differs: $(tail -n 3 "$tmp/d.log")"; fi
+
+    # two micro-steps of one sequence see the tokens of one micro-step of two; gradients are rounded to bf16 once more
+    ./train_fp8cu $common --precision $precision --num-steps 12 --batch-size 1 --grad-accumulation-steps 2 >"$tmp/e.log" 2>&1
+    a=$(grep '^step ' "$tmp/a.log" | tail -n 1 | sed 's/.*loss \([^ ]*\) .*/\1/') b=$(grep '^step ' "$tmp/e.log" | tail -n 1 | sed 's/.*loss \([^ ]*\) .*/\1/')
+    if awk -v a="$a" -v b="$b" 'BEGIN { d = a / b - 1; if (d < 0) d = -d; exit !(d < 1e-2) }'; then ok "$precision: accumulation $a $b"; else bad "$precision: accumulation $a $b"; fi
+done
+
+# layers computed again in backward are quantized to the same bytes; with every layer filtered, FP8 is BF16
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
     run="$common --precision fp8 --fp8-recipe $recipe --num-steps 6"
     ./train_fp8cu $run >"$tmp/a.log" 2>&1 && ./train_fp8cu $run --recompute layer >"$tmp/b.log" 2>&1
