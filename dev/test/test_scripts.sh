@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The shell scripts, most of which run where a GPU is: they parse, and every variable in lower case that one reads is set in it, in what it sources or in what
+# sources it. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+. scripts/tally.sh
+
+# The variables that the files read; those that they set.
+reads() { cat "$@" | grep -v '^ *#' | grep -oE '\$\{?[#!]?[a-z_][a-z_0-9]*' | tr -d '${#!' | sort -u; }
+sets() {
+    cat "$@" | grep -oE '(^|[ ;(&|])([a-z_][a-z_0-9]*)(\[[^]]*\])?\+?=|(^|[ ;])(for|local|read|declare|export) +[-a-z_0-9 ]+|-v +[a-z]+|\(\([a-z_]+' | sed 's/\[.*//; s/+\{0,1\}=.*//' | grep -oE '[a-z_][a-z_0-9]*' | sort -u
+}
+unset_in() { comm -23 <(reads "$1") <(sets "$@"); }
+
+for script in scripts/*.sh dev/test/*.sh dev/reference/*.sh data/*.sh .ci/run; do
+    [ -e "$script" ] || continue
+    check "$script parses" bash -n "$script"
+    others=$(grep -lE "(^|[ ;])(\.|source) .*$(basename "$script")" scripts/*.sh dev/test/*.sh; for name in $(grep -oE '(^|[ ;])(\.|source) [^ ]*\.sh' "$script" | sed 's/.*[ /]//'); do ls scripts/"$name" 2>/dev/null; done)
+    check "$script sets what it reads" equal "$(unset_in "$script" $others)" ""
+done
+
+# A script whose line has gone is found.
+tmp=$(mktemp)
+trap 'rm -f "$tmp"' EXIT
+grep -v '^common=' dev/test/gpu_runs.sh >"$tmp"
+check "a variable that is no longer set is found" equal "$(unset_in "$tmp")" common
+finish
