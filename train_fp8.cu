@@ -100,7 +100,7 @@ typedef struct {
 
 // One batch in flight: pinned host memory and its copy on the GPU.
 typedef struct {
-    int32_t *host, *device;    // inputs [R], targets [R], then the sorted index of the inputs of all ranks that share the embedding
+    int32_t *host, *device;    // inputs [R], targets [R], then the sorted index of the inputs that make the embedding's gradient
     cudaEvent_t copied;
 } TokenSlot;
 
@@ -150,7 +150,7 @@ typedef struct {
     cudaEvent_t step_done[STEP_SLOTS];
     cudaEvent_t idle;                 // for trainer_wait_all
     TokenSlot tokens[TOKEN_SLOTS];
-    int32_t *shared_tokens;           // host: inputs, then targets, of all ranks that share the embedding
+    int32_t *shared_tokens;           // host: inputs, then targets, of all ranks whose inputs make it
     int64_t batches_sent;
     Profile profile;
 } Trainer;
@@ -171,7 +171,7 @@ static int64_t logits_rows(const Trainer *t) {
 }
 
 // Bytes of a TokenSlot's memory.
-static int64_t batch_bytes(const Trainer *t) { return (2 * t->d.R + embedding_index_size(t->fsdp.plan.group * t->d.R)) * (int64_t)sizeof(int32_t); }
+static int64_t batch_bytes(const Trainer *t) { return (2 * t->d.R + embedding_index_size(t->fsdp.embedding_ranks * t->d.R)) * (int64_t)sizeof(int32_t); }
 
 static bf16 *take_bf16(Arena *a, int64_t n) { return (bf16 *)arena_take(a, n * (int64_t)sizeof(bf16)); }
 static float *take_float(Arena *a, int64_t n) { return (float *)arena_take(a, n * (int64_t)sizeof(float)); }
@@ -839,23 +839,26 @@ static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
     mark_bytes(t, "RMSNorm, backward", d->R * d->C * 8);
 }
 
-// The part of the embedding that this rank keeps; without sharding, all of it.
+// The part of the embedding's gradient that this rank makes of inputs' gradients, of other ranks' too or of its own alone.
 static EmbeddingPart embedding_part(const Trainer *t) {
-    const ShardSegment g = shard_segment(&t->table, &t->fsdp.plan, 0, embedding_segment(&t->table));
-    EmbeddingPart part = {t->fsdp.plan.place * g.slice, g.slice};
-    return part;
+    const Fsdp *f = &t->fsdp;
+    const ShardSegment g = shard_segment(&t->table, &f->plan, 0, embedding_segment(&t->table));
+    const EmbeddingPart kept = {f->plan.place * g.slice, g.slice}, whole = {0, f->plan.group * g.slice};
+    return f->embedding_ranks > 1 ? kept : whole;
 }
 
-// Gradient of the embedding, at the end of the way back: this rank's part, from the tokens of all ranks that share it.
+// Gradient of the embedding, at the end of the way back.
 static void embedding_backward_all(Trainer *t, const TokenSlot *slot, int64_t micro) {
     const Dims *d = &t->d;
+    Fsdp *f = &t->fsdp;
+    const bool shared = f->embedding_ranks > 1, fresh = f->sharded && !shared;  // a buffer that holds nothing of earlier micro-steps
+    const bool onto_lm_head = t->m.tie_word_embeddings;                        // a tied embedding's gradient already holds lm_head's
     const EmbeddingPart part = embedding_part(t);
-    const bf16 *dx = fsdp_gather_inputs(&t->fsdp, t->dx);
-    bf16 *gradient = fsdp_unit_in_shard(&t->fsdp, t->grads, 0).embedding;
-    const bool onto_lm_head = t->m.tie_word_embeddings;  // a tied embedding's gradient already holds lm_head's
-    if (!onto_lm_head && micro == 0) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
-    embedding_backward(gradient, part, dx, slot->device + 2 * d->R, t->fsdp.plan.group * d->R, d->C, t->stream);
-    mark_bytes(t, "embedding", t->fsdp.plan.group * d->R * d->C * 6);
+    const bf16 *dx = fsdp_gather_inputs(f, t->dx);
+    bf16 *gradient = shared ? fsdp_unit_in_shard(f, t->grads, 0).embedding : root_gradients(t).embedding;
+    if (!onto_lm_head && (micro == 0 || fresh)) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
+    embedding_backward(gradient, part, dx, slot->device + 2 * d->R, f->embedding_ranks * d->R, d->C, t->stream);
+    mark_bytes(t, "embedding", f->embedding_ranks * d->R * d->C * 6);
 }
 
 // Delayed recipe: the amaxes of this micro-step's inputs and gradients, over all ranks, enter their histories.
@@ -875,7 +878,7 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
     fsdp_begin_loss(f);
     profile_range_begin("loss", -1);
     loss_forward_backward(t, slot, grad_scale, accumulate);
-    fsdp_reduce_scatter(f, 0, micro);
+    if (f->embedding_ranks > 1) fsdp_reduce_scatter(f, 0, micro);
     profile_range_end();
     for (int64_t l = t->d.L - 1; l >= 0; l--) {
         profile_range_begin("backward of layer", l);
@@ -889,6 +892,7 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
         profile_range_end();
     }
     embedding_backward_all(t, slot, micro);
+    if (f->embedding_ranks == 1) fsdp_reduce_scatter(f, 0, micro);
     fsdp_reduce_replicas(f, 0, last);
     if (t->delayed_scale) update_delayed_scales(t);
 }
@@ -952,18 +956,18 @@ static void trainer_wait_all(Trainer *t) {
     trainer_wait(t, t->idle);
 }
 
-// Sends B sequences from sample number `first` to the GPU and returns where they will be; the ranks that share the embedding have the samples next to these.
+// Sends B sequences from sample number `first` to the GPU and returns where they will be; the ranks of the shard group have the samples next to these.
 // The host waits only when all slots are in flight.
 static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
     const Dims *d = &t->d;
-    const int64_t group = t->fsdp.plan.group, place = t->fsdp.plan.place;
+    const int64_t ranks = t->fsdp.embedding_ranks, place = ranks > 1 ? t->fsdp.plan.place : 0;
     TokenSlot *slot = &t->tokens[t->batches_sent++ % TOKEN_SLOTS];
-    int32_t *inputs = t->shared_tokens, *targets = inputs + group * d->R;
+    int32_t *inputs = t->shared_tokens, *targets = inputs + ranks * d->R;
     trainer_wait(t, slot->copied);
-    dataloader_batch(data, first - place * d->B, group * d->B, inputs, targets);
+    dataloader_batch(data, first - place * d->B, ranks * d->B, inputs, targets);
     memcpy(slot->host, inputs + place * d->R, (size_t)d->R * sizeof(int32_t));
     memcpy(slot->host + d->R, targets + place * d->R, (size_t)d->R * sizeof(int32_t));
-    embedding_sort(slot->host + 2 * d->R, inputs, group * d->R, d->C, embedding_part(t));
+    embedding_sort(slot->host + 2 * d->R, inputs, ranks * d->R, d->C, embedding_part(t));
     CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)batch_bytes(t), cudaMemcpyHostToDevice, t->stream));
     CUDA_CHECK(cudaEventRecord(slot->copied, t->stream));
     return slot;
@@ -1188,7 +1192,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
         CUDA_CHECK(cudaMallocHost((void **)&t->tokens[i].host, (size_t)batch_bytes(t)));
         CUDA_CHECK(cudaEventCreateWithFlags(&t->tokens[i].copied, cudaEventDisableTiming));
     }
-    t->shared_tokens = (int32_t *)xcalloc((size_t)(2 * t->fsdp.plan.group * t->d.R), sizeof *t->shared_tokens);
+    t->shared_tokens = (int32_t *)xcalloc((size_t)(2 * t->fsdp.embedding_ranks * t->d.R), sizeof *t->shared_tokens);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     open_peers(t, plan->used);
 }

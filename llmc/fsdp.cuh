@@ -11,8 +11,9 @@
 // a linear layer in bf16 travels in bf16, and stays readable as such.
 // The root unit, which has no FP8 weights, and all vectors are gathered once a step, as soon as the optimizer has changed them.
 // Backward writes a layer's gradient whole into one of two buffers; its reduce-scatter runs beside the backward pass of the layer below. The root's
-// (lm_head and final norm) has a buffer of its own, and is on its way as soon as the loss has been. The embedding's gradient, whose table is large and in which a
-// batch touches few rows, never exists whole: at the end of the way back each rank gathers the gradients of all ranks' inputs and adds those of its own part of the table.
+// has a buffer of its own. A batch touches few rows of the embedding. Where the gradients of all ranks' inputs are smaller than its table, they are gathered at the
+// end of the way back, and each rank adds those of its own part of the table: then an embedding of its own has no gradient that exists whole, and lm_head's is on
+// its way as soon as the loss has been. Else the root's gradient is reduced at the end.
 //
 // Where the GPUs of a shard group can read each other's memory (peer_memory.cuh), weights are gathered and gradients reduced by copy engines, each rank
 // reading the others' parts; a kernel then adds up the gradients in fp32, in the order of the ranks. Else NCCL does both; it always moves what is small.
@@ -35,7 +36,7 @@
 #include "quantize.cuh"
 #include "shard_plan.h"
 
-enum { FSDP_GRADIENT_BUFFERS = 2, FSDP_REDUCED_SEGMENTS = SEGMENT_EMBEDDING };  // the segments before it
+enum { FSDP_GRADIENT_BUFFERS = 2 };
 
 // fp32 elements that are reduced at a time with --reduce-dtype fp32: messages of 256 MiB have most of the bandwidth.
 #define FSDP_STAGING_ELEMENTS (64ll << 20)
@@ -43,7 +44,7 @@ enum { FSDP_GRADIENT_BUFFERS = 2, FSDP_REDUCED_SEGMENTS = SEGMENT_EMBEDDING };  
 // Where to find a unit's tensors: offsets count from the start of a segment. `matrices` is NULL for layers whose weights are only there as FP8.
 typedef struct {
     bf16 *vectors, *matrices;
-    bf16 *embedding;  // of the root: lm_head's too, if the two are tied. Gradients: NULL where the ranks exchange them in another way
+    bf16 *embedding;  // of the root: lm_head's too, if the two are tied. Gradients: NULL where it never exists whole
 } FsdpUnit;
 
 // Where the scales of a linear layer's weight are among those of a layer's row or col copies, and its first amax among a layer's.
@@ -66,6 +67,7 @@ typedef struct {
     bool copies;            // copy engines are to be tried
     bool rows_in_backward;  // layers are computed again there
     bool clears_gaps;       // other things lie where gradients are computed, which need not outlive a micro-step
+    int64_t embedding_ranks;  // whose inputs' gradients make this rank's part of the embedding's gradient; 1: its own, and the parts of several are reduced
     bool embedding_passes;  // its gathered weights give way to the root's gradient, since one forward pass a step reads them
     bool cached;            // FP8 weights of all layers are made as soon as the weights change
     const Precision *precision;
@@ -106,8 +108,11 @@ typedef struct {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
-// Elements of the root's gradient as it is computed: without an embedding of its own.
-static inline int64_t fsdp_root_gradient(const Fsdp *f) { return f->plan.group * segment_begin(f->plan.root_slices, FSDP_REDUCED_SEGMENTS); }
+// Segments of a gradient that are computed whole and reduced: all, or those before an embedding of its own.
+static inline int fsdp_reduced_segments(const Fsdp *f) { return f->embedding_ranks > 1 ? SEGMENT_EMBEDDING : NUM_SEGMENTS; }
+
+// Elements of the root's gradient as it is computed.
+static inline int64_t fsdp_root_gradient(const Fsdp *f) { return f->plan.group * segment_begin(f->plan.root_slices, fsdp_reduced_segments(f)); }
 
 // Elements of a layer's matrices as they lie on the GPU when whole.
 static inline int64_t fsdp_layer_matrices(const Fsdp *f) { return f->plan.group * f->plan.layer_slices[SEGMENT_MATRICES]; }
@@ -151,6 +156,7 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     }
     f->clears_gaps = f->sharded || o->grad_accumulation_steps == 1;
     f->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
+    f->embedding_ranks = group * f->input_elements <= table->root_segments[embedding_segment(table)] ? group : 1;
     f->fp8 = precision->any_fp8;
     f->fp8_gather = f->fp8 && o->fp8_all_gather == ON;
     f->fp32_reduce = world > 1 && o->reduce_dtype == REDUCE_FP32;
@@ -183,14 +189,14 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
     if (f->col_scale_bytes) f->col_scales = (char *)arena_take(a, f->num_cols * f->col_scale_bytes);
     arena_group(a, "gathered weights");
     if (f->sharded) {
-        f->root = (bf16 *)arena_take(a, (f->embedding_passes ? fsdp_root_gradient(f) : shard_gathered_size(&f->plan, 0)) * element);
+        f->root = (bf16 *)arena_take(a, f->plan.group * segment_begin(f->plan.root_slices, f->embedding_passes ? SEGMENT_EMBEDDING : NUM_SEGMENTS) * element);
         f->vectors = (bf16 *)arena_take(a, L * fsdp_layer_vectors(f) * element);
         f->slots = (char *)arena_take(a, f->num_slots * matrices * fsdp_slot_element(f));
     }
     arena_group(a, "gradients before their reduction");
     if (f->sharded) {
-        const int64_t others = f->plan.group * max_i64(f->input_elements, f->embedding_passes ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0);
-        f->root_grads = (bf16 *)arena_take(a, max_i64(fsdp_root_gradient(f), others) * element);
+        const int64_t inputs = f->embedding_ranks > 1 ? f->input_elements : 0, embedding = f->embedding_passes ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
+        f->root_grads = (bf16 *)arena_take(a, max_i64(fsdp_root_gradient(f), f->plan.group * max_i64(inputs, embedding)) * element);
         f->layer_grads[0] = (bf16 *)arena_take(a, FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1) * element);
         for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = f->layer_grads[i - 1] + shard_gathered_size(&f->plan, 1);
     }
@@ -475,6 +481,7 @@ static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t unit) {
     FsdpUnit u = {NULL, NULL, NULL};
     u.vectors = buffer + shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS).gathered;
     u.matrices = buffer + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).gathered;
+    if (unit == 0 && f->embedding_ranks == 1) u.embedding = buffer + shard_segment(f->table, &f->plan, 0, embedding_segment(f->table)).gathered;
     return u;
 }
 
@@ -574,23 +581,23 @@ static inline void fsdp_all_reduce(Fsdp *f, CommGroup group, bf16 *grads, int64_
 // The same sums, of each rank's slice alone, to the shard; added to what is there when `add`.
 static inline void fsdp_reduce_scatter_bf16(Fsdp *f, int64_t unit, bool add) {
     const FsdpUnit full = fsdp_gradients(f, unit);
-    bf16 *const from[FSDP_REDUCED_SEGMENTS] = {full.vectors, full.matrices};
+    bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices, full.embedding};
     nccl_begin(f->nccl, "reduce-scatter of the gradients", unit);
-    for (int k = 0; k < FSDP_REDUCED_SEGMENTS; k++) {
+    for (int k = 0; k < fsdp_reduced_segments(f); k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
-        nccl_reduce_scatter(f->nccl, COMM_SHARD, from[k], add ? from[k] + f->plan.place * g.slice : f->grads + g.shard, g.slice, ncclBfloat16);
+        if (g.slice) nccl_reduce_scatter(f->nccl, COMM_SHARD, from[k], add ? from[k] + f->plan.place * g.slice : f->grads + g.shard, g.slice, ncclBfloat16);
     }
     nccl_end(f->nccl);
-    for (int k = 0; add && k < FSDP_REDUCED_SEGMENTS; k++) {
+    for (int k = 0; add && k < fsdp_reduced_segments(f); k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
-        fsdp_add(f, f->grads + g.shard, from[k] + f->plan.place * g.slice, g.slice, true);
+        if (g.slice) fsdp_add(f, f->grads + g.shard, from[k] + f->plan.place * g.slice, g.slice, true);
     }
 }
 
 static inline void fsdp_reduce_scatter_fp32(Fsdp *f, int64_t unit, bool add) {
     const FsdpUnit full = fsdp_gradients(f, unit);
-    bf16 *const from[FSDP_REDUCED_SEGMENTS] = {full.vectors, full.matrices};
-    for (int k = 0; k < FSDP_REDUCED_SEGMENTS; k++) {
+    bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices, full.embedding};
+    for (int k = 0; k < fsdp_reduced_segments(f); k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
         for (int64_t first = 0; first < g.slice; first += f->staging_slice) {
             const int64_t count = min_i64(f->staging_slice, g.slice - first);
@@ -627,11 +634,11 @@ static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_sum_kernel(bf16 *to,
 // The reduce-scatter by copy engines: every rank reads from the others what belongs to its slice.
 static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit, bool add) {
     const FsdpUnit full = fsdp_gradients(f, unit);
-    bf16 *const from[FSDP_REDUCED_SEGMENTS] = {full.vectors, full.matrices};
+    bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices, full.embedding};
     const cudaStream_t stream = f->nccl->stream;
     nccl_begin_operation(f->nccl, "reduce-scatter of the gradients", unit);
     peer_barrier(&f->peers, stream);  // all ranks' gradients are computed
-    for (int k = 0; k < FSDP_REDUCED_SEGMENTS; k++) {
+    for (int k = 0; k < fsdp_reduced_segments(f); k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
         for (int64_t first = 0; first < g.slice; first += f->received_slice) {
             const int64_t count = min_i64(f->received_slice, g.slice - first);
@@ -644,7 +651,7 @@ static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit, bool add) {
     nccl_end_operation(f->nccl);
 }
 
-// The unit's gradient of this micro-step is computed, but for an embedding of its own: it goes to the ranks that keep it, and joins those of the micro-steps before.
+// What is to be reduced of the unit's gradient of this micro-step is computed: it goes to the ranks that keep it, and joins those of the micro-steps before.
 // The loss's gradient has been divided by the tokens of all ranks, so that the sum is the mean.
 static inline void fsdp_reduce_scatter(Fsdp *f, int64_t unit, int64_t micro) {
     if (!f->sharded) return;
@@ -662,11 +669,10 @@ static inline void fsdp_reduce_replicas(Fsdp *f, int64_t unit, bool last) {
     fsdp_all_reduce(f, COMM_REPLICAS, f->grads + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit), unit);
 }
 
-// The gradients of the inputs [group][input_elements], of all ranks that share the embedding, from this rank's `dx`; without such ranks that itself. What is
-// enqueued from now on may read them and write dx, and finds the root's gradient reduced. dx was complete when fsdp_reduce_scatter was called last: all ranks'
-// are, once that has waited for them.
+// The gradients of the inputs [embedding_ranks][input_elements], this rank's being `dx`. What is enqueued from now on may read them and write dx, and finds the
+// root's gradient reduced. dx was complete when fsdp_reduce_scatter was called last: all ranks' are, once that has waited for them.
 static inline const bf16 *fsdp_gather_inputs(Fsdp *f, const bf16 *dx) {
-    if (!f->sharded) return dx;
+    if (f->embedding_ranks == 1) return dx;
     fsdp_communicate_after(f);
     const char *what = "all-gather of the inputs' gradients";
     if (f->peers.ranks) {

@@ -94,23 +94,26 @@ for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down
     same "fp8-all-gather on and off, $more: the same lines" gather_on gather_off
 done
 
-# ---- an embedding of its own, cut in the middle of a row, whose gradient is exchanged by tokens, and vectors that do not fill their slices; one micro-step
-# a step, in which gathered weights, logits and gradients take turns in the same memory, and two
+# ---- an embedding of its own, cut in the middle of a row, and vectors that do not fill their slices; one micro-step a step, in which gathered weights, logits
+# and gradients take turns in the same memory, and two; sequences of 64, whose tokens are fewer than the embedding's rows, so that its gradient is made from
+# all ranks' inputs, and of 256, with which it is reduced as above
 mkdir "$tmp/untied"
 cat >"$tmp/untied/config.json" <<'END'
 {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 328, "hidden_size": 80, "intermediate_size": 208, "num_hidden_layers": 3, "num_attention_heads": 2,
  "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu"}
 END
-for micro in 1 2; do
-    untied="${common/#small/$tmp/untied} --precision bf16 --num-steps $steps --val-steps 4 --grad-accumulation-steps"
-    run untied_one 1 $untied $((micro * W)) && run untied_$micro $W $untied $micro || continue
-    near "untied, $micro micro-steps, first loss" "$(field untied_$micro loss 1)" "$(field untied_one loss 1)" 3e-6
-    near "untied, $micro micro-steps, first norm" "$(field untied_$micro norm 1)" "$(field untied_one norm 1)" 3e-3
-    near "untied, $micro micro-steps, last loss" "$(field untied_$micro loss $steps)" "$(field untied_one loss $steps)" 2e-3
-    run untied_save $W $untied $micro --num-steps 4 --checkpoint-dir "$tmp/ck_untied_$micro"
-    run untied_resume $W $untied $micro --checkpoint-dir "$tmp/ck_untied_$micro" --resume
-    if [ "$(lines untied_resume)" = "$(lines untied_$micro | tail -n $((steps - 4 + 1)))" ]; then ok "untied, $micro micro-steps, resumed: the same lines"; else bad "untied, $micro micro-steps, resumed: $(diff <(lines untied_$micro) <(lines untied_resume) | tail -n 4)"; fi
-    run untied_nccl $W $untied $micro --copy-engines off && near "untied, $micro micro-steps, NCCL, last loss" "$(field untied_nccl loss $steps)" "$(field untied_one loss $steps)" 2e-3
+for case in "1 64" "2 64" "2 256"; do
+    micro=${case% *} name="untied, $micro micro-steps of ${case#* }"
+    untied="${common/#small/$tmp/untied} --precision bf16 --num-steps $steps --val-steps 4 --sequence-length ${case#* } --grad-accumulation-steps"
+    rm -rf "$tmp/ck_untied"
+    run untied_one 1 $untied $((micro * W)) && run untied $W $untied $micro || continue
+    near "$name, first loss" "$(field untied loss 1)" "$(field untied_one loss 1)" 3e-6
+    near "$name, first norm" "$(field untied norm 1)" "$(field untied_one norm 1)" 3e-3
+    near "$name, last loss" "$(field untied loss $steps)" "$(field untied_one loss $steps)" 2e-3
+    run untied_save $W $untied $micro --num-steps 4 --checkpoint-dir "$tmp/ck_untied"
+    run untied_resume $W $untied $micro --checkpoint-dir "$tmp/ck_untied" --resume
+    if [ "$(lines untied_resume)" = "$(lines untied | tail -n $((steps - 4 + 1)))" ]; then ok "$name, resumed: the same lines"; else bad "$name, resumed: $(diff <(lines untied) <(lines untied_resume) | tail -n 4)"; fi
+    run untied_nccl $W $untied $micro --copy-engines off && near "$name, NCCL, last loss" "$(field untied_nccl loss $steps)" "$(field untied_one loss $steps)" 2e-3
 done
 
 # ---- delayed scaling: one GPU makes its scales anew after each of its micro-steps, W of them after W together, so the casts differ here and there by one

@@ -291,15 +291,16 @@ static void write_logits(Rank *r) {
     if (room) note_write(r->f.stream, fsdp_loss_memory(&r->f), room * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
 }
 
-// The rank's part of the embedding's gradient, from all ranks' inputs.
+// The embedding's gradient, from all ranks' inputs to the rank's part of it, or from its own.
 static void write_embedding_gradient(Rank *r) {
     Fsdp *f = &r->f;
-    const int64_t group = f->plan.group;
-    note_read(f->stream, fsdp_gather_inputs(f, r->dx), group * f->input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
-    const ShardSegment g = shard_segment(f->table, &f->plan, 0, embedding_segment(f->table));
-    const bool tied = embedding_segment(f->table) == SEGMENT_MATRICES;
-    note_read(f->stream, f->grads + g.shard, g.slice * (int64_t)sizeof(bf16), tied ? gradients_of(r->step, r->micro, 0, group) : ORDER_ANY);
-    note_write(f->stream, f->grads + g.shard, g.slice * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, 0, group));
+    const int segment = embedding_segment(f->table);
+    const int64_t ranks = f->embedding_ranks, content = gradients_of(r->step, r->micro, 0, ranks);
+    note_read(f->stream, fsdp_gather_inputs(f, r->dx), ranks * f->input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
+    const bf16 *to = ranks > 1 ? fsdp_unit_in_shard(f, f->grads, 0).embedding : fsdp_gradients(f, 0).embedding;
+    const int64_t bytes = ranks > 1 ? f->plan.root_slices[segment] * (int64_t)sizeof(bf16) : unit_bytes(f, 0, segment);
+    note_read(f->stream, to, bytes, segment == SEGMENT_MATRICES ? content : ORDER_ANY);
+    note_write(f->stream, to, bytes, content);
 }
 
 static void forward(Rank *r) {
@@ -326,7 +327,7 @@ static void micro_step(Rank *r, bool last) {
     fsdp_begin_loss(f);
     loss(r);
     write_gradients(r, 0);
-    fsdp_reduce_scatter(f, 0, r->micro);
+    if (f->embedding_ranks > 1) fsdp_reduce_scatter(f, 0, r->micro);
     for (int64_t unit = f->table->num_layers; unit > 0; unit--) {
         fsdp_prefetch(f, unit - 1);
         fsdp_acquire(f, unit, true);
@@ -338,6 +339,7 @@ static void micro_step(Rank *r, bool last) {
         fsdp_reduce_replicas(f, unit, last);
     }
     write_embedding_gradient(r);
+    if (f->embedding_ranks == 1) fsdp_reduce_scatter(f, 0, r->micro);
     fsdp_reduce_replicas(f, 0, last);
 }
 
@@ -388,7 +390,7 @@ typedef struct {
     int precision, recipe, sharding, gather, reduce, recompute, cache, copies;
     const char *filter;
     int64_t world, layers, accumulation;
-    bool untied;
+    bool untied, many_tokens;
 } Case;
 
 // The buffer of a rank that an address is in.
@@ -478,6 +480,7 @@ static void run_case(const Case *c, uint64_t seed) {
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
     o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies, o.grad_accumulation_steps = c->accumulation;
+    if (c->many_tokens) o.sequence_length = m.vocab_size;  // of all ranks together more than the embedding has rows
     Precision precision = precision_plan(&o, c->filter, &m, &table);
     num_events = copied = 0;
     order_begin(c->world, stream_names, buffer_name);
@@ -494,10 +497,10 @@ static void run_case(const Case *c, uint64_t seed) {
 static void check_case(const Case *c) {
     run_case(c, 1);
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
-          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies %d, %lld ranks, %lld layers, accumulation %lld, untied %d: "
+          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies %d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d: "
           "%lld races, %lld wrong contents, %lld streams stuck; %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies, (long long)c->world, (long long)c->layers,
-          (long long)c->accumulation, c->untied, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
+          (long long)c->accumulation, c->untied, c->many_tokens, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
     if (c->sharding == SHARDING_FULL) CHECK((copied > 0) == (c->copies == ON), "copies %d, and %lld copies", c->copies, (long long)copied);
 }
 
@@ -510,8 +513,8 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                 for (int reduce = REDUCE_BF16; reduce <= REDUCE_FP32; reduce++)
                     for (int i = 0; i < 4; i++)
                         for (int64_t accumulation = 1; accumulation < 4; accumulation++)
-                            for (int untied = 0; untied < 2; untied++) {
-                                const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, copies, filter, world, layers[i], accumulation, untied > 0};
+                            for (int root = 0; root < 4; root++) {
+                                const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, copies, filter, world, layers[i], accumulation, root % 2 > 0, root / 2 > 0};
                                 check_case(&c);
                             }
 }
@@ -537,7 +540,7 @@ static void check_omissions(void) {
         {{"handover", 0, -1}, SHARDING_FULL, OFF}, {{"handover", 0, 3}, SHARDING_HYBRID, ON}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
-            const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, 3, 2, true};
+            const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, 3, 2, true, false};
             omission = all[i].omission;
             run_case(&c, seed);
             CHECK(order.races + order.wrong + order.stuck > 0, "sharding %d, copies %d: it is not noticed that \"%s\" %lld is left out", c.sharding, c.copies, omission.what,
