@@ -6,9 +6,7 @@ set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-passed=0 failed=0
-ok() { passed=$((passed + 1)); echo "ok: $*"; }
-bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
+. dev/test/gpu_lines.sh
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 if [ "$gpus" -lt 2 ]; then
@@ -29,15 +27,6 @@ run() {
     local status=$?
     [ $status -eq 0 ] || { bad "$(basename "$log"): status $status after $((SECONDS - start)) s: $(grep -m3 -i 'error' "$log"; tail -n 3 "$log")"; return 1; }
 }
-# The part of the step lines that may not depend on timing; field $2 (loss, norm) of line $3 of log $1; the validation loss.
-lines() { grep -E '^(step|validation) ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
-field() { grep '^step ' "$tmp/$1.log" | sed -n "$3p" | sed "s/.*$2 \([^ ]*\) .*/\1/"; }
-validation() { grep '^validation ' "$tmp/$1.log" | tail -n 1 | sed 's/.*loss //'; }
-# $1 what, $2 and $3 the numbers, $4 largest relative difference
-near() {
-    if awk -v a="$2" -v b="$3" -v t="$4" 'BEGIN { if (a == "" || b == "") exit 1; d = a / b - 1; if (d < 0) d = -d; exit !(d <= t) }'; then ok "$1: $2 and $3"; else bad "$1: $2 and $3 differ by more than $4"; fi
-}
-same() { if [ -n "$(lines "$2")" ] && [ "$(lines "$2")" = "$(lines "$3")" ]; then ok "$1"; else bad "$1: $(diff <(lines "$2") <(lines "$3") | head -n 4)"; fi; }
 
 build/synth_stories --out "$tmp/synth" --bytes 400000 --seed 3 >/dev/null || bad "synth_stories"
 steps=8
@@ -70,7 +59,7 @@ if grep -q "travel by the GPUs' copy engines" "$tmp/bf16_full.log"; then ok "cop
 for sharding in full grad_op; do
     against_one nccl_bf16_$sharding bf16 --sharding $sharding --copy-engines off
     against_one nccl_fp8_$sharding fp8 --sharding $sharding --copy-engines off --reduce-dtype fp32
-    if [ $W -eq 2 ]; then same "$sharding: copy engines and NCCL in fp32 print the same lines" fp8_$sharding nccl_fp8_$sharding; fi
+    if [ $W -eq 2 ]; then same "$sharding: copy engines and NCCL in fp32" fp8_$sharding nccl_fp8_$sharding; fi
 done
 if grep -q "travel by NCCL" "$tmp/nccl_bf16_full.log"; then ok "--copy-engines off: NCCL"; else bad "--copy-engines off: $(grep -m1 'travel by' "$tmp/nccl_bf16_full.log")"; fi
 # Recipes whose weights travel in bf16, and layers of either kind in one model.
@@ -87,11 +76,11 @@ echo "($SECONDS s)"
 # ---- FP8 all-gather: the same bits with and without
 for sharding in full grad_op; do
     run off_$sharding $W $common --precision fp8 --num-steps $steps $(split $W) --sharding $sharding --fp8-all-gather off &&
-        same "fp8-all-gather off, $sharding: the same lines" fp8_$sharding off_$sharding
+        same "fp8-all-gather off, $sharding" fp8_$sharding off_$sharding
 done
 for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down" "--fp8-recipe delayed --fp8-filter last --recompute layer"; do
     for gather in on off; do run gather_$gather $W $common --precision fp8 $more --num-steps $steps $(split $W) --fp8-all-gather $gather; done
-    same "fp8-all-gather on and off, $more: the same lines" gather_on gather_off
+    same "fp8-all-gather on and off, $more" gather_on gather_off
 done
 
 # ---- an embedding of its own, cut in the middle of a row, and vectors that do not fill their slices; one micro-step a step, in which gathered weights, logits
@@ -112,7 +101,7 @@ for case in "1 64" "2 64" "2 256"; do
     near "$name, last loss" "$(field untied loss $steps)" "$(field untied_one loss $steps)" 2e-3
     run untied_save $W $untied $micro --num-steps 4 --checkpoint-dir "$tmp/ck_untied"
     run untied_resume $W $untied $micro --checkpoint-dir "$tmp/ck_untied" --resume
-    if [ "$(lines untied_resume)" = "$(lines untied | tail -n $((steps - 4 + 1)))" ]; then ok "$name, resumed: the same lines"; else bad "$name, resumed: $(diff <(lines untied) <(lines untied_resume) | tail -n 4)"; fi
+    same "$name, resumed" untied untied_resume $((steps - 4 + 1))
     run untied_nccl $W $untied $micro --copy-engines off && near "$name, NCCL, last loss" "$(field untied_nccl loss $steps)" "$(field untied_one loss $steps)" 2e-3
 done
 
@@ -123,7 +112,7 @@ run one_delayed 1 $delayed --num-steps $steps $(split 1)
 run delayed $W $delayed --num-steps $steps $(split $W) && near "delayed, last loss" "$(field delayed loss $steps)" "$(field one_delayed loss $steps)" 3e-3
 run delayed_save $W $delayed --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck_delayed"
 run delayed_resume $W $delayed --num-steps $steps $(split $W) --checkpoint-dir "$tmp/ck_delayed" --resume
-if [ "$(lines delayed_resume)" = "$(lines delayed | tail -n $((steps - 4 + 1)))" ]; then ok "delayed, resumed: the same lines"; else bad "delayed, resumed: $(diff <(lines delayed) <(lines delayed_resume) | tail -n 4)"; fi
+same "delayed, resumed" delayed delayed_resume $((steps - 4 + 1))
 
 # ---- checkpoints: saved by W ranks after 4 of the steps, continued by W, by half of them, and by one
 run save $W $common --precision fp8 --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck"
@@ -132,7 +121,7 @@ for ranks in $W $((W / 2)) 1; do
     rm -rf "$tmp/ck_now" && cp -r "$tmp/ck" "$tmp/ck_now"
     run resume_$ranks $ranks $common --precision fp8 --num-steps $steps $(split $ranks) --checkpoint-dir "$tmp/ck_now" --resume || continue
     if [ "$ranks" -eq $W ]; then
-        if [ "$(lines resume_$ranks)" = "$(lines fp8_full | tail -n $((steps - 4 + 1)))" ]; then ok "resumed on $ranks: the same lines"; else bad "resumed on $ranks: $(diff <(lines fp8_full) <(lines resume_$ranks) | tail -n 4)"; fi
+        same "resumed on $ranks" fp8_full resume_$ranks $((steps - 4 + 1))
     else
         near "resumed on $ranks, first loss" "$(field resume_$ranks loss 1)" "$(field fp8_full loss 5)" 3e-6
         near "resumed on $ranks, last loss" "$(field resume_$ranks loss $((steps - 4)))" "$(field fp8_full loss $steps)" 2e-3

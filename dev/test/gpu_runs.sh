@@ -5,12 +5,7 @@ set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-passed=0 failed=0
-ok() { passed=$((passed + 1)); echo "ok: $*"; }
-bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
-# The part of the step lines that may not depend on timing.
-losses() { grep '^step ' "$1" | sed 's/ | [0-9.]* ms.*//'; }
-first_loss() { grep -m1 '^step ' "$1" | sed 's/.*loss \([^ ]*\) .*/\1/'; }
+. dev/test/gpu_lines.sh
 
 build/synth_stories --out "$tmp/synth" --bytes 300000 --seed 3 >/dev/null || bad "synth_stories"
 data="--train-data $tmp/synth_train.bin --shuffle off"
@@ -27,9 +22,7 @@ against_cpu() {
         bad "$1: a run failed: $(tail -n 2 "$tmp/cpu.log" "$tmp/gpu.log")"
         return
     fi
-    local a b
-    a=$(first_loss "$tmp/cpu.log") b=$(first_loss "$tmp/gpu.log")
-    if awk -v a="$a" -v b="$b" -v t="$3" 'BEGIN { d = a / b - 1; if (d < 0) d = -d; printf "loss CPU %s, GPU %s, off by %.1e\n", a, b, d; exit !(d <= t) }'; then ok "$1: loss"; else bad "$1: loss"; fi
+    near "$1: loss" "$(field gpu loss 1)" "$(field cpu loss 1)" "$3"
     if build/compare_checkpoints "$tmp/gpu/step-00000001" "$tmp/cpu/step-00000001" "$4"; then ok "$1: gradients"; else bad "$1: gradients"; fi
 }
 against_cpu bf16 "--precision bf16" 1e-4 1e-2
@@ -44,31 +37,31 @@ for precision in bf16 fp8 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "fp8 -
     run="$common --precision $precision --num-steps 12"
     rm -rf "$tmp/ck"
     ./train_fp8cu $run >"$tmp/a.log" 2>&1 && ./train_fp8cu $run >"$tmp/b.log" 2>&1
-    if [ -n "$(losses "$tmp/a.log")" ] && [ "$(losses "$tmp/a.log")" = "$(losses "$tmp/b.log")" ]; then ok "$precision: two runs print the same lines"; else bad "$precision: two runs differ"; fi
+    same "$precision: two runs" a b
 
     # stopped after 5 of 12 steps by num-steps, then resumed
     ck="--checkpoint-dir $tmp/ck"
     ./train_fp8cu $common --precision $precision --num-steps 5 $ck >"$tmp/c.log" 2>&1 && ./train_fp8cu $run $ck --resume >"$tmp/d.log" 2>&1
-    if [ "$(losses "$tmp/a.log" | tail -n 7)" = "$(losses "$tmp/d.log")" ]; then ok "$precision: resumed run prints the same lines"; else bad "$precision: resumed run differs: $(tail -n 3 "$tmp/d.log")"; fi
+    same "$precision: resumed" a d 7
 
     # two micro-steps of one sequence see the tokens of one micro-step of two; gradients are rounded to bf16 once more
     ./train_fp8cu $common --precision $precision --num-steps 12 --batch-size 1 --grad-accumulation-steps 2 >"$tmp/e.log" 2>&1
-    a=$(grep '^step ' "$tmp/a.log" | tail -n 1 | sed 's/.*loss \([^ ]*\) .*/\1/') b=$(grep '^step ' "$tmp/e.log" | tail -n 1 | sed 's/.*loss \([^ ]*\) .*/\1/')
-    if awk -v a="$a" -v b="$b" 'BEGIN { d = a / b - 1; if (d < 0) d = -d; exit !(d < 1e-2) }'; then ok "$precision: accumulation $a $b"; else bad "$precision: accumulation $a $b"; fi
+    near "$precision: accumulation, last loss" "$(field e loss 12)" "$(field a loss 12)" 1e-2
 done
 
 # layers computed again in backward are quantized to the same bytes; with every layer filtered, FP8 is BF16
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
     run="$common --precision fp8 --fp8-recipe $recipe --num-steps 6"
     ./train_fp8cu $run >"$tmp/a.log" 2>&1 && ./train_fp8cu $run --recompute layer >"$tmp/b.log" 2>&1
-    if [ -n "$(losses "$tmp/a.log")" ] && [ "$(losses "$tmp/a.log")" = "$(losses "$tmp/b.log")" ]; then ok "$recipe: the same lines with --recompute layer"; else bad "$recipe: --recompute layer differs: $(tail -n 1 "$tmp/b.log")"; fi
+    same "$recipe, --recompute layer" a b
     [ $recipe = rowwise_with_gw_hp ] && continue
     ./train_fp8cu $run --fp8-weight-cache on >"$tmp/b.log" 2>&1 && ./train_fp8cu $run --fp8-weight-cache on --recompute layer --fp8-filter first >"$tmp/c.log" 2>&1 &&
         ./train_fp8cu $run --fp8-filter first >"$tmp/d.log" 2>&1
-    if [ -n "$(losses "$tmp/a.log")" ] && [ "$(losses "$tmp/a.log")" = "$(losses "$tmp/b.log")" ] && [ "$(losses "$tmp/c.log")" = "$(losses "$tmp/d.log")" ]; then ok "$recipe: the same lines with --fp8-weight-cache on"; else bad "$recipe: --fp8-weight-cache on differs: $(tail -n 1 "$tmp/b.log")"; fi
+    same "$recipe, --fp8-weight-cache on" a b
+    same "$recipe, --fp8-weight-cache on, computed again, filtered" d c
 done
 ./train_fp8cu $common --precision bf16 --num-steps 6 >"$tmp/a.log" 2>&1 && ./train_fp8cu $common --precision fp8 --fp8-filter attention,mlp --num-steps 6 >"$tmp/b.log" 2>&1
-if [ -n "$(losses "$tmp/a.log")" ] && [ "$(losses "$tmp/a.log")" = "$(losses "$tmp/b.log")" ]; then ok "FP8 with everything filtered prints BF16's lines"; else bad "FP8 with everything filtered differs from BF16: $(tail -n 1 "$tmp/b.log")"; fi
+same "FP8 with everything filtered, and BF16" a b
 ./train_fp8cu ${common/--deterministic/} --precision fp8 --fp8-filter auto --fp8-audit 2 --log-dir "$tmp/audit" --num-steps 4 >"$tmp/a.log" 2>&1
 if [ $? -eq 0 ] && grep -q '"type": "fp8_audit"' "$tmp/audit/log.jsonl" || grep -q 'no product runs in FP8' "$tmp/a.log"; then ok "filter auto and audit"; else bad "filter auto and audit: $(tail -n 3 "$tmp/a.log")"; fi
 
@@ -82,9 +75,8 @@ END
     for T in 64 512; do
         args="$tmp/odd $data --sequence-length $T --num-steps 5 --learning-rate 1e-3 --optimizer-state fp32 --master-weights fp32"
         ./train_fp8 $args >"$tmp/a.log" 2>&1 && ./train_fp8cu $args --deterministic >"$tmp/b.log" 2>&1
-        a=$(grep '^step 5' "$tmp/a.log" | sed 's/.*norm \([^ ]*\) .*/\1/') b=$(grep '^step 5' "$tmp/b.log" | sed 's/.*norm \([^ ]*\) .*/\1/')
         # five steps of bf16 roundings at other places than the CPU's sums: a norm moves by less than 2^-9 for each
-        if awk -v a="$a" -v b="$b" 'BEGIN { if (a == "" || b == "") exit 1; d = a / b - 1; if (d < 0) d = -d; exit !(d < 1e-2) }'; then ok "$layers layers of 80, T $T: gradient norms $a $b"; else bad "$layers layers of 80, T $T: gradient norms CPU $a, GPU $b: $(tail -n 1 "$tmp/a.log" "$tmp/b.log")"; fi
+        near "$layers layers of 80, T $T: gradient norm" "$(field b norm 5)" "$(field a norm 5)" 1e-2
     done
 done
 
