@@ -549,6 +549,25 @@ static void check_omissions(void) {
     memset(&omission, 0, sizeof omission);
 }
 
+// Inputs' gradients are gathered where they are fewer than the embedding's rows, and there alone.
+static void check_embedding_ranks(void) {
+    static const struct { const char *model; int64_t world, T, ranks; } cases[] = {{"llama3.1-8b", 1, 65536, 1}, {"llama3.1-8b", 4, 8192, 4}, {"llama3.1-8b", 4, 32768, 1}, {"llama3.1-405b", 512, 8192, 1}};
+    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
+        ModelConfig m;
+        model_config_preset(&m, cases[i].model);
+        ParameterTable table = parameter_table(&m);
+        Options o = options_default();
+        o.sequence_length = cases[i].T;
+        Precision precision = precision_plan(&o, "", &m, &table);
+        Fsdp f;
+        fsdp_describe(&f, &table, &precision, &o, cases[i].world, cases[i].world - 1);
+        CHECK(f.embedding_ranks == cases[i].ranks, "%s, %lld ranks, T %lld: inputs of %lld", cases[i].model, (long long)cases[i].world, (long long)cases[i].T, (long long)f.embedding_ranks);
+        fsdp_destroy(&f);
+        precision_free(&precision);
+        parameter_table_free(&table);
+    }
+}
+
 // What comes after a pause is not called late.
 static void check_watch(void) {
     Nccl *n = &ranks[0].nccl;
@@ -577,6 +596,7 @@ int main(void) {
         }
     }
     check_omissions();
+    check_embedding_ranks();
     check_watch();
     return check_report();
 }
