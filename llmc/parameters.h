@@ -2,8 +2,9 @@
 //
 // All parameters live in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes first, then one
 // unit of equal size per layer. A unit has segments, each padded to PARAMETER_ALIGNMENT elements: its vectors (norms, biases), then its matrices,
-// which alone may travel between ranks in FP8, then, in the root, an embedding that is not lm_head too: its gradient, of few rows, goes between ranks in another way.
-// Within a segment, table order is memory order; tensors that form one fused linear layer (q, k, v and gate, up) stand without a gap, so the fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
+// which alone may travel between ranks in FP8, then, in the root, an embedding that is not lm_head too: its gradient, of few rows, goes between ranks in
+// another way. Within a segment, table order is memory order; tensors that form one fused linear layer (q, k, v and gate, up) stand without a gap, so the
+// fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
 #ifndef LLMC_PARAMETERS_H
 #define LLMC_PARAMETERS_H
 
