@@ -851,12 +851,12 @@ static EmbeddingPart embedding_part(const Trainer *t) {
 static void embedding_backward_all(Trainer *t, const TokenSlot *slot, int64_t micro) {
     const Dims *d = &t->d;
     Fsdp *f = &t->fsdp;
-    const bool shared = f->embedding_ranks > 1, fresh = f->sharded && !shared;  // a buffer that holds nothing of earlier micro-steps
-    const bool onto_lm_head = t->m.tie_word_embeddings;                        // a tied embedding's gradient already holds lm_head's
+    const bool accumulate = f->embedding_ranks > 1 ? micro > 0 : fsdp_accumulates(f, micro);
+    const bool onto_lm_head = t->m.tie_word_embeddings;  // a tied embedding's gradient already holds lm_head's
     const EmbeddingPart part = embedding_part(t);
     const bf16 *dx = fsdp_gather_inputs(f, t->dx);
-    bf16 *gradient = shared ? fsdp_unit_in_shard(f, t->grads, 0).embedding : root_gradients(t).embedding;
-    if (!onto_lm_head && (micro == 0 || fresh)) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
+    bf16 *gradient = root_gradients(t).embedding;
+    if (!onto_lm_head && !accumulate) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
     embedding_backward(gradient, part, dx, slot->device + 2 * d->R, f->embedding_ranks * d->R, d->C, t->stream);
     mark_bytes(t, "embedding", f->embedding_ranks * d->R * d->C * 6);
 }

@@ -44,7 +44,7 @@ enum { FSDP_GRADIENT_BUFFERS = 2 };
 // Where to find a unit's tensors: offsets count from the start of a segment. `matrices` is NULL for layers whose weights are only there as FP8.
 typedef struct {
     bf16 *vectors, *matrices;
-    bf16 *embedding;  // of the root: lm_head's too, if the two are tied. Gradients: NULL where it never exists whole
+    bf16 *embedding;  // of the root: lm_head's too, if the two are tied. Gradients: this rank's part alone where it never exists whole
 } FsdpUnit;
 
 // Where the scales of a linear layer's weight are among those of a layer's row or col copies, and its first amax among a layer's.
@@ -278,24 +278,24 @@ static inline uint8_t *fsdp_rows(const Fsdp *f, int64_t unit) {
 
 static inline uint8_t *fsdp_cols(const Fsdp *f, int64_t unit) { return f->cols + fsdp_ring(unit, f->num_cols) * fsdp_layer_matrices(f); }
 
-// A unit in a rank's flat array.
-static inline FsdpUnit fsdp_unit_in_shard(const Fsdp *f, bf16 *array, int64_t unit) {
-    FsdpUnit u = {NULL, NULL, NULL};
-    u.vectors = array + shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS).shard;
-    u.matrices = array + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard;
-    if (unit == 0) u.embedding = array + shard_segment(f->table, &f->plan, 0, embedding_segment(f->table)).shard;
+// A unit whose segments stand from `array` on as they do in a rank's flat arrays, or gathered.
+static inline FsdpUnit fsdp_unit(const Fsdp *f, bf16 *array, int64_t unit, bool gathered) {
+    bf16 *at[NUM_SEGMENTS];
+    for (int k = 0; k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
+        at[k] = array + (gathered ? g.gathered : g.shard);
+    }
+    const FsdpUnit u = {at[SEGMENT_VECTORS], at[SEGMENT_MATRICES], unit ? NULL : at[embedding_segment(f->table)]};
     return u;
 }
 
 // The weights of a unit between fsdp_acquire and fsdp_release.
 static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t unit) {
+    if (!f->sharded) return fsdp_unit(f, f->weights, unit, false);
     FsdpUnit u = {NULL, NULL, NULL};
-    if (!f->sharded) {
-        u = fsdp_unit_in_shard(f, f->weights, unit);
-    } else if (unit == 0) {
-        u.vectors = f->root;
-        u.matrices = f->root + shard_segment(f->table, &f->plan, 0, SEGMENT_MATRICES).gathered;
-        u.embedding = f->embedding_passes ? f->root_grads : f->root + shard_segment(f->table, &f->plan, 0, embedding_segment(f->table)).gathered;
+    if (unit == 0) {
+        u = fsdp_unit(f, f->root, 0, true);
+        if (f->embedding_passes) u.embedding = f->root_grads;
     } else {
         u.vectors = f->vectors + (unit - 1) * fsdp_layer_vectors(f);
         if (!fsdp_gathers_fp8(f, unit)) u.matrices = (bf16 *)fsdp_slot_data(f, fsdp_ring(unit, f->num_slots));
@@ -342,10 +342,10 @@ static inline bool fsdp_has_rows(const Fsdp *f, int64_t unit) {
     return f->fp8 && fsdp_tensor_scales(f) && !f->fp8_gather && precision_layer_is_fp8(f->precision, unit - 1) && f->row_unit[fsdp_ring(unit, f->num_rows)] == unit;
 }
 
-// A gather of weights: fsdp_begin_gather, calls of fsdp_gather_slice, fsdp_end_gather.
-static inline void fsdp_begin_gather(Fsdp *f, int64_t unit) {
-    if (f->peers.ranks) nccl_begin_operation(f->nccl, "all-gather of the weights", unit);
-    else nccl_begin(f->nccl, "all-gather of the weights", unit);
+// A gather: fsdp_begin_gather, calls of fsdp_gather_slice, fsdp_end_gather. `what`, `unit`: for messages (nccl_begin_operation).
+static inline void fsdp_begin_gather(Fsdp *f, const char *what, int64_t unit) {
+    if (f->peers.ranks) nccl_begin_operation(f->nccl, what, unit);
+    else nccl_begin(f->nccl, what, unit);
 }
 
 // all [ranks][slice] = each rank's part [slice].
@@ -369,7 +369,7 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t unit) {
     CUDA_CHECK(cudaStreamWaitEvent(f->nccl->stream, slot->released, 0));
     const bool fp8 = fsdp_gathers_fp8(f, unit);
     const void *part = fp8 ? (void *)(f->shard_fp8 + (unit - 1) * slice) : (void *)(f->weights + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).shard);
-    fsdp_begin_gather(f, unit);
+    fsdp_begin_gather(f, "all-gather of the weights", unit);
     fsdp_gather_slice(f, part, fsdp_slot_data(f, index), slice, fp8 ? ncclUint8 : ncclBfloat16);
     fsdp_end_gather(f);
     CUDA_CHECK(cudaEventRecord(slot->arrived, f->nccl->stream));
@@ -409,12 +409,13 @@ static inline void fsdp_release(Fsdp *f, int64_t unit) {
 static inline void fsdp_root_changed(Fsdp *f) {
     if (!f->sharded) return;
     fsdp_communicate_after(f);
-    fsdp_begin_gather(f, 0);
+    fsdp_begin_gather(f, "all-gather of the weights", 0);
     if (f->peers.ranks) peer_barrier(&f->peers, f->nccl->stream);
+    const FsdpUnit root = fsdp_weights(f, 0);
+    bf16 *const to[NUM_SEGMENTS] = {root.vectors, root.matrices, root.embedding};
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, 0, k);
-        bf16 *whole = k == SEGMENT_EMBEDDING && f->embedding_passes ? f->root_grads : f->root + g.gathered;
-        if (g.slice) fsdp_gather_slice(f, f->weights + g.shard, whole, g.slice, ncclBfloat16);
+        if (g.slice) fsdp_gather_slice(f, f->weights + g.shard, to[k], g.slice, ncclBfloat16);
     }
     fsdp_end_gather(f);
 }
@@ -476,12 +477,10 @@ static inline int fsdp_gradient_buffer(int64_t unit) { return unit ? 1 + (int)((
 
 // Where a unit's gradient is computed.
 static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t unit) {
-    if (!f->sharded) return fsdp_unit_in_shard(f, f->grads, unit);
-    bf16 *buffer = unit ? f->layer_grads[(unit - 1) % FSDP_GRADIENT_BUFFERS] : f->root_grads;
-    FsdpUnit u = {NULL, NULL, NULL};
-    u.vectors = buffer + shard_segment(f->table, &f->plan, unit, SEGMENT_VECTORS).gathered;
-    u.matrices = buffer + shard_segment(f->table, &f->plan, unit, SEGMENT_MATRICES).gathered;
-    if (unit == 0 && f->embedding_ranks == 1) u.embedding = buffer + shard_segment(f->table, &f->plan, 0, embedding_segment(f->table)).gathered;
+    const FsdpUnit kept = fsdp_unit(f, f->grads, unit, false);
+    if (!f->sharded) return kept;
+    FsdpUnit u = fsdp_unit(f, unit ? f->layer_grads[(unit - 1) % FSDP_GRADIENT_BUFFERS] : f->root_grads, unit, true);
+    if (f->embedding_ranks > 1) u.embedding = kept.embedding;
     return u;
 }
 
@@ -515,7 +514,7 @@ static inline int64_t fsdp_loss_room(const Fsdp *f) {
     return f->clears_gaps ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
 }
 
-static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->sharded ? f->layer_grads[0] : fsdp_unit_in_shard(f, f->grads, 0).embedding; }
+static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->sharded ? f->layer_grads[0] : fsdp_gradients(f, 0).embedding; }
 
 enum { FSDP_THREADS = 256 };
 
@@ -674,17 +673,10 @@ static inline void fsdp_reduce_replicas(Fsdp *f, int64_t unit, bool last) {
 static inline const bf16 *fsdp_gather_inputs(Fsdp *f, const bf16 *dx) {
     if (f->embedding_ranks == 1) return dx;
     fsdp_communicate_after(f);
-    const char *what = "all-gather of the inputs' gradients";
-    if (f->peers.ranks) {
-        nccl_begin_operation(f->nccl, what, -1);
-        peer_read(&f->peers, dx, f->root_grads, f->input_elements * (int64_t)sizeof(bf16), true, f->nccl->stream);
-        peer_barrier(&f->peers, f->nccl->stream);  // all ranks have read
-        nccl_end_operation(f->nccl);
-    } else {
-        nccl_begin(f->nccl, what, -1);
-        nccl_all_gather(f->nccl, COMM_SHARD, dx, f->root_grads, f->input_elements, ncclBfloat16);
-        nccl_end(f->nccl);
-    }
+    fsdp_begin_gather(f, "all-gather of the inputs' gradients", -1);
+    fsdp_gather_slice(f, dx, f->root_grads, f->input_elements, ncclBfloat16);
+    if (f->peers.ranks) peer_barrier(&f->peers, f->nccl->stream);  // all ranks have read
+    fsdp_end_gather(f);
     fsdp_compute_after(f);
     return f->root_grads;
 }

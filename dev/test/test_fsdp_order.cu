@@ -297,7 +297,7 @@ static void write_embedding_gradient(Rank *r) {
     const int segment = embedding_segment(f->table);
     const int64_t ranks = f->embedding_ranks, content = gradients_of(r->step, r->micro, 0, ranks);
     note_read(f->stream, fsdp_gather_inputs(f, r->dx), ranks * f->input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
-    const bf16 *to = ranks > 1 ? fsdp_unit_in_shard(f, f->grads, 0).embedding : fsdp_gradients(f, 0).embedding;
+    const bf16 *to = fsdp_gradients(f, 0).embedding;
     const int64_t bytes = ranks > 1 ? f->plan.root_slices[segment] * (int64_t)sizeof(bf16) : unit_bytes(f, 0, segment);
     note_read(f->stream, to, bytes, segment == SEGMENT_MATRICES ? content : ORDER_ANY);
     note_write(f->stream, to, bytes, content);
