@@ -285,7 +285,7 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t 
 
 // Raises the slot to the largest magnitude that 16 threads have seen.
 __device__ static inline void adamw_publish(uint32_t *amax, uint32_t halves) {
-    const uint32_t bits = __reduce_max_sync(0xffffu << (threadIdx.x & 16), max(halves << 16, halves & 0xffff0000u));
+    const uint32_t bits = __reduce_max_sync(0xffffu << (threadIdx.x & 16), amax_bits(halves));
     if (threadIdx.x % 16 == 0 && bits > *(volatile uint32_t *)amax) atomicMax(amax, bits);
 }
 

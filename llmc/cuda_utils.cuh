@@ -195,9 +195,12 @@ __device__ static inline uint32_t amax_update(uint32_t halves, Bf16x8 v) {
     return halves;
 }
 
+// The larger of two magnitudes, as a slot holds it.
+__device__ static inline uint32_t amax_bits(uint32_t halves) { return max(halves << 16, halves & 0xffff0000u); }
+
 // Joins the running maxima of a warp's threads into the slot.
 __device__ static inline void amax_publish_warp(uint32_t *slot, uint32_t halves) {
-    const uint32_t bits = warp_max_u32(max(halves << 16, halves & 0xffff0000u));
+    const uint32_t bits = warp_max_u32(amax_bits(halves));
     if (threadIdx.x % WARP_SIZE == 0 && bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);
 }
 
@@ -205,7 +208,7 @@ __device__ static inline void amax_publish_warp(uint32_t *slot, uint32_t halves)
 // a kernel, or a barrier between calls.
 __device__ static inline void amax_publish(uint32_t *slot, uint32_t halves) {
     __shared__ uint32_t scratch[WARP_SIZE];
-    uint32_t bits = warp_max_u32(max(halves << 16, halves & 0xffff0000u));
+    uint32_t bits = warp_max_u32(amax_bits(halves));
     int warps = (int)(blockDim.x + WARP_SIZE - 1) / WARP_SIZE;
     if (threadIdx.x % WARP_SIZE == 0) scratch[threadIdx.x / WARP_SIZE] = bits;
     __syncthreads();

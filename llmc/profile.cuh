@@ -1,5 +1,6 @@
-// Where the time of a step goes: ranges for Nsight Systems in every run, and with --profile a table by events on the computing stream. The trainer says after each operation what it was and what it had to do;
-// the time since the mark before belongs to it. What a stream waits for (weights on their way) is an operation of its own.
+// Where the time of a step goes: ranges for Nsight Systems in every run, and with --profile a table by events on the computing stream. The trainer says
+// after each operation what it was and what it had to do; the time since the mark before belongs to it. What a stream waits for (weights on their way) is an
+// operation of its own.
 #ifndef LLMC_PROFILE_CUH
 #define LLMC_PROFILE_CUH
 

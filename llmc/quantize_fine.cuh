@@ -216,7 +216,7 @@ __device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, co
     uint32_t halves = 0;
 #pragma unroll
     for (int i = 0; i < 4 * CAST_GROUPS; i++) halves = amax_update<fine_keeps_nan(GRAIN_128X128)>(halves, v[i / 4][i % 4]);
-    const uint32_t bits = warp_max_u32(max(halves << 16, halves & 0xffff0000u));
+    const uint32_t bits = warp_max_u32(amax_bits(halves));
     if (threadIdx.x % WARP_SIZE == 0) s->warp_maxima[threadIdx.x / WARP_SIZE] = bits;
     __syncthreads();
     uint32_t amax = 0;
