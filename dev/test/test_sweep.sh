@@ -267,7 +267,7 @@ start_run() {
     await has_saved "$1" "$2"
 }
 for GPUS in 1 2; do
-    export GPUS STEPS=$((160 / GPUS))
+    export GPUS STEPS=$((800 / GPUS))  # seconds, in which a kill and a stop find it under way
     last=$(printf 'step-%08d' "$STEPS")
     rm -f "$tmp/run.log"
     OUT=$tmp/unbroken_$GPUS bash "$tmp/run.sh" >"$tmp/unbroken.log" 2>&1
