@@ -209,7 +209,7 @@ static uint32_t *fused_amax(const Trainer *t, int64_t l, int scale) {
 
 // Whether the gradients of layers take the place of activations that backward has done with. Not where they must outlive the next forward pass, nor where
 // they are a rank's part of what is computed elsewhere.
-static bool gradients_follow_activations(const Trainer *t) { return t->o->grad_accumulation_steps == 1 && !t->fsdp.sharded; }
+static bool gradients_follow_activations(const Trainer *t) { return t->fsdp.clears_gaps && !t->fsdp.sharded; }
 
 static void place_parameters(Trainer *t, Arena *a) {
     const int64_t n = t->fsdp.plan.total, state_bytes = t->o->optimizer_state == STORAGE_FP32 ? 4 : 2;
@@ -220,10 +220,6 @@ static void place_parameters(Trainer *t, Arena *a) {
     arena_group(a, t->o->optimizer_state == STORAGE_FP32 ? "optimizer state (fp32)" : "optimizer state (bf16)");
     t->exp_avg = arena_take(a, n * state_bytes);
     t->exp_avg_sq = arena_take(a, n * state_bytes);
-    if (!gradients_follow_activations(t)) {
-        arena_group(a, "gradients (bf16)");
-        t->grads = take_bf16(a, n);
-    }
     fsdp_place(&t->fsdp, a);
     t->fsdp.weights = t->weights;
 }
@@ -285,10 +281,10 @@ static void place_kept(Trainer *t, Arena *a, int64_t l, const LayerActs *shared,
     acts->input[DOWN_PROJ] = down_input;
 }
 
-// The activations that layers keep, and in their place the gradients. Backward goes from the last layer to the first: when it writes the gradient of layer l,
-// the activations of the layers above are done with. So layer l's gradient may begin where the activations of layer l + 1 do, or later. In memory: the
-// activations of the first layers, the root's gradient, and then both the layers' gradients and the activations of the other layers. The more layers
-// stand in front, the more the others have to give way; `front` is the fewest for which they do. sizes [L]: bytes of each layer's activations.
+// How many layers keep their activations elsewhere than where gradients will be. Backward goes from the last layer to the first: when it writes the gradient
+// of layer l, the activations of the layers above are done with. So layer l's gradient may begin where the activations of layer l + 1 do, or later. The others'
+// lie there one behind the other, from the first layer's gradient on, and the fewer they are, the sooner they give way; this is the fewest of the first layers
+// without which they do. sizes [L]: bytes of each layer's activations.
 static int64_t layers_in_front(const Trainer *t, const int64_t *sizes) {
     const int64_t L = t->d.L, gradient = t->table.layer_size * (int64_t)sizeof(bf16);
     for (int64_t front = 1; front < L; front++) {
@@ -303,10 +299,10 @@ static int64_t layers_in_front(const Trainer *t, const int64_t *sizes) {
     return L;
 }
 
-static void place_kept_and_gradients(Trainer *t, Arena *a, const LayerActs *shared, const GemmInput *row) {
-    const int64_t L = t->d.L, layers = L * t->table.layer_size * (int64_t)sizeof(bf16);
-    int64_t *sizes = (int64_t *)xcalloc((size_t)L, sizeof *sizes);
-    for (int64_t l = 0; l < L; l++) {
+// The same for the activations as they are. `shared`, `row`: of place_kept.
+static int64_t count_layers_in_front(Trainer *t, const LayerActs *shared, const GemmInput *row) {
+    int64_t *sizes = (int64_t *)xcalloc((size_t)t->d.L, sizeof *sizes);
+    for (int64_t l = 0; l < t->d.L; l++) {
         Arena count;
         memset(&count, 0, sizeof count);
         arena_group(&count, "");
@@ -314,41 +310,27 @@ static void place_kept_and_gradients(Trainer *t, Arena *a, const LayerActs *shar
         sizes[l] = count.used;
     }
     const int64_t front = layers_in_front(t, sizes);
-    for (int64_t l = 0; l < front; l++) place_kept(t, a, l, shared, row);
-    t->grads = take_bf16(a, t->table.root_size);
-    const int64_t begin = a->used;
-    if (t->table.root_size * (int64_t)sizeof(bf16) % ARENA_ALIGNMENT) die("the root's gradient does not end where the layers' can begin");  // parameters.h: multiples of 128 elements
-    for (int64_t l = front; l < L; l++) place_kept(t, a, l, shared, row);
-    if (begin + layers > a->used) arena_take(a, begin + layers - a->used);
     free(sizes);
+    return front;
 }
 
-static void place_activations(Trainer *t, Arena *a) {
-    const Dims *d = &t->d;
-    const bool recompute = t->o->recompute == RECOMPUTE_LAYER;
-    const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
-    arena_group(a, "activations of one layer at a time");
-    GemmInput row;
-    memset(&row, 0, sizeof row);
-    if (t->precision.any_fp8) row.row = take_bytes(a, d->R * widest), row.row_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_X, COPY_ROW, d->R, widest));
-    const GemmInput down_input = place_input(t, a, DOWN_PROJ, 0, d->L, &row);
-    for (int64_t l = 0; l < d->L; l++) t->acts[l].input[DOWN_PROJ] = down_input;
-    LayerActs shared;
-    memset(&shared, 0, sizeof shared);
-    if (recompute) place_layer_acts(t, a, &shared, 0, d->L, &row);
-    t->branch = take_bf16(a, d->R * d->C);
-    t->qkv_rotated = t->m.qk_norm ? take_bf16(a, d->R * d->QKV) : NULL;
-    if (gradients_follow_activations(t)) {
-        arena_group(a, "activations, and gradients (bf16)");
-        place_kept_and_gradients(t, a, recompute ? &shared : NULL, &row);
-    } else {
-        arena_group(a, "activations kept for backward");
-        for (int64_t l = 0; l < d->L; l++) place_kept(t, a, l, recompute ? &shared : NULL, &row);
-    }
+// Where gradients will be once they are written, if they follow activations: the layers' one by one, the embedding's last of all (empty where it is lm_head's too).
+typedef struct {
+    ArenaRange embedding, layers;
+} GradientRoom;
+
+static GradientRoom place_gradients(Trainer *t, Arena *a) {
+    GradientRoom room;
+    memset(&room, 0, sizeof room);
+    arena_group(a, "gradients (bf16)");
+    t->grads = take_bf16(a, t->fsdp.plan.total);
     t->fsdp.grads = t->grads;
-    t->x_final = take_bf16(a, d->R * d->C);
-    t->y_final = take_bf16(a, d->R * d->C);
-    t->rstd_final = take_float(a, d->R);
+    if (!gradients_follow_activations(t)) return room;
+    room.layers.end = a->used;
+    room.layers.begin = room.embedding.end = a->used - t->d.L * t->table.layer_size * (int64_t)sizeof(bf16);
+    room.embedding.begin = room.embedding.end - fsdp_loss_room(&t->fsdp) * (int64_t)sizeof(bf16);
+    if (room.layers.begin % ARENA_ALIGNMENT || room.embedding.begin % ARENA_ALIGNMENT) die("gradients do not begin where activations can");  // parameters.h: multiples of 128 elements
+    return room;
 }
 
 // FP8 copies of the gradients [R, columns] of linear layers, one at a time.
@@ -362,11 +344,10 @@ static GemmInput place_gradient_copies(Trainer *t, Arena *a, int64_t columns) {
     return dy;
 }
 
-static void place_backward(Trainer *t, Arena *a) {
+// Gradients inside a layer.
+static void place_layer_gradients(Trainer *t, Arena *a) {
     const Dims *d = &t->d;
     arena_group(a, "gradients of activations");
-    t->dx = take_bf16(a, d->R * d->C);
-    t->dbranch = take_bf16(a, d->R * d->C);
     t->dh = take_bf16(a, d->R * d->F);
     t->datt = take_bf16(a, d->R * d->ATT);
     t->dqkv = take_bf16(a, d->R * d->QKV);
@@ -380,6 +361,72 @@ static void place_backward(Trainer *t, Arena *a) {
     t->dy[OUT_PROJ].bf16_data = t->dx;
     t->dy[GATE_UP_PROJ].bf16_data = t->dgate_up;
     t->dy[DOWN_PROJ].bf16_data = t->dx;
+}
+
+// What one layer at a time needs, forward or backward, and nobody during the loss.
+static void place_layer_memory(Trainer *t, Arena *a, LayerActs *shared, GemmInput *row) {
+    const Dims *d = &t->d;
+    const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
+    arena_group(a, "FP8 weights of one layer at a time");
+    if (fsdp_copies_pass(&t->fsdp)) fsdp_place_copies(&t->fsdp, a);
+    arena_group(a, "activations of one layer at a time");
+    if (t->precision.any_fp8) row->row = take_bytes(a, d->R * widest), row->row_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_X, COPY_ROW, d->R, widest));
+    const GemmInput down_input = place_input(t, a, DOWN_PROJ, 0, d->L, row);
+    for (int64_t l = 0; l < d->L; l++) t->acts[l].input[DOWN_PROJ] = down_input;
+    if (t->o->recompute == RECOMPUTE_LAYER) place_layer_acts(t, a, shared, 0, d->L, row);
+    t->branch = take_bf16(a, d->R * d->C);
+    t->qkv_rotated = t->m.qk_norm ? take_bf16(a, d->R * d->QKV) : NULL;
+    place_layer_gradients(t, a);
+    arena_group(a, "workspaces");
+    t->attention_workspace = arena_take(a, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
+    t->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(d->R, d->C));
+    t->rope_workspace = arena_take(a, (int64_t)rope_workspace_bytes(d->R, d->NH, d->NKV, d->HD));
+}
+
+// The logits and the layers' memory: never alive together, they lie in the same place, which is `room` if the logits fit there. Returns what they leave of it.
+static ArenaRange place_logits_and_layer_memory(Trainer *t, Arena *a, ArenaRange room, LayerActs *shared, GemmInput *row) {
+    const int64_t n = t->d.chunk * t->d.V, used = a->used;
+    const ArenaRange nowhere = {0, 0};
+    if (t->fsdp.sharded && n <= fsdp_loss_room(&t->fsdp)) {
+        t->logits = fsdp_loss_memory(&t->fsdp);
+        place_layer_memory(t, a, shared, row);
+        return nowhere;
+    }
+    arena_group(a, "logits of one chunk");
+    arena_reuse(a, room);
+    t->logits = take_bf16(a, n);
+    const ArenaRange logits = {used, a->used};
+    const bool in_room = logits.begin == logits.end;
+    const ArenaRange after_logits = arena_reuse(a, in_room ? room : logits);
+    place_layer_memory(t, a, shared, row);
+    const ArenaRange after_layers = arena_reuse(a, nowhere), left = {max_i64(after_logits.begin, after_layers.begin), room.end};
+    return in_room ? left : room;
+}
+
+// Gradients, activations and logits.
+static void place_activations(Trainer *t, Arena *a) {
+    const Dims *d = &t->d;
+    const GradientRoom room = place_gradients(t, a);
+    const ArenaRange nowhere = {0, 0};
+    LayerActs one_at_a_time;
+    GemmInput row;
+    memset(&one_at_a_time, 0, sizeof one_at_a_time);
+    memset(&row, 0, sizeof row);
+    arena_group(a, "gradients of activations");
+    t->dx = take_bf16(a, d->R * d->C);
+    const ArenaRange left = place_logits_and_layer_memory(t, a, room.embedding, &one_at_a_time, &row);
+    const LayerActs *shared = t->o->recompute == RECOMPUTE_LAYER ? &one_at_a_time : NULL;
+    const int64_t front = gradients_follow_activations(t) ? count_layers_in_front(t, shared, &row) : d->L;
+    arena_group(a, "activations kept for backward");
+    arena_reuse(a, room.layers);
+    for (int64_t l = front; l < d->L; l++) place_kept(t, a, l, shared, &row);
+    arena_reuse(a, left);
+    for (int64_t l = 0; l < front; l++) place_kept(t, a, l, shared, &row);
+    t->x_final = take_bf16(a, d->R * d->C);
+    t->y_final = take_bf16(a, d->R * d->C);
+    t->rstd_final = take_float(a, d->R);
+    t->dbranch = take_bf16(a, d->R * d->C);
+    arena_reuse(a, nowhere);
 }
 
 static void place_scales(Trainer *t, Arena *a) {
@@ -417,17 +464,7 @@ static void place(Trainer *t, Arena *a) {
     t->rope_table = take_float(a, d->T * d->HD);
     for (int i = 0; i < TOKEN_SLOTS; i++) t->tokens[i].device = (int32_t *)arena_take(a, batch_bytes(t));
     place_activations(t, a);
-    place_backward(t, a);
-    if (d->chunk * d->V <= fsdp_loss_room(&t->fsdp)) {
-        t->logits = fsdp_loss_memory(&t->fsdp);
-    } else {
-        arena_group(a, "logits of one chunk");
-        t->logits = take_bf16(a, d->chunk * d->V);
-    }
-    arena_group(a, "workspaces");
-    t->attention_workspace = arena_take(a, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
-    t->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(d->R, d->C));
-    t->rope_workspace = arena_take(a, (int64_t)rope_workspace_bytes(d->R, d->NH, d->NKV, d->HD));
+    arena_group(a, "products, optimizer");
     t->adamw_workspace = arena_take(a, (int64_t)adamw_workspace_bytes());
     t->gemm.workspace = arena_take(a, GEMM_WORKSPACE_BYTES);
     t->gemm.scratch = t->o->fp8_emulate ? take_bf16(a, emulation_elements(t)) : NULL;

@@ -1,5 +1,7 @@
 // One allocation for everything. The same placing code runs twice: on an arena without memory, which only counts (the memory plan and
 // --dry-run), and on the real one, which hands out addresses. So the plan and the allocation cannot differ.
+//
+// Things that are never alive at the same time may share memory: arena_reuse() says where.
 #ifndef LLMC_ARENA_H
 #define LLMC_ARENA_H
 
@@ -8,26 +10,44 @@
 #define ARENA_ALIGNMENT 256
 #define ARENA_MAX_GROUPS 16
 
+// Bytes [begin, end) of an arena; begin == end: none.
+typedef struct {
+    int64_t begin, end;
+} ArenaRange;
+
 typedef struct {
     char *base;  // NULL: count only
     int64_t used;
+    ArenaRange reuse;  // what is left of the memory that is taken a second time
     struct { const char *name; int64_t bytes; } groups[ARENA_MAX_GROUPS];
-    int num_groups;
+    int num_groups, group;  // headings, and the one that counts
 } Arena;
 
 // Later arena_take() calls count under this heading of the memory plan.
 static inline void arena_group(Arena *a, const char *name) {
+    for (a->group = 0; a->group < a->num_groups; a->group++)
+        if (strcmp(a->groups[a->group].name, name) == 0) return;
     if (a->num_groups == ARENA_MAX_GROUPS) die("more than %d memory groups", ARENA_MAX_GROUPS);
     a->groups[a->num_groups].name = name;
     a->groups[a->num_groups++].bytes = 0;
 }
 
+// What arena_take() hands out from now on lies in `room`, which was handed out before, as far as it fits there, and then counts under no heading.
+// room.begin is a multiple of ARENA_ALIGNMENT. Returns what the memory named before has left.
+static inline ArenaRange arena_reuse(Arena *a, ArenaRange room) {
+    const ArenaRange left = a->reuse;
+    a->reuse = room;
+    return left;
+}
+
 // The next `bytes` bytes, 256-byte aligned. On an arena without memory the result must not be read or written.
 static inline void *arena_take(Arena *a, int64_t bytes) {
-    int64_t size = round_up(bytes, ARENA_ALIGNMENT);
-    void *p = a->base ? a->base + a->used : NULL;
-    a->used += size;
-    a->groups[a->num_groups - 1].bytes += size;
+    const int64_t size = round_up(bytes, ARENA_ALIGNMENT);
+    const bool again = size > 0 && size <= a->reuse.end - a->reuse.begin;
+    int64_t *next = again ? &a->reuse.begin : &a->used;
+    void *p = a->base ? a->base + *next : NULL;
+    *next += size;
+    if (!again) a->groups[a->group].bytes += size;
     return p;
 }
 

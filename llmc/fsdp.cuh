@@ -178,15 +178,24 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
 // Bytes of an element in the slots.
 static inline int64_t fsdp_slot_element(const Fsdp *f) { return f->fp8_gather && !f->precision->any_bf16 ? 1 : (int64_t)sizeof(bf16); }
 
-// Places all but the shard arrays.
-static inline void fsdp_place(Fsdp *f, Arena *a) {
-    const int64_t L = f->table->num_layers, matrices = fsdp_layer_matrices(f), element = (int64_t)sizeof(bf16);
-    arena_group(a, f->sharded ? "FP8 weights of shard and layers" : f->cached ? "FP8 weights and their transposes" : "FP8 weights of one layer at a time");
-    if (f->sharded && f->fp8_gather) f->shard_fp8 = (uint8_t *)arena_take(a, L * f->plan.layer_slices[SEGMENT_MATRICES]);
+// Whether FP8 weights are made of one layer at a time, and nobody counts on them any more once it is released.
+static inline bool fsdp_copies_pass(const Fsdp *f) { return !f->sharded && !f->cached; }
+
+// Places the FP8 weights that are cast here, or transposed. Of those that pass, a pass reads the rows or the columns; to compute layers again takes both.
+static inline void fsdp_place_copies(Fsdp *f, Arena *a) {
+    const int64_t matrices = fsdp_layer_matrices(f);
     if (f->num_rows) f->rows = (uint8_t *)arena_take(a, f->num_rows * matrices);
-    if (f->num_cols) f->cols = (uint8_t *)arena_take(a, f->num_cols * matrices);
+    if (f->num_cols) f->cols = fsdp_copies_pass(f) && !f->rows_in_backward ? f->rows : (uint8_t *)arena_take(a, f->num_cols * matrices);
     if (f->row_scale_bytes) f->row_scales = (char *)arena_take(a, f->num_rows * f->row_scale_bytes);
     if (f->col_scale_bytes) f->col_scales = (char *)arena_take(a, f->num_cols * f->col_scale_bytes);
+}
+
+// Places all but the shard arrays, and copies that pass (fsdp_place_copies).
+static inline void fsdp_place(Fsdp *f, Arena *a) {
+    const int64_t L = f->table->num_layers, matrices = fsdp_layer_matrices(f), element = (int64_t)sizeof(bf16);
+    arena_group(a, f->sharded ? "FP8 weights of shard and layers" : "FP8 weights and their transposes");
+    if (f->sharded && f->fp8_gather) f->shard_fp8 = (uint8_t *)arena_take(a, L * f->plan.layer_slices[SEGMENT_MATRICES]);
+    if (!fsdp_copies_pass(f)) fsdp_place_copies(f, a);
     arena_group(a, "gathered weights");
     if (f->sharded) {
         f->root = (bf16 *)arena_take(a, f->plan.group * segment_begin(f->plan.root_slices, f->embedding_passes ? SEGMENT_EMBEDDING : NUM_SEGMENTS) * element);
@@ -402,6 +411,7 @@ static inline void fsdp_acquire(Fsdp *f, int64_t unit, bool backward) {
 
 // The layer's weights have had their last reader of this pass.
 static inline void fsdp_release(Fsdp *f, int64_t unit) {
+    if (fsdp_copies_pass(f)) fsdp_forget(f);
     if (f->sharded) CUDA_CHECK(cudaEventRecord(f->slot[fsdp_ring(unit, f->num_slots)].released, f->stream));
 }
 

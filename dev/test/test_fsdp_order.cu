@@ -446,6 +446,7 @@ static void place_memory(Rank *r, int64_t rank) {
     r->loss = (float *)arena_take(&arena, sizeof *r->loss);
     r->dx = (bf16 *)arena_take(&arena, f->input_elements * (int64_t)sizeof(bf16));
     fsdp_place(f, &arena);
+    if (fsdp_copies_pass(f)) fsdp_place_copies(f, &arena);
     order_memory(rank, arena.used);
 }
 

@@ -1,0 +1,55 @@
+// The arena: the plan and the allocation agree, and memory named for reuse is handed out first, to what fits.
+#include "../../llmc/arena.h"
+#include "check.h"
+
+// Takes a few sizes, some of them in the memory of earlier ones; where they lie, counted from `base`.
+static void take_some(Arena *a, int64_t at[6]) {
+    const ArenaRange nowhere = {0, 0};
+    const char *start = a->base ? a->base : (char *)0;
+    void *p[6];
+    arena_group(a, "first");
+    p[0] = arena_take(a, 1000);
+    const ArenaRange room = {0, 1024};
+    arena_group(a, "second");
+    p[1] = arena_take(a, 1);
+    arena_reuse(a, room);
+    p[2] = arena_take(a, 600);  // 768 of the 1024
+    p[3] = arena_take(a, 300);  // does not fit: 512
+    p[4] = arena_take(a, 256);  // does
+    const ArenaRange left = arena_reuse(a, nowhere);
+    CHECK(left.begin == 1024 && left.end == 1024, "left: [%lld, %lld)", (long long)left.begin, (long long)left.end);
+    arena_group(a, "first");
+    p[5] = arena_take(a, 0);
+    for (int i = 0; i < 6; i++) at[i] = a->base ? (char *)p[i] - start : -1;
+}
+
+static void test_places(void) {
+    Arena plan, real;
+    memset(&plan, 0, sizeof plan);
+    memset(&real, 0, sizeof real);
+    int64_t at[6];
+    take_some(&plan, at);
+    for (int i = 0; i < 6; i++) CHECK(at[i] == -1, "an arena without memory hands out %lld", (long long)at[i]);
+    CHECK(plan.used == 1024 + 256 + 512, "used %lld", (long long)plan.used);
+    real.base = (char *)xcalloc((size_t)plan.used, 1);
+    take_some(&real, at);
+    const int64_t want[6] = {0, 1024, 0, 1280, 768, 1792};
+    for (int i = 0; i < 6; i++) CHECK(at[i] == want[i], "piece %d lies at %lld instead of %lld", i, (long long)at[i], (long long)want[i]);
+    CHECK(real.used == plan.used, "%lld bytes planned, %lld used", (long long)plan.used, (long long)real.used);
+    free(real.base);
+}
+
+static void test_headings(void) {
+    Arena a;
+    memset(&a, 0, sizeof a);
+    int64_t at[6];
+    take_some(&a, at);
+    CHECK(a.num_groups == 2, "%d headings", a.num_groups);
+    CHECK(a.groups[0].bytes == 1024 && a.groups[1].bytes == 256 + 512, "%lld and %lld bytes", (long long)a.groups[0].bytes, (long long)a.groups[1].bytes);
+}
+
+int main(void) {
+    test_places();
+    test_headings();
+    return check_report();
+}
