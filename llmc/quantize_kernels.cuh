@@ -166,12 +166,12 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
     for (int o = 0; o < Source::OUTPUTS; o++) put_tile_words(tile[o], low[o], high[o], group);
 }
 
-// Blocks walk the tiles from the last to the first: the end of what the amax pass read is still in the L2.
+// Blocks walk the tiles from the last to the first: the end of what the amax pass read is still in the L2. A cast that is itself such a pass walks as those do.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_transpose_kernel(const Source source, const Fp8Tensor out, int64_t R, int64_t C) {
     grid_dependency_wait();
     __shared__ __align__(16) uint32_t tile[Source::OUTPUTS][CAST_TILE][CAST_WORDS];
-    const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = gridDim.x - 1 - blockIdx.x;
+    const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = Source::AMAX ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
     const int64_t first_row = (int64_t)(index / column_tiles) * CAST_TILE, first_column = (int64_t)(index % column_tiles) * CAST_TILE;
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
     const int64_t column = first_column + 8 * tx;
