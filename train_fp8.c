@@ -399,7 +399,7 @@ static float *lm_head(const Trainer *t, float *unit) { return root_tensor(t, uni
 // Adds what a cast did to its operand to this step's audit.
 static void audit_cast(Trainer *t, int64_t l, int id, TensorRole tensor, CopyKind copy, const float *x, const LinearOperand *q) {
     if (t->training && t->auditing && q->codes)
-        audit_copy(&t->step_audit[audit_index(l, id, tensor, copy)], x, q->codes, q->scales, q->rows, q->cols, q->row_stride, q->col_stride,
+        audit_copy(&t->step_audit[audit_index(l, id, tensor, copy)], x, q->codes, q->scales, q->shape,
                    recipe_grain(precision_of(&t->precision, l, id), tensor, copy), precision_format(&t->precision, tensor));
 }
 
@@ -410,7 +410,7 @@ static LinearOperand operand(Trainer *t, int64_t l, LinearId id, TensorRole tens
     const int64_t cols = tensor == TENSOR_DY ? s->N : s->K;
     float scale = 0;
     if (r->delayed) {
-        const uint32_t amax = quantize_tensor_amax(x, t->d.R, cols, cols, 1, r->rule);
+        const uint32_t amax = quantize_tensor_amax(x, t->d.R * cols, r->rule);
         uint32_t *largest = &t->amax[delayed_index(l, tensor, id)];
         if (t->training && amax > *largest) *largest = amax;
         scale = cast_scale(t, l, id, tensor, amax);
@@ -568,7 +568,7 @@ static void weights_quantize(Trainer *t) {
         const int64_t l = i / NUM_LINEARS;
         const int id = (int)(i % NUM_LINEARS);
         const ShardRange r = linear_range(t, l, id);
-        t->amax[delayed_index(l, TENSOR_W, id)] = quantize_tensor_amax(t->weights + r.shard, r.count, 1, 1, 1, t->precision.recipe->rule);
+        t->amax[delayed_index(l, TENSOR_W, id)] = quantize_tensor_amax(t->weights + r.shard, r.count, t->precision.recipe->rule);
     }
     comm_max_u32(t->comm, COMM_SHARD, t->amax, delayed_tensors(t->d.L));  // those of inputs and gradients are zero between micro-steps
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
@@ -689,7 +689,7 @@ static void audit_begin(Trainer *t, int64_t step) {
         const ShardRange r = linear_range(t, l, id);
         const float inverse_scale = 1.0f / weight_scale(t, l, id);
         AuditSums *sums = &t->step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)];  // both copies have the same codes
-        audit_copy(sums, t->weights + r.shard, linear_codes(t, l, r), &inverse_scale, 1, r.count, r.count, 1, GRAIN_TENSOR, FP8_E4M3);
+        audit_copy(sums, t->weights + r.shard, linear_codes(t, l, r), &inverse_scale, copy_shape(1, r.count, COPY_ROW), GRAIN_TENSOR, FP8_E4M3);
     }
 }
 

@@ -55,19 +55,18 @@ static inline void audit_merge_all(AuditSums *into, const AuditSums *from, int64
     for (int64_t i = 0; i < n; i++) audit_merge(&into[i], &from[i]);
 }
 
-// Adds a copy [outer, depth]: codes as they lie, inverse scales in the layout of scale_index(), made from the matrix whose element (i, k) is
-// x[i * outer_stride + k * depth_stride]. The same bits for any number of threads: each row has sums of its own, which are added in order.
-static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth, int64_t outer_stride,
-                              int64_t depth_stride, Grain grain, Fp8Format format) {
-    AuditSums *rows = (AuditSums *)xcalloc((size_t)outer, sizeof *rows);
+// Adds a copy of x: codes as they lie, inverse scales in the layout of scale_index(). The same bits for any number of threads: each row has sums of its own,
+// which are added in order.
+static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, CopyShape s, Grain grain, Fp8Format format) {
+    AuditSums *rows = (AuditSums *)xcalloc((size_t)s.outer, sizeof *rows);
     PARALLEL_FOR
-    for (int64_t i = 0; i < outer; i++) {
+    for (int64_t i = 0; i < s.outer; i++) {
         AuditSums row = rows[i];
-        for (int64_t k = 0; k < depth; k++)
-            audit_add(&row, x[i * outer_stride + k * depth_stride], codes[i * depth + k], scale_load(grain, scales, scale_index(grain, i, k, outer, depth)), format);
+        for (int64_t k = 0; k < s.depth; k++)
+            audit_add(&row, x[i * s.outer_stride + k * s.depth_stride], codes[i * s.depth + k], scale_load(grain, scales, scale_index(grain, i, k, s.outer, s.depth)), format);
         rows[i] = row;
     }
-    for (int64_t i = 0; i < outer; i++) audit_merge(sums, &rows[i]);
+    for (int64_t i = 0; i < s.outer; i++) audit_merge(sums, &rows[i]);
     free(rows);
 }
 

@@ -86,6 +86,16 @@ static inline bool recipe_is_fp8(const Recipe *r, GemmKind gemm) { return r->gra
 // Whether a tensor is read in bf16 by one of its products.
 static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) { return recipe_grain(r, tensor, COPY_ROW) == GRAIN_BF16 || recipe_grain(r, tensor, COPY_COL) == GRAIN_BF16; }
 
+// The copy of a tensor [rows, cols] as a matrix [outer, depth]: its element (i, k) is the tensor's number i * outer_stride + k * depth_stride.
+typedef struct {
+    int64_t outer, depth, outer_stride, depth_stride;
+} CopyShape;
+
+static inline CopyShape copy_shape(int64_t rows, int64_t cols, CopyKind copy) {
+    const CopyShape row = {rows, cols, cols, 1}, col = {cols, rows, 1, cols};
+    return copy == COPY_ROW ? row : col;
+}
+
 static inline bool grain_is_tensor(Grain g) { return g == GRAIN_TENSOR || g == GRAIN_TENSOR_REPEATED; }
 
 // ---------------------------------------------------------------------------------------------------------------------

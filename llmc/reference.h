@@ -162,8 +162,7 @@ typedef struct {
     uint8_t *codes;                       // [rows, cols] and their inverse scales; NULL: bf16
     void *scales;
     float *values;
-    int64_t rows, cols;                   // of codes and values: the copy as it is quantized, which `view` may turn
-    int64_t row_stride, col_stride;       // of the same element in the source
+    CopyShape shape;                      // of codes and values: the copy as it is quantized, which `view` may turn
 } LinearOperand;
 
 // The copy of x [rows, cols], bf16 values. `scale`: of delayed scaling, or known already; 0: by the rule. The caller frees with linear_operand_free; a bf16
@@ -173,19 +172,18 @@ static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t
     LinearOperand q;
     memset(&q, 0, sizeof q);
     q.inverse_scale = 1;
-    q.rows = turned ? cols : rows, q.cols = turned ? rows : cols;
-    q.row_stride = turned ? 1 : cols, q.col_stride = turned ? cols : 1;
+    q.shape = copy_shape(rows, cols, turned ? COPY_COL : COPY_ROW);
     if (grain == GRAIN_BF16) {
-        q.view = matrix_view(x, q.row_stride, q.col_stride);
+        q.view = matrix_view(x, q.shape.outer_stride, q.shape.depth_stride);
         return q;
     }
     q.codes = (uint8_t *)xrealloc(NULL, (size_t)(rows * cols));
-    q.scales = xrealloc(NULL, (size_t)scale_bytes(grain, q.rows, q.cols));
+    q.scales = xrealloc(NULL, (size_t)scale_bytes(grain, q.shape.outer, q.shape.depth));
     q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
-    quantize_copy(q.codes, q.scales, x, q.rows, q.cols, q.row_stride, q.col_stride, grain, rule, format, scale);
-    dequantize_copy(q.values, q.codes, q.scales, q.rows, q.cols, grain, format);
+    quantize_copy(q.codes, q.scales, x, q.shape, grain, rule, format, scale);
+    dequantize_copy(q.values, q.codes, q.scales, q.shape.outer, q.shape.depth, grain, format);
     if (grain_is_tensor(grain)) q.inverse_scale = *(const float *)q.scales;
-    q.view = copy == COPY_COL && !turned ? matrix_transposed(q.values, cols) : matrix_rows(q.values, q.cols);
+    q.view = copy == COPY_COL && !turned ? matrix_transposed(q.values, cols) : matrix_rows(q.values, q.shape.depth);
     return q;
 }
 
@@ -197,7 +195,7 @@ static inline LinearOperand linear_operand_of_codes(const uint8_t *codes, int64_
     q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
     dequantize_copy(q.values, codes, NULL, rows, cols, GRAIN_TENSOR, format);
     q.view = copy == COPY_COL ? matrix_transposed(q.values, cols) : matrix_rows(q.values, cols);
-    q.rows = rows, q.cols = cols;
+    q.shape = copy_shape(rows, cols, COPY_ROW);
     return q;
 }
 

@@ -81,7 +81,7 @@ static void check_amax(const char *label, const ParameterTable *t, const uint32_
         float *rounded = (float *)xcalloc((size_t)n, sizeof(float));
         memcpy(rounded, weights + p->offset, (size_t)n * sizeof(float));
         round_array(rounded, n, ROUND_BF16);
-        const uint32_t want = quantize_tensor_amax(rounded, 1, n, n, 1, SCALE_TORCHAO);
+        const uint32_t want = quantize_tensor_amax(rounded, n, SCALE_TORCHAO);
         CHECK(slots[slot] == want, "%s: amax of %s is 0x%08x, want 0x%08x", label, p->name, slots[slot], want);
         free(rounded);
     }

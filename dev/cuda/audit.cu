@@ -1,8 +1,6 @@
 // Checks and times llmc/audit.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o audit dev/cuda/audit.cu
 #include "../../llmc/audit.cuh"
-#include "../../llmc/quantize.cuh"
-#include "../../llmc/quantize_reference.h"
-#include "bench.cuh"
+#include "check_quantized.cuh"
 
 typedef enum { FILL_NORMAL, FILL_OUTLIERS, FILL_INFINITY, FILL_NAN, NUM_FILLS } Fill;
 static const char *const fill_names[NUM_FILLS] = {"normal", "outliers", "infinity", "NaN"};
@@ -37,8 +35,6 @@ struct PairSource {
     }
     __device__ void values(Bf16x8 v[2], const Raw &raw, const Column &, uint32_t *) const { v[0] = raw.v[0], v[1] = raw.v[1]; }
 };
-
-static bool same_or_nan(uint32_t a, uint32_t b) { return a == b || (isnan(float_from_bits(a)) && isnan(float_from_bits(b))); }
 
 // Signal and noise are sums of positive doubles in another order. No element passes through more than 4e6 additions; a rounding of 2^-53 in each is 4.5e-10.
 static bool sum_is_close(double got, double want) { return got == want || fabs(got - want) <= 1e-9 * want; }
@@ -75,15 +71,15 @@ typedef struct {
 } Audited;
 
 // Codes and scales of one copy, uploaded; adds to *want.
-static void make_copy(AuditSums *want, uint8_t **codes, void **scales, const Case *c, const float *x, bool turned) {
-    const Grain grain = turned ? c->col : c->row;
-    const int64_t outer = turned ? c->C : c->R, depth = turned ? c->R : c->C, outer_stride = turned ? 1 : c->C, depth_stride = turned ? c->C : 1;
+static void make_copy(AuditSums *want, uint8_t **codes, void **scales, const Case *c, const float *x, CopyKind copy) {
+    const Grain grain = copy == COPY_ROW ? c->row : c->col;
+    const CopyShape s = copy_shape(c->R, c->C, copy);
     uint8_t *host = (uint8_t *)xcalloc((size_t)(c->R * c->C), 1);
-    void *host_scales = xcalloc((size_t)scale_bytes(grain, outer, depth), 1);
-    quantize_copy(host, host_scales, x, outer, depth, outer_stride, depth_stride, grain, c->rule, c->format, c->scale);
-    audit_copy(want, x, host, host_scales, outer, depth, outer_stride, depth_stride, grain, c->format);
+    void *host_scales = xcalloc((size_t)scale_bytes(grain, s.outer, s.depth), 1);
+    quantize_copy(host, host_scales, x, s, grain, c->rule, c->format, c->scale);
+    audit_copy(want, x, host, host_scales, s, grain, c->format);
     *codes = (uint8_t *)bench_upload(host, c->R * c->C);
-    *scales = bench_upload(host_scales, scale_bytes(grain, outer, depth));
+    *scales = bench_upload(host_scales, scale_bytes(grain, s.outer, s.depth));
     free(host);
     free(host_scales);
 }
@@ -94,8 +90,8 @@ static Audited audited_create(const Case *c) {
     a.x = bf16_to_floats(bits, c->R * c->C);
     a.device_x = (bf16 *)bench_upload(bits, c->R * c->C * 2);
     free(bits);
-    make_copy(&a.want[COPY_ROW], &a.t.row, &a.t.row_scales, c, a.x, false);
-    make_copy(&a.want[COPY_COL], &a.t.col, &a.t.col_scales, c, a.x, true);
+    make_copy(&a.want[COPY_ROW], &a.t.row, &a.t.row_scales, c, a.x, COPY_ROW);
+    make_copy(&a.want[COPY_COL], &a.t.col, &a.t.col_scales, c, a.x, COPY_COL);
     a.t.format = c->format, a.t.rule = c->rule, a.t.row_grain = c->row, a.t.col_grain = c->col;
     a.sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
     a.t.audit[COPY_ROW] = a.sums, a.t.audit[COPY_COL] = a.sums + 1;
@@ -169,17 +165,7 @@ static void check_parts(void) {
 
 // A tensor's copies as a recipe has them, not cast yet.
 static Fp8Tensor recipe_copies(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
-    Fp8Tensor t = recipe_tensor(r, tensor, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
-    if (t.row_grain != GRAIN_BF16) t.row = (uint8_t *)bench_alloc(R * C), t.row_scales = bench_zeros(scale_bytes(t.row_grain, R, C));
-    if (t.col_grain != GRAIN_BF16) t.col = (uint8_t *)bench_alloc(R * C), t.col_scales = bench_zeros(scale_bytes(t.col_grain, C, R));
-    if (t.row_grain == GRAIN_TENSOR && t.col_grain == GRAIN_TENSOR) bench_free(t.col_scales), t.col_scales = t.row_scales;
-    t.amax = (uint32_t *)bench_zeros(max_i64(1, tensor_amaxes(t.row_grain, t.col_grain, R, C)) * (int64_t)sizeof(uint32_t));
-    return t;
-}
-
-static void recipe_copies_free(Fp8Tensor t) {
-    void *device[] = {t.row, t.col, t.row_scales, t.col_scales == t.row_scales ? NULL : t.col_scales, t.amax};
-    for (void *p : device) bench_free(p);
+    return fp8_tensor_of(R, C, recipe_grain(r, tensor, COPY_ROW), recipe_grain(r, tensor, COPY_COL), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
 }
 
 static void check_cast(int recipe, TensorRole tensor) {
@@ -198,17 +184,17 @@ static void check_cast(int recipe, TensorRole tensor) {
         format_checked(label, sizeof label, "cast of %s, tensor %d, %s copy", r->name, (int)tensor, copy ? "col" : "row");
         AuditSums want = {};
         const Grain grain = copy ? t.col_grain : t.row_grain;
-        const int64_t outer = copy ? C : R, depth = copy ? R : C;
+        const CopyShape s = copy_shape(R, C, (CopyKind)copy);
         if (grain != GRAIN_BF16) {
             uint8_t *codes = (uint8_t *)bench_download(copy ? t.col : t.row, R * C, label);
-            void *scales = bench_download(copy ? t.col_scales : t.row_scales, scale_bytes(grain, outer, depth), label);
-            audit_copy(&want, x, codes, scales, outer, depth, copy ? 1 : C, copy ? C : 1, grain, t.format);
+            void *scales = bench_download(copy ? t.col_scales : t.row_scales, scale_bytes(grain, s.outer, s.depth), label);
+            audit_copy(&want, x, codes, scales, s, grain, t.format);
             free(codes);
             free(scales);
         }
         check_sums(label, &got[copy], &want);
     }
-    recipe_copies_free(t);
+    fp8_tensor_free(t);
     bench_free(device_x), bench_free(sums);
     free(got), free(bits), free(x);
 }
@@ -237,7 +223,7 @@ static void check_slices(void) {
         const int64_t first = j ? ends[j - 1] : 0;
         char label[64];
         AuditSums want = {};
-        audit_copy(&want, x + 2 * l * SIZE + first, codes + l * SIZE + first, scales + 4 * i, 1, ends[j] - first, SIZE, 1, GRAIN_TENSOR, FP8_E4M3);
+        audit_copy(&want, x + 2 * l * SIZE + first, codes + l * SIZE + first, scales + 4 * i, copy_shape(1, ends[j] - first, COPY_ROW), GRAIN_TENSOR, FP8_E4M3);
         format_checked(label, sizeof label, "slice of layer %d, tensor %d", l, j);
         check_sums(label, &got[2 * i], &want);
     }
@@ -282,7 +268,7 @@ static void check_large(void) {
     check_sums("large, row copy", &got[0], &got[2]);
     check_sums("large, col copy", &got[1], &got[2]);
     CHECK(got[0].count == (double)R * (double)C, "large: %.0f elements", got[0].count);
-    recipe_copies_free(t);
+    fp8_tensor_free(t);
     bench_free(x), bench_free(sums);
     free(got);
 }
@@ -306,7 +292,7 @@ static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int6
     const bool twice = t.row && t.col && !audit_shares_codes(t.row_grain, t.col_grain);
     format_checked(name, sizeof name, "audit, %s (%.1f x the cast)", r->name, audit / cast);
     bench_report(b, name, shape, audit, (twice ? 6 : 3) * n, AUDIT_REASON);
-    recipe_copies_free(t);
+    fp8_tensor_free(t);
     bench_free(x), bench_free(sums);
 }
 
@@ -320,7 +306,7 @@ static void bench_part(Bench *b, int64_t n) {
     tensor_quantize(t, x, n / 4096, 4096, 0);
     const double us = bench_time_us(b, [&] { audit_part(sums, x, t.row, (const float *)t.row_scales, n, t.format, 0); });
     bench_report(b, "audit of a part", shape, us, 3.0 * (double)n, AUDIT_REASON);
-    recipe_copies_free(t);
+    fp8_tensor_free(t);
     bench_free(x), bench_free(sums);
 }
 

@@ -81,14 +81,15 @@ static inline void check_quantized(const char *label, Fp8Tensor t, const bf16_bi
 // One copy of x as quantize_copy() makes it: codes, and all bytes of the scales.
 static inline void check_copy(const char *label, const Fp8Tensor *t, CopyKind copy, const float *x, int64_t R, int64_t C, float delayed_scale) {
     const Grain grain = copy == COPY_ROW ? t->row_grain : t->col_grain;
-    const int64_t outer = copy == COPY_ROW ? R : C, depth = copy == COPY_ROW ? C : R, bytes = scale_bytes(grain, outer, depth), width = grain == GRAIN_1X32 ? 1 : 4;
+    const CopyShape s = copy_shape(R, C, copy);
+    const int64_t bytes = scale_bytes(grain, s.outer, s.depth), width = grain == GRAIN_1X32 ? 1 : 4;
     uint8_t *want = (uint8_t *)xcalloc((size_t)(R * C), 1), *want_scales = (uint8_t *)xcalloc((size_t)bytes, 1);
-    quantize_copy(want, want_scales, x, outer, depth, copy == COPY_ROW ? C : 1, copy == COPY_ROW ? 1 : C, grain, t->rule, t->format, delayed_scale);
+    quantize_copy(want, want_scales, x, s, grain, t->rule, t->format, delayed_scale);
     char name[192];
     format_checked(name, sizeof name, "%s, %s copy", label, copy == COPY_ROW ? "row" : "col");
     uint8_t *got = (uint8_t *)bench_download(copy == COPY_ROW ? t->row : t->col, R * C, name);
     uint8_t *got_scales = (uint8_t *)bench_download(copy == COPY_ROW ? t->row_scales : t->col_scales, bytes, name);
-    check_fp8(name, got, want, R * C, depth, t->format);
+    check_fp8(name, got, want, R * C, s.depth, t->format);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < bytes / width; i++) {
         const bool same = width == 1 ? got_scales[i] == want_scales[i] : same_or_nan(((uint32_t *)got_scales)[i], ((uint32_t *)want_scales)[i]);

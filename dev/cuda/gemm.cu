@@ -33,20 +33,21 @@ typedef struct {
 
 // The copy of x [rows, cols] that is summed over its columns (COPY_ROW) or rows; a bf16 operand is the tensor as it lies.
 static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKind copy, Grain grain, ScaleRule rule, Fp8Format format) {
-    const int64_t outer = copy == COPY_ROW ? rows : cols, depth = copy == COPY_ROW ? cols : rows, step = copy == COPY_ROW ? cols : 1, along = copy == COPY_ROW ? 1 : cols;
+    const CopyShape s = copy_shape(rows, cols, copy);
+    const int64_t outer = s.outer, depth = s.depth;
     float *values = (float *)xcalloc((size_t)(outer * depth), sizeof(float));
     Operand o = {};
     o.inverse = 1;
     if (grain == GRAIN_BF16) {
         bf16_bits *bits = bf16_from_floats(x, rows * cols);
         o.operand.data = bench_upload(bits, rows * cols * 2);
-        for (int64_t i = 0; i < outer * depth; i++) values[i] = x[i / depth * step + i % depth * along];
+        for (int64_t i = 0; i < outer * depth; i++) values[i] = x[i / depth * s.outer_stride + i % depth * s.depth_stride];
         free(bits);
     } else {
         uint8_t *codes = (uint8_t *)xcalloc((size_t)(outer * depth), 1);
         o.num_scale_bytes = scale_bytes(grain, outer, depth);
         o.scales = (uint8_t *)xcalloc((size_t)o.num_scale_bytes, 1);
-        quantize_copy(codes, o.scales, x, outer, depth, step, along, grain, rule, format, 0);
+        quantize_copy(codes, o.scales, x, s, grain, rule, format, 0);
         dequantize_copy(values, codes, o.scales, outer, depth, grain, format);
         if (grain_is_tensor(grain)) o.inverse = scale_load(grain, o.scales, 0);
         o.operand.data = bench_upload(codes, outer * depth);

@@ -78,9 +78,9 @@ static void check_amaxes(const char *label, const Fp8Tensor *t, const float *x, 
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < count; i++) {
         uint32_t want;
-        if (i < rows && t->row_grain == GRAIN_ROW) want = quantize_block_amax(x + i * C, 1, C, C, 1, t->rule);
-        else if (i >= rows && t->col_grain == GRAIN_ROW) want = quantize_block_amax(x + i - rows, R, 1, C, 1, t->rule);
-        else want = quantize_tensor_amax(x, R, C, C, 1, t->rule);
+        if (i < rows && t->row_grain == GRAIN_ROW) want = quantize_tensor_amax(x + i * C, C, t->rule);
+        else if (i >= rows && t->col_grain == GRAIN_ROW) want = quantize_block_amax(x + i - rows, copy_shape(R, C, COPY_COL), 1, R, t->rule);
+        else want = quantize_tensor_amax(x, R * C, t->rule);
         if (!same_or_nan(got[i], want) && bad++ == 0) first = i;
     }
     CHECK(bad == 0, "%s: %lld of %lld amaxes differ, first number %lld: got %.9g", label, (long long)bad, (long long)count, (long long)first,
@@ -152,7 +152,7 @@ static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, flo
                    factor);
     bf16_bits *host = make_input(fill, R, C);
     float *x = bf16_to_floats(host, R * C);
-    const uint32_t amax = quantize_tensor_amax(x, R, C, C, 1, SCALE_TE);
+    const uint32_t amax = quantize_tensor_amax(x, R * C, SCALE_TE);
     const float scale = fp8_scale_te(float_from_bits(amax), format, 0) * factor;
     bf16 *device_x = (bf16 *)bench_upload(host, R * C * 2);
     Fp8Tensor t = fp8_tensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, format);

@@ -94,7 +94,7 @@ static void check_backward(const Case *c, bool accumulate, bool special) {
     // fp32 sums of rows * heads products near 1
     if (norm) check_close(c->label, got_dw, want_dw, 2 * HD, HD, TOLERANCE, 2e-6 * sqrt((double)(c->rows * c->d.NH)) + FLOOR);
     uint32_t *got_amax = (uint32_t *)bench_download(amax[0], 4, c->label);
-    const uint32_t want_amax = quantize_tensor_amax(got, 1, c->n, c->n, 1, SCALE_TORCHAO);
+    const uint32_t want_amax = quantize_tensor_amax(got, c->n, SCALE_TORCHAO);
     CHECK(got_amax[0] == want_amax, "%s: amax bits 0x%08x, want 0x%08x", c->label, got_amax[0], want_amax);
     void *device[] = {d[0], d[1], dw[0], dw[1], amax[0], amax[1], in, q_norm, k_norm, table, workspace};
     void *host[] = {dout_bits, dw_bits, qkv, dout, want, want_dw, got_bits, got_dw_bits, got, got_dw, got_amax};

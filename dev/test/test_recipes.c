@@ -34,7 +34,7 @@ static Copy copy_make(const Matrix *m, CopyKind kind, Grain grain, ScaleRule rul
     c.codes = (uint8_t *)xcalloc((size_t)(c.outer * c.depth), 1);
     c.scales = xcalloc((size_t)scale_bytes(grain, c.outer, c.depth), 1);
     memset(c.scales, 0xa5, (size_t)scale_bytes(grain, c.outer, c.depth));
-    quantize_copy(c.codes, c.scales, m->x, c.outer, c.depth, kind == COPY_ROW ? m->C : 1, kind == COPY_ROW ? 1 : m->C, grain, rule, format, scale);
+    quantize_copy(c.codes, c.scales, m->x, copy_shape(m->R, m->C, kind), grain, rule, format, scale);
     return c;
 }
 

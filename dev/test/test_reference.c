@@ -351,18 +351,18 @@ static void case_product(float *out, const LinearCase *c, const Recipe *r, int g
 // A copy as numbers [outer, depth], each code times the inverse scale at its place.
 static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tensor, CopyKind copy) {
     const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
-    const int64_t outer = copy == COPY_ROW ? rows : cols, depth = copy == COPY_ROW ? cols : rows;
-    const int64_t outer_stride = copy == COPY_ROW ? cols : 1, depth_stride = copy == COPY_ROW ? 1 : cols;
+    const CopyShape s = copy_shape(rows, cols, copy);
+    const int64_t outer = s.outer, depth = s.depth;
     const Grain g = recipe_grain(r, tensor, copy);
     const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
     double *values = (double *)xcalloc((size_t)(outer * depth), sizeof(double));
     uint8_t *codes = (uint8_t *)xcalloc((size_t)(outer * depth), 1);
     void *scales = xcalloc((size_t)max_i64(1, scale_bytes(g, outer, depth)), 1);
-    if (g != GRAIN_BF16) quantize_copy(codes, scales, c->tensor[tensor], outer, depth, outer_stride, depth_stride, g, r->rule, format, 0);
+    if (g != GRAIN_BF16) quantize_copy(codes, scales, c->tensor[tensor], s, g, r->rule, format, 0);
     for (int64_t i = 0; i < outer; i++)
         for (int64_t k = 0; k < depth; k++) {
             const double code = fp8_to_float(codes[i * depth + k], format);
-            values[i * depth + k] = g == GRAIN_BF16 ? (double)c->tensor[tensor][i * outer_stride + k * depth_stride]
+            values[i * depth + k] = g == GRAIN_BF16 ? (double)c->tensor[tensor][i * s.outer_stride + k * s.depth_stride]
                                                     : code * (double)scale_load(g, scales, scale_index(g, i, k, outer, depth));
         }
     free(codes), free(scales);
