@@ -19,6 +19,7 @@ typedef struct {
     char *base;  // NULL: count only
     int64_t used;
     ArenaRange reuse;  // what is left of the memory that is taken a second time
+    int64_t reused;    // bytes taken there
     struct { const char *name; int64_t bytes; } groups[ARENA_MAX_GROUPS];
     int num_groups, group;  // headings, and the one that counts
 } Arena;
@@ -47,7 +48,7 @@ static inline void *arena_take(Arena *a, int64_t bytes) {
     int64_t *next = again ? &a->reuse.begin : &a->used;
     void *p = a->base ? a->base + *next : NULL;
     *next += size;
-    if (!again) a->groups[a->group].bytes += size;
+    *(again ? &a->reused : &a->groups[a->group].bytes) += size;
     return p;
 }
 
@@ -56,6 +57,7 @@ static inline void arena_print_plan(const Arena *a, int64_t other) {
     printf("\nmemory plan, MiB\n");
     for (int i = 0; i < a->num_groups; i++)
         if (a->groups[i].bytes) printf("  %-34s %12.1f\n", a->groups[i].name, (double)a->groups[i].bytes / 1048576);
+    if (a->reused) printf("  %-34s %12.1f  not in the total\n", "in others' place, at other times", (double)a->reused / 1048576);
     if (other) printf("  %-34s %12.1f\n", "CUDA context and libraries", (double)other / 1048576);
     printf("  %-34s %12.1f\n", "total", (double)(a->used + other) / 1048576);
 }

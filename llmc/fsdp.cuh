@@ -154,7 +154,8 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
         const Parameter *p = &table->entries[i];
         if (p->layer <= 0) (p->layer < 0 ? f->root_elements : f->layer_elements)[parameter_segment(p)] += parameter_elements(p);
     }
-    f->clears_gaps = f->sharded || o->grad_accumulation_steps == 1;
+    const bool one_pass = o->grad_accumulation_steps == 1;  // forward and backward a step
+    f->clears_gaps = f->sharded || one_pass;
     f->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
     f->embedding_ranks = group * f->input_elements <= table->root_segments[embedding_segment(table)] ? group : 1;
     f->fp8 = precision->any_fp8;
@@ -162,7 +163,7 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->fp32_reduce = world > 1 && o->reduce_dtype == REDUCE_FP32;
     f->copies = f->sharded && o->copy_engines != OFF;
     f->rows_in_backward = o->recompute == RECOMPUTE_LAYER;
-    f->embedding_passes = f->sharded && o->grad_accumulation_steps == 1 && embedding_segment(table) == SEGMENT_EMBEDDING;
+    f->embedding_passes = f->sharded && one_pass && embedding_segment(table) == SEGMENT_EMBEDDING;
     f->cached = !f->sharded && o->fp8_weight_cache == ON;
     if (f->fp8) fsdp_describe_scales(f);
     const int64_t L = table->num_layers, few = min_i64(2, L);

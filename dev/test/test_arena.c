@@ -45,6 +45,7 @@ static void test_headings(void) {
     int64_t at[6];
     take_some(&a, at);
     CHECK(a.num_groups == 2, "%d headings", a.num_groups);
+    CHECK(a.reused == 768 + 256, "%lld bytes in memory that had been taken before", (long long)a.reused);
     CHECK(a.groups[0].bytes == 1024 && a.groups[1].bytes == 256 + 512, "%lld and %lld bytes", (long long)a.groups[0].bytes, (long long)a.groups[1].bytes);
 }
 
