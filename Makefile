@@ -48,6 +48,10 @@ build/synth_stories: data/synth_stories.c $(HEADERS) | build
 build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h $(HEADERS) $(KERNELS) | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
+# Where everything lies in GPU memory, on the host alone.
+build/test_placement: dev/test/test_placement.cu train_fp8.cu dev/test/check.h $(HEADERS) $(KERNELS) | build
+	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
+
 # The order of all ranks' streams, on the host alone: the test's own functions stand in for these.
 STAND_INS := cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync cudaMemcpyAsync cudaGetDevice cudaDeviceGetAttribute cudaLaunchKernelExC \
 	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce
@@ -72,7 +76,7 @@ build/asan/test_%: dev/test/test_%.c train_fp8.c $(wildcard dev/test/*.h) $(HEAD
 
 unit-tests: $(UNIT_TESTS)
 asan: $(SANITIZED)
-gpu: train_fp8cu build/test_gpu build/test_fsdp_order build/compare_checkpoints
+gpu: train_fp8cu build/test_gpu build/test_fsdp_order build/test_placement build/compare_checkpoints
 benches: $(BENCHES)
 
 headers: | build

@@ -44,6 +44,7 @@ done
 say "whole model"
 tally test_gpu build/test_gpu
 tally test_fsdp_order build/test_fsdp_order
+tally test_placement build/test_placement
 tally gpu_runs dev/test/gpu_runs.sh
 tally gpu_ranks dev/test/gpu_ranks.sh
 

@@ -16,7 +16,7 @@ check "make asan" make -s -j2 asan
 
 say "unit tests"
 for program in build/test_*; do
-    case $program in *test_gpu) continue ;; esac
+    case $program in *test_gpu | *test_fsdp_order | *test_placement) continue ;; esac  # GPU code: below
     [ -x "$program" ] && tally "${program#build/}" "$program"
 done
 say "unit tests under address and undefined-behaviour sanitizers"
@@ -30,6 +30,7 @@ say "GPU code"
 if find_nvcc && find_nccl; then
     check "make train_fp8cu and the GPU tests" make -s -j2 gpu benches
     tally test_fsdp_order build/test_fsdp_order
+    tally test_placement build/test_placement
 else
     echo "skipped: no nvcc or no NCCL here, so the GPU trainer is not compiled"
 fi

@@ -1,0 +1,280 @@
+// The GPU trainer's memory, without a GPU: that nothing lies where something else is still needed. place() hands out addresses in an arena that is never
+// touched; this file knows how large each thing is and from when to when in a step it is needed, and compares all pairs.
+#define TESTING
+#include "../../train_fp8.cu"
+
+#include "check.h"
+
+// Moments of a step, in order: the forward pass of layer l is moment l, then come those below, then the backward pass of layer l.
+typedef struct {
+    int64_t L;
+} Moments;
+
+static int64_t final_norm(Moments m) { return m.L; }
+static int64_t loss(Moments m) { return m.L + 1; }
+static int64_t final_norm_backward(Moments m) { return m.L + 2; }
+static int64_t backward(Moments m, int64_t l) { return m.L + 3 + (m.L - 1 - l); }
+static int64_t embedding_backward_moment(Moments m) { return 2 * m.L + 3; }
+static int64_t optimizer(Moments m) { return 2 * m.L + 4; }
+
+// Bytes needed from one moment to another, both included.
+typedef struct {
+    const char *name;
+    const char *at;
+    int64_t bytes, from, to;
+} Piece;
+
+enum { MAX_PIECES = 8192 };
+static Piece pieces[MAX_PIECES];
+static int num_pieces;
+
+static void needed(const char *name, const void *at, int64_t bytes, int64_t from, int64_t to) {
+    if (!at || !bytes) return;
+    if (num_pieces == MAX_PIECES) die("more than %d pieces", MAX_PIECES);
+    const Piece p = {name, (const char *)at, bytes, from, to};
+    pieces[num_pieces++] = p;
+}
+
+// Needed in both directions of a layer, but not during the loss. The output of a layer's last product is read by the final norm.
+static void needed_by_layers(Moments m, const char *name, const void *at, int64_t bytes) {
+    needed(name, at, bytes, 0, final_norm(m));
+    needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0));
+}
+
+static void needed_in_backward(Moments m, const char *name, const void *at, int64_t bytes) { needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0)); }
+static void needed_always(Moments m, const char *name, const void *at, int64_t bytes) { needed(name, at, bytes, 0, optimizer(m)); }
+
+static int64_t col_scale_bytes_of(const Trainer *t, TensorRole tensor, int64_t columns) { return copy_scale_bytes(t, tensor, COPY_COL, columns, t->d.R); }
+
+static void list_state(const Trainer *t, Moments m) {
+    const int64_t n = t->fsdp.plan.total, state = n * (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2), tensors = t->d.L * NUM_SCALES;
+    needed_always(m, "weights", t->weights, 2 * n);
+    needed_always(m, "master weights", t->master, 4 * n);
+    needed_always(m, "first moment", t->exp_avg, state);
+    needed_always(m, "second moment", t->exp_avg_sq, state);
+    needed_always(m, "amaxes", t->amax, t->d.L * t->amaxes * 4);
+    needed_always(m, "scales", t->inverse_scale, tensors * 16);
+    needed_always(m, "histories", t->amax_history, tensors * t->o->fp8_amax_history * 4);
+    needed_always(m, "delayed scales", t->delayed_scale, tensors * 4);
+    needed_always(m, "audit", t->audit, t->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
+    needed_always(m, "squares", t->squares, 8);
+    needed_always(m, "statistics", t->stats, sizeof(StepStats));
+    needed_always(m, "losses", t->row_losses, t->d.R * 4);
+    needed_always(m, "RoPE table", t->rope_table, t->d.T * t->d.HD * 4);
+    for (int i = 0; i < TOKEN_SLOTS; i++) needed_always(m, "tokens", t->tokens[i].device, batch_bytes(t));
+    needed_always(m, "workspace of products", t->gemm.workspace, GEMM_WORKSPACE_BYTES);
+    needed_always(m, "emulated operands", t->gemm.scratch, emulation_elements(t) * 2);
+    needed_always(m, "workspace of the optimizer", t->adamw_workspace, (int64_t)adamw_workspace_bytes());
+}
+
+// Gradients: each from the moment it is written, or always where micro-steps add to it.
+static void list_gradients(const Trainer *t, Moments m) {
+    const Fsdp *f = &t->fsdp;
+    const int64_t *root = t->table.root_segments;
+    if (f->sharded || t->o->grad_accumulation_steps > 1) {
+        needed_always(m, "gradients", t->grads, f->plan.total * 2);
+        return;
+    }
+    const bf16 *embedding = t->grads + segment_begin(root, SEGMENT_EMBEDDING);
+    needed("gradient of the root", t->grads, segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), optimizer(m));
+    needed("gradient of the embedding", embedding, root[SEGMENT_EMBEDDING] * 2, embedding_backward_moment(m), optimizer(m));
+    for (int64_t l = 0; l < t->d.L; l++) needed("gradient of a layer", t->grads + layer_offset(&t->table, l), t->table.layer_size * 2, backward(m, l), optimizer(m));
+}
+
+static void list_fsdp(const Trainer *t, Moments m) {
+    const Fsdp *f = &t->fsdp;
+    const int64_t matrices = fsdp_layer_matrices(f), rows = f->num_rows * matrices, cols = f->num_cols * matrices;
+    if (fsdp_copies_pass(f)) {
+        needed("FP8 rows of a layer's weights", f->rows, rows, 0, m.L - 1);
+        if (f->rows_in_backward) needed_in_backward(m, "FP8 rows of a layer's weights", f->rows, rows);
+        needed_in_backward(m, "FP8 columns of a layer's weights", f->cols, cols);
+        needed_by_layers(m, "scales of the rows", f->row_scales, f->num_rows * f->row_scale_bytes);
+        needed_by_layers(m, "scales of the columns", f->col_scales, f->num_cols * f->col_scale_bytes);
+    } else {
+        needed_always(m, "FP8 rows of weights", f->rows, rows);
+        needed_always(m, "FP8 columns of weights", f->cols, cols);
+        needed_always(m, "scales of the rows", f->row_scales, f->num_rows * f->row_scale_bytes);
+        needed_always(m, "scales of the columns", f->col_scales, f->num_cols * f->col_scale_bytes);
+    }
+    needed_always(m, "sums in fp32", f->staging, f->plan.group * f->staging_slice * 4);
+    if (!f->sharded) return;
+    needed_always(m, "FP8 shard", f->shard_fp8, f->shard_fp8 ? t->d.L * f->plan.layer_slices[SEGMENT_MATRICES] : 0);
+    needed_always(m, "gathered vectors", f->vectors, t->d.L * fsdp_layer_vectors(f) * 2);
+    needed_always(m, "gathered layers", f->slots, f->num_slots * matrices * fsdp_slot_element(f));
+    needed_always(m, "gradient of the root, whole", f->root_grads, fsdp_root_gradient(f) * 2);
+    needed_in_backward(m, "gradients of layers, whole", f->layer_grads[0], FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1) * 2);
+    needed_always(m, "received gradients", f->received, (f->plan.group - 1) * f->received_slice * 2);
+    needed_always(m, "arrivals", f->arrivals, PEER_MAX_RANKS * 4);
+}
+
+// What a layer keeps but its inputs, needed from its forward pass to its backward pass, or in every layer's where one is computed after the other.
+static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
+    const Dims *d = &t->d;
+    const LayerActs *a = &t->acts[l];
+    const struct { const char *name; const void *at; int64_t bytes; } kept[] = {
+        {"x_mid", a->x_mid, d->R * d->C * 2}, {"rstd1", a->rstd1, d->R * 4}, {"rstd2", a->rstd2, d->R * 4}, {"qkv", a->qkv, d->R * d->QKV * 2}, {"att", a->att, d->R * d->ATT * 2},
+        {"lse", a->lse, d->R * d->NH * 4}, {"gate_up", a->gate_up, d->R * d->F * 4},
+        {"input of qkv", a->input[QKV_PROJ].bf16_data, d->R * d->C * 2}, {"input of gate_up", a->input[GATE_UP_PROJ].bf16_data, d->R * d->C * 2},
+        {"columns of qkv's input", a->input[QKV_PROJ].col, d->R * d->C}, {"columns of attn_out's input", a->input[OUT_PROJ].col, d->R * d->ATT},
+        {"columns of gate_up's input", a->input[GATE_UP_PROJ].col, d->R * d->C},
+        {"their scales, qkv", a->input[QKV_PROJ].col_scales, a->input[QKV_PROJ].col ? col_scale_bytes_of(t, TENSOR_X, d->C) : 0},
+        {"their scales, attn_out", a->input[OUT_PROJ].col_scales, a->input[OUT_PROJ].col ? col_scale_bytes_of(t, TENSOR_X, d->ATT) : 0},
+        {"their scales, gate_up", a->input[GATE_UP_PROJ].col_scales, a->input[GATE_UP_PROJ].col ? col_scale_bytes_of(t, TENSOR_X, d->C) : 0}};
+    for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++) {
+        if (shared) needed_by_layers(m, kept[i].name, kept[i].at, kept[i].bytes);
+        else needed(kept[i].name, kept[i].at, kept[i].bytes, l, backward(m, l));
+    }
+}
+
+static void list_activations(const Trainer *t, Moments m) {
+    const Dims *d = &t->d;
+    const bool recompute = t->o->recompute == RECOMPUTE_LAYER;
+    const GemmInput *qkv = &t->acts[0].input[QKV_PROJ], *down = &t->acts[0].input[DOWN_PROJ];
+    const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
+    for (int64_t l = 0; l < d->L; l++) {
+        needed("x_in", t->acts[l].x_in, d->R * d->C * 2, l, backward(m, l));
+        if (!recompute || l == 0) list_layer(t, m, l, recompute);
+    }
+    needed_by_layers(m, "rows of an input", qkv->row ? qkv->row : down->row, d->R * widest);
+    needed_by_layers(m, "their scales", qkv->row_scales ? qkv->row_scales : down->row_scales, t->precision.any_fp8 ? copy_scale_bytes(t, TENSOR_X, COPY_ROW, d->R, widest) : 0);
+    needed_by_layers(m, "input of down", down->bf16_data, d->R * d->F * 2);
+    needed_by_layers(m, "columns of down's input", down->col, d->R * d->F);
+    needed_by_layers(m, "their scales, down", down->col_scales, down->col ? col_scale_bytes_of(t, TENSOR_X, d->F) : 0);
+    needed_by_layers(m, "branch", t->branch, d->R * d->C * 2);
+    needed_by_layers(m, "rotated q, k, v", t->qkv_rotated, d->R * d->QKV * 2);
+    needed("x_final", t->x_final, d->R * d->C * 2, final_norm(m), final_norm_backward(m));
+    needed("y_final", t->y_final, d->R * d->C * 2, final_norm(m), loss(m));
+    needed("rstd_final", t->rstd_final, d->R * 4, final_norm(m), final_norm_backward(m));
+    needed("logits", t->logits, d->chunk * d->V * 2, loss(m), loss(m));
+}
+
+static void list_backward(const Trainer *t, Moments m) {
+    const Dims *d = &t->d;
+    const int64_t narrow = max_i64(d->C, d->QKV);
+    needed("dx", t->dx, d->R * d->C * 2, final_norm_backward(m), embedding_backward_moment(m));
+    needed("dbranch", t->dbranch, d->R * d->C * 2, loss(m), backward(m, 0));
+    needed_in_backward(m, "dh", t->dh, d->R * d->F * 2);
+    needed_in_backward(m, "datt", t->datt, d->R * d->ATT * 2);
+    needed_in_backward(m, "dqkv", t->dqkv, d->R * d->QKV * 2);
+    needed_in_backward(m, "dgate_up", t->dgate_up, d->R * d->F * 4);
+    for (int wide = 0; wide < 2; wide++) {
+        const GemmInput *dy = &t->dy[wide ? GATE_UP_PROJ : QKV_PROJ];
+        const int64_t columns = wide ? 2 * d->F : narrow;
+        needed_in_backward(m, "rows of a gradient", dy->row, d->R * columns);
+        needed_in_backward(m, "columns of a gradient", dy->col, d->R * columns);
+        needed_in_backward(m, "scales of its rows", dy->row_scales, dy->row ? copy_scale_bytes(t, TENSOR_DY, COPY_ROW, d->R, columns) : 0);
+        needed_in_backward(m, "scales of its columns", dy->col_scales, dy->col ? col_scale_bytes_of(t, TENSOR_DY, columns) : 0);
+    }
+    needed_in_backward(m, "workspace of attention", t->attention_workspace, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
+    needed_in_backward(m, "workspace of RoPE", t->rope_workspace, (int64_t)rope_workspace_bytes(d->R, d->NH, d->NKV, d->HD));
+    needed("workspace of norms", t->norm_workspace, (int64_t)rmsnorm_workspace_bytes(d->R, d->C), final_norm_backward(m), backward(m, 0));
+}
+
+static bool in_each_others_way(const Piece *a, const Piece *b) {
+    return a->at < b->at + b->bytes && b->at < a->at + a->bytes && a->from <= b->to && b->from <= a->to;
+}
+
+// Two pieces that need the same bytes at the same moment, or one that leaves the arena; NULL: none.
+static const char *find_trouble(const char *base, int64_t size) {
+    static char trouble[256];
+    for (int i = 0; i < num_pieces; i++) {
+        const Piece *p = &pieces[i];
+        if (p->at < base || p->at + p->bytes > base + size || (p->at - base) % ARENA_ALIGNMENT % 16) {
+            format_checked(trouble, sizeof trouble, "%s lies at [%lld, %lld) of %lld", p->name, (long long)(p->at - base), (long long)(p->at - base + p->bytes), (long long)size);
+            return trouble;
+        }
+        for (int j = 0; j < i; j++)
+            if (in_each_others_way(p, &pieces[j])) {
+                format_checked(trouble, sizeof trouble, "%s, moments %lld to %lld, lies on %s, moments %lld to %lld", p->name, (long long)p->from, (long long)p->to, pieces[j].name,
+                               (long long)pieces[j].from, (long long)pieces[j].to);
+                return trouble;
+            }
+    }
+    return NULL;
+}
+
+static void check_run(const char *label, Options o, const ModelConfig *model, int64_t world) {
+    char *const base = (char *)((intptr_t)1 << 40);
+    options_resolve(&o);
+    Comm comm;
+    memset(&comm, 0, sizeof comm);
+    comm.world = world;
+    Trainer t;
+    Arena plan = trainer_describe(&t, &o, model, &comm), arena;
+    memset(&arena, 0, sizeof arena);
+    arena.base = base;
+    place(&t, &arena);
+    num_pieces = 0;
+    const Moments m = {t.d.L};
+    list_state(&t, m);
+    list_gradients(&t, m);
+    list_fsdp(&t, m);
+    list_activations(&t, m);
+    list_backward(&t, m);
+    const char *trouble = find_trouble(base, arena.used);
+    CHECK(!trouble, "%s: %s", label, trouble);
+    CHECK(plan.used == arena.used, "%s: %lld bytes planned, %lld placed", label, (long long)plan.used, (long long)arena.used);
+    fsdp_destroy(&t.fsdp);
+    precision_free(&t.precision);
+    parameter_table_free(&t.table);
+    free(t.acts);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef struct {
+    const char *name;
+    int64_t world;
+    int sharding;
+} Ranks;
+
+// All ways to run one model at one length.
+static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
+    ModelConfig model;
+    if (!model_config_preset(&model, name)) die("no preset %s", name);
+    char label[256];
+    for (int recipe = RECIPE_TENSORWISE; recipe <= RECIPE_BF16; recipe++)
+        for (int variant = 0; variant < 16; variant++) {
+            Options o = options_default();
+            o.model = name, o.batch_size = B, o.sequence_length = T, o.sharding = ranks.sharding;
+            o.precision = recipe == RECIPE_BF16 ? PRECISION_BF16 : PRECISION_FP8;
+            if (recipe < RECIPE_BF16) o.fp8_recipe = recipe, o.fp8_emulate = recipe == RECIPE_MXFP8;
+            o.recompute = variant & 1 ? RECOMPUTE_LAYER : RECOMPUTE_NONE;
+            o.grad_accumulation_steps = variant & 2 ? 2 : 1;
+            const bool cache = variant & 4, whole = ranks.world == 1 || ranks.sharding == SHARDING_NONE;
+            if (cache && (!whole || recipe == RECIPE_BF16)) continue;
+            o.fp8_weight_cache = cache ? ON : OFF;
+            if (variant & 8) o.master_weights = o.optimizer_state = STORAGE_FP32, o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
+            format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s%s, %d micro-steps%s%s", name, (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name,
+                           variant & 1 ? ", computed again" : "", variant & 2 ? 2 : 1, cache ? ", weights kept" : "", variant & 8 ? ", fp32 state, filtered" : "");
+            check_run(label, o, &model, ranks.world);
+        }
+}
+
+// The comparison itself: pieces moved onto others are noticed.
+static void test_comparison(void) {
+    char *const base = (char *)((intptr_t)1 << 40);
+    num_pieces = 0;
+    needed("a", base, 256, 0, 3);
+    needed("b", base + 256, 256, 0, 3);
+    needed("c", base, 512, 4, 5);
+    CHECK(!find_trouble(base, 512), "%s", find_trouble(base, 512));
+    CHECK(find_trouble(base, 511), "a piece that leaves the arena was not noticed");
+    pieces[1].at = base + 240;
+    CHECK(find_trouble(base, 512), "two pieces in one place were not noticed");
+    pieces[1].at = base + 256, pieces[2].from = 3;
+    CHECK(find_trouble(base, 512), "a piece that comes too early was not noticed");
+}
+
+int main(void) {
+    static const char *const models[] = {"tiny", "small", "llama3.2-1b", "llama3.1-8b", "qwen3-4b", "qwen3-8b", "qwen2.5-7b"};
+    static const Ranks ranks[] = {{"1 rank", 1, SHARDING_FULL}, {"4 ranks", 4, SHARDING_FULL}, {"4 ranks, grad_op", 4, SHARDING_GRAD_OP}, {"2 ranks, whole", 2, SHARDING_NONE}};
+    test_comparison();
+    for (size_t i = 0; i < sizeof models / sizeof models[0]; i++)
+        for (size_t r = 0; r < sizeof ranks / sizeof ranks[0]; r++) {
+            check_model(models[i], 1, 64, ranks[r]);
+            check_model(models[i], 1, 2048, ranks[r]);
+            check_model(models[i], 3, 8192, ranks[r]);
+        }
+    return check_report();
+}
