@@ -403,7 +403,8 @@ static ArenaRange place_logits_and_layer_memory(Trainer *t, Arena *a, ArenaRange
     return in_room ? left : room;
 }
 
-// Gradients, activations and logits.
+// Gradients, activations and logits. The last layers' activations lie where the layers' gradients will be; in what logits and layers leave of the embedding's,
+// which is written last, those of the first layers and of the loss, as far as they fit.
 static void place_activations(Trainer *t, Arena *a) {
     const Dims *d = &t->d;
     const GradientRoom room = place_gradients(t, a);
