@@ -193,6 +193,17 @@ static const char *find_trouble(const char *base, int64_t size) {
     return NULL;
 }
 
+// The operands and the result of the largest product in bf16, as plan_product() puts them at the start of the arena to time it.
+static int64_t largest_product(const Trainer *t) {
+    int64_t most = 0;
+    for (int id = 0; id <= NUM_LINEARS; id++) {
+        const LinearShape *s = id < NUM_LINEARS ? t->linear[id].shape : &t->lm_head_shape;
+        const int64_t R = id < NUM_LINEARS ? t->d.R : t->d.chunk;
+        most = max_i64(most, 2 * (s->N * s->K + R * s->K + R * s->N) + 3 * ARENA_ALIGNMENT);
+    }
+    return most;
+}
+
 static void check_run(const char *label, Options o, const ModelConfig *model, int64_t world) {
     char *const base = (char *)((intptr_t)1 << 40);
     options_resolve(&o);
@@ -213,6 +224,8 @@ static void check_run(const char *label, Options o, const ModelConfig *model, in
     list_backward(&t, m);
     const char *trouble = find_trouble(base, arena.used);
     CHECK(!trouble, "%s: %s", label, trouble);
+    CHECK(largest_product(&t) <= (char *)t.gemm.workspace - base, "%s: a product of %lld bytes reaches its workspace at %lld", label, (long long)largest_product(&t),
+          (long long)((char *)t.gemm.workspace - base));
     CHECK(plan.used == arena.used, "%s: %lld bytes planned, %lld placed", label, (long long)plan.used, (long long)arena.used);
     fsdp_destroy(&t.fsdp);
     precision_free(&t.precision);
