@@ -240,9 +240,11 @@ static Copies copies_needed(const Trainer *t, int64_t first, int64_t last, Linea
     return c;
 }
 
-static int64_t copy_scale_bytes(const Trainer *t, TensorRole tensor, CopyKind copy, int64_t outer, int64_t depth) {
+// Bytes of the scales of an FP8 copy of a tensor [R, columns].
+static int64_t copy_scale_bytes(const Trainer *t, TensorRole tensor, CopyKind copy, int64_t columns) {
     const Grain g = recipe_grain(t->precision.recipe, tensor, copy);
-    return g == GRAIN_TENSOR ? 0 : scale_bytes(g, outer, depth);
+    const CopyShape s = copy_shape(t->d.R, columns, copy);
+    return g == GRAIN_TENSOR ? 0 : scale_bytes(g, s.outer, s.depth);
 }
 
 // The input of linear layer `id`, [R, K], for layers [first, last). Row-major FP8 copies die after the forward product, so layers share one, in `row`.
@@ -252,7 +254,7 @@ static GemmInput place_input(Trainer *t, Arena *a, LinearId id, int64_t first, i
     const int64_t R = t->d.R, K = t->precision.linear[id].K;
     const Copies need = copies_needed(t, first, last, id, TENSOR_X);
     if (need.fp8_row) input.row = row->row, input.row_scales = row->row_scales;
-    if (need.fp8_col) input.col = take_bytes(a, R * K), input.col_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_X, COPY_COL, K, R));
+    if (need.fp8_col) input.col = take_bytes(a, R * K), input.col_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_X, COPY_COL, K));
     if (need.bf16 && id != OUT_PROJ) input.bf16_data = take_bf16(a, R * K);  // OUT_PROJ's is the attention's output
     return input;
 }
@@ -339,8 +341,8 @@ static GemmInput place_gradient_copies(Trainer *t, Arena *a, int64_t columns) {
     const bool col = recipe_grain(t->precision.recipe, TENSOR_DY, COPY_COL) != GRAIN_BF16;
     GemmInput dy;
     memset(&dy, 0, sizeof dy);
-    dy.row = take_bytes(a, R * columns), dy.row_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_DY, COPY_ROW, R, columns));
-    if (col) dy.col = take_bytes(a, R * columns), dy.col_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_DY, COPY_COL, columns, R));
+    dy.row = take_bytes(a, R * columns), dy.row_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_DY, COPY_ROW, columns));
+    if (col) dy.col = take_bytes(a, R * columns), dy.col_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_DY, COPY_COL, columns));
     return dy;
 }
 
@@ -370,7 +372,7 @@ static void place_layer_memory(Trainer *t, Arena *a, LayerActs *shared, GemmInpu
     arena_group(a, "FP8 weights of one layer at a time");
     if (fsdp_copies_pass(&t->fsdp)) fsdp_place_copies(&t->fsdp, a);
     arena_group(a, "activations of one layer at a time");
-    if (t->precision.any_fp8) row->row = take_bytes(a, d->R * widest), row->row_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_X, COPY_ROW, d->R, widest));
+    if (t->precision.any_fp8) row->row = take_bytes(a, d->R * widest), row->row_scales = take_bytes(a, copy_scale_bytes(t, TENSOR_X, COPY_ROW, widest));
     const GemmInput down_input = place_input(t, a, DOWN_PROJ, 0, d->L, row);
     for (int64_t l = 0; l < d->L; l++) t->acts[l].input[DOWN_PROJ] = down_input;
     if (t->o->recompute == RECOMPUTE_LAYER) place_layer_acts(t, a, shared, 0, d->L, row);

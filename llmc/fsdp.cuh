@@ -525,7 +525,8 @@ static inline int64_t fsdp_loss_room(const Fsdp *f) {
     return f->clears_gaps ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
 }
 
-static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->sharded ? f->layer_grads[0] : fsdp_gradients(f, 0).embedding; }
+// Where that is with several ranks to one copy of the weights; on one GPU the trainer places it.
+static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->layer_grads[0]; }
 
 enum { FSDP_THREADS = 256 };
 

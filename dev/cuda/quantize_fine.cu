@@ -90,7 +90,8 @@ static void check_amaxes(const char *label, const Fp8Tensor *t, const float *x, 
 
 static void check_dequantized(const char *label, const Fp8Tensor *t, CopyKind copy, int64_t R, int64_t C) {
     const Grain grain = copy == COPY_ROW ? t->row_grain : t->col_grain;
-    const int64_t outer = copy == COPY_ROW ? R : C, depth = copy == COPY_ROW ? C : R;
+    const CopyShape s = copy_shape(R, C, copy);
+    const int64_t outer = s.outer, depth = s.depth;
     if (depth % 16) return;
     bf16 *out = (bf16 *)bench_alloc(R * C * 2);
     const uint8_t *device_codes = copy == COPY_ROW ? t->row : t->col;

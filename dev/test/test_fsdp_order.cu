@@ -288,7 +288,8 @@ static void write_gradients(Rank *r, int64_t unit) {
 
 static void write_logits(Rank *r) {
     const int64_t room = fsdp_loss_room(&r->f);
-    if (room) note_write(r->f.stream, fsdp_loss_memory(&r->f), room * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
+    const bf16 *to = r->f.sharded ? fsdp_loss_memory(&r->f) : fsdp_gradients(&r->f, 0).embedding;
+    if (room) note_write(r->f.stream, to, room * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
 }
 
 // The embedding's gradient, from all ranks' inputs to the rank's part of it, or from its own.

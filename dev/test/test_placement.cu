@@ -44,8 +44,6 @@ static void needed_by_layers(Moments m, const char *name, const void *at, int64_
 static void needed_in_backward(Moments m, const char *name, const void *at, int64_t bytes) { needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0)); }
 static void needed_always(Moments m, const char *name, const void *at, int64_t bytes) { needed(name, at, bytes, 0, optimizer(m)); }
 
-static int64_t col_scale_bytes_of(const Trainer *t, TensorRole tensor, int64_t columns) { return copy_scale_bytes(t, tensor, COPY_COL, columns, t->d.R); }
-
 static void list_state(const Trainer *t, Moments m) {
     const int64_t n = t->fsdp.plan.total, state = n * (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2), tensors = t->d.L * NUM_SCALES;
     needed_always(m, "weights", t->weights, 2 * n);
@@ -64,6 +62,7 @@ static void list_state(const Trainer *t, Moments m) {
     for (int i = 0; i < TOKEN_SLOTS; i++) needed_always(m, "tokens", t->tokens[i].device, batch_bytes(t));
     needed_always(m, "workspace of products", t->gemm.workspace, GEMM_WORKSPACE_BYTES);
     needed_always(m, "emulated operands", t->gemm.scratch, emulation_elements(t) * 2);
+    needed_always(m, "their scale", t->gemm.alpha, 4);
     needed_always(m, "workspace of the optimizer", t->adamw_workspace, (int64_t)adamw_workspace_bytes());
 }
 
@@ -99,9 +98,11 @@ static void list_fsdp(const Trainer *t, Moments m) {
     needed_always(m, "sums in fp32", f->staging, f->plan.group * f->staging_slice * 4);
     if (!f->sharded) return;
     needed_always(m, "FP8 shard", f->shard_fp8, f->shard_fp8 ? t->d.L * f->plan.layer_slices[SEGMENT_MATRICES] : 0);
+    needed_always(m, "gathered root", f->root, f->plan.group * segment_begin(f->plan.root_slices, f->embedding_passes ? SEGMENT_EMBEDDING : NUM_SEGMENTS) * 2);
     needed_always(m, "gathered vectors", f->vectors, t->d.L * fsdp_layer_vectors(f) * 2);
     needed_always(m, "gathered layers", f->slots, f->num_slots * matrices * fsdp_slot_element(f));
-    needed_always(m, "gradient of the root, whole", f->root_grads, fsdp_root_gradient(f) * 2);
+    const int64_t embedding = f->embedding_passes ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0, inputs = f->embedding_ranks > 1 ? f->input_elements : 0;
+    needed_always(m, "gradient of the root, whole, and what takes turns with it", f->root_grads, max_i64(fsdp_root_gradient(f), f->plan.group * max_i64(embedding, inputs)) * 2);
     needed_in_backward(m, "gradients of layers, whole", f->layer_grads[0], FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1) * 2);
     needed_always(m, "received gradients", f->received, (f->plan.group - 1) * f->received_slice * 2);
     needed_always(m, "arrivals", f->arrivals, PEER_MAX_RANKS * 4);
@@ -117,9 +118,9 @@ static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
         {"input of qkv", a->input[QKV_PROJ].bf16_data, d->R * d->C * 2}, {"input of gate_up", a->input[GATE_UP_PROJ].bf16_data, d->R * d->C * 2},
         {"columns of qkv's input", a->input[QKV_PROJ].col, d->R * d->C}, {"columns of attn_out's input", a->input[OUT_PROJ].col, d->R * d->ATT},
         {"columns of gate_up's input", a->input[GATE_UP_PROJ].col, d->R * d->C},
-        {"their scales, qkv", a->input[QKV_PROJ].col_scales, a->input[QKV_PROJ].col ? col_scale_bytes_of(t, TENSOR_X, d->C) : 0},
-        {"their scales, attn_out", a->input[OUT_PROJ].col_scales, a->input[OUT_PROJ].col ? col_scale_bytes_of(t, TENSOR_X, d->ATT) : 0},
-        {"their scales, gate_up", a->input[GATE_UP_PROJ].col_scales, a->input[GATE_UP_PROJ].col ? col_scale_bytes_of(t, TENSOR_X, d->C) : 0}};
+        {"their scales, qkv", a->input[QKV_PROJ].col_scales, a->input[QKV_PROJ].col ? copy_scale_bytes(t, TENSOR_X, COPY_COL, d->C) : 0},
+        {"their scales, attn_out", a->input[OUT_PROJ].col_scales, a->input[OUT_PROJ].col ? copy_scale_bytes(t, TENSOR_X, COPY_COL, d->ATT) : 0},
+        {"their scales, gate_up", a->input[GATE_UP_PROJ].col_scales, a->input[GATE_UP_PROJ].col ? copy_scale_bytes(t, TENSOR_X, COPY_COL, d->C) : 0}};
     for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++) {
         if (shared) needed_by_layers(m, kept[i].name, kept[i].at, kept[i].bytes);
         else needed(kept[i].name, kept[i].at, kept[i].bytes, l, backward(m, l));
@@ -136,10 +137,10 @@ static void list_activations(const Trainer *t, Moments m) {
         if (!recompute || l == 0) list_layer(t, m, l, recompute);
     }
     needed_by_layers(m, "rows of an input", qkv->row ? qkv->row : down->row, d->R * widest);
-    needed_by_layers(m, "their scales", qkv->row_scales ? qkv->row_scales : down->row_scales, t->precision.any_fp8 ? copy_scale_bytes(t, TENSOR_X, COPY_ROW, d->R, widest) : 0);
+    needed_by_layers(m, "their scales", qkv->row_scales ? qkv->row_scales : down->row_scales, t->precision.any_fp8 ? copy_scale_bytes(t, TENSOR_X, COPY_ROW, widest) : 0);
     needed_by_layers(m, "input of down", down->bf16_data, d->R * d->F * 2);
     needed_by_layers(m, "columns of down's input", down->col, d->R * d->F);
-    needed_by_layers(m, "their scales, down", down->col_scales, down->col ? col_scale_bytes_of(t, TENSOR_X, d->F) : 0);
+    needed_by_layers(m, "their scales, down", down->col_scales, down->col ? copy_scale_bytes(t, TENSOR_X, COPY_COL, d->F) : 0);
     needed_by_layers(m, "branch", t->branch, d->R * d->C * 2);
     needed_by_layers(m, "rotated q, k, v", t->qkv_rotated, d->R * d->QKV * 2);
     needed("x_final", t->x_final, d->R * d->C * 2, final_norm(m), final_norm_backward(m));
@@ -162,8 +163,8 @@ static void list_backward(const Trainer *t, Moments m) {
         const int64_t columns = wide ? 2 * d->F : narrow;
         needed_in_backward(m, "rows of a gradient", dy->row, d->R * columns);
         needed_in_backward(m, "columns of a gradient", dy->col, d->R * columns);
-        needed_in_backward(m, "scales of its rows", dy->row_scales, dy->row ? copy_scale_bytes(t, TENSOR_DY, COPY_ROW, d->R, columns) : 0);
-        needed_in_backward(m, "scales of its columns", dy->col_scales, dy->col ? col_scale_bytes_of(t, TENSOR_DY, columns) : 0);
+        needed_in_backward(m, "scales of its rows", dy->row_scales, dy->row ? copy_scale_bytes(t, TENSOR_DY, COPY_ROW, columns) : 0);
+        needed_in_backward(m, "scales of its columns", dy->col_scales, dy->col ? copy_scale_bytes(t, TENSOR_DY, COPY_COL, columns) : 0);
     }
     needed_in_backward(m, "workspace of attention", t->attention_workspace, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
     needed_in_backward(m, "workspace of RoPE", t->rope_workspace, (int64_t)rope_workspace_bytes(d->R, d->NH, d->NKV, d->HD));
@@ -179,7 +180,7 @@ static const char *find_trouble(const char *base, int64_t size) {
     static char trouble[256];
     for (int i = 0; i < num_pieces; i++) {
         const Piece *p = &pieces[i];
-        if (p->at < base || p->at + p->bytes > base + size || (p->at - base) % ARENA_ALIGNMENT % 16) {
+        if (p->at < base || p->at + p->bytes > base + size || (p->at - base) % 16) {
             format_checked(trouble, sizeof trouble, "%s lies at [%lld, %lld) of %lld", p->name, (long long)(p->at - base), (long long)(p->at - base + p->bytes), (long long)size);
             return trouble;
         }

@@ -30,11 +30,12 @@ typedef struct {
 } Copy;
 
 static Copy copy_make(const Matrix *m, CopyKind kind, Grain grain, ScaleRule rule, Fp8Format format, float scale) {
-    Copy c = {kind == COPY_ROW ? m->R : m->C, kind == COPY_ROW ? m->C : m->R, NULL, NULL};
+    const CopyShape shape = copy_shape(m->R, m->C, kind);
+    Copy c = {shape.outer, shape.depth, NULL, NULL};
     c.codes = (uint8_t *)xcalloc((size_t)(c.outer * c.depth), 1);
     c.scales = xcalloc((size_t)scale_bytes(grain, c.outer, c.depth), 1);
     memset(c.scales, 0xa5, (size_t)scale_bytes(grain, c.outer, c.depth));
-    quantize_copy(c.codes, c.scales, m->x, copy_shape(m->R, m->C, kind), grain, rule, format, scale);
+    quantize_copy(c.codes, c.scales, m->x, shape, grain, rule, format, scale);
     return c;
 }
 
