@@ -83,6 +83,7 @@ typedef struct {
     uint8_t *shard_fp8;     // [L, slice] of the matrices, cast
     uint32_t *amax;         // weight of linear layer j of layer l: from amax[l * amax_stride + scales[j].amax] on
     int64_t amax_stride;
+    bool *amaxes_known;     // [units]: those of the layer's weights have been found since these changed; not of tensor scales, whose amaxes come with the change
     float *inverse_scale;   // of tensor scales: of number l * scale_stride + j, 4 floats apart
     const float *delayed_scale;  // the same, 1 float apart; NULL: current scaling
     int64_t scale_stride;
@@ -172,6 +173,7 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->num_cols = !f->fp8 ? 0 : f->cached || (f->sharded && f->keep_units) ? L : 1;
     f->num_rows = f->fp8_gather && f->sharded && !precision->any_bf16 ? 0 : f->num_cols;  // where all travel as FP8, the slots hold the rows
     f->slot = (FsdpSlot *)xcalloc((size_t)f->num_slots, sizeof *f->slot);
+    f->amaxes_known = (bool *)xcalloc((size_t)unit_count(table), sizeof *f->amaxes_known);
     f->row_unit = (int64_t *)xcalloc((size_t)f->num_rows, sizeof *f->row_unit);
     f->col_unit = (int64_t *)xcalloc((size_t)f->num_cols, sizeof *f->col_unit);
 }
@@ -252,6 +254,7 @@ static inline void fsdp_destroy(Fsdp *f) {
         }
     }
     free(f->slot);
+    free(f->amaxes_known);
     free(f->row_unit);
     free(f->col_unit);
 }
@@ -329,7 +332,7 @@ static inline Fp8Tensor fsdp_weight_fp8(const Fsdp *f, int64_t unit, int j) {
     return q;
 }
 
-// Casts the layer's FP8 weights to the copies asked for.
+// Casts the layer's FP8 weights to the copies asked for. The first cast since they changed finds the amaxes of both copies.
 static inline void fsdp_cast(Fsdp *f, int64_t unit, const bf16 *matrices, bool rows, bool cols) {
     for (int j = 0; j < NUM_LINEARS; j++) {
         const LinearShape *s = &f->precision->linear[j];
@@ -338,13 +341,10 @@ static inline void fsdp_cast(Fsdp *f, int64_t unit, const bf16 *matrices, bool r
         Fp8Tensor q = fsdp_weight_fp8(f, unit, j);
         if (!rows) q.row = NULL;
         if (!cols) q.col = NULL;
-        if (!fsdp_tensor_scales(f)) {
-            const int64_t amaxes = tensor_amaxes(q.row_grain, q.col_grain, s->N, s->K);
-            if (amaxes) CUDA_CHECK(cudaMemsetAsync(q.amax, 0, (size_t)amaxes * sizeof(uint32_t), f->stream));
-            if (amaxes) tensor_amax_pass(q, matrices + s->offset, s->N, s->K, f->stream);
-        }
+        if (!fsdp_tensor_scales(f) && !f->amaxes_known[unit]) tensor_amax_pass(q, matrices + s->offset, s->N, s->K, f->stream);
         quantize_transpose(q, matrices + s->offset, s->N, s->K, f->stream);
     }
+    f->amaxes_known[unit] = true;
 }
 
 // Whether the FP8 rows of the unit are still there from an earlier pass and are all that anybody reads of it.
@@ -468,9 +468,11 @@ static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
     fsdp_compute_after(f);
 }
 
-// The same for the layers; the amaxes of the whole weights are known where their recipe has tensor scales. From here on everything computes with the new weights.
+// The same for the layers; the amaxes of the whole weights are known where their recipe has tensor scales, and cleared elsewhere. From here on everything
+// computes with the new weights.
 static inline void fsdp_layers_changed(Fsdp *f) {
     fsdp_forget(f);
+    memset(f->amaxes_known, 0, (size_t)unit_count(f->table) * sizeof *f->amaxes_known);
     if (!f->sharded) {
         for (int64_t unit = 1; f->fp8 && f->cached && unit < unit_count(f->table); unit++) fsdp_cast(f, unit, fsdp_weights(f, unit).matrices, true, true);
         return;

@@ -121,8 +121,20 @@ static void note_slices(cudaStream_t s, const Fp8Slices *slices) {
     }
 }
 
+// The amaxes of rows, columns or the tensor, as the grains of its copies need them.
+static void note_amax_pass(cudaStream_t s, const TensorSource *source, const FineAmaxes *to, int64_t R, int64_t C) {
+    note_read(s, source->x, R * C * (int64_t)sizeof(bf16), ORDER_CARRIED);
+    if (to->rows) note_write(s, to->rows, R * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
+    if (to->columns) note_write(s, to->columns, C * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
+    if (to->tensor) note_write(s, to->tensor, sizeof(uint32_t), ORDER_CARRIED);
+}
+
+// A cast by scales of blocks has no amaxes; those of tensor scales come from elsewhere. All others are of the same weights as what is cast.
 static void note_cast(cudaStream_t s, const TensorSource *source, const Fp8Tensor *out, int64_t R, int64_t C) {
+    const int64_t of_rows = copy_amaxes(out->row_grain, R), of_columns = copy_amaxes(out->col_grain, C);
     if (out->row_grain == GRAIN_TENSOR) note_read(s, out->amax, sizeof(uint32_t), ORDER_ANY);
+    else if (out->row && of_rows) note_read(s, out->amax, of_rows * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
+    if (out->col_grain != GRAIN_TENSOR && out->col && of_columns) note_read(s, out->amax + of_rows, of_columns * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
     note_read(s, source->x, R * C * (int64_t)sizeof(bf16), ORDER_CARRIED);
     if (out->row) note_write(s, out->row, R * C, ORDER_CARRIED);
     if (out->col) note_write(s, out->col, R * C, ORDER_CARRIED);
@@ -171,7 +183,7 @@ static bool is_amax_pass(const void *function) {
 static void note_kernel(cudaStream_t s, const void *function, void **arguments) {
     if (is_cast(function)) note_cast(s, (TensorSource *)arguments[0], (Fp8Tensor *)arguments[1], INTEGER(2), INTEGER(3));
     else if (is_fine_cast(function)) note_cast(s, (TensorSource *)arguments[0], (Fp8Tensor *)arguments[1], INTEGER(3), INTEGER(4));
-    else if (is_amax_pass(function)) note_read(s, ((TensorSource *)arguments[0])->x, INTEGER(2) * INTEGER(3) * (int64_t)sizeof(bf16), ORDER_ANY);
+    else if (is_amax_pass(function)) note_amax_pass(s, (TensorSource *)arguments[0], (FineAmaxes *)arguments[1], INTEGER(2), INTEGER(3));
     else if (function == (const void *)quantize_slices_kernel<FP8_E4M3>) note_slices(s, (Fp8Slices *)arguments[0]);
     else if (function == (const void *)fp8_transpose_kernel) note_transpose(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), INTEGER(2) * INTEGER(3));
     else if (function == (const void *)fsdp_to_fp32_kernel) note_to_fp32(s, POINTER(float, 0), POINTER(bf16, 1), INTEGER(2), INTEGER(3), INTEGER(4));
@@ -594,6 +606,7 @@ int main(void) {
             check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "first", ON, recompute, OFF);
             check_all(world, PRECISION_FP8, RECIPE_ROWWISE, "", OFF, recompute, OFF);
             check_all(world, PRECISION_FP8, RECIPE_ROWWISE, "", OFF, recompute, ON);
+            check_all(world, PRECISION_FP8, RECIPE_ROWWISE_GW_HP, "", OFF, recompute, ON);
             check_all(world, PRECISION_FP8, RECIPE_BLOCKWISE, "last", OFF, recompute, ON);
         }
     }
