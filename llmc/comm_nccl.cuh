@@ -22,8 +22,8 @@
 // it lose them. More blocks move data faster; 16 are an eighth of an H200. NCCL's own choice may be up to 32.
 #define NCCL_MAX_CTAS 16
 
-// Between the end of one collective and that of the next; a layer's forward or backward pass lies between them. With the time mpirun takes to end
-// the processes, all ranks are gone within a minute of the death of one.
+// From when a collective's turn comes, behind the computing that it waits for, to its end. With the time mpirun takes to end the processes, all ranks are
+// gone within a minute of the death of one.
 #define NCCL_DEADLINE_SECONDS 45
 
 // Collectives in flight that the watch tells apart; the host waits when there are more.
@@ -33,7 +33,7 @@
 #define NCCL_OVERHEAD_BYTES (512ll << 20)
 
 typedef struct {
-    cudaEvent_t done;
+    cudaEvent_t begun, done;
     const char *what;
     int64_t unit, step;
 } NcclOperation;
@@ -96,6 +96,7 @@ static inline void nccl_watch(Nccl *n) {
         nccl_set(&n->progress, nccl_now());
         nccl_set(&n->finished, n->finished + 1);
     }
+    if (n->finished < n->enqueued && !nccl_has_happened(n->operations[n->finished % NCCL_PENDING].begun)) nccl_set(&n->progress, nccl_now());  // its turn has not come
     const ncclResult_t state = nccl_state(n);
     if (state == ncclSuccess || state == ncclInProgress) return;
     char reason[512];
@@ -142,6 +143,7 @@ static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t unit)
     if (n->enqueued - n->finished == NCCL_PENDING) nccl_wait(n, n->operations[n->finished % NCCL_PENDING].done);
     NcclOperation *o = &n->operations[n->enqueued % NCCL_PENDING];
     o->what = what, o->unit = unit, o->step = n->step;
+    CUDA_CHECK(cudaEventRecord(o->begun, n->stream));
 }
 
 static inline void nccl_end_operation(Nccl *n) {
@@ -198,7 +200,10 @@ static inline void nccl_open(Nccl *n, const Comm *host) {
     n->host = host, n->step = -1;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     CUDA_CHECK(cudaStreamCreateWithPriority(&n->stream, cudaStreamNonBlocking, highest));
-    for (int i = 0; i < NCCL_PENDING; i++) CUDA_CHECK(cudaEventCreateWithFlags(&n->operations[i].done, cudaEventDisableTiming));
+    for (int i = 0; i < NCCL_PENDING; i++) {
+        CUDA_CHECK(cudaEventCreateWithFlags(&n->operations[i].begun, cudaEventDisableTiming));
+        CUDA_CHECK(cudaEventCreateWithFlags(&n->operations[i].done, cudaEventDisableTiming));
+    }
     if (pthread_create(&n->watcher, NULL, nccl_guard, n)) die("cannot start the thread that watches over collectives: %s", strerror(errno));
     const ncclComm_t world = nccl_connect(n, COMM_WORLD, host->rank);
     if (host->group == host->world) n->comms[COMM_SHARD] = world;
@@ -221,7 +226,10 @@ static inline void nccl_close(Nccl *n) {
     }
     nccl_set(&n->closing, 1);
     if (pthread_join(n->watcher, NULL)) warn("the thread that watches over collectives does not end");
-    for (int i = 0; i < NCCL_PENDING; i++) CUDA_CHECK(cudaEventDestroy(n->operations[i].done));
+    for (int i = 0; i < NCCL_PENDING; i++) {
+        CUDA_CHECK(cudaEventDestroy(n->operations[i].begun));
+        CUDA_CHECK(cudaEventDestroy(n->operations[i].done));
+    }
     CUDA_CHECK(cudaStreamDestroy(n->stream));
 }
 

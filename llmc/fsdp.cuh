@@ -412,6 +412,7 @@ static inline void fsdp_acquire(Fsdp *f, int64_t unit, bool backward) {
 
 // The layer's weights have had their last reader of this pass.
 static inline void fsdp_release(Fsdp *f, int64_t unit) {
+    if (f->nccl) nccl_watch(f->nccl);  // a pass may be long, and have no collective of its own
     if (fsdp_copies_pass(f)) fsdp_forget(f);
     if (f->sharded) CUDA_CHECK(cudaEventRecord(f->slot[fsdp_ring(unit, f->num_slots)].released, f->stream));
 }

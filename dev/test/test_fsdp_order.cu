@@ -7,7 +7,7 @@
 #include "check.h"
 #include "order_model.h"
 
-enum { COMPUTE, COMMUNICATION, MAX_EVENTS = 1 << 11 };
+enum { COMPUTE, COMMUNICATION, MAX_EVENTS = 1 << 12 };
 static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication"};
 
 typedef struct {
@@ -31,6 +31,7 @@ static Rank ranks[ORDER_MAX_RANKS];
 static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // communicators: ranks in them
 static int64_t events[MAX_EVENTS];                    // number of the last record, -1: none
 static int64_t num_events, copied;
+static int64_t first_pending = INT64_MAX;             // events from this one on have not happened
 static Omission omission;
 
 static int64_t weights_of(int64_t step, int64_t unit) { return order_content(1 + step * 1000 + unit, 0); }
@@ -204,7 +205,7 @@ cudaError_t __wrap_cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-cudaError_t __wrap_cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+cudaError_t __wrap_cudaEventQuery(cudaEvent_t e) { return (intptr_t)e >= first_pending ? cudaErrorNotReady : cudaSuccess; }
 cudaError_t __wrap_cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
     events[(intptr_t)e - 1] = order_record(number_of(s));
     return cudaSuccess;
@@ -431,7 +432,10 @@ static void connect(Rank *r, int64_t rank) {
         r->nccl.comms[g] = sizes[g] > 1 ? (ncclComm_t)group : NULL;
     }
     r->nccl.stream = stream_handle(rank, COMMUNICATION);
-    for (int i = 0; i < NCCL_PENDING; i++) fsdp_event(&r->nccl.operations[i].done);
+    for (int i = 0; i < NCCL_PENDING; i++) {
+        fsdp_event(&r->nccl.operations[i].begun);
+        fsdp_event(&r->nccl.operations[i].done);
+    }
 }
 
 // What peer_memory_open finds.
@@ -582,18 +586,28 @@ static void check_embedding_ranks(void) {
     }
 }
 
-// What comes after a pause is not called late.
+// What comes after a pause is not called late, nor what waits for computing; what waits for others is.
 static void check_watch(void) {
     Nccl *n = &ranks[0].nccl;
     memset(n, 0, sizeof *n);
     n->stream = stream_handle(0, COMMUNICATION);
     num_events = 0;
     order_begin(1, stream_names, buffer_name);
-    fsdp_event(&n->operations[0].done);
+    for (int i = 0; i < 2; i++) fsdp_event(&n->operations[i].begun), fsdp_event(&n->operations[i].done);
     n->progress = nccl_now() - 2000 * NCCL_DEADLINE_SECONDS;
     nccl_begin_operation(n, "all-gather of the weights", 1);
     nccl_end_operation(n);
     CHECK(nccl_now() - n->progress < 1000 * NCCL_DEADLINE_SECONDS, "an operation is taken for late as soon as it is enqueued");
+    for (int begun = 0; begun < 2; begun++) {
+        n->progress = nccl_now() - 2000 * NCCL_DEADLINE_SECONDS;
+        first_pending = 1 + begun;  // the first operation's events are numbers 1 and 2
+        nccl_watch(n);
+        const bool late = nccl_now() - n->progress > 1000 * NCCL_DEADLINE_SECONDS;
+        CHECK(n->finished == 0 && late == begun, "an operation whose turn has %scome is %staken for late", begun ? "" : "not ", late ? "" : "not ");
+    }
+    first_pending = INT64_MAX;
+    nccl_watch(n);
+    CHECK(n->finished == 1 && nccl_now() - n->progress < 1000 * NCCL_DEADLINE_SECONDS, "the end of an operation is not noticed");
 }
 
 int main(void) {
