@@ -7,7 +7,6 @@
 // `mpirun -np N ./train_fp8 ...` trains one model with N ranks, sharded as llmc/shard_plan.h says. Every rank runs the same program on its own sequences of each batch.
 
 #include <omp.h>
-#include <signal.h>
 #include <sys/resource.h>
 
 #include "llmc/arena.h"
@@ -27,6 +26,7 @@
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
 #include "llmc/shard_plan.h"
+#include "llmc/stop.h"
 #include "llmc/tokenizer.h"
 
 // Skipped steps in a row after which a run with --on-nonfinite skip gives up.
@@ -618,6 +618,12 @@ static void histories_update(Trainer *t, bool weights) {
             }
 }
 
+// After an optimizer step, also one that was skipped: until now the weights were what their scales had cast.
+static void weights_recast(Trainer *t) {
+    if (t->precision.recipe->delayed) histories_update(t, true);
+    weights_refresh(t);
+}
+
 // Optimizer step `step` (counted from 0) with the gradients in t->gradients, whose norm is given.
 static void weights_update(Trainer *t, int64_t step, double norm) {
     const Options *o = t->o;
@@ -630,8 +636,7 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
         adamw_reference(t->master + r.shard, t->exp_avg + r.shard, t->exp_avg_sq + r.shard, t->gradients + r.shard, p->offset + r.first, r.count, p->flags & PARAM_DECAY,
                         factor, o->master_weights != STORAGE_FP32, o->optimizer_state == STORAGE_BF16, &s);
     }
-    if (t->precision.recipe->delayed) histories_update(t, true);  // not before: until now the weights were what this scale had cast
-    weights_refresh(t);
+    weights_recast(t);
 }
 
 static bool gradient_is_finite(const Trainer *t, const Parameter *p) {
@@ -641,20 +646,22 @@ static bool gradient_is_finite(const Trainer *t, const Parameter *p) {
     return true;
 }
 
-// The first tensor, in the order in which the backward pass makes them, whose gradient holds a value that is not finite: what follows from it
-// is bad too. That is the final norm and lm_head, then the layers from the last to the first, then the embedding. NULL: none. *rank: who holds it.
+// The first tensor, in the order in which the backward pass makes them (shard_plan.h), whose gradient holds a value that is not finite: what follows from it
+// is bad too. NULL: none. *rank: who holds it.
 static const Parameter *first_nonfinite(const Trainer *t, int64_t *rank) {
-    const int64_t count = t->table.count, world = t->comm->world, none = (t->d.L + 2) * count;
-    int64_t first = none;  // turn * count + place in the turn
-    for (int64_t i = 0; i < count; i++) {
+    const BackwardOrder order = backward_order(&t->table);
+    const int64_t world = t->comm->world;
+    int64_t first = t->table.total;
+    for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
-        const bool embedding = p->layer < 0 && p->offset == t->table.root.embedding;
-        const int64_t turn = embedding ? t->d.L + 1 : p->layer < 0 ? 0 : t->d.L - p->layer, key = turn * count + count - 1 - i;
-        if (key < first && !gradient_is_finite(t, p)) first = key;
+        const int64_t position = backward_position(order, p->offset);
+        if (position < first && !gradient_is_finite(t, p)) first = position;
     }
     const int64_t found = (int64_t)comm_min(t->comm, COMM_WORLD, (double)(first * world + t->comm->rank));
     *rank = found % world;
-    return found / world == none ? NULL : &t->table.entries[count - 1 - found / world % count];
+    for (int64_t i = 0; i < t->table.count; i++)
+        if (backward_position(order, t->table.entries[i].offset) == found / world) return &t->table.entries[i];
+    return NULL;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -737,6 +744,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
     s.skipped = !isfinite(s.norm);
     *skipped_in_a_row = s.skipped ? *skipped_in_a_row + 1 : 0;
     if (s.skipped) report_nonfinite(t, progress->step, s.loss, *skipped_in_a_row);
+    if (s.skipped) weights_recast(t);
     else weights_update(t, progress->step, s.norm);
     s.learning_rate = schedule_learning_rate(t->o, progress->step);
     s.step = ++progress->step;
@@ -749,20 +757,12 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-// A request to stop, from SIGTERM, SIGINT or SIGUSR1: the step in progress is finished, then the run saves and ends.
-static volatile sig_atomic_t stop_signal;
-
-static void handle_stop(int signal_number) { stop_signal = signal_number; }
-
-// The signal that some rank got; 0: none. All ranks ask together and get the same answer.
-static int stop_requested(const Trainer *t) { return (int)comm_max(t->comm, COMM_WORLD, (double)stop_signal); }
-
 // Mean loss of the first --val-steps batches of the validation data, each of --batch-size sequences for every rank. NAN if a stop was requested meanwhile.
 static double validate(Trainer *t, DataLoader *data) {
     const int64_t B = t->o->batch_size, world = t->comm->world, batches = max_i64(1, min_i64(t->o->val_steps, data->num_sequences / (B * world)));
     double loss = 0;
     for (int64_t i = 0; i < batches; i++) {
-        if (stop_requested(t)) return (double)NAN;
+        if (stop_requested(t->comm)) return (double)NAN;
         dataloader_batch(data, (i * world + t->comm->rank) * B, B, t->inputs, t->targets);
         model_forward(t, t->inputs, B, t->o->sequence_length);
         loss += model_loss(t, t->targets) / (double)batches;
@@ -779,7 +779,7 @@ static void print_sample(Trainer *t, const Tokenizer *tokenizer, int64_t step) {
     int32_t *tokens = (int32_t *)xcalloc((size_t)count + 1, sizeof(int32_t));
     tokens[0] = (int32_t)max_i64(0, separator);
     printf("sample after step %lld: ", (long long)step);
-    for (int64_t n = 1; n <= count && !stop_requested(t); n++) {
+    for (int64_t n = 1; n <= count && !stop_requested(t->comm); n++) {
         const int64_t length = min_i64(n, t->o->sequence_length);
         model_forward(t, tokens + n - length, 1, length);
         tokens[n] = sampler_choose(t->logits + (length - 1) * V, choices, (uint64_t)t->o->seed, step, n);
@@ -870,7 +870,7 @@ static void print_plan(const Trainer *t, const Arena *plan, const RunSetup *setu
 static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *progress) {
     const Options *o = t->o;
     int64_t skipped_in_a_row = 0;
-    int stop = stop_requested(t);
+    int stop = stop_requested(t->comm);
     while (progress->step < o->num_steps && !stop) {
         const StepRecord s = train_step(t, &setup->train, progress, &skipped_in_a_row);
         logger_step(log, &s);
@@ -878,23 +878,13 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
         const bool last = s.step == o->num_steps;
         if (*o->val_data && (last || is_due(o->val_every, s.step))) {
             const double loss = validate(t, &setup->val);
-            if (!isnan(loss) || !stop_requested(t)) logger_validation(log, s.step, loss);
+            if (!isnan(loss) || !stop_requested(t->comm)) logger_validation(log, s.step, loss);
         }
         if (o->sample_every && (last || is_due(o->sample_every, s.step))) print_sample(t, &setup->tokenizer, s.step);
-        stop = stop_requested(t);
+        stop = stop_requested(t->comm);
         if (*o->checkpoint_dir && (last || stop || is_due(o->checkpoint_every, s.step))) save_checkpoint(t, progress);
     }
     return stop;
-}
-
-static void watch_signals(void) {
-    struct sigaction action;
-    memset(&action, 0, sizeof action);
-    action.sa_handler = handle_stop;
-    action.sa_flags = SA_RESTART;
-    sigemptyset(&action.sa_mask);
-    if (sigaction(SIGTERM, &action, NULL) || sigaction(SIGINT, &action, NULL) || sigaction(SIGUSR1, &action, NULL))
-        die("cannot install signal handlers: %s", strerror(errno));
 }
 
 static void export_weights(Trainer *t, const RunSetup *setup) {
@@ -918,15 +908,15 @@ static int run(int argc, char **argv) {
     print_plan(&t, &plan, &setup);
     if (!o.dry_run) {
         trainer_allocate(&t);
-        watch_signals();
+        stop_catch();
         TrainerProgress progress = load_weights(&t, &setup);
         format_checked(device, sizeof device, "CPU, %d threads", omp_get_max_threads());
-        const RunInfo info = {"train_fp8", device, "compiler " __VERSION__, comm.world, o.peak_tflops * 1e12};
+        const RunInfo info = {"train_fp8", device, "compiler " __VERSION__, comm.world, o.peak_tflops * 1e12, progress.step > 0};
         Logger log = logger_open(&o, &t.m, &t.table, &t.precision, info);
         const int stop = train(&t, &setup, &log, &progress);
         logger_close(&log);
         if (o.fp8_audit) audit_print_table(t.run_audit, &t.precision);
-        if (stop) printf("stopped by signal %d after step %lld; %s\n", stop, (long long)progress.step, *o.checkpoint_dir ? "--resume continues" : "without --checkpoint-dir nothing was saved");
+        if (stop && progress.step < o.num_steps) stop_print(&o, stop, progress.step);
         else if (*o.export_hf) export_weights(&t, &setup);
     }
     run_setup_close(&setup);

@@ -5,7 +5,6 @@
 // and samples, checkpoints, and main. train_fp8.c is the same model in plain C on the CPU.
 
 #include <cuda_runtime.h>
-#include <signal.h>
 
 #include "llmc/adamw.cuh"
 #include "llmc/arena.h"
@@ -31,6 +30,7 @@
 #include "llmc/run_setup.h"
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
+#include "llmc/stop.h"
 #include "llmc/swiglu.cuh"
 #include "llmc/utils.h"
 
@@ -966,7 +966,7 @@ static void optimizer_step(Trainer *t, int64_t step) {
     adamw_squares(t->squares, t->grads, plan->total, t->adamw_workspace, t->stream);
     mark_bytes(t, "gradient norm", plan->total * 2);
     fsdp_reduce_statistics(f, &t->stats->loss, t->squares);
-    adamw_prepare(control, t->squares, fsdp_gradient_copies(f), t->grads, plan->total, s, (float)o->grad_clip, t->stream);
+    adamw_prepare(control, t->squares, fsdp_gradient_copies(f), t->grads, shard_backward_order(&t->table, plan), s, (float)o->grad_clip, t->stream);
     adamw_update_root(&arrays, &t->table, plan, control, t->stream);
     fsdp_root_changed(f);
     if (t->delayed_scale) {  // the amaxes of the weights' last cast enter their histories
@@ -1041,10 +1041,11 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
 // Validation and samples
 
 // Mean loss of the first --val-steps batches of the validation shards; a batch is one of each rank.
-static float validation_loss(Trainer *t, DataLoader *data) {
+static double validation_loss(Trainer *t, DataLoader *data) {
     const int64_t world = t->comm->world, batches = min_i64(t->o->val_steps, max_i64(1, dataloader_num_sequences(data) / (world * t->d.B)));
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t i = 0; i < batches; i++) {
+        if (stop_requested(t->comm)) return (double)NAN;
         const TokenSlot *slot = send_batch(t, data, (i * world + t->comm->rank) * t->d.B);
         model_forward(t, slot);
         loss_forward(t, slot);
@@ -1072,7 +1073,8 @@ static void position_logits(Trainer *t, TokenSlot *slot, int64_t position, float
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Checkpoints
+// Checkpoints. Copies between ordinary host memory and the GPU, on the stream of the computing: they return when the host memory has been written, or has been
+// read and may change, and what is enqueued after them sees what they wrote.
 
 static int64_t state_element_bytes(const Trainer *t, StateKind kind) {
     return kind == STATE_WEIGHTS ? (t->master ? 4 : 2) : (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2);
@@ -1085,13 +1087,13 @@ static char *state_array(const Trainer *t, StateKind kind) {
 static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = state_element_bytes(t, kind);
-    CUDA_CHECK(cudaMemcpy(host, state_array(t, kind) + offset * bytes, (size_t)(count * bytes), cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpyAsync(host, state_array(t, kind) + offset * bytes, (size_t)(count * bytes), cudaMemcpyDeviceToHost, t->stream));
 }
 
 static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = state_element_bytes(t, kind);
-    CUDA_CHECK(cudaMemcpy(state_array(t, kind) + offset * bytes, host, (size_t)(count * bytes), cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpyAsync(state_array(t, kind) + offset * bytes, host, (size_t)(count * bytes), cudaMemcpyHostToDevice, t->stream));
 }
 
 static TrainerState trainer_state(Trainer *t) {
@@ -1109,8 +1111,8 @@ static void copy_delayed_state(Trainer *t, bool to_host) {
     DelayedState *d = &t->delayed_state;
     if (!t->delayed_scale) return;
     const size_t history = (size_t)(d->tensors * d->window) * sizeof(float), scale = (size_t)d->tensors * sizeof(float);
-    CUDA_CHECK(cudaMemcpy(to_host ? d->history : t->amax_history, to_host ? t->amax_history : d->history, history, cudaMemcpyDefault));
-    CUDA_CHECK(cudaMemcpy(to_host ? d->scale : t->delayed_scale, to_host ? t->delayed_scale : d->scale, scale, cudaMemcpyDefault));
+    CUDA_CHECK(cudaMemcpyAsync(to_host ? d->history : t->amax_history, to_host ? t->amax_history : d->history, history, cudaMemcpyDefault, t->stream));
+    CUDA_CHECK(cudaMemcpyAsync(to_host ? d->scale : t->delayed_scale, to_host ? t->delayed_scale : d->scale, scale, cudaMemcpyDefault, t->stream));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1128,9 +1130,11 @@ static void check_supported(const ModelConfig *m, const Options *o) {
             die("model %s: %s = %lld is not a multiple of %d, which the GPU's matrix products need", m->name, sizes[i].name, (long long)sizes[i].value, multiple);
     }
     const Recipe *r = options_recipe(o);
-    if (r == recipe_row(RECIPE_MXFP8) && m->intermediate_size % 128)
-        die("model %s: intermediate_size = %lld is not a multiple of 128, which the cast of SwiGLU's gradient by --fp8-recipe %s needs; take another recipe", m->name,
-            (long long)m->intermediate_size, r->name);
+    const Grain gradient = recipe_grain(r, TENSOR_DY, COPY_ROW);
+    const bool gate_up_fp8 = gradient != GRAIN_BF16 && 2 * m->intermediate_size % r->multiple == 0, blocks = copy_amaxes(gradient, 1) == 0;
+    if (gate_up_fp8 && blocks && m->intermediate_size % CAST_TILE)
+        die("model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by --fp8-recipe %s needs; take another recipe", m->name,
+            (long long)m->intermediate_size, CAST_TILE, r->name);
 }
 
 // Whether the GPU multiplies as the recipe wants.
@@ -1188,7 +1192,7 @@ static void fill_rope_table(Trainer *t) {
     const size_t bytes = (size_t)(t->d.T * t->d.HD) * sizeof(float);
     float *table = (float *)xcalloc(bytes, 1);
     rope_table_fill(table, &t->m, t->d.T);
-    CUDA_CHECK(cudaMemcpy(t->rope_table, table, bytes, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpyAsync(t->rope_table, table, bytes, cudaMemcpyHostToDevice, t->stream));  // behind the clearing of its memory
     free(table);
 }
 
@@ -1294,19 +1298,6 @@ static void weights_changed(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The run
 
-static volatile sig_atomic_t stop_signal;
-
-static void request_stop(int signal_number) { stop_signal = signal_number; }
-
-static void catch_signals(void) {
-    struct sigaction action;
-    memset(&action, 0, sizeof action);
-    action.sa_handler = request_stop;
-    const int signals[] = {SIGTERM, SIGINT, SIGUSR1};
-    for (int i = 0; i < 3; i++)
-        if (sigaction(signals[i], &action, NULL)) die("sigaction: %s", strerror(errno));
-}
-
 typedef struct {
     Trainer t;
     RunSetup setup;
@@ -1327,12 +1318,13 @@ static void print_sample(Run *run, int64_t step) {
     trainer_wait_all(t);
     memset(slot->host, 0, (size_t)t->d.R * sizeof(int32_t));
     const int64_t separator = tokenizer->count ? tokenizer->separator : max_i64(0, t->m.bos_token_id), count = min_i64(t->o->sample_tokens, t->d.T - 1);
+    const int64_t choices = tokenizer->count ? min_i64(tokenizer->count, t->d.V) : t->d.V;
     float *logits = (float *)xcalloc((size_t)t->d.V, sizeof *logits);
     slot->host[0] = (int32_t)separator;
     printf("sample after step %lld: ", (long long)step);
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count && !stop_requested(t->comm); i++) {
         position_logits(t, slot, i, logits);
-        slot->host[i + 1] = sampler_choose(logits, tokenizer->count ? tokenizer->count : t->d.V, (uint64_t)t->o->seed, step, i);
+        slot->host[i + 1] = sampler_choose(logits, choices, (uint64_t)t->o->seed, step, i);
         comm_broadcast(t->comm, COMM_WORLD, 0, &slot->host[i + 1], sizeof(int32_t));  // another rank may have logits with other roundings
         if (slot->host[i + 1] == separator) break;
         tokenizer_print(tokenizer, slot->host[i + 1], stdout);
@@ -1351,21 +1343,27 @@ static int64_t shard_to_flat(const Trainer *t, int64_t i) {
         }
 }
 
-// Names the first non-finite gradient and ends the run; called by all ranks. The weights are those before that step.
+// Position in backward order, among all parameters, of the first gradient element of this rank that is not finite; `none` if there is none.
+static double nonfinite_position(const Trainer *t, const AdamwControl *control, double none) {
+    if (control->first_nonfinite == ADAMW_NONE) return none;
+    const int64_t element = backward_position(shard_backward_order(&t->table, &t->fsdp.plan), (int64_t)control->first_nonfinite);
+    return (double)backward_position(backward_order(&t->table), shard_to_flat(t, element));
+}
+
+// Names the first non-finite gradient, from which the others follow, and ends the run; called by all ranks. The weights are those before that step.
 static void die_nonfinite(const Trainer *t, const StepStats *stats, int64_t step) {
-    const double none = 0x1p62;
-    const double here = stats->control.first_nonfinite == ADAMW_NONE ? none : (double)shard_to_flat(t, (int64_t)stats->control.first_nonfinite);
-    const double first = comm_min(t->comm, COMM_WORLD, here);
-    const long long rank = (long long)comm_min(t->comm, COMM_WORLD, here == first ? (double)t->comm->rank : none);
+    const double none = 0x1p62, here = nonfinite_position(t, &stats->control, none), position = comm_min(t->comm, COMM_WORLD, here);
+    const long long rank = (long long)comm_min(t->comm, COMM_WORLD, here == position ? (double)t->comm->rank : none);
     if (t->comm->rank) comm_barrier(t->comm, COMM_WORLD);  // rank 0 speaks for all, and ends them
+    const int64_t first = position < none ? backward_position(backward_order(&t->table), (int64_t)position) : -1;
     const Parameter *bad = NULL;
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
-        if (first >= (double)p->offset && first < (double)(p->offset + parameter_elements(p))) bad = p;
+        if (first >= p->offset && first < p->offset + parameter_elements(p)) bad = p;
     }
     if (!bad) die("step %lld: the gradient norm is not finite (%g), though every gradient is: their squares overflow; rank 0, loss %g", (long long)step + 1, stats->control.gradient_norm, stats->loss);
-    die("step %lld: the gradient is not finite: first in %s, layer %lld, element %lld, kept by rank %lld; loss %g; the weights have not been changed by it (--on-nonfinite skip goes on)",
-        (long long)step + 1, bad->name, (long long)bad->layer, (long long)first - (long long)bad->offset, rank, stats->loss);
+    die("step %lld: the gradient is not finite: first, in backward order, in %s, layer %lld, element %lld, kept by rank %lld; loss %g; the weights have not been changed by it (--on-nonfinite skip goes on)",
+        (long long)step + 1, bad->name, (long long)bad->layer, (long long)(first - bad->offset), rank, stats->loss);
 }
 
 // Waits for step `step` and prints its line.
@@ -1416,42 +1414,47 @@ static void report_audit(Run *run, int64_t steps_done) {
     free(sums);
 }
 
-// Everything that happens between steps. `last`: the run ends here.
-static void between_steps(Run *run, int64_t done, bool last) {
+// Everything that happens between steps. `stop`: the signal that ends the run here, 0: none. Returns that, or one that has come meanwhile.
+static int between_steps(Run *run, int64_t done, int stop) {
     const Options *o = run->t.o;
+    const bool last = done == o->num_steps;
     if (is_due(o->fp8_audit, done)) report_audit(run, done);
-    if (*o->val_data && (last || is_due(o->val_every, done))) logger_validation(&run->logger, done, validation_loss(&run->t, &run->setup.val));
-    if (is_due(o->sample_every, done)) print_sample(run, done);
-    if (is_due(o->checkpoint_every, done) || last) save_checkpoint(run, done);
+    if (!stop && *o->val_data && (last || is_due(o->val_every, done))) {
+        const double loss = validation_loss(&run->t, &run->setup.val);
+        stop = stop_requested(run->t.comm);
+        if (!isnan(loss) || !stop) logger_validation(&run->logger, done, loss);
+    }
+    if (!stop && o->sample_every && (last || is_due(o->sample_every, done))) print_sample(run, done);
+    if (!stop) stop = stop_requested(run->t.comm);
+    if (last || stop || is_due(o->checkpoint_every, done)) save_checkpoint(run, done);
+    return stop;
 }
 
-static void train(Run *run) {
+// Steps until --num-steps or a stop signal. Returns how many are done, and in *stop that signal, 0 for none.
+static int64_t train(Run *run, int *stop) {
     Trainer *t = &run->t;
     const Options *o = t->o;
     CUDA_CHECK(cudaEventCreate(&run->begin));
     run->timing_broken = true;
     CUDA_CHECK(cudaEventRecord(run->begin, t->stream));
-    for (int64_t step = run->start.step, reported = step; step < o->num_steps; step++) {
+    int64_t step = run->start.step, reported = step;
+    for (*stop = 0; step < o->num_steps && !*stop; step++) {
         t->auditing = is_due(o->fp8_audit, step + 1);
         if (t->auditing) CUDA_CHECK(cudaMemsetAsync(t->audit, 0, (size_t)audit_count(&t->precision) * sizeof(AuditSums), t->stream));
         enqueue_step(t, &run->setup.train, step, samples_seen(run, step));
         t->auditing = false;
         // The line of a step is printed while the next one runs, so that the GPU never waits for the host; before anything else happens, all are.
         const int64_t done = step + 1;
-        const int signal_number = (int)comm_max(t->comm, COMM_WORLD, (double)stop_signal);  // to any rank
-        const bool last = done == o->num_steps || signal_number;
-        const bool pause = last || is_due(o->val_every, done) || is_due(o->sample_every, done) || is_due(o->checkpoint_every, done) || is_due(o->fp8_audit, done);
+        *stop = stop_requested(t->comm);
+        const bool pause = *stop || done == o->num_steps || is_due(o->val_every, done) || is_due(o->sample_every, done) || is_due(o->checkpoint_every, done) || is_due(o->fp8_audit, done);
         while (reported < (pause ? done : step)) report_step(run, reported++);
         if (!pause) continue;
-        between_steps(run, done, last);
-        if (signal_number) {
-            printf("stopped by signal %d after step %lld\n", signal_number, (long long)done);
-            break;
-        }
+        *stop = between_steps(run, done, *stop);
         run->timing_broken = true;
         CUDA_CHECK(cudaEventRecord(run->begin, t->stream));
     }
     CUDA_CHECK(cudaEventDestroy(run->begin));
+    return step;
 }
 
 #ifndef TESTING
@@ -1503,6 +1506,7 @@ static void load_start(Run *run, const char *checkpoint) {
     }
     if (!checkpoint && run->setup.load_weights) model_load_weights(run->setup.model_folder, &t->m, &t->table, &state);
     run->saved_step = checkpoint ? run->start.step : -1;
+    comm_barrier(t->comm, COMM_WORLD);  // some take long to read: NCCL's deadline runs from the first collective
     weights_changed(t);
 }
 
@@ -1532,24 +1536,26 @@ int main(int argc, char **argv) {
     const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
     print_ranks(&run.t);
     if (resume) checkpoint_check(checkpoint, &run.setup.model, &o);
-    catch_signals();
+    stop_catch();
     trainer_create(&run.t, &plan);
     arena_print_plan(&plan, memory_overhead(&comm));
     print_transport(&run.t);
     print_precisions(&run.t);
     load_start(&run, resume ? checkpoint : NULL);
     format_versions(versions, sizeof versions);
-    const RunInfo info = {"train_fp8cu", device.name, versions, comm.world, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name)};
+    const RunInfo info = {"train_fp8cu", device.name, versions, comm.world, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name), run.start.step > 0};
     run.logger = logger_open(&o, &run.setup.model, &run.t.table, &run.t.precision, info);
     if (o.fp8_audit) run.audit = (AuditSums *)xcalloc((size_t)audit_count(&run.t.precision), sizeof *run.audit);
     if (comm.world > 1) printf("\n%lld ranks, ", (long long)comm.world);
     else printf("\n");
     printf("%s, %s\n", device.name, versions);
-    train(&run);
+    int stop;
+    const int64_t steps_done = train(&run, &stop);
     if (o.fp8_audit) audit_print_table(run.audit, &run.t.precision);
     if (run.t.profile.count) profile_print(&run.t.profile, info.peak_bf16, profile_copy_rate((char *)run.t.logits, run.t.d.chunk * run.t.d.V, run.t.stream));
     logger_close(&run.logger);
-    if (*o.export_hf) {
+    if (stop && steps_done < o.num_steps) stop_print(&o, stop, steps_done);
+    else if (*o.export_hf) {
         const TrainerState state = trainer_state(&run.t);
         Failure failure;
         if (!model_export_hf(o.export_hf, &run.t.m, &run.t.table, &state, run.setup.model_folder, &failure)) die("%s", failure.text);

@@ -20,7 +20,7 @@ typedef struct {
     float gradient_factor;  // clipping
     float gradient_norm;    // before clipping
     uint32_t nonfinite;     // 1: the norm is not finite and the step is not applied
-    unsigned long long first_nonfinite;  // index, in the rank's shard, of the first gradient element that is not finite; ADAMW_NONE if there is none
+    unsigned long long first_nonfinite;  // position, in backward order, of the first element of the rank's gradients that is not finite; ADAMW_NONE if there is none
 } AdamwControl;
 
 #define ADAMW_NONE (~0ull)
@@ -87,14 +87,13 @@ static __global__ void adamw_prepare_kernel(AdamwControl *control, const double 
 }
 
 // Ends at once unless the norm was not finite.
-static __global__ void adamw_find_nonfinite_kernel(AdamwControl *control, const bf16 *gradients, int64_t n) {
+static __global__ void adamw_find_nonfinite_kernel(AdamwControl *control, const bf16 *gradients, BackwardOrder order) {
     grid_dependency_wait();
     if (!control->nonfinite) return;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
-        if (!isfinite(__bfloat162float(gradients[i]))) {
-            atomicMin(&control->first_nonfinite, (unsigned long long)i);
-            return;  // later elements of this thread have larger indices
-        }
+    unsigned long long first = ADAMW_NONE;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < order.total; i += gridDim.x * (int64_t)blockDim.x)
+        if (!isfinite(__bfloat162float(gradients[i]))) first = min(first, (unsigned long long)backward_position(order, i));
+    if (first != ADAMW_NONE) atomicMin(&control->first_nonfinite, first);
 }
 
 // Bytes of device memory that adamw_squares needs at `workspace`.
@@ -110,11 +109,11 @@ static inline void adamw_squares(double *squares, const bf16 *gradients, int64_t
 }
 
 // Fills *control (device) for this step. *squares (device): sum of squares over `copies` copies of the whole gradient. This rank's part of it,
-// gradients [n], is searched for what is not finite if the norm is not. grad_clip: largest norm, 0 for none.
-static inline void adamw_prepare(AdamwControl *control, const double *squares, int64_t copies, const bf16 *gradients, int64_t n, AdamwStep step, float grad_clip,
+// gradients [order.total], is searched for what is not finite if the norm is not. grad_clip: largest norm, 0 for none.
+static inline void adamw_prepare(AdamwControl *control, const double *squares, int64_t copies, const bf16 *gradients, BackwardOrder order, AdamwStep step, float grad_clip,
                                  cudaStream_t stream) {
     CUDA_LAUNCH(adamw_prepare_kernel, 1, 1, 0, stream, control, squares, copies, step, grad_clip);
-    CUDA_LAUNCH(adamw_find_nonfinite_kernel, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, n);
+    CUDA_LAUNCH(adamw_find_nonfinite_kernel, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

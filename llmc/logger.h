@@ -1,5 +1,5 @@
 // What a run prints and what it writes to LOG_DIR/log.jsonl: one JSON object a line, the first with all settings, then one a step, validation and
-// at the end a summary. A resumed run continues the file with a settings line of its own; any other run starts it anew.
+// at the end a summary. A run that goes on from a checkpoint continues the file with a settings line of its own; any other run starts it anew.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 
@@ -23,6 +23,7 @@ typedef struct {
     const char *versions;  // compiler, CUDA, cuBLASLt, driver: free text
     int64_t world_size;    // GPUs
     double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
+    bool resumed;          // from a checkpoint
 } RunInfo;
 
 typedef struct {
@@ -97,6 +98,22 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
     logger_write(l, &line);
 }
 
+// The log of a resumed run goes on behind its last whole line: one that a full disk or a power failure has cut off goes. NULL: errno says why.
+static inline FILE *logger_append(const char *path) {
+    FILE *file = fopen(path, "a+");
+    if (!file || fseeko(file, 0, SEEK_END)) return file;  // not every file has an end
+    const off_t size = ftello(file);
+    off_t end = size;
+    int last = EOF;
+    while (end > 0 && !fseeko(file, end - 1, SEEK_SET) && (last = fgetc(file)) != '\n' && last != EOF) end--;
+    if (end < size && (ferror(file) || ftruncate(fileno(file), end))) {
+        fclose(file);
+        return NULL;
+    }
+    fseeko(file, 0, SEEK_END);
+    return file;
+}
+
 // Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. `o` has its `auto` values resolved; `p` says what
 // the products run in, for sol.
 static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p, RunInfo run) {
@@ -110,7 +127,7 @@ static inline Logger logger_open(const Options *o, const ModelConfig *m, const P
     Failure failure;
     if (!folder_create(o->log_dir, true, &failure)) die("--log-dir: %s", failure.text);
     format_checked(l.path, sizeof l.path, "%s/log.jsonl", o->log_dir);
-    l.file = fopen(l.path, o->resume ? "a" : "w");
+    l.file = run.resumed ? logger_append(l.path) : fopen(l.path, "w");
     if (!l.file) die("--log-dir: cannot write %s: %s", l.path, strerror(errno));
     logger_write_settings(&l, o, m, t);
     return l;

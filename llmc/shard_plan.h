@@ -62,6 +62,15 @@ static inline int64_t shard_largest_slice(const ShardPlan *s) {
 // First element of a unit's slices in the flat shard arrays.
 static inline int64_t shard_unit_offset(const ShardPlan *s, int64_t unit) { return unit ? shard_unit_size(s, 0) + (unit - 1) * shard_unit_size(s, 1) : 0; }
 
+// The order in which the backward pass makes the elements of a flat array, of all parameters or of a rank's shard: the final norm and lm_head, then the layers
+// from the last to the first, then the embedding, which ends the root. That is both parts of the array, before the embedding and from it on, backwards.
+typedef struct {
+    int64_t embedding, total;  // where it begins, and the end of the array
+} BackwardOrder;
+
+// The position of element i, and the element of position i.
+HOST_DEVICE static inline int64_t backward_position(BackwardOrder o, int64_t i) { return (i < o.embedding ? 0 : o.total) + o.embedding - 1 - i; }
+
 static inline ShardSegment shard_segment(const ParameterTable *t, const ShardPlan *s, int64_t unit, int segment) {
     const int64_t *sizes = unit_segments(t, unit), *slices = shard_slices(s, unit);
     ShardSegment g;
@@ -79,6 +88,16 @@ static inline int64_t shard_gathered_offset(const ParameterTable *t, const Shard
     int segment = NUM_SEGMENTS - 1;
     while (segment > 0 && offset < segment_begin(sizes, segment)) segment--;
     return offset + s->group * segment_begin(shard_slices(s, unit), segment) - segment_begin(sizes, segment);
+}
+
+static inline BackwardOrder backward_order(const ParameterTable *t) {
+    const BackwardOrder o = {t->root.embedding, t->total};
+    return o;
+}
+
+static inline BackwardOrder shard_backward_order(const ParameterTable *t, const ShardPlan *s) {
+    const BackwardOrder o = {shard_segment(t, s, 0, embedding_segment(t)).shard, s->total};
+    return o;
 }
 
 // This rank's part of `count` elements from element `flat` of the flat array on, which must lie within one segment of `unit`.

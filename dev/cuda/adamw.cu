@@ -122,14 +122,15 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     a.exp_avg = upload(before->exp_avg, before->n, v.fp32_moments), a.exp_avg_sq = upload(before->exp_avg_sq, before->n, v.fp32_moments);
     a.fp32_moments = v.fp32_moments, a.gradients = (bf16 *)upload(before->gradients, before->n, false);
     AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
-    adamw_prepare(control, squares, 1, a.gradients, before->n, step, v.clip, 0);
+    const BackwardOrder order = shard_backward_order(t, plan);
+    adamw_prepare(control, squares, 1, a.gradients, order, step, v.clip, 0);
     adamw_update_root(&a, t, plan, control, 0);
     adamw_update_layers(&a, t, plan, amax, AMAX_STRIDE, control, 0);
     AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
     unsigned long long first_bad = ADAMW_NONE;
-    for (int64_t i = before->n - 1; i >= 0; i--)
-        if (!isfinite(before->gradients[i])) first_bad = (unsigned long long)i;
-    CHECK(c->nonfinite == (v.bad_element >= 0) && c->first_nonfinite == first_bad, "%s: flag %u, first non-finite element %llu, want %llu", label, c->nonfinite, c->first_nonfinite, first_bad);
+    for (int64_t position = before->n - 1; position >= 0; position--)
+        if (!isfinite(before->gradients[backward_position(order, position)])) first_bad = (unsigned long long)position;
+    CHECK(c->nonfinite == (v.bad_element >= 0) && c->first_nonfinite == first_bad, "%s: flag %u, first non-finite position %llu, want %llu", label, c->nonfinite, c->first_nonfinite, first_bad);
     check_array(label, "weights", a.weights, want->weights, want->n, false);
     if (v.master) check_array(label, "master weights", a.master, want->weights, want->n, true);
     check_array(label, "exp_avg", a.exp_avg, want->exp_avg, want->n, v.fp32_moments);
@@ -303,7 +304,7 @@ static Model model_create(const char *preset, bool master, bool fp32_moments) {
 
 static void model_norm(const Model *x, AdamwStep step, float clip) {
     adamw_squares(x->squares, x->a.gradients, x->t.total, x->workspace, 0);
-    adamw_prepare(x->control, x->squares, 1, x->a.gradients, x->t.total, step, clip, 0);
+    adamw_prepare(x->control, x->squares, 1, x->a.gradients, backward_order(&x->t), step, clip, 0);
 }
 
 static void model_update(const Model *x) {

@@ -203,17 +203,19 @@ static void test_nonfinite_gate(void) {
     weights_changed(&t);
     bf16_bits *before = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *before);
     CUDA_CHECK(cudaMemcpy(before, t.weights, (size_t)t.table.total * sizeof *before, cudaMemcpyDeviceToHost));
-    const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17;
+    const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17, follows[] = {layer_offset(&t.table, 0) + t.table.layer.wdown, t.table.root.embedding + 5};
     for (int step = 0; step < 2; step++) {
         const bf16_bits value = step == 0 ? 0x7f80 : 0x3c00;  // infinity, then an ordinary gradient
         CUDA_CHECK(cudaMemcpy(t.grads + bad, &value, sizeof value, cudaMemcpyHostToDevice));
+        for (int i = 0; i < 2; i++) CUDA_CHECK(cudaMemcpy(t.grads + follows[i], &value, sizeof value, cudaMemcpyHostToDevice));
         optimizer_step(&t, step);
         CUDA_CHECK(cudaStreamSynchronize(t.stream));
         StepStats stats;
         CUDA_CHECK(cudaMemcpy(&stats, t.stats, sizeof stats, cudaMemcpyDeviceToHost));
         const int64_t moved = different_bits(t.weights, before, t.table.total);
         if (step == 0) {
-            CHECK(stats.control.nonfinite && (int64_t)stats.control.first_nonfinite == bad, "nonfinite %u, bad index %llu, expected %lld", stats.control.nonfinite, stats.control.first_nonfinite, (long long)bad);
+            const int64_t found = backward_position(backward_order(&t.table), (int64_t)nonfinite_position(&t, &stats.control, -1));
+            CHECK(stats.control.nonfinite && found == bad, "nonfinite %u, bad element %lld, expected %lld", stats.control.nonfinite, (long long)found, (long long)bad);
             CHECK(moved == 0, "%lld weights moved in a skipped step", (long long)moved);
         } else {
             CHECK(!stats.control.nonfinite && moved > 0, "an ordinary step after a skipped one: nonfinite %u, %lld weights moved", stats.control.nonfinite, (long long)moved);

@@ -22,7 +22,7 @@ static Run make_run(double peak) {
     model_config_preset(&r.m, r.o.model);
     r.t = parameter_table(&r.m);
     r.p = precision_plan(&r.o, r.o.fp8_filter, &r.m, &r.t);
-    const RunInfo info = {"train_fp8cu", "NVIDIA H200", "test", 4, peak};
+    const RunInfo info = {"train_fp8cu", "NVIDIA H200", "test", 4, peak, false};
     r.run = info;
     return r;
 }
@@ -125,14 +125,18 @@ static void test_file(void) {
     CHECK(lines == 34, "log.jsonl has %d lines", lines);
     free(text);
 
-    // a resumed run continues the file, another one starts it anew
-    r.o.resume = true;
+    // a resumed run continues the file behind its last whole line, another one starts it anew, also where --resume found no checkpoint
+    FILE *file = fopen(path, "a");
+    if (!file || fputs("{\"type\": \"step\", \"loss\": 5.68", file) < 0 || fclose(file)) die("%s: %s", path, strerror(errno));
+    r.run.resumed = true;
     l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     logger_close(&l);
     text = read_file(path, NULL);
-    CHECK(strstr(text + 1, "{\"type\": \"settings\"") != NULL, "a resumed run appends its settings");
+    const char *appended = strstr(text + 1, "{\"type\": \"settings\"");
+    CHECK(appended && appended[-1] == '\n' && appended[-2] == '}' && !strstr(text, "5.68"), "a resumed run appends its settings, and drops the line that was cut: %s", appended ? appended - 40 : "none");
     free(text);
-    r.o.resume = false;
+    r.run.resumed = false;
+    r.o.resume = true;
     l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     logger_close(&l);
     text = read_file(path, NULL);

@@ -63,6 +63,34 @@ static void check_cover(const ParameterTable *t, int64_t group) {
     free(shards);
 }
 
+// The part of the backward pass that makes the tensor: 0 before the layers, then a layer each, then the embedding.
+static int64_t backward_turn(const ParameterTable *t, const Parameter *p) {
+    return p->layer >= 0 ? t->num_layers - p->layer : p->offset == t->root.embedding ? t->num_layers + 1 : 0;
+}
+
+// Elements of a rank's shard, by position, come from turns that never go back; every element has a position, and every position its element.
+static void check_backward_order(const ParameterTable *t, int64_t group, int64_t place) {
+    const ShardPlan s = shard_plan(t, group, place);
+    const BackwardOrder order = shard_backward_order(t, &s);
+    int64_t *turn = (int64_t *)xcalloc((size_t)s.total, sizeof *turn), last = 0;
+    bool own = true, forward = true;
+    memset(turn, -1, (size_t)s.total * sizeof *turn);  // padding
+    for (int64_t i = 0; i < t->count; i++) {
+        const ShardRange r = shard_parameter(t, &s, &t->entries[i]);
+        for (int64_t e = 0; e < r.count; e++) turn[r.shard + e] = backward_turn(t, &t->entries[i]);
+    }
+    for (int64_t position = 0; position < s.total; position++) {
+        const int64_t i = backward_position(order, position);
+        own = own && i >= 0 && i < s.total && backward_position(order, i) == position;
+        if (!own || turn[i] < 0) continue;
+        forward = forward && turn[i] >= last;
+        last = turn[i];
+    }
+    CHECK(own, "group of %lld, place %lld: positions and elements are not each other's", (long long)group, (long long)place);
+    CHECK(forward, "group of %lld, place %lld: an element of an earlier part of the backward pass comes later", (long long)group, (long long)place);
+    free(turn);
+}
+
 static void bad_range(void *context) {
     const ParameterTable *t = (const ParameterTable *)context;
     const ShardPlan s = shard_plan(t, 2, 0);
@@ -78,9 +106,13 @@ int main(void) {
             ModelConfig m = model((ModelFamily)family, tied);
             ParameterTable t = parameter_table(&m);
             const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64 most vectors are padding on most ranks
-            for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) check_sizes(&t, groups[i]), check_cover(&t, groups[i]);
+            for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
+                check_sizes(&t, groups[i]), check_cover(&t, groups[i]);
+                for (int64_t place = 0; place < groups[i]; place += 3) check_backward_order(&t, groups[i], place);
+            }
             const ShardPlan one = shard_plan(&t, 1, 0);
             CHECK(one.total == t.total, "one rank keeps the flat array");
+            CHECK(shard_backward_order(&t, &one).embedding == backward_order(&t).embedding && backward_order(&t).total == t.total, "one rank: its backward order is the flat array's");
             for (int64_t i = 0; i < t.count; i++) CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset, "one rank: %s moved", t.entries[i].name);
             CHECK(check_dies(bad_range, &t, "are outside segment", output, sizeof output), "%s", output);
             CHECK(check_dies(bad_place, &t, "place 2 in a group of 2", output, sizeof output), "%s", output);
