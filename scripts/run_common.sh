@@ -1,9 +1,36 @@
 # Sourced by scripts/run_MODEL.sh, which set `model`, `tokenizer` (llama3 or qwen) and `options`, and call run_until_done "$@".
-# From outside, by environment: GPUS (all there are), TRAINER (./train_fp8cu), DATA (data/tinystories_TOKENIZER, of which there are _train.bin and
-# _val.bin; made if missing), OUT (checkpoints/MODEL), PRICE of a GPU hour for the estimate of the cost. What follows the script's name is passed to
-# the trainer, where the last of two equal options holds.
+# usage() says what can be set from outside.
 
 . scripts/launch.sh
+
+usage() {
+    cat <<END
+usage: $0 [trainer options]
+
+Trains $model from random weights on all GPUs of this machine until all steps are done: makes the data if there is none, checks GPU memory and disk
+space, prints what the run will cost, and starts the trainer again from its newest checkpoint if it fails. Ctrl-C or SIGTERM saves and stops; the same
+command goes on. By environment:
+
+  GPUS     how many GPUs, or ranks of the CPU trainer (all there are; 1 rank)
+  TRAINER  the program (./train_fp8cu)
+  DATA     shards, without their _train.bin and _val.bin (data/tinystories_$tokenizer, made if missing: a download of 2 GB)
+  OUT      folder of the log, and of the checkpoints in steps/ (checkpoints/$model)
+  PRICE    of a GPU hour, for the estimate of the cost
+
+Options are passed to the trainer, whose --help lists them, after those of this script, where the last of two equal ones holds:
+
+  ${options[*]}
+END
+}
+
+# Before any work: --help, and options that would part the run from the folder where this script looks.
+check_arguments() {
+    local word
+    if [[ " $* " == *" --help "* ]]; then usage; exit 0; fi
+    for word in "$@"; do
+        case ${word%%=*} in --checkpoint-dir | --log-dir) fail "${word%%=*} is set by this script; OUT=FOLDER puts log and checkpoints elsewhere" ;; esac
+    done
+}
 
 # A line of the settings table that --dry-run prints, by its name.
 planned() { awk -v name="$1" '$1 == name { print $2; exit }' <<<"$plan"; }
@@ -68,6 +95,7 @@ start_trainer() {
 # save nothing new end it.
 run_until_done() {
     local begun newest fruitless=0
+    check_arguments "$@"
     trainer=${TRAINER:-./train_fp8cu} out=${OUT:-checkpoints/$model} data=${DATA:-data/tinystories_$tokenizer}
     checkpoints=$out/steps stopping="" child=""
     [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama 3.1 8B from random weights in FP8 at T 8192, on TinyStories: one H200, or more GPUs of 80 GB each. scripts/run_common.sh says what can be set.
+# Llama 3.1 8B from random weights in FP8 at T 8192, on TinyStories: one H200, or more GPUs of 80 GB each. --help says what can be set.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/run_common.sh

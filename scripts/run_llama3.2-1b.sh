@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama 3.2 1B from random weights in FP8 at T 4096, on TinyStories: any GPU with FP8 and 48 GB. scripts/run_common.sh says what can be set.
+# Llama 3.2 1B from random weights in FP8 at T 4096, on TinyStories: any GPU with FP8 and 48 GB. --help says what can be set.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/run_common.sh

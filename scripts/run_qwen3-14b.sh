@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen3 14B from random weights in FP8 at T 8192, on TinyStories: four H200. scripts/run_common.sh says what can be set.
+# Qwen3 14B from random weights in FP8 at T 8192, on TinyStories: four H200. --help says what can be set.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/run_common.sh

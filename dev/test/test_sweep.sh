@@ -289,5 +289,15 @@ done
 GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
 check "gives up on a run that fails before each checkpoint" equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 
+for option in --checkpoint-dir "--checkpoint-dir=$tmp/other" --log-dir; do
+    OUT=$tmp/other bash "$tmp/run.sh" "$option" "$tmp/other" >"$tmp/other.log" 2>&1
+    check "refused: $option" equal "$? $(grep -c "^error: ${option%%=*} is set by this script; OUT=FOLDER" "$tmp/other.log") $(ls -d "$tmp/other" 2>/dev/null)" "1 1 "
+done
+for script in scripts/run_*-*.sh; do
+    TRAINER=./none DATA=$tmp/none "$script" --num-steps 7 --help >"$tmp/help.log" 2>&1
+    check "$script --help" equal "$? $(grep -c "^usage: $script " "$tmp/help.log")" "0 1"
+    for name in $(grep -oE '\$\{[A-Z]+' scripts/run_common.sh | tr -d '${' | sort -u); do check "$script --help: $name" grep -q "^  $name  " "$tmp/help.log"; done
+done
+
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
