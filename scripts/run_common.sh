@@ -69,7 +69,13 @@ print_cost() {
 }
 
 newest_checkpoint() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
-is_done() { [ -d "$checkpoints/$(printf 'step-%08d' "$(planned num-steps)")" ]; }
+
+# A run of more steps than are asked for now is done too.
+is_done() {
+    local newest
+    newest=$(newest_checkpoint)
+    [ -n "$newest" ] && [ "${newest#step-}" -ge "$(planned num-steps)" ]
+}
 
 # A stop goes to the ranks as SIGUSR1, the one signal that mpirun hands on without ending them: they finish the step, save, and end with status 0.
 forward_stop() {

@@ -289,6 +289,8 @@ done
 GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
 check "gives up on a run that fails before each checkpoint" equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 
+GPUS=1 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" --num-steps 7 >"$tmp/fewer.log" 2>&1
+check "fewer steps than were done: done" equal "$? $(grep -c '^done: step-00000800 ' "$tmp/fewer.log")" "0 1"
 for option in --checkpoint-dir "--checkpoint-dir=$tmp/other" --log-dir; do
     OUT=$tmp/other bash "$tmp/run.sh" "$option" "$tmp/other" >"$tmp/other.log" 2>&1
     check "refused: $option" equal "$? $(grep -c "^error: ${option%%=*} is set by this script; OUT=FOLDER" "$tmp/other.log") $(ls -d "$tmp/other" 2>/dev/null)" "1 1 "
