@@ -89,11 +89,9 @@ start_trainer() {
     "${command[@]}" > >(trap '' INT TERM USR1; exec tee -a "$out/stdout.txt") 2>&1 </dev/null &
     child=$!
     set +m
-    status=0
-    while kill -0 "$child" 2>/dev/null; do
-        wait "$child" 2>/dev/null
-        status=$?
-    done
+    while kill -0 "$child" 2>/dev/null; do wait "$child" 2>/dev/null; done
+    wait "$child" 2>/dev/null  # its status is kept: one above may have been that of a signal, and a child that was gone at once had none
+    status=$?
     child=""
 }
 

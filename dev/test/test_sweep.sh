@@ -288,6 +288,12 @@ for GPUS in 1 2; do
 done
 GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
 check "gives up on a run that fails before each checkpoint" equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
+(
+    kill() { sleep 0.5; builtin kill "$@"; }
+    export -f kill
+    GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
+)
+check "also if it is gone before it is looked after" equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 
 GPUS=1 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" --num-steps 7 >"$tmp/fewer.log" 2>&1
 check "fewer steps than were done: done" equal "$? $(grep -c '^done: step-00000800 ' "$tmp/fewer.log")" "0 1"
