@@ -116,6 +116,7 @@ run_until_done() {
     command=(${launch[@]+"${launch[@]}"} "$trainer" "${arguments[@]}" --resume)
     printf '%q ' "${command[@]}"
     echo
+    if [[ " $* " == *" --dry-run "* ]]; then echo "$plan"; exit 0; fi
     trap forward_stop INT TERM USR1
     until is_done; do
         begun=$(newest_checkpoint)

@@ -297,6 +297,8 @@ check "also if it is gone before it is looked after" equal "$? $(grep -c 'three 
 
 GPUS=1 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" --num-steps 7 >"$tmp/fewer.log" 2>&1
 check "fewer steps than were done: done" equal "$? $(grep -c '^done: step-00000800 ' "$tmp/fewer.log")" "0 1"
+GPUS=1 OUT=$tmp/planned bash "$tmp/run.sh" --dry-run >"$tmp/planned.log" 2>&1
+check "--dry-run: plan, cost and command, no start" equal "$? $(grep -cE '^(memory plan|cost: |.* --resume )' "$tmp/planned.log") $(ls "$tmp/planned")" "0 3 "
 for option in --checkpoint-dir "--checkpoint-dir=$tmp/other" --log-dir; do
     OUT=$tmp/other bash "$tmp/run.sh" "$option" "$tmp/other" >"$tmp/other.log" 2>&1
     check "refused: $option" equal "$? $(grep -c "^error: ${option%%=*} is set by this script; OUT=FOLDER" "$tmp/other.log") $(ls -d "$tmp/other" 2>/dev/null)" "1 1 "
