@@ -5,6 +5,8 @@ set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 . scripts/tally.sh
+take_none "usage: [QUICK=1] scripts/check_gpu.sh
+Builds and runs every GPU test and bench, on a machine with a GPU. QUICK=1 leaves out the compute-sanitizer runs. Status 0: all passed." "$@"
 install_tools
 have_gpu || { echo "error: this needs a GPU with its driver, and nvcc; scripts/test.sh runs what needs neither" >&2; exit 1; }
 find_nccl || exit 1

@@ -1,4 +1,14 @@
-# Sourced by the other scripts: installs the build tools that are missing (Debian, Ubuntu), and finds nvcc.
+# Sourced by the other scripts: their --help; installs the build tools that are missing (Debian, Ubuntu), and finds nvcc.
+
+# For scripts that take no arguments, before any work: $1 is what --help prints, the rest are the script's arguments.
+take_none() {
+    local usage=$1
+    shift
+    [ $# -gt 0 ] || return 0
+    if [[ " $* " == *" --help "* ]]; then echo "$usage"; exit 0; fi
+    echo "error: unknown argument \"$1\"; $0 takes none but --help" >&2
+    exit 2
+}
 
 say() { printf '\n== %s\n' "$*"; }
 

@@ -4,6 +4,9 @@
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/install.sh
+take_none "usage: scripts/quickstart.sh
+Installs the build tools that are missing, builds, makes story text, trains a small model for a few minutes and prints what it tells: on the GPU where
+there is one (with nvcc and NCCL), else on the CPU. The log goes to log/quickstart." "$@"
 install_tools
 
 say "build"

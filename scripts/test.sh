@@ -5,6 +5,8 @@ set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 . scripts/tally.sh
+take_none "usage: scripts/test.sh
+Installs the build tools that are missing, and builds and runs every test that needs no GPU. Status 0: all passed." "$@"
 install_tools
 QUIET=1
 

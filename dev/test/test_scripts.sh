@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The shell scripts, most of which run where a GPU is: they parse, and every variable in lower case that one reads is set in it, in what it sources or in what
-# sources it. Ends with "N passed, N failed".
+# sources it. Those that take no arguments say so before any work. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -20,8 +20,18 @@ for script in scripts/*.sh dev/test/*.sh dev/reference/*.sh data/*.sh .ci/run; d
 done
 
 # A script whose line has gone is found.
-tmp=$(mktemp)
-trap 'rm -f "$tmp"' EXIT
-grep -v '^common=' dev/test/gpu_runs.sh >"$tmp"
-check "a variable that is no longer set is found" equal "$(unset_in "$tmp" dev/test/gpu_lines.sh)" common
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+grep -v '^common=' dev/test/gpu_runs.sh >"$tmp/gpu_runs.sh"
+check "a variable that is no longer set is found" equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/gpu_lines.sh)" common
+
+# A make that ends the script that calls it: none of these may come as far.
+printf '#!/bin/sh\nkill "$PPID"\n' >"$tmp/make"
+chmod +x "$tmp/make"
+for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh; do
+    PATH=$tmp:$PATH "$script" --help >"$tmp/log" 2>&1
+    check "$script --help" equal "$? $(grep -c "^usage: .*$script" "$tmp/log")" "0 1"
+    PATH=$tmp:$PATH "$script" --quick >"$tmp/log" 2>&1
+    check "$script --quick" equal "$? $(cat "$tmp/log")" "2 error: unknown argument \"--quick\"; $script takes none but --help"
+done
 finish
