@@ -2,6 +2,10 @@
 # Puts the packages of data/requirements.txt in a virtual environment of their own (data/.venv, or the folder given as the first argument).
 # Does nothing when they are there already. Then: data/.venv/bin/python data/tinystories.py --tokenizer llama3
 set -eu
+case ${1:-} in -*)
+    echo "usage: data/setup_venv.sh [FOLDER]: puts the packages of data/requirements.txt in a virtual environment of their own (data/.venv)"
+    [ "$1" = --help ] && exit 0 || exit 2 ;;
+esac
 here=$(cd "$(dirname "$0")" && pwd)
 venv=${1:-$here/.venv}
 python=${PYTHON:-python3}

@@ -34,4 +34,6 @@ for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh; do
     PATH=$tmp:$PATH "$script" --quick >"$tmp/log" 2>&1
     check "$script --quick" equal "$? $(cat "$tmp/log")" "2 error: unknown argument \"--quick\"; $script takes none but --help"
 done
+data/setup_venv.sh --help >"$tmp/log" 2>&1
+check "data/setup_venv.sh --help" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
 finish
