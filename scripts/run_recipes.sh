@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do
         --) shift; break ;;
         --help) usage; exit 0 ;;
         --model | --data | --num-steps | --sequence-length | --recipes | --audit-every | --gpus | --trainer | --out)
-            [ $# -ge 2 ] && [ -n "$2" ] || fail "$1 needs a value" ;;
+            [[ ${2-} =~ [^,[:space:]] ]] || fail "$1 needs a value" ;;
         *) fail "unknown option $1; --help lists all, and options of the trainer go after --" ;;
     esac
     case $1 in

@@ -51,7 +51,7 @@ while [ $# -gt 0 ]; do
         --no-table) no_table=1; shift; continue ;;
         --help) usage; exit 0 ;;
         --models | --sequence-lengths | --precisions | --gpus | --num-steps | --llama-data | --qwen-data | --data | --trainer | --out | --mpirun | --max-gpus | --retry)
-            [ $# -ge 2 ] && [ -n "$2" ] || fail "$1 needs a value" ;;
+            [[ ${2-} =~ [^,[:space:]] ]] || fail "$1 needs a value" ;;
         *) fail "unknown option $1; --help lists all, and options of the trainer go after --" ;;
     esac
     case $1 in
@@ -102,7 +102,7 @@ check_precisions() {
 
 check_options() {
     local word shards
-    for word in $lengths $gpu_counts $num_steps ${max_gpus:-1}; do is_count "$word" || fail "\"$word\" is not a positive whole number"; done
+    for word in $lengths $gpu_counts "$num_steps" "${max_gpus:-1}"; do is_count "$word" || fail "\"$word\" is not a positive whole number"; done
     [[ $retry =~ ^(none|failed|all)$ ]] || fail "--retry takes none, failed or all, not \"$retry\""
     [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
     check_precisions

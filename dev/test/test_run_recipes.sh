@@ -98,6 +98,7 @@ refused() {
 }
 refused "unknown option --models;" --models tiny
 refused "\"0\" is not a positive" --num-steps 0
+refused "--recipes needs a value" --recipes " , "
 refused "has no such recipe" --trainer "$trainer" --recipes row --out "$tmp/none"
 refused "there is no program ./none" --trainer ./none
 refused "no training shards" --trainer "$trainer" --data "$tmp/none.bin" --out "$tmp/none"

@@ -234,6 +234,9 @@ refused() {
 refused "holds runs of other settings" "${arguments[@]}" -- --learning-rate 1
 refused "unknown option --model;" --model tiny
 refused "\"0\" is not a positive" --gpus 0
+refused "\"3 4\" is not a positive" --num-steps "3 4"
+refused "--gpus needs a value" --gpus
+for option in --models --sequence-lengths --precisions --gpus --num-steps --max-gpus; do refused "$option needs a value" $option " , "; done
 refused "not \"fp4\"" --precisions fp4
 refused "not \"fp8:\"" --precisions fp8:
 refused "not \"bf16:rowwise\"" --precisions bf16:rowwise
