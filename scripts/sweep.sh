@@ -30,8 +30,9 @@ Paths are relative to the repository's root.
 
 FOLDER gets table.txt, table.csv, table.md and a folder for each run with its output (stdout.txt), its log.jsonl and, once it has ended, its
 result. A run that fails is recorded with its message and the sweep goes on; out of memory is a result like any other. Started again, the sweep
-leaves out what is finished (its log ends in the summary of all steps) and does the rest. Interrupted (Ctrl-C, SIGTERM), it ends the run in
-progress, which then counts as not begun. Status 0: every run is finished, out of memory, or skipped for want of GPUs; 1: some run failed.
+leaves out what is finished (its log ends in the summary of all steps) and does the rest; with another trainer, number of steps, data or trainer
+options it is refused as soon as one run has finished. Interrupted (Ctrl-C, SIGTERM), it ends the run in progress, which then counts as not begun.
+Status 0: every run is finished, out of memory, or skipped for want of GPUs; 1: some run failed.
 END
 }
 
@@ -283,6 +284,17 @@ visit() {
 # What all runs in one folder share: a table of runs of different settings would compare what cannot be compared.
 settings() { printf '%s\n' "trainer $trainer" "steps $num_steps" "llama data $llama_data" "qwen data $qwen_data" "data $data" "trainer options ${extra[*]-}"; }
 
+# Until a run has finished they can be corrected; what became of its runs before then counts no more.
+note_settings() {
+    if [ -e "$out/settings.txt" ] && ! settings | cmp -s - "$out/settings.txt"; then
+        settings | diff "$out/settings.txt" - >&2
+        ! grep -qs '^{"type": "summary"' "$out"/*/log.jsonl || fail "$out holds runs of other settings (< there, > now); give another --out"
+        echo "no run in $out has finished, so its settings are changed (< before, > now)"
+        rm -f "$out"/*/result
+    fi
+    settings >"$out/settings.txt"
+}
+
 total=0 weight_left=0 weight_timed=0 seconds_timed=0 any_failed="" child=""
 available=$(count_ranks)
 check_options
@@ -290,11 +302,7 @@ if [ -n "$dry_run" ]; then each_run print_command; exit 0; fi
 mkdir -p "$out" || fail "cannot make the folder $out"
 exec 9>"$out/lock"  # the runs inherit it: a sweep that was killed leaves its last run, and nothing may write beside that
 flock -n 9 || fail "a sweep, or the last run of one that was killed, still works in $out"
-if [ ! -e "$out/settings.txt" ]; then settings >"$out/settings.txt"
-elif ! settings | cmp -s - "$out/settings.txt"; then
-    settings | diff "$out/settings.txt" - >&2
-    fail "$out holds runs of other settings (< there, > now); give another --out"
-fi
+note_settings
 each_run enlist
 for signal in INT TERM HUP; do trap "stop $(kill -l $signal)" $signal; done
 each_run visit

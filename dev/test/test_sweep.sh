@@ -209,6 +209,24 @@ sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
 check "SIGKILL: it counts" equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Settings: corrected as long as no run has finished, which is then done anew whatever became of it; from then on refused.
+
+out=$tmp/corrected
+corrected() { sweep --models "$1" --sequence-lengths 64 --precisions bf16 --gpus 1 --out "$out" "${@:2}" >"$tmp/corrected.log" 2>&1; }
+corrected tiny -- --learning-rate abc
+check "a typing error fails" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "1 failed"
+corrected llama3.1-405b -- --learning-rate 1
+check "it is corrected, beside a run that is out of memory" equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu") $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 memory none"
+corrected tiny --num-steps 22 --retry none -- --learning-rate 1e-4
+check "corrected: the run is done" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 done"
+check "corrected: what was out of memory counts no more" equal "$(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" none
+check "corrected: settings" equal "$(grep -E '^(steps|trainer options) ' "$out/settings.txt" | paste -sd';')" "steps 22;trainer options --learning-rate 1e-4"
+check "corrected: tables" tables "$out" "1 of 2 runs with numbers"
+rm "$out/tiny_T64_bf16_1gpu/result"  # as if the sweep had been killed before it noted that
+corrected tiny --num-steps 22 -- --learning-rate 1e-3
+check "a run has finished: refused" equal "$? $(grep -c '^error: .* holds runs of other settings' "$tmp/corrected.log") $(tail -n 1 "$out/settings.txt")" "1 1 trainer options --learning-rate 1e-4"
+
+# ---------------------------------------------------------------------------------------------------------------------
 # GPU counts, wrong mpirun, refusals
 
 out=$tmp/counts
