@@ -13,7 +13,7 @@ HEAD = ["recipe", "loss", "loss diff", "tok/s/GPU", "FP8/BF16", "GiB/GPU"] + [ge
 def read_run(folder, name, precision):
     """One run as a dictionary: its settings and summary lines and its audit lines; `missing` says why there are none."""
     run = {"precision": precision, "recipe": (precision.split(":") + ["tensorwise"])[1] if precision.startswith("fp8") else precision,
-           "emulated": precision.endswith(":emulate"), "missing": "not run", "audits": []}
+           "emulated": precision.endswith(":emulate"), "missing": "not run", "audits": [], "no_fp8": False}
     result = os.path.join(folder, name, "result")
     if not os.path.exists(result):
         return run
@@ -23,6 +23,7 @@ def read_run(folder, name, precision):
         lines = [json.loads(line) for line in open(os.path.join(folder, name, "log.jsonl"))]
         run["settings"], run["summary"] = lines[0], lines[-1]
         run["audits"] = [line for line in lines if line["type"] == "fp8_audit"]
+        run["no_fp8"] = "no product runs in FP8" in open(os.path.join(folder, name, "stdout.txt"), errors="replace").read()
     return run
 
 
@@ -54,7 +55,7 @@ def audit_cells(run):
         line = lowest([line for line in run["audits"] if line["gemm"] == gemm])
         cells.append("%.1f" % line["sqnr_db"] if line else "bf16" if run["audits"] and not any(a["gemm"] == gemm for a in run["audits"]) else "")
     line = lowest(run["audits"])
-    cells.append("layer %d %s %s, %s" % (line["layer"], line["linear"], line["operand"], line["gemm"]) if line else "")
+    cells.append("nothing ran in FP8" if run["no_fp8"] else "layer %d %s %s, %s" % (line["layer"], line["linear"], line["operand"], line["gemm"]) if line else "")
     return cells
 
 
@@ -67,7 +68,7 @@ def cells(run, bf16):
     loss, speed = (None, None) if run is bf16 else (ratio(run, bf16, "last_loss"), ratio(run, bf16, "tokens_per_second_per_gpu"))
     return [name, "n/a" if summary["last_loss"] is None else "%.4f" % summary["last_loss"],
             "" if run is bf16 else "n/a" if loss is None else "%+.2f%%" % (100 * (loss - 1)), "%.0f" % summary["tokens_per_second_per_gpu"],
-            "" if run is bf16 or run["emulated"] else "n/a" if speed is None else "%.2fx" % speed, "%.2f" % (summary["memory_bytes"] / 2**30)] + audit_cells(run)
+            "" if run is bf16 or run["emulated"] or run["no_fp8"] else "n/a" if speed is None else "%.2fx" % speed, "%.2f" % (summary["memory_bytes"] / 2**30)] + audit_cells(run)
 
 
 def describe(run):
@@ -88,6 +89,8 @@ def main(folder):
              "quantization noise of the product's FP8 operands in any layer and audit; lowest at: where the lowest of all is.\n")
     if any(run["emulated"] for run in runs):
         notes += "emulated: this GPU lacks the recipe's products; operands are quantized, then multiplied in BF16. The loss is the recipe's, the speed is not.\n"
+    if any(run["no_fp8"] for run in runs):
+        notes += "nothing ran in FP8: all linear layers are filtered out, or their sizes do not suit the recipe; the run's stdout.txt says why for each product.\n"
     with open(os.path.join(folder, "recipes.txt"), "w") as text, open(os.path.join(folder, "recipes.md"), "w") as marked:
         text.write(about + "\n")
         marked.write(about + "\n")

@@ -54,12 +54,14 @@ for row in rows:
     bf16 = bf16 or (loss, speed)
     assert cell["loss"] == "%.4f" % loss and cell["tok/s/GPU"] == "%.0f" % speed, (cell, loss, speed)
     if recipe != "bf16": assert cell["loss diff"] == "%+.2f%%" % (100 * (loss / bf16[0] - 1)), cell
-    assert cell["FP8/BF16"] == ("" if recipe == "bf16" or emulated else "%.2fx" % (speed / bf16[1])), cell
     audits = [line for line in lines if line["type"] == "fp8_audit"]
-    words = []
+    in_bf16 = recipe != "bf16" and not audits
+    assert cell["FP8/BF16"] == ("" if recipe == "bf16" or emulated or in_bf16 else "%.2fx" % (speed / bf16[1])), cell
+    assert (cell["lowest at"] == "nothing ran in FP8") == in_bf16, cell
+    words = ["nothing"] * in_bf16
     for gemm in ("fprop", "dgrad", "wgrad"):
         values = [line["sqnr_db"] for line in audits if line["gemm"] == gemm and line["sqnr_db"] is not None]
-        assert cell[gemm + " dB"] == ("%.1f" % min(values) if values else "" if recipe == "bf16" else "bf16"), (cell, gemm)
+        assert cell[gemm + " dB"] == ("%.1f" % min(values) if values else "bf16" if audits else ""), (cell, gemm)
         if values:
             words.append(gemm)
             assert 10 < min(values) < 60, (gemm, min(values))  # 3 or 2 bits of mantissa: some 31 or 25 dB where nothing is flushed to zero
@@ -77,6 +79,13 @@ check "every recipe: none is emulated" lacks "$tmp/all/recipes.txt" "emulated"
 check "every recipe: one table is printed" equal "$(grep -c '^recipe ' "$tmp/run.log") $(grep -c '^model ' "$tmp/run.log")" "1 0"
 check "every recipe: what was run" holds "$tmp/all/recipes.txt" ": mini, 4 steps of 1 x 1 x 2 x 64 tokens"
 check "audits at step 3 alone" equal "$(grep -h '"type": "fp8_audit"' "$tmp/all"/*/log.jsonl | grep -c -v '"step": 3,')" 0
+
+run --trainer "$trainer" --out "$tmp/tiny" --model tiny --recipes "rowwise blockwise blockwise:emulate"
+check "a model of sizes that are no multiples of 128: status" equal "$?" 0
+check "a model of sizes that are no multiples of 128: blockwise has nothing in FP8" table "$tmp/tiny" "bf16;rowwise $all;blockwise nothing;blockwise nothing emulated"
+check "a model of sizes that are no multiples of 128: plainly" equal "$(grep -c '^blockwise .*nothing ran in FP8$' "$tmp/tiny/recipes.txt")" 2
+run --trainer "$trainer" --out "$tmp/unaudited" --recipes tensorwise -- --fp8-audit 0
+check "no audits: what ran in FP8 is not said to have run in BF16" equal "$? $(grep -c 'nothing ran' "$tmp/unaudited/recipes.txt") $(grep -c '^tensorwise .*x ' "$tmp/unaudited/recipes.txt")" "0 0 1"
 
 some=(--trainer "$tmp/bin/train_fp8" --out "$tmp/some" --recipes "rowwise,mxfp8 delayed" -- --batch-size 1)
 run "${some[@]}"
