@@ -501,7 +501,16 @@ static GemmOperand operand(const GemmPlan *p, const bf16 *data, const Fp8Tensor 
 
 static GemmPlan *plan_of(Trainer *t, LinearId id, int64_t l, GemmKind kind) { return is_fp8(t, l, id) ? &t->linear[id].fp8[kind] : &t->linear[id].bf16[kind]; }
 
-static void print_precisions(const Trainer *t) { precision_print(&t->precision, t->o, t->d.R, t->d.chunk, t->d.V, t->d.C, "bf16"); }
+// What the products run in; where they are planned, also those whose fast sums cuBLASLt lacks (gemm_choose).
+static void print_precisions(const Trainer *t) {
+    precision_print(&t->precision, t->o, t->d.R, t->d.chunk, t->d.V, t->d.C, "bf16");
+    for (int id = 0; id < NUM_LINEARS; id++)
+        for (int kind = 0; kind < NUM_GEMMS; kind++) {
+            const GemmPlan *p = &t->linear[id].fp8[kind];
+            if (p->matmul && p->native && !p->spec.fast && fast_accumulation(t->o, p->spec.recipe, (GemmKind)kind))
+                printf("  %s %s has full sums: cuBLASLt has no fast ones for its sizes\n", p->layer, gemm_kind_name((GemmKind)kind));
+        }
+}
 
 // --profile: what the operation just enqueued had to do.
 static void mark_bytes(Trainer *t, const char *op, int64_t bytes) { profile_mark(&t->profile, op, PROFILE_BYTES, (double)bytes); }
