@@ -568,6 +568,21 @@ static inline bool model_has_weights(const char *folder) {
     return path_exists(path);
 }
 
+// Whether a folder that model_has_weights denies holds weights after all, in a file that is not read: its name.
+static inline bool model_finds_other_weights(const char *folder, char *name, size_t capacity) {
+    static const char *const endings[] = {".safetensors", ".bin", ".pt", ".pth", ".gguf", NULL};
+    DIR *d = opendir(folder);
+    if (!d) die("cannot open folder %s: %s", folder, strerror(errno));
+    bool found = false;
+    for (struct dirent *entry; !found && (entry = readdir(d)) != NULL;) {
+        const size_t n = strlen(entry->d_name);
+        for (const char *const *ending = endings; !found && *ending; ending++) found = n > strlen(*ending) && strcmp(entry->d_name + n - strlen(*ending), *ending) == 0;
+        if (found) format_checked(name, capacity, "%s", entry->d_name);
+    }
+    closedir(d);
+    return found;
+}
+
 // Dies unless the safetensors of a Hugging Face folder fit the model. Reads headers only: for before anything is allocated.
 static inline void model_check_weights(const char *folder, const ModelConfig *m, const ParameterTable *t) {
     Safetensors st;

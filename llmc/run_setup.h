@@ -29,6 +29,10 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
     hf_config_read(&s->model, o->model);
     s->model_folder = o->model;
     s->load_weights = model_has_weights(o->model);
+    char name[PATH_CAPACITY];
+    if (!s->load_weights && model_finds_other_weights(o->model, name, sizeof name))
+        die("MODEL %s holds %s, but weights are read from model.safetensors or the files that model.safetensors.index.json names; give them these names or convert them "
+            "(save_pretrained of transformers writes them so), or give a folder with config.json alone to start from random weights", o->model, name);
 }
 
 // The presets tiny and small take their vocabulary from the data.
@@ -43,6 +47,17 @@ static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
     if (s->tokenizer.count && s->model.vocab_size - s->tokenizer.count >= VOCABULARY_PADDING)
         warn("the shard's tokenizer has %lld tokens, the model's vocabulary %lld: was the shard made for another model?", (long long)s->tokenizer.count,
              (long long)s->model.vocab_size);
+}
+
+// Says what the first step starts from. When it is a checkpoint, checkpoint_find_newest says so.
+static inline void run_setup_print_start(const RunSetup *s, const Options *o) {
+    CheckpointSteps list = {NULL, 0};
+    Failure failure;
+    if (o->resume && !checkpoint_list(o->checkpoint_dir, &list, &failure)) die("--resume: %s", failure.text);
+    free(list.steps);
+    if (list.count) return;
+    if (s->load_weights) printf("starting weights: those of %s\n", s->model_folder);
+    else printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "", s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
 }
 
 // Opens and checks everything the options name, by every rank; rank 0 alone reads all data once and tries the folders that will be written. Dies with
@@ -73,6 +88,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     }
     if (c->rank == 0 && *o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
     if (c->rank == 0 && *o->export_hf) model_export_prepare(o->export_hf);
+    if (c->rank == 0) run_setup_print_start(&s, o);
     comm_barrier(c, COMM_WORLD);
     return s;
 }

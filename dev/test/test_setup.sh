@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# What a run refuses before its first step, and what it says of its start: weights, folders to write, shards. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+. scripts/tally.sh
+make -s train_fp8 build/synth_stories || exit 1
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+out=$tmp/out
+build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
+data="--train-data $tmp/s_train.bin --sequence-length 32"
+
+# A run of few steps that goes well; one that ends before its first step with an error that holds the text $1.
+trains() { timeout 60 ./train_fp8 "$@" >"$out" 2>&1 || { tail -n 3 "$out"; false; }; }
+refuses() {
+    local text=$1
+    shift
+    timeout 60 ./train_fp8 "$@" >"$out" 2>&1
+    equal $? 1 && holds "$out" "$text" && lacks "$out" "step 1/" && equal "$(grep -c '^error: ' "$out")" 1
+}
+
+# ---- where the weights come from
+
+mkdir "$tmp/model"
+cat >"$tmp/model/config.json" <<JSON
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 643, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+ "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+ "max_position_embeddings": 512, "tie_word_embeddings": true, "initializer_range": 0.05, "torch_dtype": "float32"}
+JSON
+check "a preset trains" trains tiny $data --num-steps 1
+check "a preset starts from random weights" holds "$out" "starting weights: random, by --seed 42"
+check "a folder without weights trains" trains "$tmp/model" $data --num-steps 1 --seed 7 --checkpoint-dir "$tmp/ck"
+check "a folder without weights is named" holds "$out" "starting weights: random, by --seed 7 ($tmp/model holds none)"
+check "a folder with weights trains" trains "$tmp/ck/step-00000001" $data --num-steps 1
+check "a folder with weights is named" holds "$out" "starting weights: those of $tmp/ck/step-00000001"
+check "a resumed run trains" trains "$tmp/model" $data --num-steps 2 --seed 7 --checkpoint-dir "$tmp/ck" --resume
+check "a resumed run starts from its checkpoint alone" lacks "$out" "starting weights"
+check "--resume without a checkpoint trains" trains tiny $data --num-steps 1 --checkpoint-dir "$tmp/none" --resume
+check "--resume without a checkpoint starts from random weights" holds "$out" "starting weights: random"
+for name in pytorch_model.bin model-00001-of-00002.safetensors consolidated.00.pth weights.pt model.gguf; do
+    touch "$tmp/model/$name"
+    check "weights in $name" refuses "MODEL $tmp/model holds $name, but weights are read from model.safetensors" "$tmp/model" $data
+    rm "$tmp/model/$name"
+done
+
+finish
