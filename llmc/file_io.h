@@ -149,6 +149,29 @@ static inline bool folder_exists(const char *path) {
     return stat(path, &s) == 0 && S_ISDIR(s.st_mode);
 }
 
+// Writes the absolute path without links, "." and "..", of a path of which the last parts may not exist yet.
+static inline void path_resolve(const char *path, char *out, size_t capacity) {
+    char longer[PATH_CAPACITY];
+    if (*path == '/') format_checked(out, capacity, "/");
+    else if (!getcwd(out, capacity)) die("cannot find the folder this program runs in: %s", strerror(errno));
+    while (*(path += strspn(path, "/"))) {
+        const size_t n = strcspn(path, "/");
+        format_checked(longer, sizeof longer, "%s%s%.*s", out, strcmp(out, "/") == 0 ? "" : "/", (int)n, path);
+        char *resolved = realpath(longer, NULL), *slash = strrchr(out, '/');
+        if (resolved) format_checked(out, capacity, "%s", resolved);
+        else if (n == 2 && strncmp(path, "..", n) == 0) slash[slash == out] = 0;
+        else if (n > 1 || *path != '.') format_checked(out, capacity, "%s", longer);
+        free(resolved);
+        path += n;
+    }
+}
+
+// Whether a resolved path is `folder` or lies in it.
+static inline bool path_within(const char *path, const char *folder) {
+    const size_t n = strlen(folder);
+    return strncmp(path, folder, n) == 0 && (!path[n] || path[n] == '/' || strcmp(folder, "/") == 0);
+}
+
 // XXH64 of a whole file of `bytes` bytes.
 static inline bool file_hash(const char *path, int64_t bytes, uint64_t *hash, Failure *failure) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -206,18 +229,31 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
     return ok;
 }
 
+// Two folders exchange their names in one step. Sets errno on failure; not all file systems can.
+static inline bool folder_exchange(const char *a, const char *b) {
+    const unsigned exchange = 2;  // RENAME_EXCHANGE of linux/fs.h
+    return syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, exchange) == 0;
+}
+
 // Gives `temporary` the name `final`. A folder that has this name is exchanged with it in one step, so that the name always means a whole
-// folder, and the old one is removed. (File systems that cannot exchange get two renames.)
+// folder, and the old one is removed; what cannot be removed stays, with a warning. (File systems that cannot exchange get two renames.)
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
     if (rename(temporary, final) == 0) return true;
     if (errno != EEXIST && errno != ENOTEMPTY) return fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
-    const unsigned exchange = 2;  // RENAME_EXCHANGE of linux/fs.h
-    if (syscall(SYS_renameat2, AT_FDCWD, temporary, AT_FDCWD, final, exchange) == 0) return folder_remove(temporary, failure);
     char old[PATH_CAPACITY];
-    format_checked(old, sizeof old, "%s.old.tmp", final);
-    if (rename(final, old)) return fail(failure, "cannot rename %s to %s: %s", final, old, strerror(errno));
-    if (rename(temporary, final)) return fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
-    return folder_remove(old, failure);
+    Failure left;
+    format_checked(old, sizeof old, "%s", temporary);
+    if (!folder_exchange(temporary, final)) {
+        format_checked(old, sizeof old, "%s.old.tmp", final);
+        if (rename(final, old)) return fail(failure, "cannot rename %s to %s: %s", final, old, strerror(errno));
+        if (rename(temporary, final)) {
+            fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
+            if (rename(old, final)) fail(failure, "cannot rename %s to %s: %s; what %s was is in %s", temporary, final, strerror(errno), final, old);
+            return false;
+        }
+    }
+    if (!folder_remove(old, &left)) warn("%s is in place, but what was there before stays as %s: %s", final, old, left.text);
+    return true;
 }
 
 #endif

@@ -49,6 +49,18 @@ static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
              (long long)s->model.vocab_size);
 }
 
+// The folder of an export is replaced as a whole at the end: nothing else of the run may be in it.
+static inline void run_setup_check_export(const Options *o) {
+    const char *const written[][2] = {{"log-dir", o->log_dir}, {"checkpoint-dir", o->checkpoint_dir}};
+    char folder[PATH_CAPACITY], other[PATH_CAPACITY];
+    path_resolve(o->export_hf, folder, sizeof folder);
+    for (size_t i = 0; i < sizeof written / sizeof written[0]; i++) {
+        if (!*written[i][1]) continue;
+        path_resolve(written[i][1], other, sizeof other);
+        if (path_within(other, folder)) die("--%s %s is in --export-hf %s, which holds the export alone; give folders beside each other", written[i][0], written[i][1], o->export_hf);
+    }
+}
+
 // Says what the first step starts from. When it is a checkpoint, checkpoint_find_newest says so.
 static inline void run_setup_print_start(const RunSetup *s, const Options *o) {
     CheckpointSteps list = {NULL, 0};
@@ -86,8 +98,9 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
         model_check_weights(s.model_folder, &s.model, &t);
         parameter_table_free(&t);
     }
+    if (c->rank == 0 && *o->export_hf) run_setup_check_export(o);
     if (c->rank == 0 && *o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
-    if (c->rank == 0 && *o->export_hf) model_export_prepare(o->export_hf);
+    if (c->rank == 0 && *o->export_hf) model_export_prepare(o->export_hf, s.model_folder);
     if (c->rank == 0) run_setup_print_start(&s, o);
     comm_barrier(c, COMM_WORLD);
     return s;

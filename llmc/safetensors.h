@@ -12,6 +12,7 @@
 #define SAFETENSORS_MAX_HEADER ((int64_t)100000000)  // the limit of the reference implementation
 #define SAFETENSORS_MAX_RANK 8
 #define SAFETENSORS_SHARD_BYTES ((int64_t)5000000000)  // transformers' "5GB"
+#define SAFETENSORS_WRITER "train_fp8"                 // "written_by" in the metadata of this program's files
 
 //    type     name       bytes per element
 #define SAFETENSORS_TYPES(X) \
@@ -157,6 +158,23 @@ static inline bool safetensors_read_header(const SafetensorsFile *file, Json *js
         json_free(json);
     }
     return ok;
+}
+
+// Whether this program wrote a file. (Others that change it write a header of their own.)
+static inline bool safetensors_is_own(const char *path) {
+    SafetensorsFile file = {(char *)path, -1, 0};
+    Failure ignored;
+    Json json;
+    int64_t data;
+    if (!file_size(path, &file.bytes, &ignored) || (file.fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return false;
+    const bool read = safetensors_read_header(&file, &json, &data, &ignored);
+    close(file.fd);
+    if (!read) return false;
+    const JsonNode *metadata = json_member(&json, json_root(&json), "__metadata__");
+    const JsonNode *writer = metadata && metadata->type == JSON_OBJECT ? json_member(&json, metadata, "written_by") : NULL;
+    const bool own = writer && writer->type == JSON_STRING && strcmp(writer->text, SAFETENSORS_WRITER) == 0;
+    json_free(&json);
+    return own;
 }
 
 // Adds one file and its tensors to the set. On failure the set can still be closed.
@@ -346,7 +364,7 @@ static inline int64_t safetensors_spec_bytes(const SafetensorSpec *spec) { retur
 // The length word and the header of a file with these tensors, padded with spaces so that the data starts at a multiple of 8 bytes.
 static inline JsonText safetensors_header(const SafetensorSpec *specs, int64_t count) {
     JsonText out = {NULL, 0, 0};
-    json_text_add(&out, "%8s{\"__metadata__\":{\"format\":\"pt\"}", "");  // transformers asks for this format
+    json_text_add(&out, "%8s{\"__metadata__\":{\"format\":\"pt\",\"written_by\":\"%s\"}", "", SAFETENSORS_WRITER);  // transformers asks for this format
     int64_t end = 0;
     for (int64_t i = 0; i < count; i++) {
         const SafetensorSpec *s = &specs[i];

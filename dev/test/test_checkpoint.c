@@ -489,7 +489,7 @@ static void test_failing_save(void) {
     static const char *const nowhere[] = {"/proc/checkpoints", "/proc/self", "/dev/null"};
     for (int i = 0; i < 3; i++) {
         CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure) && strstr(failure.text, "cannot make folder"), "%s", failure.text);
-        CHECK(!model_export_hf(i == 1 ? "/proc/self/out" : nowhere[i], &t->model, &t->table, &t->state, NULL, &failure) && strstr(failure.text, "export to"), "%s", failure.text);
+        CHECK(!model_export_hf(i == 1 ? "/proc/self/out" : i == 2 ? "/dev/null/parent" : nowhere[i], &t->model, &t->table, &t->state, NULL, &failure) && strstr(failure.text, "export to"), "%s", failure.text);
     }
     CHECK(!checkpoint_save("/dev/null/parent", 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure) && strstr(failure.text, "cannot make folder /dev/null/parent"), "%s", failure.text);
     remove_tree(dir);
@@ -541,11 +541,11 @@ static void test_export(void) {
         for (int64_t i = 0; i < parameter_elements(&a->table.entries[k]); i++) ((float *)a->arrays[STATE_WEIGHTS])[a->table.entries[k].offset + i] = rng_normal((uint64_t)k, (uint64_t)i);
     if (!folder_create(source_folder, false, &failure) || !file_write(source_folder, "tokenizer.json", "{}", 2, NULL, &failure) || !file_write(source_folder, "README.md", "x", 1, NULL, &failure))
         die("%s", failure.text);
-    model_export_prepare(dir);
+    model_export_prepare(dir, source_folder);
     CHECK(!path_exists(dir), "prepare leaves nothing");
     CHECK(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
     CHECK(!path_exists(path_of("export/tokenizer.json")) && model_has_weights(dir), "first export");
-    model_export_prepare(trailing);
+    model_export_prepare(trailing, source_folder);
     CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure), "%s", failure.text);
     CHECK(path_exists(path_of("export/tokenizer.json")) && !path_exists(path_of("export/README.md")) && !path_exists(path_of("export/trainer.json")) && !path_exists(path_of("export.tmp")), "second export");
 
@@ -562,15 +562,12 @@ static void test_export(void) {
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) && strstr(failure.text, "holds thesis.txt, which is not part of an export; give a new folder"), "%s", failure.text);
     CHECK(path_exists(path_of("export/thesis.txt")) && path_exists(path_of("export/model.safetensors")), "nothing was removed");
+    CHECK(strstr(failure.text, "export.tmp: move it away") && safetensors_is_own(path_of("export.tmp/model.safetensors")), "what was written stays: %s", failure.text);
+    remove_tree(path_of("export.tmp"));
     remove_tree(dir);
     remove_tree(source_folder);
     trainer_free(a);
     trainer_free(b);
-}
-
-static void load_action(void *context) {
-    Action *a = (Action *)context;
-    model_load_weights(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
 static void zeros(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
@@ -601,6 +598,115 @@ static void write_weights(const char *dir, const ParameterTable *t, const char *
     if (!safetensors_save(dir, "model", all, n, SAFETENSORS_SHARD_BYTES, zeros, &type, &list, &failure)) die("%s", failure.text);
     file_list_free(&list);
     free(all);
+}
+
+typedef struct {
+    const char *dir, *model_folder;
+    void (*before)(const char *dir);
+} Export;
+
+static void export_action(void *context) {
+    const Export *e = (const Export *)context;
+    if (e->before) e->before(e->dir);
+    model_export_prepare(e->dir, e->model_folder);
+}
+
+static void refused(const char *dir, const char *model_folder, void (*before)(const char *), const char *message) {
+    Export e = {dir, model_folder, before};
+    char output[8192], left[PATH_CAPACITY];
+    CHECK(check_dies(export_action, &e, message, output, sizeof output), "%s: \"%s\" expected, got \"%s\"", dir, message, output);
+    format_checked(left, sizeof left, "%s.old.tmp", dir);
+    CHECK(!path_exists(left), "%s stays", left);
+}
+
+static void be_nobody(const char *dir) {
+    (void)dir;
+    if (setuid(65534)) die("setuid: %s", strerror(errno));
+}
+
+static void run_in(const char *dir) {
+    if (chdir(dir)) die("chdir: %s", strerror(errno));
+}
+
+// What could not become an export at the end is found before the first step.
+static void test_export_refusals(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    char dir[PATH_CAPACITY], link[PATH_CAPACITY], dotted[PATH_CAPACITY], weights[PATH_CAPACITY];
+    Failure failure = {""};
+    if (!folder_create(path_of("sticky"), false, &failure) || chmod(path_of("sticky"), 01777) || chmod(folder, 0755)) die("%s", failure.text);
+    format_checked(dir, sizeof dir, "%s", path_of("sticky/export"));
+    format_checked(link, sizeof link, "%s", path_of("sticky/link"));
+    format_checked(dotted, sizeof dotted, "%s", path_of("sticky/./none/../export/."));
+    CHECK(symlink("export", link) == 0, "%s", strerror(errno));
+    refused(link, NULL, NULL, "cannot open folder");
+    for (int round = 0; round < 3; round++) {  // a new folder, an empty one, an earlier export: found to be replaceable and left as it was
+        model_export_prepare(dir, path_of("elsewhere"));
+        CHECK(path_exists(dir) == (round > 0) && !path_exists(path_of("sticky/export.old.tmp")) && !path_exists(path_of("sticky/export.tmp")), "round %d", round);
+        if (round == 0 && !folder_create(dir, false, &failure)) die("%s", failure.text);
+        if (round == 1) CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
+    }
+    format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
+    CHECK(safetensors_is_own(weights), "the earlier export stays");
+
+    // Other ways to name the folder mean the folder, which its links then lead to.
+    model_export_prepare(dotted, NULL);
+    model_export_prepare(link, NULL);
+    CHECK(model_export_hf(dotted, &t->model, &t->table, &t->state, NULL, &failure) && model_export_hf(link, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
+    CHECK(safetensors_is_own(weights) && strcmp(listing(path_of("sticky")), "+2") == 0, "%s", listing(path_of("sticky")));
+
+    refused(dir, link, NULL, "the model that the run starts from; give a new folder");
+    refused(path_of("sticky/mod"), path_of("sticky/mod.tmp"), NULL, "the model that the run starts from");
+    refused(".", NULL, NULL, "this program runs in it");
+    Export here = {dir, NULL, run_in};
+    char output[4096];
+    CHECK(check_dies(export_action, &here, "this program runs in it; give a new folder", output, sizeof output), "%s", output);
+    if (geteuid() == 0) {
+        refused(dir, NULL, be_nobody, "it cannot be replaced: Operation not permitted");
+        CHECK(safetensors_is_own(weights), "the earlier export stays");
+    } else {
+        printf("SKIPPED: a folder of another user: root may become one\n");
+    }
+
+    // A model that this program did not write is none of its exports, nor is a folder without weights.
+    write_weights(dir, &t->table, "", "", "", ST_F32);
+    flip_byte(weights, 45);  // "written_by": another key
+    refused(dir, NULL, NULL, "model.safetensors, which is no earlier export: this program did not write it");
+    CHECK(unlink(weights) == 0, "%s", strerror(errno));
+    refused(dir, NULL, NULL, "no weights, so it is no earlier export");
+    CHECK(unlink(link) == 0, "%s", strerror(errno));
+    remove_tree(path_of("sticky"));
+    trainer_free(t);
+}
+
+// A folder that was exchanged and cannot be removed stays under the other name.
+static void test_replace(void) {
+    char old[PATH_CAPACITY], new[PATH_CAPACITY];
+    Failure failure = {""};
+    format_checked(old, sizeof old, "%s", path_of("old"));
+    format_checked(new, sizeof new, "%s", path_of("new"));
+    if (!folder_create(path_of("old/nested"), true, &failure) || !folder_create(new, false, &failure) || !file_write(new, "x", "x", 1, NULL, &failure)) die("%s", failure.text);
+    CHECK(folder_replace(new, old, &failure), "%s", failure.text);
+    CHECK(path_exists(path_of("old/x")) && path_exists(path_of("new/nested")), "exchanged");
+    remove_tree(old);
+    remove_tree(new);
+}
+
+static void test_resolve(void) {
+    static const char *const cases[][2] = {{"/", "/"}, {"/..", "/"}, {"/no/such//./folder/", "/no/such/folder"}, {"/no/such/../folder/..", "/no"}, {"/no/..", "/"}, {"/proc/../tmp/.", "/tmp"}};
+    char out[PATH_CAPACITY], here[PATH_CAPACITY];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        path_resolve(cases[i][0], out, sizeof out);
+        CHECK(strcmp(out, cases[i][1]) == 0, "%s is %s, not %s", cases[i][0], out, cases[i][1]);
+    }
+    path_resolve("", here, sizeof here);
+    path_resolve("no-such/x", out, sizeof out);
+    CHECK(path_within(out, here) && strcmp(out + strlen(here), "/no-such/x") == 0, "%s", out);
+    CHECK(path_within("/a/b", "/a") && path_within("/a", "/a") && path_within("/a", "/") && !path_within("/ab", "/a") && !path_within("/a", "/a/b"), "paths within paths");
+}
+
+static void load_action(void *context) {
+    Action *a = (Action *)context;
+    model_load_weights(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
 static void test_foreign_weights(void) {
@@ -652,6 +758,9 @@ int main(void) {
     test_failing_save();
     test_killed();
     test_export();
+    test_export_refusals();
+    test_replace();
+    test_resolve();
     test_foreign_weights();
     remove_tree(folder);
     return check_report();

@@ -43,4 +43,33 @@ for name in pytorch_model.bin model-00001-of-00002.safetensors consolidated.00.p
     rm "$tmp/model/$name"
 done
 
+# ---- folders of an export, which must still be right after the last step
+
+mkdir "$tmp/e"
+check "an export" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
+cp "$tmp/e/hf/model.safetensors" "$tmp/first"
+check "an export over an earlier one" trains "$tmp/model" $data --num-steps 1 --seed 5 --export-hf "$tmp/e/../e/hf/."
+check "an export over an earlier one replaces it" [ "$(ls "$tmp/e/hf")" = "config.json
+model.safetensors" -a "$(ls "$tmp/e")" = hf ]
+check "an export over an earlier one has other weights" eval '! cmp -s "$tmp/first" "$tmp/e/hf/model.safetensors"'
+for option in log-dir checkpoint-dir; do
+    for name in hf hf/deep/../down new new/logs; do
+        check "--$option $name" refuses "--$option $tmp/e/$name is in --export-hf $tmp/e/${name%%/*}/, which holds the export alone" tiny $data --$option "$tmp/e/$name" --export-hf "$tmp/e/${name%%/*}/"
+    done
+done
+check "folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
+check "an export over the model" refuses "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" $data --export-hf "$tmp/e/./hf/"
+sed -i 's/written_by/written_of/' "$tmp/all/hf/model.safetensors"
+check "an export over another's model" refuses "model.safetensors, which is no earlier export" tiny $data --export-hf "$tmp/all/hf"
+check "an export over another's model leaves nothing" equal "$(ls "$tmp/all")" "hf
+log.jsonl
+steps"
+if unshare -m true 2>/dev/null; then
+    mounted() { unshare -m bash -c 'mount --bind "$0" "$0" && exec timeout 60 ./train_fp8 "$@"' "$tmp/e/hf" tiny $data --num-steps 1 --export-hf "$tmp/e/hf" >"$out" 2>&1; }
+    check "an export to a mounted folder" eval '! mounted && holds "$out" "it cannot be replaced: Device or resource busy" && lacks "$out" "step 1/"'
+    check "an export to a mounted folder leaves nothing" equal "$(ls "$tmp/e")" hf
+else
+    echo "skipped: an export to a mounted folder (this user may not mount)"
+fi
+
 finish
