@@ -10,6 +10,8 @@
 
 #define VOCABULARY_MULTIPLE 64
 
+#define VOCABULARY_LARGEST (1 << 24)  // that model_config_check takes
+
 // Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: by up to 395).
 #define VOCABULARY_PADDING 1024
 
@@ -35,10 +37,45 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
             "(save_pretrained of transformers writes them so), or give a folder with config.json alone to start from random weights", o->model, name);
 }
 
+// Dies if the table beside one of the shards is not that of the first training shard: an id would mean another text in each.
+static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *dl) {
+    char first[PATH_CAPACITY], path[PATH_CAPACITY], known[PATH_CAPACITY];
+    tokenizer_path(first, sizeof first, s->train.shards[0].path);
+    format_checked(known, sizeof known, "%s", first);
+    for (int64_t i = 0; i < dl->num_shards; i++) {
+        tokenizer_path(path, sizeof path, dl->shards[i].path);
+        if (strcmp(path, known) == 0) continue;  // shards of one name share a table
+        Tokenizer tok = tokenizer_open(path);
+        if (tok.count && !tokenizer_same(&tok, &s->tokenizer))
+            die("%s belongs to the tokenizer table %s (%lld tokens, separator %lld), but the first training shard to %s (%lld tokens, separator %lld), which differs; "
+                "use shards made with one tokenizer", dl->shards[i].path, path, (long long)tok.count, (long long)tok.separator, first, (long long)s->tokenizer.count,
+                (long long)s->tokenizer.separator);
+        tokenizer_close(&tok);
+        format_checked(known, sizeof known, "%s", path);
+    }
+}
+
+// Opens the shards, and the tokenizer table beside the first.
+static inline void run_setup_data(RunSetup *s, const Options *o) {
+    s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
+    if (*o->val_data) s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
+    s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
+    if (!s->tokenizer.count) return;
+    run_setup_check_tables(s, &s->train);
+    run_setup_check_tables(s, &s->val);
+}
+
+// The largest id of all shards; dies if no vocabulary has as many.
+static inline int64_t run_setup_largest_token(DataLoader *dl) {
+    const int64_t largest = dataloader_max_token(dl);
+    if (largest < VOCABULARY_LARGEST) return largest;
+    const TokenPlace place = dataloader_scan(dl, VOCABULARY_LARGEST);
+    die("%s: token %lld has id %lld, but a vocabulary has at most %d; make the shard again", dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
+}
+
 // The presets tiny and small take their vocabulary from the data.
 static inline void run_setup_vocabulary(RunSetup *s) {
-    if (s->model.vocab_size == 0)
-        s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : dataloader_max_token(&s->train) + 1, VOCABULARY_MULTIPLE);
+    if (s->model.vocab_size == 0) s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1, VOCABULARY_MULTIPLE);
     model_config_check(&s->model);
 }
 
@@ -83,11 +120,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     if (c->rank > 0) o->log_dir = "";
     options_shard_group(o, o->world_size ? o->world_size : c->world);
     run_setup_model(&s, o);
-    if (!o->dry_run || s.model.vocab_size == 0) {
-        s.train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
-        s.tokenizer = tokenizer_open_beside(s.train.shards[0].path);
-        if (*o->val_data) s.val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
-    }
+    if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o);
     run_setup_vocabulary(&s);
     if (o->dry_run) return s;
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);

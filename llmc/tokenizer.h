@@ -20,6 +20,7 @@ typedef struct {
     int64_t count;      // number of ids: the vocabulary; 0 = no table
     int64_t separator;  // id of the token before each story
     char *file;         // the whole table
+    size_t bytes;       // of it
     size_t *offsets;    // [count] where each id's length stands in it
 } Tokenizer;
 
@@ -49,7 +50,7 @@ static inline void tokenizer_path(char *out, size_t capacity, const char *shard_
 // Checks a table of `size` bytes and finds its tokens; takes over `file`. NULL when it is sound, else what is wrong with it.
 static inline const char *tokenizer_parse(Tokenizer *tok, char *file, size_t size) {
     memset(tok, 0, sizeof *tok);
-    tok->file = file;
+    tok->file = file, tok->bytes = size;
     if (size < TOKENIZER_HEADER_BYTES) return "truncated: shorter than its header of 16 bytes";
     if (tokenizer_u32(file) != TOKENIZER_MAGIC) return "not a tokenizer table (wrong magic number)";
     if (tokenizer_u32(file + 4) != TOKENIZER_VERSION) return "unknown version (1 is expected)";
@@ -96,6 +97,9 @@ static inline Tokenizer tokenizer_open_beside(const char *shard_path) {
     tokenizer_path(path, sizeof path, shard_path);
     return tokenizer_open(path);
 }
+
+// Whether two tables say the same of every id.
+static inline bool tokenizer_same(const Tokenizer *a, const Tokenizer *b) { return a->bytes == b->bytes && (a->bytes == 0 || memcmp(a->file, b->file, a->bytes) == 0); }
 
 // The bytes of a token (not terminated, often not whole UTF-8) and their number; NULL and 0 for an id outside the table.
 static inline const char *tokenizer_decode(const Tokenizer *tok, int64_t id, size_t *length) {

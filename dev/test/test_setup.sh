@@ -72,4 +72,23 @@ else
     echo "skipped: an export to a mounted folder (this user may not mount)"
 fi
 
+# ---- shards
+
+mkdir "$tmp/t"
+cp "$tmp/s_train.bin" "$tmp/t/a_train_1.bin"
+cp "$tmp/s_train.bin" "$tmp/t/a_train_2.bin"
+cp "$tmp/s.tokenizer" "$tmp/t/a.tokenizer"
+cp "$tmp/s_train.bin" "$tmp/t/b_train_1.bin"
+LC_ALL=C sed 's/e/x/' "$tmp/s.tokenizer" >"$tmp/t/b.tokenizer"  # as many tokens, the same separator, another text
+cp "$tmp/s_val.bin" "$tmp/t/c_val.bin"
+check "shards of one tokenizer" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/s_val.bin" --sequence-length 32 --num-steps 1
+check "a validation shard without a table" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/t/c_val.bin" --sequence-length 32 --num-steps 1
+check "a training shard of another tokenizer" refuses "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/*_train_*.bin" --sequence-length 32
+check "a training shard of another tokenizer: both are named" holds "$out" "but the first training shard to $tmp/t/a.tokenizer"
+check "a validation shard of another tokenizer" refuses "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/a_train_1.bin" --val-data "$tmp/t/b_train_1.bin" --sequence-length 32
+
+# Of a shard without a table the vocabulary is the largest id: the shard is at fault, not the model.
+python3 -c 'import struct, sys; sys.stdout.buffer.write(struct.pack("<256i", 20240801, 7, 100, *[0] * 253) + struct.pack("<100I", *[1] * 77, 2**32 - 1, *[1] * 22))' >"$tmp/t/huge.bin"
+check "an id that no vocabulary has" refuses "$tmp/t/huge.bin: token 77 has id 4294967295, but a vocabulary has at most 16777216" tiny --train-data "$tmp/t/huge.bin" --sequence-length 32
+
 finish
