@@ -20,6 +20,11 @@
 
 #define CHECKPOINT_FORMAT_VERSION 1
 
+// Seconds for which a run waits for the run before it, whose process was killed and is not gone yet; tests make it short.
+#ifndef CHECKPOINT_LOCK_SECONDS
+#define CHECKPOINT_LOCK_SECONDS 10
+#endif
+
 typedef enum { STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ } StateKind;
 
 // Access to the trainer's flat arrays, of which `plan` says what they hold. Ranges are elements of the rank's flat shard arrays; `host` holds them
@@ -396,14 +401,15 @@ static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerP
 }
 
 // Before any work: makes the folder, and finds out now rather than after hours whether it can be written. A run that does not resume must not
-// mix its checkpoints with another's: the newest by step would not be the newest by time. Dies with the reason.
+// mix its checkpoints with another's: the newest by step would not be the newest by time. Nor may two runs at once: what one is saving is a leftover to
+// the other, so the folder is locked to the end of the process. Dies with the reason.
 static inline void checkpoint_prepare(const char *dir, bool resume) {
     Failure failure;
     CheckpointSteps list;
     char probe[PATH_CAPACITY];
     format_checked(probe, sizeof probe, "%s/step-00000000.tmp", dir);
-    if (!folder_create(dir, true, &failure) || !checkpoint_remove_leftovers(dir, &failure) || !folder_create(probe, false, &failure) ||
-        !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure))
+    if (!folder_create(dir, true, &failure) || !folder_lock(dir, CHECKPOINT_LOCK_SECONDS, &failure) || !checkpoint_remove_leftovers(dir, &failure) ||
+        !folder_create(probe, false, &failure) || !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure))
         die("--checkpoint-dir %s: %s", dir, failure.text);
     if (list.count && !resume)
         die("--checkpoint-dir %s already holds step-%08lld; add --resume to continue from it, or give another folder", dir, (long long)list.steps[0]);

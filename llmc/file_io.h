@@ -4,6 +4,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -227,6 +228,26 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
     closedir(dir);
     if (ok && rmdir(folder)) ok = fail(failure, "cannot remove folder %s: %s", folder, strerror(errno));
     return ok;
+}
+
+// Holds a folder against other processes of this host to the end of this one: the kernel closes the descriptor, and so lets go, however a process ends.
+// Waits up to `seconds` for a process that is just ending. File systems without locks let everyone in.
+static inline bool folder_lock(const char *folder, double seconds, Failure *failure) {
+    const double start = seconds_now();
+    const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
+    while (flock(fd, LOCK_EX | LOCK_NB)) {
+        if (errno != EWOULDBLOCK && errno != EINTR) {
+            close(fd);
+            return true;
+        }
+        if (seconds_now() - start >= seconds) {
+            close(fd);
+            return fail(failure, "another run is using it; wait until that has ended, or give another folder");
+        }
+        usleep(50000);
+    }
+    return true;
 }
 
 // Two folders exchange their names in one step. Sets errno on failure; not all file systems can.

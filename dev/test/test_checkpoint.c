@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 
 #define IO_CHUNK_BYTES ((int64_t)100)  // small, so that these small tensors take many chunks
+#define CHECKPOINT_LOCK_SECONDS 0.3
 #include "../../llmc/checkpoint.h"
 #include "../../llmc/rng.h"
 #include "check.h"
@@ -356,17 +357,49 @@ static void test_older_settings(void) {
     }
 }
 
+// checkpoint_prepare in a process of its own, which lets go of the folder when it ends; `hold` writes a byte to the pipe and stays.
+static pid_t prepare_child(const char *dir, int hold) {
+    const pid_t child = fork();
+    if (child < 0) die("fork: %s", strerror(errno));
+    if (child > 0) return child;
+    checkpoint_prepare(dir, true);
+    if (hold >= 0 && write(hold, "x", 1) == 1) pause();
+    _exit(0);
+}
+
+static bool prepares(const char *dir) {
+    int status = -1;
+    waitpid(prepare_child(dir, -1), &status, 0);
+    return status == 0;
+}
+
+// One run at a time: the second is refused, unless the first is just ending.
+static void test_lock(void) {
+    char output[4096], dir[PATH_CAPACITY];
+    int fds[2];
+    format_checked(dir, sizeof dir, "%s", path_of("locked"));
+    if (pipe(fds)) die("pipe: %s", strerror(errno));
+    const pid_t holder = prepare_child(dir, fds[1]);
+    CHECK(read(fds[0], output, 1) == 1, "the first run holds the folder");
+    CHECK(check_dies(prepare_action, dir, "another run is using it; wait until that has ended, or give another folder", output, sizeof output), "%s", output);
+    kill(holder, SIGKILL);
+    CHECK(prepares(dir), "the folder of a run that was killed");
+    waitpid(holder, NULL, 0);
+    close(fds[0]), close(fds[1]);
+    remove_tree(dir);
+}
+
 static void test_prepare(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     char output[4096], dir[PATH_CAPACITY], found[PATH_CAPACITY];
     format_checked(dir, sizeof dir, "%s", path_of("fresh"));
-    checkpoint_prepare(dir, false);
+    CHECK(prepares(dir), "a new folder");
     CHECK(folder_exists(dir) && strcmp(listing(dir), "") == 0, "%s", listing(dir));
     CHECK(!checkpoint_find_newest(dir, found, sizeof found), "nothing to find");
     CHECK(!checkpoint_find_newest(path_of("never"), found, sizeof found), "nothing to find");
     save(t, dir, 12, 1);
     CHECK(check_dies(prepare_action, dir, "already holds step-00000012; add --resume", output, sizeof output), "%s", output);
-    checkpoint_prepare(dir, true);
+    CHECK(prepares(dir), "a run that resumes");
     CHECK(check_dies(prepare_action, (void *)"/dev/null/parent", "cannot make folder /dev/null/parent", output, sizeof output), "%s", output);
     // Root may write anywhere but in a file system of the kernel, and a file is no folder.
     CHECK(check_dies(prepare_action, (void *)"/proc/checkpoints", "cannot make folder /proc/checkpoints", output, sizeof output), "%s", output);
@@ -753,6 +786,7 @@ int main(void) {
     test_mismatch();
     test_older_settings();
     test_prepare();
+    test_lock();
     test_damage();
     test_sealed();
     test_failing_save();

@@ -72,6 +72,17 @@ else
     echo "skipped: an export to a mounted folder (this user may not mount)"
 fi
 
+# ---- one run at a time in a folder of checkpoints
+
+./train_fp8 "$tmp/model" $data --num-steps 1000000 --checkpoint-dir "$tmp/busy" --checkpoint-every 2 --keep-checkpoints 1 >"$tmp/busy.out" 2>&1 &
+busy=$!
+for i in $(seq 300); do grep -q '^saved checkpoint after step 4 ' "$tmp/busy.out" && break; sleep 0.1; done
+check "a second run in a folder of checkpoints" refuses "--checkpoint-dir $tmp/busy: another run is using it" "$tmp/model" $data --checkpoint-dir "$tmp/busy" --resume
+check "the first run goes on" kill -0 $busy
+kill -KILL $busy
+check "a run right after one that was killed" trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" --resume
+wait $busy 2>/dev/null
+
 # ---- shards
 
 mkdir "$tmp/t"
