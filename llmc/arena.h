@@ -41,14 +41,20 @@ static inline ArenaRange arena_reuse(Arena *a, ArenaRange room) {
     return left;
 }
 
+// *sum += size; dies when that is more than 64 bits count, as a plan may be that nobody could run.
+static inline void arena_add(int64_t *sum, int64_t size) {
+    if (size < 0 || __builtin_add_overflow(*sum, size, sum))
+        die("the memory plan passes 2^63 bytes, so it cannot be added up; a smaller --batch-size or --sequence-length would help");
+}
+
 // The next `bytes` bytes, 256-byte aligned. On an arena without memory the result must not be read or written.
 static inline void *arena_take(Arena *a, int64_t bytes) {
-    const int64_t size = round_up(bytes, ARENA_ALIGNMENT);
+    const int64_t size = bytes > INT64_MAX - ARENA_ALIGNMENT ? -1 : round_up(bytes, ARENA_ALIGNMENT);
     const bool again = size > 0 && size <= a->reuse.end - a->reuse.begin;
     int64_t *next = again ? &a->reuse.begin : &a->used;
     void *p = a->base ? a->base + *next : NULL;
-    *next += size;
-    *(again ? &a->reused : &a->groups[a->group].bytes) += size;
+    arena_add(next, size);
+    arena_add(again ? &a->reused : &a->groups[a->group].bytes, size);
     return p;
 }
 

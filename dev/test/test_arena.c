@@ -49,8 +49,28 @@ static void test_headings(void) {
     CHECK(a.groups[0].bytes == 1024 && a.groups[1].bytes == 256 + 512, "%lld and %lld bytes", (long long)a.groups[0].bytes, (long long)a.groups[1].bytes);
 }
 
+// Takes `bytes` and as much again from an arena without memory.
+static void take_twice(void *bytes) {
+    Arena a;
+    memset(&a, 0, sizeof a);
+    arena_group(&a, "all");
+    arena_take(&a, *(const int64_t *)bytes);
+    arena_take(&a, *(const int64_t *)bytes);
+}
+
+// A plan that 64 bits cannot count is refused; one that they can is not.
+static void test_overflow(void) {
+    static const int64_t refused[] = {INT64_MAX, INT64_MAX - ARENA_ALIGNMENT, INT64_MAX / 2 + 1, -1000};
+    char output[4096];
+    for (int i = 0; i < 4; i++)
+        CHECK(check_dies(take_twice, (void *)&refused[i], "the memory plan passes 2^63 bytes", output, sizeof output), "%lld: %s", (long long)refused[i], output);
+    int64_t most = INT64_MAX / 2 - ARENA_ALIGNMENT;
+    take_twice(&most);
+}
+
 int main(void) {
     test_places();
     test_headings();
+    test_overflow();
     return check_report();
 }
