@@ -109,7 +109,9 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
     if (overflow) return fail(failure, "%s: the shape of tensor %.200s overflows 64 bits", json->source, entry->key);
     if (offsets->count != 2) return json_expected(json, offsets, "[begin, end]", failure);
     const JsonNode *first = json_first(json, offsets);
-    if (!json_int(json, first, 0, limit, &begin, failure) || !json_int(json, json_next(json, first), begin, limit, &end, failure)) return false;
+    if (!json_int(json, first, 0, INT64_MAX, &begin, failure) || !json_int(json, json_next(json, first), begin, INT64_MAX, &end, failure)) return false;
+    if (end > limit)
+        return fail(failure, "%s: truncated: tensor %.200s ends at byte %lld of the data, the file has %lld; copy or download it again", json->source, entry->key, (long long)end, (long long)limit);
     if (end - begin != bytes)
         return fail(failure, "%s: tensor %.200s takes bytes %lld..%lld, which is %lld, but its shape and dtype need %lld", json->source, entry->key, (long long)begin, (long long)end,
                     (long long)(end - begin), (long long)bytes);
