@@ -100,7 +100,7 @@ static inline DataShard shard_open(const char *path, int64_t T) {
     DataShard shard;
     memset(&shard, 0, sizeof shard);
     shard.path = xstrdup(path);
-    shard.fd = open(path, O_RDONLY | O_CLOEXEC);
+    shard.fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe that nobody writes must not keep open() waiting
     if (shard.fd < 0) die("%s: cannot be opened: %s", path, strerror(errno));
     struct stat info;
     if (fstat(shard.fd, &info) != 0) die("%s: cannot be examined: %s", path, strerror(errno));

@@ -268,6 +268,10 @@ static void cut_file(const char *name, int64_t bytes) {
 static void test_bad_inputs(void) {
     check_refused("no_such_*.bin", 8, 0, "no token shard matches");
     check_refused(".", 8, 0, "is not a regular file");
+    char pipe_path[4096];
+    shard_path(pipe_path, "pipe.bin");
+    if (mkfifo(pipe_path, 0666)) die("%s: %s", pipe_path, strerror(errno));
+    check_refused("pipe.bin", 8, 0, "is not a regular file; a token shard is expected");
 
     write_shard("magic.bin", 20240520, 7, 100, 100, 0);
     check_refused("magic.bin", 8, 0, "magic 20240520 version 7 found; 20240801 version 7 or 8 (uint32 tokens) or 20240520 version 1 (uint16 tokens) expected");
