@@ -263,11 +263,31 @@ static inline bool checkpoint_check_file(const char *checkpoint, const Json *jso
     return strcmp(found, expected->text) == 0 || fail(failure, "%s is damaged: its XXH64 is %s; it was written with %s", path, found, expected->text);
 }
 
-// Whether a checkpoint is whole: every file that trainer.json lists has its size and, if `hash`, its hash.
+// The step of a folder name "step-00000123" followed by `suffix`; -1 if it is no such name.
+static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
+    if (strncmp(name, "step-", 5) != 0) return -1;
+    const char *digits = name + 5;
+    const size_t n = strspn(digits, "0123456789");
+    if (n < 8 || n > 18 || strcmp(digits + n, suffix) != 0) return -1;
+    return strtoll(digits, NULL, 10);
+}
+
+// A folder that was renamed would continue another step, and stand before newer ones.
+static inline bool checkpoint_check_name(const char *checkpoint, const Json *json, Failure *failure) {
+    const char *slash = strrchr(checkpoint, '/');
+    const int64_t named = checkpoint_step_of(slash ? slash + 1 : checkpoint, "");
+    int64_t step = 0;
+    const JsonNode *node = named < 0 ? NULL : json_require(json, json_root(json), "step", JSON_NUMBER, failure);
+    if (named < 0) return true;
+    if (!node || !json_int(json, node, 0, INT64_MAX, &step, failure)) return false;
+    return step == named || fail(failure, "%s was renamed: it was saved after step %lld; give it the name step-%08lld again", checkpoint, (long long)step, (long long)step);
+}
+
+// Whether a checkpoint is whole: it has its own name, and every file that trainer.json lists has its size and, if `hash`, its hash.
 static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failure *failure) {
     Json json;
     if (!checkpoint_open_trainer(checkpoint, &json, failure)) return false;
-    const JsonNode *files = json_require(&json, json_root(&json), "files", JSON_ARRAY, failure);
+    const JsonNode *files = checkpoint_check_name(checkpoint, &json, failure) ? json_require(&json, json_root(&json), "files", JSON_ARRAY, failure) : NULL;
     bool ok = files != NULL;
     for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry; entry = json_next(&json, entry))
         ok = checkpoint_check_file(checkpoint, &json, entry, hash, failure);
@@ -284,15 +304,6 @@ typedef struct {
 
 static inline void checkpoint_name(const char *dir, int64_t step, const char *suffix, char *out, size_t capacity) {
     format_checked(out, capacity, "%s/step-%08lld%s", dir, (long long)step, suffix);
-}
-
-// The step of a folder name "step-00000123" followed by `suffix`; -1 if it is no such name.
-static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
-    if (strncmp(name, "step-", 5) != 0) return -1;
-    const char *digits = name + 5;
-    const size_t n = strspn(digits, "0123456789");
-    if (n < 8 || n > 18 || strcmp(digits + n, suffix) != 0) return -1;
-    return strtoll(digits, NULL, 10);
 }
 
 static inline int checkpoint_compare_steps(const void *a, const void *b) {

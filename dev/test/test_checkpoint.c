@@ -444,6 +444,16 @@ static void test_damage(void) {
     damage_remove(path, 0);
     CHECK(check_dies(find_action, (void *)dir, "none of the 2 checkpoints in", output, sizeof output), "%s", output);
 
+    // A folder that was renamed is not what its name says.
+    char renamed[PATH_CAPACITY];
+    save(t, dir, 6, 1);
+    format_checked(path, sizeof path, "%s/step-00000006", dir);
+    format_checked(renamed, sizeof renamed, "%s/step-00000099", dir);
+    Failure moved = {""};
+    CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) && strstr(moved.text, "was renamed: it was saved after step 6"), "%s", moved.text);
+    CHECK(check_dies(find_action, (void *)dir, "none of the", output, sizeof output), "%s", output);
+    CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000006"), "took %s", found);
+
     // Every byte of trainer.json counts.
     save(t, dir, 3, 1);
     format_checked(path, sizeof path, "%s/step-00000003/trainer.json", dir);
