@@ -400,6 +400,7 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
     ok = ok && (!leader || (folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
         if (leader && !checkpoint_prune(dir, progress->step, keep, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
+        if (s->comm) comm_barrier(s->comm, COMM_WORLD);  // removing may take minutes: ranks that went ahead would take rank 0 for dead
         return true;
     }
     if (leader && folder_exists(temporary)) folder_remove(temporary, &ignored);

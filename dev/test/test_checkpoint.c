@@ -276,6 +276,42 @@ static void test_keep(void) {
     trainer_free(t);
 }
 
+// ---- two ranks, of which this process is the first: stand-ins for what it would send to the other
+
+static const char *at_barrier;  // the folder to list when all ranks wait for each other
+static char listed_at_barrier[256];
+
+int MPI_Barrier(MPI_Comm comm) {
+    (void)comm;
+    format_checked(listed_at_barrier, sizeof listed_at_barrier, "%s", listing(at_barrier));
+    return MPI_SUCCESS;
+}
+
+int MPI_Allreduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm) {
+    (void)from, (void)to, (void)count, (void)type, (void)op, (void)comm;  // in place: the other rank's is the same
+    return MPI_SUCCESS;
+}
+
+int MPI_Bcast(void *data, int count, MPI_Datatype type, int root, MPI_Comm comm) {
+    (void)data, (void)count, (void)type, (void)root, (void)comm;
+    return MPI_SUCCESS;
+}
+
+// No rank goes on to the next step while rank 0 still removes old checkpoints.
+static void test_prune_together(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    const char *dir = xstrdup(path_of("together"));
+    Comm two = comm_one();
+    two.world = 2;
+    save(t, dir, 1, 1);
+    t->state.comm = &two, at_barrier = dir;
+    save(t, dir, 2, 1);
+    CHECK(strcmp(listed_at_barrier, "2") == 0, "at the barrier: \"%s\"", listed_at_barrier);
+    remove_tree(dir);
+    free((char *)dir);
+    trainer_free(t);
+}
+
 // ---- refusals
 
 typedef struct {
@@ -793,6 +829,7 @@ int main(void) {
     test_delayed();
     test_sharded();
     test_keep();
+    test_prune_together();
     test_mismatch();
     test_older_settings();
     test_prepare();
