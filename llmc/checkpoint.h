@@ -4,7 +4,7 @@
 //   config.json, model*.safetensors           as transformers reads them
 //   optimizer*.safetensors                    exp_avg.NAME and exp_avg_sq.NAME of every parameter
 //   fp8_state.safetensors                     with delayed scaling alone: amax_history [tensors, window] and scale [tensors], as delayed.h counts them
-//   trainer.json                              step, samples seen, settings, and size and XXH64 of each file above; written last, ends with its own hash
+//   trainer.json                              step, samples seen, settings, counts of the training data, and size and XXH64 of each file above; written last, ends with its own hash
 // Several ranks write one checkpoint together, each what it keeps of every tensor (shard_plan.h), at the same places as one rank would: how a run is
 // split does not show in its checkpoints, and it can be resumed by any number of ranks. Functions that take a TrainerState are called by all ranks.
 // It is written as step-00000123.tmp, brought to disk, then renamed: a folder without ".tmp" was whole when it got its name.
@@ -194,6 +194,7 @@ static inline bool checkpoint_write_trainer(const char *folder, const TrainerPro
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "{\n  \"format_version\": %d,\n  \"step\": %lld,\n  \"samples\": %lld,\n  \"model\": ", CHECKPOINT_FORMAT_VERSION, (long long)progress->step, (long long)progress->samples);
     json_text_add_string(&out, m->name);
+    json_text_add(&out, ",\n  \"training_data\": {\"tokens\": %lld, \"sequences\": %lld, \"shards\": %lld}", (long long)o->train_tokens, (long long)o->train_sequences, (long long)o->train_shards);
     json_text_add(&out, ",\n  \"settings\": {");
     const char *separator = "\n    ";
     for (const OptionRow *row = option_rows(); row->name; row++) {
@@ -478,6 +479,19 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     return out;
 }
 
+// The same of what --train-data holds: other data under the same name would be read from the old cursor on. A checkpoint that does not say had any.
+static inline void checkpoint_data_mismatch(const Json *json, const Options *o, JsonText *out) {
+    const struct { const char *name; int64_t now; } rows[] = {{"tokens", o->train_tokens}, {"sequences", o->train_sequences}, {"shards", o->train_shards}};
+    const JsonNode *data = json_member(json, json_root(json), "training_data");
+    for (size_t i = 0; data && i < sizeof rows / sizeof rows[0]; i++) {
+        const JsonNode *node = json_member(json, data, rows[i].name);
+        int64_t then = rows[i].now;
+        Failure ignored;
+        if (node && json_int(json, node, 0, INT64_MAX, &then, &ignored) && then != rows[i].now)
+            json_text_add(out, "\n  --train-data has %lld %s in the checkpoint, %lld now", (long long)then, rows[i].name, (long long)rows[i].now);
+    }
+}
+
 // The setting --name of the run that wrote the checkpoint, as text; "" if it has none. Dies if trainer.json cannot be read.
 static inline void checkpoint_read_setting(const char *checkpoint, const char *name, char *out, size_t capacity) {
     Json json;
@@ -527,6 +541,7 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Mod
     ModelConfig then;
     hf_config_read(&then, checkpoint);
     JsonText model = checkpoint_model_mismatch(&then, m), settings = checkpoint_settings_mismatch(&json, o);
+    checkpoint_data_mismatch(&json, o, &settings);
     json_free(&json);
     if (model.size) die("cannot resume from %s, a checkpoint of another model:%s", checkpoint, model.data);
     if (settings.size) die("cannot resume from %s with other settings:%s\ngive the checkpoint's values, or start afresh in another --checkpoint-dir", checkpoint, settings.data);

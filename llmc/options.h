@@ -109,6 +109,7 @@ typedef struct {
 #undef TEXT
 #undef CHOICE
 #undef FLAG
+    int64_t train_tokens, train_sequences, train_shards;  // what train_data holds: found when it is opened (0 before), and to be shared by a resumed run
 } Options;
 
 typedef enum { OPTION_GROUP, OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionKind;

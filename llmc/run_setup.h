@@ -56,8 +56,9 @@ static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *d
 }
 
 // Opens the shards, and the tokenizer table beside the first.
-static inline void run_setup_data(RunSetup *s, const Options *o) {
+static inline void run_setup_data(RunSetup *s, Options *o) {
     s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
+    o->train_tokens = s->train.num_tokens, o->train_sequences = s->train.num_sequences, o->train_shards = s->train.num_shards;
     if (*o->val_data) s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
     s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
     if (!s->tokenizer.count) return;

@@ -335,17 +335,22 @@ static void prepare_action(void *context) { checkpoint_prepare((const char *)con
 static void test_mismatch(void) {
     Trainer *t = trainer_new(FAMILY_QWEN3, true, false, false), *other;
     char output[8192];
+    t->options.train_tokens = 1000, t->options.train_sequences = 31, t->options.train_shards = 2;
     save(t, path_of("mismatch"), 3, 1);
     Action action = {t, xstrdup(path_of("mismatch/step-00000003"))};
+    char *text = read_file(path_of("mismatch/step-00000003/trainer.json"), NULL);
+    CHECK(text && strstr(text, "\"training_data\": {\"tokens\": 1000, \"sequences\": 31, \"shards\": 2}"), "%s", text);
+    free(text);
     const TrainerProgress p = checkpoint_check(action.path, &t->model, &t->options);
     CHECK(p.step == 3, "step %lld", (long long)p.step);
     // Free settings may differ, those that must match may not; all that differ are named.
     t->options.num_steps = 5, t->options.learning_rate = 1, t->options.batch_size = 7, t->options.checkpoint_every = 3;
     checkpoint_check(action.path, &t->model, &t->options);
     t->options.sequence_length = 1024, t->options.seed = 43, t->options.shuffle = OFF, t->options.precision = PRECISION_FP8;
-    t->options.train_data = "";
+    t->options.train_data = "", t->options.train_tokens++, t->options.train_shards = 4;
     CHECK(check_dies(check_action, &action, "--sequence-length is 2048 in the checkpoint, 1024 now", output, sizeof output), "%s", output);
     CHECK(strstr(output, "--seed is 42 in the checkpoint, 43 now") && strstr(output, "--shuffle is on in the checkpoint, off now") && strstr(output, "--precision is bf16 in the checkpoint, fp8 now"), "%s", output);
+    CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the checkpoint, 4 now") && !strstr(output, "sequences in"), "%s", output);
     CHECK(strstr(output, "--train-data is shards/*.bin in the checkpoint, \"\" now") && !strstr(output, "learning-rate"), "%s", output);
 
     other = trainer_new(FAMILY_LLAMA, false, false, false);
