@@ -277,9 +277,9 @@ static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
 static inline bool checkpoint_check_name(const char *checkpoint, const Json *json, Failure *failure) {
     const char *slash = strrchr(checkpoint, '/');
     const int64_t named = checkpoint_step_of(slash ? slash + 1 : checkpoint, "");
-    int64_t step = 0;
-    const JsonNode *node = named < 0 ? NULL : json_require(json, json_root(json), "step", JSON_NUMBER, failure);
     if (named < 0) return true;
+    int64_t step = 0;
+    const JsonNode *node = json_require(json, json_root(json), "step", JSON_NUMBER, failure);
     if (!node || !json_int(json, node, 0, INT64_MAX, &step, failure)) return false;
     return step == named || fail(failure, "%s was renamed: it was saved after step %lld; give it the name step-%08lld again", checkpoint, (long long)step, (long long)step);
 }
