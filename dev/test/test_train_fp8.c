@@ -271,6 +271,10 @@ static void test_delayed(void) {
           "weights are cast with what was known before them: %g, %g", (double)d->scale[w], (double)first_weight);
     weights_update(&t, 1, 1);
     CHECK(d->history[4 * w + 3] == second_weight && d->history[4 * w + 2] == first_weight, "the next update adds %g", (double)second_weight);
+    const float third_weight = float_from_bits(t.amax[w]);
+    weights_recast(&t);
+    CHECK(d->history[4 * w + 3] == third_weight && d->history[4 * w + 2] == second_weight && float_from_bits(t.amax[w]) == third_weight,
+          "a step that was skipped adds %g, of weights that stay", (double)third_weight);
     trainer_free(&t);
 }
 
