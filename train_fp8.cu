@@ -1050,11 +1050,15 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
 // Validation and samples
 
 // Mean loss of the first --val-steps batches of the validation shards; a batch is one of each rank.
+// Mean loss of the first --val-steps batches of the validation data. NAN if a stop was requested meanwhile.
 static double validation_loss(Trainer *t, DataLoader *data) {
     const int64_t world = t->comm->world, batches = min_i64(t->o->val_steps, max_i64(1, dataloader_num_sequences(data) / (world * t->d.B)));
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t i = 0; i < batches; i++) {
-        if (stop_requested(t->comm)) return (double)NAN;
+        if (stop_requested(t->comm)) {
+            trainer_wait_all(t);  // what comes next may take long and not watch over NCCL
+            return (double)NAN;
+        }
         const TokenSlot *slot = send_batch(t, data, (i * world + t->comm->rank) * t->d.B);
         model_forward(t, slot);
         loss_forward(t, slot);
@@ -1082,8 +1086,13 @@ static void position_logits(Trainer *t, TokenSlot *slot, int64_t position, float
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Checkpoints. Copies between ordinary host memory and the GPU, on the stream of the computing: they return when the host memory has been written, or has been
-// read and may change, and what is enqueued after them sees what they wrote.
+// Checkpoints
+
+// Between ordinary host memory and the GPU, behind what has been enqueued; done on return. (The default stream waits for no other.)
+static void copy_in_order(const Trainer *t, void *to, const void *from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, t->stream));
+    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+}
 
 static int64_t state_element_bytes(const Trainer *t, StateKind kind) {
     return kind == STATE_WEIGHTS ? (t->master ? 4 : 2) : (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2);
@@ -1096,13 +1105,13 @@ static char *state_array(const Trainer *t, StateKind kind) {
 static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = state_element_bytes(t, kind);
-    CUDA_CHECK(cudaMemcpyAsync(host, state_array(t, kind) + offset * bytes, (size_t)(count * bytes), cudaMemcpyDeviceToHost, t->stream));
+    copy_in_order(t, host, state_array(t, kind) + offset * bytes, (size_t)(count * bytes));
 }
 
 static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = state_element_bytes(t, kind);
-    CUDA_CHECK(cudaMemcpyAsync(state_array(t, kind) + offset * bytes, host, (size_t)(count * bytes), cudaMemcpyHostToDevice, t->stream));
+    copy_in_order(t, state_array(t, kind) + offset * bytes, host, (size_t)(count * bytes));
 }
 
 static TrainerState trainer_state(Trainer *t) {
@@ -1120,8 +1129,8 @@ static void copy_delayed_state(Trainer *t, bool to_host) {
     DelayedState *d = &t->delayed_state;
     if (!t->delayed_scale) return;
     const size_t history = (size_t)(d->tensors * d->window) * sizeof(float), scale = (size_t)d->tensors * sizeof(float);
-    CUDA_CHECK(cudaMemcpyAsync(to_host ? d->history : t->amax_history, to_host ? t->amax_history : d->history, history, cudaMemcpyDefault, t->stream));
-    CUDA_CHECK(cudaMemcpyAsync(to_host ? d->scale : t->delayed_scale, to_host ? t->delayed_scale : d->scale, scale, cudaMemcpyDefault, t->stream));
+    copy_in_order(t, to_host ? d->history : t->amax_history, to_host ? t->amax_history : d->history, history);
+    copy_in_order(t, to_host ? d->scale : t->delayed_scale, to_host ? t->delayed_scale : d->scale, scale);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1138,12 +1147,17 @@ static void check_supported(const ModelConfig *m, const Options *o) {
         if (sizes[i].value % multiple)
             die("model %s: %s = %lld is not a multiple of %d, which the GPU's matrix products need", m->name, sizes[i].name, (long long)sizes[i].value, multiple);
     }
-    const Recipe *r = options_recipe(o);
+}
+
+// The same of a model's layers in the recipe.
+static void check_casts(const Trainer *t) {
+    const Recipe *r = t->precision.recipe;
     const Grain gradient = recipe_grain(r, TENSOR_DY, COPY_ROW);
-    const bool gate_up_fp8 = gradient != GRAIN_BF16 && 2 * m->intermediate_size % r->multiple == 0, blocks = copy_amaxes(gradient, 1) == 0;
-    if (gate_up_fp8 && blocks && m->intermediate_size % CAST_TILE)
-        die("model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by --fp8-recipe %s needs; take another recipe", m->name,
-            (long long)m->intermediate_size, CAST_TILE, r->name);
+    if (gradient == GRAIN_BF16 || copy_amaxes(gradient, 1) || t->d.F % CAST_TILE == 0) return;
+    for (int64_t l = 0; l < t->d.L; l++)
+        if (is_fp8(t, l, GATE_UP_PROJ))
+            die("model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by --fp8-recipe %s needs; take another recipe, or --fp8-filter gate_up",
+                t->m.name, (long long)t->d.F, CAST_TILE, r->name);
 }
 
 // Whether the GPU multiplies as the recipe wants.
@@ -1188,6 +1202,7 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
     t->d = make_dims(m, o);
+    check_casts(t);
     t->d.chunk = logits_rows(t);
     t->acts = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     describe_linears(t);
@@ -1201,7 +1216,7 @@ static void fill_rope_table(Trainer *t) {
     const size_t bytes = (size_t)(t->d.T * t->d.HD) * sizeof(float);
     float *table = (float *)xcalloc(bytes, 1);
     rope_table_fill(table, &t->m, t->d.T);
-    CUDA_CHECK(cudaMemcpyAsync(t->rope_table, table, bytes, cudaMemcpyHostToDevice, t->stream));  // behind the clearing of its memory
+    copy_in_order(t, t->rope_table, table, bytes);  // behind the clearing of its memory
     free(table);
 }
 

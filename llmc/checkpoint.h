@@ -11,6 +11,8 @@
 #ifndef LLMC_CHECKPOINT_H
 #define LLMC_CHECKPOINT_H
 
+#include <fnmatch.h>
+
 #include "comm.h"
 #include "delayed.h"
 #include "hf_config.h"
@@ -603,13 +605,12 @@ static inline bool model_has_weights(const char *folder) {
 
 // Whether a folder that model_has_weights denies holds weights after all, in a file that is not read: its name.
 static inline bool model_finds_other_weights(const char *folder, char *name, size_t capacity) {
-    static const char *const endings[] = {".safetensors", ".bin", ".pt", ".pth", ".gguf", NULL};
+    static const char *const patterns[] = {"*.safetensors", "*.gguf", "*model*.bin", "*weights*.bin", "*model*.pt", "*weights*.pt", "*model*.pth", "consolidated*.pth", NULL};
     DIR *d = opendir(folder);
     if (!d) die("cannot open folder %s: %s", folder, strerror(errno));
     bool found = false;
     for (struct dirent *entry; !found && (entry = readdir(d)) != NULL;) {
-        const size_t n = strlen(entry->d_name);
-        for (const char *const *ending = endings; !found && *ending; ending++) found = n > strlen(*ending) && strcmp(entry->d_name + n - strlen(*ending), *ending) == 0;
+        for (const char *const *pattern = patterns; !found && *pattern; pattern++) found = fnmatch(*pattern, entry->d_name, 0) == 0;
         if (found) format_checked(name, capacity, "%s", entry->d_name);
     }
     closedir(d);
@@ -720,6 +721,8 @@ static inline bool export_try(const char *path, Failure *failure) {
     char probe[PATH_CAPACITY];
     const bool existed = path_exists(path);
     format_checked(probe, sizeof probe, "%s.old.tmp", path);
+    rmdir(probe);  // of a start that was killed
+    if (path_exists(probe)) return fail(failure, "%s may be the earlier export, left by a run that was killed; move it back, or away", probe);
     if (!folder_create(probe, false, failure)) return false;
     if (rename(probe, path) == 0) return existed || folder_remove(path, failure);
     bool ok = errno == EEXIST || errno == ENOTEMPTY;

@@ -231,13 +231,14 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
 }
 
 // Holds a folder against other processes of this host to the end of this one: the kernel closes the descriptor, and so lets go, however a process ends.
-// Waits up to `seconds` for a process that is just ending. File systems without locks let everyone in.
+// Waits up to `seconds` for a process that is just ending. File systems that do not lock folders (NFS) let everyone in, with a warning.
 static inline bool folder_lock(const char *folder, double seconds, Failure *failure) {
     const double start = seconds_now();
     const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
     while (flock(fd, LOCK_EX | LOCK_NB)) {
         if (errno != EWOULDBLOCK && errno != EINTR) {
+            warn("%s cannot be locked (%s): nothing keeps two runs at once from using it", folder, strerror(errno));
             close(fd);
             return true;
         }

@@ -23,6 +23,16 @@ typedef struct {
     Tokenizer tokenizer;            // count 0: none beside the shards
 } RunSetup;
 
+// Whether --resume finds checkpoints: the run goes on from the newest, whatever MODEL's folder holds.
+static inline bool run_setup_continues(const Options *o) {
+    CheckpointSteps list = {NULL, 0};
+    Failure failure;
+    if (!o->resume || !folder_exists(o->checkpoint_dir)) return false;
+    if (!checkpoint_list(o->checkpoint_dir, &list, &failure)) die("--resume: %s", failure.text);
+    free(list.steps);
+    return list.count > 0;
+}
+
 static inline void run_setup_model(RunSetup *s, const Options *o) {
     char presets[1024];
     if (model_config_preset(&s->model, o->model)) return;
@@ -32,7 +42,7 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
     s->model_folder = o->model;
     s->load_weights = model_has_weights(o->model);
     char name[PATH_CAPACITY];
-    if (!s->load_weights && model_finds_other_weights(o->model, name, sizeof name))
+    if (!s->load_weights && !run_setup_continues(o) && model_finds_other_weights(o->model, name, sizeof name))
         die("MODEL %s holds %s, but weights are read from model.safetensors or the files that model.safetensors.index.json names; give them these names or convert them "
             "(save_pretrained of transformers writes them so), or give a folder with config.json alone to start from random weights", o->model, name);
 }
@@ -87,25 +97,25 @@ static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
              (long long)s->model.vocab_size);
 }
 
-// The folder of an export is replaced as a whole at the end: nothing else of the run may be in it.
+// The folder of an export is replaced as a whole at the end, by way of others of its name: nothing else of the run may be in them.
 static inline void run_setup_check_export(const Options *o) {
     const char *const written[][2] = {{"log-dir", o->log_dir}, {"checkpoint-dir", o->checkpoint_dir}};
-    char folder[PATH_CAPACITY], other[PATH_CAPACITY];
-    path_resolve(o->export_hf, folder, sizeof folder);
+    static const char *const suffixes[] = {"", ".tmp", ".old.tmp"};
+    char path[PATH_CAPACITY], folder[PATH_CAPACITY], other[PATH_CAPACITY];
+    path_resolve(o->export_hf, path, sizeof path);
     for (size_t i = 0; i < sizeof written / sizeof written[0]; i++) {
         if (!*written[i][1]) continue;
         path_resolve(written[i][1], other, sizeof other);
-        if (path_within(other, folder)) die("--%s %s is in --export-hf %s, which holds the export alone; give folders beside each other", written[i][0], written[i][1], o->export_hf);
+        for (int k = 0; k < 3; k++) {
+            format_checked(folder, sizeof folder, "%s%s", path, suffixes[k]);
+            if (path_within(other, folder)) die("--%s %s is in --export-hf %s%s, which holds the export alone; give folders beside each other", written[i][0], written[i][1], o->export_hf, suffixes[k]);
+        }
     }
 }
 
 // Says what the first step starts from. When it is a checkpoint, checkpoint_find_newest says so.
 static inline void run_setup_print_start(const RunSetup *s, const Options *o) {
-    CheckpointSteps list = {NULL, 0};
-    Failure failure;
-    if (o->resume && !checkpoint_list(o->checkpoint_dir, &list, &failure)) die("--resume: %s", failure.text);
-    free(list.steps);
-    if (list.count) return;
+    if (run_setup_continues(o)) return;
     if (s->load_weights) printf("starting weights: those of %s\n", s->model_folder);
     else printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "", s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
 }

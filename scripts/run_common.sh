@@ -101,22 +101,23 @@ run_until_done() {
     local begun newest fruitless=0
     check_arguments "$@"
     trainer=${TRAINER:-./train_fp8cu} out=${OUT:-checkpoints/$model} data=${DATA:-data/tinystories_$tokenizer}
-    checkpoints=$out/steps stopping="" child=""
+    checkpoints=$out/steps stopping="" child="" dry_run=""
     [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
     gpus=${GPUS:-$(is_cpu_trainer && echo 1 || count_gpus)}
     [[ $gpus =~ ^[1-9][0-9]*$ ]] || fail "no GPU found here (nvidia-smi -L lists none), or GPUS=${GPUS:-} is no number"
-    pick_data
+    [[ " $* " == *" --dry-run "* ]] && dry_run=1
+    [ -n "$dry_run" ] || pick_data
     mkdir -p "$out" || fail "cannot make the folder $out"
     local arguments=("$model" "${options[@]}" --train-data "${data}_train.bin" --val-data "${data}_val.bin" --log-dir "$out" --checkpoint-dir "$checkpoints" "$@")
     plan=$("$trainer" "${arguments[@]}" --world-size "$gpus" --dry-run) || exit 1
-    check_memory
+    [ -n "$dry_run" ] || check_memory
     print_cost
 
     make_launch "$gpus"
     command=(${launch[@]+"${launch[@]}"} "$trainer" "${arguments[@]}" --resume)
     printf '%q ' "${command[@]}"
     echo
-    if [[ " $* " == *" --dry-run "* ]]; then echo "$plan"; exit 0; fi
+    if [ -n "$dry_run" ]; then echo "$plan"; exit 0; fi
     trap forward_stop INT TERM USR1
     until is_done; do
         begun=$(newest_checkpoint)

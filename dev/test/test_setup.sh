@@ -42,6 +42,11 @@ for name in pytorch_model.bin model-00001-of-00002.safetensors consolidated.00.p
     check "weights in $name" refuses "MODEL $tmp/model holds $name, but weights are read from model.safetensors" "$tmp/model" $data
     rm "$tmp/model/$name"
 done
+touch "$tmp/model/model.gguf" "$tmp/model/training_args.bin"
+check "a resumed run needs no weights in the folder" trains "$tmp/model" $data --num-steps 3 --seed 7 --checkpoint-dir "$tmp/ck" --resume
+rm "$tmp/model/model.gguf"
+check "files that are no weights" trains "$tmp/model" $data --num-steps 1
+rm "$tmp/model/training_args.bin"
 
 # ---- folders of an export, which must still be right after the last step
 
@@ -57,6 +62,14 @@ for option in log-dir checkpoint-dir; do
         check "--$option $name" refuses "--$option $tmp/e/$name is in --export-hf $tmp/e/${name%%/*}/, which holds the export alone" tiny $data --$option "$tmp/e/$name" --export-hf "$tmp/e/${name%%/*}/"
     done
 done
+for suffix in .tmp .old.tmp; do
+    check "--checkpoint-dir hf$suffix" refuses "is in --export-hf $tmp/e/hf$suffix, which holds the export alone" tiny $data --checkpoint-dir "$tmp/e/hf$suffix" --export-hf "$tmp/e/hf"
+done
+mkdir "$tmp/e/hf.old.tmp"
+check "an export after a start that was killed" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
+mv "$tmp/e/hf" "$tmp/e/hf.old.tmp"
+check "an export that a kill left under another name" refuses "$tmp/e/hf.old.tmp may be the earlier export" tiny $data --num-steps 1 --export-hf "$tmp/e/hf"
+mv "$tmp/e/hf.old.tmp" "$tmp/e/hf"
 check "folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
 check "an export over the model" refuses "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" $data --export-hf "$tmp/e/./hf/"
 sed -i 's/written_by/written_of/' "$tmp/all/hf/model.safetensors"
