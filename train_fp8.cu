@@ -1202,7 +1202,6 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
     t->d = make_dims(m, o);
-    check_casts(t);
     t->d.chunk = logits_rows(t);
     t->acts = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     describe_linears(t);
@@ -1547,6 +1546,7 @@ int main(int argc, char **argv) {
     if (o.world_size) comm.world = o.world_size;  // of the plan
     if (o.dry_run) {
         const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
+        check_casts(&run.t);
         print_ranks(&run.t);
         arena_print_plan(&plan, memory_overhead(&comm));
         print_precisions(&run.t);
@@ -1558,6 +1558,7 @@ int main(int argc, char **argv) {
     const bool resume = o.resume && checkpoint_find_together(&comm, o.checkpoint_dir, checkpoint, sizeof checkpoint);
     find_filter(&run.setup, &o, &comm, resume ? checkpoint : NULL, filter, sizeof filter);
     const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
+    check_casts(&run.t);
     print_ranks(&run.t);
     if (resume) checkpoint_check(checkpoint, &run.setup.model, &o);
     stop_catch();
