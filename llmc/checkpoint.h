@@ -337,7 +337,7 @@ static inline bool checkpoint_remove_leftovers(const char *dir, Failure *failure
         if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
         char path[PATH_CAPACITY] = "";
         for (struct dirent *entry; !*path && (entry = readdir(d)) != NULL;)
-            if (checkpoint_step_of(entry->d_name, ".tmp") >= 0 || checkpoint_step_of(entry->d_name, ".old.tmp") >= 0)
+            if (checkpoint_step_of(entry->d_name, FOLDER_TEMPORARY) >= 0 || checkpoint_step_of(entry->d_name, FOLDER_ASIDE) >= 0)
                 format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
         closedir(d);
         if (!*path) return true;
@@ -349,7 +349,7 @@ static inline bool checkpoint_remove_leftovers(const char *dir, Failure *failure
 static inline bool checkpoint_remove(const char *dir, int64_t step, Failure *failure) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY];
     checkpoint_name(dir, step, "", path, sizeof path);
-    checkpoint_name(dir, step, ".tmp", temporary, sizeof temporary);
+    checkpoint_name(dir, step, FOLDER_TEMPORARY, temporary, sizeof temporary);
     if (rename(path, temporary)) return fail(failure, "cannot rename %s to %s: %s", path, temporary, strerror(errno));
     return folder_remove(temporary, failure);
 }
@@ -394,7 +394,7 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
 static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
                                            const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
     char temporary[PATH_CAPACITY], path[PATH_CAPACITY];
-    checkpoint_name(dir, progress->step, ".tmp", temporary, sizeof temporary);
+    checkpoint_name(dir, progress->step, FOLDER_TEMPORARY, temporary, sizeof temporary);
     checkpoint_name(dir, progress->step, "", path, sizeof path);
     Failure cause, ignored;
     const bool leader = checkpoint_is_leader(s->comm);
@@ -706,7 +706,7 @@ static inline bool file_copy(const char *from_folder, const char *to_folder, con
 // Of the folder `dir`, without links: its path, the name "DIR.tmp" that an export is written under until it is whole, and the folder that holds both.
 static inline void export_names(const char *dir, char *path, char *temporary, char *parent, size_t capacity) {
     path_resolve(dir, path, capacity);
-    format_checked(temporary, capacity, "%s.tmp", path);
+    format_checked(temporary, capacity, "%s" FOLDER_TEMPORARY, path);
     format_checked(parent, capacity, "%.*s", (int)max_i64(1, strrchr(path, '/') - path), path);
 }
 
@@ -720,7 +720,7 @@ static inline bool export_clear(const char *temporary, Failure *failure) {
 static inline bool export_try(const char *path, Failure *failure) {
     char probe[PATH_CAPACITY];
     const bool existed = path_exists(path);
-    format_checked(probe, sizeof probe, "%s.old.tmp", path);
+    format_checked(probe, sizeof probe, "%s" FOLDER_ASIDE, path);
     rmdir(probe);  // of a start that was killed
     if (path_exists(probe)) return fail(failure, "%s may be the earlier export, left by a run that was killed; move it back, or away", probe);
     if (!folder_create(probe, false, failure)) return false;

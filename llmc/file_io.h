@@ -251,6 +251,10 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
     return true;
 }
 
+// A folder's name until it is whole, and that of one which makes way for it, where names cannot be exchanged.
+#define FOLDER_TEMPORARY ".tmp"
+#define FOLDER_ASIDE ".old.tmp"
+
 // Two folders exchange their names in one step. Sets errno on failure; not all file systems can.
 static inline bool folder_exchange(const char *a, const char *b) {
     const unsigned exchange = 2;  // RENAME_EXCHANGE of linux/fs.h
@@ -266,7 +270,7 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
     Failure left;
     format_checked(old, sizeof old, "%s", temporary);
     if (!folder_exchange(temporary, final)) {
-        format_checked(old, sizeof old, "%s.old.tmp", final);
+        format_checked(old, sizeof old, "%s" FOLDER_ASIDE, final);
         if (rename(final, old)) return fail(failure, "cannot rename %s to %s: %s", final, old, strerror(errno));
         if (rename(temporary, final)) {
             fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));

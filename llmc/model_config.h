@@ -7,6 +7,8 @@
 
 #include "utils.h"
 
+#define VOCABULARY_LARGEST (1 << 24)  // tokens
+
 typedef enum { FAMILY_LLAMA, FAMILY_QWEN2, FAMILY_QWEN3 } ModelFamily;
 
 // The "llama3" RoPE scaling of Llama 3.1 and later; factor 0 means none.
@@ -97,7 +99,7 @@ static inline void model_config_preset_names(char *out, size_t capacity) {
 // What holds for every model, whatever its source. Dies with the value and the reason.
 static inline void model_config_check(const ModelConfig *m) {
     const struct { const char *name; int64_t value, largest; } sizes[] = {
-        {"vocab_size", m->vocab_size, 1 << 24},        {"hidden_size", m->hidden_size, 1 << 20},
+        {"vocab_size", m->vocab_size, VOCABULARY_LARGEST},        {"hidden_size", m->hidden_size, 1 << 20},
         {"intermediate_size", m->intermediate_size, 1 << 20}, {"num_hidden_layers", m->num_layers, 4096},
         {"num_attention_heads", m->num_heads, 4096},   {"num_key_value_heads", m->num_kv_heads, 4096},
         {"head_dim", m->head_dim, 1024}};

@@ -10,8 +10,6 @@
 
 #define VOCABULARY_MULTIPLE 64
 
-#define VOCABULARY_LARGEST (1 << 24)  // that model_config_check takes
-
 // Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: by up to 395).
 #define VOCABULARY_PADDING 1024
 
@@ -100,7 +98,7 @@ static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
 // The folder of an export is replaced as a whole at the end, by way of others of its name: nothing else of the run may be in them.
 static inline void run_setup_check_export(const Options *o) {
     const char *const written[][2] = {{"log-dir", o->log_dir}, {"checkpoint-dir", o->checkpoint_dir}};
-    static const char *const suffixes[] = {"", ".tmp", ".old.tmp"};
+    static const char *const suffixes[] = {"", FOLDER_TEMPORARY, FOLDER_ASIDE};
     char path[PATH_CAPACITY], folder[PATH_CAPACITY], other[PATH_CAPACITY];
     path_resolve(o->export_hf, path, sizeof path);
     for (size_t i = 0; i < sizeof written / sizeof written[0]; i++) {
