@@ -823,10 +823,11 @@ static TrainerState trainer_state(Trainer *t) {
     return s;
 }
 
-static void save_checkpoint(Trainer *t, const TrainerProgress *progress) {
+static void save_checkpoint(Trainer *t, const RunSetup *setup, const TrainerProgress *progress) {
     Failure failure;
     const TrainerState state = trainer_state(t);
-    if (!checkpoint_save(t->o->checkpoint_dir, t->o->keep_checkpoints, progress, &t->m, t->o, &t->table, &state, &failure)) die("%s", failure.text);
+    const CheckpointRun run = run_setup_checkpoint(setup, t->o);
+    if (!checkpoint_save(t->o->checkpoint_dir, t->o->keep_checkpoints, progress, &run, &t->table, &state, &failure)) die("%s", failure.text);
     printf("saved checkpoint after step %lld in %s\n", (long long)progress->step, t->o->checkpoint_dir);
 }
 
@@ -834,8 +835,9 @@ static void save_checkpoint(Trainer *t, const TrainerProgress *progress) {
 static TrainerProgress load_weights(Trainer *t, const RunSetup *setup) {
     TrainerProgress progress = {0, 0};
     const TrainerState state = trainer_state(t);
+    const CheckpointRun run = run_setup_checkpoint(setup, t->o);
     char path[PATH_CAPACITY];
-    if (t->o->resume && checkpoint_find_together(t->comm, t->o->checkpoint_dir, path, sizeof path)) progress = checkpoint_load(path, &t->m, t->o, &t->table, &state);
+    if (t->o->resume && checkpoint_find_together(t->comm, t->o->checkpoint_dir, path, sizeof path)) progress = checkpoint_load(path, &run, &t->table, &state);
     else if (setup->load_weights) model_load_weights(setup->model_folder, &t->m, &t->table, &state);
     else weights_initialize(t);
     weights_refresh(t);
@@ -882,7 +884,7 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
         }
         if (o->sample_every && (last || is_due(o->sample_every, s.step))) print_sample(t, &setup->tokenizer, s.step);
         stop = stop_requested(t->comm);
-        if (*o->checkpoint_dir && (last || stop || is_due(o->checkpoint_every, s.step))) save_checkpoint(t, progress);
+        if (*o->checkpoint_dir && (last || stop || is_due(o->checkpoint_every, s.step))) save_checkpoint(t, setup, progress);
     }
     return stop;
 }

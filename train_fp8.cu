@@ -1419,9 +1419,10 @@ static void save_checkpoint(Run *run, int64_t steps_done) {
     trainer_wait_all(t);
     const TrainerProgress progress = {steps_done, samples_seen(run, steps_done)};
     const TrainerState state = trainer_state(t);
+    const CheckpointRun identity = run_setup_checkpoint(&run->setup, t->o);
     Failure failure;
     copy_delayed_state(t, true);
-    if (!checkpoint_save(t->o->checkpoint_dir, t->o->keep_checkpoints, &progress, &t->m, t->o, &t->table, &state, &failure)) die("%s", failure.text);
+    if (!checkpoint_save(t->o->checkpoint_dir, t->o->keep_checkpoints, &progress, &identity, &t->table, &state, &failure)) die("%s", failure.text);
     printf("saved checkpoint of step %lld in %s\n", (long long)steps_done, t->o->checkpoint_dir);
     run->saved_step = steps_done;
 }
@@ -1522,8 +1523,9 @@ static void find_filter(const RunSetup *setup, Options *o, const Comm *comm, con
 static void load_start(Run *run, const char *checkpoint) {
     Trainer *t = &run->t;
     const TrainerState state = trainer_state(t);
+    const CheckpointRun identity = run_setup_checkpoint(&run->setup, t->o);
     if (checkpoint) {
-        run->start = checkpoint_load(checkpoint, &t->m, t->o, &t->table, &state);
+        run->start = checkpoint_load(checkpoint, &identity, &t->table, &state);
         copy_delayed_state(t, false);
         t->has_history = t->delayed_scale != NULL;
     }
@@ -1560,7 +1562,8 @@ int main(int argc, char **argv) {
     const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
     check_casts(&run.t);
     print_ranks(&run.t);
-    if (resume) checkpoint_check(checkpoint, &run.setup.model, &o);
+    const CheckpointRun identity = run_setup_checkpoint(&run.setup, &o);
+    if (resume) checkpoint_check(checkpoint, &identity);
     stop_catch();
     trainer_create(&run.t, &plan);
     arena_print_plan(&plan, memory_overhead(&comm));

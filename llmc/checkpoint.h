@@ -4,7 +4,7 @@
 //   config.json, model*.safetensors           as transformers reads them
 //   optimizer*.safetensors                    exp_avg.NAME and exp_avg_sq.NAME of every parameter
 //   fp8_state.safetensors                     with delayed scaling alone: amax_history [tensors, window] and scale [tensors], as delayed.h counts them
-//   trainer.json                              step, samples seen, settings, counts of the training data, and size and XXH64 of each file above; written last, ends with its own hash
+//   trainer.json                              step, samples seen, settings, what the training data is known by, and size and XXH64 of each file above; written last, ends with its own hash
 // Several ranks write one checkpoint together, each what it keeps of every tensor (shard_plan.h), at the same places as one rank would: how a run is
 // split does not show in its checkpoints, and it can be resumed by any number of ranks. Functions that take a TrainerState are called by all ranks.
 // It is written as step-00000123.tmp, brought to disk, then renamed: a folder without ".tmp" was whole when it got its name.
@@ -14,6 +14,7 @@
 #include <fnmatch.h>
 
 #include "comm.h"
+#include "dataloader.h"
 #include "delayed.h"
 #include "hf_config.h"
 #include "options.h"
@@ -21,6 +22,7 @@
 #include "shard_plan.h"
 
 #define CHECKPOINT_FORMAT_VERSION 1
+#define FINGERPRINT_FORMAT "%016llx"
 
 // Seconds for which a run waits for the run before it, whose process was killed and is not gone yet; tests make it short.
 #ifndef CHECKPOINT_LOCK_SECONDS
@@ -46,6 +48,13 @@ typedef struct {
     int64_t step;     // optimizer steps done
     int64_t samples;  // sequences seen: the data cursor
 } TrainerProgress;
+
+// What a checkpoint says of the run that wrote it, and a resumed run must share: the model, the settings that are MUST_MATCH, the training data.
+typedef struct {
+    const ModelConfig *model;
+    const Options *options;  // their `auto` values resolved
+    DataIdentity data;
+} CheckpointRun;
 
 // ---- writing tensors
 
@@ -191,18 +200,19 @@ static inline bool checkpoint_read_delayed(const char *checkpoint, const Trainer
 #define CHECKPOINT_SEAL_FORMAT ",\n  \"xxh64\": \"%016llx\"\n}\n"
 #define CHECKPOINT_SEAL_BYTES 34
 
-static inline bool checkpoint_write_trainer(const char *folder, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
+static inline bool checkpoint_write_trainer(const char *folder, const TrainerProgress *progress, const CheckpointRun *run,
                                             const FileList *files, Failure *failure) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "{\n  \"format_version\": %d,\n  \"step\": %lld,\n  \"samples\": %lld,\n  \"model\": ", CHECKPOINT_FORMAT_VERSION, (long long)progress->step, (long long)progress->samples);
-    json_text_add_string(&out, m->name);
-    json_text_add(&out, ",\n  \"training_data\": {\"tokens\": %lld, \"sequences\": %lld, \"shards\": %lld}", (long long)o->train_tokens, (long long)o->train_sequences, (long long)o->train_shards);
+    json_text_add_string(&out, run->model->name);
+    json_text_add(&out, ",\n  \"training_data\": {\"tokens\": %lld, \"shards\": %lld, \"fingerprint\": \"" FINGERPRINT_FORMAT "\"}", (long long)run->data.tokens,
+                  (long long)run->data.shards, (unsigned long long)run->data.fingerprint);
     json_text_add(&out, ",\n  \"settings\": {");
     const char *separator = "\n    ";
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->kind == OPTION_GROUP) continue;
         char value[PATH_CAPACITY];
-        option_format(o, row, value, sizeof value);
+        option_format(run->options, row, value, sizeof value);
         json_text_add(&out, "%s\"%s\": ", separator, row->name);
         json_text_add_string(&out, value);
         separator = ",\n    ";
@@ -375,23 +385,23 @@ static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t kee
 
 // ---- saving
 
-static inline bool checkpoint_write(const char *folder, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
+static inline bool checkpoint_write(const char *folder, const TrainerProgress *progress, const CheckpointRun *run,
                                     const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
     const StateKind moments[] = {STATE_EXP_AVG, STATE_EXP_AVG_SQ};
     const bool leader = checkpoint_is_leader(s->comm);
     FileList files = {NULL, 0};
     bool ok = checkpoint_agree(s->comm, !leader || folder_create(folder, false, failure), failure) &&
-              checkpoint_write_model(folder, m, t, s, shard_bytes, &files, failure) &&
+              checkpoint_write_model(folder, run->model, t, s, shard_bytes, &files, failure) &&
               checkpoint_write_tensors(folder, "optimizer", t, s, moments, 2, shard_bytes, &files, failure) &&
               checkpoint_write_delayed(folder, s, &files, failure);
-    ok = ok && (!leader || (checkpoint_write_trainer(folder, progress, m, o, &files, failure) && folder_sync(folder, failure)));
+    ok = ok && (!leader || (checkpoint_write_trainer(folder, progress, run, &files, failure) && folder_sync(folder, failure)));
     file_list_free(&files);
     return ok;  // of the last steps rank 0 alone knows
 }
 
-// Saves CHECKPOINT_DIR/step-NNNNNNNN as the head of this file says, then removes all but the newest `keep`. `o` has its `auto` values resolved.
+// Saves CHECKPOINT_DIR/step-NNNNNNNN as the head of this file says, then removes all but the newest `keep`.
 // On failure nothing new stays, the checkpoints before are untouched, and the failure says what went wrong: the caller should stop with it.
-static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
+static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress, const CheckpointRun *run,
                                            const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
     char temporary[PATH_CAPACITY], path[PATH_CAPACITY];
     checkpoint_name(dir, progress->step, FOLDER_TEMPORARY, temporary, sizeof temporary);
@@ -399,7 +409,7 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
     Failure cause, ignored;
     const bool leader = checkpoint_is_leader(s->comm);
     if (leader && folder_exists(dir) && !checkpoint_remove_leftovers(dir, &cause)) warn("an interrupted checkpoint stays: %s", cause.text);
-    bool ok = checkpoint_agree(s->comm, !leader || folder_create(dir, true, &cause), &cause) && checkpoint_write(temporary, progress, m, o, t, s, shard_bytes, &cause);
+    bool ok = checkpoint_agree(s->comm, !leader || folder_create(dir, true, &cause), &cause) && checkpoint_write(temporary, progress, run, t, s, shard_bytes, &cause);
     ok = ok && (!leader || (folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
         if (leader && !checkpoint_prune(dir, progress->step, keep, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
@@ -410,9 +420,9 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
     return fail(failure, "saving checkpoint %s failed: %.1500s; checkpoints saved before it are untouched", path, cause.text);
 }
 
-static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerProgress *progress, const ModelConfig *m, const Options *o,
+static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerProgress *progress, const CheckpointRun *run,
                                    const ParameterTable *t, const TrainerState *s, Failure *failure) {
-    return checkpoint_save_sharded(dir, keep, progress, m, o, t, s, SAFETENSORS_SHARD_BYTES, failure);
+    return checkpoint_save_sharded(dir, keep, progress, run, t, s, SAFETENSORS_SHARD_BYTES, failure);
 }
 
 // Before any work: makes the folder, and finds out now rather than after hours whether it can be written. A run that does not resume must not
@@ -481,17 +491,25 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     return out;
 }
 
-// The same of what --train-data holds: other data under the same name would be read from the old cursor on. A checkpoint that does not say had any.
-static inline void checkpoint_data_mismatch(const Json *json, const Options *o, JsonText *out) {
-    const struct { const char *name; int64_t now; } rows[] = {{"tokens", o->train_tokens}, {"sequences", o->train_sequences}, {"shards", o->train_shards}};
+// The same of what --train-data holds: other data would be read from the old cursor on. Its path is free, so that data can be moved. A checkpoint that
+// does not say had any.
+static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity *now, JsonText *out) {
     const JsonNode *data = json_member(json, json_root(json), "training_data");
+    const struct { const char *name; int64_t now; } rows[] = {{"tokens", now->tokens}, {"shards", now->shards}};
+    bool same = true;
     for (size_t i = 0; data && i < sizeof rows / sizeof rows[0]; i++) {
         const JsonNode *node = json_member(json, data, rows[i].name);
         int64_t then = rows[i].now;
         Failure ignored;
-        if (node && json_int(json, node, 0, INT64_MAX, &then, &ignored) && then != rows[i].now)
-            json_text_add(out, "\n  --train-data has %lld %s in the checkpoint, %lld now", (long long)then, rows[i].name, (long long)rows[i].now);
+        if (!node || !json_int(json, node, 0, INT64_MAX, &then, &ignored) || then == rows[i].now) continue;
+        json_text_add(out, "\n  --train-data has %lld %s in the checkpoint, %lld now", (long long)then, rows[i].name, (long long)rows[i].now);
+        same = false;
     }
+    char fingerprint[32];
+    const JsonNode *node = data ? json_member(json, data, "fingerprint") : NULL;
+    format_checked(fingerprint, sizeof fingerprint, FINGERPRINT_FORMAT, (unsigned long long)now->fingerprint);
+    if (same && node && strcmp(node->text, fingerprint) != 0)
+        json_text_add(out, "\n  --train-data has as many tokens as in the checkpoint, but other ones, or its shards in another order");
 }
 
 // The setting --name of the run that wrote the checkpoint, as text; "" if it has none. Dies if trainer.json cannot be read.
@@ -530,8 +548,8 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
 }
 
 // Reads how far the checkpoint's run had come, and dies unless the model and every MUST_MATCH setting are those of now. Needs no trainer
-// state, so it can run before anything is allocated. `o` has its `auto` values resolved.
-static inline TrainerProgress checkpoint_check(const char *checkpoint, const ModelConfig *m, const Options *o) {
+// state, so it can run before anything is allocated.
+static inline TrainerProgress checkpoint_check(const char *checkpoint, const CheckpointRun *run) {
     Failure failure;
     Json json;
     TrainerProgress progress = {0, 0};
@@ -542,11 +560,12 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Mod
         die("%s", failure.text);
     ModelConfig then;
     hf_config_read(&then, checkpoint);
-    JsonText model = checkpoint_model_mismatch(&then, m), settings = checkpoint_settings_mismatch(&json, o);
-    checkpoint_data_mismatch(&json, o, &settings);
+    JsonText model = checkpoint_model_mismatch(&then, run->model), settings = checkpoint_settings_mismatch(&json, run->options);
+    checkpoint_data_mismatch(&json, &run->data, &settings);
     json_free(&json);
     if (model.size) die("cannot resume from %s, a checkpoint of another model:%s", checkpoint, model.data);
-    if (settings.size) die("cannot resume from %s with other settings:%s\ngive the checkpoint's values, or start afresh in another --checkpoint-dir", checkpoint, settings.data);
+    if (settings.size) die("cannot resume from %s with other settings:%s\ngive the checkpoint's values, or start from its weights alone in another --checkpoint-dir, with MODEL %s", checkpoint, settings.data,
+                           checkpoint);
     json_text_free(&model);
     json_text_free(&settings);
     return progress;
@@ -637,11 +656,11 @@ static inline void model_load_weights(const char *folder, const ModelConfig *m, 
 }
 
 // Loads weights, optimizer state and the state of delayed scaling of a checkpoint that checkpoint_find_newest found, after checkpoint_check. Dies if something does not fit.
-static inline TrainerProgress checkpoint_load(const char *checkpoint, const ModelConfig *m, const Options *o, const ParameterTable *t, const TrainerState *s) {
+static inline TrainerProgress checkpoint_load(const char *checkpoint, const CheckpointRun *run, const ParameterTable *t, const TrainerState *s) {
     Safetensors st;
     Failure failure;
-    const TrainerProgress progress = checkpoint_check(checkpoint, m, o);
-    model_load_weights(checkpoint, m, t, s);
+    const TrainerProgress progress = checkpoint_check(checkpoint, run);
+    model_load_weights(checkpoint, run->model, t, s);
     if (!safetensors_open_folder(&st, checkpoint, "optimizer", &failure) || !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) ||
         !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure) || !checkpoint_read_delayed(checkpoint, s, &failure))
         die("%s", failure.text);

@@ -20,6 +20,7 @@
 
 #include "rng.h"
 #include "utils.h"
+#include "xxhash64.h"
 
 #define SHARD_MAGIC_U32 20240801
 #define SHARD_MAGIC_U16 20240520
@@ -27,6 +28,8 @@
 #define SHARD_HEADER_BYTES (SHARD_HEADER_INTS * (int64_t)sizeof(int32_t))
 #define SHARD_FEISTEL_ROUNDS 6
 #define SHARD_SCAN_TOKENS ((int64_t)1 << 18)
+#define FINGERPRINT_BLOCKS 16
+#define FINGERPRINT_TOKENS 1024
 
 typedef struct {
     char *path;
@@ -47,6 +50,12 @@ typedef struct {
     uint64_t seed;
     uint32_t *buffer;        // room to read max(T + 1, SHARD_SCAN_TOKENS) tokens
 } DataLoader;
+
+// What the shards hold, whatever they are called and wherever they lie.
+typedef struct {
+    int64_t tokens, shards;
+    uint64_t fingerprint;  // of every shard's header and of samples of its tokens, in the order of the shards
+} DataIdentity;
 
 // Where a token stands, for error messages.
 typedef struct {
@@ -156,6 +165,25 @@ static inline void dataloader_close(DataLoader *dl) {
     free(dl->shards);
     free(dl->buffer);
     memset(dl, 0, sizeof *dl);
+}
+
+// Reads FINGERPRINT_BLOCKS blocks spread over each shard: enough to tell other data by, or the same shards in another order; not one changed token.
+static inline DataIdentity dataloader_identity(const DataLoader *dl) {
+    XxHash64 hash = xxhash64_begin();
+    char block[FINGERPRINT_TOKENS * sizeof(uint32_t)];
+    for (int64_t s = 0; s < dl->num_shards; s++) {
+        const DataShard *shard = &dl->shards[s];
+        const int64_t count = min_i64(FINGERPRINT_TOKENS, shard->num_tokens), bytes = count * shard->token_bytes;
+        shard_read_bytes(shard, 0, SHARD_HEADER_BYTES, block);
+        xxhash64_add(&hash, block, SHARD_HEADER_BYTES);
+        for (int64_t i = 0; i < FINGERPRINT_BLOCKS; i++) {
+            const int64_t first = (shard->num_tokens - count) / (FINGERPRINT_BLOCKS - 1) * i;
+            shard_read_bytes(shard, SHARD_HEADER_BYTES + first * shard->token_bytes, bytes, block);
+            xxhash64_add(&hash, block, (size_t)bytes);
+        }
+    }
+    const DataIdentity identity = {dl->num_tokens, dl->num_shards, xxhash64_end(&hash)};
+    return identity;
 }
 
 // Number of sequences in one epoch.

@@ -31,7 +31,7 @@ enum { FREE, MUST_MATCH };
 // GROUP(title)                                                       heading in --help
 #define OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG) \
     GROUP("data") \
-    TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", MUST_MATCH, "training shards (a glob)") \
+    TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, "training shards (a glob)") \
     TEXT(val_data, "val-data", "", FREE, "validation shards (a glob)") \
     CHOICE(shuffle, "shuffle", ON, "off|on", MUST_MATCH, "order of the sequences: a keyed permutation each epoch, or file order") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
@@ -109,7 +109,6 @@ typedef struct {
 #undef TEXT
 #undef CHOICE
 #undef FLAG
-    int64_t train_tokens, train_sequences, train_shards;  // what train_data holds: found when it is opened (0 before), and to be shared by a resumed run
 } Options;
 
 typedef enum { OPTION_GROUP, OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionKind;

@@ -3,7 +3,6 @@
 #define LLMC_RUN_SETUP_H
 
 #include "checkpoint.h"
-#include "dataloader.h"
 #include "hf_config.h"
 #include "options.h"
 #include "tokenizer.h"
@@ -15,13 +14,15 @@
 
 typedef struct {
     ModelConfig model;
+    bool continues;                 // --resume finds checkpoints: the run goes on from the newest, whatever MODEL's folder holds
     const char *model_folder;       // NULL: a preset
     bool load_weights;              // the folder has weights to start from
     DataLoader train, val;          // not opened (num_shards 0): dry run of a model whose vocabulary is known; no --val-data
+    DataIdentity data;              // of train
     Tokenizer tokenizer;            // count 0: none beside the shards
 } RunSetup;
 
-// Whether --resume finds checkpoints: the run goes on from the newest, whatever MODEL's folder holds.
+// Whether --resume finds checkpoints, whole or not.
 static inline bool run_setup_continues(const Options *o) {
     CheckpointSteps list = {NULL, 0};
     Failure failure;
@@ -40,7 +41,7 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
     s->model_folder = o->model;
     s->load_weights = model_has_weights(o->model);
     char name[PATH_CAPACITY];
-    if (!s->load_weights && !run_setup_continues(o) && model_finds_other_weights(o->model, name, sizeof name))
+    if (!s->load_weights && !s->continues && model_finds_other_weights(o->model, name, sizeof name))
         die("MODEL %s holds %s, but weights are read from model.safetensors or the files that model.safetensors.index.json names; give them these names or convert them "
             "(save_pretrained of transformers writes them so), or give a folder with config.json alone to start from random weights", o->model, name);
 }
@@ -64,9 +65,9 @@ static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *d
 }
 
 // Opens the shards, and the tokenizer table beside the first.
-static inline void run_setup_data(RunSetup *s, Options *o) {
+static inline void run_setup_data(RunSetup *s, const Options *o) {
     s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
-    o->train_tokens = s->train.num_tokens, o->train_sequences = s->train.num_sequences, o->train_shards = s->train.num_shards;
+    s->data = dataloader_identity(&s->train);
     if (*o->val_data) s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
     s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
     if (!s->tokenizer.count) return;
@@ -113,7 +114,7 @@ static inline void run_setup_check_export(const Options *o) {
 
 // Says what the first step starts from. When it is a checkpoint, checkpoint_find_newest says so.
 static inline void run_setup_print_start(const RunSetup *s, const Options *o) {
-    if (run_setup_continues(o)) return;
+    if (s->continues) return;
     if (s->load_weights) printf("starting weights: those of %s\n", s->model_folder);
     else printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "", s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
 }
@@ -128,6 +129,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     options_resolve(o);
     if (c->rank > 0) o->log_dir = "";
     options_shard_group(o, o->world_size ? o->world_size : c->world);
+    s.continues = run_setup_continues(o);
     run_setup_model(&s, o);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o);
     run_setup_vocabulary(&s);
@@ -146,6 +148,12 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     if (c->rank == 0) run_setup_print_start(&s, o);
     comm_barrier(c, COMM_WORLD);
     return s;
+}
+
+// What checkpoints say of the run. It points into both.
+static inline CheckpointRun run_setup_checkpoint(const RunSetup *s, const Options *o) {
+    const CheckpointRun run = {&s->model, o, s->data};
+    return run;
 }
 
 static inline void run_setup_close(RunSetup *s) {

@@ -24,6 +24,7 @@ typedef struct {
     ModelConfig model;
     ParameterTable table;
     Options options;
+    CheckpointRun run;      // of both
     TrainerState state;
     char *arrays[3];
 } Trainer;
@@ -66,6 +67,7 @@ static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, bo
     t->options.train_data = "shards/*.bin";
     t->options.master_weights = fp32_weights ? STORAGE_FP32 : STORAGE_BF16;
     t->options.optimizer_state = fp32_state ? STORAGE_FP32 : STORAGE_BF16;
+    t->run.model = &t->model, t->run.options = &t->options;
     t->state.context = t;
     t->state.is_fp32[STATE_WEIGHTS] = fp32_weights;
     t->state.is_fp32[STATE_EXP_AVG] = t->state.is_fp32[STATE_EXP_AVG_SQ] = fp32_state;
@@ -89,7 +91,7 @@ static bool same_state(const Trainer *a, const Trainer *b) {
 static void save(Trainer *t, const char *dir, int64_t step, int64_t keep) {
     Failure failure;
     const TrainerProgress progress = {step, step * 3};
-    if (!checkpoint_save(dir, keep, &progress, &t->model, &t->options, &t->table, &t->state, &failure)) die("%s", failure.text);
+    if (!checkpoint_save(dir, keep, &progress, &t->run, &t->table, &t->state, &failure)) die("%s", failure.text);
 }
 
 // The steps in a folder, newest first, as "300 200"; with everything else that is there counted behind a '+'.
@@ -146,7 +148,7 @@ static void test_round_trip(void) {
         save(a, dir, 7, 1);
         char found[PATH_CAPACITY];
         CHECK(checkpoint_find_newest(dir, found, sizeof found) && strcmp(strrchr(found, '/') + 1, "step-00000007") == 0, "%s", found);
-        const TrainerProgress p = checkpoint_load(found, &b->model, &b->options, &b->table, &b->state);
+        const TrainerProgress p = checkpoint_load(found, &b->run, &b->table, &b->state);
         CHECK(p.step == 7 && p.samples == 21, "step %lld, samples %lld", (long long)p.step, (long long)p.samples);
         CHECK(same_state(a, b), "variant %d: loaded state differs", variant);
 
@@ -175,7 +177,7 @@ static void load_delayed(void *context) {
     Trainer *t = (Trainer *)context;
     char found[PATH_CAPACITY];
     if (!freopen("/dev/null", "w", stdout) || !checkpoint_find_newest(path_of("delayed"), found, sizeof found)) die("no checkpoint");
-    checkpoint_load(found, &t->model, &t->options, &t->table, &t->state);
+    checkpoint_load(found, &t->run, &t->table, &t->state);
 }
 
 static void test_delayed(void) {
@@ -191,7 +193,7 @@ static void test_delayed(void) {
     a->state.delayed = &from, b->state.delayed = &to;
     save(a, dir, 9, 1);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
-    checkpoint_load(found, &b->model, &b->options, &b->table, &b->state);
+    checkpoint_load(found, &b->run, &b->table, &b->state);
     CHECK(same_state(a, b), "loaded state differs");
     CHECK(memcmp(from.history, to.history, (size_t)(from.tensors * from.window) * sizeof(float)) == 0, "history");
     CHECK(memcmp(from.scale, to.scale, (size_t)from.tensors * sizeof(float)) == 0, "scales");
@@ -222,12 +224,12 @@ static void test_sharded(void) {
     const char *dir = xstrdup(path_of("sharded"));
     const TrainerProgress progress = {1, 2};
     trainer_fill(a, 5);
-    CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->model, &a->options, &a->table, &a->state, 1500, &failure), "%s", failure.text);
+    CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->run, &a->table, &a->state, 1500, &failure), "%s", failure.text);
     char found[PATH_CAPACITY], index[PATH_CAPACITY];
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
     format_checked(index, sizeof index, "%s/model.safetensors.index.json", found);
     CHECK(path_exists(index) && model_has_weights(found), "%s", index);
-    checkpoint_load(found, &b->model, &b->options, &b->table, &b->state);
+    checkpoint_load(found, &b->run, &b->table, &b->state);
     CHECK(same_state(a, b), "loaded state differs");
     // A missing shard is found, though the index is whole.
     format_checked(index, sizeof index, "%s/optimizer-00002-of-", found);
@@ -321,7 +323,7 @@ typedef struct {
 
 static void check_action(void *context) {
     Action *a = (Action *)context;
-    checkpoint_check(a->path, &a->trainer->model, &a->trainer->options);
+    checkpoint_check(a->path, &a->trainer->run);
 }
 
 static void find_action(void *context) {
@@ -335,23 +337,25 @@ static void prepare_action(void *context) { checkpoint_prepare((const char *)con
 static void test_mismatch(void) {
     Trainer *t = trainer_new(FAMILY_QWEN3, true, false, false), *other;
     char output[8192];
-    t->options.train_tokens = 1000, t->options.train_sequences = 31, t->options.train_shards = 2;
+    t->run.data.tokens = 1000, t->run.data.shards = 2, t->run.data.fingerprint = 0x123;
     save(t, path_of("mismatch"), 3, 1);
     Action action = {t, xstrdup(path_of("mismatch/step-00000003"))};
     char *text = read_file(path_of("mismatch/step-00000003/trainer.json"), NULL);
-    CHECK(text && strstr(text, "\"training_data\": {\"tokens\": 1000, \"sequences\": 31, \"shards\": 2}"), "%s", text);
+    CHECK(text && strstr(text, "\"training_data\": {\"tokens\": 1000, \"shards\": 2, \"fingerprint\": \"0000000000000123\"}"), "%s", text);
     free(text);
-    const TrainerProgress p = checkpoint_check(action.path, &t->model, &t->options);
+    const TrainerProgress p = checkpoint_check(action.path, &t->run);
     CHECK(p.step == 3, "step %lld", (long long)p.step);
     // Free settings may differ, those that must match may not; all that differ are named.
-    t->options.num_steps = 5, t->options.learning_rate = 1, t->options.batch_size = 7, t->options.checkpoint_every = 3;
-    checkpoint_check(action.path, &t->model, &t->options);
+    t->options.num_steps = 5, t->options.learning_rate = 1, t->options.batch_size = 7, t->options.checkpoint_every = 3, t->options.train_data = "moved/*.bin";
+    checkpoint_check(action.path, &t->run);
     t->options.sequence_length = 1024, t->options.seed = 43, t->options.shuffle = OFF, t->options.precision = PRECISION_FP8;
-    t->options.train_data = "", t->options.train_tokens++, t->options.train_shards = 4;
+    t->run.data.tokens++, t->run.data.shards = 4, t->run.data.fingerprint++;
     CHECK(check_dies(check_action, &action, "--sequence-length is 2048 in the checkpoint, 1024 now", output, sizeof output), "%s", output);
     CHECK(strstr(output, "--seed is 42 in the checkpoint, 43 now") && strstr(output, "--shuffle is on in the checkpoint, off now") && strstr(output, "--precision is bf16 in the checkpoint, fp8 now"), "%s", output);
-    CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the checkpoint, 4 now") && !strstr(output, "sequences in"), "%s", output);
-    CHECK(strstr(output, "--train-data is shards/*.bin in the checkpoint, \"\" now") && !strstr(output, "learning-rate"), "%s", output);
+    CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the checkpoint, 4 now") && !strstr(output, "but other ones"), "%s", output);
+    CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"), "%s", output);
+    t->run.data.tokens--, t->run.data.shards = 2;
+    CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but other ones", output, sizeof output), "%s", output);
 
     other = trainer_new(FAMILY_LLAMA, false, false, false);
     other->model.hidden_size = 32, other->model.rope_theta = 5e5, other->model.rope_scaling.factor = 8;
@@ -554,7 +558,7 @@ static void test_failing_save(void) {
         const TrainerProgress progress = {2, 2};
         small = before, small.rlim_cur = limits[i];
         setrlimit(RLIMIT_FSIZE, &small);
-        bool ok = checkpoint_save(dir, 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure);
+        bool ok = checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure);
         setrlimit(RLIMIT_FSIZE, &before);
         CHECK(!ok && strstr(failure.text, "File too large") && strstr(failure.text, "step-00000002 failed") && strstr(failure.text, "untouched"), "limit %d: %s", (int)limits[i], failure.text);
         CHECK(strcmp(listing(dir), "1") == 0, "limit %d: %s", (int)limits[i], listing(dir));
@@ -563,19 +567,19 @@ static void test_failing_save(void) {
     const TrainerProgress progress = {1, 1};
     small.rlim_cur = 40000;
     setrlimit(RLIMIT_FSIZE, &small);
-    CHECK(!checkpoint_save(dir, 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure), "saved past the limit");
+    CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure), "saved past the limit");
     setrlimit(RLIMIT_FSIZE, &before);
     Trainer *b = trainer_new(FAMILY_LLAMA, false, true, true);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
-    checkpoint_load(found, &b->model, &b->options, &b->table, &b->state);
+    checkpoint_load(found, &b->run, &b->table, &b->state);
     CHECK(same_state(t, b), "the checkpoint before was touched");
 
     static const char *const nowhere[] = {"/proc/checkpoints", "/proc/self", "/dev/null"};
     for (int i = 0; i < 3; i++) {
-        CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure) && strstr(failure.text, "cannot make folder"), "%s", failure.text);
+        CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->run, &t->table, &t->state, &failure) && strstr(failure.text, "cannot make folder"), "%s", failure.text);
         CHECK(!model_export_hf(i == 1 ? "/proc/self/out" : i == 2 ? "/dev/null/parent" : nowhere[i], &t->model, &t->table, &t->state, NULL, &failure) && strstr(failure.text, "export to"), "%s", failure.text);
     }
-    CHECK(!checkpoint_save("/dev/null/parent", 1, &progress, &t->model, &t->options, &t->table, &t->state, &failure) && strstr(failure.text, "cannot make folder /dev/null/parent"), "%s", failure.text);
+    CHECK(!checkpoint_save("/dev/null/parent", 1, &progress, &t->run, &t->table, &t->state, &failure) && strstr(failure.text, "cannot make folder /dev/null/parent"), "%s", failure.text);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);

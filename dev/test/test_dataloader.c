@@ -241,6 +241,34 @@ static void test_scan(void) {
     dataloader_close(&dl);
 }
 
+// What data is known by: not its name, T or order of reading; other tokens, another end, fewer shards or two in exchange are other data.
+static void test_identity(void) {
+    enum { KINDS = 7 };
+    static const struct { const char *name; int64_t T; bool shuffle; } opened[KINDS] = {
+        {"id_a.bin", 8, false}, {"moved_a.bin", 64, true}, {"id_b.bin", 8, false}, {"id_c.bin", 8, false}, {"id_?.bin", 8, false}, {"turned_?.bin", 8, false}, {"moved_?.bin", 16, true}};
+    DataIdentity found[KINDS];
+    const int64_t count = 40000;
+    static const struct { const char *names[3]; int32_t more; uint32_t base; } shards[] = {{{"id_a.bin", "moved_a.bin", "turned_b.bin"}, 0, 0}, {{"id_b.bin", "moved_b.bin", "turned_a.bin"}, 0, 1},
+        {{"id_c.bin", "moved_c.bin", "turned_c.bin"}, 1, 0}};
+    for (size_t i = 0; i < sizeof shards / sizeof shards[0]; i++)
+        for (int k = 0; k < 3; k++) write_shard(shards[i].names[k], SHARD_MAGIC_U32, 7, count + shards[i].more, count + shards[i].more, shards[i].base);
+    for (int i = 0; i < KINDS; i++) {
+        DataLoader dl = open_loader(opened[i].name, opened[i].T, opened[i].shuffle, (uint64_t)i);
+        found[i] = dataloader_identity(&dl);
+        dataloader_close(&dl);
+    }
+    CHECK(found[0].tokens == count && found[0].shards == 1 && found[4].tokens == 3 * count + 1 && found[4].shards == 3, "%lld tokens, %lld", (long long)found[0].tokens, (long long)found[4].tokens);
+    for (int i = 0; i < KINDS; i++)
+        for (int k = 0; k < i; k++) {
+            const bool same = (k == 0 && i == 1) || (k == 4 && i == 6);
+            CHECK((found[i].fingerprint == found[k].fingerprint) == same, "%s and %s", opened[i].name, opened[k].name);
+        }
+    write_shard("id_short.bin", SHARD_MAGIC_U16, 1, 2, 2, 0);  // fewer tokens than a block
+    DataLoader dl = open_loader("id_short.bin", 1, false, 0);
+    CHECK(dataloader_identity(&dl).tokens == 2, "short");
+    dataloader_close(&dl);
+}
+
 typedef struct {
     const char *name;
     int64_t T, vocabulary;
@@ -348,6 +376,7 @@ int main(void) {
     test_ranks();
     test_resume();
     test_scan();
+    test_identity();
     test_bad_inputs();
     char output[8192];
     CHECK(check_dies(read_shrunk, NULL, "the file changed after it was opened", output, sizeof output), "%s", output);

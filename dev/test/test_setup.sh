@@ -96,13 +96,17 @@ kill -KILL $busy
 check "a run right after one that was killed" trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" --resume
 wait $busy 2>/dev/null
 
-# ---- other data under the same name
+# ---- other data under the same name, the same data under another
 
 cp "$tmp/s_train.bin" "$tmp/same.bin"
 check "a run that saves" trains tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 1 --checkpoint-dir "$tmp/same"
 build/synth_stories --out "$tmp/o" --bytes 50000 --seed 4 >/dev/null
+mkdir "$tmp/elsewhere"
+cp "$tmp/same.bin" "$tmp/elsewhere/moved.bin"
+check "a run that resumes on data that was moved" trains tiny --train-data "$tmp/elsewhere/moved.bin" --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
+check "a run that resumes on data that was moved: from where" holds "$out" "resume: continuing from"
 cp "$tmp/o_train.bin" "$tmp/same.bin"
-check "a run that resumes on other data" refuses " sequences in the checkpoint, " tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
+check "a run that resumes on other data" refuses " tokens in the checkpoint, " tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
 check "a run that resumes on other data: why" holds "$out" "--train-data has "
 
 # ---- shards
