@@ -18,6 +18,7 @@
 #include "llmc/flops.h"
 #include "llmc/initialize.h"
 #include "llmc/logger.h"
+#include "llmc/nonfinite.h"
 #include "llmc/options.h"
 #include "llmc/parameters.h"
 #include "llmc/precision.h"
@@ -28,9 +29,6 @@
 #include "llmc/shard_plan.h"
 #include "llmc/stop.h"
 #include "llmc/tokenizer.h"
-
-// Skipped steps in a row after which a run with --on-nonfinite skip gives up.
-#define MAX_SKIPPED_IN_A_ROW 10
 
 // Elements that replicas reduce at once.
 #define REPLICA_CHUNK ((int64_t)1 << 16)
@@ -639,50 +637,21 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
     weights_recast(t);
 }
 
-static bool gradient_is_finite(const Trainer *t, const Parameter *p) {
-    const ShardRange r = shard_parameter(&t->table, &t->plan, p);
-    for (int64_t e = 0; e < r.count; e++)
-        if (!isfinite(t->gradients[r.shard + e])) return false;
-    return true;
-}
-
-// The first tensor, in the order in which the backward pass makes them (shard_plan.h), whose gradient holds a value that is not finite: what follows from it
-// is bad too. NULL: none. *rank: who holds it.
-static const Parameter *first_nonfinite(const Trainer *t, int64_t *rank) {
+// Position in backward order, among all parameters, of the first gradient element of this rank that is not finite; NONFINITE_NONE: all are.
+static int64_t nonfinite_position(const Trainer *t) {
     const BackwardOrder order = backward_order(&t->table);
-    const int64_t world = t->comm->world;
-    int64_t first = t->table.total;
+    int64_t first = NONFINITE_NONE;
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
-        const int64_t position = backward_position(order, p->offset);
-        if (position < first && !gradient_is_finite(t, p)) first = position;
+        const ShardRange r = shard_parameter(&t->table, &t->plan, p);
+        for (int64_t e = 0; e < r.count; e++)
+            if (!isfinite(t->gradients[r.shard + e])) first = min_i64(first, backward_position(order, p->offset + r.first + e));
     }
-    const int64_t found = (int64_t)comm_min(t->comm, COMM_WORLD, (double)(first * world + t->comm->rank));
-    *rank = found % world;
-    for (int64_t i = 0; i < t->table.count; i++)
-        if (backward_position(order, t->table.entries[i].offset) == found / world) return &t->table.entries[i];
-    return NULL;
+    return first;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The step
-
-// The norm of this step's gradients was not finite, and the weights are as before. Says where; ends the run if the options say so.
-static void report_nonfinite(const Trainer *t, int64_t step, double loss, int64_t skipped_in_a_row) {
-    int64_t rank;
-    const Parameter *p = first_nonfinite(t, &rank);
-    char place[320] = "the sum of squares overflowed", layer[32] = "", holder[48] = "";
-    if (p && p->layer >= 0) format_checked(layer, sizeof layer, " (layer %lld)", (long long)p->layer);
-    if (t->comm->world > 1) format_checked(holder, sizeof holder, ", in the part of rank %lld", (long long)rank);
-    if (p) format_checked(place, sizeof place, "first, in backward order, in %s%s%s; the loss is %g", p->name, layer, holder, loss);
-    if (t->o->on_nonfinite == NONFINITE_STOP)
-        die("step %lld: the gradient norm is not finite, %s. The weights are those of step %lld. A smaller --learning-rate, --grad-clip 1 or more --warmup-steps "
-            "may help; --on-nonfinite skip leaves such steps out", (long long)step + 1, place, (long long)step);
-    if (skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW)
-        die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %s. The weights are those before them. A smaller --learning-rate may help",
-            (long long)step + 1, (long long)skipped_in_a_row, place);
-    if (t->comm->rank == 0) warn("step %lld skipped: the gradient norm is not finite, %s", (long long)step + 1, place);
-}
 
 // Before step `step` (counted from 1): whether --fp8-audit looks at its casts. Weights that travel as codes were cast before it, slice by slice.
 static void audit_begin(Trainer *t, int64_t step) {
@@ -734,7 +703,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
     memset(&s, 0, sizeof s);
     audit_begin(t, progress->step + 1);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
-        dataloader_batch(data, progress->samples + (micro * world + t->comm->rank) * B, B, t->inputs, t->targets);
+        dataloader_batch(data, dataloader_sample_index(progress->samples, micro, world, t->comm->rank, B), B, t->inputs, t->targets);
         s.loss += micro_step(t, grad_scale, micro > 0) / (double)micro_steps;
     }
     reduce_replicas(t);
@@ -743,7 +712,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
     s.norm = gradient_norm(t);
     s.skipped = !isfinite(s.norm);
     *skipped_in_a_row = s.skipped ? *skipped_in_a_row + 1 : 0;
-    if (s.skipped) report_nonfinite(t, progress->step, s.loss, *skipped_in_a_row);
+    if (s.skipped) nonfinite_report(t->o, t->comm, &t->table, nonfinite_position(t), progress->step, s.loss, *skipped_in_a_row);
     if (s.skipped) weights_recast(t);
     else weights_update(t, progress->step, s.norm);
     s.learning_rate = schedule_learning_rate(t->o, progress->step);
@@ -759,11 +728,11 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
 
 // Mean loss of the first --val-steps batches of the validation data, each of --batch-size sequences for every rank. NAN if a stop was requested meanwhile.
 static double validate(Trainer *t, DataLoader *data) {
-    const int64_t B = t->o->batch_size, world = t->comm->world, batches = max_i64(1, min_i64(t->o->val_steps, data->num_sequences / (B * world)));
+    const int64_t B = t->o->batch_size, world = t->comm->world, batches = dataloader_batches(data, B * world, t->o->val_steps);
     double loss = 0;
     for (int64_t i = 0; i < batches; i++) {
         if (stop_requested(t->comm)) return (double)NAN;
-        dataloader_batch(data, (i * world + t->comm->rank) * B, B, t->inputs, t->targets);
+        dataloader_batch(data, dataloader_sample_index(0, i, world, t->comm->rank, B), B, t->inputs, t->targets);
         model_forward(t, t->inputs, B, t->o->sequence_length);
         loss += model_loss(t, t->targets) / (double)batches;
     }
@@ -771,25 +740,10 @@ static double validate(Trainer *t, DataLoader *data) {
     return loss / (double)world;
 }
 
-// Prints --sample-tokens tokens that the model writes after the separator. No key/value cache: each token runs the whole forward pass over
-// the last --sequence-length tokens. All ranks compute it, since all hold a part of the weights, and rank 0 chooses.
-static void print_sample(Trainer *t, const Tokenizer *tokenizer, int64_t step) {
-    const int64_t count = t->o->sample_tokens, V = t->m.vocab_size, choices = tokenizer->count ? min_i64(tokenizer->count, V) : V;
-    const int64_t separator = tokenizer->count ? tokenizer->separator : t->m.bos_token_id;
-    int32_t *tokens = (int32_t *)xcalloc((size_t)count + 1, sizeof(int32_t));
-    tokens[0] = (int32_t)max_i64(0, separator);
-    printf("sample after step %lld: ", (long long)step);
-    for (int64_t n = 1; n <= count && !stop_requested(t->comm); n++) {
-        const int64_t length = min_i64(n, t->o->sequence_length);
-        model_forward(t, tokens + n - length, 1, length);
-        tokens[n] = sampler_choose(t->logits + (length - 1) * V, choices, (uint64_t)t->o->seed, step, n);
-        comm_broadcast(t->comm, COMM_WORLD, 0, &tokens[n], sizeof tokens[n]);
-        if (tokens[n] == separator) break;
-        tokenizer_print(tokenizer, tokens[n], stdout);
-    }
-    printf("\n");
-    fflush(stdout);
-    free(tokens);
+static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {
+    Trainer *t = (Trainer *)context;
+    model_forward(t, tokens, 1, length);
+    return t->logits + (length - 1) * t->m.vocab_size;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -831,17 +785,13 @@ static void save_checkpoint(Trainer *t, const RunSetup *setup, const TrainerProg
     printf("saved checkpoint after step %lld in %s\n", (long long)progress->step, t->o->checkpoint_dir);
 }
 
-// Weights and progress to start from: the newest checkpoint, a model folder's weights, or random ones.
-static TrainerProgress load_weights(Trainer *t, const RunSetup *setup) {
-    TrainerProgress progress = {0, 0};
+// To start from: a checkpoint, a model folder's weights, or random ones.
+static void load_start(Trainer *t, const RunSetup *setup) {
     const TrainerState state = trainer_state(t);
-    const CheckpointRun run = run_setup_checkpoint(setup, t->o);
-    char path[PATH_CAPACITY];
-    if (t->o->resume && checkpoint_find_together(t->comm, t->o->checkpoint_dir, path, sizeof path)) progress = checkpoint_load(path, &run, &t->table, &state);
+    if (*setup->checkpoint) checkpoint_load(setup->checkpoint, &t->m, &t->table, &state);
     else if (setup->load_weights) model_load_weights(setup->model_folder, &t->m, &t->table, &state);
     else weights_initialize(t);
     weights_refresh(t);
-    return progress;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -877,14 +827,14 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
         const StepRecord s = train_step(t, &setup->train, progress, &skipped_in_a_row);
         logger_step(log, &s);
         audit_end(t, log, s.step);
-        const bool last = s.step == o->num_steps;
-        if (*o->val_data && (last || is_due(o->val_every, s.step))) {
+        const Due due = schedule_due(o, s.step);
+        if (due.validate) {
             const double loss = validate(t, &setup->val);
             if (!isnan(loss) || !stop_requested(t->comm)) logger_validation(log, s.step, loss);
         }
-        if (o->sample_every && (last || is_due(o->sample_every, s.step))) print_sample(t, &setup->tokenizer, s.step);
+        if (due.sample) sampler_print(o, t->comm, &t->m, &setup->tokenizer, s.step, next_logits, t);
         stop = stop_requested(t->comm);
-        if (*o->checkpoint_dir && (last || stop || is_due(o->checkpoint_every, s.step))) save_checkpoint(t, setup, progress);
+        if (due.save || (stop && *o->checkpoint_dir)) save_checkpoint(t, setup, progress);
     }
     return stop;
 }
@@ -909,9 +859,11 @@ static int run(int argc, char **argv) {
     const Arena plan = trainer_plan(&t, &o, &setup.model, &comm);
     print_plan(&t, &plan, &setup);
     if (!o.dry_run) {
+        run_setup_resume(&setup, &o, &comm);
         trainer_allocate(&t);
         stop_catch();
-        TrainerProgress progress = load_weights(&t, &setup);
+        load_start(&t, &setup);
+        TrainerProgress progress = setup.start;
         format_checked(device, sizeof device, "CPU, %d threads", omp_get_max_threads());
         const RunInfo info = {"train_fp8", device, "compiler " __VERSION__, comm.world, o.peak_tflops * 1e12, progress.step > 0};
         Logger log = logger_open(&o, &t.m, &t.table, &t.precision, info);

@@ -20,6 +20,7 @@
 #include "llmc/initialize.cuh"
 #include "llmc/logger.h"
 #include "llmc/model_config.h"
+#include "llmc/nonfinite.h"
 #include "llmc/options.h"
 #include "llmc/parameters.h"
 #include "llmc/precision.h"
@@ -152,6 +153,7 @@ typedef struct {
     TokenSlot tokens[TOKEN_SLOTS];
     int32_t *shared_tokens;           // host: inputs, then targets, of all ranks whose inputs make it
     int64_t batches_sent;
+    float *sample_logits;             // host: [V] of next_logits
     Profile profile;
 } Trainer;
 
@@ -1032,7 +1034,7 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
     t->fsdp.audit = t->auditing ? t->audit : NULL;
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t micro = 0; micro < o->grad_accumulation_steps; micro++) {
-        const TokenSlot *slot = send_batch(t, data, first_sample + (micro * t->comm->world + t->comm->rank) * t->d.B);
+        const TokenSlot *slot = send_batch(t, data, dataloader_sample_index(first_sample, micro, t->comm->world, t->comm->rank, t->d.B));
         model_forward_backward(t, slot, (float)(1 / tokens), micro);
         loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / tokens, t->stream);
     }
@@ -1049,17 +1051,16 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-// Mean loss of the first --val-steps batches of the validation shards; a batch is one of each rank.
 // Mean loss of the first --val-steps batches of the validation data. NAN if a stop was requested meanwhile.
 static double validation_loss(Trainer *t, DataLoader *data) {
-    const int64_t world = t->comm->world, batches = min_i64(t->o->val_steps, max_i64(1, dataloader_num_sequences(data) / (world * t->d.B)));
+    const int64_t world = t->comm->world, batches = dataloader_batches(data, world * t->d.B, t->o->val_steps);
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t i = 0; i < batches; i++) {
         if (stop_requested(t->comm)) {
             trainer_wait_all(t);  // what comes next may take long and not watch over NCCL
             return (double)NAN;
         }
-        const TokenSlot *slot = send_batch(t, data, (i * world + t->comm->rank) * t->d.B);
+        const TokenSlot *slot = send_batch(t, data, dataloader_sample_index(0, i, world, t->comm->rank, t->d.B));
         model_forward(t, slot);
         loss_forward(t, slot);
         loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / (double)(world * batches * t->d.R), t->stream);
@@ -1071,18 +1072,24 @@ static double validation_loss(Trainer *t, DataLoader *data) {
     return loss;
 }
 
-// Logits of position `position` of sequence 0, for the tokens in slot->host, as floats on the host.
-static void position_logits(Trainer *t, TokenSlot *slot, int64_t position, float *logits) {
+// Logits of the last of `length` tokens, which stand first among those that the model runs over: causal attention sees nothing of what follows.
+static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {
+    Trainer *t = (Trainer *)context;
     const Dims *d = &t->d;
+    TokenSlot *slot = &t->tokens[0];
+    trainer_wait_all(t);
+    memset(slot->host, 0, (size_t)d->R * sizeof(int32_t));
+    memcpy(slot->host, tokens, (size_t)length * sizeof(int32_t));
     CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)d->R * sizeof(int32_t), cudaMemcpyHostToDevice, t->stream));
     model_forward(t, slot);
-    const int64_t first = position / d->chunk * d->chunk;
+    const int64_t last = length - 1, first = last / d->chunk * d->chunk;
     logits_forward(t, first, min_i64(d->chunk, d->R - first));
     trainer_wait_all(t);
     bf16_bits *row = (bf16_bits *)xcalloc((size_t)d->V, sizeof *row);
-    CUDA_CHECK(cudaMemcpy(row, t->logits + (position - first) * d->V, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost));
-    for (int64_t v = 0; v < d->V; v++) logits[v] = bf16_to_float(row[v]);
+    CUDA_CHECK(cudaMemcpy(row, t->logits + (last - first) * d->V, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost));
+    for (int64_t v = 0; v < d->V; v++) t->sample_logits[v] = bf16_to_float(row[v]);
     free(row);
+    return t->sample_logits;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1141,6 +1148,7 @@ static void check_supported(const ModelConfig *m, const Options *o) {
     if (o->precision == PRECISION_FP32) die("--precision fp32 is the CPU trainer's (train_fp8); give bf16 or fp8 here");
     if (m->head_dim != 64 && m->head_dim != 128)
         die("model %s: head_dim = %lld; attention here takes 64 and 128 (the CPU trainer, train_fp8, takes any)", m->name, (long long)m->head_dim);
+    if (m->hidden_size > RMSNORM_MAX_C) die("model %s: hidden_size = %lld; RMSNorm here takes up to %d", m->name, (long long)m->hidden_size, RMSNORM_MAX_C);
     const struct { const char *name; int64_t value; } sizes[] = {{"hidden_size", m->hidden_size}, {"intermediate_size", m->intermediate_size}, {"vocab_size", m->vocab_size}};
     for (int i = 0; i < 3; i++) {
         const int multiple = i == 2 ? 8 : 16;
@@ -1260,6 +1268,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
         CUDA_CHECK(cudaEventCreateWithFlags(&t->tokens[i].copied, cudaEventDisableTiming));
     }
     t->shared_tokens = (int32_t *)xcalloc((size_t)(2 * t->fsdp.embedding_ranks * t->d.R), sizeof *t->shared_tokens);
+    t->sample_logits = (float *)xcalloc((size_t)t->d.V, sizeof *t->sample_logits);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     open_peers(t, plan->used);
 }
@@ -1282,6 +1291,7 @@ static void trainer_destroy(Trainer *t) {
     CUDA_CHECK(cudaEventDestroy(t->idle));
     CUDA_CHECK(cudaFreeHost(t->host_stats));
     free(t->shared_tokens);
+    free(t->sample_logits);
     fsdp_destroy(&t->fsdp);
     comm_barrier(t->comm, COMM_WORLD);  // nobody reads from here any more
     peer_memory_close(&t->fsdp.peers);
@@ -1326,36 +1336,11 @@ typedef struct {
     RunSetup setup;
     Logger logger;
     cudaEvent_t begin;        // of the first step that this process times
-    TrainerProgress start;    // where this process begins
-    int64_t saved_step;
     int64_t skipped_in_a_row;
     int64_t memory;           // bytes in use on the GPU
     AuditSums *audit;         // [L, NUM_LINEARS, NUM_TENSORS, 2] sums of all audits; NULL: none
     bool timing_broken;       // something other than steps ran since the last step: the next one is timed from `begin`
 } Run;
-
-static void print_sample(Run *run, int64_t step) {
-    Trainer *t = &run->t;
-    const Tokenizer *tokenizer = &run->setup.tokenizer;
-    TokenSlot *slot = &t->tokens[0];
-    trainer_wait_all(t);
-    memset(slot->host, 0, (size_t)t->d.R * sizeof(int32_t));
-    const int64_t separator = tokenizer->count ? tokenizer->separator : max_i64(0, t->m.bos_token_id), count = min_i64(t->o->sample_tokens, t->d.T - 1);
-    const int64_t choices = tokenizer->count ? min_i64(tokenizer->count, t->d.V) : t->d.V;
-    float *logits = (float *)xcalloc((size_t)t->d.V, sizeof *logits);
-    slot->host[0] = (int32_t)separator;
-    printf("sample after step %lld: ", (long long)step);
-    for (int64_t i = 0; i < count && !stop_requested(t->comm); i++) {
-        position_logits(t, slot, i, logits);
-        slot->host[i + 1] = sampler_choose(logits, choices, (uint64_t)t->o->seed, step, i);
-        comm_broadcast(t->comm, COMM_WORLD, 0, &slot->host[i + 1], sizeof(int32_t));  // another rank may have logits with other roundings
-        if (slot->host[i + 1] == separator) break;
-        tokenizer_print(tokenizer, slot->host[i + 1], stdout);
-    }
-    printf("\n");
-    fflush(stdout);
-    free(logits);
-}
 
 // Where element i of this rank's shard stands in the flat array of parameters.h.
 static int64_t shard_to_flat(const Trainer *t, int64_t i) {
@@ -1366,27 +1351,11 @@ static int64_t shard_to_flat(const Trainer *t, int64_t i) {
         }
 }
 
-// Position in backward order, among all parameters, of the first gradient element of this rank that is not finite; `none` if there is none.
-static double nonfinite_position(const Trainer *t, const AdamwControl *control, double none) {
-    if (control->first_nonfinite == ADAMW_NONE) return none;
+// Position in backward order, among all parameters, of the first gradient element of this rank that is not finite; NONFINITE_NONE: all are.
+static int64_t nonfinite_position(const Trainer *t, const AdamwControl *control) {
+    if (control->first_nonfinite == ADAMW_NONE) return NONFINITE_NONE;
     const int64_t element = backward_position(shard_backward_order(&t->table, &t->fsdp.plan), (int64_t)control->first_nonfinite);
-    return (double)backward_position(backward_order(&t->table), shard_to_flat(t, element));
-}
-
-// Names the first non-finite gradient, from which the others follow, and ends the run; called by all ranks. The weights are those before that step.
-static void die_nonfinite(const Trainer *t, const StepStats *stats, int64_t step) {
-    const double none = 0x1p62, here = nonfinite_position(t, &stats->control, none), position = comm_min(t->comm, COMM_WORLD, here);
-    const long long rank = (long long)comm_min(t->comm, COMM_WORLD, here == position ? (double)t->comm->rank : none);
-    if (t->comm->rank) comm_barrier(t->comm, COMM_WORLD);  // rank 0 speaks for all, and ends them
-    const int64_t first = position < none ? backward_position(backward_order(&t->table), (int64_t)position) : -1;
-    const Parameter *bad = NULL;
-    for (int64_t i = 0; i < t->table.count; i++) {
-        const Parameter *p = &t->table.entries[i];
-        if (first >= p->offset && first < p->offset + parameter_elements(p)) bad = p;
-    }
-    if (!bad) die("step %lld: the gradient norm is not finite (%g), though every gradient is: their squares overflow; rank 0, loss %g", (long long)step + 1, stats->control.gradient_norm, stats->loss);
-    die("step %lld: the gradient is not finite: first, in backward order, in %s, layer %lld, element %lld, kept by rank %lld; loss %g; the weights have not been changed by it (--on-nonfinite skip goes on)",
-        (long long)step + 1, bad->name, (long long)bad->layer, (long long)(first - bad->offset), rank, stats->loss);
+    return backward_position(backward_order(&t->table), shard_to_flat(t, element));
 }
 
 // Waits for step `step` and prints its line.
@@ -1405,17 +1374,16 @@ static void report_step(Run *run, int64_t step) {
     const StepRecord record = {step + 1, stats.loss, stats.control.gradient_norm, schedule_learning_rate(t->o, step), ms * 1e-3, run->memory, stats.control.nonfinite != 0};
     logger_step(&run->logger, &record);
     run->skipped_in_a_row = stats.control.nonfinite ? run->skipped_in_a_row + 1 : 0;
-    if (stats.control.nonfinite && (t->o->on_nonfinite == NONFINITE_STOP || run->skipped_in_a_row == 10)) die_nonfinite(t, &stats, step);
+    if (stats.control.nonfinite) nonfinite_report(t->o, t->comm, &t->table, nonfinite_position(t, &stats.control), step, stats.loss, run->skipped_in_a_row);
 }
 
 // Sequences seen when `steps_done` steps are done. Counted on from where the run was resumed: batch size and accumulation may differ from then on.
 static int64_t samples_seen(const Run *run, int64_t steps_done) {
-    return run->start.samples + (steps_done - run->start.step) * run->t.o->grad_accumulation_steps * run->t.comm->world * run->t.d.B;
+    return run->setup.start.samples + (steps_done - run->setup.start.step) * run->t.o->grad_accumulation_steps * run->t.comm->world * run->t.d.B;
 }
 
 static void save_checkpoint(Run *run, int64_t steps_done) {
     Trainer *t = &run->t;
-    if (!*t->o->checkpoint_dir || run->saved_step == steps_done) return;
     trainer_wait_all(t);
     const TrainerProgress progress = {steps_done, samples_seen(run, steps_done)};
     const TrainerState state = trainer_state(t);
@@ -1424,7 +1392,6 @@ static void save_checkpoint(Run *run, int64_t steps_done) {
     copy_delayed_state(t, true);
     if (!checkpoint_save(t->o->checkpoint_dir, t->o->keep_checkpoints, &progress, &identity, &t->table, &state, &failure)) die("%s", failure.text);
     printf("saved checkpoint of step %lld in %s\n", (long long)steps_done, t->o->checkpoint_dir);
-    run->saved_step = steps_done;
 }
 
 // What the casts of the last step did to their tensors, on all ranks, to the log and the run's sums.
@@ -1439,18 +1406,17 @@ static void report_audit(Run *run, int64_t steps_done) {
 }
 
 // Everything that happens between steps. `stop`: the signal that ends the run here, 0: none. Returns that, or one that has come meanwhile.
-static int between_steps(Run *run, int64_t done, int stop) {
+static int between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = run->t.o;
-    const bool last = done == o->num_steps;
-    if (is_due(o->fp8_audit, done)) report_audit(run, done);
-    if (!stop && *o->val_data && (last || is_due(o->val_every, done))) {
+    if (due.audit) report_audit(run, done);
+    if (!stop && due.validate) {
         const double loss = validation_loss(&run->t, &run->setup.val);
         stop = stop_requested(run->t.comm);
         if (!isnan(loss) || !stop) logger_validation(&run->logger, done, loss);
     }
-    if (!stop && o->sample_every && (last || is_due(o->sample_every, done))) print_sample(run, done);
+    if (!stop && due.sample) sampler_print(o, run->t.comm, &run->t.m, &run->setup.tokenizer, done, next_logits, &run->t);
     if (!stop) stop = stop_requested(run->t.comm);
-    if (last || stop || is_due(o->checkpoint_every, done)) save_checkpoint(run, done);
+    if (due.save || (stop && *o->checkpoint_dir)) save_checkpoint(run, done);
     return stop;
 }
 
@@ -1461,7 +1427,7 @@ static int64_t train(Run *run, int *stop) {
     CUDA_CHECK(cudaEventCreate(&run->begin));
     run->timing_broken = true;
     CUDA_CHECK(cudaEventRecord(run->begin, t->stream));
-    int64_t step = run->start.step, reported = step;
+    int64_t step = run->setup.start.step, reported = step;
     for (*stop = 0; step < o->num_steps && !*stop; step++) {
         t->auditing = is_due(o->fp8_audit, step + 1);
         if (t->auditing) CUDA_CHECK(cudaMemsetAsync(t->audit, 0, (size_t)audit_count(&t->precision) * sizeof(AuditSums), t->stream));
@@ -1469,11 +1435,12 @@ static int64_t train(Run *run, int *stop) {
         t->auditing = false;
         // The line of a step is printed while the next one runs, so that the GPU never waits for the host; before anything else happens, all are.
         const int64_t done = step + 1;
+        const Due due = schedule_due(o, done);
         *stop = stop_requested(t->comm);
-        const bool pause = *stop || done == o->num_steps || is_due(o->val_every, done) || is_due(o->sample_every, done) || is_due(o->checkpoint_every, done) || is_due(o->fp8_audit, done);
+        const bool pause = *stop || due.last || due.audit || due.validate || due.sample || due.save;
         while (reported < (pause ? done : step)) report_step(run, reported++);
         if (!pause) continue;
-        *stop = between_steps(run, done, *stop);
+        *stop = between_steps(run, done, due, *stop);
         run->timing_broken = true;
         CUDA_CHECK(cudaEventRecord(run->begin, t->stream));
     }
@@ -1506,37 +1473,34 @@ static void format_versions(char *out, size_t capacity) {
     format_checked(out, capacity, "CUDA %d, cuBLASLt %zu, NCCL %d.%d.%d", CUDART_VERSION, cublasLtGetVersion(), nccl / 10000, nccl / 100 % 100, nccl % 100);
 }
 
-// --fp8-filter auto becomes what rank 0 finds to be faster in bf16, in `filter`; a resumed run (`checkpoint` not NULL) goes on with what was found then.
-static void find_filter(const RunSetup *setup, Options *o, const Comm *comm, const char *checkpoint, char *filter, size_t capacity) {
-    if (strcmp(o->fp8_filter, "auto") != 0) return;
+// --fp8-filter auto becomes what rank 0 finds to be faster in bf16.
+static void find_filter(RunSetup *setup, Options *o, const Comm *comm) {
     ParameterTable table = parameter_table(&setup->model);
     Precision all = precision_plan(o, "", &setup->model, &table);
-    if (checkpoint) checkpoint_read_setting(checkpoint, "fp8-filter", filter, capacity);
-    else if (comm->rank == 0) auto_filter(filter, capacity, &all, o, o->batch_size * o->sequence_length, NULL);
-    comm_broadcast(comm, COMM_WORLD, 0, filter, (int64_t)capacity);
-    o->fp8_filter = filter;
-    printf("--fp8-filter auto: %s%s\n", *filter ? "the same as --fp8-filter " : "nothing stays bf16", filter);
+    if (comm->rank == 0) auto_filter(setup->fp8_filter, sizeof setup->fp8_filter, &all, o, o->batch_size * o->sequence_length, NULL);
+    comm_broadcast(comm, COMM_WORLD, 0, setup->fp8_filter, sizeof setup->fp8_filter);
+    o->fp8_filter = setup->fp8_filter;
     precision_free(&all);
     parameter_table_free(&table);
 }
 
-static void load_start(Run *run, const char *checkpoint) {
+static void load_start(Run *run) {
     Trainer *t = &run->t;
+    const RunSetup *setup = &run->setup;
     const TrainerState state = trainer_state(t);
-    const CheckpointRun identity = run_setup_checkpoint(&run->setup, t->o);
-    if (checkpoint) {
-        run->start = checkpoint_load(checkpoint, &identity, &t->table, &state);
+    if (*setup->checkpoint) {
+        checkpoint_load(setup->checkpoint, &t->m, &t->table, &state);
         copy_delayed_state(t, false);
         t->has_history = t->delayed_scale != NULL;
+    } else if (setup->load_weights) {
+        model_load_weights(setup->model_folder, &t->m, &t->table, &state);
     }
-    if (!checkpoint && run->setup.load_weights) model_load_weights(run->setup.model_folder, &t->m, &t->table, &state);
-    run->saved_step = checkpoint ? run->start.step : -1;
     comm_barrier(t->comm, COMM_WORLD);  // some take long to read: NCCL's deadline runs from the first collective
     weights_changed(t);
 }
 
 int main(int argc, char **argv) {
-    char presets[1024], checkpoint[PATH_CAPACITY], versions[256], filter[1024];
+    char presets[1024], versions[256];
     Comm comm = comm_open(&argc, &argv);
     model_config_preset_names(presets, sizeof presets);
     Options o = options_parse(argc, argv, presets);
@@ -1557,21 +1521,20 @@ int main(int argc, char **argv) {
     cudaDeviceProp device;
     comm_split(&comm, options_shard_group(&o, comm.world));
     check_device(&o, &comm, &device);
-    const bool resume = o.resume && checkpoint_find_together(&comm, o.checkpoint_dir, checkpoint, sizeof checkpoint);
-    find_filter(&run.setup, &o, &comm, resume ? checkpoint : NULL, filter, sizeof filter);
+    run_setup_resume(&run.setup, &o, &comm);
+    if (strcmp(o.fp8_filter, "auto") == 0) find_filter(&run.setup, &o, &comm);
+    if (o.fp8_filter == run.setup.fp8_filter) printf("--fp8-filter auto: %s%s\n", *o.fp8_filter ? "the same as --fp8-filter " : "nothing stays bf16", o.fp8_filter);
     const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
     check_casts(&run.t);
     print_ranks(&run.t);
-    const CheckpointRun identity = run_setup_checkpoint(&run.setup, &o);
-    if (resume) checkpoint_check(checkpoint, &identity);
     stop_catch();
     trainer_create(&run.t, &plan);
     arena_print_plan(&plan, memory_overhead(&comm));
     print_transport(&run.t);
     print_precisions(&run.t);
-    load_start(&run, resume ? checkpoint : NULL);
+    load_start(&run);
     format_versions(versions, sizeof versions);
-    const RunInfo info = {"train_fp8cu", device.name, versions, comm.world, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name), run.start.step > 0};
+    const RunInfo info = {"train_fp8cu", device.name, versions, comm.world, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name), run.setup.start.step > 0};
     run.logger = logger_open(&o, &run.setup.model, &run.t.table, &run.t.precision, info);
     if (o.fp8_audit) run.audit = (AuditSums *)xcalloc((size_t)audit_count(&run.t.precision), sizeof *run.audit);
     if (comm.world > 1) printf("\n%lld ranks, ", (long long)comm.world);

@@ -462,12 +462,12 @@ static inline bool checkpoint_find_newest(const char *dir, char *path, size_t ca
     return found;
 }
 
-// checkpoint_find_newest for all ranks: rank 0 looks, and all get the same answer.
+// checkpoint_find_newest for all ranks: rank 0 looks, and all get the same answer. `path` is "" where there is none.
 static inline bool checkpoint_find_together(const Comm *c, const char *dir, char *path, size_t capacity) {
-    bool found = c->rank == 0 && checkpoint_find_newest(dir, path, capacity);
-    comm_broadcast(c, COMM_WORLD, 0, &found, sizeof found);
+    path[0] = 0;
+    if (c->rank == 0 && !checkpoint_find_newest(dir, path, capacity)) path[0] = 0;
     comm_broadcast(c, COMM_WORLD, 0, path, (int64_t)capacity);
-    return found;
+    return *path;
 }
 
 // The settings of the checkpoint that may not differ now but do, one a line "--name is A in the checkpoint, B now"; empty if none. A setting that the
@@ -655,17 +655,15 @@ static inline void model_load_weights(const char *folder, const ModelConfig *m, 
     safetensors_close(&st);
 }
 
-// Loads weights, optimizer state and the state of delayed scaling of a checkpoint that checkpoint_find_newest found, after checkpoint_check. Dies if something does not fit.
-static inline TrainerProgress checkpoint_load(const char *checkpoint, const CheckpointRun *run, const ParameterTable *t, const TrainerState *s) {
+// Loads weights, optimizer state and the state of delayed scaling of a checkpoint that passed checkpoint_check. Dies if something does not fit.
+static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) {
     Safetensors st;
     Failure failure;
-    const TrainerProgress progress = checkpoint_check(checkpoint, run);
-    model_load_weights(checkpoint, run->model, t, s);
+    model_load_weights(checkpoint, m, t, s);
     if (!safetensors_open_folder(&st, checkpoint, "optimizer", &failure) || !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) ||
         !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure) || !checkpoint_read_delayed(checkpoint, s, &failure))
         die("%s", failure.text);
     safetensors_close(&st);
-    return progress;
 }
 
 // ---- export

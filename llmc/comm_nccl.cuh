@@ -26,6 +26,9 @@
 // gone within a minute of the death of one.
 #define NCCL_DEADLINE_SECONDS 45
 
+// The guard sleeps for 0.2 s. When it was away for so long, the process was stopped, and what it waits for has its time again.
+#define NCCL_SUSPENDED_SECONDS 5
+
 // Collectives in flight that the watch tells apart; the host waits when there are more.
 #define NCCL_PENDING 256
 
@@ -106,9 +109,11 @@ static inline void nccl_watch(Nccl *n) {
 
 // The thread that knows the deadline.
 static inline void *nccl_guard(void *context) {
-    const Nccl *n = (const Nccl *)context;
+    Nccl *n = (Nccl *)context;
     while (!nccl_get(&n->closing)) {
+        const int64_t before = nccl_now();
         usleep(200000);
+        if (nccl_now() - before > 1000 * NCCL_SUSPENDED_SECONDS) nccl_set(&n->progress, nccl_now());  // this process was stopped (SIGSTOP), and others with it
         const bool pending = nccl_get(&n->settling) || nccl_get(&n->finished) < nccl_get(&n->enqueued);
         if (!pending || nccl_now() - nccl_get(&n->progress) < 1000 * NCCL_DEADLINE_SECONDS) continue;
         char reason[128];

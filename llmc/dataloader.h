@@ -186,14 +186,12 @@ static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     return identity;
 }
 
-// Number of sequences in one epoch.
-static inline int64_t dataloader_num_sequences(const DataLoader *dl) { return dl->num_sequences; }
+// Sample number of row 0 of a rank's micro-batch of B rows; row b is this + b. The step's samples, from `first` on, are the same for every split
+// of the global batch into micro-steps x world x B.
+static inline int64_t dataloader_sample_index(int64_t first, int64_t micro_step, int64_t world, int64_t rank, int64_t B) { return first + (micro_step * world + rank) * B; }
 
-// Sample number of row 0 of a rank's micro-batch of B rows; row b is this + b. The samples of one optimizer step are the same numbers
-// for every split of the global batch into accumulation x world x B.
-static inline int64_t dataloader_sample_index(int64_t step, int64_t accumulation, int64_t micro_step, int64_t world, int64_t rank, int64_t B) {
-    return ((step * accumulation + micro_step) * world + rank) * B;
-}
+// Of an epoch without shuffling: batches of `rows` sequences, at most `most`. At least 1, in which sequences come again if there are fewer.
+static inline int64_t dataloader_batches(const DataLoader *dl, int64_t rows, int64_t most) { return min_i64(most, max_i64(1, dl->num_sequences / rows)); }
 
 // A bijection of [0, n) chosen by key: a Feistel network on the next even number of bits, walked until the value falls inside
 // (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). The network's domain is at most 4 n, so a walk has under 4 steps on average.

@@ -75,7 +75,6 @@ typedef struct {
     cublasLtMatmulDesc_t matmul;
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algo;
-    double microseconds;  // of the algorithm chosen by timing; 0 when the first was taken
 } GemmPlan;
 
 static inline const char *gemm_type_name(Grain g, Fp8Format format) { return g == GRAIN_BF16 ? "bf16" : format == FP8_E4M3 ? "e4m3" : "e5m2"; }
@@ -84,11 +83,9 @@ static inline double gemm_flops(const GemmPlan *p) { return 2.0 * (double)p->R *
 // bf16 values of scratch that running the plan needs.
 static inline int64_t gemm_scratch_elements(const GemmPlan *p) { return p->emulated ? (p->rows + p->cols) * p->depth : 0; }
 
-// Bytes of an operand's data and of its scales.
+// Bytes of an operand's data.
 static inline int64_t gemm_bytes_a(const GemmPlan *p) { return p->rows * p->depth * (p->grain_a == GRAIN_BF16 ? 2 : 1); }
 static inline int64_t gemm_bytes_b(const GemmPlan *p) { return p->cols * p->depth * (p->grain_b == GRAIN_BF16 ? 2 : 1); }
-static inline int64_t gemm_scale_bytes_a(const GemmPlan *p) { return scale_bytes(p->grain_a, p->rows, p->depth); }
-static inline int64_t gemm_scale_bytes_b(const GemmPlan *p) { return scale_bytes(p->grain_b, p->cols, p->depth); }
 
 // Whether a GPU of compute capability major.minor has all of a recipe's products (CUDA 13 cuBLAS manual, "cublasLtMatmul", FP8 scaling modes).
 static inline bool recipe_native(const Recipe *r, int major, int minor) {
@@ -243,10 +240,14 @@ static inline int gemm_candidates(const Gemm *g, const GemmPlan *p, cublasLtMatm
     cublasLtMatmulPreference_t preference;
     const uint64_t workspace = GEMM_WORKSPACE_BYTES;
     const uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;  // parts of a sum are added in fp32 and in order
+    const uint32_t alignment = PARAMETER_ALIGNMENT;                     // bytes, of FP8 weights that ranks of an odd number gather; cuBLASLt would count on 256
+    const cublasLtMatmulPreferenceAttributes_t operands[] = {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                                                             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
     int count = 0;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace));
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction));
+    for (int i = 0; i < 4; i++) CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, operands[i], &alignment, sizeof alignment));
     *status = cublasLtMatmulAlgoGetHeuristic(g->handle, p->matmul, p->a, p->b, p->d, p->d, preference, GEMM_CANDIDATES, found, &count);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     return *status == CUBLAS_STATUS_SUCCESS ? count : 0;
@@ -281,7 +282,6 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, GemmOperand 
     CUDA_CHECK(cudaEventDestroy(begin));
     CUDA_CHECK(cudaEventDestroy(end));
     if (best == INFINITY) die("cuBLASLt refuses every algorithm it offers for %s %s (recipe %s)", p->layer, gemm_kind_name(p->kind), p->spec.recipe->name);
-    p->microseconds = best * 1e3;
 }
 
 // d = a b (+ d when accumulate: wgrad alone). Operands in cuBLASLt's order: fprop w, x; dgrad w, dy; wgrad x, dy. `bias` [N] only for plans made with one.

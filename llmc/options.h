@@ -35,7 +35,7 @@ enum { FREE, MUST_MATCH };
     TEXT(val_data, "val-data", "", FREE, "validation shards (a glob)") \
     CHOICE(shuffle, "shuffle", ON, "off|on", MUST_MATCH, "order of the sequences: a keyed permutation each epoch, or file order") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
-    INT(batch_size, "batch-size", 1, 1, 65536, FREE, "sequences per GPU and micro-step (B)") \
+    INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per GPU and micro-step (B)") \
     INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
     INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps in all") \
     INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "of initial weights, data order and stochastic rounding") \
@@ -393,8 +393,8 @@ static inline const char *options_conflict(const Options *o, char *message, size
         format_checked(message, capacity, "--sharding hybrid needs --shard-size, the ranks that share one copy of the model (for example those of one host)");
     else if (o->sharding != SHARDING_HYBRID && o->shard_size)
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
-    else if (o->copy_engines == ON && o->sharding == SHARDING_NONE)
-        format_checked(message, capacity, "--copy-engines on: with --sharding none nothing is gathered, and NCCL reduces the gradients; leave it at auto");
+    else if (o->copy_engines == ON && (o->sharding == SHARDING_NONE || (o->sharding == SHARDING_HYBRID && o->shard_size == 1)))
+        format_checked(message, capacity, "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered, and NCCL reduces the gradients; leave it at auto");
     else if (o->world_size && !o->dry_run)
         format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that mpirun -np starts");
     else if (o->precision == PRECISION_FP8)

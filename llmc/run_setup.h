@@ -19,6 +19,9 @@ typedef struct {
     bool load_weights;              // the folder has weights to start from
     DataLoader train, val;          // not opened (num_shards 0): dry run of a model whose vocabulary is known; no --val-data
     DataIdentity data;              // of train
+    char checkpoint[PATH_CAPACITY]; // to continue from; "": none
+    TrainerProgress start;          // of that checkpoint, or 0
+    char fp8_filter[1024];          // what --fp8-filter auto stands for
     Tokenizer tokenizer;            // count 0: none beside the shards
 } RunSetup;
 
@@ -64,10 +67,20 @@ static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *d
     }
 }
 
+// Each rank reads its own part of the data, on each host from its own disks maybe: dies on a rank whose data is other than rank 0's.
+static inline void run_setup_check_ranks(const RunSetup *s, const Comm *c) {
+    DataIdentity first = s->data;
+    comm_broadcast(c, COMM_WORLD, 0, &first, sizeof first);
+    if (memcmp(&first, &s->data, sizeof first) != 0)
+        die("%s: here --train-data has %lld tokens in %lld shards, for rank 0 %lld in %lld, %s; give all hosts the same files", s->train.shards[0].path, (long long)s->data.tokens,
+            (long long)s->data.shards, (long long)first.tokens, (long long)first.shards, s->data.tokens == first.tokens ? "but other ones or in another order" : "so ranks would read other samples");
+}
+
 // Opens the shards, and the tokenizer table beside the first.
-static inline void run_setup_data(RunSetup *s, const Options *o) {
+static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) {
     s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
     s->data = dataloader_identity(&s->train);
+    run_setup_check_ranks(s, c);
     if (*o->val_data) s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
     s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
     if (!s->tokenizer.count) return;
@@ -87,6 +100,9 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
 static inline void run_setup_vocabulary(RunSetup *s) {
     if (s->model.vocab_size == 0) s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1, VOCABULARY_MULTIPLE);
     model_config_check(&s->model);
+    if (s->tokenizer.count && s->tokenizer.separator >= s->model.vocab_size)
+        die("the separator of the shard's tokenizer is token %lld, but the model's vocabulary is %lld; use a shard made with the model's own tokenizer", (long long)s->tokenizer.separator,
+            (long long)s->model.vocab_size);
 }
 
 // Ids of a smaller vocabulary are all valid in a larger one, so a shard made for another model passes the check of ids; its table tells.
@@ -119,7 +135,7 @@ static inline void run_setup_print_start(const RunSetup *s, const Options *o) {
     else printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "", s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
 }
 
-// Opens and checks everything the options name, by every rank; rank 0 alone reads all data once and tries the folders that will be written. Dies with
+// Opens and checks everything the options name, by every rank; one of each host reads all data once, rank 0 tries the folders that will be written. Dies with
 // the reason and a fix. Resolves `auto` in the options, and drops --log-dir on the other ranks: rank 0 writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c) {
     RunSetup s;
@@ -131,12 +147,12 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     options_shard_group(o, o->world_size ? o->world_size : c->world);
     s.continues = run_setup_continues(o);
     run_setup_model(&s, o);
-    if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o);
+    if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
     if (o->dry_run) return s;
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);
-    if (c->rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);
-    if (c->rank == 0 && *o->val_data) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
+    if (c->local_rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);
+    if (c->local_rank == 0 && *o->val_data) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
     if (s.load_weights) {
         ParameterTable t = parameter_table(&s.model);
         model_check_weights(s.model_folder, &s.model, &t);
@@ -154,6 +170,18 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
 static inline CheckpointRun run_setup_checkpoint(const RunSetup *s, const Options *o) {
     const CheckpointRun run = {&s->model, o, s->data};
     return run;
+}
+
+// With --resume, after run_setup: finds the checkpoint to continue from and dies unless it is of such a run. --fp8-filter auto becomes what that run found.
+// All ranks call.
+static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
+    if (!o->resume || !checkpoint_find_together(c, o->checkpoint_dir, s->checkpoint, sizeof s->checkpoint)) return;
+    if (strcmp(o->fp8_filter, "auto") == 0) {
+        checkpoint_read_setting(s->checkpoint, "fp8-filter", s->fp8_filter, sizeof s->fp8_filter);
+        o->fp8_filter = s->fp8_filter;
+    }
+    const CheckpointRun run = run_setup_checkpoint(s, o);
+    s->start = checkpoint_check(s->checkpoint, &run);
 }
 
 static inline void run_setup_close(RunSetup *s) {

@@ -1,10 +1,13 @@
-// Choosing the next token of a sample from the model's logits.
+// Samples of what the model writes: choosing the next token from its logits, and the text that comes of it.
 #ifndef LLMC_SAMPLER_H
 #define LLMC_SAMPLER_H
 
 #include <math.h>
 
+#include "model_config.h"
 #include "rng.h"
+#include "stop.h"
+#include "tokenizer.h"
 
 #define SAMPLE_TEMPERATURE 0.8f
 
@@ -22,6 +25,30 @@ static inline int32_t sampler_choose(const float *logits, int64_t count, uint64_
         if (below > target) return (int32_t)v;
     }
     return (int32_t)(count - 1);
+}
+
+// A trainer's logits [V], fp32, of the token after tokens[0 ... length), 1 <= length <= --sequence-length. They stay until the next call. All ranks call.
+typedef const float *(*NextLogits)(void *context, const int32_t *tokens, int64_t length);
+
+// Prints up to --sample-tokens tokens that the model writes after the separator, to the next separator or a request to stop. No key/value cache: each token
+// is a whole forward pass over the last --sequence-length tokens. All ranks call, since all hold a part of the weights, and rank 0 chooses: another may have
+// logits with other roundings.
+static inline void sampler_print(const Options *o, const Comm *c, const ModelConfig *m, const Tokenizer *tokenizer, int64_t step, NextLogits next, void *context) {
+    const int64_t choices = tokenizer->count ? min_i64(tokenizer->count, m->vocab_size) : m->vocab_size;
+    const int64_t separator = tokenizer->count ? tokenizer->separator : m->bos_token_id;
+    int32_t *tokens = (int32_t *)xcalloc((size_t)o->sample_tokens + 1, sizeof *tokens);
+    tokens[0] = (int32_t)max_i64(0, separator);
+    printf("sample after step %lld: ", (long long)step);
+    for (int64_t n = 1; n <= o->sample_tokens && !stop_requested(c); n++) {
+        const int64_t length = min_i64(n, o->sequence_length);
+        tokens[n] = sampler_choose(next(context, tokens + n - length, length), choices, (uint64_t)o->seed, step, n);
+        comm_broadcast(c, COMM_WORLD, 0, &tokens[n], sizeof tokens[n]);
+        if (tokens[n] == separator) break;
+        tokenizer_print(tokenizer, tokens[n], stdout);
+    }
+    printf("\n");
+    fflush(stdout);
+    free(tokens);
 }
 
 #endif

@@ -1,7 +1,18 @@
-# Sourced by gpu_runs.sh and gpu_ranks.sh: counts checks, and compares what runs printed, whose logs are $tmp/NAME.log.
-passed=0 failed=0
+# Sourced by gpu_runs.sh and gpu_ranks.sh: runs trainers, counts checks, and compares what runs printed, whose logs are $tmp/NAME.log.
+. scripts/tally.sh
 ok() { passed=$((passed + 1)); echo "ok: $*"; }
 bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
+# $1 name of the log, then a command that must end well. Says how it ended if not.
+trains() {
+    local log="$tmp/$1.log" start=$SECONDS status
+    shift
+    timeout 120 "$@" >"$log" 2>&1 </dev/null
+    status=$?
+    [ $status -eq 0 ] || { bad "$(basename "$log"): status $status after $((SECONDS - start)) s: $(grep -m3 -i 'error' "$log"; tail -n 3 "$log")"; return 1; }
+}
+# The same of one trainer on the CPU, or on one GPU. $1 name of the log, then the arguments.
+cpu() { trains "$1" ./train_fp8 "${@:2}"; }
+gpu() { trains "$1" ./train_fp8cu "${@:2}"; }
 # The part of the step lines that may not depend on timing; field $2 (loss, norm) of line $3 of log $1; the validation loss.
 lines() { grep -E '^(step|validation) ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
 field() { grep '^step ' "$tmp/$1.log" | sed -n "$3p" | sed "s/.*$2 \([^ ]*\) .*/\1/"; }

@@ -17,16 +17,8 @@ fi
 W=$((gpus >= 4 ? 4 : 2))
 launcher="mpirun --allow-run-as-root --oversubscribe --bind-to none"  # more ranks than cores, and no rank with all its threads on one core
 
-# $1 name of the log, $2 ranks, then the arguments. Prints the log's end if the run fails.
-run() {
-    local log="$tmp/$1.log" ranks=$2 start=$SECONDS
-    shift 2
-    if [ "$ranks" -eq 1 ]; then timeout 120 ./train_fp8cu "$@" >"$log" 2>&1 </dev/null
-    else timeout 120 $launcher -np "$ranks" ./train_fp8cu "$@" >"$log" 2>&1 </dev/null
-    fi
-    local status=$?
-    [ $status -eq 0 ] || { bad "$(basename "$log"): status $status after $((SECONDS - start)) s: $(grep -m3 -i 'error' "$log"; tail -n 3 "$log")"; return 1; }
-}
+# $1 name of the log, $2 ranks, then the arguments.
+run() { if [ "$2" -eq 1 ]; then gpu "$1" "${@:3}"; else trains "$1" $launcher -np "$2" ./train_fp8cu "${@:3}"; fi; }
 
 build/synth_stories --out "$tmp/synth" --bytes 400000 --seed 3 >/dev/null || bad "synth_stories"
 steps=8
@@ -55,7 +47,10 @@ done
 against_one bf16_full_fp32 bf16 --sharding full --reduce-dtype fp32 --copy-engines off
 against_one bf16_none_fp32 bf16 --sharding none --reduce-dtype fp32
 # Copy engines, which all of the above uses where the GPUs allow it, and NCCL. The sums of two ranks are the same in fp32, those of more but for their order.
-if grep -q "travel by the GPUs' copy engines" "$tmp/bf16_full.log"; then ok "copy engines are used"; else bad "copy engines are not used: $(grep -m1 'travel by' "$tmp/bf16_full.log"; grep -m1 'NCCL moves' "$tmp/bf16_full.log")"; fi
+if grep -q "travel by the GPUs' copy engines" "$tmp/bf16_full.log"; then
+    ok "copy engines are used"
+    run copies $W $common --precision bf16 --num-steps $steps $(split $W) --copy-engines on && same "--copy-engines on, and auto" bf16_full copies
+else bad "copy engines are not used: $(grep -m1 'travel by' "$tmp/bf16_full.log"; grep -m1 'NCCL moves' "$tmp/bf16_full.log")"; fi
 for sharding in full grad_op; do
     against_one nccl_bf16_$sharding bf16 --sharding $sharding --copy-engines off
     against_one nccl_fp8_$sharding fp8 --sharding $sharding --copy-engines off --reduce-dtype fp32
@@ -190,5 +185,4 @@ else
     if [ $status -eq 0 ] && [ "$(grep -c 'ERROR SUMMARY: 0 errors' "$tmp/memcheck.log")" -eq 2 ]; then ok "memcheck on 2 GPUs: 0 errors"; else bad "memcheck: status $status: $(grep -E -m12 '=====|error' "$tmp/memcheck.log")"; fi
 fi
 echo "($SECONDS s)"
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+finish

@@ -10,6 +10,16 @@ trap 'rm -rf "$tmp"' EXIT
 build/synth_stories --out "$tmp/synth" --bytes 300000 --seed 3 >/dev/null || bad "synth_stories"
 data="--train-data $tmp/synth_train.bin --shuffle off"
 
+# A run that ends with an error, and one that does so before any work. $1 what the message must hold, then the command; its output is $tmp/refused.log.
+fails() {
+    local expected=$1 status
+    shift
+    "$@" >"$tmp/refused.log" 2>&1
+    status=$?
+    if [ $status -ne 0 ] && [ $status -lt 128 ] && grep -q -- "^error: .*$expected" "$tmp/refused.log"; then ok "$(grep -m1 '^error' "$tmp/refused.log" | cut -c1-150)"; else bad "expected \"$expected\": $(tail -n 2 "$tmp/refused.log")"; fi
+}
+refused() { fails "$@" && check "refused before the first step" lacks "$tmp/refused.log" "step 1/"; }
+
 # CPU and GPU start from the same weights and round at the same places; they differ in the order of sums, which turns a share of the bf16
 # roundings (2^-9 each) the other way, and with FP8 a share of its roundings (2^-4 and 2^-3). How far that alone goes was measured on this very
 # step by compiling the CPU trainer with -Ofast, which reorders its sums: worst gradient 5.2e-3 with bf16 and 6.4e-2 with fp8 (q and k projections,
@@ -18,16 +28,14 @@ data="--train-data $tmp/synth_train.bin --shuffle off"
 against_cpu() {
     local args="small $data $2 --sequence-length 256 --batch-size 2 --num-steps 1 --optimizer-state fp32"
     rm -rf "$tmp/cpu" "$tmp/gpu"
-    if ! ./train_fp8 $args --checkpoint-dir "$tmp/cpu" >"$tmp/cpu.log" 2>&1 || ! ./train_fp8cu $args --checkpoint-dir "$tmp/gpu" >"$tmp/gpu.log" 2>&1; then
-        bad "$1: a run failed: $(tail -n 2 "$tmp/cpu.log" "$tmp/gpu.log")"
-        return
-    fi
+    cpu cpu $args --checkpoint-dir "$tmp/cpu" && gpu gpu $args --checkpoint-dir "$tmp/gpu" || return
     near "$1: loss" "$(field gpu loss 1)" "$(field cpu loss 1)" "$3"
     if build/compare_checkpoints "$tmp/gpu/step-00000001" "$tmp/cpu/step-00000001" "$4"; then ok "$1: gradients"; else bad "$1: gradients"; fi
 }
 against_cpu bf16 "--precision bf16" 1e-4 1e-2
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do against_cpu "$recipe" "--precision fp8 --fp8-recipe $recipe" 1e-3 1e-1; done
 for recipe in mxfp8 tensorwise rowwise; do against_cpu "$recipe, emulated" "--precision fp8 --fp8-recipe $recipe --fp8-emulate" 1e-3 1e-1; done
+against_cpu "bf16, weights rounded to nearest" "--precision bf16 --master-weights bf16-nearest" 1e-4 1e-2
 against_cpu "tensorwise, all e4m3" "--precision fp8 --fp8-format e4m3" 1e-3 1e-1
 against_cpu "blockwise, hybrid" "--precision fp8 --fp8-recipe blockwise --fp8-format hybrid" 1e-3 1e-1
 against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-3 1e-1
@@ -37,7 +45,7 @@ against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-
 run="llama3.2-1b $data --precision bf16 --sequence-length 64 --num-steps 2 --deterministic"
 if ! ./train_fp8cu $run >"$tmp/a.log" 2>&1 && grep -q "GiB are free" "$tmp/a.log"; then echo "skipped: llama3.2-1b needs more memory than this GPU has"
 else
-    CUDA_MODULE_LOADING=EAGER ./train_fp8cu $run >"$tmp/b.log" 2>&1
+    CUDA_MODULE_LOADING=EAGER gpu b $run
     same "kernels loaded beforehand" a b
 fi
 
@@ -45,34 +53,34 @@ common="small $data --sequence-length 256 --batch-size 2 --deterministic --learn
 for precision in bf16 fp8 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "fp8 --fp8-recipe rowwise" "fp8 --fp8-recipe rowwise_with_gw_hp" "fp8 --fp8-recipe blockwise" "fp8 --fp8-recipe mxfp8 --fp8-emulate"; do
     run="$common --precision $precision --num-steps 12"
     rm -rf "$tmp/ck"
-    ./train_fp8cu $run >"$tmp/a.log" 2>&1 && ./train_fp8cu $run >"$tmp/b.log" 2>&1
+    gpu a $run && gpu b $run
     same "$precision: two runs" a b
 
     # stopped after 5 of 12 steps by num-steps, then resumed
     ck="--checkpoint-dir $tmp/ck"
-    ./train_fp8cu $common --precision $precision --num-steps 5 $ck >"$tmp/c.log" 2>&1 && ./train_fp8cu $run $ck --resume >"$tmp/d.log" 2>&1
+    gpu c $common --precision $precision --num-steps 5 $ck && gpu d $run $ck --resume
     same "$precision: resumed" a d 7
 
     # two micro-steps of one sequence see the tokens of one micro-step of two; gradients are rounded to bf16 once more
-    ./train_fp8cu $common --precision $precision --num-steps 12 --batch-size 1 --grad-accumulation-steps 2 >"$tmp/e.log" 2>&1
+    gpu e $common --precision $precision --num-steps 12 --batch-size 1 --grad-accumulation-steps 2
     near "$precision: accumulation, last loss" "$(field e loss 12)" "$(field a loss 12)" 1e-2
 done
 
 # layers computed again in backward are quantized to the same bytes; with every layer filtered, FP8 is BF16
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
     run="$common --precision fp8 --fp8-recipe $recipe --num-steps 6"
-    ./train_fp8cu $run >"$tmp/a.log" 2>&1 && ./train_fp8cu $run --recompute layer >"$tmp/b.log" 2>&1
+    gpu a $run && gpu b $run --recompute layer
     same "$recipe, --recompute layer" a b
     [ $recipe = rowwise_with_gw_hp ] && continue
-    ./train_fp8cu $run --fp8-weight-cache on >"$tmp/b.log" 2>&1 && ./train_fp8cu $run --fp8-weight-cache on --recompute layer --fp8-filter first >"$tmp/c.log" 2>&1 &&
-        ./train_fp8cu $run --fp8-filter first >"$tmp/d.log" 2>&1
+    gpu b $run --fp8-weight-cache on && gpu c $run --fp8-weight-cache on --recompute layer --fp8-filter first &&
+        gpu d $run --fp8-filter first
     same "$recipe, --fp8-weight-cache on" a b
     same "$recipe, --fp8-weight-cache on, computed again, filtered" d c
 done
-./train_fp8cu $common --precision bf16 --num-steps 6 >"$tmp/a.log" 2>&1 && ./train_fp8cu $common --precision fp8 --fp8-filter attention,mlp --num-steps 6 >"$tmp/b.log" 2>&1
+gpu a $common --precision bf16 --num-steps 6 && gpu b $common --precision fp8 --fp8-filter attention,mlp --num-steps 6
 same "FP8 with everything filtered, and BF16" a b
-./train_fp8cu ${common/--deterministic/} --precision fp8 --fp8-filter auto --fp8-audit 2 --log-dir "$tmp/audit" --num-steps 4 >"$tmp/a.log" 2>&1
-if [ $? -eq 0 ] && grep -q '"type": "fp8_audit"' "$tmp/audit/log.jsonl" || grep -q 'no product runs in FP8' "$tmp/a.log"; then ok "filter auto and audit"; else bad "filter auto and audit: $(tail -n 3 "$tmp/a.log")"; fi
+gpu a ${common/--deterministic/} --precision fp8 --fp8-filter auto --fp8-audit 2 --log-dir "$tmp/audit" --num-steps 4
+if [ $? -eq 0 ] && { grep -q '"type": "fp8_audit"' "$tmp/audit/log.jsonl" || grep -q 'no product runs in FP8' "$tmp/a.log"; }; then ok "filter auto and audit"; else bad "filter auto and audit: $(tail -n 3 "$tmp/a.log")"; fi
 
 # Gradients lie where activations were: a norm of 80 values leaves gaps between the vectors, and a model of one layer has no layers to give way. An embedding of
 # its own has room for the logits of 64 tokens, but not of 512, and for the activations of a layer.
@@ -85,15 +93,40 @@ for shape in "1 320 true" "5 320 true" "1 16384 false" "5 16384 false"; do
 END
     for T in 64 512; do
         name="$layers layers of 80, vocabulary $vocabulary, T $T" args="$tmp/odd $data --sequence-length $T --num-steps 5 --learning-rate 1e-3 --optimizer-state fp32 --master-weights fp32"
-        ./train_fp8 $args >"$tmp/a.log" 2>&1 && ./train_fp8cu $args --deterministic >"$tmp/b.log" 2>&1
+        cpu a $args && gpu b $args --deterministic
         # five steps of bf16 roundings at other places than the CPU's sums: a norm moves by less than 2^-9 for each
         near "$name: gradient norm" "$(field b norm 5)" "$(field a norm 5)" 1e-2
         args="$args --precision fp8 --deterministic"
-        ./train_fp8cu $args >"$tmp/a.log" 2>&1 && ./train_fp8cu $args --recompute layer >"$tmp/b.log" 2>&1 && ./train_fp8cu $args --fp8-weight-cache on >"$tmp/c.log" 2>&1
+        gpu a $args && gpu b $args --recompute layer && gpu c $args --fp8-weight-cache on
         same "$name: FP8, layers computed again" a b
         same "$name: FP8, weights kept" a c
     done
 done
+
+# sums with fewer bits in all products: other losses, near by
+run="$common --precision fp8 --num-steps 12"
+gpu a $run && gpu b $run --fp8-fast-accum all && near "--fp8-fast-accum all, last loss" "$(field b loss 12)" "$(field a loss 12)" 1e-2
+
+# Validation, and a sample longer than the sequences, whose first words are those of the CPU's: later ones may differ, where a draw falls between two roundings.
+run="small $data --val-data $tmp/synth_val.bin --val-every 2 --val-steps 4 --sequence-length 16 --batch-size 2 --num-steps 3 --sample-every 3 --sample-tokens 40"
+story() { sed -n 's/^sample after step 3: //p' "$tmp/$1.log"; }
+cpu a $run && gpu b $run && near "validation loss" "$(validation b)" "$(validation a)" 1e-3
+check "two validations" equal "$(grep -c '^validation after step' "$tmp/b.log")" 2
+check "the CPU's story: $(story a)" equal "$(story b | cut -c1-16)" "$(story a | cut -c1-16)"
+check "a story longer than the sequences: $(story b)" [ "$(story b | wc -c)" -gt 80 ]
+
+# The table of a step's operations: products and what moves memory, with shares of their limits.
+gpu a $common --precision fp8 --num-steps 3 --profile
+check "--profile: $(grep -A 3 '^profile of' "$tmp/a.log")" grep -qE '^  AdamW +1 .* GB/s +[0-9.]+%$' "$tmp/a.log"
+check "--profile has products" grep -qE '^  [a-z].* TFLOP/s +[0-9.]+%$' "$tmp/a.log"
+
+# An export is the checkpoint's model. With one infinite weight in it no step may change a weight, and the first of the tensors that it spoils is named.
+gpu a $common --precision bf16 --num-steps 2 --checkpoint-dir "$tmp/whole" --export-hf "$tmp/export"
+for file in config.json model.safetensors; do check "exported $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"; done
+printf '\200\177' | dd of="$tmp/export/model.safetensors" bs=1 seek=$(($(stat -c %s "$tmp/export/model.safetensors") - 2)) conv=notrunc 2>/dev/null
+fails "step 1: the gradient norm is not finite, first, in backward order, in .*, element [0-9]*; the loss is .* The weights are those of step 0" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20
+fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20 --on-nonfinite skip
+check "skipped steps say so" equal "$(grep -c '^warning: step [0-9]* skipped: the gradient norm is not finite, first' "$tmp/refused.log")" 9
 
 # memory plans of runs that no machine here could hold
 for plan in "llama3.1-70b --world-size 64" "llama3.1-405b --world-size 512 --recompute layer"; do
@@ -112,14 +145,7 @@ for signal in TERM INT USR1; do
     if [ $status -eq 0 ] && [ "$saved" -eq 1 ]; then ok "SIG$signal: saved $(ls "$tmp/sig_$signal"), status 0"; else bad "SIG$signal: status $status, $saved checkpoints: $(tail -n 2 "$tmp/s.log")"; fi
 done
 
-# bad input: a message and a non-zero status, before any work. $1 what the message must hold, then the arguments.
-refused() {
-    local expected=$1 output status
-    shift
-    output=$("$@" 2>&1)
-    status=$?
-    if [ $status -ne 0 ] && [ $status -lt 128 ] && grep -q -- "$expected" <<<"$output" && ! grep -q '^step ' <<<"$output"; then ok "refused: $(grep -m1 '^error' <<<"$output" | cut -c1-150)"; else bad "expected \"$expected\": $(tail -n 2 <<<"$output")"; fi
-}
+# bad input: a message and a non-zero status, before any work
 refused "GiB of GPU memory" ./train_fp8cu llama3.1-70b --train-data "$tmp/synth_train.bin" --sequence-length 4096
 refused "every rank needs one of its own" mpirun --allow-run-as-root --oversubscribe -np $(($(nvidia-smi -L | grep -c '^GPU') + 1)) ./train_fp8cu small $data
 refused "does not divide" ./train_fp8cu small $data --dry-run --world-size 6 --sharding hybrid --shard-size 4
@@ -128,5 +154,4 @@ refused "has no matrix products for recipe mxfp8" ./train_fp8cu small $data --pr
 refused "is outside" ./train_fp8cu small $data --sequence-length 0
 refused "no token shard" ./train_fp8cu small --train-data "$tmp/none.bin"
 
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+finish

@@ -148,7 +148,8 @@ static void test_round_trip(void) {
         save(a, dir, 7, 1);
         char found[PATH_CAPACITY];
         CHECK(checkpoint_find_newest(dir, found, sizeof found) && strcmp(strrchr(found, '/') + 1, "step-00000007") == 0, "%s", found);
-        const TrainerProgress p = checkpoint_load(found, &b->run, &b->table, &b->state);
+        const TrainerProgress p = checkpoint_check(found, &b->run);
+        checkpoint_load(found, &b->model, &b->table, &b->state);
         CHECK(p.step == 7 && p.samples == 21, "step %lld, samples %lld", (long long)p.step, (long long)p.samples);
         CHECK(same_state(a, b), "variant %d: loaded state differs", variant);
 
@@ -177,7 +178,7 @@ static void load_delayed(void *context) {
     Trainer *t = (Trainer *)context;
     char found[PATH_CAPACITY];
     if (!freopen("/dev/null", "w", stdout) || !checkpoint_find_newest(path_of("delayed"), found, sizeof found)) die("no checkpoint");
-    checkpoint_load(found, &t->run, &t->table, &t->state);
+    checkpoint_load(found, &t->model, &t->table, &t->state);
 }
 
 static void test_delayed(void) {
@@ -193,7 +194,7 @@ static void test_delayed(void) {
     a->state.delayed = &from, b->state.delayed = &to;
     save(a, dir, 9, 1);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
-    checkpoint_load(found, &b->run, &b->table, &b->state);
+    checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(same_state(a, b), "loaded state differs");
     CHECK(memcmp(from.history, to.history, (size_t)(from.tensors * from.window) * sizeof(float)) == 0, "history");
     CHECK(memcmp(from.scale, to.scale, (size_t)from.tensors * sizeof(float)) == 0, "scales");
@@ -229,7 +230,7 @@ static void test_sharded(void) {
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
     format_checked(index, sizeof index, "%s/model.safetensors.index.json", found);
     CHECK(path_exists(index) && model_has_weights(found), "%s", index);
-    checkpoint_load(found, &b->run, &b->table, &b->state);
+    checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(same_state(a, b), "loaded state differs");
     // A missing shard is found, though the index is whole.
     format_checked(index, sizeof index, "%s/optimizer-00002-of-", found);
@@ -571,7 +572,7 @@ static void test_failing_save(void) {
     setrlimit(RLIMIT_FSIZE, &before);
     Trainer *b = trainer_new(FAMILY_LLAMA, false, true, true);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
-    checkpoint_load(found, &b->run, &b->table, &b->state);
+    checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(same_state(t, b), "the checkpoint before was touched");
 
     static const char *const nowhere[] = {"/proc/checkpoints", "/proc/self", "/dev/null"};

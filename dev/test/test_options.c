@@ -119,7 +119,7 @@ static void test_refused(void) {
         {"tiny --seed ~", "\"\" is not a whole number"}, {"tiny --seed=", "\"\" is not a whole number"}, {"tiny --seed 0x10", "is not a whole number"},
         {"tiny --seed nan", "is not a whole number"}, {"tiny --seed inf", "is not a whole number"}, {"tiny --seed 1e999", "is not a whole number"},
         {"tiny --seed 4294967296", "--seed: 4294967296 is outside 0..4294967295"}, {"tiny --seed -1", "is outside"},
-        {"tiny --batch-size 0", "--batch-size: 0 is outside 1..65536"}, {"tiny --sequence-length 0", "is outside"}, {"tiny --num-steps 0", "is outside"},
+        {"tiny --batch-size 0", "--batch-size: 0 is outside 1..65535"}, {"tiny --sequence-length 0", "is outside"}, {"tiny --num-steps 0", "is outside"},
         {"tiny --keep-checkpoints 0", "is outside"}, {"tiny --learning-rate nan", "\"nan\" is not a number"}, {"tiny --learning-rate inf", "is not a number"},
         {"tiny --learning-rate 1e-5e", "is not a number"}, {"tiny --learning-rate -1", "--learning-rate: -1 is outside 0..1000"}, {"tiny --beta1 1", "is outside"},
         {"tiny --beta2 1.0", "is outside"}, {"tiny --eps 0", "is outside"}, {"tiny --weight-decay 1,5", "is not a number"},
@@ -222,7 +222,8 @@ static void test_conflicts(void) {
         {"tiny --precision fp8 --sequence-length 40", "in multiples of 16 (FP8 matrix products), not 1 x 40; --sequence-length 48 would do"},
         {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""}, {"tiny --precision bf16 --sequence-length 40", ""},
         {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"}, {"tiny --sharding hybrid --shard-size 2", ""},
-        {"tiny --sharding none --copy-engines on", "with --sharding none nothing is gathered"}, {"tiny --sharding none --copy-engines off", ""}, {"tiny --copy-engines on", ""},
+        {"tiny --sharding none --copy-engines on", "with --sharding none, or hybrid with --shard-size 1, nothing is gathered"}, {"tiny --sharding hybrid --shard-size 1 --copy-engines on", "nothing is gathered"},
+        {"tiny --sharding hybrid --shard-size 2 --copy-engines on", ""}, {"tiny --sharding none --copy-engines off", ""}, {"tiny --copy-engines on", ""},
         {"tiny --shard-size 2", "--shard-size is for --sharding hybrid"}, {"tiny --world-size 8", "--world-size is for --dry-run"},
         {"tiny --world-size 8 --dry-run", ""}};
     char message[512];

@@ -237,6 +237,20 @@ refused 2 "world-size is for --dry-run" tiny $data --world-size 2
 refused 2 "already holds step-00000004" $common --checkpoint-dir "$tmp/ck"
 refused 4 "gradient norm is not finite, first, in backward order, in .*, in the part of rank" "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
 
+# Ranks that read other files under one name, as hosts with disks of their own may: as many tokens, and fewer.
+build/synth_stories --out "$tmp/other" --bytes 60000 --seed 5 >/dev/null
+python3 - "$tmp/s_train.bin" "$tmp/turned.bin" <<'PY'
+import sys
+shard = open(sys.argv[1], "rb").read()
+open(sys.argv[2], "wb").write(shard[:1024] + shard[-4000:] + shard[1024:-4000])
+PY
+for other in turned other_train; do
+    mpirun --allow-run-as-root --oversubscribe -np 1 ./train_fp8 "$tmp/qwen2" $data : -np 1 ./train_fp8 "$tmp/qwen2" $data --train-data "$tmp/$other.bin" >"$tmp/differ.out" 2>&1
+    status=$?
+    check "rank 1 reads $other: status $status: $(cat "$tmp/differ.out")" [ $status -ne 0 ]
+    check "rank 1 reads $other: $(grep '^error' "$tmp/differ.out")" [ "$(grep -c "^error: rank 1 on .*$other.bin: here --train-data has .* give all hosts the same files" "$tmp/differ.out")" -eq 1 ]
+done
+
 # A save that fails on one rank, which sees an empty folder where the checkpoints are: all stop, with its reason, and the checkpoint before stays.
 if unshare -m true 2>/dev/null; then
     common="$tmp/qwen2 $data --batch-size 2 --checkpoint-dir $tmp/half"

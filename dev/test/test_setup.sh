@@ -128,4 +128,14 @@ check "a validation shard of another tokenizer" refuses "b_train_1.bin belongs t
 python3 -c 'import struct, sys; sys.stdout.buffer.write(struct.pack("<256i", 20240801, 7, 100, *[0] * 253) + struct.pack("<100I", *[1] * 77, 2**32 - 1, *[1] * 22))' >"$tmp/t/huge.bin"
 check "an id that no vocabulary has" refuses "$tmp/t/huge.bin: token 77 has id 4294967295, but a vocabulary has at most 16777216" tiny --train-data "$tmp/t/huge.bin" --sequence-length 32
 
+# Its ids fit the model, but the separator that samples begin with does not.
+sed 's/"vocab_size": 643/"vocab_size": 64/' "$tmp/model/config.json" >"$tmp/t/config.json"
+python3 - "$tmp/s_train.bin" "$tmp/t/low.bin" "$tmp/t/low.tokenizer" <<'PY'
+import struct, sys
+shard = open(sys.argv[1], "rb").read()
+open(sys.argv[2], "wb").write(shard[:1024] + struct.pack("<%dI" % ((len(shard) - 1024) // 4), *[i % 60 for i in range((len(shard) - 1024) // 4)]))
+open(sys.argv[3], "wb").write(struct.pack("<4I", 20251121, 1, 100, 99) + 100 * struct.pack("<Ic", 1, b"x"))
+PY
+check "a separator outside the vocabulary" refuses "the separator of the shard's tokenizer is token 99, but the model's vocabulary is 64" "$tmp/t" --train-data "$tmp/t/low.bin" --sequence-length 32 --sample-every 1
+
 finish

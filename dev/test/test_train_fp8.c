@@ -308,9 +308,12 @@ static void test_nonfinite(void) {
     // where: a NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm
     memset(t.gradients, 0, bytes);
     t.gradients[t.table.root.embedding] = t.gradients[layer_offset(&t.table, 0) + t.table.layer.wo] = t.gradients[layer_offset(&t.table, 1) + t.table.layer.wo + 3] = NAN;
-    int64_t rank;
-    const Parameter *p = first_nonfinite(&t, &rank);
-    CHECK(p && strcmp(p->name, "model.layers.1.self_attn.o_proj.weight") == 0, "first bad tensor: %s", p ? p->name : "none");
+    char place[320];
+    nonfinite_place(&t.table, t.comm, nonfinite_position(&t), place, sizeof place);
+    CHECK(strcmp(place, "first, in backward order, in model.layers.1.self_attn.o_proj.weight (layer 1), element 3") == 0, "%s", place);
+    memset(t.gradients, 0, bytes);
+    nonfinite_place(&t.table, t.comm, nonfinite_position(&t), place, sizeof place);
+    CHECK(strstr(place, "every gradient is"), "%s", place);
     free(before);
     dataloader_close(&data);
     trainer_free(&t);
