@@ -24,11 +24,6 @@
 #define CHECKPOINT_FORMAT_VERSION 1
 #define FINGERPRINT_FORMAT "%016llx"
 
-// Seconds for which a run waits for the run before it, whose process was killed and is not gone yet; tests make it short.
-#ifndef CHECKPOINT_LOCK_SECONDS
-#define CHECKPOINT_LOCK_SECONDS 10
-#endif
-
 typedef enum { STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ } StateKind;
 
 // Access to the trainer's flat arrays, of which `plan` says what they hold. Ranges are elements of the rank's flat shard arrays; `host` holds them
@@ -433,7 +428,7 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
     CheckpointSteps list;
     char probe[PATH_CAPACITY];
     format_checked(probe, sizeof probe, "%s/step-00000000.tmp", dir);
-    if (!folder_create(dir, true, &failure) || !folder_lock(dir, CHECKPOINT_LOCK_SECONDS, &failure) || !checkpoint_remove_leftovers(dir, &failure) ||
+    if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure) || !checkpoint_remove_leftovers(dir, &failure) ||
         !folder_create(probe, false, &failure) || !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure))
         die("--checkpoint-dir %s: %s", dir, failure.text);
     if (list.count && !resume)
@@ -476,11 +471,15 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%s", "");
     const JsonNode *settings = json_member(json, json_root(json), "settings");
+    const JsonNode *precision = settings ? json_member(json, settings, "precision") : NULL;
     Options initial = options_default();
-    initial.precision = o->precision;  // which some `auto` stand for; if the checkpoint's is another one, that is a line of its own
+    initial.precision = o->precision;  // which some `auto` stand for; if the checkpoint's is another one, that is a line of its own, and those of FP8 say nothing
     options_resolve(&initial);
+    char precision_now[64];
+    option_format(o, option_find("precision", strlen("precision")), precision_now, sizeof precision_now);
+    const bool other_precision = precision && strcmp(precision->text, precision_now) != 0;
     for (const OptionRow *row = option_rows(); row->name; row++) {
-        if (row->kind == OPTION_GROUP || row->match != MUST_MATCH) continue;
+        if (row->kind == OPTION_GROUP || row->match != MUST_MATCH || (other_precision && option_is_fp8(row))) continue;
         char now[PATH_CAPACITY], absent[PATH_CAPACITY];
         option_format(o, row, now, sizeof now);
         option_format(&initial, row, absent, sizeof absent);
@@ -573,8 +572,19 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
 
 // ---- loading tensors
 
-// Copies what this rank keeps of one array from an opened set, converting to its storage type. Fails for a missing or misshapen tensor.
-static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s, StateKind kind, Failure *failure) {
+// Of n floats, or bf16 values: whether none has an exponent of ones.
+static inline bool all_finite(const void *values, int64_t n, bool fp32) {
+    uint32_t bad = 0;
+    if (fp32)
+        for (int64_t i = 0; i < n; i++) bad |= (((const uint32_t *)values)[i] & 0x7f800000) == 0x7f800000;
+    else
+        for (int64_t i = 0; i < n; i++) bad |= (((const uint16_t *)values)[i] & 0x7f80) == 0x7f80;
+    return !bad;
+}
+
+// Copies what this rank keeps of one array from an opened set, converting to its storage type. Fails for a missing or misshapen tensor, and if
+// `finite` for values that are not.
+static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s, StateKind kind, bool finite, Failure *failure) {
     const bool fp32 = s->is_fp32[kind];
     const int64_t chunk = IO_CHUNK_BYTES / 4;
     int64_t largest = 1;
@@ -590,11 +600,30 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
         const ShardRange r = checkpoint_range(t, s, p);
         for (int64_t done = 0; ok && done < r.count; done += chunk) {
             const int64_t n = min_i64(chunk, r.count - done);
-            ok = safetensors_read(st, tensor, r.first + done, n, fp32, buffer, failure);
+            ok = safetensors_read(st, tensor, r.first + done, n, fp32, buffer, failure) &&
+                 (!finite || all_finite(buffer, n, fp32) || fail(failure, "%s: %.200s holds a value that is not finite, with which nothing can be trained", st->files[tensor->file].path, name));
             if (ok) s->write(s->context, kind, r.shard + done, n, buffer);
         }
     }
     free(buffer);
+    return ok;
+}
+
+// A file of a tied model may hold lm_head as well: then the same values, or it is not tied.
+static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterTable *t, const Safetensor *lm_head, Failure *failure) {
+    const Parameter *embedding = parameter_find(t, "model.embed_tokens.weight");
+    const Safetensor *tensor = safetensors_require(st, embedding->name, embedding->rows, embedding->cols, failure);
+    const int64_t elements = parameter_elements(embedding), chunk = IO_CHUNK_BYTES / 8;
+    if (!tensor || !safetensors_require(st, lm_head->name, embedding->rows, embedding->cols, failure)) return false;
+    float *a = (float *)xcalloc((size_t)(2 * chunk), sizeof *a), *b = a + chunk;
+    bool ok = true;
+    for (int64_t done = 0; ok && done < elements; done += chunk) {
+        const int64_t n = min_i64(chunk, elements - done);
+        ok = safetensors_read(st, tensor, done, n, true, a, failure) && safetensors_read(st, lm_head, done, n, true, b, failure) &&
+             (memcmp(a, b, (size_t)n * sizeof *a) == 0 || fail(failure, "%s: config.json ties lm_head.weight to %.200s, but they differ; with \"tie_word_embeddings\": false both are trained",
+                                                               st->files[lm_head->file].path, embedding->name));
+    }
+    free(a);
     return ok;
 }
 
@@ -607,7 +636,11 @@ static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelCo
     for (int64_t i = 0; st->count != t->count && i < st->count; i++) {
         const char *name = st->tensors[i].name;
         const size_t n = strlen(name), suffix = strlen(rope_table);
-        if (parameter_find(t, name) || (m->tie_word_embeddings && strcmp(name, "lm_head.weight") == 0) || (n > suffix && strcmp(name + n - suffix, rope_table) == 0)) continue;
+        if (m->tie_word_embeddings && strcmp(name, "lm_head.weight") == 0) {
+            if (!checkpoint_check_tied(st, t, &st->tensors[i], failure)) return false;
+            continue;
+        }
+        if (parameter_find(t, name) || (n > suffix && strcmp(name + n - suffix, rope_table) == 0)) continue;
         return fail(failure, "%s: tensor %.200s has no place in a model with this config.json", st->files[st->tensors[i].file].path, name);
     }
     return true;
@@ -646,22 +679,25 @@ static inline void model_check_weights(const char *folder, const ModelConfig *m,
 
 // Loads the weights of any Hugging Face folder into the trainer, converted to its storage type (to bf16: nearest even). Dies with file, tensor,
 // expected and found.
-static inline void model_load_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) {
+static inline void model_read_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, bool finite) {
     Safetensors st;
     Failure failure;
     if (!safetensors_open_folder(&st, folder, "model", &failure) || !checkpoint_check_tensors(&st, m, t, &failure) ||
-        !checkpoint_read_array(&st, t, s, STATE_WEIGHTS, &failure))
+        !checkpoint_read_array(&st, t, s, STATE_WEIGHTS, finite, &failure))
         die("%s", failure.text);
     safetensors_close(&st);
 }
+
+// The same to start from: dies too where a value is not finite.
+static inline void model_load_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) { model_read_weights(folder, m, t, s, true); }
 
 // Loads weights, optimizer state and the state of delayed scaling of a checkpoint that passed checkpoint_check. Dies if something does not fit.
 static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) {
     Safetensors st;
     Failure failure;
-    model_load_weights(checkpoint, m, t, s);
-    if (!safetensors_open_folder(&st, checkpoint, "optimizer", &failure) || !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) ||
-        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure) || !checkpoint_read_delayed(checkpoint, s, &failure))
+    model_read_weights(checkpoint, m, t, s, false);
+    if (!safetensors_open_folder(&st, checkpoint, "optimizer", &failure) || !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, false, &failure) ||
+        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, false, &failure) || !checkpoint_read_delayed(checkpoint, s, &failure))
         die("%s", failure.text);
     safetensors_close(&st);
 }

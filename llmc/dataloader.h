@@ -134,8 +134,12 @@ static inline DataShard shard_open(const char *path, int64_t T) {
 // Dies if none matches or one is not a whole shard of at least T + 1 tokens.
 static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool shuffle, uint64_t seed) {
     if (T < 1) die("sequence length %lld: at least 1 token is needed", (long long)T);
+    const bool is_path = access(pattern, F_OK) == 0;  // a name may hold what is a wildcard elsewhere
+    char *one[] = {(char *)pattern};
     glob_t matches;
-    int status = glob(pattern, 0, NULL, &matches);
+    memset(&matches, 0, sizeof matches);
+    if (is_path) matches.gl_pathc = 1, matches.gl_pathv = one;
+    int status = is_path ? 0 : glob(pattern, 0, NULL, &matches);
     if (status == GLOB_NOMATCH)
         die("no token shard matches \"%s\"; make one with data/tinystories.py or build/synth_stories, or correct the path (quote wildcards in the shell)", pattern);
     if (status != 0) die("\"%s\": cannot list matching files: %s", pattern, status == GLOB_NOSPACE ? "out of memory" : "read error");
@@ -152,7 +156,7 @@ static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool sh
         dl.num_sequences += dl.shards[i].num_sequences;
         dl.num_tokens += dl.shards[i].num_tokens;
     }
-    globfree(&matches);
+    if (!is_path) globfree(&matches);
     dl.buffer = (uint32_t *)xcalloc((size_t)max_i64(T + 1, SHARD_SCAN_TOKENS), sizeof(uint32_t));
     return dl;
 }
@@ -190,8 +194,8 @@ static inline DataIdentity dataloader_identity(const DataLoader *dl) {
 // of the global batch into micro-steps x world x B.
 static inline int64_t dataloader_sample_index(int64_t first, int64_t micro_step, int64_t world, int64_t rank, int64_t B) { return first + (micro_step * world + rank) * B; }
 
-// Of an epoch without shuffling: batches of `rows` sequences, at most `most`. At least 1, in which sequences come again if there are fewer.
-static inline int64_t dataloader_batches(const DataLoader *dl, int64_t rows, int64_t most) { return min_i64(most, max_i64(1, dl->num_sequences / rows)); }
+// Whole batches of `rows` sequences in an epoch, at most `most`.
+static inline int64_t dataloader_batches(const DataLoader *dl, int64_t rows, int64_t most) { return min_i64(most, dl->num_sequences / rows); }
 
 // A bijection of [0, n) chosen by key: a Feistel network on the next even number of bits, walked until the value falls inside
 // (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). The network's domain is at most 4 n, so a walk has under 4 steps on average.

@@ -230,12 +230,23 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
     return ok;
 }
 
+// Seconds for which a run waits for the run before it, whose process was killed and is not gone yet; tests make it short.
+#ifndef FOLDER_LOCK_SECONDS
+#define FOLDER_LOCK_SECONDS 10
+#endif
+
 // Holds a folder against other processes of this host to the end of this one: the kernel closes the descriptor, and so lets go, however a process ends.
-// Waits up to `seconds` for a process that is just ending. File systems that do not lock folders (NFS) let everyone in, with a warning.
+// Waits up to `seconds` for a process that is just ending. A folder that this process holds already is held once. File systems that do not lock folders
+// (NFS) let everyone in, with a warning.
 static inline bool folder_lock(const char *folder, double seconds, Failure *failure) {
+    static struct stat held[4];
+    static int num_held;
     const double start = seconds_now();
+    struct stat info;
     const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
+    if (fd < 0 || fstat(fd, &info)) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
+    for (int i = 0; i < num_held; i++)
+        if (held[i].st_dev == info.st_dev && held[i].st_ino == info.st_ino) return close(fd) == 0;
     while (flock(fd, LOCK_EX | LOCK_NB)) {
         if (errno != EWOULDBLOCK && errno != EINTR) {
             warn("%s cannot be locked (%s): nothing keeps two runs at once from using it", folder, strerror(errno));
@@ -248,6 +259,8 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
         }
         usleep(50000);
     }
+    if (num_held == (int)(sizeof held / sizeof held[0])) die("more than %d locked folders", num_held);
+    held[num_held++] = info;
     return true;
 }
 

@@ -1,5 +1,5 @@
 // What a run prints and what it writes to LOG_DIR/log.jsonl: one JSON object a line, the first with all settings, then one a step, validation and
-// at the end a summary. A run that goes on from a checkpoint continues the file with a settings line of its own; any other run starts it anew.
+// at the end a summary. A run that goes on from a checkpoint continues the file with a settings line of its own; for any other run an earlier file steps aside.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 
@@ -114,7 +114,30 @@ static inline FILE *logger_append(const char *path) {
     return file;
 }
 
-// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. `o` has its `auto` values resolved; `p` says what
+// Before any work: makes LOG_DIR and finds out whether the log can be written there. Two runs at once would write into each other's lines, so the folder is
+// locked to the end of the process. Dies with the reason.
+static inline void logger_prepare(const char *dir) {
+    Failure failure;
+    char path[PATH_CAPACITY];
+    if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure)) die("--log-dir %s: %s", dir, failure.text);
+    format_checked(path, sizeof path, "%s/log.jsonl", dir);
+    if (access(path_exists(path) ? path : dir, W_OK)) die("--log-dir: cannot write %s: %s", path, strerror(errno));
+}
+
+// The log of an earlier run, which does not go on: becomes the first of log.1.jsonl, log.2.jsonl, ... that is not there yet. False: errno says why.
+static inline bool logger_step_aside(const char *dir, const char *path) {
+    char aside[PATH_CAPACITY];
+    struct stat info;
+    if (stat(path, &info) || !S_ISREG(info.st_mode) || info.st_size == 0) return true;
+    int64_t n = 0;
+    do format_checked(aside, sizeof aside, "%s/log.%lld.jsonl", dir, (long long)++n);
+    while (path_exists(aside));
+    if (rename(path, aside)) return false;
+    printf("the log of an earlier run is now %s\n", aside);
+    return true;
+}
+
+// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. logger_prepare has been called. `o` has its `auto` values resolved; `p` says what
 // the products run in, for sol.
 static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p, RunInfo run) {
     Logger l;
@@ -124,10 +147,8 @@ static inline Logger logger_open(const Options *o, const ModelConfig *m, const P
     l.num_steps = o->num_steps;
     l.tokens_per_step = run.world_size * o->batch_size * o->sequence_length * o->grad_accumulation_steps;
     if (!*o->log_dir) return l;
-    Failure failure;
-    if (!folder_create(o->log_dir, true, &failure)) die("--log-dir: %s", failure.text);
     format_checked(l.path, sizeof l.path, "%s/log.jsonl", o->log_dir);
-    l.file = run.resumed ? logger_append(l.path) : fopen(l.path, "w");
+    l.file = run.resumed ? logger_append(l.path) : logger_step_aside(o->log_dir, l.path) ? fopen(l.path, "w") : NULL;
     if (!l.file) die("--log-dir: cannot write %s: %s", l.path, strerror(errno));
     logger_write_settings(&l, o, m, t);
     return l;

@@ -67,7 +67,7 @@ enum { FREE, MUST_MATCH };
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "decay of the second moment") \
     REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "added to the root of the second moment") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, "largest global gradient norm; 0: off") \
-    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a non-finite gradient norm never reaches the weights: stop, or skip the step (10 in a row stop)") \
+    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a non-finite gradient norm never reaches the weights: stop, or skip the step, which still counts for schedule and bias correction (10 in a row stop)") \
     GROUP("ranks (mpirun -np N)") \
     CHOICE(sharding, "sharding", SHARDING_FULL, "full|grad_op|none|hybrid", FREE, "of weights, gradients and optimizer state; grad_op: weights stay whole for a step; hybrid: full within --shard-size ranks, replicas across") \
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, "ranks that share one copy of the model with --sharding hybrid; divides the ranks") \
@@ -203,7 +203,7 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
         double real = strtod(value, &end);
         bool whole = row->kind == OPTION_REAL || real == floor(real);
         bool decimal = value[strspn(value, "0123456789+-.eE")] == 0;  // strtod also takes spaces, hexadecimal, "inf" and "nan"
-        if (end == value || *end || !decimal || !isfinite(real) || !whole)
+        if (end == value || *end || !decimal || !isfinite(real) || !whole || (real == 0 && errno == ERANGE))
             die("--%s: \"%s\" is not a %s", row->name, value, row->kind == OPTION_INT ? "whole number" : "number");
         if (real < row->low || real > row->high)
             die("--%s: %s is outside %.10g..%.10g", row->name, value, row->low, row->high);

@@ -4,6 +4,7 @@
 
 #include "checkpoint.h"
 #include "hf_config.h"
+#include "logger.h"
 #include "options.h"
 #include "tokenizer.h"
 
@@ -105,6 +106,12 @@ static inline void run_setup_vocabulary(RunSetup *s) {
             (long long)s->model.vocab_size);
 }
 
+static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o) {
+    if (o->sequence_length > s->model.max_position_embeddings)
+        warn("--sequence-length %lld is more than the %lld positions that model %s is made for (max_position_embeddings)", (long long)o->sequence_length,
+             (long long)s->model.max_position_embeddings, s->model.name);
+}
+
 // Ids of a smaller vocabulary are all valid in a larger one, so a shard made for another model passes the check of ids; its table tells.
 static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
     if (s->tokenizer.count && s->model.vocab_size - s->tokenizer.count >= VOCABULARY_PADDING)
@@ -128,6 +135,15 @@ static inline void run_setup_check_export(const Options *o) {
     }
 }
 
+// Says over how much of the validation data each validation takes its mean: whole batches of all ranks, at most --val-steps.
+static inline void run_setup_print_validation(const RunSetup *s, const Options *o, const Comm *c) {
+    const int64_t batch = c->world * o->batch_size, batches = dataloader_batches(&s->val, batch, o->val_steps);
+    if (s->val.num_sequences < batch)
+        die("--val-data has %lld sequences of %lld tokens, but a batch of all ranks takes %lld; give more text, or a smaller --batch-size", (long long)s->val.num_sequences,
+            (long long)o->sequence_length, (long long)batch);
+    printf("validation: %lld batches, %lld of %lld sequences\n", (long long)batches, (long long)(batches * batch), (long long)s->val.num_sequences);
+}
+
 // Says what the first step starts from. When it is a checkpoint, checkpoint_find_newest says so.
 static inline void run_setup_print_start(const RunSetup *s, const Options *o) {
     if (s->continues) return;
@@ -149,6 +165,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     run_setup_model(&s, o);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
+    if (c->rank == 0) run_setup_warn_of_length(&s, o);
     if (o->dry_run) return s;
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);
     if (c->local_rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);
@@ -159,8 +176,10 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
         parameter_table_free(&t);
     }
     if (c->rank == 0 && *o->export_hf) run_setup_check_export(o);
+    if (c->rank == 0 && *o->log_dir) logger_prepare(o->log_dir);
     if (c->rank == 0 && *o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
     if (c->rank == 0 && *o->export_hf) model_export_prepare(o->export_hf, s.model_folder);
+    if (*o->val_data) run_setup_print_validation(&s, o, c);
     if (c->rank == 0) run_setup_print_start(&s, o);
     comm_barrier(c, COMM_WORLD);
     return s;
@@ -182,6 +201,7 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     }
     const CheckpointRun run = run_setup_checkpoint(s, o);
     s->start = checkpoint_check(s->checkpoint, &run);
+    if (s->start.step >= o->num_steps) printf("resume: %lld steps are done and --num-steps is %lld: nothing is left to train\n", (long long)s->start.step, (long long)o->num_steps);
 }
 
 static inline void run_setup_close(RunSetup *s) {

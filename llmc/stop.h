@@ -1,15 +1,25 @@
-// A request to stop, from SIGTERM, SIGINT, SIGUSR1 or SIGHUP: the step in progress is finished, then the run saves and ends.
+// A request to stop, from SIGTERM, SIGINT, SIGUSR1 or SIGHUP: the step in progress is finished, then the run saves and ends. A second Ctrl-C, seconds after
+// the first, ends it at once.
 #ifndef LLMC_STOP_H
 #define LLMC_STOP_H
 
 #include <signal.h>
+#include <time.h>
 
 #include "comm.h"
 #include "options.h"
 
 static volatile sig_atomic_t stop_signal;
 
-static inline void stop_note(int signal_number) { stop_signal = signal_number; }
+// mpirun may hand on the same Ctrl-C that the ranks have got from the terminal: what comes within so many seconds is the same one.
+#define STOP_SECOND_REQUEST_SECONDS 2
+
+static inline void stop_note(int signal_number) {
+    static volatile time_t first;
+    if (!stop_signal) first = time(NULL);
+    else if (signal_number == SIGINT && time(NULL) - first >= STOP_SECOND_REQUEST_SECONDS) signal(SIGINT, SIG_DFL), raise(SIGINT);
+    stop_signal = signal_number;
+}
 
 // From now on. A SIGHUP that nohup has this process ignore stays ignored. What the signal interrupts goes on: SA_RESTART.
 static inline void stop_catch(void) {

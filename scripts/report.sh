@@ -44,7 +44,7 @@ function csv(v) { if (v ~ /[",]/) { gsub(/"/, "\"\"", v); return "\"" v "\"" } r
 
 # What a run is against others of its row: FP8 against BF16 on the same GPUs, and any number of GPUs against one.
 function compare(i,   b, one) {
-    b = at[model[i], T[i], "bf16", gpus[i]]; one = at[model[i], T[i], precision[i], 1]
+    b = message[i] ~ /^nothing ran in FP8/ ? 0 : at[model[i], T[i], "bf16", gpus[i]]; one = at[model[i], T[i], precision[i], 1]
     speedup[i] = precision[i] ~ /^fp8/ && b ? ratio(speed[i], speed[b]) : ""
     loss_ratio[i] = precision[i] ~ /^fp8/ && b ? ratio(loss[i], loss[b]) : ""
     scaling[i] = one ? ratio(speed[i], speed[one]) : ""

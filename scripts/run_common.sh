@@ -119,10 +119,10 @@ run_until_done() {
     echo
     if [ -n "$dry_run" ]; then echo "$plan"; exit 0; fi
     trap forward_stop INT TERM USR1
-    until is_done; do
+    while true; do  # also of a run that is done: an --export-hf may be new, or an option wrong
         begun=$(newest_checkpoint)
         start_trainer
-        is_done && break
+        [ "$status" -eq 0 ] && is_done && break
         if [ -n "$stopping" ] || [ "$status" -eq 0 ]; then
             echo "stopped after $(newest_checkpoint); start again to go on"
             exit "$status"

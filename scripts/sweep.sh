@@ -197,7 +197,9 @@ run_one() {
     status=$?
     child=""
     if is_finished; then
-        record done $((SECONDS - begin)) "$([ $status -eq 0 ] || echo "ended with status $status after its summary")"
+        message=$([ $status -eq 0 ] || echo "ended with status $status after its summary")
+        grep -q 'no product runs in FP8' "$dir/stdout.txt" && message="nothing ran in FP8${message:+; $message}"
+        record done $((SECONDS - begin)) "$message"
     else
         message=$(reason "$status")
         if grep -Eqi 'out of (host |device )?memory|needs? [0-9.]+ GiB' <<<"$message"; then kind=memory; else kind=failed; fi

@@ -3,7 +3,7 @@
 #include <sys/resource.h>
 
 #define IO_CHUNK_BYTES ((int64_t)100)  // small, so that these small tensors take many chunks
-#define CHECKPOINT_LOCK_SECONDS 0.3
+#define FOLDER_LOCK_SECONDS 0.3
 #include "../../llmc/checkpoint.h"
 #include "../../llmc/rng.h"
 #include "check.h"
@@ -679,7 +679,8 @@ static void write_weights(const char *dir, const ParameterTable *t, const char *
     }
     if (*extra) {
         format_checked(all[n].name, sizeof all[n].name, "%s", extra);
-        all[n].type = type, all[n].rows = 4, all[n].cols = 0;
+        const bool head = strcmp(extra, "lm_head.weight") == 0;
+        all[n].type = type, all[n].rows = head ? t->entries[0].rows : 4, all[n].cols = head ? t->entries[0].cols : 0;
         n++;
     }
     FileList list = {NULL, 0};
@@ -798,6 +799,14 @@ static void load_action(void *context) {
     model_load_weights(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
+// The last element of DIR/model.safetensors, which is the extra tensor's if there is one.
+static void write_last(const char *dir, float value) {
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/model.safetensors", dir);
+    FILE *f = fopen(path, "r+b");
+    if (!f || fseek(f, -(long)sizeof value, SEEK_END) || fwrite(&value, sizeof value, 1, f) != 1 || fclose(f)) die("%s", path);
+}
+
 static void test_foreign_weights(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     char dir[PATH_CAPACITY], output[4096];
@@ -824,6 +833,12 @@ static void test_foreign_weights(void) {
         for (int64_t k = 0; k < t->table.total; k++) nonzero += ((bf16_bits *)t->arrays[STATE_WEIGHTS])[k] != 0;
         CHECK(nonzero == 0, "%s: %lld weights were not loaded", allowed[i], (long long)nonzero);
     }
+    write_weights(dir, &t->table, "", "", "lm_head.weight", ST_F32);
+    write_last(dir, 1);
+    CHECK(check_dies(load_action, &action, "config.json ties lm_head.weight to model.embed_tokens.weight, but they differ", output, sizeof output), "%s", output);
+    write_weights(dir, &t->table, "", "", "", ST_F32);
+    write_last(dir, INFINITY);
+    CHECK(check_dies(load_action, &action, "holds a value that is not finite", output, sizeof output), "%s", output);
     Trainer *untied = trainer_new(FAMILY_LLAMA, false, false, false);
     action.trainer = untied;
     write_weights(dir, &t->table, "", "", "", ST_F32);

@@ -96,6 +96,51 @@ kill -KILL $busy
 check "a run right after one that was killed" trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" --resume
 wait $busy 2>/dev/null
 
+# ---- the log
+
+check "a folder that cannot be made for the log" refuses "--log-dir /proc/x: cannot make folder" tiny $data --log-dir /proc/x --checkpoint-dir "$tmp/late"
+check "a folder that cannot be made for the log: nothing else is begun" [ ! -e "$tmp/late" ]
+check "a first log" trains tiny $data --num-steps 3 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log"
+check "a log that goes on" trains tiny $data --num-steps 4 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log" --resume
+check "a log that goes on: one file" equal "$(ls "$tmp/log" | grep -c jsonl) $(grep -c '"type": "step"' "$tmp/log/log.jsonl")" "1 4"
+check "another run's log" trains tiny $data --num-steps 1 --log-dir "$tmp/log"
+check "another run's log: it says so" holds "$out" "the log of an earlier run is now $tmp/log/log.1.jsonl"
+check "another run's log: both are whole" equal "$(grep -c '"type": "step"' "$tmp/log/log.jsonl") $(grep -c '"type": "step"' "$tmp/log/log.1.jsonl")" "1 4"
+
+./train_fp8 small $data --num-steps 1000000 --log-dir "$tmp/log" --sequence-length 4096 --batch-size 4 >"$tmp/busy.out" 2>&1 &
+busy=$!
+for i in $(seq 300); do grep -q '^starting weights' "$tmp/busy.out" && break; sleep 0.1; done
+check "a second run with the same log" refuses "--log-dir $tmp/log: another run is using it" tiny $data --log-dir "$tmp/log"
+
+# ---- a step of many seconds: a second Ctrl-C does not wait for its end
+
+(trap - INT; exec ./train_fp8 small $data --sequence-length 4096 --batch-size 4) >"$tmp/long.out" 2>&1 &
+long=$!
+sleep 2
+kill -INT $long
+sleep 0.5
+kill -INT $long
+check "the same Ctrl-C by way of mpirun is one" kill -0 $long
+sleep 2
+kill -INT $long
+wait $long
+check "a second Ctrl-C" equal $? 130
+kill -KILL $busy
+wait $busy 2>/dev/null
+
+# ---- what a run is told and cannot do
+
+check "--profile on the CPU" refuses "--profile is the GPU trainer's" tiny $data --profile
+check "--copy-engines on the CPU" refuses "--copy-engines on is the GPU trainer's" tiny $data --copy-engines on
+check "too little validation data" refuses "sequences of 32 tokens, but a batch of all ranks takes 65535" tiny $data --val-data "$tmp/s_val.bin" --batch-size 65535
+check "sequences longer than the model is made for" trains "$tmp/model" $data --sequence-length 600 --num-steps 1
+check "sequences longer than the model is made for: a warning" holds "$out" "warning: --sequence-length 600 is more than the 512 positions"
+mkdir "$tmp/run[1]"
+cp "$tmp/s_train.bin" "$tmp/run[1]/"
+check "wildcards in a path that is there" trains tiny --train-data "$tmp/run[1]/s_train.bin" --sequence-length 32 --num-steps 1
+check "--resume past --num-steps" trains tiny $data --num-steps 3 --checkpoint-dir "$tmp/log" --resume
+check "--resume past --num-steps: it says so" holds "$out" "resume: 4 steps are done and --num-steps is 3: nothing is left to train"
+
 # ---- other data under the same name, the same data under another
 
 cp "$tmp/s_train.bin" "$tmp/same.bin"
