@@ -43,6 +43,10 @@ train_fp8: train_fp8.c $(HEADERS)
 train_fp8cu: train_fp8.cu $(HEADERS) $(KERNELS)
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
+# Every range of GPU memory an allocation of its own, for memcheck (arena.h).
+build/train_fp8cu_apart: train_fp8.cu $(HEADERS) $(KERNELS) | build
+	$(NVCC) $(NVCCFLAGS) -DARENA_APART $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
+
 build/synth_stories: data/synth_stories.c $(HEADERS) | build
 	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 

@@ -1157,7 +1157,7 @@ static void check_supported(const ModelConfig *m, const Options *o) {
     }
 }
 
-// The same of a model's layers in the recipe.
+// The cast of SwiGLU's gradient in blocks walks whole tiles of the intermediate size.
 static void check_casts(const Trainer *t) {
     const Recipe *r = t->precision.recipe;
     const Grain gradient = recipe_grain(r, TENSOR_DY, COPY_ROW);
@@ -1166,14 +1166,6 @@ static void check_casts(const Trainer *t) {
         if (is_fp8(t, l, GATE_UP_PROJ))
             die("model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by --fp8-recipe %s needs; take another recipe, or --fp8-filter gate_up",
                 t->m.name, (long long)t->d.F, CAST_TILE, r->name);
-}
-
-// Whether the GPU multiplies as the recipe wants.
-static void check_recipe(const Options *o, const cudaDeviceProp *device) {
-    const Recipe *r = options_recipe(o);
-    if (recipe_native(r, device->major, device->minor) || o->fp8_emulate) return;
-    die("%s (compute capability %d.%d) has no matrix products for recipe %s (%s); --fp8-emulate gives its numbers without its speed%s", device->name, device->major, device->minor,
-        r->name, r->scales, device->major * 10 + device->minor < 89 ? ", --precision bf16 is fast" : ", and tensorwise and delayed run at full speed");
 }
 
 static void check_device(const Options *o, const Comm *comm, cudaDeviceProp *device) {
@@ -1186,7 +1178,7 @@ static void check_device(const Options *o, const Comm *comm, cudaDeviceProp *dev
     CUDA_CHECK(cudaSetDevice((int)comm->local_rank));
     CUDA_CHECK(cudaGetDeviceProperties(device, (int)comm->local_rank));
     if (device->major < 8) die("%s has compute capability %d.%d; 8.0 or above is needed", device->name, device->major, device->minor);
-    if (o->precision == PRECISION_FP8) check_recipe(o, device);
+    if (o->precision == PRECISION_FP8 && !o->fp8_emulate) gemm_require_native(options_recipe(o));
 }
 
 // GPU memory beside the arena.

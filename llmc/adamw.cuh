@@ -14,7 +14,7 @@
 #include "cuda_utils.cuh"
 #include "shard_plan.h"
 
-// In device memory. adamw_prepare writes it, adamw_update_parameters obeys it, the host may copy it.
+// In device memory. adamw_prepare writes it, the updates obey it, the host may copy it.
 typedef struct {
     AdamwStep step;
     float gradient_factor;  // clipping

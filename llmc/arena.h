@@ -6,6 +6,9 @@
 #define LLMC_ARENA_H
 
 #include "utils.h"
+#ifdef ARENA_APART
+#include <cuda_runtime.h>
+#endif
 
 #define ARENA_ALIGNMENT 256
 #define ARENA_MAX_GROUPS 16
@@ -47,6 +50,17 @@ static inline void arena_add(int64_t *sum, int64_t size) {
         die("the memory plan passes 2^63 bytes, so it cannot be added up; a smaller --batch-size or --sequence-length would help");
 }
 
+#ifdef ARENA_APART
+// For compute-sanitizer, which knows the bounds of allocations alone: each range becomes one of its own, of its very size, and nothing is used twice.
+// Not where other GPUs reach into the arena (--copy-engines). Zeroed, as the arena is.
+static inline void *arena_apart(int64_t bytes) {
+    void *p;
+    if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaMemset(p, 0, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess)
+        die("no memory for a range of its own of %lld bytes", (long long)bytes);
+    return p;
+}
+#endif
+
 // The next `bytes` bytes, 256-byte aligned. On an arena without memory the result must not be read or written.
 static inline void *arena_take(Arena *a, int64_t bytes) {
     const int64_t size = bytes > INT64_MAX - ARENA_ALIGNMENT ? -1 : round_up(bytes, ARENA_ALIGNMENT);
@@ -55,6 +69,9 @@ static inline void *arena_take(Arena *a, int64_t bytes) {
     void *p = a->base ? a->base + *next : NULL;
     arena_add(next, size);
     arena_add(again ? &a->reused : &a->groups[a->group].bytes, size);
+#ifdef ARENA_APART
+    if (p) p = arena_apart(bytes);
+#endif
     return p;
 }
 

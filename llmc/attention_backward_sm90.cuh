@@ -101,7 +101,7 @@ __global__ void attention_backward_stats(float *stats, float *dq, int *counters,
     for (int i = lanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffff, sum, i);
     if (threadIdx.x % lanes == 0) {
         float *row = stats + (b * NH + h) * 2 * padded + t;
-        row[0] = t < T ? lse[(b * NH + h) * T + t] * 1.4426950408889634f : INFINITY;
+        row[0] = t < T ? lse[(b * NH + h) * T + t] * LOG2_E : INFINITY;
         row[padded] = sum;
     }
 }
@@ -314,7 +314,7 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
     uint32_t my_k = smem + L::K + w * 64 * 128, my_v = smem + L::V + w * 64 * 128;
     uint32_t dq_k = smem + L::K + (HD == 128 ? w * 128 * 128 : 0);  // the columns of K this warpgroup's dQ takes
     int tiles = u.last - u.first, steps = tiles * p.heads_per_block;
-    float scale = 1.4426950408889634f * rsqrtf((float)HD);
+    float scale = LOG2_E * rsqrtf((float)HD);
     float dk[HD / 2], dv[HD / 2], s[MQ / 2];
 #pragma unroll
     for (int i = 0; i < HD / 2; i++) dk[i] = dv[i] = 0;

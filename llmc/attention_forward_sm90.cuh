@@ -254,7 +254,7 @@ template <int HD>
 __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, float *lse, uint32_t *amax, uint32_t smem, const ForwardPlan &plan, int warpgroup) {
     typedef ForwardTile<HD> Tile;
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
-    const float c = plan.scale * 1.4426950408889634f;
+    const float c = plan.scale * LOG2_E;
     const uint64_t q_desc = wgmma_desc_k_major(smem + Tile::Q + warpgroup * (64 * 128));
     const uint64_t k_desc = wgmma_desc_k_major(smem + Tile::K), v_desc = wgmma_desc_mn_major(smem + Tile::V, Tile::KEYS * 128);
     Ring k = {0, 0}, v = {0, 0};

@@ -17,7 +17,6 @@
 
 #define MMA_TILE 64      // rows of every tile
 #define MMA_THREADS 128
-#define LOG2_E 1.4426950408889634f
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles in shared memory (addresses in the shared window)

@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "precision.h"
+#include "recipes.h"
 
 // Sums over the elements of one copy; all zero: nothing seen yet. Maxima are bits of non-negative floats.
 typedef struct {

@@ -24,7 +24,6 @@ enum {
 };
 
 #define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
-#define CROSS_ENTROPY_LOG2_E 1.4426950408889634f
 #define CROSS_ENTROPY_LN_2 0.6931471805599453f
 
 // The larger of two, NaN if either is.
@@ -67,7 +66,7 @@ __device__ static inline uint32_t cross_entropy_vector_max(uint32_t pair_max, Bf
 // common to the row, which the softmax does not see and the loss takes out again.
 __device__ static inline float cross_entropy_exp(float x, float offset) {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, CROSS_ENTROPY_LOG2_E, offset)));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, LOG2_E, offset)));
     return y;
 }
 
@@ -135,7 +134,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) pair_max = cross_entropy_vector_max(pair_max, shared[v - HELD * CROSS_ENTROPY_THREADS]);
         const float maximum = cross_entropy_block_max(cross_entropy_max(__uint_as_float(pair_max << 16), __uint_as_float(pair_max & 0xffff0000u)), max_scratch);
 
-        const float offset = -maximum * CROSS_ENTROPY_LOG2_E;
+        const float offset = -maximum * LOG2_E;
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
@@ -185,7 +184,7 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     const float target_logit = counted ? __bfloat162float(x[target]) : 0.0f;  // before it is overwritten
     float maximum = -INFINITY, sum = 0.0f;
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) maximum = cross_entropy_max(maximum, __bfloat162float(x[v]));
-    const float offset = -cross_entropy_block_max(maximum, max_scratch) * CROSS_ENTROPY_LOG2_E;
+    const float offset = -cross_entropy_block_max(maximum, max_scratch) * LOG2_E;
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) sum += cross_entropy_exp(__bfloat162float(x[v]), offset);
     sum = cross_entropy_block_sum(sum, sum_scratch);
     if (threadIdx.x == 0) losses[blockIdx.x] = counted ? cross_entropy_row_loss(sum, offset, target_logit) : 0.0f;

@@ -13,6 +13,7 @@
 typedef __nv_bfloat16 bf16;
 
 #define WARP_SIZE 32
+#define LOG2_E 1.4426950408889634f  // of softmaxes by powers of two
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Host
@@ -96,13 +97,6 @@ __device__ static inline Bf16x8 bf16x8_load(const bf16 *p) {
     return r;
 }
 
-// The same, marked first to leave the caches: for data that is not read again.
-__device__ static inline Bf16x8 bf16x8_load_streaming(const bf16 *p) {
-    uint4 v = __ldcs((const uint4 *)p);
-    Bf16x8 r = {{v.x, v.y, v.z, v.w}};
-    return r;
-}
-
 __device__ static inline void bf16x8_store(bf16 *p, Bf16x8 v) {
     *(uint4 *)p = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
 }
@@ -175,8 +169,7 @@ __device__ static inline float block_sum(float x, float *scratch) {
 // ---------------------------------------------------------------------------------------------------------------------
 // amax slots: the bits of the largest |x| of a tensor as an unsigned integer, in device memory, cleared to 0 before use. Unsigned
 // order is the order of non-negative floats, with infinity above the finite and NaN above infinity; so a NaN is never lost, and the
-// result does not depend on the order of the atomics. Delayed and
-// blockwise scaling leave NaN out instead.
+// result does not depend on the order of the atomics. Delayed and blockwise scaling leave NaN out instead.
 
 // The larger of two pairs of bf16 magnitudes, each half by itself. KEEPS_NAN: NaN is above infinity. Else a NaN in `magnitudes` gives way to `halves`, which
 // never holds one if it starts from 0.

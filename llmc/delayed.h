@@ -5,7 +5,7 @@
 #ifndef LLMC_DELAYED_H
 #define LLMC_DELAYED_H
 
-#include "precision.h"
+#include "recipes.h"
 
 typedef struct {
     int64_t tensors, window;

@@ -103,8 +103,8 @@ static inline void gemm_require_native(const Recipe *r) {
     const int major = device_attribute(cudaDevAttrComputeCapabilityMajor), minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
     if (recipe_native(r, major, minor)) return;
     const char *where = recipe_native(r, 8, 9) ? "8.9 and above" : recipe_native(r, 9, 0) ? "9.0 (Hopper) alone" : "10.0 and above (Blackwell)";
-    die("GPUs of compute capability %s have the products of --fp8-recipe %s, this one is %d.%d; --fp8-emulate computes them in BF16, or take another recipe",
-        where, r->name, major, minor);
+    die("GPUs of compute capability %s have matrix products for --fp8-recipe %s (%s), this one is %d.%d; --fp8-emulate computes them in BF16, for their numbers without "
+        "their speed, or take another recipe or --precision bf16", where, r->name, r->scales, major, minor);
 }
 
 static inline cublasLtMatrixLayout_t gemm_layout(cudaDataType type, int64_t rows, int64_t cols) {

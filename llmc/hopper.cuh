@@ -12,7 +12,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "utils.h"
+#include "cuda_utils.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "wgmma needs the sm_90a target: build with -gencode=arch=compute_90a,code=sm_90a"
@@ -34,11 +34,7 @@ static inline bool hopper_available(void) {
     const int built_for[] = {__CUDA_ARCH_LIST__};
     bool built = false;
     for (size_t i = 0; i < sizeof built_for / sizeof built_for[0]; i++) built |= built_for[i] == 900;
-    int device = 0, major = 0, minor = 0;
-    if (!built || cudaGetDevice(&device) != cudaSuccess) return false;
-    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return false;
-    if (cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) return false;
-    return major == 9 && minor == 0;
+    return built && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 && device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
 #else
     return false;
 #endif
@@ -112,9 +108,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Barrier `id` (1..15) of `threads` threads: sync waits for all, arrive only counts this thread's warp in.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Moves registers between warpgroups; every warp of the warpgroup calls it, in a kernel with __launch_bounds__(n, 1).
@@ -195,33 +188,15 @@ __device__ __forceinline__ void tma_load_4d_hint(uint32_t to, const CUtensorMap 
                  "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
                  ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy) : "memory");
 }
-// `bytes` (a multiple of 16) of contiguous memory, both sides aligned to 16 bytes.
-__device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier) : "memory");
-}
 
-__device__ __forceinline__ void tma_store_3d(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
-                 ::"l"(map), "r"(from), "r"(c0), "r"(c1), "r"(c2) : "memory");
-}
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(map), "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
-}
-__device__ __forceinline__ void bulk_store(void *to, uint32_t from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(__cvta_generic_to_global(to)), "r"(from), "r"(bytes) : "memory");
 }
 // Adds `bytes`/4 floats of shared memory to contiguous global memory (atomic per element, order free).
 __device__ __forceinline__ void bulk_reduce_add_f32(float *to, uint32_t from, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(__cvta_generic_to_global(to)), "r"(from), "r"(bytes) : "memory");
-}
-// The same through a tensor map of floats, elements outside the tensor dropped.
-__device__ __forceinline__ void tma_reduce_add_4d(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-                 ::"l"(map), "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 // Ends a group of stores of this thread; wait until all but PENDING groups have read their shared memory, or are done altogether.
 __device__ __forceinline__ void bulk_commit(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -236,10 +211,6 @@ template <int PENDING> __device__ __forceinline__ void bulk_wait(void) {
 // (lane l: row l/4, columns 2*(l%4), +1). _trans stores each matrix transposed.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
-}
-__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 

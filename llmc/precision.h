@@ -5,9 +5,6 @@
 #include "options.h"
 #include "parameters.h"
 
-// The four linear layers of a block, each a fused weight.
-typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
-
 typedef struct {
     const char *name;
     int64_t N, K;    // weight [N, K]

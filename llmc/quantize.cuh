@@ -158,7 +158,7 @@ static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kern
     grid_dependency_wait();
     const int64_t at = (blockIdx.x * (int64_t)DEQUANTIZE_THREADS + threadIdx.x) * DEQUANTIZE_ELEMENTS, i = at / depth, k = at % depth;
     if (i >= outer) return;
-    const float inverse = grain == GRAIN_TENSOR || grain == GRAIN_TENSOR_REPEATED ? 1.0f : scale_load(grain, scales, scale_index(grain, i, k, outer, depth));
+    const float inverse = grain_is_tensor(grain) ? 1.0f : scale_load(grain, scales, scale_index(grain, i, k, outer, depth));
     const uint4 c = *(const uint4 *)(codes + at);
     const uint32_t word[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll

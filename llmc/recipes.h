@@ -28,6 +28,9 @@ typedef enum {
 
 // How a scale follows from an amax: fp8_rule_scale() in fp8.h.
 
+// The four linear layers of a block, each a fused weight.
+typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
+
 // The tensors of a linear layer, and their copies.
 typedef enum { TENSOR_X, TENSOR_W, TENSOR_DY, NUM_TENSORS } TensorRole;
 typedef enum { COPY_ROW, COPY_COL } CopyKind;
@@ -96,22 +99,20 @@ static inline CopyShape copy_shape(int64_t rows, int64_t cols, CopyKind copy) {
     return copy == COPY_ROW ? row : col;
 }
 
-static inline bool grain_is_tensor(Grain g) { return g == GRAIN_TENSOR || g == GRAIN_TENSOR_REPEATED; }
+HOST_DEVICE static inline bool grain_is_tensor(Grain g) { return g == GRAIN_TENSOR || g == GRAIN_TENSOR_REPEATED; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Scales of a copy [outer, depth] as the matrix products want them: inverse scales (what a code is multiplied by to give the value back), fp32, in the
 // order that cuBLASLt reads (CUDA 13 manual: 1x128 with outer contiguous, 128x128 with depth contiguous and rows of a multiple of 4; E8M0 bytes in tiles
 // of 128 x 4, each of 512 bytes).
 
-HOST_DEVICE static inline int64_t scale_blocks(int64_t n, int64_t block) { return (n + block - 1) / block; }
-
 // Place of the scale of element (i, k).
 HOST_DEVICE static inline int64_t scale_index(Grain g, int64_t i, int64_t k, int64_t outer, int64_t depth) {
     if (g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED) return i;
     if (g == GRAIN_1X128) return k / 128 * outer + i;
-    if (g == GRAIN_128X128) return i / 128 * (scale_blocks(scale_blocks(depth, 128), 4) * 4) + k / 128;
+    if (g == GRAIN_128X128) return i / 128 * (ceil_div(ceil_div(depth, 128), 4) * 4) + k / 128;
     if (g == GRAIN_1X32) {
-        const int64_t block = k / 32, tile = i / 128 * scale_blocks(scale_blocks(depth, 32), 4) + block / 4;
+        const int64_t block = k / 32, tile = i / 128 * ceil_div(ceil_div(depth, 32), 4) + block / 4;
         return tile * 512 + i % 32 * 16 + i % 128 / 32 * 4 + block % 4;
     }
     return 0;
@@ -121,9 +122,9 @@ HOST_DEVICE static inline int64_t scale_index(Grain g, int64_t i, int64_t k, int
 static inline int64_t scale_bytes(Grain g, int64_t outer, int64_t depth) {
     if (g == GRAIN_BF16) return 0;
     if (g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED) return outer * 4;
-    if (g == GRAIN_1X128) return scale_blocks(depth, 128) * outer * 4;
-    if (g == GRAIN_128X128) return scale_blocks(outer, 128) * scale_blocks(scale_blocks(depth, 128), 4) * 4 * 4;
-    if (g == GRAIN_1X32) return scale_blocks(outer, 128) * scale_blocks(scale_blocks(depth, 32), 4) * 512;
+    if (g == GRAIN_1X128) return ceil_div(depth, 128) * outer * 4;
+    if (g == GRAIN_128X128) return ceil_div(outer, 128) * ceil_div(ceil_div(depth, 128), 4) * 4 * 4;
+    if (g == GRAIN_1X32) return ceil_div(outer, 128) * ceil_div(ceil_div(depth, 32), 4) * 512;
     return 4;
 }
 

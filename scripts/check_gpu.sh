@@ -58,16 +58,16 @@ only_in_cublaslt() {
     [ "$own" -gt 0 ] && [ "$own" = "$all" ]
 }
 
-# Two steps of a small model under one tool of compute-sanitizer: $1 = tool; the rest is the model and options of the trainer.
+# Two steps of a small model under one tool of compute-sanitizer: $1 = tool, $2 = trainer; the rest is its model and options.
 sanitize() {
-    local tool=$1 status note=""
-    shift
-    compute-sanitizer --tool "$tool" --print-limit 0 --error-exitcode 9 ./train_fp8cu "$@" --train-data build/check_train.bin --batch-size 2 \
+    local tool=$1 trainer=$2 status note=""
+    shift 2
+    compute-sanitizer --tool "$tool" --print-limit 0 --error-exitcode 9 "$trainer" "$@" --train-data build/check_train.bin --batch-size 2 \
         --num-steps 2 --deterministic >build/sanitize.log 2>&1
     status=$?
     if [ $status -eq 9 ] && [ "$tool" = racecheck ] && only_in_cublaslt build/sanitize.log; then status=0 note=", all in cuBLASLt's kernels"; fi
     [ $status -eq 0 ] || { grep '^=========' build/sanitize.log | head -n 60; tail -n 3 build/sanitize.log; return 1; }
-    echo "compute-sanitizer $tool, $*: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log | tail -n 1)$note"
+    echo "compute-sanitizer $tool, $trainer $*: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' build/sanitize.log | tail -n 1)$note"
 }
 say "compute-sanitizer"
 if [ -n "${QUICK:-}" ]; then
@@ -77,10 +77,15 @@ elif ! command -v compute-sanitizer >/dev/null; then
 else
     build/synth_stories --out build/check --bytes 200000 --seed 1 >/dev/null
     for tool in memcheck racecheck initcheck; do
-        for precision in bf16 fp8; do check "compute-sanitizer $tool, $precision" sanitize "$tool" tiny --sequence-length 160 --precision $precision; done
+        for precision in bf16 fp8; do check "compute-sanitizer $tool, $precision" sanitize "$tool" ./train_fp8cu tiny --sequence-length 160 --precision $precision; done
         for recipe in delayed rowwise rowwise_with_gw_hp blockwise "mxfp8 --fp8-emulate"; do  # blockwise needs sizes of 128: small has them
-            check "compute-sanitizer $tool, $recipe" sanitize "$tool" small --sequence-length 64 --precision fp8 --fp8-audit 2 --fp8-recipe $recipe
+            check "compute-sanitizer $tool, $recipe" sanitize "$tool" ./train_fp8cu small --sequence-length 64 --precision fp8 --fp8-audit 2 --fp8-recipe $recipe
         done
+    done
+    # Bounds inside the one allocation of a run, with rows that end inside a tile.
+    check "make train_fp8cu_apart" make -s build/train_fp8cu_apart
+    for precision in bf16 fp8 "fp8 --fp8-recipe delayed" "fp8 --fp8-recipe rowwise" "fp8 --fp8-recipe rowwise_with_gw_hp" "fp8 --recompute layer"; do
+        check "compute-sanitizer memcheck, ranges apart, $precision" sanitize memcheck build/train_fp8cu_apart small --sequence-length 1064 --precision $precision --val-data build/check_val.bin --sample-every 1 --sample-tokens 2
     done
 fi
 say "kernels below 85% of their ceiling"
