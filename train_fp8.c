@@ -23,7 +23,7 @@
 #include "llmc/parameters.h"
 #include "llmc/precision.h"
 #include "llmc/reference.h"
-#include "llmc/run_setup.h"
+#include "llmc/run.h"
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
 #include "llmc/shard_plan.h"
@@ -35,13 +35,6 @@
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes and storage
-
-typedef struct {
-    int64_t B, T, R;      // sequences, tokens each, rows R = B*T
-    int64_t V, C, F, L;   // vocabulary, hidden, intermediate, layers
-    int64_t NH, NKV, HD;  // query heads, key/value heads, head dimension
-    int64_t QKV, ATT;     // columns of the packed q, k, v and of the attention output
-} Dims;
 
 // What a layer keeps for its backward pass. With --recompute layer all layers share everything but x.
 typedef struct {
@@ -111,15 +104,6 @@ typedef struct {
     float *cosine, *sine;         // [T, HD/2] of RoPE
     int32_t *inputs, *targets;    // [R]
 } Trainer;
-
-static Dims make_dims(const ModelConfig *m, int64_t B, int64_t T) {
-    Dims d;
-    d.B = B, d.T = T, d.R = B * T;
-    d.V = m->vocab_size, d.C = m->hidden_size, d.F = m->intermediate_size, d.L = m->num_layers;
-    d.NH = m->num_heads, d.NKV = m->num_kv_heads, d.HD = m->head_dim;
-    d.QKV = model_qkv_size(m), d.ATT = d.NH * d.HD;
-    return d;
-}
 
 static float *take(Arena *a, int64_t n) { return (float *)arena_take(a, n * (int64_t)sizeof(float)); }
 
@@ -210,9 +194,10 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     t->o = o, t->m = *m, t->comm = comm;
     t->table = parameter_table(m);
     t->plan = shard_plan(&t->table, comm->group, comm->place);
-    t->d = make_dims(m, o->batch_size, o->sequence_length);
+    t->d = model_dims(m, o->batch_size, o->sequence_length);
     t->rounding = o->precision == PRECISION_FP32 ? ROUND_NONE : ROUND_BF16;
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
+    t->precision.fast_accum = FAST_ACCUM_NONE;  // a GPU's alone
     t->acts = (LayerActs *)xcalloc((size_t)(t->d.L + 1), sizeof(LayerActs));
     for (int64_t l = 0; l < t->d.L && comm->group > 1; l++)
         if (o->fp8_all_gather == ON && t->precision.recipe->gathers_fp8 && precision_layer_is_fp8(&t->precision, l)) t->gather_fp8 = true;
@@ -485,7 +470,7 @@ static void layer_forward(Trainer *t, int64_t l) {
 
 // Logits [R, V] of B sequences of T tokens; B and T are at most the run's.
 static void model_forward(Trainer *t, const int32_t *tokens, int64_t B, int64_t T) {
-    t->d = make_dims(&t->m, B, T);
+    t->d = model_dims(&t->m, B, T);
     const Dims *d = &t->d;
     float *root = root_weights(t);
     embedding_forward(t->acts[0].x, root_tensor(t, root, t->table.root.embedding), tokens, d->R, d->C);
@@ -777,50 +762,13 @@ static TrainerState trainer_state(Trainer *t) {
     return s;
 }
 
-static void save_checkpoint(Trainer *t, const RunSetup *setup, const TrainerProgress *progress) {
-    Failure failure;
-    const TrainerState state = trainer_state(t);
-    const CheckpointRun run = run_setup_checkpoint(setup, t->o);
-    if (!checkpoint_save(t->o->checkpoint_dir, t->o->keep_checkpoints, progress, &run, &t->table, &state, &failure)) die("%s", failure.text);
-    printf("saved checkpoint after step %lld in %s\n", (long long)progress->step, t->o->checkpoint_dir);
-}
-
-// To start from: a checkpoint, a model folder's weights, or random ones.
-static void load_start(Trainer *t, const RunSetup *setup) {
-    const TrainerState state = trainer_state(t);
-    if (*setup->checkpoint) checkpoint_load(setup->checkpoint, &t->m, &t->table, &state);
-    else if (setup->load_weights) model_load_weights(setup->model_folder, &t->m, &t->table, &state);
-    else weights_initialize(t);
-    weights_refresh(t);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The run
-
-static void print_plan(const Trainer *t, const Arena *plan, const RunSetup *setup) {
-    options_print(t->o);
-    printf("%-26s %.3f million\n", "parameters", (double)t->table.num_parameters * 1e-6);
-    printf("%-26s %lld\n", "vocabulary", (long long)t->m.vocab_size);
-    if (setup->train.num_shards)
-        printf("%-26s %lld tokens, %lld sequences in %lld shards\n", "training data", (long long)setup->train.num_tokens, (long long)setup->train.num_sequences,
-               (long long)setup->train.num_shards);
-    const Comm *c = t->comm;
-    if (c->world > 1) {
-        printf("%-26s %lld, of which %lld share one copy of the model; %lld copies\n", "ranks", (long long)c->world, (long long)c->group, (long long)c->replicas);
-        printf("%-26s %lld x %lld sequences of %lld tokens\n", "global batch", (long long)c->world, (long long)(t->o->batch_size * t->o->grad_accumulation_steps), (long long)t->o->sequence_length);
-        printf("%-26s %.3f million elements, each unit's padding included\n", "shard of a rank", (double)t->plan.total * 1e-6);
-    }
-    arena_print_plan(plan, 0);
-    Options sums = *t->o;
-    sums.fp8_fast_accum = FAST_ACCUM_NONE;  // here as everywhere on the CPU
-    precision_print(&t->precision, &sums, t->d.R, t->d.R, t->d.V, t->d.C, t->rounding == ROUND_NONE ? "fp32" : "bf16");
-    printf("\n");
-    fflush(stdout);
-}
 
 // Steps, validations, samples and checkpoints until --num-steps or a stop signal, which is returned (0: none).
 static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *progress) {
     const Options *o = t->o;
+    const TrainerState state = trainer_state(t);
     int64_t skipped_in_a_row = 0;
     int stop = stop_requested(t->comm);
     while (progress->step < o->num_steps && !stop) {
@@ -834,16 +782,9 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
         }
         if (due.sample) sampler_print(o, t->comm, &t->m, &setup->tokenizer, s.step, next_logits, t);
         stop = stop_requested(t->comm);
-        if (due.save || (stop && *o->checkpoint_dir)) save_checkpoint(t, setup, progress);
+        if (due.save || (stop && *o->checkpoint_dir)) run_save(setup, o, progress, &t->table, &state);
     }
     return stop;
-}
-
-static void export_weights(Trainer *t, const RunSetup *setup) {
-    Failure failure;
-    const TrainerState state = trainer_state(t);
-    if (!model_export_hf(t->o->export_hf, &t->m, &t->table, &state, setup->model_folder, &failure)) die("%s", failure.text);
-    printf("exported the weights to %s\n", t->o->export_hf);
 }
 
 static int run(int argc, char **argv) {
@@ -859,12 +800,18 @@ static int run(int argc, char **argv) {
     comm_split(&comm, options_shard_group(&o, comm.world));
     Trainer t;
     const Arena plan = trainer_plan(&t, &o, &setup.model, &comm);
-    print_plan(&t, &plan, &setup);
+    run_print(&setup, &o, &comm, &t.table, &t.plan, &t.precision);
+    arena_print_plan(&plan, 0);
+    precision_print(&t.precision, t.d.R, t.d.R, t.rounding == ROUND_NONE ? "fp32" : "bf16");
+    printf("\n");
+    fflush(stdout);
     if (!o.dry_run) {
         run_setup_resume(&setup, &o, &comm);
         trainer_allocate(&t);
         stop_catch();
-        load_start(&t, &setup);
+        const TrainerState state = trainer_state(&t);
+        if (!run_load(&setup, &t.table, &state)) weights_initialize(&t);
+        weights_refresh(&t);
         TrainerProgress progress = setup.start;
         format_checked(device, sizeof device, "CPU, %d threads", omp_get_max_threads());
         const RunInfo info = {"train_fp8", device, "compiler " __VERSION__, comm.world, o.peak_tflops * 1e12, progress.step > 0};
@@ -872,8 +819,7 @@ static int run(int argc, char **argv) {
         const int stop = train(&t, &setup, &log, &progress);
         logger_close(&log);
         if (o.fp8_audit) audit_print_table(t.run_audit, &t.precision);
-        if (stop && progress.step < o.num_steps) stop_print(&o, stop, progress.step);
-        else if (*o.export_hf) export_weights(&t, &setup);
+        run_end(&setup, &o, stop, progress.step, &t.table, &state);
     }
     run_setup_close(&setup);
     trainer_free(&t);

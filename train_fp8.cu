@@ -28,7 +28,7 @@
 #include "llmc/quantize.cuh"
 #include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
-#include "llmc/run_setup.h"
+#include "llmc/run.h"
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
 #include "llmc/stop.h"
@@ -51,14 +51,6 @@
 
 // What cudaMemGetInfo shows beside our arena: context, kernels, cuBLASLt. Measured on H200, CUDA 13.0.
 #define CUDA_OVERHEAD_BYTES (640ll << 20)
-
-typedef struct {
-    int64_t B, T, R;       // sequences, tokens each, rows R = B*T
-    int64_t V, C, F, L;    // vocabulary, hidden, intermediate, layers
-    int64_t NH, NKV, HD;   // heads
-    int64_t QKV, ATT;      // columns of the packed q, k, v and of the attention output
-    int64_t chunk;         // rows of logits at a time
-} Dims;
 
 // The quantized tensors of a layer: its weights, the inputs of its products, the gradients of their outputs.
 typedef enum {
@@ -112,12 +104,12 @@ typedef struct {
     ParameterTable table;
     Precision precision;              // which linear layer runs in what
     Dims d;
+    int64_t chunk;                    // rows of logits at a time
     cudaStream_t stream;
     Nccl nccl;                        // with several ranks
     Fsdp fsdp;
     Gemm gemm;
     Linear linear[NUM_LINEARS];
-    LinearShape lm_head_shape;
     Linear lm_head, lm_head_tail;     // for a full chunk of rows and for what is left
     char *memory;                     // the arena
 
@@ -156,15 +148,6 @@ typedef struct {
     float *sample_logits;             // host: [V] of next_logits
     Profile profile;
 } Trainer;
-
-static Dims make_dims(const ModelConfig *m, const Options *o) {
-    Dims d;
-    d.B = o->batch_size, d.T = o->sequence_length, d.R = d.B * d.T;
-    d.V = m->vocab_size, d.C = m->hidden_size, d.F = m->intermediate_size, d.L = m->num_layers;
-    d.NH = m->num_heads, d.NKV = m->num_kv_heads, d.HD = m->head_dim;
-    d.QKV = model_qkv_size(m), d.ATT = d.NH * d.HD;
-    return d;
-}
 
 // Rows of logits that exist at a time: few if that saves memory, since they then fit where others lie at other times.
 static int64_t logits_rows(const Trainer *t) {
@@ -389,7 +372,7 @@ static void place_layer_memory(Trainer *t, Arena *a, LayerActs *shared, GemmInpu
 
 // The logits and the layers' memory: never alive together, they lie in the same place, which is `room` if the logits fit there. Returns what they leave of it.
 static ArenaRange place_logits_and_layer_memory(Trainer *t, Arena *a, ArenaRange room, LayerActs *shared, GemmInput *row) {
-    const int64_t n = t->d.chunk * t->d.V, used = a->used;
+    const int64_t n = t->chunk * t->d.V, used = a->used;
     const ArenaRange nowhere = {0, 0};
     if (t->fsdp.sharded && n <= fsdp_loss_room(&t->fsdp)) {
         t->logits = fsdp_loss_memory(&t->fsdp);
@@ -450,7 +433,7 @@ static void place_scales(Trainer *t, Arena *a) {
 // Elements of dequantized operands that emulated products need at a time.
 static int64_t emulation_elements(const Trainer *t) {
     int64_t most = 0;
-    for (int i = 0; i < NUM_LINEARS && t->o->fp8_emulate; i++) {
+    for (int i = 0; i < NUM_LINEARS && t->precision.emulated; i++) {
         const LinearShape *s = &t->precision.linear[i];
         most = max_i64(most, max_i64(t->d.R * (s->N + s->K), s->N * s->K + t->d.R * max_i64(s->N, s->K)));
     }
@@ -472,8 +455,8 @@ static void place(Trainer *t, Arena *a) {
     arena_group(a, "products, optimizer");
     t->adamw_workspace = arena_take(a, (int64_t)adamw_workspace_bytes());
     t->gemm.workspace = arena_take(a, GEMM_WORKSPACE_BYTES);
-    t->gemm.scratch = t->o->fp8_emulate ? take_bf16(a, emulation_elements(t)) : NULL;
-    t->gemm.alpha = t->o->fp8_emulate ? take_float(a, 1) : NULL;
+    t->gemm.scratch = t->precision.emulated ? take_bf16(a, emulation_elements(t)) : NULL;
+    t->gemm.alpha = t->precision.emulated ? take_float(a, 1) : NULL;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -482,9 +465,7 @@ static void place(Trainer *t, Arena *a) {
 static void describe_linears(Trainer *t) {
     const Dims *d = &t->d;
     const Recipe *r = t->precision.recipe;
-    const LinearShape lm_head = {"lm_head", d->V, d->C, 0};
-    t->lm_head_shape = lm_head;
-    t->lm_head.shape = t->lm_head_tail.shape = &t->lm_head_shape;
+    t->lm_head.shape = t->lm_head_tail.shape = &t->precision.lm_head;
     for (int i = 0; i < NUM_LINEARS; i++) t->linear[i].shape = &t->precision.linear[i];
     for (int i = 0; i < NUM_SCALES; i++) {
         const LinearShape *s = &t->precision.linear[i % NUM_LINEARS];
@@ -505,11 +486,11 @@ static GemmPlan *plan_of(Trainer *t, LinearId id, int64_t l, GemmKind kind) { re
 
 // What the products run in; where they are planned, also those whose fast sums cuBLASLt lacks (gemm_choose).
 static void print_precisions(const Trainer *t) {
-    precision_print(&t->precision, t->o, t->d.R, t->d.chunk, t->d.V, t->d.C, "bf16");
+    precision_print(&t->precision, t->d.R, t->chunk, "bf16");
     for (int id = 0; id < NUM_LINEARS; id++)
         for (int kind = 0; kind < NUM_GEMMS; kind++) {
             const GemmPlan *p = &t->linear[id].fp8[kind];
-            if (p->matmul && p->native && !p->spec.fast && fast_accumulation(t->o, p->spec.recipe, (GemmKind)kind))
+            if (p->matmul && p->native && !p->spec.fast && precision_fast_sums(&t->precision, p->spec.recipe, (GemmKind)kind))
                 printf("  %s %s has full sums: cuBLASLt has no fast ones for its sizes\n", p->layer, gemm_kind_name((GemmKind)kind));
         }
 }
@@ -581,7 +562,7 @@ static void plan_product(Trainer *t, GemmPlan *p) {
 // The three products of a linear layer over R rows, by one recipe.
 static void plan_linear(Trainer *t, const LinearShape *s, GemmPlan plans[NUM_GEMMS], const Recipe *recipe, int64_t R, bool bias) {
     for (int kind = 0; kind < NUM_GEMMS; kind++) {
-        const GemmSpec spec = gemm_spec(&t->precision, t->o, recipe, (GemmKind)kind);
+        const GemmSpec spec = gemm_spec(&t->precision, recipe, (GemmKind)kind);
         plans[kind] = gemm_describe(s->name, (GemmKind)kind, R, s->N, s->K, spec, bias && kind == GEMM_FPROP);
         plan_product(t, &plans[kind]);
     }
@@ -601,8 +582,8 @@ static void plan_products(Trainer *t) {
         if (x.fp8_row) plan_linear(t, t->linear[id].shape, t->linear[id].fp8, t->precision.recipe, t->d.R, bias);
         if (fp8_layers < t->d.L) plan_linear(t, t->linear[id].shape, t->linear[id].bf16, bf16_recipe, t->d.R, bias);
     }
-    plan_linear(t, &t->lm_head_shape, t->lm_head.bf16, bf16_recipe, t->d.chunk, false);
-    if (t->d.R % t->d.chunk) plan_linear(t, &t->lm_head_shape, t->lm_head_tail.bf16, bf16_recipe, t->d.R % t->d.chunk, false);
+    plan_linear(t, &t->precision.lm_head, t->lm_head.bf16, bf16_recipe, t->chunk, false);
+    if (t->d.R % t->chunk) plan_linear(t, &t->precision.lm_head, t->lm_head_tail.bf16, bf16_recipe, t->d.R % t->chunk, false);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -774,7 +755,7 @@ static void model_forward(Trainer *t, const TokenSlot *slot) {
 
 // Logits of rows [first, first + rows) into t->logits.
 static Linear *logits_forward(Trainer *t, int64_t first, int64_t rows) {
-    Linear *head = rows == t->d.chunk ? &t->lm_head : &t->lm_head_tail;
+    Linear *head = rows == t->chunk ? &t->lm_head : &t->lm_head_tail;
     const GemmOperand w = {root_weights(t).lm_head, NULL}, y = {t->y_final + first * t->d.C, NULL};
     gemm_run(&t->gemm, &head->bf16[GEMM_FPROP], t->logits, w, y, NULL, false);
     mark_product(t, "lm_head", &head->bf16[GEMM_FPROP]);
@@ -784,8 +765,8 @@ static Linear *logits_forward(Trainer *t, int64_t first, int64_t rows) {
 // Cross-entropy of every row into t->row_losses.
 static void loss_forward(Trainer *t, const TokenSlot *slot) {
     const Dims *d = &t->d;
-    for (int64_t first = 0; first < d->R; first += d->chunk) {
-        const int64_t rows = min_i64(d->chunk, d->R - first);
+    for (int64_t first = 0; first < d->R; first += t->chunk) {
+        const int64_t rows = min_i64(t->chunk, d->R - first);
         logits_forward(t, first, rows);
         cross_entropy_loss(t->row_losses + first, t->logits, slot->device + d->R + first, rows, d->V, t->stream);
     }
@@ -799,8 +780,8 @@ static void loss_forward(Trainer *t, const TokenSlot *slot) {
 static void loss_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, bool accumulate) {
     const Dims *d = &t->d;
     const Root root = root_weights(t), gradients = root_gradients(t);
-    for (int64_t first = 0; first < d->R; first += d->chunk) {
-        const int64_t rows = min_i64(d->chunk, d->R - first);
+    for (int64_t first = 0; first < d->R; first += t->chunk) {
+        const int64_t rows = min_i64(t->chunk, d->R - first);
         Linear *head = logits_forward(t, first, rows);
         cross_entropy_loss_and_gradient(t->row_losses + first, t->logits, slot->device + d->R + first, rows, d->V, grad_scale, t->stream);
         mark_bytes(t, "cross-entropy", rows * d->V * 4);
@@ -1082,8 +1063,8 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
     memcpy(slot->host, tokens, (size_t)length * sizeof(int32_t));
     CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)d->R * sizeof(int32_t), cudaMemcpyHostToDevice, t->stream));
     model_forward(t, slot);
-    const int64_t last = length - 1, first = last / d->chunk * d->chunk;
-    logits_forward(t, first, min_i64(d->chunk, d->R - first));
+    const int64_t last = length - 1, first = last / t->chunk * t->chunk;
+    logits_forward(t, first, min_i64(t->chunk, d->R - first));
     trainer_wait_all(t);
     bf16_bits *row = (bf16_bits *)xcalloc((size_t)d->V, sizeof *row);
     CUDA_CHECK(cudaMemcpy(row, t->logits + (last - first) * d->V, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost));
@@ -1186,7 +1167,6 @@ static int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + 
 
 static void check_memory(const Trainer *t, const Arena *plan, size_t available) {
     if ((size_t)plan->used <= available) return;
-    arena_print_plan(plan, memory_overhead(t->comm));
     die("the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: %s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
         (double)plan->used / 1073741824, (double)available / 1073741824, t->comm->world > 1 ? "" : "more GPUs (mpirun -np N), ",
         t->comm->world > 1 && t->o->sharding != SHARDING_FULL ? "--sharding full, " : "", t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
@@ -1201,8 +1181,8 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->table = parameter_table(m);
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
-    t->d = make_dims(m, o);
-    t->d.chunk = logits_rows(t);
+    t->d = model_dims(m, o->batch_size, o->sequence_length);
+    t->chunk = logits_rows(t);
     t->acts = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     describe_linears(t);
     Arena plan;
@@ -1379,11 +1359,8 @@ static void save_checkpoint(Run *run, int64_t steps_done) {
     trainer_wait_all(t);
     const TrainerProgress progress = {steps_done, samples_seen(run, steps_done)};
     const TrainerState state = trainer_state(t);
-    const CheckpointRun identity = run_setup_checkpoint(&run->setup, t->o);
-    Failure failure;
     copy_delayed_state(t, true);
-    if (!checkpoint_save(t->o->checkpoint_dir, t->o->keep_checkpoints, &progress, &identity, &t->table, &state, &failure)) die("%s", failure.text);
-    printf("saved checkpoint of step %lld in %s\n", (long long)steps_done, t->o->checkpoint_dir);
+    run_save(&run->setup, t->o, &progress, &t->table, &state);
 }
 
 // What the casts of the last step did to their tensors, on all ranks, to the log and the run's sums.
@@ -1442,13 +1419,9 @@ static int64_t train(Run *run, int *stop) {
 
 #ifndef TESTING
 
-static void print_ranks(const Trainer *t) {
+static void print_gathers(const Trainer *t) {
     const Fsdp *f = &t->fsdp;
-    printf("\n%s: %lld parameters\n", t->m.name, (long long)t->table.num_parameters);
-    if (f->world == 1) return;
-    printf("%lld ranks: %lld share one copy of the model, %lld cop%s; each keeps %lld elements of weights, gradients and optimizer state%s\n", (long long)f->world, (long long)f->plan.group,
-           (long long)f->replicas, f->replicas == 1 ? "y" : "ies", (long long)f->plan.total,
-           !f->sharded ? "" : !f->fp8_gather ? "; layers are gathered in bf16" : t->precision.any_bf16 ? "; layers are gathered in FP8 where all of them is" : "; layers are gathered in FP8");
+    if (f->sharded) printf("%-26s %s\n", "layers are gathered in", !f->fp8_gather ? "bf16" : t->precision.any_bf16 ? "FP8 where all of them is" : "FP8");
 }
 
 // How weights and gradients travel, which is known when the ranks have met.
@@ -1476,19 +1449,32 @@ static void find_filter(RunSetup *setup, Options *o, const Comm *comm) {
     parameter_table_free(&table);
 }
 
+// Without a checkpoint or a model's weights, those stay that trainer_create has made.
 static void load_start(Run *run) {
     Trainer *t = &run->t;
-    const RunSetup *setup = &run->setup;
     const TrainerState state = trainer_state(t);
-    if (*setup->checkpoint) {
-        checkpoint_load(setup->checkpoint, &t->m, &t->table, &state);
+    if (run_load(&run->setup, &t->table, &state) && *run->setup.checkpoint) {
         copy_delayed_state(t, false);
         t->has_history = t->delayed_scale != NULL;
-    } else if (setup->load_weights) {
-        model_load_weights(setup->model_folder, &t->m, &t->table, &state);
     }
     comm_barrier(t->comm, COMM_WORLD);  // some take long to read: NCCL's deadline runs from the first collective
     weights_changed(t);
+}
+
+// The GPU, and what is to be known of the run before anything is planned: the checkpoint to go on from, and what --fp8-filter auto stands for.
+static void prepare(Run *run, Options *o, const Comm *comm, cudaDeviceProp *device) {
+    RunSetup *setup = &run->setup;
+    check_device(o, comm, device);
+    run_setup_resume(setup, o, comm);
+    if (strcmp(o->fp8_filter, "auto") == 0) find_filter(setup, o, comm);
+    if (o->fp8_filter == setup->fp8_filter) printf("--fp8-filter auto: %s%s\n", *o->fp8_filter ? "the same as --fp8-filter " : "nothing stays bf16", o->fp8_filter);
+}
+
+static void print_plan(const Run *run, const Options *o, const Comm *comm, const Arena *plan) {
+    const Trainer *t = &run->t;
+    run_print(&run->setup, o, comm, &t->table, &t->fsdp.plan, &t->precision);
+    print_gathers(t);
+    arena_print_plan(plan, memory_overhead(comm));
 }
 
 int main(int argc, char **argv) {
@@ -1497,31 +1483,22 @@ int main(int argc, char **argv) {
     model_config_preset_names(presets, sizeof presets);
     Options o = options_parse(argc, argv, presets);
     Run run;
+    cudaDeviceProp device;
     memset(&run, 0, sizeof run);
     run.setup = run_setup(&o, &comm);
     check_supported(&run.setup.model, &o);
-    options_print(&o);
-    if (o.world_size) comm.world = o.world_size;  // of the plan
+    if (o.world_size) comm_assume(&comm, o.world_size);
+    comm_split(&comm, options_shard_group(&o, comm.world));
+    if (!o.dry_run) prepare(&run, &o, &comm, &device);
+    const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
+    check_casts(&run.t);
+    print_plan(&run, &o, &comm, &plan);
     if (o.dry_run) {
-        const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
-        check_casts(&run.t);
-        print_ranks(&run.t);
-        arena_print_plan(&plan, memory_overhead(&comm));
         print_precisions(&run.t);
         return 0;
     }
-    cudaDeviceProp device;
-    comm_split(&comm, options_shard_group(&o, comm.world));
-    check_device(&o, &comm, &device);
-    run_setup_resume(&run.setup, &o, &comm);
-    if (strcmp(o.fp8_filter, "auto") == 0) find_filter(&run.setup, &o, &comm);
-    if (o.fp8_filter == run.setup.fp8_filter) printf("--fp8-filter auto: %s%s\n", *o.fp8_filter ? "the same as --fp8-filter " : "nothing stays bf16", o.fp8_filter);
-    const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
-    check_casts(&run.t);
-    print_ranks(&run.t);
     stop_catch();
     trainer_create(&run.t, &plan);
-    arena_print_plan(&plan, memory_overhead(&comm));
     print_transport(&run.t);
     print_precisions(&run.t);
     load_start(&run);
@@ -1529,21 +1506,14 @@ int main(int argc, char **argv) {
     const RunInfo info = {"train_fp8cu", device.name, versions, comm.world, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name), run.setup.start.step > 0};
     run.logger = logger_open(&o, &run.setup.model, &run.t.table, &run.t.precision, info);
     if (o.fp8_audit) run.audit = (AuditSums *)xcalloc((size_t)audit_count(&run.t.precision), sizeof *run.audit);
-    if (comm.world > 1) printf("\n%lld ranks, ", (long long)comm.world);
-    else printf("\n");
-    printf("%s, %s\n", device.name, versions);
+    printf("\n%s, %s\n", device.name, versions);
     int stop;
     const int64_t steps_done = train(&run, &stop);
     if (o.fp8_audit) audit_print_table(run.audit, &run.t.precision);
-    if (run.t.profile.count) profile_print(&run.t.profile, info.peak_bf16, profile_copy_rate((char *)run.t.logits, run.t.d.chunk * run.t.d.V, run.t.stream));
+    if (run.t.profile.count) profile_print(&run.t.profile, info.peak_bf16, profile_copy_rate((char *)run.t.logits, run.t.chunk * run.t.d.V, run.t.stream));
     logger_close(&run.logger);
-    if (stop && steps_done < o.num_steps) stop_print(&o, stop, steps_done);
-    else if (*o.export_hf) {
-        const TrainerState state = trainer_state(&run.t);
-        Failure failure;
-        if (!model_export_hf(o.export_hf, &run.t.m, &run.t.table, &state, run.setup.model_folder, &failure)) die("%s", failure.text);
-        printf("exported the model to %s\n", o.export_hf);
-    }
+    const TrainerState state = trainer_state(&run.t);
+    run_end(&run.setup, &o, stop, steps_done, &run.t.table, &state);
     free(run.audit);
     trainer_destroy(&run.t);
     run_setup_close(&run.setup);

@@ -108,7 +108,7 @@ static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
         const bool fp8 = recipe_is_fp8(r, kind);
         const GemmOperand a = auto_filter_operand(f, gemm_tensor(kind, 1), gemm_copy(kind, 1), fp8);
         const GemmOperand b = auto_filter_operand(f, gemm_tensor(kind, 0), gemm_copy(kind, 0), fp8);
-        GemmPlan p = gemm_describe(f->shape.name, kind, f->R, f->shape.N, f->shape.K, gemm_spec(f->precision, f->options, r, kind), false);
+        GemmPlan p = gemm_describe(f->shape.name, kind, f->R, f->shape.N, f->shape.K, gemm_spec(f->precision, r, kind), false);
         gemm_choose(&f->gemm, &p, f->result, a, b, NULL);
         us += auto_filter_time(f, [&] { gemm_run(&f->gemm, &p, f->result, a, b, NULL, false); });
         gemm_destroy(&p);

@@ -295,4 +295,16 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
     return true;
 }
 
+// Copies a file of `from_folder` to `to_folder`, where it keeps its name.
+static inline bool file_copy(const char *from_folder, const char *to_folder, const char *name, Failure *failure) {
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/%s", from_folder, name);
+    size_t size;
+    char *data = read_file(path, &size);
+    if (!data) return fail(failure, "cannot read %s: %s", path, strerror(errno));
+    bool ok = file_write(to_folder, name, data, (int64_t)size, NULL, failure);
+    free(data);
+    return ok;
+}
+
 #endif

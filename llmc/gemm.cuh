@@ -45,14 +45,14 @@ typedef struct {
 typedef struct {
     const Recipe *recipe;
     Fp8Format format_a, format_b;
-    bool fast;     // sum with fewer bits: fast_accumulation() of precision.h
+    bool fast;     // sum with fewer bits: precision_fast_sums() of precision.h
     bool emulate;  // FP8 products in BF16
 } GemmSpec;
 
 // A product of a run, in one of its recipes.
-static inline GemmSpec gemm_spec(const Precision *p, const Options *o, const Recipe *r, GemmKind kind) {
-    const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 1)), precision_format(p, gemm_tensor(kind, 0)), fast_accumulation(o, r, kind),
-                        o->fp8_emulate && recipe_is_fp8(r, kind)};
+static inline GemmSpec gemm_spec(const Precision *p, const Recipe *r, GemmKind kind) {
+    const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 1)), precision_format(p, gemm_tensor(kind, 0)), precision_fast_sums(p, r, kind),
+                        p->emulated && recipe_is_fp8(r, kind)};
     return s;
 }
 

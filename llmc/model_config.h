@@ -128,4 +128,17 @@ static inline double rope_inverse_frequency(const ModelConfig *m, int64_t i) {
     return (1 - smooth) * frequency / s->factor + smooth * frequency;
 }
 
+// The sizes that a micro-batch of a model has.
+typedef struct {
+    int64_t B, T, R;      // sequences, tokens each, rows R = B*T
+    int64_t V, C, F, L;   // vocabulary, hidden, intermediate, layers
+    int64_t NH, NKV, HD;  // query heads, key/value heads, head dimension
+    int64_t QKV, ATT;     // columns of the packed q, k, v and of the attention output
+} Dims;
+
+static inline Dims model_dims(const ModelConfig *m, int64_t B, int64_t T) {
+    const Dims d = {B, T, B * T, m->vocab_size, m->hidden_size, m->intermediate_size, m->num_layers, m->num_heads, m->num_kv_heads, m->head_dim, model_qkv_size(m), m->num_heads * m->head_dim};
+    return d;
+}
+
 #endif

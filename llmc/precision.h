@@ -19,8 +19,12 @@ typedef struct {
     bool any_bf16, any_fp8;  // of the linear layers
     bool emulated;           // FP8 operands, but products of bf16
     bool filter_open;        // --fp8-filter auto, not yet decided
-    LinearShape linear[NUM_LINEARS];
+    int fast_accum;          // products that may be summed with fewer bits: FAST_ACCUM_...; none where they are emulated
+    LinearShape linear[NUM_LINEARS], lm_head;
 } Precision;
+
+// Whether this is --precision fp8, whatever is filtered out.
+static inline bool precision_is_fp8(const Precision *p) { return p->recipe != recipe_row(RECIPE_BF16); }
 
 // Whether a recipe's products take its sizes.
 static inline bool linear_fits(const LinearShape *s, const Recipe *r) { return s->N % r->multiple == 0 && s->K % r->multiple == 0; }
@@ -81,7 +85,9 @@ static inline Precision precision_plan(const Options *o, const char *filter, con
     p.num_layers = m->num_layers;
     p.emulated = o->precision == PRECISION_FP8 && o->fp8_emulate;
     p.keeps_bf16 = (bool *)xcalloc((size_t)(p.num_layers * NUM_LINEARS), sizeof(bool));
+    p.fast_accum = p.emulated ? FAST_ACCUM_NONE : o->fp8_fast_accum;
     linear_shapes(p.linear, m, t);
+    p.lm_head.name = "lm_head", p.lm_head.N = m->vocab_size, p.lm_head.K = m->hidden_size;
     p.filter_open = o->precision == PRECISION_FP8 && strcmp(filter, "auto") == 0;
     if (o->precision == PRECISION_FP8 && !p.filter_open) filter_apply(&p, filter);
     for (int64_t i = 0; i < p.num_layers * NUM_LINEARS; i++) {
@@ -109,10 +115,10 @@ static inline bool precision_layer_is_fp8(const Precision *p, int64_t l) {
     return true;
 }
 
-// Whether a product may be summed with fewer bits. Emulated ones are products of bf16, which never are.
-static inline bool fast_accumulation(const Options *o, const Recipe *r, GemmKind gemm) {
-    if (!r->fast_accumulation || !recipe_is_fp8(r, gemm) || o->fp8_emulate) return false;
-    return o->fp8_fast_accum == FAST_ACCUM_ALL || (o->fp8_fast_accum == FAST_ACCUM_FPROP && gemm == GEMM_FPROP);
+// Whether a product in recipe r may be summed with fewer bits.
+static inline bool precision_fast_sums(const Precision *p, const Recipe *r, GemmKind gemm) {
+    if (!r->fast_accumulation || !recipe_is_fp8(r, gemm)) return false;
+    return p->fast_accum == FAST_ACCUM_ALL || (p->fast_accum == FAST_ACCUM_FPROP && gemm == GEMM_FPROP);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -124,7 +130,7 @@ static inline const char *grain_name(Grain g) {
 }
 
 // One product: sizes, operands with their scales, how it is summed. `note`: which layers.
-static inline void precision_print_product(const Precision *p, const Options *o, const LinearShape *s, const Recipe *r, GemmKind gemm, int64_t R, const char *plain,
+static inline void precision_print_product(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm, int64_t R, const char *plain,
                                            const char *note) {
     char operand[2][32];
     for (int i = 0; i < 2; i++) {
@@ -133,7 +139,7 @@ static inline void precision_print_product(const Precision *p, const Options *o,
         else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", grain_name(g));
     }
     const int64_t rows = gemm == GEMM_WGRAD ? s->N : R, cols = gemm == GEMM_FPROP ? s->N : s->K, depth = gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R;
-    const bool fast = fast_accumulation(o, r, gemm);
+    const bool fast = precision_fast_sums(p, r, gemm);
     printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm), (long long)rows, (long long)cols, (long long)depth, operand[0],
            fast || *note ? 14 : 0, operand[1], fast ? "fast sums" : "", fast && *note ? "  " : "", note);
 }
@@ -154,32 +160,31 @@ static inline int64_t precision_layers(const Precision *p, int id, bool fp8, cha
 }
 
 // Where linear layer `id` is not the same in all layers, which ones the row is for; where it is bf16 for its size, that.
-static inline bool precision_note(const Precision *p, const Options *o, int id, bool fp8, char *out, size_t capacity) {
+static inline bool precision_note(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
     const LinearShape *s = &p->linear[id];
     char list[128];
     const int64_t layers = precision_layers(p, id, fp8, list, sizeof list);
     out[0] = 0;
     if (layers < p->num_layers) format_checked(out, capacity, "layers %s", list);
-    else if (o->precision == PRECISION_FP8 && !fp8 && !linear_fits(s, p->recipe))
+    else if (precision_is_fp8(p) && !fp8 && !linear_fits(s, p->recipe))
         format_checked(out, capacity, "[%lld, %lld] are no multiples of %d", (long long)s->N, (long long)s->K, p->recipe->multiple);
     return layers > 0;
 }
 
-// All products of a step: of R rows, and lm_head's [V, C] of head_rows. `plain`: what products that are not FP8 run in.
-static inline void precision_print(const Precision *p, const Options *o, int64_t R, int64_t head_rows, int64_t V, int64_t C, const char *plain) {
+// All products of a step: of R rows, and lm_head's of head_rows. `plain`: what products that are not FP8 run in.
+static inline void precision_print(const Precision *p, int64_t R, int64_t head_rows, const char *plain) {
     printf("\nmatrix products (fp32 accumulation, %s results)", plain);
     if (p->any_fp8) printf("; recipe %s%s: a scale for each %s", p->recipe->name, p->emulated ? ", emulated by products of bf16" : "", p->recipe->scales);
     printf("\n  %-9s %-6s %8s %8s %8s  operands and what shares a scale\n", "linear", "pass", "rows", "columns", "depth");
     for (int id = 0; id < NUM_LINEARS; id++)
         for (int fp8 = 1; fp8 >= 0; fp8--) {
             char note[160];
-            if (!precision_note(p, o, id, fp8 == 1, note, sizeof note)) continue;
+            if (!precision_note(p, id, fp8 == 1, note, sizeof note)) continue;
             for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
-                precision_print_product(p, o, &p->linear[id], fp8 ? p->recipe : recipe_row(RECIPE_BF16), (GemmKind)gemm, R, plain, note);
+                precision_print_product(p, &p->linear[id], fp8 ? p->recipe : recipe_row(RECIPE_BF16), (GemmKind)gemm, R, plain, note);
         }
-    const LinearShape lm_head = {"lm_head", V, C, 0};
-    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) precision_print_product(p, o, &lm_head, recipe_row(RECIPE_BF16), (GemmKind)gemm, head_rows, plain, "");
-    if (o->precision == PRECISION_FP8 && !p->any_fp8)
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) precision_print_product(p, &p->lm_head, recipe_row(RECIPE_BF16), (GemmKind)gemm, head_rows, plain, "");
+    if (precision_is_fp8(p) && !p->any_fp8)
         printf("  no product runs in FP8: all linear layers are filtered out, or their sizes are no multiples of %d\n", p->recipe->multiple);
     if (p->filter_open) printf("  --fp8-filter auto is decided by times taken when the run starts; above is the table without it\n");
 }

@@ -2,8 +2,8 @@
 #ifndef LLMC_RUN_SETUP_H
 #define LLMC_RUN_SETUP_H
 
-#include "checkpoint.h"
 #include "hf_config.h"
+#include "hf_export.h"
 #include "logger.h"
 #include "options.h"
 #include "tokenizer.h"

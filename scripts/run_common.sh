@@ -55,10 +55,10 @@ check_memory() {
 # What the run will take. Half the peak is a guess on the low side for large models in FP8; the trainer's lines tell.
 print_cost() {
     local parameters free
-    parameters=$(grep -oE '[0-9]+ parameters|parameters +[0-9.]+ million' <<<"$plan" | head -n 1 | awk '{ printf "%.0f", $2 == "parameters" ? $1 : $2 * 1e6 }')
-    awk -v n="$parameters" -v T="$(planned sequence-length)" -v B="$(planned batch-size)" -v A="$(planned grad-accumulation-steps)" -v steps="$(planned num-steps)" -v W="$gpus" \
+    parameters=$(planned parameters)
+    awk -v per_token="$(planned model_flops_per_token)" -v T="$(planned sequence-length)" -v B="$(planned batch-size)" -v A="$(planned grad-accumulation-steps)" -v steps="$(planned num-steps)" -v W="$gpus" \
         -v price="${PRICE:-}" 'BEGIN {
-            tokens = W * B * A * T * steps; flops = 6 * n * tokens; hours = flops / (0.5 * 989.5e12) / 3600
+            tokens = W * B * A * T * steps; flops = per_token * tokens; hours = flops / (0.5 * 989.5e12) / 3600
             printf "cost: %d steps of %d tokens are %.1f million tokens, about %.2g FLOPs, %.2f GPU hours at half the BF16 peak of an H200 (%.2f hours on %d)", steps, W * B * A * T, tokens / 1e6, flops, hours, hours / W, W
             if (price != "") printf ", %.2f at %s a GPU hour", hours * price, price
             print "" }'

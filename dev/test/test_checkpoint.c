@@ -4,7 +4,7 @@
 
 #define IO_CHUNK_BYTES ((int64_t)100)  // small, so that these small tensors take many chunks
 #define FOLDER_LOCK_SECONDS 0.3
-#include "../../llmc/checkpoint.h"
+#include "../../llmc/hf_export.h"
 #include "../../llmc/rng.h"
 #include "check.h"
 

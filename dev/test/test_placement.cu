@@ -146,7 +146,7 @@ static void list_activations(const Trainer *t, Moments m) {
     needed("x_final", t->x_final, d->R * d->C * 2, final_norm(m), final_norm_backward(m));
     needed("y_final", t->y_final, d->R * d->C * 2, final_norm(m), loss(m));
     needed("rstd_final", t->rstd_final, d->R * 4, final_norm(m), final_norm_backward(m));
-    needed("logits", t->logits, d->chunk * d->V * 2, loss(m), loss(m));
+    needed("logits", t->logits, t->chunk * d->V * 2, loss(m), loss(m));
 }
 
 static void list_backward(const Trainer *t, Moments m) {
@@ -198,8 +198,8 @@ static const char *find_trouble(const char *base, int64_t size) {
 static int64_t largest_product(const Trainer *t) {
     int64_t most = 0;
     for (int id = 0; id <= NUM_LINEARS; id++) {
-        const LinearShape *s = id < NUM_LINEARS ? t->linear[id].shape : &t->lm_head_shape;
-        const int64_t R = id < NUM_LINEARS ? t->d.R : t->d.chunk;
+        const LinearShape *s = id < NUM_LINEARS ? t->linear[id].shape : &t->precision.lm_head;
+        const int64_t R = id < NUM_LINEARS ? t->d.R : t->chunk;
         most = max_i64(most, 2 * (s->N * s->K + R * s->K + R * s->N) + 3 * ARENA_ALIGNMENT);
     }
     return most;

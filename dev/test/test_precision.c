@@ -145,7 +145,7 @@ static void test_shapes_and_formats(void) {
 }
 
 // --fp8-fast-accum on a recipe that has it, one that has not, one with a product in bf16, and emulated.
-static void test_fast_accumulation(void) {
+static void test_fast_sums(void) {
     static const struct { int recipe, option; bool emulate, expected[NUM_GEMMS]; } cases[] = {
         {RECIPE_TENSORWISE, FAST_ACCUM_FPROP, false, {true, false, false}}, {RECIPE_TENSORWISE, FAST_ACCUM_ALL, false, {true, true, true}},
         {RECIPE_TENSORWISE, FAST_ACCUM_NONE, false, {false, false, false}}, {RECIPE_BLOCKWISE, FAST_ACCUM_FPROP, false, {false, false, false}},
@@ -153,17 +153,23 @@ static void test_fast_accumulation(void) {
         {RECIPE_ROWWISE, FAST_ACCUM_ALL, true, {false, false, false}}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = options_default();
-        o.fp8_fast_accum = cases[i].option, o.fp8_emulate = cases[i].emulate;
+        ModelConfig m;
+        model_config_preset(&m, "llama3.2-1b");
+        ParameterTable t = parameter_table(&m);
+        o.precision = PRECISION_FP8, o.fp8_recipe = cases[i].recipe, o.fp8_fast_accum = cases[i].option, o.fp8_emulate = cases[i].emulate;
+        Precision p = precision_plan(&o, "", &m, &t);
         for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
-            CHECK(fast_accumulation(&o, recipe_row(cases[i].recipe), (GemmKind)gemm) == cases[i].expected[gemm], "%s, option %d, product %d",
+            CHECK(precision_fast_sums(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm], "%s, option %d, product %d",
                   recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
+        precision_free(&p);
+        parameter_table_free(&t);
     }
 }
 
 // What precision_print prints for a plan of 2048 rows.
 static char *printed(const Plan *x) {
     const CheckCapture capture = check_capture();
-    precision_print(&x->p, &x->o, 2048, 1024, x->m.vocab_size, x->m.hidden_size, "bf16");
+    precision_print(&x->p, 2048, 1024, "bf16");
     char *text = check_captured(capture);
     CHECK(strlen(text) < (1 << 16) - 1, "a table of %zu bytes", strlen(text));
     return text;
@@ -270,7 +276,7 @@ int main(void) {
     test_refused();
     test_sizes();
     test_shapes_and_formats();
-    test_fast_accumulation();
+    test_fast_sums();
     test_golden_table();
     test_tables();
     test_table_notes();

@@ -1,0 +1,132 @@
+// Exports: a folder of config.json, weights and tokenizer files that transformers loads. It appears whole, in place of an earlier export or of nothing.
+#ifndef LLMC_HF_EXPORT_H
+#define LLMC_HF_EXPORT_H
+
+#include "checkpoint.h"
+
+// Files beside the weights that an export takes over from the folder the run started from.
+static inline const char *const *export_copied_files(void) {
+    static const char *const names[] = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+                                        "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", NULL};
+    return names;
+}
+
+static inline bool export_is_weights(const char *name) {
+    const size_t n = strlen(name);
+    return strncmp(name, "model", 5) == 0 && n > 12 && strcmp(name + n - 12, ".safetensors") == 0;
+}
+
+// Whether an export may have written a file of this name.
+static inline bool export_owns(const char *name) {
+    if (strcmp(name, "config.json") == 0 || strcmp(name, "model.safetensors.index.json") == 0 || export_is_weights(name)) return true;
+    for (const char *const *copied = export_copied_files(); *copied; copied++)
+        if (strcmp(name, *copied) == 0) return true;
+    return false;
+}
+
+// An export may make a new folder, fill an empty one, or replace an earlier export; it must not delete anything else. The names are those of every
+// model: an earlier export that is `whole` has weights that this program wrote.
+static inline bool export_may_replace(const char *dir, bool whole, Failure *failure) {
+    if (!path_exists(dir)) return true;
+    DIR *d = opendir(dir);
+    if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
+    bool ok = true, empty = true, weights = false;
+    for (struct dirent *entry; ok && (entry = readdir(d)) != NULL;) {
+        char path[PATH_CAPACITY];
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
+        format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
+        empty = false, weights = weights || export_is_weights(entry->d_name);
+        if (!export_owns(entry->d_name)) ok = fail(failure, "%s holds %.255s, which is not part of an export; give a new folder", dir, entry->d_name);
+        else if (whole && export_is_weights(entry->d_name) && !safetensors_is_own(path))
+            ok = fail(failure, "%s holds %.255s, which is no earlier export: this program did not write it; give a new folder", dir, entry->d_name);
+    }
+    closedir(d);
+    if (ok && whole && !empty && !weights) return fail(failure, "%s holds files of a model but no weights, so it is no earlier export; give a new folder", dir);
+    return ok;
+}
+
+// Of the folder `dir`, without links: its path, the name "DIR.tmp" that an export is written under until it is whole, and the folder that holds both.
+static inline void export_names(const char *dir, char *path, char *temporary, char *parent, size_t capacity) {
+    path_resolve(dir, path, capacity);
+    format_checked(temporary, capacity, "%s" FOLDER_TEMPORARY, path);
+    format_checked(parent, capacity, "%.*s", (int)max_i64(1, strrchr(path, '/') - path), path);
+}
+
+// Removes what an export that was interrupted left.
+static inline bool export_clear(const char *temporary, Failure *failure) {
+    return !path_exists(temporary) || (export_may_replace(temporary, false, failure) && folder_remove(temporary, failure));
+}
+
+// Does with an empty folder what folder_replace will do with the export, and undoes it. A mount point or another's folder can then not surprise at the end.
+// The empty folder is not "DIR.tmp", which the next run removes: it bears the earlier export's name for a moment, and so the earlier export bears its.
+static inline bool export_try(const char *path, Failure *failure) {
+    char probe[PATH_CAPACITY];
+    const bool existed = path_exists(path);
+    format_checked(probe, sizeof probe, "%s" FOLDER_ASIDE, path);
+    rmdir(probe);  // of a start that was killed
+    if (path_exists(probe)) return fail(failure, "%s may be the earlier export, left by a run that was killed; move it back, or away", probe);
+    if (!folder_create(probe, false, failure)) return false;
+    if (rename(probe, path) == 0) return existed || folder_remove(path, failure);
+    bool ok = errno == EEXIST || errno == ENOTEMPTY;
+    if (ok && folder_exchange(probe, path)) {
+        if (!folder_exchange(probe, path)) return fail(failure, "cannot rename %s back to %s: %s", probe, path, strerror(errno));
+    } else if (ok) {  // a file system that cannot exchange: the earlier export steps aside
+        ok = rmdir(probe) == 0 && rename(path, probe) == 0;
+        if (ok) return rename(probe, path) == 0 || fail(failure, "cannot rename %s back to %s: %s", probe, path, strerror(errno));
+    }
+    if (!ok) fail(failure, "it cannot be replaced: %s", strerror(errno));
+    rmdir(probe);
+    return ok;
+}
+
+// Before any work: dies if `dir` could not become an export at the end of the run, which starts from `model_folder` (NULL: a preset).
+static inline void model_export_prepare(const char *dir, const char *model_folder) {
+    char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY], other[PATH_CAPACITY];
+    Failure failure;
+    export_names(dir, path, temporary, parent, sizeof path);
+    path_resolve(".", other, sizeof other);
+    if (path_within(other, path)) die("--export-hf %s is replaced as a whole, but this program runs in it; give a new folder", dir);
+    if (model_folder) path_resolve(model_folder, other, sizeof other);
+    if (model_folder && (strcmp(other, path) == 0 || strcmp(other, temporary) == 0))
+        die("--export-hf %s would replace %s, the model that the run starts from; give a new folder", dir, other);
+    if (!export_may_replace(path, true, &failure) || !export_clear(temporary, &failure) || !export_try(path, &failure)) die("--export-hf %s: %s", dir, failure.text);
+}
+
+static inline bool export_write(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, const char *source_folder,
+                                Failure *failure) {
+    const bool leader = checkpoint_is_leader(s->comm);
+    FileList files = {NULL, 0};
+    bool ok = checkpoint_agree(s->comm, !leader || folder_create(folder, false, failure), failure) &&
+              checkpoint_write_model(folder, m, t, s, SAFETENSORS_SHARD_BYTES, &files, failure);
+    file_list_free(&files);
+    for (const char *const *name = export_copied_files(); ok && leader && source_folder && *name; name++) {
+        char path[PATH_CAPACITY];
+        format_checked(path, sizeof path, "%s/%s", source_folder, *name);
+        if (path_exists(path)) ok = file_copy(source_folder, folder, *name, failure);
+    }
+    return ok && (!leader || folder_sync(folder, failure));  // of the last steps rank 0 alone knows
+}
+
+// Gives an export that is whole its name. Where that fails it stays as `temporary`.
+static inline bool export_place(const char *temporary, const char *path, const char *parent, Failure *failure) {
+    Failure cause;
+    if (export_may_replace(path, true, &cause) && folder_replace(temporary, path, &cause)) return folder_sync(parent, failure);
+    return fail(failure, "%.900s; the weights are whole in %.500s: move it away before another run exports here", cause.text, temporary);
+}
+
+// Writes config.json and the weights (in the storage type) to `dir` for transformers, with the tokenizer files of `source_folder` (NULL: none).
+// The folder appears whole or not at all. On failure returns false and leaves an earlier export whole.
+static inline bool model_export_hf(const char *dir, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, const char *source_folder,
+                                   Failure *failure) {
+    char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
+    Failure cause, ignored;
+    const bool leader = checkpoint_is_leader(s->comm);
+    export_names(dir, path, temporary, parent, sizeof path);
+    const bool clear = checkpoint_agree(s->comm, !leader || export_clear(temporary, &cause), &cause);
+    const bool written = checkpoint_agree(s->comm, clear && export_write(temporary, m, t, s, source_folder, &cause), &cause);
+    if (clear && !written && leader && folder_exists(temporary)) folder_remove(temporary, &ignored);
+    if (written && checkpoint_agree(s->comm, !leader || export_place(temporary, path, parent, &cause), &cause)) return true;
+    return fail(failure, "export to %.300s failed: %.1700s", path, cause.text);
+}
+
+#endif
