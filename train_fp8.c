@@ -101,7 +101,7 @@ typedef struct {
     float *losses;                // [R]
     float *dx;                    // [R, C] gradient of the residual stream
     float *dbranch, *dh, *dgate_up, *datt, *dqkv;  // gradients inside the current layer
-    float *cosine, *sine;         // [T, HD/2] of RoPE
+    float *rope_table;            // [T, HD/2] (cosine, sine)
     int32_t *inputs, *targets;    // [R]
 } Trainer;
 
@@ -185,7 +185,7 @@ static void place_activations(Trainer *t, Arena *a) {
     arena_group(a, "tokens, losses, RoPE table");
     t->losses = take(a, d->R);
     t->inputs = (int32_t *)arena_take(a, d->R * (int64_t)sizeof(int32_t)), t->targets = (int32_t *)arena_take(a, d->R * (int64_t)sizeof(int32_t));
-    t->cosine = take(a, d->T * d->HD / 2), t->sine = take(a, d->T * d->HD / 2);
+    t->rope_table = take(a, d->T * d->HD);
 }
 
 // Lays out everything on an arena without memory: the memory plan. trainer_allocate then gives each pointer its place.
@@ -226,7 +226,7 @@ static void trainer_allocate(Trainer *t) {
     place_units(t, &a);
     place_scales(t, &a);
     place_activations(t, &a);
-    rope_tables(t->cosine, t->sine, &t->m, t->d.T);
+    rope_table_fill(t->rope_table, &t->m, t->d.T);
 }
 
 static void trainer_free(Trainer *t) {
@@ -442,7 +442,7 @@ static AttentionDims attention_dims(const Trainer *t) {
 }
 
 static RopeArgs rope_args(const Trainer *t, const Block *w) {
-    RopeArgs r = {w->q_norm, w->k_norm, t->m.rms_norm_eps, t->cosine, t->sine};
+    RopeArgs r = {w->q_norm, w->k_norm, t->m.rms_norm_eps, t->rope_table};
     return r;
 }
 

@@ -11,6 +11,7 @@
 #include "llmc/attention.cuh"
 #include "llmc/audit_report.h"
 #include "llmc/auto_filter.cuh"
+#include "llmc/column_sums.cuh"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/cuda_utils.cuh"
 #include "llmc/delayed.cuh"
@@ -135,7 +136,8 @@ typedef struct {
     bf16 *dx;                         // [R, C] gradient of the residual stream
     bf16 *dbranch, *dh, *dgate_up, *datt, *dqkv;  // gradients of the current layer
     GemmInput dy[NUM_LINEARS];        // gradients as the products read them
-    void *attention_workspace, *norm_workspace, *rope_workspace, *adamw_workspace;
+    void *attention_workspace, *norm_workspace, *adamw_workspace;
+    void *attention_sums;             // partial sums of the gradients of QK-norm, and of the biases
     float *rope_table;                // [T, HD] cos, sin
     double *squares;                  // sum of squares of the gradient
     StepStats *stats;                 // on the device
@@ -367,7 +369,7 @@ static void place_layer_memory(Trainer *t, Arena *a, LayerActs *shared, GemmInpu
     arena_group(a, "workspaces");
     t->attention_workspace = arena_take(a, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
     t->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(d->R, d->C));
-    t->rope_workspace = arena_take(a, (int64_t)rope_workspace_bytes(d->R, d->NH, d->NKV, d->HD));
+    t->attention_sums = arena_take(a, max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
 }
 
 // The logits and the layers' memory: never alive together, they lie in the same place, which is `room` if the logits fit there. Returns what they leave of it.
@@ -859,10 +861,10 @@ static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
     attention_backward(t->dqkv, t->datt, qkv, a->att, a->lse, t->attention_workspace, attention_dims(t), t->stream);
     profile_mark(&t->profile, "attention, backward", PROFILE_FLOPS_BF16, 2.5 * attention_flops(t));
     qknorm_rope_backward(t->dqkv, dw.q_norm, dw.k_norm, fused_amax(t, l, SCALE_GRADIENT + QKV_PROJ), t->m.qk_norm ? a->qkv : NULL, w.q_norm, w.k_norm, t->rope_table,
-                         rope_dims(t), accumulate, t->rope_workspace, t->stream);
+                         rope_dims(t), accumulate, t->attention_sums, t->stream);
     mark_bytes(t, "RoPE and QK-norm, backward", d->R * (d->NH + d->NKV) * d->HD * (t->m.qk_norm ? 6 : 4));
     if (t->m.qkv_bias)
-        bias_backward(gradients.vectors + t->table.layer.bq, t->dqkv, d->R, d->QKV, accumulate, t->rope_workspace, t->stream);
+        bias_backward(gradients.vectors + t->table.layer.bq, t->dqkv, d->R, d->QKV, accumulate, t->attention_sums, t->stream);
     gradient_ready(t, QKV_PROJ, l, t->dqkv);
     linear_backward_input(t, QKV_PROJ, l, t->dbranch);
     linear_backward_weight(t, QKV_PROJ, l, accumulate);

@@ -11,9 +11,8 @@
 #ifndef LLMC_ATTENTION_MMA_CUH
 #define LLMC_ATTENTION_MMA_CUH
 
+#include "amax.cuh"
 #include "attention_dims.h"
-#include "cuda_utils.cuh"
-#include "quantize_kernels.cuh"
 
 #define MMA_TILE 64      // rows of every tile
 #define MMA_THREADS 128

@@ -183,6 +183,14 @@ static inline void logger_format_speed(char *out, size_t capacity, const Through
                    r->tokens, r->tflops_per_gpu < 1 ? 4 : 1, r->tflops_per_gpu, mfu, sol, memory < 1 << 30 ? 3 : 1, (double)memory / 1073741824.0);
 }
 
+static inline void logger_add_throughput(JsonText *line, const Throughput *r) {
+    logger_add(line, "tokens_per_second_per_gpu", r->tokens_per_gpu);
+    logger_add(line, "tokens_per_second", r->tokens);
+    logger_add(line, "tflops_per_gpu", r->tflops_per_gpu);
+    logger_add(line, "mfu", r->mfu);
+    logger_add(line, "sol", r->sol);
+}
+
 // Prints and writes one step's line.
 static inline void logger_step(Logger *l, const StepRecord *s) {
     if (l->count == l->capacity) {
@@ -208,11 +216,7 @@ static inline void logger_step(Logger *l, const StepRecord *s) {
     logger_add(&line, "norm", s->norm);
     logger_add(&line, "lr", s->learning_rate);
     logger_add(&line, "ms", s->seconds * 1e3);
-    logger_add(&line, "tokens_per_second_per_gpu", r.tokens_per_gpu);
-    logger_add(&line, "tokens_per_second", r.tokens);
-    logger_add(&line, "tflops_per_gpu", r.tflops_per_gpu);
-    logger_add(&line, "mfu", r.mfu);
-    logger_add(&line, "sol", r.sol);
+    logger_add_throughput(&line, &r);
     logger_add_int(&line, "memory_bytes", s->memory);
     json_text_add(&line, ", \"skipped\": %s}", s->skipped ? "true" : "false");
     logger_write(l, &line);
@@ -259,11 +263,7 @@ static inline void logger_close(Logger *l) {
         logger_add(&line, "first_loss", l->losses[0]);
         logger_add(&line, "last_loss", loss);
         logger_add(&line, "median_ms", seconds * 1e3);
-        logger_add(&line, "tokens_per_second_per_gpu", r.tokens_per_gpu);
-        logger_add(&line, "tokens_per_second", r.tokens);
-        logger_add(&line, "tflops_per_gpu", r.tflops_per_gpu);
-        logger_add(&line, "mfu", r.mfu);
-        logger_add(&line, "sol", r.sol);
+        logger_add_throughput(&line, &r);
         logger_add_int(&line, "memory_bytes", l->memory);
         json_text_add(&line, "}");
         logger_write(l, &line);

@@ -128,6 +128,18 @@ static inline double rope_inverse_frequency(const ModelConfig *m, int64_t i) {
     return (1 - smooth) * frequency / s->factor + smooth * frequency;
 }
 
+// Fills table [T, HD/2] of (cosine, sine) pairs, in host memory, for positions 0 .. T-1; angles in double.
+static inline void rope_table_fill(float *table, const ModelConfig *m, int64_t T) {
+    const int64_t half = m->head_dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const double frequency = rope_inverse_frequency(m, i);
+        for (int64_t t = 0; t < T; t++) {
+            table[(t * half + i) * 2] = (float)cos((double)t * frequency);
+            table[(t * half + i) * 2 + 1] = (float)sin((double)t * frequency);
+        }
+    }
+}
+
 // The sizes that a micro-batch of a model has.
 typedef struct {
     int64_t B, T, R;      // sequences, tokens each, rows R = B*T

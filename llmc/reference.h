@@ -304,23 +304,11 @@ static inline void rmsnorm_backward(float *dx, float *dw, const float *dresidual
 // ---------------------------------------------------------------------------------------------------------------------------------------
 // QK-norm (Qwen3) and rotary position embedding (Su et al. 2021), on packed qkv [B, T, (NH + 2 NKV) * HD]
 
-// cosine and sine [T, HD/2] of position t times the frequency of pair i, angles in double.
-static inline void rope_tables(float *cosine, float *sine, const ModelConfig *m, int64_t T) {
-    const int64_t half = m->head_dim / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const double frequency = rope_inverse_frequency(m, i);
-        for (int64_t t = 0; t < T; t++) {
-            cosine[t * half + i] = (float)cos((double)t * frequency);
-            sine[t * half + i] = (float)sin((double)t * frequency);
-        }
-    }
-}
-
 // What the operation needs besides the activations.
 typedef struct {
     const float *q_norm, *k_norm;   // weights [HD], shared by all heads; NULL: no norm
     double eps;
-    const float *cosine, *sine;     // rope_tables
+    const float *table;             // rope_table_fill
 } RopeArgs;
 
 // Each query and key head: norm (if any), then rotate the pairs (i, i + HD/2); one rounding. Values are copied. out may be qkv.
@@ -328,7 +316,7 @@ static inline void qknorm_rope_forward(float *out, const float *qkv, RopeArgs r,
     const int64_t heads = d.NH + 2 * d.NKV, half = d.HD / 2;
     PARALLEL_FOR
     for (int64_t row = 0; row < d.B * d.T; row++) {
-        const float *cosine = r.cosine + row % d.T * half, *sine = r.sine + row % d.T * half;
+        const float *table = r.table + row % d.T * d.HD;
         for (int64_t h = 0; h < heads; h++) {
             const float *x = qkv + (row * heads + h) * d.HD;
             float *y = out + (row * heads + h) * d.HD;
@@ -341,8 +329,8 @@ static inline void qknorm_rope_forward(float *out, const float *qkv, RopeArgs r,
             for (int64_t i = 0; i < half; i++) {
                 float a = x[i], b = x[i + half];
                 if (w) a = a * rstd * w[i], b = b * rstd * w[i + half];
-                y[i] = round_to(a * cosine[i] - b * sine[i], rounding);
-                y[i + half] = round_to(b * cosine[i] + a * sine[i], rounding);
+                y[i] = round_to(a * table[2 * i] - b * table[2 * i + 1], rounding);
+                y[i + half] = round_to(b * table[2 * i] + a * table[2 * i + 1], rounding);
             }
         }
     }
@@ -366,15 +354,15 @@ static inline void qknorm_rope_backward(float *dqkv, float *dq_norm, float *dk_n
     float *dn = (float *)xrealloc(NULL, (size_t)(rows * heads * d.HD) * sizeof(float));
     PARALLEL_FOR
     for (int64_t row = 0; row < rows; row++) {
-        const float *cosine = r.cosine + row % d.T * half, *sine = r.sine + row % d.T * half;
+        const float *table = r.table + row % d.T * d.HD;
         for (int64_t h = 0; h < heads; h++) {
             const float *dy = dout + (row * heads + h) * d.HD;
             float *g = dn + (row * heads + h) * d.HD;
             if (h >= d.NH + d.NKV) memcpy(g, dy, (size_t)d.HD * sizeof(float));
             else
                 for (int64_t i = 0; i < half; i++) {
-                    g[i] = dy[i] * cosine[i] + dy[i + half] * sine[i];
-                    g[i + half] = dy[i + half] * cosine[i] - dy[i] * sine[i];
+                    g[i] = dy[i] * table[2 * i] + dy[i + half] * table[2 * i + 1];
+                    g[i + half] = dy[i + half] * table[2 * i] - dy[i] * table[2 * i + 1];
                 }
         }
     }

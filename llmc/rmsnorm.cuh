@@ -10,6 +10,7 @@
 #ifndef LLMC_RMSNORM_CUH
 #define LLMC_RMSNORM_CUH
 
+#include "column_sums.cuh"
 #include "quantize.cuh"
 
 enum { RMSNORM_MAX_C = 16384 };
@@ -253,26 +254,6 @@ static __global__ void __launch_bounds__(RMSNORM_BACKWARD_THREADS, 1) rmsnorm_ba
 
 #undef RMSNORM_COLUMN
 
-enum { RMSNORM_SUM_WARPS = 32 };
-
-// dweight [C] (+)= sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows w, w + 32, ..., then one warp adds the warps.
-static __global__ void __launch_bounds__(RMSNORM_SUM_WARPS *WARP_SIZE) rmsnorm_sum_partials_kernel(bf16 *dweight, const float *partials, int count, int C, bool accumulate) {
-    grid_dependency_wait();
-    __shared__ float sums[RMSNORM_SUM_WARPS][WARP_SIZE];
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, column = (int)blockIdx.x * WARP_SIZE + lane;
-    float sum = 0;
-    if (column < C) {
-#pragma unroll 8
-        for (int i = warp; i < count; i += RMSNORM_SUM_WARPS) sum += partials[(int64_t)i * C + column];
-    }
-    sums[warp][lane] = sum;
-    __syncthreads();
-    if (warp != 0 || column >= C) return;
-    for (int w = 1; w < RMSNORM_SUM_WARPS; w++) sum += sums[w][lane];
-    if (accumulate) sum += __bfloat162float(dweight[column]);
-    dweight[column] = __float2bfloat16_rn(sum);
-}
-
 // Blocks of the backward kernel; the group sizes are those of RMSNORM_DISPATCH.
 static inline int64_t rmsnorm_backward_blocks(int64_t R, int64_t C) {
     const int64_t group_threads = C <= 4096 ? 128 : C <= 8192 ? 256 : 512, most = C <= 1024 ? 256 : 128;  // two, or one, on each of 128 multiprocessors
@@ -296,7 +277,7 @@ static inline void rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, con
 #define RMSNORM_LAUNCH(VECTORS, THREADS) CUDA_LAUNCH(rmsnorm_backward_kernel<VECTORS, THREADS>, (unsigned)blocks, RMSNORM_BACKWARD_THREADS, 0, stream, p)
     RMSNORM_DISPATCH(C, RMSNORM_LAUNCH);
 #undef RMSNORM_LAUNCH
-    CUDA_LAUNCH(rmsnorm_sum_partials_kernel, grid_size(C, WARP_SIZE), RMSNORM_SUM_WARPS * WARP_SIZE, 0, stream, dweight, p.partials, (int)blocks, (int)C, accumulate);
+    column_sums_finish(dweight, p.partials, blocks, C, accumulate, stream);
 }
 
 #endif

@@ -10,26 +10,13 @@
 #ifndef LLMC_ROPE_CUH
 #define LLMC_ROPE_CUH
 
-#include "cuda_utils.cuh"
+#include "column_sums.cuh"
 #include "model_config.h"
-#include "rmsnorm.cuh"
 
 typedef struct {
     int64_t B, T, NH, NKV, HD;
     float eps;  // of QK-norm
 } RopeDims;
-
-// Fills table [T, HD/2] of (cosine, sine) pairs, in host memory, for positions 0 .. T-1; angles in double.
-static inline void rope_table_fill(float *table, const ModelConfig *m, int64_t T) {
-    const int64_t half = m->head_dim / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const double frequency = rope_inverse_frequency(m, i);
-        for (int64_t t = 0; t < T; t++) {
-            table[(t * half + i) * 2] = (float)cos((double)t * frequency);
-            table[(t * half + i) * 2 + 1] = (float)sin((double)t * frequency);
-        }
-    }
-}
 
 // A block of 256 threads takes 4 tokens at a time, 64 threads each. HD/16 neighbouring lanes share a head: lane j holds elements 8j .. 8j + 7 of
 // both halves, so both members of each rotated pair. A group of lanes walks the token's heads and keeps its cosines and sines.
@@ -284,10 +271,6 @@ static inline void qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_
     else CUDA_LAUNCH(qknorm_rope_forward_kernel<128, false>, blocks, ROPE_THREADS, 0, stream, p);
 }
 
-static inline void rope_sum_partials(bf16 *out, const float *partials, int64_t count, int64_t columns, bool accumulate, cudaStream_t stream) {
-    CUDA_LAUNCH(rmsnorm_sum_partials_kernel, grid_size(columns, WARP_SIZE), RMSNORM_SUM_WARPS * WARP_SIZE, 0, stream, out, partials, (int)count, (int)columns, accumulate);
-}
-
 // dqkv [B, T, (NH + 2 NKV) * HD], in place: from the gradient of the rotated q, k, v to that of the projection's output `qkv` (NULL without QK-norm).
 // dq_norm, dk_norm [HD] are overwritten, or added to (one rounding) when `accumulate`; NULL without QK-norm. *amax is raised to max |dqkv|, values
 // included, unless NULL. workspace: rope_workspace_bytes.
@@ -304,55 +287,11 @@ static inline void qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm
     const int64_t blocks = min_i64(ROPE_BACKWARD_BLOCKS, ceil_div(p.rows, ROPE_TOKENS));
     if (d.HD == 64) CUDA_LAUNCH(qknorm_rope_backward_kernel<64, true>, (unsigned)blocks, ROPE_THREADS, 0, stream, p);
     else CUDA_LAUNCH(qknorm_rope_backward_kernel<128, true>, (unsigned)blocks, ROPE_THREADS, 0, stream, p);
-    rope_sum_partials(dq_norm, p.partials, blocks, d.HD, accumulate, stream);
-    rope_sum_partials(dk_norm, p.partials + blocks * d.HD, blocks, d.HD, accumulate, stream);
+    column_sums_finish(dq_norm, p.partials, blocks, d.HD, accumulate, stream);
+    column_sums_finish(dk_norm, p.partials + blocks * d.HD, blocks, d.HD, accumulate, stream);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Gradient of a bias: column sums
-
-enum { BIAS_THREADS = 256, BIAS_WARPS = BIAS_THREADS / WARP_SIZE, BIAS_COLUMNS = 8 * WARP_SIZE, BIAS_MAX_PARTS = 64 };
-
-// blockIdx.x: 256 columns; blockIdx.y: a part of the rows. partials [parts, columns]. Warp w adds rows w, w + 8, ... of the part, then the warps are added in order.
-static __global__ void __launch_bounds__(BIAS_THREADS) bias_backward_kernel(float *partials, const bf16 *dy, int64_t rows, int columns) {
-    grid_dependency_wait();
-    __shared__ float sums[BIAS_WARPS][BIAS_COLUMNS];
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, column = (int)blockIdx.x * BIAS_COLUMNS + lane * 8;
-    const int64_t share = ceil_div(rows, gridDim.y), begin = blockIdx.y * share, end = begin + share < rows ? begin + share : rows;
-    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (column < columns) {
-#pragma unroll 4
-        for (int64_t row = begin + warp; row < end; row += BIAS_WARPS) {
-            float d[8];
-            bf16x8_unpack(d, bf16x8_load(dy + row * columns + column));
-#pragma unroll
-            for (int j = 0; j < 8; j++) sum[j] += d[j];
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j++) sums[warp][lane * 8 + j] = sum[j];
-    __syncthreads();
-    const int c = (int)blockIdx.x * BIAS_COLUMNS + (int)threadIdx.x;
-    if (c >= columns) return;
-    float total = sums[0][threadIdx.x];
-    for (int w = 1; w < BIAS_WARPS; w++) total += sums[w][threadIdx.x];
-    partials[blockIdx.y * (int64_t)columns + c] = total;
-}
-
-static inline int64_t bias_parts(int64_t rows) { return min_i64(BIAS_MAX_PARTS, ceil_div(rows, 4 * BIAS_WARPS)); }
-
-// dbias [columns] = sum over the rows of dy [rows, columns], added to what is there (one rounding) when `accumulate`. columns: a multiple of 8.
-static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int64_t columns, bool accumulate, void *workspace, cudaStream_t stream) {
-    if (rows < 1 || columns < 8 || columns % 8 || columns > INT_MAX) die("bias_backward: %lld columns must be a multiple of 8", (long long)columns);
-    require_aligned16(dy, "bias_backward", "dy");
-    const dim3 grid(grid_size(columns, BIAS_COLUMNS), (unsigned)bias_parts(rows));
-    CUDA_LAUNCH(bias_backward_kernel, grid, BIAS_THREADS, 0, stream, (float *)workspace, dy, rows, (int)columns);
-    rope_sum_partials(dbias, (const float *)workspace, bias_parts(rows), columns, accumulate, stream);
-}
-
-// Bytes of device memory that qknorm_rope_backward and bias_backward (over the packed q, k, v) need at `workspace`.
-static inline size_t rope_workspace_bytes(int64_t rows, int64_t NH, int64_t NKV, int64_t HD) {
-    return (size_t)max_i64(2 * ROPE_BACKWARD_BLOCKS * HD, bias_parts(rows) * (NH + 2 * NKV) * HD) * sizeof(float);
-}
+// Bytes of device memory that qknorm_rope_backward needs at `workspace`.
+static inline size_t rope_workspace_bytes(int64_t HD) { return (size_t)(2 * ROPE_BACKWARD_BLOCKS * HD) * sizeof(float); }
 
 #endif

@@ -16,7 +16,7 @@ typedef struct {
     int64_t rows, heads, n;
     char label[96];
     bf16_bits *qkv, *dout, *q_norm, *k_norm;
-    float *cosine, *sine, *table;
+    float *table;
 } Case;
 
 static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool norm) {
@@ -30,19 +30,15 @@ static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t H
     if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
     m.head_dim = HD;
     c.qkv = bench_normal(1, c.n, 1.0f), c.dout = bench_normal(2, c.n, 1.0f), c.q_norm = bench_normal(3, HD, 1.0f), c.k_norm = bench_normal(4, HD, 1.0f);
-    c.cosine = (float *)xcalloc((size_t)(T * HD / 2), 4), c.sine = (float *)xcalloc((size_t)(T * HD / 2), 4), c.table = (float *)xcalloc((size_t)(T * HD), 4);
-    rope_tables(c.cosine, c.sine, &m, T);
+    c.table = (float *)xcalloc((size_t)(T * HD), 4);
     rope_table_fill(c.table, &m, T);
-    int64_t bad = 0;
-    for (int64_t i = 0; i < T * HD / 2; i++) bad += c.table[2 * i] != c.cosine[i] || c.table[2 * i + 1] != c.sine[i];
-    CHECK(bad == 0, "%s: %lld angles differ from the reference's", c.label, (long long)bad);
-    c.args.eps = EPS, c.args.cosine = c.cosine, c.args.sine = c.sine;
+    c.args.eps = EPS, c.args.table = c.table;
     if (norm) c.args.q_norm = bf16_to_floats(c.q_norm, HD), c.args.k_norm = bf16_to_floats(c.k_norm, HD);
     return c;
 }
 
 static void case_free(Case *c) {
-    void *host[] = {c->qkv, c->dout, c->q_norm, c->k_norm, c->cosine, c->sine, c->table, (void *)c->args.q_norm, (void *)c->args.k_norm};
+    void *host[] = {c->qkv, c->dout, c->q_norm, c->k_norm, c->table, (void *)c->args.q_norm, (void *)c->args.k_norm};
     for (void *p : host) free(p);
 }
 
@@ -80,7 +76,7 @@ static void check_backward(const Case *c, bool accumulate, bool special) {
     uint32_t *amax[2];
     bf16 *in = (bf16 *)bench_upload(c->qkv, c->n * 2), *q_norm = (bf16 *)bench_upload(c->q_norm, HD * 2), *k_norm = (bf16 *)bench_upload(c->k_norm, HD * 2);
     float *table = (float *)bench_upload(c->table, c->d.T * HD * 4);
-    void *workspace = bench_alloc((int64_t)rope_workspace_bytes(c->rows, c->d.NH, c->d.NKV, HD));
+    void *workspace = bench_alloc((int64_t)rope_workspace_bytes(HD));
     for (int run = 0; run < 2; run++) {
         d[run] = (bf16 *)bench_upload(dout_bits, c->n * 2), dw[run] = (bf16 *)bench_upload(dw_bits, 2 * HD * 2), amax[run] = (uint32_t *)bench_zeros(4);
         qknorm_rope_backward(d[run], norm ? dw[run] : NULL, norm ? dw[run] + HD : NULL, amax[run], norm ? in : NULL, norm ? q_norm : NULL,
@@ -118,7 +114,7 @@ static void check_bias(int64_t rows, int64_t columns, bool accumulate) {
     bias_backward(want, dy, rows, columns, accumulate, ROUND_NONE);
     bf16 *d_dy = (bf16 *)bench_upload(dy_bits, rows * columns * 2), *db = (bf16 *)bench_upload(db_bits, columns * 2);
     bf16 *again = (bf16 *)bench_upload(db_bits, columns * 2);
-    void *workspace = bench_alloc((int64_t)rope_workspace_bytes(rows, columns, 0, 1));
+    void *workspace = bench_alloc((int64_t)bias_workspace_bytes(rows, columns));
     bias_backward(db, d_dy, rows, columns, accumulate, workspace, 0);
     bias_backward(again, d_dy, rows, columns, accumulate, workspace, 0);
     check_same_on_device(label, db, again, columns * 2, columns * 2);
@@ -162,7 +158,7 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
     bf16 *in = bench_random(n, 1, 1.0f), *out = bench_random(n, 2, 1.0f), *q_norm = bench_random(HD, 3, 1.0f);
     bf16 *k_norm = bench_random(HD, 4, 1.0f), *dw = bench_random(2 * HD, 5, 1.0f);
     uint32_t *amax = (uint32_t *)bench_zeros(4);
-    void *workspace = bench_alloc((int64_t)rope_workspace_bytes(T, NH, NKV, HD));
+    void *workspace = bench_alloc((int64_t)rope_workspace_bytes(HD));
     const char *rotation = "blocks of 4 tokens, whose threads have two heads on their way at a time";
     if (norm) {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(out, in, q_norm, k_norm, table, d, 0); });

@@ -167,7 +167,7 @@ static void list_backward(const Trainer *t, Moments m) {
         needed_in_backward(m, "scales of its columns", dy->col_scales, dy->col ? copy_scale_bytes(t, TENSOR_DY, COPY_COL, columns) : 0);
     }
     needed_in_backward(m, "workspace of attention", t->attention_workspace, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
-    needed_in_backward(m, "workspace of RoPE", t->rope_workspace, (int64_t)rope_workspace_bytes(d->R, d->NH, d->NKV, d->HD));
+    needed_in_backward(m, "sums of QK-norm, of biases", t->attention_sums, max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
     needed("workspace of norms", t->norm_workspace, (int64_t)rmsnorm_workspace_bytes(d->R, d->C), final_norm_backward(m), backward(m, 0));
 }
 

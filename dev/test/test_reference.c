@@ -173,9 +173,9 @@ static void test_rope(bool norm) {
     const HeadContext context = {d, norm, &m};
     const int64_t n = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD, num_in = n + (norm ? 2 * d.HD : 0);
     float *in = random_floats(num_in, 8, 1), *g = random_floats(n, 9, 1), *y = zeros(n), *yr = zeros(n), *grad = zeros(num_in);
-    float *cosine = zeros(d.T * d.HD / 2), *sine = zeros(d.T * d.HD / 2);
-    rope_tables(cosine, sine, &m, d.T);
-    RopeArgs r = {norm ? in + n : NULL, norm ? in + n + d.HD : NULL, 1e-6, cosine, sine};
+    float *table = zeros(d.T * d.HD);
+    rope_table_fill(table, &m, d.T);
+    RopeArgs r = {norm ? in + n : NULL, norm ? in + n + d.HD : NULL, 1e-6, table};
     qknorm_rope_forward(y, in, r, d, ROUND_NONE);
     qknorm_rope_backward(grad, grad + n, grad + n + d.HD, g, in, r, d, false, ROUND_NONE);
     check_operation(norm ? "QK-norm and RoPE" : "RoPE", rope_double, &context, in, num_in, y, g, n, grad);
@@ -188,7 +188,7 @@ static void test_rope(bool norm) {
     memcpy(place, in, (size_t)n * sizeof(float));
     qknorm_rope_forward(place, place, r, d, ROUND_NONE);
     CHECK(memcmp(place, y, (size_t)n * sizeof(float)) == 0, "RoPE in place differs");
-    free(in), free(g), free(y), free(yr), free(grad), free(cosine), free(sine), free(place);
+    free(in), free(g), free(y), free(yr), free(grad), free(table), free(place);
 }
 
 static void attention_double(double *y, const double *in, const void *context) {
