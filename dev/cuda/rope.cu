@@ -158,7 +158,7 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
     bf16 *in = bench_random(n, 1, 1.0f), *out = bench_random(n, 2, 1.0f), *q_norm = bench_random(HD, 3, 1.0f);
     bf16 *k_norm = bench_random(HD, 4, 1.0f), *dw = bench_random(2 * HD, 5, 1.0f);
     uint32_t *amax = (uint32_t *)bench_zeros(4);
-    void *workspace = bench_alloc((int64_t)rope_workspace_bytes(HD));
+    void *workspace = bench_alloc(max_i64((int64_t)rope_workspace_bytes(HD), (int64_t)bias_workspace_bytes(T, (NH + 2 * NKV) * HD)));
     const char *rotation = "blocks of 4 tokens, whose threads have two heads on their way at a time";
     if (norm) {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(out, in, q_norm, k_norm, table, d, 0); });

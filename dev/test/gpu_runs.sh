@@ -107,13 +107,15 @@ done
 run="$common --precision fp8 --num-steps 12"
 gpu a $run && gpu b $run --fp8-fast-accum all && near "--fp8-fast-accum all, last loss" "$(field b loss 12)" "$(field a loss 12)" 1e-2
 
-# Validation, and a sample longer than the sequences, whose first words are those of the CPU's: later ones may differ, where a draw falls between two roundings.
-run="small $data --val-data $tmp/synth_val.bin --val-every 2 --val-steps 4 --sequence-length 16 --batch-size 2 --num-steps 3 --sample-every 3 --sample-tokens 40 --seed 5"
-story() { sed -n 's/^sample after step 3: //p' "$tmp/$1.log"; }
-cpu a $run && gpu b $run && near "validation loss" "$(validation b)" "$(validation a)" 1e-3
+# Validation, and a sample longer than the sequences, by a model that has learned a little: its first words are those of the CPU's, as its choices are few;
+# later ones may differ, where a draw falls between two roundings.
+gpu a small $data --sequence-length 64 --batch-size 16 --num-steps 300 --learning-rate 1e-3 --export-hf "$tmp/told"
+run="$tmp/told --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --val-every 1 --val-steps 4 --sequence-length 16 --batch-size 2 --num-steps 2 --learning-rate 0 --sample-every 2 --sample-tokens 40"
+story() { sed -n 's/^sample after step 2: //p' "$tmp/$1.log"; }
+cpu a $run && gpu b $run && near "validation loss" "$(validation b)" "$(validation a)" 3e-3
 check "two validations" equal "$(grep -c '^validation after step' "$tmp/b.log")" 2
 check "the CPU's story: $(story a)" equal "$(story b | cut -c1-16)" "$(story a | cut -c1-16)"
-check "a story longer than the sequences: $(story b)" [ "$(story b | wc -c)" -gt 50 ]
+check "a story longer than the sequences: $(story b)" [ "$(story b | wc -c)" -gt 30 ]
 
 # The table of a step's operations: products and what moves memory, with shares of their limits.
 gpu a $common --precision fp8 --num-steps 3 --profile
