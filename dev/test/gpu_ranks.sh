@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # train_fp8cu on several GPUs of one host: every sharding strategy against one GPU, FP8 all-gather on and off, resuming on other GPU counts,
 # killed and interrupted ranks, and compute-sanitizer. Takes 4 GPUs, or 2 where there are fewer. Needs ./train_fp8cu, build/synth_stories and mpirun.
-# Ends with "N passed, N failed". SLOW=1 adds a rank that is stopped, which the others notice after 45 seconds.
+# Ends with "N passed, N failed". SLOW=1 adds ranks that are stopped and continued, and one that stays so, which the others notice after 45 seconds.
 set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
@@ -167,6 +167,16 @@ if [ "$status" = 0 ] && [ -z "$(alive)" ] && [ "$(grep -c '^stopped by signal' "
 else bad "SIGTERM to rank 1: status $status after $took s, $before checkpoints before, now $(ls "$tmp/stopped"): $(tail -n 5 "$tmp/stopped.log")"; fi
 
 if [ -n "${SLOW:-}" ]; then
+    start_endless suspended  # all of them, for longer than a rank may hang: what a batch system does to a job that has to wait
+    before=$(grep -c '^step ' "$tmp/suspended.log")
+    kill -STOP "${ranks[@]}"
+    sleep 55
+    kill -CONT "${ranks[@]}"
+    sleep 10
+    after=$(grep -c '^step ' "$tmp/suspended.log")
+    if kill -0 $launched && [ "$after" -gt $((before + 20)) ]; then ok "all ranks stopped for 55 s and continued: $((after - before)) steps more"; else bad "stopped and continued: $((after - before)) steps more: $(tail -n 4 "$tmp/suspended.log")"; fi
+    kill -TERM "${ranks[0]}"
+    await_end
     start_endless hung
     kill -STOP "${ranks[1]}"
     await_end
