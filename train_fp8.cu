@@ -89,7 +89,7 @@ typedef struct {
 // Of one step; written on the device.
 typedef struct {
     float loss;             // mean over the step's tokens
-    AdamwControl control;   // gradient norm, and whether the step was applied
+    AdamwControl control;   // gradient norm, and whether it is finite
 } StepStats;
 
 // One batch in flight: pinned host memory and its copy on the GPU.
@@ -136,7 +136,8 @@ typedef struct {
     bf16 *dx;                         // [R, C] gradient of the residual stream
     bf16 *dbranch, *dh, *dgate_up, *datt, *dqkv;  // gradients of the current layer
     GemmInput dy[NUM_LINEARS];        // gradients as the products read them
-    void *attention_workspace, *norm_workspace, *adamw_workspace;
+    void *attention_workspace, *norm_workspace;
+    double *adamw_workspace;
     void *attention_sums;             // partial sums of the gradients of QK-norm, and of the biases
     float *rope_table;                // [T, HD] cos, sin
     double *squares;                  // sum of squares of the gradient
@@ -455,7 +456,7 @@ static void place(Trainer *t, Arena *a) {
     for (int i = 0; i < TOKEN_SLOTS; i++) t->tokens[i].device = (int32_t *)arena_take(a, batch_bytes(t));
     place_activations(t, a);
     arena_group(a, "products, optimizer");
-    t->adamw_workspace = arena_take(a, (int64_t)adamw_workspace_bytes());
+    t->adamw_workspace = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
     t->gemm.workspace = arena_take(a, GEMM_WORKSPACE_BYTES);
     t->gemm.scratch = t->precision.emulated ? take_bf16(a, emulation_elements(t)) : NULL;
     t->gemm.alpha = t->precision.emulated ? take_float(a, 1) : NULL;
@@ -945,30 +946,46 @@ static void layers_changed(Trainer *t) {
     fsdp_layers_changed(f);
 }
 
-// AdamW on this rank's shard, and the FP8 weights that follow from it. The gradient norm, the clip factor and the decision to skip a
-// non-finite step stay on the device, and are the same on all ranks.
+// Whether the update hangs on the gradient norm: to clip by it, or to leave a step out. Otherwise AdamW takes the norm along, and a step whose norm is not
+// finite ends the run before anything of it is saved.
+static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
+
+// t->squares of this rank's gradients -> the norm over all ranks, and what follows from it. Stays on the device, and is the same on all ranks.
+static void finish_norm(Trainer *t) {
+    Fsdp *f = &t->fsdp;
+    fsdp_reduce_statistics(f, &t->stats->loss, t->squares);
+    adamw_norm(&t->stats->control, t->squares, fsdp_gradient_copies(f), t->grads, shard_backward_order(&t->table, &f->plan), (float)t->o->grad_clip, t->stream);
+}
+
+// AdamW on this rank's shard, and the FP8 weights that follow from it.
 static void optimizer_step(Trainer *t, int64_t step) {
     const Options *o = t->o;
     Fsdp *f = &t->fsdp;
     const ShardPlan *plan = &f->plan;
+    const bool norm_first = norm_comes_first(o);
     const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, o->master_weights == STORAGE_BF16_NEAREST,
                                      (uint64_t)o->seed);
     const AdamwArrays arrays = {t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, t->grads};
-    AdamwControl *control = &t->stats->control;
+    const AdamwUpdate update = {arrays, s, norm_first ? &t->stats->control : NULL, norm_first ? NULL : t->adamw_workspace};
     fsdp_compute_after(f);
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
-    adamw_squares(t->squares, t->grads, plan->total, t->adamw_workspace, t->stream);
-    mark_bytes(t, "gradient norm", plan->total * 2);
-    fsdp_reduce_statistics(f, &t->stats->loss, t->squares);
-    adamw_prepare(control, t->squares, fsdp_gradient_copies(f), t->grads, shard_backward_order(&t->table, plan), s, (float)o->grad_clip, t->stream);
-    adamw_update_root(&arrays, &t->table, plan, control, t->stream);
+    if (norm_first) {
+        adamw_squares(t->squares, t->grads, plan->total, t->adamw_workspace, t->stream);
+        mark_bytes(t, "gradient norm", plan->total * 2);
+        finish_norm(t);
+    }
+    adamw_update_root(&update, &t->table, plan, t->stream);
     fsdp_root_changed(f);
     if (t->delayed_scale) {  // the amaxes of the weights' last cast enter their histories
         const DelayedArrays d = delayed_arrays(t);
         delayed_update_all(&d, t->d.L, SCALE_WEIGHT, SCALE_INPUT, t->stream);
     }
     if (t->amaxes) clear_amaxes(t, SCALE_WEIGHT, SCALE_INPUT);
-    adamw_update_layers(&arrays, &t->table, plan, f->fp8 && fsdp_tensor_scales(f) ? t->amax + t->amax_at[SCALE_WEIGHT] : NULL, t->amaxes, control, t->stream);
+    adamw_update_layers(&update, &t->table, plan, f->fp8 && fsdp_tensor_scales(f) ? t->amax + t->amax_at[SCALE_WEIGHT] : NULL, t->amaxes, t->stream);
+    if (!norm_first) {
+        adamw_updated_squares(t->squares, &update, &t->table, plan, t->stream);
+        finish_norm(t);
+    }
     mark_bytes(t, "AdamW", plan->total * (2 + 2 * 2 * (o->optimizer_state == STORAGE_FP32 ? 4 : 2) + (t->master ? 10 : 4)));
     layers_changed(t);
     profile_mark(&t->profile, "weights: FP8 casts, gathers", PROFILE_WAIT, 0);

@@ -2,11 +2,13 @@
 // with one rank in the shard group they are the whole flat parameter array).
 //
 // The arithmetic of an element, its rounding bits and the clip factor are adamw_math.h's, shared with the CPU: same input, same bits.
-// Norm, clip factor and the gate stay in device memory (AdamwControl): nothing waits for the host. A step whose gradient norm is not finite
-// leaves weights and moments untouched.
+// Norm, clip factor and the gate stay in device memory (AdamwControl): nothing waits for the host.
 //
-// Bytes an element: norm 2. Update with bf16 weights and moments 8 read + 6 written; fp32 masters add 6, fp32 moments 8.
-// The amax that tensorwise FP8 needs of each new weight is taken on the way, at no extra traffic.
+// The norm comes first where the update hangs on it: gradients are clipped, or a step whose norm is not finite leaves weights and moments untouched.
+// Else the update takes the squares of the gradients on its way, as it takes the amax that tensorwise FP8 needs of each new weight: no gradient is
+// read twice.
+//
+// Bytes an element: norm by itself 2. Update with bf16 weights and moments 8 read + 6 written; fp32 masters add 6, fp32 moments 8.
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
@@ -14,12 +16,11 @@
 #include "cuda_utils.cuh"
 #include "shard_plan.h"
 
-// In device memory. adamw_prepare writes it, the updates obey it, the host may copy it.
+// What a step's gradient norm is, and what follows from it. In device memory: adamw_norm writes it, updates may obey it, the host may copy it.
 typedef struct {
-    AdamwStep step;
     float gradient_factor;  // clipping
     float gradient_norm;    // before clipping
-    uint32_t nonfinite;     // 1: the norm is not finite and the step is not applied
+    uint32_t nonfinite;     // 1: the norm is not finite, and an update that obeys changes nothing
     unsigned long long first_nonfinite;  // position, in backward order, of the first element of the rank's gradients that is not finite; ADAMW_NONE if there is none
 } AdamwControl;
 
@@ -30,15 +31,16 @@ typedef struct {
 
 enum { ADAMW_NORM_BLOCKS = 1056, ADAMW_NORM_THREADS = 512, ADAMW_NORM_VECTORS = 4 };
 
-// Sum over a block of ADAMW_NORM_THREADS, valid in thread 0.
+// Sum over a block of THREADS.
+template <int THREADS>
 __device__ static inline double adamw_block_sum(double x) {
-    __shared__ double sums[ADAMW_NORM_THREADS];
-    sums[threadIdx.x] = x;
-    for (int half = ADAMW_NORM_THREADS / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    }
-    return sums[0];
+    __shared__ double warps[THREADS / 32];
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_down_sync(0xffffffffu, x, lanes);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    double sum = 0;
+    for (int i = 0; i < THREADS / 32; i++) sum += warps[i];
+    return sum;
 }
 
 // partials[block] = sum of squares of the block's part. fp32 within 32 elements, double beyond. A gradient above 1.8e19 overflows to an infinite norm.
@@ -63,23 +65,22 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_squares_kerne
         }
         sum += (double)squares;
     }
-    sum = adamw_block_sum(sum);
+    sum = adamw_block_sum<ADAMW_NORM_THREADS>(sum);
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// *sum = the sum of all partials.
-static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_sum_kernel(double *total, const double *partials) {
+// sums[block] = sum of the block's part of values [n].
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_sum_kernel(double *sums, const double *values, int64_t n) {
     grid_dependency_wait();
     double sum = 0;
-    for (int i = threadIdx.x; i < ADAMW_NORM_BLOCKS; i += ADAMW_NORM_THREADS) sum += partials[i];
-    sum = adamw_block_sum(sum);
-    if (threadIdx.x == 0) *total = sum;
+    for (int64_t i = blockIdx.x * ADAMW_NORM_THREADS + threadIdx.x; i < n; i += gridDim.x * ADAMW_NORM_THREADS) sum += values[i];
+    sum = adamw_block_sum<ADAMW_NORM_THREADS>(sum);
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-static __global__ void adamw_prepare_kernel(AdamwControl *control, const double *squares, int64_t copies, AdamwStep step, float grad_clip) {
+static __global__ void adamw_norm_kernel(AdamwControl *control, const double *squares, int64_t copies, float grad_clip) {
     grid_dependency_wait();
     const double norm = sqrt(*squares / (double)copies);
-    control->step = step;
     control->gradient_norm = (float)norm;
     control->nonfinite = !(norm <= 3.4028234663852886e38);  // FLT_MAX; false for NaN
     control->gradient_factor = clip_factor(norm, grad_clip);
@@ -96,23 +97,19 @@ static __global__ void adamw_find_nonfinite_kernel(AdamwControl *control, const 
     if (first != ADAMW_NONE) atomicMin(&control->first_nonfinite, first);
 }
 
-// Bytes of device memory that adamw_squares needs at `workspace`.
-static inline size_t adamw_workspace_bytes(void) { return ADAMW_NORM_BLOCKS * sizeof(double); }
-
 // *squares (device) = sum of squares of gradients [n] (n a multiple of 8). Sharded gradients: the caller adds up those of all ranks.
-static inline void adamw_squares(double *squares, const bf16 *gradients, int64_t n, void *workspace, cudaStream_t stream) {
+// workspace: adamw_workspace_bytes.
+static inline void adamw_squares(double *squares, const bf16 *gradients, int64_t n, double *workspace, cudaStream_t stream) {
     if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
     require_aligned16(gradients, "adamw_squares", "gradients");
-    double *partials = (double *)workspace;
-    CUDA_LAUNCH(adamw_squares_kernel, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, partials, gradients, n);
-    CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, partials);
+    CUDA_LAUNCH(adamw_squares_kernel, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace, gradients, n);
+    CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, workspace, ADAMW_NORM_BLOCKS);
 }
 
-// Fills *control (device) for this step. *squares (device): sum of squares over `copies` copies of the whole gradient. This rank's part of it,
+// Fills *control (device). *squares (device): sum of squares over `copies` copies of the whole gradient. This rank's part of it,
 // gradients [order.total], is searched for what is not finite if the norm is not. grad_clip: largest norm, 0 for none.
-static inline void adamw_prepare(AdamwControl *control, const double *squares, int64_t copies, const bf16 *gradients, BackwardOrder order, AdamwStep step, float grad_clip,
-                                 cudaStream_t stream) {
-    CUDA_LAUNCH(adamw_prepare_kernel, 1, 1, 0, stream, control, squares, copies, step, grad_clip);
+static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t copies, const bf16 *gradients, BackwardOrder order, float grad_clip, cudaStream_t stream) {
+    CUDA_LAUNCH(adamw_norm_kernel, 1, 1, 0, stream, control, squares, copies, grad_clip);
     CUDA_LAUNCH(adamw_find_nonfinite_kernel, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
 }
 
@@ -127,6 +124,14 @@ typedef struct {
     bool fp32_moments;         // else bf16, stochastically rounded
     const bf16 *gradients;
 } AdamwArrays;
+
+// One step's update.
+typedef struct {
+    AdamwArrays arrays;
+    AdamwStep step;
+    const AdamwControl *control;  // obeyed; NULL: the step is applied as it is
+    double *squares;              // workspace (adamw_workspace_bytes) for sums of the gradients' squares, see adamw_updated_squares; NULL: not wanted
+} AdamwUpdate;
 
 // Consecutive elements of a rank's slices of a unit that are treated alike. Ends are counted in PARAMETER_ALIGNMENT elements from the unit's start.
 typedef struct {
@@ -147,7 +152,15 @@ typedef struct {
     AdamwRun runs[ADAMW_MAX_RUNS];
     uint32_t *amax;  // NULL: not wanted
     int64_t amax_stride;
+    double *squares;  // [count, blocks of a unit]; NULL: not wanted
 } AdamwUnits;
+
+// What holds for all elements of a step.
+typedef struct {
+    AdamwStep step;
+    float factor;  // of the gradients
+    bool refused;  // nothing is to change
+} AdamwTerms;
 
 // 8 elements of an array, stored as bf16 or fp32.
 template <bool FP32>
@@ -202,11 +215,11 @@ __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int
 
 // What adamw_update_8 does where adamw_update_fast may not be exact, and where the step is refused: nothing, but the weights have their magnitudes.
 template <bool MASTER, bool FP32_MOMENTS>
-__device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwControl &c, float kept, uint32_t largest) {
-    if (c.nonfinite) return amax_update(largest, bf16x8_load(a.weights + i));
+__device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c, float kept, uint32_t largest) {
+    if (c.refused) return amax_update(largest, bf16x8_load(a.weights + i));
 #pragma unroll 1
     for (int j = 0; j < 8; j++)
-        largest = amax_larger(largest, adamw_update_one<MASTER, FP32_MOMENTS>(a, i + j, 8 * group + j, &c.step, c.gradient_factor, kept != 1));
+        largest = amax_larger(largest, adamw_update_one<MASTER, FP32_MOMENTS>(a, i + j, 8 * group + j, &c.step, c.factor, kept != 1));
     return largest;
 }
 
@@ -246,9 +259,10 @@ __device__ static inline bool adamw_is_common(const float denominators[8], float
     return !((denominator < float_bits(limit)) | (smallest < low) | (smallest << 16 < low) | (largest >= high) | (largest << 16 >= high));
 }
 
-// Elements i .. i + 7, which are group `group` of the flat array. Joins the magnitudes of the new bf16 weights to `largest` (see amax_update).
+// Elements i .. i + 7, which are group `group` of the flat array. Joins the magnitudes of the new bf16 weights to `largest` (see amax_update), and adds
+// the squares of the gradients to *squares.
 template <bool MASTER, bool FP32_MOMENTS>
-__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwControl &c, float kept, uint32_t largest) {
+__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c, float kept, uint32_t largest, float *squares) {
     float w[8], m[8], v[8], g[8], denominators[8];
     uint32_t w_sum[8], m_sum[8], v_sum[8];
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
@@ -259,7 +273,8 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t 
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         AdamwElement e = {w[j], m[j], v[j]};
-        e = adamw_update_fast(e, __fmul_rn(g[j], c.gradient_factor), kept, c.step, &denominators[j]);
+        e = adamw_update_fast(e, __fmul_rn(g[j], c.factor), kept, c.step, &denominators[j]);
+        *squares = __fmaf_rn(g[j], g[j], *squares);
         w[j] = e.weight, m[j] = e.exp_avg, v[j] = e.exp_avg_sq;
         const AdamwRandom random = adamw_random_member(&c.step, hash, j);
         w_sum[j] = float_bits(w[j]) + (random.weight >> 16);  // the upper half is bf16_from_float_stochastic's, if w[j] is finite
@@ -268,7 +283,7 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t 
     }
     const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_upper_halves(w_sum);
     const uint32_t joined = amax_update(largest, weights);
-    if (!adamw_is_common(denominators, c.nonfinite ? INFINITY : 0x1p-33f, weights, joined))
+    if (!adamw_is_common(denominators, c.refused ? INFINITY : 0x1p-33f, weights, joined))
         return adamw_update_rare<MASTER, FP32_MOMENTS>(a, i, group, c, kept, largest);
     if (MASTER) adamw_store_fp32(a.master, i, w);
     bf16x8_store(a.weights + i, weights);
@@ -298,17 +313,18 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i)
     return a;
 }
 
-// A block's ADAMW_BLOCK elements, 8 a thread at a time. 16 threads share a run, because runs end at multiples of 128 elements. NEAREST is a
-// parameter, and what hangs on the run is looked up where a run begins, because the loop is bound by the instructions it issues.
+// A block's ADAMW_BLOCK elements, 8 a thread at a time. Returns the sum of the squares of this thread's gradients. 16 threads share a run, because runs
+// end at multiples of 128 elements. NEAREST is a parameter, and what hangs on the run is looked up where a run begins, because the loop is bound by the
+// instructions it issues.
 template <bool MASTER, bool FP32_MOMENTS, bool NEAREST>
-__device__ static inline void adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u, AdamwControl c) {
+__device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u, AdamwTerms c) {
     c.step.nearest_weights = NEAREST;
     const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT);
     const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first;
     const AdamwArrays a = adamw_arrays_from<MASTER, FP32_MOMENTS>(arrays, u.first + blockIdx.y * u.size + first);
     int run = 0, slot = -1;
     uint32_t end = 0, largest = 0;
-    float kept = 1;
+    float kept = 1, squares = 0;
     int64_t group = 0;
     for (uint32_t i = threadIdx.x * 8; i < ADAMW_BLOCK; i += ADAMW_THREADS * 8) {
         if (i >= end) {
@@ -321,22 +337,28 @@ __device__ static inline void adamw_update_block(uint32_t *amax, const AdamwArra
             kept = r.decay ? c.step.decay : 1.0f, group = (flat + r.shift) / 8;
             if (u.amax) slot = r.amax_slot;
         }
-        largest = adamw_update_8<MASTER, FP32_MOMENTS>(a, i, group + i / 8, c, kept, largest);
+        largest = adamw_update_8<MASTER, FP32_MOMENTS>(a, i, group + i / 8, c, kept, largest, &squares);
     }
     if (slot >= 0) adamw_publish(&amax[slot], largest);
+    return squares;
 }
 
-// blockIdx.y: unit; blockIdx.x: place in it. The bound asks for four blocks an SM, which the compiler allows by itself without masters (0).
+// blockIdx.y: unit; blockIdx.x: place in it. Four blocks an SM have 64 registers a thread; with fp32 masters and moments that is too few.
 template <bool MASTER, bool FP32_MOMENTS>
-static __global__ void __launch_bounds__(ADAMW_THREADS, MASTER ? 4 : 0)
-    adamw_update_kernel(const AdamwArrays a, const __grid_constant__ AdamwUnits u, const AdamwControl *control) {
+static __global__ void __launch_bounds__(ADAMW_THREADS, MASTER && FP32_MOMENTS ? 3 : 4)
+    adamw_update_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u) {
     grid_dependency_wait();
     __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
-    const AdamwControl c = *control;
+    AdamwTerms c = {update.step, 1, false};
+    if (update.control) c.factor = update.control->gradient_factor, c.refused = update.control->nonfinite;
     if (threadIdx.x < ADAMW_MAX_SLOTS) amax[threadIdx.x] = 0;
     __syncthreads();
-    if (!MASTER && c.step.nearest_weights) adamw_update_block<MASTER, FP32_MOMENTS, true>(amax, a, u, c);
-    else adamw_update_block<MASTER, FP32_MOMENTS, false>(amax, a, u, c);
+    const float squares = !MASTER && c.step.nearest_weights ? adamw_update_block<MASTER, FP32_MOMENTS, true>(amax, update.arrays, u, c)
+                                                            : adamw_update_block<MASTER, FP32_MOMENTS, false>(amax, update.arrays, u, c);
+    if (u.squares) {
+        const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
+        if (threadIdx.x == 0) u.squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
+    }
     if (!u.amax) return;
     __syncthreads();
     if (threadIdx.x >= ADAMW_MAX_SLOTS || amax[threadIdx.x] == 0) return;
@@ -381,34 +403,52 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
     return u;
 }
 
-static inline void adamw_launch(const AdamwArrays *a, const AdamwUnits *u, const AdamwControl *control, cudaStream_t stream) {
-    const dim3 grid(grid_size(u->size, ADAMW_BLOCK), (unsigned)u->count);
-    if (a->master && a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<true, true>, grid, ADAMW_THREADS, 0, stream, *a, *u, control);
-    else if (a->master) CUDA_LAUNCH(adamw_update_kernel<true, false>, grid, ADAMW_THREADS, 0, stream, *a, *u, control);
-    else if (a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<false, true>, grid, ADAMW_THREADS, 0, stream, *a, *u, control);
-    else CUDA_LAUNCH(adamw_update_kernel<false, false>, grid, ADAMW_THREADS, 0, stream, *a, *u, control);
+// Blocks that update a unit.
+static inline int64_t adamw_unit_blocks(const ShardPlan *plan, int64_t unit) { return grid_size(shard_unit_size(plan, unit), ADAMW_BLOCK); }
+
+enum { ADAMW_SUM_BLOCKS = 64 };
+
+// Sums of squares that the update of this rank's shard leaves in its workspace.
+static inline int64_t adamw_update_sums(const ParameterTable *t, const ShardPlan *plan) { return adamw_unit_blocks(plan, 0) + t->num_layers * adamw_unit_blocks(plan, 1); }
+
+// Bytes of device memory that a step needs as workspace.
+static inline int64_t adamw_workspace_bytes(const ParameterTable *t, const ShardPlan *plan) {
+    return (max_i64(ADAMW_NORM_BLOCKS, adamw_update_sums(t, plan)) + ADAMW_SUM_BLOCKS) * (int64_t)sizeof(double);
 }
 
-static inline void adamw_check_arrays(const AdamwArrays *a) {
+static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
+    const AdamwArrays *a = &w->arrays;
     const void *pointers[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, a->gradients};
     for (int i = 0; i < 5; i++) require_aligned16(pointers[i], "adamw", "an array");
+    const dim3 grid(grid_size(u->size, ADAMW_BLOCK), (unsigned)u->count);
+    if (a->master && a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<true, true>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    else if (a->master) CUDA_LAUNCH(adamw_update_kernel<true, false>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    else if (a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<false, true>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    else CUDA_LAUNCH(adamw_update_kernel<false, false>, grid, ADAMW_THREADS, 0, stream, *w, *u);
 }
 
-// One step over this rank's part of the root unit.
-static inline void adamw_update_root(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan, const AdamwControl *control, cudaStream_t stream) {
-    adamw_check_arrays(a);
-    const AdamwUnits root = adamw_units(t, plan, 0, 1);
-    adamw_launch(a, &root, control, stream);
+// Updates this rank's part of the root unit.
+static inline void adamw_update_root(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, cudaStream_t stream) {
+    AdamwUnits root = adamw_units(t, plan, 0, 1);
+    root.squares = w->squares;
+    adamw_launch(w, &root, stream);
 }
 
-// One step over this rank's part of all layers. amax (NULL: not wanted): the j-th fused FP8 weight of layer l (in table order: qkv, o, gate_up, down)
+// Updates this rank's part of all layers. amax (NULL: not wanted): the j-th fused FP8 weight of layer l (in table order: qkv, o, gate_up, down)
 // raises amax[l * amax_stride + j] to the largest magnitude in this rank's part, also when the step is not applied; the caller has cleared the slots.
-static inline void adamw_update_layers(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan, uint32_t *amax, int64_t amax_stride,
-                                       const AdamwControl *control, cudaStream_t stream) {
-    adamw_check_arrays(a);
+static inline void adamw_update_layers(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, uint32_t *amax, int64_t amax_stride, cudaStream_t stream) {
     AdamwUnits layers = adamw_units(t, plan, 1, t->num_layers);
     layers.amax = amax, layers.amax_stride = amax_stride;
-    adamw_launch(a, &layers, control, stream);
+    layers.squares = w->squares ? w->squares + adamw_unit_blocks(plan, 0) : NULL;
+    adamw_launch(w, &layers, stream);
+}
+
+// *squares (device) = sum of squares of this rank's gradients, from the workspace of an update of the root unit and all layers.
+static inline void adamw_updated_squares(double *squares, const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, cudaStream_t stream) {
+    const int64_t count = adamw_update_sums(t, plan);
+    double *parts = w->squares + count;
+    CUDA_LAUNCH(adamw_sum_kernel, ADAMW_SUM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, parts, w->squares, count);
+    CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, parts, ADAMW_SUM_BLOCKS);
 }
 
 #endif

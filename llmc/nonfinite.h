@@ -1,4 +1,5 @@
-// What both trainers do about a step whose gradient norm is not finite. It has changed no weight and no state: the optimizers ask first.
+// What both trainers do about a step whose gradient norm is not finite: end the run before anything of the step is saved, or skip it. A skipped step has
+// changed no weight and no state: the optimizers ask first.
 #ifndef LLMC_NONFINITE_H
 #define LLMC_NONFINITE_H
 
@@ -34,10 +35,10 @@ static inline void nonfinite_report(const Options *o, const Comm *c, const Param
     char place[320];
     nonfinite_place(t, c, position, place, sizeof place);
     if (o->on_nonfinite == NONFINITE_STOP)
-        die("step %lld: the gradient norm is not finite, %s; the loss is %g. The weights are those of step %lld. A smaller --learning-rate, --grad-clip 1 or more "
-            "--warmup-steps may help; --on-nonfinite skip leaves such steps out", (long long)step + 1, place, loss, (long long)step);
+        die("step %lld: the gradient norm is not finite, %s; the loss is %g. Nothing of this step is saved. A smaller --learning-rate, --grad-clip 1 or more "
+            "--warmup-steps may help; --on-nonfinite skip leaves such steps out", (long long)step + 1, place, loss);
     if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
-        die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %s; the loss is %g. The weights are those before them. A smaller "
+        die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %s; the loss is %g. A smaller "
             "--learning-rate may help", (long long)step + 1, (long long)skipped_in_a_row, place, loss);
     if (c->rank == 0) warn("step %lld skipped: the gradient norm is not finite, %s; the loss is %g", (long long)step + 1, place, loss);
 }

@@ -67,7 +67,7 @@ enum { FREE, MUST_MATCH };
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "decay of the second moment") \
     REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "added to the root of the second moment") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, "largest global gradient norm; 0: off") \
-    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a non-finite gradient norm never reaches the weights: stop, or skip the step, which still counts for schedule and bias correction (10 in a row stop)") \
+    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a gradient norm that is not finite ends the run, with nothing of its step saved; skip: the step changes no weight, but counts for schedule and bias correction (10 in a row stop)") \
     GROUP("ranks (mpirun -np N)") \
     CHOICE(sharding, "sharding", SHARDING_FULL, "full|grad_op|none|hybrid", FREE, "of weights, gradients and optimizer state; grad_op: weights stay whole for a step; hybrid: full within --shard-size ranks, replicas across") \
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, "ranks that share one copy of the model with --sharding hybrid; divides the ranks") \

@@ -114,48 +114,77 @@ static State shard_state(const ParameterTable *t, const ShardPlan *plan, const S
     return s;
 }
 
-// The step of the rank at plan->place. Its new arrays are compared with `want` where the step is not refused.
+static AdamwArrays arrays_upload(const State *s, Variant v) {
+    AdamwArrays a = {};
+    a.weights = (bf16 *)upload(s->weights, s->n, false), a.master = v.master ? (float *)upload(s->weights, s->n, true) : NULL;
+    a.exp_avg = upload(s->exp_avg, s->n, v.fp32_moments), a.exp_avg_sq = upload(s->exp_avg_sq, s->n, v.fp32_moments);
+    a.fp32_moments = v.fp32_moments, a.gradients = (bf16 *)upload(s->gradients, s->n, false);
+    return a;
+}
+
+static void arrays_check(const char *label, const AdamwArrays *a, Variant v, const State *want) {
+    check_array(label, "weights", a->weights, want->weights, want->n, false);
+    if (v.master) check_array(label, "master weights", a->master, want->weights, want->n, true);
+    check_array(label, "exp_avg", a->exp_avg, want->exp_avg, want->n, v.fp32_moments);
+    check_array(label, "exp_avg_sq", a->exp_avg_sq, want->exp_avg_sq, want->n, v.fp32_moments);
+}
+
+static void arrays_free(AdamwArrays *a) {
+    void *device[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, (void *)a->gradients};
+    for (void *p : device)
+        if (p) bench_free(p);
+}
+
+// The step of the rank at plan->place. Its new arrays are compared with `want`, which are the old ones where the step is refused.
 static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v, const State *before, const State *want, const double *squares, AdamwStep step,
                        uint32_t *amax) {
-    AdamwArrays a = {};
-    a.weights = (bf16 *)upload(before->weights, before->n, false), a.master = v.master ? (float *)upload(before->weights, before->n, true) : NULL;
-    a.exp_avg = upload(before->exp_avg, before->n, v.fp32_moments), a.exp_avg_sq = upload(before->exp_avg_sq, before->n, v.fp32_moments);
-    a.fp32_moments = v.fp32_moments, a.gradients = (bf16 *)upload(before->gradients, before->n, false);
+    AdamwArrays a = arrays_upload(before, v);
     AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
     const BackwardOrder order = shard_backward_order(t, plan);
-    adamw_prepare(control, squares, 1, a.gradients, order, step, v.clip, 0);
-    adamw_update_root(&a, t, plan, control, 0);
-    adamw_update_layers(&a, t, plan, amax, AMAX_STRIDE, control, 0);
+    const AdamwUpdate update = {a, step, control, NULL};
+    adamw_norm(control, squares, 1, a.gradients, order, v.clip, 0);
+    adamw_update_root(&update, t, plan, 0);
+    adamw_update_layers(&update, t, plan, amax, AMAX_STRIDE, 0);
     AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
     unsigned long long first_bad = ADAMW_NONE;
     for (int64_t position = before->n - 1; position >= 0; position--)
         if (!isfinite(before->gradients[backward_position(order, position)])) first_bad = (unsigned long long)position;
     CHECK(c->nonfinite == (v.bad_element >= 0) && c->first_nonfinite == first_bad, "%s: flag %u, first non-finite position %llu, want %llu", label, c->nonfinite, c->first_nonfinite, first_bad);
-    check_array(label, "weights", a.weights, want->weights, want->n, false);
-    if (v.master) check_array(label, "master weights", a.master, want->weights, want->n, true);
-    check_array(label, "exp_avg", a.exp_avg, want->exp_avg, want->n, v.fp32_moments);
-    check_array(label, "exp_avg_sq", a.exp_avg_sq, want->exp_avg_sq, want->n, v.fp32_moments);
-    void *device[] = {a.weights, a.master, a.exp_avg, a.exp_avg_sq, (void *)a.gradients, control};
-    for (void *p : device)
-        if (p) bench_free(p);
-    free(c);
+    arrays_check(label, &a, v, want);
+    free(c), bench_free(control);
+    arrays_free(&a);
+}
+
+// The same with a norm that comes with the update and refuses nothing. Returns the rank's sum of squares. `want` and amax are NULL where gradients are not finite.
+static double check_rank_unconditional(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v, const State *before, const State *want, AdamwStep step, uint32_t *amax) {
+    AdamwArrays a = arrays_upload(before, v);
+    double *squares = (double *)bench_alloc(sizeof *squares);
+    const AdamwUpdate update = {a, step, NULL, (double *)bench_alloc(adamw_workspace_bytes(t, plan))};
+    adamw_update_root(&update, t, plan, 0);
+    adamw_update_layers(&update, t, plan, amax, AMAX_STRIDE, 0);
+    adamw_updated_squares(squares, &update, t, plan, 0);
+    double *got = (double *)bench_download(squares, sizeof *got, label);
+    const double sum = *got;
+    if (want) arrays_check(label, &a, v, want);
+    free(got), bench_free(squares), bench_free(update.squares);
+    arrays_free(&a);
+    return sum;
 }
 
 // Sum of squares of the gradients of all ranks, each by the kernel, in device memory.
 static double *sum_squares(const ParameterTable *t, int64_t group, const State *flat) {
     double *squares = (double *)bench_alloc(sizeof(double)), sum = 0;
-    void *workspace = bench_alloc((int64_t)adamw_workspace_bytes());
     for (int64_t place = 0; place < group; place++) {
         const ShardPlan plan = shard_plan(t, group, place);
         State s = shard_state(t, &plan, flat);
         bf16 *gradients = (bf16 *)upload(s.gradients, s.n, false);
+        double *workspace = (double *)bench_alloc(adamw_workspace_bytes(t, &plan));
         adamw_squares(squares, gradients, s.n, workspace, 0);
         double *part = (double *)bench_download(squares, sizeof *part, "squares");
         sum += *part;
-        bench_free(gradients), free(part), free_state(&s);
+        bench_free(gradients), bench_free(workspace), free(part), free_state(&s);
     }
     CUDA_CHECK(cudaMemcpy(squares, &sum, sizeof sum, cudaMemcpyHostToDevice));
-    bench_free(workspace);
     return squares;
 }
 
@@ -185,12 +214,15 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
         adamw_reference(flat.weights + p->offset, flat.exp_avg + p->offset, flat.exp_avg_sq + p->offset, flat.gradients + p->offset, p->offset, parameter_elements(p), p->flags & PARAM_DECAY,
                         factor, !v.master, !v.fp32_moments, &step);
     }
+    double taken_along = 0;
     for (int64_t place = 0; place < group; place++) {
         const ShardPlan plan = shard_plan(&t, group, place);
         State want = shard_state(&t, &plan, &flat);
         check_rank(label, &t, &plan, v, &before[place], &want, squares, step, amax);
+        if (v.clip == 0) taken_along += check_rank_unconditional(label, &t, &plan, v, &before[place], bad ? NULL : &want, step, bad ? NULL : amax);
         free_state(&want), free_state(&before[place]);
     }
+    if (v.clip == 0) CHECK(bad ? !isfinite(taken_along) : fabs(taken_along / *sum - 1) < 1e-6, "%s: squares %.9g with the update, %.9g by themselves", label, taken_along, *sum);
     uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label);
     check_amax(label, &t, slots, AMAX_STRIDE, flat.weights);
     free(before), free(sum), free(slots), bench_free(squares), bench_free(amax);
@@ -283,8 +315,7 @@ typedef struct {
     AdamwArrays a;
     AdamwControl *control;
     uint32_t *amax;
-    double *squares;
-    void *workspace;
+    double *squares, *workspace;
 } Model;
 
 static Model model_create(const char *preset, bool master, bool fp32_moments) {
@@ -297,19 +328,22 @@ static Model model_create(const char *preset, bool master, bool fp32_moments) {
     x.a.exp_avg = bench_zeros(n * moment), x.a.exp_avg_sq = bench_zeros(n * moment), x.a.fp32_moments = fp32_moments;
     x.a.gradients = bench_random(n, 5, 1e-3f);
     initialize_parameters(x.a.weights, x.a.master, &x.t, &x.plan, 0.02f, 1, 0);
-    x.control = (AdamwControl *)bench_alloc(sizeof(AdamwControl)), x.workspace = bench_alloc((int64_t)adamw_workspace_bytes());
+    x.control = (AdamwControl *)bench_alloc(sizeof(AdamwControl)), x.workspace = (double *)bench_alloc(adamw_workspace_bytes(&x.t, &x.plan));
     x.amax = (uint32_t *)bench_zeros(x.m.num_layers * AMAX_STRIDE * 4), x.squares = (double *)bench_alloc(sizeof(double));
     return x;
 }
 
-static void model_norm(const Model *x, AdamwStep step, float clip) {
+static void model_norm(const Model *x, float clip) {
     adamw_squares(x->squares, x->a.gradients, x->t.total, x->workspace, 0);
-    adamw_prepare(x->control, x->squares, 1, x->a.gradients, backward_order(&x->t), step, clip, 0);
+    adamw_norm(x->control, x->squares, 1, x->a.gradients, backward_order(&x->t), clip, 0);
 }
 
-static void model_update(const Model *x) {
-    adamw_update_root(&x->a, &x->t, &x->plan, x->control, 0);
-    adamw_update_layers(&x->a, &x->t, &x->plan, x->amax, AMAX_STRIDE, x->control, 0);
+// norm_first: model_norm has been called, and is obeyed.
+static void model_update(const Model *x, AdamwStep step, bool norm_first) {
+    const AdamwUpdate update = {x->a, step, norm_first ? x->control : NULL, norm_first ? NULL : x->workspace};
+    adamw_update_root(&update, &x->t, &x->plan, 0);
+    adamw_update_layers(&update, &x->t, &x->plan, x->amax, AMAX_STRIDE, 0);
+    if (!norm_first) adamw_updated_squares(x->squares, &update, &x->t, &x->plan, 0);
 }
 
 static void model_free(Model *x) {
@@ -324,13 +358,13 @@ static void check_large(void) {
     Model x = model_create("llama3.1-8b", false, false);
     const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 7);
     enum { WINDOW = 1024 };
-    model_norm(&x, step, 1.0f);
+    model_norm(&x, 0);
     AdamwControl *c = (AdamwControl *)bench_download(x.control, sizeof *c, "control");
     const float want_norm = (float)(1e-3 * sqrt((double)x.t.total));  // of independent normal values: within 1e-4, five standard deviations and bf16's rounding
     check_close("norm of 8e9 values", &c->gradient_norm, &want_norm, 1, 1, 1e-4, 0);
     bf16_bits (*before)[2][WINDOW] = (bf16_bits(*)[2][WINDOW])xcalloc((size_t)x.t.count, sizeof *before);
     for (int run = 0; run < 2; run++) {
-        if (run) model_update(&x);
+        if (run) model_update(&x, step, false);
         for (int64_t k = 0; k < x.t.count; k++) {
             const Parameter *p = &x.t.entries[k];
             const int64_t n = min_i64(WINDOW, parameter_elements(p)), first = p->offset + parameter_elements(p) - n;  // the tensor's last elements
@@ -348,7 +382,10 @@ static void check_large(void) {
             free(w), free(g), free(want);
         }
     }
-    free(before), free(c);
+    double *squares = (double *)bench_download(x.squares, sizeof *squares, "squares");
+    const float norm = (float)sqrt(*squares);
+    check_close("norm of 8e9 values, with the update", &norm, &c->gradient_norm, 1, 1, 1e-6, 0);
+    free(before), free(c), free(squares);
     model_free(&x);
 }
 
@@ -358,13 +395,15 @@ static void bench_model(Bench *b, const char *preset, bool master, bool fp32_mom
     const AdamwStep step = adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, false, 7);
     char shape[64];
     format_checked(shape, sizeof shape, "%s", preset);
-    double us = bench_time_us(b, [&] { model_norm(&x, step, 1.0f); });
+    double us = bench_time_us(b, [&] { model_norm(&x, 1.0f); });
     bench_report(b, "gradient norm", shape, us, 2 * n);
-    us = bench_time_us(b, [&] { model_update(&x); });
-    char name[64];
-    format_checked(name, sizeof name, "AdamW, weights %s, moments %s", master ? "fp32" : "bf16", fp32_moments ? "fp32" : "bf16");
-    bench_report(b, name, shape, us, n * (2 + (master ? 10 : 4) + (fp32_moments ? 16 : 8)),
-                 master && fp32_moments ? NULL : "arithmetic beside the bytes: square root, quotient and stochastic rounding of every element");
+    for (int norm_first = 1; norm_first >= 0; norm_first--) {
+        us = bench_time_us(b, [&] { model_update(&x, step, norm_first); });
+        char name[64];
+        format_checked(name, sizeof name, "AdamW, weights %s, moments %s%s", master ? "fp32" : "bf16", fp32_moments ? "fp32" : "bf16", norm_first ? "" : ", norm");
+        bench_report(b, name, shape, us, n * (2 + (master ? 10 : 4) + (fp32_moments ? 16 : 8)),
+                     master && fp32_moments ? NULL : "arithmetic beside the bytes: square root, quotient and stochastic rounding of every element");
+    }
     model_free(&x);
 }
 
@@ -379,7 +418,7 @@ int main(int argc, char **argv) {
                 const bool master = kind & 1, moments = kind & 2;
                 const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false}, {master, moments, 1e-3f, 1e-8, 1e-5, -1, false}, {master, moments, 0, 1e-15, 1e-2, -1, false},
                                             {master, moments, 1, 1e-8, 0, -1, false},    {master, moments, 1, 1e-25, 1e-3, -1, false}, {master, moments, 1, 1e-8, 1e-3, 12345, false},
-                                            {master, moments, 0, 1e-8, 1e-3, -1, true}};
+                                            {master, moments, 0, 1e-8, 1e-3, 12345, false}, {master, moments, 0, 1e-8, 1e-3, -1, true}};
                 for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) check_step(preset, variants[i], 1 + 100 * (int64_t)i, i == 0 ? 1 : i == 1 ? 5 : 1 + (int64_t)i % 3);
                 if (kind < 2) check_initialize(preset, kind, 1 + 2 * kind);
             }

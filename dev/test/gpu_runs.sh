@@ -127,7 +127,7 @@ check "--profile has products" grep -qE '^  [a-z].* TFLOP/s +[0-9.]+%$' "$tmp/a.
 gpu a $common --precision bf16 --num-steps 2 --checkpoint-dir "$tmp/whole" --export-hf "$tmp/export"
 for file in config.json model.safetensors; do check "exported $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"; done
 head -c 512 /dev/zero | tr '\0' '\177' | dd of="$tmp/export/model.safetensors" bs=1 seek=$(($(stat -c %s "$tmp/export/model.safetensors") - 512)) conv=notrunc 2>/dev/null
-fails "step 1: the gradient norm is not finite, first, in backward order, in .*, element [0-9]*; the loss is .* The weights are those of step 0" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20
+fails "step 1: the gradient norm is not finite, first, in backward order, in .*, element [0-9]*; the loss is .* Nothing of this step is saved" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20
 fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20 --on-nonfinite skip
 check "skipped steps say so" equal "$(grep -c '^warning: step [0-9]* skipped: the gradient norm is not finite, first' "$tmp/refused.log")" 9
 

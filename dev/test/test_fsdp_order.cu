@@ -357,10 +357,10 @@ static void micro_step(Rank *r, bool last) {
     fsdp_reduce_replicas(f, 0, last);
 }
 
-static void read_reduced_gradients(Rank *r) {
+static void read_reduced_gradients(Rank *r, int64_t step) {
     const Fsdp *f = &r->f;
     for (int64_t unit = 0; unit < unit_count(f->table); unit++)
-        note_read(f->stream, f->grads + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit) * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, unit, f->world));
+        note_read(f->stream, f->grads + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit) * (int64_t)sizeof(bf16), gradients_of(step, r->micro, unit, f->world));
 }
 
 static void write_weights(Rank *r, int64_t unit) {
@@ -368,27 +368,39 @@ static void write_weights(Rank *r, int64_t unit) {
     note_write(f->stream, f->weights + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit) * (int64_t)sizeof(bf16), weights_of(r->step, unit));
 }
 
-static void change_weights(Rank *r) {
+static void update_weights(Rank *r) {
     Fsdp *f = &r->f;
     r->step++;
     write_weights(r, 0);
     fsdp_root_changed(f);
     note_write(f->stream, f->amax, f->table->num_layers * f->amax_stride * (int64_t)sizeof(uint32_t), ORDER_UNWRITTEN);
     for (int64_t unit = 1; unit < unit_count(f->table); unit++) write_weights(r, unit);
+}
+
+static void weights_updated(Rank *r) {
+    Fsdp *f = &r->f;
     if (f->fp8 && fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD);
     fsdp_layers_changed(f);
 }
 
-static void optimizer(Rank *r) {
+// Of the gradients of step `step`, which the weights may be ahead of.
+static void reduce_norm(Rank *r, int64_t step) {
+    Fsdp *f = &r->f;
+    note_write(f->stream, r->squares, sizeof *r->squares, gradients_of(step, r->micro, STATISTICS, 1));
+    fsdp_reduce_statistics(f, r->loss, r->squares);
+    note_read(f->stream, r->squares, sizeof *r->squares, gradients_of(step, r->micro, STATISTICS, f->sharded ? f->world : 1));
+    note_read(f->stream, r->loss, sizeof *r->loss, gradients_of(step, r->micro, STATISTICS, f->world));
+    read_reduced_gradients(r, step);
+}
+
+static void optimizer(Rank *r, bool norm_first) {
     Fsdp *f = &r->f;
     fsdp_compute_after(f);
-    read_reduced_gradients(r);
-    note_write(f->stream, r->squares, sizeof *r->squares, gradients_of(r->step, r->micro, STATISTICS, 1));
-    fsdp_reduce_statistics(f, r->loss, r->squares);
-    note_read(f->stream, r->squares, sizeof *r->squares, gradients_of(r->step, r->micro, STATISTICS, f->sharded ? f->world : 1));
-    note_read(f->stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, f->world));
-    read_reduced_gradients(r);
-    change_weights(r);
+    read_reduced_gradients(r, r->step);
+    if (norm_first) reduce_norm(r, r->step);
+    update_weights(r);
+    if (!norm_first) reduce_norm(r, r->step - 1);
+    weights_updated(r);
 }
 
 static void validation(Rank *r) {
@@ -404,7 +416,7 @@ typedef struct {
     int precision, recipe, sharding, gather, reduce, recompute, cache, copies;
     const char *filter;
     int64_t world, layers, accumulation;
-    bool untied, many_tokens;
+    bool untied, many_tokens, norm_first;
 } Case;
 
 // The buffer of a rank that an address is in.
@@ -478,12 +490,13 @@ static void create_rank(const Case *c, const ParameterTable *table, const Precis
     fsdp_create(&r->f);
 }
 
-static void enqueue_steps(Rank *r, int64_t accumulation) {
-    change_weights(r);
+static void enqueue_steps(Rank *r, int64_t accumulation, bool norm_first) {
+    update_weights(r);
+    weights_updated(r);
     for (int step = 0; step < 3; step++) {
         for (r->micro = 0; r->micro < accumulation; r->micro++) micro_step(r, r->micro + 1 == accumulation);
         r->micro--;
-        optimizer(r);
+        optimizer(r, norm_first);
         if (step == 0) forward(r), loss(r);  // a sample
         if (step == 1) validation(r);
     }
@@ -504,7 +517,7 @@ static void run_case(const Case *c, uint64_t seed) {
     order_begin(c->world, stream_names, buffer_name);
     for (int64_t rank = 0; rank < c->world; rank++) {
         create_rank(c, &table, &precision, &o, rank);
-        enqueue_steps(&ranks[rank], c->accumulation);
+        enqueue_steps(&ranks[rank], c->accumulation, c->norm_first);
     }
     order_run(seed);
     for (int64_t rank = 0; rank < c->world; rank++) fsdp_destroy(&ranks[rank].f);
@@ -515,10 +528,10 @@ static void run_case(const Case *c, uint64_t seed) {
 static void check_case(const Case *c) {
     run_case(c, 1);
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
-          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies %d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d: "
+          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies %d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, norm first %d: "
           "%lld races, %lld wrong contents, %lld streams stuck; %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies, (long long)c->world, (long long)c->layers,
-          (long long)c->accumulation, c->untied, c->many_tokens, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
+          (long long)c->accumulation, c->untied, c->many_tokens, c->norm_first, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
     if (c->sharding == SHARDING_FULL) CHECK((copied > 0) == (c->copies == ON), "copies %d, and %lld copies", c->copies, (long long)copied);
 }
 
@@ -531,8 +544,9 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                 for (int reduce = REDUCE_BF16; reduce <= REDUCE_FP32; reduce++)
                     for (int i = 0; i < 4; i++)
                         for (int64_t accumulation = 1; accumulation < 4; accumulation++)
-                            for (int root = 0; root < 4; root++) {
-                                const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, copies, filter, world, layers[i], accumulation, root % 2 > 0, root / 2 > 0};
+                            for (int ends = 0; ends < 8; ends++) {
+                                const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, copies, filter, world, layers[i], accumulation, ends % 2 > 0, ends / 2 % 2 > 0,
+                                                ends / 4 > 0};
                                 check_case(&c);
                             }
 }
@@ -558,7 +572,7 @@ static void check_omissions(void) {
         {{"handover", 0, -1}, SHARDING_FULL, OFF}, {{"handover", 0, 3}, SHARDING_HYBRID, ON}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
-            const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, 3, 2, true, false};
+            const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, 3, 2, true, false, seed % 2 > 0};
             omission = all[i].omission;
             run_case(&c, seed);
             CHECK(order.races + order.wrong + order.stuck > 0, "sharding %d, copies %d: it is not noticed that \"%s\" %lld is left out", c.sharding, c.copies, omission.what,

@@ -63,7 +63,7 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "workspace of products", t->gemm.workspace, GEMM_WORKSPACE_BYTES);
     needed_always(m, "emulated operands", t->gemm.scratch, emulation_elements(t) * 2);
     needed_always(m, "their scale", t->gemm.alpha, 4);
-    needed_always(m, "workspace of the optimizer", t->adamw_workspace, (int64_t)adamw_workspace_bytes());
+    needed_always(m, "workspace of the optimizer", t->adamw_workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
 }
 
 // Gradients: each from the moment it is written, or always where micro-steps add to it.
