@@ -456,8 +456,8 @@ static void place(Trainer *t, Arena *a) {
     for (int i = 0; i < TOKEN_SLOTS; i++) t->tokens[i].device = (int32_t *)arena_take(a, batch_bytes(t));
     place_activations(t, a);
     arena_group(a, "products, optimizer");
-    t->adamw_workspace = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
-    t->gemm.workspace = arena_take(a, GEMM_WORKSPACE_BYTES);
+    t->gemm.workspace = arena_take(a, max_i64(GEMM_WORKSPACE_BYTES, adamw_workspace_bytes(&t->table, &t->fsdp.plan)));
+    t->adamw_workspace = (double *)t->gemm.workspace;  // no product runs beside the optimizer
     t->gemm.scratch = t->precision.emulated ? take_bf16(a, emulation_elements(t)) : NULL;
     t->gemm.alpha = t->precision.emulated ? take_float(a, 1) : NULL;
 }
