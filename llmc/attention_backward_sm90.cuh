@@ -214,6 +214,33 @@ template <int HD> __device__ __forceinline__ void attention_backward_scores(floa
     wgmma_commit();
 }
 
+// The causal mask on S^T of a thread whose first key is `key`; its queries begin at `query`.
+template <int N> __device__ __forceinline__ void attention_backward_mask(float (&s)[N], int key, int query) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (key + i % 4 / 2 * 8 > query + i / 4 * 8 + i % 2) s[i] = -INFINITY;
+}
+
+// S^T -> P^T. stats: the base-2 log-sum-exp of this thread's first query, in shared memory.
+template <int N> __device__ __forceinline__ void attention_backward_probabilities(float (&s)[N], uint32_t stats, float scale) {
+#pragma unroll
+    for (int j = 0; j < N / 4; j++) {
+        float2 lse = attention_backward_stat(stats + j * 32);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++) s[i] = exp2_approx(s[i] * scale - (i % 2 ? lse.y : lse.x));
+    }
+}
+
+// dP^T -> dS^T = P^T (dP^T - delta). stats: the delta of its first query.
+template <int N> __device__ __forceinline__ void attention_backward_dscores(float (&dp)[N], const float (&p)[N], uint32_t stats) {
+#pragma unroll
+    for (int j = 0; j < N / 4; j++) {
+        float2 delta = attention_backward_stat(stats + j * 32);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++) dp[i] = p[i] * (dp[i] - (i % 2 ? delta.y : delta.x));
+    }
+}
+
 // dV += P^T dO or dK += dS^T Q of one warpgroup: 64 keys x HD, contraction over the tile's queries. Not waited for.
 template <int HD> __device__ __forceinline__ void attention_backward_accumulate(float (&d)[HD / 2], const uint32_t (&a)[HD == 128 ? 4 : 8][4],
                                                                                 uint32_t queries) {
@@ -222,6 +249,16 @@ template <int HD> __device__ __forceinline__ void attention_backward_accumulate(
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < MQ / 16; k++) wgmma_rs<1>(d, a[k], wgmma_desc_mn_major(queries + k * 2048, MQ * 128), 1);
+    wgmma_commit();
+}
+
+// dQ = dS K of one warpgroup w: 64 queries x 64 columns, contraction over the block's keys. Not waited for.
+template <int HD> __device__ __forceinline__ void attention_backward_start_dq(float (&dq)[32], uint32_t ds, uint32_t keys, int w) {
+    wgmma_fence_registers(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+        wgmma_ss<1, 1>(dq, wgmma_desc_mn_major(ds + (HD == 128 ? 0 : w * 128 * 128) + k * 2048, 128 * 128), wgmma_desc_mn_major(keys + k * 2048, 128 * 128), k != 0);
     wgmma_commit();
 }
 
@@ -332,27 +369,13 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
         float dp[MQ / 2];
         mbarrier_wait(smem + L::DO_FULL + 8 * stage, step / L::STAGES & 1);
         attention_backward_scores<HD>(dp, my_v, dout);
-        if (m * MQ < u.tile * 128 + w * 64 + 63) {
-#pragma unroll
-            for (int i = 0; i < MQ / 2; i++)
-                if (key + i % 4 / 2 * 8 > m * MQ + i / 4 * 8 + lane % 4 * 2 + i % 2) s[i] = -INFINITY;
-        }
-#pragma unroll
-        for (int j = 0; j < MQ / 8; j++) {
-            float2 lse = attention_backward_stat(stats + j * 32);
-#pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; i++) s[i] = exp2_approx(s[i] * scale - (i % 2 ? lse.y : lse.x));
-        }
+        if (m * MQ < u.tile * 128 + w * 64 + 63) attention_backward_mask(s, key, m * MQ + lane % 4 * 2);
+        attention_backward_probabilities(s, stats, scale);
         uint32_t a[MQ / 16][4];
         attention_backward_pack(a, s, 1.0f);
         wgmma_wait<0>();
         wgmma_fence_registers(dp);
-#pragma unroll
-        for (int j = 0; j < MQ / 8; j++) {
-            float2 delta = attention_backward_stat(stats + MQ * 4 + j * 32);
-#pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; i++) dp[i] = s[i] * (dp[i] - (i % 2 ? delta.y : delta.x));
-        }
+        attention_backward_dscores(dp, s, stats + MQ * 4);
         uint32_t da[MQ / 16][4];
         attention_backward_pack(da, dp, 1.0f);
         attention_backward_store_tile(ds + w * 64 * 128, 128 * 128, da);
@@ -362,13 +385,7 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
         named_barrier_sync(1, 256);
 
         float dq[32];
-        wgmma_fence_registers(dq);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 8; k++)
-            wgmma_ss<1, 1>(dq, wgmma_desc_mn_major(ds + (HD == 128 ? 0 : w * 128 * 128) + k * 2048, 128 * 128),
-                           wgmma_desc_mn_major(dq_k + k * 2048, 128 * 128), k != 0);
-        wgmma_commit();
+        attention_backward_start_dq<HD>(dq, ds, dq_k, w);
         wgmma_wait<2>();
         if (lane == 0) mbarrier_arrive(smem + L::DO_EMPTY + 8 * stage);
         // The last step multiplies a stale tile here and drops the result: a branch around wgmma would serialize all of them.

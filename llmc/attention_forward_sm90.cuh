@@ -90,6 +90,16 @@ __device__ __forceinline__ void ring_next(Ring &r) {
     }
 }
 
+// Waits for the slot's barrier, of those that begin at `barriers`: until it is loaded, or free.
+__device__ __forceinline__ void ring_wait(uint32_t barriers, const Ring &r) { mbarrier_wait(barriers + 8 * r.slot, r.parity); }
+
+// This warp has read the slot, and goes on to the next.
+template <int STAGES>
+__device__ __forceinline__ void ring_release(uint32_t empty, Ring &r) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * r.slot);
+    ring_next<STAGES>(r);
+}
+
 // The producer thread: for each tile K of the diagonal block, Q, then K and V alternately, K one block ahead.
 template <int HD>
 __device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const CUtensorMap *map_kv, uint32_t smem, const ForwardPlan &plan) {
@@ -105,7 +115,7 @@ __device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const 
         for (int j = 0; j <= blocks; j++) {
             if (j < blocks) {
                 uint32_t full = smem + Tile::K_FULL + 8 * k.slot;
-                mbarrier_wait(smem + Tile::K_EMPTY + 8 * k.slot, k.parity);
+                ring_wait(smem + Tile::K_EMPTY, k);
                 mbarrier_arrive_expect(full, Tile::KV_BYTES);
                 tma_load_4d_hint(smem + Tile::K + k.slot * Tile::KV_BYTES, map_kv, full, 0, (blocks - 1 - j) * Tile::KEYS, k_column,
                                  at.sequence, keep);
@@ -118,7 +128,7 @@ __device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const 
                 q_parity ^= 1;
             } else {
                 uint32_t full = smem + Tile::V_FULL + 8 * v.slot;
-                mbarrier_wait(smem + Tile::V_EMPTY + 8 * v.slot, v.parity);
+                ring_wait(smem + Tile::V_EMPTY, v);
                 mbarrier_arrive_expect(full, Tile::KV_BYTES);
                 tma_load_4d_hint(smem + Tile::V + v.slot * Tile::KV_BYTES, map_kv, full, 0, (blocks - j) * Tile::KEYS, v_column,
                                  at.sequence, keep);
@@ -264,53 +274,47 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         const int first_row = at.row + 64 * warpgroup, row = first_row + 16 * warp + lane / 4;
         const int loaded = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T), blocks = forward_key_blocks<64, Tile::KEYS>(first_row, plan.T);
         for (int j = loaded; j > blocks; j--) {  // skipped, but waited for: an earlier arrival would release the slot's previous load
-            mbarrier_wait(smem + Tile::K_FULL + 8 * k.slot, k.parity);
-            if (lane == 0) mbarrier_arrive(smem + Tile::K_EMPTY + 8 * k.slot);
-            ring_next<Tile::STAGES>(k);
-            mbarrier_wait(smem + Tile::V_FULL + 8 * v.slot, v.parity);
-            if (lane == 0) mbarrier_arrive(smem + Tile::V_EMPTY + 8 * v.slot);
-            ring_next<Tile::STAGES>(v);
+            ring_wait(smem + Tile::K_FULL, k);
+            ring_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
+            ring_wait(smem + Tile::V_FULL, v);
+            ring_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
         }
         float s[Tile::KEYS / 2], o[HD / 2] = {0.0f}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f}, correction[2];
         uint32_t p[Tile::KEYS / 16][4];
 
         mbarrier_wait(smem + Tile::Q_FULL, q_parity);
-        mbarrier_wait(smem + Tile::K_FULL + 8 * k.slot, k.parity);
+        ring_wait(smem + Tile::K_FULL, k);
         forward_start_scores<HD, Tile::ROWS, Tile::KEYS>(s, q_desc, k_desc + k.slot * (Tile::KV_BYTES / 16));
         wgmma_wait<0>();
         wgmma_fence_registers(s);
-        if (lane == 0) mbarrier_arrive(smem + Tile::K_EMPTY + 8 * k.slot);
-        ring_next<Tile::STAGES>(k);
+        ring_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
         // Only this first block reaches past the diagonal, and each row has its own key in it, so the maximum is finite from here on.
         forward_mask(s, row, (blocks - 1) * Tile::KEYS + 2 * (lane % 4));
         forward_softmax(s, row_max, row_sum, correction, c);
         forward_pack(p, s);
 
         for (int j = blocks - 2; j >= 0; j--) {  // scores of block j, output of block j + 1
-            mbarrier_wait(smem + Tile::K_FULL + 8 * k.slot, k.parity);
+            ring_wait(smem + Tile::K_FULL, k);
             forward_start_scores<HD, Tile::ROWS, Tile::KEYS>(s, q_desc, k_desc + k.slot * (Tile::KV_BYTES / 16));
-            mbarrier_wait(smem + Tile::V_FULL + 8 * v.slot, v.parity);
+            ring_wait(smem + Tile::V_FULL, v);
             forward_start_output<Tile::KEYS>(o, p, v_desc + v.slot * (Tile::KV_BYTES / 16));
             wgmma_wait<1>();
             wgmma_fence_registers(s);
-            if (lane == 0) mbarrier_arrive(smem + Tile::K_EMPTY + 8 * k.slot);
-            ring_next<Tile::STAGES>(k);
+            ring_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
             forward_softmax(s, row_max, row_sum, correction, c);
             wgmma_wait<0>();
             wgmma_fence_registers(o);
-            if (lane == 0) mbarrier_arrive(smem + Tile::V_EMPTY + 8 * v.slot);
-            ring_next<Tile::STAGES>(v);
+            ring_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
             forward_rescale(o, correction);
             forward_pack(p, s);
         }
         if (lane == 0) mbarrier_arrive(smem + Tile::Q_EMPTY);
         q_parity ^= 1;
-        mbarrier_wait(smem + Tile::V_FULL + 8 * v.slot, v.parity);
+        ring_wait(smem + Tile::V_FULL, v);
         forward_start_output<Tile::KEYS>(o, p, v_desc + v.slot * (Tile::KV_BYTES / 16));
         wgmma_wait<0>();
         wgmma_fence_registers(o);
-        if (lane == 0) mbarrier_arrive(smem + Tile::V_EMPTY + 8 * v.slot);
-        ring_next<Tile::STAGES>(v);
+        ring_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
         forward_finish<HD>(o, row_max, row_sum, smem + Tile::OUT + warpgroup * Tile::OUT_BYTES, map_out, lse, plan, at, warpgroup, halves);
     }
     if (amax) amax_publish_warp(amax, halves);
