@@ -50,7 +50,7 @@ build/train_fp8cu_apart: train_fp8.cu $(HEADERS) $(KERNELS) | build
 build/synth_stories: data/synth_stories.c $(HEADERS) | build
 	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
-build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h $(HEADERS) $(KERNELS) | build
+build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h dev/test/scratch.h $(HEADERS) $(KERNELS) | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 # Where everything lies in GPU memory, on the host alone.

@@ -3,6 +3,7 @@
 #include "../../llmc/quantize_reference.h"
 #include "../../llmc/rng.h"
 #include "check.h"
+#include "scratch.h"
 #include "json_check.h"
 
 static const AuditSums no_sums;
@@ -159,7 +160,6 @@ static void test_grains(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Reports
 
-static char folder[] = "/tmp/test_audit_XXXXXX";
 
 typedef struct {
     Options o;
@@ -173,7 +173,7 @@ static Run run_create(int recipe, const char *filter) {
     Run r;
     memset(&r, 0, sizeof r);
     r.o = options_default();
-    r.o.model = "llama3.2-1b", r.o.precision = PRECISION_FP8, r.o.fp8_recipe = recipe, r.o.log_dir = folder;
+    r.o.model = "llama3.2-1b", r.o.precision = PRECISION_FP8, r.o.fp8_recipe = recipe, r.o.log_dir = scratch;
     options_resolve(&r.o);
     model_config_preset(&r.m, r.o.model);
     r.t = parameter_table(&r.m);
@@ -215,9 +215,8 @@ static bool text_is(const Json *json, const char *key, const char *want) {
 
 // Writes an audit to a log of its own and returns the lines after the settings; the caller frees.
 static char *logged(const Run *r) {
-    char path[64];
+    const char *path = scratch_path("log.jsonl");
     const RunInfo run = {"train_fp8", "CPU", "test", 1, 0, false};
-    format_checked(path, sizeof path, "%s/log.jsonl", folder);
     Logger l = logger_open(&r->o, &r->m, &r->t, &r->p, run);
     audit_log(&l, 40, r->sums, &r->p);
     logger_close(&l);
@@ -341,9 +340,9 @@ int main(void) {
     test_uniform();
     test_sqnr_limits();
     test_grains();
-    if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
+    scratch_create();
     test_log();
     test_table();
-    rmdir(folder);
+    scratch_remove();
     return check_report();
 }

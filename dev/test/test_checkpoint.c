@@ -7,16 +7,7 @@
 #include "../../llmc/hf_export.h"
 #include "../../llmc/rng.h"
 #include "check.h"
-
-static char folder[] = "/tmp/test_checkpoint_XXXXXX";
-
-static const char *path_of(const char *name) {
-    static char paths[4][PATH_CAPACITY];
-    static int next;
-    char *path = paths[next++ % 4];
-    format_checked(path, PATH_CAPACITY, "%s/%s", folder, name);
-    return path;
-}
+#include "scratch.h"
 
 // ---- a trainer's state in host memory
 
@@ -112,20 +103,6 @@ static const char *listing(const char *dir) {
     return text;
 }
 
-// Removes a folder of checkpoints or of exports.
-static void remove_tree(const char *dir) {
-    Failure failure;
-    DIR *d = opendir(dir);
-    if (!d) return;
-    for (struct dirent *e; (e = readdir(d)) != NULL;) {
-        char path[PATH_CAPACITY];
-        format_checked(path, sizeof path, "%s/%s", dir, e->d_name);
-        if (e->d_name[0] != '.' && folder_exists(path)) remove_tree(path);
-    }
-    closedir(d);
-    if (!folder_remove(dir, &failure)) die("%s", failure.text);
-}
-
 static void flip_byte(const char *path, int64_t at) {
     FILE *f = fopen(path, "r+b");
     if (!f) die("cannot open %s", path);
@@ -139,7 +116,7 @@ static void flip_byte(const char *path, int64_t at) {
 // ---- save and load
 
 static void test_round_trip(void) {
-    const char *dir = xstrdup(path_of("round"));
+    const char *dir = xstrdup(scratch_path("round"));
     for (int variant = 0; variant < 12; variant++) {
         const ModelFamily family = (ModelFamily)(variant % 3);
         const bool tied = variant & 1, fp32_weights = variant >= 6, fp32_state = variant % 4 >= 2;
@@ -177,14 +154,14 @@ static void test_round_trip(void) {
 static void load_delayed(void *context) {
     Trainer *t = (Trainer *)context;
     char found[PATH_CAPACITY];
-    if (!freopen("/dev/null", "w", stdout) || !checkpoint_find_newest(path_of("delayed"), found, sizeof found)) die("no checkpoint");
+    if (!freopen("/dev/null", "w", stdout) || !checkpoint_find_newest(scratch_path("delayed"), found, sizeof found)) die("no checkpoint");
     checkpoint_load(found, &t->model, &t->table, &t->state);
 }
 
 static void test_delayed(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, false, false), *b = trainer_new(FAMILY_QWEN3, true, false, false);
     DelayedState from = delayed_new(a->model.num_layers, 7), to = delayed_new(a->model.num_layers, 7), shorter = delayed_new(a->model.num_layers, 6);
-    const char *dir = xstrdup(path_of("delayed"));
+    const char *dir = xstrdup(scratch_path("delayed"));
     char found[PATH_CAPACITY], state[PATH_CAPACITY], output[4096];
     Failure failure = {""};
     trainer_fill(a, 6);
@@ -200,8 +177,8 @@ static void test_delayed(void) {
     CHECK(memcmp(from.scale, to.scale, (size_t)from.tensors * sizeof(float)) == 0, "scales");
     b->state.delayed = &shorter;
     CHECK(check_dies(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]", output, sizeof output), "another window: %s", output);
-    CHECK(model_export_hf(path_of("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
-    format_checked(state, sizeof state, "%s/fp8_state.safetensors", path_of("delayed-export"));
+    CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
+    format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export holds no history");
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
     flip_byte(state, 700);
@@ -211,7 +188,7 @@ static void test_delayed(void) {
     b->state.delayed = &to;
     CHECK(check_dies(load_delayed, b, "has neither fp8_state.safetensors", output, sizeof output), "a checkpoint without the state: %s", output);
     remove_tree(dir);
-    remove_tree(path_of("delayed-export"));
+    remove_tree(scratch_path("delayed-export"));
     delayed_free(&from), delayed_free(&to), delayed_free(&shorter);
     free((char *)dir);
     trainer_free(a);
@@ -222,7 +199,7 @@ static void test_delayed(void) {
 static void test_sharded(void) {
     Trainer *a = trainer_new(FAMILY_LLAMA, false, false, true), *b = trainer_new(FAMILY_LLAMA, false, false, true);
     Failure failure = {""};
-    const char *dir = xstrdup(path_of("sharded"));
+    const char *dir = xstrdup(scratch_path("sharded"));
     const TrainerProgress progress = {1, 2};
     trainer_fill(a, 5);
     CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->run, &a->table, &a->state, 1500, &failure), "%s", failure.text);
@@ -247,7 +224,7 @@ static void test_sharded(void) {
 
 static void test_keep(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
-    const char *dir = xstrdup(path_of("keep"));
+    const char *dir = xstrdup(scratch_path("keep"));
     char broken[PATH_CAPACITY];
     for (int64_t step = 10; step <= 40; step += 10) save(t, dir, step, 2);
     CHECK(strcmp(listing(dir), "40 30") == 0, "%s", listing(dir));
@@ -303,7 +280,7 @@ int MPI_Bcast(void *data, int count, MPI_Datatype type, int root, MPI_Comm comm)
 // No rank goes on to the next step while rank 0 still removes old checkpoints.
 static void test_prune_together(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
-    const char *dir = xstrdup(path_of("together"));
+    const char *dir = xstrdup(scratch_path("together"));
     Comm two = comm_one();
     two.world = 2;
     save(t, dir, 1, 1);
@@ -339,9 +316,9 @@ static void test_mismatch(void) {
     Trainer *t = trainer_new(FAMILY_QWEN3, true, false, false), *other;
     char output[8192];
     t->run.data.tokens = 1000, t->run.data.shards = 2, t->run.data.fingerprint = 0x123;
-    save(t, path_of("mismatch"), 3, 1);
-    Action action = {t, xstrdup(path_of("mismatch/step-00000003"))};
-    char *text = read_file(path_of("mismatch/step-00000003/trainer.json"), NULL);
+    save(t, scratch_path("mismatch"), 3, 1);
+    Action action = {t, xstrdup(scratch_path("mismatch/step-00000003"))};
+    char *text = read_file(scratch_path("mismatch/step-00000003/trainer.json"), NULL);
     CHECK(text && strstr(text, "\"training_data\": {\"tokens\": 1000, \"shards\": 2, \"fingerprint\": \"0000000000000123\"}"), "%s", text);
     free(text);
     const TrainerProgress p = checkpoint_check(action.path, &t->run);
@@ -364,7 +341,7 @@ static void test_mismatch(void) {
     CHECK(check_dies(check_action, &action, "a checkpoint of another model:", output, sizeof output), "%s", output);
     CHECK(strstr(output, "hidden_size is 16 in the checkpoint, 32 now") && strstr(output, "family") && strstr(output, "tie_word_embeddings is 1 in the checkpoint, 0 now"), "%s", output);
     CHECK(strstr(output, "rope_theta is 10000 in the checkpoint, 500000 now") && strstr(output, "rope_scaling.factor is 0 in the checkpoint, 8 now") && !strstr(output, "head_dim"), "%s", output);
-    remove_tree(path_of("mismatch"));
+    remove_tree(scratch_path("mismatch"));
     free((char *)action.path);
     trainer_free(t);
     trainer_free(other);
@@ -423,7 +400,7 @@ static bool prepares(const char *dir) {
 static void test_lock(void) {
     char output[4096], dir[PATH_CAPACITY];
     int fds[2];
-    format_checked(dir, sizeof dir, "%s", path_of("locked"));
+    format_checked(dir, sizeof dir, "%s", scratch_path("locked"));
     if (pipe(fds)) die("pipe: %s", strerror(errno));
     const pid_t holder = prepare_child(dir, fds[1]);
     CHECK(read(fds[0], output, 1) == 1, "the first run holds the folder");
@@ -438,11 +415,11 @@ static void test_lock(void) {
 static void test_prepare(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     char output[4096], dir[PATH_CAPACITY], found[PATH_CAPACITY];
-    format_checked(dir, sizeof dir, "%s", path_of("fresh"));
+    format_checked(dir, sizeof dir, "%s", scratch_path("fresh"));
     CHECK(prepares(dir), "a new folder");
     CHECK(folder_exists(dir) && strcmp(listing(dir), "") == 0, "%s", listing(dir));
     CHECK(!checkpoint_find_newest(dir, found, sizeof found), "nothing to find");
-    CHECK(!checkpoint_find_newest(path_of("never"), found, sizeof found), "nothing to find");
+    CHECK(!checkpoint_find_newest(scratch_path("never"), found, sizeof found), "nothing to find");
     save(t, dir, 12, 1);
     CHECK(check_dies(prepare_action, dir, "already holds step-00000012; add --resume", output, sizeof output), "%s", output);
     CHECK(prepares(dir), "a run that resumes");
@@ -468,7 +445,7 @@ static void damage_remove(const char *path, int64_t unused) {
 
 static void test_damage(void) {
     Trainer *t = trainer_new(FAMILY_QWEN2, false, false, true);
-    const char *dir = xstrdup(path_of("damage"));
+    const char *dir = xstrdup(scratch_path("damage"));
     static const struct { const char *file; void (*damage)(const char *, int64_t); int64_t at; const char *reason; } cases[] = {
         {"trainer.json", damage_remove, 0, "No such file"}, {"trainer.json", damage_truncate, 0, "cut short"}, {"trainer.json", damage_truncate, 200, "is damaged"},
         {"trainer.json", flip_byte, 30, "is damaged"}, {"trainer.json", flip_byte, 500, "is damaged"}, {"config.json", damage_remove, 0, "No such file"},
@@ -529,7 +506,7 @@ static void test_sealed(void) {
         {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"../../etc/passwd\", \"bytes\": 3, \"xxh64\": \"0\"}]", "name of a file in the same folder"},
         {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"x\", \"bytes\": -3, \"xxh64\": \"0\"}]", "files[0].bytes"}, {"{\n  \"format_version\": 1,, ", "expected a string"}};
     char folder_path[PATH_CAPACITY], text[1024];
-    format_checked(folder_path, sizeof folder_path, "%s", path_of("sealed"));
+    format_checked(folder_path, sizeof folder_path, "%s", scratch_path("sealed"));
     Failure failure = {""};
     if (!folder_create(folder_path, false, &failure)) die("%s", failure.text);
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
@@ -545,7 +522,7 @@ static void test_sealed(void) {
 
 static void test_failing_save(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, true, true);
-    const char *dir = xstrdup(path_of("failing"));
+    const char *dir = xstrdup(scratch_path("failing"));
     char found[PATH_CAPACITY];
     Failure failure = {""};
     trainer_fill(t, 9);
@@ -595,7 +572,7 @@ static void kill_in_read(void *context, StateKind kind, int64_t offset, int64_t 
 
 static void test_killed(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, false, false);
-    const char *dir = xstrdup(path_of("killed"));
+    const char *dir = xstrdup(scratch_path("killed"));
     char found[PATH_CAPACITY];
     save(t, dir, 1, 2);
     pid_t child = fork();
@@ -622,9 +599,9 @@ static void test_export(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, true, false), *b = trainer_new(FAMILY_QWEN3, true, false, false);
     char dir[PATH_CAPACITY], source_folder[PATH_CAPACITY], trailing[PATH_CAPACITY];
     Failure failure = {""};
-    format_checked(dir, sizeof dir, "%s", path_of("export"));
-    format_checked(source_folder, sizeof source_folder, "%s", path_of("source"));
-    format_checked(trailing, sizeof trailing, "%s", path_of("export/"));
+    format_checked(dir, sizeof dir, "%s", scratch_path("export"));
+    format_checked(source_folder, sizeof source_folder, "%s", scratch_path("source"));
+    format_checked(trailing, sizeof trailing, "%s", scratch_path("export/"));
     for (int64_t i = 0; i < a->table.total; i++) ((float *)a->arrays[STATE_WEIGHTS])[i] = 0;
     for (int64_t k = 0; k < a->table.count; k++)
         for (int64_t i = 0; i < parameter_elements(&a->table.entries[k]); i++) ((float *)a->arrays[STATE_WEIGHTS])[a->table.entries[k].offset + i] = rng_normal((uint64_t)k, (uint64_t)i);
@@ -633,10 +610,10 @@ static void test_export(void) {
     model_export_prepare(dir, source_folder);
     CHECK(!path_exists(dir), "prepare leaves nothing");
     CHECK(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
-    CHECK(!path_exists(path_of("export/tokenizer.json")) && model_has_weights(dir), "first export");
+    CHECK(!path_exists(scratch_path("export/tokenizer.json")) && model_has_weights(dir), "first export");
     model_export_prepare(trailing, source_folder);
     CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure), "%s", failure.text);
-    CHECK(path_exists(path_of("export/tokenizer.json")) && !path_exists(path_of("export/README.md")) && !path_exists(path_of("export/trainer.json")) && !path_exists(path_of("export.tmp")), "second export");
+    CHECK(path_exists(scratch_path("export/tokenizer.json")) && !path_exists(scratch_path("export/README.md")) && !path_exists(scratch_path("export/trainer.json")) && !path_exists(scratch_path("export.tmp")), "second export");
 
     // Loaded as bf16: rounded to nearest even.
     ModelConfig read;
@@ -650,9 +627,9 @@ static void test_export(void) {
     // A folder with anything else in it is not replaced.
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) && strstr(failure.text, "holds thesis.txt, which is not part of an export; give a new folder"), "%s", failure.text);
-    CHECK(path_exists(path_of("export/thesis.txt")) && path_exists(path_of("export/model.safetensors")), "nothing was removed");
-    CHECK(strstr(failure.text, "export.tmp: move it away") && safetensors_is_own(path_of("export.tmp/model.safetensors")), "what was written stays: %s", failure.text);
-    remove_tree(path_of("export.tmp"));
+    CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")), "nothing was removed");
+    CHECK(strstr(failure.text, "export.tmp: move it away") && safetensors_is_own(scratch_path("export.tmp/model.safetensors")), "what was written stays: %s", failure.text);
+    remove_tree(scratch_path("export.tmp"));
     remove_tree(dir);
     remove_tree(source_folder);
     trainer_free(a);
@@ -723,15 +700,15 @@ static void test_export_refusals(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     char dir[PATH_CAPACITY], link[PATH_CAPACITY], dotted[PATH_CAPACITY], weights[PATH_CAPACITY];
     Failure failure = {""};
-    if (!folder_create(path_of("sticky"), false, &failure) || chmod(path_of("sticky"), 01777) || chmod(folder, 0755)) die("%s", failure.text);
-    format_checked(dir, sizeof dir, "%s", path_of("sticky/export"));
-    format_checked(link, sizeof link, "%s", path_of("sticky/link"));
-    format_checked(dotted, sizeof dotted, "%s", path_of("sticky/./none/../export/."));
+    if (!folder_create(scratch_path("sticky"), false, &failure) || chmod(scratch_path("sticky"), 01777) || chmod(scratch, 0755)) die("%s", failure.text);
+    format_checked(dir, sizeof dir, "%s", scratch_path("sticky/export"));
+    format_checked(link, sizeof link, "%s", scratch_path("sticky/link"));
+    format_checked(dotted, sizeof dotted, "%s", scratch_path("sticky/./none/../export/."));
     CHECK(symlink("export", link) == 0, "%s", strerror(errno));
     refused(link, NULL, NULL, "cannot open folder");
     for (int round = 0; round < 3; round++) {  // a new folder, an empty one, an earlier export: found to be replaceable and left as it was
-        model_export_prepare(dir, path_of("elsewhere"));
-        CHECK(path_exists(dir) == (round > 0) && !path_exists(path_of("sticky/export.old.tmp")) && !path_exists(path_of("sticky/export.tmp")), "round %d", round);
+        model_export_prepare(dir, scratch_path("elsewhere"));
+        CHECK(path_exists(dir) == (round > 0) && !path_exists(scratch_path("sticky/export.old.tmp")) && !path_exists(scratch_path("sticky/export.tmp")), "round %d", round);
         if (round == 0 && !folder_create(dir, false, &failure)) die("%s", failure.text);
         if (round == 1) CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
     }
@@ -742,10 +719,10 @@ static void test_export_refusals(void) {
     model_export_prepare(dotted, NULL);
     model_export_prepare(link, NULL);
     CHECK(model_export_hf(dotted, &t->model, &t->table, &t->state, NULL, &failure) && model_export_hf(link, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
-    CHECK(safetensors_is_own(weights) && strcmp(listing(path_of("sticky")), "+2") == 0, "%s", listing(path_of("sticky")));
+    CHECK(safetensors_is_own(weights) && strcmp(listing(scratch_path("sticky")), "+2") == 0, "%s", listing(scratch_path("sticky")));
 
     refused(dir, link, NULL, "the model that the run starts from; give a new folder");
-    refused(path_of("sticky/mod"), path_of("sticky/mod.tmp"), NULL, "the model that the run starts from");
+    refused(scratch_path("sticky/mod"), scratch_path("sticky/mod.tmp"), NULL, "the model that the run starts from");
     refused(".", NULL, NULL, "this program runs in it");
     Export here = {dir, NULL, run_in};
     char output[4096];
@@ -764,7 +741,7 @@ static void test_export_refusals(void) {
     CHECK(unlink(weights) == 0, "%s", strerror(errno));
     refused(dir, NULL, NULL, "no weights, so it is no earlier export");
     CHECK(unlink(link) == 0, "%s", strerror(errno));
-    remove_tree(path_of("sticky"));
+    remove_tree(scratch_path("sticky"));
     trainer_free(t);
 }
 
@@ -772,11 +749,11 @@ static void test_export_refusals(void) {
 static void test_replace(void) {
     char old[PATH_CAPACITY], new[PATH_CAPACITY];
     Failure failure = {""};
-    format_checked(old, sizeof old, "%s", path_of("old"));
-    format_checked(new, sizeof new, "%s", path_of("new"));
-    if (!folder_create(path_of("old/nested"), true, &failure) || !folder_create(new, false, &failure) || !file_write(new, "x", "x", 1, NULL, &failure)) die("%s", failure.text);
+    format_checked(old, sizeof old, "%s", scratch_path("old"));
+    format_checked(new, sizeof new, "%s", scratch_path("new"));
+    if (!folder_create(scratch_path("old/nested"), true, &failure) || !folder_create(new, false, &failure) || !file_write(new, "x", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(folder_replace(new, old, &failure), "%s", failure.text);
-    CHECK(path_exists(path_of("old/x")) && path_exists(path_of("new/nested")), "exchanged");
+    CHECK(path_exists(scratch_path("old/x")) && path_exists(scratch_path("new/nested")), "exchanged");
     remove_tree(old);
     remove_tree(new);
 }
@@ -811,7 +788,7 @@ static void test_foreign_weights(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     char dir[PATH_CAPACITY], output[4096];
     Failure failure;
-    format_checked(dir, sizeof dir, "%s", path_of("foreign"));
+    format_checked(dir, sizeof dir, "%s", scratch_path("foreign"));
     if (!folder_create(dir, false, &failure)) die("%s", failure.text);
     Action action = {t, dir};
     CHECK(!model_has_weights(dir) && check_dies(load_action, &action, "has neither model.safetensors nor model.safetensors.index.json", output, sizeof output), "%s", output);
@@ -849,7 +826,7 @@ static void test_foreign_weights(void) {
 }
 
 int main(void) {
-    if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
+    scratch_create();
     test_round_trip();
     test_delayed();
     test_sharded();
@@ -868,6 +845,6 @@ int main(void) {
     test_replace();
     test_resolve();
     test_foreign_weights();
-    remove_tree(folder);
+    scratch_remove();
     return check_report();
 }

@@ -2,17 +2,13 @@
 #include "../../llmc/dataloader.h"
 
 #include "check.h"
+#include "scratch.h"
 
 #define MAX_N 4096
 
-static char folder[] = "/tmp/test_dataloader_XXXXXX";
-
-static void shard_path(char *out, const char *name) { format_checked(out, 4096, "%s/%s", folder, name); }
-
 // Writes a shard with any header and any number of token bytes behind it, right or wrong. Token i is base + i.
 static void write_shard(const char *name, int32_t magic, int32_t version, int64_t count_in_header, int64_t count, uint32_t base) {
-    char path[4096];
-    shard_path(path, name);
+    const char *path = scratch_path(name);
     FILE *f = fopen(path, "wb");
     if (!f) die("%s: %s", path, strerror(errno));
     int32_t header[SHARD_HEADER_INTS] = {0};
@@ -31,8 +27,7 @@ static void write_shard(const char *name, int32_t magic, int32_t version, int64_
 }
 
 static DataLoader open_loader(const char *name, int64_t T, bool shuffle, uint64_t seed) {
-    char path[4096];
-    shard_path(path, name);
+    const char *path = scratch_path(name);
     return dataloader_open(path, T, shuffle, seed);
 }
 
@@ -288,17 +283,14 @@ static void check_refused(const char *name, int64_t T, int64_t vocabulary, const
 }
 
 static void cut_file(const char *name, int64_t bytes) {
-    char path[4096];
-    shard_path(path, name);
+    const char *path = scratch_path(name);
     if (truncate(path, bytes) != 0) die("%s: %s", path, strerror(errno));
 }
 
 static void test_bad_inputs(void) {
     check_refused("no_such_*.bin", 8, 0, "no token shard matches");
     check_refused(".", 8, 0, "is not a regular file");
-    char pipe_path[4096];
-    shard_path(pipe_path, "pipe.bin");
-    if (mkfifo(pipe_path, 0666)) die("%s: %s", pipe_path, strerror(errno));
+    if (mkfifo(scratch_path("pipe.bin"), 0666)) die("mkfifo: %s", strerror(errno));
     check_refused("pipe.bin", 8, 0, "is not a regular file; a token shard is expected");
 
     write_shard("magic.bin", 20240520, 7, 100, 100, 0);
@@ -339,10 +331,8 @@ static void test_bad_inputs(void) {
     check_refused("vocabulary.bin", 8, 250, "token 0 has id 3000000000");
 
     write_shard("unreadable.bin", SHARD_MAGIC_U32, 7, 100, 100, 0);
-    char path[4096];
-    shard_path(path, "unreadable.bin");
     if (geteuid() == 0) printf("SKIPPED: a shard without read permission: root may read everything\n");
-    else if (chmod(path, 0) == 0) check_refused("unreadable.bin", 8, 0, "cannot be opened: Permission denied");
+    else if (chmod(scratch_path("unreadable.bin"), 0) == 0) check_refused("unreadable.bin", 8, 0, "cannot be opened: Permission denied");
 }
 
 // A shard that shrinks while it is in use ends the run with a message, not with a signal or old data.
@@ -355,19 +345,8 @@ static void read_shrunk(void *context) {
     dataloader_batch(&dl, 5, 1, inputs, targets);
 }
 
-static void remove_folder(void) {
-    char pattern[4096];
-    glob_t matches;
-    shard_path(pattern, "*");
-    if (glob(pattern, 0, NULL, &matches) == 0) {
-        for (size_t i = 0; i < matches.gl_pathc; i++) unlink(matches.gl_pathv[i]);
-        globfree(&matches);
-    }
-    rmdir(folder);
-}
-
 int main(void) {
-    if (!mkdtemp(folder)) die("%s: %s", folder, strerror(errno));
+    scratch_create();
     test_formats_and_windows();
     test_many_shards();
     test_permutation();
@@ -380,6 +359,6 @@ int main(void) {
     test_bad_inputs();
     char output[8192];
     CHECK(check_dies(read_shrunk, NULL, "the file changed after it was opened", output, sizeof output), "%s", output);
-    remove_folder();
+    scratch_remove();
     return check_report();
 }

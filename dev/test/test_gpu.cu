@@ -5,8 +5,8 @@
 
 #include "check.h"
 #include "golden.h"
+#include "scratch.h"
 
-static char scratch[] = "/tmp/test_gpu_XXXXXX";
 static const char *const goldens = "dev/reference/goldens";
 
 // ---- FP8 casts
@@ -229,7 +229,7 @@ static void test_nonfinite_gate(int on_nonfinite) {
 }
 
 int main(void) {
-    if (!mkdtemp(scratch)) die("mkdtemp: %s", strerror(errno));
+    scratch_create();
     test_casts(FP8_E4M3, "e4m3");
     test_casts(FP8_E5M2, "e5m2");
     const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
@@ -244,7 +244,6 @@ int main(void) {
     }
     test_nonfinite_gate(NONFINITE_SKIP);
     test_nonfinite_gate(NONFINITE_STOP);
-    Failure failure;
-    folder_remove(scratch, &failure);
+    scratch_remove();
     return check_report();
 }

@@ -1,18 +1,18 @@
 // hf_config.h: config.json of the three classes in both RoPE styles, defaults, refusals, and the round trip of every preset.
 #include "../../llmc/hf_config.h"
 #include "check.h"
+#include "scratch.h"
 
-static char folder[] = "/tmp/test_hf_config_XXXXXX";
 
 static void write_config(const char *text) {
     Failure failure;
-    if (!file_write(folder, "config.json", text, (int64_t)strlen(text), NULL, &failure)) die("%s", failure.text);
+    if (!file_write(scratch, "config.json", text, (int64_t)strlen(text), NULL, &failure)) die("%s", failure.text);
 }
 
 static void read_action(void *text) {
     ModelConfig m;
     write_config((const char *)text);
-    hf_config_read(&m, folder);
+    hf_config_read(&m, scratch);
 }
 
 #define SIZES "\"vocab_size\": 1000, \"hidden_size\": 128, \"intermediate_size\": 256, \"num_hidden_layers\": 2, \"num_attention_heads\": 4"
@@ -24,7 +24,7 @@ static void read_action(void *text) {
 static ModelConfig read_text(const char *text) {
     ModelConfig m;
     write_config(text);
-    hf_config_read(&m, folder);
+    hf_config_read(&m, scratch);
     return m;
 }
 
@@ -39,10 +39,10 @@ static void test_published_llama(void) {
     model_config_preset(&preset, "llama3.2-1b");
     memcpy(preset.name, m.name, sizeof m.name);
     CHECK(memcmp(&m, &preset, sizeof m) == 0, "differs from the preset");
-    const char *name = strrchr(folder, '/') + 1;
+    const char *name = strrchr(scratch, '/') + 1;
     CHECK(strcmp(m.name, name) == 0, "%s", m.name);
     char out[128], trailing[64];
-    format_checked(trailing, sizeof trailing, "%s//", folder);
+    format_checked(trailing, sizeof trailing, "%s//", scratch);
     hf_folder_name(trailing, out, sizeof out);
     CHECK(strcmp(out, name) == 0, "%s", out);
 }
@@ -122,8 +122,8 @@ static void test_round_trip(void) {
         ModelConfig m, back;
         model_config_preset(&m, name);
         if (!m.vocab_size) m.vocab_size = 512;
-        CHECK(hf_config_write(&m, folder, "bfloat16", NULL, &failure), "%s", failure.text);
-        hf_config_read(&back, folder);
+        CHECK(hf_config_write(&m, scratch, "bfloat16", NULL, &failure), "%s", failure.text);
+        hf_config_read(&back, scratch);
         memcpy(back.name, m.name, sizeof m.name);
         CHECK(memcmp(&m, &back, sizeof m) == 0, "%s differs after writing and reading", name);
     }
@@ -150,14 +150,13 @@ static void test_goldens(void) {
 }
 
 int main(void) {
-    if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
+    scratch_create();
     test_published_llama();
     test_defaults();
     test_rope_styles();
     test_refused();
     test_round_trip();
     test_goldens();
-    Failure failure;
-    if (!folder_remove(folder, &failure)) warn("%s", failure.text);
+    scratch_remove();
     return check_report();
 }

@@ -1,9 +1,8 @@
 // The step line as DESIGN prints it, log.jsonl line by line (read back with the JSON reader), the summary's medians, and files that cannot be written.
 #include "../../llmc/logger.h"
 #include "check.h"
+#include "scratch.h"
 #include "json_check.h"
-
-static char folder[] = "/tmp/test_logger_XXXXXX";
 
 typedef struct {
     Options o;
@@ -16,7 +15,7 @@ typedef struct {
 static Run make_run(double peak) {
     Run r;
     r.o = options_default();
-    r.o.model = "llama3.1-8b", r.o.sequence_length = 2048, r.o.num_steps = 1000, r.o.precision = PRECISION_FP8, r.o.log_dir = folder;
+    r.o.model = "llama3.1-8b", r.o.sequence_length = 2048, r.o.num_steps = 1000, r.o.precision = PRECISION_FP8, r.o.log_dir = scratch;
     r.o.train_data = "a \"quoted\" \\ path";
     options_resolve(&r.o);
     model_config_preset(&r.m, r.o.model);
@@ -91,9 +90,8 @@ static void test_file(void) {
     CHECK(strstr(printed, "31 steps, 1 skipped") && strstr(printed, "median of the last 21 steps: 110.00 ms") && strstr(printed, "mean of the last 20 2.000000"), "%s", printed);
     free(printed);
 
-    char path[64], *save = NULL, *text;
-    format_checked(path, sizeof path, "%s/log.jsonl", folder);
-    text = read_file(path, NULL);
+    const char *path = scratch_path("log.jsonl");
+    char *save = NULL, *text = read_file(path, NULL);
     int lines = 0;
     for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save), lines++) {
         Json json;
@@ -154,11 +152,11 @@ static void open_log(void *options) {
 }
 
 static void test_failures(void) {
-    char output[1024], path[64];
+    const char *path = scratch_path("log.jsonl");
+    char output[1024];
     CHECK(check_dies(open_log, (void *)"/proc/no/such", "--log-dir", output, sizeof output), "%s", output);
-    format_checked(path, sizeof path, "%s/log.jsonl", folder);
     if (mkdir(path, 0777)) die("mkdir: %s", strerror(errno));
-    CHECK(check_dies(open_log, folder, "cannot write", output, sizeof output), "%s", output);
+    CHECK(check_dies(open_log, scratch, "cannot write", output, sizeof output), "%s", output);
     rmdir(path);
     // a disk that fills up during the run costs the log, not the run
     if (symlink("/dev/full", path)) die("symlink: %s", strerror(errno));
@@ -178,12 +176,12 @@ static void test_failures(void) {
 }
 
 int main(void) {
-    if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
+    scratch_create();
     test_step_line();
     test_file();
     test_failures();
     double odd[] = {3, 1, 2}, even[] = {4, 1, 3, 2};
     CHECK(logger_median(odd, 3) == 2 && logger_median(even, 4) == 2.5, "medians");
-    rmdir(folder);
+    scratch_remove();
     return check_report();
 }

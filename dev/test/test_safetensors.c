@@ -5,18 +5,11 @@
 #include "../../llmc/rng.h"
 #include "../../llmc/safetensors.h"
 #include "check.h"
-
-static char folder[] = "/tmp/test_safetensors_XXXXXX";
-
-static char *path_of(const char *name) {
-    static char path[PATH_CAPACITY];
-    format_checked(path, sizeof path, "%s/%s", folder, name);
-    return path;
-}
+#include "scratch.h"
 
 static void write_bytes(const char *name, const void *data, size_t size) {
-    FILE *f = fopen(path_of(name), "wb");
-    if (!f || fwrite(data, 1, size, f) != size || fclose(f)) die("cannot write %s", path_of(name));
+    FILE *f = fopen(scratch_path(name), "wb");
+    if (!f || fwrite(data, 1, size, f) != size || fclose(f)) die("cannot write %s", scratch_path(name));
 }
 
 // A file with this header and `data` zero bytes after it.
@@ -95,13 +88,13 @@ static void test_round_trip(void) {
     Failure failure = {""};
     FileList list = {NULL, 0};
     int calls = 0;
-    CHECK(safetensors_save(folder, "model", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
+    CHECK(safetensors_save(scratch, "model", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
     CHECK(list.count == 1 && strcmp(list.records[0].name, "model.safetensors") == 0 && calls == NUM_TENSORS, "%lld files", (long long)list.count);
     int64_t bytes = 0;
     uint64_t hash = 0;
-    CHECK(file_size(path_of("model.safetensors"), &bytes, &failure) && bytes == list.records[0].bytes, "%s", failure.text);
-    CHECK(file_hash(path_of("model.safetensors"), bytes, &hash, &failure) && hash == list.records[0].hash, "%s", failure.text);
-    CHECK(safetensors_open_folder(&st, folder, "model", &failure), "%s", failure.text);
+    CHECK(file_size(scratch_path("model.safetensors"), &bytes, &failure) && bytes == list.records[0].bytes, "%s", failure.text);
+    CHECK(file_hash(scratch_path("model.safetensors"), bytes, &hash, &failure) && hash == list.records[0].hash, "%s", failure.text);
+    CHECK(safetensors_open_folder(&st, scratch, "model", &failure), "%s", failure.text);
     check_set(&st, NUM_TENSORS);
     CHECK(st.tensors[0].offset % 8 == 0, "the data starts at byte %lld, not a multiple of 8", (long long)st.tensors[0].offset);
 
@@ -111,7 +104,7 @@ static void test_round_trip(void) {
     CHECK(!safetensors_require(&st, "one", 1, 1, &failure) && strstr(failure.text, "has shape [1]"), "%s", failure.text);
     safetensors_close(&st);
     file_list_free(&list);
-    unlink(path_of("model.safetensors"));
+    unlink(scratch_path("model.safetensors"));
 }
 
 static void test_sharded(void) {
@@ -120,12 +113,12 @@ static void test_sharded(void) {
     FileList list = {NULL, 0};
     int calls = 0;
     // 48 + 14 | 20 + 4 | 128 bytes: a tensor larger than the limit gets a file of its own.
-    CHECK(safetensors_save(folder, "set", specs, NUM_TENSORS, 64, source, &calls, &list, &failure), "%s", failure.text);
+    CHECK(safetensors_save(scratch, "set", specs, NUM_TENSORS, 64, source, &calls, &list, &failure), "%s", failure.text);
     CHECK(list.count == 4 && strcmp(list.records[0].name, "set-00001-of-00003.safetensors") == 0 && strcmp(list.records[3].name, "set.safetensors.index.json") == 0, "%lld files", (long long)list.count);
     CHECK(list.records[2].bytes > list.records[1].bytes, "sizes");
     file_list_free(&list);
     // A quote in a name must be escaped in the index too; the third tensor has one.
-    CHECK(safetensors_open_folder(&st, folder, "set", &failure), "%s", failure.text);
+    CHECK(safetensors_open_folder(&st, scratch, "set", &failure), "%s", failure.text);
     CHECK(st.num_files == 3, "%d files", st.num_files);
     check_set(&st, NUM_TENSORS);
     CHECK(!safetensors_require(&st, "absent", 1, 0, &failure) && strstr(failure.text, "and the files beside it has no tensor"), "%s", failure.text);
@@ -140,18 +133,18 @@ static void test_sharded(void) {
         {"{\"weight_map\": {\"zzz\": \"set-00001-of-00003.safetensors\"}}", "tensor zzz is not in set-00001"}, {"{\"weight_map\"", "expected ':'"}};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         write_bytes("bad.safetensors.index.json", bad[i][0], strlen(bad[i][0]));
-        bool ok = safetensors_open_folder(&st, folder, "bad", &failure);
+        bool ok = safetensors_open_folder(&st, scratch, "bad", &failure);
         CHECK(!ok && strstr(failure.text, bad[i][1]), "%s: %s", bad[i][0], ok ? "accepted" : failure.text);
     }
     // The same tensor in two files.
     size_t size;
-    char *copy = read_file(path_of("set-00001-of-00003.safetensors"), &size);
+    char *copy = read_file(scratch_path("set-00001-of-00003.safetensors"), &size);
     write_bytes("copy.safetensors", copy, size);
     free(copy);
     const char *twice = "{\"weight_map\": {\"a.weight\": \"copy.safetensors\", \"b.bias\": \"set-00001-of-00003.safetensors\"}}";
     write_bytes("bad.safetensors.index.json", twice, strlen(twice));
-    CHECK(!safetensors_open_folder(&st, folder, "bad", &failure) && strstr(failure.text, "is in both"), "%s", failure.text);
-    CHECK(!safetensors_open_folder(&st, folder, "nothing", &failure) && strstr(failure.text, "has neither nothing.safetensors nor"), "%s", failure.text);
+    CHECK(!safetensors_open_folder(&st, scratch, "bad", &failure) && strstr(failure.text, "is in both"), "%s", failure.text);
+    CHECK(!safetensors_open_folder(&st, scratch, "nothing", &failure) && strstr(failure.text, "has neither nothing.safetensors nor"), "%s", failure.text);
 }
 
 // ---- files that others made
@@ -181,7 +174,7 @@ static void test_hostile_headers(void) {
     Failure failure;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         write_header("x.safetensors", cases[i].header, cases[i].data);
-        bool ok = safetensors_open(&st, path_of("x.safetensors"), &failure);
+        bool ok = safetensors_open(&st, scratch_path("x.safetensors"), &failure);
         CHECK(!ok && strstr(failure.text, cases[i].reason) && strstr(failure.text, "x.safetensors"), "%s: %s", cases[i].header, ok ? "accepted" : failure.text);
         if (ok) safetensors_close(&st);
     }
@@ -189,10 +182,10 @@ static void test_hostile_headers(void) {
     static const char *const reasons[] = {"not a safetensors file", "not a safetensors file", "not a safetensors file", "cut short"};
     for (int i = 0; i < 4; i++) {
         write_bytes("x.safetensors", lengths[i], 8);
-        CHECK(!safetensors_open(&st, path_of("x.safetensors"), &failure) && strstr(failure.text, reasons[i]), "%s", failure.text);
+        CHECK(!safetensors_open(&st, scratch_path("x.safetensors"), &failure) && strstr(failure.text, reasons[i]), "%s", failure.text);
     }
-    CHECK(!safetensors_open(&st, folder, &failure) && strstr(failure.text, "is not a file"), "%s", failure.text);
-    CHECK(!safetensors_open(&st, path_of("none"), &failure) && strstr(failure.text, "No such file"), "%s", failure.text);
+    CHECK(!safetensors_open(&st, scratch, &failure) && strstr(failure.text, "is not a file"), "%s", failure.text);
+    CHECK(!safetensors_open(&st, scratch_path("none"), &failure) && strstr(failure.text, "No such file"), "%s", failure.text);
 }
 
 static void test_foreign_files(void) {
@@ -202,10 +195,10 @@ static void test_foreign_files(void) {
     write_header("x.safetensors", "{\"__metadata__\":{\"format\":\"pt\"},\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[8,16]},\"e\":{\"dtype\":\"F32\",\"shape\":[0,5],\"data_offsets\":[8,8]},"
                                   "\"s\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[0,8]}}   ", 0);
     const uint16_t half[8] = {7, 0, 0, 0, 0x3c00, 0xc100, 0x0001, 0x7bff};
-    FILE *f = fopen(path_of("x.safetensors"), "ab");
+    FILE *f = fopen(scratch_path("x.safetensors"), "ab");
     fwrite(half, 2, 8, f);
     fclose(f);
-    CHECK(safetensors_open(&st, path_of("x.safetensors"), &failure), "%s", failure.text);
+    CHECK(safetensors_open(&st, scratch_path("x.safetensors"), &failure), "%s", failure.text);
     float out[4] = {0};
     const Safetensor *h = safetensors_find(&st, "h"), *s = safetensors_find(&st, "s");
     CHECK(st.count == 3 && h && s && s->rank == 0 && s->elements == 1 && !safetensors_find(&st, "__metadata__"), "%lld tensors", (long long)st.count);
@@ -240,18 +233,18 @@ static void test_damage(void) {
     Failure failure;
     FileList list = {NULL, 0};
     int calls = 0;
-    CHECK(safetensors_save(folder, "whole", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
+    CHECK(safetensors_save(scratch, "whole", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
     file_list_free(&list);
     size_t size;
-    char *data = read_file(path_of("whole.safetensors"), &size);
+    char *data = read_file(scratch_path("whole.safetensors"), &size);
     int accepted = 0;
     for (size_t n = 0; n < size; n += n < 600 ? 3 : 11) {
         write_bytes("cut.safetensors", data, n);
-        if (safetensors_open(&st, path_of("cut.safetensors"), &failure)) accepted++, safetensors_close(&st);
+        if (safetensors_open(&st, scratch_path("cut.safetensors"), &failure)) accepted++, safetensors_close(&st);
     }
     CHECK(accepted == 0, "%d cut files were accepted", accepted);
     write_bytes("cut.safetensors", data, size + 1);  // read_file adds a zero byte: one too many
-    CHECK(!safetensors_open(&st, path_of("cut.safetensors"), &failure) && strstr(failure.text, "the tensors end at byte"), "%s", failure.text);
+    CHECK(!safetensors_open(&st, scratch_path("cut.safetensors"), &failure) && strstr(failure.text, "the tensors end at byte"), "%s", failure.text);
     float values[64];
     for (uint64_t round = 0; round < 1500; round++) {
         const size_t at = (size_t)(rng_u64(5, round) % 560);
@@ -259,14 +252,14 @@ static void test_damage(void) {
         data[at] = (char)rng_u64(6, round);
         write_bytes("cut.safetensors", data, size);
         data[at] = before;
-        if (!safetensors_open(&st, path_of("cut.safetensors"), &failure)) continue;
+        if (!safetensors_open(&st, scratch_path("cut.safetensors"), &failure)) continue;
         for (int64_t i = 0; i < st.count; i++) safetensors_read(&st, &st.tensors[i], 0, min_i64(64, st.tensors[i].elements), true, values, &failure);
         safetensors_close(&st);
     }
     // A file that shrinks after it was opened.
     write_bytes("cut.safetensors", data, size);
-    CHECK(safetensors_open(&st, path_of("cut.safetensors"), &failure), "%s", failure.text);
-    CHECK(truncate(path_of("cut.safetensors"), (off_t)size - 100) == 0, "%s", strerror(errno));
+    CHECK(safetensors_open(&st, scratch_path("cut.safetensors"), &failure), "%s", failure.text);
+    CHECK(truncate(scratch_path("cut.safetensors"), (off_t)size - 100) == 0, "%s", strerror(errno));
     const Safetensor *last = safetensors_find(&st, "d.weight");
     CHECK(!safetensors_read(&st, last, 0, 64, true, values, &failure) && strstr(failure.text, "before the 128 bytes wanted"), "%s", failure.text);
     safetensors_close(&st);
@@ -283,7 +276,7 @@ static void test_failing_writes(void) {
     CHECK(output_file_open(&file, "/dev/full", &failure), "%s", failure.text);
     CHECK(!output_file_write(&file, "abc", 3, &failure) && strstr(failure.text, "cannot write /dev/full after 0 bytes: No space left on device"), "%s", failure.text);
     close(file.fd);
-    CHECK(!output_file_open(&file, path_of("no/such/file"), &failure) && strstr(failure.text, "cannot create"), "%s", failure.text);
+    CHECK(!output_file_open(&file, scratch_path("no/such/file"), &failure) && strstr(failure.text, "cannot create"), "%s", failure.text);
 
     // A limit on file sizes stands in for a disk that fills up in the middle of a file.
     struct rlimit before, small = {300, RLIM_INFINITY};
@@ -291,7 +284,7 @@ static void test_failing_writes(void) {
     getrlimit(RLIMIT_FSIZE, &before);
     small.rlim_max = before.rlim_max;
     setrlimit(RLIMIT_FSIZE, &small);
-    bool ok = safetensors_save(folder, "full", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure);
+    bool ok = safetensors_save(scratch, "full", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure);
     setrlimit(RLIMIT_FSIZE, &before);
     CHECK(!ok && strstr(failure.text, "full.safetensors after 300 bytes: File too large") && list.count == 0, "%s", failure.text);
 }
@@ -299,21 +292,21 @@ static void test_failing_writes(void) {
 static void test_folders(void) {
     Failure failure = {""};
     char a[PATH_CAPACITY], b[PATH_CAPACITY];
-    format_checked(a, sizeof a, "%s/a", folder);
-    format_checked(b, sizeof b, "%s/b", folder);
-    CHECK(folder_create(path_of("made/with/parents"), true, &failure), "%s", failure.text);
-    CHECK(rmdir(path_of("made/with/parents")) == 0 && rmdir(path_of("made/with")) == 0 && rmdir(path_of("made")) == 0, "%s", strerror(errno));
-    CHECK(!folder_create(path_of("x/y/z"), false, &failure) && strstr(failure.text, "its parent folder must exist"), "%s", failure.text);
+    format_checked(a, sizeof a, "%s/a", scratch);
+    format_checked(b, sizeof b, "%s/b", scratch);
+    CHECK(folder_create(scratch_path("made/with/parents"), true, &failure), "%s", failure.text);
+    CHECK(rmdir(scratch_path("made/with/parents")) == 0 && rmdir(scratch_path("made/with")) == 0 && rmdir(scratch_path("made")) == 0, "%s", strerror(errno));
+    CHECK(!folder_create(scratch_path("x/y/z"), false, &failure) && strstr(failure.text, "its parent folder must exist"), "%s", failure.text);
     CHECK(folder_create(a, false, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure), "%s", failure.text);
     CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_create(b, false, &failure) && file_write(b, "old", "2", 1, NULL, &failure), "%s", failure.text);
-    CHECK(folder_replace(a, b, &failure) && !path_exists(a) && path_exists(path_of("b/new")) && !path_exists(path_of("b/old")), "%s", failure.text);
-    CHECK(mkdir(path_of("b/inner"), 0777) == 0 && !folder_remove(b, &failure) && path_exists(path_of("b/inner")), "%s", failure.text);
-    CHECK(rmdir(path_of("b/inner")) == 0 && folder_remove(b, &failure) && !path_exists(b), "%s", failure.text);
-    CHECK(!folder_remove(b, &failure) && !folder_sync(b, &failure) && folder_sync(folder, &failure), "%s", failure.text);
+    CHECK(folder_replace(a, b, &failure) && !path_exists(a) && path_exists(scratch_path("b/new")) && !path_exists(scratch_path("b/old")), "%s", failure.text);
+    CHECK(mkdir(scratch_path("b/inner"), 0777) == 0 && !folder_remove(b, &failure) && path_exists(scratch_path("b/inner")), "%s", failure.text);
+    CHECK(rmdir(scratch_path("b/inner")) == 0 && folder_remove(b, &failure) && !path_exists(b), "%s", failure.text);
+    CHECK(!folder_remove(b, &failure) && !folder_sync(b, &failure) && folder_sync(scratch, &failure), "%s", failure.text);
 }
 
 int main(void) {
-    if (!mkdtemp(folder)) die("mkdtemp: %s", strerror(errno));
+    scratch_create();
     test_hash();
     test_round_trip();
     test_sharded();
@@ -324,7 +317,6 @@ int main(void) {
     test_damage();
     test_failing_writes();
     test_folders();
-    Failure failure;
-    if (!folder_remove(folder, &failure)) warn("%s", failure.text);
+    scratch_remove();
     return check_report();
 }

@@ -2,8 +2,8 @@
 #include "../../llmc/tokenizer.h"
 
 #include "check.h"
+#include "scratch.h"
 
-static char folder[] = "/tmp/test_tokenizer_XXXXXX";
 
 typedef struct {
     char bytes[256];
@@ -33,10 +33,12 @@ static Table make_table(void) {
     return t;
 }
 
-static void write_table(const char *name, const Table *t, char *path) {
-    format_checked(path, 4096, "%s/%s", folder, name);
+// Returns the path.
+static const char *write_table(const char *name, const Table *t) {
+    const char *path = scratch_path(name);
     FILE *f = fopen(path, "wb");
     if (!f || fwrite(t->bytes, 1, t->size, f) != t->size || fclose(f) != 0) die("%s: %s", path, strerror(errno));
+    return path;
 }
 
 static void test_names(void) {
@@ -56,11 +58,9 @@ static void test_names(void) {
 }
 
 static void test_sound_table(void) {
-    char path[4096], shard[4096];
     Table t = make_table();
-    write_table("ok.tokenizer", &t, path);
-    format_checked(shard, sizeof shard, "%s/ok_train.bin", folder);
-    Tokenizer tok = tokenizer_open_beside(shard);
+    write_table("ok.tokenizer", &t);
+    Tokenizer tok = tokenizer_open_beside(scratch_path("ok_train.bin"));
     size_t length;
     CHECK(tok.count == 3 && tok.separator == 2, "%lld tokens, separator %lld", (long long)tok.count, (long long)tok.separator);
     const char *once = tokenizer_decode(&tok, 0, &length);
@@ -81,9 +81,7 @@ static void test_sound_table(void) {
 }
 
 static void test_missing_table(void) {
-    char shard[4096];
-    format_checked(shard, sizeof shard, "%s/absent_train.bin", folder);
-    Tokenizer tok = tokenizer_open_beside(shard);
+    Tokenizer tok = tokenizer_open_beside(scratch_path("absent_train.bin"));
     size_t length = 1;
     CHECK(tok.count == 0 && tokenizer_decode(&tok, 0, &length) == NULL && length == 0, "%lld tokens", (long long)tok.count);
     tokenizer_close(&tok);
@@ -92,9 +90,8 @@ static void test_missing_table(void) {
 static void open_table(void *path) { tokenizer_open((const char *)path); }
 
 static void check_refused(const Table *t, const char *message) {
-    char path[4096], output[8192];
-    write_table("bad.tokenizer", t, path);
-    bool refused = check_dies(open_table, path, message, output, sizeof output);
+    char output[8192];
+    bool refused = check_dies(open_table, (void *)write_table("bad.tokenizer", t), message, output, sizeof output);
     CHECK(refused, "\"%s\" expected, got \"%s\"", message, output);
 }
 
@@ -130,20 +127,15 @@ static void test_damaged_tables(void) {
     t = sound, t.size = 0;
     check_refused(&t, "truncated");
     char output[8192];
-    CHECK(check_dies(open_table, folder, "cannot be read: Is a directory", output, sizeof output), "a folder: \"%s\"", output);
+    CHECK(check_dies(open_table, scratch, "cannot be read: Is a directory", output, sizeof output), "a folder: \"%s\"", output);
 }
 
 int main(void) {
-    if (!mkdtemp(folder)) die("%s: %s", folder, strerror(errno));
+    scratch_create();
     test_names();
     test_sound_table();
     test_missing_table();
     test_damaged_tables();
-    char path[4096];
-    format_checked(path, sizeof path, "%s/ok.tokenizer", folder);
-    unlink(path);
-    format_checked(path, sizeof path, "%s/bad.tokenizer", folder);
-    unlink(path);
-    rmdir(folder);
+    scratch_remove();
     return check_report();
 }

@@ -6,6 +6,7 @@
 #include <libgen.h>
 
 #include "check.h"
+#include "scratch.h"
 #include "golden.h"
 
 // Sanitizers slow matrix products down a hundred times: what is looked for there is seen in one step as in three.
@@ -15,16 +16,7 @@ enum { SANITIZED = 1 };
 enum { SANITIZED = 0 };
 #endif
 
-static char test_folder[] = "/tmp/test_train_fp8_XXXXXX";
 static char goldens_folder[PATH_CAPACITY];
-
-static const char *in_test_folder(const char *name) {
-    static char paths[8][PATH_CAPACITY];
-    static int next;
-    next = (next + 1) % 8;
-    format_checked(paths[next], PATH_CAPACITY, "%s/%s", test_folder, name);
-    return paths[next];
-}
 
 // ---- goldens
 
@@ -74,7 +66,7 @@ typedef struct {
 
 static void test_golden(const char *name, int precision, Tolerances tolerance) {
     const char *precision_name = precision == PRECISION_FP32 ? "fp32" : precision == PRECISION_BF16 ? "bf16" : "fp8", *worst = "";
-    Golden g = golden_open(goldens_folder, test_folder, name);
+    Golden g = golden_open(goldens_folder, scratch, name);
     const int64_t B = g.B, T = g.T;
     const double loss = golden_number(&g, "loss"), norm = golden_number(&g, "grad_norm");
     float *logits = golden_values(&g, "", "logits", NULL);
@@ -282,7 +274,7 @@ static void test_delayed(void) {
 static void test_nonfinite(void) {
     Options o = small_options(PRECISION_BF16, 2, 16);
     o.on_nonfinite = NONFINITE_SKIP;
-    o.train_data = in_test_folder("train.bin");
+    o.train_data = scratch_path("train.bin");
     ModelConfig m = odd_model(FAMILY_LLAMA);
     m.vocab_size = 64;
     Trainer t;
@@ -331,7 +323,7 @@ static void write_shard(const char *name, int64_t tokens, int32_t vocabulary) {
         const uint64_t random = rng_u64(3, (uint64_t)i);
         token = (random % 8 == 0 ? (uint32_t)(random >> 32) : token * 5 + 3) % (uint32_t)vocabulary;
     }
-    if (!file_write(test_folder, name, words, (SHARD_HEADER_INTS + tokens) * 4, NULL, &failure)) die("%s", failure.text);
+    if (!file_write(scratch, name, words, (SHARD_HEADER_INTS + tokens) * 4, NULL, &failure)) die("%s", failure.text);
     free(words);
 }
 
@@ -340,22 +332,22 @@ static pid_t start_run(const char *arguments) {
     char text[4096], *argv[64] = {(char *)"train_fp8", (char *)"--run"};
     int argc = 2;
     size_t n = 0;
-    for (const char *c = arguments; *c; c++) n += (size_t)snprintf(text + n, sizeof text - n, "%.*s", *c == '@' ? PATH_CAPACITY : 1, *c == '@' ? test_folder : c);
+    for (const char *c = arguments; *c; c++) n += (size_t)snprintf(text + n, sizeof text - n, "%.*s", *c == '@' ? PATH_CAPACITY : 1, *c == '@' ? scratch : c);
     for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
     argv[argc] = NULL;
-    unlink(in_test_folder("output"));  // nobody shall read the last run's
+    unlink(scratch_path("output"));  // nobody shall read the last run's
     fflush(stdout);
     const pid_t child = fork();
     if (child < 0) die("fork: %s", strerror(errno));
     if (child > 0) return child;
-    const int fd = open(in_test_folder("output"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    const int fd = open(scratch_path("output"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
     if (fd < 0 || dup2(fd, 1) < 0 || dup2(fd, 2) < 0) _exit(126);
     execv("/proc/self/exe", argv);
     _exit(127);
 }
 
 static char *run_output(void) {
-    char *text = read_file(in_test_folder("output"), NULL);
+    char *text = read_file(scratch_path("output"), NULL);
     return text ? text : xstrdup("");
 }
 
@@ -372,7 +364,7 @@ static int run_program(const char *arguments, char **output) {
 
 // The "step" lines of a log.jsonl from `first` on, without what depends on the clock and the memory.
 static char *loss_lines(const char *name, int64_t first) {
-    char *text = read_file(in_test_folder(name), NULL), *lines = (char *)xcalloc(65536, 1);
+    char *text = read_file(scratch_path(name), NULL), *lines = (char *)xcalloc(65536, 1);
     if (!text) return lines;
     for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
         long long step;
@@ -395,7 +387,7 @@ static void test_resume(const char *name_of_run, const char *precision) {
     CHECK(run_program(command, NULL) == 0, "%s: a run that saves", precision);
     char folder[PATH_CAPACITY];
     Failure failure;
-    format_checked(folder, sizeof folder, "%s/ck-%s/step-00000008", test_folder, name_of_run);
+    format_checked(folder, sizeof folder, "%s/ck-%s/step-00000008", scratch, name_of_run);
     CHECK(folder_exists(folder) && folder_remove(folder, &failure), "%s: the last checkpoint", precision);
     format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common, precision, name_of_run, name_of_run);
     CHECK(run_program(command, &output) == 0 && strstr(output, "step-00000006"), "%s: resumed from step 6: %s", precision, output);
@@ -416,12 +408,12 @@ static void test_delayed_resume(void) {
     format_checked(command, sizeof command, "%s --fp8-amax-history 5", common);
     CHECK(run_program(command, &output) == 1 && strstr(output, "--fp8-amax-history is 3 in the checkpoint, 5 now"), "%s", output);
     free(output);
-    format_checked(state, sizeof state, "%s/ck-delayed/step-00000008/fp8_state.safetensors", test_folder);
+    format_checked(state, sizeof state, "%s/ck-delayed/step-00000008/fp8_state.safetensors", scratch);
     CHECK(path_exists(state), "%s", state);
     format_checked(command, sizeof command, "%s --fp8-amax-history 3 --keep-checkpoints 1 --export-hf @/delayed-export", common);
     CHECK(run_program(command, &output) == 0, "%s", output);
     free(output);
-    format_checked(state, sizeof state, "%s/delayed-export/fp8_state.safetensors", test_folder);
+    format_checked(state, sizeof state, "%s/delayed-export/fp8_state.safetensors", scratch);
     CHECK(!path_exists(state), "an export holds %s", state);
 }
 
@@ -491,7 +483,7 @@ static void test_audit(void) {
     CHECK(run_program(audited, &output) == 0, "%s", output);
     CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "FP8 hurts most: layer 0"), "%s", output);
     free(output);
-    char *text = read_file(in_test_folder("audit/log.jsonl"), NULL);
+    char *text = read_file(scratch_path("audit/log.jsonl"), NULL);
     int lines = 0, last = 0, good = 0;
     for (char *line = text ? strtok(text, "\n") : NULL; line; line = strtok(NULL, "\n")) {
         if (!strstr(line, "\"fp8_audit\"")) continue;
@@ -540,7 +532,7 @@ static void test_signal(int signal_number, const char *dir) {
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "signal %d: status %d: %s", signal_number, status, output);
     const char *saved = strstr(output, "saved checkpoint after step ");
     CHECK(saved && !strstr(saved + 1, "saved checkpoint"), "signal %d: one save: %s", signal_number, output);
-    checkpoint_name(in_test_folder(dir), saved ? atoll(saved + 28) : 0, "", folder, sizeof folder);
+    checkpoint_name(scratch_path(dir), saved ? atoll(saved + 28) : 0, "", folder, sizeof folder);
     Failure failure;
     CHECK(checkpoint_is_whole(folder, true, &failure), "signal %d: the checkpoint is whole", signal_number);
     free(output);
@@ -620,26 +612,11 @@ static void test_tokenizer_warning(void) {
     Failure failure;
     char *output;
     write_shard("other_train.bin", 20000, 61);
-    CHECK(file_write(test_folder, "other.tokenizer", (const char *)table, sizeof table, NULL, &failure), "%s", failure.text);
+    CHECK(file_write(scratch, "other.tokenizer", (const char *)table, sizeof table, NULL, &failure), "%s", failure.text);
     CHECK(run_program("llama3.1-405b --train-data @/other_train.bin --sequence-length 32", &output) == 1 && strstr(output, "was the shard made for another model?"), "%s", output);
     free(output);
     CHECK(run_program("tiny --train-data @/other_train.bin --sequence-length 32 --num-steps 1", &output) == 0 && !strstr(output, "another model"), "%s", output);
     free(output);
-}
-
-// Deletes the test's folder and what is in it, folders included.
-static void remove_tree(const char *path) {
-    DIR *d = opendir(path);
-    if (!d) return;
-    for (struct dirent *entry; (entry = readdir(d)) != NULL;) {
-        char child[PATH_CAPACITY];
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
-        format_checked(child, sizeof child, "%s/%s", path, entry->d_name);
-        if (folder_exists(child)) remove_tree(child);
-        else unlink(child);
-    }
-    closedir(d);
-    rmdir(path);
 }
 
 int main(int argc, char **argv) {
@@ -647,7 +624,7 @@ int main(int argc, char **argv) {
         argv[1] = argv[0];
         return run(argc - 1, argv + 1);
     }
-    if (!mkdtemp(test_folder)) die("mkdtemp: %s", strerror(errno));
+    scratch_create();
     char source[] = __FILE__;
     format_checked(goldens_folder, sizeof goldens_folder, "%s/../reference/goldens", dirname(source));
     omp_set_num_threads(2);
@@ -681,6 +658,6 @@ int main(int argc, char **argv) {
     test_output();
     test_refusals();
     test_tokenizer_warning();
-    remove_tree(test_folder);
+    scratch_remove();
     return check_report();
 }
