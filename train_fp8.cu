@@ -137,7 +137,6 @@ typedef struct {
     bf16 *dbranch, *dh, *dgate_up, *datt, *dqkv;  // gradients of the current layer
     GemmInput dy[NUM_LINEARS];        // gradients as the products read them
     void *attention_workspace, *norm_workspace;
-    double *adamw_workspace;
     void *attention_sums;             // partial sums of the gradients of QK-norm, and of the biases
     float *rope_table;                // [T, HD] cos, sin
     double *squares;                  // sum of squares of the gradient
@@ -457,7 +456,6 @@ static void place(Trainer *t, Arena *a) {
     place_activations(t, a);
     arena_group(a, "products, optimizer");
     t->gemm.workspace = arena_take(a, max_i64(GEMM_WORKSPACE_BYTES, adamw_workspace_bytes(&t->table, &t->fsdp.plan)));
-    t->adamw_workspace = (double *)t->gemm.workspace;  // no product runs beside the optimizer
     t->gemm.scratch = t->precision.emulated ? take_bf16(a, emulation_elements(t)) : NULL;
     t->gemm.alpha = t->precision.emulated ? take_float(a, 1) : NULL;
 }
@@ -963,14 +961,15 @@ static void optimizer_step(Trainer *t, int64_t step) {
     Fsdp *f = &t->fsdp;
     const ShardPlan *plan = &f->plan;
     const bool norm_first = norm_comes_first(o);
+    double *workspace = (double *)t->gemm.workspace;  // no product runs beside the optimizer
     const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, o->master_weights == STORAGE_BF16_NEAREST,
                                      (uint64_t)o->seed);
     const AdamwArrays arrays = {t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, t->grads};
-    const AdamwUpdate update = {arrays, s, norm_first ? &t->stats->control : NULL, norm_first ? NULL : t->adamw_workspace};
+    const AdamwUpdate update = {arrays, s, norm_first ? &t->stats->control : NULL, norm_first ? NULL : workspace};
     fsdp_compute_after(f);
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     if (norm_first) {
-        adamw_squares(t->squares, t->grads, plan->total, t->adamw_workspace, t->stream);
+        adamw_squares(t->squares, t->grads, plan->total, workspace, t->stream);
         mark_bytes(t, "gradient norm", plan->total * 2);
         finish_norm(t);
     }
@@ -1363,9 +1362,9 @@ static void report_step(Run *run, int64_t step) {
         run->memory = (int64_t)(total - available);
     }
     const StepRecord record = {step + 1, stats.loss, stats.control.gradient_norm, schedule_learning_rate(t->o, step), ms * 1e-3, run->memory, stats.control.nonfinite != 0};
-    logger_step(&run->logger, &record);
     run->skipped_in_a_row = stats.control.nonfinite ? run->skipped_in_a_row + 1 : 0;
     if (stats.control.nonfinite) nonfinite_report(t->o, t->comm, &t->table, nonfinite_position(t, &stats.control), step, stats.loss, run->skipped_in_a_row);
+    logger_step(&run->logger, &record);
 }
 
 // Sequences seen when `steps_done` steps are done. Counted on from where the run was resumed: batch size and accumulation may differ from then on.

@@ -18,8 +18,8 @@
 // Where the GPUs of a shard group can read each other's memory (peer_memory.cuh), weights are gathered and gradients reduced by copy engines, each rank
 // reading the others' parts; a kernel then adds up the gradients in fp32, in the order of the ranks. Else NCCL does both; it always moves what is small.
 // When a layer's weights are gathered, the others' parts are there, because fsdp_gather_vectors, which comes before, waits for every rank to have made its
-// own. And weights stay until all have read them, because no optimizer runs before the root's gradient is reduced and the statistics are, which both wait for
-// every rank's last gather.
+// own. And weights stay until all have read them, because no optimizer runs before the first layer's gradient is reduced, which waits for every rank's last
+// gather.
 //
 // Order between the compute stream and the communication stream is kept by events alone; the host never waits:
 //   arrived    of a slot: computing waits for it before it reads the slot

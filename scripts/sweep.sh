@@ -215,7 +215,7 @@ stop() {
         for _ in $(seq 300); do kill -0 -- "-$child" 2>/dev/null || break; sleep 0.1; done
         kill -KILL -- "-$child" 2>/dev/null
     fi
-    printf '\ninterrupted in run %d of %d; start again to go on, scripts/report.sh %s shows what there is\n' "$number" "$total" "$out"
+    printf '\ninterrupted in run %d of %d; start again to go on, scripts/report.py %s shows what there is\n' "$number" "$total" "$out"
     exit $((128 + $1))
 }
 
@@ -308,6 +308,6 @@ note_settings
 each_run enlist
 for signal in INT TERM HUP; do trap "stop $(kill -l $signal)" $signal; done
 each_run visit
-table=$(scripts/report.sh "$out") || fail "no table could be made"
+table=$(python3 scripts/report.py "$out") || fail "no table could be made"
 [ -n "$no_table" ] || printf '\n%s\n' "$table"
 [ -z "$any_failed" ]

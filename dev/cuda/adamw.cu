@@ -200,7 +200,7 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     if (bad) flat.gradients[v.bad_element] = NAN, flat.gradients[flat.n - 1] = INFINITY;
     const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, v.nearest, 42);
     double *squares = sum_squares(&t, group, &flat);
-    uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
+    uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4), *amax_unconditional = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
     double *sum = (double *)bench_download(squares, sizeof *sum, label);
     const float norm = (float)sqrt(*sum), want_norm = (float)global_norm(flat.gradients, flat.n), factor = clip_factor(sqrt(*sum), v.clip);
     if (!bad) check_close(label, &norm, &want_norm, 1, 1, 1e-6, 0);  // fp32 sums of 32 squares
@@ -219,13 +219,14 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
         const ShardPlan plan = shard_plan(&t, group, place);
         State want = shard_state(&t, &plan, &flat);
         check_rank(label, &t, &plan, v, &before[place], &want, squares, step, amax);
-        if (v.clip == 0) taken_along += check_rank_unconditional(label, &t, &plan, v, &before[place], bad ? NULL : &want, step, bad ? NULL : amax);
+        if (v.clip == 0) taken_along += check_rank_unconditional(label, &t, &plan, v, &before[place], bad ? NULL : &want, step, bad ? NULL : amax_unconditional);
         free_state(&want), free_state(&before[place]);
     }
     if (v.clip == 0) CHECK(bad ? !isfinite(taken_along) : fabs(taken_along / *sum - 1) < 1e-6, "%s: squares %.9g with the update, %.9g by themselves", label, taken_along, *sum);
-    uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label);
+    uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label), *slots_unconditional = (uint32_t *)bench_download(amax_unconditional, m.num_layers * AMAX_STRIDE * 4, label);
     check_amax(label, &t, slots, AMAX_STRIDE, flat.weights);
-    free(before), free(sum), free(slots), bench_free(squares), bench_free(amax);
+    if (v.clip == 0 && !bad) check_amax(label, &t, slots_unconditional, AMAX_STRIDE, flat.weights);
+    free(before), free(sum), free(slots), free(slots_unconditional), bench_free(squares), bench_free(amax), bench_free(amax_unconditional);
     free_state(&flat);
     parameter_table_free(&t);
 }

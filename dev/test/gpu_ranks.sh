@@ -46,6 +46,14 @@ for precision in bf16 fp8; do
 done
 against_one bf16_full_fp32 bf16 --sharding full --reduce-dtype fp32 --copy-engines off
 against_one bf16_none_fp32 bf16 --sharding none --reduce-dtype fp32
+# All of the above clips, so that the gradient norm comes before AdamW. Where nothing hangs on it, it comes with AdamW and is the same.
+run one_unclipped 1 ${common/--grad-clip 1/} --precision bf16 --num-steps $steps $(split 1)
+for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
+    name=${sharding%% *}
+    run unclipped $W ${common/--grad-clip 1/} --precision bf16 --num-steps $steps $(split $W) --sharding $sharding || continue
+    near "$name, norm with AdamW" "$(field unclipped norm 1)" "$(field bf16_$name norm 1)" 1e-5
+    near "$name, last loss, norm with AdamW" "$(field unclipped loss $steps)" "$(field one_unclipped loss $steps)" 2e-3
+done
 # Copy engines, which all of the above uses where the GPUs allow it, and NCCL. The sums of two ranks are the same in fp32, those of more but for their order.
 if grep -q "travel by the GPUs' copy engines" "$tmp/bf16_full.log"; then
     ok "copy engines are used"

@@ -122,12 +122,14 @@ gpu a $common --precision fp8 --num-steps 3 --profile
 check "--profile: $(grep -A 3 '^profile of' "$tmp/a.log")" grep -qE '^  AdamW +1 .* GB/s +[0-9.]+%$' "$tmp/a.log"
 check "--profile has products" grep -qE '^  [a-z].* TFLOP/s +[0-9.]+%$' "$tmp/a.log"
 
-# An export is the checkpoint's model. With weights of 3e38 in it, whose products overflow, no step may change a weight, and the first of the
-# tensors that it spoils is named.
+# An export is the checkpoint's model. With weights of 3e38 in it, whose products overflow, nothing of a step may be saved, and the first of
+# the tensors that it spoils is named.
 gpu a $common --precision bf16 --num-steps 2 --checkpoint-dir "$tmp/whole" --export-hf "$tmp/export"
 for file in config.json model.safetensors; do check "exported $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"; done
 head -c 512 /dev/zero | tr '\0' '\177' | dd of="$tmp/export/model.safetensors" bs=1 seek=$(($(stat -c %s "$tmp/export/model.safetensors") - 512)) conv=notrunc 2>/dev/null
 fails "step 1: the gradient norm is not finite, first, in backward order, in .*, element [0-9]*; the loss is .* Nothing of this step is saved" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20
+fails "step 1: the gradient norm is not finite" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 1 --checkpoint-dir "$tmp/spoiled" --checkpoint-every 1 --export-hf "$tmp/spoiled-export"
+check "nothing of that step is saved" equal "$(find "$tmp/spoiled" "$tmp/spoiled-export" -type f 2>/dev/null)" ""
 fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20 --on-nonfinite skip
 check "skipped steps say so" equal "$(grep -c '^warning: step [0-9]* skipped: the gradient norm is not finite, first' "$tmp/refused.log")" 9
 

@@ -61,7 +61,7 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "RoPE table", t->rope_table, t->d.T * t->d.HD * 4);
     for (int i = 0; i < TOKEN_SLOTS; i++) needed_always(m, "tokens", t->tokens[i].device, batch_bytes(t));
     needed("workspace of products", t->gemm.workspace, GEMM_WORKSPACE_BYTES, 0, optimizer(m) - 1);
-    needed("workspace of the optimizer", t->adamw_workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan), optimizer(m), optimizer(m));
+    needed("workspace of the optimizer", t->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan), optimizer(m), optimizer(m));
     needed_always(m, "emulated operands", t->gemm.scratch, emulation_elements(t) * 2);
     needed_always(m, "their scale", t->gemm.alpha, 4);
 }

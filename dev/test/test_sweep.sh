@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# scripts/sweep.sh, scripts/report.sh and the loop of the run scripts, on the CPU trainer with a tiny model, 1 and 2 ranks. Needs ./train_fp8 (or
+# scripts/sweep.sh, scripts/report.py and the loop of the run scripts, on the CPU trainer with a tiny model, 1 and 2 ranks. Needs ./train_fp8 (or
 # TRAINER), build/synth_stories, mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
@@ -186,7 +186,7 @@ interrupted() {
     check "SIG$signal: status" equal "$status" "$expected"
     check "SIG$signal: no trainer is left" equal "$(trainers_in "$out/")" 0
     check "SIG$signal: the run in progress has no result" equal "$(kind_of "$out/tiny_T16_bf16_${gpus}gpu") $(kind_of "$run")" "done none"
-    scripts/report.sh "$out" >/dev/null
+    scripts/report.py "$out" >/dev/null
     check "SIG$signal: it does not count" tables "$out" "1 of 2 runs with numbers"
     sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
     check "SIG$signal: another start does it whole" equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
