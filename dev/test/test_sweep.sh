@@ -10,9 +10,9 @@ running=""
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null; rm -rf "$tmp"' EXIT
 . scripts/tally.sh
 kind_of() { cut -f1 "$1/result" 2>/dev/null || echo none; }
-# Waits up to 20 s until the rest, a command, succeeds.
+# Waits up to 60 s until the rest, a command, succeeds.
 await() {
-    for _ in $(seq 400); do "$@" && return; sleep 0.05; done
+    for _ in $(seq 1200); do "$@" && return; sleep 0.05; done
     echo "waited in vain for: $*"
     false
 }
