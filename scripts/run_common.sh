@@ -46,26 +46,35 @@ pick_data() {
 check_memory() {
     local needed smallest
     is_cpu_trainer && return
+    command -v nvidia-smi >/dev/null || fail "$trainer needs a GPU and its driver, and there is no nvidia-smi here; --dry-run shows the plan without one"
     needed=$(planned total) needed=${needed%.*}
     smallest=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -n 1)
     [ "$needed" -le "$smallest" ] || fail "$model on $gpus GPUs needs $((needed / 1024)) GiB on each, and the smallest here has $((smallest / 1024)); more GPUs, --recompute layer or a smaller --sequence-length would help"
     echo "memory: $((needed / 1024)) of $((smallest / 1024)) GiB a GPU"
 }
 
-# What the run will take. Half the peak is a guess on the low side for large models in FP8; the trainer's lines tell.
+# What the run will take, and whether the disk has it. Half the peak is a guess on the low side for large models in FP8; the trainer's lines tell.
 print_cost() {
-    local parameters free
-    parameters=$(planned parameters)
+    local free held
     awk -v per_token="$(planned model_flops_per_token)" -v T="$(planned sequence-length)" -v B="$(planned batch-size)" -v A="$(planned grad-accumulation-steps)" -v steps="$(planned num-steps)" -v W="$gpus" \
         -v price="${PRICE:-}" 'BEGIN {
             tokens = W * B * A * T * steps; flops = per_token * tokens; hours = flops / (0.5 * 989.5e12) / 3600
             printf "cost: %d steps of %d tokens are %.1f million tokens, about %.2g FLOPs, %.2f GPU hours at half the BF16 peak of an H200 (%.2f hours on %d)", steps, W * B * A * T, tokens / 1e6, flops, hours, hours / W, W
             if (price != "") printf ", %.2f at %s a GPU hour", hours * price, price
             print "" }'
-    free=$(df -Pk "$out" | awk 'NR == 2 { print $4 }')
-    awk -v n="$parameters" -v keep="$(planned keep-checkpoints)" -v free="$free" -v out="$out" 'BEGIN {
-        needed = 6 * n * (keep + 1) / 2^30; printf "disk: checkpoints take up to %.1f GiB in %s (with bf16 storage), %.1f are free\n", needed, out, free / 2^20
-        exit needed > free / 2^20 }' || fail "not enough room for the checkpoints; OUT=FOLDER puts them elsewhere"
+    held=$(du -sk "$checkpoints" 2>/dev/null | cut -f1)
+    free=$(df -Pk "$(existing_parent "$out")" | awk 'NR == 2 { print $4 }')
+    awk -v n="$(planned parameters)" -v keep="$(planned keep-checkpoints)" -v held="${held:-0}" -v free="$free" -v out="$out" -v dry="$dry_run" 'BEGIN {
+        needed = 6 * n * (keep + 1) / 2^30; held /= 2^20; free /= 2^20
+        printf "disk: checkpoints take up to %.1f GiB in %s (with bf16 storage), of which %.1f are there; %.1f are free\n", needed, out, held, free
+        exit !dry && needed > held + free }' || fail "not enough room for the checkpoints; OUT=FOLDER puts them elsewhere"
+}
+
+# The folder $1, or the nearest one above it that is there.
+existing_parent() {
+    local folder=$1
+    while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
+    echo "$folder"
 }
 
 newest_checkpoint() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
@@ -104,10 +113,11 @@ run_until_done() {
     checkpoints=$out/steps stopping="" child="" dry_run=""
     [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
     gpus=${GPUS:-$(is_cpu_trainer && echo 1 || count_gpus)}
-    [[ $gpus =~ ^[1-9][0-9]*$ ]] || fail "no GPU found here (nvidia-smi -L lists none), or GPUS=${GPUS:-} is no number"
+    [ -n "${GPUS:-}" ] || [ "$gpus" -gt 0 ] || fail "no GPU found here (nvidia-smi -L lists none); with --dry-run, GPUS=N shows the plan without one"
+    [[ $gpus =~ ^[1-9][0-9]*$ ]] || fail "GPUS=$GPUS is not a positive whole number"
+    [[ ${PRICE:-0} =~ ^[0-9]*[.]?[0-9]+$ ]] || fail "PRICE=$PRICE is not a number, of a GPU hour"
     [[ " $* " == *" --dry-run "* ]] && dry_run=1
-    [ -n "$dry_run" ] || pick_data
-    mkdir -p "$out" || fail "cannot make the folder $out"
+    [ -n "$dry_run" ] || { pick_data; mkdir -p "$out" || fail "cannot make the folder $out"; }
     local arguments=("$model" "${options[@]}" --train-data "${data}_train.bin" --val-data "${data}_val.bin" --log-dir "$out" --checkpoint-dir "$checkpoints" "$@")
     plan=$("$trainer" "${arguments[@]}" --world-size "$gpus" --dry-run) || exit 1
     [ -n "$dry_run" ] || check_memory

@@ -290,7 +290,7 @@ settings() { printf '%s\n' "trainer $trainer" "steps $num_steps" "llama data $ll
 note_settings() {
     if [ -e "$out/settings.txt" ] && ! settings | cmp -s - "$out/settings.txt"; then
         settings | diff "$out/settings.txt" - >&2
-        ! grep -qs '^{"type": "summary"' "$out"/*/log.jsonl || fail "$out holds runs of other settings (< there, > now); give another --out"
+        ! grep -qs "^{\"type\": \"summary\", \"steps\": $(sed -n 's/^steps //p' "$out/settings.txt")," "$out"/*/log.jsonl || fail "$out holds runs of other settings (< there, > now); give another --out"
         echo "no run in $out has finished, so its settings are changed (< before, > now)"
         rm -f "$out"/*/result
     fi

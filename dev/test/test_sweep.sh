@@ -215,6 +215,7 @@ out=$tmp/corrected
 corrected() { sweep --models "$1" --sequence-lengths 64 --precisions bf16 --gpus 1 --out "$out" "${@:2}" >"$tmp/corrected.log" 2>&1; }
 corrected tiny -- --learning-rate abc
 check "a typing error fails" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "1 failed"
+mkdir -p "$out/tiny_T64_bf16_1gpu" && echo '{"type": "summary", "steps": 7, "skipped": 0}' >"$out/tiny_T64_bf16_1gpu/log.jsonl"  # of a run that was interrupted
 corrected llama3.1-405b -- --learning-rate 1
 check "it is corrected, beside a run that is out of memory" equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu") $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 memory none"
 corrected tiny --num-steps 22 --retry none -- --learning-rate 1e-4
@@ -318,8 +319,16 @@ check "also if it is gone before it is looked after" equal "$? $(grep -c 'three 
 
 GPUS=1 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" --num-steps 7 >"$tmp/fewer.log" 2>&1
 check "fewer steps than were done: done" equal "$? $(grep -c '^done: step-00000800 ' "$tmp/fewer.log")" "0 1"
+# 1 MB free: too little for the checkpoints of a new run, enough for one that has its own already.
+mkdir "$tmp/bin"
+printf '#!/bin/sh\necho Filesystem\necho x 0 0 1000 0 /\n' >"$tmp/bin/df" && chmod +x "$tmp/bin/df"
+PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/cramped bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
+check "a disk that is too small is refused" equal "$? $(grep -c '^error: not enough room' "$tmp/cramped.log") $(newest "$tmp/cramped")" "1 1 "
+PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
+check "with what the run's own checkpoints take counted as room" equal "$? $(grep -c '^done: ' "$tmp/cramped.log")" "0 1"
+
 GPUS=1 OUT=$tmp/planned bash "$tmp/run.sh" --dry-run >"$tmp/planned.log" 2>&1
-check "--dry-run: plan, cost and command, no start" equal "$? $(grep -cE '^(memory plan|cost: |.* --resume )' "$tmp/planned.log") $(ls "$tmp/planned")" "0 3 "
+check "--dry-run: plan, cost and command, no start" equal "$? $(grep -cE '^(memory plan|cost: |.* --resume )' "$tmp/planned.log") $(ls -d "$tmp/planned" 2>/dev/null)" "0 3 "
 for option in --checkpoint-dir "--checkpoint-dir=$tmp/other" --log-dir; do
     OUT=$tmp/other bash "$tmp/run.sh" "$option" "$tmp/other" >"$tmp/other.log" 2>&1
     check "refused: $option" equal "$? $(grep -c "^error: ${option%%=*} is set by this script; OUT=FOLDER" "$tmp/other.log") $(ls -d "$tmp/other" 2>/dev/null)" "1 1 "
