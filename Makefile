@@ -26,7 +26,7 @@ UNIT_TESTS := $(patsubst dev/test/%.c,build/%,$(wildcard dev/test/test_*.c))
 SANITIZED := $(patsubst dev/test/%.c,build/asan/%,$(wildcard dev/test/test_*.c))
 BENCHES := $(patsubst dev/cuda/%.cu,build/bench_%,$(wildcard dev/cuda/*.cu))
 
-.PHONY: all help test unit-tests asan headers gpu benches check-gpu clean
+.PHONY: all help test unit-tests asan headers gpu benches check-gpu clean FORCE
 
 all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 
@@ -40,33 +40,37 @@ help:
 train_fp8: train_fp8.c $(HEADERS)
 	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
-train_fp8cu: train_fp8.cu $(HEADERS) $(KERNELS)
+# Holds what GPU programs were compiled for last: another CUDA_ARCH compiles them anew.
+build/cuda_arch: FORCE | build
+	@[ "$$(cat $@ 2>/dev/null)" = "$(CUDA_ARCH)" ] || echo "$(CUDA_ARCH)" >$@
+
+train_fp8cu: train_fp8.cu $(HEADERS) $(KERNELS) build/cuda_arch
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 # Every range of GPU memory an allocation of its own, for memcheck (arena.h).
-build/train_fp8cu_apart: train_fp8.cu $(HEADERS) $(KERNELS) | build
+build/train_fp8cu_apart: train_fp8.cu $(HEADERS) $(KERNELS) build/cuda_arch | build
 	$(NVCC) $(NVCCFLAGS) -DARENA_APART $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 build/synth_stories: data/synth_stories.c $(HEADERS) | build
 	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
-build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h dev/test/scratch.h $(HEADERS) $(KERNELS) | build
+build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h dev/test/scratch.h $(HEADERS) $(KERNELS) build/cuda_arch | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 # Where everything lies in GPU memory, on the host alone.
-build/test_placement: dev/test/test_placement.cu train_fp8.cu dev/test/check.h $(HEADERS) $(KERNELS) | build
+build/test_placement: dev/test/test_placement.cu train_fp8.cu dev/test/check.h $(HEADERS) $(KERNELS) build/cuda_arch | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 # The order of all ranks' streams, on the host alone: the test's own functions stand in for these.
 STAND_INS := cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync cudaMemcpyAsync cudaGetDevice cudaDeviceGetAttribute cudaLaunchKernelExC \
 	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce
-build/test_fsdp_order: dev/test/test_fsdp_order.cu dev/test/check.h dev/test/order_model.h $(HEADERS) $(KERNELS) | build
+build/test_fsdp_order: dev/test/test_fsdp_order.cu dev/test/check.h dev/test/order_model.h $(HEADERS) $(KERNELS) build/cuda_arch | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(addprefix -Xlinker --wrap=,$(STAND_INS)) $(CUDALIBS) $(NCCL_LIBS)
 
 build/compare_checkpoints: dev/test/compare_checkpoints.c dev/test/check.h $(HEADERS) | build
 	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
-build/bench_%: dev/cuda/%.cu $(HEADERS) $(KERNELS) $(wildcard dev/cuda/*.cuh) | build
+build/bench_%: dev/cuda/%.cu $(HEADERS) $(KERNELS) $(wildcard dev/cuda/*.cuh) build/cuda_arch | build
 	$(NVCC) $(NVCCFLAGS) -o $@ $< $(CUDALIBS)
 
 # fsdp.cuh knows NCCL.
@@ -93,6 +97,8 @@ test:
 
 check-gpu:
 	scripts/check_gpu.sh
+
+FORCE:
 
 build:
 	@mkdir -p build/asan

@@ -1199,6 +1199,8 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->table = parameter_table(m);
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
+    if (o->fp8_weight_cache == ON && t->fsdp.sharded)
+        die("--fp8-weight-cache on keeps FP8 copies of whole weights, and %lld ranks share them here; leave it off, or give --sharding none", (long long)t->fsdp.plan.group);
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     t->chunk = logits_rows(t);
     t->acts = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
@@ -1484,6 +1486,7 @@ static void prepare(Run *run, Options *o, const Comm *comm, cudaDeviceProp *devi
     RunSetup *setup = &run->setup;
     check_device(o, comm, device);
     run_setup_resume(setup, o, comm);
+    if (comm->rank == 0) run_setup_check_room(setup, o);
     if (strcmp(o->fp8_filter, "auto") == 0) find_filter(setup, o, comm);
     if (o->fp8_filter == setup->fp8_filter) printf("--fp8-filter auto: %s%s\n", *o->fp8_filter ? "the same as --fp8-filter " : "nothing stays bf16", o->fp8_filter);
 }

@@ -400,12 +400,14 @@ def write_stories(reader, tokenizer, choose_shard, progress):
 def prepare(options):
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     os.makedirs(options.out, exist_ok=True)
+    prefix = os.path.join(options.out, options.name or f"tinystories_{tokenizer.name}")
+    if options.text and not options.name and os.path.exists(prefix + "_train.bin"):
+        raise BadInput(f"{prefix}_train.bin is there already, and may be of TinyStories; give the shards of --text a --name")
     if options.text:
         train = local_sources(options.text, options.fraction)
         val = local_sources(options.val_text, 1) if options.val_text else None
     else:
         train, val = download(HUB_TRAIN, options.out, options.fraction), download(HUB_VAL, options.out, 1)
-    prefix = os.path.join(options.out, options.name or f"tinystories_{tokenizer.name}")
     outputs = []
     try:
         for kind, path in ((ShardFile, prefix + "_train.bin"), (ShardFile, prefix + "_val.bin"), (TableFile, prefix + ".tokenizer")):

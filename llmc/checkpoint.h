@@ -49,6 +49,7 @@ typedef struct {
     const ModelConfig *model;
     const Options *options;  // their `auto` values resolved
     DataIdentity data;
+    struct CheckpointSteps *passed_over;  // by this run, when it was resumed; NULL: none
 } CheckpointRun;
 
 // ---- writing tensors
@@ -305,7 +306,7 @@ static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failur
 
 // ---- the folder of checkpoints
 
-typedef struct {
+typedef struct CheckpointSteps {
     int64_t *steps;  // newest first
     int64_t count;
 } CheckpointSteps;
@@ -359,18 +360,26 @@ static inline bool checkpoint_remove(const char *dir, int64_t step, Failure *fai
     return folder_remove(temporary, failure);
 }
 
+static inline bool checkpoint_was_passed_over(const CheckpointSteps *passed_over, int64_t step) {
+    for (int64_t i = 0; passed_over && i < passed_over->count; i++)
+        if (passed_over->steps[i] == step) return true;
+    return false;
+}
+
 // After step `newest` was saved: keeps it and the keep - 1 whole ones before it, removes those older still. A folder that is not whole is
-// not counted. One of a later step (which a resumed run passed over) is left alone.
-static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, Failure *failure) {
+// not counted. One that the run passed over when it was resumed, or of a later step, is left alone.
+static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, CheckpointSteps *passed_over, Failure *failure) {
     CheckpointSteps list;
     Failure ignored;
+    for (int64_t i = 0; passed_over && i < passed_over->count; i++)
+        if (passed_over->steps[i] == newest) passed_over->steps[i] = -1;  // another is in its place
     if (!checkpoint_list(dir, &list, failure)) return false;
     int64_t kept = 1;
     bool ok = true;
     for (int64_t i = 0; ok && i < list.count; i++) {
         char path[PATH_CAPACITY];
         checkpoint_name(dir, list.steps[i], "", path, sizeof path);
-        if (list.steps[i] >= newest) continue;
+        if (list.steps[i] >= newest || checkpoint_was_passed_over(passed_over, list.steps[i])) continue;
         if (kept >= keep) ok = checkpoint_remove(dir, list.steps[i], failure);
         else kept += checkpoint_is_whole(path, false, &ignored);
     }
@@ -407,7 +416,7 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
     bool ok = checkpoint_agree(s->comm, !leader || folder_create(dir, true, &cause), &cause) && checkpoint_write(temporary, progress, run, t, s, shard_bytes, &cause);
     ok = ok && (!leader || (folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
-        if (leader && !checkpoint_prune(dir, progress->step, keep, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
+        if (leader && !checkpoint_prune(dir, progress->step, keep, run->passed_over, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
         if (s->comm) comm_barrier(s->comm, COMM_WORLD);  // removing may take minutes: ranks that went ahead would take rank 0 for dead
         return true;
     }

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -228,6 +229,20 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
     closedir(dir);
     if (ok && rmdir(folder)) ok = fail(failure, "cannot remove folder %s: %s", folder, strerror(errno));
     return ok;
+}
+
+// Bytes that may still be written to the file system of a folder that is there.
+static inline bool folder_room(const char *folder, int64_t *bytes, Failure *failure) {
+    struct statvfs v;
+    if (statvfs(folder, &v)) return fail(failure, "cannot find out how much room is in %s: %s", folder, strerror(errno));
+    *bytes = (int64_t)v.f_bavail * (int64_t)v.f_frsize;
+    return true;
+}
+
+// Whether two folders that are there share a file system, and so its room.
+static inline bool folders_share_room(const char *a, const char *b) {
+    struct stat x, y;
+    return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev;
 }
 
 // Seconds for which a run waits for the run before it, whose process was killed and is not gone yet; tests make it short.

@@ -302,6 +302,8 @@ static inline Options options_parse(int argc, char **argv, const char *presets) 
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         if (argument[0] != '-') {
+            const OptionRow *before = i > 1 && strncmp(argv[i - 1], "--", 2) == 0 && !strchr(argv[i - 1], '=') ? option_find(argv[i - 1] + 2, strlen(argv[i - 1] + 2)) : NULL;
+            if (*o.model && before && before->kind == OPTION_FLAG) die("--%s takes no value, but \"%s\" follows it", before->name, argument);
             if (*o.model) die("two models given: \"%s\" and \"%s\"; one run trains one", o.model, argument);
             o.model = argument;
             continue;

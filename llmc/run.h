@@ -20,7 +20,7 @@ static inline void run_print(const RunSetup *s, const Options *o, const Comm *c,
 }
 
 // Saves a checkpoint in --checkpoint-dir. Dies if that fails.
-static inline void run_save(const RunSetup *s, const Options *o, const TrainerProgress *progress, const ParameterTable *t, const TrainerState *state) {
+static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress *progress, const ParameterTable *t, const TrainerState *state) {
     const CheckpointRun run = run_setup_checkpoint(s, o);
     Failure failure;
     if (!checkpoint_save(o->checkpoint_dir, o->keep_checkpoints, progress, &run, t, state, &failure)) die("%s", failure.text);

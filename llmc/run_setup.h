@@ -22,6 +22,7 @@ typedef struct {
     DataIdentity data;              // of train
     char checkpoint[PATH_CAPACITY]; // to continue from; "": none
     TrainerProgress start;          // of that checkpoint, or 0
+    CheckpointSteps passed_over;    // later ones, which are damaged
     char fp8_filter[1024];          // what --fp8-filter auto stands for
     Tokenizer tokenizer;            // count 0: none beside the shards
 } RunSetup;
@@ -186,8 +187,8 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
 }
 
 // What checkpoints say of the run. It points into both.
-static inline CheckpointRun run_setup_checkpoint(const RunSetup *s, const Options *o) {
-    const CheckpointRun run = {&s->model, o, s->data};
+static inline CheckpointRun run_setup_checkpoint(RunSetup *s, const Options *o) {
+    const CheckpointRun run = {&s->model, o, s->data, &s->passed_over};
     return run;
 }
 
@@ -201,10 +202,37 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     }
     const CheckpointRun run = run_setup_checkpoint(s, o);
     s->start = checkpoint_check(s->checkpoint, &run);
+    Failure failure;
+    if (!checkpoint_list(o->checkpoint_dir, &s->passed_over, &failure)) die("--resume: %s", failure.text);
+    while (s->passed_over.count && s->passed_over.steps[s->passed_over.count - 1] <= s->start.step) s->passed_over.count--;
     if (s->start.step >= o->num_steps) printf("resume: %lld steps are done and --num-steps is %lld: nothing is left to train\n", (long long)s->start.step, (long long)o->num_steps);
 }
 
+// Whether there is room for the first checkpoint to come and for the export, beside all that is there: a full disk would show after the work. After
+// run_setup_resume, by rank 0. Dies with what is missing.
+static inline void run_setup_check_room(const RunSetup *s, const Options *o) {
+    const double GiB = 1024.0 * 1024 * 1024;
+    const int64_t weight = o->master_weights == STORAGE_FP32 ? 4 : 2, moment = o->optimizer_state == STORAGE_FP32 ? 4 : 2;
+    ParameterTable t = parameter_table(&s->model);
+    const int64_t checkpoint = *o->checkpoint_dir && s->start.step < o->num_steps ? t.num_parameters * (weight + 2 * moment) : 0, weights = t.num_parameters * weight;
+    parameter_table_free(&t);
+    char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
+    const int digits = weights < (1 << 30) ? 4 : 1;
+    int64_t room;
+    Failure failure;
+    if (checkpoint && folder_room(o->checkpoint_dir, &room, &failure) && room < checkpoint)
+        die("--checkpoint-dir %s: a checkpoint of this model takes %.*f GiB, and %.*f are free there; make room or give a folder on a larger disk", o->checkpoint_dir, digits,
+            (double)checkpoint / GiB, digits, (double)room / GiB);
+    if (!*o->export_hf) return;
+    export_names(o->export_hf, path, temporary, parent, sizeof path);
+    const int64_t before = checkpoint && folders_share_room(parent, o->checkpoint_dir) ? checkpoint : 0;
+    if (folder_room(parent, &room, &failure) && room < before + weights)
+        die("--export-hf %s: the weights take %.*f GiB%s, and %.*f are free there; make room or give a folder on a larger disk", o->export_hf, digits, (double)weights / GiB,
+            before ? " beside a checkpoint" : "", digits, (double)room / GiB);
+}
+
 static inline void run_setup_close(RunSetup *s) {
+    free(s->passed_over.steps);
     dataloader_close(&s->train);
     dataloader_close(&s->val);
     tokenizer_close(&s->tokenizer);

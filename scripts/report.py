@@ -83,5 +83,5 @@ def main(folder):
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not os.path.exists(os.path.join(sys.argv[1], "runs.txt")):
-        sys.exit(__doc__)
+        sys.exit(("error: %s is no folder of scripts/sweep.sh: it has no runs.txt\n\n" % sys.argv[1] if len(sys.argv) == 2 else "") + __doc__)
     main(sys.argv[1])

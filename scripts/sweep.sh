@@ -103,7 +103,10 @@ check_precisions() {
 
 check_options() {
     local word shards
-    for word in $lengths $gpu_counts "$num_steps" "${max_gpus:-1}"; do is_count "$word" || fail "\"$word\" is not a positive whole number"; done
+    for word in $lengths; do is_count "$word" || fail "--sequence-lengths: \"$word\" is not a positive whole number"; done
+    for word in $gpu_counts; do is_count "$word" || fail "--gpus: \"$word\" is not a positive whole number"; done
+    is_count "$num_steps" || fail "--num-steps: \"$num_steps\" is not a positive whole number"
+    is_count "${max_gpus:-1}" || fail "--max-gpus: \"$max_gpus\" is not a positive whole number"
     [[ $retry =~ ^(none|failed|all)$ ]] || fail "--retry takes none, failed or all, not \"$retry\""
     [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
     check_precisions
@@ -302,7 +305,7 @@ available=$(count_ranks)
 check_options
 if [ -n "$dry_run" ]; then each_run print_command; exit 0; fi
 mkdir -p "$out" || fail "cannot make the folder $out"
-exec 9>"$out/lock"  # the runs inherit it: a sweep that was killed leaves its last run, and nothing may write beside that
+{ exec 9>"$out/lock"; } 2>/dev/null || fail "cannot write in $out"  # the runs inherit it: a sweep that was killed leaves its last run, and nothing may write beside that
 flock -n 9 || fail "a sweep, or the last run of one that was killed, still works in $out"
 note_settings
 each_run enlist

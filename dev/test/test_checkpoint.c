@@ -237,6 +237,20 @@ static void test_keep(void) {
     CHECK(strcmp(listing(dir), "50 40 30") == 0, "%s", listing(dir));
     save(t, dir, 60, 1);
     CHECK(strcmp(listing(dir), "60") == 0, "%s", listing(dir));
+    // Nor is one that looks whole, but that the run passed over when it was resumed; until the run saves that step itself.
+    int64_t steps[] = {66, 64};
+    CheckpointSteps passed_over = {steps, 2};
+    save(t, dir, 64, 9), save(t, dir, 66, 9);
+    t->run.passed_over = &passed_over;
+    save(t, dir, 65, 2);
+    CHECK(strcmp(listing(dir), "66 65 64 60") == 0, "%s", listing(dir));
+    save(t, dir, 66, 2);
+    CHECK(strcmp(listing(dir), "66 65 64") == 0, "%s", listing(dir));
+    save(t, dir, 68, 2);
+    CHECK(strcmp(listing(dir), "68 66 64") == 0, "%s", listing(dir));
+    t->run.passed_over = NULL;
+    save(t, dir, 69, 1);
+    CHECK(strcmp(listing(dir), "69") == 0, "%s", listing(dir));
     // One of a later step, which a resumed run passed over, stays; one of the same step is replaced.
     save(t, dir, 90, 9);
     save(t, dir, 70, 1);

@@ -136,8 +136,9 @@ def test_bad_inputs(folder):
     good = ["--tokenizer", "bytes", "--text", text, "--val-text", text, "--out", f"{folder}/keep"]
     check(run(*good)[0] == 0, "the good call")
     before = {name: open(f"{folder}/keep/{name}", "rb").read() for name in os.listdir(f"{folder}/keep")}
-    to = ["--out", f"{folder}/keep"]
+    to = ["--out", f"{folder}/keep", "--name", "tinystories_bytes"]
     cases = [
+        (good, "give the shards of --text a --name"),
         (["--tokenizer", "bytes", "--text", f"{folder}/none.txt", *to], "none.txt: no such text file"),
         (["--tokenizer", "bytes", "--text", f"{folder}/empty.txt", "--val-text", text, *to], "no whole story in"),
         (["--tokenizer", "bytes", "--text", text, "--val-text", f"{folder}/empty.txt", *to], "no story is left for validation"),
@@ -160,7 +161,7 @@ def test_bad_inputs(folder):
     check(result.returncode != 0 and "Run data/setup_venv.sh" in result.stderr, f"missing package: {result.stderr}")
     if os.path.exists("/dev/full"):
         os.symlink("/dev/full", f"{folder}/keep/tinystories_bytes_val.bin.tmp")
-        status, output = run(*good)
+        status, output = run(*good, "--name", "tinystories_bytes")
         check(status != 0 and "No space left on device" in output and "Traceback" not in output, f"full disk: {output}")
     after = {name: open(f"{folder}/keep/{name}", "rb").read() for name in os.listdir(f"{folder}/keep")}
     check(before == after, f"a failed call changed the folder: {sorted(after)}")
@@ -306,7 +307,7 @@ def test_tokenizer_json(folder):
         os.makedirs(f"{folder}/my {kind}", exist_ok=True)
         path = f"{folder}/my {kind}/tokenizer.json"
         subprocess.run([VENV_PYTHON, "-c", MAKE_TOKENIZER, kind, text, path, special], check=True)
-        extra = ["--separator", special] if special == "<sep>" else []
+        extra = ["--separator", special, "--name", f"tinystories_my_{kind}"] if special == "<sep>" else []  # over the shards of before
         status, output = run("--tokenizer", os.path.dirname(path), "--text", text, "--val-text", text, "--out", folder, *extra, python=VENV_PYTHON)
         check(status == 0, output)
         separator, table = read_table(f"{folder}/tinystories_my_{kind}.tokenizer")

@@ -581,6 +581,7 @@ static void test_refusals(void) {
         {"nosuch --train-data @/train.bin", "neither a folder nor one of"},
         {"tiny --train-data @/train.bin --sequnce-length 32", "the nearest is --sequence-length"},
         {"tiny --train-data @/train.bin --batch-size 0", "is outside"},
+        {"tiny --train-data @/train.bin --dry-run on", "--dry-run takes no value, but \"on\" follows it"},
         {"tiny --train-data @/train.bin --precision fp8 --sequence-length 3", "multiples of 16"},
         {"tiny --train-data @/train.bin --resume", "needs --checkpoint-dir"},
         {"tiny --train-data @/train.bin --val-data @/missing.bin", "no token shard matches"},
@@ -603,6 +604,21 @@ static void test_refusals(void) {
         CHECK(status == 1 && strstr(output, bad[i].message) && !strstr(output, "step 1/"), "\"%s\" ended with %d: %s", bad[i].arguments, status, output);
         free(output);
     }
+    // A checkpoint of 2.2 TiB.
+    int64_t room;
+    Failure failure;
+    if (!folder_room(scratch, &room, &failure)) die("%s", failure.text);
+    if (room > 700ll << 30) {
+        printf("SKIPPED: a disk that is too small for a checkpoint: %s has room\n", scratch);
+        return;
+    }
+    char *output;
+    const int status = run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --checkpoint-dir @/huge", &output);
+    CHECK(status == 1 && strstr(output, "a checkpoint of this model takes 2267.9 GiB"), "ended with %d: %s", status, output);
+    free(output);
+    const int export_status = run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --export-hf @/huge-export", &output);
+    CHECK(export_status == 1 && strstr(output, "the weights take 756.0 GiB"), "ended with %d: %s", export_status, output);
+    free(output);
 }
 
 // A shard whose tokenizer table is far smaller than the model's vocabulary is probably another model's: a warning, and none for `tiny`, which takes
