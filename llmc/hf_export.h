@@ -89,7 +89,8 @@ static inline void model_export_prepare(const char *dir, const char *model_folde
     if (model_folder) path_resolve(model_folder, other, sizeof other);
     if (model_folder && (strcmp(other, path) == 0 || strcmp(other, temporary) == 0))
         die("--export-hf %s would replace %s, the model that the run starts from; give a new folder", dir, other);
-    if (!export_may_replace(path, true, &failure) || !export_clear(temporary, &failure) || !export_try(path, &failure)) die("--export-hf %s: %s", dir, failure.text);
+    if (!export_may_replace(path, true, &failure) || !export_clear(temporary, &failure) || !folder_create(parent, true, &failure) || !export_try(path, &failure))
+        die("--export-hf %s: %s", dir, failure.text);
 }
 
 static inline bool export_write(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, const char *source_folder,

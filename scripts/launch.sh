@@ -23,5 +23,8 @@ make_launch() {
     if [ -z "${OMP_NUM_THREADS:-}" ]; then launch+=(-x "OMP_NUM_THREADS=$((($(nproc) + $1 - 1) / $1))"); fi
 }
 
+# The models that the trainer knows by name, as its --help lists them.
+list_models() { "$trainer" --help 2>/dev/null | sed -n 's/^MODEL: //p' | tr -d ','; }
+
 # The FP8 recipes that the trainer knows, as its --help lists them.
 list_recipes() { "$trainer" --help 2>/dev/null | sed -n 's/^ *--fp8-recipe \([a-z0-9_|]*\).*/\1/p' | tr '|' ' '; }

@@ -102,7 +102,7 @@ check_precisions() {
 }
 
 check_options() {
-    local word shards
+    local word shards known
     for word in $lengths; do is_count "$word" || fail "--sequence-lengths: \"$word\" is not a positive whole number"; done
     for word in $gpu_counts; do is_count "$word" || fail "--gpus: \"$word\" is not a positive whole number"; done
     is_count "$num_steps" || fail "--num-steps: \"$num_steps\" is not a positive whole number"
@@ -111,7 +111,9 @@ check_options() {
     [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
     check_precisions
     [ "$available" -gt 0 ] || fail "no GPU found here (nvidia-smi -L lists none); --trainer ./train_fp8 runs on the CPU"
+    known=$(list_models)
     for word in $models; do
+        [ -d "$word" ] || [[ " $known " == *" $word "* ]] || fail "--models $word: neither a folder nor a model that $trainer knows by name: $known"
         shards=$(data_of "$word")
         [ -n "$shards" ] || fail "no data known for model \"$word\"; name its training shards with --data"
         compgen -G "$shards" >/dev/null || fail "no training shards $shards for model $word; data/README.md shows how to make them, --llama-data, --qwen-data and --data name others"

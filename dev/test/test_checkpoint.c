@@ -616,6 +616,8 @@ static void test_export(void) {
     format_checked(dir, sizeof dir, "%s", scratch_path("export"));
     format_checked(source_folder, sizeof source_folder, "%s", scratch_path("source"));
     format_checked(trailing, sizeof trailing, "%s", scratch_path("export/"));
+    model_export_prepare(scratch_path("not/there/yet"), NULL);
+    CHECK(folder_exists(scratch_path("not/there")) && !path_exists(scratch_path("not/there/yet")), "the folders above an export are made, and it is tried out");
     for (int64_t i = 0; i < a->table.total; i++) ((float *)a->arrays[STATE_WEIGHTS])[i] = 0;
     for (int64_t k = 0; k < a->table.count; k++)
         for (int64_t i = 0; i < parameter_elements(&a->table.entries[k]); i++) ((float *)a->arrays[STATE_WEIGHTS])[a->table.entries[k].offset + i] = rng_normal((uint64_t)k, (uint64_t)i);

@@ -260,10 +260,11 @@ refused "not \"fp4\"" --precisions fp4
 refused "not \"fp8:\"" --precisions fp8:
 refused "not \"bf16:rowwise\"" --precisions bf16:rowwise
 refused "has no such recipe; it has tensorwise delayed " --precisions fp8:row
+refused "--models tinny: neither a folder nor a model that .* knows by name: tiny small " --models tiny,tinny
 refused "fp8-recipe is set by the sweep" -- --fp8-recipe rowwise
 refused "--precision is set by the sweep" -- --precision fp8
 refused "no training shards $tmp/none.bin" --data "$tmp/none.bin" --models tiny
-refused "would share the folder" --models "$tmp/mine,./mine" --out "$tmp/shared"
+refused "would share the folder" --models "$tmp/mine,$tmp/./mine" --out "$tmp/shared"
 refused "there is no program ./none" --trainer ./none
 
 # ---------------------------------------------------------------------------------------------------------------------
