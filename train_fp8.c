@@ -807,7 +807,7 @@ static int run(int argc, char **argv) {
     fflush(stdout);
     if (!o.dry_run) {
         run_setup_resume(&setup, &o, &comm);
-        if (comm.rank == 0) run_setup_check_room(&setup, &o);
+        run_setup_check_room(&setup, &o, &comm);
         trainer_allocate(&t);
         stop_catch();
         const TrainerState state = trainer_state(&t);

@@ -1486,7 +1486,7 @@ static void prepare(Run *run, Options *o, const Comm *comm, cudaDeviceProp *devi
     RunSetup *setup = &run->setup;
     check_device(o, comm, device);
     run_setup_resume(setup, o, comm);
-    if (comm->rank == 0) run_setup_check_room(setup, o);
+    run_setup_check_room(setup, o, comm);
     if (strcmp(o->fp8_filter, "auto") == 0) find_filter(setup, o, comm);
     if (o->fp8_filter == setup->fp8_filter) printf("--fp8-filter auto: %s%s\n", *o->fp8_filter ? "the same as --fp8-filter " : "nothing stays bf16", o->fp8_filter);
 }

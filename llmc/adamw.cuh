@@ -403,13 +403,13 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
     return u;
 }
 
-// Blocks that update a unit.
-static inline int64_t adamw_unit_blocks(const ShardPlan *plan, int64_t unit) { return grid_size(shard_unit_size(plan, unit), ADAMW_BLOCK); }
+// Blocks that update a unit of `size` elements.
+static inline unsigned adamw_blocks(int64_t size) { return grid_size(size, ADAMW_BLOCK); }
 
 enum { ADAMW_SUM_BLOCKS = 64 };
 
 // Sums of squares that the update of this rank's shard leaves in its workspace.
-static inline int64_t adamw_update_sums(const ParameterTable *t, const ShardPlan *plan) { return adamw_unit_blocks(plan, 0) + t->num_layers * adamw_unit_blocks(plan, 1); }
+static inline int64_t adamw_update_sums(const ParameterTable *t, const ShardPlan *plan) { return adamw_blocks(shard_unit_size(plan, 0)) + t->num_layers * adamw_blocks(shard_unit_size(plan, 1)); }
 
 // Bytes of device memory that a step needs as workspace.
 static inline int64_t adamw_workspace_bytes(const ParameterTable *t, const ShardPlan *plan) {
@@ -420,7 +420,7 @@ static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaS
     const AdamwArrays *a = &w->arrays;
     const void *pointers[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, a->gradients};
     for (int i = 0; i < 5; i++) require_aligned16(pointers[i], "adamw", "an array");
-    const dim3 grid(grid_size(u->size, ADAMW_BLOCK), (unsigned)u->count);
+    const dim3 grid(adamw_blocks(u->size), (unsigned)u->count);
     if (a->master && a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<true, true>, grid, ADAMW_THREADS, 0, stream, *w, *u);
     else if (a->master) CUDA_LAUNCH(adamw_update_kernel<true, false>, grid, ADAMW_THREADS, 0, stream, *w, *u);
     else if (a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<false, true>, grid, ADAMW_THREADS, 0, stream, *w, *u);
@@ -439,7 +439,7 @@ static inline void adamw_update_root(const AdamwUpdate *w, const ParameterTable 
 static inline void adamw_update_layers(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, uint32_t *amax, int64_t amax_stride, cudaStream_t stream) {
     AdamwUnits layers = adamw_units(t, plan, 1, t->num_layers);
     layers.amax = amax, layers.amax_stride = amax_stride;
-    layers.squares = w->squares ? w->squares + adamw_unit_blocks(plan, 0) : NULL;
+    layers.squares = w->squares ? w->squares + adamw_blocks(shard_unit_size(plan, 0)) : NULL;
     adamw_launch(w, &layers, stream);
 }
 

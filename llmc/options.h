@@ -299,19 +299,20 @@ static inline const OptionRow *option_find(const char *name, size_t length) {
 // Reads the command line: one MODEL and --name value or --name=value. `presets` is shown by --help, which ends the program.
 static inline Options options_parse(int argc, char **argv, const char *presets) {
     Options o = options_default();
+    const OptionRow *flag = NULL;  // the one right before this argument
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         if (argument[0] != '-') {
-            const OptionRow *before = i > 1 && strncmp(argv[i - 1], "--", 2) == 0 && !strchr(argv[i - 1], '=') ? option_find(argv[i - 1] + 2, strlen(argv[i - 1] + 2)) : NULL;
-            if (*o.model && before && before->kind == OPTION_FLAG) die("--%s takes no value, but \"%s\" follows it", before->name, argument);
+            if (*o.model && flag) die("--%s takes no value, but \"%s\" follows it", flag->name, argument);
             if (*o.model) die("two models given: \"%s\" and \"%s\"; one run trains one", o.model, argument);
-            o.model = argument;
+            o.model = argument, flag = NULL;
             continue;
         }
         if (argument[1] != '-') die("unknown option %s; options have two dashes and a long name (--help lists all)", argument);
         const char *name = argument + 2, *equals = strchr(name, '=');
         const OptionRow *row = option_find(name, equals ? (size_t)(equals - name) : strlen(name));
-        if (row->kind == OPTION_FLAG) {
+        flag = row->kind == OPTION_FLAG ? row : NULL;
+        if (flag) {
             if (equals) die("--%s takes no value", row->name);
             option_set(&o, row, "");
         } else {

@@ -9,6 +9,7 @@
 static inline void run_print(const RunSetup *s, const Options *o, const Comm *c, const ParameterTable *t, const ShardPlan *plan, const Precision *p) {
     options_print(o);
     printf("%-26s %lld\n", "parameters", (long long)t->num_parameters);
+    printf("%-26s %lld\n", "checkpoint_bytes", (long long)run_setup_checkpoint_bytes(t, o));
     printf("%-26s %lld\n", "vocab_size", (long long)s->model.vocab_size);
     printf("%-26s %.0f\n", "model_flops_per_token", flops_total(flops_per_token(t, &s->model, o->sequence_length, p)));
     if (s->train.num_shards)

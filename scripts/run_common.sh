@@ -64,9 +64,9 @@ print_cost() {
             print "" }'
     held=$(du -sk "$checkpoints" 2>/dev/null | cut -f1)
     free=$(df -Pk "$(existing_parent "$out")" | awk 'NR == 2 { print $4 }')
-    awk -v n="$(planned parameters)" -v keep="$(planned keep-checkpoints)" -v held="${held:-0}" -v free="$free" -v out="$out" -v dry="$dry_run" 'BEGIN {
-        needed = 6 * n * (keep + 1) / 2^30; held /= 2^20; free /= 2^20
-        printf "disk: checkpoints take up to %.1f GiB in %s (with bf16 storage), of which %.1f are there; %.1f are free\n", needed, out, held, free
+    awk -v bytes="$(planned checkpoint_bytes)" -v keep="$(planned keep-checkpoints)" -v held="${held:-0}" -v free="$free" -v out="$out" -v dry="$dry_run" 'BEGIN {
+        needed = bytes * (keep + 1) / 2^30; held /= 2^20; free /= 2^20
+        printf "disk: checkpoints take up to %.1f GiB in %s, of which %.1f are there; %.1f are free\n", needed, out, held, free
         exit !dry && needed > held + free }' || fail "not enough room for the checkpoints; OUT=FOLDER puts them elsewhere"
 }
 

@@ -309,6 +309,15 @@ for GPUS in 1 2; do
     check "$GPUS ranks: goes on to the end" equal "$? $(newest "$tmp/broken_$GPUS")" "0 $last"
     check "$GPUS ranks: with the unbroken run's loss" equal "$(last_loss "$tmp/broken_$GPUS")" "$(last_loss "$tmp/unbroken_$GPUS")"
 done
+# Whether the tensors of the checkpoint in $1 take what --dry-run says, beside headers of a few KB.
+takes_planned_bytes() {
+    local planned taken
+    planned=$("$trainer" tiny --train-data "$tmp/synth_train.bin" --dry-run | awk '$1 == "checkpoint_bytes" { print $2 }')
+    taken=$(cat "$1"/*.safetensors | wc -c)
+    echo "planned $planned, taken $taken"
+    [ "$taken" -ge "$planned" ] && [ "$taken" -le $((planned + 20000)) ]
+}
+check "a checkpoint takes the planned bytes" takes_planned_bytes "$tmp/unbroken_1/steps/$(newest "$tmp/unbroken_1")"
 GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
 check "gives up on a run that fails before each checkpoint" equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 (
