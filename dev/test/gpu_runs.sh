@@ -16,7 +16,7 @@ fails() {
     shift
     "$@" >"$tmp/refused.log" 2>&1
     status=$?
-    if [ $status -ne 0 ] && [ $status -lt 128 ] && grep -q -- "^error: .*$expected" "$tmp/refused.log"; then ok "$(grep -m1 '^error' "$tmp/refused.log" | cut -c1-150)"; else bad "expected \"$expected\": $(tail -n 2 "$tmp/refused.log")"; fi
+    if [ $status -ne 0 ] && [ $status -lt 128 ] && grep -q -- "^error: .*$expected" "$tmp/refused.log"; then ok "$(grep -a -m1 '^error' "$tmp/refused.log" | cut -c1-150)"; else bad "expected \"$expected\": $(tail -n 2 "$tmp/refused.log")"; fi
 }
 refused() { fails "$@" && check "refused before the first step" lacks "$tmp/refused.log" "step 1/"; }
 
