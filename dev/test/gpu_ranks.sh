@@ -170,7 +170,7 @@ start_endless stopped
 before=$(ls "$tmp/stopped" | wc -l)
 kill -TERM "${ranks[1]}"
 await_end
-if [ "$status" = 0 ] && [ -z "$(alive)" ] && [ "$(grep -c '^stopped by signal' "$tmp/stopped.log")" -eq 1 ] && [ -d "$tmp/stopped/$(printf 'step-%08d' "$(sed -n 's/^stopped by signal 15 after step //p' "$tmp/stopped.log")")" ]; then
+if [ "$status" = 0 ] && [ -z "$(alive)" ] && [ "$(grep -c '^stopped by signal' "$tmp/stopped.log")" -eq 1 ] && [ -d "$tmp/stopped/$(printf 'step-%08d' "$(sed -n 's/^stopped by signal 15 after step \([0-9]*\).*/\1/p' "$tmp/stopped.log")")" ]; then
     ok "SIGTERM to rank 1: $(grep '^stopped' "$tmp/stopped.log"), status 0 after $took s"
 else bad "SIGTERM to rank 1: status $status after $took s, $before checkpoints before, now $(ls "$tmp/stopped"): $(tail -n 5 "$tmp/stopped.log")"; fi
 
