@@ -5,7 +5,7 @@ usage: recipes_table.py FOLDER. Status 0: every run has a row of numbers.
 import os
 import sys
 
-from sweep_folder import ran_in_fp8, ratio, read_runs, show, why_missing, write_table
+from sweep_folder import folder_argument, ran_in_fp8, ratio, read_runs, show, show_change, why_missing, write_table
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 HEAD = ["recipe", "loss", "loss diff", "tok/s/GPU", "FP8/BF16", "GiB/GPU"] + [gemm + " dB" for gemm in GEMMS] + ["lowest at"]
@@ -52,8 +52,7 @@ def cells(run, bf16):
     s, loss, speed = run["summary"], "", ""
     if run is not bf16:
         base = bf16["summary"] if bf16 else {"last_loss": None, "tokens_per_second_per_gpu": None}
-        change = ratio(s["last_loss"], base["last_loss"])
-        loss = show("%+.2f%%", change and 100 * (change - 1))
+        loss = show_change(ratio(s["last_loss"], base["last_loss"]))
         if ran_in_fp8(run) and not is_emulated(run):
             speed = show("%.2fx", ratio(s["tokens_per_second_per_gpu"], base["tokens_per_second_per_gpu"]))
     return [name, show("%.4f", s["last_loss"]), loss, show("%.0f", s["tokens_per_second_per_gpu"]), speed, show("%.2f", ratio(s["memory_bytes"], 2**30))] + audit_cells(run)
@@ -79,11 +78,8 @@ def main(folder):
         notes += "nothing ran in FP8: all linear layers are filtered out, or their sizes do not suit the recipe; the run's stdout.txt says why for each product.\n"
     path = os.path.join(folder, "recipes")
     write_table(path, HEAD, [cells(run, bf16) for run in runs], describe(done[0]) + "\n" if done else "", notes)
-    print(open(path + ".txt").read(), end="")
     return 0 if len(done) == len(runs) else 1
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not os.path.exists(os.path.join(sys.argv[1], "runs.txt")):
-        sys.exit(__doc__)
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(folder_argument(__doc__)))

@@ -6,9 +6,8 @@ the end of each run's log.jsonl.
 """
 import csv
 import os
-import sys
 
-from sweep_folder import ran_in_fp8, ratio, read_runs, show, why_missing, write_table
+from sweep_folder import folder_argument, ran_in_fp8, ratio, read_runs, show, show_change, why_missing, write_table
 
 HEAD = ["model", "T", "GPUs", "precision", "tok/s/GPU", "tok/s", "steps/s", "TFLOP/s/GPU", "MFU", "GiB/GPU", "loss", "FP8/BF16", "loss diff", "scaling", "note"]
 CSV_HEAD = ["model", "sequence_length", "gpus", "precision", "result", "steps", "tokens_per_second_per_gpu", "tokens_per_second", "steps_per_second", "median_ms", "tflops_per_gpu", "mfu", "sol",
@@ -53,7 +52,7 @@ def cells(run):
     row += [show("%.0f", s["tokens_per_second_per_gpu"]), show("%.0f", s["tokens_per_second"]), show("%.3f", ratio(1000, s["median_ms"])),
             show("%.4f" if (s["tflops_per_gpu"] or 0) < 1 else "%.1f", s["tflops_per_gpu"]), show("%.1f%%", percent(s["mfu"])),
             show("%.3f" if (s["memory_bytes"] or 0) < 2**30 else "%.1f", ratio(s["memory_bytes"], 2**30)), show("%.4f", s["last_loss"]), show("%.2fx", run["speedup"]) if fp8 else "",
-            show("%+.2f%%", run["loss_ratio"] and 100 * (run["loss_ratio"] - 1)) if fp8 else "", show("%.1f%%", percent(run["scaling"]))]
+            show_change(run["loss_ratio"]) if fp8 else "", show("%.1f%%", percent(run["scaling"]))]
     return row + [("%d steps skipped (non-finite gradient); " % s["skipped"] if s["skipped"] else "") + note]
 
 
@@ -78,10 +77,7 @@ def main(folder):
     write_table(path, HEAD, [cells(run) for run in runs], "".join(setups), ABOUT + "%d of %d runs finished\n" % (len(done), len(runs)))
     with open(path + ".csv", "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([CSV_HEAD] + [csv_cells(run) for run in runs])
-    print(open(path + ".txt").read(), end="")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not os.path.exists(os.path.join(sys.argv[1], "runs.txt")):
-        sys.exit(("error: %s is no folder of scripts/sweep.sh: it has no runs.txt\n\n" % sys.argv[1] if len(sys.argv) == 2 else "") + __doc__)
-    main(sys.argv[1])
+    main(folder_argument(__doc__))

@@ -36,7 +36,12 @@ Status 0: every run is finished, out of memory, or skipped for want of GPUs; 1: 
 END
 }
 
-is_count() { [[ $1 =~ ^[1-9][0-9]{0,8}$ ]]; }
+# $1 an option, the rest its values.
+check_counts() {
+    local option=$1 word
+    shift
+    for word in "$@"; do [[ $word =~ ^[1-9][0-9]{0,8}$ ]] || fail "$option: \"$word\" is not a positive whole number"; done
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Options
@@ -103,10 +108,10 @@ check_precisions() {
 
 check_options() {
     local word shards known
-    for word in $lengths; do is_count "$word" || fail "--sequence-lengths: \"$word\" is not a positive whole number"; done
-    for word in $gpu_counts; do is_count "$word" || fail "--gpus: \"$word\" is not a positive whole number"; done
-    is_count "$num_steps" || fail "--num-steps: \"$num_steps\" is not a positive whole number"
-    is_count "${max_gpus:-1}" || fail "--max-gpus: \"$max_gpus\" is not a positive whole number"
+    check_counts --sequence-lengths $lengths
+    check_counts --gpus $gpu_counts
+    check_counts --num-steps "$num_steps"
+    check_counts --max-gpus "${max_gpus:-1}"
     [[ $retry =~ ^(none|failed|all)$ ]] || fail "--retry takes none, failed or all, not \"$retry\""
     [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
     check_precisions

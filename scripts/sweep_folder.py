@@ -1,6 +1,7 @@
 """What scripts/sweep.sh leaves in a folder, for the programs that make tables of it: its runs, and a table's text and Markdown."""
 import json
 import os
+import sys
 
 
 def read_run(folder, line):
@@ -40,8 +41,14 @@ def show(form, value):
     return "n/a" if value is None else form % value
 
 
+def show_change(ratio):
+    """A ratio as the change from 1 that it is."""
+    return show("%+.2f%%", ratio and 100 * (ratio - 1))
+
+
 def write_table(path, head, rows, before, after):
-    """PATH.txt and PATH.md: columns as wide as need be, the first to the left, the last free text. `before` and `after`: paragraphs around the table."""
+    """Prints a table, and writes it to PATH.txt and PATH.md: columns as wide as need be, the first to the left, the last free text. `before` and `after`:
+    paragraphs around it."""
     width = [max(len(row[j]) for row in [head] + rows) for j in range(len(head) - 1)]
     with open(path + ".txt", "w") as text, open(path + ".md", "w") as marked:
         text.write(before)
@@ -54,3 +61,12 @@ def write_table(path, head, rows, before, after):
                 marked.write("|---|" + "---:|" * (len(head) - 2) + "---|\n")
         text.write("\n" + after)
         marked.write("\n" + after)
+    print(open(path + ".txt").read(), end="")
+
+
+def folder_argument(usage):
+    """The one argument of a program: the folder of a sweep. Ends with `usage` if it is none."""
+    arguments = sys.argv[1:]
+    if len(arguments) == 1 and os.path.exists(os.path.join(arguments[0], "runs.txt")):
+        return arguments[0]
+    sys.exit(("error: %s is no folder of scripts/sweep.sh: it has no runs.txt\n\n" % arguments[0] if len(arguments) == 1 else "") + usage)
