@@ -199,7 +199,7 @@ static uint32_t *fused_amax(const Trainer *t, int64_t l, int scale) {
 static bool gradients_follow_activations(const Trainer *t) { return t->fsdp.clears_gaps && !t->fsdp.sharded; }
 
 static void place_parameters(Trainer *t, Arena *a) {
-    const int64_t n = t->fsdp.plan.total, state_bytes = t->o->optimizer_state == STORAGE_FP32 ? 4 : 2;
+    const int64_t n = t->fsdp.plan.total, state_bytes = storage_bytes(t->o->optimizer_state);
     arena_group(a, "weights (bf16)");
     t->weights = take_bf16(a, n);
     arena_group(a, "master weights (fp32)");
@@ -985,7 +985,7 @@ static void optimizer_step(Trainer *t, int64_t step) {
         adamw_updated_squares(t->squares, &update, &t->table, plan, t->stream);
         finish_norm(t);
     }
-    mark_bytes(t, "AdamW", plan->total * (2 + 2 * 2 * (o->optimizer_state == STORAGE_FP32 ? 4 : 2) + (t->master ? 10 : 4)));
+    mark_bytes(t, "AdamW", plan->total * (2 + 2 * 2 * storage_bytes(o->optimizer_state) + (t->master ? 10 : 4)));
     layers_changed(t);
     profile_mark(&t->profile, "weights: FP8 casts, gathers", PROFILE_WAIT, 0);
 }
@@ -1101,7 +1101,7 @@ static void copy_in_order(const Trainer *t, void *to, const void *from, size_t b
 }
 
 static int64_t state_element_bytes(const Trainer *t, StateKind kind) {
-    return kind == STATE_WEIGHTS ? (t->master ? 4 : 2) : (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2);
+    return storage_bytes(kind == STATE_WEIGHTS ? t->o->master_weights : t->o->optimizer_state);
 }
 
 static char *state_array(const Trainer *t, StateKind kind) {

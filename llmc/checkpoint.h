@@ -44,12 +44,18 @@ typedef struct {
     int64_t samples;  // sequences seen: the data cursor
 } TrainerProgress;
 
+// Checkpoints of a folder, by their steps.
+typedef struct {
+    int64_t *steps;  // newest first
+    int64_t count;
+} CheckpointSteps;
+
 // What a checkpoint says of the run that wrote it, and a resumed run must share: the model, the settings that are MUST_MATCH, the training data.
 typedef struct {
     const ModelConfig *model;
     const Options *options;  // their `auto` values resolved
     DataIdentity data;
-    struct CheckpointSteps *passed_over;  // by this run, when it was resumed; NULL: none
+    CheckpointSteps *passed_over;  // by this run, when it was resumed; NULL: none
 } CheckpointRun;
 
 // ---- writing tensors
@@ -305,11 +311,6 @@ static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failur
 }
 
 // ---- the folder of checkpoints
-
-typedef struct CheckpointSteps {
-    int64_t *steps;  // newest first
-    int64_t count;
-} CheckpointSteps;
 
 static inline void checkpoint_name(const char *dir, int64_t step, const char *suffix, char *out, size_t capacity) {
     format_checked(out, capacity, "%s/step-%08lld%s", dir, (long long)step, suffix);

@@ -424,6 +424,9 @@ static inline void options_resolve(Options *o) {
     if (o->precision == PRECISION_FP8 && o->fp8_format == FP8_FORMAT_AUTO) o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
 }
 
+// Bytes of a value in a storage of master weights or optimizer state, after options_resolve.
+static inline int64_t storage_bytes(int storage) { return storage == STORAGE_FP32 ? 4 : 2; }
+
 // The settings table. Options of FP8 are left out where they mean nothing.
 static inline void options_print(const Options *o) {
     printf("%-26s %s\n", "model", o->model);

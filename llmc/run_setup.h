@@ -208,12 +208,9 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     if (s->start.step >= o->num_steps) printf("resume: %lld steps are done and --num-steps is %lld: nothing is left to train\n", (long long)s->start.step, (long long)o->num_steps);
 }
 
-// Bytes of a weight as it is stored.
-static inline int64_t run_setup_weight_bytes(const Options *o) { return o->master_weights == STORAGE_FP32 ? 4 : 2; }
-
 // Bytes of a checkpoint's tensors: weights and both moments. Its other files are small beside them.
 static inline int64_t run_setup_checkpoint_bytes(const ParameterTable *t, const Options *o) {
-    return t->num_parameters * (run_setup_weight_bytes(o) + 2 * (o->optimizer_state == STORAGE_FP32 ? 4 : 2));
+    return t->num_parameters * (storage_bytes(o->master_weights) + 2 * storage_bytes(o->optimizer_state));
 }
 
 // Whether there is room for the first checkpoint to come and for the export, beside all that is there: a full disk would show after the work. After
@@ -222,7 +219,7 @@ static inline void run_setup_check_room(const RunSetup *s, const Options *o, con
     if (c->rank > 0) return;
     const double GiB = 1024.0 * 1024 * 1024;
     ParameterTable t = parameter_table(&s->model);
-    const int64_t checkpoint = *o->checkpoint_dir && s->start.step < o->num_steps ? run_setup_checkpoint_bytes(&t, o) : 0, weights = t.num_parameters * run_setup_weight_bytes(o);
+    const int64_t checkpoint = *o->checkpoint_dir && s->start.step < o->num_steps ? run_setup_checkpoint_bytes(&t, o) : 0, weights = t.num_parameters * storage_bytes(o->master_weights);
     parameter_table_free(&t);
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
     const int digits = weights < (1 << 30) ? 4 : 1;
