@@ -21,7 +21,8 @@ NCCL_CFLAGS = $(if $(NCCL_HOME),-I$(NCCL_HOME)/include)
 NCCL_LIBS = $(if $(NCCL_HOME),-L$(NCCL_HOME)/lib -Xlinker -rpath=$(NCCL_HOME)/lib) -l:libnccl.so.2 $(MPI_LIBS)
 
 HEADERS := $(wildcard llmc/*.h)
-KERNELS := $(wildcard llmc/*.cuh)
+# What every GPU program is made of beside its own file.
+GPU_PARTS := $(HEADERS) $(wildcard llmc/*.cuh) build/cuda_arch
 UNIT_TESTS := $(patsubst dev/test/%.c,build/%,$(wildcard dev/test/test_*.c))
 SANITIZED := $(patsubst dev/test/%.c,build/asan/%,$(wildcard dev/test/test_*.c))
 BENCHES := $(patsubst dev/cuda/%.cu,build/bench_%,$(wildcard dev/cuda/*.cu))
@@ -44,33 +45,33 @@ train_fp8: train_fp8.c $(HEADERS)
 build/cuda_arch: FORCE | build
 	@[ "$$(cat $@ 2>/dev/null)" = "$(CUDA_ARCH)" ] || echo "$(CUDA_ARCH)" >$@
 
-train_fp8cu: train_fp8.cu $(HEADERS) $(KERNELS) build/cuda_arch
+train_fp8cu: train_fp8.cu $(GPU_PARTS)
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 # Every range of GPU memory an allocation of its own, for memcheck (arena.h).
-build/train_fp8cu_apart: train_fp8.cu $(HEADERS) $(KERNELS) build/cuda_arch | build
+build/train_fp8cu_apart: train_fp8.cu $(GPU_PARTS) | build
 	$(NVCC) $(NVCCFLAGS) -DARENA_APART $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 build/synth_stories: data/synth_stories.c $(HEADERS) | build
 	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
-build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h dev/test/scratch.h $(HEADERS) $(KERNELS) build/cuda_arch | build
+build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h dev/test/scratch.h $(GPU_PARTS) | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 # Where everything lies in GPU memory, on the host alone.
-build/test_placement: dev/test/test_placement.cu train_fp8.cu dev/test/check.h $(HEADERS) $(KERNELS) build/cuda_arch | build
+build/test_placement: dev/test/test_placement.cu train_fp8.cu dev/test/check.h $(GPU_PARTS) | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
 
 # The order of all ranks' streams, on the host alone: the test's own functions stand in for these.
 STAND_INS := cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync cudaMemcpyAsync cudaGetDevice cudaDeviceGetAttribute cudaLaunchKernelExC \
 	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce
-build/test_fsdp_order: dev/test/test_fsdp_order.cu dev/test/check.h dev/test/order_model.h $(HEADERS) $(KERNELS) build/cuda_arch | build
+build/test_fsdp_order: dev/test/test_fsdp_order.cu dev/test/check.h dev/test/order_model.h $(GPU_PARTS) | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(addprefix -Xlinker --wrap=,$(STAND_INS)) $(CUDALIBS) $(NCCL_LIBS)
 
 build/compare_checkpoints: dev/test/compare_checkpoints.c dev/test/check.h $(HEADERS) | build
 	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
 
-build/bench_%: dev/cuda/%.cu $(HEADERS) $(KERNELS) $(wildcard dev/cuda/*.cuh) build/cuda_arch | build
+build/bench_%: dev/cuda/%.cu $(GPU_PARTS) $(wildcard dev/cuda/*.cuh) | build
 	$(NVCC) $(NVCCFLAGS) -o $@ $< $(CUDALIBS)
 
 # fsdp.cuh knows NCCL.

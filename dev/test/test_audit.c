@@ -3,8 +3,8 @@
 #include "../../llmc/quantize_reference.h"
 #include "../../llmc/rng.h"
 #include "check.h"
-#include "scratch.h"
 #include "json_check.h"
+#include "scratch.h"
 
 static const AuditSums no_sums;
 
@@ -159,7 +159,6 @@ static void test_grains(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reports
-
 
 typedef struct {
     Options o;

@@ -3,7 +3,6 @@
 #include "check.h"
 #include "scratch.h"
 
-
 static void write_config(const char *text) {
     Failure failure;
     if (!file_write(scratch, "config.json", text, (int64_t)strlen(text), NULL, &failure)) die("%s", failure.text);

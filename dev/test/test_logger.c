@@ -1,8 +1,8 @@
 // The step line as DESIGN prints it, log.jsonl line by line (read back with the JSON reader), the summary's medians, and files that cannot be written.
 #include "../../llmc/logger.h"
 #include "check.h"
-#include "scratch.h"
 #include "json_check.h"
+#include "scratch.h"
 
 typedef struct {
     Options o;

@@ -6,8 +6,8 @@
 #include <libgen.h>
 
 #include "check.h"
-#include "scratch.h"
 #include "golden.h"
+#include "scratch.h"
 
 // Sanitizers slow matrix products down a hundred times: what is looked for there is seen in one step as in three.
 #ifdef __SANITIZE_ADDRESS__
