@@ -795,6 +795,7 @@ static int run(int argc, char **argv) {
     if (strcmp(o.fp8_filter, "auto") == 0) die("--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
     if (o.profile) die("--profile is the GPU trainer's (train_fp8cu); leave it out");
     if (o.copy_engines == ON) die("--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
+    if (o.fp8_weight_cache == ON) die("--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it out");
     RunSetup setup = run_setup(&o, &comm);
     if (o.world_size) comm_assume(&comm, o.world_size);
     comm_split(&comm, options_shard_group(&o, comm.world));
