@@ -2,6 +2,15 @@
 
 fail() { echo "error: $*" >&2; exit 1; }
 
+# $1 an option, the rest its values.
+check_counts() {
+    local option=$1 word
+    shift
+    for word in "$@"; do [[ $word =~ ^[1-9][0-9]{0,8}$ ]] || fail "$option: \"$word\" is not a positive whole number"; done
+}
+
+check_trainer() { [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"; }
+
 # The CPU trainer's ranks share the cores, in any number; the GPU trainer's have a GPU each.
 is_cpu_trainer() { [ "$(basename "$trainer")" = train_fp8 ]; }
 

@@ -111,10 +111,10 @@ run_until_done() {
     check_arguments "$@"
     trainer=${TRAINER:-./train_fp8cu} out=${OUT:-checkpoints/$model} data=${DATA:-data/tinystories_$tokenizer}
     checkpoints=$out/steps stopping="" child="" dry_run=""
-    [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
+    check_trainer
     gpus=${GPUS:-$(is_cpu_trainer && echo 1 || count_gpus)}
     [ -n "${GPUS:-}" ] || [ "$gpus" -gt 0 ] || fail "no GPU found here (nvidia-smi -L lists none); with --dry-run, GPUS=N shows the plan without one"
-    [[ $gpus =~ ^[1-9][0-9]*$ ]] || fail "GPUS=$GPUS is not a positive whole number"
+    check_counts GPUS "$gpus"
     [[ ${PRICE:-0} =~ ^[0-9]*[.]?[0-9]+$ ]] || fail "PRICE=$PRICE is not a number, of a GPU hour"
     [[ " $* " == *" --dry-run "* ]] && dry_run=1
     [ -n "$dry_run" ] || { pick_data; mkdir -p "$out" || fail "cannot make the folder $out"; }

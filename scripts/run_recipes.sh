@@ -50,8 +50,11 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
-for word in "$num_steps" "$length" "$gpus" ${every:+"$every"}; do [[ $word =~ ^[1-9][0-9]{0,8}$ ]] || fail "\"$word\" is not a positive whole number"; done
-[ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
+check_counts --num-steps "$num_steps"
+check_counts --sequence-length "$length"
+check_counts --gpus "$gpus"
+check_counts --audit-every ${every:+"$every"}
+check_trainer
 recipes=${recipes:-$(list_recipes)}
 [ -n "$recipes" ] || fail "$trainer --help names no FP8 recipes"
 model=${model%/}

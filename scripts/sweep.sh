@@ -36,13 +36,6 @@ Status 0: every run is finished, out of memory, or skipped for want of GPUs; 1: 
 END
 }
 
-# $1 an option, the rest its values.
-check_counts() {
-    local option=$1 word
-    shift
-    for word in "$@"; do [[ $word =~ ^[1-9][0-9]{0,8}$ ]] || fail "$option: \"$word\" is not a positive whole number"; done
-}
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Options
 
@@ -113,7 +106,7 @@ check_options() {
     check_counts --num-steps "$num_steps"
     check_counts --max-gpus "${max_gpus:-1}"
     [[ $retry =~ ^(none|failed|all)$ ]] || fail "--retry takes none, failed or all, not \"$retry\""
-    [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
+    check_trainer
     check_precisions
     [ "$available" -gt 0 ] || fail "no GPU found here (nvidia-smi -L lists none); --trainer ./train_fp8 runs on the CPU"
     known=$(list_models)

@@ -41,9 +41,9 @@ def show(form, value):
     return "n/a" if value is None else form % value
 
 
-def show_change(ratio):
+def show_change(factor):
     """A ratio as the change from 1 that it is."""
-    return show("%+.2f%%", ratio and 100 * (ratio - 1))
+    return show("%+.2f%%", factor and 100 * (factor - 1))
 
 
 def write_table(path, head, rows, before, after):
