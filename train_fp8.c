@@ -787,15 +787,20 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
     return stop;
 }
 
+// Dies on what only the GPU trainer can do.
+static void check_supported(const Options *o) {
+    if (strcmp(o->fp8_filter, "auto") == 0) die("--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
+    if (o->profile) die("--profile is the GPU trainer's (train_fp8cu); leave it out");
+    if (o->copy_engines == ON) die("--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
+    if (o->fp8_weight_cache == ON) die("--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it out");
+}
+
 static int run(int argc, char **argv) {
     char presets[1024], device[64];
     model_config_preset_names(presets, sizeof presets);
     Comm comm = comm_open(&argc, &argv);
     Options o = options_parse(argc, argv, presets);
-    if (strcmp(o.fp8_filter, "auto") == 0) die("--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
-    if (o.profile) die("--profile is the GPU trainer's (train_fp8cu); leave it out");
-    if (o.copy_engines == ON) die("--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
-    if (o.fp8_weight_cache == ON) die("--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it out");
+    check_supported(&o);
     RunSetup setup = run_setup(&o, &comm);
     if (o.world_size) comm_assume(&comm, o.world_size);
     comm_split(&comm, options_shard_group(&o, comm.world));
