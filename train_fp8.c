@@ -799,7 +799,10 @@ static int run(int argc, char **argv) {
     char presets[1024], device[64];
     model_config_preset_names(presets, sizeof presets);
     Comm comm = comm_open(&argc, &argv);
-    Options o = options_parse(argc, argv, presets);
+    Options o = options_parse(argc, argv);
+    output_survive(&o);
+    run_setup_same_options(&comm, &o, "train_fp8");
+    options_require_model(&o, argc, argv, presets);
     check_supported(&o);
     RunSetup setup = run_setup(&o, &comm);
     if (o.world_size) comm_assume(&comm, o.world_size);

@@ -1502,7 +1502,10 @@ int main(int argc, char **argv) {
     char presets[1024], versions[256];
     Comm comm = comm_open(&argc, &argv);
     model_config_preset_names(presets, sizeof presets);
-    Options o = options_parse(argc, argv, presets);
+    Options o = options_parse(argc, argv);
+    output_survive(&o);
+    run_setup_same_options(&comm, &o, "train_fp8cu");
+    options_require_model(&o, argc, argv, presets);
     Run run;
     cudaDeviceProp device;
     memset(&run, 0, sizeof run);

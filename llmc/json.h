@@ -1,7 +1,9 @@
 // JSON (RFC 8259) into a flat array of nodes, and out of it.
 //
 // Files may be hostile: nesting and the number of values are limited, every number and escape is checked, a key that appears twice in an object is
-// refused. Bytes of a string that are not UTF-8 are kept as they are. A \u0000 is refused, since strings here end at a zero byte.
+// refused. A \u0000 is refused, since strings here end at a zero byte. A byte 0xXX of a string that is not UTF-8 (of a path, say) is written as \udcXX, the
+// way of Python's "surrogateescape" (PEP 383), and read back as that byte: what is written is always UTF-8, and os.fsencode of the string that Python's json
+// reads is the path. Such bytes are kept when they are read as they are, too.
 #ifndef LLMC_JSON_H
 #define LLMC_JSON_H
 
@@ -111,6 +113,10 @@ static inline bool json_parse_escape(JsonParser *p) {
     uint32_t code, low;
     if (!json_hex4(p, &code)) return false;
     if (code == 0) return json_syntax_error(p, "\\u0000 in a string");
+    if (code >= 0xdc80 && code <= 0xdcff) {  // stands for a byte that is not UTF-8
+        *p->pool++ = (char)(code & 0xff);
+        return true;
+    }
     if (code >= 0xdc00 && code <= 0xdfff) return json_syntax_error(p, "second half of a surrogate pair without a first");
     if (code >= 0xd800 && code <= 0xdbff) {
         if (!json_take(p, '\\') || !json_take(p, 'u')) return json_syntax_error(p, "first half of a surrogate pair without a second");
@@ -391,14 +397,28 @@ UTILS_PRINTF(2, 3) static inline void json_text_add(JsonText *out, const char *f
     out->size += (size_t)n;
 }
 
+// Bytes of the character of UTF-8 that `s` begins with (RFC 3629: no overlong form, no surrogate, at most U+10FFFF); 0: it begins with none.
+static inline int json_utf8_length(const char *s) {
+    const unsigned char *c = (const unsigned char *)s;
+    if (c[0] < 0x80) return 1;
+    const int length = c[0] >= 0xf0 ? 4 : c[0] >= 0xe0 ? 3 : 2;
+    const unsigned char low = c[0] == 0xe0 ? 0xa0 : c[0] == 0xf0 ? 0x90 : 0x80, high = c[0] == 0xed ? 0x9f : c[0] == 0xf4 ? 0x8f : 0xbf;
+    if (c[0] < 0xc2 || c[0] > 0xf4 || c[1] < low || c[1] > high) return 0;
+    for (int i = 2; i < length; i++)
+        if ((c[i] & 0xc0) != 0x80) return 0;
+    return length;
+}
+
 // Appends a string in quotes, escaped.
 static inline void json_text_add_string(JsonText *out, const char *s) {
     json_text_add(out, "\"");
-    for (; *s; s++) {
-        unsigned char c = (unsigned char)*s;
-        if (c == '"' || c == '\\') json_text_add(out, "\\%c", c);
+    for (int n; *s; s += max_i64(1, n)) {
+        const unsigned char c = (unsigned char)*s;
+        n = json_utf8_length(s);
+        if (n == 0) json_text_add(out, "\\udc%02x", c);
+        else if (c == '"' || c == '\\') json_text_add(out, "\\%c", c);
         else if (c < 0x20) json_text_add(out, "\\u%04x", c);
-        else json_text_add(out, "%c", c);
+        else json_text_add(out, "%.*s", n, s);
     }
     json_text_add(out, "\"");
 }

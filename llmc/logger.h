@@ -36,8 +36,10 @@ typedef struct {
 } StepRecord;
 
 typedef struct {
-    FILE *file;           // NULL: no --log-dir
+    FILE *file;           // unbuffered, open for appending; NULL: no --log-dir
     char path[PATH_CAPACITY];
+    int64_t end;          // bytes of the whole lines in it
+    bool lines_lost;      // some could not be written
     RunInfo run;
     TokenFlops flops;
     int64_t num_steps, tokens_per_step;
@@ -46,12 +48,18 @@ typedef struct {
     int64_t memory;       // largest seen
 } Logger;
 
-// Writes one line. A full disk costs the log, not the run.
+// Writes one line. A full disk costs lines of the log, not the run: the part of a line that fits is taken back, so that one that can be written later begins
+// a line. A file that cannot be cut so (a pipe, a failing disk) is given up.
 static inline void logger_write(Logger *l, JsonText *line) {
-    if (l->file && (fprintf(l->file, "%s\n", line->data) < 0 || fflush(l->file))) {
-        warn("%s: cannot be written (%s); the run goes on without it", l->path, strerror(errno));
-        fclose(l->file);
-        l->file = NULL;
+    json_text_add(line, "\n");
+    if (l->file && fwrite(line->data, 1, line->size, l->file) == line->size) {
+        l->end += (int64_t)line->size;
+    } else if (l->file) {
+        const int error = errno;
+        const bool again = ftruncate(fileno(l->file), (off_t)l->end) == 0;
+        if (!l->lines_lost || !again) warn("%s: cannot be written (%s); the run goes on without %s", l->path, strerror(error), again ? "the lines that do not fit" : "it");
+        l->lines_lost = true;
+        if (!again) fclose(l->file), l->file = NULL;
     }
     json_text_free(line);
 }
@@ -98,15 +106,16 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
     logger_write(l, &line);
 }
 
-// The log of a resumed run goes on behind its last whole line: one that a full disk or a power failure has cut off goes. NULL: errno says why.
-static inline FILE *logger_append(const char *path) {
+// Opens the log behind its last whole line: one that a full disk or a power failure has cut off goes. *end: its bytes. NULL: errno says why.
+static inline FILE *logger_append(const char *path, int64_t *end) {
     FILE *file = fopen(path, "a+");
-    if (!file || fseeko(file, 0, SEEK_END)) return file;  // not every file has an end
+    *end = 0;
+    if (!file || setvbuf(file, NULL, _IONBF, 0) || fseeko(file, 0, SEEK_END)) return file;  // not every file has an end
     const off_t size = ftello(file);
-    off_t end = size;
+    *end = size;
     int last = EOF;
-    while (end > 0 && !fseeko(file, end - 1, SEEK_SET) && (last = fgetc(file)) != '\n' && last != EOF) end--;
-    if (end < size && (ferror(file) || ftruncate(fileno(file), end))) {
+    while (*end > 0 && !fseeko(file, (off_t)*end - 1, SEEK_SET) && (last = fgetc(file)) != '\n' && last != EOF) (*end)--;
+    if (*end < size && (ferror(file) || ftruncate(fileno(file), (off_t)*end))) {
         fclose(file);
         return NULL;
     }
@@ -148,7 +157,7 @@ static inline Logger logger_open(const Options *o, const ModelConfig *m, const P
     l.tokens_per_step = run.world_size * o->batch_size * o->sequence_length * o->grad_accumulation_steps;
     if (!*o->log_dir) return l;
     format_checked(l.path, sizeof l.path, "%s/log.jsonl", o->log_dir);
-    l.file = run.resumed ? logger_append(l.path) : logger_step_aside(o->log_dir, l.path) ? fopen(l.path, "w") : NULL;
+    l.file = run.resumed || logger_step_aside(o->log_dir, l.path) ? logger_append(l.path, &l.end) : NULL;
     if (!l.file) die("--log-dir: cannot write %s: %s", l.path, strerror(errno));
     logger_write_settings(&l, o, m, t);
     return l;

@@ -12,6 +12,7 @@ enum { STORAGE_AUTO, STORAGE_BF16, STORAGE_FP32, STORAGE_BF16_NEAREST };
 enum { RECOMPUTE_NONE, RECOMPUTE_LAYER };
 enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD };
 enum { NONFINITE_STOP, NONFINITE_SKIP };
+enum { OUTPUT_LOST_CONTINUE, OUTPUT_LOST_STOP };
 enum { SHARDING_FULL, SHARDING_GRAD_OP, SHARDING_NONE, SHARDING_HYBRID };
 enum { REDUCE_BF16, REDUCE_FP32 };
 enum { OFF, ON, AUTO };
@@ -81,6 +82,7 @@ enum { FREE, MUST_MATCH };
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, "steps between printed samples; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "length of a sample") \
     TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl") \
+    CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, "continue|stop", FREE, "when stdout or stderr cannot be written any more (a closed pipe, a full disk): go on without it, or save and stop as for SIGINT") \
     FLAG(profile, "profile", "print where the time of the last step went (GPU trainer)") \
     REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, "dense BF16 peak for mfu; 0: by the GPU's name") \
     GROUP("checkpoints") \
@@ -296,8 +298,8 @@ static inline const OptionRow *option_find(const char *name, size_t length) {
     die("unknown option --%s; the nearest is --%s (--help lists all)", word, nearest->name);
 }
 
-// Reads the command line: one MODEL and --name value or --name=value. `presets` is shown by --help, which ends the program.
-static inline Options options_parse(int argc, char **argv, const char *presets) {
+// Reads the command line: one MODEL and --name value or --name=value. options_require_model comes next.
+static inline Options options_parse(int argc, char **argv) {
     Options o = options_default();
     const OptionRow *flag = NULL;  // the one right before this argument
     for (int i = 1; i < argc; i++) {
@@ -320,12 +322,16 @@ static inline Options options_parse(int argc, char **argv, const char *presets) 
             option_set(&o, row, equals ? equals + 1 : argv[++i]);
         }
     }
-    if (o.help || argc == 1) {
-        options_help(argv[0], presets);
-        exit(o.help ? EXIT_SUCCESS : EXIT_FAILURE);
-    }
-    if (!*o.model) die("no MODEL given; for example \"tiny\", or one of: %s", presets);
     return o;
+}
+
+// After options_parse: --help, or no argument at all, prints the help, which shows `presets`, and ends the program. Dies if there is no MODEL.
+static inline void options_require_model(const Options *o, int argc, char **argv, const char *presets) {
+    if (o->help || argc == 1) {
+        options_help(argv[0], presets);
+        exit(o->help ? EXIT_SUCCESS : EXIT_FAILURE);
+    }
+    if (!*o->model) die("no MODEL given; for example \"tiny\", or one of: %s", presets);
 }
 
 // What linear layers run in unless a filter says otherwise.

@@ -13,6 +13,9 @@
 // Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: by up to 395).
 #define VOCABULARY_PADDING 1024
 
+// What is hashed of each file of a model's weights: its header and the first tensor's beginning.
+#define WEIGHTS_FINGERPRINT_BYTES (1 << 20)
+
 typedef struct {
     ModelConfig model;
     bool continues;                 // --resume finds checkpoints: the run goes on from the newest, whatever MODEL's folder holds
@@ -69,21 +72,116 @@ static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *d
     }
 }
 
-// Each rank reads its own part of the data, on each host from its own disks maybe: dies on a rank whose data is other than rank 0's.
-static inline void run_setup_check_ranks(const RunSetup *s, const Comm *c) {
-    DataIdentity first = s->data;
+// Appends a name and a value to a description of the run, which run_setup_compare compares: each ends in a zero byte.
+static inline void run_setup_describe(JsonText *text, const char *name, const char *value) { json_text_add(text, "%s%c%s%c", name, 0, value, 0); }
+
+// The first pair in which two descriptions differ, in words.
+static inline void run_setup_difference(const char *here, const char *here_end, const char *first, const char *first_end, char *out, size_t capacity) {
+    for (const char *a = here, *b = first; a < here_end && b < first_end;) {
+        const char *value_a = a + strlen(a) + 1, *value_b = b + strlen(b) + 1;
+        if (strcmp(a, b) != 0) break;
+        if (strcmp(value_a, value_b) != 0) {
+            format_checked(out, capacity, "%s is %.1000s here, %.1000s on rank 0", a, *value_a ? value_a : "not given", *value_b ? value_b : "not given");
+            return;
+        }
+        a = value_a + strlen(value_a) + 1, b = value_b + strlen(value_b) + 1;
+    }
+    format_checked(out, capacity, "the program knows other settings here than on rank 0");
+}
+
+// Dies, at once and on the first such rank alone, if a rank's description differs from rank 0's, with the first difference and `fix`. All ranks call; frees.
+static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *fix) {
+    int64_t size = (int64_t)mine->size;
+    comm_broadcast(c, COMM_WORLD, 0, &size, sizeof size);
+    char *first = (char *)xcalloc((size_t)size, 1), difference[2200];
+    if (c->rank == 0) memcpy(first, mine->data, mine->size);
+    comm_broadcast(c, COMM_WORLD, 0, first, size);
+    const bool same = size == (int64_t)mine->size && memcmp(first, mine->data, mine->size) == 0;
+    const double other = comm_min(c, COMM_WORLD, (double)(same ? c->world : c->rank));
+    if (other == (double)c->rank) {
+        die_hook()->before = NULL;  // no rank says it before this one
+        run_setup_difference(mine->data, mine->data + mine->size, first, first + size, difference, sizeof difference);
+        die("%s; %s", difference, fix);
+    }
+    if (other < (double)c->world) comm_barrier(c, COMM_WORLD);  // until that rank has ended all
+    free(first);
+    json_text_free(mine);
+}
+
+// Whether all ranks run the same program with the same options, which decide what they send each other: must come before anything that is sent. Folders of
+// data may be others, as long as the data are the same: run_setup_same_data. Dies on a rank that differs from rank 0. All ranks call.
+static inline void run_setup_same_options(const Comm *c, const Options *o, const char *program) {
+    JsonText text = {NULL, 0, 0};
+    run_setup_describe(&text, "the program", program);
+    run_setup_describe(&text, "its version", TRAINER_VERSION);
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        char name[64], value[PATH_CAPACITY];
+        if (row->kind == OPTION_GROUP) continue;
+        format_checked(name, sizeof name, "--%s", row->name);
+        option_format(o, row, value, sizeof value);
+        if (*value && (row->field == offsetof(Options, train_data) || row->field == offsetof(Options, val_data))) format_checked(value, sizeof value, "given");
+        run_setup_describe(&text, name, value);
+    }
+    run_setup_describe(&text, "MODEL", o->model);
+    run_setup_compare(c, &text, "start all ranks with the same program, model and options");
+}
+
+// Tells the weights of a model's folder from others, by the sizes and first bytes of their files.
+static inline void run_setup_describe_weights(JsonText *text, const char *folder) {
+    Safetensors st;
+    Failure failure;
+    if (!safetensors_open_folder(&st, folder, "model", &failure)) die("%s", failure.text);
+    for (int i = 0; i < st.num_files; i++) {
+        char name[64], value[96];
+        uint64_t hash = 0;
+        if (!file_hash(st.files[i].path, min_i64(st.files[i].bytes, WEIGHTS_FINGERPRINT_BYTES), &hash, &failure)) die("%s", failure.text);
+        format_checked(name, sizeof name, "file %d of MODEL's weights", i + 1);
+        format_checked(value, sizeof value, "%lld bytes with fingerprint %016llx", (long long)st.files[i].bytes, (unsigned long long)hash);
+        run_setup_describe(text, name, value);
+    }
+    safetensors_close(&st);
+}
+
+// Whether all ranks have read the same model: each reads it from its own host's disk. Dies on a rank that differs from rank 0. All ranks call.
+static inline void run_setup_same_model(const RunSetup *s, const Comm *c, bool from_weights) {
+    if (c->world == 1) return;
+    JsonText text = {NULL, 0, 0}, config = hf_config_text(&s->model, "");
+    Json json;
+    Failure failure;
+    if (!json_parse(&json, "config.json", config.data, config.size, &failure)) die("%s", failure.text);
+    for (int64_t i = 0; i < json.count; i++) {
+        char path[128], name[256];
+        if (json.nodes[i].type == JSON_ARRAY || json.nodes[i].type == JSON_OBJECT) continue;
+        json_path(&json, &json.nodes[i], path, sizeof path);
+        format_checked(name, sizeof name, "MODEL's %s", path);
+        run_setup_describe(&text, name, json.nodes[i].text);
+    }
+    run_setup_describe(&text, "what MODEL's folder holds", from_weights ? "weights" : "no weights");
+    if (from_weights) run_setup_describe_weights(&text, s->model_folder);
+    json_free(&json);
+    json_text_free(&config);
+    run_setup_compare(c, &text, "give all hosts the same model");
+}
+
+// Each rank reads its own part of the data, on each host from its own disks maybe: dies on a rank whose `data` is other than rank 0's. All ranks call.
+static inline void run_setup_same_data(const DataLoader *data, const char *option, const DataIdentity *mine, const Comm *c) {
+    DataIdentity first = *mine;
     comm_broadcast(c, COMM_WORLD, 0, &first, sizeof first);
-    if (memcmp(&first, &s->data, sizeof first) != 0)
-        die("%s: here --train-data has %lld tokens in %lld shards, for rank 0 %lld in %lld, %s; give all hosts the same files", s->train.shards[0].path, (long long)s->data.tokens,
-            (long long)s->data.shards, (long long)first.tokens, (long long)first.shards, s->data.tokens == first.tokens ? "but other ones or in another order" : "so ranks would read other samples");
+    if (memcmp(&first, mine, sizeof first) != 0)
+        die("%s: here %s has %lld tokens in %lld shards, for rank 0 %lld in %lld, %s; give all hosts the same files", data->shards[0].path, option, (long long)mine->tokens,
+            (long long)mine->shards, (long long)first.tokens, (long long)first.shards, mine->tokens == first.tokens ? "but other ones or in another order" : "so ranks would read other samples");
 }
 
 // Opens the shards, and the tokenizer table beside the first.
 static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) {
     s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
     s->data = dataloader_identity(&s->train);
-    run_setup_check_ranks(s, c);
-    if (*o->val_data) s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
+    run_setup_same_data(&s->train, "--train-data", &s->data, c);
+    if (*o->val_data) {
+        s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
+        const DataIdentity validation = dataloader_identity(&s->val);
+        run_setup_same_data(&s->val, "--val-data", &validation, c);
+    }
     s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
     if (!s->tokenizer.count) return;
     run_setup_check_tables(s, &s->train);
@@ -164,6 +262,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     options_shard_group(o, o->world_size ? o->world_size : c->world);
     s.continues = run_setup_continues(o);
     run_setup_model(&s, o);
+    run_setup_same_model(&s, c, s.load_weights && !o->resume && !o->dry_run);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
     if (c->rank == 0) run_setup_warn_of_length(&s, o);

@@ -3,9 +3,8 @@
 usage: recipes_table.py FOLDER. Status 0: every run has a row of numbers.
 """
 import os
-import sys
 
-from sweep_folder import folder_argument, ran_in_fp8, ratio, read_runs, show, show_change, why_missing, write_table
+from sweep_folder import ran_in_fp8, ratio, read_runs, run_program, show, show_change, why_missing, write_table
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 HEAD = ["recipe", "loss", "loss diff", "tok/s/GPU", "FP8/BF16", "GiB/GPU"] + [gemm + " dB" for gemm in GEMMS] + ["lowest at"]
@@ -82,4 +81,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    sys.exit(main(folder_argument(__doc__)))
+    run_program(main, __doc__)

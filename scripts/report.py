@@ -7,7 +7,7 @@ the end of each run's log.jsonl.
 import csv
 import os
 
-from sweep_folder import folder_argument, ran_in_fp8, ratio, read_runs, show, show_change, why_missing, write_table
+from sweep_folder import open_to_write, ran_in_fp8, ratio, read_runs, run_program, show, show_change, why_missing, write_table
 
 HEAD = ["model", "T", "GPUs", "precision", "tok/s/GPU", "tok/s", "steps/s", "TFLOP/s/GPU", "MFU", "GiB/GPU", "loss", "FP8/BF16", "loss diff", "scaling", "note"]
 CSV_HEAD = ["model", "sequence_length", "gpus", "precision", "result", "steps", "tokens_per_second_per_gpu", "tokens_per_second", "steps_per_second", "median_ms", "tflops_per_gpu", "mfu", "sol",
@@ -15,6 +15,7 @@ CSV_HEAD = ["model", "sequence_length", "gpus", "precision", "result", "steps", 
 ABOUT = """Speeds: median step after warm-up. MFU: of the dense BF16 peak. GiB/GPU: peak. loss: mean of the last 20 steps (all, if fewer). FP8/BF16: tok/s/GPU over that of
 BF16 with the same model, T and GPUs; loss diff: its loss against that. scaling: tok/s/GPU over that of one GPU with the same model, T and precision.
 """
+ABOUT_DAMAGED = "damaged: a file of the run is not as it was written; remove the run's folder and start the sweep again to have it done anew.\n"
 
 
 def figure(run, key):
@@ -74,10 +75,11 @@ def main(folder):
     done = [run["settings"] for run in runs if run["kind"] == "done"]
     setups = dict.fromkeys("%s %s, %s, %s\n" % (s["program"], s["version"], s["device"], s["versions"]) for s in done)
     path = os.path.join(folder, "table")
-    write_table(path, HEAD, [cells(run) for run in runs], "".join(setups), ABOUT + "%d of %d runs finished\n" % (len(done), len(runs)))
-    with open(path + ".csv", "w", newline="") as file:
+    about = ABOUT + (ABOUT_DAMAGED if any(run["kind"] == "damaged" for run in runs) else "")
+    write_table(path, HEAD, [cells(run) for run in runs], "".join(setups), about + "%d of %d runs finished\n" % (len(done), len(runs)))
+    with open_to_write(path + ".csv") as file:
         csv.writer(file, lineterminator="\n").writerows([CSV_HEAD] + [csv_cells(run) for run in runs])
 
 
 if __name__ == "__main__":
-    main(folder_argument(__doc__))
+    run_program(main, __doc__)

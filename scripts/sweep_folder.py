@@ -1,24 +1,121 @@
-"""What scripts/sweep.sh leaves in a folder, for the programs that make tables of it: its runs, and a table's text and Markdown."""
+"""What scripts/sweep.sh leaves in a folder, for the programs that make tables of it: its runs, and a table's text and Markdown.
+
+Any file there may be damaged (cut by a full disk, not UTF-8, other values than the trainer writes): its run is of kind "damaged" then, and the message names
+the file and says why.
+"""
 import json
+import math
 import os
 import sys
+
+# What the tables use of each kind of line of a log: the values' types. A number that the trainer could not compute is null in the log, None here.
+TEXT, NUMBER, NUMBER_OR_NULL, OBJECT = "text", "a number", "a number or null", "an object"
+FIELDS = {
+    "settings": {"program": TEXT, "version": TEXT, "versions": TEXT, "device": TEXT, "model": TEXT, "world_size": NUMBER, "parameters": NUMBER, "settings": OBJECT},
+    "summary": dict.fromkeys(("steps", "skipped"), NUMBER) | dict.fromkeys(
+        ("first_loss", "last_loss", "median_ms", "tokens_per_second_per_gpu", "tokens_per_second", "tflops_per_gpu", "mfu", "sol", "memory_bytes"), NUMBER_OR_NULL),
+    "fp8_audit": {"layer": NUMBER, "linear": TEXT, "operand": TEXT, "gemm": TEXT, "sqnr_db": NUMBER_OR_NULL},
+}
+OPTIONS = dict.fromkeys(("num-steps", "grad-accumulation-steps", "batch-size", "sequence-length"), NUMBER)
+
+
+# What a run's result begins with.
+KINDS = ("done", "memory", "failed", "skipped")
+
+
+class Damaged(Exception):
+    pass
+
+
+def clean(text):
+    """Without what would break a line of a table, or what UTF-8 cannot hold."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def is_a(kind, value):
+    if kind in (TEXT, OBJECT):
+        return isinstance(value, str if kind == TEXT else dict)
+    if value is None:
+        return kind == NUMBER_OR_NULL
+    try:
+        return not isinstance(value, (bool, str)) and math.isfinite(value)
+    except (TypeError, OverflowError):  # no number, or a whole one past all floats
+        return False
+
+
+def check_fields(record, fields):
+    for key, kind in fields.items():
+        if key not in record:
+            raise Damaged("no \"%s\"" % key)
+        if not is_a(kind, record[key]):
+            raise Damaged("\"%s\" is not %s" % (key, kind))
+        if kind == TEXT:
+            record[key] = clean(record[key])
+
+
+def read_line(line):
+    """A line of a log as a dictionary that holds what the tables use."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise Damaged("not UTF-8")
+    except (ValueError, RecursionError):
+        raise Damaged("not JSON")
+    if not isinstance(record, dict) or not is_a(TEXT, record.get("type")):
+        raise Damaged("no object with a \"type\"")
+    check_fields(record, FIELDS.get(record["type"], {}))
+    if record["type"] == "settings":
+        check_fields(record["settings"], OPTIONS)
+    return record
+
+
+def read_log(path):
+    """All lines of a finished run's log: the first has its settings, the last its summary."""
+    log = []
+    if not os.path.isfile(path):
+        raise Damaged("there is no such file")
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                log.append(read_line(line))
+            except Damaged as reason:
+                raise Damaged("line %d: %s" % (number, reason))
+    if not log or log[0]["type"] != "settings" or log[-1]["type"] != "summary":
+        raise Damaged("the first line is not of type settings, or the last not of type summary" if log else "it is empty")
+    return log
+
+
+def read_text(path):
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        return file.read()
 
 
 def read_run(folder, line):
     """A run of runs.txt as a dictionary; `settings` and `summary` are the first and the last line of its log, if its kind is "done"."""
-    name, length, gpus, precision, model = line.rstrip("\n").split(" ", 4)
-    run = {"name": name, "model": model.rsplit("/", 1)[-1], "length": length, "gpus": gpus, "precision": precision, "kind": "not run", "seconds": "0", "message": "", "log": []}
-    result = os.path.join(folder, name, "result")
-    if os.path.exists(result):
-        run["kind"], run["seconds"], run["message"] = (open(result).read().rstrip("\n").split("\t", 2) + ["", ""])[:3]
-    if run["kind"] == "done":
-        run["log"] = [json.loads(entry) for entry in open(os.path.join(folder, name, "log.jsonl"))]
-        run["settings"], run["summary"] = run["log"][0], run["log"][-1]
+    words = line.split(" ", 4)
+    name, length, gpus, precision, model = words if len(words) == 5 else ["", "", "", "", line]
+    run = {"name": name, "model": clean(model.rsplit("/", 1)[-1]), "length": clean(length), "gpus": clean(gpus), "precision": clean(precision), "kind": "not run", "seconds": "0",
+           "message": "", "log": []}
+    path = os.path.join(folder, "runs.txt")
+    try:
+        if len(words) != 5:
+            raise Damaged("a line is not the name, length, GPUs, precision and model of a run")
+        path = os.path.join(folder, name, "result")
+        if os.path.exists(path):
+            run["kind"], run["seconds"], run["message"] = (list(map(clean, read_text(path).rstrip("\n").split("\t", 2))) + ["", ""])[:3]
+            if run["kind"] not in KINDS:
+                raise Damaged("it does not begin with %s" % " or ".join(KINDS))
+        path = os.path.join(folder, name, "log.jsonl")
+        if run["kind"] == "done":
+            run["log"] = read_log(path)
+            run["settings"], run["summary"] = run["log"][0], run["log"][-1]
+    except (Damaged, OSError) as reason:
+        run["kind"], run["message"], run["log"] = "damaged", clean("%s: %s" % (path, getattr(reason, "strerror", None) or reason)), []
     return run
 
 
 def read_runs(folder):
-    return [read_run(folder, line) for line in open(os.path.join(folder, "runs.txt"))]
+    return [read_run(folder, line) for line in read_text(os.path.join(folder, "runs.txt")).split("\n") if line]
 
 
 def why_missing(run):
@@ -46,11 +143,15 @@ def show_change(factor):
     return show("%+.2f%%", factor and 100 * (factor - 1))
 
 
+def open_to_write(path):
+    return open(path, "w", encoding="utf-8", newline="")
+
+
 def write_table(path, head, rows, before, after):
     """Prints a table, and writes it to PATH.txt and PATH.md: columns as wide as need be, the first to the left, the last free text. `before` and `after`:
     paragraphs around it."""
     width = [max(len(row[j]) for row in [head] + rows) for j in range(len(head) - 1)]
-    with open(path + ".txt", "w") as text, open(path + ".md", "w") as marked:
+    with open_to_write(path + ".txt") as text, open_to_write(path + ".md") as marked:
         text.write(before)
         marked.write(before + "\n")
         for i, row in enumerate([head] + rows):
@@ -61,12 +162,21 @@ def write_table(path, head, rows, before, after):
                 marked.write("|---|" + "---:|" * (len(head) - 2) + "---|\n")
         text.write("\n" + after)
         marked.write("\n" + after)
-    print(open(path + ".txt").read(), end="")
+    print(read_text(path + ".txt"), end="")
 
 
-def folder_argument(usage):
-    """The one argument of a program: the folder of a sweep. Ends with `usage` if it is none."""
+def run_program(main, usage):
+    """Ends the process with the status of main(FOLDER), FOLDER being the one argument, a sweep's folder; with `usage` if it is none."""
     arguments = sys.argv[1:]
-    if len(arguments) == 1 and os.path.exists(os.path.join(arguments[0], "runs.txt")):
-        return arguments[0]
-    sys.exit(("error: %s is no folder of scripts/sweep.sh: it has no runs.txt\n\n" % arguments[0] if len(arguments) == 1 else "") + usage)
+    if len(arguments) != 1 or not os.path.exists(os.path.join(arguments[0], "runs.txt")):
+        sys.exit(("error: %s is no folder of scripts/sweep.sh: it has no runs.txt\n\n" % clean(arguments[0]) if len(arguments) == 1 else "") + usage)
+    sys.stdout.reconfigure(errors="backslashreplace")  # whatever the locale
+    try:
+        status = main(arguments[0])
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader that has seen enough; the table's files are there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    except OSError as error:
+        sys.exit("error: %s" % error)
+    sys.exit(status)

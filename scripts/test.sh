@@ -25,6 +25,7 @@ say "unit tests under address and undefined-behaviour sanitizers"
 for program in build/asan/test_*; do [ -x "$program" ] && tally "${program#build/}" env ASAN_OPTIONS=detect_leaks=0 "$program"; done
 say "data preparation"
 tally test_data.py python3 dev/test/test_data.py
+tally test_tables.py python3 dev/test/test_tables.py
 say "whole programs"
 for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/test/}" bash "$script"; done
 

@@ -28,7 +28,8 @@ static CommandLine command_line(const char *text) {
 
 static Options parse(const char *text) {
     CommandLine c = command_line(text);
-    Options o = options_parse(c.argc, c.argv, "tiny, small");
+    Options o = options_parse(c.argc, c.argv);
+    options_require_model(&o, c.argc, c.argv, "tiny, small");
     // The words are reused by the next call; no test keeps the texts longer.
     return o;
 }
