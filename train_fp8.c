@@ -782,7 +782,7 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
         }
         if (due.sample) sampler_print(o, t->comm, &t->m, &setup->tokenizer, s.step, next_logits, t);
         stop = stop_requested(t->comm);
-        if (due.save || (stop && *o->checkpoint_dir)) run_save(setup, o, progress, &t->table, &state);
+        if (due.save || (stop && *o->checkpoint_dir)) run_save(setup, o, progress, &t->table, &state, due.last || stop, log);
     }
     return stop;
 }
@@ -798,6 +798,7 @@ static void check_supported(const Options *o) {
 static int run(int argc, char **argv) {
     char presets[1024], device[64];
     model_config_preset_names(presets, sizeof presets);
+    process_prepare();
     Comm comm = comm_open(&argc, &argv);
     Options o = options_parse(argc, argv);
     output_survive(&o);

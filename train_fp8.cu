@@ -1374,13 +1374,13 @@ static int64_t samples_seen(const Run *run, int64_t steps_done) {
     return run->setup.start.samples + (steps_done - run->setup.start.step) * run->t.o->grad_accumulation_steps * run->t.comm->world * run->t.d.B;
 }
 
-static void save_checkpoint(Run *run, int64_t steps_done) {
+static void save_checkpoint(Run *run, int64_t steps_done, bool last) {
     Trainer *t = &run->t;
     trainer_wait_all(t);
     const TrainerProgress progress = {steps_done, samples_seen(run, steps_done)};
     const TrainerState state = trainer_state(t);
     copy_delayed_state(t, true);
-    run_save(&run->setup, t->o, &progress, &t->table, &state);
+    run_save(&run->setup, t->o, &progress, &t->table, &state, last, &run->logger);
 }
 
 // What the casts of the last step did to their tensors, on all ranks, to the log and the run's sums.
@@ -1405,7 +1405,7 @@ static int between_steps(Run *run, int64_t done, Due due, int stop) {
     }
     if (!stop && due.sample) sampler_print(o, run->t.comm, &run->t.m, &run->setup.tokenizer, done, next_logits, &run->t);
     if (!stop) stop = stop_requested(run->t.comm);
-    if (due.save || (stop && *o->checkpoint_dir)) save_checkpoint(run, done);
+    if (due.save || (stop && *o->checkpoint_dir)) save_checkpoint(run, done, due.last || stop);
     return stop;
 }
 
@@ -1500,6 +1500,7 @@ static void print_plan(const Run *run, const Options *o, const Comm *comm, const
 
 int main(int argc, char **argv) {
     char presets[1024], versions[256];
+    process_prepare();
     Comm comm = comm_open(&argc, &argv);
     model_config_preset_names(presets, sizeof presets);
     Options o = options_parse(argc, argv);

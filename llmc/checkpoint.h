@@ -5,9 +5,11 @@
 //   optimizer*.safetensors                    exp_avg.NAME and exp_avg_sq.NAME of every parameter
 //   fp8_state.safetensors                     with delayed scaling alone: amax_history [tensors, window] and scale [tensors], as delayed.h counts them
 //   trainer.json                              step, samples seen, settings, what the training data is known by, and size and XXH64 of each file above; written last, ends with its own hash
+//   .train_fp8                                this program's mark (file_io.h), written first: a folder without it is removed only if it has a sound trainer.json
 // Several ranks write one checkpoint together, each what it keeps of every tensor (shard_plan.h), at the same places as one rank would: how a run is
 // split does not show in its checkpoints, and it can be resumed by any number of ranks. Functions that take a TrainerState are called by all ranks.
-// It is written as step-00000123.tmp, brought to disk, then renamed: a folder without ".tmp" was whole when it got its name.
+// It is written as step-00000123.tmp, brought to disk, then renamed: a folder without ".tmp" was whole when it got its name. No value in it is NaN or infinite.
+// A checkpoint may be a link to a folder elsewhere: it is resumed from and counts as kept, and neither the link nor the folder is ever removed.
 #ifndef LLMC_CHECKPOINT_H
 #define LLMC_CHECKPOINT_H
 
@@ -68,8 +70,9 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
     if ((double)c->rank == first && strncmp(failure->text, "rank ", 5) != 0) {  // else named in an agreement before this one
         const Failure own = *failure;
         fail(failure, "rank %lld on %s: %.1900s", (long long)c->rank, c->host, own.text);
+        failure->lasting = own.lasting;
     }
-    comm_broadcast(c, COMM_WORLD, (int64_t)first, failure->text, sizeof failure->text);
+    comm_broadcast(c, COMM_WORLD, (int64_t)first, failure, sizeof *failure);
     return false;
 }
 
@@ -87,10 +90,33 @@ static inline ShardRange checkpoint_range(const ParameterTable *t, const Trainer
     return s->plan ? shard_parameter(t, s->plan, p) : whole;
 }
 
-static inline void checkpoint_fetch(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
+static inline const char *state_prefix(StateKind kind) { return kind == STATE_WEIGHTS ? "" : kind == STATE_EXP_AVG ? "exp_avg." : "exp_avg_sq."; }
+
+// Of n floats, or bf16 values: whether none has an exponent of ones.
+static inline bool all_finite(const void *values, int64_t n, bool fp32) {
+    uint32_t bad = 0;
+    if (fp32)
+        for (int64_t i = 0; i < n; i++) bad |= (((const uint32_t *)values)[i] & 0x7f800000) == 0x7f800000;
+    else
+        for (int64_t i = 0; i < n; i++) bad |= (((const uint16_t *)values)[i] & 0x7f80) == 0x7f80;
+    return !bad;
+}
+
+// What may be written: a value that is not finite never reaches a file, since nothing could be trained from it.
+static inline bool checkpoint_check_finite(const char *prefix, const char *name, const void *values, int64_t n, bool fp32, Failure *failure) {
+    if (all_finite(values, n, fp32)) return true;
+    fail(failure, "tensor %s%.200s holds a value that is not finite, with which nothing can be trained; nothing was saved", prefix, name);
+    failure->lasting = true;
+    return false;
+}
+
+static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offset, int64_t count, void *out, Failure *failure) {
     const CheckpointSource *source = (const CheckpointSource *)context;
-    const ShardRange r = checkpoint_range(source->table, source->state, &source->table->entries[tensor % source->table->count]);
-    source->state->read(source->state->context, source->kinds[tensor / source->table->count], r.shard + offset - r.first, count, out);
+    const Parameter *p = &source->table->entries[tensor % source->table->count];
+    const StateKind kind = source->kinds[tensor / source->table->count];
+    const ShardRange r = checkpoint_range(source->table, source->state, p);
+    source->state->read(source->state->context, kind, r.shard + offset - r.first, count, out);
+    return checkpoint_check_finite(state_prefix(kind), p->name, out, count, source->state->is_fp32[kind], failure);
 }
 
 // What this rank writes of a tensor. Replicas, which all have the same, take turns.
@@ -124,8 +150,6 @@ static inline bool checkpoint_write_together(const SafetensorsSet *set, const Ch
     free(records);
     return checkpoint_agree(c, ok && (c->rank > 0 || safetensors_write_index(set, list, failure)), failure);
 }
-
-static inline const char *state_prefix(StateKind kind) { return kind == STATE_WEIGHTS ? "" : kind == STATE_EXP_AVG ? "exp_avg." : "exp_avg_sq."; }
 
 // Writes the arrays `kinds` as STEM*.safetensors.
 static inline bool checkpoint_write_tensors(const char *folder, const char *stem, const ParameterTable *t, const TrainerState *s,
@@ -161,9 +185,10 @@ static inline bool checkpoint_write_model(const char *folder, const ModelConfig 
 
 // ---- delayed scaling
 
-static inline void checkpoint_fetch_delayed(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
+static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64_t offset, int64_t count, void *out, Failure *failure) {
     const DelayedState *d = (const DelayedState *)context;
     memcpy(out, (tensor ? d->scale : d->history) + offset, (size_t)count * sizeof(float));
+    return checkpoint_check_finite("", tensor ? "scale" : "amax_history", out, count, true, failure);
 }
 
 // fp8_state.safetensors, by rank 0; nothing to do without delayed scaling.
@@ -182,6 +207,13 @@ static inline bool checkpoint_write_delayed(const char *folder, const TrainerSta
     return checkpoint_agree(s->comm, ok, failure);
 }
 
+// What a history may hold that is loaded: older versions saved an infinity that a step had met.
+static inline bool checkpoint_check_history(const DelayedState *d, const char *path, Failure *failure) {
+    for (int64_t i = 0; i < d->tensors * d->window; i++)
+        if (!(d->history[i] >= 0)) return fail(failure, "%s: amax_history holds a value that is no magnitude, %g", path, (double)d->history[i]);
+    return all_finite(d->scale, d->tensors, true) || fail(failure, "%s: scale holds a value that is not finite", path);
+}
+
 // Every rank reads all of it.
 static inline bool checkpoint_read_delayed(const char *checkpoint, const TrainerState *s, Failure *failure) {
     DelayedState *d = s->delayed;
@@ -191,16 +223,33 @@ static inline bool checkpoint_read_delayed(const char *checkpoint, const Trainer
     const Safetensor *history = safetensors_require(&st, "amax_history", d->tensors, d->window, failure);
     const Safetensor *scale = history ? safetensors_require(&st, "scale", d->tensors, 0, failure) : NULL;
     const bool ok = scale && safetensors_read(&st, history, 0, d->tensors * d->window, true, d->history, failure) &&
-                    safetensors_read(&st, scale, 0, d->tensors, true, d->scale, failure);
+                    safetensors_read(&st, scale, 0, d->tensors, true, d->scale, failure) && checkpoint_check_history(d, st.files[0].path, failure);
     safetensors_close(&st);
     return ok;
 }
 
-// ---- trainer.json
+// ---- trainer.json, and what else lists the files of a folder with their hashes
 
-// The last lines of trainer.json hold the hash of all bytes before them.
+// The file of an export that does.
+#define EXPORT_HASHES "train_fp8.json"
+
+// Their last lines hold the hash of all bytes before them.
 #define CHECKPOINT_SEAL_FORMAT ",\n  \"xxh64\": \"%016llx\"\n}\n"
 #define CHECKPOINT_SEAL_BYTES 34
+
+// Appends the list of files and the hash of all this, and writes FOLDER/NAME. Frees *out.
+static inline bool checkpoint_write_sealed(const char *folder, const char *name, JsonText *out, const FileList *files, Failure *failure) {
+    json_text_add(out, ",\n  \"files\": [");
+    for (int64_t i = 0; i < files->count; i++) {
+        const FileRecord *f = &files->records[i];
+        json_text_add(out, "%s\n    {\"name\": \"%s\", \"bytes\": %lld, \"xxh64\": \"%016llx\"}", i ? "," : "", f->name, (long long)f->bytes, (unsigned long long)f->hash);
+    }
+    json_text_add(out, "\n  ]");
+    json_text_add(out, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(out->data, out->size));
+    const bool ok = file_write(folder, name, out->data, (int64_t)out->size, NULL, failure);
+    json_text_free(out);
+    return ok;
+}
 
 static inline bool checkpoint_write_trainer(const char *folder, const TrainerProgress *progress, const CheckpointRun *run,
                                             const FileList *files, Failure *failure) {
@@ -219,16 +268,8 @@ static inline bool checkpoint_write_trainer(const char *folder, const TrainerPro
         json_text_add_string(&out, value);
         separator = ",\n    ";
     }
-    json_text_add(&out, "\n  },\n  \"files\": [");
-    for (int64_t i = 0; i < files->count; i++) {
-        const FileRecord *f = &files->records[i];
-        json_text_add(&out, "%s\n    {\"name\": \"%s\", \"bytes\": %lld, \"xxh64\": \"%016llx\"}", i ? "," : "", f->name, (long long)f->bytes, (unsigned long long)f->hash);
-    }
-    json_text_add(&out, "\n  ]");
-    json_text_add(&out, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(out.data, out.size));
-    bool ok = file_write(folder, "trainer.json", out.data, (int64_t)out.size, NULL, failure);
-    json_text_free(&out);
-    return ok;
+    json_text_add(&out, "\n  }");
+    return checkpoint_write_sealed(folder, "trainer.json", &out, files, failure);
 }
 
 static inline bool checkpoint_check_seal(const char *path, const char *text, size_t size, Failure *failure) {
@@ -240,13 +281,16 @@ static inline bool checkpoint_check_seal(const char *path, const char *text, siz
     return true;
 }
 
-// Parses a checkpoint's trainer.json if it is undamaged and of a version this program reads. The caller frees *json on success.
-static inline bool checkpoint_open_trainer(const char *checkpoint, Json *json, Failure *failure) {
+// Parses FOLDER/NAME if it is undamaged and of a version this program reads. The caller frees *json on success.
+static inline bool checkpoint_open_sealed(const char *folder, const char *name, Json *json, Failure *failure) {
     char path[PATH_CAPACITY];
-    format_checked(path, sizeof path, "%s/trainer.json", checkpoint);
+    format_checked(path, sizeof path, "%s/%s", folder, name);
     size_t size;
     char *text = read_file(path, &size);
-    if (!text) return fail(failure, "cannot read %s: %s", path, strerror(errno));
+    if (!text) {
+        const int error = errno;
+        return fail(failure, "cannot read %s: %s%s%s", path, strerror(error), folder_exists(folder) ? "" : ", since the folder is ", folder_exists(folder) ? "" : path_words(folder).text);
+    }
     bool ok = checkpoint_check_seal(path, text, size, failure) && json_parse(json, path, text, size, failure);
     free(text);
     if (!ok) return false;
@@ -259,8 +303,10 @@ static inline bool checkpoint_open_trainer(const char *checkpoint, Json *json, F
     return ok;
 }
 
-// Checks one entry of "files": the file's size and, if `hash`, its content.
-static inline bool checkpoint_check_file(const char *checkpoint, const Json *json, const JsonNode *entry, bool hash, Failure *failure) {
+static inline bool checkpoint_open_trainer(const char *checkpoint, Json *json, Failure *failure) { return checkpoint_open_sealed(checkpoint, "trainer.json", json, failure); }
+
+// Checks one entry of "files": the file's size and, if it has at most `largest` bytes, its content.
+static inline bool checkpoint_check_file(const char *checkpoint, const Json *json, const JsonNode *entry, int64_t largest, Failure *failure) {
     const JsonNode *name = json_require(json, entry, "name", JSON_STRING, failure);
     const JsonNode *bytes = name ? json_require(json, entry, "bytes", JSON_NUMBER, failure) : NULL;
     const JsonNode *expected = bytes ? json_require(json, entry, "xxh64", JSON_STRING, failure) : NULL;
@@ -271,7 +317,7 @@ static inline bool checkpoint_check_file(const char *checkpoint, const Json *jso
     format_checked(path, sizeof path, "%s/%s", checkpoint, name->text);
     if (!file_size(path, &have, failure)) return false;
     if (have != want) return fail(failure, "%s has %lld bytes; it was written with %lld", path, (long long)have, (long long)want);
-    if (!hash) return true;
+    if (want > largest) return true;
     uint64_t value = 0;
     if (!file_hash(path, want, &value, failure)) return false;
     format_checked(found, sizeof found, "%016llx", (unsigned long long)value);
@@ -305,9 +351,32 @@ static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failur
     const JsonNode *files = checkpoint_check_name(checkpoint, &json, failure) ? json_require(&json, json_root(&json), "files", JSON_ARRAY, failure) : NULL;
     bool ok = files != NULL;
     for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry; entry = json_next(&json, entry))
-        ok = checkpoint_check_file(checkpoint, &json, entry, hash, failure);
+        ok = checkpoint_check_file(checkpoint, &json, entry, hash ? INT64_MAX : -1, failure);
     json_free(&json);
     return ok;
+}
+
+// What a start from a folder as MODEL reads, against the hashes that this program saved with it: all files of an export, config.json and weights of a
+// checkpoint. Of files of more than `largest` bytes the size alone. A folder from elsewhere has no hashes and is taken as it is.
+static inline bool model_verify(const char *folder, int64_t largest, Failure *failure) {
+    static const char *const lists[] = {"trainer.json", EXPORT_HASHES};
+    for (int i = 0; i < 2; i++) {
+        char path[PATH_CAPACITY];
+        Json json;
+        format_checked(path, sizeof path, "%s/%s", folder, lists[i]);
+        if (!path_exists(path)) continue;
+        if (!checkpoint_open_sealed(folder, lists[i], &json, failure)) return false;
+        const JsonNode *files = json_require(&json, json_root(&json), "files", JSON_ARRAY, failure);
+        bool ok = files != NULL;
+        for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry; entry = json_next(&json, entry)) {
+            const JsonNode *name = json_member(&json, entry, "name");
+            const bool state = i == 0 && name && (strncmp(name->text, "optimizer", 9) == 0 || strncmp(name->text, "fp8_state", 9) == 0);
+            if (!state) ok = checkpoint_check_file(folder, &json, entry, largest, failure);
+        }
+        json_free(&json);
+        return ok;
+    }
+    return true;
 }
 
 // ---- the folder of checkpoints
@@ -337,26 +406,67 @@ static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failu
     return true;
 }
 
-// Removes what an interrupted save or removal left: folders step-NNNNNNNN.tmp and step-NNNNNNNN.old.tmp.
-static inline bool checkpoint_remove_leftovers(const char *dir, Failure *failure) {
-    for (;;) {
-        DIR *d = opendir(dir);
-        if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
-        char path[PATH_CAPACITY] = "";
-        for (struct dirent *entry; !*path && (entry = readdir(d)) != NULL;)
-            if (checkpoint_step_of(entry->d_name, FOLDER_TEMPORARY) >= 0 || checkpoint_step_of(entry->d_name, FOLDER_ASIDE) >= 0)
-                format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
-        closedir(d);
-        if (!*path) return true;
-        if (!folder_remove(path, failure)) return false;
+// Whether a name is of a checkpoint that is being written or removed: step-NNNNNNNN and something that ends with ".tmp".
+static inline bool checkpoint_is_leftover(const char *name) {
+    const char *suffix = strchr(name, '.');
+    return suffix && checkpoint_step_of(name, suffix) >= 0 && fnmatch("*" FOLDER_TEMPORARY, suffix, 0) == 0;
+}
+
+// Whether this program may remove a folder, which it then knows by its mark. One of a version that set no mark is known by its trainer.json.
+static inline bool checkpoint_is_own(const char *path) {
+    struct stat s;
+    Json json;
+    Failure ignored;
+    if (folder_kind(path) != FOLDER_FOREIGN) return true;
+    if (lstat(path, &s) || !S_ISDIR(s.st_mode) || !checkpoint_open_trainer(path, &json, &ignored)) return false;
+    json_free(&json);
+    return folder_mark(path, &ignored);
+}
+
+// Removes what interrupted saves and removals left. What cannot be removed stays, with a warning; for what this program may not have written only if `tell`.
+static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failure *failure) {
+    DIR *d = opendir(dir);
+    if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
+    for (struct dirent *entry; (entry = readdir(d)) != NULL;) {
+        char path[PATH_CAPACITY];
+        Failure cause;
+        if (!checkpoint_is_leftover(entry->d_name)) continue;
+        format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
+        if ((checkpoint_is_own(path) || tell) && !folder_remove(path, &cause)) warn("what may be left of an interrupted checkpoint stays: %s", cause.text);
+    }
+    closedir(d);
+    return true;
+}
+
+// A name under which step `step` can be written: step-NNNNNNNN.tmp or, where something stands that cannot be removed, step-NNNNNNNN.2.tmp and so on.
+static inline void checkpoint_temporary(const char *dir, int64_t step, char *path, size_t capacity) {
+    Failure ignored;
+    char suffix[32] = FOLDER_TEMPORARY;
+    for (int64_t n = 2;; n++) {
+        checkpoint_name(dir, step, suffix, path, capacity);
+        if (!path_exists(path) || folder_remove(path, &ignored)) return;
+        format_checked(suffix, sizeof suffix, ".%lld" FOLDER_TEMPORARY, (long long)n);
     }
 }
 
-// Removes a checkpoint. It loses its name first, so that none is ever there in part.
+// Before a checkpoint takes a name: what has it and is not this program's, a link for example, becomes NAME.1, or the next that is free.
+static inline bool checkpoint_make_way(const char *path, Failure *failure) {
+    char aside[PATH_CAPACITY];
+    int64_t n = 0;
+    if (checkpoint_is_own(path)) return true;
+    const Words why = folder_foreign_words(path);
+    do format_checked(aside, sizeof aside, "%s.%lld", path, (long long)++n);
+    while (path_exists(aside));
+    if (rename(path, aside)) return fail(failure, "cannot rename %s to %s: %s", path, aside, strerror(errno));
+    warn("a checkpoint takes the name %s; what had it is now %s, and stays: %s", path, aside, why.text);
+    return true;
+}
+
+// Removes a checkpoint of this program. It loses its name first, so that none is ever there in part.
 static inline bool checkpoint_remove(const char *dir, int64_t step, Failure *failure) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY];
     checkpoint_name(dir, step, "", path, sizeof path);
-    checkpoint_name(dir, step, FOLDER_TEMPORARY, temporary, sizeof temporary);
+    checkpoint_temporary(dir, step, temporary, sizeof temporary);
     if (rename(path, temporary)) return fail(failure, "cannot rename %s to %s: %s", path, temporary, strerror(errno));
     return folder_remove(temporary, failure);
 }
@@ -365,6 +475,14 @@ static inline bool checkpoint_was_passed_over(const CheckpointSteps *passed_over
     for (int64_t i = 0; passed_over && i < passed_over->count; i++)
         if (passed_over->steps[i] == step) return true;
     return false;
+}
+
+// An older checkpoint that is due to be removed and is not this program's to remove, a link for example: stays, and the run says so once.
+static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSteps *passed_over) {
+    warn("%s is older than the checkpoints that are kept, and stays: %s", path, folder_foreign_words(path).text);
+    if (!passed_over) return;
+    passed_over->steps = (int64_t *)xrealloc(passed_over->steps, (size_t)(passed_over->count + 1) * sizeof *passed_over->steps);
+    passed_over->steps[passed_over->count++] = step;
 }
 
 // After step `newest` was saved: keeps it and the keep - 1 whole ones before it, removes those older still. A folder that is not whole is
@@ -381,8 +499,9 @@ static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t kee
         char path[PATH_CAPACITY];
         checkpoint_name(dir, list.steps[i], "", path, sizeof path);
         if (list.steps[i] >= newest || checkpoint_was_passed_over(passed_over, list.steps[i])) continue;
-        if (kept >= keep) ok = checkpoint_remove(dir, list.steps[i], failure);
-        else kept += checkpoint_is_whole(path, false, &ignored);
+        if (kept < keep) kept += checkpoint_is_whole(path, false, &ignored);
+        else if (checkpoint_is_own(path)) ok = checkpoint_remove(dir, list.steps[i], failure);
+        else checkpoint_leave(path, list.steps[i], passed_over);
     }
     free(list.steps);
     return ok;
@@ -395,7 +514,7 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
     const StateKind moments[] = {STATE_EXP_AVG, STATE_EXP_AVG_SQ};
     const bool leader = checkpoint_is_leader(s->comm);
     FileList files = {NULL, 0};
-    bool ok = checkpoint_agree(s->comm, !leader || folder_create(folder, false, failure), failure) &&
+    bool ok = checkpoint_agree(s->comm, !leader || folder_begin(folder, failure), failure) &&
               checkpoint_write_model(folder, run->model, t, s, shard_bytes, &files, failure) &&
               checkpoint_write_tensors(folder, "optimizer", t, s, moments, 2, shard_bytes, &files, failure) &&
               checkpoint_write_delayed(folder, s, &files, failure);
@@ -405,24 +524,27 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
 }
 
 // Saves CHECKPOINT_DIR/step-NNNNNNNN as the head of this file says, then removes all but the newest `keep`.
-// On failure nothing new stays, the checkpoints before are untouched, and the failure says what went wrong: the caller should stop with it.
+// On failure, on all ranks alike, nothing new stays, the checkpoints before are untouched, and the failure says what went wrong.
 static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress, const CheckpointRun *run,
                                            const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
-    char temporary[PATH_CAPACITY], path[PATH_CAPACITY];
-    checkpoint_name(dir, progress->step, FOLDER_TEMPORARY, temporary, sizeof temporary);
+    char temporary[PATH_CAPACITY] = "", path[PATH_CAPACITY];
     checkpoint_name(dir, progress->step, "", path, sizeof path);
     Failure cause, ignored;
     const bool leader = checkpoint_is_leader(s->comm);
-    if (leader && folder_exists(dir) && !checkpoint_remove_leftovers(dir, &cause)) warn("an interrupted checkpoint stays: %s", cause.text);
-    bool ok = checkpoint_agree(s->comm, !leader || folder_create(dir, true, &cause), &cause) && checkpoint_write(temporary, progress, run, t, s, shard_bytes, &cause);
-    ok = ok && (!leader || (folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)));
+    bool ok = checkpoint_agree(s->comm, !leader || (folder_create(dir, true, &cause) && checkpoint_remove_leftovers(dir, false, &cause)), &cause);
+    if (ok && leader) checkpoint_temporary(dir, progress->step, temporary, sizeof temporary);
+    if (ok && s->comm) comm_broadcast(s->comm, COMM_WORLD, 0, temporary, sizeof temporary);
+    ok = ok && checkpoint_write(temporary, progress, run, t, s, shard_bytes, &cause);
+    ok = ok && (!leader || (checkpoint_make_way(path, &cause) && folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
         if (leader && !checkpoint_prune(dir, progress->step, keep, run->passed_over, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
         if (s->comm) comm_barrier(s->comm, COMM_WORLD);  // removing may take minutes: ranks that went ahead would take rank 0 for dead
         return true;
     }
-    if (leader && folder_exists(temporary)) folder_remove(temporary, &ignored);
-    return fail(failure, "saving checkpoint %s failed: %.1500s; checkpoints saved before it are untouched", path, cause.text);
+    if (leader && path_exists(temporary)) folder_remove(temporary, &ignored);
+    fail(failure, "saving checkpoint %s failed: %.1500s; earlier checkpoints are untouched", path, cause.text);
+    failure->lasting = cause.lasting;
+    return false;
 }
 
 static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerProgress *progress, const CheckpointRun *run,
@@ -437,10 +559,10 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
     Failure failure;
     CheckpointSteps list;
     char probe[PATH_CAPACITY];
-    format_checked(probe, sizeof probe, "%s/step-00000000.tmp", dir);
-    if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure) || !checkpoint_remove_leftovers(dir, &failure) ||
-        !folder_create(probe, false, &failure) || !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure))
+    if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure) || !checkpoint_remove_leftovers(dir, true, &failure))
         die("--checkpoint-dir %s: %s", dir, failure.text);
+    checkpoint_temporary(dir, 0, probe, sizeof probe);
+    if (!folder_begin(probe, &failure) || !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure)) die("--checkpoint-dir %s: %s", dir, failure.text);
     if (list.count && !resume)
         die("--checkpoint-dir %s already holds step-%08lld; add --resume to continue from it, or give another folder", dir, (long long)list.steps[0]);
     free(list.steps);
@@ -582,19 +704,9 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
 
 // ---- loading tensors
 
-// Of n floats, or bf16 values: whether none has an exponent of ones.
-static inline bool all_finite(const void *values, int64_t n, bool fp32) {
-    uint32_t bad = 0;
-    if (fp32)
-        for (int64_t i = 0; i < n; i++) bad |= (((const uint32_t *)values)[i] & 0x7f800000) == 0x7f800000;
-    else
-        for (int64_t i = 0; i < n; i++) bad |= (((const uint16_t *)values)[i] & 0x7f80) == 0x7f80;
-    return !bad;
-}
-
-// Copies what this rank keeps of one array from an opened set, converting to its storage type. Fails for a missing or misshapen tensor, and if
-// `finite` for values that are not.
-static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s, StateKind kind, bool finite, Failure *failure) {
+// Copies what this rank keeps of one array from an opened set, converting to its storage type. Fails for a missing or misshapen tensor, and for values
+// that are not finite.
+static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s, StateKind kind, Failure *failure) {
     const bool fp32 = s->is_fp32[kind];
     const int64_t chunk = IO_CHUNK_BYTES / 4;
     int64_t largest = 1;
@@ -611,7 +723,7 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
         for (int64_t done = 0; ok && done < r.count; done += chunk) {
             const int64_t n = min_i64(chunk, r.count - done);
             ok = safetensors_read(st, tensor, r.first + done, n, fp32, buffer, failure) &&
-                 (!finite || all_finite(buffer, n, fp32) || fail(failure, "%s: %.200s holds a value that is not finite, with which nothing can be trained", st->files[tensor->file].path, name));
+                 (all_finite(buffer, n, fp32) || fail(failure, "%s: %.200s holds a value that is not finite, with which nothing can be trained", st->files[tensor->file].path, name));
             if (ok) s->write(s->context, kind, r.shard + done, n, buffer);
         }
     }
@@ -687,28 +799,29 @@ static inline void model_check_weights(const char *folder, const ModelConfig *m,
     safetensors_close(&st);
 }
 
-// Loads the weights of any Hugging Face folder into the trainer, converted to its storage type (to bf16: nearest even). Dies with file, tensor,
-// expected and found.
-static inline void model_read_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, bool finite) {
+// Loads the weights of any Hugging Face folder into the trainer, converted to its storage type (to bf16: nearest even). Fails with file, tensor,
+// expected and found, and where a value is not finite.
+static inline bool model_read_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, Failure *failure) {
     Safetensors st;
-    Failure failure;
-    if (!safetensors_open_folder(&st, folder, "model", &failure) || !checkpoint_check_tensors(&st, m, t, &failure) ||
-        !checkpoint_read_array(&st, t, s, STATE_WEIGHTS, finite, &failure))
-        die("%s", failure.text);
+    if (!safetensors_open_folder(&st, folder, "model", failure)) return false;
+    const bool ok = checkpoint_check_tensors(&st, m, t, failure) && checkpoint_read_array(&st, t, s, STATE_WEIGHTS, failure);
     safetensors_close(&st);
+    return ok;
 }
 
-// The same to start from: dies too where a value is not finite.
-static inline void model_load_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) { model_read_weights(folder, m, t, s, true); }
+static inline void model_load_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) {
+    Failure failure;
+    if (!model_read_weights(folder, m, t, s, &failure)) die("%s", failure.text);
+}
 
 // Loads weights, optimizer state and the state of delayed scaling of a checkpoint that passed checkpoint_check. Dies if something does not fit.
 static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) {
     Safetensors st;
     Failure failure;
-    model_read_weights(checkpoint, m, t, s, false);
-    if (!safetensors_open_folder(&st, checkpoint, "optimizer", &failure) || !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, false, &failure) ||
-        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, false, &failure) || !checkpoint_read_delayed(checkpoint, s, &failure))
-        die("%s", failure.text);
+    if (!model_read_weights(checkpoint, m, t, s, &failure) || !safetensors_open_folder(&st, checkpoint, "optimizer", &failure) ||
+        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) || !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure) ||
+        !checkpoint_read_delayed(checkpoint, s, &failure))
+        die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it", checkpoint, failure.text);
     safetensors_close(&st);
 }
 

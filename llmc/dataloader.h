@@ -104,12 +104,15 @@ static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
         die("%s: the header gives an impossible token count, %lld", shard->path, (long long)shard->num_tokens);
 }
 
-// Opens one shard, checks header against file size; dies with what was found and what was expected.
-static inline DataShard shard_open(const char *path, int64_t T) {
+// Opens one of `num_shards` shards, which all stay open, checks header against file size; dies with what was found and what was expected.
+static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shards) {
     DataShard shard;
     memset(&shard, 0, sizeof shard);
     shard.path = xstrdup(path);
     shard.fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe that nobody writes must not keep open() waiting
+    if (shard.fd < 0 && errno == EMFILE)
+        die("%s: cannot be opened: %s: there are %lld shards, and each stays open; raise the limit with ulimit -n, or make fewer and larger shards", path,
+            strerror(EMFILE), (long long)num_shards);
     if (shard.fd < 0) die("%s: cannot be opened: %s", path, strerror(errno));
     struct stat info;
     if (fstat(shard.fd, &info) != 0) die("%s: cannot be examined: %s", path, strerror(errno));
@@ -151,7 +154,7 @@ static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool sh
     dl.num_shards = (int64_t)matches.gl_pathc;
     dl.shards = (DataShard *)xcalloc(matches.gl_pathc, sizeof(DataShard));
     for (int64_t i = 0; i < dl.num_shards; i++) {
-        dl.shards[i] = shard_open(matches.gl_pathv[i], T);
+        dl.shards[i] = shard_open(matches.gl_pathv[i], T, dl.num_shards);
         dl.shards[i].first_sequence = dl.num_sequences;
         dl.num_sequences += dl.shards[i].num_sequences;
         dl.num_tokens += dl.shards[i].num_tokens;

@@ -130,14 +130,20 @@ static inline void logger_prepare(const char *dir) {
     char path[PATH_CAPACITY];
     if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure)) die("--log-dir %s: %s", dir, failure.text);
     format_checked(path, sizeof path, "%s/log.jsonl", dir);
-    if (access(path_exists(path) ? path : dir, W_OK)) die("--log-dir: cannot write %s: %s", path, strerror(errno));
+    if (access(access(path, F_OK) == 0 ? path : dir, W_OK)) die("--log-dir: cannot write %s: %s", path, strerror(errno));
 }
 
-// The log of an earlier run, which does not go on: becomes the first of log.1.jsonl, log.2.jsonl, ... that is not there yet. False: errno says why.
+// Whether a log's name is a link that leads to no file: nothing is made where it points.
+static inline bool logger_is_lost_link(const char *path) {
+    struct stat link, target;
+    return lstat(path, &link) == 0 && S_ISLNK(link.st_mode) && (stat(path, &target) || S_ISDIR(target.st_mode));
+}
+
+// The log of an earlier run, which does not go on, or such a link: becomes the first of log.1.jsonl, log.2.jsonl, ... that is not there yet. False: errno says why.
 static inline bool logger_step_aside(const char *dir, const char *path) {
     char aside[PATH_CAPACITY];
     struct stat info;
-    if (stat(path, &info) || !S_ISREG(info.st_mode) || info.st_size == 0) return true;
+    if (!logger_is_lost_link(path) && (stat(path, &info) || !S_ISREG(info.st_mode) || info.st_size == 0)) return true;
     int64_t n = 0;
     do format_checked(aside, sizeof aside, "%s/log.%lld.jsonl", dir, (long long)++n);
     while (path_exists(aside));
@@ -157,7 +163,8 @@ static inline Logger logger_open(const Options *o, const ModelConfig *m, const P
     l.tokens_per_step = run.world_size * o->batch_size * o->sequence_length * o->grad_accumulation_steps;
     if (!*o->log_dir) return l;
     format_checked(l.path, sizeof l.path, "%s/log.jsonl", o->log_dir);
-    l.file = run.resumed || logger_step_aside(o->log_dir, l.path) ? logger_append(l.path, &l.end) : NULL;
+    const bool goes_on = run.resumed && !logger_is_lost_link(l.path);
+    l.file = goes_on || logger_step_aside(o->log_dir, l.path) ? logger_append(l.path, &l.end) : NULL;
     if (!l.file) die("--log-dir: cannot write %s: %s", l.path, strerror(errno));
     logger_write_settings(&l, o, m, t);
     return l;
@@ -238,6 +245,15 @@ static inline void logger_validation(Logger *l, int64_t step, double loss) {
     json_text_add(&line, "{\"type\": \"validation\"");
     logger_add_int(&line, "step", step);
     logger_add(&line, "loss", loss);
+    json_text_add(&line, "}");
+    logger_write(l, &line);
+}
+
+static inline void logger_failed_save(Logger *l, int64_t step, const char *reason) {
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"save\"");
+    logger_add_int(&line, "step", step);
+    logger_add_text(&line, "error", reason);
     json_text_add(&line, "}");
     logger_write(l, &line);
 }

@@ -13,6 +13,7 @@ enum { RECOMPUTE_NONE, RECOMPUTE_LAYER };
 enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD };
 enum { NONFINITE_STOP, NONFINITE_SKIP };
 enum { OUTPUT_LOST_CONTINUE, OUTPUT_LOST_STOP };
+enum { SAVE_ERROR_RETRY, SAVE_ERROR_STOP };
 enum { SHARDING_FULL, SHARDING_GRAD_OP, SHARDING_NONE, SHARDING_HYBRID };
 enum { REDUCE_BF16, REDUCE_FP32 };
 enum { OFF, ON, AUTO };
@@ -90,6 +91,8 @@ enum { FREE, MUST_MATCH };
     INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, "steps between checkpoints; 0: at the end only, if --checkpoint-dir is given") \
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "newest ones kept") \
     FLAG(resume, "resume", "continue from the newest whole checkpoint in --checkpoint-dir, if there is one") \
+    CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, "retry|stop", FREE, "a save that fails is tried again at once and at the next step that saves, the run goes on; stop: it ends the run") \
+    FLAG(no_verify, "no-verify", "start from MODEL though its files may not have the hashes that were saved with them") \
     TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights as Hugging Face reads them") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", "print settings, memory plan and precision table, then stop; needs no GPU") \

@@ -20,12 +20,34 @@ static inline void run_print(const RunSetup *s, const Options *o, const Comm *c,
     printf("%-26s %lld elements, each unit's padding included\n", "shard of a rank", (long long)plan->total);
 }
 
-// Saves a checkpoint in --checkpoint-dir. Dies if that fails.
-static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress *progress, const ParameterTable *t, const TrainerState *state) {
+// Says that a save has failed: to stderr and, where there is one, to the log. `next` says what follows.
+static inline void run_warn_of_save(Logger *log, const TrainerState *state, int64_t step, const Failure *failure, const char *next) {
+    if (checkpoint_is_leader(state->comm)) warn("%s; %s", failure->text, next);
+    logger_failed_save(log, step, failure->text);
+}
+
+// Saves a checkpoint in --checkpoint-dir, the `last` of the run or one before. A save that fails is tried again at once. If that fails too the run goes on, to the next save that is due; after
+// the last one run_end ends it. Dies at once with --on-save-error stop, and where a value is not finite. All ranks call, and do the same.
+static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress *progress, const ParameterTable *t,
+                            const TrainerState *state, bool last, Logger *log) {
     const CheckpointRun run = run_setup_checkpoint(s, o);
     Failure failure;
-    if (!checkpoint_save(o->checkpoint_dir, o->keep_checkpoints, progress, &run, t, state, &failure)) die("%s", failure.text);
-    printf("saved checkpoint after step %lld in %s\n", (long long)progress->step, o->checkpoint_dir);
+    s->save_failed = true;
+    for (int attempt = 0; attempt < 2 && s->save_failed; attempt++) {
+        s->save_failed = !checkpoint_save(o->checkpoint_dir, o->keep_checkpoints, progress, &run, t, state, &failure);
+        if (s->save_failed && (failure.lasting || o->on_save_error == SAVE_ERROR_STOP)) die("%s", failure.text);
+        if (s->save_failed && attempt == 0) run_warn_of_save(log, state, progress->step, &failure, "it is tried again");
+    }
+    if (!s->save_failed) {
+        s->saved_step = progress->step;
+        printf("saved checkpoint after step %lld in %s\n", (long long)progress->step, o->checkpoint_dir);
+        return;
+    }
+    char next[256], since[64] = "yet";
+    if (s->saved_step) format_checked(since, sizeof since, "of the steps after step %lld", (long long)s->saved_step);
+    format_checked(next, sizeof next, "that was the second try. Nothing is saved %s%s", since,
+                   last ? "" : "; the run goes on, and tries again at the next step that saves");
+    run_warn_of_save(log, state, progress->step, &failure, next);
 }
 
 // Loads weights and optimizer state of the checkpoint, or the weights of the model's folder; false if there are neither.
@@ -35,13 +57,27 @@ static inline bool run_load(const RunSetup *s, const ParameterTable *t, const Tr
     return *s->checkpoint || s->load_weights;
 }
 
-// After the last step: says after which one a signal (0: none) ended the run early, or exports the weights if that is asked for. Dies if it fails.
-static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_t steps_done, const ParameterTable *t, const TrainerState *state) {
+// Exports the weights; tries again once. Dies if that fails too.
+static inline void run_export(const RunSetup *s, const Options *o, const ParameterTable *t, const TrainerState *state) {
     Failure failure;
-    if (stop && steps_done < o->num_steps) return stop_print(o, stop, steps_done);
-    if (!*o->export_hf) return;
-    if (!model_export_hf(o->export_hf, &s->model, t, state, s->model_folder, &failure)) die("%s", failure.text);
+    bool ok = model_export_hf(o->export_hf, &s->model, t, state, s->model_folder, &failure);
+    if (!ok && !failure.lasting) {
+        if (checkpoint_is_leader(state->comm)) warn("%s; it is tried again", failure.text);
+        ok = model_export_hf(o->export_hf, &s->model, t, state, s->model_folder, &failure);
+    }
+    if (!ok) die("%s", failure.text);
     printf("exported the weights to %s\n", o->export_hf);
+}
+
+// After the last step: says after which one a signal (0: none) ended the run early, or exports the weights if that is asked for. Dies if that fails, or if
+// the last save has failed.
+static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_t steps_done, const ParameterTable *t, const TrainerState *state) {
+    const bool early = stop && steps_done < o->num_steps;
+    if (early && !s->save_failed) return stop_print(o, stop, steps_done);
+    if (!early && *o->export_hf) run_export(s, o, t, state);
+    if (s->save_failed && s->saved_step)
+        die("the last save failed, as said above: the steps after step %lld are lost. --resume continues from there", (long long)s->saved_step);
+    if (s->save_failed) die("the last save failed, as said above: no step of this run is saved");
 }
 
 #endif

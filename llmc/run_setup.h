@@ -10,6 +10,9 @@
 
 #define VOCABULARY_MULTIPLE 64
 
+// Files of MODEL's folder up to this size are checked by every rank before they are read, larger ones by one rank of each host.
+#define SMALL_FILE_BYTES ((int64_t)1 << 20)
+
 // Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: by up to 395).
 #define VOCABULARY_PADDING 1024
 
@@ -25,7 +28,9 @@ typedef struct {
     DataIdentity data;              // of train
     char checkpoint[PATH_CAPACITY]; // to continue from; "": none
     TrainerProgress start;          // of that checkpoint, or 0
-    CheckpointSteps passed_over;    // later ones, which are damaged
+    CheckpointSteps passed_over;    // later ones, which are damaged, and older ones that stay though they are not to be kept
+    int64_t saved_step;             // the last one of which there is a checkpoint; 0: none
+    bool save_failed;               // the last one that was tried
     char fp8_filter[1024];          // what --fp8-filter auto stands for
     Tokenizer tokenizer;            // count 0: none beside the shards
 } RunSetup;
@@ -40,11 +45,25 @@ static inline bool run_setup_continues(const Options *o) {
     return list.count > 0;
 }
 
+__attribute__((noreturn)) static inline void run_setup_die_damaged(const Options *o, const Failure *failure) {
+    die("MODEL %s: %s. Copy it again, or give --no-verify to start from it as it is", o->model, failure->text);
+}
+
+// The large files of MODEL's folder against the hashes saved with them, by one rank of each host; all learn the answer. Dies where one is damaged.
+static inline void run_setup_verify_weights(const RunSetup *s, const Options *o, const Comm *c) {
+    Failure failure;
+    if (!s->load_weights || s->continues || o->no_verify) return;
+    const bool ok = c->local_rank > 0 || model_verify(s->model_folder, INT64_MAX, &failure);
+    if (!checkpoint_agree(c, ok, &failure)) run_setup_die_damaged(o, &failure);
+}
+
 static inline void run_setup_model(RunSetup *s, const Options *o) {
     char presets[1024];
     if (model_config_preset(&s->model, o->model)) return;
     model_config_preset_names(presets, sizeof presets);
     if (!folder_exists(o->model)) die("MODEL \"%s\" is neither a folder nor one of: %s", o->model, presets);
+    Failure failure;
+    if (!s->continues && !o->no_verify && !model_verify(o->model, SMALL_FILE_BYTES, &failure)) run_setup_die_damaged(o, &failure);
     hf_config_read(&s->model, o->model);
     s->model_folder = o->model;
     s->load_weights = model_has_weights(o->model);
@@ -279,6 +298,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     if (c->rank == 0 && *o->log_dir) logger_prepare(o->log_dir);
     if (c->rank == 0 && *o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
     if (c->rank == 0 && *o->export_hf) model_export_prepare(o->export_hf, s.model_folder);
+    run_setup_verify_weights(&s, o, c);
     if (*o->val_data) run_setup_print_validation(&s, o, c);
     if (c->rank == 0) run_setup_print_start(&s, o);
     comm_barrier(c, COMM_WORLD);
@@ -301,6 +321,7 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     }
     const CheckpointRun run = run_setup_checkpoint(s, o);
     s->start = checkpoint_check(s->checkpoint, &run);
+    s->saved_step = s->start.step;
     Failure failure;
     if (!checkpoint_list(o->checkpoint_dir, &s->passed_over, &failure)) die("--resume: %s", failure.text);
     while (s->passed_over.count && s->passed_over.steps[s->passed_over.count - 1] <= s->start.step) s->passed_over.count--;

@@ -117,9 +117,8 @@ static inline void tokenizer_print(const Tokenizer *tok, int64_t id, FILE *out) 
     const char *bytes = tokenizer_decode(tok, id, &length);
     if (!bytes) fprintf(out, "[%lld]", (long long)id);
     for (size_t i = 0; i < length; i++) {
-        unsigned char c = (unsigned char)bytes[i];
-        if ((c < 32 && c != '\n' && c != '\t') || c == 127) fprintf(out, "\\x%02x", c);
-        else putc(c, out);
+        if (byte_is_control(bytes[i])) fprintf(out, "\\x%02x", (unsigned char)bytes[i]);
+        else putc(bytes[i], out);
     }
 }
 

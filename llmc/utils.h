@@ -44,15 +44,32 @@ static inline DieHook *die_hook(void) {
     return &hook;
 }
 
+// Whether a byte could steer a terminal.
+static inline bool byte_is_control(char c) { return ((unsigned char)c < 32 && c != '\n' && c != '\t') || c == 127; }
+
+// Copies a text that may hold what a file gave, fit for a terminal: control characters become \xNN, also those of C1, whether alone or in UTF-8 (C2 80 to
+// C2 9F). Lines and tabs stay. What does not fit is cut.
+static inline void text_printable(const char *text, char *out, size_t capacity) {
+    size_t n = 0;
+    for (unsigned char before = 0; *text && n + 5 <= capacity; before = (unsigned char)*text++) {
+        const unsigned char c = (unsigned char)*text;
+        const bool c1 = c >= 0x80 && c < 0xa0 && (before < 0x80 || before == 0xc2);
+        if (c1 || byte_is_control(*text)) n += (size_t)snprintf(out + n, 5, "\\x%02x", c);
+        else out[n++] = *text;
+    }
+    out[n] = 0;
+}
+
 // Prints "error: ..." on stderr and ends the process with status 1, and with it the other ranks, if there are any.
 // For bad input: say what was given, why it cannot be, and what would work.
 __attribute__((noreturn)) UTILS_PRINTF(1, 2) static inline void die(const char *format, ...) {
     const DieHook *hook = die_hook();
-    char text[8000];
+    char given[8000], text[8000];
     va_list args;
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    vsnprintf(given, sizeof given, format, args);
     va_end(args);
+    text_printable(given, text, sizeof text);
     fflush(stdout);
     if (hook->before) hook->before();
     fprintf(stderr, "error: %s%s\n", hook->prefix, text);  // at once, so that what other processes write does not come between
@@ -61,12 +78,13 @@ __attribute__((noreturn)) UTILS_PRINTF(1, 2) static inline void die(const char *
 }
 
 UTILS_PRINTF(1, 2) static inline void warn(const char *format, ...) {
+    char given[8000], text[8000];
     va_list args;
     va_start(args, format);
-    fputs("warning: ", stderr);
-    vfprintf(stderr, format, args);
-    fputc('\n', stderr);
+    vsnprintf(given, sizeof given, format, args);
     va_end(args);
+    text_printable(given, text, sizeof text);
+    fprintf(stderr, "warning: %s\n", text);
 }
 
 // Zeroed memory for `count` items of `size` bytes; never returns NULL (a count of 0 gets one item).

@@ -4,8 +4,8 @@
 
 #define IO_CHUNK_BYTES ((int64_t)100)  // small, so that these small tensors take many chunks
 #define FOLDER_LOCK_SECONDS 0.3
-#include "../../llmc/hf_export.h"
 #include "../../llmc/rng.h"
+#include "../../llmc/run.h"
 #include "check.h"
 #include "scratch.h"
 
@@ -35,14 +35,17 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
     memcpy(element(t, kind, offset, count), host, (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
 }
 
-// Random bytes in every parameter (any bit pattern must survive), zeros in the padding.
+// Random bytes in every parameter (any finite value must survive), zeros in the padding.
 static void trainer_fill(Trainer *t, uint64_t seed) {
     for (int kind = 0; kind < 3; kind++)
         for (int64_t i = 0; i < t->table.count; i++) {
             const Parameter *p = &t->table.entries[i];
             char *at = element(t, (StateKind)kind, p->offset, parameter_elements(p));
             const int64_t bytes = parameter_elements(p) * (t->state.is_fp32[kind] ? 4 : 2);
-            for (int64_t b = 0; b < bytes; b++) at[b] = (char)rng_u64(seed, (uint64_t)(kind * 100000000 + i * 1000000 + b));
+            for (int64_t b = 0; b < bytes; b++) {
+                at[b] = (char)rng_u64(seed, (uint64_t)(kind * 100000000 + i * 1000000 + b));
+                if (b % (t->state.is_fp32[kind] ? 4 : 2) == (t->state.is_fp32[kind] ? 3 : 1)) at[b] &= (char)0xbf;  // the highest bit of the exponent
+            }
         }
 }
 
@@ -79,6 +82,8 @@ static bool same_state(const Trainer *a, const Trainer *b) {
     return true;
 }
 
+static bool prepares(const char *dir);
+
 static void save(Trainer *t, const char *dir, int64_t step, int64_t keep) {
     Failure failure;
     const TrainerProgress progress = {step, step * 3};
@@ -113,6 +118,22 @@ static void flip_byte(const char *path, int64_t at) {
     if (fclose(f)) die("cannot write %s", path);
 }
 
+// The byte at which a tensor of a file begins.
+static int64_t safetensors_data(const char *path, const char *tensor) {
+    Safetensors st;
+    Failure failure;
+    if (!safetensors_open(&st, path, &failure) || !safetensors_find(&st, tensor)) die("%s has no %s", path, tensor);
+    const int64_t at = safetensors_find(&st, tensor)->offset;
+    safetensors_close(&st);
+    return at;
+}
+
+static void write_float(const char *path, int64_t at, float value) {
+    const int fd = open(path, O_WRONLY);
+    Failure failure;
+    if (fd < 0 || !file_write_at(fd, path, at, &value, sizeof value, &failure) || close(fd)) die("cannot write %s", path);
+}
+
 // ---- save and load
 
 static void test_round_trip(void) {
@@ -132,7 +153,7 @@ static void test_round_trip(void) {
 
         // What transformers will see: config.json, and each weight once under its Hugging Face name.
         Safetensors st;
-        Failure failure = {""};
+        Failure failure = {"", false};
         CHECK(safetensors_open_folder(&st, found, "model", &failure), "%s", failure.text);
         CHECK(st.count == a->table.count && !safetensors_find(&st, "lm_head.weight") == tied, "%lld tensors", (long long)st.count);
         CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16), "type of weights");
@@ -154,7 +175,11 @@ static void test_round_trip(void) {
 static void load_delayed(void *context) {
     Trainer *t = (Trainer *)context;
     char found[PATH_CAPACITY];
-    if (!freopen("/dev/null", "w", stdout) || !checkpoint_find_newest(scratch_path("delayed"), found, sizeof found)) die("no checkpoint");
+    CheckpointSteps list;
+    Failure failure;
+    if (!checkpoint_list(scratch_path("delayed"), &list, &failure) || !list.count) die("no checkpoint");
+    checkpoint_name(scratch_path("delayed"), list.steps[0], "", found, sizeof found);
+    free(list.steps);
     checkpoint_load(found, &t->model, &t->table, &t->state);
 }
 
@@ -163,11 +188,10 @@ static void test_delayed(void) {
     DelayedState from = delayed_new(a->model.num_layers, 7), to = delayed_new(a->model.num_layers, 7), shorter = delayed_new(a->model.num_layers, 6);
     const char *dir = xstrdup(scratch_path("delayed"));
     char found[PATH_CAPACITY], state[PATH_CAPACITY], output[4096];
-    Failure failure = {""};
+    Failure failure = {"", false};
     trainer_fill(a, 6);
     for (int64_t i = 0; i < from.tensors * from.window; i++) from.history[i] = (float)i / 3;
     for (int64_t i = 0; i < from.tensors; i++) from.scale[i] = i % 5 ? (float)i * 0.7f : 0;
-    from.history[3] = INFINITY;
     a->state.delayed = &from, b->state.delayed = &to;
     save(a, dir, 9, 1);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
@@ -180,8 +204,25 @@ static void test_delayed(void) {
     CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export holds no history");
+    // Neither is saved if it is not finite. Of what older versions saved, an infinity in a history is read, but no NaN, nor such a scale.
+    const TrainerProgress progress = {9, 9};
+    from.history[3] = INFINITY;
+    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting && strstr(failure.text, "tensor amax_history holds a value that is not finite"), "%s", failure.text);
+    from.history[3] = 1, from.scale[2] = -INFINITY;
+    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting && strstr(failure.text, "tensor scale holds a value"), "%s", failure.text);
+    from.scale[2] = 1;
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
-    flip_byte(state, 700);
+    const int64_t data = safetensors_data(state, "amax_history"), scales = safetensors_data(state, "scale");
+    b->state.delayed = &to;
+    write_float(state, data + 12, INFINITY);
+    checkpoint_load(found, &b->model, &b->table, &b->state);
+    CHECK(isinf(to.history[3]), "%g", (double)to.history[3]);
+    write_float(state, data + 12, NAN);
+    CHECK(check_dies(load_delayed, b, "amax_history holds a value that is no magnitude, nan; move this checkpoint away", output, sizeof output), "%s", output);
+    write_float(state, data + 12, 1), write_float(state, scales, INFINITY);
+    CHECK(check_dies(load_delayed, b, "scale holds a value that is not finite", output, sizeof output), "%s", output);
+    write_float(state, scales, 1);
+    flip_byte(state, data + 3);
     CHECK(!checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "fp8_state.safetensors is damaged"), "a changed byte: %s", failure.text);
     a->state.delayed = NULL;
     save(a, dir, 10, 1);
@@ -198,7 +239,7 @@ static void test_delayed(void) {
 // Several files per set, with an index.
 static void test_sharded(void) {
     Trainer *a = trainer_new(FAMILY_LLAMA, false, false, true), *b = trainer_new(FAMILY_LLAMA, false, false, true);
-    Failure failure = {""};
+    Failure failure = {"", false};
     const char *dir = xstrdup(scratch_path("sharded"));
     const TrainerProgress progress = {1, 2};
     trainer_fill(a, 5);
@@ -255,16 +296,88 @@ static void test_keep(void) {
     save(t, dir, 90, 9);
     save(t, dir, 70, 1);
     CHECK(strcmp(listing(dir), "90 70") == 0, "%s", listing(dir));
-    // What interrupted saves leave is removed; other names are not ours.
+    // What interrupted saves leave is removed; other names are not ours, nor are folders that we did not mark.
     Failure failure;
-    static const char *const names[] = {"step-00000080.tmp", "step-00000020.old.tmp", "step-80.tmp", "notes"};
-    for (int i = 0; i < 4; i++) {
+    static const char *const names[] = {"step-00000080.tmp", "step-00000020.old.tmp", "step-00000030.2.tmp", "step-80.tmp", "notes", "step-00000081.tmp"};
+    for (int i = 0; i < 6; i++) {
         char path[PATH_CAPACITY];
         format_checked(path, sizeof path, "%s/%s", dir, names[i]);
-        if (!folder_create(path, false, &failure) || !file_write(path, "model.safetensors", "x", 1, NULL, &failure)) die("%s", failure.text);
+        if (i == 5 ? !folder_create(path, false, &failure) : !folder_begin(path, &failure)) die("%s", failure.text);
+        if (!file_write(path, "model.safetensors", "x", 1, NULL, &failure)) die("%s", failure.text);
     }
     save(t, dir, 95, 1);
-    CHECK(strcmp(listing(dir), "95+2") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "95+3") == 0, "%s", listing(dir));
+    // One that is not ours and has the name to write under stays, and so does one that has the name to save under.
+    save(t, dir, 81, 9);
+    CHECK(strcmp(listing(dir), "95 81+3") == 0, "%s", listing(dir));
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/step-00000096", dir);
+    if (!folder_create(path, false, &failure) || !file_write(path, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
+    save(t, dir, 96, 9);
+    CHECK(strcmp(listing(dir), "96 95 81+4") == 0, "%s", listing(dir));
+    format_checked(path, sizeof path, "%s/step-00000096.1/thesis", dir);
+    CHECK(path_exists(path) && checkpoint_is_leftover("step-00000096.1") == false, "%s", path);
+    remove_tree(dir);
+    free((char *)dir);
+    trainer_free(t);
+}
+
+// A checkpoint that was moved to another disk and linked back is resumed from, counts as kept, and is never removed; nor is what a link in the place of a
+// leftover leads to. Links of every kind do no harm.
+static void test_links(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Failure failure = {"", false};
+    char dir[PATH_CAPACITY], found[PATH_CAPACITY], archive[PATH_CAPACITY], home[PATH_CAPACITY], at[PATH_CAPACITY];
+    CheckpointSteps passed_over = {NULL, 0};
+    format_checked(dir, sizeof dir, "%s", scratch_path("links"));
+    format_checked(archive, sizeof archive, "%s", scratch_path("archive"));
+    format_checked(home, sizeof home, "%s", scratch_path("home"));
+    save(t, dir, 2, 1);
+    format_checked(at, sizeof at, "%s/step-00000002", dir);
+    if (rename(at, archive) || symlink("../archive", at)) die("%s", strerror(errno));
+    static const struct { const char *name, *to; } links[] = {{"step-00000001.tmp", "../home"}, {"step-00000003.tmp", "../home/thesis"}, {"step-00000005.tmp", "none"},
+        {"step-00000006.old.tmp", "step-00000006.old.tmp"}, {"step-00000007", "../home"}, {"step-00000008", "../home/thesis"}, {"step-00000009", "none"}, {"step-00000010", "step-00000010"}};
+    if (!folder_create(home, false, &failure) || !file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
+    for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
+        format_checked(at, sizeof at, "%s/%s", dir, links[i].name);
+        if (symlink(links[i].to, at)) die("%s", strerror(errno));
+    }
+    CHECK(prepares(dir), "a start");
+    CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000002"), "took %s", found);
+    t->run.passed_over = &passed_over;
+    save(t, dir, 5, 2);
+    CHECK(strcmp(listing(dir), "10 9 8 7 5 2+4") == 0, "%s", listing(dir));
+    save(t, dir, 6, 1);
+    CHECK(strcmp(listing(dir), "10 9 8 7 6 2+4") == 0 && passed_over.count == 1 && passed_over.steps[0] == 2, "%s", listing(dir));
+    save(t, dir, 8, 1);  // over a link
+    save(t, dir, 11, 2);
+    CHECK(strcmp(listing(dir), "11 10 9 8 7 2+5") == 0, "%s", listing(dir));
+    CHECK(checkpoint_is_whole(archive, true, &failure) && path_exists(scratch_path("home/thesis")), "%s", failure.text);
+    for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
+        struct stat s;
+        format_checked(at, sizeof at, "%s/%s%s", dir, links[i].name, i == 5 ? ".1" : "");
+        CHECK(lstat(at, &s) == 0 && S_ISLNK(s.st_mode), "%s is gone", at);
+    }
+    free(passed_over.steps);
+    remove_tree(dir), remove_tree(archive), remove_tree(home);
+    trainer_free(t);
+}
+
+// A checkpoint of a version that set no mark: loads, and is removed when it is due if its trainer.json is sound.
+static void test_unmarked(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    const char *dir = xstrdup(scratch_path("unmarked"));
+    char path[PATH_CAPACITY], found[PATH_CAPACITY];
+    for (int64_t step = 1; step <= 3; step++) {
+        save(t, dir, step, 9);
+        format_checked(path, sizeof path, "%s/step-%08lld/" FOLDER_MARKER, dir, (long long)step);
+        CHECK(unlink(path) == 0, "no mark in %s", path);
+    }
+    format_checked(path, sizeof path, "%s/step-00000002/trainer.json", dir);
+    flip_byte(path, 10);
+    CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000003"), "took %s", found);
+    save(t, dir, 4, 1);
+    CHECK(strcmp(listing(dir), "4 2") == 0, "%s", listing(dir));
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -468,7 +581,7 @@ static void test_damage(void) {
         {"optimizer.safetensors", damage_truncate, 7, "has 7 bytes"}, {"optimizer.safetensors", flip_byte, 20000, "is damaged"}, {"optimizer.safetensors", damage_remove, 0, "No such file"}};
     char found[PATH_CAPACITY], path[PATH_CAPACITY], output[4096];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        Failure failure = {""};
+        Failure failure = {"", false};
         save(t, dir, 1, 2);
         save(t, dir, 2, 2);
         format_checked(path, sizeof path, "%s/step-00000002/%s", dir, cases[i].file);
@@ -486,7 +599,7 @@ static void test_damage(void) {
     save(t, dir, 6, 1);
     format_checked(path, sizeof path, "%s/step-00000006", dir);
     format_checked(renamed, sizeof renamed, "%s/step-00000099", dir);
-    Failure moved = {""};
+    Failure moved = {"", false};
     CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) && strstr(moved.text, "was renamed: it was saved after step 6"), "%s", moved.text);
     CHECK(check_dies(find_action, (void *)dir, "none of the", output, sizeof output), "%s", output);
     CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000006"), "took %s", found);
@@ -521,7 +634,7 @@ static void test_sealed(void) {
         {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"x\", \"bytes\": -3, \"xxh64\": \"0\"}]", "files[0].bytes"}, {"{\n  \"format_version\": 1,, ", "expected a string"}};
     char folder_path[PATH_CAPACITY], text[1024];
     format_checked(folder_path, sizeof folder_path, "%s", scratch_path("sealed"));
-    Failure failure = {""};
+    Failure failure = {"", false};
     if (!folder_create(folder_path, false, &failure)) die("%s", failure.text);
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const size_t n = strlen(cases[i][0]);
@@ -538,7 +651,7 @@ static void test_failing_save(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, true, true);
     const char *dir = xstrdup(scratch_path("failing"));
     char found[PATH_CAPACITY];
-    Failure failure = {""};
+    Failure failure = {"", false};
     trainer_fill(t, 9);
     save(t, dir, 1, 1);
     signal(SIGXFSZ, SIG_IGN);
@@ -578,6 +691,138 @@ static void test_failing_save(void) {
     trainer_free(b);
 }
 
+// One value that is not finite, anywhere: nothing is saved, the tensor is named, and trying again is of no use.
+static void test_nonfinite(void) {
+    static const char *const prefixes[] = {"", "exp_avg.", "exp_avg_sq."};
+    const TrainerProgress progress = {2, 2};
+    for (int variant = 0; variant < 6; variant++) {
+        const bool fp32 = variant >= 3;
+        const StateKind kind = (StateKind)(variant % 3);
+        Trainer *t = trainer_new(FAMILY_LLAMA, true, fp32, fp32);
+        const char *dir = xstrdup(scratch_path("nonfinite"));
+        const Parameter *p = &t->table.entries[3];
+        Failure failure = {"", false};
+        char expected[256];
+        save(t, dir, 1, 1);
+        const int64_t at = p->offset + parameter_elements(p) - 1;
+        if (fp32) ((float *)t->arrays[kind])[at] = kind ? INFINITY : NAN;
+        else ((bf16_bits *)t->arrays[kind])[at] = bf16_from_float(kind ? INFINITY : NAN);
+        format_checked(expected, sizeof expected, "tensor %s%s holds a value that is not finite", prefixes[kind], p->name);
+        CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure) && failure.lasting, "variant %d was saved", variant);
+        CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; earlier checkpoints are untouched"), "%s", failure.text);
+        CHECK(strcmp(listing(dir), "1") == 0, "%s", listing(dir));
+        const bool exported = model_export_hf(scratch_path("nonfinite-export"), &t->model, &t->table, &t->state, NULL, &failure);
+        CHECK(exported == (kind != STATE_WEIGHTS) && (exported || (failure.lasting && strstr(failure.text, expected))), "variant %d: %s", variant, failure.text);
+        CHECK(path_exists(scratch_path("nonfinite-export")) == exported && !path_exists(scratch_path("nonfinite-export.tmp")), "variant %d", variant);
+        remove_tree(scratch_path("nonfinite-export"));
+        remove_tree(dir);
+        free((char *)dir);
+        trainer_free(t);
+    }
+}
+
+// Checkpoints of before may hold an infinity: such a one is not continued from.
+static void resume_action(void *context) {
+    Action *a = (Action *)context;
+    checkpoint_load(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
+}
+
+static void test_load_nonfinite(void) {
+    static const struct { const char *file, *tensor; } cases[] = {{"model", "model.norm.weight"}, {"optimizer", "exp_avg.model.norm.weight"}, {"optimizer", "exp_avg_sq.model.norm.weight"}};
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, true, true);
+    char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s", scratch_path("infinite/step-00000001"));
+    Action action = {t, path};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        save(t, scratch_path("infinite"), 1, 1);
+        format_checked(file, sizeof file, "%s/%s.safetensors", path, cases[i].file);
+        write_float(file, safetensors_data(file, cases[i].tensor) + 8, INFINITY);
+        CHECK(check_dies(resume_action, &action, "holds a value that is not finite, with which nothing can be trained; move this checkpoint away", output, sizeof output), "%s", output);
+        CHECK(strstr(output, cases[i].tensor), "%s", output);
+    }
+    remove_tree(scratch_path("infinite"));
+    trainer_free(t);
+}
+
+// ---- a run that cannot save goes on, until its last save
+
+static int failing_saves;
+
+// Stands in for libc's: so many folders to save in cannot be made, as on a disk that fails now and then.
+int mkdir(const char *path, mode_t mode) {
+    if (failing_saves > 0 && strstr(path, FOLDER_TEMPORARY)) {
+        failing_saves--;
+        errno = EIO;
+        return -1;
+    }
+    return (int)syscall(SYS_mkdirat, AT_FDCWD, path, mode);
+}
+
+typedef struct {
+    Trainer *trainer;
+    RunSetup setup;
+    Logger log;
+} SavingRun;
+
+static void run_save_at(SavingRun *r, int64_t step, bool last, int failing) {
+    const TrainerProgress progress = {step, step};
+    failing_saves = failing;
+    run_save(&r->setup, &r->trainer->options, &progress, &r->trainer->table, &r->trainer->state, last, &r->log);
+}
+
+static void save_action(void *context) { run_save_at((SavingRun *)context, 4, false, 1); }
+
+static void end_action(void *context) {
+    SavingRun *r = (SavingRun *)context;
+    fclose(stdout);
+    run_end(&r->setup, &r->trainer->options, r->trainer->options.num_steps > 9 ? SIGTERM : 0, 9, &r->trainer->table, &r->trainer->state);
+}
+
+static void test_retry(void) {
+    SavingRun r;
+    char output[4096], log[PATH_CAPACITY];
+    memset(&r, 0, sizeof r);
+    r.trainer = trainer_new(FAMILY_LLAMA, true, false, false);
+    r.setup.model = r.trainer->model;
+    format_checked(log, sizeof log, "%s", scratch_path("save.jsonl"));
+    r.log.file = fopen(log, "w");
+    r.trainer->options.checkpoint_dir = xstrdup(scratch_path("retry"));
+    r.trainer->options.export_hf = xstrdup(scratch_path("retry-export"));
+    r.trainer->options.keep_checkpoints = 9, r.trainer->options.num_steps = 9;
+    const char *dir = r.trainer->options.checkpoint_dir;
+    run_save_at(&r, 1, false, 2);
+    CHECK(r.setup.save_failed && r.setup.saved_step == 0 && strcmp(listing(dir), "") == 0, "twice failed: %s", listing(dir));
+    run_save_at(&r, 2, false, 1);
+    CHECK(!r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0, "once failed: %s", listing(dir));
+    run_save_at(&r, 3, false, 2);
+    CHECK(r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0, "%s", listing(dir));
+    CHECK(check_dies(end_action, &r, "the last save failed, as said above: the steps after step 2 are lost. --resume continues from there", output, sizeof output), "%s", output);
+    CHECK(path_exists(r.trainer->options.export_hf), "the export is made all the same");
+    r.trainer->options.num_steps = 10;
+    remove_tree(r.trainer->options.export_hf);
+    CHECK(check_dies(end_action, &r, "the last save failed", output, sizeof output) && !path_exists(r.trainer->options.export_hf), "a stop signal: %s", output);
+    run_save_at(&r, 4, false, 0);
+    CHECK(!r.setup.save_failed && r.setup.saved_step == 4 && !check_dies(end_action, &r, "", output, sizeof output), "%s", output);
+    r.trainer->options.on_save_error = SAVE_ERROR_STOP;
+    CHECK(check_dies(save_action, &r, "failed: cannot make folder", output, sizeof output) && strstr(output, "Input/output error") && !strstr(output, "again"), "%s", output);
+    fclose(r.log.file);
+    char *lines = read_file(log, NULL);
+    CHECK(check_count(lines, "{\"type\": \"save\", \"step\": ") == 5 && check_count(lines, "\"step\": 2, \"error\": \"saving checkpoint ") == 1, "%s", lines);
+    // An export is tried again, too.
+    r.trainer->options.num_steps = 9;
+    failing_saves = 1;
+    run_end(&r.setup, &r.trainer->options, 0, 9, &r.trainer->table, &r.trainer->state);
+    CHECK(failing_saves == 0 && path_exists(r.trainer->options.export_hf), "an export that failed once");
+    remove_tree(r.trainer->options.export_hf);
+    failing_saves = 2;
+    CHECK(check_dies(end_action, &r, "export to", output, sizeof output), "%s", output);
+    failing_saves = 0;
+    remove_tree(dir);
+    free(lines);
+    free((char *)dir), free((char *)r.trainer->options.export_hf);
+    trainer_free(r.trainer);
+}
+
 // A process that is killed in the middle of a save leaves the checkpoint before, and the next save clears up.
 static void kill_in_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     state_read(context, kind, offset, count, host);
@@ -612,7 +857,7 @@ static void test_killed(void) {
 static void test_export(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, true, false), *b = trainer_new(FAMILY_QWEN3, true, false, false);
     char dir[PATH_CAPACITY], source_folder[PATH_CAPACITY], trailing[PATH_CAPACITY];
-    Failure failure = {""};
+    Failure failure = {"", false};
     format_checked(dir, sizeof dir, "%s", scratch_path("export"));
     format_checked(source_folder, sizeof source_folder, "%s", scratch_path("source"));
     format_checked(trailing, sizeof trailing, "%s", scratch_path("export/"));
@@ -652,9 +897,10 @@ static void test_export(void) {
     trainer_free(b);
 }
 
-static void zeros(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
-    (void)tensor, (void)offset;
+static bool zeros(void *context, int64_t tensor, int64_t offset, int64_t count, void *out, Failure *failure) {
+    (void)tensor, (void)offset, (void)failure;
     memset(out, 0, (size_t)(count * safetensors_type_bytes(*(SafetensorsType *)context)));
+    return true;
 }
 
 // Writes a model's tensors with one change: `skip` is left out, `misshape` gets its sides exchanged, `extra` is added.
@@ -715,7 +961,7 @@ static void run_in(const char *dir) {
 static void test_export_refusals(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     char dir[PATH_CAPACITY], link[PATH_CAPACITY], dotted[PATH_CAPACITY], weights[PATH_CAPACITY];
-    Failure failure = {""};
+    Failure failure = {"", false};
     if (!folder_create(scratch_path("sticky"), false, &failure) || chmod(scratch_path("sticky"), 01777) || chmod(scratch, 0755)) die("%s", failure.text);
     format_checked(dir, sizeof dir, "%s", scratch_path("sticky/export"));
     format_checked(link, sizeof link, "%s", scratch_path("sticky/link"));
@@ -761,10 +1007,80 @@ static void test_export_refusals(void) {
     trainer_free(t);
 }
 
+// A kill between the two exchanges of export_try leaves the earlier export under the other name, an empty folder in its place, or nothing: the next start
+// puts it back. What cannot be the earlier export is named and stays.
+static void test_export_restore(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Failure failure = {"", false};
+    char dir[PATH_CAPACITY], aside[PATH_CAPACITY], weights[PATH_CAPACITY], output[4096];
+    format_checked(dir, sizeof dir, "%s", scratch_path("out"));
+    format_checked(aside, sizeof aside, "%s.old.tmp", dir);
+    format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
+    Export e = {dir, NULL, NULL};
+    CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
+    for (int state = 0; state < 5; state++) {  // nothing in its place; an empty folder; the marked one of export_try; the same, and an export of before
+        if (rename(dir, aside) || (state == 1 && !folder_create(dir, false, &failure)) || (state >= 2 && !folder_begin(dir, &failure))) die("%s", failure.text);
+        if (state == 3) CHECK(unlink(scratch_path("out.old.tmp/" FOLDER_MARKER)) == 0 && unlink(scratch_path("out.old.tmp/" EXPORT_HASHES)) == 0, "%s", strerror(errno));
+        model_export_prepare(dir, NULL);
+        CHECK(safetensors_is_own(weights) && !path_exists(aside), "state %d", state);
+        if (state == 3) CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) && path_exists(scratch_path("out/" FOLDER_MARKER)), "%s", failure.text);
+    }
+    // Both are there: nobody knows which is wanted.
+    if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
+    CHECK(check_dies(export_action, &e, "out.old.tmp is in the way: it may be an earlier export; move it away, or remove it", output, sizeof output), "%s", output);
+    remove_tree(aside);
+    // Links lead nowhere, and another program's folder stays.
+    static const char *const names[] = {"out.tmp", "out.old.tmp"};
+    if (!folder_create(scratch_path("victim"), false, &failure) || !file_write(scratch_path("victim"), "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
+    for (int i = 0; i < 4; i++) {
+        char at[PATH_CAPACITY];
+        format_checked(at, sizeof at, "%s", scratch_path(names[i % 2]));
+        if (i < 2 ? symlink("victim", at) : !folder_create(at, false, &failure) || !file_write(at, "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
+        CHECK(check_dies(export_action, &e, "is in the way: ", output, sizeof output) && strstr(output, "move it away"), "%d: %s", i, output);
+        CHECK(path_exists(scratch_path("victim/config.json")) && path_exists(at) && safetensors_is_own(weights), "%d", i);
+        CHECK(i % 2 || (!model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) && strstr(failure.text, "out.tmp is in the way")), "%d: %s", i, failure.text);
+        if (i < 2 ? unlink(at) : (remove_tree(at), 0)) die("%s", strerror(errno));
+    }
+    remove_tree(scratch_path("victim")), remove_tree(dir);
+    trainer_free(t);
+}
+
+// As MODEL: a checkpoint's or export's files are checked against the hashes beside them; a folder from elsewhere has none.
+static void test_verify(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Failure failure = {"", false};
+    char checkpoint[PATH_CAPACITY], export[PATH_CAPACITY], path[PATH_CAPACITY];
+    format_checked(checkpoint, sizeof checkpoint, "%s", scratch_path("verify/step-00000001"));
+    format_checked(export, sizeof export, "%s", scratch_path("verify-export"));
+    if (!folder_create(scratch_path("verify-source"), false, &failure) || !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
+    save(t, scratch_path("verify"), 1, 1);
+    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure), "%s", failure.text);
+    static const struct { bool exported; const char *file; bool small; } cases[] = {{false, "model.safetensors", false}, {false, "config.json", true}, {false, "trainer.json", true},
+        {true, "model.safetensors", false}, {true, "config.json", true}, {true, "tokenizer.json", true}, {true, EXPORT_HASHES, true}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const char *folder = cases[i].exported ? export : checkpoint;
+        CHECK(model_verify(folder, INT64_MAX, &failure) && model_verify(folder, 1000, &failure), "%s", failure.text);
+        format_checked(path, sizeof path, "%s/%s", folder, cases[i].file);
+        flip_byte(path, 1);
+        CHECK(!model_verify(folder, INT64_MAX, &failure) && strstr(failure.text, cases[i].file) && strstr(failure.text, "is damaged"), "%s: %s", path, failure.text);
+        CHECK(model_verify(folder, 1000, &failure) != cases[i].small, "%s: %s", path, failure.text);
+        flip_byte(path, 1);
+    }
+    // The state of the optimizer is not read, so it may be left out; a folder without a list is taken as it is.
+    format_checked(path, sizeof path, "%s/optimizer.safetensors", checkpoint);
+    CHECK(unlink(path) == 0 && model_verify(checkpoint, INT64_MAX, &failure), "%s", failure.text);
+    format_checked(path, sizeof path, "%s/model.safetensors", export);
+    flip_byte(path, 900);
+    format_checked(path, sizeof path, "%s/" EXPORT_HASHES, export);
+    CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(path) == 0 && model_verify(export, INT64_MAX, &failure), "%s", failure.text);
+    remove_tree(scratch_path("verify")), remove_tree(export), remove_tree(scratch_path("verify-source"));
+    trainer_free(t);
+}
+
 // A folder that was exchanged and cannot be removed stays under the other name.
 static void test_replace(void) {
     char old[PATH_CAPACITY], new[PATH_CAPACITY];
-    Failure failure = {""};
+    Failure failure = {"", false};
     format_checked(old, sizeof old, "%s", scratch_path("old"));
     format_checked(new, sizeof new, "%s", scratch_path("new"));
     if (!folder_create(scratch_path("old/nested"), true, &failure) || !folder_create(new, false, &failure) || !file_write(new, "x", "x", 1, NULL, &failure)) die("%s", failure.text);
@@ -847,6 +1163,8 @@ int main(void) {
     test_delayed();
     test_sharded();
     test_keep();
+    test_links();
+    test_unmarked();
     test_prune_together();
     test_mismatch();
     test_older_settings();
@@ -855,9 +1173,14 @@ int main(void) {
     test_damage();
     test_sealed();
     test_failing_save();
+    test_nonfinite();
+    test_load_nonfinite();
+    test_retry();
     test_killed();
     test_export();
     test_export_refusals();
+    test_export_restore();
+    test_verify();
     test_replace();
     test_resolve();
     test_foreign_weights();

@@ -114,7 +114,7 @@ static void missing_action(void *path) {
 
 static void test_round_trip(void) {
     char names[2048], output[4096];
-    Failure failure = {""};
+    Failure failure = {"", false};
     model_config_preset_names(names, sizeof names);
     int count = 0;
     for (char *name = strtok(names, ", "); name; name = strtok(NULL, ", "), count++) {

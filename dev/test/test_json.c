@@ -5,7 +5,7 @@
 
 static void check_refused(const char *text, size_t size, const char *reason) {
     Json json;
-    Failure failure = {""};
+    Failure failure = {"", false};
     bool ok = json_parse(&json, "t.json", text, size, &failure);
     CHECK(!ok && strstr(failure.text, reason) && strncmp(failure.text, "t.json: ", 8) == 0, "%.60s -> \"%s\", not \"%s\"", text, ok ? "accepted" : failure.text, reason);
     if (ok) json_free(&json);
@@ -32,7 +32,7 @@ static void test_refused(void) {
 static void test_depth(void) {
     char text[256];
     Json json;
-    Failure failure = {""};
+    Failure failure = {"", false};
     memset(text, '[', 128);
     memset(text + 128, ']', 128);
     CHECK(json_parse(&json, "t.json", text + 128 - JSON_MAX_DEPTH, 2 * JSON_MAX_DEPTH, &failure), "%s", failure.text);
@@ -50,7 +50,7 @@ static const char document[] =
 
 static void test_values(void) {
     Json json;
-    Failure failure = {""};
+    Failure failure = {"", false};
     CHECK(json_parse(&json, "t.json", document, strlen(document), &failure), "%s", failure.text);
     const JsonNode *root = json_root(&json);
     CHECK(root->type == JSON_OBJECT && root->count == 9 && root->key == NULL, "%lld", (long long)root->count);
@@ -152,7 +152,7 @@ static void test_writing(void) {
     }
     json_text_add(&out, "]}");
     Json json;
-    Failure failure = {""};
+    Failure failure = {"", false};
     CHECK(json_parse(&json, "t.json", out.data, out.size, &failure), "%s in %s", failure.text, out.data);
     CHECK(strcmp(json_member(&json, json_root(&json), "s")->text, "q\"b\\n\n\x01\xc3\xa9/") == 0, "%s", out.data);
     size_t i = 0;

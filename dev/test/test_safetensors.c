@@ -54,16 +54,18 @@ static const SafetensorSpec specs[NUM_TENSORS] = {
 
 static float value_of(int64_t tensor, int64_t i) { return bf16_round(rng_normal(77, (uint64_t)(tensor * 1000 + i))); }
 
-static void source(void *context, int64_t tensor, int64_t offset, int64_t count, void *out) {
+static bool source(void *context, int64_t tensor, int64_t offset, int64_t count, void *out, Failure *failure) {
     ++*(int *)context;
+    (void)failure;
     for (int64_t i = 0; i < count; i++) {
         if (specs[tensor].type == ST_F32) ((float *)out)[i] = value_of(tensor, offset + i);
         else ((bf16_bits *)out)[i] = bf16_from_float(value_of(tensor, offset + i));
     }
+    return true;
 }
 
 static void check_set(const Safetensors *st, int64_t tensors) {
-    Failure failure = {""};
+    Failure failure = {"", false};
     CHECK(st->count == tensors, "%lld tensors", (long long)st->count);
     for (int64_t s = 0; s < tensors; s++) {
         const Safetensor *t = safetensors_require(st, specs[s].name, specs[s].rows, specs[s].cols, &failure);
@@ -85,7 +87,7 @@ static void check_set(const Safetensors *st, int64_t tensors) {
 
 static void test_round_trip(void) {
     Safetensors st;
-    Failure failure = {""};
+    Failure failure = {"", false};
     FileList list = {NULL, 0};
     int calls = 0;
     CHECK(safetensors_save(scratch, "model", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
@@ -109,7 +111,7 @@ static void test_round_trip(void) {
 
 static void test_sharded(void) {
     Safetensors st;
-    Failure failure = {""};
+    Failure failure = {"", false};
     FileList list = {NULL, 0};
     int calls = 0;
     // 48 + 14 | 20 + 4 | 128 bytes: a tensor larger than the limit gets a file of its own.
@@ -190,7 +192,7 @@ static void test_hostile_headers(void) {
 
 static void test_foreign_files(void) {
     Safetensors st;
-    Failure failure = {""};
+    Failure failure = {"", false};
     // Metadata, an empty tensor, a scalar, tensors out of order in the header, spaces after it: all valid.
     write_header("x.safetensors", "{\"__metadata__\":{\"format\":\"pt\"},\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[8,16]},\"e\":{\"dtype\":\"F32\",\"shape\":[0,5],\"data_offsets\":[8,8]},"
                                   "\"s\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[0,8]}}   ", 0);
@@ -270,7 +272,7 @@ static void test_damage(void) {
 
 static void test_failing_writes(void) {
     OutputFile file;
-    Failure failure = {""};
+    Failure failure = {"", false};
     FileList list = {NULL, 0};
     int calls = 0;
     CHECK(output_file_open(&file, "/dev/full", &failure), "%s", failure.text);
@@ -286,23 +288,67 @@ static void test_failing_writes(void) {
     setrlimit(RLIMIT_FSIZE, &small);
     bool ok = safetensors_save(scratch, "full", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure);
     setrlimit(RLIMIT_FSIZE, &before);
-    CHECK(!ok && strstr(failure.text, "full.safetensors after 300 bytes: File too large") && list.count == 0, "%s", failure.text);
+    CHECK(!ok && strstr(failure.text, "full.safetensors after 300 bytes: File too large: this process may write files of 300 bytes at most") && list.count == 0, "%s", failure.text);
 }
 
 static void test_folders(void) {
-    Failure failure = {""};
+    Failure failure = {"", false};
     char a[PATH_CAPACITY], b[PATH_CAPACITY];
     format_checked(a, sizeof a, "%s/a", scratch);
     format_checked(b, sizeof b, "%s/b", scratch);
     CHECK(folder_create(scratch_path("made/with/parents"), true, &failure), "%s", failure.text);
     CHECK(rmdir(scratch_path("made/with/parents")) == 0 && rmdir(scratch_path("made/with")) == 0 && rmdir(scratch_path("made")) == 0, "%s", strerror(errno));
     CHECK(!folder_create(scratch_path("x/y/z"), false, &failure) && strstr(failure.text, "its parent folder must exist"), "%s", failure.text);
-    CHECK(folder_create(a, false, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure), "%s", failure.text);
-    CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_create(b, false, &failure) && file_write(b, "old", "2", 1, NULL, &failure), "%s", failure.text);
+    CHECK(folder_begin(a, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure), "%s", failure.text);
+    CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_begin(b, &failure) && file_write(b, "old", "2", 1, NULL, &failure), "%s", failure.text);
     CHECK(folder_replace(a, b, &failure) && !path_exists(a) && path_exists(scratch_path("b/new")) && !path_exists(scratch_path("b/old")), "%s", failure.text);
     CHECK(mkdir(scratch_path("b/inner"), 0777) == 0 && !folder_remove(b, &failure) && path_exists(scratch_path("b/inner")), "%s", failure.text);
     CHECK(rmdir(scratch_path("b/inner")) == 0 && folder_remove(b, &failure) && !path_exists(b), "%s", failure.text);
     CHECK(!folder_remove(b, &failure) && !folder_sync(b, &failure) && folder_sync(scratch, &failure), "%s", failure.text);
+}
+
+// Folders without the mark, and what links lead to, are not removed.
+static void test_foreign_folders(void) {
+    Failure failure = {"", false};
+    char home[PATH_CAPACITY], link[PATH_CAPACITY], loop[PATH_CAPACITY];
+    format_checked(home, sizeof home, "%s", scratch_path("home"));
+    format_checked(link, sizeof link, "%s", scratch_path("link"));
+    format_checked(loop, sizeof loop, "%s", scratch_path("loop"));
+    if (!folder_create(home, false, &failure) || symlink("home", link) || symlink("loop", loop)) die("%s", failure.text);
+    CHECK(folder_kind(home) == FOLDER_EMPTY && folder_kind(link) == FOLDER_FOREIGN && folder_kind(loop) == FOLDER_FOREIGN, "kinds");
+    if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
+    CHECK(folder_kind(home) == FOLDER_FOREIGN, "kind %d", (int)folder_kind(home));
+    CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"), "%s", failure.text);
+    CHECK(folder_mark(home, &failure) && folder_kind(home) == FOLDER_MARKED && folder_kind(link) == FOLDER_FOREIGN, "%s", failure.text);
+    CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"), "%s", failure.text);
+    CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which leads nowhere"), "%s", failure.text);
+    CHECK(path_exists(scratch_path("home/thesis")) && path_exists(link) && path_exists(loop), "nothing was removed");
+    CHECK(!file_write(scratch, "link", "x", 1, NULL, &failure), "written through a link");
+
+    // What is in the way of a new folder is named.
+    CHECK(!folder_create(loop, true, &failure) && strstr(failure.text, "it is there already and is a link to loop"), "%s", failure.text);
+    CHECK(!folder_create(scratch_path("home/thesis"), true, &failure) && strstr(failure.text, "and is a file"), "%s", failure.text);
+    CHECK(!folder_create(scratch_path("home/thesis/x"), true, &failure) && strstr(failure.text, "home/thesis is a file"), "%s", failure.text);
+    CHECK(folder_create(link, true, &failure), "a link to a folder: %s", failure.text);
+
+    CHECK(folder_remove(home, &failure) && !path_exists(home), "%s", failure.text);
+    CHECK(!folder_create(link, true, &failure) && strstr(failure.text, "which leads nowhere"), "%s", failure.text);
+    unlink(link), unlink(loop);
+}
+
+// Nothing that steers a terminal is left in a message; what people write in their languages is.
+static void test_printable(void) {
+    static const char *const cases[][2] = {{"plain \t\n", "plain \t\n"}, {"\x1b]0;x\x07", "\\x1b]0;x\\x07"}, {"a\x7f\r", "a\\x7f\\x0d"},
+                                           {"\x9b" "31m", "\\x9b31m"}, {"\xc2\x9b" "31m", "\xc2\\x9b31m"}, {"Grüße, 你好", "Grüße, 你好"}};
+    char out[32], cut[7];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        text_printable(cases[i][0], out, sizeof out);
+        CHECK(strcmp(out, cases[i][1]) == 0, "case %zu: \"%s\"", i, out);
+    }
+    text_printable("ab\x1b\x1b", cut, sizeof cut);
+    CHECK(strcmp(cut, "ab\\x1b") == 0, "\"%s\"", cut);
+    Failure failure = {"", false};
+    CHECK(!fail(&failure, "tensor %s", "\x1b[2J") && strcmp(failure.text, "tensor \\x1b[2J") == 0, "\"%s\"", failure.text);
 }
 
 int main(void) {
@@ -317,6 +363,8 @@ int main(void) {
     test_damage();
     test_failing_writes();
     test_folders();
+    test_foreign_folders();
+    test_printable();
     scratch_remove();
     return check_report();
 }

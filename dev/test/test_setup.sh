@@ -55,7 +55,8 @@ check "an export" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf
 cp "$tmp/e/hf/model.safetensors" "$tmp/first"
 check "an export over an earlier one" trains "$tmp/model" $data --num-steps 1 --seed 5 --export-hf "$tmp/e/../e/hf/."
 check "an export over an earlier one replaces it" [ "$(ls "$tmp/e/hf")" = "config.json
-model.safetensors" -a "$(ls "$tmp/e")" = hf ]
+model.safetensors
+train_fp8.json" -a "$(ls "$tmp/e")" = hf ]
 check "an export over an earlier one has other weights" eval '! cmp -s "$tmp/first" "$tmp/e/hf/model.safetensors"'
 for option in log-dir checkpoint-dir; do
     for name in hf hf/deep/../down new new/logs; do
@@ -68,8 +69,9 @@ done
 mkdir "$tmp/e/hf.old.tmp"
 check "an export after a start that was killed" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
 mv "$tmp/e/hf" "$tmp/e/hf.old.tmp"
-check "an export that a kill left under another name" refuses "$tmp/e/hf.old.tmp may be the earlier export" tiny $data --num-steps 1 --export-hf "$tmp/e/hf"
-mv "$tmp/e/hf.old.tmp" "$tmp/e/hf"
+check "an export that a kill left under another name" refuses "would replace" "$tmp/e/hf.old.tmp" $data --num-steps 1 --export-hf "$tmp/e/hf"
+check "an export that a kill left under another name gets its own again" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
+check "an export that a kill left under another name: it says so" holds "$out" "is $tmp/e/hf again"
 check "folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
 check "an export over the model" refuses "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" $data --export-hf "$tmp/e/./hf/"
 sed -i 's/written_by/written_of/' "$tmp/all/hf/model.safetensors"

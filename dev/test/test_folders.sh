@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# What a run does to folders and files: links, folders of other programs, damaged models, saves that fail, limits of the process. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+. scripts/tally.sh
+make -s train_fp8 build/synth_stories || exit 1
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+out=$tmp/out
+export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
+run="./train_fp8 tiny --train-data $tmp/s_train.bin --sequence-length 16"
+
+# A run that goes well; one that ends with status 1 and an error that holds the text $1; one of 2 ranks.
+trains() { timeout 60 "$@" >"$out" 2>&1 || { tail -n 3 "$out"; false; }; }
+refuses() {
+    local text=$1
+    shift
+    timeout 60 "$@" >"$out" 2>&1
+    equal $? 1 && holds "$out" "$text" && equal "$(grep -c '^error: ' "$out")" 1
+}
+ranks() { timeout 60 mpirun --oversubscribe -np 2 "$@"; }
+
+# ---- links
+
+mkdir "$tmp/home"
+echo mine >"$tmp/home/thesis"
+mkdir "$tmp/ck"
+ln -s ../home "$tmp/ck/step-00000001.tmp"
+check "a link among the leftovers" trains $run --num-steps 1 --checkpoint-dir "$tmp/ck"
+check "a link among the leftovers: it says so" holds "$out" "warning: what may be left of an interrupted checkpoint stays: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
+check "a link among the leftovers leads to what it did" equal "$(cat "$tmp/ck/step-00000001.tmp/thesis")" mine
+check "a checkpoint is saved beside it" test -f "$tmp/ck/step-00000001/trainer.json"
+
+mv "$tmp/ck/step-00000001" "$tmp/archive"
+ln -s ../archive "$tmp/ck/step-00000001"
+before=$(ls -A "$tmp/archive")
+check "a checkpoint that was moved and linked back" trains $run --num-steps 6 --checkpoint-every 1 --keep-checkpoints 1 --checkpoint-dir "$tmp/ck" --resume
+check "it is resumed from" holds "$out" "resume: continuing from $tmp/ck/step-00000001"
+check "it stays, which is said once" equal "$(grep -c "step-00000001 is older than the checkpoints that are kept, and stays: it is a link" "$out")" 1
+check "it is whole" equal "$(ls -A "$tmp/archive")" "$before"
+check "the others are removed" equal "$(ls "$tmp/ck")" "step-00000001
+step-00000001.tmp
+step-00000006"
+ln -s ck "$tmp/dir"
+ln -s nowhere "$tmp/lost"
+ln -s loop "$tmp/loop"
+check "folders that are links" trains $run --num-steps 7 --checkpoint-dir "$tmp/dir" --log-dir "$tmp/dir" --resume
+check "a link to nothing" refuses "cannot make folder $tmp/lost: it is there already and is a link to nowhere, which leads nowhere" $run --checkpoint-dir "$tmp/lost"
+check "a link to itself" refuses "is a link to loop, which leads nowhere" $run --log-dir "$tmp/loop"
+check "a file" refuses "--export-hf $tmp/s.tokenizer/x: cannot make folder $tmp/s.tokenizer: it is there already and is a file" $run --export-hf "$tmp/s.tokenizer/x"
+
+mkdir "$tmp/log"
+ln -s ../home/thesis "$tmp/log/log.jsonl"
+check "a log that is a link" trains $run --num-steps 1 --log-dir "$tmp/log"
+check "a log that is a link: nothing is written there" equal "$(cat "$tmp/home/thesis")" mine
+ln -sf ../home/new "$tmp/log/log.jsonl"
+check "a log that is a link to nothing" trains $run --num-steps 1 --log-dir "$tmp/log"
+check "a log that is a link to nothing: nothing is made there" test ! -e "$tmp/home/new" -a -f "$tmp/log/log.jsonl" -a -L "$tmp/log/log.2.jsonl"
+
+# ---- folders that another program made
+
+for name in hf.tmp hf.old.tmp; do
+    mkdir "$tmp/$name"
+    echo '{}' >"$tmp/$name/config.json"
+    echo weights >"$tmp/$name/model.safetensors"
+    check "another's $name" refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
+    check "another's $name stays" equal "$(cat "$tmp/$name/model.safetensors")" weights
+    rm -r "${tmp:?}/$name"
+    ln -s home "$tmp/$name"
+    check "a link $name" refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
+    rm "$tmp/$name"
+done
+check "a link stays where it leads" equal "$(cat "$tmp/home/thesis")" mine
+
+# ---- MODEL against its hashes
+
+flip() { python3 -c 'import sys; f = open(sys.argv[1], "r+b"); f.seek(-9, 2); b = f.read(1); f.seek(-9, 2); f.write(bytes([b[0] ^ 1]))' "$1"; }
+model="--train-data $tmp/s_train.bin --sequence-length 16 --num-steps 1"
+check "an export" trains $run --num-steps 1 --export-hf "$tmp/hf"
+check "an export as MODEL" trains ./train_fp8 "$tmp/hf" $model
+for folder in "$tmp/hf" "$tmp/ck/step-00000007"; do
+    flip "$folder/model.safetensors"
+    check "a damaged MODEL" refuses "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 is" ./train_fp8 "$folder" $model
+    check "a damaged MODEL: nothing is trained" lacks "$out" "step 1/"
+    check "a damaged MODEL with --no-verify" trains ./train_fp8 "$folder" $model --no-verify
+done
+check "a damaged MODEL on 2 ranks" eval '! ranks ./train_fp8 "$tmp/hf" $model >"$out" 2>&1 && holds "$out" "is damaged" && equal "$(grep -c "^error: " "$out")" 1'
+rm "$tmp/hf/train_fp8.json"
+check "a MODEL without hashes" trains ./train_fp8 "$tmp/hf" $model
+
+# ---- saves that fail: the first FAILING folders to save in cannot be made
+
+cat >"$tmp/failing.c" <<'C'
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int mkdir(const char *path, mode_t mode) {
+    static int n;
+    if (strstr(path, "/step-") && !strstr(path, "/step-00000000") && n++ < atoi(getenv("FAILING"))) return errno = EIO, -1;
+    return (int)syscall(SYS_mkdirat, AT_FDCWD, path, mode);
+}
+C
+gcc -shared -fPIC -o "$tmp/failing.so" "$tmp/failing.c" || exit 1
+fails="env LD_PRELOAD=$tmp/failing.so FAILING"
+
+check "one save that fails" trains $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/once" --log-dir "$tmp/once"
+check "one save that fails: tried again" holds "$out" "Input/output error; earlier checkpoints are untouched; it is tried again"
+check "one save that fails: all are there" equal "$(ls -d "$tmp"/once/step*)" "$tmp/once/step-00000001
+$tmp/once/step-00000002"
+check "one save that fails: the log" holds "$tmp/once/log.jsonl" '{"type": "save", "step": 1, "error": "saving checkpoint'
+check "two in a row, 2 ranks" eval 'ranks $fails=2 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/twice" >"$out" 2>&1'
+check "two in a row: the run goes on" holds "$out" "that was the second try. Nothing is saved yet; the run goes on, and tries again"
+check "two in a row: each said by one rank" equal "$(grep -c '^warning: ' "$out")" 2
+check "two in a row: the next one is there" equal "$(ls "$tmp/twice")" step-00000002
+check "the last save" refuses "the last save failed, as said above: no step of this run is saved" $fails=9 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/never" --export-hf "$tmp/all"
+check "the last save: the export is there" test -f "$tmp/all/model.safetensors"
+check "--on-save-error stop" refuses "saving checkpoint $tmp/stop/step-00000001 failed" $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/stop" --on-save-error stop
+check "--on-save-error stop: at once" lacks "$out" "step 2/"
+
+# ---- limits of the process
+
+check "ulimit -f" refuses "the last save failed" bash -c 'ulimit -f 100; exec "$@"' "$0" $run --num-steps 1 --checkpoint-dir "$tmp/limited"
+check "ulimit -f is named" holds "$out" "File too large: this process may write files of 102400 bytes at most; raise that limit with ulimit -f"
+mkdir "$tmp/many"
+for i in $(seq 40); do cp "$tmp/s_train.bin" "$tmp/many/x_$i.bin"; done
+many='exec ./train_fp8 tiny --train-data "$0" --sequence-length 16 --num-steps 1'
+check "more shards than the soft limit" trains bash -c "ulimit -Sn 30; $many" "$tmp/many/x_*.bin"
+check "more shards than the hard limit" refuses "Too many open files: there are 40 shards, and each stays open; raise the limit with ulimit -n" bash -c "ulimit -n 30; $many" "$tmp/many/x_*.bin"
+
+# ---- names that steer a terminal
+
+mkdir "$tmp/names"
+cp "$tmp/archive/config.json" "$tmp/names/"
+python3 - "$tmp/archive/model.safetensors" "$tmp/names/model.safetensors" <<'PY'
+import json, struct, sys
+data = open(sys.argv[1], "rb").read()
+n = struct.unpack("<Q", data[:8])[0]
+header = json.loads(data[8:8 + n])
+header["\x1b]0;owned\x07"] = {"dtype": "F32", "shape": [0], "data_offsets": [len(data) - 8 - n] * 2}
+text = json.dumps(header).encode()
+open(sys.argv[2], "wb").write(struct.pack("<Q", len(text)) + text + data[8 + n:])
+PY
+check "a tensor whose name steers a terminal is shown" refuses 'tensor \x1b]0;owned\x07 has no place' ./train_fp8 "$tmp/names" $model
+check "a tensor whose name steers a terminal does not" eval '! grep -q $'"'\\x1b'"' "$out"'
+
+finish
