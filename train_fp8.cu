@@ -1223,7 +1223,10 @@ static void fill_rope_table(Trainer *t) {
 static void open_peers(Trainer *t, int64_t bytes) {
     Fsdp *f = &t->fsdp;
     char reason[256] = "";
-    if (!f->copies || peer_memory_open(&f->peers, t->comm, t->memory, bytes, f->arrivals, f->nccl->stream, reason, sizeof reason)) return;
+    if (!f->copies) return;
+    const int64_t room = (f->plan.group - 1) * f->received_slice * (int64_t)sizeof(bf16);  // nothing is received yet
+    if (peer_memory_open(&f->peers, t->comm, t->memory, bytes, f->arrivals, f->received, room, f->nccl->stream, reason,
+                         sizeof reason)) return;
     const double first = comm_min(t->comm, COMM_WORLD, *reason ? (double)t->comm->rank : INFINITY);
     comm_broadcast(t->comm, COMM_WORLD, (int64_t)first, reason, (int64_t)sizeof reason);
     if (t->o->copy_engines == ON) die("--copy-engines on: %s", reason);

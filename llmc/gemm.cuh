@@ -37,7 +37,7 @@ typedef struct {
     void *workspace;     // GEMM_WORKSPACE_BYTES, 256-byte aligned, used on one stream
     bf16 *scratch;       // of the largest gemm_scratch_elements(), 16-byte aligned; NULL if no plan emulates
     float *alpha;        // one float, for emulated products; NULL if no plan emulates
-    bool deterministic;  // take the first algorithm instead of the fastest of several
+    bool deterministic;  // take the first usable algorithm instead of the fastest of several
     cudaStream_t stream;
 } Gemm;
 
@@ -253,6 +253,33 @@ static inline int gemm_candidates(const Gemm *g, const GemmPlan *p, cublasLtMatm
     return *status == CUBLAS_STATUS_SUCCESS ? count : 0;
 }
 
+// The first candidate that cuBLASLt calls usable and that it launches (d is overwritten); -1: none. No timing decides.
+static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
+                                    int count, bf16 *d, GemmOperand a, GemmOperand b) {
+    for (int i = 0; i < count; i++)
+        if (found[i].state == CUBLAS_STATUS_SUCCESS &&
+            gemm_launch(g, p, &found[i].algo, d, a, b, false) == CUBLAS_STATUS_SUCCESS) return i;
+    return -1;
+}
+
+// The fastest of the candidates that cuBLASLt calls usable and launches; -1: none.
+static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
+                               int count, bf16 *d, GemmOperand a, GemmOperand b) {
+    cudaEvent_t begin, end;
+    CUDA_CHECK(cudaEventCreate(&begin));
+    CUDA_CHECK(cudaEventCreate(&end));
+    float best = INFINITY;
+    int fastest = -1;
+    for (int i = 0; i < count; i++) {
+        if (found[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        const float ms = gemm_time_candidate(g, p, &found[i].algo, d, a, b, begin, end);
+        if (ms < best) best = ms, fastest = i;
+    }
+    CUDA_CHECK(cudaEventDestroy(begin));
+    CUDA_CHECK(cudaEventDestroy(end));
+    return fastest;
+}
+
 // Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (d is overwritten), or the first when deterministic. Where
 // cuBLASLt has none with fast sums (rows' scales, few rows and columns, long sums) it takes full ones. Dies if there is none.
 static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, GemmOperand a, GemmOperand b, const bf16 *bias) {
@@ -269,19 +296,11 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, GemmOperand 
         die("cuBLASLt has no algorithm for %s %s, %lld x %lld x %lld, %s x %s (recipe %s%s), on this GPU: %s", p->layer, gemm_kind_name(p->kind), (long long)p->R,
             (long long)p->N, (long long)p->K, gemm_type_name(p->grain_a, p->spec.format_a), gemm_type_name(p->grain_b, p->spec.format_b), p->spec.recipe->name,
             p->emulated ? ", emulated" : "", cublasLtGetStatusString(status));
-    p->algo = found[0].algo;
-    if (g->deterministic) return;
-    cudaEvent_t begin, end;
-    CUDA_CHECK(cudaEventCreate(&begin));
-    CUDA_CHECK(cudaEventCreate(&end));
-    float best = INFINITY;
-    for (int i = 0; i < count; i++) {
-        float ms = gemm_time_candidate(g, p, &found[i].algo, d, a, b, begin, end);
-        if (ms < best) best = ms, p->algo = found[i].algo;
-    }
-    CUDA_CHECK(cudaEventDestroy(begin));
-    CUDA_CHECK(cudaEventDestroy(end));
-    if (best == INFINITY) die("cuBLASLt refuses every algorithm it offers for %s %s (recipe %s)", p->layer, gemm_kind_name(p->kind), p->spec.recipe->name);
+    const int chosen = (g->deterministic ? gemm_first_usable : gemm_fastest)(g, p, found, count, d, a, b);
+    if (chosen < 0)
+        die("cuBLASLt refuses every algorithm it offers for %s %s (recipe %s)", p->layer, gemm_kind_name(p->kind),
+            p->spec.recipe->name);
+    p->algo = found[chosen].algo;
 }
 
 // d = a b (+ d when accumulate: wgrad alone). Operands in cuBLASLt's order: fprop w, x; dgrad w, dy; wgrad x, dy. `bias` [N] only for plans made with one.

@@ -185,6 +185,37 @@ static void check_spoiled(Case *c, const char *label, GemmKind kind, int64_t R, 
     gemm_destroy(&p);
 }
 
+static bool same_algorithm(const cublasLtMatmulAlgo_t *a, const cublasLtMatmulAlgo_t *b) {
+    return memcmp(a->data, b->data, sizeof a->data) == 0;
+}
+
+// Deterministic plans take the first candidate, unless cuBLASLt calls it unusable or does not launch it: it offers no
+// algorithm that is all zeros. Any other candidate will do then.
+static void check_first_usable(const Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K,
+                               GemmSpec spec) {
+    cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
+    cublasStatus_t status;
+    GemmPlan p = gemm_describe(label, kind, R, N, K, spec, false);
+    Gemm gemm = c->gemm;
+    gemm.deterministic = true;
+    gemm_choose(&gemm, &p, c->d, c->a, c->b, NULL);
+    const int count = gemm_candidates(&gemm, &p, found, &status);
+    CHECK(count > 0 && same_algorithm(&p.algo, &found[0].algo), "%s: not the first of %d algorithms", label, count);
+    const bool has_next = count > 1;
+    found[0].state = CUBLAS_STATUS_NOT_SUPPORTED;
+    int taken = gemm_first_usable(&gemm, &p, found, count, c->d, c->a, c->b);
+    CHECK(taken && (taken > 0) == has_next, "%s: %d is taken of %d, the first of which is unusable", label, taken, count);
+    found[0].state = CUBLAS_STATUS_SUCCESS;
+    memset(&found[0].algo, 0, sizeof found[0].algo);
+    taken = gemm_first_usable(&gemm, &p, found, count, c->d, c->a, c->b);
+    CHECK(taken && (taken > 0) == has_next, "%s: %d is taken of %d, the first of which is no algorithm", label, taken,
+          count);
+    taken = gemm_fastest(&gemm, &p, found, count, c->d, c->a, c->b);
+    CHECK(taken && (taken > 0) == has_next, "%s: %d is the fastest of %d, the first of which is no algorithm", label, taken,
+          count);
+    gemm_destroy(&p);
+}
+
 static bool gpu_has(const Recipe *r) {
     return recipe_native(r, device_attribute(cudaDevAttrComputeCapabilityMajor), device_attribute(cudaDevAttrComputeCapabilityMinor));
 }
@@ -199,6 +230,7 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
                        gemm_type_name(GRAIN_TENSOR, dy), way_names[way]);
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, way == WAY_FAST, way == WAY_EMULATED};
         check_way(c, label, kind, R, N, K, spec, &worst_units[recipe][kind][way]);
+        check_first_usable(c, label, kind, R, N, K, spec);
         if (way == WAY_SLOW) c->gemm.deterministic = !c->gemm.deterministic;  // cuBLASLt's first choice here, the fastest there
     }
     if (!recipe_is_fp8(r, kind)) return;

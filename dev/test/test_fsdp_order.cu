@@ -33,6 +33,9 @@ static int64_t events[MAX_EVENTS];                    // number of the last reco
 static int64_t num_events, copied;
 static int64_t first_pending = INT64_MAX;             // events from this one on have not happened
 static Omission omission;
+static bool acts;                                     // calls do at once, to the host's memory, what they are to do
+static CUstreamBatchMemOpParams awaited[PEER_MAX_RANKS];  // where calls act: values that streams wait for
+static int64_t num_awaited;
 
 static int64_t weights_of(int64_t step, int64_t unit) { return order_content(1 + step * 1000 + unit, 0); }
 
@@ -215,16 +218,31 @@ cudaError_t __wrap_cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) 
     if (record >= 0 && !is_omitted(s, event_name(&rank_of(s)->f, e), 0)) order_wait(number_of(s), record);
     return cudaSuccess;
 }
-cudaError_t __wrap_cudaMemsetAsync(void *to, int, size_t bytes, cudaStream_t s) {
+cudaError_t __wrap_cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t s) {
+    if (acts) return memset(to, value, bytes), cudaSuccess;
     note_write(s, to, (int64_t)bytes, ORDER_UNWRITTEN);
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t s) {
+    if (acts) return memcpy(to, from, bytes), cudaSuccess;
     note_read(s, from, (int64_t)bytes, ORDER_CARRIED);
     note_write(s, to, (int64_t)bytes, ORDER_CARRIED);
     copied++;
     return cudaSuccess;
 }
+cudaError_t __wrap_cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t __wrap_cudaStreamQuery(cudaStream_t) {
+    for (int64_t i = 0; i < num_awaited; i++) {
+        const uint32_t there = *(const uint32_t *)(uintptr_t)awaited[i].waitValue.address;
+        if ((int32_t)(there - awaited[i].waitValue.value) < 0) return cudaErrorNotReady;
+    }
+    return cudaSuccess;
+}
+cudaError_t __wrap_cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) {
+    *s = NULL;
+    return cudaSuccess;
+}
+cudaError_t __wrap_cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t __wrap_cudaGetDevice(int *device) {
     *device = 0;
     return cudaSuccess;
@@ -624,6 +642,104 @@ static void check_watch(void) {
     CHECK(n->finished == 1 && nccl_now() - n->progress < 1000 * NCCL_DEADLINE_SECONDS, "the end of an operation is not noticed");
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// The proof of peer_memory.cuh, on the host's memory
+
+enum { PROOF_RANKS = 3, PROOF_FIRST = 6, PROOF_BYTES = 4096 };  // ranks 6 to 8 of a run
+
+typedef struct {
+    char room[2 * PROOF_BYTES];
+    uint32_t arrivals[PEER_MAX_RANKS];
+} ProofMemory;
+
+static ProofMemory proof_memory[PROOF_RANKS];
+
+// PeerMemory.enqueue: writes are done at once, waits are kept for cudaStreamQuery.
+static CUresult act_memory_operations(CUstream, unsigned count, CUstreamBatchMemOpParams *operations, unsigned) {
+    for (unsigned i = 0; i < count; i++) {
+        if (operations[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32) awaited[num_awaited++] = operations[i];
+        else *(uint32_t *)(uintptr_t)operations[i].writeValue.address = operations[i].writeValue.value;
+    }
+    return CUDA_SUCCESS;
+}
+
+// The same where no write arrives.
+static CUresult lose_memory_operations(CUstream s, unsigned count, CUstreamBatchMemOpParams *operations, unsigned flags) {
+    for (unsigned i = 0; i < count; i++)
+        if (operations[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32) act_memory_operations(s, 1, &operations[i], flags);
+    return CUDA_SUCCESS;
+}
+
+static void proof_begin(PeerMemory peers[PROOF_RANKS]) {
+    memset(proof_memory, 0, sizeof proof_memory);
+    memset(peers, 0, PROOF_RANKS * sizeof *peers);
+    num_awaited = 0;
+    for (int64_t place = 0; place < PROOF_RANKS; place++) {
+        PeerMemory *p = &peers[place];
+        p->ranks = PROOF_RANKS, p->place = place, p->arrivals = proof_memory[place].arrivals;
+        p->enqueue = act_memory_operations;
+        for (int64_t i = 0; i < PROOF_RANKS; i++) p->base[i] = (char *)&proof_memory[i];
+        peer_write_pattern(PROOF_FIRST + place, proof_memory[place].room, PROOF_BYTES, NULL);
+    }
+}
+
+// What the rank at `place` finds wrong; "": nothing.
+static const char *proof_reads(const PeerMemory *peers, int64_t place) {
+    static char reason[256];
+    *reason = 0;
+    const bool right = peer_check_patterns(&peers[place], PROOF_FIRST + place, proof_memory[place].room, PROOF_BYTES, NULL,
+                                           reason, sizeof reason);
+    CHECK(right == !*reason, "a proof that %s has the reason \"%s\"", right ? "holds" : "fails", reason);
+    return reason;
+}
+
+static void check_proof_of_reads(void) {
+    PeerMemory peers[PROOF_RANKS];
+    proof_begin(peers);
+    for (int64_t place = 0; place < PROOF_RANKS; place++) CHECK(!*proof_reads(peers, place), "%s", proof_reads(peers, place));
+    proof_memory[2].room[PROOF_BYTES - 3] ^= 4;  // one bit of the last word
+    CHECK(strstr(proof_reads(peers, 0), "rank 8's GPU reads wrong from rank 6's, first at byte 4092 of 4096: 0x"), "%s",
+          proof_reads(peers, 0));
+    CHECK(!*proof_reads(peers, 2), "a rank compares what is its own: %s", proof_reads(peers, 2));
+    proof_begin(peers);
+    peers[1].base[0] = peers[1].base[2];  // another rank's memory
+    CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU reads wrong from rank 7's, first at byte 0 of"), "%s",
+          proof_reads(peers, 1));
+    proof_begin(peers);
+    memset(proof_memory[1].room, 0, 64);  // what was there before
+    CHECK(strstr(proof_reads(peers, 2), "rank 7's GPU reads wrong from rank 8's, first at byte 0 of 4096: 0x00000000, and"),
+          "%s", proof_reads(peers, 2));
+}
+
+static void prove_lost_barrier(void *context) {
+    char reason[256];
+    peer_prove_barrier((PeerMemory *)context, PROOF_FIRST, 0.01, NULL, reason, sizeof reason);
+}
+
+// 0.01 s: what stands in for the other ranks' writes is done before, or never.
+static void check_proof_of_barrier(void) {
+    PeerMemory peers[PROOF_RANKS];
+    char reason[256] = "", output[512];
+    proof_begin(peers);
+    for (int64_t place = 1; place < PROOF_RANKS; place++) peer_barrier(&peers[place], NULL);
+    CHECK(peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) && !*reason, "%s", reason);
+    for (int64_t place = 0; place < PROOF_RANKS; place++)
+        for (int64_t from = 0; from < PROOF_RANKS; from++)
+            CHECK(proof_memory[place].arrivals[from] == (from != place) && peers[place].barriers == 1,
+                  "place %lld has %u arrivals of %lld, and %u barriers", (long long)place, proof_memory[place].arrivals[from],
+                  (long long)from, peers[place].barriers);
+    proof_begin(peers);
+    peer_barrier(&peers[1], NULL);  // and place 2 does not come
+    num_awaited = 0;                // on the stream of place 0
+    CHECK(!peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) &&
+              strstr(reason, "did not come to rank 6 within 0.01 s"), "a barrier without one rank: %s", reason);
+    CHECK(__wrap_cudaStreamQuery(NULL) == cudaSuccess, "the stream is not released");
+    proof_begin(peers);
+    peers[0].enqueue = lose_memory_operations;
+    CHECK(check_dies(prove_lost_barrier, &peers[0], "cannot be released; --copy-engines off", output, sizeof output), "%s",
+          output);
+}
+
 int main(void) {
     for (int64_t world = 2; world <= 4; world++) {
         check_all(world, PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE, ON);
@@ -641,5 +757,8 @@ int main(void) {
     check_omissions();
     check_embedding_ranks();
     check_watch();
+    acts = true;
+    check_proof_of_reads();
+    check_proof_of_barrier();
     return check_report();
 }
