@@ -89,8 +89,10 @@ typedef struct {
 
     // of recipes that give a tensor one scale; tensors as delayed.h counts them
     uint32_t *amax;               // [tensors] largest magnitudes, as bits: of whole weights; with delayed scaling also of the micro-step under way
-    DelayedState delayed;         // the same on all ranks
-    bool training;                // in a micro-step: casts leave their largest magnitudes in amax
+    DelayedState delayed;         // the same on all ranks; the scales lie behind the histories
+    float *delayed_before;        // both before the step under way, where it may be left out; else NULL
+    bool training;                // in a micro-step: casts leave their largest magnitudes in amax, norms their number in bad_norm
+    int64_t bad_norm;             // of this step: the first norm whose input was not finite (nonfinite.h)
     bool auditing;                // and this is a step of --fp8-audit
     AuditSums *step_audit, *run_audit;  // [audit_count] of this step's casts, on this rank; of all audits, over all ranks
 
@@ -141,6 +143,9 @@ static void place_units(Trainer *t, Arena *a) {
     }
 }
 
+// Histories and scales of delayed scaling.
+static int64_t delayed_elements(const Trainer *t) { return delayed_tensors(t->d.L) * (t->o->fp8_amax_history + 1); }
+
 static void place_scales(Trainer *t, Arena *a) {
     const Recipe *r = t->precision.recipe;
     const int64_t tensors = delayed_tensors(t->d.L), window = t->o->fp8_amax_history;
@@ -148,7 +153,8 @@ static void place_scales(Trainer *t, Arena *a) {
     if (r->gathers_fp8) t->amax = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
     if (r->delayed) {
         t->delayed.tensors = tensors, t->delayed.window = window;
-        t->delayed.history = take(a, tensors * window), t->delayed.scale = take(a, tensors);
+        t->delayed.history = take(a, delayed_elements(t)), t->delayed.scale = t->delayed.history + tensors * window;
+        t->delayed_before = t->o->on_nonfinite == NONFINITE_SKIP ? take(a, delayed_elements(t)) : NULL;
     }
     if (t->o->fp8_audit) {
         const int64_t bytes = audit_count(&t->precision) * (int64_t)sizeof(AuditSums);
@@ -446,22 +452,28 @@ static RopeArgs rope_args(const Trainer *t, const Block *w) {
     return r;
 }
 
+// y [R, C] = RMSNorm(x): `norm` as nonfinite_norm counts them.
+static void norm_forward(Trainer *t, int64_t norm, float *y, float *rstd, const float *x, const float *w) {
+    rmsnorm_forward(y, rstd, x, w, t->d.R, t->d.C, t->m.rms_norm_eps, t->rounding);
+    for (int64_t i = 0; t->training && i < t->d.R; i++)
+        if (!float_is_positive(rstd[i])) t->bad_norm = min_i64(t->bad_norm, norm);
+}
+
 // From acts[l].x to acts[l + 1].x.
 static void layer_forward(Trainer *t, int64_t l) {
     const Dims *d = &t->d;
     const Block w = block(t, layer_weights(t, l));
-    const double eps = t->m.rms_norm_eps;
     const Rounding r = t->rounding;
     LayerActs *a = &t->acts[l];
 
-    rmsnorm_forward(a->norm1, a->rstd1, a->x, w.norm1, d->R, d->C, eps, r);
+    norm_forward(t, nonfinite_norm(l, false), a->norm1, a->rstd1, a->x, w.norm1);
     linear(t, l, QKV_PROJ, a->qkv, a->norm1, w.linear[QKV_PROJ], w.bqkv);
     qknorm_rope_forward(a->rotated, a->qkv, rope_args(t, &w), attention_dims(t), r);
     attention_forward(a->att, a->lse, a->rotated, attention_dims(t), r);
     linear(t, l, OUT_PROJ, t->branch, a->att, w.linear[OUT_PROJ], NULL);
     residual_add(a->x_mid, a->x, t->branch, d->R * d->C, r);
 
-    rmsnorm_forward(a->norm2, a->rstd2, a->x_mid, w.norm2, d->R, d->C, eps, r);
+    norm_forward(t, nonfinite_norm(l, true), a->norm2, a->rstd2, a->x_mid, w.norm2);
     linear(t, l, GATE_UP_PROJ, a->gate_up, a->norm2, w.linear[GATE_UP_PROJ], NULL);
     swiglu_forward(a->h, a->gate_up, d->R, d->F, r);
     linear(t, l, DOWN_PROJ, t->branch, a->h, w.linear[DOWN_PROJ], NULL);
@@ -475,7 +487,7 @@ static void model_forward(Trainer *t, const int32_t *tokens, int64_t B, int64_t 
     float *root = root_weights(t);
     embedding_forward(t->acts[0].x, root_tensor(t, root, t->table.root.embedding), tokens, d->R, d->C);
     for (int64_t l = 0; l < d->L; l++) layer_forward(t, l);
-    rmsnorm_forward(t->y_final, t->rstd_final, t->acts[d->L].x, root_tensor(t, root, t->table.root.norm), d->R, d->C, t->m.rms_norm_eps, t->rounding);
+    norm_forward(t, nonfinite_norm(d->L, false), t->y_final, t->rstd_final, t->acts[d->L].x, root_tensor(t, root, t->table.root.norm));
     linear_forward(t->logits, t->y_final, lm_head(t, root), NULL, d->R, d->C, d->V, t->rounding);
 }
 
@@ -601,10 +613,10 @@ static void histories_update(Trainer *t, bool weights) {
             }
 }
 
-// After an optimizer step, also one that was skipped: until now the weights were what their scales had cast.
-static void weights_recast(Trainer *t) {
-    if (t->precision.recipe->delayed) histories_update(t, true);
-    weights_refresh(t);
+// Keeps histories and scales as they are before a step that may be left out, or brings them back.
+static void copy_delayed_before(Trainer *t, bool keep) {
+    float *to = keep ? t->delayed_before : t->delayed.history, *from = keep ? t->delayed.history : t->delayed_before;
+    if (t->delayed_before) memcpy(to, from, (size_t)delayed_elements(t) * sizeof(float));
 }
 
 // Optimizer step `step` (counted from 0) with the gradients in t->gradients, whose norm is given.
@@ -619,20 +631,22 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
         adamw_reference(t->master + r.shard, t->exp_avg + r.shard, t->exp_avg_sq + r.shard, t->gradients + r.shard, p->offset + r.first, r.count, p->flags & PARAM_DECAY,
                         factor, o->master_weights != STORAGE_FP32, o->optimizer_state == STORAGE_BF16, &s);
     }
-    weights_recast(t);
+    if (t->precision.recipe->delayed) histories_update(t, true);  // until now the weights were what their scales had cast
+    weights_refresh(t);
 }
 
-// Position in backward order, among all parameters, of the first gradient element of this rank that is not finite; NONFINITE_NONE: all are.
-static int64_t nonfinite_position(const Trainer *t) {
+// What this rank knows of a step that is not taken.
+static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
     const BackwardOrder order = backward_order(&t->table);
-    int64_t first = NONFINITE_NONE;
+    NonfiniteStep s = {loss, norm, t->bad_norm, 0, NONFINITE_NONE};
+    for (int64_t i = 0; i < t->plan.total; i++) s.magnitude = adamw_magnitude(t->gradients[i]) > s.magnitude ? adamw_magnitude(t->gradients[i]) : s.magnitude;
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
         const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         for (int64_t e = 0; e < r.count; e++)
-            if (!isfinite(t->gradients[r.shard + e])) first = min_i64(first, backward_position(order, p->offset + r.first + e));
+            if (adamw_magnitude(t->gradients[r.shard + e]) >= adamw_large(s.magnitude)) s.position = min_i64(s.position, backward_position(order, p->offset + r.first + e));
     }
-    return first;
+    return s;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -679,13 +693,15 @@ static double micro_step(Trainer *t, float grad_scale, bool accumulate) {
     return loss;
 }
 
-// One optimizer step on the samples from progress->samples on. *skipped_in_a_row counts steps whose gradient was not finite.
+// One optimizer step on the samples from progress->samples on. A step whose gradient norm is not accepted changes nothing; *skipped_in_a_row counts them.
 static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *progress, int64_t *skipped_in_a_row) {
     const double start = seconds_now();
     const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps, world = t->comm->world;
     const float grad_scale = (float)(1.0 / (double)(B * T * micro_steps));
     StepRecord s;
     memset(&s, 0, sizeof s);
+    t->bad_norm = NONFINITE_NONE;
+    copy_delayed_before(t, true);
     audit_begin(t, progress->step + 1);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         dataloader_batch(data, dataloader_sample_index(progress->samples, micro, world, t->comm->rank, B), B, t->inputs, t->targets);
@@ -695,10 +711,9 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
     comm_sum(t->comm, COMM_WORLD, &s.loss, 1);
     s.loss /= (double)world;
     s.norm = gradient_norm(t);
-    s.skipped = !isfinite(s.norm);
+    s.skipped = !adamw_accepts(s.norm);
     *skipped_in_a_row = s.skipped ? *skipped_in_a_row + 1 : 0;
-    if (s.skipped) nonfinite_report(t->o, t->comm, &t->table, nonfinite_position(t), progress->step, s.loss, *skipped_in_a_row);
-    if (s.skipped) weights_recast(t);
+    if (s.skipped) copy_delayed_before(t, false);
     else weights_update(t, progress->step, s.norm);
     s.learning_rate = schedule_learning_rate(t->o, progress->step);
     s.step = ++progress->step;
@@ -773,6 +788,10 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
     int stop = stop_requested(t->comm);
     while (progress->step < o->num_steps && !stop) {
         const StepRecord s = train_step(t, &setup->train, progress, &skipped_in_a_row);
+        if (s.skipped) {
+            const NonfiniteStep what = nonfinite_step(t, s.loss, s.norm);
+            nonfinite_report(o, &t->table, &state, &what, s.step - 1, skipped_in_a_row);
+        }
         logger_step(log, &s);
         audit_end(t, log, s.step);
         const Due due = schedule_due(o, s.step);

@@ -89,6 +89,7 @@ typedef struct {
 // Of one step; written on the device.
 typedef struct {
     float loss;             // mean over the step's tokens
+    uint32_t bad_norm;      // the first norm whose input was not finite (nonfinite.h), on this rank; UINT32_MAX: none
     AdamwControl control;   // gradient norm, and whether it is finite
 } StepStats;
 
@@ -120,9 +121,10 @@ typedef struct {
     uint32_t *amax;                   // [L, amaxes]: those of tensor i of a layer from amax_at[i] on
     int64_t amaxes, amax_at[NUM_SCALES];
     float *inverse_scale;             // [L, NUM_SCALES, 4] of whole tensors; cuBLASLt wants 16-byte alignment
-    float *amax_history, *delayed_scale;  // [L, NUM_SCALES, window], [L, NUM_SCALES] of the delayed recipe
+    float *amax_history, *delayed_scale;  // [L, NUM_SCALES, window], [L, NUM_SCALES] of the delayed recipe, one behind the other
+    float *delayed_before;            // the same before the step under way, where it may be left out; else NULL
     DelayedState delayed_state;       // the same on the host, for checkpoints
-    bool has_history;                 // every tensor has been cast once: its delayed scale is known
+    bool has_history;                 // every tensor has been cast once: its delayed scale is known. False also where that is not certain, which costs a pass over each tensor
     AuditSums *audit;                 // [L, NUM_LINEARS, NUM_TENSORS, 2] on the device
     bool auditing;                    // the casts of this step
 
@@ -419,14 +421,18 @@ static void place_activations(Trainer *t, Arena *a) {
     arena_reuse(a, nowhere);
 }
 
+// Histories and scales of the delayed recipe.
+static int64_t delayed_elements(const Trainer *t) { return t->d.L * NUM_SCALES * (t->o->fp8_amax_history + 1); }
+
 static void place_scales(Trainer *t, Arena *a) {
     Fsdp *f = &t->fsdp;
     const int64_t tensors = t->d.L * NUM_SCALES;
     arena_group(a, "amaxes, scales, audit");
     t->amax = (uint32_t *)arena_take(a, t->d.L * t->amaxes * (int64_t)sizeof(uint32_t));
     t->inverse_scale = take_float(a, tensors * 4);
-    t->amax_history = t->precision.recipe->delayed ? take_float(a, tensors * t->o->fp8_amax_history) : NULL;
-    t->delayed_scale = t->precision.recipe->delayed ? take_float(a, tensors) : NULL;
+    t->amax_history = t->precision.recipe->delayed ? take_float(a, delayed_elements(t)) : NULL;
+    t->delayed_scale = t->precision.recipe->delayed ? t->amax_history + tensors * t->o->fp8_amax_history : NULL;
+    t->delayed_before = t->precision.recipe->delayed && t->o->on_nonfinite == NONFINITE_SKIP ? take_float(a, delayed_elements(t)) : NULL;
     t->audit = t->o->fp8_audit ? (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums)) : NULL;
     f->amax = t->amax, f->amax_stride = t->amaxes;
     f->inverse_scale = t->inverse_scale, f->delayed_scale = t->delayed_scale, f->scale_stride = NUM_SCALES;
@@ -664,14 +670,22 @@ static void quantize(Trainer *t, Fp8Tensor q, Source source, int64_t R, int64_t 
     mark_bytes(t, "FP8 casts", source_bytes(&source, R, C) + R * C * Source::OUTPUTS * ((q.row != NULL) + (q.col != NULL)));
 }
 
+// The norm of that number (nonfinite_norm) leaves it in the step's statistics if its input is not finite. What validation and samples leave there is cleared
+// before the next step.
+static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
+    const RmsnormWatch watch = {&t->stats->bad_norm, (uint32_t)number};
+    return watch;
+}
+
 // The input of linear layer `id`: y = RMSNorm(x). With `delta`, first x = residual + delta.
 static void norm_forward(Trainer *t, int64_t l, LinearId id, bf16 *x, float *rstd, const bf16 *residual, const bf16 *delta, const bf16 *weight) {
     const Dims *d = &t->d;
     const float eps = (float)t->m.rms_norm_eps;
     bf16 *y = recipe_needs_bf16(recipe_of(t, l, id), TENSOR_X) ? t->acts[l].input[id].bf16_data : NULL;
     uint32_t *amax = fused_amax(t, l, SCALE_INPUT + id);
-    if (delta) residual_rmsnorm_forward(x, y, rstd, amax, residual, delta, weight, d->R, d->C, eps, t->stream);
-    else rmsnorm_forward(y, rstd, amax, x, weight, d->R, d->C, eps, t->stream);
+    const RmsnormWatch watch = norm_watch(t, nonfinite_norm(l, id == GATE_UP_PROJ));
+    if (delta) residual_rmsnorm_forward(x, y, rstd, amax, residual, delta, weight, d->R, d->C, eps, watch, t->stream);
+    else rmsnorm_forward(y, rstd, amax, x, weight, d->R, d->C, eps, watch, t->stream);
     mark_bytes(t, "RMSNorm, forward", d->R * d->C * ((delta ? 6 : 2) + (y ? 2 : 0)));
     const RmsnormSource source = {x, weight, rstd, d->C};
     if (is_fp8(t, l, id)) quantize(t, input_fp8(t, l, id), source, d->R, d->C, amax != NULL);
@@ -750,7 +764,8 @@ static void model_forward(Trainer *t, const TokenSlot *slot) {
         release_layer(t, l);
         profile_range_end();
     }
-    residual_rmsnorm_forward(t->x_final, t->y_final, t->rstd_final, NULL, t->acts[d->L - 1].x_mid, t->branch, root.norm, d->R, d->C, (float)t->m.rms_norm_eps, t->stream);
+    residual_rmsnorm_forward(t->x_final, t->y_final, t->rstd_final, NULL, t->acts[d->L - 1].x_mid, t->branch, root.norm, d->R, d->C, (float)t->m.rms_norm_eps,
+                             norm_watch(t, nonfinite_norm(d->L, false)), t->stream);
     mark_bytes(t, "RMSNorm, forward", d->R * d->C * 8);
 }
 
@@ -899,7 +914,7 @@ static void update_delayed_scales(Trainer *t) {
     fsdp_reduce_amaxes(&t->fsdp, COMM_WORLD);
     const DelayedArrays d = delayed_arrays(t);
     delayed_update_all(&d, t->d.L, SCALE_INPUT, NUM_SCALES, t->stream);
-    t->has_history = true;
+    if (!t->delayed_before) t->has_history = true;  // else when a step is known to stay
 }
 
 // Forward and backward of micro-step `micro`, counted from 0, on one batch. Gradients of the loss times grad_scale replace those that were there, or
@@ -979,6 +994,7 @@ static void optimizer_step(Trainer *t, int64_t step) {
         const DelayedArrays d = delayed_arrays(t);
         delayed_update_all(&d, t->d.L, SCALE_WEIGHT, SCALE_INPUT, t->stream);
     }
+    if (t->delayed_before) delayed_restore(t->amax_history, t->delayed_before, delayed_elements(t), &t->stats->control.nonfinite, t->stream);
     if (t->amaxes) clear_amaxes(t, SCALE_WEIGHT, SCALE_INPUT);
     adamw_update_layers(&update, &t->table, plan, f->fp8 && fsdp_tensor_scales(f) ? t->amax + t->amax_at[SCALE_WEIGHT] : NULL, t->amaxes, t->stream);
     if (!norm_first) {
@@ -1023,6 +1039,12 @@ static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
     return slot;
 }
 
+// Delayed recipe with --on-nonfinite skip: keeps histories and scales as they are before a step, or brings them back.
+static void copy_delayed_before(Trainer *t, bool keep) {
+    float *to = keep ? t->delayed_before : t->amax_history, *from = keep ? t->amax_history : t->delayed_before;
+    if (t->delayed_before) CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)delayed_elements(t) * sizeof(float), cudaMemcpyDeviceToDevice, t->stream));
+}
+
 // Enqueues a whole optimizer step, of all ranks on the samples from first_sample on; its statistics arrive in t->host_stats when t->step_done has happened.
 static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const Options *o = t->o;
@@ -1032,6 +1054,8 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
     t->fsdp.audit = t->auditing ? t->audit : NULL;
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
+    CUDA_CHECK(cudaMemsetAsync(&t->stats->bad_norm, 0xff, sizeof t->stats->bad_norm, t->stream));
+    copy_delayed_before(t, true);
     for (int64_t micro = 0; micro < o->grad_accumulation_steps; micro++) {
         const TokenSlot *slot = send_batch(t, data, dataloader_sample_index(first_sample, micro, t->comm->world, t->comm->rank, t->d.B));
         model_forward_backward(t, slot, (float)(1 / tokens), micro);
@@ -1346,11 +1370,27 @@ static int64_t shard_to_flat(const Trainer *t, int64_t i) {
         }
 }
 
-// Position in backward order, among all parameters, of the first gradient element of this rank that is not finite; NONFINITE_NONE: all are.
-static int64_t nonfinite_position(const Trainer *t, const AdamwControl *control) {
-    if (control->first_nonfinite == ADAMW_NONE) return NONFINITE_NONE;
-    const int64_t element = backward_position(shard_backward_order(&t->table, &t->fsdp.plan), (int64_t)control->first_nonfinite);
-    return backward_position(backward_order(&t->table), shard_to_flat(t, element));
+// What this rank knows of a step that was not taken.
+static NonfiniteStep nonfinite_step(const Trainer *t, const StepStats *stats) {
+    const AdamwControl *c = &stats->control;
+    const int64_t element = backward_position(shard_backward_order(&t->table, &t->fsdp.plan), (int64_t)c->position);
+    const NonfiniteStep s = {stats->loss, c->gradient_norm, stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm, c->largest,
+                             backward_position(backward_order(&t->table), shard_to_flat(t, element))};
+    return s;
+}
+
+// The verdict on step `step`, counted from 0, is known.
+static void report_verdict(Run *run, const StepStats *stats, int64_t step) {
+    Trainer *t = &run->t;
+    run->skipped_in_a_row = stats->control.nonfinite ? run->skipped_in_a_row + 1 : 0;
+    if (!stats->control.nonfinite) {
+        t->has_history = t->delayed_scale != NULL;
+        return;
+    }
+    const TrainerState state = trainer_state(t);
+    const NonfiniteStep what = nonfinite_step(t, stats);
+    trainer_wait_all(t);  // weights are read now, which may take long and does not watch over NCCL
+    nonfinite_report(t->o, &t->table, &state, &what, step, run->skipped_in_a_row);
 }
 
 // Waits for step `step` and prints its line.
@@ -1367,8 +1407,7 @@ static void report_step(Run *run, int64_t step) {
         run->memory = (int64_t)(total - available);
     }
     const StepRecord record = {step + 1, stats.loss, stats.control.gradient_norm, schedule_learning_rate(t->o, step), ms * 1e-3, run->memory, stats.control.nonfinite != 0};
-    run->skipped_in_a_row = stats.control.nonfinite ? run->skipped_in_a_row + 1 : 0;
-    if (stats.control.nonfinite) nonfinite_report(t->o, t->comm, &t->table, nonfinite_position(t, &stats.control), step, stats.loss, run->skipped_in_a_row);
+    report_verdict(run, &stats, step);
     logger_step(&run->logger, &record);
 }
 
@@ -1407,6 +1446,7 @@ static int between_steps(Run *run, int64_t done, Due due, int stop) {
         if (!isnan(loss) || !stop) logger_validation(&run->logger, done, loss);
     }
     if (!stop && due.sample) sampler_print(o, run->t.comm, &run->t.m, &run->setup.tokenizer, done, next_logits, &run->t);
+    if (!run->t.has_history) copy_delayed_before(&run->t, false);  // all steps were skipped, and these passes gave tensors their first scales
     if (!stop) stop = stop_requested(run->t.comm);
     if (due.save || (stop && *o->checkpoint_dir)) save_checkpoint(run, done, due.last || stop);
     return stop;
@@ -1478,7 +1518,7 @@ static void load_start(Run *run) {
     const TrainerState state = trainer_state(t);
     if (run_load(&run->setup, &t->table, &state) && *run->setup.checkpoint) {
         copy_delayed_state(t, false);
-        t->has_history = t->delayed_scale != NULL;
+        t->has_history = t->delayed_scale && delayed_is_complete(&t->delayed_state);
     }
     comm_barrier(t->comm, COMM_WORLD);  // some take long to read: NCCL's deadline runs from the first collective
     weights_changed(t);

@@ -20,8 +20,9 @@
 typedef struct {
     float gradient_factor;  // clipping
     float gradient_norm;    // before clipping
-    uint32_t nonfinite;     // 1: the norm is not finite, and an update that obeys changes nothing
-    unsigned long long first_nonfinite;  // position, in backward order, of the first element of the rank's gradients that is not finite; ADAMW_NONE if there is none
+    uint32_t nonfinite;     // 1: the norm is not finite or too large (adamw_accepts), and an update that obeys changes nothing
+    uint32_t largest;       // if so, of the rank's gradients: the largest magnitude (adamw_magnitude), and
+    unsigned long long position;  // in backward order of the first large one (adamw_large); ADAMW_NONE in other steps
 } AdamwControl;
 
 #define ADAMW_NONE (~0ull)
@@ -82,19 +83,31 @@ static __global__ void adamw_norm_kernel(AdamwControl *control, const double *sq
     grid_dependency_wait();
     const double norm = sqrt(*squares / (double)copies);
     control->gradient_norm = (float)norm;
-    control->nonfinite = !(norm <= 3.4028234663852886e38);  // FLT_MAX; false for NaN
+    control->nonfinite = !adamw_accepts(norm);
     control->gradient_factor = clip_factor(norm, grad_clip);
-    control->first_nonfinite = ADAMW_NONE;
+    control->largest = 0;
+    control->position = ADAMW_NONE;
 }
 
-// Ends at once unless the norm was not finite.
-static __global__ void adamw_find_nonfinite_kernel(AdamwControl *control, const bf16 *gradients, BackwardOrder order) {
+// The largest of n gradients. Ends at once unless the step is refused, as the next kernel does.
+static __global__ void adamw_largest_kernel(AdamwControl *control, const bf16 *gradients, int64_t n) {
     grid_dependency_wait();
     if (!control->nonfinite) return;
+    uint32_t largest = 0;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        largest = max(largest, adamw_magnitude(__bfloat162float(gradients[i])));
+    atomicMax(&control->largest, largest);
+}
+
+// The first large one in backward order.
+static __global__ void adamw_find_large_kernel(AdamwControl *control, const bf16 *gradients, BackwardOrder order) {
+    grid_dependency_wait();
+    if (!control->nonfinite) return;
+    const uint32_t large = adamw_large(control->largest);
     unsigned long long first = ADAMW_NONE;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < order.total; i += gridDim.x * (int64_t)blockDim.x)
-        if (!isfinite(__bfloat162float(gradients[i]))) first = min(first, (unsigned long long)backward_position(order, i));
-    if (first != ADAMW_NONE) atomicMin(&control->first_nonfinite, first);
+        if (adamw_magnitude(__bfloat162float(gradients[i])) >= large) first = min(first, (unsigned long long)backward_position(order, i));
+    if (first != ADAMW_NONE) atomicMin(&control->position, first);
 }
 
 // *squares (device) = sum of squares of gradients [n] (n a multiple of 8). Sharded gradients: the caller adds up those of all ranks.
@@ -106,11 +119,12 @@ static inline void adamw_squares(double *squares, const bf16 *gradients, int64_t
     CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, workspace, ADAMW_NORM_BLOCKS);
 }
 
-// Fills *control (device). *squares (device): sum of squares over `copies` copies of the whole gradient. This rank's part of it,
-// gradients [order.total], is searched for what is not finite if the norm is not. grad_clip: largest norm, 0 for none.
+// Fills *control (device). *squares (device): sum of squares over `copies` copies of the whole gradient. If the step is refused, the largest of this rank's
+// part of it, gradients [order.total], are looked for. grad_clip: largest norm, 0 for none.
 static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t copies, const bf16 *gradients, BackwardOrder order, float grad_clip, cudaStream_t stream) {
     CUDA_LAUNCH(adamw_norm_kernel, 1, 1, 0, stream, control, squares, copies, grad_clip);
-    CUDA_LAUNCH(adamw_find_nonfinite_kernel, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
+    CUDA_LAUNCH(adamw_largest_kernel, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order.total);
+    CUDA_LAUNCH(adamw_find_large_kernel, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -192,10 +206,12 @@ __device__ static inline float adamw_load_one(const void *array, int64_t i, bool
     return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]);
 }
 
-// Element i, at `flat` in the flat array, by the CPU's own functions. Returns the magnitude of the new bf16 weight.
+// Element i, at `flat` in the flat array, by the CPU's own functions; one whose gradient is not finite stays as it is, so that the weights can still be looked
+// at where the norm comes after the update. Returns the magnitude of the new bf16 weight.
 template <bool MASTER, bool FP32_MOMENTS>
 __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep *step, float factor, bool decay) {
     const float gradient = __fmul_rn(__bfloat162float(a.gradients[i]), factor);  // __fmul_rn: not contracted with the next sum
+    if (adamw_magnitude(gradient) == 0x7f800000u) return ((const bf16_bits *)a.weights)[i] & 0x7fffu;
     AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER), adamw_load_one(a.exp_avg, i, FP32_MOMENTS),
                       adamw_load_one(a.exp_avg_sq, i, FP32_MOMENTS)};
     e = adamw_update(e, gradient, decay, step);
@@ -225,7 +241,8 @@ __device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32
 
 // adamw_update without the branches of sqrtf and division for rare operands (the iterations are those that nvcc uses for common ones): the same
 // bits wherever
-//   - the denominator is 2^-33 or more (infinities and NaNs on the way end in a NaN as weight);
+//   - the denominator is 2^-33 or more (infinities and NaNs on the way end in a NaN as weight: an infinite gradient or second moment, whose root is
+//     infinity times the 0 that rsqrt gives, makes the denominator NaN);
 //   - the new weight is in [2^-30, infinity): else a quotient below 2^-67, which may be inexact, could still change it.
 __device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gradient, float kept, const AdamwStep &s, float *denominator) {
     e.exp_avg = __fmaf_rn(s.one_minus_beta1, __fsub_rn(gradient, e.exp_avg), e.exp_avg);

@@ -34,6 +34,8 @@
 typedef struct {
     char *path;
     int fd;
+    int64_t bytes;           // of the file when it was opened
+    struct timespec changed; // and when it had changed last
     int token_bytes;         // 2 or 4
     int64_t num_tokens;
     int64_t first_sequence;  // number of the shard's first window among those of all shards
@@ -46,6 +48,7 @@ typedef struct {
     int64_t num_tokens;      // of all shards
     int64_t num_sequences;   // of all shards: one epoch
     int64_t T;
+    int64_t vocabulary;      // a batch that holds a larger id ends the run; the caller sets it as soon as it is known
     bool shuffle;
     uint64_t seed;
     uint32_t *buffer;        // room to read max(T + 1, SHARD_SCAN_TOKENS) tokens
@@ -88,6 +91,27 @@ static inline void shard_read_tokens(const DataShard *shard, int64_t first, int6
     }
 }
 
+// Whether the file is another one than shard_open found. A file that took its name does not count: the open one goes on.
+static inline bool shard_has_changed(const DataShard *shard) {
+    struct stat now;
+    if (fstat(shard->fd, &now) != 0) die("%s: cannot be examined: %s", shard->path, strerror(errno));
+    return now.st_size != shard->bytes || now.st_mtim.tv_sec != shard->changed.tv_sec ||
+           now.st_mtim.tv_nsec != shard->changed.tv_nsec;
+}
+
+// Dies because of the id of token `position` of the shard; `cause` says what may be wrong.
+static inline void shard_refuse_token(const DataShard *shard, int64_t position, int64_t id, int64_t vocabulary, const char *cause) {
+    die("%s: token %lld has id %lld, but the model's vocabulary is %lld; %s", shard->path, (long long)position, (long long)id,
+        (long long)vocabulary, cause);
+}
+
+// The largest of `count` ids: vector code.
+static inline uint32_t tokens_largest(const uint32_t *tokens, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = tokens[i] > largest ? tokens[i] : largest;
+    return largest;
+}
+
 // Sets token_bytes and num_tokens from the header; dies on a format that is not one of the three.
 static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
     int32_t magic = header[0], version = header[1];
@@ -119,6 +143,7 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
     if (!S_ISREG(info.st_mode)) die("%s: is not a regular file; a token shard is expected", path);
     if (info.st_size < SHARD_HEADER_BYTES)
         die("%s: truncated: %lld bytes, less than a shard's header of %lld", path, (long long)info.st_size, (long long)SHARD_HEADER_BYTES);
+    shard.bytes = info.st_size, shard.changed = info.st_mtim;
     int32_t header[SHARD_HEADER_INTS];
     shard_read_bytes(&shard, 0, SHARD_HEADER_BYTES, header);
     shard_parse_header(&shard, header);
@@ -149,6 +174,7 @@ static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool sh
     DataLoader dl;
     memset(&dl, 0, sizeof dl);
     dl.T = T;
+    dl.vocabulary = (int64_t)INT32_MAX + 1;  // what a batch can hold
     dl.shuffle = shuffle;
     dl.seed = seed;
     dl.num_shards = (int64_t)matches.gl_pathc;
@@ -237,14 +263,29 @@ static inline const DataShard *dataloader_find_shard(const DataLoader *dl, int64
     return &dl->shards[low];
 }
 
+// Reads the tokens of a sequence, [T + 1], into dl->buffer. Dies if the shard has changed since it was opened, or an id is not in the vocabulary: files
+// are rewritten and disks fail while a run goes on, and such an id would be looked up outside the embedding.
+static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
+    const DataShard *shard = dataloader_find_shard(dl, sequence);
+    const int64_t first = (sequence - shard->first_sequence) * dl->T, count = dl->T + 1;
+    shard_read_tokens(shard, first, count, dl->buffer);
+    const bool changed = shard_has_changed(shard);  // asked after the read, so that no change before it is missed
+    if ((int64_t)tokens_largest(dl->buffer, count) >= dl->vocabulary) {
+        int64_t i = 0;
+        while ((int64_t)dl->buffer[i] < dl->vocabulary) i++;
+        shard_refuse_token(shard, first + i, dl->buffer[i], dl->vocabulary,
+                           changed ? "the file changed after it was opened" : "another one stood there when the run began: the disk or the memory may be failing");
+    }
+    if (changed)
+        die("%s: the file changed after it was opened; a run needs its shards as they are until it ends", shard->path);
+}
+
 // Rows are samples first_sample ... first_sample + B - 1. inputs [B, T] and targets [B, T] are token ids, targets[b][t] the token after inputs[b][t].
-// Ids are what the shard holds: check them against the vocabulary once with dataloader_check_vocabulary.
+// Dies as dataloader_read does.
 static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_t B, int32_t *inputs, int32_t *targets) {
     int64_t T = dl->T;
     for (int64_t b = 0; b < B; b++) {
-        int64_t sequence = dataloader_sequence(dl, first_sample + b);
-        const DataShard *shard = dataloader_find_shard(dl, sequence);
-        shard_read_tokens(shard, (sequence - shard->first_sequence) * T, T + 1, dl->buffer);
+        dataloader_read(dl, dataloader_sequence(dl, first_sample + b));
         memcpy(inputs + b * T, dl->buffer, (size_t)T * sizeof(int32_t));
         memcpy(targets + b * T, dl->buffer + 1, (size_t)T * sizeof(int32_t));
     }
@@ -258,9 +299,8 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
         for (int64_t first = 0; first < shard->num_tokens; first += SHARD_SCAN_TOKENS) {
             int64_t count = min_i64(SHARD_SCAN_TOKENS, shard->num_tokens - first);
             shard_read_tokens(shard, first, count, dl->buffer);
-            uint32_t top = 0;  // this loop is vector code; the search for the position runs only when the block has something new
-            for (int64_t i = 0; i < count; i++) top = dl->buffer[i] > top ? dl->buffer[i] : top;
-            if ((int64_t)top <= largest.token) continue;
+            const uint32_t top = tokens_largest(dl->buffer, count);
+            if ((int64_t)top <= largest.token) continue;  // the place is looked for only when the block has something new
             int64_t stop = (int64_t)top >= limit ? limit : (int64_t)top, i = 0;
             while ((int64_t)dl->buffer[i] < stop) i++;
             largest.token = dl->buffer[i];
@@ -279,8 +319,7 @@ static inline int64_t dataloader_max_token(DataLoader *dl) { return dataloader_s
 static inline void dataloader_check_vocabulary(DataLoader *dl, int64_t vocabulary) {
     TokenPlace found = dataloader_scan(dl, vocabulary);
     if (found.token < vocabulary) return;
-    die("%s: token %lld has id %lld, but the model's vocabulary is %lld; use a shard made with the model's own tokenizer", dl->shards[found.shard].path,
-        (long long)found.position, (long long)found.token, (long long)vocabulary);
+    shard_refuse_token(&dl->shards[found.shard], found.position, found.token, vocabulary, "use a shard made with the model's own tokenizer");
 }
 
 #endif

@@ -62,4 +62,16 @@ static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t
     CUDA_LAUNCH(delayed_begin_kernel, grid_size(count, DELAYED_THREADS), DELAYED_THREADS, 0, stream, *d, count, first, last);
 }
 
+// state [n] = before [n] if the step is refused, else it stays.
+static __global__ void delayed_restore_kernel(float *state, const float *before, int64_t n, const uint32_t *refused) {
+    grid_dependency_wait();
+    const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (*refused && i < n) state[i] = before[i];
+}
+
+// What a refused step has changed of the histories and scales, `state` [n], becomes what it was `before` the step. *refused is in device memory.
+static inline void delayed_restore(float *state, const float *before, int64_t n, const uint32_t *refused, cudaStream_t stream) {
+    CUDA_LAUNCH(delayed_restore_kernel, grid_size(n, DELAYED_THREADS), DELAYED_THREADS, 0, stream, state, before, n, refused);
+}
+
 #endif

@@ -34,6 +34,13 @@ static inline void delayed_free(DelayedState *d) {
     memset(d, 0, sizeof *d);
 }
 
+// Whether the scale of every tensor is known, also of those that are never cast.
+static inline bool delayed_is_complete(const DelayedState *d) {
+    for (int64_t i = 0; i < d->tensors; i++)
+        if (!(d->scale[i] > 0)) return false;
+    return true;
+}
+
 // Whether a pass's amax (its bits) enters the history: zero means that the tensor was not cast, or held nothing to scale by.
 HOST_DEVICE static inline bool delayed_counts(uint32_t amax) { return amax != 0 && amax <= 0x7f800000u; }
 

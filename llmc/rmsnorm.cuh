@@ -27,6 +27,12 @@ __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float
 // A row belongs to a group of THREADS threads (forward: a block); a thread holds VECTORS times 8 of its values in registers.
 #define RMSNORM_COLUMN(i) (8 * ((i) * THREADS + (int)threadIdx.x % THREADS))
 
+// Tells of input that is not finite, or whose squares are not in fp32: the first norm, in the order of the forward pass, that sees a row of it leaves its number.
+typedef struct {
+    uint32_t *first;  // lowered to `number`; NULL: nothing is looked for
+    uint32_t number;
+} RmsnormWatch;
+
 // x: the row to normalise; with RESIDUAL x_out = bf16(residual + delta) is made first and normalised instead.
 typedef struct {
     bf16 *x_out, *y;
@@ -36,6 +42,7 @@ typedef struct {
     int64_t R;
     int C;
     float eps;
+    RmsnormWatch watch;
 } RmsnormForward;
 
 template <int VECTORS, int THREADS, bool RESIDUAL>
@@ -69,6 +76,7 @@ static __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rmsnorm_forwar
         const float sum = block_sum<THREADS / WARP_SIZE>(squares, scratch[parity]);
         const float rstd = 1.0f / sqrtf(sum / (float)p.C + p.eps);
         if (threadIdx.x == 0) p.rstd[row] = rstd;
+        if (threadIdx.x == 0 && !float_is_positive(rstd) && p.watch.first) atomicMin(p.watch.first, p.watch.number);
         if (!p.y && !p.amax) continue;
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
@@ -113,21 +121,22 @@ static inline void rmsnorm_forward_launch(RmsnormForward p, cudaStream_t stream)
 }
 
 // y [R, C] or NULL, rstd [R] fp32, *amax raised to max |y| or NULL, from x [R, C] and weight [C].
-static inline void rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, const bf16 *x, const bf16 *weight, int64_t R, int64_t C, float eps, cudaStream_t stream) {
+static inline void rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, const bf16 *x, const bf16 *weight, int64_t R, int64_t C, float eps,
+                                   RmsnormWatch watch, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_forward", R, C, x, weight);
     require_aligned16(y, "rmsnorm_forward", "y");
-    const RmsnormForward p = {NULL, y, rstd, amax, x, NULL, weight, R, (int)C, eps};
+    const RmsnormForward p = {NULL, y, rstd, amax, x, NULL, weight, R, (int)C, eps, watch};
     rmsnorm_forward_launch(p, stream);
 }
 
 // x_out = bf16(residual + delta), all [R, C], then the norm of x_out as above. x_out may be residual or delta.
 static inline void residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, uint32_t *amax, const bf16 *residual, const bf16 *delta, const bf16 *weight,
-                                            int64_t R, int64_t C, float eps, cudaStream_t stream) {
+                                            int64_t R, int64_t C, float eps, RmsnormWatch watch, cudaStream_t stream) {
     rmsnorm_check("residual_rmsnorm_forward", R, C, residual, weight);
     require_aligned16(x_out, "residual_rmsnorm_forward", "x_out");
     require_aligned16(y, "residual_rmsnorm_forward", "y");
     require_aligned16(delta, "residual_rmsnorm_forward", "delta");
-    const RmsnormForward p = {x_out, y, rstd, amax, residual, delta, weight, R, (int)C, eps};
+    const RmsnormForward p = {x_out, y, rstd, amax, residual, delta, weight, R, (int)C, eps, watch};
     rmsnorm_forward_launch(p, stream);
 }
 

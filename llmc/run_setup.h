@@ -219,6 +219,7 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
 static inline void run_setup_vocabulary(RunSetup *s) {
     if (s->model.vocab_size == 0) s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1, VOCABULARY_MULTIPLE);
     model_config_check(&s->model);
+    s->train.vocabulary = s->val.vocabulary = s->model.vocab_size;
     if (s->tokenizer.count && s->tokenizer.separator >= s->model.vocab_size)
         die("the separator of the shard's tokenizer is token %lld, but the model's vocabulary is %lld; use a shard made with the model's own tokenizer", (long long)s->tokenizer.separator,
             (long long)s->model.vocab_size);

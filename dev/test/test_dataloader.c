@@ -1,4 +1,4 @@
-// Token loader: formats, windows, order, ranks, and every bad input.
+// Token loader: formats, windows, order, ranks, files that change under the run, and every bad input.
 #include "../../llmc/dataloader.h"
 
 #include "check.h"
@@ -345,6 +345,66 @@ static void read_shrunk(void *context) {
     dataloader_batch(&dl, 5, 1, inputs, targets);
 }
 
+// A shard of 100 ids below 320 is opened; then token `position` becomes `id`, in place. With `touched` the file's time of change says so.
+typedef struct {
+    int32_t magic, version;
+    int64_t position;
+    uint32_t id;
+    bool touched;
+} Rewrite;
+
+static void rewrite_shard(const char *name, const Rewrite *r) {
+    const int64_t width = r->magic == SHARD_MAGIC_U16 ? 2 : 4;
+    const char *path = scratch_path(name);
+    struct stat before;
+    const int fd = open(path, O_WRONLY);
+    if (fd < 0 || fstat(fd, &before)) die("%s: %s", path, strerror(errno));
+    if (pwrite(fd, &r->id, (size_t)width, SHARD_HEADER_BYTES + r->position * width) != width) die("%s: %s", path, strerror(errno));
+    const struct timespec later[2] = {before.st_atim, {before.st_mtim.tv_sec + (r->touched ? 1 : 0), before.st_mtim.tv_nsec}};
+    if (futimens(fd, later) || close(fd)) die("%s: %s", path, strerror(errno));
+}
+
+// Reads sequences 4 and 5, which are tokens 32 to 48, before and after the change.
+static void read_rewritten(void *context) {
+    const Rewrite *r = (const Rewrite *)context;
+    write_shard("rewritten.bin", r->magic, r->version, 100, 100, 200);
+    DataLoader dl = open_loader("rewritten.bin", 8, false, 1);
+    dl.vocabulary = 320;
+    int32_t inputs[16], targets[16];
+    dataloader_batch(&dl, 4, 2, inputs, targets);
+    rewrite_shard("rewritten.bin", r);
+    dataloader_batch(&dl, 4, 2, inputs, targets);
+}
+
+// Ids past the vocabulary are found in every format, at each place of a batch, whether or not the file system says that the file has changed.
+static void test_rewritten(void) {
+    static const Rewrite rewrites[] = {{SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false}, {SHARD_MAGIC_U32, 7, 48, 320, false},
+                                       {SHARD_MAGIC_U32, 8, 35, 4294967295u, true}, {SHARD_MAGIC_U32, 7, 32, 319, true}, {SHARD_MAGIC_U16, 1, 2, 7, true}};
+    char output[8192], message[256];
+    for (size_t i = 0; i < sizeof rewrites / sizeof rewrites[0]; i++) {
+        const Rewrite *r = &rewrites[i];
+        if (r->id >= 320)
+            format_checked(message, sizeof message, "rewritten.bin: token %lld has id %lld, but the model's vocabulary is 320; %s", (long long)r->position, (long long)r->id,
+                           r->touched ? "the file changed" : "another one stood there");
+        else format_checked(message, sizeof message, "rewritten.bin: the file changed after it was opened");
+        Rewrite context = *r;
+        CHECK(check_dies(read_rewritten, &context, message, output, sizeof output), "\"%s\" expected, got \"%s\"", message, output);
+    }
+}
+
+// A file that takes the shard's name is another file: the run goes on with the one that it has opened.
+static void test_replaced(void) {
+    write_shard("stays.bin", SHARD_MAGIC_U32, 7, 100, 100, 200);
+    write_shard("new.bin", SHARD_MAGIC_U32, 7, 50, 50, 1000);
+    DataLoader dl = open_loader("stays.bin", 8, false, 1);
+    dl.vocabulary = 320;
+    if (rename(scratch_path("new.bin"), scratch_path("stays.bin"))) die("rename: %s", strerror(errno));
+    int32_t inputs[8], targets[8];
+    dataloader_batch(&dl, 11, 1, inputs, targets);
+    CHECK(inputs[0] == 288 && targets[7] == 296, "tokens %d to %d", inputs[0], targets[7]);
+    dataloader_close(&dl);
+}
+
 int main(void) {
     scratch_create();
     test_formats_and_windows();
@@ -358,6 +418,8 @@ int main(void) {
     test_identity();
     test_bad_inputs();
     char output[8192];
+    test_rewritten();
+    test_replaced();
     CHECK(check_dies(read_shrunk, NULL, "the file changed after it was opened", output, sizeof output), "%s", output);
     scratch_remove();
     return check_report();
