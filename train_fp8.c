@@ -16,6 +16,7 @@
 #include "llmc/dataloader.h"
 #include "llmc/delayed.h"
 #include "llmc/flops.h"
+#include "llmc/gradient_sum.h"
 #include "llmc/initialize.h"
 #include "llmc/logger.h"
 #include "llmc/nonfinite.h"
@@ -74,7 +75,7 @@ typedef struct {
     // flat shard arrays, [plan.total] each; bf16 storage is emulated: floats that hold bf16 values
     float *master;                // what the optimizer updates
     float *weights;               // what the model computes with: master, or its bf16 rounding
-    float *gradients;
+    float *gradients;             // summed over the micro-steps so far
     float *exp_avg, *exp_avg_sq;
 
     // with more ranks in a shard group: whole units
@@ -84,7 +85,9 @@ typedef struct {
     int64_t num_slots;
     bool root_held;
     uint8_t *codes;               // [L, slice of matrices] this rank's, made once a step
-    float *root_gradients, *layer_gradients;  // of the unit that the backward pass is in, before they are reduced
+    bool fp32_sums;               // t->gradients are fp32, else bf16
+    bool buffered;                // gradients are computed in these, of the unit that the backward pass is in, and then join t->gradients
+    float *root_gradients, *layer_gradients;
     float *received;              // [ranks][slice] gradients on their way
 
     // of recipes that give a tensor one scale; tensors as delayed.h counts them
@@ -121,7 +124,7 @@ static void place_parameters(Trainer *t, Arena *a) {
     t->exp_avg_sq = take(a, t->plan.total);
 }
 
-// What a rank needs beside its shards to work with whole units.
+// What a rank needs beside its shards to work with whole units, and to add up gradients.
 static void place_units(Trainer *t, Arena *a) {
     const ShardPlan *p = &t->plan;
     const int64_t root = shard_gathered_size(p, 0), layer = shard_gathered_size(p, 1), matrices = p->layer_slices[SEGMENT_MATRICES];
@@ -134,6 +137,8 @@ static void place_units(Trainer *t, Arena *a) {
             t->slots[i].codes = t->gather_fp8 ? (uint8_t *)arena_take(a, p->group * matrices) : NULL;
         }
         if (t->gather_fp8) t->codes = (uint8_t *)arena_take(a, t->d.L * matrices);
+    }
+    if (t->buffered) {
         arena_group(a, "gradients of whole units");
         t->root_gradients = take(a, root), t->layer_gradients = take(a, layer);
     }
@@ -202,6 +207,8 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     t->plan = shard_plan(&t->table, comm->group, comm->place);
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     t->rounding = o->precision == PRECISION_FP32 ? ROUND_NONE : ROUND_BF16;
+    t->fp32_sums = options_fp32_gradients(o, comm->world);
+    t->buffered = comm->group > 1 || o->grad_accumulation_steps > 1;
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     t->precision.fast_accum = FAST_ACCUM_NONE;  // a GPU's alone
     t->acts = (LayerActs *)xcalloc((size_t)(t->d.L + 1), sizeof(LayerActs));
@@ -281,32 +288,44 @@ static GatheredLayer layer_weights(Trainer *t, int64_t l) {
     return gathered;
 }
 
-// Where the backward pass writes a unit's gradients: for one rank in a shard group where they stay.
+// Where the backward pass writes a unit's gradients.
 static float *unit_gradients(const Trainer *t, int64_t unit) {
-    if (t->plan.group == 1) return t->gradients + unit_offset(&t->table, unit);
+    if (!t->buffered) return t->gradients + unit_offset(&t->table, unit);
     return unit ? t->layer_gradients : t->root_gradients;
 }
 
-// mean[i] of `ranks` arrays that stand `stride` apart, in the order of ranks; rounded as reduced gradients are.
-static float reduced_mean(const Trainer *t, const float *arrays, int64_t ranks, int64_t stride, int64_t i) {
+// mean[i] of `ranks` arrays that stand `stride` apart, in the order of ranks.
+static float rank_mean(const float *arrays, int64_t ranks, int64_t stride, int64_t i) {
     double sum = 0;
     for (int64_t r = 0; r < ranks; r++) sum += arrays[r * stride + i];
-    const float mean = (float)(sum / (double)ranks);
-    return t->o->reduce_dtype == REDUCE_BF16 ? bf16_round(mean) : mean;
+    return (float)(sum / (double)ranks);
 }
 
-// After the backward pass through a unit: the mean of its gradients over the shard group replaces this rank's slices in t->gradients, or joins them.
-static void reduce_unit(Trainer *t, int64_t unit, bool accumulate) {
-    if (t->plan.group == 1) return;
+// How gradients of micro-step `micro` of optimizer step `step`, both counted from 0, join the sum. Replicas round by other bits than each other, so that
+// their noise is not the same.
+static GradientSum micro_sum(const Trainer *t, int64_t step, int64_t micro) {
+    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // the GPU has two parts to a micro-step
+    const GradientSum s = {micro > 0, micro > 0, gradient_sum_key((uint64_t)t->o->seed, step, part), 0};
+    return s;
+}
+
+// After the backward pass through a unit: the mean of its gradients over the shard group joins this rank's slices in t->gradients.
+static void reduce_unit(Trainer *t, int64_t unit, GradientSum sum) {
+    if (!t->buffered) return;
     const float *whole = unit_gradients(t, unit);
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = shard_segment(&t->table, &t->plan, unit, k);
-        float *mine = t->gradients + g.shard;
-        comm_all_to_all(t->comm, COMM_SHARD, whole + g.gathered, t->received, g.slice * (int64_t)sizeof(float));
-        for (int64_t i = 0; i < g.slice; i++) {
-            const float sum = reduced_mean(t, t->received, t->plan.group, g.slice, i) + (accumulate ? mine[i] : 0.0f);
-            mine[i] = t->o->reduce_dtype == REDUCE_BF16 ? bf16_round(sum) : sum;
+        const float *from = whole + g.gathered;
+        if (t->plan.group > 1) {
+            comm_all_to_all(t->comm, COMM_SHARD, from, t->received, g.slice * (int64_t)sizeof(float));
+            for (int64_t i = 0; i < g.slice; i++) {  // into the first rank's part, of which element i has been read
+                const float mean = rank_mean(t->received, t->plan.group, g.slice, i);
+                t->received[i] = t->o->reduce_dtype == REDUCE_BF16 ? bf16_round(mean) : mean;
+            }
+            from = t->received;
         }
+        sum.flat = g.flat + t->plan.place * g.slice;
+        gradient_sum_reference(t->gradients + g.shard, from, 0, g.slice, t->fp32_sums, &sum);
     }
 }
 
@@ -316,7 +335,10 @@ static void reduce_replicas(Trainer *t) {
     for (int64_t first = 0; replicas > 1 && first < t->plan.total; first += REPLICA_CHUNK) {
         const int64_t n = min_i64(REPLICA_CHUNK, t->plan.total - first);
         comm_all_gather(t->comm, COMM_REPLICAS, t->gradients + first, t->received, n * (int64_t)sizeof(float));
-        for (int64_t i = 0; i < n; i++) t->gradients[first + i] = reduced_mean(t, t->received, replicas, n, i);
+        for (int64_t i = 0; i < n; i++) {
+            const float mean = rank_mean(t->received, replicas, n, i);
+            t->gradients[first + i] = t->fp32_sums ? mean : bf16_round(mean);
+        }
     }
 }
 
@@ -424,18 +446,18 @@ static LinearOperand weight_operand(Trainer *t, int64_t l, LinearId id, CopyKind
 static void linear(Trainer *t, int64_t l, LinearId id, float *y, const float *x, Weight w, const float *bias) {
     const LinearShape *s = &t->precision.linear[id];
     LinearOperand qx = operand(t, l, id, TENSOR_X, COPY_ROW, x), qw = weight_operand(t, l, id, COPY_ROW, w);
-    linear_product(y, qx, qw, t->d.R, s->N, s->K, bias, false, t->rounding);
+    linear_product(y, qx, qw, t->d.R, s->N, s->K, bias, t->rounding);
     linear_operand_free(&qx), linear_operand_free(&qw);
 }
 
 // dx [R, K] = dy [R, N] w and dw [N, K] = dy^T x.
-static void linear_backward(Trainer *t, int64_t l, LinearId id, float *dx, Weight dw, const float *dy, const float *x, Weight w, bool accumulate) {
+static void linear_backward(Trainer *t, int64_t l, LinearId id, float *dx, Weight dw, const float *dy, const float *x, Weight w) {
     const LinearShape *s = &t->precision.linear[id];
     LinearOperand qdy = operand(t, l, id, TENSOR_DY, COPY_ROW, dy), qw = weight_operand(t, l, id, COPY_COL, w);
-    linear_product(dx, qdy, qw, t->d.R, s->K, s->N, NULL, false, t->rounding);
+    linear_product(dx, qdy, qw, t->d.R, s->K, s->N, NULL, t->rounding);
     linear_operand_free(&qdy), linear_operand_free(&qw);
     LinearOperand turned_dy = operand(t, l, id, TENSOR_DY, COPY_COL, dy), turned_x = operand(t, l, id, TENSOR_X, COPY_COL, x);
-    linear_product(dw.values, turned_dy, turned_x, s->N, s->K, t->d.R, NULL, accumulate, t->rounding);
+    linear_product(dw.values, turned_dy, turned_x, s->N, s->K, t->d.R, NULL, t->rounding);
     linear_operand_free(&turned_dy), linear_operand_free(&turned_x);
 }
 
@@ -501,45 +523,43 @@ static double model_loss(Trainer *t, const int32_t *targets) {
 // Backward
 
 // t->dx: from the gradient of the layer's output to that of its input. Gradients of weights go to unit_gradients().
-static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
+static void layer_backward(Trainer *t, int64_t l) {
     const Dims *d = &t->d;
     const Block w = block(t, layer_weights(t, l)), dw = gradient_block(t, l);
     const Rounding r = t->rounding;
     LayerActs *a = &t->acts[l];
     if (t->o->recompute == RECOMPUTE_LAYER) layer_forward(t, l);  // the shared activations hold another layer's
 
-    linear_backward(t, l, DOWN_PROJ, t->dh, dw.linear[DOWN_PROJ], t->dx, a->h, w.linear[DOWN_PROJ], accumulate);
+    linear_backward(t, l, DOWN_PROJ, t->dh, dw.linear[DOWN_PROJ], t->dx, a->h, w.linear[DOWN_PROJ]);
     swiglu_backward(t->dgate_up, t->dh, a->gate_up, d->R, d->F, r);
-    linear_backward(t, l, GATE_UP_PROJ, t->dbranch, dw.linear[GATE_UP_PROJ], t->dgate_up, a->norm2, w.linear[GATE_UP_PROJ], accumulate);
-    rmsnorm_backward(t->dx, dw.norm2, t->dx, t->dbranch, a->x_mid, a->rstd2, w.norm2, d->R, d->C, accumulate, r);
+    linear_backward(t, l, GATE_UP_PROJ, t->dbranch, dw.linear[GATE_UP_PROJ], t->dgate_up, a->norm2, w.linear[GATE_UP_PROJ]);
+    rmsnorm_backward(t->dx, dw.norm2, t->dx, t->dbranch, a->x_mid, a->rstd2, w.norm2, d->R, d->C, r);
 
-    linear_backward(t, l, OUT_PROJ, t->datt, dw.linear[OUT_PROJ], t->dx, a->att, w.linear[OUT_PROJ], accumulate);
+    linear_backward(t, l, OUT_PROJ, t->datt, dw.linear[OUT_PROJ], t->dx, a->att, w.linear[OUT_PROJ]);
     attention_backward(t->dqkv, t->datt, a->rotated, a->att, a->lse, attention_dims(t), r);
-    qknorm_rope_backward(t->dqkv, dw.q_norm, dw.k_norm, t->dqkv, a->qkv, rope_args(t, &w), attention_dims(t), accumulate, r);
-    if (dw.bqkv) bias_backward(dw.bqkv, t->dqkv, d->R, d->QKV, accumulate, r);
-    linear_backward(t, l, QKV_PROJ, t->dbranch, dw.linear[QKV_PROJ], t->dqkv, a->norm1, w.linear[QKV_PROJ], accumulate);
-    rmsnorm_backward(t->dx, dw.norm1, t->dx, t->dbranch, a->x, a->rstd1, w.norm1, d->R, d->C, accumulate, r);
+    qknorm_rope_backward(t->dqkv, dw.q_norm, dw.k_norm, t->dqkv, a->qkv, rope_args(t, &w), attention_dims(t), r);
+    if (dw.bqkv) bias_backward(dw.bqkv, t->dqkv, d->R, d->QKV, r);
+    linear_backward(t, l, QKV_PROJ, t->dbranch, dw.linear[QKV_PROJ], t->dqkv, a->norm1, w.linear[QKV_PROJ]);
+    rmsnorm_backward(t->dx, dw.norm1, t->dx, t->dbranch, a->x, a->rstd1, w.norm1, d->R, d->C, r);
 }
 
-// After model_forward on the same tokens: gradients of (sum of the rows' losses) * grad_scale, as means over the shard group, replace t->gradients, or join
-// it when `accumulate`.
-static void model_backward(Trainer *t, const int32_t *tokens, const int32_t *targets, float grad_scale, bool accumulate) {
+// After model_forward on the same tokens: gradients of (sum of the rows' losses) * grad_scale, as means over the shard group, join t->gradients as `sum` says.
+static void model_backward(Trainer *t, const int32_t *tokens, const int32_t *targets, float grad_scale, GradientSum sum) {
     const Dims *d = &t->d;
     const Rounding r = t->rounding;
-    const bool join = accumulate && t->plan.group == 1;  // else the reduced gradients are what accumulates
     float *root = root_weights(t), *droot = unit_gradients(t, 0);
     cross_entropy_backward(t->logits, t->logits, targets, d->R, d->V, grad_scale, r);
     linear_backward_input(t->dbranch, t->logits, lm_head(t, root), d->R, d->C, d->V, r);
-    linear_backward_weight(lm_head(t, droot), t->logits, t->y_final, d->R, d->C, d->V, join, r);
+    linear_backward_weight(lm_head(t, droot), t->logits, t->y_final, d->R, d->C, d->V, r);
     rmsnorm_backward(t->dx, root_tensor(t, droot, t->table.root.norm), NULL, t->dbranch, t->acts[d->L].x, t->rstd_final, root_tensor(t, root, t->table.root.norm),
-                     d->R, d->C, join, r);
+                     d->R, d->C, r);
     for (int64_t l = d->L - 1; l >= 0; l--) {
-        layer_backward(t, l, join);
-        reduce_unit(t, 1 + l, accumulate);
+        layer_backward(t, l);
+        reduce_unit(t, 1 + l, sum);
     }
     // a tied embedding's gradient already holds lm_head's
-    embedding_backward(root_tensor(t, droot, t->table.root.embedding), t->dx, tokens, d->R, d->C, d->V, join || t->m.tie_word_embeddings, r);
-    reduce_unit(t, 0, accumulate);
+    embedding_backward(root_tensor(t, droot, t->table.root.embedding), t->dx, tokens, d->R, d->C, d->V, t->m.tie_word_embeddings, r);
+    reduce_unit(t, 0, sum);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -679,12 +699,13 @@ static int64_t host_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
-// Forward and backward pass over t->inputs and t->targets, [--batch-size, --sequence-length]. Returns the mean loss; gradients as model_backward says.
-static double micro_step(Trainer *t, float grad_scale, bool accumulate) {
+// Forward and backward pass over t->inputs and t->targets, [--batch-size, --sequence-length]. Returns the mean loss; gradients as model_backward and micro_sum
+// say.
+static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t micro) {
     t->training = true;
     model_forward(t, t->inputs, t->o->batch_size, t->o->sequence_length);
     const double loss = model_loss(t, t->targets);
-    model_backward(t, t->inputs, t->targets, grad_scale, accumulate);
+    model_backward(t, t->inputs, t->targets, grad_scale, micro_sum(t, step, micro));
     t->training = false;
     if (t->precision.recipe->delayed) {
         comm_max_u32(t->comm, COMM_WORLD, t->amax, t->delayed.tensors);
@@ -705,7 +726,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
     audit_begin(t, progress->step + 1);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         dataloader_batch(data, dataloader_sample_index(progress->samples, micro, world, t->comm->rank, B), B, t->inputs, t->targets);
-        s.loss += micro_step(t, grad_scale, micro > 0) / (double)micro_steps;
+        s.loss += micro_step(t, grad_scale, progress->step, micro) / (double)micro_steps;
     }
     reduce_replicas(t);
     comm_sum(t->comm, COMM_WORLD, &s.loss, 1);
@@ -726,18 +747,21 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-// Mean loss of the first --val-steps batches of the validation data, each of --batch-size sequences for every rank. NAN if a stop was requested meanwhile.
+// Mean loss of the first --val-steps sequences of the validation data. Ranks whose rows of the last batch are beyond them compute as the others do, and count
+// nothing. NAN if a stop was requested meanwhile.
 static double validate(Trainer *t, DataLoader *data) {
-    const int64_t B = t->o->batch_size, world = t->comm->world, batches = dataloader_batches(data, B * world, t->o->val_steps);
+    const int64_t B = t->o->batch_size, T = t->o->sequence_length, world = t->comm->world, sequences = min_i64(t->o->val_steps, data->num_sequences);
     double loss = 0;
-    for (int64_t i = 0; i < batches; i++) {
+    for (int64_t i = 0; i * world * B < sequences; i++) {
         if (stop_requested(t->comm)) return (double)NAN;
-        dataloader_batch(data, dataloader_sample_index(0, i, world, t->comm->rank, B), B, t->inputs, t->targets);
-        model_forward(t, t->inputs, B, t->o->sequence_length);
-        loss += model_loss(t, t->targets) / (double)batches;
+        const int64_t first = dataloader_sample_index(0, i, world, t->comm->rank, B), rows = dataloader_rows_before(first, B, sequences);
+        dataloader_batch(data, first, B, t->inputs, t->targets);
+        model_forward(t, t->inputs, B, T);
+        cross_entropy_forward(t->losses, t->logits, t->targets, t->d.R, t->d.V);
+        loss += array_sum(t->losses, rows * T) / (double)(sequences * T);
     }
     comm_sum(t->comm, COMM_WORLD, &loss, 1);
-    return loss / (double)world;
+    return loss;
 }
 
 static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {

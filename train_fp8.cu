@@ -115,7 +115,7 @@ typedef struct {
     Linear lm_head, lm_head_tail;     // for a full chunk of rows and for what is left
     char *memory;                     // the arena
 
-    bf16 *weights, *grads;            // [total] this rank's flat shard arrays (shard_plan.h)
+    bf16 *weights, *grads;            // [total] this rank's flat shard arrays (shard_plan.h); grads NULL: they are fp32, in fsdp.grads_fp32
     float *master;                    // [total] fp32 masters, or NULL
     void *exp_avg, *exp_avg_sq;       // [total] bf16 or fp32
     uint32_t *amax;                   // [L, amaxes]: those of tensor i of a layer from amax_at[i] on
@@ -198,7 +198,7 @@ static uint32_t *fused_amax(const Trainer *t, int64_t l, int scale) {
 
 // Whether the gradients of layers take the place of activations that backward has done with. Not where they must outlive the next forward pass, nor where
 // they are a rank's part of what is computed elsewhere.
-static bool gradients_follow_activations(const Trainer *t) { return t->fsdp.clears_gaps && !t->fsdp.sharded; }
+static bool gradients_follow_activations(const Trainer *t) { return !t->fsdp.sharded && !t->fsdp.buffered; }
 
 static void place_parameters(Trainer *t, Arena *a) {
     const int64_t n = t->fsdp.plan.total, state_bytes = storage_bytes(t->o->optimizer_state);
@@ -313,9 +313,10 @@ typedef struct {
 static GradientRoom place_gradients(Trainer *t, Arena *a) {
     GradientRoom room;
     memset(&room, 0, sizeof room);
-    arena_group(a, "gradients (bf16)");
-    t->grads = take_bf16(a, t->fsdp.plan.total);
-    t->fsdp.grads = t->grads;
+    const bool fp32 = t->fsdp.fp32_grads;
+    arena_group(a, fp32 ? "gradients (fp32)" : "gradients (bf16)");
+    t->fsdp.grads_fp32 = fp32 ? take_float(a, t->fsdp.plan.total) : NULL;
+    t->fsdp.grads = t->grads = fp32 ? NULL : take_bf16(a, t->fsdp.plan.total);
     if (!gradients_follow_activations(t)) return room;
     room.layers.end = a->used;
     room.layers.begin = room.embedding.end = a->used - t->d.L * t->table.layer_size * (int64_t)sizeof(bf16);
@@ -354,6 +355,11 @@ static void place_layer_gradients(Trainer *t, Arena *a) {
     t->dy[DOWN_PROJ].bf16_data = t->dx;
 }
 
+static void place_norm_workspace(Trainer *t, Arena *a) {
+    arena_group(a, "workspaces");
+    t->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(t->d.R, t->d.C));
+}
+
 // What one layer at a time needs, forward or backward, and nobody during the loss.
 static void place_layer_memory(Trainer *t, Arena *a, LayerActs *shared, GemmInput *row) {
     const Dims *d = &t->d;
@@ -370,11 +376,13 @@ static void place_layer_memory(Trainer *t, Arena *a, LayerActs *shared, GemmInpu
     place_layer_gradients(t, a);
     arena_group(a, "workspaces");
     t->attention_workspace = arena_take(a, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
-    t->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(d->R, d->C));
+    if (!t->fsdp.buffered) place_norm_workspace(t, a);
     t->attention_sums = arena_take(a, max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
+    if (t->fsdp.buffered) fsdp_place_layer_buffer(&t->fsdp, a);
 }
 
-// The logits and the layers' memory: never alive together, they lie in the same place, which is `room` if the logits fit there. Returns what they leave of it.
+// The logits (with the buffer of the root's gradient) and the layers' memory: never alive together, they lie in the same place, which is `room` if the logits
+// fit there. Returns what they leave of it.
 static ArenaRange place_logits_and_layer_memory(Trainer *t, Arena *a, ArenaRange room, LayerActs *shared, GemmInput *row) {
     const int64_t n = t->chunk * t->d.V, used = a->used;
     const ArenaRange nowhere = {0, 0};
@@ -386,6 +394,7 @@ static ArenaRange place_logits_and_layer_memory(Trainer *t, Arena *a, ArenaRange
     arena_group(a, "logits of one chunk");
     arena_reuse(a, room);
     t->logits = take_bf16(a, n);
+    if (t->fsdp.buffered) fsdp_place_root_buffer(&t->fsdp, a);
     const ArenaRange logits = {used, a->used};
     const bool in_room = logits.begin == logits.end;
     const ArenaRange after_logits = arena_reuse(a, in_room ? room : logits);
@@ -406,6 +415,7 @@ static void place_activations(Trainer *t, Arena *a) {
     memset(&row, 0, sizeof row);
     arena_group(a, "gradients of activations");
     t->dx = take_bf16(a, d->R * d->C);
+    if (t->fsdp.buffered) place_norm_workspace(t, a);  // the final norm's backward pass needs it beside the root's gradient
     const ArenaRange left = place_logits_and_layer_memory(t, a, room.embedding, &one_at_a_time, &row);
     const LayerActs *shared = t->o->recompute == RECOMPUTE_LAYER ? &one_at_a_time : NULL;
     const int64_t front = gradients_follow_activations(t) ? count_layers_in_front(t, shared, &row) : d->L;
@@ -536,12 +546,12 @@ static void linear_backward_input(Trainer *t, LinearId id, int64_t l, bf16 *dx) 
     mark_product(t, "linear layers, dgrad", p);
 }
 
-// dw [N, K] = dy^T [N, R] x [R, K], added to what earlier micro-steps left when `accumulate`.
-static void linear_backward_weight(Trainer *t, LinearId id, int64_t l, bool accumulate) {
+// dw [N, K] = dy^T [N, R] x [R, K]
+static void linear_backward_weight(Trainer *t, LinearId id, int64_t l) {
     GemmPlan *p = plan_of(t, id, l, GEMM_WGRAD);
     const Fp8Tensor x = input_fp8(t, l, id), dy = gradient_fp8(t, l, id);
     bf16 *dw = layer_gradients(t, l).matrices + t->precision.linear[id].offset;
-    gemm_run(&t->gemm, p, dw, operand(p, t->acts[l].input[id].bf16_data, &x, COPY_COL), operand(p, t->dy[id].bf16_data, &dy, COPY_COL), NULL, accumulate);
+    gemm_run(&t->gemm, p, dw, operand(p, t->acts[l].input[id].bf16_data, &x, COPY_COL), operand(p, t->dy[id].bf16_data, &dy, COPY_COL), NULL, false);
     mark_product(t, "linear layers, wgrad", p);
 }
 
@@ -793,7 +803,7 @@ static void loss_forward(Trainer *t, const TokenSlot *slot) {
 
 // Loss of every row, and its way back through lm_head and the final norm: t->dx = gradient of the residual stream.
 // Chunk by chunk, so that the logits never exist whole.
-static void loss_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, bool accumulate) {
+static void loss_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale) {
     const Dims *d = &t->d;
     const Root root = root_weights(t), gradients = root_gradients(t);
     for (int64_t first = 0; first < d->R; first += t->chunk) {
@@ -804,11 +814,11 @@ static void loss_forward_backward(Trainer *t, const TokenSlot *slot, float grad_
         const GemmOperand w = {root.lm_head, NULL}, y = {t->y_final + first * d->C, NULL}, dlogits = {t->logits, NULL};
         gemm_run(&t->gemm, &head->bf16[GEMM_DGRAD], t->dbranch + first * d->C, w, dlogits, NULL, false);
         mark_product(t, "lm_head", &head->bf16[GEMM_DGRAD]);
-        gemm_run(&t->gemm, &head->bf16[GEMM_WGRAD], gradients.lm_head, y, dlogits, NULL, accumulate || first > 0);
+        gemm_run(&t->gemm, &head->bf16[GEMM_WGRAD], gradients.lm_head, y, dlogits, NULL, first > 0);
         mark_product(t, "lm_head", &head->bf16[GEMM_WGRAD]);
     }
     rmsnorm_backward(t->dx, gradients.norm, fused_amax(t, d->L - 1, SCALE_GRADIENT + DOWN_PROJ), t->dbranch, t->x_final, t->rstd_final,
-                     root.norm, NULL, d->R, d->C, accumulate, t->norm_workspace, t->stream);
+                     root.norm, NULL, d->R, d->C, t->norm_workspace, t->stream);
     mark_bytes(t, "RMSNorm, backward", d->R * d->C * 6);
 }
 
@@ -850,7 +860,7 @@ static void swiglu_backward_fp8(Trainer *t, int64_t l) {
 }
 
 // t->dx: from the gradient of the layer's output to that of its input. Weight gradients go where fsdp_gradients says.
-static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
+static void layer_backward(Trainer *t, int64_t l) {
     const Dims *d = &t->d;
     LayerActs *a = &t->acts[l];
     const FsdpUnit gradients = layer_gradients(t, l);
@@ -861,29 +871,27 @@ static void layer_backward(Trainer *t, int64_t l, bool accumulate) {
     linear_backward_input(t, DOWN_PROJ, l, t->dh);
     swiglu_backward_bf16(t, l);
     swiglu_backward_fp8(t, l);
-    linear_backward_weight(t, DOWN_PROJ, l, accumulate);
+    linear_backward_weight(t, DOWN_PROJ, l);
     linear_backward_input(t, GATE_UP_PROJ, l, t->dbranch);
-    linear_backward_weight(t, GATE_UP_PROJ, l, accumulate);
-    rmsnorm_backward(t->dx, dw.norm2, fused_amax(t, l, SCALE_GRADIENT + OUT_PROJ), t->dbranch, a->x_mid, a->rstd2, w.norm2, t->dx, d->R, d->C, accumulate, t->norm_workspace,
-                     t->stream);
+    linear_backward_weight(t, GATE_UP_PROJ, l);
+    rmsnorm_backward(t->dx, dw.norm2, fused_amax(t, l, SCALE_GRADIENT + OUT_PROJ), t->dbranch, a->x_mid, a->rstd2, w.norm2, t->dx, d->R, d->C, t->norm_workspace, t->stream);
     mark_bytes(t, "RMSNorm, backward", d->R * d->C * 8);
 
     gradient_ready(t, OUT_PROJ, l, t->dx);
     linear_backward_input(t, OUT_PROJ, l, t->datt);
-    linear_backward_weight(t, OUT_PROJ, l, accumulate);
+    linear_backward_weight(t, OUT_PROJ, l);
     const bf16 *qkv = t->m.qk_norm ? rotate_forward(t, a, &w) : a->qkv;
     attention_backward(t->dqkv, t->datt, qkv, a->att, a->lse, t->attention_workspace, attention_dims(t), t->stream);
     profile_mark(&t->profile, "attention, backward", PROFILE_FLOPS_BF16, 2.5 * attention_flops(t));
     qknorm_rope_backward(t->dqkv, dw.q_norm, dw.k_norm, fused_amax(t, l, SCALE_GRADIENT + QKV_PROJ), t->m.qk_norm ? a->qkv : NULL, w.q_norm, w.k_norm, t->rope_table,
-                         rope_dims(t), accumulate, t->attention_sums, t->stream);
+                         rope_dims(t), t->attention_sums, t->stream);
     mark_bytes(t, "RoPE and QK-norm, backward", d->R * (d->NH + d->NKV) * d->HD * (t->m.qk_norm ? 6 : 4));
     if (t->m.qkv_bias)
-        bias_backward(gradients.vectors + t->table.layer.bq, t->dqkv, d->R, d->QKV, accumulate, t->attention_sums, t->stream);
+        bias_backward(gradients.vectors + t->table.layer.bq, t->dqkv, d->R, d->QKV, t->attention_sums, t->stream);
     gradient_ready(t, QKV_PROJ, l, t->dqkv);
     linear_backward_input(t, QKV_PROJ, l, t->dbranch);
-    linear_backward_weight(t, QKV_PROJ, l, accumulate);
-    rmsnorm_backward(t->dx, dw.norm1, fused_amax(t, l - 1, SCALE_GRADIENT + DOWN_PROJ), t->dbranch, a->x_in, a->rstd1, w.norm1, t->dx, d->R, d->C, accumulate, t->norm_workspace,
-                     t->stream);
+    linear_backward_weight(t, QKV_PROJ, l);
+    rmsnorm_backward(t->dx, dw.norm1, fused_amax(t, l - 1, SCALE_GRADIENT + DOWN_PROJ), t->dbranch, a->x_in, a->rstd1, w.norm1, t->dx, d->R, d->C, t->norm_workspace, t->stream);
     mark_bytes(t, "RMSNorm, backward", d->R * d->C * 8);
 }
 
@@ -895,18 +903,44 @@ static EmbeddingPart embedding_part(const Trainer *t) {
     return f->embedding_ranks > 1 ? kept : whole;
 }
 
+// The embedding's gradient joins this rank's part of the sum. Where it is lm_head's too, that one has joined before; else the first micro-step clears the part.
+static void embedding_join(Trainer *t, const TokenSlot *slot, const bf16 *dx) {
+    Fsdp *f = &t->fsdp;
+    const ShardSegment g = shard_segment(&t->table, &f->plan, 0, embedding_segment(&t->table));
+    const EmbeddingPart part = embedding_part(t);
+    const bool clear = !t->m.tie_word_embeddings && !f->sum.add;
+    const int64_t rows = f->embedding_ranks * t->d.R, element = f->fp32_grads ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
+    void *sum = f->fp32_grads ? (void *)(f->grads_fp32 + g.shard) : (void *)(f->grads + g.shard);
+    GradientSum rounding = fsdp_sum_of(f, g, 0);
+    rounding.key = f->embedding_key;
+    if (clear) CUDA_CHECK(cudaMemsetAsync(sum, 0, (size_t)(part.count * element), t->stream));
+    if (f->fp32_grads) embedding_backward((float *)sum, part, dx, slot->device + 2 * t->d.R, rows, t->d.C, rounding, t->stream);
+    else embedding_backward((bf16 *)sum, part, dx, slot->device + 2 * t->d.R, rows, t->d.C, rounding, t->stream);
+}
+
 // Gradient of the embedding, at the end of the way back.
-static void embedding_backward_all(Trainer *t, const TokenSlot *slot, int64_t micro) {
+static void embedding_backward_all(Trainer *t, const TokenSlot *slot) {
     const Dims *d = &t->d;
     Fsdp *f = &t->fsdp;
-    const bool accumulate = f->embedding_ranks > 1 ? micro > 0 : fsdp_accumulates(f, micro);
-    const bool onto_lm_head = t->m.tie_word_embeddings;  // a tied embedding's gradient already holds lm_head's
     const EmbeddingPart part = embedding_part(t);
+    const GradientSum nearest = {};
     const bf16 *dx = fsdp_gather_inputs(f, t->dx);
-    bf16 *gradient = root_gradients(t).embedding;
-    if (!onto_lm_head && !accumulate) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
-    embedding_backward(gradient, part, dx, slot->device + 2 * d->R, f->embedding_ranks * d->R, d->C, t->stream);
+    if (fsdp_embedding_joins(f)) embedding_join(t, slot, dx);
+    else {
+        bf16 *gradient = root_gradients(t).embedding;  // a tied embedding's already holds lm_head's
+        if (!t->m.tie_word_embeddings) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
+        embedding_backward(gradient, part, dx, slot->device + 2 * d->R, d->R, d->C, nearest, t->stream);
+    }
     mark_bytes(t, "embedding", f->embedding_ranks * d->R * d->C * 6);
+}
+
+// What is computed of a unit's gradient is complete: it joins the sum of the micro-steps before, of all ranks of the shard group.
+static void gradients_computed(Trainer *t, int64_t unit) {
+    const Fsdp *f = &t->fsdp;
+    fsdp_reduce_scatter(&t->fsdp, unit);  // travels while the layer below computes
+    const int64_t elements = segment_begin(shard_slices(&f->plan, unit), fsdp_reduced_segments(f));
+    const int64_t bytes = 2 + (f->sum.add + 1) * (f->fp32_grads ? 4 : 2);
+    if (!f->sharded && !fsdp_in_place(f)) mark_bytes(t, "sums over micro-steps", elements * bytes);
 }
 
 // Delayed recipe: the amaxes of this micro-step's inputs and gradients, over all ranks, enter their histories.
@@ -917,30 +951,29 @@ static void update_delayed_scales(Trainer *t) {
     if (!t->delayed_before) t->has_history = true;  // else when a step is known to stay
 }
 
-// Forward and backward of micro-step `micro`, counted from 0, on one batch. Gradients of the loss times grad_scale replace those that were there, or
-// join those of the micro-steps before; after the last one, and fsdp_compute_after, t->grads has their sum over all ranks.
-static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, int64_t micro) {
+// Forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Gradients of the loss times grad_scale replace those that were there, or
+// join those of the micro-steps before; after the last one, and fsdp_compute_after, the gradients are their sum over all ranks.
+static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
-    const bool last = micro + 1 == t->o->grad_accumulation_steps, accumulate = fsdp_accumulates(f, micro);
     model_forward(t, slot);
     fsdp_begin_loss(f);
     profile_range_begin("loss", -1);
-    loss_forward_backward(t, slot, grad_scale, accumulate);
-    if (f->embedding_ranks > 1) fsdp_reduce_scatter(f, 0, micro);
+    loss_forward_backward(t, slot, grad_scale);
+    if (fsdp_embedding_joins(f)) gradients_computed(t, 0);
     profile_range_end();
     for (int64_t l = t->d.L - 1; l >= 0; l--) {
         profile_range_begin("backward of layer", l);
         gather_layer(t, l - 1);
         acquire_layer(t, l, true);
         fsdp_begin_gradients(f, 1 + l);
-        layer_backward(t, l, accumulate);
+        layer_backward(t, l);
         release_layer(t, l);
-        fsdp_reduce_scatter(f, 1 + l, micro);  // travels while the layer below computes
+        gradients_computed(t, 1 + l);
         fsdp_reduce_replicas(f, 1 + l, last);
         profile_range_end();
     }
-    embedding_backward_all(t, slot, micro);
-    if (f->embedding_ranks == 1) fsdp_reduce_scatter(f, 0, micro);
+    embedding_backward_all(t, slot);
+    if (!fsdp_embedding_joins(f)) gradients_computed(t, 0);
     fsdp_reduce_replicas(f, 0, last);
     if (t->delayed_scale) update_delayed_scales(t);
 }
@@ -963,11 +996,17 @@ static void layers_changed(Trainer *t) {
 // finite ends the run before anything of it is saved.
 static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
 
+// This rank's gradients as AdamW reads them.
+static AdamwGradients gradient_array(const Trainer *t) {
+    const AdamwGradients g = {t->grads, t->fsdp.grads_fp32};
+    return g;
+}
+
 // t->squares of this rank's gradients -> the norm over all ranks, and what follows from it. Stays on the device, and is the same on all ranks.
 static void finish_norm(Trainer *t) {
     Fsdp *f = &t->fsdp;
     fsdp_reduce_statistics(f, &t->stats->loss, t->squares);
-    adamw_norm(&t->stats->control, t->squares, fsdp_gradient_copies(f), t->grads, shard_backward_order(&t->table, &f->plan), (float)t->o->grad_clip, t->stream);
+    adamw_norm(&t->stats->control, t->squares, fsdp_gradient_copies(f), gradient_array(t), shard_backward_order(&t->table, &f->plan), (float)t->o->grad_clip, t->stream);
 }
 
 // AdamW on this rank's shard, and the FP8 weights that follow from it.
@@ -979,13 +1018,13 @@ static void optimizer_step(Trainer *t, int64_t step) {
     double *workspace = (double *)t->gemm.workspace;  // no product runs beside the optimizer
     const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, o->master_weights == STORAGE_BF16_NEAREST,
                                      (uint64_t)o->seed);
-    const AdamwArrays arrays = {t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, t->grads};
+    const AdamwArrays arrays = {t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
     const AdamwUpdate update = {arrays, s, norm_first ? &t->stats->control : NULL, norm_first ? NULL : workspace};
     fsdp_compute_after(f);
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     if (norm_first) {
-        adamw_squares(t->squares, t->grads, plan->total, workspace, t->stream);
-        mark_bytes(t, "gradient norm", plan->total * 2);
+        adamw_squares(t->squares, gradient_array(t), plan->total, workspace, t->stream);
+        mark_bytes(t, "gradient norm", plan->total * (f->fp32_grads ? 4 : 2));
         finish_norm(t);
     }
     adamw_update_root(&update, &t->table, plan, t->stream);
@@ -1001,7 +1040,7 @@ static void optimizer_step(Trainer *t, int64_t step) {
         adamw_updated_squares(t->squares, &update, &t->table, plan, t->stream);
         finish_norm(t);
     }
-    mark_bytes(t, "AdamW", plan->total * (2 + 2 * 2 * storage_bytes(o->optimizer_state) + (t->master ? 10 : 4)));
+    mark_bytes(t, "AdamW", plan->total * ((f->fp32_grads ? 4 : 2) + 2 * 2 * storage_bytes(o->optimizer_state) + (t->master ? 10 : 4)));
     layers_changed(t);
     profile_mark(&t->profile, "weights: FP8 casts, gathers", PROFILE_WAIT, 0);
 }
@@ -1058,7 +1097,8 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
     copy_delayed_before(t, true);
     for (int64_t micro = 0; micro < o->grad_accumulation_steps; micro++) {
         const TokenSlot *slot = send_batch(t, data, dataloader_sample_index(first_sample, micro, t->comm->world, t->comm->rank, t->d.B));
-        model_forward_backward(t, slot, (float)(1 / tokens), micro);
+        fsdp_begin_micro_step(&t->fsdp, step, micro);
+        model_forward_backward(t, slot, (float)(1 / tokens), micro + 1 == o->grad_accumulation_steps);
         loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / tokens, t->stream);
     }
     profile_range_begin("optimizer", -1);
@@ -1074,19 +1114,21 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-// Mean loss of the first --val-steps batches of the validation data. NAN if a stop was requested meanwhile.
+// Mean loss of the first --val-steps sequences of the validation data. Ranks whose rows of the last batch are beyond them compute as the others do, and count
+// nothing. NAN if a stop was requested meanwhile.
 static double validation_loss(Trainer *t, DataLoader *data) {
-    const int64_t world = t->comm->world, batches = dataloader_batches(data, world * t->d.B, t->o->val_steps);
+    const int64_t world = t->comm->world, sequences = min_i64(t->o->val_steps, data->num_sequences);
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
-    for (int64_t i = 0; i < batches; i++) {
+    for (int64_t i = 0; i * world * t->d.B < sequences; i++) {
         if (stop_requested(t->comm)) {
             trainer_wait_all(t);  // what comes next may take long and not watch over NCCL
             return (double)NAN;
         }
-        const TokenSlot *slot = send_batch(t, data, dataloader_sample_index(0, i, world, t->comm->rank, t->d.B));
+        const int64_t first = dataloader_sample_index(0, i, world, t->comm->rank, t->d.B), rows = dataloader_rows_before(first, t->d.B, sequences);
+        const TokenSlot *slot = send_batch(t, data, first);
         model_forward(t, slot);
         loss_forward(t, slot);
-        loss_accumulate(&t->stats->loss, t->row_losses, t->d.R, 1 / (double)(world * batches * t->d.R), t->stream);
+        if (rows) loss_accumulate(&t->stats->loss, t->row_losses, rows * t->d.T, 1 / (double)(sequences * t->d.T), t->stream);
     }
     fsdp_reduce_statistics(&t->fsdp, &t->stats->loss, NULL);
     trainer_wait_all(t);

@@ -8,7 +8,7 @@
 // Else the update takes the squares of the gradients on its way, as it takes the amax that tensorwise FP8 needs of each new weight: no gradient is
 // read twice.
 //
-// Bytes an element: norm by itself 2. Update with bf16 weights and moments 8 read + 6 written; fp32 masters add 6, fp32 moments 8.
+// Bytes an element: norm by itself 2. Update with bf16 weights and moments 8 read + 6 written; fp32 masters add 6, fp32 moments 8. fp32 gradients add 2 to both.
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
@@ -27,6 +27,12 @@ typedef struct {
 
 #define ADAMW_NONE (~0ull)
 
+// A rank's gradients, in one of the two: the other is NULL.
+typedef struct {
+    const bf16 *bf16_data;
+    const float *fp32_data;
+} AdamwGradients;
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Gradient norm. A fixed number of blocks, each with its fixed part of the array: the same bits on every GPU and in every run.
 
@@ -44,23 +50,37 @@ __device__ static inline double adamw_block_sum(double x) {
     return sum;
 }
 
+// 8 gradients as they are stored.
+typedef struct {
+    float4 first, second;
+} AdamwFp32x8;
+
+__device__ static inline Bf16x8 adamw_gradients_load(const bf16 *p) { return bf16x8_load(p); }
+__device__ static inline AdamwFp32x8 adamw_gradients_load(const float *p) { return AdamwFp32x8{((const float4 *)p)[0], ((const float4 *)p)[1]}; }
+__device__ static inline void adamw_gradients_unpack(float out[8], Bf16x8 v) { bf16x8_unpack(out, v); }
+__device__ static inline void adamw_gradients_unpack(float out[8], AdamwFp32x8 v) {
+    out[0] = v.first.x, out[1] = v.first.y, out[2] = v.first.z, out[3] = v.first.w;
+    out[4] = v.second.x, out[5] = v.second.y, out[6] = v.second.z, out[7] = v.second.w;
+}
+
 // partials[block] = sum of squares of the block's part. fp32 within 32 elements, double beyond. A gradient above 1.8e19 overflows to an infinite norm.
-static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_squares_kernel(double *partials, const bf16 *gradients, int64_t n) {
+template <class Gradient>
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_squares_kernel(double *partials, const Gradient *gradients, int64_t n) {
     grid_dependency_wait();
     const int64_t stride = 8 * ADAMW_NORM_THREADS, tile = stride * ADAMW_NORM_VECTORS;
     double sum = 0;
     for (int64_t base = blockIdx.x * tile + threadIdx.x * 8; base < n; base += ADAMW_NORM_BLOCKS * tile) {
-        Bf16x8 v[ADAMW_NORM_VECTORS];
+        decltype(adamw_gradients_load(gradients)) v[ADAMW_NORM_VECTORS];
 #pragma unroll
         for (int k = 0; k < ADAMW_NORM_VECTORS; k++) {
-            if (base + k * stride < n) v[k] = bf16x8_load(gradients + base + k * stride);
-            else v[k].word[0] = v[k].word[1] = v[k].word[2] = v[k].word[3] = 0;
+            if (base + k * stride < n) v[k] = adamw_gradients_load(gradients + base + k * stride);
+            else v[k] = {};
         }
         float squares = 0;
 #pragma unroll
         for (int k = 0; k < ADAMW_NORM_VECTORS; k++) {
             float g[8];
-            bf16x8_unpack(g, v[k]);
+            adamw_gradients_unpack(g, v[k]);
 #pragma unroll
             for (int j = 0; j < 8; j++) squares = fmaf(g[j], g[j], squares);
         }
@@ -90,41 +110,54 @@ static __global__ void adamw_norm_kernel(AdamwControl *control, const double *sq
 }
 
 // The largest of n gradients. Ends at once unless the step is refused, as the next kernel does.
-static __global__ void adamw_largest_kernel(AdamwControl *control, const bf16 *gradients, int64_t n) {
+template <class Gradient>
+static __global__ void adamw_largest_kernel(AdamwControl *control, const Gradient *gradients, int64_t n) {
     grid_dependency_wait();
     if (!control->nonfinite) return;
     uint32_t largest = 0;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
-        largest = max(largest, adamw_magnitude(__bfloat162float(gradients[i])));
+        largest = max(largest, adamw_magnitude((float)gradients[i]));
     atomicMax(&control->largest, largest);
 }
 
 // The first large one in backward order.
-static __global__ void adamw_find_large_kernel(AdamwControl *control, const bf16 *gradients, BackwardOrder order) {
+template <class Gradient>
+static __global__ void adamw_find_large_kernel(AdamwControl *control, const Gradient *gradients, BackwardOrder order) {
     grid_dependency_wait();
     if (!control->nonfinite) return;
     const uint32_t large = adamw_large(control->largest);
     unsigned long long first = ADAMW_NONE;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < order.total; i += gridDim.x * (int64_t)blockDim.x)
-        if (adamw_magnitude(__bfloat162float(gradients[i])) >= large) first = min(first, (unsigned long long)backward_position(order, i));
+        if (adamw_magnitude((float)gradients[i]) >= large) first = min(first, (unsigned long long)backward_position(order, i));
     if (first != ADAMW_NONE) atomicMin(&control->position, first);
 }
 
 // *squares (device) = sum of squares of gradients [n] (n a multiple of 8). Sharded gradients: the caller adds up those of all ranks.
 // workspace: adamw_workspace_bytes.
-static inline void adamw_squares(double *squares, const bf16 *gradients, int64_t n, double *workspace, cudaStream_t stream) {
+static inline void adamw_squares(double *squares, AdamwGradients gradients, int64_t n, double *workspace, cudaStream_t stream) {
     if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
-    require_aligned16(gradients, "adamw_squares", "gradients");
-    CUDA_LAUNCH(adamw_squares_kernel, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace, gradients, n);
+    require_aligned16(gradients.bf16_data, "adamw_squares", "gradients");
+    require_aligned16(gradients.fp32_data, "adamw_squares", "gradients");
+    if (gradients.fp32_data) CUDA_LAUNCH(adamw_squares_kernel<float>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace, gradients.fp32_data, n);
+    else CUDA_LAUNCH(adamw_squares_kernel<bf16>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace, gradients.bf16_data, n);
     CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, workspace, ADAMW_NORM_BLOCKS);
 }
 
-// Fills *control (device). *squares (device): sum of squares over `copies` copies of the whole gradient. If the step is refused, the largest of this rank's
-// part of it, gradients [order.total], are looked for. grad_clip: largest norm, 0 for none.
-static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t copies, const bf16 *gradients, BackwardOrder order, float grad_clip, cudaStream_t stream) {
+// Looks for the largest of gradients [order.total] if the step is refused.
+template <class Gradient>
+static inline void adamw_find_large(AdamwControl *control, const Gradient *gradients, BackwardOrder order,
+                                    cudaStream_t stream) {
+    CUDA_LAUNCH(adamw_largest_kernel<Gradient>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order.total);
+    CUDA_LAUNCH(adamw_find_large_kernel<Gradient>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
+}
+
+// Fills *control (device). *squares (device): sum of squares over `copies` copies of the whole gradient. If the step is
+// refused, the largest of this rank's part of it are looked for. grad_clip: largest norm, 0 for none.
+static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t copies, AdamwGradients gradients,
+                              BackwardOrder order, float grad_clip, cudaStream_t stream) {
     CUDA_LAUNCH(adamw_norm_kernel, 1, 1, 0, stream, control, squares, copies, grad_clip);
-    CUDA_LAUNCH(adamw_largest_kernel, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order.total);
-    CUDA_LAUNCH(adamw_find_large_kernel, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
+    if (gradients.fp32_data) adamw_find_large(control, gradients.fp32_data, order, stream);
+    else adamw_find_large(control, gradients.bf16_data, order, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -136,7 +169,7 @@ typedef struct {
     float *master;             // fp32 weights, of which `weights` is the rounded copy; NULL: `weights` are all there is, stochastically rounded
     void *exp_avg, *exp_avg_sq;
     bool fp32_moments;         // else bf16, stochastically rounded
-    const bf16 *gradients;
+    AdamwGradients gradients;
 } AdamwArrays;
 
 // One step's update.
@@ -206,11 +239,17 @@ __device__ static inline float adamw_load_one(const void *array, int64_t i, bool
     return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]);
 }
 
-// Element i, at `flat` in the flat array, by the CPU's own functions; one whose gradient is not finite stays as it is, so that the weights can still be looked
-// at where the norm comes after the update. Returns the magnitude of the new bf16 weight.
-template <bool MASTER, bool FP32_MOMENTS>
+template <bool FP32_GRADIENTS>
+__device__ static inline const void *adamw_gradients(const AdamwArrays &a) {
+    return FP32_GRADIENTS ? (const void *)a.gradients.fp32_data : (const void *)a.gradients.bf16_data;
+}
+
+// Element i, at `flat` in the flat array, by the CPU's own functions. One whose gradient is not finite stays as it is,
+// so that the weights can still be looked at where the norm comes after the update. Returns the magnitude of the new
+// bf16 weight.
+template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
 __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep *step, float factor, bool decay) {
-    const float gradient = __fmul_rn(__bfloat162float(a.gradients[i]), factor);  // __fmul_rn: not contracted with the next sum
+    const float gradient = __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i, FP32_GRADIENTS), factor);  // __fmul_rn: not contracted with the next sum
     if (adamw_magnitude(gradient) == 0x7f800000u) return ((const bf16_bits *)a.weights)[i] & 0x7fffu;
     AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER), adamw_load_one(a.exp_avg, i, FP32_MOMENTS),
                       adamw_load_one(a.exp_avg_sq, i, FP32_MOMENTS)};
@@ -230,12 +269,12 @@ __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int
 }
 
 // What adamw_update_8 does where adamw_update_fast may not be exact, and where the step is refused: nothing, but the weights have their magnitudes.
-template <bool MASTER, bool FP32_MOMENTS>
+template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
 __device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c, float kept, uint32_t largest) {
     if (c.refused) return amax_update(largest, bf16x8_load(a.weights + i));
 #pragma unroll 1
     for (int j = 0; j < 8; j++)
-        largest = amax_larger(largest, adamw_update_one<MASTER, FP32_MOMENTS>(a, i + j, 8 * group + j, &c.step, c.factor, kept != 1));
+        largest = amax_larger(largest, adamw_update_one<MASTER, FP32_MOMENTS, FP32_GRADIENTS>(a, i + j, 8 * group + j, &c.step, c.factor, kept != 1));
     return largest;
 }
 
@@ -278,15 +317,15 @@ __device__ static inline bool adamw_is_common(const float denominators[8], float
 
 // Elements i .. i + 7, which are group `group` of the flat array. Joins the magnitudes of the new bf16 weights to `largest` (see amax_update), and adds
 // the squares of the gradients to *squares.
-template <bool MASTER, bool FP32_MOMENTS>
+template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
 __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c, float kept, uint32_t largest, float *squares) {
     float w[8], m[8], v[8], g[8], denominators[8];
     uint32_t w_sum[8], m_sum[8], v_sum[8];
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
     adamw_load<FP32_MOMENTS>(m, a.exp_avg, i);
     adamw_load<FP32_MOMENTS>(v, a.exp_avg_sq, i);
-    adamw_load<false>(g, a.gradients, i);
-    const uint32_t hash = adamw_random_group(&c.step, group);
+    adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
+    const uint32_t hash = adamw_random_group(c.step.key, group);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         AdamwElement e = {w[j], m[j], v[j]};
@@ -301,7 +340,7 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t 
     const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_upper_halves(w_sum);
     const uint32_t joined = amax_update(largest, weights);
     if (!adamw_is_common(denominators, c.refused ? INFINITY : 0x1p-33f, weights, joined))
-        return adamw_update_rare<MASTER, FP32_MOMENTS>(a, i, group, c, kept, largest);
+        return adamw_update_rare<MASTER, FP32_MOMENTS, FP32_GRADIENTS>(a, i, group, c, kept, largest);
     if (MASTER) adamw_store_fp32(a.master, i, w);
     bf16x8_store(a.weights + i, weights);
     if (FP32_MOMENTS) {
@@ -321,10 +360,12 @@ __device__ static inline void adamw_publish(uint32_t *amax, uint32_t halves) {
 }
 
 // The arrays from element i on.
-template <bool MASTER, bool FP32_MOMENTS>
+template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
 __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i) {
     const int64_t moment_bytes = i * (FP32_MOMENTS ? 4 : 2);
-    a.weights += i, a.gradients += i;
+    a.weights += i;
+    if (FP32_GRADIENTS) a.gradients.fp32_data += i;
+    else a.gradients.bf16_data += i;
     if (MASTER) a.master += i;
     a.exp_avg = (char *)a.exp_avg + moment_bytes, a.exp_avg_sq = (char *)a.exp_avg_sq + moment_bytes;
     return a;
@@ -333,12 +374,12 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i)
 // A block's ADAMW_BLOCK elements, 8 a thread at a time. Returns the sum of the squares of this thread's gradients. 16 threads share a run, because runs
 // end at multiples of 128 elements. NEAREST is a parameter, and what hangs on the run is looked up where a run begins, because the loop is bound by the
 // instructions it issues.
-template <bool MASTER, bool FP32_MOMENTS, bool NEAREST>
+template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool NEAREST>
 __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u, AdamwTerms c) {
     c.step.nearest_weights = NEAREST;
     const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT);
     const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first;
-    const AdamwArrays a = adamw_arrays_from<MASTER, FP32_MOMENTS>(arrays, u.first + blockIdx.y * u.size + first);
+    const AdamwArrays a = adamw_arrays_from<MASTER, FP32_MOMENTS, FP32_GRADIENTS>(arrays, u.first + blockIdx.y * u.size + first);
     int run = 0, slot = -1;
     uint32_t end = 0, largest = 0;
     float kept = 1, squares = 0;
@@ -354,14 +395,14 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
             kept = r.decay ? c.step.decay : 1.0f, group = (flat + r.shift) / 8;
             if (u.amax) slot = r.amax_slot;
         }
-        largest = adamw_update_8<MASTER, FP32_MOMENTS>(a, i, group + i / 8, c, kept, largest, &squares);
+        largest = adamw_update_8<MASTER, FP32_MOMENTS, FP32_GRADIENTS>(a, i, group + i / 8, c, kept, largest, &squares);
     }
     if (slot >= 0) adamw_publish(&amax[slot], largest);
     return squares;
 }
 
 // blockIdx.y: unit; blockIdx.x: place in it. Four blocks an SM have 64 registers a thread; with fp32 masters and moments that is too few.
-template <bool MASTER, bool FP32_MOMENTS>
+template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
 static __global__ void __launch_bounds__(ADAMW_THREADS, MASTER && FP32_MOMENTS ? 3 : 4)
     adamw_update_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u) {
     grid_dependency_wait();
@@ -370,8 +411,8 @@ static __global__ void __launch_bounds__(ADAMW_THREADS, MASTER && FP32_MOMENTS ?
     if (update.control) c.factor = update.control->gradient_factor, c.refused = update.control->nonfinite;
     if (threadIdx.x < ADAMW_MAX_SLOTS) amax[threadIdx.x] = 0;
     __syncthreads();
-    const float squares = !MASTER && c.step.nearest_weights ? adamw_update_block<MASTER, FP32_MOMENTS, true>(amax, update.arrays, u, c)
-                                                            : adamw_update_block<MASTER, FP32_MOMENTS, false>(amax, update.arrays, u, c);
+    const float squares = !MASTER && c.step.nearest_weights ? adamw_update_block<MASTER, FP32_MOMENTS, FP32_GRADIENTS, true>(amax, update.arrays, u, c)
+                                                            : adamw_update_block<MASTER, FP32_MOMENTS, FP32_GRADIENTS, false>(amax, update.arrays, u, c);
     if (u.squares) {
         const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
         if (threadIdx.x == 0) u.squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
@@ -433,15 +474,22 @@ static inline int64_t adamw_workspace_bytes(const ParameterTable *t, const Shard
     return (max_i64(ADAMW_NORM_BLOCKS, adamw_update_sums(t, plan)) + ADAMW_SUM_BLOCKS) * (int64_t)sizeof(double);
 }
 
+template <bool FP32_GRADIENTS>
+static inline void adamw_launch_kernel(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
+    const AdamwArrays *a = &w->arrays;
+    const dim3 grid(adamw_blocks(u->size), (unsigned)u->count);
+    if (a->master && a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<true, true, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    else if (a->master) CUDA_LAUNCH(adamw_update_kernel<true, false, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    else if (a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<false, true, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    else CUDA_LAUNCH(adamw_update_kernel<false, false, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+}
+
 static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
     const AdamwArrays *a = &w->arrays;
-    const void *pointers[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, a->gradients};
-    for (int i = 0; i < 5; i++) require_aligned16(pointers[i], "adamw", "an array");
-    const dim3 grid(adamw_blocks(u->size), (unsigned)u->count);
-    if (a->master && a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<true, true>, grid, ADAMW_THREADS, 0, stream, *w, *u);
-    else if (a->master) CUDA_LAUNCH(adamw_update_kernel<true, false>, grid, ADAMW_THREADS, 0, stream, *w, *u);
-    else if (a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<false, true>, grid, ADAMW_THREADS, 0, stream, *w, *u);
-    else CUDA_LAUNCH(adamw_update_kernel<false, false>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    const void *pointers[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, a->gradients.bf16_data, a->gradients.fp32_data};
+    for (int i = 0; i < 6; i++) require_aligned16(pointers[i], "adamw", "an array");
+    if (a->gradients.fp32_data) adamw_launch_kernel<true>(w, u, stream);
+    else adamw_launch_kernel<false>(w, u, stream);
 }
 
 // Updates this rank's part of the root unit.

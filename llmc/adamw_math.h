@@ -87,25 +87,29 @@ typedef struct {
 
 // 48 bits an element from 32-bit products: with rng.h's 64-bit ones they were 25 of the 62 instructions that the update of an element took a GPU.
 // The rounds, x ^= x >> s; x *= odd number, and the numbers are those of Wellons 2018, "Prospecting for Hash Functions", and of his lists in
-// github.com/skeeto/hash-prospector. Elements 8 group .. 8 group + 7 share two rounds, which both halves of the step's key enter.
-HOST_DEVICE static inline uint32_t adamw_random_group(const AdamwStep *s, int64_t group) {
-    uint32_t x = (uint32_t)group ^ (uint32_t)s->key;
-    x = (x ^ x >> 16) * 0x7feb352du + ((uint32_t)(s->key >> 32) + (uint32_t)(group >> 32) * 0x9e3779b9u);
+// github.com/skeeto/hash-prospector. Elements 8 group .. 8 group + 7 share two rounds, which both halves of the key enter: of the step, or of a sum of gradients (gradient_sum.h).
+HOST_DEVICE static inline uint32_t adamw_random_group(uint64_t key, int64_t group) {
+    uint32_t x = (uint32_t)group ^ (uint32_t)key;
+    x = (x ^ x >> 16) * 0x7feb352du + ((uint32_t)(key >> 32) + (uint32_t)(group >> 32) * 0x9e3779b9u);
     return (x ^ x >> 15) * 0x846ca68bu;
 }
 
 // One round more for each member of the group, 0 to 7. It ends in three products, of which only the upper bits hang on all bits of x. Over all 2^32
 // hashes the bits of two members correlate by less than 4e-4, those of one by less than 1e-7.
+HOST_DEVICE static inline uint32_t adamw_random_word(uint32_t group_hash, uint32_t member) {
+    const uint32_t x = group_hash + member * 0x21f0aaadu;
+    return x ^ x >> 16;
+}
+
 HOST_DEVICE static inline AdamwRandom adamw_random_member(const AdamwStep *s, uint32_t group_hash, uint32_t member) {
-    uint32_t x = group_hash + member * 0x21f0aaadu;
-    x ^= x >> 16;
+    const uint32_t x = adamw_random_word(group_hash, member);
     const AdamwRandom random = {s->nearest_weights ? 0x80000000u : x * 0xd35a2d97u, x * 0x846ca68bu, x * 0xef1d6b47u};
     return random;
 }
 
 // Rounding bits of flat element i.
 HOST_DEVICE static inline AdamwRandom adamw_random(const AdamwStep *s, int64_t i) {
-    return adamw_random_member(s, adamw_random_group(s, i >> 3), (uint32_t)i & 7);
+    return adamw_random_member(s, adamw_random_group(s->key, i >> 3), (uint32_t)i & 7);
 }
 
 HOST_DEVICE static inline bf16_bits adamw_round(float x, uint32_t random) { return bf16_from_float_stochastic(x, random >> 16); }

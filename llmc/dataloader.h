@@ -223,8 +223,8 @@ static inline DataIdentity dataloader_identity(const DataLoader *dl) {
 // of the global batch into micro-steps x world x B.
 static inline int64_t dataloader_sample_index(int64_t first, int64_t micro_step, int64_t world, int64_t rank, int64_t B) { return first + (micro_step * world + rank) * B; }
 
-// Whole batches of `rows` sequences in an epoch, at most `most`.
-static inline int64_t dataloader_batches(const DataLoader *dl, int64_t rows, int64_t most) { return min_i64(most, dl->num_sequences / rows); }
+// How many of the B samples from `first` on come before sample `end`.
+static inline int64_t dataloader_rows_before(int64_t first, int64_t B, int64_t end) { return max_i64(0, min_i64(B, end - first)); }
 
 // A bijection of [0, n) chosen by key: a Feistel network on the next even number of bits, walked until the value falls inside
 // (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). The network's domain is at most 4 n, so a walk has under 4 steps on average.

@@ -2,7 +2,8 @@
 //
 // With one rank in the shard group (a single GPU, or --sharding none) the shard is the whole: units are views of the flat arrays, FP8 weights are
 // made in each pass as a gathered layer's are (or, with --fp8-weight-cache on, stay on the GPU with their transposes), nothing is gathered, and with several
-// ranks each unit's gradient is all-reduced after its last micro-step.
+// ranks each unit's gradient is all-reduced after its last micro-step. A single micro-step writes its gradient where it stays. Of several, the first does so too,
+// if the sums are bf16; each other one, and each one where the sums are fp32, is computed in a buffer of one unit and then joins the sum (gradient_sum.h).
 //
 // Else a layer's matrices are gathered into one of `num_slots` slots (2, or one a layer when they are kept for the whole step) while the layer before
 // it computes. In FP8 runs with tensor scales bytes travel, cast once a step from the shard with scales that hold for all ranks; or, without FP8
@@ -31,6 +32,7 @@
 
 #include "arena.h"
 #include "comm_nccl.cuh"
+#include "gradient_sum.cuh"
 #include "peer_memory.cuh"
 #include "precision.h"
 #include "quantize.cuh"
@@ -44,7 +46,7 @@ enum { FSDP_GRADIENT_BUFFERS = 2 };
 // Where to find a unit's tensors: offsets count from the start of a segment. `matrices` is NULL for layers whose weights are only there as FP8.
 typedef struct {
     bf16 *vectors, *matrices;
-    bf16 *embedding;  // of the root: lm_head's too, if the two are tied. Gradients: this rank's part alone where it never exists whole
+    bf16 *embedding;  // of the root: lm_head's too, if the two are tied. Gradients: NULL where it never exists but as part of the sum (fsdp_embedding_joins)
 } FsdpUnit;
 
 // Where the scales of a linear layer's weight are among those of a layer's row or col copies, and its first amax among a layer's.
@@ -66,7 +68,8 @@ typedef struct {
     bool fp8, fp8_gather, fp32_reduce;
     bool copies;            // copy engines are to be tried
     bool rows_in_backward;  // layers are computed again there
-    bool clears_gaps;       // other things lie where gradients are computed, which need not outlive a micro-step
+    bool fp32_grads;        // gradients end as fp32 sums
+    bool buffered;          // not sharded, but gradients of some micro-steps are computed in buffers
     int64_t embedding_ranks;  // whose inputs' gradients make this rank's part of the embedding's gradient; 1: its own, and the parts of several are reduced
     bool embedding_passes;  // its gathered weights give way to the root's gradient, since one forward pass a step reads them
     bool cached;            // FP8 weights of all layers are made as soon as the weights change
@@ -79,7 +82,12 @@ typedef struct {
     cudaStream_t stream;    // of the computing
     cudaEvent_t handover;
 
-    bf16 *weights, *grads;  // [plan.total] this rank's shard
+    bf16 *weights, *grads;  // [plan.total] this rank's shard; grads are sums over the micro-steps so far
+    float *grads_fp32;      // [plan.total] which are here instead if they are fp32
+    uint64_t seed;
+    int64_t replica;
+    GradientSum sum;        // how gradients of this micro-step join `grads`: set by fsdp_begin_micro_step
+    uint64_t embedding_key; // of the rounding bits where an embedding's gradient joins a sum that lm_head's has joined before
     uint8_t *shard_fp8;     // [L, slice] of the matrices, cast
     uint32_t *amax;         // weight of linear layer j of layer l: from amax[l * amax_stride + scales[j].amax] on
     int64_t amax_stride;
@@ -109,8 +117,11 @@ typedef struct {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
+// Whether the embedding's gradient, of few rows, is added to this rank's part of the sum as it is computed, after the rest of the root's has joined it.
+static inline bool fsdp_embedding_joins(const Fsdp *f) { return f->embedding_ranks > 1 || !f->sharded; }
+
 // Segments of a gradient that are computed whole and reduced: all, or those before an embedding of its own.
-static inline int fsdp_reduced_segments(const Fsdp *f) { return f->embedding_ranks > 1 ? SEGMENT_EMBEDDING : NUM_SEGMENTS; }
+static inline int fsdp_reduced_segments(const Fsdp *f) { return fsdp_embedding_joins(f) ? SEGMENT_EMBEDDING : NUM_SEGMENTS; }
 
 // Elements of the root's gradient as it is computed.
 static inline int64_t fsdp_root_gradient(const Fsdp *f) { return f->plan.group * segment_begin(f->plan.root_slices, fsdp_reduced_segments(f)); }
@@ -156,7 +167,9 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
         if (p->layer <= 0) (p->layer < 0 ? f->root_elements : f->layer_elements)[parameter_segment(p)] += parameter_elements(p);
     }
     const bool one_pass = o->grad_accumulation_steps == 1;  // forward and backward a step
-    f->clears_gaps = f->sharded || one_pass;
+    f->fp32_grads = options_fp32_gradients(o, world);
+    f->buffered = !f->sharded && (!one_pass || f->fp32_grads);
+    f->seed = (uint64_t)o->seed, f->replica = rank / group;
     f->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
     f->embedding_ranks = group * f->input_elements <= table->root_segments[embedding_segment(table)] ? group : 1;
     f->fp8 = precision->any_fp8;
@@ -205,14 +218,14 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
         f->vectors = (bf16 *)arena_take(a, L * fsdp_layer_vectors(f) * element);
         f->slots = (char *)arena_take(a, f->num_slots * matrices * fsdp_slot_element(f));
     }
-    arena_group(a, "gradients before their reduction");
+    arena_group(a, "gradients before they are added up");
     if (f->sharded) {
         const int64_t inputs = f->embedding_ranks > 1 ? f->input_elements : 0, embedding = f->embedding_passes ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
         f->root_grads = (bf16 *)arena_take(a, max_i64(fsdp_root_gradient(f), f->plan.group * max_i64(inputs, embedding)) * element);
         f->layer_grads[0] = (bf16 *)arena_take(a, FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1) * element);
         for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = f->layer_grads[i - 1] + shard_gathered_size(&f->plan, 1);
     }
-    if (f->fp32_reduce) {
+    if (f->fp32_reduce && !(f->fp32_grads && f->buffered)) {
         const int64_t largest = max_i64(shard_unit_size(&f->plan, 0), shard_unit_size(&f->plan, 1)), at_a_time = FSDP_STAGING_ELEMENTS / f->plan.group;
         f->staging_slice = min_i64(largest, max_i64(PARAMETER_ALIGNMENT, at_a_time / PARAMETER_ALIGNMENT * PARAMETER_ALIGNMENT));
         f->staging = (float *)arena_take(a, f->plan.group * f->staging_slice * (int64_t)sizeof(float));
@@ -222,6 +235,18 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
         f->received = (bf16 *)arena_take(a, (f->plan.group - 1) * f->received_slice * element);
         f->arrivals = (uint32_t *)arena_take(a, PEER_MAX_RANKS * (int64_t)sizeof(uint32_t));
     }
+}
+
+// Place the buffers in which gradients are computed before they join the sums, of the root unit and of one layer at a time.
+static inline void fsdp_place_root_buffer(Fsdp *f, Arena *a) {
+    arena_group(a, "gradients before they are added up");
+    f->root_grads = (bf16 *)arena_take(a, fsdp_root_gradient(f) * (int64_t)sizeof(bf16));
+}
+
+static inline void fsdp_place_layer_buffer(Fsdp *f, Arena *a) {
+    arena_group(a, "gradients before they are added up");
+    f->layer_grads[0] = (bf16 *)arena_take(a, shard_gathered_size(&f->plan, 1) * (int64_t)sizeof(bf16));
+    for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = f->layer_grads[0];
 }
 
 // Whatever was gathered or cast is of an earlier step.
@@ -489,17 +514,34 @@ static inline void fsdp_layers_changed(Fsdp *f) {
 
 static inline int fsdp_gradient_buffer(int64_t unit) { return unit ? 1 + (int)((unit - 1) % FSDP_GRADIENT_BUFFERS) : 0; }
 
+// What follows is of micro-step `micro` of optimizer step `step`, both counted from 0. Replicas round by other bits than each other, so that their noise is not
+// the same; an embedding's gradient by other bits than a tied lm_head's.
+static inline void fsdp_begin_micro_step(Fsdp *f, int64_t step, int64_t micro) {
+    const int64_t part = 2 * (micro * f->replicas + f->replica);
+    f->sum.add = f->sum.stochastic = micro > 0;
+    f->sum.key = gradient_sum_key(f->seed, step, part), f->embedding_key = gradient_sum_key(f->seed, step, part + 1);
+}
+
+// Whether gradients of this micro-step are computed where they stay.
+static inline bool fsdp_in_place(const Fsdp *f) { return !f->sharded && !f->fp32_grads && !f->sum.add; }
+
 // Where a unit's gradient is computed.
 static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t unit) {
-    const FsdpUnit kept = fsdp_unit(f, f->grads, unit, false);
-    if (!f->sharded) return kept;
+    if (fsdp_in_place(f)) return fsdp_unit(f, f->grads, unit, false);
     FsdpUnit u = fsdp_unit(f, unit ? f->layer_grads[(unit - 1) % FSDP_GRADIENT_BUFFERS] : f->root_grads, unit, true);
-    if (f->embedding_ranks > 1) u.embedding = kept.embedding;
+    if (fsdp_embedding_joins(f)) u.embedding = NULL;
     return u;
 }
 
-// Whether gradients are added, where they are computed, to those of the micro-steps before.
-static inline bool fsdp_accumulates(const Fsdp *f, int64_t micro) { return micro > 0 && !f->sharded; }
+// How this micro-step's gradients join the sum from element `flat` of all parameters on.
+static inline GradientSum fsdp_sum_at(const Fsdp *f, int64_t flat) {
+    GradientSum s = f->sum;
+    s.flat = flat;
+    return s;
+}
+
+// The same for a segment of a unit, from element `first` of this rank's slice on.
+static inline GradientSum fsdp_sum_of(const Fsdp *f, ShardSegment g, int64_t first) { return fsdp_sum_at(f, g.flat + f->plan.place * g.slice + first); }
 
 // What lies between and behind a unit's tensors counts as gradient too, and is zero. Matrices stand without gaps between them.
 static inline void fsdp_clear_gaps(Fsdp *f, int64_t unit) {
@@ -513,19 +555,19 @@ static inline void fsdp_clear_gaps(Fsdp *f, int64_t unit) {
 // Before the first write to a layer's gradient in a micro-step: what the buffer held is on its way no longer.
 static inline void fsdp_begin_gradients(Fsdp *f, int64_t unit) {
     if (f->sharded) CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->reduced[fsdp_gradient_buffer(unit)], 0));
-    if (f->clears_gaps) fsdp_clear_gaps(f, unit);
+    fsdp_clear_gaps(f, unit);
 }
 
 // The same for the root's, before the loss of a micro-step, which may use the layers' buffers too (fsdp_loss_room).
 static inline void fsdp_begin_loss(Fsdp *f) {
     for (int i = 0; f->sharded && i < 1 + FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaStreamWaitEvent(f->stream, f->reduced[i], 0));
-    if (f->clears_gaps) fsdp_clear_gaps(f, 0);
+    fsdp_clear_gaps(f, 0);
 }
 
 // What is needed during the loss alone lies where gradients are computed later, if it fits: the layers', or on one GPU the embedding's. How many elements do.
 static inline int64_t fsdp_loss_room(const Fsdp *f) {
     if (f->sharded) return FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1);
-    return f->clears_gaps ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
+    return f->buffered ? 0 : f->plan.root_slices[SEGMENT_EMBEDDING];
 }
 
 // Where that is with several ranks to one copy of the weights; on one GPU the trainer places it.
@@ -544,25 +586,14 @@ static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_to_fp32_kernel(float
     }
 }
 
-__device__ static inline void fsdp_load_8(float x[8], const bf16 *p) { bf16x8_unpack(x, bf16x8_load(p)); }
-__device__ static inline void fsdp_load_8(float x[8], const float *p) {
-    const float4 a = *(const float4 *)p, b = *(const float4 *)(p + 4);
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-}
-
-// to [n] = from [n], or += when `add`; one rounding.
-template <class T>
-static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_add_kernel(bf16 *to, const T *from, int64_t n, bool add) {
+// Gradients from [n] join to [n], a part of the sum. n: a multiple of 8.
+template <class Sum, class T>
+static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_add_kernel(Sum *to, const T *from, int64_t n, GradientSum sum) {
     grid_dependency_wait();
     for (int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8; i < n; i += (int64_t)gridDim.x * FSDP_THREADS * 8) {
-        float x[8], before[8];
-        fsdp_load_8(x, from + i);
-        if (add) {
-            fsdp_load_8(before, to + i);
-#pragma unroll
-            for (int j = 0; j < 8; j++) x[j] += before[j];
-        }
-        bf16x8_store(to + i, bf16x8_pack(x));
+        float x[8];
+        gradient_load_8(x, from + i);
+        gradient_join_8(to + i, x, i, sum);
     }
 }
 
@@ -573,42 +604,55 @@ static inline void fsdp_to_fp32(Fsdp *f, const bf16 *from, int64_t rows, int64_t
     CUDA_LAUNCH(fsdp_to_fp32_kernel, fsdp_blocks(rows * n), FSDP_THREADS, 0, f->nccl->stream, f->staging, from, rows, n, stride);
 }
 
+// Gradients from [n] join the sum from element `at` of this rank's arrays on.
 template <class T>
-static inline void fsdp_add(Fsdp *f, bf16 *to, const T *from, int64_t n, bool add) {
-    CUDA_LAUNCH(fsdp_add_kernel<T>, fsdp_blocks(n), FSDP_THREADS, 0, f->nccl->stream, to, from, n, add);
+static inline void fsdp_add(Fsdp *f, int64_t at, const T *from, int64_t n, GradientSum sum, unsigned blocks, cudaStream_t stream) {
+    if (f->fp32_grads) CUDA_LAUNCH(fsdp_add_kernel<float , T>, blocks, FSDP_THREADS, 0, stream, f->grads_fp32 + at, from, n, sum);
+    else CUDA_LAUNCH(fsdp_add_kernel<bf16 , T>, blocks, FSDP_THREADS, 0, stream, f->grads + at, from, n, sum);
 }
 
-// grads [n] = their sum over the group.
-static inline void fsdp_all_reduce(Fsdp *f, CommGroup group, bf16 *grads, int64_t n, int64_t unit) {
-    const int64_t at_a_time = f->fp32_reduce ? f->plan.group * f->staging_slice : n;
-    for (int64_t first = 0; first < n; first += at_a_time) {
-        const int64_t count = min_i64(at_a_time, n - first);
-        if (f->fp32_reduce) fsdp_to_fp32(f, grads + first, 1, count, count);
+// The same between collectives.
+template <class T>
+static inline void fsdp_add_reduced(Fsdp *f, int64_t at, const T *from, int64_t n, GradientSum sum) {
+    fsdp_add(f, at, from, n, sum, fsdp_blocks(n), f->nccl->stream);
+}
+
+// Elements at .. at + n - 1 of the sum = their sums over the group; in fp32 where they are fp32.
+static inline void fsdp_all_reduce(Fsdp *f, CommGroup group, int64_t at, int64_t n, int64_t unit) {
+    const GradientSum replace = {};
+    const bool staged = f->fp32_reduce && !f->fp32_grads;
+    const int64_t at_a_time = staged ? f->plan.group * f->staging_slice : n;
+    for (int64_t first = at; first < at + n; first += at_a_time) {
+        const int64_t count = min_i64(at_a_time, at + n - first);
+        if (staged) fsdp_to_fp32(f, f->grads + first, 1, count, count);
         nccl_begin(f->nccl, "all-reduce of the gradients", unit);
-        if (f->fp32_reduce) nccl_all_reduce(f->nccl, group, f->staging, count, ncclFloat32, ncclSum);
-        else nccl_all_reduce(f->nccl, group, grads + first, count, ncclBfloat16, ncclSum);
+        if (staged) nccl_all_reduce(f->nccl, group, f->staging, count, ncclFloat32, ncclSum);
+        else if (f->fp32_grads) nccl_all_reduce(f->nccl, group, f->grads_fp32 + first, count, ncclFloat32, ncclSum);
+        else nccl_all_reduce(f->nccl, group, f->grads + first, count, ncclBfloat16, ncclSum);
         nccl_end(f->nccl);
-        if (f->fp32_reduce) fsdp_add(f, grads + first, f->staging, count, false);
+        if (staged) fsdp_add_reduced(f, first, f->staging, count, replace);
     }
 }
 
-// The same sums, of each rank's slice alone, to the shard; added to what is there when `add`.
-static inline void fsdp_reduce_scatter_bf16(Fsdp *f, int64_t unit, bool add) {
+// The same sums, of each rank's slice alone, join the shard's.
+static inline void fsdp_reduce_scatter_bf16(Fsdp *f, int64_t unit) {
     const FsdpUnit full = fsdp_gradients(f, unit);
     bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices, full.embedding};
+    const bool stays = !f->sum.add && !f->fp32_grads;  // what NCCL writes is the sum
     nccl_begin(f->nccl, "reduce-scatter of the gradients", unit);
     for (int k = 0; k < fsdp_reduced_segments(f); k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
-        if (g.slice) nccl_reduce_scatter(f->nccl, COMM_SHARD, from[k], add ? from[k] + f->plan.place * g.slice : f->grads + g.shard, g.slice, ncclBfloat16);
+        bf16 *to = stays ? f->grads + g.shard : from[k] + f->plan.place * g.slice;
+        if (g.slice) nccl_reduce_scatter(f->nccl, COMM_SHARD, from[k], to, g.slice, ncclBfloat16);
     }
     nccl_end(f->nccl);
-    for (int k = 0; add && k < fsdp_reduced_segments(f); k++) {
+    for (int k = 0; !stays && k < fsdp_reduced_segments(f); k++) {
         const ShardSegment g = shard_segment(f->table, &f->plan, unit, k);
-        if (g.slice) fsdp_add(f, f->grads + g.shard, from[k] + f->plan.place * g.slice, g.slice, true);
+        if (g.slice) fsdp_add_reduced(f, g.shard, from[k] + f->plan.place * g.slice, g.slice, fsdp_sum_of(f, g, 0));
     }
 }
 
-static inline void fsdp_reduce_scatter_fp32(Fsdp *f, int64_t unit, bool add) {
+static inline void fsdp_reduce_scatter_fp32(Fsdp *f, int64_t unit) {
     const FsdpUnit full = fsdp_gradients(f, unit);
     bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices, full.embedding};
     for (int k = 0; k < fsdp_reduced_segments(f); k++) {
@@ -620,33 +664,41 @@ static inline void fsdp_reduce_scatter_fp32(Fsdp *f, int64_t unit, bool add) {
             nccl_begin(f->nccl, "reduce-scatter of the gradients", unit);
             nccl_reduce_scatter(f->nccl, COMM_SHARD, f->staging, part, count, ncclFloat32);
             nccl_end(f->nccl);
-            fsdp_add(f, f->grads + g.shard + first, part, count, add);
+            fsdp_add_reduced(f, g.shard + first, part, count, fsdp_sum_of(f, g, first));
         }
     }
 }
 
-// to [n] = the sum over `ranks` ranks, in their order, of each one's n elements: those of the rank at `place` are `own`, the others' lie in `others`
-// [ranks - 1][n]; added to what is there when `add`. In fp32, with one rounding. n a multiple of 8.
-static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_sum_kernel(bf16 *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t place, int64_t n, bool add) {
+// The sum over `ranks` ranks, in their order, of each one's n elements joins to [n], a part of the sum over micro-steps: those of the rank at `place` are `own`, the
+// others' lie in `others` [ranks - 1][n]. In fp32, with one rounding if `to` is bf16. n: a multiple of 8.
+template <class Sum>
+static __global__ void __launch_bounds__(FSDP_THREADS)
+    fsdp_sum_kernel(Sum *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t place, int64_t n, GradientSum how) {
     grid_dependency_wait();
     const int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8;
     if (i >= n) return;
     float sum[8], x[8];
-    fsdp_load_8(sum, place == 0 ? own + i : others + i);
+    gradient_load_8(sum, place == 0 ? own + i : others + i);
 #pragma unroll 4
     for (int64_t rank = 1; rank < ranks; rank++) {
-        fsdp_load_8(x, rank == place ? own + i : others + (rank - (rank > place)) * n + i);
+        gradient_load_8(x, rank == place ? own + i : others + (rank - (rank > place)) * n + i);
 #pragma unroll
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }
-    if (add) fsdp_load_8(x, to + i);
-#pragma unroll
-    for (int j = 0; j < 8; j++) sum[j] += add ? x[j] : 0.0f;
-    bf16x8_store(to + i, bf16x8_pack(sum));
+    gradient_join_8(to + i, sum, i, how);
+}
+
+// Launches it: `own` and what has been received of the others join the sum from element `at` of this rank's arrays on.
+static inline void fsdp_sum_received(Fsdp *f, int64_t at, const bf16 *own, int64_t n, GradientSum how) {
+    const unsigned blocks = grid_size(n, FSDP_THREADS * 8);
+    const int64_t ranks = f->peers.ranks, place = f->peers.place;
+    const cudaStream_t stream = f->nccl->stream;
+    if (f->fp32_grads) CUDA_LAUNCH(fsdp_sum_kernel<float>, blocks, FSDP_THREADS, 0, stream, f->grads_fp32 + at, own, f->received, ranks, place, n, how);
+    else CUDA_LAUNCH(fsdp_sum_kernel<bf16>, blocks, FSDP_THREADS, 0, stream, f->grads + at, own, f->received, ranks, place, n, how);
 }
 
 // The reduce-scatter by copy engines: every rank reads from the others what belongs to its slice.
-static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit, bool add) {
+static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit) {
     const FsdpUnit full = fsdp_gradients(f, unit);
     bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices, full.embedding};
     const cudaStream_t stream = f->nccl->stream;
@@ -658,21 +710,29 @@ static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit, bool add) {
             const int64_t count = min_i64(f->received_slice, g.slice - first);
             const bf16 *own = from[k] + f->plan.place * g.slice + first;
             peer_read(&f->peers, own, f->received, count * (int64_t)sizeof(bf16), false, stream);
-            CUDA_LAUNCH(fsdp_sum_kernel, grid_size(count, FSDP_THREADS * 8), FSDP_THREADS, 0, stream, f->grads + g.shard + first, own, f->received, f->peers.ranks, f->peers.place, count, add);
+            fsdp_sum_received(f, g.shard + first, own, count, fsdp_sum_of(f, g, first));
         }
     }
     peer_barrier(&f->peers, stream);  // all ranks have read: the buffer may be written again
     nccl_end_operation(f->nccl);
 }
 
-// What is to be reduced of the unit's gradient of this micro-step is computed: it goes to the ranks that keep it, and joins those of the micro-steps before.
+// Without sharding: a unit's gradient joins the sum, unless it has been computed there.
+static inline void fsdp_join(Fsdp *f, int64_t unit) {
+    if (fsdp_in_place(f)) return;
+    const int64_t n = segment_begin(shard_slices(&f->plan, unit), fsdp_reduced_segments(f)), at = shard_unit_offset(&f->plan, unit);
+    const bf16 *from = unit ? f->layer_grads[0] : f->root_grads;
+    fsdp_add(f, at, from, n, fsdp_sum_at(f, at), grid_size(n, FSDP_THREADS * 8), f->stream);
+}
+
+// What is to be reduced of the unit's gradient of this micro-step is computed: it goes to the ranks that keep it, and joins the sum of the micro-steps before.
 // The loss's gradient has been divided by the tokens of all ranks, so that the sum is the mean.
-static inline void fsdp_reduce_scatter(Fsdp *f, int64_t unit, int64_t micro) {
-    if (!f->sharded) return;
+static inline void fsdp_reduce_scatter(Fsdp *f, int64_t unit) {
+    if (!f->sharded) return fsdp_join(f, unit);
     fsdp_communicate_after(f);
-    if (f->peers.ranks) fsdp_reduce_scatter_copies(f, unit, micro > 0);
-    else if (f->fp32_reduce) fsdp_reduce_scatter_fp32(f, unit, micro > 0);
-    else fsdp_reduce_scatter_bf16(f, unit, micro > 0);
+    if (f->peers.ranks) fsdp_reduce_scatter_copies(f, unit);
+    else if (f->fp32_reduce) fsdp_reduce_scatter_fp32(f, unit);
+    else fsdp_reduce_scatter_bf16(f, unit);
     CUDA_CHECK(cudaEventRecord(f->reduced[fsdp_gradient_buffer(unit)], f->nccl->stream));
 }
 
@@ -680,7 +740,7 @@ static inline void fsdp_reduce_scatter(Fsdp *f, int64_t unit, int64_t micro) {
 static inline void fsdp_reduce_replicas(Fsdp *f, int64_t unit, bool last) {
     if (!f->nccl || !last || f->replicas == 1) return;
     fsdp_communicate_after(f);
-    fsdp_all_reduce(f, COMM_REPLICAS, f->grads + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit), unit);
+    fsdp_all_reduce(f, COMM_REPLICAS, shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit), unit);
 }
 
 // The gradients of the inputs [embedding_ranks][input_elements], this rank's being `dx`. What is enqueued from now on may read them and write dx, and finds the

@@ -50,13 +50,20 @@ enum { FREE, MUST_MATCH };
     TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
          "what stays bf16, comma-separated: first, last, layers=A-B (from 0), attention, mlp, qkv, attn_out, gate_up, down, lm_head (always does); " \
          "or auto: whatever is faster in bf16 on this GPU") \
-    INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, "amaxes that the delayed recipe looks back on") \
+    INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
+        "amaxes that the delayed recipe looks back on: of inputs and gradients one a micro-step, of weights one an optimizer step (Transformer Engine by default " \
+        "one a micro-step); the first cast of an input or a gradient is by each rank's own amax") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "powers of two that the delayed recipe leaves free at the top") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, "fprop|all|none", MUST_MATCH, "products that Hopper may sum with fewer bits, if the recipe can") \
     FLAG(fp8_emulate, "fp8-emulate", "quantize, then multiply in bf16: the recipe's numbers without its speed, on GPUs that lack its products") \
     INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, "steps between audits of every FP8 operand (amax, scale, share flushed to zero and saturated, SQNR); 0: none") \
-    CHOICE(master_weights, "master-weights", STORAGE_AUTO, "auto|bf16|fp32|bf16-nearest", MUST_MATCH, "bf16 is rounded stochastically, bf16-nearest to nearest (loses small updates); auto: bf16, or fp32 with --precision fp32") \
+    CHOICE(master_weights, "master-weights", STORAGE_AUTO, "auto|bf16|fp32|bf16-nearest", MUST_MATCH, \
+           "bf16 is rounded stochastically: right on average, but at --learning-rate 1e-5 weights stray from fp32 ones in 1,000 steps by 4.0e-4 rms, where gradients " \
+           "of pure noise move them by 2.4e-4 and gradients with a direction by 1.9e-3; bf16-nearest is rounded to nearest (loses small updates); auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", STORAGE_AUTO, "auto|bf16|fp32", MUST_MATCH, "AdamW's two moments, as above") \
+    CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, "auto|bf16|fp32", FREE, \
+           "in which gradients of micro-steps are added up: bf16 rounds each sum stochastically, which adds noise of 0.00014% of the norm a micro-step; fp32 takes " \
+           "2 bytes a parameter more; auto: fp32 from 256 micro-steps on, or where --master-weights or --reduce-dtype are fp32, else bf16") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, "none|layer", FREE, "layer: keep each layer's input alone, redo its forward pass in backward") \
     CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, "off|on", FREE, "keep every layer's FP8 weights for the step where weights are whole (one GPU, --sharding none): 2 bytes a weight, and no casts after the first micro-step; off: cast them in each pass") \
@@ -73,13 +80,13 @@ enum { FREE, MUST_MATCH };
     GROUP("ranks (mpirun -np N)") \
     CHOICE(sharding, "sharding", SHARDING_FULL, "full|grad_op|none|hybrid", FREE, "of weights, gradients and optimizer state; grad_op: weights stay whole for a step; hybrid: full within --shard-size ranks, replicas across") \
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, "ranks that share one copy of the model with --sharding hybrid; divides the ranks") \
-    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, "bf16|fp32", FREE, "in which gradients are reduced over ranks (fp32 with --precision fp32)") \
+    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, "bf16|fp32", FREE, "in which gradients are reduced over ranks; fp32 also adds up micro-steps and feeds AdamW in fp32 (--grad-accum-dtype); nothing on one rank with one micro-step") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, "off|on|auto", FREE, "weights travel as FP8, the results are the same bits; auto: where the recipe allows it") \
     CHOICE(copy_engines, "copy-engines", AUTO, "off|on|auto", FREE, "GPUs of one host read each other's weights and gradients by their copy engines, which leaves the multiprocessors to the products; off: NCCL moves them; on: that or an error") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: plan for this many ranks, without mpirun") \
     GROUP("output") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations (one more at the end); 0: at the end alone, if --val-data is given") \
-    INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, "batches per validation") \
+    INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, "validation sequences: the first N of --val-data, whatever the ranks and the batch size") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, "steps between printed samples; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "length of a sample") \
     TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl") \
@@ -398,6 +405,8 @@ static inline const char *options_conflict(const Options *o, char *message, size
         format_checked(message, capacity, "--val-every needs --val-data");
     else if (o->precision == PRECISION_FP32 && (o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST || o->optimizer_state == STORAGE_BF16))
         format_checked(message, capacity, "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and --optimizer-state at auto");
+    else if (o->precision == PRECISION_FP32 && o->grad_accum_dtype == STORAGE_BF16)
+        format_checked(message, capacity, "--precision fp32 adds up gradients in fp32; leave --grad-accum-dtype at auto");
     else if (stray)
         format_checked(message, capacity, "--%s is for --precision fp8, and this run is --precision %s; add --precision fp8 or leave --%s out", stray->name,
                        o->precision == PRECISION_FP32 ? "fp32" : "bf16", stray->name);
@@ -423,12 +432,29 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
     return o->shard_size;
 }
 
+// From how many micro-steps on bf16 sums of gradients are too noisy: their noise adds 1.4e-6 of the norm a micro-step (gradient_sum.h), here 0.035%. The norm
+// is to be right within 0.1%, and no more than about a third of that may be noise.
+#define FP32_SUM_MICRO_STEPS 256
+
+// What --grad-accum-dtype auto stands for. It goes by the options alone: a run's bits must not depend on the machine's memory.
+static inline int options_sum_storage(const Options *o) {
+    const bool wanted = o->master_weights == STORAGE_FP32 || o->reduce_dtype == REDUCE_FP32;
+    return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? STORAGE_FP32 : STORAGE_BF16;
+}
+
+// Whether gradients of a run on `world` ranks end as fp32 sums. One rank with one micro-step has nothing to add up; nor have ranks that reduce in bf16.
+static inline bool options_fp32_gradients(const Options *o, int64_t world) {
+    const bool sums = o->grad_accumulation_steps > 1 || (world > 1 && o->reduce_dtype == REDUCE_FP32);
+    return o->precision == PRECISION_FP32 || (sums && o->grad_accum_dtype == STORAGE_FP32);
+}
+
 // Replaces `auto` by what it stands for.
 static inline void options_resolve(Options *o) {
     int storage = o->precision == PRECISION_FP32 ? STORAGE_FP32 : STORAGE_BF16;
     if (o->master_weights == STORAGE_AUTO) o->master_weights = storage;
     if (o->optimizer_state == STORAGE_AUTO) o->optimizer_state = storage;
     if (o->precision == PRECISION_FP32) o->reduce_dtype = REDUCE_FP32;
+    if (o->grad_accum_dtype == STORAGE_AUTO) o->grad_accum_dtype = options_sum_storage(o);
     if (o->fp8_all_gather == AUTO) o->fp8_all_gather = options_recipe(o)->gathers_fp8 ? ON : OFF;
     if (o->precision == PRECISION_FP8 && o->fp8_format == FP8_FORMAT_AUTO) o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
 }

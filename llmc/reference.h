@@ -136,17 +136,17 @@ static inline void linear_backward_input(float *dx, const float *dy, const float
 }
 
 // dw [out, in] = dy^T x ("wgrad")
-static inline void linear_backward_weight(float *dw, const float *dy, const float *x, int64_t rows, int64_t in, int64_t out, bool accumulate, Rounding rounding) {
-    matmul(dw, in, matrix_transposed(dy, out), matrix_rows(x, in), out, in, rows, epilogue(1, NULL, accumulate, rounding));
+static inline void linear_backward_weight(float *dw, const float *dy, const float *x, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
+    matmul(dw, in, matrix_transposed(dy, out), matrix_rows(x, in), out, in, rows, epilogue(1, NULL, false, rounding));
 }
 
 // dbias [out] = column sums of dy
-static inline void bias_backward(float *dbias, const float *dy, int64_t rows, int64_t out, bool accumulate, Rounding rounding) {
+static inline void bias_backward(float *dbias, const float *dy, int64_t rows, int64_t out, Rounding rounding) {
     PARALLEL_FOR
     for (int64_t j = 0; j < out; j++) {
         double sum = 0;
         for (int64_t i = 0; i < rows; i++) sum += dy[i * out + j];
-        dbias[j] = round_to((float)(sum + (accumulate ? dbias[j] : 0)), rounding);
+        dbias[j] = round_to((float)sum, rounding);
     }
 }
 
@@ -206,11 +206,10 @@ static inline void linear_operand_free(LinearOperand *q) {
     memset(q, 0, sizeof *q);
 }
 
-// c [M, N] = a [M, depth] b [N, depth]^T + bias [N], or added to c.
-static inline void linear_product(float *c, LinearOperand a, LinearOperand b, int64_t M, int64_t N, int64_t depth, const float *bias, bool accumulate,
-                                  Rounding rounding) {
+// c [M, N] = a [M, depth] b [N, depth]^T + bias [N].
+static inline void linear_product(float *c, LinearOperand a, LinearOperand b, int64_t M, int64_t N, int64_t depth, const float *bias, Rounding rounding) {
     const MatrixView turned_b = matrix_view(b.view.data, b.view.col_stride, b.view.row_stride);
-    matmul(c, N, a.view, turned_b, M, N, depth, epilogue(a.inverse_scale * b.inverse_scale, bias, accumulate, rounding));
+    matmul(c, N, a.view, turned_b, M, N, depth, epilogue(a.inverse_scale * b.inverse_scale, bias, false, rounding));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------------
@@ -279,10 +278,10 @@ static inline void residual_rmsnorm_forward(float *y, float *rstd, float *sum, c
 // With n = x * rstd and g = dy * w:  dx = dresidual + rstd * (g - n * mean(g * n)), rounded once;  dw = sum over rows of dy * n.
 // dresidual [rows, C] is the gradient that reaches x past the norm (NULL: none); dx may be dresidual itself.
 static inline void rmsnorm_backward(float *dx, float *dw, const float *dresidual, const float *dy, const float *x, const float *rstd, const float *w,
-                                    int64_t rows, int64_t C, bool accumulate, Rounding rounding) {
+                                    int64_t rows, int64_t C, Rounding rounding) {
     PARALLEL_FOR
     for (int64_t c = 0; c < C; c++) {
-        double sum = accumulate ? dw[c] : 0;
+        double sum = 0;
         for (int64_t i = 0; i < rows; i++) sum += (double)dy[i * C + c] * (x[i * C + c] * rstd[i]);
         dw[c] = round_to((float)sum, rounding);
     }
@@ -348,7 +347,7 @@ static inline void head_norm_backward(float *dn, const float *x, const float *w,
 // From dout (gradient of the rotated qkv) to dqkv (gradient of the projection's output, `qkv`); may be in place. dq_norm, dk_norm [HD] sum over all
 // rows and heads; NULL without QK-norm.
 static inline void qknorm_rope_backward(float *dqkv, float *dq_norm, float *dk_norm, const float *dout, const float *qkv, RopeArgs r, AttentionDims d,
-                                        bool accumulate, Rounding rounding) {
+                                        Rounding rounding) {
     const int64_t heads = d.NH + 2 * d.NKV, half = d.HD / 2, rows = d.B * d.T;
     // gradient of the norm's output: the rotation turned back, fp32
     float *dn = (float *)xrealloc(NULL, (size_t)(rows * heads * d.HD) * sizeof(float));
@@ -376,7 +375,7 @@ static inline void qknorm_rope_backward(float *dqkv, float *dq_norm, float *dk_n
                 const float rstd = rms_reciprocal(x, d.HD, r.eps);
                 for (int64_t i = 0; i < d.HD; i++) sum[i] += (double)g[i] * (x[i] * rstd);
             }
-        for (int64_t i = 0; i < d.HD; i++) dw[i] = round_to((float)(sum[i] + (accumulate ? dw[i] : 0)), rounding);
+        for (int64_t i = 0; i < d.HD; i++) dw[i] = round_to((float)sum[i], rounding);
         free(sum);
     }
     PARALLEL_FOR

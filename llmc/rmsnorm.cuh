@@ -273,9 +273,9 @@ static inline int64_t rmsnorm_backward_blocks(int64_t R, int64_t C) {
 static inline size_t rmsnorm_workspace_bytes(int64_t R, int64_t C) { return (size_t)(rmsnorm_backward_blocks(R, C) * C) * sizeof(float); }
 
 // dx [R, C] and dweight [C] from dy, x [R, C], rstd [R], weight [C]. dresidual [R, C] is the gradient that reaches x past the norm (NULL: none);
-// dx may be dresidual, dy or x. dweight is overwritten, or added to (one rounding) when `accumulate`. *amax is raised to max |dx| unless NULL.
+// dx may be dresidual, dy or x. *amax is raised to max |dx| unless NULL.
 static inline void rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, const bf16 *dy, const bf16 *x, const float *rstd, const bf16 *weight,
-                                    const bf16 *dresidual, int64_t R, int64_t C, bool accumulate, void *workspace, cudaStream_t stream) {
+                                    const bf16 *dresidual, int64_t R, int64_t C, void *workspace, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_backward", R, C, x, weight);
     require_aligned16(dx, "rmsnorm_backward", "dx");
     require_aligned16(dy, "rmsnorm_backward", "dy");
@@ -286,7 +286,7 @@ static inline void rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, con
 #define RMSNORM_LAUNCH(VECTORS, THREADS) CUDA_LAUNCH(rmsnorm_backward_kernel<VECTORS, THREADS>, (unsigned)blocks, RMSNORM_BACKWARD_THREADS, 0, stream, p)
     RMSNORM_DISPATCH(C, RMSNORM_LAUNCH);
 #undef RMSNORM_LAUNCH
-    column_sums_finish(dweight, p.partials, blocks, C, accumulate, stream);
+    column_sums_finish(dweight, p.partials, blocks, C, stream);
 }
 
 #endif

@@ -272,10 +272,10 @@ static inline void qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_
 }
 
 // dqkv [B, T, (NH + 2 NKV) * HD], in place: from the gradient of the rotated q, k, v to that of the projection's output `qkv` (NULL without QK-norm).
-// dq_norm, dk_norm [HD] are overwritten, or added to (one rounding) when `accumulate`; NULL without QK-norm. *amax is raised to max |dqkv|, values
+// dq_norm, dk_norm [HD]: NULL without QK-norm. *amax is raised to max |dqkv|, values
 // included, unless NULL. workspace: rope_workspace_bytes.
 static inline void qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm, uint32_t *amax, const bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm,
-                                        const float *table, RopeDims d, bool accumulate, void *workspace, cudaStream_t stream) {
+                                        const float *table, RopeDims d, void *workspace, cudaStream_t stream) {
     const RopeKernel p = {dqkv, qkv, q_norm, k_norm, table, d.B * d.T, (int)d.T, (int)d.NH, (int)d.NKV, d.eps, amax, (float *)workspace};
     rope_check("qknorm_rope_backward", &p, d);
     if (!q_norm) {
@@ -287,8 +287,8 @@ static inline void qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm
     const int64_t blocks = min_i64(ROPE_BACKWARD_BLOCKS, ceil_div(p.rows, ROPE_TOKENS));
     if (d.HD == 64) CUDA_LAUNCH(qknorm_rope_backward_kernel<64, true>, (unsigned)blocks, ROPE_THREADS, 0, stream, p);
     else CUDA_LAUNCH(qknorm_rope_backward_kernel<128, true>, (unsigned)blocks, ROPE_THREADS, 0, stream, p);
-    column_sums_finish(dq_norm, p.partials, blocks, d.HD, accumulate, stream);
-    column_sums_finish(dk_norm, p.partials + blocks * d.HD, blocks, d.HD, accumulate, stream);
+    column_sums_finish(dq_norm, p.partials, blocks, d.HD, stream);
+    column_sums_finish(dk_norm, p.partials + blocks * d.HD, blocks, d.HD, stream);
 }
 
 // Bytes of device memory that qknorm_rope_backward needs at `workspace`.

@@ -254,13 +254,9 @@ static inline void run_setup_check_export(const Options *o) {
     }
 }
 
-// Says over how much of the validation data each validation takes its mean: whole batches of all ranks, at most --val-steps.
-static inline void run_setup_print_validation(const RunSetup *s, const Options *o, const Comm *c) {
-    const int64_t batch = c->world * o->batch_size, batches = dataloader_batches(&s->val, batch, o->val_steps);
-    if (s->val.num_sequences < batch)
-        die("--val-data has %lld sequences of %lld tokens, but a batch of all ranks takes %lld; give more text, or a smaller --batch-size", (long long)s->val.num_sequences,
-            (long long)o->sequence_length, (long long)batch);
-    printf("validation: %lld batches, %lld of %lld sequences\n", (long long)batches, (long long)(batches * batch), (long long)s->val.num_sequences);
+// Says over how much of the validation data each validation takes its mean.
+static inline void run_setup_print_validation(const RunSetup *s, const Options *o) {
+    printf("validation: the first %lld of %lld sequences\n", (long long)min_i64(o->val_steps, s->val.num_sequences), (long long)s->val.num_sequences);
 }
 
 // Says what the first step starts from. When it is a checkpoint, checkpoint_find_newest says so.
@@ -300,7 +296,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c) {
     if (c->rank == 0 && *o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
     if (c->rank == 0 && *o->export_hf) model_export_prepare(o->export_hf, s.model_folder);
     run_setup_verify_weights(&s, o, c);
-    if (*o->val_data) run_setup_print_validation(&s, o, c);
+    if (*o->val_data) run_setup_print_validation(&s, o);
     if (c->rank == 0) run_setup_print_start(&s, o);
     comm_barrier(c, COMM_WORLD);
     return s;

@@ -83,7 +83,7 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
             CHECK(loss_error < tolerance.loss, "%s %s: loss off by %g", name, precision_name, loss_error);
             printf("%-12s %s: loss %.2e, logits %.2e", name, precision_name, loss_error, error);
         }
-        model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), false);
+        model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), micro_sum(&t, 0, 0));
         if (step == 0) {
             const double error = worst_tensor(&t, &g, "grad.", t.gradients, &worst), norm_error = fabs(global_norm(t.gradients, t.table.total) / norm - 1);
             CHECK(error < tolerance.gradients, "%s %s: gradient of %s off by %g", name, precision_name, worst, error);
@@ -144,7 +144,7 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     weights_initialize(&t);
     fill_tokens(&t, 5);
     model_forward(&t, t.inputs, B, T);
-    model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), false);
+    model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), micro_sum(&t, 0, 0));
     const double norm = global_norm(t.gradients, t.table.total), h = 2e-3;
     float *start = (float *)xcalloc((size_t)t.table.total, sizeof(float));
     memcpy(start, t.master, (size_t)t.table.total * sizeof(float));
@@ -196,7 +196,7 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
                 const int64_t at = precision == PRECISION_FP8 ? i % T : (step * micro_steps + micro) * o.batch_size * T + i;
                 t.inputs[i] = (int32_t)(rng_u64(9, (uint64_t)at) % 37), t.targets[i] = (int32_t)(rng_u64(9, (uint64_t)at + 1) % 37);
             }
-            micro_step(&t, (float)(1.0 / (double)(B * T)), micro > 0);
+            micro_step(&t, (float)(1.0 / (double)(B * T)), step, micro);
         }
         weights_update(&t, step, global_norm(t.gradients, t.table.total));
     }
@@ -251,11 +251,11 @@ static void test_delayed(void) {
     const int64_t w = delayed_index(1, TENSOR_W, DOWN_PROJ), x = delayed_index(0, TENSOR_X, QKV_PROJ), dy = delayed_index(0, TENSOR_DY, GATE_UP_PROJ);
     const float first_weight = float_from_bits(t.amax[w]);
     CHECK(weight_scale(&t, 1, DOWN_PROJ) == 224 / first_weight, "the first weights are cast with their own magnitude");
-    micro_step(&t, 1.0f / 32, false);
+    micro_step(&t, 1.0f / 32, 0, 0);
     const float first_input = d->history[4 * x + 3], first_scale = d->scale[x];
     CHECK(first_input == float_from_bits(quantize_tensor_amax(t.acts[0].norm1, 32 * 128, SCALE_TE)), "amax of an input: %g", (double)first_input);
     CHECK(first_scale == 224 / first_input && d->scale[dy] == 28672 / d->history[4 * dy + 3] && d->scale[w] == 0, "scales after a micro-step");
-    micro_step(&t, 1.0f / 32, true);
+    micro_step(&t, 1.0f / 32, 0, 1);
     CHECK(d->history[4 * x + 2] == first_input && d->history[4 * x + 3] == first_input && d->scale[x] == first_scale, "the same micro-step again");
     weights_update(&t, 0, 1);
     const float second_weight = float_from_bits(t.amax[w]);
