@@ -9,8 +9,8 @@ $(error $(MPICC) is missing or is not Open MPI; install libopenmpi-dev and openm
 endif
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 # gcc 13 counting costs leaves the tile of matmul() in memory where there is AVX-512: 1.7 times slower.
-CFLAGS = -std=gnu11 -O3 -march=native -fvect-cost-model=cheap -fopenmp -ffp-contract=off -Wall -Wextra -Werror $(MPI_CFLAGS)
-SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -ffp-contract=off -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS)
+CFLAGS = -std=gnu11 -O3 -march=native -fvect-cost-model=cheap -fopenmp -pthread -ffp-contract=off -Wall -Wextra -Werror $(MPI_CFLAGS)
+SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -pthread -ffp-contract=off -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS)
 # Code for Hopper; other GPUs of compute capability 8.0 and above run the portable kernels: make CUDA_ARCH=80
 CUDA_ARCH ?= 90a
 NVCCFLAGS = -std=c++17 -O3 -gencode=arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $(MPI_CFLAGS)

@@ -30,6 +30,7 @@
 #include "llmc/shard_plan.h"
 #include "llmc/stop.h"
 #include "llmc/tokenizer.h"
+#include "llmc/watch.h"
 
 // Elements that replicas reduce at once.
 #define REPLICA_CHUNK ((int64_t)1 << 16)
@@ -721,6 +722,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
     const float grad_scale = (float)(1.0 / (double)(B * T * micro_steps));
     StepRecord s;
     memset(&s, 0, sizeof s);
+    activity_phase(PHASE_TRAINING, progress->step + 1);
     t->bad_norm = NONFINITE_NONE;
     copy_delayed_before(t, true);
     audit_begin(t, progress->step + 1);
@@ -820,6 +822,7 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
         audit_end(t, log, s.step);
         const Due due = schedule_due(o, s.step);
         if (due.validate) {
+            activity_phase(PHASE_VALIDATION, s.step);
             const double loss = validate(t, &setup->val);
             if (!isnan(loss) || !stop_requested(t->comm)) logger_validation(log, s.step, loss);
         }
@@ -844,6 +847,7 @@ static int run(int argc, char **argv) {
     process_prepare();
     Comm comm = comm_open(&argc, &argv);
     Options o = options_parse(argc, argv);
+    watch_open(&comm, o.stall_timeout);
     output_survive(&o);
     run_setup_same_options(&comm, &o, "train_fp8");
     options_require_model(&o, argc, argv, presets);
@@ -877,6 +881,7 @@ static int run(int argc, char **argv) {
     }
     run_setup_close(&setup);
     trainer_free(&t);
+    watch_close();
     comm_close(&comm);
     return EXIT_SUCCESS;
 }

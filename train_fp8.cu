@@ -35,6 +35,7 @@
 #include "llmc/stop.h"
 #include "llmc/swiglu.cuh"
 #include "llmc/utils.h"
+#include "llmc/watch.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes and storage
@@ -1089,6 +1090,7 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
     const Options *o = t->o;
     const double tokens = (double)(t->comm->world * t->d.R * o->grad_accumulation_steps);
     t->nccl.step = step;
+    activity_phase(PHASE_TRAINING, step + 1);
     profile_range_begin("step", step + 1);
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
     t->fsdp.audit = t->auditing ? t->audit : NULL;
@@ -1121,7 +1123,7 @@ static double validation_loss(Trainer *t, DataLoader *data) {
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
     for (int64_t i = 0; i * world * t->d.B < sequences; i++) {
         if (stop_requested(t->comm)) {
-            trainer_wait_all(t);  // what comes next may take long and not watch over NCCL
+            trainer_wait_all(t);  // what comes next may take long and not look at NCCL
             return (double)NAN;
         }
         const int64_t first = dataloader_sample_index(0, i, world, t->comm->rank, t->d.B), rows = dataloader_rows_before(first, t->d.B, sequences);
@@ -1483,6 +1485,7 @@ static int between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = run->t.o;
     if (due.audit) report_audit(run, done);
     if (!stop && due.validate) {
+        activity_phase(PHASE_VALIDATION, done);
         const double loss = validation_loss(&run->t, &run->setup.val);
         stop = stop_requested(run->t.comm);
         if (!isnan(loss) || !stop) logger_validation(&run->logger, done, loss);
@@ -1562,7 +1565,7 @@ static void load_start(Run *run) {
         copy_delayed_state(t, false);
         t->has_history = t->delayed_scale && delayed_is_complete(&t->delayed_state);
     }
-    comm_barrier(t->comm, COMM_WORLD);  // some take long to read: NCCL's deadline runs from the first collective
+    comm_barrier(t->comm, COMM_WORLD);  // some take long to read: the others wait here, not in a kernel of NCCL
     weights_changed(t);
 }
 
@@ -1589,6 +1592,7 @@ int main(int argc, char **argv) {
     Comm comm = comm_open(&argc, &argv);
     model_config_preset_names(presets, sizeof presets);
     Options o = options_parse(argc, argv);
+    watch_open(&comm, o.stall_timeout);
     output_survive(&o);
     run_setup_same_options(&comm, &o, "train_fp8cu");
     options_require_model(&o, argc, argv, presets);
@@ -1627,6 +1631,7 @@ int main(int argc, char **argv) {
     free(run.audit);
     trainer_destroy(&run.t);
     run_setup_close(&run.setup);
+    watch_close();
     comm_close(&comm);
     return 0;
 }

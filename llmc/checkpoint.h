@@ -467,7 +467,7 @@ static inline bool checkpoint_remove(const char *dir, int64_t step, Failure *fai
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY];
     checkpoint_name(dir, step, "", path, sizeof path);
     checkpoint_temporary(dir, step, temporary, sizeof temporary);
-    if (rename(path, temporary)) return fail(failure, "cannot rename %s to %s: %s", path, temporary, strerror(errno));
+    if (FILE_WORK("rename", path, rename(path, temporary))) return fail(failure, "cannot rename %s to %s: %s", path, temporary, strerror(errno));
     return folder_remove(temporary, failure);
 }
 
@@ -538,7 +538,7 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
     ok = ok && (!leader || (checkpoint_make_way(path, &cause) && folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
         if (leader && !checkpoint_prune(dir, progress->step, keep, run->passed_over, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
-        if (s->comm) comm_barrier(s->comm, COMM_WORLD);  // removing may take minutes: ranks that went ahead would take rank 0 for dead
+        if (s->comm) comm_barrier(s->comm, COMM_WORLD);  // removing may take minutes: the others wait here, not in a kernel of NCCL
         return true;
     }
     if (leader && path_exists(temporary)) folder_remove(temporary, &ignored);

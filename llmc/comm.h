@@ -38,6 +38,14 @@ static inline void comm_check(int status, const char *call) {
 
 #define COMM_CHECK(call) comm_check(call, #call)
 
+// The same of a call that waits for other ranks. `what`: what the ranks do together.
+#define COMM_WAIT(what, call)                           \
+    do {                                                \
+        activity_begin(ACTIVITY_WAITING, what, "");     \
+        COMM_CHECK(call);                               \
+        activity_end();                                 \
+    } while (0)
+
 // die_hook()->before
 static inline void comm_wait_before_dying(void) {
     int rank = 0;
@@ -56,7 +64,10 @@ static inline void comm_abort(void) {
 static inline void comm_finalize(void) {
     int done = 1;
     MPI_Finalized(&done);
-    if (!done) MPI_Finalize();
+    if (done) return;
+    activity_begin(ACTIVITY_WAITING, "MPI_Finalize", "");
+    MPI_Finalize();
+    activity_end();
 }
 
 static inline void comm_rank_of(MPI_Comm comm, int64_t *size, int64_t *rank) {
@@ -81,7 +92,7 @@ static inline Comm comm_open(int *argc, char ***argv) {
     Comm c = comm_one();
     if (!getenv("OMPI_COMM_WORLD_SIZE") && !getenv("PMIX_RANK") && !getenv("PMI_RANK")) return c;
     int provided;
-    COMM_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided));
+    COMM_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided));
     if (atexit(comm_finalize)) die("atexit failed");
     c.comms[COMM_WORLD] = MPI_COMM_WORLD;
     comm_rank_of(MPI_COMM_WORLD, &c.world, &c.rank);
@@ -102,8 +113,18 @@ static inline void comm_split(Comm *c, int64_t group) {
     c->group = group, c->place = c->rank % group;
     c->replicas = c->world / group, c->replica = c->rank / group;
     if (c->comms[COMM_WORLD] == MPI_COMM_NULL) return;
-    COMM_CHECK(MPI_Comm_split(MPI_COMM_WORLD, (int)c->replica, (int)c->place, &c->comms[COMM_SHARD]));
-    COMM_CHECK(MPI_Comm_split(MPI_COMM_WORLD, (int)c->place, (int)c->replica, &c->comms[COMM_REPLICAS]));
+    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, (int)c->replica, (int)c->place, &c->comms[COMM_SHARD]));
+    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, (int)c->place, (int)c->replica, &c->comms[COMM_REPLICAS]));
+}
+
+// A communicator of all ranks for another thread of each (watch.h), who is to free it; MPI_COMM_NULL where MPI lets only one thread call it.
+static inline MPI_Comm comm_for_thread(const Comm *c) {
+    int provided = MPI_THREAD_SINGLE, lowest = MPI_THREAD_SINGLE;
+    MPI_Comm comm = MPI_COMM_NULL;
+    COMM_CHECK(MPI_Query_thread(&provided));
+    COMM_WAIT("all-reduce", MPI_Allreduce(&provided, &lowest, 1, MPI_INT, MPI_MIN, c->comms[COMM_WORLD]));
+    if (lowest >= MPI_THREAD_MULTIPLE) COMM_WAIT("making of groups", MPI_Comm_dup(c->comms[COMM_WORLD], &comm));
+    return comm;
 }
 
 // For a dry run of `world` ranks: as the first of them sees it. Nothing may be sent.
@@ -116,14 +137,14 @@ static inline void comm_assume(Comm *c, int64_t world) {
 static inline void comm_close(Comm *c) {
     if (c->comms[COMM_WORLD] == MPI_COMM_NULL) return;
     for (int g = COMM_SHARD; g < COMM_NUM_GROUPS; g++)
-        if (c->comms[g] != MPI_COMM_NULL) COMM_CHECK(MPI_Comm_free(&c->comms[g]));
+        if (c->comms[g] != MPI_COMM_NULL) COMM_WAIT("freeing of groups", MPI_Comm_free(&c->comms[g]));
     comm_finalize();
 }
 
 static inline int64_t comm_size(const Comm *c, CommGroup g) { return g == COMM_WORLD ? c->world : g == COMM_SHARD ? c->group : c->replicas; }
 
 static inline void comm_barrier(const Comm *c, CommGroup g) {
-    if (comm_size(c, g) > 1) COMM_CHECK(MPI_Barrier(c->comms[g]));
+    if (comm_size(c, g) > 1) COMM_WAIT("barrier", MPI_Barrier(c->comms[g]));
 }
 
 // MPI counts in int: data of more than 2 GiB is moved in blocks of 128 bytes, of which it must be a multiple.
@@ -137,7 +158,7 @@ static inline int comm_blocks(int64_t bytes, MPI_Datatype *type) {
 
 // `bytes` bytes of rank `root` of the group reach all its ranks (at most 2 GiB).
 static inline void comm_broadcast(const Comm *c, CommGroup g, int64_t root, void *data, int64_t bytes) {
-    if (comm_size(c, g) > 1) COMM_CHECK(MPI_Bcast(data, (int)bytes, MPI_BYTE, (int)root, c->comms[g]));
+    if (comm_size(c, g) > 1) COMM_WAIT("broadcast", MPI_Bcast(data, (int)bytes, MPI_BYTE, (int)root, c->comms[g]));
 }
 
 // all [ranks of the group][bytes] = each rank's `part`, in their order. `part` may be its own place in `all`.
@@ -150,7 +171,7 @@ static inline void comm_all_gather(const Comm *c, CommGroup g, const void *part,
     const bool in_place = part == (char *)all + place * bytes;
     MPI_Datatype type;
     const int blocks = comm_blocks(bytes, &type);
-    COMM_CHECK(MPI_Allgather(in_place ? MPI_IN_PLACE : part, blocks, type, all, blocks, type, c->comms[g]));
+    COMM_WAIT("all-gather", MPI_Allgather(in_place ? MPI_IN_PLACE : part, blocks, type, all, blocks, type, c->comms[g]));
     COMM_CHECK(MPI_Type_free(&type));
 }
 
@@ -162,7 +183,7 @@ static inline void comm_all_to_all(const Comm *c, CommGroup g, const void *from,
     }
     MPI_Datatype type;
     const int blocks = comm_blocks(bytes, &type);
-    COMM_CHECK(MPI_Alltoall(from, blocks, type, to, blocks, type, c->comms[g]));
+    COMM_WAIT("all-to-all", MPI_Alltoall(from, blocks, type, to, blocks, type, c->comms[g]));
     COMM_CHECK(MPI_Type_free(&type));
 }
 
@@ -180,7 +201,7 @@ static inline void comm_sum(const Comm *c, CommGroup g, double *values, int64_t 
 }
 
 static inline double comm_max(const Comm *c, CommGroup g, double value) {
-    if (comm_size(c, g) > 1) COMM_CHECK(MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_DOUBLE, MPI_MAX, c->comms[g]));
+    if (comm_size(c, g) > 1) COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_DOUBLE, MPI_MAX, c->comms[g]));
     return value;
 }
 
@@ -188,7 +209,7 @@ static inline double comm_min(const Comm *c, CommGroup g, double value) { return
 
 // Each of n unsigned words becomes its maximum over the group: magnitudes of floats as bits, where NaN is the largest.
 static inline void comm_max_u32(const Comm *c, CommGroup g, uint32_t *values, int64_t n) {
-    if (comm_size(c, g) > 1) COMM_CHECK(MPI_Allreduce(MPI_IN_PLACE, values, (int)n, MPI_UINT32_T, MPI_MAX, c->comms[g]));
+    if (comm_size(c, g) > 1) COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, values, (int)n, MPI_UINT32_T, MPI_MAX, c->comms[g]));
 }
 
 #endif

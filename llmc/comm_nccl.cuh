@@ -4,15 +4,12 @@
 // can wait for each other. They are enqueued and finish like kernels; events tie them to the compute stream (fsdp.cuh).
 //
 // The communicators do not block: no call into NCCL waits for another rank. Whoever waits for the GPU calls nccl_watch, which ends the run when NCCL
-// reports an error, with rank, step and collective. A thread ends it in the same way when a collective does not finish within NCCL_DEADLINE_SECONDS
-// of the one before it: the thread uses neither CUDA nor NCCL, because with a rank gone the others' hosts come to stand in a kernel launch (the GPU's
-// queue is full) or in MPI. ncclCommAbort is not called: die() ends the processes, and their kernels with them, while the call itself may wait
-// for what is gone.
+// reports an error, with rank, step and collective, and tells the thread that knows the deadline (watch.h) which operations are pending. ncclCommAbort is
+// not called: the processes end, and their kernels with them, while the call itself may wait for what is gone.
 #ifndef LLMC_COMM_NCCL_CUH
 #define LLMC_COMM_NCCL_CUH
 
 #include <nccl.h>
-#include <pthread.h>
 #include <sched.h>
 
 #include "comm.h"
@@ -21,13 +18,6 @@
 // Multiprocessors that a collective may take: NCCL occupies one with each block, also while the block waits for data, and the matrix products beside
 // it lose them. More blocks move data faster; 16 are an eighth of an H200. NCCL's own choice may be up to 32.
 #define NCCL_MAX_CTAS 16
-
-// From when a collective's turn comes, behind the computing that it waits for, to its end. With the time mpirun takes to end the processes, all ranks are
-// gone within a minute of the death of one.
-#define NCCL_DEADLINE_SECONDS 45
-
-// The guard sleeps for 0.2 s. When it was away for so long, the process was stopped, and what it waits for has its time again.
-#define NCCL_SUSPENDED_SECONDS 5
 
 // Collectives in flight that the watch tells apart; the host waits when there are more.
 #define NCCL_PENDING 256
@@ -47,17 +37,8 @@ typedef struct {
     cudaStream_t stream;
     NcclOperation operations[NCCL_PENDING];
     int64_t step;                       // the trainer's, for messages
-    // Shared with the watching thread, by atomic access:
     int64_t enqueued, finished;         // operations
-    int64_t settling;                   // 1: NCCL carries out a call
-    int64_t progress;                   // milliseconds: when something last moved
-    int64_t closing;                    // 1: the thread is to end
-    pthread_t watcher;
 } Nccl;
-
-static inline int64_t nccl_get(const int64_t *shared) { return __atomic_load_n(shared, __ATOMIC_ACQUIRE); }
-static inline void nccl_set(int64_t *shared, int64_t value) { __atomic_store_n(shared, value, __ATOMIC_RELEASE); }
-static inline int64_t nccl_now(void) { return (int64_t)(1e3 * seconds_now()); }
 
 static inline void nccl_check(ncclResult_t result, const char *call, const char *file, int line) {
     if (result != ncclSuccess && result != ncclInProgress) die("%s:%d: %s: %s (%s)", file, line, call, ncclGetErrorString(result), ncclGetLastError(NULL));
@@ -93,34 +74,24 @@ static inline bool nccl_has_happened(cudaEvent_t event) {
     return true;
 }
 
+// Tells the watching thread of the oldest operation that has not finished. `finished`: one more has.
+static inline void nccl_publish(const Nccl *n, bool finished) {
+    const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
+    activity_operation(n->enqueued - n->finished, o->what, o->unit, finished);
+}
+
 // Notes what has finished; ends the run on an error.
 static inline void nccl_watch(Nccl *n) {
     while (n->finished < n->enqueued && nccl_has_happened(n->operations[n->finished % NCCL_PENDING].done)) {
-        nccl_set(&n->progress, nccl_now());
-        nccl_set(&n->finished, n->finished + 1);
+        n->finished++;
+        nccl_publish(n, true);
     }
-    if (n->finished < n->enqueued && !nccl_has_happened(n->operations[n->finished % NCCL_PENDING].begun)) nccl_set(&n->progress, nccl_now());  // its turn has not come
+    if (n->finished < n->enqueued && !nccl_has_happened(n->operations[n->finished % NCCL_PENDING].begun)) activity_moved();  // its turn has not come
     const ncclResult_t state = nccl_state(n);
     if (state == ncclSuccess || state == ncclInProgress) return;
     char reason[512];
     snprintf(reason, sizeof reason, "NCCL reports \"%s\" (%.300s)", ncclGetErrorString(state), ncclGetLastError(NULL));
     nccl_die(n, reason);
-}
-
-// The thread that knows the deadline.
-static inline void *nccl_guard(void *context) {
-    Nccl *n = (Nccl *)context;
-    while (!nccl_get(&n->closing)) {
-        const int64_t before = nccl_now();
-        usleep(200000);
-        if (nccl_now() - before > 1000 * NCCL_SUSPENDED_SECONDS) nccl_set(&n->progress, nccl_now());  // this process was stopped (SIGSTOP), and others with it
-        const bool pending = nccl_get(&n->settling) || nccl_get(&n->finished) < nccl_get(&n->enqueued);
-        if (!pending || nccl_now() - nccl_get(&n->progress) < 1000 * NCCL_DEADLINE_SECONDS) continue;
-        char reason[128];
-        format_checked(reason, sizeof reason, "no progress for %d s: another rank has died or hangs", NCCL_DEADLINE_SECONDS);
-        nccl_die(n, reason);
-    }
-    return NULL;
 }
 
 // The host waits for an event of any stream.
@@ -132,19 +103,19 @@ static inline void nccl_wait(Nccl *n, cudaEvent_t event) {
     nccl_watch(n);
 }
 
-// The host waits until NCCL has carried out what it was told to.
-static inline void nccl_settle(Nccl *n) {
-    nccl_set(&n->progress, nccl_now());
-    nccl_set(&n->settling, 1);
-    while (nccl_state(n) == ncclInProgress) sched_yield();
+// The host waits until NCCL has carried out what it was told to. `what`: static text.
+static inline void nccl_settle(Nccl *n, const char *what) {
+    if (nccl_state(n) == ncclInProgress) {
+        activity_begin(ACTIVITY_WAITING, what, "");
+        while (nccl_state(n) == ncclInProgress) sched_yield();
+        activity_end();
+    }
     nccl_watch(n);
-    nccl_set(&n->settling, 0);
 }
 
 // The watch knows of what is enqueued between these two, on n->stream. `unit`: of the parameters; -1: none.
 static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t unit) {
     nccl_watch(n);  // copies, unlike collectives, do not look at what has finished when they are enqueued
-    if (n->enqueued == n->finished) nccl_set(&n->progress, nccl_now());  // a pause before is no delay
     if (n->enqueued - n->finished == NCCL_PENDING) nccl_wait(n, n->operations[n->finished % NCCL_PENDING].done);
     NcclOperation *o = &n->operations[n->enqueued % NCCL_PENDING];
     o->what = what, o->unit = unit, o->step = n->step;
@@ -153,7 +124,8 @@ static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t unit)
 
 static inline void nccl_end_operation(Nccl *n) {
     CUDA_CHECK(cudaEventRecord(n->operations[n->enqueued % NCCL_PENDING].done, n->stream));
-    nccl_set(&n->enqueued, n->enqueued + 1);
+    n->enqueued++;
+    nccl_publish(n, false);
 }
 
 // A group of collectives that travel as one: nccl_begin, calls of the functions below, nccl_end.
@@ -164,7 +136,7 @@ static inline void nccl_begin(Nccl *n, const char *what, int64_t unit) {
 
 static inline void nccl_end(Nccl *n) {
     NCCL_CHECK(ncclGroupEnd());
-    nccl_settle(n);
+    nccl_settle(n, n->operations[n->enqueued % NCCL_PENDING].what);
     nccl_end_operation(n);
 }
 
@@ -194,7 +166,7 @@ static inline ncclComm_t nccl_connect(Nccl *n, CommGroup g, int64_t rank) {
     ncclComm_t comm = NULL;
     NCCL_CHECK(ncclCommInitRankConfig(&comm, (int)comm_size(n->host, g), id, (int)rank, &config));
     n->comms[g] = comm;
-    nccl_settle(n);
+    nccl_settle(n, "connecting of NCCL");
     return comm;
 }
 
@@ -209,7 +181,6 @@ static inline void nccl_open(Nccl *n, const Comm *host) {
         CUDA_CHECK(cudaEventCreateWithFlags(&n->operations[i].begun, cudaEventDisableTiming));
         CUDA_CHECK(cudaEventCreateWithFlags(&n->operations[i].done, cudaEventDisableTiming));
     }
-    if (pthread_create(&n->watcher, NULL, nccl_guard, n)) die("cannot start the thread that watches over collectives: %s", strerror(errno));
     const ncclComm_t world = nccl_connect(n, COMM_WORLD, host->rank);
     if (host->group == host->world) n->comms[COMM_SHARD] = world;
     else if (host->group > 1) nccl_connect(n, COMM_SHARD, host->place);
@@ -223,14 +194,12 @@ static inline void nccl_close(Nccl *n) {
     for (int g = COMM_NUM_GROUPS - 1; g >= 0; g--) {
         if (!n->comms[g] || (g != COMM_WORLD && n->comms[g] == world)) continue;
         NCCL_CHECK(ncclCommFinalize(n->comms[g]));
-        nccl_settle(n);
+        nccl_settle(n, "ncclCommFinalize");
         NCCL_CHECK(ncclCommDestroy(n->comms[g]));
         for (int same = 0; same < COMM_NUM_GROUPS; same++)
             if (same != g && n->comms[same] == n->comms[g]) n->comms[same] = NULL;
         n->comms[g] = NULL;
     }
-    nccl_set(&n->closing, 1);
-    if (pthread_join(n->watcher, NULL)) warn("the thread that watches over collectives does not end");
     for (int i = 0; i < NCCL_PENDING; i++) {
         CUDA_CHECK(cudaEventDestroy(n->operations[i].begun));
         CUDA_CHECK(cudaEventDestroy(n->operations[i].done));

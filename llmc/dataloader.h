@@ -68,7 +68,7 @@ typedef struct {
 // Fills `bytes` bytes from `offset`, or dies: the file shrank or the disk failed since it was opened.
 static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int64_t bytes, void *out) {
     for (int64_t done = 0; done < bytes;) {
-        ssize_t got = pread(shard->fd, (char *)out + done, (size_t)(bytes - done), (off_t)(offset + done));
+        ssize_t got = FILE_WORK("pread", shard->path, pread(shard->fd, (char *)out + done, (size_t)(bytes - done), (off_t)(offset + done)));
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) die("%s: read at byte %lld failed: %s", shard->path, (long long)(offset + done), strerror(errno));
         if (got == 0) die("%s: ends at byte %lld, where %lld more were expected: the file changed after it was opened", shard->path,
@@ -133,7 +133,7 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
     DataShard shard;
     memset(&shard, 0, sizeof shard);
     shard.path = xstrdup(path);
-    shard.fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe that nobody writes must not keep open() waiting
+    shard.fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a pipe that nobody writes must not keep open() waiting
     if (shard.fd < 0 && errno == EMFILE)
         die("%s: cannot be opened: %s: there are %lld shards, and each stays open; raise the limit with ulimit -n, or make fewer and larger shards", path,
             strerror(EMFILE), (long long)num_shards);
@@ -167,7 +167,7 @@ static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool sh
     glob_t matches;
     memset(&matches, 0, sizeof matches);
     if (is_path) matches.gl_pathc = 1, matches.gl_pathv = one;
-    int status = is_path ? 0 : glob(pattern, 0, NULL, &matches);
+    int status = is_path ? 0 : FILE_WORK("glob", pattern, glob(pattern, 0, NULL, &matches));
     if (status == GLOB_NOMATCH)
         die("no token shard matches \"%s\"; make one with data/tinystories.py or build/synth_stories, or correct the path (quote wildcards in the shell)", pattern);
     if (status != 0) die("\"%s\": cannot list matching files: %s", pattern, status == GLOB_NOSPACE ? "out of memory" : "read error");

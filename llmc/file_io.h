@@ -105,7 +105,7 @@ typedef struct {
 static inline bool output_file_open(OutputFile *file, const char *path, Failure *failure) {
     format_checked(file->path, sizeof file->path, "%s", path);
     file->hash = xxhash64_begin();
-    file->fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666);
+    file->fd = FILE_WORK("open", path, open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666));
     if (file->fd < 0) return fail(failure, "cannot create %s: %s", path, error_words().text);
     return true;
 }
@@ -113,7 +113,7 @@ static inline bool output_file_open(OutputFile *file, const char *path, Failure 
 static inline bool output_file_write(OutputFile *file, const void *data, int64_t bytes, Failure *failure) {
     xxhash64_add(&file->hash, data, (size_t)bytes);
     for (int64_t done = 0; done < bytes;) {
-        ssize_t put = write(file->fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES));
+        ssize_t put = FILE_WORK("write", file->path, write(file->fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES)));
         if (put < 0 && errno == EINTR) continue;
         if (put < 0)
             return fail(failure, "cannot write %s after %lld bytes: %s", file->path, (long long)((int64_t)file->hash.length - bytes + done), error_words().text);
@@ -125,8 +125,8 @@ static inline bool output_file_write(OutputFile *file, const void *data, int64_t
 // Brings the data to the disk and closes; the file is closed on failure, too.
 static inline bool output_file_close(OutputFile *file, Failure *failure) {
     bool ok = true;
-    if (fsync(file->fd)) ok = fail(failure, "cannot bring %s to disk: %s", file->path, strerror(errno));
-    if (close(file->fd) && ok) ok = fail(failure, "cannot close %s: %s", file->path, strerror(errno));
+    if (FILE_WORK("fsync", file->path, fsync(file->fd))) ok = fail(failure, "cannot bring %s to disk: %s", file->path, strerror(errno));
+    if (FILE_WORK("close", file->path, close(file->fd)) && ok) ok = fail(failure, "cannot close %s: %s", file->path, strerror(errno));
     file->fd = -1;
     return ok;
 }
@@ -147,7 +147,7 @@ static inline bool file_write(const char *folder, const char *name, const void *
 // Fills `bytes` bytes from `offset` of an open file. A file that ends before is an error.
 static inline bool file_read_at(int fd, const char *path, int64_t offset, void *out, int64_t bytes, Failure *failure) {
     for (int64_t done = 0; done < bytes;) {
-        ssize_t got = pread(fd, (char *)out + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done));
+        ssize_t got = FILE_WORK("pread", path, pread(fd, (char *)out + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done)));
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return fail(failure, "cannot read %s at byte %lld: %s", path, (long long)(offset + done), strerror(errno));
         if (got == 0) return fail(failure, "%s ends at byte %lld, before the %lld bytes wanted from byte %lld", path, (long long)(offset + done), (long long)bytes, (long long)offset);
@@ -159,7 +159,7 @@ static inline bool file_read_at(int fd, const char *path, int64_t offset, void *
 // Writes `bytes` bytes at `offset` of an open file.
 static inline bool file_write_at(int fd, const char *path, int64_t offset, const void *data, int64_t bytes, Failure *failure) {
     for (int64_t done = 0; done < bytes;) {
-        ssize_t put = pwrite(fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done));
+        ssize_t put = FILE_WORK("pwrite", path, pwrite(fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done)));
         if (put < 0 && errno == EINTR) continue;
         if (put < 0) return fail(failure, "cannot write %s at byte %lld: %s", path, (long long)(offset + done), error_words().text);
         done += put;
@@ -170,7 +170,7 @@ static inline bool file_write_at(int fd, const char *path, int64_t offset, const
 // Size of a regular file; fails if there is none of that name.
 static inline bool file_size(const char *path, int64_t *bytes, Failure *failure) {
     struct stat s;
-    if (stat(path, &s)) return fail(failure, "cannot open %s: %s", path, strerror(errno));
+    if (FILE_WORK("stat", path, stat(path, &s))) return fail(failure, "cannot open %s: %s", path, strerror(errno));
     if (!S_ISREG(s.st_mode)) return fail(failure, "%s is not a file", path);
     *bytes = (int64_t)s.st_size;
     return true;
@@ -227,7 +227,7 @@ static inline bool path_within(const char *path, const char *folder) {
 
 // XXH64 of a whole file of `bytes` bytes.
 static inline bool file_hash(const char *path, int64_t bytes, uint64_t *hash, Failure *failure) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC));
     if (fd < 0) return fail(failure, "cannot open %s: %s", path, error_words().text);
     XxHash64 state = xxhash64_begin();
     const int64_t chunk = max_i64(1, min_i64(bytes, IO_CHUNK_BYTES));
@@ -247,10 +247,10 @@ static inline bool file_hash(const char *path, int64_t bytes, uint64_t *hash, Fa
 
 // Makes the names in a folder (new files, renames) durable.
 static inline bool folder_sync(const char *folder, Failure *failure) {
-    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int fd = FILE_WORK("open", folder, open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (fd < 0) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
     bool ok = true;
-    if (fsync(fd)) ok = fail(failure, "cannot bring folder %s to disk: %s", folder, strerror(errno));
+    if (FILE_WORK("fsync", folder, fsync(fd))) ok = fail(failure, "cannot bring folder %s to disk: %s", folder, strerror(errno));
     close(fd);
     return ok;
 }
@@ -264,7 +264,7 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
         if (errno != EEXIST) return fail(failure, "cannot make folder %s: %s", parent, strerror(errno));
         if (!folder_exists(parent)) return fail(failure, "cannot make folder %s: %s is %s", folder, parent, path_words(parent).text);
     }
-    if (mkdir(folder, 0777) == 0) return true;
+    if (FILE_WORK("mkdir", folder, mkdir(folder, 0777)) == 0) return true;
     int error = errno;
     if (error == EEXIST && may_exist && folder_exists(folder)) return true;
     if (error == EEXIST) return fail(failure, "cannot make folder %s: it is there already and is %s", folder, path_words(folder).text);
@@ -325,23 +325,23 @@ static inline Words folder_foreign_words(const char *folder) {
 // what a link leads to. The mark goes last: after a crash the rest is still known.
 static inline bool folder_remove(const char *folder, Failure *failure) {
     if (folder_kind(folder) == FOLDER_FOREIGN) return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);
-    DIR *dir = folder_open(folder);
+    DIR *dir = FILE_WORK("opendir", folder, folder_open(folder));
     if (!dir) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
     bool ok = true;
     for (struct dirent *entry; ok && (entry = readdir(dir)) != NULL;) {
         if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 || strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
-        if (unlinkat(dirfd(dir), entry->d_name, 0)) ok = fail(failure, "cannot remove %s/%s: %s", folder, entry->d_name, strerror(errno));
+        if (FILE_WORK("unlinkat", folder, unlinkat(dirfd(dir), entry->d_name, 0))) ok = fail(failure, "cannot remove %s/%s: %s", folder, entry->d_name, strerror(errno));
     }
     if (ok && unlinkat(dirfd(dir), FOLDER_MARKER, 0) && errno != ENOENT) ok = fail(failure, "cannot remove %s/" FOLDER_MARKER ": %s", folder, strerror(errno));
     closedir(dir);
-    if (ok && rmdir(folder)) ok = fail(failure, "cannot remove folder %s: %s", folder, strerror(errno));
+    if (ok && FILE_WORK("rmdir", folder, rmdir(folder))) ok = fail(failure, "cannot remove folder %s: %s", folder, strerror(errno));
     return ok;
 }
 
 // Bytes that may still be written to the file system of a folder that is there.
 static inline bool folder_room(const char *folder, int64_t *bytes, Failure *failure) {
     struct statvfs v;
-    if (statvfs(folder, &v)) return fail(failure, "cannot find out how much room is in %s: %s", folder, strerror(errno));
+    if (FILE_WORK("statvfs", folder, statvfs(folder, &v))) return fail(failure, "cannot find out how much room is in %s: %s", folder, strerror(errno));
     *bytes = (int64_t)v.f_bavail * (int64_t)v.f_frsize;
     return true;
 }
@@ -365,7 +365,7 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
     static int num_held;
     const double start = seconds_now();
     struct stat info;
-    const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const int fd = FILE_WORK("open", folder, open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (fd < 0 || fstat(fd, &info)) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
     for (int i = 0; i < num_held; i++)
         if (held[i].st_dev == info.st_dev && held[i].st_ino == info.st_ino) return close(fd) == 0;
@@ -393,13 +393,13 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
 // Two folders exchange their names in one step. Sets errno on failure; not all file systems can.
 static inline bool folder_exchange(const char *a, const char *b) {
     const unsigned exchange = 2;  // RENAME_EXCHANGE of linux/fs.h
-    return syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, exchange) == 0;
+    return FILE_WORK("renameat2", b, syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, exchange)) == 0;
 }
 
 // Gives `temporary` the name `final`. A folder that has this name is exchanged with it in one step, so that the name always means a whole
 // folder, and the old one is removed under the name `temporary`; what cannot be removed stays, with a warning. (File systems that cannot exchange get renames.)
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
-    if (rename(temporary, final) == 0) return true;
+    if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
     if (errno != EEXIST && errno != ENOTEMPTY) return fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
     char old[PATH_CAPACITY];
     Failure left;

@@ -52,7 +52,7 @@ typedef struct {
 // a line. A file that cannot be cut so (a pipe, a failing disk) is given up.
 static inline void logger_write(Logger *l, JsonText *line) {
     json_text_add(line, "\n");
-    if (l->file && fwrite(line->data, 1, line->size, l->file) == line->size) {
+    if (l->file && FILE_WORK("write", l->path, fwrite(line->data, 1, line->size, l->file)) == line->size) {
         l->end += (int64_t)line->size;
     } else if (l->file) {
         const int error = errno;
@@ -108,7 +108,7 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
 
 // Opens the log behind its last whole line: one that a full disk or a power failure has cut off goes. *end: its bytes. NULL: errno says why.
 static inline FILE *logger_append(const char *path, int64_t *end) {
-    FILE *file = fopen(path, "a+");
+    FILE *file = FILE_WORK("fopen", path, fopen(path, "a+"));
     *end = 0;
     if (!file || setvbuf(file, NULL, _IONBF, 0) || fseeko(file, 0, SEEK_END)) return file;  // not every file has an end
     const off_t size = ftello(file);
@@ -222,9 +222,11 @@ static inline void logger_step(Logger *l, const StepRecord *s) {
     char speed[256], width[32];
     format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
     logger_format_speed(speed, sizeof speed, &r, s->seconds, s->memory);
+    activity_begin(ACTIVITY_FILE, "write", "stdout");
     printf("step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n", (int)strlen(width), (long long)s->step, width, s->loss, s->norm, s->learning_rate, speed,
            s->skipped ? " | SKIPPED: non-finite gradient" : "");
     fflush(stdout);
+    activity_end();
     JsonText line = {NULL, 0, 0};
     json_text_add(&line, "{\"type\": \"step\"");
     logger_add_int(&line, "step", s->step);
@@ -239,8 +241,10 @@ static inline void logger_step(Logger *l, const StepRecord *s) {
 }
 
 static inline void logger_validation(Logger *l, int64_t step, double loss) {
+    activity_begin(ACTIVITY_FILE, "write", "stdout");
     printf("validation after step %lld | loss %.6f\n", (long long)step, loss);
     fflush(stdout);
+    activity_end();
     JsonText line = {NULL, 0, 0};
     json_text_add(&line, "{\"type\": \"validation\"");
     logger_add_int(&line, "step", step);
@@ -293,7 +297,7 @@ static inline void logger_close(Logger *l) {
         json_text_add(&line, "}");
         logger_write(l, &line);
     }
-    if (l->file && fclose(l->file)) warn("%s: %s", l->path, strerror(errno));
+    if (l->file && FILE_WORK("fclose", l->path, fclose(l->file))) warn("%s: %s", l->path, strerror(errno));
     l->file = NULL;
     free(l->seconds);
     free(l->losses);

@@ -32,6 +32,7 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
                             const TrainerState *state, bool last, Logger *log) {
     const CheckpointRun run = run_setup_checkpoint(s, o);
     Failure failure;
+    activity_phase(PHASE_SAVING, progress->step);
     s->save_failed = true;
     for (int attempt = 0; attempt < 2 && s->save_failed; attempt++) {
         s->save_failed = !checkpoint_save(o->checkpoint_dir, o->keep_checkpoints, progress, &run, t, state, &failure);
@@ -52,14 +53,17 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
 
 // Loads weights and optimizer state of the checkpoint, or the weights of the model's folder; false if there are neither.
 static inline bool run_load(const RunSetup *s, const ParameterTable *t, const TrainerState *state) {
+    activity_phase(PHASE_LOADING, s->start.step);
     if (*s->checkpoint) checkpoint_load(s->checkpoint, &s->model, t, state);
     else if (s->load_weights) model_load_weights(s->model_folder, &s->model, t, state);
+    activity_phase(PHASE_START, s->start.step);
     return *s->checkpoint || s->load_weights;
 }
 
 // Exports the weights; tries again once. Dies if that fails too.
-static inline void run_export(const RunSetup *s, const Options *o, const ParameterTable *t, const TrainerState *state) {
+static inline void run_export(const RunSetup *s, const Options *o, int64_t steps_done, const ParameterTable *t, const TrainerState *state) {
     Failure failure;
+    activity_phase(PHASE_EXPORT, steps_done);
     bool ok = model_export_hf(o->export_hf, &s->model, t, state, s->model_folder, &failure);
     if (!ok && !failure.lasting) {
         if (checkpoint_is_leader(state->comm)) warn("%s; it is tried again", failure.text);
@@ -67,14 +71,16 @@ static inline void run_export(const RunSetup *s, const Options *o, const Paramet
     }
     if (!ok) die("%s", failure.text);
     printf("exported the weights to %s\n", o->export_hf);
+    activity_phase(PHASE_END, steps_done);
 }
 
 // After the last step: says after which one a signal (0: none) ended the run early, or exports the weights if that is asked for. Dies if that fails, or if
 // the last save has failed.
 static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_t steps_done, const ParameterTable *t, const TrainerState *state) {
     const bool early = stop && steps_done < o->num_steps;
+    activity_phase(PHASE_END, steps_done);
     if (early && !s->save_failed) return stop_print(o, stop, steps_done);
-    if (!early && *o->export_hf) run_export(s, o, t, state);
+    if (!early && *o->export_hf) run_export(s, o, steps_done, t, state);
     if (s->save_failed && s->saved_step)
         die("the last save failed, as said above: the steps after step %lld are lost. --resume continues from there", (long long)s->saved_step);
     if (s->save_failed) die("the last save failed, as said above: no step of this run is saved");

@@ -168,7 +168,7 @@ static inline bool safetensors_is_own(const char *path) {
     Failure ignored;
     Json json;
     int64_t data;
-    if (!file_size(path, &file.bytes, &ignored) || (file.fd = open(path, O_RDONLY | O_CLOEXEC)) < 0) return false;
+    if (!file_size(path, &file.bytes, &ignored) || (file.fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC))) < 0) return false;
     const bool read = safetensors_read_header(&file, &json, &data, &ignored);
     close(file.fd);
     if (!read) return false;
@@ -183,7 +183,7 @@ static inline bool safetensors_is_own(const char *path) {
 static inline bool safetensors_add_file(Safetensors *st, const char *path, Failure *failure) {
     int64_t bytes = 0;
     if (!file_size(path, &bytes, failure)) return false;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC));
     if (fd < 0) return fail(failure, "cannot open %s: %s", path, strerror(errno));
     st->files = (SafetensorsFile *)xrealloc(st->files, (size_t)(st->num_files + 1) * sizeof *st->files);
     const int index = st->num_files++;
@@ -497,7 +497,7 @@ static inline bool safetensors_create_file(const SafetensorsSet *set, int64_t fi
     int64_t bytes = (int64_t)header.size;
     for (int64_t i = set->starts[file]; i < set->starts[file + 1]; i++) bytes += safetensors_spec_bytes(&set->specs[i]);
     bool ok = output_file_write(&output, header.data, (int64_t)header.size, failure);
-    if (ok && ftruncate(output.fd, (off_t)bytes)) ok = fail(failure, "cannot make %s %lld bytes long: %s", path, (long long)bytes, error_words().text);
+    if (ok && FILE_WORK("ftruncate", path, ftruncate(output.fd, (off_t)bytes))) ok = fail(failure, "cannot make %s %lld bytes long: %s", path, (long long)bytes, error_words().text);
     json_text_free(&header);
     return output_file_close(&output, ok ? failure : &ignored) && ok;
 }
@@ -526,7 +526,7 @@ static inline bool safetensors_fill_file(const SafetensorsSet *set, int64_t file
     char name[64], path[PATH_CAPACITY];
     safetensors_set_name(set, file, name, sizeof name);
     format_checked(path, sizeof path, "%s/%s", set->folder, name);
-    const int fd = open(path, O_WRONLY | O_CLOEXEC);
+    const int fd = FILE_WORK("open", path, open(path, O_WRONLY | O_CLOEXEC));
     if (fd < 0) return fail(failure, "cannot open %s for writing: %s", path, strerror(errno));
     JsonText header = safetensors_header(set->specs + set->starts[file], set->starts[file + 1] - set->starts[file]);
     int64_t begin = (int64_t)header.size;
@@ -536,8 +536,8 @@ static inline bool safetensors_fill_file(const SafetensorsSet *set, int64_t file
         ok = safetensors_fill_tensor(set, i, fd, path, begin, part, source, context, failure);
         begin += safetensors_spec_bytes(&set->specs[i]);
     }
-    if (ok && fsync(fd)) ok = fail(failure, "cannot bring %s to disk: %s", path, strerror(errno));
-    if (close(fd) && ok) ok = fail(failure, "cannot close %s: %s", path, strerror(errno));
+    if (ok && FILE_WORK("fsync", path, fsync(fd))) ok = fail(failure, "cannot bring %s to disk: %s", path, strerror(errno));
+    if (FILE_WORK("close", path, close(fd)) && ok) ok = fail(failure, "cannot close %s: %s", path, strerror(errno));
     return ok;
 }
 

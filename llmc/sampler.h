@@ -38,6 +38,7 @@ static inline void sampler_print(const Options *o, const Comm *c, const ModelCon
     const int64_t separator = tokenizer->count ? tokenizer->separator : m->bos_token_id;
     int32_t *tokens = (int32_t *)xcalloc((size_t)o->sample_tokens + 1, sizeof *tokens);
     tokens[0] = (int32_t)max_i64(0, separator);
+    activity_phase(PHASE_SAMPLING, step);
     printf("sample after step %lld: ", (long long)step);
     for (int64_t n = 1; n <= o->sample_tokens && !stop_requested(c); n++) {
         const int64_t length = min_i64(n, o->sequence_length);
@@ -46,8 +47,10 @@ static inline void sampler_print(const Options *o, const Comm *c, const ModelCon
         if (tokens[n] == separator) break;
         tokenizer_print(tokenizer, tokens[n], stdout);
     }
+    activity_begin(ACTIVITY_FILE, "write", "stdout");
     printf("\n");
     fflush(stdout);
+    activity_end();
     free(tokens);
 }
 

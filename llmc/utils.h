@@ -12,6 +12,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "activity.h"
+
 #define UTILS_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 
 // Marks code that a CUDA kernel calls as well as the host.
@@ -60,6 +62,13 @@ static inline void text_printable(const char *text, char *out, size_t capacity) 
     out[n] = 0;
 }
 
+// Brings stdout's text out, unless another thread holds it: that one may never let go.
+static inline void flush_stdout(void) {
+    if (ftrylockfile(stdout)) return;
+    fflush(stdout);
+    funlockfile(stdout);
+}
+
 // Prints "error: ..." on stderr and ends the process with status 1, and with it the other ranks, if there are any.
 // For bad input: say what was given, why it cannot be, and what would work.
 __attribute__((noreturn)) UTILS_PRINTF(1, 2) static inline void die(const char *format, ...) {
@@ -70,7 +79,7 @@ __attribute__((noreturn)) UTILS_PRINTF(1, 2) static inline void die(const char *
     vsnprintf(given, sizeof given, format, args);
     va_end(args);
     text_printable(given, text, sizeof text);
-    fflush(stdout);
+    flush_stdout();
     if (hook->before) hook->before();
     fprintf(stderr, "error: %s%s\n", hook->prefix, text);  // at once, so that what other processes write does not come between
     if (hook->end) hook->end();
@@ -117,11 +126,11 @@ UTILS_PRINTF(3, 4) static inline void format_checked(char *out, size_t capacity,
 
 // Reads a whole file into memory with a terminating zero byte (not counted in *size). NULL if it cannot be read; errno says why.
 static inline char *read_file(const char *path, size_t *size) {
-    FILE *f = fopen(path, "rb");
+    FILE *f = FILE_WORK("fopen", path, fopen(path, "rb"));
     if (!f) return NULL;
     size_t capacity = 1 << 16, n = 0;
     char *data = (char *)xcalloc(capacity, 1);
-    for (size_t got; (got = fread(data + n, 1, capacity - n - 1, f)) > 0;) {
+    for (size_t got; (got = FILE_WORK("fread", path, fread(data + n, 1, capacity - n - 1, f))) > 0;) {
         n += got;
         if (n + 1 >= capacity) data = (char *)xrealloc(data, capacity *= 2);
     }
