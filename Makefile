@@ -27,7 +27,7 @@ UNIT_TESTS := $(patsubst dev/test/%.c,build/%,$(wildcard dev/test/test_*.c))
 SANITIZED := $(patsubst dev/test/%.c,build/asan/%,$(wildcard dev/test/test_*.c))
 BENCHES := $(patsubst dev/cuda/%.cu,build/bench_%,$(wildcard dev/cuda/*.cu))
 
-.PHONY: all help test unit-tests asan headers gpu benches check-gpu clean FORCE
+.PHONY: all help test unit-tests asan headers gpu benches check-gpu check-faults clean FORCE
 
 all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 
@@ -35,6 +35,7 @@ help:
 	@echo "make             train_fp8, and train_fp8cu where nvcc is"
 	@echo "make test        every test that needs no GPU (scripts/test.sh)"
 	@echo "make check-gpu   every GPU test and bench (scripts/check_gpu.sh)"
+	@echo "make check-faults crashes, bad disks, damage, hostile input (dev/fault/README.md): 40 minutes, of which MINUTES=20 fuzz; QUICK=1: 1 minute"
 	@echo "make asan        the unit tests under address and undefined-behaviour sanitizers"
 	@echo "make headers     every header compiled alone"
 
@@ -84,6 +85,17 @@ build/test_%: dev/test/test_%.c train_fp8.c $(wildcard dev/test/*.h) $(HEADERS) 
 build/asan/test_%: dev/test/test_%.c train_fp8.c $(wildcard dev/test/*.h) $(HEADERS) | build
 	$(CC) $(SANITIZE) -o $@ $< $(MPI_LIBS) -lm
 
+build/fault/inject.so: dev/fault/inject.c | build
+	$(CC) -std=gnu11 -O1 -Wall -Wextra -Werror -shared -fPIC -o $@ $< -ldl -lpthread
+
+# The fuzz targets in one program without libFuzzer, and each with it.
+build/fault/replay: dev/fault/replay.c $(wildcard dev/fault/fuzz*) $(HEADERS) | build
+	$(CC) $(SANITIZE) -o $@ $< $(MPI_LIBS) -lm
+
+FUZZ_CC ?= clang
+build/fault/fuzz_%: dev/fault/fuzz_%.c dev/fault/fuzz.h $(HEADERS) | build
+	$(FUZZ_CC) -std=gnu11 -O1 -g -Wall -Wextra -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS) -o $@ $< $(MPI_LIBS) -lm
+
 unit-tests: $(UNIT_TESTS)
 asan: $(SANITIZED)
 gpu: train_fp8cu build/test_gpu build/test_fsdp_order build/test_placement build/compare_checkpoints
@@ -99,10 +111,13 @@ test:
 check-gpu:
 	scripts/check_gpu.sh
 
+check-faults:
+	python3 dev/fault/campaign.py $(if $(QUICK),--quick) $(if $(MINUTES),--minutes $(MINUTES))
+
 FORCE:
 
 build:
-	@mkdir -p build/asan
+	@mkdir -p build/asan build/fault
 
 clean:
 	rm -rf build train_fp8 train_fp8cu

@@ -1,0 +1,592 @@
+#!/usr/bin/env python3
+"""The fault campaign: crashes, full and bad disks, power cuts, damaged files and hostile input, and whether the trainer stands them.
+
+Each point runs ./train_fp8 with one fault and then starts it again without one. A point passes when that start goes on from the newest checkpoint that was
+said to be saved, or a newer whole one, never from a torn one, leaves no .tmp behind, and gives the losses, norms and weights of the uninterrupted run,
+bit for bit. Ends with a table and "N passed, N failed".
+"""
+import argparse
+import collections
+import concurrent.futures
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+KILLS = ["kill-before", "kill-after", "kill-middle", "power-cut", "power-names"]
+ERRORS = ["enospc", "eio", "enospc-on", "eio-on", "short", "eintr"]
+MESSAGES = {"enospc": "No space left on device", "eio": "Input/output error", "eintr": "Interrupted system call"}
+DAMAGES = ["bit flipped", "truncated", "longer", "4 KiB zeroed", "words swapped", "byte changed", "deleted", "of an older checkpoint"]
+RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
+TARGETS = ["json", "safetensors", "config", "index", "shard", "tokenizer", "trainer", "log", "options"]
+SECTIONS = ["save", "ranks", "export", "log", "damage", "resume", "fuzz"]
+SAVE_STEPS, SAVE_EVERY = 6, 2
+
+Call = collections.namedtuple("Call", "number name path")
+Run = collections.namedtuple("Run", "status out err struck")
+Fault = collections.namedtuple("Fault", "kind at dir rank calls delay", defaults=(None, None, 0))
+
+
+class Wrong(Exception):
+    """What a point found that must not be."""
+
+
+def require(condition, text):
+    if not condition:
+        raise Wrong(text)
+
+
+class Trainer:
+    """Runs the trainer in folders of its own under `scratch`."""
+
+    def __init__(self, scratch):
+        self.scratch = scratch
+        self.data = scratch / "data"
+        self.data.mkdir()
+        self.next_folder = 0
+        self.lock = threading.Lock()
+        subprocess.run([ROOT / "build/synth_stories", "--out", self.data / "s", "--bytes", "20000", "--seed", "3"], check=True, stdout=subprocess.DEVNULL)
+
+    def folder(self):
+        with self.lock:
+            self.next_folder += 1
+            path = self.scratch / f"p{self.next_folder}"
+        path.mkdir()
+        return path
+
+    def run(self, folder, options, ranks=1, fault=None, seconds=120):
+        """One run of `ranks` ranks; `fault` strikes in it."""
+        report = folder / "report"
+        report.unlink(missing_ok=True)
+        (folder / "state").unlink(missing_ok=True)
+        # Open MPI: a second less until it has killed the other ranks, and what killed ranks leave in shared memory lies where it is removed
+        env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_odls_base_sigkill_timeout="0", OMPI_MCA_btl_vader_backing_directory=str(self.scratch))
+        if fault:
+            env.update(LD_PRELOAD=str(ROOT / "build/fault/inject.so"), FAULT_DIR=str(fault.dir), FAULT_KIND=fault.kind, FAULT_AT=str(fault.at), FAULT_REPORT=str(report),
+                       FAULT_STATE=str(folder / "state"), FAULT_DELAY=str(fault.delay))
+            if fault.calls:
+                env["FAULT_CALLS"] = fault.calls
+            if ranks > 1:
+                env["FAULT_RANK"] = str(fault.rank)
+        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks)] if ranks > 1 else []
+        command += [str(ROOT / "train_fp8"), "tiny", "--train-data", str(self.data / "s_train.bin"), "--sequence-length", "16", "--learning-rate", "3e-3", *map(str, options)]
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise Wrong(f"a run hangs: not at its end after {seconds} s")
+        struck = [line.split()[2] for line in (report.read_text().splitlines() if report.exists() else []) if line.startswith("struck ")]
+        return Run(process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), struck)
+
+    def calls(self, folder, options, ranks, fault):
+        """The calls that a run without a fault makes, in order."""
+        run = self.run(folder, options, ranks, fault._replace(kind="none", at=0))
+        if run.status:
+            raise SystemExit(f"a run without a fault fails:\n{run.err}")
+        lines = [line.split(" ", 4) for line in (folder / "report").read_text().splitlines()]
+        return [Call(int(number), name, path) for _, number, name, _, path in lines]
+
+
+def files_of(folder):
+    """{name: content} of every file of a checkpoint or an export; {}: there is no such folder."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())} if folder.is_dir() and not folder.is_symlink() else {}
+
+
+def content_of(files):
+    """Of files_of, what must be the same in every run: trainer.json names folders, and hidden files are for the program's own housekeeping."""
+    return {name: content for name, content in files.items() if name != "trainer.json" and name[0] != "."}
+
+
+def log_steps(path):
+    """{step: [(loss, norm), ...]} of a log; every line must be JSON."""
+    steps = collections.defaultdict(list)
+    for n, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise Wrong(f"line {n} of log.jsonl is not JSON: {error}")
+        if entry["type"] == "step":
+            steps[entry["step"]].append((entry["loss"], entry["norm"]))
+    return steps
+
+
+class Reference:
+    """The uninterrupted run of one configuration: its losses and norms, and every checkpoint it saved."""
+
+    def __init__(self, trainer, options, ranks, steps, every):
+        self.trainer, self.ranks, self.num_steps = trainer, ranks, steps
+        self.options = [*options, "--num-steps", steps, "--checkpoint-every", every]
+        folder = trainer.folder()
+        run = trainer.run(folder, [*self.run_options(folder), "--keep-checkpoints", 1000], ranks)
+        if run.status:
+            raise SystemExit(f"a run without a fault fails:\n{run.err}")
+        self.steps = log_steps(folder / "log/log.jsonl")
+        saved = {step: files_of(folder / f"ck/step-{step:08d}") for step in range(1, steps + 1)}
+        self.saved = {step: files for step, files in saved.items() if files}
+        shutil.rmtree(folder)
+
+    def run_options(self, folder):
+        return [*self.options, "--checkpoint-dir", folder / "ck", "--log-dir", folder / "log"]
+
+    def is_whole(self, checkpoints, step):
+        """Whether the checkpoint of a step has the files of the uninterrupted run."""
+        found = files_of(checkpoints / f"step-{step:08d}")
+        return content_of(found) == content_of(self.saved[step]) and self.is_trainer(found.get("trainer.json", b""), step)
+
+    def newest_whole(self, checkpoints):
+        """The newest step of which a folder has a whole checkpoint; 0: none."""
+        return max([step for step in self.saved if self.is_whole(checkpoints, step)], default=0)
+
+    def torn(self, checkpoints):
+        """The checkpoints that have their names and are not whole."""
+        return [step for step in self.saved if (checkpoints / f"step-{step:08d}").exists() and not self.is_whole(checkpoints, step)]
+
+    @staticmethod
+    def is_trainer(text, step):
+        try:
+            return json.loads(text)["step"] == step
+        except (ValueError, KeyError):
+            return False
+
+    def resume(self, folder, from_step, keep=1):
+        """Starts the run in `folder` again, which must go on from `from_step` and end as the uninterrupted run does."""
+        run = self.trainer.run(folder, [*self.run_options(folder), "--keep-checkpoints", keep, "--resume"], self.ranks)
+        require(run.status == 0, f"the next start ends with status {run.status}: {run.err.strip()[-600:]}")
+        went_on = re.search(r"^resume: continuing from .*/step-(\d+)$", run.out, re.MULTILINE)
+        step = int(went_on.group(1)) if went_on else 0
+        require(step == from_step, f"the next start goes on from step {step}, not from {from_step}")
+        left = [p.name for p in (folder / "ck").iterdir() if p.name.endswith(".tmp")]
+        require(not left, f"after the next start {left} stay")
+        require(self.newest_whole(folder / "ck") == self.num_steps, "the last checkpoint differs from that of the uninterrupted run")
+        self.check_log(folder)
+        return run
+
+    def check_log(self, folder):
+        steps = log_steps(folder / "log/log.jsonl")
+        for step, values in steps.items():
+            for value in values:
+                require(value == self.steps[step][0], f"step {step} has loss and norm {value}, the uninterrupted run {self.steps[step][0]}")
+        return steps
+
+
+def last_saved(out):
+    return max([int(step) for step in re.findall(r"^saved checkpoint after step (\d+)", out, re.MULTILINE)], default=0)
+
+
+def check_end(run, kind):
+    """How a run may end that a fault struck: killed; with an error that says why; or well. Returns whether it ended well."""
+    require(run.struck, "the fault did not strike: the run made fewer calls than the one that was counted")
+    if kind in KILLS:
+        require(run.status != 0, "the run was to be killed, but ended well")
+        return False
+    if kind == "short" or (kind == "eintr" and run.struck[0] in ("write", "pwrite")):
+        require(run.status == 0, f"the run ends with status {run.status}: {run.err.strip()[-400:]}")
+    if run.status == 0:
+        return True
+    message = MESSAGES[kind.replace("-on", "")]
+    require(run.status > 0 and "error: " in run.err and message in run.err, f"the run ends with status {run.status} and without the error \"{message}\": {run.err.strip()[-400:]}")
+    return False
+
+
+def save_point(reference, rank, kind, at, folder):
+    """A fault in a run that saves."""
+    run = reference.trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 1], reference.ranks, Fault(kind, at, folder / "ck", rank))
+    well = check_end(run, kind)
+    said, whole = last_saved(run.out), reference.newest_whole(folder / "ck")
+    require(whole >= said, f"step {said} was said to be saved, but the newest whole checkpoint is of step {whole}")
+    require(kind == "power-names" or not reference.torn(folder / "ck"), f"the checkpoint of step {reference.torn(folder / 'ck')} has its name, but is not whole")
+    require(not well or whole == reference.num_steps, f"the run ended well, but its newest whole checkpoint is of step {whole}")
+    reference.resume(folder, whole)
+    require(set(reference.check_log(folder)) >= set(range(whole + 1, reference.num_steps + 1)), "log.jsonl lacks steps")
+
+
+class Export:
+    """Runs that end in an export: into a new folder, or over an earlier one."""
+
+    def __init__(self, trainer):
+        self.trainer, self.options = trainer, ["--precision", "bf16", "--num-steps", 1]
+        self.old, self.new = self.export(["--seed", 7]), self.export([])
+        require(self.old["model.safetensors"] != self.new["model.safetensors"], "two exports do not differ")
+        self.wholes = [content_of(self.old), content_of(self.new)]
+
+    def export(self, more):
+        folder = self.trainer.folder()
+        run = self.trainer.run(folder, [*self.options, *more, "--export-hf", folder / "x"])
+        require(run.status == 0, f"an export without a fault fails: {run.err}")
+        return files_of(folder / "x")
+
+    def prepare(self, folder, over):
+        (folder / "out").mkdir()
+        if over:
+            (folder / "out/x").mkdir()
+            for name, content in self.old.items():
+                (folder / "out/x" / name).write_bytes(content)
+        return [*self.options, "--export-hf", folder / "out/x"]
+
+    def point(self, over, kind, at, folder):
+        options = self.prepare(folder, over)
+        run = self.trainer.run(folder, options, fault=Fault(kind, at, folder / "out"))
+        well = check_end(run, kind)
+        found = content_of(files_of(folder / "out/x"))
+        require(not found or found in self.wholes, "the export's folder holds a part of an export")
+        require(found == self.wholes[1] or not (well or "exported the weights" in run.out), "the run ended well, but its export is not whole")
+        require(not over or found or any(content_of(files_of(p)) == self.wholes[0] for p in (folder / "out").iterdir()), "neither the earlier export nor the new one is whole")
+        run = self.trainer.run(folder, options)
+        require(run.status == 0, f"the next start ends with status {run.status}: {run.err.strip()[-600:]}")
+        require(content_of(files_of(folder / "out/x")) == self.wholes[1], "the export of the next start is not that of the uninterrupted run")
+        left = [p.name for p in (folder / "out").iterdir() if p.name != "x"]
+        require(not left, f"after the next start {left} stay")
+
+
+def log_point(reference, reads, cut, n, folder):
+    """SIGKILL at some time; with `cut` the log loses its tail besides, as in a power cut."""
+    chance = random.Random(f"log {cut} {n}")
+    fault = Fault("kill-later", chance.randrange(max(1, reads - reference.num_steps), reads), reference.trainer.data, calls="pread", delay=chance.randrange(4000))
+    reference.trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 1], fault=fault)  # may end before the kill comes
+    path = folder / "log/log.jsonl"
+    if cut and path.exists():
+        text = path.read_bytes()
+        path.write_bytes(text[:len(text) - chance.randrange(min(len(text), 900))])
+    before = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+    whole = reference.newest_whole(folder / "ck")
+    reference.resume(folder, whole)
+    steps = reference.check_log(folder)
+    kept = {entry["step"] for entry in map(json.loads, before) if entry["type"] == "step"} if whole else set()
+    require(set(steps) >= kept | set(range(whole + 1, reference.num_steps + 1)), "log.jsonl lacks steps")
+
+
+def damage_file(kind, path, older, chance):
+    """Damages one file; False if that did not change it."""
+    before = path.read_bytes()
+    data = bytearray(before)
+    at = chance.randrange(len(data))
+    if kind == "bit flipped":
+        data[at] ^= 1 << chance.randrange(8)
+    elif kind == "truncated":
+        del data[at:]
+    elif kind == "longer":
+        data += chance.randbytes(chance.choice([1, 8, 4096]))
+    elif kind == "4 KiB zeroed":
+        at = at // 4096 * 4096
+        data[at:at + 4096] = bytes(len(data[at:at + 4096]))
+    elif kind == "words swapped":
+        a, b = (chance.randrange(len(data) // 4) * 4 for _ in range(2))
+        data[a:a + 4], data[b:b + 4] = data[b:b + 4], data[a:a + 4]
+    elif kind == "byte changed":
+        data[at] = chance.randrange(256)
+    elif kind == "of an older checkpoint":
+        data = bytearray((older / path.name).read_bytes())
+    if kind == "deleted":
+        path.unlink()
+    elif data != before:
+        path.write_bytes(data)
+    return kind == "deleted" or data != before
+
+
+def damage_point(reference, kind, n, folder):
+    """Damage to a file of the newest of two checkpoints."""
+    chance = random.Random(f"damage {kind} {n}")
+    first, second = sorted(reference.saved)[:2]
+    for step in (first, second):
+        (folder / f"ck/step-{step:08d}").mkdir(parents=True)
+        for name, content in reference.saved[step].items():
+            (folder / f"ck/step-{step:08d}" / name).write_bytes(content)
+    newest, older = folder / f"ck/step-{second:08d}", folder / f"ck/step-{first:08d}"
+    names = sorted(p.name for p in newest.iterdir() if p.name[0] != ".")
+    while True:
+        name = chance.choice(names)
+        if damage_file(kind, newest / name, older, chance):
+            break
+    run = reference.resume(folder, first, keep=2)
+    line = re.search(rf"^resume: passed over .*/step-{second:08d}: (.*)$", run.out, re.MULTILINE)
+    require(line, "the damaged checkpoint is not said to be passed over")
+    require(name in line.group(1) or "was renamed" in line.group(1), f"{name} is damaged, but the message is \"{line.group(1)}\"")
+
+
+def precisions():
+    lengths = {"blockwise": 128, "mxfp8": 32}  # what their products need
+    fp8 = [["--precision", "fp8", "--fp8-recipe", recipe, "--sequence-length", lengths.get(recipe, 16)] for recipe in RECIPES]
+    return [["--precision", "fp32"], ["--precision", "bf16"]] + fp8
+
+
+def resume_configurations(quick):
+    """(ranks, options): each precision and recipe with each number of ranks and each sharding."""
+    split = [(1, "full", 1), (1, "full", 2), (2, "grad_op", 1), (2, "full", 2), (3, "none", 1), (3, "full", 2), (4, "hybrid", 1), (4, "none", 2)]
+    shards = ["full", "grad_op", "none"]
+    for p, options in enumerate(precisions()):
+        for s, (ranks, sharding, accumulation) in enumerate(split):
+            if quick and (s != p % 3 or p % 2):
+                continue
+            if ranks > 1 and sharding != "hybrid":
+                sharding = shards[(shards.index(sharding) + p) % 3]
+            more = ["--sharding", "hybrid", "--shard-size", 2] if sharding == "hybrid" else ["--sharding", sharding]
+            yield ranks, [*options, *more, "--grad-accumulation-steps", accumulation]
+
+
+def resume_point(trainer, ranks, options, n, folder):
+    """SIGKILL of one rank within a step, at some time in its micro-step."""
+    chance = random.Random(f"resume {n}")
+    steps, every, accumulation = 12, 5, int(options[-1])
+    rank = chance.randrange(ranks)
+    count = folder / "count"
+    count.mkdir()
+    reads = Fault("none", 0, trainer.data, rank, "pread")
+    reference = Reference(trainer, options, ranks, steps, every)
+    total = len(trainer.calls(count, [*reference.options[:-2]], ranks, reads))
+    after = chance.randrange(6, steps)  # steps that are done
+    at = total - (steps - after) * accumulation + 1 + chance.randrange(accumulation)
+    fault = reads._replace(kind="kill-later", at=at, delay=chance.randrange(3000))
+    run = trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 2], ranks, fault)
+    require(run.struck and (run.status != 0 or after > steps - 3), f"the run was not killed in step {after + 1}")
+    whole = reference.newest_whole(folder / "ck")
+    require(whole >= last_saved(run.out) and whole >= 5, f"the newest whole checkpoint is of step {whole}")
+    reference.resume(folder, whole, keep=2)
+
+
+def thinned(calls, kind, every):
+    """Every call, but of writes to one file in a row each `every`th, the first and the last. A write is what a kill in its middle, or a short write, takes."""
+    kept = []
+    for i, call in enumerate(calls):
+        writes = call.name in ("write", "pwrite")
+        same = [0 <= j < len(calls) and (calls[j].name, calls[j].path) == (call.name, call.path) for j in (i - 1, i + 1)]
+        if writes and all(same) and i % every:
+            continue
+        if writes or kind not in ("kill-middle", "short"):
+            kept.append(call.number)
+    return kept
+
+
+def chosen(calls, kind, most, every):
+    """The calls to strike: all of `thinned`, or as many as `most`, half of them no writes."""
+    points = thinned(calls, kind, every)
+    if most is None or len(points) <= most:
+        return points
+    chance = random.Random(kind)
+    names = {call.number: call.name for call in calls}
+    rare = [number for number in points if names[number] not in ("write", "pwrite", "open", "close")]
+    picked = set(chance.sample(rare, min(len(rare), most // 2)))
+    return sorted(picked | set(chance.sample([number for number in points if number not in picked], most - len(picked))))
+
+
+class Campaign:
+    def __init__(self, args):
+        self.args = args
+        in_memory = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 512 << 20  # faster than a disk; its faults are made here
+        self.scratch = pathlib.Path(tempfile.mkdtemp(prefix="train_fp8_faults_", dir="/dev/shm" if in_memory else None)).resolve()
+        self.trainer = Trainer(self.scratch)
+        self.rows = collections.OrderedDict()  # name: [tried, passed]
+        self.notes = {}
+        self.lock = threading.Lock()
+        self.begin = self.spoken = time.monotonic()
+
+    def wants(self, section):
+        return not self.args.only or section in self.args.only.split(",")
+
+    def progress(self, section, done, total):
+        if time.monotonic() - self.spoken < (0.5 if sys.stdout.isatty() else 15):
+            return
+        self.spoken = time.monotonic()
+        failed = sum(tried - passed for tried, passed in self.rows.values())
+        print(f"{section}: {done} of {total} points, {failed} failed so far, {self.spoken - self.begin:.0f} s", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+
+    def attempt(self, row, again, action):
+        """Runs one point in a folder of its own and counts it. `again`: what gives this point alone."""
+        folder = self.trainer.folder()
+        problem = None
+        try:
+            action(folder)
+        except Wrong as wrong:
+            problem = str(wrong)
+        if not self.args.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        with self.lock:
+            self.rows[row][0] += 1
+            self.rows[row][1] += problem is None
+        if problem or self.args.keep:
+            print(f"{'FAILED' if problem else 'passed'}: {row}: {problem or folder}\n  again: dev/fault/campaign.py {again} --keep", flush=True)
+
+    def sweep(self, section, points, jobs):
+        """points: (row, again, action)."""
+        for row, _, _ in points:
+            self.rows.setdefault(row, [0, 0])
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(self.attempt, *point) for point in points]
+            for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+                future.result()
+                self.progress(section, done, len(points))
+
+    def faults(self, row, section, kinds, calls, most, action, every=4):
+        """The points of one run: each kind at each chosen call. `action(kind, at, folder)`."""
+        points = []
+        for kind in kinds:
+            if self.args.kind and kind != self.args.kind:
+                continue
+            for at in [self.args.at] if self.args.at else chosen(calls, kind, most, every):
+                points.append((f"{row}: {kind}", f"--only {section} --kind {kind} --at {at}", lambda folder, kind=kind, at=at: action(kind, at, folder)))
+        return points
+
+    def saves(self):
+        delayed = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16]
+        for section, ranks in (("save", 1), ("ranks", 2)):
+            if not self.wants(section):
+                continue
+            reference, points = Reference(self.trainer, delayed, ranks, SAVE_STEPS, SAVE_EVERY), []
+            for rank in range(ranks):
+                folder = self.trainer.folder()
+                calls = self.trainer.calls(folder, [*reference.run_options(folder), "--keep-checkpoints", 1], ranks, Fault("none", 0, folder / "ck", rank))
+                kinds = KILLS + ERRORS if ranks == 1 else ["kill-before", "power-cut", "enospc", "eio", "short"]
+                most = (8 if ranks == 1 else 1) if self.args.quick else None
+                row = "save, 1 rank" if ranks == 1 else f"save, 2 ranks, rank {rank}"
+                points += self.faults(row, section, kinds, calls, most, lambda kind, at, folder, rank=rank: save_point(reference, rank, kind, at, folder),
+                                      4 * ranks)
+            self.sweep(section, points, self.args.jobs if ranks == 1 else 3 * self.args.jobs)
+
+    def exports(self):
+        export, points = Export(self.trainer), []
+        for over in (False, True):
+            folder = self.trainer.folder()
+            calls = self.trainer.calls(folder, export.prepare(folder, over), 1, Fault("none", 0, folder / "out"))
+            points += self.faults("export over an earlier one" if over else "export, new folder", "export", KILLS + ERRORS, calls, 4 if self.args.quick else None,
+                                  lambda kind, at, folder, over=over: export.point(over, kind, at, folder))
+        self.sweep("export", points, self.args.jobs)
+
+    def numbered(self, section, row, count, action):
+        numbers = [self.args.at] if self.args.at else range(1, count + 1)
+        return [(row, f"--only {section} --at {n}", lambda folder, n=n: action(n, folder)) for n in numbers]
+
+    def logs(self):
+        reference = Reference(self.trainer, ["--precision", "bf16"], 1, 40, 4)
+        folder = self.trainer.folder()
+        reads = len(self.trainer.calls(folder, reference.options[:-2], 1, Fault("none", 0, self.trainer.data, calls="pread")))
+        points = []
+        for cut in (False, True):
+            row = "log: SIGKILL, tail cut" if cut else "log: SIGKILL"
+            points += self.numbered("log", row, 4 if self.args.quick else 40, lambda n, folder, cut=cut: log_point(reference, reads, cut, n, folder))
+        self.sweep("log", points, self.args.jobs)
+
+    def damages(self):
+        reference = Reference(self.trainer, ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16], 1, SAVE_STEPS, SAVE_EVERY)
+        points = []
+        for kind in DAMAGES:
+            points += self.numbered("damage", f"damage: {kind}", 3 if self.args.quick else 50, lambda n, folder, kind=kind: damage_point(reference, kind, n, folder))
+        self.sweep("damage", points, self.args.jobs)
+
+    def resumes(self):
+        points = []
+        for n, (ranks, options) in enumerate(resume_configurations(self.args.quick), 1):
+            if self.args.at in (None, n):
+                row = "kill and resume: " + (options[3] if options[1] == "fp8" else options[1])
+                points.append((row, f"--only resume --at {n}", lambda folder, n=n, ranks=ranks, options=options: resume_point(self.trainer, ranks, options, n, folder)))
+        self.sweep("resume", points, self.args.jobs)
+
+    # ---- fuzzing
+
+    def fuzz_environment(self):
+        return dict(os.environ, TMPDIR=str(self.scratch), ASAN_OPTIONS="detect_leaks=0", OMP_NUM_THREADS="1")
+
+    def replay(self, target, runs, folder):
+        command = [ROOT / "build/fault/replay", target, str(runs)]
+        start = time.monotonic()
+        run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self.fuzz_environment())
+        require(run.returncode == 0, f"{run.stdout.decode('utf-8', 'replace')[-2500:]}")
+        with self.lock:
+            self.notes[f"fuzz, replayed: {target}"] = f"{runs:,} runs, {runs / (time.monotonic() - start):,.0f}/s"
+
+    def libfuzzer(self, target, seconds, folder):
+        corpus = folder / "corpus"
+        corpus.mkdir()
+        subprocess.run([ROOT / "build/fault/replay", target, "seeds", corpus], check=True, stdout=subprocess.DEVNULL)
+        command = [ROOT / f"build/fault/fuzz_{target}", corpus, f"-max_total_time={seconds:.0f}", "-timeout=20", "-print_final_stats=1", "-max_len=4096", f"-artifact_prefix={ROOT}/build/fault/"]
+        run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=self.fuzz_environment())
+        text = run.stderr.decode("utf-8", "replace")
+        runs, edges = re.search(r"stat::number_of_executed_units: (\d+)", text), re.findall(r" cov: (\d+)", text)
+        with self.lock:
+            if runs:
+                self.notes[f"fuzz, libFuzzer: {target}"] = f"{int(runs.group(1)):,} runs, {int(runs.group(1)) / seconds:,.0f}/s, {edges[-1] if edges else 0} edges"
+        require(run.returncode == 0, text[-2500:])
+
+    def fuzz(self):
+        targets = [target for target in TARGETS if self.args.kind in (None, target)]
+        runs = 3000 if self.args.quick else 50000
+        points = [(f"fuzz, replayed: {t}", f"--only fuzz --kind {t}", lambda folder, t=t: self.replay(t, runs, folder)) for t in targets]
+        if not self.args.quick:
+            compiler = find_libfuzzer()
+            if compiler:
+                build(*[f"build/fault/fuzz_{t}" for t in targets], f"FUZZ_CC={compiler}")
+                seconds = 60 * self.args.minutes * self.args.jobs / len(targets)
+                points += [(f"fuzz, libFuzzer: {t}", f"--only fuzz --kind {t}", lambda folder, t=t: self.libfuzzer(t, seconds, folder)) for t in targets]
+            else:
+                print("skipped: no clang with libFuzzer; mutations are replayed alone")
+        self.sweep("fuzz", points, self.args.jobs)
+
+    def report(self):
+        width = max(len(row) for row in self.rows) if self.rows else 0
+        print(f"\n{'fault':{width}}  tried  passed")
+        for row, (tried, passed) in self.rows.items():
+            note = self.notes.get(row, "")
+            print(f"{row:{width}}  {tried:5d}  {passed:6d}  {'' if tried == passed else 'FAILED '}{note}".rstrip())
+        passed = sum(p for _, p in self.rows.values())
+        failed = sum(t - p for t, p in self.rows.values())
+        print(f"\n{time.monotonic() - self.begin:.0f} s\n{passed} passed, {failed} failed")
+        return 1 if failed or not passed else 0
+
+    def run(self):
+        self.saves()
+        for section, action in (("export", self.exports), ("log", self.logs), ("damage", self.damages), ("resume", self.resumes), ("fuzz", self.fuzz)):
+            if self.wants(section):
+                action()
+        return self.report()
+
+
+def build(*targets):
+    if subprocess.run(["make", "-s", *targets], cwd=ROOT).returncode:
+        raise SystemExit(1)
+
+
+def find_libfuzzer():
+    """A clang that links fuzz targets; None: there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder) / "empty.c"
+        source.write_text("int LLVMFuzzerTestOneInput(const unsigned char *data, unsigned long size) { return data && size > 4096; }\n")
+        for compiler in filter(None, [os.environ.get("FUZZ_CC"), "clang", "clang-14"]):
+            if shutil.which(compiler) and subprocess.run([compiler, "-fsanitize=fuzzer,address,undefined", "-o", f"{folder}/empty", source], stderr=subprocess.DEVNULL).returncode == 0:
+                return compiler
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog="The full form takes about 20 minutes on 2 cores, and --minutes more for libFuzzer; --quick takes about 1 minute.")
+    parser.add_argument("--quick", action="store_true", help="few points of every kind, and fuzz targets without libFuzzer: what scripts/test.sh runs")
+    parser.add_argument("--minutes", type=float, default=20, help="of fuzzing with libFuzzer, all targets together [20]; 60 make more than 10 million runs on 2 cores")
+    parser.add_argument("--only", metavar="SECTIONS", help=f"of {','.join(SECTIONS)}, those named")
+    parser.add_argument("--kind", help="one kind of fault (" + ", ".join(KILLS + ERRORS) + "), or one fuzz target")
+    parser.add_argument("--at", type=int, help="one point of each kind: the number of its call, or of the point")
+    parser.add_argument("--keep", action="store_true", help="keep the points' folders, and name them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="points at once [the cores]")
+    args = parser.parse_args()
+    for section in filter(None, (args.only or "").split(",")):
+        if section not in SECTIONS:
+            parser.error(f"--only {section}: the sections are {', '.join(SECTIONS)}")
+    build("train_fp8", "build/synth_stories", "build/fault/inject.so", *([] if args.only and "fuzz" not in args.only else ["build/fault/replay"]))
+    campaign = Campaign(args)
+    try:
+        return campaign.run()
+    finally:
+        if not args.keep:
+            shutil.rmtree(campaign.scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+// What every fuzz target shares. A target is a function of some bytes that calls the code under test and aborts where it does what it must not.
+// FUZZ_TARGET makes it an entry point of libFuzzer, or with FUZZ_REPLAY an entry of the table in replay.c.
+//
+// die() ends a run of the target, not the process: its hook jumps back here before it prints. What the run had allocated is freed then, and descriptors are
+// closed. A run that ends without die() must have given everything back itself.
+#ifndef DEV_FAULT_FUZZ_H
+#define DEV_FAULT_FUZZ_H
+
+#include <fcntl.h>
+#include <setjmp.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define FUZZ_MAX_BLOCKS (1 << 20)
+
+typedef struct {
+    sigjmp_buf back;
+    bool running;
+    void **blocks;  // allocated by this run
+    size_t num_blocks;
+    int first_descriptor;
+    char folder[200];  // of this process, for the files that targets write
+} Fuzz;
+
+static inline Fuzz *fuzz(void) {
+    static Fuzz state;
+    return &state;
+}
+
+// A run has found what must not be.
+#define FUZZ_CHECK(condition) \
+    do { \
+        if (!(condition)) { \
+            fprintf(stderr, "%s:%d: this does not hold: %s\n", __FILE__, __LINE__, #condition); \
+            abort(); \
+        } \
+    } while (0)
+
+// ---- allocations of the code under test
+
+static inline void *fuzz_note(void *block) {
+    Fuzz *f = fuzz();
+    if (!block || !f->running) return block;
+    FUZZ_CHECK(f->num_blocks < FUZZ_MAX_BLOCKS);
+    return f->blocks[f->num_blocks++] = block;
+}
+
+static inline void fuzz_forget(void *block) {
+    Fuzz *f = fuzz();
+    for (size_t i = f->num_blocks; block && i-- > 0;)  // the newest is the likeliest
+        if (f->blocks[i] == block) {
+            f->blocks[i] = f->blocks[--f->num_blocks];
+            return;
+        }
+}
+
+static inline void *fuzz_calloc(size_t count, size_t size) { return fuzz_note(calloc(count, size)); }
+
+static inline void *fuzz_realloc(void *old, size_t bytes) {
+    fuzz_forget(old);
+    return fuzz_note(realloc(old, bytes));
+}
+
+static inline void fuzz_free(void *block) {
+    fuzz_forget(block);
+    free(block);
+}
+
+__attribute__((noreturn)) static inline void fuzz_exit(int status) {
+    if (!fuzz()->running) _exit(status);
+    siglongjmp(fuzz()->back, 1);
+}
+
+#define calloc fuzz_calloc
+#define realloc fuzz_realloc
+#define free fuzz_free
+#define exit fuzz_exit  // --help
+#define IO_CHUNK_BYTES 4096
+
+#include "../../llmc/hf_export.h"
+#include "../../llmc/logger.h"
+#include "../../llmc/tokenizer.h"
+
+#undef calloc
+#undef realloc
+#undef free
+#undef exit
+
+// ---- one run
+
+static inline void fuzz_died(void) {
+    if (fuzz()->running) fuzz_exit(1);
+}
+
+static inline void fuzz_remove_folder(void) {
+    Failure ignored;
+    folder_remove(fuzz()->folder, &ignored);
+}
+
+// Once for each process. Targets write their files in a folder under TMPDIR; what the code under test prints goes nowhere.
+static inline void fuzz_begin(void) {
+    Fuzz *f = fuzz();
+    if (f->blocks) return;
+    f->blocks = (void **)calloc(FUZZ_MAX_BLOCKS, sizeof *f->blocks);
+    format_checked(f->folder, sizeof f->folder, "%s/train_fp8_fuzz_XXXXXX", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp");
+    if (!f->blocks || !mkdtemp(f->folder) || !freopen("/dev/null", "w", stdout) || atexit(fuzz_remove_folder)) abort();
+    die_hook()->before = fuzz_died;
+}
+
+// The path of a name in the process's folder, good for the next seven calls.
+static inline const char *fuzz_path(const char *name) {
+    static char paths[8][256];
+    static int next;
+    char *path = paths[next++ % 8];
+    snprintf(path, 256, "%s/%s", fuzz()->folder, name);
+    return path;
+}
+
+static inline void fuzz_write(const char *name, const void *data, size_t size) {
+    const int fd = open(fuzz_path(name), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    FUZZ_CHECK(fd >= 0 && write(fd, data, size) == (ssize_t)size);
+    close(fd);
+}
+
+static inline void fuzz_run(void (*target)(const uint8_t *, size_t), const uint8_t *data, size_t size) {
+    Fuzz *f = fuzz();
+    fuzz_begin();
+    f->first_descriptor = dup(2);
+    close(f->first_descriptor);
+    f->num_blocks = 0;
+    if (sigsetjmp(f->back, 0) == 0) {
+        f->running = true;
+        target(data, size);
+        f->running = false;
+        FUZZ_CHECK(f->num_blocks == 0);  // all memory is given back
+        const int next = dup(2);
+        FUZZ_CHECK(next == f->first_descriptor);  // and all files are closed
+        close(next);
+        return;
+    }
+    f->running = false;
+    for (size_t i = 0; i < f->num_blocks; i++) free(f->blocks[i]);
+    for (int fd = f->first_descriptor; fd < f->first_descriptor + 8; fd++) close(fd);
+}
+
+// ---- input
+
+// The first bytes of an input, as choices of the target; zeros when there are no more.
+static inline uint8_t fuzz_byte(const uint8_t **data, size_t *size) {
+    if (!*size) return 0;
+    ++*data, --*size;
+    return (*data)[-1];
+}
+
+// Copies a text without its terminating zero, for seeds. Returns its size.
+static inline size_t fuzz_text(uint8_t *out, size_t capacity, const char *text) {
+    const size_t n = strlen(text);
+    FUZZ_CHECK(n <= capacity);
+    memcpy(out, text, n);
+    return n;
+}
+
+#define FUZZ_SEED_CAPACITY 8192
+
+// A target for replay.c. `seed` writes the i-th seed to `out` and returns its size; 0 past the last.
+typedef struct {
+    const char *name;
+    void (*run)(const uint8_t *data, size_t size);
+    size_t (*seed)(int i, uint8_t *out);
+} FuzzTarget;
+
+#ifdef FUZZ_REPLAY
+#define FUZZ_TARGET(name) static const FuzzTarget fuzz_##name = {#name, name##_run, name##_seed};
+#else
+#define FUZZ_TARGET(name) \
+    int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size); \
+    int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) { \
+        (void)name##_seed; \
+        fuzz_run(name##_run, data, size); \
+        return 0; \
+    }
+#endif
+
+#endif
