@@ -133,6 +133,7 @@ static inline void run_setup_same_options(const Comm *c, const Options *o, const
     JsonText text = {NULL, 0, 0};
     run_setup_describe(&text, "the program", program);
     run_setup_describe(&text, "its version", TRAINER_VERSION);
+    run_setup_describe(&text, "MODEL", o->model);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         char name[64], value[PATH_CAPACITY];
         if (row->kind == OPTION_GROUP) continue;
@@ -141,7 +142,6 @@ static inline void run_setup_same_options(const Comm *c, const Options *o, const
         if (*value && (row->field == offsetof(Options, train_data) || row->field == offsetof(Options, val_data))) format_checked(value, sizeof value, "given");
         run_setup_describe(&text, name, value);
     }
-    run_setup_describe(&text, "MODEL", o->model);
     run_setup_compare(c, &text, "start all ranks with the same program, model and options");
 }
 

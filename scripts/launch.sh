@@ -1,5 +1,8 @@
 # Sourced by sweep.sh, run_recipes.sh and run_common.sh: how a trainer is started. They set `trainer` and, if it is not plain mpirun, `mpirun`.
 
+export LC_ALL=C  # with a decimal comma, awk, printf and sort -n would read and write other numbers
+trap '' PIPE     # a reader of the output that goes away (| head, a closed ssh) ends neither the script nor what it starts; a run's lines are in its files
+
 fail() { echo "error: $*" >&2; exit 1; }
 
 # $1 an option, the rest its values.

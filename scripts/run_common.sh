@@ -8,8 +8,8 @@ usage() {
 usage: $0 [trainer options]
 
 Trains $model from random weights on all GPUs of this machine until all steps are done: makes the data if there is none, checks GPU memory and disk
-space, prints what the run will cost, and starts the trainer again from its newest checkpoint if it fails. Ctrl-C or SIGTERM saves and stops; the same
-command goes on. By environment:
+space, prints what the run will cost, and starts the trainer again from its newest checkpoint if it fails. Ctrl-C, SIGTERM or a closed terminal (without
+nohup) saves and stops; the same command goes on. By environment:
 
   GPUS     how many GPUs, or ranks of the CPU trainer (all there are; 1 rank)
   TRAINER  the program (./train_fp8cu)
@@ -55,19 +55,23 @@ check_memory() {
 
 # What the run will take, and whether the disk has it. Half the peak is a guess on the low side for large models in FP8; the trainer's lines tell.
 print_cost() {
-    local free held
-    awk -v per_token="$(planned model_flops_per_token)" -v T="$(planned sequence-length)" -v B="$(planned batch-size)" -v A="$(planned grad-accumulation-steps)" -v steps="$(planned num-steps)" -v W="$gpus" \
+    local free held text  # what awk prints goes through it: awk fails on a closed pipe, and its status says whether there is room
+    text=$(awk -v per_token="$(planned model_flops_per_token)" -v T="$(planned sequence-length)" -v B="$(planned batch-size)" -v A="$(planned grad-accumulation-steps)" -v steps="$(planned num-steps)" -v W="$gpus" \
         -v price="${PRICE:-}" 'BEGIN {
             tokens = W * B * A * T * steps; flops = per_token * tokens; hours = flops / (0.5 * 989.5e12) / 3600
             printf "cost: %d steps of %d tokens are %.1f million tokens, about %.2g FLOPs, %.2f GPU hours at half the BF16 peak of an H200 (%.2f hours on %d)", steps, W * B * A * T, tokens / 1e6, flops, hours, hours / W, W
             if (price != "") printf ", %.2f at %s a GPU hour", hours * price, price
-            print "" }'
+            print "" }')
+    echo "$text"
     held=$(du -sk "$checkpoints" 2>/dev/null | cut -f1)
     free=$(df -Pk "$(existing_parent "$out")" | awk 'NR == 2 { print $4 }')
-    awk -v bytes="$(planned checkpoint_bytes)" -v keep="$(planned keep-checkpoints)" -v held="${held:-0}" -v free="$free" -v out="$out" -v dry="$dry_run" 'BEGIN {
+    text=$(awk -v bytes="$(planned checkpoint_bytes)" -v keep="$(planned keep-checkpoints)" -v held="${held:-0}" -v free="$free" -v out="$out" -v dry="$dry_run" 'BEGIN {
         needed = bytes * (keep + 1) / 2^30; held /= 2^20; free /= 2^20
         printf "disk: checkpoints take up to %.1f GiB in %s, of which %.1f are there; %.1f are free\n", needed, out, held, free
-        exit !dry && needed > held + free }' || fail "not enough room for the checkpoints; OUT=FOLDER puts them elsewhere"
+        exit !dry && needed > held + free }')
+    local short=$?
+    echo "$text"
+    [ "$short" -eq 0 ] || fail "not enough room for the checkpoints; OUT=FOLDER puts them elsewhere"
 }
 
 # The folder $1, or the nearest one above it that is there.
@@ -95,7 +99,7 @@ forward_stop() {
 # One start of the trainer, from the newest checkpoint, in a process group of its own so that Ctrl-C comes by way of forward_stop alone.
 start_trainer() {
     set -m
-    "${command[@]}" > >(trap '' INT TERM USR1; exec tee -a "$out/stdout.txt") 2>&1 </dev/null &
+    "${command[@]}" > >(trap '' INT TERM USR1 HUP; exec tee -a "$out/stdout.txt") 2>&1 </dev/null &
     child=$!
     set +m
     while kill -0 "$child" 2>/dev/null; do wait "$child" 2>/dev/null; done
@@ -105,9 +109,9 @@ start_trainer() {
 }
 
 # Trains to the last step. A start that fails (a crash, a GPU or a host lost) is followed by another from the newest checkpoint; three in a row that
-# save nothing new end it.
+# come no further than the best before them end it.
 run_until_done() {
-    local begun newest fruitless=0
+    local best newest fruitless=0
     check_arguments "$@"
     trainer=${TRAINER:-./train_fp8cu} out=${OUT:-checkpoints/$model} data=${DATA:-data/tinystories_$tokenizer}
     checkpoints=$out/steps stopping="" child="" dry_run=""
@@ -128,9 +132,9 @@ run_until_done() {
     printf '%q ' "${command[@]}"
     echo
     if [ -n "$dry_run" ]; then echo "$plan"; exit 0; fi
-    trap forward_stop INT TERM USR1
+    trap forward_stop INT TERM USR1 HUP
+    best=$(newest_checkpoint)
     while true; do  # also of a run that is done: an --export-hf may be new, or an option wrong
-        begun=$(newest_checkpoint)
         start_trainer
         [ "$status" -eq 0 ] && is_done && break
         if [ -n "$stopping" ] || [ "$status" -eq 0 ]; then
@@ -138,11 +142,12 @@ run_until_done() {
             exit "$status"
         fi
         newest=$(newest_checkpoint)
-        if [ "$newest" = "$begun" ]; then fruitless=$((fruitless + 1)); else fruitless=0; fi
+        if [[ $newest > $best ]]; then best=$newest fruitless=0; else fruitless=$((fruitless + 1)); fi
         [ "$fruitless" -lt 3 ] || fail "three starts in a row failed without a new checkpoint; $out/stdout.txt says why"
         echo "the run failed with status $status; starting again from ${newest:-the beginning}"
         sleep 2
         [ -z "$stopping" ] || exit 0
     done
     echo "done: $(newest_checkpoint) in $checkpoints; the lines of all steps are in $out/log.jsonl"
+    return 0  # whether or not that could be printed
 }

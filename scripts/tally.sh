@@ -1,4 +1,5 @@
 # Sourced by test.sh, check_gpu.sh and tests that are scripts: counts checks, over programs that count their own.
+export LC_ALL=C  # with a decimal comma, awk and printf would read and write other numbers
 passed=0 failed=0
 
 # Runs one command that counts as one check.

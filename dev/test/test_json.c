@@ -164,6 +164,41 @@ static void test_writing(void) {
     json_text_free(&out);
 }
 
+// Bytes that are not UTF-8 are written as \udcXX, and read back as they were; so is every string of bytes.
+static void test_bytes(void) {
+    static const char *const cases[][2] = {
+        {"a/\xff\xfe/b", "\"a/\\udcff\\udcfe/b\""},
+        {"caf\xe9", "\"caf\\udce9\""},                                   // Latin-1
+        {"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", "\"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\""},
+        {"\xe2\x82", "\"\\udce2\\udc82\""},                             // cut in a character
+        {"\xc0\xaf", "\"\\udcc0\\udcaf\""}, {"\xe0\x80\x80", "\"\\udce0\\udc80\\udc80\""}, {"\xf0\x8f\xbf\xbf", "\"\\udcf0\\udc8f\\udcbf\\udcbf\""},  // overlong
+        {"\xed\xa0\x80", "\"\\udced\\udca0\\udc80\""},                // a surrogate
+        {"\xf4\x90\x80\x80", "\"\\udcf4\\udc90\\udc80\\udc80\""},     // past U+10FFFF
+        {"\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf", "\"\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf\""}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        JsonText out = {NULL, 0, 0};
+        json_text_add_string(&out, cases[i][0]);
+        CHECK(strcmp(out.data, cases[i][1]) == 0, "%s, not %s", out.data, cases[i][1]);
+        json_text_free(&out);
+    }
+    check_refused("\"\\udc7f\"", 8, "without a first");
+    check_refused("\"\\udd00\"", 8, "without a first");
+    for (uint64_t round = 0; round < 2000; round++) {
+        char bytes[9] = "";
+        for (uint64_t k = 0; k < 8; k++) bytes[k] = (char)(1 + rng_u64(round, k) % 255);
+        JsonText out = {NULL, 0, 0};
+        json_text_add_string(&out, bytes);
+        bool valid = true;
+        for (const char *c = out.data; *c && valid; c += json_utf8_length(c)) valid = json_utf8_length(c) > 0;
+        Json json;
+        Failure failure = {""};
+        const bool parsed = json_parse(&json, "t.json", out.data, out.size, &failure);
+        if (!valid || !parsed || strcmp(json_root(&json)->text, bytes) != 0) CHECK(false, "%s: %s", out.data, failure.text);
+        if (parsed) json_free(&json);
+        json_text_free(&out);
+    }
+}
+
 int main(void) {
     test_refused();
     test_depth();
@@ -171,5 +206,6 @@ int main(void) {
     test_numbers();
     test_damage();
     test_writing();
+    test_bytes();
     return check_report();
 }

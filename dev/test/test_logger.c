@@ -1,4 +1,7 @@
 // The step line as DESIGN prints it, log.jsonl line by line (read back with the JSON reader), the summary's medians, and files that cannot be written.
+#include <signal.h>
+#include <sys/resource.h>
+
 #include "../../llmc/logger.h"
 #include "check.h"
 #include "json_check.h"
@@ -175,11 +178,55 @@ static void test_failures(void) {
     free_run(&r);
 }
 
+// A disk that is full for a while: the file may not grow past `limit` bytes.
+static void limit_files(rlim_t limit) {
+    struct rlimit r;
+    if (getrlimit(RLIMIT_FSIZE, &r)) die("getrlimit: %s", strerror(errno));
+    r.rlim_cur = limit < r.rlim_max ? limit : r.rlim_max;
+    if (setrlimit(RLIMIT_FSIZE, &r)) die("setrlimit: %s", strerror(errno));
+}
+
+static void log_through_a_full_disk(void *unused) {
+    (void)unused;
+    if (signal(SIGXFSZ, SIG_IGN) == SIG_ERR || !freopen("/dev/null", "w", stdout)) die("no /dev/null");
+    Run r = make_run(0);
+    Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
+    for (int64_t step = 1; step <= 6; step++) {
+        if (step == 3) limit_files((rlim_t)l.end + 100);  // a part of a line fits
+        if (step == 5) limit_files(RLIM_INFINITY);
+        const StepRecord s = make_step(step, 1);
+        logger_step(&l, &s);
+    }
+    logger_close(&l);
+    free_run(&r);
+    die("the run went on");
+}
+
+static void test_full_disk(void) {
+    char output[1024];
+    CHECK(check_dies(log_through_a_full_disk, NULL, "the run went on", output, sizeof output), "%s", output);
+    CHECK(check_count(output, "cannot be written (File too large); the run goes on without the lines that do not fit") == 1 && check_count(output, "warning") == 1, "it is said once: %s", output);
+    char *save = NULL, *text = read_file(scratch_path("log.jsonl"), NULL), steps[64] = "";
+    for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
+        Json json;
+        Failure failure;
+        const bool parsed = json_parse(&json, "log.jsonl", line, strlen(line), &failure);
+        CHECK(parsed, "%s", failure.text);
+        if (!parsed) continue;
+        snprintf(steps + strlen(steps), sizeof steps - strlen(steps), " %.2s%.0f", json_member(&json, json_root(&json), "type")->text, member(&json, "step"));
+        json_free(&json);
+    }
+    CHECK(strcmp(steps, " senan st1 st2 st5 st6 sunan") == 0, "lines of the log:%s", steps);
+    free(text);
+    unlink(scratch_path("log.jsonl"));
+}
+
 int main(void) {
     scratch_create();
     test_step_line();
     test_file();
     test_failures();
+    test_full_disk();
     double odd[] = {3, 1, 2}, even[] = {4, 1, 3, 2};
     CHECK(logger_median(odd, 3) == 2 && logger_median(even, 4) == 2.5, "medians");
     scratch_remove();

@@ -3,6 +3,7 @@
 # signals, killed ranks, wrong options. Needs ./train_fp8, build/synth_stories, build/compare_checkpoints. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
+export LC_ALL=C  # awk and printf: a decimal point
 export OMP_NUM_THREADS=1  # more ranks than cores: threads would only wait for each other
 make -s train_fp8 build/synth_stories build/compare_checkpoints || exit 1
 tmp=$(mktemp -d)

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Ranks that were started with other options, another model or another program than rank 0 die before any work, at once, with the first difference; ranks that read
+# the same data and model at other places do not. Needs build/synth_stories and python3. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+. scripts/tally.sh
+make -s train_fp8 build/synth_stories || exit 1
+export OMP_NUM_THREADS=1
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null
+trainer=$PWD/train_fp8
+data="--train-data $tmp/s_train.bin --sequence-length 32 --num-steps 3"
+
+# Rank 0 runs in $tmp with the options $zero, the next in $dir, by $program, with $1; sets status. What takes a minute hangs.
+both() {
+    timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 1 -wdir "$tmp" "$trainer" $zero : -np 1 -wdir "$dir" "$program" $1 >"$tmp/out" 2>&1
+    status=$?
+}
+zero="tiny $data" dir=$tmp program=$trainer
+# The next rank, with the options $1, dies with the message $2, before a step and with no other error.
+differs() {
+    both "$1"
+    check "\"$1\": status" equal "$status $(grep -c '^step' "$tmp/out")" "1 0"
+    check "\"$1\": $2" equal "$(grep '^error: ' "$tmp/out")" "error: rank 1 on $(hostname): $2"
+}
+together="start all ranks with the same program, model and options"
+
+differs "tiny $data --seed 43" "--seed is 43 here, 42 on rank 0; $together"
+differs "tiny $data --learning-rate 2e-5" "--learning-rate is 2e-05 here, 1e-05 on rank 0; $together"
+differs "tiny $data --sharding none" "--sharding is none here, full on rank 0; $together"
+differs "tiny $data --num-steps 4 --seed 43" "--num-steps is 4 here, 3 on rank 0; $together"
+differs "tiny $data --val-data $tmp/s_val.bin" "--val-data is given here, not given on rank 0; $together"
+differs "tiny $data --checkpoint-dir $tmp/ck" "--checkpoint-dir is $tmp/ck here, not given on rank 0; $together"
+differs "tiny $data --dry-run" "--dry-run is on here, off on rank 0; $together"
+differs "tiny $data --help" "--help is on here, off on rank 0; $together"
+differs "" "MODEL is not given here, tiny on rank 0; $together"
+differs "small $data" "MODEL is small here, tiny on rank 0; $together"
+timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 3 "$trainer" $zero : -np 1 "$trainer" $zero --seed 7 : -np 1 "$trainer" $zero --seed 8 >"$tmp/out" 2>&1
+check "two of five ranks differ: the first says so, alone" equal "$? $(grep '^error: ' "$tmp/out")" "1 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
+
+# Other programs: the name and the version of this one, changed in a copy.
+rename() { python3 -c 'import sys; old, new, b = sys.argv[3].encode() + b"\0", sys.argv[4].encode() + b"\0", open(sys.argv[1], "rb").read(); assert old in b; open(sys.argv[2], "wb").write(b.replace(b"\0" + old, b"\0" + new))' "$trainer" "$tmp/$1" "$2" "$3" && chmod +x "$tmp/$1"; }
+check "a copy of another version" rename newer 0.1 0.2
+program=$tmp/newer
+differs "$zero" "its version is 0.2 here, 0.1 on rank 0; $together"
+if ldd ./train_fp8cu 2>/dev/null | grep -q libnccl && ! ldd ./train_fp8cu | grep -q "not found"; then
+    program=$PWD/train_fp8cu
+    differs "$zero" "the program is train_fp8cu here, train_fp8 on rank 0; $together"
+else
+    check "a copy of another name" rename other train_fp8 train_gp8
+    program=$tmp/other
+    differs "$zero" "the program is train_gp8 here, train_fp8 on rank 0; $together"
+fi
+program=$trainer
+
+# One name, other files, as on hosts with disks of their own: MODEL and data are looked for in the folder where a rank runs.
+mkdir -p "$tmp/host/model" "$tmp/model"
+model() {
+    cat <<JSON
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 643, "hidden_size": 32, "intermediate_size": $1, "num_hidden_layers": 1,
+ "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": $2, "rope_theta": 10000.0,
+ "max_position_embeddings": 512, "tie_word_embeddings": true, "initializer_range": 0.05, "torch_dtype": "float32"}
+JSON
+}
+model 48 1e-5 >"$tmp/model/config.json"
+zero="model $data" dir=$tmp/host
+model 64 1e-5 >"$tmp/host/model/config.json"
+differs "$zero" "MODEL's intermediate_size is 64 here, 48 on rank 0; give all hosts the same model"
+model 48 1e-6 >"$tmp/host/model/config.json"
+differs "$zero" "MODEL's rms_norm_eps is 1e-06 here, 1e-05 on rank 0; give all hosts the same model"
+model 48 1e-5 | tr -d '\n' >"$tmp/host/model/config.json"
+both "$zero"
+check "the same model in another file" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
+for seed in 1 2; do check "weights $seed" "$trainer" "$tmp/model" $data --num-steps 1 --seed $seed --export-hf "$tmp/weights$seed" >/dev/null; done
+cp "$tmp/weights1/model.safetensors" "$tmp/model/"
+differs "$zero" "what MODEL's folder holds is no weights here, weights on rank 0; give all hosts the same model"
+cp "$tmp/weights2/model.safetensors" "$tmp/host/model/"
+both "$zero"
+check "other weights" equal "$status $(grep -cE "^error: rank 1 on .*: file 1 of MODEL's weights is [0-9]+ bytes with fingerprint .* here, .* on rank 0; give all hosts" "$tmp/out") $(grep -c '^step' "$tmp/out")" "1 1 0"
+cp "$tmp/weights1/model.safetensors" "$tmp/host/model/"
+cp "$tmp"/s* "$tmp/host/"
+both "model --train-data s_train.bin --val-data $tmp/host/s_val.bin ${data#*.bin}"  # rank 0 has no --val-data
+check "validation data on one rank" equal "$status $(grep -c 'error: rank 1 on .*: --val-data is given here, not given on rank 0; ' "$tmp/out")" "1 1"
+zero="$zero --val-data $tmp/s_val.bin"
+both "model --train-data s_train.bin --val-data s_val.bin ${data#*.bin}"
+check "the same model, weights and data at other places" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
+both "model --train-data s_train.bin --val-data s_train.bin ${data#*.bin}"
+check "other validation data" equal "$status $(grep -c '^error: rank 1 on .*: s_train.bin: here --val-data has .*; give all hosts the same files' "$tmp/out") $(grep -c '^step' "$tmp/out")" "1 1 0"
+finish
