@@ -828,7 +828,8 @@ static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *prog
         }
         if (due.sample) sampler_print(o, t->comm, &t->m, &setup->tokenizer, s.step, next_logits, t);
         stop = stop_requested(t->comm);
-        if (due.save || (stop && *o->checkpoint_dir)) run_save(setup, o, progress, &t->table, &state, due.last || stop, log);
+        if (due.save || (stop && *o->checkpoint_dir))
+            run_save(setup, o, progress, &t->table, &state, due.last || stop, log);
     }
     return stop;
 }

@@ -5,11 +5,13 @@
 //   optimizer*.safetensors                    exp_avg.NAME and exp_avg_sq.NAME of every parameter
 //   fp8_state.safetensors                     with delayed scaling alone: amax_history [tensors, window] and scale [tensors], as delayed.h counts them
 //   trainer.json                              step, samples seen, settings, what the training data is known by, and size and XXH64 of each file above; written last, ends with its own hash
-//   .train_fp8                                this program's mark (file_io.h), written first: a folder without it is removed only if it has a sound trainer.json
+//   .train_fp8                                this program's mark (file_io.h), written first: a folder without it is
+//                                             removed only if it has a sound trainer.json
 // Several ranks write one checkpoint together, each what it keeps of every tensor (shard_plan.h), at the same places as one rank would: how a run is
 // split does not show in its checkpoints, and it can be resumed by any number of ranks. Functions that take a TrainerState are called by all ranks.
-// It is written as step-00000123.tmp, brought to disk, then renamed: a folder without ".tmp" was whole when it got its name. No value in it is NaN or infinite.
-// A checkpoint may be a link to a folder elsewhere: it is resumed from and counts as kept, and neither the link nor the folder is ever removed.
+// It is written as step-00000123.tmp, brought to disk, then renamed: a folder without ".tmp" was whole when it got its
+// name. No value in it is NaN or infinite. A checkpoint may be a link to a folder elsewhere: it is resumed from and
+// counts as kept, and neither the link nor the folder is ever removed.
 #ifndef LLMC_CHECKPOINT_H
 #define LLMC_CHECKPOINT_H
 
@@ -90,9 +92,11 @@ static inline ShardRange checkpoint_range(const ParameterTable *t, const Trainer
     return s->plan ? shard_parameter(t, s->plan, p) : whole;
 }
 
-static inline const char *state_prefix(StateKind kind) { return kind == STATE_WEIGHTS ? "" : kind == STATE_EXP_AVG ? "exp_avg." : "exp_avg_sq."; }
+static inline const char *state_prefix(StateKind kind) {
+    return kind == STATE_WEIGHTS ? "" : kind == STATE_EXP_AVG ? "exp_avg." : "exp_avg_sq.";
+}
 
-// Of n floats, or bf16 values: whether none has an exponent of ones.
+// True if none of n floats, or bf16 values, has an exponent of ones.
 static inline bool all_finite(const void *values, int64_t n, bool fp32) {
     uint32_t bad = 0;
     if (fp32)
@@ -102,15 +106,18 @@ static inline bool all_finite(const void *values, int64_t n, bool fp32) {
     return !bad;
 }
 
-// What may be written: a value that is not finite never reaches a file, since nothing could be trained from it.
-static inline bool checkpoint_check_finite(const char *prefix, const char *name, const void *values, int64_t n, bool fp32, Failure *failure) {
+// A value that is not finite never reaches a file: nothing could be trained from it. `lasting`, since it stays so.
+static inline bool checkpoint_check_finite(const char *prefix, const char *name, const void *values, int64_t n,
+                                           bool fp32, Failure *failure) {
     if (all_finite(values, n, fp32)) return true;
-    fail(failure, "tensor %s%.200s holds a value that is not finite, with which nothing can be trained; nothing was saved", prefix, name);
+    fail(failure, "tensor %s%.200s holds a value that is not finite, with which nothing can be trained; nothing was "
+         "saved", prefix, name);
     failure->lasting = true;
     return false;
 }
 
-static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offset, int64_t count, void *out, Failure *failure) {
+static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offset, int64_t count, void *out,
+                                    Failure *failure) {
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Parameter *p = &source->table->entries[tensor % source->table->count];
     const StateKind kind = source->kinds[tensor / source->table->count];
@@ -185,7 +192,8 @@ static inline bool checkpoint_write_model(const char *folder, const ModelConfig 
 
 // ---- delayed scaling
 
-static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64_t offset, int64_t count, void *out, Failure *failure) {
+static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64_t offset, int64_t count, void *out,
+                                            Failure *failure) {
     const DelayedState *d = (const DelayedState *)context;
     memcpy(out, (tensor ? d->scale : d->history) + offset, (size_t)count * sizeof(float));
     return checkpoint_check_finite("", tensor ? "scale" : "amax_history", out, count, true, failure);
@@ -207,10 +215,12 @@ static inline bool checkpoint_write_delayed(const char *folder, const TrainerSta
     return checkpoint_agree(s->comm, ok, failure);
 }
 
-// What a history may hold that is loaded: older versions saved an infinity that a step had met.
+// A loaded history may hold an infinity, which older versions saved when a step had met it, but no NaN. Scales are
+// finite.
 static inline bool checkpoint_check_history(const DelayedState *d, const char *path, Failure *failure) {
     for (int64_t i = 0; i < d->tensors * d->window; i++)
-        if (!(d->history[i] >= 0)) return fail(failure, "%s: amax_history holds a value that is no magnitude, %g", path, (double)d->history[i]);
+        if (!(d->history[i] >= 0))
+            return fail(failure, "%s: amax_history holds %g, which is no magnitude", path, (double)d->history[i]);
     return all_finite(d->scale, d->tensors, true) || fail(failure, "%s: scale holds a value that is not finite", path);
 }
 
@@ -223,7 +233,8 @@ static inline bool checkpoint_read_delayed(const char *checkpoint, const Trainer
     const Safetensor *history = safetensors_require(&st, "amax_history", d->tensors, d->window, failure);
     const Safetensor *scale = history ? safetensors_require(&st, "scale", d->tensors, 0, failure) : NULL;
     const bool ok = scale && safetensors_read(&st, history, 0, d->tensors * d->window, true, d->history, failure) &&
-                    safetensors_read(&st, scale, 0, d->tensors, true, d->scale, failure) && checkpoint_check_history(d, st.files[0].path, failure);
+                    safetensors_read(&st, scale, 0, d->tensors, true, d->scale, failure) &&
+                    checkpoint_check_history(d, st.files[0].path, failure);
     safetensors_close(&st);
     return ok;
 }
@@ -238,11 +249,13 @@ static inline bool checkpoint_read_delayed(const char *checkpoint, const Trainer
 #define CHECKPOINT_SEAL_BYTES 34
 
 // Appends the list of files and the hash of all this, and writes FOLDER/NAME. Frees *out.
-static inline bool checkpoint_write_sealed(const char *folder, const char *name, JsonText *out, const FileList *files, Failure *failure) {
+static inline bool checkpoint_write_sealed(const char *folder, const char *name, JsonText *out, const FileList *files,
+                                           Failure *failure) {
     json_text_add(out, ",\n  \"files\": [");
     for (int64_t i = 0; i < files->count; i++) {
         const FileRecord *f = &files->records[i];
-        json_text_add(out, "%s\n    {\"name\": \"%s\", \"bytes\": %lld, \"xxh64\": \"%016llx\"}", i ? "," : "", f->name, (long long)f->bytes, (unsigned long long)f->hash);
+        json_text_add(out, "%s\n    {\"name\": \"%s\", \"bytes\": %lld, \"xxh64\": \"%016llx\"}", i ? "," : "",
+                      f->name, (long long)f->bytes, (unsigned long long)f->hash);
     }
     json_text_add(out, "\n  ]");
     json_text_add(out, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(out->data, out->size));
@@ -289,7 +302,8 @@ static inline bool checkpoint_open_sealed(const char *folder, const char *name, 
     char *text = read_file(path, &size);
     if (!text) {
         const int error = errno;
-        return fail(failure, "cannot read %s: %s%s%s", path, strerror(error), folder_exists(folder) ? "" : ", since the folder is ", folder_exists(folder) ? "" : path_words(folder).text);
+        if (folder_exists(folder)) return fail(failure, "cannot read %s: %s", path, strerror(error));
+        return fail(failure, "cannot read %s: %s is %s", path, folder, path_words(folder).text);
     }
     bool ok = checkpoint_check_seal(path, text, size, failure) && json_parse(json, path, text, size, failure);
     free(text);
@@ -303,10 +317,13 @@ static inline bool checkpoint_open_sealed(const char *folder, const char *name, 
     return ok;
 }
 
-static inline bool checkpoint_open_trainer(const char *checkpoint, Json *json, Failure *failure) { return checkpoint_open_sealed(checkpoint, "trainer.json", json, failure); }
+static inline bool checkpoint_open_trainer(const char *checkpoint, Json *json, Failure *failure) {
+    return checkpoint_open_sealed(checkpoint, "trainer.json", json, failure);
+}
 
 // Checks one entry of "files": the file's size and, if it has at most `largest` bytes, its content.
-static inline bool checkpoint_check_file(const char *checkpoint, const Json *json, const JsonNode *entry, int64_t largest, Failure *failure) {
+static inline bool checkpoint_check_file(const char *checkpoint, const Json *json, const JsonNode *entry,
+                                         int64_t largest, Failure *failure) {
     const JsonNode *name = json_require(json, entry, "name", JSON_STRING, failure);
     const JsonNode *bytes = name ? json_require(json, entry, "bytes", JSON_NUMBER, failure) : NULL;
     const JsonNode *expected = bytes ? json_require(json, entry, "xxh64", JSON_STRING, failure) : NULL;
@@ -356,8 +373,9 @@ static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failur
     return ok;
 }
 
-// What a start from a folder as MODEL reads, against the hashes that this program saved with it: all files of an export, config.json and weights of a
-// checkpoint. Of files of more than `largest` bytes the size alone. A folder from elsewhere has no hashes and is taken as it is.
+// Compares the files that a start from a folder as MODEL reads with the hashes that this program saved beside them: all
+// files of an export, config.json and weights of a checkpoint. A file of more than `largest` bytes is compared by size
+// alone. A folder from elsewhere has no hashes and is taken as it is. Fails with the file that differs.
 static inline bool model_verify(const char *folder, int64_t largest, Failure *failure) {
     static const char *const lists[] = {"trainer.json", EXPORT_HASHES};
     for (int i = 0; i < 2; i++) {
@@ -368,9 +386,11 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
         if (!checkpoint_open_sealed(folder, lists[i], &json, failure)) return false;
         const JsonNode *files = json_require(&json, json_root(&json), "files", JSON_ARRAY, failure);
         bool ok = files != NULL;
-        for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry; entry = json_next(&json, entry)) {
+        for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry;
+             entry = json_next(&json, entry)) {
             const JsonNode *name = json_member(&json, entry, "name");
-            const bool state = i == 0 && name && (strncmp(name->text, "optimizer", 9) == 0 || strncmp(name->text, "fp8_state", 9) == 0);
+            const bool state = name && (fnmatch("optimizer*", name->text, 0) == 0 ||
+                                        fnmatch("fp8_state*", name->text, 0) == 0);
             if (!state) ok = checkpoint_check_file(folder, &json, entry, largest, failure);
         }
         json_free(&json);
@@ -406,13 +426,14 @@ static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failu
     return true;
 }
 
-// Whether a name is of a checkpoint that is being written or removed: step-NNNNNNNN and something that ends with ".tmp".
+// True for the name of a checkpoint that is being written or removed: step-NNNNNNNN and something that ends in ".tmp".
 static inline bool checkpoint_is_leftover(const char *name) {
     const char *suffix = strchr(name, '.');
     return suffix && checkpoint_step_of(name, suffix) >= 0 && fnmatch("*" FOLDER_TEMPORARY, suffix, 0) == 0;
 }
 
-// Whether this program may remove a folder, which it then knows by its mark. One of a version that set no mark is known by its trainer.json.
+// True if this program may remove a folder: it has the mark. A version that set no mark left a trainer.json with its
+// hash: such a folder gets the mark here.
 static inline bool checkpoint_is_own(const char *path) {
     struct stat s;
     Json json;
@@ -423,7 +444,8 @@ static inline bool checkpoint_is_own(const char *path) {
     return folder_mark(path, &ignored);
 }
 
-// Removes what interrupted saves and removals left. What cannot be removed stays, with a warning; for what this program may not have written only if `tell`.
+// Removes what interrupted saves and removals left. What cannot be removed stays, with a warning; for what this program
+// may not have written only if `tell`.
 static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failure *failure) {
     DIR *d = opendir(dir);
     if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
@@ -432,13 +454,15 @@ static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failu
         Failure cause;
         if (!checkpoint_is_leftover(entry->d_name)) continue;
         format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
-        if ((checkpoint_is_own(path) || tell) && !folder_remove(path, &cause)) warn("what may be left of an interrupted checkpoint stays: %s", cause.text);
+        if ((checkpoint_is_own(path) || tell) && !folder_remove(path, &cause))
+            warn("what may be left of an interrupted checkpoint stays: %s", cause.text);
     }
     closedir(d);
     return true;
 }
 
-// A name under which step `step` can be written: step-NNNNNNNN.tmp or, where something stands that cannot be removed, step-NNNNNNNN.2.tmp and so on.
+// A name under which step `step` can be written: step-NNNNNNNN.tmp or, where something stands that cannot be removed,
+// step-NNNNNNNN.2.tmp and so on.
 static inline void checkpoint_temporary(const char *dir, int64_t step, char *path, size_t capacity) {
     Failure ignored;
     char suffix[32] = FOLDER_TEMPORARY;
@@ -449,7 +473,8 @@ static inline void checkpoint_temporary(const char *dir, int64_t step, char *pat
     }
 }
 
-// Before a checkpoint takes a name: what has it and is not this program's, a link for example, becomes NAME.1, or the next that is free.
+// Before a checkpoint takes a name: what has it and is not this program's, a link for example, becomes NAME.1, or the
+// next that is free.
 static inline bool checkpoint_make_way(const char *path, Failure *failure) {
     char aside[PATH_CAPACITY];
     int64_t n = 0;
@@ -477,11 +502,13 @@ static inline bool checkpoint_was_passed_over(const CheckpointSteps *passed_over
     return false;
 }
 
-// An older checkpoint that is due to be removed and is not this program's to remove, a link for example: stays, and the run says so once.
+// An older checkpoint that is due to be removed and is not this program's to remove, a link for example: stays, and the
+// run says so once.
 static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSteps *passed_over) {
     warn("%s is older than the checkpoints that are kept, and stays: %s", path, folder_foreign_words(path).text);
     if (!passed_over) return;
-    passed_over->steps = (int64_t *)xrealloc(passed_over->steps, (size_t)(passed_over->count + 1) * sizeof *passed_over->steps);
+    passed_over->steps = (int64_t *)xrealloc(passed_over->steps,
+                                             (size_t)(passed_over->count + 1) * sizeof *passed_over->steps);
     passed_over->steps[passed_over->count++] = step;
 }
 
@@ -524,18 +551,21 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
 }
 
 // Saves CHECKPOINT_DIR/step-NNNNNNNN as the head of this file says, then removes all but the newest `keep`.
-// On failure, on all ranks alike, nothing new stays, the checkpoints before are untouched, and the failure says what went wrong.
+// On failure, on all ranks alike, nothing new stays, the checkpoints before are untouched, and the failure says what
+// went wrong.
 static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress, const CheckpointRun *run,
                                            const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
     char temporary[PATH_CAPACITY] = "", path[PATH_CAPACITY];
     checkpoint_name(dir, progress->step, "", path, sizeof path);
     Failure cause, ignored;
     const bool leader = checkpoint_is_leader(s->comm);
-    bool ok = checkpoint_agree(s->comm, !leader || (folder_create(dir, true, &cause) && checkpoint_remove_leftovers(dir, false, &cause)), &cause);
+    bool ok = checkpoint_agree(s->comm, !leader || (folder_create(dir, true, &cause) &&
+                                                    checkpoint_remove_leftovers(dir, false, &cause)), &cause);
     if (ok && leader) checkpoint_temporary(dir, progress->step, temporary, sizeof temporary);
     if (ok && s->comm) comm_broadcast(s->comm, COMM_WORLD, 0, temporary, sizeof temporary);
     ok = ok && checkpoint_write(temporary, progress, run, t, s, shard_bytes, &cause);
-    ok = ok && (!leader || (checkpoint_make_way(path, &cause) && folder_replace(temporary, path, &cause) && folder_sync(dir, &cause)));
+    ok = ok && (!leader || (checkpoint_make_way(path, &cause) && folder_replace(temporary, path, &cause) &&
+                            folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
         if (leader && !checkpoint_prune(dir, progress->step, keep, run->passed_over, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
         if (s->comm) comm_barrier(s->comm, COMM_WORLD);  // removing may take minutes: the others wait here, not in a kernel of NCCL
@@ -559,10 +589,12 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
     Failure failure;
     CheckpointSteps list;
     char probe[PATH_CAPACITY];
-    if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure) || !checkpoint_remove_leftovers(dir, true, &failure))
+    if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure) ||
+        !checkpoint_remove_leftovers(dir, true, &failure))
         die("--checkpoint-dir %s: %s", dir, failure.text);
     checkpoint_temporary(dir, 0, probe, sizeof probe);
-    if (!folder_begin(probe, &failure) || !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure)) die("--checkpoint-dir %s: %s", dir, failure.text);
+    if (!folder_begin(probe, &failure) || !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure))
+        die("--checkpoint-dir %s: %s", dir, failure.text);
     if (list.count && !resume)
         die("--checkpoint-dir %s already holds step-%08lld; add --resume to continue from it, or give another folder", dir, (long long)list.steps[0]);
     free(list.steps);
@@ -704,9 +736,10 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
 
 // ---- loading tensors
 
-// Copies what this rank keeps of one array from an opened set, converting to its storage type. Fails for a missing or misshapen tensor, and for values
-// that are not finite.
-static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s, StateKind kind, Failure *failure) {
+// Copies what this rank keeps of one array from an opened set, converting to its storage type. Fails for a missing or
+// misshapen tensor, and for values that are not finite.
+static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s,
+                                         StateKind kind, Failure *failure) {
     const bool fp32 = s->is_fp32[kind];
     const int64_t chunk = IO_CHUNK_BYTES / 4;
     int64_t largest = 1;
@@ -723,7 +756,9 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
         for (int64_t done = 0; ok && done < r.count; done += chunk) {
             const int64_t n = min_i64(chunk, r.count - done);
             ok = safetensors_read(st, tensor, r.first + done, n, fp32, buffer, failure) &&
-                 (all_finite(buffer, n, fp32) || fail(failure, "%s: %.200s holds a value that is not finite, with which nothing can be trained", st->files[tensor->file].path, name));
+                 (all_finite(buffer, n, fp32) ||
+                  fail(failure, "%s: %.200s holds a value that is not finite, with which nothing can be trained",
+                       st->files[tensor->file].path, name));
             if (ok) s->write(s->context, kind, r.shard + done, n, buffer);
         }
     }
@@ -799,17 +834,20 @@ static inline void model_check_weights(const char *folder, const ModelConfig *m,
     safetensors_close(&st);
 }
 
-// Loads the weights of any Hugging Face folder into the trainer, converted to its storage type (to bf16: nearest even). Fails with file, tensor,
-// expected and found, and where a value is not finite.
-static inline bool model_read_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, Failure *failure) {
+// Loads the weights of any Hugging Face folder into the trainer, converted to its storage type (to bf16: nearest even).
+// Fails with file, tensor, expected and found, and where a value is not finite.
+static inline bool model_read_weights(const char *folder, const ModelConfig *m, const ParameterTable *t,
+                                      const TrainerState *s, Failure *failure) {
     Safetensors st;
     if (!safetensors_open_folder(&st, folder, "model", failure)) return false;
-    const bool ok = checkpoint_check_tensors(&st, m, t, failure) && checkpoint_read_array(&st, t, s, STATE_WEIGHTS, failure);
+    const bool ok = checkpoint_check_tensors(&st, m, t, failure) &&
+                    checkpoint_read_array(&st, t, s, STATE_WEIGHTS, failure);
     safetensors_close(&st);
     return ok;
 }
 
-static inline void model_load_weights(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) {
+static inline void model_load_weights(const char *folder, const ModelConfig *m, const ParameterTable *t,
+                                      const TrainerState *s) {
     Failure failure;
     if (!model_read_weights(folder, m, t, s, &failure)) die("%s", failure.text);
 }
@@ -818,10 +856,13 @@ static inline void model_load_weights(const char *folder, const ModelConfig *m, 
 static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) {
     Safetensors st;
     Failure failure;
-    if (!model_read_weights(checkpoint, m, t, s, &failure) || !safetensors_open_folder(&st, checkpoint, "optimizer", &failure) ||
-        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) || !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure) ||
+    if (!model_read_weights(checkpoint, m, t, s, &failure) ||
+        !safetensors_open_folder(&st, checkpoint, "optimizer", &failure) ||
+        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) ||
+        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure) ||
         !checkpoint_read_delayed(checkpoint, s, &failure))
-        die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it", checkpoint, failure.text);
+        die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it",
+            checkpoint, failure.text);
     safetensors_close(&st);
 }
 

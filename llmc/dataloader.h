@@ -128,14 +128,16 @@ static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
         die("%s: the header gives an impossible token count, %lld", shard->path, (long long)shard->num_tokens);
 }
 
-// Opens one of `num_shards` shards, which all stay open, checks header against file size; dies with what was found and what was expected.
+// Opens one of `num_shards` shards, which all stay open, checks header against file size; dies with what was found and
+// what was expected.
 static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shards) {
     DataShard shard;
     memset(&shard, 0, sizeof shard);
     shard.path = xstrdup(path);
     shard.fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a pipe that nobody writes must not keep open() waiting
     if (shard.fd < 0 && errno == EMFILE)
-        die("%s: cannot be opened: %s: there are %lld shards, and each stays open; raise the limit with ulimit -n, or make fewer and larger shards", path,
+        die("%s: cannot be opened: %s: there are %lld shards, and each stays open; raise the limit with ulimit -n, or "
+            "make fewer and larger shards", path,
             strerror(EMFILE), (long long)num_shards);
     if (shard.fd < 0) die("%s: cannot be opened: %s", path, strerror(errno));
     struct stat info;

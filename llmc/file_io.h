@@ -51,14 +51,16 @@ static inline Words error_words(void) {
     const int error = errno;
     snprintf(w.text, sizeof w.text, "%s", strerror(error));
     if (error == EFBIG && getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-        snprintf(w.text, sizeof w.text, "%s: this process may write files of %llu bytes at most; raise that limit with ulimit -f", strerror(error), (unsigned long long)limit.rlim_cur);
+        snprintf(w.text, sizeof w.text, "%s: this process may write files of %llu bytes at most; raise that limit with "
+                 "ulimit -f", strerror(error), (unsigned long long)limit.rlim_cur);
     if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
-        snprintf(w.text, sizeof w.text, "%s: this process may hold %llu files open; raise that limit with ulimit -n", strerror(error), (unsigned long long)limit.rlim_cur);
+        snprintf(w.text, sizeof w.text, "%s: this process may hold %llu files open; raise that limit with ulimit -n",
+                 strerror(error), (unsigned long long)limit.rlim_cur);
     return w;
 }
 
-// First in main: as many files may be open as the hard limit allows, since each shard is one, and a file that grows past `ulimit -f` is an error
-// (EFBIG) rather than a signal that ends the process without a word.
+// First in main: as many files may be open as the hard limit allows, since each shard is one, and a file that grows
+// past `ulimit -f` is an error (EFBIG) rather than a signal that ends the process without a word.
 static inline void process_prepare(void) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
@@ -116,7 +118,8 @@ static inline bool output_file_write(OutputFile *file, const void *data, int64_t
         ssize_t put = FILE_WORK("write", file->path, write(file->fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES)));
         if (put < 0 && errno == EINTR) continue;
         if (put < 0)
-            return fail(failure, "cannot write %s after %lld bytes: %s", file->path, (long long)((int64_t)file->hash.length - bytes + done), error_words().text);
+            return fail(failure, "cannot write %s after %lld bytes: %s", file->path,
+                        (long long)((int64_t)file->hash.length - bytes + done), error_words().text);
         done += put;
     }
     return true;
@@ -161,7 +164,8 @@ static inline bool file_write_at(int fd, const char *path, int64_t offset, const
     for (int64_t done = 0; done < bytes;) {
         ssize_t put = FILE_WORK("pwrite", path, pwrite(fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done)));
         if (put < 0 && errno == EINTR) continue;
-        if (put < 0) return fail(failure, "cannot write %s at byte %lld: %s", path, (long long)(offset + done), error_words().text);
+        if (put < 0) return fail(failure, "cannot write %s at byte %lld: %s", path, (long long)(offset + done),
+                                 error_words().text);
         done += put;
     }
     return true;
@@ -186,19 +190,21 @@ static inline bool folder_exists(const char *path) {
     return stat(path, &s) == 0 && S_ISDIR(s.st_mode);
 }
 
-// What a path names, itself and not what a link leads to: "a file", "a link to ../archive", ...
+// Says what stands at a path, without following a link: "a file", "a link to ../archive", ...
 static inline Words path_words(const char *path) {
     Words w;
     struct stat s, target;
     char to[256];
-    if (lstat(path, &s)) snprintf(w.text, sizeof w.text, "nothing");
-    else if (!S_ISLNK(s.st_mode)) snprintf(w.text, sizeof w.text, "%s", S_ISDIR(s.st_mode) ? "a folder" : S_ISREG(s.st_mode) ? "a file" : "neither a file nor a folder");
-    else {
-        const ssize_t n = readlink(path, to, sizeof to - 1);
-        to[max_i64(0, n)] = 0;
-        const bool leads = stat(path, &target) == 0;
-        snprintf(w.text, sizeof w.text, "a link to %s%s%s", to, leads ? "" : ", which leads nowhere: ", leads ? "" : strerror(errno));
-    }
+    memset(&s, 0, sizeof s);
+    const bool exists = lstat(path, &s) == 0;
+    const char *kind = S_ISDIR(s.st_mode) ? "a folder" : S_ISREG(s.st_mode) ? "a file" : "neither a file nor a folder";
+    snprintf(w.text, sizeof w.text, "%s", exists ? kind : "nothing");
+    if (!exists || !S_ISLNK(s.st_mode)) return w;
+    const ssize_t n = readlink(path, to, sizeof to - 1);
+    to[max_i64(0, n)] = 0;
+    const bool leads = stat(path, &target) == 0;
+    snprintf(w.text, sizeof w.text, "a link to %s%s%s", to, leads ? "" : ", which leads nowhere: ",
+             leads ? "" : strerror(errno));
     return w;
 }
 
@@ -262,26 +268,32 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
         format_checked(parent, sizeof parent, "%.*s", (int)(slash - folder), folder);
         if (mkdir(parent, 0777) == 0) continue;
         if (errno != EEXIST) return fail(failure, "cannot make folder %s: %s", parent, strerror(errno));
-        if (!folder_exists(parent)) return fail(failure, "cannot make folder %s: %s is %s", folder, parent, path_words(parent).text);
+        if (!folder_exists(parent)) return fail(failure, "cannot make folder %s: %s is %s", folder, parent,
+                                                path_words(parent).text);
     }
     if (FILE_WORK("mkdir", folder, mkdir(folder, 0777)) == 0) return true;
     int error = errno;
     if (error == EEXIST && may_exist && folder_exists(folder)) return true;
-    if (error == EEXIST) return fail(failure, "cannot make folder %s: it is there already and is %s", folder, path_words(folder).text);
+    if (error == EEXIST) return fail(failure, "cannot make folder %s: it is there already and is %s", folder,
+                                     path_words(folder).text);
     return fail(failure, "cannot make folder %s: %s%s", folder, strerror(error), error == ENOENT ? " (its parent folder must exist)" : "");
 }
 
-// The first file in every folder that this program makes to fill, and the last to go: by it the program knows its own folders, and removes no others.
+// The first file in every folder that this program makes to fill, and the last to go: by it the program knows its own
+// folders, and removes no others.
 #define FOLDER_MARKER ".train_fp8"
 
 // Marks a folder as this program's. A crash may leave the mark empty: its name alone counts.
 static inline bool folder_mark(const char *folder, Failure *failure) {
     static const char text[] = "train_fp8 wrote this folder, and may replace or remove it.\n";
-    return file_write(folder, FOLDER_MARKER, text, (int64_t)strlen(text), NULL, failure) && folder_sync(folder, failure);
+    return file_write(folder, FOLDER_MARKER, text, (int64_t)strlen(text), NULL, failure) &&
+        folder_sync(folder, failure);
 }
 
 // A new folder that is marked.
-static inline bool folder_begin(const char *folder, Failure *failure) { return folder_create(folder, false, failure) && folder_mark(folder, failure); }
+static inline bool folder_begin(const char *folder, Failure *failure) {
+    return folder_create(folder, false, failure) && folder_mark(folder, failure);
+}
 
 typedef enum {
     FOLDER_ABSENT,
@@ -306,7 +318,8 @@ static inline FolderKind folder_kind(const char *folder) {
     const bool marked = fstatat(dirfd(dir), FOLDER_MARKER, &mark, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(mark.st_mode);
     bool more = false;
     for (struct dirent *entry; !more && (entry = readdir(dir)) != NULL;)
-        more = strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 && !(marked && strcmp(entry->d_name, FOLDER_MARKER) == 0);
+        more = strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 &&
+            !(marked && strcmp(entry->d_name, FOLDER_MARKER) == 0);
     closedir(dir);
     return !more ? FOLDER_EMPTY : marked ? FOLDER_MARKED : FOLDER_FOREIGN;
 }
@@ -316,23 +329,28 @@ static inline Words folder_foreign_words(const char *folder) {
     Words w;
     struct stat s;
     const bool is_folder = lstat(folder, &s) == 0 && S_ISDIR(s.st_mode);
-    if (is_folder) snprintf(w.text, sizeof w.text, "it has no file " FOLDER_MARKER ", so another program may have written it");
+    if (is_folder)
+        snprintf(w.text, sizeof w.text, "it has no file " FOLDER_MARKER ", so another program may have written it");
     else snprintf(w.text, sizeof w.text, "it is %.500s", path_words(folder).text);
     return w;
 }
 
-// Removes a folder of this program, which holds files only; a folder within it is left, and is an error. One of kind FOLDER_FOREIGN is left alone, and so is
-// what a link leads to. The mark goes last: after a crash the rest is still known.
+// Removes a folder of this program, which holds files only; a folder within it is left, and is an error. One of kind
+// FOLDER_FOREIGN is left alone, and so is what a link leads to. The mark goes last: after a crash the rest is still
+// known.
 static inline bool folder_remove(const char *folder, Failure *failure) {
-    if (folder_kind(folder) == FOLDER_FOREIGN) return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);
+    if (folder_kind(folder) == FOLDER_FOREIGN)
+        return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);
     DIR *dir = FILE_WORK("opendir", folder, folder_open(folder));
     if (!dir) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
     bool ok = true;
     for (struct dirent *entry; ok && (entry = readdir(dir)) != NULL;) {
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 || strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
+            strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
         if (FILE_WORK("unlinkat", folder, unlinkat(dirfd(dir), entry->d_name, 0))) ok = fail(failure, "cannot remove %s/%s: %s", folder, entry->d_name, strerror(errno));
     }
-    if (ok && unlinkat(dirfd(dir), FOLDER_MARKER, 0) && errno != ENOENT) ok = fail(failure, "cannot remove %s/" FOLDER_MARKER ": %s", folder, strerror(errno));
+    if (ok && unlinkat(dirfd(dir), FOLDER_MARKER, 0) && errno != ENOENT)
+        ok = fail(failure, "cannot remove %s/" FOLDER_MARKER ": %s", folder, strerror(errno));
     closedir(dir);
     if (ok && FILE_WORK("rmdir", folder, rmdir(folder))) ok = fail(failure, "cannot remove folder %s: %s", folder, strerror(errno));
     return ok;
@@ -397,7 +415,8 @@ static inline bool folder_exchange(const char *a, const char *b) {
 }
 
 // Gives `temporary` the name `final`. A folder that has this name is exchanged with it in one step, so that the name always means a whole
-// folder, and the old one is removed under the name `temporary`; what cannot be removed stays, with a warning. (File systems that cannot exchange get renames.)
+// folder, and the old one is removed under the name `temporary`; what cannot be removed stays, with a warning. (File
+// systems that cannot exchange get renames.)
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
     if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
     if (errno != EEXIST && errno != ENOTEMPTY) return fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
@@ -411,14 +430,17 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
             if (rename(old, final)) fail(failure, "cannot rename %s to %s: %s; what %s was is in %s", temporary, final, strerror(errno), final, old);
             return false;
         }
-        if (rename(old, temporary)) warn("cannot rename %s to %s: %s; it can be removed", old, temporary, strerror(errno));
+        if (rename(old, temporary)) warn("cannot rename %s to %s: %s; it can be removed", old, temporary,
+                                         strerror(errno));
     }
-    if (path_exists(temporary) && !folder_remove(temporary, &left)) warn("%s is in place, but what was there before stays as %s: %s", final, temporary, left.text);
+    if (path_exists(temporary) && !folder_remove(temporary, &left))
+        warn("%s is in place, but what was there before stays as %s: %s", final, temporary, left.text);
     return true;
 }
 
 // Copies a file of `from_folder` to `to_folder`, where it keeps its name, and adds it to `list`.
-static inline bool file_copy(const char *from_folder, const char *to_folder, const char *name, FileList *list, Failure *failure) {
+static inline bool file_copy(const char *from_folder, const char *to_folder, const char *name, FileList *list,
+                             Failure *failure) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/%s", from_folder, name);
     size_t size;

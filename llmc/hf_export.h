@@ -18,16 +18,17 @@ static inline bool export_is_weights(const char *name) {
 
 // Whether an export may have written a file of this name.
 static inline bool export_owns(const char *name) {
-    static const char *const names[] = {FOLDER_MARKER, EXPORT_HASHES, "config.json", "model.safetensors.index.json", NULL};
-    for (const char *const *own = names; *own; own++)
-        if (strcmp(name, *own) == 0) return true;
+    static const char *const names[] = {FOLDER_MARKER, EXPORT_HASHES, "config.json", "model.safetensors.index.json"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if (strcmp(name, names[i]) == 0) return true;
     for (const char *const *copied = export_copied_files(); *copied; copied++)
         if (strcmp(name, *copied) == 0) return true;
     return export_is_weights(name);
 }
 
 // An export may make a new folder, fill an empty one, or replace an earlier export; it must not delete anything else. The names are those of every
-// model, and another program may have written weights into an export: an earlier export has weights that this program wrote.
+// model, and another program may have written weights into an export: an earlier export has weights that this program
+// wrote.
 static inline bool export_may_replace(const char *dir, Failure *failure) {
     if (!path_exists(dir)) return true;
     DIR *d = folder_open(dir);
@@ -35,7 +36,8 @@ static inline bool export_may_replace(const char *dir, Failure *failure) {
     bool ok = true, empty = true, weights = false;
     for (struct dirent *entry; ok && (entry = readdir(d)) != NULL;) {
         char path[PATH_CAPACITY];
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 || strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
+            strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
         format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
         empty = false, weights = weights || export_is_weights(entry->d_name);
         if (!export_owns(entry->d_name)) ok = fail(failure, "%s holds %.255s, which is not part of an export; give a new folder", dir, entry->d_name);
@@ -43,7 +45,9 @@ static inline bool export_may_replace(const char *dir, Failure *failure) {
             ok = fail(failure, "%s holds %.255s, which is no earlier export: this program did not write it; give a new folder", dir, entry->d_name);
     }
     closedir(d);
-    if (ok && !empty && !weights) return fail(failure, "%s holds files of a model but no weights, so it is no earlier export; give a new folder", dir);
+    if (ok && !empty && !weights)
+        return fail(failure, "%s holds files of a model but no weights, so it is no earlier export; give a new folder",
+                    dir);
     return ok;
 }
 
@@ -57,21 +61,28 @@ static inline void export_names(const char *dir, char *path, char *temporary, ch
 // Removes what an export that was interrupted left.
 static inline bool export_clear(const char *temporary, Failure *failure) {
     const FolderKind kind = folder_kind(temporary);
-    if (kind == FOLDER_FOREIGN) return fail(failure, "%s is in the way: %s; move it away, or give another folder", temporary, folder_foreign_words(temporary).text);
+    if (kind == FOLDER_FOREIGN)
+        return fail(failure, "%s is in the way: %s; move it away, or give another folder", temporary,
+                    folder_foreign_words(temporary).text);
     return kind == FOLDER_ABSENT || folder_remove(temporary, failure);
 }
 
-// After a kill in export_try or folder_replace `aside` may be the earlier export, and `path` an empty folder or nothing: gives it its name again.
+// After a kill in export_try or folder_replace `aside` may be the earlier export, and `path` an empty folder or
+// nothing: gives it its name again.
 static inline bool export_restore(const char *path, const char *aside, Failure *failure) {
     char mark[PATH_CAPACITY];
     Failure why;
     const FolderKind kind = folder_kind(aside), here = folder_kind(path);
     if (kind == FOLDER_ABSENT) return true;
     if (kind == FOLDER_EMPTY) return folder_remove(aside, failure);
-    if (here != FOLDER_ABSENT && here != FOLDER_EMPTY) return fail(failure, "%s is in the way: it may be an earlier export; move it away, or remove it", aside);
-    if (!export_may_replace(aside, &why)) return fail(failure, "%s is in the way: %.1500s; move it away", aside, why.text);
+    if (here != FOLDER_ABSENT && here != FOLDER_EMPTY)
+        return fail(failure, "%s is in the way: it may be an earlier export; move it away, or remove it", aside);
+    if (!export_may_replace(aside, &why))
+        return fail(failure, "%s is in the way: %.1500s; move it away", aside, why.text);
     format_checked(mark, sizeof mark, "%s/" FOLDER_MARKER, path);
-    if ((unlink(mark) && errno != ENOENT) || rename(aside, path)) return fail(failure, "cannot rename %s, which is the earlier export, back to %s: %s", aside, path, strerror(errno));
+    if ((unlink(mark) && errno != ENOENT) || rename(aside, path))
+        return fail(failure, "cannot rename %s, which is the earlier export, back to %s: %s", aside, path,
+                    strerror(errno));
     printf("the earlier export, which a run that was interrupted had left as %s, is %s again\n", aside, path);
     return true;
 }
@@ -85,7 +96,10 @@ static inline bool export_try(const char *path, const char *probe, Failure *fail
     Failure cause, ignored;
     format_checked(mark, sizeof mark, "%s/" FOLDER_MARKER, path);
     if (!folder_begin(probe, failure)) return false;
-    if (rename(probe, path) == 0) return existed ? unlink(mark) == 0 || fail(failure, "cannot remove %s: %s", mark, strerror(errno)) : folder_remove(path, failure);
+    if (rename(probe, path) == 0) {
+        if (!existed) return folder_remove(path, failure);
+        return unlink(mark) == 0 || fail(failure, "cannot remove %s: %s", mark, strerror(errno));
+    }
     bool ok = errno == EEXIST || errno == ENOTEMPTY;
     if (ok && folder_exchange(probe, path)) {
         if (folder_exchange(probe, path)) return folder_remove(probe, failure);
@@ -102,7 +116,8 @@ static inline bool export_try(const char *path, const char *probe, Failure *fail
 
 // Before any work: dies if `dir` could not become an export at the end of the run, which starts from `model_folder` (NULL: a preset).
 static inline void model_export_prepare(const char *dir, const char *model_folder) {
-    char path[PATH_CAPACITY], temporary[PATH_CAPACITY], aside[PATH_CAPACITY], parent[PATH_CAPACITY], other[PATH_CAPACITY];
+    char path[PATH_CAPACITY], temporary[PATH_CAPACITY], aside[PATH_CAPACITY], parent[PATH_CAPACITY],
+        other[PATH_CAPACITY];
     Failure failure;
     export_names(dir, path, temporary, parent, sizeof path);
     format_checked(aside, sizeof aside, "%s" FOLDER_ASIDE, path);
@@ -111,7 +126,8 @@ static inline void model_export_prepare(const char *dir, const char *model_folde
     if (model_folder) path_resolve(model_folder, other, sizeof other);
     if (model_folder && (strcmp(other, path) == 0 || strcmp(other, temporary) == 0 || strcmp(other, aside) == 0))
         die("--export-hf %s would replace %s, the model that the run starts from; give a new folder", dir, other);
-    if (!export_restore(path, aside, &failure) || !export_may_replace(path, &failure) || !export_clear(temporary, &failure) || !folder_create(parent, true, &failure) ||
+    if (!export_restore(path, aside, &failure) || !export_may_replace(path, &failure) ||
+        !export_clear(temporary, &failure) || !folder_create(parent, true, &failure) ||
         !export_try(path, aside, &failure))
         die("--export-hf %s: %s", dir, failure.text);
 }
@@ -129,8 +145,8 @@ static inline bool export_write(const char *folder, const ModelConfig *m, const 
     }
     JsonText hashes = {NULL, 0, 0};
     json_text_add(&hashes, "{\n  \"format_version\": %d", CHECKPOINT_FORMAT_VERSION);
-    if (ok && leader) ok = checkpoint_write_sealed(folder, EXPORT_HASHES, &hashes, &files, failure) && folder_sync(folder, failure);
-    else json_text_free(&hashes);
+    if (!ok || !leader) json_text_free(&hashes);
+    else ok = checkpoint_write_sealed(folder, EXPORT_HASHES, &hashes, &files, failure) && folder_sync(folder, failure);
     file_list_free(&files);
     return ok;  // of the last steps rank 0 alone knows
 }
@@ -139,7 +155,8 @@ static inline bool export_write(const char *folder, const ModelConfig *m, const 
 static inline bool export_place(const char *temporary, const char *path, const char *parent, Failure *failure) {
     Failure cause;
     bool ok = export_may_replace(path, &cause);
-    if (ok && folder_kind(path) == FOLDER_FOREIGN) ok = folder_mark(path, &cause);  // an export of a version that set no mark
+    const bool unmarked = ok && folder_kind(path) == FOLDER_FOREIGN;  // an export of a version that set no mark
+    if (unmarked) ok = folder_mark(path, &cause);
     if (ok && folder_replace(temporary, path, &cause)) return folder_sync(parent, failure);
     return fail(failure, "%.900s; the weights are whole in %.500s: move it away before another run exports here", cause.text, temporary);
 }

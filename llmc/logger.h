@@ -130,16 +130,18 @@ static inline void logger_prepare(const char *dir) {
     char path[PATH_CAPACITY];
     if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure)) die("--log-dir %s: %s", dir, failure.text);
     format_checked(path, sizeof path, "%s/log.jsonl", dir);
-    if (access(access(path, F_OK) == 0 ? path : dir, W_OK)) die("--log-dir: cannot write %s: %s", path, strerror(errno));
+    if (access(access(path, F_OK) == 0 ? path : dir, W_OK))
+        die("--log-dir: cannot write %s: %s", path, strerror(errno));
 }
 
-// Whether a log's name is a link that leads to no file: nothing is made where it points.
+// True if the log's name is a link that leads to no file: the log is then not made where it points.
 static inline bool logger_is_lost_link(const char *path) {
     struct stat link, target;
     return lstat(path, &link) == 0 && S_ISLNK(link.st_mode) && (stat(path, &target) || S_ISDIR(target.st_mode));
 }
 
-// The log of an earlier run, which does not go on, or such a link: becomes the first of log.1.jsonl, log.2.jsonl, ... that is not there yet. False: errno says why.
+// The log of an earlier run, which does not go on, or such a link: becomes the first of log.1.jsonl, log.2.jsonl, ...
+// that is not there yet. False: errno says why.
 static inline bool logger_step_aside(const char *dir, const char *path) {
     char aside[PATH_CAPACITY];
     struct stat info;

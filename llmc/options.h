@@ -99,8 +99,9 @@ enum { FREE, MUST_MATCH };
     INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, "steps between checkpoints; 0: at the end only, if --checkpoint-dir is given") \
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "newest ones kept") \
     FLAG(resume, "resume", "continue from the newest whole checkpoint in --checkpoint-dir, if there is one") \
-    CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, "retry|stop", FREE, "a save that fails is tried again at once and at the next step that saves, the run goes on; stop: it ends the run") \
-    FLAG(no_verify, "no-verify", "start from MODEL though its files may not have the hashes that were saved with them") \
+    CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, "retry|stop", FREE, \
+           "a save that fails is tried again, at once and when the next is due, and the run goes on; stop: it ends") \
+    FLAG(no_verify, "no-verify", "start from MODEL without comparing its files with the hashes saved beside them") \
     TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights as Hugging Face reads them") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", "print settings, memory plan and precision table, then stop; needs no GPU") \

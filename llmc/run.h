@@ -21,23 +21,25 @@ static inline void run_print(const RunSetup *s, const Options *o, const Comm *c,
 }
 
 // Says that a save has failed: to stderr and, where there is one, to the log. `next` says what follows.
-static inline void run_warn_of_save(Logger *log, const TrainerState *state, int64_t step, const Failure *failure, const char *next) {
+static inline void run_warn_of_save(Logger *log, const TrainerState *state, int64_t step, const Failure *failure,
+                                    const char *next) {
     if (checkpoint_is_leader(state->comm)) warn("%s; %s", failure->text, next);
     logger_failed_save(log, step, failure->text);
 }
 
-// Saves a checkpoint in --checkpoint-dir, the `last` of the run or one before. A save that fails is tried again at once. If that fails too the run goes on, to the next save that is due; after
-// the last one run_end ends it. Dies at once with --on-save-error stop, and where a value is not finite. All ranks call, and do the same.
+// Saves a checkpoint in --checkpoint-dir, the `last` of the run or one before. A save that fails is tried again at
+// once. If that fails too the run goes on, to the next save that is due; after the last one run_end ends it. Dies at
+// once with --on-save-error stop, and where a value is not finite. All ranks call, and do the same.
 static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress *progress, const ParameterTable *t,
                             const TrainerState *state, bool last, Logger *log) {
     const CheckpointRun run = run_setup_checkpoint(s, o);
-    Failure failure;
+    Failure *failure = &s->save_failure;
     activity_phase(PHASE_SAVING, progress->step);
     s->save_failed = true;
     for (int attempt = 0; attempt < 2 && s->save_failed; attempt++) {
-        s->save_failed = !checkpoint_save(o->checkpoint_dir, o->keep_checkpoints, progress, &run, t, state, &failure);
-        if (s->save_failed && (failure.lasting || o->on_save_error == SAVE_ERROR_STOP)) die("%s", failure.text);
-        if (s->save_failed && attempt == 0) run_warn_of_save(log, state, progress->step, &failure, "it is tried again");
+        s->save_failed = !checkpoint_save(o->checkpoint_dir, o->keep_checkpoints, progress, &run, t, state, failure);
+        if (s->save_failed && (failure->lasting || o->on_save_error == SAVE_ERROR_STOP)) die("%s", failure->text);
+        if (s->save_failed && attempt == 0) run_warn_of_save(log, state, progress->step, failure, "it is tried again");
     }
     if (!s->save_failed) {
         s->saved_step = progress->step;
@@ -48,7 +50,7 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
     if (s->saved_step) format_checked(since, sizeof since, "of the steps after step %lld", (long long)s->saved_step);
     format_checked(next, sizeof next, "that was the second try. Nothing is saved %s%s", since,
                    last ? "" : "; the run goes on, and tries again at the next step that saves");
-    run_warn_of_save(log, state, progress->step, &failure, next);
+    run_warn_of_save(log, state, progress->step, failure, next);
 }
 
 // Loads weights and optimizer state of the checkpoint, or the weights of the model's folder; false if there are neither.
@@ -74,16 +76,18 @@ static inline void run_export(const RunSetup *s, const Options *o, int64_t steps
     activity_phase(PHASE_END, steps_done);
 }
 
-// After the last step: says after which one a signal (0: none) ended the run early, or exports the weights if that is asked for. Dies if that fails, or if
-// the last save has failed.
-static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_t steps_done, const ParameterTable *t, const TrainerState *state) {
+// After the last step: says after which one a signal (0: none) ended the run early, or exports the weights if that is
+// asked for. Dies if that fails, or if the last save has failed.
+static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_t steps_done, const ParameterTable *t,
+                           const TrainerState *state) {
     const bool early = stop && steps_done < o->num_steps;
     activity_phase(PHASE_END, steps_done);
     if (early && !s->save_failed) return stop_print(o, stop, steps_done);
     if (!early && *o->export_hf) run_export(s, o, steps_done, t, state);
     if (s->save_failed && s->saved_step)
-        die("the last save failed, as said above: the steps after step %lld are lost. --resume continues from there", (long long)s->saved_step);
-    if (s->save_failed) die("the last save failed, as said above: no step of this run is saved");
+        die("%s. That was the last save: the steps after step %lld are lost, and --resume continues from there",
+            s->save_failure.text, (long long)s->saved_step);
+    if (s->save_failed) die("%s. That was the last save: no step of this run is saved", s->save_failure.text);
 }
 
 #endif

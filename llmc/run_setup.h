@@ -10,7 +10,8 @@
 
 #define VOCABULARY_MULTIPLE 64
 
-// Files of MODEL's folder up to this size are checked by every rank before they are read, larger ones by one rank of each host.
+// Files of MODEL's folder up to this size are checked by every rank before they are read, larger ones by one rank of
+// each host.
 #define SMALL_FILE_BYTES ((int64_t)1 << 20)
 
 // Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: by up to 395).
@@ -28,9 +29,10 @@ typedef struct {
     DataIdentity data;              // of train
     char checkpoint[PATH_CAPACITY]; // to continue from; "": none
     TrainerProgress start;          // of that checkpoint, or 0
-    CheckpointSteps passed_over;    // later ones, which are damaged, and older ones that stay though they are not to be kept
+    CheckpointSteps passed_over;    // later ones, which are damaged; and older ones that may not be removed
     int64_t saved_step;             // the last one of which there is a checkpoint; 0: none
-    bool save_failed;               // the last one that was tried
+    bool save_failed;               // the last one that was tried, and why
+    Failure save_failure;
     char fp8_filter[1024];          // what --fp8-filter auto stands for
     Tokenizer tokenizer;            // count 0: none beside the shards
 } RunSetup;
@@ -49,7 +51,8 @@ __attribute__((noreturn)) static inline void run_setup_die_damaged(const Options
     die("MODEL %s: %s. Copy it again, or give --no-verify to start from it as it is", o->model, failure->text);
 }
 
-// The large files of MODEL's folder against the hashes saved with them, by one rank of each host; all learn the answer. Dies where one is damaged.
+// The large files of MODEL's folder against the hashes saved with them, by one rank of each host; all learn the answer.
+// Dies where one is damaged.
 static inline void run_setup_verify_weights(const RunSetup *s, const Options *o, const Comm *c) {
     Failure failure;
     if (!s->load_weights || s->continues || o->no_verify) return;
@@ -63,7 +66,8 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
     model_config_preset_names(presets, sizeof presets);
     if (!folder_exists(o->model)) die("MODEL \"%s\" is neither a folder nor one of: %s", o->model, presets);
     Failure failure;
-    if (!s->continues && !o->no_verify && !model_verify(o->model, SMALL_FILE_BYTES, &failure)) run_setup_die_damaged(o, &failure);
+    const bool verify = !s->continues && !o->no_verify;
+    if (verify && !model_verify(o->model, SMALL_FILE_BYTES, &failure)) run_setup_die_damaged(o, &failure);
     hf_config_read(&s->model, o->model);
     s->model_folder = o->model;
     s->load_weights = model_has_weights(o->model);

@@ -356,8 +356,10 @@ typedef struct {
     int64_t rows, cols;  // cols = 0: a vector of `rows`
 } SafetensorSpec;
 
-// Fetches elements offset .. offset + count of the tensor-th specification, in its type. False, with the reason, if they may not be written.
-typedef bool (*SafetensorsSource)(void *context, int64_t tensor, int64_t offset, int64_t count, void *out, Failure *failure);
+// Fetches elements offset .. offset + count of the tensor-th specification, in its type. False, with the reason, if
+// they may not be written.
+typedef bool (*SafetensorsSource)(void *context, int64_t tensor, int64_t offset, int64_t count, void *out,
+                                  Failure *failure);
 
 static inline int64_t safetensors_spec_elements(const SafetensorSpec *spec) { return spec->cols ? spec->rows * spec->cols : spec->rows; }
 
@@ -497,7 +499,8 @@ static inline bool safetensors_create_file(const SafetensorsSet *set, int64_t fi
     int64_t bytes = (int64_t)header.size;
     for (int64_t i = set->starts[file]; i < set->starts[file + 1]; i++) bytes += safetensors_spec_bytes(&set->specs[i]);
     bool ok = output_file_write(&output, header.data, (int64_t)header.size, failure);
-    if (ok && FILE_WORK("ftruncate", path, ftruncate(output.fd, (off_t)bytes))) ok = fail(failure, "cannot make %s %lld bytes long: %s", path, (long long)bytes, error_words().text);
+    if (ok && FILE_WORK("ftruncate", path, ftruncate(output.fd, (off_t)bytes)))
+        ok = fail(failure, "cannot make %s %lld bytes long: %s", path, (long long)bytes, error_words().text);
     json_text_free(&header);
     return output_file_close(&output, ok ? failure : &ignored) && ok;
 }
@@ -515,7 +518,8 @@ static inline bool safetensors_fill_tensor(const SafetensorsSet *set, int64_t te
     bool ok = true;
     for (int64_t done = 0; ok && done < count; done += chunk) {
         const int64_t n = min_i64(chunk, count - done);
-        ok = source(context, tensor, first + done, n, buffer, failure) && file_write_at(fd, path, begin + (first + done) * element, buffer, n * element, failure);
+        ok = source(context, tensor, first + done, n, buffer, failure) &&
+            file_write_at(fd, path, begin + (first + done) * element, buffer, n * element, failure);
     }
     free(buffer);
     return ok;

@@ -46,11 +46,11 @@ static inline DieHook *die_hook(void) {
     return &hook;
 }
 
-// Whether a byte could steer a terminal.
+// True for a byte that could steer a terminal.
 static inline bool byte_is_control(char c) { return ((unsigned char)c < 32 && c != '\n' && c != '\t') || c == 127; }
 
-// Copies a text that may hold what a file gave, fit for a terminal: control characters become \xNN, also those of C1, whether alone or in UTF-8 (C2 80 to
-// C2 9F). Lines and tabs stay. What does not fit is cut.
+// Copies a text that may hold what a file gave, fit for a terminal: control characters become \xNN, also those of C1,
+// whether alone or in UTF-8 (C2 80 to C2 9F). Lines and tabs stay. What does not fit is cut.
 static inline void text_printable(const char *text, char *out, size_t capacity) {
     size_t n = 0;
     for (unsigned char before = 0; *text && n + 5 <= capacity; before = (unsigned char)*text++) {

@@ -127,6 +127,8 @@ check "--profile has products" grep -qE '^  [a-z].* TFLOP/s +[0-9.]+%$' "$tmp/a.
 gpu a $common --precision bf16 --num-steps 2 --checkpoint-dir "$tmp/whole" --export-hf "$tmp/export"
 for file in config.json model.safetensors; do check "exported $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"; done
 head -c 512 /dev/zero | tr '\0' '\177' | dd of="$tmp/export/model.safetensors" bs=1 seek=$(($(stat -c %s "$tmp/export/model.safetensors") - 512)) conv=notrunc 2>/dev/null
+refused "export/model.safetensors is damaged: its XXH64 is" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20
+rm "$tmp/export/train_fp8.json"  # the hashes, with which these weights would be refused as damaged
 fails "step 1: the gradient norm is not finite, first, in backward order, in .*, element [0-9]*; the loss is .* Nothing of this step is saved" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20
 fails "step 1: the gradient norm is not finite" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 1 --checkpoint-dir "$tmp/spoiled" --checkpoint-every 1 --export-hf "$tmp/spoiled-export"
 check "nothing of that step is saved" equal "$(find "$tmp/spoiled" "$tmp/spoiled-export" -type f 2>/dev/null)" ""

@@ -44,7 +44,8 @@ static void trainer_fill(Trainer *t, uint64_t seed) {
             const int64_t bytes = parameter_elements(p) * (t->state.is_fp32[kind] ? 4 : 2);
             for (int64_t b = 0; b < bytes; b++) {
                 at[b] = (char)rng_u64(seed, (uint64_t)(kind * 100000000 + i * 1000000 + b));
-                if (b % (t->state.is_fp32[kind] ? 4 : 2) == (t->state.is_fp32[kind] ? 3 : 1)) at[b] &= (char)0xbf;  // the highest bit of the exponent
+                const int64_t width = t->state.is_fp32[kind] ? 4 : 2;
+                if (b % width == width - 1) at[b] &= (char)0xbf;  // the highest bit of the exponent
             }
         }
 }
@@ -131,7 +132,8 @@ static int64_t safetensors_data(const char *path, const char *tensor) {
 static void write_float(const char *path, int64_t at, float value) {
     const int fd = open(path, O_WRONLY);
     Failure failure;
-    if (fd < 0 || !file_write_at(fd, path, at, &value, sizeof value, &failure) || close(fd)) die("cannot write %s", path);
+    if (fd < 0 || !file_write_at(fd, path, at, &value, sizeof value, &failure) || close(fd))
+        die("cannot write %s", path);
 }
 
 // ---- save and load
@@ -204,12 +206,15 @@ static void test_delayed(void) {
     CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export holds no history");
-    // Neither is saved if it is not finite. Of what older versions saved, an infinity in a history is read, but no NaN, nor such a scale.
+    // Neither is saved if it is not finite. Of what older versions saved, an infinity in a history is read, but no NaN,
+    // nor such a scale.
     const TrainerProgress progress = {9, 9};
     from.history[3] = INFINITY;
-    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting && strstr(failure.text, "tensor amax_history holds a value that is not finite"), "%s", failure.text);
+    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
+          strstr(failure.text, "tensor amax_history holds a value that is not finite"), "%s", failure.text);
     from.history[3] = 1, from.scale[2] = -INFINITY;
-    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting && strstr(failure.text, "tensor scale holds a value"), "%s", failure.text);
+    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
+          strstr(failure.text, "tensor scale holds a value"), "%s", failure.text);
     from.scale[2] = 1;
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
     const int64_t data = safetensors_data(state, "amax_history"), scales = safetensors_data(state, "scale");
@@ -218,7 +223,8 @@ static void test_delayed(void) {
     checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(isinf(to.history[3]), "%g", (double)to.history[3]);
     write_float(state, data + 12, NAN);
-    CHECK(check_dies(load_delayed, b, "amax_history holds a value that is no magnitude, nan; move this checkpoint away", output, sizeof output), "%s", output);
+    CHECK(check_dies(load_delayed, b, "amax_history holds nan, which is no magnitude; move this checkpoint away",
+                     output, sizeof output), "%s", output);
     write_float(state, data + 12, 1), write_float(state, scales, INFINITY);
     CHECK(check_dies(load_delayed, b, "scale holds a value that is not finite", output, sizeof output), "%s", output);
     write_float(state, scales, 1);
@@ -296,9 +302,10 @@ static void test_keep(void) {
     save(t, dir, 90, 9);
     save(t, dir, 70, 1);
     CHECK(strcmp(listing(dir), "90 70") == 0, "%s", listing(dir));
-    // What interrupted saves leave is removed; other names are not ours, nor are folders that we did not mark.
+    // Leftovers of interrupted saves are removed; other names are not ours, nor are folders that we did not mark.
     Failure failure;
-    static const char *const names[] = {"step-00000080.tmp", "step-00000020.old.tmp", "step-00000030.2.tmp", "step-80.tmp", "notes", "step-00000081.tmp"};
+    static const char *const names[] = {"step-00000080.tmp", "step-00000020.old.tmp", "step-00000030.2.tmp",
+                                        "step-80.tmp", "notes", "step-00000081.tmp"};
     for (int i = 0; i < 6; i++) {
         char path[PATH_CAPACITY];
         format_checked(path, sizeof path, "%s/%s", dir, names[i]);
@@ -312,7 +319,8 @@ static void test_keep(void) {
     CHECK(strcmp(listing(dir), "95 81+3") == 0, "%s", listing(dir));
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/step-00000096", dir);
-    if (!folder_create(path, false, &failure) || !file_write(path, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
+    if (!folder_create(path, false, &failure) || !file_write(path, "thesis", "x", 1, NULL, &failure))
+        die("%s", failure.text);
     save(t, dir, 96, 9);
     CHECK(strcmp(listing(dir), "96 95 81+4") == 0, "%s", listing(dir));
     format_checked(path, sizeof path, "%s/step-00000096.1/thesis", dir);
@@ -322,8 +330,8 @@ static void test_keep(void) {
     trainer_free(t);
 }
 
-// A checkpoint that was moved to another disk and linked back is resumed from, counts as kept, and is never removed; nor is what a link in the place of a
-// leftover leads to. Links of every kind do no harm.
+// A checkpoint that was moved to another disk and linked back is resumed from, counts as kept, and is never removed;
+// nor is what a link in the place of a leftover leads to. Links of every kind do no harm.
 static void test_links(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     Failure failure = {"", false};
@@ -335,9 +343,12 @@ static void test_links(void) {
     save(t, dir, 2, 1);
     format_checked(at, sizeof at, "%s/step-00000002", dir);
     if (rename(at, archive) || symlink("../archive", at)) die("%s", strerror(errno));
-    static const struct { const char *name, *to; } links[] = {{"step-00000001.tmp", "../home"}, {"step-00000003.tmp", "../home/thesis"}, {"step-00000005.tmp", "none"},
-        {"step-00000006.old.tmp", "step-00000006.old.tmp"}, {"step-00000007", "../home"}, {"step-00000008", "../home/thesis"}, {"step-00000009", "none"}, {"step-00000010", "step-00000010"}};
-    if (!folder_create(home, false, &failure) || !file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
+    static const struct { const char *name, *to; } links[] = {
+        {"step-00000001.tmp", "../home"}, {"step-00000003.tmp", "../home/thesis"}, {"step-00000005.tmp", "none"},
+        {"step-00000006.old.tmp", "step-00000006.old.tmp"}, {"step-00000007", "../home"},
+        {"step-00000008", "../home/thesis"}, {"step-00000009", "none"}, {"step-00000010", "step-00000010"}};
+    if (!folder_create(home, false, &failure) || !file_write(home, "thesis", "x", 1, NULL, &failure))
+        die("%s", failure.text);
     for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
         format_checked(at, sizeof at, "%s/%s", dir, links[i].name);
         if (symlink(links[i].to, at)) die("%s", strerror(errno));
@@ -348,7 +359,8 @@ static void test_links(void) {
     save(t, dir, 5, 2);
     CHECK(strcmp(listing(dir), "10 9 8 7 5 2+4") == 0, "%s", listing(dir));
     save(t, dir, 6, 1);
-    CHECK(strcmp(listing(dir), "10 9 8 7 6 2+4") == 0 && passed_over.count == 1 && passed_over.steps[0] == 2, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "10 9 8 7 6 2+4") == 0 && passed_over.count == 1 && passed_over.steps[0] == 2, "%s",
+          listing(dir));
     save(t, dir, 8, 1);  // over a link
     save(t, dir, 11, 2);
     CHECK(strcmp(listing(dir), "11 10 9 8 7 2+5") == 0, "%s", listing(dir));
@@ -707,13 +719,19 @@ static void test_nonfinite(void) {
         const int64_t at = p->offset + parameter_elements(p) - 1;
         if (fp32) ((float *)t->arrays[kind])[at] = kind ? INFINITY : NAN;
         else ((bf16_bits *)t->arrays[kind])[at] = bf16_from_float(kind ? INFINITY : NAN);
-        format_checked(expected, sizeof expected, "tensor %s%s holds a value that is not finite", prefixes[kind], p->name);
-        CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure) && failure.lasting, "variant %d was saved", variant);
-        CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; earlier checkpoints are untouched"), "%s", failure.text);
+        format_checked(expected, sizeof expected, "tensor %s%s holds a value that is not finite", prefixes[kind],
+                       p->name);
+        CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure) && failure.lasting,
+              "variant %d was saved", variant);
+        CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; earlier checkpoints are "
+                                                       "untouched"), "%s", failure.text);
         CHECK(strcmp(listing(dir), "1") == 0, "%s", listing(dir));
-        const bool exported = model_export_hf(scratch_path("nonfinite-export"), &t->model, &t->table, &t->state, NULL, &failure);
-        CHECK(exported == (kind != STATE_WEIGHTS) && (exported || (failure.lasting && strstr(failure.text, expected))), "variant %d: %s", variant, failure.text);
-        CHECK(path_exists(scratch_path("nonfinite-export")) == exported && !path_exists(scratch_path("nonfinite-export.tmp")), "variant %d", variant);
+        const bool exported = model_export_hf(scratch_path("nonfinite-export"), &t->model, &t->table, &t->state, NULL,
+                                              &failure);
+        CHECK(exported == (kind != STATE_WEIGHTS), "variant %d", variant);
+        CHECK(exported || (failure.lasting && strstr(failure.text, expected)), "variant %d: %s", variant, failure.text);
+        CHECK(path_exists(scratch_path("nonfinite-export")) == exported &&
+              !path_exists(scratch_path("nonfinite-export.tmp")), "variant %d", variant);
         remove_tree(scratch_path("nonfinite-export"));
         remove_tree(dir);
         free((char *)dir);
@@ -728,7 +746,9 @@ static void resume_action(void *context) {
 }
 
 static void test_load_nonfinite(void) {
-    static const struct { const char *file, *tensor; } cases[] = {{"model", "model.norm.weight"}, {"optimizer", "exp_avg.model.norm.weight"}, {"optimizer", "exp_avg_sq.model.norm.weight"}};
+    static const struct { const char *file, *tensor; } cases[] = {{"model", "model.norm.weight"},
+                                                                  {"optimizer", "exp_avg.model.norm.weight"},
+                                                                  {"optimizer", "exp_avg_sq.model.norm.weight"}};
     Trainer *t = trainer_new(FAMILY_LLAMA, true, true, true);
     char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s", scratch_path("infinite/step-00000001"));
@@ -737,7 +757,8 @@ static void test_load_nonfinite(void) {
         save(t, scratch_path("infinite"), 1, 1);
         format_checked(file, sizeof file, "%s/%s.safetensors", path, cases[i].file);
         write_float(file, safetensors_data(file, cases[i].tensor) + 8, INFINITY);
-        CHECK(check_dies(resume_action, &action, "holds a value that is not finite, with which nothing can be trained; move this checkpoint away", output, sizeof output), "%s", output);
+        CHECK(check_dies(resume_action, &action, "holds a value that is not finite, with which nothing can be trained; "
+                         "move this checkpoint away", output, sizeof output), "%s", output);
         CHECK(strstr(output, cases[i].tensor), "%s", output);
     }
     remove_tree(scratch_path("infinite"));
@@ -775,7 +796,8 @@ static void save_action(void *context) { run_save_at((SavingRun *)context, 4, fa
 static void end_action(void *context) {
     SavingRun *r = (SavingRun *)context;
     fclose(stdout);
-    run_end(&r->setup, &r->trainer->options, r->trainer->options.num_steps > 9 ? SIGTERM : 0, 9, &r->trainer->table, &r->trainer->state);
+    run_end(&r->setup, &r->trainer->options, r->trainer->options.num_steps > 9 ? SIGTERM : 0, 9, &r->trainer->table,
+            &r->trainer->state);
 }
 
 static void test_retry(void) {
@@ -791,23 +813,30 @@ static void test_retry(void) {
     r.trainer->options.keep_checkpoints = 9, r.trainer->options.num_steps = 9;
     const char *dir = r.trainer->options.checkpoint_dir;
     run_save_at(&r, 1, false, 2);
-    CHECK(r.setup.save_failed && r.setup.saved_step == 0 && strcmp(listing(dir), "") == 0, "twice failed: %s", listing(dir));
+    CHECK(r.setup.save_failed && r.setup.saved_step == 0 && strcmp(listing(dir), "") == 0, "twice failed: %s",
+          listing(dir));
     run_save_at(&r, 2, false, 1);
-    CHECK(!r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0, "once failed: %s", listing(dir));
+    CHECK(!r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0, "once failed: %s",
+          listing(dir));
     run_save_at(&r, 3, false, 2);
     CHECK(r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0, "%s", listing(dir));
-    CHECK(check_dies(end_action, &r, "the last save failed, as said above: the steps after step 2 are lost. --resume continues from there", output, sizeof output), "%s", output);
+    CHECK(check_dies(end_action, &r, "untouched. That was the last save: the steps after step 2 are lost, and "
+                     "--resume continues from there", output, sizeof output), "%s", output);
     CHECK(path_exists(r.trainer->options.export_hf), "the export is made all the same");
     r.trainer->options.num_steps = 10;
     remove_tree(r.trainer->options.export_hf);
-    CHECK(check_dies(end_action, &r, "the last save failed", output, sizeof output) && !path_exists(r.trainer->options.export_hf), "a stop signal: %s", output);
+    CHECK(check_dies(end_action, &r, "That was the last save", output, sizeof output) &&
+          !path_exists(r.trainer->options.export_hf), "a stop signal: %s", output);
     run_save_at(&r, 4, false, 0);
-    CHECK(!r.setup.save_failed && r.setup.saved_step == 4 && !check_dies(end_action, &r, "", output, sizeof output), "%s", output);
+    CHECK(!r.setup.save_failed && r.setup.saved_step == 4 && !check_dies(end_action, &r, "", output, sizeof output),
+          "%s", output);
     r.trainer->options.on_save_error = SAVE_ERROR_STOP;
-    CHECK(check_dies(save_action, &r, "failed: cannot make folder", output, sizeof output) && strstr(output, "Input/output error") && !strstr(output, "again"), "%s", output);
+    CHECK(check_dies(save_action, &r, "failed: cannot make folder", output, sizeof output) &&
+          strstr(output, "Input/output error") && !strstr(output, "again"), "%s", output);
     fclose(r.log.file);
     char *lines = read_file(log, NULL);
-    CHECK(check_count(lines, "{\"type\": \"save\", \"step\": ") == 5 && check_count(lines, "\"step\": 2, \"error\": \"saving checkpoint ") == 1, "%s", lines);
+    CHECK(check_count(lines, "{\"type\": \"save\", \"step\": ") == 5 &&
+          check_count(lines, "\"step\": 2, \"error\": \"saving checkpoint ") == 1, "%s", lines);
     // An export is tried again, too.
     r.trainer->options.num_steps = 9;
     failing_saves = 1;
@@ -1007,8 +1036,8 @@ static void test_export_refusals(void) {
     trainer_free(t);
 }
 
-// A kill between the two exchanges of export_try leaves the earlier export under the other name, an empty folder in its place, or nothing: the next start
-// puts it back. What cannot be the earlier export is named and stays.
+// A kill between the two exchanges of export_try leaves the earlier export under the other name, an empty folder in its
+// place, or nothing: the next start puts it back. What cannot be the earlier export is named and stays.
 static void test_export_restore(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     Failure failure = {"", false};
@@ -1018,51 +1047,68 @@ static void test_export_restore(void) {
     format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
     Export e = {dir, NULL, NULL};
     CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
-    for (int state = 0; state < 5; state++) {  // nothing in its place; an empty folder; the marked one of export_try; the same, and an export of before
-        if (rename(dir, aside) || (state == 1 && !folder_create(dir, false, &failure)) || (state >= 2 && !folder_begin(dir, &failure))) die("%s", failure.text);
-        if (state == 3) CHECK(unlink(scratch_path("out.old.tmp/" FOLDER_MARKER)) == 0 && unlink(scratch_path("out.old.tmp/" EXPORT_HASHES)) == 0, "%s", strerror(errno));
+    // In its place: nothing, an empty folder, the marked one of export_try, the same with an export of before the mark.
+    for (int state = 0; state < 4; state++) {
+        if (rename(dir, aside) || (state == 1 && !folder_create(dir, false, &failure)) ||
+            (state >= 2 && !folder_begin(dir, &failure))) die("%s", failure.text);
+        if (state == 3) CHECK(unlink(scratch_path("out.old.tmp/" FOLDER_MARKER)) == 0 &&
+                              unlink(scratch_path("out.old.tmp/" EXPORT_HASHES)) == 0, "%s", strerror(errno));
         model_export_prepare(dir, NULL);
         CHECK(safetensors_is_own(weights) && !path_exists(aside), "state %d", state);
-        if (state == 3) CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) && path_exists(scratch_path("out/" FOLDER_MARKER)), "%s", failure.text);
+        if (state == 3) CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
+                              path_exists(scratch_path("out/" FOLDER_MARKER)), "%s", failure.text);
     }
-    // Both are there: nobody knows which is wanted.
-    if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
-    CHECK(check_dies(export_action, &e, "out.old.tmp is in the way: it may be an earlier export; move it away, or remove it", output, sizeof output), "%s", output);
+    // Both are there: the user says which is wanted.
+    if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure))
+        die("%s", failure.text);
+    CHECK(check_dies(export_action, &e, "out.old.tmp is in the way: it may be an earlier export; move it away, or "
+                     "remove it", output, sizeof output), "%s", output);
     remove_tree(aside);
     // Links lead nowhere, and another program's folder stays.
     static const char *const names[] = {"out.tmp", "out.old.tmp"};
-    if (!folder_create(scratch_path("victim"), false, &failure) || !file_write(scratch_path("victim"), "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
+    if (!folder_create(scratch_path("victim"), false, &failure) ||
+        !file_write(scratch_path("victim"), "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
     for (int i = 0; i < 4; i++) {
         char at[PATH_CAPACITY];
         format_checked(at, sizeof at, "%s", scratch_path(names[i % 2]));
-        if (i < 2 ? symlink("victim", at) : !folder_create(at, false, &failure) || !file_write(at, "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
-        CHECK(check_dies(export_action, &e, "is in the way: ", output, sizeof output) && strstr(output, "move it away"), "%d: %s", i, output);
-        CHECK(path_exists(scratch_path("victim/config.json")) && path_exists(at) && safetensors_is_own(weights), "%d", i);
-        CHECK(i % 2 || (!model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) && strstr(failure.text, "out.tmp is in the way")), "%d: %s", i, failure.text);
+        if (i < 2 ? symlink("victim", at) : !folder_create(at, false, &failure) ||
+            !file_write(at, "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
+        CHECK(check_dies(export_action, &e, "is in the way: ", output, sizeof output) &&
+              strstr(output, "move it away"), "%d: %s", i, output);
+        CHECK(path_exists(scratch_path("victim/config.json")) && path_exists(at) && safetensors_is_own(weights), "%d",
+              i);
+        CHECK(i % 2 || (!model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
+                        strstr(failure.text, "out.tmp is in the way")), "%d: %s", i, failure.text);
         if (i < 2 ? unlink(at) : (remove_tree(at), 0)) die("%s", strerror(errno));
     }
     remove_tree(scratch_path("victim")), remove_tree(dir);
     trainer_free(t);
 }
 
-// As MODEL: a checkpoint's or export's files are checked against the hashes beside them; a folder from elsewhere has none.
+// As MODEL: a checkpoint's or export's files are checked against the hashes beside them; a folder from elsewhere has
+// none.
 static void test_verify(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     Failure failure = {"", false};
     char checkpoint[PATH_CAPACITY], export[PATH_CAPACITY], path[PATH_CAPACITY];
     format_checked(checkpoint, sizeof checkpoint, "%s", scratch_path("verify/step-00000001"));
     format_checked(export, sizeof export, "%s", scratch_path("verify-export"));
-    if (!folder_create(scratch_path("verify-source"), false, &failure) || !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
+    if (!folder_create(scratch_path("verify-source"), false, &failure) ||
+        !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
     save(t, scratch_path("verify"), 1, 1);
-    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure), "%s", failure.text);
-    static const struct { bool exported; const char *file; bool small; } cases[] = {{false, "model.safetensors", false}, {false, "config.json", true}, {false, "trainer.json", true},
-        {true, "model.safetensors", false}, {true, "config.json", true}, {true, "tokenizer.json", true}, {true, EXPORT_HASHES, true}};
+    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure), "%s",
+          failure.text);
+    static const struct { bool exported; const char *file; bool small; } cases[] = {
+        {false, "model.safetensors", false}, {false, "config.json", true}, {false, "trainer.json", true},
+        {true, "model.safetensors", false}, {true, "config.json", true}, {true, "tokenizer.json", true},
+        {true, EXPORT_HASHES, true}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const char *folder = cases[i].exported ? export : checkpoint;
         CHECK(model_verify(folder, INT64_MAX, &failure) && model_verify(folder, 1000, &failure), "%s", failure.text);
         format_checked(path, sizeof path, "%s/%s", folder, cases[i].file);
         flip_byte(path, 1);
-        CHECK(!model_verify(folder, INT64_MAX, &failure) && strstr(failure.text, cases[i].file) && strstr(failure.text, "is damaged"), "%s: %s", path, failure.text);
+        CHECK(!model_verify(folder, INT64_MAX, &failure) && strstr(failure.text, cases[i].file) &&
+              strstr(failure.text, "is damaged"), "%s: %s", path, failure.text);
         CHECK(model_verify(folder, 1000, &failure) != cases[i].small, "%s: %s", path, failure.text);
         flip_byte(path, 1);
     }
@@ -1072,7 +1118,8 @@ static void test_verify(void) {
     format_checked(path, sizeof path, "%s/model.safetensors", export);
     flip_byte(path, 900);
     format_checked(path, sizeof path, "%s/" EXPORT_HASHES, export);
-    CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(path) == 0 && model_verify(export, INT64_MAX, &failure), "%s", failure.text);
+    CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(path) == 0 &&
+          model_verify(export, INT64_MAX, &failure), "%s", failure.text);
     remove_tree(scratch_path("verify")), remove_tree(export), remove_tree(scratch_path("verify-source"));
     trainer_free(t);
 }

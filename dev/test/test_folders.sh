@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What a run does to folders and files: links, folders of other programs, damaged models, saves that fail, limits of the process. Ends with "N passed, N failed".
+# How a run treats folders and files: links, folders of other programs, damaged models, saves that fail, limits of
+# the process. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -28,16 +29,18 @@ echo mine >"$tmp/home/thesis"
 mkdir "$tmp/ck"
 ln -s ../home "$tmp/ck/step-00000001.tmp"
 check "a link among the leftovers" trains $run --num-steps 1 --checkpoint-dir "$tmp/ck"
-check "a link among the leftovers: it says so" holds "$out" "warning: what may be left of an interrupted checkpoint stays: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
+check "a link among the leftovers: it says so" holds "$out" \
+    "checkpoint stays: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
 check "a link among the leftovers leads to what it did" equal "$(cat "$tmp/ck/step-00000001.tmp/thesis")" mine
 check "a checkpoint is saved beside it" test -f "$tmp/ck/step-00000001/trainer.json"
 
 mv "$tmp/ck/step-00000001" "$tmp/archive"
 ln -s ../archive "$tmp/ck/step-00000001"
 before=$(ls -A "$tmp/archive")
-check "a checkpoint that was moved and linked back" trains $run --num-steps 6 --checkpoint-every 1 --keep-checkpoints 1 --checkpoint-dir "$tmp/ck" --resume
+check "a checkpoint that was moved and linked back" trains $run --num-steps 6 --checkpoint-every 1 --keep-checkpoints \
+    1 --checkpoint-dir "$tmp/ck" --resume
 check "it is resumed from" holds "$out" "resume: continuing from $tmp/ck/step-00000001"
-check "it stays, which is said once" equal "$(grep -c "step-00000001 is older than the checkpoints that are kept, and stays: it is a link" "$out")" 1
+check "it stays, which is said once" equal "$(grep -c 'step-00000001 is older .*, and stays: it is a link to' "$out")" 1
 check "it is whole" equal "$(ls -A "$tmp/archive")" "$before"
 check "the others are removed" equal "$(ls "$tmp/ck")" "step-00000001
 step-00000001.tmp
@@ -46,9 +49,11 @@ ln -s ck "$tmp/dir"
 ln -s nowhere "$tmp/lost"
 ln -s loop "$tmp/loop"
 check "folders that are links" trains $run --num-steps 7 --checkpoint-dir "$tmp/dir" --log-dir "$tmp/dir" --resume
-check "a link to nothing" refuses "cannot make folder $tmp/lost: it is there already and is a link to nowhere, which leads nowhere" $run --checkpoint-dir "$tmp/lost"
+check "a link to nothing" refuses "it is there already and is a link to nowhere, which leads nowhere" \
+    $run --checkpoint-dir "$tmp/lost"
 check "a link to itself" refuses "is a link to loop, which leads nowhere" $run --log-dir "$tmp/loop"
-check "a file" refuses "--export-hf $tmp/s.tokenizer/x: cannot make folder $tmp/s.tokenizer: it is there already and is a file" $run --export-hf "$tmp/s.tokenizer/x"
+check "a file" refuses "cannot make folder $tmp/s.tokenizer: it is there already and is a file" \
+    $run --export-hf "$tmp/s.tokenizer/x"
 
 mkdir "$tmp/log"
 ln -s ../home/thesis "$tmp/log/log.jsonl"
@@ -56,7 +61,8 @@ check "a log that is a link" trains $run --num-steps 1 --log-dir "$tmp/log"
 check "a log that is a link: nothing is written there" equal "$(cat "$tmp/home/thesis")" mine
 ln -sf ../home/new "$tmp/log/log.jsonl"
 check "a log that is a link to nothing" trains $run --num-steps 1 --log-dir "$tmp/log"
-check "a log that is a link to nothing: nothing is made there" test ! -e "$tmp/home/new" -a -f "$tmp/log/log.jsonl" -a -L "$tmp/log/log.2.jsonl"
+check "a log that is a link to nothing: nothing is made there" test ! -e "$tmp/home/new" -a -f "$tmp/log/log.jsonl" \
+    -a -L "$tmp/log/log.2.jsonl"
 
 # ---- folders that another program made
 
@@ -75,17 +81,26 @@ check "a link stays where it leads" equal "$(cat "$tmp/home/thesis")" mine
 
 # ---- MODEL against its hashes
 
-flip() { python3 -c 'import sys; f = open(sys.argv[1], "r+b"); f.seek(-9, 2); b = f.read(1); f.seek(-9, 2); f.write(bytes([b[0] ^ 1]))' "$1"; }
+flip() {
+    python3 -c 'import sys
+with open(sys.argv[1], "r+b") as f:
+    f.seek(-9, 2)
+    byte = f.read(1)[0]
+    f.seek(-9, 2)
+    f.write(bytes([byte ^ 1]))' "$1"
+}
 model="--train-data $tmp/s_train.bin --sequence-length 16 --num-steps 1"
 check "an export" trains $run --num-steps 1 --export-hf "$tmp/hf"
 check "an export as MODEL" trains ./train_fp8 "$tmp/hf" $model
 for folder in "$tmp/hf" "$tmp/ck/step-00000007"; do
     flip "$folder/model.safetensors"
-    check "a damaged MODEL" refuses "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 is" ./train_fp8 "$folder" $model
+    check "a damaged MODEL" refuses "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 is" ./train_fp8 \
+    "$folder" $model
     check "a damaged MODEL: nothing is trained" lacks "$out" "step 1/"
     check "a damaged MODEL with --no-verify" trains ./train_fp8 "$folder" $model --no-verify
 done
-check "a damaged MODEL on 2 ranks" eval '! ranks ./train_fp8 "$tmp/hf" $model >"$out" 2>&1 && holds "$out" "is damaged" && equal "$(grep -c "^error: " "$out")" 1'
+check "a damaged MODEL on 2 ranks" eval '! ranks ./train_fp8 "$tmp/hf" $model >"$out" 2>&1'
+check "a damaged MODEL on 2 ranks: one says so" equal "$(grep -c '^error: .*is damaged' "$out")" 1
 rm "$tmp/hf/train_fp8.json"
 check "a MODEL without hashes" trains ./train_fp8 "$tmp/hf" $model
 
@@ -102,36 +117,48 @@ cat >"$tmp/failing.c" <<'C'
 #include <unistd.h>
 int mkdir(const char *path, mode_t mode) {
     static int n;
-    if (strstr(path, "/step-") && !strstr(path, "/step-00000000") && n++ < atoi(getenv("FAILING"))) return errno = EIO, -1;
+    if (strstr(path, "/step-") && !strstr(path, "/step-00000000") && n++ < atoi(getenv("FAILING"))) return errno = \
+    EIO, -1;
     return (int)syscall(SYS_mkdirat, AT_FDCWD, path, mode);
 }
 C
 gcc -shared -fPIC -o "$tmp/failing.so" "$tmp/failing.c" || exit 1
 fails="env LD_PRELOAD=$tmp/failing.so FAILING"
 
-check "one save that fails" trains $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/once" --log-dir "$tmp/once"
-check "one save that fails: tried again" holds "$out" "Input/output error; earlier checkpoints are untouched; it is tried again"
+check "one save that fails" trains $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/once" \
+    --log-dir "$tmp/once"
+check "one save that fails: tried again" holds "$out" \
+    "Input/output error; earlier checkpoints are untouched; it is tried again"
 check "one save that fails: all are there" equal "$(ls -d "$tmp"/once/step*)" "$tmp/once/step-00000001
 $tmp/once/step-00000002"
-check "one save that fails: the log" holds "$tmp/once/log.jsonl" '{"type": "save", "step": 1, "error": "saving checkpoint'
-check "two in a row, 2 ranks" eval 'ranks $fails=2 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/twice" >"$out" 2>&1'
-check "two in a row: the run goes on" holds "$out" "that was the second try. Nothing is saved yet; the run goes on, and tries again"
+check "one save that fails: the log" holds "$tmp/once/log.jsonl" \
+    '{"type": "save", "step": 1, "error": "saving checkpoint'
+twice() { ranks $fails=2 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/twice" >"$out" 2>&1; }
+check "two in a row, 2 ranks" twice
+check "two in a row: the run goes on" holds "$out" \
+    "that was the second try. Nothing is saved yet; the run goes on, and tries again"
 check "two in a row: each said by one rank" equal "$(grep -c '^warning: ' "$out")" 2
 check "two in a row: the next one is there" equal "$(ls "$tmp/twice")" step-00000002
-check "the last save" refuses "the last save failed, as said above: no step of this run is saved" $fails=9 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/never" --export-hf "$tmp/all"
+check "the last save" refuses "That was the last save: no step of this run is saved" $fails=9 $run \
+    --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/never" --export-hf "$tmp/all"
 check "the last save: the export is there" test -f "$tmp/all/model.safetensors"
-check "--on-save-error stop" refuses "saving checkpoint $tmp/stop/step-00000001 failed" $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/stop" --on-save-error stop
+check "--on-save-error stop" refuses "saving checkpoint $tmp/stop/step-00000001 failed" $fails=1 $run --num-steps 2 \
+    --checkpoint-every 1 --checkpoint-dir "$tmp/stop" --on-save-error stop
 check "--on-save-error stop: at once" lacks "$out" "step 2/"
 
 # ---- limits of the process
 
-check "ulimit -f" refuses "the last save failed" bash -c 'ulimit -f 100; exec "$@"' "$0" $run --num-steps 1 --checkpoint-dir "$tmp/limited"
-check "ulimit -f is named" holds "$out" "File too large: this process may write files of 102400 bytes at most; raise that limit with ulimit -f"
+check "ulimit -f" refuses "That was the last save" bash -c 'ulimit -f 100; exec "$@"' "$0" $run --num-steps 1 \
+    --checkpoint-dir "$tmp/limited"
+check "ulimit -f is named" holds "$out" \
+    "this process may write files of 102400 bytes at most; raise that limit with ulimit -f"
 mkdir "$tmp/many"
 for i in $(seq 40); do cp "$tmp/s_train.bin" "$tmp/many/x_$i.bin"; done
 many='exec ./train_fp8 tiny --train-data "$0" --sequence-length 16 --num-steps 1'
 check "more shards than the soft limit" trains bash -c "ulimit -Sn 30; $many" "$tmp/many/x_*.bin"
-check "more shards than the hard limit" refuses "Too many open files: there are 40 shards, and each stays open; raise the limit with ulimit -n" bash -c "ulimit -n 30; $many" "$tmp/many/x_*.bin"
+check "more shards than the hard limit" refuses \
+    "Too many open files: there are 40 shards, and each stays open; raise the limit with ulimit -n" bash -c \
+    "ulimit -n 30; $many" "$tmp/many/x_*.bin"
 
 # ---- names that steer a terminal
 
@@ -146,7 +173,8 @@ header["\x1b]0;owned\x07"] = {"dtype": "F32", "shape": [0], "data_offsets": [len
 text = json.dumps(header).encode()
 open(sys.argv[2], "wb").write(struct.pack("<Q", len(text)) + text + data[8 + n:])
 PY
-check "a tensor whose name steers a terminal is shown" refuses 'tensor \x1b]0;owned\x07 has no place' ./train_fp8 "$tmp/names" $model
+check "a tensor whose name steers a terminal is shown" refuses 'tensor \x1b]0;owned\x07 has no place' ./train_fp8 \
+    "$tmp/names" $model
 check "a tensor whose name steers a terminal does not" eval '! grep -q $'"'\\x1b'"' "$out"'
 
 finish

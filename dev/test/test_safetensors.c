@@ -288,7 +288,8 @@ static void test_failing_writes(void) {
     setrlimit(RLIMIT_FSIZE, &small);
     bool ok = safetensors_save(scratch, "full", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure);
     setrlimit(RLIMIT_FSIZE, &before);
-    CHECK(!ok && strstr(failure.text, "full.safetensors after 300 bytes: File too large: this process may write files of 300 bytes at most") && list.count == 0, "%s", failure.text);
+    CHECK(!ok && strstr(failure.text, "full.safetensors after 300 bytes: File too large: this process may write files "
+                        "of 300 bytes at most") && list.count == 0, "%s", failure.text);
 }
 
 static void test_folders(void) {
@@ -299,8 +300,10 @@ static void test_folders(void) {
     CHECK(folder_create(scratch_path("made/with/parents"), true, &failure), "%s", failure.text);
     CHECK(rmdir(scratch_path("made/with/parents")) == 0 && rmdir(scratch_path("made/with")) == 0 && rmdir(scratch_path("made")) == 0, "%s", strerror(errno));
     CHECK(!folder_create(scratch_path("x/y/z"), false, &failure) && strstr(failure.text, "its parent folder must exist"), "%s", failure.text);
-    CHECK(folder_begin(a, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure), "%s", failure.text);
-    CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_begin(b, &failure) && file_write(b, "old", "2", 1, NULL, &failure), "%s", failure.text);
+    CHECK(folder_begin(a, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure), "%s",
+          failure.text);
+    CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_begin(b, &failure) &&
+          file_write(b, "old", "2", 1, NULL, &failure), "%s", failure.text);
     CHECK(folder_replace(a, b, &failure) && !path_exists(a) && path_exists(scratch_path("b/new")) && !path_exists(scratch_path("b/old")), "%s", failure.text);
     CHECK(mkdir(scratch_path("b/inner"), 0777) == 0 && !folder_remove(b, &failure) && path_exists(scratch_path("b/inner")), "%s", failure.text);
     CHECK(rmdir(scratch_path("b/inner")) == 0 && folder_remove(b, &failure) && !path_exists(b), "%s", failure.text);
@@ -314,21 +317,29 @@ static void test_foreign_folders(void) {
     format_checked(home, sizeof home, "%s", scratch_path("home"));
     format_checked(link, sizeof link, "%s", scratch_path("link"));
     format_checked(loop, sizeof loop, "%s", scratch_path("loop"));
-    if (!folder_create(home, false, &failure) || symlink("home", link) || symlink("loop", loop)) die("%s", failure.text);
-    CHECK(folder_kind(home) == FOLDER_EMPTY && folder_kind(link) == FOLDER_FOREIGN && folder_kind(loop) == FOLDER_FOREIGN, "kinds");
+    if (!folder_create(home, false, &failure) || symlink("home", link) || symlink("loop", loop))
+        die("%s", failure.text);
+    CHECK(folder_kind(home) == FOLDER_EMPTY && folder_kind(link) == FOLDER_FOREIGN &&
+          folder_kind(loop) == FOLDER_FOREIGN, "kinds");
     if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(folder_kind(home) == FOLDER_FOREIGN, "kind %d", (int)folder_kind(home));
     CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"), "%s", failure.text);
-    CHECK(folder_mark(home, &failure) && folder_kind(home) == FOLDER_MARKED && folder_kind(link) == FOLDER_FOREIGN, "%s", failure.text);
-    CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"), "%s", failure.text);
-    CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which leads nowhere"), "%s", failure.text);
+    CHECK(folder_mark(home, &failure) && folder_kind(home) == FOLDER_MARKED && folder_kind(link) == FOLDER_FOREIGN,
+          "%s", failure.text);
+    CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"), "%s",
+          failure.text);
+    CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which leads nowhere"), "%s",
+          failure.text);
     CHECK(path_exists(scratch_path("home/thesis")) && path_exists(link) && path_exists(loop), "nothing was removed");
     CHECK(!file_write(scratch, "link", "x", 1, NULL, &failure), "written through a link");
 
-    // What is in the way of a new folder is named.
-    CHECK(!folder_create(loop, true, &failure) && strstr(failure.text, "it is there already and is a link to loop"), "%s", failure.text);
-    CHECK(!folder_create(scratch_path("home/thesis"), true, &failure) && strstr(failure.text, "and is a file"), "%s", failure.text);
-    CHECK(!folder_create(scratch_path("home/thesis/x"), true, &failure) && strstr(failure.text, "home/thesis is a file"), "%s", failure.text);
+    // The message names what is in the way of a new folder.
+    CHECK(!folder_create(loop, true, &failure) && strstr(failure.text, "it is there already and is a link to loop"),
+          "%s", failure.text);
+    CHECK(!folder_create(scratch_path("home/thesis"), true, &failure) && strstr(failure.text, "and is a file"), "%s",
+          failure.text);
+    CHECK(!folder_create(scratch_path("home/thesis/x"), true, &failure) &&
+          strstr(failure.text, "home/thesis is a file"), "%s", failure.text);
     CHECK(folder_create(link, true, &failure), "a link to a folder: %s", failure.text);
 
     CHECK(folder_remove(home, &failure) && !path_exists(home), "%s", failure.text);
@@ -338,8 +349,9 @@ static void test_foreign_folders(void) {
 
 // Nothing that steers a terminal is left in a message; what people write in their languages is.
 static void test_printable(void) {
-    static const char *const cases[][2] = {{"plain \t\n", "plain \t\n"}, {"\x1b]0;x\x07", "\\x1b]0;x\\x07"}, {"a\x7f\r", "a\\x7f\\x0d"},
-                                           {"\x9b" "31m", "\\x9b31m"}, {"\xc2\x9b" "31m", "\xc2\\x9b31m"}, {"Grüße, 你好", "Grüße, 你好"}};
+    static const char *const cases[][2] = {{"plain \t\n", "plain \t\n"}, {"\x1b]0;x\x07", "\\x1b]0;x\\x07"},
+                                           {"a\x7f\r", "a\\x7f\\x0d"}, {"\x9b" "31m", "\\x9b31m"},
+                                           {"\xc2\x9b" "31m", "\xc2\\x9b31m"}, {"Grüße, 你好", "Grüße, 你好"}};
     char out[32], cut[7];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         text_printable(cases[i][0], out, sizeof out);
@@ -348,7 +360,8 @@ static void test_printable(void) {
     text_printable("ab\x1b\x1b", cut, sizeof cut);
     CHECK(strcmp(cut, "ab\\x1b") == 0, "\"%s\"", cut);
     Failure failure = {"", false};
-    CHECK(!fail(&failure, "tensor %s", "\x1b[2J") && strcmp(failure.text, "tensor \\x1b[2J") == 0, "\"%s\"", failure.text);
+    CHECK(!fail(&failure, "tensor %s", "\x1b[2J") && strcmp(failure.text, "tensor \\x1b[2J") == 0, "\"%s\"",
+          failure.text);
 }
 
 int main(void) {
