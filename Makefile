@@ -13,7 +13,8 @@ CFLAGS = -std=gnu11 -O3 -march=native -fvect-cost-model=cheap -fopenmp -pthread 
 SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -pthread -ffp-contract=off -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS)
 # Code for Hopper; other GPUs of compute capability 8.0 and above run the portable kernels: make CUDA_ARCH=80
 CUDA_ARCH ?= 90a
-NVCCFLAGS = -std=c++17 -O3 -gencode=arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $(MPI_CFLAGS)
+CUDA_TARGET = -gencode=arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) '-DCUDA_ARCH="$(CUDA_ARCH)"'
+NVCCFLAGS = -std=c++17 -O3 $(CUDA_TARGET) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $(MPI_CFLAGS)
 CUDALIBS = -lcublasLt
 # Where NCCL is if not in the system's or CUDA's folders, for example PyTorch's: make NCCL_HOME=.../site-packages/nvidia/nccl
 NCCL_HOME ?=

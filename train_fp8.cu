@@ -1235,21 +1235,88 @@ static void check_casts(const Trainer *t) {
                 t->m.name, (long long)t->d.F, CAST_TILE, r->name);
 }
 
-static void check_device(const Options *o, const Comm *comm, cudaDeviceProp *device) {
+// What a rank tells the others of its GPU.
+typedef struct {
+    char host[64];
+    cudaUUID_t uuid;
+    int visible;  // GPUs from which it has taken this one
+} RankGpu;
+
+// Whether two ranks i < j of a host have the same GPU: the first such pair.
+static bool find_shared_gpu(const RankGpu *gpus, int64_t world, int64_t *i, int64_t *j) {
+    for (*j = 1; *j < world; ++*j)
+        for (*i = 0; *i < *j; ++*i)
+            if (strcmp(gpus[*i].host, gpus[*j].host) == 0 &&
+                memcmp(&gpus[*i].uuid, &gpus[*j].uuid, sizeof gpus[*i].uuid) == 0) return true;
+    return false;
+}
+
+// As nvidia-smi -L prints it.
+static void format_uuid(char *out, size_t capacity, const cudaUUID_t *uuid) {
+    const unsigned char *b = (const unsigned char *)uuid->bytes;
+    format_checked(out, capacity, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", b[0],
+                   b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
+}
+
+// Dies if two ranks of a host have the same GPU.
+static void require_own_gpus(const RankGpu *gpus, int64_t world) {
+    char uuid[64];
+    int64_t i, j;
+    if (!find_shared_gpu(gpus, world, &i, &j)) return;
+    format_uuid(uuid, sizeof uuid, &gpus[j].uuid);
+    die("ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
+        "needs one of its own: mpirun -np %d, or a CUDA_VISIBLE_DEVICES for each rank that names another GPU",
+        (long long)i, (long long)j, gpus[j].host, uuid, (long long)i, gpus[i].visible, (long long)j, gpus[j].visible,
+        gpus[j].visible);
+}
+
+// The ranks of a host take the GPUs that they see in turn. A rank that sees one alone takes that.
+static void choose_device(const Comm *comm, cudaDeviceProp *device) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0)
         die("no usable GPU (%s); the CPU trainer is train_fp8, and --dry-run needs no GPU", error != cudaSuccess ? cudaGetErrorString(error) : "none found");
-    if (comm->local_world > count)
-        die("%lld ranks on %s, which has %d GPU%s; every rank needs one of its own: mpirun -np %d", (long long)comm->local_world, comm->host, count, count == 1 ? "" : "s", count);
-    CUDA_CHECK(cudaSetDevice((int)comm->local_rank));
-    CUDA_CHECK(cudaGetDeviceProperties(device, (int)comm->local_rank));
+    const int index = (int)(comm->local_rank % count);
+    CUDA_CHECK(cudaGetDeviceProperties(device, index));
+    RankGpu *gpus = (RankGpu *)xcalloc((size_t)comm->world, sizeof *gpus), *own = &gpus[comm->rank];
+    memcpy(own->host, comm->host, sizeof own->host);
+    own->uuid = device->uuid, own->visible = count;
+    comm_all_gather(comm, COMM_WORLD, own, gpus, (int64_t)sizeof *own);
+    require_own_gpus(gpus, comm->world);
+    free(gpus);
+    CUDA_CHECK(cudaSetDevice(index));
+}
+
+// What `make` takes as CUDA_ARCH for GPUs of compute capability major.minor.
+static void format_cuda_arch(char *out, size_t capacity, int major, int minor) {
+    format_checked(out, capacity, "%d%s", 10 * major + minor, major == 9 ? "a" : "");  // wgmma is of sm_90a alone
+}
+
+// Dies unless the program holds code for the GPU.
+static void check_architecture(const cudaDeviceProp *device) {
+    char arch[16];
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, (const void *)gemm_alpha_kernel);
+    if (error == cudaSuccess) return;
+    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) CUDA_CHECK(error);
+    format_cuda_arch(arch, sizeof arch, device->major, device->minor);
+    die("this program was built for sm_%s and the GPU is %s with compute capability %d.%d; rebuild with "
+        "make CUDA_ARCH=%s", CUDA_ARCH, device->name, device->major, device->minor, arch);
+}
+
+static void check_device(const Options *o, const Comm *comm, cudaDeviceProp *device) {
+    choose_device(comm, device);
     if (device->major < 8) die("%s has compute capability %d.%d; 8.0 or above is needed", device->name, device->major, device->minor);
+    check_architecture(device);
     if (o->precision == PRECISION_FP8 && !o->fp8_emulate) gemm_require_native(options_recipe(o));
 }
 
-// GPU memory beside the arena.
-static int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + (comm->world > 1 ? NCCL_OVERHEAD_BYTES : 0); }
+// GPU memory that NCCL takes beside the arena, and all that is beside it.
+static int64_t nccl_overhead(const Comm *comm) {
+    return nccl_communicators(comm->world, comm->group) * NCCL_OVERHEAD_BYTES;
+}
+
+static int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
 
 static void check_memory(const Trainer *t, const Arena *plan, size_t available) {
     if ((size_t)plan->used <= available) return;
@@ -1311,7 +1378,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     }
     t->fsdp.stream = t->stream;
     CUDA_CHECK(cudaMemGetInfo(&available, &total));
-    check_memory(t, plan, available - (t->comm->world > 1 ? min_i64((int64_t)available, NCCL_OVERHEAD_BYTES) : 0));  // NCCL takes some when it is first used
+    check_memory(t, plan, available - (size_t)min_i64((int64_t)available, nccl_overhead(t->comm)));
     CUDA_CHECK(cudaMalloc((void **)&t->memory, (size_t)plan->used));
     Arena arena;
     memset(&arena, 0, sizeof arena);

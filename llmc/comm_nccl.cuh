@@ -22,7 +22,7 @@
 // Collectives in flight that the watch tells apart; the host waits when there are more.
 #define NCCL_PENDING 256
 
-// What a communicator takes beside the arena (channels and their buffers).
+// What one communicator takes beside the arena (channels and their buffers), most of it when it is first used.
 #define NCCL_OVERHEAD_BYTES (512ll << 20)
 
 typedef struct {
@@ -170,6 +170,14 @@ static inline ncclComm_t nccl_connect(Nccl *n, CommGroup g, int64_t rank) {
     return comm;
 }
 
+// Whether a group of `size` ranks has a communicator of its own: a group of all `world` ranks uses theirs.
+static inline bool nccl_is_own(int64_t size, int64_t world) { return size > 1 && size < world; }
+
+// Communicators that nccl_open makes of `world` ranks in shard groups of `group`.
+static inline int64_t nccl_communicators(int64_t world, int64_t group) {
+    return (world > 1) + nccl_is_own(group, world) + nccl_is_own(world / group, world);
+}
+
 // Connects the ranks; every rank has chosen its GPU and called comm_split. Not for a single rank.
 static inline void nccl_open(Nccl *n, const Comm *host) {
     int lowest, highest;
@@ -182,10 +190,10 @@ static inline void nccl_open(Nccl *n, const Comm *host) {
         CUDA_CHECK(cudaEventCreateWithFlags(&n->operations[i].done, cudaEventDisableTiming));
     }
     const ncclComm_t world = nccl_connect(n, COMM_WORLD, host->rank);
-    if (host->group == host->world) n->comms[COMM_SHARD] = world;
-    else if (host->group > 1) nccl_connect(n, COMM_SHARD, host->place);
-    if (host->replicas == host->world) n->comms[COMM_REPLICAS] = world;
-    else if (host->replicas > 1) nccl_connect(n, COMM_REPLICAS, host->replica);
+    if (nccl_is_own(host->group, host->world)) nccl_connect(n, COMM_SHARD, host->place);
+    else if (host->group > 1) n->comms[COMM_SHARD] = world;
+    if (nccl_is_own(host->replicas, host->world)) nccl_connect(n, COMM_REPLICAS, host->replica);
+    else if (host->replicas > 1) n->comms[COMM_REPLICAS] = world;
 }
 
 // Every rank calls it when its GPU has nothing left to do.

@@ -1,4 +1,5 @@
-// Checks and times the kernels around the collectives of llmc/fsdp.cuh: gradients to fp32, and sums of them. Build: make build/bench_fsdp
+// Checks and times the kernels around the collectives of llmc/fsdp.cuh: gradients to fp32, and sums of them. Checks the
+// proof of llmc/peer_memory.cuh, with one GPU in the place of two. Build: make build/bench_fsdp
 #include "../../llmc/fsdp.cuh"
 #include "bench.cuh"
 
@@ -62,6 +63,68 @@ static void check_large(void) {
     bench_free(to), bench_free(from), bench_free(alone);
 }
 
+// Two ranks in one process: their memory is two allocations of this GPU.
+typedef struct {
+    PeerMemory peers;
+    char *room;  // [2][PEER_PROOF_BYTES], then the arrivals
+    cudaStream_t stream;
+} PeerRank;
+
+enum { PEER_ROOM = 2 * PEER_PROOF_BYTES, PEER_MEMORY = PEER_ROOM + PEER_MAX_RANKS * sizeof(uint32_t) };
+
+static void check_peer_reads(PeerRank ranks[2]) {
+    char reason[256] = "";
+    for (int place = 0; place < 2; place++)
+        peer_write_pattern(place, ranks[place].room, PEER_PROOF_BYTES, ranks[place].stream);
+    for (int place = 0; place < 2; place++)
+        CHECK(peer_check_patterns(&ranks[place].peers, place, ranks[place].room, PEER_PROOF_BYTES, ranks[place].stream,
+                                  reason, sizeof reason), "place %d: %s", place, reason);
+    CUDA_CHECK(cudaMemset(ranks[1].room + 1000, 0x77, 1));
+    const bool right = peer_check_patterns(&ranks[0].peers, 0, ranks[0].room, PEER_PROOF_BYTES, ranks[0].stream, reason,
+                                           sizeof reason);
+    CHECK(!right && strstr(reason, "rank 1's GPU reads wrong from rank 0's, first at byte 1000"), "0x77: %s", reason);
+}
+
+// A barrier to which both come; and one to which one of them does not, whose stream goes on all the same.
+static void check_peer_barriers(PeerRank ranks[2]) {
+    char reason[256] = "";
+    uint32_t arrivals[2];
+    peer_barrier(&ranks[1].peers, ranks[1].stream);
+    CHECK(peer_prove_barrier(&ranks[0].peers, 0, PEER_PROOF_SECONDS, ranks[0].stream, reason, sizeof reason), "%s",
+          reason);
+    peer_finish(ranks[1].stream);
+    CHECK(!peer_prove_barrier(&ranks[0].peers, 0, 0.2, ranks[0].stream, reason, sizeof reason) &&
+              strstr(reason, "did not come to rank 0 within 0.2 s"), "a barrier of one rank: %s", reason);
+    CUDA_CHECK(cudaMemsetAsync(ranks[0].room, 0, PEER_ROOM, ranks[0].stream));
+    CHECK(peer_ends(ranks[0].stream, PEER_PROOF_SECONDS), "the stream of a barrier that did not come stands still");
+    CUDA_CHECK(cudaMemcpy(arrivals, ranks[1].peers.arrivals, sizeof arrivals, cudaMemcpyDeviceToHost));
+    CHECK(arrivals[0] == 2 && arrivals[1] == 0, "arrivals %u, %u", arrivals[0], arrivals[1]);
+}
+
+static void check_peers(void) {
+    PeerRank ranks[2] = {};
+    for (PeerRank &r : ranks) {
+        r.room = (char *)bench_zeros(PEER_MEMORY);
+        CUDA_CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());  // the other streams do not wait for the clearing
+    bool waits = true;
+    for (int place = 0; place < 2; place++) {
+        PeerMemory *p = &ranks[place].peers;
+        p->ranks = 2, p->place = place, p->arrivals = (uint32_t *)(ranks[place].room + PEER_ROOM);
+        for (int i = 0; i < 2; i++) p->base[i] = ranks[i].room;
+        waits = peer_can_wait(p, ranks[place].stream) && waits;
+        peer_finish(ranks[place].stream);
+    }
+    check_peer_reads(ranks);
+    if (waits) check_peer_barriers(ranks);
+    else printf("skipped: barriers, because the driver cannot let streams wait for memory\n");
+    for (PeerRank &r : ranks) {
+        CUDA_CHECK(cudaStreamDestroy(r.stream));
+        bench_free(r.room);
+    }
+}
+
 // A layer of llama3.1-8b on 4 ranks, in pieces of FSDP_STAGING_ELEMENTS where sums are fp32.
 static void bench_kernels(Bench *b) {
     const int64_t group = 4, slice = 218112000 / group, part = FSDP_STAGING_ELEMENTS / group;
@@ -90,6 +153,7 @@ int main(int argc, char **argv) {
             check_add(4008, kind & 1, kind & 2);
             check_add(300000, kind & 1, kind & 2);
         }
+        check_peers();
     }
     if (bench_part_wanted(argc, argv, "large")) check_large();
     if (bench_part_wanted(argc, argv, "bench")) {

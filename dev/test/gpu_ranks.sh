@@ -26,6 +26,13 @@ common="small --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --
 # The same 2 W sequences a step, and the same 16 for validation, on any number of ranks.
 split() { echo "--grad-accumulation-steps $((2 * W / $1)) --val-steps $((16 / $1))"; }
 
+# Whether $tmp/refused.log is that of a run that said $1 as its error, and took no step.
+refuses_with() {
+    grep -q -- "^error: .*$1" "$tmp/refused.log" && ! grep -q "^step " "$tmp/refused.log" && return
+    tail -n 4 "$tmp/refused.log"
+    return 1
+}
+
 # ---- strategies against one GPU
 # Batches of one sequence: each is computed alike wherever it runs, so only the order in which gradients are added differs (bf16: 2^-9 a sum).
 # The first loss comes before any of that, so 6 digits of it agree but for the fp32 sum over sequences. The first norm shows the first gradient:
@@ -65,6 +72,41 @@ for sharding in full grad_op; do
     if [ $W -eq 2 ]; then same "$sharding: copy engines and NCCL in fp32" fp8_$sharding nccl_fp8_$sharding; fi
 done
 if grep -q "travel by NCCL" "$tmp/nccl_bf16_full.log"; then ok "--copy-engines off: NCCL"; else bad "--copy-engines off: $(grep -m1 'travel by' "$tmp/nccl_bf16_full.log")"; fi
+# Copy engines are off where NCCL may not use the GPUs' own reads either, and --copy-engines on is then an error. In
+# fp32 the sums of two ranks are the same by all means.
+pair="$common --precision bf16 --num-steps $steps $(split 2) --reduce-dtype fp32"
+run pair 2 $pair
+export NCCL_P2P_DISABLE=1
+run no_peers 2 $pair && same "NCCL_P2P_DISABLE=1" pair no_peers
+check "NCCL_P2P_DISABLE=1: the reason" holds "$tmp/no_peers.log" "gradients, because NCCL_P2P_DISABLE=1"
+check "NCCL_P2P_DISABLE=1: NCCL" holds "$tmp/no_peers.log" "travel by NCCL"
+timeout 120 $launcher -np 2 ./train_fp8cu $pair --copy-engines on >"$tmp/refused.log" 2>&1 </dev/null
+check "NCCL_P2P_DISABLE=1 and --copy-engines on" refuses_with "--copy-engines on: NCCL_P2P_DISABLE=1"
+unset NCCL_P2P_DISABLE
+# Each of two ranks sees GPUs of its own. $1 and $2 the GPUs of rank 0 and 1, then the arguments.
+as_seen='export CUDA_VISIBLE_DEVICES=$(shift $OMPI_COMM_WORLD_LOCAL_RANK; echo $1); shift 2; exec ./train_fp8cu "$@"'
+seeing() { $launcher -np 2 sh -c "$as_seen" sh "$@"; }
+export -f seeing
+export launcher as_seen
+for gpus_seen in "0 1" "1 0" "1,0 1,0"; do
+    trains seeing bash -c 'seeing "$@"' bash $gpus_seen $pair && same "ranks that see GPUs $gpus_seen" pair seeing
+    grep -m1 -E "^(NCCL moves|layers and gradients travel)" "$tmp/seeing.log"
+done
+for gpus_seen in "0 0" "0,1 1,0"; do
+    timeout 120 bash -c 'seeing "$@"' bash $gpus_seen $pair >"$tmp/refused.log" 2>&1 </dev/null
+    check "ranks that see GPUs $gpus_seen" refuses_with "ranks 0 and 1 on .* have the same GPU, GPU-.* one of its own"
+done
+# Hybrid has three communicators, whose memory NCCL takes in part when they are first used. What a GPU has in use after
+# a step, all in all, is in the plan.
+if [ $W -lt 4 ]; then
+    echo "skipped: the memory of hybrid's three communicators; 2 GPUs, whose groups are all ranks or one, have one"
+elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sharding hybrid --shard-size 2 \
+    --log-dir "$tmp/hybrid"; then
+    planned=$(sed -n 's/^  total *//p' "$tmp/hybrid_memory.log")
+    used=$(sed -n 's/.*"memory_bytes": *\([0-9]*\).*/\1/p' "$tmp/hybrid/log.jsonl" | sort -n | tail -n 1)
+    echo "hybrid: ${used:-no} bytes are in use after a step, and $planned MiB planned"
+    check "hybrid's memory in use is in the plan" [ "${used:-$((1 << 62))}" -le "$((${planned%.*} * 1048576))" ]
+fi
 # Recipes whose weights travel in bf16, and layers of either kind in one model.
 for recipe in rowwise rowwise_with_gw_hp blockwise; do
     run "one_$recipe" 1 $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split 1)

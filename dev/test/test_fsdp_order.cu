@@ -18,6 +18,7 @@ typedef struct {
     bf16 *dx;                     // gradient of the inputs
     int64_t step, micro;          // weights are of `step`, gradients of its micro-step `micro`
     int64_t operation, barriers;  // that are being enqueued: number of the NCCL or copying operation, and of the barrier in it
+    bool to_replicas;             // the sum over replicas is being enqueued
 } Rank;
 
 // Something that the schedule leaves out, to see that it is noticed.
@@ -60,8 +61,9 @@ static bool is_omitted(cudaStream_t s, const char *what, int64_t number) {
 // The name of the NCCL or copying operation that is being enqueued.
 static const char *operation_name(const Rank *r) { return r->nccl.operations[r->nccl.enqueued % NCCL_PENDING].what; }
 
-static const char *event_name(const Fsdp *f, cudaEvent_t e) {
-    if (e == f->handover) return "handover";
+static const char *event_name(const Rank *r, cudaEvent_t e) {
+    const Fsdp *f = &r->f;
+    if (e == f->handover) return r->to_replicas ? "handover to the replicas" : "handover";
     for (int i = 0; i < 1 + FSDP_GRADIENT_BUFFERS; i++)
         if (e == f->reduced[i]) return "reduced";
     for (int64_t i = 0; i < f->num_slots; i++) {
@@ -215,7 +217,7 @@ cudaError_t __wrap_cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
 }
 cudaError_t __wrap_cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
     const int64_t record = events[(intptr_t)e - 1];  // what was recorded last when this is called; nothing: no wait
-    if (record >= 0 && !is_omitted(s, event_name(&rank_of(s)->f, e), 0)) order_wait(number_of(s), record);
+    if (record >= 0 && !is_omitted(s, event_name(rank_of(s), e), 0)) order_wait(number_of(s), record);
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t s) {
@@ -353,6 +355,12 @@ static void loss(Rank *r) {
     note_write(r->f.stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, 1));
 }
 
+static void reduce_replicas(Rank *r, int64_t unit, bool last) {
+    r->to_replicas = true;
+    fsdp_reduce_replicas(&r->f, unit, last);
+    r->to_replicas = false;
+}
+
 static void micro_step(Rank *r, bool last) {
     Fsdp *f = &r->f;
     forward(r);
@@ -368,11 +376,11 @@ static void micro_step(Rank *r, bool last) {
         write_gradients(r, unit);
         fsdp_release(f, unit);
         fsdp_reduce_scatter(f, unit, r->micro);
-        fsdp_reduce_replicas(f, unit, last);
+        reduce_replicas(r, unit, last);
     }
     write_embedding_gradient(r);
     if (f->embedding_ranks == 1) fsdp_reduce_scatter(f, 0, r->micro);
-    fsdp_reduce_replicas(f, 0, last);
+    reduce_replicas(r, 0, last);
 }
 
 static void read_reduced_gradients(Rank *r, int64_t step) {
@@ -550,7 +558,8 @@ static void check_case(const Case *c) {
           "%lld races, %lld wrong contents, %lld streams stuck; %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies, (long long)c->world, (long long)c->layers,
           (long long)c->accumulation, c->untied, c->many_tokens, c->norm_first, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
-    if (c->sharding == SHARDING_FULL) CHECK((copied > 0) == (c->copies == ON), "copies %d, and %lld copies", c->copies, (long long)copied);
+    if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
+    CHECK((copied > 0) == (c->copies == ON), "copies %d, and %lld copies", c->copies, (long long)copied);
 }
 
 // Every way to split, of one precision. `gather_most`: of --fp8-all-gather, off or on.
@@ -580,14 +589,22 @@ static void check_omissions(void) {
         {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON},  // the barrier before the root's
         {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON},
         {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON},  // which orders the layers' too
+        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON},  // 4 ranks as 2 groups of 2
+        {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON},
+        {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF},
         {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, ON},
+        {{"all-reduce of the gradients", 0, 2}, SHARDING_HYBRID, ON},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, OFF},
         {{"all-reduce of the gradients", 0, -1}, SHARDING_NONE, OFF},
         {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, ON},
         {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, OFF},
         {{"arrived", 0, -1}, SHARDING_FULL, OFF}, {{"arrived", 0, 3}, SHARDING_FULL, ON},
         {{"released", 0, -1}, SHARDING_FULL, OFF}, {{"released", 0, 3}, SHARDING_FULL, ON},
         {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF}, {{"reduced", 0, 3}, SHARDING_GRAD_OP, ON},  // with --sharding full, arrivals in backward say as much
-        {{"handover", 0, -1}, SHARDING_FULL, OFF}, {{"handover", 0, 3}, SHARDING_HYBRID, ON}};
+        {{"handover", 0, -1}, SHARDING_FULL, OFF}, {{"handover", 0, 3}, SHARDING_HYBRID, ON},
+        {{"handover", 0, 0}, SHARDING_HYBRID, OFF}, {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON},
+        {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF},
+        {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
             const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, 3, 2, true, false, seed % 2 > 0};
@@ -664,9 +681,9 @@ static CUresult act_memory_operations(CUstream, unsigned count, CUstreamBatchMem
 }
 
 // The same where no write arrives.
-static CUresult lose_memory_operations(CUstream s, unsigned count, CUstreamBatchMemOpParams *operations, unsigned flags) {
+static CUresult lose_memory_operations(CUstream s, unsigned count, CUstreamBatchMemOpParams *operations, unsigned) {
     for (unsigned i = 0; i < count; i++)
-        if (operations[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32) act_memory_operations(s, 1, &operations[i], flags);
+        if (operations[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32) act_memory_operations(s, 1, &operations[i], 0);
     return CUDA_SUCCESS;
 }
 
@@ -687,8 +704,8 @@ static void proof_begin(PeerMemory peers[PROOF_RANKS]) {
 static const char *proof_reads(const PeerMemory *peers, int64_t place) {
     static char reason[256];
     *reason = 0;
-    const bool right = peer_check_patterns(&peers[place], PROOF_FIRST + place, proof_memory[place].room, PROOF_BYTES, NULL,
-                                           reason, sizeof reason);
+    const bool right = peer_check_patterns(&peers[place], PROOF_FIRST + place, proof_memory[place].room, PROOF_BYTES,
+                                           NULL, reason, sizeof reason);
     CHECK(right == !*reason, "a proof that %s has the reason \"%s\"", right ? "holds" : "fails", reason);
     return reason;
 }
@@ -696,7 +713,8 @@ static const char *proof_reads(const PeerMemory *peers, int64_t place) {
 static void check_proof_of_reads(void) {
     PeerMemory peers[PROOF_RANKS];
     proof_begin(peers);
-    for (int64_t place = 0; place < PROOF_RANKS; place++) CHECK(!*proof_reads(peers, place), "%s", proof_reads(peers, place));
+    for (int64_t place = 0; place < PROOF_RANKS; place++)
+        CHECK(!*proof_reads(peers, place), "%s", proof_reads(peers, place));
     proof_memory[2].room[PROOF_BYTES - 3] ^= 4;  // one bit of the last word
     CHECK(strstr(proof_reads(peers, 0), "rank 8's GPU reads wrong from rank 6's, first at byte 4092 of 4096: 0x"), "%s",
           proof_reads(peers, 0));
@@ -707,7 +725,7 @@ static void check_proof_of_reads(void) {
           proof_reads(peers, 1));
     proof_begin(peers);
     memset(proof_memory[1].room, 0, 64);  // what was there before
-    CHECK(strstr(proof_reads(peers, 2), "rank 7's GPU reads wrong from rank 8's, first at byte 0 of 4096: 0x00000000, and"),
+    CHECK(strstr(proof_reads(peers, 2), "rank 7's GPU reads wrong from rank 8's, first at byte 0 of 4096: 0x00000000,"),
           "%s", proof_reads(peers, 2));
 }
 
@@ -726,8 +744,8 @@ static void check_proof_of_barrier(void) {
     for (int64_t place = 0; place < PROOF_RANKS; place++)
         for (int64_t from = 0; from < PROOF_RANKS; from++)
             CHECK(proof_memory[place].arrivals[from] == (from != place) && peers[place].barriers == 1,
-                  "place %lld has %u arrivals of %lld, and %u barriers", (long long)place, proof_memory[place].arrivals[from],
-                  (long long)from, peers[place].barriers);
+                  "place %lld has %u arrivals of %lld, and %u barriers", (long long)place,
+                  proof_memory[place].arrivals[from], (long long)from, peers[place].barriers);
     proof_begin(peers);
     peer_barrier(&peers[1], NULL);  // and place 2 does not come
     num_awaited = 0;                // on the stream of place 0
@@ -736,8 +754,8 @@ static void check_proof_of_barrier(void) {
     CHECK(__wrap_cudaStreamQuery(NULL) == cudaSuccess, "the stream is not released");
     proof_begin(peers);
     peers[0].enqueue = lose_memory_operations;
-    CHECK(check_dies(prove_lost_barrier, &peers[0], "cannot be released; --copy-engines off", output, sizeof output), "%s",
-          output);
+    CHECK(check_dies(prove_lost_barrier, &peers[0], "cannot be released; --copy-engines off", output, sizeof output),
+          "%s", output);
 }
 
 int main(void) {

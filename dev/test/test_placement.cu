@@ -240,6 +240,7 @@ typedef struct {
     const char *name;
     int64_t world;
     int sharding;
+    int64_t shard_size;  // of hybrid
 } Ranks;
 
 // All ways to run one model at one length.
@@ -250,12 +251,13 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
     for (int recipe = RECIPE_TENSORWISE; recipe <= RECIPE_BF16; recipe++)
         for (int variant = 0; variant < 16; variant++) {
             Options o = options_default();
-            o.model = name, o.batch_size = B, o.sequence_length = T, o.sharding = ranks.sharding;
+            o.model = name, o.batch_size = B, o.sequence_length = T;
+            o.sharding = ranks.sharding, o.shard_size = ranks.shard_size;
             o.precision = recipe == RECIPE_BF16 ? PRECISION_BF16 : PRECISION_FP8;
             if (recipe < RECIPE_BF16) o.fp8_recipe = recipe, o.fp8_emulate = recipe == RECIPE_MXFP8;
             o.recompute = variant & 1 ? RECOMPUTE_LAYER : RECOMPUTE_NONE;
             o.grad_accumulation_steps = variant & 2 ? 2 : 1;
-            const bool cache = variant & 4, whole = ranks.world == 1 || ranks.sharding == SHARDING_NONE;
+            const bool cache = variant & 4, whole = options_shard_group(&o, ranks.world) == 1;
             if (cache && (!whole || recipe == RECIPE_BF16)) continue;
             o.fp8_weight_cache = cache ? ON : OFF;
             if (variant & 8) o.master_weights = o.optimizer_state = STORAGE_FP32, o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
@@ -280,10 +282,63 @@ static void test_comparison(void) {
     CHECK(find_trouble(base, 512), "a piece that comes too early was not noticed");
 }
 
+// What is planned for NCCL: hybrid has a communicator for all ranks, for the shard group and for the replicas. One of a
+// group that is all ranks, or one, is none.
+static void test_communicators(void) {
+    static const struct { int64_t world, group, communicators; } cases[] = {
+        {1, 1, 0}, {2, 2, 1}, {2, 1, 1}, {4, 4, 1}, {4, 1, 1}, {4, 2, 3}, {6, 3, 3}, {6, 2, 3}, {512, 8, 3}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Comm comm = comm_one();
+        comm_assume(&comm, cases[i].world);
+        comm_split(&comm, cases[i].group);
+        const int64_t got = memory_overhead(&comm) - CUDA_OVERHEAD_BYTES;
+        CHECK(got == cases[i].communicators * NCCL_OVERHEAD_BYTES, "%lld ranks in groups of %lld: %lld bytes for NCCL",
+              (long long)cases[i].world, (long long)cases[i].group, (long long)got);
+    }
+}
+
+static void call_require_own_gpus(void *gpus) { require_own_gpus((const RankGpu *)gpus, 4); }
+
+// Four ranks on two hosts, each with GPUs 1 and 2. Hosts are not mixed up, and a GPU that two ranks have is named.
+static void test_gpus(void) {
+    char output[512];
+    RankGpu gpus[4];
+    memset(gpus, 0, sizeof gpus);
+    for (int i = 0; i < 4; i++) {
+        format_checked(gpus[i].host, sizeof gpus[i].host, i < 2 ? "a" : "b");
+        gpus[i].uuid.bytes[15] = (char)(1 + i % 2), gpus[i].visible = 1;
+    }
+    int64_t i, j;
+    CHECK(!find_shared_gpu(gpus, 4, &i, &j), "ranks %lld and %lld", (long long)i, (long long)j);
+    CHECK(!find_shared_gpu(gpus, 1, &i, &j), "one rank shares its GPU");
+    gpus[3].uuid.bytes[15] = 1, gpus[3].visible = 2;
+    const char *message = "ranks 2 and 3 on b have the same GPU, GPU-00000000-0000-0000-0000-000000000001: rank 2 "
+                          "sees 1 there and rank 3 sees 2; every rank needs one of its own: mpirun -np 2";
+    CHECK(check_dies(call_require_own_gpus, gpus, message, output, sizeof output), "%s", output);
+}
+
+static void test_cuda_arch(void) {
+    char output[16];
+    const struct { int major, minor; const char *arch; } all[] = {
+        {8, 0, "80"}, {8, 9, "89"}, {9, 0, "90a"}, {10, 0, "100"}, {12, 1, "121"}};
+    for (size_t n = 0; n < sizeof all / sizeof all[0]; n++) {
+        format_cuda_arch(output, sizeof output, all[n].major, all[n].minor);
+        CHECK(strcmp(output, all[n].arch) == 0, "CUDA_ARCH=%s for %d.%d", output, all[n].major, all[n].minor);
+    }
+}
+
 int main(void) {
     static const char *const models[] = {"tiny", "small", "llama3.2-1b", "llama3.1-8b", "qwen3-4b", "qwen3-8b", "qwen2.5-7b"};
-    static const Ranks ranks[] = {{"1 rank", 1, SHARDING_FULL}, {"4 ranks", 4, SHARDING_FULL}, {"4 ranks, grad_op", 4, SHARDING_GRAD_OP}, {"2 ranks, whole", 2, SHARDING_NONE}};
+    static const Ranks ranks[] = {
+        {"1 rank", 1, SHARDING_FULL, 0}, {"4 ranks", 4, SHARDING_FULL, 0}, {"4 ranks, grad_op", 4, SHARDING_GRAD_OP, 0},
+        {"2 ranks, whole", 2, SHARDING_NONE, 0}, {"3 ranks", 3, SHARDING_FULL, 0}, {"8 ranks", 8, SHARDING_FULL, 0},
+        {"7 ranks, grad_op", 7, SHARDING_GRAD_OP, 0}, {"4 ranks in groups of 2", 4, SHARDING_HYBRID, 2},
+        {"8 ranks in groups of 4", 8, SHARDING_HYBRID, 4}, {"6 ranks in groups of 3", 6, SHARDING_HYBRID, 3},
+        {"3 ranks in groups of 1", 3, SHARDING_HYBRID, 1}};
     test_comparison();
+    test_communicators();
+    test_gpus();
+    test_cuda_arch();
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++)
         for (size_t r = 0; r < sizeof ranks / sizeof ranks[0]; r++) {
             check_model(models[i], 1, 64, ranks[r]);
