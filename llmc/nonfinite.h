@@ -100,7 +100,7 @@ static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const
     while (p < last && (element < p->offset || element >= p->offset + parameter_elements(p))) p++;
     char rank[48] = "", which[192] = "the first gradient that is not finite";
     const float value = float_from_bits(largest);
-    if (isfinite(value)) format_checked(which, sizeof which, "gradients reach %g, and their squares overflow; the first above a 1024th of that", (double)value);
+    if (isfinite(value)) format_checked(which, sizeof which, "gradients reach %g, and the first above a 1024th of that", (double)value);
     if (c->world > 1) format_checked(rank, sizeof rank, ", in the part of rank %lld", (long long)holder);
     format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s", which, p->name, (long long)(element - p->offset), rank);
     return p;
@@ -122,17 +122,17 @@ static inline void nonfinite_place(const ParameterTable *t, const TrainerState *
 
 // Says where step `step` (counted from 0) went wrong, and goes on or ends the run as the options say. `skipped_in_a_row` counts this step. All ranks call.
 static inline void nonfinite_report(const Options *o, const ParameterTable *t, const TrainerState *s, const NonfiniteStep *what, int64_t step, int64_t skipped_in_a_row) {
-    char place[640], norm[96] = "the gradient norm is not finite";
+    char place[640], norm[128] = "the gradient norm is not finite";
     const long long number = (long long)step + 1;
     const double loss = isnan(what->loss) ? (double)NAN : what->loss;  // without a sign
     nonfinite_place(t, s, what, place, sizeof place);
-    if (isfinite(what->norm)) format_checked(norm, sizeof norm, "the gradient norm is %g, and above %g it counts as not finite", what->norm, ADAMW_LARGEST_NORM);
+    if (isfinite(what->norm)) format_checked(norm, sizeof norm, "the gradient norm is %g, and above %g, where squares may overflow, it counts as not finite", what->norm, ADAMW_LARGEST_NORM);
     if (o->on_nonfinite == NONFINITE_STOP)
         die("step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller --learning-rate, --grad-clip 1 or more --warmup-steps may help; "
             "--on-nonfinite skip leaves such steps out", number, norm, place, loss);
     if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
-        die("step %lld: %lld steps in a row had a gradient norm that is not finite; in the last, %s. %s. The loss is %g. A smaller --learning-rate may help", number,
-            (long long)skipped_in_a_row, norm, place, loss);
+        die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. The loss is %g. A smaller --learning-rate may help", number,
+            (long long)skipped_in_a_row, isnan(what->norm) ? (double)NAN : what->norm, place, loss);
     if (s->comm->rank == 0) warn("step %lld skipped: %s. %s. The loss is %g", number, norm, place, loss);
 }
 

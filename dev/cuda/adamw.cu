@@ -91,9 +91,13 @@ typedef struct {
     bool master, fp32_moments;
     float clip;
     double eps, learning_rate;
-    int64_t bad_element;  // gradient element to spoil; -1: none
+    int64_t bad_element;  // gradient element that becomes bad_value, and if that is NaN the last one infinite; -1: none
     bool nearest;
+    float bad_value;
 } Variant;
+
+// Whether the norm refuses the step: it is that of the bad element, beside which the others are small.
+static bool is_refused(Variant v) { return v.bad_element >= 0 && !adamw_accepts(v.bad_value); }
 
 enum { AMAX_STRIDE = 12 };
 
@@ -146,16 +150,19 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     adamw_update_root(&update, t, plan, 0);
     adamw_update_layers(&update, t, plan, amax, AMAX_STRIDE, 0);
     AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
-    unsigned long long first_bad = ADAMW_NONE;
-    for (int64_t position = before->n - 1; position >= 0; position--)
-        if (!isfinite(before->gradients[backward_position(order, position)])) first_bad = (unsigned long long)position;
-    CHECK(c->nonfinite == (v.bad_element >= 0) && c->first_nonfinite == first_bad, "%s: flag %u, first non-finite position %llu, want %llu", label, c->nonfinite, c->first_nonfinite, first_bad);
+    unsigned long long first_large = ADAMW_NONE;
+    uint32_t largest = 0;
+    for (int64_t i = 0; is_refused(v) && i < before->n; i++) largest = adamw_magnitude(before->gradients[i]) > largest ? adamw_magnitude(before->gradients[i]) : largest;
+    for (int64_t position = before->n - 1; is_refused(v) && position >= 0; position--)
+        if (adamw_magnitude(before->gradients[backward_position(order, position)]) >= adamw_large(largest)) first_large = (unsigned long long)position;
+    CHECK(c->nonfinite == is_refused(v) && c->largest == largest && c->position == first_large, "%s: flag %u, largest %08x, first large position %llu, want %08x, %llu", label, c->nonfinite,
+          c->largest, c->position, largest, first_large);
     arrays_check(label, &a, v, want);
     free(c), bench_free(control);
     arrays_free(&a);
 }
 
-// The same with a norm that comes with the update and refuses nothing. Returns the rank's sum of squares. `want` and amax are NULL where gradients are not finite.
+// The same with a norm that comes with the update and refuses nothing. Returns the rank's sum of squares.
 static double check_rank_unconditional(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v, const State *before, const State *want, AdamwStep step, uint32_t *amax) {
     AdamwArrays a = arrays_upload(before, v);
     double *squares = (double *)bench_alloc(sizeof *squares);
@@ -165,7 +172,7 @@ static double check_rank_unconditional(const char *label, const ParameterTable *
     adamw_updated_squares(squares, &update, t, plan, 0);
     double *got = (double *)bench_download(squares, sizeof *got, label);
     const double sum = *got;
-    if (want) arrays_check(label, &a, v, want);
+    arrays_check(label, &a, v, want);
     free(got), bench_free(squares), bench_free(update.squares);
     arrays_free(&a);
     return sum;
@@ -188,16 +195,27 @@ static double *sum_squares(const ParameterTable *t, int64_t group, const State *
     return squares;
 }
 
+// `state` after a step that was taken unasked: elements whose gradient is not finite are as they were.
+static void keep_nonfinite(State *state, const State *old) {
+    for (int64_t i = 0; i < state->n; i++) {
+        if (isfinite(state->gradients[i])) continue;
+        state->weights[i] = old->weights[i], state->exp_avg[i] = old->exp_avg[i], state->exp_avg_sq[i] = old->exp_avg_sq[i];
+    }
+}
+
 // One step of every rank of a shard group, one after the other on this GPU, against the CPU's step on the flat arrays.
 static void check_step(const char *preset, Variant v, int64_t step_number, int64_t group) {
     const ModelConfig m = small_model(preset);
     ParameterTable t = parameter_table(&m);
     State flat = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
-    const bool bad = v.bad_element >= 0;
+    const bool bad = is_refused(v);
     char label[160];
-    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld nearest %d, %lld ranks", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate,
-                   (long long)v.bad_element, v.nearest, (long long)group);
-    if (bad) flat.gradients[v.bad_element] = NAN, flat.gradients[flat.n - 1] = INFINITY;
+    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld (%g) nearest %d, %lld ranks", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate,
+                   (long long)v.bad_element, v.bad_value, v.nearest, (long long)group);
+    if (v.bad_element >= 0) flat.gradients[v.bad_element] = v.bad_value;
+    if (isnan(v.bad_value)) flat.gradients[flat.n - 1] = INFINITY;
+    const ShardPlan whole = shard_plan(&t, 1, 0);
+    State old = shard_state(&t, &whole, &flat);
     const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, v.nearest, 42);
     double *squares = sum_squares(&t, group, &flat);
     uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4), *amax_unconditional = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
@@ -209,25 +227,26 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
         const ShardPlan plan = shard_plan(&t, group, place);
         before[place] = shard_state(&t, &plan, &flat);
     }
-    for (int64_t k = 0; !bad && k < t.count; k++) {
+    for (int64_t k = 0; k < t.count; k++) {
         const Parameter *p = &t.entries[k];
         adamw_reference(flat.weights + p->offset, flat.exp_avg + p->offset, flat.exp_avg_sq + p->offset, flat.gradients + p->offset, p->offset, parameter_elements(p), p->flags & PARAM_DECAY,
                         factor, !v.master, !v.fp32_moments, &step);
     }
+    keep_nonfinite(&flat, &old);
     double taken_along = 0;
     for (int64_t place = 0; place < group; place++) {
         const ShardPlan plan = shard_plan(&t, group, place);
         State want = shard_state(&t, &plan, &flat);
-        check_rank(label, &t, &plan, v, &before[place], &want, squares, step, amax);
-        if (v.clip == 0) taken_along += check_rank_unconditional(label, &t, &plan, v, &before[place], bad ? NULL : &want, step, bad ? NULL : amax_unconditional);
+        check_rank(label, &t, &plan, v, &before[place], bad ? &before[place] : &want, squares, step, amax);
+        if (v.clip == 0) taken_along += check_rank_unconditional(label, &t, &plan, v, &before[place], &want, step, amax_unconditional);
         free_state(&want), free_state(&before[place]);
     }
-    if (v.clip == 0) CHECK(bad ? !isfinite(taken_along) : fabs(taken_along / *sum - 1) < 1e-6, "%s: squares %.9g with the update, %.9g by themselves", label, taken_along, *sum);
+    if (v.clip == 0) CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6, "%s: squares %.9g with the update, %.9g by themselves", label, taken_along, *sum);
     uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label), *slots_unconditional = (uint32_t *)bench_download(amax_unconditional, m.num_layers * AMAX_STRIDE * 4, label);
-    check_amax(label, &t, slots, AMAX_STRIDE, flat.weights);
-    if (v.clip == 0 && !bad) check_amax(label, &t, slots_unconditional, AMAX_STRIDE, flat.weights);
+    check_amax(label, &t, slots, AMAX_STRIDE, bad ? old.weights : flat.weights);
+    if (v.clip == 0) check_amax(label, &t, slots_unconditional, AMAX_STRIDE, flat.weights);
     free(before), free(sum), free(slots), free(slots_unconditional), bench_free(squares), bench_free(amax), bench_free(amax_unconditional);
-    free_state(&flat);
+    free_state(&flat), free_state(&old);
     parameter_table_free(&t);
 }
 
@@ -417,9 +436,12 @@ int main(int argc, char **argv) {
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
-                const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false}, {master, moments, 1e-3f, 1e-8, 1e-5, -1, false}, {master, moments, 0, 1e-15, 1e-2, -1, false},
-                                            {master, moments, 1, 1e-8, 0, -1, false},    {master, moments, 1, 1e-25, 1e-3, -1, false}, {master, moments, 1, 1e-8, 1e-3, 12345, false},
-                                            {master, moments, 0, 1e-8, 1e-3, 12345, false}, {master, moments, 0, 1e-8, 1e-3, -1, true}};
+                // The last five: a NaN and an infinity, with and without clipping; gradients whose squares overflow the sum, and the second moment; the largest that is taken.
+                const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0}, {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0}, {master, moments, 0, 1e-15, 1e-2, -1, false, 0},
+                                            {master, moments, 1, 1e-8, 0, -1, false, 0},    {master, moments, 1, 1e-25, 1e-3, -1, false, 0}, {master, moments, 0, 1e-8, 1e-3, -1, true, 0},
+                                            {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN}, {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN},
+                                            {master, moments, 0, 1e-8, 1e-3, 12346, false, -0x1p64f}, {master, moments, 0, 1e-8, 1e-3, 12346, false, 0x1p80f},
+                                            {master, moments, 0, 1e-8, 1e-3, 12347, false, 0x1.cp62f}};
                 for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) check_step(preset, variants[i], 1 + 100 * (int64_t)i, i == 0 ? 1 : i == 1 ? 5 : 1 + (int64_t)i % 3);
                 if (kind < 2) check_initialize(preset, kind, 1 + 2 * kind);
             }

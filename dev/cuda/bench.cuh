@@ -227,8 +227,8 @@ static inline double bench_clock_end(Bench *b) {
 // BENCH_PERCENT of it a line says why. A line that cannot is a failed check: so a kernel that has become slow does not go unseen.
 //
 // No line of their own have
-//   - kernels of a few bytes: adamw_sum, adamw_norm, adamw_find_nonfinite (ends at once) and column_sums_finish, which are in the lines of their calls;
-//     loss_accumulate, gemm_alpha, delayed_begin, delayed_update
+//   - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which end at once) and column_sums_finish, which are in the lines of their calls;
+//     loss_accumulate, gemm_alpha, delayed_begin, delayed_update, delayed_restore
 //   - what runs before or between steps: initialize_parameter, auto_filter_fill, and the trainer's fill_for_timing and round_weights
 
 // A call that moves no more than BENCH_RAMP_BYTES and loses no more than BENCH_RAMP_US has its launches and the ramps of their blocks for a reason, which

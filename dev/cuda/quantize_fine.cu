@@ -200,7 +200,7 @@ static void check_sources(int64_t R, int64_t C, Fill fill) {
     bf16 *x = (bf16 *)bench_upload(x_host, R * 2 * C * 2), *dh = (bf16 *)bench_upload(dy_host, R * C * 2), *weight = bench_random(2 * C, 6, 1);
     bf16 *y = (bf16 *)bench_alloc(R * 2 * C * 2), *h = (bf16 *)bench_alloc(R * C * 2);
     float *rstd = (float *)bench_alloc(R * 4);
-    rmsnorm_forward(y, rstd, NULL, x, weight, R, 2 * C, EPS, 0);
+    rmsnorm_forward(y, rstd, NULL, x, weight, R, 2 * C, EPS, RmsnormWatch{}, 0);
     const RmsnormSource norm = {x, weight, rstd, 2 * C};
     check_source("a norm", TENSOR_X, norm, y, R, 2 * C);
     swiglu_backward(y, h, dh, x, R, C, 0);
@@ -359,7 +359,7 @@ static void bench_sources(Bench *b, int64_t R, int64_t C, int64_t F) {
     const int count = make_cases(cases, NUM_TENSORS);
     bf16 *x = bench_random(R * 2 * F, 1, 1), *dh = bench_random(R * F, 2, 1), *weight = bench_random(C, 3, 1);
     float *rstd = (float *)bench_alloc(R * 4);
-    rmsnorm_forward(NULL, rstd, NULL, x, weight, R, C, EPS, 0);
+    rmsnorm_forward(NULL, rstd, NULL, x, weight, R, C, EPS, RmsnormWatch{}, 0);
     const RmsnormSource norm = {x, weight, rstd, C};
     const SwigluSource swiglu = {x, F};
     const SwigluGradientSource gradient = {dh, x, F};

@@ -159,6 +159,17 @@ run delayed_save $W $delayed --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck
 run delayed_resume $W $delayed --num-steps $steps $(split $W) --checkpoint-dir "$tmp/ck_delayed" --resume
 same "delayed, resumed" delayed delayed_resume $((steps - 4 + 1))
 
+# A skipped step leaves no trace in the state of delayed scaling on any rank, and what spoiled it is named from the part of the rank that holds it.
+run whole 1 $common --precision bf16 --num-steps 1 $(split 1) --export-hf "$tmp/spoiled" && spoil "$tmp/spoiled" model.layers.0.self_attn.q_proj.weight
+for sharding in full none; do
+    rm -rf "$tmp/ck_skipped"
+    $launcher -np $W ./train_fp8cu ${common/#small/$tmp/spoiled} --precision fp8 --fp8-recipe delayed --fp8-amax-history 3 --num-steps 20 $(split $W) --sharding $sharding --on-nonfinite skip \
+        --checkpoint-dir "$tmp/ck_skipped" --checkpoint-every 1 --keep-checkpoints 1000 >"$tmp/skipped.log" 2>&1
+    skips_leave_no_trace "delayed, $sharding, all steps skipped" "$tmp/skipped.log" "$tmp/ck_skipped"
+    check "$sharding: the weight that spoils all is named: $(grep -m1 '^warning: step 1 ' "$tmp/skipped.log")" \
+        grep -q '^warning: step 1 skipped: the gradient norm is not finite. It begins in the attention block of layer 0, in the forward pass; the largest weight there is 3.38953e+38, in model.layers.0.self_attn.q_proj.weight, element 0' "$tmp/skipped.log"
+done
+
 # ---- checkpoints: saved by W ranks after 4 of the steps, continued by W, by half of them, and by one
 run save $W $common --precision fp8 --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck"
 for ranks in $W $((W / 2)) 1; do

@@ -122,18 +122,53 @@ gpu a $common --precision fp8 --num-steps 3 --profile
 check "--profile: $(grep -A 3 '^profile of' "$tmp/a.log")" grep -qE '^  AdamW +1 .* GB/s +[0-9.]+%$' "$tmp/a.log"
 check "--profile has products" grep -qE '^  [a-z].* TFLOP/s +[0-9.]+%$' "$tmp/a.log"
 
-# An export is the checkpoint's model. With weights of 3e38 in it, whose products overflow, nothing of a step may be saved, and the first of
-# the tensors that it spoils is named.
+# An export is the checkpoint's model. With weights of 3.4e38 in it, whose products overflow, nothing of a step may be saved, and the tensor that holds them is
+# named, in whichever block it is.
 gpu a $common --precision bf16 --num-steps 2 --checkpoint-dir "$tmp/whole" --export-hf "$tmp/export"
 for file in config.json model.safetensors; do check "exported $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"; done
-head -c 512 /dev/zero | tr '\0' '\177' | dd of="$tmp/export/model.safetensors" bs=1 seek=$(($(stat -c %s "$tmp/export/model.safetensors") - 512)) conv=notrunc 2>/dev/null
-refused "export/model.safetensors is damaged: its XXH64 is" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20
+rm -rf "$tmp/damaged" && cp -r "$tmp/export" "$tmp/damaged" && spoil "$tmp/damaged" model.norm.weight
+refused "damaged/model.safetensors is damaged: its XXH64 is" ./train_fp8cu "$tmp/damaged" $data --sequence-length 256 --num-steps 20
 rm "$tmp/export/train_fp8.json"  # the hashes, with which these weights would be refused as damaged
-fails "step 1: the gradient norm is not finite, first, in backward order, in .*, element [0-9]*; the loss is .* Nothing of this step is saved" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20
+while IFS='|' read -r tensor place; do
+    rm -rf "$tmp/spoiled-model" && cp -r "$tmp/export" "$tmp/spoiled-model" && spoil "$tmp/spoiled-model" "$tensor"
+    for precision in bf16 fp8 "fp8 --fp8-recipe rowwise --recompute layer"; do
+        fails "step 1: the gradient norm is not finite. It begins in $place, in the forward pass; the largest weight there is 3.38953e+38, in $tensor, element 0. The loss is .* Nothing of this step is saved" \
+            ./train_fp8cu "$tmp/spoiled-model" $data --sequence-length 256 --num-steps 20 --precision $precision
+    done
+done <<'END'
+model.layers.0.self_attn.q_proj.weight|the attention block of layer 0
+model.layers.2.self_attn.v_proj.weight|the attention block of layer 2
+model.layers.1.post_attention_layernorm.weight|the MLP of layer 1
+model.layers.3.mlp.up_proj.weight|the MLP of layer 3
+model.norm.weight|the final norm or lm_head
+END
+spoil "$tmp/export" model.layers.0.self_attn.q_proj.weight
 fails "step 1: the gradient norm is not finite" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 1 --checkpoint-dir "$tmp/spoiled" --checkpoint-every 1 --export-hf "$tmp/spoiled-export"
 check "nothing of that step is saved" equal "$(find "$tmp/spoiled" "$tmp/spoiled-export" -type f 2>/dev/null)" ""
 fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20 --on-nonfinite skip
-check "skipped steps say so" equal "$(grep -c '^warning: step [0-9]* skipped: the gradient norm is not finite, first' "$tmp/refused.log")" 9
+check "skipped steps say so" equal "$(grep -c '^warning: step [0-9]* skipped: the gradient norm is not finite. It begins in the attention block of layer 0' "$tmp/refused.log")" 9
+
+# With delayed scaling a skipped step leaves no trace in histories and scales: where all steps are skipped, and where a learning rate that is far too high lets
+# some pass. Steps that stay are the same whether or not skipping is allowed.
+fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 20 --precision fp8 --fp8-recipe delayed --on-nonfinite skip \
+    --grad-accumulation-steps 2 --checkpoint-dir "$tmp/ck_skipped" --checkpoint-every 1 --keep-checkpoints 1000
+skips_leave_no_trace "all steps skipped" "$tmp/refused.log" "$tmp/ck_skipped"
+./train_fp8cu $common --precision fp8 --fp8-recipe delayed --learning-rate 1000 --num-steps 60 --on-nonfinite skip --val-data "$tmp/synth_val.bin" --val-every 3 --checkpoint-dir "$tmp/ck_some" --checkpoint-every 1 \
+    --keep-checkpoints 1000 >"$tmp/some.log" 2>&1
+skips_leave_no_trace "a learning rate of 1000" "$tmp/some.log" "$tmp/ck_some"
+run="$common --precision fp8 --fp8-recipe delayed --fp8-amax-history 4 --num-steps 8 --grad-clip 1 --grad-accumulation-steps 2"
+gpu a $run && gpu b $run --on-nonfinite skip && same "delayed, with --on-nonfinite skip" a b
+
+# A learning rate that is far too high: no moment that is saved is infinite.
+for mode in stop skip; do
+    ./train_fp8cu $common --precision bf16 --learning-rate 1000 --num-steps 60 --on-nonfinite $mode --checkpoint-dir "$tmp/ck_high_$mode" --checkpoint-every 1 --keep-checkpoints 1000 >"$tmp/high.log" 2>&1
+    check "a learning rate of 1000, $mode: says why it ends: $(grep '^error' "$tmp/high.log")" grep -q '^error: step .* the gradient norm' "$tmp/high.log"
+    saved=0 infinite=0
+    for folder in "$tmp/ck_high_$mode"/step-????????; do saved=$((saved + 1)); infinite=$((infinite + $(infinities "$folder"))); done
+    check "a learning rate of 1000, $mode: checkpoints are saved" [ $saved -ge 2 ]
+    check "a learning rate of 1000, $mode: infinite moments in $saved checkpoints" equal $infinite 0
+    rm -rf "$tmp/ck_high_$mode"
+done
 
 # memory plans of runs that no machine here could hold
 for plan in "llama3.1-70b --world-size 64" "llama3.1-405b --world-size 512 --recompute layer"; do

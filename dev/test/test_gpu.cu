@@ -206,6 +206,7 @@ static void test_nonfinite_gate(int on_nonfinite) {
     weights_changed(&t);
     bf16_bits *before = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *before);
     CUDA_CHECK(cudaMemcpy(before, t.weights, (size_t)t.table.total * sizeof *before, cudaMemcpyDeviceToHost));
+    static const StateKind kinds[] = {STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ};
     const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17, follows[] = {layer_offset(&t.table, 0) + t.table.layer.wdown, t.table.root.embedding + 5};
     for (int step = 0; step < (on_nonfinite == NONFINITE_SKIP ? 2 : 1); step++) {  // nothing comes after the step that ends the run
         const bf16_bits value = step == 0 ? 0x7f80 : 0x3c00;  // infinity, then an ordinary gradient
@@ -217,14 +218,100 @@ static void test_nonfinite_gate(int on_nonfinite) {
         CUDA_CHECK(cudaMemcpy(&stats, t.stats, sizeof stats, cudaMemcpyDeviceToHost));
         const int64_t moved = different_bits(t.weights, before, t.table.total);
         if (step == 0) {
-            const int64_t found = backward_position(backward_order(&t.table), nonfinite_position(&t, &stats.control));
-            CHECK(stats.control.nonfinite && found == bad, "nonfinite %u, bad element %lld, expected %lld", stats.control.nonfinite, (long long)found, (long long)bad);
+            const NonfiniteStep what = nonfinite_step(&t, &stats);
+            const int64_t found = backward_position(backward_order(&t.table), what.position);
+            CHECK(stats.control.nonfinite && what.magnitude == 0x7f800000u && found == bad, "nonfinite %u, bad element %lld, expected %lld", stats.control.nonfinite, (long long)found, (long long)bad);
+            for (int k = 0; k < 3; k++) {
+                bf16_bits value_now;
+                state_read(&t, kinds[k], bad, 1, &value_now);
+                CHECK(value_now == (k ? 0 : before[bad]), "the element with an infinite gradient: array %d holds %04x", k, value_now);
+            }
             if (on_nonfinite == NONFINITE_SKIP) CHECK(moved == 0, "%lld weights moved in a skipped step", (long long)moved);
         } else {
             CHECK(!stats.control.nonfinite && moved > 0, "an ordinary step after a skipped one: nonfinite %u, %lld weights moved", stats.control.nonfinite, (long long)moved);
         }
     }
     free(before);
+    trainer_destroy(&t);
+}
+
+// Histories and scales of delayed scaling, as bits.
+static uint32_t *download_delayed(const Trainer *t) {
+    const size_t bytes = (size_t)delayed_elements(t) * sizeof(uint32_t);
+    uint32_t *words = (uint32_t *)xcalloc(bytes, 1);
+    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    CUDA_CHECK(cudaMemcpy(words, t->amax_history, bytes, cudaMemcpyDeviceToHost));
+    return words;
+}
+
+// A step of two micro-steps on made-up tokens, which is refused because of one gradient if `refuse`.
+static void delayed_step(Trainer *t, int64_t step, bool refuse) {
+    int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t->d.R), sizeof *tokens);
+    for (int64_t i = 0; i < 2 * t->d.R; i++) tokens[i] = (int32_t)(rng_u64(7 + (uint64_t)step, (uint64_t)i) % 320);
+    copy_delayed_before(t, true);
+    for (int64_t micro = 0; micro < 2; micro++) {
+        model_forward_backward(t, send_tokens(t, tokens, tokens + t->d.R), 1.0f / (float)t->d.R, micro);
+        CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    }
+    const bf16_bits infinity = 0x7f80;
+    if (refuse) CUDA_CHECK(cudaMemcpy(t->grads + t->table.root.norm, &infinity, sizeof infinity, cudaMemcpyHostToDevice));
+    optimizer_step(t, step);
+    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    free(tokens);
+}
+
+// Delayed scaling with --on-nonfinite skip: refused steps, the first one among them, leave no trace in histories and scales, and a step after them is the
+// one that a trainer makes which never had them.
+static void test_delayed_skip(int recompute) {
+    const ModelConfig m = small_model(FAMILY_LLAMA);
+    Options o = test_options(PRECISION_FP8, 1, 128);
+    o.fp8_recipe = RECIPE_DELAYED, o.fp8_format = FP8_FORMAT_AUTO, o.fp8_all_gather = AUTO;
+    o.fp8_amax_history = 3, o.on_nonfinite = NONFINITE_SKIP, o.recompute = recompute, o.grad_accumulation_steps = 2;
+    options_resolve(&o);
+    Trainer t, without;
+    create(&t, &o, &m), create(&without, &o, &m);
+    weights_changed(&t), weights_changed(&without);
+    const size_t bytes = (size_t)delayed_elements(&t) * sizeof(uint32_t);
+    uint32_t *start = download_delayed(&t);
+    delayed_step(&t, 0, true);
+    uint32_t *refused = download_delayed(&t);
+    CHECK(memcmp(start, refused, bytes) == 0, "the first step was refused and left a trace");
+    for (int64_t step = 1; step < 3; step++) {
+        delayed_step(&t, step, false), delayed_step(&without, step, false);
+        uint32_t *good = download_delayed(&t), *want = download_delayed(&without);
+        CHECK(memcmp(start, good, bytes) != 0, "step %lld moves no history", (long long)step);
+        CHECK(memcmp(want, good, bytes) == 0, "step %lld after a refused step has other histories or scales", (long long)step);
+        bf16_bits *weights = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *weights);
+        CUDA_CHECK(cudaMemcpy(weights, without.weights, (size_t)t.table.total * sizeof *weights, cudaMemcpyDeviceToHost));
+        CHECK(different_bits(t.weights, weights, t.table.total) == 0, "step %lld after a refused step has other weights", (long long)step);
+        delayed_step(&t, step, true);
+        uint32_t *after = download_delayed(&t);
+        CHECK(memcmp(good, after, bytes) == 0, "a refused step left a trace in histories or scales");
+        free(good), free(want), free(weights), free(after);
+        t.has_history = without.has_history = true;  // as when the good step is reported
+    }
+    free(start), free(refused);
+    trainer_destroy(&t), trainer_destroy(&without);
+}
+
+// An infinite weight in the MLP of layer 0: the norm that reads its result is named.
+static void test_bad_norm(int recompute) {
+    const ModelConfig m = small_model(FAMILY_LLAMA);
+    Options o = test_options(PRECISION_BF16, 1, 128);
+    o.recompute = recompute;
+    Trainer t;
+    create(&t, &o, &m);
+    const bf16_bits infinity = 0x7f80;
+    state_write(&t, STATE_WEIGHTS, layer_offset(&t.table, 0) + t.table.layer.wdown + 5, 1, &infinity);
+    weights_changed(&t);
+    int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
+    CUDA_CHECK(cudaMemset(&t.stats->bad_norm, 0xff, sizeof t.stats->bad_norm));
+    model_forward_backward(&t, send_tokens(&t, tokens, tokens + t.d.R), 1.0f / (float)t.d.R, 0);
+    CUDA_CHECK(cudaStreamSynchronize(t.stream));
+    StepStats stats;
+    CUDA_CHECK(cudaMemcpy(&stats, t.stats, sizeof stats, cudaMemcpyDeviceToHost));
+    CHECK(stats.bad_norm == (uint32_t)nonfinite_norm(1, false), "norm %u is named", stats.bad_norm);
+    free(tokens);
     trainer_destroy(&t);
 }
 
@@ -244,6 +331,10 @@ int main(void) {
     }
     test_nonfinite_gate(NONFINITE_SKIP);
     test_nonfinite_gate(NONFINITE_STOP);
+    test_delayed_skip(RECOMPUTE_NONE);
+    test_delayed_skip(RECOMPUTE_LAYER);
+    test_bad_norm(RECOMPUTE_NONE);
+    test_bad_norm(RECOMPUTE_LAYER);
     scratch_remove();
     return check_report();
 }

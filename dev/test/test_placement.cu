@@ -54,6 +54,7 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "scales", t->inverse_scale, tensors * 16);
     needed_always(m, "histories", t->amax_history, tensors * t->o->fp8_amax_history * 4);
     needed_always(m, "delayed scales", t->delayed_scale, tensors * 4);
+    needed_always(m, "delayed state before a step", t->delayed_before, t->delayed_before ? delayed_elements(t) * 4 : 0);
     needed_always(m, "audit", t->audit, t->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
     needed_always(m, "squares", t->squares, 8);
     needed_always(m, "statistics", t->stats, sizeof(StepStats));
@@ -261,6 +262,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             if (cache && (!whole || recipe == RECIPE_BF16)) continue;
             o.fp8_weight_cache = cache ? ON : OFF;
             if (variant & 8) o.master_weights = o.optimizer_state = STORAGE_FP32, o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
+            if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 8 ? NONFINITE_SKIP : NONFINITE_STOP;
             format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s%s, %d micro-steps%s%s", name, (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name,
                            variant & 1 ? ", computed again" : "", variant & 2 ? 2 : 1, cache ? ", weights kept" : "", variant & 8 ? ", fp32 state, filtered" : "");
             check_run(label, o, &model, ranks.world);

@@ -236,7 +236,35 @@ refused 4 "no token shard matches" tiny --train-data "$tmp/nothing.bin"
 refused 3 "shard-size 2 does not divide the 3 ranks" tiny $data --sharding hybrid --shard-size 2
 refused 2 "world-size is for --dry-run" tiny $data --world-size 2
 refused 2 "already holds step-00000004" $common --checkpoint-dir "$tmp/ck"
-refused 4 "gradient norm is not finite, first, in backward order, in .*, in the part of rank" "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
+refused 4 "the gradient norm is .* counts as not finite. It begins in the .* of layer .*, in backward order, is in .*, in the part of rank .*; the largest weight there is" "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
+
+# ---- a huge row of q_proj in layer 1: every rank looks at what it keeps, and the tensor and its element are those that one rank names
+train 0 export "$tmp/qwen2" $data --precision fp32 --num-steps 1 --export-hf "$tmp/spoiled"
+python3 - "$tmp/spoiled/model.safetensors" <<'PY'
+import json, struct, sys
+with open(sys.argv[1], "r+b") as f:
+    size = struct.unpack("<Q", f.read(8))[0]
+    tensor = json.loads(f.read(size))["model.layers.1.self_attn.q_proj.weight"]
+    f.seek(8 + size + tensor["data_offsets"][0] + 20 * tensor["shape"][1] * 4)
+    f.write(struct.pack("<f", 3e38) * tensor["shape"][1])
+PY
+for sharding in full none "hybrid --shard-size 2"; do
+    refused 4 "It begins in the attention block of layer 1, in the forward pass; the largest weight there is 3e+38, in model.layers.1.self_attn.q_proj.weight, element 1040. The loss is nan" \
+        "$tmp/spoiled" $data --precision fp32 --sharding $sharding
+done
+# ---- delayed scaling with --on-nonfinite skip: a skipped step leaves the state of all ranks as it was
+ranks 2 "$tmp/fp8" $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 8 --learning-rate 1000 --num-steps 60 --on-nonfinite skip --checkpoint-dir "$tmp/skips" --checkpoint-every 1 \
+    --keep-checkpoints 1000 >"$tmp/skips.out" 2>&1
+skipped=0 before=""
+for folder in "$tmp"/skips/step-????????; do
+    step=$((10#${folder##*-}))
+    if grep -q "^warning: step $step skipped" "$tmp/skips.out"; then
+        skipped=$((skipped + 1))
+        check "step $step was skipped and left a trace in fp8_state" cmp -s "$before" "$folder/fp8_state.safetensors"
+    fi
+    before="$folder/fp8_state.safetensors"
+done
+check "a learning rate of 1000: $skipped skipped steps are saved: $(tail -n 2 "$tmp/skips.out")" [ $skipped -ge 9 ]
 
 # Ranks that read other files under one name, as hosts with disks of their own may: as many tokens, and fewer.
 build/synth_stories --out "$tmp/other" --bytes 60000 --seed 5 >/dev/null
