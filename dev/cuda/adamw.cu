@@ -94,12 +94,22 @@ typedef struct {
     int64_t bad_element;  // gradient element that becomes bad_value, and if that is NaN the last one infinite; -1: none
     bool nearest;
     float bad_value;
+    bool fp32_gradients;
 } Variant;
 
 // Whether the norm refuses the step: it is that of the bad element, beside which the others are small.
 static bool is_refused(Variant v) { return v.bad_element >= 0 && !adamw_accepts(v.bad_value); }
 
 enum { AMAX_STRIDE = 12 };
+
+static AdamwGradients gradients_upload(const float *x, int64_t n, bool fp32) {
+    AdamwGradients g = {};
+    if (fp32) g.fp32_data = (const float *)upload(x, n, true);
+    else g.bf16_data = (const bf16 *)upload(x, n, false);
+    return g;
+}
+
+static void *gradients_memory(AdamwGradients g) { return g.fp32_data ? (void *)g.fp32_data : (void *)g.bf16_data; }
 
 // What a rank keeps of flat arrays; padding is 0.
 static State shard_state(const ParameterTable *t, const ShardPlan *plan, const State *flat) {
@@ -122,7 +132,7 @@ static AdamwArrays arrays_upload(const State *s, Variant v) {
     AdamwArrays a = {};
     a.weights = (bf16 *)upload(s->weights, s->n, false), a.master = v.master ? (float *)upload(s->weights, s->n, true) : NULL;
     a.exp_avg = upload(s->exp_avg, s->n, v.fp32_moments), a.exp_avg_sq = upload(s->exp_avg_sq, s->n, v.fp32_moments);
-    a.fp32_moments = v.fp32_moments, a.gradients = (bf16 *)upload(s->gradients, s->n, false);
+    a.fp32_moments = v.fp32_moments, a.gradients = gradients_upload(s->gradients, s->n, v.fp32_gradients);
     return a;
 }
 
@@ -134,7 +144,7 @@ static void arrays_check(const char *label, const AdamwArrays *a, Variant v, con
 }
 
 static void arrays_free(AdamwArrays *a) {
-    void *device[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, (void *)a->gradients};
+    void *device[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, gradients_memory(a->gradients)};
     for (void *p : device)
         if (p) bench_free(p);
 }
@@ -179,17 +189,17 @@ static double check_rank_unconditional(const char *label, const ParameterTable *
 }
 
 // Sum of squares of the gradients of all ranks, each by the kernel, in device memory.
-static double *sum_squares(const ParameterTable *t, int64_t group, const State *flat) {
+static double *sum_squares(const ParameterTable *t, int64_t group, const State *flat, bool fp32) {
     double *squares = (double *)bench_alloc(sizeof(double)), sum = 0;
     for (int64_t place = 0; place < group; place++) {
         const ShardPlan plan = shard_plan(t, group, place);
         State s = shard_state(t, &plan, flat);
-        bf16 *gradients = (bf16 *)upload(s.gradients, s.n, false);
+        const AdamwGradients gradients = gradients_upload(s.gradients, s.n, fp32);
         double *workspace = (double *)bench_alloc(adamw_workspace_bytes(t, &plan));
         adamw_squares(squares, gradients, s.n, workspace, 0);
         double *part = (double *)bench_download(squares, sizeof *part, "squares");
         sum += *part;
-        bench_free(gradients), bench_free(workspace), free(part), free_state(&s);
+        bench_free(gradients_memory(gradients)), bench_free(workspace), free(part), free_state(&s);
     }
     CUDA_CHECK(cudaMemcpy(squares, &sum, sizeof sum, cudaMemcpyHostToDevice));
     return squares;
@@ -210,14 +220,16 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     State flat = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
     const bool bad = is_refused(v);
     char label[160];
-    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld (%g) nearest %d, %lld ranks", preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate,
-                   (long long)v.bad_element, v.bad_value, v.nearest, (long long)group);
+    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld (%g) nearest %d, %s gradients, %lld ranks",
+                   preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element,
+                   v.bad_value, v.nearest, v.fp32_gradients ? "fp32" : "bf16", (long long)group);
+    for (int64_t i = 0; v.fp32_gradients && i < flat.n; i++) flat.gradients[i] *= 1.0009765f;  // values that no bf16 holds
     if (v.bad_element >= 0) flat.gradients[v.bad_element] = v.bad_value;
     if (isnan(v.bad_value)) flat.gradients[flat.n - 1] = INFINITY;
     const ShardPlan whole = shard_plan(&t, 1, 0);
     State old = shard_state(&t, &whole, &flat);
     const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, v.nearest, 42);
-    double *squares = sum_squares(&t, group, &flat);
+    double *squares = sum_squares(&t, group, &flat, v.fp32_gradients);
     uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4), *amax_unconditional = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
     double *sum = (double *)bench_download(squares, sizeof *sum, label);
     const float norm = (float)sqrt(*sum), want_norm = (float)global_norm(flat.gradients, flat.n), factor = clip_factor(sqrt(*sum), v.clip);
@@ -338,7 +350,7 @@ typedef struct {
     double *squares, *workspace;
 } Model;
 
-static Model model_create(const char *preset, bool master, bool fp32_moments) {
+static Model model_create(const char *preset, bool master, bool fp32_moments, bool fp32_gradients) {
     Model x = {};
     if (!model_config_preset(&x.m, preset)) die("no preset %s", preset);
     x.t = parameter_table(&x.m);
@@ -346,7 +358,8 @@ static Model model_create(const char *preset, bool master, bool fp32_moments) {
     const int64_t n = x.t.total, moment = fp32_moments ? 4 : 2;
     x.a.weights = (bf16 *)bench_alloc(n * 2), x.a.master = master ? (float *)bench_alloc(n * 4) : NULL;
     x.a.exp_avg = bench_zeros(n * moment), x.a.exp_avg_sq = bench_zeros(n * moment), x.a.fp32_moments = fp32_moments;
-    x.a.gradients = bench_random(n, 5, 1e-3f);
+    if (fp32_gradients) x.a.gradients.fp32_data = (float *)bench_zeros(n * 4);
+    else x.a.gradients.bf16_data = bench_random(n, 5, 1e-3f);
     initialize_parameters(x.a.weights, x.a.master, &x.t, &x.plan, 0.02f, 1, 0);
     x.control = (AdamwControl *)bench_alloc(sizeof(AdamwControl)), x.workspace = (double *)bench_alloc(adamw_workspace_bytes(&x.t, &x.plan));
     x.amax = (uint32_t *)bench_zeros(x.m.num_layers * AMAX_STRIDE * 4), x.squares = (double *)bench_alloc(sizeof(double));
@@ -367,7 +380,7 @@ static void model_update(const Model *x, AdamwStep step, bool norm_first) {
 }
 
 static void model_free(Model *x) {
-    void *device[] = {x->a.weights, x->a.master, x->a.exp_avg, x->a.exp_avg_sq, (void *)x->a.gradients, x->control, x->amax, x->squares, x->workspace};
+    void *device[] = {x->a.weights, x->a.master, x->a.exp_avg, x->a.exp_avg_sq, gradients_memory(x->a.gradients), x->control, x->amax, x->squares, x->workspace};
     for (void *p : device)
         if (p) bench_free(p);
     parameter_table_free(&x->t);
@@ -375,7 +388,7 @@ static void model_free(Model *x) {
 
 // One step of 8 billion parameters: windows of tensors around 2^31 and 2^32 elements and at the end come out as on the CPU.
 static void check_large(void) {
-    Model x = model_create("llama3.1-8b", false, false);
+    Model x = model_create("llama3.1-8b", false, false, false);
     const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 7);
     enum { WINDOW = 1024 };
     model_norm(&x, 0);
@@ -390,7 +403,7 @@ static void check_large(void) {
             const int64_t n = min_i64(WINDOW, parameter_elements(p)), first = p->offset + parameter_elements(p) - n;  // the tensor's last elements
             if (!run) {
                 CUDA_CHECK(cudaMemcpy(before[k][0], x.a.weights + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
-                CUDA_CHECK(cudaMemcpy(before[k][1], x.a.gradients + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
+                CUDA_CHECK(cudaMemcpy(before[k][1], x.a.gradients.bf16_data + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
                 continue;
             }
             bf16_bits got[WINDOW];
@@ -409,19 +422,19 @@ static void check_large(void) {
     model_free(&x);
 }
 
-static void bench_model(Bench *b, const char *preset, bool master, bool fp32_moments) {
-    Model x = model_create(preset, master, fp32_moments);
-    const double n = (double)x.t.total;
+static void bench_model(Bench *b, const char *preset, bool master, bool fp32_moments, bool fp32_gradients) {
+    Model x = model_create(preset, master, fp32_moments, fp32_gradients);
+    const double n = (double)x.t.total, gradient = fp32_gradients ? 4 : 2;
     const AdamwStep step = adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, false, 7);
     char shape[64];
     format_checked(shape, sizeof shape, "%s", preset);
     double us = bench_time_us(b, [&] { model_norm(&x, 1.0f); });
-    bench_report(b, "gradient norm", shape, us, 2 * n);
+    bench_report(b, fp32_gradients ? "gradient norm, fp32" : "gradient norm", shape, us, gradient * n);
     for (int norm_first = 1; norm_first >= 0; norm_first--) {
         us = bench_time_us(b, [&] { model_update(&x, step, norm_first); });
         char name[64];
-        format_checked(name, sizeof name, "AdamW, weights %s, moments %s%s", master ? "fp32" : "bf16", fp32_moments ? "fp32" : "bf16", norm_first ? "" : ", norm");
-        bench_report(b, name, shape, us, n * (2 + (master ? 10 : 4) + (fp32_moments ? 16 : 8)),
+        format_checked(name, sizeof name, "AdamW, weights %s, moments %s%s%s", master ? "fp32" : "bf16", fp32_moments ? "fp32" : "bf16", fp32_gradients ? ", gradients fp32" : "", norm_first ? "" : ", norm");
+        bench_report(b, name, shape, us, n * (gradient + (master ? 10 : 4) + (fp32_moments ? 16 : 8)),
                      master && fp32_moments ? NULL : "arithmetic beside the bytes: square root, quotient and stochastic rounding of every element");
     }
     model_free(&x);
@@ -436,12 +449,14 @@ int main(int argc, char **argv) {
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
-                // The last five: a NaN and an infinity, with and without clipping; gradients whose squares overflow the sum, and the second moment; the largest that is taken.
+                // After them: a NaN and an infinity, with and without clipping; gradients whose squares overflow the sum, and the second moment; the largest that is taken; fp32 gradients.
                 const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0}, {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0}, {master, moments, 0, 1e-15, 1e-2, -1, false, 0},
                                             {master, moments, 1, 1e-8, 0, -1, false, 0},    {master, moments, 1, 1e-25, 1e-3, -1, false, 0}, {master, moments, 0, 1e-8, 1e-3, -1, true, 0},
                                             {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN}, {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN},
                                             {master, moments, 0, 1e-8, 1e-3, 12346, false, -0x1p64f}, {master, moments, 0, 1e-8, 1e-3, 12346, false, 0x1p80f},
-                                            {master, moments, 0, 1e-8, 1e-3, 12347, false, 0x1.cp62f}};
+                                            {master, moments, 0, 1e-8, 1e-3, 12347, false, 0x1.cp62f},
+                                            {master, moments, 0, 1e-8, 1e-3, -1, false, 0, true}, {master, moments, 1e-3f, 1e-8, 1e-3, -1, false, 0, true},
+                                            {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN, true}, {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN, true}};
                 for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) check_step(preset, variants[i], 1 + 100 * (int64_t)i, i == 0 ? 1 : i == 1 ? 5 : 1 + (int64_t)i % 3);
                 if (kind < 2) check_initialize(preset, kind, 1 + 2 * kind);
             }
@@ -449,11 +464,13 @@ int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "large")) check_large();
     if (bench_part_wanted(argc, argv, "bench")) {
         Bench b = bench_create();
-        bench_model(&b, "llama3.1-8b", false, false);
-        bench_model(&b, "llama3.2-1b", false, false);
-        bench_model(&b, "llama3.2-1b", true, false);
-        bench_model(&b, "llama3.2-1b", false, true);
-        bench_model(&b, "llama3.2-1b", true, true);
+        bench_model(&b, "llama3.1-8b", false, false, false);
+        bench_model(&b, "llama3.2-1b", false, false, false);
+        bench_model(&b, "llama3.2-1b", true, false, false);
+        bench_model(&b, "llama3.2-1b", false, true, false);
+        bench_model(&b, "llama3.2-1b", true, true, false);
+        bench_model(&b, "llama3.2-1b", false, false, true);
+        bench_model(&b, "llama3.2-1b", true, true, true);
         bench_destroy(&b);
     }
     return check_report();

@@ -1,5 +1,6 @@
-// Checks and times the kernels around the collectives of llmc/fsdp.cuh: gradients to fp32, and sums of them. Checks the
-// proof of llmc/peer_memory.cuh, with one GPU in the place of two. Build: make build/bench_fsdp
+// Checks and times the kernels around the collectives of llmc/fsdp.cuh: gradients to fp32, and sums of them over ranks
+// and micro-steps, the latter against the CPU's, bit for bit. Checks the proof of llmc/peer_memory.cuh, with one GPU in
+// the place of two. Build: make build/bench_fsdp
 #include "../../llmc/fsdp.cuh"
 #include "bench.cuh"
 
@@ -27,27 +28,77 @@ static void check_to_fp32(int64_t rows, int64_t n, int64_t stride) {
     free(host), free(x), free(want), free(got);
 }
 
-// from: bf16 values, and as fp32 ones that no bf16 holds.
-static void check_add(int64_t n, bool fp32, bool add) {
-    char label[96];
-    format_checked(label, sizeof label, "%lld elements of %s%s", (long long)n, fp32 ? "fp32" : "bf16", add ? ", added" : "");
-    bf16_bits *before = bench_normal(2, n, 1.0f), *from_bits = bench_normal(3, n, 1.0f);
-    float *from = bf16_to_floats(from_bits, n), *want = bf16_to_floats(before, n);
-    for (int64_t i = 0; i < n; i++) {
-        if (fp32) from[i] *= 1.0009765f;
-        want[i] = add ? from[i] + want[i] : from[i];
-    }
-    bf16_bits *want_bits = bf16_from_floats(want, n);
+// The sum in the type that it has on the device.
+static void *upload_sum(const float *x, int64_t n, bool fp32) {
+    if (fp32) return bench_upload(x, n * 4);
+    bf16_bits *bits = bf16_from_floats(x, n);
+    void *p = bench_upload(bits, n * 2);
+    free(bits);
+    return p;
+}
+
+static void check_sum(const char *label, const void *device, const float *want, int64_t n, bool fp32) {
+    void *got = bench_download(device, n * (fp32 ? 4 : 2), label);
+    bf16_bits *bits = bf16_from_floats(want, n);
+    check_bytes(label, got, fp32 ? (const void *)want : bits, n * (fp32 ? 4 : 2), fp32 ? 4 : 2);
+    free(got), free(bits);
+}
+
+static void set_sum(Fsdp *f, void *device, bool fp32) {
+    f->fp32_grads = fp32;
+    if (fp32) f->grads_fp32 = (float *)device;
+    else f->grads = (bf16 *)device;
+}
+
+// The ways in which gradients join a sum: they replace it, are added in the first micro-step (an embedding's), or in a later one.
+static const GradientSum *sum_kinds(void) {
+    static const GradientSum kinds[] = {{false, false, 0, 0}, {true, false, 0, 0}, {true, true, 0x123456789abcdef1ull, (1ll << 35) + 4096}};
+    return kinds;
+}
+
+// from: bf16 values, and as fp32 ones that no bf16 holds. Element `at` of the sum is the first.
+static void check_add(int64_t at, int64_t n, bool fp32_from, bool fp32, GradientSum how) {
+    char label[128];
+    format_checked(label, sizeof label, "%lld elements of %s to %s%s%s", (long long)n, fp32_from ? "fp32" : "bf16", fp32 ? "fp32" : "bf16", how.add ? ", added" : "", how.stochastic ? " stochastically" : "");
+    bf16_bits *before = bench_normal(2, at + n, 1.0f), *from_bits = bench_normal(3, n, 1.0f);
+    from_bits[0] = 0xff80, from_bits[1] = 0x0001, from_bits[2] = 0x7f7f;  // -infinity, the smallest denormal, the largest number
+    float *from = bf16_to_floats(from_bits, n), *want = bf16_to_floats(before, at + n);
+    for (int64_t i = 3; fp32_from && i < n; i++) from[i] *= 1.0009765f;
     Nccl nccl = {};
     Fsdp f = make_fsdp(&nccl, NULL);
-    bf16 *to = (bf16 *)bench_upload(before, n * 2);
-    void *device = fp32 ? bench_upload(from, n * 4) : bench_upload(from_bits, n * 2);
-    if (fp32) fsdp_add(&f, to, (const float *)device, n, add);
-    else fsdp_add(&f, to, (const bf16 *)device, n, add);
-    bf16_bits *got = (bf16_bits *)bench_download(to, n * 2, label);
-    check_bytes(label, got, want_bits, n * 2, 2);
+    void *to = upload_sum(want, at + n, fp32), *device = fp32_from ? bench_upload(from, n * 4) : bench_upload(from_bits, n * 2);
+    set_sum(&f, to, fp32);
+    gradient_sum_reference(want + at, from, 0, n, fp32, &how);
+    if (fp32_from) fsdp_add_reduced(&f, at, (const float *)device, n, how);
+    else fsdp_add_reduced(&f, at, (const bf16 *)device, n, how);
+    check_sum(label, to, want, at + n, fp32);
     bench_free(to), bench_free(device);
-    free(before), free(from_bits), free(from), free(want), free(want_bits), free(got);
+    free(before), free(from_bits), free(from), free(want);
+}
+
+// The sum over ranks of copy engines. Ranks' values are added in their order, in fp32.
+static void check_rank_sum(int64_t ranks, int64_t place, int64_t n, bool fp32, GradientSum how) {
+    char label[128];
+    format_checked(label, sizeof label, "%lld elements of rank %lld of %lld to %s%s%s", (long long)n, (long long)place, (long long)ranks, fp32 ? "fp32" : "bf16", how.add ? ", added" : "",
+                   how.stochastic ? " stochastically" : "");
+    bf16_bits *before = bench_normal(4, n, 1.0f), *bits = bench_normal(5, ranks * n, 1.0f), *others = (bf16_bits *)xcalloc((size_t)(ranks * n), 2);
+    float *x = bf16_to_floats(bits, ranks * n), *want = bf16_to_floats(before, n), *sum = (float *)xcalloc((size_t)n, 4);
+    for (int64_t rank = 0; rank < ranks; rank++) {
+        for (int64_t i = 0; i < n; i++) sum[i] = rank ? sum[i] + x[rank * n + i] : x[i];
+        if (rank != place) memcpy(others + (rank - (rank > place)) * n, bits + rank * n, (size_t)n * 2);
+    }
+    Nccl nccl = {};
+    Fsdp f = make_fsdp(&nccl, NULL);
+    f.peers.ranks = ranks, f.peers.place = place;
+    f.received = (bf16 *)bench_upload(others, ranks * n * 2);
+    void *to = upload_sum(want, n, fp32);
+    bf16 *own = (bf16 *)bench_upload(bits + place * n, n * 2);
+    set_sum(&f, to, fp32);
+    gradient_sum_reference(want, sum, 0, n, fp32, &how);
+    fsdp_sum_received(&f, 0, own, n, how);
+    check_sum(label, to, want, n, fp32);
+    bench_free(to), bench_free(own), bench_free(f.received);
+    free(before), free(bits), free(others), free(x), free(want), free(sum);
 }
 
 // 2^31 + 4096 elements: the last come out as they do alone.
@@ -57,8 +108,11 @@ static void check_large(void) {
     Fsdp f = make_fsdp(&nccl, NULL);
     bf16 *to = bench_random(n, 4, 1.0f), *from = bench_random(n, 5, 1.0f), *alone = (bf16 *)bench_alloc(last * 2);
     CUDA_CHECK(cudaMemcpy(alone, to + n - last, (size_t)last * 2, cudaMemcpyDeviceToDevice));
-    fsdp_add(&f, to, from, n, true);
-    fsdp_add(&f, alone, from + n - last, last, true);
+    GradientSum how = sum_kinds()[2];
+    f.grads = to;
+    fsdp_add_reduced(&f, 0, from, n, how);
+    f.grads = alone, how.flat += n - last;
+    fsdp_add_reduced(&f, 0, from + n - last, last, how);
     check_same_on_device("2^31 elements, added", to + n - last, alone, last * 2, 2);
     bench_free(to), bench_free(from), bench_free(alone);
 }
@@ -125,6 +179,19 @@ static void check_peers(void) {
     }
 }
 
+// A layer's gradient joins the sum on one GPU: all multiprocessors take part.
+static void bench_joins(Bench *b, Fsdp *f, const bf16 *gradients, int64_t n) {
+    const GradientSum how = sum_kinds()[2];
+    const unsigned blocks = grid_size(n, FSDP_THREADS * 8);
+    for (int fp32 = 0; fp32 < 2; fp32++) {
+        void *sum = bench_zeros(n * (fp32 ? 4 : 2));
+        set_sum(f, sum, fp32);
+        const double us = bench_time_us(b, [&] { fsdp_add(f, 0, gradients, n, how, blocks, 0); });
+        bench_report(b, fp32 ? "gradients join fp32 sum" : "gradients join bf16 sum", "218112000", us, (fp32 ? 10.0 : 6.0) * (double)n);
+        bench_free(sum);
+    }
+}
+
 // A layer of llama3.1-8b on 4 ranks, in pieces of FSDP_STAGING_ELEMENTS where sums are fp32.
 static void bench_kernels(Bench *b) {
     const int64_t group = 4, slice = 218112000 / group, part = FSDP_STAGING_ELEMENTS / group;
@@ -134,12 +201,15 @@ static void bench_kernels(Bench *b) {
     bf16 *gradients = bench_random(group * slice, 6, 1.0f), *to = (bf16 *)bench_zeros(slice * 2);
     double us = bench_time_us(b, [&] { fsdp_to_fp32(&f, gradients, group, part, slice); });
     bench_report(b, "fsdp, gradients to fp32", "4 x 16777216", us, 6.0 * (double)(group * part), reason);
-    us = bench_time_us(b, [&] { fsdp_add(&f, to, f.staging, part, true); });
+    const GradientSum *how = sum_kinds();
+    f.grads = to;
+    us = bench_time_us(b, [&] { fsdp_add_reduced(&f, 0, f.staging, part, how[2]); });
     bench_report(b, "fsdp, sum of fp32 added", "16777216", us, 8.0 * (double)part, reason);
-    us = bench_time_us(b, [&] { fsdp_add(&f, to, f.staging, part, false); });
+    us = bench_time_us(b, [&] { fsdp_add_reduced(&f, 0, f.staging, part, how[0]); });
     bench_report(b, "fsdp, sum of fp32 rounded", "16777216", us, 6.0 * (double)part, reason);
-    us = bench_time_us(b, [&] { fsdp_add(&f, to, gradients, slice, true); });
+    us = bench_time_us(b, [&] { fsdp_add_reduced(&f, 0, gradients, slice, how[2]); });
     bench_report(b, "fsdp, sum of bf16 added", "54528000", us, 6.0 * (double)slice, reason);
+    bench_joins(b, &f, gradients, group * slice);
     bench_free(f.staging), bench_free(gradients), bench_free(to);
 }
 
@@ -148,10 +218,12 @@ int main(int argc, char **argv) {
         check_to_fp32(1, 8, 8);
         check_to_fp32(3, 1000, 1016);
         check_to_fp32(4, 131072, 200000);  // more than the blocks take at once
-        for (int kind = 0; kind < 4; kind++) {
-            check_add(8, kind & 1, kind & 2);
-            check_add(4008, kind & 1, kind & 2);
-            check_add(300000, kind & 1, kind & 2);
+        for (int kind = 0; kind < 12; kind++) {
+            const GradientSum how = sum_kinds()[kind / 4];
+            check_add(0, 8, kind & 1, kind & 2, how);
+            check_add(256, 4008, kind & 1, kind & 2, how);
+            check_add(8, 300000, kind & 1, kind & 2, how);  // more than the blocks take at once
+            check_rank_sum(2 + kind % 3, kind % 2, 4104, kind & 2, how);
         }
         check_peers();
     }

@@ -75,7 +75,7 @@ static void check_forward(const Case *k) {
 }
 
 // The reference gets the GPU's own rstd, so that only this kernel's error shows.
-static void check_backward(const Case *k, bool with_residual, bool accumulate) {
+static void check_backward(const Case *k, bool with_residual) {
     const int64_t R = k->R, C = k->C, n = R * C;
     char label[160];
     float *wf = bf16_to_floats(k->weight, C), *dyf = bf16_to_floats(k->dy, n), *drf = bf16_to_floats(k->delta, n), *rstd_host = (float *)xcalloc((size_t)R, 4);
@@ -87,22 +87,22 @@ static void check_backward(const Case *k, bool with_residual, bool accumulate) {
     const int64_t workspace_bytes = (int64_t)rmsnorm_workspace_bytes(R, C);
     void *workspace = bench_alloc(workspace_bytes);
     uint32_t *amax = (uint32_t *)bench_zeros(4);
-    rmsnorm_backward(dx, dw, amax, dy, x, rstd, weight, with_residual ? dresidual : NULL, R, C, accumulate, workspace, 0);
+    rmsnorm_backward(dx, dw, amax, dy, x, rstd, weight, with_residual ? dresidual : NULL, R, C, workspace, 0);
 
     bf16_bits *got = (bf16_bits *)bench_download(dx, n * 2, k->label), *got_dw = (bf16_bits *)bench_download(dw, C * 2, k->label);
     free(bench_download(workspace, workspace_bytes, k->label));
     float *gotf = bf16_to_floats(got, n), *got_dwf = bf16_to_floats(got_dw, C), *want = (float *)xcalloc((size_t)n, 4), *want_dw = bf16_to_floats(dw_before, C);
-    rmsnorm_backward(want, want_dw, with_residual ? drf : NULL, dyf, k->sum, rstd_host, wf, R, C, accumulate, ROUND_NONE);
+    rmsnorm_backward(want, want_dw, with_residual ? drf : NULL, dyf, k->sum, rstd_host, wf, R, C, ROUND_NONE);
     // dx: where its terms (of order 1, times rstd) cancel, fp32 errors of the terms remain. dw: a sum of R terms of order 1 in fp32.
     float largest_rstd = 1;
     for (int64_t r = 0; r < R; r++) largest_rstd = fmaxf(largest_rstd, rstd_host[r]);
     format_checked(label, sizeof label, "%s: dx%s", k->label, with_residual ? " with residual" : "");
     check_close(label, gotf, want, n, C, BF16_ROUNDING, 2e-6 * largest_rstd);
-    format_checked(label, sizeof label, "%s: dweight%s", k->label, accumulate ? " accumulated" : "");
+    format_checked(label, sizeof label, "%s: dweight", k->label);
     check_close(label, got_dwf, want_dw, C, C, BF16_ROUNDING, 1e-5 + 1e-7 * (double)R);
     check_amax(k->label, amax, got, n);
     if (with_residual) {
-        rmsnorm_backward(dresidual, dw2, NULL, dy, x, rstd, weight, dresidual, R, C, accumulate, workspace, 0);
+        rmsnorm_backward(dresidual, dw2, NULL, dy, x, rstd, weight, dresidual, R, C, workspace, 0);
         check_same_on_device("dx in place of dresidual", dx, dresidual, n * 2, C * 2);
         check_same_on_device("dweight of a second run", dw, dw2, C * 2, C * 2);
     }
@@ -155,7 +155,7 @@ static void check_large(void) {
     check_same_on_device("2^31 elements, row copy", fused.row, plain.row, n, C);
     check_same_on_device("2^31 elements, transposed copy", fused.col, plain.col, n, R);
     void *workspace = bench_alloc((int64_t)rmsnorm_workspace_bytes(R, C));
-    rmsnorm_backward(y, dweight, NULL, y, x, rstd, weight, NULL, R, C, false, workspace, 0);  // dy = y, in place
+    rmsnorm_backward(y, dweight, NULL, y, x, rstd, weight, NULL, R, C, workspace, 0);  // dy = y, in place
     CUDA_CHECK(cudaDeviceSynchronize());
     bf16_bits *x_bits = (bf16_bits *)xcalloc((size_t)C, 2), *w_bits = (bf16_bits *)xcalloc((size_t)C, 2), *dx_bits = (bf16_bits *)xcalloc((size_t)C, 2);
     CUDA_CHECK(cudaMemcpy(x_bits, x + n - C, (size_t)C * 2, cudaMemcpyDeviceToHost));
@@ -164,7 +164,7 @@ static void check_large(void) {
     float *xf = bf16_to_floats(x_bits, C), *wf = bf16_to_floats(w_bits, C), *got = bf16_to_floats(dx_bits, C);
     float *dyf = (float *)xcalloc((size_t)C, 4), *dwf = (float *)xcalloc((size_t)C, 4), *want = (float *)xcalloc((size_t)C, 4), r;
     rmsnorm_forward(dyf, &r, xf, wf, 1, C, EPS, ROUND_BF16);
-    rmsnorm_backward(want, dwf, NULL, dyf, xf, &r, wf, 1, C, false, ROUND_NONE);
+    rmsnorm_backward(want, dwf, NULL, dyf, xf, &r, wf, 1, C, ROUND_NONE);
     // a y that rounds the other way on the CPU is off by 2^-8 of a value of order 1 to 10, times the weight
     check_close("2^31 elements, last row of dx", got, want, C, C, BF16_ROUNDING, 0.2);
     CHECK(check_relative_error(got, want, C) < 4e-3, "last row of dx: relative error %g", check_relative_error(got, want, C));  // 2^-8
@@ -191,8 +191,8 @@ static void run_checks(void) {
         for (int fill = 0; fill < NUM_FILLS; fill++) {
             Case k = case_create(shapes[i][0], shapes[i][1], (Fill)fill);
             check_forward(&k);
-            check_backward(&k, true, false);
-            if (fill == FILL_NORMAL) check_backward(&k, false, true);
+            check_backward(&k, true);
+            if (fill == FILL_NORMAL) check_backward(&k, false);
             case_free(&k);
         }
 }
@@ -223,7 +223,7 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
         rmsnorm_quantize_transpose(t, out, rstd, weight, R, C, 0);
     }), 10 * n, "two launches, each with its ramp");
     bench_report(b, "rmsnorm backward, residual gradient, amax", shape,
-                 bench_time_us(b, [&] { rmsnorm_backward(delta, dweight, t.amax, y, x, rstd, weight, delta, R, C, true, workspace, 0); }), 8 * n, backward);
+                 bench_time_us(b, [&] { rmsnorm_backward(delta, dweight, t.amax, y, x, rstd, weight, delta, R, C, workspace, 0); }), 8 * n, backward);
     bench_free(x), bench_free(delta), bench_free(out), bench_free(y), bench_free(weight), bench_free(dweight), bench_free(rstd), bench_free(workspace), bench_free(watch.first);
     fp8_tensor_free(t);
 }

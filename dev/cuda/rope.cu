@@ -62,7 +62,7 @@ static void check_forward(const Case *c) {
 }
 
 // `special`: a NaN among the values' gradients, which must reach the amax.
-static void check_backward(const Case *c, bool accumulate, bool special) {
+static void check_backward(const Case *c, bool special) {
     const bool norm = c->args.q_norm != NULL;
     const int64_t HD = c->d.HD;
     bf16_bits *dout_bits = (bf16_bits *)xcalloc((size_t)c->n, 2), *dw_bits = bench_normal(5, 2 * HD, 3.0f);
@@ -70,7 +70,7 @@ static void check_backward(const Case *c, bool accumulate, bool special) {
     if (special) dout_bits[c->n - 3] = 0x7fc0;
     float *qkv = bf16_to_floats(c->qkv, c->n), *dout = bf16_to_floats(dout_bits, c->n), *want = (float *)xcalloc((size_t)c->n, 4);
     float *want_dw = bf16_to_floats(dw_bits, 2 * HD);
-    qknorm_rope_backward(want, want_dw, want_dw + HD, dout, qkv, c->args, c->a, accumulate, ROUND_NONE);
+    qknorm_rope_backward(want, want_dw, want_dw + HD, dout, qkv, c->args, c->a, ROUND_NONE);
 
     bf16 *d[2], *dw[2];
     uint32_t *amax[2];
@@ -80,7 +80,7 @@ static void check_backward(const Case *c, bool accumulate, bool special) {
     for (int run = 0; run < 2; run++) {
         d[run] = (bf16 *)bench_upload(dout_bits, c->n * 2), dw[run] = (bf16 *)bench_upload(dw_bits, 2 * HD * 2), amax[run] = (uint32_t *)bench_zeros(4);
         qknorm_rope_backward(d[run], norm ? dw[run] : NULL, norm ? dw[run] + HD : NULL, amax[run], norm ? in : NULL, norm ? q_norm : NULL,
-                             norm ? k_norm : NULL, table, c->d, accumulate, workspace, 0);
+                             norm ? k_norm : NULL, table, c->d, workspace, 0);
     }
     check_same_on_device(c->label, d[0], d[1], c->n * 2, c->heads * HD * 2);
     check_same_on_device(c->label, dw[0], dw[1], 2 * HD * 2, HD * 2);
@@ -101,22 +101,22 @@ static void check_backward(const Case *c, bool accumulate, bool special) {
 static void check_case(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool norm) {
     Case c = case_create(B, T, NH, NKV, HD, norm);
     check_forward(&c);
-    check_backward(&c, false, false);
-    check_backward(&c, true, true);
+    check_backward(&c, false);
+    check_backward(&c, true);
     case_free(&c);
 }
 
-static void check_bias(int64_t rows, int64_t columns, bool accumulate) {
+static void check_bias(int64_t rows, int64_t columns) {
     char label[64];
     format_checked(label, sizeof label, "bias %lld x %lld", (long long)rows, (long long)columns);
     bf16_bits *dy_bits = bench_normal(1, rows * columns, 1.0f), *db_bits = bench_normal(2, columns, 1.0f);
     float *dy = bf16_to_floats(dy_bits, rows * columns), *want = bf16_to_floats(db_bits, columns);
-    bias_backward(want, dy, rows, columns, accumulate, ROUND_NONE);
+    bias_backward(want, dy, rows, columns, ROUND_NONE);
     bf16 *d_dy = (bf16 *)bench_upload(dy_bits, rows * columns * 2), *db = (bf16 *)bench_upload(db_bits, columns * 2);
     bf16 *again = (bf16 *)bench_upload(db_bits, columns * 2);
     void *workspace = bench_alloc((int64_t)bias_workspace_bytes(rows, columns));
-    bias_backward(db, d_dy, rows, columns, accumulate, workspace, 0);
-    bias_backward(again, d_dy, rows, columns, accumulate, workspace, 0);
+    bias_backward(db, d_dy, rows, columns, workspace, 0);
+    bias_backward(again, d_dy, rows, columns, workspace, 0);
     check_same_on_device(label, db, again, columns * 2, columns * 2);
     bf16_bits *got_bits = (bf16_bits *)bench_download(db, columns * 2, label);
     float *got = bf16_to_floats(got_bits, columns);
@@ -139,8 +139,8 @@ static void check_large(void) {
     qknorm_rope_forward(x, x, NULL, NULL, table, all, 0);
     qknorm_rope_forward(sequence, sequence, NULL, NULL, table, one, 0);
     check_same_on_device("2^31 elements, forward", x + n - last, sequence, last * 2, width * 2);
-    qknorm_rope_backward(x, NULL, NULL, NULL, NULL, NULL, NULL, table, all, false, NULL, 0);
-    qknorm_rope_backward(sequence, NULL, NULL, NULL, NULL, NULL, NULL, table, one, false, NULL, 0);
+    qknorm_rope_backward(x, NULL, NULL, NULL, NULL, NULL, NULL, table, all, NULL, 0);
+    qknorm_rope_backward(sequence, NULL, NULL, NULL, NULL, NULL, NULL, table, one, NULL, 0);
     check_same_on_device("2^31 elements, backward", x + n - last, sequence, last * 2, width * 2);
     bench_free(table), bench_free(x), bench_free(sequence);
     free(host_table);
@@ -163,15 +163,15 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
     if (norm) {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(out, in, q_norm, k_norm, table, d, 0); });
         bench_report(b, "QK-norm + RoPE", shape, us, 4.0 * (double)n, "the sum of each head before its output: shuffles, and registers for 3 blocks a multiprocessor");
-        us = bench_time_us(b, [&] { qknorm_rope_backward(out, dw, dw + HD, amax, in, q_norm, k_norm, table, d, false, workspace, 0); });
+        us = bench_time_us(b, [&] { qknorm_rope_backward(out, dw, dw + HD, amax, in, q_norm, k_norm, table, d, workspace, 0); });
         bench_report(b, "QK-norm + RoPE backward", shape, us, 6.0 * (double)turned + 2.0 * (double)(n - turned),
                      "two sums of each head, dw in registers: 2 blocks a multiprocessor; then two launches that add up the parts of dw");
     } else {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(in, in, NULL, NULL, table, d, 0); });
         bench_report(b, "RoPE in place", shape, us, 4.0 * (double)turned, rotation);
-        us = bench_time_us(b, [&] { qknorm_rope_backward(out, NULL, NULL, amax, NULL, NULL, NULL, table, d, false, workspace, 0); });
+        us = bench_time_us(b, [&] { qknorm_rope_backward(out, NULL, NULL, amax, NULL, NULL, NULL, table, d, workspace, 0); });
         bench_report(b, "RoPE backward", shape, us, 4.0 * (double)turned + 2.0 * (double)(n - turned), rotation);
-        us = bench_time_us(b, [&] { bias_backward(in, out, T, (NH + 2 * NKV) * HD, false, workspace, 0); });
+        us = bench_time_us(b, [&] { bias_backward(in, out, T, (NH + 2 * NKV) * HD, workspace, 0); });
         bench_report(b, "bias backward", shape, us, 2.0 * (double)n, "two launches: the second adds up the parts of the rows");
     }
     void *device[] = {table, in, out, q_norm, k_norm, dw, amax, workspace};
@@ -190,10 +190,10 @@ int main(int argc, char **argv) {
             check_case(2, 33, 12, 2, 128, norm);
             check_case(1, 1100, 16, 8, 128, norm);
         }
-        check_bias(1, 8, false);
-        check_bias(63, 1152, true);
-        check_bias(1000, 2048, false);
-        check_bias(5000, 264, true);
+        check_bias(1, 8);
+        check_bias(63, 1152);
+        check_bias(1000, 2048);
+        check_bias(5000, 264);
     }
     if (bench_part_wanted(argc, argv, "large")) check_large();
     if (bench_part_wanted(argc, argv, "bench")) {

@@ -146,11 +146,11 @@ static void note_cast(cudaStream_t s, const TensorSource *source, const Fp8Tenso
     if (out->col) note_write(s, out->col, R * C, ORDER_CARRIED);
 }
 
-// to [n] = from [n], or += when `add`. The content is then that of the latest micro-step.
-static OrderOperation *note_add(cudaStream_t s, const void *to, const void *from, int64_t n, int64_t element, bool add) {
+// from [n] joins to [n]. The content is then that of the latest micro-step. to_element, element: bytes of an element of each.
+static OrderOperation *note_add(cudaStream_t s, const void *to, int64_t to_element, const void *from, int64_t n, int64_t element, const GradientSum *how) {
     note_read(s, from, n * element, ORDER_CARRIED);
-    if (add) note_read(s, to, n * (int64_t)sizeof(bf16), ORDER_ANY);
-    return note_write(s, to, n * (int64_t)sizeof(bf16), ORDER_CARRIED);
+    if (how->add) note_read(s, to, n * to_element, ORDER_ANY);
+    return note_write(s, to, n * to_element, ORDER_CARRIED);
 }
 
 static void note_to_fp32(cudaStream_t s, const float *to, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
@@ -164,9 +164,9 @@ static void note_transpose(cudaStream_t s, const uint8_t *col, const uint8_t *ro
 }
 
 // The sum over ranks of what is the rank's own and what it has received.
-static void note_rank_sum(cudaStream_t s, const bf16 *to, const bf16 *own, const bf16 *others, int64_t summed, int64_t n, bool add) {
+static void note_rank_sum(cudaStream_t s, const void *to, int64_t to_element, const bf16 *own, const bf16 *others, int64_t summed, int64_t n, const GradientSum *how) {
     note_read(s, others, (summed - 1) * n * (int64_t)sizeof(bf16), ORDER_CARRIED);
-    note_add(s, to, own, n, sizeof(bf16), add)->summed = summed;
+    note_add(s, to, to_element, own, n, sizeof(bf16), how)->summed = summed;
 }
 
 static bool is_cast(const void *function) {
@@ -186,6 +186,23 @@ static bool is_amax_pass(const void *function) {
 #define INTEGER(i) (*(int64_t *)arguments[i])
 #define POINTER(type, i) (*(type **)arguments[i])
 
+// The kernels by which gradients join sums.
+static bool note_sum_kernel(cudaStream_t s, const void *function, void **arguments) {
+    for (int fp32 = 0; fp32 < 2; fp32++) {
+        const int64_t element = fp32 ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
+        const void *add_bf16 = fp32 ? (const void *)fsdp_add_kernel<float, bf16> : (const void *)fsdp_add_kernel<bf16, bf16>;
+        const void *add_fp32 = fp32 ? (const void *)fsdp_add_kernel<float, float> : (const void *)fsdp_add_kernel<bf16, float>;
+        const void *rank_sum = fp32 ? (const void *)fsdp_sum_kernel<float> : (const void *)fsdp_sum_kernel<bf16>;
+        void *to = POINTER(void, 0);
+        if (function == add_bf16) note_add(s, to, element, POINTER(bf16, 1), INTEGER(2), sizeof(bf16), (GradientSum *)arguments[3]);
+        else if (function == add_fp32) note_add(s, to, element, POINTER(float, 1), INTEGER(2), sizeof(float), (GradientSum *)arguments[3]);
+        else if (function == rank_sum) note_rank_sum(s, to, element, POINTER(bf16, 1), POINTER(bf16, 2), INTEGER(3), INTEGER(5), (GradientSum *)arguments[6]);
+        else continue;
+        return true;
+    }
+    return false;
+}
+
 static void note_kernel(cudaStream_t s, const void *function, void **arguments) {
     if (is_cast(function)) note_cast(s, (TensorSource *)arguments[0], (Fp8Tensor *)arguments[1], INTEGER(2), INTEGER(3));
     else if (is_fine_cast(function)) note_cast(s, (TensorSource *)arguments[0], (Fp8Tensor *)arguments[1], INTEGER(3), INTEGER(4));
@@ -193,10 +210,7 @@ static void note_kernel(cudaStream_t s, const void *function, void **arguments) 
     else if (function == (const void *)quantize_slices_kernel<FP8_E4M3>) note_slices(s, (Fp8Slices *)arguments[0]);
     else if (function == (const void *)fp8_transpose_kernel) note_transpose(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), INTEGER(2) * INTEGER(3));
     else if (function == (const void *)fsdp_to_fp32_kernel) note_to_fp32(s, POINTER(float, 0), POINTER(bf16, 1), INTEGER(2), INTEGER(3), INTEGER(4));
-    else if (function == (const void *)fsdp_add_kernel<float>) note_add(s, POINTER(bf16, 0), POINTER(float, 1), INTEGER(2), sizeof(float), *(bool *)arguments[3]);
-    else if (function == (const void *)fsdp_add_kernel<bf16>) note_add(s, POINTER(bf16, 0), POINTER(bf16, 1), INTEGER(2), sizeof(bf16), *(bool *)arguments[3]);
-    else if (function == (const void *)fsdp_sum_kernel) note_rank_sum(s, POINTER(bf16, 0), POINTER(bf16, 1), POINTER(bf16, 2), INTEGER(3), INTEGER(5), *(bool *)arguments[6]);
-    else die("a kernel that this test does not know");
+    else if (!note_sum_kernel(s, function, arguments)) die("a kernel that this test does not know");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -319,9 +333,13 @@ static void write_gradients(Rank *r, int64_t unit) {
     note_write(r->f.stream, r->dx, r->f.input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
 }
 
+// This rank's sums of gradients from element `at` on, and the bytes of one.
+static const void *sums_at(const Fsdp *f, int64_t at) { return f->fp32_grads ? (const void *)(f->grads_fp32 + at) : (const void *)(f->grads + at); }
+static int64_t sum_bytes(const Fsdp *f) { return f->fp32_grads ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16); }
+
 static void write_logits(Rank *r) {
     const int64_t room = fsdp_loss_room(&r->f);
-    const bf16 *to = r->f.sharded ? fsdp_loss_memory(&r->f) : fsdp_gradients(&r->f, 0).embedding;
+    const void *to = r->f.sharded ? (const void *)fsdp_loss_memory(&r->f) : sums_at(&r->f, shard_segment(r->f.table, &r->f.plan, 0, embedding_segment(r->f.table)).shard);
     if (room) note_write(r->f.stream, to, room * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
 }
 
@@ -331,8 +349,9 @@ static void write_embedding_gradient(Rank *r) {
     const int segment = embedding_segment(f->table);
     const int64_t ranks = f->embedding_ranks, content = gradients_of(r->step, r->micro, 0, ranks);
     note_read(f->stream, fsdp_gather_inputs(f, r->dx), ranks * f->input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
-    const bf16 *to = fsdp_gradients(f, 0).embedding;
-    const int64_t bytes = ranks > 1 ? f->plan.root_slices[segment] * (int64_t)sizeof(bf16) : unit_bytes(f, 0, segment);
+    const bool joins = fsdp_embedding_joins(f);
+    const void *to = joins ? sums_at(f, shard_segment(f->table, &f->plan, 0, segment).shard) : fsdp_gradients(f, 0).embedding;
+    const int64_t bytes = joins ? f->plan.root_slices[segment] * sum_bytes(f) : unit_bytes(f, 0, segment);
     note_read(f->stream, to, bytes, segment == SEGMENT_MATRICES ? content : ORDER_ANY);
     note_write(f->stream, to, bytes, content);
 }
@@ -363,11 +382,12 @@ static void reduce_replicas(Rank *r, int64_t unit, bool last) {
 
 static void micro_step(Rank *r, bool last) {
     Fsdp *f = &r->f;
+    fsdp_begin_micro_step(f, r->step, r->micro);
     forward(r);
     fsdp_begin_loss(f);
     loss(r);
     write_gradients(r, 0);
-    if (f->embedding_ranks > 1) fsdp_reduce_scatter(f, 0, r->micro);
+    if (fsdp_embedding_joins(f)) fsdp_reduce_scatter(f, 0);
     for (int64_t unit = f->table->num_layers; unit > 0; unit--) {
         fsdp_prefetch(f, unit - 1);
         fsdp_acquire(f, unit, true);
@@ -375,18 +395,18 @@ static void micro_step(Rank *r, bool last) {
         read_weights(r, unit, true);
         write_gradients(r, unit);
         fsdp_release(f, unit);
-        fsdp_reduce_scatter(f, unit, r->micro);
+        fsdp_reduce_scatter(f, unit);
         reduce_replicas(r, unit, last);
     }
     write_embedding_gradient(r);
-    if (f->embedding_ranks == 1) fsdp_reduce_scatter(f, 0, r->micro);
+    if (!fsdp_embedding_joins(f)) fsdp_reduce_scatter(f, 0);
     reduce_replicas(r, 0, last);
 }
 
 static void read_reduced_gradients(Rank *r, int64_t step) {
     const Fsdp *f = &r->f;
     for (int64_t unit = 0; unit < unit_count(f->table); unit++)
-        note_read(f->stream, f->grads + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit) * (int64_t)sizeof(bf16), gradients_of(step, r->micro, unit, f->world));
+        note_read(f->stream, sums_at(f, shard_unit_offset(&f->plan, unit)), shard_unit_size(&f->plan, unit) * sum_bytes(f), gradients_of(step, r->micro, unit, f->world));
 }
 
 static void write_weights(Rank *r, int64_t unit) {
@@ -450,7 +470,7 @@ static const char *buffer_name(int64_t rank, const char *address) {
     const Rank *r = &ranks[rank];
     const Fsdp *f = &r->f;
     const struct { const char *name; const void *begin; } all[] = {
-        {"weights", f->weights}, {"grads", f->grads}, {"amax", f->amax}, {"squares", r->squares}, {"loss", r->loss}, {"dx", r->dx}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
+        {"weights", f->weights}, {"grads", f->grads}, {"grads_fp32", f->grads_fp32}, {"amax", f->amax}, {"squares", r->squares}, {"loss", r->loss}, {"dx", r->dx}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
         {"root", f->root}, {"vectors", f->vectors}, {"slots", f->slots}, {"root_grads", f->root_grads}, {"layer_grads[0]", f->layer_grads[0]}, {"layer_grads[1]", f->layer_grads[1]},
         {"staging", f->staging}, {"received", f->received}, {"arrivals", f->arrivals}};
     int found = 0;
@@ -492,7 +512,12 @@ static void place_memory(Rank *r, int64_t rank) {
     arena.base = order_base(rank);
     arena_group(&arena, "shard");
     f->weights = (bf16 *)arena_take(&arena, f->plan.total * (int64_t)sizeof(bf16));
-    f->grads = (bf16 *)arena_take(&arena, f->plan.total * (int64_t)sizeof(bf16));
+    if (f->fp32_grads) f->grads_fp32 = (float *)arena_take(&arena, f->plan.total * (int64_t)sizeof(float));
+    else f->grads = (bf16 *)arena_take(&arena, f->plan.total * (int64_t)sizeof(bf16));
+    if (f->buffered) {
+        fsdp_place_root_buffer(f, &arena);
+        fsdp_place_layer_buffer(f, &arena);
+    }
     f->scale_stride = 12;
     f->amax_stride = fsdp_tensor_scales(f) ? f->scale_stride : 1 << 16;
     f->amax = (uint32_t *)arena_take(&arena, f->table->num_layers * f->amax_stride * (int64_t)sizeof(uint32_t));
@@ -537,6 +562,7 @@ static void run_case(const Case *c, uint64_t seed) {
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
     o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies, o.grad_accumulation_steps = c->accumulation;
+    options_resolve(&o);
     if (c->many_tokens) o.sequence_length = m.vocab_size;  // of all ranks together more than the embedding has rows
     Precision precision = precision_plan(&o, c->filter, &m, &table);
     num_events = copied = 0;

@@ -129,7 +129,7 @@ static void test_golden(const char *name, int precision, int recompute, double l
     int32_t *inputs = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *inputs), *targets = inputs + t.d.R;
     golden_batch(&g, inputs, targets);
     CUDA_CHECK(cudaMemset(t.grads, 0xff, (size_t)t.table.total * sizeof(bf16)));  // NaN wherever no gradient is written
-    model_forward_backward(&t, send_tokens(&t, inputs, targets), 1.0f / (float)t.d.R, 0);
+    model_forward_backward(&t, send_tokens(&t, inputs, targets), 1.0f / (float)t.d.R, true);
     const double loss_error = fabs(mean_loss(&t) / golden_number(&g, "loss") - 1);
     CHECK(loss_error < loss_tolerance, "%s: loss off by %g", name, loss_error);
     float *grads = download(t.grads, t.table.total);
@@ -179,7 +179,7 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
         weights_changed(&t);
         int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
         for (int64_t i = 0; i < 2 * t.d.R; i++) tokens[i] = (int32_t)(rng_u64(7, (uint64_t)i) % 320);
-        model_forward_backward(&t, send_tokens(&t, tokens, tokens + t.d.R), 1.0f / (float)t.d.R, 0);
+        model_forward_backward(&t, send_tokens(&t, tokens, tokens + t.d.R), 1.0f / (float)t.d.R, true);
         const double loss = mean_loss(&t);
         if (run == 0) {
             first = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *first);

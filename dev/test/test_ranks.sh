@@ -56,7 +56,7 @@ against_one() {
     local family=$1 variant=$2
     shift 2
     local common="$tmp/$family $data --precision fp32 --num-steps 4 --val-data $tmp/s_val.bin $*"
-    train 0 "$family-$variant-one" $common --batch-size 12 --val-steps 1
+    train 0 "$family-$variant-one" $common --batch-size 12 --val-steps 12
     local n strategy accumulation=1
     for n in 1 2 3 4; do
         [ "$variant" = clipped ] && accumulation=$((n == 3 ? 2 : 3))
@@ -64,7 +64,7 @@ against_one() {
             [ "${strategy% *}" = "hybrid --shard-size" ] && [ $n -ne 4 ] && continue
             [ $n -eq 1 ] && [ "$strategy" != full ] && continue
             local name="$family-$variant-$n-${strategy%% *}"
-            train $n "$name" $common --sharding $strategy --grad-accumulation-steps $accumulation --val-steps $accumulation --batch-size $((12 / n / accumulation)) || continue
+            train $n "$name" $common --sharding $strategy --grad-accumulation-steps $accumulation --val-steps 12 --batch-size $((12 / n / accumulation)) || continue
             check "$name: other losses than one rank" close "$tmp/$name.steps" "$tmp/$family-$variant-one.steps" 1e-6
             local want have
             want=$(grep -o 'validation after step 4 | loss .*' "$tmp/$family-$variant-one.out" | sed 's/.* //') have=$(grep -o 'validation after step 4 | loss .*' "$tmp/$name.out" | sed 's/.* //')
@@ -82,7 +82,28 @@ train 0 bf16-one "$tmp/qwen3" $data --num-steps 4 --batch-size 12
 for dtype in bf16 fp32; do
     train 4 "bf16-$dtype" "$tmp/qwen3" $data --num-steps 4 --batch-size 3 --reduce-dtype $dtype && check "bf16, reduced in $dtype" close "$tmp/bf16-$dtype.steps" "$tmp/bf16-one.steps" 1e-3
 done
+# gradients that are reduced in fp32 stay so: over micro-steps they add up to what one micro-step gives, but for bf16 roundings at random (2 ranks, 24 of each)
+train 2 sums-one "$tmp/qwen3" $data --num-steps 1 --batch-size 24 --reduce-dtype fp32 && train 2 sums-many "$tmp/qwen3" $data --num-steps 1 --batch-size 1 --grad-accumulation-steps 24 --reduce-dtype fp32 && check "24 micro-steps reduced in fp32" close "$tmp/sums-many.steps" "$tmp/sums-one.steps" 1e-5
+for accum in bf16 fp32; do
+    train 4 sums-none "$tmp/qwen3" $data --num-steps 2 --batch-size 1 --grad-accumulation-steps 3 --grad-accum-dtype $accum --sharding none && train 4 sums-full "$tmp/qwen3" $data --num-steps 2 --batch-size 1 --grad-accumulation-steps 3 --grad-accum-dtype $accum &&
+        check "sums in $accum, whole and sharded" close "$tmp/sums-none.steps" "$tmp/sums-full.steps" 1e-3
+done
 check "--reduce-dtype changes nothing" bash -c "! cmp -s $tmp/bf16-bf16.steps $tmp/bf16-fp32.steps"
+
+# ---- validation: the same sequences on any number of ranks and in any batch; the last batch is filled in part, or whole ranks have none of it. Losses are
+# printed to 6 digits after the point.
+validated() { sed -n 's/^validation after step 1 | loss //p' "$tmp/validated.out"; }
+for precision in fp32 bf16; do
+    want=""
+    for case in "0 1 7" "0 3 7" "2 1 7" "2 2 7" "4 1 7" "4 3 7"; do
+        read -r n batch steps <<<"$case"
+        train $n validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --precision $precision --batch-size $batch --val-data "$tmp/s_val.bin" --val-steps $steps || continue
+        have=$(validated) want=${want:-$have}
+        check "validation, $precision, $n ranks, batches of $batch: '$have', not '$want'" awk -v a="$have" -v b="$want" 'BEGIN { exit !(b > 0 && a - b < 2e-6 && b - a < 2e-6) }'
+    done
+done
+check "which sequences: $(grep '^validation: ' "$tmp/validated.out")" grep -q '^validation: the first 7 of [0-9]* sequences' "$tmp/validated.out"
+train 4 validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --batch-size 40 --val-data "$tmp/s_val.bin" --val-steps 100000 && check "all of the validation data, less than a batch" grep -q '^validation: the first \([0-9]*\) of \1 sequences' "$tmp/validated.out"
 
 # ---- FP8 all-gather: the same bits whether weights travel as FP8 or as bf16; layers with a bf16 product travel as bf16
 gathered() { sed -n 's/^  gathered weights *//p' "$1"; }
@@ -218,7 +239,7 @@ stopped() {  # $1 signal, $2 rank, the rest: options
 }
 stopped TERM 3
 stopped USR1 0 --sharding none
-stopped INT 1 --val-data "$tmp/s_val.bin" --val-every 1 --val-steps 20
+stopped INT 1 --val-data "$tmp/s_val.bin" --val-every 1 --val-steps 160
 stopped TERM 2 --checkpoint-every 1 --keep-checkpoints 1
 
 # ---- what is wrong is said once, and ends all ranks. $1 ranks, $2 what the message holds, the rest: arguments

@@ -68,19 +68,16 @@ static void test_linear(int64_t rows, int64_t C, int64_t O) {
     float *w = in + rows * C, *b = w + O * C;
     linear_forward(y, in, w, b, rows, C, O, ROUND_NONE);
     linear_backward_input(d, g, w, rows, C, O, ROUND_NONE);
-    linear_backward_weight(d + rows * C, g, in, rows, C, O, false, ROUND_NONE);
-    bias_backward(d + rows * C + O * C, g, rows, O, false, ROUND_NONE);
+    linear_backward_weight(d + rows * C, g, in, rows, C, O, ROUND_NONE);
+    bias_backward(d + rows * C + O * C, g, rows, O, ROUND_NONE);
     check_operation("linear", linear_double, n, in, num_in, y, g, rows * O, d);
     linear_forward(yr, in, w, b, rows, C, O, ROUND_BF16);
     check_rounded("linear", yr, y, rows * O);
-    // accumulation: twice the gradient, rounded once after the sum
-    float *dw = zeros(O * C), *exact = zeros(O * C);
-    linear_backward_weight(exact, g, in, rows, C, O, false, ROUND_NONE);
-    linear_backward_weight(dw, g, in, rows, C, O, false, ROUND_BF16);
-    for (int64_t i = 0; i < O * C; i++) exact[i] += dw[i];
-    linear_backward_weight(dw, g, in, rows, C, O, true, ROUND_BF16);
-    check_rounded("weight gradient, accumulated", dw, exact, O * C);
-    free(in), free(g), free(y), free(yr), free(d), free(dw), free(exact);
+    // what was there before does not count
+    float *dw = random_floats(O * C, 3, 1);
+    linear_backward_weight(dw, g, in, rows, C, O, ROUND_BF16);
+    check_rounded("weight gradient", dw, d + rows * C, O * C);
+    free(in), free(g), free(y), free(yr), free(d), free(dw);
 }
 
 static void rmsnorm_double(double *y, const double *in, const void *context) {
@@ -101,10 +98,10 @@ static void test_rmsnorm(int64_t rows, int64_t C) {
     rmsnorm_forward(yr, rstd, in, w, rows, C, 1e-5, ROUND_BF16);
     check_rounded("rmsnorm", yr, y, rows * C);
     residual_add(y, y, in, rows * C, ROUND_NONE);
-    rmsnorm_backward(d, d + rows * C, g, g, in, rstd, w, rows, C, false, ROUND_NONE);
+    rmsnorm_backward(d, d + rows * C, g, g, in, rstd, w, rows, C, ROUND_NONE);
     check_operation("rmsnorm", rmsnorm_double, n, in, num_in, y, g, rows * C, d);
     float *dr = zeros(num_in);
-    rmsnorm_backward(dr, dr + rows * C, g, g, in, rstd, w, rows, C, false, ROUND_BF16);
+    rmsnorm_backward(dr, dr + rows * C, g, g, in, rstd, w, rows, C, ROUND_BF16);
     check_rounded("rmsnorm backward", dr, d, num_in);
     // the fused form: the sum is rounded before the norm reads it
     float *sum = zeros(rows * C), *fused = zeros(rows * C);
@@ -177,7 +174,7 @@ static void test_rope(bool norm) {
     rope_table_fill(table, &m, d.T);
     RopeArgs r = {norm ? in + n : NULL, norm ? in + n + d.HD : NULL, 1e-6, table};
     qknorm_rope_forward(y, in, r, d, ROUND_NONE);
-    qknorm_rope_backward(grad, grad + n, grad + n + d.HD, g, in, r, d, false, ROUND_NONE);
+    qknorm_rope_backward(grad, grad + n, grad + n + d.HD, g, in, r, d, ROUND_NONE);
     check_operation(norm ? "QK-norm and RoPE" : "RoPE", rope_double, &context, in, num_in, y, g, n, grad);
     qknorm_rope_forward(yr, in, r, d, ROUND_BF16);
     for (int64_t row = 0; row < d.B * d.T; row++)  // values are copied as they are: bf16 already in training
@@ -341,10 +338,10 @@ static LinearOperand case_operand(const LinearCase *c, const Recipe *r, TensorRo
     return linear_operand(c->tensor[tensor], rows, cols, copy, recipe_grain(r, tensor, copy), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3, scale);
 }
 
-static void case_product(float *out, const LinearCase *c, const Recipe *r, int gemm, const float *bias, bool accumulate, Rounding rounding) {
+static void case_product(float *out, const LinearCase *c, const Recipe *r, int gemm, const float *bias, Rounding rounding) {
     const Product p = product_of(c, gemm);
     LinearOperand a = case_operand(c, r, p.a, p.copy_a, 0), b = case_operand(c, r, p.b, p.copy_b, 0);
-    linear_product(out, a, b, p.M, p.N, p.depth, bias, accumulate, rounding);
+    linear_product(out, a, b, p.M, p.N, p.depth, bias, rounding);
     linear_operand_free(&a), linear_operand_free(&b);
 }
 
@@ -383,19 +380,19 @@ static void test_recipe_products(int recipe) {
                 for (int64_t k = 0; k < p.depth; k++) sum += a[i * p.depth + k] * b[j * p.depth + k];
                 expected[i * p.N + j] = (float)sum;
             }
-        case_product(got, &c, r, gemm, NULL, false, ROUND_NONE);
+        case_product(got, &c, r, gemm, NULL, ROUND_NONE);
         double error = check_relative_error(got, expected, n);
         CHECK(error < FP32_TOLERANCE, "%s, product %d: %g", r->name, gemm, error);
-        case_product(plain, &c, recipe_row(RECIPE_BF16), gemm, NULL, false, ROUND_NONE);
+        case_product(plain, &c, recipe_row(RECIPE_BF16), gemm, NULL, ROUND_NONE);
         error = check_relative_error(got, plain, n);
         // E4M3's 3 bits of mantissa cost some 2.5 percent of each operand, E5M2's 2 bits twice that
         if (recipe_is_fp8(r, (GemmKind)gemm)) CHECK(error > 0.005 && error < 0.08, "%s, product %d: FP8 costs %g", r->name, gemm, error);
         else CHECK(error == 0, "%s, product %d is bf16", r->name, gemm);
-        case_product(rounded, &c, r, gemm, NULL, false, ROUND_BF16);
+        case_product(rounded, &c, r, gemm, NULL, ROUND_BF16);
         check_rounded(r->name, rounded, got, n);
-        for (int64_t i = 0; i < n; i++) expected[i] = got[i] + bias[i % p.N] + rounded[i];
-        case_product(rounded, &c, r, gemm, bias, true, ROUND_BF16);
-        check_rounded("added, with bias", rounded, expected, n);
+        for (int64_t i = 0; i < n; i++) expected[i] = got[i] + bias[i % p.N];
+        case_product(rounded, &c, r, gemm, bias, ROUND_BF16);
+        check_rounded("with bias", rounded, expected, n);
         free(got), free(rounded), free(expected), free(plain), free(bias), free(a), free(b);
     }
     linear_case_free(&c);
@@ -407,11 +404,11 @@ static void test_bf16_recipe(void) {
     float *got[NUM_GEMMS], *want[NUM_GEMMS];
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         got[gemm] = zeros(20 * 20), want[gemm] = zeros(20 * 20);
-        case_product(got[gemm], &c, recipe_row(RECIPE_BF16), gemm, NULL, false, ROUND_BF16);
+        case_product(got[gemm], &c, recipe_row(RECIPE_BF16), gemm, NULL, ROUND_BF16);
     }
     linear_forward(want[GEMM_FPROP], c.tensor[TENSOR_X], c.tensor[TENSOR_W], NULL, c.rows, c.K, c.N, ROUND_BF16);
     linear_backward_input(want[GEMM_DGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_W], c.rows, c.K, c.N, ROUND_BF16);
-    linear_backward_weight(want[GEMM_WGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_X], c.rows, c.K, c.N, false, ROUND_BF16);
+    linear_backward_weight(want[GEMM_WGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_X], c.rows, c.K, c.N, ROUND_BF16);
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         CHECK(memcmp(got[gemm], want[gemm], 400 * sizeof(float)) == 0, "product %d", gemm);
         free(got[gemm]), free(want[gemm]);
@@ -450,7 +447,7 @@ static void test_fp8_special(void) {
         float special[] = {0, -0.0f, i == 1 ? INFINITY : i == 2 ? NAN : 0.0f, 0}, out[1];
         LinearOperand a = linear_operand(special, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0);
         LinearOperand b = linear_operand(one, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0);
-        linear_product(out, a, b, 1, 1, 4, NULL, false, ROUND_BF16);
+        linear_product(out, a, b, 1, 1, 4, NULL, ROUND_BF16);
         if (i == 0) CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80, "zeros times ones: %g, codes %02x %02x", (double)out[0], a.codes[0], a.codes[1]);
         else CHECK(isnan(out[0]), "%g reaches the result as NaN, not %g", (double)special[2], (double)out[0]);
         linear_operand_free(&a), linear_operand_free(&b);
@@ -529,7 +526,7 @@ static void run_threads(int threads, float *out) {
     attention_backward(out + rows * 64, g, x, att, lse, d, ROUND_BF16);
     out += rows * 64 + n;
     *out++ = (float)global_norm(g, n);
-    for (int recipe = 0; recipe < NUM_RECIPES; recipe++, out += c.N * c.K) case_product(out, &c, recipe_row(recipe), GEMM_WGRAD, NULL, false, ROUND_BF16);
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++, out += c.N * c.K) case_product(out, &c, recipe_row(recipe), GEMM_WGRAD, NULL, ROUND_BF16);
     free(x), free(g), free(lse), free(att);
     linear_case_free(&c);
 }

@@ -690,6 +690,34 @@ static void test_skipped_state(void) {
     free(before), free(output);
 }
 
+// Gradient norm of the first step of a run.
+static double run_norm(const char *arguments) {
+    char command[512], *output;
+    format_checked(command, sizeof command, "tiny --train-data @/train.bin --sequence-length 32 --shuffle off --num-steps 1 %s", arguments);
+    CHECK(run_program(command, &output) == 0, "%s: %s", arguments, output);
+    const char *at = strstr(output, "| norm ");
+    const double norm = at ? atof(at + 7) : (double)NAN;
+    free(output);
+    return norm;
+}
+
+// Many micro-steps add up to the gradient of one large batch. Sums that are rounded to nearest bf16 lose 7% of the norm over these 512.
+static void test_many_micro_steps(void) {
+    static const struct { const char *options; double tolerance; } cases[] = {
+        {"--precision fp32 --grad-accumulation-steps 512", 1e-4},  // the printed digits
+        {"--grad-accumulation-steps 512", 1e-3},                   // auto: fp32. Each micro-step's gradient is rounded to bf16, at random
+        {"--grad-accumulation-steps 512 --grad-accum-dtype bf16", 1e-2},  // noise of 0.14% of the square, and chance: few elements make most of the norm of so small a model
+        {"--grad-accumulation-steps 8 --batch-size 64", 1e-3},     // auto: bf16
+        {"--grad-accumulation-steps 8 --batch-size 64 --master-weights fp32", 1e-3},
+    };
+    for (size_t i = SANITIZED ? 3 : 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char whole[160];
+        format_checked(whole, sizeof whole, "--batch-size 512 %s", strstr(cases[i].options, "fp32 --grad") ? "--precision fp32" : "");
+        const double norm = run_norm(cases[i].options), want = run_norm(whole);
+        CHECK(fabs(norm / want - 1) < cases[i].tolerance, "%s: gradient norm %.4f, %.4f as one batch", cases[i].options, norm, want);
+    }
+}
+
 static void test_signal(int signal_number, const char *dir) {
     char command[512], folder[PATH_CAPACITY];
     format_checked(command, sizeof command, SMALL_RUN "--num-steps 1000000 --val-data @/train.bin --val-every 2 --checkpoint-dir @/%s", dir);
@@ -719,7 +747,7 @@ static void test_signal(int signal_number, const char *dir) {
 static double run_loss(const char *arguments, double *first) {
     char *output, command[512];
     double loss = (double)NAN;
-    format_checked(command, sizeof command, SMALL_RUN "--num-steps 120 --warmup-steps 10 --val-data @/train.bin --val-steps 3 %s", arguments);
+    format_checked(command, sizeof command, SMALL_RUN "--num-steps 120 --warmup-steps 10 --val-data @/train.bin --val-steps 6 %s", arguments);
     CHECK(run_program(command, &output) == 0, "%s: %s", arguments, output);
     const char *summary = strstr(output, "loss of the first step "), *mean = strstr(output, "mean of the last 20 ");
     if (summary && mean) *first = atof(summary + 23), loss = atof(mean + 20);
@@ -853,6 +881,7 @@ int main(int argc, char **argv) {
     test_changed_shard(7, 320, "--train-data @/changes.bin", "changes.bin: the file changed after it was opened");
     test_changed_shard(330, 61, "--train-data @/train.bin --val-data @/changes.bin --val-every 1", "changes.bin: token 0 has id 330, but the model's vocabulary is 64; ");
     test_skipped_state();
+    test_many_micro_steps();
     test_signal(SIGTERM, "term");
     test_signal(SIGINT, "int");
     test_signal(SIGUSR1, "usr1");
