@@ -1,7 +1,8 @@
-// What this rank does right now, for whoever has to say why a run does not go on (watch.h). The main thread writes it, the thread that watches reads it.
+// What this rank does right now, for the thread that has to say why a run does not go on (watch.h). The main thread
+// writes it, the thread that watches reads it.
 //
-// Every call that may wait for a disk or for other ranks stands between activity_begin and activity_end, at the one place that makes it. What is between two
-// such calls is computing. They do not nest.
+// Every call that may wait for a disk or for other ranks stands between activity_begin and activity_end, at the one
+// place that makes it. What is between two such calls is computing. They do not nest.
 #ifndef LLMC_ACTIVITY_H
 #define LLMC_ACTIVITY_H
 
@@ -12,7 +13,10 @@
 
 typedef enum { ACTIVITY_COMPUTING, ACTIVITY_WAITING, ACTIVITY_FILE } ActivityKind;
 
-typedef enum { PHASE_START, PHASE_LOADING, PHASE_TRAINING, PHASE_VALIDATION, PHASE_SAMPLING, PHASE_SAVING, PHASE_EXPORT, PHASE_END, NUM_PHASES } Phase;
+typedef enum {
+    PHASE_START, PHASE_LOADING, PHASE_TRAINING, PHASE_VALIDATION, PHASE_SAMPLING, PHASE_SAVING, PHASE_EXPORT, PHASE_END,
+    NUM_PHASES
+} Phase;
 
 // Characters of a path that are kept: the last ones.
 #define ACTIVITY_DETAIL 256
@@ -25,7 +29,7 @@ typedef struct {
     char detail[ACTIVITY_DETAIL];  // the file
     int64_t changes;          // grows whenever something of this rank moves
     int64_t collectives;      // that have finished, of MPI and of NCCL
-    int64_t pending;          // operations of NCCL that are enqueued and not finished, as far as the main thread has seen
+    int64_t pending;          // operations of NCCL that are enqueued and not seen to have finished
     const char *pending_what; // the oldest of them, static text
     int64_t pending_unit;     // and of which unit of the parameters: 0 the root, 1 + l layer l; -1: of none
 } Activity;
@@ -74,7 +78,8 @@ static inline void activity_moved(void) {
     activity_unlock();
 }
 
-// An operation of NCCL has been enqueued, or has `finished`. `pending` of them are left; `what` and `unit` tell the oldest.
+// An operation of NCCL has been enqueued, or has `finished`. `pending` of them are left; `what` and `unit` tell the
+// oldest.
 static inline void activity_operation(int64_t pending, const char *what, int64_t unit, bool finished) {
     Activity *a = activity_lock();
     a->pending = pending, a->pending_what = what, a->pending_unit = unit;

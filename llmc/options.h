@@ -83,7 +83,9 @@ enum { FREE, MUST_MATCH };
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, "bf16|fp32", FREE, "in which gradients are reduced over ranks; fp32 also adds up micro-steps and feeds AdamW in fp32 (--grad-accum-dtype); nothing on one rank with one micro-step") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, "off|on|auto", FREE, "weights travel as FP8, the results are the same bits; auto: where the recipe allows it") \
     CHOICE(copy_engines, "copy-engines", AUTO, "off|on|auto", FREE, "GPUs of one host read each other's weights and gradients by their copy engines, which leaves the multiprocessors to the products; off: NCCL moves them; on: that or an error") \
-    INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, "seconds without a sign of life, or in one call on a file (4 times that while loading, saving and exporting), after which a stuck rank ends the run") \
+    INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
+        "seconds after which a rank that gives no sign of life, or hangs in a call on a file, ends the run with its name; " \
+        "4 times that for calls on files while loading, saving and exporting") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: plan for this many ranks, without mpirun") \
     GROUP("output") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, "steps between validations (one more at the end); 0: at the end alone, if --val-data is given") \

@@ -55,10 +55,9 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
 
 // Loads weights and optimizer state of the checkpoint, or the weights of the model's folder; false if there are neither.
 static inline bool run_load(const RunSetup *s, const ParameterTable *t, const TrainerState *state) {
-    activity_phase(PHASE_LOADING, s->start.step);
+    if (*s->checkpoint || s->load_weights) activity_phase(PHASE_LOADING, s->start.step);
     if (*s->checkpoint) checkpoint_load(s->checkpoint, &s->model, t, state);
     else if (s->load_weights) model_load_weights(s->model_folder, &s->model, t, state);
-    activity_phase(PHASE_START, s->start.step);
     return *s->checkpoint || s->load_weights;
 }
 

@@ -1,15 +1,19 @@
 // A stuck rank ends the run, with its name. One thread a rank watches; no thread where there is only one rank.
 //
-// Once a second each rank's watcher sends rank 0's what its rank does (activity.h), and rank 0's answers, on a communicator of their own. From that:
-//   silent   a rank's watcher is not heard for --stall-timeout seconds: it is stopped (SIGSTOP), its host is frozen or away
-//   file     a rank's watcher is heard, but one call on a file has not returned for as long; WATCH_PATIENCE times that while loading, saving or exporting
-//   standing every rank is heard and waits for others, in MPI or in NCCL, and nothing has moved on any of them for as long
-// A rank that is heard and computes is never stuck, however long it takes. When rank 0 is the silent one, the others call each other and the lowest of them
-// speaks. Exactly one rank speaks, at once, and ends the others with MPI_Abort.
+// Twice a second each rank's watcher sends rank 0's what its rank does (activity.h), and rank 0's answers, on a
+// communicator of their own. From that:
+//   silent    a rank's watcher is not heard for --stall-timeout seconds: the rank is stopped (SIGSTOP), or its host is
+//             frozen or away
+//   file      a rank's watcher is heard, but one call on a file has not returned for as long; WATCH_PATIENCE times
+//             that while loading, saving or exporting
+//   standing  every rank is heard and waits for others, in MPI or in NCCL, and nothing has moved on any for as long
+// A rank that is heard and computes is never stuck, however long it takes. When rank 0 is the silent one, the others
+// call each other and the lowest of them speaks. Exactly one rank speaks, at once, and ends the others with MPI_Abort.
 //
-// The watcher never touches CUDA or NCCL, and waits for nothing: with a rank gone the main thread comes to stand in MPI or in a kernel launch. It knows its
-// own rank alone before the ranks have met, once they part (MPI_Finalize), and where MPI lets one thread only call it: then waiting too long for others ends
-// the run, too, without the name of the rank that is stuck.
+// The watcher never touches CUDA or NCCL, and waits for nothing: with a rank gone the main thread comes to stand in MPI
+// or in a kernel launch. It knows its own rank alone before the ranks have met, once they part (MPI_Finalize), and
+// where MPI lets only one thread call it: then waiting too long for others ends the run, too, without the name of the
+// rank that is stuck.
 #ifndef LLMC_WATCH_H
 #define LLMC_WATCH_H
 
@@ -17,15 +21,15 @@
 
 #include "comm.h"
 
-// Seconds between two looks, and from when on a look that is late means that this process itself was stopped: everybody has their time again.
-#define WATCH_BEAT_SECONDS 1
+// Seconds between two looks. When a look comes so late, this process itself was stopped, and all have their time again.
+#define WATCH_BEAT_SECONDS 0.5
 #define WATCH_SUSPENDED_SECONDS 4
 
 // A rank that is not heard for so long is perhaps not heard again: whether all stand still is then not known.
 #define WATCH_FRESH_SECONDS 3
 
-// How long the ranks call each other when rank 0 is silent, before the lowest speaks. More than two looks.
-#define WATCH_CALL_SECONDS 2.5
+// How long the ranks call each other when rank 0 is silent, before the lowest speaks: a few looks.
+#define WATCH_CALL_SECONDS 2
 
 // An fsync of many GiB may take minutes.
 #define WATCH_PATIENCE 4
@@ -39,7 +43,7 @@ typedef struct {
     int64_t step, changes, collectives;  // of Activity
     int64_t waits_for_nccl;           // 1: operations of NCCL are pending
     double idle;                      // seconds for which nothing of this rank has moved
-    int64_t speaker;                  // of rank 0: the rank that is to say that its own call on a file does not return; -1: none
+    int64_t speaker;                  // of rank 0: the rank that is to say that its own call on a file hangs; -1: none
     char doing[ACTIVITY_DETAIL + 64];
 } WatchRow;
 
@@ -53,7 +57,7 @@ typedef struct {
     WatchRank *ranks;           // [world]; of a rank other than 0, those that are 0, itself, or have called it
     int64_t world, self, timeout;
     bool alone;                 // this rank's watcher has nobody to talk to
-    double standing, calling;   // seconds for which nothing has moved on any rank; for which rank 0 has been called silent
+    double standing, calling;   // seconds for which nothing has moved on any rank, and since rank 0 is found silent
     int64_t changes;            // of all ranks
 } WatchTable;
 
@@ -71,9 +75,13 @@ static inline double watch_file_limit(const WatchTable *t, const WatchRow *row) 
     return (double)(t->timeout * (patient ? WATCH_PATIENCE : 1));
 }
 
-static inline bool watch_file_hangs(const WatchTable *t, const WatchRow *row) { return row->kind == ACTIVITY_FILE && row->idle >= watch_file_limit(t, row); }
+static inline bool watch_file_hangs(const WatchTable *t, const WatchRow *row) {
+    return row->kind == ACTIVITY_FILE && row->idle >= watch_file_limit(t, row);
+}
 
-static inline bool watch_waits(const WatchRow *row) { return row->kind == ACTIVITY_WAITING || (row->kind == ACTIVITY_COMPUTING && row->waits_for_nccl); }
+static inline bool watch_waits(const WatchRow *row) {
+    return row->kind == ACTIVITY_WAITING || (row->kind == ACTIVITY_COMPUTING && row->waits_for_nccl);
+}
 
 // `seconds` have passed since the table was aged last.
 static inline void watch_age(WatchTable *t, double seconds) {
@@ -95,7 +103,8 @@ static inline void watch_age(WatchTable *t, double seconds) {
 static inline WatchVerdict watch_own_verdict(const WatchTable *t) {
     const WatchRow *own = &t->ranks[t->self].row;
     const bool may_speak = t->alone || t->ranks[0].row.speaker == t->self;
-    const int64_t patience = t->timeout + (t->self > 0 ? COMM_SILENCE_SECONDS : 0);  // all find it at once, and rank 0 ends the others
+    // all find it at once: rank 0 ends the others before they say it, too
+    const int64_t patience = t->timeout + (t->self > 0 ? COMM_SILENCE_SECONDS : 0);
     WatchVerdict v = {WATCH_GOOD, t->self, t->self};
     if (may_speak && watch_file_hangs(t, own)) v.finding = WATCH_FILE;
     else if (t->alone && watch_waits(own) && own->idle >= (double)patience) v.finding = WATCH_ALONE;
@@ -104,7 +113,8 @@ static inline WatchVerdict watch_own_verdict(const WatchTable *t) {
 
 // Whether this table shows a stuck rank, which, and who is to say so.
 static inline WatchVerdict watch_verdict(const WatchTable *t) {
-    if (t->alone || (t->self > 0 && t->calling < WATCH_CALL_SECONDS)) return watch_own_verdict(t);
+    const bool rank0_heard = t->calling < WATCH_CALL_SECONDS || t->ranks[0].silence < (double)t->timeout;
+    if (t->alone || (t->self > 0 && rank0_heard)) return watch_own_verdict(t);
     int64_t silent = -1, heard = -1, hangs = -1, behind = 0;
     for (int64_t r = t->world - 1; r >= 0; r--) {
         if (t->ranks[r].silence >= (double)t->timeout) silent = r;
@@ -121,7 +131,8 @@ static inline WatchVerdict watch_verdict(const WatchTable *t) {
 
 // "step 12, training: all-to-all"
 static inline void watch_place(const WatchRow *row, char *out, size_t capacity) {
-    static const char *const phases[NUM_PHASES] = {"start-up", "loading", "training", "validation", "sampling", "saving a checkpoint", "export", "the end"};
+    static const char *const phases[NUM_PHASES] = {"start-up", "loading", "training", "validation", "sampling",
+                                                   "saving a checkpoint", "export", "the end"};
     char step[32] = "";
     if (row->step) format_checked(step, sizeof step, "step %lld, ", (long long)row->step);
     format_checked(out, capacity, "%s%s%s%s", step, phases[row->phase], *row->doing ? ": " : "", row->doing);
@@ -129,25 +140,31 @@ static inline void watch_place(const WatchRow *row, char *out, size_t capacity) 
 
 // The verdict in words, with rank, host, step and what is waited for. Only for a finding.
 static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out, size_t capacity) {
-    const WatchRank *rank = &t->ranks[v.rank], *speaker = &t->ranks[v.speaker];
-    char place[ACTIVITY_DETAIL + 160], from[ACTIVITY_DETAIL + 160], more[64] = "";
+    const WatchRank *rank = &t->ranks[v.rank];
+    const WatchRow *from = &t->ranks[v.speaker].row;
+    const long long number = v.rank, speaker = v.speaker, timeout = t->timeout;
+    char place[ACTIVITY_DETAIL + 160], here[ACTIVITY_DETAIL + 160], more[64] = "";
     int64_t silent = 0;
-    watch_place(&rank->row, place, sizeof place);
-    watch_place(&speaker->row, from, sizeof from);
     for (int64_t r = 0; r < t->world; r++) silent += t->ranks[r].silence >= (double)t->timeout;
-    if (v.finding == WATCH_SILENT && v.speaker == 0 && silent > 1) format_checked(more, sizeof more, ", nor do %lld other ranks", (long long)silent - 1);
+    if (v.speaker == 0 && silent > 1) format_checked(more, sizeof more, ", nor do %lld others", (long long)silent - 1);
+    watch_place(&rank->row, place, sizeof place);
+    watch_place(from, here, sizeof here);
     if (v.finding == WATCH_SILENT)
-        format_checked(out, capacity, "rank %lld on %s gives no sign of life for %.0f s (--stall-timeout %lld)%s; it was last seen in %s; rank %lld %s in %s", (long long)v.rank,
-                       rank->host, rank->silence, (long long)t->timeout, more, place, (long long)v.speaker, watch_waits(&speaker->row) ? "waits for it" : "is", from);
+        format_checked(out, capacity, "rank %lld on %s gives no sign of life for %.0f s (--stall-timeout %lld)%s; "
+                       "it was %s%s; rank %lld %s in %s", number, rank->host, rank->silence, timeout, more,
+                       rank->row.changes ? "last seen in " : "never heard", rank->row.changes ? place : "", speaker,
+                       watch_waits(from) ? "waits for it" : "is", here);
     else if (v.finding == WATCH_FILE)
-        format_checked(out, capacity, "rank %lld on %s: a call on a file has not returned for %.0f s (--stall-timeout %lld%s), in %s", (long long)v.rank, rank->host, rank->row.idle,
-                       (long long)t->timeout, watch_file_limit(t, &rank->row) > (double)t->timeout ? ", 4 times that here" : "", place);
+        format_checked(out, capacity, "rank %lld on %s: a call on a file has not returned for %.0f s "
+                       "(--stall-timeout %lld%s), in %s", number, rank->host, rank->row.idle, timeout,
+                       watch_file_limit(t, &rank->row) > (double)t->timeout ? ", 4 times that here" : "", place);
     else if (v.finding == WATCH_STANDING)
-        format_checked(out, capacity, "nothing has moved on any rank for %.0f s (--stall-timeout %lld), and each waits for the others; rank %lld on %s has finished the fewest collectives: "
-                       "it is in %s; rank %lld is in %s", t->standing, (long long)t->timeout, (long long)v.rank, rank->host, place, (long long)v.speaker, from);
+        format_checked(out, capacity, "nothing has moved on any rank for %.0f s (--stall-timeout %lld), and each waits "
+                       "for the others; rank %lld on %s has finished the fewest collectives: it is in %s; "
+                       "rank %lld is in %s", t->standing, timeout, number, rank->host, place, speaker, here);
     else
-        format_checked(out, capacity, "rank %lld on %s has waited for %.0f s (--stall-timeout %lld) in %s: another rank is stuck", (long long)v.rank, rank->host, rank->row.idle,
-                       (long long)t->timeout, place);
+        format_checked(out, capacity, "rank %lld on %s has waited for %.0f s (--stall-timeout %lld) in %s: "
+                       "another rank is stuck", number, rank->host, rank->row.idle, timeout, place);
 }
 
 // ---- the thread
@@ -164,7 +181,7 @@ typedef struct {
     MPI_Comm beats;          // MPI_COMM_NULL: this watcher is alone
     Comm comm;
     WatchTable table;        // the watcher's alone, as are the messages
-    WatchMessage *messages;  // [world] at most one on its way to each rank, so that none pile up before a rank that is stopped
+    WatchMessage *messages;  // [world] at most one on its way to each rank: none pile up before a rank that is stopped
 } Watch;
 
 static inline Watch *watch_state(void) {
@@ -175,14 +192,18 @@ static inline Watch *watch_state(void) {
 // Notes what the main thread does. `seconds` have passed since the last note.
 static inline void watch_note_activity(WatchRow *row, double seconds) {
     const Activity *a = activity_lock();
+    const size_t room = sizeof row->doing;
     row->idle = row->changes == a->changes && seconds <= WATCH_SUSPENDED_SECONDS ? row->idle + seconds : 0;
-    row->phase = a->phase, row->kind = a->kind, row->step = a->step, row->changes = a->changes, row->collectives = a->collectives;
+    row->phase = a->phase, row->kind = a->kind, row->step = a->step;
+    row->changes = a->changes, row->collectives = a->collectives;
     row->waits_for_nccl = a->pending > 0;
-    if (a->kind == ACTIVITY_FILE) format_checked(row->doing, sizeof row->doing, "%.32s of %s", a->what, a->detail);
-    else if (a->kind == ACTIVITY_WAITING) format_checked(row->doing, sizeof row->doing, "%.64s", a->what);
-    else if (a->pending && a->pending_unit > 0) format_checked(row->doing, sizeof row->doing, "%.64s of layer %lld", a->pending_what, (long long)a->pending_unit - 1);
-    else if (a->pending) format_checked(row->doing, sizeof row->doing, "%.64s%s", a->pending_what, a->pending_unit == 0 ? " of the root unit" : "");
-    else format_checked(row->doing, sizeof row->doing, "computing");
+    if (a->kind == ACTIVITY_FILE) format_checked(row->doing, room, "%.32s of %s", a->what, a->detail);
+    else if (a->kind == ACTIVITY_WAITING) format_checked(row->doing, room, "%.64s", a->what);
+    else if (a->pending && a->pending_unit > 0)
+        format_checked(row->doing, room, "%.64s of layer %lld", a->pending_what, (long long)a->pending_unit - 1);
+    else if (a->pending)
+        format_checked(row->doing, room, "%.64s%s", a->pending_what, a->pending_unit ? "" : " of the root unit");
+    else format_checked(row->doing, room, "computing");
     activity_unlock();
 }
 
@@ -191,13 +212,15 @@ static inline void watch_receive(Watch *w) {
         MPI_Status status;
         COMM_CHECK(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, w->beats, &there, &status));
         if (!there) continue;
-        WatchRank *rank = &w->table.ranks[status.MPI_SOURCE];
-        COMM_CHECK(MPI_Recv(&rank->row, sizeof rank->row, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, w->beats, MPI_STATUS_IGNORE));
+        const int from = status.MPI_SOURCE;
+        WatchRank *rank = &w->table.ranks[from];
+        COMM_CHECK(MPI_Recv(&rank->row, sizeof rank->row, MPI_BYTE, from, status.MPI_TAG, w->beats, MPI_STATUS_IGNORE));
         rank->silence = 0;
     }
 }
 
-// Whether the last message to a rank has arrived there. A synchronous send: it is not done before that rank's watcher takes it.
+// Whether the last message to a rank has arrived there. Sends are synchronous: not done before that rank's watcher
+// takes them.
 static inline bool watch_sent(WatchMessage *m) {
     int done = 1;
     if (m->request != MPI_REQUEST_NULL) COMM_CHECK(MPI_Test(&m->request, &done, MPI_STATUS_IGNORE));
@@ -208,8 +231,9 @@ static inline void watch_send(Watch *w) {
     const WatchTable *t = &w->table;
     for (int64_t r = 0; r < t->world; r++) {
         if (r == t->self || (t->self > 0 && r > 0 && t->calling == 0) || !watch_sent(&w->messages[r])) continue;
-        w->messages[r].row = t->ranks[t->self].row;
-        COMM_CHECK(MPI_Issend(&w->messages[r].row, sizeof w->messages[r].row, MPI_BYTE, (int)r, 0, w->beats, &w->messages[r].request));
+        WatchMessage *m = &w->messages[r];
+        m->row = t->ranks[t->self].row;
+        COMM_CHECK(MPI_Issend(&m->row, sizeof m->row, MPI_BYTE, (int)r, 0, w->beats, &m->request));
     }
 }
 
@@ -225,8 +249,8 @@ __attribute__((noreturn)) static inline void watch_speak(const Watch *w, WatchVe
     _exit(EXIT_FAILURE);  // mpirun ends the others
 }
 
-// All ranks part: what is on its way arrives, then no watcher calls MPI any more. (All sends of a rank have arrived before it comes to the barrier, so when
-// all have come there, nothing is left.)
+// All ranks part: what is on its way arrives, then no watcher calls MPI any more. (A rank comes to the barrier when all
+// its sends have arrived, so when all have come there, nothing is left.)
 static inline void watch_part(Watch *w) {
     MPI_Request barrier = MPI_REQUEST_NULL;
     WatchTable *t = &w->table;
@@ -251,7 +275,8 @@ static inline void watch_part(Watch *w) {
 static inline void watch_sleep(Watch *w) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += WATCH_BEAT_SECONDS;
+    until.tv_nsec += (long)(1e9 * WATCH_BEAT_SECONDS);
+    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
     pthread_mutex_lock(&w->mutex);
     while (!w->closing && pthread_cond_timedwait(&w->changed, &w->mutex, &until) == 0) continue;
     const bool closing = w->closing;
@@ -288,8 +313,10 @@ static inline void watch_start(Watch *w) {
     pthread_t thread;
     sigset_t all, before;
     sigfillset(&all);
-    if (pthread_condattr_init(&clock) || pthread_condattr_setclock(&clock, CLOCK_MONOTONIC) || pthread_cond_init(&w->changed, &clock) || pthread_mutex_init(&w->mutex, NULL) ||
-        pthread_sigmask(SIG_SETMASK, &all, &before) || pthread_create(&thread, NULL, watch_run, w) || pthread_sigmask(SIG_SETMASK, &before, NULL) || pthread_detach(thread))
+    if (pthread_condattr_init(&clock) || pthread_condattr_setclock(&clock, CLOCK_MONOTONIC) ||
+        pthread_cond_init(&w->changed, &clock) || pthread_mutex_init(&w->mutex, NULL) ||
+        pthread_sigmask(SIG_SETMASK, &all, &before) || pthread_create(&thread, NULL, watch_run, w) ||
+        pthread_sigmask(SIG_SETMASK, &before, NULL) || pthread_detach(thread))
         die("cannot start the thread that watches over the ranks");
     pthread_condattr_destroy(&clock);
 }
@@ -310,7 +337,8 @@ static inline void watch_close(void) {
     w->messages = NULL;
 }
 
-// From now on a stuck rank ends the run after `timeout` seconds, as the head of this file says. All ranks call, once, after comm_open.
+// From now on a stuck rank ends the run after `timeout` seconds, as the head of this file says. All ranks call, once,
+// after comm_open. Nothing to do for one rank. Dies if the thread cannot be started.
 static inline void watch_open(const Comm *c, int64_t timeout) {
     Watch *w = watch_state();
     if (c->world == 1) return;
@@ -322,16 +350,18 @@ static inline void watch_open(const Comm *c, int64_t timeout) {
     t->world = c->world, t->self = c->rank, t->timeout = timeout, t->alone = true;
     memcpy(t->ranks[c->rank].host, c->host, sizeof c->host);
     watch_start(w);
-    char *hosts = (char *)xcalloc((size_t)c->world, sizeof c->host);
-    comm_all_gather(c, COMM_WORLD, c->host, hosts, sizeof c->host);
-    for (int64_t r = 0; r < c->world; r++) memcpy(t->ranks[r].host, hosts + r * (int64_t)sizeof c->host, sizeof c->host);
+    const int64_t bytes = sizeof c->host;
+    char *hosts = (char *)xcalloc((size_t)c->world, (size_t)bytes);
+    comm_all_gather(c, COMM_WORLD, c->host, hosts, bytes);
+    for (int64_t r = 0; r < c->world; r++) memcpy(t->ranks[r].host, hosts + r * bytes, (size_t)bytes);
     free(hosts);
     const MPI_Comm beats = comm_for_thread(c);
     pthread_mutex_lock(&w->mutex);
     w->beats = beats;
     pthread_mutex_unlock(&w->mutex);
     if (atexit(watch_close)) die("atexit failed");
-    if (c->rank == 0 && beats == MPI_COMM_NULL) warn("this MPI lets only one thread call it: a stuck rank ends the run, but the message cannot name it");
+    if (c->rank == 0 && beats == MPI_COMM_NULL)
+        warn("this MPI lets only one thread call it: a stuck rank ends the run, but the message cannot name it");
 }
 
 #endif

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # train_fp8cu on several GPUs of one host: every sharding strategy against one GPU, FP8 all-gather on and off, resuming on other GPU counts,
-# killed and interrupted ranks, and compute-sanitizer. Takes 4 GPUs, or 2 where there are fewer. Needs ./train_fp8cu, build/synth_stories and mpirun.
-# Ends with "N passed, N failed". SLOW=1 adds ranks that are stopped and continued, and one that stays so, which the others notice after 45 seconds.
+# killed, interrupted and stuck ranks, and compute-sanitizer. Takes 4 GPUs, or 2 where there are fewer. Needs ./train_fp8cu, build/synth_stories and mpirun.
+# Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
@@ -227,23 +227,52 @@ if [ "$status" = 0 ] && [ -z "$(alive)" ] && [ "$(grep -c '^stopped by signal' "
     ok "SIGTERM to rank 1: $(grep '^stopped' "$tmp/stopped.log"), status 0 after $took s"
 else bad "SIGTERM to rank 1: status $status after $took s, $before checkpoints before, now $(ls "$tmp/stopped"): $(tail -n 5 "$tmp/stopped.log")"; fi
 
-if [ -n "${SLOW:-}" ]; then
-    start_endless suspended  # all of them, for longer than a rank may hang: what a batch system does to a job that has to wait
-    before=$(grep -c '^step ' "$tmp/suspended.log")
-    kill -STOP "${ranks[@]}"
-    sleep 55
-    kill -CONT "${ranks[@]}"
-    sleep 10
-    after=$(grep -c '^step ' "$tmp/suspended.log")
-    if kill -0 $launched && [ "$after" -gt $((before + 20)) ]; then ok "all ranks stopped for 55 s and continued: $((after - before)) steps more"; else bad "stopped and continued: $((after - before)) steps more: $(tail -n 4 "$tmp/suspended.log")"; fi
-    kill -TERM "${ranks[0]}"
-    await_end
-    start_endless hung
-    kill -STOP "${ranks[1]}"
-    await_end
-    if [ "$status" != running ] && [ "$status" -ne 0 ] && [ -z "$(alive)" ] && grep -q '^error: rank .*no progress' "$tmp/hung.log"; then ok "SIGSTOP of a rank: after $took s: $(grep -m1 'no progress' "$tmp/hung.log")"
-    else bad "SIGSTOP of a rank: status $status after $took s, alive: $(alive): $(tail -n 8 "$tmp/hung.log")"; fi
-fi
+# ---- a rank that is stuck: stopped in each phase, on 2 GPUs; --stall-timeout 5 ends all with its name
+host=$(hostname)
+stall_run() { exec $launcher -np 2 -x LD_PRELOAD="$tmp/shim.so" ./train_fp8cu "$@"; }
+. dev/test/stall_cases.sh
+data="--train-data $tmp/synth_train.bin --sequence-length 256 --deterministic --precision bf16"
+endless="$data --num-steps 1000000 --stall-timeout 5"
+# $1 run, $2 rank, $3 phase, then the call on which it stops, as stall_start wants it, and the arguments. 25 s: the timeout,
+# what finding it takes, and the end of two processes with a GPU.
+silent() {
+    local name=$1 rank=$2 phase=$3 speaker=$(($2 == 0))
+    shift 3
+    stall_start "$name" "$rank" stop "$@"
+    stall_await "$name" 60 || return
+    stall_says "$name" 25 "rank $rank on $host gives no sign of life for .*; rank $speaker (waits for it|is) in $phase: "
+}
+small="small $endless"
+ending="$small --num-steps 1 --export-hf $tmp/stall_model"
+# Before the first step a rank reads the training data 18 times, rank 0 once more; validation data once or twice.
+silent start 1 start-up pread 3 synth_train.bin $small
+silent training 1 'step [0-9]*, training' pread 40 synth_train.bin $small
+silent training0 0 'step [0-9]*, training' pread 40 synth_train.bin $small
+silent validation 1 'step 1, validation' pread 5 synth_val.bin $small --val-data "$tmp/synth_val.bin" --val-every 1
+silent sampling 1 'step [0-9]*, sampling' MPI_Bcast 30 none $small --sample-every 1
+save='step 1, saving a checkpoint'
+silent saving 1 "$save" fsync 1 model.safetensors $small --checkpoint-dir "$tmp/stall_ck" --checkpoint-every 1
+silent saving0 0 "$save" fsync 2 model.safetensors $small --checkpoint-dir "$tmp/stall_ck0" --checkpoint-every 1
+silent export 1 'step 1, export' fsync 1 model.safetensors $ending
+run stall_model 2 $ending
+silent loading 1 loading pread 5 model.safetensors "$tmp/stall_model" $endless
+echo "($SECONDS s)"
+
+# A rank that goes on in time changes nothing: stopped for 20 s, or 60 s in a read.
+goes_on() {  # $1 run
+    stall_end "$1" 60
+    if [ "$status" = 0 ]; then same "$1" undisturbed "$1"; else bad "$1: status $status: $(tail -n 4 "$tmp/$1.log")"; fi
+}
+run undisturbed 2 small $data --num-steps 30
+stall_start continued 1 stop pread 30 synth_train.bin small $data --num-steps 30 --stall-timeout 60
+stall_await continued 60 && sleep 20 && kill -CONT $(<"$tmp/continued.mark") && goes_on continued
+stall_start slow 1 60 pread 30 synth_train.bin small $data --num-steps 30
+stall_await slow 60 && sleep 60 && goes_on slow
+# A read that does not return: the rank says so itself, and not that another is to blame.
+stall_start never 1 1000 pread 30 synth_train.bin small $endless
+place="in step [0-9]*, training: pread of .*synth_train.bin"
+stall_await never 60 && stall_says never 15 "rank 1 on $host: a call on a file has not returned for .* $place"
+unset "${!STALL_@}"
 echo "($SECONDS s)"
 
 # ---- memcheck on 2 GPUs. NCCL asks CUDA for things that it may not have; errors of such calls are not reported.

@@ -661,7 +661,14 @@ static void check_embedding_ranks(void) {
     }
 }
 
-// What comes after a pause is not called late, nor what waits for computing; what waits for others is.
+static Activity activity_now(void) {
+    const Activity a = *activity_lock();
+    activity_unlock();
+    return a;
+}
+
+// The watching thread is told when an operation is enqueued and when it ends, and while its turn has not come; not while
+// it waits for others.
 static void check_watch(void) {
     Nccl *n = &ranks[0].nccl;
     memset(n, 0, sizeof *n);
@@ -669,20 +676,24 @@ static void check_watch(void) {
     num_events = 0;
     order_begin(1, stream_names, buffer_name);
     for (int i = 0; i < 2; i++) fsdp_event(&n->operations[i].begun), fsdp_event(&n->operations[i].done);
-    n->progress = nccl_now() - 2000 * NCCL_DEADLINE_SECONDS;
+    const Activity before = activity_now();
     nccl_begin_operation(n, "all-gather of the weights", 1);
     nccl_end_operation(n);
-    CHECK(nccl_now() - n->progress < 1000 * NCCL_DEADLINE_SECONDS, "an operation is taken for late as soon as it is enqueued");
+    Activity last = activity_now();
+    CHECK(last.changes > before.changes && last.pending == 1 && last.pending_unit == 1, "an operation is enqueued untold");
+    CHECK(strcmp(last.pending_what, "all-gather of the weights") == 0, "%s", last.pending_what);
     for (int begun = 0; begun < 2; begun++) {
-        n->progress = nccl_now() - 2000 * NCCL_DEADLINE_SECONDS;
         first_pending = 1 + begun;  // the first operation's events are numbers 1 and 2
         nccl_watch(n);
-        const bool late = nccl_now() - n->progress > 1000 * NCCL_DEADLINE_SECONDS;
-        CHECK(n->finished == 0 && late == begun, "an operation whose turn has %scome is %staken for late", begun ? "" : "not ", late ? "" : "not ");
+        const Activity now = activity_now();
+        CHECK(n->finished == 0 && now.pending == 1 && (now.changes > last.changes) == !begun,
+              "an operation whose turn has %scome is%s told of", begun ? "" : "not ", begun ? "" : " not");
+        last = now;
     }
     first_pending = INT64_MAX;
     nccl_watch(n);
-    CHECK(n->finished == 1 && nccl_now() - n->progress < 1000 * NCCL_DEADLINE_SECONDS, "the end of an operation is not noticed");
+    const Activity now = activity_now();
+    CHECK(n->finished == 1 && now.pending == 0 && now.collectives == before.collectives + 1, "an operation ends untold");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

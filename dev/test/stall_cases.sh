@@ -1,0 +1,45 @@
+# Sourced by test_stall.sh (train_fp8) and gpu_ranks.sh (train_fp8cu): holds one rank of a run, and looks at how the run
+# ends. Wants $tmp, ok and bad, and the function stall_run, which replaces the shell by mpirun with the trainer, the
+# arguments given, and $tmp/shim.so as LD_PRELOAD.
+gcc -shared -fPIC -O1 -Wall -Werror -o "$tmp/shim.so" dev/test/stall_shim.c -ldl || bad "stall_shim.c"
+
+# Starts run $1 in the background, in which rank $2 is held at call $4 (pread, fsync or MPI_Bcast; none: it is not)
+# number $5 on files $6. $3: seconds it sleeps there, or "stop". Then the arguments.
+# Leaves the process id of mpirun in launched[$1].
+declare -A launched
+stall_start() {
+    local name=$1 rank=$2 how=$3 call=$4 count=$5 path=$6
+    shift 6
+    export STALL_RANK=$rank STALL_CALL=$call STALL_COUNT=$count STALL_PATH=$path STALL_MARK=$tmp/$name.mark
+    if [ "$how" = stop ]; then unset STALL_SLEEP; else export STALL_SLEEP=$how; fi
+    stall_run "$@" >"$tmp/$name.log" 2>&1 </dev/null &
+    launched[$name]=$!
+}
+# Waits at most $2 seconds until the rank of run $1 is held.
+stall_await() {
+    for _ in $(seq $((10 * $2))); do
+        [ -s "$tmp/$1.mark" ] && return
+        kill -0 "${launched[$1]}" 2>/dev/null || break
+        sleep 0.1
+    done
+    bad "$1: was not held: $(tail -n 4 "$tmp/$1.log")"
+    return 1
+}
+# Waits at most $2 seconds for the end of run $1; sets `status`, "running" if it had to be killed, and `took`.
+stall_end() {
+    local start=$SECONDS pid=${launched[$1]}
+    while kill -0 $pid 2>/dev/null && [ $((SECONDS - start)) -lt "$2" ]; do sleep 0.1; done
+    took=$((SECONDS - start)) status=running
+    if kill -0 $pid 2>/dev/null; then kill -9 $(pgrep -P $pid) $pid 2>/dev/null; else wait $pid; status=$?; fi
+}
+# The run ends by itself within $2 seconds, not with status 0, and with exactly one error line, which matches $3.
+stall_says() {
+    local said
+    stall_end "$1" "$2"
+    said=$(grep -o 'error: .*' "$tmp/$1.log")  # a sample that was not done may stand before it
+    if [[ $status != running && $status != 0 && $(wc -l <<<"$said") = 1 && $said =~ ^"error: "$3 ]]; then
+        ok "$1: status $status after $took s: $said"
+    else
+        bad "$1: status $status after $took s, not \"$3\": ${said:-$(tail -n 5 "$tmp/$1.log")}"
+    fi
+}

@@ -1,0 +1,253 @@
+// The verdict on stuck ranks (llmc/watch.h), by tables of what ranks say of themselves; and what a rank says.
+#include "../../llmc/file_io.h"
+#include "../../llmc/watch.h"
+#include "check.h"
+#include "scratch.h"
+
+enum { WORLD = 4, TIMEOUT = 60 };
+
+static WatchRank ranks[WORLD];
+
+// The table of rank `self`: all have just been heard, in step 12 of the training, and wait for each other.
+static WatchTable table_of(int64_t self) {
+    WatchTable t;
+    memset(&t, 0, sizeof t);
+    memset(ranks, 0, sizeof ranks);
+    t.ranks = ranks, t.world = WORLD, t.self = self, t.timeout = TIMEOUT;
+    for (int64_t r = 0; r < WORLD; r++) {
+        WatchRow *row = &ranks[r].row;
+        row->phase = PHASE_TRAINING, row->kind = ACTIVITY_WAITING, row->step = 12, row->speaker = -1;
+        row->changes = row->collectives = 100;
+        format_checked(row->doing, sizeof row->doing, "all-to-all");
+        format_checked(ranks[r].host, sizeof ranks[r].host, "host%lld", (long long)r);
+    }
+    watch_age(&t, 0);
+    return t;
+}
+
+// `seconds` pass, a second at a time. Ranks whose bit is set in `heard` are heard each time, and on those in `moving`
+// something moves.
+static void pass(WatchTable *t, int seconds, unsigned heard, unsigned moving) {
+    for (int s = 0; s < seconds; s++) {
+        watch_age(t, 1);
+        for (int64_t r = 0; r < WORLD; r++) {
+            ranks[r].row.idle = moving >> r & 1 ? 0 : ranks[r].row.idle + 1;
+            ranks[r].row.changes += moving >> r & 1;
+            if (heard >> r & 1) ranks[r].silence = 0;
+        }
+    }
+}
+
+static void check_verdict(const WatchTable *t, WatchFinding finding, int64_t rank, int64_t speaker, const char *name) {
+    const WatchVerdict v = watch_verdict(t);
+    const bool same = v.finding == finding && (finding == WATCH_GOOD || (v.rank == rank && v.speaker == speaker));
+    CHECK(same, "%s: finding %d, rank %d, speaker %d", name, v.finding, (int)v.rank, (int)v.speaker);
+}
+
+static void check_silent(void) {
+    WatchTable t = table_of(0);
+    pass(&t, TIMEOUT - 1, 0xb, 0);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "rank 2 is silent for almost the timeout");
+    pass(&t, 1, 0xb, 0);
+    check_verdict(&t, WATCH_SILENT, 2, 0, "rank 2 is silent, and all stand still");
+    char text[1024];
+    watch_message(&t, watch_verdict(&t), text, sizeof text);
+    CHECK(strcmp(text, "rank 2 on host2 gives no sign of life for 60 s (--stall-timeout 60); it was last seen in "
+                 "step 12, training: all-to-all; rank 0 waits for it in step 12, training: all-to-all") == 0,
+          "%s", text);
+    pass(&t, TIMEOUT, 0x3, 0);
+    check_verdict(&t, WATCH_SILENT, 2, 0, "ranks 2 and 3 are silent");
+    watch_message(&t, watch_verdict(&t), text, sizeof text);
+    CHECK(strstr(text, "nor do 1 others") != NULL, "%s", text);
+    for (int phase = 0; phase < NUM_PHASES; phase++)
+        for (int kind = ACTIVITY_COMPUTING; kind <= ACTIVITY_FILE; kind++) {
+            t = table_of(0);
+            ranks[1].row.phase = phase, ranks[1].row.kind = kind;
+            pass(&t, TIMEOUT, 0xd, 0xd);
+            check_verdict(&t, WATCH_SILENT, 1, 0, "a rank is silent, whatever it did");
+        }
+}
+
+static void check_rank0_silent(void) {
+    WatchTable t = table_of(1);  // hears rank 0 alone, until they call each other
+    pass(&t, 10 * TIMEOUT, 0x3, 0x3);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "rank 1 hears rank 0");
+    pass(&t, TIMEOUT, 0x2, 0);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "rank 0 is silent; the others begin to call");
+    pass(&t, 2, 0xe, 0);
+    check_verdict(&t, WATCH_SILENT, 0, 1, "rank 0 is silent");
+    t = table_of(3);
+    pass(&t, TIMEOUT, 0x8, 0);
+    pass(&t, 2, 0xe, 0);
+    check_verdict(&t, WATCH_SILENT, 0, 1, "rank 0 is silent: rank 3 leaves it to rank 1");
+    t = table_of(3);
+    pass(&t, TIMEOUT, 0x8, 0);
+    pass(&t, 2, 0xc, 0);
+    check_verdict(&t, WATCH_SILENT, 0, 2, "ranks 0 and 1 are silent: rank 3 leaves it to rank 2");
+    pass(&t, 1, 0x9, 0);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "rank 0 is there again");
+}
+
+static void check_file(void) {
+    const struct { Phase phase; int limit; } cases[] = {
+        {PHASE_START, TIMEOUT}, {PHASE_LOADING, 4 * TIMEOUT}, {PHASE_TRAINING, TIMEOUT}, {PHASE_VALIDATION, TIMEOUT},
+        {PHASE_SAMPLING, TIMEOUT}, {PHASE_SAVING, 4 * TIMEOUT}, {PHASE_EXPORT, 4 * TIMEOUT}, {PHASE_END, TIMEOUT}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        WatchTable t = table_of(0);
+        ranks[2].row.phase = cases[i].phase, ranks[2].row.kind = ACTIVITY_FILE;
+        format_checked(ranks[2].row.doing, sizeof ranks[2].row.doing, "pread of /data/a.bin");
+        pass(&t, cases[i].limit - 1, 0xf, 0);
+        check_verdict(&t, WATCH_GOOD, 0, 0, "a call on a file is slow");
+        pass(&t, 1, 0xf, 0);
+        check_verdict(&t, WATCH_FILE, 2, 2, "a call on a file does not return");
+        char text[1024];
+        watch_message(&t, watch_verdict(&t), text, sizeof text);
+        CHECK(strstr(text, "rank 2 on host2: a call on a file has not returned for "), "%s", text);
+        CHECK(strstr(text, "step 12, ") && strstr(text, "pread of /data/a.bin"), "%s", text);
+        CHECK(!strstr(text, "4 times") == (cases[i].limit == TIMEOUT), "%s", text);
+        ranks[2].row.kind = ACTIVITY_WAITING;
+        pass(&t, TIMEOUT - 1, 0xf, 0);
+        check_verdict(&t, WATCH_GOOD, 0, 0, "it has returned, and all begin to wait anew");
+    }
+    WatchTable t = table_of(2);  // the rank itself speaks when rank 0 tells it to, unless the call has returned
+    ranks[2].row.kind = ACTIVITY_FILE;
+    pass(&t, TIMEOUT, 0x5, 0);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "rank 0 has not asked rank 2 to speak");
+    ranks[0].row.speaker = 2;
+    check_verdict(&t, WATCH_FILE, 2, 2, "rank 0 has asked rank 2 to speak");
+    ranks[2].row.idle = 0;
+    check_verdict(&t, WATCH_GOOD, 0, 0, "the call has returned meanwhile");
+}
+
+static void check_standing(void) {
+    WatchTable t = table_of(0);
+    ranks[1].row.kind = ACTIVITY_COMPUTING;
+    pass(&t, 100 * TIMEOUT, 0xf, 0);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "a rank that is heard computes for long");
+    ranks[1].row.waits_for_nccl = 1, ranks[1].row.collectives = 99;
+    pass(&t, TIMEOUT - 1, 0xf, 0);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "all wait, one for NCCL, for almost the timeout");
+    pass(&t, 1, 0xf, 0x8);
+    pass(&t, TIMEOUT - 1, 0xf, 0);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "something has moved on rank 3");
+    pass(&t, 2, 0xf, 0);
+    check_verdict(&t, WATCH_STANDING, 1, 0, "all wait, one for NCCL");
+    char text[1024];
+    watch_message(&t, watch_verdict(&t), text, sizeof text);
+    CHECK(strstr(text, "rank 1 on host1 has finished the fewest collectives: it is in step 12, "), "%s", text);
+    ranks[1].row.kind = ACTIVITY_FILE, ranks[1].row.idle = 0;
+    pass(&t, TIMEOUT - 1, 0xf, 0);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "rank 1 reads a file, and others wait for it");
+    watch_age(&t, WATCH_SUSPENDED_SECONDS + TIMEOUT);
+    ranks[1].row.idle = 0;
+    check_verdict(&t, WATCH_GOOD, 0, 0, "this process was stopped itself");
+    CHECK(t.standing == 0 && ranks[3].silence == 0, "after a stop all have their time again");
+}
+
+static void check_alone(void) {
+    for (int64_t self = 0; self < 2; self++) {
+        const int patience = TIMEOUT + (self ? COMM_SILENCE_SECONDS : 0);
+        WatchTable t = table_of(self);
+        t.alone = true;
+        pass(&t, patience - 1, 0, 0);
+        check_verdict(&t, WATCH_GOOD, 0, 0, "alone, waits");
+        pass(&t, 1, 0, 0);
+        check_verdict(&t, WATCH_ALONE, self, self, "alone, has waited too long");
+        ranks[self].row.kind = ACTIVITY_COMPUTING;
+        check_verdict(&t, WATCH_GOOD, 0, 0, "alone, computes");
+        ranks[self].row.kind = ACTIVITY_FILE;
+        check_verdict(&t, WATCH_FILE, self, self, "alone, in a call on a file");
+    }
+}
+
+// What a rank says of itself, while it does what is marked.
+static void check_activity(void) {
+    WatchRow row;
+    memset(&row, 0, sizeof row);
+    activity_phase(PHASE_SAVING, 7);
+    watch_note_activity(&row, 1);
+    CHECK(row.phase == PHASE_SAVING && row.step == 7 && row.kind == ACTIVITY_COMPUTING && row.idle == 0, "a phase");
+    CHECK(strcmp(row.doing, "computing") == 0, "%s", row.doing);
+    char path[2 * ACTIVITY_DETAIL];
+    memset(path, 'x', sizeof path);
+    memcpy(path + sizeof path - 6, "y.bin", 6);
+    activity_begin(ACTIVITY_FILE, "pread", path);
+    for (int i = 0; i < 3; i++) watch_note_activity(&row, 1);
+    const char *last = row.doing + strlen(row.doing) - 5;
+    CHECK(strncmp(row.doing, "pread of x", 10) == 0 && strcmp(last, "y.bin") == 0, "%s", row.doing);
+    CHECK(row.kind == ACTIVITY_FILE && row.idle == 2, "%g s in a call on a file", row.idle);
+    watch_note_activity(&row, WATCH_SUSPENDED_SECONDS + 1);
+    CHECK(row.idle == 0, "this process was stopped itself: %g s", row.idle);
+    errno = 28;
+    activity_end();
+    CHECK(errno == 28, "activity_end changes errno");
+    const int64_t collectives = row.collectives;
+    activity_begin(ACTIVITY_WAITING, "all-to-all", "");
+    watch_note_activity(&row, 1);
+    CHECK(row.kind == ACTIVITY_WAITING && row.collectives == collectives, "waiting");
+    CHECK(strcmp(row.doing, "all-to-all") == 0, "%s", row.doing);
+    activity_end();
+    activity_operation(2, "all-gather of the weights", 5, false);
+    watch_note_activity(&row, 1);
+    CHECK(watch_waits(&row) && row.collectives == collectives + 1, "NCCL is pending");
+    CHECK(strcmp(row.doing, "all-gather of the weights of layer 4") == 0, "%s", row.doing);
+    activity_operation(0, "", -1, true);
+    watch_note_activity(&row, 1);
+    CHECK(!watch_waits(&row) && row.collectives == collectives + 2, "NCCL has finished");
+}
+
+// Every call on a file leaves the rank computing, and counts as a change.
+static void check_files(void) {
+    WatchRow row;
+    Failure failure;
+    size_t size;
+    memset(&row, 0, sizeof row);
+    scratch_create();
+    watch_note_activity(&row, 0);
+    const int64_t before = row.changes;
+    CHECK(file_write(scratch, "a", "text", 4, NULL, &failure), "%s", failure.text);
+    watch_note_activity(&row, 0);
+    const int changes = (int)(row.changes - before);
+    CHECK(row.kind == ACTIVITY_COMPUTING && changes == 8, "%d changes in open, write, fsync, close", changes);
+    char *text = read_file(scratch_path("a"), &size);
+    CHECK(text && strcmp(text, "text") == 0, "read_file");
+    free(text);
+    CHECK(!read_file(scratch_path("none"), &size) && errno == ENOENT, "read_file of nothing: %s", strerror(errno));
+    watch_note_activity(&row, 0);
+    CHECK(row.kind == ACTIVITY_COMPUTING, "after read_file");
+    scratch_remove();
+}
+
+// die() in one thread while another holds stdout, as printf does while a pipe takes nothing.
+static void *hold_stdout(void *context) {
+    flockfile(stdout);
+    *(volatile bool *)context = true;
+    sleep(30);
+    return NULL;
+}
+
+static void end_at_once(void) { _exit(1); }
+
+static void die_beside_printf(void *context) {
+    (void)context;
+    volatile bool held = false;
+    pthread_t thread;
+    die_hook()->end = end_at_once;
+    alarm(10);
+    if (pthread_create(&thread, NULL, hold_stdout, (void *)&held)) return;
+    while (!held) usleep(1000);
+    die("stdout is held");
+}
+
+int main(void) {
+    char output[256];
+    check_silent();
+    check_rank0_silent();
+    check_file();
+    check_standing();
+    check_alone();
+    check_activity();
+    check_files();
+    CHECK(check_dies(die_beside_printf, NULL, "stdout is held", output, sizeof output), "%s", output);
+    return check_report();
+}
