@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""The fault campaign: crashes, full and bad disks, power cuts, damaged files and hostile input, and whether the trainer stands them.
+"""The fault campaign: crashes, full and bad disks, power cuts, damaged files, hostile input.
 
-Each point runs ./train_fp8 with one fault and then starts it again without one. A point passes when that start goes on from the newest checkpoint that was
-said to be saved, or a newer whole one, never from a torn one, leaves no .tmp behind, and gives the losses, norms and weights of the uninterrupted run,
-bit for bit. Ends with a table and "N passed, N failed".
+Each point runs ./train_fp8 with one fault and then starts it again without one. A point passes when that start goes on
+from the newest checkpoint that was said to be saved, or a newer whole one, never from a torn one, leaves no .tmp
+behind, and gives the losses, norms and weights of the uninterrupted run, bit for bit. The end is a table and
+"N passed, N failed".
 """
 import argparse
 import collections
 import concurrent.futures
+import functools
 import json
 import os
 import pathlib
@@ -25,11 +27,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 KILLS = ["kill-before", "kill-after", "kill-middle", "power-cut", "power-names"]
 ERRORS = ["enospc", "eio", "enospc-on", "eio-on", "short", "eintr"]
 MESSAGES = {"enospc": "No space left on device", "eio": "Input/output error", "eintr": "Interrupted system call"}
-DAMAGES = ["bit flipped", "truncated", "longer", "4 KiB zeroed", "words swapped", "byte changed", "deleted", "of an older checkpoint"]
+DAMAGES = ["bit flipped", "truncated", "longer", "4 KiB zeroed", "words swapped", "byte changed", "deleted",
+           "of an older checkpoint"]
 RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 TARGETS = ["json", "safetensors", "config", "index", "shard", "tokenizer", "trainer", "log", "options"]
 SECTIONS = ["save", "ranks", "export", "log", "damage", "resume", "fuzz"]
 SAVE_STEPS, SAVE_EVERY = 6, 2
+DELAYED = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16]
 
 Call = collections.namedtuple("Call", "number name path")
 Run = collections.namedtuple("Run", "status out err struck")
@@ -37,7 +41,7 @@ Fault = collections.namedtuple("Fault", "kind at dir rank calls delay", defaults
 
 
 class Wrong(Exception):
-    """What a point found that must not be."""
+    """Thrown by a point that found what must not be; says what."""
 
 
 def require(condition, text):
@@ -54,7 +58,8 @@ class Trainer:
         self.data.mkdir()
         self.next_folder = 0
         self.lock = threading.Lock()
-        subprocess.run([ROOT / "build/synth_stories", "--out", self.data / "s", "--bytes", "20000", "--seed", "3"], check=True, stdout=subprocess.DEVNULL)
+        command = [ROOT / "build/synth_stories", "--out", self.data / "s", "--bytes", "20000", "--seed", "3"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     def folder(self):
         with self.lock:
@@ -68,25 +73,30 @@ class Trainer:
         report = folder / "report"
         report.unlink(missing_ok=True)
         (folder / "state").unlink(missing_ok=True)
-        # Open MPI: a second less until it has killed the other ranks, and what killed ranks leave in shared memory lies where it is removed
-        env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_odls_base_sigkill_timeout="0", OMPI_MCA_btl_vader_backing_directory=str(self.scratch))
+        # Open MPI kills the other ranks a second sooner, and its shared memory lies where it is removed at the end.
+        env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_odls_base_sigkill_timeout="0",
+                   OMPI_MCA_btl_vader_backing_directory=str(self.scratch))
         if fault:
-            env.update(LD_PRELOAD=str(ROOT / "build/fault/inject.so"), FAULT_DIR=str(fault.dir), FAULT_KIND=fault.kind, FAULT_AT=str(fault.at), FAULT_REPORT=str(report),
+            env.update(LD_PRELOAD=str(ROOT / "build/fault/inject.so"), FAULT_DIR=str(fault.dir), FAULT_KIND=fault.kind,
+                       FAULT_AT=str(fault.at), FAULT_REPORT=str(report),
                        FAULT_STATE=str(folder / "state"), FAULT_DELAY=str(fault.delay))
             if fault.calls:
                 env["FAULT_CALLS"] = fault.calls
             if ranks > 1:
                 env["FAULT_RANK"] = str(fault.rank)
         command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks)] if ranks > 1 else []
-        command += [str(ROOT / "train_fp8"), "tiny", "--train-data", str(self.data / "s_train.bin"), "--sequence-length", "16", "--learning-rate", "3e-3", *map(str, options)]
-        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        command += [str(ROOT / "train_fp8"), "tiny", "--train-data", str(self.data / "s_train.bin"),
+                    "--sequence-length", "16", "--learning-rate", "3e-3", *map(str, options)]
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, start_new_session=True)
         try:
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             raise Wrong(f"a run hangs: not at its end after {seconds} s")
-        struck = [line.split()[2] for line in (report.read_text().splitlines() if report.exists() else []) if line.startswith("struck ")]
+        lines = report.read_text().splitlines() if report.exists() else []
+        struck = [line.split()[2] for line in lines if line.startswith("struck ")]
         return Run(process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), struck)
 
     def calls(self, folder, options, ranks, fault):
@@ -100,11 +110,13 @@ class Trainer:
 
 def files_of(folder):
     """{name: content} of every file of a checkpoint or an export; {}: there is no such folder."""
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())} if folder.is_dir() and not folder.is_symlink() else {}
+    if not folder.is_dir() or folder.is_symlink():
+        return {}
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
 def content_of(files):
-    """Of files_of, what must be the same in every run: trainer.json names folders, and hidden files are for the program's own housekeeping."""
+    """The part of files_of that is the same in every run: trainer.json names folders, and hidden files may differ."""
     return {name: content for name, content in files.items() if name != "trainer.json" and name[0] != "."}
 
 
@@ -140,9 +152,10 @@ class Reference:
         return [*self.options, "--checkpoint-dir", folder / "ck", "--log-dir", folder / "log"]
 
     def is_whole(self, checkpoints, step):
-        """Whether the checkpoint of a step has the files of the uninterrupted run."""
+        """True if the checkpoint of a step has the files of the uninterrupted run."""
         found = files_of(checkpoints / f"step-{step:08d}")
-        return content_of(found) == content_of(self.saved[step]) and self.is_trainer(found.get("trainer.json", b""), step)
+        is_trainer = self.is_trainer(found.get("trainer.json", b""), step)
+        return is_trainer and content_of(found) == content_of(self.saved[step])
 
     def newest_whole(self, checkpoints):
         """The newest step of which a folder has a whole checkpoint; 0: none."""
@@ -150,7 +163,8 @@ class Reference:
 
     def torn(self, checkpoints):
         """The checkpoints that have their names and are not whole."""
-        return [step for step in self.saved if (checkpoints / f"step-{step:08d}").exists() and not self.is_whole(checkpoints, step)]
+        named = [step for step in self.saved if (checkpoints / f"step-{step:08d}").exists()]
+        return [step for step in named if not self.is_whole(checkpoints, step)]
 
     @staticmethod
     def is_trainer(text, step):
@@ -168,7 +182,7 @@ class Reference:
         require(step == from_step, f"the next start goes on from step {step}, not from {from_step}")
         left = [p.name for p in (folder / "ck").iterdir() if p.name.endswith(".tmp")]
         require(not left, f"after the next start {left} stay")
-        require(self.newest_whole(folder / "ck") == self.num_steps, "the last checkpoint differs from that of the uninterrupted run")
+        require(self.newest_whole(folder / "ck") == self.num_steps, "the last checkpoint differs")
         self.check_log(folder)
         return run
 
@@ -176,7 +190,8 @@ class Reference:
         steps = log_steps(folder / "log/log.jsonl")
         for step, values in steps.items():
             for value in values:
-                require(value == self.steps[step][0], f"step {step} has loss and norm {value}, the uninterrupted run {self.steps[step][0]}")
+                require(value == self.steps[step][0],
+                        f"step {step} has loss and norm {value}, the uninterrupted run {self.steps[step][0]}")
         return steps
 
 
@@ -185,7 +200,7 @@ def last_saved(out):
 
 
 def check_end(run, kind):
-    """How a run may end that a fault struck: killed; with an error that says why; or well. Returns whether it ended well."""
+    """A run that a fault struck is killed, ends with an error that says why, or ends well: True if well."""
     require(run.struck, "the fault did not strike: the run made fewer calls than the one that was counted")
     if kind in KILLS:
         require(run.status != 0, "the run was to be killed, but ended well")
@@ -195,18 +210,22 @@ def check_end(run, kind):
     if run.status == 0:
         return True
     message = MESSAGES[kind.replace("-on", "")]
-    require(run.status > 0 and "error: " in run.err and message in run.err, f"the run ends with status {run.status} and without the error \"{message}\": {run.err.strip()[-400:]}")
+    require(run.status > 0 and "error: " in run.err and message in run.err,
+            f"the run ends with status {run.status} and without the error \"{message}\": {run.err.strip()[-400:]}")
     return False
 
 
 def save_point(reference, rank, kind, at, folder):
     """A fault in a run that saves."""
-    run = reference.trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 1], reference.ranks, Fault(kind, at, folder / "ck", rank))
+    options = [*reference.run_options(folder), "--keep-checkpoints", 1]
+    run = reference.trainer.run(folder, options, reference.ranks, Fault(kind, at, folder / "ck", rank))
     well = check_end(run, kind)
     said, whole = last_saved(run.out), reference.newest_whole(folder / "ck")
     require(whole >= said, f"step {said} was said to be saved, but the newest whole checkpoint is of step {whole}")
-    require(kind == "power-names" or not reference.torn(folder / "ck"), f"the checkpoint of step {reference.torn(folder / 'ck')} has its name, but is not whole")
-    require(not well or whole == reference.num_steps, f"the run ended well, but its newest whole checkpoint is of step {whole}")
+    torn = reference.torn(folder / "ck")
+    require(not torn or kind == "power-names", f"checkpoints that have their names are not whole: steps {torn}")
+    require(not well or whole == reference.num_steps,
+            f"the run ended well, but its newest whole checkpoint is of step {whole}")
     reference.resume(folder, whole)
     require(set(reference.check_log(folder)) >= set(range(whole + 1, reference.num_steps + 1)), "log.jsonl lacks steps")
 
@@ -240,11 +259,14 @@ class Export:
         well = check_end(run, kind)
         found = content_of(files_of(folder / "out/x"))
         require(not found or found in self.wholes, "the export's folder holds a part of an export")
-        require(found == self.wholes[1] or not (well or "exported the weights" in run.out), "the run ended well, but its export is not whole")
-        require(not over or found or any(content_of(files_of(p)) == self.wholes[0] for p in (folder / "out").iterdir()), "neither the earlier export nor the new one is whole")
+        require(found == self.wholes[1] or not (well or "exported the weights" in run.out),
+                "the run ended well, but its export is not whole")
+        earlier = any(content_of(files_of(p)) == self.wholes[0] for p in (folder / "out").iterdir())
+        require(not over or found or earlier, "neither the earlier export nor the new one is whole")
         run = self.trainer.run(folder, options)
         require(run.status == 0, f"the next start ends with status {run.status}: {run.err.strip()[-600:]}")
-        require(content_of(files_of(folder / "out/x")) == self.wholes[1], "the export of the next start is not that of the uninterrupted run")
+        require(content_of(files_of(folder / "out/x")) == self.wholes[1],
+                "the export of the next start is not that of the uninterrupted run")
         left = [p.name for p in (folder / "out").iterdir() if p.name != "x"]
         require(not left, f"after the next start {left} stay")
 
@@ -252,8 +274,10 @@ class Export:
 def log_point(reference, reads, cut, n, folder):
     """SIGKILL at some time; with `cut` the log loses its tail besides, as in a power cut."""
     chance = random.Random(f"log {cut} {n}")
-    fault = Fault("kill-later", chance.randrange(max(1, reads - reference.num_steps), reads), reference.trainer.data, calls="pread", delay=chance.randrange(4000))
-    reference.trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 1], fault=fault)  # may end before the kill comes
+    at = chance.randrange(max(1, reads - reference.num_steps), reads)
+    fault = Fault("kill-later", at, reference.trainer.data, calls="pread", delay=chance.randrange(4000))
+    options = [*reference.run_options(folder), "--keep-checkpoints", 1]
+    reference.trainer.run(folder, options, fault=fault)  # may end before the kill comes
     path = folder / "log/log.jsonl"
     if cut and path.exists():
         text = path.read_bytes()
@@ -311,18 +335,21 @@ def damage_point(reference, kind, n, folder):
     run = reference.resume(folder, first, keep=2)
     line = re.search(rf"^resume: passed over .*/step-{second:08d}: (.*)$", run.out, re.MULTILINE)
     require(line, "the damaged checkpoint is not said to be passed over")
-    require(name in line.group(1) or "was renamed" in line.group(1), f"{name} is damaged, but the message is \"{line.group(1)}\"")
+    require(name in line.group(1) or "was renamed" in line.group(1),
+            f"{name} is damaged, but the message is \"{line.group(1)}\"")
 
 
 def precisions():
     lengths = {"blockwise": 128, "mxfp8": 32}  # what their products need
-    fp8 = [["--precision", "fp8", "--fp8-recipe", recipe, "--sequence-length", lengths.get(recipe, 16)] for recipe in RECIPES]
+    fp8 = [["--precision", "fp8", "--fp8-recipe", recipe, "--sequence-length", lengths.get(recipe, 16)]
+           for recipe in RECIPES]
     return [["--precision", "fp32"], ["--precision", "bf16"]] + fp8
 
 
 def resume_configurations(quick):
     """(ranks, options): each precision and recipe with each number of ranks and each sharding."""
-    split = [(1, "full", 1), (1, "full", 2), (2, "grad_op", 1), (2, "full", 2), (3, "none", 1), (3, "full", 2), (4, "hybrid", 1), (4, "none", 2)]
+    split = [(1, "full", 1), (1, "full", 2), (2, "grad_op", 1), (2, "full", 2), (3, "none", 1), (3, "full", 2),
+             (4, "hybrid", 1), (4, "none", 2)]
     shards = ["full", "grad_op", "none"]
     for p, options in enumerate(precisions()):
         for s, (ranks, sharding, accumulation) in enumerate(split):
@@ -348,19 +375,26 @@ def resume_point(trainer, ranks, options, n, folder):
     at = total - (steps - after) * accumulation + 1 + chance.randrange(accumulation)
     fault = reads._replace(kind="kill-later", at=at, delay=chance.randrange(3000))
     run = trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 2], ranks, fault)
-    require(run.struck and (run.status != 0 or after > steps - 3), f"the run was not killed in step {after + 1}")
+    if run.status == 0:  # on a busy machine the run may end before the kill comes
+        shutil.rmtree(folder / "ck")
+        shutil.rmtree(folder / "log")
+        fault = fault._replace(kind="kill-before", delay=0)
+        run = trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 2], ranks, fault)
+    require(run.struck and run.status != 0, f"the run was not killed in step {after + 1}")
     whole = reference.newest_whole(folder / "ck")
     require(whole >= last_saved(run.out) and whole >= 5, f"the newest whole checkpoint is of step {whole}")
     reference.resume(folder, whole, keep=2)
 
 
 def thinned(calls, kind, every):
-    """Every call, but of writes to one file in a row each `every`th, the first and the last. A write is what a kill in its middle, or a short write, takes."""
+    """Every call, but of writes to one file in a row the first, the last and each `every`th between. Kills in the
+    middle and short writes take writes alone."""
     kept = []
     for i, call in enumerate(calls):
         writes = call.name in ("write", "pwrite")
-        same = [0 <= j < len(calls) and (calls[j].name, calls[j].path) == (call.name, call.path) for j in (i - 1, i + 1)]
-        if writes and all(same) and i % every:
+        neighbours = [calls[j] for j in (i - 1, i + 1) if 0 <= j < len(calls)]
+        same = [(other.name, other.path) == (call.name, call.path) for other in neighbours]
+        if writes and same == [True, True] and i % every:
             continue
         if writes or kind not in ("kill-middle", "short"):
             kept.append(call.number)
@@ -376,14 +410,17 @@ def chosen(calls, kind, most, every):
     names = {call.number: call.name for call in calls}
     rare = [number for number in points if names[number] not in ("write", "pwrite", "open", "close")]
     picked = set(chance.sample(rare, min(len(rare), most // 2)))
-    return sorted(picked | set(chance.sample([number for number in points if number not in picked], most - len(picked))))
+    others = [number for number in points if number not in picked]
+    return sorted(picked | set(chance.sample(others, most - len(picked))))
 
 
 class Campaign:
     def __init__(self, args):
         self.args = args
-        in_memory = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 512 << 20  # faster than a disk; its faults are made here
-        self.scratch = pathlib.Path(tempfile.mkdtemp(prefix="train_fp8_faults_", dir="/dev/shm" if in_memory else None)).resolve()
+        # Memory is faster than a disk, and the faults are made by inject.c.
+        in_memory = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 512 << 20
+        folder = tempfile.mkdtemp(prefix="train_fp8_faults_", dir="/dev/shm" if in_memory else None)
+        self.scratch = pathlib.Path(folder).resolve()
         self.trainer = Trainer(self.scratch)
         self.rows = collections.OrderedDict()  # name: [tried, passed]
         self.notes = {}
@@ -398,7 +435,8 @@ class Campaign:
             return
         self.spoken = time.monotonic()
         failed = sum(tried - passed for tried, passed in self.rows.values())
-        print(f"{section}: {done} of {total} points, {failed} failed so far, {self.spoken - self.begin:.0f} s", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+        print(f"{section}: {done} of {total} points, {failed} failed so far, {self.spoken - self.begin:.0f} s",
+              end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def attempt(self, row, again, action):
         """Runs one point in a folder of its own and counts it. `again`: what gives this point alone."""
@@ -414,7 +452,8 @@ class Campaign:
             self.rows[row][0] += 1
             self.rows[row][1] += problem is None
         if problem or self.args.keep:
-            print(f"{'FAILED' if problem else 'passed'}: {row}: {problem or folder}\n  again: dev/fault/campaign.py {again} --keep", flush=True)
+            print(f"{'FAILED' if problem else 'passed'}: {row}: {problem or folder}\n"
+                  f"  again: dev/fault/campaign.py {again} --keep", flush=True)
 
     def sweep(self, section, points, jobs):
         """points: (row, again, action)."""
@@ -433,23 +472,24 @@ class Campaign:
             if self.args.kind and kind != self.args.kind:
                 continue
             for at in [self.args.at] if self.args.at else chosen(calls, kind, most, every):
-                points.append((f"{row}: {kind}", f"--only {section} --kind {kind} --at {at}", lambda folder, kind=kind, at=at: action(kind, at, folder)))
+                again = f"--only {section} --kind {kind} --at {at}"
+                points.append((f"{row}: {kind}", again, functools.partial(action, kind, at)))
         return points
 
     def saves(self):
-        delayed = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16]
         for section, ranks in (("save", 1), ("ranks", 2)):
             if not self.wants(section):
                 continue
-            reference, points = Reference(self.trainer, delayed, ranks, SAVE_STEPS, SAVE_EVERY), []
+            reference, points = Reference(self.trainer, DELAYED, ranks, SAVE_STEPS, SAVE_EVERY), []
             for rank in range(ranks):
                 folder = self.trainer.folder()
-                calls = self.trainer.calls(folder, [*reference.run_options(folder), "--keep-checkpoints", 1], ranks, Fault("none", 0, folder / "ck", rank))
+                options = [*reference.run_options(folder), "--keep-checkpoints", 1]
+                calls = self.trainer.calls(folder, options, ranks, Fault("none", 0, folder / "ck", rank))
                 kinds = KILLS + ERRORS if ranks == 1 else ["kill-before", "power-cut", "enospc", "eio", "short"]
                 most = (8 if ranks == 1 else 1) if self.args.quick else None
                 row = "save, 1 rank" if ranks == 1 else f"save, 2 ranks, rank {rank}"
-                points += self.faults(row, section, kinds, calls, most, lambda kind, at, folder, rank=rank: save_point(reference, rank, kind, at, folder),
-                                      4 * ranks)
+                action = functools.partial(save_point, reference, rank)
+                points += self.faults(row, section, kinds, calls, most, action, 4 * ranks)
             self.sweep(section, points, self.args.jobs if ranks == 1 else 3 * self.args.jobs)
 
     def exports(self):
@@ -457,29 +497,33 @@ class Campaign:
         for over in (False, True):
             folder = self.trainer.folder()
             calls = self.trainer.calls(folder, export.prepare(folder, over), 1, Fault("none", 0, folder / "out"))
-            points += self.faults("export over an earlier one" if over else "export, new folder", "export", KILLS + ERRORS, calls, 4 if self.args.quick else None,
-                                  lambda kind, at, folder, over=over: export.point(over, kind, at, folder))
+            row = "export over an earlier one" if over else "export, new folder"
+            points += self.faults(row, "export", KILLS + ERRORS, calls, 4 if self.args.quick else None,
+                                  functools.partial(export.point, over))
         self.sweep("export", points, self.args.jobs)
 
     def numbered(self, section, row, count, action):
         numbers = [self.args.at] if self.args.at else range(1, count + 1)
-        return [(row, f"--only {section} --at {n}", lambda folder, n=n: action(n, folder)) for n in numbers]
+        return [(row, f"--only {section} --at {n}", functools.partial(action, n)) for n in numbers]
 
     def logs(self):
         reference = Reference(self.trainer, ["--precision", "bf16"], 1, 40, 4)
         folder = self.trainer.folder()
-        reads = len(self.trainer.calls(folder, reference.options[:-2], 1, Fault("none", 0, self.trainer.data, calls="pread")))
+        counts = Fault("none", 0, self.trainer.data, calls="pread")
+        reads = len(self.trainer.calls(folder, reference.options[:-2], 1, counts))
         points = []
         for cut in (False, True):
             row = "log: SIGKILL, tail cut" if cut else "log: SIGKILL"
-            points += self.numbered("log", row, 4 if self.args.quick else 40, lambda n, folder, cut=cut: log_point(reference, reads, cut, n, folder))
+            points += self.numbered("log", row, 4 if self.args.quick else 40,
+                                    functools.partial(log_point, reference, reads, cut))
         self.sweep("log", points, self.args.jobs)
 
     def damages(self):
-        reference = Reference(self.trainer, ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16], 1, SAVE_STEPS, SAVE_EVERY)
+        reference = Reference(self.trainer, DELAYED, 1, SAVE_STEPS, SAVE_EVERY)
         points = []
         for kind in DAMAGES:
-            points += self.numbered("damage", f"damage: {kind}", 3 if self.args.quick else 50, lambda n, folder, kind=kind: damage_point(reference, kind, n, folder))
+            points += self.numbered("damage", f"damage: {kind}", 3 if self.args.quick else 50,
+                                    functools.partial(damage_point, reference, kind))
         self.sweep("damage", points, self.args.jobs)
 
     def resumes(self):
@@ -487,18 +531,21 @@ class Campaign:
         for n, (ranks, options) in enumerate(resume_configurations(self.args.quick), 1):
             if self.args.at in (None, n):
                 row = "kill and resume: " + (options[3] if options[1] == "fp8" else options[1])
-                points.append((row, f"--only resume --at {n}", lambda folder, n=n, ranks=ranks, options=options: resume_point(self.trainer, ranks, options, n, folder)))
+                action = functools.partial(resume_point, self.trainer, ranks, options, n)
+                points.append((row, f"--only resume --at {n}", action))
         self.sweep("resume", points, self.args.jobs)
 
-    # ---- fuzzing
+    # Fuzzing.
 
     def fuzz_environment(self):
         return dict(os.environ, TMPDIR=str(self.scratch), ASAN_OPTIONS="detect_leaks=0", OMP_NUM_THREADS="1")
 
     def replay(self, target, runs, folder):
+        runs *= 10 if target == "tokenizer" else 1  # the fastest
         command = [ROOT / "build/fault/replay", target, str(runs)]
         start = time.monotonic()
-        run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self.fuzz_environment())
+        run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, env=self.fuzz_environment())
         require(run.returncode == 0, f"{run.stdout.decode('utf-8', 'replace')[-2500:]}")
         with self.lock:
             self.notes[f"fuzz, replayed: {target}"] = f"{runs:,} runs, {runs / (time.monotonic() - start):,.0f}/s"
@@ -507,25 +554,32 @@ class Campaign:
         corpus = folder / "corpus"
         corpus.mkdir()
         subprocess.run([ROOT / "build/fault/replay", target, "seeds", corpus], check=True, stdout=subprocess.DEVNULL)
-        command = [ROOT / f"build/fault/fuzz_{target}", corpus, f"-max_total_time={seconds:.0f}", "-timeout=20", "-print_final_stats=1", "-max_len=4096", f"-artifact_prefix={ROOT}/build/fault/"]
-        run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=self.fuzz_environment())
+        command = [ROOT / f"build/fault/fuzz_{target}", corpus, f"-max_total_time={seconds:.0f}", "-timeout=20",
+                   "-print_final_stats=1", "-max_len=4096", f"-artifact_prefix={ROOT}/build/fault/"]
+        run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, env=self.fuzz_environment())
         text = run.stderr.decode("utf-8", "replace")
         runs, edges = re.search(r"stat::number_of_executed_units: (\d+)", text), re.findall(r" cov: (\d+)", text)
         with self.lock:
             if runs:
-                self.notes[f"fuzz, libFuzzer: {target}"] = f"{int(runs.group(1)):,} runs, {int(runs.group(1)) / seconds:,.0f}/s, {edges[-1] if edges else 0} edges"
+                n = int(runs.group(1))
+                note = f"{n:,} runs, {n / seconds:,.0f}/s, {edges[-1] if edges else 0} edges"
+                self.notes[f"fuzz, libFuzzer: {target}"] = note
         require(run.returncode == 0, text[-2500:])
 
     def fuzz(self):
         targets = [target for target in TARGETS if self.args.kind in (None, target)]
         runs = 3000 if self.args.quick else 50000
-        points = [(f"fuzz, replayed: {t}", f"--only fuzz --kind {t}", lambda folder, t=t: self.replay(t, runs, folder)) for t in targets]
+        points = [(f"fuzz, replayed: {t}", f"--only fuzz --kind {t}", functools.partial(self.replay, t, runs))
+                  for t in targets]
         if not self.args.quick:
             compiler = find_libfuzzer()
             if compiler:
                 build(*[f"build/fault/fuzz_{t}" for t in targets], f"FUZZ_CC={compiler}")
                 seconds = 60 * self.args.minutes * self.args.jobs / len(targets)
-                points += [(f"fuzz, libFuzzer: {t}", f"--only fuzz --kind {t}", lambda folder, t=t: self.libfuzzer(t, seconds, folder)) for t in targets]
+                for t in targets:
+                    action = functools.partial(self.libfuzzer, t, seconds)
+                    points.append((f"fuzz, libFuzzer: {t}", f"--only fuzz --kind {t}", action))
             else:
                 print("skipped: no clang with libFuzzer; mutations are replayed alone")
         self.sweep("fuzz", points, self.args.jobs)
@@ -543,7 +597,9 @@ class Campaign:
 
     def run(self):
         self.saves()
-        for section, action in (("export", self.exports), ("log", self.logs), ("damage", self.damages), ("resume", self.resumes), ("fuzz", self.fuzz)):
+        sections = {"export": self.exports, "log": self.logs, "damage": self.damages, "resume": self.resumes,
+                    "fuzz": self.fuzz}
+        for section, action in sections.items():
             if self.wants(section):
                 action()
         return self.report()
@@ -558,18 +614,23 @@ def find_libfuzzer():
     """A clang that links fuzz targets; None: there is none."""
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder) / "empty.c"
-        source.write_text("int LLVMFuzzerTestOneInput(const unsigned char *data, unsigned long size) { return data && size > 4096; }\n")
+        source.write_text("int LLVMFuzzerTestOneInput(const char *data, unsigned long n) { return data && n > 9; }\n")
+        flags = ["-fsanitize=fuzzer,address,undefined", "-o", f"{folder}/empty", source]
         for compiler in filter(None, [os.environ.get("FUZZ_CC"), "clang", "clang-14"]):
-            if shutil.which(compiler) and subprocess.run([compiler, "-fsanitize=fuzzer,address,undefined", "-o", f"{folder}/empty", source], stderr=subprocess.DEVNULL).returncode == 0:
+            found = shutil.which(compiler)
+            if found and subprocess.run([compiler, *flags], stderr=subprocess.DEVNULL).returncode == 0:
                 return compiler
     return None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="The full form takes about 20 minutes on 2 cores, and --minutes more for libFuzzer; --quick takes about 1 minute.")
-    parser.add_argument("--quick", action="store_true", help="few points of every kind, and fuzz targets without libFuzzer: what scripts/test.sh runs")
-    parser.add_argument("--minutes", type=float, default=20, help="of fuzzing with libFuzzer, all targets together [20]; 60 make more than 10 million runs on 2 cores")
+                                     epilog="The full form takes about 15 minutes on 2 cores, and --minutes more for "
+                                            "libFuzzer; --quick takes less than a minute.")
+    parser.add_argument("--quick", action="store_true",
+                        help="few points of every kind, and fuzz targets without libFuzzer: what scripts/test.sh runs")
+    parser.add_argument("--minutes", type=float, default=20,
+                        help="of fuzzing with libFuzzer, all targets together [20]; 60 make more than 10 million runs")
     parser.add_argument("--only", metavar="SECTIONS", help=f"of {','.join(SECTIONS)}, those named")
     parser.add_argument("--kind", help="one kind of fault (" + ", ".join(KILLS + ERRORS) + "), or one fuzz target")
     parser.add_argument("--at", type=int, help="one point of each kind: the number of its call, or of the point")
@@ -579,7 +640,8 @@ def main():
     for section in filter(None, (args.only or "").split(",")):
         if section not in SECTIONS:
             parser.error(f"--only {section}: the sections are {', '.join(SECTIONS)}")
-    build("train_fp8", "build/synth_stories", "build/fault/inject.so", *([] if args.only and "fuzz" not in args.only else ["build/fault/replay"]))
+    fuzzes = not args.only or "fuzz" in args.only.split(",")
+    build("train_fp8", "build/synth_stories", "build/fault/inject.so", *(["build/fault/replay"] if fuzzes else []))
     campaign = Campaign(args)
     try:
         return campaign.run()

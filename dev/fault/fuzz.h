@@ -1,8 +1,10 @@
-// What every fuzz target shares. A target is a function of some bytes that calls the code under test and aborts where it does what it must not.
-// FUZZ_TARGET makes it an entry point of libFuzzer, or with FUZZ_REPLAY an entry of the table in replay.c.
+// Every fuzz target includes this. A target is a function of some bytes that calls the code under test, and aborts
+// where that code does what it must not. FUZZ_TARGET makes it an entry point of libFuzzer, or with FUZZ_REPLAY an entry
+// of the table in replay.c.
 //
-// die() ends a run of the target, not the process: its hook jumps back here before it prints. What the run had allocated is freed then, and descriptors are
-// closed. A run that ends without die() must have given everything back itself.
+// die() ends a run of the target, not the process: its hook jumps back here before it prints. What the run had
+// allocated is freed then, and descriptors are closed. A run that ends without die() must have given everything back
+// itself.
 #ifndef DEV_FAULT_FUZZ_H
 #define DEV_FAULT_FUZZ_H
 
@@ -102,12 +104,14 @@ static inline void fuzz_remove_folder(void) {
     folder_remove(fuzz()->folder, &ignored);
 }
 
-// Once for each process. Targets write their files in a folder under TMPDIR; what the code under test prints goes nowhere.
+// Once for each process. Targets write their files in a folder under TMPDIR; what the code under test prints goes
+// nowhere.
 static inline void fuzz_begin(void) {
     Fuzz *f = fuzz();
     if (f->blocks) return;
     f->blocks = (void **)calloc(FUZZ_MAX_BLOCKS, sizeof *f->blocks);
-    format_checked(f->folder, sizeof f->folder, "%s/train_fp8_fuzz_XXXXXX", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp");
+    const char *parent = getenv("TMPDIR");
+    format_checked(f->folder, sizeof f->folder, "%s/train_fp8_fuzz_XXXXXX", parent ? parent : "/tmp");
     if (!f->blocks || !mkdtemp(f->folder) || !freopen("/dev/null", "w", stdout) || atexit(fuzz_remove_folder)) abort();
     die_hook()->before = fuzz_died;
 }
@@ -157,15 +161,15 @@ static inline uint8_t fuzz_byte(const uint8_t **data, size_t *size) {
     return (*data)[-1];
 }
 
-// Copies a text without its terminating zero, for seeds. Returns its size.
-static inline size_t fuzz_text(uint8_t *out, size_t capacity, const char *text) {
+#define FUZZ_SEED_CAPACITY 8192
+
+// Copies a seed of text without its terminating zero; a ' becomes ", so that JSON is readable in C. Returns its size.
+static inline size_t fuzz_text(uint8_t *out, const char *text) {
     const size_t n = strlen(text);
-    FUZZ_CHECK(n <= capacity);
-    memcpy(out, text, n);
+    FUZZ_CHECK(n <= FUZZ_SEED_CAPACITY);
+    for (size_t i = 0; i < n; i++) out[i] = (uint8_t)(text[i] == '\'' ? '"' : text[i]);
     return n;
 }
-
-#define FUZZ_SEED_CAPACITY 8192
 
 // A target for replay.c. `seed` writes the i-th seed to `out` and returns its size; 0 past the last.
 typedef struct {

@@ -39,10 +39,12 @@ static void json_read(const Json *json, const JsonNode *node) {
 static bool json_is_utf8(const uint8_t *s, size_t size) {
     for (size_t i = 0; i < size;) {
         const uint8_t c = s[i++];
-        const int more = c < 0x80 ? 0 : c >= 0xc2 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2 : c >= 0xf0 && c < 0xf5 ? 3 : -1;
-        if (more < 0 || (size_t)more > size - i) return false;
-        if ((c == 0xe0 && s[i] < 0xa0) || (c == 0xed && s[i] > 0x9f) || (c == 0xf0 && s[i] < 0x90) || (c == 0xf4 && s[i] > 0x8f)) return false;
-        for (int k = 0; k < more; k++, i++)
+        if ((c >= 0x80 && c < 0xc2) || c > 0xf4) return false;
+        const size_t more = c < 0x80 ? 0 : c < 0xe0 ? 1 : c < 0xf0 ? 2 : 3;
+        if (more > size - i) return false;
+        if ((c == 0xe0 && s[i] < 0xa0) || (c == 0xed && s[i] > 0x9f)) return false;  // too long, or half of a pair
+        if ((c == 0xf0 && s[i] < 0x90) || (c == 0xf4 && s[i] > 0x8f)) return false;  // too long, or too large
+        for (size_t k = 0; k < more; k++, i++)
             if ((s[i] & 0xc0) != 0x80) return false;
     }
     return true;
@@ -55,11 +57,13 @@ static void json_run(const uint8_t *data, size_t size) {
     JsonText text = {NULL, 0, 0};
     json_write(&json, json_root(&json), &text);
     const bool parses = json_parse(&again, "output", text.data, text.size, &failure);
-    FUZZ_CHECK(parses || !json_is_utf8(data, size));  // bytes that are no UTF-8 may be replaced, and two keys then be the same
+    const bool utf8 = json_is_utf8(data, size);
+    FUZZ_CHECK(parses || !utf8);  // bytes that are no UTF-8 may be replaced, and two keys then be equal
     for (int64_t i = 0; i < json.count; i++) json_read(&json, &json.nodes[i]);
-    for (int64_t i = 0; parses && json_is_utf8(data, size) && i < json.count; i++) {
+    for (int64_t i = 0; utf8 && i < json.count; i++) {
         const JsonNode *a = &json.nodes[i], *b = &again.nodes[i];
-        FUZZ_CHECK(json.count == again.count && a->type == b->type && a->parent == b->parent && a->next == b->next && a->first == b->first && a->count == b->count);
+        FUZZ_CHECK(json.count == again.count && a->type == b->type && a->count == b->count);
+        FUZZ_CHECK(a->parent == b->parent && a->next == b->next && a->first == b->first);
         FUZZ_CHECK(strcmp(a->text, b->text) == 0 && !a->key == !b->key && (!a->key || strcmp(a->key, b->key) == 0));
     }
     if (parses) json_free(&again);
@@ -69,12 +73,15 @@ static void json_run(const uint8_t *data, size_t size) {
 
 static size_t json_seed(int i, uint8_t *out) {
     static const char *const seeds[] = {
-        "{\"a\": [1, -2.5e-3, true, false, null, \"x\\n\\u00e4\\ud83d\\ude00\"], \"b\": {\"c\": {}}, \"d\": []}",
-        "[9223372036854775807, -9223372036854775808, 1e308, 4.9e-324, 0.1, 12345678901234567890123, -0.0, 1E+2]",
-        "{\"__metadata__\":{\"format\":\"pt\"},\"w\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]}}",
-        "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]",
-        "\"\\\"\\\\\\/\\b\\f\\n\\r\\t\\u001f\"", "  {\"k\\u0041\":1 , \"kA\" : 2}\n"};
-    return i < (int)(sizeof seeds / sizeof seeds[0]) ? fuzz_text(out, FUZZ_SEED_CAPACITY, seeds[i]) : 0;
+        "{'a': [1, -2.5e-3, true, false, null, 'x\\n\\u00e4\\ud83d\\ude00'], 'b': {'c': {}}, 'd': []}",
+        ("[9223372036854775807, -9223372036854775808, 1e308, 4.9e-324, 0.1, 12345678901234567890123, -0.0, 1E+2,"
+         " 0.30000000000000004, 1.7976931348623157e308]"),
+        "{'__metadata__':{'format':'pt'},'w':{'dtype':'F32','shape':[2,3],'data_offsets':[0,24]}}",
+        ("[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[["
+         "]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]"),
+        "'\\'\\\\\\/\\b\\f\\n\\r\\t\\u001f'",
+        "  {'k\\u0041':1 , 'kA' : 2}\n"};
+    return i < (int)(sizeof seeds / sizeof seeds[0]) ? fuzz_text(out, seeds[i]) : 0;
 }
 
 FUZZ_TARGET(json)

@@ -7,9 +7,12 @@ static void options_check_values(const Options *o) {
         const void *at = (const char *)o + row->field;
         char value[PATH_CAPACITY];
         option_format(o, row, value, sizeof value);
-        if (row->kind == OPTION_INT) FUZZ_CHECK((double)*(const int64_t *)at >= row->low && (double)*(const int64_t *)at <= row->high);
-        if (row->kind == OPTION_REAL) FUZZ_CHECK(*(const double *)at >= row->low && *(const double *)at <= row->high);
-        if (row->kind == OPTION_CHOICE) FUZZ_CHECK(option_choice_name(row->text, *(const int *)at, value, sizeof value));
+        const bool whole = row->kind == OPTION_INT;
+        if (row->kind == OPTION_CHOICE)
+            FUZZ_CHECK(option_choice_name(row->text, *(const int *)at, value, sizeof value));
+        if (!whole && row->kind != OPTION_REAL) continue;
+        const double number = whole ? (double)*(const int64_t *)at : *(const double *)at;
+        FUZZ_CHECK(number >= row->low && number <= row->high);
     }
 }
 
@@ -39,11 +42,16 @@ static void options_run(const uint8_t *data, size_t size) {
 
 static size_t options_seed(int i, uint8_t *out) {
     static const char *const seeds[] = {
-        "tiny\n--precision\nfp8\n--fp8-recipe=delayed\n--sequence-length\n128\n--learning-rate\n3e-3\n--fp8-amax-history\n16\n--fp8-filter\nfirst,last",
-        "small\n--sharding\nhybrid\n--shard-size\n2\n--num-steps=20\n--checkpoint-dir\nck\n--checkpoint-every\n5\n--resume\n--deterministic",
-        "--help", "tiny\n--val-data\nv.bin\n--val-every\n2\n--beta1\n0.95\n--lr-schedule\nwsd\n--warmup-steps\n3\n--grad-clip\n1\n--seed\n-1",
-        "tiny\n--dry-run\n--world-size\n512\n--lerning-rate\n1\n--batch-size\n1e3\n--num-steps\n0x10", "tiny\n--export-hf=\n--log-dir\n/tmp\n--keep-checkpoints\n3\n-x"};
-    return i < (int)(sizeof seeds / sizeof seeds[0]) ? fuzz_text(out, FUZZ_SEED_CAPACITY, seeds[i]) : 0;
+        ("tiny\n--precision\nfp8\n--fp8-recipe=delayed\n--sequence-length\n128\n--learning-rate\n3e-3\n"
+         "--fp8-amax-history\n16\n--fp8-filter\nfirst,last"),
+        ("small\n--sharding\nhybrid\n--shard-size\n2\n--num-steps=20\n--checkpoint-dir\nck\n--checkpoint-every\n5\n"
+         "--resume\n--deterministic"),
+        "--help",
+        ("tiny\n--val-data\nv.bin\n--val-every\n2\n--beta1\n0.95\n--lr-schedule\nwsd\n--warmup-steps\n3\n"
+         "--grad-clip\n1\n--seed\n-1"),
+        "tiny\n--dry-run\n--world-size\n512\n--lerning-rate\n1\n--batch-size\n1e3\n--num-steps\n0x10",
+        "tiny\n--export-hf=\n--log-dir\n/tmp\n--keep-checkpoints\n3\n-x"};
+    return i < (int)(sizeof seeds / sizeof seeds[0]) ? fuzz_text(out, seeds[i]) : 0;
 }
 
 FUZZ_TARGET(options)

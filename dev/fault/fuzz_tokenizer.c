@@ -20,7 +20,7 @@ static void tokenizer_run(const uint8_t *data, size_t size) {
 
 static size_t tokenizer_seed(int i, uint8_t *out) {
     const uint32_t head[] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, 3, 1, 1}, two = 2, none = 0;
-    if (i == 3) return fuzz_text(out, FUZZ_SEED_CAPACITY, "xdata/tiny_train_000001.bin");
+    if (i == 3) return fuzz_text(out, "xdata/tiny_train_000001.bin");
     if (i > 3) return 0;
     out[0] = (uint8_t)(i & 1);
     memcpy(out + 1, head, sizeof head);

@@ -2,14 +2,16 @@
 #include "fuzz.h"
 
 static void trainer_write_folder(const uint8_t *data, size_t size) {
-    static const char config[] = "{\"model_type\": \"llama\", \"vocab_size\": 64, \"hidden_size\": 8, \"intermediate_size\": 8, \"num_hidden_layers\": 1, \"num_attention_heads\": 1}";
+    static const char config[] = "{'model_type': 'llama', 'vocab_size': 64, 'hidden_size': 8, 'intermediate_size': 8,"
+                                 " 'num_hidden_layers': 1, 'num_attention_heads': 1}";
+    uint8_t config_text[sizeof config];
     JsonText text = {NULL, 0, 0};
     json_text_reserve(&text, size + 1);
     if (size) memcpy(text.data, data, size);
     text.data[text.size = size] = 0;
     json_text_add(&text, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(text.data, text.size));
     fuzz_write("trainer.json", text.data, text.size);
-    fuzz_write("config.json", config, sizeof config - 1);
+    fuzz_write("config.json", config_text, fuzz_text(config_text, config));
     fuzz_write("model.safetensors", "12345", 5);
     json_text_free(&text);
 }
@@ -47,7 +49,8 @@ static size_t trainer_seed(int i, uint8_t *out) {
     Options o = options_default();
     options_resolve(&o);
     json_text_add(&text, "{\n  \"format_version\": 1,\n  \"step\": 2,\n  \"samples\": 8,\n  \"model\": \"tiny\",\n");
-    if (i != 1) json_text_add(&text, "  \"training_data\": {\"tokens\": 1000, \"shards\": 1, \"fingerprint\": \"%016x\"},\n", i == 0 ? 42 : 43);
+    const char *const data = "  \"training_data\": {\"tokens\": 1000, \"shards\": 1, \"fingerprint\": \"%016x\"},\n";
+    if (i != 1) json_text_add(&text, data, i == 0 ? 42 : 43);
     json_text_add(&text, "  \"settings\": {");
     const char *separator = "";
     for (const OptionRow *row = option_rows(); row->name; row++) {
@@ -57,7 +60,8 @@ static size_t trainer_seed(int i, uint8_t *out) {
         json_text_add(&text, "%s\"%s\": \"%s\"", separator, row->name, value);
         separator = ", ";
     }
-    json_text_add(&text, "},\n  \"files\": [{\"name\": \"model.safetensors\", \"bytes\": 5, \"xxh64\": \"%016llx\"}]", (unsigned long long)xxhash64("12345", 5));
+    json_text_add(&text, "},\n  \"files\": [{\"name\": \"model.safetensors\", \"bytes\": 5, \"xxh64\": \"%016llx\"}]",
+                  (unsigned long long)xxhash64("12345", 5));
     const size_t size = i < 3 && text.size <= FUZZ_SEED_CAPACITY ? text.size : 0;
     memcpy(out, text.data, size);
     json_text_free(&text);

@@ -1,17 +1,21 @@
-// A shared library for LD_PRELOAD that makes one file call of a program fail, or kills the program there, as a full disk, a bad disk, a killed process or
-// a power cut would. It counts the calls that change files and folders under one folder, in the order the program makes them, and acts at the Nth.
+// A shared library for LD_PRELOAD that makes one file call of a program fail, or kills the program there, as a full
+// disk, a bad disk, a killed process or a power cut would. It counts the calls that change files and folders under one
+// folder, in the order the program makes them, and acts at the Nth.
 //
 //   FAULT_DIR     the folder, as an absolute path without links. Unset: the library does nothing
-//   FAULT_KIND    what happens (see Kind below); "none" counts only
+//   FAULT_KIND    what happens: see KINDS; "none" counts only
 //   FAULT_AT      at which call, from 1 on
 //   FAULT_RANK    the MPI rank whose calls count; unset: a program without MPI
-//   FAULT_REPORT  a file that gets a line "call N NAME BYTES PATH" for each counted call with FAULT_KIND=none, and "struck N NAME BYTES PATH" when it acts
-//   FAULT_STATE   a file that the ranks share: what has been written and not yet brought to disk by any of them. Unset: of this process alone
+//   FAULT_REPORT  a file that gets a line "call N NAME BYTES PATH" for each counted call with FAULT_KIND=none, and
+//                 "struck N NAME BYTES PATH" when the library acts
+//   FAULT_STATE   a file that the ranks share: what any of them has written and not yet brought to disk. Unset: this
+//                 process alone
 //   FAULT_CALLS   the one call that counts, in place of those that change something: "pread"
 //   FAULT_DELAY   microseconds between the call and the kill of FAULT_KIND=kill-later
 //
-// A power cut kills all ranks. What was written and not covered by fsync reads as zeros then, and with power-names a name that rename gave is the
-// old one again unless an fsync of its folder came after it. Names of new and of removed files are taken to last.
+// A power cut kills all ranks. What was written and not covered by fsync reads as zeros then, and with power-names a
+// name that rename gave is the old one again unless an fsync of its folder came after it. Names of new and of removed
+// files are taken to last.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -32,10 +36,37 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef enum { KIND_NONE, KILL_BEFORE, KILL_AFTER, KILL_MIDDLE, KILL_LATER, POWER_CUT, POWER_NAMES, ENOSPC_ONCE, EIO_ONCE, ENOSPC_ON, EIO_ON, SHORT_WRITE, EINTR_ONCE, NUM_KINDS } Kind;
-static const char *const kind_names[NUM_KINDS] = {"none", "kill-before", "kill-after", "kill-middle", "kill-later", "power-cut", "power-names", "enospc", "eio", "enospc-on", "eio-on", "short", "eintr"};
+//    kind          FAULT_KIND
+#define KINDS(X) \
+    X(KIND_NONE,    "none") \
+    X(KILL_BEFORE,  "kill-before") \
+    X(KILL_AFTER,   "kill-after") \
+    X(KILL_MIDDLE,  "kill-middle") \
+    X(KILL_LATER,   "kill-later") \
+    X(POWER_CUT,    "power-cut") \
+    X(POWER_NAMES,  "power-names") \
+    X(ENOSPC_ONCE,  "enospc") \
+    X(EIO_ONCE,     "eio") \
+    X(ENOSPC_ON,    "enospc-on") \
+    X(EIO_ON,       "eio-on") \
+    X(SHORT_WRITE,  "short") \
+    X(EINTR_ONCE,   "eintr")
 
-// What a call does: goes ahead, fails with errno as it is set, or writes only a part (half of it before a kill, or one byte).
+typedef enum {
+#define X(kind, name) kind,
+    KINDS(X)
+#undef X
+    NUM_KINDS
+} Kind;
+
+static Kind kind_find(const char *name) {
+#define X(kind, text) if (strcmp(name, text) == 0) return kind;
+    KINDS(X)
+#undef X
+    abort();
+}
+
+// A call goes ahead, fails with the errno that is set, or writes only a part: half of it before a kill, or one byte.
 typedef enum { GO, GO_THEN_KILL, FAIL, WRITE_HALF, WRITE_ONE } Verdict;
 
 // The groups of calls that FAULT_KIND=enospc-on tells apart: a full disk lets files be removed and closed.
@@ -85,7 +116,8 @@ static void *real_call(const char *name) {
 static void *shared_memory(const char *path) {
     const int fd = path ? REAL(open)(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666) : -1;
     if (path && (fd < 0 || REAL(ftruncate)(fd, sizeof(Shared)))) abort();
-    void *memory = mmap(NULL, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | (path ? 0 : MAP_ANONYMOUS), fd, 0);
+    const int flags = MAP_SHARED | (path ? 0 : MAP_ANONYMOUS);
+    void *memory = mmap(NULL, sizeof(Shared), PROT_READ | PROT_WRITE, flags, fd, 0);
     if (memory == MAP_FAILED) abort();
     if (fd >= 0) REAL(close)(fd);
     return memory;
@@ -104,7 +136,8 @@ static void shared_unlock(Shared *s) { __atomic_store_n(&s->lock, 0, __ATOMIC_RE
 
 __attribute__((constructor)) static void fault_begin(void) {
     Fault *f = fault_of_process();
-    const char *dir = getenv("FAULT_DIR"), *kind = getenv("FAULT_KIND"), *chosen = getenv("FAULT_RANK"), *rank = getenv("OMPI_COMM_WORLD_RANK");
+    const char *dir = getenv("FAULT_DIR"), *kind = getenv("FAULT_KIND");
+    const char *chosen = getenv("FAULT_RANK"), *rank = getenv("OMPI_COMM_WORLD_RANK");
     if (!dir || (chosen && !rank)) return;  // mpirun itself has no rank
     f->active = true;
     f->counts = !chosen || strcmp(chosen, rank) == 0;
@@ -112,8 +145,7 @@ __attribute__((constructor)) static void fault_begin(void) {
     f->report = getenv("FAULT_REPORT"), f->calls = getenv("FAULT_CALLS");
     f->at = getenv("FAULT_AT") ? atoll(getenv("FAULT_AT")) : 0;
     f->delay = getenv("FAULT_DELAY") ? (useconds_t)atoi(getenv("FAULT_DELAY")) : 0;
-    for (int k = 0; kind && k < NUM_KINDS; k++)
-        if (strcmp(kind, kind_names[k]) == 0) f->kind = (Kind)k;
+    f->kind = kind_find(kind ? kind : "none");
     f->shared = shared_memory(getenv("FAULT_STATE"));
     shared_lock(f->shared);
     if (f->shared->num_ranks < MAX_RANKS) f->shared->ranks[f->shared->num_ranks++] = getpid();
@@ -188,9 +220,11 @@ static void range_zero(const Range *r) {
     struct stat info;
     const int fd = REAL(open)(r->path, O_WRONLY);
     if (fd < 0) return;  // removed since
-    if (fstat(fd, &info) == 0)
-        for (int64_t at = r->begin; at < r->end && at < info.st_size; at += (int64_t)sizeof zeros)
-            if (REAL(pwrite)(fd, zeros, (size_t)(r->end - at < (int64_t)sizeof zeros ? r->end - at : (int64_t)sizeof zeros), at) < 0) break;
+    const int64_t end = fstat(fd, &info) ? 0 : r->end < info.st_size ? r->end : info.st_size;
+    for (int64_t at = r->begin, n; at < end; at += n) {
+        n = end - at < (int64_t)sizeof zeros ? end - at : (int64_t)sizeof zeros;
+        if (REAL(pwrite)(fd, zeros, (size_t)n, at) != n) abort();
+    }
     REAL(close)(fd);
 }
 
@@ -206,8 +240,9 @@ static void power_cut(Fault *f) {
     if (s->num_ranks > 1) usleep(20000);  // until they have left the kernel
     for (int i = 0; i < s->num_ranges; i++) range_zero(&s->ranges[i]);
     for (int i = s->num_renames - 1; i >= 0 && f->kind == POWER_NAMES; i--) {
-        const unsigned flags = s->renames[i].exchange ? 2 : 1;  // RENAME_EXCHANGE, RENAME_NOREPLACE of linux/fs.h
-        REAL(syscall)(SYS_renameat2, AT_FDCWD, s->renames[i].to, AT_FDCWD, s->renames[i].from, flags);  // fails for what is removed since
+        const Rename *r = &s->renames[i];
+        const unsigned flags = r->exchange ? 2 : 1;  // RENAME_EXCHANGE, RENAME_NOREPLACE of linux/fs.h
+        REAL(syscall)(SYS_renameat2, AT_FDCWD, r->to, AT_FDCWD, r->from, flags);  // fails for what is removed since
     }
     die_now();
 }
@@ -218,7 +253,8 @@ static void report(const Fault *f, const char *word, const char *name, int64_t b
     char line[PATH_MAX + 128];
     const int fd = f->report ? REAL(open)(f->report, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666) : -1;
     if (fd < 0) return;
-    const int n = snprintf(line, sizeof line, "%s %lld %s %lld %s\n", word, (long long)f->count, name, (long long)bytes, path);
+    const int n = snprintf(line, sizeof line, "%s %lld %s %lld %s\n", word, (long long)f->count, name,
+                           (long long)bytes, path);
     if (REAL(write)(fd, line, (size_t)n) != n) abort();
     REAL(close)(fd);
 }
@@ -235,7 +271,9 @@ static Verdict strike(Fault *f, CallGroup group) {
         case KILL_BEFORE: die_now(); break;
         case KILL_AFTER: return GO_THEN_KILL;
         case KILL_MIDDLE: return group == CALL_WRITES ? WRITE_HALF : GO_THEN_KILL;
-        case KILL_LATER: if (pthread_create(&thread, NULL, kill_after_delay, f)) abort(); return GO;
+        case KILL_LATER:
+            if (pthread_create(&thread, NULL, kill_after_delay, f)) abort();
+            return GO;
         case POWER_CUT: case POWER_NAMES: power_cut(f); break;
         case ENOSPC_ON: if (group == CALL_FREES) return GO;  // fall through
         case ENOSPC_ONCE: errno = ENOSPC; return FAIL;
@@ -312,7 +350,8 @@ int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode);
 
 int unlinkat(int folder, const char *path, int flags) {
     char full[PATH_MAX];
-    const Verdict verdict = fault_call(flags & AT_REMOVEDIR ? "rmdir" : "unlink", CALL_FREES, 0, path_at(folder, path, full));
+    const char *name = flags & AT_REMOVEDIR ? "rmdir" : "unlink";
+    const Verdict verdict = fault_call(name, CALL_FREES, 0, path_at(folder, path, full));
     return verdict == FAIL ? -1 : (int)fault_done(verdict, REAL(unlinkat)(folder, path, flags));
 }
 
@@ -367,13 +406,18 @@ static ssize_t write_at(const char *name, int fd, const void *data, size_t bytes
 }
 
 ssize_t write(int fd, const void *data, size_t bytes) { return write_at("write", fd, data, bytes, -1); }
-ssize_t pwrite(int fd, const void *data, size_t bytes, off_t offset) { return write_at("pwrite", fd, data, bytes, offset); }
-ssize_t pwrite64(int fd, const void *data, size_t bytes, off64_t offset) { return write_at("pwrite", fd, data, bytes, offset); }
+
+ssize_t pwrite(int fd, const void *data, size_t bytes, off_t offset) {
+    return write_at("pwrite", fd, data, bytes, offset);
+}
+
+ssize_t pwrite64(int fd, const void *data, size_t bytes, off64_t offset) { return pwrite(fd, data, bytes, offset); }
 
 ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     char path[PATH_MAX];
     const Fault *f = fault_of_process();
-    const Verdict verdict = f->active && f->calls ? fault_call("pread", CALL_READS, (int64_t)bytes, path_of(fd, path)) : GO;
+    const bool counts = f->active && f->calls;
+    const Verdict verdict = counts ? fault_call("pread", CALL_READS, (int64_t)bytes, path_of(fd, path)) : GO;
     return verdict == FAIL ? -1 : fault_done(verdict, REAL(pread)(fd, data, bytes, offset));
 }
 
@@ -400,7 +444,7 @@ int fsync(int fd) {
 
 int fdatasync(int fd) { return fsync(fd); }
 
-// Of files open for writing. A close that fails has closed the file all the same.
+// Counts for files that are open for writing. A close that fails has closed the file all the same.
 int close(int fd) {
     const int flags = fault_of_process()->active ? fcntl(fd, F_GETFL) : -1;
     if (flags < 0 || (flags & O_ACCMODE) == O_RDONLY) return REAL(close)(fd);
@@ -420,7 +464,10 @@ int renameat2(int from_folder, const char *from, int to_folder, const char *to, 
     return (int)fault_done(verdict, result);
 }
 
-int renameat(int from_folder, const char *from, int to_folder, const char *to) { return renameat2(from_folder, from, to_folder, to, 0); }
+int renameat(int from_folder, const char *from, int to_folder, const char *to) {
+    return renameat2(from_folder, from, to_folder, to, 0);
+}
+
 int rename(const char *from, const char *to) { return renameat2(AT_FDCWD, from, AT_FDCWD, to, 0); }
 
 // The program asks for renameat2 by its number; all other numbers go through.
@@ -430,6 +477,7 @@ long syscall(long number, ...) {
     va_start(args, number);
     for (int i = 0; i < 6; i++) a[i] = va_arg(args, long);
     va_end(args);
-    if (number == SYS_renameat2) return renameat2((int)a[0], (const char *)a[1], (int)a[2], (const char *)a[3], (unsigned)a[4]);
+    if (number == SYS_renameat2)
+        return renameat2((int)a[0], (const char *)a[1], (int)a[2], (const char *)a[3], (unsigned)a[4]);
     return REAL(syscall)(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }

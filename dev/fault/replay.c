@@ -35,7 +35,8 @@ static Replay *replay(void) {
 }
 
 static const FuzzTarget *replay_target(const char *name) {
-    static const FuzzTarget *const targets[] = {&fuzz_config, &fuzz_index, &fuzz_json, &fuzz_log, &fuzz_options, &fuzz_safetensors, &fuzz_shard, &fuzz_tokenizer, &fuzz_trainer};
+    static const FuzzTarget *const targets[] = {&fuzz_config, &fuzz_index, &fuzz_json, &fuzz_log, &fuzz_options,
+                                                &fuzz_safetensors, &fuzz_shard, &fuzz_tokenizer, &fuzz_trainer};
     for (size_t i = 0; i < sizeof targets / sizeof targets[0]; i++)
         if (strcmp(targets[i]->name, name) == 0) return targets[i];
     fprintf(stderr, "no fuzz target is called %s\n", name);
@@ -45,7 +46,11 @@ static const FuzzTarget *replay_target(const char *name) {
 static void replay_open(const char *name) {
     Replay *r = replay();
     r->target = replay_target(name);
-    while (r->num_seeds < REPLAY_MAX_SEEDS && (r->sizes[r->num_seeds] = r->target->seed(r->num_seeds, r->seeds[r->num_seeds])) > 0) r->num_seeds++;
+    for (int i = 0; i < REPLAY_MAX_SEEDS; i++) {
+        r->sizes[i] = r->target->seed(i, r->seeds[i]);
+        if (!r->sizes[i]) break;
+        r->num_seeds++;
+    }
 }
 
 // ---- mutations: the k-th random number of a run is rng_u64(key, k)
@@ -65,13 +70,17 @@ static size_t mutate_splice(uint8_t *data, size_t size, size_t at, size_t cut, c
 }
 
 static size_t mutate_once(uint8_t *data, size_t size, Chance *c) {
-    static const char *const words[] = {"{", "}", "[", "]", ",", ":", "\"", "\\u0000", "\\ud800", "null", "true", "-1", "0", "1e999", "0.5", "9223372036854775807", "18446744073709551616",
-                                        "../", "/", "%s%n", "--", "=", "\n", "\xff", "\xc3\xa4", "\"\":", "__metadata__", "nan"};
-    static const uint64_t numbers[] = {0, 1, 0x7f, 0xff, 0x7fff, 0xffff, 0x7fffffff, 0xffffffff, 0x7fffffffffffffff, 0xffffffffffffffff, 0x100000000};
-    static uint8_t other[FUZZ_SEED_CAPACITY];
-    const size_t at = chance_below(c, size + 1), most = size - at, cut = most ? chance_below(c, most < 16 ? most + 1 : 17) : 0;
+    static const char *const words[] = {
+        "{", "}", "[", "]", ",", ":", "\"", "\"\":", "\\u0000", "\\ud800", "null", "true", "-1", "0", "0.5", "1e999",
+        "nan", "9223372036854775807", "18446744073709551616", "../", "/", "%s%n", "--", "=", "\n", "\xff", "\xc3\xa4",
+        "__metadata__"};
+    static const uint64_t numbers[] = {0, 1, 0x7f, 0xff, 0x7fff, 0xffff, 0x7fffffff, 0xffffffff, 0x100000000,
+                                       0x7fffffffffffffff, 0xffffffffffffffff};
+    uint8_t other[16];  // holds what is cut
+    const size_t at = chance_below(c, size + 1), most = size - at, cut = chance_below(c, most < 16 ? most + 1 : 17);
     const char *word = words[chance_below(c, sizeof words / sizeof words[0])];
-    const uint64_t number = numbers[chance_below(c, sizeof numbers / sizeof numbers[0])], random = rng_u64(c->key, c->next++);
+    const uint64_t number = numbers[chance_below(c, sizeof numbers / sizeof numbers[0])];
+    const uint64_t random = rng_u64(c->key, c->next++);
     const size_t width = (size_t)1 << chance_below(c, 4);
     switch (chance_below(c, 9)) {
         case 0: if (most) data[at] ^= (uint8_t)(1u << random % 8); return size;
@@ -80,10 +89,13 @@ static size_t mutate_once(uint8_t *data, size_t size, Chance *c) {
         case 3: return mutate_splice(data, size, at, 0, &random, cut < 8 ? cut : 8);
         case 4: return mutate_splice(data, size, at, random % 2 ? cut : 0, word, strlen(word));
         case 5: return mutate_splice(data, size, at, most < width ? most : width, &number, width);
-        case 6: memcpy(other, data + at, most < sizeof other ? most : sizeof other); return mutate_splice(data, size, chance_below(c, size + 1), 0, other, cut);
+        case 6:
+            memcpy(other, data + at, cut);
+            return mutate_splice(data, size, chance_below(c, size + 1), 0, other, cut);
         case 7: return random % 8 ? size : at;  // cut off the end
         default: {
-            const uint64_t seed = chance_below(c, (uint64_t)replay()->num_seeds), n = replay()->sizes[seed], from = chance_below(c, n);
+            const uint64_t seed = chance_below(c, (uint64_t)replay()->num_seeds), n = replay()->sizes[seed];
+            const uint64_t from = chance_below(c, n);
             return mutate_splice(data, size, at, cut, replay()->seeds[seed] + from, chance_below(c, n - from + 1));
         }
     }
@@ -104,11 +116,13 @@ static size_t mutate(uint64_t run, uint8_t *data) {
 
 static void replay_report(void) {
     const unsigned long long run = replay()->run;
-    fprintf(stderr, "run %llu of %s; again: build/fault/replay %s 1 %llu\n", run, replay()->target->name, replay()->target->name, run);
+    const char *name = replay()->target->name;
+    fprintf(stderr, "run %llu of %s; again: build/fault/replay %s 1 %llu\n", run, name, name, run);
 }
 
 static void replay_signal(int number) {
-    fprintf(stderr, number == SIGALRM ? "hangs for %d s: " : "signal %d: ", number == SIGALRM ? REPLAY_HANG_SECONDS : number);
+    if (number == SIGALRM) fprintf(stderr, "256 runs take more than %d s: ", REPLAY_HANG_SECONDS);
+    else fprintf(stderr, "signal %d: ", number);
     replay_report();
     _exit(1);
 }
@@ -132,7 +146,8 @@ static void replay_write_seeds(const char *folder) {
         char path[PATH_CAPACITY];
         format_checked(path, sizeof path, "%s/seed%d", folder, i);
         FILE *file = fopen(path, "wb");
-        if (!file || fwrite(r->seeds[i], 1, r->sizes[i], file) != r->sizes[i] || fclose(file)) die("cannot write %s", path);
+        if (!file || fwrite(r->seeds[i], 1, r->sizes[i], file) != r->sizes[i] || fclose(file))
+            die("cannot write %s", path);
     }
 }
 

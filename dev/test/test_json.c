@@ -191,7 +191,7 @@ static void test_bytes(void) {
         bool valid = true;
         for (const char *c = out.data; *c && valid; c += json_utf8_length(c)) valid = json_utf8_length(c) > 0;
         Json json;
-        Failure failure = {""};
+        Failure failure = {"", false};
         const bool parsed = json_parse(&json, "t.json", out.data, out.size, &failure);
         if (!valid || !parsed || strcmp(json_root(&json)->text, bytes) != 0) CHECK(false, "%s: %s", out.data, failure.text);
         if (parsed) json_free(&json);

@@ -345,7 +345,7 @@ static void test_blocks(ModelFamily family, int precision, int recompute) {
         for (int64_t k = 0; k < count; k++) t.master[p->offset + element + k] = blocks[i].value;
         weights_refresh(&t);
         t.bad_norm = NONFINITE_NONE;
-        const double loss = micro_step(&t, 1.0f / 8, false);
+        const double loss = micro_step(&t, 1.0f / 8, 0, 0);
         format_checked(expected, sizeof expected, "It begins %s %s, element %lld", blocks[i].place, p->name, (long long)element);
         CHECK(strcmp(place_of(&t, loss), expected) == 0, "%s expected, got %s", expected, place_of(&t, loss));
     }
