@@ -1,5 +1,6 @@
 // train_fp8: pre-trains Llama and Qwen models on the CPU. The readable reference for train_fp8cu: the same model, the same FP8 recipes, every one of them
-// emulated bit for bit, and with --precision bf16 or fp8 it rounds wherever the GPU rounds (--precision fp32 rounds nowhere).
+// emulated bit for bit, and with --precision bf16 or fp8 it rounds wherever the GPU rounds (--precision fp32 rounds nowhere), but for sums that the GPU takes in
+// parts: lm_head's weight gradient over chunks of rows, and an embedding's gradient that joins a sum after lm_head's.
 //
 // From top to bottom: sizes and storage, gathering and reducing over ranks, linear layers, the model's forward pass, its backward pass, the optimizer, the
 // step, validation and samples, checkpoints, the run. The arithmetic of each operation is in llmc/reference.h.
@@ -48,7 +49,7 @@ typedef struct {
     float *att;           // [R, ATT]
     float *lse;           // [B, NH, T]
     float *x_mid;         // [R, C] residual stream between attention and MLP
-    float *norm2, *rstd2; // [R, C], [R]
+    float *norm2, *rstd2;  // [R, C], [R]
     float *gate_up;       // [R, 2F]
     float *h;             // [R, F] silu(gate) * up
 } LayerActs;
@@ -95,7 +96,8 @@ typedef struct {
     uint32_t *amax;               // [tensors] largest magnitudes, as bits: of whole weights; with delayed scaling also of the micro-step under way
     DelayedState delayed;         // the same on all ranks; the scales lie behind the histories
     float *delayed_before;        // both before the step under way, where it may be left out; else NULL
-    bool training;                // in a micro-step: casts leave their largest magnitudes in amax, norms their number in bad_norm
+    // in a micro-step: casts leave their largest magnitudes in amax, norms their number in bad_norm
+    bool training;
     int64_t bad_norm;             // of this step: the first norm whose input was not finite (nonfinite.h)
     bool auditing;                // and this is a step of --fp8-audit
     AuditSums *step_audit, *run_audit;  // [audit_count] of this step's casts, on this rank; of all audits, over all ranks
@@ -302,15 +304,16 @@ static float rank_mean(const float *arrays, int64_t ranks, int64_t stride, int64
     return (float)(sum / (double)ranks);
 }
 
-// How gradients of micro-step `micro` of optimizer step `step`, both counted from 0, join the sum. Replicas round by other bits than each other, so that
-// their noise is not the same.
+// How gradients of micro-step `micro` of optimizer step `step`, both counted from 0, join the sum. Replicas round by
+// other bits than each other, so that their noise is not the same.
 static GradientSum micro_sum(const Trainer *t, int64_t step, int64_t micro) {
     const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // the GPU has two parts to a micro-step
     const GradientSum s = {micro > 0, micro > 0, gradient_sum_key((uint64_t)t->o->seed, step, part), 0};
     return s;
 }
 
-// After the backward pass through a unit: the mean of its gradients over the shard group joins this rank's slices in t->gradients.
+// After the backward pass through a unit: the mean of its gradients over the shard group joins this rank's slices in
+// t->gradients.
 static void reduce_unit(Trainer *t, int64_t unit, GradientSum sum) {
     if (!t->buffered) return;
     const float *whole = unit_gradients(t, unit);
@@ -452,7 +455,8 @@ static void linear(Trainer *t, int64_t l, LinearId id, float *y, const float *x,
 }
 
 // dx [R, K] = dy [R, N] w and dw [N, K] = dy^T x.
-static void linear_backward(Trainer *t, int64_t l, LinearId id, float *dx, Weight dw, const float *dy, const float *x, Weight w) {
+static void linear_backward(Trainer *t, int64_t l, LinearId id, float *dx, Weight dw, const float *dy, const float *x,
+                            Weight w) {
     const LinearShape *s = &t->precision.linear[id];
     LinearOperand qdy = operand(t, l, id, TENSOR_DY, COPY_ROW, dy), qw = weight_operand(t, l, id, COPY_COL, w);
     linear_product(dx, qdy, qw, t->d.R, s->K, s->N, NULL, t->rounding);
@@ -510,7 +514,8 @@ static void model_forward(Trainer *t, const int32_t *tokens, int64_t B, int64_t 
     float *root = root_weights(t);
     embedding_forward(t->acts[0].x, root_tensor(t, root, t->table.root.embedding), tokens, d->R, d->C);
     for (int64_t l = 0; l < d->L; l++) layer_forward(t, l);
-    norm_forward(t, nonfinite_norm(d->L, false), t->y_final, t->rstd_final, t->acts[d->L].x, root_tensor(t, root, t->table.root.norm));
+    norm_forward(t, nonfinite_norm(d->L, false), t->y_final, t->rstd_final, t->acts[d->L].x,
+                 root_tensor(t, root, t->table.root.norm));
     linear_forward(t->logits, t->y_final, lm_head(t, root), NULL, d->R, d->C, d->V, t->rounding);
 }
 
@@ -533,7 +538,8 @@ static void layer_backward(Trainer *t, int64_t l) {
 
     linear_backward(t, l, DOWN_PROJ, t->dh, dw.linear[DOWN_PROJ], t->dx, a->h, w.linear[DOWN_PROJ]);
     swiglu_backward(t->dgate_up, t->dh, a->gate_up, d->R, d->F, r);
-    linear_backward(t, l, GATE_UP_PROJ, t->dbranch, dw.linear[GATE_UP_PROJ], t->dgate_up, a->norm2, w.linear[GATE_UP_PROJ]);
+    linear_backward(t, l, GATE_UP_PROJ, t->dbranch, dw.linear[GATE_UP_PROJ], t->dgate_up, a->norm2,
+                    w.linear[GATE_UP_PROJ]);
     rmsnorm_backward(t->dx, dw.norm2, t->dx, t->dbranch, a->x_mid, a->rstd2, w.norm2, d->R, d->C, r);
 
     linear_backward(t, l, OUT_PROJ, t->datt, dw.linear[OUT_PROJ], t->dx, a->att, w.linear[OUT_PROJ]);
@@ -544,8 +550,10 @@ static void layer_backward(Trainer *t, int64_t l) {
     rmsnorm_backward(t->dx, dw.norm1, t->dx, t->dbranch, a->x, a->rstd1, w.norm1, d->R, d->C, r);
 }
 
-// After model_forward on the same tokens: gradients of (sum of the rows' losses) * grad_scale, as means over the shard group, join t->gradients as `sum` says.
-static void model_backward(Trainer *t, const int32_t *tokens, const int32_t *targets, float grad_scale, GradientSum sum) {
+// After model_forward on the same tokens: gradients of (sum of the rows' losses) * grad_scale, as means over the shard
+// group, join t->gradients as `sum` says.
+static void model_backward(Trainer *t, const int32_t *tokens, const int32_t *targets, float grad_scale,
+                           GradientSum sum) {
     const Dims *d = &t->d;
     const Rounding r = t->rounding;
     float *root = root_weights(t), *droot = unit_gradients(t, 0);
@@ -559,7 +567,8 @@ static void model_backward(Trainer *t, const int32_t *tokens, const int32_t *tar
         reduce_unit(t, 1 + l, sum);
     }
     // a tied embedding's gradient already holds lm_head's
-    embedding_backward(root_tensor(t, droot, t->table.root.embedding), t->dx, tokens, d->R, d->C, d->V, t->m.tie_word_embeddings, r);
+    embedding_backward(root_tensor(t, droot, t->table.root.embedding), t->dx, tokens, d->R, d->C, d->V,
+                       t->m.tie_word_embeddings, r);
     reduce_unit(t, 0, sum);
 }
 
@@ -652,7 +661,8 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
         adamw_reference(t->master + r.shard, t->exp_avg + r.shard, t->exp_avg_sq + r.shard, t->gradients + r.shard, p->offset + r.first, r.count, p->flags & PARAM_DECAY,
                         factor, o->master_weights != STORAGE_FP32, o->optimizer_state == STORAGE_BF16, &s);
     }
-    if (t->precision.recipe->delayed) histories_update(t, true);  // until now the weights were what their scales had cast
+    // until now the weights were what their scales had cast
+    if (t->precision.recipe->delayed) histories_update(t, true);
     weights_refresh(t);
 }
 
@@ -660,12 +670,14 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
 static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
     const BackwardOrder order = backward_order(&t->table);
     NonfiniteStep s = {loss, norm, t->bad_norm, 0, NONFINITE_NONE};
-    for (int64_t i = 0; i < t->plan.total; i++) s.magnitude = adamw_magnitude(t->gradients[i]) > s.magnitude ? adamw_magnitude(t->gradients[i]) : s.magnitude;
+    for (int64_t i = 0; i < t->plan.total; i++)
+        if (adamw_magnitude(t->gradients[i]) > s.magnitude) s.magnitude = adamw_magnitude(t->gradients[i]);
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
         const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         for (int64_t e = 0; e < r.count; e++)
-            if (adamw_magnitude(t->gradients[r.shard + e]) >= adamw_large(s.magnitude)) s.position = min_i64(s.position, backward_position(order, p->offset + r.first + e));
+            if (adamw_magnitude(t->gradients[r.shard + e]) >= adamw_large(s.magnitude))
+                s.position = min_i64(s.position, backward_position(order, p->offset + r.first + e));
     }
     return s;
 }
@@ -700,8 +712,8 @@ static int64_t host_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
-// Forward and backward pass over t->inputs and t->targets, [--batch-size, --sequence-length]. Returns the mean loss; gradients as model_backward and micro_sum
-// say.
+// Forward and backward pass over t->inputs and t->targets, [--batch-size, --sequence-length]. Returns the mean loss;
+// gradients as model_backward and micro_sum say.
 static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t micro) {
     t->training = true;
     model_forward(t, t->inputs, t->o->batch_size, t->o->sequence_length);
@@ -715,7 +727,8 @@ static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t mic
     return loss;
 }
 
-// One optimizer step on the samples from progress->samples on. A step whose gradient norm is not accepted changes nothing; *skipped_in_a_row counts them.
+// One optimizer step on the samples from progress->samples on. A step whose gradient norm is not accepted changes
+// nothing; *skipped_in_a_row counts them.
 static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *progress, int64_t *skipped_in_a_row) {
     const double start = seconds_now();
     const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps, world = t->comm->world;
@@ -749,14 +762,16 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-// Mean loss of the first --val-steps sequences of the validation data. Ranks whose rows of the last batch are beyond them compute as the others do, and count
-// nothing. NAN if a stop was requested meanwhile.
+// Mean loss of the first --val-steps sequences of the validation data. Ranks whose rows of the last batch are beyond
+// them compute as the others do, and count nothing. NAN if a stop was requested meanwhile.
 static double validate(Trainer *t, DataLoader *data) {
-    const int64_t B = t->o->batch_size, T = t->o->sequence_length, world = t->comm->world, sequences = min_i64(t->o->val_steps, data->num_sequences);
+    const int64_t B = t->o->batch_size, T = t->o->sequence_length, world = t->comm->world,
+                  sequences = min_i64(t->o->val_steps, data->num_sequences);
     double loss = 0;
     for (int64_t i = 0; i * world * B < sequences; i++) {
         if (stop_requested(t->comm)) return (double)NAN;
-        const int64_t first = dataloader_sample_index(0, i, world, t->comm->rank, B), rows = dataloader_rows_before(first, B, sequences);
+        const int64_t first = dataloader_sample_index(0, i, world, t->comm->rank, B),
+                      rows = dataloader_rows_before(first, B, sequences);
         dataloader_batch(data, first, B, t->inputs, t->targets);
         model_forward(t, t->inputs, B, T);
         cross_entropy_forward(t->losses, t->logits, t->targets, t->d.R, t->d.V);

@@ -122,10 +122,13 @@ typedef struct {
     uint32_t *amax;                   // [L, amaxes]: those of tensor i of a layer from amax_at[i] on
     int64_t amaxes, amax_at[NUM_SCALES];
     float *inverse_scale;             // [L, NUM_SCALES, 4] of whole tensors; cuBLASLt wants 16-byte alignment
-    float *amax_history, *delayed_scale;  // [L, NUM_SCALES, window], [L, NUM_SCALES] of the delayed recipe, one behind the other
+    // [L, NUM_SCALES, window], [L, NUM_SCALES] of the delayed recipe, one behind the other
+    float *amax_history, *delayed_scale;
     float *delayed_before;            // the same before the step under way, where it may be left out; else NULL
     DelayedState delayed_state;       // the same on the host, for checkpoints
-    bool has_history;                 // every tensor has been cast once: its delayed scale is known. False also where that is not certain, which costs a pass over each tensor
+    // every tensor has been cast once: its delayed scale is known. False also where that is not certain, which costs a
+    // pass over each tensor
+    bool has_history;
     AuditSums *audit;                 // [L, NUM_LINEARS, NUM_TENSORS, 2] on the device
     bool auditing;                    // the casts of this step
 
@@ -382,8 +385,8 @@ static void place_layer_memory(Trainer *t, Arena *a, LayerActs *shared, GemmInpu
     if (t->fsdp.buffered) fsdp_place_layer_buffer(&t->fsdp, a);
 }
 
-// The logits (with the buffer of the root's gradient) and the layers' memory: never alive together, they lie in the same place, which is `room` if the logits
-// fit there. Returns what they leave of it.
+// The logits (with the buffer of the root's gradient) and the layers' memory: never alive together, they lie in the
+// same place, which is `room` if the logits fit there. Returns what they leave of it.
 static ArenaRange place_logits_and_layer_memory(Trainer *t, Arena *a, ArenaRange room, LayerActs *shared, GemmInput *row) {
     const int64_t n = t->chunk * t->d.V, used = a->used;
     const ArenaRange nowhere = {0, 0};
@@ -416,7 +419,8 @@ static void place_activations(Trainer *t, Arena *a) {
     memset(&row, 0, sizeof row);
     arena_group(a, "gradients of activations");
     t->dx = take_bf16(a, d->R * d->C);
-    if (t->fsdp.buffered) place_norm_workspace(t, a);  // the final norm's backward pass needs it beside the root's gradient
+    if (t->fsdp.buffered)
+        place_norm_workspace(t, a);  // the final norm's backward pass needs it beside the root's gradient
     const ArenaRange left = place_logits_and_layer_memory(t, a, room.embedding, &one_at_a_time, &row);
     const LayerActs *shared = t->o->recompute == RECOMPUTE_LAYER ? &one_at_a_time : NULL;
     const int64_t front = gradients_follow_activations(t) ? count_layers_in_front(t, shared, &row) : d->L;
@@ -443,7 +447,8 @@ static void place_scales(Trainer *t, Arena *a) {
     t->inverse_scale = take_float(a, tensors * 4);
     t->amax_history = t->precision.recipe->delayed ? take_float(a, delayed_elements(t)) : NULL;
     t->delayed_scale = t->precision.recipe->delayed ? t->amax_history + tensors * t->o->fp8_amax_history : NULL;
-    t->delayed_before = t->precision.recipe->delayed && t->o->on_nonfinite == NONFINITE_SKIP ? take_float(a, delayed_elements(t)) : NULL;
+    const bool may_skip = t->precision.recipe->delayed && t->o->on_nonfinite == NONFINITE_SKIP;
+    t->delayed_before = may_skip ? take_float(a, delayed_elements(t)) : NULL;
     t->audit = t->o->fp8_audit ? (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums)) : NULL;
     f->amax = t->amax, f->amax_stride = t->amaxes;
     f->inverse_scale = t->inverse_scale, f->delayed_scale = t->delayed_scale, f->scale_stride = NUM_SCALES;
@@ -552,7 +557,8 @@ static void linear_backward_weight(Trainer *t, LinearId id, int64_t l) {
     GemmPlan *p = plan_of(t, id, l, GEMM_WGRAD);
     const Fp8Tensor x = input_fp8(t, l, id), dy = gradient_fp8(t, l, id);
     bf16 *dw = layer_gradients(t, l).matrices + t->precision.linear[id].offset;
-    gemm_run(&t->gemm, p, dw, operand(p, t->acts[l].input[id].bf16_data, &x, COPY_COL), operand(p, t->dy[id].bf16_data, &dy, COPY_COL), NULL, false);
+    gemm_run(&t->gemm, p, dw, operand(p, t->acts[l].input[id].bf16_data, &x, COPY_COL),
+             operand(p, t->dy[id].bf16_data, &dy, COPY_COL), NULL, false);
     mark_product(t, "linear layers, wgrad", p);
 }
 
@@ -681,8 +687,8 @@ static void quantize(Trainer *t, Fp8Tensor q, Source source, int64_t R, int64_t 
     mark_bytes(t, "FP8 casts", source_bytes(&source, R, C) + R * C * Source::OUTPUTS * ((q.row != NULL) + (q.col != NULL)));
 }
 
-// The norm of that number (nonfinite_norm) leaves it in the step's statistics if its input is not finite. What validation and samples leave there is cleared
-// before the next step.
+// The norm of that number (nonfinite_norm) leaves it in the step's statistics if its input is not finite. What
+// validation and samples leave there is cleared before the next step.
 static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
     const RmsnormWatch watch = {&t->stats->bad_norm, (uint32_t)number};
     return watch;
@@ -775,8 +781,8 @@ static void model_forward(Trainer *t, const TokenSlot *slot) {
         release_layer(t, l);
         profile_range_end();
     }
-    residual_rmsnorm_forward(t->x_final, t->y_final, t->rstd_final, NULL, t->acts[d->L - 1].x_mid, t->branch, root.norm, d->R, d->C, (float)t->m.rms_norm_eps,
-                             norm_watch(t, nonfinite_norm(d->L, false)), t->stream);
+    residual_rmsnorm_forward(t->x_final, t->y_final, t->rstd_final, NULL, t->acts[d->L - 1].x_mid, t->branch,
+                             root.norm, d->R, d->C, (float)t->m.rms_norm_eps, norm_watch(t, nonfinite_norm(d->L, false)), t->stream);
     mark_bytes(t, "RMSNorm, forward", d->R * d->C * 8);
 }
 
@@ -875,7 +881,8 @@ static void layer_backward(Trainer *t, int64_t l) {
     linear_backward_weight(t, DOWN_PROJ, l);
     linear_backward_input(t, GATE_UP_PROJ, l, t->dbranch);
     linear_backward_weight(t, GATE_UP_PROJ, l);
-    rmsnorm_backward(t->dx, dw.norm2, fused_amax(t, l, SCALE_GRADIENT + OUT_PROJ), t->dbranch, a->x_mid, a->rstd2, w.norm2, t->dx, d->R, d->C, t->norm_workspace, t->stream);
+    rmsnorm_backward(t->dx, dw.norm2, fused_amax(t, l, SCALE_GRADIENT + OUT_PROJ), t->dbranch, a->x_mid, a->rstd2,
+                     w.norm2, t->dx, d->R, d->C, t->norm_workspace, t->stream);
     mark_bytes(t, "RMSNorm, backward", d->R * d->C * 8);
 
     gradient_ready(t, OUT_PROJ, l, t->dx);
@@ -892,7 +899,8 @@ static void layer_backward(Trainer *t, int64_t l) {
     gradient_ready(t, QKV_PROJ, l, t->dqkv);
     linear_backward_input(t, QKV_PROJ, l, t->dbranch);
     linear_backward_weight(t, QKV_PROJ, l);
-    rmsnorm_backward(t->dx, dw.norm1, fused_amax(t, l - 1, SCALE_GRADIENT + DOWN_PROJ), t->dbranch, a->x_in, a->rstd1, w.norm1, t->dx, d->R, d->C, t->norm_workspace, t->stream);
+    rmsnorm_backward(t->dx, dw.norm1, fused_amax(t, l - 1, SCALE_GRADIENT + DOWN_PROJ), t->dbranch, a->x_in, a->rstd1,
+                     w.norm1, t->dx, d->R, d->C, t->norm_workspace, t->stream);
     mark_bytes(t, "RMSNorm, backward", d->R * d->C * 8);
 }
 
@@ -904,18 +912,21 @@ static EmbeddingPart embedding_part(const Trainer *t) {
     return f->embedding_ranks > 1 ? kept : whole;
 }
 
-// The embedding's gradient joins this rank's part of the sum. Where it is lm_head's too, that one has joined before; else the first micro-step clears the part.
+// The embedding's gradient joins this rank's part of the sum. Where it is lm_head's too, that one has joined before;
+// else the first micro-step clears the part.
 static void embedding_join(Trainer *t, const TokenSlot *slot, const bf16 *dx) {
     Fsdp *f = &t->fsdp;
     const ShardSegment g = shard_segment(&t->table, &f->plan, 0, embedding_segment(&t->table));
     const EmbeddingPart part = embedding_part(t);
     const bool clear = !t->m.tie_word_embeddings && !f->sum.add;
-    const int64_t rows = f->embedding_ranks * t->d.R, element = f->fp32_grads ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
+    const int64_t rows = f->embedding_ranks * t->d.R,
+                  element = f->fp32_grads ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
     void *sum = f->fp32_grads ? (void *)(f->grads_fp32 + g.shard) : (void *)(f->grads + g.shard);
     GradientSum rounding = fsdp_sum_of(f, g, 0);
     rounding.key = f->embedding_key;
     if (clear) CUDA_CHECK(cudaMemsetAsync(sum, 0, (size_t)(part.count * element), t->stream));
-    if (f->fp32_grads) embedding_backward((float *)sum, part, dx, slot->device + 2 * t->d.R, rows, t->d.C, rounding, t->stream);
+    if (f->fp32_grads)
+        embedding_backward((float *)sum, part, dx, slot->device + 2 * t->d.R, rows, t->d.C, rounding, t->stream);
     else embedding_backward((bf16 *)sum, part, dx, slot->device + 2 * t->d.R, rows, t->d.C, rounding, t->stream);
 }
 
@@ -929,13 +940,15 @@ static void embedding_backward_all(Trainer *t, const TokenSlot *slot) {
     if (fsdp_embedding_joins(f)) embedding_join(t, slot, dx);
     else {
         bf16 *gradient = root_gradients(t).embedding;  // a tied embedding's already holds lm_head's
-        if (!t->m.tie_word_embeddings) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
+        if (!t->m.tie_word_embeddings)
+            CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
         embedding_backward(gradient, part, dx, slot->device + 2 * d->R, d->R, d->C, nearest, t->stream);
     }
     mark_bytes(t, "embedding", f->embedding_ranks * d->R * d->C * 6);
 }
 
-// What is computed of a unit's gradient is complete: it joins the sum of the micro-steps before, of all ranks of the shard group.
+// What is computed of a unit's gradient is complete: it joins the sum of the micro-steps before, of all ranks of the
+// shard group.
 static void gradients_computed(Trainer *t, int64_t unit) {
     const Fsdp *f = &t->fsdp;
     fsdp_reduce_scatter(&t->fsdp, unit);  // travels while the layer below computes
@@ -952,8 +965,9 @@ static void update_delayed_scales(Trainer *t) {
     if (!t->delayed_before) t->has_history = true;  // else when a step is known to stay
 }
 
-// Forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Gradients of the loss times grad_scale replace those that were there, or
-// join those of the micro-steps before; after the last one, and fsdp_compute_after, the gradients are their sum over all ranks.
+// Forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Gradients of the loss times
+// grad_scale replace those that were there, or join those of the micro-steps before; after the last one, and
+// fsdp_compute_after, the gradients are their sum over all ranks.
 static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
     model_forward(t, slot);
@@ -1007,7 +1021,8 @@ static AdamwGradients gradient_array(const Trainer *t) {
 static void finish_norm(Trainer *t) {
     Fsdp *f = &t->fsdp;
     fsdp_reduce_statistics(f, &t->stats->loss, t->squares);
-    adamw_norm(&t->stats->control, t->squares, fsdp_gradient_copies(f), gradient_array(t), shard_backward_order(&t->table, &f->plan), (float)t->o->grad_clip, t->stream);
+    adamw_norm(&t->stats->control, t->squares, fsdp_gradient_copies(f), gradient_array(t),
+               shard_backward_order(&t->table, &f->plan), (float)t->o->grad_clip, t->stream);
 }
 
 // AdamW on this rank's shard, and the FP8 weights that follow from it.
@@ -1019,7 +1034,8 @@ static void optimizer_step(Trainer *t, int64_t step) {
     double *workspace = (double *)t->gemm.workspace;  // no product runs beside the optimizer
     const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, o->master_weights == STORAGE_BF16_NEAREST,
                                      (uint64_t)o->seed);
-    const AdamwArrays arrays = {t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
+    const AdamwArrays arrays = {
+        t->weights, t->master, t->exp_avg, t->exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
     const AdamwUpdate update = {arrays, s, norm_first ? &t->stats->control : NULL, norm_first ? NULL : workspace};
     fsdp_compute_after(f);
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
@@ -1034,14 +1050,17 @@ static void optimizer_step(Trainer *t, int64_t step) {
         const DelayedArrays d = delayed_arrays(t);
         delayed_update_all(&d, t->d.L, SCALE_WEIGHT, SCALE_INPUT, t->stream);
     }
-    if (t->delayed_before) delayed_restore(t->amax_history, t->delayed_before, delayed_elements(t), &t->stats->control.nonfinite, t->stream);
+    if (t->delayed_before) delayed_restore(t->amax_history, t->delayed_before, delayed_elements(t),
+                                           &t->stats->control.nonfinite, t->stream);
     if (t->amaxes) clear_amaxes(t, SCALE_WEIGHT, SCALE_INPUT);
     adamw_update_layers(&update, &t->table, plan, f->fp8 && fsdp_tensor_scales(f) ? t->amax + t->amax_at[SCALE_WEIGHT] : NULL, t->amaxes, t->stream);
     if (!norm_first) {
         adamw_updated_squares(t->squares, &update, &t->table, plan, t->stream);
         finish_norm(t);
     }
-    mark_bytes(t, "AdamW", plan->total * ((f->fp32_grads ? 4 : 2) + 2 * 2 * storage_bytes(o->optimizer_state) + (t->master ? 10 : 4)));
+    mark_bytes(t, "AdamW",
+               plan->total *
+                   ((f->fp32_grads ? 4 : 2) + 2 * 2 * storage_bytes(o->optimizer_state) + (t->master ? 10 : 4)));
     layers_changed(t);
     profile_mark(&t->profile, "weights: FP8 casts, gathers", PROFILE_WAIT, 0);
 }
@@ -1082,7 +1101,8 @@ static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
 // Delayed recipe with --on-nonfinite skip: keeps histories and scales as they are before a step, or brings them back.
 static void copy_delayed_before(Trainer *t, bool keep) {
     float *to = keep ? t->delayed_before : t->amax_history, *from = keep ? t->amax_history : t->delayed_before;
-    if (t->delayed_before) CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)delayed_elements(t) * sizeof(float), cudaMemcpyDeviceToDevice, t->stream));
+    if (t->delayed_before) CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)delayed_elements(t) * sizeof(float),
+                                                      cudaMemcpyDeviceToDevice, t->stream));
 }
 
 // Enqueues a whole optimizer step, of all ranks on the samples from first_sample on; its statistics arrive in t->host_stats when t->step_done has happened.
@@ -1116,8 +1136,8 @@ static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t fir
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-// Mean loss of the first --val-steps sequences of the validation data. Ranks whose rows of the last batch are beyond them compute as the others do, and count
-// nothing. NAN if a stop was requested meanwhile.
+// Mean loss of the first --val-steps sequences of the validation data. Ranks whose rows of the last batch are beyond
+// them compute as the others do, and count nothing. NAN if a stop was requested meanwhile.
 static double validation_loss(Trainer *t, DataLoader *data) {
     const int64_t world = t->comm->world, sequences = min_i64(t->o->val_steps, data->num_sequences);
     CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
@@ -1126,11 +1146,13 @@ static double validation_loss(Trainer *t, DataLoader *data) {
             trainer_wait_all(t);  // what comes next may take long and not look at NCCL
             return (double)NAN;
         }
-        const int64_t first = dataloader_sample_index(0, i, world, t->comm->rank, t->d.B), rows = dataloader_rows_before(first, t->d.B, sequences);
+        const int64_t first = dataloader_sample_index(0, i, world, t->comm->rank, t->d.B),
+                      rows = dataloader_rows_before(first, t->d.B, sequences);
         const TokenSlot *slot = send_batch(t, data, first);
         model_forward(t, slot);
         loss_forward(t, slot);
-        if (rows) loss_accumulate(&t->stats->loss, t->row_losses, rows * t->d.T, 1 / (double)(sequences * t->d.T), t->stream);
+        if (rows)
+            loss_accumulate(&t->stats->loss, t->row_losses, rows * t->d.T, 1 / (double)(sequences * t->d.T), t->stream);
     }
     fsdp_reduce_statistics(&t->fsdp, &t->stats->loss, NULL);
     trainer_wait_all(t);
@@ -1235,14 +1257,14 @@ static void check_casts(const Trainer *t) {
                 t->m.name, (long long)t->d.F, CAST_TILE, r->name);
 }
 
-// What a rank tells the others of its GPU.
+// A rank's GPU, as it tells the others.
 typedef struct {
     char host[64];
     cudaUUID_t uuid;
     int visible;  // GPUs from which it has taken this one
 } RankGpu;
 
-// Whether two ranks i < j of a host have the same GPU: the first such pair.
+// Finds the first two ranks i < j of a host that have the same GPU. False: there are none.
 static bool find_shared_gpu(const RankGpu *gpus, int64_t world, int64_t *i, int64_t *j) {
     for (*j = 1; *j < world; ++*j)
         for (*i = 0; *i < *j; ++*i)
@@ -1287,7 +1309,7 @@ static void choose_device(const Comm *comm, cudaDeviceProp *device) {
     CUDA_CHECK(cudaSetDevice(index));
 }
 
-// What `make` takes as CUDA_ARCH for GPUs of compute capability major.minor.
+// Writes what `make` takes as CUDA_ARCH for GPUs of compute capability major.minor.
 static void format_cuda_arch(char *out, size_t capacity, int major, int minor) {
     format_checked(out, capacity, "%d%s", 10 * major + minor, major == 9 ? "a" : "");  // wgmma is of sm_90a alone
 }
@@ -1485,7 +1507,8 @@ static int64_t shard_to_flat(const Trainer *t, int64_t i) {
 static NonfiniteStep nonfinite_step(const Trainer *t, const StepStats *stats) {
     const AdamwControl *c = &stats->control;
     const int64_t element = backward_position(shard_backward_order(&t->table, &t->fsdp.plan), (int64_t)c->position);
-    const NonfiniteStep s = {stats->loss, c->gradient_norm, stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm, c->largest,
+    const int64_t forward = stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm;
+    const NonfiniteStep s = {stats->loss, c->gradient_norm, forward, c->largest,
                              backward_position(backward_order(&t->table), shard_to_flat(t, element))};
     return s;
 }
@@ -1558,7 +1581,8 @@ static int between_steps(Run *run, int64_t done, Due due, int stop) {
         if (!isnan(loss) || !stop) logger_validation(&run->logger, done, loss);
     }
     if (!stop && due.sample) sampler_print(o, run->t.comm, &run->t.m, &run->setup.tokenizer, done, next_logits, &run->t);
-    if (!run->t.has_history) copy_delayed_before(&run->t, false);  // all steps were skipped, and these passes gave tensors their first scales
+    // all steps were skipped, and these passes gave tensors their first scales
+    if (!run->t.has_history) copy_delayed_before(&run->t, false);
     if (!stop) stop = stop_requested(run->t.comm);
     if (due.save || (stop && *o->checkpoint_dir)) save_checkpoint(run, done, due.last || stop);
     return stop;

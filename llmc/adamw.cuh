@@ -8,7 +8,8 @@
 // Else the update takes the squares of the gradients on its way, as it takes the amax that tensorwise FP8 needs of each new weight: no gradient is
 // read twice.
 //
-// Bytes an element: norm by itself 2. Update with bf16 weights and moments 8 read + 6 written; fp32 masters add 6, fp32 moments 8. fp32 gradients add 2 to both.
+// Bytes an element: norm by itself 2. Update with bf16 weights and moments 8 read + 6 written; fp32 masters add 6, fp32
+// moments 8. fp32 gradients add 2 to both.
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
@@ -20,7 +21,8 @@
 typedef struct {
     float gradient_factor;  // clipping
     float gradient_norm;    // before clipping
-    uint32_t nonfinite;     // 1: the norm is not finite or too large (adamw_accepts), and an update that obeys changes nothing
+    // 1: the norm is not finite or too large (adamw_accepts), and an update that obeys changes nothing
+    uint32_t nonfinite;
     uint32_t largest;       // if so, of the rank's gradients: the largest magnitude (adamw_magnitude), and
     unsigned long long position;  // in backward order of the first large one (adamw_large); ADAMW_NONE in other steps
 } AdamwControl;
@@ -56,7 +58,9 @@ typedef struct {
 } AdamwFp32x8;
 
 __device__ static inline Bf16x8 adamw_gradients_load(const bf16 *p) { return bf16x8_load(p); }
-__device__ static inline AdamwFp32x8 adamw_gradients_load(const float *p) { return AdamwFp32x8{((const float4 *)p)[0], ((const float4 *)p)[1]}; }
+__device__ static inline AdamwFp32x8 adamw_gradients_load(const float *p) {
+    return AdamwFp32x8{((const float4 *)p)[0], ((const float4 *)p)[1]};
+}
 __device__ static inline void adamw_gradients_unpack(float out[8], Bf16x8 v) { bf16x8_unpack(out, v); }
 __device__ static inline void adamw_gradients_unpack(float out[8], AdamwFp32x8 v) {
     out[0] = v.first.x, out[1] = v.first.y, out[2] = v.first.z, out[3] = v.first.w;
@@ -65,7 +69,8 @@ __device__ static inline void adamw_gradients_unpack(float out[8], AdamwFp32x8 v
 
 // partials[block] = sum of squares of the block's part. fp32 within 32 elements, double beyond. A gradient above 1.8e19 overflows to an infinite norm.
 template <class Gradient>
-static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_squares_kernel(double *partials, const Gradient *gradients, int64_t n) {
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
+    adamw_squares_kernel(double *partials, const Gradient *gradients, int64_t n) {
     grid_dependency_wait();
     const int64_t stride = 8 * ADAMW_NORM_THREADS, tile = stride * ADAMW_NORM_VECTORS;
     double sum = 0;
@@ -134,12 +139,17 @@ static __global__ void adamw_find_large_kernel(AdamwControl *control, const Grad
 
 // *squares (device) = sum of squares of gradients [n] (n a multiple of 8). Sharded gradients: the caller adds up those of all ranks.
 // workspace: adamw_workspace_bytes.
-static inline void adamw_squares(double *squares, AdamwGradients gradients, int64_t n, double *workspace, cudaStream_t stream) {
+static inline void adamw_squares(double *squares, AdamwGradients gradients, int64_t n, double *workspace,
+                                 cudaStream_t stream) {
     if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
     require_aligned16(gradients.bf16_data, "adamw_squares", "gradients");
     require_aligned16(gradients.fp32_data, "adamw_squares", "gradients");
-    if (gradients.fp32_data) CUDA_LAUNCH(adamw_squares_kernel<float>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace, gradients.fp32_data, n);
-    else CUDA_LAUNCH(adamw_squares_kernel<bf16>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace, gradients.bf16_data, n);
+    if (gradients.fp32_data)
+        CUDA_LAUNCH(adamw_squares_kernel<float>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace,
+                    gradients.fp32_data, n);
+    else
+        CUDA_LAUNCH(adamw_squares_kernel<bf16>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace,
+                    gradients.bf16_data, n);
     CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, workspace, ADAMW_NORM_BLOCKS);
 }
 
@@ -274,14 +284,15 @@ __device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32
     if (c.refused) return amax_update(largest, bf16x8_load(a.weights + i));
 #pragma unroll 1
     for (int j = 0; j < 8; j++)
-        largest = amax_larger(largest, adamw_update_one<MASTER, FP32_MOMENTS, FP32_GRADIENTS>(a, i + j, 8 * group + j, &c.step, c.factor, kept != 1));
+        largest = amax_larger(largest, adamw_update_one<MASTER, FP32_MOMENTS, FP32_GRADIENTS>(
+                                           a, i + j, 8 * group + j, &c.step, c.factor, kept != 1));
     return largest;
 }
 
 // adamw_update without the branches of sqrtf and division for rare operands (the iterations are those that nvcc uses for common ones): the same
 // bits wherever
-//   - the denominator is 2^-33 or more (infinities and NaNs on the way end in a NaN as weight: an infinite gradient or second moment, whose root is
-//     infinity times the 0 that rsqrt gives, makes the denominator NaN);
+//   - the denominator is 2^-33 or more (infinities and NaNs on the way end in a NaN as weight: an infinite gradient or
+//     second moment, whose root is infinity times the 0 that rsqrt gives, makes the denominator NaN);
 //   - the new weight is in [2^-30, infinity): else a quotient below 2^-67, which may be inexact, could still change it.
 __device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gradient, float kept, const AdamwStep &s, float *denominator) {
     e.exp_avg = __fmaf_rn(s.one_minus_beta1, __fsub_rn(gradient, e.exp_avg), e.exp_avg);
@@ -379,7 +390,8 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
     c.step.nearest_weights = NEAREST;
     const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT);
     const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first;
-    const AdamwArrays a = adamw_arrays_from<MASTER, FP32_MOMENTS, FP32_GRADIENTS>(arrays, u.first + blockIdx.y * u.size + first);
+    const AdamwArrays a =
+        adamw_arrays_from<MASTER, FP32_MOMENTS, FP32_GRADIENTS>(arrays, u.first + blockIdx.y * u.size + first);
     int run = 0, slot = -1;
     uint32_t end = 0, largest = 0;
     float kept = 1, squares = 0;
@@ -411,8 +423,10 @@ static __global__ void __launch_bounds__(ADAMW_THREADS, MASTER && FP32_MOMENTS ?
     if (update.control) c.factor = update.control->gradient_factor, c.refused = update.control->nonfinite;
     if (threadIdx.x < ADAMW_MAX_SLOTS) amax[threadIdx.x] = 0;
     __syncthreads();
-    const float squares = !MASTER && c.step.nearest_weights ? adamw_update_block<MASTER, FP32_MOMENTS, FP32_GRADIENTS, true>(amax, update.arrays, u, c)
-                                                            : adamw_update_block<MASTER, FP32_MOMENTS, FP32_GRADIENTS, false>(amax, update.arrays, u, c);
+    const float squares =
+        !MASTER && c.step.nearest_weights
+            ? adamw_update_block<MASTER, FP32_MOMENTS, FP32_GRADIENTS, true>(amax, update.arrays, u, c)
+            : adamw_update_block<MASTER, FP32_MOMENTS, FP32_GRADIENTS, false>(amax, update.arrays, u, c);
     if (u.squares) {
         const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
         if (threadIdx.x == 0) u.squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
@@ -478,15 +492,19 @@ template <bool FP32_GRADIENTS>
 static inline void adamw_launch_kernel(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
     const AdamwArrays *a = &w->arrays;
     const dim3 grid(adamw_blocks(u->size), (unsigned)u->count);
-    if (a->master && a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<true, true, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
-    else if (a->master) CUDA_LAUNCH(adamw_update_kernel<true, false, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
-    else if (a->fp32_moments) CUDA_LAUNCH(adamw_update_kernel<false, true, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    if (a->master && a->fp32_moments)
+        CUDA_LAUNCH(adamw_update_kernel<true, true, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    else if (a->master)
+        CUDA_LAUNCH(adamw_update_kernel<true, false, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    else if (a->fp32_moments)
+        CUDA_LAUNCH(adamw_update_kernel<false, true, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
     else CUDA_LAUNCH(adamw_update_kernel<false, false, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
 }
 
 static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
     const AdamwArrays *a = &w->arrays;
-    const void *pointers[] = {a->weights, a->master, a->exp_avg, a->exp_avg_sq, a->gradients.bf16_data, a->gradients.fp32_data};
+    const void *pointers[] = {
+        a->weights, a->master, a->exp_avg, a->exp_avg_sq, a->gradients.bf16_data, a->gradients.fp32_data};
     for (int i = 0; i < 6; i++) require_aligned16(pointers[i], "adamw", "an array");
     if (a->gradients.fp32_data) adamw_launch_kernel<true>(w, u, stream);
     else adamw_launch_kernel<false>(w, u, stream);

@@ -43,8 +43,9 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
     return s;
 }
 
-// The largest gradient norm, before clipping, with which a step is taken; above it the step counts as not finite. No gradient is larger than the norm then,
-// so its square, and with it the second moment, is at most 2^126: below fp32's largest number, 2^128, by more than any rounding to bf16 adds.
+// The largest gradient norm, before clipping, with which a step is taken; above it the step counts as not finite. No
+// gradient is larger than the norm then, so its square, and with it the second moment, is at most 2^126: below fp32's
+// largest number, 2^128, by more than any rounding to bf16 adds.
 #define ADAMW_LARGEST_NORM 0x1p63
 
 // Whether a step is taken with this gradient norm, which may be NaN.
@@ -56,8 +57,9 @@ HOST_DEVICE static inline uint32_t adamw_magnitude(float gradient) {
     return magnitude < 0x7f800000u ? magnitude : 0x7f800000u;
 }
 
-// The magnitude from which on a gradient counts as large in a step that is not taken: a 1024th of the largest, or infinity if that is the largest. Gradients
-// grow on their way back through the model, so the first large one is nearer to the cause than the largest.
+// The magnitude from which on a gradient counts as large in a step that is not taken: a 1024th of the largest, or
+// infinity if that is the largest. Gradients grow on their way back through the model, so the first large one is nearer
+// to the cause than the largest.
 HOST_DEVICE static inline uint32_t adamw_large(uint32_t largest) {
     const uint32_t factor = 10u << 23;
     return largest == 0x7f800000u ? largest : largest > factor ? largest - factor : 0;

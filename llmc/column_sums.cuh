@@ -7,7 +7,8 @@
 enum { COLUMN_SUMS_WARPS = 32 };
 
 // sums_out [C] (+)= sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows w, w + 32, ..., then one warp adds the warps.
-static __global__ void __launch_bounds__(COLUMN_SUMS_WARPS *WARP_SIZE) column_sums_finish_kernel(bf16 *sums_out, const float *partials, int count, int C) {
+static __global__ void __launch_bounds__(COLUMN_SUMS_WARPS *WARP_SIZE)
+    column_sums_finish_kernel(bf16 *sums_out, const float *partials, int count, int C) {
     grid_dependency_wait();
     __shared__ float sums[COLUMN_SUMS_WARPS][WARP_SIZE];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, column = (int)blockIdx.x * WARP_SIZE + lane;
@@ -25,7 +26,8 @@ static __global__ void __launch_bounds__(COLUMN_SUMS_WARPS *WARP_SIZE) column_su
 
 // out [C] = sum of partials [count, C].
 static inline void column_sums_finish(bf16 *out, const float *partials, int64_t count, int64_t C, cudaStream_t stream) {
-    CUDA_LAUNCH(column_sums_finish_kernel, grid_size(C, WARP_SIZE), COLUMN_SUMS_WARPS * WARP_SIZE, 0, stream, out, partials, (int)count, (int)C);
+    CUDA_LAUNCH(column_sums_finish_kernel, grid_size(C, WARP_SIZE), COLUMN_SUMS_WARPS * WARP_SIZE, 0, stream, out,
+                partials, (int)count, (int)C);
 }
 
 enum { BIAS_THREADS = 256, BIAS_WARPS = BIAS_THREADS / WARP_SIZE, BIAS_COLUMNS = 8 * WARP_SIZE, BIAS_MAX_PARTS = 64 };
@@ -59,7 +61,8 @@ static __global__ void __launch_bounds__(BIAS_THREADS) bias_backward_kernel(floa
 static inline int64_t bias_parts(int64_t rows) { return min_i64(BIAS_MAX_PARTS, ceil_div(rows, 4 * BIAS_WARPS)); }
 
 // dbias [columns] = sum over the rows of dy [rows, columns]. columns: a multiple of 8.
-static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int64_t columns, void *workspace, cudaStream_t stream) {
+static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int64_t columns, void *workspace,
+                                 cudaStream_t stream) {
     if (rows < 1 || columns < 8 || columns % 8 || columns > INT_MAX) die("bias_backward: %lld columns must be a multiple of 8", (long long)columns);
     require_aligned16(dy, "bias_backward", "dy");
     const dim3 grid(grid_size(columns, BIAS_COLUMNS), (unsigned)bias_parts(rows));

@@ -22,7 +22,7 @@
 // Collectives in flight that the watch tells apart; the host waits when there are more.
 #define NCCL_PENDING 256
 
-// What one communicator takes beside the arena (channels and their buffers), most of it when it is first used.
+// Memory of one communicator beside the arena (channels and their buffers), most of it taken at its first use.
 #define NCCL_OVERHEAD_BYTES (512ll << 20)
 
 typedef struct {
@@ -170,7 +170,7 @@ static inline ncclComm_t nccl_connect(Nccl *n, CommGroup g, int64_t rank) {
     return comm;
 }
 
-// Whether a group of `size` ranks has a communicator of its own: a group of all `world` ranks uses theirs.
+// True if a group of `size` ranks has a communicator of its own: a group of all `world` ranks uses theirs.
 static inline bool nccl_is_own(int64_t size, int64_t world) { return size > 1 && size < world; }
 
 // Communicators that nccl_open makes of `world` ranks in shard groups of `group`.

@@ -91,7 +91,8 @@ static inline void shard_read_tokens(const DataShard *shard, int64_t first, int6
     }
 }
 
-// Whether the file is another one than shard_open found. A file that took its name does not count: the open one goes on.
+// Whether the file is another one than shard_open found. A file that took its name does not count: the
+// open one goes on.
 static inline bool shard_has_changed(const DataShard *shard) {
     struct stat now;
     if (fstat(shard->fd, &now) != 0) die("%s: cannot be examined: %s", shard->path, strerror(errno));
@@ -100,9 +101,10 @@ static inline bool shard_has_changed(const DataShard *shard) {
 }
 
 // Dies because of the id of token `position` of the shard; `cause` says what may be wrong.
-static inline void shard_refuse_token(const DataShard *shard, int64_t position, int64_t id, int64_t vocabulary, const char *cause) {
-    die("%s: token %lld has id %lld, but the model's vocabulary is %lld; %s", shard->path, (long long)position, (long long)id,
-        (long long)vocabulary, cause);
+static inline void shard_refuse_token(const DataShard *shard, int64_t position, int64_t id, int64_t vocabulary,
+                                      const char *cause) {
+    die("%s: token %lld has id %lld, but the model's vocabulary is %lld; %s", shard->path, (long long)position,
+        (long long)id, (long long)vocabulary, cause);
 }
 
 // The largest of `count` ids: vector code.
@@ -226,7 +228,9 @@ static inline DataIdentity dataloader_identity(const DataLoader *dl) {
 static inline int64_t dataloader_sample_index(int64_t first, int64_t micro_step, int64_t world, int64_t rank, int64_t B) { return first + (micro_step * world + rank) * B; }
 
 // How many of the B samples from `first` on come before sample `end`.
-static inline int64_t dataloader_rows_before(int64_t first, int64_t B, int64_t end) { return max_i64(0, min_i64(B, end - first)); }
+static inline int64_t dataloader_rows_before(int64_t first, int64_t B, int64_t end) {
+    return max_i64(0, min_i64(B, end - first));
+}
 
 // A bijection of [0, n) chosen by key: a Feistel network on the next even number of bits, walked until the value falls inside
 // (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). The network's domain is at most 4 n, so a walk has under 4 steps on average.
@@ -265,8 +269,9 @@ static inline const DataShard *dataloader_find_shard(const DataLoader *dl, int64
     return &dl->shards[low];
 }
 
-// Reads the tokens of a sequence, [T + 1], into dl->buffer. Dies if the shard has changed since it was opened, or an id is not in the vocabulary: files
-// are rewritten and disks fail while a run goes on, and such an id would be looked up outside the embedding.
+// Reads the tokens of a sequence, [T + 1], into dl->buffer. Dies if the shard has changed since it was opened, or an id
+// is not in the vocabulary: files are rewritten and disks fail while a run goes on, and such an id would be looked up
+// outside the embedding.
 static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
     const DataShard *shard = dataloader_find_shard(dl, sequence);
     const int64_t first = (sequence - shard->first_sequence) * dl->T, count = dl->T + 1;
@@ -276,7 +281,8 @@ static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
         int64_t i = 0;
         while ((int64_t)dl->buffer[i] < dl->vocabulary) i++;
         shard_refuse_token(shard, first + i, dl->buffer[i], dl->vocabulary,
-                           changed ? "the file changed after it was opened" : "another one stood there when the run began: the disk or the memory may be failing");
+                           changed ? "the file changed after it was opened"
+                                   : "another one stood there when the run began: the disk or the memory may be failing");
     }
     if (changed)
         die("%s: the file changed after it was opened; a run needs its shards as they are until it ends", shard->path);
@@ -302,7 +308,8 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
             int64_t count = min_i64(SHARD_SCAN_TOKENS, shard->num_tokens - first);
             shard_read_tokens(shard, first, count, dl->buffer);
             const uint32_t top = tokens_largest(dl->buffer, count);
-            if ((int64_t)top <= largest.token) continue;  // the place is looked for only when the block has something new
+            // the place is looked for only when the block has something new
+            if ((int64_t)top <= largest.token) continue;
             int64_t stop = (int64_t)top >= limit ? limit : (int64_t)top, i = 0;
             while ((int64_t)dl->buffer[i] < stop) i++;
             largest.token = dl->buffer[i];
@@ -321,7 +328,8 @@ static inline int64_t dataloader_max_token(DataLoader *dl) { return dataloader_s
 static inline void dataloader_check_vocabulary(DataLoader *dl, int64_t vocabulary) {
     TokenPlace found = dataloader_scan(dl, vocabulary);
     if (found.token < vocabulary) return;
-    shard_refuse_token(&dl->shards[found.shard], found.position, found.token, vocabulary, "use a shard made with the model's own tokenizer");
+    shard_refuse_token(&dl->shards[found.shard], found.position, found.token, vocabulary,
+                       "use a shard made with the model's own tokenizer");
 }
 
 #endif

@@ -80,7 +80,8 @@ static inline void embedding_forward(bf16 *x, const bf16 *table, const int32_t *
 // blockIdx.y: 256 columns; blockIdx.x: every gridDim.x-th id. Warp w adds up the id's rows w, w + EMBEDDING_WARPS, ...; then the warps are added in order.
 template <class Sum>
 static __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_backward_kernel(Sum *dtable, EmbeddingPart part, GradientSum to, const bf16 *dx, const int32_t *index, int64_t R, int C) {
+    embedding_backward_kernel(Sum *dtable, EmbeddingPart part, GradientSum to, const bf16 *dx, const int32_t *index,
+                              int64_t R, int C) {
     grid_dependency_wait();
     __shared__ float sums[EMBEDDING_WARPS][EMBEDDING_COLUMNS];
     const int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2;
@@ -112,16 +113,19 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     }
 }
 
-// dtable [part.count], bf16 or fp32, += for each id in `index` (device) the sum of its rows of dx [R, C], as far as they are in the part: fp32, and rounded
-// once if dtable is bf16, to nearest or as `rounding` says (its `flat`: of dtable's first element). Other rows are not touched. The caller has cleared it, or has
-// left in it what the gradient joins: a tied lm_head's, or that of earlier micro-steps.
+// dtable [part.count], bf16 or fp32, += for each id in `index` (device) the sum of its rows of dx [R, C], as far as
+// they are in the part: fp32, and rounded once if dtable is bf16, to nearest or as `rounding` says (its `flat`: of
+// dtable's first element). Other rows are not touched. The caller has cleared it, or has left in it what the gradient
+// joins: a tied lm_head's, or that of earlier micro-steps.
 template <class Sum>
-static inline void embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index, int64_t R, int64_t C, GradientSum rounding, cudaStream_t stream) {
+static inline void embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index, int64_t R,
+                                      int64_t C, GradientSum rounding, cudaStream_t stream) {
     embedding_check("embedding_backward", R, C, dtable, dx);
     if (part.first % 8 || part.count % 8) die("embedding_backward: %lld elements from %lld on: multiples of 8 are needed", (long long)part.count, (long long)part.first);
     const dim3 grid((unsigned)min_i64(R, 1024), grid_size(C, EMBEDDING_COLUMNS));
     rounding.add = true;
-    CUDA_LAUNCH(embedding_backward_kernel<Sum>, grid, EMBEDDING_THREADS, 0, stream, dtable, part, rounding, dx, index, R, (int)C);
+    CUDA_LAUNCH(embedding_backward_kernel<Sum>, grid, EMBEDDING_THREADS, 0, stream, dtable, part, rounding, dx, index,
+                R, (int)C);
 }
 
 #endif

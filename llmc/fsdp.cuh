@@ -87,7 +87,7 @@ typedef struct {
     uint64_t seed;
     int64_t replica;
     GradientSum sum;        // how gradients of this micro-step join `grads`: set by fsdp_begin_micro_step
-    uint64_t embedding_key; // of the rounding bits where an embedding's gradient joins a sum that lm_head's has joined before
+    uint64_t embedding_key;  // of the rounding bits where an embedding's gradient joins a sum that lm_head's has joined before
     uint8_t *shard_fp8;     // [L, slice] of the matrices, cast
     uint32_t *amax;         // weight of linear layer j of layer l: from amax[l * amax_stride + scales[j].amax] on
     int64_t amax_stride;
@@ -106,7 +106,7 @@ typedef struct {
     int64_t num_rows, num_cols, *row_unit, *col_unit;  // unit held, -1: none
     bf16 *root_grads, *layer_grads[FSDP_GRADIENT_BUFFERS];  // in turn in the root's: the gathered embedding, if it passes; the gradient; the gathered gradients of inputs
     int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // of a unit's parameters, without what is left out between and behind them
-    int64_t input_elements; // of the gradient of a rank's inputs
+    int64_t input_elements;  // of the gradient of a rank's inputs
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];    // of the root's buffer and the layers'
     float *staging;         // for reductions in fp32 by NCCL
     int64_t staging_slice;  // elements of each rank in it
@@ -117,11 +117,14 @@ typedef struct {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
-// Whether the embedding's gradient, of few rows, is added to this rank's part of the sum as it is computed, after the rest of the root's has joined it.
+// Whether the embedding's gradient, of few rows, is added to this rank's part of the sum as it is computed, after the
+// rest of the root's has joined it.
 static inline bool fsdp_embedding_joins(const Fsdp *f) { return f->embedding_ranks > 1 || !f->sharded; }
 
 // Segments of a gradient that are computed whole and reduced: all, or those before an embedding of its own.
-static inline int fsdp_reduced_segments(const Fsdp *f) { return fsdp_embedding_joins(f) ? SEGMENT_EMBEDDING : NUM_SEGMENTS; }
+static inline int fsdp_reduced_segments(const Fsdp *f) {
+    return fsdp_embedding_joins(f) ? SEGMENT_EMBEDDING : NUM_SEGMENTS;
+}
 
 // Elements of the root's gradient as it is computed.
 static inline int64_t fsdp_root_gradient(const Fsdp *f) { return f->plan.group * segment_begin(f->plan.root_slices, fsdp_reduced_segments(f)); }
@@ -237,7 +240,8 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
     }
 }
 
-// Place the buffers in which gradients are computed before they join the sums, of the root unit and of one layer at a time.
+// Place the buffers in which gradients are computed before they join the sums, of the root unit and of one layer at a
+// time.
 static inline void fsdp_place_root_buffer(Fsdp *f, Arena *a) {
     arena_group(a, "gradients before they are added up");
     f->root_grads = (bf16 *)arena_take(a, fsdp_root_gradient(f) * (int64_t)sizeof(bf16));
@@ -514,8 +518,8 @@ static inline void fsdp_layers_changed(Fsdp *f) {
 
 static inline int fsdp_gradient_buffer(int64_t unit) { return unit ? 1 + (int)((unit - 1) % FSDP_GRADIENT_BUFFERS) : 0; }
 
-// What follows is of micro-step `micro` of optimizer step `step`, both counted from 0. Replicas round by other bits than each other, so that their noise is not
-// the same; an embedding's gradient by other bits than a tied lm_head's.
+// What follows is of micro-step `micro` of optimizer step `step`, both counted from 0. Replicas round by other bits
+// than each other, so that their noise is not the same; an embedding's gradient by other bits than a tied lm_head's.
 static inline void fsdp_begin_micro_step(Fsdp *f, int64_t step, int64_t micro) {
     const int64_t part = 2 * (micro * f->replicas + f->replica);
     f->sum.add = f->sum.stochastic = micro > 0;
@@ -541,7 +545,9 @@ static inline GradientSum fsdp_sum_at(const Fsdp *f, int64_t flat) {
 }
 
 // The same for a segment of a unit, from element `first` of this rank's slice on.
-static inline GradientSum fsdp_sum_of(const Fsdp *f, ShardSegment g, int64_t first) { return fsdp_sum_at(f, g.flat + f->plan.place * g.slice + first); }
+static inline GradientSum fsdp_sum_of(const Fsdp *f, ShardSegment g, int64_t first) {
+    return fsdp_sum_at(f, g.flat + f->plan.place * g.slice + first);
+}
 
 // What lies between and behind a unit's tensors counts as gradient too, and is zero. Matrices stand without gaps between them.
 static inline void fsdp_clear_gaps(Fsdp *f, int64_t unit) {
@@ -588,7 +594,8 @@ static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_to_fp32_kernel(float
 
 // Gradients from [n] join to [n], a part of the sum. n: a multiple of 8.
 template <class Sum, class T>
-static __global__ void __launch_bounds__(FSDP_THREADS) fsdp_add_kernel(Sum *to, const T *from, int64_t n, GradientSum sum) {
+static __global__ void __launch_bounds__(FSDP_THREADS)
+    fsdp_add_kernel(Sum *to, const T *from, int64_t n, GradientSum sum) {
     grid_dependency_wait();
     for (int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8; i < n; i += (int64_t)gridDim.x * FSDP_THREADS * 8) {
         float x[8];
@@ -606,9 +613,11 @@ static inline void fsdp_to_fp32(Fsdp *f, const bf16 *from, int64_t rows, int64_t
 
 // Gradients from [n] join the sum from element `at` of this rank's arrays on.
 template <class T>
-static inline void fsdp_add(Fsdp *f, int64_t at, const T *from, int64_t n, GradientSum sum, unsigned blocks, cudaStream_t stream) {
-    if (f->fp32_grads) CUDA_LAUNCH(fsdp_add_kernel<float , T>, blocks, FSDP_THREADS, 0, stream, f->grads_fp32 + at, from, n, sum);
-    else CUDA_LAUNCH(fsdp_add_kernel<bf16 , T>, blocks, FSDP_THREADS, 0, stream, f->grads + at, from, n, sum);
+static inline void fsdp_add(Fsdp *f, int64_t at, const T *from, int64_t n, GradientSum sum, unsigned blocks,
+                            cudaStream_t stream) {
+    if (f->fp32_grads)
+        CUDA_LAUNCH(fsdp_add_kernel<float, T>, blocks, FSDP_THREADS, 0, stream, f->grads_fp32 + at, from, n, sum);
+    else CUDA_LAUNCH(fsdp_add_kernel<bf16, T>, blocks, FSDP_THREADS, 0, stream, f->grads + at, from, n, sum);
 }
 
 // The same between collectives.
@@ -669,11 +678,13 @@ static inline void fsdp_reduce_scatter_fp32(Fsdp *f, int64_t unit) {
     }
 }
 
-// The sum over `ranks` ranks, in their order, of each one's n elements joins to [n], a part of the sum over micro-steps: those of the rank at `place` are `own`, the
-// others' lie in `others` [ranks - 1][n]. In fp32, with one rounding if `to` is bf16. n: a multiple of 8.
+// The sum over `ranks` ranks, in their order, of each one's n elements joins to [n], a part of the sum over
+// micro-steps: those of the rank at `place` are `own`, the others' lie in `others` [ranks - 1][n]. In fp32, with one
+// rounding if `to` is bf16. n: a multiple of 8.
 template <class Sum>
 static __global__ void __launch_bounds__(FSDP_THREADS)
-    fsdp_sum_kernel(Sum *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t place, int64_t n, GradientSum how) {
+    fsdp_sum_kernel(Sum *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t place, int64_t n,
+                    GradientSum how) {
     grid_dependency_wait();
     const int64_t i = (blockIdx.x * (int64_t)FSDP_THREADS + threadIdx.x) * 8;
     if (i >= n) return;
@@ -693,8 +704,12 @@ static inline void fsdp_sum_received(Fsdp *f, int64_t at, const bf16 *own, int64
     const unsigned blocks = grid_size(n, FSDP_THREADS * 8);
     const int64_t ranks = f->peers.ranks, place = f->peers.place;
     const cudaStream_t stream = f->nccl->stream;
-    if (f->fp32_grads) CUDA_LAUNCH(fsdp_sum_kernel<float>, blocks, FSDP_THREADS, 0, stream, f->grads_fp32 + at, own, f->received, ranks, place, n, how);
-    else CUDA_LAUNCH(fsdp_sum_kernel<bf16>, blocks, FSDP_THREADS, 0, stream, f->grads + at, own, f->received, ranks, place, n, how);
+    if (f->fp32_grads)
+        CUDA_LAUNCH(fsdp_sum_kernel<float>, blocks, FSDP_THREADS, 0, stream, f->grads_fp32 + at, own, f->received,
+                    ranks, place, n, how);
+    else
+        CUDA_LAUNCH(fsdp_sum_kernel<bf16>, blocks, FSDP_THREADS, 0, stream, f->grads + at, own, f->received, ranks,
+                    place, n, how);
 }
 
 // The reduce-scatter by copy engines: every rank reads from the others what belongs to its slice.
@@ -720,13 +735,15 @@ static inline void fsdp_reduce_scatter_copies(Fsdp *f, int64_t unit) {
 // Without sharding: a unit's gradient joins the sum, unless it has been computed there.
 static inline void fsdp_join(Fsdp *f, int64_t unit) {
     if (fsdp_in_place(f)) return;
-    const int64_t n = segment_begin(shard_slices(&f->plan, unit), fsdp_reduced_segments(f)), at = shard_unit_offset(&f->plan, unit);
+    const int64_t n = segment_begin(shard_slices(&f->plan, unit), fsdp_reduced_segments(f)),
+                  at = shard_unit_offset(&f->plan, unit);
     const bf16 *from = unit ? f->layer_grads[0] : f->root_grads;
     fsdp_add(f, at, from, n, fsdp_sum_at(f, at), grid_size(n, FSDP_THREADS * 8), f->stream);
 }
 
-// What is to be reduced of the unit's gradient of this micro-step is computed: it goes to the ranks that keep it, and joins the sum of the micro-steps before.
-// The loss's gradient has been divided by the tokens of all ranks, so that the sum is the mean.
+// What is to be reduced of the unit's gradient of this micro-step is computed: it goes to the ranks that keep it, and
+// joins the sum of the micro-steps before. The loss's gradient has been divided by the tokens of all ranks, so that the
+// sum is the mean.
 static inline void fsdp_reduce_scatter(Fsdp *f, int64_t unit) {
     if (!f->sharded) return fsdp_join(f, unit);
     fsdp_communicate_after(f);

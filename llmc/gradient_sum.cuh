@@ -17,7 +17,8 @@ __device__ static inline Bf16x8 gradient_round_8(const float x[8], int64_t i, co
     Bf16x8 v;
 #pragma unroll
     for (int k = 0; k < 4; k++)
-        v.word[k] = gradient_sum_round(x[2 * k], hash, 2 * k) | (uint32_t)gradient_sum_round(x[2 * k + 1], hash, 2 * k + 1) << 16;
+        v.word[k] = gradient_sum_round(x[2 * k], hash, 2 * k) |
+                    (uint32_t)gradient_sum_round(x[2 * k + 1], hash, 2 * k + 1) << 16;
     return v;
 }
 

@@ -1,13 +1,13 @@
-// Sums of gradients over the micro-steps of an optimizer step (--grad-accum-dtype), shared by the CPU trainer and the CUDA
-// kernels so that both compute the same bits.
+// Sums of gradients over the micro-steps of an optimizer step (--grad-accum-dtype), shared by the CPU trainer and the
+// CUDA kernels so that both compute the same bits.
 //
-// A bf16 sum that is rounded to nearest stops growing when it is 256 times as large as what is added to it. So bf16 sums are
-// rounded stochastically, with random bits that depend on (seed, optimizer step, micro-step, flat element index) alone: neither
-// on the launch shape nor on how the parameters are split over ranks. Each add is then right on average, and what is left is
-// noise. One add has an error of at most one unit of the sum, 2^-8 to 2^-7 of it, with a variance of 5.5e-6 of the sum's square
-// (a sixth of the unit's square, on average over the unit's share of the sum). Over n micro-steps of gradients of random sign
-// that adds up to 2.7e-6 n of the square of the whole sum, and makes the norm 1.4e-6 n too large: 0.035% at 256 micro-steps,
-// 0.14% at 1,024. Gradients of one sign give two thirds of that.
+// A bf16 sum that is rounded to nearest stops growing when it is 256 times as large as what is added to it. So bf16
+// sums are rounded stochastically, with random bits that depend on (seed, optimizer step, micro-step, flat element
+// index) alone: neither on the launch shape nor on how the parameters are split over ranks. Each add is then right on
+// average, and what is left is noise. One add has an error of at most one unit of the sum, 2^-8 to 2^-7 of it, with a
+// variance of 5.5e-6 of the sum's square (a sixth of the unit's square, on average over the unit's share of the sum).
+// Over n micro-steps of gradients of random sign that adds up to 2.7e-6 n of the square of the whole sum, and makes the
+// norm 1.4e-6 n too large: 0.035% at 256 micro-steps, 0.14% at 1,024. Gradients of one sign give two thirds of that.
 #ifndef LLMC_GRADIENT_SUM_H
 #define LLMC_GRADIENT_SUM_H
 
@@ -21,7 +21,8 @@ typedef struct {
     int64_t flat;     // place of the sum's first element in the flat array of parameters.h, a multiple of 8
 } GradientSum;
 
-// The key of one add to every element. `part`: of the parts that an optimizer step's gradient is added up from, counted from 0.
+// The key of one add to every element. `part`: of the parts that an optimizer step's gradient is added up from, counted
+// from 0.
 static inline uint64_t gradient_sum_key(uint64_t seed, int64_t step, int64_t part) {
     return rng_key(rng_key(seed, 0x4753000000000000ull + (uint64_t)step), (uint64_t)part);
 }
@@ -31,8 +32,8 @@ HOST_DEVICE static inline bf16_bits gradient_sum_round(float sum, uint32_t group
     return bf16_from_float_stochastic(sum, adamw_random_word(group_hash, member) * 0x846ca68bu >> 16);
 }
 
-// Gradients [n] join elements first .. first + n - 1 of a sum, which stand in sum [n]. fp32: as they are; else as bf16 values.
-// For the CPU trainer, and to check the kernels against.
+// Gradients [n] join elements first .. first + n - 1 of a sum, which stand in sum [n]. fp32: as they are; else as bf16
+// values. For the CPU trainer, and to check the kernels against.
 static inline void gradient_sum_reference(float *sum, const float *gradients, int64_t first, int64_t n, bool fp32,
                                           const GradientSum *s) {
     for (int64_t i = 0; i < n; i++) {

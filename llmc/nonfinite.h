@@ -1,5 +1,6 @@
-// What both trainers do about a step whose gradient norm is not finite, or too large (adamw_math.h): end the run before anything of the step is saved, or
-// skip it. A skipped step has changed no weight and no state: the optimizers ask first, and delayed scaling takes its histories back.
+// What both trainers do about a step whose gradient norm is not finite, or too large (adamw_math.h): end the run before
+// anything of the step is saved, or skip it. A skipped step has changed no weight and no state: the optimizers ask
+// first, and delayed scaling takes its histories back.
 #ifndef LLMC_NONFINITE_H
 #define LLMC_NONFINITE_H
 
@@ -15,17 +16,20 @@
 // What one rank knows of such a step.
 typedef struct {
     double loss, norm;   // of all ranks
-    int64_t forward;     // the first norm of the forward pass, as nonfinite_norm counts them, whose input was not finite; NONFINITE_NONE: all were finite
+    // the first norm of the forward pass, as nonfinite_norm counts them, whose input was not finite; NONFINITE_NONE:
+    // all were finite
+    int64_t forward;
     uint32_t magnitude;  // of the rank's largest gradient (adamw_magnitude)
     int64_t position;    // in backward order (shard_plan.h) of the first large one (adamw_large)
 } NonfiniteStep;
 
-// A model's RMSNorms in the order of the forward pass: two in each layer, then the final one, which is `second` = false of layer L. Each reads all of its
-// input, so the first whose input is not finite tells in which block of the model a forward pass went wrong.
+// A model's RMSNorms in the order of the forward pass: two in each layer, then the final one, which is `second` = false
+// of layer L. Each reads all of its input, so the first whose input is not finite tells in which block of the model a
+// forward pass went wrong.
 static inline int64_t nonfinite_norm(int64_t layer, bool second) { return 2 * layer + second; }
 
-// Blocks are numbered as the norms that read their results: the embedding is 0, then come attention and MLP of each layer. The last block is the final norm
-// and lm_head, whose result is the loss.
+// Blocks are numbered as the norms that read their results: the embedding is 0, then come attention and MLP of each
+// layer. The last block is the final norm and lm_head, whose result is the loss.
 static inline int64_t nonfinite_last_block(const ParameterTable *t) { return nonfinite_norm(t->num_layers, true); }
 
 static inline int64_t nonfinite_block(const ParameterTable *t, const Parameter *p) {
@@ -46,18 +50,22 @@ static inline void nonfinite_block_name(const ParameterTable *t, int64_t block, 
     const bool attention = block % 2 == 1;
     if (block == 0) format_checked(out, capacity, "the embedding");
     else if (block == nonfinite_last_block(t)) format_checked(out, capacity, "the final norm or lm_head");
-    else format_checked(out, capacity, "the %s of layer %lld", attention ? "attention block" : "MLP", (long long)((block - 1) / 2));
+    else format_checked(out, capacity, "the %s of layer %lld", attention ? "attention block" : "MLP",
+                        (long long)((block - 1) / 2));
 }
 
 // One element of a parameter.
 typedef struct {
     int64_t parameter, element;  // its number in the table, and the element's in it
-    int64_t magnitude;           // of its value, as bits: the larger magnitude has the larger ones, and NaN the largest of all; -1: no element
+    // of its value, as bits: the larger magnitude has the larger ones, and NaN the largest of all; -1: no element
+    int64_t magnitude;
     float value;
 } NonfiniteWeight;
 
-// The largest weight in n values as they are stored, of which the first is element `first` of the parameter, or *largest if none is larger.
-static inline void nonfinite_scan(NonfiniteWeight *largest, const void *values, bool fp32, int64_t n, int64_t parameter, int64_t first) {
+// The largest weight in n values as they are stored, of which the first is element `first` of the parameter, or
+// *largest if none is larger.
+static inline void nonfinite_scan(NonfiniteWeight *largest, const void *values, bool fp32, int64_t n,
+                                  int64_t parameter, int64_t first) {
     for (int64_t i = 0; i < n; i++) {
         const uint32_t bits = fp32 ? ((const uint32_t *)values)[i] : (uint32_t)((const bf16_bits *)values)[i] << 16;
         const int64_t magnitude = bits & 0x7fffffffu;
@@ -91,24 +99,29 @@ static inline NonfiniteWeight nonfinite_largest_weight(const ParameterTable *t, 
 }
 
 // The first large gradient of all ranks, in words, and its parameter. All ranks call.
-static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const Comm *c, const NonfiniteStep *step, char *out, size_t capacity) {
+static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const Comm *c, const NonfiniteStep *step,
+                                                  char *out, size_t capacity) {
     const uint32_t largest = (uint32_t)comm_max(c, COMM_WORLD, (double)step->magnitude);
-    const double own = step->magnitude >= adamw_large(largest) ? (double)step->position : (double)NONFINITE_NONE, first = comm_min(c, COMM_WORLD, own);
+    const double own = step->magnitude >= adamw_large(largest) ? (double)step->position : (double)NONFINITE_NONE;
+    const double first = comm_min(c, COMM_WORLD, own);
     const double holder = comm_min(c, COMM_WORLD, (double)(own == first ? c->rank : c->world));
     const int64_t element = backward_position(backward_order(t), (int64_t)first);
     const Parameter *p = t->entries, *last = t->entries + t->count - 1;
     while (p < last && (element < p->offset || element >= p->offset + parameter_elements(p))) p++;
     char rank[48] = "", which[192] = "the first gradient that is not finite";
     const float value = float_from_bits(largest);
-    if (isfinite(value)) format_checked(which, sizeof which, "gradients reach %g, and the first above a 1024th of that", (double)value);
+    if (isfinite(value))
+        format_checked(which, sizeof which, "gradients reach %g, and the first above a 1024th of that", (double)value);
     if (c->world > 1) format_checked(rank, sizeof rank, ", in the part of rank %lld", (long long)holder);
-    format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s", which, p->name, (long long)(element - p->offset), rank);
+    format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s", which, p->name,
+                   (long long)(element - p->offset), rank);
     return p;
 }
 
-// Where the trouble begins, in words: the block of the model, and its largest weight, which is often the cause. What comes after that place, in the forward pass
-// and then in backward order, may be bad because of it. All ranks call.
-static inline void nonfinite_place(const ParameterTable *t, const TrainerState *s, const NonfiniteStep *step, char *out, size_t capacity) {
+// Where the trouble begins, in words: the block of the model, and its largest weight, which is often the cause. What
+// comes after that place, in the forward pass and then in backward order, may be bad because of it. All ranks call.
+static inline void nonfinite_place(const ParameterTable *t, const TrainerState *s, const NonfiniteStep *step,
+                                   char *out, size_t capacity) {
     char name[64], gradient[320] = "";
     int64_t block = (int64_t)comm_min(s->comm, COMM_WORLD, (double)step->forward);
     if (block == NONFINITE_NONE && !isfinite(step->loss)) block = nonfinite_last_block(t);
@@ -116,23 +129,28 @@ static inline void nonfinite_place(const ParameterTable *t, const TrainerState *
     if (!forward) block = nonfinite_block(t, nonfinite_gradient(t, s->comm, step, gradient, sizeof gradient));
     nonfinite_block_name(t, block, name, sizeof name);
     const NonfiniteWeight w = nonfinite_largest_weight(t, s, block);
-    format_checked(out, capacity, "It begins in %s, in the %s pass%s; the largest weight there is %g, in %s, element %lld", name,
-                   forward ? "forward" : "backward", gradient, (double)w.value, t->entries[w.parameter].name, (long long)w.element);
+    format_checked(out, capacity, "It begins in %s, in the %s pass%s; the largest weight there is %g, in %s, "
+                   "element %lld", name, forward ? "forward" : "backward", gradient, (double)w.value,
+                   t->entries[w.parameter].name, (long long)w.element);
 }
 
-// Says where step `step` (counted from 0) went wrong, and goes on or ends the run as the options say. `skipped_in_a_row` counts this step. All ranks call.
-static inline void nonfinite_report(const Options *o, const ParameterTable *t, const TrainerState *s, const NonfiniteStep *what, int64_t step, int64_t skipped_in_a_row) {
+// Says where step `step` (counted from 0) went wrong, and goes on or ends the run as the options say.
+// `skipped_in_a_row` counts this step. All ranks call.
+static inline void nonfinite_report(const Options *o, const ParameterTable *t, const TrainerState *s,
+                                    const NonfiniteStep *what, int64_t step, int64_t skipped_in_a_row) {
     char place[640], norm[128] = "the gradient norm is not finite";
     const long long number = (long long)step + 1;
     const double loss = isnan(what->loss) ? (double)NAN : what->loss;  // without a sign
     nonfinite_place(t, s, what, place, sizeof place);
-    if (isfinite(what->norm)) format_checked(norm, sizeof norm, "the gradient norm is %g, and above %g, where squares may overflow, it counts as not finite", what->norm, ADAMW_LARGEST_NORM);
+    if (isfinite(what->norm))
+        format_checked(norm, sizeof norm, "the gradient norm is %g, and above %g, where squares may overflow, "
+                       "it counts as not finite", what->norm, ADAMW_LARGEST_NORM);
     if (o->on_nonfinite == NONFINITE_STOP)
-        die("step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller --learning-rate, --grad-clip 1 or more --warmup-steps may help; "
-            "--on-nonfinite skip leaves such steps out", number, norm, place, loss);
+        die("step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller --learning-rate, --grad-clip 1 "
+            "or more --warmup-steps may help; --on-nonfinite skip leaves such steps out", number, norm, place, loss);
     if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
-        die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. The loss is %g. A smaller --learning-rate may help", number,
-            (long long)skipped_in_a_row, isnan(what->norm) ? (double)NAN : what->norm, place, loss);
+        die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. The loss is %g. "
+            "A smaller --learning-rate may help", number, (long long)skipped_in_a_row, isnan(what->norm) ? (double)NAN : what->norm, place, loss);
     if (s->comm->rank == 0) warn("step %lld skipped: %s. %s. The loss is %g", number, norm, place, loss);
 }
 

@@ -76,7 +76,7 @@ enum { FREE, MUST_MATCH };
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "decay of the second moment") \
     REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "added to the root of the second moment") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, "largest global gradient norm; 0: off") \
-    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a gradient norm that is not finite ends the run, with nothing of its step saved; skip: the step changes no weight, but counts for schedule and bias correction (10 in a row stop)") \
+    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a gradient norm that is not finite, or above 2^63, ends the run, with nothing of its step saved; skip: the step changes no weight, but counts for schedule and bias correction (10 in a row stop)") \
     GROUP("ranks (mpirun -np N)") \
     CHOICE(sharding, "sharding", SHARDING_FULL, "full|grad_op|none|hybrid", FREE, "of weights, gradients and optimizer state; grad_op: weights stay whole for a step; hybrid: full within --shard-size ranks, replicas across") \
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, "ranks that share one copy of the model with --sharding hybrid; divides the ranks") \
@@ -436,17 +436,20 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
     return o->shard_size;
 }
 
-// From how many micro-steps on bf16 sums of gradients are too noisy: their noise adds 1.4e-6 of the norm a micro-step (gradient_sum.h), here 0.035%. The norm
-// is to be right within 0.1%, and no more than about a third of that may be noise.
+// From how many micro-steps on bf16 sums of gradients are too noisy: their noise adds 1.4e-6 of the norm a micro-step
+// (gradient_sum.h), here 0.035%. The norm is to be right within 0.1%, and no more than about a third of that may be
+// noise.
 #define FP32_SUM_MICRO_STEPS 256
 
-// What --grad-accum-dtype auto stands for. It goes by the options alone: a run's bits must not depend on the machine's memory.
+// What --grad-accum-dtype auto stands for. It goes by the options alone: a run's bits must not depend on the machine's
+// memory.
 static inline int options_sum_storage(const Options *o) {
     const bool wanted = o->master_weights == STORAGE_FP32 || o->reduce_dtype == REDUCE_FP32;
     return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? STORAGE_FP32 : STORAGE_BF16;
 }
 
-// Whether gradients of a run on `world` ranks end as fp32 sums. One rank with one micro-step has nothing to add up; nor have ranks that reduce in bf16.
+// Whether gradients of a run on `world` ranks end as fp32 sums. One rank with one micro-step has nothing to add up; nor
+// have ranks that reduce in bf16.
 static inline bool options_fp32_gradients(const Options *o, int64_t world) {
     const bool sums = o->grad_accumulation_steps > 1 || (world > 1 && o->reduce_dtype == REDUCE_FP32);
     return o->precision == PRECISION_FP32 || (sums && o->grad_accum_dtype == STORAGE_FP32);

@@ -193,7 +193,7 @@ static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t
     return false;
 }
 
-// Whether this rank, number `rank` of the run, reads the others' patterns. room [2][bytes] begins with its own.
+// True if this rank, number `rank` of the run, reads the others' patterns right. room [2][bytes] begins with its own.
 static inline bool peer_check_patterns(const PeerMemory *p, int64_t rank, char *room, int64_t bytes,
                                        cudaStream_t stream, char *reason, size_t capacity) {
     uint32_t *words = (uint32_t *)xcalloc((size_t)bytes, 1);
@@ -206,7 +206,7 @@ static inline bool peer_check_patterns(const PeerMemory *p, int64_t rank, char *
     return right;
 }
 
-// Whether the stream comes to its end within so many seconds.
+// True if the stream comes to its end within so many seconds.
 static inline bool peer_ends(cudaStream_t stream, double seconds) {
     const double start = seconds_now();
     for (;;) {

@@ -136,7 +136,8 @@ static inline void linear_backward_input(float *dx, const float *dy, const float
 }
 
 // dw [out, in] = dy^T x ("wgrad")
-static inline void linear_backward_weight(float *dw, const float *dy, const float *x, int64_t rows, int64_t in, int64_t out, Rounding rounding) {
+static inline void linear_backward_weight(float *dw, const float *dy, const float *x, int64_t rows, int64_t in,
+                                          int64_t out, Rounding rounding) {
     matmul(dw, in, matrix_transposed(dy, out), matrix_rows(x, in), out, in, rows, epilogue(1, NULL, false, rounding));
 }
 
@@ -207,7 +208,8 @@ static inline void linear_operand_free(LinearOperand *q) {
 }
 
 // c [M, N] = a [M, depth] b [N, depth]^T + bias [N].
-static inline void linear_product(float *c, LinearOperand a, LinearOperand b, int64_t M, int64_t N, int64_t depth, const float *bias, Rounding rounding) {
+static inline void linear_product(float *c, LinearOperand a, LinearOperand b, int64_t M, int64_t N, int64_t depth,
+                                  const float *bias, Rounding rounding) {
     const MatrixView turned_b = matrix_view(b.view.data, b.view.col_stride, b.view.row_stride);
     matmul(c, N, a.view, turned_b, M, N, depth, epilogue(a.inverse_scale * b.inverse_scale, bias, false, rounding));
 }

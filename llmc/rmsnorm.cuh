@@ -27,7 +27,8 @@ __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float
 // A row belongs to a group of THREADS threads (forward: a block); a thread holds VECTORS times 8 of its values in registers.
 #define RMSNORM_COLUMN(i) (8 * ((i) * THREADS + (int)threadIdx.x % THREADS))
 
-// Tells of input that is not finite, or whose squares are not in fp32: the first norm, in the order of the forward pass, that sees a row of it leaves its number.
+// Tells of input that is not finite, or whose squares are not in fp32: the first norm, in the order of the forward
+// pass, that sees a row of it leaves its number.
 typedef struct {
     uint32_t *first;  // lowered to `number`; NULL: nothing is looked for
     uint32_t number;
@@ -121,8 +122,8 @@ static inline void rmsnorm_forward_launch(RmsnormForward p, cudaStream_t stream)
 }
 
 // y [R, C] or NULL, rstd [R] fp32, *amax raised to max |y| or NULL, from x [R, C] and weight [C].
-static inline void rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, const bf16 *x, const bf16 *weight, int64_t R, int64_t C, float eps,
-                                   RmsnormWatch watch, cudaStream_t stream) {
+static inline void rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, const bf16 *x, const bf16 *weight, int64_t R,
+                                   int64_t C, float eps, RmsnormWatch watch, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_forward", R, C, x, weight);
     require_aligned16(y, "rmsnorm_forward", "y");
     const RmsnormForward p = {NULL, y, rstd, amax, x, NULL, weight, R, (int)C, eps, watch};

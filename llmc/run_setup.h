@@ -27,7 +27,7 @@ typedef struct {
     bool load_weights;              // the folder has weights to start from
     DataLoader train, val;          // not opened (num_shards 0): dry run of a model whose vocabulary is known; no --val-data
     DataIdentity data;              // of train
-    char checkpoint[PATH_CAPACITY]; // to continue from; "": none
+    char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;          // of that checkpoint, or 0
     CheckpointSteps passed_over;    // later ones, which are damaged; and older ones that may not be removed
     int64_t saved_step;             // the last one of which there is a checkpoint; 0: none
@@ -260,7 +260,8 @@ static inline void run_setup_check_export(const Options *o) {
 
 // Says over how much of the validation data each validation takes its mean.
 static inline void run_setup_print_validation(const RunSetup *s, const Options *o) {
-    printf("validation: the first %lld of %lld sequences\n", (long long)min_i64(o->val_steps, s->val.num_sequences), (long long)s->val.num_sequences);
+    printf("validation: the first %lld of %lld sequences\n", (long long)min_i64(o->val_steps, s->val.num_sequences),
+           (long long)s->val.num_sequences);
 }
 
 // Says what the first step starts from. When it is a checkpoint, checkpoint_find_newest says so.

@@ -162,10 +162,14 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
     unsigned long long first_large = ADAMW_NONE;
     uint32_t largest = 0;
-    for (int64_t i = 0; is_refused(v) && i < before->n; i++) largest = adamw_magnitude(before->gradients[i]) > largest ? adamw_magnitude(before->gradients[i]) : largest;
+    for (int64_t i = 0; is_refused(v) &&
+         i < before->n; i++) largest = adamw_magnitude(before->gradients[i]) > largest
+             ? adamw_magnitude(before->gradients[i]) : largest;
     for (int64_t position = before->n - 1; is_refused(v) && position >= 0; position--)
-        if (adamw_magnitude(before->gradients[backward_position(order, position)]) >= adamw_large(largest)) first_large = (unsigned long long)position;
-    CHECK(c->nonfinite == is_refused(v) && c->largest == largest && c->position == first_large, "%s: flag %u, largest %08x, first large position %llu, want %08x, %llu", label, c->nonfinite,
+        if (adamw_magnitude(before->gradients[backward_position(order,
+                                                                position)]) >= adamw_large(largest)) first_large = (unsigned long long)position;
+    CHECK(c->nonfinite == is_refused(v) && c->largest == largest && c->position == first_large,
+          "%s: flag %u, largest %08x, first large position %llu, want %08x, %llu", label, c->nonfinite,
           c->largest, c->position, largest, first_large);
     arrays_check(label, &a, v, want);
     free(c), bench_free(control);
@@ -209,7 +213,8 @@ static double *sum_squares(const ParameterTable *t, int64_t group, const State *
 static void keep_nonfinite(State *state, const State *old) {
     for (int64_t i = 0; i < state->n; i++) {
         if (isfinite(state->gradients[i])) continue;
-        state->weights[i] = old->weights[i], state->exp_avg[i] = old->exp_avg[i], state->exp_avg_sq[i] = old->exp_avg_sq[i];
+        state->weights[i] = old->weights[i], state->exp_avg[i] = old->exp_avg[i],
+            state->exp_avg_sq[i] = old->exp_avg_sq[i];
     }
 }
 
@@ -250,10 +255,12 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
         const ShardPlan plan = shard_plan(&t, group, place);
         State want = shard_state(&t, &plan, &flat);
         check_rank(label, &t, &plan, v, &before[place], bad ? &before[place] : &want, squares, step, amax);
-        if (v.clip == 0) taken_along += check_rank_unconditional(label, &t, &plan, v, &before[place], &want, step, amax_unconditional);
+        if (v.clip == 0) taken_along += check_rank_unconditional(label, &t, &plan, v, &before[place], &want, step,
+                                                                 amax_unconditional);
         free_state(&want), free_state(&before[place]);
     }
-    if (v.clip == 0) CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6, "%s: squares %.9g with the update, %.9g by themselves", label, taken_along, *sum);
+    if (v.clip == 0) CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6,
+                           "%s: squares %.9g with the update, %.9g by themselves", label, taken_along, *sum);
     uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label), *slots_unconditional = (uint32_t *)bench_download(amax_unconditional, m.num_layers * AMAX_STRIDE * 4, label);
     check_amax(label, &t, slots, AMAX_STRIDE, bad ? old.weights : flat.weights);
     if (v.clip == 0) check_amax(label, &t, slots_unconditional, AMAX_STRIDE, flat.weights);
@@ -380,7 +387,8 @@ static void model_update(const Model *x, AdamwStep step, bool norm_first) {
 }
 
 static void model_free(Model *x) {
-    void *device[] = {x->a.weights, x->a.master, x->a.exp_avg, x->a.exp_avg_sq, gradients_memory(x->a.gradients), x->control, x->amax, x->squares, x->workspace};
+    void *device[] = {x->a.weights, x->a.master, x->a.exp_avg, x->a.exp_avg_sq, gradients_memory(x->a.gradients),
+                      x->control,   x->amax,     x->squares,   x->workspace};
     for (void *p : device)
         if (p) bench_free(p);
     parameter_table_free(&x->t);
@@ -403,7 +411,8 @@ static void check_large(void) {
             const int64_t n = min_i64(WINDOW, parameter_elements(p)), first = p->offset + parameter_elements(p) - n;  // the tensor's last elements
             if (!run) {
                 CUDA_CHECK(cudaMemcpy(before[k][0], x.a.weights + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
-                CUDA_CHECK(cudaMemcpy(before[k][1], x.a.gradients.bf16_data + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
+                CUDA_CHECK(
+                    cudaMemcpy(before[k][1], x.a.gradients.bf16_data + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
                 continue;
             }
             bf16_bits got[WINDOW];
@@ -433,7 +442,9 @@ static void bench_model(Bench *b, const char *preset, bool master, bool fp32_mom
     for (int norm_first = 1; norm_first >= 0; norm_first--) {
         us = bench_time_us(b, [&] { model_update(&x, step, norm_first); });
         char name[64];
-        format_checked(name, sizeof name, "AdamW, weights %s, moments %s%s%s", master ? "fp32" : "bf16", fp32_moments ? "fp32" : "bf16", fp32_gradients ? ", gradients fp32" : "", norm_first ? "" : ", norm");
+        format_checked(name, sizeof name, "AdamW, weights %s, moments %s%s%s", master ? "fp32" : "bf16",
+                       fp32_moments ? "fp32" : "bf16", fp32_gradients ? ", gradients fp32" : "",
+                       norm_first ? "" : ", norm");
         bench_report(b, name, shape, us, n * (gradient + (master ? 10 : 4) + (fp32_moments ? 16 : 8)),
                      master && fp32_moments ? NULL : "arithmetic beside the bytes: square root, quotient and stochastic rounding of every element");
     }
@@ -450,11 +461,11 @@ int main(int argc, char **argv) {
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
                 // After them: a NaN and an infinity, with and without clipping; gradients whose squares overflow the sum, and the second moment; the largest that is taken; fp32 gradients.
-                const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0}, {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0}, {master, moments, 0, 1e-15, 1e-2, -1, false, 0},
-                                            {master, moments, 1, 1e-8, 0, -1, false, 0},    {master, moments, 1, 1e-25, 1e-3, -1, false, 0}, {master, moments, 0, 1e-8, 1e-3, -1, true, 0},
-                                            {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN}, {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN},
-                                            {master, moments, 0, 1e-8, 1e-3, 12346, false, -0x1p64f}, {master, moments, 0, 1e-8, 1e-3, 12346, false, 0x1p80f},
-                                            {master, moments, 0, 1e-8, 1e-3, 12347, false, 0x1.cp62f},
+                const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0, false}, {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0, false}, {master, moments, 0, 1e-15, 1e-2, -1, false, 0, false},
+                                            {master, moments, 1, 1e-8, 0, -1, false, 0, false},    {master, moments, 1, 1e-25, 1e-3, -1, false, 0, false}, {master, moments, 0, 1e-8, 1e-3, -1, true, 0, false},
+                                            {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN, false}, {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN, false},
+                                            {master, moments, 0, 1e-8, 1e-3, 12346, false, -0x1p64f, false}, {master, moments, 0, 1e-8, 1e-3, 12346, false, 0x1p80f, false},
+                                            {master, moments, 0, 1e-8, 1e-3, 12347, false, 0x1.cp62f, false},
                                             {master, moments, 0, 1e-8, 1e-3, -1, false, 0, true}, {master, moments, 1e-3f, 1e-8, 1e-3, -1, false, 0, true},
                                             {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN, true}, {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN, true}};
                 for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) check_step(preset, variants[i], 1 + 100 * (int64_t)i, i == 0 ? 1 : i == 1 ? 5 : 1 + (int64_t)i % 3);

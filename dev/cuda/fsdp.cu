@@ -50,23 +50,28 @@ static void set_sum(Fsdp *f, void *device, bool fp32) {
     else f->grads = (bf16 *)device;
 }
 
-// The ways in which gradients join a sum: they replace it, are added in the first micro-step (an embedding's), or in a later one.
+// The ways in which gradients join a sum: they replace it, are added in the first micro-step (an embedding's), or in a
+// later one.
 static const GradientSum *sum_kinds(void) {
-    static const GradientSum kinds[] = {{false, false, 0, 0}, {true, false, 0, 0}, {true, true, 0x123456789abcdef1ull, (1ll << 35) + 4096}};
+    static const GradientSum kinds[] = {
+        {false, false, 0, 0}, {true, false, 0, 0}, {true, true, 0x123456789abcdef1ull, (1ll << 35) + 4096}};
     return kinds;
 }
 
 // from: bf16 values, and as fp32 ones that no bf16 holds. Element `at` of the sum is the first.
 static void check_add(int64_t at, int64_t n, bool fp32_from, bool fp32, GradientSum how) {
     char label[128];
-    format_checked(label, sizeof label, "%lld elements of %s to %s%s%s", (long long)n, fp32_from ? "fp32" : "bf16", fp32 ? "fp32" : "bf16", how.add ? ", added" : "", how.stochastic ? " stochastically" : "");
+    format_checked(label, sizeof label, "%lld elements of %s to %s%s%s", (long long)n, fp32_from ? "fp32" : "bf16",
+                   fp32 ? "fp32" : "bf16", how.add ? ", added" : "", how.stochastic ? " stochastically" : "");
     bf16_bits *before = bench_normal(2, at + n, 1.0f), *from_bits = bench_normal(3, n, 1.0f);
-    from_bits[0] = 0xff80, from_bits[1] = 0x0001, from_bits[2] = 0x7f7f;  // -infinity, the smallest denormal, the largest number
+    from_bits[0] = 0xff80, from_bits[1] = 0x0001,
+    from_bits[2] = 0x7f7f;  // -infinity, the smallest denormal, the largest number
     float *from = bf16_to_floats(from_bits, n), *want = bf16_to_floats(before, at + n);
     for (int64_t i = 3; fp32_from && i < n; i++) from[i] *= 1.0009765f;
     Nccl nccl = {};
     Fsdp f = make_fsdp(&nccl, NULL);
-    void *to = upload_sum(want, at + n, fp32), *device = fp32_from ? bench_upload(from, n * 4) : bench_upload(from_bits, n * 2);
+    void *to = upload_sum(want, at + n, fp32),
+         *device = fp32_from ? bench_upload(from, n * 4) : bench_upload(from_bits, n * 2);
     set_sum(&f, to, fp32);
     gradient_sum_reference(want + at, from, 0, n, fp32, &how);
     if (fp32_from) fsdp_add_reduced(&f, at, (const float *)device, n, how);
@@ -79,10 +84,13 @@ static void check_add(int64_t at, int64_t n, bool fp32_from, bool fp32, Gradient
 // The sum over ranks of copy engines. Ranks' values are added in their order, in fp32.
 static void check_rank_sum(int64_t ranks, int64_t place, int64_t n, bool fp32, GradientSum how) {
     char label[128];
-    format_checked(label, sizeof label, "%lld elements of rank %lld of %lld to %s%s%s", (long long)n, (long long)place, (long long)ranks, fp32 ? "fp32" : "bf16", how.add ? ", added" : "",
+    format_checked(label, sizeof label, "%lld elements of rank %lld of %lld to %s%s%s", (long long)n, (long long)place,
+                   (long long)ranks, fp32 ? "fp32" : "bf16", how.add ? ", added" : "",
                    how.stochastic ? " stochastically" : "");
-    bf16_bits *before = bench_normal(4, n, 1.0f), *bits = bench_normal(5, ranks * n, 1.0f), *others = (bf16_bits *)xcalloc((size_t)(ranks * n), 2);
-    float *x = bf16_to_floats(bits, ranks * n), *want = bf16_to_floats(before, n), *sum = (float *)xcalloc((size_t)n, 4);
+    bf16_bits *before = bench_normal(4, n, 1.0f), *bits = bench_normal(5, ranks * n, 1.0f),
+              *others = (bf16_bits *)xcalloc((size_t)(ranks * n), 2);
+    float *x = bf16_to_floats(bits, ranks * n), *want = bf16_to_floats(before, n),
+          *sum = (float *)xcalloc((size_t)n, 4);
     for (int64_t rank = 0; rank < ranks; rank++) {
         for (int64_t i = 0; i < n; i++) sum[i] = rank ? sum[i] + x[rank * n + i] : x[i];
         if (rank != place) memcpy(others + (rank - (rank > place)) * n, bits + rank * n, (size_t)n * 2);
@@ -187,7 +195,8 @@ static void bench_joins(Bench *b, Fsdp *f, const bf16 *gradients, int64_t n) {
         void *sum = bench_zeros(n * (fp32 ? 4 : 2));
         set_sum(f, sum, fp32);
         const double us = bench_time_us(b, [&] { fsdp_add(f, 0, gradients, n, how, blocks, 0); });
-        bench_report(b, fp32 ? "gradients join fp32 sum" : "gradients join bf16 sum", "218112000", us, (fp32 ? 10.0 : 6.0) * (double)n);
+        bench_report(b, fp32 ? "gradients join fp32 sum" : "gradients join bf16 sum", "218112000", us,
+                     (fp32 ? 10.0 : 6.0) * (double)n);
         bench_free(sum);
     }
 }

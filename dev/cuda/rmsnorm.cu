@@ -52,7 +52,8 @@ static void check_forward(const Case *k) {
     Fp8Tensor t = fp8_tensor_create(R, C, FP8_E4M3);
     residual_rmsnorm_forward(x, y, rstd, NULL, residual, delta, weight, R, C, EPS, NO_WATCH, 0);
     rmsnorm_forward(y_alone, rstd_alone, NULL, x, weight, R, C, EPS, NO_WATCH, 0);
-    residual_rmsnorm_forward(residual, NULL, rstd, t.amax, residual, delta, weight, R, C, EPS, NO_WATCH, 0);  // in place, nothing stored, amax
+    // in place, nothing stored, amax
+    residual_rmsnorm_forward(residual, NULL, rstd, t.amax, residual, delta, weight, R, C, EPS, NO_WATCH, 0);
     rmsnorm_quantize_transpose(t, x, rstd, weight, R, C, 0);
 
     bf16_bits *got_x = (bf16_bits *)bench_download(x, n * 2, k->label), *got_y = (bf16_bits *)bench_download(y, n * 2, k->label);
@@ -110,11 +111,13 @@ static void check_backward(const Case *k, bool with_residual) {
     bench_free(x), bench_free(dy), bench_free(weight), bench_free(dresidual), bench_free(dx), bench_free(dw), bench_free(dw2), bench_free(rstd), bench_free(workspace), bench_free(amax);
 }
 
-// One row of x holds `value`, once, or is zero. The norms numbered 9, 6 and 8 see it, 1 is not asked to look, 2 sees ordinary rows.
+// One row of x holds `value`, once, or is zero. The norms numbered 9, 6 and 8 see it, 1 is not asked to look, 2 sees
+// ordinary rows.
 static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) {
     const int64_t n = R * C, row = 2 * R / 3;
     bf16_bits *x_host = bench_normal(1, n, 1), *weight_host = bench_normal(4, C, 0.5f);
-    bf16 *ordinary = (bf16 *)bench_upload(x_host, n * 2), *weight = (bf16 *)bench_upload(weight_host, C * 2), *zero = (bf16 *)bench_zeros(n * 2), *y = (bf16 *)bench_alloc(n * 2);
+    bf16 *ordinary = (bf16 *)bench_upload(x_host, n * 2), *weight = (bf16 *)bench_upload(weight_host, C * 2),
+        *zero = (bf16 *)bench_zeros(n * 2), *y = (bf16 *)bench_alloc(n * 2);
     if (value == 0) memset(x_host + row * C, 0, (size_t)C * 2);
     else x_host[row * C + C - 1] = bf16_from_float(value);
     float *row_values = bf16_to_floats(x_host + row * C, C), *rstd = (float *)bench_alloc(R * 4);
@@ -127,19 +130,25 @@ static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) 
     rmsnorm_forward(NULL, rstd, NULL, x, weight, R, C, eps, RmsnormWatch{NULL, 1}, 0);
     rmsnorm_forward(NULL, rstd, NULL, ordinary, weight, R, C, eps, RmsnormWatch{first, 2}, 0);
     uint32_t *got = (uint32_t *)bench_download(first, 4, "watch");
-    CHECK(*got == (bad ? 6 : none), "%lld x %lld with a value of %g, eps %g: norm %u is named", (long long)R, (long long)C, value, eps, *got);
+    CHECK(*got == (bad ? 6 : none), "%lld x %lld with a value of %g, eps %g: norm %u is named", (long long)R,
+          (long long)C, value, eps, *got);
     // the CPU adds squares up in double, which no finite row overflows; else both agree
-    if (!isfinite(value) || isfinite(value * value)) CHECK(!float_is_positive(rms_reciprocal(row_values, C, eps)) == bad, "the CPU's norm of a row with %g, eps %g", value, eps);
+    if (!isfinite(value) || isfinite(value * value)) CHECK(!float_is_positive(rms_reciprocal(row_values, C,
+        eps)) == bad, "the CPU's norm of a row with %g, eps %g", value, eps);
     free(x_host), free(weight_host), free(row_values), free(got);
-    bench_free(ordinary), bench_free(weight), bench_free(zero), bench_free(y), bench_free(x), bench_free(rstd), bench_free(first);
+    bench_free(ordinary), bench_free(weight), bench_free(zero), bench_free(y), bench_free(x), bench_free(rstd),
+        bench_free(first);
 }
 
 static void check_watches(void) {
     const int64_t shapes[][2] = {{1, 16}, {300, 1024}, {5000, 2048}, {33, 5120}, {7, 16384}};
-    const struct { float value, eps; bool bad; } rows[] = {{1, EPS, false}, {1e15f, EPS, false}, {0, EPS, false}, {0, 0, true}, {NAN, EPS, true}, {INFINITY, EPS, true},
-                                                           {-INFINITY, EPS, true}, {1e30f, EPS, true}, {3e38f, EPS, true}};
+    const struct { float value, eps; bool bad; } rows[] = {{1, EPS, false}, {1e15f, EPS, false}, {0, EPS, false}, {0,
+        0, true}, {NAN, EPS, true}, {INFINITY, EPS, true},
+                                                           {-INFINITY, EPS, true}, {1e30f, EPS, true}, {3e38f, EPS,
+                                                               true}};
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
-        for (size_t k = 0; k < sizeof rows / sizeof rows[0]; k++) check_watch(shapes[i][0], shapes[i][1], rows[k].value, rows[k].eps, rows[k].bad);
+        for (size_t k = 0; k < sizeof rows / sizeof rows[0]; k++) check_watch(shapes[i][0], shapes[i][1],
+                                                                              rows[k].value, rows[k].eps, rows[k].bad);
 }
 
 // Beyond 2^31 elements: the fused cast against the plain cast of a stored y, and the last row against the reference.
@@ -175,7 +184,8 @@ static void check_large(void) {
 
 // Refusals run first: they fork, which a process with CUDA running must not.
 static void call_forward(void *context) {
-    rmsnorm_forward(NULL, NULL, NULL, (const bf16 *)16, (const bf16 *)16, 1, *(const int64_t *)context, EPS, NO_WATCH, 0);
+    rmsnorm_forward(NULL, NULL, NULL, (const bf16 *)16, (const bf16 *)16, 1, *(const int64_t *)context, EPS, NO_WATCH,
+                    0);
 }
 
 static void check_refusals(void) {
@@ -211,12 +221,16 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     const RmsnormWatch watch = {(uint32_t *)bench_zeros(4), 1};  // as in training
     const char *forward = "a row's sum comes before its output, and a block loads its next row only after that";
     const char *backward = "dw stays in registers: 512 or 1024 threads a multiprocessor; a second launch adds up its parts";
-    bench_report(b, "rmsnorm, amax", shape, bench_time_us(b, [&] { rmsnorm_forward(NULL, rstd, t.amax, x, weight, R, C, EPS, watch, 0); }), 2 * n, forward);
-    bench_report(b, "rmsnorm, y stored", shape, bench_time_us(b, [&] { rmsnorm_forward(y, rstd, NULL, x, weight, R, C, EPS, watch, 0); }), 4 * n, forward);
+    bench_report(b, "rmsnorm, amax", shape, bench_time_us(b, [&] { rmsnorm_forward(NULL, rstd, t.amax, x, weight, R,
+        C, EPS, watch, 0); }), 2 * n, forward);
+    bench_report(b, "rmsnorm, y stored", shape, bench_time_us(b, [&] { rmsnorm_forward(y, rstd, NULL, x, weight, R, C,
+        EPS, watch, 0); }), 4 * n, forward);
     bench_report(b, "residual+rmsnorm, y stored", shape,
-                 bench_time_us(b, [&] { residual_rmsnorm_forward(out, y, rstd, NULL, x, delta, weight, R, C, EPS, watch, 0); }), 8 * n, forward);
+                 bench_time_us(b, [&] { residual_rmsnorm_forward(out, y, rstd, NULL, x, delta, weight, R, C, EPS,
+                                                                 watch, 0); }), 8 * n, forward);
     bench_report(b, "residual+rmsnorm, amax", shape,
-                 bench_time_us(b, [&] { residual_rmsnorm_forward(out, NULL, rstd, t.amax, x, delta, weight, R, C, EPS, watch, 0); }), 6 * n, forward);
+                 bench_time_us(b, [&] { residual_rmsnorm_forward(out, NULL, rstd, t.amax, x, delta, weight, R, C, EPS,
+                                                                 watch, 0); }), 6 * n, forward);
     bench_report(b, "norm+quantize_transpose", shape, bench_time_us(b, [&] { rmsnorm_quantize_transpose(t, out, rstd, weight, R, C, 0); }), 4 * n);
     bench_report(b, "residual+rmsnorm, both FP8 passes", shape, bench_time_us(b, [&] {
         residual_rmsnorm_forward(out, NULL, rstd, t.amax, x, delta, weight, R, C, EPS, watch, 0);
@@ -224,7 +238,8 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     }), 10 * n, "two launches, each with its ramp");
     bench_report(b, "rmsnorm backward, residual gradient, amax", shape,
                  bench_time_us(b, [&] { rmsnorm_backward(delta, dweight, t.amax, y, x, rstd, weight, delta, R, C, workspace, 0); }), 8 * n, backward);
-    bench_free(x), bench_free(delta), bench_free(out), bench_free(y), bench_free(weight), bench_free(dweight), bench_free(rstd), bench_free(workspace), bench_free(watch.first);
+    bench_free(x), bench_free(delta), bench_free(out), bench_free(y), bench_free(weight), bench_free(dweight),
+        bench_free(rstd), bench_free(workspace), bench_free(watch.first);
     fp8_tensor_free(t);
 }
 

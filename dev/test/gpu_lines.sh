@@ -31,7 +31,7 @@ skips_leave_no_trace() {
     if [ $skipped -ge 8 ] && [ $traces -eq 0 ]; then ok "$1: $skipped skipped steps left fp8_state as it was, $moved others moved it"; else bad "$1: $skipped skipped steps, $traces with traces: $(tail -n 2 "$2")"; fi
 }
 # Words of the optimizer's bf16 state in a checkpoint that are not finite.
-infinities() { cat "$1"/optimizer*.safetensors | od -An -v -tx2 -w2 | grep -cE '[7f]f[89a-f]'; }
+infinities() { cat "$1"/optimizer*.safetensors | od -An -v -tx2 -w2 | grep -cE '^ *[7f]f[89a-f]'; }
 # The same of one trainer on the CPU, or on one GPU. $1 name of the log, then the arguments.
 cpu() { trains "$1" ./train_fp8 "${@:2}"; }
 gpu() { trains "$1" ./train_fp8cu "${@:2}"; }

@@ -345,7 +345,8 @@ static void read_shrunk(void *context) {
     dataloader_batch(&dl, 5, 1, inputs, targets);
 }
 
-// A shard of 100 ids below 320 is opened; then token `position` becomes `id`, in place. With `touched` the file's time of change says so.
+// A shard of 100 ids below 320 is opened; then token `position` becomes `id`, in place. With `touched` the file's time
+// of change says so.
 typedef struct {
     int32_t magic, version;
     int64_t position;
@@ -359,8 +360,10 @@ static void rewrite_shard(const char *name, const Rewrite *r) {
     struct stat before;
     const int fd = open(path, O_WRONLY);
     if (fd < 0 || fstat(fd, &before)) die("%s: %s", path, strerror(errno));
-    if (pwrite(fd, &r->id, (size_t)width, SHARD_HEADER_BYTES + r->position * width) != width) die("%s: %s", path, strerror(errno));
-    const struct timespec later[2] = {before.st_atim, {before.st_mtim.tv_sec + (r->touched ? 1 : 0), before.st_mtim.tv_nsec}};
+    if (pwrite(fd, &r->id, (size_t)width, SHARD_HEADER_BYTES + r->position * width) != width) die("%s: %s", path,
+        strerror(errno));
+    const struct timespec later[2] = {before.st_atim, {before.st_mtim.tv_sec + (r->touched ? 1 : 0),
+                                                       before.st_mtim.tv_nsec}};
     if (futimens(fd, later) || close(fd)) die("%s: %s", path, strerror(errno));
 }
 
@@ -376,19 +379,25 @@ static void read_rewritten(void *context) {
     dataloader_batch(&dl, 4, 2, inputs, targets);
 }
 
-// Ids past the vocabulary are found in every format, at each place of a batch, whether or not the file system says that the file has changed.
+// Ids past the vocabulary are found in every format, at each place of a batch, whether or not the file system says that
+// the file has changed.
 static void test_rewritten(void) {
-    static const Rewrite rewrites[] = {{SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false}, {SHARD_MAGIC_U32, 7, 48, 320, false},
-                                       {SHARD_MAGIC_U32, 8, 35, 4294967295u, true}, {SHARD_MAGIC_U32, 7, 32, 319, true}, {SHARD_MAGIC_U16, 1, 2, 7, true}};
+    static const Rewrite rewrites[] = {{SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false},
+                                       {SHARD_MAGIC_U32, 7, 48, 320, false},
+                                       {SHARD_MAGIC_U32, 8, 35, 4294967295u, true}, {SHARD_MAGIC_U32, 7, 32, 319,
+                                           true}, {SHARD_MAGIC_U16, 1, 2, 7, true}};
     char output[8192], message[256];
     for (size_t i = 0; i < sizeof rewrites / sizeof rewrites[0]; i++) {
         const Rewrite *r = &rewrites[i];
         if (r->id >= 320)
-            format_checked(message, sizeof message, "rewritten.bin: token %lld has id %lld, but the model's vocabulary is 320; %s", (long long)r->position, (long long)r->id,
+            format_checked(message, sizeof message,
+                           "rewritten.bin: token %lld has id %lld, but the model's vocabulary is 320; %s",
+                               (long long)r->position, (long long)r->id,
                            r->touched ? "the file changed" : "another one stood there");
         else format_checked(message, sizeof message, "rewritten.bin: the file changed after it was opened");
         Rewrite context = *r;
-        CHECK(check_dies(read_rewritten, &context, message, output, sizeof output), "\"%s\" expected, got \"%s\"", message, output);
+        CHECK(check_dies(read_rewritten, &context, message, output, sizeof output), "\"%s\" expected, got \"%s\"",
+              message, output);
     }
 }
 

@@ -146,8 +146,10 @@ static void note_cast(cudaStream_t s, const TensorSource *source, const Fp8Tenso
     if (out->col) note_write(s, out->col, R * C, ORDER_CARRIED);
 }
 
-// from [n] joins to [n]. The content is then that of the latest micro-step. to_element, element: bytes of an element of each.
-static OrderOperation *note_add(cudaStream_t s, const void *to, int64_t to_element, const void *from, int64_t n, int64_t element, const GradientSum *how) {
+// from [n] joins to [n]. The content is then that of the latest micro-step. to_element, element: bytes of an element of
+// each.
+static OrderOperation *note_add(cudaStream_t s, const void *to, int64_t to_element, const void *from, int64_t n,
+                                int64_t element, const GradientSum *how) {
     note_read(s, from, n * element, ORDER_CARRIED);
     if (how->add) note_read(s, to, n * to_element, ORDER_ANY);
     return note_write(s, to, n * to_element, ORDER_CARRIED);
@@ -164,7 +166,8 @@ static void note_transpose(cudaStream_t s, const uint8_t *col, const uint8_t *ro
 }
 
 // The sum over ranks of what is the rank's own and what it has received.
-static void note_rank_sum(cudaStream_t s, const void *to, int64_t to_element, const bf16 *own, const bf16 *others, int64_t summed, int64_t n, const GradientSum *how) {
+static void note_rank_sum(cudaStream_t s, const void *to, int64_t to_element, const bf16 *own, const bf16 *others,
+                          int64_t summed, int64_t n, const GradientSum *how) {
     note_read(s, others, (summed - 1) * n * (int64_t)sizeof(bf16), ORDER_CARRIED);
     note_add(s, to, to_element, own, n, sizeof(bf16), how)->summed = summed;
 }
@@ -190,13 +193,19 @@ static bool is_amax_pass(const void *function) {
 static bool note_sum_kernel(cudaStream_t s, const void *function, void **arguments) {
     for (int fp32 = 0; fp32 < 2; fp32++) {
         const int64_t element = fp32 ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
-        const void *add_bf16 = fp32 ? (const void *)fsdp_add_kernel<float, bf16> : (const void *)fsdp_add_kernel<bf16, bf16>;
-        const void *add_fp32 = fp32 ? (const void *)fsdp_add_kernel<float, float> : (const void *)fsdp_add_kernel<bf16, float>;
+        const void *add_bf16 =
+            fp32 ? (const void *)fsdp_add_kernel<float, bf16> : (const void *)fsdp_add_kernel<bf16, bf16>;
+        const void *add_fp32 =
+            fp32 ? (const void *)fsdp_add_kernel<float, float> : (const void *)fsdp_add_kernel<bf16, float>;
         const void *rank_sum = fp32 ? (const void *)fsdp_sum_kernel<float> : (const void *)fsdp_sum_kernel<bf16>;
         void *to = POINTER(void, 0);
-        if (function == add_bf16) note_add(s, to, element, POINTER(bf16, 1), INTEGER(2), sizeof(bf16), (GradientSum *)arguments[3]);
-        else if (function == add_fp32) note_add(s, to, element, POINTER(float, 1), INTEGER(2), sizeof(float), (GradientSum *)arguments[3]);
-        else if (function == rank_sum) note_rank_sum(s, to, element, POINTER(bf16, 1), POINTER(bf16, 2), INTEGER(3), INTEGER(5), (GradientSum *)arguments[6]);
+        if (function == add_bf16)
+            note_add(s, to, element, POINTER(bf16, 1), INTEGER(2), sizeof(bf16), (GradientSum *)arguments[3]);
+        else if (function == add_fp32)
+            note_add(s, to, element, POINTER(float, 1), INTEGER(2), sizeof(float), (GradientSum *)arguments[3]);
+        else if (function == rank_sum)
+            note_rank_sum(s, to, element, POINTER(bf16, 1), POINTER(bf16, 2), INTEGER(3), INTEGER(5),
+                          (GradientSum *)arguments[6]);
         else continue;
         return true;
     }
@@ -334,12 +343,16 @@ static void write_gradients(Rank *r, int64_t unit) {
 }
 
 // This rank's sums of gradients from element `at` on, and the bytes of one.
-static const void *sums_at(const Fsdp *f, int64_t at) { return f->fp32_grads ? (const void *)(f->grads_fp32 + at) : (const void *)(f->grads + at); }
+static const void *sums_at(const Fsdp *f, int64_t at) {
+    return f->fp32_grads ? (const void *)(f->grads_fp32 + at) : (const void *)(f->grads + at);
+}
 static int64_t sum_bytes(const Fsdp *f) { return f->fp32_grads ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16); }
 
 static void write_logits(Rank *r) {
     const int64_t room = fsdp_loss_room(&r->f);
-    const void *to = r->f.sharded ? (const void *)fsdp_loss_memory(&r->f) : sums_at(&r->f, shard_segment(r->f.table, &r->f.plan, 0, embedding_segment(r->f.table)).shard);
+    const void *to =
+        r->f.sharded ? (const void *)fsdp_loss_memory(&r->f)
+                     : sums_at(&r->f, shard_segment(r->f.table, &r->f.plan, 0, embedding_segment(r->f.table)).shard);
     if (room) note_write(r->f.stream, to, room * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
 }
 
@@ -350,7 +363,8 @@ static void write_embedding_gradient(Rank *r) {
     const int64_t ranks = f->embedding_ranks, content = gradients_of(r->step, r->micro, 0, ranks);
     note_read(f->stream, fsdp_gather_inputs(f, r->dx), ranks * f->input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
     const bool joins = fsdp_embedding_joins(f);
-    const void *to = joins ? sums_at(f, shard_segment(f->table, &f->plan, 0, segment).shard) : fsdp_gradients(f, 0).embedding;
+    const void *to =
+        joins ? sums_at(f, shard_segment(f->table, &f->plan, 0, segment).shard) : fsdp_gradients(f, 0).embedding;
     const int64_t bytes = joins ? f->plan.root_slices[segment] * sum_bytes(f) : unit_bytes(f, 0, segment);
     note_read(f->stream, to, bytes, segment == SEGMENT_MATRICES ? content : ORDER_ANY);
     note_write(f->stream, to, bytes, content);
@@ -406,7 +420,8 @@ static void micro_step(Rank *r, bool last) {
 static void read_reduced_gradients(Rank *r, int64_t step) {
     const Fsdp *f = &r->f;
     for (int64_t unit = 0; unit < unit_count(f->table); unit++)
-        note_read(f->stream, sums_at(f, shard_unit_offset(&f->plan, unit)), shard_unit_size(&f->plan, unit) * sum_bytes(f), gradients_of(step, r->micro, unit, f->world));
+        note_read(f->stream, sums_at(f, shard_unit_offset(&f->plan, unit)),
+                  shard_unit_size(&f->plan, unit) * sum_bytes(f), gradients_of(step, r->micro, unit, f->world));
 }
 
 static void write_weights(Rank *r, int64_t unit) {
@@ -470,9 +485,9 @@ static const char *buffer_name(int64_t rank, const char *address) {
     const Rank *r = &ranks[rank];
     const Fsdp *f = &r->f;
     const struct { const char *name; const void *begin; } all[] = {
-        {"weights", f->weights}, {"grads", f->grads}, {"grads_fp32", f->grads_fp32}, {"amax", f->amax}, {"squares", r->squares}, {"loss", r->loss}, {"dx", r->dx}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
+        {"weights", f->weights}, {"grads", f->grads}, {"amax", f->amax}, {"squares", r->squares}, {"loss", r->loss}, {"dx", r->dx}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
         {"root", f->root}, {"vectors", f->vectors}, {"slots", f->slots}, {"root_grads", f->root_grads}, {"layer_grads[0]", f->layer_grads[0]}, {"layer_grads[1]", f->layer_grads[1]},
-        {"staging", f->staging}, {"received", f->received}, {"arrivals", f->arrivals}};
+        {"staging", f->staging}, {"received", f->received}, {"arrivals", f->arrivals}, {"grads_fp32", f->grads_fp32}};
     int found = 0;
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         if (all[i].begin && all[i].begin <= address && all[i].begin >= all[found].begin) found = i;
@@ -717,7 +732,7 @@ static CUresult act_memory_operations(CUstream, unsigned count, CUstreamBatchMem
     return CUDA_SUCCESS;
 }
 
-// The same where no write arrives.
+// PeerMemory.enqueue where no write arrives.
 static CUresult lose_memory_operations(CUstream s, unsigned count, CUstreamBatchMemOpParams *operations, unsigned) {
     for (unsigned i = 0; i < count; i++)
         if (operations[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32) act_memory_operations(s, 1, &operations[i], 0);
@@ -737,7 +752,7 @@ static void proof_begin(PeerMemory peers[PROOF_RANKS]) {
     }
 }
 
-// What the rank at `place` finds wrong; "": nothing.
+// Returns what the rank at `place` finds wrong; "": nothing.
 static const char *proof_reads(const PeerMemory *peers, int64_t place) {
     static char reason[256];
     *reason = 0;
@@ -764,6 +779,25 @@ static void check_proof_of_reads(void) {
     memset(proof_memory[1].room, 0, 64);  // what was there before
     CHECK(strstr(proof_reads(peers, 2), "rank 7's GPU reads wrong from rank 8's, first at byte 0 of 4096: 0x00000000,"),
           "%s", proof_reads(peers, 2));
+}
+
+// NCCL's variable turns copy engines off. Without it rank 1 of 2 is asked, whose memory cannot be had here.
+static void check_disabled(void) {
+    static const struct { const char *value, *reason; } cases[] = {
+        {"1", "NCCL_P2P_DISABLE=1 says"}, {"0", "memory of rank 7's GPU cannot be read from rank 6's"}, {NULL, "rank 7's"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        PeerMemory p;
+        PeerOffer offers[2];
+        Comm comm = comm_one();
+        char reason[256] = "";
+        memset(&p, 0, sizeof p);
+        memset(offers, 0, sizeof offers);
+        p.ranks = 2, comm.rank = PROOF_FIRST, offers[1].status = cudaErrorNotSupported;
+        if (cases[i].value) setenv("NCCL_P2P_DISABLE", cases[i].value, 1);
+        else unsetenv("NCCL_P2P_DISABLE");
+        CHECK(!peer_memory_try(&p, &comm, offers, NULL, reason, sizeof reason) && strstr(reason, cases[i].reason),
+              "NCCL_P2P_DISABLE=%s: %s", cases[i].value ? cases[i].value : "(none)", reason);
+    }
 }
 
 static void prove_lost_barrier(void *context) {
@@ -813,6 +847,7 @@ int main(void) {
     check_embedding_ranks();
     check_watch();
     acts = true;
+    check_disabled();
     check_proof_of_reads();
     check_proof_of_barrier();
     return check_report();

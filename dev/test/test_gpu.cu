@@ -220,11 +220,14 @@ static void test_nonfinite_gate(int on_nonfinite) {
         if (step == 0) {
             const NonfiniteStep what = nonfinite_step(&t, &stats);
             const int64_t found = backward_position(backward_order(&t.table), what.position);
-            CHECK(stats.control.nonfinite && what.magnitude == 0x7f800000u && found == bad, "nonfinite %u, bad element %lld, expected %lld", stats.control.nonfinite, (long long)found, (long long)bad);
+            CHECK(stats.control.nonfinite && what.magnitude == 0x7f800000u && found == bad,
+                  "nonfinite %u, bad element %lld, expected %lld", stats.control.nonfinite, (long long)found,
+                      (long long)bad);
             for (int k = 0; k < 3; k++) {
                 bf16_bits value_now;
                 state_read(&t, kinds[k], bad, 1, &value_now);
-                CHECK(value_now == (k ? 0 : before[bad]), "the element with an infinite gradient: array %d holds %04x", k, value_now);
+                CHECK(value_now == (k ? 0 : before[bad]),
+                      "the element with an infinite gradient: array %d holds %04x", k, value_now);
             }
             if (on_nonfinite == NONFINITE_SKIP) CHECK(moved == 0, "%lld weights moved in a skipped step", (long long)moved);
         } else {
@@ -254,14 +257,15 @@ static void delayed_step(Trainer *t, int64_t step, bool refuse) {
         CUDA_CHECK(cudaStreamSynchronize(t->stream));
     }
     const bf16_bits infinity = 0x7f80;
-    if (refuse) CUDA_CHECK(cudaMemcpy(t->grads + t->table.root.norm, &infinity, sizeof infinity, cudaMemcpyHostToDevice));
+    if (refuse) CUDA_CHECK(cudaMemcpy(t->grads + t->table.root.norm, &infinity, sizeof infinity,
+                                      cudaMemcpyHostToDevice));
     optimizer_step(t, step);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     free(tokens);
 }
 
-// Delayed scaling with --on-nonfinite skip: refused steps, the first one among them, leave no trace in histories and scales, and a step after them is the
-// one that a trainer makes which never had them.
+// Delayed scaling with --on-nonfinite skip: refused steps, the first one among them, leave no trace in histories and
+// scales, and a step after them is the one that a trainer makes which never had them.
 static void test_delayed_skip(int recompute) {
     const ModelConfig m = small_model(FAMILY_LLAMA);
     Options o = test_options(PRECISION_FP8, 1, 128);
@@ -280,10 +284,13 @@ static void test_delayed_skip(int recompute) {
         delayed_step(&t, step, false), delayed_step(&without, step, false);
         uint32_t *good = download_delayed(&t), *want = download_delayed(&without);
         CHECK(memcmp(start, good, bytes) != 0, "step %lld moves no history", (long long)step);
-        CHECK(memcmp(want, good, bytes) == 0, "step %lld after a refused step has other histories or scales", (long long)step);
+        CHECK(memcmp(want, good, bytes) == 0, "step %lld after a refused step has other histories or scales",
+              (long long)step);
         bf16_bits *weights = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *weights);
-        CUDA_CHECK(cudaMemcpy(weights, without.weights, (size_t)t.table.total * sizeof *weights, cudaMemcpyDeviceToHost));
-        CHECK(different_bits(t.weights, weights, t.table.total) == 0, "step %lld after a refused step has other weights", (long long)step);
+        CUDA_CHECK(cudaMemcpy(weights, without.weights, (size_t)t.table.total * sizeof *weights,
+                              cudaMemcpyDeviceToHost));
+        CHECK(different_bits(t.weights, weights, t.table.total) == 0,
+              "step %lld after a refused step has other weights", (long long)step);
         delayed_step(&t, step, true);
         uint32_t *after = download_delayed(&t);
         CHECK(memcmp(good, after, bytes) == 0, "a refused step left a trace in histories or scales");

@@ -1,4 +1,5 @@
-// Sums of gradients over micro-steps (llmc/gradient_sum.h): bits that hang on seed, step, part and place alone, no bias, and as much noise as is stated.
+// Sums of gradients over micro-steps (llmc/gradient_sum.h): bits that hang on seed, step, part and place alone, no
+// bias, and as much noise as is stated.
 #include "../../llmc/gradient_sum.h"
 
 #include "check.h"
@@ -19,7 +20,8 @@ static float *values(float x) {
 // Pieces of any length and place make the bits of the whole, and another seed, step or part makes others.
 static void test_bits(void) {
     float *whole = values(1), *pieces = values(1), *others[3] = {values(1), values(1), values(1)}, *g = values(0x1p-9f);
-    const GradientSum sum = later_part(42, 7, 3), other[3] = {later_part(43, 7, 3), later_part(42, 8, 3), later_part(42, 7, 4)};
+    const GradientSum sum = later_part(42, 7, 3),
+                      other[3] = {later_part(43, 7, 3), later_part(42, 8, 3), later_part(42, 7, 4)};
     gradient_sum_reference(whole, g, 0, N, false, &sum);
     for (int64_t first = 0, n = 1; first < N; first += n, n = min_i64(n + 13, N - first)) {
         GradientSum at = sum;
@@ -46,14 +48,17 @@ static void test_kinds(void) {
     const GradientSum replaces = {false, false, 5, 0}, joins = later_part(1, 2, 3);
     float sum[4] = {9, 9, 9, 9}, fp32[4] = {0x1p-30f, 1, -1, 0};
     gradient_sum_reference(sum, x, 0, 4, false, &replaces);
-    for (int i = 0; i < 4; i++) CHECK(sum[i] == bf16_round(x[i]), "replaced: %.9g for %.9g", (double)sum[i], (double)x[i]);
+    for (int i = 0; i < 4; i++)
+        CHECK(sum[i] == bf16_round(x[i]), "replaced: %.9g for %.9g", (double)sum[i], (double)x[i]);
     gradient_sum_reference(fp32, x, 0, 4, true, &joins);
-    CHECK(fp32[0] == x[0] + 0x1p-30f && fp32[1] == INFINITY && fp32[2] == x[2] - 1 && fp32[3] == x[3], "an fp32 sum: %.9g", (double)fp32[0]);
+    CHECK(fp32[0] == x[0] + 0x1p-30f && fp32[1] == INFINITY && fp32[2] == x[2] - 1 && fp32[3] == x[3],
+          "an fp32 sum: %.9g", (double)fp32[0]);
     gradient_sum_reference(sum, x, 0, 4, false, &joins);
     CHECK(sum[1] == INFINITY && isfinite(sum[3]), "a sum with infinity: %.9g", (double)sum[1]);
 }
 
-// 1,024 times the same small gradient: nearest rounding would stop at 256 times it. And the noise of gradients of random sign.
+// 1,024 times the same small gradient: nearest rounding would stop at 256 times it. And the noise of gradients of
+// random sign.
 static void test_sums(void) {
     enum { PARTS = 1024 };
     float *sum = values(0), *g = values(1), *drift = values(0);
@@ -72,13 +77,18 @@ static void test_sums(void) {
         const double off = (double)sum[i] - exact[i];
         exact_squares += (double)exact[i] * exact[i], noise += off * off, error += off, mean += drift[i];
     }
-    // an element's sum is off by 0.042 of itself at most on average (two thirds of 2.7e-6 x 1,024, root): 5 standard deviations of the mean of N
-    CHECK(fabs(mean / N / PARTS - 1) < 5 * 0.043 / sqrt(N), "the mean of %d sums of %d ones is %.4f", N, PARTS, mean / N);
+    // an element's sum is off by 0.042 of itself at most on average (two thirds of 2.7e-6 x 1,024, root): 5 standard
+    // deviations of the mean of N
+    CHECK(fabs(mean / N / PARTS - 1) < 5 * 0.043 / sqrt(N), "the mean of %d sums of %d ones is %.4f", N, PARTS,
+          mean / N);
     CHECK(fabs(error / N) < 5 * sqrt(noise / N) / sqrt(N), "sums are off by %g on average", error / N);
     const double share = noise / exact_squares / PARTS;
-    // N draws of the noise vary by sqrt(2 / N) = 0.6%; the estimate itself takes the binades to be evenly used, which holds to some percent
-    CHECK(share > 2.5e-6 && share < 3.0e-6, "the noise's share of the square of the sum is %.3g a micro-step, stated 2.7e-6", share);
-    printf("noise of %d bf16 sums: %.3g of the sum's square a micro-step; %d ones add up to %.2f\n", PARTS, share, PARTS, mean / N);
+    // N draws of the noise vary by sqrt(2 / N) = 0.6%; the estimate itself takes the binades to be evenly used, which
+    // holds to some percent
+    CHECK(share > 2.5e-6 && share < 3.0e-6,
+          "the noise's share of the square of the sum is %.3g a micro-step, stated 2.7e-6", share);
+    printf("noise of %d bf16 sums: %.3g of the sum's square a micro-step; %d ones add up to %.2f\n", PARTS, share,
+           PARTS, mean / N);
     free(sum), free(g), free(drift), free(exact);
 }
 

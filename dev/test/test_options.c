@@ -219,7 +219,7 @@ static void test_conflicts(void) {
         {"tiny --checkpoint-every 5", "--checkpoint-every needs --checkpoint-dir"}, {"tiny --checkpoint-every 5 --checkpoint-dir c", ""},
         {"tiny --resume", "--resume needs --checkpoint-dir"}, {"tiny --resume --checkpoint-dir c", ""}, {"tiny --val-every 5", "--val-every needs --val-data"},
         {"tiny --val-every 5 --val-data v", ""}, {"tiny --precision fp32 --master-weights bf16", "keeps weights and optimizer state in fp32"},
-        {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"}, {"tiny --precision fp32 --master-weights fp32", ""},
+        {"tiny --precision fp32 --grad-accum-dtype bf16", "adds up gradients in fp32"}, {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"}, {"tiny --precision fp32 --master-weights fp32", ""},
         {"tiny --precision fp8 --sequence-length 40", "in multiples of 16 (FP8 matrix products), not 1 x 40; --sequence-length 48 would do"},
         {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""}, {"tiny --precision bf16 --sequence-length 40", ""},
         {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"}, {"tiny --sharding hybrid --shard-size 2", ""},
@@ -296,6 +296,28 @@ static void test_sharding(void) {
     CHECK(o.reduce_dtype == REDUCE_FP32 && half.reduce_dtype == REDUCE_BF16 && half.fp8_all_gather == ON, "what travels");
 }
 
+// In which gradients are added up, and whether AdamW reads fp32: by the options alone.
+static void test_gradient_sums(void) {
+    static const struct { const char *line; int64_t world; int storage; bool fp32; } cases[] = {
+        {"tiny", 1, STORAGE_BF16, false},
+        {"tiny --grad-accumulation-steps 255", 1, STORAGE_BF16, false},
+        {"tiny --grad-accumulation-steps 256", 1, STORAGE_FP32, true},
+        {"tiny --grad-accumulation-steps 256 --grad-accum-dtype bf16", 1, STORAGE_BF16, false},
+        {"tiny --grad-accumulation-steps 2 --grad-accum-dtype fp32", 1, STORAGE_FP32, true},
+        {"tiny --grad-accumulation-steps 2 --master-weights fp32", 4, STORAGE_FP32, true},
+        {"tiny --master-weights fp32", 4, STORAGE_FP32, false},
+        {"tiny --reduce-dtype fp32", 1, STORAGE_FP32, false},
+        {"tiny --reduce-dtype fp32", 2, STORAGE_FP32, true},
+        {"tiny --reduce-dtype fp32 --grad-accum-dtype bf16", 2, STORAGE_BF16, false},
+        {"tiny --precision fp32", 1, STORAGE_FP32, true}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = parse(cases[i].line);
+        options_resolve(&o);
+        CHECK(o.grad_accum_dtype == cases[i].storage && options_fp32_gradients(&o, cases[i].world) == cases[i].fp32, "%s on %lld: sums %d, fp32 gradients %d", cases[i].line,
+              (long long)cases[i].world, o.grad_accum_dtype, options_fp32_gradients(&o, cases[i].world));
+    }
+}
+
 // Runs `train ARGUMENTS` and returns what it printed on stdout; its status goes to *status.
 static char *printed_by(const char *arguments, int *status) {
     char *text = (char *)xcalloc(1 << 16, 1);
@@ -360,6 +382,7 @@ int main(void) {
     test_resolve();
     test_resolve_fp8();
     test_sharding();
+    test_gradient_sums();
     test_help_and_table();
     return check_report();
 }

@@ -72,13 +72,15 @@ static void list_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const int64_t *root = t->table.root_segments;
     if (f->buffered) {  // the final norm's gradient is in the root's
-        needed("gradient of the root before it joins", f->root_grads, segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), final_norm_backward(m));
+        needed("gradient of the root before it joins", f->root_grads, segment_begin(root, SEGMENT_EMBEDDING) * 2,
+               loss(m), final_norm_backward(m));
         needed_in_backward(m, "gradient of a layer before it joins", f->layer_grads[0], t->table.layer_size * 2);
     }
     if (f->sharded || f->buffered) {
         needed_always(m, "gradients", t->grads, t->grads ? f->plan.total * 2 : 0);
         needed_always(m, "fp32 gradients", f->grads_fp32, f->fp32_grads ? f->plan.total * 4 : 0);
-        CHECK(f->fp32_grads ? f->grads_fp32 && !f->grads : f->grads && !f->grads_fp32, "gradients have %s place", f->grads ? "more than one" : "no");
+        CHECK(f->fp32_grads ? f->grads_fp32 && !f->grads : f->grads && !f->grads_fp32, "gradients have %s place",
+              f->grads ? "more than one" : "no");
         return;
     }
     const bf16 *embedding = t->grads + segment_begin(root, SEGMENT_EMBEDDING);
@@ -267,10 +269,14 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             const bool cache = variant & 4, whole = options_shard_group(&o, ranks.world) == 1;
             if (cache && (!whole || recipe == RECIPE_BF16)) continue;
             o.fp8_weight_cache = cache ? ON : OFF;
-            if (variant & 8) o.reduce_dtype = REDUCE_FP32, o.master_weights = o.optimizer_state = STORAGE_FP32, o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
+            if (variant & 8)
+                o.reduce_dtype = REDUCE_FP32, o.master_weights = o.optimizer_state = STORAGE_FP32, o.fp8_audit = 10,
+                o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 8 ? NONFINITE_SKIP : NONFINITE_STOP;
-            format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s%s, %d micro-steps%s%s", name, (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name,
-                           variant & 1 ? ", computed again" : "", variant & 2 ? 2 : 1, cache ? ", weights kept" : "", variant & 8 ? ", fp32 state and sums, filtered" : "");
+            format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s%s, %d micro-steps%s%s", name, (long long)B,
+                           (long long)T, ranks.name, recipe_row(recipe)->name, variant & 1 ? ", computed again" : "",
+                           variant & 2 ? 2 : 1, cache ? ", weights kept" : "",
+                           variant & 8 ? ", fp32 state and sums, filtered" : "");
             check_run(label, o, &model, ranks.world);
         }
 }
@@ -290,8 +296,8 @@ static void test_comparison(void) {
     CHECK(find_trouble(base, 512), "a piece that comes too early was not noticed");
 }
 
-// What is planned for NCCL: hybrid has a communicator for all ranks, for the shard group and for the replicas. One of a
-// group that is all ranks, or one, is none.
+// The memory planned for NCCL. Hybrid has communicators for all ranks, for the shard group and for the replicas; a
+// group of all ranks uses the first, and a single rank needs none.
 static void test_communicators(void) {
     static const struct { int64_t world, group, communicators; } cases[] = {
         {1, 1, 0}, {2, 2, 1}, {2, 1, 1}, {4, 4, 1}, {4, 1, 1}, {4, 2, 3}, {6, 3, 3}, {6, 2, 3}, {512, 8, 3}};
