@@ -30,7 +30,8 @@ static void options_run(const uint8_t *data, size_t size) {
         argv[argc++] = at;
     }
     argv[argc] = NULL;
-    Options o = options_parse(argc, argv, "tiny, small");
+    Options o = options_parse(argc, argv);
+    options_require_model(&o, argc, argv, "tiny, small");
     options_check_values(&o);
     FUZZ_CHECK(*o.model && !o.help);
     if (*options_conflict(&o, message, sizeof message)) return;

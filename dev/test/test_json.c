@@ -183,6 +183,7 @@ static void test_bytes(void) {
     }
     check_refused("\"\\udc7f\"", 8, "without a first");
     check_refused("\"\\udd00\"", 8, "without a first");
+    int wrong = 0;
     for (uint64_t round = 0; round < 2000; round++) {
         char bytes[9] = "";
         for (uint64_t k = 0; k < 8; k++) bytes[k] = (char)(1 + rng_u64(round, k) % 255);
@@ -193,10 +194,11 @@ static void test_bytes(void) {
         Json json;
         Failure failure = {"", false};
         const bool parsed = json_parse(&json, "t.json", out.data, out.size, &failure);
-        if (!valid || !parsed || strcmp(json_root(&json)->text, bytes) != 0) CHECK(false, "%s: %s", out.data, failure.text);
+        wrong += !valid || !parsed || strcmp(json_root(&json)->text, bytes) != 0;
         if (parsed) json_free(&json);
         json_text_free(&out);
     }
+    CHECK(wrong == 0, "%d of 2000 strings of bytes are not UTF-8 or not read back", wrong);
 }
 
 int main(void) {
