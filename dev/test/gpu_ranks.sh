@@ -69,7 +69,9 @@ else bad "copy engines are not used: $(grep -m1 'travel by' "$tmp/bf16_full.log"
 for sharding in full grad_op; do
     against_one nccl_bf16_$sharding bf16 --sharding $sharding --copy-engines off
     against_one nccl_fp8_$sharding fp8 --sharding $sharding --copy-engines off --reduce-dtype fp32
-    if [ $W -eq 2 ]; then same "$sharding: copy engines and NCCL in fp32" fp8_$sharding nccl_fp8_$sharding; fi
+    [ $W -eq 2 ] || continue  # sums of two ranks are the same in any order
+    run fp32_$sharding $W $common --precision fp8 --num-steps $steps $(split $W) --sharding $sharding \
+        --copy-engines on --reduce-dtype fp32 && same "$sharding: copy engines and NCCL in fp32" fp32_$sharding nccl_fp8_$sharding
 done
 if grep -q "travel by NCCL" "$tmp/nccl_bf16_full.log"; then ok "--copy-engines off: NCCL"; else bad "--copy-engines off: $(grep -m1 'travel by' "$tmp/nccl_bf16_full.log")"; fi
 # Copy engines are off where NCCL may not use the GPUs' own reads either, and --copy-engines on is then an error. In

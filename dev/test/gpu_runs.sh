@@ -175,10 +175,10 @@ gpu a $run && gpu b $run --on-nonfinite skip && same "delayed, with --on-nonfini
 # A learning rate that is far too high: no moment that is saved is infinite.
 for mode in stop skip; do
     ./train_fp8cu $common --precision bf16 --learning-rate 1000 --num-steps 60 --on-nonfinite $mode --checkpoint-dir "$tmp/ck_high_$mode" --checkpoint-every 1 --keep-checkpoints 1000 >"$tmp/high.log" 2>&1
-    check "a learning rate of 1000, $mode: says why it ends: $(grep '^error' "$tmp/high.log")" grep -q '^error: step .* the gradient norm' "$tmp/high.log"
+    check "a learning rate of 1000, $mode: says why it ends: $(grep '^error' "$tmp/high.log")" grep -q '^error: step .* gradient norm' "$tmp/high.log"
     saved=0 infinite=0
     for folder in "$tmp/ck_high_$mode"/step-????????; do saved=$((saved + 1)); infinite=$((infinite + $(infinities "$folder"))); done
-    check "a learning rate of 1000, $mode: checkpoints are saved" [ $saved -ge 2 ]
+    check "a learning rate of 1000, $mode: checkpoints are saved" [ $saved -ge 1 ]
     check "a learning rate of 1000, $mode: infinite moments in $saved checkpoints" equal $infinite 0
     rm -rf "$tmp/ck_high_$mode"
 done

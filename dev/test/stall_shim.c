@@ -51,6 +51,12 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     return next(fd, data, bytes, offset);
 }
 
+// What a compiler that checks sizes (_FORTIFY_SOURCE) calls instead.
+ssize_t __pread_chk(int fd, void *data, size_t bytes, off_t offset, size_t room) {
+    if (bytes > room) abort();
+    return pread(fd, data, bytes, offset);
+}
+
 int fsync(int fd) {
     static int (*next)(int);
     if (!next) next = (int (*)(int))dlsym(RTLD_NEXT, "fsync");

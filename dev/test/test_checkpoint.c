@@ -807,7 +807,7 @@ static void test_retry(void) {
     r.trainer = trainer_new(FAMILY_LLAMA, true, false, false);
     r.setup.model = r.trainer->model;
     format_checked(log, sizeof log, "%s", scratch_path("save.jsonl"));
-    r.log.file = fopen(log, "w");
+    r.log.file = logger_append(log, &r.log.end);
     r.trainer->options.checkpoint_dir = xstrdup(scratch_path("retry"));
     r.trainer->options.export_hf = xstrdup(scratch_path("retry-export"));
     r.trainer->options.keep_checkpoints = 9, r.trainer->options.num_steps = 9;

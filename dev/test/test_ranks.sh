@@ -271,7 +271,7 @@ with open(sys.argv[1], "r+b") as f:
 PY
 for sharding in full none "hybrid --shard-size 2"; do
     refused 4 "It begins in the attention block of layer 1, in the forward pass; the largest weight there is 3e+38, in model.layers.1.self_attn.q_proj.weight, element 1040. The loss is nan" \
-        "$tmp/spoiled" $data --precision fp32 --sharding $sharding
+        "$tmp/spoiled" $data --no-verify --precision fp32 --sharding $sharding
 done
 # ---- delayed scaling with --on-nonfinite skip: a skipped step leaves the state of all ranks as it was
 ranks 2 "$tmp/fp8" $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 8 --learning-rate 1000 --num-steps 60 --on-nonfinite skip --checkpoint-dir "$tmp/skips" --checkpoint-every 1 \
