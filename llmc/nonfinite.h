@@ -150,7 +150,8 @@ static inline void nonfinite_report(const Options *o, const ParameterTable *t, c
             "or more --warmup-steps may help; --on-nonfinite skip leaves such steps out", number, norm, place, loss);
     if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
         die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. The loss is %g. "
-            "A smaller --learning-rate may help", number, (long long)skipped_in_a_row, isnan(what->norm) ? (double)NAN : what->norm, place, loss);
+            "A smaller --learning-rate may help", number, (long long)skipped_in_a_row,
+            isnan(what->norm) ? (double)NAN : what->norm, place, loss);
     if (s->comm->rank == 0) warn("step %lld skipped: %s. %s. The loss is %g", number, norm, place, loss);
 }
 

@@ -98,7 +98,7 @@ typedef struct {
 } Variant;
 
 // Whether the norm refuses the step: it is that of the bad element, beside which the others are small.
-static bool is_refused(Variant v) { return v.bad_element >= 0 && !adamw_accepts(v.bad_value); }
+static bool is_refused(Variant v) { return v.bad_element >= 0 && !adamw_accepts(fabs(v.bad_value)); }
 
 enum { AMAX_STRIDE = 12 };
 
@@ -162,12 +162,14 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
     unsigned long long first_large = ADAMW_NONE;
     uint32_t largest = 0;
-    for (int64_t i = 0; is_refused(v) &&
-         i < before->n; i++) largest = adamw_magnitude(before->gradients[i]) > largest
-             ? adamw_magnitude(before->gradients[i]) : largest;
-    for (int64_t position = before->n - 1; is_refused(v) && position >= 0; position--)
-        if (adamw_magnitude(before->gradients[backward_position(order,
-                                                                position)]) >= adamw_large(largest)) first_large = (unsigned long long)position;
+    for (int64_t i = 0; is_refused(v) && i < before->n; i++) {
+        const uint32_t magnitude = adamw_magnitude(before->gradients[i]);
+        if (magnitude > largest) largest = magnitude;
+    }
+    for (int64_t position = before->n - 1; is_refused(v) && position >= 0; position--) {
+        const float gradient = before->gradients[backward_position(order, position)];
+        if (adamw_magnitude(gradient) >= adamw_large(largest)) first_large = (unsigned long long)position;
+    }
     CHECK(c->nonfinite == is_refused(v) && c->largest == largest && c->position == first_large,
           "%s: flag %u, largest %08x, first large position %llu, want %08x, %llu", label, c->nonfinite,
           c->largest, c->position, largest, first_large);

@@ -246,18 +246,18 @@ silent() {
 }
 small="small $endless"
 ending="$small --num-steps 1 --export-hf $tmp/stall_model"
-# Before the first step a rank reads the training data 18 times, rank 0 once more; validation data once or twice.
+# Before the first step a rank reads each data file 18 times, rank 0 once more, and a model's file a few times.
 silent start 1 start-up pread 3 synth_train.bin $small
 silent training 1 'step [0-9]*, training' pread 40 synth_train.bin $small
 silent training0 0 'step [0-9]*, training' pread 40 synth_train.bin $small
-silent validation 1 'step 1, validation' pread 5 synth_val.bin $small --val-data "$tmp/synth_val.bin" --val-every 1
+silent validation 1 'step 1, validation' pread 20 synth_val.bin $small --val-data "$tmp/synth_val.bin" --val-every 1
 silent sampling 1 'step [0-9]*, sampling' MPI_Bcast 30 none $small --sample-every 1
 save='step 1, saving a checkpoint'
 silent saving 1 "$save" fsync 1 model.safetensors $small --checkpoint-dir "$tmp/stall_ck" --checkpoint-every 1
 silent saving0 0 "$save" fsync 2 model.safetensors $small --checkpoint-dir "$tmp/stall_ck0" --checkpoint-every 1
 silent export 1 'step 1, export' fsync 1 model.safetensors $ending
 run stall_model 2 $ending
-silent loading 1 loading pread 5 model.safetensors "$tmp/stall_model" $endless
+silent loading 1 loading pread 12 model.safetensors "$tmp/stall_model" $endless
 echo "($SECONDS s)"
 
 # A rank that goes on in time changes nothing: stopped for 20 s, or 60 s in a read.

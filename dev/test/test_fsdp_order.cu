@@ -784,7 +784,7 @@ static void check_proof_of_reads(void) {
 // NCCL's variable turns copy engines off. Without it rank 1 of 2 is asked, whose memory cannot be had here.
 static void check_disabled(void) {
     static const struct { const char *value, *reason; } cases[] = {
-        {"1", "NCCL_P2P_DISABLE=1 says"}, {"0", "memory of rank 7's GPU cannot be read from rank 6's"}, {NULL, "rank 7's"}};
+        {"1", "NCCL_P2P_DISABLE=1 says"}, {"0", "rank 7's GPU cannot be read from rank 6's"}, {NULL, "rank 7's"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         PeerMemory p;
         PeerOffer offers[2];

@@ -22,8 +22,8 @@ lines() { grep '^step ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
 ./train_fp8 tiny $data --num-steps 1 --export-hf "$tmp/model" >"$tmp/one.log" 2>&1 || bad "$(tail -n 3 "$tmp/one.log")"
 
 # ---- SIGSTOP of a rank in each phase. Some runs at once, since each waits most of its time.
-# Before the first step a rank reads the training data 18 times (its header, and what tells it from other data), rank 0
-# once more; validation data once or twice.
+# Before the first step a rank reads each data file 18 times (its header, and what tells it from other data), rank 0 once
+# more, and a model's file a few times.
 endless="--num-steps 1000000 --stall-timeout 5"
 # $1 run, $2 rank, $3 phase
 silent() {
@@ -37,8 +37,8 @@ stall_start training0 0 stop pread 40 s_train.bin tiny $endless
 silent start 1 start-up
 silent training 2 'step 2[0-9], training'
 silent training0 0 'step 2[0-9], training'
-stall_start loading 1 stop pread 5 model.safetensors "$tmp/model" $endless
-stall_start validation 1 stop pread 5 s_val.bin tiny $endless --val-data "$tmp/s_val.bin" --val-every 1
+stall_start loading 1 stop pread 12 model.safetensors "$tmp/model" $endless
+stall_start validation 1 stop pread 20 s_val.bin tiny $endless --val-data "$tmp/s_val.bin" --val-every 1
 stall_start sampling 2 stop MPI_Bcast 20 none tiny $endless --sample-every 1
 silent loading 1 loading
 silent validation 1 'step 1, validation'
