@@ -40,7 +40,16 @@ timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 3 "$trainer" $zer
 check "two of five ranks differ: the first says so, alone" equal "$? $(grep '^error: ' "$tmp/out")" "1 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
 
 # Other programs: the name and the version of this one, changed in a copy.
-rename() { python3 -c 'import sys; old, new, b = sys.argv[3].encode() + b"\0", sys.argv[4].encode() + b"\0", open(sys.argv[1], "rb").read(); assert old in b; open(sys.argv[2], "wb").write(b.replace(b"\0" + old, b"\0" + new))' "$trainer" "$tmp/$1" "$2" "$3" && chmod +x "$tmp/$1"; }
+# The linker may keep a name as the end of a longer text, so what stands before it is free.
+rename() {  # $1 copy, $2 old text, $3 new text
+    python3 - "$trainer" "$tmp/$1" "$2" "$3" <<'PY' && chmod +x "$tmp/$1"
+import sys
+old, new = (text.encode() + b"\0" for text in sys.argv[3:])
+program = open(sys.argv[1], "rb").read()
+assert old in program
+open(sys.argv[2], "wb").write(program.replace(old, new))
+PY
+}
 check "a copy of another version" rename newer 0.1 0.2
 program=$tmp/newer
 differs "$zero" "its version is 0.2 here, 0.1 on rank 0; $together"
