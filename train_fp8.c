@@ -1,6 +1,7 @@
-// train_fp8: pre-trains Llama and Qwen models on the CPU. The readable reference for train_fp8cu: the same model, the same FP8 recipes, every one of them
-// emulated bit for bit, and with --precision bf16 or fp8 it rounds wherever the GPU rounds (--precision fp32 rounds nowhere), but for sums that the GPU takes in
-// parts: lm_head's weight gradient over chunks of rows, and an embedding's gradient that joins a sum after lm_head's.
+// train_fp8: pre-trains Llama and Qwen models on the CPU. The readable reference for train_fp8cu: the same model, the
+// same FP8 recipes, every one of them emulated bit for bit, and with --precision bf16 or fp8 it rounds wherever the GPU
+// rounds (--precision fp32 rounds nowhere), but for sums that the GPU takes in parts: lm_head's weight gradient over
+// chunks of rows, and an embedding's gradient that joins a sum after lm_head's.
 //
 // From top to bottom: sizes and storage, gathering and reducing over ranks, linear layers, the model's forward pass, its backward pass, the optimizer, the
 // step, validation and samples, checkpoints, the run. The arithmetic of each operation is in llmc/reference.h.
@@ -127,7 +128,7 @@ static void place_parameters(Trainer *t, Arena *a) {
     t->exp_avg_sq = take(a, t->plan.total);
 }
 
-// What a rank needs beside its shards to work with whole units, and to add up gradients.
+// Memory that a rank needs beside its shards to work with whole units, and to add up gradients.
 static void place_units(Trainer *t, Arena *a) {
     const ShardPlan *p = &t->plan;
     const int64_t root = shard_gathered_size(p, 0), layer = shard_gathered_size(p, 1), matrices = p->layer_slices[SEGMENT_MATRICES];
@@ -666,7 +667,7 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
     weights_refresh(t);
 }
 
-// What this rank knows of a step that is not taken.
+// This rank's knowledge of a step that is not taken.
 static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
     const BackwardOrder order = backward_order(&t->table);
     NonfiniteStep s = {loss, norm, t->bad_norm, 0, NONFINITE_NONE};

@@ -947,7 +947,7 @@ static void embedding_backward_all(Trainer *t, const TokenSlot *slot) {
     mark_bytes(t, "embedding", f->embedding_ranks * d->R * d->C * 6);
 }
 
-// What is computed of a unit's gradient is complete: it joins the sum of the micro-steps before, of all ranks of the
+// A unit's gradient is computed: it joins the sum of the micro-steps before, of all ranks of the
 // shard group.
 static void gradients_computed(Trainer *t, int64_t unit) {
     const Fsdp *f = &t->fsdp;
@@ -1503,7 +1503,7 @@ static int64_t shard_to_flat(const Trainer *t, int64_t i) {
         }
 }
 
-// What this rank knows of a step that was not taken.
+// This rank's knowledge of a step that was not taken.
 static NonfiniteStep nonfinite_step(const Trainer *t, const StepStats *stats) {
     const AdamwControl *c = &stats->control;
     const int64_t element = backward_position(shard_backward_order(&t->table, &t->fsdp.plan), (int64_t)c->position);

@@ -1,5 +1,5 @@
-// What this rank does right now, for the thread that has to say why a run does not go on (watch.h). The main thread
-// writes it, the thread that watches reads it.
+// The work that this rank does right now, for the thread that has to say why a run does not go on (watch.h). The main
+// thread writes it, the thread that watches reads it.
 //
 // Every call that may wait for a disk or for other ranks stands between activity_begin and activity_end, at the one
 // place that makes it. What is between two such calls is computing. They do not nest.

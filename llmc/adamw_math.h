@@ -48,7 +48,7 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
 // largest number, 2^128, by more than any rounding to bf16 adds.
 #define ADAMW_LARGEST_NORM 0x1p63
 
-// Whether a step is taken with this gradient norm, which may be NaN.
+// True if a step is taken with this gradient norm, which may be NaN.
 HOST_DEVICE static inline bool adamw_accepts(double norm) { return norm <= ADAMW_LARGEST_NORM; }
 
 // A gradient's magnitude as bits, of which the larger ones are those of the larger magnitude. NaN counts as infinity.
@@ -87,9 +87,10 @@ typedef struct {
     uint32_t weight, exp_avg, exp_avg_sq;
 } AdamwRandom;
 
-// 48 bits an element from 32-bit products: with rng.h's 64-bit ones they were 25 of the 62 instructions that the update of an element took a GPU.
-// The rounds, x ^= x >> s; x *= odd number, and the numbers are those of Wellons 2018, "Prospecting for Hash Functions", and of his lists in
-// github.com/skeeto/hash-prospector. Elements 8 group .. 8 group + 7 share two rounds, which both halves of the key enter: of the step, or of a sum of gradients (gradient_sum.h).
+// 48 bits an element from 32-bit products: with rng.h's 64-bit ones they were 25 of the 62 instructions that the update
+// of an element took a GPU. The rounds, x ^= x >> s; x *= odd number, and the numbers are those of Wellons 2018,
+// "Prospecting for Hash Functions", and of his lists in github.com/skeeto/hash-prospector. Elements 8 group .. 8 group
+// + 7 share two rounds, which both halves of the key enter: of the step, or of a sum of gradients (gradient_sum.h).
 HOST_DEVICE static inline uint32_t adamw_random_group(uint64_t key, int64_t group) {
     uint32_t x = (uint32_t)group ^ (uint32_t)key;
     x = (x ^ x >> 16) * 0x7feb352du + ((uint32_t)(key >> 32) + (uint32_t)(group >> 32) * 0x9e3779b9u);

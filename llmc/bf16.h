@@ -26,7 +26,7 @@ HOST_DEVICE static inline float float_from_bits(uint32_t u) {
 #endif
 }
 
-// Whether x is above zero and neither infinite nor NaN.
+// True if x is above zero and neither infinite nor NaN.
 HOST_DEVICE static inline bool float_is_positive(float x) { return float_bits(x) - 1 < 0x7f7fffffu; }
 
 HOST_DEVICE static inline float bf16_to_float(bf16_bits b) { return float_from_bits((uint32_t)b << 16); }

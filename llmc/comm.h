@@ -38,7 +38,7 @@ static inline void comm_check(int status, const char *call) {
 
 #define COMM_CHECK(call) comm_check(call, #call)
 
-// The same of a call that waits for other ranks. `what`: what the ranks do together.
+// As COMM_CHECK, for a call that waits for other ranks. `what`: what the ranks do together.
 #define COMM_WAIT(what, call)                           \
     do {                                                \
         activity_begin(ACTIVITY_WAITING, what, "");     \
@@ -117,7 +117,8 @@ static inline void comm_split(Comm *c, int64_t group) {
     COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, (int)c->place, (int)c->replica, &c->comms[COMM_REPLICAS]));
 }
 
-// A communicator of all ranks for another thread of each (watch.h), who is to free it; MPI_COMM_NULL where MPI lets only one thread call it.
+// A communicator of all ranks for another thread of each (watch.h), who is to free it; MPI_COMM_NULL where MPI lets
+// only one thread call it.
 static inline MPI_Comm comm_for_thread(const Comm *c) {
     int provided = MPI_THREAD_SINGLE, lowest = MPI_THREAD_SINGLE;
     MPI_Comm comm = MPI_COMM_NULL;

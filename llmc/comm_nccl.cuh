@@ -3,9 +3,10 @@
 // All collectives of a rank run on one stream of high priority, in the order of the calls, which is the same on every rank: so no two communicators
 // can wait for each other. They are enqueued and finish like kernels; events tie them to the compute stream (fsdp.cuh).
 //
-// The communicators do not block: no call into NCCL waits for another rank. Whoever waits for the GPU calls nccl_watch, which ends the run when NCCL
-// reports an error, with rank, step and collective, and tells the thread that knows the deadline (watch.h) which operations are pending. ncclCommAbort is
-// not called: the processes end, and their kernels with them, while the call itself may wait for what is gone.
+// The communicators do not block: no call into NCCL waits for another rank. Whoever waits for the GPU calls nccl_watch,
+// which ends the run when NCCL reports an error, with rank, step and collective, and tells the thread that knows the
+// deadline (watch.h) which operations are pending. ncclCommAbort is not called: the processes end, and their kernels
+// with them, while the call itself may wait for what is gone.
 #ifndef LLMC_COMM_NCCL_CUH
 #define LLMC_COMM_NCCL_CUH
 

@@ -91,7 +91,7 @@ static inline void shard_read_tokens(const DataShard *shard, int64_t first, int6
     }
 }
 
-// Whether the file is another one than shard_open found. A file that took its name does not count: the
+// True if the file is another one than shard_open found. A file that took its name does not count: the
 // open one goes on.
 static inline bool shard_has_changed(const DataShard *shard) {
     struct stat now;

@@ -69,8 +69,8 @@ static __global__ void delayed_restore_kernel(float *state, const float *before,
     if (*refused && i < n) state[i] = before[i];
 }
 
-// What a refused step has changed of the histories and scales, `state` [n], becomes what it was `before` the step.
-// *refused is in device memory.
+// A refused step leaves histories and scales, `state` [n], as they were `before` the
+// step. *refused is in device memory.
 static inline void delayed_restore(float *state, const float *before, int64_t n, const uint32_t *refused,
                                    cudaStream_t stream) {
     CUDA_LAUNCH(delayed_restore_kernel, grid_size(n, DELAYED_THREADS), DELAYED_THREADS, 0, stream, state, before, n,

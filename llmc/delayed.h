@@ -34,7 +34,7 @@ static inline void delayed_free(DelayedState *d) {
     memset(d, 0, sizeof *d);
 }
 
-// Whether the scale of every tensor is known, also of those that are never cast.
+// True if the scale of every tensor is known, also of those that are never cast.
 static inline bool delayed_is_complete(const DelayedState *d) {
     for (int64_t i = 0; i < d->tensors; i++)
         if (!(d->scale[i] > 0)) return false;

@@ -433,7 +433,8 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
         if (rename(old, temporary)) warn("cannot rename %s to %s: %s; it can be removed", old, temporary,
                                          strerror(errno));
     }
-    // The names come to disk before the old folder's files go: a power cut might else give its name back to what is left.
+    // The names come to disk before the old folder's files go: a power cut might else give its name back to what is
+    // left.
     char parent[PATH_CAPACITY];
     format_checked(parent, sizeof parent, "%.*s", (int)max_i64(1, strrchr(final, '/') - final), final);
     if (path_exists(temporary) && (!folder_sync(parent, &left) || !folder_remove(temporary, &left)))

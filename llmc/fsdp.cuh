@@ -1,9 +1,11 @@
 // Fully sharded data parallelism: where a unit's weights and gradients are (shard_plan.h says which rank keeps what), and when they travel.
 //
-// With one rank in the shard group (a single GPU, or --sharding none) the shard is the whole: units are views of the flat arrays, FP8 weights are
-// made in each pass as a gathered layer's are (or, with --fp8-weight-cache on, stay on the GPU with their transposes), nothing is gathered, and with several
-// ranks each unit's gradient is all-reduced after its last micro-step. A single micro-step writes its gradient where it stays. Of several, the first does so too,
-// if the sums are bf16; each other one, and each one where the sums are fp32, is computed in a buffer of one unit and then joins the sum (gradient_sum.h).
+// With one rank in the shard group (a single GPU, or --sharding none) the shard is the whole: units are views of the
+// flat arrays, FP8 weights are made in each pass as a gathered layer's are (or, with --fp8-weight-cache on, stay on the
+// GPU with their transposes), nothing is gathered, and with several ranks each unit's gradient is all-reduced after its
+// last micro-step. A single micro-step writes its gradient where it stays. Of several, the first does so too, if the
+// sums are bf16; each other one, and each one where the sums are fp32, is computed in a buffer of one unit and then
+// joins the sum (gradient_sum.h).
 //
 // Else a layer's matrices are gathered into one of `num_slots` slots (2, or one a layer when they are kept for the whole step) while the layer before
 // it computes. In FP8 runs with tensor scales bytes travel, cast once a step from the shard with scales that hold for all ranks; or, without FP8
@@ -117,7 +119,7 @@ typedef struct {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
-// Whether the embedding's gradient, of few rows, is added to this rank's part of the sum as it is computed, after the
+// True if the embedding's gradient, of few rows, is added to this rank's part of the sum as it is computed, after the
 // rest of the root's has joined it.
 static inline bool fsdp_embedding_joins(const Fsdp *f) { return f->embedding_ranks > 1 || !f->sharded; }
 
@@ -518,7 +520,7 @@ static inline void fsdp_layers_changed(Fsdp *f) {
 
 static inline int fsdp_gradient_buffer(int64_t unit) { return unit ? 1 + (int)((unit - 1) % FSDP_GRADIENT_BUFFERS) : 0; }
 
-// What follows is of micro-step `micro` of optimizer step `step`, both counted from 0. Replicas round by other bits
+// Begins micro-step `micro` of optimizer step `step`, both counted from 0. Replicas round by other bits
 // than each other, so that their noise is not the same; an embedding's gradient by other bits than a tied lm_head's.
 static inline void fsdp_begin_micro_step(Fsdp *f, int64_t step, int64_t micro) {
     const int64_t part = 2 * (micro * f->replicas + f->replica);
@@ -526,7 +528,7 @@ static inline void fsdp_begin_micro_step(Fsdp *f, int64_t step, int64_t micro) {
     f->sum.key = gradient_sum_key(f->seed, step, part), f->embedding_key = gradient_sum_key(f->seed, step, part + 1);
 }
 
-// Whether gradients of this micro-step are computed where they stay.
+// True if gradients of this micro-step are computed where they stay.
 static inline bool fsdp_in_place(const Fsdp *f) { return !f->sharded && !f->fp32_grads && !f->sum.add; }
 
 // Where a unit's gradient is computed.
@@ -544,7 +546,7 @@ static inline GradientSum fsdp_sum_at(const Fsdp *f, int64_t flat) {
     return s;
 }
 
-// The same for a segment of a unit, from element `first` of this rank's slice on.
+// As above for a segment of a unit, from element `first` of this rank's slice on.
 static inline GradientSum fsdp_sum_of(const Fsdp *f, ShardSegment g, int64_t first) {
     return fsdp_sum_at(f, g.flat + f->plan.place * g.slice + first);
 }
@@ -620,7 +622,7 @@ static inline void fsdp_add(Fsdp *f, int64_t at, const T *from, int64_t n, Gradi
     else CUDA_LAUNCH(fsdp_add_kernel<bf16, T>, blocks, FSDP_THREADS, 0, stream, f->grads + at, from, n, sum);
 }
 
-// The same between collectives.
+// Looks at NCCL's errors between collectives.
 template <class T>
 static inline void fsdp_add_reduced(Fsdp *f, int64_t at, const T *from, int64_t n, GradientSum sum) {
     fsdp_add(f, at, from, n, sum, fsdp_blocks(n), f->nccl->stream);
@@ -643,7 +645,7 @@ static inline void fsdp_all_reduce(Fsdp *f, CommGroup group, int64_t at, int64_t
     }
 }
 
-// The same sums, of each rank's slice alone, join the shard's.
+// Adds the sum of each rank's own slice to the shard.
 static inline void fsdp_reduce_scatter_bf16(Fsdp *f, int64_t unit) {
     const FsdpUnit full = fsdp_gradients(f, unit);
     bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices, full.embedding};
@@ -741,7 +743,7 @@ static inline void fsdp_join(Fsdp *f, int64_t unit) {
     fsdp_add(f, at, from, n, fsdp_sum_at(f, at), grid_size(n, FSDP_THREADS * 8), f->stream);
 }
 
-// What is to be reduced of the unit's gradient of this micro-step is computed: it goes to the ranks that keep it, and
+// The unit's gradient of this micro-step is computed: the part that is reduced goes to the ranks that keep it, and
 // joins the sum of the micro-steps before. The loss's gradient has been divided by the tokens of all ranks, so that the
 // sum is the mean.
 static inline void fsdp_reduce_scatter(Fsdp *f, int64_t unit) {

@@ -1,9 +1,10 @@
 // JSON (RFC 8259) into a flat array of nodes, and out of it.
 //
-// Files may be hostile: nesting and the number of values are limited, every number and escape is checked, a key that appears twice in an object is
-// refused. A \u0000 is refused, since strings here end at a zero byte. A byte 0xXX of a string that is not UTF-8 (of a path, say) is written as \udcXX, the
-// way of Python's "surrogateescape" (PEP 383), and read back as that byte: what is written is always UTF-8, and os.fsencode of the string that Python's json
-// reads is the path. Such bytes are kept when they are read as they are, too.
+// Files may be hostile: nesting and the number of values are limited, every number and escape is checked, a key that
+// appears twice in an object is refused. A \u0000 is refused, since strings here end at a zero byte. A byte 0xXX of a
+// string that is not UTF-8 (of a path, say) is written as \udcXX, the way of Python's "surrogateescape" (PEP 383), and
+// read back as that byte: what is written is always UTF-8, and os.fsencode of the string that Python's json reads is
+// the path. Such bytes are kept when they are read as they are, too.
 #ifndef LLMC_JSON_H
 #define LLMC_JSON_H
 
@@ -397,7 +398,8 @@ UTILS_PRINTF(2, 3) static inline void json_text_add(JsonText *out, const char *f
     out->size += (size_t)n;
 }
 
-// Bytes of the character of UTF-8 that `s` begins with (RFC 3629: no overlong form, no surrogate, at most U+10FFFF); 0: it begins with none.
+// Bytes of the character of UTF-8 that `s` begins with (RFC 3629: no overlong form, no surrogate, at most U+10FFFF); 0:
+// it begins with none.
 static inline int json_utf8_length(const char *s) {
     const unsigned char *c = (const unsigned char *)s;
     if (c[0] < 0x80) return 1;

@@ -48,8 +48,8 @@ typedef struct {
     int64_t memory;       // largest seen
 } Logger;
 
-// Writes one line. A full disk costs lines of the log, not the run: the part of a line that fits is taken back, so that one that can be written later begins
-// a line. A file that cannot be cut so (a pipe, a failing disk) is given up.
+// Writes one line. A full disk costs lines of the log, not the run: the part of a line that fits is taken back, so that
+// one that can be written later begins a line. A file that cannot be cut so (a pipe, a failing disk) is given up.
 static inline void logger_write(Logger *l, JsonText *line) {
     json_text_add(line, "\n");
     if (l->file && FILE_WORK("write", l->path, fwrite(line->data, 1, line->size, l->file)) == line->size) {
@@ -106,7 +106,8 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
     logger_write(l, &line);
 }
 
-// Opens the log behind its last whole line: one that a full disk or a power failure has cut off goes. *end: its bytes. NULL: errno says why.
+// Opens the log behind its last whole line: one that a full disk or a power failure has cut off goes. *end: its bytes.
+// NULL: errno says why.
 static inline FILE *logger_append(const char *path, int64_t *end) {
     FILE *file = FILE_WORK("fopen", path, fopen(path, "a+"));
     *end = 0;

@@ -1,4 +1,4 @@
-// What both trainers do about a step whose gradient norm is not finite, or too large (adamw_math.h): end the run before
+// Both trainers' treatment of a step whose gradient norm is not finite, or too large (adamw_math.h): end the run before
 // anything of the step is saved, or skip it. A skipped step has changed no weight and no state: the optimizers ask
 // first, and delayed scaling takes its histories back.
 #ifndef LLMC_NONFINITE_H
@@ -13,7 +13,7 @@
 // Past every place of a step, and exact as a double, in which places are compared over ranks.
 #define NONFINITE_NONE ((int64_t)1 << 53)
 
-// What one rank knows of such a step.
+// One rank's knowledge of such a step.
 typedef struct {
     double loss, norm;   // of all ranks
     // the first norm of the forward pass, as nonfinite_norm counts them, whose input was not finite; NONFINITE_NONE:
@@ -40,7 +40,7 @@ static inline int64_t nonfinite_block(const ParameterTable *t, const Parameter *
     return nonfinite_norm(p->layer, true) + mlp;
 }
 
-// Whether the block computes with the parameter: a tied embedding is in two blocks.
+// True if the block computes with the parameter: a tied embedding is in two blocks.
 static inline bool nonfinite_block_reads(const ParameterTable *t, int64_t block, const Parameter *p) {
     const bool tied = t->root.lm_head < 0 && p->layer < 0 && p->offset == t->root.embedding;
     return nonfinite_block(t, p) == block || (tied && block == nonfinite_last_block(t));

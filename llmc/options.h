@@ -339,7 +339,8 @@ static inline Options options_parse(int argc, char **argv) {
     return o;
 }
 
-// After options_parse: --help, or no argument at all, prints the help, which shows `presets`, and ends the program. Dies if there is no MODEL.
+// After options_parse: --help, or no argument at all, prints the help, which shows `presets`, and ends the program.
+// Dies if there is no MODEL.
 static inline void options_require_model(const Options *o, int argc, char **argv, const char *presets) {
     if (o->help || argc == 1) {
         options_help(argv[0], presets);
@@ -441,14 +442,14 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
 // noise.
 #define FP32_SUM_MICRO_STEPS 256
 
-// What --grad-accum-dtype auto stands for. It goes by the options alone: a run's bits must not depend on the machine's
-// memory.
+// The dtype that --grad-accum-dtype auto stands for. It goes by the options alone: a run's bits must not depend on the
+// machine's memory.
 static inline int options_sum_storage(const Options *o) {
     const bool wanted = o->master_weights == STORAGE_FP32 || o->reduce_dtype == REDUCE_FP32;
     return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? STORAGE_FP32 : STORAGE_BF16;
 }
 
-// Whether gradients of a run on `world` ranks end as fp32 sums. One rank with one micro-step has nothing to add up; nor
+// True if gradients of a run on `world` ranks end as fp32 sums. One rank with one micro-step has nothing to add up; nor
 // have ranks that reduce in bf16.
 static inline bool options_fp32_gradients(const Options *o, int64_t world) {
     const bool sums = o->grad_accumulation_steps > 1 || (world > 1 && o->reduce_dtype == REDUCE_FP32);

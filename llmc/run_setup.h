@@ -17,7 +17,7 @@
 // Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: by up to 395).
 #define VOCABULARY_PADDING 1024
 
-// What is hashed of each file of a model's weights: its header and the first tensor's beginning.
+// Bytes hashed of each file of a model's weights: its header and the first tensor's beginning.
 #define WEIGHTS_FINGERPRINT_BYTES (1 << 20)
 
 typedef struct {
@@ -112,7 +112,8 @@ static inline void run_setup_difference(const char *here, const char *here_end, 
     format_checked(out, capacity, "the program knows other settings here than on rank 0");
 }
 
-// Dies, at once and on the first such rank alone, if a rank's description differs from rank 0's, with the first difference and `fix`. All ranks call; frees.
+// Dies, at once and on the first such rank alone, if a rank's description differs from rank 0's, with the first
+// difference and `fix`. All ranks call; frees.
 static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *fix) {
     int64_t size = (int64_t)mine->size;
     comm_broadcast(c, COMM_WORLD, 0, &size, sizeof size);
@@ -131,8 +132,9 @@ static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *
     json_text_free(mine);
 }
 
-// Whether all ranks run the same program with the same options, which decide what they send each other: must come before anything that is sent. Folders of
-// data may be others, as long as the data are the same: run_setup_same_data. Dies on a rank that differs from rank 0. All ranks call.
+// Checks that all ranks run the same program with the same options, which decide what they send each other: must come
+// before anything that is sent. Folders of data may be others, as long as the data are the same: run_setup_same_data.
+// Dies on a rank that differs from rank 0. All ranks call.
 static inline void run_setup_same_options(const Comm *c, const Options *o, const char *program) {
     JsonText text = {NULL, 0, 0};
     run_setup_describe(&text, "the program", program);
@@ -165,7 +167,8 @@ static inline void run_setup_describe_weights(JsonText *text, const char *folder
     safetensors_close(&st);
 }
 
-// Whether all ranks have read the same model: each reads it from its own host's disk. Dies on a rank that differs from rank 0. All ranks call.
+// Checks that all ranks have read the same model: each reads it from its own host's disk. Dies on a rank that differs
+// from rank 0. All ranks call.
 static inline void run_setup_same_model(const RunSetup *s, const Comm *c, bool from_weights) {
     if (c->world == 1) return;
     JsonText text = {NULL, 0, 0}, config = hf_config_text(&s->model, "");
@@ -186,7 +189,8 @@ static inline void run_setup_same_model(const RunSetup *s, const Comm *c, bool f
     run_setup_compare(c, &text, "give all hosts the same model");
 }
 
-// Each rank reads its own part of the data, on each host from its own disks maybe: dies on a rank whose `data` is other than rank 0's. All ranks call.
+// Each rank reads its own part of the data, on each host from its own disks maybe: dies on a rank whose `data` is other
+// than rank 0's. All ranks call.
 static inline void run_setup_same_data(const DataLoader *data, const char *option, const DataIdentity *mine, const Comm *c) {
     DataIdentity first = *mine;
     comm_broadcast(c, COMM_WORLD, 0, &first, sizeof first);

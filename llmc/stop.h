@@ -1,5 +1,6 @@
-// What may end a run early. A request to stop, from SIGTERM, SIGINT, SIGUSR1 or SIGHUP: the step in progress is finished, then the run saves and ends; a second
-// SIGINT or SIGTERM, seconds after the first, ends it at once. And output that cannot be written, which ends no run unless --on-output-lost says so.
+// Two things may end a run early. One is a request to stop, by SIGTERM, SIGINT, SIGUSR1 or SIGHUP: the step in
+// progress is finished, then the run saves and ends; a second SIGINT or SIGTERM, seconds after the first, ends it at
+// once. The other is output that cannot be written; it ends no run unless --on-output-lost says so.
 #ifndef LLMC_STOP_H
 #define LLMC_STOP_H
 
@@ -15,7 +16,8 @@ static volatile sig_atomic_t stop_signal;
 // mpirun may hand on the same Ctrl-C that the ranks have got from the terminal: what comes within so many seconds is the same one.
 #define STOP_SECOND_REQUEST_SECONDS 2
 
-// SIGUSR1 and SIGHUP only ask: batch systems send one of them some time before the SIGTERM that must still leave time for the save.
+// SIGUSR1 and SIGHUP only ask: batch systems send one of them some time before the SIGTERM that must still leave time
+// for the save.
 static inline void stop_note(int signal_number) {
     static volatile double first;  // seconds_now of the first SIGINT or SIGTERM; 0: none yet
     if (signal_number == SIGINT || signal_number == SIGTERM) {
@@ -38,7 +40,8 @@ static inline void stop_catch(void) {
             die("cannot install signal handlers: %s", strerror(errno));
 }
 
-// Why `stream` cannot be written, or NULL if it can. What could not be written is gone and errno with it, so an empty line is tried.
+// Why `stream` cannot be written, or NULL if it can. What could not be written is gone and errno with it, so an empty
+// line is tried.
 static inline const char *output_trouble(FILE *stream) {
     if (!ferror(stream) && !fflush(stream)) return NULL;
     clearerr(stream);
@@ -64,8 +67,9 @@ static inline bool output_lost(const char *consequence) {
 
 static inline void output_end(void) { output_lost(""); }
 
-// Before any work: a reader of stdout or stderr that goes away and a file that may not grow (ulimit -f) are errors of the calls that write from now on, no
-// signals that end the run. A dry run ends by them, as is usual for what is piped to head. No file of the run may get the number of a stream that is closed.
+// Before any work: a reader of stdout or stderr that goes away and a file that may not grow (ulimit -f) are errors of
+// the calls that write from now on, no signals that end the run. A dry run ends by them, as is usual for what is piped
+// to head. No file of the run may get the number of a stream that is closed.
 static inline void output_survive(const Options *o) {
     *output_loss_stops() = o->on_output_lost == OUTPUT_LOST_STOP;
     for (int fd = 0; fd <= 2; fd++)
@@ -74,7 +78,8 @@ static inline void output_survive(const Options *o) {
     if (atexit(output_end)) die("atexit failed");
 }
 
-// The signal that some rank got, or SIGPIPE where lost output is one; 0: none. All ranks ask together and get the same answer.
+// The signal that some rank got, or SIGPIPE where lost output is one; 0: none. All ranks ask together and get the same
+// answer.
 static inline int stop_requested(const Comm *c) {
     const bool stops = *output_loss_stops();
     if (output_lost(stops ? "; the run saves and stops (--on-output-lost stop)" : "; the run goes on without it") && stops && !stop_signal) stop_signal = SIGPIPE;

@@ -37,7 +37,7 @@
 // MPI_Abort that does not come back is ended by SIGALRM.
 #define WATCH_ABORT_SECONDS 10
 
-// What a rank says of itself.
+// The state that a rank reports of itself.
 typedef struct {
     int32_t phase, kind;              // Phase, ActivityKind
     int64_t step, changes, collectives;  // of Activity
@@ -99,7 +99,7 @@ static inline void watch_age(WatchTable *t, double seconds) {
     t->changes = changes;
 }
 
-// What a rank other than 0 finds while it hears rank 0, and one that is alone.
+// The verdict of a rank other than 0 while it hears rank 0, and of one that is alone.
 static inline WatchVerdict watch_own_verdict(const WatchTable *t) {
     const WatchRow *own = &t->ranks[t->self].row;
     const bool may_speak = t->alone || t->ranks[0].row.speaker == t->self;
@@ -111,7 +111,7 @@ static inline WatchVerdict watch_own_verdict(const WatchTable *t) {
     return v;
 }
 
-// Whether this table shows a stuck rank, which, and who is to say so.
+// True if this table shows a stuck rank, which, and who is to say so.
 static inline WatchVerdict watch_verdict(const WatchTable *t) {
     const bool rank0_heard = t->calling < WATCH_CALL_SECONDS || t->ranks[0].silence < (double)t->timeout;
     if (t->alone || (t->self > 0 && rank0_heard)) return watch_own_verdict(t);
@@ -219,7 +219,7 @@ static inline void watch_receive(Watch *w) {
     }
 }
 
-// Whether the last message to a rank has arrived there. Sends are synchronous: not done before that rank's watcher
+// True if the last message to a rank has arrived there. Sends are synchronous: not done before that rank's watcher
 // takes them.
 static inline bool watch_sent(WatchMessage *m) {
     int done = 1;

@@ -97,7 +97,7 @@ typedef struct {
     bool fp32_gradients;
 } Variant;
 
-// Whether the norm refuses the step: it is that of the bad element, beside which the others are small.
+// True if the norm refuses the step: it is that of the bad element, beside which the others are small.
 static bool is_refused(Variant v) { return v.bad_element >= 0 && !adamw_accepts(fabs(v.bad_value)); }
 
 enum { AMAX_STRIDE = 12 };
@@ -178,7 +178,7 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     arrays_free(&a);
 }
 
-// The same with a norm that comes with the update and refuses nothing. Returns the rank's sum of squares.
+// As check_rank, with a norm that comes with the update and refuses nothing. Returns the rank's sum of squares.
 static double check_rank_unconditional(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v, const State *before, const State *want, AdamwStep step, uint32_t *amax) {
     AdamwArrays a = arrays_upload(before, v);
     double *squares = (double *)bench_alloc(sizeof *squares);
@@ -462,7 +462,8 @@ int main(int argc, char **argv) {
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
-                // After them: a NaN and an infinity, with and without clipping; gradients whose squares overflow the sum, and the second moment; the largest that is taken; fp32 gradients.
+                // After them: a NaN and an infinity, with and without clipping; gradients whose squares overflow the
+                // sum, and the second moment; the largest that is taken; fp32 gradients.
                 const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0, false}, {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0, false}, {master, moments, 0, 1e-15, 1e-2, -1, false, 0, false},
                                             {master, moments, 1, 1e-8, 0, -1, false, 0, false},    {master, moments, 1, 1e-25, 1e-3, -1, false, 0, false}, {master, moments, 0, 1e-8, 1e-3, -1, true, 0, false},
                                             {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN, false}, {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN, false},

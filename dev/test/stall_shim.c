@@ -19,7 +19,7 @@ static int is(const char *variable, const char *value) {
     return text && strcmp(text, value) == 0;
 }
 
-// Whether the file is one that counts. -1: no file.
+// True if the file is one that counts. -1: no file.
 static int counts(int fd) {
     char link[64], path[4096];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -51,7 +51,7 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     return next(fd, data, bytes, offset);
 }
 
-// What a compiler that checks sizes (_FORTIFY_SOURCE) calls instead.
+// A compiler that checks sizes (_FORTIFY_SOURCE) calls this instead.
 ssize_t __pread_chk(int fd, void *data, size_t bytes, off_t offset, size_t room) {
     if (bytes > room) abort();
     return pread(fd, data, bytes, offset);

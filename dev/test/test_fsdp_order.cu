@@ -682,8 +682,8 @@ static Activity activity_now(void) {
     return a;
 }
 
-// The watching thread is told when an operation is enqueued and when it ends, and while its turn has not come; not while
-// it waits for others.
+// The watching thread is told when an operation is enqueued and when it ends, and while its turn has not come; not
+// while it waits for others.
 static void check_watch(void) {
     Nccl *n = &ranks[0].nccl;
     memset(n, 0, sizeof *n);

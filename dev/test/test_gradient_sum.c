@@ -42,7 +42,7 @@ static void test_bits(void) {
     free(whole), free(pieces), free(g);
 }
 
-// What replaces a sum, or joins one that is fp32, is not rounded by chance; what is not finite stays so.
+// A gradient that replaces a sum, or joins an fp32 one, is not rounded by chance; one that is not finite stays so.
 static void test_kinds(void) {
     const float x[4] = {1 + 0x1p-8f + 0x1p-20f, INFINITY, 0x1.fep127f, -0x1p-133f};
     const GradientSum replaces = {false, false, 5, 0}, joins = later_part(1, 2, 3);

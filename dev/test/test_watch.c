@@ -160,7 +160,7 @@ static void check_alone(void) {
     }
 }
 
-// What a rank says of itself, while it does what is marked.
+// The state that a rank reports of itself, during a marked call.
 static void check_activity(void) {
     WatchRow row;
     memset(&row, 0, sizeof row);
