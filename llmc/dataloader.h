@@ -36,6 +36,7 @@ typedef struct {
     int fd;
     int64_t bytes;           // of the file when it was opened
     struct timespec changed; // and when it had changed last
+    uint64_t fingerprint;    // by dataloader_identity; 0: not known
     int token_bytes;         // 2 or 4
     int64_t num_tokens;
     int64_t first_sequence;  // number of the shard's first window among those of all shards
@@ -89,15 +90,6 @@ static inline void shard_read_tokens(const DataShard *shard, int64_t first, int6
         memcpy(&token, raw + i * 2, 2);
         out[i] = token;
     }
-}
-
-// True if the file is another one than shard_open found. A file that took its name does not count: the
-// open one goes on.
-static inline bool shard_has_changed(const DataShard *shard) {
-    struct stat now;
-    if (fstat(shard->fd, &now) != 0) die("%s: cannot be examined: %s", shard->path, strerror(errno));
-    return now.st_size != shard->bytes || now.st_mtim.tv_sec != shard->changed.tv_sec ||
-           now.st_mtim.tv_nsec != shard->changed.tv_nsec;
 }
 
 // Dies because of the id of token `position` of the shard; `cause` says what may be wrong.
@@ -204,23 +196,40 @@ static inline void dataloader_close(DataLoader *dl) {
     memset(dl, 0, sizeof *dl);
 }
 
+// XXH64 of the shard's header and of FINGERPRINT_BLOCKS blocks of tokens spread over it. The same bytes join *all.
+static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) {
+    const int64_t count = min_i64(FINGERPRINT_TOKENS, shard->num_tokens), bytes = count * shard->token_bytes;
+    char block[FINGERPRINT_TOKENS * sizeof(uint32_t)];
+    XxHash64 own = xxhash64_begin();
+    shard_read_bytes(shard, 0, SHARD_HEADER_BYTES, block);
+    xxhash64_add(&own, block, SHARD_HEADER_BYTES), xxhash64_add(all, block, SHARD_HEADER_BYTES);
+    for (int64_t i = 0; i < FINGERPRINT_BLOCKS; i++) {
+        const int64_t first = (shard->num_tokens - count) / (FINGERPRINT_BLOCKS - 1) * i;
+        shard_read_bytes(shard, SHARD_HEADER_BYTES + first * shard->token_bytes, bytes, block);
+        xxhash64_add(&own, block, (size_t)bytes), xxhash64_add(all, block, (size_t)bytes);
+    }
+    return xxhash64_end(&own);
+}
+
 // Reads FINGERPRINT_BLOCKS blocks spread over each shard: enough to tell other data by, or the same shards in another order; not one changed token.
 static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     XxHash64 hash = xxhash64_begin();
-    char block[FINGERPRINT_TOKENS * sizeof(uint32_t)];
-    for (int64_t s = 0; s < dl->num_shards; s++) {
-        const DataShard *shard = &dl->shards[s];
-        const int64_t count = min_i64(FINGERPRINT_TOKENS, shard->num_tokens), bytes = count * shard->token_bytes;
-        shard_read_bytes(shard, 0, SHARD_HEADER_BYTES, block);
-        xxhash64_add(&hash, block, SHARD_HEADER_BYTES);
-        for (int64_t i = 0; i < FINGERPRINT_BLOCKS; i++) {
-            const int64_t first = (shard->num_tokens - count) / (FINGERPRINT_BLOCKS - 1) * i;
-            shard_read_bytes(shard, SHARD_HEADER_BYTES + first * shard->token_bytes, bytes, block);
-            xxhash64_add(&hash, block, (size_t)bytes);
-        }
-    }
+    for (int64_t s = 0; s < dl->num_shards; s++) dl->shards[s].fingerprint = shard_fingerprint(&dl->shards[s], &hash);
     const DataIdentity identity = {dl->num_tokens, dl->num_shards, xxhash64_end(&hash)};
     return identity;
+}
+
+// True if the file is no longer the one that was opened. A file that took its name does not count: the open one goes
+// on. Nor does a time of change that is new (touch) while size and fingerprint are the same.
+static inline bool shard_has_changed(DataShard *shard) {
+    struct stat now;
+    if (fstat(shard->fd, &now) != 0) die("%s: cannot be examined: %s", shard->path, strerror(errno));
+    if (now.st_size != shard->bytes) return true;
+    if (now.st_mtim.tv_sec == shard->changed.tv_sec && now.st_mtim.tv_nsec == shard->changed.tv_nsec) return false;
+    XxHash64 unused = xxhash64_begin();
+    if (!shard->fingerprint || shard_fingerprint(shard, &unused) != shard->fingerprint) return true;
+    shard->changed = now.st_mtim;
+    return false;
 }
 
 // Sample number of row 0 of a rank's micro-batch of B rows; row b is this + b. The step's samples, from `first` on, are the same for every split
@@ -259,7 +268,7 @@ static inline int64_t dataloader_sequence(const DataLoader *dl, int64_t sample) 
 }
 
 // The shard that holds a sequence (binary search on first_sequence).
-static inline const DataShard *dataloader_find_shard(const DataLoader *dl, int64_t sequence) {
+static inline DataShard *dataloader_find_shard(const DataLoader *dl, int64_t sequence) {
     int64_t low = 0, high = dl->num_shards - 1;
     while (low < high) {
         int64_t middle = low + (high - low + 1) / 2;
@@ -273,7 +282,7 @@ static inline const DataShard *dataloader_find_shard(const DataLoader *dl, int64
 // is not in the vocabulary: files are rewritten and disks fail while a run goes on, and such an id would be looked up
 // outside the embedding.
 static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
-    const DataShard *shard = dataloader_find_shard(dl, sequence);
+    DataShard *shard = dataloader_find_shard(dl, sequence);
     const int64_t first = (sequence - shard->first_sequence) * dl->T, count = dl->T + 1;
     shard_read_tokens(shard, first, count, dl->buffer);
     const bool changed = shard_has_changed(shard);  // asked after the read, so that no change before it is missed

@@ -401,6 +401,29 @@ static void test_rewritten(void) {
     }
 }
 
+// A shard that is touched and holds the same tokens goes on; one whose tokens are others does not.
+static void read_touched(void *context) {
+    DataLoader dl = open_loader("touched.bin", 8, false, 1);
+    int32_t inputs[8], targets[8];
+    dataloader_identity(&dl);
+    dataloader_batch(&dl, 3, 1, inputs, targets);
+    const uint32_t base = *(uint32_t *)context;
+    write_shard("touched.bin", SHARD_MAGIC_U32, 7, 100, 100, base);
+    const struct timespec times[2] = {{base, 0}, {base, 0}};
+    if (utimensat(AT_FDCWD, scratch_path("touched.bin"), times, 0)) die("utimensat: %s", strerror(errno));
+    dataloader_batch(&dl, 4, 1, inputs, targets);
+    dataloader_close(&dl);
+}
+
+static void test_touched(void) {
+    uint32_t same = 200, other = 201;
+    char output[8192];
+    write_shard("touched.bin", SHARD_MAGIC_U32, 7, 100, 100, same);
+    CHECK(!check_dies(read_touched, &same, "", output, sizeof output), "touched: %s", output);
+    CHECK(check_dies(read_touched, &other, "touched.bin: the file changed after it was opened", output, sizeof output),
+          "other tokens: %s", output);
+}
+
 // A file that takes the shard's name is another file: the run goes on with the one that it has opened.
 static void test_replaced(void) {
     write_shard("stays.bin", SHARD_MAGIC_U32, 7, 100, 100, 200);
@@ -428,6 +451,7 @@ int main(void) {
     test_bad_inputs();
     char output[8192];
     test_rewritten();
+    test_touched();
     test_replaced();
     CHECK(check_dies(read_shrunk, NULL, "the file changed after it was opened", output, sizeof output), "%s", output);
     scratch_remove();
