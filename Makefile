@@ -67,7 +67,9 @@ build/test_placement: dev/test/test_placement.cu train_fp8.cu dev/test/check.h $
 # The order of all ranks' streams, on the host alone: the test's own functions stand in for these.
 STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaStreamCreateWithFlags cudaStreamDestroy \
 	cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync cudaMemcpyAsync cudaGetDevice cudaDeviceGetAttribute cudaLaunchKernelExC \
-	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce
+	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce \
+	cudaIpcGetMemHandle cudaIpcOpenMemHandle cudaIpcCloseMemHandle cudaGetDriverEntryPointByVersion \
+	MPI_Allgather MPI_Allreduce MPI_Type_contiguous MPI_Type_commit MPI_Type_free
 build/test_fsdp_order: dev/test/test_fsdp_order.cu dev/test/check.h dev/test/order_model.h $(GPU_PARTS) | build
 	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(addprefix -Xlinker --wrap=,$(STAND_INS)) $(CUDALIBS) $(NCCL_LIBS)
 

@@ -255,7 +255,43 @@ cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t bytes, cud
     copied++;
     return cudaSuccess;
 }
-cudaError_t __wrap_cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+static bool writes_pending;  // to a peer's memory
+static int64_t closed, closed_early;  // mappings of a peer's memory; those that a write may still reach
+cudaError_t __wrap_cudaStreamSynchronize(cudaStream_t) {
+    writes_pending = false;
+    return cudaSuccess;
+}
+cudaError_t __wrap_cudaIpcGetMemHandle(cudaIpcMemHandle_t *, void *) { return cudaSuccess; }
+cudaError_t __wrap_cudaIpcOpenMemHandle(void **memory, cudaIpcMemHandle_t, unsigned) {
+    static char peer[1 << 16];
+    *memory = peer;
+    return cudaSuccess;
+}
+cudaError_t __wrap_cudaIpcCloseMemHandle(void *) {
+    closed++, closed_early += writes_pending;
+    return cudaSuccess;
+}
+static CUresult pend_memory_operations(CUstream, unsigned, CUstreamBatchMemOpParams *, unsigned) {
+    writes_pending = true;
+    return CUDA_SUCCESS;
+}
+cudaError_t __wrap_cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long,
+                                                    cudaDriverEntryPointQueryResult *found) {
+    *function = (void *)pend_memory_operations, *found = cudaDriverEntryPointSuccess;
+    return cudaSuccess;
+}
+// Two ranks: the other one has offered what this one has, and cannot open this one's memory.
+int __wrap_MPI_Allgather(const void *, int, MPI_Datatype, void *all, int, MPI_Datatype, MPI_Comm) {
+    ((PeerOffer *)all)[1] = ((PeerOffer *)all)[0];
+    return MPI_SUCCESS;
+}
+int __wrap_MPI_Allreduce(const void *, void *value, int, MPI_Datatype, MPI_Op, MPI_Comm) {
+    *(double *)value = 0;
+    return MPI_SUCCESS;
+}
+int __wrap_MPI_Type_contiguous(int, MPI_Datatype, MPI_Datatype *) { return MPI_SUCCESS; }
+int __wrap_MPI_Type_commit(MPI_Datatype *) { return MPI_SUCCESS; }
+int __wrap_MPI_Type_free(MPI_Datatype *) { return MPI_SUCCESS; }
 cudaError_t __wrap_cudaStreamQuery(cudaStream_t) {
     for (int64_t i = 0; i < num_awaited; i++) {
         const uint32_t there = *(const uint32_t *)(uintptr_t)awaited[i].waitValue.address;
@@ -800,6 +836,22 @@ static void check_disabled(void) {
     }
 }
 
+// A rank that falls back because another cannot open its memory closes no mapping that its stream still writes to.
+static void check_fallback(void) {
+    static char memory[1 << 16];
+    Comm comm = comm_one();
+    PeerMemory p;
+    char reason[256] = "";
+    comm.world = comm.group = 2;
+    unsetenv("NCCL_P2P_DISABLE");
+    uint32_t *arrivals = (uint32_t *)memory;
+    const bool open = peer_memory_open(&p, &comm, memory, sizeof memory, arrivals, memory + 1024, PROOF_BYTES, NULL,
+                                       reason, sizeof reason);
+    CHECK(!open && p.ranks == 0, "open %d, %lld ranks: %s", open, (long long)p.ranks, reason);
+    CHECK(closed == 1 && closed_early == 0, "%lld mappings closed, %lld too early", (long long)closed,
+          (long long)closed_early);
+}
+
 static void prove_lost_barrier(void *context) {
     char reason[256];
     peer_prove_barrier((PeerMemory *)context, PROOF_FIRST, 0.01, NULL, reason, sizeof reason);
@@ -848,6 +900,7 @@ int main(void) {
     check_watch();
     acts = true;
     check_disabled();
+    check_fallback();
     check_proof_of_reads();
     check_proof_of_barrier();
     return check_report();
