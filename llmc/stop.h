@@ -54,7 +54,7 @@ static inline bool *output_loss_stops(void) {
     return &stops;
 }
 
-// Says on stderr, once, when lines that were printed are lost, and `consequence`. Whether this call found it.
+// Says on stderr, once, when lines that were printed are lost, and `consequence`. True if this call found it.
 static inline bool output_lost(const char *consequence) {
     static bool said;
     if (said) return false;
@@ -67,14 +67,14 @@ static inline bool output_lost(const char *consequence) {
 
 static inline void output_end(void) { output_lost(""); }
 
-// Before any work: a reader of stdout or stderr that goes away and a file that may not grow (ulimit -f) are errors of
-// the calls that write from now on, no signals that end the run. A dry run ends by them, as is usual for what is piped
-// to head. No file of the run may get the number of a stream that is closed.
+// Before any work: a reader of stdout or stderr that goes away is an error of the calls that write from now on, no
+// signal that ends the run. A dry run ends by it, as is usual for output that is piped to head. No file of the run may
+// get the number of a stream that is closed.
 static inline void output_survive(const Options *o) {
     *output_loss_stops() = o->on_output_lost == OUTPUT_LOST_STOP;
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) die("cannot open /dev/null: %s", strerror(errno));
-    if (!o->dry_run && (signal(SIGPIPE, SIG_IGN) == SIG_ERR || signal(SIGXFSZ, SIG_IGN) == SIG_ERR)) die("cannot ignore SIGPIPE: %s", strerror(errno));
+    if (!o->dry_run && signal(SIGPIPE, SIG_IGN) == SIG_ERR) die("cannot ignore SIGPIPE: %s", strerror(errno));
     if (atexit(output_end)) die("atexit failed");
 }
 
