@@ -589,14 +589,18 @@ static inline double global_norm(const float *x, int64_t n) {
 // bf16_state: the stored values are bf16, rounded stochastically.
 static inline void adamw_reference(float *weights, float *exp_avg, float *exp_avg_sq, const float *gradients, int64_t first, int64_t n, bool decay,
                                    float gradient_factor, bool bf16_weights, bool bf16_state, const AdamwStep *step) {
+    const int64_t block = 4096;
     PARALLEL_FOR
-    for (int64_t i = 0; i < n; i++) {
-        AdamwElement e = {weights[i], exp_avg[i], exp_avg_sq[i]};
-        e = adamw_update(e, gradients[i] * gradient_factor, decay, step);
-        const AdamwRandom random = adamw_random(step, first + i);
-        weights[i] = bf16_weights ? bf16_to_float(adamw_round(e.weight, random.weight)) : e.weight;
-        exp_avg[i] = bf16_state ? bf16_to_float(adamw_round(e.exp_avg, random.exp_avg)) : e.exp_avg;
-        exp_avg_sq[i] = bf16_state ? bf16_to_float(adamw_round(e.exp_avg_sq, random.exp_avg_sq)) : e.exp_avg_sq;
+    for (int64_t start = 0; start < n; start += block) {
+        const AdamwStep s = *step;  // stays in registers: no store below can reach it
+        for (int64_t i = start; i < min_i64(start + block, n); i++) {
+            AdamwElement e = {weights[i], exp_avg[i], exp_avg_sq[i]};
+            e = adamw_update(e, gradients[i] * gradient_factor, decay, &s);
+            const AdamwRandom random = adamw_random(&s, first + i);
+            weights[i] = bf16_weights ? bf16_to_float(adamw_round(e.weight, random.weight)) : e.weight;
+            exp_avg[i] = bf16_state ? bf16_to_float(adamw_round(e.exp_avg, random.exp_avg)) : e.exp_avg;
+            exp_avg_sq[i] = bf16_state ? bf16_to_float(adamw_round(e.exp_avg_sq, random.exp_avg_sq)) : e.exp_avg_sq;
+        }
     }
 }
 
