@@ -21,9 +21,9 @@ NCCL_HOME ?=
 NCCL_CFLAGS = $(if $(NCCL_HOME),-I$(NCCL_HOME)/include)
 NCCL_LIBS = $(if $(NCCL_HOME),-L$(NCCL_HOME)/lib -Xlinker -rpath=$(NCCL_HOME)/lib) -l:libnccl.so.2 $(MPI_LIBS)
 
-HEADERS := $(wildcard llmc/*.h)
+HEADERS := $(wildcard llmc/*/*.h)
 # What every GPU program is made of beside its own file.
-GPU_PARTS := $(HEADERS) $(wildcard llmc/*.cuh) build/cuda_arch
+GPU_PARTS := $(HEADERS) $(wildcard llmc/*/*.cuh) build/cuda_arch
 UNIT_TESTS := $(patsubst dev/test/%.c,build/%,$(wildcard dev/test/test_*.c))
 SANITIZED := $(patsubst dev/test/%.c,build/asan/%,$(wildcard dev/test/test_*.c))
 BENCHES := $(patsubst dev/cuda/%.cu,build/bench_%,$(wildcard dev/cuda/*.cu))

@@ -4,35 +4,35 @@
 // chunks of rows, and an embedding's gradient that joins a sum after lm_head's.
 //
 // From top to bottom: sizes and storage, gathering and reducing over ranks, linear layers, the model's forward pass, its backward pass, the optimizer, the
-// step, validation and samples, checkpoints, the run. The arithmetic of each operation is in llmc/reference.h.
+// step, validation and samples, checkpoints, the run. The arithmetic of each operation is in llmc/reference/reference.h.
 //
-// `mpirun -np N ./train_fp8 ...` trains one model with N ranks, sharded as llmc/shard_plan.h says. Every rank runs the same program on its own sequences of each batch.
+// `mpirun -np N ./train_fp8 ...` trains one model with N ranks, sharded as llmc/config/shard_plan.h says. Every rank runs the same program on its own sequences of each batch.
 
 #include <omp.h>
 #include <sys/resource.h>
 
-#include "llmc/arena.h"
-#include "llmc/audit_report.h"
-#include "llmc/checkpoint.h"
-#include "llmc/comm.h"
-#include "llmc/dataloader.h"
-#include "llmc/delayed.h"
-#include "llmc/flops.h"
-#include "llmc/gradient_sum.h"
-#include "llmc/initialize.h"
-#include "llmc/logger.h"
-#include "llmc/nonfinite.h"
-#include "llmc/options.h"
-#include "llmc/parameters.h"
-#include "llmc/precision.h"
-#include "llmc/reference.h"
-#include "llmc/run.h"
-#include "llmc/sampler.h"
-#include "llmc/schedule.h"
-#include "llmc/shard_plan.h"
-#include "llmc/stop.h"
-#include "llmc/tokenizer.h"
-#include "llmc/watch.h"
+#include "llmc/base/arena.h"
+#include "llmc/run/audit_report.h"
+#include "llmc/checkpoint/checkpoint.h"
+#include "llmc/dist/comm.h"
+#include "llmc/data/dataloader.h"
+#include "llmc/reference/delayed.h"
+#include "llmc/config/flops.h"
+#include "llmc/reference/gradient_sum.h"
+#include "llmc/reference/initialize.h"
+#include "llmc/run/logger.h"
+#include "llmc/run/nonfinite.h"
+#include "llmc/config/options.h"
+#include "llmc/config/parameters.h"
+#include "llmc/config/precision.h"
+#include "llmc/reference/reference.h"
+#include "llmc/run/run.h"
+#include "llmc/run/sampler.h"
+#include "llmc/config/schedule.h"
+#include "llmc/config/shard_plan.h"
+#include "llmc/run/stop.h"
+#include "llmc/data/tokenizer.h"
+#include "llmc/dist/watch.h"
 
 // Elements that replicas reduce at once.
 #define REPLICA_CHUNK ((int64_t)1 << 16)

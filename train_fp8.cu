@@ -1,41 +1,41 @@
-// train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or by the FP8 recipes of llmc/recipes.h. One process a GPU:
-// `mpirun -np N ./train_fp8cu ...` shards one model over N of them (llmc/fsdp.cuh).
+// train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or by the FP8 recipes of llmc/config/recipes.h. One process a GPU:
+// `mpirun -np N ./train_fp8cu ...` shards one model over N of them (llmc/dist/fsdp.cuh).
 //
 // From top to bottom: sizes and storage, the linear layer, the model's forward pass, its backward pass, the optimizer, the step, validation
 // and samples, checkpoints, and main. train_fp8.c is the same model in plain C on the CPU.
 
 #include <cuda_runtime.h>
 
-#include "llmc/adamw.cuh"
-#include "llmc/arena.h"
-#include "llmc/attention.cuh"
-#include "llmc/audit_report.h"
-#include "llmc/auto_filter.cuh"
-#include "llmc/column_sums.cuh"
-#include "llmc/cross_entropy.cuh"
-#include "llmc/cuda_utils.cuh"
-#include "llmc/delayed.cuh"
-#include "llmc/embedding.cuh"
-#include "llmc/fsdp.cuh"
-#include "llmc/gemm.cuh"
-#include "llmc/initialize.cuh"
-#include "llmc/logger.h"
-#include "llmc/model_config.h"
-#include "llmc/nonfinite.h"
-#include "llmc/options.h"
-#include "llmc/parameters.h"
-#include "llmc/precision.h"
-#include "llmc/profile.cuh"
-#include "llmc/quantize.cuh"
-#include "llmc/rmsnorm.cuh"
-#include "llmc/rope.cuh"
-#include "llmc/run.h"
-#include "llmc/sampler.h"
-#include "llmc/schedule.h"
-#include "llmc/stop.h"
-#include "llmc/swiglu.cuh"
-#include "llmc/utils.h"
-#include "llmc/watch.h"
+#include "llmc/cuda/adamw.cuh"
+#include "llmc/base/arena.h"
+#include "llmc/cuda/attention.cuh"
+#include "llmc/run/audit_report.h"
+#include "llmc/cuda/auto_filter.cuh"
+#include "llmc/cuda/column_sums.cuh"
+#include "llmc/cuda/cross_entropy.cuh"
+#include "llmc/cuda/cuda_utils.cuh"
+#include "llmc/cuda/delayed.cuh"
+#include "llmc/cuda/embedding.cuh"
+#include "llmc/dist/fsdp.cuh"
+#include "llmc/cuda/gemm.cuh"
+#include "llmc/cuda/initialize.cuh"
+#include "llmc/run/logger.h"
+#include "llmc/config/model_config.h"
+#include "llmc/run/nonfinite.h"
+#include "llmc/config/options.h"
+#include "llmc/config/parameters.h"
+#include "llmc/config/precision.h"
+#include "llmc/cuda/profile.cuh"
+#include "llmc/cuda/quantize.cuh"
+#include "llmc/cuda/rmsnorm.cuh"
+#include "llmc/cuda/rope.cuh"
+#include "llmc/run/run.h"
+#include "llmc/run/sampler.h"
+#include "llmc/config/schedule.h"
+#include "llmc/run/stop.h"
+#include "llmc/cuda/swiglu.cuh"
+#include "llmc/base/utils.h"
+#include "llmc/dist/watch.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes and storage

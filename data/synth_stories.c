@@ -10,10 +10,10 @@
 // and the first letter of a sentence is made a capital.
 #include <getopt.h>
 
-#include "../llmc/dataloader.h"
-#include "../llmc/rng.h"
-#include "../llmc/tokenizer.h"
-#include "../llmc/utils.h"
+#include "../llmc/data/dataloader.h"
+#include "../llmc/base/rng.h"
+#include "../llmc/data/tokenizer.h"
+#include "../llmc/base/utils.h"
 
 #define BYTE_VALUES 256
 #define SEPARATOR 256

@@ -5,7 +5,7 @@
     data/tinystories.py --tokenizer qwen --fraction 0.1        the first tenth of it (and no more is downloaded)
     data/tinystories.py --tokenizer bytes --text a.txt b.txt   from text files, stories separated by lines of <|endoftext|>
 
-Writes DIR/NAME_train.bin and DIR/NAME_val.bin (format: llmc/dataloader.h) and DIR/NAME.tokenizer (llmc/tokenizer.h). Each story is stripped of
+Writes DIR/NAME_train.bin and DIR/NAME_val.bin (format: llmc/data/dataloader.h) and DIR/NAME.tokenizer (llmc/data/tokenizer.h). Each story is stripped of
 white space at both ends and stands after one separator token: Llama 3 <|begin_of_text|> 128000, Qwen <|endoftext|> 151643, bytes 256.
 llama3, qwen and tokenizer.json files need packages: data/setup_venv.sh installs them, data/.venv/bin/python has them. bytes needs none.
 """

@@ -4,7 +4,7 @@
 // Check: fresh random data, each output against a plain fp64 computation, everything outside the outputs watched. Bench: random data,
 // the medians of single calls, as TFLOP/s of the causal half (4*NH*HD*T^2/2 forward, 2.5 times that backward) and share of the dense bf16 peak;
 // and the kernels around the backward's products, which only move data.
-#include "../../llmc/attention.cuh"
+#include "../../llmc/cuda/attention.cuh"
 #include "bench.cuh"
 
 #define GUARD 4096  // bytes of poison on both sides of every tensor

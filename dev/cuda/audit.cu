@@ -1,5 +1,5 @@
-// Checks and times llmc/audit.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o audit dev/cuda/audit.cu
-#include "../../llmc/audit.cuh"
+// Checks and times llmc/cuda/audit.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o audit dev/cuda/audit.cu
+#include "../../llmc/cuda/audit.cuh"
 #include "check_quantized.cuh"
 
 typedef enum { FILL_NORMAL, FILL_OUTLIERS, FILL_INFINITY, FILL_NAN, NUM_FILLS } Fill;

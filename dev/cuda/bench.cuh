@@ -4,9 +4,9 @@
 #ifndef DEV_CUDA_BENCH_CUH
 #define DEV_CUDA_BENCH_CUH
 
-#include "../../llmc/cuda_utils.cuh"
-#include "../../llmc/flops.h"
-#include "../../llmc/rng.h"
+#include "../../llmc/cuda/cuda_utils.cuh"
+#include "../../llmc/config/flops.h"
+#include "../../llmc/base/rng.h"
 #include "../test/check.h"
 
 // After every <<<>>>: a bad launch configuration is reported here; an error inside the kernel by a later synchronizing call.
@@ -223,7 +223,7 @@ static inline double bench_clock_end(Bench *b) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Lines. Every kernel that a training step launches has one, of its own or of the call that launches it, and every line says how near it comes to its
-// ceiling: for kernels that move data the copy rate of this GPU in this run, for matrix products and attention the dense peak in llmc/flops.h. Below
+// ceiling: for kernels that move data the copy rate of this GPU in this run, for matrix products and attention the dense peak in llmc/config/flops.h. Below
 // BENCH_PERCENT of it a line says why. A line that cannot is a failed check: so a kernel that has become slow does not go unseen.
 //
 // No line of their own have
@@ -262,7 +262,7 @@ static inline void bench_report(const Bench *b, const char *name, const char *sh
 static inline void bench_report_flops(const Bench *b, const char *name, const char *shape, double us, double flops, bool fp8, double ghz, const char *reason) {
     const double rate = flops / us * 1e-6, peak = b->peak_bf16 * (fp8 ? 2 : 1) * 1e-12;
     char because[300];
-    if (peak == 0) reason = "llmc/flops.h has no peak for this GPU";
+    if (peak == 0) reason = "llmc/config/flops.h has no peak for this GPU";
     if (reason && ghz > 0 && ghz < b->peak_ghz) {
         format_checked(because, sizeof because, "%s; ran at %.2f GHz, the peak holds at %.2f: %.0f%% of the peak at that clock", reason, ghz, b->peak_ghz,
                        100 * rate / peak * b->peak_ghz / ghz);

@@ -1,9 +1,9 @@
-// FP8 tensors in the kernel programs: making one, and checking every byte of one against the casts of llmc/fp8.h on the host.
+// FP8 tensors in the kernel programs: making one, and checking every byte of one against the casts of llmc/base/fp8.h on the host.
 #ifndef DEV_CUDA_CHECK_QUANTIZED_CUH
 #define DEV_CUDA_CHECK_QUANTIZED_CUH
 
-#include "../../llmc/quantize.cuh"
-#include "../../llmc/quantize_reference.h"
+#include "../../llmc/cuda/quantize.cuh"
+#include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"
 
 // Why casts with one scale a tensor, and passes that find an amax, may stay under their ceiling (bench_report).

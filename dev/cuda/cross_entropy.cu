@@ -1,6 +1,6 @@
-// Checks llmc/cross_entropy.cuh against llmc/reference.h and times it. Build: make build/bench_cross_entropy
-#include "../../llmc/cross_entropy.cuh"
-#include "../../llmc/reference.h"
+// Checks llmc/cuda/cross_entropy.cuh against llmc/reference/reference.h and times it. Build: make build/bench_cross_entropy
+#include "../../llmc/cuda/cross_entropy.cuh"
+#include "../../llmc/reference/reference.h"
 #include "bench.cuh"
 
 enum { CASE_PLAIN, CASE_LARGE, CASE_SPECIAL };

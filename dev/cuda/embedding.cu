@@ -1,6 +1,6 @@
-// Checks llmc/embedding.cuh against llmc/reference.h and times it. Build: make build/bench_embedding
-#include "../../llmc/embedding.cuh"
-#include "../../llmc/reference.h"
+// Checks llmc/cuda/embedding.cuh against llmc/reference/reference.h and times it. Build: make build/bench_embedding
+#include "../../llmc/cuda/embedding.cuh"
+#include "../../llmc/reference/reference.h"
 #include "bench.cuh"
 
 enum { TOKENS_ZIPF, TOKENS_EQUAL, TOKENS_DISTINCT, NUM_TOKEN_KINDS };

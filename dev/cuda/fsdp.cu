@@ -1,7 +1,7 @@
-// Checks and times the kernels around the collectives of llmc/fsdp.cuh: gradients to fp32, and sums of them over ranks
-// and micro-steps, the latter against the CPU's, bit for bit. Checks the proof of llmc/peer_memory.cuh, with one GPU in
+// Checks and times the kernels around the collectives of llmc/dist/fsdp.cuh: gradients to fp32, and sums of them over ranks
+// and micro-steps, the latter against the CPU's, bit for bit. Checks the proof of llmc/dist/peer_memory.cuh, with one GPU in
 // the place of two. Build: make build/bench_fsdp
-#include "../../llmc/fsdp.cuh"
+#include "../../llmc/dist/fsdp.cuh"
 #include "bench.cuh"
 
 // Just what the kernels' callers read of it: the stream, here the default one, and the staging buffer.

@@ -1,7 +1,7 @@
-// Checks and times llmc/gemm.cuh: every product of every recipe.
+// Checks and times llmc/cuda/gemm.cuh: every product of every recipe.
 // Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o gemm dev/cuda/gemm.cu -lcublasLt
-#include "../../llmc/gemm.cuh"
-#include "../../llmc/quantize_reference.h"
+#include "../../llmc/cuda/gemm.cuh"
+#include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------

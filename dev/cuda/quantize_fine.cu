@@ -1,7 +1,7 @@
-// Checks and times the casts of every recipe (llmc/quantize.cuh), from all sources.
+// Checks and times the casts of every recipe (llmc/cuda/quantize.cuh), from all sources.
 // Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o quantize_fine dev/cuda/quantize_fine.cu
-#include "../../llmc/rmsnorm.cuh"
-#include "../../llmc/swiglu.cuh"
+#include "../../llmc/cuda/rmsnorm.cuh"
+#include "../../llmc/cuda/swiglu.cuh"
 #include "check_quantized.cuh"
 
 #define EPS 1e-5f

@@ -1,6 +1,6 @@
-// Checks and times llmc/rmsnorm.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o rmsnorm dev/cuda/rmsnorm.cu
-#include "../../llmc/reference.h"
-#include "../../llmc/rmsnorm.cuh"
+// Checks and times llmc/cuda/rmsnorm.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o rmsnorm dev/cuda/rmsnorm.cu
+#include "../../llmc/reference/reference.h"
+#include "../../llmc/cuda/rmsnorm.cuh"
 #include "check_quantized.cuh"
 
 #define EPS 1e-5f

@@ -1,6 +1,6 @@
-// Checks llmc/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference.h and times it. Build: make build/bench_rope
-#include "../../llmc/reference.h"
-#include "../../llmc/rope.cuh"
+// Checks llmc/cuda/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference/reference.h and times it. Build: make build/bench_rope
+#include "../../llmc/reference/reference.h"
+#include "../../llmc/cuda/rope.cuh"
 #include "bench.cuh"
 
 #define EPS 1e-6f

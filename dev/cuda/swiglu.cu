@@ -1,6 +1,6 @@
-// Checks and times llmc/swiglu.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o swiglu dev/cuda/swiglu.cu
-#include "../../llmc/reference.h"
-#include "../../llmc/swiglu.cuh"
+// Checks and times llmc/cuda/swiglu.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o swiglu dev/cuda/swiglu.cu
+#include "../../llmc/reference/reference.h"
+#include "../../llmc/cuda/swiglu.cuh"
 #include "check_quantized.cuh"
 
 // One rounding to bf16 is off by at most 2^-8 of the value; the rest covers the fast exponential (below 1e-5).

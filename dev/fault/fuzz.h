@@ -84,9 +84,9 @@ __attribute__((noreturn)) static inline void fuzz_exit(int status) {
 #define exit fuzz_exit  // --help
 #define IO_CHUNK_BYTES 4096
 
-#include "../../llmc/hf_export.h"
-#include "../../llmc/logger.h"
-#include "../../llmc/tokenizer.h"
+#include "../../llmc/checkpoint/hf_export.h"
+#include "../../llmc/run/logger.h"
+#include "../../llmc/data/tokenizer.h"
 
 #undef calloc
 #undef realloc

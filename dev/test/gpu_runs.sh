@@ -105,7 +105,7 @@ done
 
 # The same 256 sequences as one batch, and as 256 micro-steps: in fp32, which auto takes here, and in bf16. An fp32 sum differs from the large batch's gradient by
 # the roundings of 256 gradients to bf16, and FP8's by other scales. What bf16 sums add is noise of 1.8e-6 to 2.7e-6 of the square a micro-step
-# (llmc/gradient_sum.h): 0.03% of the norm, and a few times that by chance, since few elements make most of it. Rounded to nearest they lost 0.3% and more.
+# (llmc/reference/gradient_sum.h): 0.03% of the norm, and a few times that by chance, since few elements make most of it. Rounded to nearest they lost 0.3% and more.
 for case in "bf16 auto 1e-3" "bf16 bf16 4e-3" "fp8 auto 1e-2"; do
     read -r precision dtype limit <<<"$case"
     run="small $data --sequence-length 64 --num-steps 1 --precision $precision --deterministic"

@@ -1,6 +1,6 @@
 // adamw_math.h's rounding bits: pinned values, and whether 48 bits an element look independent and uniform wherever an optimizer could tell. All
 // seeds are fixed; every bound is five standard deviations of what true random bits would give, so a check that fails is a flaw, not chance.
-#include "../../llmc/adamw_math.h"
+#include "../../llmc/reference/adamw_math.h"
 #include "check.h"
 
 enum { FIELDS = 3, SAMPLES = 1 << 18 };

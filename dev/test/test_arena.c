@@ -1,5 +1,5 @@
 // The arena: the plan and the allocation agree, and memory named for reuse is handed out first, to what fits.
-#include "../../llmc/arena.h"
+#include "../../llmc/base/arena.h"
 #include "check.h"
 
 // Takes a few sizes, some of them in the memory of earlier ones; where they lie, counted from `base`.

@@ -1,7 +1,7 @@
 // --fp8-audit: sums and SQNR of small cases worked out by hand, of copies of every grain against plain formulas in double, and the two reports.
-#include "../../llmc/audit_report.h"
-#include "../../llmc/quantize_reference.h"
-#include "../../llmc/rng.h"
+#include "../../llmc/run/audit_report.h"
+#include "../../llmc/reference/quantize_reference.h"
+#include "../../llmc/base/rng.h"
 #include "check.h"
 #include "json_check.h"
 #include "scratch.h"

@@ -4,8 +4,8 @@
 
 #define IO_CHUNK_BYTES ((int64_t)100)  // small, so that these small tensors take many chunks
 #define FOLDER_LOCK_SECONDS 0.3
-#include "../../llmc/rng.h"
-#include "../../llmc/run.h"
+#include "../../llmc/base/rng.h"
+#include "../../llmc/run/run.h"
 #include "check.h"
 #include "scratch.h"
 

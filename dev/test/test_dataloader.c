@@ -1,5 +1,5 @@
 // Token loader: formats, windows, order, ranks, files that change under the run, and every bad input.
-#include "../../llmc/dataloader.h"
+#include "../../llmc/data/dataloader.h"
 
 #include "check.h"
 #include "scratch.h"

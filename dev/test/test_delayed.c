@@ -1,7 +1,7 @@
 // delayed.h: scales and histories against Transformer Engine's rule written out plainly (its goldens are in test_recipes.c), the first scale, amaxes that
 // do not count, and the order of tensors.
-#include "../../llmc/delayed.h"
-#include "../../llmc/rng.h"
+#include "../../llmc/reference/delayed.h"
+#include "../../llmc/base/rng.h"
 #include "check.h"
 
 // What the window must hold: TE shifts all of it by one and clears slot 0.

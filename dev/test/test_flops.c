@@ -1,5 +1,5 @@
 // FLOP counts against hand calculations, MFU and SOL, and the table of peaks.
-#include "../../llmc/flops.h"
+#include "../../llmc/config/flops.h"
 #include "check.h"
 
 // Of a preset with one linear-layer recipe (an index of recipe_row; RECIPE_BF16: --precision bf16).

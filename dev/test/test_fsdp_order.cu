@@ -1,8 +1,8 @@
-// Order of llmc/fsdp.cuh's streams on all ranks, without a GPU. The trainer's schedule is enqueued for one rank after the other, with copy engines and with NCCL.
+// Order of llmc/dist/fsdp.cuh's streams on all ranks, without a GPU. The trainer's schedule is enqueued for one rank after the other, with copy engines and with NCCL.
 // The linker puts this file's functions in the place of the CUDA and NCCL calls (--wrap, see the Makefile); they note what each of a rank's two streams is to
 // do. Then all ranks' streams run (order_model.h): whatever touches the same memory must be ordered by events, barriers and collectives, what is read must
 // be what the schedule wants there, and no stream may wait for ever. The last checks leave out one barrier, collective or event at a time, which must be noticed.
-#include "../../llmc/fsdp.cuh"
+#include "../../llmc/dist/fsdp.cuh"
 
 #include "check.h"
 #include "order_model.h"

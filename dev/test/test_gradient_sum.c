@@ -1,6 +1,6 @@
-// Sums of gradients over micro-steps (llmc/gradient_sum.h): bits that hang on seed, step, part and place alone, no
+// Sums of gradients over micro-steps (llmc/reference/gradient_sum.h): bits that hang on seed, step, part and place alone, no
 // bias, and as much noise as is stated.
-#include "../../llmc/gradient_sum.h"
+#include "../../llmc/reference/gradient_sum.h"
 
 #include "check.h"
 

@@ -1,5 +1,5 @@
 // hf_config.h: config.json of the three classes in both RoPE styles, defaults, refusals, and the round trip of every preset.
-#include "../../llmc/hf_config.h"
+#include "../../llmc/config/hf_config.h"
 #include "check.h"
 #include "scratch.h"
 

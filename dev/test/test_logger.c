@@ -2,7 +2,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 
-#include "../../llmc/logger.h"
+#include "../../llmc/run/logger.h"
 #include "check.h"
 #include "json_check.h"
 #include "scratch.h"

@@ -1,6 +1,6 @@
 // model_config.h: presets against published figures, RoPE frequencies against transformers', and the checks of sizes.
-#include "../../llmc/model_config.h"
-#include "../../llmc/parameters.h"
+#include "../../llmc/config/model_config.h"
+#include "../../llmc/config/parameters.h"
 #include "check.h"
 
 // Published numbers of parameters (model cards; safetensors metadata on the hub).

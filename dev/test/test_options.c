@@ -1,5 +1,5 @@
 // options.h: every row of the table, parsing, every kind of bad value, conflicts, and the text forms that checkpoints and logs keep.
-#include "../../llmc/options.h"
+#include "../../llmc/config/options.h"
 #include "check.h"
 
 typedef struct {

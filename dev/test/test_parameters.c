@@ -1,5 +1,5 @@
 // parameters.h: names, shapes and flags of every family, and what the layout of the flat array promises.
-#include "../../llmc/parameters.h"
+#include "../../llmc/config/parameters.h"
 #include "check.h"
 
 static ModelConfig model(ModelFamily family, bool tied) {

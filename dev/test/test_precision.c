@@ -1,5 +1,5 @@
 // precision.h: what each word of --fp8-filter keeps in bf16, the rule of sizes, and the printed table for every preset and recipe.
-#include "../../llmc/precision.h"
+#include "../../llmc/config/precision.h"
 #include "check.h"
 
 typedef struct {

@@ -1,8 +1,8 @@
 // recipes.h, fp8.h's scales, delayed.h and quantize_reference.h: codes and scales of every recipe's copies byte for byte against torchao's and Transformer Engine's
 // (dev/reference), the layout of scales, and what must hold for any matrix. Run from the root of the repository.
-#include "../../llmc/delayed.h"
-#include "../../llmc/quantize_reference.h"
-#include "../../llmc/rng.h"
+#include "../../llmc/reference/delayed.h"
+#include "../../llmc/reference/quantize_reference.h"
+#include "../../llmc/base/rng.h"
 #include "check.h"
 #include "fp8_golden.h"
 

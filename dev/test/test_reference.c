@@ -1,9 +1,9 @@
-// Every operation of llmc/reference.h: forward against a plain double-precision version written here, backward against central differences of
+// Every operation of llmc/reference/reference.h: forward against a plain double-precision version written here, backward against central differences of
 // that version, rounding points, odd sizes, special values, and independence of the number of threads.
 #include <omp.h>
 
-#include "../../llmc/initialize.h"
-#include "../../llmc/reference.h"
+#include "../../llmc/reference/initialize.h"
+#include "../../llmc/reference/reference.h"
 #include "check.h"
 
 // fp32 with fp32 sums of up to a few hundred terms against double: a few hundred times 2^-24 at the very worst.

@@ -2,8 +2,8 @@
 #include <sys/resource.h>
 #include <signal.h>
 
-#include "../../llmc/rng.h"
-#include "../../llmc/safetensors.h"
+#include "../../llmc/base/rng.h"
+#include "../../llmc/checkpoint/safetensors.h"
 #include "check.h"
 #include "scratch.h"
 

@@ -1,5 +1,5 @@
 // Learning-rate schedules at every corner, and against their formulas in between.
-#include "../../llmc/schedule.h"
+#include "../../llmc/config/schedule.h"
 #include "check.h"
 
 static Options schedule_options(int schedule, int64_t warmup, int64_t steps) {

@@ -1,5 +1,5 @@
 // shard_plan.h: the slices of a group cover every parameter once, fit their arrays, and gather back to the flat array's segments.
-#include "../../llmc/shard_plan.h"
+#include "../../llmc/config/shard_plan.h"
 #include "check.h"
 
 static ModelConfig model(ModelFamily family, bool tied) {

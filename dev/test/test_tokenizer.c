@@ -1,5 +1,5 @@
 // Tokenizer table: naming rule, decoding, printing, damaged and hostile files.
-#include "../../llmc/tokenizer.h"
+#include "../../llmc/data/tokenizer.h"
 
 #include "check.h"
 #include "scratch.h"

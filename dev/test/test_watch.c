@@ -1,6 +1,6 @@
-// The verdict on stuck ranks (llmc/watch.h), by tables of what ranks say of themselves; and what a rank says.
-#include "../../llmc/file_io.h"
-#include "../../llmc/watch.h"
+// The verdict on stuck ranks (llmc/dist/watch.h), by tables of what ranks say of themselves; and what a rank says.
+#include "../../llmc/base/file_io.h"
+#include "../../llmc/dist/watch.h"
 #include "check.h"
 #include "scratch.h"
 

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The floors of llmc/, as llmc/README.md lists them: every file is listed with its own first line, and includes only files that stand above it. Ends with
+# "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+. scripts/tally.sh
+
+# Prints the files of a README of llmc in its order, as folder/file, or with "lines" also what it says of each.
+listed() { awk -v lines="${2:-}" -F'`' '/^## / { folder = $0; sub(/^## /, "", folder); sub(/:.*/, "", folder) }
+    /^- `/ { print folder $2 (lines ? substr($3, 2) : "") }' "$1/README.md"; }
+
+# Prints every include of a tree that does not look down, as "FILE includes OTHER".
+climbs() {
+    (cd "$1" && for file in */*.h */*.cuh; do
+        sed -n 's/^ *# *include "\(.*\)"/\1/p' "$file" | while read -r other; do
+            echo "$file $(realpath -m --relative-to=. "$(dirname "$file")/$other")"
+        done
+    done) | awk 'NR == FNR { floor[$1] = NR; next }
+        !($2 in floor) || floor[$2] >= floor[$1] || ($1 ~ /\.h$/ && $2 ~ /\.cuh$/) { print $1, "includes", $2 }' <(listed "$1") -
+}
+
+check "every file is listed once" equal "$(listed llmc | sort)" "$(cd llmc && ls */*.h */*.cuh | sort)"
+while read -r line; do
+    file=${line%%[ ]*}
+    check "README.md repeats the first line of $file" equal "$line" "$file $(sed -n '1s#^// ##p' "llmc/$file")"
+done < <(listed llmc lines)
+check "no include climbs" equal "$(climbs llmc)" ""
+check "the trainers include llmc/ by its folders" equal "$(grep -h '^#include "' train_fp8.c train_fp8.cu | grep -vE '"llmc/[a-z]+/[a-z0-9_]+\.cuh?"|"llmc/[a-z]+/[a-z0-9_]+\.h"')" ""
+
+# The rule finds an include that climbs, within a folder and between folders, and C that includes CUDA.
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+cp -r llmc "$tmp/"
+sed -i '1a #include "../run/run.h"' "$tmp/llmc/base/utils.h"
+sed -i '1a #include "precision.h"' "$tmp/llmc/config/recipes.h"
+sed -i '1a #include "../cuda/amax.cuh"' "$tmp/llmc/run/stop.h"
+check "planted climbs are found" equal "$(climbs "$tmp/llmc" | sort)" "base/utils.h includes run/run.h
+config/recipes.h includes config/precision.h
+run/stop.h includes cuda/amax.cuh"
+finish

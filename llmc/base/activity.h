@@ -1,0 +1,99 @@
+// What this rank is doing right now, for the watcher thread that must name a stuck rank (watch.h).
+// The main thread writes it, the thread that watches reads it.
+//
+// Every call that may wait for a disk or for other ranks stands between activity_begin and activity_end, at the one
+// place that makes it. What is between two such calls is computing. They do not nest.
+#ifndef LLMC_ACTIVITY_H
+#define LLMC_ACTIVITY_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef enum { ACTIVITY_COMPUTING, ACTIVITY_WAITING, ACTIVITY_FILE } ActivityKind;
+
+typedef enum {
+    PHASE_START, PHASE_LOADING, PHASE_TRAINING, PHASE_VALIDATION, PHASE_SAMPLING, PHASE_SAVING, PHASE_EXPORT, PHASE_END,
+    NUM_PHASES
+} Phase;
+
+// Characters of a path that are kept: the last ones.
+#define ACTIVITY_DETAIL 256
+
+typedef struct {
+    Phase phase;
+    int64_t step;             // counted from 1; 0: before the first
+    ActivityKind kind;
+    const char *what;         // static text: the call, or what the ranks do together
+    char detail[ACTIVITY_DETAIL];  // the file
+    int64_t changes;          // grows whenever something of this rank moves
+    int64_t collectives;      // that have finished, of MPI and of NCCL
+    int64_t pending;          // operations of NCCL that are enqueued and not seen to have finished
+    const char *pending_what; // the oldest of them, static text
+    int64_t pending_unit;     // and of which unit of the parameters: 0 the root, 1 + l layer l; -1: of none
+} Activity;
+
+static inline pthread_mutex_t *activity_mutex(void) {
+    static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    return &mutex;
+}
+
+// The activity, locked until activity_unlock.
+static inline Activity *activity_lock(void) {
+    static Activity activity;
+    pthread_mutex_lock(activity_mutex());
+    return &activity;
+}
+
+static inline void activity_unlock(void) { pthread_mutex_unlock(activity_mutex()); }
+
+// From now on the run is in this phase. `step`: counted from 1; 0: none.
+static inline void activity_phase(Phase phase, int64_t step) {
+    Activity *a = activity_lock();
+    a->phase = phase, a->step = step, a->changes++;
+    activity_unlock();
+}
+
+// `what`: static text. `detail`: the file's path, or "".
+static inline void activity_begin(ActivityKind kind, const char *what, const char *detail) {
+    const size_t length = strlen(detail), skip = length < ACTIVITY_DETAIL ? 0 : length - ACTIVITY_DETAIL + 1;
+    Activity *a = activity_lock();
+    a->kind = kind, a->what = what, a->changes++;
+    memcpy(a->detail, detail + skip, length - skip + 1);
+    activity_unlock();
+}
+
+// Leaves errno as it is.
+static inline void activity_end(void) {
+    Activity *a = activity_lock();
+    a->collectives += a->kind == ACTIVITY_WAITING;
+    a->kind = ACTIVITY_COMPUTING, a->what = "", a->detail[0] = 0, a->changes++;
+    activity_unlock();
+}
+
+// Something moves, though no call ends.
+static inline void activity_moved(void) {
+    activity_lock()->changes++;
+    activity_unlock();
+}
+
+// An operation of NCCL has been enqueued, or has `finished`. `pending` of them are left; `what` and `unit` tell the
+// oldest.
+static inline void activity_operation(int64_t pending, const char *what, int64_t unit, bool finished) {
+    Activity *a = activity_lock();
+    a->pending = pending, a->pending_what = what, a->pending_unit = unit;
+    a->collectives += finished, a->changes++;
+    activity_unlock();
+}
+
+// The value of a call that may wait for a disk. `what`: the call's name.
+#define FILE_WORK(what, path, call)                \
+    __extension__({                                \
+        activity_begin(ACTIVITY_FILE, what, path); \
+        const __typeof__(call) result_ = (call);   \
+        activity_end();                            \
+        result_;                                   \
+    })
+
+#endif

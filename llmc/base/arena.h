@@ -1,0 +1,89 @@
+// One allocation for everything: the same code first counts bytes (the memory plan), then hands out addresses.
+// The same placing code runs twice: on an arena without memory, which only counts (the memory plan and --dry-run),
+// and on the real one, which hands out addresses. So the plan and the allocation cannot differ.
+//
+// Things that are never alive at the same time may share memory: arena_reuse() says where.
+#ifndef LLMC_ARENA_H
+#define LLMC_ARENA_H
+
+#include "utils.h"
+#ifdef ARENA_APART
+#include <cuda_runtime.h>
+#endif
+
+#define ARENA_ALIGNMENT 256
+#define ARENA_MAX_GROUPS 16
+
+// Bytes [begin, end) of an arena; begin == end: none.
+typedef struct {
+    int64_t begin, end;
+} ArenaRange;
+
+typedef struct {
+    char *base;  // NULL: count only
+    int64_t used;
+    ArenaRange reuse;  // what is left of the memory that is taken a second time
+    int64_t reused;    // bytes taken there
+    struct { const char *name; int64_t bytes; } groups[ARENA_MAX_GROUPS];
+    int num_groups, group;  // headings, and the one that counts
+} Arena;
+
+// Later arena_take() calls count under this heading of the memory plan.
+static inline void arena_group(Arena *a, const char *name) {
+    for (a->group = 0; a->group < a->num_groups; a->group++)
+        if (strcmp(a->groups[a->group].name, name) == 0) return;
+    if (a->num_groups == ARENA_MAX_GROUPS) die("more than %d memory groups", ARENA_MAX_GROUPS);
+    a->groups[a->num_groups].name = name;
+    a->groups[a->num_groups++].bytes = 0;
+}
+
+// What arena_take() hands out from now on lies in `room`, which was handed out before, as far as it fits there, and then counts under no heading.
+// room.begin is a multiple of ARENA_ALIGNMENT. Returns what the memory named before has left.
+static inline ArenaRange arena_reuse(Arena *a, ArenaRange room) {
+    const ArenaRange left = a->reuse;
+    a->reuse = room;
+    return left;
+}
+
+// *sum += size; dies when that is more than 64 bits count, as a plan may be that nobody could run.
+static inline void arena_add(int64_t *sum, int64_t size) {
+    if (size < 0 || __builtin_add_overflow(*sum, size, sum))
+        die("the memory plan passes 2^63 bytes, so it cannot be added up; a smaller --batch-size or --sequence-length would help");
+}
+
+#ifdef ARENA_APART
+// For compute-sanitizer, which knows the bounds of allocations alone: each range becomes one of its own, of its very size, and nothing is used twice.
+// Not where other GPUs reach into the arena (--copy-engines). Zeroed, as the arena is.
+static inline void *arena_apart(int64_t bytes) {
+    void *p;
+    if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaMemset(p, 0, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess)
+        die("no memory for a range of its own of %lld bytes", (long long)bytes);
+    return p;
+}
+#endif
+
+// The next `bytes` bytes, 256-byte aligned. On an arena without memory the result must not be read or written.
+static inline void *arena_take(Arena *a, int64_t bytes) {
+    const int64_t size = bytes > INT64_MAX - ARENA_ALIGNMENT ? -1 : round_up(bytes, ARENA_ALIGNMENT);
+    const bool again = size > 0 && size <= a->reuse.end - a->reuse.begin;
+    int64_t *next = again ? &a->reuse.begin : &a->used;
+    void *p = a->base ? a->base + *next : NULL;
+    arena_add(next, size);
+    arena_add(again ? &a->reused : &a->groups[a->group].bytes, size);
+#ifdef ARENA_APART
+    if (p) p = arena_apart(bytes);
+#endif
+    return p;
+}
+
+// Prints MiB per group and the sum. `other` is memory outside the arena (CUDA context and libraries).
+static inline void arena_print_plan(const Arena *a, int64_t other) {
+    printf("\nmemory plan, MiB\n");
+    for (int i = 0; i < a->num_groups; i++)
+        if (a->groups[i].bytes) printf("  %-34s %12.1f\n", a->groups[i].name, (double)a->groups[i].bytes / 1048576);
+    if (a->reused) printf("  %-34s %12.1f  not in the total\n", "in others' place, at other times", (double)a->reused / 1048576);
+    if (other) printf("  %-34s %12.1f\n", "CUDA context and libraries", (double)other / 1048576);
+    printf("  %-34s %12.1f\n", "total", (double)(a->used + other) / 1048576);
+}
+
+#endif

@@ -1,0 +1,458 @@
+// Files and folders whose failures are reported, not fatal: a failed save must clean up and keep the earlier one.
+#ifndef LLMC_FILE_IO_H
+#define LLMC_FILE_IO_H
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "xxhash64.h"
+
+#define PATH_CAPACITY 4096
+
+// Bytes per call when something large is read, written or hashed; tests make it small.
+#ifndef IO_CHUNK_BYTES
+#define IO_CHUNK_BYTES ((int64_t)64 << 20)
+#endif
+
+// Why a call returned false. Long texts are cut, and control characters shown as \xNN.
+typedef struct {
+    char text[2048];
+    bool lasting;  // the same call would fail again, whatever the disk does
+} Failure;
+
+// Sets the text; always false, so that a failing function can end with `return fail(...)`.
+UTILS_PRINTF(2, 3) static inline bool fail(Failure *failure, const char *format, ...) {
+    char text[sizeof failure->text];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    text_printable(text, failure->text, sizeof failure->text);
+    failure->lasting = false;
+    return false;
+}
+
+// A few words for a message.
+typedef struct {
+    char text[512];
+} Words;
+
+// The reason of the call that has just failed, by errno, with the limit of this process that it has met.
+static inline Words error_words(void) {
+    Words w;
+    struct rlimit limit;
+    const int error = errno;
+    snprintf(w.text, sizeof w.text, "%s", strerror(error));
+    if (error == EFBIG && getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+        snprintf(w.text, sizeof w.text, "%s: this process may write files of %llu bytes at most; raise that limit with "
+                 "ulimit -f", strerror(error), (unsigned long long)limit.rlim_cur);
+    if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
+        snprintf(w.text, sizeof w.text, "%s: this process may hold %llu files open; raise that limit with ulimit -n",
+                 strerror(error), (unsigned long long)limit.rlim_cur);
+    return w;
+}
+
+// First in main: as many files may be open as the hard limit allows, since each shard is one, and a file that grows
+// past `ulimit -f` is an error (EFBIG) rather than a signal that ends the process without a word.
+static inline void process_prepare(void) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
+        limit.rlim_cur = limit.rlim_max;
+        if (setrlimit(RLIMIT_NOFILE, &limit)) warn("the limit of open files stays as it is: %s", strerror(errno));
+    }
+    signal(SIGXFSZ, SIG_IGN);
+}
+
+// One file of a folder that was written: what trainer.json lists.
+typedef struct {
+    char name[64];
+    int64_t bytes;
+    uint64_t hash;
+} FileRecord;
+
+typedef struct {
+    FileRecord *records;
+    int64_t count;
+} FileList;
+
+static inline void file_list_add(FileList *list, const char *name, int64_t bytes, uint64_t hash) {
+    list->records = (FileRecord *)xrealloc(list->records, (size_t)(list->count + 1) * sizeof *list->records);
+    FileRecord *record = &list->records[list->count++];
+    memset(record, 0, sizeof *record);
+    format_checked(record->name, sizeof record->name, "%s", name);
+    record->bytes = bytes;
+    record->hash = hash;
+}
+
+static inline void file_list_free(FileList *list) {
+    free(list->records);
+    list->records = NULL;
+    list->count = 0;
+}
+
+// A new file, hashed as it is written.
+typedef struct {
+    int fd;  // -1: closed
+    char path[PATH_CAPACITY];
+    XxHash64 hash;
+} OutputFile;
+
+static inline bool output_file_open(OutputFile *file, const char *path, Failure *failure) {
+    format_checked(file->path, sizeof file->path, "%s", path);
+    file->hash = xxhash64_begin();
+    file->fd = FILE_WORK("open", path, open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666));
+    if (file->fd < 0) return fail(failure, "cannot create %s: %s", path, error_words().text);
+    return true;
+}
+
+static inline bool output_file_write(OutputFile *file, const void *data, int64_t bytes, Failure *failure) {
+    xxhash64_add(&file->hash, data, (size_t)bytes);
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t put = FILE_WORK("write", file->path, write(file->fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES)));
+        if (put < 0 && errno == EINTR) continue;
+        if (put < 0)
+            return fail(failure, "cannot write %s after %lld bytes: %s", file->path,
+                        (long long)((int64_t)file->hash.length - bytes + done), error_words().text);
+        done += put;
+    }
+    return true;
+}
+
+// Brings the data to the disk and closes; the file is closed on failure, too.
+static inline bool output_file_close(OutputFile *file, Failure *failure) {
+    bool ok = true;
+    if (FILE_WORK("fsync", file->path, fsync(file->fd))) ok = fail(failure, "cannot bring %s to disk: %s", file->path, strerror(errno));
+    if (FILE_WORK("close", file->path, close(file->fd)) && ok) ok = fail(failure, "cannot close %s: %s", file->path, strerror(errno));
+    file->fd = -1;
+    return ok;
+}
+
+// Writes a small file `name` in `folder` in one go and adds it to `list`.
+static inline bool file_write(const char *folder, const char *name, const void *data, int64_t bytes, FileList *list, Failure *failure) {
+    char path[PATH_CAPACITY];
+    OutputFile file;
+    format_checked(path, sizeof path, "%s/%s", folder, name);
+    if (!output_file_open(&file, path, failure)) return false;
+    bool ok = output_file_write(&file, data, bytes, failure);
+    Failure ignored;
+    ok = output_file_close(&file, ok ? failure : &ignored) && ok;
+    if (ok && list) file_list_add(list, name, bytes, xxhash64_end(&file.hash));
+    return ok;
+}
+
+// Fills `bytes` bytes from `offset` of an open file. A file that ends before is an error.
+static inline bool file_read_at(int fd, const char *path, int64_t offset, void *out, int64_t bytes, Failure *failure) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t got = FILE_WORK("pread", path, pread(fd, (char *)out + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done)));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return fail(failure, "cannot read %s at byte %lld: %s", path, (long long)(offset + done), strerror(errno));
+        if (got == 0) return fail(failure, "%s ends at byte %lld, before the %lld bytes wanted from byte %lld", path, (long long)(offset + done), (long long)bytes, (long long)offset);
+        done += got;
+    }
+    return true;
+}
+
+// Writes `bytes` bytes at `offset` of an open file.
+static inline bool file_write_at(int fd, const char *path, int64_t offset, const void *data, int64_t bytes, Failure *failure) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t put = FILE_WORK("pwrite", path, pwrite(fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done)));
+        if (put < 0 && errno == EINTR) continue;
+        if (put < 0) return fail(failure, "cannot write %s at byte %lld: %s", path, (long long)(offset + done),
+                                 error_words().text);
+        done += put;
+    }
+    return true;
+}
+
+// Size of a regular file; fails if there is none of that name.
+static inline bool file_size(const char *path, int64_t *bytes, Failure *failure) {
+    struct stat s;
+    if (FILE_WORK("stat", path, stat(path, &s))) return fail(failure, "cannot open %s: %s", path, strerror(errno));
+    if (!S_ISREG(s.st_mode)) return fail(failure, "%s is not a file", path);
+    *bytes = (int64_t)s.st_size;
+    return true;
+}
+
+static inline bool path_exists(const char *path) {
+    struct stat s;
+    return lstat(path, &s) == 0;
+}
+
+static inline bool folder_exists(const char *path) {
+    struct stat s;
+    return stat(path, &s) == 0 && S_ISDIR(s.st_mode);
+}
+
+// Says what stands at a path, without following a link: "a file", "a link to ../archive", ...
+static inline Words path_words(const char *path) {
+    Words w;
+    struct stat s, target;
+    char to[256];
+    memset(&s, 0, sizeof s);
+    const bool exists = lstat(path, &s) == 0;
+    const char *kind = S_ISDIR(s.st_mode) ? "a folder" : S_ISREG(s.st_mode) ? "a file" : "neither a file nor a folder";
+    snprintf(w.text, sizeof w.text, "%s", exists ? kind : "nothing");
+    if (!exists || !S_ISLNK(s.st_mode)) return w;
+    const ssize_t n = readlink(path, to, sizeof to - 1);
+    to[max_i64(0, n)] = 0;
+    const bool leads = stat(path, &target) == 0;
+    snprintf(w.text, sizeof w.text, "a link to %s%s%s", to, leads ? "" : ", which leads nowhere: ",
+             leads ? "" : strerror(errno));
+    return w;
+}
+
+// Writes the absolute path without links, "." and "..", of a path of which the last parts may not exist yet.
+static inline void path_resolve(const char *path, char *out, size_t capacity) {
+    char longer[PATH_CAPACITY];
+    if (*path == '/') format_checked(out, capacity, "/");
+    else if (!getcwd(out, capacity)) die("cannot find the folder this program runs in: %s", strerror(errno));
+    while (*(path += strspn(path, "/"))) {
+        const size_t n = strcspn(path, "/");
+        format_checked(longer, sizeof longer, "%s%s%.*s", out, strcmp(out, "/") == 0 ? "" : "/", (int)n, path);
+        char *resolved = realpath(longer, NULL), *slash = strrchr(out, '/');
+        if (resolved) format_checked(out, capacity, "%s", resolved);
+        else if (n == 2 && strncmp(path, "..", n) == 0) slash[slash == out] = 0;
+        else if (n > 1 || *path != '.') format_checked(out, capacity, "%s", longer);
+        free(resolved);
+        path += n;
+    }
+}
+
+// Whether a resolved path is `folder` or lies in it.
+static inline bool path_within(const char *path, const char *folder) {
+    const size_t n = strlen(folder);
+    return strncmp(path, folder, n) == 0 && (!path[n] || path[n] == '/' || strcmp(folder, "/") == 0);
+}
+
+// XXH64 of a whole file of `bytes` bytes.
+static inline bool file_hash(const char *path, int64_t bytes, uint64_t *hash, Failure *failure) {
+    int fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC));
+    if (fd < 0) return fail(failure, "cannot open %s: %s", path, error_words().text);
+    XxHash64 state = xxhash64_begin();
+    const int64_t chunk = max_i64(1, min_i64(bytes, IO_CHUNK_BYTES));
+    void *buffer = xcalloc((size_t)chunk, 1);
+    bool ok = true;
+    for (int64_t done = 0; ok && done < bytes;) {
+        int64_t n = min_i64(bytes - done, chunk);
+        ok = file_read_at(fd, path, done, buffer, n, failure);
+        if (ok) xxhash64_add(&state, buffer, (size_t)n);
+        done += n;
+    }
+    free(buffer);
+    close(fd);
+    *hash = xxhash64_end(&state);
+    return ok;
+}
+
+// Makes the names in a folder (new files, renames) durable.
+static inline bool folder_sync(const char *folder, Failure *failure) {
+    int fd = FILE_WORK("open", folder, open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (fd < 0) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
+    bool ok = true;
+    if (FILE_WORK("fsync", folder, fsync(fd))) ok = fail(failure, "cannot bring folder %s to disk: %s", folder, strerror(errno));
+    close(fd);
+    return ok;
+}
+
+// A new folder. If `may_exist`, one that is there already is fine, and missing parents are made too.
+static inline bool folder_create(const char *folder, bool may_exist, Failure *failure) {
+    char parent[PATH_CAPACITY];
+    for (const char *slash = strchr(folder + 1, '/'); may_exist && *folder && slash; slash = strchr(slash + 1, '/')) {
+        format_checked(parent, sizeof parent, "%.*s", (int)(slash - folder), folder);
+        if (mkdir(parent, 0777) == 0) continue;
+        if (errno != EEXIST) return fail(failure, "cannot make folder %s: %s", parent, strerror(errno));
+        if (!folder_exists(parent)) return fail(failure, "cannot make folder %s: %s is %s", folder, parent,
+                                                path_words(parent).text);
+    }
+    if (FILE_WORK("mkdir", folder, mkdir(folder, 0777)) == 0) return true;
+    int error = errno;
+    if (error == EEXIST && may_exist && folder_exists(folder)) return true;
+    if (error == EEXIST) return fail(failure, "cannot make folder %s: it is there already and is %s", folder,
+                                     path_words(folder).text);
+    return fail(failure, "cannot make folder %s: %s%s", folder, strerror(error), error == ENOENT ? " (its parent folder must exist)" : "");
+}
+
+// The first file in every folder that this program makes to fill, and the last to go: by it the program knows its own
+// folders, and removes no others.
+#define FOLDER_MARKER ".train_fp8"
+
+// Marks a folder as this program's. A crash may leave the mark empty: its name alone counts.
+static inline bool folder_mark(const char *folder, Failure *failure) {
+    static const char text[] = "train_fp8 wrote this folder, and may replace or remove it.\n";
+    return file_write(folder, FOLDER_MARKER, text, (int64_t)strlen(text), NULL, failure) &&
+        folder_sync(folder, failure);
+}
+
+// A new folder that is marked.
+static inline bool folder_begin(const char *folder, Failure *failure) {
+    return folder_create(folder, false, failure) && folder_mark(folder, failure);
+}
+
+typedef enum {
+    FOLDER_ABSENT,
+    FOLDER_EMPTY,   // holds nothing, or the mark alone
+    FOLDER_MARKED,  // holds the mark and more
+    FOLDER_FOREIGN  // is no folder, or a link, or holds files and no mark, or cannot be read
+} FolderKind;
+
+// Opens a folder, not through a link; NULL with errno.
+static inline DIR *folder_open(const char *folder) {
+    const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    DIR *dir = fd < 0 ? NULL : fdopendir(fd);
+    if (fd >= 0 && !dir) close(fd);
+    return dir;
+}
+
+static inline FolderKind folder_kind(const char *folder) {
+    if (!path_exists(folder)) return FOLDER_ABSENT;
+    DIR *dir = folder_open(folder);
+    if (!dir) return FOLDER_FOREIGN;
+    struct stat mark;
+    const bool marked = fstatat(dirfd(dir), FOLDER_MARKER, &mark, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(mark.st_mode);
+    bool more = false;
+    for (struct dirent *entry; !more && (entry = readdir(dir)) != NULL;)
+        more = strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 &&
+            !(marked && strcmp(entry->d_name, FOLDER_MARKER) == 0);
+    closedir(dir);
+    return !more ? FOLDER_EMPTY : marked ? FOLDER_MARKED : FOLDER_FOREIGN;
+}
+
+// Why a folder of kind FOLDER_FOREIGN is left alone: "it is a link to ../archive", ...
+static inline Words folder_foreign_words(const char *folder) {
+    Words w;
+    struct stat s;
+    const bool is_folder = lstat(folder, &s) == 0 && S_ISDIR(s.st_mode);
+    if (is_folder)
+        snprintf(w.text, sizeof w.text, "it has no file " FOLDER_MARKER ", so another program may have written it");
+    else snprintf(w.text, sizeof w.text, "it is %.500s", path_words(folder).text);
+    return w;
+}
+
+// Removes a folder of this program, which holds files only; a folder within it is left, and is an error. One of kind
+// FOLDER_FOREIGN is left alone, and so is what a link leads to. The mark goes last: after a crash the rest is still
+// known.
+static inline bool folder_remove(const char *folder, Failure *failure) {
+    if (folder_kind(folder) == FOLDER_FOREIGN)
+        return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);
+    DIR *dir = FILE_WORK("opendir", folder, folder_open(folder));
+    if (!dir) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
+    bool ok = true;
+    for (struct dirent *entry; ok && (entry = readdir(dir)) != NULL;) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
+            strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
+        if (FILE_WORK("unlinkat", folder, unlinkat(dirfd(dir), entry->d_name, 0))) ok = fail(failure, "cannot remove %s/%s: %s", folder, entry->d_name, strerror(errno));
+    }
+    if (ok && unlinkat(dirfd(dir), FOLDER_MARKER, 0) && errno != ENOENT)
+        ok = fail(failure, "cannot remove %s/" FOLDER_MARKER ": %s", folder, strerror(errno));
+    closedir(dir);
+    if (ok && FILE_WORK("rmdir", folder, rmdir(folder))) ok = fail(failure, "cannot remove folder %s: %s", folder, strerror(errno));
+    return ok;
+}
+
+// Bytes that may still be written to the file system of a folder that is there.
+static inline bool folder_room(const char *folder, int64_t *bytes, Failure *failure) {
+    struct statvfs v;
+    if (FILE_WORK("statvfs", folder, statvfs(folder, &v))) return fail(failure, "cannot find out how much room is in %s: %s", folder, strerror(errno));
+    *bytes = (int64_t)v.f_bavail * (int64_t)v.f_frsize;
+    return true;
+}
+
+// Whether two folders that are there share a file system, and so its room.
+static inline bool folders_share_room(const char *a, const char *b) {
+    struct stat x, y;
+    return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev;
+}
+
+// Seconds for which a run waits for the run before it, whose process was killed and is not gone yet; tests make it short.
+#ifndef FOLDER_LOCK_SECONDS
+#define FOLDER_LOCK_SECONDS 10
+#endif
+
+// Holds a folder against other processes of this host to the end of this one: the kernel closes the descriptor, and so lets go, however a process ends.
+// Waits up to `seconds` for a process that is just ending. A folder that this process holds already is held once. File systems that do not lock folders
+// (NFS) let everyone in, with a warning.
+static inline bool folder_lock(const char *folder, double seconds, Failure *failure) {
+    static struct stat held[4];
+    static int num_held;
+    const double start = seconds_now();
+    struct stat info;
+    const int fd = FILE_WORK("open", folder, open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (fd < 0 || fstat(fd, &info)) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
+    for (int i = 0; i < num_held; i++)
+        if (held[i].st_dev == info.st_dev && held[i].st_ino == info.st_ino) return close(fd) == 0;
+    while (flock(fd, LOCK_EX | LOCK_NB)) {
+        if (errno != EWOULDBLOCK && errno != EINTR) {
+            warn("%s cannot be locked (%s): nothing keeps two runs at once from using it", folder, strerror(errno));
+            close(fd);
+            return true;
+        }
+        if (seconds_now() - start >= seconds) {
+            close(fd);
+            return fail(failure, "another run is using it; wait until that has ended, or give another folder");
+        }
+        usleep(50000);
+    }
+    if (num_held == (int)(sizeof held / sizeof held[0])) die("more than %d locked folders", num_held);
+    held[num_held++] = info;
+    return true;
+}
+
+// A folder's name until it is whole, and that of one which makes way for it, where names cannot be exchanged.
+#define FOLDER_TEMPORARY ".tmp"
+#define FOLDER_ASIDE ".old.tmp"
+
+// Two folders exchange their names in one step. Sets errno on failure; not all file systems can.
+static inline bool folder_exchange(const char *a, const char *b) {
+    const unsigned exchange = 2;  // RENAME_EXCHANGE of linux/fs.h
+    return FILE_WORK("renameat2", b, syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, exchange)) == 0;
+}
+
+// Gives `temporary` the name `final`. A folder that has this name is exchanged with it in one step, so that the name always means a whole
+// folder, and the old one is removed under the name `temporary`; what cannot be removed stays, with a warning. (File
+// systems that cannot exchange get renames.)
+static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
+    if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
+    if (errno != EEXIST && errno != ENOTEMPTY) return fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
+    char old[PATH_CAPACITY];
+    Failure left;
+    if (!folder_exchange(temporary, final)) {
+        format_checked(old, sizeof old, "%s" FOLDER_ASIDE, final);
+        if (rename(final, old)) return fail(failure, "cannot rename %s to %s: %s", final, old, strerror(errno));
+        if (rename(temporary, final)) {
+            fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
+            if (rename(old, final)) fail(failure, "cannot rename %s to %s: %s; what %s was is in %s", temporary, final, strerror(errno), final, old);
+            return false;
+        }
+        if (rename(old, temporary)) warn("cannot rename %s to %s: %s; it can be removed", old, temporary,
+                                         strerror(errno));
+    }
+    // The names come to disk before the old folder's files go: a power cut might else give its name back to what is
+    // left.
+    char parent[PATH_CAPACITY];
+    format_checked(parent, sizeof parent, "%.*s", (int)max_i64(1, strrchr(final, '/') - final), final);
+    if (path_exists(temporary) && (!folder_sync(parent, &left) || !folder_remove(temporary, &left)))
+        warn("%s is in place, but what was there before stays as %s: %s", final, temporary, left.text);
+    return true;
+}
+
+// Copies a file of `from_folder` to `to_folder`, where it keeps its name, and adds it to `list`.
+static inline bool file_copy(const char *from_folder, const char *to_folder, const char *name, FileList *list,
+                             Failure *failure) {
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/%s", from_folder, name);
+    size_t size;
+    char *data = read_file(path, &size);
+    if (!data) return fail(failure, "cannot read %s: %s", path, strerror(errno));
+    bool ok = file_write(to_folder, name, data, (int64_t)size, list, failure);
+    free(data);
+    return ok;
+}
+
+#endif

@@ -1,0 +1,265 @@
+// Reads and writes Hugging Face's config.json of LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
+//
+// Both styles of RoPE settings are read: `rope_theta` and `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5). The first is
+// written, since both read it. A value that is missing gets transformers' default of that class; one that this program cannot honour is refused.
+#ifndef LLMC_HF_CONFIG_H
+#define LLMC_HF_CONFIG_H
+
+#include "../base/json.h"
+#include "model_config.h"
+
+// What differs between the classes: names, and transformers' defaults.
+typedef struct {
+    ModelFamily family;
+    const char *architecture, *model_type;
+    int64_t num_kv_heads;             // 0: as many as attention heads
+    int64_t head_dim;                 // 0: hidden_size / num_attention_heads
+    int64_t max_position_embeddings;
+    int64_t bos_token_id, eos_token_id;
+} HfClass;
+
+static inline const HfClass *hf_classes(void) {
+    static const HfClass classes[] = {{FAMILY_LLAMA, "LlamaForCausalLM", "llama", 0, 0, 2048, 1, 2},
+                                      {FAMILY_QWEN2, "Qwen2ForCausalLM", "qwen2", 32, 0, 32768, -1, -1},
+                                      {FAMILY_QWEN3, "Qwen3ForCausalLM", "qwen3", 32, 128, 32768, -1, -1},
+                                      {FAMILY_LLAMA, NULL, NULL, 0, 0, 0, 0, 0}};
+    return classes;
+}
+
+// ---- reading: each helper dies with file, key, and what was expected
+
+// The member of that name; NULL if it is missing or null.
+static inline const JsonNode *hf_member(const Json *json, const JsonNode *object, const char *key) {
+    const JsonNode *node = json_member(json, object, key);
+    return node && node->type != JSON_NULL ? node : NULL;
+}
+
+static inline int64_t hf_int(const Json *json, const JsonNode *object, const char *key, int64_t fallback) {
+    Failure failure;
+    int64_t value = fallback;
+    const JsonNode *node = hf_member(json, object, key);
+    if (node && !json_int(json, node, 1, (int64_t)1 << 40, &value, &failure)) die("%s", failure.text);
+    return value;
+}
+
+static inline int64_t hf_required_int(const Json *json, const char *key) {
+    if (!hf_member(json, json_root(json), key)) die("%s has no \"%s\"", json->source, key);
+    return hf_int(json, json_root(json), key, 0);
+}
+
+static inline double hf_real(const Json *json, const JsonNode *object, const char *key, double fallback) {
+    Failure failure;
+    double value = fallback;
+    const JsonNode *node = hf_member(json, object, key);
+    if (node && !json_real(json, node, &value, &failure)) die("%s", failure.text);
+    return value;
+}
+
+static inline bool hf_bool(const Json *json, const char *key, bool fallback) {
+    Failure failure;
+    bool value = fallback;
+    const JsonNode *node = hf_member(json, json_root(json), key);
+    if (node && !json_bool(json, node, &value, &failure)) die("%s", failure.text);
+    return value;
+}
+
+static inline const char *hf_text(const Json *json, const JsonNode *object, const char *key, const char *fallback) {
+    Failure failure;
+    const JsonNode *node = hf_member(json, object, key);
+    if (node && node->type != JSON_STRING) {
+        json_expected(json, node, "a string", &failure);
+        die("%s", failure.text);
+    }
+    return node ? node->text : fallback;
+}
+
+// A token id, or the first of a list of them. -1 for none, and for an id outside the vocabulary (test models carry such).
+static inline int64_t hf_token_id(const Json *json, const char *key, int64_t fallback, int64_t vocab_size) {
+    Failure failure;
+    int64_t id = fallback;
+    const JsonNode *node = json_member(json, json_root(json), key);
+    if (node && node->type == JSON_NULL) return -1;
+    if (node && node->type == JSON_ARRAY) {
+        if (!node->count) return -1;
+        node = json_first(json, node);
+    }
+    if (node && !json_int(json, node, -1, (int64_t)1 << 40, &id, &failure)) die("%s", failure.text);
+    return id < vocab_size ? id : -1;
+}
+
+static inline const HfClass *hf_class_of(const Json *json) {
+    const JsonNode *root = json_root(json), *list = hf_member(json, root, "architectures");
+    if (root->type != JSON_OBJECT) die("%s holds %s, not an object", json->source, json_type_name(root->type));
+    const JsonNode *first = list && list->type == JSON_ARRAY ? json_first(json, list) : NULL;
+    const char *architecture = first && first->type == JSON_STRING ? first->text : NULL;
+    const char *model_type = hf_text(json, root, "model_type", NULL);
+    if (!architecture && !model_type) die("%s names neither \"architectures\" nor \"model_type\"", json->source);
+    for (const HfClass *c = hf_classes(); c->architecture; c++)
+        if (strcmp(architecture ? architecture : model_type, architecture ? c->architecture : c->model_type) == 0) {
+            if (model_type && strcmp(model_type, c->model_type) != 0)
+                die("%s: architecture %s with model_type \"%s\"; expected \"%s\"", json->source, c->architecture, model_type, c->model_type);
+            return c;
+        }
+    die("%s: architecture %s is not supported; LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM are", json->source, architecture ? architecture : model_type);
+}
+
+// Refuses what would change the model's function in a way this program does not have.
+static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
+    const JsonNode *root = json_root(json);
+    const char *activation = hf_text(json, root, "hidden_act", "silu");
+    if (strcmp(activation, "silu") != 0) die("%s: hidden_act \"%s\" is not supported; only \"silu\" is", json->source, activation);
+    if (c->family != FAMILY_QWEN2 && hf_bool(json, "attention_bias", false))
+        die("%s: attention_bias is true; %s is supported without biases only", json->source, c->architecture);
+    if (hf_bool(json, "mlp_bias", false)) die("%s: mlp_bias is true; only models without biases in the MLP are supported", json->source);
+    if (c->family != FAMILY_LLAMA && hf_bool(json, "use_sliding_window", false))
+        die("%s: use_sliding_window is true; only full causal attention is supported", json->source);
+    const JsonNode *layer_types = hf_member(json, root, "layer_types");
+    for (const JsonNode *t = layer_types ? json_first(json, layer_types) : NULL; t; t = json_next(json, t))
+        if (strcmp(t->text, "full_attention") != 0) die("%s: a layer of type \"%s\"; only \"full_attention\" is supported", json->source, t->text);
+    if (hf_member(json, root, "quantization_config"))
+        die("%s: quantization_config says that the weights are quantized; use the original bf16 or fp32 model", json->source);
+    if (hf_real(json, root, "attention_dropout", 0) != 0) die("%s: attention_dropout is not 0; dropout is not supported", json->source);
+    if (hf_real(json, root, "partial_rotary_factor", 1) != 1) die("%s: partial_rotary_factor is not 1; RoPE turns whole heads here", json->source);
+}
+
+// RoPE base and scaling from either style.
+static inline void hf_read_rope(const Json *json, ModelConfig *m) {
+    const JsonNode *root = json_root(json);
+    const JsonNode *parameters = hf_member(json, root, "rope_parameters"), *scaling = hf_member(json, root, "rope_scaling");
+    if (parameters && scaling) die("%s has both rope_parameters and rope_scaling; keep one", json->source);
+    const JsonNode *rope = parameters ? parameters : scaling;
+    const double outer_theta = hf_real(json, root, "rope_theta", 0);
+    m->rope_theta = outer_theta ? outer_theta : 10000.0;
+    if (!rope) return;
+    if (rope->type != JSON_OBJECT) die("%s: %s is %s, not an object", json->source, rope->key, json_type_name(rope->type));
+    m->rope_theta = hf_real(json, rope, "rope_theta", m->rope_theta);
+    if (outer_theta && m->rope_theta != outer_theta) die("%s: rope_theta is %g, but %g in %s", json->source, outer_theta, m->rope_theta, rope->key);
+    if (hf_real(json, rope, "partial_rotary_factor", 1) != 1) die("%s: partial_rotary_factor is not 1; RoPE turns whole heads here", json->source);
+    const char *type = hf_text(json, rope, "rope_type", hf_text(json, rope, "type", "default"));
+    if (strcmp(type, "default") == 0) return;
+    if (strcmp(type, "llama3") != 0) die("%s: rope_type \"%s\" is not supported; \"default\" and \"llama3\" are", json->source, type);
+    static const char *const keys[] = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"};
+    for (int i = 0; i < 4; i++)
+        if (!hf_member(json, rope, keys[i])) die("%s: %s has no \"%s\", which rope_type llama3 needs", json->source, rope->key, keys[i]);
+    RopeScaling *s = &m->rope_scaling;
+    s->factor = hf_real(json, rope, keys[0], 0);
+    s->low_freq_factor = hf_real(json, rope, keys[1], 0);
+    s->high_freq_factor = hf_real(json, rope, keys[2], 0);
+    s->original_max_position_embeddings = hf_int(json, rope, keys[3], 0);
+    if (!(s->factor >= 1) || !(s->low_freq_factor > 0) || !(s->high_freq_factor > s->low_freq_factor))
+        die("%s: %s needs factor >= 1 and 0 < low_freq_factor < high_freq_factor; it has %g, %g and %g", json->source, rope->key, s->factor, s->low_freq_factor, s->high_freq_factor);
+}
+
+static inline void hf_read_sizes(const Json *json, const HfClass *c, ModelConfig *m) {
+    const JsonNode *root = json_root(json);
+    m->vocab_size = hf_required_int(json, "vocab_size");
+    m->hidden_size = hf_required_int(json, "hidden_size");
+    m->intermediate_size = hf_required_int(json, "intermediate_size");
+    m->num_layers = hf_required_int(json, "num_hidden_layers");
+    m->num_heads = hf_required_int(json, "num_attention_heads");
+    // A null stands for the number of attention heads; the default of the class is for a missing key.
+    const bool kv_missing = !json_member(json, root, "num_key_value_heads");
+    m->num_kv_heads = hf_int(json, root, "num_key_value_heads", kv_missing && c->num_kv_heads ? c->num_kv_heads : m->num_heads);
+    m->head_dim = hf_int(json, root, "head_dim", c->head_dim);
+    if (m->head_dim == 0) {
+        if (m->hidden_size % m->num_heads)
+            die("%s: hidden_size = %lld is not a multiple of num_attention_heads = %lld, and there is no head_dim", json->source, (long long)m->hidden_size, (long long)m->num_heads);
+        m->head_dim = m->hidden_size / m->num_heads;
+    }
+    m->max_position_embeddings = hf_int(json, root, "max_position_embeddings", c->max_position_embeddings);
+}
+
+// The last part of a path, for messages and logs.
+static inline void hf_folder_name(const char *folder, char *out, size_t capacity) {
+    size_t end = strlen(folder);
+    while (end > 1 && folder[end - 1] == '/') end--;
+    size_t start = end;
+    while (start > 0 && folder[start - 1] != '/') start--;
+    snprintf(out, capacity, "%.*s", (int)(end - start), folder + start);
+}
+
+// Reads FOLDER/config.json. Dies with file, key, value and what is supported.
+static inline void hf_config_read(ModelConfig *m, const char *folder) {
+    char path[PATH_CAPACITY];
+    Failure failure;
+    Json json;
+    format_checked(path, sizeof path, "%s/config.json", folder);
+    if (!json_parse_file(&json, path, &failure)) die("%s", failure.text);
+    const HfClass *c = hf_class_of(&json);
+    hf_refuse_unsupported(&json, c);
+    memset(m, 0, sizeof *m);
+    hf_folder_name(folder, m->name, sizeof m->name);
+    m->family = c->family;
+    m->qkv_bias = c->family == FAMILY_QWEN2;
+    m->qk_norm = c->family == FAMILY_QWEN3;
+    hf_read_sizes(&json, c, m);
+    hf_read_rope(&json, m);
+    m->tie_word_embeddings = hf_bool(&json, "tie_word_embeddings", false);
+    m->rms_norm_eps = hf_real(&json, json_root(&json), "rms_norm_eps", 1e-6);
+    m->initializer_range = hf_real(&json, json_root(&json), "initializer_range", 0.02);
+    m->bos_token_id = hf_token_id(&json, "bos_token_id", c->bos_token_id, m->vocab_size);
+    m->eos_token_id = hf_token_id(&json, "eos_token_id", c->eos_token_id, m->vocab_size);
+    json_free(&json);
+    model_config_check(m);
+}
+
+// ---- writing
+
+static inline void hf_add_token_id(JsonText *out, const char *key, int64_t id) {
+    if (id >= 0) json_text_add(out, "  \"%s\": %lld,\n", key, (long long)id);
+    else json_text_add(out, "  \"%s\": null,\n", key);
+}
+
+static inline void hf_add_real(JsonText *out, const char *indent, const char *key, double value, const char *after) {
+    json_text_add(out, "%s\"%s\": ", indent, key);
+    json_text_add_real(out, value);
+    json_text_add(out, "%s\n", after);
+}
+
+static inline void hf_add_rope(JsonText *out, const ModelConfig *m) {
+    const RopeScaling *s = &m->rope_scaling;
+    hf_add_real(out, "  ", "rope_theta", m->rope_theta, ",");
+    if (s->factor <= 0) {
+        json_text_add(out, "  \"rope_scaling\": null,\n");
+        return;
+    }
+    json_text_add(out, "  \"rope_scaling\": {\n    \"rope_type\": \"llama3\",\n");
+    hf_add_real(out, "    ", "factor", s->factor, ",");
+    hf_add_real(out, "    ", "low_freq_factor", s->low_freq_factor, ",");
+    hf_add_real(out, "    ", "high_freq_factor", s->high_freq_factor, ",");
+    json_text_add(out, "    \"original_max_position_embeddings\": %lld\n  },\n", (long long)s->original_max_position_embeddings);
+}
+
+// The text of config.json. `dtype` is the weights' in torch's words: "bfloat16" or "float32". Freed with json_text_free.
+static inline JsonText hf_config_text(const ModelConfig *m, const char *dtype) {
+    const HfClass *c = hf_classes();
+    while (c->family != m->family) c++;
+    const struct { const char *key; int64_t value; } sizes[] = {
+        {"vocab_size", m->vocab_size}, {"hidden_size", m->hidden_size}, {"intermediate_size", m->intermediate_size},
+        {"num_hidden_layers", m->num_layers}, {"num_attention_heads", m->num_heads}, {"num_key_value_heads", m->num_kv_heads},
+        {"head_dim", m->head_dim}, {"max_position_embeddings", m->max_position_embeddings}};
+    JsonText out = {NULL, 0, 0};
+    json_text_add(&out, "{\n  \"architectures\": [\"%s\"],\n  \"model_type\": \"%s\",\n", c->architecture, c->model_type);
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) json_text_add(&out, "  \"%s\": %lld,\n", sizes[i].key, (long long)sizes[i].value);
+    hf_add_rope(&out, m);
+    hf_add_real(&out, "  ", "rms_norm_eps", m->rms_norm_eps, ",");
+    hf_add_real(&out, "  ", "initializer_range", m->initializer_range, ",");
+    hf_add_token_id(&out, "bos_token_id", m->bos_token_id);
+    hf_add_token_id(&out, "eos_token_id", m->eos_token_id);
+    if (m->family != FAMILY_QWEN2) json_text_add(&out, "  \"attention_bias\": false,\n");
+    if (m->family == FAMILY_LLAMA) json_text_add(&out, "  \"mlp_bias\": false,\n");
+    else json_text_add(&out, "  \"use_sliding_window\": false,\n");
+    json_text_add(&out, "  \"attention_dropout\": 0.0,\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": %s,\n", m->tie_word_embeddings ? "true" : "false");
+    json_text_add(&out, "  \"torch_dtype\": \"%s\",\n  \"use_cache\": true\n}\n", dtype);
+    return out;
+}
+
+// Writes FOLDER/config.json and adds it to `list` (which may be NULL).
+static inline bool hf_config_write(const ModelConfig *m, const char *folder, const char *dtype, FileList *list, Failure *failure) {
+    JsonText text = hf_config_text(m, dtype);
+    bool ok = file_write(folder, "config.json", text.data, (int64_t)text.size, list, failure);
+    json_text_free(&text);
+    return ok;
+}
+
+#endif

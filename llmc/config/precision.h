@@ -1,0 +1,192 @@
+// Which recipe each linear layer runs in: --precision and --fp8-recipe, less what --fp8-filter keeps in bf16.
+#ifndef LLMC_PRECISION_H
+#define LLMC_PRECISION_H
+
+#include "options.h"
+#include "parameters.h"
+
+typedef struct {
+    const char *name;
+    int64_t N, K;    // weight [N, K]
+    int64_t offset;  // of the weight in the layer's matrices
+} LinearShape;
+
+typedef struct {
+    const Recipe *recipe;    // of the FP8 layers
+    Fp8Format dy_format;
+    int64_t num_layers;
+    bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
+    bool any_bf16, any_fp8;  // of the linear layers
+    bool emulated;           // FP8 operands, but products of bf16
+    bool filter_open;        // --fp8-filter auto, not yet decided
+    int fast_accum;          // products that may be summed with fewer bits: FAST_ACCUM_...; none where they are emulated
+    LinearShape linear[NUM_LINEARS], lm_head;
+} Precision;
+
+// Whether this is --precision fp8, whatever is filtered out.
+static inline bool precision_is_fp8(const Precision *p) { return p->recipe != recipe_row(RECIPE_BF16); }
+
+// Whether a recipe's products take its sizes.
+static inline bool linear_fits(const LinearShape *s, const Recipe *r) { return s->N % r->multiple == 0 && s->K % r->multiple == 0; }
+
+static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig *m, const ParameterTable *t) {
+    const int64_t C = m->hidden_size, F = m->intermediate_size, ATT = m->num_heads * m->head_dim, matrices = t->layer_segments[SEGMENT_VECTORS];
+    const LinearShape shapes[NUM_LINEARS] = {{"qkv", model_qkv_size(m), C, t->layer.wq - matrices}, {"attn_out", C, ATT, t->layer.wo - matrices},
+                                             {"gate_up", 2 * F, C, t->layer.wgate - matrices}, {"down", C, F, t->layer.wdown - matrices}};
+    memcpy(out, shapes, sizeof shapes);
+}
+
+// Marks what one word of the filter keeps in bf16. False if it is no such word; dies if it names layers that are not there.
+static inline bool filter_word(Precision *p, const char *word) {
+    const int64_t L = p->num_layers;
+    int64_t first = 0, last = L - 1;
+    bool linear[NUM_LINEARS] = {true, true, true, true};
+    long long from, to;
+    char rest;
+    if (strcmp(word, "lm_head") == 0) return true;
+    if (strcmp(word, "first") == 0) last = 0;
+    else if (strcmp(word, "last") == 0) first = L - 1;
+    else if (sscanf(word, "layers=%lld-%lld%c", &from, &to, &rest) == 2) first = from, last = to;
+    else if (sscanf(word, "layers=%lld%c", &from, &rest) == 1) first = last = from;
+    else {
+        const bool attention = strcmp(word, "attention") == 0, mlp = strcmp(word, "mlp") == 0;
+        bool known = false;
+        for (int i = 0; i < NUM_LINEARS; i++) {
+            linear[i] = i <= OUT_PROJ ? attention : mlp;
+            if (strcmp(word, p->linear[i].name) == 0) linear[i] = true;
+            known = known || linear[i];
+        }
+        if (!known) return false;
+    }
+    if (first < 0 || last >= L) die("--fp8-filter: \"%s\" names layers that the model does not have; it has 0 to %lld", word, (long long)L - 1);
+    if (first > last) die("--fp8-filter: \"%s\" begins after its end; layers=%lld-%lld would do", word, (long long)last, (long long)first);
+    for (int64_t l = first; l <= last; l++)
+        for (int i = 0; i < NUM_LINEARS; i++) p->keeps_bf16[l * NUM_LINEARS + i] |= linear[i];
+    return true;
+}
+
+static inline void filter_apply(Precision *p, const char *filter) {
+    const char *const between = ", ";
+    char word[64];
+    for (const char *at = filter + strspn(filter, between); *at; at += strcspn(at, between), at += strspn(at, between)) {
+        format_checked(word, sizeof word, "%.*s", (int)min_i64(60, (int64_t)strcspn(at, between)), at);
+        if (!filter_word(p, word))
+            die("--fp8-filter: \"%s\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k and v are one product), attn_out, gate_up (one product), down, "
+                "lm_head (always bf16); auto stands alone", word);
+    }
+}
+
+// `filter`: --fp8-filter, or what auto has found (before that, "auto" filters nothing). Dies if it is not understood. The caller frees with precision_free.
+static inline Precision precision_plan(const Options *o, const char *filter, const ModelConfig *m, const ParameterTable *t) {
+    Precision p;
+    memset(&p, 0, sizeof p);
+    p.recipe = options_recipe(o);
+    p.dy_format = o->fp8_format == FP8_FORMAT_HYBRID ? FP8_E5M2 : FP8_E4M3;
+    p.num_layers = m->num_layers;
+    p.emulated = o->precision == PRECISION_FP8 && o->fp8_emulate;
+    p.keeps_bf16 = (bool *)xcalloc((size_t)(p.num_layers * NUM_LINEARS), sizeof(bool));
+    p.fast_accum = p.emulated ? FAST_ACCUM_NONE : o->fp8_fast_accum;
+    linear_shapes(p.linear, m, t);
+    p.lm_head.name = "lm_head", p.lm_head.N = m->vocab_size, p.lm_head.K = m->hidden_size;
+    p.filter_open = o->precision == PRECISION_FP8 && strcmp(filter, "auto") == 0;
+    if (o->precision == PRECISION_FP8 && !p.filter_open) filter_apply(&p, filter);
+    for (int64_t i = 0; i < p.num_layers * NUM_LINEARS; i++) {
+        if (o->precision != PRECISION_FP8 || !linear_fits(&p.linear[i % NUM_LINEARS], p.recipe)) p.keeps_bf16[i] = true;
+        if (p.keeps_bf16[i]) p.any_bf16 = true;
+        else p.any_fp8 = true;
+    }
+    return p;
+}
+
+static inline void precision_free(Precision *p) {
+    free(p->keeps_bf16);
+    p->keeps_bf16 = NULL;
+}
+
+// What linear layer `id` of layer l runs in.
+static inline const Recipe *precision_of(const Precision *p, int64_t l, int id) { return p->keeps_bf16[l * NUM_LINEARS + id] ? recipe_row(RECIPE_BF16) : p->recipe; }
+
+static inline Fp8Format precision_format(const Precision *p, TensorRole tensor) { return tensor == TENSOR_DY ? p->dy_format : FP8_E4M3; }
+
+// Whether all linear layers of layer l are FP8, so that its weights can travel as bytes.
+static inline bool precision_layer_is_fp8(const Precision *p, int64_t l) {
+    for (int i = 0; i < NUM_LINEARS; i++)
+        if (p->keeps_bf16[l * NUM_LINEARS + i]) return false;
+    return true;
+}
+
+// Whether a product in recipe r may be summed with fewer bits.
+static inline bool precision_fast_sums(const Precision *p, const Recipe *r, GemmKind gemm) {
+    if (!r->fast_accumulation || !recipe_is_fp8(r, gemm)) return false;
+    return p->fast_accum == FAST_ACCUM_ALL || (p->fast_accum == FAST_ACCUM_FPROP && gemm == GEMM_FPROP);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The per-GEMM precision table
+
+static inline const char *grain_name(Grain g) {
+    static const char *const names[] = {"", "tensor", "tensor", "row", "1x128", "128x128", "1x32"};
+    return names[g];
+}
+
+// One product: sizes, operands with their scales, how it is summed. `note`: which layers.
+static inline void precision_print_product(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm, int64_t R, const char *plain,
+                                           const char *note) {
+    char operand[2][32];
+    for (int i = 0; i < 2; i++) {
+        const Grain g = r->grain[gemm][i];
+        if (g == GRAIN_BF16) format_checked(operand[i], sizeof operand[i], "%s", plain);
+        else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", grain_name(g));
+    }
+    const int64_t rows = gemm == GEMM_WGRAD ? s->N : R, cols = gemm == GEMM_FPROP ? s->N : s->K, depth = gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R;
+    const bool fast = precision_fast_sums(p, r, gemm);
+    printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm), (long long)rows, (long long)cols, (long long)depth, operand[0],
+           fast || *note ? 14 : 0, operand[1], fast ? "fast sums" : "", fast && *note ? "  " : "", note);
+}
+
+// The layers in which linear layer `id` is FP8 (or is not), as "0,2-5", cut short by "..." where that is long; returns how many.
+static inline int64_t precision_layers(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
+    int64_t layers = 0;
+    out[0] = 0;
+    for (int64_t l = 0, first; l < p->num_layers; l++) {
+        if (p->keeps_bf16[l * NUM_LINEARS + id] == fp8) continue;
+        for (first = l; l + 1 < p->num_layers && p->keeps_bf16[(l + 1) * NUM_LINEARS + id] != fp8;) l++;
+        const size_t n = strlen(out);
+        if (n < 60) format_checked(out + n, capacity - n, first == l ? "%s%lld" : "%s%lld-%lld", layers ? "," : "", (long long)first, (long long)l);
+        else if (out[n - 1] != '.') format_checked(out + n, capacity - n, ",...");
+        layers += l + 1 - first;
+    }
+    return layers;
+}
+
+// Where linear layer `id` is not the same in all layers, which ones the row is for; where it is bf16 for its size, that.
+static inline bool precision_note(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
+    const LinearShape *s = &p->linear[id];
+    char list[128];
+    const int64_t layers = precision_layers(p, id, fp8, list, sizeof list);
+    out[0] = 0;
+    if (layers < p->num_layers) format_checked(out, capacity, "layers %s", list);
+    else if (precision_is_fp8(p) && !fp8 && !linear_fits(s, p->recipe))
+        format_checked(out, capacity, "[%lld, %lld] are no multiples of %d", (long long)s->N, (long long)s->K, p->recipe->multiple);
+    return layers > 0;
+}
+
+// All products of a step: of R rows, and lm_head's of head_rows. `plain`: what products that are not FP8 run in.
+static inline void precision_print(const Precision *p, int64_t R, int64_t head_rows, const char *plain) {
+    printf("\nmatrix products (fp32 accumulation, %s results)", plain);
+    if (p->any_fp8) printf("; recipe %s%s: a scale for each %s", p->recipe->name, p->emulated ? ", emulated by products of bf16" : "", p->recipe->scales);
+    printf("\n  %-9s %-6s %8s %8s %8s  operands and what shares a scale\n", "linear", "pass", "rows", "columns", "depth");
+    for (int id = 0; id < NUM_LINEARS; id++)
+        for (int fp8 = 1; fp8 >= 0; fp8--) {
+            char note[160];
+            if (!precision_note(p, id, fp8 == 1, note, sizeof note)) continue;
+            for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
+                precision_print_product(p, &p->linear[id], fp8 ? p->recipe : recipe_row(RECIPE_BF16), (GemmKind)gemm, R, plain, note);
+        }
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) precision_print_product(p, &p->lm_head, recipe_row(RECIPE_BF16), (GemmKind)gemm, head_rows, plain, "");
+    if (precision_is_fp8(p) && !p->any_fp8)
+        printf("  no product runs in FP8: all linear layers are filtered out, or their sizes are no multiples of %d\n", p->recipe->multiple);
+    if (p->filter_open) printf("  --fp8-filter auto is decided by times taken when the run starts; above is the table without it\n");
+}
+
+#endif

@@ -1,0 +1,145 @@
+// The FP8 recipes: one table that says what every operand of the three GEMMs of a linear layer is.
+// Casts, plans, saved tensors, gathers and the printed table all follow from the one table below; adding a recipe is
+// adding a row and, at most, a kernel.
+//
+// A linear layer has weight w [N, K] and, over M rows, three products (row-major):
+//   fprop  y [M, N] = x  [M, K]   w^T        sums over K
+//   dgrad  dx[M, K] = dy [M, N]   w          sums over N
+//   wgrad  dw[N, K] = dy [M, N]^T x          sums over M
+// So each of x, w and dy is read twice, summed over its columns by one product (its "row copy", stored as it lies) and over its rows by the other (its
+// "col copy", stored transposed). A copy is a matrix [outer, depth] whose depth is summed over; scales are along it.
+#ifndef LLMC_RECIPES_H
+#define LLMC_RECIPES_H
+
+#include "../base/fp8.h"
+#include "../base/utils.h"
+
+typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
+
+// What shares a scale, in a copy [outer, depth].
+typedef enum {
+    GRAIN_BF16,             // nothing: the operand stays bf16
+    GRAIN_TENSOR,           // the whole tensor; both copies have the same codes
+    GRAIN_TENSOR_REPEATED,  // the whole tensor, the scale written once for each row: for products whose other operand has one a row
+    GRAIN_ROW,              // each row of the copy
+    GRAIN_1X128,            // 128 values along depth
+    GRAIN_128X128,          // squares; both copies have the same codes
+    GRAIN_1X32              // 32 values along depth; scales are E8M0 bytes
+} Grain;
+
+// How a scale follows from an amax: fp8_rule_scale() in fp8.h.
+
+// The four linear layers of a block, each a fused weight.
+typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
+
+// The tensors of a linear layer, and their copies.
+typedef enum { TENSOR_X, TENSOR_W, TENSOR_DY, NUM_TENSORS } TensorRole;
+typedef enum { COPY_ROW, COPY_COL } CopyKind;
+
+enum { RECIPE_TENSORWISE, RECIPE_DELAYED, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, RECIPE_BLOCKWISE, RECIPE_MXFP8, NUM_RECIPES, RECIPE_BF16 = NUM_RECIPES };
+
+typedef struct {
+    const char *name;
+    Grain grain[NUM_GEMMS][2];  // fprop: x, w; dgrad: dy, w; wgrad: dy, x
+    Fp8Format dy_format;        // unless --fp8-format says otherwise; x and w are E4M3
+    ScaleRule rule;
+    bool delayed;               // scales from earlier amaxes
+    bool fast_accumulation;     // the matrix units can sum with fewer bits (--fp8-fast-accum)
+    bool gathers_fp8;           // weights can travel between ranks as FP8: both copies come from the same bytes, by scales that hold for all ranks
+    int multiple;               // sizes that the products need multiples of
+    const char *scales;         // for people
+} Recipe;
+
+// Sources differ where they are silent or disagree; the choices made:
+//   tensorwise, rowwise, rowwise_with_gw_hp   as torchao: scale = MAX / max(amax, 1e-12) in fp64; NaN in a tensor (row) makes all of it NaN
+//   delayed      as Transformer Engine: scale = MAX / largest amax of the window in fp32, NaN does not count; but a tensor's first cast takes its current
+//                amax, where Transformer Engine takes scale 1, which would flush the first gradients to zero
+//   blockwise    as Transformer Engine: powers of two; amax zero, infinite or NaN give scale 1; NaN does not count. torchao's prototype has neither
+//   mxfp8        E8M0 rounded up (RCEIL), as Transformer Engine and torchao train; NaN makes its block NaN (torchao)
+static inline const Recipe *recipe_row(int index) {
+    static const Recipe rows[] = {
+        // name                 fprop x, w                            dgrad dy, w                                    wgrad dy, x                    dy        rule                delayed fast   gathers multiple
+        {"tensorwise",          {{GRAIN_TENSOR, GRAIN_TENSOR},   {GRAIN_TENSOR, GRAIN_TENSOR},        {GRAIN_TENSOR, GRAIN_TENSOR}}, FP8_E5M2, SCALE_TORCHAO,      false, true,  true,  16, "tensor, current amax"},
+        {"delayed",             {{GRAIN_TENSOR, GRAIN_TENSOR},   {GRAIN_TENSOR, GRAIN_TENSOR},        {GRAIN_TENSOR, GRAIN_TENSOR}}, FP8_E5M2, SCALE_TE,           true,  true,  true,  16, "tensor, amax history"},
+        {"rowwise",             {{GRAIN_ROW, GRAIN_ROW},         {GRAIN_ROW, GRAIN_ROW},              {GRAIN_ROW, GRAIN_ROW}},       FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row, power of 2"},
+        {"rowwise_with_gw_hp",  {{GRAIN_ROW, GRAIN_ROW},         {GRAIN_ROW, GRAIN_TENSOR_REPEATED},  {GRAIN_BF16, GRAIN_BF16}},     FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row (dgrad: w tensor), power of 2"},
+        {"blockwise",           {{GRAIN_1X128, GRAIN_128X128},   {GRAIN_1X128, GRAIN_128X128},        {GRAIN_1X128, GRAIN_1X128}},   FP8_E4M3, SCALE_TE_POW2,      false, false, false, 128, "1x128 (w 128x128), power of 2"},
+        {"mxfp8",               {{GRAIN_1X32, GRAIN_1X32},       {GRAIN_1X32, GRAIN_1X32},            {GRAIN_1X32, GRAIN_1X32}},     FP8_E4M3, SCALE_MX,           false, false, false, 32, "1x32, E8M0"},
+        {"bf16",                {{GRAIN_BF16, GRAIN_BF16},       {GRAIN_BF16, GRAIN_BF16},            {GRAIN_BF16, GRAIN_BF16}},     FP8_E4M3, SCALE_TORCHAO,      false, false, false, 8,  "none"}};
+    return &rows[index];
+}
+
+static inline const char *gemm_kind_name(GemmKind kind) { return kind == GEMM_FPROP ? "fprop" : kind == GEMM_DGRAD ? "dgrad" : "wgrad"; }
+
+// The tensors that a product multiplies, in the order of Recipe.grain, and the copies of them that it reads.
+static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
+    static const TensorRole tensors[NUM_GEMMS][2] = {{TENSOR_X, TENSOR_W}, {TENSOR_DY, TENSOR_W}, {TENSOR_DY, TENSOR_X}};
+    return tensors[gemm][operand];
+}
+
+static inline CopyKind gemm_copy(GemmKind gemm, int operand) { return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 0) ? COPY_ROW : COPY_COL; }
+
+// Which product reads a copy, and as which of its two operands.
+static inline Grain recipe_grain(const Recipe *r, TensorRole tensor, CopyKind copy) {
+    static const struct { GemmKind gemm; int operand; } reader[NUM_TENSORS][2] = {{{GEMM_FPROP, 0}, {GEMM_WGRAD, 1}}, {{GEMM_FPROP, 1}, {GEMM_DGRAD, 1}}, {{GEMM_DGRAD, 0}, {GEMM_WGRAD, 0}}};
+    return r->grain[reader[tensor][copy].gemm][reader[tensor][copy].operand];
+}
+
+static inline bool recipe_is_fp8(const Recipe *r, GemmKind gemm) { return r->grain[gemm][0] != GRAIN_BF16; }
+
+// Whether a tensor is read in bf16 by one of its products.
+static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) { return recipe_grain(r, tensor, COPY_ROW) == GRAIN_BF16 || recipe_grain(r, tensor, COPY_COL) == GRAIN_BF16; }
+
+// The copy of a tensor [rows, cols] as a matrix [outer, depth]: its element (i, k) is the tensor's number i * outer_stride + k * depth_stride.
+typedef struct {
+    int64_t outer, depth, outer_stride, depth_stride;
+} CopyShape;
+
+static inline CopyShape copy_shape(int64_t rows, int64_t cols, CopyKind copy) {
+    const CopyShape row = {rows, cols, cols, 1}, col = {cols, rows, 1, cols};
+    return copy == COPY_ROW ? row : col;
+}
+
+HOST_DEVICE static inline bool grain_is_tensor(Grain g) { return g == GRAIN_TENSOR || g == GRAIN_TENSOR_REPEATED; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Scales of a copy [outer, depth] as the matrix products want them: inverse scales (what a code is multiplied by to give the value back), fp32, in the
+// order that cuBLASLt reads (CUDA 13 manual: 1x128 with outer contiguous, 128x128 with depth contiguous and rows of a multiple of 4; E8M0 bytes in tiles
+// of 128 x 4, each of 512 bytes).
+
+// Place of the scale of element (i, k).
+HOST_DEVICE static inline int64_t scale_index(Grain g, int64_t i, int64_t k, int64_t outer, int64_t depth) {
+    if (g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED) return i;
+    if (g == GRAIN_1X128) return k / 128 * outer + i;
+    if (g == GRAIN_128X128) return i / 128 * (ceil_div(ceil_div(depth, 128), 4) * 4) + k / 128;
+    if (g == GRAIN_1X32) {
+        const int64_t block = k / 32, tile = i / 128 * ceil_div(ceil_div(depth, 32), 4) + block / 4;
+        return tile * 512 + i % 32 * 16 + i % 128 / 32 * 4 + block % 4;
+    }
+    return 0;
+}
+
+// Bytes of all scales of a copy; 0 for bf16.
+static inline int64_t scale_bytes(Grain g, int64_t outer, int64_t depth) {
+    if (g == GRAIN_BF16) return 0;
+    if (g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED) return outer * 4;
+    if (g == GRAIN_1X128) return ceil_div(depth, 128) * outer * 4;
+    if (g == GRAIN_128X128) return ceil_div(outer, 128) * ceil_div(ceil_div(depth, 128), 4) * 4 * 4;
+    if (g == GRAIN_1X32) return ceil_div(outer, 128) * ceil_div(ceil_div(depth, 32), 4) * 512;
+    return 4;
+}
+
+// The inverse scale at a place.
+HOST_DEVICE static inline float scale_load(Grain g, const void *scales, int64_t index) {
+    return g == GRAIN_1X32 ? e8m0_to_float(((const uint8_t *)scales)[index]) : ((const float *)scales)[index];
+}
+
+// Amaxes that must be known before a tensor [rows, cols] can be cast: of its rows (row copy), its columns (col copy) or all of it; both copies' one after
+// the other, but one for both where both are GRAIN_TENSOR. Block grains need none: a block is seen whole by who casts it.
+static inline int64_t copy_amaxes(Grain g, int64_t outer) { return g == GRAIN_ROW ? outer : grain_is_tensor(g) ? 1 : 0; }
+
+static inline int64_t tensor_amaxes(Grain row, Grain col, int64_t rows, int64_t cols) {
+    return row == GRAIN_TENSOR && col == GRAIN_TENSOR ? 1 : copy_amaxes(row, rows) + copy_amaxes(col, cols);
+}
+
+#endif

@@ -1,0 +1,48 @@
+// Causal self-attention with grouped key/value heads, forward and backward, without a T x T matrix in memory.
+// Chooses among the implementations: Hopper's own (TMA and wgmma), else mma.sync.
+#ifndef LLMC_ATTENTION_CUH
+#define LLMC_ATTENTION_CUH
+
+#include "attention_backward_sm90.cuh"
+#include "../reference/attention_dims.h"
+#include "attention_forward_sm90.cuh"
+#include "attention_mma.cuh"
+
+// Dies unless the kernels can take these sizes and pointers.
+static inline void attention_check(AttentionDims d, const void *qkv, const void *out) {
+    if (d.HD != 64 && d.HD != 128) die("attention: head_dim %lld is not supported; 64 and 128 are", (long long)d.HD);
+    if (d.NKV < 1 || d.NH < d.NKV || d.NH % d.NKV)
+        die("attention: %lld query heads cannot share %lld key/value heads evenly", (long long)d.NH, (long long)d.NKV);
+    if (d.B < 1 || d.B > 65535 || d.T < 1 || d.T > (1 << 24) || d.NH > 8192)
+        die("attention: batch %lld, length %lld, %lld heads are outside 1..65535, 1..16777216, 1..8192", (long long)d.B, (long long)d.T, (long long)d.NH);
+    require_aligned16(qkv, "attention", "qkv");
+    require_aligned16(out, "attention", "the output");
+}
+
+// Bytes of scratch memory one attention_backward call needs, whichever implementation runs; 0 for forward.
+static inline size_t attention_workspace_bytes(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD) {
+    AttentionDims d = {B, T, NH, NKV, HD, false};
+    size_t mma = attention_backward_mma_workspace_bytes(d), sm90 = attention_backward_sm90_workspace_bytes(d);
+    return mma > sm90 ? mma : sm90;
+}
+
+// out [B,T,NH*HD] bf16 and lse [B,NH,T] fp32 (natural logarithm of each query's sum of exponentials) from qkv
+// [B,T,(NH+2*NKV)*HD] bf16 (query, key, value heads; queries and keys already rotated). Scores are scaled by 1/sqrt(HD). *amax is raised to max |out|, unless NULL.
+static inline void attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+    attention_check(d, qkv, out);
+    if (hopper_available()) attention_forward_sm90(out, lse, amax, qkv, d, stream);
+    else attention_forward_mma(out, lse, amax, qkv, d, stream);
+}
+
+// dqkv [B,T,(NH+2*NKV)*HD] bf16, written whole: the gradient with respect to qkv, given dout = dL/dout [B,T,NH*HD] bf16 and what
+// forward read and wrote. workspace: attention_workspace_bytes(), 256-byte aligned, contents of no matter before and after.
+static inline void attention_backward(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, void *workspace,
+                                      AttentionDims d, cudaStream_t stream) {
+    attention_check(d, qkv, out);
+    require_aligned16(dqkv, "attention_backward", "dqkv");
+    require_aligned16(dout, "attention_backward", "dout");
+    if (hopper_available()) attention_backward_sm90(dqkv, dout, qkv, out, lse, workspace, d, stream);
+    else attention_backward_mma(dqkv, dout, qkv, out, lse, workspace, d, stream);
+}
+
+#endif

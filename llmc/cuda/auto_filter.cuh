@@ -1,0 +1,163 @@
+// --fp8-filter auto: which linear layers are faster in bf16 on this GPU, found by timing both.
+//
+// A layer's FP8 time is that of its three products and of the casts of x, w and dy as separate passes over memory. The casts of x and dy are an upper
+// bound: those that follow a norm or SwiGLU share its passes. w is cast once a step, so its cast counts in the share of one micro-step.
+#ifndef LLMC_AUTO_FILTER_CUH
+#define LLMC_AUTO_FILTER_CUH
+
+#include "gemm.cuh"
+#include "../base/rng.h"
+
+enum { AUTO_FILTER_RUNS = 7, AUTO_FILTER_BUFFERS = 24 };
+
+// What timing one linear layer needs; buffers are freed with the layer.
+typedef struct {
+    Gemm gemm;
+    const Precision *precision;
+    const Options *options;
+    LinearShape shape;
+    int64_t R;
+    bf16 *tensor[NUM_TENSORS];     // x [R, K], w [N, K], dy [R, N]
+    bf16 *result;                  // of the largest product
+    Fp8Tensor fp8[NUM_TENSORS];
+    int64_t amaxes[NUM_TENSORS];
+    void *buffers[AUTO_FILTER_BUFFERS];
+    int num_buffers;
+    cudaEvent_t begin, end;
+} AutoFilter;
+
+static __global__ void auto_filter_fill_kernel(bf16 *x, int64_t n, uint64_t key) {
+    grid_dependency_wait();
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) x[i] = __float2bfloat16(rng_normal(key, (uint64_t)i));
+}
+
+// Zeroed; NULL for 0 bytes.
+static inline void *auto_filter_alloc(AutoFilter *f, int64_t bytes) {
+    if (!bytes) return NULL;
+    void *p = NULL;
+    const cudaError_t error = cudaMalloc(&p, (size_t)bytes);
+    if (error != cudaSuccess)
+        die("--fp8-filter auto: no %lld bytes of GPU memory to time %s with (%s); name the layers instead", (long long)bytes, f->shape.name, cudaGetErrorString(error));
+    CUDA_CHECK(cudaMemsetAsync(p, 0, (size_t)bytes, f->gemm.stream));
+    return f->buffers[f->num_buffers++] = p;
+}
+
+static inline int64_t auto_filter_rows(const AutoFilter *f, TensorRole t) { return t == TENSOR_W ? f->shape.N : f->R; }
+static inline int64_t auto_filter_cols(const AutoFilter *f, TensorRole t) { return t == TENSOR_DY ? f->shape.N : f->shape.K; }
+
+// Random data, and room for its FP8 copies.
+static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
+    const Recipe *r = f->precision->recipe;
+    const int64_t rows = auto_filter_rows(f, t), cols = auto_filter_cols(f, t), n = rows * cols;
+    Fp8Tensor *q = &f->fp8[t];
+    *q = recipe_tensor(r, t, precision_format(f->precision, t));
+    if (q->row_grain != GRAIN_BF16) q->row = (uint8_t *)auto_filter_alloc(f, n);
+    if (q->col_grain != GRAIN_BF16) q->col = (uint8_t *)auto_filter_alloc(f, n);
+    q->row_scales = auto_filter_alloc(f, scale_bytes(q->row_grain, rows, cols));
+    q->col_scales = q->row_grain == GRAIN_TENSOR && q->col_grain == GRAIN_TENSOR ? q->row_scales : auto_filter_alloc(f, scale_bytes(q->col_grain, cols, rows));
+    f->amaxes[t] = tensor_amaxes(q->row_grain, q->col_grain, rows, cols);
+    q->amax = (uint32_t *)auto_filter_alloc(f, f->amaxes[t] * (int64_t)sizeof(uint32_t));
+    if (r->delayed) {
+        const float scale = 1.0f;
+        float *delayed = (float *)auto_filter_alloc(f, sizeof(float));
+        CUDA_CHECK(cudaMemcpyAsync(delayed, &scale, sizeof scale, cudaMemcpyHostToDevice, f->gemm.stream));
+        q->delayed_scale = delayed;
+    }
+    f->tensor[t] = (bf16 *)auto_filter_alloc(f, n * (int64_t)sizeof(bf16));
+    CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, f->gemm.stream, f->tensor[t], n, rng_key(1, (uint64_t)t));
+}
+
+static inline void auto_filter_cast(AutoFilter *f, TensorRole t) {
+    const Fp8Tensor *q = &f->fp8[t];
+    if (!q->row && !q->col) return;
+    if (f->amaxes[t]) CUDA_CHECK(cudaMemsetAsync(q->amax, 0, (size_t)f->amaxes[t] * sizeof(uint32_t), f->gemm.stream));
+    tensor_quantize(*q, f->tensor[t], auto_filter_rows(f, t), auto_filter_cols(f, t), f->gemm.stream);
+}
+
+// Median microseconds of launch(), after one run that does not count.
+template <class Launch>
+static inline double auto_filter_time(AutoFilter *f, Launch launch) {
+    double us[AUTO_FILTER_RUNS];
+    launch();
+    for (int i = 0; i < AUTO_FILTER_RUNS; i++) {
+        float ms;
+        CUDA_CHECK(cudaEventRecord(f->begin, f->gemm.stream));
+        launch();
+        CUDA_CHECK(cudaEventRecord(f->end, f->gemm.stream));
+        CUDA_CHECK(cudaEventSynchronize(f->end));
+        CUDA_CHECK(cudaEventElapsedTime(&ms, f->begin, f->end));
+        int j = i;
+        for (; j > 0 && us[j - 1] > ms * 1e3; j--) us[j] = us[j - 1];
+        us[j] = ms * 1e3;
+    }
+    return us[AUTO_FILTER_RUNS / 2];
+}
+
+// A tensor as products in `fp8` or bf16 read it.
+static inline GemmOperand auto_filter_operand(const AutoFilter *f, TensorRole t, CopyKind copy, bool fp8) {
+    const Fp8Tensor *q = &f->fp8[t];
+    if (!fp8) return {f->tensor[t], NULL};
+    return copy == COPY_ROW ? GemmOperand{q->row, q->row_scales} : GemmOperand{q->col, q->col_scales};
+}
+
+// Microseconds of the three products in a recipe. FP8 ones read what auto_filter_cast made.
+static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
+    double us = 0;
+    for (int i = 0; i < NUM_GEMMS; i++) {
+        const GemmKind kind = (GemmKind)i;
+        const bool fp8 = recipe_is_fp8(r, kind);
+        const GemmOperand a = auto_filter_operand(f, gemm_tensor(kind, 1), gemm_copy(kind, 1), fp8);
+        const GemmOperand b = auto_filter_operand(f, gemm_tensor(kind, 0), gemm_copy(kind, 0), fp8);
+        GemmPlan p = gemm_describe(f->shape.name, kind, f->R, f->shape.N, f->shape.K, gemm_spec(f->precision, r, kind), false);
+        gemm_choose(&f->gemm, &p, f->result, a, b, NULL);
+        us += auto_filter_time(f, [&] { gemm_run(&f->gemm, &p, f->result, a, b, NULL, false); });
+        gemm_destroy(&p);
+    }
+    return us;
+}
+
+// Times one layer, prints its line; whether it is faster in bf16.
+static inline bool auto_filter_layer(AutoFilter *f) {
+    const LinearShape *s = &f->shape;
+    for (int t = 0; t < NUM_TENSORS; t++) auto_filter_tensor(f, (TensorRole)t);
+    f->result = (bf16 *)auto_filter_alloc(f, max_i64(f->R * max_i64(s->N, s->K), s->N * s->K) * (int64_t)sizeof(bf16));
+    double casts = 0;
+    for (int t = 0; t < NUM_TENSORS; t++)
+        casts += auto_filter_time(f, [&] { auto_filter_cast(f, (TensorRole)t); }) / (t == TENSOR_W ? f->options->grad_accumulation_steps : 1);
+    const double fp8 = auto_filter_products(f, f->precision->recipe) + casts, plain = auto_filter_products(f, recipe_row(RECIPE_BF16));
+    printf("  %-9s %8.1f %8.1f %8.1f  %s\n", s->name, plain, fp8, casts, plain <= fp8 ? "bf16" : "fp8");
+    for (int i = 0; i < f->num_buffers; i++) CUDA_CHECK(cudaFree(f->buffers[i]));
+    f->num_buffers = 0;
+    return plain <= fp8;
+}
+
+// Writes the names of the linear layers that stay bf16, comma-separated, as --fp8-filter understands them; "" if none. `p`: of a plan without a filter;
+// R: rows of a micro-step. Prints a table. Allocates GPU memory for one layer at a time, and frees it. Not with
+// --fp8-emulate or --deterministic (options.h refuses both). Dies if memory is short or the GPU lacks the recipe's products.
+static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R, cudaStream_t stream) {
+    AutoFilter f;
+    memset(&f, 0, sizeof f);
+    f.precision = p, f.options = o, f.R = R, f.gemm.stream = stream;
+    CUBLAS_CHECK(cublasLtCreate(&f.gemm.handle));
+    CUDA_CHECK(cudaMalloc(&f.gemm.workspace, GEMM_WORKSPACE_BYTES));
+    CUDA_CHECK(cudaEventCreate(&f.begin));
+    CUDA_CHECK(cudaEventCreate(&f.end));
+    printf("\n--fp8-filter auto: microseconds of a layer's three products over %lld rows, in recipe %s with its casts\n", (long long)R, p->recipe->name);
+    printf("  %-9s %8s %8s %8s  kept\n", "layer", "bf16", "fp8", "casts");
+    list[0] = 0;
+    for (int id = 0; id < NUM_LINEARS; id++) {
+        f.shape = p->linear[id];
+        if (!linear_fits(&f.shape, p->recipe)) {
+            printf("  %-9s bf16: %lld x %lld are not multiples of %d\n", f.shape.name, (long long)f.shape.N, (long long)f.shape.K, p->recipe->multiple);
+            continue;
+        }
+        const size_t used = strlen(list);
+        if (auto_filter_layer(&f)) format_checked(list + used, capacity - used, "%s%s", used ? "," : "", f.shape.name);
+    }
+    CUBLAS_CHECK(cublasLtDestroy(f.gemm.handle));
+    CUDA_CHECK(cudaFree(f.gemm.workspace));
+    CUDA_CHECK(cudaEventDestroy(f.begin));
+    CUDA_CHECK(cudaEventDestroy(f.end));
+}
+
+#endif

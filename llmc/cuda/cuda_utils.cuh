@@ -1,0 +1,238 @@
+// Basics of all CUDA files: checked calls, launch sizes, 16-byte bf16 vectors, reductions, amax slots, FP8 casts.
+// Not for builds with -use_fast_math or -ftz=true: the casts promise the bits of the CPU's code, which keeps
+// denormals.
+#ifndef LLMC_CUDA_UTILS_CUH
+#define LLMC_CUDA_UTILS_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <limits.h>
+
+#include "../base/fp8.h"
+#include "../base/utils.h"
+
+typedef __nv_bfloat16 bf16;
+
+#define WARP_SIZE 32
+#define LOG2_E 1.4426950408889634f  // of softmaxes by powers of two
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Host
+
+static inline void cuda_check(cudaError_t error, const char *call, const char *file, int line) {
+    if (error != cudaSuccess) die("%s:%d: %s: %s (%s)", file, line, call, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+// Ends the process with file, line, call and error if a CUDA call failed.
+#define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
+
+// Of the current device.
+static inline int device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
+
+// Streaming multiprocessors of the current device.
+static inline int device_sm_count(void) { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+template <typename T>
+struct AsDeclared {
+    typedef T type;
+};
+
+// See CUDA_LAUNCH. The arguments are converted to what the kernel declares.
+template <typename... P>
+static inline void cuda_launch(const char *file, int line, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, typename AsDeclared<P>::type... arguments) {
+    static const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);  // a process has one device
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+    config.attrs = &early, config.numAttrs = major >= 9;
+    void *pointers[] = {(void *)&arguments...};
+    cuda_check(cudaLaunchKernelExC(&config, (const void *)kernel, pointers), "kernel launch", file, line);
+}
+
+// CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...): as kernel<<<grid, block, shared_bytes, stream>>>(arguments...), but from compute
+// capability 9.0 the kernel's blocks are launched while the last of the kernel before it finish (programmatic dependent launch), which saves about a
+// microsecond. So every kernel launched here starts with grid_dependency_wait(). A bad launch configuration ends the process; an error inside
+// the kernel is reported by a later synchronizing call.
+#define CUDA_LAUNCH(...) cuda_launch(__FILE__, __LINE__, __VA_ARGS__)
+
+// Number of blocks for n items at `per_block` each, at least 1.
+static inline unsigned grid_size(int64_t n, int64_t per_block) {
+    int64_t blocks = max_i64(1, ceil_div(n, per_block));
+    if (blocks > INT_MAX) die("a kernel over %lld items needs %lld blocks, more than a grid can have (%d)", (long long)n, (long long)blocks, INT_MAX);
+    return (unsigned)blocks;
+}
+
+// Kernels that move 16 bytes at a time call this for each pointer they are given (NULL passes).
+static inline void require_aligned16(const void *pointer, const char *function, const char *name) {
+    if ((uintptr_t)pointer % 16) die("%s: %s at %p is not 16-byte aligned", function, name, pointer);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Device: the start of every kernel
+
+// Returns when all that was enqueued before this kernel has finished and its writes can be seen. The first statement of every kernel, for every thread:
+// a block that ended without it would let the kernel after this one start too early.
+__device__ static inline void grid_dependency_wait(void) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 8 bf16 as one 16-byte access. Element 2i is the low half of word[i], 2i+1 the high half.
+
+typedef struct __align__(16) {
+    uint32_t word[4];
+} Bf16x8;
+
+__device__ static inline Bf16x8 bf16x8_load(const bf16 *p) {
+    uint4 v = *(const uint4 *)p;
+    Bf16x8 r = {{v.x, v.y, v.z, v.w}};
+    return r;
+}
+
+__device__ static inline void bf16x8_store(bf16 *p, Bf16x8 v) {
+    *(uint4 *)p = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+}
+
+__device__ static inline void bf16x8_unpack(float out[8], Bf16x8 v) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        out[2 * i] = __uint_as_float(v.word[i] << 16);
+        out[2 * i + 1] = __uint_as_float(v.word[i] & 0xffff0000u);
+    }
+}
+
+// One rounding to nearest even each; NaN stays NaN.
+__device__ static inline Bf16x8 bf16x8_pack(const float in[8]) {
+    Bf16x8 r;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        __nv_bfloat162 pair = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
+        r.word[i] = *(const uint32_t *)&pair;
+    }
+    return r;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Copies of 16 bytes to shared memory that nobody waits for at once. A thread commits those it has asked for as one group, and waits for its groups in order.
+
+__device__ static inline void copy16_async(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(__cvta_generic_to_global(global)) : "memory");
+}
+
+__device__ static inline void copy_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until no more than PENDING of the thread's groups are under way. Other threads' copies can be read after a barrier.
+template <int PENDING>
+__device__ static inline void copy_async_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reductions
+
+__device__ static inline float warp_sum(float x) {
+#pragma unroll
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+__device__ static inline uint32_t warp_max_u32(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
+// Sum over a group of WARPS consecutive warps, the same bits in every thread and every run. `scratch`: WARPS floats of shared memory.
+// `barrier`: 1 to 15, one for each group of the block. There is one barrier: a caller in a loop alternates between two scratch arrays, so that a
+// fast warp does not overwrite what a slow one still reads.
+template <int WARPS>
+__device__ static inline float group_sum(float x, float *scratch, int barrier) {
+    x = warp_sum(x);
+    if (threadIdx.x % WARP_SIZE == 0) scratch[threadIdx.x / WARP_SIZE % WARPS] = x;
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(WARPS * WARP_SIZE) : "memory");
+    float sum = scratch[0];
+#pragma unroll
+    for (int w = 1; w < WARPS; w++) sum += scratch[w];
+    return sum;
+}
+
+// The same over a whole block of WARPS warps; barrier 0 is __syncthreads'.
+template <int WARPS>
+__device__ static inline float block_sum(float x, float *scratch) {
+    return group_sum<WARPS>(x, scratch, 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// amax slots: the bits of the largest |x| of a tensor as an unsigned integer, in device memory, cleared to 0 before use. Unsigned
+// order is the order of non-negative floats, with infinity above the finite and NaN above infinity; so a NaN is never lost, and the
+// result does not depend on the order of the atomics. Delayed and blockwise scaling leave NaN out instead.
+
+// The larger of two pairs of bf16 magnitudes, each half by itself. KEEPS_NAN: NaN is above infinity. Else a NaN in `magnitudes` gives way to `halves`, which
+// never holds one if it starts from 0.
+template <bool KEEPS_NAN = true>
+__device__ static inline uint32_t amax_larger(uint32_t halves, uint32_t magnitudes) {
+    if (KEEPS_NAN) return __vmaxu2(halves, magnitudes);
+    const __nv_bfloat162 larger = __hmax2(*(const __nv_bfloat162 *)&halves, *(const __nv_bfloat162 *)&magnitudes);
+    return *(const uint32_t *)&larger;
+}
+
+// Running maximum of 8 magnitudes, kept as two 16-bit halves; start from 0.
+template <bool KEEPS_NAN = true>
+__device__ static inline uint32_t amax_update(uint32_t halves, Bf16x8 v) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) halves = amax_larger<KEEPS_NAN>(halves, v.word[i] & 0x7fff7fffu);
+    return halves;
+}
+
+// The larger of two magnitudes, as a slot holds it.
+__device__ static inline uint32_t amax_bits(uint32_t halves) { return max(halves << 16, halves & 0xffff0000u); }
+
+// Joins the running maxima of a warp's threads into the slot.
+__device__ static inline void amax_publish_warp(uint32_t *slot, uint32_t halves) {
+    const uint32_t bits = warp_max_u32(amax_bits(halves));
+    if (threadIdx.x % WARP_SIZE == 0 && bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);
+}
+
+// Joins the running maxima of all threads of a one-dimensional block into the slot. Every thread of the block must call it; one call
+// a kernel, or a barrier between calls.
+__device__ static inline void amax_publish(uint32_t *slot, uint32_t halves) {
+    __shared__ uint32_t scratch[WARP_SIZE];
+    uint32_t bits = warp_max_u32(amax_bits(halves));
+    int warps = (int)(blockDim.x + WARP_SIZE - 1) / WARP_SIZE;
+    if (threadIdx.x % WARP_SIZE == 0) scratch[threadIdx.x / WARP_SIZE] = bits;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int w = 1; w < warps; w++) bits = max(bits, scratch[w]);
+    if (bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);  // most blocks find a larger value there and skip the atomic
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FP8 casts: the bits of fp8_from_float, but every NaN gives 0x7f (the sign is dropped).
+
+// Two floats to two bytes; `low` in bits 0-7. GPUs without the instruction (below compute capability 8.9) take the plain code.
+template <Fp8Format FORMAT>
+__device__ static inline uint32_t fp8x2_from_floats(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+    return fp8_from_float(low, FORMAT) | (uint32_t)fp8_from_float(high, FORMAT) << 8;
+#else
+    uint16_t r;
+    if (FORMAT == FP8_E4M3)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+#endif
+}
+
+// Four floats to one word, x[0] in the lowest byte.
+template <Fp8Format FORMAT>
+__device__ static inline uint32_t fp8x4_from_floats(const float x[4]) {
+    return fp8x2_from_floats<FORMAT>(x[0], x[1]) | fp8x2_from_floats<FORMAT>(x[2], x[3]) << 16;
+}
+
+#endif

@@ -1,0 +1,80 @@
+// Delayed scaling on the GPU: amax histories and scales of all tensors in device memory (layout: delayed.h).
+#ifndef LLMC_DELAYED_CUH
+#define LLMC_DELAYED_CUH
+
+#include "cuda_utils.cuh"
+#include "../reference/delayed.h"
+
+enum { DELAYED_THREADS = 256 };
+
+// Of every tensor of the model; device memory.
+typedef struct {
+    float *history, *scale;  // [layers, per_layer, window], [layers, per_layer]
+    const uint32_t *amax;    // [layers, per_layer] of the pass that is over
+    int64_t per_layer, window;
+    int margin;
+    Fp8Format gradient_format;  // of tensors from first_gradient on in each layer; the others are E4M3
+    int64_t first_gradient;
+} DelayedArrays;
+
+__device__ static inline Fp8Format delayed_format(const DelayedArrays &d, int64_t tensor) { return tensor >= d.first_gradient ? d.gradient_format : FP8_E4M3; }
+
+// A block a tensor: tensors [first, first + gridDim.x) of layer blockIdx.y. delayed_update() of delayed.h, with the window shifted by all threads.
+static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(const DelayedArrays d, int64_t first) {
+    grid_dependency_wait();
+    __shared__ uint32_t scratch[DELAYED_THREADS / WARP_SIZE];
+    const int64_t tensor = first + blockIdx.x, number = blockIdx.y * d.per_layer + tensor;
+    const uint32_t amax = d.amax[number];
+    float *history = d.history + number * d.window;
+    const bool counts = delayed_counts(amax);
+    uint32_t largest = counts ? amax : 0;
+    for (int64_t i0 = 1; counts && i0 < d.window; i0 += DELAYED_THREADS) {
+        const int64_t i = i0 + threadIdx.x;
+        const float old = i < d.window ? history[i] : 0, next = i + 1 < d.window ? history[i + 1] : __uint_as_float(amax);
+        largest = max(largest, __float_as_uint(old));
+        __syncthreads();
+        if (i < d.window) history[i] = next;
+    }
+    largest = warp_max_u32(largest);
+    if (threadIdx.x % WARP_SIZE == 0) scratch[threadIdx.x / WARP_SIZE] = largest;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int w = 1; w < DELAYED_THREADS / WARP_SIZE; w++) largest = max(largest, scratch[w]);
+    d.scale[number] = delayed_scale(d.scale[number], __uint_as_float(largest), delayed_format(d, tensor), d.margin);
+}
+
+// Tensors [first, last) of each of `layers` layers: what their passes have found enters the histories, and scales are made anew.
+static inline void delayed_update_all(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last, cudaStream_t stream) {
+    const dim3 grid((unsigned)(last - first), (unsigned)layers);
+    CUDA_LAUNCH(delayed_update_kernel, grid, DELAYED_THREADS, 0, stream, *d, first);
+}
+
+static __global__ void delayed_begin_kernel(const DelayedArrays d, int64_t count, int64_t first, int64_t last) {
+    grid_dependency_wait();
+    const int64_t number = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tensor = number % d.per_layer;
+    if (number >= count || tensor < first || tensor >= last || d.scale[number] != 0) return;
+    d.scale[number] = fp8_scale_te(__uint_as_float(d.amax[number]), delayed_format(d, tensor), d.margin);
+}
+
+// Gives tensors [first, last) of each layer that have no scale yet the one that their own amax asks for: for a tensor's first cast.
+static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last, cudaStream_t stream) {
+    const int64_t count = layers * d->per_layer;
+    CUDA_LAUNCH(delayed_begin_kernel, grid_size(count, DELAYED_THREADS), DELAYED_THREADS, 0, stream, *d, count, first, last);
+}
+
+// state [n] = before [n] if the step is refused, else it stays.
+static __global__ void delayed_restore_kernel(float *state, const float *before, int64_t n, const uint32_t *refused) {
+    grid_dependency_wait();
+    const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (*refused && i < n) state[i] = before[i];
+}
+
+// A refused step leaves histories and scales, `state` [n], as they were `before` the
+// step. *refused is in device memory.
+static inline void delayed_restore(float *state, const float *before, int64_t n, const uint32_t *refused,
+                                   cudaStream_t stream) {
+    CUDA_LAUNCH(delayed_restore_kernel, grid_size(n, DELAYED_THREADS), DELAYED_THREADS, 0, stream, state, before, n,
+                refused);
+}
+
+#endif

@@ -1,0 +1,314 @@
+// Matrix products of linear layers through cuBLASLt: planned once per shape, run many times.
+//
+// A linear layer has weight w [N, K] and three products over R rows:
+//   fprop  y [R, N] = x [R, K]   w^T        contraction over K
+//   dgrad  dx[R, K] = dy[R, N]   w          contraction over N
+//   wgrad  dw[N, K] = dy[R, N]^T x [R, K]   contraction over R
+// All row-major, fp32 accumulation, bf16 results. BF16 products read their operands as they lie. FP8 products on Hopper need the contraction
+// index contiguous in both operands, so dgrad reads the transposed weight [K, N], and wgrad reads x^T [K, R] and dy^T [N, R]: the row and col
+// copies of recipes.h, with the scales that the recipe says. Sizes must be multiples of the recipe's `multiple`; BF16's 8 and FP8's 16 are
+// cuBLASLt's alignment of 16 bytes.
+//
+// Where the GPU has no such product, it can be emulated: the copies are decoded into bf16, which holds every FP8 number times a power of two, and
+// multiplied in BF16. So only the order of the sums differs, and how many bits of them Hopper keeps.
+//
+// Every result is rounded to bf16 once, also when it is added to what was there. cuBLASLt on Hopper does otherwise if it may: told at launch that beta is 1,
+// it rounds the product and then the sum (seen with cuBLAS 13.1). So wgrad, which alone accumulates, has alpha and beta in device memory.
+#ifndef LLMC_GEMM_CUH
+#define LLMC_GEMM_CUH
+
+#include <cublasLt.h>
+
+#include "../config/precision.h"
+#include "quantize.cuh"
+
+#define GEMM_WORKSPACE_BYTES (64ll << 20)
+#define GEMM_CANDIDATES 8  // cuBLASLt 13.1 has no more for these products
+#define GEMM_TIMING_MS 20
+#define GEMM_TIMING_RUNS 32
+
+static inline void gemm_check_status(cublasStatus_t status, const char *call, const char *file, int line) {
+    if (status != CUBLAS_STATUS_SUCCESS) die("%s:%d: %s: %s", file, line, call, cublasLtGetStatusString(status));
+}
+#define CUBLAS_CHECK(call) gemm_check_status(call, #call, __FILE__, __LINE__)
+
+typedef struct {
+    cublasLtHandle_t handle;
+    void *workspace;     // GEMM_WORKSPACE_BYTES, 256-byte aligned, used on one stream
+    bf16 *scratch;       // of the largest gemm_scratch_elements(), 16-byte aligned; NULL if no plan emulates
+    float *alpha;        // one float, for emulated products; NULL if no plan emulates
+    bool deterministic;  // take the first usable algorithm instead of the fastest of several
+    cudaStream_t stream;
+} Gemm;
+
+// What a product multiplies. Formats in cuBLASLt's order: A is w, w, x; B is x, dy, dy.
+typedef struct {
+    const Recipe *recipe;
+    Fp8Format format_a, format_b;
+    bool fast;     // sum with fewer bits: precision_fast_sums() of precision.h
+    bool emulate;  // FP8 products in BF16
+} GemmSpec;
+
+// A product of a run, in one of its recipes.
+static inline GemmSpec gemm_spec(const Precision *p, const Recipe *r, GemmKind kind) {
+    const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 1)), precision_format(p, gemm_tensor(kind, 0)), precision_fast_sums(p, r, kind),
+                        p->emulated && recipe_is_fp8(r, kind)};
+    return s;
+}
+
+// A tensor as a product reads it: its data and, for FP8, its inverse scales (device, 16-byte aligned, in the order of scale_index()).
+typedef struct {
+    const void *data;
+    const void *scales;
+} GemmOperand;
+
+typedef struct {
+    const char *layer;
+    GemmKind kind;
+    int64_t R, N, K;
+    int64_t rows, cols, depth;  // as cuBLASLt sees it: D [rows, cols] column-major = A [rows, depth] B [depth, cols]
+    GemmSpec spec;
+    Grain grain_a, grain_b;
+    bool bias;
+    bool native, emulated;      // an FP8 product on FP8 operands; on operands decoded into the scratch. BF16: neither
+    const float *one_zero;      // {1, 0} in device memory, for plans with alpha and beta there; else NULL
+    cublasLtMatmulDesc_t matmul;
+    cublasLtMatrixLayout_t a, b, d;
+    cublasLtMatmulAlgo_t algo;
+} GemmPlan;
+
+static inline const char *gemm_type_name(Grain g, Fp8Format format) { return g == GRAIN_BF16 ? "bf16" : format == FP8_E4M3 ? "e4m3" : "e5m2"; }
+static inline double gemm_flops(const GemmPlan *p) { return 2.0 * (double)p->R * (double)p->N * (double)p->K; }
+
+// bf16 values of scratch that running the plan needs.
+static inline int64_t gemm_scratch_elements(const GemmPlan *p) { return p->emulated ? (p->rows + p->cols) * p->depth : 0; }
+
+// Bytes of an operand's data.
+static inline int64_t gemm_bytes_a(const GemmPlan *p) { return p->rows * p->depth * (p->grain_a == GRAIN_BF16 ? 2 : 1); }
+static inline int64_t gemm_bytes_b(const GemmPlan *p) { return p->cols * p->depth * (p->grain_b == GRAIN_BF16 ? 2 : 1); }
+
+// Whether a GPU of compute capability major.minor has all of a recipe's products (CUDA 13 cuBLAS manual, "cublasLtMatmul", FP8 scaling modes).
+static inline bool recipe_native(const Recipe *r, int major, int minor) {
+    for (int i = 0; i < 2 * NUM_GEMMS; i++) {
+        const Grain g = r->grain[i / 2][i % 2];
+        if (g == GRAIN_TENSOR && 10 * major + minor < 89) return false;
+        if (g == GRAIN_1X32 && major < 10) return false;
+        if ((g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED || g == GRAIN_1X128 || g == GRAIN_128X128) && major != 9) return false;
+    }
+    return true;
+}
+
+// Dies if the current GPU lacks the recipe's products.
+static inline void gemm_require_native(const Recipe *r) {
+    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor), minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
+    if (recipe_native(r, major, minor)) return;
+    const char *where = recipe_native(r, 8, 9) ? "8.9 and above" : recipe_native(r, 9, 0) ? "9.0 (Hopper) alone" : "10.0 and above (Blackwell)";
+    die("GPUs of compute capability %s have matrix products for --fp8-recipe %s (%s), this one is %d.%d; --fp8-emulate computes them in BF16, for their numbers without "
+        "their speed, or take another recipe or --precision bf16", where, r->name, r->scales, major, minor);
+}
+
+static inline cublasLtMatrixLayout_t gemm_layout(cudaDataType type, int64_t rows, int64_t cols) {
+    cublasLtMatrixLayout_t layout;
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&layout, type, (uint64_t)rows, (uint64_t)cols, rows));
+    return layout;
+}
+
+static inline void gemm_set(cublasLtMatmulDesc_t matmul, cublasLtMatmulDescAttributes_t attribute, const void *value, size_t bytes) {
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(matmul, attribute, value, bytes));
+}
+
+static inline void gemm_set_int(cublasLtMatmulDesc_t matmul, cublasLtMatmulDescAttributes_t attribute, int32_t value) {
+    gemm_set(matmul, attribute, &value, sizeof value);
+}
+
+static inline void gemm_set_fast(cublasLtMatmulDesc_t matmul, bool fast) {
+    const int8_t value = fast;
+    gemm_set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &value, sizeof value);
+}
+
+static inline int32_t gemm_scale_mode(Grain g) {
+    return g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
+           : g == GRAIN_1X128                           ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+           : g == GRAIN_128X128                         ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F
+           : g == GRAIN_1X32                            ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0
+                                                        : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+}
+
+// What the product of a described plan is, to cuBLASLt.
+static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose_a, bool transpose_b) {
+    cublasLtMatmulDesc_t m;
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&m, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    gemm_set_int(m, CUBLASLT_MATMUL_DESC_TRANSA, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+    gemm_set_int(m, CUBLASLT_MATMUL_DESC_TRANSB, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+    if (p->native) {
+        gemm_set_fast(m, p->spec.fast);
+        gemm_set_int(m, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, gemm_scale_mode(p->grain_a));
+        gemm_set_int(m, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, gemm_scale_mode(p->grain_b));
+    }
+    if (p->one_zero) gemm_set_int(m, CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
+    if (p->bias) {
+        gemm_set_int(m, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+        gemm_set_int(m, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, CUDA_R_16BF);
+    }
+    return m;
+}
+
+static __device__ float gemm_one_zero[2] = {1.0f, 0.0f};
+
+// Describes one product. Column-major cuBLASLt computes the transpose D^T of the row-major result, so that no result needs transposing. Dies if the sizes
+// or the GPU cannot be.
+static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec, bool bias) {
+    GemmPlan p;
+    memset(&p, 0, sizeof p);
+    p.layer = layer, p.kind = kind, p.R = R, p.N = N, p.K = K, p.spec = spec, p.bias = bias;
+    p.grain_a = spec.recipe->grain[kind][1], p.grain_b = spec.recipe->grain[kind][0];  // the recipe names w and x second, cuBLASLt first
+    const bool fp8 = recipe_is_fp8(spec.recipe, kind);
+    p.native = fp8 && !spec.emulate, p.emulated = fp8 && spec.emulate;
+    if (p.native) gemm_require_native(spec.recipe);
+    const int64_t multiple = fp8 ? spec.recipe->multiple : recipe_row(RECIPE_BF16)->multiple;
+    if (N % multiple || K % multiple || (fp8 && R % multiple))
+        die("%s %s: sizes %lld x %lld x %lld must be multiples of %lld for %s%s", layer, gemm_kind_name(kind), (long long)R, (long long)N, (long long)K,
+            (long long)multiple, fp8 ? spec.recipe->name : "BF16", fp8 ? "; use --precision bf16 or another --fp8-recipe" : "");
+    p.rows = kind == GEMM_FPROP ? N : K, p.cols = kind == GEMM_WGRAD ? N : R, p.depth = kind == GEMM_FPROP ? K : kind == GEMM_DGRAD ? N : R;
+    const bool transpose_a = fp8 || kind == GEMM_FPROP, transpose_b = !fp8 && kind == GEMM_WGRAD;
+    if (p.emulated || kind == GEMM_WGRAD) CUDA_CHECK(cudaGetSymbolAddress((void **)&p.one_zero, gemm_one_zero));
+    const cudaDataType types[] = {CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
+    const cudaDataType type_a = p.native ? types[spec.format_a] : CUDA_R_16BF, type_b = p.native ? types[spec.format_b] : CUDA_R_16BF;
+    p.matmul = gemm_matmul(&p, transpose_a, transpose_b);
+    p.a = transpose_a ? gemm_layout(type_a, p.depth, p.rows) : gemm_layout(type_a, p.rows, p.depth);
+    p.b = transpose_b ? gemm_layout(type_b, p.cols, p.depth) : gemm_layout(type_b, p.depth, p.cols);
+    p.d = gemm_layout(CUDA_R_16BF, p.rows, p.cols);
+    return p;
+}
+
+static inline void gemm_destroy(GemmPlan *p) {
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(p->a));
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(p->b));
+    CUBLAS_CHECK(cublasLtMatrixLayoutDestroy(p->d));
+    CUBLAS_CHECK(cublasLtMatmulDescDestroy(p->matmul));
+}
+
+static inline void gemm_set_pointers(GemmPlan *p, GemmOperand a, GemmOperand b, const bf16 *bias) {
+    if (p->native) {
+        gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &a.scales, sizeof a.scales);
+        gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &b.scales, sizeof b.scales);
+    }
+    if (p->bias) gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
+}
+
+// An emulated product reads the scratch and g->alpha, not its operands.
+static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d, GemmOperand a, GemmOperand b, bool accumulate) {
+    const float host_one_zero[2] = {1.0f, 0.0f}, *one_zero = p->one_zero ? p->one_zero : host_one_zero;
+    const float *alpha = p->emulated ? g->alpha : one_zero, *beta = accumulate ? one_zero : one_zero + 1;
+    const void *data_a = p->emulated ? g->scratch : a.data, *data_b = p->emulated ? g->scratch + p->rows * p->depth : b.data;
+    return cublasLtMatmul(g->handle, p->matmul, alpha, data_a, p->a, data_b, p->b, beta, d, p->d, d, p->d, algo, g->workspace, GEMM_WORKSPACE_BYTES, g->stream);
+}
+
+// NULL: 1.
+static __global__ void gemm_alpha_kernel(float *alpha, const float *inverse_a, const float *inverse_b) {
+    grid_dependency_wait();
+    *alpha = (inverse_a ? *inverse_a : 1.0f) * (inverse_b ? *inverse_b : 1.0f);
+}
+
+// Makes the bf16 operands of an emulated product, and its alpha, which holds the scales of whole tensors: those need not be powers of two.
+static inline void gemm_decode(const Gemm *g, const GemmPlan *p, GemmOperand a, GemmOperand b) {
+    fp8_dequantize(g->scratch, (const uint8_t *)a.data, a.scales, p->grain_a, p->spec.format_a, p->rows, p->depth, g->stream);
+    fp8_dequantize(g->scratch + p->rows * p->depth, (const uint8_t *)b.data, b.scales, p->grain_b, p->spec.format_b, p->cols, p->depth, g->stream);
+    const float *inverse_a = grain_is_tensor(p->grain_a) ? (const float *)a.scales : NULL, *inverse_b = grain_is_tensor(p->grain_b) ? (const float *)b.scales : NULL;
+    CUDA_LAUNCH(gemm_alpha_kernel, 1, 1, 0, g->stream, g->alpha, inverse_a, inverse_b);
+}
+
+// Milliseconds of one candidate; infinity when cuBLASLt refuses it. Batches of 1, 2, 4, ... runs without pause; the last one counts. A GPU at its power limit
+// clocks lower than one that begins, and another algorithm may then be the fastest.
+static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d, GemmOperand a, GemmOperand b, cudaEvent_t begin,
+                                        cudaEvent_t end) {
+    float ms = 0;
+    int runs = 1;
+    for (;; runs *= 2) {
+        CUDA_CHECK(cudaEventRecord(begin, g->stream));
+        for (int i = 0; i < runs; i++)
+            if (gemm_launch(g, p, algo, d, a, b, false) != CUBLAS_STATUS_SUCCESS) return INFINITY;
+        CUDA_CHECK(cudaEventRecord(end, g->stream));
+        CUDA_CHECK(cudaEventSynchronize(end));
+        CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
+        if (ms >= GEMM_TIMING_MS || runs >= GEMM_TIMING_RUNS) return ms / (float)runs;
+    }
+}
+
+// cuBLASLt's candidates for a plan whose pointers are set, best guess first; how many.
+static inline int gemm_candidates(const Gemm *g, const GemmPlan *p, cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES], cublasStatus_t *status) {
+    cublasLtMatmulPreference_t preference;
+    const uint64_t workspace = GEMM_WORKSPACE_BYTES;
+    const uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;  // parts of a sum are added in fp32 and in order
+    const uint32_t alignment = PARAMETER_ALIGNMENT;                     // bytes, of FP8 weights that ranks of an odd number gather; cuBLASLt would count on 256
+    const cublasLtMatmulPreferenceAttributes_t operands[] = {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                                                             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
+    int count = 0;
+    CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction));
+    for (int i = 0; i < 4; i++) CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, operands[i], &alignment, sizeof alignment));
+    *status = cublasLtMatmulAlgoGetHeuristic(g->handle, p->matmul, p->a, p->b, p->d, p->d, preference, GEMM_CANDIDATES, found, &count);
+    CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
+    return *status == CUBLAS_STATUS_SUCCESS ? count : 0;
+}
+
+// The first candidate that cuBLASLt calls usable and that it launches (d is overwritten); -1: none. No timing decides.
+static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
+                                    int count, bf16 *d, GemmOperand a, GemmOperand b) {
+    for (int i = 0; i < count; i++)
+        if (found[i].state == CUBLAS_STATUS_SUCCESS &&
+            gemm_launch(g, p, &found[i].algo, d, a, b, false) == CUBLAS_STATUS_SUCCESS) return i;
+    return -1;
+}
+
+// The fastest of the candidates that cuBLASLt calls usable and launches; -1: none.
+static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
+                               int count, bf16 *d, GemmOperand a, GemmOperand b) {
+    cudaEvent_t begin, end;
+    CUDA_CHECK(cudaEventCreate(&begin));
+    CUDA_CHECK(cudaEventCreate(&end));
+    float best = INFINITY;
+    int fastest = -1;
+    for (int i = 0; i < count; i++) {
+        if (found[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        const float ms = gemm_time_candidate(g, p, &found[i].algo, d, a, b, begin, end);
+        if (ms < best) best = ms, fastest = i;
+    }
+    CUDA_CHECK(cudaEventDestroy(begin));
+    CUDA_CHECK(cudaEventDestroy(end));
+    return fastest;
+}
+
+// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (d is overwritten), or the first when deterministic. Where
+// cuBLASLt has none with fast sums (rows' scales, few rows and columns, long sums) it takes full ones. Dies if there is none.
+static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, GemmOperand a, GemmOperand b, const bf16 *bias) {
+    cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
+    cublasStatus_t status;
+    gemm_set_pointers(p, a, b, bias);
+    int count = gemm_candidates(g, p, found, &status);
+    if (!count && p->native && p->spec.fast) {
+        p->spec.fast = false;
+        gemm_set_fast(p->matmul, false);
+        count = gemm_candidates(g, p, found, &status);
+    }
+    if (!count)
+        die("cuBLASLt has no algorithm for %s %s, %lld x %lld x %lld, %s x %s (recipe %s%s), on this GPU: %s", p->layer, gemm_kind_name(p->kind), (long long)p->R,
+            (long long)p->N, (long long)p->K, gemm_type_name(p->grain_a, p->spec.format_a), gemm_type_name(p->grain_b, p->spec.format_b), p->spec.recipe->name,
+            p->emulated ? ", emulated" : "", cublasLtGetStatusString(status));
+    const int chosen = (g->deterministic ? gemm_first_usable : gemm_fastest)(g, p, found, count, d, a, b);
+    if (chosen < 0)
+        die("cuBLASLt refuses every algorithm it offers for %s %s (recipe %s)", p->layer, gemm_kind_name(p->kind),
+            p->spec.recipe->name);
+    p->algo = found[chosen].algo;
+}
+
+// d = a b (+ d when accumulate: wgrad alone). Operands in cuBLASLt's order: fprop w, x; dgrad w, dy; wgrad x, dy. `bias` [N] only for plans made with one.
+static inline void gemm_run(const Gemm *g, GemmPlan *p, bf16 *d, GemmOperand a, GemmOperand b, const bf16 *bias, bool accumulate) {
+    if (accumulate && p->kind != GEMM_WGRAD) die("%s %s cannot accumulate: wgrad alone can", p->layer, gemm_kind_name(p->kind));
+    if (p->emulated) gemm_decode(g, p, a, b);
+    gemm_set_pointers(p, a, b, bias);
+    CUBLAS_CHECK(gemm_launch(g, p, &p->algo, d, a, b, accumulate));
+}
+
+#endif

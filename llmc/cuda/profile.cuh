@@ -1,0 +1,146 @@
+// Where the time of a step goes: NVTX ranges for Nsight Systems, and the table of --profile.
+// The trainer says after each operation what it was and what it had to do; the time since the mark before belongs to
+// it. What a stream waits for (weights on their way) is an operation of its own.
+#ifndef LLMC_PROFILE_CUH
+#define LLMC_PROFILE_CUH
+
+#include "cuda_utils.cuh"
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define PROFILE_HAS_NVTX 1
+#else
+#define PROFILE_HAS_NVTX 0  // a CUDA Toolkit without the package of NVTX
+#endif
+
+enum { PROFILE_MAX_OPS = 64 };
+
+// What bounds an operation: how many bytes it moves, or its floating-point operations in either precision.
+typedef enum { PROFILE_WAIT, PROFILE_BYTES, PROFILE_FLOPS_BF16, PROFILE_FLOPS_FP8 } ProfileBound;
+
+typedef struct {
+    const char *op;      // a literal: the same text is the same operation
+    ProfileBound bound;
+    double work;         // bytes or FLOPs
+    cudaEvent_t done;
+} ProfileMark;
+
+typedef struct {
+    bool on;             // marks are being made
+    cudaStream_t stream;
+    ProfileMark *marks;
+    int64_t count, capacity;
+} Profile;
+
+typedef struct {
+    const char *op;
+    ProfileBound bound;
+    int64_t calls;
+    double ms, work;
+} ProfileOp;
+
+// The operation that was enqueued last. Does nothing outside of a profiled step.
+static inline void profile_mark(Profile *p, const char *op, ProfileBound bound, double work) {
+    if (!p->on) return;
+    if (p->count == p->capacity) {
+        p->capacity = p->capacity ? 2 * p->capacity : 1024;
+        p->marks = (ProfileMark *)xrealloc(p->marks, (size_t)p->capacity * sizeof *p->marks);
+    }
+    ProfileMark *m = &p->marks[p->count++];
+    m->op = op, m->bound = bound, m->work = work;
+    CUDA_CHECK(cudaEventCreate(&m->done));
+    CUDA_CHECK(cudaEventRecord(m->done, p->stream));
+}
+
+// A named range of what is enqueued, for Nsight Systems (nsys profile ./train_fp8cu ...); costs next to nothing when nobody looks. `number` is part of the
+// name unless negative. Ranges nest.
+static inline void profile_range_begin(const char *name, int64_t number) {
+#if PROFILE_HAS_NVTX
+    char text[64];
+    if (number < 0) format_checked(text, sizeof text, "%s", name);
+    else format_checked(text, sizeof text, "%s %lld", name, (long long)number);
+    nvtxRangePushA(text);
+#else
+    (void)name, (void)number;
+#endif
+}
+
+static inline void profile_range_end(void) {
+#if PROFILE_HAS_NVTX
+    nvtxRangePop();
+#endif
+}
+
+// From here on; what is enqueued already does not count.
+static inline void profile_begin(Profile *p, cudaStream_t stream) {
+    p->on = true, p->stream = stream;
+    profile_mark(p, "", PROFILE_WAIT, 0);
+}
+
+static inline void profile_end(Profile *p) { p->on = false; }
+
+static inline int profile_compare(const void *a, const void *b) {
+    const double x = ((const ProfileOp *)a)->ms, y = ((const ProfileOp *)b)->ms;
+    return x < y ? 1 : x > y ? -1 : 0;
+}
+
+// Sums the marks by operation, the longest first. Everything marked must have happened. Returns how many operations there are, in ops [PROFILE_MAX_OPS].
+static inline int profile_sum(const Profile *p, ProfileOp *ops) {
+    int count = 0;
+    for (int64_t i = 1; i < p->count; i++) {
+        const ProfileMark *m = &p->marks[i];
+        float ms = 0;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, p->marks[i - 1].done, m->done));
+        int at = 0;
+        while (at < count && (strcmp(ops[at].op, m->op) != 0 || ops[at].bound != m->bound)) at++;
+        if (at == PROFILE_MAX_OPS) die("more than %d operations in a profile", PROFILE_MAX_OPS);
+        if (at == count) {
+            const ProfileOp fresh = {m->op, m->bound, 0, 0, 0};
+            ops[count++] = fresh;
+        }
+        ops[at].calls++, ops[at].ms += ms, ops[at].work += m->work;
+    }
+    qsort(ops, (size_t)count, sizeof *ops, profile_compare);
+    return count;
+}
+
+// Bytes a second that the GPU copies, read and written both counted: `bytes` from the first half of `buffer` (twice that large) to the second, best of a few.
+static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t stream) {
+    cudaEvent_t begin, end;
+    float best = INFINITY;
+    CUDA_CHECK(cudaEventCreate(&begin));
+    CUDA_CHECK(cudaEventCreate(&end));
+    for (int run = 0; run < 5; run++) {
+        float ms = 0;
+        CUDA_CHECK(cudaEventRecord(begin, stream));
+        CUDA_CHECK(cudaMemcpyAsync(buffer + bytes, buffer, (size_t)bytes, cudaMemcpyDeviceToDevice, stream));
+        CUDA_CHECK(cudaEventRecord(end, stream));
+        CUDA_CHECK(cudaEventSynchronize(end));
+        CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
+        if (ms < best) best = ms;
+    }
+    CUDA_CHECK(cudaEventDestroy(begin));
+    CUDA_CHECK(cudaEventDestroy(end));
+    return 2.0 * (double)bytes / (best * 1e-3);
+}
+
+// Prints the table and forgets the marks. peak_bf16: dense FLOP/s (FP8 is twice that), 0 if unknown; copy_rate: bytes a second.
+static inline void profile_print(Profile *p, double peak_bf16, double copy_rate) {
+    ProfileOp ops[PROFILE_MAX_OPS];
+    double total = 0;
+    const int count = profile_sum(p, ops);
+    for (int i = 0; i < count; i++) total += ops[i].ms;
+    printf("\nprofile of the last step: %.2f ms; a copy moves %.2f TB/s\n  %-38s %6s %9s %7s %10s %8s\n", total, copy_rate * 1e-12, "operation", "calls", "ms", "share", "rate", "of limit");
+    for (int i = 0; i < count; i++) {
+        const ProfileOp *o = &ops[i];
+        const double rate = o->work / (o->ms * 1e-3), limit = o->bound == PROFILE_BYTES ? copy_rate : o->bound == PROFILE_FLOPS_FP8 ? 2 * peak_bf16 : peak_bf16;
+        char speed[32] = "", share[32] = "";
+        if (o->bound != PROFILE_WAIT) format_checked(speed, sizeof speed, o->bound == PROFILE_BYTES ? "%.0f GB/s" : "%.0f TFLOP/s", rate * (o->bound == PROFILE_BYTES ? 1e-9 : 1e-12));
+        if (o->bound != PROFILE_WAIT && limit > 0) format_checked(share, sizeof share, "%.1f%%", 100 * rate / limit);
+        printf("  %-38s %6lld %9.3f %6.1f%% %12s %8s\n", o->op, (long long)o->calls, o->ms, 100 * o->ms / total, speed, share);
+    }
+    for (int64_t i = 0; i < p->count; i++) CUDA_CHECK(cudaEventDestroy(p->marks[i].done));
+    free(p->marks);
+    memset(p, 0, sizeof *p);
+}
+
+#endif

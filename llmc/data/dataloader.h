@@ -1,0 +1,344 @@
+// Pre-tokenized binary shards as training sequences.
+//
+// Shard: 256 x int32 header (little-endian), then the tokens, to the end of the file.
+//   header[0], header[1] = 20240801, 7   uint32 tokens, header[2] = their number
+//                          20240801, 8   uint32 tokens, header[2..3] = their number as uint64
+//                          20240520, 1   uint16 tokens, header[2] = their number
+// Sequences: each shard is cut into windows of T inputs and one more target at stride T: window i holds tokens [i*T, i*T + T], so the last target
+// of one window is the first input of the next, and every token but a shard's last few is predicted once an epoch. Documents are packed: a window
+// starts and ends anywhere in them. No window crosses from one shard into the next; what is left at a shard's end (less than T tokens) is not used.
+//
+// Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences. Each epoch is a keyed permutation of all sequences of all shards,
+// so that the order depends on (seed, g) alone: not on ranks, batch size or where the run was resumed. Without shuffling it is file order.
+#ifndef LLMC_DATALOADER_H
+#define LLMC_DATALOADER_H
+
+#include <fcntl.h>
+#include <glob.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "../base/rng.h"
+#include "../base/utils.h"
+#include "../base/xxhash64.h"
+
+#define SHARD_MAGIC_U32 20240801
+#define SHARD_MAGIC_U16 20240520
+#define SHARD_HEADER_INTS 256
+#define SHARD_HEADER_BYTES (SHARD_HEADER_INTS * (int64_t)sizeof(int32_t))
+#define SHARD_FEISTEL_ROUNDS 6
+#define SHARD_SCAN_TOKENS ((int64_t)1 << 18)
+#define FINGERPRINT_BLOCKS 16
+#define FINGERPRINT_TOKENS 1024
+
+typedef struct {
+    char *path;
+    int fd;
+    int64_t bytes;           // of the file when it was opened
+    struct timespec changed; // and when it had changed last
+    uint64_t fingerprint;    // by dataloader_identity; 0: not known
+    int token_bytes;         // 2 or 4
+    int64_t num_tokens;
+    int64_t first_sequence;  // number of the shard's first window among those of all shards
+    int64_t num_sequences;
+} DataShard;
+
+typedef struct {
+    DataShard *shards;       // sorted by path
+    int64_t num_shards;
+    int64_t num_tokens;      // of all shards
+    int64_t num_sequences;   // of all shards: one epoch
+    int64_t T;
+    int64_t vocabulary;      // a batch that holds a larger id ends the run; the caller sets it as soon as it is known
+    bool shuffle;
+    uint64_t seed;
+    uint32_t *buffer;        // room to read max(T + 1, SHARD_SCAN_TOKENS) tokens
+} DataLoader;
+
+// What the shards hold, whatever they are called and wherever they lie.
+typedef struct {
+    int64_t tokens, shards;
+    uint64_t fingerprint;  // of every shard's header and of samples of its tokens, in the order of the shards
+} DataIdentity;
+
+// Where a token stands, for error messages.
+typedef struct {
+    int64_t token, shard, position;
+} TokenPlace;
+
+// Fills `bytes` bytes from `offset`, or dies: the file shrank or the disk failed since it was opened.
+static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int64_t bytes, void *out) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t got = FILE_WORK("pread", shard->path, pread(shard->fd, (char *)out + done, (size_t)(bytes - done), (off_t)(offset + done)));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) die("%s: read at byte %lld failed: %s", shard->path, (long long)(offset + done), strerror(errno));
+        if (got == 0) die("%s: ends at byte %lld, where %lld more were expected: the file changed after it was opened", shard->path,
+                          (long long)(offset + done), (long long)(bytes - done));
+        done += got;
+    }
+}
+
+// Reads tokens [first, first + count) as uint32.
+static inline void shard_read_tokens(const DataShard *shard, int64_t first, int64_t count, uint32_t *out) {
+    int64_t width = shard->token_bytes;
+    // uint16 tokens are read into the upper half of the room and widened upwards, so that no second buffer is needed
+    char *raw = (char *)out + count * ((int64_t)sizeof(uint32_t) - width);
+    shard_read_bytes(shard, SHARD_HEADER_BYTES + first * width, count * width, raw);
+    if (width == sizeof(uint32_t)) return;
+    for (int64_t i = 0; i < count; i++) {
+        uint16_t token;
+        memcpy(&token, raw + i * 2, 2);
+        out[i] = token;
+    }
+}
+
+// Dies because of the id of token `position` of the shard; `cause` says what may be wrong.
+static inline void shard_refuse_token(const DataShard *shard, int64_t position, int64_t id, int64_t vocabulary,
+                                      const char *cause) {
+    die("%s: token %lld has id %lld, but the model's vocabulary is %lld; %s", shard->path, (long long)position,
+        (long long)id, (long long)vocabulary, cause);
+}
+
+// The largest of `count` ids: vector code.
+static inline uint32_t tokens_largest(const uint32_t *tokens, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = tokens[i] > largest ? tokens[i] : largest;
+    return largest;
+}
+
+// Sets token_bytes and num_tokens from the header; dies on a format that is not one of the three.
+static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
+    int32_t magic = header[0], version = header[1];
+    shard->num_tokens = header[2];
+    if (magic == SHARD_MAGIC_U32 && version == 8) {
+        memcpy(&shard->num_tokens, header + 2, sizeof(int64_t));
+    } else if (!(magic == SHARD_MAGIC_U32 && version == 7) && !(magic == SHARD_MAGIC_U16 && version == 1)) {
+        die("%s: not a token shard: magic %d version %d found; %d version 7 or 8 (uint32 tokens) or %d version 1 (uint16 tokens) expected. "
+            "data/tinystories.py and build/synth_stories make such shards",
+            shard->path, magic, version, SHARD_MAGIC_U32, SHARD_MAGIC_U16);
+    }
+    shard->token_bytes = magic == SHARD_MAGIC_U32 ? 4 : 2;
+    if (shard->num_tokens < 0 || shard->num_tokens > (INT64_MAX - SHARD_HEADER_BYTES) / 4)
+        die("%s: the header gives an impossible token count, %lld", shard->path, (long long)shard->num_tokens);
+}
+
+// Opens one of `num_shards` shards, which all stay open, checks header against file size; dies with what was found and
+// what was expected.
+static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shards) {
+    DataShard shard;
+    memset(&shard, 0, sizeof shard);
+    shard.path = xstrdup(path);
+    shard.fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a pipe that nobody writes must not keep open() waiting
+    if (shard.fd < 0 && errno == EMFILE)
+        die("%s: cannot be opened: %s: there are %lld shards, and each stays open; raise the limit with ulimit -n, or "
+            "make fewer and larger shards", path,
+            strerror(EMFILE), (long long)num_shards);
+    if (shard.fd < 0) die("%s: cannot be opened: %s", path, strerror(errno));
+    struct stat info;
+    if (fstat(shard.fd, &info) != 0) die("%s: cannot be examined: %s", path, strerror(errno));
+    if (!S_ISREG(info.st_mode)) die("%s: is not a regular file; a token shard is expected", path);
+    if (info.st_size < SHARD_HEADER_BYTES)
+        die("%s: truncated: %lld bytes, less than a shard's header of %lld", path, (long long)info.st_size, (long long)SHARD_HEADER_BYTES);
+    shard.bytes = info.st_size, shard.changed = info.st_mtim;
+    int32_t header[SHARD_HEADER_INTS];
+    shard_read_bytes(&shard, 0, SHARD_HEADER_BYTES, header);
+    shard_parse_header(&shard, header);
+    int64_t expected = SHARD_HEADER_BYTES + shard.num_tokens * shard.token_bytes;
+    if (info.st_size != expected)
+        die("%s: %s: the header promises %lld tokens = %lld bytes, the file has %lld; make or copy it again", path,
+            info.st_size < expected ? "truncated" : "too long", (long long)shard.num_tokens, (long long)expected, (long long)info.st_size);
+    if (shard.num_tokens < T + 1)
+        die("%s: %lld tokens, but one sequence of length %lld needs %lld (its inputs and one more target); use a shorter --sequence-length or more text", path,
+            (long long)shard.num_tokens, (long long)T, (long long)T + 1);
+    shard.num_sequences = (shard.num_tokens - 1) / T;
+    return shard;
+}
+
+// Opens every shard that the pattern matches (shell wildcards, or a plain path), in sorted order, for sequences of T tokens.
+// Dies if none matches or one is not a whole shard of at least T + 1 tokens.
+static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool shuffle, uint64_t seed) {
+    if (T < 1) die("sequence length %lld: at least 1 token is needed", (long long)T);
+    const bool is_path = access(pattern, F_OK) == 0;  // a name may hold what is a wildcard elsewhere
+    char *one[] = {(char *)pattern};
+    glob_t matches;
+    memset(&matches, 0, sizeof matches);
+    if (is_path) matches.gl_pathc = 1, matches.gl_pathv = one;
+    int status = is_path ? 0 : FILE_WORK("glob", pattern, glob(pattern, 0, NULL, &matches));
+    if (status == GLOB_NOMATCH)
+        die("no token shard matches \"%s\"; make one with data/tinystories.py or build/synth_stories, or correct the path (quote wildcards in the shell)", pattern);
+    if (status != 0) die("\"%s\": cannot list matching files: %s", pattern, status == GLOB_NOSPACE ? "out of memory" : "read error");
+    DataLoader dl;
+    memset(&dl, 0, sizeof dl);
+    dl.T = T;
+    dl.vocabulary = (int64_t)INT32_MAX + 1;  // what a batch can hold
+    dl.shuffle = shuffle;
+    dl.seed = seed;
+    dl.num_shards = (int64_t)matches.gl_pathc;
+    dl.shards = (DataShard *)xcalloc(matches.gl_pathc, sizeof(DataShard));
+    for (int64_t i = 0; i < dl.num_shards; i++) {
+        dl.shards[i] = shard_open(matches.gl_pathv[i], T, dl.num_shards);
+        dl.shards[i].first_sequence = dl.num_sequences;
+        dl.num_sequences += dl.shards[i].num_sequences;
+        dl.num_tokens += dl.shards[i].num_tokens;
+    }
+    if (!is_path) globfree(&matches);
+    dl.buffer = (uint32_t *)xcalloc((size_t)max_i64(T + 1, SHARD_SCAN_TOKENS), sizeof(uint32_t));
+    return dl;
+}
+
+static inline void dataloader_close(DataLoader *dl) {
+    for (int64_t i = 0; i < dl->num_shards; i++) {
+        close(dl->shards[i].fd);
+        free(dl->shards[i].path);
+    }
+    free(dl->shards);
+    free(dl->buffer);
+    memset(dl, 0, sizeof *dl);
+}
+
+// XXH64 of the shard's header and of FINGERPRINT_BLOCKS blocks of tokens spread over it. The same bytes join *all.
+static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) {
+    const int64_t count = min_i64(FINGERPRINT_TOKENS, shard->num_tokens), bytes = count * shard->token_bytes;
+    char block[FINGERPRINT_TOKENS * sizeof(uint32_t)];
+    XxHash64 own = xxhash64_begin();
+    shard_read_bytes(shard, 0, SHARD_HEADER_BYTES, block);
+    xxhash64_add(&own, block, SHARD_HEADER_BYTES), xxhash64_add(all, block, SHARD_HEADER_BYTES);
+    for (int64_t i = 0; i < FINGERPRINT_BLOCKS; i++) {
+        const int64_t first = (shard->num_tokens - count) / (FINGERPRINT_BLOCKS - 1) * i;
+        shard_read_bytes(shard, SHARD_HEADER_BYTES + first * shard->token_bytes, bytes, block);
+        xxhash64_add(&own, block, (size_t)bytes), xxhash64_add(all, block, (size_t)bytes);
+    }
+    return xxhash64_end(&own);
+}
+
+// Reads FINGERPRINT_BLOCKS blocks spread over each shard: enough to tell other data by, or the same shards in another order; not one changed token.
+static inline DataIdentity dataloader_identity(const DataLoader *dl) {
+    XxHash64 hash = xxhash64_begin();
+    for (int64_t s = 0; s < dl->num_shards; s++) dl->shards[s].fingerprint = shard_fingerprint(&dl->shards[s], &hash);
+    const DataIdentity identity = {dl->num_tokens, dl->num_shards, xxhash64_end(&hash)};
+    return identity;
+}
+
+// True if the file is no longer the one that was opened. A file that took its name does not count: the open one goes
+// on. Nor does a time of change that is new (touch) while size and fingerprint are the same.
+static inline bool shard_has_changed(DataShard *shard) {
+    struct stat now;
+    if (fstat(shard->fd, &now) != 0) die("%s: cannot be examined: %s", shard->path, strerror(errno));
+    if (now.st_size != shard->bytes) return true;
+    if (now.st_mtim.tv_sec == shard->changed.tv_sec && now.st_mtim.tv_nsec == shard->changed.tv_nsec) return false;
+    XxHash64 unused = xxhash64_begin();
+    if (!shard->fingerprint || shard_fingerprint(shard, &unused) != shard->fingerprint) return true;
+    shard->changed = now.st_mtim;
+    return false;
+}
+
+// Sample number of row 0 of a rank's micro-batch of B rows; row b is this + b. The step's samples, from `first` on, are the same for every split
+// of the global batch into micro-steps x world x B.
+static inline int64_t dataloader_sample_index(int64_t first, int64_t micro_step, int64_t world, int64_t rank, int64_t B) { return first + (micro_step * world + rank) * B; }
+
+// How many of the B samples from `first` on come before sample `end`.
+static inline int64_t dataloader_rows_before(int64_t first, int64_t B, int64_t end) {
+    return max_i64(0, min_i64(B, end - first));
+}
+
+// A bijection of [0, n) chosen by key: a Feistel network on the next even number of bits, walked until the value falls inside
+// (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). The network's domain is at most 4 n, so a walk has under 4 steps on average.
+static inline int64_t dataloader_permute(int64_t index, int64_t n, uint64_t key) {
+    int half_bits = 1;
+    while (half_bits < 31 && (int64_t)1 << (2 * half_bits) < n) half_bits++;
+    uint64_t mask = ((uint64_t)1 << half_bits) - 1, x = (uint64_t)index;
+    do {
+        uint64_t left = x >> half_bits, right = x & mask;
+        for (uint64_t round = 0; round < SHARD_FEISTEL_ROUNDS; round++) {
+            uint64_t mixed = left ^ (rng_u64(key, round << 32 | right) & mask);
+            left = right;
+            right = mixed;
+        }
+        x = left << half_bits | right;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+
+// The sequence (0 ... num_sequences - 1, in file order) that sample g reads.
+static inline int64_t dataloader_sequence(const DataLoader *dl, int64_t sample) {
+    int64_t epoch = sample / dl->num_sequences, position = sample % dl->num_sequences;
+    if (!dl->shuffle) return position;
+    const uint64_t order_stream = 0x6f72646572ull;  // "order": apart from the streams that the weights draw from
+    return dataloader_permute(position, dl->num_sequences, rng_key(rng_key(dl->seed, order_stream), (uint64_t)epoch));
+}
+
+// The shard that holds a sequence (binary search on first_sequence).
+static inline DataShard *dataloader_find_shard(const DataLoader *dl, int64_t sequence) {
+    int64_t low = 0, high = dl->num_shards - 1;
+    while (low < high) {
+        int64_t middle = low + (high - low + 1) / 2;
+        if (dl->shards[middle].first_sequence <= sequence) low = middle;
+        else high = middle - 1;
+    }
+    return &dl->shards[low];
+}
+
+// Reads the tokens of a sequence, [T + 1], into dl->buffer. Dies if the shard has changed since it was opened, or an id
+// is not in the vocabulary: files are rewritten and disks fail while a run goes on, and such an id would be looked up
+// outside the embedding.
+static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
+    DataShard *shard = dataloader_find_shard(dl, sequence);
+    const int64_t first = (sequence - shard->first_sequence) * dl->T, count = dl->T + 1;
+    shard_read_tokens(shard, first, count, dl->buffer);
+    const bool changed = shard_has_changed(shard);  // asked after the read, so that no change before it is missed
+    if ((int64_t)tokens_largest(dl->buffer, count) >= dl->vocabulary) {
+        int64_t i = 0;
+        while ((int64_t)dl->buffer[i] < dl->vocabulary) i++;
+        shard_refuse_token(shard, first + i, dl->buffer[i], dl->vocabulary,
+                           changed ? "the file changed after it was opened"
+                                   : "another one stood there when the run began: the disk or the memory may be failing");
+    }
+    if (changed)
+        die("%s: the file changed after it was opened; a run needs its shards as they are until it ends", shard->path);
+}
+
+// Rows are samples first_sample ... first_sample + B - 1. inputs [B, T] and targets [B, T] are token ids, targets[b][t] the token after inputs[b][t].
+// Dies as dataloader_read does.
+static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_t B, int32_t *inputs, int32_t *targets) {
+    int64_t T = dl->T;
+    for (int64_t b = 0; b < B; b++) {
+        dataloader_read(dl, dataloader_sequence(dl, first_sample + b));
+        memcpy(inputs + b * T, dl->buffer, (size_t)T * sizeof(int32_t));
+        memcpy(targets + b * T, dl->buffer + 1, (size_t)T * sizeof(int32_t));
+    }
+}
+
+// Reads every token of every shard once, in order, until one is >= limit; returns that token's place, or the place of the largest one.
+static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
+    TokenPlace largest = {-1, 0, 0};
+    for (int64_t s = 0; s < dl->num_shards; s++) {
+        const DataShard *shard = &dl->shards[s];
+        for (int64_t first = 0; first < shard->num_tokens; first += SHARD_SCAN_TOKENS) {
+            int64_t count = min_i64(SHARD_SCAN_TOKENS, shard->num_tokens - first);
+            shard_read_tokens(shard, first, count, dl->buffer);
+            const uint32_t top = tokens_largest(dl->buffer, count);
+            // the place is looked for only when the block has something new
+            if ((int64_t)top <= largest.token) continue;
+            int64_t stop = (int64_t)top >= limit ? limit : (int64_t)top, i = 0;
+            while ((int64_t)dl->buffer[i] < stop) i++;
+            largest.token = dl->buffer[i];
+            largest.shard = s;
+            largest.position = first + i;
+            if (largest.token >= limit) return largest;
+        }
+    }
+    return largest;
+}
+
+// Largest token id of all shards (a full read): without a tokenizer table, vocabulary sizes come from it.
+static inline int64_t dataloader_max_token(DataLoader *dl) { return dataloader_scan(dl, INT64_MAX).token; }
+
+// Dies if any token id is >= vocabulary, with the first such token's place. A full read: call it once, before training.
+static inline void dataloader_check_vocabulary(DataLoader *dl, int64_t vocabulary) {
+    TokenPlace found = dataloader_scan(dl, vocabulary);
+    if (found.token < vocabulary) return;
+    shard_refuse_token(&dl->shards[found.shard], found.position, found.token, vocabulary,
+                       "use a shard made with the model's own tokenizer");
+}
+
+#endif

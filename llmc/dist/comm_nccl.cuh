@@ -1,0 +1,219 @@
+// NCCL as the GPU trainer uses it: a communicator for each group of ranks, one stream, and a watch for errors.
+//
+// All collectives of a rank run on one stream of high priority, in the order of the calls, which is the same on every rank: so no two communicators
+// can wait for each other. They are enqueued and finish like kernels; events tie them to the compute stream (fsdp.cuh).
+//
+// The communicators do not block: no call into NCCL waits for another rank. Whoever waits for the GPU calls nccl_watch,
+// which ends the run when NCCL reports an error, with rank, step and collective, and tells the thread that knows the
+// deadline (watch.h) which operations are pending. ncclCommAbort is not called: the processes end, and their kernels
+// with them, while the call itself may wait for what is gone.
+#ifndef LLMC_COMM_NCCL_CUH
+#define LLMC_COMM_NCCL_CUH
+
+#include <nccl.h>
+#include <sched.h>
+
+#include "comm.h"
+#include "../cuda/cuda_utils.cuh"
+
+// Multiprocessors that a collective may take: NCCL occupies one with each block, also while the block waits for data, and the matrix products beside
+// it lose them. More blocks move data faster; 16 are an eighth of an H200. NCCL's own choice may be up to 32.
+#define NCCL_MAX_CTAS 16
+
+// Collectives in flight that the watch tells apart; the host waits when there are more.
+#define NCCL_PENDING 256
+
+// Memory of one communicator beside the arena (channels and their buffers), most of it taken at its first use.
+#define NCCL_OVERHEAD_BYTES (512ll << 20)
+
+typedef struct {
+    cudaEvent_t begun, done;
+    const char *what;
+    int64_t unit, step;
+} NcclOperation;
+
+typedef struct {
+    const Comm *host;
+    ncclComm_t comms[COMM_NUM_GROUPS];  // NULL: a group of one rank. Groups of the same ranks share one
+    cudaStream_t stream;
+    NcclOperation operations[NCCL_PENDING];
+    int64_t step;                       // the trainer's, for messages
+    int64_t enqueued, finished;         // operations
+} Nccl;
+
+static inline void nccl_check(ncclResult_t result, const char *call, const char *file, int line) {
+    if (result != ncclSuccess && result != ncclInProgress) die("%s:%d: %s: %s (%s)", file, line, call, ncclGetErrorString(result), ncclGetLastError(NULL));
+}
+#define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
+
+// Ends the run: `reason` befell the oldest operation that has not finished.
+__attribute__((noreturn)) static inline void nccl_die(const Nccl *n, const char *reason) {
+    const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
+    if (n->finished == n->enqueued) die("step %lld, at the start of a collective: %s", (long long)n->step + 1, reason);
+    char of[64] = "";
+    if (o->unit == 0) format_checked(of, sizeof of, " of the root unit");
+    if (o->unit > 0) format_checked(of, sizeof of, " of layer %lld", (long long)o->unit - 1);
+    die("step %lld, %s%s: %s", (long long)o->step + 1, o->what, of, reason);
+}
+
+// NCCL's error of any communicator; ncclInProgress while a call is still being carried out.
+static inline ncclResult_t nccl_state(const Nccl *n) {
+    ncclResult_t worst = ncclSuccess;
+    for (int g = 0; g < COMM_NUM_GROUPS; g++) {
+        ncclResult_t state = ncclSuccess;
+        if (n->comms[g]) NCCL_CHECK(ncclCommGetAsyncError(n->comms[g], &state));
+        if (worst == ncclSuccess || (state != ncclSuccess && state != ncclInProgress)) worst = state;
+    }
+    return worst;
+}
+
+// Whether the event has happened.
+static inline bool nccl_has_happened(cudaEvent_t event) {
+    const cudaError_t status = cudaEventQuery(event);
+    if (status == cudaErrorNotReady) return false;
+    CUDA_CHECK(status);
+    return true;
+}
+
+// Tells the watching thread of the oldest operation that has not finished. `finished`: one more has.
+static inline void nccl_publish(const Nccl *n, bool finished) {
+    const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
+    activity_operation(n->enqueued - n->finished, o->what, o->unit, finished);
+}
+
+// Notes what has finished; ends the run on an error.
+static inline void nccl_watch(Nccl *n) {
+    while (n->finished < n->enqueued && nccl_has_happened(n->operations[n->finished % NCCL_PENDING].done)) {
+        n->finished++;
+        nccl_publish(n, true);
+    }
+    if (n->finished < n->enqueued && !nccl_has_happened(n->operations[n->finished % NCCL_PENDING].begun)) activity_moved();  // its turn has not come
+    const ncclResult_t state = nccl_state(n);
+    if (state == ncclSuccess || state == ncclInProgress) return;
+    char reason[512];
+    snprintf(reason, sizeof reason, "NCCL reports \"%s\" (%.300s)", ncclGetErrorString(state), ncclGetLastError(NULL));
+    nccl_die(n, reason);
+}
+
+// The host waits for an event of any stream.
+static inline void nccl_wait(Nccl *n, cudaEvent_t event) {
+    while (!nccl_has_happened(event)) {
+        nccl_watch(n);
+        sched_yield();
+    }
+    nccl_watch(n);
+}
+
+// The host waits until NCCL has carried out what it was told to. `what`: static text.
+static inline void nccl_settle(Nccl *n, const char *what) {
+    if (nccl_state(n) == ncclInProgress) {
+        activity_begin(ACTIVITY_WAITING, what, "");
+        while (nccl_state(n) == ncclInProgress) sched_yield();
+        activity_end();
+    }
+    nccl_watch(n);
+}
+
+// The watch knows of what is enqueued between these two, on n->stream. `unit`: of the parameters; -1: none.
+static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t unit) {
+    nccl_watch(n);  // copies, unlike collectives, do not look at what has finished when they are enqueued
+    if (n->enqueued - n->finished == NCCL_PENDING) nccl_wait(n, n->operations[n->finished % NCCL_PENDING].done);
+    NcclOperation *o = &n->operations[n->enqueued % NCCL_PENDING];
+    o->what = what, o->unit = unit, o->step = n->step;
+    CUDA_CHECK(cudaEventRecord(o->begun, n->stream));
+}
+
+static inline void nccl_end_operation(Nccl *n) {
+    CUDA_CHECK(cudaEventRecord(n->operations[n->enqueued % NCCL_PENDING].done, n->stream));
+    n->enqueued++;
+    nccl_publish(n, false);
+}
+
+// A group of collectives that travel as one: nccl_begin, calls of the functions below, nccl_end.
+static inline void nccl_begin(Nccl *n, const char *what, int64_t unit) {
+    nccl_begin_operation(n, what, unit);
+    NCCL_CHECK(ncclGroupStart());
+}
+
+static inline void nccl_end(Nccl *n) {
+    NCCL_CHECK(ncclGroupEnd());
+    nccl_settle(n, n->operations[n->enqueued % NCCL_PENDING].what);
+    nccl_end_operation(n);
+}
+
+// all [ranks of the group][count] = each rank's part [count].
+static inline void nccl_all_gather(Nccl *n, CommGroup g, const void *part, void *all, int64_t count, ncclDataType_t type) {
+    NCCL_CHECK(ncclAllGather(part, all, (size_t)count, type, n->comms[g], n->stream));
+}
+
+// part [count] = this rank's piece of the sum over ranks of all [ranks of the group][count]; `part` may be its place in `all`.
+static inline void nccl_reduce_scatter(Nccl *n, CommGroup g, const void *all, void *part, int64_t count, ncclDataType_t type) {
+    NCCL_CHECK(ncclReduceScatter(all, part, (size_t)count, type, ncclSum, n->comms[g], n->stream));
+}
+
+// In place.
+static inline void nccl_all_reduce(Nccl *n, CommGroup g, void *values, int64_t count, ncclDataType_t type, ncclRedOp_t op) {
+    NCCL_CHECK(ncclAllReduce(values, values, (size_t)count, type, op, n->comms[g], n->stream));
+}
+
+static inline ncclComm_t nccl_connect(Nccl *n, CommGroup g, int64_t rank) {
+    ncclUniqueId id;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    config.maxCTAs = NCCL_MAX_CTAS;
+    memset(&id, 0, sizeof id);
+    if (rank == 0) NCCL_CHECK(ncclGetUniqueId(&id));
+    comm_broadcast(n->host, g, 0, &id, (int64_t)sizeof id);
+    ncclComm_t comm = NULL;
+    NCCL_CHECK(ncclCommInitRankConfig(&comm, (int)comm_size(n->host, g), id, (int)rank, &config));
+    n->comms[g] = comm;
+    nccl_settle(n, "connecting of NCCL");
+    return comm;
+}
+
+// True if a group of `size` ranks has a communicator of its own: a group of all `world` ranks uses theirs.
+static inline bool nccl_is_own(int64_t size, int64_t world) { return size > 1 && size < world; }
+
+// Communicators that nccl_open makes of `world` ranks in shard groups of `group`.
+static inline int64_t nccl_communicators(int64_t world, int64_t group) {
+    return (world > 1) + nccl_is_own(group, world) + nccl_is_own(world / group, world);
+}
+
+// Connects the ranks; every rank has chosen its GPU and called comm_split. Not for a single rank.
+static inline void nccl_open(Nccl *n, const Comm *host) {
+    int lowest, highest;
+    memset(n, 0, sizeof *n);
+    n->host = host, n->step = -1;
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&n->stream, cudaStreamNonBlocking, highest));
+    for (int i = 0; i < NCCL_PENDING; i++) {
+        CUDA_CHECK(cudaEventCreateWithFlags(&n->operations[i].begun, cudaEventDisableTiming));
+        CUDA_CHECK(cudaEventCreateWithFlags(&n->operations[i].done, cudaEventDisableTiming));
+    }
+    const ncclComm_t world = nccl_connect(n, COMM_WORLD, host->rank);
+    if (nccl_is_own(host->group, host->world)) nccl_connect(n, COMM_SHARD, host->place);
+    else if (host->group > 1) n->comms[COMM_SHARD] = world;
+    if (nccl_is_own(host->replicas, host->world)) nccl_connect(n, COMM_REPLICAS, host->replica);
+    else if (host->replicas > 1) n->comms[COMM_REPLICAS] = world;
+}
+
+// Every rank calls it when its GPU has nothing left to do.
+static inline void nccl_close(Nccl *n) {
+    const ncclComm_t world = n->comms[COMM_WORLD];
+    for (int g = COMM_NUM_GROUPS - 1; g >= 0; g--) {
+        if (!n->comms[g] || (g != COMM_WORLD && n->comms[g] == world)) continue;
+        NCCL_CHECK(ncclCommFinalize(n->comms[g]));
+        nccl_settle(n, "ncclCommFinalize");
+        NCCL_CHECK(ncclCommDestroy(n->comms[g]));
+        for (int same = 0; same < COMM_NUM_GROUPS; same++)
+            if (same != g && n->comms[same] == n->comms[g]) n->comms[same] = NULL;
+        n->comms[g] = NULL;
+    }
+    for (int i = 0; i < NCCL_PENDING; i++) {
+        CUDA_CHECK(cudaEventDestroy(n->operations[i].begun));
+        CUDA_CHECK(cudaEventDestroy(n->operations[i].done));
+    }
+    CUDA_CHECK(cudaStreamDestroy(n->stream));
+}
+
+#endif

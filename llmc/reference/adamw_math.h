@@ -1,0 +1,120 @@
+// One element of AdamW, shared by the CPU trainer and the CUDA kernel so that both compute the same bits.
+// The rule is torch.optim.AdamW's (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"):
+//     p *= 1 - lr * wd;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g;
+//     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+// Products that feed a sum are explicit fmaf, so that no compiler contracts differently.
+//
+// bf16 weights and moments are rounded stochastically with random bits that depend on (seed, step, flat element index) alone: neither on
+// the launch shape nor on how the parameters are split over GPUs.
+#ifndef LLMC_ADAMW_MATH_H
+#define LLMC_ADAMW_MATH_H
+
+#include <math.h>
+
+#include "../base/rng.h"
+
+// What is the same for all elements in one optimizer step.
+typedef struct {
+    float one_minus_beta1, beta2, one_minus_beta2;
+    float step_size;             // lr / (1 - beta1^t)
+    float inverse_sqrt_bias2;    // 1 / sqrt(1 - beta2^t)
+    float eps;
+    float decay;                 // 1 - lr * weight_decay, the factor for tensors with PARAM_DECAY
+    uint64_t key;                // of this step's rounding bits
+    bool nearest_weights;        // bf16 weights are rounded to nearest, ties away from zero, to show what plain rounding costs
+} AdamwStep;
+
+typedef struct {
+    float weight, exp_avg, exp_avg_sq;
+} AdamwElement;
+
+// `step` is the optimizer step that is being taken, counted from 1.
+static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay, bool nearest_weights, uint64_t seed) {
+    AdamwStep s;
+    s.one_minus_beta1 = (float)(1 - beta1);
+    s.beta2 = (float)beta2;
+    s.one_minus_beta2 = (float)(1 - beta2);
+    s.step_size = (float)(lr / (1 - pow(beta1, (double)step)));
+    s.inverse_sqrt_bias2 = (float)(1 / sqrt(1 - pow(beta2, (double)step)));
+    s.eps = (float)eps;
+    s.decay = (float)(1 - lr * weight_decay);
+    s.key = rng_key(seed, 0x5352000000000000ull + (uint64_t)step);
+    s.nearest_weights = nearest_weights;
+    return s;
+}
+
+// The largest gradient norm, before clipping, with which a step is taken; above it the step counts as not finite. No
+// gradient is larger than the norm then, so its square, and with it the second moment, is at most 2^126: below fp32's
+// largest number, 2^128, by more than any rounding to bf16 adds.
+#define ADAMW_LARGEST_NORM 0x1p63
+
+// True if a step is taken with this gradient norm, which may be NaN.
+HOST_DEVICE static inline bool adamw_accepts(double norm) { return norm <= ADAMW_LARGEST_NORM; }
+
+// A gradient's magnitude as bits, of which the larger ones are those of the larger magnitude. NaN counts as infinity.
+HOST_DEVICE static inline uint32_t adamw_magnitude(float gradient) {
+    const uint32_t magnitude = float_bits(gradient) & 0x7fffffffu;
+    return magnitude < 0x7f800000u ? magnitude : 0x7f800000u;
+}
+
+// The magnitude from which on a gradient counts as large in a step that is not taken: a 1024th of the largest, or
+// infinity if that is the largest. Gradients grow on their way back through the model, so the first large one is nearer
+// to the cause than the largest.
+HOST_DEVICE static inline uint32_t adamw_large(uint32_t largest) {
+    const uint32_t factor = 10u << 23;
+    return largest == 0x7f800000u ? largest : largest > factor ? largest - factor : 0;
+}
+
+// What a gradient of this norm is multiplied by so that its norm is at most `clip` (0: no clipping). torch.nn.utils.clip_grad_norm_'s rule.
+HOST_DEVICE static inline float clip_factor(double norm, double clip) {
+    if (clip <= 0) return 1.0f;
+    const double factor = clip / (norm + 1e-6);
+    return factor < 1 ? (float)factor : 1.0f;
+}
+
+// The updated element in fp32. `gradient` is already clipped.
+HOST_DEVICE static inline AdamwElement adamw_update(AdamwElement e, float gradient, bool decay, const AdamwStep *s) {
+    e.exp_avg = fmaf(s->one_minus_beta1, gradient - e.exp_avg, e.exp_avg);
+    e.exp_avg_sq = fmaf(s->beta2, e.exp_avg_sq, (s->one_minus_beta2 * gradient) * gradient);
+    float denominator = fmaf(sqrtf(e.exp_avg_sq), s->inverse_sqrt_bias2, s->eps);
+    float kept = decay ? e.weight * s->decay : e.weight;
+    e.weight = fmaf(-s->step_size, e.exp_avg / denominator, kept);
+    return e;
+}
+
+// Rounding bits of an element: the upper 16 of each word.
+typedef struct {
+    uint32_t weight, exp_avg, exp_avg_sq;
+} AdamwRandom;
+
+// 48 bits an element from 32-bit products: with rng.h's 64-bit ones they were 25 of the 62 instructions that the update
+// of an element took a GPU. The rounds, x ^= x >> s; x *= odd number, and the numbers are those of Wellons 2018,
+// "Prospecting for Hash Functions", and of his lists in github.com/skeeto/hash-prospector. Elements 8 group .. 8 group
+// + 7 share two rounds, which both halves of the key enter: of the step, or of a sum of gradients (gradient_sum.h).
+HOST_DEVICE static inline uint32_t adamw_random_group(uint64_t key, int64_t group) {
+    uint32_t x = (uint32_t)group ^ (uint32_t)key;
+    x = (x ^ x >> 16) * 0x7feb352du + ((uint32_t)(key >> 32) + (uint32_t)(group >> 32) * 0x9e3779b9u);
+    return (x ^ x >> 15) * 0x846ca68bu;
+}
+
+// One round more for each member of the group, 0 to 7. It ends in three products, of which only the upper bits hang on all bits of x. Over all 2^32
+// hashes the bits of two members correlate by less than 4e-4, those of one by less than 1e-7.
+HOST_DEVICE static inline uint32_t adamw_random_word(uint32_t group_hash, uint32_t member) {
+    const uint32_t x = group_hash + member * 0x21f0aaadu;
+    return x ^ x >> 16;
+}
+
+HOST_DEVICE static inline AdamwRandom adamw_random_member(const AdamwStep *s, uint32_t group_hash, uint32_t member) {
+    const uint32_t x = adamw_random_word(group_hash, member);
+    const AdamwRandom random = {s->nearest_weights ? 0x80000000u : x * 0xd35a2d97u, x * 0x846ca68bu, x * 0xef1d6b47u};
+    return random;
+}
+
+// Rounding bits of flat element i.
+HOST_DEVICE static inline AdamwRandom adamw_random(const AdamwStep *s, int64_t i) {
+    return adamw_random_member(s, adamw_random_group(s->key, i >> 3), (uint32_t)i & 7);
+}
+
+HOST_DEVICE static inline bf16_bits adamw_round(float x, uint32_t random) { return bf16_from_float_stochastic(x, random >> 16); }
+
+#endif

@@ -1,0 +1,68 @@
+// Delayed scaling (Transformer Engine's recipe): the amax histories, the scales made from them, and their update.
+// One pass over a tensor then casts it and finds the amax from which later scales are made. Both trainers keep this state.
+//
+// Tensors are counted [layer][weight x 4, input x 4, gradient x 4], in the order of LinearId within each; those of filtered layers are there and unused.
+#ifndef LLMC_DELAYED_H
+#define LLMC_DELAYED_H
+
+#include "../config/recipes.h"
+
+typedef struct {
+    int64_t tensors, window;
+    float *history;  // [tensors, window] largest magnitudes of earlier passes, the oldest at 1, the newest last; 0 is for the pass under way, and zero between passes
+    float *scale;    // [tensors] what the next pass casts with; 0: no pass has been seen, the cast takes its own magnitude
+} DelayedState;
+
+static inline int64_t delayed_tensors(int64_t num_layers) { return num_layers * NUM_TENSORS * NUM_LINEARS; }
+
+static inline int64_t delayed_index(int64_t layer, TensorRole tensor, int id) {
+    const int place = tensor == TENSOR_W ? 0 : tensor == TENSOR_X ? 1 : 2;
+    return (layer * NUM_TENSORS + place) * NUM_LINEARS + id;
+}
+
+// Of a model that has seen nothing. The caller frees with delayed_free.
+static inline DelayedState delayed_new(int64_t num_layers, int64_t window) {
+    DelayedState d = {delayed_tensors(num_layers), window, NULL, NULL};
+    d.history = (float *)xcalloc((size_t)(d.tensors * window), sizeof(float));
+    d.scale = (float *)xcalloc((size_t)d.tensors, sizeof(float));
+    return d;
+}
+
+static inline void delayed_free(DelayedState *d) {
+    free(d->history);
+    free(d->scale);
+    memset(d, 0, sizeof *d);
+}
+
+// True if the scale of every tensor is known, also of those that are never cast.
+static inline bool delayed_is_complete(const DelayedState *d) {
+    for (int64_t i = 0; i < d->tensors; i++)
+        if (!(d->scale[i] > 0)) return false;
+    return true;
+}
+
+// Whether a pass's amax (its bits) enters the history: zero means that the tensor was not cast, or held nothing to scale by.
+HOST_DEVICE static inline bool delayed_counts(uint32_t amax) { return amax != 0 && amax <= 0x7f800000u; }
+
+// The scale that follows from the largest magnitude of the window, infinity included: that keeps the scale as it is until it has left the window. A tensor
+// never has scale 0 again: its first cast's own scale for a magnitude without meaning (fp8_scale_te) was 1.
+HOST_DEVICE static inline float delayed_scale(float scale, float largest, Fp8Format format, int margin) {
+    if (largest > 0 && float_bits(largest) < 0x7f800000u) return fp8_scale_te(largest, format, margin);
+    return scale > 0 ? scale : 1.0f;
+}
+
+// After a pass over one tensor, whose largest magnitude (NaN not counted) has the bits `amax`: it enters the history [window], the oldest leaves it, and
+// *scale is made anew. Transformer Engine: delayed_scaling.py, "max" over the window. A window of one looks at this pass alone.
+HOST_DEVICE static inline void delayed_update(float *history, int64_t window, float *scale, uint32_t amax, Fp8Format format, int margin) {
+    float largest = 0;
+    if (delayed_counts(amax)) {
+        largest = float_from_bits(amax);
+        for (int64_t i = 1; i < window; i++) {
+            if (history[i] > largest) largest = history[i];
+            history[i] = i + 1 < window ? history[i + 1] : float_from_bits(amax);
+        }
+    }
+    *scale = delayed_scale(*scale, largest, format, margin);
+}
+
+#endif

@@ -1,0 +1,311 @@
+// What a run prints, and what it writes to log.jsonl: settings, steps, validation losses and a summary.
+// A run that goes on from a checkpoint continues the file with a settings line of its own; for any other run an
+// earlier file steps aside.
+#ifndef LLMC_LOGGER_H
+#define LLMC_LOGGER_H
+
+#include "../config/flops.h"
+#include "../base/json.h"
+#include "../base/file_io.h"
+#include "../config/options.h"
+
+#define TRAINER_VERSION "0.1"
+
+// Steps that the summary's medians leave out: clocks, caches and algorithm choices settle. Fewer in runs shorter than twice this.
+#define SUMMARY_WARMUP_STEPS 10
+
+// Loss at the end of the run: mean over the last steps, as one batch alone is noisy.
+#define SUMMARY_LOSS_STEPS 20
+
+// Where and how the run takes place.
+typedef struct {
+    const char *program;   // "train_fp8", "train_fp8cu"
+    const char *device;    // GPU's name, or "CPU, 2 threads"
+    const char *versions;  // compiler, CUDA, cuBLASLt, driver: free text
+    int64_t world_size;    // GPUs
+    double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
+    bool resumed;          // from a checkpoint
+} RunInfo;
+
+typedef struct {
+    int64_t step;         // steps done: 1 after the first
+    double loss, norm;    // mean loss over the step's tokens; global gradient norm before clipping
+    double learning_rate;
+    double seconds;       // of the whole step
+    int64_t memory;       // bytes used on the GPU (CPU trainer: by the process)
+    bool skipped;         // non-finite gradient: the weights did not change
+} StepRecord;
+
+typedef struct {
+    FILE *file;           // unbuffered, open for appending; NULL: no --log-dir
+    char path[PATH_CAPACITY];
+    int64_t end;          // bytes of the whole lines in it
+    bool lines_lost;      // some could not be written
+    RunInfo run;
+    TokenFlops flops;
+    int64_t num_steps, tokens_per_step;
+    double *seconds, *losses;  // of the steps taken in this process
+    int64_t count, capacity, skipped;
+    int64_t memory;       // largest seen
+} Logger;
+
+// Writes one line. A full disk costs lines of the log, not the run: the part of a line that fits is taken back, so that
+// one that can be written later begins a line. A file that cannot be cut so (a pipe, a failing disk) is given up.
+static inline void logger_write(Logger *l, JsonText *line) {
+    json_text_add(line, "\n");
+    if (l->file && FILE_WORK("write", l->path, fwrite(line->data, 1, line->size, l->file)) == line->size) {
+        l->end += (int64_t)line->size;
+    } else if (l->file) {
+        const int error = errno;
+        const bool again = ftruncate(fileno(l->file), (off_t)l->end) == 0;
+        if (!l->lines_lost || !again) warn("%s: cannot be written (%s); the run goes on without %s", l->path, strerror(error), again ? "the lines that do not fit" : "it");
+        l->lines_lost = true;
+        if (!again) fclose(l->file), l->file = NULL;
+    }
+    json_text_free(line);
+}
+
+// A number as JSON; what JSON cannot hold (NaN, infinity) becomes null.
+static inline void logger_add(JsonText *line, const char *key, double value) {
+    json_text_add(line, ", \"%s\": ", key);
+    if (isfinite(value)) json_text_add_real(line, value);
+    else json_text_add(line, "null");
+}
+
+static inline void logger_add_int(JsonText *line, const char *key, int64_t value) { json_text_add(line, ", \"%s\": %lld", key, (long long)value); }
+
+static inline void logger_add_text(JsonText *line, const char *key, const char *value) {
+    json_text_add(line, ", \"%s\": ", key);
+    json_text_add_string(line, value);
+}
+
+static inline void logger_write_settings(Logger *l, const Options *o, const ModelConfig *m, const ParameterTable *t) {
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"settings\"");
+    logger_add_text(&line, "version", TRAINER_VERSION);
+    logger_add_text(&line, "program", l->run.program);
+    logger_add_text(&line, "versions", l->run.versions);
+    logger_add_text(&line, "device", l->run.device);
+    logger_add_int(&line, "world_size", l->run.world_size);
+    logger_add_text(&line, "model", m->name);
+    logger_add_int(&line, "parameters", t->num_parameters);
+    logger_add_int(&line, "vocab_size", m->vocab_size);
+    logger_add(&line, "model_flops_per_token", flops_total(l->flops));
+    logger_add(&line, "peak_bf16_flops", l->run.peak_bf16 > 0 ? l->run.peak_bf16 : (double)NAN);
+    json_text_add(&line, ", \"settings\": {");
+    const char *separator = "";
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP || row->field == offsetof(Options, help)) continue;
+        char value[PATH_CAPACITY];
+        option_format(o, row, value, sizeof value);
+        json_text_add(&line, "%s\"%s\": ", separator, row->name);
+        if (row->kind == OPTION_INT || row->kind == OPTION_REAL) json_text_add(&line, "%s", value);
+        else json_text_add_string(&line, value);
+        separator = ", ";
+    }
+    json_text_add(&line, "}}");
+    logger_write(l, &line);
+}
+
+// Opens the log behind its last whole line: one that a full disk or a power failure has cut off goes. *end: its bytes.
+// NULL: errno says why.
+static inline FILE *logger_append(const char *path, int64_t *end) {
+    FILE *file = FILE_WORK("fopen", path, fopen(path, "a+"));
+    *end = 0;
+    if (!file || setvbuf(file, NULL, _IONBF, 0) || fseeko(file, 0, SEEK_END)) return file;  // not every file has an end
+    const off_t size = ftello(file);
+    *end = size;
+    int last = EOF;
+    while (*end > 0 && !fseeko(file, (off_t)*end - 1, SEEK_SET) && (last = fgetc(file)) != '\n' && last != EOF) (*end)--;
+    if (*end < size && (ferror(file) || ftruncate(fileno(file), (off_t)*end))) {
+        fclose(file);
+        return NULL;
+    }
+    fseeko(file, 0, SEEK_END);
+    return file;
+}
+
+// Before any work: makes LOG_DIR and finds out whether the log can be written there. Two runs at once would write into each other's lines, so the folder is
+// locked to the end of the process. Dies with the reason.
+static inline void logger_prepare(const char *dir) {
+    Failure failure;
+    char path[PATH_CAPACITY];
+    if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure)) die("--log-dir %s: %s", dir, failure.text);
+    format_checked(path, sizeof path, "%s/log.jsonl", dir);
+    if (access(access(path, F_OK) == 0 ? path : dir, W_OK))
+        die("--log-dir: cannot write %s: %s", path, strerror(errno));
+}
+
+// True if the log's name is a link that leads to no file: the log is then not made where it points.
+static inline bool logger_is_lost_link(const char *path) {
+    struct stat link, target;
+    return lstat(path, &link) == 0 && S_ISLNK(link.st_mode) && (stat(path, &target) || S_ISDIR(target.st_mode));
+}
+
+// The log of an earlier run, which does not go on, or such a link: becomes the first of log.1.jsonl, log.2.jsonl, ...
+// that is not there yet. False: errno says why.
+static inline bool logger_step_aside(const char *dir, const char *path) {
+    char aside[PATH_CAPACITY];
+    struct stat info;
+    if (!logger_is_lost_link(path) && (stat(path, &info) || !S_ISREG(info.st_mode) || info.st_size == 0)) return true;
+    int64_t n = 0;
+    do format_checked(aside, sizeof aside, "%s/log.%lld.jsonl", dir, (long long)++n);
+    while (path_exists(aside));
+    if (rename(path, aside)) return false;
+    printf("the log of an earlier run is now %s\n", aside);
+    return true;
+}
+
+// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. logger_prepare has been called. `o` has its `auto` values resolved; `p` says what
+// the products run in, for sol.
+static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p, RunInfo run) {
+    Logger l;
+    memset(&l, 0, sizeof l);
+    l.run = run;
+    l.flops = flops_per_token(t, m, o->sequence_length, p);
+    l.num_steps = o->num_steps;
+    l.tokens_per_step = run.world_size * o->batch_size * o->sequence_length * o->grad_accumulation_steps;
+    if (!*o->log_dir) return l;
+    format_checked(l.path, sizeof l.path, "%s/log.jsonl", o->log_dir);
+    const bool goes_on = run.resumed && !logger_is_lost_link(l.path);
+    l.file = goes_on || logger_step_aside(o->log_dir, l.path) ? logger_append(l.path, &l.end) : NULL;
+    if (!l.file) die("--log-dir: cannot write %s: %s", l.path, strerror(errno));
+    logger_write_settings(&l, o, m, t);
+    return l;
+}
+
+// A share as "47.0%", or "n/a".
+static inline void logger_percent(char *out, size_t capacity, double share) {
+    if (isfinite(share)) format_checked(out, capacity, "%.1f%%", 100 * share);
+    else format_checked(out, capacity, "n/a");
+}
+
+typedef struct {
+    double tokens, tokens_per_gpu, tflops_per_gpu, mfu, sol;  // a second; shares of the peak
+} Throughput;
+
+static inline Throughput logger_throughput(const Logger *l, double seconds) {
+    Throughput r;
+    r.tokens = (double)l->tokens_per_step / seconds;
+    r.tokens_per_gpu = r.tokens / (double)l->run.world_size;
+    r.tflops_per_gpu = flops_total(l->flops) * r.tokens_per_gpu * 1e-12;
+    r.mfu = flops_mfu(l->flops, r.tokens_per_gpu, l->run.peak_bf16);
+    r.sol = flops_sol(l->flops, r.tokens_per_gpu, l->run.peak_bf16);
+    return r;
+}
+
+// "205.12 ms | 9984 tok/s/gpu | ... | sol 61.3% | mem 59.9 GiB"
+static inline void logger_format_speed(char *out, size_t capacity, const Throughput *r, double seconds, int64_t memory) {
+    char mfu[32], sol[32];
+    logger_percent(mfu, sizeof mfu, r->mfu);
+    logger_percent(sol, sizeof sol, r->sol);
+    format_checked(out, capacity, "%.2f ms | %.0f tok/s/gpu | %.0f tok/s | %.*f TFLOP/s/gpu | mfu %s | sol %s | mem %.*f GiB", seconds * 1e3, r->tokens_per_gpu,
+                   r->tokens, r->tflops_per_gpu < 1 ? 4 : 1, r->tflops_per_gpu, mfu, sol, memory < 1 << 30 ? 3 : 1, (double)memory / 1073741824.0);
+}
+
+static inline void logger_add_throughput(JsonText *line, const Throughput *r) {
+    logger_add(line, "tokens_per_second_per_gpu", r->tokens_per_gpu);
+    logger_add(line, "tokens_per_second", r->tokens);
+    logger_add(line, "tflops_per_gpu", r->tflops_per_gpu);
+    logger_add(line, "mfu", r->mfu);
+    logger_add(line, "sol", r->sol);
+}
+
+// Prints and writes one step's line.
+static inline void logger_step(Logger *l, const StepRecord *s) {
+    if (l->count == l->capacity) {
+        l->capacity = max_i64(1024, 2 * l->capacity);
+        l->seconds = (double *)xrealloc(l->seconds, (size_t)l->capacity * sizeof(double));
+        l->losses = (double *)xrealloc(l->losses, (size_t)l->capacity * sizeof(double));
+    }
+    l->seconds[l->count] = s->seconds;
+    l->losses[l->count++] = s->loss;
+    l->skipped += s->skipped;
+    l->memory = max_i64(l->memory, s->memory);
+    const Throughput r = logger_throughput(l, s->seconds);
+    char speed[256], width[32];
+    format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
+    logger_format_speed(speed, sizeof speed, &r, s->seconds, s->memory);
+    activity_begin(ACTIVITY_FILE, "write", "stdout");
+    printf("step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n", (int)strlen(width), (long long)s->step, width, s->loss, s->norm, s->learning_rate, speed,
+           s->skipped ? " | SKIPPED: non-finite gradient" : "");
+    fflush(stdout);
+    activity_end();
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"step\"");
+    logger_add_int(&line, "step", s->step);
+    logger_add(&line, "loss", s->loss);
+    logger_add(&line, "norm", s->norm);
+    logger_add(&line, "lr", s->learning_rate);
+    logger_add(&line, "ms", s->seconds * 1e3);
+    logger_add_throughput(&line, &r);
+    logger_add_int(&line, "memory_bytes", s->memory);
+    json_text_add(&line, ", \"skipped\": %s}", s->skipped ? "true" : "false");
+    logger_write(l, &line);
+}
+
+static inline void logger_validation(Logger *l, int64_t step, double loss) {
+    activity_begin(ACTIVITY_FILE, "write", "stdout");
+    printf("validation after step %lld | loss %.6f\n", (long long)step, loss);
+    fflush(stdout);
+    activity_end();
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"validation\"");
+    logger_add_int(&line, "step", step);
+    logger_add(&line, "loss", loss);
+    json_text_add(&line, "}");
+    logger_write(l, &line);
+}
+
+static inline void logger_failed_save(Logger *l, int64_t step, const char *reason) {
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"save\"");
+    logger_add_int(&line, "step", step);
+    logger_add_text(&line, "error", reason);
+    json_text_add(&line, "}");
+    logger_write(l, &line);
+}
+
+static inline int logger_compare(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// The middle value; of an even number of values the mean of the two middle ones. Sorts in place.
+static inline double logger_median(double *values, int64_t n) {
+    qsort(values, (size_t)n, sizeof(double), logger_compare);
+    return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+// Prints and writes what the run came to, and closes the log. Nothing to say if no step was taken.
+static inline void logger_close(Logger *l) {
+    if (l->count) {
+        const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2), last = min_i64(SUMMARY_LOSS_STEPS, l->count);
+        const double seconds = logger_median(l->seconds + warmup, l->count - warmup);
+        const Throughput r = logger_throughput(l, seconds);
+        double loss = 0;
+        for (int64_t i = l->count - last; i < l->count; i++) loss += l->losses[i] / (double)last;
+        char speed[256];
+        logger_format_speed(speed, sizeof speed, &r, seconds, l->memory);
+        printf("\nsummary: %lld steps, %lld skipped | loss of the first step %.6f, mean of the last %lld %.6f\nmedian of the last %lld steps: %s\n", (long long)l->count,
+               (long long)l->skipped, l->losses[0], (long long)last, loss, (long long)(l->count - warmup), speed);
+        JsonText line = {NULL, 0, 0};
+        json_text_add(&line, "{\"type\": \"summary\"");
+        logger_add_int(&line, "steps", l->count);
+        logger_add_int(&line, "skipped", l->skipped);
+        logger_add(&line, "first_loss", l->losses[0]);
+        logger_add(&line, "last_loss", loss);
+        logger_add(&line, "median_ms", seconds * 1e3);
+        logger_add_throughput(&line, &r);
+        logger_add_int(&line, "memory_bytes", l->memory);
+        json_text_add(&line, "}");
+        logger_write(l, &line);
+    }
+    if (l->file && FILE_WORK("fclose", l->path, fclose(l->file))) warn("%s: %s", l->path, strerror(errno));
+    l->file = NULL;
+    free(l->seconds);
+    free(l->losses);
+    l->seconds = l->losses = NULL;
+}
+
+#endif

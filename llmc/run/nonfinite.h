@@ -1,0 +1,158 @@
+// What both trainers do after a step whose gradient norm is not finite, or too large: end the run, or skip it.
+// A skipped step has changed no weight and no state: the optimizers ask first, and delayed scaling takes its
+// histories back.
+#ifndef LLMC_NONFINITE_H
+#define LLMC_NONFINITE_H
+
+#include "../reference/adamw_math.h"
+#include "../checkpoint/checkpoint.h"
+
+// With --on-nonfinite skip: so many such steps in a row end the run.
+#define NONFINITE_MAX_SKIPPED 10
+
+// Past every place of a step, and exact as a double, in which places are compared over ranks.
+#define NONFINITE_NONE ((int64_t)1 << 53)
+
+// One rank's knowledge of such a step.
+typedef struct {
+    double loss, norm;   // of all ranks
+    // the first norm of the forward pass, as nonfinite_norm counts them, whose input was not finite; NONFINITE_NONE:
+    // all were finite
+    int64_t forward;
+    uint32_t magnitude;  // of the rank's largest gradient (adamw_magnitude)
+    int64_t position;    // in backward order (shard_plan.h) of the first large one (adamw_large)
+} NonfiniteStep;
+
+// A model's RMSNorms in the order of the forward pass: two in each layer, then the final one, which is `second` = false
+// of layer L. Each reads all of its input, so the first whose input is not finite tells in which block of the model a
+// forward pass went wrong.
+static inline int64_t nonfinite_norm(int64_t layer, bool second) { return 2 * layer + second; }
+
+// Blocks are numbered as the norms that read their results: the embedding is 0, then come attention and MLP of each
+// layer. The last block is the final norm and lm_head, whose result is the loss.
+static inline int64_t nonfinite_last_block(const ParameterTable *t) { return nonfinite_norm(t->num_layers, true); }
+
+static inline int64_t nonfinite_block(const ParameterTable *t, const Parameter *p) {
+    const int64_t in_unit = p->offset - unit_offset(t, unit_of(p));
+    const LayerOffsets *at = &t->layer;
+    if (p->layer < 0) return in_unit == t->root.embedding ? 0 : nonfinite_last_block(t);
+    const bool mlp = in_unit == at->norm2 || in_unit == at->wgate || in_unit == at->wup || in_unit == at->wdown;
+    return nonfinite_norm(p->layer, true) + mlp;
+}
+
+// True if the block computes with the parameter: a tied embedding is in two blocks.
+static inline bool nonfinite_block_reads(const ParameterTable *t, int64_t block, const Parameter *p) {
+    const bool tied = t->root.lm_head < 0 && p->layer < 0 && p->offset == t->root.embedding;
+    return nonfinite_block(t, p) == block || (tied && block == nonfinite_last_block(t));
+}
+
+static inline void nonfinite_block_name(const ParameterTable *t, int64_t block, char *out, size_t capacity) {
+    const bool attention = block % 2 == 1;
+    if (block == 0) format_checked(out, capacity, "the embedding");
+    else if (block == nonfinite_last_block(t)) format_checked(out, capacity, "the final norm or lm_head");
+    else format_checked(out, capacity, "the %s of layer %lld", attention ? "attention block" : "MLP",
+                        (long long)((block - 1) / 2));
+}
+
+// One element of a parameter.
+typedef struct {
+    int64_t parameter, element;  // its number in the table, and the element's in it
+    // of its value, as bits: the larger magnitude has the larger ones, and NaN the largest of all; -1: no element
+    int64_t magnitude;
+    float value;
+} NonfiniteWeight;
+
+// The largest weight in n values as they are stored, of which the first is element `first` of the parameter, or
+// *largest if none is larger.
+static inline void nonfinite_scan(NonfiniteWeight *largest, const void *values, bool fp32, int64_t n,
+                                  int64_t parameter, int64_t first) {
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t bits = fp32 ? ((const uint32_t *)values)[i] : (uint32_t)((const bf16_bits *)values)[i] << 16;
+        const int64_t magnitude = bits & 0x7fffffffu;
+        if (magnitude <= largest->magnitude) continue;
+        const NonfiniteWeight found = {parameter, first + i, magnitude, float_from_bits(bits)};
+        *largest = found;
+    }
+}
+
+// The largest weight that a block computes with, over all ranks, each of which reads what it keeps. All ranks call.
+static inline NonfiniteWeight nonfinite_largest_weight(const ParameterTable *t, const TrainerState *s, int64_t block) {
+    const Comm *c = s->comm;
+    const bool fp32 = s->is_fp32[STATE_WEIGHTS];
+    const int64_t chunk = IO_CHUNK_BYTES / 4;
+    NonfiniteWeight largest = {0, 0, -1, 0};
+    void *buffer = xcalloc((size_t)chunk, fp32 ? 4 : 2);
+    for (int64_t i = 0; i < t->count; i++) {
+        if (!nonfinite_block_reads(t, block, &t->entries[i])) continue;
+        const ShardRange r = checkpoint_range(t, s, &t->entries[i]);
+        for (int64_t done = 0; done < r.count; done += chunk) {
+            const int64_t n = min_i64(chunk, r.count - done);
+            s->read(s->context, STATE_WEIGHTS, r.shard + done, n, buffer);
+            nonfinite_scan(&largest, buffer, fp32, n, i, r.first + done);
+        }
+    }
+    free(buffer);
+    const bool mine = comm_max(c, COMM_WORLD, (double)largest.magnitude) == (double)largest.magnitude;
+    const double holder = comm_min(c, COMM_WORLD, (double)(mine ? c->rank : c->world));
+    comm_broadcast(c, COMM_WORLD, (int64_t)holder, &largest, sizeof largest);
+    return largest;
+}
+
+// The first large gradient of all ranks, in words, and its parameter. All ranks call.
+static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const Comm *c, const NonfiniteStep *step,
+                                                  char *out, size_t capacity) {
+    const uint32_t largest = (uint32_t)comm_max(c, COMM_WORLD, (double)step->magnitude);
+    const double own = step->magnitude >= adamw_large(largest) ? (double)step->position : (double)NONFINITE_NONE;
+    const double first = comm_min(c, COMM_WORLD, own);
+    const double holder = comm_min(c, COMM_WORLD, (double)(own == first ? c->rank : c->world));
+    const int64_t element = backward_position(backward_order(t), (int64_t)first);
+    const Parameter *p = t->entries, *last = t->entries + t->count - 1;
+    while (p < last && (element < p->offset || element >= p->offset + parameter_elements(p))) p++;
+    char rank[48] = "", which[192] = "the first gradient that is not finite";
+    const float value = float_from_bits(largest);
+    if (isfinite(value))
+        format_checked(which, sizeof which, "gradients reach %g, and the first above a 1024th of that", (double)value);
+    if (c->world > 1) format_checked(rank, sizeof rank, ", in the part of rank %lld", (long long)holder);
+    format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s", which, p->name,
+                   (long long)(element - p->offset), rank);
+    return p;
+}
+
+// Where the trouble begins, in words: the block of the model, and its largest weight, which is often the cause. What
+// comes after that place, in the forward pass and then in backward order, may be bad because of it. All ranks call.
+static inline void nonfinite_place(const ParameterTable *t, const TrainerState *s, const NonfiniteStep *step,
+                                   char *out, size_t capacity) {
+    char name[64], gradient[320] = "";
+    int64_t block = (int64_t)comm_min(s->comm, COMM_WORLD, (double)step->forward);
+    if (block == NONFINITE_NONE && !isfinite(step->loss)) block = nonfinite_last_block(t);
+    const bool forward = block != NONFINITE_NONE;
+    if (!forward) block = nonfinite_block(t, nonfinite_gradient(t, s->comm, step, gradient, sizeof gradient));
+    nonfinite_block_name(t, block, name, sizeof name);
+    const NonfiniteWeight w = nonfinite_largest_weight(t, s, block);
+    format_checked(out, capacity, "It begins in %s, in the %s pass%s; the largest weight there is %g, in %s, "
+                   "element %lld", name, forward ? "forward" : "backward", gradient, (double)w.value,
+                   t->entries[w.parameter].name, (long long)w.element);
+}
+
+// Says where step `step` (counted from 0) went wrong, and goes on or ends the run as the options say.
+// `skipped_in_a_row` counts this step. All ranks call.
+static inline void nonfinite_report(const Options *o, const ParameterTable *t, const TrainerState *s,
+                                    const NonfiniteStep *what, int64_t step, int64_t skipped_in_a_row) {
+    char place[640], norm[128] = "the gradient norm is not finite";
+    const long long number = (long long)step + 1;
+    const double loss = isnan(what->loss) ? (double)NAN : what->loss;  // without a sign
+    nonfinite_place(t, s, what, place, sizeof place);
+    if (isfinite(what->norm))
+        format_checked(norm, sizeof norm, "the gradient norm is %g, and above %g, where squares may overflow, "
+                       "it counts as not finite", what->norm, ADAMW_LARGEST_NORM);
+    if (o->on_nonfinite == NONFINITE_STOP)
+        die("step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller --learning-rate, --grad-clip 1 "
+            "or more --warmup-steps may help; --on-nonfinite skip leaves such steps out", number, norm, place, loss);
+    if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
+        die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. The loss is %g. "
+            "A smaller --learning-rate may help", number, (long long)skipped_in_a_row,
+            isnan(what->norm) ? (double)NAN : what->norm, place, loss);
+    if (s->comm->rank == 0) warn("step %lld skipped: %s. %s. The loss is %g", number, norm, place, loss);
+}
+
+#endif
