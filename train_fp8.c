@@ -153,11 +153,11 @@ static void place_units(Trainer *t, Arena *a) {
 }
 
 // Histories and scales of delayed scaling.
-static int64_t delayed_elements(const Trainer *t) { return delayed_tensors(t->d.L) * (t->o->fp8_amax_history + 1); }
+static int64_t delayed_elements(const Trainer *t) { return tensor_count(t->d.L) * (t->o->fp8_amax_history + 1); }
 
 static void place_scales(Trainer *t, Arena *a) {
     const Recipe *r = t->precision.recipe;
-    const int64_t tensors = delayed_tensors(t->d.L), window = t->o->fp8_amax_history;
+    const int64_t tensors = tensor_count(t->d.L), window = t->o->fp8_amax_history;
     arena_group(a, "amaxes, histories, audit");
     if (r->gathers_fp8) t->amax = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
     if (r->delayed) {
@@ -378,12 +378,12 @@ static float cast_scale(const Trainer *t, int64_t l, int id, TensorRole tensor, 
     const Recipe *r = precision_of(&t->precision, l, id);
     const Fp8Format format = precision_format(&t->precision, tensor);
     if (!r->delayed) return fp8_rule_scale(r->rule, float_from_bits(amax), format);
-    const float known = t->delayed.scale[delayed_index(l, tensor, id)];
+    const float known = t->delayed.scale[tensor_index(l, tensor, id)];
     return known > 0 ? known : fp8_scale_te(float_from_bits(amax), format, (int)t->o->fp8_margin);
 }
 
 // The same of a whole weight, whose largest magnitude was found when the weights changed.
-static float weight_scale(const Trainer *t, int64_t l, int id) { return cast_scale(t, l, id, TENSOR_W, t->amax[delayed_index(l, TENSOR_W, id)]); }
+static float weight_scale(const Trainer *t, int64_t l, int id) { return cast_scale(t, l, id, TENSOR_W, t->amax[tensor_index(l, TENSOR_W, id)]); }
 
 static Block block(const Trainer *t, GatheredLayer layer) {
     const LayerOffsets *at = &t->table.layer;
@@ -427,7 +427,7 @@ static LinearOperand operand(Trainer *t, int64_t l, LinearId id, TensorRole tens
     float scale = 0;
     if (r->delayed) {
         const uint32_t amax = quantize_tensor_amax(x, t->d.R * cols, r->rule);
-        uint32_t *largest = &t->amax[delayed_index(l, tensor, id)];
+        uint32_t *largest = &t->amax[tensor_index(l, tensor, id)];
         if (t->training && amax > *largest) *largest = amax;
         scale = cast_scale(t, l, id, tensor, amax);
     }
@@ -594,9 +594,9 @@ static void weights_quantize(Trainer *t) {
         const int64_t l = i / NUM_LINEARS;
         const int id = (int)(i % NUM_LINEARS);
         const ShardRange r = linear_range(t, l, id);
-        t->amax[delayed_index(l, TENSOR_W, id)] = quantize_tensor_amax(t->weights + r.shard, r.count, t->precision.recipe->rule);
+        t->amax[tensor_index(l, TENSOR_W, id)] = quantize_tensor_amax(t->weights + r.shard, r.count, t->precision.recipe->rule);
     }
-    comm_max_u32(t->comm, COMM_SHARD, t->amax, delayed_tensors(t->d.L));  // those of inputs and gradients are zero between micro-steps
+    comm_max_u32(t->comm, COMM_SHARD, t->amax, tensor_count(t->d.L));  // those of inputs and gradients are zero between micro-steps
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
         const int64_t l = i / NUM_LINEARS;
         const int id = (int)(i % NUM_LINEARS);
@@ -637,7 +637,7 @@ static void histories_update(Trainer *t, bool weights) {
         for (int tensor = 0; tensor < NUM_TENSORS; tensor++)
             for (int id = 0; id < NUM_LINEARS; id++) {
                 if ((tensor == TENSOR_W) != weights || !precision_of(&t->precision, l, id)->delayed) continue;
-                const int64_t i = delayed_index(l, (TensorRole)tensor, id);
+                const int64_t i = tensor_index(l, (TensorRole)tensor, id);
                 const Fp8Format format = precision_format(&t->precision, (TensorRole)tensor);
                 delayed_update(d->history + i * d->window, d->window, &d->scale[i], t->amax[i], format, (int)t->o->fp8_margin);
                 t->amax[i] = 0;

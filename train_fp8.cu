@@ -178,8 +178,7 @@ static bool current_tensor_scales(const Trainer *t) { return recipe_grain(t->pre
 
 // One FP8 tensor of layer l as casts and products take it. `x` has its copies.
 static Fp8Tensor fp8_tensor(const Trainer *t, int64_t l, int scale, const GemmInput *x) {
-    static const TensorRole roles[] = {TENSOR_W, TENSOR_X, TENSOR_DY};
-    const TensorRole role = roles[scale / NUM_LINEARS];
+    const TensorRole role = (TensorRole)(scale / NUM_LINEARS);
     const Recipe *r = t->precision.recipe;
     const int64_t number = l * NUM_SCALES + scale;
     Fp8Tensor q = recipe_tensor(r, role, precision_format(&t->precision, role));
@@ -492,7 +491,7 @@ static void describe_linears(Trainer *t) {
     for (int i = 0; i < NUM_LINEARS; i++) t->linear[i].shape = &t->precision.linear[i];
     for (int i = 0; i < NUM_SCALES; i++) {
         const LinearShape *s = &t->precision.linear[i % NUM_LINEARS];
-        const TensorRole role = i < SCALE_INPUT ? TENSOR_W : i < SCALE_GRADIENT ? TENSOR_X : TENSOR_DY;
+        const TensorRole role = (TensorRole)(i / NUM_LINEARS);
         t->amax_at[i] = t->amaxes;
         t->amaxes += tensor_amaxes(recipe_grain(r, role, COPY_ROW), recipe_grain(r, role, COPY_COL), role == TENSOR_W ? s->N : d->R, role == TENSOR_DY ? s->N : s->K);
     }

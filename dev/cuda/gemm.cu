@@ -236,17 +236,17 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
     }
     if (!recipe_is_fp8(r, kind)) return;
     const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, false, !gpu_has(r)};
-    operand_spoil(a, r->grain[kind][1]);
+    operand_spoil(a, r->grain[kind][0]);
     check_spoiled(c, label, kind, R, N, K, spec);
     CUDA_CHECK(cudaMemcpy((void *)a->operand.scales, a->scales, (size_t)a->num_scale_bytes, cudaMemcpyHostToDevice));
-    operand_spoil(b, r->grain[kind][0]);
+    operand_spoil(b, r->grain[kind][1]);
     check_spoiled(c, label, kind, R, N, K, spec);
 }
 
 // One product of one recipe in all ways; x, w, dy: host matrices [R, K], [N, K], [R, N].
 static void check_product(int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, const float *x, const float *w, const float *dy, Fp8Format dy_format) {
     const Recipe *r = recipe_row(recipe);
-    const Grain grain_a = r->grain[kind][1], grain_b = r->grain[kind][0];
+    const Grain grain_a = r->grain[kind][0], grain_b = r->grain[kind][1];
     const Operand a = kind == GEMM_WGRAD ? operand_create(x, R, K, COPY_COL, grain_a, r->rule, FP8_E4M3)
                                          : operand_create(w, N, K, kind == GEMM_FPROP ? COPY_ROW : COPY_COL, grain_a, r->rule, FP8_E4M3);
     const Operand b = kind == GEMM_FPROP ? operand_create(x, R, K, COPY_ROW, grain_b, r->rule, FP8_E4M3)

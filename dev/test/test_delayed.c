@@ -69,7 +69,7 @@ static void test_order(void) {
     for (int64_t l = 0; l < 3; l++) {
         const TensorRole order[] = {TENSOR_W, TENSOR_X, TENSOR_DY};
         for (int r = 0; r < 3; r++)
-            for (int id = 0; id < NUM_LINEARS; id++) CHECK(delayed_index(l, order[r], id) == next++, "layer %lld, tensor %d, linear layer %d", (long long)l, r, id);
+            for (int id = 0; id < NUM_LINEARS; id++) CHECK(tensor_index(l, order[r], id) == next++, "layer %lld, tensor %d, linear layer %d", (long long)l, r, id);
     }
     CHECK(d.tensors == next && d.window == 5, "%lld tensors", (long long)d.tensors);
     float sum = 0;

@@ -318,7 +318,7 @@ static void check_product(const Safetensors *st, const char *key, const float *a
 
 // The operand that a product reads, as values [outer, depth]; *factor: what the product must still be multiplied by. Codes and scales must be torchao's.
 static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor, CopyKind kind, double *factor) {
-    static const char *const names[NUM_TENSORS] = {"x", "w", "dy"};
+    static const char *const names[NUM_TENSORS] = {"w", "x", "dy"};
     const Grain grain = recipe_grain(r, tensor, kind);
     const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
     float *values = (float *)xcalloc((size_t)(m->R * m->C), sizeof(float));
@@ -338,7 +338,7 @@ static float *linear_operand(const Safetensors *st, const Recipe *r, const Matri
 
 static void test_golden_linear(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/recipe_linear.safetensors");
-    Matrix m[NUM_TENSORS] = {golden_matrix(&st, "x"), golden_matrix(&st, "w"), golden_matrix(&st, "dy")};
+    Matrix m[NUM_TENSORS] = {golden_matrix(&st, "w"), golden_matrix(&st, "x"), golden_matrix(&st, "dy")};
     static const struct { const char *result; TensorRole a, b; CopyKind copy_a, copy_b; } products[NUM_GEMMS] = {
         {"y", TENSOR_X, TENSOR_W, COPY_ROW, COPY_ROW}, {"dx", TENSOR_DY, TENSOR_W, COPY_ROW, COPY_COL}, {"dw", TENSOR_DY, TENSOR_X, COPY_COL, COPY_COL}};
     static const int recipes[] = {RECIPE_TENSORWISE, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, RECIPE_MXFP8};
@@ -450,13 +450,13 @@ static void test_nan_rules(void) {
 // ---- the table
 
 static void test_table(void) {
-    // Grains of x, w and dy, row copy and col copy.
+    // Grains of w, x and dy, row copy and col copy.
     static const Grain expected[NUM_RECIPES][NUM_TENSORS][2] = {
         [RECIPE_TENSORWISE] = {{GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}},
         [RECIPE_DELAYED] = {{GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}},
         [RECIPE_ROWWISE] = {{GRAIN_ROW, GRAIN_ROW}, {GRAIN_ROW, GRAIN_ROW}, {GRAIN_ROW, GRAIN_ROW}},
-        [RECIPE_ROWWISE_GW_HP] = {{GRAIN_ROW, GRAIN_BF16}, {GRAIN_ROW, GRAIN_TENSOR_REPEATED}, {GRAIN_ROW, GRAIN_BF16}},
-        [RECIPE_BLOCKWISE] = {{GRAIN_1X128, GRAIN_1X128}, {GRAIN_128X128, GRAIN_128X128}, {GRAIN_1X128, GRAIN_1X128}},
+        [RECIPE_ROWWISE_GW_HP] = {{GRAIN_ROW, GRAIN_TENSOR_REPEATED}, {GRAIN_ROW, GRAIN_BF16}, {GRAIN_ROW, GRAIN_BF16}},
+        [RECIPE_BLOCKWISE] = {{GRAIN_128X128, GRAIN_128X128}, {GRAIN_1X128, GRAIN_1X128}, {GRAIN_1X128, GRAIN_1X128}},
         [RECIPE_MXFP8] = {{GRAIN_1X32, GRAIN_1X32}, {GRAIN_1X32, GRAIN_1X32}, {GRAIN_1X32, GRAIN_1X32}}};
     for (int i = 0; i < NUM_RECIPES; i++) {
         const Recipe *r = recipe_row(i);

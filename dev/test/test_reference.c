@@ -304,8 +304,8 @@ typedef struct {
 } LinearCase;
 
 static LinearCase linear_case(int64_t rows, int64_t N, int64_t K) {
-    const int64_t sizes[NUM_TENSORS] = {rows * K, N * K, rows * N};
-    const float scales[NUM_TENSORS] = {3, 0.02f, 1e-4f};
+    const int64_t sizes[NUM_TENSORS] = {N * K, rows * K, rows * N};
+    const float scales[NUM_TENSORS] = {0.02f, 3, 1e-4f};
     LinearCase c = {rows, N, K, {NULL, NULL, NULL}};
     for (int i = 0; i < NUM_TENSORS; i++) {
         c.tensor[i] = random_floats(sizes[i], 15 + (uint64_t)i, scales[i]);

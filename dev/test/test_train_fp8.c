@@ -248,7 +248,7 @@ static void test_delayed(void) {
     const DelayedState *d = &t.delayed;
     model_forward(&t, t.inputs, 1, 32);  // as in validation
     for (int64_t i = 0; i < d->tensors; i++) CHECK(d->scale[i] == 0 && d->history[4 * i + 3] == 0, "a forward pass alone moves tensor %lld", (long long)i);
-    const int64_t w = delayed_index(1, TENSOR_W, DOWN_PROJ), x = delayed_index(0, TENSOR_X, QKV_PROJ), dy = delayed_index(0, TENSOR_DY, GATE_UP_PROJ);
+    const int64_t w = tensor_index(1, TENSOR_W, DOWN_PROJ), x = tensor_index(0, TENSOR_X, QKV_PROJ), dy = tensor_index(0, TENSOR_DY, GATE_UP_PROJ);
     const float first_weight = float_from_bits(t.amax[w]);
     CHECK(weight_scale(&t, 1, DOWN_PROJ) == 224 / first_weight, "the first weights are cast with their own magnitude");
     micro_step(&t, 1.0f / 32, 0, 0);

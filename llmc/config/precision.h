@@ -140,8 +140,8 @@ static inline void precision_print_product(const Precision *p, const LinearShape
     }
     const int64_t rows = gemm == GEMM_WGRAD ? s->N : R, cols = gemm == GEMM_FPROP ? s->N : s->K, depth = gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R;
     const bool fast = precision_fast_sums(p, r, gemm);
-    printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm), (long long)rows, (long long)cols, (long long)depth, operand[0],
-           fast || *note ? 14 : 0, operand[1], fast ? "fast sums" : "", fast && *note ? "  " : "", note);
+    printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm), (long long)rows, (long long)cols, (long long)depth, operand[1],
+           fast || *note ? 14 : 0, operand[0], fast ? "fast sums" : "", fast && *note ? "  " : "", note);
 }
 
 // The layers in which linear layer `id` is FP8 (or is not), as "0,2-5", cut short by "..." where that is long; returns how many.

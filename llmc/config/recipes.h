@@ -33,14 +33,14 @@ typedef enum {
 typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
 
 // The tensors of a linear layer, and their copies.
-typedef enum { TENSOR_X, TENSOR_W, TENSOR_DY, NUM_TENSORS } TensorRole;
+typedef enum { TENSOR_W, TENSOR_X, TENSOR_DY, NUM_TENSORS } TensorRole;
 typedef enum { COPY_ROW, COPY_COL } CopyKind;
 
 enum { RECIPE_TENSORWISE, RECIPE_DELAYED, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, RECIPE_BLOCKWISE, RECIPE_MXFP8, NUM_RECIPES, RECIPE_BF16 = NUM_RECIPES };
 
 typedef struct {
     const char *name;
-    Grain grain[NUM_GEMMS][2];  // fprop: x, w; dgrad: dy, w; wgrad: dy, x
+    Grain grain[NUM_GEMMS][2];  // of A and B as cuBLASLt names them: fprop w, x; dgrad w, dy; wgrad x, dy
     Fp8Format dy_format;        // unless --fp8-format says otherwise; x and w are E4M3
     ScaleRule rule;
     bool delayed;               // scales from earlier amaxes
@@ -58,12 +58,12 @@ typedef struct {
 //   mxfp8        E8M0 rounded up (RCEIL), as Transformer Engine and torchao train; NaN makes its block NaN (torchao)
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {
-        // name                 fprop x, w                            dgrad dy, w                                    wgrad dy, x                    dy        rule                delayed fast   gathers multiple
+        // name                 fprop w, x                            dgrad w, dy                                    wgrad x, dy                    dy        rule                delayed fast   gathers multiple
         {"tensorwise",          {{GRAIN_TENSOR, GRAIN_TENSOR},   {GRAIN_TENSOR, GRAIN_TENSOR},        {GRAIN_TENSOR, GRAIN_TENSOR}}, FP8_E5M2, SCALE_TORCHAO,      false, true,  true,  16, "tensor, current amax"},
         {"delayed",             {{GRAIN_TENSOR, GRAIN_TENSOR},   {GRAIN_TENSOR, GRAIN_TENSOR},        {GRAIN_TENSOR, GRAIN_TENSOR}}, FP8_E5M2, SCALE_TE,           true,  true,  true,  16, "tensor, amax history"},
         {"rowwise",             {{GRAIN_ROW, GRAIN_ROW},         {GRAIN_ROW, GRAIN_ROW},              {GRAIN_ROW, GRAIN_ROW}},       FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row, power of 2"},
-        {"rowwise_with_gw_hp",  {{GRAIN_ROW, GRAIN_ROW},         {GRAIN_ROW, GRAIN_TENSOR_REPEATED},  {GRAIN_BF16, GRAIN_BF16}},     FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row (dgrad: w tensor), power of 2"},
-        {"blockwise",           {{GRAIN_1X128, GRAIN_128X128},   {GRAIN_1X128, GRAIN_128X128},        {GRAIN_1X128, GRAIN_1X128}},   FP8_E4M3, SCALE_TE_POW2,      false, false, false, 128, "1x128 (w 128x128), power of 2"},
+        {"rowwise_with_gw_hp",  {{GRAIN_ROW, GRAIN_ROW},         {GRAIN_TENSOR_REPEATED, GRAIN_ROW},  {GRAIN_BF16, GRAIN_BF16}},     FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row (dgrad: w tensor), power of 2"},
+        {"blockwise",           {{GRAIN_128X128, GRAIN_1X128},   {GRAIN_128X128, GRAIN_1X128},        {GRAIN_1X128, GRAIN_1X128}},   FP8_E4M3, SCALE_TE_POW2,      false, false, false, 128, "1x128 (w 128x128), power of 2"},
         {"mxfp8",               {{GRAIN_1X32, GRAIN_1X32},       {GRAIN_1X32, GRAIN_1X32},            {GRAIN_1X32, GRAIN_1X32}},     FP8_E4M3, SCALE_MX,           false, false, false, 32, "1x32, E8M0"},
         {"bf16",                {{GRAIN_BF16, GRAIN_BF16},       {GRAIN_BF16, GRAIN_BF16},            {GRAIN_BF16, GRAIN_BF16}},     FP8_E4M3, SCALE_TORCHAO,      false, false, false, 8,  "none"}};
     return &rows[index];
@@ -73,15 +73,15 @@ static inline const char *gemm_kind_name(GemmKind kind) { return kind == GEMM_FP
 
 // The tensors that a product multiplies, in the order of Recipe.grain, and the copies of them that it reads.
 static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
-    static const TensorRole tensors[NUM_GEMMS][2] = {{TENSOR_X, TENSOR_W}, {TENSOR_DY, TENSOR_W}, {TENSOR_DY, TENSOR_X}};
+    static const TensorRole tensors[NUM_GEMMS][2] = {{TENSOR_W, TENSOR_X}, {TENSOR_W, TENSOR_DY}, {TENSOR_X, TENSOR_DY}};
     return tensors[gemm][operand];
 }
 
-static inline CopyKind gemm_copy(GemmKind gemm, int operand) { return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 0) ? COPY_ROW : COPY_COL; }
+static inline CopyKind gemm_copy(GemmKind gemm, int operand) { return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 1) ? COPY_ROW : COPY_COL; }
 
 // Which product reads a copy, and as which of its two operands.
 static inline Grain recipe_grain(const Recipe *r, TensorRole tensor, CopyKind copy) {
-    static const struct { GemmKind gemm; int operand; } reader[NUM_TENSORS][2] = {{{GEMM_FPROP, 0}, {GEMM_WGRAD, 1}}, {{GEMM_FPROP, 1}, {GEMM_DGRAD, 1}}, {{GEMM_DGRAD, 0}, {GEMM_WGRAD, 0}}};
+    static const struct { GemmKind gemm; int operand; } reader[NUM_TENSORS][2] = {{{GEMM_FPROP, 0}, {GEMM_DGRAD, 0}}, {{GEMM_FPROP, 1}, {GEMM_WGRAD, 0}}, {{GEMM_DGRAD, 1}, {GEMM_WGRAD, 1}}};
     return r->grain[reader[tensor][copy].gemm][reader[tensor][copy].operand];
 }
 
@@ -89,6 +89,11 @@ static inline bool recipe_is_fp8(const Recipe *r, GemmKind gemm) { return r->gra
 
 // Whether a tensor is read in bf16 by one of its products.
 static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) { return recipe_grain(r, tensor, COPY_ROW) == GRAIN_BF16 || recipe_grain(r, tensor, COPY_COL) == GRAIN_BF16; }
+
+// The number of a tensor among those of a model with `layers` layers, [layer][role][linear]: where its amax, its scale and its history are, on the GPU,
+// on the CPU and in checkpoints.
+HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, int linear) { return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear; }
+static inline int64_t tensor_count(int64_t layers) { return layers * NUM_TENSORS * NUM_LINEARS; }
 
 // The copy of a tensor [rows, cols] as a matrix [outer, depth]: its element (i, k) is the tensor's number i * outer_stride + k * depth_stride.
 typedef struct {

@@ -17,7 +17,7 @@ typedef struct {
     const Options *options;
     LinearShape shape;
     int64_t R;
-    bf16 *tensor[NUM_TENSORS];     // x [R, K], w [N, K], dy [R, N]
+    bf16 *tensor[NUM_TENSORS];     // w [N, K], x [R, K], dy [R, N]
     bf16 *result;                  // of the largest product
     Fp8Tensor fp8[NUM_TENSORS];
     int64_t amaxes[NUM_TENSORS];
@@ -106,8 +106,8 @@ static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
     for (int i = 0; i < NUM_GEMMS; i++) {
         const GemmKind kind = (GemmKind)i;
         const bool fp8 = recipe_is_fp8(r, kind);
-        const GemmOperand a = auto_filter_operand(f, gemm_tensor(kind, 1), gemm_copy(kind, 1), fp8);
-        const GemmOperand b = auto_filter_operand(f, gemm_tensor(kind, 0), gemm_copy(kind, 0), fp8);
+        const GemmOperand a = auto_filter_operand(f, gemm_tensor(kind, 0), gemm_copy(kind, 0), fp8);
+        const GemmOperand b = auto_filter_operand(f, gemm_tensor(kind, 1), gemm_copy(kind, 1), fp8);
         GemmPlan p = gemm_describe(f->shape.name, kind, f->R, f->shape.N, f->shape.K, gemm_spec(f->precision, r, kind), false);
         gemm_choose(&f->gemm, &p, f->result, a, b, NULL);
         us += auto_filter_time(f, [&] { gemm_run(&f->gemm, &p, f->result, a, b, NULL, false); });

@@ -51,7 +51,7 @@ typedef struct {
 
 // A product of a run, in one of its recipes.
 static inline GemmSpec gemm_spec(const Precision *p, const Recipe *r, GemmKind kind) {
-    const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 1)), precision_format(p, gemm_tensor(kind, 0)), precision_fast_sums(p, r, kind),
+    const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 0)), precision_format(p, gemm_tensor(kind, 1)), precision_fast_sums(p, r, kind),
                         p->emulated && recipe_is_fp8(r, kind)};
     return s;
 }
@@ -161,7 +161,7 @@ static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R
     GemmPlan p;
     memset(&p, 0, sizeof p);
     p.layer = layer, p.kind = kind, p.R = R, p.N = N, p.K = K, p.spec = spec, p.bias = bias;
-    p.grain_a = spec.recipe->grain[kind][1], p.grain_b = spec.recipe->grain[kind][0];  // the recipe names w and x second, cuBLASLt first
+    p.grain_a = spec.recipe->grain[kind][0], p.grain_b = spec.recipe->grain[kind][1];
     const bool fp8 = recipe_is_fp8(spec.recipe, kind);
     p.native = fp8 && !spec.emulate, p.emulated = fp8 && spec.emulate;
     if (p.native) gemm_require_native(spec.recipe);

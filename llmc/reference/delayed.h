@@ -1,7 +1,7 @@
 // Delayed scaling (Transformer Engine's recipe): the amax histories, the scales made from them, and their update.
 // One pass over a tensor then casts it and finds the amax from which later scales are made. Both trainers keep this state.
 //
-// Tensors are counted [layer][weight x 4, input x 4, gradient x 4], in the order of LinearId within each; those of filtered layers are there and unused.
+// Tensors are counted as tensor_index() does; those of filtered layers are there and unused.
 #ifndef LLMC_DELAYED_H
 #define LLMC_DELAYED_H
 
@@ -13,16 +13,9 @@ typedef struct {
     float *scale;    // [tensors] what the next pass casts with; 0: no pass has been seen, the cast takes its own magnitude
 } DelayedState;
 
-static inline int64_t delayed_tensors(int64_t num_layers) { return num_layers * NUM_TENSORS * NUM_LINEARS; }
-
-static inline int64_t delayed_index(int64_t layer, TensorRole tensor, int id) {
-    const int place = tensor == TENSOR_W ? 0 : tensor == TENSOR_X ? 1 : 2;
-    return (layer * NUM_TENSORS + place) * NUM_LINEARS + id;
-}
-
 // Of a model that has seen nothing. The caller frees with delayed_free.
 static inline DelayedState delayed_new(int64_t num_layers, int64_t window) {
-    DelayedState d = {delayed_tensors(num_layers), window, NULL, NULL};
+    DelayedState d = {tensor_count(num_layers), window, NULL, NULL};
     d.history = (float *)xcalloc((size_t)(d.tensors * window), sizeof(float));
     d.scale = (float *)xcalloc((size_t)d.tensors, sizeof(float));
     return d;

@@ -38,10 +38,11 @@ typedef struct {
 } AuditOperand;
 
 static inline AuditOperand audit_operand(int index) {
-    static const char *const names[NUM_TENSORS] = {"x", "w", "dy"};
+    static const char *const names[NUM_TENSORS] = {"w", "x", "dy"};
     const GemmKind gemm = (GemmKind)(index / 2);
-    const TensorRole tensor = gemm_tensor(gemm, index % 2);
-    const AuditOperand o = {tensor, gemm_copy(gemm, index % 2), gemm_kind_name(gemm), names[tensor]};
+    const int operand = 1 - index % 2;  // B, which is x or dy, first
+    const TensorRole tensor = gemm_tensor(gemm, operand);
+    const AuditOperand o = {tensor, gemm_copy(gemm, operand), gemm_kind_name(gemm), names[tensor]};
     return o;
 }
 
