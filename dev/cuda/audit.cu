@@ -65,7 +65,7 @@ typedef struct {
 typedef struct {
     float *x;
     bf16 *device_x;
-    Fp8Tensor t;        // on the device
+    QTensor t;        // on the device
     AuditSums *sums;    // [2], on the device: what t.audit points to
     AuditSums want[2];
 } Audited;
@@ -90,8 +90,8 @@ static Audited audited_create(const Case *c) {
     a.x = bf16_to_floats(bits, c->R * c->C);
     a.device_x = (bf16 *)bench_upload(bits, c->R * c->C * 2);
     free(bits);
-    make_copy(&a.want[COPY_ROW], &a.t.row, &a.t.row_scales, c, a.x, COPY_ROW);
-    make_copy(&a.want[COPY_COL], &a.t.col, &a.t.col_scales, c, a.x, COPY_COL);
+    make_copy(&a.want[COPY_ROW], &a.t.rowwise, &a.t.rowwise_scale_inv, c, a.x, COPY_ROW);
+    make_copy(&a.want[COPY_COL], &a.t.columnwise, &a.t.columnwise_scale_inv, c, a.x, COPY_COL);
     a.t.format = c->format, a.t.rule = c->rule, a.t.row_grain = c->row, a.t.col_grain = c->col;
     a.sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
     a.t.audit[COPY_ROW] = a.sums, a.t.audit[COPY_COL] = a.sums + 1;
@@ -99,7 +99,7 @@ static Audited audited_create(const Case *c) {
 }
 
 static void audited_free(Audited *a) {
-    void *device[] = {a->device_x, a->t.row, a->t.col, a->t.row_scales, a->t.col_scales, a->sums};
+    void *device[] = {a->device_x, a->t.rowwise, a->t.columnwise, a->t.rowwise_scale_inv, a->t.columnwise_scale_inv, a->sums};
     for (void *p : device) bench_free(p);
     free(a->x);
 }
@@ -136,11 +136,11 @@ static void check_missing(void) {
     const Case c = {200, 272, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_NORMAL, 0};
     for (int without = 0; without < 4; without++) {
         Audited a = audited_create(&c);
-        Fp8Tensor t = a.t;
+        QTensor t = a.t;
         const int copy = without % 2;
         if (without >= 2) t.audit[copy] = NULL;
-        else if (copy == COPY_ROW) t.row = NULL;
-        else t.col = NULL;
+        else if (copy == COPY_ROW) t.rowwise = NULL;
+        else t.columnwise = NULL;
         a.want[copy] = AuditSums{};
         audit_source(t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
         check_audited(without >= 2 ? "copy not audited" : "copy not cast", &a);
@@ -154,18 +154,18 @@ static void check_parts(void) {
     Audited a = audited_create(&c);
     const int64_t ends[] = {0, 16, 16, 4112, 100000, c.R * c.C};
     for (int i = 1; i < 6; i++)
-        audit_part(a.sums, a.device_x + ends[i - 1], a.t.row + ends[i - 1], (const float *)a.t.row_scales, ends[i] - ends[i - 1], c.format, 0);
+        audit_part(a.sums, a.device_x + ends[i - 1], a.t.rowwise + ends[i - 1], (const float *)a.t.rowwise_scale_inv, ends[i] - ends[i - 1], c.format, 0);
     a.want[COPY_COL] = AuditSums{};
     check_audited("parts", &a);
     audited_free(&a);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The casts' own audits: quantize.cuh calls them where an Fp8Tensor has places for the sums
+// The casts' own audits: quantize.cuh calls them where a QTensor has places for the sums
 
 // A tensor's copies as a recipe has them, not cast yet.
-static Fp8Tensor recipe_copies(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
-    return fp8_tensor_of(R, C, recipe_grain(r, tensor, COPY_ROW), recipe_grain(r, tensor, COPY_COL), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
+static QTensor recipe_copies(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
+    return qtensor_of(R, C, recipe_grain(r, tensor, COPY_ROW), recipe_grain(r, tensor, COPY_COL), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
 }
 
 static void check_cast(int recipe, TensorRole tensor) {
@@ -176,7 +176,7 @@ static void check_cast(int recipe, TensorRole tensor) {
     float *x = bf16_to_floats(bits, R * C);
     bf16 *device_x = (bf16 *)bench_upload(bits, R * C * 2);
     AuditSums *sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
-    Fp8Tensor t = recipe_copies(r, tensor, R, C);
+    QTensor t = recipe_copies(r, tensor, R, C);
     t.audit[COPY_ROW] = sums, t.audit[COPY_COL] = sums + 1;
     tensor_quantize(t, device_x, R, C, 0);
     AuditSums *got = (AuditSums *)bench_download(sums, 2 * (int64_t)sizeof(AuditSums), r->name);
@@ -186,15 +186,15 @@ static void check_cast(int recipe, TensorRole tensor) {
         const Grain grain = copy ? t.col_grain : t.row_grain;
         const CopyShape s = copy_shape(R, C, (CopyKind)copy);
         if (grain != GRAIN_BF16) {
-            uint8_t *codes = (uint8_t *)bench_download(copy ? t.col : t.row, R * C, label);
-            void *scales = bench_download(copy ? t.col_scales : t.row_scales, scale_bytes(grain, s.outer, s.depth), label);
+            uint8_t *codes = (uint8_t *)bench_download(copy ? t.columnwise : t.rowwise, R * C, label);
+            void *scales = bench_download(copy ? t.columnwise_scale_inv : t.rowwise_scale_inv, scale_bytes(grain, s.outer, s.depth), label);
             audit_copy(&want, x, codes, scales, s, grain, t.format);
             free(codes);
             free(scales);
         }
         check_sums(label, &got[copy], &want);
     }
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(device_x), bench_free(sums);
     free(got), free(bits), free(x);
 }
@@ -258,17 +258,17 @@ static void check_large(void) {
     const int64_t R = 524416, C = 4096;
     bf16 *x = bench_random(R * C, 3, 1);
     AuditSums *sums = (AuditSums *)bench_zeros(3 * (int64_t)sizeof(AuditSums));
-    Fp8Tensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, R, C), row = t, col = t;
+    QTensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, R, C), row = t, col = t;
     tensor_quantize(t, x, R, C, 0);
     row.audit[COPY_ROW] = sums, col.audit[COPY_COL] = sums + 1;
     audit_source(row, TensorSource{x, C}, R, C, 0);
     audit_source(col, TensorSource{x, C}, R, C, 0);
-    audit_part(sums + 2, x, t.row, (const float *)t.row_scales, R * C, t.format, 0);
+    audit_part(sums + 2, x, t.rowwise, (const float *)t.rowwise_scale_inv, R * C, t.format, 0);
     AuditSums *got = (AuditSums *)bench_download(sums, 3 * (int64_t)sizeof(AuditSums), "large");
     check_sums("large, row copy", &got[0], &got[2]);
     check_sums("large, col copy", &got[1], &got[2]);
     CHECK(got[0].count == (double)R * (double)C, "large: %.0f elements", got[0].count);
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(x), bench_free(sums);
     free(got);
 }
@@ -284,15 +284,15 @@ static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int6
     const double n = (double)R * (double)C;
     bf16 *x = bench_random(R * C, 5, 1);
     AuditSums *sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
-    Fp8Tensor t = recipe_copies(r, tensor, R, C);
+    QTensor t = recipe_copies(r, tensor, R, C);
     tensor_quantize(t, x, R, C, 0);
     const double cast = bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); });
     t.audit[COPY_ROW] = sums, t.audit[COPY_COL] = sums + 1;
     const double audit = bench_time_us(b, [&] { audit_source(t, TensorSource{x, C}, R, C, 0); });
-    const bool twice = t.row && t.col && !audit_shares_codes(t.row_grain, t.col_grain);
+    const bool twice = t.rowwise && t.columnwise && !audit_shares_codes(t.row_grain, t.col_grain);
     format_checked(name, sizeof name, "audit, %s (%.1f x the cast)", r->name, audit / cast);
     bench_report(b, name, shape, audit, (twice ? 6 : 3) * n, AUDIT_REASON);
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(x), bench_free(sums);
 }
 
@@ -302,11 +302,11 @@ static void bench_part(Bench *b, int64_t n) {
     format_checked(shape, sizeof shape, "%lld", (long long)n);
     bf16 *x = bench_random(n, 5, 1);
     AuditSums *sums = (AuditSums *)bench_zeros((int64_t)sizeof(AuditSums));
-    Fp8Tensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, n / 4096, 4096);
+    QTensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, n / 4096, 4096);
     tensor_quantize(t, x, n / 4096, 4096, 0);
-    const double us = bench_time_us(b, [&] { audit_part(sums, x, t.row, (const float *)t.row_scales, n, t.format, 0); });
+    const double us = bench_time_us(b, [&] { audit_part(sums, x, t.rowwise, (const float *)t.rowwise_scale_inv, n, t.format, 0); });
     bench_report(b, "audit of a part", shape, us, 3.0 * (double)n, AUDIT_REASON);
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(x), bench_free(sums);
 }
 

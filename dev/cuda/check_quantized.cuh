@@ -11,22 +11,22 @@
 #define AMAX_REASON "every block ends in a reduction and a look at the amax, after a short time of loads"
 
 // The copies whose grain is not bf16 and their scales, poisoned; amaxes cleared.
-static inline Fp8Tensor fp8_tensor_of(int64_t R, int64_t C, Grain row_grain, Grain col_grain, ScaleRule rule, Fp8Format format) {
-    Fp8Tensor t = {};
+static inline QTensor qtensor_of(int64_t R, int64_t C, Grain row_grain, Grain col_grain, ScaleRule rule, Fp8Format format) {
+    QTensor t = {};
     t.row_grain = row_grain, t.col_grain = col_grain, t.rule = rule, t.format = format;
-    if (row_grain != GRAIN_BF16) t.row = (uint8_t *)bench_alloc(R * C), t.row_scales = bench_alloc(scale_bytes(row_grain, R, C));
-    if (col_grain != GRAIN_BF16) t.col = (uint8_t *)bench_alloc(R * C);
-    if (row_grain == GRAIN_TENSOR && col_grain == GRAIN_TENSOR) t.col_scales = t.row_scales;
-    else if (t.col) t.col_scales = bench_alloc(scale_bytes(col_grain, C, R));
+    if (row_grain != GRAIN_BF16) t.rowwise = (uint8_t *)bench_alloc(R * C), t.rowwise_scale_inv = bench_alloc(scale_bytes(row_grain, R, C));
+    if (col_grain != GRAIN_BF16) t.columnwise = (uint8_t *)bench_alloc(R * C);
+    if (row_grain == GRAIN_TENSOR && col_grain == GRAIN_TENSOR) t.columnwise_scale_inv = t.rowwise_scale_inv;
+    else if (t.columnwise) t.columnwise_scale_inv = bench_alloc(scale_bytes(col_grain, C, R));
     t.amax = (uint32_t *)bench_zeros(max_i64(1, tensor_amaxes(row_grain, col_grain, R, C)) * (int64_t)sizeof(uint32_t));
     return t;
 }
 
 // The same with one scale for both copies, the current one.
-static inline Fp8Tensor fp8_tensor_create(int64_t R, int64_t C, Fp8Format format) { return fp8_tensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TORCHAO, format); }
+static inline QTensor qtensor_create(int64_t R, int64_t C, Fp8Format format) { return qtensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TORCHAO, format); }
 
-static inline void fp8_tensor_free(Fp8Tensor t) {
-    void *device[] = {t.row, t.col, t.row_scales, t.col_scales == t.row_scales ? NULL : t.col_scales, t.amax};
+static inline void qtensor_free(QTensor t) {
+    void *device[] = {t.rowwise, t.columnwise, t.rowwise_scale_inv, t.columnwise_scale_inv == t.rowwise_scale_inv ? NULL : t.columnwise_scale_inv, t.amax};
     for (void *p : device) bench_free(p);
 }
 
@@ -53,25 +53,25 @@ static inline void check_amax(const char *label, const uint32_t *slot, const bf1
 }
 
 // t is the cast of x [R, C] (host) with the scale that t.amax gives: both copies, the inverse scale.
-static inline void check_quantized(const char *label, Fp8Tensor t, const bf16_bits *x, int64_t R, int64_t C) {
+static inline void check_quantized(const char *label, QTensor t, const bf16_bits *x, int64_t R, int64_t C) {
     const float scale = fp8_scale(float_from_bits(read_amax(t.amax)), t.format);
     uint8_t *row = (uint8_t *)xcalloc((size_t)(R * C), 1), *col = (uint8_t *)xcalloc((size_t)(R * C), 1);
     for (int64_t r = 0; r < R; r++)
         for (int64_t c = 0; c < C; c++) row[r * C + c] = col[c * R + r] = fp8_from_float(bf16_to_float(x[r * C + c]) * scale, t.format);
     char name[160];
-    if (t.row) {
+    if (t.rowwise) {
         format_checked(name, sizeof name, "%s, row copy", label);
-        uint8_t *got = (uint8_t *)bench_download(t.row, R * C, name);
+        uint8_t *got = (uint8_t *)bench_download(t.rowwise, R * C, name);
         check_fp8(name, got, row, R * C, C, t.format);
         free(got);
     }
-    if (t.col) {
+    if (t.columnwise) {
         format_checked(name, sizeof name, "%s, transposed copy", label);
-        uint8_t *got = (uint8_t *)bench_download(t.col, R * C, name);
+        uint8_t *got = (uint8_t *)bench_download(t.columnwise, R * C, name);
         check_fp8(name, got, col, R * C, R, t.format);
         free(got);
     }
-    float *inverse = (float *)bench_download(t.row ? t.row_scales : t.col_scales, sizeof(float), label);
+    float *inverse = (float *)bench_download(t.rowwise ? t.rowwise_scale_inv : t.columnwise_scale_inv, sizeof(float), label);
     CHECK(same_or_nan(float_bits(*inverse), float_bits(1.0f / scale)), "%s: inverse scale %.9g, want %.9g", label, *inverse, 1.0f / scale);
     free(inverse);
     free(row);
@@ -79,7 +79,7 @@ static inline void check_quantized(const char *label, Fp8Tensor t, const bf16_bi
 }
 
 // One copy of x as quantize_copy() makes it: codes, and all bytes of the scales.
-static inline void check_copy(const char *label, const Fp8Tensor *t, CopyKind copy, const float *x, int64_t R, int64_t C, float delayed_scale) {
+static inline void check_copy(const char *label, const QTensor *t, CopyKind copy, const float *x, int64_t R, int64_t C, float delayed_scale) {
     const Grain grain = copy == COPY_ROW ? t->row_grain : t->col_grain;
     const CopyShape s = copy_shape(R, C, copy);
     const int64_t bytes = scale_bytes(grain, s.outer, s.depth), width = grain == GRAIN_1X32 ? 1 : 4;
@@ -87,8 +87,8 @@ static inline void check_copy(const char *label, const Fp8Tensor *t, CopyKind co
     quantize_copy(want, want_scales, x, s, grain, t->rule, t->format, delayed_scale);
     char name[192];
     format_checked(name, sizeof name, "%s, %s copy", label, copy == COPY_ROW ? "row" : "col");
-    uint8_t *got = (uint8_t *)bench_download(copy == COPY_ROW ? t->row : t->col, R * C, name);
-    uint8_t *got_scales = (uint8_t *)bench_download(copy == COPY_ROW ? t->row_scales : t->col_scales, bytes, name);
+    uint8_t *got = (uint8_t *)bench_download(copy == COPY_ROW ? t->rowwise : t->columnwise, R * C, name);
+    uint8_t *got_scales = (uint8_t *)bench_download(copy == COPY_ROW ? t->rowwise_scale_inv : t->columnwise_scale_inv, bytes, name);
     check_fp8(name, got, want, R * C, s.depth, t->format);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < bytes / width; i++) {
@@ -101,9 +101,9 @@ static inline void check_copy(const char *label, const Fp8Tensor *t, CopyKind co
 }
 
 // The copies that t has are those of x [R, C], the values of a bf16 tensor. `delayed_scale`: what it was cast with, 0: current scales.
-static inline void check_copies(const char *label, const Fp8Tensor *t, const float *x, int64_t R, int64_t C, float delayed_scale) {
-    if (t->row) check_copy(label, t, COPY_ROW, x, R, C, delayed_scale);
-    if (t->col) check_copy(label, t, COPY_COL, x, R, C, delayed_scale);
+static inline void check_copies(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C, float delayed_scale) {
+    if (t->rowwise) check_copy(label, t, COPY_ROW, x, R, C, delayed_scale);
+    if (t->columnwise) check_copy(label, t, COPY_COL, x, R, C, delayed_scale);
 }
 
 #endif

@@ -22,9 +22,17 @@ static float *make_matrix(uint64_t seed, int64_t rows, int64_t cols) {
     return x;
 }
 
+// A tensor whose data, however a GEMM reads it, is `data`.
+static QTensor tensor_of(const void *data, const void *scale_inv) {
+    QTensor q = qtensor_bf16((const bf16 *)data);
+    q.rowwise = q.columnwise = (uint8_t *)data;
+    q.rowwise_scale_inv = q.columnwise_scale_inv = (void *)scale_inv;
+    return q;
+}
+
 // One operand of a product on the device, and what it stands for.
 typedef struct {
-    GemmOperand operand;
+    QTensor operand;
     float *values;           // [outer, depth]: decoded, times the inverse scales but for those of a whole tensor
     double inverse;          // inverse scale of a whole tensor, else 1
     uint8_t *scales;         // host copy
@@ -40,7 +48,7 @@ static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKi
     o.inverse = 1;
     if (grain == GRAIN_BF16) {
         bf16_bits *bits = bf16_from_floats(x, rows * cols);
-        o.operand.data = bench_upload(bits, rows * cols * 2);
+        o.operand = tensor_of(bench_upload(bits, rows * cols * 2), NULL);
         for (int64_t i = 0; i < outer * depth; i++) values[i] = x[i / depth * s.outer_stride + i % depth * s.depth_stride];
         free(bits);
     } else {
@@ -50,8 +58,8 @@ static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKi
         quantize_copy(codes, o.scales, x, s, grain, rule, format, 0);
         dequantize_copy(values, codes, o.scales, outer, depth, grain, format);
         if (grain_is_tensor(grain)) o.inverse = scale_load(grain, o.scales, 0);
-        o.operand.data = bench_upload(codes, outer * depth);
-        o.operand.scales = bench_upload(o.scales, o.num_scale_bytes);
+        const void *data = bench_upload(codes, outer * depth);
+        o.operand = tensor_of(data, bench_upload(o.scales, o.num_scale_bytes));
         free(codes);
     }
     o.values = (float *)bench_upload(values, outer * depth * (int64_t)sizeof(float));
@@ -61,7 +69,7 @@ static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKi
 
 static void operand_free(Operand o) {
     bench_free((void *)o.operand.data), bench_free(o.values);
-    if (o.operand.scales) bench_free((void *)o.operand.scales);
+    if (o.operand.rowwise_scale_inv) bench_free((void *)o.operand.rowwise_scale_inv);
     free(o.scales);
 }
 
@@ -74,7 +82,7 @@ static void operand_spoil(const Operand *o, Grain grain) {
     const float twice = 2 * scale_load(grain, o->scales, largest);
     const uint8_t code = (uint8_t)(o->scales[largest] + 1);
     const void *value = grain == GRAIN_1X32 ? (const void *)&code : (const void *)&twice;
-    CUDA_CHECK(cudaMemcpy((uint8_t *)o->operand.scales + largest * width, value, (size_t)width, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy((uint8_t *)o->operand.rowwise_scale_inv + largest * width, value, (size_t)width, cudaMemcpyHostToDevice));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -143,7 +151,7 @@ static double worst_units[NUM_RECIPES + 1][NUM_GEMMS][NUM_WAYS];  // -1: none ru
 
 typedef struct {
     Gemm gemm;
-    GemmOperand a, b;
+    QTensor a, b;
     int64_t n;                    // of the result
     double *sum, *norm;           // host
     double inverse;
@@ -155,7 +163,7 @@ typedef struct {
 static Comparison run_case(Case *c, GemmPlan *p, bool bias, bool accumulate) {
     CUDA_CHECK(cudaMemset(c->d, 0xff, (size_t)c->n * sizeof(bf16)));
     if (accumulate) CUDA_CHECK(cudaMemcpy(c->d, c->old, (size_t)c->n * sizeof(bf16), cudaMemcpyHostToDevice));
-    gemm_run(&c->gemm, p, c->d, c->a, c->b, bias ? c->device_bias : NULL, accumulate);
+    gemm_run(&c->gemm, p, c->d, &c->a, &c->b, bias ? c->device_bias : NULL, accumulate);
     bf16_bits *got = (bf16_bits *)bench_download(c->d, c->n * (int64_t)sizeof(bf16), p->layer);
     const Comparison comparison = compare(p, got, c->sum, c->norm, c->inverse, bias ? c->bias : NULL, accumulate ? c->old : NULL);
     free(got);
@@ -165,7 +173,7 @@ static Comparison run_case(Case *c, GemmPlan *p, bool bias, bool accumulate) {
 static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec, double *worst) {
     for (int bias = 0; bias < (kind == GEMM_FPROP ? 2 : 1); bias++) {
         GemmPlan p = gemm_describe(label, kind, R, N, K, spec, bias);
-        gemm_choose(&c->gemm, &p, c->d, c->a, c->b, c->device_bias);
+        gemm_choose(&c->gemm, &p, c->d, &c->a, &c->b, c->device_bias);
         for (int accumulate = 0; accumulate < (kind == GEMM_WGRAD ? 2 : 1); accumulate++) {
             const Comparison r = run_case(c, &p, bias, accumulate);
             CHECK(r.bad == 0, "%s%s%s: %lld of %lld elements off, the worst by %.3g units of summation (%.3g allowed), first at [%lld, %lld]: got %.9g, want %.9g", label,
@@ -180,7 +188,7 @@ static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int6
 // A doubled scale must show.
 static void check_spoiled(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec) {
     GemmPlan p = gemm_describe(label, kind, R, N, K, spec, false);
-    gemm_choose(&c->gemm, &p, c->d, c->a, c->b, NULL);
+    gemm_choose(&c->gemm, &p, c->d, &c->a, &c->b, NULL);
     CHECK(run_case(c, &p, false, false).bad > 0, "%s: one scale doubled, and no element of the result is off", label);
     gemm_destroy(&p);
 }
@@ -198,7 +206,7 @@ static void check_first_usable(const Case *c, const char *label, GemmKind kind, 
     GemmPlan p = gemm_describe(label, kind, R, N, K, spec, false);
     Gemm gemm = c->gemm;
     gemm.deterministic = true;
-    gemm_choose(&gemm, &p, c->d, c->a, c->b, NULL);
+    gemm_choose(&gemm, &p, c->d, &c->a, &c->b, NULL);
     const int count = gemm_candidates(&gemm, &p, found, &status);
     CHECK(count > 0 && same_algorithm(&p.algo, &found[0].algo), "%s: not the first of %d algorithms", label, count);
     const bool has_next = count > 1;
@@ -238,7 +246,7 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
     const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, false, !gpu_has(r)};
     operand_spoil(a, r->grain[kind][0]);
     check_spoiled(c, label, kind, R, N, K, spec);
-    CUDA_CHECK(cudaMemcpy((void *)a->operand.scales, a->scales, (size_t)a->num_scale_bytes, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy((void *)a->operand.rowwise_scale_inv, a->scales, (size_t)a->num_scale_bytes, cudaMemcpyHostToDevice));
     operand_spoil(b, r->grain[kind][1]);
     check_spoiled(c, label, kind, R, N, K, spec);
 }
@@ -366,12 +374,13 @@ enum { RATE_RUNS = 8 };
 // Microseconds a product in a burst of RATE_RUNS, by the fastest of cuBLASLt's algorithms, and the clock meanwhile.
 static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
     const bool fp8 = p->native || p->emulated;
-    const GemmOperand a = {fp8 ? (void *)r->codes_a : (void *)r->a, r->scales}, b = {fp8 ? (void *)r->codes_b : (void *)r->b, r->scales};
+    const QTensor a = tensor_of(fp8 ? (void *)r->codes_a : (void *)r->a, r->scales);
+    const QTensor b = tensor_of(fp8 ? (void *)r->codes_b : (void *)r->b, r->scales);
     float ms;
-    gemm_choose(&r->gemm, p, r->d, a, b, NULL);
+    gemm_choose(&r->gemm, p, r->d, &a, &b, NULL);
     bench_clock_begin(bench);
     CUDA_CHECK(cudaEventRecord(r->begin));
-    for (int i = 0; i < RATE_RUNS; i++) gemm_run(&r->gemm, p, r->d, a, b, NULL, false);
+    for (int i = 0; i < RATE_RUNS; i++) gemm_run(&r->gemm, p, r->d, &a, &b, NULL, false);
     CUDA_CHECK(cudaEventRecord(r->end));
     *ghz = bench_clock_end(bench);
     CUDA_CHECK(cudaEventElapsedTime(&ms, r->begin, r->end));

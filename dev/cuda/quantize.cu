@@ -21,11 +21,11 @@ static void check_case(int64_t R, int64_t C, Fp8Format format, Fill fill) {
     format_checked(label, sizeof label, "%lld x %lld %s %s", (long long)R, (long long)C, format == FP8_E4M3 ? "e4m3" : "e5m2", fill_names[fill]);
     bf16_bits *host = make_input(fill, R * C);
     bf16 *x = (bf16 *)bench_upload(host, R * C * 2);
-    Fp8Tensor t = fp8_tensor_create(R, C, format);
+    QTensor t = qtensor_create(R, C, format);
     tensor_quantize(t, x, R, C, 0);
     check_amax(label, t.amax, host, R * C);
     check_quantized(label, t, host, R, C);
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(x);
     free(host);
 }
@@ -33,13 +33,13 @@ static void check_case(int64_t R, int64_t C, Fp8Format format, Fill fill) {
 static void check_one_copy(int64_t R, int64_t C, bool row) {
     bf16_bits *host = make_input(FILL_NORMAL, R * C);
     bf16 *x = (bf16 *)bench_upload(host, R * C * 2);
-    Fp8Tensor t = fp8_tensor_create(R, C, FP8_E4M3);
-    bench_free(row ? t.col : t.row);
-    if (row) t.col = NULL;
-    else t.row = NULL;
+    QTensor t = qtensor_create(R, C, FP8_E4M3);
+    bench_free(row ? t.columnwise : t.rowwise);
+    if (row) t.columnwise = NULL;
+    else t.rowwise = NULL;
     tensor_quantize(t, x, R, C, 0);
     check_quantized(row ? "row only" : "transposed only", t, host, R, C);
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(x);
     free(host);
 }
@@ -51,11 +51,11 @@ static void check_all_numbers(Fp8Format format, float amax) {
     bf16_bits *host = (bf16_bits *)xcalloc(65536, sizeof(bf16_bits));
     for (int i = 0; i < 65536; i++) host[i] = (bf16_bits)i;
     bf16 *x = (bf16 *)bench_upload(host, 65536 * 2);
-    Fp8Tensor t = fp8_tensor_create(256, 256, format);
+    QTensor t = qtensor_create(256, 256, format);
     CUDA_CHECK(cudaMemcpy(t.amax, &amax, sizeof amax, cudaMemcpyHostToDevice));
     quantize_transpose(t, x, 256, 256, 0);
     check_quantized(label, t, host, 256, 256);
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(x);
     free(host);
 }
@@ -101,18 +101,18 @@ static void check_large(int64_t R, int64_t C, Fp8Format format, bool twice) {
     const float largest = -77;
     const bf16_bits bits = bf16_from_float(largest);
     CUDA_CHECK(cudaMemcpy(x + R * C - 1, &bits, sizeof bits, cudaMemcpyHostToDevice));
-    Fp8Tensor t = fp8_tensor_create(R, C, format), want = fp8_tensor_create(R, C, format);
+    QTensor t = qtensor_create(R, C, format), want = qtensor_create(R, C, format);
     tensor_quantize(t, x, R, C, 0);
     CHECK(float_from_bits(read_amax(t.amax)) == -largest, "%lld x %lld: amax %g, want %g", (long long)R, (long long)C, float_from_bits(read_amax(t.amax)), -largest);
     if (twice) tensor_quantize(want, x, R, C, 0);
-    else plain_quantize_kernel<<<8192, 256>>>(want.row, want.col, x, t.amax, R, C, format);
+    else plain_quantize_kernel<<<8192, 256>>>(want.rowwise, want.columnwise, x, t.amax, R, C, format);
     CUDA_CHECK_LAUNCH();
     format_checked(label, sizeof label, "%lld x %lld %s, row copy", (long long)R, (long long)C, twice ? "second run" : "plain kernel");
-    check_same_on_device(label, t.row, want.row, R * C, C);
+    check_same_on_device(label, t.rowwise, want.rowwise, R * C, C);
     format_checked(label, sizeof label, "%lld x %lld %s, transposed copy", (long long)R, (long long)C, twice ? "second run" : "plain kernel");
-    check_same_on_device(label, t.col, want.col, R * C, R);
-    fp8_tensor_free(t);
-    fp8_tensor_free(want);
+    check_same_on_device(label, t.columnwise, want.columnwise, R * C, R);
+    qtensor_free(t);
+    qtensor_free(want);
     bench_free(x);
 }
 
@@ -158,8 +158,8 @@ static void check_slices(int64_t group) {
             CUDA_CHECK(cudaMemcpy(scale, inverse + 4 * slot, sizeof(float), cudaMemcpyDeviceToDevice));
             CUDA_CHECK(cudaMemcpy(row, whole + at, (size_t)(N[j] * K[j]), cudaMemcpyDeviceToDevice));
             fp8_transpose(col, row, N[j], K[j], 0);
-            Fp8Tensor t = {};
-            t.row = row, t.col = col, t.row_scales = t.col_scales = scale, t.amax = slots + slot;
+            QTensor t = {};
+            t.rowwise = row, t.columnwise = col, t.rowwise_scale_inv = t.columnwise_scale_inv = scale, t.amax = slots + slot;
             check_quantized(label, t, host + at, N[j], K[j]);
             bench_free(row), bench_free(col), bench_free(scale);
         }
@@ -192,8 +192,8 @@ typedef struct {
 
 static void call_quantize(void *context) {
     const BadCall *bad = (const BadCall *)context;
-    Fp8Tensor t = {};
-    t.row = bad->row, t.row_scales = t.amax = (uint32_t *)16, t.row_grain = GRAIN_TENSOR;
+    QTensor t = {};
+    t.rowwise = bad->rowwise, t.rowwise_scale_inv = t.amax = (uint32_t *)16, t.row_grain = GRAIN_TENSOR;
     quantize_transpose(t, (const bf16 *)16, bad->R, bad->C, 0);
 }
 
@@ -230,19 +230,19 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)C);
     const double n = (double)R * (double)C;
     bf16 *x = bench_random(R * C, 5, 1);
-    Fp8Tensor t = fp8_tensor_create(R, C, FP8_E4M3), row = t, col = t;
-    row.col = NULL, col.row = NULL;
+    QTensor t = qtensor_create(R, C, FP8_E4M3), row = t, col = t;
+    row.columnwise = NULL, col.rowwise = NULL;
     bench_report(b, "tensor_amax", shape, bench_time_us(b, [&] { tensor_amax(t.amax, x, R * C, 0); }), 2 * n, AMAX_REASON);
     bench_report(b, "quantize_transpose", shape, bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); }), 4 * n, CAST_REASON);
     bench_report(b, "quantize, row only", shape, bench_time_us(b, [&] { quantize_transpose(row, x, R, C, 0); }), 3 * n);
     bench_report(b, "quantize, transposed only", shape, bench_time_us(b, [&] { quantize_transpose(col, x, R, C, 0); }), 3 * n);
-    bench_report(b, "fp8_transpose", shape, bench_time_us(b, [&] { fp8_transpose(t.col, t.row, R, C, 0); }), 2 * n, CAST_REASON);
+    bench_report(b, "fp8_transpose", shape, bench_time_us(b, [&] { fp8_transpose(t.columnwise, t.rowwise, R, C, 0); }), 2 * n, CAST_REASON);
     Fp8Slices s = {};
     s.count = 1, s.n = s.x_stride = s.ends[0] = R * C, s.num_tensors = 1, s.slot_stride = 1;
-    s.x = x, s.codes = t.row, s.amax = t.amax, s.inverse_scale = (float *)t.row_scales;
+    s.x = x, s.codes = t.rowwise, s.amax = t.amax, s.inverse_scale = (float *)t.rowwise_scale_inv;
     bench_report(b, "quantize_slices", shape, bench_time_us(b, [&] { quantize_slices(&s, 0); }), 3 * n);
     bench_report(b, "tensor_quantize (both passes)", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }), 6 * n);
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(x);
 }
 

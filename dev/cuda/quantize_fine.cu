@@ -58,21 +58,21 @@ static int make_cases(Case cases[MAX_CASES], int role) {
     return count;
 }
 
-static Fp8Tensor case_tensor(const Case *c, int64_t R, int64_t C) { return fp8_tensor_of(R, C, c->row, c->col, c->rule, c->format); }
+static QTensor case_tensor(const Case *c, int64_t R, int64_t C) { return qtensor_of(R, C, c->row, c->col, c->rule, c->format); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Checks
 
 // The copies that `got` has, codes and scales, are those of `want`.
-static void check_same_copies(const char *label, const Fp8Tensor *got, const Fp8Tensor *want, int64_t R, int64_t C) {
-    if (got->row) check_same_on_device(label, got->row, want->row, R * C, C);
-    if (got->row) check_same_on_device(label, got->row_scales, want->row_scales, scale_bytes(got->row_grain, R, C), 4);
-    if (got->col) check_same_on_device(label, got->col, want->col, R * C, R);
-    if (got->col) check_same_on_device(label, got->col_scales, want->col_scales, scale_bytes(got->col_grain, C, R), 4);
+static void check_same_copies(const char *label, const QTensor *got, const QTensor *want, int64_t R, int64_t C) {
+    if (got->rowwise) check_same_on_device(label, got->rowwise, want->rowwise, R * C, C);
+    if (got->rowwise) check_same_on_device(label, got->rowwise_scale_inv, want->rowwise_scale_inv, scale_bytes(got->row_grain, R, C), 4);
+    if (got->columnwise) check_same_on_device(label, got->columnwise, want->columnwise, R * C, R);
+    if (got->columnwise) check_same_on_device(label, got->columnwise_scale_inv, want->columnwise_scale_inv, scale_bytes(got->col_grain, C, R), 4);
 }
 
 // The slots that the amax pass raised.
-static void check_amaxes(const char *label, const Fp8Tensor *t, const float *x, int64_t R, int64_t C) {
+static void check_amaxes(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C) {
     const int64_t count = tensor_amaxes(t->row_grain, t->col_grain, R, C), rows = copy_amaxes(t->row_grain, R);
     uint32_t *got = (uint32_t *)bench_download(t->amax, max_i64(1, count) * 4, label);
     int64_t bad = 0, first = 0;
@@ -88,14 +88,14 @@ static void check_amaxes(const char *label, const Fp8Tensor *t, const float *x, 
     free(got);
 }
 
-static void check_dequantized(const char *label, const Fp8Tensor *t, CopyKind copy, int64_t R, int64_t C) {
+static void check_dequantized(const char *label, const QTensor *t, CopyKind copy, int64_t R, int64_t C) {
     const Grain grain = copy == COPY_ROW ? t->row_grain : t->col_grain;
     const CopyShape s = copy_shape(R, C, copy);
     const int64_t outer = s.outer, depth = s.depth;
     if (depth % 16) return;
     bf16 *out = (bf16 *)bench_alloc(R * C * 2);
-    const uint8_t *device_codes = copy == COPY_ROW ? t->row : t->col;
-    const void *device_scales = copy == COPY_ROW ? t->row_scales : t->col_scales;
+    const uint8_t *device_codes = copy == COPY_ROW ? t->rowwise : t->columnwise;
+    const void *device_scales = copy == COPY_ROW ? t->rowwise_scale_inv : t->columnwise_scale_inv;
     fp8_dequantize(out, device_codes, device_scales, grain, t->format, outer, depth, 0);
     bf16_bits *got = (bf16_bits *)bench_download(out, R * C * 2, label);
     uint8_t *codes = (uint8_t *)bench_download(device_codes, R * C, label);
@@ -115,24 +115,24 @@ static void check_dequantized(const char *label, const Fp8Tensor *t, CopyKind co
 static void check_tensor(const Case *c, const char *what, const bf16 *device_x, const float *x, int64_t R, int64_t C, bool back) {
     char label[160];
     format_checked(label, sizeof label, "%s, %lld x %lld %s", c->name, (long long)R, (long long)C, what);
-    Fp8Tensor t = case_tensor(c, R, C);
+    QTensor t = case_tensor(c, R, C);
     tensor_quantize(t, device_x, R, C, 0);
     check_amaxes(label, &t, x, R, C);
     check_copies(label, &t, x, R, C, 0);
-    if (back && t.row) check_dequantized(label, &t, COPY_ROW, R, C);
-    if (back && t.col) check_dequantized(label, &t, COPY_COL, R, C);
-    for (int copy = 0; copy < 2 && t.row && t.col; copy++) {
-        Fp8Tensor all = case_tensor(c, R, C), alone = all;
+    if (back && t.rowwise) check_dequantized(label, &t, COPY_ROW, R, C);
+    if (back && t.columnwise) check_dequantized(label, &t, COPY_COL, R, C);
+    for (int copy = 0; copy < 2 && t.rowwise && t.columnwise; copy++) {
+        QTensor all = case_tensor(c, R, C), alone = all;
         bench_free(all.amax);
         all.amax = t.amax, alone.amax = t.amax;
-        if (copy == COPY_ROW) alone.col = NULL;
-        else alone.row = NULL;
+        if (copy == COPY_ROW) alone.columnwise = NULL;
+        else alone.rowwise = NULL;
         quantize_transpose(alone, device_x, R, C, 0);
         check_same_copies(label, &alone, &t, R, C);
         all.amax = NULL;
-        fp8_tensor_free(all);
+        qtensor_free(all);
     }
-    fp8_tensor_free(t);
+    qtensor_free(t);
 }
 
 static void check_shape(int64_t R, int64_t C, Fill fill) {
@@ -156,13 +156,13 @@ static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, flo
     const uint32_t amax = quantize_tensor_amax(x, R * C, SCALE_TE);
     const float scale = fp8_scale_te(float_from_bits(amax), format, 0) * factor;
     bf16 *device_x = (bf16 *)bench_upload(host, R * C * 2);
-    Fp8Tensor t = fp8_tensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, format);
+    QTensor t = qtensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, format);
     t.delayed_scale = (float *)bench_upload(&scale, sizeof scale);
     tensor_quantize(t, device_x, R, C, 0);
     check_copies(label, &t, x, R, C, scale);
     CHECK(read_amax(t.amax) == amax, "%s: amax %.9g, want %.9g", label, float_from_bits(read_amax(t.amax)), float_from_bits(amax));
     bench_free((void *)t.delayed_scale);
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(device_x);
     free(host), free(x);
 }
@@ -182,14 +182,14 @@ static void check_source(const char *what, TensorRole role, Source source, const
         for (int delayed = 0; delayed <= (tensor && c->rule == SCALE_TE); delayed++) {
             char label[192];
             format_checked(label, sizeof label, "%s of %s, %lld x %lld%s", c->name, what, (long long)R, (long long)columns, delayed ? ", known scale" : "");
-            Fp8Tensor got = case_tensor(c, R, columns), want = case_tensor(c, R, columns);
+            QTensor got = case_tensor(c, R, columns), want = case_tensor(c, R, columns);
             if (delayed) got.delayed_scale = want.delayed_scale = delayed_scale;
             tensor_quantize(want, values, R, columns, 0);
             if (!delayed) quantize_amax_source(label, got, source, R, C, 0);
             quantize_source(label, got, source, R, C, 0);
             check_same_on_device(label, got.amax, want.amax, max_i64(1, tensor_amaxes(c->row, c->col, R, columns)) * 4, 4);
             check_same_copies(label, &got, &want, R, columns);
-            fp8_tensor_free(got), fp8_tensor_free(want);
+            qtensor_free(got), qtensor_free(want);
         }
     }
     bench_free(delayed_scale);
@@ -223,47 +223,47 @@ static void check_large(int64_t R, int64_t C) {
     for (int i = 0; i < count; i++) {
         const Case *c = &cases[i];
         if (c->row == GRAIN_TENSOR) continue;
-        Fp8Tensor t = case_tensor(c, R, C), part = case_tensor(c, slab, C);
+        QTensor t = case_tensor(c, R, C), part = case_tensor(c, slab, C);
         tensor_quantize(t, x, R, C, 0);
         tensor_quantize(part, x + first * C, slab, C, 0);
-        check_same_on_device(c->name, t.row + first * C, part.row, slab * C, C);
-        if (copy_amaxes(c->col, C) == 0 && t.col) {
-            CUDA_CHECK(cudaMemcpy2D(cut, (size_t)slab, t.col + first, (size_t)R, (size_t)slab, (size_t)C, cudaMemcpyDeviceToDevice));
-            check_same_on_device(c->name, cut, part.col, slab * C, slab);
+        check_same_on_device(c->name, t.rowwise + first * C, part.rowwise, slab * C, C);
+        if (copy_amaxes(c->col, C) == 0 && t.columnwise) {
+            CUDA_CHECK(cudaMemcpy2D(cut, (size_t)slab, t.columnwise + first, (size_t)R, (size_t)slab, (size_t)C, cudaMemcpyDeviceToDevice));
+            check_same_on_device(c->name, cut, part.columnwise, slab * C, slab);
         }
-        fp8_tensor_free(part);
-        Fp8Tensor again = case_tensor(c, R, C);
+        qtensor_free(part);
+        QTensor again = case_tensor(c, R, C);
         tensor_quantize(again, x, R, C, 0);
         check_same_copies(c->name, &again, &t, R, C);
-        fp8_tensor_free(t), fp8_tensor_free(again);
+        qtensor_free(t), qtensor_free(again);
     }
     bench_free(cut), bench_free(x);
 }
 
 // Refusals: before the first CUDA call of this process, because a check runs in a forked child.
-static void call_quantize(void *context) { quantize_transpose(*(const Fp8Tensor *)context, (const bf16 *)16, 128, 128, 0); }
+static void call_quantize(void *context) { quantize_transpose(*(const QTensor *)context, (const bf16 *)16, 128, 128, 0); }
 
 static void call_gradient(void *context) {
     const SwigluGradientSource source = {(const bf16 *)16, (const bf16 *)16, 144};
-    quantize_source("call_gradient", *(const Fp8Tensor *)context, source, 128, 144, 0);
+    quantize_source("call_gradient", *(const QTensor *)context, source, 128, 144, 0);
 }
 
 static void call_norm(void *context) {
     const RmsnormSource source = {(const bf16 *)16, (const bf16 *)16, (const float *)16, 128};
-    quantize_source("call_norm", *(const Fp8Tensor *)context, source, 128, 128, 0);
+    quantize_source("call_norm", *(const QTensor *)context, source, 128, 128, 0);
 }
 
 static void check_refusals(void) {
     char output[512];
-    Fp8Tensor good = {};
-    good.row = good.col = (uint8_t *)16, good.row_scales = good.col_scales = good.amax = (uint32_t *)16;
+    QTensor good = {};
+    good.rowwise = good.columnwise = (uint8_t *)16, good.rowwise_scale_inv = good.columnwise_scale_inv = good.amax = (uint32_t *)16;
     good.row_grain = good.col_grain = GRAIN_1X128, good.rule = SCALE_TE_POW2;
-    Fp8Tensor bad = good;
+    QTensor bad = good;
     bad.rule = SCALE_MX;
     CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output), "%s", output);
     bad = good, bad.col_grain = GRAIN_1X32;
     CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output), "%s", output);
-    bad = good, bad.col_scales = NULL;
+    bad = good, bad.columnwise_scale_inv = NULL;
     CHECK(check_dies(call_quantize, &bad, "scales of what it has", output, sizeof output), "%s", output);
     bad = good, bad.row_grain = bad.col_grain = GRAIN_ROW, bad.rule = SCALE_TORCHAO_POW2, bad.amax = NULL;
     CHECK(check_dies(call_quantize, &bad, "needs amax", output, sizeof output), "%s", output);
@@ -291,15 +291,15 @@ static void run_checks(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 
 // The cast of n values to the copies that `t` has; `outputs`: of its source; `read`: bytes read a value.
-static void bench_cast(Bench *b, const char *name, const char *shape, const Case *c, int outputs, double us, const Fp8Tensor *t, double read, double n) {
-    const double bytes = (read + (t->row ? 1 : 0) + (t->col ? 1 : 0)) * n;
+static void bench_cast(Bench *b, const char *name, const char *shape, const Case *c, int outputs, double us, const QTensor *t, double read, double n) {
+    const double bytes = (read + (t->rowwise ? 1 : 0) + (t->columnwise ? 1 : 0)) * n;
     char reason[256];
     if (c->row == GRAIN_TENSOR) {
-        bench_report(b, name, shape, us, bytes, t->col ? CAST_REASON : NULL);
+        bench_report(b, name, shape, us, bytes, t->columnwise ? CAST_REASON : NULL);
         return;
     }
     format_checked(reason, sizeof reason, "a tile waits in registers for its scales, so a block's loads, arithmetic and stores take turns%s%s%s",
-                   t->row && t->col && c->row != GRAIN_128X128 ? "; two casts of every value" : "", c->row == GRAIN_1X32 ? "; maxima of 32 along both axes" : "",
+                   t->rowwise && t->columnwise && c->row != GRAIN_128X128 ? "; two casts of every value" : "", c->row == GRAIN_1X32 ? "; maxima of 32 along both axes" : "",
                    outputs > 1 ? "; two outputs, so 2 blocks a multiprocessor" : "");
     bench_report(b, name, shape, us, bytes, reason);
 }
@@ -315,21 +315,21 @@ static void bench_source(Bench *b, const char *what, const Case *c, Source sourc
     char name[128], shape[32];
     format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)columns);
     float *known = (float *)bench_upload(&one, sizeof one);
-    Fp8Tensor t = case_tensor(c, R, columns);
+    QTensor t = case_tensor(c, R, columns);
     if (c->row == GRAIN_TENSOR) t.delayed_scale = known;
     if (copy_amaxes(c->row, R) && !t.delayed_scale) {
         format_checked(name, sizeof name, "%s%s, amaxes", c->name, what);
         bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }), read * n,
                      "an atomic for the amax of every row and column of a tile");
     }
-    for (int i = 0; i < (t.row && t.col && c->role == TENSOR_X ? 3 : 1); i++) {
-        Fp8Tensor part = t;
-        if (i == 1) part.col = NULL;
-        if (i == 2) part.row = NULL;
+    for (int i = 0; i < (t.rowwise && t.columnwise && c->role == TENSOR_X ? 3 : 1); i++) {
+        QTensor part = t;
+        if (i == 1) part.columnwise = NULL;
+        if (i == 2) part.rowwise = NULL;
         format_checked(name, sizeof name, "%s%s, %s", c->name, what, copies[i]);
         bench_cast(b, name, shape, c, OUTPUTS, bench_time_us(b, [&] { quantize_source("bench", part, source, R, C, 0); }), &part, read, n);
     }
-    fp8_tensor_free(t);
+    qtensor_free(t);
     bench_free(known);
 }
 
@@ -345,11 +345,11 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     const TensorSource source = {x, C};
     for (int i = 0; i < count; i++)
         if (bench_wanted(&cases[i], TENSOR_X) || bench_wanted(&cases[i], TENSOR_W)) bench_source(b, "", &cases[i], source, R, C, 2);
-    Fp8Tensor mx = fp8_tensor_of(R, C, GRAIN_1X32, GRAIN_BF16, SCALE_MX, FP8_E4M3);
+    QTensor mx = qtensor_of(R, C, GRAIN_1X32, GRAIN_BF16, SCALE_MX, FP8_E4M3);
     tensor_quantize(mx, x, R, C, 0);
-    const double us = bench_time_us(b, [&] { fp8_dequantize(out, mx.row, mx.row_scales, GRAIN_1X32, FP8_E4M3, R, C, 0); });
+    const double us = bench_time_us(b, [&] { fp8_dequantize(out, mx.rowwise, mx.rowwise_scale_inv, GRAIN_1X32, FP8_E4M3, R, C, 0); });
     bench_report(b, "back to bf16, 1x32", shape, us, 3.0 * (double)(R * C), "short threads: 16 codes each, and their scale is looked up first");
-    fp8_tensor_free(mx);
+    qtensor_free(mx);
     bench_free(x), bench_free(out);
 }
 

@@ -49,7 +49,7 @@ static void check_forward(const Case *k) {
     bf16 *residual = (bf16 *)bench_upload(k->residual, n * 2), *delta = (bf16 *)bench_upload(k->delta, n * 2), *weight = (bf16 *)bench_upload(k->weight, C * 2);
     bf16 *x = (bf16 *)bench_alloc(n * 2), *y = (bf16 *)bench_alloc(n * 2), *y_alone = (bf16 *)bench_alloc(n * 2);
     float *rstd = (float *)bench_alloc(R * 4), *rstd_alone = (float *)bench_alloc(R * 4);
-    Fp8Tensor t = fp8_tensor_create(R, C, FP8_E4M3);
+    QTensor t = qtensor_create(R, C, FP8_E4M3);
     residual_rmsnorm_forward(x, y, rstd, NULL, residual, delta, weight, R, C, EPS, NO_WATCH, 0);
     rmsnorm_forward(y_alone, rstd_alone, NULL, x, weight, R, C, EPS, NO_WATCH, 0);
     // in place, nothing stored, amax
@@ -72,7 +72,7 @@ static void check_forward(const Case *k) {
     check_quantized(k->label, t, got_y, R, C);
     free(got_x), free(got_y), free(xf), free(yf), free(wf), free(got_rstd), free(want_y), free(want_rstd);
     bench_free(residual), bench_free(delta), bench_free(weight), bench_free(x), bench_free(y), bench_free(y_alone), bench_free(rstd), bench_free(rstd_alone);
-    fp8_tensor_free(t);
+    qtensor_free(t);
 }
 
 // The reference gets the GPU's own rstd, so that only this kernel's error shows.
@@ -156,13 +156,13 @@ static void check_large(void) {
     const int64_t R = 524416, C = 4096, n = R * C;
     bf16 *x = bench_random(n, 1, 1), *y = (bf16 *)bench_alloc(n * 2), *weight = bench_random(C, 2, 1), *dweight = (bf16 *)bench_alloc(C * 2);
     float *rstd = (float *)bench_alloc(R * 4);
-    Fp8Tensor fused = fp8_tensor_create(R, C, FP8_E4M3), plain = fp8_tensor_create(R, C, FP8_E4M3);
+    QTensor fused = qtensor_create(R, C, FP8_E4M3), plain = qtensor_create(R, C, FP8_E4M3);
     rmsnorm_forward(y, rstd, fused.amax, x, weight, R, C, EPS, NO_WATCH, 0);
     rmsnorm_quantize_transpose(fused, x, rstd, weight, R, C, 0);
     tensor_quantize(plain, y, R, C, 0);
     CHECK(read_amax(fused.amax) == read_amax(plain.amax), "amax of y: %08x in the norm, %08x of what it stored", read_amax(fused.amax), read_amax(plain.amax));
-    check_same_on_device("2^31 elements, row copy", fused.row, plain.row, n, C);
-    check_same_on_device("2^31 elements, transposed copy", fused.col, plain.col, n, R);
+    check_same_on_device("2^31 elements, row copy", fused.rowwise, plain.rowwise, n, C);
+    check_same_on_device("2^31 elements, transposed copy", fused.columnwise, plain.columnwise, n, R);
     void *workspace = bench_alloc((int64_t)rmsnorm_workspace_bytes(R, C));
     rmsnorm_backward(y, dweight, NULL, y, x, rstd, weight, NULL, R, C, workspace, 0);  // dy = y, in place
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -179,7 +179,7 @@ static void check_large(void) {
     CHECK(check_relative_error(got, want, C) < 4e-3, "last row of dx: relative error %g", check_relative_error(got, want, C));  // 2^-8
     free(x_bits), free(w_bits), free(dx_bits), free(xf), free(wf), free(got), free(dyf), free(dwf), free(want);
     bench_free(x), bench_free(y), bench_free(weight), bench_free(dweight), bench_free(rstd), bench_free(workspace);
-    fp8_tensor_free(fused), fp8_tensor_free(plain);
+    qtensor_free(fused), qtensor_free(plain);
 }
 
 // Refusals run first: they fork, which a process with CUDA running must not.
@@ -217,7 +217,7 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     bf16 *weight = bench_random(C, 3, 1), *dweight = (bf16 *)bench_zeros(C * 2);
     float *rstd = (float *)bench_alloc(R * 4);
     void *workspace = bench_alloc((int64_t)rmsnorm_workspace_bytes(R, C));
-    Fp8Tensor t = fp8_tensor_create(R, C, FP8_E4M3);
+    QTensor t = qtensor_create(R, C, FP8_E4M3);
     const RmsnormWatch watch = {(uint32_t *)bench_zeros(4), 1};  // as in training
     const char *forward = "a row's sum comes before its output, and a block loads its next row only after that";
     const char *backward = "dw stays in registers: 512 or 1024 threads a multiprocessor; a second launch adds up its parts";
@@ -240,7 +240,7 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
                  bench_time_us(b, [&] { rmsnorm_backward(delta, dweight, t.amax, y, x, rstd, weight, delta, R, C, workspace, 0); }), 8 * n, backward);
     bench_free(x), bench_free(delta), bench_free(out), bench_free(y), bench_free(weight), bench_free(dweight),
         bench_free(rstd), bench_free(workspace), bench_free(watch.first);
-    fp8_tensor_free(t);
+    qtensor_free(t);
 }
 
 int main(int argc, char **argv) {

@@ -26,14 +26,14 @@ static bf16_bits *make_gate_up(Fill fill, int64_t R, int64_t F) {
 // The transposed copy that the gradient's first pass writes has the bytes of the forward cast's.
 static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 *dh, const bf16_bits *h, const bf16_bits *d_gate_up, int64_t R, int64_t F) {
     char name[160];
-    Fp8Tensor th = fp8_tensor_create(R, F, FP8_E4M3), again = fp8_tensor_create(R, F, FP8_E4M3), td = fp8_tensor_create(R, 2 * F, FP8_E5M2);
+    QTensor th = qtensor_create(R, F, FP8_E4M3), again = qtensor_create(R, F, FP8_E4M3), td = qtensor_create(R, 2 * F, FP8_E5M2);
     swiglu_amax(th.amax, gate_up, R, F, 0);
     format_checked(name, sizeof name, "%s: h", label);
     check_amax(name, th.amax, h, R * F);
     swiglu_quantize_transpose(th, gate_up, R, F, 0);
     check_quantized(name, th, h, R, F);
-    Fp8Tensor col_only = again, none = {};
-    col_only.row = NULL;
+    QTensor col_only = again, none = {};
+    col_only.rowwise = NULL;
     CUDA_CHECK(cudaMemcpy(col_only.amax, th.amax, 4, cudaMemcpyDeviceToDevice));
     swiglu_backward_amax(td.amax, col_only, dh, gate_up, R, F, 0);
     format_checked(name, sizeof name, "%s: h written by the backward pass", label);
@@ -45,7 +45,7 @@ static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 
     check_amax(name, td.amax, d_gate_up, R * 2 * F);
     swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0);
     check_quantized(name, td, d_gate_up, R, 2 * F);
-    fp8_tensor_free(th), fp8_tensor_free(again), fp8_tensor_free(td);
+    qtensor_free(th), qtensor_free(again), qtensor_free(td);
 }
 
 static void check_case(int64_t R, int64_t F, Fill fill) {
@@ -80,9 +80,9 @@ static void check_case(int64_t R, int64_t F, Fill fill) {
 static void check_large(void) {
     const int64_t R = 75008, F = 14336, n = R * F;
     bf16 *gate_up = bench_random(2 * n, 1, 1), *dh = bench_random(n, 2, 1), *d = (bf16 *)bench_alloc(4 * n), *h = (bf16 *)bench_alloc(2 * n);
-    Fp8Tensor fused = fp8_tensor_create(R, 2 * F, FP8_E5M2), plain = fp8_tensor_create(R, 2 * F, FP8_E5M2);
-    Fp8Tensor h_fused = fp8_tensor_create(R, F, FP8_E4M3), h_plain = fp8_tensor_create(R, F, FP8_E4M3), col_only = h_fused;
-    col_only.row = NULL;
+    QTensor fused = qtensor_create(R, 2 * F, FP8_E5M2), plain = qtensor_create(R, 2 * F, FP8_E5M2);
+    QTensor h_fused = qtensor_create(R, F, FP8_E4M3), h_plain = qtensor_create(R, F, FP8_E4M3), col_only = h_fused;
+    col_only.rowwise = NULL;
     swiglu_backward(d, h, dh, gate_up, R, F, 0);
     tensor_quantize(plain, d, R, 2 * F, 0);
     tensor_quantize(h_plain, h, R, F, 0);
@@ -91,11 +91,11 @@ static void check_large(void) {
     swiglu_backward_quantize_transpose(fused, dh, gate_up, R, F, 0);
     CHECK(read_amax(fused.amax) == read_amax(plain.amax), "amax of d_gate_up: %08x fused, %08x of the stored", read_amax(fused.amax), read_amax(plain.amax));
     CHECK(read_amax(h_fused.amax) == read_amax(h_plain.amax), "amax of h: %08x fused, %08x of the stored", read_amax(h_fused.amax), read_amax(h_plain.amax));
-    check_same_on_device("2^31 elements, row copy", fused.row, plain.row, 2 * n, 2 * F);
-    check_same_on_device("2^31 elements, transposed copy", fused.col, plain.col, 2 * n, R);
-    check_same_on_device("2^31 elements, h transposed", h_fused.col, h_plain.col, n, R);
+    check_same_on_device("2^31 elements, row copy", fused.rowwise, plain.rowwise, 2 * n, 2 * F);
+    check_same_on_device("2^31 elements, transposed copy", fused.columnwise, plain.columnwise, 2 * n, R);
+    check_same_on_device("2^31 elements, h transposed", h_fused.columnwise, h_plain.columnwise, n, R);
     bench_free(gate_up), bench_free(dh), bench_free(d), bench_free(h);
-    fp8_tensor_free(fused), fp8_tensor_free(plain), fp8_tensor_free(h_fused), fp8_tensor_free(h_plain);
+    qtensor_free(fused), qtensor_free(plain), qtensor_free(h_fused), qtensor_free(h_plain);
 }
 
 // Refusals run first: they fork, which a process with CUDA running must not.
@@ -120,8 +120,8 @@ static void bench_shape(Bench *b, int64_t R, int64_t F) {
     format_checked(shape, sizeof shape, "%lld x 2x%lld", (long long)R, (long long)F);
     const double n = (double)R * (double)F;
     bf16 *gate_up = bench_random(2 * R * F, 1, 1), *dh = bench_random(R * F, 2, 1), *h = (bf16 *)bench_alloc(2 * R * F), *d = (bf16 *)bench_alloc(4 * R * F);
-    Fp8Tensor t = fp8_tensor_create(R, F, FP8_E4M3), row = t, col = t, td = fp8_tensor_create(R, 2 * F, FP8_E5M2), none = {};
-    row.col = NULL, col.row = NULL;
+    QTensor t = qtensor_create(R, F, FP8_E4M3), row = t, col = t, td = qtensor_create(R, 2 * F, FP8_E5M2), none = {};
+    row.columnwise = NULL, col.rowwise = NULL;
     bench_report(b, "swiglu forward bf16", shape, bench_time_us(b, [&] { swiglu_forward(h, gate_up, R, F, 0); }), 6 * n);
     bench_report(b, "swiglu_amax", shape, bench_time_us(b, [&] { swiglu_amax(t.amax, gate_up, R, F, 0); }), 4 * n, AMAX_REASON);
     bench_report(b, "swiglu cast, row only", shape, bench_time_us(b, [&] { swiglu_quantize_transpose(row, gate_up, R, F, 0); }), 5 * n);
@@ -140,7 +140,7 @@ static void bench_shape(Bench *b, int64_t R, int64_t F) {
         swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0);
     }), 17 * n);
     bench_free(gate_up), bench_free(dh), bench_free(h), bench_free(d);
-    fp8_tensor_free(t), fp8_tensor_free(td);
+    qtensor_free(t), qtensor_free(td);
 }
 
 int main(int argc, char **argv) {

@@ -29,14 +29,14 @@ static void test_casts(Fp8Format format, const char *tensor) {
     CUDA_CHECK(cudaMemset(memory, 0xee, 65536 * 4 + 512));
     CUDA_CHECK(cudaMemcpy(memory, bits, sizeof bits, cudaMemcpyHostToDevice));
     CUDA_CHECK(cudaMemcpy(memory + 65536 * 4, &amax, sizeof amax, cudaMemcpyHostToDevice));
-    Fp8Tensor q;
+    QTensor q;
     memset(&q, 0, sizeof q);
     q.row_grain = q.col_grain = GRAIN_TENSOR;
-    q.row = (uint8_t *)memory + 65536 * 2, q.col = (uint8_t *)memory + 65536 * 3, q.format = format;
-    q.amax = (uint32_t *)(memory + 65536 * 4), q.row_scales = q.col_scales = memory + 65536 * 4 + 256;
+    q.rowwise = (uint8_t *)memory + 65536 * 2, q.columnwise = (uint8_t *)memory + 65536 * 3, q.format = format;
+    q.amax = (uint32_t *)(memory + 65536 * 4), q.rowwise_scale_inv = q.columnwise_scale_inv = memory + 65536 * 4 + 256;
     quantize_transpose(q, (const bf16 *)memory, 256, 256, 0);
-    CUDA_CHECK(cudaMemcpy(row, q.row, 65536, cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaMemcpy(col, q.col, 65536, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(row, q.rowwise, 65536, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(col, q.columnwise, 65536, cudaMemcpyDeviceToHost));
     int wrong = 0, wrong_transpose = 0;
     for (int i = 0; i < 65536; i++) {
         const bool is_nan = (bits[i] & 0x7fff) > 0x7f80;

@@ -106,6 +106,11 @@ static inline void precision_free(Precision *p) {
 // What linear layer `id` of layer l runs in.
 static inline const Recipe *precision_of(const Precision *p, int64_t l, int id) { return p->keeps_bf16[l * NUM_LINEARS + id] ? recipe_row(RECIPE_BF16) : p->recipe; }
 
+// Columns of a tensor of linear layer `id`: x [R, K], dy [R, N], w [N, K].
+static inline int64_t precision_columns(const Precision *p, TensorRole tensor, int id) {
+    return tensor == TENSOR_DY ? p->linear[id].N : p->linear[id].K;
+}
+
 static inline Fp8Format precision_format(const Precision *p, TensorRole tensor) { return tensor == TENSOR_DY ? p->dy_format : FP8_E4M3; }
 
 // Whether all linear layers of layer l are FP8, so that its weights can travel as bytes.

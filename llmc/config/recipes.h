@@ -93,7 +93,8 @@ static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) { retur
 // The number of a tensor among those of a model with `layers` layers, [layer][role][linear]: where its amax, its scale and its history are, on the GPU,
 // on the CPU and in checkpoints.
 HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, int linear) { return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear; }
-static inline int64_t tensor_count(int64_t layers) { return layers * NUM_TENSORS * NUM_LINEARS; }
+enum { TENSORS_PER_LAYER = NUM_TENSORS * NUM_LINEARS };
+static inline int64_t tensor_count(int64_t layers) { return layers * TENSORS_PER_LAYER; }
 
 // The copy of a tensor [rows, cols] as a matrix [outer, depth]: its element (i, k) is the tensor's number i * outer_stride + k * depth_stride.
 typedef struct {

@@ -9,7 +9,7 @@
 // by neighbours. What is read of a 32-byte sector of a row copy or of the source by one warp is in the L1 for the next.
 enum { AUDIT_THREADS = 256, AUDIT_WARPS = AUDIT_THREADS / WARP_SIZE, AUDIT_COLUMNS = 8 * AUDIT_WARPS, AUDIT_BLOCKS_PER_SM = 4 };
 
-// One copy of an Fp8Tensor, and where its sums go: to one place or two.
+// One copy of a QTensor, and where its sums go: to one place or two.
 typedef struct {
     const uint8_t *codes;
     const void *scales;
@@ -101,9 +101,9 @@ static inline unsigned audit_blocks(int64_t n) { return (unsigned)max_i64(1, min
 // Adds to *out.audit[COPY_ROW] and *out.audit[COPY_COL] (device memory, either may be NULL) what the cast of the source to `out`, enqueued before, did to its
 // values. A copy that the cast did not write adds nothing. Where both copies hold the same codes they are read once and both get the same sums.
 template <class Source>
-static inline void audit_source(Fp8Tensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
-    AuditView row = {out.row, out.row_scales, false, out.row_grain, out.format, {out.audit[COPY_ROW], NULL}};
-    AuditView col = {out.col, out.col_scales, true, out.col_grain, out.format, {out.audit[COPY_COL], NULL}};
+static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
+    AuditView row = {out.rowwise, out.rowwise_scale_inv, false, out.row_grain, out.format, {out.audit[COPY_ROW], NULL}};
+    AuditView col = {out.columnwise, out.columnwise_scale_inv, true, out.col_grain, out.format, {out.audit[COPY_COL], NULL}};
     if (row.codes && row.to[0] && col.codes && audit_shares_codes(out.row_grain, out.col_grain)) {
         row.to[1] = col.to[0];
         col.to[0] = NULL;

@@ -17,9 +17,8 @@ typedef struct {
     const Options *options;
     LinearShape shape;
     int64_t R;
-    bf16 *tensor[NUM_TENSORS];     // w [N, K], x [R, K], dy [R, N]
     bf16 *result;                  // of the largest product
-    Fp8Tensor fp8[NUM_TENSORS];
+    QTensor tensor[NUM_TENSORS];   // w [N, K], x [R, K], dy [R, N]
     int64_t amaxes[NUM_TENSORS];
     void *buffers[AUTO_FILTER_BUFFERS];
     int num_buffers;
@@ -49,12 +48,12 @@ static inline int64_t auto_filter_cols(const AutoFilter *f, TensorRole t) { retu
 static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
     const Recipe *r = f->precision->recipe;
     const int64_t rows = auto_filter_rows(f, t), cols = auto_filter_cols(f, t), n = rows * cols;
-    Fp8Tensor *q = &f->fp8[t];
-    *q = recipe_tensor(r, t, precision_format(f->precision, t));
-    if (q->row_grain != GRAIN_BF16) q->row = (uint8_t *)auto_filter_alloc(f, n);
-    if (q->col_grain != GRAIN_BF16) q->col = (uint8_t *)auto_filter_alloc(f, n);
-    q->row_scales = auto_filter_alloc(f, scale_bytes(q->row_grain, rows, cols));
-    q->col_scales = q->row_grain == GRAIN_TENSOR && q->col_grain == GRAIN_TENSOR ? q->row_scales : auto_filter_alloc(f, scale_bytes(q->col_grain, cols, rows));
+    QTensor *q = &f->tensor[t];
+    *q = recipe_qtensor(r, t, precision_format(f->precision, t));
+    if (q->row_grain != GRAIN_BF16) q->rowwise = (uint8_t *)auto_filter_alloc(f, n);
+    if (q->col_grain != GRAIN_BF16) q->columnwise = (uint8_t *)auto_filter_alloc(f, n);
+    q->rowwise_scale_inv = auto_filter_alloc(f, scale_bytes(q->row_grain, rows, cols));
+    q->columnwise_scale_inv = q->row_grain == GRAIN_TENSOR && q->col_grain == GRAIN_TENSOR ? q->rowwise_scale_inv : auto_filter_alloc(f, scale_bytes(q->col_grain, cols, rows));
     f->amaxes[t] = tensor_amaxes(q->row_grain, q->col_grain, rows, cols);
     q->amax = (uint32_t *)auto_filter_alloc(f, f->amaxes[t] * (int64_t)sizeof(uint32_t));
     if (r->delayed) {
@@ -63,15 +62,15 @@ static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
         CUDA_CHECK(cudaMemcpyAsync(delayed, &scale, sizeof scale, cudaMemcpyHostToDevice, f->gemm.stream));
         q->delayed_scale = delayed;
     }
-    f->tensor[t] = (bf16 *)auto_filter_alloc(f, n * (int64_t)sizeof(bf16));
-    CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, f->gemm.stream, f->tensor[t], n, rng_key(1, (uint64_t)t));
+    q->data = (bf16 *)auto_filter_alloc(f, n * (int64_t)sizeof(bf16));
+    CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, f->gemm.stream, q->data, n, rng_key(1, (uint64_t)t));
 }
 
 static inline void auto_filter_cast(AutoFilter *f, TensorRole t) {
-    const Fp8Tensor *q = &f->fp8[t];
-    if (!q->row && !q->col) return;
+    const QTensor *q = &f->tensor[t];
+    if (!q->rowwise && !q->columnwise) return;
     if (f->amaxes[t]) CUDA_CHECK(cudaMemsetAsync(q->amax, 0, (size_t)f->amaxes[t] * sizeof(uint32_t), f->gemm.stream));
-    tensor_quantize(*q, f->tensor[t], auto_filter_rows(f, t), auto_filter_cols(f, t), f->gemm.stream);
+    tensor_quantize(*q, q->data, auto_filter_rows(f, t), auto_filter_cols(f, t), f->gemm.stream);
 }
 
 // Median microseconds of launch(), after one run that does not count.
@@ -93,21 +92,12 @@ static inline double auto_filter_time(AutoFilter *f, Launch launch) {
     return us[AUTO_FILTER_RUNS / 2];
 }
 
-// A tensor as products in `fp8` or bf16 read it.
-static inline GemmOperand auto_filter_operand(const AutoFilter *f, TensorRole t, CopyKind copy, bool fp8) {
-    const Fp8Tensor *q = &f->fp8[t];
-    if (!fp8) return {f->tensor[t], NULL};
-    return copy == COPY_ROW ? GemmOperand{q->row, q->row_scales} : GemmOperand{q->col, q->col_scales};
-}
-
 // Microseconds of the three products in a recipe. FP8 ones read what auto_filter_cast made.
 static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
     double us = 0;
     for (int i = 0; i < NUM_GEMMS; i++) {
         const GemmKind kind = (GemmKind)i;
-        const bool fp8 = recipe_is_fp8(r, kind);
-        const GemmOperand a = auto_filter_operand(f, gemm_tensor(kind, 0), gemm_copy(kind, 0), fp8);
-        const GemmOperand b = auto_filter_operand(f, gemm_tensor(kind, 1), gemm_copy(kind, 1), fp8);
+        const QTensor *a = &f->tensor[gemm_tensor(kind, 0)], *b = &f->tensor[gemm_tensor(kind, 1)];
         GemmPlan p = gemm_describe(f->shape.name, kind, f->R, f->shape.N, f->shape.K, gemm_spec(f->precision, r, kind), false);
         gemm_choose(&f->gemm, &p, f->result, a, b, NULL);
         us += auto_filter_time(f, [&] { gemm_run(&f->gemm, &p, f->result, a, b, NULL, false); });

@@ -239,12 +239,14 @@ static inline void cross_entropy_loss(float *losses, const bf16 *logits, const i
     cross_entropy_launch<false>(losses, (bf16 *)logits, targets, R, V, 0.0f, stream);
 }
 
-// As cross_entropy_loss, and the logits become their gradient times gradient_scale (1 / number of tokens the loss is averaged over).
-static inline void cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale,
+// As cross_entropy_loss, and the logits become their gradient times gradient_scale (1 / number of tokens the loss is
+// averaged over). Returns the bytes that it moves.
+static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale,
                                                    cudaStream_t stream) {
     cross_entropy_check(R, V);
     if (!(gradient_scale > 0)) die("cross_entropy_loss_and_gradient: gradient_scale %g must be above 0", (double)gradient_scale);
     cross_entropy_launch<true>(losses, logits, targets, R, V, gradient_scale, stream);
+    return R * V * 4;
 }
 
 __global__ static void __launch_bounds__(1024) loss_accumulate_kernel(float *out, const float *losses, int64_t n, double scale) {

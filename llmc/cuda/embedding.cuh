@@ -70,11 +70,12 @@ static inline void embedding_check(const char *function, int64_t R, int64_t C, c
     require_aligned16(x, function, "the activations");
 }
 
-// x [R, C] = table [V, C] at tokens [R] (device), which must be valid ids.
-static inline void embedding_forward(bf16 *x, const bf16 *table, const int32_t *tokens, int64_t R, int64_t C, cudaStream_t stream) {
+// x [R, C] = table [V, C] at tokens [R] (device), which must be valid ids. Returns the bytes that it moves.
+static inline int64_t embedding_forward(bf16 *x, const bf16 *table, const int32_t *tokens, int64_t R, int64_t C, cudaStream_t stream) {
     embedding_check("embedding_forward", R, C, table, x);
     const int64_t threads = min_i64(256, round_up(C / 8, WARP_SIZE));
     CUDA_LAUNCH(embedding_forward_kernel, grid_size(R, 1), (unsigned)threads, 0, stream, x, table, tokens, (int)C);
+    return R * C * 4;
 }
 
 // blockIdx.y: 256 columns; blockIdx.x: every gridDim.x-th id. Warp w adds up the id's rows w, w + EMBEDDING_WARPS, ...; then the warps are added in order.
@@ -116,16 +117,17 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 // dtable [part.count], bf16 or fp32, += for each id in `index` (device) the sum of its rows of dx [R, C], as far as
 // they are in the part: fp32, and rounded once if dtable is bf16, to nearest or as `rounding` says (its `flat`: of
 // dtable's first element). Other rows are not touched. The caller has cleared it, or has left in it what the gradient
-// joins: a tied lm_head's, or that of earlier micro-steps.
+// joins: a tied lm_head's, or that of earlier micro-steps. Returns the bytes that it moves.
 template <class Sum>
-static inline void embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index, int64_t R,
-                                      int64_t C, GradientSum rounding, cudaStream_t stream) {
+static inline int64_t embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index, int64_t R,
+                                         int64_t C, GradientSum rounding, cudaStream_t stream) {
     embedding_check("embedding_backward", R, C, dtable, dx);
     if (part.first % 8 || part.count % 8) die("embedding_backward: %lld elements from %lld on: multiples of 8 are needed", (long long)part.count, (long long)part.first);
     const dim3 grid((unsigned)min_i64(R, 1024), grid_size(C, EMBEDDING_COLUMNS));
     rounding.add = true;
     CUDA_LAUNCH(embedding_backward_kernel<Sum>, grid, EMBEDDING_THREADS, 0, stream, dtable, part, rounding, dx, index,
                 R, (int)C);
+    return R * C * 6;
 }
 
 #endif

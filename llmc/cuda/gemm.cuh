@@ -56,12 +56,6 @@ static inline GemmSpec gemm_spec(const Precision *p, const Recipe *r, GemmKind k
     return s;
 }
 
-// A tensor as a product reads it: its data and, for FP8, its inverse scales (device, 16-byte aligned, in the order of scale_index()).
-typedef struct {
-    const void *data;
-    const void *scales;
-} GemmOperand;
-
 typedef struct {
     const char *layer;
     GemmKind kind;
@@ -188,19 +182,31 @@ static inline void gemm_destroy(GemmPlan *p) {
     CUBLAS_CHECK(cublasLtMatmulDescDestroy(p->matmul));
 }
 
-static inline void gemm_set_pointers(GemmPlan *p, GemmOperand a, GemmOperand b, const bf16 *bias) {
+// The data of operand 0 or 1, and its scales, that the GEMM reads of a tensor.
+static inline const void *gemm_data(const GemmPlan *p, int operand, const QTensor *q) {
+    if (!recipe_is_fp8(p->spec.recipe, p->kind)) return q->data;
+    return gemm_copy(p->kind, operand) == COPY_ROW ? q->rowwise : q->columnwise;
+}
+
+static inline const void *gemm_scale_inv(const GemmPlan *p, int operand, const QTensor *q) {
+    return gemm_copy(p->kind, operand) == COPY_ROW ? q->rowwise_scale_inv : q->columnwise_scale_inv;
+}
+
+static inline void gemm_set_pointers(GemmPlan *p, const QTensor *a, const QTensor *b, const bf16 *bias) {
     if (p->native) {
-        gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &a.scales, sizeof a.scales);
-        gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &b.scales, sizeof b.scales);
+        const void *scale_a = gemm_scale_inv(p, 0, a), *scale_b = gemm_scale_inv(p, 1, b);
+        gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &scale_a, sizeof scale_a);
+        gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &scale_b, sizeof scale_b);
     }
     if (p->bias) gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
 }
 
 // An emulated product reads the scratch and g->alpha, not its operands.
-static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d, GemmOperand a, GemmOperand b, bool accumulate) {
+static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d, const QTensor *a, const QTensor *b, bool accumulate) {
     const float host_one_zero[2] = {1.0f, 0.0f}, *one_zero = p->one_zero ? p->one_zero : host_one_zero;
     const float *alpha = p->emulated ? g->alpha : one_zero, *beta = accumulate ? one_zero : one_zero + 1;
-    const void *data_a = p->emulated ? g->scratch : a.data, *data_b = p->emulated ? g->scratch + p->rows * p->depth : b.data;
+    const void *data_a = p->emulated ? g->scratch : gemm_data(p, 0, a);
+    const void *data_b = p->emulated ? g->scratch + p->rows * p->depth : gemm_data(p, 1, b);
     return cublasLtMatmul(g->handle, p->matmul, alpha, data_a, p->a, data_b, p->b, beta, d, p->d, d, p->d, algo, g->workspace, GEMM_WORKSPACE_BYTES, g->stream);
 }
 
@@ -211,16 +217,19 @@ static __global__ void gemm_alpha_kernel(float *alpha, const float *inverse_a, c
 }
 
 // Makes the bf16 operands of an emulated product, and its alpha, which holds the scales of whole tensors: those need not be powers of two.
-static inline void gemm_decode(const Gemm *g, const GemmPlan *p, GemmOperand a, GemmOperand b) {
-    fp8_dequantize(g->scratch, (const uint8_t *)a.data, a.scales, p->grain_a, p->spec.format_a, p->rows, p->depth, g->stream);
-    fp8_dequantize(g->scratch + p->rows * p->depth, (const uint8_t *)b.data, b.scales, p->grain_b, p->spec.format_b, p->cols, p->depth, g->stream);
-    const float *inverse_a = grain_is_tensor(p->grain_a) ? (const float *)a.scales : NULL, *inverse_b = grain_is_tensor(p->grain_b) ? (const float *)b.scales : NULL;
+static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *a, const QTensor *b) {
+    const void *scale_a = gemm_scale_inv(p, 0, a), *scale_b = gemm_scale_inv(p, 1, b);
+    fp8_dequantize(g->scratch, (const uint8_t *)gemm_data(p, 0, a), scale_a, p->grain_a, p->spec.format_a, p->rows, p->depth, g->stream);
+    fp8_dequantize(g->scratch + p->rows * p->depth, (const uint8_t *)gemm_data(p, 1, b), scale_b, p->grain_b, p->spec.format_b, p->cols,
+                   p->depth, g->stream);
+    const float *inverse_a = grain_is_tensor(p->grain_a) ? (const float *)scale_a : NULL;
+    const float *inverse_b = grain_is_tensor(p->grain_b) ? (const float *)scale_b : NULL;
     CUDA_LAUNCH(gemm_alpha_kernel, 1, 1, 0, g->stream, g->alpha, inverse_a, inverse_b);
 }
 
 // Milliseconds of one candidate; infinity when cuBLASLt refuses it. Batches of 1, 2, 4, ... runs without pause; the last one counts. A GPU at its power limit
 // clocks lower than one that begins, and another algorithm may then be the fastest.
-static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d, GemmOperand a, GemmOperand b, cudaEvent_t begin,
+static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d, const QTensor *a, const QTensor *b, cudaEvent_t begin,
                                         cudaEvent_t end) {
     float ms = 0;
     int runs = 1;
@@ -255,7 +264,7 @@ static inline int gemm_candidates(const Gemm *g, const GemmPlan *p, cublasLtMatm
 
 // The first candidate that cuBLASLt calls usable and that it launches (d is overwritten); -1: none. No timing decides.
 static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
-                                    int count, bf16 *d, GemmOperand a, GemmOperand b) {
+                                    int count, bf16 *d, const QTensor *a, const QTensor *b) {
     for (int i = 0; i < count; i++)
         if (found[i].state == CUBLAS_STATUS_SUCCESS &&
             gemm_launch(g, p, &found[i].algo, d, a, b, false) == CUBLAS_STATUS_SUCCESS) return i;
@@ -264,7 +273,7 @@ static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cubl
 
 // The fastest of the candidates that cuBLASLt calls usable and launches; -1: none.
 static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
-                               int count, bf16 *d, GemmOperand a, GemmOperand b) {
+                               int count, bf16 *d, const QTensor *a, const QTensor *b) {
     cudaEvent_t begin, end;
     CUDA_CHECK(cudaEventCreate(&begin));
     CUDA_CHECK(cudaEventCreate(&end));
@@ -282,7 +291,7 @@ static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtM
 
 // Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (d is overwritten), or the first when deterministic. Where
 // cuBLASLt has none with fast sums (rows' scales, few rows and columns, long sums) it takes full ones. Dies if there is none.
-static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, GemmOperand a, GemmOperand b, const bf16 *bias) {
+static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
     cublasStatus_t status;
     gemm_set_pointers(p, a, b, bias);
@@ -304,7 +313,7 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, GemmOperand 
 }
 
 // d = a b (+ d when accumulate: wgrad alone). Operands in cuBLASLt's order: fprop w, x; dgrad w, dy; wgrad x, dy. `bias` [N] only for plans made with one.
-static inline void gemm_run(const Gemm *g, GemmPlan *p, bf16 *d, GemmOperand a, GemmOperand b, const bf16 *bias, bool accumulate) {
+static inline void gemm_run(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias, bool accumulate) {
     if (accumulate && p->kind != GEMM_WGRAD) die("%s %s cannot accumulate: wgrad alone can", p->layer, gemm_kind_name(p->kind));
     if (p->emulated) gemm_decode(g, p, a, b);
     gemm_set_pointers(p, a, b, bias);

@@ -51,6 +51,9 @@ static inline void profile_mark(Profile *p, const char *op, ProfileBound bound, 
     CUDA_CHECK(cudaEventRecord(m->done, p->stream));
 }
 
+// The operation that was enqueued last moves `bytes`.
+static inline void profile_bytes(Profile *p, const char *op, int64_t bytes) { profile_mark(p, op, PROFILE_BYTES, (double)bytes); }
+
 // A named range of what is enqueued, for Nsight Systems (nsys profile ./train_fp8cu ...); costs next to nothing when nobody looks. `number` is part of the
 // name unless negative. Ranges nest.
 static inline void profile_range_begin(const char *name, int64_t number) {

@@ -17,7 +17,7 @@ static inline void quantize_check_size(const char *function, int64_t R, int64_t 
 }
 
 // Where the amaxes are that a tensor's grains need, C being the columns of all outputs.
-static inline FineAmaxes fine_amaxes(const Fp8Tensor *t, int64_t R) {
+static inline FineAmaxes fine_amaxes(const QTensor *t, int64_t R) {
     FineAmaxes a = {NULL, NULL, NULL};
     uint32_t *next = t->amax + copy_amaxes(t->row_grain, R);
     if (t->row_grain == GRAIN_ROW) a.rows = t->amax;
@@ -27,23 +27,23 @@ static inline FineAmaxes fine_amaxes(const Fp8Tensor *t, int64_t R) {
     return a;
 }
 
-static inline bool quantize_has_tensor_scale(const Fp8Tensor *t) { return (!t->row || t->row_grain == GRAIN_TENSOR) && (!t->col || t->col_grain == GRAIN_TENSOR); }
+static inline bool quantize_has_tensor_scale(const QTensor *t) { return (!t->rowwise || t->row_grain == GRAIN_TENSOR) && (!t->columnwise || t->col_grain == GRAIN_TENSOR); }
 
 // One kernel casts to both copies, by scales of the same kind; GRAIN_ROW stands for GRAIN_TENSOR_REPEATED as well. GRAIN_BF16: none does.
-static inline Grain quantize_fine_grain(const Fp8Tensor *t) {
+static inline Grain quantize_fine_grain(const QTensor *t) {
     const Grain row = t->row_grain == GRAIN_TENSOR_REPEATED ? GRAIN_ROW : t->row_grain, col = t->col_grain == GRAIN_TENSOR_REPEATED ? GRAIN_ROW : t->col_grain;
-    return !t->col || row == col ? row : t->row ? GRAIN_BF16 : col;
+    return !t->columnwise || row == col ? row : t->rowwise ? GRAIN_BF16 : col;
 }
 
 template <class Source, Grain GRAIN, Fp8Format FORMAT>
-static inline void quantize_fine_launch(const Fp8Tensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline void quantize_fine_launch(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
     CUDA_LAUNCH(quantize_fine_kernel<Source, GRAIN, FORMAT>, blocks, CAST_THREADS, 0, stream, source, out, fine_amaxes(&out, R), R, C);
 }
 
 // False if a source has no use for such a cast, so that there is no kernel.
 template <class Source, Fp8Format FORMAT>
-static inline bool quantize_fine(const Fp8Tensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline bool quantize_fine(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     if constexpr (!Source::AMAX) {
         const Grain grain = quantize_fine_grain(&out);
         if (grain < GRAIN_ROW || out.rule != fine_rule(grain) || out.delayed_scale) return false;
@@ -60,7 +60,7 @@ static inline bool quantize_fine(const Fp8Tensor &out, const Source &source, int
 }
 
 template <class Source, Fp8Format FORMAT>
-static inline void quantize_any(const char *function, const Fp8Tensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline void quantize_any(const char *function, const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     const bool rule = out.delayed_scale || out.rule == SCALE_TORCHAO || out.rule == SCALE_TE;
     if (quantize_has_tensor_scale(&out) && rule) quantize_transpose_launch<Source, FORMAT>(out, source, R, C, stream);
     else if (!quantize_fine<Source, FORMAT>(out, source, R, C, stream))
@@ -68,24 +68,32 @@ static inline void quantize_any(const char *function, const Fp8Tensor &out, cons
             out.col_grain, out.rule);
 }
 
-// The cast, for a source with C columns an output: codes and inverse scales of the copies wanted. `function` names the caller in error messages.
+// Bytes that a source reads to make a tensor of R rows and C columns an output.
 template <class Source>
-static inline void quantize_source(const char *function, Fp8Tensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline int64_t source_bytes(int64_t R, int64_t C) {
+    return R * C * (int64_t)(sizeof(typename Source::Raw) / sizeof(Bf16x8)) * (int64_t)sizeof(bf16);
+}
+
+// The cast, for a source with C columns an output: codes and inverse scales of the data wanted. `function` names the
+// caller in error messages. Returns the bytes that it moves.
+template <class Source>
+static inline int64_t quantize_source(const char *function, QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
     quantize_check_size(function, R, C);
-    if ((!out.row && !out.col) || (out.row && !out.row_scales) || (out.col && !out.col_scales))
-        die("%s: an Fp8Tensor needs row or col, and the scales of what it has", function);
-    const bool blocks = copy_amaxes(out.row ? out.row_grain : out.col_grain, 1) == 0;
-    if (!out.amax && !blocks) die("%s: an Fp8Tensor needs amax for these grains", function);
+    if ((!out.rowwise && !out.columnwise) || (out.rowwise && !out.rowwise_scale_inv) || (out.columnwise && !out.columnwise_scale_inv))
+        die("%s: a QTensor needs row or col, and the scales of what it has", function);
+    const bool blocks = copy_amaxes(out.rowwise ? out.row_grain : out.col_grain, 1) == 0;
+    if (!out.amax && !blocks) die("%s: a QTensor needs amax for these grains", function);
     if (blocks && Source::OUTPUTS > 1 && C % CAST_TILE)
         die("%s: %lld columns an output: blocks of %d would hold values of two outputs; need a multiple of that", function, (long long)C, CAST_TILE);
-    require_aligned16(out.row, function, "row");
-    require_aligned16(out.col, function, "col");
-    require_aligned16(out.row_scales, function, "row_scales");
-    require_aligned16(out.col_scales, function, "col_scales");
+    require_aligned16(out.rowwise, function, "row");
+    require_aligned16(out.columnwise, function, "col");
+    require_aligned16(out.rowwise_scale_inv, function, "row_scales");
+    require_aligned16(out.columnwise_scale_inv, function, "col_scales");
     if (out.format == FP8_E4M3) quantize_any<Source, FP8_E4M3>(function, out, source, R, C, stream);
     else if constexpr ((Source::ROLES & 1 << TENSOR_DY) != 0) quantize_any<Source, FP8_E5M2>(function, out, source, R, C, stream);
     else die("%s: only gradients are cast to E5M2", function);
     if (out.audit[COPY_ROW] || out.audit[COPY_COL]) audit_source(out, source, R, C, stream);
+    return source_bytes<Source>(R, C) + R * C * Source::OUTPUTS * ((out.rowwise != NULL) + (out.columnwise != NULL));
 }
 
 // Raises *amax to the largest magnitude of all that a source makes, NaN above infinity, by a kernel of its own, if it has one.
@@ -97,39 +105,40 @@ static inline bool source_amax(uint32_t *amax, const TensorSource &source, int64
 }
 
 // The amax pass: raises the slots at out.amax, which the caller has cleared, as the grains need, whether or not both copies are wanted now. Nothing for
-// block grains. 2 bytes read an element of a tensor in memory.
+// block grains. Returns the bytes that it moves.
 template <class Source>
-static inline void quantize_amax_source(const char *function, Fp8Tensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline int64_t quantize_amax_source(const char *function, QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
     quantize_check_size(function, R, C);
     const FineAmaxes amaxes = fine_amaxes(&out, R);
-    if (!copy_amaxes(out.row_grain, R) && !copy_amaxes(out.col_grain, C)) return;
-    if (!out.amax) die("%s: an Fp8Tensor needs amax for these grains", function);
+    if (!copy_amaxes(out.row_grain, R) && !copy_amaxes(out.col_grain, C)) return 0;
+    if (!out.amax) die("%s: a QTensor needs amax for these grains", function);
     const bool whole = out.row_grain == GRAIN_TENSOR && out.col_grain == GRAIN_TENSOR && fp8_rule_keeps_nan(out.rule);
-    if (whole && source_amax(out.amax, source, R, C, stream)) return;
+    if (whole && source_amax(out.amax, source, R, C, stream)) return source_bytes<Source>(R, C);
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
     if (fp8_rule_keeps_nan(out.rule)) CUDA_LAUNCH(quantize_amax_kernel<Source, true>, blocks, CAST_THREADS, 0, stream, source, amaxes, R, C);
     else CUDA_LAUNCH(quantize_amax_kernel<Source, false>, blocks, CAST_THREADS, 0, stream, source, amaxes, R, C);
+    return source_bytes<Source>(R, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors in memory
 
 // The cast of x [R, C], whose amaxes (if its grains need any) are in out.amax.
-static inline void quantize_transpose(Fp8Tensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
+static inline void quantize_transpose(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     require_aligned16(x, "quantize_transpose", "x");
     TensorSource source = {x, C};
     quantize_source("quantize_transpose", out, source, R, C, stream);
 }
 
 // The amax pass of x [R, C]; see quantize_amax_source.
-static inline void tensor_amax_pass(Fp8Tensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
+static inline void tensor_amax_pass(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     require_aligned16(x, "tensor_amax_pass", "x");
     TensorSource source = {x, C};
     quantize_amax_source("tensor_amax_pass", out, source, R, C, stream);
 }
 
 // Both passes, or the cast alone where the scale is known. The caller has cleared the slots at out.amax.
-static inline void tensor_quantize(Fp8Tensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
+static inline void tensor_quantize(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     if (!out.delayed_scale) tensor_amax_pass(out, x, R, C, stream);
     quantize_transpose(out, x, R, C, stream);
 }

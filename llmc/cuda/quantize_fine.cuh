@@ -156,7 +156,7 @@ __device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void
 
 // From the maxima of the tile.
 template <Grain GRAIN, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
-__device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> *s, const Fp8Tensor &out, const FinePlace &at) {
+__device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out, const FinePlace &at) {
     enum { PARTS = CAST_GROUPS * FINE_WARPS / (BLOCKS == 1 ? CAST_GROUPS : BLOCKS) };
     const int i = threadIdx.x % CAST_TILE;
 #pragma unroll
@@ -166,31 +166,31 @@ __device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> 
         if (threadIdx.x < CAST_TILE) {
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) amax[b] = (uint32_t)s->maxima.rows[o][b][i] << 16;
-            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->row_scales[o], out.row ? out.row_scales : NULL, amax, at.row + i, column, at.R, OUTPUTS * at.C);
+            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->row_scales[o], out.rowwise ? out.rowwise_scale_inv : NULL, amax, at.row + i, column, at.R, OUTPUTS * at.C);
         } else {
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) amax[b] = fine_column_amax(s->maxima.columns[o] + b * PARTS, PARTS, i);
-            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->column_scales[o], out.col ? out.col_scales : NULL, amax, column + i, at.row, OUTPUTS * at.C, at.R);
+            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->column_scales[o], out.columnwise ? out.columnwise_scale_inv : NULL, amax, column + i, at.row, OUTPUTS * at.C, at.R);
         }
     }
 }
 
 // This thread's amaxes of rows or columns that an earlier pass found.
 template <int OUTPUTS>
-__device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const Fp8Tensor &out, const FineAmaxes &from, const FinePlace &at) {
+__device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTensor &out, const FineAmaxes &from, const FinePlace &at) {
     const bool of_row = threadIdx.x < CAST_TILE;
     const int64_t row = min(at.row + threadIdx.x % CAST_TILE, at.R - 1), column = min(at.column + threadIdx.x % CAST_TILE, at.C - 1);
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++) {
         amax[o] = 0;
-        if (of_row && out.row && o == 0) amax[o] = from.rows ? from.rows[row] : *from.tensor;
-        if (!of_row && out.col) amax[o] = from.columns ? from.columns[o * at.C + column] : *from.tensor;
+        if (of_row && out.rowwise && o == 0) amax[o] = from.rows ? from.rows[row] : *from.tensor;
+        if (!of_row && out.columnwise) amax[o] = from.columns ? from.columns[o * at.C + column] : *from.tensor;
     }
 }
 
 // Scales from them; the tiles at the edges write the inverse ones.
 template <Fp8Format FORMAT, int OUTPUTS>
-__device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const Fp8Tensor &out, const uint32_t amax[OUTPUTS], const FinePlace &at) {
+__device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const QTensor &out, const uint32_t amax[OUTPUTS], const FinePlace &at) {
     const bool of_row = threadIdx.x < CAST_TILE;
     const int i = threadIdx.x % CAST_TILE;
 #pragma unroll
@@ -198,8 +198,8 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
         if (of_row && o > 0) break;
         const float scale = fp8_rule_scale(fine_rule(GRAIN_ROW), __uint_as_float(amax[o]), FORMAT);
         (of_row ? s->row_scales : s->column_scales)[o][0][i] = scale;
-        if (of_row && out.row && at.column == 0 && at.row + i < at.R) ((float *)out.row_scales)[at.row + i] = __frcp_rn(scale);
-        if (!of_row && out.col && at.row == 0 && at.column + i < at.C) ((float *)out.col_scales)[o * at.C + at.column + i] = __frcp_rn(scale);
+        if (of_row && out.rowwise && at.column == 0 && at.row + i < at.R) ((float *)out.rowwise_scale_inv)[at.row + i] = __frcp_rn(scale);
+        if (!of_row && out.columnwise && at.row == 0 && at.column + i < at.C) ((float *)out.columnwise_scale_inv)[o * at.C + at.column + i] = __frcp_rn(scale);
     }
 }
 
@@ -212,7 +212,7 @@ __device__ static inline void fine_put_square(void *inverse, float value, int64_
 
 // One scale for the tile.
 template <Fp8Format FORMAT, int BLOCKS>
-__device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4], const Fp8Tensor &out, const FinePlace &at) {
+__device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4], const QTensor &out, const FinePlace &at) {
     uint32_t halves = 0;
 #pragma unroll
     for (int i = 0; i < 4 * CAST_GROUPS; i++) halves = amax_update<fine_keeps_nan(GRAIN_128X128)>(halves, v[i / 4][i % 4]);
@@ -223,8 +223,8 @@ __device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, co
 #pragma unroll
     for (int w = 0; w < FINE_WARPS; w++) amax = max(amax, s->warp_maxima[w]);
     const float scale = fp8_rule_scale(fine_rule(GRAIN_128X128), __uint_as_float(amax), FORMAT);
-    if (threadIdx.x == 0 && out.row) fine_put_square(out.row_scales, __frcp_rn(scale), at.row, at.column, at.R, at.C);
-    if (threadIdx.x == 0 && out.col) fine_put_square(out.col_scales, __frcp_rn(scale), at.column, at.row, at.C, at.R);
+    if (threadIdx.x == 0 && out.rowwise) fine_put_square(out.rowwise_scale_inv, __frcp_rn(scale), at.row, at.column, at.R, at.C);
+    if (threadIdx.x == 0 && out.columnwise) fine_put_square(out.columnwise_scale_inv, __frcp_rn(scale), at.column, at.row, at.C, at.R);
     return scale;
 }
 
@@ -243,15 +243,15 @@ __device__ static inline uint2 fp8x8_by_columns(Bf16x8 v, const float scale[8]) 
 
 // A group's 4 rows of output o of this thread: to the row copy, and to `tile` for the transposed one.
 template <Fp8Format FORMAT, int OUTPUTS>
-__device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const Fp8Tensor &out, const Bf16x8 v[4], const float row_scale[4], const float column_scale[8],
+__device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const QTensor &out, const Bf16x8 v[4], const float row_scale[4], const float column_scale[8],
                                              int o, int group, const FinePlace &at) {
     const int64_t row = at.row + group * CAST_GROUP_ROWS + 4 * (threadIdx.x / CAST_COLUMN_THREADS), column = at.column + 8 * (threadIdx.x % CAST_COLUMN_THREADS);
-    if (out.row && column < at.C) {
+    if (out.rowwise && column < at.C) {
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            if (row + j < at.R) *(uint2 *)(out.row + ((row + j) * OUTPUTS + o) * at.C + column) = fp8x8_from_bf16<FORMAT>(v[j], row_scale[j]);
+            if (row + j < at.R) *(uint2 *)(out.rowwise + ((row + j) * OUTPUTS + o) * at.C + column) = fp8x8_from_bf16<FORMAT>(v[j], row_scale[j]);
     }
-    if (!out.col) return;
+    if (!out.columnwise) return;
     uint32_t low[4], high[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -263,7 +263,7 @@ __device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const
 
 // All of this thread's values, with scales from shared memory or, one for all, `scale`.
 template <Grain GRAIN, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
-__device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const Fp8Tensor &out, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, const FinePlace &at) {
+__device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, const FinePlace &at) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++)
@@ -283,7 +283,7 @@ __device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const Fp
 
 // Tiles from the last to the first, as in quantize_transpose_kernel.
 template <class Source, Grain GRAIN, Fp8Format FORMAT>
-static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? Source::MIN_BLOCKS : 3) quantize_fine_kernel(const Source source, const Fp8Tensor out, const FineAmaxes amaxes,
+static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? Source::MIN_BLOCKS : 3) quantize_fine_kernel(const Source source, const QTensor out, const FineAmaxes amaxes,
                                                                                                 int64_t R, int64_t C) {
     grid_dependency_wait();
     enum { OUTPUTS = Source::OUTPUTS, BLOCKS = GRAIN == GRAIN_1X32 ? CAST_TILE / 32 : 1 };
@@ -307,9 +307,9 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? 
         __syncthreads();
     }
     fine_cast<GRAIN, FORMAT>(&shared, out, v, scale, at);
-    if (!out.col) return;
+    if (!out.columnwise) return;
     __syncthreads();
-    store_tile_columns<OUTPUTS>(out.col, shared.codes, at.row, at.column, R, C);
+    store_tile_columns<OUTPUTS>(out.columnwise, shared.codes, at.row, at.column, R, C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// FP8 casts with one scale for the whole tensor; what an FP8 tensor is, and where its values may come from.
+// FP8 casts with one scale for the whole tensor, and where a tensor's values may come from.
 //
 //     scale = by out.rule from the amax, or the delayed recipe's    (every block of the cast derives it)
 //     code  = saturating RNE cast of fp32(x) * scale,    inverse_scale = 1 / scale for the matrix product
@@ -14,28 +14,7 @@
 #define LLMC_QUANTIZE_KERNELS_CUH
 
 #include "amax.cuh"
-#include "../reference/audit.h"
-
-// FP8 copies of a [R, C] tensor, all in device memory.
-typedef struct {
-    uint8_t *row, *col;              // [R, C] and [C, R] codes; NULL: not wanted
-    void *row_scales, *col_scales;   // inverse scales of the copies, 16-byte aligned, laid out as scale_index() in recipes.h; both GRAIN_TENSOR: the same pointer
-    uint32_t *amax;                  // tensor_amaxes() slots (recipes.h; "amax slots" in cuda_utils.cuh), raised by the amax pass, read by the cast; not for block grains
-    const float *delayed_scale;      // the scale to cast with, of both tensor-grain copies; NULL: from the amax. The cast then also raises *amax; NaN does not count
-    AuditSums *audit[2];             // NULL, or: the cast is audited; sums over the row and the col copy
-    Fp8Format format;
-    Grain row_grain, col_grain;
-    ScaleRule rule;
-} Fp8Tensor;
-
-// A tensor of a linear layer as its recipe casts it. Where its copies, scales and amaxes lie is the caller's to say.
-static inline Fp8Tensor recipe_tensor(const Recipe *r, TensorRole role, Fp8Format format) {
-    Fp8Tensor t;
-    memset(&t, 0, sizeof t);
-    t.format = format, t.rule = r->rule;
-    t.row_grain = recipe_grain(r, role, COPY_ROW), t.col_grain = recipe_grain(r, role, COPY_COL);
-    return t;
-}
+#include "qtensor.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Cast and transpose
@@ -117,7 +96,7 @@ __device__ static inline void store_tile_columns(uint8_t *col, const uint32_t (*
 
 // One thread's 4 rows x 8 columns: codes to the row copy and, turned, to shared memory. `group`: 0 or 1.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
-__device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WORDS], const Source &source, const Fp8Tensor &out, float scale,
+__device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WORDS], const Source &source, const QTensor &out, float scale,
                                              const typename Source::Raw raw[4], const typename Source::Column &of_column, int group, int64_t row, int64_t column,
                                              int64_t R, int64_t C, uint32_t *halves) {
     uint32_t low[Source::OUTPUTS][4], high[Source::OUTPUTS][4];
@@ -130,17 +109,17 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
             if (DELAYED) *halves = amax_update<false>(*halves, v[o]);
             const uint2 codes = fp8x8_from_bf16<FORMAT>(v[o], scale);
             low[o][j] = codes.x, high[o][j] = codes.y;
-            if (out.row && column < C && row + j < R) *(uint2 *)(out.row + ((row + j) * Source::OUTPUTS + o) * C + column) = codes;
+            if (out.rowwise && column < C && row + j < R) *(uint2 *)(out.rowwise + ((row + j) * Source::OUTPUTS + o) * C + column) = codes;
         }
     }
-    if (!out.col) return;
+    if (!out.columnwise) return;
 #pragma unroll
     for (int o = 0; o < Source::OUTPUTS; o++) put_tile_words(tile[o], low[o], high[o], group);
 }
 
 // Blocks walk the tiles from the last to the first: the end of what the amax pass read is still in the L2. A cast that is itself such a pass walks as those do.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
-static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_transpose_kernel(const Source source, const Fp8Tensor out, int64_t R, int64_t C) {
+static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_transpose_kernel(const Source source, const QTensor out, int64_t R, int64_t C) {
     grid_dependency_wait();
     __shared__ __align__(16) uint32_t tile[Source::OUTPUTS][CAST_TILE][CAST_WORDS];
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = Source::AMAX ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
@@ -168,17 +147,17 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quant
     if constexpr (Source::AMAX) amax_publish(source.amax_slot, halves);
     if constexpr (DELAYED) amax_publish(out.amax, halves);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        if (out.row) *(float *)out.row_scales = __frcp_rn(scale);
-        if (out.col) *(float *)out.col_scales = __frcp_rn(scale);
+        if (out.rowwise) *(float *)out.rowwise_scale_inv = __frcp_rn(scale);
+        if (out.columnwise) *(float *)out.columnwise_scale_inv = __frcp_rn(scale);
     }
-    if (!out.col) return;
+    if (!out.columnwise) return;
     __syncthreads();
-    store_tile_columns<Source::OUTPUTS>(out.col, tile, first_row, first_column, R, C);
+    store_tile_columns<Source::OUTPUTS>(out.columnwise, tile, first_row, first_column, R, C);
 }
 
 // Launches it for a source with C columns an output. A current scale is by SCALE_TORCHAO or SCALE_TE.
 template <class Source, Fp8Format FORMAT>
-static inline void quantize_transpose_launch(const Fp8Tensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline void quantize_transpose_launch(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
     if (!out.delayed_scale) CUDA_LAUNCH(quantize_transpose_kernel<Source, FORMAT, false>, blocks, CAST_THREADS, 0, stream, source, out, R, C);
     else if constexpr (!Source::AMAX) CUDA_LAUNCH(quantize_transpose_kernel<Source, FORMAT, true>, blocks, CAST_THREADS, 0, stream, source, out, R, C);

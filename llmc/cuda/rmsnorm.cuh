@@ -122,16 +122,18 @@ static inline void rmsnorm_forward_launch(RmsnormForward p, cudaStream_t stream)
 }
 
 // y [R, C] or NULL, rstd [R] fp32, *amax raised to max |y| or NULL, from x [R, C] and weight [C].
-static inline void rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, const bf16 *x, const bf16 *weight, int64_t R,
-                                   int64_t C, float eps, RmsnormWatch watch, cudaStream_t stream) {
+// This and the launchers below return the bytes that they move.
+static inline int64_t rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, const bf16 *x, const bf16 *weight,
+                                      int64_t R, int64_t C, float eps, RmsnormWatch watch, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_forward", R, C, x, weight);
     require_aligned16(y, "rmsnorm_forward", "y");
     const RmsnormForward p = {NULL, y, rstd, amax, x, NULL, weight, R, (int)C, eps, watch};
     rmsnorm_forward_launch(p, stream);
+    return R * C * (y ? 4 : 2);
 }
 
 // x_out = bf16(residual + delta), all [R, C], then the norm of x_out as above. x_out may be residual or delta.
-static inline void residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, uint32_t *amax, const bf16 *residual, const bf16 *delta, const bf16 *weight,
+static inline int64_t residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, uint32_t *amax, const bf16 *residual, const bf16 *delta, const bf16 *weight,
                                             int64_t R, int64_t C, float eps, RmsnormWatch watch, cudaStream_t stream) {
     rmsnorm_check("residual_rmsnorm_forward", R, C, residual, weight);
     require_aligned16(x_out, "residual_rmsnorm_forward", "x_out");
@@ -139,6 +141,7 @@ static inline void residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, u
     require_aligned16(delta, "residual_rmsnorm_forward", "delta");
     const RmsnormForward p = {x_out, y, rstd, amax, residual, delta, weight, R, (int)C, eps, watch};
     rmsnorm_forward_launch(p, stream);
+    return R * C * (y ? 8 : 6);
 }
 
 // y recomputed from x and rstd (see "A Source" in quantize_kernels.cuh).
@@ -162,8 +165,8 @@ struct RmsnormSource {
     __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &c, uint32_t *) const { v[0] = rmsnorm_values(raw.x, raw.rstd, c.w); }
 };
 
-// Second pass of a norm whose y is FP8: casts y, whose amax is in out.amax, to out.row [R, C] and out.col [C, R]. x is what was normalised.
-static inline void rmsnorm_quantize_transpose(Fp8Tensor out, const bf16 *x, const float *rstd, const bf16 *weight, int64_t R, int64_t C, cudaStream_t stream) {
+// Second pass of a norm whose y is FP8: casts y, whose amax is in out.amax, to out.rowwise [R, C] and out.columnwise [C, R]. x is what was normalised.
+static inline void rmsnorm_quantize_transpose(QTensor out, const bf16 *x, const float *rstd, const bf16 *weight, int64_t R, int64_t C, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_quantize_transpose", R, C, x, weight);
     RmsnormSource source = {x, weight, rstd, C};
     quantize_source("rmsnorm_quantize_transpose", out, source, R, C, stream);
@@ -275,7 +278,7 @@ static inline size_t rmsnorm_workspace_bytes(int64_t R, int64_t C) { return (siz
 
 // dx [R, C] and dweight [C] from dy, x [R, C], rstd [R], weight [C]. dresidual [R, C] is the gradient that reaches x past the norm (NULL: none);
 // dx may be dresidual, dy or x. *amax is raised to max |dx| unless NULL.
-static inline void rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, const bf16 *dy, const bf16 *x, const float *rstd, const bf16 *weight,
+static inline int64_t rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, const bf16 *dy, const bf16 *x, const float *rstd, const bf16 *weight,
                                     const bf16 *dresidual, int64_t R, int64_t C, void *workspace, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_backward", R, C, x, weight);
     require_aligned16(dx, "rmsnorm_backward", "dx");
@@ -288,6 +291,7 @@ static inline void rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, con
     RMSNORM_DISPATCH(C, RMSNORM_LAUNCH);
 #undef RMSNORM_LAUNCH
     column_sums_finish(dweight, p.partials, blocks, C, stream);
+    return R * C * (dresidual ? 8 : 6);
 }
 
 #endif

@@ -260,7 +260,8 @@ static inline void rope_check(const char *function, const RopeKernel *p, RopeDim
 }
 
 // out = QK-norm (unless q_norm and k_norm [HD] are NULL) and rotation of in, both [B, T, (NH + 2 NKV) * HD]; out may be in. table: rope_table_fill, T positions.
-static inline void qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_norm, const bf16 *k_norm, const float *table, RopeDims d, cudaStream_t stream) {
+// Returns the bytes that it moves.
+static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_norm, const bf16 *k_norm, const float *table, RopeDims d, cudaStream_t stream) {
     const RopeKernel p = {out, in, q_norm, k_norm, table, d.B * d.T, (int)d.T, (int)d.NH, (int)d.NKV, d.eps, NULL, NULL};
     rope_check("qknorm_rope_forward", &p, d);
     const unsigned blocks = grid_size(p.rows, ROPE_TOKENS);
@@ -268,12 +269,13 @@ static inline void qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_
     else if (d.HD == 64) CUDA_LAUNCH(qknorm_rope_forward_kernel<64, false>, blocks, ROPE_THREADS, 0, stream, p);
     else if (q_norm) CUDA_LAUNCH(qknorm_rope_forward_kernel<128, true>, blocks, ROPE_THREADS, 0, stream, p);
     else CUDA_LAUNCH(qknorm_rope_forward_kernel<128, false>, blocks, ROPE_THREADS, 0, stream, p);
+    return p.rows * (d.NH + d.NKV) * d.HD * 4;
 }
 
 // dqkv [B, T, (NH + 2 NKV) * HD], in place: from the gradient of the rotated q, k, v to that of the projection's output `qkv` (NULL without QK-norm).
 // dq_norm, dk_norm [HD]: NULL without QK-norm. *amax is raised to max |dqkv|, values
-// included, unless NULL. workspace: rope_workspace_bytes.
-static inline void qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm, uint32_t *amax, const bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm,
+// included, unless NULL. workspace: rope_workspace_bytes. Returns the bytes that it moves.
+static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm, uint32_t *amax, const bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm,
                                         const float *table, RopeDims d, void *workspace, cudaStream_t stream) {
     const RopeKernel p = {dqkv, qkv, q_norm, k_norm, table, d.B * d.T, (int)d.T, (int)d.NH, (int)d.NKV, d.eps, amax, (float *)workspace};
     rope_check("qknorm_rope_backward", &p, d);
@@ -281,13 +283,14 @@ static inline void qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm
         const unsigned blocks = grid_size(p.rows, ROPE_TOKENS);
         if (d.HD == 64) CUDA_LAUNCH(qknorm_rope_backward_kernel<64, false>, blocks, ROPE_THREADS, 0, stream, p);
         else CUDA_LAUNCH(qknorm_rope_backward_kernel<128, false>, blocks, ROPE_THREADS, 0, stream, p);
-        return;
+        return p.rows * (d.NH + d.NKV) * d.HD * 4;
     }
     const int64_t blocks = min_i64(ROPE_BACKWARD_BLOCKS, ceil_div(p.rows, ROPE_TOKENS));
     if (d.HD == 64) CUDA_LAUNCH(qknorm_rope_backward_kernel<64, true>, (unsigned)blocks, ROPE_THREADS, 0, stream, p);
     else CUDA_LAUNCH(qknorm_rope_backward_kernel<128, true>, (unsigned)blocks, ROPE_THREADS, 0, stream, p);
     column_sums_finish(dq_norm, p.partials, blocks, d.HD, stream);
     column_sums_finish(dk_norm, p.partials + blocks * d.HD, blocks, d.HD, stream);
+    return p.rows * (d.NH + d.NKV) * d.HD * 6;
 }
 
 // Bytes of device memory that qknorm_rope_backward needs at `workspace`.

@@ -120,11 +120,12 @@ static inline unsigned swiglu_blocks(const char *function, const bf16 *gate_up, 
     return grid_size(ceil_div(R, SWIGLU_BLOCK_ROWS) * ceil_div(F, SWIGLU_COLUMNS), 1);
 }
 
-// h [R, F] from gate_up [R, 2F].
-static inline void swiglu_forward(bf16 *h, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+// h [R, F] from gate_up [R, 2F]. This and the launchers below return the bytes that they move.
+static inline int64_t swiglu_forward(bf16 *h, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_forward", gate_up, R, F);
     require_aligned16(h, "swiglu_forward", "h");
     CUDA_LAUNCH(swiglu_forward_kernel, blocks, SWIGLU_THREADS, 0, stream, h, NULL, gate_up, R, F);
+    return R * F * 6;
 }
 
 // Raises *amax to max |h|; h is not stored.
@@ -133,13 +134,15 @@ static inline void swiglu_amax(uint32_t *amax, const bf16 *gate_up, int64_t R, i
     CUDA_LAUNCH(swiglu_forward_kernel, blocks, SWIGLU_THREADS, 0, stream, NULL, amax, gate_up, R, F);
 }
 
-// d_gate_up [R, 2F] and, unless NULL, h [R, F] once more, from dh [R, F] and gate_up [R, 2F]. d_gate_up may be gate_up; h may be dh.
-static inline void swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+// d_gate_up [R, 2F] and h [R, F] once more, each unless NULL, from dh [R, F] and gate_up [R, 2F]. d_gate_up may be
+// gate_up; h may be dh.
+static inline int64_t swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_backward", gate_up, R, F);
     require_aligned16(d_gate_up, "swiglu_backward", "d_gate_up");
     require_aligned16(h, "swiglu_backward", "h");
     require_aligned16(dh, "swiglu_backward", "dh");
     CUDA_LAUNCH(swiglu_backward_kernel, blocks, SWIGLU_THREADS, 0, stream, d_gate_up, h, NULL, dh, gate_up, R, F);
+    return R * F * (6 + (h ? 2 : 0) + (d_gate_up ? 4 : 0));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -208,28 +211,28 @@ struct SwigluGradientAmaxSource {
     }
 };
 
-// Second pass of the forward: casts h, whose amax is in out.amax, to out.row [R, F] and out.col [F, R].
-static inline void swiglu_quantize_transpose(Fp8Tensor out, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+// Second pass of the forward: casts h, whose amax is in out.amax, to out.rowwise [R, F] and out.columnwise [F, R].
+static inline void swiglu_quantize_transpose(QTensor out, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
     require_aligned16(gate_up, "swiglu_quantize_transpose", "gate_up");
     SwigluSource source = {gate_up, F};
     quantize_source("swiglu_quantize_transpose", out, source, R, F, stream);
 }
 
-// First pass of the backward: raises *amax to the largest of |d_gate| and |d_up|. If h.row or h.col is given, casts h to them as
+// First pass of the backward: raises *amax to the largest of |d_gate| and |d_up|. If h.rowwise or h.columnwise is given, casts h to them as
 // swiglu_quantize_transpose does, with the amax that the forward pass left in h.amax.
-static inline void swiglu_backward_amax(uint32_t *amax, Fp8Tensor h, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_backward_amax", gate_up, R, F);
     require_aligned16(dh, "swiglu_backward_amax", "dh");
-    if (h.row || h.col) {
+    if (h.rowwise || h.columnwise) {
         SwigluGradientAmaxSource source = {amax, dh, gate_up, F};
-        quantize_source("swiglu_backward_amax", h, source, R, F, stream);
-    } else {
-        CUDA_LAUNCH(swiglu_backward_kernel, blocks, SWIGLU_THREADS, 0, stream, NULL, NULL, amax, dh, gate_up, R, F);
+        return quantize_source("swiglu_backward_amax", h, source, R, F, stream);
     }
+    CUDA_LAUNCH(swiglu_backward_kernel, blocks, SWIGLU_THREADS, 0, stream, NULL, NULL, amax, dh, gate_up, R, F);
+    return R * F * 6;
 }
 
-// Second pass: casts d_gate_up, whose amax is in out.amax, to out.row [R, 2F] and out.col [2F, R].
-static inline void swiglu_backward_quantize_transpose(Fp8Tensor out, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+// Second pass: casts d_gate_up, whose amax is in out.amax, to out.rowwise [R, 2F] and out.columnwise [2F, R].
+static inline void swiglu_backward_quantize_transpose(QTensor out, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
     require_aligned16(dh, "swiglu_backward_quantize_transpose", "dh");
     require_aligned16(gate_up, "swiglu_backward_quantize_transpose", "gate_up");
     SwigluGradientSource source = {dh, gate_up, F};

@@ -348,16 +348,16 @@ static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t unit) {
 }
 
 // The FP8 weight of linear layer j of a layer, as casts write it and products read it.
-static inline Fp8Tensor fsdp_weight_fp8(const Fsdp *f, int64_t unit, int j) {
+static inline QTensor fsdp_weight_fp8(const Fsdp *f, int64_t unit, int j) {
     const int64_t l = unit - 1, number = l * f->scale_stride + j, offset = f->precision->linear[j].offset;
-    Fp8Tensor q = recipe_tensor(f->precision->recipe, TENSOR_W, precision_format(f->precision, TENSOR_W));
-    q.row = fsdp_rows(f, unit) + offset, q.col = fsdp_cols(f, unit) + offset;
+    QTensor q = recipe_qtensor(f->precision->recipe, TENSOR_W, precision_format(f->precision, TENSOR_W));
+    q.rowwise = fsdp_rows(f, unit) + offset, q.columnwise = fsdp_cols(f, unit) + offset;
     q.amax = f->amax + l * f->amax_stride + f->scales[j].amax;
     q.delayed_scale = f->delayed_scale ? f->delayed_scale + number : NULL;
-    q.row_scales = q.col_scales = f->inverse_scale + 4 * number;
+    q.rowwise_scale_inv = q.columnwise_scale_inv = f->inverse_scale + 4 * number;
     if (!fsdp_tensor_scales(f)) {
-        q.row_scales = f->row_scales + fsdp_ring(unit, f->num_rows) * f->row_scale_bytes + f->scales[j].row_scales;
-        q.col_scales = f->col_scales + fsdp_ring(unit, f->num_cols) * f->col_scale_bytes + f->scales[j].col_scales;
+        q.rowwise_scale_inv = f->row_scales + fsdp_ring(unit, f->num_rows) * f->row_scale_bytes + f->scales[j].row_scales;
+        q.columnwise_scale_inv = f->col_scales + fsdp_ring(unit, f->num_cols) * f->col_scale_bytes + f->scales[j].col_scales;
     }
     for (int copy = 0; copy < 2 && f->audit; copy++) q.audit[copy] = f->audit + audit_index(l, j, TENSOR_W, (CopyKind)copy);
     return q;
@@ -369,9 +369,9 @@ static inline void fsdp_cast(Fsdp *f, int64_t unit, const bf16 *matrices, bool r
         const LinearShape *s = &f->precision->linear[j];
         const Recipe *r = precision_of(f->precision, unit - 1, j);
         if (r != f->precision->recipe) continue;
-        Fp8Tensor q = fsdp_weight_fp8(f, unit, j);
-        if (!rows) q.row = NULL;
-        if (!cols) q.col = NULL;
+        QTensor q = fsdp_weight_fp8(f, unit, j);
+        if (!rows) q.rowwise = NULL;
+        if (!cols) q.columnwise = NULL;
         if (!fsdp_tensor_scales(f) && !f->amaxes_known[unit]) tensor_amax_pass(q, matrices + s->offset, s->N, s->K, f->stream);
         quantize_transpose(q, matrices + s->offset, s->N, s->K, f->stream);
     }
@@ -425,8 +425,8 @@ static inline void fsdp_make_copies(Fsdp *f, int64_t unit, bool backward) {
     const bool cols = backward && f->col_unit[fsdp_ring(unit, f->num_cols)] != unit;
     if (rows || (cols && !transposes)) fsdp_cast(f, unit, fsdp_weights(f, unit).matrices, rows, cols && !transposes);
     for (int j = 0; cols && transposes && j < NUM_LINEARS; j++) {
-        const Fp8Tensor q = fsdp_weight_fp8(f, unit, j);
-        fp8_transpose(q.col, q.row, f->precision->linear[j].N, f->precision->linear[j].K, f->stream);
+        const QTensor q = fsdp_weight_fp8(f, unit, j);
+        fp8_transpose(q.columnwise, q.rowwise, f->precision->linear[j].N, f->precision->linear[j].K, f->stream);
     }
     if (rows) f->row_unit[fsdp_ring(unit, f->num_rows)] = unit;
     if (cols) f->col_unit[fsdp_ring(unit, f->num_cols)] = unit;

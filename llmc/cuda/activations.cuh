@@ -1,0 +1,333 @@
+// Where the activations of a step lie: what layers keep for backward, what one layer at a time needs, logits and
+// gradients of activations. What is never alive at the same time shares memory.
+//
+// Placing is a function of an ActivationsLayout and an arena. dev/test/test_placement.cu compares all lifetimes.
+#ifndef LLMC_ACTIVATIONS_CUH
+#define LLMC_ACTIVATIONS_CUH
+
+#include "attention.cuh"
+#include "column_sums.cuh"
+#include "rmsnorm.cuh"
+#include "rope.cuh"
+#include "tensor_scales.cuh"
+
+// What one layer's forward pass leaves for its backward pass. Some members may share memory with those of other layers.
+typedef struct {
+    bf16 *x;        // [R, C] residual stream that enters the layer
+    QTensor norm1;  // [R, C] its RMSNorm
+    float *rstd1;   // [R]
+    bf16 *qkv;      // [R, QKV] as the linear layer leaves it
+    bf16 *rotated;  // [R, QKV] after QK-norm and RoPE; without QK-norm the same memory as qkv
+    QTensor att;    // [R, ATT]
+    float *lse;     // [B, NH, T]
+    bf16 *x_mid;    // [R, C] residual stream between attention and MLP
+    QTensor norm2;  // [R, C] its RMSNorm
+    float *rstd2;   // [R]
+    bf16 *gate_up;  // [R, 2F]
+    QTensor h;      // [R, F] silu(gate) * up; backward makes it again from gate_up
+} LayerActs;
+
+// Gradients of the outputs of a layer's four linear layers, as GEMMs read them.
+typedef struct {
+    QTensor qkv, out, gate_up, down;  // [R, QKV], [R, C], [R, 2F], [R, C]
+} OutputGradients;
+
+typedef struct {
+    LayerActs *layer;            // [L]
+    bool rotated_is_shared;      // with QK-norm: all layers' `rotated` is one buffer, which backward fills again
+    bf16 *branch;                // [R, C] output of attention or MLP before it joins the residual stream
+    bf16 *x_final, *y_final;     // [R, C] residual stream after the last layer, and its RMSNorm
+    float *rstd_final;           // [R]
+    bf16 *logits;                // [chunk, V], overwritten by their gradient
+    float *losses;               // [R]
+    float *rope_table;           // [T, HD] cos, sin
+    bf16 *dx;                    // [R, C] gradient of the residual stream
+    bf16 *dbranch, *dh, *datt;   // [R, C], [R, F], [R, ATT] gradients inside the current layer
+    OutputGradients dy;          // data and own scales alone: which layer's they are changes
+    void *attention_workspace, *norm_workspace;
+    void *reduce_workspace;      // of the sums over rows: gradients of QK-norm and of biases
+} Activations;
+
+// A buffer of another module that lies among the activations: `place` takes it from the arena.
+typedef struct {
+    void (*place)(void *context, Arena *a);
+    void *context;
+} ArenaGuest;
+
+// What the placement follows from.
+typedef struct {
+    const Dims *dims;
+    const TensorScales *scales;
+    bool recompute_layer, qk_norm;
+    int64_t chunk;                         // rows of logits at a time
+    ArenaRange layer_gradients;            // weight gradients of the layers: activations lie there before. Empty: not
+    ArenaRange embedding_gradient;         // the same of the embedding, which is written last
+    int64_t layer_gradient_bytes;          // of one layer
+    bf16 *logits;                          // where they lie; NULL: they get a place here
+    ArenaGuest fp8_weights;                // of one layer at a time; place NULL: they are elsewhere
+    ArenaGuest root_gradient, layer_gradient;  // gradients before they join their sums; place NULL: elsewhere or none
+} ActivationsLayout;
+
+static inline void arena_take_guest(Arena *a, ArenaGuest guest) {
+    if (guest.place) guest.place(guest.context, a);
+}
+
+static inline bf16 *take_bf16(Arena *a, int64_t n) { return (bf16 *)arena_take(a, n * (int64_t)sizeof(bf16)); }
+static inline float *take_float(Arena *a, int64_t n) { return (float *)arena_take(a, n * (int64_t)sizeof(float)); }
+
+// The input of linear layer `id`.
+static inline QTensor *layer_input(LayerActs *acts, LinearId id) {
+    QTensor *const inputs[NUM_LINEARS] = {&acts->norm1, &acts->att, &acts->norm2, &acts->h};
+    return inputs[id];
+}
+
+// The gradient of the output of linear layer `id`.
+static inline QTensor *layer_output_gradient(OutputGradients *dy, LinearId id) {
+    QTensor *const gradients[NUM_LINEARS] = {&dy->qkv, &dy->out, &dy->gate_up, &dy->down};
+    return gradients[id];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Which data of a tensor layers [first, last) need
+
+typedef struct {
+    bool bf16, rowwise, columnwise;
+} DataNeeded;
+
+static inline DataNeeded data_needed(const Precision *p, int64_t first, int64_t last, LinearId id, TensorRole role) {
+    DataNeeded need = {false, false, false};
+    for (int64_t l = first; l < last; l++) {
+        const Recipe *r = precision_of(p, l, id);
+        need.bf16 = need.bf16 || recipe_needs_bf16(r, role);
+        need.rowwise = need.rowwise || recipe_grain(r, role, COPY_ROW) != GRAIN_BF16;
+        need.columnwise = need.columnwise || recipe_grain(r, role, COPY_COL) != GRAIN_BF16;
+    }
+    return need;
+}
+
+// Tensor (l, role, id) with the data that was placed for it, as far as layer l needs it.
+static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *placed, int64_t l, TensorRole role, LinearId id) {
+    QTensor q = tensor_scales_of(s, l, role, id);
+    const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
+    if (recipe_needs_bf16(r, role)) q.data = placed->data;
+    q.rowwise = placed->rowwise, q.columnwise = placed->columnwise;
+    if (!q.rowwise_scale_inv) q.rowwise_scale_inv = placed->rowwise_scale_inv;
+    if (!q.columnwise_scale_inv) q.columnwise_scale_inv = placed->columnwise_scale_inv;
+    return q;
+}
+
+// The output gradients of layer l. The buffers of all layers are the same. Those of layer -1 are read by no GEMM.
+static inline OutputGradients activations_output_gradients(const Activations *acts, const TensorScales *s, int64_t l) {
+    OutputGradients placed = acts->dy, dy;
+    for (int id = 0; id < NUM_LINEARS; id++) {
+        const QTensor *from = layer_output_gradient(&placed, (LinearId)id);
+        QTensor *to = layer_output_gradient(&dy, (LinearId)id);
+        *to = tensor_of_layer(s, from, l, TENSOR_DY, (LinearId)id);
+        if (id != GATE_UP_PROJ) to->data = from->data;  // also where its cast alone reads it
+    }
+    return dy;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Placement
+
+// The input of linear layer `id`, [R, K], for layers [first, last). Rowwise data is dead after the forward GEMM, so
+// layers share one, in `row`.
+static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId id, int64_t first, int64_t last, const QTensor *row) {
+    const Precision *precision = p->scales->precision;
+    const int64_t R = p->dims->R, K = precision->linear[id].K;
+    const DataNeeded need = data_needed(precision, first, last, id, TENSOR_X);
+    QTensor x;
+    memset(&x, 0, sizeof x);
+    if (need.rowwise) x.rowwise = row->rowwise, x.rowwise_scale_inv = row->rowwise_scale_inv;
+    if (need.columnwise) {
+        x.columnwise = (uint8_t *)arena_take(a, R * K);
+        x.columnwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, COPY_COL, R, K));
+    }
+    if (need.bf16 && id != OUT_PROJ) x.data = take_bf16(a, R * K);  // OUT_PROJ's is attention's output, always kept
+    return x;
+}
+
+// What layers [first, last) keep, each or together: all but their input x, and h, which backward makes again.
+static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t first, int64_t last, const QTensor *row) {
+    const Dims *d = p->dims;
+    acts->x_mid = take_bf16(a, d->R * d->C);
+    acts->rstd1 = take_float(a, d->R);
+    acts->rstd2 = take_float(a, d->R);
+    acts->qkv = take_bf16(a, d->R * d->QKV);
+    bf16 *att = take_bf16(a, d->R * d->ATT);
+    acts->lse = take_float(a, d->R * d->NH);
+    acts->gate_up = take_bf16(a, d->R * 2 * d->F);
+    acts->norm1 = place_input(p, a, QKV_PROJ, first, last, row);
+    acts->att = place_input(p, a, OUT_PROJ, first, last, row);
+    acts->norm2 = place_input(p, a, GATE_UP_PROJ, first, last, row);
+    acts->att.data = att;
+}
+
+// What one layer at a time needs of activations, placed once for all.
+typedef struct {
+    QTensor row;        // rowwise data of any linear layer's input
+    QTensor h;
+    bf16 *rotated;      // with QK-norm
+    LayerActs layer;    // with --recompute layer: what all layers share
+} OneLayer;
+
+// What backward reads of layer l.
+static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t l, const OneLayer *one) {
+    if (p->recompute_layer) *acts = one->layer;
+    else place_layer_acts(p, a, acts, l, l + 1, &one->row);
+    acts->x = take_bf16(a, p->dims->R * p->dims->C);
+    acts->h = one->h;
+    acts->rotated = p->qk_norm ? one->rotated : acts->qkv;
+    for (int id = 0; id < NUM_LINEARS; id++) {
+        QTensor *x = layer_input(acts, (LinearId)id);
+        bf16 *data = x->data;
+        *x = tensor_of_layer(p->scales, x, l, TENSOR_X, (LinearId)id);
+        if (id == OUT_PROJ) x->data = data;
+    }
+}
+
+// How many layers keep their activations elsewhere than where weight gradients will be. Backward goes from the last
+// layer to the first: when it writes the gradient of layer l, the activations of the layers above are dead. So layer l's
+// gradient may begin where the activations of layer l + 1 do, or later. The other layers' activations lie there one
+// behind the other, from the first layer's gradient on, and the fewer they are, the sooner they give way. Returns the
+// least number of first layers without which they do. sizes [L]: bytes of each layer's activations.
+static inline int64_t layers_outside(const int64_t *sizes, int64_t L, int64_t gradient_bytes) {
+    for (int64_t outside = 1; outside < L; outside++) {
+        int64_t begin = 0;  // of layer l + 1's activations, counted from the first layer's gradient
+        bool fits = true;
+        for (int64_t l = outside; l < L && fits; l++) {
+            begin += sizes[l];
+            fits = begin <= l * gradient_bytes;
+        }
+        if (fits) return outside;
+    }
+    return L;
+}
+
+static inline int64_t count_layers_outside(const ActivationsLayout *p, const OneLayer *one) {
+    const int64_t L = p->dims->L;
+    if (p->layer_gradients.begin == p->layer_gradients.end) return L;
+    int64_t *sizes = (int64_t *)xcalloc((size_t)L, sizeof *sizes);
+    for (int64_t l = 0; l < L; l++) {
+        Arena count;
+        LayerActs acts;
+        memset(&count, 0, sizeof count);
+        arena_group(&count, "");
+        place_kept(p, &count, &acts, l, one);
+        sizes[l] = count.used;
+    }
+    const int64_t outside = layers_outside(sizes, L, p->layer_gradient_bytes);
+    free(sizes);
+    return outside;
+}
+
+// FP8 data of the output gradients [R, columns] of linear layers, one at a time.
+static inline QTensor place_gradient_data(const ActivationsLayout *p, Arena *a, int64_t columns) {
+    const int64_t R = p->dims->R;
+    QTensor dy;
+    memset(&dy, 0, sizeof dy);
+    dy.rowwise = (uint8_t *)arena_take(a, R * columns);
+    dy.rowwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_DY, COPY_ROW, R, columns));
+    if (recipe_grain(p->scales->precision->recipe, TENSOR_DY, COPY_COL) == GRAIN_BF16) return dy;
+    dy.columnwise = (uint8_t *)arena_take(a, R * columns);
+    dy.columnwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_DY, COPY_COL, R, columns));
+    return dy;
+}
+
+// Gradients inside a layer. acts->dx has its place.
+static inline void place_inner_gradients(const ActivationsLayout *p, Activations *acts, Arena *a) {
+    const Dims *d = p->dims;
+    const Precision *precision = p->scales->precision;
+    OutputGradients *dy = &acts->dy;
+    memset(dy, 0, sizeof *dy);
+    arena_group(a, "gradients of activations");
+    acts->dh = take_bf16(a, d->R * d->F);
+    acts->datt = take_bf16(a, d->R * d->ATT);
+    bf16 *dqkv = take_bf16(a, d->R * d->QKV);
+    if (precision->any_fp8) {
+        dy->qkv = dy->out = dy->down = place_gradient_data(p, a, max_i64(d->C, d->QKV));
+        dy->gate_up = place_gradient_data(p, a, 2 * d->F);
+    }
+    if (data_needed(precision, 0, d->L, GATE_UP_PROJ, TENSOR_DY).bf16) dy->gate_up.data = take_bf16(a, d->R * 2 * d->F);
+    dy->qkv.data = dqkv;
+    dy->out.data = dy->down.data = acts->dx;
+}
+
+static inline void place_norm_workspace(const ActivationsLayout *p, Activations *acts, Arena *a) {
+    arena_group(a, "workspaces");
+    acts->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(p->dims->R, p->dims->C));
+}
+
+// What one layer at a time needs, forward or backward, and the loss does not.
+static inline void place_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a, OneLayer *one) {
+    const Dims *d = p->dims;
+    const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
+    arena_group(a, "FP8 weights of one layer at a time");
+    arena_take_guest(a, p->fp8_weights);
+    arena_group(a, "activations of one layer at a time");
+    if (p->scales->precision->any_fp8) {
+        one->row.rowwise = (uint8_t *)arena_take(a, d->R * widest);
+        one->row.rowwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, COPY_ROW, d->R, widest));
+    }
+    one->h = place_input(p, a, DOWN_PROJ, 0, d->L, &one->row);
+    if (p->recompute_layer) place_layer_acts(p, a, &one->layer, 0, d->L, &one->row);
+    acts->branch = take_bf16(a, d->R * d->C);
+    one->rotated = p->qk_norm ? take_bf16(a, d->R * d->QKV) : NULL;
+    place_inner_gradients(p, acts, a);
+    arena_group(a, "workspaces");
+    acts->attention_workspace = arena_take(a, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
+    if (!p->root_gradient.place) place_norm_workspace(p, acts, a);
+    acts->reduce_workspace = arena_take(a, max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
+    arena_take_guest(a, p->layer_gradient);
+}
+
+// The logits (with the buffer of the root's gradient) and the memory of one layer: never alive together, they lie in the
+// same place, which is the embedding's gradient if the logits fit there. Returns what they leave of it.
+static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a, OneLayer *one) {
+    const ArenaRange nowhere = {0, 0}, room = p->embedding_gradient;
+    const int64_t used = a->used;
+    if (p->logits) {
+        acts->logits = p->logits;
+        place_one_layer(p, acts, a, one);
+        return nowhere;
+    }
+    arena_group(a, "logits of one chunk");
+    arena_reuse(a, room);
+    acts->logits = take_bf16(a, p->chunk * p->dims->V);
+    arena_take_guest(a, p->root_gradient);
+    const ArenaRange logits = {used, a->used};
+    const bool in_room = logits.begin == logits.end;
+    const ArenaRange after_logits = arena_reuse(a, in_room ? room : logits);
+    place_one_layer(p, acts, a, one);
+    const ArenaRange after_layers = arena_reuse(a, nowhere), left = {max_i64(after_logits.begin, after_layers.begin), room.end};
+    return in_room ? left : room;
+}
+
+// Gives all activations their places; acts->layer [L] is there. The last layers' activations lie where the layers'
+// weight gradients will be; those of the first layers and of the loss lie in what is left of the embedding's gradient,
+// as far as they fit.
+static inline void activations_place(Activations *acts, const ActivationsLayout *p, Arena *a) {
+    const Dims *d = p->dims;
+    const ArenaRange nowhere = {0, 0};
+    OneLayer one;
+    memset(&one, 0, sizeof one);
+    acts->rotated_is_shared = p->qk_norm;
+    arena_group(a, "gradients of activations");
+    acts->dx = take_bf16(a, d->R * d->C);
+    if (p->root_gradient.place) place_norm_workspace(p, acts, a);  // the final norm needs it beside the root's gradient
+    const ArenaRange left = place_logits_and_one_layer(p, acts, a, &one);
+    const int64_t outside = count_layers_outside(p, &one);
+    arena_group(a, "activations kept for backward");
+    arena_reuse(a, p->layer_gradients);
+    for (int64_t l = outside; l < d->L; l++) place_kept(p, a, &acts->layer[l], l, &one);
+    arena_reuse(a, left);
+    for (int64_t l = 0; l < outside; l++) place_kept(p, a, &acts->layer[l], l, &one);
+    acts->x_final = take_bf16(a, d->R * d->C);
+    acts->y_final = take_bf16(a, d->R * d->C);
+    acts->rstd_final = take_float(a, d->R);
+    acts->dbranch = take_bf16(a, d->R * d->C);
+    arena_reuse(a, nowhere);
+}
+
+#endif

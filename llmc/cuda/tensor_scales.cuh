@@ -1,0 +1,176 @@
+// Amaxes, scales and audits of all tensors that FP8 GEMMs read, in device memory.
+// This is the one place that knows where those of a tensor are.
+#ifndef LLMC_TENSOR_SCALES_CUH
+#define LLMC_TENSOR_SCALES_CUH
+
+#include "../base/arena.h"
+#include "../config/options.h"
+#include "../config/precision.h"
+#include "delayed.cuh"
+#include "qtensor.cuh"
+
+typedef struct {
+    const Precision *precision;
+    int64_t layers, rows;      // rows R of x and dy
+    uint32_t *amax;            // [layers, amax_stride]; those of tensor i of a layer begin at amax_offset[i]
+    int64_t amax_stride, amax_offset[TENSORS_PER_LAYER];
+    float *scale_inv;          // [tensors, 4] of tensors with one scale; cuBLASLt wants 16-byte alignment
+    AuditSums *audit;          // [layers, NUM_LINEARS, NUM_TENSORS, 2]; NULL: no --fp8-audit
+    bool auditing;             // casts are audited now
+
+    // the delayed recipe; NULL with others
+    float *history;            // [tensors, window]
+    float *delayed_scale;      // [tensors], right behind the histories
+    float *before;             // copy of both from before the step under way; NULL: steps are never skipped
+    int64_t window;
+    int margin;
+    bool may_skip;             // keeps `before`
+    // True if every tensor has been cast once, so that its delayed scale is known. False also where that is not certain,
+    // which costs a pass over each tensor.
+    bool scales_ready;
+    cudaStream_t stream;
+} TensorScales;
+
+// True if a tensor has one scale, which follows from its amax of the present.
+static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
+    return recipe_grain(r, TENSOR_X, COPY_ROW) == GRAIN_TENSOR && !r->delayed;
+}
+
+// Describes the state of a model's tensors over R rows. Placing and use come later.
+static inline void tensor_scales_describe(TensorScales *s, const Precision *p, int64_t R, const Options *o) {
+    memset(s, 0, sizeof *s);
+    s->precision = p, s->layers = p->num_layers, s->rows = R;
+    s->window = o->fp8_amax_history, s->margin = (int)o->fp8_margin;
+    s->may_skip = o->on_nonfinite == NONFINITE_SKIP;
+    for (int role = 0; role < NUM_TENSORS; role++)
+        for (int id = 0; id < NUM_LINEARS; id++) {
+            const Grain row = recipe_grain(p->recipe, (TensorRole)role, COPY_ROW);
+            const Grain col = recipe_grain(p->recipe, (TensorRole)role, COPY_COL);
+            const int64_t rows = role == TENSOR_W ? p->linear[id].N : R;
+            s->amax_offset[tensor_index(0, (TensorRole)role, id)] = s->amax_stride;
+            s->amax_stride += tensor_amaxes(row, col, rows, precision_columns(p, (TensorRole)role, id));
+        }
+    // the kernels of delayed.cuh and quantize_slices() index amaxes as they index scales
+    if ((p->recipe->delayed || p->recipe->gathers_fp8) && s->amax_stride != TENSORS_PER_LAYER)
+        die("recipe %s: %lld amaxes a layer for %d tensors with one scale each", p->recipe->name,
+            (long long)s->amax_stride, TENSORS_PER_LAYER);
+}
+
+static inline int64_t tensor_scales_delayed_elements(const TensorScales *s) { return tensor_count(s->layers) * (s->window + 1); }
+
+static inline void tensor_scales_place(TensorScales *s, bool audit, Arena *a) {
+    const int64_t tensors = tensor_count(s->layers), delayed = tensor_scales_delayed_elements(s) * (int64_t)sizeof(float);
+    const bool is_delayed = s->precision->recipe->delayed;
+    arena_group(a, "amaxes, scales, audit");
+    s->amax = (uint32_t *)arena_take(a, s->layers * s->amax_stride * (int64_t)sizeof(uint32_t));
+    s->scale_inv = (float *)arena_take(a, tensors * 4 * (int64_t)sizeof(float));
+    s->history = is_delayed ? (float *)arena_take(a, delayed) : NULL;
+    s->delayed_scale = is_delayed ? s->history + tensors * s->window : NULL;
+    s->before = is_delayed && s->may_skip ? (float *)arena_take(a, delayed) : NULL;
+    s->audit = audit ? (AuditSums *)arena_take(a, (s->layers * AUDIT_LAYER) * (int64_t)sizeof(AuditSums)) : NULL;
+}
+
+static inline AmaxSource tensor_scales_amax_source(const Recipe *r, TensorRole role, LinearId id) {
+    const Grain row = recipe_grain(r, role, COPY_ROW), col = recipe_grain(r, role, COPY_COL);
+    if (!recipe_is_fp8(r, GEMM_FPROP) || (!copy_amaxes(row, 1) && !copy_amaxes(col, 1))) return AMAX_NONE;
+    if (r->delayed) return AMAX_DELAYED;
+    const bool made_by_its_cast = role == TENSOR_X && id == DOWN_PROJ;  // SwiGLU's output
+    return recipe_has_current_tensor_scales(r) && !made_by_its_cast ? AMAX_FROM_PRODUCER : AMAX_FROM_PASS;
+}
+
+// A tensor of layer l with its amaxes and its scales (those of the whole tensor), but without data. Layer -1 is below the
+// first: a tensor that no GEMM reads.
+static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
+    const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
+    QTensor q = recipe_qtensor(r, role, precision_format(s->precision, role));
+    q.layer = l, q.linear = id;
+    q.fp8 = recipe_is_fp8(r, GEMM_FPROP);
+    if (!q.fp8) return q;
+    const int64_t number = tensor_index(l, role, id);
+    q.amax_source = tensor_scales_amax_source(r, role, id);
+    q.amax = s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
+    q.delayed_scale = r->delayed ? s->delayed_scale + number : NULL;
+    if (q.row_grain == GRAIN_TENSOR) q.rowwise_scale_inv = s->scale_inv + number * 4;
+    if (q.col_grain == GRAIN_TENSOR) q.columnwise_scale_inv = s->scale_inv + number * 4;
+    return q;
+}
+
+// The tensor with places for the sums of its audit, if this step's casts are audited.
+static inline QTensor tensor_scales_audited(const TensorScales *s, QTensor q) {
+    for (int copy = 0; copy < 2 && s->auditing; copy++)
+        q.audit[copy] = s->audit + audit_index(q.layer, q.linear, q.role, (CopyKind)copy);
+    return q;
+}
+
+// Bytes of the scales of a tensor's rowwise or columnwise data [rows, columns] that its own memory must hold; those of
+// whole tensors are here.
+static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, CopyKind copy, int64_t rows, int64_t columns) {
+    const Grain g = recipe_grain(s->precision->recipe, role, copy);
+    const CopyShape shape = copy_shape(rows, columns, copy);
+    return g == GRAIN_TENSOR ? 0 : scale_bytes(g, shape.outer, shape.depth);
+}
+
+// Clears the amaxes of the tensors of roles [first, last] of every layer.
+static inline void tensor_scales_clear_amaxes(TensorScales *s, TensorRole first, TensorRole last) {
+    const int64_t begin = s->amax_offset[tensor_index(0, first, 0)];
+    const int64_t end = last + 1 < NUM_TENSORS ? s->amax_offset[tensor_index(0, (TensorRole)(last + 1), 0)] : s->amax_stride;
+    if (!s->amax_stride) return;
+    CUDA_CHECK(cudaMemset2DAsync(s->amax + begin, (size_t)s->amax_stride * sizeof(uint32_t), 0,
+                                 (size_t)(end - begin) * sizeof(uint32_t), (size_t)s->layers, s->stream));
+}
+
+static inline void tensor_scales_clear_audit(TensorScales *s) {
+    CUDA_CHECK(cudaMemsetAsync(s->audit, 0, (size_t)(s->layers * AUDIT_LAYER) * sizeof(AuditSums), s->stream));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The delayed recipe. Without it these do nothing.
+
+static inline DelayedArrays tensor_scales_delayed(const TensorScales *s) {
+    const DelayedArrays d = {s->history, s->delayed_scale, s->amax, TENSORS_PER_LAYER, s->window, s->margin,
+                             s->precision->dy_format, tensor_index(0, TENSOR_DY, 0)};
+    return d;
+}
+
+// Gives a tensor that has not been cast yet the scale of its own amax.
+static inline void tensor_scales_begin(TensorScales *s, const QTensor *q) {
+    DelayedArrays layer = tensor_scales_delayed(s);
+    const int64_t first = tensor_index(q->layer, TENSOR_W, 0), tensor = tensor_index(0, q->role, q->linear);
+    layer.scale += first, layer.amax += first;
+    delayed_begin(&layer, 1, tensor, tensor + 1, s->stream);
+}
+
+// Gives every weight that has not been cast yet the scale of its own amax.
+static inline void tensor_scales_begin_weights(TensorScales *s) {
+    if (!s->delayed_scale || s->scales_ready) return;
+    const DelayedArrays d = tensor_scales_delayed(s);
+    delayed_begin(&d, s->layers, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
+}
+
+// The amaxes of the weights' last cast enter their histories.
+static inline void tensor_scales_update_weights(TensorScales *s) {
+    if (!s->delayed_scale) return;
+    const DelayedArrays d = tensor_scales_delayed(s);
+    delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
+}
+
+// The amaxes of a micro-step's inputs and output gradients, of all ranks, enter their histories.
+static inline void tensor_scales_update_activations(TensorScales *s) {
+    const DelayedArrays d = tensor_scales_delayed(s);
+    delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_X, 0), TENSORS_PER_LAYER, s->stream);
+    if (!s->before) s->scales_ready = true;  // else when the step is known to be taken
+}
+
+// Keeps histories and scales as they are before a step that may be skipped, or brings them back.
+static inline void tensor_scales_copy_before(TensorScales *s, bool keep) {
+    float *to = keep ? s->before : s->history, *from = keep ? s->history : s->before;
+    if (s->before) CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)tensor_scales_delayed_elements(s) * sizeof(float),
+                                              cudaMemcpyDeviceToDevice, s->stream));
+}
+
+// Brings histories and scales back if *refused, in device memory, is not 0.
+static inline void tensor_scales_restore_if(TensorScales *s, const uint32_t *refused) {
+    if (s->before) delayed_restore(s->history, s->before, tensor_scales_delayed_elements(s), refused, s->stream);
+}
+
+#endif
