@@ -226,9 +226,9 @@ static Layer layer_of_unit(const Trainer *t, FsdpUnit unit) {
 // The weight of a linear layer of a layer that is unsharded.
 static QTensor linear_weight(const Trainer *t, int64_t l, LinearId id) {
     const FsdpUnit unit = fsdp_weights(&t->fsdp, 1 + l);
-    QTensor w = fsdp_weight_fp8(&t->fsdp, 1 + l, id);
-    w.layer = l, w.role = TENSOR_W, w.linear = id;
-    w.fp8 = precision_of(&t->precision, l, id) == t->precision.recipe && t->precision.any_fp8;
+    const bool fp8 = recipe_is_fp8(precision_of(&t->precision, l, id), GEMM_FPROP);
+    QTensor w = fp8 ? fsdp_weight_fp8(&t->fsdp, 1 + l, id) : qtensor_bf16(NULL);
+    w.layer = l, w.role = TENSOR_W, w.linear = id, w.fp8 = fp8;
     w.data = unit.matrices ? unit.matrices + t->precision.linear[id].offset : NULL;
     return w;
 }
@@ -1079,7 +1079,7 @@ __global__ static void round_weights_kernel(bf16 *weights, const float *master, 
 static void shard_amax(Trainer *t, int64_t l, int i) {
     const LinearShape *s = &t->precision.linear[i];
     const ShardRange r = shard_matrix(&t->table, &t->fsdp.plan, l, s->offset, s->N * s->K);
-    if (r.count) tensor_amax(tensor_scales_of(&t->linears.scales, l, TENSOR_W, (LinearId)i).amax, t->params.weights + r.shard, r.count, t->stream);
+    if (r.count) tensor_amax(tensor_scales_amax(&t->linears.scales, l, TENSOR_W, (LinearId)i), t->params.weights + r.shard, r.count, t->stream);
 }
 
 // After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters, the FP8 weights and what is gathered follow.

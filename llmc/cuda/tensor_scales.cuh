@@ -78,6 +78,11 @@ static inline AmaxSource tensor_scales_amax_source(const Recipe *r, TensorRole r
     return recipe_has_current_tensor_scales(r) && !made_by_its_cast ? AMAX_FROM_PRODUCER : AMAX_FROM_PASS;
 }
 
+// The first amax slot of a tensor, also of one that no FP8 GEMM reads.
+static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
+    return s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
+}
+
 // A tensor of layer l with its amaxes and its scales (those of the whole tensor), but without data. Layer -1 is below the
 // first: a tensor that no GEMM reads.
 static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
@@ -88,7 +93,7 @@ static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorR
     if (!q.fp8) return q;
     const int64_t number = tensor_index(l, role, id);
     q.amax_source = tensor_scales_amax_source(r, role, id);
-    q.amax = s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
+    q.amax = tensor_scales_amax(s, l, role, id);
     q.delayed_scale = r->delayed ? s->delayed_scale + number : NULL;
     if (q.row_grain == GRAIN_TENSOR) q.rowwise_scale_inv = s->scale_inv + number * 4;
     if (q.col_grain == GRAIN_TENSOR) q.columnwise_scale_inv = s->scale_inv + number * 4;
