@@ -185,7 +185,8 @@ static void place_activations(Trainer *t, Arena *a) {
     layout.layer_gradient_bytes = t->table.layer_size * (int64_t)sizeof(bf16);
     layout.fp8_weights = fsdp_copies_pass(f) ? fp8_weights : none;
     layout.root_gradient = f->buffered ? root : none, layout.layer_gradient = f->buffered ? layer : none;
-    if (f->sharded && layout.chunk * t->d.V <= fsdp_loss_room(f)) layout.logits = fsdp_loss_memory(f);
+    layout.has_logits = f->sharded && layout.chunk * t->d.V <= fsdp_loss_room(f);
+    layout.logits = fsdp_loss_memory(f);
     place_gradients(t, &layout, a);
     activations_place(&t->acts, &layout, a);
 }

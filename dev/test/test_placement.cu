@@ -44,27 +44,34 @@ static void needed_by_layers(Moments m, const char *name, const void *at, int64_
 static void needed_in_backward(Moments m, const char *name, const void *at, int64_t bytes) { needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0)); }
 static void needed_always(Moments m, const char *name, const void *at, int64_t bytes) { needed(name, at, bytes, 0, optimizer(m)); }
 
+// The scales of FP8 data [R, columns] of a role that lie with it.
+static int64_t own_scales(const Trainer *t, TensorRole role, CopyKind copy, int64_t columns) {
+    return tensor_scales_own_bytes(&t->linears.scales, role, copy, t->d.R, columns);
+}
+
 static void list_state(const Trainer *t, Moments m) {
-    const int64_t n = t->fsdp.plan.total, state = n * (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2), tensors = t->d.L * NUM_SCALES;
-    needed_always(m, "weights", t->weights, 2 * n);
-    needed_always(m, "master weights", t->master, 4 * n);
-    needed_always(m, "first moment", t->exp_avg, state);
-    needed_always(m, "second moment", t->exp_avg_sq, state);
-    needed_always(m, "amaxes", t->amax, t->d.L * t->amaxes * 4);
-    needed_always(m, "scales", t->inverse_scale, tensors * 16);
-    needed_always(m, "histories", t->amax_history, tensors * t->o->fp8_amax_history * 4);
-    needed_always(m, "delayed scales", t->delayed_scale, tensors * 4);
-    needed_always(m, "delayed state before a step", t->delayed_before, t->delayed_before ? delayed_elements(t) * 4 : 0);
-    needed_always(m, "audit", t->audit, t->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
-    needed_always(m, "squares", t->squares, 8);
-    needed_always(m, "statistics", t->stats, sizeof(StepStats));
-    needed_always(m, "losses", t->row_losses, t->d.R * 4);
-    needed_always(m, "RoPE table", t->rope_table, t->d.T * t->d.HD * 4);
+    const Linears *ln = &t->linears;
+    const TensorScales *s = &ln->scales;
+    const int64_t n = t->fsdp.plan.total, state = n * (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2), tensors = tensor_count(t->d.L);
+    needed_always(m, "weights", t->params.weights, 2 * n);
+    needed_always(m, "master weights", t->params.master, 4 * n);
+    needed_always(m, "first moment", t->params.exp_avg, state);
+    needed_always(m, "second moment", t->params.exp_avg_sq, state);
+    needed_always(m, "amaxes", s->amax, t->d.L * s->amax_stride * 4);
+    needed_always(m, "scales", s->scale_inv, tensors * 16);
+    needed_always(m, "histories", s->history, tensors * t->o->fp8_amax_history * 4);
+    needed_always(m, "delayed scales", s->delayed_scale, tensors * 4);
+    needed_always(m, "delayed state before a step", s->before, s->before ? tensor_scales_delayed_elements(s) * 4 : 0);
+    needed_always(m, "audit", s->audit, s->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
+    needed_always(m, "squares", t->params.squares, 8);
+    needed_always(m, "statistics", t->steps.device, sizeof(StepStats));
+    needed_always(m, "losses", t->acts.losses, t->d.R * 4);
+    needed_always(m, "RoPE table", t->acts.rope_table, t->d.T * t->d.HD * 4);
     for (int i = 0; i < TOKEN_SLOTS; i++) needed_always(m, "tokens", t->tokens[i].device, batch_bytes(t));
-    needed("workspace of products", t->gemm.workspace, GEMM_WORKSPACE_BYTES, 0, optimizer(m) - 1);
-    needed("workspace of the optimizer", t->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan), optimizer(m), optimizer(m));
-    needed_always(m, "emulated operands", t->gemm.scratch, emulation_elements(t) * 2);
-    needed_always(m, "their scale", t->gemm.alpha, 4);
+    needed("workspace of products", ln->gemm.workspace, GEMM_WORKSPACE_BYTES, 0, optimizer(m) - 1);
+    needed("workspace of the optimizer", ln->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan), optimizer(m), optimizer(m));
+    needed_always(m, "emulated operands", ln->gemm.scratch, linears_emulation_elements(ln) * 2);
+    needed_always(m, "their scale", ln->gemm.alpha, 4);
 }
 
 // Gradients: each from the moment it is written, or always where micro-steps add to it.
@@ -77,16 +84,16 @@ static void list_gradients(const Trainer *t, Moments m) {
         needed_in_backward(m, "gradient of a layer before it joins", f->layer_grads[0], t->table.layer_size * 2);
     }
     if (f->sharded || f->buffered) {
-        needed_always(m, "gradients", t->grads, t->grads ? f->plan.total * 2 : 0);
+        needed_always(m, "gradients", t->params.grads, t->params.grads ? f->plan.total * 2 : 0);
         needed_always(m, "fp32 gradients", f->grads_fp32, f->fp32_grads ? f->plan.total * 4 : 0);
         CHECK(f->fp32_grads ? f->grads_fp32 && !f->grads : f->grads && !f->grads_fp32, "gradients have %s place",
               f->grads ? "more than one" : "no");
         return;
     }
-    const bf16 *embedding = t->grads + segment_begin(root, SEGMENT_EMBEDDING);
-    needed("gradient of the root", t->grads, segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), optimizer(m));
+    const bf16 *embedding = t->params.grads + segment_begin(root, SEGMENT_EMBEDDING);
+    needed("gradient of the root", t->params.grads, segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), optimizer(m));
     needed("gradient of the embedding", embedding, root[SEGMENT_EMBEDDING] * 2, embedding_backward_moment(m), optimizer(m));
-    for (int64_t l = 0; l < t->d.L; l++) needed("gradient of a layer", t->grads + layer_offset(&t->table, l), t->table.layer_size * 2, backward(m, l), optimizer(m));
+    for (int64_t l = 0; l < t->d.L; l++) needed("gradient of a layer", t->params.grads + layer_offset(&t->table, l), t->table.layer_size * 2, backward(m, l), optimizer(m));
 }
 
 static void list_fsdp(const Trainer *t, Moments m) {
@@ -117,19 +124,30 @@ static void list_fsdp(const Trainer *t, Moments m) {
     needed_always(m, "arrivals", f->arrivals, PEER_MAX_RANKS * 4);
 }
 
-// What a layer keeps but its inputs, needed from its forward pass to its backward pass, or in every layer's where one is computed after the other.
+// The input of linear layer `id` of layer l; where all layers share one, of the first layer that reads it in bf16.
+static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id) {
+    QTensor x = *layer_input(&t->acts.layer[l], id);
+    for (int64_t other = 0; shared && !x.data && other < t->d.L; other++) x.data = layer_input(&t->acts.layer[other], id)->data;
+    return x;
+}
+
+// What a layer keeps but its input, needed from its forward pass to its backward pass, or in every layer's where one is
+// computed after the other.
 static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
     const Dims *d = &t->d;
-    const LayerActs *a = &t->acts[l];
+    const LayerActs *a = &t->acts.layer[l];
+    const QTensor norm1 = kept_input(t, l, shared, QKV_PROJ), att = a->att, norm2 = kept_input(t, l, shared, GATE_UP_PROJ);
+    const int64_t scales = own_scales(t, TENSOR_X, COPY_COL, d->C), att_scales = own_scales(t, TENSOR_X, COPY_COL, d->ATT);
     const struct { const char *name; const void *at; int64_t bytes; } kept[] = {
-        {"x_mid", a->x_mid, d->R * d->C * 2}, {"rstd1", a->rstd1, d->R * 4}, {"rstd2", a->rstd2, d->R * 4}, {"qkv", a->qkv, d->R * d->QKV * 2}, {"att", a->att, d->R * d->ATT * 2},
-        {"lse", a->lse, d->R * d->NH * 4}, {"gate_up", a->gate_up, d->R * d->F * 4},
-        {"input of qkv", a->input[QKV_PROJ].bf16_data, d->R * d->C * 2}, {"input of gate_up", a->input[GATE_UP_PROJ].bf16_data, d->R * d->C * 2},
-        {"columns of qkv's input", a->input[QKV_PROJ].col, d->R * d->C}, {"columns of attn_out's input", a->input[OUT_PROJ].col, d->R * d->ATT},
-        {"columns of gate_up's input", a->input[GATE_UP_PROJ].col, d->R * d->C},
-        {"their scales, qkv", a->input[QKV_PROJ].col_scales, a->input[QKV_PROJ].col ? copy_scale_bytes(t, TENSOR_X, COPY_COL, d->C) : 0},
-        {"their scales, attn_out", a->input[OUT_PROJ].col_scales, a->input[OUT_PROJ].col ? copy_scale_bytes(t, TENSOR_X, COPY_COL, d->ATT) : 0},
-        {"their scales, gate_up", a->input[GATE_UP_PROJ].col_scales, a->input[GATE_UP_PROJ].col ? copy_scale_bytes(t, TENSOR_X, COPY_COL, d->C) : 0}};
+        {"x_mid", a->x_mid, d->R * d->C * 2}, {"rstd1", a->rstd1, d->R * 4}, {"rstd2", a->rstd2, d->R * 4},
+        {"qkv", a->qkv, d->R * d->QKV * 2}, {"att", att.data, d->R * d->ATT * 2}, {"lse", a->lse, d->R * d->NH * 4},
+        {"gate_up", a->gate_up, d->R * d->F * 4}, {"norm1", norm1.data, d->R * d->C * 2}, {"norm2", norm2.data, d->R * d->C * 2},
+        {"columns of norm1", norm1.columnwise, d->R * d->C}, {"columns of att", att.columnwise, d->R * d->ATT},
+        {"columns of norm2", norm2.columnwise, d->R * d->C},
+        {"scales of norm1's columns", norm1.columnwise_scale_inv, norm1.columnwise ? scales : 0},
+        {"scales of att's columns", att.columnwise_scale_inv, att.columnwise ? att_scales : 0},
+        {"scales of norm2's columns", norm2.columnwise_scale_inv, norm2.columnwise ? scales : 0}};
+    CHECK(att.data, "layer %lld: attention's output has no place", (long long)l);
     for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++) {
         if (shared) needed_by_layers(m, kept[i].name, kept[i].at, kept[i].bytes);
         else needed(kept[i].name, kept[i].at, kept[i].bytes, l, backward(m, l));
@@ -138,46 +156,52 @@ static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
 
 static void list_activations(const Trainer *t, Moments m) {
     const Dims *d = &t->d;
+    const Activations *acts = &t->acts;
     const bool recompute = t->o->recompute == RECOMPUTE_LAYER;
-    const GemmInput *qkv = &t->acts[0].input[QKV_PROJ], *down = &t->acts[0].input[DOWN_PROJ];
+    const QTensor *norm1 = &acts->layer[0].norm1, h = kept_input(t, 0, true, DOWN_PROJ);
     const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
     for (int64_t l = 0; l < d->L; l++) {
-        needed("x_in", t->acts[l].x_in, d->R * d->C * 2, l, backward(m, l));
+        const bf16 *rotated = acts->layer[l].rotated;
+        needed("x", acts->layer[l].x, d->R * d->C * 2, l, backward(m, l));
         if (!recompute || l == 0) list_layer(t, m, l, recompute);
+        CHECK(acts->rotated_is_shared ? rotated == acts->layer[0].rotated : rotated == acts->layer[l].qkv,
+              "layer %lld: rotated lies elsewhere", (long long)l);
     }
-    needed_by_layers(m, "rows of an input", qkv->row ? qkv->row : down->row, d->R * widest);
-    needed_by_layers(m, "their scales", qkv->row_scales ? qkv->row_scales : down->row_scales, t->precision.any_fp8 ? copy_scale_bytes(t, TENSOR_X, COPY_ROW, widest) : 0);
-    needed_by_layers(m, "input of down", down->bf16_data, d->R * d->F * 2);
-    needed_by_layers(m, "columns of down's input", down->col, d->R * d->F);
-    needed_by_layers(m, "their scales, down", down->col_scales, down->col ? copy_scale_bytes(t, TENSOR_X, COPY_COL, d->F) : 0);
-    needed_by_layers(m, "branch", t->branch, d->R * d->C * 2);
-    needed_by_layers(m, "rotated q, k, v", t->qkv_rotated, d->R * d->QKV * 2);
-    needed("x_final", t->x_final, d->R * d->C * 2, final_norm(m), final_norm_backward(m));
-    needed("y_final", t->y_final, d->R * d->C * 2, final_norm(m), loss(m));
-    needed("rstd_final", t->rstd_final, d->R * 4, final_norm(m), final_norm_backward(m));
-    needed("logits", t->logits, t->chunk * d->V * 2, loss(m), loss(m));
+    // rows are of one layer at a time, and a layer with bf16 alone has none
+    const QTensor *row = norm1->rowwise ? norm1 : &h;
+    needed_by_layers(m, "rows of an input", row->rowwise, d->R * widest);
+    needed_by_layers(m, "scales of an input's rows", row->rowwise_scale_inv, t->precision.any_fp8 ? own_scales(t, TENSOR_X, COPY_ROW, widest) : 0);
+    needed_by_layers(m, "h", h.data, d->R * d->F * 2);
+    needed_by_layers(m, "columns of h", h.columnwise, d->R * d->F);
+    needed_by_layers(m, "scales of h's columns", h.columnwise_scale_inv, h.columnwise ? own_scales(t, TENSOR_X, COPY_COL, d->F) : 0);
+    needed_by_layers(m, "branch", acts->branch, d->R * d->C * 2);
+    if (acts->rotated_is_shared) needed_by_layers(m, "rotated q, k, v", acts->layer[0].rotated, d->R * d->QKV * 2);
+    needed("x_final", acts->x_final, d->R * d->C * 2, final_norm(m), final_norm_backward(m));
+    needed("y_final", acts->y_final, d->R * d->C * 2, final_norm(m), loss(m));
+    needed("rstd_final", acts->rstd_final, d->R * 4, final_norm(m), final_norm_backward(m));
+    needed("logits", acts->logits, t->linears.head_rows * d->V * 2, loss(m), loss(m));
 }
 
 static void list_backward(const Trainer *t, Moments m) {
     const Dims *d = &t->d;
     const int64_t narrow = max_i64(d->C, d->QKV);
-    needed("dx", t->dx, d->R * d->C * 2, final_norm_backward(m), embedding_backward_moment(m));
-    needed("dbranch", t->dbranch, d->R * d->C * 2, loss(m), backward(m, 0));
-    needed_in_backward(m, "dh", t->dh, d->R * d->F * 2);
-    needed_in_backward(m, "datt", t->datt, d->R * d->ATT * 2);
-    needed_in_backward(m, "dqkv", t->dqkv, d->R * d->QKV * 2);
-    needed_in_backward(m, "dgate_up", t->dgate_up, d->R * d->F * 4);
+    needed("dx", t->acts.dx, d->R * d->C * 2, final_norm_backward(m), embedding_backward_moment(m));
+    needed("dbranch", t->acts.dbranch, d->R * d->C * 2, loss(m), backward(m, 0));
+    needed_in_backward(m, "dh", t->acts.dh, d->R * d->F * 2);
+    needed_in_backward(m, "datt", t->acts.datt, d->R * d->ATT * 2);
+    needed_in_backward(m, "dqkv", t->acts.dy.qkv.data, d->R * d->QKV * 2);
+    needed_in_backward(m, "dgate_up", t->acts.dy.gate_up.data, d->R * d->F * 4);
     for (int wide = 0; wide < 2; wide++) {
-        const GemmInput *dy = &t->dy[wide ? GATE_UP_PROJ : QKV_PROJ];
+        const QTensor *dy = wide ? &t->acts.dy.gate_up : &t->acts.dy.qkv;
         const int64_t columns = wide ? 2 * d->F : narrow;
-        needed_in_backward(m, "rows of a gradient", dy->row, d->R * columns);
-        needed_in_backward(m, "columns of a gradient", dy->col, d->R * columns);
-        needed_in_backward(m, "scales of its rows", dy->row_scales, dy->row ? copy_scale_bytes(t, TENSOR_DY, COPY_ROW, columns) : 0);
-        needed_in_backward(m, "scales of its columns", dy->col_scales, dy->col ? copy_scale_bytes(t, TENSOR_DY, COPY_COL, columns) : 0);
+        needed_in_backward(m, "rows of a gradient", dy->rowwise, d->R * columns);
+        needed_in_backward(m, "columns of a gradient", dy->columnwise, d->R * columns);
+        needed_in_backward(m, "scales of its rows", dy->rowwise_scale_inv, dy->rowwise ? own_scales(t, TENSOR_DY, COPY_ROW, columns) : 0);
+        needed_in_backward(m, "scales of its columns", dy->columnwise_scale_inv, dy->columnwise ? own_scales(t, TENSOR_DY, COPY_COL, columns) : 0);
     }
-    needed_in_backward(m, "workspace of attention", t->attention_workspace, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
-    needed_in_backward(m, "sums of QK-norm, of biases", t->attention_sums, max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
-    needed("workspace of norms", t->norm_workspace, (int64_t)rmsnorm_workspace_bytes(d->R, d->C), final_norm_backward(m), backward(m, 0));
+    needed_in_backward(m, "workspace of attention", t->acts.attention_workspace, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
+    needed_in_backward(m, "sums of QK-norm, of biases", t->acts.reduce_workspace, max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
+    needed("workspace of norms", t->acts.norm_workspace, (int64_t)rmsnorm_workspace_bytes(d->R, d->C), final_norm_backward(m), backward(m, 0));
 }
 
 static bool in_each_others_way(const Piece *a, const Piece *b) {
@@ -203,12 +227,12 @@ static const char *find_trouble(const char *base, int64_t size) {
     return NULL;
 }
 
-// The operands and the result of the largest product in bf16, as plan_product() puts them at the start of the arena to time it.
+// The operands and the result of the largest GEMM in bf16, as linears_plan_gemm() puts them at the start of the arena to time it.
 static int64_t largest_product(const Trainer *t) {
     int64_t most = 0;
     for (int id = 0; id <= NUM_LINEARS; id++) {
-        const LinearShape *s = id < NUM_LINEARS ? t->linear[id].shape : &t->precision.lm_head;
-        const int64_t R = id < NUM_LINEARS ? t->d.R : t->chunk;
+        const LinearShape *s = id < NUM_LINEARS ? &t->precision.linear[id] : &t->precision.lm_head;
+        const int64_t R = id < NUM_LINEARS ? t->d.R : t->linears.head_rows;
         most = max_i64(most, 2 * (s->N * s->K + R * s->K + R * s->N) + 3 * ARENA_ALIGNMENT);
     }
     return most;
@@ -234,13 +258,13 @@ static void check_run(const char *label, Options o, const ModelConfig *model, in
     list_backward(&t, m);
     const char *trouble = find_trouble(base, arena.used);
     CHECK(!trouble, "%s: %s", label, trouble);
-    CHECK(largest_product(&t) <= (char *)t.gemm.workspace - base, "%s: a product of %lld bytes reaches its workspace at %lld", label, (long long)largest_product(&t),
-          (long long)((char *)t.gemm.workspace - base));
+    CHECK(largest_product(&t) <= (char *)t.linears.gemm.workspace - base, "%s: a product of %lld bytes reaches its workspace at %lld", label, (long long)largest_product(&t),
+          (long long)((char *)t.linears.gemm.workspace - base));
     CHECK(plan.used == arena.used, "%s: %lld bytes planned, %lld placed", label, (long long)plan.used, (long long)arena.used);
     fsdp_destroy(&t.fsdp);
     precision_free(&t.precision);
     parameter_table_free(&t.table);
-    free(t.acts);
+    free(t.acts.layer);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ typedef struct {
     ArenaRange layer_gradients;            // weight gradients of the layers: activations lie there before. Empty: not
     ArenaRange embedding_gradient;         // the same of the embedding, which is written last
     int64_t layer_gradient_bytes;          // of one layer
-    bf16 *logits;                          // where they lie; NULL: they get a place here
+    bool has_logits;                       // the logits lie at `logits` (NULL on an arena without memory); else they get a place here
+    bf16 *logits;
     ArenaGuest fp8_weights;                // of one layer at a time; place NULL: they are elsewhere
     ArenaGuest root_gradient, layer_gradient;  // gradients before they join their sums; place NULL: elsewhere or none
 } ActivationsLayout;
@@ -287,7 +288,7 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
 static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a, OneLayer *one) {
     const ArenaRange nowhere = {0, 0}, room = p->embedding_gradient;
     const int64_t used = a->used;
-    if (p->logits) {
+    if (p->has_logits) {
         acts->logits = p->logits;
         place_one_layer(p, acts, a, one);
         return nowhere;
