@@ -203,8 +203,6 @@ static void place(Trainer *t, Arena *a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Operations of a layer: kernels and GEMMs with the trainer's sizes, workspaces and profile
 
-typedef bf16 Real;
-
 // One layer's weights, or their gradients.
 typedef struct {
     Real *norm1, *norm2;              // [C]
@@ -276,13 +274,13 @@ static RmsnormWatch norm_watch_of(const Trainer *t, const QTensor *y) {
     return norm_watch(t, nonfinite_norm(y->layer, y->linear == GATE_UP_PROJ));
 }
 
-static void produce_norm(Trainer *t, const QTensor *y, const float *rstd, const bf16 *x, const bf16 *w) {
+static void produce_norm(Trainer *t, const QTensor *y, const float *rstd, const Real *x, const Real *w) {
     const RmsnormSource source = {x, w, rstd, t->d.C};
     qtensor_produce(&t->linears, y, source, t->d.R, t->d.C);
 }
 
 // y = RMSNorm(x) w, all [R, C]; rstd [R].
-static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const bf16 *x, const bf16 *w) {
+static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const Real *x, const Real *w) {
     const Dims *d = &t->d;
     profile_bytes(&t->profile, "RMSNorm, forward",
                   rmsnorm_forward(y->data, rstd, qtensor_produced_amax(y), x, w, d->R, d->C, (float)t->m.rms_norm_eps,
@@ -291,7 +289,7 @@ static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const bf16 *x, const bf
 }
 
 // sum = residual + delta, y = RMSNorm(sum) w.
-static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, bf16 *sum, const bf16 *residual, const bf16 *delta, const bf16 *w) {
+static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Real *residual, const Real *delta, const Real *w) {
     const Dims *d = &t->d;
     profile_bytes(&t->profile, "RMSNorm, forward",
                   residual_rmsnorm_forward(sum, y->data, rstd, qtensor_produced_amax(y), residual, delta, w, d->R, d->C,
@@ -300,12 +298,12 @@ static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, bf16 *sum, const bf
 }
 
 // y [R, N] = x [R, K] w^T + bias.
-static void linear(Trainer *t, bf16 *y, const QTensor *x, const QTensor *w, const bf16 *bias) {
+static void linear(Trainer *t, Real *y, const QTensor *x, const QTensor *w, const Real *bias) {
     linears_fprop(&t->linears, y, x, w, bias);
 }
 
 // dx [R, K] = dy [R, N] w.
-static void linear_dgrad(Trainer *t, bf16 *dx, const QTensor *dy, const QTensor *w) {
+static void linear_dgrad(Trainer *t, Real *dx, const QTensor *dy, const QTensor *w) {
     linears_dgrad(&t->linears, dx, dy, w);
 }
 
@@ -315,7 +313,7 @@ static void linear_wgrad(Trainer *t, const QTensor *dw, const QTensor *dy, const
 }
 
 // QK-norm and RoPE. rotated may be qkv.
-static void qknorm_rope(Trainer *t, bf16 *rotated, const bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm) {
+static void qknorm_rope(Trainer *t, Real *rotated, const Real *qkv, const Real *q_norm, const Real *k_norm) {
     profile_bytes(&t->profile, "RoPE and QK-norm, forward",
                   qknorm_rope_forward(rotated, qkv, q_norm, k_norm, t->acts.rope_table, rope_dims(t), t->stream));
 }
@@ -327,14 +325,14 @@ static void qtensor_ready(Trainer *t, const QTensor *q) {
     qtensor_produce(&t->linears, q, source, t->d.R, columns);
 }
 
-static void attention(Trainer *t, QTensor *att, float *lse, const bf16 *rotated) {
+static void attention(Trainer *t, QTensor *att, float *lse, const Real *rotated) {
     profile_mark(&t->profile, "attention, forward", PROFILE_FLOPS_BF16,
                  attention_forward(att->data, lse, qtensor_produced_amax(att), rotated, attention_dims(t), t->stream));
     qtensor_ready(t, att);
 }
 
 // h = silu(gate) * up. An FP8 h gets its rowwise data here, and its columnwise data in swiglu_backward.
-static void swiglu(Trainer *t, QTensor *h, const bf16 *gate_up) {
+static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     const Dims *d = &t->d;
     const SwigluSource source = {gate_up, d->F};
     if (!h->fp8) {
@@ -348,7 +346,7 @@ static void swiglu(Trainer *t, QTensor *h, const bf16 *gate_up) {
 
 // dgate_up from dh, and h once more for the down projection's weight gradient. With current tensor scales the pass that
 // finds the amax of dgate_up casts h on its way.
-static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *h, const bf16 *dh, const bf16 *gate_up) {
+static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *h, const Real *dh, const Real *gate_up) {
     const int64_t R = t->d.R, F = t->d.F;
     const SwigluSource h_source = {gate_up, F};
     const SwigluGradientSource gradient_source = {dh, gate_up, F};
@@ -370,25 +368,25 @@ static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *
 }
 
 // dqkv from the gradient of attention's output.
-static void attention_backward(Trainer *t, const QTensor *dqkv, const bf16 *datt, const bf16 *rotated, const QTensor *att, const float *lse) {
+static void attention_backward(Trainer *t, const QTensor *dqkv, const Real *datt, const Real *rotated, const QTensor *att, const float *lse) {
     profile_mark(&t->profile, "attention, backward", PROFILE_FLOPS_BF16,
                  attention_backward(dqkv->data, datt, rotated, att->data, lse, t->acts.attention_workspace, attention_dims(t), t->stream));
 }
 
 // dqkv in place: from the gradient of rotated to that of qkv.
-static void qknorm_rope_backward(Trainer *t, const QTensor *dqkv, bf16 *dq_norm, bf16 *dk_norm, const bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm) {
+static void qknorm_rope_backward(Trainer *t, const QTensor *dqkv, Real *dq_norm, Real *dk_norm, const Real *qkv, const Real *q_norm, const Real *k_norm) {
     profile_bytes(&t->profile, "RoPE and QK-norm, backward",
                   qknorm_rope_backward(dqkv->data, dq_norm, dk_norm, qtensor_produced_amax(dqkv), q_norm ? qkv : NULL, q_norm, k_norm,
                                        t->acts.rope_table, rope_dims(t), t->acts.reduce_workspace, t->stream));
 }
 
 // dbias = sum of dy's rows; nothing without bias.
-static void bias_backward(Trainer *t, bf16 *dbias, const QTensor *dy) {
+static void bias_backward(Trainer *t, Real *dbias, const QTensor *dy) {
     if (dbias) bias_backward(dbias, dy->data, t->d.R, t->d.QKV, t->acts.reduce_workspace, t->stream);
 }
 
 // dx += the gradient of a norm's input x, and dweight; dy is the gradient of its output.
-static void rmsnorm_backward(Trainer *t, const QTensor *dx, bf16 *dweight, const bf16 *dy, const bf16 *x, const float *rstd, const bf16 *w) {
+static void rmsnorm_backward(Trainer *t, const QTensor *dx, Real *dweight, const Real *dy, const Real *x, const float *rstd, const Real *w) {
     profile_bytes(&t->profile, "RMSNorm, backward",
                   rmsnorm_backward(dx->data, dweight, qtensor_produced_amax(dx), dy, x, rstd, w, dx->data, t->d.R, t->d.C,
                                    t->acts.norm_workspace, t->stream));
@@ -664,8 +662,7 @@ static void optimizer_step(Trainer *t, int64_t step) {
     const ShardPlan *plan = &f->plan;
     const bool norm_first = norm_comes_first(o);
     double *workspace = (double *)t->linears.gemm.workspace;  // no GEMM runs beside the optimizer
-    const AdamwStep s = adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay, o->master_weights == STORAGE_BF16_NEAREST,
-                                     (uint64_t)o->seed);
+    const AdamwStep s = adamw_step_of(o, step);
     const AdamwArrays arrays = {
         t->params.weights, t->params.master, t->params.exp_avg, t->params.exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
     const AdamwUpdate update = {arrays, s, norm_first ? &t->steps.device->control : NULL, norm_first ? NULL : workspace};

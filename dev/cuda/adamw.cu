@@ -1,7 +1,8 @@
 // Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh bit for bit against the CPU's functions, and times them. Build: make build/bench_adamw
 #include "../../llmc/cuda/adamw.cuh"
 #include "../../llmc/cuda/initialize.cuh"
-#include "../../llmc/reference/reference.h"
+#include "../../llmc/reference/adamw.h"
+#include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"
 
 // A small model with every kind of parameter of its family; hidden size 40 leaves padding behind most tensors.

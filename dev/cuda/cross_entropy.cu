@@ -1,6 +1,7 @@
-// Checks llmc/cuda/cross_entropy.cuh against llmc/reference/reference.h and times it. Build: make build/bench_cross_entropy
+// Checks llmc/cuda/cross_entropy.cuh against llmc/reference/cross_entropy.h and times it. Build: make
+// build/bench_cross_entropy
 #include "../../llmc/cuda/cross_entropy.cuh"
-#include "../../llmc/reference/reference.h"
+#include "../../llmc/reference/cross_entropy.h"
 #include "bench.cuh"
 
 enum { CASE_PLAIN, CASE_LARGE, CASE_SPECIAL };

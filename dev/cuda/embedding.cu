@@ -1,6 +1,6 @@
-// Checks llmc/cuda/embedding.cuh against llmc/reference/reference.h and times it. Build: make build/bench_embedding
+// Checks llmc/cuda/embedding.cuh against llmc/reference/embedding.h and times it. Build: make build/bench_embedding
 #include "../../llmc/cuda/embedding.cuh"
-#include "../../llmc/reference/reference.h"
+#include "../../llmc/reference/embedding.h"
 #include "bench.cuh"
 
 enum { TOKENS_ZIPF, TOKENS_EQUAL, TOKENS_DISTINCT, NUM_TOKEN_KINDS };
@@ -56,8 +56,8 @@ static void check_case(int64_t R, int64_t C, int64_t V, int kind) {
     check_index(label, index, tokens, R, C, whole);
     bf16_bits *table_bits = bench_normal(1, V * C, 1.0f), *dx_bits = bench_normal(2, R * C, 1.0f);
     float *table = bf16_to_floats(table_bits, V * C), *dx = bf16_to_floats(dx_bits, R * C), *x = (float *)xcalloc((size_t)(R * C), sizeof(float));
-    embedding_forward(x, table, tokens, R, C);
-    embedding_backward(table, dx, tokens, R, C, V, true, ROUND_NONE);
+    embedding_forward_reference(x, table, tokens, R, C);
+    embedding_backward_reference(table, dx, tokens, R, C, V, true, ROUND_NONE);
 
     bf16 *d_table = (bf16 *)bench_upload(table_bits, V * C * 2), *d_before = (bf16 *)bench_upload(table_bits, V * C * 2);
     bf16 *d_dx = (bf16 *)bench_upload(dx_bits, R * C * 2), *d_x = (bf16 *)bench_alloc(R * C * 2);

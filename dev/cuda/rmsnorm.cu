@@ -1,5 +1,5 @@
 // Checks and times llmc/cuda/rmsnorm.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o rmsnorm dev/cuda/rmsnorm.cu
-#include "../../llmc/reference/reference.h"
+#include "../../llmc/reference/rmsnorm.h"
 #include "../../llmc/cuda/rmsnorm.cuh"
 #include "check_quantized.cuh"
 
@@ -59,7 +59,7 @@ static void check_forward(const Case *k) {
     bf16_bits *got_x = (bf16_bits *)bench_download(x, n * 2, k->label), *got_y = (bf16_bits *)bench_download(y, n * 2, k->label);
     float *xf = bf16_to_floats(got_x, n), *yf = bf16_to_floats(got_y, n), *wf = bf16_to_floats(k->weight, C), *got_rstd = (float *)bench_download(rstd, R * 4, k->label);
     float *want_y = (float *)xcalloc((size_t)n, 4), *want_rstd = (float *)xcalloc((size_t)R, 4);
-    rmsnorm_forward(want_y, want_rstd, k->sum, wf, R, C, EPS, ROUND_NONE);
+    rmsnorm_forward_reference(want_y, want_rstd, k->sum, wf, R, C, EPS, ROUND_NONE);
     format_checked(label, sizeof label, "%s: residual + delta", k->label);
     check_close(label, xf, k->sum, n, C, 0, 0);
     format_checked(label, sizeof label, "%s: rstd", k->label);
@@ -93,7 +93,7 @@ static void check_backward(const Case *k, bool with_residual) {
     bf16_bits *got = (bf16_bits *)bench_download(dx, n * 2, k->label), *got_dw = (bf16_bits *)bench_download(dw, C * 2, k->label);
     free(bench_download(workspace, workspace_bytes, k->label));
     float *gotf = bf16_to_floats(got, n), *got_dwf = bf16_to_floats(got_dw, C), *want = (float *)xcalloc((size_t)n, 4), *want_dw = bf16_to_floats(dw_before, C);
-    rmsnorm_backward(want, want_dw, with_residual ? drf : NULL, dyf, k->sum, rstd_host, wf, R, C, ROUND_NONE);
+    rmsnorm_backward_reference(want, want_dw, with_residual ? drf : NULL, dyf, k->sum, rstd_host, wf, R, C, ROUND_NONE);
     // dx: where its terms (of order 1, times rstd) cancel, fp32 errors of the terms remain. dw: a sum of R terms of order 1 in fp32.
     float largest_rstd = 1;
     for (int64_t r = 0; r < R; r++) largest_rstd = fmaxf(largest_rstd, rstd_host[r]);
@@ -172,8 +172,8 @@ static void check_large(void) {
     CUDA_CHECK(cudaMemcpy(dx_bits, y + n - C, (size_t)C * 2, cudaMemcpyDeviceToHost));
     float *xf = bf16_to_floats(x_bits, C), *wf = bf16_to_floats(w_bits, C), *got = bf16_to_floats(dx_bits, C);
     float *dyf = (float *)xcalloc((size_t)C, 4), *dwf = (float *)xcalloc((size_t)C, 4), *want = (float *)xcalloc((size_t)C, 4), r;
-    rmsnorm_forward(dyf, &r, xf, wf, 1, C, EPS, ROUND_BF16);
-    rmsnorm_backward(want, dwf, NULL, dyf, xf, &r, wf, 1, C, ROUND_NONE);
+    rmsnorm_forward_reference(dyf, &r, xf, wf, 1, C, EPS, ROUND_BF16);
+    rmsnorm_backward_reference(want, dwf, NULL, dyf, xf, &r, wf, 1, C, ROUND_NONE);
     // a y that rounds the other way on the CPU is off by 2^-8 of a value of order 1 to 10, times the weight
     check_close("2^31 elements, last row of dx", got, want, C, C, BF16_ROUNDING, 0.2);
     CHECK(check_relative_error(got, want, C) < 4e-3, "last row of dx: relative error %g", check_relative_error(got, want, C));  // 2^-8

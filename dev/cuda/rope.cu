@@ -1,5 +1,7 @@
-// Checks llmc/cuda/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference/reference.h and times it. Build: make build/bench_rope
-#include "../../llmc/reference/reference.h"
+// Checks llmc/cuda/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference/rope.h and times it. Build: make
+// build/bench_rope
+#include "../../llmc/reference/linear.h"
+#include "../../llmc/reference/rope.h"
 #include "../../llmc/cuda/rope.cuh"
 #include "bench.cuh"
 
@@ -10,9 +12,9 @@
 #define FLOOR 2e-5
 
 typedef struct {
-    AttentionDims a;
     RopeDims d;
-    RopeArgs args;  // of the reference
+    Dims dims;                     // for the reference
+    float *norms[2];               // q_norm and k_norm as floats; NULL without QK-norm
     int64_t rows, heads, n;
     char label[96];
     bf16_bits *qkv, *dout, *q_norm, *k_norm;
@@ -21,7 +23,7 @@ typedef struct {
 
 static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool norm) {
     Case c = {};
-    c.a.B = B, c.a.T = T, c.a.NH = NH, c.a.NKV = NKV, c.a.HD = HD;
+    c.dims.B = B, c.dims.T = T, c.dims.R = B * T, c.dims.NH = NH, c.dims.NKV = NKV, c.dims.HD = HD;
     c.d.B = B, c.d.T = T, c.d.NH = NH, c.d.NKV = NKV, c.d.HD = HD, c.d.eps = EPS;
     c.rows = B * T, c.heads = NH + 2 * NKV, c.n = c.rows * c.heads * HD;
     format_checked(c.label, sizeof c.label, "B=%lld T=%lld heads %lld+2*%lld HD=%lld%s", (long long)B, (long long)T, (long long)NH, (long long)NKV,
@@ -32,20 +34,19 @@ static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t H
     c.qkv = bench_normal(1, c.n, 1.0f), c.dout = bench_normal(2, c.n, 1.0f), c.q_norm = bench_normal(3, HD, 1.0f), c.k_norm = bench_normal(4, HD, 1.0f);
     c.table = (float *)xcalloc((size_t)(T * HD), 4);
     rope_table_fill(c.table, &m, T);
-    c.args.eps = EPS, c.args.table = c.table;
-    if (norm) c.args.q_norm = bf16_to_floats(c.q_norm, HD), c.args.k_norm = bf16_to_floats(c.k_norm, HD);
+    if (norm) c.norms[0] = bf16_to_floats(c.q_norm, HD), c.norms[1] = bf16_to_floats(c.k_norm, HD);
     return c;
 }
 
 static void case_free(Case *c) {
-    void *host[] = {c->qkv, c->dout, c->q_norm, c->k_norm, c->table, (void *)c->args.q_norm, (void *)c->args.k_norm};
+    void *host[] = {c->qkv, c->dout, c->q_norm, c->k_norm, c->table, c->norms[0], c->norms[1]};
     for (void *p : host) free(p);
 }
 
 static void check_forward(const Case *c) {
-    const bool norm = c->args.q_norm != NULL;
+    const bool norm = c->norms[0] != NULL;
     float *qkv = bf16_to_floats(c->qkv, c->n), *want = (float *)xcalloc((size_t)c->n, 4);
-    qknorm_rope_forward(want, qkv, c->args, c->a, ROUND_NONE);
+    qknorm_rope_forward_reference(want, qkv, c->norms[0], c->norms[1], c->table, &c->dims, EPS, ROUND_NONE);
     bf16 *in = (bf16 *)bench_upload(c->qkv, c->n * 2), *out = (bf16 *)bench_alloc(c->n * 2);
     bf16 *q_norm = (bf16 *)bench_upload(c->q_norm, c->d.HD * 2), *k_norm = (bf16 *)bench_upload(c->k_norm, c->d.HD * 2);
     float *table = (float *)bench_upload(c->table, c->d.T * c->d.HD * 4);
@@ -63,14 +64,15 @@ static void check_forward(const Case *c) {
 
 // `special`: a NaN among the values' gradients, which must reach the amax.
 static void check_backward(const Case *c, bool special) {
-    const bool norm = c->args.q_norm != NULL;
+    const bool norm = c->norms[0] != NULL;
     const int64_t HD = c->d.HD;
     bf16_bits *dout_bits = (bf16_bits *)xcalloc((size_t)c->n, 2), *dw_bits = bench_normal(5, 2 * HD, 3.0f);
     memcpy(dout_bits, c->dout, (size_t)c->n * 2);
     if (special) dout_bits[c->n - 3] = 0x7fc0;
     float *qkv = bf16_to_floats(c->qkv, c->n), *dout = bf16_to_floats(dout_bits, c->n), *want = (float *)xcalloc((size_t)c->n, 4);
     float *want_dw = bf16_to_floats(dw_bits, 2 * HD);
-    qknorm_rope_backward(want, want_dw, want_dw + HD, dout, qkv, c->args, c->a, ROUND_NONE);
+    qknorm_rope_backward_reference(want, want_dw, want_dw + HD, dout, qkv, c->norms[0], c->norms[1], c->table, &c->dims,
+                                   EPS, ROUND_NONE);
 
     bf16 *d[2], *dw[2];
     uint32_t *amax[2];
@@ -111,7 +113,7 @@ static void check_bias(int64_t rows, int64_t columns) {
     format_checked(label, sizeof label, "bias %lld x %lld", (long long)rows, (long long)columns);
     bf16_bits *dy_bits = bench_normal(1, rows * columns, 1.0f), *db_bits = bench_normal(2, columns, 1.0f);
     float *dy = bf16_to_floats(dy_bits, rows * columns), *want = bf16_to_floats(db_bits, columns);
-    bias_backward(want, dy, rows, columns, ROUND_NONE);
+    bias_backward_reference(want, dy, rows, columns, ROUND_NONE);
     bf16 *d_dy = (bf16 *)bench_upload(dy_bits, rows * columns * 2), *db = (bf16 *)bench_upload(db_bits, columns * 2);
     bf16 *again = (bf16 *)bench_upload(db_bits, columns * 2);
     void *workspace = bench_alloc((int64_t)bias_workspace_bytes(rows, columns));

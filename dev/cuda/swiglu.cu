@@ -1,5 +1,5 @@
 // Checks and times llmc/cuda/swiglu.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o swiglu dev/cuda/swiglu.cu
-#include "../../llmc/reference/reference.h"
+#include "../../llmc/reference/swiglu.h"
 #include "../../llmc/cuda/swiglu.cuh"
 #include "check_quantized.cuh"
 
@@ -65,8 +65,8 @@ static void check_case(int64_t R, int64_t F, Fill fill) {
 
     float *xf = bf16_to_floats(gate_up_host, 2 * n), *dhf = bf16_to_floats(dh_host, n), *hf = bf16_to_floats(got_h, n), *df = bf16_to_floats(got_d, 2 * n);
     float *want_h = (float *)xcalloc((size_t)n, 4), *want_d = (float *)xcalloc((size_t)(2 * n), 4);
-    swiglu_forward(want_h, xf, R, F, ROUND_NONE);
-    swiglu_backward(want_d, dhf, xf, R, F, ROUND_NONE);
+    swiglu_forward_reference(want_h, xf, R, F, ROUND_NONE);
+    swiglu_backward_reference(want_d, dhf, xf, R, F, ROUND_NONE);
     format_checked(label, sizeof label, "%s: h", base);
     check_close(label, hf, want_h, n, F, BF16_ROUNDING, 1e-35);  // a sigmoid below 2^-126 is 0 here
     format_checked(label, sizeof label, "%s: d_gate_up", base);

@@ -1,9 +1,17 @@
-// Every operation of llmc/reference/reference.h: forward against a plain double-precision version written here, backward against central differences of
-// that version, rounding points, odd sizes, special values, and independence of the number of threads.
+// Tests every operation of llmc/reference/: forward against a plain double-precision version written here, backward
+// against central differences of that version, rounding points, odd sizes, special values, and independence of the
+// number of threads.
 #include <omp.h>
 
+#include "../../llmc/reference/adamw.h"
+#include "../../llmc/reference/attention.h"
+#include "../../llmc/reference/cross_entropy.h"
+#include "../../llmc/reference/embedding.h"
 #include "../../llmc/reference/initialize.h"
-#include "../../llmc/reference/reference.h"
+#include "../../llmc/reference/linear.h"
+#include "../../llmc/reference/rmsnorm.h"
+#include "../../llmc/reference/rope.h"
+#include "../../llmc/reference/swiglu.h"
 #include "check.h"
 
 // fp32 with fp32 sums of up to a few hundred terms against double: a few hundred times 2^-24 at the very worst.
@@ -66,16 +74,16 @@ static void test_linear(int64_t rows, int64_t C, int64_t O) {
     const int64_t n[] = {rows, C, O}, num_in = rows * C + O * C + O;
     float *in = random_floats(num_in, 1, 1), *g = random_floats(rows * O, 2, 1), *y = zeros(rows * O), *yr = zeros(rows * O), *d = zeros(num_in);
     float *w = in + rows * C, *b = w + O * C;
-    linear_forward(y, in, w, b, rows, C, O, ROUND_NONE);
-    linear_backward_input(d, g, w, rows, C, O, ROUND_NONE);
-    linear_backward_weight(d + rows * C, g, in, rows, C, O, ROUND_NONE);
-    bias_backward(d + rows * C + O * C, g, rows, O, ROUND_NONE);
+    linear_forward_reference(y, in, w, b, rows, C, O, ROUND_NONE);
+    linear_dgrad_reference(d, g, w, rows, C, O, ROUND_NONE);
+    linear_wgrad_reference(d + rows * C, g, in, rows, C, O, ROUND_NONE);
+    bias_backward_reference(d + rows * C + O * C, g, rows, O, ROUND_NONE);
     check_operation("linear", linear_double, n, in, num_in, y, g, rows * O, d);
-    linear_forward(yr, in, w, b, rows, C, O, ROUND_BF16);
+    linear_forward_reference(yr, in, w, b, rows, C, O, ROUND_BF16);
     check_rounded("linear", yr, y, rows * O);
     // what was there before does not count
     float *dw = random_floats(O * C, 3, 1);
-    linear_backward_weight(dw, g, in, rows, C, O, ROUND_BF16);
+    linear_wgrad_reference(dw, g, in, rows, C, O, ROUND_BF16);
     check_rounded("weight gradient", dw, d + rows * C, O * C);
     free(in), free(g), free(y), free(yr), free(d), free(dw);
 }
@@ -94,21 +102,21 @@ static void test_rmsnorm(int64_t rows, int64_t C) {
     const int64_t n[] = {rows, C}, num_in = rows * C + C;
     float *in = random_floats(num_in, 3, 1), *g = random_floats(rows * C, 4, 1), *y = zeros(rows * C), *yr = zeros(rows * C), *d = zeros(num_in), *rstd = zeros(rows);
     float *w = in + rows * C;
-    rmsnorm_forward(y, rstd, in, w, rows, C, 1e-5, ROUND_NONE);
-    rmsnorm_forward(yr, rstd, in, w, rows, C, 1e-5, ROUND_BF16);
+    rmsnorm_forward_reference(y, rstd, in, w, rows, C, 1e-5, ROUND_NONE);
+    rmsnorm_forward_reference(yr, rstd, in, w, rows, C, 1e-5, ROUND_BF16);
     check_rounded("rmsnorm", yr, y, rows * C);
     residual_add(y, y, in, rows * C, ROUND_NONE);
-    rmsnorm_backward(d, d + rows * C, g, g, in, rstd, w, rows, C, ROUND_NONE);
+    rmsnorm_backward_reference(d, d + rows * C, g, g, in, rstd, w, rows, C, ROUND_NONE);
     check_operation("rmsnorm", rmsnorm_double, n, in, num_in, y, g, rows * C, d);
     float *dr = zeros(num_in);
-    rmsnorm_backward(dr, dr + rows * C, g, g, in, rstd, w, rows, C, ROUND_BF16);
+    rmsnorm_backward_reference(dr, dr + rows * C, g, g, in, rstd, w, rows, C, ROUND_BF16);
     check_rounded("rmsnorm backward", dr, d, num_in);
     // the fused form: the sum is rounded before the norm reads it
     float *sum = zeros(rows * C), *fused = zeros(rows * C);
-    residual_rmsnorm_forward(fused, rstd, sum, in, g, w, rows, C, 1e-5, ROUND_BF16);
+    residual_rmsnorm_forward_reference(fused, rstd, sum, in, g, w, rows, C, 1e-5, ROUND_BF16);
     residual_add(yr, in, g, rows * C, ROUND_NONE);
     check_rounded("residual add", sum, yr, rows * C);
-    rmsnorm_forward(y, rstd, sum, w, rows, C, 1e-5, ROUND_NONE);
+    rmsnorm_forward_reference(y, rstd, sum, w, rows, C, 1e-5, ROUND_NONE);
     check_rounded("residual add and rmsnorm", fused, y, rows * C);
     free(in), free(g), free(y), free(yr), free(d), free(dr), free(rstd), free(sum), free(fused);
 }
@@ -122,30 +130,38 @@ static void swiglu_double(double *y, const double *in, const void *context) {
 static void test_swiglu(void) {
     const int64_t n[] = {5, 7}, rows = n[0], F = n[1];
     float *in = random_floats(rows * 2 * F, 5, 2), *g = random_floats(rows * F, 6, 1), *y = zeros(rows * F), *yr = zeros(rows * F), *d = zeros(rows * 2 * F);
-    swiglu_forward(y, in, rows, F, ROUND_NONE);
-    swiglu_backward(d, g, in, rows, F, ROUND_NONE);
+    swiglu_forward_reference(y, in, rows, F, ROUND_NONE);
+    swiglu_backward_reference(d, g, in, rows, F, ROUND_NONE);
     check_operation("swiglu", swiglu_double, n, in, rows * 2 * F, y, g, rows * F, d);
-    swiglu_forward(yr, in, rows, F, ROUND_BF16);
+    swiglu_forward_reference(yr, in, rows, F, ROUND_BF16);
     check_rounded("swiglu", yr, y, rows * F);
     float large[] = {-200, 200, 3, 3}, out[2];  // exp overflows at -200
-    swiglu_forward(out, large, 1, 2, ROUND_NONE);
+    swiglu_forward_reference(out, large, 1, 2, ROUND_NONE);
     CHECK(out[0] == 0 && out[1] == 600, "swiglu of +-200: %g %g", (double)out[0], (double)out[1]);
     float dlarge[4], ones[] = {1, 1};
-    swiglu_backward(dlarge, ones, large, 1, 2, ROUND_NONE);
+    swiglu_backward_reference(dlarge, ones, large, 1, 2, ROUND_NONE);
     CHECK(dlarge[0] == 0 && dlarge[1] == 3 && dlarge[2] == 0 && dlarge[3] == 200, "swiglu gradient at +-200: %g %g %g %g", (double)dlarge[0], (double)dlarge[1],
           (double)dlarge[2], (double)dlarge[3]);
     free(in), free(g), free(y), free(yr), free(d);
 }
 
+// Sizes of an attention call; the others stay 0.
+static Dims attention_sizes(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD) {
+    Dims d;
+    memset(&d, 0, sizeof d);
+    d.B = B, d.T = T, d.R = B * T, d.NH = NH, d.NKV = NKV, d.HD = HD;
+    return d;
+}
+
 typedef struct {
-    AttentionDims d;
+    Dims d;
     bool norm;
     const ModelConfig *m;
 } HeadContext;
 
 static void rope_double(double *y, const double *in, const void *context) {
     const HeadContext *c = (const HeadContext *)context;
-    const AttentionDims d = c->d;
+    const Dims d = c->d;
     const int64_t heads = d.NH + 2 * d.NKV, half = d.HD / 2;
     const double *norms = in + d.B * d.T * heads * d.HD;
     for (int64_t row = 0; row < d.B * d.T; row++)
@@ -166,30 +182,31 @@ static void test_rope(bool norm) {
     ModelConfig m;
     model_config_preset(&m, "llama3.1-8b");
     m.head_dim = 6;
-    const AttentionDims d = {2, 5, 4, 2, 6, true};
+    const Dims d = attention_sizes(2, 5, 4, 2, 6);
     const HeadContext context = {d, norm, &m};
     const int64_t n = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD, num_in = n + (norm ? 2 * d.HD : 0);
     float *in = random_floats(num_in, 8, 1), *g = random_floats(n, 9, 1), *y = zeros(n), *yr = zeros(n), *grad = zeros(num_in);
     float *table = zeros(d.T * d.HD);
     rope_table_fill(table, &m, d.T);
-    RopeArgs r = {norm ? in + n : NULL, norm ? in + n + d.HD : NULL, 1e-6, table};
-    qknorm_rope_forward(y, in, r, d, ROUND_NONE);
-    qknorm_rope_backward(grad, grad + n, grad + n + d.HD, g, in, r, d, ROUND_NONE);
+    const float *q_norm = norm ? in + n : NULL, *k_norm = norm ? in + n + d.HD : NULL;
+    qknorm_rope_forward_reference(y, in, q_norm, k_norm, table, &d, 1e-6, ROUND_NONE);
+    qknorm_rope_backward_reference(grad, grad + n, grad + n + d.HD, g, in, q_norm, k_norm, table, &d, 1e-6,
+                                   ROUND_NONE);
     check_operation(norm ? "QK-norm and RoPE" : "RoPE", rope_double, &context, in, num_in, y, g, n, grad);
-    qknorm_rope_forward(yr, in, r, d, ROUND_BF16);
+    qknorm_rope_forward_reference(yr, in, q_norm, k_norm, table, &d, 1e-6, ROUND_BF16);
     for (int64_t row = 0; row < d.B * d.T; row++)  // values are copied as they are: bf16 already in training
         for (int64_t i = (d.NH + d.NKV) * d.HD; i < (d.NH + 2 * d.NKV) * d.HD; i++) yr[row * (d.NH + 2 * d.NKV) * d.HD + i] = bf16_round(yr[row * (d.NH + 2 * d.NKV) * d.HD + i]);
     check_rounded("QK-norm and RoPE", yr, y, n);
     // in place gives the same
     float *place = zeros(n);
     memcpy(place, in, (size_t)n * sizeof(float));
-    qknorm_rope_forward(place, place, r, d, ROUND_NONE);
+    qknorm_rope_forward_reference(place, place, q_norm, k_norm, table, &d, 1e-6, ROUND_NONE);
     CHECK(memcmp(place, y, (size_t)n * sizeof(float)) == 0, "RoPE in place differs");
     free(in), free(g), free(y), free(yr), free(grad), free(table), free(place);
 }
 
 static void attention_double(double *y, const double *in, const void *context) {
-    const AttentionDims d = ((const HeadContext *)context)->d;
+    const Dims d = ((const HeadContext *)context)->d;
     const int64_t width = (d.NH + 2 * d.NKV) * d.HD;
     double *p = (double *)xcalloc((size_t)d.T, sizeof(double));
     for (int64_t b = 0; b < d.B; b++)
@@ -212,12 +229,12 @@ static void attention_double(double *y, const double *in, const void *context) {
 
 // Forward alone, for lengths at which central differences would take too long.
 static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool gradients) {
-    const HeadContext context = {{B, T, NH, NKV, HD, true}, false, NULL};
-    const AttentionDims d = context.d;
+    const HeadContext context = {attention_sizes(B, T, NH, NKV, HD), false, NULL};
+    const Dims d = context.d;
     const int64_t n = B * T * (NH + 2 * NKV) * HD, num_out = B * T * NH * HD;
     float *in = random_floats(n, 10, 1), *g = random_floats(num_out, 11, 1), *y = zeros(num_out), *lse = zeros(B * NH * T), *grad = zeros(n);
-    attention_forward(y, lse, in, d, ROUND_NONE);
-    attention_backward(grad, g, in, y, lse, d, ROUND_NONE);
+    attention_forward_reference(y, lse, in, &d, ROUND_NONE);
+    attention_backward_reference(grad, g, in, y, lse, &d, ROUND_NONE);
     if (gradients) check_operation("attention", attention_double, &context, in, n, y, g, num_out, grad);
     else {
         double *x = (double *)xcalloc((size_t)n, sizeof(double)), *out = (double *)xcalloc((size_t)num_out, sizeof(double));
@@ -240,10 +257,10 @@ static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_
     }
     // bf16 operands and results against fp32: bf16 keeps 8 bits, P and the result are rounded (2^-9 each at most, independently)
     float *yr = zeros(num_out), *gr = zeros(n);
-    attention_forward(yr, lse, in, d, ROUND_BF16);
+    attention_forward_reference(yr, lse, in, &d, ROUND_BF16);
     double error = check_relative_error(yr, y, num_out);
     CHECK(error < 0.004 && error > 0, "attention in bf16: relative error %g", error);
-    attention_backward(gr, g, in, yr, lse, d, ROUND_BF16);
+    attention_backward_reference(gr, g, in, yr, lse, &d, ROUND_BF16);
     error = check_relative_error(gr, grad, n);
     CHECK(error < 0.008 && error > 0, "attention backward in bf16: relative error %g", error);
     free(in), free(g), free(y), free(lse), free(grad), free(yr), free(gr);
@@ -279,10 +296,10 @@ static void test_cross_entropy(void) {
 static void test_embedding(void) {
     const int32_t tokens[] = {2, 0, 2, 4, 2};
     float *table = random_floats(15, 13, 1), *dx = random_floats(15, 14, 1), x[15], d[15], twice[15];
-    embedding_forward(x, table, tokens, 5, 3);
+    embedding_forward_reference(x, table, tokens, 5, 3);
     for (int i = 0; i < 5; i++) CHECK(memcmp(x + 3 * i, table + 3 * tokens[i], 12) == 0, "embedding of row %d", i);
     for (int i = 0; i < 15; i++) d[i] = 77;  // stale values: ids that do not occur must become 0
-    embedding_backward(d, dx, tokens, 5, 3, 5, false, ROUND_NONE);
+    embedding_backward_reference(d, dx, tokens, 5, 3, 5, false, ROUND_NONE);
     for (int id = 0; id < 5; id++)
         for (int c = 0; c < 3; c++) {
             double sum = 0;
@@ -290,7 +307,7 @@ static void test_embedding(void) {
             CHECK(d[3 * id + c] == (float)sum, "embedding gradient of id %d", id);
         }
     memcpy(twice, d, sizeof d);
-    embedding_backward(twice, dx, tokens, 5, 3, 5, true, ROUND_NONE);
+    embedding_backward_reference(twice, dx, tokens, 5, 3, 5, true, ROUND_NONE);
     for (int i = 0; i < 15; i++) CHECK(fabsf(twice[i] - 2 * d[i]) < 1e-6f, "accumulated embedding gradient %d", i);
     free(table), free(dx);
 }
@@ -406,9 +423,10 @@ static void test_bf16_recipe(void) {
         got[gemm] = zeros(20 * 20), want[gemm] = zeros(20 * 20);
         case_product(got[gemm], &c, recipe_row(RECIPE_BF16), gemm, NULL, ROUND_BF16);
     }
-    linear_forward(want[GEMM_FPROP], c.tensor[TENSOR_X], c.tensor[TENSOR_W], NULL, c.rows, c.K, c.N, ROUND_BF16);
-    linear_backward_input(want[GEMM_DGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_W], c.rows, c.K, c.N, ROUND_BF16);
-    linear_backward_weight(want[GEMM_WGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_X], c.rows, c.K, c.N, ROUND_BF16);
+    linear_forward_reference(want[GEMM_FPROP], c.tensor[TENSOR_X], c.tensor[TENSOR_W], NULL, c.rows, c.K, c.N,
+                             ROUND_BF16);
+    linear_dgrad_reference(want[GEMM_DGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_W], c.rows, c.K, c.N, ROUND_BF16);
+    linear_wgrad_reference(want[GEMM_WGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_X], c.rows, c.K, c.N, ROUND_BF16);
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         CHECK(memcmp(got[gemm], want[gemm], 400 * sizeof(float)) == 0, "product %d", gemm);
         free(got[gemm]), free(want[gemm]);
@@ -516,14 +534,14 @@ static void test_initialize(void) {
 
 // Runs the operations whose work is split over threads; out receives all results.
 static void run_threads(int threads, float *out) {
-    const AttentionDims d = {2, 70, 4, 2, 16, true};
+    const Dims d = attention_sizes(2, 70, 4, 2, 16);
     const int64_t n = d.B * d.T * 8 * d.HD, rows = d.B * d.T;
     LinearCase c = linear_case(45, 70, 150);
     omp_set_num_threads(threads);
     float *x = random_floats(n, 20, 1), *g = random_floats(n, 21, 1), *lse = zeros(d.B * d.NH * d.T), *att = zeros(rows * 64);
-    attention_forward(att, lse, x, d, ROUND_BF16);
+    attention_forward_reference(att, lse, x, &d, ROUND_BF16);
     memcpy(out, att, (size_t)(rows * 64) * sizeof(float));
-    attention_backward(out + rows * 64, g, x, att, lse, d, ROUND_BF16);
+    attention_backward_reference(out + rows * 64, g, x, att, lse, &d, ROUND_BF16);
     out += rows * 64 + n;
     *out++ = (float)global_norm(g, n);
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++, out += c.N * c.K) case_product(out, &c, recipe_row(recipe), GEMM_WGRAD, NULL, ROUND_BF16);

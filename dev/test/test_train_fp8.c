@@ -41,7 +41,7 @@ static void load_golden_weights(Trainer *t, const Golden *g) {
         int64_t n;
         float *values = golden_values(g, "param.", t->table.entries[i].name, &n);
         if (n != parameter_elements(&t->table.entries[i])) die("golden of another shape: %s", t->table.entries[i].name);
-        memcpy(t->master + t->table.entries[i].offset, values, (size_t)n * sizeof(float));
+        memcpy(t->params.master + t->table.entries[i].offset, values, (size_t)n * sizeof(float));
         free(values);
     }
     weights_refresh(t);
@@ -60,6 +60,13 @@ static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix
     return largest;
 }
 
+// Mean loss of the trainer's batch, as validation computes it.
+static double batch_loss(Trainer *t) {
+    model_forward(t, &t->batch);
+    loss_forward(t, &t->batch);
+    return mean_loss(t);
+}
+
 typedef struct {
     double loss, logits, gradients, weights;  // largest relative error accepted; weights 0: not compared
 } Tolerances;
@@ -74,26 +81,27 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
     Trainer t;
     trainer_create(&t, &o, &g.m);
     load_golden_weights(&t, &g);
-    golden_batch(&g, t.inputs, t.targets);
+    golden_batch(&g, t.batch.inputs, t.batch.targets);
     for (int64_t step = 0; step < (tolerance.weights > 0 ? 3 : 1); step++) {
-        model_forward(&t, t.inputs, B, T);
         if (step == 0) {
-            const double error = check_relative_error(t.logits, logits, t.d.R * t.d.V), loss_error = fabs(model_loss(&t, t.targets) / loss - 1);
+            const double loss_error = fabs(batch_loss(&t) / loss - 1),
+                         error = check_relative_error(t.acts.logits, logits, t.d.R * t.d.V);
             CHECK(error < tolerance.logits, "%s %s: logits off by %g", name, precision_name, error);
             CHECK(loss_error < tolerance.loss, "%s %s: loss off by %g", name, precision_name, loss_error);
             printf("%-12s %s: loss %.2e, logits %.2e", name, precision_name, loss_error, error);
         }
-        model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), micro_sum(&t, 0, 0));
+        model_forward_backward(&t, &t.batch, (float)(1.0 / (double)(B * T)));
         if (step == 0) {
-            const double error = worst_tensor(&t, &g, "grad.", t.gradients, &worst), norm_error = fabs(global_norm(t.gradients, t.table.total) / norm - 1);
+            const double error = worst_tensor(&t, &g, "grad.", t.params.gradients, &worst),
+                         norm_error = fabs(global_norm(t.params.gradients, t.table.total) / norm - 1);
             CHECK(error < tolerance.gradients, "%s %s: gradient of %s off by %g", name, precision_name, worst, error);
             CHECK(norm_error < tolerance.gradients, "%s %s: gradient norm off by %g", name, precision_name, norm_error);
             printf(", gradients %.2e (%s)", error, worst);
         }
-        if (tolerance.weights > 0) weights_update(&t, step, global_norm(t.gradients, t.table.total));
+        if (tolerance.weights > 0) weights_update(&t, step, global_norm(t.params.gradients, t.table.total));
     }
     if (tolerance.weights > 0) {
-        const double error = worst_tensor(&t, &g, "after3.", t.master, &worst);
+        const double error = worst_tensor(&t, &g, "after3.", t.params.master, &worst);
         CHECK(error < tolerance.weights, "%s %s: %s off by %g after 3 steps", name, precision_name, worst, error);
         printf(", weights after 3 steps %.2e (%s)", error, worst);
     }
@@ -130,8 +138,8 @@ static ModelConfig odd_model(ModelFamily family) {
 
 static void fill_tokens(Trainer *t, uint64_t key) {
     for (int64_t i = 0; i < t->d.R; i++) {
-        t->inputs[i] = (int32_t)(rng_u64(key, (uint64_t)i) % (uint64_t)t->m.vocab_size);
-        t->targets[i] = (int32_t)(rng_u64(key, (uint64_t)i + 1) % (uint64_t)t->m.vocab_size);
+        t->batch.inputs[i] = (int32_t)(rng_u64(key, (uint64_t)i) % (uint64_t)t->m.vocab_size);
+        t->batch.targets[i] = (int32_t)(rng_u64(key, (uint64_t)i + 1) % (uint64_t)t->m.vocab_size);
     }
 }
 
@@ -143,16 +151,15 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     trainer_create(&t, &o, &m);
     weights_initialize(&t);
     fill_tokens(&t, 5);
-    model_forward(&t, t.inputs, B, T);
-    model_backward(&t, t.inputs, t.targets, (float)(1.0 / (double)(B * T)), micro_sum(&t, 0, 0));
-    const double norm = global_norm(t.gradients, t.table.total), h = 2e-3;
+    model_forward_backward(&t, &t.batch, (float)(1.0 / (double)(B * T)));
+    const double norm = global_norm(t.params.gradients, t.table.total), h = 2e-3;
     float *start = (float *)xcalloc((size_t)t.table.total, sizeof(float));
-    memcpy(start, t.master, (size_t)t.table.total * sizeof(float));
+    memcpy(start, t.params.master, (size_t)t.table.total * sizeof(float));
     double loss[2];
     for (int side = 0; side < 2; side++) {
-        for (int64_t i = 0; i < t.table.total; i++) t.master[i] = (float)(start[i] + (side ? h : -h) * t.gradients[i] / norm);
-        model_forward(&t, t.inputs, B, T);
-        loss[side] = model_loss(&t, t.targets);
+        for (int64_t i = 0; i < t.table.total; i++)
+            t.params.master[i] = (float)(start[i] + (side ? h : -h) * t.params.gradients[i] / norm);
+        loss[side] = batch_loss(&t);
     }
     const double slope = (loss[1] - loss[0]) / (2 * h);
     // fp32 losses of about 4 resolve 5e-7 / 2h = 1e-4 of slope; the third derivative adds h^2
@@ -194,17 +201,18 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
         for (int64_t micro = 0; micro < micro_steps; micro++) {
             for (int64_t i = 0; i < t.o->batch_size * T; i++) {
                 const int64_t at = precision == PRECISION_FP8 ? i % T : (step * micro_steps + micro) * o.batch_size * T + i;
-                t.inputs[i] = (int32_t)(rng_u64(9, (uint64_t)at) % 37), t.targets[i] = (int32_t)(rng_u64(9, (uint64_t)at + 1) % 37);
+                t.batch.inputs[i] = (int32_t)(rng_u64(9, (uint64_t)at) % 37),
+                t.batch.targets[i] = (int32_t)(rng_u64(9, (uint64_t)at + 1) % 37);
             }
             micro_step(&t, (float)(1.0 / (double)(B * T)), step, micro);
         }
-        weights_update(&t, step, global_norm(t.gradients, t.table.total));
+        weights_update(&t, step, global_norm(t.params.gradients, t.table.total));
     }
-    const int64_t scales = t.delayed.tensors;
+    const int64_t scales = t.scales.delayed.tensors;
     Trained r = {(float *)xcalloc((size_t)(t.table.total + 1 + scales), sizeof(float)), t.table.total + 1 + scales, t.table.total};
-    memcpy(r.values, t.master, (size_t)t.table.total * sizeof(float));
-    r.values[t.table.total] = (float)global_norm(t.gradients, t.table.total);
-    if (scales) memcpy(r.values + t.table.total + 1, t.delayed.scale, (size_t)scales * sizeof(float));
+    memcpy(r.values, t.params.master, (size_t)t.table.total * sizeof(float));
+    r.values[t.table.total] = (float)global_norm(t.params.gradients, t.table.total);
+    if (scales) memcpy(r.values + t.table.total + 1, t.scales.delayed.scale, (size_t)scales * sizeof(float));
     trainer_free(&t);
     omp_set_num_threads(2);
     return r;
@@ -245,20 +253,21 @@ static void test_delayed(void) {
     trainer_create(&t, &o, &m);
     weights_initialize(&t);
     fill_tokens(&t, 5);
-    const DelayedState *d = &t.delayed;
-    model_forward(&t, t.inputs, 1, 32);  // as in validation
+    const DelayedState *d = &t.scales.delayed;
+    model_forward(&t, &t.batch);  // as in validation
     for (int64_t i = 0; i < d->tensors; i++) CHECK(d->scale[i] == 0 && d->history[4 * i + 3] == 0, "a forward pass alone moves tensor %lld", (long long)i);
     const int64_t w = tensor_index(1, TENSOR_W, DOWN_PROJ), x = tensor_index(0, TENSOR_X, QKV_PROJ), dy = tensor_index(0, TENSOR_DY, GATE_UP_PROJ);
-    const float first_weight = float_from_bits(t.amax[w]);
+    const float first_weight = float_from_bits(t.scales.amax[w]);
     CHECK(weight_scale(&t, 1, DOWN_PROJ) == 224 / first_weight, "the first weights are cast with their own magnitude");
     micro_step(&t, 1.0f / 32, 0, 0);
     const float first_input = d->history[4 * x + 3], first_scale = d->scale[x];
-    CHECK(first_input == float_from_bits(quantize_tensor_amax(t.acts[0].norm1, 32 * 128, SCALE_TE)), "amax of an input: %g", (double)first_input);
+    CHECK(first_input == float_from_bits(quantize_tensor_amax(t.acts.layer[0].norm1.data, 32 * 128, SCALE_TE)),
+          "amax of an input: %g", (double)first_input);
     CHECK(first_scale == 224 / first_input && d->scale[dy] == 28672 / d->history[4 * dy + 3] && d->scale[w] == 0, "scales after a micro-step");
     micro_step(&t, 1.0f / 32, 0, 1);
     CHECK(d->history[4 * x + 2] == first_input && d->history[4 * x + 3] == first_input && d->scale[x] == first_scale, "the same micro-step again");
     weights_update(&t, 0, 1);
-    const float second_weight = float_from_bits(t.amax[w]);
+    const float second_weight = float_from_bits(t.scales.amax[w]);
     CHECK(d->history[4 * w + 3] == first_weight && d->scale[w] == 224 / first_weight && weight_scale(&t, 1, DOWN_PROJ) == d->scale[w],
           "weights are cast with what was known before them: %g, %g", (double)d->scale[w], (double)first_weight);
     weights_update(&t, 1, 1);
@@ -269,14 +278,14 @@ static void test_delayed(void) {
 // A copy of histories and scales; the caller frees.
 static float *delayed_copy(const Trainer *t) {
     float *copy = (float *)xcalloc((size_t)delayed_elements(t), sizeof *copy);
-    memcpy(copy, t->delayed.history, (size_t)delayed_elements(t) * sizeof *copy);
+    memcpy(copy, t->scales.delayed.history, (size_t)delayed_elements(t) * sizeof *copy);
     return copy;
 }
 
 // One step of two micro-steps by the trainer, with an infinite final norm if `spoil`.
 static StepRecord delayed_step(Trainer *t, DataLoader *data, TrainerProgress *progress, bool spoil) {
     int64_t in_a_row = 0;
-    float *norm = t->master + t->table.root.norm;
+    float *norm = t->params.master + t->table.root.norm;
     const float kept = *norm;
     if (spoil) *norm = INFINITY;
     weights_refresh(t);
@@ -303,13 +312,14 @@ static void test_delayed_skip(void) {
         float *before = delayed_copy(&t);
         TrainerProgress progress = {step, step}, same = progress, other = {step, step + 100};
         delayed_step(&t, &data, &other, true);
-        CHECK(memcmp(before, t.delayed.history, bytes) == 0,
+        CHECK(memcmp(before, t.scales.delayed.history, bytes) == 0,
               "step %lld was skipped and left a trace in histories or scales", (long long)step + 1);
         const StepRecord a = delayed_step(&t, &data, &progress, false), b = delayed_step(&without, &data, &same, false);
-        CHECK(memcmp(before, t.delayed.history, bytes) != 0, "step %lld moves no history", (long long)step + 1);
-        CHECK(a.loss == b.loss && a.norm == b.norm && memcmp(t.delayed.history, without.delayed.history, bytes) == 0 &&
-              memcmp(t.master, without.master, (size_t)t.table.total * sizeof(float)) == 0,
-                  "step %lld after a skipped one: loss %g, and %g without", (long long)step + 1, a.loss, b.loss);
+        CHECK(memcmp(before, t.scales.delayed.history, bytes) != 0, "step %lld moves no history", (long long)step + 1);
+        CHECK(a.loss == b.loss && a.norm == b.norm &&
+                  memcmp(t.scales.delayed.history, without.scales.delayed.history, bytes) == 0 &&
+                  memcmp(t.params.master, without.params.master, (size_t)t.table.total * sizeof(float)) == 0,
+              "step %lld after a skipped one: loss %g, and %g without", (long long)step + 1, a.loss, b.loss);
         free(before);
     }
     dataloader_close(&data);
@@ -352,7 +362,7 @@ static void test_blocks(ModelFamily family, int precision, int recompute) {
             : p->cols ? p->cols : 1;
         weights_initialize(&t);
         fill_tokens(&t, 5);
-        for (int64_t k = 0; k < count; k++) t.master[p->offset + element + k] = blocks[i].value;
+        for (int64_t k = 0; k < count; k++) t.params.master[p->offset + element + k] = blocks[i].value;
         weights_refresh(&t);
         t.bad_norm = NONFINITE_NONE;
         const double loss = micro_step(&t, 1.0f / 8, 0, 0);
@@ -362,7 +372,7 @@ static void test_blocks(ModelFamily family, int precision, int recompute) {
     }
     // a forward pass alone, as in validation, tells nothing
     t.bad_norm = NONFINITE_NONE;
-    model_forward(&t, t.inputs, 1, 8);
+    model_forward(&t, &t.batch);
     CHECK(t.bad_norm == NONFINITE_NONE, "a pass of validation names norm %lld", (long long)t.bad_norm);
     trainer_free(&t);
 }
@@ -383,7 +393,7 @@ static void test_overflow(int precision) {
     for (int step = 0; step < 12; step++) {
         const StepRecord s = train_step(&t, &data, &progress, &in_a_row);
         large += s.skipped && isfinite(s.norm);
-        const float *arrays[] = {t.master, t.exp_avg, t.exp_avg_sq};
+        const float *arrays[] = {t.params.master, t.params.exp_avg, t.params.exp_avg_sq};
         for (int a = 0; a < 3; a++) CHECK(all_finite(arrays[a], t.table.total, true),
                                           "precision %d, step %d, norm %g: array %d is not finite", precision,
                                               step + 1, s.norm, a);
@@ -408,23 +418,28 @@ static void test_nonfinite(void) {
     int64_t in_a_row = 0;
     StepRecord s = train_step(&t, &data, &progress, &in_a_row);
     CHECK(!s.skipped && isfinite(s.norm) && progress.step == 1 && progress.samples == 2, "an ordinary step");
-    const float good = t.master[0];
-    for (int64_t i = 0; i < t.m.vocab_size; i++) t.master[t.table.root.embedding + i * t.m.hidden_size + 5] = INFINITY;
+    const float good = t.params.master[0];
+    for (int64_t i = 0; i < t.m.vocab_size; i++)
+        t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = INFINITY;
     const size_t bytes = (size_t)t.table.total * sizeof(float);
     float *before = (float *)xcalloc(3, bytes);
-    memcpy(before, t.master, bytes), memcpy(before + t.table.total, t.exp_avg, bytes), memcpy(before + 2 * t.table.total, t.exp_avg_sq, bytes);
+    memcpy(before, t.params.master, bytes), memcpy(before + t.table.total, t.params.exp_avg, bytes),
+        memcpy(before + 2 * t.table.total, t.params.exp_avg_sq, bytes);
     s = train_step(&t, &data, &progress, &in_a_row);
     CHECK(s.skipped && in_a_row == 1 && progress.step == 2, "the step with an infinite weight is skipped");
-    CHECK(memcmp(before, t.master, bytes) == 0 && memcmp(before + t.table.total, t.exp_avg, bytes) == 0 && memcmp(before + 2 * t.table.total, t.exp_avg_sq, bytes) == 0,
+    CHECK(memcmp(before, t.params.master, bytes) == 0 && memcmp(before + t.table.total, t.params.exp_avg, bytes) == 0 &&
+              memcmp(before + 2 * t.table.total, t.params.exp_avg_sq, bytes) == 0,
           "a skipped step changed weights or state");
-    for (int64_t i = 0; i < t.m.vocab_size; i++) t.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
+    for (int64_t i = 0; i < t.m.vocab_size; i++)
+        t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
     s = train_step(&t, &data, &progress, &in_a_row);
     CHECK(!s.skipped && in_a_row == 0, "the count of steps in a row ends with a good one");
     // where: a NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm
     t.bad_norm = NONFINITE_NONE;
-    t.master[layer_offset(&t.table, 1) + t.table.layer.wq + 8] = -30;
-    memset(t.gradients, 0, bytes);
-    t.gradients[t.table.root.embedding] = t.gradients[layer_offset(&t.table, 0) + t.table.layer.wo] = t.gradients[layer_offset(&t.table, 1) + t.table.layer.wo + 3] = NAN;
+    t.params.master[layer_offset(&t.table, 1) + t.table.layer.wq + 8] = -30;
+    memset(t.params.gradients, 0, bytes);
+    t.params.gradients[t.table.root.embedding] = t.params.gradients[layer_offset(&t.table, 0) + t.table.layer.wo] =
+        t.params.gradients[layer_offset(&t.table, 1) + t.table.layer.wo + 3] = NAN;
     const char *const layer = "It begins in the attention block of layer 1, in the backward pass: ",
         *const weight = "; the largest weight there is -30, in model.layers.1.self_attn.q_proj.weight, element 8";
     char expected[640];
@@ -433,9 +448,9 @@ static void test_nonfinite(void) {
     CHECK(strcmp(place_of(&t, 1), expected) == 0, "%s", place_of(&t, 1));
     // squares that overflow: gradients grow on their way back, and the first large one is nearer to the cause than the
     // largest
-    memset(t.gradients, 0, bytes);
-    t.gradients[t.table.root.norm] = 1, t.gradients[t.table.root.embedding] = -4e21f,
-        t.gradients[layer_offset(&t.table, 1) + t.table.layer.wk + 6] = 1e20f;
+    memset(t.params.gradients, 0, bytes);
+    t.params.gradients[t.table.root.norm] = 1, t.params.gradients[t.table.root.embedding] = -4e21f,
+        t.params.gradients[layer_offset(&t.table, 1) + t.table.layer.wk + 6] = 1e20f;
     format_checked(expected, sizeof expected,
                    "%sgradients reach 4e+21, and the first above a 1024th of that, in backward order, is in model.layers.1.self_attn.k_proj.weight, element 6%s",
                    layer, weight);

@@ -1,5 +1,6 @@
-// Where the activations of a step lie: what layers keep for backward, what one layer at a time needs, logits and
-// gradients of activations. What is never alive at the same time shares memory.
+// Where the activations of a step lie, and their gradients.
+// These are: what layers keep for backward, what one layer at a time needs, and logits. What is never alive at the same
+// time shares memory.
 //
 // Placing is a function of an ActivationsLayout and an arena. dev/test/test_placement.cu compares all lifetimes.
 #ifndef LLMC_ACTIVATIONS_CUH
@@ -11,19 +12,22 @@
 #include "rope.cuh"
 #include "tensor_scales.cuh"
 
+// Numbers of weights, activations and gradients.
+typedef bf16 Real;
+
 // What one layer's forward pass leaves for its backward pass. Some members may share memory with those of other layers.
 typedef struct {
-    bf16 *x;        // [R, C] residual stream that enters the layer
+    Real *x;        // [R, C] residual stream that enters the layer
     QTensor norm1;  // [R, C] its RMSNorm
     float *rstd1;   // [R]
-    bf16 *qkv;      // [R, QKV] as the linear layer leaves it
-    bf16 *rotated;  // [R, QKV] after QK-norm and RoPE; without QK-norm the same memory as qkv
+    Real *qkv;      // [R, QKV] as the linear layer leaves it
+    Real *rotated;  // [R, QKV] after QK-norm and RoPE; without QK-norm the same memory as qkv
     QTensor att;    // [R, ATT]
     float *lse;     // [B, NH, T]
-    bf16 *x_mid;    // [R, C] residual stream between attention and MLP
+    Real *x_mid;    // [R, C] residual stream between attention and MLP
     QTensor norm2;  // [R, C] its RMSNorm
     float *rstd2;   // [R]
-    bf16 *gate_up;  // [R, 2F]
+    Real *gate_up;  // [R, 2F]
     QTensor h;      // [R, F] silu(gate) * up; backward makes it again from gate_up
 } LayerActs;
 

@@ -4,7 +4,7 @@
 #define LLMC_ATTENTION_CUH
 
 #include "attention_backward_sm90.cuh"
-#include "../reference/attention_dims.h"
+#include "attention_dims.h"
 #include "attention_forward_sm90.cuh"
 #include "attention_mma.cuh"
 

@@ -14,7 +14,7 @@
 #ifndef LLMC_ATTENTION_FORWARD_SM90_CUH
 #define LLMC_ATTENTION_FORWARD_SM90_CUH
 
-#include "../reference/attention_dims.h"
+#include "attention_dims.h"
 #include "cuda_utils.cuh"
 #include "hopper.cuh"
 

@@ -12,7 +12,7 @@
 #define LLMC_ATTENTION_MMA_CUH
 
 #include "amax.cuh"
-#include "../reference/attention_dims.h"
+#include "attention_dims.h"
 
 #define MMA_TILE 64      // rows of every tile
 #define MMA_THREADS 128

@@ -12,6 +12,7 @@
 #include <math.h>
 
 #include "../base/rng.h"
+#include "../config/schedule.h"
 
 // What is the same for all elements in one optimizer step.
 typedef struct {
@@ -41,6 +42,13 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
     s.key = rng_key(seed, 0x5352000000000000ull + (uint64_t)step);
     s.nearest_weights = nearest_weights;
     return s;
+}
+
+// Returns a run's optimizer step `step`, counted from 0.
+static inline AdamwStep adamw_step_of(const Options *o, int64_t step) {
+    const bool nearest_weights = o->master_weights == STORAGE_BF16_NEAREST;
+    return adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay,
+                      nearest_weights, (uint64_t)o->seed);
 }
 
 // The largest gradient norm, before clipping, with which a step is taken; above it the step counts as not finite. No

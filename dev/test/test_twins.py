@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""One layer is the same text in train_fp8.c and train_fp8.cu: compares both, without comments and whitespace.
+
+usage: test_twins.py [DIRECTORY]    DIRECTORY holds train_fp8.c, train_fp8.cu and llmc/ (default: this repository)
+
+Ends with "N passed, N failed" and status 1 if anything failed. Without a DIRECTORY it also tests itself: it plants
+changes in copies of the trainers and must find them.
+"""
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+# Structs and functions that are equal word by word.
+TWIN_STRUCTS = ["Layer", "LayerActs", "OutputGradients"]
+TWIN_FUNCTIONS = ["layer_forward_until_mlp", "layer_forward", "layer_backward"]
+LINES = {"layer_forward": 20, "layer_forward_until_mlp": 20, "layer_backward": 40}  # at most
+
+# Functions that the twins call. Types of result and arguments are equal, const aside, and bodies must differ.
+KERNELS = "the CPU computes with llmc/reference/, the GPU launches kernels"
+DIFFERENT = {
+    "layer_weights": "the CPU finds views of a gathered layer, the GPU asks fsdp",
+    "layer_gradients": "the CPU finds views of its gradient buffer, the GPU asks fsdp",
+    "layer_output_gradients": "only the GPU keeps FP8 versions and amaxes of these tensors",
+    "qtensor_ready": "the GPU casts a tensor once it is complete, on the CPU each GEMM casts its operands",
+    "linear": "the CPU casts operands and multiplies, the GPU runs a cuBLASLt plan",
+    "linear_dgrad": "as linear",
+    "linear_wgrad": "as linear",
+    "rmsnorm": KERNELS,
+    "add_rmsnorm": KERNELS,
+    "rmsnorm_backward": KERNELS,
+    "qknorm_rope": KERNELS,
+    "qknorm_rope_backward": KERNELS,
+    "bias_backward": KERNELS,
+    "attention": KERNELS,
+    "attention_backward": KERNELS,
+    "swiglu": KERNELS,
+    "swiglu_backward": KERNELS,
+}
+DIFFERENT_STRUCTS = {
+    "QTensor": "the CPU keeps values alone, the GPU also FP8 versions, scales and amaxes",
+    "Activations": "buffers that only one of the two needs",
+}
+
+passed = failed = 0
+
+
+def check(ok, message):
+    global passed, failed
+    passed, failed = passed + bool(ok), failed + (not ok)
+    if not ok:
+        print("FAILED:", message)
+
+
+def words(text):
+    """Tokens of C, without comments. Line breaks do not count."""
+    text = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', lambda m: m.group(1) or " ", text, flags=re.S)
+    return re.findall(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]', text)
+
+
+def closing(tokens, start):
+    """Index of the bracket that closes the one at start."""
+    depth = 0
+    for i in range(start, len(tokens)):
+        depth += (tokens[i] in "({[") - (tokens[i] in ")}]")
+        if depth == 0:
+            return i
+    return len(tokens) - 1
+
+
+def find_struct(tokens, name):
+    for i in range(len(tokens) - 2):
+        if tokens[i:i + 3] == ["typedef", "struct", "{"]:
+            end = closing(tokens, i + 2)
+            if tokens[end + 1:end + 3] == [name, ";"]:
+                return tokens[i:end + 3]
+    return None
+
+
+def find_function(tokens, name):
+    """Start, bracket of the arguments, brace of the body and end of the definition whose first argument is a Trainer."""
+    for i in range(1, len(tokens) - 1):
+        if tokens[i] != name or tokens[i + 1] != "(" or "Trainer" not in tokens[i + 2:i + 4]:
+            continue
+        body = closing(tokens, i + 1) + 1
+        if body < len(tokens) and tokens[body] == "{":
+            start = i
+            while start > 0 and tokens[start - 1] not in (";", "}"):
+                start -= 1
+            return start, i + 1, body, closing(tokens, body) + 1
+    return None
+
+
+def types(tokens, function):
+    """Types of a function's result and arguments: its head without the arguments' names, and without const."""
+    start, bracket, body, _ = function
+    result, current = [" ".join(w for w in tokens[start:bracket] if w not in ("static", "inline", "const"))], []
+    for word in tokens[bracket + 1:body - 1] + [","]:
+        if word == ",":
+            result.append(" ".join(current[:-1]))
+            current = []
+        elif word != "const":
+            current.append(word)
+    return result
+
+
+def first_difference(a, b):
+    for i, (x, y) in enumerate(zip(a + ["(end)"], b + ["(end)"])):
+        if x != y:
+            return f'after "{" ".join(a[max(0, i - 8):i])}": "{x}" in train_fp8.c, "{y}" in train_fp8.cu'
+    return ""
+
+
+def gpu_sources(root):
+    """train_fp8.cu, and the headers of llmc/cuda/ that may hold its types."""
+    files = [root / "train_fp8.cu", root / "llmc/cuda/qtensor.cuh", root / "llmc/cuda/activations.cuh"]
+    return "\n".join(f.read_text() for f in files if f.exists())
+
+
+def lines_of(text, name):
+    found = re.search(rf"^static [^\n]*\b{name}\(Trainer[^;]*?\{{\n.*?^\}}", text, re.S | re.M)
+    return found.group(0).count("\n") + 1 if found else 0
+
+
+def compare(root):
+    c_text, cu_text = (root / "train_fp8.c").read_text(), gpu_sources(root)
+    c, cu = words(c_text), words(cu_text)
+    for name in TWIN_STRUCTS + TWIN_FUNCTIONS:
+        if name in TWIN_STRUCTS:
+            a, b = find_struct(c, name), find_struct(cu, name)
+        else:
+            at, bt = find_function(c, name), find_function(cu, name)
+            a, b = at and c[at[0]:at[3]], bt and cu[bt[0]:bt[3]]
+        missing = [where for where, found in (("train_fp8.c", a), ("the GPU trainer", b)) if not found]
+        check(not missing and a == b,
+              f"{name}: " + (f"not in {' and '.join(missing)}" if missing else first_difference(a, b)))
+    for name, most in LINES.items():
+        check(0 < lines_of(c_text, name) <= most, f"{name} has more than {most} lines")
+    for name, reason in DIFFERENT.items():
+        at, bt = find_function(c, name), find_function(cu, name)
+        if not at or not bt:
+            check(False, f"{name}: not in both trainers")
+            continue
+        a, b = types(c, at), types(cu, bt)
+        check(a == b, f"{name}: types differ: {a} and {b}")
+        check(c[at[2]:at[3]] != cu[bt[2]:bt[3]], f"{name} is equal in both, so it belongs to the twins; not: {reason}")
+    for name, reason in DIFFERENT_STRUCTS.items():
+        a, b = find_struct(c, name), find_struct(cu, name)
+        check(a and b, f"{name}: not in both trainers")
+        check(a != b, f"{name} is equal in both, so it belongs to the twins; not: {reason}")
+
+
+def fake_gpu(text):
+    """A GPU trainer that is right: the CPU's, with other bodies and structs where they must differ."""
+    for name in DIFFERENT:
+        text = re.sub(rf"(\b{name}\((?:const )?Trainer[^;{{]*?\) \{{)", r"\1 gpu();", text, count=1)
+    for name in DIFFERENT_STRUCTS:
+        text = re.sub(rf"\n\}} {name};", f"\n    int gpu;\n}} {name};", text, count=1)
+    return text
+
+
+def result_of(directory, text):
+    """Status and output of this test on a directory whose GPU trainer is `text`."""
+    (directory / "train_fp8.cu").write_text(text)
+    run = subprocess.run([sys.executable, __file__, str(directory)], capture_output=True, text=True)
+    return run.returncode, run.stdout
+
+
+def changed(text, name, word, other):
+    """text with one word of a twin replaced."""
+    function = name in TWIN_FUNCTIONS
+    found = re.search(rf"^static [^\n]*\b{name}\(.*?^\}}" if function else rf"typedef struct \{{[^}}]*\}} {name};",
+                      text, re.S | re.M)
+    body = found.group(0).replace(word, other, 1)
+    assert body != found.group(0), (name, word)
+    return text[:found.start()] + body + text[found.end():]
+
+
+def test_itself():
+    plants = [("Layer", "Real *qkv_bias", "float *qkv_bias"), ("LayerActs", "QTensor h", "Real *h"),
+              ("OutputGradients", "qkv, out", "out, qkv"),
+              ("layer_forward_until_mlp", "w.norm2", "w.norm1"), ("layer_forward_until_mlp", "again)", "false)"),
+              ("layer_forward", "&w.down", "&w.out"), ("layer_forward", "    swiglu(t, &a->h, a->gate_up);\n", ""),
+              ("layer_backward", "dw.k_norm", "dw.q_norm"), ("layer_backward", "l - 1", "l")]
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = pathlib.Path(scratch)
+        shutil.copy(REPOSITORY / "train_fp8.c", directory)
+        right = fake_gpu((REPOSITORY / "train_fp8.c").read_text())
+        status, output = result_of(directory, right)
+        check(status == 0, "a right copy is refused:\n" + output)
+        spaced = changed(right, "layer_forward", "{\n", "{\n\n    // another comment\n")
+        status, output = result_of(directory, spaced)
+        check(status == 0, "a comment and an empty line are taken for a difference:\n" + output)
+        for name, word, other in plants:
+            status, output = result_of(directory, changed(right, name, word, other))
+            check(status == 1 and f"FAILED: {name}:" in output, f"{name}: {word!r} made {other!r} is not found")
+        renamed = right.replace("layer_backward(Trainer", "layer_backwards(Trainer")
+        check(result_of(directory, renamed)[0] == 1, "a missing layer_backward is not found")
+        swapped = re.sub(r"(\bswiglu\(Trainer \*t, )QTensor \*", r"\1Real *", right, count=1)
+        check(result_of(directory, swapped)[0] == 1, "another type of an argument of swiglu is not found")
+        check(result_of(directory, (REPOSITORY / "train_fp8.c").read_text())[0] == 1,
+              "functions that need not differ are not found")
+
+
+def main():
+    if len(sys.argv) > 1:
+        compare(pathlib.Path(sys.argv[1]))
+    else:
+        compare(REPOSITORY)
+        test_itself()
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

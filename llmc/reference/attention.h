@@ -1,0 +1,145 @@
+// Causal attention with grouped key/value heads in plain C: S = Q K^T / sqrt(HD), P = softmax(S), O = P V.
+//
+// Each query sees keys up to its own. qkv [B, T, (NH + 2 NKV) * HD] after RoPE, out [B, T, NH * HD],
+// lse [B, NH, T] = log(sum(exp(S))). Works on blocks of queries, so that no T x T matrix is held.
+#ifndef LLMC_REFERENCE_ATTENTION_H
+#define LLMC_REFERENCE_ATTENTION_H
+
+#include <math.h>
+
+#include "../config/model_config.h"
+#include "matmul.h"
+
+enum { QUERY_BLOCK = 64 };
+
+// Returns one head of packed qkv as a matrix [T, HD].
+static inline MatrixView attention_head(const float *qkv, const Dims *d, int64_t b, int64_t head) {
+    const int64_t width = (d->NH + 2 * d->NKV) * d->HD;
+    return matrix_view(qkv + b * d->T * width + head * d->HD, width, 1);
+}
+
+static inline MatrixView view_from_row(MatrixView v, int64_t row) {
+    return matrix_view(v.data + row * v.row_stride, v.row_stride, v.col_stride);
+}
+static inline MatrixView view_transposed(MatrixView v) { return matrix_view(v.data, v.col_stride, v.row_stride); }
+
+// s [queries, keys] = scaled scores of query rows t0 ... t0 + queries - 1 against keys 0 ... keys - 1; keys after the
+// query are -inf.
+static inline void attention_scores(float *s, MatrixView q, MatrixView k, int64_t t0, int64_t queries, int64_t keys,
+                                    int64_t HD) {
+    matmul(s, keys, view_from_row(q, t0), view_transposed(k), queries, keys, HD,
+           epilogue((float)(1 / sqrt((double)HD)), NULL, false, ROUND_NONE));
+    for (int64_t i = 0; i < queries; i++)
+        for (int64_t j = t0 + i + 1; j < keys; j++) s[i * keys + j] = -INFINITY;
+}
+
+// One row of scores becomes exp(s - max), rounded as the operand of the next product; returns the sum of the unrounded
+// values.
+static inline float softmax_row(float *s, int64_t n, float *largest, Rounding rounding) {
+    float m = -INFINITY;
+    for (int64_t j = 0; j < n; j++) m = s[j] > m ? s[j] : m;
+    double sum = 0;
+    for (int64_t j = 0; j < n; j++) {
+        float p = expf(s[j] - m);
+        sum += p;
+        s[j] = round_to(p, rounding);
+    }
+    *largest = m;
+    return (float)sum;
+}
+
+static inline void attention_forward_reference(float *out, float *lse, const float *qkv, const Dims *d,
+                                               Rounding rounding) {
+    PARALLEL_FOR_UNEVEN
+    for (int64_t task = 0; task < d->B * d->NH; task++) {
+        const int64_t b = task / d->NH, h = task % d->NH, kv = h / (d->NH / d->NKV);
+        MatrixView q = attention_head(qkv, d, b, h), k = attention_head(qkv, d, b, d->NH + kv),
+                   v = attention_head(qkv, d, b, d->NH + d->NKV + kv);
+        float *s = (float *)xcalloc((size_t)(QUERY_BLOCK * d->T), sizeof(float));
+        for (int64_t t0 = 0; t0 < d->T; t0 += QUERY_BLOCK) {
+            const int64_t queries = min_i64(QUERY_BLOCK, d->T - t0), keys = t0 + queries;
+            float sums[QUERY_BLOCK];
+            attention_scores(s, q, k, t0, queries, keys, d->HD);
+            for (int64_t i = 0; i < queries; i++) {
+                float largest;
+                sums[i] = softmax_row(s + i * keys, keys, &largest, rounding);
+                lse[(b * d->NH + h) * d->T + t0 + i] = largest + logf(sums[i]);
+            }
+            float *o = out + ((b * d->T + t0) * d->NH + h) * d->HD;
+            matmul(o, d->NH * d->HD, matrix_rows(s, keys), v, queries, d->HD, keys,
+                   epilogue(1, NULL, false, ROUND_NONE));
+            for (int64_t i = 0; i < queries; i++)
+                for (int64_t c = 0; c < d->HD; c++)
+                    o[i * d->NH * d->HD + c] = round_to(o[i * d->NH * d->HD + c] / sums[i], rounding);
+        }
+        free(s);
+    }
+}
+
+// Turns scores s into P and dp = dO V^T into dS = P * (dP - sum(dO * O)), both [queries, keys], both rounded as
+// operands of the products that follow.
+static inline void attention_backward_softmax(float *s, float *dp, const float *out, const float *dout,
+                                              const float *lse, int64_t queries, int64_t keys, int64_t row_stride,
+                                              int64_t HD, Rounding rounding) {
+    for (int64_t i = 0; i < queries; i++) {
+        double delta = 0;
+        for (int64_t c = 0; c < HD; c++) delta += (double)out[i * row_stride + c] * dout[i * row_stride + c];
+        for (int64_t j = 0; j < keys; j++) {
+            const float p = expf(s[i * keys + j] - lse[i]);
+            dp[i * keys + j] = round_to(p * (dp[i * keys + j] - (float)delta), rounding);
+            s[i * keys + j] = round_to(p, rounding);
+        }
+    }
+}
+
+// Adds query head h's part to dk, dv [T, HD] (fp32) and writes its dq into dqkv.
+static inline void attention_backward_head(float *dqkv, float *dk, float *dv, const float *dout, const float *qkv,
+                                           const float *out, const float *lse, const Dims *d, int64_t b, int64_t h,
+                                           Rounding rounding) {
+    const int64_t kv = h / (d->NH / d->NKV), row_stride = d->NH * d->HD, width = (d->NH + 2 * d->NKV) * d->HD;
+    const float scale = (float)(1 / sqrt((double)d->HD));
+    MatrixView q = attention_head(qkv, d, b, h), k = attention_head(qkv, d, b, d->NH + kv),
+               v = attention_head(qkv, d, b, d->NH + d->NKV + kv);
+    float *s = (float *)xcalloc((size_t)(QUERY_BLOCK * d->T), sizeof(float)),
+          *dp = (float *)xcalloc((size_t)(QUERY_BLOCK * d->T), sizeof(float));
+    for (int64_t t0 = 0; t0 < d->T; t0 += QUERY_BLOCK) {
+        const int64_t queries = min_i64(QUERY_BLOCK, d->T - t0), keys = t0 + queries;
+        const int64_t at = ((b * d->T + t0) * d->NH + h) * d->HD;
+        MatrixView d_o = matrix_rows(dout + at, row_stride), ds = matrix_rows(dp, keys);
+        attention_scores(s, q, k, t0, queries, keys, d->HD);
+        matmul(dp, keys, d_o, view_transposed(v), queries, keys, d->HD, epilogue(1, NULL, false, ROUND_NONE));
+        attention_backward_softmax(s, dp, out + at, dout + at, lse + (b * d->NH + h) * d->T + t0, queries, keys,
+                                   row_stride, d->HD, rounding);
+        matmul(dv, d->HD, matrix_transposed(s, keys), d_o, keys, d->HD, queries, epilogue(1, NULL, true, ROUND_NONE));
+        matmul(dk, d->HD, view_transposed(ds), view_from_row(q, t0), keys, d->HD, queries,
+               epilogue(scale, NULL, true, ROUND_NONE));
+        matmul(dqkv + (b * d->T + t0) * width + h * d->HD, width, ds, k, queries, d->HD, keys,
+               epilogue(scale, NULL, false, rounding));
+    }
+    free(s);
+    free(dp);
+}
+
+// dqkv [B, T, (NH + 2 NKV) * HD] from dout, with forward's qkv, out and lse.
+static inline void attention_backward_reference(float *dqkv, const float *dout, const float *qkv, const float *out,
+                                                const float *lse, const Dims *d, Rounding rounding) {
+    const int64_t width = (d->NH + 2 * d->NKV) * d->HD, group = d->NH / d->NKV;
+    PARALLEL_FOR_UNEVEN
+    for (int64_t task = 0; task < d->B * d->NKV; task++) {
+        const int64_t b = task / d->NKV, kv = task % d->NKV;
+        float *dk = (float *)xcalloc((size_t)(d->T * d->HD), sizeof(float)),
+              *dv = (float *)xcalloc((size_t)(d->T * d->HD), sizeof(float));
+        for (int64_t h = kv * group; h < (kv + 1) * group; h++)
+            attention_backward_head(dqkv, dk, dv, dout, qkv, out, lse, d, b, h, rounding);
+        for (int64_t t = 0; t < d->T; t++)
+            for (int64_t c = 0; c < d->HD; c++) {
+                float *token = dqkv + (b * d->T + t) * width;
+                token[(d->NH + kv) * d->HD + c] = round_to(dk[t * d->HD + c], rounding);
+                token[(d->NH + d->NKV + kv) * d->HD + c] = round_to(dv[t * d->HD + c], rounding);
+            }
+        free(dk);
+        free(dv);
+    }
+}
+
+#endif

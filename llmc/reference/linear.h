@@ -1,0 +1,106 @@
+// Linear layer y = x W^T + bias in plain C, with fp32 operands or with operands of any FP8 recipe.
+//
+// x [rows, in], W [out, in], y [rows, out], bias [out] or NULL. "dgrad" is the gradient of x, "wgrad" that of W.
+#ifndef LLMC_REFERENCE_LINEAR_H
+#define LLMC_REFERENCE_LINEAR_H
+
+#include "matmul.h"
+#include "quantize_reference.h"
+
+// y [rows, out] = x W^T + bias
+static inline void linear_forward_reference(float *y, const float *x, const float *w, const float *bias, int64_t rows,
+                                            int64_t in, int64_t out, Rounding rounding) {
+    matmul(y, out, matrix_rows(x, in), matrix_transposed(w, in), rows, out, in, epilogue(1, bias, false, rounding));
+}
+
+// dx [rows, in] = dy W
+static inline void linear_dgrad_reference(float *dx, const float *dy, const float *w, int64_t rows, int64_t in,
+                                          int64_t out, Rounding rounding) {
+    matmul(dx, in, matrix_rows(dy, out), matrix_rows(w, in), rows, in, out, epilogue(1, NULL, false, rounding));
+}
+
+// dw [out, in] = dy^T x
+static inline void linear_wgrad_reference(float *dw, const float *dy, const float *x, int64_t rows, int64_t in,
+                                          int64_t out, Rounding rounding) {
+    matmul(dw, in, matrix_transposed(dy, out), matrix_rows(x, in), out, in, rows, epilogue(1, NULL, false, rounding));
+}
+
+// dbias [out] = column sums of dy
+static inline void bias_backward_reference(float *dbias, const float *dy, int64_t rows, int64_t out,
+                                           Rounding rounding) {
+    PARALLEL_FOR
+    for (int64_t j = 0; j < out; j++) {
+        double sum = 0;
+        for (int64_t i = 0; i < rows; i++) sum += dy[i * out + j];
+        dbias[j] = round_to((float)sum, rounding);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The three GEMMs with operands of any recipe (recipes.h). Each operand is a copy [outer, depth] of x, w or dy. Every
+// GEMM computes c [outer of a, outer of b] = a b^T with fp32 sums, multiplies by the inverse scales of whole tensors
+// and rounds once:
+//     fprop: row copies of x and w;  dgrad: row copy of dy, col copy of w;  wgrad: col copies of dy and x
+
+// An operand as the emulated GEMM takes it.
+typedef struct {
+    MatrixView view;      // [outer, depth], codes decoded
+    float inverse_scale;  // of the whole tensor; 1: none, finer ones are in the values
+    uint8_t *codes;       // [rows, cols] and their inverse scales; NULL: bf16
+    void *scales;
+    float *values;
+    CopyShape shape;      // of codes and values, as they were quantized; `view` may transpose it
+} LinearOperand;
+
+// Casts x [rows, cols], bf16 values, to the operand that a GEMM reads. A `scale` above 0 is used as it is; with 0 the
+// cast finds its own by the rule. The caller frees with linear_operand_free. A bf16 operand is a view of x.
+static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, CopyKind copy, Grain grain,
+                                           ScaleRule rule, Fp8Format format, float scale) {
+    // with one scale for the whole tensor both copies have the same codes
+    const bool turned = copy == COPY_COL && grain != GRAIN_TENSOR;
+    LinearOperand q;
+    memset(&q, 0, sizeof q);
+    q.inverse_scale = 1;
+    q.shape = copy_shape(rows, cols, turned ? COPY_COL : COPY_ROW);
+    if (grain == GRAIN_BF16) {
+        q.view = matrix_view(x, q.shape.outer_stride, q.shape.depth_stride);
+        return q;
+    }
+    q.codes = (uint8_t *)xrealloc(NULL, (size_t)(rows * cols));
+    q.scales = xrealloc(NULL, (size_t)scale_bytes(grain, q.shape.outer, q.shape.depth));
+    q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
+    quantize_copy(q.codes, q.scales, x, q.shape, grain, rule, format, scale);
+    dequantize_copy(q.values, q.codes, q.scales, q.shape.outer, q.shape.depth, grain, format);
+    if (grain_is_tensor(grain)) q.inverse_scale = *(const float *)q.scales;
+    q.view = copy == COPY_COL && !turned ? matrix_transposed(q.values, cols) : matrix_rows(q.values, q.shape.depth);
+    return q;
+}
+
+// Makes an operand of the codes of a tensor [rows, cols] that was cast with one scale. The caller keeps the codes.
+static inline LinearOperand linear_operand_of_codes(const uint8_t *codes, int64_t rows, int64_t cols, CopyKind copy,
+                                                    Fp8Format format, float scale) {
+    LinearOperand q;
+    memset(&q, 0, sizeof q);
+    q.inverse_scale = 1.0f / scale;
+    q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
+    dequantize_copy(q.values, codes, NULL, rows, cols, GRAIN_TENSOR, format);
+    q.view = copy == COPY_COL ? matrix_transposed(q.values, cols) : matrix_rows(q.values, cols);
+    q.shape = copy_shape(rows, cols, COPY_ROW);
+    return q;
+}
+
+static inline void linear_operand_free(LinearOperand *q) {
+    free(q->codes);
+    free(q->scales);
+    free(q->values);
+    memset(q, 0, sizeof *q);
+}
+
+// c [M, N] = a [M, depth] b [N, depth]^T + bias [N].
+static inline void linear_product(float *c, LinearOperand a, LinearOperand b, int64_t M, int64_t N, int64_t depth,
+                                  const float *bias, Rounding rounding) {
+    const MatrixView turned_b = matrix_view(b.view.data, b.view.col_stride, b.view.row_stride);
+    matmul(c, N, a.view, turned_b, M, N, depth, epilogue(a.inverse_scale * b.inverse_scale, bias, false, rounding));
+}
+
+#endif

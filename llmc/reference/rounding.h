@@ -1,0 +1,33 @@
+// How the reference functions round their results, and the conventions that all of them follow.
+//
+// All tensors are float arrays, row-major. Inside an operation everything is fp32 (sums over many elements are in
+// double, so that the truth has no error of its own). Each output is rounded once, where the GPU rounds it: `rounding`
+// is ROUND_BF16 to emulate bf16 tensors, ROUND_NONE for pure fp32. Gradients are overwritten, unless a function has an
+// argument `accumulate`. The reference of a CUDA launcher X is called X_reference.
+//
+// Results do not depend on the number of threads: one thread sums each output element in a fixed order.
+#ifndef LLMC_REFERENCE_ROUNDING_H
+#define LLMC_REFERENCE_ROUNDING_H
+
+#include "../base/bf16.h"
+#include "../base/utils.h"
+
+typedef enum { ROUND_NONE, ROUND_BF16 } Rounding;
+
+static inline float round_to(float x, Rounding rounding) { return rounding == ROUND_BF16 ? bf16_round(x) : x; }
+
+// Rounds n values in place.
+static inline void round_array(float *x, int64_t n, Rounding rounding) {
+    if (rounding == ROUND_NONE) return;
+    PARALLEL_FOR
+    for (int64_t i = 0; i < n; i++) x[i] = bf16_round(x[i]);
+}
+
+// Returns the sum of n values, in double and in order.
+static inline double array_sum(const float *x, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i];
+    return sum;
+}
+
+#endif
