@@ -1,117 +1,165 @@
-# Both trainers need Open MPI; train_fp8 (CPU) else gcc alone, train_fp8cu (GPU) the CUDA Toolkit and NCCL. `make help` lists the targets.
+# Both trainers need Open MPI. Beside it train_fp8 (CPU) needs gcc, and train_fp8cu (GPU) the CUDA Toolkit and NCCL.
+# `make help` lists the targets.
 CC ?= gcc
-# Where mpi.h and libmpi are: only what both gcc and nvcc understand of what mpicc would pass.
+# Include and library folders of Open MPI: only those flags of mpicc that both gcc and nvcc understand.
 MPICC ?= mpicc
 MPI_CFLAGS := $(filter -I%,$(shell $(MPICC) --showme:compile))
 MPI_LIBS := $(filter -L% -l%,$(shell $(MPICC) --showme:link))
 ifeq ($(MPI_LIBS),)
-$(error $(MPICC) is missing or is not Open MPI; install libopenmpi-dev and openmpi-bin, or run scripts/test.sh, which does)
+$(error $(MPICC) is missing or is not Open MPI; install libopenmpi-dev and openmpi-bin (scripts/test.sh does))
 endif
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+WARNINGS = -Wall -Wextra -Werror
 # gcc 13 counting costs leaves the tile of matmul() in memory where there is AVX-512: 1.7 times slower.
-CFLAGS = -std=gnu11 -O3 -march=native -fvect-cost-model=cheap -fopenmp -pthread -ffp-contract=off -Wall -Wextra -Werror $(MPI_CFLAGS)
-SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -pthread -ffp-contract=off -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS)
+CFLAGS = -std=gnu11 -O3 -march=native -fvect-cost-model=cheap -fopenmp -pthread -ffp-contract=off \
+	$(WARNINGS) $(MPI_CFLAGS)
+SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -pthread -ffp-contract=off $(WARNINGS) \
+	-fsanitize=address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS)
+LIBS = $(MPI_LIBS) -lm
 # Code for Hopper; other GPUs of compute capability 8.0 and above run the portable kernels: make CUDA_ARCH=80
 CUDA_ARCH ?= 90a
 CUDA_TARGET = -gencode=arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) '-DCUDA_ARCH="$(CUDA_ARCH)"'
-NVCCFLAGS = -std=c++17 -O3 $(CUDA_TARGET) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $(MPI_CFLAGS)
-CUDALIBS = -lcublasLt
-# Where NCCL is if not in the system's or CUDA's folders, for example PyTorch's: make NCCL_HOME=.../site-packages/nvidia/nccl
+NVCCFLAGS = -std=c++17 -O3 $(CUDA_TARGET) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $(MPI_CFLAGS) \
+	$(NCCL_CFLAGS)
+# NCCL where it is in no system folder, for example PyTorch's: make NCCL_HOME=.../site-packages/nvidia/nccl
 NCCL_HOME ?=
 NCCL_CFLAGS = $(if $(NCCL_HOME),-I$(NCCL_HOME)/include)
-NCCL_LIBS = $(if $(NCCL_HOME),-L$(NCCL_HOME)/lib -Xlinker -rpath=$(NCCL_HOME)/lib) -l:libnccl.so.2 $(MPI_LIBS)
+NCCL_LIBS = $(if $(NCCL_HOME),-L$(NCCL_HOME)/lib -Xlinker -rpath=$(NCCL_HOME)/lib) -l:libnccl.so.2
+CUDA_LIBS = -lcublasLt $(NCCL_LIBS) $(MPI_LIBS)
+BENCH_LIBS = -lcublasLt
+
+# Each compile writes the headers that it has read to build/deps/TARGET.d (TARGET without build/), from which make
+# knows what a changed header rebuilds. Each target names its own .d: where that is missing, it is compiled.
+DEPENDENCIES = -MMD -MP -MT $@ -MF build/deps/$(@:build/%=%).d
 
 HEADERS := $(wildcard llmc/*/*.h)
-# What every GPU program is made of beside its own file.
-GPU_PARTS := $(HEADERS) $(wildcard llmc/*/*.cuh) build/cuda_arch
+CUDA_HEADERS := $(wildcard llmc/*/*.cuh)
 UNIT_TESTS := $(patsubst dev/test/%.c,build/%,$(wildcard dev/test/test_*.c))
 SANITIZED := $(patsubst dev/test/%.c,build/asan/%,$(wildcard dev/test/test_*.c))
+GPU_TESTS := $(patsubst dev/test/%.cu,build/%,$(wildcard dev/test/test_*.cu))
 BENCHES := $(patsubst dev/cuda/%.cu,build/bench_%,$(wildcard dev/cuda/*.cu))
+HEADER_CHECKS := $(HEADERS:llmc/%=build/headers/%.ok)
+CUDA_HEADER_CHECKS := $(CUDA_HEADERS:llmc/%=build/headers/%.ok)
+FUZZ_TARGETS := $(patsubst dev/fault/%.c,build/fault/%,$(wildcard dev/fault/fuzz_*.c))
+COMPILED := train_fp8 train_fp8cu build/train_fp8cu_apart build/synth_stories build/compare_checkpoints $(UNIT_TESTS) \
+	$(SANITIZED) $(GPU_TESTS) $(BENCHES) $(HEADER_CHECKS) $(CUDA_HEADER_CHECKS) build/fault/replay $(FUZZ_TARGETS)
+DEPENDENCY_FILES := $(patsubst build/%,build/deps/%.d,$(filter build/%,$(COMPILED))) \
+	build/deps/train_fp8.d build/deps/train_fp8cu.d
+FOLDERS := $(sort $(patsubst %/,%,$(dir $(filter build/%,$(COMPILED)) $(DEPENDENCY_FILES))))
 
-.PHONY: all help test unit-tests asan headers gpu benches check-gpu check-faults clean FORCE
+.PHONY: all help test unit-tests asan headers cuda-headers gpu benches check-gpu check-faults clean FORCE
 
 all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 
 help:
-	@echo "make             train_fp8, and train_fp8cu where nvcc is"
-	@echo "make test        every test that needs no GPU (scripts/test.sh)"
-	@echo "make check-gpu   every GPU test and bench (scripts/check_gpu.sh)"
-	@echo "make check-faults crashes, bad disks, damage, hostile input (dev/fault): 35 minutes; QUICK=1 takes 1"
-	@echo "make asan        the unit tests under address and undefined-behaviour sanitizers"
-	@echo "make headers     every header compiled alone"
+	@echo "make               train_fp8, and train_fp8cu where nvcc is"
+	@echo "make test          every test that needs no GPU (scripts/test.sh)"
+	@echo "make test-X        one test: dev/test/test_X.c, .cu, .sh or .py, for example make test-options"
+	@echo "make check-gpu     every GPU test and bench (scripts/check_gpu.sh)"
+	@echo "make build/bench_X the check and bench dev/cuda/X.cu; build/bench_X runs it on a GPU"
+	@echo "make check-faults  crashes, bad disks, damage, hostile input (dev/fault): 35 minutes; QUICK=1 takes 1"
+	@echo "make asan          the unit tests under address and undefined-behaviour sanitizers"
+	@echo "make headers       every .h compiled alone, as C and as C++"
+	@echo "make cuda-headers  every .cuh compiled alone, by nvcc"
+	@echo "dev/README.md says what each test needs and how long it takes."
 
-train_fp8: train_fp8.c $(HEADERS)
-	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
+# ---- C
 
-# Holds what GPU programs were compiled for last: another CUDA_ARCH compiles them anew.
-build/cuda_arch: FORCE | build
+train_fp8: train_fp8.c build/deps/train_fp8.d | $(FOLDERS)
+	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
+
+build/synth_stories: data/synth_stories.c build/deps/synth_stories.d | $(FOLDERS)
+	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
+
+build/compare_checkpoints: dev/test/lib/compare_checkpoints.c build/deps/compare_checkpoints.d | $(FOLDERS)
+	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
+
+build/test_%: dev/test/test_%.c build/deps/test_%.d | $(FOLDERS)
+	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
+
+build/asan/test_%: dev/test/test_%.c build/deps/asan/test_%.d | $(FOLDERS)
+	$(CC) $(SANITIZE) $(DEPENDENCIES) -o $@ $< $(LIBS)
+
+# ---- CUDA
+
+# Holds the CUDA_ARCH of the last compile: another one compiles all GPU programs anew.
+build/cuda_arch: FORCE | $(FOLDERS)
 	@[ "$$(cat $@ 2>/dev/null)" = "$(CUDA_ARCH)" ] || echo "$(CUDA_ARCH)" >$@
 
-train_fp8cu: train_fp8.cu $(GPU_PARTS)
-	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
+train_fp8cu: train_fp8.cu build/cuda_arch build/deps/train_fp8cu.d | $(FOLDERS)
+	$(NVCC) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
-# Every range of GPU memory an allocation of its own, for memcheck (arena.h).
-build/train_fp8cu_apart: train_fp8.cu $(GPU_PARTS) | build
-	$(NVCC) $(NVCCFLAGS) -DARENA_APART $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
+# Each range of GPU memory is an allocation of its own here, for memcheck (arena.h).
+build/train_fp8cu_apart: train_fp8.cu build/cuda_arch build/deps/train_fp8cu_apart.d | $(FOLDERS)
+	$(NVCC) $(NVCCFLAGS) -DARENA_APART $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
-build/synth_stories: data/synth_stories.c $(HEADERS) | build
-	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
+build/test_%: dev/test/test_%.cu build/cuda_arch build/deps/test_%.d | $(FOLDERS)
+	$(NVCC) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(STAND_INS:%=-Xlinker --wrap=%) $(CUDA_LIBS)
 
-build/test_gpu: dev/test/test_gpu.cu train_fp8.cu dev/test/check.h dev/test/golden.h dev/test/scratch.h $(GPU_PARTS) | build
-	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
-
-# Where everything lies in GPU memory, on the host alone.
-build/test_placement: dev/test/test_placement.cu train_fp8.cu dev/test/check.h $(GPU_PARTS) | build
-	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(CUDALIBS) $(NCCL_LIBS)
-
-# The order of all ranks' streams, on the host alone: the test's own functions stand in for these.
-STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaStreamCreateWithFlags cudaStreamDestroy \
-	cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync cudaMemcpyAsync cudaGetDevice cudaDeviceGetAttribute cudaLaunchKernelExC \
+# test_fsdp_order checks the order of all ranks' streams on the host: its own functions stand in for these.
+build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaStreamCreateWithFlags cudaStreamDestroy \
+	cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync \
+	cudaMemcpyAsync cudaGetDevice cudaDeviceGetAttribute cudaLaunchKernelExC \
 	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce \
 	cudaIpcGetMemHandle cudaIpcOpenMemHandle cudaIpcCloseMemHandle cudaGetDriverEntryPointByVersion \
 	MPI_Allgather MPI_Allreduce MPI_Type_contiguous MPI_Type_commit MPI_Type_free
-build/test_fsdp_order: dev/test/test_fsdp_order.cu dev/test/check.h dev/test/order_model.h $(GPU_PARTS) | build
-	$(NVCC) $(NVCCFLAGS) $(NCCL_CFLAGS) -o $@ $< $(addprefix -Xlinker --wrap=,$(STAND_INS)) $(CUDALIBS) $(NCCL_LIBS)
 
-build/compare_checkpoints: dev/test/compare_checkpoints.c dev/test/check.h $(HEADERS) | build
-	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
+build/bench_%: dev/cuda/%.cu build/cuda_arch build/deps/bench_%.d | $(FOLDERS)
+	$(NVCC) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(BENCH_LIBS)
 
-build/bench_%: dev/cuda/%.cu $(GPU_PARTS) $(wildcard dev/cuda/*.cuh) | build
-	$(NVCC) $(NVCCFLAGS) -o $@ $< $(CUDALIBS)
+# Only this bench needs NCCL: fsdp.cuh includes it.
+build/bench_fsdp: BENCH_LIBS = $(CUDA_LIBS)
 
-# fsdp.cuh knows NCCL.
-build/bench_fsdp: NVCCFLAGS += $(NCCL_CFLAGS)
-build/bench_fsdp: CUDALIBS += $(NCCL_LIBS)
+# ---- each header alone; build/headers/FILE.ok says that it compiled
 
-build/test_%: dev/test/test_%.c train_fp8.c $(wildcard dev/test/*.h) $(HEADERS) | build
-	$(CC) $(CFLAGS) -o $@ $< $(MPI_LIBS) -lm
+build/headers/%.h.ok: llmc/%.h build/deps/headers/%.h.ok.d | $(FOLDERS)
+	@$(CC) $(CFLAGS) $(DEPENDENCIES) -x c -c -o /dev/null $<
+	@g++ -std=c++17 -march=native $(WARNINGS) $(MPI_CFLAGS) -x c++ -c -o /dev/null $<
+	@touch $@
 
-build/asan/test_%: dev/test/test_%.c train_fp8.c $(wildcard dev/test/*.h) $(HEADERS) | build
-	$(CC) $(SANITIZE) -o $@ $< $(MPI_LIBS) -lm
+# Kernels are parsed, not compiled. 177: functions that nothing here calls.
+build/headers/%.cuh.ok: llmc/%.cuh build/cuda_arch build/deps/headers/%.cuh.ok.d | $(FOLDERS)
+	@$(NVCC) $(NVCCFLAGS) --fdevice-syntax-only -Xcompiler -Wno-unused-function -diag-suppress 177 $(DEPENDENCIES) \
+		-x cu -c -o $@ $<
 
-build/fault/inject.so: dev/fault/inject.c | build/fault
-	$(CC) -std=gnu11 -O1 -Wall -Wextra -Werror -shared -fPIC -o $@ $< -ldl -lpthread
+# ---- faults and hostile input
 
-# The fuzz targets in one program without libFuzzer, and each with it.
-build/fault/replay: dev/fault/replay.c $(wildcard dev/fault/fuzz*) $(HEADERS) | build/fault
-	$(CC) $(SANITIZE) -o $@ $< $(MPI_LIBS) -lm
+build/fault/inject.so: dev/fault/inject.c | $(FOLDERS)
+	$(CC) -std=gnu11 -O1 $(WARNINGS) -shared -fPIC -o $@ $< -ldl -lpthread
+
+# All fuzz targets in one program without libFuzzer, and each with it.
+build/fault/replay: dev/fault/replay.c build/deps/fault/replay.d | $(FOLDERS)
+	$(CC) $(SANITIZE) $(DEPENDENCIES) -o $@ $< $(LIBS)
 
 FUZZ_CC ?= clang
-FUZZ_CFLAGS = -std=gnu11 -O1 -g -Wall -Wextra -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS)
-build/fault/fuzz_%: dev/fault/fuzz_%.c dev/fault/fuzz.h $(HEADERS) | build/fault
-	$(FUZZ_CC) $(FUZZ_CFLAGS) -o $@ $< $(MPI_LIBS) -lm
+FUZZ_CFLAGS = -std=gnu11 -O1 -g -Wall -Wextra -fsanitize=fuzzer,address,undefined \
+	-fno-sanitize-recover=all $(MPI_CFLAGS)
+build/fault/fuzz_%: dev/fault/fuzz_%.c build/deps/fault/fuzz_%.d | $(FOLDERS)
+	$(FUZZ_CC) $(FUZZ_CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
+
+# ---- groups
 
 unit-tests: $(UNIT_TESTS)
 asan: $(SANITIZED)
-gpu: train_fp8cu build/test_gpu build/test_fsdp_order build/test_placement build/compare_checkpoints
+gpu: train_fp8cu $(GPU_TESTS) build/compare_checkpoints cuda-headers
 benches: $(BENCHES)
 
-headers: | build
-	@for h in $(HEADERS); do $(CC) $(CFLAGS) -x c -c -o build/header.o $$h && g++ -std=c++17 -march=native -Wall -Wextra -Werror $(MPI_CFLAGS) -x c++ -c -o build/header.o $$h || exit 1; done
+headers: $(HEADER_CHECKS)
 	@echo "$(words $(HEADERS)) headers compile alone"
+
+cuda-headers: $(CUDA_HEADER_CHECKS)
+	@echo "$(words $(CUDA_HEADERS)) CUDA headers compile alone"
 
 test:
 	scripts/test.sh
+
+# One test; scripts find the programs that they run.
+test-%: FORCE
+	@if [ -e dev/test/test_$*.c ] || [ -e dev/test/test_$*.cu ]; then $(MAKE) -s build/test_$* && build/test_$*; \
+	elif [ -e dev/test/test_$*.sh ] || [ -e dev/test/test_$*.py ]; then \
+		$(MAKE) -s train_fp8 build/synth_stories build/compare_checkpoints || exit 1; \
+		if [ -e dev/test/test_$*.sh ]; then bash dev/test/test_$*.sh; else python3 dev/test/test_$*.py; fi; \
+	else echo "error: there is no dev/test/test_$*.c, .cu, .sh or .py" >&2; exit 1; fi
 
 check-gpu:
 	scripts/check_gpu.sh
@@ -121,11 +169,11 @@ check-faults:
 
 FORCE:
 
-build:
-	@mkdir -p build/asan
-
-build/fault:
+$(FOLDERS):
 	@mkdir -p $@
 
 clean:
 	rm -rf build train_fp8 train_fp8cu
+
+$(DEPENDENCY_FILES): ;
+-include $(wildcard $(DEPENDENCY_FILES))

@@ -17,7 +17,7 @@
 
 #include "llmc/base/arena.h"
 #include "llmc/run/audit_report.h"
-#include "llmc/checkpoint/checkpoint.h"
+#include "llmc/checkpoint/tensors.h"
 #include "llmc/dist/comm.h"
 #include "llmc/data/dataloader.h"
 #include "llmc/reference/adamw.h"

@@ -1,4 +1,5 @@
-// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh bit for bit against the CPU's functions, and times them. Build: make build/bench_adamw
+// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh bit for bit against the CPU's functions, and times them.
+// Build and run: make build/bench_adamw && build/bench_adamw
 #include "../../llmc/cuda/adamw.cuh"
 #include "../../llmc/cuda/initialize.cuh"
 #include "../../llmc/reference/adamw.h"

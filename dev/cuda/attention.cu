@@ -1,9 +1,10 @@
 // Check and bench of every attention implementation.
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o attention dev/cuda/attention.cu
-//   ./attention [mma] [sm90] [fwd] [bwd] [check] [bench] [deterministic]     no words: everything; words of a kind restrict that kind
+// Words after its name restrict it: [mma] [sm90] [fwd] [bwd] [check] [bench] [deterministic]; without words of a kind it
+// runs all of that kind.
 // Check: fresh random data, each output against a plain fp64 computation, everything outside the outputs watched. Bench: random data,
 // the medians of single calls, as TFLOP/s of the causal half (4*NH*HD*T^2/2 forward, 2.5 times that backward) and share of the dense bf16 peak;
 // and the kernels around the backward's products, which only move data.
+// Build and run: make build/bench_attention && build/bench_attention
 #include "../../llmc/cuda/attention.cuh"
 #include "bench.cuh"
 

@@ -1,4 +1,5 @@
-// Checks and times llmc/cuda/audit.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o audit dev/cuda/audit.cu
+// Checks and times llmc/cuda/audit.cuh.
+// Build and run: make build/bench_audit && build/bench_audit
 #include "../../llmc/cuda/audit.cuh"
 #include "check_quantized.cuh"
 

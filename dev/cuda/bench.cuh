@@ -7,7 +7,7 @@
 #include "../../llmc/cuda/cuda_utils.cuh"
 #include "../../llmc/config/flops.h"
 #include "../../llmc/base/rng.h"
-#include "../test/check.h"
+#include "../test/lib/check.h"
 
 // After every <<<>>>: a bad launch configuration is reported here; an error inside the kernel by a later synchronizing call.
 #define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)

@@ -1,4 +1,5 @@
-// Checks llmc/cuda/embedding.cuh against llmc/reference/embedding.h and times it. Build: make build/bench_embedding
+// Checks llmc/cuda/embedding.cuh against llmc/reference/embedding.h and times it.
+// Build and run: make build/bench_embedding && build/bench_embedding
 #include "../../llmc/cuda/embedding.cuh"
 #include "../../llmc/reference/embedding.h"
 #include "bench.cuh"

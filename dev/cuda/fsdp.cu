@@ -1,6 +1,7 @@
 // Checks and times the kernels around the collectives of llmc/dist/fsdp.cuh: gradients to fp32, and sums of them over ranks
 // and micro-steps, the latter against the CPU's, bit for bit. Checks the proof of llmc/dist/peer_memory.cuh, with one GPU in
-// the place of two. Build: make build/bench_fsdp
+// the place of two.
+// Build and run: make build/bench_fsdp && build/bench_fsdp
 #include "../../llmc/dist/fsdp.cuh"
 #include "bench.cuh"
 

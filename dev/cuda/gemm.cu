@@ -1,5 +1,5 @@
 // Checks and times llmc/cuda/gemm.cuh: every product of every recipe.
-// Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o gemm dev/cuda/gemm.cu -lcublasLt
+// Build and run: make build/bench_gemm && build/bench_gemm
 #include "../../llmc/cuda/gemm.cuh"
 #include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"

@@ -1,4 +1,5 @@
-// Checks and times llmc/cuda/quantize.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o quantize dev/cuda/quantize.cu
+// Checks and times llmc/cuda/quantize.cuh.
+// Build and run: make build/bench_quantize && build/bench_quantize
 #include "check_quantized.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 // Checks and times the casts of every recipe (llmc/cuda/quantize.cuh), from all sources.
-// Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o quantize_fine dev/cuda/quantize_fine.cu
+// Build and run: make build/bench_quantize_fine && build/bench_quantize_fine
 #include "../../llmc/cuda/rmsnorm.cuh"
 #include "../../llmc/cuda/swiglu.cuh"
 #include "check_quantized.cuh"

@@ -1,4 +1,5 @@
-// Checks and times llmc/cuda/rmsnorm.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o rmsnorm dev/cuda/rmsnorm.cu
+// Checks and times llmc/cuda/rmsnorm.cuh.
+// Build and run: make build/bench_rmsnorm && build/bench_rmsnorm
 #include "../../llmc/reference/rmsnorm.h"
 #include "../../llmc/cuda/rmsnorm.cuh"
 #include "check_quantized.cuh"

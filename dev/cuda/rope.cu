@@ -1,5 +1,5 @@
-// Checks llmc/cuda/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference/rope.h and times it. Build: make
-// build/bench_rope
+// Checks llmc/cuda/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference/rope.h and times it.
+// Build and run: make build/bench_rope && build/bench_rope
 #include "../../llmc/reference/linear.h"
 #include "../../llmc/reference/rope.h"
 #include "../../llmc/cuda/rope.cuh"

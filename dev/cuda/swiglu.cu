@@ -1,4 +1,5 @@
-// Checks and times llmc/cuda/swiglu.cuh. Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o swiglu dev/cuda/swiglu.cu
+// Checks and times llmc/cuda/swiglu.cuh.
+// Build and run: make build/bench_swiglu && build/bench_swiglu
 #include "../../llmc/reference/swiglu.h"
 #include "../../llmc/cuda/swiglu.cuh"
 #include "check_quantized.cuh"

@@ -6,7 +6,7 @@ set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-. dev/test/gpu_lines.sh
+. dev/test/lib/gpu_lines.sh
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 if [ "$gpus" -lt 2 ]; then
@@ -232,7 +232,7 @@ else bad "SIGTERM to rank 1: status $status after $took s, $before checkpoints b
 # ---- a rank that is stuck: stopped in each phase, on 2 GPUs; --stall-timeout 5 ends all with its name
 host=$(hostname)
 stall_run() { exec $launcher -np 2 -x LD_PRELOAD="$tmp/shim.so" ./train_fp8cu "$@"; }
-. dev/test/stall_cases.sh
+. dev/test/lib/stall_cases.sh
 data="--train-data $tmp/synth_train.bin --sequence-length 256 --deterministic --precision bf16"
 endless="$data --num-steps 1000000 --stall-timeout 5"
 # $1 run, $2 rank, $3 phase, then the call on which it stops, as stall_start wants it, and the arguments. 25 s: the timeout,

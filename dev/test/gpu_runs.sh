@@ -5,7 +5,7 @@ set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-. dev/test/gpu_lines.sh
+. dev/test/lib/gpu_lines.sh
 
 build/synth_stories --out "$tmp/synth" --bytes 300000 --seed 3 >/dev/null || bad "synth_stories"
 data="--train-data $tmp/synth_train.bin --shuffle off"

@@ -1,7 +1,7 @@
 // adamw_math.h's rounding bits: pinned values, and whether 48 bits an element look independent and uniform wherever an optimizer could tell. All
 // seeds are fixed; every bound is five standard deviations of what true random bits would give, so a check that fails is a flaw, not chance.
 #include "../../llmc/reference/adamw_math.h"
-#include "check.h"
+#include "lib/check.h"
 
 enum { FIELDS = 3, SAMPLES = 1 << 18 };
 #define SIGMAS 5.0

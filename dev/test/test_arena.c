@@ -1,6 +1,6 @@
 // The arena: the plan and the allocation agree, and memory named for reuse is handed out first, to what fits.
 #include "../../llmc/base/arena.h"
-#include "check.h"
+#include "lib/check.h"
 
 // Takes a few sizes, some of them in the memory of earlier ones; where they lie, counted from `base`.
 static void take_some(Arena *a, int64_t at[6]) {

@@ -2,9 +2,9 @@
 #include "../../llmc/run/audit_report.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
-#include "check.h"
-#include "json_check.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/json_check.h"
+#include "lib/scratch.h"
 
 static const AuditSums no_sums;
 

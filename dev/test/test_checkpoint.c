@@ -1,4 +1,5 @@
-// checkpoint.h: save and load bit for bit, what resuming refuses, damage of every kind, failing disks, export, loading of foreign weights.
+// The store of checkpoints: save and load bit for bit, what resuming refuses, damage of every kind, failing disks, export,
+// loading of foreign weights.
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -6,8 +7,8 @@
 #define FOLDER_LOCK_SECONDS 0.3
 #include "../../llmc/base/rng.h"
 #include "../../llmc/run/run.h"
-#include "check.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/scratch.h"
 
 // ---- a trainer's state in host memory
 

@@ -1,8 +1,8 @@
 // Token loader: formats, windows, order, ranks, files that change under the run, and every bad input.
 #include "../../llmc/data/dataloader.h"
 
-#include "check.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/scratch.h"
 
 #define MAX_N 4096
 

@@ -2,7 +2,7 @@
 // do not count, and the order of tensors.
 #include "../../llmc/reference/delayed.h"
 #include "../../llmc/base/rng.h"
-#include "check.h"
+#include "lib/check.h"
 
 // What the window must hold: TE shifts all of it by one and clears slot 0.
 static void roll(float *history, int64_t window, float amax) {

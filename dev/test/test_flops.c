@@ -1,6 +1,6 @@
 // FLOP counts against hand calculations, MFU and SOL, and the table of peaks.
 #include "../../llmc/config/flops.h"
-#include "check.h"
+#include "lib/check.h"
 
 // Of a preset with one linear-layer recipe (an index of recipe_row; RECIPE_BF16: --precision bf16).
 static TokenFlops preset_flops(const char *name, int64_t T, int recipe, const char *filter, bool emulate) {

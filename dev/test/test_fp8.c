@@ -1,8 +1,8 @@
 // fp8.h, bf16.h and rng.h: casts against torch's (dev/reference) and against the formats' definitions, unbiased stochastic rounding, and
 // random numbers that are uniform, normal and independent. Run from the root of the repository.
 #include "../../llmc/base/rng.h"
-#include "check.h"
-#include "fp8_golden.h"
+#include "lib/check.h"
+#include "lib/fp8_golden.h"
 
 // ---- goldens
 

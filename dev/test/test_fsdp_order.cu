@@ -4,8 +4,8 @@
 // be what the schedule wants there, and no stream may wait for ever. The last checks leave out one barrier, collective or event at a time, which must be noticed.
 #include "../../llmc/dist/fsdp.cuh"
 
-#include "check.h"
-#include "order_model.h"
+#include "lib/check.h"
+#include "lib/order_model.h"
 
 enum { COMPUTE, COMMUNICATION, MAX_EVENTS = 1 << 12 };
 static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication"};

@@ -3,9 +3,9 @@
 #define TESTING
 #include "../../train_fp8.cu"
 
-#include "check.h"
-#include "golden.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/golden.h"
+#include "lib/scratch.h"
 
 static const char *const goldens = "dev/reference/goldens";
 

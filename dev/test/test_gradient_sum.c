@@ -2,7 +2,7 @@
 // bias, and as much noise as is stated.
 #include "../../llmc/reference/gradient_sum.h"
 
-#include "check.h"
+#include "lib/check.h"
 
 enum { N = 1 << 16 };
 

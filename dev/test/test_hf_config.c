@@ -1,7 +1,7 @@
 // hf_config.h: config.json of the three classes in both RoPE styles, defaults, refusals, and the round trip of every preset.
 #include "../../llmc/config/hf_config.h"
-#include "check.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/scratch.h"
 
 static void write_config(const char *text) {
     Failure failure;

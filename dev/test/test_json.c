@@ -1,7 +1,7 @@
 // json.h: what it accepts, what it refuses and with which words, and that no input makes it read or write outside its memory (run under ASan).
 #include "../../llmc/base/json.h"
 #include "../../llmc/base/rng.h"
-#include "check.h"
+#include "lib/check.h"
 
 static void check_refused(const char *text, size_t size, const char *reason) {
     Json json;

@@ -3,9 +3,9 @@
 #include <sys/resource.h>
 
 #include "../../llmc/run/logger.h"
-#include "check.h"
-#include "json_check.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/json_check.h"
+#include "lib/scratch.h"
 
 typedef struct {
     Options o;

@@ -1,7 +1,7 @@
 // model_config.h: presets against published figures, RoPE frequencies against transformers', and the checks of sizes.
 #include "../../llmc/config/model_config.h"
 #include "../../llmc/config/parameters.h"
-#include "check.h"
+#include "lib/check.h"
 
 // Published numbers of parameters (model cards; safetensors metadata on the hub).
 static void test_parameter_counts(void) {

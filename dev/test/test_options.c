@@ -1,6 +1,6 @@
 // options.h: every row of the table, parsing, every kind of bad value, conflicts, and the text forms that checkpoints and logs keep.
 #include "../../llmc/config/options.h"
-#include "check.h"
+#include "lib/check.h"
 
 typedef struct {
     int argc;

@@ -1,6 +1,6 @@
 // parameters.h: names, shapes and flags of every family, and what the layout of the flat array promises.
 #include "../../llmc/config/parameters.h"
-#include "check.h"
+#include "lib/check.h"
 
 static ModelConfig model(ModelFamily family, bool tied) {
     ModelConfig m;

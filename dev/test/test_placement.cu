@@ -3,7 +3,7 @@
 #define TESTING
 #include "../../train_fp8.cu"
 
-#include "check.h"
+#include "lib/check.h"
 
 // Moments of a step, in order: the forward pass of layer l is moment l, then come those below, then the backward pass of layer l.
 typedef struct {

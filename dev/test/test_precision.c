@@ -1,6 +1,6 @@
 // precision.h: what each word of --fp8-filter keeps in bf16, the rule of sizes, and the printed table for every preset and recipe.
 #include "../../llmc/config/precision.h"
-#include "check.h"
+#include "lib/check.h"
 
 typedef struct {
     Options o;

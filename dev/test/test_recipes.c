@@ -3,8 +3,8 @@
 #include "../../llmc/reference/delayed.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
-#include "check.h"
-#include "fp8_golden.h"
+#include "lib/check.h"
+#include "lib/fp8_golden.h"
 
 // ---- one copy against its golden
 

@@ -12,7 +12,7 @@
 #include "../../llmc/reference/rmsnorm.h"
 #include "../../llmc/reference/rope.h"
 #include "../../llmc/reference/swiglu.h"
-#include "check.h"
+#include "lib/check.h"
 
 // fp32 with fp32 sums of up to a few hundred terms against double: a few hundred times 2^-24 at the very worst.
 #define FP32_TOLERANCE 5e-6

@@ -4,8 +4,8 @@
 
 #include "../../llmc/base/rng.h"
 #include "../../llmc/checkpoint/safetensors.h"
-#include "check.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/scratch.h"
 
 static void write_bytes(const char *name, const void *data, size_t size) {
     FILE *f = fopen(scratch_path(name), "wb");

@@ -1,6 +1,6 @@
 // Learning-rate schedules at every corner, and against their formulas in between.
 #include "../../llmc/config/schedule.h"
-#include "check.h"
+#include "lib/check.h"
 
 static Options schedule_options(int schedule, int64_t warmup, int64_t steps) {
     Options o = options_default();

@@ -12,7 +12,7 @@ sets() {
 }
 unset_in() { comm -23 <(reads "$1") <(sets "$@"); }
 
-for script in scripts/*.sh dev/test/*.sh dev/reference/*.sh data/*.sh .ci/run; do
+for script in scripts/*.sh dev/test/*.sh dev/test/lib/*.sh dev/reference/*.sh data/*.sh .ci/run; do
     [ -e "$script" ] || continue
     check "$script parses" bash -n "$script"
     others=$(grep -lE "(^|[ ;])(\.|source) .*$(basename "$script")" scripts/*.sh dev/test/*.sh; for name in $(grep -oE '(^|[ ;])(\.|source) [^ ]*\.sh' "$script" | sed 's/.*[ /]//'); do ls {scripts,dev/test}/"$name" 2>/dev/null; done)
@@ -23,7 +23,7 @@ done
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 grep -v '^common=' dev/test/gpu_runs.sh >"$tmp/gpu_runs.sh"
-check "a variable that is no longer set is found" equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/gpu_lines.sh)" common
+check "a variable that is no longer set is found" equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/lib/gpu_lines.sh)" common
 
 # A make that ends the script that calls it: none of these may come as far.
 printf '#!/bin/sh\nkill "$PPID"\n' >"$tmp/make"

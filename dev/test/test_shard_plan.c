@@ -1,6 +1,6 @@
 // shard_plan.h: the slices of a group cover every parameter once, fit their arrays, and gather back to the flat array's segments.
 #include "../../llmc/config/shard_plan.h"
-#include "check.h"
+#include "lib/check.h"
 
 static ModelConfig model(ModelFamily family, bool tied) {
     ModelConfig m;

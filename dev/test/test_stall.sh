@@ -15,7 +15,7 @@ host=$(hostname)
 data="--train-data $tmp/s_train.bin --sequence-length 16"
 launcher="mpirun --allow-run-as-root --oversubscribe -np 3 -x LD_PRELOAD=$tmp/shim.so"
 stall_run() { exec $launcher ./train_fp8 "$@" $data; }
-. dev/test/stall_cases.sh
+. dev/test/lib/stall_cases.sh
 lines() { grep '^step ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
 
 # The weights that a run loads.

@@ -1,8 +1,8 @@
 // Tokenizer table: naming rule, decoding, printing, damaged and hostile files.
 #include "../../llmc/data/tokenizer.h"
 
-#include "check.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/scratch.h"
 
 
 typedef struct {

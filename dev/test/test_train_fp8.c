@@ -5,9 +5,9 @@
 
 #include <libgen.h>
 
-#include "check.h"
-#include "golden.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/golden.h"
+#include "lib/scratch.h"
 
 // Sanitizers slow matrix products down a hundred times: what is looked for there is seen in one step as in three.
 #ifdef __SANITIZE_ADDRESS__

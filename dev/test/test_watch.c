@@ -1,8 +1,8 @@
 // The verdict on stuck ranks (llmc/dist/watch.h), by tables of what ranks say of themselves; and what a rank says.
 #include "../../llmc/base/file_io.h"
 #include "../../llmc/dist/watch.h"
-#include "check.h"
-#include "scratch.h"
+#include "lib/check.h"
+#include "lib/scratch.h"
 
 enum { WORLD = 4, TIMEOUT = 60 };
 

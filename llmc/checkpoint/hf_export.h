@@ -3,7 +3,8 @@
 #ifndef LLMC_HF_EXPORT_H
 #define LLMC_HF_EXPORT_H
 
-#include "checkpoint.h"
+#include "manifest.h"
+#include "tensors.h"
 
 // Files beside the weights that an export takes over from the folder the run started from.
 static inline const char *const *export_copied_files(void) {

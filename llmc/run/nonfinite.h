@@ -5,7 +5,8 @@
 #define LLMC_NONFINITE_H
 
 #include "../reference/adamw_math.h"
-#include "../checkpoint/checkpoint.h"
+#include "../checkpoint/tensors.h"
+#include "../config/options.h"
 
 // With --on-nonfinite skip: so many such steps in a row end the run.
 #define NONFINITE_MAX_SKIPPED 10

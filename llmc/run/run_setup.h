@@ -4,6 +4,7 @@
 
 #include "../config/hf_config.h"
 #include "../checkpoint/hf_export.h"
+#include "../checkpoint/store.h"
 #include "logger.h"
 #include "../config/options.h"
 #include "../data/tokenizer.h"

@@ -2,7 +2,7 @@
 #ifndef DEV_TEST_SCRATCH_H
 #define DEV_TEST_SCRATCH_H
 
-#include "../../llmc/base/file_io.h"
+#include "../../../llmc/base/file_io.h"
 
 static char scratch[] = "/tmp/train_fp8_test_XXXXXX";
 

@@ -2,8 +2,8 @@
 #ifndef DEV_TEST_GOLDEN_H
 #define DEV_TEST_GOLDEN_H
 
-#include "../../llmc/config/hf_config.h"
-#include "../../llmc/checkpoint/safetensors.h"
+#include "../../../llmc/config/hf_config.h"
+#include "../../../llmc/checkpoint/safetensors.h"
 
 // One golden model: its configuration and its file of tensors (tokens, loss, logits, grad_norm, param.X, grad.X, after3.X).
 typedef struct {

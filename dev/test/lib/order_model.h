@@ -11,7 +11,7 @@
 #ifndef DEV_TEST_ORDER_MODEL_H
 #define DEV_TEST_ORDER_MODEL_H
 
-#include "../../llmc/base/rng.h"
+#include "../../../llmc/base/rng.h"
 
 enum { ORDER_MAX_RANKS = 4, ORDER_STREAMS = 2, ORDER_MAX_STREAMS = ORDER_MAX_RANKS * ORDER_STREAMS };  // stream s is of rank s / ORDER_STREAMS
 enum { ORDER_MAX_OPERATIONS = 1 << 14, ORDER_MAX_RECORDS = 1 << 14, ORDER_MAX_PIECES = 1 << 12, ORDER_MAX_SIGNALS = 64, ORDER_MAX_VALUES = 1 << 10 };

@@ -1,7 +1,7 @@
 # Sourced by test_stall.sh (train_fp8) and gpu_ranks.sh (train_fp8cu): holds one rank of a run, and looks at how the run
 # ends. Wants $tmp, ok and bad, and the function stall_run, which replaces the shell by mpirun with the trainer, the
 # arguments given, and $tmp/shim.so as LD_PRELOAD.
-gcc -shared -fPIC -O1 -Wall -Werror -o "$tmp/shim.so" dev/test/stall_shim.c -ldl || bad "stall_shim.c"
+gcc -shared -fPIC -O1 -Wall -Werror -o "$tmp/shim.so" dev/test/lib/stall_shim.c -ldl || bad "stall_shim.c"
 
 # Starts run $1 in the background, in which rank $2 is held at call $4 (pread, fsync or MPI_Bcast; none: it is not)
 # number $5 on files $6. $3: seconds it sleeps there, or "stop". Then the arguments.

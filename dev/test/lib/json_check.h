@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "../../llmc/base/json.h"
+#include "../../../llmc/base/json.h"
 
 // A number of the root object; NaN if it has none of that name.
 static inline double member(const Json *json, const char *key) {

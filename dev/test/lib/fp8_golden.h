@@ -2,8 +2,8 @@
 #ifndef DEV_TEST_FP8_GOLDEN_H
 #define DEV_TEST_FP8_GOLDEN_H
 
-#include "../../llmc/base/fp8.h"
-#include "../../llmc/checkpoint/safetensors.h"
+#include "../../../llmc/base/fp8.h"
+#include "../../../llmc/checkpoint/safetensors.h"
 
 static inline Safetensors fp8_golden_open(const char *path) {
     Safetensors st;

@@ -6,7 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../../llmc/base/utils.h"
+#include "../../../llmc/base/utils.h"
 
 typedef struct {
     int passed, failed;

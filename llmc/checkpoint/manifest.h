@@ -1,0 +1,306 @@
+// trainer.json, the manifest of a checkpoint: progress, settings, training data, and each file's size and hash.
+//
+// It is written after all files that it lists, and ends with the hash of its own bytes. The file train_fp8.json of an
+// export lists files in the same way.
+#ifndef LLMC_MANIFEST_H
+#define LLMC_MANIFEST_H
+
+#include <fnmatch.h>
+
+#include "../base/file_io.h"
+#include "../base/json.h"
+#include "../config/hf_config.h"
+#include "../config/options.h"
+#include "../data/dataloader.h"
+
+#define CHECKPOINT_FORMAT_VERSION 1
+#define FINGERPRINT_FORMAT "%016llx"
+
+// How far a run has come: what a resumed run continues from.
+typedef struct {
+    int64_t step;     // optimizer steps done
+    int64_t samples;  // sequences seen: the data cursor
+} TrainerProgress;
+
+// Checkpoints of a folder, by their steps.
+typedef struct {
+    int64_t *steps;  // newest first
+    int64_t count;
+} CheckpointSteps;
+
+// What a checkpoint says of the run that wrote it, and a resumed run must share: the model, the settings that are MUST_MATCH, the training data.
+typedef struct {
+    const ModelConfig *model;
+    const Options *options;  // their `auto` values resolved
+    DataIdentity data;
+    CheckpointSteps *passed_over;  // by this run, when it was resumed; NULL: none
+} CheckpointRun;
+
+// ---- lists of files with their hashes
+
+// The manifest of an export.
+#define EXPORT_HASHES "train_fp8.json"
+
+// The last lines of a manifest: the hash of all bytes before them.
+#define CHECKPOINT_SEAL_FORMAT ",\n  \"xxh64\": \"%016llx\"\n}\n"
+#define CHECKPOINT_SEAL_BYTES 34
+
+// Appends the list of files and the hash of all this, and writes FOLDER/NAME. Frees *out.
+static inline bool checkpoint_write_sealed(const char *folder, const char *name, JsonText *out, const FileList *files,
+                                           Failure *failure) {
+    json_text_add(out, ",\n  \"files\": [");
+    for (int64_t i = 0; i < files->count; i++) {
+        const FileRecord *f = &files->records[i];
+        json_text_add(out, "%s\n    {\"name\": \"%s\", \"bytes\": %lld, \"xxh64\": \"%016llx\"}", i ? "," : "",
+                      f->name, (long long)f->bytes, (unsigned long long)f->hash);
+    }
+    json_text_add(out, "\n  ]");
+    json_text_add(out, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(out->data, out->size));
+    const bool ok = file_write(folder, name, out->data, (int64_t)out->size, NULL, failure);
+    json_text_free(out);
+    return ok;
+}
+
+static inline bool checkpoint_write_trainer(const char *folder, const TrainerProgress *progress, const CheckpointRun *run,
+                                            const FileList *files, Failure *failure) {
+    JsonText out = {NULL, 0, 0};
+    json_text_add(&out, "{\n  \"format_version\": %d,\n  \"step\": %lld,\n  \"samples\": %lld,\n  \"model\": ", CHECKPOINT_FORMAT_VERSION, (long long)progress->step, (long long)progress->samples);
+    json_text_add_string(&out, run->model->name);
+    json_text_add(&out, ",\n  \"training_data\": {\"tokens\": %lld, \"shards\": %lld, \"fingerprint\": \"" FINGERPRINT_FORMAT "\"}", (long long)run->data.tokens,
+                  (long long)run->data.shards, (unsigned long long)run->data.fingerprint);
+    json_text_add(&out, ",\n  \"settings\": {");
+    const char *separator = "\n    ";
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP) continue;
+        char value[PATH_CAPACITY];
+        option_format(run->options, row, value, sizeof value);
+        json_text_add(&out, "%s\"%s\": ", separator, row->name);
+        json_text_add_string(&out, value);
+        separator = ",\n    ";
+    }
+    json_text_add(&out, "\n  }");
+    return checkpoint_write_sealed(folder, "trainer.json", &out, files, failure);
+}
+
+static inline bool checkpoint_check_seal(const char *path, const char *text, size_t size, Failure *failure) {
+    if (size < CHECKPOINT_SEAL_BYTES) return fail(failure, "%s was cut short", path);
+    char seal[CHECKPOINT_SEAL_BYTES + 1];
+    const size_t sealed = size - CHECKPOINT_SEAL_BYTES;
+    format_checked(seal, sizeof seal, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(text, sealed));
+    if (memcmp(text + sealed, seal, CHECKPOINT_SEAL_BYTES) != 0) return fail(failure, "%s is damaged: it does not have the hash it ends with", path);
+    return true;
+}
+
+// Parses FOLDER/NAME if it is undamaged and of a version this program reads. The caller frees *json on success.
+static inline bool checkpoint_open_sealed(const char *folder, const char *name, Json *json, Failure *failure) {
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/%s", folder, name);
+    size_t size;
+    char *text = read_file(path, &size);
+    if (!text) {
+        const int error = errno;
+        if (folder_exists(folder)) return fail(failure, "cannot read %s: %s", path, strerror(error));
+        return fail(failure, "cannot read %s: %s is %s", path, folder, path_words(folder).text);
+    }
+    bool ok = checkpoint_check_seal(path, text, size, failure) && json_parse(json, path, text, size, failure);
+    free(text);
+    if (!ok) return false;
+    int64_t version = 0;
+    const JsonNode *node = json_require(json, json_root(json), "format_version", JSON_NUMBER, failure);
+    ok = node && json_int(json, node, 1, INT32_MAX, &version, failure);
+    if (ok && version != CHECKPOINT_FORMAT_VERSION)
+        ok = fail(failure, "%s has format version %lld; this program reads version %d", path, (long long)version, CHECKPOINT_FORMAT_VERSION);
+    if (!ok) json_free(json);
+    return ok;
+}
+
+static inline bool checkpoint_open_trainer(const char *checkpoint, Json *json, Failure *failure) {
+    return checkpoint_open_sealed(checkpoint, "trainer.json", json, failure);
+}
+
+// Checks one entry of "files": the file's size and, if it has at most `largest` bytes, its content.
+static inline bool checkpoint_check_file(const char *checkpoint, const Json *json, const JsonNode *entry,
+                                         int64_t largest, Failure *failure) {
+    const JsonNode *name = json_require(json, entry, "name", JSON_STRING, failure);
+    const JsonNode *bytes = name ? json_require(json, entry, "bytes", JSON_NUMBER, failure) : NULL;
+    const JsonNode *expected = bytes ? json_require(json, entry, "xxh64", JSON_STRING, failure) : NULL;
+    int64_t want = 0, have = 0;
+    if (!expected || !json_int(json, bytes, 0, INT64_MAX, &want, failure)) return false;
+    if (strchr(name->text, '/')) return json_expected(json, name, "the name of a file in the same folder", failure);
+    char path[PATH_CAPACITY], found[32];
+    format_checked(path, sizeof path, "%s/%s", checkpoint, name->text);
+    if (!file_size(path, &have, failure)) return false;
+    if (have != want) return fail(failure, "%s has %lld bytes; it was written with %lld", path, (long long)have, (long long)want);
+    if (want > largest) return true;
+    uint64_t value = 0;
+    if (!file_hash(path, want, &value, failure)) return false;
+    format_checked(found, sizeof found, "%016llx", (unsigned long long)value);
+    return strcmp(found, expected->text) == 0 || fail(failure, "%s is damaged: its XXH64 is %s; it was written with %s", path, found, expected->text);
+}
+
+// The step of a folder name "step-00000123" followed by `suffix`; -1 if it is no such name.
+static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
+    if (strncmp(name, "step-", 5) != 0) return -1;
+    const char *digits = name + 5;
+    const size_t n = strspn(digits, "0123456789");
+    if (n < 8 || n > 18 || strcmp(digits + n, suffix) != 0) return -1;
+    return strtoll(digits, NULL, 10);
+}
+
+// A folder that was renamed would continue another step, and stand before newer ones.
+static inline bool checkpoint_check_name(const char *checkpoint, const Json *json, Failure *failure) {
+    const char *slash = strrchr(checkpoint, '/');
+    const int64_t named = checkpoint_step_of(slash ? slash + 1 : checkpoint, "");
+    if (named < 0) return true;
+    int64_t step = 0;
+    const JsonNode *node = json_require(json, json_root(json), "step", JSON_NUMBER, failure);
+    if (!node || !json_int(json, node, 0, INT64_MAX, &step, failure)) return false;
+    return step == named || fail(failure, "%s was renamed: it was saved after step %lld; give it the name step-%08lld again", checkpoint, (long long)step, (long long)step);
+}
+
+// Whether a checkpoint is whole: it has its own name, and every file that trainer.json lists has its size and, if `hash`, its hash.
+static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failure *failure) {
+    Json json;
+    if (!checkpoint_open_trainer(checkpoint, &json, failure)) return false;
+    const JsonNode *files = checkpoint_check_name(checkpoint, &json, failure) ? json_require(&json, json_root(&json), "files", JSON_ARRAY, failure) : NULL;
+    bool ok = files != NULL;
+    for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry; entry = json_next(&json, entry))
+        ok = checkpoint_check_file(checkpoint, &json, entry, hash ? INT64_MAX : -1, failure);
+    json_free(&json);
+    return ok;
+}
+
+// Compares the files that a start from a folder as MODEL reads with the hashes that this program saved beside them: all
+// files of an export, config.json and weights of a checkpoint. A file of more than `largest` bytes is compared by size
+// alone. A folder from elsewhere has no hashes and is taken as it is. Fails with the file that differs.
+static inline bool model_verify(const char *folder, int64_t largest, Failure *failure) {
+    static const char *const lists[] = {"trainer.json", EXPORT_HASHES};
+    for (int i = 0; i < 2; i++) {
+        char path[PATH_CAPACITY];
+        Json json;
+        format_checked(path, sizeof path, "%s/%s", folder, lists[i]);
+        if (!path_exists(path)) continue;
+        if (!checkpoint_open_sealed(folder, lists[i], &json, failure)) return false;
+        const JsonNode *files = json_require(&json, json_root(&json), "files", JSON_ARRAY, failure);
+        bool ok = files != NULL;
+        for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry;
+             entry = json_next(&json, entry)) {
+            const JsonNode *name = json_member(&json, entry, "name");
+            const bool state = name && (fnmatch("optimizer*", name->text, 0) == 0 ||
+                                        fnmatch("fp8_state*", name->text, 0) == 0);
+            if (!state) ok = checkpoint_check_file(folder, &json, entry, largest, failure);
+        }
+        json_free(&json);
+        return ok;
+    }
+    return true;
+}
+
+// ---- what a resumed run must share with the checkpoint
+
+// The settings of the checkpoint that may not differ now but do, one a line "--name is A in the checkpoint, B now"; empty if none. A setting that the
+// checkpoint lacks did not exist when it was written: that run did what is the default today.
+static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o) {
+    JsonText out = {NULL, 0, 0};
+    json_text_add(&out, "%s", "");
+    const JsonNode *settings = json_member(json, json_root(json), "settings");
+    const JsonNode *precision = settings ? json_member(json, settings, "precision") : NULL;
+    Options initial = options_default();
+    initial.precision = o->precision;  // which some `auto` stand for; if the checkpoint's is another one, that is a line of its own, and those of FP8 say nothing
+    options_resolve(&initial);
+    char precision_now[64];
+    option_format(o, option_find("precision", strlen("precision")), precision_now, sizeof precision_now);
+    const bool other_precision = precision && strcmp(precision->text, precision_now) != 0;
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP || row->match != MUST_MATCH || (other_precision && option_is_fp8(row))) continue;
+        char now[PATH_CAPACITY], absent[PATH_CAPACITY];
+        option_format(o, row, now, sizeof now);
+        option_format(&initial, row, absent, sizeof absent);
+        const JsonNode *node = settings ? json_member(json, settings, row->name) : NULL;
+        const char *then = node ? node->text : absent;
+        if (strcmp(then, now) != 0) json_text_add(&out, "\n  --%s is %s in the checkpoint, %s now", row->name, *then ? then : "\"\"", *now ? now : "\"\"");
+    }
+    return out;
+}
+
+// The same of what --train-data holds: other data would be read from the old cursor on. Its path is free, so that data can be moved. A checkpoint that
+// does not say had any.
+static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity *now, JsonText *out) {
+    const JsonNode *data = json_member(json, json_root(json), "training_data");
+    const struct { const char *name; int64_t now; } rows[] = {{"tokens", now->tokens}, {"shards", now->shards}};
+    bool same = true;
+    for (size_t i = 0; data && i < sizeof rows / sizeof rows[0]; i++) {
+        const JsonNode *node = json_member(json, data, rows[i].name);
+        int64_t then = rows[i].now;
+        Failure ignored;
+        if (!node || !json_int(json, node, 0, INT64_MAX, &then, &ignored) || then == rows[i].now) continue;
+        json_text_add(out, "\n  --train-data has %lld %s in the checkpoint, %lld now", (long long)then, rows[i].name, (long long)rows[i].now);
+        same = false;
+    }
+    char fingerprint[32];
+    const JsonNode *node = data ? json_member(json, data, "fingerprint") : NULL;
+    format_checked(fingerprint, sizeof fingerprint, FINGERPRINT_FORMAT, (unsigned long long)now->fingerprint);
+    if (same && node && strcmp(node->text, fingerprint) != 0)
+        json_text_add(out, "\n  --train-data has as many tokens as in the checkpoint, but other ones, or its shards in another order");
+}
+
+// The setting --name of the run that wrote the checkpoint, as text; "" if it has none. Dies if trainer.json cannot be read.
+static inline void checkpoint_read_setting(const char *checkpoint, const char *name, char *out, size_t capacity) {
+    Json json;
+    Failure failure;
+    if (!checkpoint_open_trainer(checkpoint, &json, &failure)) die("%s", failure.text);
+    const JsonNode *settings = json_member(&json, json_root(&json), "settings"), *node = settings ? json_member(&json, settings, name) : NULL;
+    format_checked(out, capacity, "%s", node ? node->text : "");
+    json_free(&json);
+}
+
+// Appends "\n  NAME is A in the checkpoint, B now" for each number of the model that differs.
+static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const ModelConfig *now) {
+    const struct { const char *name; double then, now; } rows[] = {
+        {"family (0 Llama, 1 Qwen2, 2 Qwen3)", (double)then->family, (double)now->family},
+        {"vocab_size", (double)then->vocab_size, (double)now->vocab_size},
+        {"hidden_size", (double)then->hidden_size, (double)now->hidden_size},
+        {"intermediate_size", (double)then->intermediate_size, (double)now->intermediate_size},
+        {"num_hidden_layers", (double)then->num_layers, (double)now->num_layers},
+        {"num_attention_heads", (double)then->num_heads, (double)now->num_heads},
+        {"num_key_value_heads", (double)then->num_kv_heads, (double)now->num_kv_heads},
+        {"head_dim", (double)then->head_dim, (double)now->head_dim},
+        {"tie_word_embeddings", then->tie_word_embeddings ? 1.0 : 0.0, now->tie_word_embeddings ? 1.0 : 0.0},
+        {"rms_norm_eps", then->rms_norm_eps, now->rms_norm_eps},
+        {"rope_theta", then->rope_theta, now->rope_theta},
+        {"rope_scaling.factor", then->rope_scaling.factor, now->rope_scaling.factor},
+        {"rope_scaling.low_freq_factor", then->rope_scaling.low_freq_factor, now->rope_scaling.low_freq_factor},
+        {"rope_scaling.high_freq_factor", then->rope_scaling.high_freq_factor, now->rope_scaling.high_freq_factor},
+        {"rope_scaling.original_max_position_embeddings", (double)then->rope_scaling.original_max_position_embeddings, (double)now->rope_scaling.original_max_position_embeddings}};
+    JsonText out = {NULL, 0, 0};
+    json_text_add(&out, "%s", "");
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+        if (rows[i].then != rows[i].now) json_text_add(&out, "\n  %s is %.17g in the checkpoint, %.17g now", rows[i].name, rows[i].then, rows[i].now);
+    return out;
+}
+
+// Reads how far the checkpoint's run had come, and dies unless the model and every MUST_MATCH setting are those of now. Needs no trainer
+// state, so it can run before anything is allocated.
+static inline TrainerProgress checkpoint_check(const char *checkpoint, const CheckpointRun *run) {
+    Failure failure;
+    Json json;
+    TrainerProgress progress = {0, 0};
+    if (!checkpoint_open_trainer(checkpoint, &json, &failure)) die("%s", failure.text);
+    const JsonNode *step = json_require(&json, json_root(&json), "step", JSON_NUMBER, &failure);
+    const JsonNode *samples = step ? json_require(&json, json_root(&json), "samples", JSON_NUMBER, &failure) : NULL;
+    if (!samples || !json_int(&json, step, 0, INT64_MAX, &progress.step, &failure) || !json_int(&json, samples, 0, INT64_MAX, &progress.samples, &failure))
+        die("%s", failure.text);
+    ModelConfig then;
+    hf_config_read(&then, checkpoint);
+    JsonText model = checkpoint_model_mismatch(&then, run->model), settings = checkpoint_settings_mismatch(&json, run->options);
+    checkpoint_data_mismatch(&json, &run->data, &settings);
+    json_free(&json);
+    if (model.size) die("cannot resume from %s, a checkpoint of another model:%s", checkpoint, model.data);
+    if (settings.size) die("cannot resume from %s with other settings:%s\ngive the checkpoint's values, or start from its weights alone in another --checkpoint-dir, with MODEL %s", checkpoint, settings.data,
+                           checkpoint);
+    json_text_free(&model);
+    json_text_free(&settings);
+    return progress;
+}
+
+#endif

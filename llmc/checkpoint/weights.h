@@ -1,0 +1,95 @@
+// The weights of a Hugging Face folder: which files hold them, whether they fit the model, and loading them.
+#ifndef LLMC_WEIGHTS_H
+#define LLMC_WEIGHTS_H
+
+#include <fnmatch.h>
+
+#include "tensors.h"
+
+// A file of a tied model may hold lm_head as well: then the same values, or it is not tied.
+static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterTable *t, const Safetensor *lm_head, Failure *failure) {
+    const Parameter *embedding = parameter_find(t, "model.embed_tokens.weight");
+    const Safetensor *tensor = safetensors_require(st, embedding->name, embedding->rows, embedding->cols, failure);
+    const int64_t elements = parameter_elements(embedding), chunk = IO_CHUNK_BYTES / 8;
+    if (!tensor || !safetensors_require(st, lm_head->name, embedding->rows, embedding->cols, failure)) return false;
+    float *a = (float *)xcalloc((size_t)(2 * chunk), sizeof *a), *b = a + chunk;
+    bool ok = true;
+    for (int64_t done = 0; ok && done < elements; done += chunk) {
+        const int64_t n = min_i64(chunk, elements - done);
+        ok = safetensors_read(st, tensor, done, n, true, a, failure) && safetensors_read(st, lm_head, done, n, true, b, failure) &&
+             (memcmp(a, b, (size_t)n * sizeof *a) == 0 || fail(failure, "%s: config.json ties lm_head.weight to %.200s, but they differ; with \"tie_word_embeddings\": false both are trained",
+                                                               st->files[lm_head->file].path, embedding->name));
+    }
+    free(a);
+    return ok;
+}
+
+// Before anything is copied: every tensor of the table is there with its shape, and no other but a tied lm_head (the embedding stands in for it)
+// and the RoPE tables that old Llama files carry.
+static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelConfig *m, const ParameterTable *t, Failure *failure) {
+    for (int64_t i = 0; i < t->count; i++)
+        if (!safetensors_require(st, t->entries[i].name, t->entries[i].rows, t->entries[i].cols, failure)) return false;
+    const char *const rope_table = ".rotary_emb.inv_freq";
+    for (int64_t i = 0; st->count != t->count && i < st->count; i++) {
+        const char *name = st->tensors[i].name;
+        const size_t n = strlen(name), suffix = strlen(rope_table);
+        if (m->tie_word_embeddings && strcmp(name, "lm_head.weight") == 0) {
+            if (!checkpoint_check_tied(st, t, &st->tensors[i], failure)) return false;
+            continue;
+        }
+        if (parameter_find(t, name) || (n > suffix && strcmp(name + n - suffix, rope_table) == 0)) continue;
+        return fail(failure, "%s: tensor %.200s has no place in a model with this config.json", st->files[st->tensors[i].file].path, name);
+    }
+    return true;
+}
+
+// Whether a model folder has weights to start from.
+static inline bool model_has_weights(const char *folder) {
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/model.safetensors", folder);
+    if (path_exists(path)) return true;
+    format_checked(path, sizeof path, "%s/model.safetensors.index.json", folder);
+    return path_exists(path);
+}
+
+// Whether a folder that model_has_weights denies holds weights after all, in a file that is not read: its name.
+static inline bool model_finds_other_weights(const char *folder, char *name, size_t capacity) {
+    static const char *const patterns[] = {"*.safetensors", "*.gguf", "*model*.bin", "*weights*.bin", "*model*.pt", "*weights*.pt", "*model*.pth", "consolidated*.pth", NULL};
+    DIR *d = opendir(folder);
+    if (!d) die("cannot open folder %s: %s", folder, strerror(errno));
+    bool found = false;
+    for (struct dirent *entry; !found && (entry = readdir(d)) != NULL;) {
+        for (const char *const *pattern = patterns; !found && *pattern; pattern++) found = fnmatch(*pattern, entry->d_name, 0) == 0;
+        if (found) format_checked(name, capacity, "%s", entry->d_name);
+    }
+    closedir(d);
+    return found;
+}
+
+// Dies unless the safetensors of a Hugging Face folder fit the model. Reads headers only: for before anything is allocated.
+static inline void model_check_weights(const char *folder, const ModelConfig *m, const ParameterTable *t) {
+    Safetensors st;
+    Failure failure;
+    if (!safetensors_open_folder(&st, folder, "model", &failure) || !checkpoint_check_tensors(&st, m, t, &failure)) die("%s", failure.text);
+    safetensors_close(&st);
+}
+
+// Loads the weights of any Hugging Face folder into the trainer, converted to its storage type (to bf16: nearest even).
+// Fails with file, tensor, expected and found, and where a value is not finite.
+static inline bool model_read_weights(const char *folder, const ModelConfig *m, const ParameterTable *t,
+                                      const TrainerState *s, Failure *failure) {
+    Safetensors st;
+    if (!safetensors_open_folder(&st, folder, "model", failure)) return false;
+    const bool ok = checkpoint_check_tensors(&st, m, t, failure) &&
+                    checkpoint_read_array(&st, t, s, STATE_WEIGHTS, failure);
+    safetensors_close(&st);
+    return ok;
+}
+
+static inline void model_load_weights(const char *folder, const ModelConfig *m, const ParameterTable *t,
+                                      const TrainerState *s) {
+    Failure failure;
+    if (!model_read_weights(folder, m, t, s, &failure)) die("%s", failure.text);
+}
+
+#endif
