@@ -1,9 +1,9 @@
 // train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or by the FP8 recipes of llmc/config/recipes.h.
 // One process a GPU: `mpirun -np N ./train_fp8cu ...` shards one model over N of them (llmc/dist/fsdp.cuh).
 //
-// From top to bottom: the trainer and its memory, operations of a layer, the model's forward pass, its backward pass, the
-// optimizer, the step, validation and samples, checkpoints, and main. train_fp8.c is the same model in plain C on the CPU;
-// a layer is the same text in both.
+// From top to bottom: the trainer and its memory, operations of a layer, the model's forward pass, its backward pass,
+// the optimizer, the step, validation and samples, checkpoints, and main. train_fp8.c is the same model in plain C on
+// the CPU; a layer is the same text in both.
 
 #include <cuda_runtime.h>
 
@@ -72,7 +72,8 @@ typedef struct {
 
 // One batch in flight: pinned host memory and its copy on the GPU.
 typedef struct {
-    int32_t *host, *device;    // inputs [R], targets [R], then the sorted index of the inputs that make the embedding's gradient
+    // inputs [R], targets [R], then the sorted index of the inputs that make the embedding's gradient
+    int32_t *host, *device;
     cudaEvent_t copied;
 } TokenSlot;
 
@@ -243,8 +244,10 @@ static Layer layer_gradients(const Trainer *t, int64_t l) {
     const LinearShape *s = t->precision.linear;
     const FsdpUnit unit = fsdp_gradients(&t->fsdp, 1 + l);
     Layer dw = layer_of_unit(t, unit);
-    dw.qkv = qtensor_bf16(unit.matrices + s[QKV_PROJ].offset), dw.out = qtensor_bf16(unit.matrices + s[OUT_PROJ].offset);
-    dw.gate_up = qtensor_bf16(unit.matrices + s[GATE_UP_PROJ].offset), dw.down = qtensor_bf16(unit.matrices + s[DOWN_PROJ].offset);
+    dw.qkv = qtensor_bf16(unit.matrices + s[QKV_PROJ].offset);
+    dw.out = qtensor_bf16(unit.matrices + s[OUT_PROJ].offset);
+    dw.gate_up = qtensor_bf16(unit.matrices + s[GATE_UP_PROJ].offset);
+    dw.down = qtensor_bf16(unit.matrices + s[DOWN_PROJ].offset);
     return dw;
 }
 
@@ -289,7 +292,8 @@ static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const Real *x, const Re
 }
 
 // sum = residual + delta, y = RMSNorm(sum) w.
-static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Real *residual, const Real *delta, const Real *w) {
+static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Real *residual, const Real *delta,
+                        const Real *w) {
     const Dims *d = &t->d;
     profile_bytes(&t->profile, "RMSNorm, forward",
                   residual_rmsnorm_forward(sum, y->data, rstd, qtensor_produced_amax(y), residual, delta, w, d->R, d->C,
@@ -346,7 +350,8 @@ static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
 
 // dgate_up from dh, and h once more for the down projection's weight gradient. With current tensor scales the pass that
 // finds the amax of dgate_up casts h on its way.
-static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *h, const Real *dh, const Real *gate_up) {
+static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *h, const Real *dh,
+                            const Real *gate_up) {
     const int64_t R = t->d.R, F = t->d.F;
     const SwigluSource h_source = {gate_up, F};
     const SwigluGradientSource gradient_source = {dh, gate_up, F};
@@ -357,7 +362,8 @@ static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *
     columns.rowwise = NULL;
     if (!h_fp8) columns.columnwise = NULL;
     if (h_data || dgate_up->data)
-        profile_bytes(&t->profile, "SwiGLU, backward", swiglu_backward(dgate_up->data, h_data, dh, gate_up, R, F, t->stream));
+        profile_bytes(&t->profile, "SwiGLU, backward",
+                      swiglu_backward(dgate_up->data, h_data, dh, gate_up, R, F, t->stream));
     if (amax) {
         const QTensor audited = tensor_scales_audited(&t->linears.scales, columns);
         profile_bytes(&t->profile, "amax passes", swiglu_backward_amax(amax, audited, dh, gate_up, R, F, t->stream));
@@ -368,16 +374,20 @@ static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *
 }
 
 // dqkv from the gradient of attention's output.
-static void attention_backward(Trainer *t, const QTensor *dqkv, const Real *datt, const Real *rotated, const QTensor *att, const float *lse) {
+static void attention_backward(Trainer *t, const QTensor *dqkv, const Real *datt, const Real *rotated,
+                               const QTensor *att, const float *lse) {
     profile_mark(&t->profile, "attention, backward", PROFILE_FLOPS_BF16,
-                 attention_backward(dqkv->data, datt, rotated, att->data, lse, t->acts.attention_workspace, attention_dims(t), t->stream));
+                 attention_backward(dqkv->data, datt, rotated, att->data, lse, t->acts.attention_workspace,
+                                    attention_dims(t), t->stream));
 }
 
 // dqkv in place: from the gradient of rotated to that of qkv.
-static void qknorm_rope_backward(Trainer *t, const QTensor *dqkv, Real *dq_norm, Real *dk_norm, const Real *qkv, const Real *q_norm, const Real *k_norm) {
+static void qknorm_rope_backward(Trainer *t, const QTensor *dqkv, Real *dq_norm, Real *dk_norm, const Real *qkv,
+                                 const Real *q_norm, const Real *k_norm) {
     profile_bytes(&t->profile, "RoPE and QK-norm, backward",
-                  qknorm_rope_backward(dqkv->data, dq_norm, dk_norm, qtensor_produced_amax(dqkv), q_norm ? qkv : NULL, q_norm, k_norm,
-                                       t->acts.rope_table, rope_dims(t), t->acts.reduce_workspace, t->stream));
+                  qknorm_rope_backward(dqkv->data, dq_norm, dk_norm, qtensor_produced_amax(dqkv), q_norm ? qkv : NULL,
+                                       q_norm, k_norm, t->acts.rope_table, rope_dims(t), t->acts.reduce_workspace,
+                                       t->stream));
 }
 
 // dbias = sum of dy's rows; nothing without bias.
@@ -386,10 +396,11 @@ static void bias_backward(Trainer *t, Real *dbias, const QTensor *dy) {
 }
 
 // dx += the gradient of a norm's input x, and dweight; dy is the gradient of its output.
-static void rmsnorm_backward(Trainer *t, const QTensor *dx, Real *dweight, const Real *dy, const Real *x, const float *rstd, const Real *w) {
+static void rmsnorm_backward(Trainer *t, const QTensor *dx, Real *dweight, const Real *dy, const Real *x,
+                             const float *rstd, const Real *w) {
     profile_bytes(&t->profile, "RMSNorm, backward",
-                  rmsnorm_backward(dx->data, dweight, qtensor_produced_amax(dx), dy, x, rstd, w, dx->data, t->d.R, t->d.C,
-                                   t->acts.norm_workspace, t->stream));
+                  rmsnorm_backward(dx->data, dweight, qtensor_produced_amax(dx), dy, x, rstd, w, dx->data, t->d.R,
+                                   t->d.C, t->acts.norm_workspace, t->stream));
 }
 
 // The tensors of the root unit; lm_head is the embedding if the two are tied. Each is the first of its segment.
@@ -445,8 +456,9 @@ static void final_norm(Trainer *t, const bf16 *w) {
     const Dims *d = &t->d;
     Activations *a = &t->acts;
     profile_bytes(&t->profile, "RMSNorm, forward",
-                  residual_rmsnorm_forward(a->x_final, a->y_final, a->rstd_final, NULL, a->layer[d->L - 1].x_mid, a->branch, w, d->R, d->C,
-                                           (float)t->m.rms_norm_eps, norm_watch(t, nonfinite_norm(d->L, false)), t->stream));
+                  residual_rmsnorm_forward(a->x_final, a->y_final, a->rstd_final, NULL, a->layer[d->L - 1].x_mid,
+                                           a->branch, w, d->R, d->C, (float)t->m.rms_norm_eps,
+                                           norm_watch(t, nonfinite_norm(d->L, false)), t->stream));
 }
 
 // Embedding, all layers and the final norm: the tokens in `slot` -> t->acts.y_final [R, C].
@@ -455,7 +467,8 @@ static void model_forward(Trainer *t, const TokenSlot *slot) {
     const Root w = root_weights(t);
     tensor_scales_clear_amaxes(&t->linears.scales, TENSOR_X, TENSOR_DY);
     fsdp_prefetch(&t->fsdp, 1);
-    profile_bytes(&t->profile, "embedding", embedding_forward(t->acts.layer[0].x, w.embedding, slot->device, d->R, d->C, t->stream));
+    profile_bytes(&t->profile, "embedding",
+                  embedding_forward(t->acts.layer[0].x, w.embedding, slot->device, d->R, d->C, t->stream));
     for (int64_t l = 0; l < d->L; l++) {
         profile_range_begin("forward of layer", l);
         unshard(t, l, false);
@@ -498,15 +511,18 @@ static void loss_forward_backward(Trainer *t, const TokenSlot *slot, float grad_
         const int64_t rows = min_i64(chunk, d->R - first);
         GemmPlan *head = logits_forward(t, first, rows);
         profile_bytes(&t->profile, "cross-entropy",
-                      cross_entropy_loss_and_gradient(a->losses + first, a->logits, slot->device + d->R + first, rows, d->V, grad_scale, t->stream));
-        const QTensor lm_head = qtensor_bf16(w.lm_head), y = qtensor_bf16(a->y_final + first * d->C), dlogits = qtensor_bf16(a->logits);
-        linears_gemm(&t->linears, "lm_head", &head[GEMM_DGRAD], a->dbranch + first * d->C, &lm_head, &dlogits, NULL, false);
+                      cross_entropy_loss_and_gradient(a->losses + first, a->logits, slot->device + d->R + first, rows,
+                                                      d->V, grad_scale, t->stream));
+        const QTensor lm_head = qtensor_bf16(w.lm_head), dlogits = qtensor_bf16(a->logits);
+        const QTensor y = qtensor_bf16(a->y_final + first * d->C);
+        linears_gemm(&t->linears, "lm_head", &head[GEMM_DGRAD], a->dbranch + first * d->C, &lm_head, &dlogits, NULL,
+                     false);
         linears_gemm(&t->linears, "lm_head", &head[GEMM_WGRAD], dw.lm_head, &y, &dlogits, NULL, first > 0);
     }
     const OutputGradients last = layer_output_gradients(t, d->L - 1);
     profile_bytes(&t->profile, "RMSNorm, backward",
-                  rmsnorm_backward(a->dx, dw.norm, qtensor_produced_amax(&last.down), a->dbranch, a->x_final, a->rstd_final, w.norm, NULL, d->R, d->C,
-                                   a->norm_workspace, t->stream));
+                  rmsnorm_backward(a->dx, dw.norm, qtensor_produced_amax(&last.down), a->dbranch, a->x_final,
+                                   a->rstd_final, w.norm, NULL, d->R, d->C, a->norm_workspace, t->stream));
 }
 
 // Turns t->acts.dx, the gradient of the layer's output, into that of its input, and computes the weight gradients.

@@ -67,7 +67,7 @@ typedef struct {
     ArenaRange layer_gradients;            // weight gradients of the layers: activations lie there before. Empty: not
     ArenaRange embedding_gradient;         // the same of the embedding, which is written last
     int64_t layer_gradient_bytes;          // of one layer
-    bool has_logits;                       // the logits lie at `logits` (NULL on an arena without memory); else they get a place here
+    bool has_logits;  // the logits lie at `logits` (NULL on an arena without memory); else they get a place here
     bf16 *logits;
     ArenaGuest fp8_weights;                // of one layer at a time; place NULL: they are elsewhere
     ArenaGuest root_gradient, layer_gradient;  // gradients before they join their sums; place NULL: elsewhere or none
@@ -111,7 +111,8 @@ static inline DataNeeded data_needed(const Precision *p, int64_t first, int64_t 
 }
 
 // Tensor (l, role, id) with the data that was placed for it, as far as layer l needs it.
-static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *placed, int64_t l, TensorRole role, LinearId id) {
+static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *placed, int64_t l, TensorRole role,
+                                      LinearId id) {
     QTensor q = tensor_scales_of(s, l, role, id);
     const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
     if (recipe_needs_bf16(r, role)) q.data = placed->data;
@@ -138,7 +139,8 @@ static inline OutputGradients activations_output_gradients(const Activations *ac
 
 // The input of linear layer `id`, [R, K], for layers [first, last). Rowwise data is dead after the forward GEMM, so
 // layers share one, in `row`.
-static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId id, int64_t first, int64_t last, const QTensor *row) {
+static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId id, int64_t first, int64_t last,
+                                  const QTensor *row) {
     const Precision *precision = p->scales->precision;
     const int64_t R = p->dims->R, K = precision->linear[id].K;
     const DataNeeded need = data_needed(precision, first, last, id, TENSOR_X);
@@ -154,7 +156,8 @@ static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId
 }
 
 // What layers [first, last) keep, each or together: all but their input x, and h, which backward makes again.
-static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t first, int64_t last, const QTensor *row) {
+static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t first, int64_t last,
+                                    const QTensor *row) {
     const Dims *d = p->dims;
     acts->x_mid = take_bf16(a, d->R * d->C);
     acts->rstd1 = take_float(a, d->R);
@@ -193,8 +196,8 @@ static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *a
 }
 
 // How many layers keep their activations elsewhere than where weight gradients will be. Backward goes from the last
-// layer to the first: when it writes the gradient of layer l, the activations of the layers above are dead. So layer l's
-// gradient may begin where the activations of layer l + 1 do, or later. The other layers' activations lie there one
+// layer to the first: when it writes the gradient of layer l, the activations of the layers above are dead. So layer
+// l's gradient may begin where the activations of layer l + 1 do, or later. The other layers' activations lie there one
 // behind the other, from the first layer's gradient on, and the fewer they are, the sooner they give way. Returns the
 // least number of first layers without which they do. sizes [L]: bytes of each layer's activations.
 static inline int64_t layers_outside(const int64_t *sizes, int64_t L, int64_t gradient_bytes) {
@@ -273,7 +276,8 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
     arena_group(a, "activations of one layer at a time");
     if (p->scales->precision->any_fp8) {
         one->row.rowwise = (uint8_t *)arena_take(a, d->R * widest);
-        one->row.rowwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, COPY_ROW, d->R, widest));
+        one->row.rowwise_scale_inv =
+            arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, COPY_ROW, d->R, widest));
     }
     one->h = place_input(p, a, DOWN_PROJ, 0, d->L, &one->row);
     if (p->recompute_layer) place_layer_acts(p, a, &one->layer, 0, d->L, &one->row);
@@ -283,13 +287,15 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
     arena_group(a, "workspaces");
     acts->attention_workspace = arena_take(a, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
     if (!p->root_gradient.place) place_norm_workspace(p, acts, a);
-    acts->reduce_workspace = arena_take(a, max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
+    acts->reduce_workspace =
+        arena_take(a, max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
     arena_take_guest(a, p->layer_gradient);
 }
 
-// The logits (with the buffer of the root's gradient) and the memory of one layer: never alive together, they lie in the
-// same place, which is the embedding's gradient if the logits fit there. Returns what they leave of it.
-static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a, OneLayer *one) {
+// The logits (with the buffer of the root's gradient) and the memory of one layer: never alive together, they lie in
+// the same place, which is the embedding's gradient if the logits fit there. Returns what they leave of it.
+static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a,
+                                                    OneLayer *one) {
     const ArenaRange nowhere = {0, 0}, room = p->embedding_gradient;
     const int64_t used = a->used;
     if (p->has_logits) {
@@ -305,7 +311,8 @@ static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, 
     const bool in_room = logits.begin == logits.end;
     const ArenaRange after_logits = arena_reuse(a, in_room ? room : logits);
     place_one_layer(p, acts, a, one);
-    const ArenaRange after_layers = arena_reuse(a, nowhere), left = {max_i64(after_logits.begin, after_layers.begin), room.end};
+    const ArenaRange after_layers = arena_reuse(a, nowhere),
+                     left = {max_i64(after_logits.begin, after_layers.begin), room.end};
     return in_room ? left : room;
 }
 

@@ -24,8 +24,8 @@ typedef struct {
 } Linears;
 
 // Describes the linear layers over R rows. Placing, planning and use come later.
-static inline void linears_describe(Linears *ln, const Precision *p, const ModelConfig *m, int64_t R, int64_t head_rows, const Options *o,
-                                    Profile *profile) {
+static inline void linears_describe(Linears *ln, const Precision *p, const ModelConfig *m, int64_t R, int64_t head_rows,
+                                    const Options *o, Profile *profile) {
     memset(ln, 0, sizeof *ln);
     ln->precision = p, ln->rows = R, ln->head_rows = head_rows, ln->qkv_bias = m->qkv_bias, ln->profile = profile;
     ln->gemm.deterministic = o->deterministic;
@@ -54,7 +54,8 @@ static inline void linears_place(Linears *ln, int64_t workspace, Arena *a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Planning
 
-// Random bytes that are finite numbers of ordinary size in every format, for timing: constant data would run faster than real data.
+// Random bytes that are finite numbers of ordinary size in every format, for timing: constant data would run faster
+// than real data.
 static __global__ void fill_for_timing_kernel(uint64_t *out, int64_t n) {
     grid_dependency_wait();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
@@ -67,18 +68,20 @@ static inline void fill_for_timing(char *from, char *to, cudaStream_t stream) {
 
 // Chooses a GEMM's algorithm on operands in `memory`, which nothing uses yet and which is larger than they are.
 static inline void linears_plan_gemm(Linears *ln, GemmPlan *p, char *memory) {
-    char *a = memory, *b = a + round_up(gemm_bytes_a(p), ARENA_ALIGNMENT), *d = b + round_up(gemm_bytes_b(p), ARENA_ALIGNMENT);
+    char *a = memory, *b = a + round_up(gemm_bytes_a(p), ARENA_ALIGNMENT),
+         *d = b + round_up(gemm_bytes_b(p), ARENA_ALIGNMENT);
     // what holds the numbers is larger than their scales
     const QTensor operand_a = qtensor_for_timing(a), operand_b = qtensor_for_timing(b);
     char *const scratch = (char *)ln->gemm.scratch;
-    if (p->emulated) fill_for_timing(scratch, scratch + gemm_scratch_elements(p) * (int64_t)sizeof(bf16), ln->gemm.stream);
+    if (p->emulated)
+        fill_for_timing(scratch, scratch + gemm_scratch_elements(p) * (int64_t)sizeof(bf16), ln->gemm.stream);
     else fill_for_timing(a, d, ln->gemm.stream);
     gemm_choose(&ln->gemm, p, (bf16 *)d, &operand_a, &operand_b, (const bf16 *)a);
 }
 
 // The three GEMMs of a linear layer over R rows, by one recipe.
-static inline void linears_plan_layer(Linears *ln, const LinearShape *s, GemmPlan plans[NUM_GEMMS], const Recipe *recipe, int64_t R, bool bias,
-                                      char *memory) {
+static inline void linears_plan_layer(Linears *ln, const LinearShape *s, GemmPlan plans[NUM_GEMMS],
+                                      const Recipe *recipe, int64_t R, bool bias, char *memory) {
     for (int kind = 0; kind < NUM_GEMMS; kind++) {
         const GemmSpec spec = gemm_spec(ln->precision, recipe, (GemmKind)kind);
         plans[kind] = gemm_describe(s->name, (GemmKind)kind, R, s->N, s->K, spec, bias && kind == GEMM_FPROP);
@@ -100,7 +103,8 @@ static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory) 
         const bool bias = id == QKV_PROJ && ln->qkv_bias;
         LinearPlans *plans = &ln->plans[id];
         if (fp8_layers) linears_plan_layer(ln, &p->linear[id], plans->fp8, p->recipe, ln->rows, bias, memory);
-        if (fp8_layers < p->num_layers) linears_plan_layer(ln, &p->linear[id], plans->bf16, bf16_recipe, ln->rows, bias, memory);
+        if (fp8_layers < p->num_layers)
+            linears_plan_layer(ln, &p->linear[id], plans->bf16, bf16_recipe, ln->rows, bias, memory);
     }
     linears_plan_layer(ln, &p->lm_head, ln->lm_head.bf16, bf16_recipe, ln->head_rows, false, memory);
     if (tail) linears_plan_layer(ln, &p->lm_head, ln->lm_head_tail.bf16, bf16_recipe, tail, false, memory);
@@ -120,15 +124,18 @@ static inline void linears_destroy(Linears *ln) {
     CUBLAS_CHECK(cublasLtDestroy(ln->gemm.handle));
 }
 
-// Prints what the GEMMs run in; where they are planned, also those for which cuBLASLt has no fast accumulation (gemm_choose).
+// Prints what the GEMMs run in; where they are planned, also those for which cuBLASLt has no fast accumulation
+// (gemm_choose).
 static inline void linears_print(const Linears *ln) {
     const Precision *precision = ln->precision;
     precision_print(precision, ln->rows, ln->head_rows, "bf16");
     for (int id = 0; id < NUM_LINEARS; id++)
         for (int kind = 0; kind < NUM_GEMMS; kind++) {
             const GemmPlan *p = &ln->plans[id].fp8[kind];
-            if (p->matmul && p->native && !p->spec.fast && precision_fast_sums(precision, p->spec.recipe, (GemmKind)kind))
-                printf("  %s %s has full sums: cuBLASLt has no fast ones for its sizes\n", p->layer, gemm_kind_name((GemmKind)kind));
+            if (p->matmul && p->native && !p->spec.fast &&
+                precision_fast_sums(precision, p->spec.recipe, (GemmKind)kind))
+                printf("  %s %s has full sums: cuBLASLt has no fast ones for its sizes\n", p->layer,
+                       gemm_kind_name((GemmKind)kind));
         }
 }
 
@@ -136,8 +143,8 @@ static inline void linears_print(const Linears *ln) {
 // GEMMs
 
 // d = a b (+ d), operands as gemm_run() takes them. `op`: its name in the profile.
-static inline void linears_gemm(Linears *ln, const char *op, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias,
-                                bool accumulate) {
+static inline void linears_gemm(Linears *ln, const char *op, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
+                                const bf16 *bias, bool accumulate) {
     gemm_run(&ln->gemm, p, d, a, b, bias, accumulate);
     profile_mark(ln->profile, op, p->native ? PROFILE_FLOPS_FP8 : PROFILE_FLOPS_BF16, gemm_flops(p));
 }
@@ -162,7 +169,9 @@ static inline void linears_wgrad(Linears *ln, bf16 *dw, const QTensor *dy, const
 }
 
 // The GEMMs of lm_head over `rows` rows: head_rows, or what is left at the end.
-static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) { return (rows == ln->head_rows ? &ln->lm_head : &ln->lm_head_tail)->bf16; }
+static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
+    return (rows == ln->head_rows ? &ln->lm_head : &ln->lm_head_tail)->bf16;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Casts of tensors [R, C] that a source makes (quantize.cuh)

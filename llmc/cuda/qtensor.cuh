@@ -8,7 +8,7 @@
 
 // How the amaxes that a cast needs come to be known.
 typedef enum {
-    AMAX_NONE,           // none are needed: the tensor is not cast, or its scales are of blocks, which the cast sees whole
+    AMAX_NONE,  // none are needed: the tensor is not cast, or its scales are of blocks, which the cast sees whole
     AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises them on its way
     AMAX_FROM_PASS,      // a pass over the tensor before its cast raises them
     AMAX_DELAYED         // the scale is of earlier steps; the cast itself raises the amax, for later ones
@@ -16,21 +16,24 @@ typedef enum {
 
 // A tensor [R, C]. All pointers are to device memory, aligned to 16 bytes. NULL data is not kept, or not wanted.
 typedef struct {
-    bf16 *data;                                      // [R, C], for GEMMs in bf16
-    uint8_t *rowwise, *columnwise;                   // FP8 [R, C], and transposed [C, R]
-    void *rowwise_scale_inv, *columnwise_scale_inv;  // laid out as scale_index() (recipes.h); the same pointer if both are GRAIN_TENSOR
-    uint32_t *amax;              // tensor_amaxes() slots (recipes.h; "amax slots" in cuda_utils.cuh); not for block scales
-    const float *delayed_scale;  // to cast with if the grains are GRAIN_TENSOR; NaN does not count then. NULL: the scale follows from the amax
-    AuditSums *audit[2];         // sums of an audited cast over rowwise and columnwise data; NULL: not audited
+    bf16 *data;                     // [R, C], for GEMMs in bf16
+    uint8_t *rowwise, *columnwise;  // FP8 [R, C], and transposed [C, R]
+    // Scales of both, laid out as scale_index() (recipes.h); the same pointer if both grains are GRAIN_TENSOR.
+    void *rowwise_scale_inv, *columnwise_scale_inv;
+    uint32_t *amax;  // tensor_amaxes() slots (recipes.h; "amax slots" in cuda_utils.cuh); not for block scales
+    // The scale to cast with if the grains are GRAIN_TENSOR; a NaN then raises no amax. NULL: the scale follows from the
+    // amax.
+    const float *delayed_scale;
+    AuditSums *audit[2];  // sums of an audited cast over rowwise and columnwise data; NULL: not audited
     Fp8Format format;
     Grain row_grain, col_grain;
     ScaleRule rule;
 
-    int64_t layer;       // -1: no tensor of a layer
+    int64_t layer;  // -1: no tensor of a layer
     TensorRole role;
     LinearId linear;
     AmaxSource amax_source;
-    bool fp8;            // its linear layer runs in the FP8 recipe
+    bool fp8;  // its linear layer runs in the FP8 recipe
 } QTensor;
 
 // A tensor of a role as recipe r casts it, without data, amaxes or scales.
@@ -60,6 +63,8 @@ static inline QTensor qtensor_for_timing(void *memory) {
 }
 
 // The slot that the kernel which produces q raises to its amax; NULL: it raises none.
-static inline uint32_t *qtensor_produced_amax(const QTensor *q) { return q->amax_source == AMAX_FROM_PRODUCER ? q->amax : NULL; }
+static inline uint32_t *qtensor_produced_amax(const QTensor *q) {
+    return q->amax_source == AMAX_FROM_PRODUCER ? q->amax : NULL;
+}
 
 #endif

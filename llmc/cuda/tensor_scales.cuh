@@ -25,8 +25,8 @@ typedef struct {
     int64_t window;
     int margin;
     bool may_skip;             // keeps `before`
-    // True if every tensor has been cast once, so that its delayed scale is known. False also where that is not certain,
-    // which costs a pass over each tensor.
+    // True if every tensor has been cast once, so that its delayed scale is known. False also where that is not
+    // certain, which costs a pass over each tensor.
     bool scales_ready;
     cudaStream_t stream;
 } TensorScales;
@@ -56,10 +56,13 @@ static inline void tensor_scales_describe(TensorScales *s, const Precision *p, i
             (long long)s->amax_stride, TENSORS_PER_LAYER);
 }
 
-static inline int64_t tensor_scales_delayed_elements(const TensorScales *s) { return tensor_count(s->layers) * (s->window + 1); }
+static inline int64_t tensor_scales_delayed_elements(const TensorScales *s) {
+    return tensor_count(s->layers) * (s->window + 1);
+}
 
 static inline void tensor_scales_place(TensorScales *s, bool audit, Arena *a) {
-    const int64_t tensors = tensor_count(s->layers), delayed = tensor_scales_delayed_elements(s) * (int64_t)sizeof(float);
+    const int64_t tensors = tensor_count(s->layers),
+                  delayed = tensor_scales_delayed_elements(s) * (int64_t)sizeof(float);
     const bool is_delayed = s->precision->recipe->delayed;
     arena_group(a, "amaxes, scales, audit");
     s->amax = (uint32_t *)arena_take(a, s->layers * s->amax_stride * (int64_t)sizeof(uint32_t));
@@ -83,8 +86,8 @@ static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, Ten
     return s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
 }
 
-// A tensor of layer l with its amaxes and its scales (those of the whole tensor), but without data. Layer -1 is below the
-// first: a tensor that no GEMM reads.
+// A tensor of layer l with its amaxes and its scales (those of the whole tensor), but without data. Layer -1 is below
+// the first: a tensor that no GEMM reads.
 static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
     const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
     QTensor q = recipe_qtensor(r, role, precision_format(s->precision, role));
@@ -109,7 +112,8 @@ static inline QTensor tensor_scales_audited(const TensorScales *s, QTensor q) {
 
 // Bytes of the scales of a tensor's rowwise or columnwise data [rows, columns] that its own memory must hold; those of
 // whole tensors are here.
-static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, CopyKind copy, int64_t rows, int64_t columns) {
+static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, CopyKind copy, int64_t rows,
+                                              int64_t columns) {
     const Grain g = recipe_grain(s->precision->recipe, role, copy);
     const CopyShape shape = copy_shape(rows, columns, copy);
     return g == GRAIN_TENSOR ? 0 : scale_bytes(g, shape.outer, shape.depth);
@@ -118,7 +122,8 @@ static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole 
 // Clears the amaxes of the tensors of roles [first, last] of every layer.
 static inline void tensor_scales_clear_amaxes(TensorScales *s, TensorRole first, TensorRole last) {
     const int64_t begin = s->amax_offset[tensor_index(0, first, 0)];
-    const int64_t end = last + 1 < NUM_TENSORS ? s->amax_offset[tensor_index(0, (TensorRole)(last + 1), 0)] : s->amax_stride;
+    const int64_t end =
+        last + 1 < NUM_TENSORS ? s->amax_offset[tensor_index(0, (TensorRole)(last + 1), 0)] : s->amax_stride;
     if (!s->amax_stride) return;
     CUDA_CHECK(cudaMemset2DAsync(s->amax + begin, (size_t)s->amax_stride * sizeof(uint32_t), 0,
                                  (size_t)(end - begin) * sizeof(uint32_t), (size_t)s->layers, s->stream));
