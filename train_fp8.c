@@ -200,15 +200,15 @@ static void place_parameters(Trainer *t, Arena *a) {
 static void place_units(Trainer *t, Arena *a) {
     const ShardPlan *p = &t->plan;
     Units *u = &t->units;
-    const int64_t root = shard_gathered_size(p, 0), layer = shard_gathered_size(p, 1);
+    const int64_t root = gathered_elements(p, ROOT), layer = gathered_elements(p, 0);
     const int64_t vectors = p->layer_slices[SEGMENT_VECTORS], matrices = p->layer_slices[SEGMENT_MATRICES];
-    if (p->group > 1) {
+    if (p->shard_size > 1) {
         arena_group(a, "gathered weights");
         u->root = take(a, root);
         for (int64_t i = 0; i < u->num_slots; i++) {
             u->slots[i].layer = -1;
-            u->slots[i].values = take(a, u->gather_fp8 && !t->precision.any_bf16 ? p->group * vectors : layer);
-            u->slots[i].codes = u->gather_fp8 ? (uint8_t *)arena_take(a, p->group * matrices) : NULL;
+            u->slots[i].values = take(a, u->gather_fp8 && !t->precision.any_bf16 ? p->shard_size * vectors : layer);
+            u->slots[i].codes = u->gather_fp8 ? (uint8_t *)arena_take(a, p->shard_size * matrices) : NULL;
         }
         if (u->gather_fp8) u->codes = (uint8_t *)arena_take(a, t->d.L * matrices);
     }
@@ -218,7 +218,7 @@ static void place_units(Trainer *t, Arena *a) {
     }
     if (t->comm->world > 1) {
         arena_group(a, "gradients on their way");
-        u->received = take(a, max_i64(p->group > 1 ? p->group * shard_largest_slice(p) : 0,
+        u->received = take(a, max_i64(p->shard_size > 1 ? p->shard_size * shard_largest_slice(p) : 0,
                                       t->comm->replicas > 1 ? t->comm->replicas * REPLICA_CHUNK : 0));
     }
 }
@@ -304,15 +304,15 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     Units *u = &t->units;
     t->o = o, t->m = *m, t->comm = comm;
     t->table = parameter_table(m);
-    t->plan = shard_plan(&t->table, comm->group, comm->place);
+    t->plan = shard_plan(&t->table, comm->shard_size, comm->shard_rank);
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     t->rounding = o->precision == PRECISION_FP32 ? ROUND_NONE : ROUND_BF16;
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     t->precision.fast_accum = FAST_ACCUM_NONE;  // only GPUs have it
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     u->fp32_sums = options_fp32_gradients(o, comm->world);
-    u->buffered = comm->group > 1 || o->grad_accumulation_steps > 1;
-    for (int64_t l = 0; l < t->d.L && comm->group > 1; l++)
+    u->buffered = comm->shard_size > 1 || o->grad_accumulation_steps > 1;
+    for (int64_t l = 0; l < t->d.L && comm->shard_size > 1; l++)
         if (o->fp8_all_gather == ON && t->precision.recipe->gathers_fp8 && precision_layer_is_fp8(&t->precision, l))
             u->gather_fp8 = true;
     u->num_slots = o->sharding == SHARDING_GRAD_OP ? t->d.L : 1;
@@ -350,12 +350,9 @@ static void trainer_free(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Whole units: weights gathered from the shard group, gradients reduced into it
 
-// The root's number where functions take a layer's.
-enum { ROOT = -1 };
-
 // Fills a segment of the root or of layer l in `unit` from the slices of the shard group.
 static void gather_segment(Trainer *t, float *unit, int64_t l, int segment) {
-    const ShardSegment g = shard_segment(&t->table, &t->plan, 1 + l, segment);
+    const ShardSegment g = segment_slice(&t->table, &t->plan, l, segment);
     comm_all_gather(t->comm, COMM_SHARD, t->params.weights + g.shard, unit + g.gathered,
                     g.slice * (int64_t)sizeof(float));
 }
@@ -373,7 +370,7 @@ static GatheredLayer *layer_slot(const Trainer *t, int64_t l) {
 static void unshard(Trainer *t, int64_t l, bool backward) {
     (void)backward;
     GatheredLayer *slot = layer_slot(t, l);
-    if (t->plan.group == 1 || slot->layer == l) return;
+    if (t->plan.shard_size == 1 || slot->layer == l) return;
     const int64_t matrices = t->plan.layer_slices[SEGMENT_MATRICES];
     gather_segment(t, slot->values, l, SEGMENT_VECTORS);
     if (gathered_as_fp8(t, l))
@@ -387,7 +384,7 @@ static void reshard(Trainer *t, int64_t l) { (void)t, (void)l; }
 
 // Returns where the backward pass writes the gradients of the root or of layer l.
 static float *unit_gradients(const Trainer *t, int64_t l) {
-    if (!t->units.buffered) return t->params.gradients + unit_offset(&t->table, 1 + l);
+    if (!t->units.buffered) return t->params.gradients + layer_offset(&t->table, l);
     return l == ROOT ? t->units.root_gradients : t->units.layer_gradients;
 }
 
@@ -401,7 +398,7 @@ static QTensor unit_matrix(const Trainer *t, int64_t l, LinearId id, float *unit
     const int64_t offset = t->precision.linear[id].offset, vectors = t->table.layer_segments[SEGMENT_VECTORS];
     QTensor w = qtensor(NULL, l, TENSOR_W, id);
     if (codes) w.codes = codes + offset;
-    else w.data = unit + shard_gathered_offset(&t->table, &t->plan, 1 + l, vectors + offset);
+    else w.data = unit + gathered_offset(&t->table, &t->plan, l, vectors + offset);
     return w;
 }
 
@@ -419,7 +416,7 @@ static Layer unit_layer(const Trainer *t, int64_t l, float *unit, const uint8_t 
 
 // Returns layer l's weights, between unshard and reshard.
 static Layer layer_weights(Trainer *t, int64_t l) {
-    if (t->plan.group == 1) return unit_layer(t, l, t->params.weights + layer_offset(&t->table, l), NULL);
+    if (t->plan.shard_size == 1) return unit_layer(t, l, t->params.weights + layer_offset(&t->table, l), NULL);
     const GatheredLayer *slot = layer_slot(t, l);
     return unit_layer(t, l, slot->values, gathered_as_fp8(t, l) ? slot->codes : NULL);
 }
@@ -429,15 +426,15 @@ static Layer layer_gradients(Trainer *t, int64_t l) { return unit_layer(t, l, un
 static Root unit_root(const Trainer *t, float *unit) {
     const RootOffsets *at = &t->table.root;
     const int64_t lm_head = t->m.tie_word_embeddings ? at->embedding : at->lm_head;
-    const Root r = {unit + shard_gathered_offset(&t->table, &t->plan, 0, at->embedding),
-                    unit + shard_gathered_offset(&t->table, &t->plan, 0, lm_head),
-                    unit + shard_gathered_offset(&t->table, &t->plan, 0, at->norm)};
+    const Root r = {unit + gathered_offset(&t->table, &t->plan, ROOT, at->embedding),
+                    unit + gathered_offset(&t->table, &t->plan, ROOT, lm_head),
+                    unit + gathered_offset(&t->table, &t->plan, ROOT, at->norm)};
     return r;
 }
 
 // Returns the root's weights. Once gathered they stay until the weights change.
 static Root root_weights(Trainer *t) {
-    if (t->plan.group == 1) return unit_root(t, t->params.weights);
+    if (t->plan.shard_size == 1) return unit_root(t, t->params.weights);
     for (int k = 0; k < NUM_SEGMENTS && !t->units.root_held; k++) gather_segment(t, t->units.root, ROOT, k);
     t->units.root_held = true;
     return unit_root(t, t->units.root);
@@ -468,17 +465,17 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     float *received = t->units.received;
     GradientSum sum = t->units.sum;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
-        const ShardSegment g = shard_segment(&t->table, &t->plan, 1 + l, k);
+        const ShardSegment g = segment_slice(&t->table, &t->plan, l, k);
         const float *from = whole + g.gathered;
-        if (t->plan.group > 1) {
+        if (t->plan.shard_size > 1) {
             comm_all_to_all(t->comm, COMM_SHARD, from, received, g.slice * (int64_t)sizeof(float));
             for (int64_t i = 0; i < g.slice; i++) {  // into the first rank's part, of which element i has been read
-                const float mean = rank_mean(received, t->plan.group, g.slice, i);
+                const float mean = rank_mean(received, t->plan.shard_size, g.slice, i);
                 received[i] = t->o->reduce_dtype == REDUCE_BF16 ? bf16_round(mean) : mean;
             }
             from = received;
         }
-        sum.flat = g.flat + t->plan.place * g.slice;
+        sum.flat = g.flat + t->plan.shard_rank * g.slice;
         gradient_sum_reference(t->params.gradients + g.shard, from, 0, g.slice, t->units.fp32_sums, &sum);
     }
 }
@@ -501,7 +498,7 @@ static void reduce_replicas(Trainer *t) {
 static double gradient_norm(const Trainer *t) {
     const double norm = global_norm(t->params.gradients, t->plan.total);
     double squares = norm * norm;
-    if (t->plan.group == 1) return norm;
+    if (t->plan.shard_size == 1) return norm;
     comm_sum(t->comm, COMM_SHARD, &squares, 1);
     return sqrt(squares);
 }
@@ -794,7 +791,7 @@ static ShardRange linear_range(const Trainer *t, int64_t l, int id) {
 
 // Returns where this rank keeps the FP8 codes of its part `r` of a weight.
 static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
-    const ShardSegment g = shard_segment(&t->table, &t->plan, 1 + l, SEGMENT_MATRICES);
+    const ShardSegment g = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
     return t->units.codes + l * g.slice + r.shard - g.shard;
 }
 

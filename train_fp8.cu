@@ -79,7 +79,7 @@ typedef struct {
 
 // This rank's flat shard arrays (shard_plan.h), [total] each.
 typedef struct {
-    bf16 *weights, *grads;        // grads NULL: they are fp32, in fsdp.grads_fp32
+    bf16 *weights;
     float *master;                // fp32 masters, or NULL
     void *exp_avg, *exp_avg_sq;   // bf16 or fp32
     double *squares;              // one number: sum of squares of the gradient
@@ -117,7 +117,7 @@ static int64_t logits_rows(const Trainer *t) {
 
 // Bytes of a TokenSlot's memory.
 static int64_t batch_bytes(const Trainer *t) {
-    return (2 * t->d.R + embedding_index_size(t->fsdp.embedding_ranks * t->d.R)) * (int64_t)sizeof(int32_t);
+    return (2 * t->d.R + embedding_index_size(fsdp_input_ranks(&t->fsdp) * t->d.R)) * (int64_t)sizeof(int32_t);
 }
 
 static void place_parameters(Trainer *t, Arena *a) {
@@ -131,15 +131,6 @@ static void place_parameters(Trainer *t, Arena *a) {
     t->params.exp_avg = arena_take(a, state_bytes);
     t->params.exp_avg_sq = arena_take(a, state_bytes);
     fsdp_place(&t->fsdp, a);
-    t->fsdp.weights = t->params.weights;
-}
-
-static void place_scales(Trainer *t, Arena *a) {
-    TensorScales *s = &t->linears.scales;
-    Fsdp *f = &t->fsdp;
-    tensor_scales_place(s, t->o->fp8_audit, a);
-    f->amax = s->amax, f->amax_stride = s->amax_stride;
-    f->inverse_scale = s->scale_inv, f->delayed_scale = s->delayed_scale, f->scale_stride = TENSORS_PER_LAYER;
 }
 
 static void place_statistics(Trainer *t, Arena *a) {
@@ -153,30 +144,29 @@ static void place_statistics(Trainer *t, Arena *a) {
 
 // True if weight gradients of layers reuse memory of activations that backward no longer needs. False with gradient
 // accumulation and when sharded.
-static bool gradients_reuse_activations(const Trainer *t) { return !t->fsdp.sharded && !t->fsdp.buffered; }
+static bool gradients_reuse_activations(const Trainer *t) { return t->fsdp.gradients == FSDP_GRADIENTS_IN_PLACE; }
 
 // Places the weight gradients; the layout learns where activations may lie before these are written.
 static void place_gradients(Trainer *t, ActivationsLayout *layout, Arena *a) {
-    Fsdp *f = &t->fsdp;
-    const int64_t n = f->plan.total, element = (int64_t)sizeof(bf16);
-    arena_group(a, f->fp32_grads ? "gradients (fp32)" : "gradients (bf16)");
-    f->grads_fp32 = f->fp32_grads ? take_float(a, n) : NULL;
-    f->grads = t->params.grads = f->fp32_grads ? NULL : take_bf16(a, n);
+    const int64_t element = (int64_t)sizeof(bf16);
+    fsdp_place_gradients(&t->fsdp, a);
     if (!gradients_reuse_activations(t)) return;
     const int64_t layers = a->used - t->d.L * t->table.layer_size * element;
-    const ArenaRange of_layers = {layers, a->used}, of_embedding = {layers - fsdp_loss_room(f) * element, layers};
+    const ArenaRange of_layers = {layers, a->used};
+    const ArenaRange of_embedding = {layers - fsdp_loss_room(&t->fsdp) * element, layers};
     layout->layer_gradients = of_layers, layout->embedding_gradient = of_embedding;
     if (layers % ARENA_ALIGNMENT || of_embedding.begin % ARENA_ALIGNMENT)
         die("gradients do not begin where activations can");  // parameters.h: multiples of 128 elements
 }
 
-static void guest_fp8_weights(void *fsdp, Arena *a) { fsdp_place_copies((Fsdp *)fsdp, a); }
+static void guest_fp8_weights(void *fsdp, Arena *a) { fsdp_place_casts((Fsdp *)fsdp, a); }
 static void guest_root_gradient(void *fsdp, Arena *a) { fsdp_place_root_buffer((Fsdp *)fsdp, a); }
 static void guest_layer_gradient(void *fsdp, Arena *a) { fsdp_place_layer_buffer((Fsdp *)fsdp, a); }
 
 static void place_activations(Trainer *t, Arena *a) {
     Fsdp *f = &t->fsdp;
     const ArenaGuest none = {NULL, NULL}, fp8_weights = {guest_fp8_weights, f};
+    const bool buffered = f->gradients == FSDP_GRADIENTS_BUFFERED;
     const ArenaGuest root = {guest_root_gradient, f}, layer = {guest_layer_gradient, f};
     ActivationsLayout layout;
     memset(&layout, 0, sizeof layout);
@@ -184,9 +174,9 @@ static void place_activations(Trainer *t, Arena *a) {
     layout.recompute_layer = t->o->recompute == RECOMPUTE_LAYER, layout.qk_norm = t->m.qk_norm;
     layout.chunk = t->linears.head_rows;
     layout.layer_gradient_bytes = t->table.layer_size * (int64_t)sizeof(bf16);
-    layout.fp8_weights = fsdp_copies_pass(f) ? fp8_weights : none;
-    layout.root_gradient = f->buffered ? root : none, layout.layer_gradient = f->buffered ? layer : none;
-    layout.has_logits = f->sharded && layout.chunk * t->d.V <= fsdp_loss_room(f);
+    layout.fp8_weights = fsdp_casts_are_transient(f) ? fp8_weights : none;
+    layout.root_gradient = buffered ? root : none, layout.layer_gradient = buffered ? layer : none;
+    layout.has_logits = fsdp_is_sharded(f) && layout.chunk * t->d.V <= fsdp_loss_room(f);
     layout.logits = fsdp_loss_memory(f);
     place_gradients(t, &layout, a);
     activations_place(&t->acts, &layout, a);
@@ -195,7 +185,7 @@ static void place_activations(Trainer *t, Arena *a) {
 // Gives every pointer its place. On an arena without memory this is the memory plan.
 static void place(Trainer *t, Arena *a) {
     place_parameters(t, a);
-    place_scales(t, a);
+    tensor_scales_place(&t->linears.scales, t->o->fp8_audit, a);
     place_statistics(t, a);
     place_activations(t, a);
     linears_place(&t->linears, adamw_workspace_bytes(&t->table, &t->fsdp.plan), a);
@@ -223,26 +213,17 @@ static Layer layer_of_unit(const Trainer *t, FsdpUnit unit) {
     return w;
 }
 
-// The weight of a linear layer of a layer that is unsharded.
-static QTensor linear_weight(const Trainer *t, int64_t l, LinearId id) {
-    const FsdpUnit unit = fsdp_weights(&t->fsdp, 1 + l);
-    const bool fp8 = recipe_is_fp8(precision_of(&t->precision, l, id), GEMM_FPROP);
-    QTensor w = fp8 ? fsdp_weight_fp8(&t->fsdp, 1 + l, id) : qtensor_bf16(NULL);
-    w.layer = l, w.role = TENSOR_W, w.linear = id, w.fp8 = fp8;
-    w.data = unit.matrices ? unit.matrices + t->precision.linear[id].offset : NULL;
-    return w;
-}
-
 static Layer layer_weights(const Trainer *t, int64_t l) {
-    Layer w = layer_of_unit(t, fsdp_weights(&t->fsdp, 1 + l));
-    w.qkv = linear_weight(t, l, QKV_PROJ), w.out = linear_weight(t, l, OUT_PROJ);
-    w.gate_up = linear_weight(t, l, GATE_UP_PROJ), w.down = linear_weight(t, l, DOWN_PROJ);
+    const Fsdp *f = &t->fsdp;
+    Layer w = layer_of_unit(t, fsdp_weights(f, l));
+    w.qkv = fsdp_weight(f, l, QKV_PROJ), w.out = fsdp_weight(f, l, OUT_PROJ);
+    w.gate_up = fsdp_weight(f, l, GATE_UP_PROJ), w.down = fsdp_weight(f, l, DOWN_PROJ);
     return w;
 }
 
 static Layer layer_gradients(const Trainer *t, int64_t l) {
     const LinearShape *s = t->precision.linear;
-    const FsdpUnit unit = fsdp_gradients(&t->fsdp, 1 + l);
+    const FsdpUnit unit = fsdp_gradients(&t->fsdp, l);
     Layer dw = layer_of_unit(t, unit);
     dw.qkv = qtensor_bf16(unit.matrices + s[QKV_PROJ].offset);
     dw.out = qtensor_bf16(unit.matrices + s[OUT_PROJ].offset);
@@ -413,17 +394,17 @@ static Root root_of_unit(FsdpUnit unit) {
     return r;
 }
 
-static Root root_weights(const Trainer *t) { return root_of_unit(fsdp_weights(&t->fsdp, 0)); }
-static Root root_gradients(const Trainer *t) { return root_of_unit(fsdp_gradients(&t->fsdp, 0)); }
+static Root root_weights(const Trainer *t) { return root_of_unit(fsdp_weights(&t->fsdp, ROOT)); }
+static Root root_gradients(const Trainer *t) { return root_of_unit(fsdp_gradients(&t->fsdp, ROOT)); }
 
 // Layers are gathered before they compute, if they are sharded (fsdp.cuh), and cast; on one GPU only cast.
 static void unshard(Trainer *t, int64_t l, bool backward) {
-    fsdp_prefetch(&t->fsdp, 1 + (backward ? l - 1 : l + 1));  // gathered while layer l computes
-    fsdp_acquire(&t->fsdp, 1 + l, backward);
-    if (!t->fsdp.cached) profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
+    fsdp_prefetch(&t->fsdp, backward ? l - 1 : l + 1);  // gathered while layer l computes
+    fsdp_unshard(&t->fsdp, l, backward);
+    if (t->fsdp.weights != FSDP_WEIGHTS_CACHED) profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
 }
 
-static void reshard(Trainer *t, int64_t l) { fsdp_release(&t->fsdp, 1 + l); }
+static void reshard(Trainer *t, int64_t l) { fsdp_reshard(&t->fsdp, l); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
@@ -466,7 +447,7 @@ static void model_forward(Trainer *t, const TokenSlot *slot) {
     const Dims *d = &t->d;
     const Root w = root_weights(t);
     tensor_scales_clear_amaxes(&t->linears.scales, TENSOR_X, TENSOR_DY);
-    fsdp_prefetch(&t->fsdp, 1);
+    fsdp_prefetch(&t->fsdp, 0);
     profile_bytes(&t->profile, "embedding",
                   embedding_forward(t->acts.layer[0].x, w.embedding, slot->device, d->R, d->C, t->stream));
     for (int64_t l = 0; l < d->L; l++) {
@@ -557,27 +538,27 @@ static void layer_backward(Trainer *t, int64_t l) {
 // The part of the embedding's gradient that this rank makes of inputs' gradients, of other ranks' too or of its own alone.
 static EmbeddingPart embedding_part(const Trainer *t) {
     const Fsdp *f = &t->fsdp;
-    const ShardSegment g = shard_segment(&t->table, &f->plan, 0, embedding_segment(&t->table));
-    const EmbeddingPart kept = {f->plan.place * g.slice, g.slice}, whole = {0, f->plan.group * g.slice};
-    return f->embedding_ranks > 1 ? kept : whole;
+    const ShardSegment g = segment_slice(&t->table, &f->plan, ROOT, embedding_segment(&t->table));
+    const EmbeddingPart kept = {f->plan.shard_rank * g.slice, g.slice}, whole = {0, f->plan.shard_size * g.slice};
+    return f->embedding == FSDP_EMBEDDING_FROM_INPUTS ? kept : whole;
 }
 
 // Adds the embedding's gradient to this rank's part of the sum. Where it is lm_head's too, that one has joined before;
 // else the first micro-step clears the part. Returns the bytes moved.
 static int64_t embedding_join(Trainer *t, const TokenSlot *slot, const bf16 *dx) {
     Fsdp *f = &t->fsdp;
-    const ShardSegment g = shard_segment(&t->table, &f->plan, 0, embedding_segment(&t->table));
+    const ShardSegment g = segment_slice(&t->table, &f->plan, ROOT, embedding_segment(&t->table));
     const EmbeddingPart part = embedding_part(t);
     const bool clear = !t->m.tie_word_embeddings && !f->sum.add;
-    const int64_t rows = f->embedding_ranks * t->d.R,
-                  element = f->fp32_grads ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
-    void *sum = f->fp32_grads ? (void *)(f->grads_fp32 + g.shard) : (void *)(f->grads + g.shard);
-    GradientSum rounding = fsdp_sum_of(f, g, 0);
-    rounding.key = f->embedding_key;
+    const bool fp32 = f->transport.fp32_sums;
+    const int64_t rows = fsdp_input_ranks(f) * t->d.R,
+                  element = fp32 ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
+    void *sum = fp32 ? (void *)(f->transport.sums_fp32 + g.shard) : (void *)(f->transport.sums + g.shard);
+    const GradientSum rounding = fsdp_embedding_sum(f);
     if (clear) CUDA_CHECK(cudaMemsetAsync(sum, 0, (size_t)(part.count * element), t->stream));
     const int32_t *index = slot->device + 2 * t->d.R;
-    return f->fp32_grads ? embedding_backward((float *)sum, part, dx, index, rows, t->d.C, rounding, t->stream)
-                         : embedding_backward((bf16 *)sum, part, dx, index, rows, t->d.C, rounding, t->stream);
+    return fp32 ? embedding_backward((float *)sum, part, dx, index, rows, t->d.C, rounding, t->stream)
+                : embedding_backward((bf16 *)sum, part, dx, index, rows, t->d.C, rounding, t->stream);
 }
 
 // The embedding's gradient as a whole, of this rank's inputs alone. Returns the bytes moved.
@@ -592,19 +573,18 @@ static int64_t embedding_whole(Trainer *t, const TokenSlot *slot, const bf16 *dx
 
 // Gradient of the embedding, at the end of backward.
 static void embedding_backward(Trainer *t, const TokenSlot *slot) {
-    const bf16 *dx = fsdp_gather_inputs(&t->fsdp, t->acts.dx);
+    const bf16 *dx = fsdp_gather_input_gradients(&t->fsdp, t->acts.dx);
     const bool joins = fsdp_embedding_joins(&t->fsdp);
     profile_bytes(&t->profile, "embedding", joins ? embedding_join(t, slot, dx) : embedding_whole(t, slot, dx));
 }
 
-// A unit's gradient is computed: it joins the sum of the micro-steps before, of all ranks of the
-// shard group.
-static void gradients_computed(Trainer *t, int64_t unit) {
+// The gradient of layer l, or of the ROOT, is computed: it joins the sums over ranks and micro-steps.
+static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     const Fsdp *f = &t->fsdp;
-    fsdp_reduce_scatter(&t->fsdp, unit);  // travels while the layer below computes
-    const int64_t elements = segment_begin(shard_slices(&f->plan, unit), fsdp_reduced_segments(f));
-    const int64_t bytes = 2 + (f->sum.add + 1) * (f->fp32_grads ? 4 : 2);
-    if (!f->sharded && !fsdp_in_place(f)) profile_bytes(&t->profile, "sums over micro-steps", elements * bytes);
+    const int64_t elements = segment_begin(slice_sizes(&f->plan, l), fsdp_reduced_segments(f));
+    const int64_t bytes = 2 + (f->sum.add + 1) * (f->transport.fp32_sums ? 4 : 2);
+    fsdp_reduce_scatter(&t->fsdp, l);  // communicates while the layer below computes
+    if (!fsdp_is_sharded(f) && !fsdp_in_place(f)) profile_bytes(&t->profile, "sums over micro-steps", elements * bytes);
 }
 
 // Delayed recipe: the amaxes of this micro-step's inputs and gradients, over all ranks, enter their histories.
@@ -615,95 +595,94 @@ static void update_delayed_scales(Trainer *t) {
 }
 
 // Forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Gradients of the loss times
-// grad_scale replace those that were there, or join those of the micro-steps before; after the last one, and
-// fsdp_compute_after, the gradients are their sum over all ranks.
+// grad_scale join the sums. After the last micro-step, and compute_waits_comm, these are sums over all ranks.
 static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
     model_forward(t, slot);
-    fsdp_begin_loss(f);
+    fsdp_begin_gradients(f, ROOT);
     profile_range_begin("loss", -1);
     loss_forward_backward(t, slot, grad_scale);
-    if (fsdp_embedding_joins(f)) gradients_computed(t, 0);
+    if (fsdp_embedding_joins(f)) reduce_scatter_gradients(t, ROOT);
     profile_range_end();
     for (int64_t l = t->d.L - 1; l >= 0; l--) {
         profile_range_begin("backward of layer", l);
         unshard(t, l, true);
-        fsdp_begin_gradients(f, 1 + l);
+        fsdp_begin_gradients(f, l);
         layer_backward(t, l);
         reshard(t, l);
-        gradients_computed(t, 1 + l);
-        fsdp_reduce_replicas(f, 1 + l, last);
+        reduce_scatter_gradients(t, l);
+        fsdp_reduce_replicas(f, l, last);
         profile_range_end();
     }
     embedding_backward(t, slot);
-    if (!fsdp_embedding_joins(f)) gradients_computed(t, 0);
-    fsdp_reduce_replicas(f, 0, last);
+    if (!fsdp_embedding_joins(f)) reduce_scatter_gradients(t, ROOT);
+    fsdp_reduce_replicas(f, ROOT, last);
     update_delayed_scales(t);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimizer
 
-// The weights have changed: their FP8 copies follow, and what is gathered. Amaxes of this rank's part of each weight are known where scales are of tensors.
-static void layers_changed(Trainer *t) {
-    Fsdp *f = &t->fsdp;
-    if (f->fp8 && fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD);
-    tensor_scales_begin_weights(&t->linears.scales);
-    fsdp_layers_changed(f);
-}
-
-// Whether the update hangs on the gradient norm: to clip by it, or to leave a step out. Otherwise AdamW takes the norm along, and a step whose norm is not
-// finite ends the run before anything of it is saved.
+// True if the update needs the gradient norm first: to clip by it, or to skip a step. Otherwise AdamW takes the norm
+// along, and a step whose norm is not finite ends the run before anything of it is saved.
 static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
 
 // This rank's gradients as AdamW reads them.
 static AdamwGradients gradient_array(const Trainer *t) {
-    const AdamwGradients g = {t->params.grads, t->fsdp.grads_fp32};
+    const AdamwGradients g = {t->fsdp.transport.sums, t->fsdp.transport.sums_fp32};
     return g;
 }
 
-// t->params.squares of this rank's gradients -> the norm over all ranks, and what follows from it. Stays on the device, and is the same on all ranks.
+// The step's loss, and params.squares of this rank's gradients, become their sums over all ranks, in one message.
+static void reduce_step_stats(Trainer *t) {
+    fsdp_reduce_step_stats(&t->fsdp, &t->steps.device->loss, t->params.squares);
+}
+
+// params.squares over all ranks -> the norm, and what follows from it. Stays on the device, and is equal on all ranks.
 static void finish_norm(Trainer *t) {
-    Fsdp *f = &t->fsdp;
-    fsdp_reduce_statistics(f, &t->steps.device->loss, t->params.squares);
-    adamw_norm(&t->steps.device->control, t->params.squares, fsdp_gradient_copies(f), gradient_array(t),
+    const Fsdp *f = &t->fsdp;
+    adamw_norm(&t->steps.device->control, t->params.squares, fsdp_times_counted(f), gradient_array(t),
                shard_backward_order(&t->table, &f->plan), (float)t->o->grad_clip, t->stream);
 }
 
-// AdamW on this rank's shard, and the FP8 weights that follow from it.
+// The FP8 state of the weights between the update of the root and that of the layers: the amaxes of their last cast
+// enter the histories, which a skipped step leaves as they were.
+static void begin_new_weight_scales(Trainer *t) {
+    TensorScales *s = &t->linears.scales;
+    tensor_scales_update_weights(s);
+    tensor_scales_restore_if(s, &t->steps.device->control.nonfinite);
+    tensor_scales_clear_amaxes(s, TENSOR_W, TENSOR_W);
+}
+
+// AdamW on this rank's shard, whose new weights are published.
 static void optimizer_step(Trainer *t, int64_t step) {
     const Options *o = t->o;
     Fsdp *f = &t->fsdp;
-    TensorScales *scales = &t->linears.scales;
+    const Parameters *p = &t->params;
     const ShardPlan *plan = &f->plan;
+    const TensorScales *scales = &t->linears.scales;
     const bool norm_first = norm_comes_first(o);
     double *workspace = (double *)t->linears.gemm.workspace;  // no GEMM runs beside the optimizer
-    const AdamwStep s = adamw_step_of(o, step);
-    const AdamwArrays arrays = {
-        t->params.weights, t->params.master, t->params.exp_avg, t->params.exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
-    const AdamwUpdate update = {arrays, s, norm_first ? &t->steps.device->control : NULL, norm_first ? NULL : workspace};
-    fsdp_compute_after(f);
+    const AdamwArrays arrays = {p->weights, p->master, p->exp_avg, p->exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
+    const AdamwUpdate update = {arrays, adamw_step_of(o, step), norm_first ? &t->steps.device->control : NULL, norm_first ? NULL : workspace};
+    compute_waits_comm(&f->transport);
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     if (norm_first) {
-        adamw_squares(t->params.squares, gradient_array(t), plan->total, workspace, t->stream);
-        profile_bytes(&t->profile, "gradient norm", plan->total * (f->fp32_grads ? 4 : 2));
+        profile_bytes(&t->profile, "gradient norm", adamw_squares(p->squares, gradient_array(t), plan->total, workspace, t->stream));
+        reduce_step_stats(t);
         finish_norm(t);
     }
     adamw_update_root(&update, &t->table, plan, t->stream);
-    fsdp_root_changed(f);
-    tensor_scales_update_weights(scales);
-    tensor_scales_restore_if(scales, &t->steps.device->control.nonfinite);
-    tensor_scales_clear_amaxes(scales, TENSOR_W, TENSOR_W);
-    adamw_update_layers(&update, &t->table, plan, f->fp8 && fsdp_tensor_scales(f) ? scales->amax : NULL, scales->amax_stride,
-                        t->stream);
+    fsdp_publish_root(f);
+    begin_new_weight_scales(t);
+    adamw_update_layers(&update, &t->table, plan, fsdp_tensor_scales(f) ? scales->amax : NULL, scales->amax_stride, t->stream);
     if (!norm_first) {
-        adamw_updated_squares(t->params.squares, &update, &t->table, plan, t->stream);
+        adamw_updated_squares(p->squares, &update, &t->table, plan, t->stream);
+        reduce_step_stats(t);
         finish_norm(t);
     }
-    profile_bytes(&t->profile, "AdamW",
-               plan->total *
-                   ((f->fp32_grads ? 4 : 2) + 2 * 2 * storage_bytes(o->optimizer_state) + (t->params.master ? 10 : 4)));
-    layers_changed(t);
+    profile_bytes(&t->profile, "AdamW", adamw_bytes(&arrays, plan->total));
+    fsdp_publish_layers(f);
     profile_mark(&t->profile, "weights: FP8 casts, gathers", PROFILE_WAIT, 0);
 }
 
@@ -712,13 +691,13 @@ static void optimizer_step(Trainer *t, int64_t step) {
 
 // The host waits for an event. With several ranks it watches over them meanwhile.
 static void trainer_wait(Trainer *t, cudaEvent_t event) {
-    if (t->fsdp.nccl) nccl_wait(t->fsdp.nccl, event);
+    if (t->fsdp.in.nccl) nccl_wait(t->fsdp.in.nccl, event);
     else CUDA_CHECK(cudaEventSynchronize(event));
 }
 
 // The same for all that has been enqueued.
 static void trainer_wait_all(Trainer *t) {
-    fsdp_compute_after(&t->fsdp);
+    compute_waits_comm(&t->fsdp.transport);
     CUDA_CHECK(cudaEventRecord(t->idle, t->stream));
     trainer_wait(t, t->idle);
 }
@@ -727,7 +706,7 @@ static void trainer_wait_all(Trainer *t) {
 // The host waits only when all slots are in flight.
 static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
     const Dims *d = &t->d;
-    const int64_t ranks = t->fsdp.embedding_ranks, place = ranks > 1 ? t->fsdp.plan.place : 0;
+    const int64_t ranks = fsdp_input_ranks(&t->fsdp), place = ranks > 1 ? t->fsdp.plan.shard_rank : 0;
     TokenSlot *slot = &t->tokens[t->batches_sent++ % TOKEN_SLOTS];
     int32_t *inputs = t->shared_tokens, *targets = inputs + ranks * d->R;
     trainer_wait(t, slot->copied);
@@ -744,24 +723,22 @@ static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
 static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const Options *o = t->o;
     const double tokens = (double)(t->comm->world * t->d.R * o->grad_accumulation_steps);
-    t->nccl.step = step;
+    fsdp_begin_step(&t->fsdp, step);
     activity_phase(PHASE_TRAINING, step + 1);
     profile_range_begin("step", step + 1);
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
-    t->fsdp.audit = t->linears.scales.auditing ? t->linears.scales.audit : NULL;
     CUDA_CHECK(cudaMemsetAsync(&t->steps.device->loss, 0, sizeof t->steps.device->loss, t->stream));
     CUDA_CHECK(cudaMemsetAsync(&t->steps.device->bad_norm, 0xff, sizeof t->steps.device->bad_norm, t->stream));
     tensor_scales_copy_before(&t->linears.scales, true);
     for (int64_t micro = 0; micro < o->grad_accumulation_steps; micro++) {
         const TokenSlot *slot = send_batch(t, data, dataloader_sample_index(first_sample, micro, t->comm->world, t->comm->rank, t->d.B));
-        fsdp_begin_micro_step(&t->fsdp, step, micro);
+        fsdp_begin_micro_step(&t->fsdp, micro);
         model_forward_backward(t, slot, (float)(1 / tokens), micro + 1 == o->grad_accumulation_steps);
         loss_accumulate(&t->steps.device->loss, t->acts.losses, t->d.R, 1 / tokens, t->stream);
     }
     profile_range_begin("optimizer", -1);
     optimizer_step(t, step);
     profile_range_end();
-    t->fsdp.audit = NULL;
     profile_end(&t->profile);
     CUDA_CHECK(cudaMemcpyAsync(&t->steps.host[step % STEP_SLOTS], t->steps.device, sizeof(StepStats), cudaMemcpyDeviceToHost, t->stream));
     CUDA_CHECK(cudaEventRecord(t->steps.done[step % STEP_SLOTS], t->stream));
@@ -789,7 +766,7 @@ static double validation_loss(Trainer *t, DataLoader *data) {
         if (rows)
             loss_accumulate(&t->steps.device->loss, t->acts.losses, rows * t->d.T, 1 / (double)(sequences * t->d.T), t->stream);
     }
-    fsdp_reduce_statistics(&t->fsdp, &t->steps.device->loss, NULL);
+    fsdp_reduce_step_stats(&t->fsdp, &t->steps.device->loss, NULL);
     trainer_wait_all(t);
     float loss;
     CUDA_CHECK(cudaMemcpy(&loss, &t->steps.device->loss, sizeof loss, cudaMemcpyDeviceToHost));
@@ -970,7 +947,7 @@ static void check_device(const Options *o, const Comm *comm, cudaDeviceProp *dev
 
 // GPU memory that NCCL takes beside the arena, and all that is beside it.
 static int64_t nccl_overhead(const Comm *comm) {
-    return nccl_communicators(comm->world, comm->group) * NCCL_OVERHEAD_BYTES;
+    return nccl_communicators(comm->world, comm->shard_size) * NCCL_OVERHEAD_BYTES;
 }
 
 static int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
@@ -980,7 +957,7 @@ static void check_memory(const Trainer *t, const Arena *plan, size_t available) 
     die("the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: %s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
         (double)plan->used / 1073741824, (double)available / 1073741824, t->comm->world > 1 ? "" : "more GPUs (mpirun -np N), ",
         t->comm->world > 1 && t->o->sharding != SHARDING_FULL ? "--sharding full, " : "", t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
-        t->precision.any_fp8 ? (t->fsdp.cached ? "--fp8-weight-cache off, " : "") : "--precision fp8 (saves activations, costs FP8 weights), ", t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
+        t->precision.any_fp8 ? (t->fsdp.weights == FSDP_WEIGHTS_CACHED ? "--fp8-weight-cache off, " : "") : "--precision fp8 (saves activations, costs FP8 weights), ", t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
         t->o->optimizer_state == STORAGE_FP32 ? "--optimizer-state bf16, " : "");
 }
 
@@ -991,8 +968,8 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->table = parameter_table(m);
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
-    if (o->fp8_weight_cache == ON && t->fsdp.sharded)
-        die("--fp8-weight-cache on keeps FP8 copies of whole weights, and %lld ranks share them here; leave it off, or give --sharding none", (long long)t->fsdp.plan.group);
+    if (o->fp8_weight_cache == ON && fsdp_is_sharded(&t->fsdp))
+        die("--fp8-weight-cache on keeps FP8 copies of whole weights, and %lld ranks share them here; leave it off, or give --sharding none", (long long)t->fsdp.plan.shard_size);
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(t), o, &t->profile);
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
@@ -1014,10 +991,8 @@ static void fill_rope_table(Trainer *t) {
 static void open_peers(Trainer *t, int64_t bytes) {
     Fsdp *f = &t->fsdp;
     char reason[256] = "";
-    if (!f->copies) return;
-    const int64_t room = (f->plan.group - 1) * f->received_slice * (int64_t)sizeof(bf16);  // nothing is received yet
-    if (peer_memory_open(&f->peers, t->comm, t->memory, bytes, f->arrivals, f->received, room, f->nccl->stream, reason,
-                         sizeof reason)) return;
+    if (f->transport.kind != TRANSPORT_COPY_ENGINES) return;
+    if (transport_open_peers(&f->transport, t->comm, t->memory, bytes, reason, sizeof reason)) return;
     const double first = comm_min(t->comm, COMM_WORLD, *reason ? (double)t->comm->rank : INFINITY);
     comm_broadcast(t->comm, COMM_WORLD, (int64_t)first, reason, (int64_t)sizeof reason);
     if (t->o->copy_engines == ON) die("--copy-engines on: %s", reason);
@@ -1028,11 +1003,7 @@ static void open_peers(Trainer *t, int64_t bytes) {
 static void trainer_create(Trainer *t, const Arena *plan) {
     size_t available = 0, total = 0;
     CUDA_CHECK(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
-    if (t->comm->world > 1) {
-        nccl_open(&t->nccl, t->comm);
-        t->fsdp.nccl = &t->nccl;
-    }
-    t->fsdp.stream = t->stream;
+    if (t->comm->world > 1) nccl_open(&t->nccl, t->comm);
     CUDA_CHECK(cudaMemGetInfo(&available, &total));
     check_memory(t, plan, available - (size_t)min_i64((int64_t)available, nccl_overhead(t->comm)));
     CUDA_CHECK(cudaMalloc((void **)&t->memory, (size_t)plan->used));
@@ -1040,7 +1011,8 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     memset(&arena, 0, sizeof arena);
     arena.base = t->memory;
     place(t, &arena);
-    fsdp_create(&t->fsdp);
+    const FsdpInputs in = {t->params.weights, &t->linears.scales, t->stream, t->comm->world > 1 ? &t->nccl : NULL};
+    fsdp_create(&t->fsdp, &in);
     linears_plan(&t->linears, t->stream, t->memory);
     if (t->linears.scales.delayed_scale) t->delayed_state = delayed_new(t->d.L, t->o->fp8_amax_history);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
@@ -1053,7 +1025,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
         CUDA_CHECK(cudaMallocHost((void **)&t->tokens[i].host, (size_t)batch_bytes(t)));
         CUDA_CHECK(cudaEventCreateWithFlags(&t->tokens[i].copied, cudaEventDisableTiming));
     }
-    t->shared_tokens = (int32_t *)xcalloc((size_t)(2 * t->fsdp.embedding_ranks * t->d.R), sizeof *t->shared_tokens);
+    t->shared_tokens = (int32_t *)xcalloc((size_t)(2 * fsdp_input_ranks(&t->fsdp) * t->d.R), sizeof *t->shared_tokens);
     t->sample_logits = (float *)xcalloc((size_t)t->d.V, sizeof *t->sample_logits);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     open_peers(t, plan->used);
@@ -1072,10 +1044,8 @@ static void trainer_destroy(Trainer *t) {
     free(t->shared_tokens);
     free(t->sample_logits);
     fsdp_destroy(&t->fsdp);
-    comm_barrier(t->comm, COMM_WORLD);  // nobody reads from here any more
-    peer_memory_close(&t->fsdp.peers);
-    comm_barrier(t->comm, COMM_WORLD);  // nobody holds it open
-    if (t->fsdp.nccl) nccl_close(t->fsdp.nccl);
+    transport_close_peers(&t->fsdp.transport, t->comm);
+    if (t->fsdp.in.nccl) nccl_close(t->fsdp.in.nccl);
     CUDA_CHECK(cudaFree(t->memory));
     CUDA_CHECK(cudaStreamDestroy(t->stream));
     if (t->linears.scales.delayed_scale) delayed_free(&t->delayed_state);
@@ -1099,11 +1069,11 @@ static void shard_amax(Trainer *t, int64_t l, int i) {
 // After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters, the FP8 weights and what is gathered follow.
 static void weights_changed(Trainer *t) {
     if (t->params.master) CUDA_LAUNCH(round_weights_kernel, 8 * device_sm_count(), 256, 0, t->stream, t->params.weights, t->params.master, t->fsdp.plan.total);
-    fsdp_root_changed(&t->fsdp);
+    fsdp_publish_root(&t->fsdp);
     tensor_scales_clear_amaxes(&t->linears.scales, TENSOR_W, TENSOR_W);
-    for (int64_t l = 0; t->fsdp.fp8 && fsdp_tensor_scales(&t->fsdp) && l < t->d.L; l++)
+    for (int64_t l = 0; fsdp_tensor_scales(&t->fsdp) && l < t->d.L; l++)
         for (int i = 0; i < NUM_LINEARS; i++) shard_amax(t, l, i);
-    layers_changed(t);
+    fsdp_publish_layers(&t->fsdp);
     trainer_wait_all(t);
 }
 
@@ -1123,10 +1093,10 @@ typedef struct {
 
 // Where element i of this rank's shard stands in the flat array of parameters.h.
 static int64_t shard_to_flat(const Trainer *t, int64_t i) {
-    for (int64_t unit = unit_count(&t->table) - 1;; unit--)
+    for (int64_t l = t->d.L - 1;; l--)
         for (int k = NUM_SEGMENTS - 1; k >= 0; k--) {
-            const ShardSegment g = shard_segment(&t->table, &t->fsdp.plan, unit, k);
-            if (i >= g.shard) return g.flat + t->fsdp.plan.place * g.slice + i - g.shard;
+            const ShardSegment g = segment_slice(&t->table, &t->fsdp.plan, l, k);
+            if (i >= g.shard) return g.flat + t->fsdp.plan.shard_rank * g.slice + i - g.shard;
         }
 }
 
@@ -1247,15 +1217,15 @@ static int64_t train(Run *run, int *stop) {
 
 static void print_gathers(const Trainer *t) {
     const Fsdp *f = &t->fsdp;
-    if (f->sharded) printf("%-26s %s\n", "layers are gathered in", !f->fp8_gather ? "bf16" : t->precision.any_bf16 ? "FP8 where all of them is" : "FP8");
+    if (fsdp_is_sharded(f)) printf("%-26s %s\n", "layers are gathered in", f->weights == FSDP_WEIGHTS_GATHER_BF16 ? "bf16" : t->precision.any_bf16 ? "FP8 where all of them is" : "FP8");
 }
 
 // How weights and gradients travel, which is known when the ranks have met.
 static void print_transport(const Trainer *t) {
     const Fsdp *f = &t->fsdp;
     if (f->world == 1) return;
-    if (f->peers.ranks) printf("\nlayers and gradients travel by the GPUs' copy engines; gradients are added up in fp32%s\n", f->replicas == 1 ? "" : ", over replicas by NCCL");
-    else printf("\nlayers and gradients travel by NCCL; gradients are reduced in %s\n", f->fp32_reduce ? "fp32" : "bf16");
+    if (f->transport.kind == TRANSPORT_COPY_ENGINES) printf("\nlayers and gradients travel by the GPUs' copy engines; gradients are added up in fp32%s\n", f->replicas == 1 ? "" : ", over replicas by NCCL");
+    else printf("\nlayers and gradients travel by NCCL; gradients are reduced in %s\n", f->transport.reduce_dtype == REDUCE_FP32 ? "fp32" : "bf16");
 }
 
 static void format_versions(char *out, size_t capacity) {

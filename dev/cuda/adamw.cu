@@ -120,10 +120,10 @@ static State shard_state(const ParameterTable *t, const ShardPlan *plan, const S
     float **to[] = {&s.weights, &s.exp_avg, &s.exp_avg_sq, &s.gradients}, *const from[] = {flat->weights, flat->exp_avg, flat->exp_avg_sq, flat->gradients};
     for (int a = 0; a < 4; a++) {
         *to[a] = (float *)xcalloc((size_t)s.n, sizeof(float));
-        for (int64_t unit = 0; unit < unit_count(t); unit++)
+        for (int64_t l = ROOT; l < t->num_layers; l++)
             for (int k = 0; k < NUM_SEGMENTS; k++) {
-                const ShardSegment g = shard_segment(t, plan, unit, k);
-                const ShardRange r = shard_range(t, plan, unit, k, g.flat, g.size);
+                const ShardSegment g = segment_slice(t, plan, l, k);
+                const ShardRange r = segment_range(t, plan, l, k, g.flat, g.size);
                 memcpy(*to[a] + r.shard, from[a] + g.flat + r.first, (size_t)r.count * sizeof(float));
             }
     }
@@ -151,7 +151,7 @@ static void arrays_free(AdamwArrays *a) {
         if (p) bench_free(p);
 }
 
-// The step of the rank at plan->place. Its new arrays are compared with `want`, which are the old ones where the step is refused.
+// The step of the rank at plan->shard_rank. Its new arrays are compared with `want`, which are the old ones where the step is refused.
 static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v, const State *before, const State *want, const double *squares, AdamwStep step,
                        uint32_t *amax) {
     AdamwArrays a = arrays_upload(before, v);
@@ -299,13 +299,13 @@ static void check_units(const char *preset, int64_t group) {
     int64_t seen = 0, wrong = 0;
     for (int64_t place = 0; place < group; place++) {
         const ShardPlan plan = shard_plan(&t, group, place);
-        for (int which = 0; which < 2; which++) {
-            const AdamwUnits u = adamw_units(&t, &plan, which, which ? t.num_layers : 1);
+        for (int64_t first = ROOT; first <= 0; first++) {  // the root alone, and all layers
+            const AdamwUnits u = adamw_units(&t, &plan, first, first == ROOT ? 1 : t.num_layers);
             for (int64_t unit = 0; unit < u.count; unit++) {
                 int64_t slot = -1;
                 for (int64_t k = 0; k < t.count; k++) {
                     const Parameter *p = &t.entries[k];
-                    if (unit_of(p) != which + unit) continue;
+                    if (p->layer != first + unit) continue;
                     if (p->flags & PARAM_FP8 && !(p->flags & PARAM_JOINED)) slot++;
                     const ShardRange r = shard_parameter(&t, &plan, p);
                     for (int64_t i = 0; i < r.count; i++) {

@@ -1,15 +1,15 @@
-// Checks and times the kernels around the collectives of llmc/dist/fsdp.cuh: gradients to fp32, and sums of them over ranks
-// and micro-steps, the latter against the CPU's, bit for bit. Checks the proof of llmc/dist/peer_memory.cuh, with one GPU in
+// Checks and times the kernels of llmc/dist/transport.cuh: gradients to fp32, and sums of them over ranks and
+// micro-steps, the latter against the CPU's, bit for bit. Checks the proof of llmc/dist/peer_memory.cuh, with one GPU in
 // the place of two.
 // Build and run: make build/bench_fsdp && build/bench_fsdp
-#include "../../llmc/dist/fsdp.cuh"
+#include "../../llmc/dist/transport.cuh"
 #include "bench.cuh"
 
-// Just what the kernels' callers read of it: the stream, here the default one, and the staging buffer.
-static Fsdp make_fsdp(Nccl *nccl, float *staging) {
-    Fsdp f = {};
-    f.nccl = nccl, f.staging = staging;
-    return f;
+// What the kernels' launchers read of it: the stream, here the default one, and the staging buffer.
+static Transport make_transport(Nccl *nccl, float *staging) {
+    Transport t = {};
+    t.nccl = nccl, t.staging = staging;
+    return t;
 }
 
 static void check_to_fp32(int64_t rows, int64_t n, int64_t stride) {
@@ -20,12 +20,12 @@ static void check_to_fp32(int64_t rows, int64_t n, int64_t stride) {
     float *x = bf16_to_floats(host, rows * stride), *want = (float *)xcalloc((size_t)(rows * n), sizeof(float));
     for (int64_t i = 0; i < rows * n; i++) want[i] = x[i / n * stride + i % n];
     Nccl nccl = {};
-    Fsdp f = make_fsdp(&nccl, (float *)bench_alloc(rows * n * 4));
+    Transport t = make_transport(&nccl, (float *)bench_alloc(rows * n * 4));
     bf16 *from = (bf16 *)bench_upload(host, rows * stride * 2);
-    fsdp_to_fp32(&f, from, rows, n, stride);
-    float *got = (float *)bench_download(f.staging, rows * n * 4, label);
+    transport_to_fp32(&t, from, rows, n, stride);
+    float *got = (float *)bench_download(t.staging, rows * n * 4, label);
     check_close(label, got, want, rows * n, n, 0, 0);
-    bench_free(f.staging), bench_free(from);
+    bench_free(t.staging), bench_free(from);
     free(host), free(x), free(want), free(got);
 }
 
@@ -45,10 +45,10 @@ static void check_sum(const char *label, const void *device, const float *want, 
     free(got), free(bits);
 }
 
-static void set_sum(Fsdp *f, void *device, bool fp32) {
-    f->fp32_grads = fp32;
-    if (fp32) f->grads_fp32 = (float *)device;
-    else f->grads = (bf16 *)device;
+static void set_sum(Transport *t, void *device, bool fp32) {
+    t->fp32_sums = fp32;
+    if (fp32) t->sums_fp32 = (float *)device;
+    else t->sums = (bf16 *)device;
 }
 
 // The ways in which gradients join a sum: they replace it, are added in the first micro-step (an embedding's), or in a
@@ -70,13 +70,13 @@ static void check_add(int64_t at, int64_t n, bool fp32_from, bool fp32, Gradient
     float *from = bf16_to_floats(from_bits, n), *want = bf16_to_floats(before, at + n);
     for (int64_t i = 3; fp32_from && i < n; i++) from[i] *= 1.0009765f;
     Nccl nccl = {};
-    Fsdp f = make_fsdp(&nccl, NULL);
+    Transport t = make_transport(&nccl, NULL);
     void *to = upload_sum(want, at + n, fp32),
          *device = fp32_from ? bench_upload(from, n * 4) : bench_upload(from_bits, n * 2);
-    set_sum(&f, to, fp32);
+    set_sum(&t, to, fp32);
     gradient_sum_reference(want + at, from, 0, n, fp32, &how);
-    if (fp32_from) fsdp_add_reduced(&f, at, (const float *)device, n, how);
-    else fsdp_add_reduced(&f, at, (const bf16 *)device, n, how);
+    if (fp32_from) transport_add_reduced(&t, at, (const float *)device, n, how);
+    else transport_add_reduced(&t, at, (const bf16 *)device, n, how);
     check_sum(label, to, want, at + n, fp32);
     bench_free(to), bench_free(device);
     free(before), free(from_bits), free(from), free(want);
@@ -97,16 +97,16 @@ static void check_rank_sum(int64_t ranks, int64_t place, int64_t n, bool fp32, G
         if (rank != place) memcpy(others + (rank - (rank > place)) * n, bits + rank * n, (size_t)n * 2);
     }
     Nccl nccl = {};
-    Fsdp f = make_fsdp(&nccl, NULL);
-    f.peers.ranks = ranks, f.peers.place = place;
-    f.received = (bf16 *)bench_upload(others, ranks * n * 2);
+    Transport t = make_transport(&nccl, NULL);
+    t.shard_size = ranks, t.shard_rank = place;
+    t.received = (bf16 *)bench_upload(others, ranks * n * 2);
     void *to = upload_sum(want, n, fp32);
     bf16 *own = (bf16 *)bench_upload(bits + place * n, n * 2);
-    set_sum(&f, to, fp32);
+    set_sum(&t, to, fp32);
     gradient_sum_reference(want, sum, 0, n, fp32, &how);
-    fsdp_sum_received(&f, 0, own, n, how);
+    transport_add_received(&t, 0, own, n, how);
     check_sum(label, to, want, n, fp32);
-    bench_free(to), bench_free(own), bench_free(f.received);
+    bench_free(to), bench_free(own), bench_free(t.received);
     free(before), free(bits), free(others), free(x), free(want), free(sum);
 }
 
@@ -114,14 +114,14 @@ static void check_rank_sum(int64_t ranks, int64_t place, int64_t n, bool fp32, G
 static void check_large(void) {
     const int64_t n = (1ll << 31) + 4096, last = 8192;
     Nccl nccl = {};
-    Fsdp f = make_fsdp(&nccl, NULL);
+    Transport t = make_transport(&nccl, NULL);
     bf16 *to = bench_random(n, 4, 1.0f), *from = bench_random(n, 5, 1.0f), *alone = (bf16 *)bench_alloc(last * 2);
     CUDA_CHECK(cudaMemcpy(alone, to + n - last, (size_t)last * 2, cudaMemcpyDeviceToDevice));
     GradientSum how = sum_kinds()[2];
-    f.grads = to;
-    fsdp_add_reduced(&f, 0, from, n, how);
-    f.grads = alone, how.flat += n - last;
-    fsdp_add_reduced(&f, 0, from + n - last, last, how);
+    t.sums = to;
+    transport_add_reduced(&t, 0, from, n, how);
+    t.sums = alone, how.flat += n - last;
+    transport_add_reduced(&t, 0, from + n - last, last, how);
     check_same_on_device("2^31 elements, added", to + n - last, alone, last * 2, 2);
     bench_free(to), bench_free(from), bench_free(alone);
 }
@@ -174,7 +174,7 @@ static void check_peers(void) {
     bool waits = true;
     for (int place = 0; place < 2; place++) {
         PeerMemory *p = &ranks[place].peers;
-        p->ranks = 2, p->place = place, p->arrivals = (uint32_t *)(ranks[place].room + PEER_ROOM);
+        p->ranks = 2, p->rank = place, p->arrivals = (uint32_t *)(ranks[place].room + PEER_ROOM);
         for (int i = 0; i < 2; i++) p->base[i] = ranks[i].room;
         waits = peer_can_wait(p, ranks[place].stream) && waits;
         peer_finish(ranks[place].stream);
@@ -189,38 +189,38 @@ static void check_peers(void) {
 }
 
 // A layer's gradient joins the sum on one GPU: all multiprocessors take part.
-static void bench_joins(Bench *b, Fsdp *f, const bf16 *gradients, int64_t n) {
+static void bench_joins(Bench *b, Transport *t, const bf16 *gradients, int64_t n) {
     const GradientSum how = sum_kinds()[2];
-    const unsigned blocks = grid_size(n, FSDP_THREADS * 8);
+    const unsigned blocks = grid_size(n, TRANSPORT_THREADS * 8);
     for (int fp32 = 0; fp32 < 2; fp32++) {
         void *sum = bench_zeros(n * (fp32 ? 4 : 2));
-        set_sum(f, sum, fp32);
-        const double us = bench_time_us(b, [&] { fsdp_add(f, 0, gradients, n, how, blocks, 0); });
+        set_sum(t, sum, fp32);
+        const double us = bench_time_us(b, [&] { transport_add(t, 0, gradients, n, how, blocks, 0); });
         bench_report(b, fp32 ? "gradients join fp32 sum" : "gradients join bf16 sum", "218112000", us,
                      (fp32 ? 10.0 : 6.0) * (double)n);
         bench_free(sum);
     }
 }
 
-// A layer of llama3.1-8b on 4 ranks, in pieces of FSDP_STAGING_ELEMENTS where sums are fp32.
+// A layer of llama3.1-8b on 4 ranks, in pieces of TRANSPORT_STAGING_ELEMENTS where sums are fp32.
 static void bench_kernels(Bench *b) {
-    const int64_t group = 4, slice = 218112000 / group, part = FSDP_STAGING_ELEMENTS / group;
+    const int64_t group = 4, slice = 218112000 / group, part = TRANSPORT_STAGING_ELEMENTS / group;
     const char *reason = "128 blocks, by design: the other multiprocessors are left to the matrix products beside it";
     Nccl nccl = {};
-    Fsdp f = make_fsdp(&nccl, (float *)bench_zeros(group * part * 4));
+    Transport t = make_transport(&nccl, (float *)bench_zeros(group * part * 4));
     bf16 *gradients = bench_random(group * slice, 6, 1.0f), *to = (bf16 *)bench_zeros(slice * 2);
-    double us = bench_time_us(b, [&] { fsdp_to_fp32(&f, gradients, group, part, slice); });
+    double us = bench_time_us(b, [&] { transport_to_fp32(&t, gradients, group, part, slice); });
     bench_report(b, "fsdp, gradients to fp32", "4 x 16777216", us, 6.0 * (double)(group * part), reason);
     const GradientSum *how = sum_kinds();
-    f.grads = to;
-    us = bench_time_us(b, [&] { fsdp_add_reduced(&f, 0, f.staging, part, how[2]); });
+    t.sums = to;
+    us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, t.staging, part, how[2]); });
     bench_report(b, "fsdp, sum of fp32 added", "16777216", us, 8.0 * (double)part, reason);
-    us = bench_time_us(b, [&] { fsdp_add_reduced(&f, 0, f.staging, part, how[0]); });
+    us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, t.staging, part, how[0]); });
     bench_report(b, "fsdp, sum of fp32 rounded", "16777216", us, 6.0 * (double)part, reason);
-    us = bench_time_us(b, [&] { fsdp_add_reduced(&f, 0, gradients, slice, how[2]); });
+    us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, gradients, slice, how[2]); });
     bench_report(b, "fsdp, sum of bf16 added", "54528000", us, 6.0 * (double)slice, reason);
-    bench_joins(b, &f, gradients, group * slice);
-    bench_free(f.staging), bench_free(gradients), bench_free(to);
+    bench_joins(b, &t, gradients, group * slice);
+    bench_free(t.staging), bench_free(gradients), bench_free(to);
 }
 
 int main(int argc, char **argv) {

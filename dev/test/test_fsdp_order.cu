@@ -12,6 +12,7 @@ static const char *const stream_names[ORDER_STREAMS] = {"compute", "communicatio
 
 typedef struct {
     Fsdp f;
+    FsdpInputs in;
     Nccl nccl;
     double *squares;
     float *loss;
@@ -38,11 +39,14 @@ static bool acts;                                     // calls do at once, to th
 static CUstreamBatchMemOpParams awaited[PEER_MAX_RANKS];  // where calls act: values that streams wait for
 static int64_t num_awaited;
 
-static int64_t weights_of(int64_t step, int64_t unit) { return order_content(1 + step * 1000 + unit, 0); }
+// Weights of a step: of a layer, or ROOT.
+static int64_t weights_of(int64_t step, int64_t l) { return order_content(2 + step * 1000 + l, 0); }
 
-// Gradients of a unit, of the logits or inputs, or the statistics of a step, summed over a number of ranks.
-enum { LOGITS = 997, INPUTS = 998, STATISTICS = 999 };
-static int64_t gradients_of(int64_t step, int64_t micro, int64_t unit, int64_t over) { return order_content((step * 100 + micro) * 1000 + unit, over); }
+// Gradients of a layer or ROOT, of the logits or inputs, or the statistics of a step, summed over a number of ranks.
+enum { LOGITS = 996, INPUTS = 997, STATISTICS = 998 };
+static int64_t gradients_of(int64_t step, int64_t micro, int64_t l, int64_t over) {
+    return order_content((step * 100 + micro) * 1000 + 1 + l, over);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Noting
@@ -63,7 +67,7 @@ static const char *operation_name(const Rank *r) { return r->nccl.operations[r->
 
 static const char *event_name(const Rank *r, cudaEvent_t e) {
     const Fsdp *f = &r->f;
-    if (e == f->handover) return r->to_replicas ? "handover to the replicas" : "handover";
+    if (e == f->transport.handover) return r->to_replicas ? "handover to the replicas" : "handover";
     for (int i = 0; i < 1 + FSDP_GRADIENT_BUFFERS; i++)
         if (e == f->reduced[i]) return "reduced";
     for (int64_t i = 0; i < f->num_slots; i++) {
@@ -94,8 +98,8 @@ static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s,
 
 // Whether an address is one of the arrivals in any rank's memory: they lie at the same place in all.
 static bool is_arrival(const Rank *r, const char *at) {
-    const int64_t offset = (int64_t)((uintptr_t)at % ORDER_MEMORY_STRIDE) - (int64_t)((uintptr_t)r->f.arrivals % ORDER_MEMORY_STRIDE);
-    return offset >= 0 && offset % (int64_t)sizeof(uint32_t) == 0 && offset < r->f.peers.ranks * (int64_t)sizeof(uint32_t);
+    const int64_t offset = (int64_t)((uintptr_t)at % ORDER_MEMORY_STRIDE) - (int64_t)((uintptr_t)r->f.transport.arrivals % ORDER_MEMORY_STRIDE);
+    return offset >= 0 && offset % (int64_t)sizeof(uint32_t) == 0 && offset < r->f.transport.peers.ranks * (int64_t)sizeof(uint32_t);
 }
 
 // PeerMemory.enqueue
@@ -194,10 +198,11 @@ static bool note_sum_kernel(cudaStream_t s, const void *function, void **argumen
     for (int fp32 = 0; fp32 < 2; fp32++) {
         const int64_t element = fp32 ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
         const void *add_bf16 =
-            fp32 ? (const void *)fsdp_add_kernel<float, bf16> : (const void *)fsdp_add_kernel<bf16, bf16>;
+            fp32 ? (const void *)transport_add_kernel<float, bf16> : (const void *)transport_add_kernel<bf16, bf16>;
         const void *add_fp32 =
-            fp32 ? (const void *)fsdp_add_kernel<float, float> : (const void *)fsdp_add_kernel<bf16, float>;
-        const void *rank_sum = fp32 ? (const void *)fsdp_sum_kernel<float> : (const void *)fsdp_sum_kernel<bf16>;
+            fp32 ? (const void *)transport_add_kernel<float, float> : (const void *)transport_add_kernel<bf16, float>;
+        const void *rank_sum =
+            fp32 ? (const void *)transport_sum_kernel<float> : (const void *)transport_sum_kernel<bf16>;
         void *to = POINTER(void, 0);
         if (function == add_bf16)
             note_add(s, to, element, POINTER(bf16, 1), INTEGER(2), sizeof(bf16), (GradientSum *)arguments[3]);
@@ -218,7 +223,7 @@ static void note_kernel(cudaStream_t s, const void *function, void **arguments) 
     else if (is_amax_pass(function)) note_amax_pass(s, (TensorSource *)arguments[0], (FineAmaxes *)arguments[1], INTEGER(2), INTEGER(3));
     else if (function == (const void *)quantize_slices_kernel<FP8_E4M3>) note_slices(s, (Fp8Slices *)arguments[0]);
     else if (function == (const void *)fp8_transpose_kernel) note_transpose(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), INTEGER(2) * INTEGER(3));
-    else if (function == (const void *)fsdp_to_fp32_kernel) note_to_fp32(s, POINTER(float, 0), POINTER(bf16, 1), INTEGER(2), INTEGER(3), INTEGER(4));
+    else if (function == (const void *)transport_to_fp32_kernel) note_to_fp32(s, POINTER(float, 0), POINTER(bf16, 1), INTEGER(2), INTEGER(3), INTEGER(4));
     else if (!note_sum_kernel(s, function, arguments)) die("a kernel that this test does not know");
 }
 
@@ -339,160 +344,162 @@ ncclResult_t __wrap_ncclAllReduce(const void *from, void *to, size_t count, nccl
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer's schedule
 
-static int64_t unit_bytes(const Fsdp *f, int64_t unit, int segment) { return f->plan.group * shard_slices(&f->plan, unit)[segment] * (int64_t)sizeof(bf16); }
-
-static void read_linear(Rank *r, int64_t unit, int j, bool backward) {
-    const Fsdp *f = &r->f;
-    const LinearShape *linear = &f->precision->linear[j];
-    const int64_t n = linear->N * linear->K, want = weights_of(r->step, unit);
-    if (!f->fp8 || precision_of(f->precision, unit - 1, j) != f->precision->recipe) {
-        note_read(f->stream, fsdp_weights(f, unit).matrices + linear->offset, n * (int64_t)sizeof(bf16), want);
-        return;
-    }
-    const Fp8Tensor q = fsdp_weight_fp8(f, unit, j);
-    if (!backward || f->rows_in_backward) note_read(f->stream, q.row, n, want);
-    if (backward) note_read(f->stream, q.col, n, want);
+static int64_t segment_bytes(const Fsdp *f, int64_t l, int segment) {
+    return f->plan.shard_size * slice_sizes(&f->plan, l)[segment] * (int64_t)sizeof(bf16);
 }
 
-static void read_weights(Rank *r, int64_t unit, bool backward) {
-    const FsdpUnit w = fsdp_weights(&r->f, unit);
-    note_read(r->f.stream, w.vectors, unit_bytes(&r->f, unit, SEGMENT_VECTORS), weights_of(r->step, unit));
-    for (int j = 0; unit && j < NUM_LINEARS; j++) read_linear(r, unit, j, backward);
-    if (!unit) note_read(r->f.stream, w.matrices, unit_bytes(&r->f, 0, SEGMENT_MATRICES), weights_of(r->step, 0));
+static void read_linear(Rank *r, int64_t l, int j, bool backward) {
+    const Fsdp *f = &r->f;
+    const LinearShape *linear = &f->precision->linear[j];
+    const int64_t n = linear->N * linear->K, want = weights_of(r->step, l);
+    if (!f->precision->any_fp8 || precision_of(f->precision, l, j) != f->precision->recipe) {
+        note_read(f->in.stream, fsdp_weights(f, l).matrices + linear->offset, n * (int64_t)sizeof(bf16), want);
+        return;
+    }
+    const Fp8Tensor q = fsdp_weight_fp8(f, l, j);
+    if (!backward || f->recompute_layer) note_read(f->in.stream, q.row, n, want);
+    if (backward) note_read(f->in.stream, q.col, n, want);
+}
+
+static void read_weights(Rank *r, int64_t l, bool backward) {
+    const FsdpUnit w = fsdp_weights(&r->f, l);
+    note_read(r->f.in.stream, w.vectors, segment_bytes(&r->f, l, SEGMENT_VECTORS), weights_of(r->step, l));
+    for (int j = 0; l != ROOT && j < NUM_LINEARS; j++) read_linear(r, l, j, backward);
+    if (l == ROOT) note_read(r->f.in.stream, w.matrices, segment_bytes(&r->f, ROOT, SEGMENT_MATRICES), weights_of(r->step, ROOT));
 }
 
 // What lies behind the parameters of a segment has been cleared (the model's parameters leave nothing out between them).
 static void read_gap(Rank *r, const bf16 *segment, int64_t elements, int64_t bytes) {
     const int64_t begin = elements * (int64_t)sizeof(bf16);
-    if (begin < bytes) note_read(r->f.stream, segment + elements, bytes - begin, ORDER_UNWRITTEN);
+    if (begin < bytes) note_read(r->f.in.stream, segment + elements, bytes - begin, ORDER_UNWRITTEN);
 }
 
-static void write_gradients(Rank *r, int64_t unit) {
-    const FsdpUnit g = fsdp_gradients(&r->f, unit);
-    const int64_t *elements = unit ? r->f.layer_elements : r->f.root_elements;
-    read_gap(r, g.vectors, elements[SEGMENT_VECTORS], unit_bytes(&r->f, unit, SEGMENT_VECTORS));
-    read_gap(r, g.matrices, elements[SEGMENT_MATRICES], unit_bytes(&r->f, unit, SEGMENT_MATRICES));
-    const int64_t content = gradients_of(r->step, r->micro, unit, 1);
-    note_write(r->f.stream, g.vectors, unit_bytes(&r->f, unit, SEGMENT_VECTORS), content);
-    note_write(r->f.stream, g.matrices, unit_bytes(&r->f, unit, SEGMENT_MATRICES), content);
-    note_write(r->f.stream, r->dx, r->f.input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
+static void write_gradients(Rank *r, int64_t l) {
+    const FsdpUnit g = fsdp_gradients(&r->f, l);
+    const int64_t *elements = l == ROOT ? r->f.root_elements : r->f.layer_elements;
+    read_gap(r, g.vectors, elements[SEGMENT_VECTORS], segment_bytes(&r->f, l, SEGMENT_VECTORS));
+    read_gap(r, g.matrices, elements[SEGMENT_MATRICES], segment_bytes(&r->f, l, SEGMENT_MATRICES));
+    const int64_t content = gradients_of(r->step, r->micro, l, 1);
+    note_write(r->f.in.stream, g.vectors, segment_bytes(&r->f, l, SEGMENT_VECTORS), content);
+    note_write(r->f.in.stream, g.matrices, segment_bytes(&r->f, l, SEGMENT_MATRICES), content);
+    note_write(r->f.in.stream, r->dx, r->f.input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
 }
 
 // This rank's sums of gradients from element `at` on, and the bytes of one.
 static const void *sums_at(const Fsdp *f, int64_t at) {
-    return f->fp32_grads ? (const void *)(f->grads_fp32 + at) : (const void *)(f->grads + at);
+    return f->transport.fp32_sums ? (const void *)(f->transport.sums_fp32 + at)
+                                  : (const void *)(f->transport.sums + at);
 }
-static int64_t sum_bytes(const Fsdp *f) { return f->fp32_grads ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16); }
+static int64_t sum_bytes(const Fsdp *f) { return f->transport.fp32_sums ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16); }
 
 static void write_logits(Rank *r) {
     const int64_t room = fsdp_loss_room(&r->f);
     const void *to =
-        r->f.sharded ? (const void *)fsdp_loss_memory(&r->f)
-                     : sums_at(&r->f, shard_segment(r->f.table, &r->f.plan, 0, embedding_segment(r->f.table)).shard);
-    if (room) note_write(r->f.stream, to, room * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
+        fsdp_is_sharded(&r->f) ? (const void *)fsdp_loss_memory(&r->f)
+                     : sums_at(&r->f, segment_slice(r->f.table, &r->f.plan, ROOT, embedding_segment(r->f.table)).shard);
+    if (room) note_write(r->f.in.stream, to, room * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
 }
 
 // The embedding's gradient, from all ranks' inputs to the rank's part of it, or from its own.
 static void write_embedding_gradient(Rank *r) {
     Fsdp *f = &r->f;
     const int segment = embedding_segment(f->table);
-    const int64_t ranks = f->embedding_ranks, content = gradients_of(r->step, r->micro, 0, ranks);
-    note_read(f->stream, fsdp_gather_inputs(f, r->dx), ranks * f->input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
+    const int64_t ranks = fsdp_input_ranks(f), content = gradients_of(r->step, r->micro, ROOT, ranks);
+    note_read(f->in.stream, fsdp_gather_input_gradients(f, r->dx), ranks * f->input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
     const bool joins = fsdp_embedding_joins(f);
     const void *to =
-        joins ? sums_at(f, shard_segment(f->table, &f->plan, 0, segment).shard) : fsdp_gradients(f, 0).embedding;
-    const int64_t bytes = joins ? f->plan.root_slices[segment] * sum_bytes(f) : unit_bytes(f, 0, segment);
-    note_read(f->stream, to, bytes, segment == SEGMENT_MATRICES ? content : ORDER_ANY);
-    note_write(f->stream, to, bytes, content);
+        joins ? sums_at(f, segment_slice(f->table, &f->plan, ROOT, segment).shard) : fsdp_gradients(f, ROOT).embedding;
+    const int64_t bytes = joins ? f->plan.root_slices[segment] * sum_bytes(f) : segment_bytes(f, ROOT, segment);
+    note_read(f->in.stream, to, bytes, segment == SEGMENT_MATRICES ? content : ORDER_ANY);
+    note_write(f->in.stream, to, bytes, content);
 }
 
 static void forward(Rank *r) {
     Fsdp *f = &r->f;
-    fsdp_prefetch(f, 1);
-    note_read(f->stream, fsdp_weights(f, 0).embedding, unit_bytes(f, 0, embedding_segment(f->table)), weights_of(r->step, 0));
-    for (int64_t unit = 1; unit < unit_count(f->table); unit++) {
-        fsdp_prefetch(f, unit + 1);
-        fsdp_acquire(f, unit, false);
-        read_weights(r, unit, false);
-        fsdp_release(f, unit);
+    fsdp_prefetch(f, 0);
+    note_read(f->in.stream, fsdp_weights(f, ROOT).embedding, segment_bytes(f, ROOT, embedding_segment(f->table)), weights_of(r->step, ROOT));
+    for (int64_t l = 0; l < f->table->num_layers; l++) {
+        fsdp_prefetch(f, l + 1);
+        fsdp_unshard(f, l, false);
+        read_weights(r, l, false);
+        fsdp_reshard(f, l);
     }
 }
 
 static void loss(Rank *r) {
-    read_weights(r, 0, false);
+    read_weights(r, ROOT, false);
     write_logits(r);
-    note_write(r->f.stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, 1));
+    note_write(r->f.in.stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, 1));
 }
 
-static void reduce_replicas(Rank *r, int64_t unit, bool last) {
+static void reduce_replicas(Rank *r, int64_t l, bool last) {
     r->to_replicas = true;
-    fsdp_reduce_replicas(&r->f, unit, last);
+    fsdp_reduce_replicas(&r->f, l, last);
     r->to_replicas = false;
 }
 
 static void micro_step(Rank *r, bool last) {
     Fsdp *f = &r->f;
-    fsdp_begin_micro_step(f, r->step, r->micro);
+    fsdp_begin_micro_step(f, r->micro);
     forward(r);
-    fsdp_begin_loss(f);
+    fsdp_begin_gradients(f, ROOT);
     loss(r);
-    write_gradients(r, 0);
-    if (fsdp_embedding_joins(f)) fsdp_reduce_scatter(f, 0);
-    for (int64_t unit = f->table->num_layers; unit > 0; unit--) {
-        fsdp_prefetch(f, unit - 1);
-        fsdp_acquire(f, unit, true);
-        fsdp_begin_gradients(f, unit);
-        read_weights(r, unit, true);
-        write_gradients(r, unit);
-        fsdp_release(f, unit);
-        fsdp_reduce_scatter(f, unit);
-        reduce_replicas(r, unit, last);
+    write_gradients(r, ROOT);
+    if (fsdp_embedding_joins(f)) fsdp_reduce_scatter(f, ROOT);
+    for (int64_t l = f->table->num_layers - 1; l >= 0; l--) {
+        fsdp_prefetch(f, l - 1);
+        fsdp_unshard(f, l, true);
+        fsdp_begin_gradients(f, l);
+        read_weights(r, l, true);
+        write_gradients(r, l);
+        fsdp_reshard(f, l);
+        fsdp_reduce_scatter(f, l);
+        reduce_replicas(r, l, last);
     }
     write_embedding_gradient(r);
-    if (!fsdp_embedding_joins(f)) fsdp_reduce_scatter(f, 0);
-    reduce_replicas(r, 0, last);
+    if (!fsdp_embedding_joins(f)) fsdp_reduce_scatter(f, ROOT);
+    reduce_replicas(r, ROOT, last);
 }
 
 static void read_reduced_gradients(Rank *r, int64_t step) {
     const Fsdp *f = &r->f;
-    for (int64_t unit = 0; unit < unit_count(f->table); unit++)
-        note_read(f->stream, sums_at(f, shard_unit_offset(&f->plan, unit)),
-                  shard_unit_size(&f->plan, unit) * sum_bytes(f), gradients_of(step, r->micro, unit, f->world));
+    for (int64_t l = ROOT; l < f->table->num_layers; l++)
+        note_read(f->in.stream, sums_at(f, shard_begin(&f->plan, l)),
+                  shard_elements(&f->plan, l) * sum_bytes(f), gradients_of(step, r->micro, l, f->world));
 }
 
-static void write_weights(Rank *r, int64_t unit) {
+static void write_weights(Rank *r, int64_t l) {
     const Fsdp *f = &r->f;
-    note_write(f->stream, f->weights + shard_unit_offset(&f->plan, unit), shard_unit_size(&f->plan, unit) * (int64_t)sizeof(bf16), weights_of(r->step, unit));
+    note_write(f->in.stream, f->in.weights + shard_begin(&f->plan, l), shard_elements(&f->plan, l) * (int64_t)sizeof(bf16), weights_of(r->step, l));
 }
 
 static void update_weights(Rank *r) {
     Fsdp *f = &r->f;
     r->step++;
-    write_weights(r, 0);
-    fsdp_root_changed(f);
-    note_write(f->stream, f->amax, f->table->num_layers * f->amax_stride * (int64_t)sizeof(uint32_t), ORDER_UNWRITTEN);
-    for (int64_t unit = 1; unit < unit_count(f->table); unit++) write_weights(r, unit);
+    write_weights(r, ROOT);
+    fsdp_publish_root(f);
+    note_write(f->in.stream, f->in.amax, f->table->num_layers * f->in.amax_stride * (int64_t)sizeof(uint32_t), ORDER_UNWRITTEN);
+    for (int64_t l = 0; l < f->table->num_layers; l++) write_weights(r, l);
 }
 
 static void weights_updated(Rank *r) {
     Fsdp *f = &r->f;
-    if (f->fp8 && fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD);
-    fsdp_layers_changed(f);
+    fsdp_publish_layers(f, NULL);
 }
 
 // Of the gradients of step `step`, which the weights may be ahead of.
 static void reduce_norm(Rank *r, int64_t step) {
     Fsdp *f = &r->f;
-    note_write(f->stream, r->squares, sizeof *r->squares, gradients_of(step, r->micro, STATISTICS, 1));
-    fsdp_reduce_statistics(f, r->loss, r->squares);
-    note_read(f->stream, r->squares, sizeof *r->squares, gradients_of(step, r->micro, STATISTICS, f->sharded ? f->world : 1));
-    note_read(f->stream, r->loss, sizeof *r->loss, gradients_of(step, r->micro, STATISTICS, f->world));
+    note_write(f->in.stream, r->squares, sizeof *r->squares, gradients_of(step, r->micro, STATISTICS, 1));
+    fsdp_reduce_step_stats(f, r->loss, r->squares);
+    note_read(f->in.stream, r->squares, sizeof *r->squares, gradients_of(step, r->micro, STATISTICS, fsdp_is_sharded(f) ? f->world : 1));
+    note_read(f->in.stream, r->loss, sizeof *r->loss, gradients_of(step, r->micro, STATISTICS, f->world));
     read_reduced_gradients(r, step);
 }
 
 static void optimizer(Rank *r, bool norm_first) {
     Fsdp *f = &r->f;
-    fsdp_compute_after(f);
+    compute_waits_comm(&f->transport);
     read_reduced_gradients(r, r->step);
     if (norm_first) reduce_norm(r, r->step);
     update_weights(r);
@@ -502,8 +509,8 @@ static void optimizer(Rank *r, bool norm_first) {
 
 static void validation(Rank *r) {
     for (int batch = 0; batch < 2; batch++) forward(r), loss(r);
-    fsdp_reduce_statistics(&r->f, r->loss, NULL);
-    note_read(r->f.stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, r->f.world));
+    fsdp_reduce_step_stats(&r->f, r->loss, NULL);
+    note_read(r->f.in.stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, r->f.world));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -521,9 +528,10 @@ static const char *buffer_name(int64_t rank, const char *address) {
     const Rank *r = &ranks[rank];
     const Fsdp *f = &r->f;
     const struct { const char *name; const void *begin; } all[] = {
-        {"weights", f->weights}, {"grads", f->grads}, {"amax", f->amax}, {"squares", r->squares}, {"loss", r->loss}, {"dx", r->dx}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
+        {"weights", f->in.weights}, {"grads", f->transport.sums}, {"amax", f->in.amax}, {"squares", r->squares}, {"loss", r->loss}, {"dx", r->dx}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
         {"root", f->root}, {"vectors", f->vectors}, {"slots", f->slots}, {"root_grads", f->root_grads}, {"layer_grads[0]", f->layer_grads[0]}, {"layer_grads[1]", f->layer_grads[1]},
-        {"staging", f->staging}, {"received", f->received}, {"arrivals", f->arrivals}, {"grads_fp32", f->grads_fp32}};
+        {"staging", f->transport.staging}, {"received", f->transport.received},
+        {"arrivals", f->transport.arrivals}, {"grads_fp32", f->transport.sums_fp32}};
     int found = 0;
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         if (all[i].begin && all[i].begin <= address && all[i].begin >= all[found].begin) found = i;
@@ -533,7 +541,7 @@ static const char *buffer_name(int64_t rank, const char *address) {
 // The groups' communicators, shared where nccl_open shares them.
 static void connect(Rank *r, int64_t rank) {
     const Fsdp *f = &r->f;
-    const int64_t sizes[] = {f->world, f->plan.group, f->replicas}, numbers[] = {0, rank / f->plan.group, f->plan.place};
+    const int64_t sizes[] = {f->world, f->plan.shard_size, f->replicas}, numbers[] = {0, rank / f->plan.shard_size, f->plan.shard_rank};
     memset(&r->nccl, 0, sizeof r->nccl);
     for (int g = 0; g < COMM_NUM_GROUPS; g++) {
         int *group = sizes[g] == f->world ? &groups[COMM_WORLD][0] : &groups[g][numbers[g]];
@@ -542,17 +550,17 @@ static void connect(Rank *r, int64_t rank) {
     }
     r->nccl.stream = stream_handle(rank, COMMUNICATION);
     for (int i = 0; i < NCCL_PENDING; i++) {
-        fsdp_event(&r->nccl.operations[i].begun);
-        fsdp_event(&r->nccl.operations[i].done);
+        event_create(&r->nccl.operations[i].begun);
+        event_create(&r->nccl.operations[i].done);
     }
 }
 
 // What peer_memory_open finds.
 static void open_peers(Rank *r, int64_t rank) {
-    PeerMemory *p = &r->f.peers;
-    p->ranks = r->f.plan.group, p->place = r->f.plan.place;
-    for (int64_t i = 0; i < p->ranks; i++) p->base[i] = order_base(rank - p->place + i);
-    p->arrivals = r->f.arrivals;
+    PeerMemory *p = &r->f.transport.peers;
+    p->ranks = r->f.plan.shard_size, p->rank = r->f.plan.shard_rank;
+    for (int64_t i = 0; i < p->ranks; i++) p->base[i] = order_base(rank - p->rank + i);
+    p->arrivals = r->f.transport.arrivals;
     p->enqueue = note_memory_operations;
 }
 
@@ -562,22 +570,21 @@ static void place_memory(Rank *r, int64_t rank) {
     memset(&arena, 0, sizeof arena);
     arena.base = order_base(rank);
     arena_group(&arena, "shard");
-    f->weights = (bf16 *)arena_take(&arena, f->plan.total * (int64_t)sizeof(bf16));
-    if (f->fp32_grads) f->grads_fp32 = (float *)arena_take(&arena, f->plan.total * (int64_t)sizeof(float));
-    else f->grads = (bf16 *)arena_take(&arena, f->plan.total * (int64_t)sizeof(bf16));
-    if (f->buffered) {
+    r->in.weights = (bf16 *)arena_take(&arena, f->plan.total * (int64_t)sizeof(bf16));
+    fsdp_place_gradients(f, &arena);
+    if (f->gradients == FSDP_GRADIENTS_BUFFERED) {
         fsdp_place_root_buffer(f, &arena);
         fsdp_place_layer_buffer(f, &arena);
     }
-    f->scale_stride = 12;
-    f->amax_stride = fsdp_tensor_scales(f) ? f->scale_stride : 1 << 16;
-    f->amax = (uint32_t *)arena_take(&arena, f->table->num_layers * f->amax_stride * (int64_t)sizeof(uint32_t));
-    f->inverse_scale = (float *)arena_take(&arena, 4096);
+    r->in.amax_stride = fsdp_tensor_scales(f) ? NUM_TENSORS * NUM_LINEARS : 1 << 16;
+    const int64_t amaxes = f->table->num_layers * r->in.amax_stride;
+    r->in.amax = (uint32_t *)arena_take(&arena, amaxes * (int64_t)sizeof(uint32_t));
+    r->in.scale_inv = (float *)arena_take(&arena, 4096);
     r->squares = (double *)arena_take(&arena, sizeof *r->squares);
     r->loss = (float *)arena_take(&arena, sizeof *r->loss);
     r->dx = (bf16 *)arena_take(&arena, f->input_elements * (int64_t)sizeof(bf16));
     fsdp_place(f, &arena);
-    if (fsdp_copies_pass(f)) fsdp_place_copies(f, &arena);
+    if (fsdp_casts_are_transient(f)) fsdp_place_casts(f, &arena);
     order_memory(rank, arena.used);
 }
 
@@ -587,15 +594,16 @@ static void create_rank(const Case *c, const ParameterTable *table, const Precis
     fsdp_describe(&r->f, table, precision, o, c->world, rank);
     place_memory(r, rank);
     connect(r, rank);
-    if (r->f.copies) open_peers(r, rank);
-    r->f.nccl = &r->nccl, r->f.stream = stream_handle(rank, COMPUTE);
-    fsdp_create(&r->f);
+    if (r->f.transport.kind == TRANSPORT_COPY_ENGINES) open_peers(r, rank);
+    r->in.nccl = &r->nccl, r->in.stream = stream_handle(rank, COMPUTE);
+    fsdp_create(&r->f, &r->in);
 }
 
 static void enqueue_steps(Rank *r, int64_t accumulation, bool norm_first) {
     update_weights(r);
     weights_updated(r);
     for (int step = 0; step < 3; step++) {
+        fsdp_begin_step(&r->f, r->step, NULL);
         for (r->micro = 0; r->micro < accumulation; r->micro++) micro_step(r, r->micro + 1 == accumulation);
         r->micro--;
         optimizer(r, norm_first);
@@ -705,7 +713,7 @@ static void check_embedding_ranks(void) {
         Precision precision = precision_plan(&o, "", &m, &table);
         Fsdp f;
         fsdp_describe(&f, &table, &precision, &o, cases[i].world, cases[i].world - 1);
-        CHECK(f.embedding_ranks == cases[i].ranks, "%s, %lld ranks, T %lld: inputs of %lld", cases[i].model, (long long)cases[i].world, (long long)cases[i].T, (long long)f.embedding_ranks);
+        CHECK(fsdp_input_ranks(&f) == cases[i].ranks, "%s, %lld ranks, T %lld: inputs of %lld", cases[i].model, (long long)cases[i].world, (long long)cases[i].T, (long long)fsdp_input_ranks(&f));
         fsdp_destroy(&f);
         precision_free(&precision);
         parameter_table_free(&table);
@@ -726,12 +734,12 @@ static void check_watch(void) {
     n->stream = stream_handle(0, COMMUNICATION);
     num_events = 0;
     order_begin(1, stream_names, buffer_name);
-    for (int i = 0; i < 2; i++) fsdp_event(&n->operations[i].begun), fsdp_event(&n->operations[i].done);
+    for (int i = 0; i < 2; i++) event_create(&n->operations[i].begun), event_create(&n->operations[i].done);
     const Activity before = activity_now();
     nccl_begin_operation(n, "all-gather of the weights", 1);
     nccl_end_operation(n);
     Activity last = activity_now();
-    CHECK(last.changes > before.changes && last.pending == 1 && last.pending_unit == 1, "an operation is enqueued untold");
+    CHECK(last.changes > before.changes && last.pending == 1 && last.pending_layer == 1, "an operation is enqueued untold");
     CHECK(strcmp(last.pending_what, "all-gather of the weights") == 0, "%s", last.pending_what);
     for (int begun = 0; begun < 2; begun++) {
         first_pending = 1 + begun;  // the first operation's events are numbers 1 and 2
@@ -781,7 +789,7 @@ static void proof_begin(PeerMemory peers[PROOF_RANKS]) {
     num_awaited = 0;
     for (int64_t place = 0; place < PROOF_RANKS; place++) {
         PeerMemory *p = &peers[place];
-        p->ranks = PROOF_RANKS, p->place = place, p->arrivals = proof_memory[place].arrivals;
+        p->ranks = PROOF_RANKS, p->rank = place, p->arrivals = proof_memory[place].arrivals;
         p->enqueue = act_memory_operations;
         for (int64_t i = 0; i < PROOF_RANKS; i++) p->base[i] = (char *)&proof_memory[i];
         peer_write_pattern(PROOF_FIRST + place, proof_memory[place].room, PROOF_BYTES, NULL);
@@ -842,7 +850,7 @@ static void check_fallback(void) {
     Comm comm = comm_one();
     PeerMemory p;
     char reason[256] = "";
-    comm.world = comm.group = 2;
+    comm.world = comm.shard_size = 2;
     unsetenv("NCCL_P2P_DISABLE");
     uint32_t *arrivals = (uint32_t *)memory;
     const bool open = peer_memory_open(&p, &comm, memory, sizeof memory, arrivals, memory + 1024, PROOF_BYTES, NULL,

@@ -61,7 +61,7 @@ static Options test_options(int precision, int64_t B, int64_t T) {
 // One rank, without MPI.
 static const Comm *one_rank(void) {
     static Comm comm;
-    comm.world = comm.local_world = comm.group = comm.replicas = 1;
+    comm.world = comm.local_world = comm.shard_size = comm.replicas = 1;
     return &comm;
 }
 

@@ -16,8 +16,8 @@ static void test_layout(const ModelConfig *m) {
     int64_t begin = 0, ends[NUM_SEGMENTS];  // of the unit, and of what it has of each segment so far
     for (int64_t i = 0; i < t.count; i++) {
         const Parameter *p = &t.entries[i];
-        const int64_t *sizes = unit_segments(&t, unit_of(p));
-        if (i == 0 || p->layer > last_layer) begin = unit_offset(&t, unit_of(p));
+        const int64_t *sizes = segment_sizes(&t, p->layer);
+        if (i == 0 || p->layer > last_layer) begin = layer_offset(&t, p->layer);
         for (int k = 0; k < NUM_SEGMENTS && (i == 0 || p->layer > last_layer); k++) ends[k] = begin + segment_begin(sizes, k);
         const int segment = parameter_segment(p);
         const int64_t end = ends[segment];
@@ -41,7 +41,7 @@ static void test_layout(const ModelConfig *m) {
         sum += parameter_elements(p);
         last_layer = p->layer;
     }
-    CHECK(last_layer == m->num_layers - 1 && sum == t.num_parameters && unit_count(&t) == m->num_layers + 1, "sums");
+    CHECK(last_layer == m->num_layers - 1 && sum == t.num_parameters && t.num_layers == m->num_layers, "sums");
     for (int k = 0; k < NUM_SEGMENTS; k++) CHECK(t.root_segments[k] % PARAMETER_ALIGNMENT == 0 && t.layer_segments[k] % PARAMETER_ALIGNMENT == 0, "segment %d is not padded", k);
     CHECK(t.root_segments[0] + t.root_segments[1] + t.root_segments[2] == t.root_size && t.layer_segments[0] + t.layer_segments[1] == t.layer_size, "segments make up a unit");
     CHECK(t.layer_segments[SEGMENT_EMBEDDING] == 0 && (t.root_segments[SEGMENT_EMBEDDING] > 0) == !m->tie_word_embeddings, "a segment for an embedding of its own");

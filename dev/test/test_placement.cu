@@ -78,30 +78,32 @@ static void list_state(const Trainer *t, Moments m) {
 static void list_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const int64_t *root = t->table.root_segments;
-    if (f->buffered) {  // the final norm's gradient is in the root's
+    if (f->gradients == FSDP_GRADIENTS_BUFFERED) {  // the final norm's gradient is in the root's
         needed("gradient of the root before it joins", f->root_grads, segment_begin(root, SEGMENT_EMBEDDING) * 2,
                loss(m), final_norm_backward(m));
         needed_in_backward(m, "gradient of a layer before it joins", f->layer_grads[0], t->table.layer_size * 2);
     }
-    if (f->sharded || f->buffered) {
-        needed_always(m, "gradients", t->params.grads, t->params.grads ? f->plan.total * 2 : 0);
-        needed_always(m, "fp32 gradients", f->grads_fp32, f->fp32_grads ? f->plan.total * 4 : 0);
-        CHECK(f->fp32_grads ? f->grads_fp32 && !f->grads : f->grads && !f->grads_fp32, "gradients have %s place",
-              f->grads ? "more than one" : "no");
+    if (f->gradients != FSDP_GRADIENTS_IN_PLACE) {
+        const bool fp32 = f->transport.fp32_sums;
+        const bf16 *sums = f->transport.sums;
+        const float *sums_fp32 = f->transport.sums_fp32;
+        needed_always(m, "gradients", sums, sums ? f->plan.total * 2 : 0);
+        needed_always(m, "fp32 gradients", sums_fp32, fp32 ? f->plan.total * 4 : 0);
+        CHECK(fp32 ? sums_fp32 && !sums : sums && !sums_fp32, "gradients have %s place", sums ? "more than one" : "no");
         return;
     }
-    const bf16 *embedding = t->params.grads + segment_begin(root, SEGMENT_EMBEDDING);
-    needed("gradient of the root", t->params.grads, segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), optimizer(m));
+    const bf16 *embedding = f->transport.sums + segment_begin(root, SEGMENT_EMBEDDING);
+    needed("gradient of the root", f->transport.sums, segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), optimizer(m));
     needed("gradient of the embedding", embedding, root[SEGMENT_EMBEDDING] * 2, embedding_backward_moment(m), optimizer(m));
-    for (int64_t l = 0; l < t->d.L; l++) needed("gradient of a layer", t->params.grads + layer_offset(&t->table, l), t->table.layer_size * 2, backward(m, l), optimizer(m));
+    for (int64_t l = 0; l < t->d.L; l++) needed("gradient of a layer", f->transport.sums + layer_offset(&t->table, l), t->table.layer_size * 2, backward(m, l), optimizer(m));
 }
 
 static void list_fsdp(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const int64_t matrices = fsdp_layer_matrices(f), rows = f->num_rows * matrices, cols = f->num_cols * matrices;
-    if (fsdp_copies_pass(f)) {
+    if (fsdp_casts_are_transient(f)) {
         needed("FP8 rows of a layer's weights", f->rows, rows, 0, m.L - 1);
-        if (f->rows_in_backward) needed_in_backward(m, "FP8 rows of a layer's weights", f->rows, rows);
+        if (f->recompute_layer) needed_in_backward(m, "FP8 rows of a layer's weights", f->rows, rows);
         needed_in_backward(m, "FP8 columns of a layer's weights", f->cols, cols);
         needed_by_layers(m, "scales of the rows", f->row_scales, f->num_rows * f->row_scale_bytes);
         needed_by_layers(m, "scales of the columns", f->col_scales, f->num_cols * f->col_scale_bytes);
@@ -111,17 +113,23 @@ static void list_fsdp(const Trainer *t, Moments m) {
         needed_always(m, "scales of the rows", f->row_scales, f->num_rows * f->row_scale_bytes);
         needed_always(m, "scales of the columns", f->col_scales, f->num_cols * f->col_scale_bytes);
     }
-    needed_always(m, "sums in fp32", f->staging, f->plan.group * f->staging_slice * 4);
-    if (!f->sharded) return;
+    needed_always(m, "sums in fp32", f->transport.staging, f->plan.shard_size * f->transport.staging_slice * 4);
+    if (!fsdp_is_sharded(f)) return;
     needed_always(m, "FP8 shard", f->shard_fp8, f->shard_fp8 ? t->d.L * f->plan.layer_slices[SEGMENT_MATRICES] : 0);
-    needed_always(m, "gathered root", f->root, f->plan.group * segment_begin(f->plan.root_slices, f->embedding_passes ? SEGMENT_EMBEDDING : NUM_SEGMENTS) * 2);
+    const int segments = f->embedding_is_transient ? SEGMENT_EMBEDDING : NUM_SEGMENTS;
+    const int64_t root = f->plan.shard_size * segment_begin(f->plan.root_slices, segments);
+    needed_always(m, "gathered root", f->root, root * 2);
     needed_always(m, "gathered vectors", f->vectors, t->d.L * fsdp_layer_vectors(f) * 2);
     needed_always(m, "gathered layers", f->slots, f->num_slots * matrices * fsdp_slot_element(f));
-    const int64_t embedding = f->embedding_passes ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0, inputs = f->embedding_ranks > 1 ? f->input_elements : 0;
-    needed_always(m, "gradient of the root, whole, and what takes turns with it", f->root_grads, max_i64(fsdp_root_gradient(f), f->plan.group * max_i64(embedding, inputs)) * 2);
-    needed_in_backward(m, "gradients of layers, whole", f->layer_grads[0], FSDP_GRADIENT_BUFFERS * shard_gathered_size(&f->plan, 1) * 2);
-    needed_always(m, "received gradients", f->received, (f->plan.group - 1) * f->received_slice * 2);
-    needed_always(m, "arrivals", f->arrivals, PEER_MAX_RANKS * 4);
+    const int64_t embedding = f->embedding_is_transient ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
+    const int64_t inputs = fsdp_input_ranks(f) > 1 ? f->input_elements : 0, layer = gathered_elements(&f->plan, 0);
+    const Transport *transport = &f->transport;
+    needed_always(m, "gradient of the root, whole, and what takes turns with it", f->root_grads,
+                  max_i64(fsdp_root_gradient(f), f->plan.shard_size * max_i64(embedding, inputs)) * 2);
+    needed_in_backward(m, "gradients of layers, whole", f->layer_grads[0], FSDP_GRADIENT_BUFFERS * layer * 2);
+    needed_always(m, "received gradients", transport->received,
+                  (f->plan.shard_size - 1) * transport->received_slice * 2);
+    needed_always(m, "arrivals", transport->arrivals, PEER_MAX_RANKS * 4);
 }
 
 // The input of linear layer `id` of layer l; where all layers share one, of the first layer that reads it in bf16.

@@ -14,16 +14,20 @@ static ModelConfig model(ModelFamily family, bool tied) {
 static void check_sizes(const ParameterTable *t, int64_t group) {
     const ShardPlan s = shard_plan(t, group, group - 1);
     int64_t end = 0;
-    for (int64_t u = 0; u < unit_count(t); u++) {
-        CHECK(shard_unit_offset(&s, u) == end, "unit %lld starts at %lld", (long long)u, (long long)shard_unit_offset(&s, u));
-        int64_t flat = unit_offset(t, u), gathered = 0;
+    for (int64_t l = ROOT; l < t->num_layers; l++) {
+        CHECK(shard_begin(&s, l) == end, "layer %lld starts at %lld", (long long)l, (long long)shard_begin(&s, l));
+        int64_t flat = layer_offset(t, l), gathered = 0;
         for (int k = 0; k < NUM_SEGMENTS; k++) {
-            const ShardSegment g = shard_segment(t, &s, u, k);
-            CHECK(g.shard == end && g.flat == flat && g.gathered == gathered, "unit %lld, segment %d does not follow the one before", (long long)u, k);
-            CHECK(g.slice % PARAMETER_ALIGNMENT == 0 && group * g.slice >= g.size && group * g.slice - g.size < group * PARAMETER_ALIGNMENT, "unit %lld, segment %d: slices of %lld", (long long)u, k, (long long)g.slice);
+            const ShardSegment g = segment_slice(t, &s, l, k);
+            CHECK(g.shard == end && g.flat == flat && g.gathered == gathered,
+                  "layer %lld, segment %d does not follow the one before", (long long)l, k);
+            CHECK(g.slice % PARAMETER_ALIGNMENT == 0 && group * g.slice >= g.size &&
+                      group * g.slice - g.size < group * PARAMETER_ALIGNMENT,
+                  "layer %lld, segment %d: slices of %lld", (long long)l, k, (long long)g.slice);
             end += g.slice, flat += g.size, gathered += group * g.slice;
         }
-        CHECK(shard_gathered_size(&s, u) == gathered && shard_unit_size(&s, u) * group == gathered, "gathered size of unit %lld", (long long)u);
+        CHECK(gathered_elements(&s, l) == gathered && shard_elements(&s, l) * group == gathered,
+              "gathered size of layer %lld", (long long)l);
     }
     CHECK(end == s.total, "%lld elements, not %lld", (long long)end, (long long)s.total);
 }
@@ -53,8 +57,9 @@ static void check_cover(const ParameterTable *t, int64_t group) {
     CHECK(once && parts >= t->count, "an element is kept by no rank or by two");
     for (int64_t i = 0; i < t->count; i++) {  // every element is where the gathered unit should have it
         const Parameter *p = &t->entries[i];
-        const ShardSegment g = shard_segment(t, &s, unit_of(p), parameter_segment(p));
-        const int64_t at = shard_gathered_offset(t, &s, unit_of(p), p->offset - unit_offset(t, unit_of(p))) - g.gathered;
+        const ShardSegment g = segment_slice(t, &s, p->layer, parameter_segment(p));
+        const int64_t offset = p->offset - layer_offset(t, p->layer);
+        const int64_t at = gathered_offset(t, &s, p->layer, offset) - g.gathered;
         for (int64_t e = 0; e < parameter_elements(p); e++)
             whole = whole && shards[(at + e) / g.slice * s.total + g.shard + (at + e) % g.slice] == p->offset + e;
     }
@@ -94,7 +99,7 @@ static void check_backward_order(const ParameterTable *t, int64_t group, int64_t
 static void bad_range(void *context) {
     const ParameterTable *t = (const ParameterTable *)context;
     const ShardPlan s = shard_plan(t, 2, 0);
-    shard_range(t, &s, 1, SEGMENT_MATRICES, layer_offset(t, 0), 1);
+    segment_range(t, &s, 0, SEGMENT_MATRICES, layer_offset(t, 0), 1);
 }
 
 static void bad_place(void *context) { shard_plan((const ParameterTable *)context, 2, 2); }

@@ -31,7 +31,7 @@ typedef struct {
     int64_t collectives;      // that have finished, of MPI and of NCCL
     int64_t pending;          // operations of NCCL that are enqueued and not seen to have finished
     const char *pending_what; // the oldest of them, static text
-    int64_t pending_unit;     // and of which unit of the parameters: 0 the root, 1 + l layer l; -1: of none
+    int64_t pending_layer;    // and the layer that it belongs to, ROOT or NO_LAYER (parameters.h)
 } Activity;
 
 static inline pthread_mutex_t *activity_mutex(void) {
@@ -78,11 +78,11 @@ static inline void activity_moved(void) {
     activity_unlock();
 }
 
-// An operation of NCCL has been enqueued, or has `finished`. `pending` of them are left; `what` and `unit` tell the
+// An operation of NCCL has been enqueued, or has `finished`. `pending` of them are left; `what` and `layer` tell the
 // oldest.
-static inline void activity_operation(int64_t pending, const char *what, int64_t unit, bool finished) {
+static inline void activity_operation(int64_t pending, const char *what, int64_t layer, bool finished) {
     Activity *a = activity_lock();
-    a->pending = pending, a->pending_what = what, a->pending_unit = unit;
+    a->pending = pending, a->pending_what = what, a->pending_layer = layer;
     a->collectives += finished, a->changes++;
     activity_unlock();
 }

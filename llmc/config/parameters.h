@@ -64,7 +64,7 @@ typedef struct {
     char name[96];       // Hugging Face's full name
     int64_t rows, cols;  // cols = 0: a vector of `rows`
     int64_t offset;      // of its first element in the flat array
-    int64_t layer;       // -1: root
+    int64_t layer;       // ROOT or a layer's number
     unsigned flags;
 } Parameter;
 
@@ -82,13 +82,18 @@ typedef struct {
 
 static inline int64_t parameter_elements(const Parameter *p) { return p->cols ? p->rows * p->cols : p->rows; }
 
-static inline int64_t layer_offset(const ParameterTable *t, int64_t l) { return t->root_size + l * t->layer_size; }
+// Layers are numbered from 0. Where a layer's number stands, ROOT is the root unit and NO_LAYER none of both.
+enum { ROOT = -1, NO_LAYER = -2 };
 
-// Units are numbered: 0 the root, 1 + l layer l.
-static inline int64_t unit_count(const ParameterTable *t) { return 1 + t->num_layers; }
-static inline int64_t unit_of(const Parameter *p) { return p->layer + 1; }
-static inline int64_t unit_offset(const ParameterTable *t, int64_t unit) { return unit ? layer_offset(t, unit - 1) : 0; }
-static inline const int64_t *unit_segments(const ParameterTable *t, int64_t unit) { return unit ? t->layer_segments : t->root_segments; }
+// First element of a unit in the flat array.
+static inline int64_t layer_offset(const ParameterTable *t, int64_t l) {
+    return l == ROOT ? 0 : t->root_size + l * t->layer_size;
+}
+
+// Elements of a unit's segments [NUM_SEGMENTS].
+static inline const int64_t *segment_sizes(const ParameterTable *t, int64_t l) {
+    return l == ROOT ? t->root_segments : t->layer_segments;
+}
 
 static inline int parameter_segment(const Parameter *p) { return !p->cols ? SEGMENT_VECTORS : p->flags & PARAM_LOOKUP ? SEGMENT_EMBEDDING : SEGMENT_MATRICES; }
 
@@ -127,7 +132,7 @@ static inline void parameter_table_root(ParameterTable *t, const ModelConfig *m)
     const int64_t V = m->vocab_size, C = m->hidden_size;
     int64_t ends[NUM_SEGMENTS] = {0}, next = 0;
 #define X(field, name, rows, cols, present, flags) \
-    if (present) parameter_add(t, "", name, rows, cols, -1, flags, ends);
+    if (present) parameter_add(t, "", name, rows, cols, ROOT, flags, ends);
     ROOT_PARAMETERS(X)
 #undef X
     parameter_place(t, 0, 0, ends, t->root_segments);

@@ -1,21 +1,24 @@
 // How parameters are split over the ranks of a shard group: which elements each rank keeps, and where.
 //
-// Each segment (parameters.h) of each unit is cut into `group` slices of equal size, a multiple of PARAMETER_ALIGNMENT elements, so that every
-// slice starts 16-byte aligned in any storage type; the last slices of a segment may be padding in part or whole. A rank keeps the slice of
-// its place in the group, of every segment, in flat shard arrays of `total` elements (weights, moments and gradients alike):
+// Each segment (parameters.h) of each unit is cut into `shard_size` slices of equal size, a multiple of
+// PARAMETER_ALIGNMENT elements, so that every slice starts 16-byte aligned in any storage type; the last slices of a
+// segment may be padding in part or whole. A rank keeps slice number `shard_rank` of every segment, in flat shard arrays
+// of `total` elements (weights, moments and gradients alike):
 //     root vectors | root matrices | root embedding | layer 0 vectors | layer 0 matrices | layer 1 vectors | ...
-// Gathering a segment puts the slices one after the other: the segment as in the flat array, then padding, `group` * slice elements.
-// With one rank in the group the shard arrays are the flat arrays of parameters.h, with the same offsets.
+// An all-gather puts the slices of a segment one after the other: the segment as in the flat array, then padding,
+// shard_size * slice elements. With one rank the shard arrays are the flat arrays of parameters.h, with equal offsets.
+//
+// Functions take a layer's number `l`, or ROOT for the root unit.
 #ifndef LLMC_SHARD_PLAN_H
 #define LLMC_SHARD_PLAN_H
 
 #include "parameters.h"
 
 typedef struct {
-    int64_t group;  // ranks that share one copy of the parameters
-    int64_t place;  // this rank's among them
+    int64_t shard_size;  // ranks that share one copy of the parameters
+    int64_t shard_rank;  // number of this rank among them
     int64_t root_slices[NUM_SEGMENTS], layer_slices[NUM_SEGMENTS];  // elements
-    int64_t total;  // of a rank's flat shard array
+    int64_t total;       // elements of a rank's flat shard array
 } ShardPlan;
 
 // The slices of one segment of one unit.
@@ -31,27 +34,36 @@ typedef struct {
 typedef struct {
     int64_t first;  // element of the range at which the part begins
     int64_t count;  // 0: none of it
-    int64_t shard;  // its place in the rank's flat shard arrays
+    int64_t shard;  // its first element in the rank's flat shard arrays
 } ShardRange;
 
-static inline ShardPlan shard_plan(const ParameterTable *t, int64_t group, int64_t place) {
-    if (group < 1 || place < 0 || place >= group) die("shard plan: place %lld in a group of %lld", (long long)place, (long long)group);
+// The plan of rank `shard_rank` of `shard_size`. Dies if there is no such rank.
+static inline ShardPlan shard_plan(const ParameterTable *t, int64_t shard_size, int64_t shard_rank) {
+    if (shard_size < 1 || shard_rank < 0 || shard_rank >= shard_size)
+        die("shard plan: place %lld in a group of %lld", (long long)shard_rank, (long long)shard_size);
     ShardPlan s;
     memset(&s, 0, sizeof s);
-    s.group = group, s.place = place;
+    s.shard_size = shard_size, s.shard_rank = shard_rank;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
-        s.root_slices[k] = round_up(t->root_segments[k], group * PARAMETER_ALIGNMENT) / group;
-        s.layer_slices[k] = round_up(t->layer_segments[k], group * PARAMETER_ALIGNMENT) / group;
+        s.root_slices[k] = round_up(t->root_segments[k], shard_size * PARAMETER_ALIGNMENT) / shard_size;
+        s.layer_slices[k] = round_up(t->layer_segments[k], shard_size * PARAMETER_ALIGNMENT) / shard_size;
         s.total += s.root_slices[k] + t->num_layers * s.layer_slices[k];
     }
     return s;
 }
 
-static inline const int64_t *shard_slices(const ShardPlan *s, int64_t unit) { return unit ? s->layer_slices : s->root_slices; }
+// Elements of a rank's slices of a unit's segments [NUM_SEGMENTS].
+static inline const int64_t *slice_sizes(const ShardPlan *s, int64_t l) {
+    return l == ROOT ? s->root_slices : s->layer_slices;
+}
 
-// Elements of a rank's slices of one unit, and of the gathered unit.
-static inline int64_t shard_unit_size(const ShardPlan *s, int64_t unit) { return segment_begin(shard_slices(s, unit), NUM_SEGMENTS); }
-static inline int64_t shard_gathered_size(const ShardPlan *s, int64_t unit) { return s->group * shard_unit_size(s, unit); }
+// Elements that a rank keeps of one unit.
+static inline int64_t shard_elements(const ShardPlan *s, int64_t l) {
+    return segment_begin(slice_sizes(s, l), NUM_SEGMENTS);
+}
+
+// Elements of the gathered unit.
+static inline int64_t gathered_elements(const ShardPlan *s, int64_t l) { return s->shard_size * shard_elements(s, l); }
 
 static inline int64_t shard_largest_slice(const ShardPlan *s) {
     int64_t largest = 0;
@@ -60,7 +72,9 @@ static inline int64_t shard_largest_slice(const ShardPlan *s) {
 }
 
 // First element of a unit's slices in the flat shard arrays.
-static inline int64_t shard_unit_offset(const ShardPlan *s, int64_t unit) { return unit ? shard_unit_size(s, 0) + (unit - 1) * shard_unit_size(s, 1) : 0; }
+static inline int64_t shard_begin(const ShardPlan *s, int64_t l) {
+    return l == ROOT ? 0 : shard_elements(s, ROOT) + l * shard_elements(s, 0);
+}
 
 // The order in which the backward pass makes the elements of a flat array, of all parameters or of a rank's shard: the final norm and lm_head, then the layers
 // from the last to the first, then the embedding, which ends the root. That is both parts of the array, before the embedding and from it on, backwards.
@@ -71,23 +85,23 @@ typedef struct {
 // The position of element i, and the element of position i.
 HOST_DEVICE static inline int64_t backward_position(BackwardOrder o, int64_t i) { return (i < o.embedding ? 0 : o.total) + o.embedding - 1 - i; }
 
-static inline ShardSegment shard_segment(const ParameterTable *t, const ShardPlan *s, int64_t unit, int segment) {
-    const int64_t *sizes = unit_segments(t, unit), *slices = shard_slices(s, unit);
+static inline ShardSegment segment_slice(const ParameterTable *t, const ShardPlan *s, int64_t l, int segment) {
+    const int64_t *sizes = segment_sizes(t, l), *slices = slice_sizes(s, l);
     ShardSegment g;
-    g.flat = unit_offset(t, unit) + segment_begin(sizes, segment);
+    g.flat = layer_offset(t, l) + segment_begin(sizes, segment);
     g.size = sizes[segment];
     g.slice = slices[segment];
-    g.shard = shard_unit_offset(s, unit) + segment_begin(slices, segment);
-    g.gathered = s->group * segment_begin(slices, segment);
+    g.shard = shard_begin(s, l) + segment_begin(slices, segment);
+    g.gathered = s->shard_size * segment_begin(slices, segment);
     return g;
 }
 
-// Where an element `offset` of a unit (as in RootOffsets and LayerOffsets) stands in the gathered unit; -1 stays -1.
-static inline int64_t shard_gathered_offset(const ParameterTable *t, const ShardPlan *s, int64_t unit, int64_t offset) {
-    const int64_t *sizes = unit_segments(t, unit);
+// An element `offset` of a unit (as in RootOffsets and LayerOffsets) as an offset in the gathered unit; -1 stays -1.
+static inline int64_t gathered_offset(const ParameterTable *t, const ShardPlan *s, int64_t l, int64_t offset) {
+    const int64_t *sizes = segment_sizes(t, l);
     int segment = NUM_SEGMENTS - 1;
     while (segment > 0 && offset < segment_begin(sizes, segment)) segment--;
-    return offset + s->group * segment_begin(shard_slices(s, unit), segment) - segment_begin(sizes, segment);
+    return offset + s->shard_size * segment_begin(slice_sizes(s, l), segment) - segment_begin(sizes, segment);
 }
 
 static inline BackwardOrder backward_order(const ParameterTable *t) {
@@ -96,29 +110,35 @@ static inline BackwardOrder backward_order(const ParameterTable *t) {
 }
 
 static inline BackwardOrder shard_backward_order(const ParameterTable *t, const ShardPlan *s) {
-    const BackwardOrder o = {shard_segment(t, s, 0, embedding_segment(t)).shard, s->total};
+    const BackwardOrder o = {segment_slice(t, s, ROOT, embedding_segment(t)).shard, s->total};
     return o;
 }
 
-// This rank's part of `count` elements from element `flat` of the flat array on, which must lie within one segment of `unit`.
-static inline ShardRange shard_range(const ParameterTable *t, const ShardPlan *s, int64_t unit, int segment, int64_t flat, int64_t count) {
-    const ShardSegment g = shard_segment(t, s, unit, segment);
+// This rank's part of `count` elements from element `flat` of the flat array on, which must lie within one segment of
+// unit `l`. Dies if they do not.
+static inline ShardRange segment_range(const ParameterTable *t, const ShardPlan *s, int64_t l, int segment,
+                                       int64_t flat, int64_t count) {
+    const ShardSegment g = segment_slice(t, s, l, segment);
     if (flat < g.flat || count < 0 || flat + count > g.flat + g.size)
-        die("shard plan: elements %lld..%lld are outside segment %d of unit %lld", (long long)flat, (long long)(flat + count), segment, (long long)unit);
-    const int64_t slice_begin = g.flat + s->place * g.slice, begin = max_i64(flat, slice_begin), end = min_i64(flat + count, slice_begin + g.slice);
+        die("shard plan: elements %lld..%lld are outside segment %d of unit %lld", (long long)flat,
+            (long long)(flat + count), segment, (long long)l + 1);
+    const int64_t slice_begin = g.flat + s->shard_rank * g.slice, begin = max_i64(flat, slice_begin),
+                  end = min_i64(flat + count, slice_begin + g.slice);
     ShardRange r = {begin - flat, end - begin, g.shard + begin - slice_begin};
     if (r.count <= 0) r.first = r.count = r.shard = 0;
     return r;
 }
 
 // This rank's part of `count` elements of layer l's matrices from `offset` on.
-static inline ShardRange shard_matrix(const ParameterTable *t, const ShardPlan *s, int64_t l, int64_t offset, int64_t count) {
-    return shard_range(t, s, 1 + l, SEGMENT_MATRICES, shard_segment(t, s, 1 + l, SEGMENT_MATRICES).flat + offset, count);
+static inline ShardRange shard_matrix(const ParameterTable *t, const ShardPlan *s, int64_t l, int64_t offset,
+                                      int64_t count) {
+    const int64_t matrices = segment_slice(t, s, l, SEGMENT_MATRICES).flat;
+    return segment_range(t, s, l, SEGMENT_MATRICES, matrices + offset, count);
 }
 
 // This rank's part of one parameter: `first` is the element within the parameter.
 static inline ShardRange shard_parameter(const ParameterTable *t, const ShardPlan *s, const Parameter *p) {
-    return shard_range(t, s, unit_of(p), parameter_segment(p), p->offset, parameter_elements(p));
+    return segment_range(t, s, p->layer, parameter_segment(p), p->offset, parameter_elements(p));
 }
 
 #endif

@@ -137,9 +137,9 @@ static __global__ void adamw_find_large_kernel(AdamwControl *control, const Grad
 }
 
 // *squares (device) = sum of squares of gradients [n] (n a multiple of 8). Sharded gradients: the caller adds up those of all ranks.
-// workspace: adamw_workspace_bytes.
-static inline void adamw_squares(double *squares, AdamwGradients gradients, int64_t n, double *workspace,
-                                 cudaStream_t stream) {
+// workspace: adamw_workspace_bytes. Returns the bytes that it moves.
+static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, int64_t n, double *workspace,
+                                    cudaStream_t stream) {
     if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
     require_aligned16(gradients.bf16_data, "adamw_squares", "gradients");
     require_aligned16(gradients.fp32_data, "adamw_squares", "gradients");
@@ -150,6 +150,7 @@ static inline void adamw_squares(double *squares, AdamwGradients gradients, int6
         CUDA_LAUNCH(adamw_squares_kernel<bf16>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace,
                     gradients.bf16_data, n);
     CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, workspace, ADAMW_NORM_BLOCKS);
+    return n * (gradients.fp32_data ? 4 : 2);
 }
 
 // Looks for the largest of gradients [order.total] if the step is refused.
@@ -447,24 +448,26 @@ static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int ama
     u->runs[u->num_runs++] = AdamwRun{(uint32_t)(end / PARAMETER_ALIGNMENT), decay, amax_slot, shift};
 }
 
-// This rank's slices of `unit`, and of the count - 1 units like it that follow. A segment is a sequence of groups of tensors (fused linear layers
-// are one), each cut to the slice here; neighbours that are treated alike make one run. The last group takes the padding that follows it.
-static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *plan, int64_t unit, int64_t count) {
+// This rank's slices of unit `l` (ROOT: the root), and of the count - 1 layers that follow. A segment is a sequence of
+// groups of tensors (fused linear layers are one), each cut to the slice here; neighbours that are treated alike make
+// one run. The last group takes the padding that follows it.
+static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *plan, int64_t l, int64_t count) {
     AdamwUnits u = {};
-    u.first = shard_unit_offset(plan, unit), u.size = shard_unit_size(plan, unit), u.count = count;
-    u.flat = unit_offset(t, unit), u.flat_size = unit ? t->layer_size : t->root_size;
+    u.first = shard_begin(plan, l), u.size = shard_elements(plan, l), u.count = count;
+    u.flat = layer_offset(t, l), u.flat_size = l == ROOT ? t->root_size : t->layer_size;
     int slots = 0;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
-        const ShardSegment g = shard_segment(t, plan, unit, k);
-        const int64_t slice_begin = plan->place * g.slice, in_unit = g.shard - u.first;  // of the slice: in the segment, in the rank's unit
+        const ShardSegment g = segment_slice(t, plan, l, k);
+        const int64_t slice_begin = plan->shard_rank * g.slice, in_unit = g.shard - u.first;  // of the slice: in the segment, in the rank's unit
         const int64_t shift = g.flat - u.flat + slice_begin - in_unit;
         for (int64_t i = 0; i < t->count; i++) {
             const Parameter *p = &t->entries[i];
-            if (unit_of(p) != unit || parameter_segment(p) != k || (p->flags & PARAM_JOINED)) continue;
-            int64_t end = plan->group * g.slice;  // of the group, in the segment: where the next begins
+            if (p->layer != l || parameter_segment(p) != k || (p->flags & PARAM_JOINED)) continue;
+            int64_t end = plan->shard_size * g.slice;  // of the group, in the segment: where the next begins
             for (int64_t j = t->count - 1; j > i; j--) {
                 const Parameter *next = &t->entries[j];
-                if (unit_of(next) == unit && parameter_segment(next) == k && !(next->flags & PARAM_JOINED)) end = next->offset - g.flat;
+                if (next->layer == l && parameter_segment(next) == k && !(next->flags & PARAM_JOINED))
+                    end = next->offset - g.flat;
             }
             const int slot = p->flags & PARAM_FP8 ? slots++ : -1;
             const int64_t begin_here = max_i64(p->offset - g.flat, slice_begin), end_here = min_i64(end, slice_begin + g.slice);
@@ -480,7 +483,9 @@ static inline unsigned adamw_blocks(int64_t size) { return grid_size(size, ADAMW
 enum { ADAMW_SUM_BLOCKS = 64 };
 
 // Sums of squares that the update of this rank's shard leaves in its workspace.
-static inline int64_t adamw_update_sums(const ParameterTable *t, const ShardPlan *plan) { return adamw_blocks(shard_unit_size(plan, 0)) + t->num_layers * adamw_blocks(shard_unit_size(plan, 1)); }
+static inline int64_t adamw_update_sums(const ParameterTable *t, const ShardPlan *plan) {
+    return adamw_blocks(shard_elements(plan, ROOT)) + t->num_layers * adamw_blocks(shard_elements(plan, 0));
+}
 
 // Bytes of device memory that a step needs as workspace.
 static inline int64_t adamw_workspace_bytes(const ParameterTable *t, const ShardPlan *plan) {
@@ -511,7 +516,7 @@ static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaS
 
 // Updates this rank's part of the root unit.
 static inline void adamw_update_root(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, cudaStream_t stream) {
-    AdamwUnits root = adamw_units(t, plan, 0, 1);
+    AdamwUnits root = adamw_units(t, plan, ROOT, 1);
     root.squares = w->squares;
     adamw_launch(w, &root, stream);
 }
@@ -519,10 +524,15 @@ static inline void adamw_update_root(const AdamwUpdate *w, const ParameterTable 
 // Updates this rank's part of all layers. amax (NULL: not wanted): the j-th fused FP8 weight of layer l (in table order: qkv, o, gate_up, down)
 // raises amax[l * amax_stride + j] to the largest magnitude in this rank's part, also when the step is not applied; the caller has cleared the slots.
 static inline void adamw_update_layers(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, uint32_t *amax, int64_t amax_stride, cudaStream_t stream) {
-    AdamwUnits layers = adamw_units(t, plan, 1, t->num_layers);
+    AdamwUnits layers = adamw_units(t, plan, 0, t->num_layers);
     layers.amax = amax, layers.amax_stride = amax_stride;
-    layers.squares = w->squares ? w->squares + adamw_blocks(shard_unit_size(plan, 0)) : NULL;
+    layers.squares = w->squares ? w->squares + adamw_blocks(shard_elements(plan, ROOT)) : NULL;
     adamw_launch(w, &layers, stream);
+}
+
+// Bytes that an update of n elements moves: the gradient is read; moments and weights are read and written.
+static inline int64_t adamw_bytes(const AdamwArrays *a, int64_t n) {
+    return n * ((a->gradients.fp32_data ? 4 : 2) + 2 * 2 * (a->fp32_moments ? 4 : 2) + (a->master ? 10 : 4));
 }
 
 // *squares (device) = sum of squares of this rank's gradients, from the workspace of an update of the root unit and all layers.

@@ -22,7 +22,7 @@ typedef enum { COMM_WORLD, COMM_SHARD, COMM_REPLICAS, COMM_NUM_GROUPS } CommGrou
 typedef struct {
     int64_t world, rank;              // of all ranks
     int64_t local_world, local_rank;  // of the ranks on this host: picks the GPU
-    int64_t group, place;             // of the shard group; 1, 0 before comm_split
+    int64_t shard_size, shard_rank;   // ranks of the shard group, number in it; 1, 0 before comm_split
     int64_t replicas, replica;        // of the replica group
     char host[64];
     MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL: one rank
@@ -81,7 +81,7 @@ static inline void comm_rank_of(MPI_Comm comm, int64_t *size, int64_t *rank) {
 static inline Comm comm_one(void) {
     Comm c;
     memset(&c, 0, sizeof c);
-    c.world = c.local_world = c.group = c.replicas = 1;
+    c.world = c.local_world = c.shard_size = c.replicas = 1;
     for (int g = 0; g < COMM_NUM_GROUPS; g++) c.comms[g] = MPI_COMM_NULL;
     if (gethostname(c.host, sizeof c.host - 1)) format_checked(c.host, sizeof c.host, "unknown host");
     return c;
@@ -110,11 +110,11 @@ static inline Comm comm_open(int *argc, char ***argv) {
 
 // Makes the shard groups of `group` ranks (a divisor of the ranks: options_shard_group) and the replica groups.
 static inline void comm_split(Comm *c, int64_t group) {
-    c->group = group, c->place = c->rank % group;
+    c->shard_size = group, c->shard_rank = c->rank % group;
     c->replicas = c->world / group, c->replica = c->rank / group;
     if (c->comms[COMM_WORLD] == MPI_COMM_NULL) return;
-    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, (int)c->replica, (int)c->place, &c->comms[COMM_SHARD]));
-    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, (int)c->place, (int)c->replica, &c->comms[COMM_REPLICAS]));
+    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, (int)c->replica, (int)c->shard_rank, &c->comms[COMM_SHARD]));
+    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, (int)c->shard_rank, (int)c->replica, &c->comms[COMM_REPLICAS]));
 }
 
 // A communicator of all ranks for another thread of each (watch.h), who is to free it; MPI_COMM_NULL where MPI lets
@@ -142,7 +142,7 @@ static inline void comm_close(Comm *c) {
     comm_finalize();
 }
 
-static inline int64_t comm_size(const Comm *c, CommGroup g) { return g == COMM_WORLD ? c->world : g == COMM_SHARD ? c->group : c->replicas; }
+static inline int64_t comm_size(const Comm *c, CommGroup g) { return g == COMM_WORLD ? c->world : g == COMM_SHARD ? c->shard_size : c->replicas; }
 
 static inline void comm_barrier(const Comm *c, CommGroup g) {
     if (comm_size(c, g) > 1) COMM_WAIT("barrier", MPI_Barrier(c->comms[g]));
@@ -168,7 +168,7 @@ static inline void comm_all_gather(const Comm *c, CommGroup g, const void *part,
         if (part != all) memcpy(all, part, (size_t)bytes);
         return;
     }
-    const int64_t place = g == COMM_WORLD ? c->rank : g == COMM_SHARD ? c->place : c->replica;
+    const int64_t place = g == COMM_WORLD ? c->rank : g == COMM_SHARD ? c->shard_rank : c->replica;
     const bool in_place = part == (char *)all + place * bytes;
     MPI_Datatype type;
     const int blocks = comm_blocks(bytes, &type);

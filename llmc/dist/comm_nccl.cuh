@@ -14,6 +14,7 @@
 #include <sched.h>
 
 #include "comm.h"
+#include "../config/parameters.h"
 #include "../cuda/cuda_utils.cuh"
 
 // Multiprocessors that a collective may take: NCCL occupies one with each block, also while the block waits for data, and the matrix products beside
@@ -29,7 +30,7 @@
 typedef struct {
     cudaEvent_t begun, done;
     const char *what;
-    int64_t unit, step;
+    int64_t layer, step;  // layer: ROOT: of the root unit, NO_LAYER: of none
 } NcclOperation;
 
 typedef struct {
@@ -51,8 +52,8 @@ __attribute__((noreturn)) static inline void nccl_die(const Nccl *n, const char 
     const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
     if (n->finished == n->enqueued) die("step %lld, at the start of a collective: %s", (long long)n->step + 1, reason);
     char of[64] = "";
-    if (o->unit == 0) format_checked(of, sizeof of, " of the root unit");
-    if (o->unit > 0) format_checked(of, sizeof of, " of layer %lld", (long long)o->unit - 1);
+    if (o->layer == ROOT) format_checked(of, sizeof of, " of the root unit");
+    if (o->layer >= 0) format_checked(of, sizeof of, " of layer %lld", (long long)o->layer);
     die("step %lld, %s%s: %s", (long long)o->step + 1, o->what, of, reason);
 }
 
@@ -78,7 +79,7 @@ static inline bool nccl_has_happened(cudaEvent_t event) {
 // Tells the watching thread of the oldest operation that has not finished. `finished`: one more has.
 static inline void nccl_publish(const Nccl *n, bool finished) {
     const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
-    activity_operation(n->enqueued - n->finished, o->what, o->unit, finished);
+    activity_operation(n->enqueued - n->finished, o->what, o->layer, finished);
 }
 
 // Notes what has finished; ends the run on an error.
@@ -114,12 +115,12 @@ static inline void nccl_settle(Nccl *n, const char *what) {
     nccl_watch(n);
 }
 
-// The watch knows of what is enqueued between these two, on n->stream. `unit`: of the parameters; -1: none.
-static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t unit) {
+// The watch knows of what is enqueued between these two, on n->stream. `layer`: ROOT or NO_LAYER too.
+static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t layer) {
     nccl_watch(n);  // copies, unlike collectives, do not look at what has finished when they are enqueued
     if (n->enqueued - n->finished == NCCL_PENDING) nccl_wait(n, n->operations[n->finished % NCCL_PENDING].done);
     NcclOperation *o = &n->operations[n->enqueued % NCCL_PENDING];
-    o->what = what, o->unit = unit, o->step = n->step;
+    o->what = what, o->layer = layer, o->step = n->step;
     CUDA_CHECK(cudaEventRecord(o->begun, n->stream));
 }
 
@@ -130,8 +131,8 @@ static inline void nccl_end_operation(Nccl *n) {
 }
 
 // A group of collectives that travel as one: nccl_begin, calls of the functions below, nccl_end.
-static inline void nccl_begin(Nccl *n, const char *what, int64_t unit) {
-    nccl_begin_operation(n, what, unit);
+static inline void nccl_begin(Nccl *n, const char *what, int64_t layer) {
+    nccl_begin_operation(n, what, layer);
     NCCL_CHECK(ncclGroupStart());
 }
 
@@ -191,8 +192,8 @@ static inline void nccl_open(Nccl *n, const Comm *host) {
         CUDA_CHECK(cudaEventCreateWithFlags(&n->operations[i].done, cudaEventDisableTiming));
     }
     const ncclComm_t world = nccl_connect(n, COMM_WORLD, host->rank);
-    if (nccl_is_own(host->group, host->world)) nccl_connect(n, COMM_SHARD, host->place);
-    else if (host->group > 1) n->comms[COMM_SHARD] = world;
+    if (nccl_is_own(host->shard_size, host->world)) nccl_connect(n, COMM_SHARD, host->shard_rank);
+    else if (host->shard_size > 1) n->comms[COMM_SHARD] = world;
     if (nccl_is_own(host->replicas, host->world)) nccl_connect(n, COMM_REPLICAS, host->replica);
     else if (host->replicas > 1) n->comms[COMM_REPLICAS] = world;
 }

@@ -27,8 +27,8 @@ typedef CUresult (*StreamMemoryOperations)(CUstream, unsigned, CUstreamBatchMemO
 
 // The memory of all ranks of a group, as this process sees it. The same thing lies at the same place in all.
 typedef struct {
-    int64_t ranks, place;         // of the group; ranks 0: not available
-    char *base[PEER_MAX_RANKS];   // base[place] is this rank's own
+    int64_t ranks, rank;          // size of the group and number in it; ranks 0: not available
+    char *base[PEER_MAX_RANKS];   // base[rank] is this rank's own
     uint32_t *arrivals;           // [PEER_MAX_RANKS] in it: how many barriers each rank has reached; the ranks write it
     uint32_t barriers;            // enqueued
     StreamMemoryOperations enqueue;
@@ -66,11 +66,11 @@ static inline void peer_barrier(PeerMemory *p, cudaStream_t stream) {
     CUstreamBatchMemOpParams operations[2 * PEER_MAX_RANKS];
     unsigned count = 0;
     p->barriers++;
-    const int64_t offset = (char *)(p->arrivals + p->place) - p->base[p->place];
+    const int64_t offset = (char *)(p->arrivals + p->rank) - p->base[p->rank];
     for (int64_t i = 0; i < p->ranks; i++)
-        if (i != p->place) operations[count++] = peer_write((uint32_t *)(p->base[i] + offset), p->barriers);
+        if (i != p->rank) operations[count++] = peer_write((uint32_t *)(p->base[i] + offset), p->barriers);
     for (int64_t i = 0; i < p->ranks; i++)
-        if (i != p->place) operations[count++] = peer_wait(p->arrivals + i, p->barriers);
+        if (i != p->rank) operations[count++] = peer_wait(p->arrivals + i, p->barriers);
     const CUresult status = p->enqueue((CUstream)stream, count, operations, 0);
     if (status != CUDA_SUCCESS) die("cuStreamBatchMemOp failed with CUresult %d", (int)status);
 }
@@ -78,22 +78,22 @@ static inline void peer_barrier(PeerMemory *p, cudaStream_t stream) {
 // to [bytes] = what lies at `part` in the memory of rank `from` of the group.
 static inline cudaError_t peer_copy(const PeerMemory *p, int64_t from, const void *part, void *to, int64_t bytes,
                                     cudaStream_t stream) {
-    const int64_t offset = (const char *)part - p->base[p->place];
+    const int64_t offset = (const char *)part - p->base[p->rank];
     return cudaMemcpyAsync(to, p->base[from] + offset, (size_t)bytes, cudaMemcpyDeviceToDevice, stream);
 }
 
 // to [ranks][bytes] = what lies at `part` in each rank's memory, in their order; not with_own: [ranks - 1][bytes], the others' alone.
 static inline void peer_read(const PeerMemory *p, const void *part, void *to, int64_t bytes, bool with_own, cudaStream_t stream) {
     for (int64_t i = !with_own; i < p->ranks; i++) {
-        const int64_t from = (p->place + i) % p->ranks;  // no two ranks read the same one at a time
-        const int64_t index = with_own || from < p->place ? from : from - 1;
+        const int64_t from = (p->rank + i) % p->ranks;  // no two ranks read the same one at a time
+        const int64_t index = with_own || from < p->rank ? from : from - 1;
         CUDA_CHECK(peer_copy(p, from, part, (char *)to + index * bytes, bytes, stream));
     }
 }
 
 static inline void peer_memory_close(PeerMemory *p) {
     for (int64_t i = 0; i < p->ranks; i++)
-        if (i != p->place && p->base[i]) CUDA_CHECK(cudaIpcCloseMemHandle(p->base[i]));
+        if (i != p->rank && p->base[i]) CUDA_CHECK(cudaIpcCloseMemHandle(p->base[i]));
     memset(p, 0, sizeof *p);
 }
 
@@ -105,16 +105,16 @@ static inline bool peer_can_wait(PeerMemory *p, cudaStream_t stream) {
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || !function) return false;
     p->enqueue = (StreamMemoryOperations)function;
     CUstreamBatchMemOpParams operations[PEER_MAX_RANKS + 1];
-    const int64_t offset = (char *)(p->arrivals + p->place) - p->base[p->place];
+    const int64_t offset = (char *)(p->arrivals + p->rank) - p->base[p->rank];
     for (int64_t i = 0; i < p->ranks; i++) operations[i] = peer_write((uint32_t *)(p->base[i] + offset), 0);  // as it is already
-    operations[p->ranks] = peer_wait(p->arrivals + p->place, 0);
+    operations[p->ranks] = peer_wait(p->arrivals + p->rank, 0);
     return p->enqueue((CUstream)stream, (unsigned)p->ranks + 1, operations, 0) == CUDA_SUCCESS;
 }
 
 // Opens the others' memory. False, with the reason, where this rank cannot.
 static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer *offers, cudaStream_t stream,
                                    char *reason, size_t capacity) {
-    const PeerOffer *own = &offers[p->place];
+    const PeerOffer *own = &offers[p->rank];
     const char *disabled = getenv("NCCL_P2P_DISABLE");
     if (disabled && strtol(disabled, NULL, 0) == 1) {  // NCCL takes no other value for yes
         format_checked(reason, capacity, "NCCL_P2P_DISABLE=1 says that the GPUs here cannot read each other's memory");
@@ -127,11 +127,11 @@ static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer
             return false;
         }
         cudaError_t status = offers[i].status;
-        if (status == cudaSuccess && i != p->place) status = cudaIpcOpenMemHandle((void **)&p->base[i], offers[i].handle, cudaIpcMemLazyEnablePeerAccess);
+        if (status == cudaSuccess && i != p->rank) status = cudaIpcOpenMemHandle((void **)&p->base[i], offers[i].handle, cudaIpcMemLazyEnablePeerAccess);
         if (status == cudaSuccess) continue;
-        if (i != p->place) p->base[i] = NULL;
+        if (i != p->rank) p->base[i] = NULL;
         format_checked(reason, capacity, "the memory of rank %lld's GPU cannot be read from rank %lld's (%s)",
-                       (long long)(c->rank - c->place + i), (long long)c->rank, cudaGetErrorString(status));
+                       (long long)(c->rank - c->shard_rank + i), (long long)c->rank, cudaGetErrorString(status));
         return false;
     }
     if (peer_can_wait(p, stream)) return true;
@@ -189,7 +189,7 @@ static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t
     if (i < 0) return true;
     format_checked(reason, capacity, "the memory of rank %lld's GPU reads wrong from rank %lld's, "
                    "first at byte %lld of %lld: 0x%08x, and 0x%08x was written", (long long)its_rank,
-                   (long long)(its_rank - from + p->place), (long long)(i * 4), (long long)bytes, words[i],
+                   (long long)(its_rank - from + p->rank), (long long)(i * 4), (long long)bytes, words[i],
                    peer_pattern(its_rank, i));
     return false;
 }
@@ -200,8 +200,8 @@ static inline bool peer_check_patterns(const PeerMemory *p, int64_t rank, char *
     uint32_t *words = (uint32_t *)xcalloc((size_t)bytes, 1);
     bool right = true;
     for (int64_t i = 1; i < p->ranks && right; i++) {
-        const int64_t from = (p->place + i) % p->ranks;
-        right = peer_check_pattern(p, from, rank - p->place + from, room, bytes, words, stream, reason, capacity);
+        const int64_t from = (p->rank + i) % p->ranks;
+        right = peer_check_pattern(p, from, rank - p->rank + from, room, bytes, words, stream, reason, capacity);
     }
     free(words);
     return right;
@@ -272,13 +272,13 @@ static inline bool peer_memory_open(PeerMemory *p, const Comm *c, char *memory, 
     PeerOffer offers[PEER_MAX_RANKS];
     memset(p, 0, sizeof *p);
     memset(offers, 0, sizeof offers);
-    if (c->group > PEER_MAX_RANKS) {
+    if (c->shard_size > PEER_MAX_RANKS) {
         format_checked(reason, capacity, "more than %d ranks share one copy of the weights", PEER_MAX_RANKS);
         return false;
     }
-    p->ranks = c->group, p->place = c->place;
-    p->base[p->place] = memory, p->arrivals = arrivals;
-    PeerOffer *own = &offers[c->place];
+    p->ranks = c->shard_size, p->rank = c->shard_rank;
+    p->base[p->rank] = memory, p->arrivals = arrivals;
+    PeerOffer *own = &offers[c->shard_rank];
     memcpy(own->host, c->host, sizeof own->host);
     own->bytes = bytes;
     own->status = cudaIpcGetMemHandle(&own->handle, memory);

@@ -21,6 +21,7 @@
 #include <signal.h>
 
 #include "comm.h"
+#include "../config/parameters.h"
 
 // Seconds between two looks. When a look comes so late, this process itself was stopped, and all have their time again.
 #define WATCH_BEAT_SECONDS 0.5
@@ -200,10 +201,10 @@ static inline void watch_note_activity(WatchRow *row, double seconds) {
     row->waits_for_nccl = a->pending > 0;
     if (a->kind == ACTIVITY_FILE) format_checked(row->doing, room, "%.32s of %s", a->what, a->detail);
     else if (a->kind == ACTIVITY_WAITING) format_checked(row->doing, room, "%.64s", a->what);
-    else if (a->pending && a->pending_unit > 0)
-        format_checked(row->doing, room, "%.64s of layer %lld", a->pending_what, (long long)a->pending_unit - 1);
+    else if (a->pending && a->pending_layer >= 0)
+        format_checked(row->doing, room, "%.64s of layer %lld", a->pending_what, (long long)a->pending_layer);
     else if (a->pending)
-        format_checked(row->doing, room, "%.64s%s", a->pending_what, a->pending_unit ? "" : " of the root unit");
+        format_checked(row->doing, room, "%.64s%s", a->pending_what, a->pending_layer == ROOT ? " of the root unit" : "");
     else format_checked(row->doing, room, "computing");
     activity_unlock();
 }

@@ -34,7 +34,7 @@ static inline int64_t nonfinite_norm(int64_t layer, bool second) { return 2 * la
 static inline int64_t nonfinite_last_block(const ParameterTable *t) { return nonfinite_norm(t->num_layers, true); }
 
 static inline int64_t nonfinite_block(const ParameterTable *t, const Parameter *p) {
-    const int64_t in_unit = p->offset - unit_offset(t, unit_of(p));
+    const int64_t in_unit = p->offset - layer_offset(t, p->layer);
     const LayerOffsets *at = &t->layer;
     if (p->layer < 0) return in_unit == t->root.embedding ? 0 : nonfinite_last_block(t);
     const bool mlp = in_unit == at->norm2 || in_unit == at->wgate || in_unit == at->wup || in_unit == at->wdown;

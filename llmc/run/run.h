@@ -15,7 +15,7 @@ static inline void run_print(const RunSetup *s, const Options *o, const Comm *c,
     if (s->train.num_shards)
         printf("%-26s %lld tokens, %lld sequences in %lld shards\n", "training data", (long long)s->train.num_tokens, (long long)s->train.num_sequences, (long long)s->train.num_shards);
     if (c->world == 1) return;
-    printf("%-26s %lld, of which %lld share one copy of the model; %lld cop%s\n", "ranks", (long long)c->world, (long long)c->group, (long long)c->replicas, c->replicas == 1 ? "y" : "ies");
+    printf("%-26s %lld, of which %lld share one copy of the model; %lld cop%s\n", "ranks", (long long)c->world, (long long)c->shard_size, (long long)c->replicas, c->replicas == 1 ? "y" : "ies");
     printf("%-26s %lld x %lld sequences of %lld tokens\n", "global batch", (long long)c->world, (long long)(o->batch_size * o->grad_accumulation_steps), (long long)o->sequence_length);
     printf("%-26s %lld elements, each unit's padding included\n", "shard of a rank", (long long)plan->total);
 }
