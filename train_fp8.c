@@ -78,7 +78,7 @@ typedef struct {
     Real *norm;                 // [C]
 } Root;
 
-// What one layer's forward pass leaves for its backward pass. Layers may share some of the memory (place_activations).
+// Activations that one layer's forward pass leaves for its backward pass. Layers may share memory (place_activations).
 typedef struct {
     Real *x;         // [R, C] residual stream that enters the layer
     QTensor norm1;   // [R, C] its RMSNorm

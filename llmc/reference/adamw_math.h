@@ -4,8 +4,8 @@
 //     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 // Products that feed a sum are explicit fmaf, so that no compiler contracts differently.
 //
-// bf16 weights and moments are rounded stochastically with random bits that depend on (seed, step, flat element index) alone: neither on
-// the launch shape nor on how the parameters are split over GPUs.
+// bf16 weights and moments are rounded stochastically with random bits that depend on (seed, step, flat element index)
+// alone: neither on the launch shape nor on how the parameters are split over GPUs.
 #ifndef LLMC_ADAMW_MATH_H
 #define LLMC_ADAMW_MATH_H
 
@@ -14,7 +14,7 @@
 #include "../base/rng.h"
 #include "../config/schedule.h"
 
-// What is the same for all elements in one optimizer step.
+// The numbers that all elements share in one optimizer step.
 typedef struct {
     float one_minus_beta1, beta2, one_minus_beta2;
     float step_size;             // lr / (1 - beta1^t)
@@ -22,7 +22,7 @@ typedef struct {
     float eps;
     float decay;                 // 1 - lr * weight_decay, the factor for tensors with PARAM_DECAY
     uint64_t key;                // of this step's rounding bits
-    bool nearest_weights;        // bf16 weights are rounded to nearest, ties away from zero, to show what plain rounding costs
+    bool nearest_weights;        // rounds bf16 weights to nearest, ties away from zero, to show what that costs
 } AdamwStep;
 
 typedef struct {
@@ -30,7 +30,8 @@ typedef struct {
 } AdamwElement;
 
 // `step` is the optimizer step that is being taken, counted from 1.
-static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay, bool nearest_weights, uint64_t seed) {
+static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay,
+                                   bool nearest_weights, uint64_t seed) {
     AdamwStep s;
     s.one_minus_beta1 = (float)(1 - beta1);
     s.beta2 = (float)beta2;
@@ -73,7 +74,8 @@ HOST_DEVICE static inline uint32_t adamw_large(uint32_t largest) {
     return largest == 0x7f800000u ? largest : largest > factor ? largest - factor : 0;
 }
 
-// What a gradient of this norm is multiplied by so that its norm is at most `clip` (0: no clipping). torch.nn.utils.clip_grad_norm_'s rule.
+// Returns the factor that makes a gradient of this norm one of norm `clip` at most (0: no clipping), by the rule of
+// torch.nn.utils.clip_grad_norm_.
 HOST_DEVICE static inline float clip_factor(double norm, double clip) {
     if (clip <= 0) return 1.0f;
     const double factor = clip / (norm + 1e-6);
@@ -105,8 +107,9 @@ HOST_DEVICE static inline uint32_t adamw_random_group(uint64_t key, int64_t grou
     return (x ^ x >> 15) * 0x846ca68bu;
 }
 
-// One round more for each member of the group, 0 to 7. It ends in three products, of which only the upper bits hang on all bits of x. Over all 2^32
-// hashes the bits of two members correlate by less than 4e-4, those of one by less than 1e-7.
+// Each member of the group, 0 to 7, gets one round more. It ends in three products, of which only the upper bits depend
+// on all bits of x. Over all 2^32 hashes the bits of two members correlate by less than 4e-4, those of one by less than
+// 1e-7.
 HOST_DEVICE static inline uint32_t adamw_random_word(uint32_t group_hash, uint32_t member) {
     const uint32_t x = group_hash + member * 0x21f0aaadu;
     return x ^ x >> 16;
@@ -123,6 +126,8 @@ HOST_DEVICE static inline AdamwRandom adamw_random(const AdamwStep *s, int64_t i
     return adamw_random_member(s, adamw_random_group(s->key, i >> 3), (uint32_t)i & 7);
 }
 
-HOST_DEVICE static inline bf16_bits adamw_round(float x, uint32_t random) { return bf16_from_float_stochastic(x, random >> 16); }
+HOST_DEVICE static inline bf16_bits adamw_round(float x, uint32_t random) {
+    return bf16_from_float_stochastic(x, random >> 16);
+}
 
 #endif

@@ -6,26 +6,35 @@
 
 #include "../config/recipes.h"
 
-// Sums over the elements of one copy; all zero: nothing seen yet. Maxima are bits of non-negative floats.
+// Sums over the elements of one copy; all are zero before the first. Maxima are bits of non-negative floats.
 typedef struct {
-    double count, flushed, saturated;  // elements; those not zero whose code is zero; those whose scaled value lies beyond the format's range
-    double signal, noise;              // sums of squares of the values, and of what quantization changed
+    double count;          // elements
+    double flushed;        // elements that are not zero and whose code is zero
+    double saturated;      // elements whose scaled value lies beyond the format's range
+    double signal, noise;  // sums of squares of the values, and of what quantization changed
     uint32_t amax, scale_max, inverse_scale_max;
 } AuditSums;
 
-// Where the sums of a copy lie among those of a model, [L, NUM_LINEARS, NUM_TENSORS, 2]; from one linear layer, and from one layer, to the next.
+// The sums of a model are [L, NUM_LINEARS, NUM_TENSORS, 2]: steps to the next linear layer, and to the next layer.
 enum { AUDIT_LINEAR = NUM_TENSORS * 2, AUDIT_LAYER = NUM_LINEARS * AUDIT_LINEAR };
-static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, CopyKind copy) { return l * AUDIT_LAYER + id * AUDIT_LINEAR + tensor * 2 + copy; }
 
-// Inverse scales are rounded, so the element that made a scale can lie some 2^-23 beyond the range. Two bf16 numbers differ by 2^-8 of themselves at least.
+// Returns the place of a copy's sums among those of a model.
+static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, CopyKind copy) {
+    return l * AUDIT_LAYER + id * AUDIT_LINEAR + tensor * 2 + copy;
+}
+
+// Inverse scales are rounded, so the element that made a scale can lie some 2^-23 beyond the range. Two bf16 numbers
+// differ by 2^-8 of themselves at least.
 #define AUDIT_RANGE_SLACK (1.0 / 65536)
 
-// Adds one element: x was cast to `code`, whose value is to be multiplied by `inverse_scale`; for whole-tensor scales that is the product's epilogue.
-// Values that are not finite count as elements and for the amax (NaN above infinity), an infinite one as saturated; signal and noise leave them out.
-// A finite value that comes back infinite or NaN, because an infinity or a NaN shared its scale, makes the noise infinite.
+// Adds one element: x was cast to `code`, whose value times `inverse_scale` stands for x. Values that are not finite
+// count as elements and for the amax (NaN above infinity), an infinite one as saturated; signal and noise leave them
+// out. A finite value that comes back infinite or NaN, because an infinity or a NaN shared its scale, makes the noise
+// infinite.
 HOST_DEVICE static inline void audit_add(AuditSums *s, float x, uint8_t code, float inverse_scale, Fp8Format format) {
     const uint32_t infinity = 0x7f800000u, magnitude = float_bits(x) & 0x7fffffffu;
-    const uint32_t inverse = float_bits(inverse_scale) & 0x7fffffffu, scale = float_bits(1.0f / inverse_scale) & 0x7fffffffu;
+    const uint32_t inverse = float_bits(inverse_scale) & 0x7fffffffu,
+                   scale = float_bits(1.0f / inverse_scale) & 0x7fffffffu;
     s->count++;
     if (magnitude > s->amax) s->amax = magnitude;
     if (scale > s->scale_max) s->scale_max = scale;
@@ -34,14 +43,15 @@ HOST_DEVICE static inline void audit_add(AuditSums *s, float x, uint8_t code, fl
         s->saturated += magnitude == infinity;
         return;
     }
-    const double value = (double)x, change = (double)fp8_to_float(code, format) * (double)inverse_scale - value, square = change * change;
+    const double value = (double)x, change = (double)fp8_to_float(code, format) * (double)inverse_scale - value,
+                 square = change * change;
     s->flushed += magnitude && (code & 0x7f) == 0;
     s->saturated += fabs(value) > (double)fp8_max(format) * (double)inverse_scale * (1 + AUDIT_RANGE_SLACK);
     s->signal += value * value;
     s->noise += square < (double)INFINITY ? square : (double)INFINITY;  // also where it is NaN
 }
 
-// *into has then seen what both have.
+// Adds the sums *from to *into.
 HOST_DEVICE static inline void audit_merge(AuditSums *into, const AuditSums *from) {
     into->count += from->count, into->flushed += from->flushed, into->saturated += from->saturated;
     into->signal += from->signal, into->noise += from->noise;
@@ -50,38 +60,43 @@ HOST_DEVICE static inline void audit_merge(AuditSums *into, const AuditSums *fro
     if (from->inverse_scale_max > into->inverse_scale_max) into->inverse_scale_max = from->inverse_scale_max;
 }
 
-// The same for each of n sums.
+// Adds each of n sums to its partner.
 static inline void audit_merge_all(AuditSums *into, const AuditSums *from, int64_t n) {
     for (int64_t i = 0; i < n; i++) audit_merge(&into[i], &from[i]);
 }
 
-// Adds a copy of x: codes as they lie, inverse scales in the layout of scale_index(). The same bits for any number of threads: each row has sums of its own,
-// which are added in order.
-static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, CopyShape s, Grain grain, Fp8Format format) {
+// Adds a copy of x: codes [outer, depth] and inverse scales in the layout of scale_index(). Each row has sums of its
+// own, which are added in order, so the number of threads changes no bit.
+static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, CopyShape s,
+                              Grain grain, Fp8Format format) {
     AuditSums *rows = (AuditSums *)xcalloc((size_t)s.outer, sizeof *rows);
     PARALLEL_FOR
     for (int64_t i = 0; i < s.outer; i++) {
         AuditSums row = rows[i];
         for (int64_t k = 0; k < s.depth; k++)
-            audit_add(&row, x[i * s.outer_stride + k * s.depth_stride], codes[i * s.depth + k], scale_load(grain, scales, scale_index(grain, i, k, s.outer, s.depth)), format);
+            audit_add(&row, x[i * s.outer_stride + k * s.depth_stride], codes[i * s.depth + k],
+                      scale_load(grain, scales, scale_index(grain, i, k, s.outer, s.depth)), format);
         rows[i] = row;
     }
     for (int64_t i = 0; i < s.outer; i++) audit_merge(sums, &rows[i]);
     free(rows);
 }
 
-// Whether the row and the col copy of a tensor hold the same codes with the same scales.
-static inline bool audit_shares_codes(Grain row, Grain col) { return row == col && (row == GRAIN_TENSOR || row == GRAIN_128X128); }
+// True if the row and the col copy of a tensor hold the same codes with the same scales.
+static inline bool audit_shares_codes(Grain row, Grain col) {
+    return row == col && (row == GRAIN_TENSOR || row == GRAIN_128X128);
+}
 
-// Signal to quantization noise, 10 log10(signal / noise), in dB. Infinite where nothing changed, also for a tensor of zeros; minus infinity where a finite
-// value came back infinite or NaN; NaN where there was no finite value to judge by.
+// Returns the ratio of signal to quantization noise, 10 log10(signal / noise), in dB. It is infinite where nothing
+// changed, also for a tensor of zeros; minus infinity where a finite value came back infinite or NaN; NaN where there
+// was no finite value to judge by.
 static inline double audit_sqnr_db(const AuditSums *s) {
     if (s->noise > 0) return 10 * log10(s->signal / s->noise);
     const bool all_zero = s->count > 0 && s->amax == 0;
     return s->signal > 0 || all_zero ? (double)INFINITY : (double)NAN;
 }
 
-// The smallest and the largest scale seen: what values are multiplied by before the cast.
+// Return the smallest and the largest scale seen. Values are multiplied by them before the cast.
 static inline float audit_scale_min(const AuditSums *s) { return 1.0f / float_from_bits(s->inverse_scale_max); }
 static inline float audit_scale_max(const AuditSums *s) { return float_from_bits(s->scale_max); }
 

@@ -1,7 +1,7 @@
 // Delayed scaling (Transformer Engine's recipe): the amax histories, the scales made from them, and their update.
-// One pass over a tensor then casts it and finds the amax from which later scales are made. Both trainers keep this state.
 //
-// Tensors are counted as tensor_index() does; those of filtered layers are there and unused.
+// One pass over a tensor then casts it and finds the amax from which later scales are made. Both trainers keep this
+// state. tensor_index() numbers the tensors; filtered layers have entries that are not used.
 #ifndef LLMC_DELAYED_H
 #define LLMC_DELAYED_H
 
@@ -9,11 +9,12 @@
 
 typedef struct {
     int64_t tensors, window;
-    float *history;  // [tensors, window] largest magnitudes of earlier passes, the oldest at 1, the newest last; 0 is for the pass under way, and zero between passes
-    float *scale;    // [tensors] what the next pass casts with; 0: no pass has been seen, the cast takes its own magnitude
+    float *history;  // [tensors, window] amaxes of earlier passes, the oldest at 1, the newest last; element 0 is for
+                     // the pass under way, and 0 between passes
+    float *scale;    // [tensors] the next pass casts with it; 0: there was no pass yet, so the cast finds its own scale
 } DelayedState;
 
-// Of a model that has seen nothing. The caller frees with delayed_free.
+// Returns the state of a model before its first pass. The caller frees with delayed_free.
 static inline DelayedState delayed_new(int64_t num_layers, int64_t window) {
     DelayedState d = {tensor_count(num_layers), window, NULL, NULL};
     d.history = (float *)xcalloc((size_t)(d.tensors * window), sizeof(float));
@@ -34,19 +35,22 @@ static inline bool delayed_is_complete(const DelayedState *d) {
     return true;
 }
 
-// Whether a pass's amax (its bits) enters the history: zero means that the tensor was not cast, or held nothing to scale by.
+// True if a pass's amax (its bits) enters the history. Zero does not: the tensor was not cast, or was all zero.
 HOST_DEVICE static inline bool delayed_counts(uint32_t amax) { return amax != 0 && amax <= 0x7f800000u; }
 
-// The scale that follows from the largest magnitude of the window, infinity included: that keeps the scale as it is until it has left the window. A tensor
-// never has scale 0 again: its first cast's own scale for a magnitude without meaning (fp8_scale_te) was 1.
+// Returns the scale that follows from the largest amax of the window. An infinite one keeps the scale as it is until it
+// has left the window. A tensor never has scale 0 again: if its first amax was 0, infinite or NaN, that cast had
+// scale 1 (fp8_scale_te), which stays.
 HOST_DEVICE static inline float delayed_scale(float scale, float largest, Fp8Format format, int margin) {
     if (largest > 0 && float_bits(largest) < 0x7f800000u) return fp8_scale_te(largest, format, margin);
     return scale > 0 ? scale : 1.0f;
 }
 
-// After a pass over one tensor, whose largest magnitude (NaN not counted) has the bits `amax`: it enters the history [window], the oldest leaves it, and
-// *scale is made anew. Transformer Engine: delayed_scaling.py, "max" over the window. A window of one looks at this pass alone.
-HOST_DEVICE static inline void delayed_update(float *history, int64_t window, float *scale, uint32_t amax, Fp8Format format, int margin) {
+// After a pass over one tensor, whose amax (NaN not counted) has the bits `amax`: it enters the history [window], the
+// oldest leaves it, and *scale is computed again. Transformer Engine: delayed_scaling.py, "max" over the window. A
+// window of one holds this pass alone.
+HOST_DEVICE static inline void delayed_update(float *history, int64_t window, float *scale, uint32_t amax,
+                                              Fp8Format format, int margin) {
     float largest = 0;
     if (delayed_counts(amax)) {
         largest = float_from_bits(amax);

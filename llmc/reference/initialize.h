@@ -5,9 +5,10 @@
 #include "../config/parameters.h"
 #include "../base/rng.h"
 
-// Initial value, in fp32, of element `element` of the tensor that is entry `tensor_index` of the ParameterTable and has `flags`.
-// bf16 masters round it to nearest even.
-HOST_DEVICE static inline float parameter_initial_value(unsigned flags, float initializer_range, uint64_t seed, int64_t tensor_index, int64_t element) {
+// Returns the initial value, in fp32, of element `element` of the tensor that is entry `tensor_index` of the
+// ParameterTable and has `flags`. bf16 masters round it to nearest even.
+HOST_DEVICE static inline float parameter_initial_value(unsigned flags, float initializer_range, uint64_t seed,
+                                                        int64_t tensor_index, int64_t element) {
     if (flags & PARAM_INIT_ONE) return 1.0f;
     if (flags & PARAM_INIT_ZERO) return 0.0f;
     return rng_normal(rng_key(seed, (uint64_t)tensor_index + 1), (uint64_t)element) * initializer_range;

@@ -18,7 +18,7 @@ static inline MatrixView matrix_view(const float *data, int64_t row_stride, int6
 static inline MatrixView matrix_rows(const float *data, int64_t columns) { return matrix_view(data, columns, 1); }
 static inline MatrixView matrix_transposed(const float *data, int64_t columns) { return matrix_view(data, 1, columns); }
 
-// What happens to a sum before it is stored: c = round(sum * alpha + bias[column] + (accumulate ? c : 0)).
+// The steps from a sum to the stored value: c = round(sum * alpha + bias[column] + (accumulate ? c : 0)).
 typedef struct {
     float alpha;
     const float *bias;  // NULL: none

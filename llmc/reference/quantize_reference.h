@@ -4,7 +4,7 @@
 
 #include "../config/recipes.h"
 
-// Largest magnitude, as bits, of the first `rows` by `cols` elements of a copy of shape s.
+// Returns the amax, as bits, of the first `rows` by `cols` elements of a copy of shape s.
 static inline uint32_t quantize_block_amax(const float *x, CopyShape s, int64_t rows, int64_t cols, ScaleRule rule) {
     uint32_t amax = 0;
     for (int64_t i = 0; i < rows; i++)
@@ -12,7 +12,7 @@ static inline uint32_t quantize_block_amax(const float *x, CopyShape s, int64_t 
     return amax;
 }
 
-// The same of all n values of a tensor.
+// Returns the amax, as bits, of all n values of a tensor.
 static inline uint32_t quantize_tensor_amax(const float *x, int64_t n, ScaleRule rule) {
     uint32_t amax = 0;
     PARALLEL_MAX
@@ -23,23 +23,31 @@ static inline uint32_t quantize_tensor_amax(const float *x, int64_t n, ScaleRule
     return amax;
 }
 
-// Codes of those elements. The product with the scale is one rounding in fp32, as torchao and Transformer Engine have it.
-static inline void quantize_block_cast(uint8_t *codes, const float *x, CopyShape s, int64_t rows, int64_t cols, float scale, Fp8Format format) {
+// Casts the first `rows` by `cols` elements of a copy of shape s. Multiplying by the scale rounds once, in fp32, as in
+// torchao and Transformer Engine.
+static inline void quantize_block_cast(uint8_t *codes, const float *x, CopyShape s, int64_t rows, int64_t cols,
+                                       float scale, Fp8Format format) {
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t k = 0; k < cols; k++) codes[i * s.depth + k] = fp8_from_float(x[i * s.outer_stride + k * s.depth_stride] * scale, format);
+        for (int64_t k = 0; k < cols; k++)
+            codes[i * s.depth + k] = fp8_from_float(x[i * s.outer_stride + k * s.depth_stride] * scale, format);
 }
 
-// What shares a scale along the depth of a copy.
-static inline int64_t grain_width(Grain g, int64_t depth) { return g == GRAIN_1X128 || g == GRAIN_128X128 ? 128 : g == GRAIN_1X32 ? 32 : depth; }
+// Returns how many values share a scale along the depth of a copy.
+static inline int64_t grain_width(Grain g, int64_t depth) {
+    return g == GRAIN_1X128 || g == GRAIN_128X128 ? 128 : g == GRAIN_1X32 ? 32 : depth;
+}
 
-// Codes [outer, depth] and inverse scales (scale_bytes(), unused places zero) of a copy of x, with the largest magnitudes by the rule from x itself; the grains of
-// a whole tensor take `scale` instead if it is above 0 (delayed scaling). x holds the values of the bf16 tensor as floats. A block at a ragged edge is a smaller
-// block. An inverse scale is the fp32 quotient 1 / scale (infinite where an infinite amax made the scale zero), in E8M0 the power of two itself. GRAIN_1X32 goes
+// Casts a copy of x, the values of a bf16 tensor as floats, to codes [outer, depth] and inverse scales (scale_bytes(),
+// unused places zero). Scales follow by the rule from amaxes of x; the grains of a whole tensor take `scale` instead if
+// it is above 0 (delayed scaling). A block at a ragged edge is a smaller block. An inverse scale is the fp32 quotient
+// 1 / scale (infinite where an infinite amax made the scale zero), in E8M0 the power of two itself. GRAIN_1X32 goes
 // with SCALE_MX.
-static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, CopyShape s, Grain grain, ScaleRule rule, Fp8Format format, float scale) {
+static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, CopyShape s, Grain grain, ScaleRule rule,
+                                 Fp8Format format, float scale) {
     const bool whole = grain_is_tensor(grain);
     const int64_t outer = s.outer, depth = s.depth;
-    if (whole && !(scale > 0)) scale = fp8_rule_scale(rule, float_from_bits(quantize_tensor_amax(x, outer * depth, rule)), format);
+    if (whole && !(scale > 0))
+        scale = fp8_rule_scale(rule, float_from_bits(quantize_tensor_amax(x, outer * depth, rule)), format);
     const int64_t height = grain == GRAIN_128X128 ? 128 : 1, width = grain_width(grain, depth);
     memset(scales, 0, (size_t)scale_bytes(grain, outer, depth));
     PARALLEL_FOR
@@ -48,7 +56,8 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, C
         for (int64_t k = 0; k < depth; k += width) {
             const int64_t cols = min_i64(width, depth - k), place = scale_index(grain, i, k, outer, depth);
             const float *block = x + i * s.outer_stride + k * s.depth_stride;
-            const float amax = whole ? 0 : float_from_bits(quantize_block_amax(block, s, rows, cols, rule)), block_scale = whole ? scale : fp8_rule_scale(rule, amax, format);
+            const float amax = whole ? 0 : float_from_bits(quantize_block_amax(block, s, rows, cols, rule)),
+                        block_scale = whole ? scale : fp8_rule_scale(rule, amax, format);
             quantize_block_cast(codes + i * depth + k, block, s, rows, cols, block_scale, format);
             if (grain == GRAIN_1X32) ((uint8_t *)scales)[place] = e8m0_from_amax(amax, format);
             else if (grain != GRAIN_TENSOR || i == 0) ((float *)scales)[place] = 1.0f / block_scale;
@@ -56,14 +65,17 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, C
     }
 }
 
-// What a product sees of a copy, [outer, depth]: the codes' values, times the inverse scales for the grains finer than a tensor (powers of two: exact, short of
-// fp32's smallest numbers); the products multiply their sums by the inverse scales of whole tensors themselves.
-static inline void dequantize_copy(float *out, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth, Grain grain, Fp8Format format) {
+// Decodes a copy [outer, depth] as a GEMM reads it: the codes' values, times the inverse scales of grains finer than a
+// tensor (powers of two: exact, short of fp32's smallest numbers). GEMMs multiply their sums by the inverse scales of
+// whole tensors themselves.
+static inline void dequantize_copy(float *out, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth,
+                                   Grain grain, Fp8Format format) {
     const int64_t width = grain_width(grain, depth);
     PARALLEL_FOR
     for (int64_t i = 0; i < outer; i++)
         for (int64_t k = 0; k < depth; k++) {
-            const float inverse = grain_is_tensor(grain) ? 1.0f : scale_load(grain, scales, scale_index(grain, i, k / width * width, outer, depth));
+            const int64_t place = scale_index(grain, i, k / width * width, outer, depth);
+            const float inverse = grain_is_tensor(grain) ? 1.0f : scale_load(grain, scales, place);
             out[i * depth + k] = fp8_to_float(codes[i * depth + k], format) * inverse;
         }
 }
