@@ -278,7 +278,8 @@ static void test_places(void) {
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
         for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
             const Grain g = kinds[k].grain;
-            const int64_t outer = sizes[s][0], depth = sizes[s][1], places = scale_bytes(g, outer, depth) / (g == GRAIN_1X32 ? 1 : 4);
+            const int64_t outer = sizes[s][0], depth = sizes[s][1];
+            const int64_t places = scale_bytes(g, outer, depth) / (g == GRAIN_1X32 ? 1 : 4);
             int64_t *owner = (int64_t *)xcalloc((size_t)places, sizeof(int64_t)), wrong = 0;
             for (int64_t i = 0; i < outer; i++)
                 for (int64_t c = 0; c < depth; c++) {
@@ -295,6 +296,28 @@ static void test_places(void) {
                   (long long)outer, (long long)depth, (long long)wrong, (long long)used);
             free(owner);
         }
+}
+
+// The table of granularities agrees with the functions that kernels call.
+static void test_granularities(void) {
+    uint8_t scales[8] = {0, 0, 0x80, 0x3f, 0, 0, 0x80, 0x3f};  // two floats of 1; as E8M0, 2^-127 first
+    for (int g = 0; g < NUM_GRANULARITIES; g++) {
+        const GranularityRow *r = granularity_row((Grain)g);
+        CHECK(grain_is_tensor((Grain)g) == (r->amaxes == AMAX_ONE), "%s: a scale of the tensor", r->name);
+        CHECK((g == GRAIN_BF16) == (r->type == SCALE_TYPE_NONE) && (g == GRAIN_BF16) == !*r->name, "%d: scales", g);
+        CHECK(scale_load((Grain)g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1), "%s: type", r->name);
+        for (int64_t i = 0; r->type != SCALE_TYPE_NONE && i < 300; i++)
+            for (int64_t k = 0; k < 300; k++) {
+                const int64_t row = r->rows == WHOLE ? 0 : i / r->rows * r->rows;
+                const int64_t col = r->cols == WHOLE ? 0 : k / r->cols * r->cols;
+                if (scale_index((Grain)g, i, k, 300, 300) == scale_index((Grain)g, row, col, 300, 300)) continue;
+                CHECK(false, "%s: [%lld, %lld] is of another block", r->name, (long long)i, (long long)k);
+                return;
+            }
+    }
+    CHECK(scale_bytes(GRAIN_BF16, 30, 50) == 0 && scale_bytes(GRAIN_TENSOR, 30, 50) == 4, "bytes of no scale and of one");
+    CHECK(scale_bytes(GRAIN_TENSOR_REPEATED, 30, 50) == 120 && scale_bytes(GRAIN_ROW, 30, 50) == 120, "bytes of rows");
+    CHECK(scale_bytes(GRAIN_1X32, 129, 129) == 2 * 2 * 512, "bytes of tiles");
 }
 
 // ---- linear layers of torchao
@@ -483,6 +506,7 @@ int main(void) {
     test_golden_layout();
     test_block_orders();
     test_places();
+    test_granularities();
     test_golden_linear();
     test_transposes();
     test_error_bounds();

@@ -129,11 +129,6 @@ static inline bool precision_fast_sums(const Precision *p, const Recipe *r, Gemm
 // ---------------------------------------------------------------------------------------------------------------------
 // The per-GEMM precision table
 
-static inline const char *grain_name(Grain g) {
-    static const char *const names[] = {"", "tensor", "tensor", "row", "1x128", "128x128", "1x32"};
-    return names[g];
-}
-
 // One product: sizes, operands with their scales, how it is summed. `note`: which layers.
 static inline void precision_print_product(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm, int64_t R, const char *plain,
                                            const char *note) {
@@ -141,7 +136,7 @@ static inline void precision_print_product(const Precision *p, const LinearShape
     for (int i = 0; i < 2; i++) {
         const Grain g = r->grain[gemm][i];
         if (g == GRAIN_BF16) format_checked(operand[i], sizeof operand[i], "%s", plain);
-        else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", grain_name(g));
+        else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_row(g)->name);
     }
     const int64_t rows = gemm == GEMM_WGRAD ? s->N : R, cols = gemm == GEMM_FPROP ? s->N : s->K, depth = gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R;
     const bool fast = precision_fast_sums(p, r, gemm);

@@ -16,18 +16,56 @@
 
 typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 
-// What shares a scale, in a copy [outer, depth].
-typedef enum {
-    GRAIN_BF16,             // nothing: the operand stays bf16
-    GRAIN_TENSOR,           // the whole tensor; both copies have the same codes
-    GRAIN_TENSOR_REPEATED,  // the whole tensor, the scale written once for each row: for products whose other operand has one a row
-    GRAIN_ROW,              // each row of the copy
-    GRAIN_1X128,            // 128 values along depth
-    GRAIN_128X128,          // squares; both copies have the same codes
-    GRAIN_1X32              // 32 values along depth; scales are E8M0 bytes
-} Grain;
+// The granularities of scales: which values of a copy [outer, depth] share one scale. GRAIN_BF16 has none, the operand
+// stays bf16. GRAIN_TENSOR_REPEATED writes the tensor's scale once for each row, for GEMMs whose other operand has one
+// scale a row. Host code asks this table. Kernels call the three functions below it, scale_index(), scale_load() and
+// grain_is_tensor(), which test_recipes.c compares with the table. fp8_rule_scale() in fp8.h makes a scale from an amax.
+//   rows, cols    block of the copy that has one scale in memory; WHOLE: all of them
+//   pad           the grid of scales [blocks of rows, blocks of cols] is stored in multiples of these
+//   scales        type of a scale in memory
+//   amaxes        amaxes that must be known before a cast: one of the tensor, one a row, or none, since a cast sees a
+//                 block whole
+//   same          true if the rowwise and the columnwise copy hold the same codes with the same scales
+//   mode          CUBLASLT_MATMUL_MATRIX_SCALE_... of an operand
+//   GPUs          first and last compute capability, as 10 * major + minor, with such GEMMs (CUDA 13 cuBLAS manual,
+//                 "cublasLtMatmul", FP8 scaling modes)
+#define WHOLE 0
+#define UNLIMITED INT32_MAX
+#define SCALE_GRANULARITIES(X)                                                                                    \
+    /*id                     name       rows   cols   pad     scales amaxes same   mode            GPUs */            \
+    X(GRAIN_BF16,            "",        WHOLE, WHOLE, 1,   1, NONE,  NONE,  false, SCALAR_32F,     0,   UNLIMITED) \
+    X(GRAIN_TENSOR,          "tensor",  WHOLE, WHOLE, 1,   1, FP32,  ONE,   true,  SCALAR_32F,     89,  UNLIMITED) \
+    X(GRAIN_TENSOR_REPEATED, "tensor",  1,     WHOLE, 1,   1, FP32,  ONE,   false, OUTER_VEC_32F,  90,  99)        \
+    X(GRAIN_ROW,             "row",     1,     WHOLE, 1,   1, FP32,  ROWS,  false, OUTER_VEC_32F,  90,  99)        \
+    X(GRAIN_1X128,           "1x128",   1,     128,   1,   1, FP32,  NONE,  false, VEC128_32F,     90,  99)        \
+    X(GRAIN_128X128,         "128x128", 128,   128,   1,   4, FP32,  NONE,  true,  BLK128x128_32F, 90,  99)        \
+    X(GRAIN_1X32,            "1x32",    1,     32,    128, 4, E8M0,  NONE,  false, VEC32_UE8M0,    100, UNLIMITED)
 
-// How a scale follows from an amax: fp8_rule_scale() in fp8.h.
+#define GRANULARITY_ID(id, ...) id,
+typedef enum { SCALE_GRANULARITIES(GRANULARITY_ID) NUM_GRANULARITIES } Grain;
+#undef GRANULARITY_ID
+
+typedef enum { SCALE_TYPE_NONE, SCALE_TYPE_FP32, SCALE_TYPE_E8M0 } ScaleType;
+typedef enum { AMAX_NONE, AMAX_ONE, AMAX_ROWS } AmaxNeed;
+
+typedef struct {
+    const char *name;  // for people
+    int64_t rows, cols, pad_rows, pad_cols;
+    ScaleType type;
+    AmaxNeed amaxes;
+    bool same_codes;
+    int first_gpu, last_gpu;
+} GranularityRow;
+
+static inline const GranularityRow *granularity_row(Grain g) {
+#define GRANULARITY_ROW(id, name, rows, cols, pad_rows, pad_cols, type, amaxes, same, mode, first, last) \
+    {name, rows, cols, pad_rows, pad_cols, SCALE_TYPE_##type, AMAX_##amaxes, same, first, last},
+    static const GranularityRow table[NUM_GRANULARITIES] = {SCALE_GRANULARITIES(GRANULARITY_ROW)};
+#undef GRANULARITY_ROW
+    return &table[g];
+}
+
+static inline int64_t scale_type_bytes(ScaleType type) { return type == SCALE_TYPE_FP32 ? 4 : type == SCALE_TYPE_E8M0 ? 1 : 0; }
 
 // The four linear layers of a block, each a fused weight.
 typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
@@ -125,14 +163,12 @@ HOST_DEVICE static inline int64_t scale_index(Grain g, int64_t i, int64_t k, int
     return 0;
 }
 
-// Bytes of all scales of a copy; 0 for bf16.
+// Bytes of all scales of a copy [outer, depth]; 0 for bf16.
 static inline int64_t scale_bytes(Grain g, int64_t outer, int64_t depth) {
-    if (g == GRAIN_BF16) return 0;
-    if (g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED) return outer * 4;
-    if (g == GRAIN_1X128) return ceil_div(depth, 128) * outer * 4;
-    if (g == GRAIN_128X128) return ceil_div(outer, 128) * ceil_div(ceil_div(depth, 128), 4) * 4 * 4;
-    if (g == GRAIN_1X32) return ceil_div(outer, 128) * ceil_div(ceil_div(depth, 32), 4) * 512;
-    return 4;
+    const GranularityRow *r = granularity_row(g);
+    const int64_t rows = r->rows == WHOLE ? 1 : ceil_div(outer, r->rows);
+    const int64_t cols = r->cols == WHOLE ? 1 : ceil_div(depth, r->cols);
+    return round_up(rows, r->pad_rows) * round_up(cols, r->pad_cols) * scale_type_bytes(r->type);
 }
 
 // The inverse scale at a place.
@@ -140,10 +176,14 @@ HOST_DEVICE static inline float scale_load(Grain g, const void *scales, int64_t 
     return g == GRAIN_1X32 ? e8m0_to_float(((const uint8_t *)scales)[index]) : ((const float *)scales)[index];
 }
 
-// Amaxes that must be known before a tensor [rows, cols] can be cast: of its rows (row copy), its columns (col copy) or all of it; both copies' one after
-// the other, but one for both where both are GRAIN_TENSOR. Block grains need none: a block is seen whole by who casts it.
-static inline int64_t copy_amaxes(Grain g, int64_t outer) { return g == GRAIN_ROW ? outer : grain_is_tensor(g) ? 1 : 0; }
+// Amaxes that must be known before a copy [outer, depth] can be cast.
+static inline int64_t copy_amaxes(Grain g, int64_t outer) {
+    const AmaxNeed need = granularity_row(g)->amaxes;
+    return need == AMAX_ROWS ? outer : need == AMAX_ONE ? 1 : 0;
+}
 
+// Amaxes of a tensor [rows, cols]: those of its row copy, then those of its col copy, but one for both where both are
+// GRAIN_TENSOR.
 static inline int64_t tensor_amaxes(Grain row, Grain col, int64_t rows, int64_t cols) {
     return row == GRAIN_TENSOR && col == GRAIN_TENSOR ? 1 : copy_amaxes(row, rows) + copy_amaxes(col, cols);
 }

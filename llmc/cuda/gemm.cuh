@@ -81,13 +81,11 @@ static inline int64_t gemm_scratch_elements(const GemmPlan *p) { return p->emula
 static inline int64_t gemm_bytes_a(const GemmPlan *p) { return p->rows * p->depth * (p->grain_a == GRAIN_BF16 ? 2 : 1); }
 static inline int64_t gemm_bytes_b(const GemmPlan *p) { return p->cols * p->depth * (p->grain_b == GRAIN_BF16 ? 2 : 1); }
 
-// Whether a GPU of compute capability major.minor has all of a recipe's products (CUDA 13 cuBLAS manual, "cublasLtMatmul", FP8 scaling modes).
+// True if a GPU of compute capability major.minor has all GEMMs of a recipe.
 static inline bool recipe_native(const Recipe *r, int major, int minor) {
     for (int i = 0; i < 2 * NUM_GEMMS; i++) {
-        const Grain g = r->grain[i / 2][i % 2];
-        if (g == GRAIN_TENSOR && 10 * major + minor < 89) return false;
-        if (g == GRAIN_1X32 && major < 10) return false;
-        if ((g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED || g == GRAIN_1X128 || g == GRAIN_128X128) && major != 9) return false;
+        const GranularityRow *g = granularity_row(r->grain[i / 2][i % 2]);
+        if (10 * major + minor < g->first_gpu || 10 * major + minor > g->last_gpu) return false;
     }
     return true;
 }
@@ -121,11 +119,11 @@ static inline void gemm_set_fast(cublasLtMatmulDesc_t matmul, bool fast) {
 }
 
 static inline int32_t gemm_scale_mode(Grain g) {
-    return g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
-           : g == GRAIN_1X128                           ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
-           : g == GRAIN_128X128                         ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F
-           : g == GRAIN_1X32                            ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0
-                                                        : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+#define GRANULARITY_MODE(id, name, rows, cols, pad_rows, pad_cols, type, amaxes, same, mode, first, last) \
+    CUBLASLT_MATMUL_MATRIX_SCALE_##mode,
+    static const int32_t modes[NUM_GRANULARITIES] = {SCALE_GRANULARITIES(GRANULARITY_MODE)};
+#undef GRANULARITY_MODE
+    return modes[g];
 }
 
 // What the product of a described plan is, to cuBLASLt.

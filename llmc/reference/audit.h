@@ -83,9 +83,7 @@ static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *co
 }
 
 // True if the row and the col copy of a tensor hold the same codes with the same scales.
-static inline bool audit_shares_codes(Grain row, Grain col) {
-    return row == col && (row == GRAIN_TENSOR || row == GRAIN_128X128);
-}
+static inline bool audit_shares_codes(Grain row, Grain col) { return row == col && granularity_row(row)->same_codes; }
 
 // Returns the ratio of signal to quantization noise, 10 log10(signal / noise), in dB. It is infinite where nothing
 // changed, also for a tensor of zeros; minus infinity where a finite value came back infinite or NaN; NaN where there

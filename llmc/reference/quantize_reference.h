@@ -34,7 +34,8 @@ static inline void quantize_block_cast(uint8_t *codes, const float *x, CopyShape
 
 // Returns how many values share a scale along the depth of a copy.
 static inline int64_t grain_width(Grain g, int64_t depth) {
-    return g == GRAIN_1X128 || g == GRAIN_128X128 ? 128 : g == GRAIN_1X32 ? 32 : depth;
+    const int64_t cols = granularity_row(g)->cols;
+    return cols == WHOLE ? depth : cols;
 }
 
 // Casts a copy of x, the values of a bf16 tensor as floats, to codes [outer, depth] and inverse scales (scale_bytes(),
@@ -46,9 +47,9 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, C
                                  Fp8Format format, float scale) {
     const bool whole = grain_is_tensor(grain);
     const int64_t outer = s.outer, depth = s.depth;
-    if (whole && !(scale > 0))
-        scale = fp8_rule_scale(rule, float_from_bits(quantize_tensor_amax(x, outer * depth, rule)), format);
-    const int64_t height = grain == GRAIN_128X128 ? 128 : 1, width = grain_width(grain, depth);
+    if (whole && !(scale > 0)) scale = fp8_rule_scale(rule, float_from_bits(quantize_tensor_amax(x, outer * depth, rule)), format);
+    const GranularityRow *block_row = granularity_row(grain);
+    const int64_t height = max_i64(1, block_row->rows), width = grain_width(grain, depth);
     memset(scales, 0, (size_t)scale_bytes(grain, outer, depth));
     PARALLEL_FOR
     for (int64_t band = 0; band < ceil_div(outer, height); band++) {
@@ -59,8 +60,8 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, C
             const float amax = whole ? 0 : float_from_bits(quantize_block_amax(block, s, rows, cols, rule)),
                         block_scale = whole ? scale : fp8_rule_scale(rule, amax, format);
             quantize_block_cast(codes + i * depth + k, block, s, rows, cols, block_scale, format);
-            if (grain == GRAIN_1X32) ((uint8_t *)scales)[place] = e8m0_from_amax(amax, format);
-            else if (grain != GRAIN_TENSOR || i == 0) ((float *)scales)[place] = 1.0f / block_scale;
+            if (block_row->type == SCALE_TYPE_E8M0) ((uint8_t *)scales)[place] = e8m0_from_amax(amax, format);
+            else if (block_row->rows != WHOLE || i == 0) ((float *)scales)[place] = 1.0f / block_scale;
         }
     }
 }

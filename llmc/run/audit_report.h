@@ -112,7 +112,7 @@ static inline void audit_print_operand(const AuditSums *sums, const Precision *p
     }
     if (worst_layer < 0) return;
     printf("  %-9s %-6s %-3s %-4s %-8s %7.2f %8.2f %6lld %12.4f%% %10.4f%% %12.4g\n", p->linear[id].name, o.gemm_name, o.name,
-           precision_format(p, o.tensor) == FP8_E4M3 ? "e4m3" : "e5m2", grain_name(recipe_grain(p->recipe, o.tensor, o.copy)), audit_sqnr_db(&all), worst,
+           precision_format(p, o.tensor) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_row(recipe_grain(p->recipe, o.tensor, o.copy))->name, audit_sqnr_db(&all), worst,
            (long long)worst_layer, 100 * all.flushed / all.count, 100 * all.saturated / all.count, (double)float_from_bits(all.amax));
 }
 
