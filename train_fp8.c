@@ -538,13 +538,13 @@ static LinearOperand qtensor_operand(Trainer *t, const QTensor *q, CopyKind copy
     const LinearShape *s = &t->precision.linear[q->linear];
     const int64_t rows = q->role == TENSOR_W ? s->N : t->d.R, cols = q->role == TENSOR_DY ? s->N : s->K;
     const Fp8Format format = precision_format(&t->precision, q->role);
-    const Grain grain = recipe_grain(r, q->role, copy);
+    const ScaleGranularity granularity = recipe_granularity(r, q->role, copy);
     const float scale = qtensor_scale(t, q, rows * cols);
     if (q->codes) return linear_operand_of_codes(q->codes, rows, cols, copy, format, scale);
-    const LinearOperand x = linear_operand(q->data, rows, cols, copy, grain, r->rule, format, scale);
+    const LinearOperand x = linear_operand(q->data, rows, cols, copy, granularity, r->rule, format, scale);
     if (t->training && t->scales.auditing && x.codes)
         audit_copy(&t->scales.step_audit[audit_index(q->layer, q->linear, q->role, copy)], q->data, x.codes, x.scales,
-                   x.shape, grain, format);
+                   x.shape, granularity, format);
     return x;
 }
 
@@ -919,7 +919,7 @@ static void audit_begin(Trainer *t, int64_t step) {
         // the codes are both the row copy's and the col copy's
         AuditSums *sums = &t->scales.step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)];
         audit_copy(sums, t->params.weights + r.shard, linear_codes(t, l, r), &inverse_scale,
-                   copy_shape(1, r.count, COPY_ROW), GRAIN_TENSOR, FP8_E4M3);
+                   copy_shape(1, r.count, COPY_ROW), PER_TENSOR, FP8_E4M3);
     }
 }
 

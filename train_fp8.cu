@@ -336,7 +336,7 @@ static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *
     const int64_t R = t->d.R, F = t->d.F;
     const SwigluSource h_source = {gate_up, F};
     const SwigluGradientSource gradient_source = {dh, gate_up, F};
-    const bool h_fp8 = h->col_grain != GRAIN_BF16;
+    const bool h_fp8 = h->col_granularity != NO_SCALE;
     bf16 *h_data = h_fp8 ? NULL : h->data;
     uint32_t *amax = qtensor_produced_amax(dgate_up);
     QTensor columns = *h;
@@ -861,8 +861,8 @@ static void check_supported(const ModelConfig *m, const Options *o) {
 // The cast of SwiGLU's gradient in blocks walks whole tiles of the intermediate size.
 static void check_casts(const Trainer *t) {
     const Recipe *r = t->precision.recipe;
-    const Grain gradient = recipe_grain(r, TENSOR_DY, COPY_ROW);
-    if (gradient == GRAIN_BF16 || copy_amaxes(gradient, 1) || t->d.F % CAST_TILE == 0) return;
+    const ScaleGranularity gradient = recipe_granularity(r, TENSOR_DY, COPY_ROW);
+    if (gradient == NO_SCALE || copy_amaxes(gradient, 1) || t->d.F % CAST_TILE == 0) return;
     for (int64_t l = 0; l < t->d.L; l++)
         if (recipe_is_fp8(precision_of(&t->precision, l, GATE_UP_PROJ), GEMM_FPROP))
             die("model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by --fp8-recipe %s needs; take another recipe, or --fp8-filter gate_up",

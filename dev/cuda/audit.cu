@@ -56,7 +56,7 @@ static void check_sums(const char *label, const AuditSums *got, const AuditSums 
 
 typedef struct {
     int64_t R, C;
-    Grain row, col;
+    ScaleGranularity row, col;
     ScaleRule rule;
     Fp8Format format;
     Fill fill;
@@ -73,14 +73,14 @@ typedef struct {
 
 // Codes and scales of one copy, uploaded; adds to *want.
 static void make_copy(AuditSums *want, uint8_t **codes, void **scales, const Case *c, const float *x, CopyKind copy) {
-    const Grain grain = copy == COPY_ROW ? c->row : c->col;
+    const ScaleGranularity granularity = copy == COPY_ROW ? c->row : c->col;
     const CopyShape s = copy_shape(c->R, c->C, copy);
     uint8_t *host = (uint8_t *)xcalloc((size_t)(c->R * c->C), 1);
-    void *host_scales = xcalloc((size_t)scale_bytes(grain, s.outer, s.depth), 1);
-    quantize_copy(host, host_scales, x, s, grain, c->rule, c->format, c->scale);
-    audit_copy(want, x, host, host_scales, s, grain, c->format);
+    void *host_scales = xcalloc((size_t)scale_bytes(granularity, s.outer, s.depth), 1);
+    quantize_copy(host, host_scales, x, s, granularity, c->rule, c->format, c->scale);
+    audit_copy(want, x, host, host_scales, s, granularity, c->format);
     *codes = (uint8_t *)bench_upload(host, c->R * c->C);
-    *scales = bench_upload(host_scales, scale_bytes(grain, s.outer, s.depth));
+    *scales = bench_upload(host_scales, scale_bytes(granularity, s.outer, s.depth));
     free(host);
     free(host_scales);
 }
@@ -93,7 +93,7 @@ static Audited audited_create(const Case *c) {
     free(bits);
     make_copy(&a.want[COPY_ROW], &a.t.rowwise, &a.t.rowwise_scale_inv, c, a.x, COPY_ROW);
     make_copy(&a.want[COPY_COL], &a.t.columnwise, &a.t.columnwise_scale_inv, c, a.x, COPY_COL);
-    a.t.format = c->format, a.t.rule = c->rule, a.t.row_grain = c->row, a.t.col_grain = c->col;
+    a.t.format = c->format, a.t.rule = c->rule, a.t.row_granularity = c->row, a.t.col_granularity = c->col;
     a.sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
     a.t.audit[COPY_ROW] = a.sums, a.t.audit[COPY_COL] = a.sums + 1;
     return a;
@@ -117,7 +117,7 @@ static void check_audited(const char *label, Audited *a) {
 
 static void check_case(Case c) {
     char label[128];
-    format_checked(label, sizeof label, "%lld x %lld, grains %d %d, rule %d, %s, %s", (long long)c.R, (long long)c.C, (int)c.row, (int)c.col, (int)c.rule,
+    format_checked(label, sizeof label, "%lld x %lld, granularities %d %d, rule %d, %s, %s", (long long)c.R, (long long)c.C, (int)c.row, (int)c.col, (int)c.rule,
                    c.format == FP8_E4M3 ? "e4m3" : "e5m2", fill_names[c.fill]);
     Audited a = audited_create(&c);
     audit_source(a.t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
@@ -134,7 +134,7 @@ static void check_case(Case c) {
 
 // One copy not cast, one not audited, and both.
 static void check_missing(void) {
-    const Case c = {200, 272, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_NORMAL, 0};
+    const Case c = {200, 272, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_NORMAL, 0};
     for (int without = 0; without < 4; without++) {
         Audited a = audited_create(&c);
         QTensor t = a.t;
@@ -151,7 +151,7 @@ static void check_missing(void) {
 
 // A tensor in parts of uneven length is the whole of it.
 static void check_parts(void) {
-    const Case c = {320, 528, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_OUTLIERS, 0};
+    const Case c = {320, 528, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_OUTLIERS, 0};
     Audited a = audited_create(&c);
     const int64_t ends[] = {0, 16, 16, 4112, 100000, c.R * c.C};
     for (int i = 1; i < 6; i++)
@@ -166,7 +166,7 @@ static void check_parts(void) {
 
 // A tensor's copies as a recipe has them, not cast yet.
 static QTensor recipe_copies(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
-    return qtensor_of(R, C, recipe_grain(r, tensor, COPY_ROW), recipe_grain(r, tensor, COPY_COL), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
+    return qtensor_of(R, C, recipe_granularity(r, tensor, COPY_ROW), recipe_granularity(r, tensor, COPY_COL), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
 }
 
 static void check_cast(int recipe, TensorRole tensor) {
@@ -184,12 +184,12 @@ static void check_cast(int recipe, TensorRole tensor) {
     for (int copy = 0; copy < 2; copy++) {
         format_checked(label, sizeof label, "cast of %s, tensor %d, %s copy", r->name, (int)tensor, copy ? "col" : "row");
         AuditSums want = {};
-        const Grain grain = copy ? t.col_grain : t.row_grain;
+        const ScaleGranularity granularity = copy ? t.col_granularity : t.row_granularity;
         const CopyShape s = copy_shape(R, C, (CopyKind)copy);
-        if (grain != GRAIN_BF16) {
+        if (granularity != NO_SCALE) {
             uint8_t *codes = (uint8_t *)bench_download(copy ? t.columnwise : t.rowwise, R * C, label);
-            void *scales = bench_download(copy ? t.columnwise_scale_inv : t.rowwise_scale_inv, scale_bytes(grain, s.outer, s.depth), label);
-            audit_copy(&want, x, codes, scales, s, grain, t.format);
+            void *scales = bench_download(copy ? t.columnwise_scale_inv : t.rowwise_scale_inv, scale_bytes(granularity, s.outer, s.depth), label);
+            audit_copy(&want, x, codes, scales, s, granularity, t.format);
             free(codes);
             free(scales);
         }
@@ -224,7 +224,7 @@ static void check_slices(void) {
         const int64_t first = j ? ends[j - 1] : 0;
         char label[64];
         AuditSums want = {};
-        audit_copy(&want, x + 2 * l * SIZE + first, codes + l * SIZE + first, scales + 4 * i, copy_shape(1, ends[j] - first, COPY_ROW), GRAIN_TENSOR, FP8_E4M3);
+        audit_copy(&want, x + 2 * l * SIZE + first, codes + l * SIZE + first, scales + 4 * i, copy_shape(1, ends[j] - first, COPY_ROW), PER_TENSOR, FP8_E4M3);
         format_checked(label, sizeof label, "slice of layer %d, tensor %d", l, j);
         check_sums(label, &got[2 * i], &want);
     }
@@ -240,13 +240,13 @@ static void run_checks(void) {
             for (int tensor = 0; tensor < NUM_TENSORS; tensor++)
                 for (int f = 0; f < 2 * NUM_FILLS; f++) {
                     const Recipe *r = recipe_row(recipe);
-                    Grain row = recipe_grain(r, (TensorRole)tensor, COPY_ROW), col = recipe_grain(r, (TensorRole)tensor, COPY_COL);
-                    if (row == GRAIN_BF16) row = GRAIN_TENSOR_REPEATED;
-                    if (col == GRAIN_BF16) col = GRAIN_TENSOR_REPEATED;
+                    ScaleGranularity row = recipe_granularity(r, (TensorRole)tensor, COPY_ROW), col = recipe_granularity(r, (TensorRole)tensor, COPY_COL);
+                    if (row == NO_SCALE) row = PER_TENSOR_BROADCAST;
+                    if (col == NO_SCALE) col = PER_TENSOR_BROADCAST;
                     check_case({shapes[i][0], shapes[i][1], row, col, r->rule, (Fp8Format)(f % 2), (Fill)(f / 2), 0});
                 }
-    check_case({200, 272, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, FP8_E4M3, FILL_NORMAL, 1000});  // an outdated scale: many saturate
-    check_case({200, 272, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, FP8_E5M2, FILL_NORMAL, 1e-5f});  // most are flushed
+    check_case({200, 272, PER_TENSOR, PER_TENSOR, SCALE_TE, FP8_E4M3, FILL_NORMAL, 1000});  // an outdated scale: many saturate
+    check_case({200, 272, PER_TENSOR, PER_TENSOR, SCALE_TE, FP8_E5M2, FILL_NORMAL, 1e-5f});  // most are flushed
     check_missing();
     check_parts();
     check_slices();
@@ -290,7 +290,7 @@ static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int6
     const double cast = bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); });
     t.audit[COPY_ROW] = sums, t.audit[COPY_COL] = sums + 1;
     const double audit = bench_time_us(b, [&] { audit_source(t, TensorSource{x, C}, R, C, 0); });
-    const bool twice = t.rowwise && t.columnwise && !audit_shares_codes(t.row_grain, t.col_grain);
+    const bool twice = t.rowwise && t.columnwise && !audit_shares_codes(t.row_granularity, t.col_granularity);
     format_checked(name, sizeof name, "audit, %s (%.1f x the cast)", r->name, audit / cast);
     bench_report(b, name, shape, audit, (twice ? 6 : 3) * n, AUDIT_REASON);
     qtensor_free(t);

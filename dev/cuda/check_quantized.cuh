@@ -10,20 +10,20 @@
 #define CAST_REASON "transposed tiles go through shared memory: a barrier between a block's loads and half of its stores"
 #define AMAX_REASON "every block ends in a reduction and a look at the amax, after a short time of loads"
 
-// The copies whose grain is not bf16 and their scales, poisoned; amaxes cleared.
-static inline QTensor qtensor_of(int64_t R, int64_t C, Grain row_grain, Grain col_grain, ScaleRule rule, Fp8Format format) {
+// The copies whose granularity is not bf16 and their scales, poisoned; amaxes cleared.
+static inline QTensor qtensor_of(int64_t R, int64_t C, ScaleGranularity row_granularity, ScaleGranularity col_granularity, ScaleRule rule, Fp8Format format) {
     QTensor t = {};
-    t.row_grain = row_grain, t.col_grain = col_grain, t.rule = rule, t.format = format;
-    if (row_grain != GRAIN_BF16) t.rowwise = (uint8_t *)bench_alloc(R * C), t.rowwise_scale_inv = bench_alloc(scale_bytes(row_grain, R, C));
-    if (col_grain != GRAIN_BF16) t.columnwise = (uint8_t *)bench_alloc(R * C);
-    if (row_grain == GRAIN_TENSOR && col_grain == GRAIN_TENSOR) t.columnwise_scale_inv = t.rowwise_scale_inv;
-    else if (t.columnwise) t.columnwise_scale_inv = bench_alloc(scale_bytes(col_grain, C, R));
-    t.amax = (uint32_t *)bench_zeros(max_i64(1, tensor_amaxes(row_grain, col_grain, R, C)) * (int64_t)sizeof(uint32_t));
+    t.row_granularity = row_granularity, t.col_granularity = col_granularity, t.rule = rule, t.format = format;
+    if (row_granularity != NO_SCALE) t.rowwise = (uint8_t *)bench_alloc(R * C), t.rowwise_scale_inv = bench_alloc(scale_bytes(row_granularity, R, C));
+    if (col_granularity != NO_SCALE) t.columnwise = (uint8_t *)bench_alloc(R * C);
+    if (row_granularity == PER_TENSOR && col_granularity == PER_TENSOR) t.columnwise_scale_inv = t.rowwise_scale_inv;
+    else if (t.columnwise) t.columnwise_scale_inv = bench_alloc(scale_bytes(col_granularity, C, R));
+    t.amax = (uint32_t *)bench_zeros(max_i64(1, tensor_amaxes(row_granularity, col_granularity, R, C)) * (int64_t)sizeof(uint32_t));
     return t;
 }
 
 // The same with one scale for both copies, the current one.
-static inline QTensor qtensor_create(int64_t R, int64_t C, Fp8Format format) { return qtensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TORCHAO, format); }
+static inline QTensor qtensor_create(int64_t R, int64_t C, Fp8Format format) { return qtensor_of(R, C, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, format); }
 
 static inline void qtensor_free(QTensor t) {
     void *device[] = {t.rowwise, t.columnwise, t.rowwise_scale_inv, t.columnwise_scale_inv == t.rowwise_scale_inv ? NULL : t.columnwise_scale_inv, t.amax};
@@ -80,11 +80,11 @@ static inline void check_quantized(const char *label, QTensor t, const bf16_bits
 
 // One copy of x as quantize_copy() makes it: codes, and all bytes of the scales.
 static inline void check_copy(const char *label, const QTensor *t, CopyKind copy, const float *x, int64_t R, int64_t C, float delayed_scale) {
-    const Grain grain = copy == COPY_ROW ? t->row_grain : t->col_grain;
+    const ScaleGranularity granularity = copy == COPY_ROW ? t->row_granularity : t->col_granularity;
     const CopyShape s = copy_shape(R, C, copy);
-    const int64_t bytes = scale_bytes(grain, s.outer, s.depth), width = grain == GRAIN_1X32 ? 1 : 4;
+    const int64_t bytes = scale_bytes(granularity, s.outer, s.depth), width = granularity == BLOCK_1X32 ? 1 : 4;
     uint8_t *want = (uint8_t *)xcalloc((size_t)(R * C), 1), *want_scales = (uint8_t *)xcalloc((size_t)bytes, 1);
-    quantize_copy(want, want_scales, x, s, grain, t->rule, t->format, delayed_scale);
+    quantize_copy(want, want_scales, x, s, granularity, t->rule, t->format, delayed_scale);
     char name[192];
     format_checked(name, sizeof name, "%s, %s copy", label, copy == COPY_ROW ? "row" : "col");
     uint8_t *got = (uint8_t *)bench_download(copy == COPY_ROW ? t->rowwise : t->columnwise, R * C, name);
@@ -96,7 +96,7 @@ static inline void check_copy(const char *label, const QTensor *t, CopyKind copy
         if (!same && bad++ == 0) first = i;
     }
     CHECK(bad == 0, "%s: %lld of %lld inverse scales differ, first number %lld: got %.9g, want %.9g", name, (long long)bad, (long long)(bytes / width), (long long)first,
-          scale_load(grain, got_scales, first), scale_load(grain, want_scales, first));
+          scale_load(granularity, got_scales, first), scale_load(granularity, want_scales, first));
     free(want), free(want_scales), free(got), free(got_scales);
 }
 

@@ -7,7 +7,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Inputs
 
-// Normal values times powers of two that depend on the row, on the column, on the block of 32 and of 128 rows or columns: so the scales of every grain
+// Normal values times powers of two that depend on the row, on the column, on the block of 32 and of 128 rows or columns: so the scales of every granularity
 // differ from place to place, and scales that are transposed, shifted or of another tensor cannot go unseen. 16 powers at most, which E4M3's range holds.
 static float *make_matrix(uint64_t seed, int64_t rows, int64_t cols) {
     const uint64_t key = rng_key(seed, 0);
@@ -40,24 +40,24 @@ typedef struct {
 } Operand;
 
 // The copy of x [rows, cols] that is summed over its columns (COPY_ROW) or rows; a bf16 operand is the tensor as it lies.
-static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKind copy, Grain grain, ScaleRule rule, Fp8Format format) {
+static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKind copy, ScaleGranularity granularity, ScaleRule rule, Fp8Format format) {
     const CopyShape s = copy_shape(rows, cols, copy);
     const int64_t outer = s.outer, depth = s.depth;
     float *values = (float *)xcalloc((size_t)(outer * depth), sizeof(float));
     Operand o = {};
     o.inverse = 1;
-    if (grain == GRAIN_BF16) {
+    if (granularity == NO_SCALE) {
         bf16_bits *bits = bf16_from_floats(x, rows * cols);
         o.operand = tensor_of(bench_upload(bits, rows * cols * 2), NULL);
         for (int64_t i = 0; i < outer * depth; i++) values[i] = x[i / depth * s.outer_stride + i % depth * s.depth_stride];
         free(bits);
     } else {
         uint8_t *codes = (uint8_t *)xcalloc((size_t)(outer * depth), 1);
-        o.num_scale_bytes = scale_bytes(grain, outer, depth);
+        o.num_scale_bytes = scale_bytes(granularity, outer, depth);
         o.scales = (uint8_t *)xcalloc((size_t)o.num_scale_bytes, 1);
-        quantize_copy(codes, o.scales, x, s, grain, rule, format, 0);
-        dequantize_copy(values, codes, o.scales, outer, depth, grain, format);
-        if (grain_is_tensor(grain)) o.inverse = scale_load(grain, o.scales, 0);
+        quantize_copy(codes, o.scales, x, s, granularity, rule, format, 0);
+        dequantize_copy(values, codes, o.scales, outer, depth, granularity, format);
+        if (is_per_tensor(granularity)) o.inverse = scale_load(granularity, o.scales, 0);
         const void *data = bench_upload(codes, outer * depth);
         o.operand = tensor_of(data, bench_upload(o.scales, o.num_scale_bytes));
         free(codes);
@@ -74,14 +74,14 @@ static void operand_free(Operand o) {
 }
 
 // Doubles the largest of an operand's scales on the device: what no check may overlook.
-static void operand_spoil(const Operand *o, Grain grain) {
-    const int64_t width = grain == GRAIN_1X32 ? 1 : 4, count = o->num_scale_bytes / width;
+static void operand_spoil(const Operand *o, ScaleGranularity granularity) {
+    const int64_t width = granularity == BLOCK_1X32 ? 1 : 4, count = o->num_scale_bytes / width;
     int64_t largest = 0;
     for (int64_t i = 1; i < count; i++)
-        if (scale_load(grain, o->scales, i) > scale_load(grain, o->scales, largest)) largest = i;
-    const float twice = 2 * scale_load(grain, o->scales, largest);
+        if (scale_load(granularity, o->scales, i) > scale_load(granularity, o->scales, largest)) largest = i;
+    const float twice = 2 * scale_load(granularity, o->scales, largest);
     const uint8_t code = (uint8_t)(o->scales[largest] + 1);
-    const void *value = grain == GRAIN_1X32 ? (const void *)&code : (const void *)&twice;
+    const void *value = granularity == BLOCK_1X32 ? (const void *)&code : (const void *)&twice;
     CUDA_CHECK(cudaMemcpy((uint8_t *)o->operand.rowwise_scale_inv + largest * width, value, (size_t)width, cudaMemcpyHostToDevice));
 }
 
@@ -236,7 +236,7 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
         if (way == WAY_FAST && !r->fast_accumulation) continue;
         if (way == WAY_EMULATED ? !recipe_is_fp8(r, kind) : !gpu_has(r)) continue;
         format_checked(label, sizeof label, "%s %s %lld x %lld x %lld, dy %s, %s", r->name, gemm_kind_name(kind), (long long)R, (long long)N, (long long)K,
-                       gemm_type_name(GRAIN_TENSOR, dy), way_names[way]);
+                       gemm_type_name(PER_TENSOR, dy), way_names[way]);
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, way == WAY_FAST, way == WAY_EMULATED};
         check_way(c, label, kind, R, N, K, spec, &worst_units[recipe][kind][way]);
         check_first_usable(c, label, kind, R, N, K, spec);
@@ -244,21 +244,21 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
     }
     if (!recipe_is_fp8(r, kind)) return;
     const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, false, !gpu_has(r)};
-    operand_spoil(a, r->grain[kind][0]);
+    operand_spoil(a, r->granularity[kind][0]);
     check_spoiled(c, label, kind, R, N, K, spec);
     CUDA_CHECK(cudaMemcpy((void *)a->operand.rowwise_scale_inv, a->scales, (size_t)a->num_scale_bytes, cudaMemcpyHostToDevice));
-    operand_spoil(b, r->grain[kind][1]);
+    operand_spoil(b, r->granularity[kind][1]);
     check_spoiled(c, label, kind, R, N, K, spec);
 }
 
 // One product of one recipe in all ways; x, w, dy: host matrices [R, K], [N, K], [R, N].
 static void check_product(int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, const float *x, const float *w, const float *dy, Fp8Format dy_format) {
     const Recipe *r = recipe_row(recipe);
-    const Grain grain_a = r->grain[kind][0], grain_b = r->grain[kind][1];
-    const Operand a = kind == GEMM_WGRAD ? operand_create(x, R, K, COPY_COL, grain_a, r->rule, FP8_E4M3)
-                                         : operand_create(w, N, K, kind == GEMM_FPROP ? COPY_ROW : COPY_COL, grain_a, r->rule, FP8_E4M3);
-    const Operand b = kind == GEMM_FPROP ? operand_create(x, R, K, COPY_ROW, grain_b, r->rule, FP8_E4M3)
-                                         : operand_create(dy, R, N, kind == GEMM_DGRAD ? COPY_ROW : COPY_COL, grain_b, r->rule, dy_format);
+    const ScaleGranularity granularity_a = r->granularity[kind][0], granularity_b = r->granularity[kind][1];
+    const Operand a = kind == GEMM_WGRAD ? operand_create(x, R, K, COPY_COL, granularity_a, r->rule, FP8_E4M3)
+                                         : operand_create(w, N, K, kind == GEMM_FPROP ? COPY_ROW : COPY_COL, granularity_a, r->rule, FP8_E4M3);
+    const Operand b = kind == GEMM_FPROP ? operand_create(x, R, K, COPY_ROW, granularity_b, r->rule, FP8_E4M3)
+                                         : operand_create(dy, R, N, kind == GEMM_DGRAD ? COPY_ROW : COPY_COL, granularity_b, r->rule, dy_format);
     const int64_t rows = kind == GEMM_FPROP ? N : K, cols = kind == GEMM_WGRAD ? N : R, depth = R * N * K / (rows * cols);
     double *sum = (double *)bench_alloc(rows * cols * 8), *norm = (double *)bench_alloc(rows * cols * 8);
     truth_kernel<<<dim3(grid_size(rows, 128), (unsigned)cols), 128>>>(sum, norm, a.values, b.values, rows, cols, depth);
@@ -389,7 +389,7 @@ static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
 
 // What keeps cuBLASLt's kernels below the peak, beside the clock. Hopper's matrix units apply no scales, and sum FP8 products with fewer bits than fp32.
 static const char *rate_reason(const GemmPlan *p) {
-    const int vectors = (p->grain_a == GRAIN_1X128) + (p->grain_b == GRAIN_1X128);
+    const int vectors = (p->granularity_a == BLOCK_1X128) + (p->granularity_b == BLOCK_1X128);
     if (p->emulated) return "each run decodes both operands to bf16 first";
     if (vectors == 2) return "sums of 128 products are scaled by two vectors and added in fp32 outside the matrix units";
     if (vectors == 1) return "sums of 128 products are scaled and added in fp32 outside the matrix units";
@@ -429,7 +429,7 @@ static void bench_rates(void) {
     fill_codes_kernel<<<2048, 256>>>(r.codes_a, widest, 3);
     fill_codes_kernel<<<2048, 256>>>(r.codes_b, widest, 4);
     CUDA_CHECK_LAUNCH();
-    r.scales = bench_alloc(widest / 32 + 4096);  // enough for every grain; its bytes are small finite scales of every kind
+    r.scales = bench_alloc(widest / 32 + 4096);  // enough for every granularity; its bytes are small finite scales of every kind
     CUDA_CHECK(cudaEventCreate(&r.begin));
     CUDA_CHECK(cudaEventCreate(&r.end));
     CUDA_CHECK(cudaMemset(r.scales, 0x3c, (size_t)(widest / 32 + 4096)));

@@ -36,7 +36,7 @@ static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
 typedef struct {
     char name[96];
     TensorRole role;
-    Grain row, col;
+    ScaleGranularity row, col;
     ScaleRule rule;
     Fp8Format format;
 } Case;
@@ -52,7 +52,7 @@ static int make_cases(Case cases[MAX_CASES], int role) {
                 if (role != NUM_TENSORS && role != tensor) continue;
                 Case *c = &cases[count++];
                 c->role = (TensorRole)tensor, c->rule = r->rule, c->format = (Fp8Format)f;
-                c->row = recipe_grain(r, c->role, COPY_ROW), c->col = recipe_grain(r, c->role, COPY_COL);
+                c->row = recipe_granularity(r, c->role, COPY_ROW), c->col = recipe_granularity(r, c->role, COPY_COL);
                 format_checked(c->name, sizeof c->name, "%s %s %s", r->name, tensor == TENSOR_X ? "x" : tensor == TENSOR_W ? "w" : "dy", f ? "e5m2" : "e4m3");
             }
     return count;
@@ -66,20 +66,20 @@ static QTensor case_tensor(const Case *c, int64_t R, int64_t C) { return qtensor
 // The copies that `got` has, codes and scales, are those of `want`.
 static void check_same_copies(const char *label, const QTensor *got, const QTensor *want, int64_t R, int64_t C) {
     if (got->rowwise) check_same_on_device(label, got->rowwise, want->rowwise, R * C, C);
-    if (got->rowwise) check_same_on_device(label, got->rowwise_scale_inv, want->rowwise_scale_inv, scale_bytes(got->row_grain, R, C), 4);
+    if (got->rowwise) check_same_on_device(label, got->rowwise_scale_inv, want->rowwise_scale_inv, scale_bytes(got->row_granularity, R, C), 4);
     if (got->columnwise) check_same_on_device(label, got->columnwise, want->columnwise, R * C, R);
-    if (got->columnwise) check_same_on_device(label, got->columnwise_scale_inv, want->columnwise_scale_inv, scale_bytes(got->col_grain, C, R), 4);
+    if (got->columnwise) check_same_on_device(label, got->columnwise_scale_inv, want->columnwise_scale_inv, scale_bytes(got->col_granularity, C, R), 4);
 }
 
 // The slots that the amax pass raised.
 static void check_amaxes(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C) {
-    const int64_t count = tensor_amaxes(t->row_grain, t->col_grain, R, C), rows = copy_amaxes(t->row_grain, R);
+    const int64_t count = tensor_amaxes(t->row_granularity, t->col_granularity, R, C), rows = copy_amaxes(t->row_granularity, R);
     uint32_t *got = (uint32_t *)bench_download(t->amax, max_i64(1, count) * 4, label);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < count; i++) {
         uint32_t want;
-        if (i < rows && t->row_grain == GRAIN_ROW) want = quantize_tensor_amax(x + i * C, C, t->rule);
-        else if (i >= rows && t->col_grain == GRAIN_ROW) want = quantize_block_amax(x + i - rows, copy_shape(R, C, COPY_COL), 1, R, t->rule);
+        if (i < rows && t->row_granularity == PER_ROW) want = quantize_tensor_amax(x + i * C, C, t->rule);
+        else if (i >= rows && t->col_granularity == PER_ROW) want = quantize_block_amax(x + i - rows, copy_shape(R, C, COPY_COL), 1, R, t->rule);
         else want = quantize_tensor_amax(x, R * C, t->rule);
         if (!same_or_nan(got[i], want) && bad++ == 0) first = i;
     }
@@ -89,19 +89,19 @@ static void check_amaxes(const char *label, const QTensor *t, const float *x, in
 }
 
 static void check_dequantized(const char *label, const QTensor *t, CopyKind copy, int64_t R, int64_t C) {
-    const Grain grain = copy == COPY_ROW ? t->row_grain : t->col_grain;
+    const ScaleGranularity granularity = copy == COPY_ROW ? t->row_granularity : t->col_granularity;
     const CopyShape s = copy_shape(R, C, copy);
     const int64_t outer = s.outer, depth = s.depth;
     if (depth % 16) return;
     bf16 *out = (bf16 *)bench_alloc(R * C * 2);
     const uint8_t *device_codes = copy == COPY_ROW ? t->rowwise : t->columnwise;
     const void *device_scales = copy == COPY_ROW ? t->rowwise_scale_inv : t->columnwise_scale_inv;
-    fp8_dequantize(out, device_codes, device_scales, grain, t->format, outer, depth, 0);
+    fp8_dequantize(out, device_codes, device_scales, granularity, t->format, outer, depth, 0);
     bf16_bits *got = (bf16_bits *)bench_download(out, R * C * 2, label);
     uint8_t *codes = (uint8_t *)bench_download(device_codes, R * C, label);
-    void *scales = bench_download(device_scales, scale_bytes(grain, outer, depth), label);
+    void *scales = bench_download(device_scales, scale_bytes(granularity, outer, depth), label);
     float *want = (float *)xcalloc((size_t)(R * C), sizeof(float));
-    dequantize_copy(want, codes, scales, outer, depth, grain, t->format);
+    dequantize_copy(want, codes, scales, outer, depth, granularity, t->format);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < R * C; i++)
         if (!same_or_nan(float_bits(bf16_to_float(got[i])), float_bits(bf16_to_float(bf16_from_float(want[i])))) && bad++ == 0) first = i;
@@ -156,7 +156,7 @@ static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, flo
     const uint32_t amax = quantize_tensor_amax(x, R * C, SCALE_TE);
     const float scale = fp8_scale_te(float_from_bits(amax), format, 0) * factor;
     bf16 *device_x = (bf16 *)bench_upload(host, R * C * 2);
-    QTensor t = qtensor_of(R, C, GRAIN_TENSOR, GRAIN_TENSOR, SCALE_TE, format);
+    QTensor t = qtensor_of(R, C, PER_TENSOR, PER_TENSOR, SCALE_TE, format);
     t.delayed_scale = (float *)bench_upload(&scale, sizeof scale);
     tensor_quantize(t, device_x, R, C, 0);
     check_copies(label, &t, x, R, C, scale);
@@ -177,7 +177,7 @@ static void check_source(const char *what, TensorRole role, Source source, const
     float *delayed_scale = (float *)bench_upload(&one, sizeof one);
     for (int i = 0; i < count; i++) {
         const Case *c = &cases[i];
-        const bool tensor = c->row == GRAIN_TENSOR;
+        const bool tensor = c->row == PER_TENSOR;
         if (Source::OUTPUTS > 1 && C % 128 && copy_amaxes(c->row, 1) == 0) continue;  // refused
         for (int delayed = 0; delayed <= (tensor && c->rule == SCALE_TE); delayed++) {
             char label[192];
@@ -222,7 +222,7 @@ static void check_large(int64_t R, int64_t C) {
     uint8_t *cut = (uint8_t *)bench_alloc(slab * C);
     for (int i = 0; i < count; i++) {
         const Case *c = &cases[i];
-        if (c->row == GRAIN_TENSOR) continue;
+        if (c->row == PER_TENSOR) continue;
         QTensor t = case_tensor(c, R, C), part = case_tensor(c, slab, C);
         tensor_quantize(t, x, R, C, 0);
         tensor_quantize(part, x + first * C, slab, C, 0);
@@ -257,20 +257,20 @@ static void check_refusals(void) {
     char output[512];
     QTensor good = {};
     good.rowwise = good.columnwise = (uint8_t *)16, good.rowwise_scale_inv = good.columnwise_scale_inv = good.amax = (uint32_t *)16;
-    good.row_grain = good.col_grain = GRAIN_1X128, good.rule = SCALE_TE_POW2;
+    good.row_granularity = good.col_granularity = BLOCK_1X128, good.rule = SCALE_TE_POW2;
     QTensor bad = good;
     bad.rule = SCALE_MX;
     CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output), "%s", output);
-    bad = good, bad.col_grain = GRAIN_1X32;
+    bad = good, bad.col_granularity = BLOCK_1X32;
     CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output), "%s", output);
     bad = good, bad.columnwise_scale_inv = NULL;
     CHECK(check_dies(call_quantize, &bad, "scales of what it has", output, sizeof output), "%s", output);
-    bad = good, bad.row_grain = bad.col_grain = GRAIN_ROW, bad.rule = SCALE_TORCHAO_POW2, bad.amax = NULL;
+    bad = good, bad.row_granularity = bad.col_granularity = PER_ROW, bad.rule = SCALE_TORCHAO_POW2, bad.amax = NULL;
     CHECK(check_dies(call_quantize, &bad, "needs amax", output, sizeof output), "%s", output);
     CHECK(check_dies(call_gradient, &good, "values of two outputs", output, sizeof output), "%s", output);
     bad = good, bad.format = FP8_E5M2;
     CHECK(check_dies(call_norm, &bad, "only gradients", output, sizeof output), "%s", output);
-    bad = good, bad.row_grain = bad.col_grain = GRAIN_128X128;
+    bad = good, bad.row_granularity = bad.col_granularity = BLOCK_128X128;
     CHECK(check_dies(call_norm, &bad, "no kernel casts", output, sizeof output), "%s", output);
 }
 
@@ -294,12 +294,12 @@ static void run_checks(void) {
 static void bench_cast(Bench *b, const char *name, const char *shape, const Case *c, int outputs, double us, const QTensor *t, double read, double n) {
     const double bytes = (read + (t->rowwise ? 1 : 0) + (t->columnwise ? 1 : 0)) * n;
     char reason[256];
-    if (c->row == GRAIN_TENSOR) {
+    if (c->row == PER_TENSOR) {
         bench_report(b, name, shape, us, bytes, t->columnwise ? CAST_REASON : NULL);
         return;
     }
     format_checked(reason, sizeof reason, "a tile waits in registers for its scales, so a block's loads, arithmetic and stores take turns%s%s%s",
-                   t->rowwise && t->columnwise && c->row != GRAIN_128X128 ? "; two casts of every value" : "", c->row == GRAIN_1X32 ? "; maxima of 32 along both axes" : "",
+                   t->rowwise && t->columnwise && c->row != BLOCK_128X128 ? "; two casts of every value" : "", c->row == BLOCK_1X32 ? "; maxima of 32 along both axes" : "",
                    outputs > 1 ? "; two outputs, so 2 blocks a multiprocessor" : "");
     bench_report(b, name, shape, us, bytes, reason);
 }
@@ -316,7 +316,7 @@ static void bench_source(Bench *b, const char *what, const Case *c, Source sourc
     format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)columns);
     float *known = (float *)bench_upload(&one, sizeof one);
     QTensor t = case_tensor(c, R, columns);
-    if (c->row == GRAIN_TENSOR) t.delayed_scale = known;
+    if (c->row == PER_TENSOR) t.delayed_scale = known;
     if (copy_amaxes(c->row, R) && !t.delayed_scale) {
         format_checked(name, sizeof name, "%s%s, amaxes", c->name, what);
         bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }), read * n,
@@ -334,7 +334,7 @@ static void bench_source(Bench *b, const char *what, const Case *c, Source sourc
 }
 
 // Casts with one current scale are timed beside their amax passes, in quantize.cu, rmsnorm.cu and swiglu.cu.
-static bool bench_wanted(const Case *c, TensorRole role) { return c->role == role && c->format == FP8_E4M3 && (c->row != GRAIN_TENSOR || c->rule == SCALE_TE); }
+static bool bench_wanted(const Case *c, TensorRole role) { return c->role == role && c->format == FP8_E4M3 && (c->row != PER_TENSOR || c->rule == SCALE_TE); }
 
 static void bench_shape(Bench *b, int64_t R, int64_t C) {
     char shape[32];
@@ -345,9 +345,9 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     const TensorSource source = {x, C};
     for (int i = 0; i < count; i++)
         if (bench_wanted(&cases[i], TENSOR_X) || bench_wanted(&cases[i], TENSOR_W)) bench_source(b, "", &cases[i], source, R, C, 2);
-    QTensor mx = qtensor_of(R, C, GRAIN_1X32, GRAIN_BF16, SCALE_MX, FP8_E4M3);
+    QTensor mx = qtensor_of(R, C, BLOCK_1X32, NO_SCALE, SCALE_MX, FP8_E4M3);
     tensor_quantize(mx, x, R, C, 0);
-    const double us = bench_time_us(b, [&] { fp8_dequantize(out, mx.rowwise, mx.rowwise_scale_inv, GRAIN_1X32, FP8_E4M3, R, C, 0); });
+    const double us = bench_time_us(b, [&] { fp8_dequantize(out, mx.rowwise, mx.rowwise_scale_inv, BLOCK_1X32, FP8_E4M3, R, C, 0); });
     bench_report(b, "back to bf16, 1x32", shape, us, 3.0 * (double)(R * C), "short threads: 16 codes each, and their scale is looked up first");
     qtensor_free(mx);
     bench_free(x), bench_free(out);

@@ -1,4 +1,4 @@
-// --fp8-audit: sums and SQNR of small cases worked out by hand, of copies of every grain against plain formulas in double, and the two reports.
+// --fp8-audit: sums and SQNR of small cases worked out by hand, of copies of every granularity against plain formulas in double, and the two reports.
 #include "../../llmc/run/audit_report.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
@@ -18,7 +18,7 @@ static void test_elements(void) {
     const float inverse = 0.5f;
     AuditSums s = no_sums;
     for (int i = 0; i < 10; i++) codes[i] = fp8_from_float(2 * x[i], FP8_E4M3);
-    audit_copy(&s, x, codes, &inverse, copy_shape(1, 8, COPY_ROW), GRAIN_TENSOR, FP8_E4M3);
+    audit_copy(&s, x, codes, &inverse, copy_shape(1, 8, COPY_ROW), PER_TENSOR, FP8_E4M3);
     // -1.0625 is halfway between -1 and -1.125, and goes to the even one, -1; 300 to 224; 2^-13 to 0; 2^-11 x 2 is 2^-10, halfway between 0 and 2^-9, to 0
     CHECK(s.count == 8 && s.flushed == 2 && s.saturated == 1, "%.0f elements, %.0f flushed, %.0f saturated", s.count, s.flushed, s.saturated);
     CHECK(s.noise == 0.0625 * 0.0625 + 76.0 * 76 + 0x1p-26 + 0x1p-22, "noise %.17g", s.noise);
@@ -28,13 +28,13 @@ static void test_elements(void) {
     CHECK(audit_sqnr_db(&s) == 10 * log10(s.signal / s.noise), "sqnr %g", audit_sqnr_db(&s));
     // infinity saturates, NaN only counts; neither is signal or noise
     AuditSums odd = no_sums;
-    audit_copy(&odd, x + 8, codes + 8, &inverse, copy_shape(1, 2, COPY_ROW), GRAIN_TENSOR, FP8_E4M3);
+    audit_copy(&odd, x + 8, codes + 8, &inverse, copy_shape(1, 2, COPY_ROW), PER_TENSOR, FP8_E4M3);
     CHECK(odd.count == 2 && odd.flushed == 0 && odd.saturated == 1 && odd.signal == 0 && odd.noise == 0, "%.0f %.0f %.0f %g %g", odd.count, odd.flushed, odd.saturated,
           odd.signal, odd.noise);
     CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)), "amax 0x%08x, sqnr %g", odd.amax, audit_sqnr_db(&odd));
     // merged it is the audit of all ten
     AuditSums all = no_sums;
-    audit_copy(&all, x, codes, &inverse, copy_shape(1, 10, COPY_ROW), GRAIN_TENSOR, FP8_E4M3);
+    audit_copy(&all, x, codes, &inverse, copy_shape(1, 10, COPY_ROW), PER_TENSOR, FP8_E4M3);
     audit_merge(&s, &odd);
     CHECK(s.count == 10 && s.flushed == all.flushed && s.saturated == all.saturated && s.signal == all.signal && s.noise == all.noise && s.amax == all.amax &&
               s.scale_max == all.scale_max && s.inverse_scale_max == all.inverse_scale_max, "merged sums differ from the whole");
@@ -71,7 +71,7 @@ static void test_uniform(void) {
         const float one = 1;
         AuditSums s = no_sums;
         for (int i = 0; i < 128; i++) codes[i] = fp8_from_float(x[i], (Fp8Format)format);
-        audit_copy(&s, x, codes, &one, copy_shape(8, 16, COPY_ROW), GRAIN_TENSOR, (Fp8Format)format);
+        audit_copy(&s, x, codes, &one, copy_shape(8, 16, COPY_ROW), PER_TENSOR, (Fp8Format)format);
         CHECK(s.noise == squares[format] && s.signal == signal, "format %d: noise %.17g, want %.17g; signal %.17g, want %.17g", format, s.noise, squares[format],
               s.signal, signal);
         const double ideal = 10 * log10(7.0 / 3 * 12 / (spacing[format] * spacing[format]));
@@ -96,13 +96,13 @@ static void test_sqnr_limits(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Copies of every grain
+// Copies of every granularity
 
 // The sums of a copy, element by element: which block it is in, that block's amax, its scale.
-static AuditSums plain_sums(const float *x, CopyShape shape, Grain g, ScaleRule rule, Fp8Format format) {
+static AuditSums plain_sums(const float *x, CopyShape shape, ScaleGranularity g, ScaleRule rule, Fp8Format format) {
     AuditSums s = no_sums;
     const int64_t outer = shape.outer, depth = shape.depth, outer_stride = shape.outer_stride, depth_stride = shape.depth_stride;
-    const int64_t height = g == GRAIN_128X128 ? 128 : grain_is_tensor(g) ? outer : 1, width = g == GRAIN_1X128 || g == GRAIN_128X128 ? 128 : g == GRAIN_1X32 ? 32 : depth;
+    const int64_t height = g == BLOCK_128X128 ? 128 : is_per_tensor(g) ? outer : 1, width = g == BLOCK_1X128 || g == BLOCK_128X128 ? 128 : g == BLOCK_1X32 ? 32 : depth;
     float scale_max = 0, inverse_max = 0, largest = 0;
     for (int64_t i0 = 0; i0 < outer; i0 += height)
         for (int64_t k0 = 0; k0 < depth; k0 += width) {
@@ -122,7 +122,7 @@ static AuditSums plain_sums(const float *x, CopyShape shape, Grain g, ScaleRule 
     return s;
 }
 
-static void check_grain(int64_t R, int64_t C, CopyKind copy, Grain g, ScaleRule rule, Fp8Format format) {
+static void check_granularity(int64_t R, int64_t C, CopyKind copy, ScaleGranularity g, ScaleRule rule, Fp8Format format) {
     const CopyShape shape = copy_shape(R, C, copy);
     float *x = (float *)xcalloc((size_t)(R * C), sizeof(float));
     uint8_t *codes = (uint8_t *)xcalloc((size_t)(R * C), 1);
@@ -133,7 +133,7 @@ static void check_grain(int64_t R, int64_t C, CopyKind copy, Grain g, ScaleRule 
     const AuditSums want = plain_sums(x, shape, g, rule, format);
     audit_copy(&s, x, codes, scales, shape, g, format);
     char what[64];
-    format_checked(what, sizeof what, "grain %d, rule %d, format %d, %s copy", (int)g, (int)rule, (int)format, copy == COPY_COL ? "col" : "row");
+    format_checked(what, sizeof what, "granularity %d, rule %d, format %d, %s copy", (int)g, (int)rule, (int)format, copy == COPY_COL ? "col" : "row");
     CHECK(s.count == want.count && s.flushed == want.flushed && s.saturated == 0, "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, 0", what, s.count,
           s.flushed, s.saturated, want.count, want.flushed);
     CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: nothing small enough to be flushed", what);
@@ -146,15 +146,15 @@ static void check_grain(int64_t R, int64_t C, CopyKind copy, Grain g, ScaleRule 
     free(scales);
 }
 
-static void test_grains(void) {
-    const struct { Grain grain; ScaleRule rule; } of[] = {{GRAIN_TENSOR, SCALE_TORCHAO}, {GRAIN_TENSOR, SCALE_TE}, {GRAIN_TENSOR_REPEATED, SCALE_TORCHAO_POW2},
-        {GRAIN_ROW, SCALE_TORCHAO_POW2}, {GRAIN_1X128, SCALE_TE_POW2}, {GRAIN_128X128, SCALE_TE_POW2}, {GRAIN_1X32, SCALE_MX}};
+static void test_recipe_granularities(void) {
+    const struct { ScaleGranularity granularity; ScaleRule rule; } of[] = {{PER_TENSOR, SCALE_TORCHAO}, {PER_TENSOR, SCALE_TE}, {PER_TENSOR_BROADCAST, SCALE_TORCHAO_POW2},
+        {PER_ROW, SCALE_TORCHAO_POW2}, {BLOCK_1X128, SCALE_TE_POW2}, {BLOCK_128X128, SCALE_TE_POW2}, {BLOCK_1X32, SCALE_MX}};
     for (size_t i = 0; i < sizeof of / sizeof of[0]; i++)
         for (int format = 0; format < 2; format++)
-            for (int copy = 0; copy < 2; copy++) check_grain(200, 264, (CopyKind)copy, of[i].grain, of[i].rule, (Fp8Format)format);
-    CHECK(audit_shares_codes(GRAIN_TENSOR, GRAIN_TENSOR) && audit_shares_codes(GRAIN_128X128, GRAIN_128X128), "copies with the same codes");
-    CHECK(!audit_shares_codes(GRAIN_ROW, GRAIN_ROW) && !audit_shares_codes(GRAIN_1X128, GRAIN_1X128) && !audit_shares_codes(GRAIN_BF16, GRAIN_BF16) &&
-              !audit_shares_codes(GRAIN_ROW, GRAIN_TENSOR_REPEATED), "copies with different codes");
+            for (int copy = 0; copy < 2; copy++) check_granularity(200, 264, (CopyKind)copy, of[i].granularity, of[i].rule, (Fp8Format)format);
+    CHECK(audit_shares_codes(PER_TENSOR, PER_TENSOR) && audit_shares_codes(BLOCK_128X128, BLOCK_128X128), "copies with the same codes");
+    CHECK(!audit_shares_codes(PER_ROW, PER_ROW) && !audit_shares_codes(BLOCK_1X128, BLOCK_1X128) && !audit_shares_codes(NO_SCALE, NO_SCALE) &&
+              !audit_shares_codes(PER_ROW, PER_TENSOR_BROADCAST), "copies with different codes");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ int main(void) {
     test_edge();
     test_uniform();
     test_sqnr_limits();
-    test_grains();
+    test_recipe_granularities();
     scratch_create();
     test_log();
     test_table();

@@ -131,7 +131,7 @@ static void note_slices(cudaStream_t s, const Fp8Slices *slices) {
     }
 }
 
-// The amaxes of rows, columns or the tensor, as the grains of its copies need them.
+// The amaxes of rows, columns or the tensor, as the granularities of its copies need them.
 static void note_amax_pass(cudaStream_t s, const TensorSource *source, const FineAmaxes *to, int64_t R, int64_t C) {
     note_read(s, source->x, R * C * (int64_t)sizeof(bf16), ORDER_CARRIED);
     if (to->rows) note_write(s, to->rows, R * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
@@ -141,10 +141,10 @@ static void note_amax_pass(cudaStream_t s, const TensorSource *source, const Fin
 
 // A cast by scales of blocks has no amaxes; those of tensor scales come from elsewhere. All others are of the same weights as what is cast.
 static void note_cast(cudaStream_t s, const TensorSource *source, const Fp8Tensor *out, int64_t R, int64_t C) {
-    const int64_t of_rows = copy_amaxes(out->row_grain, R), of_columns = copy_amaxes(out->col_grain, C);
-    if (out->row_grain == GRAIN_TENSOR) note_read(s, out->amax, sizeof(uint32_t), ORDER_ANY);
+    const int64_t of_rows = copy_amaxes(out->row_granularity, R), of_columns = copy_amaxes(out->col_granularity, C);
+    if (out->row_granularity == PER_TENSOR) note_read(s, out->amax, sizeof(uint32_t), ORDER_ANY);
     else if (out->row && of_rows) note_read(s, out->amax, of_rows * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
-    if (out->col_grain != GRAIN_TENSOR && out->col && of_columns) note_read(s, out->amax + of_rows, of_columns * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
+    if (out->col_granularity != PER_TENSOR && out->col && of_columns) note_read(s, out->amax + of_rows, of_columns * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
     note_read(s, source->x, R * C * (int64_t)sizeof(bf16), ORDER_CARRIED);
     if (out->row) note_write(s, out->row, R * C, ORDER_CARRIED);
     if (out->col) note_write(s, out->col, R * C, ORDER_CARRIED);
@@ -181,8 +181,8 @@ static bool is_cast(const void *function) {
 }
 
 static bool is_fine_cast(const void *function) {
-    return function == (const void *)quantize_fine_kernel<TensorSource, GRAIN_ROW, FP8_E4M3> || function == (const void *)quantize_fine_kernel<TensorSource, GRAIN_1X32, FP8_E4M3> ||
-           function == (const void *)quantize_fine_kernel<TensorSource, GRAIN_1X128, FP8_E4M3> || function == (const void *)quantize_fine_kernel<TensorSource, GRAIN_128X128, FP8_E4M3>;
+    return function == (const void *)quantize_fine_kernel<TensorSource, PER_ROW, FP8_E4M3> || function == (const void *)quantize_fine_kernel<TensorSource, BLOCK_1X32, FP8_E4M3> ||
+           function == (const void *)quantize_fine_kernel<TensorSource, BLOCK_1X128, FP8_E4M3> || function == (const void *)quantize_fine_kernel<TensorSource, BLOCK_128X128, FP8_E4M3>;
 }
 
 static bool is_amax_pass(const void *function) {

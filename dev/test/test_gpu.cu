@@ -31,7 +31,7 @@ static void test_casts(Fp8Format format, const char *tensor) {
     CUDA_CHECK(cudaMemcpy(memory + 65536 * 4, &amax, sizeof amax, cudaMemcpyHostToDevice));
     QTensor q;
     memset(&q, 0, sizeof q);
-    q.row_grain = q.col_grain = GRAIN_TENSOR;
+    q.row_granularity = q.col_granularity = PER_TENSOR;
     q.rowwise = (uint8_t *)memory + 65536 * 2, q.columnwise = (uint8_t *)memory + 65536 * 3, q.format = format;
     q.amax = (uint32_t *)(memory + 65536 * 4), q.rowwise_scale_inv = q.columnwise_scale_inv = memory + 65536 * 4 + 256;
     quantize_transpose(q, (const bf16 *)memory, 256, 256, 0);

@@ -29,13 +29,13 @@ typedef struct {
     void *scales;
 } Copy;
 
-static Copy copy_make(const Matrix *m, CopyKind kind, Grain grain, ScaleRule rule, Fp8Format format, float scale) {
+static Copy copy_make(const Matrix *m, CopyKind kind, ScaleGranularity granularity, ScaleRule rule, Fp8Format format, float scale) {
     const CopyShape shape = copy_shape(m->R, m->C, kind);
     Copy c = {shape.outer, shape.depth, NULL, NULL};
     c.codes = (uint8_t *)xcalloc((size_t)(c.outer * c.depth), 1);
-    c.scales = xcalloc((size_t)scale_bytes(grain, c.outer, c.depth), 1);
-    memset(c.scales, 0xa5, (size_t)scale_bytes(grain, c.outer, c.depth));
-    quantize_copy(c.codes, c.scales, m->x, shape, grain, rule, format, scale);
+    c.scales = xcalloc((size_t)scale_bytes(granularity, c.outer, c.depth), 1);
+    memset(c.scales, 0xa5, (size_t)scale_bytes(granularity, c.outer, c.depth));
+    quantize_copy(c.codes, c.scales, m->x, shape, granularity, rule, format, scale);
     return c;
 }
 
@@ -47,82 +47,82 @@ static void copy_free(Copy *c) {
 static bool same_float(float a, float b) { return float_bits(a) == float_bits(b) || (isnan(a) && isnan(b)); }
 
 // Inverse scales of a golden stand in the natural order, [outer / height, depth / width].
-static int64_t natural_place(const Copy *c, Grain grain, int64_t width, int64_t i, int64_t k) {
-    return grain_is_tensor(grain) ? 0 : i / (grain == GRAIN_128X128 ? 128 : 1) * ceil_div(c->depth, width) + k / width;
+static int64_t natural_place(const Copy *c, ScaleGranularity granularity, int64_t width, int64_t i, int64_t k) {
+    return is_per_tensor(granularity) ? 0 : i / (granularity == BLOCK_128X128 ? 128 : 1) * ceil_div(c->depth, width) + k / width;
 }
 
 // Compared place by place; all other bytes must be zero.
-static int64_t wrong_scales(const Copy *c, const void *expected, Grain grain, int64_t width) {
-    const int64_t size = grain == GRAIN_1X32 ? 1 : 4;
-    uint8_t *left = (uint8_t *)xcalloc((size_t)scale_bytes(grain, c->outer, c->depth), 1);
-    memcpy(left, c->scales, (size_t)scale_bytes(grain, c->outer, c->depth));
+static int64_t wrong_scales(const Copy *c, const void *expected, ScaleGranularity granularity, int64_t width) {
+    const int64_t size = granularity == BLOCK_1X32 ? 1 : 4;
+    uint8_t *left = (uint8_t *)xcalloc((size_t)scale_bytes(granularity, c->outer, c->depth), 1);
+    memcpy(left, c->scales, (size_t)scale_bytes(granularity, c->outer, c->depth));
     int64_t wrong = 0;
     for (int64_t i = 0; i < c->outer; i++)
         for (int64_t k = 0; k < c->depth; k++) {
-            const int64_t place = scale_index(grain, i, k, c->outer, c->depth), natural = natural_place(c, grain, width, i, k);
+            const int64_t place = scale_index(granularity, i, k, c->outer, c->depth), natural = natural_place(c, granularity, width, i, k);
             memset(left + place * size, 0, (size_t)size);
-            if (grain == GRAIN_1X32) wrong += ((const uint8_t *)c->scales)[place] != ((const uint8_t *)expected)[natural];
+            if (granularity == BLOCK_1X32) wrong += ((const uint8_t *)c->scales)[place] != ((const uint8_t *)expected)[natural];
             else wrong += !same_float(((const float *)c->scales)[place], ((const float *)expected)[natural]);
         }
-    for (int64_t b = 0; b < scale_bytes(grain, c->outer, c->depth); b++) wrong += left[b] != 0;
+    for (int64_t b = 0; b < scale_bytes(granularity, c->outer, c->depth); b++) wrong += left[b] != 0;
     free(left);
     return wrong;
 }
 
 // What the products see, from the golden's bytes alone.
-static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inverse, Grain grain, int64_t width, Fp8Format format) {
+static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inverse, ScaleGranularity granularity, int64_t width, Fp8Format format) {
     float *values = (float *)xcalloc((size_t)(c->outer * c->depth), sizeof(float));
-    dequantize_copy(values, c->codes, c->scales, c->outer, c->depth, grain, format);
+    dequantize_copy(values, c->codes, c->scales, c->outer, c->depth, granularity, format);
     int64_t wrong = 0;
     for (int64_t i = 0; i < c->outer; i++)
         for (int64_t k = 0; k < c->depth; k++) {
-            const int64_t natural = natural_place(c, grain, width, i, k);
+            const int64_t natural = natural_place(c, granularity, width, i, k);
             double factor = 1;
-            if (grain == GRAIN_1X32) factor = ((const uint8_t *)inverse)[natural] == 0xff ? NAN : ldexp(1, ((const uint8_t *)inverse)[natural] - 127);
-            else if (!grain_is_tensor(grain)) factor = ((const float *)inverse)[natural];
+            if (granularity == BLOCK_1X32) factor = ((const uint8_t *)inverse)[natural] == 0xff ? NAN : ldexp(1, ((const uint8_t *)inverse)[natural] - 127);
+            else if (!is_per_tensor(granularity)) factor = ((const float *)inverse)[natural];
             wrong += !same_float(values[i * c->depth + k], (float)(fp8_to_float(codes[i * c->depth + k], format) * factor));
         }
     free(values);
     return wrong;
 }
 
-static void check_copy(const Safetensors *st, const char *key, const Matrix *m, CopyKind kind, Grain grain, ScaleRule rule, Fp8Format format) {
+static void check_copy(const Safetensors *st, const char *key, const Matrix *m, CopyKind kind, ScaleGranularity granularity, ScaleRule rule, Fp8Format format) {
     char name[160];
-    Copy c = copy_make(m, kind, grain, rule, format, 0);
-    const int64_t width = grain == GRAIN_1X32 ? 32 : grain == GRAIN_1X128 || grain == GRAIN_128X128 ? 128 : c.depth;
+    Copy c = copy_make(m, kind, granularity, rule, format, 0);
+    const int64_t width = granularity == BLOCK_1X32 ? 32 : granularity == BLOCK_1X128 || granularity == BLOCK_128X128 ? 128 : c.depth;
     uint8_t *codes = (uint8_t *)fp8_golden_bytes(st, key, ST_U8, c.outer * c.depth);
-    const int64_t rows = grain == GRAIN_128X128 ? ceil_div(c.outer, 128) : grain_is_tensor(grain) ? 1 : c.outer;
+    const int64_t rows = granularity == BLOCK_128X128 ? ceil_div(c.outer, 128) : is_per_tensor(granularity) ? 1 : c.outer;
     format_checked(name, sizeof name, "%s_inverse", key);
-    void *inverse = fp8_golden_bytes(st, name, grain == GRAIN_1X32 ? ST_U8 : ST_F32, rows * ceil_div(c.depth, width));
+    void *inverse = fp8_golden_bytes(st, name, granularity == BLOCK_1X32 ? ST_U8 : ST_F32, rows * ceil_div(c.depth, width));
     int64_t wrong = 0, first = -1;
     for (int64_t i = 0; i < c.outer * c.depth; i++)
         if (!fp8_same(c.codes[i], codes[i], format) && wrong++ == 0) first = i;
     CHECK(wrong == 0, "%s: %lld of %lld codes differ, first at (%lld, %lld)", key, (long long)wrong, (long long)(c.outer * c.depth),
           (long long)(first / c.depth), (long long)(first % c.depth));
-    wrong = wrong_scales(&c, inverse, grain, width);
+    wrong = wrong_scales(&c, inverse, granularity, width);
     CHECK(wrong == 0, "%s: scales of %lld elements differ, or bytes beside them are not zero", key, (long long)wrong);
-    wrong = wrong_values(&c, codes, inverse, grain, width, format);
+    wrong = wrong_values(&c, codes, inverse, granularity, width, format);
     CHECK(wrong == 0, "%s: %lld values differ", key, (long long)wrong);
     copy_free(&c);
     free(codes);
     free(inverse);
 }
 
-// Every CASE.GRAIN.COPY.FORMAT in a file.
+// Every CASE.GRANULARITY.COPY.FORMAT in a file.
 static void test_golden_copies(const char *path, int expected) {
-    static const struct { const char *name; Grain grain; ScaleRule rule; } kinds[] = {
-        {"rows", GRAIN_ROW, SCALE_TORCHAO_POW2}, {"mx", GRAIN_1X32, SCALE_MX}, {"1x128", GRAIN_1X128, SCALE_TE_POW2}, {"128x128", GRAIN_128X128, SCALE_TE_POW2}};
+    static const struct { const char *name; ScaleGranularity granularity; ScaleRule rule; } kinds[] = {
+        {"rows", PER_ROW, SCALE_TORCHAO_POW2}, {"mx", BLOCK_1X32, SCALE_MX}, {"1x128", BLOCK_1X128, SCALE_TE_POW2}, {"128x128", BLOCK_128X128, SCALE_TE_POW2}};
     Safetensors st = fp8_golden_open(path);
     int seen = 0;
     for (int64_t t = 0; t < st.count; t++) {
-        char name[40], grain[40], copy[40], format[40];
-        if (sscanf(st.tensors[t].name, "%39[^.].%39[^.].%39[^.].%39[^.]", name, grain, copy, format) != 4) continue;
+        char name[40], granularity[40], copy[40], format[40];
+        if (sscanf(st.tensors[t].name, "%39[^.].%39[^.].%39[^.].%39[^.]", name, granularity, copy, format) != 4) continue;
         for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
             for (int f = 0; f < 2; f++) {
-                if (strcmp(grain, kinds[k].name) != 0 || strcmp(format, fp8_format_name((Fp8Format)f)) != 0) continue;
+                if (strcmp(granularity, kinds[k].name) != 0 || strcmp(format, fp8_format_name((Fp8Format)f)) != 0) continue;
                 strcat(name, ".x");
                 Matrix m = golden_matrix(&st, name);
-                check_copy(&st, st.tensors[t].name, &m, strcmp(copy, "row") == 0 ? COPY_ROW : COPY_COL, kinds[k].grain, kinds[k].rule, (Fp8Format)f);
+                check_copy(&st, st.tensors[t].name, &m, strcmp(copy, "row") == 0 ? COPY_ROW : COPY_COL, kinds[k].granularity, kinds[k].rule, (Fp8Format)f);
                 free(m.x);
                 seen++;
             }
@@ -146,8 +146,8 @@ static void test_golden_tensors(void) {
             uint8_t *codes = (uint8_t *)fp8_golden_bytes(&st, key, ST_U8, m.R * m.C);
             format_checked(key, sizeof key, "%s.%s_scale", name, fp8_format_name((Fp8Format)f));
             float *scale = (float *)fp8_golden_bytes(&st, key, ST_F32, 1);
-            Copy row = copy_make(&m, COPY_ROW, GRAIN_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0), col = copy_make(&m, COPY_COL, GRAIN_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0);
-            Copy given = copy_make(&m, COPY_COL, GRAIN_TENSOR_REPEATED, SCALE_TORCHAO, (Fp8Format)f, scale[0]);
+            Copy row = copy_make(&m, COPY_ROW, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0), col = copy_make(&m, COPY_COL, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0);
+            Copy given = copy_make(&m, COPY_COL, PER_TENSOR_BROADCAST, SCALE_TORCHAO, (Fp8Format)f, scale[0]);
             int64_t wrong = !same_float(*(float *)row.scales, 1 / scale[0]) + !same_float(*(float *)col.scales, 1 / scale[0]);
             for (int64_t i = 0; i < m.R * m.C; i++) {
                 const int64_t transposed = i % m.C * m.R + i / m.C;
@@ -252,12 +252,12 @@ static void test_golden_layout(void) {
         const int64_t outer = sizes[s][0], blocks = sizes[s][1], depth = blocks * 32;
         char name[64];
         format_checked(name, sizeof name, "layout.%lldx%lld", (long long)outer, (long long)blocks);
-        uint8_t *scales = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, outer * blocks), *placed = (uint8_t *)xcalloc((size_t)scale_bytes(GRAIN_1X32, outer, depth), 1);
+        uint8_t *scales = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, outer * blocks), *placed = (uint8_t *)xcalloc((size_t)scale_bytes(BLOCK_1X32, outer, depth), 1);
         strcat(name, ".tiled");
-        uint8_t *tiled = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, scale_bytes(GRAIN_1X32, outer, depth));
+        uint8_t *tiled = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, scale_bytes(BLOCK_1X32, outer, depth));
         for (int64_t i = 0; i < outer; i++)
-            for (int64_t b = 0; b < blocks; b++) placed[scale_index(GRAIN_1X32, i, b * 32 + 31, outer, depth)] = scales[i * blocks + b];
-        CHECK(memcmp(placed, tiled, (size_t)scale_bytes(GRAIN_1X32, outer, depth)) == 0, "%s", name);
+            for (int64_t b = 0; b < blocks; b++) placed[scale_index(BLOCK_1X32, i, b * 32 + 31, outer, depth)] = scales[i * blocks + b];
+        CHECK(memcmp(placed, tiled, (size_t)scale_bytes(BLOCK_1X32, outer, depth)) == 0, "%s", name);
         free(scales), free(placed), free(tiled);
     }
     safetensors_close(&st);
@@ -265,21 +265,21 @@ static void test_golden_layout(void) {
 
 // The orders that cuBLASLt's manual gives: 1x128 one column of blocks after the other; squares one row of blocks after the other, each padded to 4.
 static void test_block_orders(void) {
-    CHECK(scale_index(GRAIN_1X128, 5, 300, 200, 640) == 2 * 200 + 5 && scale_bytes(GRAIN_1X128, 200, 640) == 4 * 5 * 200, "1x128");
-    CHECK(scale_index(GRAIN_128X128, 300, 300, 384, 640) == 2 * 8 + 2 && scale_bytes(GRAIN_128X128, 384, 640) == 4 * 3 * 8, "128x128");
+    CHECK(scale_index(BLOCK_1X128, 5, 300, 200, 640) == 2 * 200 + 5 && scale_bytes(BLOCK_1X128, 200, 640) == 4 * 5 * 200, "1x128");
+    CHECK(scale_index(BLOCK_128X128, 300, 300, 384, 640) == 2 * 8 + 2 && scale_bytes(BLOCK_128X128, 384, 640) == 4 * 3 * 8, "128x128");
 }
 
 // A place of its own for each block, shared by all of the block, within scale_bytes().
 static void test_places(void) {
     enum { ALL = 1 << 20 };
-    static const struct { Grain grain; int64_t height, width; } kinds[] = {{GRAIN_TENSOR, ALL, ALL}, {GRAIN_TENSOR_REPEATED, 1, ALL}, {GRAIN_ROW, 1, ALL},
-                                                                          {GRAIN_1X128, 1, 128},    {GRAIN_128X128, 128, 128},       {GRAIN_1X32, 1, 32}};
+    static const struct { ScaleGranularity granularity; int64_t height, width; } kinds[] = {{PER_TENSOR, ALL, ALL}, {PER_TENSOR_BROADCAST, 1, ALL}, {PER_ROW, 1, ALL},
+                                                                          {BLOCK_1X128, 1, 128},    {BLOCK_128X128, 128, 128},       {BLOCK_1X32, 1, 32}};
     static const int64_t sizes[][2] = {{1, 1}, {16, 48}, {128, 128}, {130, 200}, {384, 640}, {257, 1025}};
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
         for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
-            const Grain g = kinds[k].grain;
+            const ScaleGranularity g = kinds[k].granularity;
             const int64_t outer = sizes[s][0], depth = sizes[s][1];
-            const int64_t places = scale_bytes(g, outer, depth) / (g == GRAIN_1X32 ? 1 : 4);
+            const int64_t places = scale_bytes(g, outer, depth) / (g == BLOCK_1X32 ? 1 : 4);
             int64_t *owner = (int64_t *)xcalloc((size_t)places, sizeof(int64_t)), wrong = 0;
             for (int64_t i = 0; i < outer; i++)
                 for (int64_t c = 0; c < depth; c++) {
@@ -292,7 +292,7 @@ static void test_places(void) {
                 }
             int64_t used = 0;
             for (int64_t p = 0; p < places; p++) used += owner[p] != 0;
-            CHECK(wrong == 0 && used == ceil_div(outer, kinds[k].height) * ceil_div(depth, kinds[k].width), "grain %d of [%lld, %lld]: %lld wrong, %lld used", (int)g,
+            CHECK(wrong == 0 && used == ceil_div(outer, kinds[k].height) * ceil_div(depth, kinds[k].width), "granularity %d of [%lld, %lld]: %lld wrong, %lld used", (int)g,
                   (long long)outer, (long long)depth, (long long)wrong, (long long)used);
             free(owner);
         }
@@ -302,22 +302,22 @@ static void test_places(void) {
 static void test_granularities(void) {
     uint8_t scales[8] = {0, 0, 0x80, 0x3f, 0, 0, 0x80, 0x3f};  // two floats of 1; as E8M0, 2^-127 first
     for (int g = 0; g < NUM_GRANULARITIES; g++) {
-        const GranularityRow *r = granularity_row((Grain)g);
-        CHECK(grain_is_tensor((Grain)g) == (r->amaxes == AMAX_ONE), "%s: a scale of the tensor", r->name);
-        CHECK((g == GRAIN_BF16) == (r->type == SCALE_TYPE_NONE) && (g == GRAIN_BF16) == !*r->name, "%d: scales", g);
-        CHECK(scale_load((Grain)g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1), "%s: type", r->name);
+        const GranularityRow *r = granularity_row((ScaleGranularity)g);
+        CHECK(is_per_tensor((ScaleGranularity)g) == (r->amaxes == AMAX_ONE), "%s: a scale of the tensor", r->name);
+        CHECK((g == NO_SCALE) == (r->type == SCALE_TYPE_NONE) && (g == NO_SCALE) == !*r->name, "%d: scales", g);
+        CHECK(scale_load((ScaleGranularity)g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1), "%s: type", r->name);
         for (int64_t i = 0; r->type != SCALE_TYPE_NONE && i < 300; i++)
             for (int64_t k = 0; k < 300; k++) {
                 const int64_t row = r->rows == WHOLE ? 0 : i / r->rows * r->rows;
                 const int64_t col = r->cols == WHOLE ? 0 : k / r->cols * r->cols;
-                if (scale_index((Grain)g, i, k, 300, 300) == scale_index((Grain)g, row, col, 300, 300)) continue;
+                if (scale_index((ScaleGranularity)g, i, k, 300, 300) == scale_index((ScaleGranularity)g, row, col, 300, 300)) continue;
                 CHECK(false, "%s: [%lld, %lld] is of another block", r->name, (long long)i, (long long)k);
                 return;
             }
     }
-    CHECK(scale_bytes(GRAIN_BF16, 30, 50) == 0 && scale_bytes(GRAIN_TENSOR, 30, 50) == 4, "bytes of no scale and of one");
-    CHECK(scale_bytes(GRAIN_TENSOR_REPEATED, 30, 50) == 120 && scale_bytes(GRAIN_ROW, 30, 50) == 120, "bytes of rows");
-    CHECK(scale_bytes(GRAIN_1X32, 129, 129) == 2 * 2 * 512, "bytes of tiles");
+    CHECK(scale_bytes(NO_SCALE, 30, 50) == 0 && scale_bytes(PER_TENSOR, 30, 50) == 4, "bytes of no scale and of one");
+    CHECK(scale_bytes(PER_TENSOR_BROADCAST, 30, 50) == 120 && scale_bytes(PER_ROW, 30, 50) == 120, "bytes of rows");
+    CHECK(scale_bytes(BLOCK_1X32, 129, 129) == 2 * 2 * 512, "bytes of tiles");
 }
 
 // ---- linear layers of torchao
@@ -342,19 +342,19 @@ static void check_product(const Safetensors *st, const char *key, const float *a
 // The operand that a product reads, as values [outer, depth]; *factor: what the product must still be multiplied by. Codes and scales must be torchao's.
 static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor, CopyKind kind, double *factor) {
     static const char *const names[NUM_TENSORS] = {"w", "x", "dy"};
-    const Grain grain = recipe_grain(r, tensor, kind);
+    const ScaleGranularity granularity = recipe_granularity(r, tensor, kind);
     const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
     float *values = (float *)xcalloc((size_t)(m->R * m->C), sizeof(float));
-    if (grain == GRAIN_BF16) {
+    if (granularity == NO_SCALE) {
         for (int64_t i = 0; i < m->R * m->C; i++) values[i] = kind == COPY_ROW ? m->x[i] : m->x[i % m->R * m->C + i / m->R];
         return values;
     }
     char key[80];
     format_checked(key, sizeof key, "%s.%s_%s", r->name, names[tensor], kind == COPY_ROW ? "row" : "col");
-    check_copy(st, key, m, kind, grain, r->rule, format);
-    Copy c = copy_make(m, kind, grain, r->rule, format, 0);
-    dequantize_copy(values, c.codes, c.scales, c.outer, c.depth, grain, format);
-    if (grain_is_tensor(grain)) *factor *= *(float *)c.scales;
+    check_copy(st, key, m, kind, granularity, r->rule, format);
+    Copy c = copy_make(m, kind, granularity, r->rule, format, 0);
+    dequantize_copy(values, c.codes, c.scales, c.outer, c.depth, granularity, format);
+    if (is_per_tensor(granularity)) *factor *= *(float *)c.scales;
     copy_free(&c);
     return values;
 }
@@ -399,18 +399,18 @@ static bool transposed(const Copy *row, const Copy *col) {
 }
 
 static void test_transposes(void) {
-    static const struct { Grain grain; ScaleRule rule; bool same; } kinds[] = {
-        {GRAIN_TENSOR, SCALE_TORCHAO, true}, {GRAIN_128X128, SCALE_TE_POW2, true}, {GRAIN_1X128, SCALE_TE_POW2, false},
-        {GRAIN_ROW, SCALE_TORCHAO_POW2, false}, {GRAIN_1X32, SCALE_MX, false}};
+    static const struct { ScaleGranularity granularity; ScaleRule rule; bool same; } kinds[] = {
+        {PER_TENSOR, SCALE_TORCHAO, true}, {BLOCK_128X128, SCALE_TE_POW2, true}, {BLOCK_1X128, SCALE_TE_POW2, false},
+        {PER_ROW, SCALE_TORCHAO_POW2, false}, {BLOCK_1X32, SCALE_MX, false}};
     Matrix m = random_matrix(11, 200, 330);
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
-        Copy row = copy_make(&m, COPY_ROW, kinds[k].grain, kinds[k].rule, FP8_E4M3, 0), col = copy_make(&m, COPY_COL, kinds[k].grain, kinds[k].rule, FP8_E4M3, 0);
-        CHECK(transposed(&row, &col) == kinds[k].same, "grain %d", (int)kinds[k].grain);
-        if (kinds[k].grain == GRAIN_128X128)
+        Copy row = copy_make(&m, COPY_ROW, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0), col = copy_make(&m, COPY_COL, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0);
+        CHECK(transposed(&row, &col) == kinds[k].same, "granularity %d", (int)kinds[k].granularity);
+        if (kinds[k].granularity == BLOCK_128X128)
             for (int64_t i = 0; i < 200; i += 128)
                 for (int64_t c = 0; c < 330; c += 128) {
-                    const int64_t in_row = scale_index(GRAIN_128X128, i, c, 200, 330), in_col = scale_index(GRAIN_128X128, c, i, 330, 200);
-                    const float a = scale_load(GRAIN_128X128, row.scales, in_row), b = scale_load(GRAIN_128X128, col.scales, in_col);
+                    const int64_t in_row = scale_index(BLOCK_128X128, i, c, 200, 330), in_col = scale_index(BLOCK_128X128, c, i, 330, 200);
+                    const float a = scale_load(BLOCK_128X128, row.scales, in_row), b = scale_load(BLOCK_128X128, col.scales, in_col);
                     CHECK(a == b, "square (%lld, %lld): %g and %g", (long long)i, (long long)c, a, b);
                 }
         copy_free(&row), copy_free(&col);
@@ -421,13 +421,13 @@ static void test_transposes(void) {
 // A value that is a normal number of the format comes back within half a step: 2^-4 of it in E4M3 (3 bits of mantissa), 2^-3 in E5M2. Below the smallest
 // normal number (2^-6 or 2^-14 times the inverse scale) steps are equal, and half of one is 2^-10 or 2^-17 times the inverse scale.
 static void test_error_bounds(void) {
-    static const struct { Grain grain; ScaleRule rule; } kinds[] = {
-        {GRAIN_ROW, SCALE_TORCHAO_POW2}, {GRAIN_1X128, SCALE_TE_POW2}, {GRAIN_128X128, SCALE_TE_POW2}, {GRAIN_1X32, SCALE_MX}};
+    static const struct { ScaleGranularity granularity; ScaleRule rule; } kinds[] = {
+        {PER_ROW, SCALE_TORCHAO_POW2}, {BLOCK_1X128, SCALE_TE_POW2}, {BLOCK_128X128, SCALE_TE_POW2}, {BLOCK_1X32, SCALE_MX}};
     Matrix m = random_matrix(21, 150, 290);
     float *values = (float *)xcalloc((size_t)(m.R * m.C), sizeof(float));
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
         for (int f = 0; f < 2; f++) {
-            const Grain g = kinds[k].grain;
+            const ScaleGranularity g = kinds[k].granularity;
             Copy c = copy_make(&m, COPY_COL, g, kinds[k].rule, (Fp8Format)f, 0);
             dequantize_copy(values, c.codes, c.scales, c.outer, c.depth, g, (Fp8Format)f);
             int beyond = 0;
@@ -437,7 +437,7 @@ static void test_error_bounds(void) {
                     const double relative = (f ? 0x1p-3 : 0x1p-4) * fabs(x), absolute = (f ? 0x1p-17 : 0x1p-10) * unit;
                     beyond += fabs(values[i * c.depth + j] - x) > (relative > absolute ? relative : absolute);
                 }
-            CHECK(beyond == 0, "grain %d, %s: %d of %lld lie beyond", (int)g, fp8_format_name((Fp8Format)f), beyond, (long long)(m.R * m.C));
+            CHECK(beyond == 0, "granularity %d, %s: %d of %lld lie beyond", (int)g, fp8_format_name((Fp8Format)f), beyond, (long long)(m.R * m.C));
             copy_free(&c);
         }
     free(values);
@@ -448,7 +448,7 @@ static void test_error_bounds(void) {
 static void test_given_scale(void) {
     Matrix m = random_matrix(31, 7, 40);
     m.x[3] = 1000, m.x[4] = -1000, m.x[5] = INFINITY, m.x[6] = NAN;
-    Copy c = copy_make(&m, COPY_ROW, GRAIN_TENSOR, SCALE_TE, FP8_E4M3, 2.5f);
+    Copy c = copy_make(&m, COPY_ROW, PER_TENSOR, SCALE_TE, FP8_E4M3, 2.5f);
     int wrong = 0;
     for (int64_t i = 0; i < m.R * m.C; i++) wrong += c.codes[i] != fp8_from_float(m.x[i] * 2.5f, FP8_E4M3);
     CHECK(wrong == 0 && *(float *)c.scales == 1 / 2.5f, "%d differ", wrong);
@@ -461,7 +461,7 @@ static void test_given_scale(void) {
 static void test_nan_rules(void) {
     Matrix m = random_matrix(41, 4, 128);
     m.x[128 + 7] = NAN;
-    Copy kept = copy_make(&m, COPY_ROW, GRAIN_ROW, SCALE_TORCHAO_POW2, FP8_E4M3, 0), dropped = copy_make(&m, COPY_ROW, GRAIN_1X128, SCALE_TE_POW2, FP8_E4M3, 0);
+    Copy kept = copy_make(&m, COPY_ROW, PER_ROW, SCALE_TORCHAO_POW2, FP8_E4M3, 0), dropped = copy_make(&m, COPY_ROW, BLOCK_1X128, SCALE_TE_POW2, FP8_E4M3, 0);
     int nans[2] = {0, 0};
     for (int64_t i = 0; i < 4 * 128; i++) nans[0] += fp8_is_nan(kept.codes[i], FP8_E4M3), nans[1] += fp8_is_nan(dropped.codes[i], FP8_E4M3);
     CHECK(nans[0] == 128 && isnan(((float *)kept.scales)[1]), "torchao: %d NaNs, the row's 128 expected", nans[0]);
@@ -473,27 +473,27 @@ static void test_nan_rules(void) {
 // ---- the table
 
 static void test_table(void) {
-    // Grains of w, x and dy, row copy and col copy.
-    static const Grain expected[NUM_RECIPES][NUM_TENSORS][2] = {
-        [RECIPE_TENSORWISE] = {{GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}},
-        [RECIPE_DELAYED] = {{GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}, {GRAIN_TENSOR, GRAIN_TENSOR}},
-        [RECIPE_ROWWISE] = {{GRAIN_ROW, GRAIN_ROW}, {GRAIN_ROW, GRAIN_ROW}, {GRAIN_ROW, GRAIN_ROW}},
-        [RECIPE_ROWWISE_GW_HP] = {{GRAIN_ROW, GRAIN_TENSOR_REPEATED}, {GRAIN_ROW, GRAIN_BF16}, {GRAIN_ROW, GRAIN_BF16}},
-        [RECIPE_BLOCKWISE] = {{GRAIN_128X128, GRAIN_128X128}, {GRAIN_1X128, GRAIN_1X128}, {GRAIN_1X128, GRAIN_1X128}},
-        [RECIPE_MXFP8] = {{GRAIN_1X32, GRAIN_1X32}, {GRAIN_1X32, GRAIN_1X32}, {GRAIN_1X32, GRAIN_1X32}}};
+    // Granularities of w, x and dy, row copy and col copy.
+    static const ScaleGranularity expected[NUM_RECIPES][NUM_TENSORS][2] = {
+        [RECIPE_TENSORWISE] = {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
+        [RECIPE_DELAYED] = {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
+        [RECIPE_ROWWISE] = {{PER_ROW, PER_ROW}, {PER_ROW, PER_ROW}, {PER_ROW, PER_ROW}},
+        [RECIPE_ROWWISE_GW_HP] = {{PER_ROW, PER_TENSOR_BROADCAST}, {PER_ROW, NO_SCALE}, {PER_ROW, NO_SCALE}},
+        [RECIPE_BLOCKWISE] = {{BLOCK_128X128, BLOCK_128X128}, {BLOCK_1X128, BLOCK_1X128}, {BLOCK_1X128, BLOCK_1X128}},
+        [RECIPE_MXFP8] = {{BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}}};
     for (int i = 0; i < NUM_RECIPES; i++) {
         const Recipe *r = recipe_row(i);
         int wrong = 0;
         for (int t = 0; t < NUM_TENSORS; t++)
-            for (int copy = 0; copy < 2; copy++) wrong += recipe_grain(r, (TensorRole)t, (CopyKind)copy) != expected[i][t][copy];
-        CHECK(wrong == 0, "%s: %d grains", r->name, wrong);
+            for (int copy = 0; copy < 2; copy++) wrong += recipe_granularity(r, (TensorRole)t, (CopyKind)copy) != expected[i][t][copy];
+        CHECK(wrong == 0, "%s: %d granularities", r->name, wrong);
         const bool bf16_wgrad = i == RECIPE_ROWWISE_GW_HP;
         CHECK(recipe_needs_bf16(r, TENSOR_X) == bf16_wgrad && recipe_needs_bf16(r, TENSOR_DY) == bf16_wgrad && !recipe_needs_bf16(r, TENSOR_W), "%s: bf16", r->name);
         CHECK(recipe_is_fp8(r, GEMM_FPROP) && recipe_is_fp8(r, GEMM_DGRAD) && recipe_is_fp8(r, GEMM_WGRAD) != bf16_wgrad, "%s: products", r->name);
     }
-    CHECK(tensor_amaxes(GRAIN_TENSOR, GRAIN_TENSOR, 30, 50) == 1 && tensor_amaxes(GRAIN_ROW, GRAIN_ROW, 30, 50) == 80, "amaxes of tensors and rows");
-    CHECK(tensor_amaxes(GRAIN_ROW, GRAIN_TENSOR_REPEATED, 30, 50) == 31 && tensor_amaxes(GRAIN_ROW, GRAIN_BF16, 30, 50) == 30, "amaxes of mixed copies");
-    CHECK(tensor_amaxes(GRAIN_1X128, GRAIN_1X128, 30, 50) == 0 && tensor_amaxes(GRAIN_128X128, GRAIN_128X128, 30, 50) == 0, "no amaxes of blocks");
+    CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80, "amaxes of tensors and rows");
+    CHECK(tensor_amaxes(PER_ROW, PER_TENSOR_BROADCAST, 30, 50) == 31 && tensor_amaxes(PER_ROW, NO_SCALE, 30, 50) == 30, "amaxes of mixed copies");
+    CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 && tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0, "no amaxes of blocks");
 }
 
 int main(void) {

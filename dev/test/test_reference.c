@@ -352,7 +352,7 @@ static Product product_of(const LinearCase *c, int gemm) {
 
 static LinearOperand case_operand(const LinearCase *c, const Recipe *r, TensorRole tensor, CopyKind copy, float scale) {
     const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
-    return linear_operand(c->tensor[tensor], rows, cols, copy, recipe_grain(r, tensor, copy), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3, scale);
+    return linear_operand(c->tensor[tensor], rows, cols, copy, recipe_granularity(r, tensor, copy), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3, scale);
 }
 
 static void case_product(float *out, const LinearCase *c, const Recipe *r, int gemm, const float *bias, Rounding rounding) {
@@ -367,16 +367,16 @@ static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tens
     const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
     const CopyShape s = copy_shape(rows, cols, copy);
     const int64_t outer = s.outer, depth = s.depth;
-    const Grain g = recipe_grain(r, tensor, copy);
+    const ScaleGranularity g = recipe_granularity(r, tensor, copy);
     const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
     double *values = (double *)xcalloc((size_t)(outer * depth), sizeof(double));
     uint8_t *codes = (uint8_t *)xcalloc((size_t)(outer * depth), 1);
     void *scales = xcalloc((size_t)max_i64(1, scale_bytes(g, outer, depth)), 1);
-    if (g != GRAIN_BF16) quantize_copy(codes, scales, c->tensor[tensor], s, g, r->rule, format, 0);
+    if (g != NO_SCALE) quantize_copy(codes, scales, c->tensor[tensor], s, g, r->rule, format, 0);
     for (int64_t i = 0; i < outer; i++)
         for (int64_t k = 0; k < depth; k++) {
             const double code = fp8_to_float(codes[i * depth + k], format);
-            values[i * depth + k] = g == GRAIN_BF16 ? (double)c->tensor[tensor][i * s.outer_stride + k * s.depth_stride]
+            values[i * depth + k] = g == NO_SCALE ? (double)c->tensor[tensor][i * s.outer_stride + k * s.depth_stride]
                                                     : code * (double)scale_load(g, scales, scale_index(g, i, k, outer, depth));
         }
     free(codes), free(scales);
@@ -463,8 +463,8 @@ static void test_fp8_special(void) {
     float one[] = {1, 1, 1, 1};
     for (int i = 0; i < 3; i++) {
         float special[] = {0, -0.0f, i == 1 ? INFINITY : i == 2 ? NAN : 0.0f, 0}, out[1];
-        LinearOperand a = linear_operand(special, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0);
-        LinearOperand b = linear_operand(one, 1, 4, COPY_ROW, GRAIN_TENSOR, r->rule, FP8_E4M3, 0);
+        LinearOperand a = linear_operand(special, 1, 4, COPY_ROW, PER_TENSOR, r->rule, FP8_E4M3, 0);
+        LinearOperand b = linear_operand(one, 1, 4, COPY_ROW, PER_TENSOR, r->rule, FP8_E4M3, 0);
         linear_product(out, a, b, 1, 1, 4, NULL, ROUND_BF16);
         if (i == 0) CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80, "zeros times ones: %g, codes %02x %02x", (double)out[0], a.codes[0], a.codes[1]);
         else CHECK(isnan(out[0]), "%g reaches the result as NaN, not %g", (double)special[2], (double)out[0]);

@@ -134,8 +134,8 @@ static inline void precision_print_product(const Precision *p, const LinearShape
                                            const char *note) {
     char operand[2][32];
     for (int i = 0; i < 2; i++) {
-        const Grain g = r->grain[gemm][i];
-        if (g == GRAIN_BF16) format_checked(operand[i], sizeof operand[i], "%s", plain);
+        const ScaleGranularity g = r->granularity[gemm][i];
+        if (g == NO_SCALE) format_checked(operand[i], sizeof operand[i], "%s", plain);
         else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_row(g)->name);
     }
     const int64_t rows = gemm == GEMM_WGRAD ? s->N : R, cols = gemm == GEMM_FPROP ? s->N : s->K, depth = gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R;

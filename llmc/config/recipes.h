@@ -16,10 +16,10 @@
 
 typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 
-// The granularities of scales: which values of a copy [outer, depth] share one scale. GRAIN_BF16 has none, the operand
-// stays bf16. GRAIN_TENSOR_REPEATED writes the tensor's scale once for each row, for GEMMs whose other operand has one
+// The granularities of scales: which values of a copy [outer, depth] share one scale. NO_SCALE has none, the operand
+// stays bf16. PER_TENSOR_BROADCAST writes the tensor's scale once for each row, for GEMMs whose other operand has one
 // scale a row. Host code asks this table. Kernels call the three functions below it, scale_index(), scale_load() and
-// grain_is_tensor(), which test_recipes.c compares with the table. fp8_rule_scale() in fp8.h makes a scale from an amax.
+// is_per_tensor(), which test_recipes.c compares with the table. fp8_rule_scale() in fp8.h makes a scale from an amax.
 //   rows, cols    block of the copy that has one scale in memory; WHOLE: all of them
 //   pad           the grid of scales [blocks of rows, blocks of cols] is stored in multiples of these
 //   scales        type of a scale in memory
@@ -33,16 +33,16 @@ typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 #define UNLIMITED INT32_MAX
 #define SCALE_GRANULARITIES(X)                                                                                    \
     /*id                     name       rows   cols   pad     scales amaxes same   mode            GPUs */            \
-    X(GRAIN_BF16,            "",        WHOLE, WHOLE, 1,   1, NONE,  NONE,  false, SCALAR_32F,     0,   UNLIMITED) \
-    X(GRAIN_TENSOR,          "tensor",  WHOLE, WHOLE, 1,   1, FP32,  ONE,   true,  SCALAR_32F,     89,  UNLIMITED) \
-    X(GRAIN_TENSOR_REPEATED, "tensor",  1,     WHOLE, 1,   1, FP32,  ONE,   false, OUTER_VEC_32F,  90,  99)        \
-    X(GRAIN_ROW,             "row",     1,     WHOLE, 1,   1, FP32,  ROWS,  false, OUTER_VEC_32F,  90,  99)        \
-    X(GRAIN_1X128,           "1x128",   1,     128,   1,   1, FP32,  NONE,  false, VEC128_32F,     90,  99)        \
-    X(GRAIN_128X128,         "128x128", 128,   128,   1,   4, FP32,  NONE,  true,  BLK128x128_32F, 90,  99)        \
-    X(GRAIN_1X32,            "1x32",    1,     32,    128, 4, E8M0,  NONE,  false, VEC32_UE8M0,    100, UNLIMITED)
+    X(NO_SCALE,            "",        WHOLE, WHOLE, 1,   1, NONE,  NONE,  false, SCALAR_32F,     0,   UNLIMITED) \
+    X(PER_TENSOR,          "tensor",  WHOLE, WHOLE, 1,   1, FP32,  ONE,   true,  SCALAR_32F,     89,  UNLIMITED) \
+    X(PER_TENSOR_BROADCAST, "tensor",  1,     WHOLE, 1,   1, FP32,  ONE,   false, OUTER_VEC_32F,  90,  99)        \
+    X(PER_ROW,             "row",     1,     WHOLE, 1,   1, FP32,  ROWS,  false, OUTER_VEC_32F,  90,  99)        \
+    X(BLOCK_1X128,           "1x128",   1,     128,   1,   1, FP32,  NONE,  false, VEC128_32F,     90,  99)        \
+    X(BLOCK_128X128,         "128x128", 128,   128,   1,   4, FP32,  NONE,  true,  BLK128x128_32F, 90,  99)        \
+    X(BLOCK_1X32,            "1x32",    1,     32,    128, 4, E8M0,  NONE,  false, VEC32_UE8M0,    100, UNLIMITED)
 
 #define GRANULARITY_ID(id, ...) id,
-typedef enum { SCALE_GRANULARITIES(GRANULARITY_ID) NUM_GRANULARITIES } Grain;
+typedef enum { SCALE_GRANULARITIES(GRANULARITY_ID) NUM_GRANULARITIES } ScaleGranularity;
 #undef GRANULARITY_ID
 
 typedef enum { SCALE_TYPE_NONE, SCALE_TYPE_FP32, SCALE_TYPE_E8M0 } ScaleType;
@@ -57,7 +57,7 @@ typedef struct {
     int first_gpu, last_gpu;
 } GranularityRow;
 
-static inline const GranularityRow *granularity_row(Grain g) {
+static inline const GranularityRow *granularity_row(ScaleGranularity g) {
 #define GRANULARITY_ROW(id, name, rows, cols, pad_rows, pad_cols, type, amaxes, same, mode, first, last) \
     {name, rows, cols, pad_rows, pad_cols, SCALE_TYPE_##type, AMAX_##amaxes, same, first, last},
     static const GranularityRow table[NUM_GRANULARITIES] = {SCALE_GRANULARITIES(GRANULARITY_ROW)};
@@ -78,7 +78,7 @@ enum { RECIPE_TENSORWISE, RECIPE_DELAYED, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, 
 
 typedef struct {
     const char *name;
-    Grain grain[NUM_GEMMS][2];  // of A and B as cuBLASLt names them: fprop w, x; dgrad w, dy; wgrad x, dy
+    ScaleGranularity granularity[NUM_GEMMS][2];  // of A and B as cuBLASLt names them: fprop w, x; dgrad w, dy; wgrad x, dy
     Fp8Format dy_format;        // unless --fp8-format says otherwise; x and w are E4M3
     ScaleRule rule;
     bool delayed;               // scales from earlier amaxes
@@ -97,19 +97,19 @@ typedef struct {
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {
         // name                 fprop w, x                            dgrad w, dy                                    wgrad x, dy                    dy        rule                delayed fast   gathers multiple
-        {"tensorwise",          {{GRAIN_TENSOR, GRAIN_TENSOR},   {GRAIN_TENSOR, GRAIN_TENSOR},        {GRAIN_TENSOR, GRAIN_TENSOR}}, FP8_E5M2, SCALE_TORCHAO,      false, true,  true,  16, "tensor, current amax"},
-        {"delayed",             {{GRAIN_TENSOR, GRAIN_TENSOR},   {GRAIN_TENSOR, GRAIN_TENSOR},        {GRAIN_TENSOR, GRAIN_TENSOR}}, FP8_E5M2, SCALE_TE,           true,  true,  true,  16, "tensor, amax history"},
-        {"rowwise",             {{GRAIN_ROW, GRAIN_ROW},         {GRAIN_ROW, GRAIN_ROW},              {GRAIN_ROW, GRAIN_ROW}},       FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row, power of 2"},
-        {"rowwise_with_gw_hp",  {{GRAIN_ROW, GRAIN_ROW},         {GRAIN_TENSOR_REPEATED, GRAIN_ROW},  {GRAIN_BF16, GRAIN_BF16}},     FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row (dgrad: w tensor), power of 2"},
-        {"blockwise",           {{GRAIN_128X128, GRAIN_1X128},   {GRAIN_128X128, GRAIN_1X128},        {GRAIN_1X128, GRAIN_1X128}},   FP8_E4M3, SCALE_TE_POW2,      false, false, false, 128, "1x128 (w 128x128), power of 2"},
-        {"mxfp8",               {{GRAIN_1X32, GRAIN_1X32},       {GRAIN_1X32, GRAIN_1X32},            {GRAIN_1X32, GRAIN_1X32}},     FP8_E4M3, SCALE_MX,           false, false, false, 32, "1x32, E8M0"},
-        {"bf16",                {{GRAIN_BF16, GRAIN_BF16},       {GRAIN_BF16, GRAIN_BF16},            {GRAIN_BF16, GRAIN_BF16}},     FP8_E4M3, SCALE_TORCHAO,      false, false, false, 8,  "none"}};
+        {"tensorwise",          {{PER_TENSOR, PER_TENSOR},   {PER_TENSOR, PER_TENSOR},        {PER_TENSOR, PER_TENSOR}}, FP8_E5M2, SCALE_TORCHAO,      false, true,  true,  16, "tensor, current amax"},
+        {"delayed",             {{PER_TENSOR, PER_TENSOR},   {PER_TENSOR, PER_TENSOR},        {PER_TENSOR, PER_TENSOR}}, FP8_E5M2, SCALE_TE,           true,  true,  true,  16, "tensor, amax history"},
+        {"rowwise",             {{PER_ROW, PER_ROW},         {PER_ROW, PER_ROW},              {PER_ROW, PER_ROW}},       FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row, power of 2"},
+        {"rowwise_with_gw_hp",  {{PER_ROW, PER_ROW},         {PER_TENSOR_BROADCAST, PER_ROW},  {NO_SCALE, NO_SCALE}},     FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row (dgrad: w tensor), power of 2"},
+        {"blockwise",           {{BLOCK_128X128, BLOCK_1X128},   {BLOCK_128X128, BLOCK_1X128},        {BLOCK_1X128, BLOCK_1X128}},   FP8_E4M3, SCALE_TE_POW2,      false, false, false, 128, "1x128 (w 128x128), power of 2"},
+        {"mxfp8",               {{BLOCK_1X32, BLOCK_1X32},       {BLOCK_1X32, BLOCK_1X32},            {BLOCK_1X32, BLOCK_1X32}},     FP8_E4M3, SCALE_MX,           false, false, false, 32, "1x32, E8M0"},
+        {"bf16",                {{NO_SCALE, NO_SCALE},       {NO_SCALE, NO_SCALE},            {NO_SCALE, NO_SCALE}},     FP8_E4M3, SCALE_TORCHAO,      false, false, false, 8,  "none"}};
     return &rows[index];
 }
 
 static inline const char *gemm_kind_name(GemmKind kind) { return kind == GEMM_FPROP ? "fprop" : kind == GEMM_DGRAD ? "dgrad" : "wgrad"; }
 
-// The tensors that a product multiplies, in the order of Recipe.grain, and the copies of them that it reads.
+// The tensors that a product multiplies, in the order of Recipe.granularity, and the copies of them that it reads.
 static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
     static const TensorRole tensors[NUM_GEMMS][2] = {{TENSOR_W, TENSOR_X}, {TENSOR_W, TENSOR_DY}, {TENSOR_X, TENSOR_DY}};
     return tensors[gemm][operand];
@@ -118,15 +118,15 @@ static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
 static inline CopyKind gemm_copy(GemmKind gemm, int operand) { return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 1) ? COPY_ROW : COPY_COL; }
 
 // Which product reads a copy, and as which of its two operands.
-static inline Grain recipe_grain(const Recipe *r, TensorRole tensor, CopyKind copy) {
+static inline ScaleGranularity recipe_granularity(const Recipe *r, TensorRole tensor, CopyKind copy) {
     static const struct { GemmKind gemm; int operand; } reader[NUM_TENSORS][2] = {{{GEMM_FPROP, 0}, {GEMM_DGRAD, 0}}, {{GEMM_FPROP, 1}, {GEMM_WGRAD, 0}}, {{GEMM_DGRAD, 1}, {GEMM_WGRAD, 1}}};
-    return r->grain[reader[tensor][copy].gemm][reader[tensor][copy].operand];
+    return r->granularity[reader[tensor][copy].gemm][reader[tensor][copy].operand];
 }
 
-static inline bool recipe_is_fp8(const Recipe *r, GemmKind gemm) { return r->grain[gemm][0] != GRAIN_BF16; }
+static inline bool recipe_is_fp8(const Recipe *r, GemmKind gemm) { return r->granularity[gemm][0] != NO_SCALE; }
 
 // Whether a tensor is read in bf16 by one of its products.
-static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) { return recipe_grain(r, tensor, COPY_ROW) == GRAIN_BF16 || recipe_grain(r, tensor, COPY_COL) == GRAIN_BF16; }
+static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) { return recipe_granularity(r, tensor, COPY_ROW) == NO_SCALE || recipe_granularity(r, tensor, COPY_COL) == NO_SCALE; }
 
 // The number of a tensor among those of a model with `layers` layers, [layer][role][linear]: where its amax, its scale and its history are, on the GPU,
 // on the CPU and in checkpoints.
@@ -144,7 +144,7 @@ static inline CopyShape copy_shape(int64_t rows, int64_t cols, CopyKind copy) {
     return copy == COPY_ROW ? row : col;
 }
 
-HOST_DEVICE static inline bool grain_is_tensor(Grain g) { return g == GRAIN_TENSOR || g == GRAIN_TENSOR_REPEATED; }
+HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) { return g == PER_TENSOR || g == PER_TENSOR_BROADCAST; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Scales of a copy [outer, depth] as the matrix products want them: inverse scales (what a code is multiplied by to give the value back), fp32, in the
@@ -152,11 +152,11 @@ HOST_DEVICE static inline bool grain_is_tensor(Grain g) { return g == GRAIN_TENS
 // of 128 x 4, each of 512 bytes).
 
 // Place of the scale of element (i, k).
-HOST_DEVICE static inline int64_t scale_index(Grain g, int64_t i, int64_t k, int64_t outer, int64_t depth) {
-    if (g == GRAIN_ROW || g == GRAIN_TENSOR_REPEATED) return i;
-    if (g == GRAIN_1X128) return k / 128 * outer + i;
-    if (g == GRAIN_128X128) return i / 128 * (ceil_div(ceil_div(depth, 128), 4) * 4) + k / 128;
-    if (g == GRAIN_1X32) {
+HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int64_t k, int64_t outer, int64_t depth) {
+    if (g == PER_ROW || g == PER_TENSOR_BROADCAST) return i;
+    if (g == BLOCK_1X128) return k / 128 * outer + i;
+    if (g == BLOCK_128X128) return i / 128 * (ceil_div(ceil_div(depth, 128), 4) * 4) + k / 128;
+    if (g == BLOCK_1X32) {
         const int64_t block = k / 32, tile = i / 128 * ceil_div(ceil_div(depth, 32), 4) + block / 4;
         return tile * 512 + i % 32 * 16 + i % 128 / 32 * 4 + block % 4;
     }
@@ -164,7 +164,7 @@ HOST_DEVICE static inline int64_t scale_index(Grain g, int64_t i, int64_t k, int
 }
 
 // Bytes of all scales of a copy [outer, depth]; 0 for bf16.
-static inline int64_t scale_bytes(Grain g, int64_t outer, int64_t depth) {
+static inline int64_t scale_bytes(ScaleGranularity g, int64_t outer, int64_t depth) {
     const GranularityRow *r = granularity_row(g);
     const int64_t rows = r->rows == WHOLE ? 1 : ceil_div(outer, r->rows);
     const int64_t cols = r->cols == WHOLE ? 1 : ceil_div(depth, r->cols);
@@ -172,20 +172,20 @@ static inline int64_t scale_bytes(Grain g, int64_t outer, int64_t depth) {
 }
 
 // The inverse scale at a place.
-HOST_DEVICE static inline float scale_load(Grain g, const void *scales, int64_t index) {
-    return g == GRAIN_1X32 ? e8m0_to_float(((const uint8_t *)scales)[index]) : ((const float *)scales)[index];
+HOST_DEVICE static inline float scale_load(ScaleGranularity g, const void *scales, int64_t index) {
+    return g == BLOCK_1X32 ? e8m0_to_float(((const uint8_t *)scales)[index]) : ((const float *)scales)[index];
 }
 
 // Amaxes that must be known before a copy [outer, depth] can be cast.
-static inline int64_t copy_amaxes(Grain g, int64_t outer) {
+static inline int64_t copy_amaxes(ScaleGranularity g, int64_t outer) {
     const AmaxNeed need = granularity_row(g)->amaxes;
     return need == AMAX_ROWS ? outer : need == AMAX_ONE ? 1 : 0;
 }
 
 // Amaxes of a tensor [rows, cols]: those of its row copy, then those of its col copy, but one for both where both are
-// GRAIN_TENSOR.
-static inline int64_t tensor_amaxes(Grain row, Grain col, int64_t rows, int64_t cols) {
-    return row == GRAIN_TENSOR && col == GRAIN_TENSOR ? 1 : copy_amaxes(row, rows) + copy_amaxes(col, cols);
+// PER_TENSOR.
+static inline int64_t tensor_amaxes(ScaleGranularity row, ScaleGranularity col, int64_t rows, int64_t cols) {
+    return row == PER_TENSOR && col == PER_TENSOR ? 1 : copy_amaxes(row, rows) + copy_amaxes(col, cols);
 }
 
 #endif

@@ -104,8 +104,8 @@ static inline DataNeeded data_needed(const Precision *p, int64_t first, int64_t 
     for (int64_t l = first; l < last; l++) {
         const Recipe *r = precision_of(p, l, id);
         need.bf16 = need.bf16 || recipe_needs_bf16(r, role);
-        need.rowwise = need.rowwise || recipe_grain(r, role, COPY_ROW) != GRAIN_BF16;
-        need.columnwise = need.columnwise || recipe_grain(r, role, COPY_COL) != GRAIN_BF16;
+        need.rowwise = need.rowwise || recipe_granularity(r, role, COPY_ROW) != NO_SCALE;
+        need.columnwise = need.columnwise || recipe_granularity(r, role, COPY_COL) != NO_SCALE;
     }
     return need;
 }
@@ -237,7 +237,7 @@ static inline QTensor place_gradient_data(const ActivationsLayout *p, Arena *a, 
     memset(&dy, 0, sizeof dy);
     dy.rowwise = (uint8_t *)arena_take(a, R * columns);
     dy.rowwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_DY, COPY_ROW, R, columns));
-    if (recipe_grain(p->scales->precision->recipe, TENSOR_DY, COPY_COL) == GRAIN_BF16) return dy;
+    if (recipe_granularity(p->scales->precision->recipe, TENSOR_DY, COPY_COL) == NO_SCALE) return dy;
     dy.columnwise = (uint8_t *)arena_take(a, R * columns);
     dy.columnwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_DY, COPY_COL, R, columns));
     return dy;

@@ -14,7 +14,7 @@ typedef struct {
     const uint8_t *codes;
     const void *scales;
     bool turned;      // the col copy
-    Grain grain;
+    ScaleGranularity granularity;
     Fp8Format format;
     AuditSums *to[2];
 } AuditView;
@@ -58,8 +58,8 @@ __device__ static inline void audit_vector(AuditSums *sums, Bf16x8 v, const uint
 
 // 8 values of one row of the matrix [R, columns] against the view's codes.
 __device__ static inline void audit_view(AuditSums *sums, const AuditView &view, Bf16x8 v, int64_t row, int64_t column, int64_t R, int64_t columns) {
-    if (!view.turned) {  // every grain holds 8 columns whole
-        const float inverse_scale = scale_load(view.grain, view.scales, scale_index(view.grain, row, column, R, columns));
+    if (!view.turned) {  // every granularity holds 8 columns whole
+        const float inverse_scale = scale_load(view.granularity, view.scales, scale_index(view.granularity, row, column, R, columns));
         audit_vector(sums, v, view.codes + row * columns + column, inverse_scale, view.format);
         return;
     }
@@ -68,7 +68,7 @@ __device__ static inline void audit_view(AuditSums *sums, const AuditView &view,
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         code[j] = view.codes[(column + j) * R + row];
-        inverse_scale[j] = scale_load(view.grain, view.scales, scale_index(view.grain, column + j, row, columns, R));
+        inverse_scale[j] = scale_load(view.granularity, view.scales, scale_index(view.granularity, column + j, row, columns, R));
     }
     bf16x8_unpack(x, v);
 #pragma unroll
@@ -102,9 +102,9 @@ static inline unsigned audit_blocks(int64_t n) { return (unsigned)max_i64(1, min
 // values. A copy that the cast did not write adds nothing. Where both copies hold the same codes they are read once and both get the same sums.
 template <class Source>
 static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
-    AuditView row = {out.rowwise, out.rowwise_scale_inv, false, out.row_grain, out.format, {out.audit[COPY_ROW], NULL}};
-    AuditView col = {out.columnwise, out.columnwise_scale_inv, true, out.col_grain, out.format, {out.audit[COPY_COL], NULL}};
-    if (row.codes && row.to[0] && col.codes && audit_shares_codes(out.row_grain, out.col_grain)) {
+    AuditView row = {out.rowwise, out.rowwise_scale_inv, false, out.row_granularity, out.format, {out.audit[COPY_ROW], NULL}};
+    AuditView col = {out.columnwise, out.columnwise_scale_inv, true, out.col_granularity, out.format, {out.audit[COPY_COL], NULL}};
+    if (row.codes && row.to[0] && col.codes && audit_shares_codes(out.row_granularity, out.col_granularity)) {
         row.to[1] = col.to[0];
         col.to[0] = NULL;
     }

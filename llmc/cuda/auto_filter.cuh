@@ -50,11 +50,11 @@ static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
     const int64_t rows = auto_filter_rows(f, t), cols = auto_filter_cols(f, t), n = rows * cols;
     QTensor *q = &f->tensor[t];
     *q = recipe_qtensor(r, t, precision_format(f->precision, t));
-    if (q->row_grain != GRAIN_BF16) q->rowwise = (uint8_t *)auto_filter_alloc(f, n);
-    if (q->col_grain != GRAIN_BF16) q->columnwise = (uint8_t *)auto_filter_alloc(f, n);
-    q->rowwise_scale_inv = auto_filter_alloc(f, scale_bytes(q->row_grain, rows, cols));
-    q->columnwise_scale_inv = q->row_grain == GRAIN_TENSOR && q->col_grain == GRAIN_TENSOR ? q->rowwise_scale_inv : auto_filter_alloc(f, scale_bytes(q->col_grain, cols, rows));
-    f->amaxes[t] = tensor_amaxes(q->row_grain, q->col_grain, rows, cols);
+    if (q->row_granularity != NO_SCALE) q->rowwise = (uint8_t *)auto_filter_alloc(f, n);
+    if (q->col_granularity != NO_SCALE) q->columnwise = (uint8_t *)auto_filter_alloc(f, n);
+    q->rowwise_scale_inv = auto_filter_alloc(f, scale_bytes(q->row_granularity, rows, cols));
+    q->columnwise_scale_inv = q->row_granularity == PER_TENSOR && q->col_granularity == PER_TENSOR ? q->rowwise_scale_inv : auto_filter_alloc(f, scale_bytes(q->col_granularity, cols, rows));
+    f->amaxes[t] = tensor_amaxes(q->row_granularity, q->col_granularity, rows, cols);
     q->amax = (uint32_t *)auto_filter_alloc(f, f->amaxes[t] * (int64_t)sizeof(uint32_t));
     if (r->delayed) {
         const float scale = 1.0f;

@@ -62,7 +62,7 @@ typedef struct {
     int64_t R, N, K;
     int64_t rows, cols, depth;  // as cuBLASLt sees it: D [rows, cols] column-major = A [rows, depth] B [depth, cols]
     GemmSpec spec;
-    Grain grain_a, grain_b;
+    ScaleGranularity granularity_a, granularity_b;
     bool bias;
     bool native, emulated;      // an FP8 product on FP8 operands; on operands decoded into the scratch. BF16: neither
     const float *one_zero;      // {1, 0} in device memory, for plans with alpha and beta there; else NULL
@@ -71,20 +71,20 @@ typedef struct {
     cublasLtMatmulAlgo_t algo;
 } GemmPlan;
 
-static inline const char *gemm_type_name(Grain g, Fp8Format format) { return g == GRAIN_BF16 ? "bf16" : format == FP8_E4M3 ? "e4m3" : "e5m2"; }
+static inline const char *gemm_type_name(ScaleGranularity g, Fp8Format format) { return g == NO_SCALE ? "bf16" : format == FP8_E4M3 ? "e4m3" : "e5m2"; }
 static inline double gemm_flops(const GemmPlan *p) { return 2.0 * (double)p->R * (double)p->N * (double)p->K; }
 
 // bf16 values of scratch that running the plan needs.
 static inline int64_t gemm_scratch_elements(const GemmPlan *p) { return p->emulated ? (p->rows + p->cols) * p->depth : 0; }
 
 // Bytes of an operand's data.
-static inline int64_t gemm_bytes_a(const GemmPlan *p) { return p->rows * p->depth * (p->grain_a == GRAIN_BF16 ? 2 : 1); }
-static inline int64_t gemm_bytes_b(const GemmPlan *p) { return p->cols * p->depth * (p->grain_b == GRAIN_BF16 ? 2 : 1); }
+static inline int64_t gemm_bytes_a(const GemmPlan *p) { return p->rows * p->depth * (p->granularity_a == NO_SCALE ? 2 : 1); }
+static inline int64_t gemm_bytes_b(const GemmPlan *p) { return p->cols * p->depth * (p->granularity_b == NO_SCALE ? 2 : 1); }
 
 // True if a GPU of compute capability major.minor has all GEMMs of a recipe.
 static inline bool recipe_native(const Recipe *r, int major, int minor) {
     for (int i = 0; i < 2 * NUM_GEMMS; i++) {
-        const GranularityRow *g = granularity_row(r->grain[i / 2][i % 2]);
+        const GranularityRow *g = granularity_row(r->granularity[i / 2][i % 2]);
         if (10 * major + minor < g->first_gpu || 10 * major + minor > g->last_gpu) return false;
     }
     return true;
@@ -118,7 +118,7 @@ static inline void gemm_set_fast(cublasLtMatmulDesc_t matmul, bool fast) {
     gemm_set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &value, sizeof value);
 }
 
-static inline int32_t gemm_scale_mode(Grain g) {
+static inline int32_t gemm_scale_mode(ScaleGranularity g) {
 #define GRANULARITY_MODE(id, name, rows, cols, pad_rows, pad_cols, type, amaxes, same, mode, first, last) \
     CUBLASLT_MATMUL_MATRIX_SCALE_##mode,
     static const int32_t modes[NUM_GRANULARITIES] = {SCALE_GRANULARITIES(GRANULARITY_MODE)};
@@ -134,8 +134,8 @@ static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose
     gemm_set_int(m, CUBLASLT_MATMUL_DESC_TRANSB, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     if (p->native) {
         gemm_set_fast(m, p->spec.fast);
-        gemm_set_int(m, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, gemm_scale_mode(p->grain_a));
-        gemm_set_int(m, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, gemm_scale_mode(p->grain_b));
+        gemm_set_int(m, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, gemm_scale_mode(p->granularity_a));
+        gemm_set_int(m, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, gemm_scale_mode(p->granularity_b));
     }
     if (p->one_zero) gemm_set_int(m, CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
     if (p->bias) {
@@ -153,7 +153,7 @@ static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R
     GemmPlan p;
     memset(&p, 0, sizeof p);
     p.layer = layer, p.kind = kind, p.R = R, p.N = N, p.K = K, p.spec = spec, p.bias = bias;
-    p.grain_a = spec.recipe->grain[kind][0], p.grain_b = spec.recipe->grain[kind][1];
+    p.granularity_a = spec.recipe->granularity[kind][0], p.granularity_b = spec.recipe->granularity[kind][1];
     const bool fp8 = recipe_is_fp8(spec.recipe, kind);
     p.native = fp8 && !spec.emulate, p.emulated = fp8 && spec.emulate;
     if (p.native) gemm_require_native(spec.recipe);
@@ -217,11 +217,11 @@ static __global__ void gemm_alpha_kernel(float *alpha, const float *inverse_a, c
 // Makes the bf16 operands of an emulated product, and its alpha, which holds the scales of whole tensors: those need not be powers of two.
 static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *a, const QTensor *b) {
     const void *scale_a = gemm_scale_inv(p, 0, a), *scale_b = gemm_scale_inv(p, 1, b);
-    fp8_dequantize(g->scratch, (const uint8_t *)gemm_data(p, 0, a), scale_a, p->grain_a, p->spec.format_a, p->rows, p->depth, g->stream);
-    fp8_dequantize(g->scratch + p->rows * p->depth, (const uint8_t *)gemm_data(p, 1, b), scale_b, p->grain_b, p->spec.format_b, p->cols,
+    fp8_dequantize(g->scratch, (const uint8_t *)gemm_data(p, 0, a), scale_a, p->granularity_a, p->spec.format_a, p->rows, p->depth, g->stream);
+    fp8_dequantize(g->scratch + p->rows * p->depth, (const uint8_t *)gemm_data(p, 1, b), scale_b, p->granularity_b, p->spec.format_b, p->cols,
                    p->depth, g->stream);
-    const float *inverse_a = grain_is_tensor(p->grain_a) ? (const float *)scale_a : NULL;
-    const float *inverse_b = grain_is_tensor(p->grain_b) ? (const float *)scale_b : NULL;
+    const float *inverse_a = is_per_tensor(p->granularity_a) ? (const float *)scale_a : NULL;
+    const float *inverse_b = is_per_tensor(p->granularity_b) ? (const float *)scale_b : NULL;
     CUDA_LAUNCH(gemm_alpha_kernel, 1, 1, 0, g->stream, g->alpha, inverse_a, inverse_b);
 }
 
@@ -301,7 +301,7 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
     }
     if (!count)
         die("cuBLASLt has no algorithm for %s %s, %lld x %lld x %lld, %s x %s (recipe %s%s), on this GPU: %s", p->layer, gemm_kind_name(p->kind), (long long)p->R,
-            (long long)p->N, (long long)p->K, gemm_type_name(p->grain_a, p->spec.format_a), gemm_type_name(p->grain_b, p->spec.format_b), p->spec.recipe->name,
+            (long long)p->N, (long long)p->K, gemm_type_name(p->granularity_a, p->spec.format_a), gemm_type_name(p->granularity_b, p->spec.format_b), p->spec.recipe->name,
             p->emulated ? ", emulated" : "", cublasLtGetStatusString(status));
     const int chosen = (g->deterministic ? gemm_first_usable : gemm_fastest)(g, p, found, count, d, a, b);
     if (chosen < 0)

@@ -179,7 +179,7 @@ static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
 // Raises the amaxes that the cast of the tensor needs, of its rowwise and its columnwise data; none for block scales.
 template <class Source>
 static inline void qtensor_amax_pass(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
-    if (!tensor_amaxes(q->row_grain, q->col_grain, R, C)) return;
+    if (!tensor_amaxes(q->row_granularity, q->col_granularity, R, C)) return;
     profile_bytes(ln->profile, "amax passes", quantize_amax_source("quantize", *q, source, R, C, ln->gemm.stream));
 }
 

@@ -16,43 +16,43 @@ static inline void quantize_check_size(const char *function, int64_t R, int64_t 
     if (R < 1 || C < 16 || C % 16) die("%s: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", function, (long long)R, (long long)C);
 }
 
-// Where the amaxes are that a tensor's grains need, C being the columns of all outputs.
+// Where the amaxes are that a tensor's granularities need, C being the columns of all outputs.
 static inline FineAmaxes fine_amaxes(const QTensor *t, int64_t R) {
     FineAmaxes a = {NULL, NULL, NULL};
-    uint32_t *next = t->amax + copy_amaxes(t->row_grain, R);
-    if (t->row_grain == GRAIN_ROW) a.rows = t->amax;
-    if (t->col_grain == GRAIN_ROW) a.columns = next;
-    if (grain_is_tensor(t->col_grain)) a.tensor = next;
-    if (grain_is_tensor(t->row_grain)) a.tensor = t->amax;
+    uint32_t *next = t->amax + copy_amaxes(t->row_granularity, R);
+    if (t->row_granularity == PER_ROW) a.rows = t->amax;
+    if (t->col_granularity == PER_ROW) a.columns = next;
+    if (is_per_tensor(t->col_granularity)) a.tensor = next;
+    if (is_per_tensor(t->row_granularity)) a.tensor = t->amax;
     return a;
 }
 
-static inline bool quantize_has_tensor_scale(const QTensor *t) { return (!t->rowwise || t->row_grain == GRAIN_TENSOR) && (!t->columnwise || t->col_grain == GRAIN_TENSOR); }
+static inline bool quantize_has_tensor_scale(const QTensor *t) { return (!t->rowwise || t->row_granularity == PER_TENSOR) && (!t->columnwise || t->col_granularity == PER_TENSOR); }
 
-// One kernel casts to both copies, by scales of the same kind; GRAIN_ROW stands for GRAIN_TENSOR_REPEATED as well. GRAIN_BF16: none does.
-static inline Grain quantize_fine_grain(const QTensor *t) {
-    const Grain row = t->row_grain == GRAIN_TENSOR_REPEATED ? GRAIN_ROW : t->row_grain, col = t->col_grain == GRAIN_TENSOR_REPEATED ? GRAIN_ROW : t->col_grain;
-    return !t->columnwise || row == col ? row : t->rowwise ? GRAIN_BF16 : col;
+// One kernel casts to both copies, by scales of the same kind; PER_ROW stands for PER_TENSOR_BROADCAST as well. NO_SCALE: none does.
+static inline ScaleGranularity quantize_fine_granularity(const QTensor *t) {
+    const ScaleGranularity row = t->row_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->row_granularity, col = t->col_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->col_granularity;
+    return !t->columnwise || row == col ? row : t->rowwise ? NO_SCALE : col;
 }
 
-template <class Source, Grain GRAIN, Fp8Format FORMAT>
+template <class Source, ScaleGranularity GRANULARITY, Fp8Format FORMAT>
 static inline void quantize_fine_launch(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
-    CUDA_LAUNCH(quantize_fine_kernel<Source, GRAIN, FORMAT>, blocks, CAST_THREADS, 0, stream, source, out, fine_amaxes(&out, R), R, C);
+    CUDA_LAUNCH(quantize_fine_kernel<Source, GRANULARITY, FORMAT>, blocks, CAST_THREADS, 0, stream, source, out, fine_amaxes(&out, R), R, C);
 }
 
 // False if a source has no use for such a cast, so that there is no kernel.
 template <class Source, Fp8Format FORMAT>
 static inline bool quantize_fine(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     if constexpr (!Source::AMAX) {
-        const Grain grain = quantize_fine_grain(&out);
-        if (grain < GRAIN_ROW || out.rule != fine_rule(grain) || out.delayed_scale) return false;
-        if (grain == GRAIN_ROW) quantize_fine_launch<Source, GRAIN_ROW, FORMAT>(out, source, R, C, stream);
-        if (grain == GRAIN_1X128) quantize_fine_launch<Source, GRAIN_1X128, FORMAT>(out, source, R, C, stream);
-        if (grain == GRAIN_1X32) quantize_fine_launch<Source, GRAIN_1X32, FORMAT>(out, source, R, C, stream);
-        if (grain != GRAIN_128X128) return true;
+        const ScaleGranularity granularity = quantize_fine_granularity(&out);
+        if (granularity < PER_ROW || out.rule != fine_rule(granularity) || out.delayed_scale) return false;
+        if (granularity == PER_ROW) quantize_fine_launch<Source, PER_ROW, FORMAT>(out, source, R, C, stream);
+        if (granularity == BLOCK_1X128) quantize_fine_launch<Source, BLOCK_1X128, FORMAT>(out, source, R, C, stream);
+        if (granularity == BLOCK_1X32) quantize_fine_launch<Source, BLOCK_1X32, FORMAT>(out, source, R, C, stream);
+        if (granularity != BLOCK_128X128) return true;
         if constexpr ((Source::ROLES & 1 << TENSOR_W) != 0 && FORMAT == FP8_E4M3) {
-            quantize_fine_launch<Source, GRAIN_128X128, FORMAT>(out, source, R, C, stream);
+            quantize_fine_launch<Source, BLOCK_128X128, FORMAT>(out, source, R, C, stream);
             return true;
         }
     }
@@ -64,8 +64,8 @@ static inline void quantize_any(const char *function, const QTensor &out, const 
     const bool rule = out.delayed_scale || out.rule == SCALE_TORCHAO || out.rule == SCALE_TE;
     if (quantize_has_tensor_scale(&out) && rule) quantize_transpose_launch<Source, FORMAT>(out, source, R, C, stream);
     else if (!quantize_fine<Source, FORMAT>(out, source, R, C, stream))
-        die("%s: no kernel casts this tensor with row grain %d, col grain %d, scale rule %d; recipes.h has the combinations there are", function, out.row_grain,
-            out.col_grain, out.rule);
+        die("%s: no kernel casts this tensor with row granularity %d, col granularity %d, scale rule %d; recipes.h has the combinations there are", function, out.row_granularity,
+            out.col_granularity, out.rule);
 }
 
 // Bytes that a source reads to make a tensor of R rows and C columns an output.
@@ -81,8 +81,8 @@ static inline int64_t quantize_source(const char *function, QTensor out, Source 
     quantize_check_size(function, R, C);
     if ((!out.rowwise && !out.columnwise) || (out.rowwise && !out.rowwise_scale_inv) || (out.columnwise && !out.columnwise_scale_inv))
         die("%s: a QTensor needs row or col, and the scales of what it has", function);
-    const bool blocks = copy_amaxes(out.rowwise ? out.row_grain : out.col_grain, 1) == 0;
-    if (!out.amax && !blocks) die("%s: a QTensor needs amax for these grains", function);
+    const bool blocks = copy_amaxes(out.rowwise ? out.row_granularity : out.col_granularity, 1) == 0;
+    if (!out.amax && !blocks) die("%s: a QTensor needs amax for these granularities", function);
     if (blocks && Source::OUTPUTS > 1 && C % CAST_TILE)
         die("%s: %lld columns an output: blocks of %d would hold values of two outputs; need a multiple of that", function, (long long)C, CAST_TILE);
     require_aligned16(out.rowwise, function, "row");
@@ -104,15 +104,15 @@ static inline bool source_amax(uint32_t *amax, const TensorSource &source, int64
     return true;
 }
 
-// The amax pass: raises the slots at out.amax, which the caller has cleared, as the grains need, whether or not both copies are wanted now. Nothing for
-// block grains. Returns the bytes that it moves.
+// The amax pass: raises the slots at out.amax, which the caller has cleared, as the granularities need, whether or not both copies are wanted now. Nothing for
+// block granularities. Returns the bytes that it moves.
 template <class Source>
 static inline int64_t quantize_amax_source(const char *function, QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
     quantize_check_size(function, R, C);
     const FineAmaxes amaxes = fine_amaxes(&out, R);
-    if (!copy_amaxes(out.row_grain, R) && !copy_amaxes(out.col_grain, C)) return 0;
-    if (!out.amax) die("%s: a QTensor needs amax for these grains", function);
-    const bool whole = out.row_grain == GRAIN_TENSOR && out.col_grain == GRAIN_TENSOR && fp8_rule_keeps_nan(out.rule);
+    if (!copy_amaxes(out.row_granularity, R) && !copy_amaxes(out.col_granularity, C)) return 0;
+    if (!out.amax) die("%s: a QTensor needs amax for these granularities", function);
+    const bool whole = out.row_granularity == PER_TENSOR && out.col_granularity == PER_TENSOR && fp8_rule_keeps_nan(out.rule);
     if (whole && source_amax(out.amax, source, R, C, stream)) return source_bytes<Source>(R, C);
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
     if (fp8_rule_keeps_nan(out.rule)) CUDA_LAUNCH(quantize_amax_kernel<Source, true>, blocks, CAST_THREADS, 0, stream, source, amaxes, R, C);
@@ -123,7 +123,7 @@ static inline int64_t quantize_amax_source(const char *function, QTensor out, So
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors in memory
 
-// The cast of x [R, C], whose amaxes (if its grains need any) are in out.amax.
+// The cast of x [R, C], whose amaxes (if its granularities need any) are in out.amax.
 static inline void quantize_transpose(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     require_aligned16(x, "quantize_transpose", "x");
     TensorSource source = {x, C};
@@ -162,12 +162,12 @@ __device__ static inline float2 floats_from_fp8x2(uint16_t codes) {
 }
 
 template <Fp8Format FORMAT>
-static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kernel(bf16 *out, const uint8_t *codes, const void *scales, Grain grain, int64_t outer,
+static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kernel(bf16 *out, const uint8_t *codes, const void *scales, ScaleGranularity granularity, int64_t outer,
                                                                                    int64_t depth) {
     grid_dependency_wait();
     const int64_t at = (blockIdx.x * (int64_t)DEQUANTIZE_THREADS + threadIdx.x) * DEQUANTIZE_ELEMENTS, i = at / depth, k = at % depth;
     if (i >= outer) return;
-    const float inverse = grain_is_tensor(grain) ? 1.0f : scale_load(grain, scales, scale_index(grain, i, k, outer, depth));
+    const float inverse = is_per_tensor(granularity) ? 1.0f : scale_load(granularity, scales, scale_index(granularity, i, k, outer, depth));
     const uint4 c = *(const uint4 *)(codes + at);
     const uint32_t word[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
@@ -182,17 +182,17 @@ static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kern
     }
 }
 
-// out [outer, depth] = what a product sees of a copy: its codes' values, times the inverse scales of grains finer than a tensor. Those are powers of two, so
-// that nothing is rounded short of bf16's smallest numbers. Of tensor grains the codes' values alone: a product multiplies its sums by those inverse scales.
+// out [outer, depth] = what a product sees of a copy: its codes' values, times the inverse scales of granularities finer than a tensor. Those are powers of two, so
+// that nothing is rounded short of bf16's smallest numbers. Of tensor granularities the codes' values alone: a product multiplies its sums by those inverse scales.
 // depth a multiple of 16.
-static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *scales, Grain grain, Fp8Format format, int64_t outer, int64_t depth, cudaStream_t stream) {
+static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *scales, ScaleGranularity granularity, Fp8Format format, int64_t outer, int64_t depth, cudaStream_t stream) {
     if (outer < 1 || depth < DEQUANTIZE_ELEMENTS || depth % DEQUANTIZE_ELEMENTS)
         die("fp8_dequantize: %lld rows of %lld codes: need at least 1 row, and a multiple of %d codes", (long long)outer, (long long)depth, DEQUANTIZE_ELEMENTS);
     require_aligned16(out, "fp8_dequantize", "out");
     require_aligned16(codes, "fp8_dequantize", "codes");
     const unsigned blocks = grid_size(outer * depth, DEQUANTIZE_THREADS * DEQUANTIZE_ELEMENTS);
-    if (format == FP8_E4M3) CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E4M3>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales, grain, outer, depth);
-    else CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E5M2>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales, grain, outer, depth);
+    if (format == FP8_E4M3) CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E4M3>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales, granularity, outer, depth);
+    else CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E5M2>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales, granularity, outer, depth);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

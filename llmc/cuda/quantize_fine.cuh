@@ -5,7 +5,7 @@
 //
 // Both passes take tiles as the cast of whole tensors does (see "Cast and transpose" in quantize_kernels.cuh), but keep the tile's values in registers as
 // bf16 while the block agrees on scales: 2 bytes read, 1 + 1 written an element. The copies have different scales, and so different codes (but those of
-// 128x128): every value is cast twice. Each grain goes with the scale rule of the recipes that have it.
+// 128x128): every value is cast twice. Each granularity goes with the scale rule of the recipes that have it.
 //
 // At ragged edges threads read the last row or columns again instead of none: values that are there twice change no maximum.
 #ifndef LLMC_QUANTIZE_FINE_CUH
@@ -18,9 +18,9 @@ typedef struct {
     uint32_t *rows, *columns, *tensor;
 } FineAmaxes;
 
-// GRAIN_ROW stands for GRAIN_TENSOR_REPEATED as well. fp8_rule_keeps_nan() of the rule, for template arguments.
-__host__ __device__ constexpr ScaleRule fine_rule(Grain g) { return g == GRAIN_ROW ? SCALE_TORCHAO_POW2 : g == GRAIN_1X32 ? SCALE_MX : SCALE_TE_POW2; }
-__host__ __device__ constexpr bool fine_keeps_nan(Grain g) { return fine_rule(g) != SCALE_TE_POW2; }
+// PER_ROW stands for PER_TENSOR_BROADCAST as well. fp8_rule_keeps_nan() of the rule, for template arguments.
+__host__ __device__ constexpr ScaleRule fine_rule(ScaleGranularity g) { return g == PER_ROW ? SCALE_TORCHAO_POW2 : g == BLOCK_1X32 ? SCALE_MX : SCALE_TE_POW2; }
+__host__ __device__ constexpr bool fine_keeps_nan(ScaleGranularity g) { return fine_rule(g) != SCALE_TE_POW2; }
 
 // A tile's first row and column, of a source of R rows and C columns an output.
 typedef struct {
@@ -140,22 +140,22 @@ __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *max
 
 // The scales of blocks b along the depth of row i of a copy [outer, depth], k the first place of the tile along it; `amax` are those that are there.
 // Inverse scales go to `inverse`, with zero in the places that the layout of 1x32 has beyond the copy.
-template <Grain GRAIN, Fp8Format FORMAT, int BLOCKS>
+template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int BLOCKS>
 __device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS], int64_t i, int64_t k, int64_t outer,
                                                 int64_t depth) {
     uint32_t word = 0;
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-        const float scale = fp8_rule_scale(fine_rule(GRAIN), __uint_as_float(amax[b]), FORMAT);
+        const float scale = fp8_rule_scale(fine_rule(GRANULARITY), __uint_as_float(amax[b]), FORMAT);
         scales[b][threadIdx.x % CAST_TILE] = scale;
-        if (GRAIN == GRAIN_1X32 && i < outer && k + 32 * b < depth) word |= (uint32_t)e8m0_from_amax(__uint_as_float(amax[b]), FORMAT) << (8 * b);
-        if (GRAIN == GRAIN_1X128 && inverse && i < outer) ((float *)inverse)[scale_index(GRAIN, i, k, outer, depth)] = __frcp_rn(scale);
+        if (GRANULARITY == BLOCK_1X32 && i < outer && k + 32 * b < depth) word |= (uint32_t)e8m0_from_amax(__uint_as_float(amax[b]), FORMAT) << (8 * b);
+        if (GRANULARITY == BLOCK_1X128 && inverse && i < outer) ((float *)inverse)[scale_index(GRANULARITY, i, k, outer, depth)] = __frcp_rn(scale);
     }
-    if (GRAIN == GRAIN_1X32 && inverse) *(uint32_t *)((uint8_t *)inverse + scale_index(GRAIN, i, k, outer, depth)) = word;  // 4 blocks of a row are neighbours
+    if (GRANULARITY == BLOCK_1X32 && inverse) *(uint32_t *)((uint8_t *)inverse + scale_index(GRANULARITY, i, k, outer, depth)) = word;  // 4 blocks of a row are neighbours
 }
 
 // From the maxima of the tile.
-template <Grain GRAIN, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
+template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
 __device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out, const FinePlace &at) {
     enum { PARTS = CAST_GROUPS * FINE_WARPS / (BLOCKS == 1 ? CAST_GROUPS : BLOCKS) };
     const int i = threadIdx.x % CAST_TILE;
@@ -166,11 +166,11 @@ __device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> 
         if (threadIdx.x < CAST_TILE) {
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) amax[b] = (uint32_t)s->maxima.rows[o][b][i] << 16;
-            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->row_scales[o], out.rowwise ? out.rowwise_scale_inv : NULL, amax, at.row + i, column, at.R, OUTPUTS * at.C);
+            fine_block_scales<GRANULARITY, FORMAT, BLOCKS>(s->row_scales[o], out.rowwise ? out.rowwise_scale_inv : NULL, amax, at.row + i, column, at.R, OUTPUTS * at.C);
         } else {
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) amax[b] = fine_column_amax(s->maxima.columns[o] + b * PARTS, PARTS, i);
-            fine_block_scales<GRAIN, FORMAT, BLOCKS>(s->column_scales[o], out.columnwise ? out.columnwise_scale_inv : NULL, amax, column + i, at.row, OUTPUTS * at.C, at.R);
+            fine_block_scales<GRANULARITY, FORMAT, BLOCKS>(s->column_scales[o], out.columnwise ? out.columnwise_scale_inv : NULL, amax, column + i, at.row, OUTPUTS * at.C, at.R);
         }
     }
 }
@@ -196,7 +196,7 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++) {
         if (of_row && o > 0) break;
-        const float scale = fp8_rule_scale(fine_rule(GRAIN_ROW), __uint_as_float(amax[o]), FORMAT);
+        const float scale = fp8_rule_scale(fine_rule(PER_ROW), __uint_as_float(amax[o]), FORMAT);
         (of_row ? s->row_scales : s->column_scales)[o][0][i] = scale;
         if (of_row && out.rowwise && at.column == 0 && at.row + i < at.R) ((float *)out.rowwise_scale_inv)[at.row + i] = __frcp_rn(scale);
         if (!of_row && out.columnwise && at.row == 0 && at.column + i < at.C) ((float *)out.columnwise_scale_inv)[o * at.C + at.column + i] = __frcp_rn(scale);
@@ -205,7 +205,7 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
 
 // The inverse scale of a square, number k of a row of squares of a copy [outer, depth]; the last one's thread fills the row up with zeros.
 __device__ static inline void fine_put_square(void *inverse, float value, int64_t i, int64_t k, int64_t outer, int64_t depth) {
-    float *to = (float *)inverse + scale_index(GRAIN_128X128, i, k, outer, depth);
+    float *to = (float *)inverse + scale_index(BLOCK_128X128, i, k, outer, depth);
     *to = value;
     for (int64_t b = k / CAST_TILE + 1; k + CAST_TILE >= depth && b % 4; b++) *++to = 0;
 }
@@ -215,14 +215,14 @@ template <Fp8Format FORMAT, int BLOCKS>
 __device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4], const QTensor &out, const FinePlace &at) {
     uint32_t halves = 0;
 #pragma unroll
-    for (int i = 0; i < 4 * CAST_GROUPS; i++) halves = amax_update<fine_keeps_nan(GRAIN_128X128)>(halves, v[i / 4][i % 4]);
+    for (int i = 0; i < 4 * CAST_GROUPS; i++) halves = amax_update<fine_keeps_nan(BLOCK_128X128)>(halves, v[i / 4][i % 4]);
     const uint32_t bits = warp_max_u32(amax_bits(halves));
     if (threadIdx.x % WARP_SIZE == 0) s->warp_maxima[threadIdx.x / WARP_SIZE] = bits;
     __syncthreads();
     uint32_t amax = 0;
 #pragma unroll
     for (int w = 0; w < FINE_WARPS; w++) amax = max(amax, s->warp_maxima[w]);
-    const float scale = fp8_rule_scale(fine_rule(GRAIN_128X128), __uint_as_float(amax), FORMAT);
+    const float scale = fp8_rule_scale(fine_rule(BLOCK_128X128), __uint_as_float(amax), FORMAT);
     if (threadIdx.x == 0 && out.rowwise) fine_put_square(out.rowwise_scale_inv, __frcp_rn(scale), at.row, at.column, at.R, at.C);
     if (threadIdx.x == 0 && out.columnwise) fine_put_square(out.columnwise_scale_inv, __frcp_rn(scale), at.column, at.row, at.C, at.R);
     return scale;
@@ -262,7 +262,7 @@ __device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const
 }
 
 // All of this thread's values, with scales from shared memory or, one for all, `scale`.
-template <Grain GRAIN, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
+template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
 __device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, const FinePlace &at) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
 #pragma unroll
@@ -271,9 +271,9 @@ __device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const QT
         for (int g = 0; g < CAST_GROUPS; g++) {
             const int row = g * CAST_GROUP_ROWS + 4 * ty;
             float4 rows = make_float4(scale, scale, scale, scale), low = rows, high = rows;
-            if (GRAIN != GRAIN_128X128) {
+            if (GRANULARITY != BLOCK_128X128) {
                 const float4 *columns = (const float4 *)&s->column_scales[o][row * BLOCKS / CAST_TILE][8 * tx];
-                rows = *(const float4 *)&s->row_scales[GRAIN == GRAIN_ROW ? 0 : o][8 * tx * BLOCKS / CAST_TILE][row];
+                rows = *(const float4 *)&s->row_scales[GRANULARITY == PER_ROW ? 0 : o][8 * tx * BLOCKS / CAST_TILE][row];
                 low = columns[0], high = columns[1];
             }
             const float row_scale[4] = {rows.x, rows.y, rows.z, rows.w}, column_scale[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -282,31 +282,31 @@ __device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const QT
 }
 
 // Tiles from the last to the first, as in quantize_transpose_kernel.
-template <class Source, Grain GRAIN, Fp8Format FORMAT>
+template <class Source, ScaleGranularity GRANULARITY, Fp8Format FORMAT>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? Source::MIN_BLOCKS : 3) quantize_fine_kernel(const Source source, const QTensor out, const FineAmaxes amaxes,
                                                                                                 int64_t R, int64_t C) {
     grid_dependency_wait();
-    enum { OUTPUTS = Source::OUTPUTS, BLOCKS = GRAIN == GRAIN_1X32 ? CAST_TILE / 32 : 1 };
+    enum { OUTPUTS = Source::OUTPUTS, BLOCKS = GRANULARITY == BLOCK_1X32 ? CAST_TILE / 32 : 1 };
     __shared__ __align__(16) FineShared<OUTPUTS, BLOCKS> shared;
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = gridDim.x - 1 - blockIdx.x;
     const FinePlace at = {(int64_t)(index / column_tiles) * CAST_TILE, (int64_t)(index % column_tiles) * CAST_TILE, R, C};
     uint32_t amax[OUTPUTS];
-    if constexpr (GRAIN == GRAIN_ROW) fine_load_amaxes<OUTPUTS>(amax, out, amaxes, at);
+    if constexpr (GRANULARITY == PER_ROW) fine_load_amaxes<OUTPUTS>(amax, out, amaxes, at);
     Bf16x8 v[OUTPUTS][CAST_GROUPS][4];
     fine_load(v, source, at);
     float scale = 0;
-    if constexpr (GRAIN == GRAIN_ROW) {
+    if constexpr (GRANULARITY == PER_ROW) {
         fine_scales_of_rows<FORMAT, OUTPUTS>(&shared, out, amax, at);
         __syncthreads();
-    } else if constexpr (GRAIN == GRAIN_128X128) {
+    } else if constexpr (GRANULARITY == BLOCK_128X128) {
         scale = fine_scale_of_square<FORMAT>(&shared, v[0], out, at);
     } else {
-        fine_block_maxima<fine_keeps_nan(GRAIN)>(&shared.maxima, v);
+        fine_block_maxima<fine_keeps_nan(GRANULARITY)>(&shared.maxima, v);
         __syncthreads();
-        fine_scales_of_blocks<GRAIN, FORMAT>(&shared, out, at);
+        fine_scales_of_blocks<GRANULARITY, FORMAT>(&shared, out, at);
         __syncthreads();
     }
-    fine_cast<GRAIN, FORMAT>(&shared, out, v, scale, at);
+    fine_cast<GRANULARITY, FORMAT>(&shared, out, v, scale, at);
     if (!out.columnwise) return;
     __syncthreads();
     store_tile_columns<OUTPUTS>(out.columnwise, shared.codes, at.row, at.column, R, C);

@@ -33,7 +33,7 @@ typedef struct {
 
 // True if a tensor has one scale, which follows from its amax of the present.
 static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
-    return recipe_grain(r, TENSOR_X, COPY_ROW) == GRAIN_TENSOR && !r->delayed;
+    return recipe_granularity(r, TENSOR_X, COPY_ROW) == PER_TENSOR && !r->delayed;
 }
 
 // Describes the state of a model's tensors over R rows. Placing and use come later.
@@ -44,8 +44,8 @@ static inline void tensor_scales_describe(TensorScales *s, const Precision *p, i
     s->may_skip = o->on_nonfinite == NONFINITE_SKIP;
     for (int role = 0; role < NUM_TENSORS; role++)
         for (int id = 0; id < NUM_LINEARS; id++) {
-            const Grain row = recipe_grain(p->recipe, (TensorRole)role, COPY_ROW);
-            const Grain col = recipe_grain(p->recipe, (TensorRole)role, COPY_COL);
+            const ScaleGranularity row = recipe_granularity(p->recipe, (TensorRole)role, COPY_ROW);
+            const ScaleGranularity col = recipe_granularity(p->recipe, (TensorRole)role, COPY_COL);
             const int64_t rows = role == TENSOR_W ? p->linear[id].N : R;
             s->amax_offset[tensor_index(0, (TensorRole)role, id)] = s->amax_stride;
             s->amax_stride += tensor_amaxes(row, col, rows, precision_columns(p, (TensorRole)role, id));
@@ -74,7 +74,7 @@ static inline void tensor_scales_place(TensorScales *s, bool audit, Arena *a) {
 }
 
 static inline AmaxSource tensor_scales_amax_source(const Recipe *r, TensorRole role, LinearId id) {
-    const Grain row = recipe_grain(r, role, COPY_ROW), col = recipe_grain(r, role, COPY_COL);
+    const ScaleGranularity row = recipe_granularity(r, role, COPY_ROW), col = recipe_granularity(r, role, COPY_COL);
     if (!recipe_is_fp8(r, GEMM_FPROP) || (!copy_amaxes(row, 1) && !copy_amaxes(col, 1))) return AMAX_NONE;
     if (r->delayed) return AMAX_DELAYED;
     const bool made_by_its_cast = role == TENSOR_X && id == DOWN_PROJ;  // SwiGLU's output
@@ -98,8 +98,8 @@ static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorR
     q.amax_source = tensor_scales_amax_source(r, role, id);
     q.amax = tensor_scales_amax(s, l, role, id);
     q.delayed_scale = r->delayed ? s->delayed_scale + number : NULL;
-    if (q.row_grain == GRAIN_TENSOR) q.rowwise_scale_inv = s->scale_inv + number * 4;
-    if (q.col_grain == GRAIN_TENSOR) q.columnwise_scale_inv = s->scale_inv + number * 4;
+    if (q.row_granularity == PER_TENSOR) q.rowwise_scale_inv = s->scale_inv + number * 4;
+    if (q.col_granularity == PER_TENSOR) q.columnwise_scale_inv = s->scale_inv + number * 4;
     return q;
 }
 
@@ -114,9 +114,9 @@ static inline QTensor tensor_scales_audited(const TensorScales *s, QTensor q) {
 // whole tensors are here.
 static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, CopyKind copy, int64_t rows,
                                               int64_t columns) {
-    const Grain g = recipe_grain(s->precision->recipe, role, copy);
+    const ScaleGranularity g = recipe_granularity(s->precision->recipe, role, copy);
     const CopyShape shape = copy_shape(rows, columns, copy);
-    return g == GRAIN_TENSOR ? 0 : scale_bytes(g, shape.outer, shape.depth);
+    return g == PER_TENSOR ? 0 : scale_bytes(g, shape.outer, shape.depth);
 }
 
 // Clears the amaxes of the tensors of roles [first, last] of every layer.

@@ -68,14 +68,14 @@ static inline void audit_merge_all(AuditSums *into, const AuditSums *from, int64
 // Adds a copy of x: codes [outer, depth] and inverse scales in the layout of scale_index(). Each row has sums of its
 // own, which are added in order, so the number of threads changes no bit.
 static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, CopyShape s,
-                              Grain grain, Fp8Format format) {
+                              ScaleGranularity granularity, Fp8Format format) {
     AuditSums *rows = (AuditSums *)xcalloc((size_t)s.outer, sizeof *rows);
     PARALLEL_FOR
     for (int64_t i = 0; i < s.outer; i++) {
         AuditSums row = rows[i];
         for (int64_t k = 0; k < s.depth; k++)
             audit_add(&row, x[i * s.outer_stride + k * s.depth_stride], codes[i * s.depth + k],
-                      scale_load(grain, scales, scale_index(grain, i, k, s.outer, s.depth)), format);
+                      scale_load(granularity, scales, scale_index(granularity, i, k, s.outer, s.depth)), format);
         rows[i] = row;
     }
     for (int64_t i = 0; i < s.outer; i++) audit_merge(sums, &rows[i]);
@@ -83,7 +83,7 @@ static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *co
 }
 
 // True if the row and the col copy of a tensor hold the same codes with the same scales.
-static inline bool audit_shares_codes(Grain row, Grain col) { return row == col && granularity_row(row)->same_codes; }
+static inline bool audit_shares_codes(ScaleGranularity row, ScaleGranularity col) { return row == col && granularity_row(row)->same_codes; }
 
 // Returns the ratio of signal to quantization noise, 10 log10(signal / noise), in dB. It is infinite where nothing
 // changed, also for a tensor of zeros; minus infinity where a finite value came back infinite or NaN; NaN where there

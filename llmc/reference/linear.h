@@ -54,24 +54,24 @@ typedef struct {
 
 // Casts x [rows, cols], bf16 values, to the operand that a GEMM reads. A `scale` above 0 is used as it is; with 0 the
 // cast finds its own by the rule. The caller frees with linear_operand_free. A bf16 operand is a view of x.
-static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, CopyKind copy, Grain grain,
+static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, CopyKind copy, ScaleGranularity granularity,
                                            ScaleRule rule, Fp8Format format, float scale) {
     // with one scale for the whole tensor both copies have the same codes
-    const bool turned = copy == COPY_COL && grain != GRAIN_TENSOR;
+    const bool turned = copy == COPY_COL && granularity != PER_TENSOR;
     LinearOperand q;
     memset(&q, 0, sizeof q);
     q.inverse_scale = 1;
     q.shape = copy_shape(rows, cols, turned ? COPY_COL : COPY_ROW);
-    if (grain == GRAIN_BF16) {
+    if (granularity == NO_SCALE) {
         q.view = matrix_view(x, q.shape.outer_stride, q.shape.depth_stride);
         return q;
     }
     q.codes = (uint8_t *)xrealloc(NULL, (size_t)(rows * cols));
-    q.scales = xrealloc(NULL, (size_t)scale_bytes(grain, q.shape.outer, q.shape.depth));
+    q.scales = xrealloc(NULL, (size_t)scale_bytes(granularity, q.shape.outer, q.shape.depth));
     q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
-    quantize_copy(q.codes, q.scales, x, q.shape, grain, rule, format, scale);
-    dequantize_copy(q.values, q.codes, q.scales, q.shape.outer, q.shape.depth, grain, format);
-    if (grain_is_tensor(grain)) q.inverse_scale = *(const float *)q.scales;
+    quantize_copy(q.codes, q.scales, x, q.shape, granularity, rule, format, scale);
+    dequantize_copy(q.values, q.codes, q.scales, q.shape.outer, q.shape.depth, granularity, format);
+    if (is_per_tensor(granularity)) q.inverse_scale = *(const float *)q.scales;
     q.view = copy == COPY_COL && !turned ? matrix_transposed(q.values, cols) : matrix_rows(q.values, q.shape.depth);
     return q;
 }
@@ -83,7 +83,7 @@ static inline LinearOperand linear_operand_of_codes(const uint8_t *codes, int64_
     memset(&q, 0, sizeof q);
     q.inverse_scale = 1.0f / scale;
     q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
-    dequantize_copy(q.values, codes, NULL, rows, cols, GRAIN_TENSOR, format);
+    dequantize_copy(q.values, codes, NULL, rows, cols, PER_TENSOR, format);
     q.view = copy == COPY_COL ? matrix_transposed(q.values, cols) : matrix_rows(q.values, cols);
     q.shape = copy_shape(rows, cols, COPY_ROW);
     return q;

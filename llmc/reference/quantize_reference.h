@@ -33,29 +33,29 @@ static inline void quantize_block_cast(uint8_t *codes, const float *x, CopyShape
 }
 
 // Returns how many values share a scale along the depth of a copy.
-static inline int64_t grain_width(Grain g, int64_t depth) {
+static inline int64_t block_width(ScaleGranularity g, int64_t depth) {
     const int64_t cols = granularity_row(g)->cols;
     return cols == WHOLE ? depth : cols;
 }
 
 // Casts a copy of x, the values of a bf16 tensor as floats, to codes [outer, depth] and inverse scales (scale_bytes(),
-// unused places zero). Scales follow by the rule from amaxes of x; the grains of a whole tensor take `scale` instead if
+// unused places zero). Scales follow by the rule from amaxes of x; the granularities of a whole tensor take `scale` instead if
 // it is above 0 (delayed scaling). A block at a ragged edge is a smaller block. An inverse scale is the fp32 quotient
-// 1 / scale (infinite where an infinite amax made the scale zero), in E8M0 the power of two itself. GRAIN_1X32 goes
+// 1 / scale (infinite where an infinite amax made the scale zero), in E8M0 the power of two itself. BLOCK_1X32 goes
 // with SCALE_MX.
-static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, CopyShape s, Grain grain, ScaleRule rule,
+static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, CopyShape s, ScaleGranularity granularity, ScaleRule rule,
                                  Fp8Format format, float scale) {
-    const bool whole = grain_is_tensor(grain);
+    const bool whole = is_per_tensor(granularity);
     const int64_t outer = s.outer, depth = s.depth;
     if (whole && !(scale > 0)) scale = fp8_rule_scale(rule, float_from_bits(quantize_tensor_amax(x, outer * depth, rule)), format);
-    const GranularityRow *block_row = granularity_row(grain);
-    const int64_t height = max_i64(1, block_row->rows), width = grain_width(grain, depth);
-    memset(scales, 0, (size_t)scale_bytes(grain, outer, depth));
+    const GranularityRow *block_row = granularity_row(granularity);
+    const int64_t height = max_i64(1, block_row->rows), width = block_width(granularity, depth);
+    memset(scales, 0, (size_t)scale_bytes(granularity, outer, depth));
     PARALLEL_FOR
     for (int64_t band = 0; band < ceil_div(outer, height); band++) {
         const int64_t i = band * height, rows = min_i64(height, outer - i);
         for (int64_t k = 0; k < depth; k += width) {
-            const int64_t cols = min_i64(width, depth - k), place = scale_index(grain, i, k, outer, depth);
+            const int64_t cols = min_i64(width, depth - k), place = scale_index(granularity, i, k, outer, depth);
             const float *block = x + i * s.outer_stride + k * s.depth_stride;
             const float amax = whole ? 0 : float_from_bits(quantize_block_amax(block, s, rows, cols, rule)),
                         block_scale = whole ? scale : fp8_rule_scale(rule, amax, format);
@@ -66,17 +66,17 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, C
     }
 }
 
-// Decodes a copy [outer, depth] as a GEMM reads it: the codes' values, times the inverse scales of grains finer than a
+// Decodes a copy [outer, depth] as a GEMM reads it: the codes' values, times the inverse scales of granularities finer than a
 // tensor (powers of two: exact, short of fp32's smallest numbers). GEMMs multiply their sums by the inverse scales of
 // whole tensors themselves.
 static inline void dequantize_copy(float *out, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth,
-                                   Grain grain, Fp8Format format) {
-    const int64_t width = grain_width(grain, depth);
+                                   ScaleGranularity granularity, Fp8Format format) {
+    const int64_t width = block_width(granularity, depth);
     PARALLEL_FOR
     for (int64_t i = 0; i < outer; i++)
         for (int64_t k = 0; k < depth; k++) {
-            const int64_t place = scale_index(grain, i, k / width * width, outer, depth);
-            const float inverse = grain_is_tensor(grain) ? 1.0f : scale_load(grain, scales, place);
+            const int64_t place = scale_index(granularity, i, k / width * width, outer, depth);
+            const float inverse = is_per_tensor(granularity) ? 1.0f : scale_load(granularity, scales, place);
             out[i * depth + k] = fp8_to_float(codes[i * depth + k], format) * inverse;
         }
 }
