@@ -122,7 +122,8 @@ static AuditSums plain_sums(const float *x, CopyShape shape, ScaleGranularity g,
     return s;
 }
 
-static void check_granularity(int64_t R, int64_t C, CopyKind copy, ScaleGranularity g, ScaleRule rule, Fp8Format format) {
+static void check_granularity(int64_t R, int64_t C, CopyKind copy, ScaleGranularity g, ScaleRule rule,
+                              Fp8Format format) {
     const CopyShape shape = copy_shape(R, C, copy);
     float *x = (float *)xcalloc((size_t)(R * C), sizeof(float));
     uint8_t *codes = (uint8_t *)xcalloc((size_t)(R * C), 1);

@@ -29,7 +29,8 @@ typedef struct {
     void *scales;
 } Copy;
 
-static Copy copy_make(const Matrix *m, CopyKind kind, ScaleGranularity granularity, ScaleRule rule, Fp8Format format, float scale) {
+static Copy copy_make(const Matrix *m, CopyKind kind, ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
+                      float scale) {
     const CopyShape shape = copy_shape(m->R, m->C, kind);
     Copy c = {shape.outer, shape.depth, NULL, NULL};
     c.codes = (uint8_t *)xcalloc((size_t)(c.outer * c.depth), 1);
@@ -48,7 +49,8 @@ static bool same_float(float a, float b) { return float_bits(a) == float_bits(b)
 
 // Inverse scales of a golden stand in the natural order, [outer / height, depth / width].
 static int64_t natural_place(const Copy *c, ScaleGranularity granularity, int64_t width, int64_t i, int64_t k) {
-    return is_per_tensor(granularity) ? 0 : i / (granularity == BLOCK_128X128 ? 128 : 1) * ceil_div(c->depth, width) + k / width;
+    const int64_t height = granularity == BLOCK_128X128 ? 128 : 1;
+    return is_per_tensor(granularity) ? 0 : i / height * ceil_div(c->depth, width) + k / width;
 }
 
 // Compared place by place; all other bytes must be zero.
@@ -89,11 +91,14 @@ static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inv
 static void check_copy(const Safetensors *st, const char *key, const Matrix *m, CopyKind kind, ScaleGranularity granularity, ScaleRule rule, Fp8Format format) {
     char name[160];
     Copy c = copy_make(m, kind, granularity, rule, format, 0);
-    const int64_t width = granularity == BLOCK_1X32 ? 32 : granularity == BLOCK_1X128 || granularity == BLOCK_128X128 ? 128 : c.depth;
+    const bool by_128 = granularity == BLOCK_1X128 || granularity == BLOCK_128X128;
+    const int64_t width = granularity == BLOCK_1X32 ? 32 : by_128 ? 128 : c.depth;
     uint8_t *codes = (uint8_t *)fp8_golden_bytes(st, key, ST_U8, c.outer * c.depth);
-    const int64_t rows = granularity == BLOCK_128X128 ? ceil_div(c.outer, 128) : is_per_tensor(granularity) ? 1 : c.outer;
+    const int64_t bands = granularity == BLOCK_128X128 ? ceil_div(c.outer, 128) : c.outer;
+    const int64_t rows = is_per_tensor(granularity) ? 1 : bands;
     format_checked(name, sizeof name, "%s_inverse", key);
-    void *inverse = fp8_golden_bytes(st, name, granularity == BLOCK_1X32 ? ST_U8 : ST_F32, rows * ceil_div(c.depth, width));
+    const SafetensorsType type = granularity == BLOCK_1X32 ? ST_U8 : ST_F32;
+    void *inverse = fp8_golden_bytes(st, name, type, rows * ceil_div(c.depth, width));
     int64_t wrong = 0, first = -1;
     for (int64_t i = 0; i < c.outer * c.depth; i++)
         if (!fp8_same(c.codes[i], codes[i], format) && wrong++ == 0) first = i;
@@ -116,10 +121,12 @@ static void test_golden_copies(const char *path, int expected) {
     int seen = 0;
     for (int64_t t = 0; t < st.count; t++) {
         char name[40], granularity[40], copy[40], format[40];
-        if (sscanf(st.tensors[t].name, "%39[^.].%39[^.].%39[^.].%39[^.]", name, granularity, copy, format) != 4) continue;
+        const char *pattern = "%39[^.].%39[^.].%39[^.].%39[^.]";
+        if (sscanf(st.tensors[t].name, pattern, name, granularity, copy, format) != 4) continue;
         for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
             for (int f = 0; f < 2; f++) {
-                if (strcmp(granularity, kinds[k].name) != 0 || strcmp(format, fp8_format_name((Fp8Format)f)) != 0) continue;
+                if (strcmp(granularity, kinds[k].name) != 0) continue;
+                if (strcmp(format, fp8_format_name((Fp8Format)f)) != 0) continue;
                 strcat(name, ".x");
                 Matrix m = golden_matrix(&st, name);
                 check_copy(&st, st.tensors[t].name, &m, strcmp(copy, "row") == 0 ? COPY_ROW : COPY_COL, kinds[k].granularity, kinds[k].rule, (Fp8Format)f);
@@ -301,16 +308,17 @@ static void test_places(void) {
 // The table of granularities agrees with the functions that kernels call.
 static void test_granularities(void) {
     uint8_t scales[8] = {0, 0, 0x80, 0x3f, 0, 0, 0x80, 0x3f};  // two floats of 1; as E8M0, 2^-127 first
-    for (int g = 0; g < NUM_GRANULARITIES; g++) {
-        const GranularityRow *r = granularity_row((ScaleGranularity)g);
-        CHECK(is_per_tensor((ScaleGranularity)g) == (r->amaxes == AMAX_ONE), "%s: a scale of the tensor", r->name);
-        CHECK((g == NO_SCALE) == (r->type == SCALE_TYPE_NONE) && (g == NO_SCALE) == !*r->name, "%d: scales", g);
-        CHECK(scale_load((ScaleGranularity)g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1), "%s: type", r->name);
+    for (int number = 0; number < NUM_GRANULARITIES; number++) {
+        const ScaleGranularity g = (ScaleGranularity)number;
+        const GranularityTraits *r = granularity_traits(g);
+        CHECK(is_per_tensor(g) == (r->amaxes == AMAX_ONE), "%s: a scale of the tensor", r->name);
+        CHECK((g == NO_SCALE) == (r->type == SCALE_TYPE_NONE) && (g == NO_SCALE) == !*r->name, "%d: scales", number);
+        CHECK(scale_load(g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1), "%s: type", r->name);
         for (int64_t i = 0; r->type != SCALE_TYPE_NONE && i < 300; i++)
             for (int64_t k = 0; k < 300; k++) {
                 const int64_t row = r->rows == WHOLE ? 0 : i / r->rows * r->rows;
                 const int64_t col = r->cols == WHOLE ? 0 : k / r->cols * r->cols;
-                if (scale_index((ScaleGranularity)g, i, k, 300, 300) == scale_index((ScaleGranularity)g, row, col, 300, 300)) continue;
+                if (scale_index(g, i, k, 300, 300) == scale_index(g, row, col, 300, 300)) continue;
                 CHECK(false, "%s: [%lld, %lld] is of another block", r->name, (long long)i, (long long)k);
                 return;
             }

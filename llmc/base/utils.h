@@ -2,6 +2,7 @@
 #ifndef LLMC_UTILS_H
 #define LLMC_UTILS_H
 
+#include <assert.h>
 #include <errno.h>
 #include <stdarg.h>
 #include <stdbool.h>

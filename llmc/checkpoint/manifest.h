@@ -44,6 +44,7 @@ typedef struct {
 // The last lines of a manifest: the hash of all bytes before them.
 #define CHECKPOINT_SEAL_FORMAT ",\n  \"xxh64\": \"%016llx\"\n}\n"
 #define CHECKPOINT_SEAL_BYTES 34
+static_assert(sizeof CHECKPOINT_SEAL_FORMAT - sizeof "%016llx" + 16 == CHECKPOINT_SEAL_BYTES, "%016llx prints 16 digits");
 
 // Appends the list of files and the hash of all this, and writes FOLDER/NAME. Frees *out.
 static inline bool checkpoint_write_sealed(const char *folder, const char *name, JsonText *out, const FileList *files,

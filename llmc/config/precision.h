@@ -29,11 +29,29 @@ static inline bool precision_is_fp8(const Precision *p) { return p->recipe != re
 // Whether a recipe's products take its sizes.
 static inline bool linear_fits(const LinearShape *s, const Recipe *r) { return s->N % r->multiple == 0 && s->K % r->multiple == 0; }
 
+// LINEAR_OF_field is the number of FP8 weights that the table of parameters has before a field. A fused weight counts
+// once: PARAM_JOINED continues it. AdamW counts its amax slots in this way, and they are LinearIds.
+enum {
+#define X(field, name, rows, cols, present, flags) \
+    LINEAR_OF_##field, LINEARS_UNTIL_##field = LINEAR_OF_##field - (((flags) & (PARAM_FP8 | PARAM_JOINED)) != PARAM_FP8),
+    LAYER_PARAMETERS(X)
+#undef X
+    LINEARS_OF_LAYER
+};
+static_assert((int)LINEARS_OF_LAYER == (int)NUM_LINEARS, "parameters.h has as many FP8 weights a layer as LinearId");
+static_assert((int)LINEAR_OF_wq == (int)QKV_PROJ && (int)LINEAR_OF_wo == (int)OUT_PROJ &&
+              (int)LINEAR_OF_wgate == (int)GATE_UP_PROJ && (int)LINEAR_OF_wdown == (int)DOWN_PROJ,
+              "FP8 weights stand in the order of LinearId in parameters.h");
+
 static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig *m, const ParameterTable *t) {
-    const int64_t C = m->hidden_size, F = m->intermediate_size, ATT = m->num_heads * m->head_dim, matrices = t->layer_segments[SEGMENT_VECTORS];
-    const LinearShape shapes[NUM_LINEARS] = {{"qkv", model_qkv_size(m), C, t->layer.wq - matrices}, {"attn_out", C, ATT, t->layer.wo - matrices},
-                                             {"gate_up", 2 * F, C, t->layer.wgate - matrices}, {"down", C, F, t->layer.wdown - matrices}};
-    memcpy(out, shapes, sizeof shapes);
+    const int64_t C = m->hidden_size, F = m->intermediate_size, ATT = m->num_heads * m->head_dim;
+    const int64_t matrices = t->layer_segments[SEGMENT_VECTORS];
+    const LinearShape qkv = {"qkv", model_qkv_size(m), C, t->layer.wq - matrices};
+    const LinearShape attn_out = {"attn_out", C, ATT, t->layer.wo - matrices};
+    const LinearShape gate_up = {"gate_up", 2 * F, C, t->layer.wgate - matrices};
+    const LinearShape down = {"down", C, F, t->layer.wdown - matrices};
+    static_assert(NUM_LINEARS == 4, "linear_shapes fills in every linear layer");
+    out[QKV_PROJ] = qkv, out[OUT_PROJ] = attn_out, out[GATE_UP_PROJ] = gate_up, out[DOWN_PROJ] = down;
 }
 
 // Marks what one word of the filter keeps in bf16. False if it is no such word; dies if it names layers that are not there.
@@ -41,6 +59,8 @@ static inline bool filter_word(Precision *p, const char *word) {
     const int64_t L = p->num_layers;
     int64_t first = 0, last = L - 1;
     bool linear[NUM_LINEARS] = {true, true, true, true};
+    static_assert(QKV_PROJ < OUT_PROJ && OUT_PROJ < GATE_UP_PROJ && OUT_PROJ < DOWN_PROJ && NUM_LINEARS == 4,
+                  "linear layers up to OUT_PROJ are attention's, the others the MLP's");
     long long from, to;
     char rest;
     if (strcmp(word, "lm_head") == 0) return true;
@@ -136,7 +156,7 @@ static inline void precision_print_product(const Precision *p, const LinearShape
     for (int i = 0; i < 2; i++) {
         const ScaleGranularity g = r->granularity[gemm][i];
         if (g == NO_SCALE) format_checked(operand[i], sizeof operand[i], "%s", plain);
-        else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_row(g)->name);
+        else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_traits(g)->name);
     }
     const int64_t rows = gemm == GEMM_WGRAD ? s->N : R, cols = gemm == GEMM_FPROP ? s->N : s->K, depth = gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R;
     const bool fast = precision_fast_sums(p, r, gemm);

@@ -6,8 +6,9 @@
 //   fprop  y [M, N] = x  [M, K]   w^T        sums over K
 //   dgrad  dx[M, K] = dy [M, N]   w          sums over N
 //   wgrad  dw[N, K] = dy [M, N]^T x          sums over M
-// So each of x, w and dy is read twice, summed over its columns by one product (its "row copy", stored as it lies) and over its rows by the other (its
-// "col copy", stored transposed). A copy is a matrix [outer, depth] whose depth is summed over; scales are along it.
+// So each of x, w and dy is read twice: one GEMM sums over its columns (its "row copy", stored as it lies), another one
+// sums over its rows (its "col copy", stored transposed). A copy is a matrix [outer, depth] whose depth is summed over.
+// Scales are along the depth.
 #ifndef LLMC_RECIPES_H
 #define LLMC_RECIPES_H
 
@@ -31,14 +32,14 @@ typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 //                 "cublasLtMatmul", FP8 scaling modes)
 #define WHOLE 0
 #define UNLIMITED INT32_MAX
-#define SCALE_GRANULARITIES(X)                                                                                    \
-    /*id                     name       rows   cols   pad     scales amaxes same   mode            GPUs */            \
-    X(NO_SCALE,            "",        WHOLE, WHOLE, 1,   1, NONE,  NONE,  false, SCALAR_32F,     0,   UNLIMITED) \
-    X(PER_TENSOR,          "tensor",  WHOLE, WHOLE, 1,   1, FP32,  ONE,   true,  SCALAR_32F,     89,  UNLIMITED) \
-    X(PER_TENSOR_BROADCAST, "tensor",  1,     WHOLE, 1,   1, FP32,  ONE,   false, OUTER_VEC_32F,  90,  99)        \
-    X(PER_ROW,             "row",     1,     WHOLE, 1,   1, FP32,  ROWS,  false, OUTER_VEC_32F,  90,  99)        \
-    X(BLOCK_1X128,           "1x128",   1,     128,   1,   1, FP32,  NONE,  false, VEC128_32F,     90,  99)        \
-    X(BLOCK_128X128,         "128x128", 128,   128,   1,   4, FP32,  NONE,  true,  BLK128x128_32F, 90,  99)        \
+#define SCALE_GRANULARITIES(X)                                                                                        \
+    /*id                     name       rows   cols   pad     scales amaxes same   mode            GPUs            */ \
+    X(NO_SCALE,              "",        WHOLE, WHOLE, 1,   1, NONE,  NONE,  false, SCALAR_32F,     0,   UNLIMITED)    \
+    X(PER_TENSOR,            "tensor",  WHOLE, WHOLE, 1,   1, FP32,  ONE,   true,  SCALAR_32F,     89,  UNLIMITED)    \
+    X(PER_TENSOR_BROADCAST,  "tensor",  1,     WHOLE, 1,   1, FP32,  ONE,   false, OUTER_VEC_32F,  90,  99)           \
+    X(PER_ROW,               "row",     1,     WHOLE, 1,   1, FP32,  ROWS,  false, OUTER_VEC_32F,  90,  99)           \
+    X(BLOCK_1X128,           "1x128",   1,     128,   1,   1, FP32,  NONE,  false, VEC128_32F,     90,  99)           \
+    X(BLOCK_128X128,         "128x128", 128,   128,   1,   4, FP32,  NONE,  true,  BLK128x128_32F, 90,  99)           \
     X(BLOCK_1X32,            "1x32",    1,     32,    128, 4, E8M0,  NONE,  false, VEC32_UE8M0,    100, UNLIMITED)
 
 #define GRANULARITY_ID(id, ...) id,
@@ -55,17 +56,19 @@ typedef struct {
     AmaxNeed amaxes;
     bool same_codes;
     int first_gpu, last_gpu;
-} GranularityRow;
+} GranularityTraits;
 
-static inline const GranularityRow *granularity_row(ScaleGranularity g) {
-#define GRANULARITY_ROW(id, name, rows, cols, pad_rows, pad_cols, type, amaxes, same, mode, first, last) \
+static inline const GranularityTraits *granularity_traits(ScaleGranularity g) {
+#define GRANULARITY_TRAITS(id, name, rows, cols, pad_rows, pad_cols, type, amaxes, same, mode, first, last) \
     {name, rows, cols, pad_rows, pad_cols, SCALE_TYPE_##type, AMAX_##amaxes, same, first, last},
-    static const GranularityRow table[NUM_GRANULARITIES] = {SCALE_GRANULARITIES(GRANULARITY_ROW)};
-#undef GRANULARITY_ROW
+    static const GranularityTraits table[NUM_GRANULARITIES] = {SCALE_GRANULARITIES(GRANULARITY_TRAITS)};
+#undef GRANULARITY_TRAITS
     return &table[g];
 }
 
-static inline int64_t scale_type_bytes(ScaleType type) { return type == SCALE_TYPE_FP32 ? 4 : type == SCALE_TYPE_E8M0 ? 1 : 0; }
+static inline int64_t scale_type_bytes(ScaleType type) {
+    return type == SCALE_TYPE_FP32 ? 4 : type == SCALE_TYPE_E8M0 ? 1 : 0;
+}
 
 // The four linear layers of a block, each a fused weight.
 typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
@@ -78,7 +81,7 @@ enum { RECIPE_TENSORWISE, RECIPE_DELAYED, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, 
 
 typedef struct {
     const char *name;
-    ScaleGranularity granularity[NUM_GEMMS][2];  // of A and B as cuBLASLt names them: fprop w, x; dgrad w, dy; wgrad x, dy
+    ScaleGranularity granularity[NUM_GEMMS][2];  // cuBLASLt's A and B: fprop w, x; dgrad w, dy; wgrad x, dy
     Fp8Format dy_format;        // unless --fp8-format says otherwise; x and w are E4M3
     ScaleRule rule;
     bool delayed;               // scales from earlier amaxes
@@ -96,14 +99,23 @@ typedef struct {
 //   mxfp8        E8M0 rounded up (RCEIL), as Transformer Engine and torchao train; NaN makes its block NaN (torchao)
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {
-        // name                 fprop w, x                            dgrad w, dy                                    wgrad x, dy                    dy        rule                delayed fast   gathers multiple
-        {"tensorwise",          {{PER_TENSOR, PER_TENSOR},   {PER_TENSOR, PER_TENSOR},        {PER_TENSOR, PER_TENSOR}}, FP8_E5M2, SCALE_TORCHAO,      false, true,  true,  16, "tensor, current amax"},
-        {"delayed",             {{PER_TENSOR, PER_TENSOR},   {PER_TENSOR, PER_TENSOR},        {PER_TENSOR, PER_TENSOR}}, FP8_E5M2, SCALE_TE,           true,  true,  true,  16, "tensor, amax history"},
-        {"rowwise",             {{PER_ROW, PER_ROW},         {PER_ROW, PER_ROW},              {PER_ROW, PER_ROW}},       FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row, power of 2"},
-        {"rowwise_with_gw_hp",  {{PER_ROW, PER_ROW},         {PER_TENSOR_BROADCAST, PER_ROW},  {NO_SCALE, NO_SCALE}},     FP8_E4M3, SCALE_TORCHAO_POW2, false, true,  false, 16, "row (dgrad: w tensor), power of 2"},
-        {"blockwise",           {{BLOCK_128X128, BLOCK_1X128},   {BLOCK_128X128, BLOCK_1X128},        {BLOCK_1X128, BLOCK_1X128}},   FP8_E4M3, SCALE_TE_POW2,      false, false, false, 128, "1x128 (w 128x128), power of 2"},
-        {"mxfp8",               {{BLOCK_1X32, BLOCK_1X32},       {BLOCK_1X32, BLOCK_1X32},            {BLOCK_1X32, BLOCK_1X32}},     FP8_E4M3, SCALE_MX,           false, false, false, 32, "1x32, E8M0"},
-        {"bf16",                {{NO_SCALE, NO_SCALE},       {NO_SCALE, NO_SCALE},            {NO_SCALE, NO_SCALE}},     FP8_E4M3, SCALE_TORCHAO,      false, false, false, 8,  "none"}};
+        // name, granularities of fprop w, x; dgrad w, dy; wgrad x, dy
+        // dy, rule, delayed, fast_accumulation, gathers_fp8, multiple, scales
+        {"tensorwise", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
+         FP8_E5M2, SCALE_TORCHAO, false, true, true, 16, "tensor, current amax"},
+        {"delayed", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
+         FP8_E5M2, SCALE_TE, true, true, true, 16, "tensor, amax history"},
+        {"rowwise", {{PER_ROW, PER_ROW}, {PER_ROW, PER_ROW}, {PER_ROW, PER_ROW}},
+         FP8_E4M3, SCALE_TORCHAO_POW2, false, true, false, 16, "row, power of 2"},
+        {"rowwise_with_gw_hp", {{PER_ROW, PER_ROW}, {PER_TENSOR_BROADCAST, PER_ROW}, {NO_SCALE, NO_SCALE}},
+         FP8_E4M3, SCALE_TORCHAO_POW2, false, true, false, 16, "row (dgrad: w tensor), power of 2"},
+        {"blockwise", {{BLOCK_128X128, BLOCK_1X128}, {BLOCK_128X128, BLOCK_1X128}, {BLOCK_1X128, BLOCK_1X128}},
+         FP8_E4M3, SCALE_TE_POW2, false, false, false, 128, "1x128 (w 128x128), power of 2"},
+        {"mxfp8", {{BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}},
+         FP8_E4M3, SCALE_MX, false, false, false, 32, "1x32, E8M0"},
+        {"bf16", {{NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}},
+         FP8_E4M3, SCALE_TORCHAO, false, false, false, 8, "none"}};
+    static_assert(sizeof rows / sizeof rows[0] == RECIPE_BF16 + 1, "one row for each RECIPE_");
     return &rows[index];
 }
 
@@ -131,6 +143,9 @@ static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) { retur
 // The number of a tensor among those of a model with `layers` layers, [layer][role][linear]: where its amax, its scale and its history are, on the GPU,
 // on the CPU and in checkpoints.
 HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, int linear) { return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear; }
+static_assert(TENSOR_W == 0 && TENSOR_X == 1 && TENSOR_DY == 2 && NUM_TENSORS == 3 && QKV_PROJ == 0 && OUT_PROJ == 1 &&
+              GATE_UP_PROJ == 2 && DOWN_PROJ == 3 && NUM_LINEARS == 4,
+              "checkpoints hold histories and scales in this order");
 enum { TENSORS_PER_LAYER = NUM_TENSORS * NUM_LINEARS };
 static inline int64_t tensor_count(int64_t layers) { return layers * TENSORS_PER_LAYER; }
 
@@ -144,7 +159,9 @@ static inline CopyShape copy_shape(int64_t rows, int64_t cols, CopyKind copy) {
     return copy == COPY_ROW ? row : col;
 }
 
-HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) { return g == PER_TENSOR || g == PER_TENSOR_BROADCAST; }
+HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) {
+    return g == PER_TENSOR || g == PER_TENSOR_BROADCAST;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Scales of a copy [outer, depth] as the matrix products want them: inverse scales (what a code is multiplied by to give the value back), fp32, in the
@@ -165,7 +182,7 @@ HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int
 
 // Bytes of all scales of a copy [outer, depth]; 0 for bf16.
 static inline int64_t scale_bytes(ScaleGranularity g, int64_t outer, int64_t depth) {
-    const GranularityRow *r = granularity_row(g);
+    const GranularityTraits *r = granularity_traits(g);
     const int64_t rows = r->rows == WHOLE ? 1 : ceil_div(outer, r->rows);
     const int64_t cols = r->cols == WHOLE ? 1 : ceil_div(depth, r->cols);
     return round_up(rows, r->pad_rows) * round_up(cols, r->pad_cols) * scale_type_bytes(r->type);
@@ -178,7 +195,7 @@ HOST_DEVICE static inline float scale_load(ScaleGranularity g, const void *scale
 
 // Amaxes that must be known before a copy [outer, depth] can be cast.
 static inline int64_t copy_amaxes(ScaleGranularity g, int64_t outer) {
-    const AmaxNeed need = granularity_row(g)->amaxes;
+    const AmaxNeed need = granularity_traits(g)->amaxes;
     return need == AMAX_ROWS ? outer : need == AMAX_ONE ? 1 : 0;
 }
 

@@ -12,6 +12,7 @@
 #include "../base/utils.h"
 
 typedef __nv_bfloat16 bf16;
+static_assert(sizeof(bf16) == sizeof(bf16_bits), "host and device exchange bf16 as bytes");
 
 #define WARP_SIZE 32
 #define LOG2_E 1.4426950408889634f  // of softmaxes by powers of two

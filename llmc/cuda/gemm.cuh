@@ -84,7 +84,7 @@ static inline int64_t gemm_bytes_b(const GemmPlan *p) { return p->cols * p->dept
 // True if a GPU of compute capability major.minor has all GEMMs of a recipe.
 static inline bool recipe_native(const Recipe *r, int major, int minor) {
     for (int i = 0; i < 2 * NUM_GEMMS; i++) {
-        const GranularityRow *g = granularity_row(r->granularity[i / 2][i % 2]);
+        const GranularityTraits *g = granularity_traits(r->granularity[i / 2][i % 2]);
         if (10 * major + minor < g->first_gpu || 10 * major + minor > g->last_gpu) return false;
     }
     return true;

@@ -13,6 +13,10 @@
 
 #include "quantize_kernels.cuh"
 
+static_assert(NO_SCALE < PER_ROW && PER_TENSOR < PER_ROW && PER_TENSOR_BROADCAST < PER_ROW && PER_ROW < BLOCK_1X128 &&
+              PER_ROW < BLOCK_128X128 && PER_ROW < BLOCK_1X32, "these kernels cast PER_ROW and what comes after it");
+static_assert(CAST_TILE % 128 == 0, "a tile holds whole blocks");
+
 // Amaxes in device memory. For a copy, one of each row of it or, NULL, the tensor's.
 typedef struct {
     uint32_t *rows, *columns, *tensor;

@@ -14,9 +14,11 @@ typedef struct {
     double signal, noise;  // sums of squares of the values, and of what quantization changed
     uint32_t amax, scale_max, inverse_scale_max;
 } AuditSums;
+static_assert(sizeof(AuditSums) == 5 * sizeof(double) + 4 * sizeof(uint32_t), "kernels and ranks exchange it as bytes");
 
 // The sums of a model are [L, NUM_LINEARS, NUM_TENSORS, 2]: steps to the next linear layer, and to the next layer.
 enum { AUDIT_LINEAR = NUM_TENSORS * 2, AUDIT_LAYER = NUM_LINEARS * AUDIT_LINEAR };
+static_assert(COPY_ROW == 0 && COPY_COL == 1, "the row copy's sums stand before the col copy's");
 
 // Returns the place of a copy's sums among those of a model.
 static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, CopyKind copy) {
@@ -83,7 +85,9 @@ static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *co
 }
 
 // True if the row and the col copy of a tensor hold the same codes with the same scales.
-static inline bool audit_shares_codes(ScaleGranularity row, ScaleGranularity col) { return row == col && granularity_row(row)->same_codes; }
+static inline bool audit_shares_codes(ScaleGranularity row, ScaleGranularity col) {
+    return row == col && granularity_traits(row)->same_codes;
+}
 
 // Returns the ratio of signal to quantization noise, 10 log10(signal / noise), in dB. It is infinite where nothing
 // changed, also for a tensor of zeros; minus infinity where a finite value came back infinite or NaN; NaN where there

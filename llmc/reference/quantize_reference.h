@@ -34,7 +34,7 @@ static inline void quantize_block_cast(uint8_t *codes, const float *x, CopyShape
 
 // Returns how many values share a scale along the depth of a copy.
 static inline int64_t block_width(ScaleGranularity g, int64_t depth) {
-    const int64_t cols = granularity_row(g)->cols;
+    const int64_t cols = granularity_traits(g)->cols;
     return cols == WHOLE ? depth : cols;
 }
 
@@ -48,8 +48,8 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, C
     const bool whole = is_per_tensor(granularity);
     const int64_t outer = s.outer, depth = s.depth;
     if (whole && !(scale > 0)) scale = fp8_rule_scale(rule, float_from_bits(quantize_tensor_amax(x, outer * depth, rule)), format);
-    const GranularityRow *block_row = granularity_row(granularity);
-    const int64_t height = max_i64(1, block_row->rows), width = block_width(granularity, depth);
+    const GranularityTraits *traits = granularity_traits(granularity);
+    const int64_t height = max_i64(1, traits->rows), width = block_width(granularity, depth);
     memset(scales, 0, (size_t)scale_bytes(granularity, outer, depth));
     PARALLEL_FOR
     for (int64_t band = 0; band < ceil_div(outer, height); band++) {
@@ -60,8 +60,8 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, C
             const float amax = whole ? 0 : float_from_bits(quantize_block_amax(block, s, rows, cols, rule)),
                         block_scale = whole ? scale : fp8_rule_scale(rule, amax, format);
             quantize_block_cast(codes + i * depth + k, block, s, rows, cols, block_scale, format);
-            if (block_row->type == SCALE_TYPE_E8M0) ((uint8_t *)scales)[place] = e8m0_from_amax(amax, format);
-            else if (block_row->rows != WHOLE || i == 0) ((float *)scales)[place] = 1.0f / block_scale;
+            if (traits->type == SCALE_TYPE_E8M0) ((uint8_t *)scales)[place] = e8m0_from_amax(amax, format);
+            else if (traits->rows != WHOLE || i == 0) ((float *)scales)[place] = 1.0f / block_scale;
         }
     }
 }

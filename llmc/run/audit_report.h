@@ -47,7 +47,8 @@ static inline AuditOperand audit_operand(int index) {
 }
 
 static inline bool audit_shared(const Precision *p, TensorRole tensor) {
-    return audit_shares_codes(recipe_granularity(p->recipe, tensor, COPY_ROW), recipe_granularity(p->recipe, tensor, COPY_COL));
+    return audit_shares_codes(recipe_granularity(p->recipe, tensor, COPY_ROW),
+                              recipe_granularity(p->recipe, tensor, COPY_COL));
 }
 
 // What one operand of linear layer `id` of layer l has gathered; count 0 if it is bf16 or was never cast in an audit. Copies that hold the same codes are one.
@@ -112,7 +113,7 @@ static inline void audit_print_operand(const AuditSums *sums, const Precision *p
     }
     if (worst_layer < 0) return;
     printf("  %-9s %-6s %-3s %-4s %-8s %7.2f %8.2f %6lld %12.4f%% %10.4f%% %12.4g\n", p->linear[id].name, o.gemm_name, o.name,
-           precision_format(p, o.tensor) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_row(recipe_granularity(p->recipe, o.tensor, o.copy))->name, audit_sqnr_db(&all), worst,
+           precision_format(p, o.tensor) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_traits(recipe_granularity(p->recipe, o.tensor, o.copy))->name, audit_sqnr_db(&all), worst,
            (long long)worst_layer, 100 * all.flushed / all.count, 100 * all.saturated / all.count, (double)float_from_bits(all.amax));
 }
 

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Sizes that keep the code readable: lines of files and functions, fields of Trainer, lines of layer_forward.
+
+A function counts from the line of its opening brace to that of its closing brace. Kernels and their device functions
+have no limit. Prints every offender; ends with "N passed, N failed".
+"""
+import pathlib
+import re
+import sys
+import tempfile
+
+FILE_LINES, FUNCTION_LINES, LAYER_FORWARD_LINES, TRAINER_FIELDS = 550, 40, 20, 20
+TRAINERS = ("train_fp8.c", "train_fp8.cu")
+LIMITS = {"train_fp8.cu": 1000, "llmc/dist/fsdp.cuh": 450}  # of files; for files of llmc/ beside FILE_LINES
+
+
+def functions(text):
+    """Yields (name, first line, lines, whether it is device code) of each function that begins in the first column."""
+    lines = text.split("\n")
+    head = ""
+    for i, line in enumerate(lines):
+        if re.match(r"template\b[^(]*$", line):
+            continue
+        if re.match(r"[A-Za-z_]", line):
+            head = line
+        elif head and line[:1].isspace():
+            head += " " + line.strip()
+        else:
+            head = ""
+        code = re.sub(r"\s*//.*", "", head).rstrip()
+        if not head or ";" in code.split("{")[0]:
+            head = ""
+            continue
+        if "{" not in line:
+            continue
+        plain = re.sub(r"__(launch_bounds|attribute)__\s*\((\([^()]*\)|[^()])*\)", "", code)
+        match = re.search(r"([A-Za-z_]\w*)\s*\((?!\()", plain)
+        device = re.search(r"__global__|__device__", code)
+        head = ""
+        if not match or re.match(r"(typedef|struct|enum|union|class|extern)\b", code) or "=" in code.split("(")[0]:
+            continue
+        if line.rstrip().endswith("}") and line.count("{") == line.count("}"):
+            yield match.group(1), i + 1, 1, bool(device)
+            continue
+        end = next((j for j in range(i + 1, len(lines)) if lines[j].startswith("}")), len(lines) - 1)
+        yield match.group(1), i + 1, end - i + 1, bool(device)
+
+
+def trainer_fields(text):
+    """The names that the struct Trainer declares; None if there is no such struct."""
+    match = re.search(r"typedef struct(?: \w+)? \{((?:(?!typedef struct).)*?)\n\} Trainer;", text, re.S)
+    if not match:
+        return None
+    body = re.sub(r"//[^\n]*|/\*.*?\*/", "", match.group(1), flags=re.S)
+    body = re.sub(r"\{[^{}]*\}|\[[^\]]*\]|\([^()]*\)", "", body)
+    return [name.strip() for field in body.split(";") if field.strip() for name in field.split(",")]
+
+
+def offenders(root):
+    """Every size above its limit, as one line of text."""
+    root = pathlib.Path(root)
+    files = sorted(p for p in root.glob("llmc/*/*") if p.suffix in (".h", ".cuh")) + [root / name for name in TRAINERS]
+    for path in files:
+        name, text = path.relative_to(root).as_posix(), path.read_text()
+        limit = LIMITS.get(name, None if name in TRAINERS else FILE_LINES)
+        if limit and text.count("\n") > limit:
+            yield f"{name}: {text.count(chr(10))} lines, above {limit}"
+        found = list(functions(text))
+        for function, line, lines, device in found:
+            if lines > FUNCTION_LINES and not device:
+                yield f"{name}:{line}: {function}() has {lines} lines, above {FUNCTION_LINES}"
+        if name not in TRAINERS:
+            continue
+        fields = trainer_fields(text)
+        if fields is None:
+            yield f"{name}: no struct Trainer"
+        elif len(fields) > TRAINER_FIELDS:
+            yield f"{name}: Trainer has {len(fields)} fields, above {TRAINER_FIELDS}"
+        layer_forward = [(line, lines) for function, line, lines, _ in found if function == "layer_forward"]
+        if not layer_forward:
+            yield f"{name}: no function layer_forward"
+        for line, lines in layer_forward:
+            if lines > LAYER_FORWARD_LINES:
+                yield f"{name}:{line}: layer_forward() has {lines} lines, above {LAYER_FORWARD_LINES}"
+
+
+def function(head, lines):
+    """A function of that many lines, its opening brace's line included."""
+    return head + " {\n" + "    x++;\n" * (lines - 2) + "}\n"
+
+
+def write_tree(root, trainer="", header="", fields=20, forward=20, lines=0, fsdp=0):
+    """A tree whose sizes are just at their limits, but for what the arguments say."""
+    base = "typedef struct {\n" + "    int a, *b;  // c, d\n" * (fields // 2) + "    int e;\n" * (fields % 2)
+    base += "} Trainer;\n" + function("static void layer_forward(Trainer *t, int l)", forward) + trainer
+    for folder in ("llmc/base", "llmc/dist"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    (root / "train_fp8.c").write_text(base)
+    (root / "train_fp8.cu").write_text(base + "//\n" * max(0, (lines or 1000) - base.count("\n")))
+    (root / "llmc/dist/fsdp.cuh").write_text("//\n" * (fsdp or 450))
+    (root / "llmc/base/a.h").write_text(header + "//\n" * (550 - header.count("\n")))
+
+
+def self_test():
+    """Planted offenders that were not found, and sizes at their limits that were taken for offenders."""
+    long = function("static inline int f(int a,\n                    const char *(*b)(void))", 41)
+    kernel = function("template <int N>\nstatic __global__ void __launch_bounds__(N * 2) k(int a)", 90)
+    device = function("__device__ static inline void d(int a)", 90)
+    table = "int t[] = {1,\n" + "1,\n" * 50 + "};\n"
+    both = function("HOST_DEVICE static inline int g(int a)", 41)
+    template = "static int y;\n" + function("template <int N>\nstatic int h(void)", 45)
+    main_43 = function("int main(int argc, char **argv)", 43)
+    planted = [
+        (dict(), []),
+        (dict(header=function("int f(void)", 40) + kernel + device + table), []),
+        (dict(header=long), ["llmc/base/a.h:2: f() has 41 lines, above 40"]),
+        (dict(header=both), ["llmc/base/a.h:1: g() has 41 lines, above 40"]),
+        (dict(header=template), ["llmc/base/a.h:3: h() has 45 lines, above 40"]),
+        (dict(header="//\n" * 551), ["llmc/base/a.h: 551 lines, above 550"]),
+        (dict(lines=1001), ["train_fp8.cu: 1001 lines, above 1000"]),
+        (dict(fsdp=451), ["llmc/dist/fsdp.cuh: 451 lines, above 450"]),
+        (dict(fields=21), [f"{name}: Trainer has 21 fields, above 20" for name in TRAINERS]),
+        (dict(forward=21), [f"{name}:13: layer_forward() has 21 lines, above 20" for name in TRAINERS]),
+        (dict(trainer=main_43), [f"{name}:33: main() has 43 lines, above 40" for name in TRAINERS]),
+    ]
+    for number, (arguments, expected) in enumerate(planted):
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            write_tree(root, **arguments)
+            got = sorted(offenders(root))
+            if got != sorted(expected):
+                yield f"planted case {number}: {got} instead of {expected}"
+
+
+def main():
+    wrong = list(self_test())
+    found = list(offenders(pathlib.Path(__file__).resolve().parents[2]))
+    for text in wrong + found:
+        print(f"FAILED: {text}")
+    print(f"{2 - bool(wrong) - bool(found)} passed, {len(wrong) + len(found)} failed")
+    return 1 if wrong or found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
