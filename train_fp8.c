@@ -16,7 +16,6 @@
 #include <sys/resource.h>
 
 #include "llmc/base/arena.h"
-#include "llmc/run/audit_report.h"
 #include "llmc/checkpoint/tensors.h"
 #include "llmc/dist/comm.h"
 #include "llmc/data/dataloader.h"
@@ -25,25 +24,19 @@
 #include "llmc/reference/cross_entropy.h"
 #include "llmc/reference/delayed.h"
 #include "llmc/reference/embedding.h"
-#include "llmc/config/flops.h"
 #include "llmc/reference/gradient_sum.h"
 #include "llmc/reference/initialize.h"
 #include "llmc/reference/linear.h"
-#include "llmc/run/logger.h"
 #include "llmc/run/nonfinite.h"
 #include "llmc/config/options.h"
 #include "llmc/config/parameters.h"
 #include "llmc/config/precision.h"
 #include "llmc/reference/rmsnorm.h"
 #include "llmc/reference/rope.h"
-#include "llmc/run/run.h"
-#include "llmc/run/sampler.h"
+#include "llmc/run/train.h"
 #include "llmc/config/schedule.h"
 #include "llmc/config/shard_plan.h"
-#include "llmc/run/stop.h"
 #include "llmc/reference/swiglu.h"
-#include "llmc/data/tokenizer.h"
-#include "llmc/dist/watch.h"
 
 // Elements that replicas reduce at once.
 #define REPLICA_CHUNK ((int64_t)1 << 16)
@@ -153,13 +146,7 @@ typedef struct {
     float *delayed_before;  // histories and scales before the step under way, if it may be skipped; else NULL
     bool auditing;          // this is a step of --fp8-audit
     AuditSums *step_audit;  // [audit_count] of this step's casts, on this rank
-    AuditSums *run_audit;   // [audit_count] of all audits, over all ranks
 } Scales;
-
-// One micro-batch on this rank.
-typedef struct {
-    int32_t *inputs, *targets;  // [R]
-} Batch;
 
 typedef struct {
     const Options *o;
@@ -174,9 +161,11 @@ typedef struct {
     Units units;
     Scales scales;
     Activations acts;
-    Batch batch;
+    Batch batch;           // of the micro-step under way
     bool training;         // in a micro-step: casts leave their amax in scales.amax, norms their number in bad_norm
     int64_t bad_norm;      // the first norm of this step whose input was not finite (nonfinite.h)
+    StepRecord last_step;    // the step taken last
+    double validation_loss;  // of the batches so far
     void *memory;          // the arena
     int64_t memory_bytes;
 } Trainer;
@@ -237,10 +226,8 @@ static void place_scales(Trainer *t, Arena *a) {
         s->delayed.history = take(a, delayed_elements(t)), s->delayed.scale = s->delayed.history + tensors * window;
         s->delayed_before = t->o->on_nonfinite == NONFINITE_SKIP ? take(a, delayed_elements(t)) : NULL;
     }
-    if (t->o->fp8_audit) {
-        const int64_t bytes = audit_count(&t->precision) * (int64_t)sizeof(AuditSums);
-        s->step_audit = (AuditSums *)arena_take(a, bytes), s->run_audit = (AuditSums *)arena_take(a, bytes);
-    }
+    if (t->o->fp8_audit)
+        s->step_audit = (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums));
 }
 
 static LayerActs place_layer(const Dims *d, Arena *a) {
@@ -307,8 +294,7 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     t->plan = shard_plan(&t->table, comm->shard_size, comm->shard_rank);
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     t->rounding = o->precision == PRECISION_FP32 ? ROUND_NONE : ROUND_BF16;
-    t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
-    t->precision.fast_accum = FAST_ACCUM_NONE;  // only GPUs have it
+    t->precision = precision_plan(o, o->fp8_filter, m, &t->table, false);
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     u->fp32_sums = options_fp32_gradients(o, comm->world);
     u->buffered = comm->shard_size > 1 || o->grad_accumulation_steps > 1;
@@ -743,8 +729,10 @@ static void loss_forward(Trainer *t, const Batch *batch) {
     cross_entropy_forward(t->acts.losses, t->acts.logits, batch->targets, t->d.R, t->d.V);
 }
 
-// Returns the mean of acts.losses.
-static double mean_loss(const Trainer *t) { return array_sum(t->acts.losses, t->d.R) / (double)t->d.R; }
+// Returns the losses of the first `rows` rows, divided by `tokens`.
+static double loss_share(const Trainer *t, int64_t rows, int64_t tokens) {
+    return array_sum(t->acts.losses, rows) / (double)tokens;
+}
 
 // After model_forward: the loss of every row, and its way back through lm_head and the final norm to acts.dx.
 static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
@@ -830,7 +818,7 @@ static void weights_refresh(Trainer *t) {
     if (t->precision.recipe->gathers_fp8) weights_quantize(t);
 }
 
-// Sets the random initial weights.
+// Sets the random initial masters; weights_refresh must follow.
 static void weights_initialize(Trainer *t) {
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
@@ -841,7 +829,6 @@ static void weights_initialize(Trainer *t) {
                                            r.first + e);
         if (t->o->master_weights != STORAGE_FP32) round_array(w, r.count, ROUND_BF16);
     }
-    weights_refresh(t);
 }
 
 // Delayed scaling: the amaxes of the weights as they were cast last, or else of a micro-step's inputs and gradients,
@@ -884,28 +871,20 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
     weights_refresh(t);
 }
 
-// Returns what this rank knows of a step that is not taken.
+// This rank's knowledge of a step that is not taken.
 static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
-    const BackwardOrder order = backward_order(&t->table);
-    NonfiniteStep s = {loss, norm, t->bad_norm, 0, NONFINITE_NONE};
+    const BackwardOrder order = shard_backward_order(&t->table, &t->plan);
+    NonfiniteStep s = {loss, norm, t->bad_norm, 0, 0};
     for (int64_t i = 0; i < t->plan.total; i++)
-        if (adamw_magnitude(t->params.gradients[i]) > s.magnitude)
-            s.magnitude = adamw_magnitude(t->params.gradients[i]);
-    for (int64_t i = 0; i < t->table.count; i++) {
-        const Parameter *p = &t->table.entries[i];
-        const ShardRange r = shard_parameter(&t->table, &t->plan, p);
-        for (int64_t e = 0; e < r.count; e++)
-            if (adamw_magnitude(t->params.gradients[r.shard + e]) >= adamw_large(s.magnitude))
-                s.position = min_i64(s.position, backward_position(order, p->offset + r.first + e));
-    }
+        if (adamw_magnitude(t->params.gradients[i]) > s.magnitude) s.magnitude = adamw_magnitude(t->params.gradients[i]);
+    while (adamw_magnitude(t->params.gradients[backward_position(order, s.position)]) < adamw_large(s.magnitude)) s.position++;
     return s;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The step
 
-// Before step `step`, counted from 1: decides if --fp8-audit looks at its casts. Weights that are gathered in FP8 were
-// cast before it, slice by slice.
+// Before step `step` (counted from 1): whether --fp8-audit looks at its casts. Weights that travel as codes were cast before it, slice by slice.
 static void audit_begin(Trainer *t, int64_t step) {
     t->scales.auditing = is_due(t->o->fp8_audit, step);
     if (!t->scales.auditing) return;
@@ -916,16 +895,16 @@ static void audit_begin(Trainer *t, int64_t step) {
         if (!gathered_as_fp8(t, l)) continue;
         const ShardRange r = linear_range(t, l, id);
         const float inverse_scale = 1.0f / weight_scale(t, l, id);
-        // the codes are both the row copy's and the col copy's
-        AuditSums *sums = &t->scales.step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)];
-        audit_copy(sums, t->params.weights + r.shard, linear_codes(t, l, r), &inverse_scale,
-                   copy_shape(1, r.count, COPY_ROW), PER_TENSOR, FP8_E4M3);
+        AuditSums *sums = &t->scales.step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)];  // both copies have the same codes
+        audit_copy(sums, t->params.weights + r.shard, linear_codes(t, l, r), &inverse_scale, copy_shape(1, r.count, COPY_ROW), PER_TENSOR, FP8_E4M3);
     }
 }
 
-// After it: writes the audit of all ranks to the log and adds it to the run's.
-static void audit_end(Trainer *t, Logger *log, int64_t step) {
-    if (t->scales.auditing) audit_finish(t->comm, log, step, t->scales.step_audit, t->scales.run_audit, &t->precision);
+// Reads this rank's sequences of micro-step `micro` of the step that begins with first_sample.
+static void read_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64_t micro) {
+    const int64_t B = t->o->batch_size;
+    const int64_t first = dataloader_sample_index(first_sample, micro, t->comm->world, t->comm->rank, B);
+    dataloader_batch(data, first, B, t->batch.inputs, t->batch.targets);
 }
 
 static int64_t host_memory(void) {
@@ -945,37 +924,30 @@ static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t mic
         comm_max_u32(t->comm, COMM_WORLD, t->scales.amax, t->scales.delayed.tensors);
         histories_update(t, false);
     }
-    return mean_loss(t);
+    return loss_share(t, t->d.R, t->d.R);
 }
 
-// One optimizer step on the samples from progress->samples on. A step whose gradient norm is not accepted changes
-// nothing; *skipped_in_a_row counts them.
-static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *progress, int64_t *skipped_in_a_row) {
+// One optimizer step on the samples from first_sample on. A step whose gradient norm is not accepted changes nothing.
+static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const double start = seconds_now();
-    const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps, world = t->comm->world;
+    const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
     const float grad_scale = (float)(1.0 / (double)(B * T * micro_steps));
     StepRecord s;
     memset(&s, 0, sizeof s);
-    activity_phase(PHASE_TRAINING, progress->step + 1);
     t->bad_norm = NONFINITE_NONE;
     copy_delayed_before(t, true);
-    audit_begin(t, progress->step + 1);
+    audit_begin(t, step + 1);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
-        dataloader_batch(data, dataloader_sample_index(progress->samples, micro, world, t->comm->rank, B), B,
-                         t->batch.inputs, t->batch.targets);
-        s.loss += micro_step(t, grad_scale, progress->step, micro) / (double)micro_steps;
+        read_batch(t, data, first_sample, micro);
+        s.loss += micro_step(t, grad_scale, step, micro) / (double)micro_steps;
     }
     reduce_replicas(t);
     comm_sum(t->comm, COMM_WORLD, &s.loss, 1);
-    s.loss /= (double)world;
+    s.loss /= (double)t->comm->world;
     s.norm = gradient_norm(t);
     s.skipped = !adamw_accepts(s.norm);
-    *skipped_in_a_row = s.skipped ? *skipped_in_a_row + 1 : 0;
     if (s.skipped) copy_delayed_before(t, false);
-    else weights_update(t, progress->step, s.norm);
-    s.learning_rate = schedule_learning_rate(t->o, progress->step);
-    s.step = ++progress->step;
-    progress->samples += world * B * micro_steps;
+    else weights_update(t, step, s.norm);
     s.seconds = seconds_now() - start;
     s.memory = (int64_t)comm_max(t->comm, COMM_WORLD, (double)host_memory());
     return s;
@@ -984,33 +956,30 @@ static StepRecord train_step(Trainer *t, DataLoader *data, TrainerProgress *prog
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-// Mean loss of the first --val-steps sequences of the validation data. Ranks whose rows of the last batch are beyond
-// them compute as the others do, and count nothing. NAN if a stop was requested meanwhile.
-static double validate(Trainer *t, DataLoader *data) {
-    const int64_t B = t->o->batch_size, T = t->o->sequence_length, world = t->comm->world,
-                  sequences = min_i64(t->o->val_steps, data->num_sequences);
-    double loss = 0;
-    for (int64_t i = 0; i * world * B < sequences; i++) {
-        if (stop_requested(t->comm)) return (double)NAN;
-        const int64_t first = dataloader_sample_index(0, i, world, t->comm->rank, B),
-                      rows = dataloader_rows_before(first, B, sequences);
-        dataloader_batch(data, first, B, t->batch.inputs, t->batch.targets);
-        model_forward(t, &t->batch);
-        loss_forward(t, &t->batch);
-        loss += array_sum(t->acts.losses, rows * T) / (double)(sequences * T);
-    }
-    comm_sum(t->comm, COMM_WORLD, &loss, 1);
-    return loss;
+static void clear_loss(void *context) { ((Trainer *)context)->validation_loss = 0; }
+
+static void add_loss(void *context, DataLoader *data, int64_t batch, int64_t rows, int64_t tokens) {
+    Trainer *t = (Trainer *)context;
+    read_batch(t, data, 0, batch);
+    model_forward(t, &t->batch);
+    loss_forward(t, &t->batch);
+    t->validation_loss += loss_share(t, rows * t->d.T, tokens);
+}
+
+static double read_loss(void *context) {
+    Trainer *t = (Trainer *)context;
+    comm_sum(t->comm, COMM_WORLD, &t->validation_loss, 1);
+    return t->validation_loss;
 }
 
 static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {
     Trainer *t = (Trainer *)context;
-    const Dims batch = t->d;
+    const Dims dims = t->d;
     memcpy(t->batch.inputs, tokens, (size_t)length * sizeof *tokens);
     t->d = model_dims(&t->m, 1, length);
     model_forward(t, &t->batch);
     logits_forward(t);
-    t->d = batch;
+    t->d = dims;
     return t->acts.logits + (length - 1) * t->m.vocab_size;
 }
 
@@ -1018,10 +987,12 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 // Checkpoints: access to the flat shard arrays in their storage type
 
 static float *state_array(const Trainer *t, StateKind kind) {
-    return kind == STATE_WEIGHTS ? t->params.master : kind == STATE_EXP_AVG ? t->params.exp_avg : t->params.exp_avg_sq;
+    float *const arrays[] = {t->params.master, t->params.exp_avg, t->params.exp_avg_sq, t->scales.delayed.history, t->scales.delayed.scale};
+    return arrays[kind];
 }
 
 static bool state_is_fp32(const Trainer *t, StateKind kind) {
+    if (kind >= STATE_AMAX_HISTORY) return true;
     return (kind == STATE_WEIGHTS ? t->o->master_weights : t->o->optimizer_state) == STORAGE_FP32;
 }
 
@@ -1043,94 +1014,86 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
 
 static TrainerState trainer_state(Trainer *t) {
     TrainerState s = {t, {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)}, state_read, state_write,
-                      &t->plan, t->comm, t->precision.recipe->delayed ? &t->scales.delayed : NULL};
+                      &t->plan, t->comm, t->scales.delayed.tensors, t->scales.delayed.window};
     return s;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The run
 
-// Steps, validations, samples and checkpoints until --num-steps or a stop signal, which is returned (0: none).
-static int train(Trainer *t, RunSetup *setup, Logger *log, TrainerProgress *progress) {
-    const Options *o = t->o;
-    const TrainerState state = trainer_state(t);
-    int64_t skipped_in_a_row = 0;
-    int stop = stop_requested(t->comm);
-    while (progress->step < o->num_steps && !stop) {
-        const StepRecord s = train_step(t, &setup->train, progress, &skipped_in_a_row);
-        if (s.skipped) {
-            const NonfiniteStep what = nonfinite_step(t, s.loss, s.norm);
-            nonfinite_report(o, &t->table, &state, &what, s.step - 1, skipped_in_a_row);
-        }
-        logger_step(log, &s);
-        audit_end(t, log, s.step);
-        const Due due = schedule_due(o, s.step);
-        if (due.validate) {
-            activity_phase(PHASE_VALIDATION, s.step);
-            const double loss = validate(t, &setup->val);
-            if (!isnan(loss) || !stop_requested(t->comm)) logger_validation(log, s.step, loss);
-        }
-        if (due.sample) sampler_print(o, t->comm, &t->m, &setup->tokenizer, s.step, next_logits, t);
-        stop = stop_requested(t->comm);
-        if (due.save || (stop && *o->checkpoint_dir))
-            run_save(setup, o, progress, &t->table, &state, due.last || stop, log);
-    }
-    return stop;
-}
-
-// Dies on what only the GPU trainer can do.
-static void check_supported(const Options *o) {
-    if (strcmp(o->fp8_filter, "auto") == 0) die("--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
+// Dies on options that only the GPU trainer has.
+static void check_supported(const ModelConfig *m, const Options *o, int64_t shard_size) {
+    (void)m, (void)shard_size;
+    if (strcmp(o->fp8_filter, "auto") == 0)
+        die("--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
     if (o->profile) die("--profile is the GPU trainer's (train_fp8cu); leave it out");
-    if (o->copy_engines == ON) die("--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
-    if (o->fp8_weight_cache == ON) die("--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it out");
+    if (o->copy_engines == ON)
+        die("--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
+    if (o->fp8_weight_cache == ON)
+        die("--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it "
+            "out");
 }
 
-static int run(int argc, char **argv) {
-    char presets[1024], device[64];
-    model_config_preset_names(presets, sizeof presets);
-    process_prepare();
-    Comm comm = comm_open(&argc, &argv);
-    Options o = options_parse(argc, argv);
-    watch_open(&comm, o.stall_timeout);
-    output_survive(&o);
-    run_setup_same_options(&comm, &o, "train_fp8");
-    options_require_model(&o, argc, argv, presets);
-    check_supported(&o);
-    RunSetup setup = run_setup(&o, &comm);
-    if (o.world_size) comm_assume(&comm, o.world_size);
-    comm_split(&comm, options_shard_group(&o, comm.world));
-    Trainer t;
-    const Arena plan = trainer_plan(&t, &o, &setup.model, &comm);
-    run_print(&setup, &o, &comm, &t.table, &t.plan, &t.precision);
-    arena_print_plan(&plan, 0);
-    precision_print(&t.precision, t.d.R, t.d.R, t.rounding == ROUND_NONE ? "fp32" : "bf16");
-    printf("\n");
-    fflush(stdout);
-    if (!o.dry_run) {
-        run_setup_resume(&setup, &o, &comm);
-        run_setup_check_room(&setup, &o, &comm);
-        trainer_allocate(&t);
-        stop_catch();
-        const TrainerState state = trainer_state(&t);
-        if (run_load(&setup, &t.table, &state)) weights_refresh(&t);
-        else weights_initialize(&t);
-        TrainerProgress progress = setup.start;
-        format_checked(device, sizeof device, "CPU, %d threads", omp_get_max_threads());
-        const RunInfo info = {"train_fp8", device, "compiler " __VERSION__, comm.world, o.peak_tflops * 1e12, progress.step > 0};
-        Logger log = logger_open(&o, &t.m, &t.table, &t.precision, info);
-        const int stop = train(&t, &setup, &log, &progress);
-        logger_close(&log);
-        if (o.fp8_audit) audit_print_table(t.scales.run_audit, &t.precision);
-        run_end(&setup, &o, stop, progress.step, &t.table, &state);
-    }
-    run_setup_close(&setup);
-    trainer_free(&t);
-    watch_close();
-    comm_close(&comm);
-    return EXIT_SUCCESS;
+static TrainerParts describe(void *context, const Options *o, const ModelConfig *m, const Comm *comm) {
+    Trainer *t = (Trainer *)context;
+    const Arena plan = trainer_plan(t, o, m, comm);
+    const TrainerParts parts = {&t->table, &t->precision, trainer_state(t), plan, 0};
+    return parts;
 }
+
+static void print_gemms(const void *context) {
+    const Trainer *t = (const Trainer *)context;
+    precision_print(&t->precision, t->d.R, t->d.R, t->rounding == ROUND_NONE ? "fp32" : "bf16");
+}
+
+static void create(void *context, const Arena *memory) {
+    (void)memory;
+    trainer_allocate((Trainer *)context);
+}
+
+static void initialize(void *context) { weights_initialize((Trainer *)context); }
+static void weights_changed(void *context) { weights_refresh((Trainer *)context); }
+static void destroy(void *context) { trainer_free((Trainer *)context); }
+
+static DeviceInfo device(const Options *o) {
+    DeviceInfo d;
+    format_checked(d.name, sizeof d.name, "CPU, %d threads", omp_get_max_threads());
+    format_checked(d.versions, sizeof d.versions, "compiler " __VERSION__);
+    d.peak_bf16 = o->peak_tflops * 1e12;
+    return d;
+}
+
+static void start_step(void *context, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause) {
+    Trainer *t = (Trainer *)context;
+    (void)after_pause;
+    t->last_step = train_step(t, data, step, first_sample);
+}
+
+static StepRecord finish_step(void *context, int64_t step) {
+    (void)step;
+    return ((const Trainer *)context)->last_step;
+}
+
+static NonfiniteStep nonfinite(void *context, const StepRecord *s) {
+    return nonfinite_step((const Trainer *)context, s->loss, s->norm);
+}
+
+static void read_audit(void *context, AuditSums *sums) {
+    const Trainer *t = (const Trainer *)context;
+    memcpy(sums, t->scales.step_audit, (size_t)audit_count(&t->precision) * sizeof *sums);
+}
+
+static const TrainerOps trainer_ops = {
+    .program = "train_fp8", .steps_ahead = 0, .check_supported = check_supported, .open_device = NULL,
+    .find_filter = NULL, .describe = describe, .print_settings = NULL, .print_gemms = print_gemms, .create = create,
+    .initialize = initialize, .weights_changed = weights_changed, .device = device, .start_step = start_step,
+    .finish_step = finish_step, .nonfinite = nonfinite, .read_audit = read_audit, .clear_loss = clear_loss,
+    .add_loss = add_loss, .read_loss = read_loss, .next_logits = next_logits, .settle = NULL, .print_profile = NULL,
+    .destroy = destroy};
 
 #ifndef TESTING
-int main(int argc, char **argv) { return run(argc, argv); }
+int main(int argc, char **argv) {
+    static Trainer trainer;
+    return run_trainer(argc, argv, &trainer_ops, &trainer);
+}
 #endif

@@ -12,16 +12,16 @@
 #include "llmc/cuda/adamw.cuh"
 #include "llmc/base/arena.h"
 #include "llmc/cuda/attention.cuh"
-#include "llmc/run/audit_report.h"
 #include "llmc/cuda/auto_filter.cuh"
+#include "llmc/cuda/batches.cuh"
 #include "llmc/cuda/column_sums.cuh"
 #include "llmc/cuda/cross_entropy.cuh"
-#include "llmc/cuda/cuda_utils.cuh"
 #include "llmc/cuda/embedding.cuh"
+#include "llmc/dist/device.cuh"
 #include "llmc/dist/fsdp.cuh"
+#include "llmc/dist/fsdp_report.cuh"
 #include "llmc/cuda/initialize.cuh"
 #include "llmc/cuda/linear.cuh"
-#include "llmc/run/logger.h"
 #include "llmc/config/model_config.h"
 #include "llmc/run/nonfinite.h"
 #include "llmc/config/options.h"
@@ -31,13 +31,11 @@
 #include "llmc/cuda/quantize.cuh"
 #include "llmc/cuda/rmsnorm.cuh"
 #include "llmc/cuda/rope.cuh"
-#include "llmc/run/run.h"
-#include "llmc/run/sampler.h"
+#include "llmc/run/train.h"
 #include "llmc/config/schedule.h"
-#include "llmc/run/stop.h"
+#include "llmc/cuda/step_stats.cuh"
 #include "llmc/cuda/swiglu.cuh"
 #include "llmc/base/utils.h"
-#include "llmc/dist/watch.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer and its memory
@@ -46,36 +44,6 @@
 // small beside T x V. Each time lm_head's gradient is read and written.
 #define LOGITS_ROWS 4096
 #define LOGITS_FEW_ROWS 2048
-
-// Batches of tokens on their way to the GPU.
-#define TOKEN_SLOTS 4
-
-// Steps whose statistics and end events are kept: the one that runs, the one that is reported, and the one before, from
-// whose end it is timed.
-#define STEP_SLOTS 3
-
-// GPU memory beside the arena: context, kernels, cuBLASLt. Measured on H200, CUDA 13.0.
-#define CUDA_OVERHEAD_BYTES (640ll << 20)
-
-// Statistics of one step; written on the device.
-typedef struct {
-    float loss;            // mean over the step's tokens
-    uint32_t bad_norm;     // the first norm whose input was not finite (nonfinite.h), on this rank; UINT32_MAX: none
-    AdamwControl control;  // gradient norm, and whether it is finite
-} StepStats;
-
-// Statistics of the last steps, and when those steps ended.
-typedef struct {
-    StepStats *device, *host;  // host: [STEP_SLOTS] pinned
-    cudaEvent_t done[STEP_SLOTS];
-} StepHistory;
-
-// One batch in flight: pinned host memory and its copy on the GPU.
-typedef struct {
-    // inputs [R], targets [R], then the sorted index of the inputs that make the embedding's gradient
-    int32_t *host, *device;
-    cudaEvent_t copied;
-} TokenSlot;
 
 // This rank's flat shard arrays (shard_plan.h), [total] each.
 typedef struct {
@@ -98,26 +66,19 @@ typedef struct {
     Linears linears;              // their GEMMs and FP8 scales
     Activations acts;
     Parameters params;
-    StepHistory steps;
+    StepStats *stats;             // on the device, of the step under way
+    StepLog log;                  // of the steps before
     cudaEvent_t idle;             // for trainer_wait_all
-    TokenSlot tokens[TOKEN_SLOTS];
-    int32_t *shared_tokens;       // host: inputs, then targets, of all ranks whose inputs make the embedding's gradient
-    int64_t batches_sent;
+    Batches batches;
     float *sample_logits;         // host: [V] of next_logits
     Profile profile;
     char *memory;                 // the arena
-    DelayedState delayed_state;   // histories and scales of the delayed recipe on the host, for checkpoints
 } Trainer;
 
 // Rows of logits that exist at a time. Fewer rows if the logits then fit into memory that is reused.
 static int64_t logits_rows(const Trainer *t) {
     const int64_t room = fsdp_loss_room(&t->fsdp), many = min_i64(t->d.R, LOGITS_ROWS);
     return room && many * t->d.V > room ? min_i64(t->d.R, LOGITS_FEW_ROWS) : many;
-}
-
-// Bytes of a TokenSlot's memory.
-static int64_t batch_bytes(const Trainer *t) {
-    return (2 * t->d.R + embedding_index_size(fsdp_input_ranks(&t->fsdp) * t->d.R)) * (int64_t)sizeof(int32_t);
 }
 
 static void place_parameters(Trainer *t, Arena *a) {
@@ -136,10 +97,10 @@ static void place_parameters(Trainer *t, Arena *a) {
 static void place_statistics(Trainer *t, Arena *a) {
     arena_group(a, "statistics, tokens");
     t->params.squares = (double *)arena_take(a, sizeof(double));
-    t->steps.device = (StepStats *)arena_take(a, sizeof(StepStats));
+    t->stats = (StepStats *)arena_take(a, sizeof(StepStats));
     t->acts.losses = take_float(a, t->d.R);
     t->acts.rope_table = take_float(a, t->d.T * t->d.HD);
-    for (int i = 0; i < TOKEN_SLOTS; i++) t->tokens[i].device = (int32_t *)arena_take(a, batch_bytes(t));
+    batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp));
 }
 
 // True if weight gradients of layers reuse memory of activations that backward no longer needs. False with gradient
@@ -249,7 +210,7 @@ static RopeDims rope_dims(const Trainer *t) {
 // A norm whose input is not finite leaves its number (nonfinite_norm) in the step's statistics. What validation and
 // samples leave there is cleared before the next step.
 static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
-    const RmsnormWatch watch = {&t->steps.device->bad_norm, (uint32_t)number};
+    const RmsnormWatch watch = {&t->stats->bad_norm, (uint32_t)number};
     return watch;
 }
 
@@ -442,14 +403,14 @@ static void final_norm(Trainer *t, const bf16 *w) {
                                            norm_watch(t, nonfinite_norm(d->L, false)), t->stream));
 }
 
-// Embedding, all layers and the final norm: the tokens in `slot` -> t->acts.y_final [R, C].
-static void model_forward(Trainer *t, const TokenSlot *slot) {
+// Embedding, all layers and the final norm: batch->inputs -> t->acts.y_final [R, C].
+static void model_forward(Trainer *t, const Batch *batch) {
     const Dims *d = &t->d;
     const Root w = root_weights(t);
     tensor_scales_clear_amaxes(&t->linears.scales, TENSOR_X, TENSOR_DY);
     fsdp_prefetch(&t->fsdp, 0);
     profile_bytes(&t->profile, "embedding",
-                  embedding_forward(t->acts.layer[0].x, w.embedding, slot->device, d->R, d->C, t->stream));
+                  embedding_forward(t->acts.layer[0].x, w.embedding, batch->inputs, d->R, d->C, t->stream));
     for (int64_t l = 0; l < d->L; l++) {
         profile_range_begin("forward of layer", l);
         unshard(t, l, false);
@@ -469,12 +430,12 @@ static GemmPlan *logits_forward(Trainer *t, int64_t first, int64_t rows) {
 }
 
 // Cross-entropy of every row into t->acts.losses.
-static void loss_forward(Trainer *t, const TokenSlot *slot) {
+static void loss_forward(Trainer *t, const Batch *batch) {
     const int64_t R = t->d.R, chunk = t->linears.head_rows;
     for (int64_t first = 0; first < R; first += chunk) {
         const int64_t rows = min_i64(chunk, R - first);
         logits_forward(t, first, rows);
-        cross_entropy_loss(t->acts.losses + first, t->acts.logits, slot->device + R + first, rows, t->d.V, t->stream);
+        cross_entropy_loss(t->acts.losses + first, t->acts.logits, batch->targets + first, rows, t->d.V, t->stream);
     }
 }
 
@@ -483,7 +444,7 @@ static void loss_forward(Trainer *t, const TokenSlot *slot) {
 
 // Loss of every row, and its gradient back through lm_head and the final norm: t->acts.dx = gradient of the residual
 // stream. Chunk by chunk, so that the logits never exist whole.
-static void loss_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale) {
+static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     const Dims *d = &t->d;
     Activations *a = &t->acts;
     const Root w = root_weights(t), dw = root_gradients(t);
@@ -492,7 +453,7 @@ static void loss_forward_backward(Trainer *t, const TokenSlot *slot, float grad_
         const int64_t rows = min_i64(chunk, d->R - first);
         GemmPlan *head = logits_forward(t, first, rows);
         profile_bytes(&t->profile, "cross-entropy",
-                      cross_entropy_loss_and_gradient(a->losses + first, a->logits, slot->device + d->R + first, rows,
+                      cross_entropy_loss_and_gradient(a->losses + first, a->logits, batch->targets + first, rows,
                                                       d->V, grad_scale, t->stream));
         const QTensor lm_head = qtensor_bf16(w.lm_head), dlogits = qtensor_bf16(a->logits);
         const QTensor y = qtensor_bf16(a->y_final + first * d->C);
@@ -545,7 +506,7 @@ static EmbeddingPart embedding_part(const Trainer *t) {
 
 // Adds the embedding's gradient to this rank's part of the sum. Where it is lm_head's too, that one has joined before;
 // else the first micro-step clears the part. Returns the bytes moved.
-static int64_t embedding_join(Trainer *t, const TokenSlot *slot, const bf16 *dx) {
+static int64_t embedding_join(Trainer *t, const Batch *batch, const bf16 *dx) {
     Fsdp *f = &t->fsdp;
     const ShardSegment g = segment_slice(&t->table, &f->plan, ROOT, embedding_segment(&t->table));
     const EmbeddingPart part = embedding_part(t);
@@ -556,26 +517,26 @@ static int64_t embedding_join(Trainer *t, const TokenSlot *slot, const bf16 *dx)
     void *sum = fp32 ? (void *)(f->transport.sums_fp32 + g.shard) : (void *)(f->transport.sums + g.shard);
     const GradientSum rounding = fsdp_embedding_sum(f);
     if (clear) CUDA_CHECK(cudaMemsetAsync(sum, 0, (size_t)(part.count * element), t->stream));
-    const int32_t *index = slot->device + 2 * t->d.R;
+    const int32_t *index = batch->index;
     return fp32 ? embedding_backward((float *)sum, part, dx, index, rows, t->d.C, rounding, t->stream)
                 : embedding_backward((bf16 *)sum, part, dx, index, rows, t->d.C, rounding, t->stream);
 }
 
 // The embedding's gradient as a whole, of this rank's inputs alone. Returns the bytes moved.
-static int64_t embedding_whole(Trainer *t, const TokenSlot *slot, const bf16 *dx) {
+static int64_t embedding_whole(Trainer *t, const Batch *batch, const bf16 *dx) {
     const Dims *d = &t->d;
     const EmbeddingPart part = embedding_part(t);
     const GradientSum nearest = {};
     bf16 *gradient = root_gradients(t).embedding;  // a tied embedding's already holds lm_head's
     if (!t->m.tie_word_embeddings) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
-    return embedding_backward(gradient, part, dx, slot->device + 2 * d->R, d->R, d->C, nearest, t->stream);
+    return embedding_backward(gradient, part, dx, batch->index, d->R, d->C, nearest, t->stream);
 }
 
 // Gradient of the embedding, at the end of backward.
-static void embedding_backward(Trainer *t, const TokenSlot *slot) {
+static void embedding_backward(Trainer *t, const Batch *batch) {
     const bf16 *dx = fsdp_gather_input_gradients(&t->fsdp, t->acts.dx);
     const bool joins = fsdp_embedding_joins(&t->fsdp);
-    profile_bytes(&t->profile, "embedding", joins ? embedding_join(t, slot, dx) : embedding_whole(t, slot, dx));
+    profile_bytes(&t->profile, "embedding", joins ? embedding_join(t, batch, dx) : embedding_whole(t, batch, dx));
 }
 
 // The gradient of layer l, or of the ROOT, is computed: it joins the sums over ranks and micro-steps.
@@ -596,12 +557,12 @@ static void update_delayed_scales(Trainer *t) {
 
 // Forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Gradients of the loss times
 // grad_scale join the sums. After the last micro-step, and compute_waits_comm, these are sums over all ranks.
-static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad_scale, bool last) {
+static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
-    model_forward(t, slot);
+    model_forward(t, batch);
     fsdp_begin_gradients(f, ROOT);
     profile_range_begin("loss", -1);
-    loss_forward_backward(t, slot, grad_scale);
+    loss_forward_backward(t, batch, grad_scale);
     if (fsdp_embedding_joins(f)) reduce_scatter_gradients(t, ROOT);
     profile_range_end();
     for (int64_t l = t->d.L - 1; l >= 0; l--) {
@@ -614,7 +575,7 @@ static void model_forward_backward(Trainer *t, const TokenSlot *slot, float grad
         fsdp_reduce_replicas(f, l, last);
         profile_range_end();
     }
-    embedding_backward(t, slot);
+    embedding_backward(t, batch);
     if (!fsdp_embedding_joins(f)) reduce_scatter_gradients(t, ROOT);
     fsdp_reduce_replicas(f, ROOT, last);
     update_delayed_scales(t);
@@ -635,13 +596,13 @@ static AdamwGradients gradient_array(const Trainer *t) {
 
 // The step's loss, and params.squares of this rank's gradients, become their sums over all ranks, in one message.
 static void reduce_step_stats(Trainer *t) {
-    fsdp_reduce_step_stats(&t->fsdp, &t->steps.device->loss, t->params.squares);
+    fsdp_reduce_step_stats(&t->fsdp, &t->stats->loss, t->params.squares);
 }
 
 // params.squares over all ranks -> the norm, and what follows from it. Stays on the device, and is equal on all ranks.
 static void finish_norm(Trainer *t) {
     const Fsdp *f = &t->fsdp;
-    adamw_norm(&t->steps.device->control, t->params.squares, fsdp_times_counted(f), gradient_array(t),
+    adamw_norm(&t->stats->control, t->params.squares, fsdp_times_counted(f), gradient_array(t),
                shard_backward_order(&t->table, &f->plan), (float)t->o->grad_clip, t->stream);
 }
 
@@ -650,7 +611,7 @@ static void finish_norm(Trainer *t) {
 static void begin_new_weight_scales(Trainer *t) {
     TensorScales *s = &t->linears.scales;
     tensor_scales_update_weights(s);
-    tensor_scales_restore_if(s, &t->steps.device->control.nonfinite);
+    tensor_scales_restore_if(s, &t->stats->control.nonfinite);
     tensor_scales_clear_amaxes(s, TENSOR_W, TENSOR_W);
 }
 
@@ -664,7 +625,7 @@ static void optimizer_step(Trainer *t, int64_t step) {
     const bool norm_first = norm_comes_first(o);
     double *workspace = (double *)t->linears.gemm.workspace;  // no GEMM runs beside the optimizer
     const AdamwArrays arrays = {p->weights, p->master, p->exp_avg, p->exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
-    const AdamwUpdate update = {arrays, adamw_step_of(o, step), norm_first ? &t->steps.device->control : NULL, norm_first ? NULL : workspace};
+    const AdamwUpdate update = {arrays, adamw_step_of(o, step), norm_first ? &t->stats->control : NULL, norm_first ? NULL : workspace};
     compute_waits_comm(&f->transport);
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     if (norm_first) {
@@ -695,94 +656,143 @@ static void trainer_wait(Trainer *t, cudaEvent_t event) {
     else CUDA_CHECK(cudaEventSynchronize(event));
 }
 
-// The same for all that has been enqueued.
+// The host waits for all that has been enqueued.
 static void trainer_wait_all(Trainer *t) {
     compute_waits_comm(&t->fsdp.transport);
     CUDA_CHECK(cudaEventRecord(t->idle, t->stream));
     trainer_wait(t, t->idle);
 }
 
-// Sends B sequences from sample number `first` to the GPU and returns where they will be; the ranks of the shard group have the samples next to these.
-// The host waits only when all slots are in flight.
-static TokenSlot *send_batch(Trainer *t, DataLoader *data, int64_t first) {
-    const Dims *d = &t->d;
-    const int64_t ranks = fsdp_input_ranks(&t->fsdp), place = ranks > 1 ? t->fsdp.plan.shard_rank : 0;
-    TokenSlot *slot = &t->tokens[t->batches_sent++ % TOKEN_SLOTS];
-    int32_t *inputs = t->shared_tokens, *targets = inputs + ranks * d->R;
+// Sends this rank's sequences of micro-step `micro` of the step that begins with first_sample to the GPU. The host
+// waits only when all slots are in flight.
+static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64_t micro) {
+    const Comm *c = t->comm;
+    const int64_t B = t->d.B, R = t->d.R, place = t->fsdp.plan.shard_rank;
+    const int64_t group_first = dataloader_sample_index(first_sample, micro, c->world, c->rank - place, B);
+    TokenSlot *slot = batches_next(&t->batches);
     trainer_wait(t, slot->copied);
-    dataloader_batch(data, first - place * d->B, ranks * d->B, inputs, targets);
-    memcpy(slot->host, inputs + place * d->R, (size_t)d->R * sizeof(int32_t));
-    memcpy(slot->host + d->R, targets + place * d->R, (size_t)d->R * sizeof(int32_t));
-    embedding_sort(slot->host + 2 * d->R, inputs, ranks * d->R, d->C, embedding_part(t));
-    CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)batch_bytes(t), cudaMemcpyHostToDevice, t->stream));
-    CUDA_CHECK(cudaEventRecord(slot->copied, t->stream));
-    return slot;
+    dataloader_batch(data, group_first + place * B, B, slot->host.inputs, slot->host.targets);
+    const int32_t *inputs = batches_group_inputs(&t->batches, slot, data, group_first, place);
+    embedding_sort(slot->host.index, inputs, t->batches.ranks * R, t->d.C, embedding_part(t));
+    batches_send(&t->batches, slot, t->stream);
+    return slot->device;
 }
 
-// Enqueues a whole optimizer step, of all ranks on the samples from first_sample on; its statistics arrive in t->steps.host when t->steps.done has happened.
-static void enqueue_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
+// The losses of the first `rows` rows, divided by `tokens`, join the sum in the statistics.
+static void join_loss(Trainer *t, int64_t rows, int64_t tokens) {
+    if (rows) loss_accumulate(&t->stats->loss, t->acts.losses, rows, 1 / (double)tokens, t->stream);
+}
+
+// Says if --fp8-audit looks at the casts that follow.
+static void audit_casts(Trainer *t, bool on) {
+    t->linears.scales.auditing = on;
+    if (on) tensor_scales_clear_audit(&t->linears.scales);
+}
+
+// Enqueues a whole optimizer step, of all ranks on the samples from first_sample on.
+static void start_step(void *context, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause) {
+    Trainer *t = (Trainer *)context;
     const Options *o = t->o;
-    const double tokens = (double)(t->comm->world * t->d.R * o->grad_accumulation_steps);
+    const int64_t micro_steps = o->grad_accumulation_steps, tokens = t->comm->world * t->d.R * micro_steps;
     fsdp_begin_step(&t->fsdp, step);
-    activity_phase(PHASE_TRAINING, step + 1);
     profile_range_begin("step", step + 1);
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
-    CUDA_CHECK(cudaMemsetAsync(&t->steps.device->loss, 0, sizeof t->steps.device->loss, t->stream));
-    CUDA_CHECK(cudaMemsetAsync(&t->steps.device->bad_norm, 0xff, sizeof t->steps.device->bad_norm, t->stream));
+    step_log_begin(&t->log, t->stats, step, after_pause, t->stream);
+    audit_casts(t, is_due(o->fp8_audit, step + 1));
     tensor_scales_copy_before(&t->linears.scales, true);
-    for (int64_t micro = 0; micro < o->grad_accumulation_steps; micro++) {
-        const TokenSlot *slot = send_batch(t, data, dataloader_sample_index(first_sample, micro, t->comm->world, t->comm->rank, t->d.B));
+    for (int64_t micro = 0; micro < micro_steps; micro++) {
+        const Batch batch = send_batch(t, data, first_sample, micro);
         fsdp_begin_micro_step(&t->fsdp, micro);
-        model_forward_backward(t, slot, (float)(1 / tokens), micro + 1 == o->grad_accumulation_steps);
-        loss_accumulate(&t->steps.device->loss, t->acts.losses, t->d.R, 1 / tokens, t->stream);
+        model_forward_backward(t, &batch, (float)(1 / (double)tokens), micro + 1 == micro_steps);
+        join_loss(t, t->d.R, tokens);
     }
     profile_range_begin("optimizer", -1);
     optimizer_step(t, step);
     profile_range_end();
+    audit_casts(t, false);
     profile_end(&t->profile);
-    CUDA_CHECK(cudaMemcpyAsync(&t->steps.host[step % STEP_SLOTS], t->steps.device, sizeof(StepStats), cudaMemcpyDeviceToHost, t->stream));
-    CUDA_CHECK(cudaEventRecord(t->steps.done[step % STEP_SLOTS], t->stream));
+    step_log_end(&t->log, t->stats, step, t->stream);
     profile_range_end();
+}
+
+static StepRecord finish_step(void *context, int64_t step) {
+    Trainer *t = (Trainer *)context;
+    StepRecord s;
+    memset(&s, 0, sizeof s);
+    trainer_wait(t, t->log.done[step % STEP_SLOTS]);
+    const StepStats *stats = &t->log.host[step % STEP_SLOTS];
+    s.loss = stats->loss, s.norm = stats->control.gradient_norm;
+    s.skipped = stats->control.nonfinite != 0;
+    s.seconds = step_log_seconds(&t->log, step);
+    s.memory = step_log_memory(&t->log);
+    if (!s.skipped) t->linears.scales.scales_ready = t->linears.scales.delayed_scale != NULL;
+    return s;
+}
+
+// This rank's knowledge of a step that was not taken.
+static NonfiniteStep nonfinite_step(const StepStats *stats) {
+    const AdamwControl *c = &stats->control;
+    const int64_t forward = stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm;
+    const NonfiniteStep s = {stats->loss, c->gradient_norm, forward, c->largest, (int64_t)c->position};
+    return s;
+}
+
+static NonfiniteStep nonfinite(void *context, const StepRecord *s) {
+    Trainer *t = (Trainer *)context;
+    trainer_wait_all(t);  // weights are read next, which may take long and does not watch over NCCL
+    return nonfinite_step(&t->log.host[(s->step - 1) % STEP_SLOTS]);
+}
+
+static void read_audit(void *context, AuditSums *sums) {
+    Trainer *t = (Trainer *)context;
+    trainer_wait_all(t);
+    const size_t bytes = (size_t)audit_count(&t->precision) * sizeof *sums;
+    CUDA_CHECK(cudaMemcpy(sums, t->linears.scales.audit, bytes, cudaMemcpyDeviceToHost));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-// Mean loss of the first --val-steps sequences of the validation data. Ranks whose rows of the last batch are beyond
-// them compute as the others do, and count nothing. NAN if a stop was requested meanwhile.
-static double validation_loss(Trainer *t, DataLoader *data) {
-    const int64_t world = t->comm->world, sequences = min_i64(t->o->val_steps, data->num_sequences);
-    CUDA_CHECK(cudaMemsetAsync(&t->steps.device->loss, 0, sizeof t->steps.device->loss, t->stream));
-    for (int64_t i = 0; i * world * t->d.B < sequences; i++) {
-        if (stop_requested(t->comm)) {
-            trainer_wait_all(t);  // what comes next may take long and not look at NCCL
-            return (double)NAN;
-        }
-        const int64_t first = dataloader_sample_index(0, i, world, t->comm->rank, t->d.B),
-                      rows = dataloader_rows_before(first, t->d.B, sequences);
-        const TokenSlot *slot = send_batch(t, data, first);
-        model_forward(t, slot);
-        loss_forward(t, slot);
-        if (rows)
-            loss_accumulate(&t->steps.device->loss, t->acts.losses, rows * t->d.T, 1 / (double)(sequences * t->d.T), t->stream);
-    }
-    fsdp_reduce_step_stats(&t->fsdp, &t->steps.device->loss, NULL);
-    trainer_wait_all(t);
+static void clear_loss(void *context) {
+    Trainer *t = (Trainer *)context;
+    CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
+}
+
+static void add_loss(void *context, DataLoader *data, int64_t batch, int64_t rows, int64_t tokens) {
+    Trainer *t = (Trainer *)context;
+    const Batch sent = send_batch(t, data, 0, batch);
+    model_forward(t, &sent);
+    loss_forward(t, &sent);
+    join_loss(t, rows * t->d.T, tokens);
+}
+
+static double read_loss(void *context) {
+    Trainer *t = (Trainer *)context;
     float loss;
-    CUDA_CHECK(cudaMemcpy(&loss, &t->steps.device->loss, sizeof loss, cudaMemcpyDeviceToHost));
+    fsdp_reduce_step_stats(&t->fsdp, &t->stats->loss, NULL);
+    trainer_wait_all(t);
+    CUDA_CHECK(cudaMemcpy(&loss, &t->stats->loss, sizeof loss, cudaMemcpyDeviceToHost));
     return loss;
+}
+
+// Waits for all that is enqueued. If no step was taken yet, tensors that validation or samples gave their first scales
+// forget them.
+static void settle(void *context) {
+    Trainer *t = (Trainer *)context;
+    if (!t->linears.scales.scales_ready) tensor_scales_copy_before(&t->linears.scales, false);
+    trainer_wait_all(t);
 }
 
 // Logits of the last of `length` tokens, which stand first among those that the model runs over: causal attention sees nothing of what follows.
 static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {
     Trainer *t = (Trainer *)context;
     const Dims *d = &t->d;
-    TokenSlot *slot = &t->tokens[0];
+    TokenSlot *slot = batches_next(&t->batches);
     trainer_wait_all(t);
-    memset(slot->host, 0, (size_t)d->R * sizeof(int32_t));
-    memcpy(slot->host, tokens, (size_t)length * sizeof(int32_t));
-    CUDA_CHECK(cudaMemcpyAsync(slot->device, slot->host, (size_t)d->R * sizeof(int32_t), cudaMemcpyHostToDevice, t->stream));
-    model_forward(t, slot);
+    memset(slot->host.inputs, 0, (size_t)d->R * sizeof(int32_t));
+    memcpy(slot->host.inputs, tokens, (size_t)length * sizeof(int32_t));
+    batches_send(&t->batches, slot, t->stream);
+    model_forward(t, &slot->device);
     const int64_t last = length - 1, first = last / t->linears.head_rows * t->linears.head_rows;
     logits_forward(t, first, min_i64(t->linears.head_rows, d->R - first));
     trainer_wait_all(t);
@@ -803,11 +813,14 @@ static void copy_in_order(const Trainer *t, void *to, const void *from, size_t b
 }
 
 static int64_t state_element_bytes(const Trainer *t, StateKind kind) {
+    if (kind >= STATE_AMAX_HISTORY) return (int64_t)sizeof(float);
     return storage_bytes(kind == STATE_WEIGHTS ? t->o->master_weights : t->o->optimizer_state);
 }
 
 static char *state_array(const Trainer *t, StateKind kind) {
-    return (char *)(kind == STATE_EXP_AVG ? t->params.exp_avg : kind == STATE_EXP_AVG_SQ ? t->params.exp_avg_sq : t->params.master ? (void *)t->params.master : (void *)t->params.weights);
+    void *const weights = t->params.master ? (void *)t->params.master : (void *)t->params.weights;
+    void *const arrays[] = {weights, t->params.exp_avg, t->params.exp_avg_sq, t->linears.scales.history, t->linears.scales.delayed_scale};
+    return (char *)arrays[kind];
 }
 
 static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
@@ -828,129 +841,62 @@ static TrainerState trainer_state(Trainer *t) {
     for (int kind = 0; kind < 3; kind++) s.is_fp32[kind] = state_element_bytes(t, (StateKind)kind) == 4;
     s.read = state_read, s.write = state_write;
     s.plan = &t->fsdp.plan, s.comm = t->comm;
-    s.delayed = t->linears.scales.delayed_scale ? &t->delayed_state : NULL;
+    s.delayed_tensors = t->precision.recipe->delayed ? tensor_count(t->d.L) : 0;
+    s.delayed_window = t->o->fp8_amax_history;
     return s;
 }
 
-// Delayed recipe: histories and scales to the host, or from it.
-static void copy_delayed_state(Trainer *t, bool to_host) {
-    DelayedState *d = &t->delayed_state;
-    if (!t->linears.scales.delayed_scale) return;
-    const size_t history = (size_t)(d->tensors * d->window) * sizeof(float), scale = (size_t)d->tensors * sizeof(float);
-    copy_in_order(t, to_host ? d->history : t->linears.scales.history, to_host ? t->linears.scales.history : d->history, history);
-    copy_in_order(t, to_host ? d->scale : t->linears.scales.delayed_scale, to_host ? t->linears.scales.delayed_scale : d->scale, scale);
+// True if the delayed recipe knows the scale of every tensor, as after a checkpoint was loaded.
+static bool delayed_scales_are_known(Trainer *t) {
+    if (!t->linears.scales.delayed_scale) return false;
+    const int64_t tensors = tensor_count(t->d.L);
+    float *scales = (float *)xcalloc((size_t)tensors, sizeof *scales);
+    state_read(t, STATE_SCALES, 0, tensors, scales);
+    const bool known = delayed_is_complete(scales, tensors);
+    free(scales);
+    return known;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Setting up
 
-// What this trainer cannot do, whatever the GPU.
-static void check_supported(const ModelConfig *m, const Options *o) {
+// The cast of SwiGLU's gradient in blocks walks whole tiles of the intermediate size.
+static void check_casts(const ModelConfig *m, const Options *o) {
+    const Recipe *r = options_recipe(o);
+    const ScaleGranularity gradient = recipe_granularity(r, TENSOR_DY, COPY_ROW);
+    if (gradient == NO_SCALE || copy_amaxes(gradient, 1) || m->intermediate_size % CAST_TILE == 0) return;
+    ParameterTable table = parameter_table(m);
+    Precision p = precision_plan(o, o->fp8_filter, m, &table, true);
+    for (int64_t l = 0; l < p.num_layers && !p.filter_open; l++)
+        if (recipe_is_fp8(precision_of(&p, l, GATE_UP_PROJ), GEMM_FPROP))
+            die("model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by "
+                "--fp8-recipe %s needs; take another recipe, or --fp8-filter gate_up", m->name,
+                (long long)m->intermediate_size, CAST_TILE, r->name);
+    precision_free(&p);
+    parameter_table_free(&table);
+}
+
+// Dies on models and options that this trainer does not take, whatever the GPU.
+static void check_supported(const ModelConfig *m, const Options *o, int64_t shard_size) {
+    const struct { const char *name; int64_t value, multiple; } sizes[] = {
+        {"hidden_size", m->hidden_size, 16}, {"intermediate_size", m->intermediate_size, 16},
+        {"vocab_size", m->vocab_size, 8}};
     if (o->precision == PRECISION_FP32) die("--precision fp32 is the CPU trainer's (train_fp8); give bf16 or fp8 here");
     if (m->head_dim != 64 && m->head_dim != 128)
-        die("model %s: head_dim = %lld; attention here takes 64 and 128 (the CPU trainer, train_fp8, takes any)", m->name, (long long)m->head_dim);
-    if (m->hidden_size > RMSNORM_MAX_C) die("model %s: hidden_size = %lld; RMSNorm here takes up to %d", m->name, (long long)m->hidden_size, RMSNORM_MAX_C);
-    const struct { const char *name; int64_t value; } sizes[] = {{"hidden_size", m->hidden_size}, {"intermediate_size", m->intermediate_size}, {"vocab_size", m->vocab_size}};
-    for (int i = 0; i < 3; i++) {
-        const int multiple = i == 2 ? 8 : 16;
-        if (sizes[i].value % multiple)
-            die("model %s: %s = %lld is not a multiple of %d, which the GPU's matrix products need", m->name, sizes[i].name, (long long)sizes[i].value, multiple);
-    }
+        die("model %s: head_dim = %lld; attention here takes 64 and 128 (the CPU trainer, train_fp8, takes any)",
+            m->name, (long long)m->head_dim);
+    if (m->hidden_size > RMSNORM_MAX_C)
+        die("model %s: hidden_size = %lld; RMSNorm here takes up to %d", m->name, (long long)m->hidden_size,
+            RMSNORM_MAX_C);
+    for (int i = 0; i < 3; i++)
+        if (sizes[i].value % sizes[i].multiple)
+            die("model %s: %s = %lld is not a multiple of %lld, which the GPU's matrix products need", m->name,
+                sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].multiple);
+    if (o->fp8_weight_cache == ON && shard_size > 1)
+        die("--fp8-weight-cache on keeps FP8 copies of whole weights, and %lld ranks share them here; leave it off, or "
+            "give --sharding none", (long long)shard_size);
+    check_casts(m, o);
 }
-
-// The cast of SwiGLU's gradient in blocks walks whole tiles of the intermediate size.
-static void check_casts(const Trainer *t) {
-    const Recipe *r = t->precision.recipe;
-    const ScaleGranularity gradient = recipe_granularity(r, TENSOR_DY, COPY_ROW);
-    if (gradient == NO_SCALE || copy_amaxes(gradient, 1) || t->d.F % CAST_TILE == 0) return;
-    for (int64_t l = 0; l < t->d.L; l++)
-        if (recipe_is_fp8(precision_of(&t->precision, l, GATE_UP_PROJ), GEMM_FPROP))
-            die("model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by --fp8-recipe %s needs; take another recipe, or --fp8-filter gate_up",
-                t->m.name, (long long)t->d.F, CAST_TILE, r->name);
-}
-
-// A rank's GPU, as it tells the others.
-typedef struct {
-    char host[64];
-    cudaUUID_t uuid;
-    int visible;  // GPUs from which it has taken this one
-} RankGpu;
-
-// Finds the first two ranks i < j of a host that have the same GPU. False: there are none.
-static bool find_shared_gpu(const RankGpu *gpus, int64_t world, int64_t *i, int64_t *j) {
-    for (*j = 1; *j < world; ++*j)
-        for (*i = 0; *i < *j; ++*i)
-            if (strcmp(gpus[*i].host, gpus[*j].host) == 0 &&
-                memcmp(&gpus[*i].uuid, &gpus[*j].uuid, sizeof gpus[*i].uuid) == 0) return true;
-    return false;
-}
-
-// As nvidia-smi -L prints it.
-static void format_uuid(char *out, size_t capacity, const cudaUUID_t *uuid) {
-    const unsigned char *b = (const unsigned char *)uuid->bytes;
-    format_checked(out, capacity, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", b[0],
-                   b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
-}
-
-// Dies if two ranks of a host have the same GPU.
-static void require_own_gpus(const RankGpu *gpus, int64_t world) {
-    char uuid[64];
-    int64_t i, j;
-    if (!find_shared_gpu(gpus, world, &i, &j)) return;
-    format_uuid(uuid, sizeof uuid, &gpus[j].uuid);
-    die("ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
-        "needs one of its own: mpirun -np %d, or a CUDA_VISIBLE_DEVICES for each rank that names another GPU",
-        (long long)i, (long long)j, gpus[j].host, uuid, (long long)i, gpus[i].visible, (long long)j, gpus[j].visible,
-        gpus[j].visible);
-}
-
-// The ranks of a host take the GPUs that they see in turn. A rank that sees one alone takes that.
-static void choose_device(const Comm *comm, cudaDeviceProp *device) {
-    int count = 0;
-    cudaError_t error = cudaGetDeviceCount(&count);
-    if (error != cudaSuccess || count == 0)
-        die("no usable GPU (%s); the CPU trainer is train_fp8, and --dry-run needs no GPU", error != cudaSuccess ? cudaGetErrorString(error) : "none found");
-    const int index = (int)(comm->local_rank % count);
-    CUDA_CHECK(cudaGetDeviceProperties(device, index));
-    RankGpu *gpus = (RankGpu *)xcalloc((size_t)comm->world, sizeof *gpus), *own = &gpus[comm->rank];
-    memcpy(own->host, comm->host, sizeof own->host);
-    own->uuid = device->uuid, own->visible = count;
-    comm_all_gather(comm, COMM_WORLD, own, gpus, (int64_t)sizeof *own);
-    require_own_gpus(gpus, comm->world);
-    free(gpus);
-    CUDA_CHECK(cudaSetDevice(index));
-}
-
-// Writes what `make` takes as CUDA_ARCH for GPUs of compute capability major.minor.
-static void format_cuda_arch(char *out, size_t capacity, int major, int minor) {
-    format_checked(out, capacity, "%d%s", 10 * major + minor, major == 9 ? "a" : "");  // wgmma is of sm_90a alone
-}
-
-// Dies unless the program holds code for the GPU.
-static void check_architecture(const cudaDeviceProp *device) {
-    char arch[16];
-    cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, (const void *)gemm_alpha_kernel);
-    if (error == cudaSuccess) return;
-    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) CUDA_CHECK(error);
-    format_cuda_arch(arch, sizeof arch, device->major, device->minor);
-    die("this program was built for sm_%s and the GPU is %s with compute capability %d.%d; rebuild with "
-        "make CUDA_ARCH=%s", CUDA_ARCH, device->name, device->major, device->minor, arch);
-}
-
-static void check_device(const Options *o, const Comm *comm, cudaDeviceProp *device) {
-    choose_device(comm, device);
-    if (device->major < 8) die("%s has compute capability %d.%d; 8.0 or above is needed", device->name, device->major, device->minor);
-    check_architecture(device);
-    if (o->precision == PRECISION_FP8 && !o->fp8_emulate) gemm_require_native(options_recipe(o));
-}
-
-// GPU memory that NCCL takes beside the arena, and all that is beside it.
-static int64_t nccl_overhead(const Comm *comm) {
-    return nccl_communicators(comm->world, comm->shard_size) * NCCL_OVERHEAD_BYTES;
-}
-
-static int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
 
 static void check_memory(const Trainer *t, const Arena *plan, size_t available) {
     if ((size_t)plan->used <= available) return;
@@ -966,10 +912,8 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     memset(t, 0, sizeof *t);
     t->o = o, t->m = *m, t->comm = comm;
     t->table = parameter_table(m);
-    t->precision = precision_plan(o, o->fp8_filter, m, &t->table);
+    t->precision = precision_plan(o, o->fp8_filter, m, &t->table, true);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
-    if (o->fp8_weight_cache == ON && fsdp_is_sharded(&t->fsdp))
-        die("--fp8-weight-cache on keeps FP8 copies of whole weights, and %lld ranks share them here; leave it off, or give --sharding none", (long long)t->fsdp.plan.shard_size);
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(t), o, &t->profile);
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
@@ -987,19 +931,7 @@ static void fill_rope_table(Trainer *t) {
     free(table);
 }
 
-// Lets the ranks that share a copy of the weights read each other's memory, where they can and may. If not, rank 0 says why for all.
-static void open_peers(Trainer *t, int64_t bytes) {
-    Fsdp *f = &t->fsdp;
-    char reason[256] = "";
-    if (f->transport.kind != TRANSPORT_COPY_ENGINES) return;
-    if (transport_open_peers(&f->transport, t->comm, t->memory, bytes, reason, sizeof reason)) return;
-    const double first = comm_min(t->comm, COMM_WORLD, *reason ? (double)t->comm->rank : INFINITY);
-    comm_broadcast(t->comm, COMM_WORLD, (int64_t)first, reason, (int64_t)sizeof reason);
-    if (t->o->copy_engines == ON) die("--copy-engines on: %s", reason);
-    printf("\nNCCL moves weights and gradients, because %s\n", reason);
-}
-
-// Takes the GPU memory, plans the matrix products, initializes weights and clears the rest.
+// Takes the GPU memory, plans the matrix products, and clears all arrays.
 static void trainer_create(Trainer *t, const Arena *plan) {
     size_t available = 0, total = 0;
     CUDA_CHECK(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
@@ -1014,49 +946,31 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     const FsdpInputs in = {t->params.weights, &t->linears.scales, t->stream, t->comm->world > 1 ? &t->nccl : NULL};
     fsdp_create(&t->fsdp, &in);
     linears_plan(&t->linears, t->stream, t->memory);
-    if (t->linears.scales.delayed_scale) t->delayed_state = delayed_new(t->d.L, t->o->fp8_amax_history);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
-    initialize_parameters(t->params.weights, t->params.master, &t->table, &t->fsdp.plan, (float)t->m.initializer_range, (uint64_t)t->o->seed, t->stream);
     fill_rope_table(t);
-    CUDA_CHECK(cudaMallocHost((void **)&t->steps.host, STEP_SLOTS * sizeof(StepStats)));
-    for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventCreate(&t->steps.done[i]));
+    t->log = step_log_create();
     CUDA_CHECK(cudaEventCreateWithFlags(&t->idle, cudaEventDisableTiming));
-    for (int i = 0; i < TOKEN_SLOTS; i++) {
-        CUDA_CHECK(cudaMallocHost((void **)&t->tokens[i].host, (size_t)batch_bytes(t)));
-        CUDA_CHECK(cudaEventCreateWithFlags(&t->tokens[i].copied, cudaEventDisableTiming));
-    }
-    t->shared_tokens = (int32_t *)xcalloc((size_t)(2 * fsdp_input_ranks(&t->fsdp) * t->d.R), sizeof *t->shared_tokens);
+    batches_create(&t->batches);
     t->sample_logits = (float *)xcalloc((size_t)t->d.V, sizeof *t->sample_logits);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
-    open_peers(t, plan->used);
+    fsdp_open_peers(&t->fsdp, t->comm, t->memory, plan->used, t->o->copy_engines == ON);
 }
 
 static void trainer_destroy(Trainer *t) {
     trainer_wait_all(t);
     linears_destroy(&t->linears);
-    for (int i = 0; i < TOKEN_SLOTS; i++) {
-        CUDA_CHECK(cudaFreeHost(t->tokens[i].host));
-        CUDA_CHECK(cudaEventDestroy(t->tokens[i].copied));
-    }
-    for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventDestroy(t->steps.done[i]));
+    batches_destroy(&t->batches);
+    step_log_destroy(&t->log);
     CUDA_CHECK(cudaEventDestroy(t->idle));
-    CUDA_CHECK(cudaFreeHost(t->steps.host));
-    free(t->shared_tokens);
     free(t->sample_logits);
     fsdp_destroy(&t->fsdp);
     transport_close_peers(&t->fsdp.transport, t->comm);
     if (t->fsdp.in.nccl) nccl_close(t->fsdp.in.nccl);
     CUDA_CHECK(cudaFree(t->memory));
     CUDA_CHECK(cudaStreamDestroy(t->stream));
-    if (t->linears.scales.delayed_scale) delayed_free(&t->delayed_state);
     precision_free(&t->precision);
     parameter_table_free(&t->table);
     free(t->acts.layer);
-}
-
-__global__ static void round_weights_kernel(bf16 *weights, const float *master, int64_t n) {
-    grid_dependency_wait();
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) weights[i] = __float2bfloat16_rn(master[i]);
 }
 
 // The largest magnitude of this rank's part of linear layer i of layer l.
@@ -1067,8 +981,10 @@ static void shard_amax(Trainer *t, int64_t l, int i) {
 }
 
 // After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters, the FP8 weights and what is gathered follow.
-static void weights_changed(Trainer *t) {
-    if (t->params.master) CUDA_LAUNCH(round_weights_kernel, 8 * device_sm_count(), 256, 0, t->stream, t->params.weights, t->params.master, t->fsdp.plan.total);
+static void weights_changed(void *context) {
+    Trainer *t = (Trainer *)context;
+    t->linears.scales.scales_ready = delayed_scales_are_known(t);
+    if (t->params.master) round_weights(t->params.weights, t->params.master, t->fsdp.plan.total, t->stream);
     fsdp_publish_root(&t->fsdp);
     tensor_scales_clear_amaxes(&t->linears.scales, TENSOR_W, TENSOR_W);
     for (int64_t l = 0; fsdp_tensor_scales(&t->fsdp) && l < t->d.L; l++)
@@ -1080,248 +996,44 @@ static void weights_changed(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The run
 
-typedef struct {
-    Trainer t;
-    RunSetup setup;
-    Logger logger;
-    cudaEvent_t begin;        // of the first step that this process times
-    int64_t skipped_in_a_row;
-    int64_t memory;           // bytes in use on the GPU
-    AuditSums *audit;         // [L, NUM_LINEARS, NUM_TENSORS, 2] sums of all audits; NULL: none
-    bool timing_broken;       // something other than steps ran since the last step: the next one is timed from `begin`
-} Run;
-
-// Where element i of this rank's shard stands in the flat array of parameters.h.
-static int64_t shard_to_flat(const Trainer *t, int64_t i) {
-    for (int64_t l = t->d.L - 1;; l--)
-        for (int k = NUM_SEGMENTS - 1; k >= 0; k--) {
-            const ShardSegment g = segment_slice(&t->table, &t->fsdp.plan, l, k);
-            if (i >= g.shard) return g.flat + t->fsdp.plan.shard_rank * g.slice + i - g.shard;
-        }
+static TrainerParts describe(void *context, const Options *o, const ModelConfig *m, const Comm *comm) {
+    Trainer *t = (Trainer *)context;
+    const Arena plan = trainer_describe(t, o, m, comm);
+    const TrainerParts parts = {&t->table, &t->precision, trainer_state(t), plan, memory_overhead(comm)};
+    return parts;
 }
 
-// This rank's knowledge of a step that was not taken.
-static NonfiniteStep nonfinite_step(const Trainer *t, const StepStats *stats) {
-    const AdamwControl *c = &stats->control;
-    const int64_t element = backward_position(shard_backward_order(&t->table, &t->fsdp.plan), (int64_t)c->position);
-    const int64_t forward = stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm;
-    const NonfiniteStep s = {stats->loss, c->gradient_norm, forward, c->largest,
-                             backward_position(backward_order(&t->table), shard_to_flat(t, element))};
-    return s;
+static void print_settings(const void *context) { fsdp_print_gathers(&((const Trainer *)context)->fsdp); }
+static void print_gemms(const void *context) { linears_print(&((const Trainer *)context)->linears); }
+
+static void create(void *context, const Arena *memory) {
+    trainer_create((Trainer *)context, memory);
+    fsdp_print_transport(&((const Trainer *)context)->fsdp);
 }
 
-// The verdict on step `step`, counted from 0, is known.
-static void report_verdict(Run *run, const StepStats *stats, int64_t step) {
-    Trainer *t = &run->t;
-    run->skipped_in_a_row = stats->control.nonfinite ? run->skipped_in_a_row + 1 : 0;
-    if (!stats->control.nonfinite) {
-        t->linears.scales.scales_ready = t->linears.scales.delayed_scale != NULL;
-        return;
-    }
-    const TrainerState state = trainer_state(t);
-    const NonfiniteStep what = nonfinite_step(t, stats);
-    trainer_wait_all(t);  // weights are read now, which may take long and does not watch over NCCL
-    nonfinite_report(t->o, &t->table, &state, &what, step, run->skipped_in_a_row);
+static void initialize(void *context) {
+    Trainer *t = (Trainer *)context;
+    initialize_parameters(t->params.weights, t->params.master, &t->table, &t->fsdp.plan, (float)t->m.initializer_range,
+                          (uint64_t)t->o->seed, t->stream);
 }
 
-// Waits for step `step` and prints its line.
-static void report_step(Run *run, int64_t step) {
-    Trainer *t = &run->t;
-    trainer_wait(t, t->steps.done[step % STEP_SLOTS]);
-    const StepStats stats = t->steps.host[step % STEP_SLOTS];
-    float ms = 0;
-    CUDA_CHECK(cudaEventElapsedTime(&ms, run->timing_broken ? run->begin : t->steps.done[(step + STEP_SLOTS - 1) % STEP_SLOTS], t->steps.done[step % STEP_SLOTS]));
-    run->timing_broken = false;
-    if (!run->memory) {
-        size_t available = 0, total = 0;
-        CUDA_CHECK(cudaMemGetInfo(&available, &total));
-        run->memory = (int64_t)(total - available);
-    }
-    const StepRecord record = {step + 1, stats.loss, stats.control.gradient_norm, schedule_learning_rate(t->o, step), ms * 1e-3, run->memory, stats.control.nonfinite != 0};
-    report_verdict(run, &stats, step);
-    logger_step(&run->logger, &record);
+static void print_profile(void *context, double peak_bf16) {
+    Trainer *t = (Trainer *)context;
+    if (!t->profile.count) return;
+    profile_print(&t->profile, peak_bf16, profile_copy_rate((char *)t->acts.logits, t->linears.head_rows * t->d.V, t->stream));
 }
 
-// Sequences seen when `steps_done` steps are done. Counted on from where the run was resumed: batch size and accumulation may differ from then on.
-static int64_t samples_seen(const Run *run, int64_t steps_done) {
-    return run->setup.start.samples + (steps_done - run->setup.start.step) * run->t.o->grad_accumulation_steps * run->t.comm->world * run->t.d.B;
-}
+static void destroy(void *context) { trainer_destroy((Trainer *)context); }
 
-static void save_checkpoint(Run *run, int64_t steps_done, bool last) {
-    Trainer *t = &run->t;
-    trainer_wait_all(t);
-    const TrainerProgress progress = {steps_done, samples_seen(run, steps_done)};
-    const TrainerState state = trainer_state(t);
-    copy_delayed_state(t, true);
-    run_save(&run->setup, t->o, &progress, &t->table, &state, last, &run->logger);
-}
-
-// What the casts of the last step did to their tensors, on all ranks, to the log and the run's sums.
-static void report_audit(Run *run, int64_t steps_done) {
-    Trainer *t = &run->t;
-    const int64_t count = audit_count(&t->precision);
-    AuditSums *sums = (AuditSums *)xcalloc((size_t)count, sizeof *sums);
-    trainer_wait_all(t);
-    CUDA_CHECK(cudaMemcpy(sums, t->linears.scales.audit, (size_t)count * sizeof *sums, cudaMemcpyDeviceToHost));
-    audit_finish(t->comm, &run->logger, steps_done, sums, run->audit, &t->precision);
-    free(sums);
-}
-
-// Everything that happens between steps. `stop`: the signal that ends the run here, 0: none. Returns that, or one that has come meanwhile.
-static int between_steps(Run *run, int64_t done, Due due, int stop) {
-    const Options *o = run->t.o;
-    if (due.audit) report_audit(run, done);
-    if (!stop && due.validate) {
-        activity_phase(PHASE_VALIDATION, done);
-        const double loss = validation_loss(&run->t, &run->setup.val);
-        stop = stop_requested(run->t.comm);
-        if (!isnan(loss) || !stop) logger_validation(&run->logger, done, loss);
-    }
-    if (!stop && due.sample) sampler_print(o, run->t.comm, &run->t.m, &run->setup.tokenizer, done, next_logits, &run->t);
-    // all steps were skipped, and these passes gave tensors their first scales
-    if (!run->t.linears.scales.scales_ready) tensor_scales_copy_before(&run->t.linears.scales, false);
-    if (!stop) stop = stop_requested(run->t.comm);
-    if (due.save || (stop && *o->checkpoint_dir)) save_checkpoint(run, done, due.last || stop);
-    return stop;
-}
-
-// Steps until --num-steps or a stop signal. Returns how many are done, and in *stop that signal, 0 for none.
-static int64_t train(Run *run, int *stop) {
-    Trainer *t = &run->t;
-    const Options *o = t->o;
-    CUDA_CHECK(cudaEventCreate(&run->begin));
-    run->timing_broken = true;
-    CUDA_CHECK(cudaEventRecord(run->begin, t->stream));
-    int64_t step = run->setup.start.step, reported = step;
-    for (*stop = 0; step < o->num_steps && !*stop; step++) {
-        t->linears.scales.auditing = is_due(o->fp8_audit, step + 1);
-        if (t->linears.scales.auditing) tensor_scales_clear_audit(&t->linears.scales);
-        enqueue_step(t, &run->setup.train, step, samples_seen(run, step));
-        t->linears.scales.auditing = false;
-        // The line of a step is printed while the next one runs, so that the GPU never waits for the host; before anything else happens, all are.
-        const int64_t done = step + 1;
-        const Due due = schedule_due(o, done);
-        *stop = stop_requested(t->comm);
-        const bool pause = *stop || due.last || due.audit || due.validate || due.sample || due.save;
-        while (reported < (pause ? done : step)) report_step(run, reported++);
-        if (!pause) continue;
-        *stop = between_steps(run, done, due, *stop);
-        run->timing_broken = true;
-        CUDA_CHECK(cudaEventRecord(run->begin, t->stream));
-    }
-    CUDA_CHECK(cudaEventDestroy(run->begin));
-    return step;
-}
+// In the order of TrainerOps.
+static const TrainerOps trainer_ops = {
+    "train_fp8cu", 1, check_supported, open_device, auto_filter_find, describe, print_settings, print_gemms, create,
+    initialize, weights_changed, device_info, start_step, finish_step, nonfinite, read_audit, clear_loss, add_loss,
+    read_loss, next_logits, settle, print_profile, destroy};
 
 #ifndef TESTING
-
-static void print_gathers(const Trainer *t) {
-    const Fsdp *f = &t->fsdp;
-    if (fsdp_is_sharded(f)) printf("%-26s %s\n", "layers are gathered in", f->weights == FSDP_WEIGHTS_GATHER_BF16 ? "bf16" : t->precision.any_bf16 ? "FP8 where all of them is" : "FP8");
-}
-
-// How weights and gradients travel, which is known when the ranks have met.
-static void print_transport(const Trainer *t) {
-    const Fsdp *f = &t->fsdp;
-    if (f->world == 1) return;
-    if (f->transport.kind == TRANSPORT_COPY_ENGINES) printf("\nlayers and gradients travel by the GPUs' copy engines; gradients are added up in fp32%s\n", f->replicas == 1 ? "" : ", over replicas by NCCL");
-    else printf("\nlayers and gradients travel by NCCL; gradients are reduced in %s\n", f->transport.reduce_dtype == REDUCE_FP32 ? "fp32" : "bf16");
-}
-
-static void format_versions(char *out, size_t capacity) {
-    int nccl = 0;
-    NCCL_CHECK(ncclGetVersion(&nccl));
-    format_checked(out, capacity, "CUDA %d, cuBLASLt %zu, NCCL %d.%d.%d", CUDART_VERSION, cublasLtGetVersion(), nccl / 10000, nccl / 100 % 100, nccl % 100);
-}
-
-// --fp8-filter auto becomes what rank 0 finds to be faster in bf16.
-static void find_filter(RunSetup *setup, Options *o, const Comm *comm) {
-    ParameterTable table = parameter_table(&setup->model);
-    Precision all = precision_plan(o, "", &setup->model, &table);
-    if (comm->rank == 0) auto_filter(setup->fp8_filter, sizeof setup->fp8_filter, &all, o, o->batch_size * o->sequence_length, NULL);
-    comm_broadcast(comm, COMM_WORLD, 0, setup->fp8_filter, sizeof setup->fp8_filter);
-    o->fp8_filter = setup->fp8_filter;
-    precision_free(&all);
-    parameter_table_free(&table);
-}
-
-// Without a checkpoint or a model's weights, those stay that trainer_create has made.
-static void load_start(Run *run) {
-    Trainer *t = &run->t;
-    const TrainerState state = trainer_state(t);
-    if (run_load(&run->setup, &t->table, &state) && *run->setup.checkpoint) {
-        copy_delayed_state(t, false);
-        t->linears.scales.scales_ready = t->linears.scales.delayed_scale && delayed_is_complete(&t->delayed_state);
-    }
-    comm_barrier(t->comm, COMM_WORLD);  // some take long to read: the others wait here, not in a kernel of NCCL
-    weights_changed(t);
-}
-
-// The GPU, and what is to be known of the run before anything is planned: the checkpoint to go on from, and what --fp8-filter auto stands for.
-static void prepare(Run *run, Options *o, const Comm *comm, cudaDeviceProp *device) {
-    RunSetup *setup = &run->setup;
-    check_device(o, comm, device);
-    run_setup_resume(setup, o, comm);
-    run_setup_check_room(setup, o, comm);
-    if (strcmp(o->fp8_filter, "auto") == 0) find_filter(setup, o, comm);
-    if (o->fp8_filter == setup->fp8_filter) printf("--fp8-filter auto: %s%s\n", *o->fp8_filter ? "the same as --fp8-filter " : "nothing stays bf16", o->fp8_filter);
-}
-
-static void print_plan(const Run *run, const Options *o, const Comm *comm, const Arena *plan) {
-    const Trainer *t = &run->t;
-    run_print(&run->setup, o, comm, &t->table, &t->fsdp.plan, &t->precision);
-    print_gathers(t);
-    arena_print_plan(plan, memory_overhead(comm));
-}
-
 int main(int argc, char **argv) {
-    char presets[1024], versions[256];
-    process_prepare();
-    Comm comm = comm_open(&argc, &argv);
-    model_config_preset_names(presets, sizeof presets);
-    Options o = options_parse(argc, argv);
-    watch_open(&comm, o.stall_timeout);
-    output_survive(&o);
-    run_setup_same_options(&comm, &o, "train_fp8cu");
-    options_require_model(&o, argc, argv, presets);
-    Run run;
-    cudaDeviceProp device;
-    memset(&run, 0, sizeof run);
-    run.setup = run_setup(&o, &comm);
-    check_supported(&run.setup.model, &o);
-    if (o.world_size) comm_assume(&comm, o.world_size);
-    comm_split(&comm, options_shard_group(&o, comm.world));
-    if (!o.dry_run) prepare(&run, &o, &comm, &device);
-    const Arena plan = trainer_describe(&run.t, &o, &run.setup.model, &comm);
-    check_casts(&run.t);
-    print_plan(&run, &o, &comm, &plan);
-    if (o.dry_run) {
-        linears_print(&run.t.linears);
-        return 0;
-    }
-    stop_catch();
-    trainer_create(&run.t, &plan);
-    print_transport(&run.t);
-    linears_print(&run.t.linears);
-    load_start(&run);
-    format_versions(versions, sizeof versions);
-    const RunInfo info = {"train_fp8cu", device.name, versions, comm.world, o.peak_tflops > 0 ? o.peak_tflops * 1e12 : flops_peak_bf16(device.major, device.minor, device.name), run.setup.start.step > 0};
-    run.logger = logger_open(&o, &run.setup.model, &run.t.table, &run.t.precision, info);
-    if (o.fp8_audit) run.audit = (AuditSums *)xcalloc((size_t)audit_count(&run.t.precision), sizeof *run.audit);
-    printf("\n%s, %s\n", device.name, versions);
-    int stop;
-    const int64_t steps_done = train(&run, &stop);
-    if (o.fp8_audit) audit_print_table(run.audit, &run.t.precision);
-    if (run.t.profile.count) profile_print(&run.t.profile, info.peak_bf16, profile_copy_rate((char *)run.t.acts.logits, run.t.linears.head_rows * run.t.d.V, run.t.stream));
-    logger_close(&run.logger);
-    const TrainerState state = trainer_state(&run.t);
-    run_end(&run.setup, &o, stop, steps_done, &run.t.table, &state);
-    free(run.audit);
-    trainer_destroy(&run.t);
-    run_setup_close(&run.setup);
-    watch_close();
-    comm_close(&comm);
-    return 0;
+    static Trainer trainer;
+    return run_trainer(argc, argv, &trainer_ops, &trainer);
 }
-
 #endif

@@ -11,7 +11,7 @@ static void log_run(const uint8_t *data, size_t size) {
     m.vocab_size = 64;
     options_resolve(&o);
     ParameterTable t = parameter_table(&m);
-    Precision p = precision_plan(&o, o.fp8_filter, &m, &t);
+    Precision p = precision_plan(&o, o.fp8_filter, &m, &t, true);
     Logger l = logger_open(&o, &m, &t, &p, run);  // writes the line of settings
     logger_close(&l);
     precision_free(&p);

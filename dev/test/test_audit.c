@@ -177,7 +177,7 @@ static Run run_create(int recipe, const char *filter) {
     options_resolve(&r.o);
     model_config_preset(&r.m, r.o.model);
     r.t = parameter_table(&r.m);
-    r.p = precision_plan(&r.o, filter, &r.m, &r.t);
+    r.p = precision_plan(&r.o, filter, &r.m, &r.t, true);
     r.sums = (AuditSums *)xcalloc((size_t)audit_count(&r.p), sizeof *r.sums);
     return r;
 }

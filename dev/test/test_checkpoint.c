@@ -19,6 +19,7 @@ typedef struct {
     CheckpointRun run;      // of both
     TrainerState state;
     char *arrays[3];
+    float *delayed[2];  // amax history and scales
 } Trainer;
 
 static char *element(Trainer *t, StateKind kind, int64_t offset, int64_t count) {
@@ -26,14 +27,34 @@ static char *element(Trainer *t, StateKind kind, int64_t offset, int64_t count) 
     return t->arrays[kind] + offset * (t->state.is_fp32[kind] ? 4 : 2);
 }
 
+static float *delayed_element(Trainer *t, StateKind kind, int64_t offset, int64_t count) {
+    const bool is_scale = kind == STATE_SCALES;
+    const int64_t n = t->state.delayed_tensors * (is_scale ? 1 : t->state.delayed_window);
+    if (offset < 0 || offset > n - count) die("range %lld + %lld is outside", (long long)offset, (long long)count);
+    return t->delayed[is_scale] + offset;
+}
+
+// Gives the trainer histories and scales, all 0. The caller frees t->delayed.
+static void add_delayed(Trainer *t, int64_t window) {
+    t->state.delayed_tensors = tensor_count(t->model.num_layers), t->state.delayed_window = window;
+    t->delayed[0] = (float *)xcalloc((size_t)(t->state.delayed_tensors * window), sizeof(float));
+    t->delayed[1] = (float *)xcalloc((size_t)t->state.delayed_tensors, sizeof(float));
+}
+
 static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     Trainer *t = (Trainer *)context;
-    memcpy(host, element(t, kind, offset, count), (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
+    if (kind >= STATE_AMAX_HISTORY)
+        memcpy(host, delayed_element(t, kind, offset, count), (size_t)count * sizeof(float));
+    else
+        memcpy(host, element(t, kind, offset, count), (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
 }
 
 static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
     Trainer *t = (Trainer *)context;
-    memcpy(element(t, kind, offset, count), host, (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
+    if (kind >= STATE_AMAX_HISTORY)
+        memcpy(delayed_element(t, kind, offset, count), host, (size_t)count * sizeof(float));
+    else
+        memcpy(element(t, kind, offset, count), host, (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
 }
 
 // Random bytes in every parameter (any finite value must survive), zeros in the padding.
@@ -74,6 +95,7 @@ static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, bo
 
 static void trainer_free(Trainer *t) {
     for (int kind = 0; kind < 3; kind++) free(t->arrays[kind]);
+    free(t->delayed[0]), free(t->delayed[1]);
     parameter_table_free(&t->table);
     free(t);
 }
@@ -188,21 +210,22 @@ static void load_delayed(void *context) {
 
 static void test_delayed(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, false, false), *b = trainer_new(FAMILY_QWEN3, true, false, false);
-    DelayedState from = delayed_new(a->model.num_layers, 7), to = delayed_new(a->model.num_layers, 7), shorter = delayed_new(a->model.num_layers, 6);
     const char *dir = xstrdup(scratch_path("delayed"));
     char found[PATH_CAPACITY], state[PATH_CAPACITY], output[4096];
     Failure failure = {"", false};
     trainer_fill(a, 6);
-    for (int64_t i = 0; i < from.tensors * from.window; i++) from.history[i] = (float)i / 3;
-    for (int64_t i = 0; i < from.tensors; i++) from.scale[i] = i % 5 ? (float)i * 0.7f : 0;
-    a->state.delayed = &from, b->state.delayed = &to;
+    add_delayed(a, 7), add_delayed(b, 7);
+    const int64_t tensors = a->state.delayed_tensors, elements = tensors * 7;
+    float *history = a->delayed[0], *scales_of_a = a->delayed[1];
+    for (int64_t i = 0; i < elements; i++) history[i] = (float)i / 3;
+    for (int64_t i = 0; i < tensors; i++) scales_of_a[i] = i % 5 ? (float)i * 0.7f : 0;
     save(a, dir, 9, 1);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
     checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(same_state(a, b), "loaded state differs");
-    CHECK(memcmp(from.history, to.history, (size_t)(from.tensors * from.window) * sizeof(float)) == 0, "history");
-    CHECK(memcmp(from.scale, to.scale, (size_t)from.tensors * sizeof(float)) == 0, "scales");
-    b->state.delayed = &shorter;
+    CHECK(memcmp(history, b->delayed[0], (size_t)elements * sizeof(float)) == 0, "history");
+    CHECK(memcmp(scales_of_a, b->delayed[1], (size_t)tensors * sizeof(float)) == 0, "scales");
+    b->state.delayed_window = 6;
     CHECK(check_dies(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]", output, sizeof output), "another window: %s", output);
     CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
@@ -210,19 +233,19 @@ static void test_delayed(void) {
     // Neither is saved if it is not finite. Of what older versions saved, an infinity in a history is read, but no NaN,
     // nor such a scale.
     const TrainerProgress progress = {9, 9};
-    from.history[3] = INFINITY;
+    history[3] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
           strstr(failure.text, "tensor amax_history holds a value that is not finite"), "%s", failure.text);
-    from.history[3] = 1, from.scale[2] = -INFINITY;
+    history[3] = 1, scales_of_a[2] = -INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
           strstr(failure.text, "tensor scale holds a value"), "%s", failure.text);
-    from.scale[2] = 1;
+    scales_of_a[2] = 1;
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
     const int64_t data = safetensors_data(state, "amax_history"), scales = safetensors_data(state, "scale");
-    b->state.delayed = &to;
+    b->state.delayed_window = 7;
     write_float(state, data + 12, INFINITY);
     checkpoint_load(found, &b->model, &b->table, &b->state);
-    CHECK(isinf(to.history[3]), "%g", (double)to.history[3]);
+    CHECK(isinf(b->delayed[0][3]), "%g", (double)b->delayed[0][3]);
     write_float(state, data + 12, NAN);
     CHECK(check_dies(load_delayed, b, "amax_history holds nan, which is no magnitude; move this checkpoint away",
                      output, sizeof output), "%s", output);
@@ -231,13 +254,11 @@ static void test_delayed(void) {
     write_float(state, scales, 1);
     flip_byte(state, data + 3);
     CHECK(!checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "fp8_state.safetensors is damaged"), "a changed byte: %s", failure.text);
-    a->state.delayed = NULL;
+    a->state.delayed_tensors = 0;
     save(a, dir, 10, 1);
-    b->state.delayed = &to;
     CHECK(check_dies(load_delayed, b, "has neither fp8_state.safetensors", output, sizeof output), "a checkpoint without the state: %s", output);
     remove_tree(dir);
     remove_tree(scratch_path("delayed-export"));
-    delayed_free(&from), delayed_free(&to), delayed_free(&shorter);
     free((char *)dir);
     trainer_free(a);
     trainer_free(b);

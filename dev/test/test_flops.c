@@ -13,7 +13,7 @@ static TokenFlops preset_flops(const char *name, int64_t T, int recipe, const ch
     o.fp8_emulate = emulate;
     options_resolve(&o);
     ParameterTable t = parameter_table(&m);
-    Precision p = precision_plan(&o, filter, &m, &t);
+    Precision p = precision_plan(&o, filter, &m, &t, true);
     const TokenFlops f = flops_per_token(&t, &m, T, &p);
     precision_free(&p);
     parameter_table_free(&t);

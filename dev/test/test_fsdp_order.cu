@@ -623,7 +623,7 @@ static void run_case(const Case *c, uint64_t seed) {
     o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies, o.grad_accumulation_steps = c->accumulation;
     options_resolve(&o);
     if (c->many_tokens) o.sequence_length = m.vocab_size;  // of all ranks together more than the embedding has rows
-    Precision precision = precision_plan(&o, c->filter, &m, &table);
+    Precision precision = precision_plan(&o, c->filter, &m, &table, true);
     num_events = copied = 0;
     order_begin(c->world, stream_names, buffer_name);
     for (int64_t rank = 0; rank < c->world; rank++) {
@@ -710,7 +710,7 @@ static void check_embedding_ranks(void) {
         ParameterTable table = parameter_table(&m);
         Options o = options_default();
         o.sequence_length = cases[i].T;
-        Precision precision = precision_plan(&o, "", &m, &table);
+        Precision precision = precision_plan(&o, "", &m, &table, true);
         Fsdp f;
         fsdp_describe(&f, &table, &precision, &o, cases[i].world, cases[i].world - 1);
         CHECK(fsdp_input_ranks(&f) == cases[i].ranks, "%s, %lld ranks, T %lld: inputs of %lld", cases[i].model, (long long)cases[i].world, (long long)cases[i].T, (long long)fsdp_input_ranks(&f));

@@ -65,18 +65,20 @@ static const Comm *one_rank(void) {
     return &comm;
 }
 
-static void create(Trainer *t, const Options *o, const ModelConfig *m) {
+static void create_random(Trainer *t, const Options *o, const ModelConfig *m) {
     const Arena plan = trainer_describe(t, o, m, one_rank());
     trainer_create(t, &plan);
+    initialize(t);
 }
 
-static TokenSlot *send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targets) {
-    TokenSlot *slot = &t->tokens[0];
-    memcpy(slot->host, inputs, (size_t)t->d.R * sizeof(int32_t));
-    memcpy(slot->host + t->d.R, targets, (size_t)t->d.R * sizeof(int32_t));
-    embedding_sort(slot->host + 2 * t->d.R, slot->host, t->d.R, t->d.C, embedding_part(t));
-    CUDA_CHECK(cudaMemcpy(slot->device, slot->host, (size_t)batch_bytes(t), cudaMemcpyHostToDevice));
-    return slot;
+static Batch send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targets) {
+    TokenSlot *slot = &t->batches.slots[0];
+    memcpy(slot->host.inputs, inputs, (size_t)t->d.R * sizeof(int32_t));
+    memcpy(slot->host.targets, targets, (size_t)t->d.R * sizeof(int32_t));
+    embedding_sort(slot->host.index, slot->host.inputs, t->d.R, t->d.C, embedding_part(t));
+    batches_send(&t->batches, slot, t->stream);
+    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    return slot->device;
 }
 
 static void load_golden_weights(Trainer *t, const Golden *g) {
@@ -124,7 +126,7 @@ static void test_golden(const char *name, int precision, int recompute, double l
         return golden_close(&g);
     }
     Trainer t;
-    create(&t, &o, &g.m);
+    create_random(&t, &o, &g.m);
     load_golden_weights(&t, &g);
     int32_t *inputs = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *inputs), *targets = inputs + t.d.R;
     golden_batch(&g, inputs, targets);
@@ -175,7 +177,7 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
         Options o = test_options(precision, 2, 320);
         o.recompute = run == 2 ? RECOMPUTE_LAYER : RECOMPUTE_NONE;
         Trainer t;
-        create(&t, &o, &m);
+        create_random(&t, &o, &m);
         weights_changed(&t);
         int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
         for (int64_t i = 0; i < 2 * t.d.R; i++) tokens[i] = (int32_t)(rng_u64(7, (uint64_t)i) % 320);
@@ -202,7 +204,7 @@ static void test_nonfinite_gate(int on_nonfinite) {
     Options o = test_options(PRECISION_BF16, 1, 128);
     o.on_nonfinite = on_nonfinite;
     Trainer t;
-    create(&t, &o, &m);
+    create_random(&t, &o, &m);
     weights_changed(&t);
     bf16_bits *before = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *before);
     CUDA_CHECK(cudaMemcpy(before, t.weights, (size_t)t.table.total * sizeof *before, cudaMemcpyDeviceToHost));
@@ -218,8 +220,9 @@ static void test_nonfinite_gate(int on_nonfinite) {
         CUDA_CHECK(cudaMemcpy(&stats, t.stats, sizeof stats, cudaMemcpyDeviceToHost));
         const int64_t moved = different_bits(t.weights, before, t.table.total);
         if (step == 0) {
-            const NonfiniteStep what = nonfinite_step(&t, &stats);
-            const int64_t found = backward_position(backward_order(&t.table), what.position);
+            const NonfiniteStep what = nonfinite_step(&stats);
+            const int64_t position = nonfinite_position(&t.table, &t.fsdp.plan, what.position);
+            const int64_t found = backward_position(backward_order(&t.table), position);
             CHECK(stats.control.nonfinite && what.magnitude == 0x7f800000u && found == bad,
                   "nonfinite %u, bad element %lld, expected %lld", stats.control.nonfinite, (long long)found,
                       (long long)bad);
@@ -273,7 +276,7 @@ static void test_delayed_skip(int recompute) {
     o.fp8_amax_history = 3, o.on_nonfinite = NONFINITE_SKIP, o.recompute = recompute, o.grad_accumulation_steps = 2;
     options_resolve(&o);
     Trainer t, without;
-    create(&t, &o, &m), create(&without, &o, &m);
+    create_random(&t, &o, &m), create_random(&without, &o, &m);
     weights_changed(&t), weights_changed(&without);
     const size_t bytes = (size_t)delayed_elements(&t) * sizeof(uint32_t);
     uint32_t *start = download_delayed(&t);
@@ -307,7 +310,7 @@ static void test_bad_norm(int recompute) {
     Options o = test_options(PRECISION_BF16, 1, 128);
     o.recompute = recompute;
     Trainer t;
-    create(&t, &o, &m);
+    create_random(&t, &o, &m);
     const bf16_bits infinity = 0x7f80;
     state_write(&t, STATE_WEIGHTS, layer_offset(&t.table, 0) + t.table.layer.wdown + 5, 1, &infinity);
     weights_changed(&t);

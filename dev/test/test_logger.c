@@ -23,7 +23,7 @@ static Run make_run(double peak) {
     options_resolve(&r.o);
     model_config_preset(&r.m, r.o.model);
     r.t = parameter_table(&r.m);
-    r.p = precision_plan(&r.o, r.o.fp8_filter, &r.m, &r.t);
+    r.p = precision_plan(&r.o, r.o.fp8_filter, &r.m, &r.t, true);
     const RunInfo info = {"train_fp8cu", "NVIDIA H200", "test", 4, peak, false};
     r.run = info;
     return r;

@@ -67,7 +67,8 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "statistics", t->steps.device, sizeof(StepStats));
     needed_always(m, "losses", t->acts.losses, t->d.R * 4);
     needed_always(m, "RoPE table", t->acts.rope_table, t->d.T * t->d.HD * 4);
-    for (int i = 0; i < TOKEN_SLOTS; i++) needed_always(m, "tokens", t->tokens[i].device, batch_bytes(t));
+    for (int i = 0; i < TOKEN_SLOTS; i++)
+        needed_always(m, "tokens", t->batches.slots[i].device.inputs, batches_slot_bytes(&t->batches));
     needed("workspace of products", ln->gemm.workspace, GEMM_WORKSPACE_BYTES, 0, optimizer(m) - 1);
     needed("workspace of the optimizer", ln->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan), optimizer(m), optimizer(m));
     needed_always(m, "emulated operands", ln->gemm.scratch, linears_emulation_elements(ln) * 2);

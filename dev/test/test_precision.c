@@ -21,7 +21,7 @@ static Plan make_plan(const char *model, int recipe, const char *filter) {
     if (!model_config_preset(&x.m, model)) die("no preset %s", model);
     if (!x.m.vocab_size) x.m.vocab_size = 320;
     x.t = parameter_table(&x.m);
-    x.p = precision_plan(&x.o, x.o.fp8_filter, &x.m, &x.t);
+    x.p = precision_plan(&x.o, x.o.fp8_filter, &x.m, &x.t, true);
     return x;
 }
 
@@ -62,7 +62,7 @@ static void test_filters(void) {
     }
     // what auto has found, while the option still says auto
     Plan x = make_plan("small", RECIPE_TENSORWISE, "auto");
-    Precision found = precision_plan(&x.o, "attn_out,down", &x.m, &x.t);
+    Precision found = precision_plan(&x.o, "attn_out,down", &x.m, &x.t, true);
     char text[64];
     describe(&found, text);
     CHECK(strcmp(text, "8-8- 8-8- 8-8- 8-8-") == 0 && !found.filter_open, "what auto has found: %s", text);
@@ -107,7 +107,7 @@ static void test_sizes(void) {
         char text[64];
         x.m.intermediate_size = odd[i].intermediate;
         ParameterTable t = parameter_table(&x.m);
-        Precision p = precision_plan(&x.o, "", &x.m, &t);
+        Precision p = precision_plan(&x.o, "", &x.m, &t, true);
         describe(&p, text);
         CHECK(strcmp(text, odd[i].expected) == 0, "intermediate size %lld: %s", (long long)odd[i].intermediate, text);
         precision_free(&p);
@@ -138,7 +138,7 @@ static void test_shapes_and_formats(void) {
     x = make_plan("small", RECIPE_BLOCKWISE, "");
     CHECK(precision_format(&x.p, TENSOR_DY) == FP8_E4M3, "blockwise: gradients in e4m3");
     x.o.fp8_format = FP8_FORMAT_HYBRID;
-    Precision hybrid = precision_plan(&x.o, "", &x.m, &x.t);
+    Precision hybrid = precision_plan(&x.o, "", &x.m, &x.t, true);
     CHECK(precision_format(&hybrid, TENSOR_DY) == FP8_E5M2 && precision_format(&hybrid, TENSOR_X) == FP8_E4M3, "--fp8-format hybrid");
     precision_free(&hybrid);
     free_plan(&x);
@@ -157,7 +157,7 @@ static void test_fast_sums(void) {
         model_config_preset(&m, "llama3.2-1b");
         ParameterTable t = parameter_table(&m);
         o.precision = PRECISION_FP8, o.fp8_recipe = cases[i].recipe, o.fp8_fast_accum = cases[i].option, o.fp8_emulate = cases[i].emulate;
-        Precision p = precision_plan(&o, "", &m, &t);
+        Precision p = precision_plan(&o, "", &m, &t, true);
         for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
             CHECK(precision_fast_sums(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm], "%s, option %d, product %d",
                   recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
@@ -256,7 +256,7 @@ static void test_table_notes(void) {
     CHECK(strstr(text, "--fp8-filter auto is decided by times") && !strstr(text, "no product"), "%s", text);
     free(text);
     x.o.fp8_emulate = true;
-    Precision emulated = precision_plan(&x.o, "first", &x.m, &x.t);
+    Precision emulated = precision_plan(&x.o, "first", &x.m, &x.t, true);
     precision_free(&x.p);
     x.p = emulated;
     text = printed(&x);

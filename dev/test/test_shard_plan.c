@@ -37,6 +37,7 @@ static void check_cover(const ParameterTable *t, int64_t group) {
     int64_t *seen = (int64_t *)xcalloc((size_t)t->total, sizeof *seen), parts = 0;
     ShardPlan s = shard_plan(t, group, 0);
     int64_t *shards = (int64_t *)xcalloc((size_t)(group * s.total), sizeof *shards);
+    bool once = true, whole = true;
     for (int64_t place = 0; place < group; place++) {
         s = shard_plan(t, group, place);
         for (int64_t i = 0; i < t->count; i++) {
@@ -47,11 +48,12 @@ static void check_cover(const ParameterTable *t, int64_t group) {
             CHECK(r.count > 0 && r.first >= 0 && r.first + r.count <= parameter_elements(p) && r.shard >= 0 && r.shard + r.count <= s.total, "%s, rank %lld: range", p->name, (long long)place);
             for (int64_t e = 0; e < r.count; e++) {
                 seen[p->offset + r.first + e]++;
+                once = once && shard_to_flat(t, &s, r.shard + e) == p->offset + r.first + e;
                 shards[place * s.total + r.shard + e] = p->offset + r.first + e;
             }
         }
     }
-    bool once = true, whole = true;
+    CHECK(once, "an element of a shard is another one of the flat array");
     for (int64_t i = 0; i < t->count; i++)
         for (int64_t e = 0; e < parameter_elements(&t->entries[i]); e++) once = once && seen[t->entries[i].offset + e] == 1;
     CHECK(once && parts >= t->count, "an element is kept by no rank or by two");

@@ -47,6 +47,17 @@ static void load_golden_weights(Trainer *t, const Golden *g) {
     weights_refresh(t);
 }
 
+// Random weights, as a run without a checkpoint begins with.
+static void initialize_weights(Trainer *t) {
+    weights_initialize(t);
+    weights_refresh(t);
+}
+
+static double mean_loss(Trainer *t) {
+    loss_forward(t, &t->batch);
+    return loss_share(t, t->d.R, t->d.R);
+}
+
 // Largest relative error of any tensor of `array` against golden `prefix`; its name in *worst.
 static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix, const float *array, const char **worst) {
     double largest = -1;
@@ -149,7 +160,7 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     ModelConfig m = odd_model(family);
     Trainer t;
     trainer_create(&t, &o, &m);
-    weights_initialize(&t);
+    initialize_weights(&t);
     fill_tokens(&t, 5);
     model_forward_backward(&t, &t.batch, (float)(1.0 / (double)(B * T)));
     const double norm = global_norm(t.params.gradients, t.table.total), h = 2e-3;
@@ -196,12 +207,12 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
     Trainer t;
     trainer_create(&t, &o, &m);
     CHECK(precision != PRECISION_FP8 || !t.precision.any_bf16, "recipe %d: some linear layers are bf16", recipe);
-    weights_initialize(&t);
+    initialize_weights(&t);
     for (int step = 0; step < steps; step++) {
         for (int64_t micro = 0; micro < micro_steps; micro++) {
             for (int64_t i = 0; i < t.o->batch_size * T; i++) {
                 const int64_t at = precision == PRECISION_FP8 ? i % T : (step * micro_steps + micro) * o.batch_size * T + i;
-                t.batch.inputs[i] = (int32_t)(rng_u64(9, (uint64_t)at) % 37),
+                t.batch.inputs[i] = (int32_t)(rng_u64(9, (uint64_t)at) % 37);
                 t.batch.targets[i] = (int32_t)(rng_u64(9, (uint64_t)at + 1) % 37);
             }
             micro_step(&t, (float)(1.0 / (double)(B * T)), step, micro);
@@ -251,7 +262,7 @@ static void test_delayed(void) {
     o.fp8_recipe = RECIPE_DELAYED, o.fp8_amax_history = 4, o.fp8_margin = 1;
     Trainer t;
     trainer_create(&t, &o, &m);
-    weights_initialize(&t);
+    initialize_weights(&t);
     fill_tokens(&t, 5);
     const DelayedState *d = &t.scales.delayed;
     model_forward(&t, &t.batch);  // as in validation
@@ -282,15 +293,14 @@ static float *delayed_copy(const Trainer *t) {
     return copy;
 }
 
-// One step of two micro-steps by the trainer, with an infinite final norm if `spoil`.
-static StepRecord delayed_step(Trainer *t, DataLoader *data, TrainerProgress *progress, bool spoil) {
-    int64_t in_a_row = 0;
+// Step `step` of two micro-steps by the trainer, with an infinite final norm if `spoil`.
+static StepRecord delayed_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample, bool spoil) {
     float *norm = t->params.master + t->table.root.norm;
     const float kept = *norm;
     if (spoil) *norm = INFINITY;
     weights_refresh(t);
-    const StepRecord s = train_step(t, data, progress, &in_a_row);
-    CHECK(s.skipped == spoil, "step %lld: norm %g", (long long)progress->step, s.norm);
+    const StepRecord s = train_step(t, data, step, first_sample);
+    CHECK(s.skipped == spoil, "step %lld: norm %g", (long long)step + 1, s.norm);
     if (spoil) *norm = kept, weights_refresh(t);
     return s;
 }
@@ -305,16 +315,16 @@ static void test_delayed_skip(void) {
         o.grad_accumulation_steps = 2, o.train_data = scratch_path("train.bin");
     Trainer t, without;
     trainer_create(&t, &o, &m), trainer_create(&without, &o, &m);
-    weights_initialize(&t), weights_initialize(&without);
+    initialize_weights(&t), initialize_weights(&without);
     DataLoader data = dataloader_open(o.train_data, 32, true, 42);
     const size_t bytes = (size_t)delayed_elements(&t) * sizeof(float);
     for (int64_t step = 0; step < (SANITIZED ? 1 : 3); step++) {
         float *before = delayed_copy(&t);
-        TrainerProgress progress = {step, step}, same = progress, other = {step, step + 100};
-        delayed_step(&t, &data, &other, true);
+        delayed_step(&t, &data, step, step + 100, true);
         CHECK(memcmp(before, t.scales.delayed.history, bytes) == 0,
               "step %lld was skipped and left a trace in histories or scales", (long long)step + 1);
-        const StepRecord a = delayed_step(&t, &data, &progress, false), b = delayed_step(&without, &data, &same, false);
+        const StepRecord a = delayed_step(&t, &data, step, step, false),
+                         b = delayed_step(&without, &data, step, step, false);
         CHECK(memcmp(before, t.scales.delayed.history, bytes) != 0, "step %lld moves no history", (long long)step + 1);
         CHECK(a.loss == b.loss && a.norm == b.norm &&
                   memcmp(t.scales.delayed.history, without.scales.delayed.history, bytes) == 0 &&
@@ -360,7 +370,7 @@ static void test_blocks(ModelFamily family, int precision, int recompute) {
         const Parameter *p = parameter_find(&t.table, blocks[i].weight);
         const int64_t element = i == 0 ? 0 : p->cols ? 3 * p->cols : 7, count = i == 0 ? parameter_elements(p)
             : p->cols ? p->cols : 1;
-        weights_initialize(&t);
+        initialize_weights(&t);
         fill_tokens(&t, 5);
         for (int64_t k = 0; k < count; k++) t.params.master[p->offset + element + k] = blocks[i].value;
         weights_refresh(&t);
@@ -386,12 +396,11 @@ static void test_overflow(int precision) {
     m.vocab_size = 64;
     Trainer t;
     trainer_create(&t, &o, &m);
-    weights_initialize(&t);
+    initialize_weights(&t);
     DataLoader data = dataloader_open(o.train_data, 16, true, 42);
-    TrainerProgress progress = {0, 0};
-    int64_t in_a_row = 0, large = 0;
+    int64_t large = 0;
     for (int step = 0; step < 12; step++) {
-        const StepRecord s = train_step(&t, &data, &progress, &in_a_row);
+        const StepRecord s = train_step(&t, &data, step, 2 * step);
         large += s.skipped && isfinite(s.norm);
         const float *arrays[] = {t.params.master, t.params.exp_avg, t.params.exp_avg_sq};
         for (int a = 0; a < 3; a++) CHECK(all_finite(arrays[a], t.table.total, true),
@@ -403,6 +412,20 @@ static void test_overflow(int precision) {
     trainer_free(&t);
 }
 
+// A run of a trainer, without a log.
+static Run run_of(Trainer *t) {
+    Run run;
+    memset(&run, 0, sizeof run);
+    run.ops = &trainer_ops, run.trainer = t, run.options = *t->o, run.comm = *t->comm;
+    run.parts.table = &t->table, run.parts.precision = &t->precision, run.parts.state = trainer_state(t);
+    return run;
+}
+
+static StepRecord run_one_step(Run *run, DataLoader *data, int64_t step) {
+    run->ops->start_step(run->trainer, data, step, run_samples_seen(run, step), step == 0);
+    return run_report_step(run, step);
+}
+
 // A NaN in one weight: the step must be skipped with every bit of weights and state kept, and the origin named.
 static void test_nonfinite(void) {
     Options o = small_options(PRECISION_BF16, 2, 16);
@@ -412,28 +435,23 @@ static void test_nonfinite(void) {
     m.vocab_size = 64;
     Trainer t;
     trainer_create(&t, &o, &m);
-    weights_initialize(&t);
+    initialize_weights(&t);
     DataLoader data = dataloader_open(o.train_data, 16, true, 42);
-    TrainerProgress progress = {0, 0};
-    int64_t in_a_row = 0;
-    StepRecord s = train_step(&t, &data, &progress, &in_a_row);
-    CHECK(!s.skipped && isfinite(s.norm) && progress.step == 1 && progress.samples == 2, "an ordinary step");
+    Run run = run_of(&t);
+    StepRecord s = run_one_step(&run, &data, 0);
+    CHECK(!s.skipped && isfinite(s.norm) && s.step == 1 && run_samples_seen(&run, 1) == 2, "an ordinary step");
     const float good = t.params.master[0];
-    for (int64_t i = 0; i < t.m.vocab_size; i++)
-        t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = INFINITY;
+    for (int64_t i = 0; i < t.m.vocab_size; i++) t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = INFINITY;
     const size_t bytes = (size_t)t.table.total * sizeof(float);
     float *before = (float *)xcalloc(3, bytes);
-    memcpy(before, t.params.master, bytes), memcpy(before + t.table.total, t.params.exp_avg, bytes),
-        memcpy(before + 2 * t.table.total, t.params.exp_avg_sq, bytes);
-    s = train_step(&t, &data, &progress, &in_a_row);
-    CHECK(s.skipped && in_a_row == 1 && progress.step == 2, "the step with an infinite weight is skipped");
-    CHECK(memcmp(before, t.params.master, bytes) == 0 && memcmp(before + t.table.total, t.params.exp_avg, bytes) == 0 &&
-              memcmp(before + 2 * t.table.total, t.params.exp_avg_sq, bytes) == 0,
+    memcpy(before, t.params.master, bytes), memcpy(before + t.table.total, t.params.exp_avg, bytes), memcpy(before + 2 * t.table.total, t.params.exp_avg_sq, bytes);
+    s = run_one_step(&run, &data, 1);
+    CHECK(s.skipped && run.skipped_in_a_row == 1 && s.step == 2, "the step with an infinite weight is skipped");
+    CHECK(memcmp(before, t.params.master, bytes) == 0 && memcmp(before + t.table.total, t.params.exp_avg, bytes) == 0 && memcmp(before + 2 * t.table.total, t.params.exp_avg_sq, bytes) == 0,
           "a skipped step changed weights or state");
-    for (int64_t i = 0; i < t.m.vocab_size; i++)
-        t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
-    s = train_step(&t, &data, &progress, &in_a_row);
-    CHECK(!s.skipped && in_a_row == 0, "the count of steps in a row ends with a good one");
+    for (int64_t i = 0; i < t.m.vocab_size; i++) t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
+    s = run_one_step(&run, &data, 2);
+    CHECK(!s.skipped && run.skipped_in_a_row == 0, "the count of steps in a row ends with a good one");
     // where: a NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm
     t.bad_norm = NONFINITE_NONE;
     t.params.master[layer_offset(&t.table, 1) + t.table.layer.wq + 8] = -30;
@@ -890,7 +908,8 @@ static void test_tokenizer_warning(void) {
 int main(int argc, char **argv) {
     if (argc > 1 && strcmp(argv[1], "--run") == 0) {
         argv[1] = argv[0];
-        return run(argc - 1, argv + 1);
+        static Trainer trainer;
+        return run_trainer(argc - 1, argv + 1, &trainer_ops, &trainer);
     }
     scratch_create();
     char source[] = __FILE__;

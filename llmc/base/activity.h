@@ -1,4 +1,4 @@
-// What this rank is doing right now, for the watcher thread that must name a stuck rank (watch.h).
+// Records the current activity of this rank for the watcher thread, which must name a stuck rank (watch.h).
 // The main thread writes it, the thread that watches reads it.
 //
 // Every call that may wait for a disk or for other ranks stands between activity_begin and activity_end, at the one

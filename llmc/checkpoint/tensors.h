@@ -8,21 +8,24 @@
 #include "../config/hf_config.h"
 #include "../config/shard_plan.h"
 #include "../dist/comm.h"
-#include "../reference/delayed.h"
 #include "safetensors.h"
 
-typedef enum { STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ } StateKind;
+// The last two are of delayed scaling.
+typedef enum { STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ, STATE_AMAX_HISTORY, STATE_SCALES } StateKind;
 
-// Access to the trainer's flat arrays, of which `plan` says what they hold. Ranges are elements of the rank's flat shard arrays; `host` holds them
-// in the array's storage type (fp32 if is_fp32[kind], else bf16). Calls come from one thread and have finished with `host` when they return.
+// Access to the trainer's arrays. Weights and moments are the rank's flat shard arrays, of which `plan` says what they
+// hold; `host` holds them in the array's storage type (fp32 if is_fp32[kind], else bf16). Histories and scales of
+// delayed scaling are fp32. Calls come from one thread and have finished with `host` when they return.
 typedef struct {
     void *context;
-    bool is_fp32[3];  // by StateKind
+    bool is_fp32[3];  // of weights and moments
     void (*read)(void *context, StateKind kind, int64_t offset, int64_t count, void *host);
     void (*write)(void *context, StateKind kind, int64_t offset, int64_t count, const void *host);
     const ShardPlan *plan;  // NULL: one rank, the arrays are the flat arrays of parameters.h
     const Comm *comm;       // NULL: one rank
-    DelayedState *delayed;  // NULL: not delayed scaling; else the same on all ranks
+    // STATE_AMAX_HISTORY is [tensors, window] and STATE_SCALES [tensors], as delayed.h counts them; the same on all
+    // ranks. 0: no delayed scaling
+    int64_t delayed_tensors, delayed_window;
 } TrainerState;
 
 // ---- writing tensors
@@ -189,14 +192,14 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
 
 static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64_t offset, int64_t count, void *out,
                                             Failure *failure) {
-    const DelayedState *d = (const DelayedState *)context;
-    memcpy(out, (tensor ? d->scale : d->history) + offset, (size_t)count * sizeof(float));
+    const TrainerState *s = (const TrainerState *)context;
+    s->read(s->context, tensor ? STATE_SCALES : STATE_AMAX_HISTORY, offset, count, out);
     return checkpoint_check_finite("", tensor ? "scale" : "amax_history", out, count, true, failure);
 }
 
 // fp8_state.safetensors, by rank 0; nothing to do without delayed scaling.
 static inline bool checkpoint_write_delayed(const char *folder, const TrainerState *s, FileList *list, Failure *failure) {
-    if (!s->delayed) return true;
+    if (!s->delayed_tensors) return true;
     bool ok = true;
     if (checkpoint_is_leader(s->comm)) {
         SafetensorSpec specs[2];
@@ -204,33 +207,40 @@ static inline bool checkpoint_write_delayed(const char *folder, const TrainerSta
         format_checked(specs[0].name, sizeof specs[0].name, "amax_history");
         format_checked(specs[1].name, sizeof specs[1].name, "scale");
         specs[0].type = specs[1].type = ST_F32;
-        specs[0].rows = specs[1].rows = s->delayed->tensors, specs[0].cols = s->delayed->window;
-        ok = safetensors_save(folder, "fp8_state", specs, 2, INT64_MAX, checkpoint_fetch_delayed, s->delayed, list, failure);
+        specs[0].rows = specs[1].rows = s->delayed_tensors, specs[0].cols = s->delayed_window;
+        ok = safetensors_save(folder, "fp8_state", specs, 2, INT64_MAX, checkpoint_fetch_delayed, (void *)s, list,
+                              failure);
     }
     return checkpoint_agree(s->comm, ok, failure);
 }
 
 // A loaded history may hold an infinity, which older versions saved when a step had met it, but no NaN. Scales are
 // finite.
-static inline bool checkpoint_check_history(const DelayedState *d, const char *path, Failure *failure) {
-    for (int64_t i = 0; i < d->tensors * d->window; i++)
-        if (!(d->history[i] >= 0))
-            return fail(failure, "%s: amax_history holds %g, which is no magnitude", path, (double)d->history[i]);
-    return all_finite(d->scale, d->tensors, true) || fail(failure, "%s: scale holds a value that is not finite", path);
+static inline bool checkpoint_check_delayed(const float *history, const float *scales, const TrainerState *s,
+                                            const char *path, Failure *failure) {
+    for (int64_t i = 0; i < s->delayed_tensors * s->delayed_window; i++)
+        if (!(history[i] >= 0))
+            return fail(failure, "%s: amax_history holds %g, which is no magnitude", path, (double)history[i]);
+    return all_finite(scales, s->delayed_tensors, true) ||
+           fail(failure, "%s: scale holds a value that is not finite", path);
 }
 
 // Every rank reads all of it.
 static inline bool checkpoint_read_delayed(const char *checkpoint, const TrainerState *s, Failure *failure) {
-    DelayedState *d = s->delayed;
+    const int64_t tensors = s->delayed_tensors, elements = tensors * s->delayed_window;
     Safetensors st;
-    if (!d) return true;
+    if (!tensors) return true;
     if (!safetensors_open_folder(&st, checkpoint, "fp8_state", failure)) return false;
-    const Safetensor *history = safetensors_require(&st, "amax_history", d->tensors, d->window, failure);
-    const Safetensor *scale = history ? safetensors_require(&st, "scale", d->tensors, 0, failure) : NULL;
-    const bool ok = scale && safetensors_read(&st, history, 0, d->tensors * d->window, true, d->history, failure) &&
-                    safetensors_read(&st, scale, 0, d->tensors, true, d->scale, failure) &&
-                    checkpoint_check_history(d, st.files[0].path, failure);
+    float *history = (float *)xcalloc((size_t)(elements + tensors), sizeof *history), *scales = history + elements;
+    const Safetensor *first = safetensors_require(&st, "amax_history", tensors, s->delayed_window, failure);
+    const Safetensor *second = first ? safetensors_require(&st, "scale", tensors, 0, failure) : NULL;
+    const bool ok = second && safetensors_read(&st, first, 0, elements, true, history, failure) &&
+                    safetensors_read(&st, second, 0, tensors, true, scales, failure) &&
+                    checkpoint_check_delayed(history, scales, s, st.files[0].path, failure);
+    if (ok) s->write(s->context, STATE_AMAX_HISTORY, 0, elements, history);
+    if (ok) s->write(s->context, STATE_SCALES, 0, tensors, scales);
     safetensors_close(&st);
+    free(history);
     return ok;
 }
 

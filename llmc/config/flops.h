@@ -18,6 +18,12 @@ typedef struct {
     double bf16, fp8;  // FLOPs per token in products of either precision
 } TokenFlops;
 
+// The hardware of one rank.
+typedef struct {
+    char name[256], versions[256];  // of the GPU or CPU; of compiler, CUDA and libraries
+    double peak_bf16;               // dense FLOP/s; 0: not known
+} DeviceInfo;
+
 // Of training on sequences of T tokens. lm_head and attention are bf16; the linear layers of the blocks what `p` says.
 static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelConfig *m, int64_t T, const Precision *p) {
     TokenFlops f = {6.0 * (double)matmul_parameters(t, m) + 6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T, 0};

@@ -96,8 +96,10 @@ static inline void filter_apply(Precision *p, const char *filter) {
     }
 }
 
-// `filter`: --fp8-filter, or what auto has found (before that, "auto" filters nothing). Dies if it is not understood. The caller frees with precision_free.
-static inline Precision precision_plan(const Options *o, const char *filter, const ModelConfig *m, const ParameterTable *t) {
+// `filter`: --fp8-filter, or what auto has found (before that, "auto" filters nothing). has_fast_accum: the trainer's
+// GEMMs can use fast accumulation. Dies if the filter is not understood. The caller frees with precision_free.
+static inline Precision precision_plan(const Options *o, const char *filter, const ModelConfig *m,
+                                       const ParameterTable *t, bool has_fast_accum) {
     Precision p;
     memset(&p, 0, sizeof p);
     p.recipe = options_recipe(o);
@@ -105,7 +107,7 @@ static inline Precision precision_plan(const Options *o, const char *filter, con
     p.num_layers = m->num_layers;
     p.emulated = o->precision == PRECISION_FP8 && o->fp8_emulate;
     p.keeps_bf16 = (bool *)xcalloc((size_t)(p.num_layers * NUM_LINEARS), sizeof(bool));
-    p.fast_accum = p.emulated ? FAST_ACCUM_NONE : o->fp8_fast_accum;
+    p.fast_accum = p.emulated || !has_fast_accum ? FAST_ACCUM_NONE : o->fp8_fast_accum;
     linear_shapes(p.linear, m, t);
     p.lm_head.name = "lm_head", p.lm_head.N = m->vocab_size, p.lm_head.K = m->hidden_size;
     p.filter_open = o->precision == PRECISION_FP8 && strcmp(filter, "auto") == 0;

@@ -1,4 +1,4 @@
-// What happens at which step: the learning rate, and validation, samples and saves.
+// Says for each step its learning rate, and if validation, samples or a save follow it.
 #ifndef LLMC_SCHEDULE_H
 #define LLMC_SCHEDULE_H
 

@@ -96,6 +96,15 @@ static inline ShardSegment segment_slice(const ParameterTable *t, const ShardPla
     return g;
 }
 
+// Returns the element of the flat array that is element i of this rank's flat shard arrays, which must not be padding.
+static inline int64_t shard_to_flat(const ParameterTable *t, const ShardPlan *s, int64_t i) {
+    for (int64_t l = t->num_layers - 1;; l--)
+        for (int k = NUM_SEGMENTS - 1; k >= 0; k--) {
+            const ShardSegment g = segment_slice(t, s, l, k);
+            if (i >= g.shard) return g.flat + s->shard_rank * g.slice + i - g.shard;
+        }
+}
+
 // An element `offset` of a unit (as in RootOffsets and LayerOffsets) as an offset in the gathered unit; -1 stays -1.
 static inline int64_t gathered_offset(const ParameterTable *t, const ShardPlan *s, int64_t l, int64_t offset) {
     const int64_t *sizes = segment_sizes(t, l);

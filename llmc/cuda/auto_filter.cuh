@@ -150,4 +150,13 @@ static inline void auto_filter(char *list, size_t capacity, const Precision *p, 
     CUDA_CHECK(cudaEventDestroy(f.end));
 }
 
+// auto_filter for a model and its options, on the default stream.
+static inline void auto_filter_find(const Options *o, const ModelConfig *m, char *list, size_t capacity) {
+    ParameterTable table = parameter_table(m);
+    Precision all = precision_plan(o, "", m, &table, true);
+    auto_filter(list, capacity, &all, o, o->batch_size * o->sequence_length, NULL);
+    precision_free(&all);
+    parameter_table_free(&table);
+}
+
 #endif

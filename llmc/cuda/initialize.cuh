@@ -32,4 +32,15 @@ static inline void initialize_parameters(bf16 *weights, float *master, const Par
     }
 }
 
+static __global__ void round_weights_kernel(bf16 *weights, const float *master, int64_t n) {
+    grid_dependency_wait();
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+        weights[i] = __float2bfloat16_rn(master[i]);
+}
+
+// weights [n] = master [n], rounded to nearest even.
+static inline void round_weights(bf16 *weights, const float *master, int64_t n, cudaStream_t stream) {
+    CUDA_LAUNCH(round_weights_kernel, 8 * device_sm_count(), 256, 0, stream, weights, master, n);
+}
+
 #endif

@@ -8,7 +8,7 @@
 
 // How the amaxes that a cast needs come to be known.
 typedef enum {
-    AMAX_NONE,  // none are needed: the tensor is not cast, or its scales are of blocks, which the cast sees whole
+    AMAX_UNUSED,  // none are needed: the tensor is not cast, or its scales are of blocks, which the cast sees whole
     AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises them on its way
     AMAX_FROM_PASS,      // a pass over the tensor before its cast raises them
     AMAX_DELAYED         // the scale is of earlier steps; the cast itself raises the amax, for later ones

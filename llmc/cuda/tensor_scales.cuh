@@ -75,7 +75,7 @@ static inline void tensor_scales_place(TensorScales *s, bool audit, Arena *a) {
 
 static inline AmaxSource tensor_scales_amax_source(const Recipe *r, TensorRole role, LinearId id) {
     const ScaleGranularity row = recipe_granularity(r, role, COPY_ROW), col = recipe_granularity(r, role, COPY_COL);
-    if (!recipe_is_fp8(r, GEMM_FPROP) || (!copy_amaxes(row, 1) && !copy_amaxes(col, 1))) return AMAX_NONE;
+    if (!recipe_is_fp8(r, GEMM_FPROP) || (!copy_amaxes(row, 1) && !copy_amaxes(col, 1))) return AMAX_UNUSED;
     if (r->delayed) return AMAX_DELAYED;
     const bool made_by_its_cast = role == TENSOR_X && id == DOWN_PROJ;  // SwiGLU's output
     return recipe_has_current_tensor_scales(r) && !made_by_its_cast ? AMAX_FROM_PRODUCER : AMAX_FROM_PASS;

@@ -61,6 +61,12 @@ typedef struct {
     uint64_t fingerprint;  // of every shard's header and of samples of its tokens, in the order of the shards
 } DataIdentity;
 
+// Token ids of B sequences of T tokens on their way through the model, in memory of the host or of a GPU.
+typedef struct {
+    int32_t *inputs, *targets;  // [B, T]; targets may be NULL where no loss is computed
+    int32_t *index;             // the inputs sorted by id (embedding.cuh); NULL on the CPU
+} Batch;
+
 // Where a token stands, for error messages.
 typedef struct {
     int64_t token, shard, position;
@@ -297,14 +303,14 @@ static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
         die("%s: the file changed after it was opened; a run needs its shards as they are until it ends", shard->path);
 }
 
-// Rows are samples first_sample ... first_sample + B - 1. inputs [B, T] and targets [B, T] are token ids, targets[b][t] the token after inputs[b][t].
-// Dies as dataloader_read does.
+// Rows are samples first_sample ... first_sample + B - 1. inputs [B, T] and targets [B, T] are token ids, targets[b][t]
+// the token after inputs[b][t]. targets NULL: they are not wanted. Dies as dataloader_read does.
 static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_t B, int32_t *inputs, int32_t *targets) {
     int64_t T = dl->T;
     for (int64_t b = 0; b < B; b++) {
         dataloader_read(dl, dataloader_sequence(dl, first_sample + b));
         memcpy(inputs + b * T, dl->buffer, (size_t)T * sizeof(int32_t));
-        memcpy(targets + b * T, dl->buffer + 1, (size_t)T * sizeof(int32_t));
+        if (targets) memcpy(targets + b * T, dl->buffer + 1, (size_t)T * sizeof(int32_t));
     }
 }
 

@@ -14,24 +14,10 @@ typedef struct {
     float *scale;    // [tensors] the next pass casts with it; 0: there was no pass yet, so the cast finds its own scale
 } DelayedState;
 
-// Returns the state of a model before its first pass. The caller frees with delayed_free.
-static inline DelayedState delayed_new(int64_t num_layers, int64_t window) {
-    DelayedState d = {tensor_count(num_layers), window, NULL, NULL};
-    d.history = (float *)xcalloc((size_t)(d.tensors * window), sizeof(float));
-    d.scale = (float *)xcalloc((size_t)d.tensors, sizeof(float));
-    return d;
-}
-
-static inline void delayed_free(DelayedState *d) {
-    free(d->history);
-    free(d->scale);
-    memset(d, 0, sizeof *d);
-}
-
 // True if the scale of every tensor is known, also of those that are never cast.
-static inline bool delayed_is_complete(const DelayedState *d) {
-    for (int64_t i = 0; i < d->tensors; i++)
-        if (!(d->scale[i] > 0)) return false;
+static inline bool delayed_is_complete(const float *scales, int64_t tensors) {
+    for (int64_t i = 0; i < tensors; i++)
+        if (!(scales[i] > 0)) return false;
     return true;
 }
 

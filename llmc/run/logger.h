@@ -1,4 +1,4 @@
-// What a run prints, and what it writes to log.jsonl: settings, steps, validation losses and a summary.
+// Prints and logs (log.jsonl) the settings, each step's loss, speed and memory, validation losses and a summary.
 // A run that goes on from a checkpoint continues the file with a settings line of its own; for any other run an
 // earlier file steps aside.
 #ifndef LLMC_LOGGER_H

@@ -1,4 +1,4 @@
-// What both trainers do after a step whose gradient norm is not finite, or too large: end the run, or skip it.
+// Finds where a gradient norm that is not finite, or too large, comes from, and ends the run or skips the step.
 // A skipped step has changed no weight and no state: the optimizers ask first, and delayed scaling takes its
 // histories back.
 #ifndef LLMC_NONFINITE_H
@@ -21,7 +21,7 @@ typedef struct {
     // all were finite
     int64_t forward;
     uint32_t magnitude;  // of the rank's largest gradient (adamw_magnitude)
-    int64_t position;    // in backward order (shard_plan.h) of the first large one (adamw_large)
+    int64_t position;    // of the first large one (adamw_large), in the backward order of the rank's shard
 } NonfiniteStep;
 
 // A model's RMSNorms in the order of the forward pass: two in each layer, then the final one, which is `second` = false
@@ -99,11 +99,19 @@ static inline NonfiniteWeight nonfinite_largest_weight(const ParameterTable *t, 
     return largest;
 }
 
+// A position in the backward order of a rank's shard as one of the whole model.
+static inline int64_t nonfinite_position(const ParameterTable *t, const ShardPlan *s, int64_t position) {
+    const int64_t element = backward_position(shard_backward_order(t, s), position);
+    return backward_position(backward_order(t), shard_to_flat(t, s, element));
+}
+
 // The first large gradient of all ranks, in words, and its parameter. All ranks call.
-static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const Comm *c, const NonfiniteStep *step,
-                                                  char *out, size_t capacity) {
+static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const TrainerState *s,
+                                                  const NonfiniteStep *step, char *out, size_t capacity) {
+    const Comm *c = s->comm;
     const uint32_t largest = (uint32_t)comm_max(c, COMM_WORLD, (double)step->magnitude);
-    const double own = step->magnitude >= adamw_large(largest) ? (double)step->position : (double)NONFINITE_NONE;
+    const bool large = step->magnitude >= adamw_large(largest);
+    const double own = (double)(large ? nonfinite_position(t, s->plan, step->position) : NONFINITE_NONE);
     const double first = comm_min(c, COMM_WORLD, own);
     const double holder = comm_min(c, COMM_WORLD, (double)(own == first ? c->rank : c->world));
     const int64_t element = backward_position(backward_order(t), (int64_t)first);
@@ -127,7 +135,7 @@ static inline void nonfinite_place(const ParameterTable *t, const TrainerState *
     int64_t block = (int64_t)comm_min(s->comm, COMM_WORLD, (double)step->forward);
     if (block == NONFINITE_NONE && !isfinite(step->loss)) block = nonfinite_last_block(t);
     const bool forward = block != NONFINITE_NONE;
-    if (!forward) block = nonfinite_block(t, nonfinite_gradient(t, s->comm, step, gradient, sizeof gradient));
+    if (!forward) block = nonfinite_block(t, nonfinite_gradient(t, s, step, gradient, sizeof gradient));
     nonfinite_block_name(t, block, name, sizeof name);
     const NonfiniteWeight w = nonfinite_largest_weight(t, s, block);
     format_checked(out, capacity, "It begins in %s, in the %s pass%s; the largest weight there is %g, in %s, "

@@ -1,4 +1,4 @@
-// What both trainers print, save and export, in the same words.
+// Prints the settings, saves and loads checkpoints, and exports the weights, for both trainers.
 #ifndef LLMC_RUN_H
 #define LLMC_RUN_H
 

@@ -34,7 +34,8 @@ typedef struct {
     int64_t saved_step;             // the last one of which there is a checkpoint; 0: none
     bool save_failed;               // the last one that was tried, and why
     Failure save_failure;
-    char fp8_filter[1024];          // what --fp8-filter auto stands for
+    bool filter_decided;            // --fp8-filter was auto, and the options now hold fp8_filter
+    char fp8_filter[1024];          // what auto stands for
     Tokenizer tokenizer;            // count 0: none beside the shards
 } RunSetup;
 
@@ -276,21 +277,25 @@ static inline void run_setup_print_start(const RunSetup *s, const Options *o) {
     else printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "", s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
 }
 
+// Dies if the trainer cannot run the model with these options, on so many ranks to a copy of the model.
+typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t shard_size);
+
 // Opens and checks everything the options name, by every rank; one of each host reads all data once, rank 0 tries the folders that will be written. Dies with
 // the reason and a fix. Resolves `auto` in the options, and drops --log-dir on the other ranks: rank 0 writes the log.
-static inline RunSetup run_setup(Options *o, const Comm *c) {
+static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
     RunSetup s;
     char message[512];
     memset(&s, 0, sizeof s);
     if (*options_conflict(o, message, sizeof message)) die("%s", message);
     options_resolve(o);
     if (c->rank > 0) o->log_dir = "";
-    options_shard_group(o, o->world_size ? o->world_size : c->world);
+    const int64_t shard_size = options_shard_group(o, o->world_size ? o->world_size : c->world);
     s.continues = run_setup_continues(o);
     run_setup_model(&s, o);
     run_setup_same_model(&s, c, s.load_weights && !o->resume && !o->dry_run);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
+    check_supported(&s.model, o, shard_size);
     if (c->rank == 0) run_setup_warn_of_length(&s, o);
     if (o->dry_run) return s;
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);
@@ -318,13 +323,19 @@ static inline CheckpointRun run_setup_checkpoint(RunSetup *s, const Options *o) 
     return run;
 }
 
+// --fp8-filter auto becomes s->fp8_filter.
+static inline void run_setup_decide_filter(RunSetup *s, Options *o) {
+    o->fp8_filter = s->fp8_filter;
+    s->filter_decided = true;
+}
+
 // With --resume, after run_setup: finds the checkpoint to continue from and dies unless it is of such a run. --fp8-filter auto becomes what that run found.
 // All ranks call.
 static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     if (!o->resume || !checkpoint_find_together(c, o->checkpoint_dir, s->checkpoint, sizeof s->checkpoint)) return;
     if (strcmp(o->fp8_filter, "auto") == 0) {
         checkpoint_read_setting(s->checkpoint, "fp8-filter", s->fp8_filter, sizeof s->fp8_filter);
-        o->fp8_filter = s->fp8_filter;
+        run_setup_decide_filter(s, o);
     }
     const CheckpointRun run = run_setup_checkpoint(s, o);
     s->start = checkpoint_check(s->checkpoint, &run);

@@ -1,6 +1,6 @@
-// What ends a run early: a signal, or output that nobody reads any more.
-// One is a request to stop, by SIGTERM, SIGINT, SIGUSR1 or SIGHUP: the step in progress is finished, then the run
-// saves and ends; a second SIGINT or SIGTERM, seconds after the first, ends it at once. The other is output that
+// Ends a run early: on a signal, or when its output can no longer be written.
+// A signal is a request to stop, by SIGTERM, SIGINT, SIGUSR1 or SIGHUP: the step in progress is finished, then the run
+// saves and ends; a second SIGINT or SIGTERM, seconds after the first, ends it at once. Lost output is output that
 // cannot be written; it ends no run unless --on-output-lost says so.
 #ifndef LLMC_STOP_H
 #define LLMC_STOP_H

@@ -1,0 +1,121 @@
+// A rank's GPU: which one it takes, whether this program can run on it, and what CUDA and NCCL take of its memory.
+#ifndef LLMC_DEVICE_CUH
+#define LLMC_DEVICE_CUH
+
+#include "../config/flops.h"
+#include "../cuda/gemm.cuh"
+#include "comm_nccl.cuh"
+
+// Memory that cudaMemGetInfo shows beside our arena: context, kernels, cuBLASLt. Measured on H200, CUDA 13.0.
+#define CUDA_OVERHEAD_BYTES (640ll << 20)
+
+// A rank's GPU, as it tells the others.
+typedef struct {
+    char host[64];
+    cudaUUID_t uuid;
+    int visible;  // GPUs from which it has taken this one
+} RankGpu;
+
+// Finds the first two ranks i < j of a host that have the same GPU. False: there are none.
+static inline bool find_shared_gpu(const RankGpu *gpus, int64_t world, int64_t *i, int64_t *j) {
+    for (*j = 1; *j < world; ++*j)
+        for (*i = 0; *i < *j; ++*i)
+            if (strcmp(gpus[*i].host, gpus[*j].host) == 0 &&
+                memcmp(&gpus[*i].uuid, &gpus[*j].uuid, sizeof gpus[*i].uuid) == 0) return true;
+    return false;
+}
+
+// The UUID in the form of nvidia-smi -L.
+static inline void format_uuid(char *out, size_t capacity, const cudaUUID_t *uuid) {
+    const unsigned char *b = (const unsigned char *)uuid->bytes;
+    format_checked(out, capacity, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", b[0],
+                   b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
+}
+
+// Dies if two ranks of a host have the same GPU.
+static inline void require_own_gpus(const RankGpu *gpus, int64_t world) {
+    char uuid[64];
+    int64_t i, j;
+    if (!find_shared_gpu(gpus, world, &i, &j)) return;
+    format_uuid(uuid, sizeof uuid, &gpus[j].uuid);
+    die("ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
+        "needs one of its own: mpirun -np %d, or a CUDA_VISIBLE_DEVICES for each rank that names another GPU",
+        (long long)i, (long long)j, gpus[j].host, uuid, (long long)i, gpus[i].visible, (long long)j, gpus[j].visible,
+        gpus[j].visible);
+}
+
+// The ranks of a host take the GPUs that they see in turn. A rank that sees one alone takes that.
+static inline void choose_device(const Comm *comm, cudaDeviceProp *device) {
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess || count == 0)
+        die("no usable GPU (%s); the CPU trainer is train_fp8, and --dry-run needs no GPU",
+            error != cudaSuccess ? cudaGetErrorString(error) : "none found");
+    const int index = (int)(comm->local_rank % count);
+    CUDA_CHECK(cudaGetDeviceProperties(device, index));
+    RankGpu *gpus = (RankGpu *)xcalloc((size_t)comm->world, sizeof *gpus), *own = &gpus[comm->rank];
+    memcpy(own->host, comm->host, sizeof own->host);
+    own->uuid = device->uuid, own->visible = count;
+    comm_all_gather(comm, COMM_WORLD, own, gpus, (int64_t)sizeof *own);
+    require_own_gpus(gpus, comm->world);
+    free(gpus);
+    CUDA_CHECK(cudaSetDevice(index));
+}
+
+// Writes what `make` takes as CUDA_ARCH for GPUs of compute capability major.minor.
+static inline void format_cuda_arch(char *out, size_t capacity, int major, int minor) {
+    format_checked(out, capacity, "%d%s", 10 * major + minor, major == 9 ? "a" : "");  // wgmma is of sm_90a alone
+}
+
+// Dies unless the program holds code for the GPU.
+static inline void check_architecture(const cudaDeviceProp *device) {
+    char arch[16];
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, (const void *)gemm_alpha_kernel);
+    if (error == cudaSuccess) return;
+    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) CUDA_CHECK(error);
+    format_cuda_arch(arch, sizeof arch, device->major, device->minor);
+    die("this program was built for sm_%s and the GPU is %s with compute capability %d.%d; rebuild with "
+        "make CUDA_ARCH=%s", CUDA_ARCH, device->name, device->major, device->minor, arch);
+}
+
+// Takes the rank's GPU. Dies if there is none, or if it cannot run this program with these options.
+static inline void open_device(const Options *o, const Comm *comm) {
+    cudaDeviceProp device;
+    choose_device(comm, &device);
+    if (device.major < 8)
+        die("%s has compute capability %d.%d; 8.0 or above is needed", device.name, device.major, device.minor);
+    check_architecture(&device);
+    if (o->precision == PRECISION_FP8 && !o->fp8_emulate) gemm_require_native(options_recipe(o));
+}
+
+// Bytes of GPU memory that NCCL takes beside the arena.
+static inline int64_t nccl_overhead(const Comm *comm) {
+    return nccl_communicators(comm->world, comm->shard_size) * NCCL_OVERHEAD_BYTES;
+}
+
+// Bytes of GPU memory that are in use beside the arena.
+static inline int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
+
+// The versions of the libraries, as "CUDA 13000, ...".
+static inline void format_versions(char *out, size_t capacity) {
+    int nccl = 0;
+    NCCL_CHECK(ncclGetVersion(&nccl));
+    format_checked(out, capacity, "CUDA %d, cuBLASLt %zu, NCCL %d.%d.%d", CUDART_VERSION, cublasLtGetVersion(),
+                   nccl / 10000, nccl / 100 % 100, nccl % 100);
+}
+
+// The GPU that open_device took.
+static inline DeviceInfo device_info(const Options *o) {
+    DeviceInfo d;
+    cudaDeviceProp gpu;
+    int index = 0;
+    CUDA_CHECK(cudaGetDevice(&index));
+    CUDA_CHECK(cudaGetDeviceProperties(&gpu, index));
+    format_checked(d.name, sizeof d.name, "%s", gpu.name);
+    format_versions(d.versions, sizeof d.versions);
+    d.peak_bf16 = o->peak_tflops > 0 ? o->peak_tflops * 1e12 : flops_peak_bf16(gpu.major, gpu.minor, gpu.name);
+    return d;
+}
+
+#endif
