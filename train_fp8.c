@@ -314,9 +314,9 @@ static void trainer_allocate(Trainer *t) {
     const int64_t available = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     const int64_t needed = t->memory_bytes * t->comm->local_world;
     if (needed > available)
-        die("this run needs %.1f GiB and the machine has %.1f GiB; a smaller --batch-size or --sequence-length, "
-            "--recompute layer or a smaller model would help",
-            (double)needed / 1073741824.0, (double)available / 1073741824.0);
+        die_with(EXIT_MEMORY, "this run needs %.1f GiB and the machine has %.1f GiB; a smaller --batch-size or "
+                 "--sequence-length, --recompute layer or a smaller model would help", (double)needed / 1073741824.0,
+                 (double)available / 1073741824.0);
     Arena a;
     memset(&a, 0, sizeof a);
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));
@@ -1025,19 +1025,19 @@ static TrainerState trainer_state(Trainer *t) {
 static void check_supported(const ModelConfig *m, const Options *o, int64_t shard_size) {
     (void)m, (void)shard_size;
     if (strcmp(o->fp8_filter, "auto") == 0)
-        die("--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
-    if (o->profile) die("--profile is the GPU trainer's (train_fp8cu); leave it out");
+        die_with(EXIT_UNSUPPORTED, "--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
+    if (o->profile) die_with(EXIT_UNSUPPORTED, "--profile is the GPU trainer's (train_fp8cu); leave it out");
     if (o->copy_engines == ON)
-        die("--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
+        die_with(EXIT_UNSUPPORTED, "--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
     if (o->fp8_weight_cache == ON)
-        die("--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it "
+        die_with(EXIT_UNSUPPORTED, "--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it "
             "out");
 }
 
 static TrainerParts describe(void *context, const Options *o, const ModelConfig *m, const Comm *comm) {
     Trainer *t = (Trainer *)context;
     const Arena plan = trainer_plan(t, o, m, comm);
-    const TrainerParts parts = {&t->table, &t->precision, trainer_state(t), plan, 0};
+    const TrainerParts parts = {&t->table, &t->precision, trainer_state(t), plan, 0, t->d.R, t->d.R};
     return parts;
 }
 

@@ -869,7 +869,7 @@ static void check_casts(const ModelConfig *m, const Options *o) {
     Precision p = precision_plan(o, o->fp8_filter, m, &table, true);
     for (int64_t l = 0; l < p.num_layers && !p.filter_open; l++)
         if (recipe_is_fp8(precision_of(&p, l, GATE_UP_PROJ), GEMM_FPROP))
-            die("model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by "
+            die_with(EXIT_UNSUPPORTED, "model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by "
                 "--fp8-recipe %s needs; take another recipe, or --fp8-filter gate_up", m->name,
                 (long long)m->intermediate_size, CAST_TILE, r->name);
     precision_free(&p);
@@ -881,26 +881,26 @@ static void check_supported(const ModelConfig *m, const Options *o, int64_t shar
     const struct { const char *name; int64_t value, multiple; } sizes[] = {
         {"hidden_size", m->hidden_size, 16}, {"intermediate_size", m->intermediate_size, 16},
         {"vocab_size", m->vocab_size, 8}};
-    if (o->precision == PRECISION_FP32) die("--precision fp32 is the CPU trainer's (train_fp8); give bf16 or fp8 here");
+    if (o->precision == PRECISION_FP32) die_with(EXIT_UNSUPPORTED, "--precision fp32 is the CPU trainer's (train_fp8); give bf16 or fp8 here");
     if (m->head_dim != 64 && m->head_dim != 128)
-        die("model %s: head_dim = %lld; attention here takes 64 and 128 (the CPU trainer, train_fp8, takes any)",
+        die_with(EXIT_UNSUPPORTED, "model %s: head_dim = %lld; attention here takes 64 and 128 (the CPU trainer, train_fp8, takes any)",
             m->name, (long long)m->head_dim);
     if (m->hidden_size > RMSNORM_MAX_C)
-        die("model %s: hidden_size = %lld; RMSNorm here takes up to %d", m->name, (long long)m->hidden_size,
+        die_with(EXIT_UNSUPPORTED, "model %s: hidden_size = %lld; RMSNorm here takes up to %d", m->name, (long long)m->hidden_size,
             RMSNORM_MAX_C);
     for (int i = 0; i < 3; i++)
         if (sizes[i].value % sizes[i].multiple)
-            die("model %s: %s = %lld is not a multiple of %lld, which the GPU's matrix products need", m->name,
+            die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is not a multiple of %lld, which the GPU's matrix products need", m->name,
                 sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].multiple);
     if (o->fp8_weight_cache == ON && shard_size > 1)
-        die("--fp8-weight-cache on keeps FP8 copies of whole weights, and %lld ranks share them here; leave it off, or "
+        die_with(EXIT_USAGE, "--fp8-weight-cache on keeps FP8 copies of whole weights, and %lld ranks share them here; leave it off, or "
             "give --sharding none", (long long)shard_size);
     check_casts(m, o);
 }
 
 static void check_memory(const Trainer *t, const Arena *plan, size_t available) {
     if ((size_t)plan->used <= available) return;
-    die("the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: %s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
+    die_with(EXIT_MEMORY, "the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: %s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
         (double)plan->used / 1073741824, (double)available / 1073741824, t->comm->world > 1 ? "" : "more GPUs (mpirun -np N), ",
         t->comm->world > 1 && t->o->sharding != SHARDING_FULL ? "--sharding full, " : "", t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
         t->precision.any_fp8 ? (t->fsdp.weights == FSDP_WEIGHTS_CACHED ? "--fp8-weight-cache off, " : "") : "--precision fp8 (saves activations, costs FP8 weights), ", t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
@@ -999,7 +999,8 @@ static void weights_changed(void *context) {
 static TrainerParts describe(void *context, const Options *o, const ModelConfig *m, const Comm *comm) {
     Trainer *t = (Trainer *)context;
     const Arena plan = trainer_describe(t, o, m, comm);
-    const TrainerParts parts = {&t->table, &t->precision, trainer_state(t), plan, memory_overhead(comm)};
+    const TrainerParts parts = {&t->table, &t->precision, trainer_state(t), plan, memory_overhead(comm), t->d.R,
+                                t->linears.head_rows};
     return parts;
 }
 

@@ -11,25 +11,25 @@ install_tools
 have_gpu || { echo "error: this needs a GPU with its driver, and nvcc; scripts/test.sh runs what needs neither" >&2; exit 1; }
 find_nccl || exit 1
 
-# A bench, whose lines are kept for the table at the end.
+# A bench, whose lines (bench_record in dev/cuda/bench.cuh) are kept for the table at the end, behind its name.
 lines=build/kernel_lines.txt
 bench() {
-    echo "== ${1#build/bench_}" >>"$lines"
-    "$1" | tee -a "$lines"
-    return "${PIPESTATUS[0]}"
+    local own=$lines.one status
+    rm -f "$own"
+    BENCH_LINES=$own "$1"
+    status=$?
+    [ ! -e "$own" ] || sed "s/^/${1#build/bench_}\t/" "$own" >>"$lines"
+    return $status
 }
 
-# The lines below 85% with their reasons, and how many there are of each kind (bench_line in dev/cuda/bench.cuh prints them; the copy is the ceiling itself).
+# The lines below 85% with their reasons, and how many there are of each kind. The copy is the ceiling itself.
 ceilings() {
-    awk '/^== / { program = $2 }
-        !/^copy / && / [0-9.]+% of (a copy|the peak|the FP8 peak).s [0-9]+/ {
+    awk -F '\t' '$2 != "copy" {
             lines++
-            if (!match($0, /  under [0-9]+%: /)) next
-            reason = substr($0, RSTART + RLENGTH)
-            if (reason == "NO REASON STATED") without++
+            if (!$5) next
+            if ($6 == "") without++
             under++
-            match($0, / [0-9.]+% of /)
-            printf "%-14s %s %5s  %s\n", program, substr($0, 1, 69), substr($0, RSTART + 1, RLENGTH - 5), reason
+            printf "%-14s %-46s %-22s %5s%%  %s\n", $1, $2, $3, $4, $6 == "" ? "NO REASON STATED" : $6
         }
         END { printf "%d kernel timings: %d at their ceiling or within 15%% of it, %d below for the reasons above, %d below without a reason\n",
                   lines, lines - under, under - without, without

@@ -35,8 +35,14 @@ make_launch() {
     if [ -z "${OMP_NUM_THREADS:-}" ]; then launch+=(-x "OMP_NUM_THREADS=$((($(nproc) + $1 - 1) / $1))"); fi
 }
 
-# The models that the trainer knows by name, as its --help lists them.
-list_models() { "$trainer" --help 2>/dev/null | sed -n 's/^MODEL: //p' | tr -d ','; }
+# The models that the trainer knows by name, and its FP8 recipes, with a blank after each.
+list_models() { "$trainer" --list models 2>/dev/null | tr '\n' ' '; }
+list_recipes() { "$trainer" --list recipes 2>/dev/null | tr '\n' ' '; }
 
-# The FP8 recipes that the trainer knows, as its --help lists them.
-list_recipes() { "$trainer" --help 2>/dev/null | sed -n 's/^ *--fp8-recipe \([a-z0-9_|]*\).*/\1/p' | tr '|' ' '; }
+# The number with the key $1 in a JSON object of the trainer on stdin, which has one such key: --dry-run --json, or a line of log.jsonl.
+json_number() {
+    awk -v key="\"$1\": " '{ at = index($0, key); if (at) { text = substr($0, at + length(key)); sub(/[],}].*/, "", text); print text; exit } }'
+}
+
+# The trainer's exit statuses on which scripts act; its --help lists all.
+EXIT_MEMORY=3 EXIT_UNSUPPORTED=4

@@ -32,8 +32,8 @@ check_arguments() {
     done
 }
 
-# A line of the settings table that --dry-run prints, by its name.
-planned() { awk -v name="$1" '$1 == name { print $2; exit }' <<<"$plan"; }
+# A number of the trainer's plan, by its key.
+planned() { json_number "$1" <<<"$plan"; }
 
 pick_data() {
     [ -f "${data}_train.bin" ] && [ -f "${data}_val.bin" ] && return
@@ -47,7 +47,7 @@ check_memory() {
     local needed smallest
     is_cpu_trainer && return
     command -v nvidia-smi >/dev/null || fail "$trainer needs a GPU and its driver, and there is no nvidia-smi here; --dry-run shows the plan without one"
-    needed=$(planned total) needed=${needed%.*}
+    needed=$(($(planned total_bytes) / 1048576))
     smallest=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -n 1)
     [ "$needed" -le "$smallest" ] || fail "$model on $gpus GPUs needs $((needed / 1024)) GiB on each, and the smallest here has $((smallest / 1024)); more GPUs, --recompute layer or a smaller --sequence-length would help"
     echo "memory: $((needed / 1024)) of $((smallest / 1024)) GiB a GPU"
@@ -123,7 +123,7 @@ run_until_done() {
     [[ " $* " == *" --dry-run "* ]] && dry_run=1
     [ -n "$dry_run" ] || { pick_data; mkdir -p "$out" || fail "cannot make the folder $out"; }
     local arguments=("$model" "${options[@]}" --train-data "${data}_train.bin" --val-data "${data}_val.bin" --log-dir "$out" --checkpoint-dir "$checkpoints" "$@")
-    plan=$("$trainer" "${arguments[@]}" --world-size "$gpus" --dry-run) || exit 1
+    plan=$("$trainer" "${arguments[@]}" --world-size "$gpus" --dry-run --json) || exit 1
     [ -n "$dry_run" ] || check_memory
     print_cost
 
@@ -131,7 +131,7 @@ run_until_done() {
     command=(${launch[@]+"${launch[@]}"} "$trainer" "${arguments[@]}" --resume)
     printf '%q ' "${command[@]}"
     echo
-    if [ -n "$dry_run" ]; then echo "$plan"; exit 0; fi
+    if [ -n "$dry_run" ]; then "$trainer" "${arguments[@]}" --world-size "$gpus" --dry-run; exit; fi
     trap forward_stop INT TERM USR1 HUP
     best=$(newest_checkpoint)
     while true; do  # also of a run that is done: an --export-hf may be new, or an option wrong

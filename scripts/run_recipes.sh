@@ -56,7 +56,7 @@ check_counts --gpus "$gpus"
 check_counts --audit-every ${every:+"$every"}
 check_trainer
 recipes=${recipes:-$(list_recipes)}
-[ -n "$recipes" ] || fail "$trainer --help names no FP8 recipes"
+[ -n "$recipes" ] || fail "$trainer --list recipes names none"
 model=${model%/}
 out=${out:-log/recipes_${model##*/}}
 tenth=$(((num_steps + 9) / 10))
@@ -72,11 +72,11 @@ sweep() {
     [ "$status" -le 1 ] && [ -f "$out/table.txt" ] || exit "$status"
 }
 
-# The precisions of runs that the trainer refused because the GPU lacks the recipe's products, emulated.
+# The precisions of runs that the trainer refused as unsupported, which they are on a GPU that lacks the recipe's products, emulated.
 refused() {
     local name length gpus precision model
     while read -r name length gpus precision model; do
-        if [[ $precision == fp8:* ]] && grep -qs '^failed.*--fp8-emulate gives' "$out/$name/result"; then echo "$precision:emulate"; fi
+        if [[ $precision == fp8:* && $precision != *:emulate ]] && grep -qs '^unsupported' "$out/$name/result"; then echo "$precision:emulate"; fi
     done <"$out/runs.txt"
 }
 

@@ -164,7 +164,7 @@ is_finished() {
         tail -n 1 "$dir/log.jsonl" | grep -Eq "^\{\"type\": \"summary\", \"steps\": $num_steps, .*\}$"
 }
 
-# Why a run failed that ended with status $1: the trainer's message, or else the last words and the status.
+# Why a run failed that ended with status $1, for people: the trainer's message, or else the last words and the status.
 reason() {
     local line
     if [ -f "$dir/log.jsonl" ] && ! head -n 1 "$dir/log.jsonl" | grep -q "\"world_size\": $gpus,"; then
@@ -176,7 +176,7 @@ reason() {
     printf '%s' "${line#error: }" | tr '\t' ' ' | cut -c1-400
 }
 
-# Writes the run's result: kind $1 (done, memory, failed, skipped), seconds $2, message $3; whole or not at all.
+# Writes the run's result: kind $1 (done, memory, unsupported, failed, skipped), seconds $2, message $3; whole or not at all.
 record() {
     printf '%s\t%s\t%s\n' "$1" "$2" "$3" >"$dir/result.tmp" && mv "$dir/result.tmp" "$dir/result" || fail "cannot write $dir/result"
     kind=$1 seconds=$2 message=$3
@@ -201,12 +201,11 @@ run_one() {
     child=""
     if is_finished; then
         message=$([ $status -eq 0 ] || echo "ended with status $status after its summary")
-        grep -q 'no product runs in FP8' "$dir/stdout.txt" && message="nothing ran in FP8${message:+; $message}"
+        [[ $precision == fp8* && $(head -n 1 "$dir/log.jsonl" | json_number fp8_gemms) == 0 ]] && message="nothing ran in FP8${message:+; $message}"
         record done $((SECONDS - begin)) "$message"
     else
-        message=$(reason "$status")
-        if grep -Eqi 'out of (host |device )?memory|needs? [0-9.]+ GiB' <<<"$message"; then kind=memory; else kind=failed; fi
-        record "$kind" $((SECONDS - begin)) "$message"
+        case $status in $EXIT_MEMORY) kind=memory ;; $EXIT_UNSUPPORTED) kind=unsupported ;; *) kind=failed ;; esac
+        record "$kind" $((SECONDS - begin)) "$(reason "$status")"
     fi
 }
 
@@ -261,7 +260,14 @@ enlist() {
     fi
 }
 
-is_kept() { is_finished || case $kind in memory) [ "$retry" != all ] ;; failed) [ "$retry" = none ] ;; *) false ;; esac; }
+is_kept() { is_finished || case $kind in memory) [ "$retry" != all ] ;; failed | unsupported) [ "$retry" = none ] ;; *) false ;; esac; }
+
+# The main figures of a finished run.
+figures() {
+    local summary
+    summary=$(tail -n 1 "$dir/log.jsonl")
+    printf 'loss %.4f, median step %.2f ms, %.0f tok/s a GPU' "$(json_number last_loss <<<"$summary")" "$(json_number median_ms <<<"$summary")" "$(json_number tokens_per_second_per_gpu <<<"$summary")" 2>/dev/null
+}
 
 visit() {
     local again=""
@@ -278,11 +284,9 @@ visit() {
     fi
     if [ "$seconds" -gt 0 ]; then seconds_timed=$((seconds_timed + seconds)) weight_timed=$((weight_timed + $(weight))); fi
     weight_left=$((weight_left - $(weight)))
-    [ "$kind" = failed ] && any_failed=1
-    if [ "$kind" = done ]; then
-        echo "    done$again in $seconds s${message:+ ($message)}: $(grep '^median of the last' "$dir/stdout.txt" | tail -n 1)"
-    else
-        echo "    ${kind/memory/out of memory}$again: $message"
+    case $kind in failed | unsupported) any_failed=1 ;; esac
+    if [ "$kind" = done ]; then echo "    done$again in $seconds s${message:+ ($message)}: $(figures)"
+    else echo "    ${kind/memory/out of memory}$again: $message"
     fi
 }
 

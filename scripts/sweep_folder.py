@@ -11,7 +11,8 @@ import sys
 # What the tables use of each kind of line of a log: the values' types. A number that the trainer could not compute is null in the log, None here.
 TEXT, NUMBER, NUMBER_OR_NULL, OBJECT = "text", "a number", "a number or null", "an object"
 FIELDS = {
-    "settings": {"program": TEXT, "version": TEXT, "versions": TEXT, "device": TEXT, "model": TEXT, "world_size": NUMBER, "parameters": NUMBER, "settings": OBJECT},
+    "settings": {"program": TEXT, "version": TEXT, "versions": TEXT, "device": TEXT, "model": TEXT, "world_size": NUMBER, "parameters": NUMBER, "fp8_gemms": NUMBER,
+                 "settings": OBJECT},
     "summary": dict.fromkeys(("steps", "skipped"), NUMBER) | dict.fromkeys(
         ("first_loss", "last_loss", "median_ms", "tokens_per_second_per_gpu", "tokens_per_second", "tflops_per_gpu", "mfu", "sol", "memory_bytes"), NUMBER_OR_NULL),
     "fp8_audit": {"layer": NUMBER, "linear": TEXT, "operand": TEXT, "gemm": TEXT, "sqnr_db": NUMBER_OR_NULL},
@@ -20,7 +21,7 @@ OPTIONS = dict.fromkeys(("num-steps", "grad-accumulation-steps", "batch-size", "
 
 
 # What a run's result begins with.
-KINDS = ("done", "memory", "failed", "skipped")
+KINDS = ("done", "memory", "unsupported", "failed", "skipped")
 
 
 class Damaged(Exception):
@@ -63,6 +64,8 @@ def read_line(line):
         raise Damaged("not JSON")
     if not isinstance(record, dict) or not is_a(TEXT, record.get("type")):
         raise Damaged("no object with a \"type\"")
+    if record["type"] == "settings":
+        record.setdefault("fp8_gemms", 1)  # logs of version 0.1 up to 2026-11-22 lack it
     check_fields(record, FIELDS.get(record["type"], {}))
     if record["type"] == "settings":
         check_fields(record["settings"], OPTIONS)
@@ -120,13 +123,13 @@ def read_runs(folder):
 
 def why_missing(run):
     """Why a run has no figures, in words; "" if it has."""
-    kind = {"done": "", "memory": "out of memory"}.get(run["kind"], run["kind"])
+    kind = {"done": "", "memory": "out of memory", "unsupported": "unsupported here"}.get(run["kind"], run["kind"])
     return kind + (": " + run["message"] if kind and run["message"] else "")
 
 
 def ran_in_fp8(run):
-    """Whether any product of a run whose precision is FP8 did run in FP8: sweep.sh notes where none could."""
-    return not run["message"].startswith("nothing ran in FP8")
+    """False for a finished run whose precision is FP8, but none of whose GEMMs is."""
+    return run["kind"] != "done" or not run["precision"].startswith("fp8") or run["settings"]["fp8_gemms"] > 0
 
 
 def ratio(a, b):

@@ -236,6 +236,17 @@ static inline double bench_clock_end(Bench *b) {
 #define BENCH_RAMP_BYTES (64ll << 20)
 enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
 
+// Appends a line to the file that BENCH_LINES names, if it is set, for scripts/check_gpu.sh: name, shape, percent of
+// the ceiling, 1 if that is low, and the reason, separated by tabs.
+static inline void bench_record(const char *name, const char *shape, double percent, bool low, const char *reason) {
+    const char *path = getenv("BENCH_LINES");
+    if (!path) return;
+    FILE *file = fopen(path, "a");
+    if (!file) die("BENCH_LINES=%s: cannot be written: %s", path, strerror(errno));
+    fprintf(file, "%s\t%s\t%.1f\t%d\t%s\n", name, shape, percent, low, low && reason ? reason : "");
+    fclose(file);
+}
+
 // The one place that prints a line. `rate` and `ceiling` in units of `unit`; `reason`: why the share may be low, NULL if it may not.
 static inline void bench_line(const char *name, const char *shape, double us, double rate, const char *unit, double ceiling, const char *whose, const char *reason) {
     const double percent = ceiling > 0 ? 100 * rate / ceiling : 0;
@@ -244,6 +255,7 @@ static inline void bench_line(const char *name, const char *shape, double us, do
     if (low) format_checked(because, sizeof because, "  under %d%%: %s", BENCH_PERCENT, reason ? reason : "NO REASON STATED");
     printf("%-46s %-22s %9.1f us %6.0f %-7s %5.1f%% of %s %.0f%s\n", name, shape, us, rate, unit, percent, whose, ceiling, because);
     fflush(stdout);
+    bench_record(name, shape, percent, low, reason);
     CHECK(us > 0 && (!low || reason), "%s, %s: %.1f us, %.1f%% of its ceiling, and no reason is stated", name, shape, us, percent);
 }
 

@@ -24,7 +24,7 @@ static Run make_run(double peak) {
     model_config_preset(&r.m, r.o.model);
     r.t = parameter_table(&r.m);
     r.p = precision_plan(&r.o, r.o.fp8_filter, &r.m, &r.t, true);
-    const RunInfo info = {"train_fp8cu", "NVIDIA H200", "test", 4, peak, false};
+    const RunInfo info = {"train_fp8cu", "NVIDIA H200", "test", 4, peak, false, 1 << 30};
     r.run = info;
     return r;
 }
@@ -108,7 +108,7 @@ static void test_file(void) {
             const JsonNode *settings = json_member(&json, json_root(&json), "settings");
             CHECK(strcmp(type, "settings") == 0 && settings, "first line: %s", line);
             int64_t options = 0, logged = 0;
-            for (const OptionRow *row = option_rows(); row->name; row++) options += row->kind != OPTION_GROUP && row->field != offsetof(Options, help);
+            for (const OptionRow *row = option_rows(); row->name; row++) options += option_is_setting(row);
             for (const JsonNode *node = json_first(&json, settings); node; node = json_next(&json, node)) logged++;
             CHECK(logged == options, "%lld of %lld settings are logged", (long long)logged, (long long)options);
             CHECK(strcmp(json_member(&json, settings, "train-data")->text, r.o.train_data) == 0, "quotes survive: %s", line);

@@ -226,7 +226,7 @@ static void test_conflicts(void) {
         {"tiny --sharding none --copy-engines on", "with --sharding none, or hybrid with --shard-size 1, nothing is gathered"}, {"tiny --sharding hybrid --shard-size 1 --copy-engines on", "nothing is gathered"},
         {"tiny --sharding hybrid --shard-size 2 --copy-engines on", ""}, {"tiny --sharding none --copy-engines off", ""}, {"tiny --copy-engines on", ""},
         {"tiny --shard-size 2", "--shard-size is for --sharding hybrid"}, {"tiny --world-size 8", "--world-size is for --dry-run"},
-        {"tiny --world-size 8 --dry-run", ""}};
+        {"tiny --world-size 8 --dry-run", ""}, {"tiny --json", "--json is for --dry-run"}, {"tiny --json --dry-run", ""}};
     char message[512];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i][0]);

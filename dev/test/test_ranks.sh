@@ -242,22 +242,23 @@ stopped USR1 0 --sharding none
 stopped INT 1 --val-data "$tmp/s_val.bin" --val-every 1 --val-steps 160
 stopped TERM 2 --checkpoint-every 1 --keep-checkpoints 1
 
-# ---- what is wrong is said once, and ends all ranks. $1 ranks, $2 what the message holds, the rest: arguments
+# ---- what is wrong is said once, and ends all ranks. $1 ranks, $2 the status, $3 what the message holds, the
+# rest: arguments
 refused() {
-    local n=$1 message=$2 status
-    shift 2
+    local n=$1 expected=$2 message=$3 status
+    shift 3
     ranks "$n" "$@" >"$tmp/refused.out" 2>&1
     status=$?
-    check "\"$message\": status $status: $(cat "$tmp/refused.out")" [ $status -ne 0 ]
+    check "\"$message\": status $status: $(cat "$tmp/refused.out")" [ $status -eq "$expected" ]
     check "\"$message\": $(grep '^error' "$tmp/refused.out")" [ "$(grep -c '^error: ' "$tmp/refused.out")" -eq 1 ]
     check "\"$message\" is not said: $(grep '^error' "$tmp/refused.out")" grep -q "^error: rank 0 on .*$message" "$tmp/refused.out"
 }
-refused 4 "unknown option --batch" tiny --batch 3
-refused 4 "no token shard matches" tiny --train-data "$tmp/nothing.bin"
-refused 3 "shard-size 2 does not divide the 3 ranks" tiny $data --sharding hybrid --shard-size 2
-refused 2 "world-size is for --dry-run" tiny $data --world-size 2
-refused 2 "already holds step-00000004" $common --checkpoint-dir "$tmp/ck"
-refused 4 "the gradient norm is .* counts as not finite. It begins in the .* of layer .*, in backward order, is in .*, in the part of rank .*; the largest weight there is" "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
+refused 4 2 "unknown option --batch" tiny --batch 3
+refused 4 1 "no token shard matches" tiny --train-data "$tmp/nothing.bin"
+refused 3 2 "shard-size 2 does not divide the 3 ranks" tiny $data --sharding hybrid --shard-size 2
+refused 2 2 "world-size is for --dry-run" tiny $data --world-size 2
+refused 2 1 "already holds step-00000004" $common --checkpoint-dir "$tmp/ck"
+refused 4 7 "the gradient norm is .* counts as not finite. It begins in the .* of layer .*, in backward order, is in .*, in the part of rank .*; the largest weight there is" "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
 
 # ---- a huge row of q_proj in layer 1: every rank looks at what it keeps, and the tensor and its element are those that one rank names
 train 0 export "$tmp/qwen2" $data --precision fp32 --num-steps 1 --export-hf "$tmp/spoiled"
@@ -270,7 +271,7 @@ with open(sys.argv[1], "r+b") as f:
     f.write(struct.pack("<f", 3e38) * tensor["shape"][1])
 PY
 for sharding in full none "hybrid --shard-size 2"; do
-    refused 4 "It begins in the attention block of layer 1, in the forward pass; the largest weight there is 3e+38, in model.layers.1.self_attn.q_proj.weight, element 1040. The loss is nan" \
+    refused 4 7 "It begins in the attention block of layer 1, in the forward pass; the largest weight there is 3e+38, in model.layers.1.self_attn.q_proj.weight, element 1040. The loss is nan" \
         "$tmp/spoiled" $data --no-verify --precision fp32 --sharding $sharding
 done
 # ---- delayed scaling with --on-nonfinite skip: a skipped step leaves the state of all ranks as it was

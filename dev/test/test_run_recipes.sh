@@ -23,8 +23,8 @@ mkdir "$tmp/bin"
 cat >"$tmp/bin/train_fp8" <<END
 #!/usr/bin/env bash
 case " \$* " in
-    *" --fp8-emulate "* | *" --help "*) ;;
-    *" --fp8-recipe mxfp8 "*) echo "error: no matrix products for recipe mxfp8; --fp8-emulate gives its numbers without its speed" >&2; exit 1 ;;
+    *" --fp8-emulate "* | *" --list "*) ;;
+    *" --fp8-recipe mxfp8 "*) echo "error: no matrix products for recipe mxfp8; --fp8-emulate gives its numbers without its speed" >&2; exit 4 ;;
     *" --fp8-recipe delayed "*) echo "error: something else" >&2; exit 1 ;;
 esac
 exec "$trainer" "\$@"

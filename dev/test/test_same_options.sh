@@ -21,7 +21,7 @@ zero="tiny $data" dir=$tmp program=$trainer
 # The next rank, with the options $1, dies with the message $2, before a step and with no other error.
 differs() {
     both "$1"
-    check "\"$1\": status" equal "$status $(grep -c '^step' "$tmp/out")" "1 0"
+    check "\"$1\": status" equal "$status $(grep -c '^step' "$tmp/out")" "2 0"
     check "\"$1\": $2" equal "$(grep '^error: ' "$tmp/out")" "error: rank 1 on $(hostname): $2"
 }
 together="start all ranks with the same program, model and options"
@@ -37,7 +37,7 @@ differs "tiny $data --help" "--help is on here, off on rank 0; $together"
 differs "" "MODEL is not given here, tiny on rank 0; $together"
 differs "small $data" "MODEL is small here, tiny on rank 0; $together"
 timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 3 "$trainer" $zero : -np 1 "$trainer" $zero --seed 7 : -np 1 "$trainer" $zero --seed 8 >"$tmp/out" 2>&1
-check "two of five ranks differ: the first says so, alone" equal "$? $(grep '^error: ' "$tmp/out")" "1 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
+check "two of five ranks differ: the first says so, alone" equal "$? $(grep '^error: ' "$tmp/out")" "2 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
 
 # Other programs: the name and the version of this one, changed in a copy.
 # The linker may keep a name as the end of a longer text, so what stands before it is free.
@@ -86,11 +86,11 @@ cp "$tmp/weights1/model.safetensors" "$tmp/model/"
 differs "$zero" "what MODEL's folder holds is no weights here, weights on rank 0; give all hosts the same model"
 cp "$tmp/weights2/model.safetensors" "$tmp/host/model/"
 both "$zero"
-check "other weights" equal "$status $(grep -cE "^error: rank 1 on .*: file 1 of MODEL's weights is [0-9]+ bytes with fingerprint .* here, .* on rank 0; give all hosts" "$tmp/out") $(grep -c '^step' "$tmp/out")" "1 1 0"
+check "other weights" equal "$status $(grep -cE "^error: rank 1 on .*: file 1 of MODEL's weights is [0-9]+ bytes with fingerprint .* here, .* on rank 0; give all hosts" "$tmp/out") $(grep -c '^step' "$tmp/out")" "2 1 0"
 cp "$tmp/weights1/model.safetensors" "$tmp/host/model/"
 cp "$tmp"/s* "$tmp/host/"
 both "model --train-data s_train.bin --val-data $tmp/host/s_val.bin ${data#*.bin}"  # rank 0 has no --val-data
-check "validation data on one rank" equal "$status $(grep -c 'error: rank 1 on .*: --val-data is given here, not given on rank 0; ' "$tmp/out")" "1 1"
+check "validation data on one rank" equal "$status $(grep -c 'error: rank 1 on .*: --val-data is given here, not given on rank 0; ' "$tmp/out")" "2 1"
 zero="$zero --val-data $tmp/s_val.bin"
 both "model --train-data s_train.bin --val-data s_val.bin ${data#*.bin}"
 check "the same model, weights and data at other places" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"

@@ -10,13 +10,14 @@ out=$tmp/out
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
 data="--train-data $tmp/s_train.bin --sequence-length 32"
 
-# A run of few steps that goes well; one that ends before its first step with an error that holds the text $1.
+# A run of few steps that goes well; one that ends before its first step with status $1 and an error that holds the
+# text $2.
 trains() { timeout 60 ./train_fp8 "$@" >"$out" 2>&1 || { tail -n 3 "$out"; false; }; }
 refuses() {
-    local text=$1
-    shift
+    local status=$1 text=$2
+    shift 2
     timeout 60 ./train_fp8 "$@" >"$out" 2>&1
-    equal $? 1 && holds "$out" "$text" && lacks "$out" "step 1/" && equal "$(grep -c '^error: ' "$out")" 1
+    equal $? "$status" && holds "$out" "$text" && lacks "$out" "step 1/" && equal "$(grep -c '^error: ' "$out")" 1
 }
 
 # ---- where the weights come from
@@ -39,7 +40,7 @@ check "--resume without a checkpoint trains" trains tiny $data --num-steps 1 --c
 check "--resume without a checkpoint starts from random weights" holds "$out" "starting weights: random"
 for name in pytorch_model.bin model-00001-of-00002.safetensors consolidated.00.pth weights.pt model.gguf; do
     touch "$tmp/model/$name"
-    check "weights in $name" refuses "MODEL $tmp/model holds $name, but weights are read from model.safetensors" "$tmp/model" $data
+    check "weights in $name" refuses 1 "MODEL $tmp/model holds $name, but weights are read from model.safetensors" "$tmp/model" $data
     rm "$tmp/model/$name"
 done
 touch "$tmp/model/model.gguf" "$tmp/model/training_args.bin"
@@ -60,22 +61,22 @@ train_fp8.json" -a "$(ls "$tmp/e")" = hf ]
 check "an export over an earlier one has other weights" eval '! cmp -s "$tmp/first" "$tmp/e/hf/model.safetensors"'
 for option in log-dir checkpoint-dir; do
     for name in hf hf/deep/../down new new/logs; do
-        check "--$option $name" refuses "--$option $tmp/e/$name is in --export-hf $tmp/e/${name%%/*}/, which holds the export alone" tiny $data --$option "$tmp/e/$name" --export-hf "$tmp/e/${name%%/*}/"
+        check "--$option $name" refuses 2 "--$option $tmp/e/$name is in --export-hf $tmp/e/${name%%/*}/, which holds the export alone" tiny $data --$option "$tmp/e/$name" --export-hf "$tmp/e/${name%%/*}/"
     done
 done
 for suffix in .tmp .old.tmp; do
-    check "--checkpoint-dir hf$suffix" refuses "is in --export-hf $tmp/e/hf$suffix, which holds the export alone" tiny $data --checkpoint-dir "$tmp/e/hf$suffix" --export-hf "$tmp/e/hf"
+    check "--checkpoint-dir hf$suffix" refuses 2 "is in --export-hf $tmp/e/hf$suffix, which holds the export alone" tiny $data --checkpoint-dir "$tmp/e/hf$suffix" --export-hf "$tmp/e/hf"
 done
 mkdir "$tmp/e/hf.old.tmp"
 check "an export after a start that was killed" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
 mv "$tmp/e/hf" "$tmp/e/hf.old.tmp"
-check "an export that a kill left under another name" refuses "would replace" "$tmp/e/hf.old.tmp" $data --num-steps 1 --export-hf "$tmp/e/hf"
+check "an export that a kill left under another name" refuses 1 "would replace" "$tmp/e/hf.old.tmp" $data --num-steps 1 --export-hf "$tmp/e/hf"
 check "an export that a kill left under another name gets its own again" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
 check "an export that a kill left under another name: it says so" holds "$out" "is $tmp/e/hf again"
 check "folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
-check "an export over the model" refuses "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" $data --export-hf "$tmp/e/./hf/"
+check "an export over the model" refuses 1 "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" $data --export-hf "$tmp/e/./hf/"
 sed -i 's/written_by/written_of/' "$tmp/all/hf/model.safetensors"
-check "an export over another's model" refuses "model.safetensors, which is no earlier export" tiny $data --export-hf "$tmp/all/hf"
+check "an export over another's model" refuses 1 "model.safetensors, which is no earlier export" tiny $data --export-hf "$tmp/all/hf"
 check "an export over another's model leaves nothing" equal "$(ls "$tmp/all")" "hf
 log.jsonl
 steps"
@@ -92,7 +93,7 @@ fi
 ./train_fp8 "$tmp/model" $data --num-steps 1000000 --checkpoint-dir "$tmp/busy" --checkpoint-every 2 --keep-checkpoints 1 >"$tmp/busy.out" 2>&1 &
 busy=$!
 for i in $(seq 300); do grep -q '^saved checkpoint after step 4 ' "$tmp/busy.out" && break; sleep 0.1; done
-check "a second run in a folder of checkpoints" refuses "--checkpoint-dir $tmp/busy: another run is using it" "$tmp/model" $data --checkpoint-dir "$tmp/busy" --resume
+check "a second run in a folder of checkpoints" refuses 1 "--checkpoint-dir $tmp/busy: another run is using it" "$tmp/model" $data --checkpoint-dir "$tmp/busy" --resume
 check "the first run goes on" kill -0 $busy
 kill -KILL $busy
 check "a run right after one that was killed" trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" --resume
@@ -100,7 +101,7 @@ wait $busy 2>/dev/null
 
 # ---- the log
 
-check "a folder that cannot be made for the log" refuses "--log-dir /proc/x: cannot make folder" tiny $data --log-dir /proc/x --checkpoint-dir "$tmp/late"
+check "a folder that cannot be made for the log" refuses 1 "--log-dir /proc/x: cannot make folder" tiny $data --log-dir /proc/x --checkpoint-dir "$tmp/late"
 check "a folder that cannot be made for the log: nothing else is begun" [ ! -e "$tmp/late" ]
 check "a first log" trains tiny $data --num-steps 3 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log"
 check "a log that goes on" trains tiny $data --num-steps 4 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log" --resume
@@ -112,7 +113,7 @@ check "another run's log: both are whole" equal "$(grep -c '"type": "step"' "$tm
 ./train_fp8 small $data --num-steps 1000000 --log-dir "$tmp/log" --sequence-length 4096 --batch-size 4 >"$tmp/busy.out" 2>&1 &
 busy=$!
 for i in $(seq 300); do grep -q '^starting weights' "$tmp/busy.out" && break; sleep 0.1; done
-check "a second run with the same log" refuses "--log-dir $tmp/log: another run is using it" tiny $data --log-dir "$tmp/log"
+check "a second run with the same log" refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data --log-dir "$tmp/log"
 
 # ---- a step of many seconds: a second Ctrl-C does not wait for its end
 
@@ -132,9 +133,9 @@ wait $busy 2>/dev/null
 
 # ---- what a run is told and cannot do
 
-check "--profile on the CPU" refuses "--profile is the GPU trainer's" tiny $data --profile
-check "--copy-engines on the CPU" refuses "--copy-engines on is the GPU trainer's" tiny $data --copy-engines on
-check "--fp8-weight-cache on the CPU" refuses "--fp8-weight-cache on is the GPU trainer's" tiny $data --precision fp8 --fp8-weight-cache on
+check "--profile on the CPU" refuses 4 "--profile is the GPU trainer's" tiny $data --profile
+check "--copy-engines on the CPU" refuses 4 "--copy-engines on is the GPU trainer's" tiny $data --copy-engines on
+check "--fp8-weight-cache on the CPU" refuses 4 "--fp8-weight-cache on is the GPU trainer's" tiny $data --precision fp8 --fp8-weight-cache on
 check "less validation data than a batch" trains tiny $data --val-data "$tmp/s_val.bin" --batch-size 512 --num-steps 1 --val-steps 1000000
 check "sequences longer than the model is made for" trains "$tmp/model" $data --sequence-length 600 --num-steps 1
 check "sequences longer than the model is made for: a warning" holds "$out" "warning: --sequence-length 600 is more than the 512 positions"
@@ -154,7 +155,7 @@ cp "$tmp/same.bin" "$tmp/elsewhere/moved.bin"
 check "a run that resumes on data that was moved" trains tiny --train-data "$tmp/elsewhere/moved.bin" --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
 check "a run that resumes on data that was moved: from where" holds "$out" "resume: continuing from"
 cp "$tmp/o_train.bin" "$tmp/same.bin"
-check "a run that resumes on other data" refuses " tokens in the checkpoint, " tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
+check "a run that resumes on other data" refuses 1 " tokens in the checkpoint, " tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
 check "a run that resumes on other data: why" holds "$out" "--train-data has "
 
 # ---- shards
@@ -168,13 +169,13 @@ LC_ALL=C sed 's/e/x/' "$tmp/s.tokenizer" >"$tmp/t/b.tokenizer"  # as many tokens
 cp "$tmp/s_val.bin" "$tmp/t/c_val.bin"
 check "shards of one tokenizer" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/s_val.bin" --sequence-length 32 --num-steps 1
 check "a validation shard without a table" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/t/c_val.bin" --sequence-length 32 --num-steps 1
-check "a training shard of another tokenizer" refuses "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/*_train_*.bin" --sequence-length 32
+check "a training shard of another tokenizer" refuses 1 "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/*_train_*.bin" --sequence-length 32
 check "a training shard of another tokenizer: both are named" holds "$out" "but the first training shard to $tmp/t/a.tokenizer"
-check "a validation shard of another tokenizer" refuses "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/a_train_1.bin" --val-data "$tmp/t/b_train_1.bin" --sequence-length 32
+check "a validation shard of another tokenizer" refuses 1 "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/a_train_1.bin" --val-data "$tmp/t/b_train_1.bin" --sequence-length 32
 
 # Of a shard without a table the vocabulary is the largest id: the shard is at fault, not the model.
 python3 -c 'import struct, sys; sys.stdout.buffer.write(struct.pack("<256i", 20240801, 7, 100, *[0] * 253) + struct.pack("<100I", *[1] * 77, 2**32 - 1, *[1] * 22))' >"$tmp/t/huge.bin"
-check "an id that no vocabulary has" refuses "$tmp/t/huge.bin: token 77 has id 4294967295, but a vocabulary has at most 16777216" tiny --train-data "$tmp/t/huge.bin" --sequence-length 32
+check "an id that no vocabulary has" refuses 1 "$tmp/t/huge.bin: token 77 has id 4294967295, but a vocabulary has at most 16777216" tiny --train-data "$tmp/t/huge.bin" --sequence-length 32
 
 # Its ids fit the model, but the separator that samples begin with does not.
 sed 's/"vocab_size": 643/"vocab_size": 64/' "$tmp/model/config.json" >"$tmp/t/config.json"
@@ -184,6 +185,6 @@ shard = open(sys.argv[1], "rb").read()
 open(sys.argv[2], "wb").write(shard[:1024] + struct.pack("<%dI" % ((len(shard) - 1024) // 4), *[i % 60 for i in range((len(shard) - 1024) // 4)]))
 open(sys.argv[3], "wb").write(struct.pack("<4I", 20251121, 1, 100, 99) + 100 * struct.pack("<Ic", 1, b"x"))
 PY
-check "a separator outside the vocabulary" refuses "the separator of the shard's tokenizer is token 99, but the model's vocabulary is 64" "$tmp/t" --train-data "$tmp/t/low.bin" --sequence-length 32 --sample-every 1
+check "a separator outside the vocabulary" refuses 1 "the separator of the shard's tokenizer is token 99, but the model's vocabulary is 64" "$tmp/t" --train-data "$tmp/t/low.bin" --sequence-length 32 --sample-every 1
 
 finish

@@ -32,7 +32,8 @@ def check(ok, *words):
 
 def log_lines(precision):
     settings = {"num-steps": 4, "grad-accumulation-steps": 1, "batch-size": 2, "sequence-length": 64, "precision": precision[:4].rstrip(":")}
-    yield {"type": "settings", "version": "0.1", "program": "train_fp8", "versions": "compiler 12", "device": "CPU", "world_size": 1, "model": "m", "parameters": 98688, "settings": settings}
+    yield {"type": "settings", "version": "0.1", "program": "train_fp8", "versions": "compiler 12", "device": "CPU",
+           "world_size": 1, "model": "m", "parameters": 98688, "fp8_gemms": 24 * (precision != "bf16"), "settings": settings}
     for step in range(1, 5):
         yield {"type": "step", "step": step, "loss": 6.0 - 0.1 * step, "norm": 2.5, "skipped": False}
         for gemm in ("fprop", "dgrad", "wgrad") if precision != "bf16" else ():
@@ -122,7 +123,8 @@ def test_named():
     damage("a list for a text", LOG, edited("device", [], 0), "line 1: \"device\" is not text")
     damage("an audit of another type", LOG, edited("sqnr_db", {}, 2), "line 3: \"sqnr_db\" is not a number or null")
     damage("settings that lack one", LOG, edited("settings", {}, 0), "line 1: no \"num-steps\"")
-    damage("an empty result", RESULT, b"", "it does not begin with done or memory or failed or skipped")
+    damage("a count of GEMMs that is text", LOG, edited("fp8_gemms", "24", 0), "line 1: \"fp8_gemms\" is not a number")
+    damage("an empty result", RESULT, b"", "it does not begin with done or memory or unsupported or failed or skipped")
     damage("a line of runs.txt that is cut", "runs.txt", sound["runs.txt"].replace(b" 64 1 fp8 models/m", b" 64"), "a line is not the name, length, GPUs, precision and model of a run")
 
 

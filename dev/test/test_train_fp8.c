@@ -53,11 +53,6 @@ static void initialize_weights(Trainer *t) {
     weights_refresh(t);
 }
 
-static double mean_loss(Trainer *t) {
-    loss_forward(t, &t->batch);
-    return loss_share(t, t->d.R, t->d.R);
-}
-
 // Largest relative error of any tensor of `array` against golden `prefix`; its name in *worst.
 static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix, const float *array, const char **worst) {
     double largest = -1;
@@ -75,7 +70,7 @@ static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix
 static double batch_loss(Trainer *t) {
     model_forward(t, &t->batch);
     loss_forward(t, &t->batch);
-    return mean_loss(t);
+    return loss_share(t, t->d.R, t->d.R);
 }
 
 typedef struct {
@@ -733,8 +728,8 @@ static void test_skipped_state(void) {
     int64_t skipped = 0, moved = 0, traces = 0;
     const int status = run_program("tiny --train-data @/train.bin --sequence-length 64 --precision fp8 --fp8-recipe delayed --fp8-amax-history 16 --learning-rate 1000 --num-steps 100 "
                                    "--on-nonfinite skip --checkpoint-dir @/ck-skip --checkpoint-every 1 --keep-checkpoints 1000", &output);
-    CHECK(status == 1 && strstr(output, "10 steps in a row had a gradient norm that is not finite"), "status %d: %s",
-          status, output);
+    CHECK(status == EXIT_NONFINITE && strstr(output, "10 steps in a row had a gradient norm that is not finite"),
+          "status %d: %s", status, output);
     for (int step = 1;; step++) {
         char warning[64];
         size_t bytes;
@@ -845,33 +840,43 @@ static void test_output(void) {
 }
 
 static void test_refusals(void) {
-    static const struct { const char *arguments, *message; } bad[] = {
-        {"tiny --train-data @/missing.bin", "no token shard matches"},
-        {"tiny --train-data @/train.bin --sequence-length 100000", "use a shorter --sequence-length"},
-        {"nosuch --train-data @/train.bin", "neither a folder nor one of"},
-        {"tiny --train-data @/train.bin --sequnce-length 32", "the nearest is --sequence-length"},
-        {"tiny --train-data @/train.bin --batch-size 0", "is outside"},
-        {"tiny --train-data @/train.bin --dry-run on", "--dry-run takes no value, but \"on\" follows it"},
-        {"tiny --train-data @/train.bin --precision fp8 --sequence-length 3", "multiples of 16"},
-        {"tiny --train-data @/train.bin --resume", "needs --checkpoint-dir"},
-        {"tiny --train-data @/train.bin --val-data @/missing.bin", "no token shard matches"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --log-dir /proc/no/such", "--log-dir"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --checkpoint-dir /proc/no/such", "--checkpoint-dir"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --export-hf /proc/exported", "--export-hf"},
-        {"llama3.1-405b --train-data @/train.bin --sequence-length 32 --precision bf16", "would help"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter everything", "\"everything\" is none of"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter first,layers=1-2", "it has 0 to 1"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter auto", "GPU"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --fp8-filter first", "add --precision fp8"},
-        {"tiny --train-data @/train.bin --sequence-length 96 --precision fp8 --fp8-recipe blockwise", "multiples of 128"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-recipe rowwise --fp8-all-gather on", "leave it at auto"},
-        {"tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-margin 1", "fp8-recipe delayed"},
-        {"@/qwen3_tiny --train-data @/large.bin --sequence-length 32", "use a shard made with the model's own tokenizer"},
+    static const struct { int status; const char *arguments, *message; } bad[] = {
+        {EXIT_OTHER, "tiny --train-data @/missing.bin", "no token shard matches"},
+        {EXIT_OTHER, "tiny --train-data @/train.bin --sequence-length 100000", "use a shorter --sequence-length"},
+        {EXIT_USAGE, "nosuch --train-data @/train.bin", "neither a folder nor one of"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --sequnce-length 32", "the nearest is --sequence-length"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --batch-size 0", "is outside"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --dry-run on", "--dry-run takes no value, but \"on\" follows it"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --precision fp8 --sequence-length 3", "multiples of 16"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --resume", "needs --checkpoint-dir"},
+        {EXIT_OTHER, "tiny --train-data @/train.bin --val-data @/missing.bin", "no token shard matches"},
+        {EXIT_OTHER, "tiny --train-data @/train.bin --sequence-length 32 --log-dir /proc/no/such", "--log-dir"},
+        {EXIT_OTHER, "tiny --train-data @/train.bin --sequence-length 32 --checkpoint-dir /proc/no/such",
+         "--checkpoint-dir"},
+        {EXIT_OTHER, "tiny --train-data @/train.bin --sequence-length 32 --export-hf /proc/exported", "--export-hf"},
+        {EXIT_MEMORY, "llama3.1-405b --train-data @/train.bin --sequence-length 32 --precision bf16", "would help"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter everything",
+         "\"everything\" is none of"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter first,layers=1-2",
+         "it has 0 to 1"},
+        {EXIT_UNSUPPORTED, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter auto",
+         "GPU"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --fp8-filter first", "add --precision fp8"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 96 --precision fp8 --fp8-recipe blockwise",
+         "multiples of 128"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-recipe rowwise "
+         "--fp8-all-gather on",
+         "leave it at auto"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-margin 1",
+         "fp8-recipe delayed"},
+        {EXIT_OTHER, "@/qwen3_tiny --train-data @/large.bin --sequence-length 32",
+         "use a shard made with the model's own tokenizer"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         char *output;
         const int status = run_program(bad[i].arguments, &output);
-        CHECK(status == 1 && strstr(output, bad[i].message) && !strstr(output, "step 1/"), "\"%s\" ended with %d: %s", bad[i].arguments, status, output);
+        CHECK(status == bad[i].status && strstr(output, bad[i].message) && !strstr(output, "step 1/"),
+              "\"%s\" ended with %d, not %d: %s", bad[i].arguments, status, bad[i].status, output);
         free(output);
     }
     // A checkpoint of 2.2 TiB.
@@ -899,7 +904,8 @@ static void test_tokenizer_warning(void) {
     char *output;
     write_shard("other_train.bin", 20000, 61);
     CHECK(file_write(scratch, "other.tokenizer", (const char *)table, sizeof table, NULL, &failure), "%s", failure.text);
-    CHECK(run_program("llama3.1-405b --train-data @/other_train.bin --sequence-length 32", &output) == 1 && strstr(output, "was the shard made for another model?"), "%s", output);
+    const int status = run_program("llama3.1-405b --train-data @/other_train.bin --sequence-length 32", &output);
+    CHECK(status == EXIT_MEMORY && strstr(output, "was the shard made for another model?"), "%d: %s", status, output);
     free(output);
     CHECK(run_program("tiny --train-data @/other_train.bin --sequence-length 32 --num-steps 1", &output) == 0 && !strstr(output, "another model"), "%s", output);
     free(output);

@@ -226,7 +226,7 @@ static void *hold_stdout(void *context) {
     return NULL;
 }
 
-static void end_at_once(void) { _exit(1); }
+static void end_at_once(int code) { _exit(code); }
 
 static void die_beside_printf(void *context) {
     (void)context;

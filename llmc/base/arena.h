@@ -48,7 +48,8 @@ static inline ArenaRange arena_reuse(Arena *a, ArenaRange room) {
 // *sum += size; dies when that is more than 64 bits count, as a plan may be that nobody could run.
 static inline void arena_add(int64_t *sum, int64_t size) {
     if (size < 0 || __builtin_add_overflow(*sum, size, sum))
-        die("the memory plan passes 2^63 bytes, so it cannot be added up; a smaller --batch-size or --sequence-length would help");
+        die_with(EXIT_MEMORY, "the memory plan passes 2^63 bytes, so it cannot be added up; a smaller --batch-size or "
+                 "--sequence-length would help");
 }
 
 #ifdef ARENA_APART
@@ -57,7 +58,7 @@ static inline void arena_add(int64_t *sum, int64_t size) {
 static inline void *arena_apart(int64_t bytes) {
     void *p;
     if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaMemset(p, 0, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess)
-        die("no memory for a range of its own of %lld bytes", (long long)bytes);
+        die_with(EXIT_MEMORY, "no memory for a range of its own of %lld bytes", (long long)bytes);
     return p;
 }
 #endif

@@ -35,11 +35,27 @@
 #define PARALLEL_MAX
 #endif
 
+// The status with which a trainer ends, on one rank and on several: programs that start it go by this and never by its
+// words. X(name, number, meaning); --help ends with this list. Number 5 is free. A process that a signal kills, as a
+// second Ctrl-C does, ends as the shell has it: 128 + the signal's number.
+#define EXIT_CODES(X)                                                                                              \
+    X(EXIT_DONE, 0, "done; or stopped by a signal between two steps, and saved if there is a --checkpoint-dir")    \
+    X(EXIT_OTHER, 1, "another failure, such as a file that is missing or damaged, or a disk that is full")        \
+    X(EXIT_USAGE, 2, "wrong command line: options, MODEL, number of ranks")                                       \
+    X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")                \
+    X(EXIT_UNSUPPORTED, 4, "this GPU, trainer or recipe cannot do this model or option")                          \
+    X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                        \
+    X(EXIT_NONFINITE, 7, "the gradient norm was not finite, or a value to be saved")
+
+#define EXIT_CODE_ID(id, number, meaning) id = number,
+enum { EXIT_CODES(EXIT_CODE_ID) };
+#undef EXIT_CODE_ID
+
 // What else happens when a program of several ranks dies; comm.h sets it.
 typedef struct {
-    char prefix[128];     // "rank 3 on HOST: ", stands before the message
-    void (*before)(void); // called before the message is printed
-    void (*end)(void);    // ends this process and the other ranks
+    char prefix[128];       // "rank 3 on HOST: ", stands before the message
+    void (*before)(void);   // called before the message is printed
+    void (*end)(int code);  // ends this process and the other ranks, with this status
 } DieHook;
 
 static inline DieHook *die_hook(void) {
@@ -70,21 +86,32 @@ static inline void flush_stdout(void) {
     funlockfile(stdout);
 }
 
-// Prints "error: ..." on stderr and ends the process with status 1, and with it the other ranks, if there are any.
-// For bad input: say what was given, why it cannot be, and what would work.
-__attribute__((noreturn)) UTILS_PRINTF(1, 2) static inline void die(const char *format, ...) {
+// die_with, with the arguments as a list.
+__attribute__((noreturn)) UTILS_PRINTF(2, 0) static inline void die_list(int code, const char *format, va_list args) {
     const DieHook *hook = die_hook();
     char given[8000], text[8000];
-    va_list args;
-    va_start(args, format);
     vsnprintf(given, sizeof given, format, args);
-    va_end(args);
     text_printable(given, text, sizeof text);
     flush_stdout();
     if (hook->before) hook->before();
     fprintf(stderr, "error: %s%s\n", hook->prefix, text);  // at once, so that what other processes write does not come between
-    if (hook->end) hook->end();
-    exit(EXIT_FAILURE);
+    if (hook->end) hook->end(code);
+    exit(code);
+}
+
+// Prints "error: ..." on stderr and ends the process with a status of EXIT_CODES, and with it the other ranks, if there
+// are any. For bad input: say what was given, why it cannot be, and what would work.
+__attribute__((noreturn)) UTILS_PRINTF(2, 3) static inline void die_with(int code, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    die_list(code, format, args);
+}
+
+// die_with for a failure that has no status of its own.
+__attribute__((noreturn)) UTILS_PRINTF(1, 2) static inline void die(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    die_list(EXIT_OTHER, format, args);
 }
 
 UTILS_PRINTF(1, 2) static inline void warn(const char *format, ...) {
@@ -100,13 +127,13 @@ UTILS_PRINTF(1, 2) static inline void warn(const char *format, ...) {
 // Zeroed memory for `count` items of `size` bytes; never returns NULL (a count of 0 gets one item).
 static inline void *xcalloc(size_t count, size_t size) {
     void *p = calloc(count ? count : 1, size ? size : 1);
-    if (!p) die("out of host memory: could not allocate %zu x %zu bytes", count, size);
+    if (!p) die_with(EXIT_MEMORY, "out of host memory: could not allocate %zu x %zu bytes", count, size);
     return p;
 }
 
 static inline void *xrealloc(void *old, size_t bytes) {
     void *p = realloc(old, bytes ? bytes : 1);
-    if (!p) die("out of host memory: could not allocate %zu bytes", bytes);
+    if (!p) die_with(EXIT_MEMORY, "out of host memory: could not allocate %zu bytes", bytes);
     return p;
 }
 

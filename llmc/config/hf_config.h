@@ -100,26 +100,38 @@ static inline const HfClass *hf_class_of(const Json *json) {
                 die("%s: architecture %s with model_type \"%s\"; expected \"%s\"", json->source, c->architecture, model_type, c->model_type);
             return c;
         }
-    die("%s: architecture %s is not supported; LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM are", json->source, architecture ? architecture : model_type);
+    die_with(EXIT_UNSUPPORTED, "%s: architecture %s is not supported; LlamaForCausalLM, Qwen2ForCausalLM and "
+             "Qwen3ForCausalLM are", json->source, architecture ? architecture : model_type);
 }
 
 // Refuses what would change the model's function in a way this program does not have.
 static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
     const JsonNode *root = json_root(json);
     const char *activation = hf_text(json, root, "hidden_act", "silu");
-    if (strcmp(activation, "silu") != 0) die("%s: hidden_act \"%s\" is not supported; only \"silu\" is", json->source, activation);
+    if (strcmp(activation, "silu") != 0)
+        die_with(EXIT_UNSUPPORTED, "%s: hidden_act \"%s\" is not supported; only \"silu\" is", json->source,
+                 activation);
     if (c->family != FAMILY_QWEN2 && hf_bool(json, "attention_bias", false))
-        die("%s: attention_bias is true; %s is supported without biases only", json->source, c->architecture);
-    if (hf_bool(json, "mlp_bias", false)) die("%s: mlp_bias is true; only models without biases in the MLP are supported", json->source);
+        die_with(EXIT_UNSUPPORTED, "%s: attention_bias is true; %s is supported without biases only", json->source,
+                 c->architecture);
+    if (hf_bool(json, "mlp_bias", false))
+        die_with(EXIT_UNSUPPORTED, "%s: mlp_bias is true; only models without biases in the MLP are supported",
+                 json->source);
     if (c->family != FAMILY_LLAMA && hf_bool(json, "use_sliding_window", false))
-        die("%s: use_sliding_window is true; only full causal attention is supported", json->source);
+        die_with(EXIT_UNSUPPORTED, "%s: use_sliding_window is true; only full causal attention is supported",
+                 json->source);
     const JsonNode *layer_types = hf_member(json, root, "layer_types");
     for (const JsonNode *t = layer_types ? json_first(json, layer_types) : NULL; t; t = json_next(json, t))
-        if (strcmp(t->text, "full_attention") != 0) die("%s: a layer of type \"%s\"; only \"full_attention\" is supported", json->source, t->text);
+        if (strcmp(t->text, "full_attention") != 0)
+            die_with(EXIT_UNSUPPORTED, "%s: a layer of type \"%s\"; only \"full_attention\" is supported", json->source,
+                     t->text);
     if (hf_member(json, root, "quantization_config"))
-        die("%s: quantization_config says that the weights are quantized; use the original bf16 or fp32 model", json->source);
-    if (hf_real(json, root, "attention_dropout", 0) != 0) die("%s: attention_dropout is not 0; dropout is not supported", json->source);
-    if (hf_real(json, root, "partial_rotary_factor", 1) != 1) die("%s: partial_rotary_factor is not 1; RoPE turns whole heads here", json->source);
+        die_with(EXIT_UNSUPPORTED, "%s: quantization_config says that the weights are quantized; use the original bf16 "
+                 "or fp32 model", json->source);
+    if (hf_real(json, root, "attention_dropout", 0) != 0)
+        die_with(EXIT_UNSUPPORTED, "%s: attention_dropout is not 0; dropout is not supported", json->source);
+    if (hf_real(json, root, "partial_rotary_factor", 1) != 1)
+        die_with(EXIT_UNSUPPORTED, "%s: partial_rotary_factor is not 1; RoPE turns whole heads here", json->source);
 }
 
 // RoPE base and scaling from either style.
@@ -134,10 +146,13 @@ static inline void hf_read_rope(const Json *json, ModelConfig *m) {
     if (rope->type != JSON_OBJECT) die("%s: %s is %s, not an object", json->source, rope->key, json_type_name(rope->type));
     m->rope_theta = hf_real(json, rope, "rope_theta", m->rope_theta);
     if (outer_theta && m->rope_theta != outer_theta) die("%s: rope_theta is %g, but %g in %s", json->source, outer_theta, m->rope_theta, rope->key);
-    if (hf_real(json, rope, "partial_rotary_factor", 1) != 1) die("%s: partial_rotary_factor is not 1; RoPE turns whole heads here", json->source);
+    if (hf_real(json, rope, "partial_rotary_factor", 1) != 1)
+        die_with(EXIT_UNSUPPORTED, "%s: partial_rotary_factor is not 1; RoPE turns whole heads here", json->source);
     const char *type = hf_text(json, rope, "rope_type", hf_text(json, rope, "type", "default"));
     if (strcmp(type, "default") == 0) return;
-    if (strcmp(type, "llama3") != 0) die("%s: rope_type \"%s\" is not supported; \"default\" and \"llama3\" are", json->source, type);
+    if (strcmp(type, "llama3") != 0)
+        die_with(EXIT_UNSUPPORTED, "%s: rope_type \"%s\" is not supported; \"default\" and \"llama3\" are",
+                 json->source, type);
     static const char *const keys[] = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"};
     for (int i = 0; i < 4; i++)
         if (!hf_member(json, rope, keys[i])) die("%s: %s has no \"%s\", which rope_type llama3 needs", json->source, rope->key, keys[i]);

@@ -105,10 +105,14 @@ static inline void model_config_check(const ModelConfig *m) {
         {"head_dim", m->head_dim, 1024}};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
         if (sizes[i].value < 1 || sizes[i].value > sizes[i].largest)
-            die("model %s: %s = %lld is outside 1..%lld", m->name, sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].largest);
+            die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is outside 1..%lld", m->name, sizes[i].name,
+                     (long long)sizes[i].value, (long long)sizes[i].largest);
     if (m->num_heads % m->num_kv_heads)
-        die("model %s: num_attention_heads = %lld is not a multiple of num_key_value_heads = %lld", m->name, (long long)m->num_heads, (long long)m->num_kv_heads);
-    if (m->head_dim % 2) die("model %s: head_dim = %lld is odd; RoPE needs pairs", m->name, (long long)m->head_dim);
+        die_with(EXIT_UNSUPPORTED, "model %s: num_attention_heads = %lld is not a multiple of num_key_value_heads = "
+                 "%lld", m->name, (long long)m->num_heads, (long long)m->num_kv_heads);
+    if (m->head_dim % 2)
+        die_with(EXIT_UNSUPPORTED, "model %s: head_dim = %lld is odd; RoPE needs pairs", m->name,
+                 (long long)m->head_dim);
     if (!(m->rms_norm_eps > 0) || !(m->rope_theta > 0) || !(m->initializer_range > 0))
         die("model %s: rms_norm_eps, rope_theta and initializer_range must be above 0", m->name);
 }

@@ -6,18 +6,42 @@
 
 #include "recipes.h"
 
-enum { PRECISION_FP32, PRECISION_BF16, PRECISION_FP8 };
-enum { STORAGE_AUTO, STORAGE_BF16, STORAGE_FP32, STORAGE_BF16_NEAREST };
-enum { RECOMPUTE_NONE, RECOMPUTE_LAYER };
-enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD };
-enum { NONFINITE_STOP, NONFINITE_SKIP };
-enum { OUTPUT_LOST_CONTINUE, OUTPUT_LOST_STOP };
-enum { SAVE_ERROR_RETRY, SAVE_ERROR_STOP };
-enum { SHARDING_FULL, SHARDING_GRAD_OP, SHARDING_NONE, SHARDING_HYBRID };
-enum { REDUCE_BF16, REDUCE_FP32 };
-enum { OFF, ON, AUTO };
-enum { FP8_FORMAT_AUTO, FP8_FORMAT_HYBRID, FP8_FORMAT_E4M3 };
-enum { FAST_ACCUM_FPROP, FAST_ACCUM_ALL, FAST_ACCUM_NONE };
+// The choices of an option: each list gives both the enum and the words of the command line. Recipes are in recipes.h.
+#define PRECISIONS(X) X(PRECISION_FP32, "fp32") X(PRECISION_BF16, "bf16") X(PRECISION_FP8, "fp8")
+#define STATE_STORAGES(X) X(STORAGE_AUTO, "auto") X(STORAGE_BF16, "bf16") X(STORAGE_FP32, "fp32")
+#define WEIGHT_STORAGES(X) STATE_STORAGES(X) X(STORAGE_BF16_NEAREST, "bf16-nearest")
+#define RECOMPUTES(X) X(RECOMPUTE_NONE, "none") X(RECOMPUTE_LAYER, "layer")
+#define SCHEDULES(X) \
+    X(SCHEDULE_CONSTANT, "constant") X(SCHEDULE_COSINE, "cosine") X(SCHEDULE_LINEAR, "linear") X(SCHEDULE_WSD, "wsd")
+#define NONFINITES(X) X(NONFINITE_STOP, "stop") X(NONFINITE_SKIP, "skip")
+#define OUTPUT_LOSSES(X) X(OUTPUT_LOST_CONTINUE, "continue") X(OUTPUT_LOST_STOP, "stop")
+#define SAVE_ERRORS(X) X(SAVE_ERROR_RETRY, "retry") X(SAVE_ERROR_STOP, "stop")
+#define SHARDINGS(X) \
+    X(SHARDING_FULL, "full") X(SHARDING_GRAD_OP, "grad_op") X(SHARDING_NONE, "none") X(SHARDING_HYBRID, "hybrid")
+#define REDUCES(X) X(REDUCE_BF16, "bf16") X(REDUCE_FP32, "fp32")
+#define SWITCHES(X) X(OFF, "off") X(ON, "on")
+#define AUTO_SWITCHES(X) SWITCHES(X) X(AUTO, "auto")
+#define FP8_FORMATS(X) X(FP8_FORMAT_AUTO, "auto") X(FP8_FORMAT_HYBRID, "hybrid") X(FP8_FORMAT_E4M3, "e4m3")
+#define FAST_ACCUMS(X) X(FAST_ACCUM_FPROP, "fprop") X(FAST_ACCUM_ALL, "all") X(FAST_ACCUM_NONE, "none")
+
+#define LISTS(X) \
+    X(LIST_NOTHING, "nothing") X(LIST_MODELS, "models") X(LIST_RECIPES, "recipes") X(LIST_OPTIONS, "options")
+
+#define CHOICE_ID(id, word) id,
+#define CHOICE_WORD(id, word) "|" word
+enum { PRECISIONS(CHOICE_ID) };
+enum { WEIGHT_STORAGES(CHOICE_ID) };
+enum { RECOMPUTES(CHOICE_ID) };
+enum { SCHEDULES(CHOICE_ID) };
+enum { NONFINITES(CHOICE_ID) };
+enum { OUTPUT_LOSSES(CHOICE_ID) };
+enum { SAVE_ERRORS(CHOICE_ID) };
+enum { SHARDINGS(CHOICE_ID) };
+enum { REDUCES(CHOICE_ID) };
+enum { AUTO_SWITCHES(CHOICE_ID) };
+enum { FP8_FORMATS(CHOICE_ID) };
+enum { FAST_ACCUMS(CHOICE_ID) };
+enum { LISTS(CHOICE_ID) };
 
 #define OPTION_MAX 1e15
 
@@ -27,25 +51,25 @@ enum { FREE, MUST_MATCH };
 // INT(field, name, default, smallest, largest, match, help)           whole number
 // REAL(...)                                                          finite number
 // TEXT(field, name, default, match, help)                            free text, "" = not given
-// CHOICE(field, name, default, "a|b|c", match, help)                 index into the choices (the enums above)
+// CHOICE(field, name, default, LIST, match, help)                    one of a list of choices (above)
 // FLAG(field, name, help)                                            given or not
 // GROUP(title)                                                       heading in --help
 #define OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG) \
     GROUP("data") \
     TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, "training shards (a glob)") \
     TEXT(val_data, "val-data", "", FREE, "validation shards (a glob)") \
-    CHOICE(shuffle, "shuffle", ON, "off|on", MUST_MATCH, "order of the sequences: a keyed permutation each epoch, or file order") \
+    CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, "order of the sequences: a keyed permutation each epoch, or file order") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
     INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per GPU and micro-step (B)") \
     INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
     INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps in all") \
     INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "of initial weights, data order and stochastic rounding") \
     GROUP("precision") \
-    CHOICE(precision, "precision", PRECISION_BF16, "fp32|bf16|fp8", MUST_MATCH, "of matrix products; fp8: linear layers as --fp8-recipe says, the rest bf16; fp32: CPU trainer only") \
-    CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, "tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8", MUST_MATCH, \
+    CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, "of matrix products; fp8: linear layers as --fp8-recipe says, the rest bf16; fp32: CPU trainer only") \
+    CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
            "what shares a scale: a tensor (by its amax now, or delayed: its latest amaxes), a row (gw_hp: weight gradients in bf16), " \
            "blocks of 128 (weights 128x128), blocks of 32 (mxfp8: Blackwell)") \
-    CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, "auto|hybrid|e4m3", MUST_MATCH, "of gradients: hybrid E5M2, e4m3 as everything else; auto: what the recipe is known for") \
+    CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, "of gradients: hybrid E5M2, e4m3 as everything else; auto: what the recipe is known for") \
     TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
          "what stays bf16, comma-separated: first, last, layers=A-B (from 0), attention, mlp, qkv, attn_out, gate_up, down, lm_head (always does); " \
          "or auto: whatever is faster in bf16 on this GPU") \
@@ -53,35 +77,35 @@ enum { FREE, MUST_MATCH };
         "amaxes that the delayed recipe looks back on: of inputs and gradients one a micro-step, of weights one an optimizer step (Transformer Engine by default " \
         "one a micro-step); the first cast of an input or a gradient is by each rank's own amax") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "powers of two that the delayed recipe leaves free at the top") \
-    CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, "fprop|all|none", MUST_MATCH, "products that Hopper may sum with fewer bits, if the recipe can") \
+    CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, "products that Hopper may sum with fewer bits, if the recipe can") \
     FLAG(fp8_emulate, "fp8-emulate", "quantize, then multiply in bf16: the recipe's numbers without its speed, on GPUs that lack its products") \
     INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, "steps between audits of every FP8 operand (amax, scale, share flushed to zero and saturated, SQNR); 0: none") \
-    CHOICE(master_weights, "master-weights", STORAGE_AUTO, "auto|bf16|fp32|bf16-nearest", MUST_MATCH, \
+    CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
            "bf16 is rounded stochastically: right on average, but at --learning-rate 1e-5 weights stray from fp32 ones in 1,000 steps by 4.0e-4 rms, where gradients " \
            "of pure noise move them by 2.4e-4 and gradients with a direction by 1.9e-3; bf16-nearest is rounded to nearest (loses small updates); auto: bf16, or fp32 with --precision fp32") \
-    CHOICE(optimizer_state, "optimizer-state", STORAGE_AUTO, "auto|bf16|fp32", MUST_MATCH, "AdamW's two moments, as above") \
-    CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, "auto|bf16|fp32", FREE, \
+    CHOICE(optimizer_state, "optimizer-state", STORAGE_AUTO, STATE_STORAGES, MUST_MATCH, "AdamW's two moments, as above") \
+    CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, STATE_STORAGES, FREE, \
            "in which gradients of micro-steps are added up: bf16 rounds each sum stochastically, which adds noise of 0.00014% of the norm a micro-step; fp32 takes " \
            "2 bytes a parameter more; auto: fp32 from 256 micro-steps on, or where --master-weights or --reduce-dtype are fp32, else bf16") \
     GROUP("memory") \
-    CHOICE(recompute, "recompute", RECOMPUTE_NONE, "none|layer", FREE, "layer: keep each layer's input alone, redo its forward pass in backward") \
-    CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, "off|on", FREE, "keep every layer's FP8 weights for the step where weights are whole (one GPU, --sharding none): 2 bytes a weight, and no casts after the first micro-step; off: cast them in each pass") \
+    CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, "layer: keep each layer's input alone, redo its forward pass in backward") \
+    CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, "keep every layer's FP8 weights for the step where weights are whole (one GPU, --sharding none): 2 bytes a weight, and no casts after the first micro-step; off: cast them in each pass") \
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, "AdamW's step size at its peak") \
-    CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, "constant|cosine|linear|wsd", FREE, "after warm-up; cosine and linear end at 0, wsd decays over the last fifth") \
+    CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, "after warm-up; cosine and linear end at 0, wsd decays over the last fifth") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, "steps of linear warm-up") \
     REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled; on matrices only") \
     REAL(beta1, "beta1", 0.9, 0, 0.9999999, FREE, "decay of the first moment") \
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "decay of the second moment") \
     REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "added to the root of the second moment") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, "largest global gradient norm; 0: off") \
-    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, "stop|skip", FREE, "a gradient norm that is not finite, or above 2^63, ends the run, with nothing of its step saved; skip: the step changes no weight, but counts for schedule and bias correction (10 in a row stop)") \
+    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, "a gradient norm that is not finite, or above 2^63, ends the run, with nothing of its step saved; skip: the step changes no weight, but counts for schedule and bias correction (10 in a row stop)") \
     GROUP("ranks (mpirun -np N)") \
-    CHOICE(sharding, "sharding", SHARDING_FULL, "full|grad_op|none|hybrid", FREE, "of weights, gradients and optimizer state; grad_op: weights stay whole for a step; hybrid: full within --shard-size ranks, replicas across") \
+    CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, FREE, "of weights, gradients and optimizer state; grad_op: weights stay whole for a step; hybrid: full within --shard-size ranks, replicas across") \
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, "ranks that share one copy of the model with --sharding hybrid; divides the ranks") \
-    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, "bf16|fp32", FREE, "in which gradients are reduced over ranks; fp32 also adds up micro-steps and feeds AdamW in fp32 (--grad-accum-dtype); nothing on one rank with one micro-step") \
-    CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, "off|on|auto", FREE, "weights travel as FP8, the results are the same bits; auto: where the recipe allows it") \
-    CHOICE(copy_engines, "copy-engines", AUTO, "off|on|auto", FREE, "GPUs of one host read each other's weights and gradients by their copy engines, which leaves the multiprocessors to the products; off: NCCL moves them; on: that or an error") \
+    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, "in which gradients are reduced over ranks; fp32 also adds up micro-steps and feeds AdamW in fp32 (--grad-accum-dtype); nothing on one rank with one micro-step") \
+    CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, "weights travel as FP8, the results are the same bits; auto: where the recipe allows it") \
+    CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, "GPUs of one host read each other's weights and gradients by their copy engines, which leaves the multiprocessors to the products; off: NCCL moves them; on: that or an error") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
         "seconds after which a rank that gives no sign of life, or hangs in a call on a file, ends the run with its name; " \
         "4 times that for calls on files while loading, saving and exporting") \
@@ -92,7 +116,7 @@ enum { FREE, MUST_MATCH };
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, "steps between printed samples; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "length of a sample") \
     TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl") \
-    CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, "continue|stop", FREE, "when stdout or stderr cannot be written any more (a closed pipe, a full disk): go on without it, or save and stop as for SIGINT") \
+    CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, "when stdout or stderr cannot be written any more (a closed pipe, a full disk): go on without it, or save and stop as for SIGINT") \
     FLAG(profile, "profile", "print where the time of the last step went (GPU trainer)") \
     REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, "dense BF16 peak for mfu; 0: by the GPU's name") \
     GROUP("checkpoints") \
@@ -100,12 +124,14 @@ enum { FREE, MUST_MATCH };
     INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, "steps between checkpoints; 0: at the end only, if --checkpoint-dir is given") \
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "newest ones kept") \
     FLAG(resume, "resume", "continue from the newest whole checkpoint in --checkpoint-dir, if there is one") \
-    CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, "retry|stop", FREE, \
+    CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
            "a save that fails is tried again, at once and when the next is due, and the run goes on; stop: it ends") \
     FLAG(no_verify, "no-verify", "start from MODEL without comparing its files with the hashes saved beside them") \
     TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights as Hugging Face reads them") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", "print settings, memory plan and precision table, then stop; needs no GPU") \
+    FLAG(json, "json", "with --dry-run: print one JSON object, for programs, and nothing else") \
+    CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, "print the names of all models, FP8 recipes or options, one a line, then stop") \
     FLAG(deterministic, "deterministic", "the same bits in every run") \
     FLAG(help, "help", "this text")
 
@@ -145,7 +171,7 @@ static inline const OptionRow *option_rows(void) {
 #define INT(field, name, initial, low, high, match, help) {OPTION_INT, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
 #define REAL(field, name, initial, low, high, match, help) {OPTION_REAL, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
 #define TEXT(field, name, initial, match, help) {OPTION_TEXT, name, offsetof(Options, field), 0, 0, 0, initial, match, help},
-#define CHOICE(field, name, initial, choices, match, help) {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, choices, match, help},
+#define CHOICE(field, name, initial, choices, match, help) {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, &("" choices(CHOICE_WORD))[1], match, help},
 #define FLAG(field, name, help) {OPTION_FLAG, name, offsetof(Options, field), 0, 0, 0, "", FREE, help},
         OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG)
 #undef GROUP
@@ -219,9 +245,10 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
         bool whole = row->kind == OPTION_REAL || real == floor(real);
         bool decimal = value[strspn(value, "0123456789+-.eE")] == 0;  // strtod also takes spaces, hexadecimal, "inf" and "nan"
         if (end == value || *end || !decimal || !isfinite(real) || !whole || (real == 0 && errno == ERANGE))
-            die("--%s: \"%s\" is not a %s", row->name, value, row->kind == OPTION_INT ? "whole number" : "number");
+            die_with(EXIT_USAGE, "--%s: \"%s\" is not a %s", row->name, value,
+                     row->kind == OPTION_INT ? "whole number" : "number");
         if (real < row->low || real > row->high)
-            die("--%s: %s is outside %.10g..%.10g", row->name, value, row->low, row->high);
+            die_with(EXIT_USAGE, "--%s: %s is outside %.10g..%.10g", row->name, value, row->low, row->high);
         if (row->kind == OPTION_INT) *(int64_t *)at = (int64_t)real;
         else *(double *)at = real;
     } else if (row->kind == OPTION_TEXT) {
@@ -234,7 +261,8 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
                 return;
             }
         const OptionRow *other = option_with_choice(value);
-        die("--%s: \"%s\" is not one of %s%s%s%s", row->name, value, row->text, other ? "; --" : "", other ? other->name : "", other ? " takes it" : "");
+        die_with(EXIT_USAGE, "--%s: \"%s\" is not one of %s%s%s%s", row->name, value, row->text, other ? "; --" : "",
+                 other ? other->name : "", other ? " takes it" : "");
     } else {
         *(bool *)at = true;
     }
@@ -293,6 +321,10 @@ static inline void options_help(const char *program, const char *presets) {
         if (strlen(left) > HELP_INDENT - 3) printf("%*s", HELP_INDENT, "");
         options_help_text(text);
     }
+    printf("\nexit status\n");
+#define EXIT_CODE_LINE(id, number, meaning) printf("  %d  %s\n", number, meaning);
+    EXIT_CODES(EXIT_CODE_LINE)
+#undef EXIT_CODE_LINE
 }
 
 // Finds the row of an argument's name (`length` characters, without dashes). Dies with the nearest name when there is none.
@@ -308,7 +340,7 @@ static inline const OptionRow *option_find(const char *name, size_t length) {
         const int distance = begins ? 1 : option_edit_distance(word, row->name);
         if (distance < nearest_distance) nearest = row, nearest_distance = distance;
     }
-    die("unknown option --%s; the nearest is --%s (--help lists all)", word, nearest->name);
+    die_with(EXIT_USAGE, "unknown option --%s; the nearest is --%s (--help lists all)", word, nearest->name);
 }
 
 // Reads the command line: one MODEL and --name value or --name=value. options_require_model comes next.
@@ -318,34 +350,55 @@ static inline Options options_parse(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         if (argument[0] != '-') {
-            if (*o.model && flag) die("--%s takes no value, but \"%s\" follows it", flag->name, argument);
-            if (*o.model) die("two models given: \"%s\" and \"%s\"; one run trains one", o.model, argument);
+            if (*o.model && flag)
+                die_with(EXIT_USAGE, "--%s takes no value, but \"%s\" follows it", flag->name, argument);
+            if (*o.model)
+                die_with(EXIT_USAGE, "two models given: \"%s\" and \"%s\"; one run trains one", o.model, argument);
             o.model = argument, flag = NULL;
             continue;
         }
-        if (argument[1] != '-') die("unknown option %s; options have two dashes and a long name (--help lists all)", argument);
+        if (argument[1] != '-')
+            die_with(EXIT_USAGE, "unknown option %s; options have two dashes and a long name (--help lists all)",
+                     argument);
         const char *name = argument + 2, *equals = strchr(name, '=');
         const OptionRow *row = option_find(name, equals ? (size_t)(equals - name) : strlen(name));
         flag = row->kind == OPTION_FLAG ? row : NULL;
         if (flag) {
-            if (equals) die("--%s takes no value", row->name);
+            if (equals) die_with(EXIT_USAGE, "--%s takes no value", row->name);
             option_set(&o, row, "");
         } else {
-            if (!equals && (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0)) die("--%s needs a value", row->name);
+            if (!equals && (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0))
+                die_with(EXIT_USAGE, "--%s needs a value", row->name);
             option_set(&o, row, equals ? equals + 1 : argv[++i]);
         }
     }
     return o;
 }
 
-// After options_parse: --help, or no argument at all, prints the help, which shows `presets`, and ends the program.
-// Dies if there is no MODEL.
+// --list: prints names, one a line. `presets`: the models, separated by ", ".
+static inline void options_print_list(int list, const char *presets) {
+    for (const char *at = presets; list == LIST_MODELS && *at; at += strspn(at, ", ")) {
+        const int n = (int)strcspn(at, ",");
+        printf("%.*s\n", n, at);
+        at += n;
+    }
+    for (int i = 0; list == LIST_RECIPES && i < NUM_RECIPES; i++) printf("%s\n", recipe_row(i)->name);
+    for (const OptionRow *row = option_rows(); list == LIST_OPTIONS && row->name; row++)
+        if (row->kind != OPTION_GROUP) printf("%s\n", row->name);
+}
+
+// After options_parse: --list prints names, and --help, or no argument at all, prints the help, which shows `presets`;
+// both end the program. Dies if there is no MODEL.
 static inline void options_require_model(const Options *o, int argc, char **argv, const char *presets) {
+    if (o->list && !o->help) {
+        options_print_list(o->list, presets);
+        exit(EXIT_DONE);
+    }
     if (o->help || argc == 1) {
         options_help(argv[0], presets);
-        exit(o->help ? EXIT_SUCCESS : EXIT_FAILURE);
+        exit(o->help ? EXIT_DONE : EXIT_USAGE);
     }
-    if (!*o->model) die("no MODEL given; for example \"tiny\", or one of: %s", presets);
+    if (!*o->model) die_with(EXIT_USAGE, "no MODEL given; for example \"tiny\", or one of: %s", presets);
 }
 
 // What linear layers run in unless a filter says otherwise.
@@ -364,6 +417,13 @@ static inline const OptionRow *options_stray_fp8(const Options *o) {
         if (strcmp(now, then) != 0) return row;
     }
     return NULL;
+}
+
+// True for an option that says something about the run, so that logs and tables hold it.
+static inline bool option_is_setting(const OptionRow *row) {
+    const size_t f = row->field;
+    const bool prints = f == offsetof(Options, help) || f == offsetof(Options, list) || f == offsetof(Options, json);
+    return row->kind != OPTION_GROUP && !prints;
 }
 
 // options_conflict for --precision fp8.
@@ -422,6 +482,8 @@ static inline const char *options_conflict(const Options *o, char *message, size
         format_checked(message, capacity, "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered, and NCCL reduces the gradients; leave it at auto");
     else if (o->world_size && !o->dry_run)
         format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that mpirun -np starts");
+    else if (o->json && !o->dry_run)
+        format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
     else if (o->precision == PRECISION_FP8)
         options_fp8_conflict(o, message, capacity);
     return message;
@@ -432,7 +494,8 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
     if (o->sharding == SHARDING_NONE) return 1;
     if (o->sharding != SHARDING_HYBRID) return world;
     if (world % o->shard_size)
-        die("--shard-size %lld does not divide the %lld ranks", (long long)o->shard_size, (long long)world);
+        die_with(EXIT_USAGE, "--shard-size %lld does not divide the %lld ranks", (long long)o->shard_size,
+                 (long long)world);
     return o->shard_size;
 }
 
@@ -473,7 +536,7 @@ static inline int64_t storage_bytes(int storage) { return storage == STORAGE_FP3
 static inline void options_print(const Options *o) {
     printf("%-26s %s\n", "model", o->model);
     for (const OptionRow *row = option_rows(); row->name; row++) {
-        if (row->kind == OPTION_GROUP || row->field == offsetof(Options, help) || (option_is_fp8(row) && o->precision != PRECISION_FP8)) continue;
+        if (!option_is_setting(row) || (option_is_fp8(row) && o->precision != PRECISION_FP8)) continue;
         char value[4096];
         option_format(o, row, value, sizeof value);
         if (*value) printf("%-26s %s\n", row->name, value);

@@ -78,8 +78,12 @@ static inline bool filter_word(Precision *p, const char *word) {
         }
         if (!known) return false;
     }
-    if (first < 0 || last >= L) die("--fp8-filter: \"%s\" names layers that the model does not have; it has 0 to %lld", word, (long long)L - 1);
-    if (first > last) die("--fp8-filter: \"%s\" begins after its end; layers=%lld-%lld would do", word, (long long)last, (long long)first);
+    if (first < 0 || last >= L)
+        die_with(EXIT_USAGE, "--fp8-filter: \"%s\" names layers that the model does not have; it has 0 to %lld", word,
+                 (long long)L - 1);
+    if (first > last)
+        die_with(EXIT_USAGE, "--fp8-filter: \"%s\" begins after its end; layers=%lld-%lld would do", word,
+                 (long long)last, (long long)first);
     for (int64_t l = first; l <= last; l++)
         for (int i = 0; i < NUM_LINEARS; i++) p->keeps_bf16[l * NUM_LINEARS + i] |= linear[i];
     return true;
@@ -91,8 +95,9 @@ static inline void filter_apply(Precision *p, const char *filter) {
     for (const char *at = filter + strspn(filter, between); *at; at += strcspn(at, between), at += strspn(at, between)) {
         format_checked(word, sizeof word, "%.*s", (int)min_i64(60, (int64_t)strcspn(at, between)), at);
         if (!filter_word(p, word))
-            die("--fp8-filter: \"%s\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k and v are one product), attn_out, gate_up (one product), down, "
-                "lm_head (always bf16); auto stands alone", word);
+            die_with(EXIT_USAGE, "--fp8-filter: \"%s\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k "
+                     "and v are one product), attn_out, gate_up (one product), down, lm_head (always bf16); auto "
+                     "stands alone", word);
     }
 }
 
@@ -133,6 +138,15 @@ static inline int64_t precision_columns(const Precision *p, TensorRole tensor, i
     return tensor == TENSOR_DY ? p->linear[id].N : p->linear[id].K;
 }
 
+// GEMMs of a micro-step whose operands are FP8, emulated ones included.
+static inline int64_t precision_fp8_gemms(const Precision *p) {
+    int64_t n = 0;
+    for (int64_t l = 0; l < p->num_layers; l++)
+        for (int id = 0; id < NUM_LINEARS; id++)
+            for (int gemm = 0; gemm < NUM_GEMMS; gemm++) n += recipe_is_fp8(precision_of(p, l, id), (GemmKind)gemm);
+    return n;
+}
+
 static inline Fp8Format precision_format(const Precision *p, TensorRole tensor) { return tensor == TENSOR_DY ? p->dy_format : FP8_E4M3; }
 
 // Whether all linear layers of layer l are FP8, so that its weights can travel as bytes.
@@ -151,6 +165,17 @@ static inline bool precision_fast_sums(const Precision *p, const Recipe *r, Gemm
 // ---------------------------------------------------------------------------------------------------------------------
 // The per-GEMM precision table
 
+// The sizes of a GEMM of R rows of activations: its result is [rows, columns], and it sums over `depth`.
+typedef struct {
+    int64_t rows, columns, depth;
+} GemmSizes;
+
+static inline GemmSizes precision_sizes(const LinearShape *s, GemmKind gemm, int64_t R) {
+    const GemmSizes sizes = {gemm == GEMM_WGRAD ? s->N : R, gemm == GEMM_FPROP ? s->N : s->K,
+                             gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R};
+    return sizes;
+}
+
 // One product: sizes, operands with their scales, how it is summed. `note`: which layers.
 static inline void precision_print_product(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm, int64_t R, const char *plain,
                                            const char *note) {
@@ -160,9 +185,10 @@ static inline void precision_print_product(const Precision *p, const LinearShape
         if (g == NO_SCALE) format_checked(operand[i], sizeof operand[i], "%s", plain);
         else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_traits(g)->name);
     }
-    const int64_t rows = gemm == GEMM_WGRAD ? s->N : R, cols = gemm == GEMM_FPROP ? s->N : s->K, depth = gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R;
+    const GemmSizes sizes = precision_sizes(s, gemm, R);
     const bool fast = precision_fast_sums(p, r, gemm);
-    printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm), (long long)rows, (long long)cols, (long long)depth, operand[1],
+    printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm),
+           (long long)sizes.rows, (long long)sizes.columns, (long long)sizes.depth, operand[1],
            fast || *note ? 14 : 0, operand[0], fast ? "fast sums" : "", fast && *note ? "  " : "", note);
 }
 

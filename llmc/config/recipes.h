@@ -77,7 +77,13 @@ typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } Linear
 typedef enum { TENSOR_W, TENSOR_X, TENSOR_DY, NUM_TENSORS } TensorRole;
 typedef enum { COPY_ROW, COPY_COL } CopyKind;
 
-enum { RECIPE_TENSORWISE, RECIPE_DELAYED, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, RECIPE_BLOCKWISE, RECIPE_MXFP8, NUM_RECIPES, RECIPE_BF16 = NUM_RECIPES };
+// The choices of --fp8-recipe; recipe_row() has a row for each, in this order.
+#define RECIPES(X)                                                                                               \
+    X(RECIPE_TENSORWISE, "tensorwise") X(RECIPE_DELAYED, "delayed") X(RECIPE_ROWWISE, "rowwise")                 \
+    X(RECIPE_ROWWISE_GW_HP, "rowwise_with_gw_hp") X(RECIPE_BLOCKWISE, "blockwise") X(RECIPE_MXFP8, "mxfp8")
+#define RECIPE_ID(id, name) id,
+enum { RECIPES(RECIPE_ID) NUM_RECIPES, RECIPE_BF16 = NUM_RECIPES };
+#undef RECIPE_ID
 
 typedef struct {
     const char *name;

@@ -36,7 +36,9 @@ static inline void *auto_filter_alloc(AutoFilter *f, int64_t bytes) {
     void *p = NULL;
     const cudaError_t error = cudaMalloc(&p, (size_t)bytes);
     if (error != cudaSuccess)
-        die("--fp8-filter auto: no %lld bytes of GPU memory to time %s with (%s); name the layers instead", (long long)bytes, f->shape.name, cudaGetErrorString(error));
+        die_with(error == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_OTHER, "--fp8-filter auto: no %lld bytes of "
+                 "GPU memory to time %s with (%s); name the layers instead", (long long)bytes, f->shape.name,
+                 cudaGetErrorString(error));
     CUDA_CHECK(cudaMemsetAsync(p, 0, (size_t)bytes, f->gemm.stream));
     return f->buffers[f->num_buffers++] = p;
 }

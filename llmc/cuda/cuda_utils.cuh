@@ -21,7 +21,9 @@ static_assert(sizeof(bf16) == sizeof(bf16_bits), "host and device exchange bf16 
 // Host
 
 static inline void cuda_check(cudaError_t error, const char *call, const char *file, int line) {
-    if (error != cudaSuccess) die("%s:%d: %s: %s (%s)", file, line, call, cudaGetErrorString(error), cudaGetErrorName(error));
+    const int code = error == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_OTHER;
+    if (error != cudaSuccess)
+        die_with(code, "%s:%d: %s: %s (%s)", file, line, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
 // Ends the process with file, line, call and error if a CUDA call failed.

@@ -28,7 +28,9 @@
 #define GEMM_TIMING_RUNS 32
 
 static inline void gemm_check_status(cublasStatus_t status, const char *call, const char *file, int line) {
-    if (status != CUBLAS_STATUS_SUCCESS) die("%s:%d: %s: %s", file, line, call, cublasLtGetStatusString(status));
+    const int code = status == CUBLAS_STATUS_ALLOC_FAILED ? EXIT_MEMORY : EXIT_OTHER;
+    if (status != CUBLAS_STATUS_SUCCESS)
+        die_with(code, "%s:%d: %s: %s", file, line, call, cublasLtGetStatusString(status));
 }
 #define CUBLAS_CHECK(call) gemm_check_status(call, #call, __FILE__, __LINE__)
 
@@ -95,8 +97,9 @@ static inline void gemm_require_native(const Recipe *r) {
     const int major = device_attribute(cudaDevAttrComputeCapabilityMajor), minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
     if (recipe_native(r, major, minor)) return;
     const char *where = recipe_native(r, 8, 9) ? "8.9 and above" : recipe_native(r, 9, 0) ? "9.0 (Hopper) alone" : "10.0 and above (Blackwell)";
-    die("GPUs of compute capability %s have matrix products for --fp8-recipe %s (%s), this one is %d.%d; --fp8-emulate computes them in BF16, for their numbers without "
-        "their speed, or take another recipe or --precision bf16", where, r->name, r->scales, major, minor);
+    die_with(EXIT_UNSUPPORTED, "GPUs of compute capability %s have matrix products for --fp8-recipe %s (%s), this one "
+             "is %d.%d; --fp8-emulate computes them in BF16, for their numbers without their speed, or take another "
+             "recipe or --precision bf16", where, r->name, r->scales, major, minor);
 }
 
 static inline cublasLtMatrixLayout_t gemm_layout(cudaDataType type, int64_t rows, int64_t cols) {
@@ -159,8 +162,9 @@ static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R
     if (p.native) gemm_require_native(spec.recipe);
     const int64_t multiple = fp8 ? spec.recipe->multiple : recipe_row(RECIPE_BF16)->multiple;
     if (N % multiple || K % multiple || (fp8 && R % multiple))
-        die("%s %s: sizes %lld x %lld x %lld must be multiples of %lld for %s%s", layer, gemm_kind_name(kind), (long long)R, (long long)N, (long long)K,
-            (long long)multiple, fp8 ? spec.recipe->name : "BF16", fp8 ? "; use --precision bf16 or another --fp8-recipe" : "");
+        die_with(EXIT_UNSUPPORTED, "%s %s: sizes %lld x %lld x %lld must be multiples of %lld for %s%s", layer,
+                 gemm_kind_name(kind), (long long)R, (long long)N, (long long)K, (long long)multiple,
+                 fp8 ? spec.recipe->name : "BF16", fp8 ? "; use --precision bf16 or another --fp8-recipe" : "");
     p.rows = kind == GEMM_FPROP ? N : K, p.cols = kind == GEMM_WGRAD ? N : R, p.depth = kind == GEMM_FPROP ? K : kind == GEMM_DGRAD ? N : R;
     const bool transpose_a = fp8 || kind == GEMM_FPROP, transpose_b = !fp8 && kind == GEMM_WGRAD;
     if (p.emulated || kind == GEMM_WGRAD) CUDA_CHECK(cudaGetSymbolAddress((void **)&p.one_zero, gemm_one_zero));
@@ -300,13 +304,14 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
         count = gemm_candidates(g, p, found, &status);
     }
     if (!count)
-        die("cuBLASLt has no algorithm for %s %s, %lld x %lld x %lld, %s x %s (recipe %s%s), on this GPU: %s", p->layer, gemm_kind_name(p->kind), (long long)p->R,
-            (long long)p->N, (long long)p->K, gemm_type_name(p->granularity_a, p->spec.format_a), gemm_type_name(p->granularity_b, p->spec.format_b), p->spec.recipe->name,
-            p->emulated ? ", emulated" : "", cublasLtGetStatusString(status));
+        die_with(EXIT_UNSUPPORTED, "cuBLASLt has no algorithm for %s %s, %lld x %lld x %lld, %s x %s (recipe %s%s), on "
+                 "this GPU: %s", p->layer, gemm_kind_name(p->kind), (long long)p->R, (long long)p->N, (long long)p->K,
+                 gemm_type_name(p->granularity_a, p->spec.format_a), gemm_type_name(p->granularity_b, p->spec.format_b),
+                 p->spec.recipe->name, p->emulated ? ", emulated" : "", cublasLtGetStatusString(status));
     const int chosen = (g->deterministic ? gemm_first_usable : gemm_fastest)(g, p, found, count, d, a, b);
     if (chosen < 0)
-        die("cuBLASLt refuses every algorithm it offers for %s %s (recipe %s)", p->layer, gemm_kind_name(p->kind),
-            p->spec.recipe->name);
+        die_with(EXIT_UNSUPPORTED, "cuBLASLt refuses every algorithm it offers for %s %s (recipe %s)", p->layer,
+                 gemm_kind_name(p->kind), p->spec.recipe->name);
     p->algo = found[chosen].algo;
 }
 

@@ -49,7 +49,8 @@ static inline TensorMapEncode tensor_map_encoder(void) {
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
     cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || !function)
-        die("the CUDA driver has no cuTensorMapEncodeTiled (%s): Hopper kernels need driver 525 or newer", cudaGetErrorString(error));
+        die_with(EXIT_UNSUPPORTED, "the CUDA driver has no cuTensorMapEncodeTiled (%s): Hopper kernels need driver 525 "
+                 "or newer", cudaGetErrorString(error));
     return (TensorMapEncode)function;
 }
 

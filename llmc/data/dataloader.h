@@ -172,7 +172,9 @@ static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool sh
     int status = is_path ? 0 : FILE_WORK("glob", pattern, glob(pattern, 0, NULL, &matches));
     if (status == GLOB_NOMATCH)
         die("no token shard matches \"%s\"; make one with data/tinystories.py or build/synth_stories, or correct the path (quote wildcards in the shell)", pattern);
-    if (status != 0) die("\"%s\": cannot list matching files: %s", pattern, status == GLOB_NOSPACE ? "out of memory" : "read error");
+    if (status != 0)
+        die_with(status == GLOB_NOSPACE ? EXIT_MEMORY : EXIT_OTHER, "\"%s\": cannot list matching files: %s", pattern,
+                 status == GLOB_NOSPACE ? "out of memory" : "read error");
     DataLoader dl;
     memset(&dl, 0, sizeof dl);
     dl.T = T;

@@ -55,9 +55,9 @@ static inline void comm_wait_before_dying(void) {
 }
 
 // die_hook()->end
-static inline void comm_abort(void) {
+static inline void comm_abort(int code) {
     fflush(stderr);
-    MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE);
+    MPI_Abort(MPI_COMM_WORLD, code);  // mpirun ends with the first rank's code
 }
 
 // At exit without die (--help): MPI wants its farewell from each rank.

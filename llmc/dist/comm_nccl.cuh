@@ -42,19 +42,29 @@ typedef struct {
     int64_t enqueued, finished;         // operations
 } Nccl;
 
+// The status of a run that ends for an error of NCCL, which tells a lack of memory by its words alone.
+static inline int nccl_exit_code(ncclResult_t result) {
+    const char *error = ncclGetLastError(NULL);
+    if (result == ncclRemoteError) return EXIT_LOST;
+    return error && strstr(error, "out of memory") ? EXIT_MEMORY : EXIT_OTHER;
+}
+
 static inline void nccl_check(ncclResult_t result, const char *call, const char *file, int line) {
-    if (result != ncclSuccess && result != ncclInProgress) die("%s:%d: %s: %s (%s)", file, line, call, ncclGetErrorString(result), ncclGetLastError(NULL));
+    if (result != ncclSuccess && result != ncclInProgress)
+        die_with(nccl_exit_code(result), "%s:%d: %s: %s (%s)", file, line, call, ncclGetErrorString(result),
+                 ncclGetLastError(NULL));
 }
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
 
-// Ends the run: `reason` befell the oldest operation that has not finished.
-__attribute__((noreturn)) static inline void nccl_die(const Nccl *n, const char *reason) {
+// Ends the run with the status `code`: `reason` befell the oldest operation that has not finished.
+__attribute__((noreturn)) static inline void nccl_die(const Nccl *n, int code, const char *reason) {
     const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
-    if (n->finished == n->enqueued) die("step %lld, at the start of a collective: %s", (long long)n->step + 1, reason);
+    if (n->finished == n->enqueued)
+        die_with(code, "step %lld, at the start of a collective: %s", (long long)n->step + 1, reason);
     char of[64] = "";
     if (o->layer == ROOT) format_checked(of, sizeof of, " of the root unit");
     if (o->layer >= 0) format_checked(of, sizeof of, " of layer %lld", (long long)o->layer);
-    die("step %lld, %s%s: %s", (long long)o->step + 1, o->what, of, reason);
+    die_with(code, "step %lld, %s%s: %s", (long long)o->step + 1, o->what, of, reason);
 }
 
 // NCCL's error of any communicator; ncclInProgress while a call is still being carried out.
@@ -93,7 +103,7 @@ static inline void nccl_watch(Nccl *n) {
     if (state == ncclSuccess || state == ncclInProgress) return;
     char reason[512];
     snprintf(reason, sizeof reason, "NCCL reports \"%s\" (%.300s)", ncclGetErrorString(state), ncclGetLastError(NULL));
-    nccl_die(n, reason);
+    nccl_die(n, nccl_exit_code(state), reason);
 }
 
 // The host waits for an event of any stream.

@@ -38,7 +38,7 @@ static inline void require_own_gpus(const RankGpu *gpus, int64_t world) {
     int64_t i, j;
     if (!find_shared_gpu(gpus, world, &i, &j)) return;
     format_uuid(uuid, sizeof uuid, &gpus[j].uuid);
-    die("ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
+    die_with(EXIT_USAGE, "ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
         "needs one of its own: mpirun -np %d, or a CUDA_VISIBLE_DEVICES for each rank that names another GPU",
         (long long)i, (long long)j, gpus[j].host, uuid, (long long)i, gpus[i].visible, (long long)j, gpus[j].visible,
         gpus[j].visible);
@@ -49,7 +49,7 @@ static inline void choose_device(const Comm *comm, cudaDeviceProp *device) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0)
-        die("no usable GPU (%s); the CPU trainer is train_fp8, and --dry-run needs no GPU",
+        die_with(EXIT_UNSUPPORTED, "no usable GPU (%s); the CPU trainer is train_fp8, and --dry-run needs no GPU",
             error != cudaSuccess ? cudaGetErrorString(error) : "none found");
     const int index = (int)(comm->local_rank % count);
     CUDA_CHECK(cudaGetDeviceProperties(device, index));
@@ -75,7 +75,7 @@ static inline void check_architecture(const cudaDeviceProp *device) {
     if (error == cudaSuccess) return;
     if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) CUDA_CHECK(error);
     format_cuda_arch(arch, sizeof arch, device->major, device->minor);
-    die("this program was built for sm_%s and the GPU is %s with compute capability %d.%d; rebuild with "
+    die_with(EXIT_UNSUPPORTED, "this program was built for sm_%s and the GPU is %s with compute capability %d.%d; rebuild with "
         "make CUDA_ARCH=%s", CUDA_ARCH, device->name, device->major, device->minor, arch);
 }
 
@@ -84,7 +84,7 @@ static inline void open_device(const Options *o, const Comm *comm) {
     cudaDeviceProp device;
     choose_device(comm, &device);
     if (device.major < 8)
-        die("%s has compute capability %d.%d; 8.0 or above is needed", device.name, device.major, device.minor);
+        die_with(EXIT_UNSUPPORTED, "%s has compute capability %d.%d; 8.0 or above is needed", device.name, device.major, device.minor);
     check_architecture(&device);
     if (o->precision == PRECISION_FP8 && !o->fp8_emulate) gemm_require_native(options_recipe(o));
 }

@@ -12,7 +12,7 @@ static inline void fsdp_open_peers(Fsdp *f, const Comm *c, char *memory, int64_t
     if (transport_open_peers(&f->transport, c, memory, bytes, reason, sizeof reason)) return;
     const double first = comm_min(c, COMM_WORLD, *reason ? (double)c->rank : INFINITY);
     comm_broadcast(c, COMM_WORLD, (int64_t)first, reason, (int64_t)sizeof reason);
-    if (required) die("--copy-engines on: %s", reason);
+    if (required) die_with(EXIT_UNSUPPORTED, "--copy-engines on: %s", reason);
     printf("\nNCCL moves weights and gradients, because %s\n", reason);
 }
 

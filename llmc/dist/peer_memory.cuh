@@ -238,8 +238,8 @@ static inline bool peer_prove_barrier(PeerMemory *p, int64_t rank, double second
     if (peer_ends(stream, seconds)) return true;
     peer_release(p);
     if (!peer_ends(stream, seconds))
-        die("a barrier between the GPUs did not come within %g s, and the stream that waits for it cannot be released; "
-            "--copy-engines off lets NCCL move weights and gradients", seconds);
+        die_with(EXIT_LOST, "a barrier between the GPUs did not come within %g s, and the stream that waits for it "
+                 "cannot be released; --copy-engines off lets NCCL move weights and gradients", seconds);
     format_checked(reason, capacity, "a barrier between the GPUs did not come to rank %lld within %g s",
                    (long long)rank, seconds);
     return false;

@@ -247,8 +247,8 @@ __attribute__((noreturn)) static inline void watch_speak(const Watch *w, WatchVe
     flush_stdout();
     alarm(WATCH_ABORT_SECONDS);
     if (write(STDERR_FILENO, line, strlen(line)) < 0) alarm(1);
-    if (!w->table.alone) MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE);
-    _exit(EXIT_FAILURE);  // mpirun ends the others
+    if (!w->table.alone) MPI_Abort(MPI_COMM_WORLD, EXIT_LOST);
+    _exit(EXIT_LOST);  // mpirun ends the others
 }
 
 // All ranks part: what is on its way arrives, then no watcher calls MPI any more. (A rank comes to the barrier when all

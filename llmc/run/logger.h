@@ -25,6 +25,7 @@ typedef struct {
     int64_t world_size;    // GPUs
     double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
     bool resumed;          // from a checkpoint
+    int64_t memory_plan;   // bytes of a rank, beside CUDA's and the libraries' own
 } RunInfo;
 
 typedef struct {
@@ -79,7 +80,24 @@ static inline void logger_add_text(JsonText *line, const char *key, const char *
     json_text_add_string(line, value);
 }
 
-static inline void logger_write_settings(Logger *l, const Options *o, const ModelConfig *m, const ParameterTable *t) {
+// All options as an object with the key "settings": numbers as numbers, all else as text.
+static inline void logger_add_settings(JsonText *line, const Options *o) {
+    json_text_add(line, ", \"settings\": {");
+    const char *separator = "";
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        char value[PATH_CAPACITY];
+        if (!option_is_setting(row)) continue;
+        option_format(o, row, value, sizeof value);
+        json_text_add(line, "%s\"%s\": ", separator, row->name);
+        if (row->kind == OPTION_INT || row->kind == OPTION_REAL) json_text_add(line, "%s", value);
+        else json_text_add_string(line, value);
+        separator = ", ";
+    }
+    json_text_add(line, "}");
+}
+
+static inline void logger_write_settings(Logger *l, const Options *o, const ModelConfig *m, const ParameterTable *t,
+                                         const Precision *p) {
     JsonText line = {NULL, 0, 0};
     json_text_add(&line, "{\"type\": \"settings\"");
     logger_add_text(&line, "version", TRAINER_VERSION);
@@ -92,18 +110,10 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
     logger_add_int(&line, "vocab_size", m->vocab_size);
     logger_add(&line, "model_flops_per_token", flops_total(l->flops));
     logger_add(&line, "peak_bf16_flops", l->run.peak_bf16 > 0 ? l->run.peak_bf16 : (double)NAN);
-    json_text_add(&line, ", \"settings\": {");
-    const char *separator = "";
-    for (const OptionRow *row = option_rows(); row->name; row++) {
-        if (row->kind == OPTION_GROUP || row->field == offsetof(Options, help)) continue;
-        char value[PATH_CAPACITY];
-        option_format(o, row, value, sizeof value);
-        json_text_add(&line, "%s\"%s\": ", separator, row->name);
-        if (row->kind == OPTION_INT || row->kind == OPTION_REAL) json_text_add(&line, "%s", value);
-        else json_text_add_string(&line, value);
-        separator = ", ";
-    }
-    json_text_add(&line, "}}");
+    logger_add_int(&line, "fp8_gemms", precision_fp8_gemms(p));
+    logger_add_int(&line, "memory_plan_bytes", l->run.memory_plan);
+    logger_add_settings(&line, o);
+    json_text_add(&line, "}");
     logger_write(l, &line);
 }
 
@@ -170,7 +180,7 @@ static inline Logger logger_open(const Options *o, const ModelConfig *m, const P
     const bool goes_on = run.resumed && !logger_is_lost_link(l.path);
     l.file = goes_on || logger_step_aside(o->log_dir, l.path) ? logger_append(l.path, &l.end) : NULL;
     if (!l.file) die("--log-dir: cannot write %s: %s", l.path, strerror(errno));
-    logger_write_settings(&l, o, m, t);
+    logger_write_settings(&l, o, m, t, p);
     return l;
 }
 

@@ -155,12 +155,13 @@ static inline void nonfinite_report(const Options *o, const ParameterTable *t, c
         format_checked(norm, sizeof norm, "the gradient norm is %g, and above %g, where squares may overflow, "
                        "it counts as not finite", what->norm, ADAMW_LARGEST_NORM);
     if (o->on_nonfinite == NONFINITE_STOP)
-        die("step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller --learning-rate, --grad-clip 1 "
-            "or more --warmup-steps may help; --on-nonfinite skip leaves such steps out", number, norm, place, loss);
+        die_with(EXIT_NONFINITE, "step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller "
+                 "--learning-rate, --grad-clip 1 or more --warmup-steps may help; --on-nonfinite skip leaves such "
+                 "steps out", number, norm, place, loss);
     if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
-        die("step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. The loss is %g. "
-            "A smaller --learning-rate may help", number, (long long)skipped_in_a_row,
-            isnan(what->norm) ? (double)NAN : what->norm, place, loss);
+        die_with(EXIT_NONFINITE, "step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. "
+                 "The loss is %g. A smaller --learning-rate may help", number, (long long)skipped_in_a_row,
+                 isnan(what->norm) ? (double)NAN : what->norm, place, loss);
     if (s->comm->rank == 0) warn("step %lld skipped: %s. %s. The loss is %g", number, norm, place, loss);
 }
 

@@ -2,10 +2,10 @@
 #ifndef LLMC_RUN_H
 #define LLMC_RUN_H
 
-#include "run_setup.h"
+#include "plan_json.h"
 #include "stop.h"
 
-// The settings, and what follows from them, before any work. Scripts read these lines from --dry-run: a name, and its value in the next word.
+// The settings, and what follows from them, before any work. For people: programs read --dry-run --json.
 static inline void run_print(const RunSetup *s, const Options *o, const Comm *c, const ParameterTable *t, const ShardPlan *plan, const Precision *p) {
     options_print(o);
     printf("%-26s %lld\n", "parameters", (long long)t->num_parameters);
@@ -38,7 +38,8 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
     s->save_failed = true;
     for (int attempt = 0; attempt < 2 && s->save_failed; attempt++) {
         s->save_failed = !checkpoint_save(o->checkpoint_dir, o->keep_checkpoints, progress, &run, t, state, failure);
-        if (s->save_failed && (failure->lasting || o->on_save_error == SAVE_ERROR_STOP)) die("%s", failure->text);
+        if (s->save_failed && failure->lasting) die_with(EXIT_NONFINITE, "%s", failure->text);
+        if (s->save_failed && o->on_save_error == SAVE_ERROR_STOP) die("%s", failure->text);
         if (s->save_failed && attempt == 0) run_warn_of_save(log, state, progress->step, failure, "it is tried again");
     }
     if (!s->save_failed) {

@@ -66,7 +66,8 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
     char presets[1024];
     if (model_config_preset(&s->model, o->model)) return;
     model_config_preset_names(presets, sizeof presets);
-    if (!folder_exists(o->model)) die("MODEL \"%s\" is neither a folder nor one of: %s", o->model, presets);
+    if (!folder_exists(o->model))
+        die_with(EXIT_USAGE, "MODEL \"%s\" is neither a folder nor one of: %s", o->model, presets);
     Failure failure;
     const bool verify = !s->continues && !o->no_verify;
     if (verify && !model_verify(o->model, SMALL_FILE_BYTES, &failure)) run_setup_die_damaged(o, &failure);
@@ -127,7 +128,7 @@ static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *
     if (other == (double)c->rank) {
         die_hook()->before = NULL;  // no rank says it before this one
         run_setup_difference(mine->data, mine->data + mine->size, first, first + size, difference, sizeof difference);
-        die("%s; %s", difference, fix);
+        die_with(EXIT_USAGE, "%s; %s", difference, fix);
     }
     if (other < (double)c->world) comm_barrier(c, COMM_WORLD);  // until that rank has ended all
     free(first);
@@ -259,7 +260,9 @@ static inline void run_setup_check_export(const Options *o) {
         path_resolve(written[i][1], other, sizeof other);
         for (int k = 0; k < 3; k++) {
             format_checked(folder, sizeof folder, "%s%s", path, suffixes[k]);
-            if (path_within(other, folder)) die("--%s %s is in --export-hf %s%s, which holds the export alone; give folders beside each other", written[i][0], written[i][1], o->export_hf, suffixes[k]);
+            if (path_within(other, folder))
+                die_with(EXIT_USAGE, "--%s %s is in --export-hf %s%s, which holds the export alone; give folders "
+                         "beside each other", written[i][0], written[i][1], o->export_hf, suffixes[k]);
         }
     }
 }
@@ -286,7 +289,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check
     RunSetup s;
     char message[512];
     memset(&s, 0, sizeof s);
-    if (*options_conflict(o, message, sizeof message)) die("%s", message);
+    if (*options_conflict(o, message, sizeof message)) die_with(EXIT_USAGE, "%s", message);
     options_resolve(o);
     if (c->rank > 0) o->log_dir = "";
     const int64_t shard_size = options_shard_group(o, o->world_size ? o->world_size : c->world);

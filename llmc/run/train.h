@@ -7,6 +7,7 @@
 #include "../dist/watch.h"
 #include "audit_report.h"
 #include "nonfinite.h"
+#include "plan_json.h"
 #include "run.h"
 #include "sampler.h"
 
@@ -17,6 +18,7 @@ typedef struct {
     TrainerState state;
     Arena memory;             // the memory plan
     int64_t memory_overhead;  // bytes of GPU memory that the plan does not hold
+    int64_t rows, head_rows;  // of the linear layers' GEMMs, and of lm_head's
 } TrainerParts;
 
 // A trainer's operations, in the order in which a run calls them. `t` is the trainer. All ranks call each of them,
@@ -218,6 +220,9 @@ static inline void run_plan(Run *run) {
     const TrainerOps *ops = run->ops;
     TrainerParts *p = &run->parts;
     *p = ops->describe(run->trainer, &run->options, &run->setup.model, &run->comm);
+    const PlanFacts facts = {ops->program, &run->setup, &run->options, &run->comm, p->table, p->precision, &p->memory,
+                             p->memory_overhead, p->rows, p->head_rows};
+    if (run->options.json) return plan_json_print(&facts);
     run_print(&run->setup, &run->options, &run->comm, p->table, p->state.plan, p->precision);
     if (ops->print_settings) ops->print_settings(run->trainer);
     arena_print_plan(&p->memory, p->memory_overhead);
@@ -235,7 +240,8 @@ static inline void run_create(Run *run) {
     comm_barrier(&run->comm, COMM_WORLD);  // some take long to read: the others wait here, not in a kernel of NCCL
     ops->weights_changed(run->trainer);
     *d = ops->device(&run->options);
-    const RunInfo info = {ops->program, d->name, d->versions, run->comm.world, d->peak_bf16, run->setup.start.step > 0};
+    const RunInfo info = {ops->program, d->name, d->versions, run->comm.world, d->peak_bf16,
+                          run->setup.start.step > 0, p->memory.used};
     run->logger = logger_open(&run->options, &run->setup.model, p->table, p->precision, info);
     if (run->options.fp8_audit) {
         const size_t count = (size_t)audit_count(p->precision);
@@ -267,7 +273,7 @@ static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void
     run_begin(&run, argc, argv);
     run_plan(&run);
     if (run.options.dry_run) {
-        ops->print_gemms(trainer);
+        if (!run.options.json) ops->print_gemms(trainer);
     } else {
         run_create(&run);
         const int64_t steps_done = run_steps(&run, &stop);

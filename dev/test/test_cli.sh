@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# What programs may rely on: exit statuses, --list, --dry-run --json, log.jsonl. Needs mpirun and python3. Ends with
+# "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1
+. scripts/tally.sh
+make -s train_fp8 build/synth_stories || exit 1
+trainer=./train_fp8
+. scripts/launch.sh
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
+data="--train-data $tmp/s_train.bin --sequence-length 32 --num-steps 2"
+
+# ---- exit statuses, on one rank and on two; $1 the status, the rest: arguments
+
+ends() {
+    local expected=$1 one two
+    shift
+    timeout 60 $trainer "$@" >"$tmp/one" 2>&1
+    one=$?
+    make_launch 2
+    timeout 60 "${launch[@]}" $trainer "$@" >"$tmp/two" 2>&1
+    two=$?
+    equal "$one $two" "$expected $expected"
+}
+check "a run: 0" ends 0 tiny $data
+check "--help: 0" ends 0 --help
+check "--list: 0" ends 0 --list models
+check "no argument: 2" ends 2
+check "an unknown option: 2" ends 2 tiny $data --bogus
+check "options that conflict: 2" ends 2 tiny $data --json
+check "no data: 1" ends 1 tiny $data --train-data "$tmp/none.bin"
+check "a plan that does not fit: 3" ends 3 llama3.1-405b $data
+check "a plan past 2^63 bytes: 3" ends 3 llama3.1-405b $data --dry-run --batch-size 65535 --sequence-length 1048576
+check "what this trainer lacks: 4" ends 4 tiny $data --profile
+check "a gradient that is not finite: 7" ends 7 tiny $data --learning-rate 1000 --num-steps 50
+for number in $(sed -n '/^exit status$/,$ s/^  \([0-9]\)  .*/\1/p' <($trainer --help)); do
+    check "README.md knows status $number" grep -q "^| $number | " README.md
+done
+known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base/utils.h | paste -sd' ')
+check "the statuses of the scripts" equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
+
+# ---- names
+
+$trainer --help >"$tmp/help"
+check "--list models" equal "$(list_models)" "$(sed -n 's/^MODEL: \(.*\),$/\1/p' "$tmp/help" | tr -d ',') "
+recipes=$(sed -n 's/^ *--fp8-recipe \([a-z0-9_|]*\).*/\1/p' "$tmp/help" | tr '|' ' ')
+check "--list recipes" equal "$(list_recipes)" "$recipes "
+check "--list options" equal "$($trainer --list options)" "$(sed -n 's/^  --\([a-z0-9-]*\)\( .*\|$\)/\1/p' "$tmp/help")"
+
+# ---- the plan and the log, against what the trainer prints and against each other
+
+cat >"$tmp/plan.py" <<'PY'
+import json, re, sys
+folder, world = sys.argv[1], int(sys.argv[2])
+plan = json.loads(open(folder + "/plan.json").read())
+text = open(folder + "/plan.txt").read()
+names = dict(line.split(None, 1) for line in text.split("\n") if re.match(r"[a-z]\S+ +\S", line))
+for key in ("parameters", "checkpoint_bytes", "vocab_size", "model_flops_per_token"):
+    assert plan[key] == float(names[key]), (key, plan[key], names[key])
+for key, value in plan["settings"].items():
+    shown = names.get(key, str(value))
+    assert value in ("", "off") or str(value) == shown or float(value) == float(shown), (key, value)
+memory = plan["memory"]
+printed = {name: float(mib) for name, mib in re.findall(r"^  (\S.*?) {2,}([0-9.]+)$", text, re.M)}
+for group in memory["groups"] + [{"name": "total", "bytes": memory["total_bytes"]}]:
+    assert abs(group["bytes"] / 2**20 - printed.pop(group["name"])) <= 0.051, group
+assert not printed, printed
+assert sum(group["bytes"] for group in memory["groups"]) + memory["other_bytes"] == memory["total_bytes"], memory
+row = r"^  (\S+) +(fprop|dgrad|wgrad) +(\d+) +(\d+) +(\d+)  (\S+(?: \S+)?) +x (\S+(?: (?:tensor|row|\d\S*))?)"
+gemms = re.findall(row, text, re.M)
+operand = lambda o: " ".join([o["dtype"]] + [o[key] for key in ("scale_per",) if key in o])
+wanted = []
+for g in plan["gemms"]:
+    roles = {"fprop": "xw", "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}[g["gemm"]]
+    sizes = [str(g[key]) for key in ("rows", "columns", "depth")]
+    wanted.append((g["linear"], g["gemm"], *sizes, *(operand(g[role]) for role in roles)))
+assert wanted == gemms, (wanted, gemms)
+fp8 = sum(len(g["layers"]) for g in plan["gemms"] if "scale_per" in g.get("x", g.get("dy")))
+assert plan["fp8_gemms"] == fp8 and plan["world_size"] == world, (plan["fp8_gemms"], fp8)
+log = json.loads(open(folder + "/log.jsonl").readline()) if world < 3 else None
+if log:
+    assert log["fp8_gemms"] == fp8 and log["memory_plan_bytes"] == memory["total_bytes"] - memory["other_bytes"]
+    assert {**log["settings"], "dry-run": "on", "log-dir": ""} == {**plan["settings"], "log-dir": ""}
+print("fp8_gemms", fp8)
+PY
+# $1 what it prints, $2 ranks, the rest: options. Where there are 2 ranks or fewer the run is made, too.
+plans() {
+    local expected=$1 ranks=$2 folder=$tmp/$RANDOM
+    shift 2
+    mkdir "$folder"
+    if [ "$ranks" -le 2 ]; then
+        make_launch "$ranks"
+        "${launch[@]}" $trainer "$@" --log-dir "$folder" >/dev/null || return 1
+    else
+        launch=()
+        set -- "$@" --world-size "$ranks"
+    fi
+    "${launch[@]}" $trainer "$@" --dry-run >"$folder/plan.txt" || return 1
+    "${launch[@]}" $trainer "$@" --dry-run --json >"$folder/plan.json" || return 1
+    equal "$(wc -l <"$folder/plan.json")" 1 &&
+        equal "$(python3 "$tmp/plan.py" "$folder" "$ranks" 2>&1 | tail -n 1)" "$expected"
+}
+check "bf16" plans "fp8_gemms 0" 1 tiny $data
+check "fp32" plans "fp8_gemms 0" 1 tiny $data --precision fp32
+check "fp8 on 2 ranks" plans "fp8_gemms 24" 2 tiny $data --precision fp8
+check "fp8 with a filter" plans "fp8_gemms 9" 1 tiny $data --precision fp8 --fp8-filter first,down
+check "weight gradients in bf16" plans "fp8_gemms 16" 1 tiny $data --precision fp8 --fp8-recipe rowwise_with_gw_hp
+check "a recipe that tiny's sizes do not suit" plans "fp8_gemms 0" 1 tiny $data --precision fp8 --fp8-recipe blockwise \
+    --batch-size 4
+check "512 ranks" plans "fp8_gemms 384" 512 llama3.1-8b $data --precision fp8
+number() { $trainer llama3.1-8b --dry-run --json | json_number "$1"; }
+check "a number of the plan" equal "$(number parameters) $(number sequence-length)" "8030261248 2048"
+finish
