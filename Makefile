@@ -99,10 +99,10 @@ build/test_%: dev/test/test_%.cu build/cuda_arch build/deps/test_%.d | $(FOLDERS
 # test_fsdp_order checks the order of all ranks' streams on the host: its own functions stand in for these.
 build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaStreamCreateWithFlags cudaStreamDestroy \
 	cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync \
-	cudaMemcpyAsync cudaGetDevice cudaDeviceGetAttribute cudaLaunchKernelExC \
+	cudaMemset2DAsync cudaMemcpyAsync cudaGetDevice cudaDeviceGetAttribute cudaLaunchKernelExC \
 	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce \
 	cudaIpcGetMemHandle cudaIpcOpenMemHandle cudaIpcCloseMemHandle cudaGetDriverEntryPointByVersion \
-	MPI_Allgather MPI_Allreduce MPI_Type_contiguous MPI_Type_commit MPI_Type_free
+	MPI_Allgather MPI_Allreduce MPI_Barrier MPI_Type_contiguous MPI_Type_commit MPI_Type_free
 
 build/bench_%: dev/cuda/%.cu build/cuda_arch build/deps/bench_%.d | $(FOLDERS)
 	$(NVCC) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(BENCH_LIBS)

@@ -1,8 +1,28 @@
-// Order of llmc/dist/fsdp.cuh's streams on all ranks, without a GPU. The trainer's schedule is enqueued for one rank after the other, with copy engines and with NCCL.
-// The linker puts this file's functions in the place of the CUDA and NCCL calls (--wrap, see the Makefile); they note what each of a rank's two streams is to
-// do. Then all ranks' streams run (order_model.h): whatever touches the same memory must be ordered by events, barriers and collectives, what is read must
-// be what the schedule wants there, and no stream may wait for ever. The last checks leave out one barrier, collective or event at a time, which must be noticed.
+// Order of the GPU trainer's streams on all ranks, without a GPU. train_fp8.cu itself enqueues some optimizer steps, a
+// sample and a validation for one rank after the other, with copy engines and with NCCL. This file answers the calls:
+// the linker puts its functions in the place of CUDA and NCCL (--wrap, see the Makefile), and macros put them in the
+// place of the launchers that train_fp8.cu calls. They note what each of a rank's two streams is to do. Then all ranks'
+// streams run (order_model.h): whatever touches the same memory must be ordered by events, barriers and collectives,
+// what is read must be what the model wants there, and no stream may wait for ever. The last checks leave out one
+// barrier, collective, event or call of the trainer at a time, which must be noticed.
+#define TESTING
+#include "../../llmc/cuda/adamw.cuh"
+#include "../../llmc/cuda/attention.cuh"
+#include "../../llmc/cuda/auto_filter.cuh"
+#include "../../llmc/cuda/column_sums.cuh"
+#include "../../llmc/cuda/cross_entropy.cuh"
+#include "../../llmc/cuda/embedding.cuh"
+#include "../../llmc/cuda/gemm.cuh"
+#include "../../llmc/cuda/initialize.cuh"
+#include "../../llmc/cuda/profile.cuh"
+#include "../../llmc/cuda/rmsnorm.cuh"
+#include "../../llmc/cuda/rope.cuh"
+#include "../../llmc/cuda/swiglu.cuh"
 #include "../../llmc/dist/fsdp.cuh"
+#include "../../llmc/run/audit_report.h"
+#include "../../llmc/run/run.h"
+#include "../../llmc/run/sampler.h"
+#include "../../llmc/run/stop.h"
 
 #include "lib/check.h"
 #include "lib/order_model.h"
@@ -10,26 +30,29 @@
 enum { COMPUTE, COMMUNICATION, MAX_EVENTS = 1 << 12 };
 static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication"};
 
+// What this file must know of a rank's trainer.
 typedef struct {
-    Fsdp f;
-    FsdpInputs in;
-    Nccl nccl;
+    Fsdp *f;
+    Nccl *nccl;
+    bf16 *logits, *dx;            // [chunk, V]; gradient of the inputs
     double *squares;
     float *loss;
-    bf16 *dx;                     // gradient of the inputs
-    int64_t step, micro;          // weights are of `step`, gradients of its micro-step `micro`
-    int64_t operation, barriers;  // that are being enqueued: number of the NCCL or copying operation, and of the barrier in it
+    Comm comm;
+    int64_t step;                 // the weights' version
+    int64_t gradient_step, micro; // gradients are of this version of the weights, and of this micro-step
+    int64_t operation, barriers;  // numbers of the operation being enqueued and of the barrier in it
     bool to_replicas;             // the sum over replicas is being enqueued
 } Rank;
 
-// Something that the schedule leaves out, to see that it is noticed.
+// Something that is left out, to see that it is noticed.
 typedef struct {
-    const char *what;  // a barrier or collective by the name of the operation that it is part of, or an event
+    const char *what;  // a barrier or collective by the name of the operation that it is part of, an event, or a call
     int64_t number;    // of the barrier in the operation
     int64_t rank;      // -1: all
 } Omission;
 
-static Rank ranks[ORDER_MAX_RANKS];
+static Rank ranks[ORDER_MAX_RANKS], *now;             // the rank whose trainer runs
+static bool creating;                                 // it is being created, or destroyed: nothing is noted
 static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // communicators: ranks in them
 static int64_t events[MAX_EVENTS];                    // number of the last record, -1: none
 static int64_t num_events, copied;
@@ -58,15 +81,26 @@ static Rank *rank_of(cudaStream_t s) { return &ranks[number_of(s) / ORDER_STREAM
 static void note_read(cudaStream_t s, const void *from, int64_t bytes, int64_t content) { order_read(number_of(s), from, bytes, content); }
 static OrderOperation *note_write(cudaStream_t s, const void *to, int64_t bytes, int64_t content) { return order_write(number_of(s), to, bytes, content); }
 
+static bool in_memory(const void *p) {
+    const int64_t rank = (int64_t)((uintptr_t)p / ORDER_MEMORY_STRIDE) - 1;
+    return rank >= 0 && rank < order.ranks;
+}
+
+// The loss of the latest micro-step, summed over all ranks, is read.
+static void note_statistics(cudaStream_t s) {
+    note_read(s, now->loss, sizeof *now->loss,
+              gradients_of(now->gradient_step, now->micro, STATISTICS, now->comm.world));
+}
+
 static bool is_omitted(cudaStream_t s, const char *what, int64_t number) {
     return omission.what && what && strcmp(omission.what, what) == 0 && omission.number == number && (omission.rank < 0 || rank_of(s) == &ranks[omission.rank]);
 }
 
 // The name of the NCCL or copying operation that is being enqueued.
-static const char *operation_name(const Rank *r) { return r->nccl.operations[r->nccl.enqueued % NCCL_PENDING].what; }
+static const char *operation_name(const Rank *r) { return r->nccl->operations[r->nccl->enqueued % NCCL_PENDING].what; }
 
 static const char *event_name(const Rank *r, cudaEvent_t e) {
-    const Fsdp *f = &r->f;
+    const Fsdp *f = r->f;
     if (e == f->transport.handover) return r->to_replicas ? "handover to the replicas" : "handover";
     for (int i = 0; i < 1 + FSDP_GRADIENT_BUFFERS; i++)
         if (e == f->reduced[i]) return "reduced";
@@ -98,14 +132,14 @@ static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s,
 
 // Whether an address is one of the arrivals in any rank's memory: they lie at the same place in all.
 static bool is_arrival(const Rank *r, const char *at) {
-    const int64_t offset = (int64_t)((uintptr_t)at % ORDER_MEMORY_STRIDE) - (int64_t)((uintptr_t)r->f.transport.arrivals % ORDER_MEMORY_STRIDE);
-    return offset >= 0 && offset % (int64_t)sizeof(uint32_t) == 0 && offset < r->f.transport.peers.ranks * (int64_t)sizeof(uint32_t);
+    const int64_t offset = (int64_t)((uintptr_t)at % ORDER_MEMORY_STRIDE) - (int64_t)((uintptr_t)r->f->transport.arrivals % ORDER_MEMORY_STRIDE);
+    return offset >= 0 && offset % (int64_t)sizeof(uint32_t) == 0 && offset < r->f->transport.peers.ranks * (int64_t)sizeof(uint32_t);
 }
 
 // PeerMemory.enqueue
 static CUresult note_memory_operations(CUstream s, unsigned count, CUstreamBatchMemOpParams *operations, unsigned) {
     Rank *r = rank_of(s);
-    if (r->operation != r->nccl.enqueued) r->operation = r->nccl.enqueued, r->barriers = 0;
+    if (r->operation != r->nccl->enqueued) r->operation = r->nccl->enqueued, r->barriers = 0;
     if (is_omitted(s, operation_name(r), r->barriers++)) return CUDA_SUCCESS;
     for (unsigned i = 0; i < count; i++) {
         const CUstreamBatchMemOpParams *o = &operations[i];
@@ -240,24 +274,35 @@ cudaError_t __wrap_cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
 cudaError_t __wrap_cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t __wrap_cudaEventQuery(cudaEvent_t e) { return (intptr_t)e >= first_pending ? cudaErrorNotReady : cudaSuccess; }
 cudaError_t __wrap_cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
+    if (creating) return cudaSuccess;
     events[(intptr_t)e - 1] = order_record(number_of(s));
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
     const int64_t record = events[(intptr_t)e - 1];  // what was recorded last when this is called; nothing: no wait
+    if (creating) return cudaSuccess;
     if (record >= 0 && !is_omitted(s, event_name(rank_of(s), e), 0)) order_wait(number_of(s), record);
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t s) {
     if (acts) return memset(to, value, bytes), cudaSuccess;
+    if (creating) return cudaSuccess;
     note_write(s, to, (int64_t)bytes, ORDER_UNWRITTEN);
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t s) {
     if (acts) return memcpy(to, from, bytes), cudaSuccess;
-    note_read(s, from, (int64_t)bytes, ORDER_CARRIED);
-    note_write(s, to, (int64_t)bytes, ORDER_CARRIED);
-    copied++;
+    if (creating) return cudaSuccess;
+    if (in_memory(from) && in_memory(to)) {
+        note_read(s, from, (int64_t)bytes, ORDER_CARRIED);
+        note_write(s, to, (int64_t)bytes, ORDER_CARRIED);
+        copied++;
+    } else if (in_memory(from)) note_statistics(s);  // the trainer's one copy to the host on a stream: of a step's loss
+    else note_write(s, to, (int64_t)bytes, ORDER_UNWRITTEN);
+    return cudaSuccess;
+}
+cudaError_t __wrap_cudaMemset2DAsync(void *to, size_t pitch, int, size_t width, size_t height, cudaStream_t s) {
+    for (size_t row = 0; row < height; row++) note_write(s, (char *)to + row * pitch, (int64_t)width, ORDER_UNWRITTEN);
     return cudaSuccess;
 }
 static bool writes_pending;  // to a peer's memory
@@ -294,6 +339,7 @@ int __wrap_MPI_Allreduce(const void *, void *value, int, MPI_Datatype, MPI_Op, M
     *(double *)value = 0;
     return MPI_SUCCESS;
 }
+int __wrap_MPI_Barrier(MPI_Comm) { return MPI_SUCCESS; }
 int __wrap_MPI_Type_contiguous(int, MPI_Datatype, MPI_Datatype *) { return MPI_SUCCESS; }
 int __wrap_MPI_Type_commit(MPI_Datatype *) { return MPI_SUCCESS; }
 int __wrap_MPI_Type_free(MPI_Datatype *) { return MPI_SUCCESS; }
@@ -305,7 +351,7 @@ cudaError_t __wrap_cudaStreamQuery(cudaStream_t) {
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) {
-    *s = NULL;
+    *s = creating ? stream_handle(now - ranks, COMPUTE) : NULL;
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
@@ -318,7 +364,7 @@ cudaError_t __wrap_cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
-    note_kernel(config->stream, function, arguments);
+    if (!creating) note_kernel(config->stream, function, arguments);
     return cudaSuccess;
 }
 ncclResult_t __wrap_ncclGroupStart(void) { return ncclSuccess; }
@@ -342,176 +388,406 @@ ncclResult_t __wrap_ncclAllReduce(const void *from, void *to, size_t count, nccl
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The trainer's schedule
+// Tensors that the trainer asks Fsdp for, by their addresses
 
-static int64_t segment_bytes(const Fsdp *f, int64_t l, int segment) {
-    return f->plan.shard_size * slice_sizes(&f->plan, l)[segment] * (int64_t)sizeof(bf16);
+// Weights and what kernels write have a table each: a transient embedding lies where the root's gradient will be.
+typedef enum { WEIGHT, WRITTEN, NUM_TABLES } TensorTable;
+
+// layer: for which the trainer has asked last, which is what it wants to find there.
+typedef struct {
+    const void *at;
+    int64_t bytes, layer;  // NO_LAYER: the gradient of the inputs
+} Tensor;
+
+// Tensors of a unit that stand without a gap: offset from the segment's start.
+typedef struct {
+    int segment;
+    int64_t offset, elements;
+} Part;
+
+enum { MAX_TENSORS = 1 << 10, MAX_PARTS = 16 };
+static Tensor tensors[NUM_TABLES][MAX_TENSORS];  // hash tables
+static Part parts[2][MAX_PARTS];     // of the root, of a layer
+static int num_parts[2];
+
+static Tensor *tensor_place(TensorTable table, const void *at) {
+    Tensor *all = tensors[table];
+    uint64_t i = ((uint64_t)(uintptr_t)at * 0x9e3779b97f4a7c15ull) >> 54;
+    for (int tries = 0; all[i].at && all[i].at != at; i = (i + 1) % MAX_TENSORS)
+        if (++tries == MAX_TENSORS) die("more than %d tensors", MAX_TENSORS);
+    return &all[i];
 }
 
-static void read_linear(Rank *r, int64_t l, int j, bool backward) {
-    const Fsdp *f = &r->f;
-    const LinearShape *linear = &f->precision->linear[j];
-    const int64_t n = linear->N * linear->K, want = weights_of(r->step, l);
-    if (!f->precision->any_fp8 || precision_of(f->precision, l, j) != f->precision->recipe) {
-        note_read(f->in.stream, fsdp_weights(f, l).matrices + linear->offset, n * (int64_t)sizeof(bf16), want);
-        return;
+static void tensor_add(TensorTable table, const void *at, int64_t bytes, int64_t layer) {
+    const Tensor t = {at, bytes, layer};
+    *tensor_place(table, at) = t;
+}
+
+static void find_parts(const ParameterTable *table) {
+    memset(num_parts, 0, sizeof num_parts);
+    for (int64_t i = 0; i < table->count && table->entries[i].layer <= 0; i++) {
+        const Parameter *p = &table->entries[i];
+        const int unit = p->layer == ROOT ? 0 : 1, segment = parameter_segment(p);
+        const int64_t begin = layer_offset(table, p->layer) + segment_begin(segment_sizes(table, p->layer), segment);
+        int n = num_parts[unit];
+        if (p->flags & PARAM_JOINED)  // to the latest part of its segment
+            while (parts[unit][--n].segment != segment) continue;
+        else parts[unit][num_parts[unit]++].offset = p->offset - begin;
+        parts[unit][n].segment = segment;
+        parts[unit][n].elements = p->offset - begin + parameter_elements(p) - parts[unit][n].offset;
     }
+}
+
+static bf16 *segment_of(FsdpUnit u, int segment) {
+    return segment == SEGMENT_VECTORS ? u.vectors : segment == SEGMENT_MATRICES ? u.matrices : u.embedding;
+}
+
+static FsdpUnit unit_add(TensorTable table, FsdpUnit u, int64_t l) {
+    for (int i = 0; i < num_parts[l != ROOT]; i++) {
+        const Part *part = &parts[l != ROOT][i];
+        const bf16 *segment = segment_of(u, part->segment);
+        if (segment) tensor_add(table, segment + part->offset, part->elements * (int64_t)sizeof(bf16), l);
+    }
+    return u;
+}
+
+static FsdpUnit trainer_weights(const Fsdp *f, int64_t l) { return unit_add(WEIGHT, fsdp_weights(f, l), l); }
+static FsdpUnit trainer_gradients(const Fsdp *f, int64_t l) { return unit_add(WRITTEN, fsdp_gradients(f, l), l); }
+
+static Fp8Tensor trainer_weight_fp8(const Fsdp *f, int64_t l, int j) {
     const Fp8Tensor q = fsdp_weight_fp8(f, l, j);
-    if (!backward || f->recompute_layer) note_read(f->in.stream, q.row, n, want);
-    if (backward) note_read(f->in.stream, q.col, n, want);
+    const int64_t bytes = f->precision->linear[j].N * f->precision->linear[j].K;
+    tensor_add(WEIGHT, q.row, bytes, l);
+    if (q.col != q.row) tensor_add(WEIGHT, q.col, bytes, l);
+    return q;
 }
 
-static void read_weights(Rank *r, int64_t l, bool backward) {
-    const FsdpUnit w = fsdp_weights(&r->f, l);
-    note_read(r->f.in.stream, w.vectors, segment_bytes(&r->f, l, SEGMENT_VECTORS), weights_of(r->step, l));
-    for (int j = 0; l != ROOT && j < NUM_LINEARS; j++) read_linear(r, l, j, backward);
-    if (l == ROOT) note_read(r->f.in.stream, w.matrices, segment_bytes(&r->f, ROOT, SEGMENT_MATRICES), weights_of(r->step, ROOT));
+// ---------------------------------------------------------------------------------------------------------------------
+// In the place of what train_fp8.cu calls
+
+static cudaStream_t computing(void) { return stream_handle(now - ranks, COMPUTE); }
+static int64_t gradients_now(int64_t l, int64_t over) { return gradients_of(now->gradient_step, now->micro, l, over); }
+
+static void tensor_read(const void *at) {
+    const Tensor *weight = tensor_place(WEIGHT, at);
+    if (at && weight->at) note_read(computing(), at, weight->bytes, weights_of(now->step, weight->layer));
 }
 
-// What lies behind the parameters of a segment has been cleared (the model's parameters leave nothing out between them).
-static void read_gap(Rank *r, const bf16 *segment, int64_t elements, int64_t bytes) {
-    const int64_t begin = elements * (int64_t)sizeof(bf16);
-    if (begin < bytes) note_read(r->f.in.stream, segment + elements, bytes - begin, ORDER_UNWRITTEN);
+static void tensor_write(const void *at) {
+    const Tensor *t = tensor_place(WRITTEN, at);
+    if (at && t->at)
+        note_write(computing(), at, t->bytes, gradients_now(t->layer == NO_LAYER ? (int64_t)INPUTS : t->layer, 1));
 }
 
-static void write_gradients(Rank *r, int64_t l) {
-    const FsdpUnit g = fsdp_gradients(&r->f, l);
-    const int64_t *elements = l == ROOT ? r->f.root_elements : r->f.layer_elements;
-    read_gap(r, g.vectors, elements[SEGMENT_VECTORS], segment_bytes(&r->f, l, SEGMENT_VECTORS));
-    read_gap(r, g.matrices, elements[SEGMENT_MATRICES], segment_bytes(&r->f, l, SEGMENT_MATRICES));
-    const int64_t content = gradients_of(r->step, r->micro, l, 1);
-    note_write(r->f.in.stream, g.vectors, segment_bytes(&r->f, l, SEGMENT_VECTORS), content);
-    note_write(r->f.in.stream, g.matrices, segment_bytes(&r->f, l, SEGMENT_MATRICES), content);
-    note_write(r->f.in.stream, r->dx, r->f.input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
+// What a launcher does with an argument, by the type that it declares. Activations are of one stream: not noted.
+template <class T>
+struct Argument {
+    static void read(T) {}
+    static void write(T) {}
+};
+template <class T>
+struct Argument<const T *> {
+    static void read(const T *p) { tensor_read(p); }
+    static void write(const T *) {}
+};
+template <class T>
+struct Argument<T *> {
+    static void read(T *) {}
+    static void write(T *p) { tensor_write(p); }
+};
+template <>
+struct Argument<cudaStream_t> {
+    static void read(cudaStream_t s) {
+        if (s != computing()) die("a kernel of the model on another stream");
+    }
+    static void write(cudaStream_t) {}
+};
+template <>
+struct Argument<RmsnormSource> {
+    static void read(RmsnormSource s) { tensor_read(s.weight); }
+    static void write(RmsnormSource) {}
+};
+
+template <class... P>
+static void called(void (*)(P...), typename AsDeclared<P>::type... arguments) {
+    (Argument<P>::read(arguments), ...);
+    (Argument<P>::write(arguments), ...);
 }
 
-// This rank's sums of gradients from element `at` on, and the bytes of one.
-static const void *sums_at(const Fsdp *f, int64_t at) {
-    return f->transport.fp32_sums ? (const void *)(f->transport.sums_fp32 + at)
-                                  : (const void *)(f->transport.sums + at);
-}
-static int64_t sum_bytes(const Fsdp *f) { return f->transport.fp32_sums ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16); }
-
-static void write_logits(Rank *r) {
-    const int64_t room = fsdp_loss_room(&r->f);
-    const void *to =
-        fsdp_is_sharded(&r->f) ? (const void *)fsdp_loss_memory(&r->f)
-                     : sums_at(&r->f, segment_slice(r->f.table, &r->f.plan, ROOT, embedding_segment(r->f.table)).shard);
-    if (room) note_write(r->f.in.stream, to, room * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, LOGITS, 1));
+template <class Source>
+static void called_source(const char *, const Fp8Tensor &, const Source &source, int64_t, int64_t, cudaStream_t s) {
+    Argument<Source>::read(source);
+    Argument<cudaStream_t>::read(s);
 }
 
-// The embedding's gradient, from all ranks' inputs to the rank's part of it, or from its own.
-static void write_embedding_gradient(Rank *r) {
-    Fsdp *f = &r->f;
-    const int segment = embedding_segment(f->table);
-    const int64_t ranks = fsdp_input_ranks(f), content = gradients_of(r->step, r->micro, ROOT, ranks);
-    note_read(f->in.stream, fsdp_gather_input_gradients(f, r->dx), ranks * f->input_elements * (int64_t)sizeof(bf16), gradients_of(r->step, r->micro, INPUTS, 1));
-    const bool joins = fsdp_embedding_joins(f);
-    const void *to =
-        joins ? sums_at(f, segment_slice(f->table, &f->plan, ROOT, segment).shard) : fsdp_gradients(f, ROOT).embedding;
-    const int64_t bytes = joins ? f->plan.root_slices[segment] * sum_bytes(f) : segment_bytes(f, ROOT, segment);
-    note_read(f->in.stream, to, bytes, segment == SEGMENT_MATRICES ? content : ORDER_ANY);
-    note_write(f->in.stream, to, bytes, content);
+// Logits may lie where weights are at other times: lm_head's GEMMs tell them by their address.
+static void called_gemm(const Gemm *, GemmPlan *p, bf16 *d, GemmOperand a, GemmOperand b, const bf16 *bias, bool) {
+    const bool head = strcmp(p->layer, "lm_head") == 0;
+    if (!head || a.data != now->logits) tensor_read(a.data);
+    if (!head || b.data != now->logits) tensor_read(b.data);
+    tensor_read(bias);
+    if (!head || d != now->logits) return tensor_write(d);
+    note_write(computing(), d, p->R * p->N * (int64_t)sizeof(bf16), gradients_now(LOGITS, 1));
 }
 
-static void forward(Rank *r) {
-    Fsdp *f = &r->f;
-    fsdp_prefetch(f, 0);
-    note_read(f->in.stream, fsdp_weights(f, ROOT).embedding, segment_bytes(f, ROOT, embedding_segment(f->table)), weights_of(r->step, ROOT));
-    for (int64_t l = 0; l < f->table->num_layers; l++) {
-        fsdp_prefetch(f, l + 1);
-        fsdp_unshard(f, l, false);
-        read_weights(r, l, false);
-        fsdp_reshard(f, l);
+static void called_cross_entropy(float *, const bf16 *, const int32_t *, int64_t, int64_t, cudaStream_t) {}
+static void called_cross_entropy_gradient(float *, bf16 *, const int32_t *, int64_t, int64_t, float, cudaStream_t) {}
+
+// An embedding's gradient joins, or is made: a tied lm_head's must be there.
+template <class Sum>
+static void called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, const int32_t *, int64_t R, int64_t C,
+                             GradientSum, cudaStream_t) {
+    const Fsdp *f = now->f;
+    const bool tied = embedding_segment(f->table) == SEGMENT_MATRICES;
+    // the padding behind a tied one is zero, and counts as gradient only when it is reduced
+    const int64_t count = tied && !fsdp_embedding_joins(f) ? f->root_elements[SEGMENT_MATRICES] : part.count;
+    const int64_t over = fsdp_input_ranks(f), bytes = count * (int64_t)sizeof(Sum);
+    note_read(computing(), dx, R * C * (int64_t)sizeof(bf16), gradients_now(INPUTS, 1));
+    note_read(computing(), to, bytes, tied ? gradients_now(ROOT, over) : ORDER_ANY);
+    note_write(computing(), to, bytes, gradients_now(ROOT, over));
+}
+
+static void called_loss(float *out, const float *, int64_t, double, cudaStream_t) {
+    note_write(computing(), out, sizeof *out, gradients_now(STATISTICS, 1));
+}
+
+static void read_reduced_gradients(int64_t first, int64_t last) {
+    const Transport *t = &now->f->transport;
+    const int64_t element = t->fp32_sums ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
+    char *sums = t->fp32_sums ? (char *)t->sums_fp32 : (char *)t->sums;
+    for (int64_t l = first; l <= last; l++)
+        note_read(computing(), sums + shard_begin(&now->f->plan, l) * element,
+                  shard_elements(&now->f->plan, l) * element, gradients_now(l, now->f->world));
+}
+
+static void write_weights(int64_t first, int64_t last) {
+    const ShardPlan *plan = &now->f->plan;
+    for (int64_t l = first; l <= last; l++)
+        note_write(computing(), now->f->in.weights + shard_begin(plan, l),
+                   shard_elements(plan, l) * (int64_t)sizeof(bf16), weights_of(now->step, l));
+}
+
+static int64_t last_layer(void) { return now->f->table->num_layers - 1; }
+
+static void called_update_root(const AdamwUpdate *, const ParameterTable *, const ShardPlan *, cudaStream_t) {
+    read_reduced_gradients(ROOT, ROOT);
+    now->step++;
+    write_weights(ROOT, ROOT);
+}
+
+static void called_update_layers(const AdamwUpdate *, const ParameterTable *, const ShardPlan *, uint32_t *amax,
+                                 int64_t stride, cudaStream_t) {
+    read_reduced_gradients(0, last_layer());
+    write_weights(0, last_layer());
+    for (int64_t l = 0; amax && l <= last_layer(); l++)
+        note_write(computing(), amax + l * stride, NUM_LINEARS * (int64_t)sizeof *amax, ORDER_UNWRITTEN);
+}
+
+static void squares_computed(void) {
+    note_write(computing(), now->squares, sizeof *now->squares, gradients_now(STATISTICS, 1));
+}
+
+static void called_squares(double *, AdamwGradients, int64_t, double *, cudaStream_t) {
+    read_reduced_gradients(ROOT, last_layer());
+    squares_computed();
+}
+
+static void called_updated_squares(double *, const AdamwUpdate *, const ParameterTable *, const ShardPlan *,
+                                   cudaStream_t) {
+    squares_computed();
+}
+
+static void called_norm(AdamwControl *, const double *squares, int64_t, AdamwGradients, BackwardOrder, float,
+                        cudaStream_t) {
+    const int64_t over = fsdp_is_sharded(now->f) ? now->f->world : 1;
+    note_read(computing(), squares, sizeof *squares, gradients_now(STATISTICS, over));
+    read_reduced_gradients(ROOT, last_layer());
+}
+
+static void trainer_begin_step(Fsdp *f, int64_t step, AuditSums *audit) {
+    now->gradient_step = now->step;
+    fsdp_begin_step(f, step, audit);
+}
+
+static void trainer_begin_micro_step(Fsdp *f, int64_t micro) {
+    now->micro = micro;
+    fsdp_begin_micro_step(f, micro);
+}
+
+// All of a unit's gradient that is reduced has been written in this micro-step, and its padding is zero. From here on
+// the padding counts as gradient.
+static void check_computed(const Fsdp *f, int64_t l) {
+    const FsdpUnit u = fsdp_gradients(f, l);
+    int64_t end[NUM_SEGMENTS] = {0};
+    for (int i = 0; i < num_parts[l != ROOT]; i++) {
+        const Part *part = &parts[l != ROOT][i];
+        if (part->segment >= fsdp_reduced_segments(f)) continue;
+        const bf16 *at = segment_of(u, part->segment) + part->offset;
+        const int64_t gap = part->offset - end[part->segment];
+        if (gap) note_read(computing(), at - gap, gap * (int64_t)sizeof(bf16), ORDER_UNWRITTEN);
+        note_read(computing(), at, part->elements * (int64_t)sizeof(bf16), gradients_now(l, 1));
+        end[part->segment] = part->offset + part->elements;
+    }
+    for (int k = 0; k < fsdp_reduced_segments(f); k++) {
+        const int64_t whole = f->plan.shard_size * slice_sizes(&f->plan, l)[k], gap = whole - end[k];
+        bf16 *at = segment_of(u, k);
+        if (gap && k != SEGMENT_EMBEDDING)
+            note_read(computing(), at + end[k], gap * (int64_t)sizeof(bf16), ORDER_UNWRITTEN);
+        if (whole) note_write(computing(), at, whole * (int64_t)sizeof(bf16), gradients_now(l, 1));
     }
 }
 
-static void loss(Rank *r) {
-    read_weights(r, ROOT, false);
-    write_logits(r);
-    note_write(r->f.in.stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, 1));
+static bool call_is_omitted(const char *name) { return is_omitted(computing(), name, 0); }
+
+static void trainer_reduce_scatter(Fsdp *f, int64_t l) {
+    check_computed(f, l);
+    if (!call_is_omitted("fsdp_reduce_scatter")) fsdp_reduce_scatter(f, l);
 }
 
-static void reduce_replicas(Rank *r, int64_t l, bool last) {
-    r->to_replicas = true;
-    fsdp_reduce_replicas(&r->f, l, last);
-    r->to_replicas = false;
+static void trainer_reduce_replicas(Fsdp *f, int64_t l, bool last) {
+    now->to_replicas = true;
+    if (!call_is_omitted("fsdp_reduce_replicas")) fsdp_reduce_replicas(f, l, last);
+    now->to_replicas = false;
 }
 
-static void micro_step(Rank *r, bool last) {
-    Fsdp *f = &r->f;
-    fsdp_begin_micro_step(f, r->micro);
-    forward(r);
-    fsdp_begin_gradients(f, ROOT);
-    loss(r);
-    write_gradients(r, ROOT);
-    if (fsdp_embedding_joins(f)) fsdp_reduce_scatter(f, ROOT);
-    for (int64_t l = f->table->num_layers - 1; l >= 0; l--) {
-        fsdp_prefetch(f, l - 1);
-        fsdp_unshard(f, l, true);
-        fsdp_begin_gradients(f, l);
-        read_weights(r, l, true);
-        write_gradients(r, l);
-        fsdp_reshard(f, l);
-        fsdp_reduce_scatter(f, l);
-        reduce_replicas(r, l, last);
+static void trainer_unshard(Fsdp *f, int64_t l, bool backward) {
+    if (!call_is_omitted("fsdp_unshard")) fsdp_unshard(f, l, backward);
+}
+
+static void trainer_reshard(Fsdp *f, int64_t l) {
+    if (!call_is_omitted("fsdp_reshard")) fsdp_reshard(f, l);
+}
+
+static void trainer_begin_gradients(Fsdp *f, int64_t l) {
+    if (!call_is_omitted("fsdp_begin_gradients")) fsdp_begin_gradients(f, l);
+}
+
+static void trainer_publish_root(Fsdp *f) {
+    if (!call_is_omitted("fsdp_publish_root")) fsdp_publish_root(f);
+}
+
+static void trainer_publish_layers(Fsdp *f, const DelayedArrays *unscaled) {
+    if (!call_is_omitted("fsdp_publish_layers")) fsdp_publish_layers(f, unscaled);
+}
+
+// The groups' communicators, shared where nccl_open shares them.
+static void trainer_nccl_open(Nccl *n, const Comm *c) {
+    const int64_t sizes[] = {c->world, c->shard_size, c->replicas}, numbers[] = {0, c->replica, c->shard_rank};
+    memset(n, 0, sizeof *n);
+    for (int g = 0; g < COMM_NUM_GROUPS; g++) {
+        int *group = sizes[g] == c->world ? &groups[COMM_WORLD][0] : &groups[g][numbers[g]];
+        *group = (int)sizes[g];
+        n->comms[g] = sizes[g] > 1 ? (ncclComm_t)group : NULL;
     }
-    write_embedding_gradient(r);
-    if (!fsdp_embedding_joins(f)) fsdp_reduce_scatter(f, ROOT);
-    reduce_replicas(r, ROOT, last);
+    n->stream = stream_handle(c->rank, COMMUNICATION);
+    for (int i = 0; i < NCCL_PENDING; i++) event_create(&n->operations[i].begun), event_create(&n->operations[i].done);
 }
 
-static void read_reduced_gradients(Rank *r, int64_t step) {
-    const Fsdp *f = &r->f;
-    for (int64_t l = ROOT; l < f->table->num_layers; l++)
-        note_read(f->in.stream, sums_at(f, shard_begin(&f->plan, l)),
-                  shard_elements(&f->plan, l) * sum_bytes(f), gradients_of(step, r->micro, l, f->world));
+// As peer_memory_open where all of it works.
+static bool trainer_open_peers(Transport *t, const Comm *c, char *, int64_t, char *, size_t) {
+    PeerMemory *p = &t->peers;
+    p->ranks = c->shard_size, p->rank = c->shard_rank;
+    for (int64_t i = 0; i < p->ranks; i++) p->base[i] = order_base(c->rank - p->rank + i);
+    p->arrivals = t->arrivals;
+    p->enqueue = note_memory_operations;
+    return true;
 }
 
-static void write_weights(Rank *r, int64_t l) {
-    const Fsdp *f = &r->f;
-    note_write(f->in.stream, f->in.weights + shard_begin(&f->plan, l), shard_elements(&f->plan, l) * (int64_t)sizeof(bf16), weights_of(r->step, l));
+static cudaError_t trainer_malloc(void **memory, size_t bytes) {
+    *memory = order_base(now - ranks);
+    order_memory(now - ranks, (int64_t)bytes);
+    return cudaSuccess;
 }
 
-static void update_weights(Rank *r) {
-    Fsdp *f = &r->f;
-    r->step++;
-    write_weights(r, ROOT);
-    fsdp_publish_root(f);
-    note_write(f->in.stream, f->in.amax, f->table->num_layers * f->in.amax_stride * (int64_t)sizeof(uint32_t), ORDER_UNWRITTEN);
-    for (int64_t l = 0; l < f->table->num_layers; l++) write_weights(r, l);
+static cudaError_t trainer_malloc_host(void **memory, size_t bytes) {
+    *memory = xcalloc(bytes, 1);
+    return cudaSuccess;
 }
 
-static void weights_updated(Rank *r) {
-    Fsdp *f = &r->f;
-    fsdp_publish_layers(f, NULL);
+static cudaError_t trainer_free_host(void *memory) { return free(memory), cudaSuccess; }
+
+static cudaError_t trainer_memory_info(size_t *available, size_t *total) {
+    *available = *total = (size_t)ORDER_MEMORY_STRIDE;
+    return cudaSuccess;
 }
 
-// Of the gradients of step `step`, which the weights may be ahead of.
-static void reduce_norm(Rank *r, int64_t step) {
-    Fsdp *f = &r->f;
-    note_write(f->in.stream, r->squares, sizeof *r->squares, gradients_of(step, r->micro, STATISTICS, 1));
-    fsdp_reduce_step_stats(f, r->loss, r->squares);
-    note_read(f->in.stream, r->squares, sizeof *r->squares, gradients_of(step, r->micro, STATISTICS, fsdp_is_sharded(f) ? f->world : 1));
-    note_read(f->in.stream, r->loss, sizeof *r->loss, gradients_of(step, r->micro, STATISTICS, f->world));
-    read_reduced_gradients(r, step);
+// The trainer's copies to the host that wait: of the loss of a validation, and of logits.
+static cudaError_t trainer_memcpy(void *, const void *from, size_t, cudaMemcpyKind) {
+    if (from == now->loss) note_statistics(computing());
+    return cudaSuccess;
 }
 
-static void optimizer(Rank *r, bool norm_first) {
-    Fsdp *f = &r->f;
-    compute_waits_comm(&f->transport);
-    read_reduced_gradients(r, r->step);
-    if (norm_first) reduce_norm(r, r->step);
-    update_weights(r);
-    if (!norm_first) reduce_norm(r, r->step - 1);
-    weights_updated(r);
+static GemmPlan trainer_gemm(const char *layer, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec, bool) {
+    GemmPlan p;
+    memset(&p, 0, sizeof p);
+    p.layer = layer, p.kind = kind, p.R = R, p.N = N, p.K = K, p.spec = spec;
+    return p;
 }
 
-static void validation(Rank *r) {
-    for (int batch = 0; batch < 2; batch++) forward(r), loss(r);
-    fsdp_reduce_step_stats(&r->f, r->loss, NULL);
-    note_read(r->f.in.stream, r->loss, sizeof *r->loss, gradients_of(r->step, r->micro, STATISTICS, r->f.world));
-}
+static void trainer_batch(DataLoader *, int64_t, int64_t, int32_t *, int32_t *) {}
+static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, GemmOperand, GemmOperand, const bf16 *) {}
+
+#define CALLED(function, ...) called(&(function), __VA_ARGS__)
+#define adamw_norm called_norm
+#define adamw_squares called_squares
+#define adamw_update_layers called_update_layers
+#define adamw_update_root called_update_root
+#define adamw_updated_squares called_updated_squares
+#define attention_backward(...) CALLED(attention_backward, __VA_ARGS__)
+#define attention_forward(...) CALLED(attention_forward, __VA_ARGS__)
+#define bias_backward(...) CALLED(bias_backward, __VA_ARGS__)
+#define cross_entropy_loss called_cross_entropy
+#define cross_entropy_loss_and_gradient called_cross_entropy_gradient
+#define embedding_backward called_embedding
+#define embedding_forward(...) CALLED(embedding_forward, __VA_ARGS__)
+#define gemm_run called_gemm
+#define loss_accumulate called_loss
+#define qknorm_rope_backward(...) CALLED(qknorm_rope_backward, __VA_ARGS__)
+#define qknorm_rope_forward(...) CALLED(qknorm_rope_forward, __VA_ARGS__)
+#define quantize_amax_source called_source
+#define quantize_source called_source
+#define residual_rmsnorm_forward(...) CALLED(residual_rmsnorm_forward, __VA_ARGS__)
+#define rmsnorm_backward(...) CALLED(rmsnorm_backward, __VA_ARGS__)
+#define rmsnorm_forward(...) CALLED(rmsnorm_forward, __VA_ARGS__)
+#define swiglu_backward(...) CALLED(swiglu_backward, __VA_ARGS__)
+#define swiglu_backward_amax(...) CALLED(swiglu_backward_amax, __VA_ARGS__)
+#define swiglu_forward(...) CALLED(swiglu_forward, __VA_ARGS__)
+#define tensor_amax(...) CALLED(tensor_amax, __VA_ARGS__)
+
+#define fsdp_begin_gradients trainer_begin_gradients
+#define fsdp_begin_micro_step trainer_begin_micro_step
+#define fsdp_begin_step trainer_begin_step
+#define fsdp_gradients trainer_gradients
+#define fsdp_publish_layers trainer_publish_layers
+#define fsdp_publish_root trainer_publish_root
+#define fsdp_reduce_replicas trainer_reduce_replicas
+#define fsdp_reduce_scatter trainer_reduce_scatter
+#define fsdp_reshard trainer_reshard
+#define fsdp_unshard trainer_unshard
+#define fsdp_weight_fp8 trainer_weight_fp8
+#define fsdp_weights trainer_weights
+
+#define cublasLtCreate(...) CUBLAS_STATUS_SUCCESS
+#define cublasLtDestroy(...) CUBLAS_STATUS_SUCCESS
+#define cudaEventCreate(event) cudaEventCreateWithFlags(event, 0)
+#define cudaFree(...) cudaSuccess
+#define cudaFreeHost trainer_free_host
+#define cudaMalloc trainer_malloc
+#define cudaMallocHost trainer_malloc_host
+#define cudaMemGetInfo trainer_memory_info
+#define cudaMemcpy trainer_memcpy
+#define dataloader_batch trainer_batch
+#define embedding_sort(...) ((void)0)
+#define gemm_choose trainer_gemm_choose
+#define gemm_describe trainer_gemm
+#define initialize_parameters(...) ((void)0)
+#define nccl_close(...) ((void)0)
+#define nccl_open trainer_nccl_open
+#define rope_table_fill(...) ((void)0)
+#define stop_requested(...) 0
+#define transport_open_peers trainer_open_peers
+
+#include "../../train_fp8.cu"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Cases
@@ -523,92 +799,65 @@ typedef struct {
     bool untied, many_tokens, norm_first;
 } Case;
 
+static Trainer trainers[ORDER_MAX_RANKS];
+
 // The buffer of a rank that an address is in.
 static const char *buffer_name(int64_t rank, const char *address) {
-    const Rank *r = &ranks[rank];
-    const Fsdp *f = &r->f;
+    const Trainer *t = &trainers[rank];
+    const Fsdp *f = &t->fsdp;
     const struct { const char *name; const void *begin; } all[] = {
-        {"weights", f->in.weights}, {"grads", f->transport.sums}, {"amax", f->in.amax}, {"squares", r->squares}, {"loss", r->loss}, {"dx", r->dx}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
-        {"root", f->root}, {"vectors", f->vectors}, {"slots", f->slots}, {"root_grads", f->root_grads}, {"layer_grads[0]", f->layer_grads[0]}, {"layer_grads[1]", f->layer_grads[1]},
-        {"staging", f->transport.staging}, {"received", f->transport.received},
-        {"arrivals", f->transport.arrivals}, {"grads_fp32", f->transport.sums_fp32}};
+        {"weights", t->weights}, {"master", t->master}, {"sums", f->transport.sums},
+        {"sums_fp32", f->transport.sums_fp32}, {"amax", t->amax}, {"squares", t->squares}, {"stats", t->stats},
+        {"dx", t->dx}, {"logits", t->logits}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
+        {"root", f->root}, {"vectors", f->vectors}, {"slots", f->slots}, {"root_grads", f->root_grads},
+        {"layer_grads[0]", f->layer_grads[0]}, {"layer_grads[1]", f->layer_grads[1]},
+        {"staging", f->transport.staging}, {"received", f->transport.received}, {"arrivals", f->transport.arrivals}};
     int found = 0;
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         if (all[i].begin && all[i].begin <= address && all[i].begin >= all[found].begin) found = i;
     return all[found].name;
 }
 
-// The groups' communicators, shared where nccl_open shares them.
-static void connect(Rank *r, int64_t rank) {
-    const Fsdp *f = &r->f;
-    const int64_t sizes[] = {f->world, f->plan.shard_size, f->replicas}, numbers[] = {0, rank / f->plan.shard_size, f->plan.shard_rank};
-    memset(&r->nccl, 0, sizeof r->nccl);
-    for (int g = 0; g < COMM_NUM_GROUPS; g++) {
-        int *group = sizes[g] == f->world ? &groups[COMM_WORLD][0] : &groups[g][numbers[g]];
-        *group = (int)sizes[g];
-        r->nccl.comms[g] = sizes[g] > 1 ? (ncclComm_t)group : NULL;
-    }
-    r->nccl.stream = stream_handle(rank, COMMUNICATION);
-    for (int i = 0; i < NCCL_PENDING; i++) {
-        event_create(&r->nccl.operations[i].begun);
-        event_create(&r->nccl.operations[i].done);
-    }
+static void create_rank(const Options *o, const ModelConfig *m, int64_t world, int64_t rank) {
+    Rank *r = now = &ranks[rank];
+    Trainer *t = &trainers[rank];
+    memset(r, 0, sizeof *r);
+    r->operation = -1;
+    r->comm = comm_one();
+    r->comm.world = world, r->comm.rank = rank;
+    comm_split(&r->comm, options_shard_group(o, world));
+    r->f = &t->fsdp, r->nccl = &t->nccl;
+    creating = true;
+    const Arena plan = trainer_describe(t, o, m, &r->comm);
+    trainer_create(t, &plan);
+    creating = false;
+    r->logits = t->logits, r->dx = t->dx, r->squares = t->squares, r->loss = &t->stats->loss;
+    memset(tensors, 0, sizeof tensors);
+    find_parts(&t->table);
+    tensor_add(WRITTEN, t->dx, t->d.R * t->d.C * (int64_t)sizeof(bf16), NO_LAYER);
 }
 
-// What peer_memory_open finds.
-static void open_peers(Rank *r, int64_t rank) {
-    PeerMemory *p = &r->f.transport.peers;
-    p->ranks = r->f.plan.shard_size, p->rank = r->f.plan.shard_rank;
-    for (int64_t i = 0; i < p->ranks; i++) p->base[i] = order_base(rank - p->rank + i);
-    p->arrivals = r->f.transport.arrivals;
-    p->enqueue = note_memory_operations;
+static void destroy_rank(int64_t rank) {
+    now = &ranks[rank];
+    creating = true;
+    trainer_destroy(&trainers[rank]);
+    creating = false;
 }
 
-static void place_memory(Rank *r, int64_t rank) {
-    Fsdp *f = &r->f;
-    Arena arena;
-    memset(&arena, 0, sizeof arena);
-    arena.base = order_base(rank);
-    arena_group(&arena, "shard");
-    r->in.weights = (bf16 *)arena_take(&arena, f->plan.total * (int64_t)sizeof(bf16));
-    fsdp_place_gradients(f, &arena);
-    if (f->gradients == FSDP_GRADIENTS_BUFFERED) {
-        fsdp_place_root_buffer(f, &arena);
-        fsdp_place_layer_buffer(f, &arena);
-    }
-    r->in.amax_stride = fsdp_tensor_scales(f) ? NUM_TENSORS * NUM_LINEARS : 1 << 16;
-    const int64_t amaxes = f->table->num_layers * r->in.amax_stride;
-    r->in.amax = (uint32_t *)arena_take(&arena, amaxes * (int64_t)sizeof(uint32_t));
-    r->in.scale_inv = (float *)arena_take(&arena, 4096);
-    r->squares = (double *)arena_take(&arena, sizeof *r->squares);
-    r->loss = (float *)arena_take(&arena, sizeof *r->loss);
-    r->dx = (bf16 *)arena_take(&arena, f->input_elements * (int64_t)sizeof(bf16));
-    fsdp_place(f, &arena);
-    if (fsdp_casts_are_transient(f)) fsdp_place_casts(f, &arena);
-    order_memory(rank, arena.used);
-}
-
-static void create_rank(const Case *c, const ParameterTable *table, const Precision *precision, const Options *o, int64_t rank) {
-    Rank *r = &ranks[rank];
-    r->step = r->micro = 0, r->operation = -1;
-    fsdp_describe(&r->f, table, precision, o, c->world, rank);
-    place_memory(r, rank);
-    connect(r, rank);
-    if (r->f.transport.kind == TRANSPORT_COPY_ENGINES) open_peers(r, rank);
-    r->in.nccl = &r->nccl, r->in.stream = stream_handle(rank, COMPUTE);
-    fsdp_create(&r->f, &r->in);
-}
-
-static void enqueue_steps(Rank *r, int64_t accumulation, bool norm_first) {
-    update_weights(r);
-    weights_updated(r);
-    for (int step = 0; step < 3; step++) {
-        fsdp_begin_step(&r->f, r->step, NULL);
-        for (r->micro = 0; r->micro < accumulation; r->micro++) micro_step(r, r->micro + 1 == accumulation);
-        r->micro--;
-        optimizer(r, norm_first);
-        if (step == 0) forward(r), loss(r);  // a sample
-        if (step == 1) validation(r);
+// As a run does: weights are there, three steps, with a sample after the first and a validation after the second.
+static void enqueue_steps(Rank *r) {
+    Trainer *t = &trainers[r - ranks];
+    DataLoader data;
+    memset(&data, 0, sizeof data);
+    data.num_sequences = 2 * t->comm->world * t->d.B;
+    r->step++;
+    write_weights(ROOT, last_layer());
+    weights_changed(t);
+    for (int64_t step = 0; step < 3; step++) {
+        enqueue_step(t, &data, step, 0);
+        const int32_t token = 0;
+        if (step == 0) next_logits(t, &token, 1);
+        if (step == 1) validation_loss(t, &data);
     }
 }
 
@@ -617,23 +866,21 @@ static void run_case(const Case *c, uint64_t seed) {
     ModelConfig m;
     model_config_preset(&m, "small");
     m.vocab_size = 8192, m.num_layers = c->layers, m.tie_word_embeddings = !c->untied;  // the root's slices are larger than a layer's
-    ParameterTable table = parameter_table(&m);
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
     o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies, o.grad_accumulation_steps = c->accumulation;
+    if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;  // the trainer refuses it
+    o.batch_size = 1, o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: inputs outweigh the embedding
+    o.fp8_filter = c->filter, o.grad_clip = c->norm_first ? 1 : 0, o.val_steps = 2 * c->world;
     options_resolve(&o);
-    if (c->many_tokens) o.sequence_length = m.vocab_size;  // of all ranks together more than the embedding has rows
-    Precision precision = precision_plan(&o, c->filter, &m, &table, true);
     num_events = copied = 0;
     order_begin(c->world, stream_names, buffer_name);
     for (int64_t rank = 0; rank < c->world; rank++) {
-        create_rank(c, &table, &precision, &o, rank);
-        enqueue_steps(&ranks[rank], c->accumulation, c->norm_first);
+        create_rank(&o, &m, c->world, rank);
+        enqueue_steps(now);
     }
     order_run(seed);
-    for (int64_t rank = 0; rank < c->world; rank++) fsdp_destroy(&ranks[rank].f);
-    precision_free(&precision);
-    parameter_table_free(&table);
+    for (int64_t rank = 0; rank < c->world; rank++) destroy_rank(rank);
 }
 
 static void check_case(const Case *c) {
@@ -689,7 +936,12 @@ static void check_omissions(void) {
         {{"handover", 0, -1}, SHARDING_FULL, OFF}, {{"handover", 0, 3}, SHARDING_HYBRID, ON},
         {{"handover", 0, 0}, SHARDING_HYBRID, OFF}, {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON},
         {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF},
-        {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF}};
+        {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF},
+        {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON}, {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF},  // calls
+        {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON}, {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF},
+        {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF}, {{"fsdp_begin_gradients", 0, 1}, SHARDING_GRAD_OP, ON},
+        {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, ON}, {{"fsdp_reduce_replicas", 0, -1}, SHARDING_HYBRID, ON},
+        {{"fsdp_publish_root", 0, -1}, SHARDING_FULL, OFF}, {{"fsdp_publish_layers", 0, -1}, SHARDING_FULL, ON}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
             const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON, all[i].copies, "", 4, 3, 2, true, false, seed % 2 > 0};
@@ -729,8 +981,8 @@ static Activity activity_now(void) {
 // The watching thread is told when an operation is enqueued and when it ends, and while its turn has not come; not
 // while it waits for others.
 static void check_watch(void) {
-    Nccl *n = &ranks[0].nccl;
-    memset(n, 0, sizeof *n);
+    static Nccl nccl;
+    Nccl *n = &nccl;
     n->stream = stream_handle(0, COMMUNICATION);
     num_events = 0;
     order_begin(1, stream_names, buffer_name);
@@ -853,6 +1105,7 @@ static void check_fallback(void) {
     comm.world = comm.shard_size = 2;
     unsetenv("NCCL_P2P_DISABLE");
     uint32_t *arrivals = (uint32_t *)memory;
+    closed = closed_early = 0;
     const bool open = peer_memory_open(&p, &comm, memory, sizeof memory, arrivals, memory + 1024, PROOF_BYTES, NULL,
                                        reason, sizeof reason);
     CHECK(!open && p.ranks == 0, "open %d, %lld ranks: %s", open, (long long)p.ranks, reason);

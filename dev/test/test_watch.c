@@ -187,11 +187,11 @@ static void check_activity(void) {
     CHECK(row.kind == ACTIVITY_WAITING && row.collectives == collectives, "waiting");
     CHECK(strcmp(row.doing, "all-to-all") == 0, "%s", row.doing);
     activity_end();
-    activity_operation(2, "all-gather of the weights", 5, false);
+    activity_operation(2, "all-gather of the weights", 4, false);
     watch_note_activity(&row, 1);
     CHECK(watch_waits(&row) && row.collectives == collectives + 1, "NCCL is pending");
     CHECK(strcmp(row.doing, "all-gather of the weights of layer 4") == 0, "%s", row.doing);
-    activity_operation(0, "", -1, true);
+    activity_operation(0, "", NO_LAYER, true);
     watch_note_activity(&row, 1);
     CHECK(!watch_waits(&row) && row.collectives == collectives + 2, "NCCL has finished");
 }

@@ -2,8 +2,8 @@
 //
 // Each segment (parameters.h) of each unit is cut into `shard_size` slices of equal size, a multiple of
 // PARAMETER_ALIGNMENT elements, so that every slice starts 16-byte aligned in any storage type; the last slices of a
-// segment may be padding in part or whole. A rank keeps slice number `shard_rank` of every segment, in flat shard arrays
-// of `total` elements (weights, moments and gradients alike):
+// segment may be padding in part or whole. A rank keeps slice number `shard_rank` of every segment, in flat shard
+// arrays of `total` elements (weights, moments and gradients alike):
 //     root vectors | root matrices | root embedding | layer 0 vectors | layer 0 matrices | layer 1 vectors | ...
 // An all-gather puts the slices of a segment one after the other: the segment as in the flat array, then padding,
 // shard_size * slice elements. With one rank the shard arrays are the flat arrays of parameters.h, with equal offsets.

@@ -1,8 +1,9 @@
 // The ranks of a run on the host side (MPI): who is here, small reductions, and ending all of them together.
 // MPI does it. A program that mpirun (or srun) did not start is one rank and never touches MPI.
 //
-// Groups: all ranks; the shard group, whose ranks hold one copy of the parameters between them (shard_plan.h); and the replica group, the ranks that
-// hold the same slices, one in each shard group. Rank r is at place r % S of shard group r / S, where S is the size of a shard group.
+// Groups: all ranks; the shard group, whose ranks hold one copy of the parameters between them (shard_plan.h); and the
+// replica group, the ranks that hold the same slices, one in each shard group. With shard_size S, rank r has shard_rank
+// r % S in shard group r / S.
 // Every function that names a group is collective: all its ranks call it, in the same order. Sums are taken in the order of ranks, so that
 // all ranks have the same bits.
 #ifndef LLMC_COMM_H
@@ -113,8 +114,10 @@ static inline void comm_split(Comm *c, int64_t group) {
     c->shard_size = group, c->shard_rank = c->rank % group;
     c->replicas = c->world / group, c->replica = c->rank / group;
     if (c->comms[COMM_WORLD] == MPI_COMM_NULL) return;
-    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, (int)c->replica, (int)c->shard_rank, &c->comms[COMM_SHARD]));
-    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, (int)c->shard_rank, (int)c->replica, &c->comms[COMM_REPLICAS]));
+    const int shard_rank = (int)c->shard_rank, replica = (int)c->replica;
+    MPI_Comm *shard = &c->comms[COMM_SHARD], *replicas = &c->comms[COMM_REPLICAS];
+    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, replica, shard_rank, shard));
+    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, shard_rank, replica, replicas));
 }
 
 // A communicator of all ranks for another thread of each (watch.h), who is to free it; MPI_COMM_NULL where MPI lets
@@ -142,7 +145,9 @@ static inline void comm_close(Comm *c) {
     comm_finalize();
 }
 
-static inline int64_t comm_size(const Comm *c, CommGroup g) { return g == COMM_WORLD ? c->world : g == COMM_SHARD ? c->shard_size : c->replicas; }
+static inline int64_t comm_size(const Comm *c, CommGroup g) {
+    return g == COMM_WORLD ? c->world : g == COMM_SHARD ? c->shard_size : c->replicas;
+}
 
 static inline void comm_barrier(const Comm *c, CommGroup g) {
     if (comm_size(c, g) > 1) COMM_WAIT("barrier", MPI_Barrier(c->comms[g]));

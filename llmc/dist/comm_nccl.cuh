@@ -1,7 +1,7 @@
 // NCCL as the GPU trainer uses it: a communicator for each group of ranks, one stream, and a watch for errors.
 //
-// All collectives of a rank run on one stream of high priority, in the order of the calls, which is the same on every rank: so no two communicators
-// can wait for each other. They are enqueued and finish like kernels; events tie them to the compute stream (fsdp.cuh).
+// All collectives of a rank run on one stream of high priority, in the order of the calls, which is the same on every
+// rank: so no two communicators can wait for each other. They are enqueued and finish like kernels; events tie them to the compute stream (fsdp.cuh).
 //
 // The communicators do not block: no call into NCCL waits for another rank. Whoever waits for the GPU calls nccl_watch,
 // which ends the run when NCCL reports an error, with rank, step and collective, and tells the thread that knows the

@@ -2,8 +2,8 @@
 // NCCL's kernels take multiprocessors from the matrix products beside them, and a product that fills the GPU then
 // takes up to twice as long; copies take none.
 //
-// A rank may read what the others have written before a barrier (peer_barrier, or a collective of NCCL that waits for all of them), and must be done, as
-// another barrier tells them, before they write there again.
+// A rank may read what the others have written before a barrier (peer_barrier, or a collective of NCCL that waits for
+// all of them), and must be done, as another barrier tells them, before they write there again.
 //
 // Some hosts open such memory and then read or write it wrong (PCIe peer access behind an IOMMU or in a virtual
 // machine). So before the first use each rank reads a pattern that the others have written, and one barrier is timed.
@@ -127,7 +127,8 @@ static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer
             return false;
         }
         cudaError_t status = offers[i].status;
-        if (status == cudaSuccess && i != p->rank) status = cudaIpcOpenMemHandle((void **)&p->base[i], offers[i].handle, cudaIpcMemLazyEnablePeerAccess);
+        if (status == cudaSuccess && i != p->rank)
+            status = cudaIpcOpenMemHandle((void **)&p->base[i], offers[i].handle, cudaIpcMemLazyEnablePeerAccess);
         if (status == cudaSuccess) continue;
         if (i != p->rank) p->base[i] = NULL;
         format_checked(reason, capacity, "the memory of rank %lld's GPU cannot be read from rank %lld's (%s)",

@@ -204,7 +204,8 @@ static inline void watch_note_activity(WatchRow *row, double seconds) {
     else if (a->pending && a->pending_layer >= 0)
         format_checked(row->doing, room, "%.64s of layer %lld", a->pending_what, (long long)a->pending_layer);
     else if (a->pending)
-        format_checked(row->doing, room, "%.64s%s", a->pending_what, a->pending_layer == ROOT ? " of the root unit" : "");
+        format_checked(row->doing, room, "%.64s%s", a->pending_what,
+                       a->pending_layer == ROOT ? " of the root unit" : "");
     else format_checked(row->doing, room, "computing");
     activity_unlock();
 }
