@@ -16,9 +16,15 @@
 #include <sys/resource.h>
 
 #include "llmc/base/arena.h"
-#include "llmc/checkpoint/tensors.h"
-#include "llmc/dist/comm.h"
+
+#include "llmc/config/options.h"
+#include "llmc/config/parameters.h"
+#include "llmc/config/precision.h"
+#include "llmc/config/schedule.h"
+#include "llmc/config/shard_plan.h"
+
 #include "llmc/data/dataloader.h"
+
 #include "llmc/reference/adamw.h"
 #include "llmc/reference/attention.h"
 #include "llmc/reference/cross_entropy.h"
@@ -27,16 +33,16 @@
 #include "llmc/reference/gradient_sum.h"
 #include "llmc/reference/initialize.h"
 #include "llmc/reference/linear.h"
-#include "llmc/run/nonfinite.h"
-#include "llmc/config/options.h"
-#include "llmc/config/parameters.h"
-#include "llmc/config/precision.h"
 #include "llmc/reference/rmsnorm.h"
 #include "llmc/reference/rope.h"
-#include "llmc/run/train.h"
-#include "llmc/config/schedule.h"
-#include "llmc/config/shard_plan.h"
 #include "llmc/reference/swiglu.h"
+
+#include "llmc/dist/comm.h"
+
+#include "llmc/checkpoint/tensors.h"
+
+#include "llmc/run/nonfinite.h"
+#include "llmc/run/train.h"
 
 // Elements that replicas reduce at once.
 #define REPLICA_CHUNK ((int64_t)1 << 16)
@@ -220,7 +226,7 @@ static void place_scales(Trainer *t, Arena *a) {
     Scales *s = &t->scales;
     const int64_t tensors = tensor_count(t->d.L), window = t->o->fp8_amax_history;
     arena_group(a, "amaxes, histories, audit");
-    if (r->gathers_fp8) s->amax = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
+    if (recipe_has_tensor_scales(r)) s->amax = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
     if (r->delayed) {
         s->delayed.tensors = tensors, s->delayed.window = window;
         s->delayed.history = take(a, delayed_elements(t)), s->delayed.scale = s->delayed.history + tensors * window;
@@ -299,7 +305,8 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     u->fp32_sums = options_fp32_gradients(o, comm->world);
     u->buffered = comm->shard_size > 1 || o->grad_accumulation_steps > 1;
     for (int64_t l = 0; l < t->d.L && comm->shard_size > 1; l++)
-        if (o->fp8_all_gather == ON && t->precision.recipe->gathers_fp8 && precision_layer_is_fp8(&t->precision, l))
+        if (o->fp8_all_gather == ON && recipe_has_tensor_scales(t->precision.recipe) &&
+            precision_layer_is_fp8(&t->precision, l))
             u->gather_fp8 = true;
     u->num_slots = o->sharding == SHARDING_GRAD_OP ? t->d.L : 1;
     u->slots = (GatheredLayer *)xcalloc((size_t)u->num_slots, sizeof(GatheredLayer));
@@ -510,7 +517,7 @@ static float weight_scale(const Trainer *t, int64_t l, int id) {
 // an input or a gradient joins those of the micro-step.
 static float qtensor_scale(Trainer *t, const QTensor *q, int64_t n) {
     const Recipe *r = precision_of(&t->precision, q->layer, q->linear);
-    if (q->role == TENSOR_W) return r->gathers_fp8 ? weight_scale(t, q->layer, q->linear) : 0;
+    if (q->role == TENSOR_W) return recipe_has_tensor_scales(r) ? weight_scale(t, q->layer, q->linear) : 0;
     if (!r->delayed) return 0;
     const uint32_t amax = quantize_tensor_amax(q->data, n, r->rule);
     uint32_t *largest = &t->scales.amax[tensor_index(q->layer, q->role, q->linear)];
@@ -783,8 +790,8 @@ static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
     return t->units.codes + l * g.slice + r.shard - g.shard;
 }
 
-// Finds the amaxes of whole weights, by one reduction over the shard group for all of them, and casts this rank's slices
-// where layers are gathered in FP8.
+// Finds the amaxes of whole weights, by one reduction over the shard group for all of them, and casts this rank's
+// slices where layers are gathered in FP8.
 static void weights_quantize(Trainer *t) {
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
         const int64_t l = i / NUM_LINEARS;
@@ -815,7 +822,7 @@ static void weights_refresh(Trainer *t) {
     }
     t->units.root_held = false;
     for (int64_t i = 0; i < t->units.num_slots; i++) t->units.slots[i].layer = -1;
-    if (t->precision.recipe->gathers_fp8) weights_quantize(t);
+    if (recipe_has_tensor_scales(t->precision.recipe)) weights_quantize(t);
 }
 
 // Sets the random initial masters; weights_refresh must follow.
@@ -876,15 +883,18 @@ static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) 
     const BackwardOrder order = shard_backward_order(&t->table, &t->plan);
     NonfiniteStep s = {loss, norm, t->bad_norm, 0, 0};
     for (int64_t i = 0; i < t->plan.total; i++)
-        if (adamw_magnitude(t->params.gradients[i]) > s.magnitude) s.magnitude = adamw_magnitude(t->params.gradients[i]);
-    while (adamw_magnitude(t->params.gradients[backward_position(order, s.position)]) < adamw_large(s.magnitude)) s.position++;
+        if (adamw_magnitude(t->params.gradients[i]) > s.magnitude)
+            s.magnitude = adamw_magnitude(t->params.gradients[i]);
+    while (adamw_magnitude(t->params.gradients[backward_position(order, s.position)]) < adamw_large(s.magnitude))
+        s.position++;
     return s;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The step
 
-// Before step `step` (counted from 1): whether --fp8-audit looks at its casts. Weights that travel as codes were cast before it, slice by slice.
+// Before step `step` (counted from 1): whether --fp8-audit looks at its casts. Weights that travel as codes were cast
+// before it, slice by slice.
 static void audit_begin(Trainer *t, int64_t step) {
     t->scales.auditing = is_due(t->o->fp8_audit, step);
     if (!t->scales.auditing) return;
@@ -895,8 +905,10 @@ static void audit_begin(Trainer *t, int64_t step) {
         if (!gathered_as_fp8(t, l)) continue;
         const ShardRange r = linear_range(t, l, id);
         const float inverse_scale = 1.0f / weight_scale(t, l, id);
-        AuditSums *sums = &t->scales.step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)];  // both copies have the same codes
-        audit_copy(sums, t->params.weights + r.shard, linear_codes(t, l, r), &inverse_scale, copy_shape(1, r.count, COPY_ROW), PER_TENSOR, FP8_E4M3);
+        AuditSums *sums =
+            &t->scales.step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)];  // both copies have the same codes
+        audit_copy(sums, t->params.weights + r.shard, linear_codes(t, l, r), &inverse_scale,
+                   copy_shape(1, r.count, COPY_ROW), PER_TENSOR, FP8_E4M3);
     }
 }
 
@@ -987,7 +999,8 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 // Checkpoints: access to the flat shard arrays in their storage type
 
 static float *state_array(const Trainer *t, StateKind kind) {
-    float *const arrays[] = {t->params.master, t->params.exp_avg, t->params.exp_avg_sq, t->scales.delayed.history, t->scales.delayed.scale};
+    float *const arrays[] = {t->params.master, t->params.exp_avg, t->params.exp_avg_sq, t->scales.delayed.history,
+                             t->scales.delayed.scale};
     return arrays[kind];
 }
 
@@ -1013,8 +1026,15 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
 }
 
 static TrainerState trainer_state(Trainer *t) {
-    TrainerState s = {t, {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)}, state_read, state_write,
-                      &t->plan, t->comm, t->scales.delayed.tensors, t->scales.delayed.window};
+    TrainerState s = {
+        t,
+        {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)},
+        state_read,
+        state_write,
+        &t->plan,
+        t->comm,
+        t->scales.delayed.tensors,
+        t->scales.delayed.window};
     return s;
 }
 
@@ -1025,12 +1045,17 @@ static TrainerState trainer_state(Trainer *t) {
 static void check_supported(const ModelConfig *m, const Options *o, int64_t shard_size) {
     (void)m, (void)shard_size;
     if (strcmp(o->fp8_filter, "auto") == 0)
-        die_with(EXIT_UNSUPPORTED, "--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
+        die_with(EXIT_UNSUPPORTED,
+                 "--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
     if (o->profile) die_with(EXIT_UNSUPPORTED, "--profile is the GPU trainer's (train_fp8cu); leave it out");
     if (o->copy_engines == ON)
-        die_with(EXIT_UNSUPPORTED, "--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
+        die_with(
+            EXIT_UNSUPPORTED,
+            "--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
     if (o->fp8_weight_cache == ON)
-        die_with(EXIT_UNSUPPORTED, "--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it "
+        die_with(
+            EXIT_UNSUPPORTED,
+            "--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it "
             "out");
 }
 

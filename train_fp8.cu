@@ -7,35 +7,40 @@
 
 #include <cuda_runtime.h>
 
-// defines: Activations, LayerActs, OutputGradients and their places
+#include "llmc/base/arena.h"
+#include "llmc/base/utils.h"
+
+#include "llmc/config/model_config.h"
+#include "llmc/config/options.h"
+#include "llmc/config/parameters.h"
+#include "llmc/config/precision.h"
+#include "llmc/config/schedule.h"
+
 #include "llmc/cuda/activations.cuh"
 #include "llmc/cuda/adamw.cuh"
-#include "llmc/base/arena.h"
 #include "llmc/cuda/attention.cuh"
 #include "llmc/cuda/auto_filter.cuh"
 #include "llmc/cuda/batches.cuh"
 #include "llmc/cuda/column_sums.cuh"
 #include "llmc/cuda/cross_entropy.cuh"
 #include "llmc/cuda/embedding.cuh"
-#include "llmc/dist/device.cuh"
-#include "llmc/dist/fsdp.cuh"
-#include "llmc/dist/fsdp_report.cuh"
 #include "llmc/cuda/initialize.cuh"
 #include "llmc/cuda/linear.cuh"
-#include "llmc/config/model_config.h"
-#include "llmc/run/nonfinite.h"
-#include "llmc/config/options.h"
-#include "llmc/config/parameters.h"
-#include "llmc/config/precision.h"
 #include "llmc/cuda/profile.cuh"
 #include "llmc/cuda/quantize.cuh"
 #include "llmc/cuda/rmsnorm.cuh"
 #include "llmc/cuda/rope.cuh"
-#include "llmc/run/train.h"
-#include "llmc/config/schedule.h"
 #include "llmc/cuda/step_stats.cuh"
+#include "llmc/cuda/supported.cuh"
 #include "llmc/cuda/swiglu.cuh"
-#include "llmc/base/utils.h"
+
+#include "llmc/dist/device.cuh"
+#include "llmc/dist/fsdp.cuh"
+#include "llmc/dist/fsdp_embedding.cuh"
+#include "llmc/dist/fsdp_report.cuh"
+
+#include "llmc/run/nonfinite.h"
+#include "llmc/run/train.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer and its memory
@@ -362,7 +367,8 @@ static Root root_gradients(const Trainer *t) { return root_of_unit(fsdp_gradient
 static void unshard(Trainer *t, int64_t l, bool backward) {
     fsdp_prefetch(&t->fsdp, backward ? l - 1 : l + 1);  // gathered while layer l computes
     fsdp_unshard(&t->fsdp, l, backward);
-    if (t->fsdp.weights != FSDP_WEIGHTS_CACHED) profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
+    if (t->fsdp.weights != FSDP_WEIGHTS_CACHED)
+        profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
 }
 
 static void reshard(Trainer *t, int64_t l) { fsdp_reshard(&t->fsdp, l); }
@@ -496,47 +502,10 @@ static void layer_backward(Trainer *t, int64_t l) {
     rmsnorm_backward(t, &below.down, dw.norm1, dbranch, a->x, a->rstd1, w.norm1);
 }
 
-// The part of the embedding's gradient that this rank makes of inputs' gradients, of other ranks' too or of its own alone.
-static EmbeddingPart embedding_part(const Trainer *t) {
-    const Fsdp *f = &t->fsdp;
-    const ShardSegment g = segment_slice(&t->table, &f->plan, ROOT, embedding_segment(&t->table));
-    const EmbeddingPart kept = {f->plan.shard_rank * g.slice, g.slice}, whole = {0, f->plan.shard_size * g.slice};
-    return f->embedding == FSDP_EMBEDDING_FROM_INPUTS ? kept : whole;
-}
-
-// Adds the embedding's gradient to this rank's part of the sum. Where it is lm_head's too, that one has joined before;
-// else the first micro-step clears the part. Returns the bytes moved.
-static int64_t embedding_join(Trainer *t, const Batch *batch, const bf16 *dx) {
-    Fsdp *f = &t->fsdp;
-    const ShardSegment g = segment_slice(&t->table, &f->plan, ROOT, embedding_segment(&t->table));
-    const EmbeddingPart part = embedding_part(t);
-    const bool clear = !t->m.tie_word_embeddings && !f->sum.add;
-    const bool fp32 = f->transport.fp32_sums;
-    const int64_t rows = fsdp_input_ranks(f) * t->d.R,
-                  element = fp32 ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
-    void *sum = fp32 ? (void *)(f->transport.sums_fp32 + g.shard) : (void *)(f->transport.sums + g.shard);
-    const GradientSum rounding = fsdp_embedding_sum(f);
-    if (clear) CUDA_CHECK(cudaMemsetAsync(sum, 0, (size_t)(part.count * element), t->stream));
-    const int32_t *index = batch->index;
-    return fp32 ? embedding_backward((float *)sum, part, dx, index, rows, t->d.C, rounding, t->stream)
-                : embedding_backward((bf16 *)sum, part, dx, index, rows, t->d.C, rounding, t->stream);
-}
-
-// The embedding's gradient as a whole, of this rank's inputs alone. Returns the bytes moved.
-static int64_t embedding_whole(Trainer *t, const Batch *batch, const bf16 *dx) {
-    const Dims *d = &t->d;
-    const EmbeddingPart part = embedding_part(t);
-    const GradientSum nearest = {};
-    bf16 *gradient = root_gradients(t).embedding;  // a tied embedding's already holds lm_head's
-    if (!t->m.tie_word_embeddings) CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), t->stream));
-    return embedding_backward(gradient, part, dx, batch->index, d->R, d->C, nearest, t->stream);
-}
-
 // Gradient of the embedding, at the end of backward.
 static void embedding_backward(Trainer *t, const Batch *batch) {
-    const bf16 *dx = fsdp_gather_input_gradients(&t->fsdp, t->acts.dx);
-    const bool joins = fsdp_embedding_joins(&t->fsdp);
-    profile_bytes(&t->profile, "embedding", joins ? embedding_join(t, batch, dx) : embedding_whole(t, batch, dx));
+    profile_bytes(&t->profile, "embedding",
+                  fsdp_embedding_backward(&t->fsdp, batch->index, t->acts.dx, t->d.R, t->d.C));
 }
 
 // The gradient of layer l, or of the ROOT, is computed: it joins the sums over ranks and micro-steps.
@@ -624,19 +593,23 @@ static void optimizer_step(Trainer *t, int64_t step) {
     const TensorScales *scales = &t->linears.scales;
     const bool norm_first = norm_comes_first(o);
     double *workspace = (double *)t->linears.gemm.workspace;  // no GEMM runs beside the optimizer
-    const AdamwArrays arrays = {p->weights, p->master, p->exp_avg, p->exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
-    const AdamwUpdate update = {arrays, adamw_step_of(o, step), norm_first ? &t->stats->control : NULL, norm_first ? NULL : workspace};
+    const AdamwArrays arrays = {
+        p->weights, p->master, p->exp_avg, p->exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
+    const AdamwUpdate update = {arrays, adamw_step_of(o, step), norm_first ? &t->stats->control : NULL,
+                                norm_first ? NULL : workspace};
     compute_waits_comm(&f->transport);
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     if (norm_first) {
-        profile_bytes(&t->profile, "gradient norm", adamw_squares(p->squares, gradient_array(t), plan->total, workspace, t->stream));
+        profile_bytes(&t->profile, "gradient norm",
+                      adamw_squares(p->squares, gradient_array(t), plan->total, workspace, t->stream));
         reduce_step_stats(t);
         finish_norm(t);
     }
     adamw_update_root(&update, &t->table, plan, t->stream);
     fsdp_publish_root(f);
     begin_new_weight_scales(t);
-    adamw_update_layers(&update, &t->table, plan, fsdp_tensor_scales(f) ? scales->amax : NULL, scales->amax_stride, t->stream);
+    adamw_update_layers(&update, &t->table, plan, fsdp_tensor_scales(f) ? scales->amax : NULL, scales->amax_stride,
+                        t->stream);
     if (!norm_first) {
         adamw_updated_squares(p->squares, &update, &t->table, plan, t->stream);
         reduce_step_stats(t);
@@ -673,7 +646,7 @@ static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int6
     trainer_wait(t, slot->copied);
     dataloader_batch(data, group_first + place * B, B, slot->host.inputs, slot->host.targets);
     const int32_t *inputs = batches_group_inputs(&t->batches, slot, data, group_first, place);
-    embedding_sort(slot->host.index, inputs, t->batches.ranks * R, t->d.C, embedding_part(t));
+    embedding_sort(slot->host.index, inputs, t->batches.ranks * R, t->d.C, fsdp_embedding_part(&t->fsdp));
     batches_send(&t->batches, slot, t->stream);
     return slot->device;
 }
@@ -783,7 +756,8 @@ static void settle(void *context) {
     trainer_wait_all(t);
 }
 
-// Logits of the last of `length` tokens, which stand first among those that the model runs over: causal attention sees nothing of what follows.
+// Logits of the last of `length` tokens, which stand first among those that the model runs over: causal attention sees
+// nothing of what follows.
 static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {
     Trainer *t = (Trainer *)context;
     const Dims *d = &t->d;
@@ -797,7 +771,8 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
     logits_forward(t, first, min_i64(t->linears.head_rows, d->R - first));
     trainer_wait_all(t);
     bf16_bits *row = (bf16_bits *)xcalloc((size_t)d->V, sizeof *row);
-    CUDA_CHECK(cudaMemcpy(row, t->acts.logits + (last - first) * d->V, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(
+        cudaMemcpy(row, t->acts.logits + (last - first) * d->V, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost));
     for (int64_t v = 0; v < d->V; v++) t->sample_logits[v] = bf16_to_float(row[v]);
     free(row);
     return t->sample_logits;
@@ -806,7 +781,8 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints
 
-// Between ordinary host memory and the GPU, behind what has been enqueued; done on return. (The default stream waits for no other.)
+// Between ordinary host memory and the GPU, behind what has been enqueued; done on return. (The default stream waits
+// for no other.)
 static void copy_in_order(const Trainer *t, void *to, const void *from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, t->stream));
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
@@ -819,7 +795,8 @@ static int64_t state_element_bytes(const Trainer *t, StateKind kind) {
 
 static char *state_array(const Trainer *t, StateKind kind) {
     void *const weights = t->params.master ? (void *)t->params.master : (void *)t->params.weights;
-    void *const arrays[] = {weights, t->params.exp_avg, t->params.exp_avg_sq, t->linears.scales.history, t->linears.scales.delayed_scale};
+    void *const arrays[] = {weights, t->params.exp_avg, t->params.exp_avg_sq, t->linears.scales.history,
+                            t->linears.scales.delayed_scale};
     return (char *)arrays[kind];
 }
 
@@ -860,51 +837,19 @@ static bool delayed_scales_are_known(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Setting up
 
-// The cast of SwiGLU's gradient in blocks walks whole tiles of the intermediate size.
-static void check_casts(const ModelConfig *m, const Options *o) {
-    const Recipe *r = options_recipe(o);
-    const ScaleGranularity gradient = recipe_granularity(r, TENSOR_DY, COPY_ROW);
-    if (gradient == NO_SCALE || copy_amaxes(gradient, 1) || m->intermediate_size % CAST_TILE == 0) return;
-    ParameterTable table = parameter_table(m);
-    Precision p = precision_plan(o, o->fp8_filter, m, &table, true);
-    for (int64_t l = 0; l < p.num_layers && !p.filter_open; l++)
-        if (recipe_is_fp8(precision_of(&p, l, GATE_UP_PROJ), GEMM_FPROP))
-            die_with(EXIT_UNSUPPORTED, "model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by "
-                "--fp8-recipe %s needs; take another recipe, or --fp8-filter gate_up", m->name,
-                (long long)m->intermediate_size, CAST_TILE, r->name);
-    precision_free(&p);
-    parameter_table_free(&table);
-}
-
-// Dies on models and options that this trainer does not take, whatever the GPU.
-static void check_supported(const ModelConfig *m, const Options *o, int64_t shard_size) {
-    const struct { const char *name; int64_t value, multiple; } sizes[] = {
-        {"hidden_size", m->hidden_size, 16}, {"intermediate_size", m->intermediate_size, 16},
-        {"vocab_size", m->vocab_size, 8}};
-    if (o->precision == PRECISION_FP32) die_with(EXIT_UNSUPPORTED, "--precision fp32 is the CPU trainer's (train_fp8); give bf16 or fp8 here");
-    if (m->head_dim != 64 && m->head_dim != 128)
-        die_with(EXIT_UNSUPPORTED, "model %s: head_dim = %lld; attention here takes 64 and 128 (the CPU trainer, train_fp8, takes any)",
-            m->name, (long long)m->head_dim);
-    if (m->hidden_size > RMSNORM_MAX_C)
-        die_with(EXIT_UNSUPPORTED, "model %s: hidden_size = %lld; RMSNorm here takes up to %d", m->name, (long long)m->hidden_size,
-            RMSNORM_MAX_C);
-    for (int i = 0; i < 3; i++)
-        if (sizes[i].value % sizes[i].multiple)
-            die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is not a multiple of %lld, which the GPU's matrix products need", m->name,
-                sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].multiple);
-    if (o->fp8_weight_cache == ON && shard_size > 1)
-        die_with(EXIT_USAGE, "--fp8-weight-cache on keeps FP8 copies of whole weights, and %lld ranks share them here; leave it off, or "
-            "give --sharding none", (long long)shard_size);
-    check_casts(m, o);
-}
-
 static void check_memory(const Trainer *t, const Arena *plan, size_t available) {
     if ((size_t)plan->used <= available) return;
-    die_with(EXIT_MEMORY, "the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: %s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
-        (double)plan->used / 1073741824, (double)available / 1073741824, t->comm->world > 1 ? "" : "more GPUs (mpirun -np N), ",
-        t->comm->world > 1 && t->o->sharding != SHARDING_FULL ? "--sharding full, " : "", t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
-        t->precision.any_fp8 ? (t->fsdp.weights == FSDP_WEIGHTS_CACHED ? "--fp8-weight-cache off, " : "") : "--precision fp8 (saves activations, costs FP8 weights), ", t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
-        t->o->optimizer_state == STORAGE_FP32 ? "--optimizer-state bf16, " : "");
+    die_with(EXIT_MEMORY,
+             "the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: "
+             "%s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
+             (double)plan->used / 1073741824, (double)available / 1073741824,
+             t->comm->world > 1 ? "" : "more GPUs (mpirun -np N), ",
+             t->comm->world > 1 && t->o->sharding != SHARDING_FULL ? "--sharding full, " : "",
+             t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
+             t->precision.any_fp8 ? (t->fsdp.weights == FSDP_WEIGHTS_CACHED ? "--fp8-weight-cache off, " : "")
+                                  : "--precision fp8 (saves activations, costs FP8 weights), ",
+             t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
+             t->o->optimizer_state == STORAGE_FP32 ? "--optimizer-state bf16, " : "");
 }
 
 // Sizes and the memory plan; touches no GPU.
@@ -977,10 +922,13 @@ static void trainer_destroy(Trainer *t) {
 static void shard_amax(Trainer *t, int64_t l, int i) {
     const LinearShape *s = &t->precision.linear[i];
     const ShardRange r = shard_matrix(&t->table, &t->fsdp.plan, l, s->offset, s->N * s->K);
-    if (r.count) tensor_amax(tensor_scales_amax(&t->linears.scales, l, TENSOR_W, (LinearId)i), t->params.weights + r.shard, r.count, t->stream);
+    if (r.count)
+        tensor_amax(tensor_scales_amax(&t->linears.scales, l, TENSOR_W, (LinearId)i), t->params.weights + r.shard,
+                    r.count, t->stream);
 }
 
-// After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters, the FP8 weights and what is gathered follow.
+// After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters, the FP8 weights and
+// what is gathered follow.
 static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
     t->linears.scales.scales_ready = delayed_scales_are_known(t);
@@ -1021,7 +969,8 @@ static void initialize(void *context) {
 static void print_profile(void *context, double peak_bf16) {
     Trainer *t = (Trainer *)context;
     if (!t->profile.count) return;
-    profile_print(&t->profile, peak_bf16, profile_copy_rate((char *)t->acts.logits, t->linears.head_rows * t->d.V, t->stream));
+    profile_print(&t->profile, peak_bf16,
+                  profile_copy_rate((char *)t->acts.logits, t->linears.head_rows * t->d.V, t->stream));
 }
 
 static void destroy(void *context) { trainer_destroy((Trainer *)context); }

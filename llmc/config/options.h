@@ -437,7 +437,7 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
         format_checked(message, capacity, "--precision fp8 (recipe %s) needs batch-size x sequence-length in multiples of %d (FP8 matrix products), not %lld x %lld; "
                        "--sequence-length %lld would do", recipe->name, recipe->multiple, (long long)o->batch_size, (long long)o->sequence_length,
                        (long long)length);
-    else if (o->fp8_all_gather == ON && !recipe->gathers_fp8)
+    else if (o->fp8_all_gather == ON && !recipe_has_tensor_scales(recipe))
         format_checked(message, capacity, "--fp8-all-gather on: recipe %s scales rows or blocks of the whole weight, so its weights travel in bf16; leave it at auto",
                        recipe->name);
     else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accumulation)
@@ -525,7 +525,7 @@ static inline void options_resolve(Options *o) {
     if (o->optimizer_state == STORAGE_AUTO) o->optimizer_state = storage;
     if (o->precision == PRECISION_FP32) o->reduce_dtype = REDUCE_FP32;
     if (o->grad_accum_dtype == STORAGE_AUTO) o->grad_accum_dtype = options_sum_storage(o);
-    if (o->fp8_all_gather == AUTO) o->fp8_all_gather = options_recipe(o)->gathers_fp8 ? ON : OFF;
+    if (o->fp8_all_gather == AUTO) o->fp8_all_gather = recipe_has_tensor_scales(options_recipe(o)) ? ON : OFF;
     if (o->precision == PRECISION_FP8 && o->fp8_format == FP8_FORMAT_AUTO) o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
 }
 

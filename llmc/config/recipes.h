@@ -92,70 +92,97 @@ typedef struct {
     ScaleRule rule;
     bool delayed;               // scales from earlier amaxes
     bool fast_accumulation;     // the matrix units can sum with fewer bits (--fp8-fast-accum)
-    bool gathers_fp8;           // weights can travel between ranks as FP8: both copies come from the same bytes, by scales that hold for all ranks
     int multiple;               // sizes that the products need multiples of
     const char *scales;         // for people
 } Recipe;
 
 // Sources differ where they are silent or disagree; the choices made:
-//   tensorwise, rowwise, rowwise_with_gw_hp   as torchao: scale = MAX / max(amax, 1e-12) in fp64; NaN in a tensor (row) makes all of it NaN
-//   delayed      as Transformer Engine: scale = MAX / largest amax of the window in fp32, NaN does not count; but a tensor's first cast takes its current
+//   tensorwise, rowwise, rowwise_with_gw_hp   as torchao: scale = MAX / max(amax, 1e-12) in fp64; NaN in a tensor (row)
+//   makes all of it NaN delayed      as Transformer Engine: scale = MAX / largest amax of the window in fp32, NaN does
+//   not count; but a tensor's first cast takes its current
 //                amax, where Transformer Engine takes scale 1, which would flush the first gradients to zero
-//   blockwise    as Transformer Engine: powers of two; amax zero, infinite or NaN give scale 1; NaN does not count. torchao's prototype has neither
-//   mxfp8        E8M0 rounded up (RCEIL), as Transformer Engine and torchao train; NaN makes its block NaN (torchao)
+//   blockwise    as Transformer Engine: powers of two; amax zero, infinite or NaN give scale 1; NaN does not count.
+//   torchao's prototype has neither mxfp8        E8M0 rounded up (RCEIL), as Transformer Engine and torchao train; NaN
+//   makes its block NaN (torchao)
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {
         // name, granularities of fprop w, x; dgrad w, dy; wgrad x, dy
-        // dy, rule, delayed, fast_accumulation, gathers_fp8, multiple, scales
+        // dy, rule, delayed, fast_accumulation, multiple, scales
         {"tensorwise", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
-         FP8_E5M2, SCALE_TORCHAO, false, true, true, 16, "tensor, current amax"},
+         FP8_E5M2, SCALE_TORCHAO, false, true, 16, "tensor, current amax"},
         {"delayed", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
-         FP8_E5M2, SCALE_TE, true, true, true, 16, "tensor, amax history"},
+         FP8_E5M2, SCALE_TE, true, true, 16, "tensor, amax history"},
         {"rowwise", {{PER_ROW, PER_ROW}, {PER_ROW, PER_ROW}, {PER_ROW, PER_ROW}},
-         FP8_E4M3, SCALE_TORCHAO_POW2, false, true, false, 16, "row, power of 2"},
+         FP8_E4M3, SCALE_TORCHAO_POW2, false, true, 16, "row, power of 2"},
         {"rowwise_with_gw_hp", {{PER_ROW, PER_ROW}, {PER_TENSOR_BROADCAST, PER_ROW}, {NO_SCALE, NO_SCALE}},
-         FP8_E4M3, SCALE_TORCHAO_POW2, false, true, false, 16, "row (dgrad: w tensor), power of 2"},
+         FP8_E4M3, SCALE_TORCHAO_POW2, false, true, 16, "row (dgrad: w tensor), power of 2"},
         {"blockwise", {{BLOCK_128X128, BLOCK_1X128}, {BLOCK_128X128, BLOCK_1X128}, {BLOCK_1X128, BLOCK_1X128}},
-         FP8_E4M3, SCALE_TE_POW2, false, false, false, 128, "1x128 (w 128x128), power of 2"},
+         FP8_E4M3, SCALE_TE_POW2, false, false, 128, "1x128 (w 128x128), power of 2"},
         {"mxfp8", {{BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}},
-         FP8_E4M3, SCALE_MX, false, false, false, 32, "1x32, E8M0"},
+         FP8_E4M3, SCALE_MX, false, false, 32, "1x32, E8M0"},
         {"bf16", {{NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}},
-         FP8_E4M3, SCALE_TORCHAO, false, false, false, 8, "none"}};
+         FP8_E4M3, SCALE_TORCHAO, false, false, 8, "none"}};
     static_assert(sizeof rows / sizeof rows[0] == RECIPE_BF16 + 1, "one row for each RECIPE_");
     return &rows[index];
 }
 
-static inline const char *gemm_kind_name(GemmKind kind) { return kind == GEMM_FPROP ? "fprop" : kind == GEMM_DGRAD ? "dgrad" : "wgrad"; }
+static inline const char *gemm_kind_name(GemmKind kind) {
+    return kind == GEMM_FPROP ? "fprop" : kind == GEMM_DGRAD ? "dgrad" : "wgrad";
+}
 
 // The tensors that a product multiplies, in the order of Recipe.granularity, and the copies of them that it reads.
 static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
-    static const TensorRole tensors[NUM_GEMMS][2] = {{TENSOR_W, TENSOR_X}, {TENSOR_W, TENSOR_DY}, {TENSOR_X, TENSOR_DY}};
+    static const TensorRole tensors[NUM_GEMMS][2] = {
+        {TENSOR_W, TENSOR_X}, {TENSOR_W, TENSOR_DY}, {TENSOR_X, TENSOR_DY}};
     return tensors[gemm][operand];
 }
 
-static inline CopyKind gemm_copy(GemmKind gemm, int operand) { return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 1) ? COPY_ROW : COPY_COL; }
+static inline CopyKind gemm_copy(GemmKind gemm, int operand) {
+    return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 1) ? COPY_ROW : COPY_COL;
+}
 
 // Which product reads a copy, and as which of its two operands.
 static inline ScaleGranularity recipe_granularity(const Recipe *r, TensorRole tensor, CopyKind copy) {
-    static const struct { GemmKind gemm; int operand; } reader[NUM_TENSORS][2] = {{{GEMM_FPROP, 0}, {GEMM_DGRAD, 0}}, {{GEMM_FPROP, 1}, {GEMM_WGRAD, 0}}, {{GEMM_DGRAD, 1}, {GEMM_WGRAD, 1}}};
+    static const struct {
+        GemmKind gemm;
+        int operand;
+    } reader[NUM_TENSORS][2] = {
+        {{GEMM_FPROP, 0}, {GEMM_DGRAD, 0}}, {{GEMM_FPROP, 1}, {GEMM_WGRAD, 0}}, {{GEMM_DGRAD, 1}, {GEMM_WGRAD, 1}}};
     return r->granularity[reader[tensor][copy].gemm][reader[tensor][copy].operand];
 }
 
 static inline bool recipe_is_fp8(const Recipe *r, GemmKind gemm) { return r->granularity[gemm][0] != NO_SCALE; }
 
-// Whether a tensor is read in bf16 by one of its products.
-static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) { return recipe_granularity(r, tensor, COPY_ROW) == NO_SCALE || recipe_granularity(r, tensor, COPY_COL) == NO_SCALE; }
+// True if a whole tensor has one scale. Rowwise and columnwise data then hold the same codes, made by a scale that may
+// hold for all ranks: weights can be all-gathered as FP8.
+static inline bool recipe_has_tensor_scales(const Recipe *r) {
+    return recipe_granularity(r, TENSOR_W, COPY_ROW) == PER_TENSOR &&
+           recipe_granularity(r, TENSOR_W, COPY_COL) == PER_TENSOR;
+}
 
-// The number of a tensor among those of a model with `layers` layers, [layer][role][linear]: where its amax, its scale and its history are, on the GPU,
-// on the CPU and in checkpoints.
-HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, int linear) { return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear; }
+// True if a whole tensor has one scale, which follows from its own amax, not from earlier ones.
+static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
+    return recipe_has_tensor_scales(r) && !r->delayed;
+}
+
+// Whether a tensor is read in bf16 by one of its products.
+static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) {
+    return recipe_granularity(r, tensor, COPY_ROW) == NO_SCALE || recipe_granularity(r, tensor, COPY_COL) == NO_SCALE;
+}
+
+// The number of a tensor among those of a model with `layers` layers, [layer][role][linear]: where its amax, its scale
+// and its history are, on the GPU, on the CPU and in checkpoints.
+HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, int linear) {
+    return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear;
+}
 static_assert(TENSOR_W == 0 && TENSOR_X == 1 && TENSOR_DY == 2 && NUM_TENSORS == 3 && QKV_PROJ == 0 && OUT_PROJ == 1 &&
               GATE_UP_PROJ == 2 && DOWN_PROJ == 3 && NUM_LINEARS == 4,
               "checkpoints hold histories and scales in this order");
 enum { TENSORS_PER_LAYER = NUM_TENSORS * NUM_LINEARS };
 static inline int64_t tensor_count(int64_t layers) { return layers * TENSORS_PER_LAYER; }
 
-// The copy of a tensor [rows, cols] as a matrix [outer, depth]: its element (i, k) is the tensor's number i * outer_stride + k * depth_stride.
+// The copy of a tensor [rows, cols] as a matrix [outer, depth]: its element (i, k) is the tensor's number i *
+// outer_stride + k * depth_stride.
 typedef struct {
     int64_t outer, depth, outer_stride, depth_stride;
 } CopyShape;
@@ -170,9 +197,9 @@ HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Scales of a copy [outer, depth] as the matrix products want them: inverse scales (what a code is multiplied by to give the value back), fp32, in the
-// order that cuBLASLt reads (CUDA 13 manual: 1x128 with outer contiguous, 128x128 with depth contiguous and rows of a multiple of 4; E8M0 bytes in tiles
-// of 128 x 4, each of 512 bytes).
+// Scales of a copy [outer, depth] as the matrix products want them: inverse scales (what a code is multiplied by to
+// give the value back), fp32, in the order that cuBLASLt reads (CUDA 13 manual: 1x128 with outer contiguous, 128x128
+// with depth contiguous and rows of a multiple of 4; E8M0 bytes in tiles of 128 x 4, each of 512 bytes).
 
 // Place of the scale of element (i, k).
 HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int64_t k, int64_t outer, int64_t depth) {

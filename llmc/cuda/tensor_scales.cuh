@@ -31,11 +31,6 @@ typedef struct {
     cudaStream_t stream;
 } TensorScales;
 
-// True if a tensor has one scale, which follows from its amax of the present.
-static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
-    return recipe_granularity(r, TENSOR_X, COPY_ROW) == PER_TENSOR && !r->delayed;
-}
-
 // Describes the state of a model's tensors over R rows. Placing and use come later.
 static inline void tensor_scales_describe(TensorScales *s, const Precision *p, int64_t R, const Options *o) {
     memset(s, 0, sizeof *s);
@@ -51,7 +46,7 @@ static inline void tensor_scales_describe(TensorScales *s, const Precision *p, i
             s->amax_stride += tensor_amaxes(row, col, rows, precision_columns(p, (TensorRole)role, id));
         }
     // the kernels of delayed.cuh and quantize_slices() index amaxes as they index scales
-    if ((p->recipe->delayed || p->recipe->gathers_fp8) && s->amax_stride != TENSORS_PER_LAYER)
+    if (recipe_has_tensor_scales(p->recipe) && s->amax_stride != TENSORS_PER_LAYER)
         die("recipe %s: %lld amaxes a layer for %d tensors with one scale each", p->recipe->name,
             (long long)s->amax_stride, TENSORS_PER_LAYER);
 }

@@ -149,7 +149,7 @@ static inline int64_t fsdp_layer_vectors(const Fsdp *f) {
 // True if FP8 weights have one scale each: rowwise and columnwise data then have the same bytes, which may be gathered,
 // and the amaxes of changed weights must be in in.scales before fsdp_publish_layers.
 static inline bool fsdp_tensor_scales(const Fsdp *f) {
-    return f->precision->any_fp8 && f->precision->recipe->gathers_fp8;
+    return f->precision->any_fp8 && recipe_has_tensor_scales(f->precision->recipe);
 }
 
 // True if layer l is gathered in FP8.
