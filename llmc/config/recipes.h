@@ -96,14 +96,15 @@ typedef struct {
     const char *scales;         // for people
 } Recipe;
 
-// Sources differ where they are silent or disagree; the choices made:
-//   tensorwise, rowwise, rowwise_with_gw_hp   as torchao: scale = MAX / max(amax, 1e-12) in fp64; NaN in a tensor (row)
-//   makes all of it NaN delayed      as Transformer Engine: scale = MAX / largest amax of the window in fp32, NaN does
-//   not count; but a tensor's first cast takes its current
-//                amax, where Transformer Engine takes scale 1, which would flush the first gradients to zero
-//   blockwise    as Transformer Engine: powers of two; amax zero, infinite or NaN give scale 1; NaN does not count.
-//   torchao's prototype has neither mxfp8        E8M0 rounded up (RCEIL), as Transformer Engine and torchao train; NaN
-//   makes its block NaN (torchao)
+// Where sources are silent or disagree, these choices are made:
+//   tensorwise, rowwise, rowwise_with_gw_hp
+//                torchao: scale = MAX / max(amax, 1e-12) in fp64. A NaN in a tensor (row) makes all of it NaN.
+//   delayed      Transformer Engine: scale = MAX / largest amax of the window in fp32. NaN does not count. But a tensor's
+//                first cast takes its current amax; Transformer Engine takes scale 1, which would flush the first
+//                gradients to zero.
+//   blockwise    Transformer Engine: powers of two. An amax that is zero, infinite or NaN gives scale 1; NaN does not
+//                count. torchao's prototype has neither.
+//   mxfp8        Transformer Engine and torchao: E8M0 rounded up (RCEIL). A NaN makes its block NaN (torchao).
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {
         // name, granularities of fprop w, x; dgrad w, dy; wgrad x, dy
