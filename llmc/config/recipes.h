@@ -99,9 +99,9 @@ typedef struct {
 // Where sources are silent or disagree, these choices are made:
 //   tensorwise, rowwise, rowwise_with_gw_hp
 //                torchao: scale = MAX / max(amax, 1e-12) in fp64. A NaN in a tensor (row) makes all of it NaN.
-//   delayed      Transformer Engine: scale = MAX / largest amax of the window in fp32. NaN does not count. But a tensor's
-//                first cast takes its current amax; Transformer Engine takes scale 1, which would flush the first
-//                gradients to zero.
+//   delayed      Transformer Engine: scale = MAX / largest amax of the window in fp32. NaN does not count. But the
+//                first cast of a tensor takes its current amax; Transformer Engine takes scale 1, which would flush the
+//                first gradients to zero.
 //   blockwise    Transformer Engine: powers of two. An amax that is zero, infinite or NaN gives scale 1; NaN does not
 //                count. torchao's prototype has neither.
 //   mxfp8        Transformer Engine and torchao: E8M0 rounded up (RCEIL). A NaN makes its block NaN (torchao).
@@ -166,7 +166,7 @@ static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
     return recipe_has_tensor_scales(r) && !r->delayed;
 }
 
-// Whether a tensor is read in bf16 by one of its products.
+// True if one of the GEMMs that read a tensor reads it in bf16.
 static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) {
     return recipe_granularity(r, tensor, COPY_ROW) == NO_SCALE || recipe_granularity(r, tensor, COPY_COL) == NO_SCALE;
 }

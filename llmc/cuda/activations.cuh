@@ -15,7 +15,7 @@
 // Numbers of weights, activations and gradients.
 typedef bf16 Real;
 
-// What one layer's forward pass leaves for its backward pass. Some members may share memory with those of other layers.
+// A layer's forward pass leaves these for its backward pass. Some members may share memory with those of other layers.
 typedef struct {
     Real *x;        // [R, C] residual stream that enters the layer
     QTensor norm1;  // [R, C] its RMSNorm
@@ -58,7 +58,7 @@ typedef struct {
     void *context;
 } ArenaGuest;
 
-// What the placement follows from.
+// The placement follows from these facts alone.
 typedef struct {
     const Dims *dims;
     const TensorScales *scales;
@@ -155,7 +155,7 @@ static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId
     return x;
 }
 
-// What layers [first, last) keep, each or together: all but their input x, and h, which backward makes again.
+// Places what layers [first, last) keep, each or together: all but their input x, and h, which backward makes again.
 static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t first, int64_t last,
                                     const QTensor *row) {
     const Dims *d = p->dims;
@@ -172,7 +172,7 @@ static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerA
     acts->att.data = att;
 }
 
-// What one layer at a time needs of activations, placed once for all.
+// Activations that one layer at a time needs, placed once for all layers.
 typedef struct {
     QTensor row;        // rowwise data of any linear layer's input
     QTensor h;
@@ -180,7 +180,7 @@ typedef struct {
     LayerActs layer;    // with --recompute layer: what all layers share
 } OneLayer;
 
-// What backward reads of layer l.
+// Places what backward reads of layer l.
 static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t l, const OneLayer *one) {
     if (p->recompute_layer) *acts = one->layer;
     else place_layer_acts(p, a, acts, l, l + 1, &one->row);
@@ -267,7 +267,7 @@ static inline void place_norm_workspace(const ActivationsLayout *p, Activations 
     acts->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(p->dims->R, p->dims->C));
 }
 
-// What one layer at a time needs, forward or backward, and the loss does not.
+// Places what one layer at a time needs, forward or backward, and the loss does not.
 static inline void place_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a, OneLayer *one) {
     const Dims *d = p->dims;
     const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);

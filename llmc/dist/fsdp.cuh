@@ -203,7 +203,7 @@ static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
     if (cols) f->col_layer[l % f->num_cols] = l;
 }
 
-// What is enqueued from now on may read the layer's weights; with `backward`, also columnwise FP8 data.
+// Work that is enqueued from now on may read the layer's weights; with `backward`, also columnwise FP8 data.
 static inline void fsdp_unshard(Fsdp *f, int64_t l, bool backward) {
     if (fsdp_is_sharded(f) && !fsdp_has_rows(f, l)) {
         fsdp_prefetch(f, l);

@@ -1,4 +1,4 @@
-// What FSDP is in a run: the strategy that the options make of the ranks, its sizes, and the memory that it needs.
+// FSDP in a run: the strategy that the options make of the ranks, its sizes, and the memory that it needs.
 //
 // fsdp.cuh explains the strategies and carries them out. Layers are numbered from 0; ROOT is the root unit.
 #ifndef LLMC_FSDP_PLAN_CUH
@@ -40,7 +40,7 @@ typedef enum {
     FSDP_GRADIENTS_SCATTERED   // in a buffer, from which the shard group's sums are scattered
 } FsdpGradients;
 
-// What becomes of the embedding's gradient.
+// How the embedding's gradient comes to be.
 typedef enum {
     FSDP_EMBEDDING_OWN,        // it is added to this rank's sums, which hold all of it
     FSDP_EMBEDDING_REDUCED,    // it is computed whole and reduced with the rest of the root
@@ -69,7 +69,7 @@ typedef struct {
     cudaEvent_t arrived, released;
 } FsdpSlot;
 
-// What the trainer gives.
+// The trainer gives these.
 typedef struct {
     bf16 *weights;         // [plan.total] this rank's shard
     TensorScales *scales;  // of the weights
@@ -215,7 +215,7 @@ static inline void fsdp_describe_buffers(Fsdp *f) {
     f->col_layer = (int64_t *)xcalloc((size_t)f->num_cols, sizeof *f->col_layer);
 }
 
-// What the options make of `world` ranks, as rank `rank` sees it. Touches no GPU.
+// Decides how `world` ranks share the work, as rank `rank` sees it. Touches no GPU.
 static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Precision *precision, const Options *o,
                                  int64_t world, int64_t rank) {
     memset(f, 0, sizeof *f);

@@ -21,7 +21,7 @@
 
 enum { TRANSPORT_THREADS = 256 };
 
-// What moves the weights and gradients of a shard group.
+// The means that move weights and gradients of a shard group.
 typedef enum {
     TRANSPORT_NONE,         // nothing: there is one rank
     TRANSPORT_NCCL,
@@ -128,16 +128,16 @@ static inline void transport_close_peers(Transport *t, const Comm *comm) {
     comm_barrier(comm, COMM_WORLD);  // no rank holds another's memory open
 }
 
-// What is enqueued on `later` from now on runs after all that `earlier` has been given.
+// Work that is enqueued on `later` from now on runs after all that `earlier` has been given.
 static inline void transport_order(Transport *t, cudaStream_t earlier, cudaStream_t later) {
     CUDA_CHECK(cudaEventRecord(t->handover, earlier));
     CUDA_CHECK(cudaStreamWaitEvent(later, t->handover, 0));
 }
 
-// What is communicated from now on sees all that has been computed. Only with several ranks.
+// Communication from now on sees all that has been computed. Only with several ranks.
 static inline void comm_waits_compute(Transport *t) { transport_order(t, t->compute, t->nccl->stream); }
 
-// What is computed from now on sees all that has been communicated. Nothing to do for one rank.
+// Work that is computed from now on sees all that has been communicated. Nothing to do for one rank.
 static inline void compute_waits_comm(Transport *t) {
     if (t->nccl) transport_order(t, t->nccl->stream, t->compute);
 }

@@ -37,7 +37,7 @@ static inline void plan_json_memory(JsonText *out, const PlanFacts *f) {
     json_text_add(out, "}");
 }
 
-// What operand i of a GEMM (Recipe.granularity) is stored in, and what shares a scale; the key is the tensor's role.
+// Adds the dtype of operand i of a GEMM (Recipe.granularity), and what shares a scale; the key is the tensor's role.
 static inline void plan_json_operand(JsonText *out, const PlanFacts *f, const Recipe *r, GemmKind gemm, int i) {
     static const char *const roles[NUM_TENSORS] = {"w", "x", "dy"};
     const TensorRole role = gemm_tensor(gemm, i);
