@@ -1,7 +1,7 @@
 // Order of the GPU trainer's streams on all ranks, without a GPU. train_fp8.cu itself enqueues some optimizer steps, a
 // sample and a validation for one rank after the other, with copy engines and with NCCL. This file answers the calls:
 // the linker puts its functions in the place of CUDA and NCCL (--wrap, see the Makefile), and macros put them in the
-// place of the launchers that train_fp8.cu calls. They note what each of a rank's two streams is to do. Then all ranks'
+// place of the launchers that train_fp8.cu and linear.cuh call. They note what each of a rank's two streams is to do. Then all ranks'
 // streams run (order_model.h): whatever touches the same memory must be ordered by events, barriers and collectives,
 // what is read must be what the model wants there, and no stream may wait for ever. The last checks leave out one
 // barrier, collective, event or call of the trainer at a time, which must be noticed.
@@ -34,7 +34,7 @@ static const char *const stream_names[ORDER_STREAMS] = {"compute", "communicatio
 typedef struct {
     Fsdp *f;
     Nccl *nccl;
-    bf16 *logits, *dx;            // [chunk, V]; gradient of the inputs
+    bf16 *logits;                 // [chunk, V]
     double *squares;
     float *loss;
     Comm comm;
@@ -174,14 +174,15 @@ static void note_amax_pass(cudaStream_t s, const TensorSource *source, const Fin
 }
 
 // A cast by scales of blocks has no amaxes; those of tensor scales come from elsewhere. All others are of the same weights as what is cast.
-static void note_cast(cudaStream_t s, const TensorSource *source, const Fp8Tensor *out, int64_t R, int64_t C) {
+static void note_cast(cudaStream_t s, const TensorSource *source, const QTensor *out, int64_t R, int64_t C) {
     const int64_t of_rows = copy_amaxes(out->row_granularity, R), of_columns = copy_amaxes(out->col_granularity, C);
     if (out->row_granularity == PER_TENSOR) note_read(s, out->amax, sizeof(uint32_t), ORDER_ANY);
-    else if (out->row && of_rows) note_read(s, out->amax, of_rows * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
-    if (out->col_granularity != PER_TENSOR && out->col && of_columns) note_read(s, out->amax + of_rows, of_columns * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
+    else if (out->rowwise && of_rows) note_read(s, out->amax, of_rows * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
+    if (out->col_granularity != PER_TENSOR && out->columnwise && of_columns)
+        note_read(s, out->amax + of_rows, of_columns * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
     note_read(s, source->x, R * C * (int64_t)sizeof(bf16), ORDER_CARRIED);
-    if (out->row) note_write(s, out->row, R * C, ORDER_CARRIED);
-    if (out->col) note_write(s, out->col, R * C, ORDER_CARRIED);
+    if (out->rowwise) note_write(s, out->rowwise, R * C, ORDER_CARRIED);
+    if (out->columnwise) note_write(s, out->columnwise, R * C, ORDER_CARRIED);
 }
 
 // from [n] joins to [n]. The content is then that of the latest micro-step. to_element, element: bytes of an element of
@@ -252,12 +253,16 @@ static bool note_sum_kernel(cudaStream_t s, const void *function, void **argumen
 }
 
 static void note_kernel(cudaStream_t s, const void *function, void **arguments) {
-    if (is_cast(function)) note_cast(s, (TensorSource *)arguments[0], (Fp8Tensor *)arguments[1], INTEGER(2), INTEGER(3));
-    else if (is_fine_cast(function)) note_cast(s, (TensorSource *)arguments[0], (Fp8Tensor *)arguments[1], INTEGER(3), INTEGER(4));
-    else if (is_amax_pass(function)) note_amax_pass(s, (TensorSource *)arguments[0], (FineAmaxes *)arguments[1], INTEGER(2), INTEGER(3));
+    const TensorSource *source = (const TensorSource *)arguments[0];
+    if (is_cast(function)) note_cast(s, source, (const QTensor *)arguments[1], INTEGER(2), INTEGER(3));
+    else if (is_fine_cast(function)) note_cast(s, source, (const QTensor *)arguments[1], INTEGER(3), INTEGER(4));
+    else if (is_amax_pass(function))
+        note_amax_pass(s, source, (const FineAmaxes *)arguments[1], INTEGER(2), INTEGER(3));
     else if (function == (const void *)quantize_slices_kernel<FP8_E4M3>) note_slices(s, (Fp8Slices *)arguments[0]);
-    else if (function == (const void *)fp8_transpose_kernel) note_transpose(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), INTEGER(2) * INTEGER(3));
-    else if (function == (const void *)transport_to_fp32_kernel) note_to_fp32(s, POINTER(float, 0), POINTER(bf16, 1), INTEGER(2), INTEGER(3), INTEGER(4));
+    else if (function == (const void *)fp8_transpose_kernel)
+        note_transpose(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), INTEGER(2) * INTEGER(3));
+    else if (function == (const void *)transport_to_fp32_kernel)
+        note_to_fp32(s, POINTER(float, 0), POINTER(bf16, 1), INTEGER(2), INTEGER(3), INTEGER(4));
     else if (!note_sum_kernel(s, function, arguments)) die("a kernel that this test does not know");
 }
 
@@ -454,12 +459,13 @@ static FsdpUnit unit_add(TensorTable table, FsdpUnit u, int64_t l) {
 static FsdpUnit trainer_weights(const Fsdp *f, int64_t l) { return unit_add(WEIGHT, fsdp_weights(f, l), l); }
 static FsdpUnit trainer_gradients(const Fsdp *f, int64_t l) { return unit_add(WRITTEN, fsdp_gradients(f, l), l); }
 
-static Fp8Tensor trainer_weight_fp8(const Fsdp *f, int64_t l, int j) {
-    const Fp8Tensor q = fsdp_weight_fp8(f, l, j);
-    const int64_t bytes = f->precision->linear[j].N * f->precision->linear[j].K;
-    tensor_add(WEIGHT, q.row, bytes, l);
-    if (q.col != q.row) tensor_add(WEIGHT, q.col, bytes, l);
-    return q;
+static QTensor trainer_weight(const Fsdp *f, int64_t l, LinearId id) {
+    const QTensor w = fsdp_weight(f, l, id);
+    const int64_t elements = f->precision->linear[id].N * f->precision->linear[id].K;
+    if (w.data) tensor_add(WEIGHT, w.data, elements * (int64_t)sizeof(bf16), l);
+    if (w.rowwise) tensor_add(WEIGHT, w.rowwise, elements, l);
+    if (w.columnwise) tensor_add(WEIGHT, w.columnwise, elements, l);
+    return w;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -508,35 +514,69 @@ struct Argument<RmsnormSource> {
     static void write(RmsnormSource) {}
 };
 
-template <class... P>
-static void called(void (*)(P...), typename AsDeclared<P>::type... arguments) {
+// Launchers return bytes moved or FLOPs, for the profile, or nothing.
+template <class R, class... P>
+static R called(R (*)(P...), typename AsDeclared<P>::type... arguments) {
     (Argument<P>::read(arguments), ...);
     (Argument<P>::write(arguments), ...);
+    return R();
 }
 
+// An argument on its way through a template, where a NULL has become an integer.
+struct GivenInteger {
+    long value;
+    template <class T>
+    operator T() const { return (T)value; }
+};
+template <class T>
+struct Given {
+    typedef T type;
+};
+template <>
+struct Given<long> {
+    typedef GivenInteger type;
+};
+
+// Launchers whose names train_fp8.cu gives to functions of the trainer too, which take a Trainer *: no launcher does.
+#define LAUNCHER(f)                                                                                              \
+    template <class... A>                                                                                        \
+    static auto called_##f(A... arguments)->decltype(called(&f, typename Given<A>::type{arguments}...)) {         \
+        return called(&f, typename Given<A>::type{arguments}...);                                                \
+    }
+LAUNCHER(attention_backward)
+LAUNCHER(bias_backward)
+LAUNCHER(qknorm_rope_backward)
+LAUNCHER(rmsnorm_backward)
+LAUNCHER(swiglu_backward)
+
 template <class Source>
-static void called_source(const char *, const Fp8Tensor &, const Source &source, int64_t, int64_t, cudaStream_t s) {
+static int64_t called_source(const char *, const QTensor &, const Source &source, int64_t, int64_t, cudaStream_t s) {
     Argument<Source>::read(source);
     Argument<cudaStream_t>::read(s);
+    return 0;
 }
 
 // Logits may lie where weights are at other times: lm_head's GEMMs tell them by their address.
-static void called_gemm(const Gemm *, GemmPlan *p, bf16 *d, GemmOperand a, GemmOperand b, const bf16 *bias, bool) {
+static void called_gemm(const Gemm *, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias,
+                        bool) {
     const bool head = strcmp(p->layer, "lm_head") == 0;
-    if (!head || a.data != now->logits) tensor_read(a.data);
-    if (!head || b.data != now->logits) tensor_read(b.data);
+    const void *data_a = gemm_data(p, 0, a), *data_b = gemm_data(p, 1, b);
+    if (!head || data_a != now->logits) tensor_read(data_a);
+    if (!head || data_b != now->logits) tensor_read(data_b);
     tensor_read(bias);
     if (!head || d != now->logits) return tensor_write(d);
     note_write(computing(), d, p->R * p->N * (int64_t)sizeof(bf16), gradients_now(LOGITS, 1));
 }
 
 static void called_cross_entropy(float *, const bf16 *, const int32_t *, int64_t, int64_t, cudaStream_t) {}
-static void called_cross_entropy_gradient(float *, bf16 *, const int32_t *, int64_t, int64_t, float, cudaStream_t) {}
+static int64_t called_cross_entropy_gradient(float *, bf16 *, const int32_t *, int64_t, int64_t, float, cudaStream_t) {
+    return 0;
+}
 
 // An embedding's gradient joins, or is made: a tied lm_head's must be there.
 template <class Sum>
-static void called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, const int32_t *, int64_t R, int64_t C,
-                             GradientSum, cudaStream_t) {
+static int64_t called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, const int32_t *, int64_t R, int64_t C,
+                                GradientSum, cudaStream_t) {
     const Fsdp *f = now->f;
     const bool tied = embedding_segment(f->table) == SEGMENT_MATRICES;
     // the padding behind a tied one is zero, and counts as gradient only when it is reduced
@@ -545,6 +585,7 @@ static void called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, const 
     note_read(computing(), dx, R * C * (int64_t)sizeof(bf16), gradients_now(INPUTS, 1));
     note_read(computing(), to, bytes, tied ? gradients_now(ROOT, over) : ORDER_ANY);
     note_write(computing(), to, bytes, gradients_now(ROOT, over));
+    return 0;
 }
 
 static void called_loss(float *out, const float *, int64_t, double, cudaStream_t) {
@@ -587,9 +628,10 @@ static void squares_computed(void) {
     note_write(computing(), now->squares, sizeof *now->squares, gradients_now(STATISTICS, 1));
 }
 
-static void called_squares(double *, AdamwGradients, int64_t, double *, cudaStream_t) {
+static int64_t called_squares(double *, AdamwGradients, int64_t, double *, cudaStream_t) {
     read_reduced_gradients(ROOT, last_layer());
     squares_computed();
+    return 0;
 }
 
 static void called_updated_squares(double *, const AdamwUpdate *, const ParameterTable *, const ShardPlan *,
@@ -604,9 +646,9 @@ static void called_norm(AdamwControl *, const double *squares, int64_t, AdamwGra
     read_reduced_gradients(ROOT, last_layer());
 }
 
-static void trainer_begin_step(Fsdp *f, int64_t step, AuditSums *audit) {
+static void trainer_begin_step(Fsdp *f, int64_t step) {
     now->gradient_step = now->step;
-    fsdp_begin_step(f, step, audit);
+    fsdp_begin_step(f, step);
 }
 
 static void trainer_begin_micro_step(Fsdp *f, int64_t micro) {
@@ -666,8 +708,8 @@ static void trainer_publish_root(Fsdp *f) {
     if (!call_is_omitted("fsdp_publish_root")) fsdp_publish_root(f);
 }
 
-static void trainer_publish_layers(Fsdp *f, const DelayedArrays *unscaled) {
-    if (!call_is_omitted("fsdp_publish_layers")) fsdp_publish_layers(f, unscaled);
+static void trainer_publish_layers(Fsdp *f) {
+    if (!call_is_omitted("fsdp_publish_layers")) fsdp_publish_layers(f);
 }
 
 // The groups' communicators, shared where nccl_open shares them.
@@ -712,8 +754,9 @@ static cudaError_t trainer_memory_info(size_t *available, size_t *total) {
 }
 
 // The trainer's copies to the host that wait: of the loss of a validation, and of logits.
-static cudaError_t trainer_memcpy(void *, const void *from, size_t, cudaMemcpyKind) {
+static cudaError_t trainer_memcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) {
     if (from == now->loss) note_statistics(computing());
+    memset(to, 0, bytes);
     return cudaSuccess;
 }
 
@@ -724,8 +767,12 @@ static GemmPlan trainer_gemm(const char *layer, GemmKind kind, int64_t R, int64_
     return p;
 }
 
+// In the place of what leaves nothing to order.
+template <class... A>
+static inline void ignored(A...) {}
+
 static void trainer_batch(DataLoader *, int64_t, int64_t, int32_t *, int32_t *) {}
-static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, GemmOperand, GemmOperand, const bf16 *) {}
+static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor *, const QTensor *, const bf16 *) {}
 
 #define CALLED(function, ...) called(&(function), __VA_ARGS__)
 #define adamw_norm called_norm
@@ -733,23 +780,23 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, GemmOperand, G
 #define adamw_update_layers called_update_layers
 #define adamw_update_root called_update_root
 #define adamw_updated_squares called_updated_squares
-#define attention_backward(...) CALLED(attention_backward, __VA_ARGS__)
+#define attention_backward called_attention_backward
 #define attention_forward(...) CALLED(attention_forward, __VA_ARGS__)
-#define bias_backward(...) CALLED(bias_backward, __VA_ARGS__)
+#define bias_backward called_bias_backward
 #define cross_entropy_loss called_cross_entropy
 #define cross_entropy_loss_and_gradient called_cross_entropy_gradient
 #define embedding_backward called_embedding
 #define embedding_forward(...) CALLED(embedding_forward, __VA_ARGS__)
 #define gemm_run called_gemm
 #define loss_accumulate called_loss
-#define qknorm_rope_backward(...) CALLED(qknorm_rope_backward, __VA_ARGS__)
+#define qknorm_rope_backward called_qknorm_rope_backward
 #define qknorm_rope_forward(...) CALLED(qknorm_rope_forward, __VA_ARGS__)
 #define quantize_amax_source called_source
 #define quantize_source called_source
 #define residual_rmsnorm_forward(...) CALLED(residual_rmsnorm_forward, __VA_ARGS__)
-#define rmsnorm_backward(...) CALLED(rmsnorm_backward, __VA_ARGS__)
+#define rmsnorm_backward called_rmsnorm_backward
 #define rmsnorm_forward(...) CALLED(rmsnorm_forward, __VA_ARGS__)
-#define swiglu_backward(...) CALLED(swiglu_backward, __VA_ARGS__)
+#define swiglu_backward called_swiglu_backward
 #define swiglu_backward_amax(...) CALLED(swiglu_backward_amax, __VA_ARGS__)
 #define swiglu_forward(...) CALLED(swiglu_forward, __VA_ARGS__)
 #define tensor_amax(...) CALLED(tensor_amax, __VA_ARGS__)
@@ -764,7 +811,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, GemmOperand, G
 #define fsdp_reduce_scatter trainer_reduce_scatter
 #define fsdp_reshard trainer_reshard
 #define fsdp_unshard trainer_unshard
-#define fsdp_weight_fp8 trainer_weight_fp8
+#define fsdp_weight trainer_weight
 #define fsdp_weights trainer_weights
 
 #define cublasLtCreate(...) CUBLAS_STATUS_SUCCESS
@@ -777,13 +824,13 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, GemmOperand, G
 #define cudaMemGetInfo trainer_memory_info
 #define cudaMemcpy trainer_memcpy
 #define dataloader_batch trainer_batch
-#define embedding_sort(...) ((void)0)
+#define embedding_sort ignored
 #define gemm_choose trainer_gemm_choose
 #define gemm_describe trainer_gemm
-#define initialize_parameters(...) ((void)0)
-#define nccl_close(...) ((void)0)
+#define initialize_parameters ignored
+#define nccl_close ignored
 #define nccl_open trainer_nccl_open
-#define rope_table_fill(...) ((void)0)
+#define rope_table_fill ignored
 #define stop_requested(...) 0
 #define transport_open_peers trainer_open_peers
 
@@ -805,12 +852,13 @@ static Trainer trainers[ORDER_MAX_RANKS];
 static const char *buffer_name(int64_t rank, const char *address) {
     const Trainer *t = &trainers[rank];
     const Fsdp *f = &t->fsdp;
+    const Parameters *p = &t->params;
     const struct { const char *name; const void *begin; } all[] = {
-        {"weights", t->weights}, {"master", t->master}, {"sums", f->transport.sums},
-        {"sums_fp32", f->transport.sums_fp32}, {"amax", t->amax}, {"squares", t->squares}, {"stats", t->stats},
-        {"dx", t->dx}, {"logits", t->logits}, {"shard_fp8", f->shard_fp8}, {"rows", f->rows}, {"cols", f->cols},
-        {"root", f->root}, {"vectors", f->vectors}, {"slots", f->slots}, {"root_grads", f->root_grads},
-        {"layer_grads[0]", f->layer_grads[0]}, {"layer_grads[1]", f->layer_grads[1]},
+        {"weights", p->weights}, {"master", p->master}, {"sums", f->transport.sums},
+        {"sums_fp32", f->transport.sums_fp32}, {"amax", t->linears.scales.amax}, {"squares", p->squares},
+        {"stats", t->stats}, {"dx", t->acts.dx}, {"logits", t->acts.logits}, {"shard_fp8", f->shard_fp8},
+        {"rows", f->rows}, {"cols", f->cols}, {"root", f->root}, {"vectors", f->vectors}, {"slots", f->slots},
+        {"root_grads", f->root_grads}, {"layer_grads[0]", f->layer_grads[0]}, {"layer_grads[1]", f->layer_grads[1]},
         {"staging", f->transport.staging}, {"received", f->transport.received}, {"arrivals", f->transport.arrivals}};
     int found = 0;
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
@@ -831,10 +879,10 @@ static void create_rank(const Options *o, const ModelConfig *m, int64_t world, i
     const Arena plan = trainer_describe(t, o, m, &r->comm);
     trainer_create(t, &plan);
     creating = false;
-    r->logits = t->logits, r->dx = t->dx, r->squares = t->squares, r->loss = &t->stats->loss;
+    r->logits = t->acts.logits, r->squares = t->params.squares, r->loss = &t->stats->loss;
     memset(tensors, 0, sizeof tensors);
     find_parts(&t->table);
-    tensor_add(WRITTEN, t->dx, t->d.R * t->d.C * (int64_t)sizeof(bf16), NO_LAYER);
+    tensor_add(WRITTEN, t->acts.dx, t->d.R * t->d.C * (int64_t)sizeof(bf16), NO_LAYER);
 }
 
 static void destroy_rank(int64_t rank) {
@@ -845,19 +893,19 @@ static void destroy_rank(int64_t rank) {
 }
 
 // As a run does: weights are there, three steps, with a sample after the first and a validation after the second.
-static void enqueue_steps(Rank *r) {
-    Trainer *t = &trainers[r - ranks];
-    DataLoader data;
-    memset(&data, 0, sizeof data);
-    data.num_sequences = 2 * t->comm->world * t->d.B;
+static void enqueue_steps(Rank *r, const Options *o) {
+    static Run run;
+    run.ops = &trainer_ops, run.trainer = &trainers[r - ranks], run.options = *o, run.comm = r->comm;
+    DataLoader *data = &run.setup.val;
+    data->num_sequences = 2 * o->val_steps, data->T = o->sequence_length;
     r->step++;
     write_weights(ROOT, last_layer());
-    weights_changed(t);
+    run.ops->weights_changed(run.trainer);
     for (int64_t step = 0; step < 3; step++) {
-        enqueue_step(t, &data, step, 0);
         const int32_t token = 0;
-        if (step == 0) next_logits(t, &token, 1);
-        if (step == 1) validation_loss(t, &data);
+        run.ops->start_step(run.trainer, data, step, 0, true);
+        if (step == 0) run.ops->next_logits(run.trainer, &token, 1);
+        if (step == 1) run_validate(&run);
     }
 }
 
@@ -877,7 +925,7 @@ static void run_case(const Case *c, uint64_t seed) {
     order_begin(c->world, stream_names, buffer_name);
     for (int64_t rank = 0; rank < c->world; rank++) {
         create_rank(&o, &m, c->world, rank);
-        enqueue_steps(now);
+        enqueue_steps(now, &o);
     }
     order_run(seed);
     for (int64_t rank = 0; rank < c->world; rank++) destroy_rank(rank);
