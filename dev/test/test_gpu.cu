@@ -71,14 +71,14 @@ static void create_random(Trainer *t, const Options *o, const ModelConfig *m) {
     initialize(t);
 }
 
-static Batch send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targets) {
+static const Batch *send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targets) {
     TokenSlot *slot = &t->batches.slots[0];
     memcpy(slot->host.inputs, inputs, (size_t)t->d.R * sizeof(int32_t));
     memcpy(slot->host.targets, targets, (size_t)t->d.R * sizeof(int32_t));
     embedding_sort(slot->host.index, slot->host.inputs, t->d.R, t->d.C, fsdp_embedding_part(&t->fsdp));
     batches_send(&t->batches, slot, t->stream);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
-    return slot->device;
+    return &slot->device;
 }
 
 static void load_golden_weights(Trainer *t, const Golden *g) {
@@ -108,7 +108,7 @@ static float *download(const bf16 *device, int64_t n) {
 static double mean_loss(Trainer *t) {
     float *losses = (float *)xcalloc((size_t)t->d.R, sizeof *losses);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
-    CUDA_CHECK(cudaMemcpy(losses, t->row_losses, (size_t)t->d.R * sizeof *losses, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(losses, t->acts.losses, (size_t)t->d.R * sizeof *losses, cudaMemcpyDeviceToHost));
     double sum = 0;
     for (int64_t r = 0; r < t->d.R; r++) sum += losses[r];
     free(losses);
@@ -130,11 +130,11 @@ static void test_golden(const char *name, int precision, int recompute, double l
     load_golden_weights(&t, &g);
     int32_t *inputs = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *inputs), *targets = inputs + t.d.R;
     golden_batch(&g, inputs, targets);
-    CUDA_CHECK(cudaMemset(t.grads, 0xff, (size_t)t.table.total * sizeof(bf16)));  // NaN wherever no gradient is written
+    CUDA_CHECK(cudaMemset(t.fsdp.transport.sums, 0xff, (size_t)t.table.total * sizeof(bf16)));  // NaN wherever no gradient is written
     model_forward_backward(&t, send_tokens(&t, inputs, targets), 1.0f / (float)t.d.R, true);
     const double loss_error = fabs(mean_loss(&t) / golden_number(&g, "loss") - 1);
     CHECK(loss_error < loss_tolerance, "%s: loss off by %g", name, loss_error);
-    float *grads = download(t.grads, t.table.total);
+    float *grads = download(t.fsdp.transport.sums, t.table.total);
     double worst = 0;
     for (int64_t i = 0; i < t.table.count; i++) {
         const Parameter *p = &t.table.entries[i];
@@ -185,10 +185,10 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
         const double loss = mean_loss(&t);
         if (run == 0) {
             first = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *first);
-            CUDA_CHECK(cudaMemcpy(first, t.grads, (size_t)t.table.total * sizeof *first, cudaMemcpyDeviceToHost));
+            CUDA_CHECK(cudaMemcpy(first, t.fsdp.transport.sums, (size_t)t.table.total * sizeof *first, cudaMemcpyDeviceToHost));
             first_loss = loss;
         } else {
-            const int64_t different = different_bits(t.grads, first, t.table.total);
+            const int64_t different = different_bits(t.fsdp.transport.sums, first, t.table.total);
             CHECK(loss == first_loss && different == 0, "family %d precision %d, %s: loss %.9g and %.9g, %lld gradients differ", family, precision,
                   run == 2 ? "recompute" : "again", loss, first_loss, (long long)different);
         }
@@ -207,18 +207,18 @@ static void test_nonfinite_gate(int on_nonfinite) {
     create_random(&t, &o, &m);
     weights_changed(&t);
     bf16_bits *before = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *before);
-    CUDA_CHECK(cudaMemcpy(before, t.weights, (size_t)t.table.total * sizeof *before, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(before, t.params.weights, (size_t)t.table.total * sizeof *before, cudaMemcpyDeviceToHost));
     static const StateKind kinds[] = {STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ};
     const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17, follows[] = {layer_offset(&t.table, 0) + t.table.layer.wdown, t.table.root.embedding + 5};
     for (int step = 0; step < (on_nonfinite == NONFINITE_SKIP ? 2 : 1); step++) {  // nothing comes after the step that ends the run
         const bf16_bits value = step == 0 ? 0x7f80 : 0x3c00;  // infinity, then an ordinary gradient
-        CUDA_CHECK(cudaMemcpy(t.grads + bad, &value, sizeof value, cudaMemcpyHostToDevice));
-        for (int i = 0; i < 2; i++) CUDA_CHECK(cudaMemcpy(t.grads + follows[i], &value, sizeof value, cudaMemcpyHostToDevice));
+        CUDA_CHECK(cudaMemcpy(t.fsdp.transport.sums + bad, &value, sizeof value, cudaMemcpyHostToDevice));
+        for (int i = 0; i < 2; i++) CUDA_CHECK(cudaMemcpy(t.fsdp.transport.sums + follows[i], &value, sizeof value, cudaMemcpyHostToDevice));
         optimizer_step(&t, step);
         CUDA_CHECK(cudaStreamSynchronize(t.stream));
         StepStats stats;
         CUDA_CHECK(cudaMemcpy(&stats, t.stats, sizeof stats, cudaMemcpyDeviceToHost));
-        const int64_t moved = different_bits(t.weights, before, t.table.total);
+        const int64_t moved = different_bits(t.params.weights, before, t.table.total);
         if (step == 0) {
             const NonfiniteStep what = nonfinite_step(&stats);
             const int64_t position = nonfinite_position(&t.table, &t.fsdp.plan, what.position);
@@ -243,10 +243,10 @@ static void test_nonfinite_gate(int on_nonfinite) {
 
 // Histories and scales of delayed scaling, as bits.
 static uint32_t *download_delayed(const Trainer *t) {
-    const size_t bytes = (size_t)delayed_elements(t) * sizeof(uint32_t);
+    const size_t bytes = (size_t)tensor_scales_delayed_elements(&t->linears.scales) * sizeof(uint32_t);
     uint32_t *words = (uint32_t *)xcalloc(bytes, 1);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
-    CUDA_CHECK(cudaMemcpy(words, t->amax_history, bytes, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(words, t->linears.scales.history, bytes, cudaMemcpyDeviceToHost));
     return words;
 }
 
@@ -254,13 +254,13 @@ static uint32_t *download_delayed(const Trainer *t) {
 static void delayed_step(Trainer *t, int64_t step, bool refuse) {
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t->d.R), sizeof *tokens);
     for (int64_t i = 0; i < 2 * t->d.R; i++) tokens[i] = (int32_t)(rng_u64(7 + (uint64_t)step, (uint64_t)i) % 320);
-    copy_delayed_before(t, true);
+    tensor_scales_copy_before(&t->linears.scales, true);
     for (int64_t micro = 0; micro < 2; micro++) {
         model_forward_backward(t, send_tokens(t, tokens, tokens + t->d.R), 1.0f / (float)t->d.R, micro);
         CUDA_CHECK(cudaStreamSynchronize(t->stream));
     }
     const bf16_bits infinity = 0x7f80;
-    if (refuse) CUDA_CHECK(cudaMemcpy(t->grads + t->table.root.norm, &infinity, sizeof infinity,
+    if (refuse) CUDA_CHECK(cudaMemcpy(t->fsdp.transport.sums + t->table.root.norm, &infinity, sizeof infinity,
                                       cudaMemcpyHostToDevice));
     optimizer_step(t, step);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
@@ -278,7 +278,7 @@ static void test_delayed_skip(int recompute) {
     Trainer t, without;
     create_random(&t, &o, &m), create_random(&without, &o, &m);
     weights_changed(&t), weights_changed(&without);
-    const size_t bytes = (size_t)delayed_elements(&t) * sizeof(uint32_t);
+    const size_t bytes = (size_t)tensor_scales_delayed_elements(&t.linears.scales) * sizeof(uint32_t);
     uint32_t *start = download_delayed(&t);
     delayed_step(&t, 0, true);
     uint32_t *refused = download_delayed(&t);
@@ -290,15 +290,15 @@ static void test_delayed_skip(int recompute) {
         CHECK(memcmp(want, good, bytes) == 0, "step %lld after a refused step has other histories or scales",
               (long long)step);
         bf16_bits *weights = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *weights);
-        CUDA_CHECK(cudaMemcpy(weights, without.weights, (size_t)t.table.total * sizeof *weights,
+        CUDA_CHECK(cudaMemcpy(weights, without.params.weights, (size_t)t.table.total * sizeof *weights,
                               cudaMemcpyDeviceToHost));
-        CHECK(different_bits(t.weights, weights, t.table.total) == 0,
+        CHECK(different_bits(t.params.weights, weights, t.table.total) == 0,
               "step %lld after a refused step has other weights", (long long)step);
         delayed_step(&t, step, true);
         uint32_t *after = download_delayed(&t);
         CHECK(memcmp(good, after, bytes) == 0, "a refused step left a trace in histories or scales");
         free(good), free(want), free(weights), free(after);
-        t.has_history = without.has_history = true;  // as when the good step is reported
+        t.linears.scales.scales_ready = without.linears.scales.scales_ready = true;  // as when the good step is reported
     }
     free(start), free(refused);
     trainer_destroy(&t), trainer_destroy(&without);
