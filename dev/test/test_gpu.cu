@@ -71,15 +71,23 @@ static void create_random(Trainer *t, const Options *o, const ModelConfig *m) {
     initialize(t);
 }
 
-static const Batch *send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targets) {
+static Batch send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targets) {
     TokenSlot *slot = &t->batches.slots[0];
     memcpy(slot->host.inputs, inputs, (size_t)t->d.R * sizeof(int32_t));
     memcpy(slot->host.targets, targets, (size_t)t->d.R * sizeof(int32_t));
-    embedding_sort(slot->host.index, slot->host.inputs, t->d.R, t->d.C, fsdp_embedding_part(&t->fsdp));
+    embedding_sort(slot->host.index, slot->host.inputs, t->d.R, t->d.C, embedding_part(t));
     batches_send(&t->batches, slot, t->stream);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
-    return &slot->device;
+    return slot->device;
 }
+
+// A micro-step; the gradients of the mean loss over its tokens join the sums.
+static void forward_backward(Trainer *t, const int32_t *inputs, const int32_t *targets, bool last) {
+    const Batch sent = send_tokens(t, inputs, targets);
+    model_forward_backward(t, &sent, 1.0f / (float)t->d.R, last);
+}
+
+static bf16 *gradients(const Trainer *t) { return t->fsdp.transport.sums; }
 
 static void load_golden_weights(Trainer *t, const Golden *g) {
     for (int64_t i = 0; i < t->table.count; i++) {
@@ -130,11 +138,12 @@ static void test_golden(const char *name, int precision, int recompute, double l
     load_golden_weights(&t, &g);
     int32_t *inputs = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *inputs), *targets = inputs + t.d.R;
     golden_batch(&g, inputs, targets);
-    CUDA_CHECK(cudaMemset(t.fsdp.transport.sums, 0xff, (size_t)t.table.total * sizeof(bf16)));  // NaN wherever no gradient is written
-    model_forward_backward(&t, send_tokens(&t, inputs, targets), 1.0f / (float)t.d.R, true);
+    // NaN wherever no gradient is written
+    CUDA_CHECK(cudaMemset(gradients(&t), 0xff, (size_t)t.table.total * sizeof(bf16)));
+    forward_backward(&t, inputs, targets, true);
     const double loss_error = fabs(mean_loss(&t) / golden_number(&g, "loss") - 1);
     CHECK(loss_error < loss_tolerance, "%s: loss off by %g", name, loss_error);
-    float *grads = download(t.fsdp.transport.sums, t.table.total);
+    float *grads = download(gradients(&t), t.table.total);
     double worst = 0;
     for (int64_t i = 0; i < t.table.count; i++) {
         const Parameter *p = &t.table.entries[i];
@@ -160,6 +169,13 @@ static int64_t different_bits(const bf16 *a, const bf16_bits *b, int64_t n) {
     return count;
 }
 
+static StepStats download_stats(const Trainer *t) {
+    StepStats stats;
+    CUDA_CHECK(cudaStreamSynchronize(t->stream));
+    CUDA_CHECK(cudaMemcpy(&stats, t->stats, sizeof stats, cudaMemcpyDeviceToHost));
+    return stats;
+}
+
 static ModelConfig small_model(ModelFamily family) {
     ModelConfig m;
     model_config_preset(&m, "small");
@@ -181,14 +197,14 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
         weights_changed(&t);
         int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
         for (int64_t i = 0; i < 2 * t.d.R; i++) tokens[i] = (int32_t)(rng_u64(7, (uint64_t)i) % 320);
-        model_forward_backward(&t, send_tokens(&t, tokens, tokens + t.d.R), 1.0f / (float)t.d.R, true);
+        forward_backward(&t, tokens, tokens + t.d.R, true);
         const double loss = mean_loss(&t);
         if (run == 0) {
             first = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *first);
-            CUDA_CHECK(cudaMemcpy(first, t.fsdp.transport.sums, (size_t)t.table.total * sizeof *first, cudaMemcpyDeviceToHost));
+            CUDA_CHECK(cudaMemcpy(first, gradients(&t), (size_t)t.table.total * sizeof *first, cudaMemcpyDeviceToHost));
             first_loss = loss;
         } else {
-            const int64_t different = different_bits(t.fsdp.transport.sums, first, t.table.total);
+            const int64_t different = different_bits(gradients(&t), first, t.table.total);
             CHECK(loss == first_loss && different == 0, "family %d precision %d, %s: loss %.9g and %.9g, %lld gradients differ", family, precision,
                   run == 2 ? "recompute" : "again", loss, first_loss, (long long)different);
         }
@@ -212,12 +228,11 @@ static void test_nonfinite_gate(int on_nonfinite) {
     const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17, follows[] = {layer_offset(&t.table, 0) + t.table.layer.wdown, t.table.root.embedding + 5};
     for (int step = 0; step < (on_nonfinite == NONFINITE_SKIP ? 2 : 1); step++) {  // nothing comes after the step that ends the run
         const bf16_bits value = step == 0 ? 0x7f80 : 0x3c00;  // infinity, then an ordinary gradient
-        CUDA_CHECK(cudaMemcpy(t.fsdp.transport.sums + bad, &value, sizeof value, cudaMemcpyHostToDevice));
-        for (int i = 0; i < 2; i++) CUDA_CHECK(cudaMemcpy(t.fsdp.transport.sums + follows[i], &value, sizeof value, cudaMemcpyHostToDevice));
+        CUDA_CHECK(cudaMemcpy(gradients(&t) + bad, &value, sizeof value, cudaMemcpyHostToDevice));
+        for (int i = 0; i < 2; i++)
+            CUDA_CHECK(cudaMemcpy(gradients(&t) + follows[i], &value, sizeof value, cudaMemcpyHostToDevice));
         optimizer_step(&t, step);
-        CUDA_CHECK(cudaStreamSynchronize(t.stream));
-        StepStats stats;
-        CUDA_CHECK(cudaMemcpy(&stats, t.stats, sizeof stats, cudaMemcpyDeviceToHost));
+        const StepStats stats = download_stats(&t);
         const int64_t moved = different_bits(t.params.weights, before, t.table.total);
         if (step == 0) {
             const NonfiniteStep what = nonfinite_step(&stats);
@@ -256,11 +271,11 @@ static void delayed_step(Trainer *t, int64_t step, bool refuse) {
     for (int64_t i = 0; i < 2 * t->d.R; i++) tokens[i] = (int32_t)(rng_u64(7 + (uint64_t)step, (uint64_t)i) % 320);
     tensor_scales_copy_before(&t->linears.scales, true);
     for (int64_t micro = 0; micro < 2; micro++) {
-        model_forward_backward(t, send_tokens(t, tokens, tokens + t->d.R), 1.0f / (float)t->d.R, micro);
+        forward_backward(t, tokens, tokens + t->d.R, micro);
         CUDA_CHECK(cudaStreamSynchronize(t->stream));
     }
     const bf16_bits infinity = 0x7f80;
-    if (refuse) CUDA_CHECK(cudaMemcpy(t->fsdp.transport.sums + t->table.root.norm, &infinity, sizeof infinity,
+    if (refuse) CUDA_CHECK(cudaMemcpy(gradients(t) + t->table.root.norm, &infinity, sizeof infinity,
                                       cudaMemcpyHostToDevice));
     optimizer_step(t, step);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
@@ -298,7 +313,8 @@ static void test_delayed_skip(int recompute) {
         uint32_t *after = download_delayed(&t);
         CHECK(memcmp(good, after, bytes) == 0, "a refused step left a trace in histories or scales");
         free(good), free(want), free(weights), free(after);
-        t.linears.scales.scales_ready = without.linears.scales.scales_ready = true;  // as when the good step is reported
+        // as when the good step is reported
+        t.linears.scales.scales_ready = without.linears.scales.scales_ready = true;
     }
     free(start), free(refused);
     trainer_destroy(&t), trainer_destroy(&without);
@@ -316,10 +332,8 @@ static void test_bad_norm(int recompute) {
     weights_changed(&t);
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
     CUDA_CHECK(cudaMemset(&t.stats->bad_norm, 0xff, sizeof t.stats->bad_norm));
-    model_forward_backward(&t, send_tokens(&t, tokens, tokens + t.d.R), 1.0f / (float)t.d.R, 0);
-    CUDA_CHECK(cudaStreamSynchronize(t.stream));
-    StepStats stats;
-    CUDA_CHECK(cudaMemcpy(&stats, t.stats, sizeof stats, cudaMemcpyDeviceToHost));
+    forward_backward(&t, tokens, tokens + t.d.R, false);
+    const StepStats stats = download_stats(&t);
     CHECK(stats.bad_norm == (uint32_t)nonfinite_norm(1, false), "norm %u is named", stats.bad_norm);
     free(tokens);
     trainer_destroy(&t);

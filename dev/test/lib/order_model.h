@@ -15,6 +15,7 @@
 
 enum { ORDER_MAX_RANKS = 4, ORDER_STREAMS = 2, ORDER_MAX_STREAMS = ORDER_MAX_RANKS * ORDER_STREAMS };  // stream s is of rank s / ORDER_STREAMS
 enum { ORDER_MAX_OPERATIONS = 1 << 14, ORDER_MAX_RECORDS = 1 << 14, ORDER_MAX_PIECES = 1 << 12, ORDER_MAX_SIGNALS = 64, ORDER_MAX_VALUES = 1 << 10 };
+enum { ORDER_PLACES = 1 << 12 };
 
 // A rank's memory begins at a multiple of this, its number + 1. Nothing touches it.
 #define ORDER_MEMORY_STRIDE (1ll << 40)
@@ -52,18 +53,20 @@ typedef struct {
     bool passed_on;  // `carried` has been written
 } OrderStream;
 
-// From `begin` to that of the next piece, all bytes of a rank's memory have been treated alike.
+// All bytes of a piece of a rank's memory have been treated alike.
 typedef struct {
-    const char *begin;
     int64_t content;
     int writer;                        // stream
     int64_t write;                     // its number there; 0: never
     int64_t reads[ORDER_MAX_STREAMS];  // number of the last read of each stream
 } OrderPiece;
 
+// A piece reaches from its beginning to that of the next. They are ordered, and apart: searches read no more than them.
 typedef struct {
+    const char *begins[ORDER_MAX_PIECES];
     OrderPiece pieces[ORDER_MAX_PIECES];
     int64_t count;
+    int64_t found[ORDER_PLACES];  // by address: where it was when it was searched for last
 } OrderMemory;
 
 // The values that have been written to one address, on which one stream waits.
@@ -111,7 +114,7 @@ static inline void order_memory(int64_t rank, int64_t bytes) {
     OrderMemory *m = &order.memory[rank];
     memset(m->pieces, 0, 2 * sizeof *m->pieces);
     m->count = 2;
-    m->pieces[0].begin = order_base(rank), m->pieces[1].begin = order_base(rank) + bytes;
+    m->begins[0] = order_base(rank), m->begins[1] = order_base(rank) + bytes;
 }
 
 static inline OrderOperation *order_note(int stream, OrderKind kind, int64_t value) {
@@ -174,31 +177,53 @@ static inline void order_report(int64_t *count, int stream, const char *does, co
                    order.name_of(rank, address), (long long)rank, but, by);
 }
 
+// Cuts a piece in two: the second one, number `second`, begins at `address`.
+static inline void order_cut(OrderMemory *m, int64_t second, const char *address) {
+    if (m->count == ORDER_MAX_PIECES) die("more than %d pieces of memory", ORDER_MAX_PIECES);
+    const size_t after = (size_t)(m->count++ - second);
+    memmove(&m->begins[second + 1], &m->begins[second], after * sizeof *m->begins);
+    memmove(&m->pieces[second + 1], &m->pieces[second], after * sizeof *m->pieces);
+    m->begins[second] = address;
+    m->pieces[second] = m->pieces[second - 1];
+}
+
 // The piece that begins at `address`, which is made by cutting the one that it is in.
 static inline int64_t order_piece(OrderMemory *m, const char *address) {
-    int64_t low = 0, high = m->count;  // pieces[low] begins at the address or before, pieces[high] after
+    int64_t *found = &m->found[(uint64_t)(uintptr_t)address * 0x9e3779b97f4a7c15ull >> 52];
+    if (*found < m->count && m->begins[*found] == address) return *found;
+    int64_t low = 0, high = m->count;  // piece `low` begins at the address or before, piece `high` after
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
-        if (m->pieces[middle].begin <= address) low = middle;
+        if (m->begins[middle] <= address) low = middle;
         else high = middle;
     }
-    if (m->pieces[low].begin == address) return low;
-    if (address < m->pieces[0].begin || high == m->count) die("address %p is outside a rank's memory", (const void *)address);
-    if (m->count == ORDER_MAX_PIECES) die("more than %d pieces of memory", ORDER_MAX_PIECES);
-    memmove(&m->pieces[high + 1], &m->pieces[high], (size_t)(m->count++ - high) * sizeof *m->pieces);
-    m->pieces[high] = m->pieces[low];
-    m->pieces[high].begin = address;
-    return high;
+    if (m->begins[low] == address) return *found = low;
+    if (address < m->begins[0] || high == m->count)
+        die("address %p is outside a rank's memory", (const void *)address);
+    order_cut(m, high, address);
+    return *found = high;
+}
+
+// The piece behind [first piece, address), where one then begins.
+static inline int64_t order_piece_after(OrderMemory *m, int64_t first, const char *address) {
+    int64_t i = first;
+    while (i < m->count && m->begins[i] < address) i++;
+    if (i == m->count) die("address %p is outside a rank's memory", (const void *)address);
+    if (m->begins[i] != address) order_cut(m, i, address);
+    return i;
 }
 
 // Returns the content: ORDER_MIXED where it is not the same throughout.
 static inline int64_t order_run_read(int stream, const char *from, int64_t bytes) {
     OrderMemory *m = &order.memory[order_rank_of(from)];
     OrderClock *now = &order.streams[stream].clock;
-    const int64_t number = ++now->at[stream], begin = order_piece(m, from), end = order_piece(m, from + bytes), content = m->pieces[begin].content;
+    const int64_t number = ++now->at[stream], begin = order_piece(m, from),
+                  end = order_piece_after(m, begin, from + bytes), content = m->pieces[begin].content;
     bool same = true;
-    for (OrderPiece *p = &m->pieces[begin]; p < &m->pieces[end]; p++) {
-        if (p->write > now->at[p->writer]) order_report(&order.races, stream, "reads", p->begin, "in no order with the write by", p->writer);
+    for (int64_t i = begin; i < end; i++) {
+        OrderPiece *p = &m->pieces[i];
+        if (p->write > now->at[p->writer])
+            order_report(&order.races, stream, "reads", m->begins[i], "in no order with the write by", p->writer);
         p->reads[stream] = number;
         same = same && p->content == content;
     }
@@ -208,11 +233,15 @@ static inline int64_t order_run_read(int stream, const char *from, int64_t bytes
 static inline void order_run_write(int stream, const char *to, int64_t bytes, int64_t content) {
     OrderMemory *m = &order.memory[order_rank_of(to)];
     OrderClock *now = &order.streams[stream].clock;
-    const int64_t number = ++now->at[stream], begin = order_piece(m, to), end = order_piece(m, to + bytes);
-    for (OrderPiece *p = &m->pieces[begin]; p < &m->pieces[end]; p++) {
-        if (p->write > now->at[p->writer]) order_report(&order.races, stream, "writes", p->begin, "in no order with the write by", p->writer);
+    const int64_t number = ++now->at[stream], begin = order_piece(m, to),
+                  end = order_piece_after(m, begin, to + bytes);
+    for (int64_t i = begin; i < end; i++) {
+        OrderPiece *p = &m->pieces[i];
+        if (p->write > now->at[p->writer])
+            order_report(&order.races, stream, "writes", m->begins[i], "in no order with the write by", p->writer);
         for (int other = 0; other < ORDER_MAX_STREAMS; other++)
-            if (p->reads[other] > now->at[other]) order_report(&order.races, stream, "writes", p->begin, "in no order with the read by", other);
+            if (p->reads[other] > now->at[other])
+                order_report(&order.races, stream, "writes", m->begins[i], "in no order with the read by", other);
         p->writer = stream, p->write = number, p->content = content;
     }
 }
