@@ -402,9 +402,19 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
     CHECK(differences == 0, "%s backward, %s: %d deterministic runs differ in %lld words", im->name, s->name, repeats, (long long)differences);
 }
 
+static void call_attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
+                                   cudaStream_t stream) {
+    attention_forward(out, lse, amax, qkv, d, stream);
+}
+
+static void call_attention_backward(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse,
+                                    void *workspace, AttentionDims d, cudaStream_t stream) {
+    attention_backward(dqkv, dout, qkv, out, lse, workspace, d, stream);
+}
+
 // The public entry points give the bits of the implementation meant for this GPU.
 static void check_dispatch(Setup *s) {
-    const Implementation chosen = implementations[hopper_available() ? 1 : 0], dispatch = {"dispatch", attention_forward, attention_backward, false};
+    const Implementation chosen = implementations[hopper_available() ? 1 : 0], dispatch = {"dispatch", call_attention_forward, call_attention_backward, false};
     Tensor out2 = tensor_alloc((size_t)s->n_out * 2), lse2 = tensor_alloc((size_t)s->n_lse * 4);
     Tensor *poisoned[] = {&s->out, &s->lse, &s->dqkv, &s->again};
     for (int i = 0; i < 4; i++) tensor_poison(*poisoned[i]);

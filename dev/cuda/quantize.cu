@@ -194,7 +194,7 @@ typedef struct {
 static void call_quantize(void *context) {
     const BadCall *bad = (const BadCall *)context;
     QTensor t = {};
-    t.rowwise = bad->rowwise, t.rowwise_scale_inv = t.amax = (uint32_t *)16, t.row_granularity = PER_TENSOR;
+    t.rowwise = bad->row, t.rowwise_scale_inv = t.amax = (uint32_t *)16, t.row_granularity = PER_TENSOR;
     quantize_transpose(t, (const bf16 *)16, bad->R, bad->C, 0);
 }
 

@@ -75,7 +75,7 @@ static Batch send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targe
     TokenSlot *slot = &t->batches.slots[0];
     memcpy(slot->host.inputs, inputs, (size_t)t->d.R * sizeof(int32_t));
     memcpy(slot->host.targets, targets, (size_t)t->d.R * sizeof(int32_t));
-    embedding_sort(slot->host.index, slot->host.inputs, t->d.R, t->d.C, embedding_part(t));
+    embedding_sort(slot->host.index, slot->host.inputs, t->d.R, t->d.C, fsdp_embedding_part(&t->fsdp));
     batches_send(&t->batches, slot, t->stream);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     return slot->device;
