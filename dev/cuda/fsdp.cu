@@ -5,7 +5,7 @@
 #include "../../llmc/dist/transport.cuh"
 #include "bench.cuh"
 
-// What the kernels' launchers read of it: the stream, here the default one, and the staging buffer.
+// Sets what the kernels' launchers read: the stream, here the default one, and the staging buffer.
 static Transport make_transport(Nccl *nccl, float *staging) {
     Transport t = {};
     t.nccl = nccl, t.staging = staging;

@@ -34,7 +34,7 @@
 enum { COMPUTE, COMMUNICATION, MAX_EVENTS = 1 << 12, HOST_BYTES = 1 << 24 };
 static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication"};
 
-// What this file must know of a rank's trainer.
+// Facts about a rank's trainer that this file must know.
 typedef struct {
     Fsdp *f;
     Nccl *nccl;
@@ -498,7 +498,7 @@ static void tensor_write(const void *at) {
     if (t) note_write(computing(), at, t->bytes, gradients_now(t->layer == NO_LAYER ? (int64_t)INPUTS : t->layer, 1));
 }
 
-// What a launcher does with an argument, by the type that it declares. Activations are of one stream: not noted.
+// Notes what a launcher does with an argument, by the type that it declares. Activations are of one stream: not noted.
 template <class T>
 struct Argument {
     static void read(T) {}
@@ -756,7 +756,7 @@ static cudaError_t trainer_malloc(void **memory, size_t bytes) {
     return cudaSuccess;
 }
 
-// Of one case after the other, which leave it as it is: memory of the heap would be cleared thousands of times.
+// All cases use this memory in turn, and leave it as it is. Memory of the heap would be cleared thousands of times.
 static cudaError_t trainer_malloc_host(void **memory, size_t bytes) {
     static char all[HOST_BYTES];
     *memory = all + host_used;

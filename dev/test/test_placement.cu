@@ -140,7 +140,7 @@ static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id)
     return x;
 }
 
-// What a layer keeps but its input, needed from its forward pass to its backward pass, or in every layer's where one is
+// Lists what a layer keeps but its input: from its forward pass to its backward pass, or in every layer's where one is
 // computed after the other.
 static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
     const Dims *d = &t->d;

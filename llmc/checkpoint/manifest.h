@@ -28,7 +28,8 @@ typedef struct {
     int64_t count;
 } CheckpointSteps;
 
-// What a checkpoint says of the run that wrote it, and a resumed run must share: the model, the settings that are MUST_MATCH, the training data.
+// A checkpoint says these of the run that wrote it, and a resumed run must share them: the model, the settings that are
+// MUST_MATCH, the training data.
 typedef struct {
     const ModelConfig *model;
     const Options *options;  // their `auto` values resolved
@@ -159,7 +160,8 @@ static inline bool checkpoint_check_name(const char *checkpoint, const Json *jso
     return step == named || fail(failure, "%s was renamed: it was saved after step %lld; give it the name step-%08lld again", checkpoint, (long long)step, (long long)step);
 }
 
-// Whether a checkpoint is whole: it has its own name, and every file that trainer.json lists has its size and, if `hash`, its hash.
+// True if a checkpoint is whole: it has its own name, and every file that trainer.json lists has its size and, if
+// `hash`, its hash.
 static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failure *failure) {
     Json json;
     if (!checkpoint_open_trainer(checkpoint, &json, failure)) return false;
@@ -224,8 +226,8 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     return out;
 }
 
-// The same of what --train-data holds: other data would be read from the old cursor on. Its path is free, so that data can be moved. A checkpoint that
-// does not say had any.
+// Compares what --train-data holds in the same way: other data would be read from the old cursor on. Its path is free, so
+// that data can be moved. A checkpoint that does not name its data may have had any.
 static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity *now, JsonText *out) {
     const JsonNode *data = json_member(json, json_root(json), "training_data");
     const struct { const char *name; int64_t now; } rows[] = {{"tokens", now->tokens}, {"shards", now->shards}};

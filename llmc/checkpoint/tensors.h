@@ -46,7 +46,7 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
 
 static inline bool checkpoint_is_leader(const Comm *c) { return !c || c->rank == 0; }
 
-// What safetensors_save asks checkpoint_fetch for: entry i of `specs` is parameter i % count of kind kinds[i / count].
+// safetensors_save asks checkpoint_fetch for these: entry i of `specs` is parameter i % count of kind kinds[i / count].
 typedef struct {
     const ParameterTable *table;
     const TrainerState *state;
@@ -92,7 +92,7 @@ static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offse
     return checkpoint_check_finite(state_prefix(kind), p->name, out, count, source->state->is_fp32[kind], failure);
 }
 
-// What this rank writes of a tensor. Replicas, which all have the same, take turns.
+// Returns the part of a tensor that this rank writes. Replicas, which all hold the same values, take turns.
 static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first, int64_t *count) {
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Comm *c = source->state->comm;

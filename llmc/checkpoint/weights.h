@@ -43,7 +43,7 @@ static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelCo
     return true;
 }
 
-// Whether a model folder has weights to start from.
+// True if a model folder has weights to start from.
 static inline bool model_has_weights(const char *folder) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/model.safetensors", folder);
@@ -52,7 +52,7 @@ static inline bool model_has_weights(const char *folder) {
     return path_exists(path);
 }
 
-// Whether a folder that model_has_weights denies holds weights after all, in a file that is not read: its name.
+// Finds weights in a folder that model_has_weights denies, in a file that is not read: its name.
 static inline bool model_finds_other_weights(const char *folder, char *name, size_t capacity) {
     static const char *const patterns[] = {"*.safetensors", "*.gguf", "*model*.bin", "*weights*.bin", "*model*.pt", "*weights*.pt", "*model*.pth", "consolidated*.pth", NULL};
     DIR *d = opendir(folder);
