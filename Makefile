@@ -47,7 +47,8 @@ DEPENDENCY_FILES := $(patsubst build/%,build/deps/%.d,$(filter build/%,$(COMPILE
 	build/deps/train_fp8.d build/deps/train_fp8cu.d
 FOLDERS := $(sort $(patsubst %/,%,$(dir $(filter build/%,$(COMPILED)) $(DEPENDENCY_FILES))))
 
-.PHONY: all help test unit-tests asan headers cuda-headers gpu benches check-gpu check-faults clean FORCE
+.PHONY: all help test unit-tests asan headers cuda-headers gpu benches check-gpu check-faults format check-format clean \
+	FORCE
 
 all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 
@@ -61,6 +62,7 @@ help:
 	@echo "make asan          the unit tests under address and undefined-behaviour sanitizers"
 	@echo "make headers       every .h compiled alone, as C and as C++"
 	@echo "make cuda-headers  every .cuh compiled alone, by nvcc"
+	@echo "make format        clang-format over all C and CUDA code; make check-format changes nothing"
 	@echo "dev/README.md says what each test needs and how long it takes."
 
 # ---- C
@@ -166,6 +168,12 @@ check-gpu:
 
 check-faults:
 	python3 dev/fault/campaign.py $(if $(QUICK),--quick) $(if $(MINUTES),--minutes $(MINUTES))
+
+format:
+	dev/format.sh
+
+check-format:
+	dev/format.sh --check
 
 FORCE:
 
