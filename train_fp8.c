@@ -79,18 +79,18 @@ typedef struct {
 
 // Activations that one layer's forward pass leaves for its backward pass. Layers may share memory (place_activations).
 typedef struct {
-    Real *x;         // [R, C] residual stream that enters the layer
-    QTensor norm1;   // [R, C] its RMSNorm
-    float *rstd1;    // [R]
-    Real *qkv;       // [R, QKV] as the linear layer leaves it
-    Real *rotated;   // [R, QKV] after QK-norm and RoPE
-    QTensor att;     // [R, ATT]
-    float *lse;      // [B, NH, T]
-    Real *x_mid;     // [R, C] residual stream between attention and MLP
-    QTensor norm2;   // [R, C] its RMSNorm
-    float *rstd2;    // [R]
-    Real *gate_up;   // [R, 2F]
-    QTensor h;       // [R, F] silu(gate) * up
+    Real *x;        // [R, C] residual stream that enters the layer
+    QTensor norm1;  // [R, C] its RMSNorm
+    float *rstd1;   // [R]
+    Real *qkv;      // [R, QKV] as the linear layer leaves it
+    Real *rotated;  // [R, QKV] after QK-norm and RoPE
+    QTensor att;    // [R, ATT]
+    float *lse;     // [B, NH, T]
+    Real *x_mid;    // [R, C] residual stream between attention and MLP
+    QTensor norm2;  // [R, C] its RMSNorm
+    float *rstd2;   // [R]
+    Real *gate_up;  // [R, 2F]
+    QTensor h;      // [R, F] silu(gate) * up
 } LayerActs;
 
 // Gradients of the outputs of a layer's four linear layers.
@@ -131,18 +131,18 @@ typedef struct {
 
 // Whole units: the root and the layers as the model computes with them, and the gradients that it computes.
 typedef struct {
-    bool gather_fp8;        // matrices of layers whose linear layers are all FP8 are gathered as codes
-    bool root_held;         // `root` has been gathered since the weights changed
-    float *root;            // the root's weights, gathered
-    GatheredLayer *slots;   // [num_slots]
-    int64_t num_slots;      // 1; with --sharding grad_op one for each layer
-    uint8_t *codes;         // [L, slice of matrices] this rank's part of them, made once a step
-    bool fp32_sums;         // params.gradients are fp32, else bf16
-    bool buffered;          // gradients are computed in the next two arrays, and then join params.gradients
-    float *root_gradients;  // the root's
+    bool gather_fp8;         // matrices of layers whose linear layers are all FP8 are gathered as codes
+    bool root_held;          // `root` has been gathered since the weights changed
+    float *root;             // the root's weights, gathered
+    GatheredLayer *slots;    // [num_slots]
+    int64_t num_slots;       // 1; with --sharding grad_op one for each layer
+    uint8_t *codes;          // [L, slice of matrices] this rank's part of them, made once a step
+    bool fp32_sums;          // params.gradients are fp32, else bf16
+    bool buffered;           // gradients are computed in the next two arrays, and then join params.gradients
+    float *root_gradients;   // the root's
     float *layer_gradients;  // one layer's
-    GradientSum sum;        // how gradients of the micro-step under way join params.gradients
-    float *received;        // [ranks, slice] gradients from other ranks
+    GradientSum sum;         // how gradients of the micro-step under way join params.gradients
+    float *received;         // [ranks, slice] gradients from other ranks
 } Units;
 
 // Scales of recipes that give a tensor one scale, and what --fp8-audit finds. tensor_index() numbers the tensors.
@@ -159,20 +159,20 @@ typedef struct {
     const Comm *comm;
     ModelConfig m;
     ParameterTable table;
-    ShardPlan plan;        // with one rank in a shard group the shard arrays are the flat arrays of parameters.h
-    Precision precision;   // what each linear layer runs in
-    Rounding rounding;     // of every tensor that is bf16 on the GPU
-    Dims d;                // the batch's; a sample has its own
+    ShardPlan plan;       // with one rank in a shard group the shard arrays are the flat arrays of parameters.h
+    Precision precision;  // what each linear layer runs in
+    Rounding rounding;    // of every tensor that is bf16 on the GPU
+    Dims d;               // the batch's; a sample has its own
     Params params;
     Units units;
     Scales scales;
     Activations acts;
-    Batch batch;           // of the micro-step under way
-    bool training;         // in a micro-step: casts leave their amax in scales.amax, norms their number in bad_norm
-    int64_t bad_norm;      // the first norm of this step whose input was not finite (nonfinite.h)
+    Batch batch;             // of the micro-step under way
+    bool training;           // in a micro-step: casts leave their amax in scales.amax, norms their number in bad_norm
+    int64_t bad_norm;        // the first norm of this step whose input was not finite (nonfinite.h)
     StepRecord last_step;    // the step taken last
     double validation_loss;  // of the batches so far
-    void *memory;          // the arena
+    void *memory;            // the arena
     int64_t memory_bytes;
 } Trainer;
 
@@ -321,9 +321,10 @@ static void trainer_allocate(Trainer *t) {
     const int64_t available = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     const int64_t needed = t->memory_bytes * t->comm->local_world;
     if (needed > available)
-        die_with(EXIT_MEMORY, "this run needs %.1f GiB and the machine has %.1f GiB; a smaller --batch-size or "
-                 "--sequence-length, --recompute layer or a smaller model would help", (double)needed / 1073741824.0,
-                 (double)available / 1073741824.0);
+        die_with(EXIT_MEMORY,
+                 "this run needs %.1f GiB and the machine has %.1f GiB; a smaller --batch-size or "
+                 "--sequence-length, --recompute layer or a smaller model would help",
+                 (double)needed / 1073741824.0, (double)available / 1073741824.0);
     Arena a;
     memset(&a, 0, sizeof a);
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));
@@ -643,9 +644,9 @@ static void swiglu_backward(Trainer *t, QTensor *dgate_up, QTensor *h, const Rea
 // gradient. For l = -1 `down` is the gradient of the embedding.
 static OutputGradients layer_output_gradients(Trainer *t, int64_t l) {
     const Activations *a = &t->acts;
-    const OutputGradients dy = {
-        qtensor(a->dqkv, l, TENSOR_DY, QKV_PROJ), qtensor(a->dx, l, TENSOR_DY, OUT_PROJ),
-        qtensor(a->dgate_up, l, TENSOR_DY, GATE_UP_PROJ), qtensor(a->dx, l, TENSOR_DY, DOWN_PROJ)};
+    const OutputGradients dy = {qtensor(a->dqkv, l, TENSOR_DY, QKV_PROJ), qtensor(a->dx, l, TENSOR_DY, OUT_PROJ),
+                                qtensor(a->dgate_up, l, TENSOR_DY, GATE_UP_PROJ),
+                                qtensor(a->dx, l, TENSOR_DY, DOWN_PROJ)};
     return dy;
 }
 
@@ -832,8 +833,8 @@ static void weights_initialize(Trainer *t) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         float *w = t->params.master + r.shard;
         for (int64_t e = 0; e < r.count; e++)
-            w[e] = parameter_initial_value(p->flags, (float)t->m.initializer_range, (uint64_t)t->o->seed, i,
-                                           r.first + e);
+            w[e] =
+                parameter_initial_value(p->flags, (float)t->m.initializer_range, (uint64_t)t->o->seed, i, r.first + e);
         if (t->o->master_weights != STORAGE_FP32) round_array(w, r.count, ROUND_BF16);
     }
 }
@@ -1108,13 +1109,29 @@ static void read_audit(void *context, AuditSums *sums) {
     memcpy(sums, t->scales.step_audit, (size_t)audit_count(&t->precision) * sizeof *sums);
 }
 
-static const TrainerOps trainer_ops = {
-    .program = "train_fp8", .steps_ahead = 0, .check_supported = check_supported, .open_device = NULL,
-    .find_filter = NULL, .describe = describe, .print_settings = NULL, .print_gemms = print_gemms, .create = create,
-    .initialize = initialize, .weights_changed = weights_changed, .device = device, .start_step = start_step,
-    .finish_step = finish_step, .nonfinite = nonfinite, .read_audit = read_audit, .clear_loss = clear_loss,
-    .add_loss = add_loss, .read_loss = read_loss, .next_logits = next_logits, .settle = NULL, .print_profile = NULL,
-    .destroy = destroy};
+static const TrainerOps trainer_ops = {.program = "train_fp8",
+                                       .steps_ahead = 0,
+                                       .check_supported = check_supported,
+                                       .open_device = NULL,
+                                       .find_filter = NULL,
+                                       .describe = describe,
+                                       .print_settings = NULL,
+                                       .print_gemms = print_gemms,
+                                       .create = create,
+                                       .initialize = initialize,
+                                       .weights_changed = weights_changed,
+                                       .device = device,
+                                       .start_step = start_step,
+                                       .finish_step = finish_step,
+                                       .nonfinite = nonfinite,
+                                       .read_audit = read_audit,
+                                       .clear_loss = clear_loss,
+                                       .add_loss = add_loss,
+                                       .read_loss = read_loss,
+                                       .next_logits = next_logits,
+                                       .settle = NULL,
+                                       .print_profile = NULL,
+                                       .destroy = destroy};
 
 #ifndef TESTING
 int main(int argc, char **argv) {

@@ -53,9 +53,9 @@
 // This rank's flat shard arrays (shard_plan.h), [total] each.
 typedef struct {
     bf16 *weights;
-    float *master;                // fp32 masters, or NULL
-    void *exp_avg, *exp_avg_sq;   // bf16 or fp32
-    double *squares;              // one number: sum of squares of the gradient
+    float *master;               // fp32 masters, or NULL
+    void *exp_avg, *exp_avg_sq;  // bf16 or fp32
+    double *squares;             // one number: sum of squares of the gradient
 } Parameters;
 
 typedef struct {
@@ -63,21 +63,21 @@ typedef struct {
     const Comm *comm;
     ModelConfig m;
     ParameterTable table;
-    Precision precision;          // which linear layer runs in what
+    Precision precision;  // which linear layer runs in what
     Dims d;
     cudaStream_t stream;
-    Nccl nccl;                    // with several ranks
-    Fsdp fsdp;                    // weights and gradients of layers, gathered and reduced
-    Linears linears;              // their GEMMs and FP8 scales
+    Nccl nccl;        // with several ranks
+    Fsdp fsdp;        // weights and gradients of layers, gathered and reduced
+    Linears linears;  // their GEMMs and FP8 scales
     Activations acts;
     Parameters params;
-    StepStats *stats;             // on the device, of the step under way
-    StepLog log;                  // of the steps before
-    cudaEvent_t idle;             // for trainer_wait_all
+    StepStats *stats;  // on the device, of the step under way
+    StepLog log;       // of the steps before
+    cudaEvent_t idle;  // for trainer_wait_all
     Batches batches;
-    float *sample_logits;         // host: [V] of next_logits
+    float *sample_logits;  // host: [V] of next_logits
     Profile profile;
-    char *memory;                 // the arena
+    char *memory;  // the arena
 } Trainer;
 
 // Rows of logits that exist at a time. Fewer rows if the logits then fit into memory that is reused.
@@ -459,8 +459,8 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
         const int64_t rows = min_i64(chunk, d->R - first);
         GemmPlan *head = logits_forward(t, first, rows);
         profile_bytes(&t->profile, "cross-entropy",
-                      cross_entropy_loss_and_gradient(a->losses + first, a->logits, batch->targets + first, rows,
-                                                      d->V, grad_scale, t->stream));
+                      cross_entropy_loss_and_gradient(a->losses + first, a->logits, batch->targets + first, rows, d->V,
+                                                      grad_scale, t->stream));
         const QTensor lm_head = qtensor_bf16(w.lm_head), dlogits = qtensor_bf16(a->logits);
         const QTensor y = qtensor_bf16(a->y_final + first * d->C);
         linears_gemm(&t->linears, "lm_head", &head[GEMM_DGRAD], a->dbranch + first * d->C, &lm_head, &dlogits, NULL,
@@ -564,9 +564,7 @@ static AdamwGradients gradient_array(const Trainer *t) {
 }
 
 // The step's loss, and params.squares of this rank's gradients, become their sums over all ranks, in one message.
-static void reduce_step_stats(Trainer *t) {
-    fsdp_reduce_step_stats(&t->fsdp, &t->stats->loss, t->params.squares);
-}
+static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->stats->loss, t->params.squares); }
 
 // params.squares over all ranks -> the norm, and what follows from it. Stays on the device, and is equal on all ranks.
 static void finish_norm(Trainer *t) {
@@ -947,8 +945,8 @@ static void weights_changed(void *context) {
 static TrainerParts describe(void *context, const Options *o, const ModelConfig *m, const Comm *comm) {
     Trainer *t = (Trainer *)context;
     const Arena plan = trainer_describe(t, o, m, comm);
-    const TrainerParts parts = {&t->table, &t->precision, trainer_state(t), plan, memory_overhead(comm), t->d.R,
-                                t->linears.head_rows};
+    const TrainerParts parts = {&t->table, &t->precision,       trainer_state(t), plan, memory_overhead(comm),
+                                t->d.R,    t->linears.head_rows};
     return parts;
 }
 
@@ -977,9 +975,10 @@ static void destroy(void *context) { trainer_destroy((Trainer *)context); }
 
 // In the order of TrainerOps.
 static const TrainerOps trainer_ops = {
-    "train_fp8cu", 1, check_supported, open_device, auto_filter_find, describe, print_settings, print_gemms, create,
-    initialize, weights_changed, device_info, start_step, finish_step, nonfinite, read_audit, clear_loss, add_loss,
-    read_loss, next_logits, settle, print_profile, destroy};
+    "train_fp8cu",  1,           check_supported, open_device,   auto_filter_find, describe,
+    print_settings, print_gemms, create,          initialize,    weights_changed,  device_info,
+    start_step,     finish_step, nonfinite,       read_audit,    clear_loss,       add_loss,
+    read_loss,      next_logits, settle,          print_profile, destroy};
 
 #ifndef TESTING
 int main(int argc, char **argv) {

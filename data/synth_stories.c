@@ -1,12 +1,14 @@
 // Writes small children's stories of our own as byte-token shards, so that a machine without network trains at once:
-//   synth_stories --out PREFIX --bytes N --seed S   makes PREFIX_train.bin (N bytes of text or little more), PREFIX_val.bin (N/20) and PREFIX.tokenizer
+//   synth_stories --out PREFIX --bytes N --seed S   makes PREFIX_train.bin (N bytes of text or little more),
+//   PREFIX_val.bin (N/20) and PREFIX.tokenizer
 // Token ids 0 ... 255 are bytes, 256 stands before each story. The same options give the same files on every machine.
 //
-// A story is a plot: a list of beats, each one sentence (or two) chosen among alternatives that '|' separates. In a sentence
+// A story is a plot: a list of beats, each one sentence (or two) chosen among alternatives that '|' separates. In a
+// sentence
 //   {list}            a word picked from that list, fresh each time
 //   {list1} {list2}   the story's own word, picked at first use; 1 and 2 differ
-//   {hero} {friend}   two different names; {he} {his} {him} the hero's pronouns, {fhe} the friend's; {child} {child2} "girl" or "boy"
-//   {a}               "a" or "an", as the next letter asks
+//   {hero} {friend}   two different names; {he} {his} {him} the hero's pronouns, {fhe} the friend's; {child} {child2}
+//   "girl" or "boy" {a}               "a" or "an", as the next letter asks
 // and the first letter of a sentence is made a capital.
 #include <getopt.h>
 
@@ -33,12 +35,15 @@ static const WordList WORD_LISTS[] = {
     {"girl", "Lily|Mia|Anna|Sue|Lucy|Emma|Rosa|Nina|Clara|Ella|Molly|Daisy|Amy|Zoe|Kate|Ruby|Jane|Sara|Ivy|Tina"},
     {"boy", "Tom|Ben|Max|Sam|Jack|Tim|Leo|Dan|Finn|Oscar|Nick|Joe|Adam|Luke|Peter|Bob|Henry|Toby|Carl|Mark"},
     {"kind", "little|small|young|happy|kind|brave|curious|clever|quiet|cheerful|gentle|friendly"},
-    {"animal", "dog|cat|rabbit|bird|duck|frog|mouse|squirrel|fox|turtle|pony|owl|bear|goat|lamb|hen|hedgehog|kitten|puppy|deer"},
-    {"toy", "ball|kite|doll|drum|truck|boat|train|puzzle|teddy bear|hat|scarf|book|bell|basket|balloon|lantern|whistle|umbrella|necklace|robot|wagon|"
+    {"animal",
+     "dog|cat|rabbit|bird|duck|frog|mouse|squirrel|fox|turtle|pony|owl|bear|goat|lamb|hen|hedgehog|kitten|puppy|deer"},
+    {"toy", "ball|kite|doll|drum|truck|boat|train|puzzle|teddy "
+            "bear|hat|scarf|book|bell|basket|balloon|lantern|whistle|umbrella|necklace|robot|wagon|"
             "blanket|mirror|crayon"},
     {"color", "red|blue|green|yellow|purple|orange|pink|white|brown|golden|silver|black"},
     {"size", "big|tiny|long|round|shiny|soft|old|new|pretty|strange|heavy|warm"},
-    {"place", "park|garden|forest|beach|farm|river|lake|meadow|yard|playground|hill|market|school|library|barn|village|zoo|pond"},
+    {"place", "park|garden|forest|beach|farm|river|lake|meadow|yard|playground|hill|market|school|library|barn|village|"
+              "zoo|pond"},
     {"spot", "tree|bench|bush|rock|fence|bridge|table|bed|chair|box|gate|door"},
     {"food", "apple|cake|cookie|sandwich|banana|orange|pie|carrot|pancake|strawberry|muffin|pear|egg|plum|peach"},
     {"weather", "sunny|windy|warm|cold|cloudy|bright|rainy|snowy|quiet|hot"},
@@ -51,67 +56,91 @@ static const WordList WORD_LISTS[] = {
     {"slowly", "slowly|quickly|carefully|quietly|gently|bravely|softly|happily"},
     {"time", "day|morning|afternoon|evening"},
     {"sky", "sun|moon|sky|clouds|stars"},
-    {"lesson", "share|be kind|tell the truth|be brave|help others|listen|try again|say sorry|be patient|ask for help|work together"},
-    {"job", "clean the room|wash the dishes|water the flowers|feed the hens|bake bread|pick berries|fix the fence|sweep the floor|plant seeds|carry the wood"},
+    {"lesson", "share|be kind|tell the truth|be brave|help others|listen|try again|say sorry|be patient|ask for "
+               "help|work together"},
+    {"job", "clean the room|wash the dishes|water the flowers|feed the hens|bake bread|pick berries|fix the "
+            "fence|sweep the floor|plant seeds|carry the wood"},
     {"scare", "storm|thunder|dark|shadow|loud noise|wind"},
     {"build", "sand castle|snowman|tree house|paper boat|bird house|tower of blocks|little bridge|mud pie"},
 };
 #define NUM_LISTS ((int)(sizeof WORD_LISTS / sizeof *WORD_LISTS))
 
-#define OPENING                                                                                                           \
-    "once upon a time, there was {a} {kind} {child} named {hero}.|there was once {a} {kind} {child} called {hero}.|"       \
-    "one morning, {a} {kind} {child} named {hero} woke up early.|{hero} was {a} {kind} {child} who lived near {a} {place}."
-#define MORAL "from that day on, {hero} always remembered to {lesson1}.|{hero} learned that it is good to {lesson1}.|and so {hero} learned to {lesson1}."
-#define GOOD_END                                                                                                          \
-    "{hero} went home with a big smile.|they all lived happily ever after.|that night, {hero} slept well and had sweet dreams.|" \
+#define OPENING                                                                                                      \
+    "once upon a time, there was {a} {kind} {child} named {hero}.|there was once {a} {kind} {child} called {hero}.|" \
+    "one morning, {a} {kind} {child} named {hero} woke up early.|{hero} was {a} {kind} {child} who lived near {a} "  \
+    "{place}."
+#define MORAL                                                                                                       \
+    "from that day on, {hero} always remembered to {lesson1}.|{hero} learned that it is good to {lesson1}.|and so " \
+    "{hero} learned to {lesson1}."
+#define GOOD_END                                                                                                   \
+    "{hero} went home with a big smile.|they all lived happily ever after.|that night, {hero} slept well and had " \
+    "sweet dreams.|"                                                                                               \
     "it was the best day ever.|{hero} gave {his} {family1} a big hug."
 
 static const char *const PLOT_LOST_TOY[] = {
     OPENING,
-    "{he} had {a} {color1} {toy1} and took it everywhere.|{his} {family1} gave {him} {a} {color1} {toy1}.|{hero} loved {his} {color1} {toy1} very much.",
-    "one {weather} day, {hero} {went} to the {place1} with the {toy1}.|on {a} {weather} {time}, {he} took the {toy1} to the {place1}.",
-    "but then the {toy1} was gone!|soon {he} saw that the {toy1} was lost.|when {he} looked for the {toy1}, it was not there.",
-    "{hero} was very {sad} and began to cry.|{he} looked under the {spot}, but it was not there.|\"Where is my {toy1}?\" asked {hero}.",
-    "{a} {kind} {child2} named {friend} saw that {hero} was {sad}.|{hero} met {his} friend {friend}.|then {friend} came to the {place1}.",
+    "{he} had {a} {color1} {toy1} and took it everywhere.|{his} {family1} gave {him} {a} {color1} {toy1}.|{hero} loved "
+    "{his} {color1} {toy1} very much.",
+    "one {weather} day, {hero} {went} to the {place1} with the {toy1}.|on {a} {weather} {time}, {he} took the {toy1} "
+    "to the {place1}.",
+    "but then the {toy1} was gone!|soon {he} saw that the {toy1} was lost.|when {he} looked for the {toy1}, it was not "
+    "there.",
+    "{hero} was very {sad} and began to cry.|{he} looked under the {spot}, but it was not there.|\"Where is my "
+    "{toy1}?\" asked {hero}.",
+    "{a} {kind} {child2} named {friend} saw that {hero} was {sad}.|{hero} met {his} friend {friend}.|then {friend} "
+    "came to the {place1}.",
     "\"I will help you,\" said {friend}.|\"Do not cry,\" said {friend}. \"We can look together.\"",
     "they looked behind the {spot1}, and there was the {color1} {toy1}!|{friend} found the {toy1} under the {spot1}.|"
     "{fhe} looked behind the {spot1} and saw the {toy1}.",
     "{hero} was so {glad} and said, \"Thank you, {friend}!\"|\"Thank you!\" said {hero}, and they {played} together.",
-    GOOD_END, NULL};
+    GOOD_END,
+    NULL};
 
 static const char *const PLOT_ANIMAL_IN_NEED[] = {
     OPENING,
     "one {weather} {time}, {he} {went} to the {place1}.|{he} liked to {play} at the {place1}.",
-    "there {he} saw {a} {size} {animal1}.|near the {spot}, {he} met {a} {color} {animal1}.|{hero} heard {a} {size} {animal1} cry.",
-    "the {animal1} was {sad} and could not get home.|the {animal1} was stuck under {a} {spot1}.|the {animal1} was hungry and {sad}.",
+    "there {he} saw {a} {size} {animal1}.|near the {spot}, {he} met {a} {color} {animal1}.|{hero} heard {a} {size} "
+    "{animal1} cry.",
+    "the {animal1} was {sad} and could not get home.|the {animal1} was stuck under {a} {spot1}.|the {animal1} was "
+    "hungry and {sad}.",
     "\"Can you help me?\" asked the {animal1}.|\"Hello, little {animal1},\" said {hero}. \"What is wrong?\"",
-    "{hero} wanted to help, so {he} {slowly} gave the {animal1} {a} {food1}.|{he} {slowly} took the {animal1} in {his} arms.|"
+    "{hero} wanted to help, so {he} {slowly} gave the {animal1} {a} {food1}.|{he} {slowly} took the {animal1} in {his} "
+    "arms.|"
     "{hero} gave it {a} {food1} and some water.",
     "the {animal1} was {glad} and said, \"Thank you, {hero}!\"|soon the {animal1} was {glad} again.",
     "{hero} and the {animal1} {played} until the sun went down.|then they {played} at the {place1} all day.",
-    MORAL, GOOD_END, NULL};
+    MORAL,
+    GOOD_END,
+    NULL};
 
 static const char *const PLOT_SHARING[] = {
     OPENING,
     "{he} had a friend named {friend}.|{his} best friend was {friend}.",
     "one day, they {went} to the {place1} to {play}.|they liked to {play} at the {place1}.",
-    "{hero} had {a} {size} {toy1}, and {friend} wanted to play with it.|{friend} asked, \"Can I play with your {toy1}?\"",
+    "{hero} had {a} {size} {toy1}, and {friend} wanted to play with it.|{friend} asked, \"Can I play with your "
+    "{toy1}?\"",
     "\"No, it is mine!\" said {hero}.|but {hero} did not want to share the {toy1}.",
     "{friend} was {sad} and went away.|{friend} sat by the {spot} and was {sad}.",
     "then {hero} felt {sad} too, because {he} was all alone.|{hero} saw that {friend} was {sad}, and {he} felt sorry.",
-    "\"I am sorry,\" said {hero}. \"We can share the {toy1}.\"|{he} gave the {toy1} to {friend} and said, \"Let us play together.\"",
-    "{friend} was {glad}, and they {played} with the {toy1} all day.|they {played} and {played} until it was time to go home.",
-    "{hero} learned that it is good to share.|{hero} was {glad} that {he} had shared.|they were the best of friends.", NULL};
+    "\"I am sorry,\" said {hero}. \"We can share the {toy1}.\"|{he} gave the {toy1} to {friend} and said, \"Let us "
+    "play together.\"",
+    "{friend} was {glad}, and they {played} with the {toy1} all day.|they {played} and {played} until it was time to "
+    "go home.",
+    "{hero} learned that it is good to share.|{hero} was {glad} that {he} had shared.|they were the best of friends.",
+    NULL};
 
 static const char *const PLOT_HELPING_AT_HOME[] = {
     OPENING,
     "one {weather} {time}, {his} {family1} had to {job1}.|\"Can you help me {job1}?\" asked {his} {family1}.",
     "\"Yes, I can help!\" said {hero}.|{hero} wanted to {play}, but {he} said yes.",
-    "they worked together and sang a song.|they worked {slowly} until it was done.|it was hard work, but {hero} did not stop.",
+    "they worked together and sang a song.|they worked {slowly} until it was done.|it was hard work, but {hero} did "
+    "not stop.",
     "\"You are a big help,\" said {his} {family1}.|{his} {family1} was {glad} and said, \"Well done!\"",
     "then they ate {a} {food1} and {a} {food2}.|{his} {family1} gave {him} {a} {food1}.",
     "{hero} was {glad} and wanted to help again.|{hero} felt {glad} all day.",
-    MORAL, GOOD_END, NULL};
+    MORAL,
+    GOOD_END,
+    NULL};
 
 static const char *const PLOT_BEING_AFRAID[] = {
     OPENING,
@@ -119,23 +148,29 @@ static const char *const PLOT_BEING_AFRAID[] = {
     "one {time}, {hero} was alone at the {place1}.|one night, {hero} could not sleep.",
     "then came the {scare1}, and {hero} was very {sad}.|the {scare1} made {him} feel {sad}.",
     "{his} {family1} heard {him} cry and came to {him}.|{he} called {his} {family1}, who came {slowly}.",
-    "\"Do not be afraid,\" said {his} {family1}. \"I am here.\"|\"It is only the {scare1},\" said {his} {family1}. \"It can not hurt you.\"",
-    "they looked at the {sky} together.|{his} {family1} gave {him} {a} {color} {toy1} to hold.|{his} {family1} sang a soft song.",
+    "\"Do not be afraid,\" said {his} {family1}. \"I am here.\"|\"It is only the {scare1},\" said {his} {family1}. "
+    "\"It can not hurt you.\"",
+    "they looked at the {sky} together.|{his} {family1} gave {him} {a} {color} {toy1} to hold.|{his} {family1} sang a "
+    "soft song.",
     "soon {hero} was not afraid any more.|then {hero} felt safe and warm.",
     "{hero} learned to be brave.|now {hero} was brave.",
-    GOOD_END, NULL};
+    GOOD_END,
+    NULL};
 
 static const char *const PLOT_BUILDING[] = {
     OPENING,
-    "one {weather} day, {he} {went} to the {place1} with {friend}.|{hero} and {friend} were friends, and they liked to {play}.",
+    "one {weather} day, {he} {went} to the {place1} with {friend}.|{hero} and {friend} were friends, and they liked to "
+    "{play}.",
     "\"Let us make {a} {build1}!\" said {hero}.|they wanted to make {a} {build1}.",
-    "they worked {slowly} for a long time.|{hero} and {friend} worked all day.|{friend} found {a} {size} {color} {toy1} for it.",
+    "they worked {slowly} for a long time.|{hero} and {friend} worked all day.|{friend} found {a} {size} {color} "
+    "{toy1} for it.",
     "but {a} {size} {animal1} came and broke the {build1}.|then the wind came, and the {build1} fell down.",
     "{friend} was {sad}, but {hero} said, \"We can try again.\"|\"Oh no!\" said {friend}. \"Our {build1} is gone.\"",
     "so they made a new {build1}, and it was even better.|they tried again, and soon it was done.",
     "they were {glad} and {played} around the {build1}.|\"It is the best {build1} of all!\" said {friend}.",
     "they learned to try again.|they learned that it is good to work together.",
-    GOOD_END, NULL};
+    GOOD_END,
+    NULL};
 
 static const char *const PLOT_PICNIC[] = {
     OPENING,
@@ -147,7 +182,9 @@ static const char *const PLOT_PICNIC[] = {
     "\"Are you hungry?\" asked {hero}.|\"Would you like some?\" asked {hero}.",
     "{hero} gave some of the {food1} to the {animal1}.|the {animal1} ate the {food2} and was {glad}.",
     "the {animal1} {played} with {hero} all day.|then they {played} under the {sky}.",
-    MORAL, GOOD_END, NULL};
+    MORAL,
+    GOOD_END,
+    NULL};
 
 static const char *const *const PLOTS[] = {PLOT_LOST_TOY,     PLOT_ANIMAL_IN_NEED, PLOT_SHARING, PLOT_HELPING_AT_HOME,
                                            PLOT_BEING_AFRAID, PLOT_BUILDING,       PLOT_PICNIC};
@@ -210,7 +247,8 @@ static const char *story_remember(Story *s, const char *slot, const char *other,
 static const char *character_word(Story *s, const char *slot) {
     bool hero_girl = s->hero_is_girl, friend_girl = s->friend_is_girl;
     if (strcmp(slot, "hero") == 0) return story_remember(s, "hero", "friend", find_list(hero_girl ? "girl" : "boy"));
-    if (strcmp(slot, "friend") == 0) return story_remember(s, "friend", "hero", find_list(friend_girl ? "girl" : "boy"));
+    if (strcmp(slot, "friend") == 0)
+        return story_remember(s, "friend", "hero", find_list(friend_girl ? "girl" : "boy"));
     if (strcmp(slot, "child") == 0) return hero_girl ? "girl" : "boy";
     if (strcmp(slot, "child2") == 0) return friend_girl ? "girl" : "boy";
     if (strcmp(slot, "he") == 0) return hero_girl ? "she" : "he";
@@ -332,7 +370,8 @@ static void write_table(const char *prefix) {
     format_checked(path, sizeof path, "%s.tokenizer", prefix);
     format_checked(temporary, sizeof temporary, "%s.tmp", path);
     FILE *f = create_file(temporary);
-    uint32_t header[4] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, BYTE_VALUES + 1, SEPARATOR}, one = 1, length = sizeof separator - 1;
+    uint32_t header[4] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, BYTE_VALUES + 1, SEPARATOR}, one = 1,
+             length = sizeof separator - 1;
     write_bytes(f, temporary, header, sizeof header);
     for (int i = 0; i < BYTE_VALUES; i++) {
         unsigned char byte = (unsigned char)i;
@@ -362,8 +401,10 @@ int main(int argc, char **argv) {
         "  --out PREFIX   where to write (data/synth)\n"
         "  --bytes N      bytes of training text (4000000); a twentieth of it again for validation\n"
         "  --seed S       other stories (42)\n";
-    static const struct option options[] = {{"out", required_argument, NULL, 'o'},  {"bytes", required_argument, NULL, 'b'},
-                                            {"seed", required_argument, NULL, 's'}, {"help", no_argument, NULL, 'h'},
+    static const struct option options[] = {{"out", required_argument, NULL, 'o'},
+                                            {"bytes", required_argument, NULL, 'b'},
+                                            {"seed", required_argument, NULL, 's'},
+                                            {"help", no_argument, NULL, 'h'},
                                             {NULL, 0, NULL, 0}};
     const char *prefix = "data/synth";
     int64_t bytes = 4000000, seed = 42;

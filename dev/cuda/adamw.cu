@@ -10,7 +10,8 @@
 static ModelConfig small_model(const char *preset) {
     ModelConfig m;
     if (!model_config_preset(&m, preset)) die("no preset %s", preset);
-    m.vocab_size = 320, m.hidden_size = 40, m.intermediate_size = 72, m.num_layers = 3, m.num_heads = 4, m.num_kv_heads = 2, m.head_dim = 16;
+    m.vocab_size = 320, m.hidden_size = 40, m.intermediate_size = 72, m.num_layers = 3, m.num_heads = 4,
+    m.num_kv_heads = 2, m.head_dim = 16;
     return m;
 }
 
@@ -21,9 +22,12 @@ typedef struct {
 } State;
 
 // Powers of two from 2^-low to 2^0, so that rare operands (denormals, zeros) occur beside common ones.
-static float spread(uint64_t key, int64_t i, int low) { return ldexpf(1, -(int)(rng_u64(key, (uint64_t)i) % (uint64_t)(low + 1))); }
+static float spread(uint64_t key, int64_t i, int low) {
+    return ldexpf(1, -(int)(rng_u64(key, (uint64_t)i) % (uint64_t)(low + 1)));
+}
 
-// A thread of the kernel takes its branch-free path only where all of its 8 elements are common, so one stretch of 64 in four is of rare ones.
+// A thread of the kernel takes its branch-free path only where all of its 8 elements are common, so one stretch of 64
+// in four is of rare ones.
 static State make_state(const ParameterTable *t, uint64_t seed, bool fp32_weights, bool fp32_moments) {
     State s;
     s.n = t->total;
@@ -60,7 +64,8 @@ static void *upload(const float *x, int64_t n, bool fp32) {
     return p;
 }
 
-static void check_array(const char *label, const char *array, const void *device, const float *want, int64_t n, bool fp32) {
+static void check_array(const char *label, const char *array, const void *device, const float *want, int64_t n,
+                        bool fp32) {
     char text[160];
     format_checked(text, sizeof text, "%s: %s", label, array);
     void *got = bench_download(device, n * (fp32 ? 4 : 2), text);
@@ -70,7 +75,8 @@ static void check_array(const char *label, const char *array, const void *device
 }
 
 // amax slots of the fused FP8 weights, from the new weights as bf16.
-static void check_amax(const char *label, const ParameterTable *t, const uint32_t *slots, int64_t stride, const float *weights) {
+static void check_amax(const char *label, const ParameterTable *t, const uint32_t *slots, int64_t stride,
+                       const float *weights) {
     int64_t slot = 0, layer = -1;
     for (int64_t k = 0; k < t->count; k++) {
         const Parameter *p = &t->entries[k];
@@ -79,7 +85,8 @@ static void check_amax(const char *label, const ParameterTable *t, const uint32_
         layer = p->layer;
         int64_t n = parameter_elements(p);
         const unsigned joined = PARAM_JOINED | PARAM_FP8;
-        for (int64_t j = k + 1; j < t->count && (t->entries[j].flags & joined) == joined; j++) n += parameter_elements(&t->entries[j]);
+        for (int64_t j = k + 1; j < t->count && (t->entries[j].flags & joined) == joined; j++)
+            n += parameter_elements(&t->entries[j]);
         float *rounded = (float *)xcalloc((size_t)n, sizeof(float));
         memcpy(rounded, weights + p->offset, (size_t)n * sizeof(float));
         round_array(rounded, n, ROUND_BF16);
@@ -117,7 +124,9 @@ static void *gradients_memory(AdamwGradients g) { return g.fp32_data ? (void *)g
 static State shard_state(const ParameterTable *t, const ShardPlan *plan, const State *flat) {
     State s;
     s.n = plan->total;
-    float **to[] = {&s.weights, &s.exp_avg, &s.exp_avg_sq, &s.gradients}, *const from[] = {flat->weights, flat->exp_avg, flat->exp_avg_sq, flat->gradients};
+    float **to[] = {&s.weights, &s.exp_avg, &s.exp_avg_sq, &s.gradients}, *const from[] = {flat->weights, flat->exp_avg,
+                                                                                           flat->exp_avg_sq,
+                                                                                           flat->gradients};
     for (int a = 0; a < 4; a++) {
         *to[a] = (float *)xcalloc((size_t)s.n, sizeof(float));
         for (int64_t l = ROOT; l < t->num_layers; l++)
@@ -132,7 +141,8 @@ static State shard_state(const ParameterTable *t, const ShardPlan *plan, const S
 
 static AdamwArrays arrays_upload(const State *s, Variant v) {
     AdamwArrays a = {};
-    a.weights = (bf16 *)upload(s->weights, s->n, false), a.master = v.master ? (float *)upload(s->weights, s->n, true) : NULL;
+    a.weights = (bf16 *)upload(s->weights, s->n, false),
+    a.master = v.master ? (float *)upload(s->weights, s->n, true) : NULL;
     a.exp_avg = upload(s->exp_avg, s->n, v.fp32_moments), a.exp_avg_sq = upload(s->exp_avg_sq, s->n, v.fp32_moments);
     a.fp32_moments = v.fp32_moments, a.gradients = gradients_upload(s->gradients, s->n, v.fp32_gradients);
     return a;
@@ -151,9 +161,10 @@ static void arrays_free(AdamwArrays *a) {
         if (p) bench_free(p);
 }
 
-// The step of the rank at plan->shard_rank. Its new arrays are compared with `want`, which are the old ones where the step is refused.
-static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v, const State *before, const State *want, const double *squares, AdamwStep step,
-                       uint32_t *amax) {
+// The step of the rank at plan->shard_rank. Its new arrays are compared with `want`, which are the old ones where the
+// step is refused.
+static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
+                       const State *before, const State *want, const double *squares, AdamwStep step, uint32_t *amax) {
     AdamwArrays a = arrays_upload(before, v);
     AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
     const BackwardOrder order = shard_backward_order(t, plan);
@@ -173,15 +184,16 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
         if (adamw_magnitude(gradient) >= adamw_large(largest)) first_large = (unsigned long long)position;
     }
     CHECK(c->nonfinite == is_refused(v) && c->largest == largest && c->position == first_large,
-          "%s: flag %u, largest %08x, first large position %llu, want %08x, %llu", label, c->nonfinite,
-          c->largest, c->position, largest, first_large);
+          "%s: flag %u, largest %08x, first large position %llu, want %08x, %llu", label, c->nonfinite, c->largest,
+          c->position, largest, first_large);
     arrays_check(label, &a, v, want);
     free(c), bench_free(control);
     arrays_free(&a);
 }
 
 // As check_rank, with a norm that comes with the update and refuses nothing. Returns the rank's sum of squares.
-static double check_rank_unconditional(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v, const State *before, const State *want, AdamwStep step, uint32_t *amax) {
+static double check_rank_unconditional(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
+                                       const State *before, const State *want, AdamwStep step, uint32_t *amax) {
     AdamwArrays a = arrays_upload(before, v);
     double *squares = (double *)bench_alloc(sizeof *squares);
     const AdamwUpdate update = {a, step, NULL, (double *)bench_alloc(adamw_workspace_bytes(t, plan))};
@@ -218,7 +230,7 @@ static void keep_nonfinite(State *state, const State *old) {
     for (int64_t i = 0; i < state->n; i++) {
         if (isfinite(state->gradients[i])) continue;
         state->weights[i] = old->weights[i], state->exp_avg[i] = old->exp_avg[i],
-            state->exp_avg_sq[i] = old->exp_avg_sq[i];
+        state->exp_avg_sq[i] = old->exp_avg_sq[i];
     }
 }
 
@@ -229,19 +241,23 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     State flat = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
     const bool bad = is_refused(v);
     char label[160];
-    format_checked(label, sizeof label, "%s master %d moments %d clip %g eps %g lr %g bad %lld (%g) nearest %d, %s gradients, %lld ranks",
+    format_checked(label, sizeof label,
+                   "%s master %d moments %d clip %g eps %g lr %g bad %lld (%g) nearest %d, %s gradients, %lld ranks",
                    preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element,
                    v.bad_value, v.nearest, v.fp32_gradients ? "fp32" : "bf16", (long long)group);
-    for (int64_t i = 0; v.fp32_gradients && i < flat.n; i++) flat.gradients[i] *= 1.0009765f;  // values that no bf16 holds
+    for (int64_t i = 0; v.fp32_gradients && i < flat.n; i++)
+        flat.gradients[i] *= 1.0009765f;  // values that no bf16 holds
     if (v.bad_element >= 0) flat.gradients[v.bad_element] = v.bad_value;
     if (isnan(v.bad_value)) flat.gradients[flat.n - 1] = INFINITY;
     const ShardPlan whole = shard_plan(&t, 1, 0);
     State old = shard_state(&t, &whole, &flat);
     const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, v.nearest, 42);
     double *squares = sum_squares(&t, group, &flat, v.fp32_gradients);
-    uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4), *amax_unconditional = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
+    uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4),
+             *amax_unconditional = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
     double *sum = (double *)bench_download(squares, sizeof *sum, label);
-    const float norm = (float)sqrt(*sum), want_norm = (float)global_norm(flat.gradients, flat.n), factor = clip_factor(sqrt(*sum), v.clip);
+    const float norm = (float)sqrt(*sum), want_norm = (float)global_norm(flat.gradients, flat.n),
+                factor = clip_factor(sqrt(*sum), v.clip);
     if (!bad) check_close(label, &norm, &want_norm, 1, 1, 1e-6, 0);  // fp32 sums of 32 squares
     State *before = (State *)xcalloc((size_t)group, sizeof *before);
     for (int64_t place = 0; place < group; place++) {
@@ -250,8 +266,9 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     }
     for (int64_t k = 0; k < t.count; k++) {
         const Parameter *p = &t.entries[k];
-        adamw_reference(flat.weights + p->offset, flat.exp_avg + p->offset, flat.exp_avg_sq + p->offset, flat.gradients + p->offset, p->offset, parameter_elements(p), p->flags & PARAM_DECAY,
-                        factor, !v.master, !v.fp32_moments, &step);
+        adamw_reference(flat.weights + p->offset, flat.exp_avg + p->offset, flat.exp_avg_sq + p->offset,
+                        flat.gradients + p->offset, p->offset, parameter_elements(p), p->flags & PARAM_DECAY, factor,
+                        !v.master, !v.fp32_moments, &step);
     }
     keep_nonfinite(&flat, &old);
     double taken_along = 0;
@@ -259,21 +276,28 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
         const ShardPlan plan = shard_plan(&t, group, place);
         State want = shard_state(&t, &plan, &flat);
         check_rank(label, &t, &plan, v, &before[place], bad ? &before[place] : &want, squares, step, amax);
-        if (v.clip == 0) taken_along += check_rank_unconditional(label, &t, &plan, v, &before[place], &want, step,
-                                                                 amax_unconditional);
+        if (v.clip == 0)
+            taken_along +=
+                check_rank_unconditional(label, &t, &plan, v, &before[place], &want, step, amax_unconditional);
         free_state(&want), free_state(&before[place]);
     }
-    if (v.clip == 0) CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6,
-                           "%s: squares %.9g with the update, %.9g by themselves", label, taken_along, *sum);
-    uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label), *slots_unconditional = (uint32_t *)bench_download(amax_unconditional, m.num_layers * AMAX_STRIDE * 4, label);
+    if (v.clip == 0)
+        CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6,
+              "%s: squares %.9g with the update, %.9g by themselves", label, taken_along, *sum);
+    uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label),
+             *slots_unconditional =
+                 (uint32_t *)bench_download(amax_unconditional, m.num_layers * AMAX_STRIDE * 4, label);
     check_amax(label, &t, slots, AMAX_STRIDE, bad ? old.weights : flat.weights);
     if (v.clip == 0) check_amax(label, &t, slots_unconditional, AMAX_STRIDE, flat.weights);
-    free(before), free(sum), free(slots), free(slots_unconditional), bench_free(squares), bench_free(amax), bench_free(amax_unconditional);
+    free(before), free(sum), free(slots), free(slots_unconditional), bench_free(squares), bench_free(amax),
+        bench_free(amax_unconditional);
     free_state(&flat), free_state(&old);
     parameter_table_free(&t);
 }
 
-static __global__ void random_kernel(AdamwRandom *random, AdamwStep step, int64_t first) { random[threadIdx.x] = adamw_random(&step, first + threadIdx.x); }
+static __global__ void random_kernel(AdamwRandom *random, AdamwStep step, int64_t first) {
+    random[threadIdx.x] = adamw_random(&step, first + threadIdx.x);
+}
 
 // Rounding bits of elements that no test's arrays are large enough to have.
 static void check_random(void) {
@@ -313,9 +337,12 @@ static void check_units(const char *preset, int64_t group) {
                         int at = 0;
                         while (at < u.num_runs - 1 && e / PARAMETER_ALIGNMENT >= u.runs[at].end) at++;
                         const AdamwRun *run = &u.runs[at];
-                        const int64_t flat = u.flat + unit * u.flat_size + run->shift;  // of the run's element 0; the kernel counts groups of 8 from there
-                        wrong += flat + e != p->offset + r.first + i || flat % 8 != 0 || e < 0 || e >= u.size || e / PARAMETER_ALIGNMENT >= run->end ||
-                                 run->decay != ((p->flags & PARAM_DECAY) != 0) || run->amax_slot != (p->flags & PARAM_FP8 ? (int)slot : -1);
+                        const int64_t flat =
+                            u.flat + unit * u.flat_size +
+                            run->shift;  // of the run's element 0; the kernel counts groups of 8 from there
+                        wrong += flat + e != p->offset + r.first + i || flat % 8 != 0 || e < 0 || e >= u.size ||
+                                 e / PARAMETER_ALIGNMENT >= run->end || run->decay != ((p->flags & PARAM_DECAY) != 0) ||
+                                 run->amax_slot != (p->flags & PARAM_FP8 ? (int)slot : -1);
                     }
                     seen += r.count;
                 }
@@ -323,7 +350,9 @@ static void check_units(const char *preset, int64_t group) {
             wrong += u.runs[u.num_runs - 1].end * (int64_t)PARAMETER_ALIGNMENT != u.size;
         }
     }
-    CHECK(wrong == 0 && seen == t.num_parameters, "%s, %lld ranks: %lld of %lld elements (%lld seen) are treated wrongly", preset, (long long)group, (long long)wrong, (long long)t.num_parameters, (long long)seen);
+    CHECK(wrong == 0 && seen == t.num_parameters,
+          "%s, %lld ranks: %lld of %lld elements (%lld seen) are treated wrongly", preset, (long long)group,
+          (long long)wrong, (long long)t.num_parameters, (long long)seen);
     parameter_table_free(&t);
 }
 
@@ -333,7 +362,8 @@ static void check_initialize(const char *preset, bool with_master, int64_t group
     State flat = make_state(&t, 1, true, true);
     memset(flat.weights, 0, (size_t)t.total * sizeof(float));
     for (int64_t k = 0; k < t.count; k++)
-        for (int64_t i = 0; i < parameter_elements(&t.entries[k]); i++) flat.weights[t.entries[k].offset + i] = parameter_initial_value(t.entries[k].flags, 0.02f, 1234, k, i);
+        for (int64_t i = 0; i < parameter_elements(&t.entries[k]); i++)
+            flat.weights[t.entries[k].offset + i] = parameter_initial_value(t.entries[k].flags, 0.02f, 1234, k, i);
     for (int64_t place = 0; place < group; place++) {
         const ShardPlan plan = shard_plan(&t, group, place);
         State want = shard_state(&t, &plan, &flat);
@@ -372,8 +402,10 @@ static Model model_create(const char *preset, bool master, bool fp32_moments, bo
     if (fp32_gradients) x.a.gradients.fp32_data = (float *)bench_zeros(n * 4);
     else x.a.gradients.bf16_data = bench_random(n, 5, 1e-3f);
     initialize_parameters(x.a.weights, x.a.master, &x.t, &x.plan, 0.02f, 1, 0);
-    x.control = (AdamwControl *)bench_alloc(sizeof(AdamwControl)), x.workspace = (double *)bench_alloc(adamw_workspace_bytes(&x.t, &x.plan));
-    x.amax = (uint32_t *)bench_zeros(x.m.num_layers * AMAX_STRIDE * 4), x.squares = (double *)bench_alloc(sizeof(double));
+    x.control = (AdamwControl *)bench_alloc(sizeof(AdamwControl)),
+    x.workspace = (double *)bench_alloc(adamw_workspace_bytes(&x.t, &x.plan));
+    x.amax = (uint32_t *)bench_zeros(x.m.num_layers * AMAX_STRIDE * 4),
+    x.squares = (double *)bench_alloc(sizeof(double));
     return x;
 }
 
@@ -398,21 +430,24 @@ static void model_free(Model *x) {
     parameter_table_free(&x->t);
 }
 
-// One step of 8 billion parameters: windows of tensors around 2^31 and 2^32 elements and at the end come out as on the CPU.
+// One step of 8 billion parameters: windows of tensors around 2^31 and 2^32 elements and at the end come out as on the
+// CPU.
 static void check_large(void) {
     Model x = model_create("llama3.1-8b", false, false, false);
     const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 7);
     enum { WINDOW = 1024 };
     model_norm(&x, 0);
     AdamwControl *c = (AdamwControl *)bench_download(x.control, sizeof *c, "control");
-    const float want_norm = (float)(1e-3 * sqrt((double)x.t.total));  // of independent normal values: within 1e-4, five standard deviations and bf16's rounding
+    const float want_norm = (float)(1e-3 * sqrt((double)x.t.total));  // of independent normal values: within 1e-4, five
+                                                                      // standard deviations and bf16's rounding
     check_close("norm of 8e9 values", &c->gradient_norm, &want_norm, 1, 1, 1e-4, 0);
-    bf16_bits (*before)[2][WINDOW] = (bf16_bits(*)[2][WINDOW])xcalloc((size_t)x.t.count, sizeof *before);
+    bf16_bits(*before)[2][WINDOW] = (bf16_bits(*)[2][WINDOW])xcalloc((size_t)x.t.count, sizeof *before);
     for (int run = 0; run < 2; run++) {
         if (run) model_update(&x, step, false);
         for (int64_t k = 0; k < x.t.count; k++) {
             const Parameter *p = &x.t.entries[k];
-            const int64_t n = min_i64(WINDOW, parameter_elements(p)), first = p->offset + parameter_elements(p) - n;  // the tensor's last elements
+            const int64_t n = min_i64(WINDOW, parameter_elements(p)),
+                          first = p->offset + parameter_elements(p) - n;  // the tensor's last elements
             if (!run) {
                 CUDA_CHECK(cudaMemcpy(before[k][0], x.a.weights + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
                 CUDA_CHECK(
@@ -420,7 +455,8 @@ static void check_large(void) {
                 continue;
             }
             bf16_bits got[WINDOW];
-            float *w = bf16_to_floats(before[k][0], n), *g = bf16_to_floats(before[k][1], n), m[WINDOW] = {0}, v[WINDOW] = {0};
+            float *w = bf16_to_floats(before[k][0], n), *g = bf16_to_floats(before[k][1], n), m[WINDOW] = {0},
+                  v[WINDOW] = {0};
             adamw_reference(w, m, v, g, first, n, p->flags & PARAM_DECAY, c->gradient_factor, true, true, &step);
             CUDA_CHECK(cudaMemcpy(got, x.a.weights + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
             bf16_bits *want = bf16_from_floats(w, n);
@@ -449,8 +485,11 @@ static void bench_model(Bench *b, const char *preset, bool master, bool fp32_mom
         format_checked(name, sizeof name, "AdamW, weights %s, moments %s%s%s", master ? "fp32" : "bf16",
                        fp32_moments ? "fp32" : "bf16", fp32_gradients ? ", gradients fp32" : "",
                        norm_first ? "" : ", norm");
-        bench_report(b, name, shape, us, n * (gradient + (master ? 10 : 4) + (fp32_moments ? 16 : 8)),
-                     master && fp32_moments ? NULL : "arithmetic beside the bytes: square root, quotient and stochastic rounding of every element");
+        bench_report(
+            b, name, shape, us, n * (gradient + (master ? 10 : 4) + (fp32_moments ? 16 : 8)),
+            master && fp32_moments
+                ? NULL
+                : "arithmetic beside the bytes: square root, quotient and stochastic rounding of every element");
     }
     model_free(&x);
 }
@@ -466,14 +505,23 @@ int main(int argc, char **argv) {
                 const bool master = kind & 1, moments = kind & 2;
                 // After them: a NaN and an infinity, with and without clipping; gradients whose squares overflow the
                 // sum, and the second moment; the largest that is taken; fp32 gradients.
-                const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0, false}, {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0, false}, {master, moments, 0, 1e-15, 1e-2, -1, false, 0, false},
-                                            {master, moments, 1, 1e-8, 0, -1, false, 0, false},    {master, moments, 1, 1e-25, 1e-3, -1, false, 0, false}, {master, moments, 0, 1e-8, 1e-3, -1, true, 0, false},
-                                            {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN, false}, {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN, false},
-                                            {master, moments, 0, 1e-8, 1e-3, 12346, false, -0x1p64f, false}, {master, moments, 0, 1e-8, 1e-3, 12346, false, 0x1p80f, false},
+                const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0, false},
+                                            {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0, false},
+                                            {master, moments, 0, 1e-15, 1e-2, -1, false, 0, false},
+                                            {master, moments, 1, 1e-8, 0, -1, false, 0, false},
+                                            {master, moments, 1, 1e-25, 1e-3, -1, false, 0, false},
+                                            {master, moments, 0, 1e-8, 1e-3, -1, true, 0, false},
+                                            {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN, false},
+                                            {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN, false},
+                                            {master, moments, 0, 1e-8, 1e-3, 12346, false, -0x1p64f, false},
+                                            {master, moments, 0, 1e-8, 1e-3, 12346, false, 0x1p80f, false},
                                             {master, moments, 0, 1e-8, 1e-3, 12347, false, 0x1.cp62f, false},
-                                            {master, moments, 0, 1e-8, 1e-3, -1, false, 0, true}, {master, moments, 1e-3f, 1e-8, 1e-3, -1, false, 0, true},
-                                            {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN, true}, {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN, true}};
-                for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++) check_step(preset, variants[i], 1 + 100 * (int64_t)i, i == 0 ? 1 : i == 1 ? 5 : 1 + (int64_t)i % 3);
+                                            {master, moments, 0, 1e-8, 1e-3, -1, false, 0, true},
+                                            {master, moments, 1e-3f, 1e-8, 1e-3, -1, false, 0, true},
+                                            {master, moments, 1, 1e-8, 1e-3, 12345, false, NAN, true},
+                                            {master, moments, 0, 1e-8, 1e-3, 12345, false, NAN, true}};
+                for (size_t i = 0; i < sizeof variants / sizeof variants[0]; i++)
+                    check_step(preset, variants[i], 1 + 100 * (int64_t)i, i == 0 ? 1 : i == 1 ? 5 : 1 + (int64_t)i % 3);
                 if (kind < 2) check_initialize(preset, kind, 1 + 2 * kind);
             }
     }

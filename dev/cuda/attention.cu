@@ -1,10 +1,9 @@
 // Check and bench of every attention implementation.
-// Words after its name restrict it: [mma] [sm90] [fwd] [bwd] [check] [bench] [deterministic]; without words of a kind it
-// runs all of that kind.
-// Check: fresh random data, each output against a plain fp64 computation, everything outside the outputs watched. Bench: random data,
-// the medians of single calls, as TFLOP/s of the causal half (4*NH*HD*T^2/2 forward, 2.5 times that backward) and share of the dense bf16 peak;
-// and the kernels around the backward's products, which only move data.
-// Build and run: make build/bench_attention && build/bench_attention
+// Words after its name restrict it: [mma] [sm90] [fwd] [bwd] [check] [bench] [deterministic]; without words of a kind
+// it runs all of that kind. Check: fresh random data, each output against a plain fp64 computation, everything outside
+// the outputs watched. Bench: random data, the medians of single calls, as TFLOP/s of the causal half (4*NH*HD*T^2/2
+// forward, 2.5 times that backward) and share of the dense bf16 peak; and the kernels around the backward's products,
+// which only move data. Build and run: make build/bench_attention && build/bench_attention
 #include "../../llmc/cuda/attention.cuh"
 #include "bench.cuh"
 
@@ -13,7 +12,8 @@
 typedef struct {
     const char *name;
     void (*forward)(bf16 *, float *, uint32_t *, const bf16 *, AttentionDims, cudaStream_t);
-    void (*backward)(bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, void *, AttentionDims, cudaStream_t);
+    void (*backward)(bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, void *, AttentionDims,
+                     cudaStream_t);
     bool hopper;
 } Implementation;
 
@@ -23,7 +23,8 @@ static const Implementation implementations[] = {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tensors between guards. 0xff bytes are NaN in bf16, fp32 and fp64: what is read outside, or not written inside, shows.
+// Tensors between guards. 0xff bytes are NaN in bf16, fp32 and fp64: what is read outside, or not written inside,
+// shows.
 
 typedef struct {
     uint8_t *base;
@@ -66,7 +67,8 @@ static void fill_normal(Tensor t, int64_t n, uint64_t key, int64_t row, int64_t 
     CUDA_CHECK_LAUNCH();
 }
 
-static __global__ void count_differences_kernel(const uint32_t *a, const uint32_t *b, int64_t n, unsigned long long *count) {
+static __global__ void count_differences_kernel(const uint32_t *a, const uint32_t *b, int64_t n,
+                                                unsigned long long *count) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
         if (a[i] != b[i]) atomicAdd(count, 1ull);
 }
@@ -76,17 +78,21 @@ static int64_t count_differences(Tensor a, Tensor b) {
     unsigned long long *device, count;
     CUDA_CHECK(cudaMalloc((void **)&device, sizeof count));
     CUDA_CHECK(cudaMemset(device, 0, sizeof count));
-    count_differences_kernel<<<1024, 256>>>((uint32_t *)a.base, (uint32_t *)b.base, (int64_t)(a.bytes + 2 * GUARD) / 4, device);
+    count_differences_kernel<<<1024, 256>>>((uint32_t *)a.base, (uint32_t *)b.base, (int64_t)(a.bytes + 2 * GUARD) / 4,
+                                            device);
     CUDA_CHECK(cudaMemcpy(&count, device, sizeof count, cudaMemcpyDeviceToHost));
     CUDA_CHECK(cudaFree(device));
     return (int64_t)count;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The reference: sums in fp64, the T x T matrices P and dS in memory. `rounded`: the same with bf16 where an implementation on tensor
-// cores has to round: P and dS before their products, the output, and the output that delta is made of.
+// The reference: sums in fp64, the T x T matrices P and dS in memory. `rounded`: the same with bf16 where an
+// implementation on tensor cores has to round: P and dS before their products, the output, and the output that delta is
+// made of.
 
-__device__ static double round_bf16(double x, bool rounded) { return rounded ? (double)__bfloat162float(__float2bfloat16((float)x)) : x; }
+__device__ static double round_bf16(double x, bool rounded) {
+    return rounded ? (double)__bfloat162float(__float2bfloat16((float)x)) : x;
+}
 
 __device__ static double reference_reduce(double x, double *scratch, bool maximum) {
     scratch[threadIdx.x] = x;
@@ -104,14 +110,17 @@ __device__ static double reference_reduce(double x, double *scratch, bool maximu
 }
 
 // One block per query (t, h, b). p: [B*NH][T][T] in global memory.
-static __global__ void reference_forward_kernel(double *out, double *lse, double *p, const bf16 *qkv, AttentionDims d, bool rounded) {
+static __global__ void reference_forward_kernel(double *out, double *lse, double *p, const bf16 *qkv, AttentionDims d,
+                                                bool rounded) {
     __shared__ double scratch[128];
     const int64_t t = blockIdx.x, h = blockIdx.y, b = blockIdx.z, row = (d.NH + 2 * d.NKV) * d.HD;
-    const bf16 *q = qkv + (b * d.T + t) * row + h * d.HD, *k = qkv + b * d.T * row + (d.NH + h / (d.NH / d.NKV)) * d.HD, *v = k + d.NKV * d.HD;
+    const bf16 *q = qkv + (b * d.T + t) * row + h * d.HD, *k = qkv + b * d.T * row + (d.NH + h / (d.NH / d.NKV)) * d.HD,
+               *v = k + d.NKV * d.HD;
     double *pt = p + ((b * d.NH + h) * d.T + t) * d.T, m = -INFINITY, sum = 0;
     for (int64_t u = threadIdx.x; u <= t; u += blockDim.x) {
         double s = 0;
-        for (int64_t i = 0; i < d.HD; i++) s += (double)__bfloat162float(q[i]) * (double)__bfloat162float(k[u * row + i]);
+        for (int64_t i = 0; i < d.HD; i++)
+            s += (double)__bfloat162float(q[i]) * (double)__bfloat162float(k[u * row + i]);
         pt[u] = s / sqrt((double)d.HD);
         m = fmax(m, pt[u]);
     }
@@ -131,18 +140,20 @@ static __global__ void reference_forward_kernel(double *out, double *lse, double
 }
 
 // One block per query: dS and dQ.
-static __global__ void reference_backward_q_kernel(double *dqkv, double *ds, const double *p, const double *out, const bf16 *dout, const bf16 *qkv,
-                                                   AttentionDims d, bool rounded) {
+static __global__ void reference_backward_q_kernel(double *dqkv, double *ds, const double *p, const double *out,
+                                                   const bf16 *dout, const bf16 *qkv, AttentionDims d, bool rounded) {
     __shared__ double scratch[128];
     const int64_t t = blockIdx.x, h = blockIdx.y, b = blockIdx.z, row = (d.NH + 2 * d.NKV) * d.HD;
     const bf16 *k = qkv + b * d.T * row + (d.NH + h / (d.NH / d.NKV)) * d.HD, *v = k + d.NKV * d.HD;
     const int64_t at = (b * d.T + t) * d.NH * d.HD + h * d.HD, matrix = ((b * d.NH + h) * d.T + t) * d.T;
     double delta = 0;
-    for (int64_t i = threadIdx.x; i < d.HD; i += blockDim.x) delta += (double)__bfloat162float(dout[at + i]) * round_bf16(out[at + i], rounded);
+    for (int64_t i = threadIdx.x; i < d.HD; i += blockDim.x)
+        delta += (double)__bfloat162float(dout[at + i]) * round_bf16(out[at + i], rounded);
     delta = reference_reduce(delta, scratch, false);
     for (int64_t u = threadIdx.x; u <= t; u += blockDim.x) {
         double dp = 0;
-        for (int64_t i = 0; i < d.HD; i++) dp += (double)__bfloat162float(dout[at + i]) * (double)__bfloat162float(v[u * row + i]);
+        for (int64_t i = 0; i < d.HD; i++)
+            dp += (double)__bfloat162float(dout[at + i]) * (double)__bfloat162float(v[u * row + i]);
         ds[matrix + u] = round_bf16(p[matrix + u] * (dp - delta), rounded);
     }
     __syncthreads();
@@ -154,14 +165,16 @@ static __global__ void reference_backward_q_kernel(double *dqkv, double *ds, con
 }
 
 // One block per key (u, kv head, b): dK and dV, a thread per column.
-static __global__ void reference_backward_kv_kernel(double *dqkv, const double *ds, const double *p, const bf16 *dout, const bf16 *qkv,
-                                                    AttentionDims d, bool rounded) {
-    const int64_t u = blockIdx.x, g = blockIdx.y, b = blockIdx.z, i = threadIdx.x, group = d.NH / d.NKV, row = (d.NH + 2 * d.NKV) * d.HD;
+static __global__ void reference_backward_kv_kernel(double *dqkv, const double *ds, const double *p, const bf16 *dout,
+                                                    const bf16 *qkv, AttentionDims d, bool rounded) {
+    const int64_t u = blockIdx.x, g = blockIdx.y, b = blockIdx.z, i = threadIdx.x, group = d.NH / d.NKV,
+                  row = (d.NH + 2 * d.NKV) * d.HD;
     double dk = 0, dv = 0;
     for (int64_t h = g * group; h < (g + 1) * group; h++) {
         for (int64_t t = u; t < d.T; t++) {
             const int64_t matrix = ((b * d.NH + h) * d.T + t) * d.T + u;
-            dv += round_bf16(p[matrix], rounded) * (double)__bfloat162float(dout[((b * d.T + t) * d.NH + h) * d.HD + i]);
+            dv +=
+                round_bf16(p[matrix], rounded) * (double)__bfloat162float(dout[((b * d.T + t) * d.NH + h) * d.HD + i]);
             dk += ds[matrix] * (double)__bfloat162float(qkv[(b * d.T + t) * row + h * d.HD + i]);
         }
     }
@@ -181,7 +194,8 @@ static double *download(const double *device, int64_t n) {
 }
 
 static Reference reference_compute(Tensor qkv, Tensor dout, AttentionDims d, bool rounded) {
-    const int64_t n_out = d.B * d.T * d.NH * d.HD, n_lse = d.B * d.NH * d.T, n_qkv = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD;
+    const int64_t n_out = d.B * d.T * d.NH * d.HD, n_lse = d.B * d.NH * d.T,
+                  n_qkv = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD;
     double *out, *lse, *dqkv, *p, *ds;
     CUDA_CHECK(cudaMalloc((void **)&out, (size_t)n_out * 8));
     CUDA_CHECK(cudaMalloc((void **)&lse, (size_t)n_lse * 8));
@@ -189,7 +203,8 @@ static Reference reference_compute(Tensor qkv, Tensor dout, AttentionDims d, boo
     CUDA_CHECK(cudaMalloc((void **)&p, (size_t)(n_lse * d.T) * 8));
     CUDA_CHECK(cudaMalloc((void **)&ds, (size_t)(n_lse * d.T) * 8));
     const bf16 *x = (const bf16 *)tensor_data(qkv), *dy = (const bf16 *)tensor_data(dout);
-    const dim3 queries((unsigned)d.T, (unsigned)d.NH, (unsigned)d.B), keys((unsigned)d.T, (unsigned)d.NKV, (unsigned)d.B);
+    const dim3 queries((unsigned)d.T, (unsigned)d.NH, (unsigned)d.B),
+        keys((unsigned)d.T, (unsigned)d.NKV, (unsigned)d.B);
     reference_forward_kernel<<<queries, 128>>>(out, lse, p, x, d, rounded);
     CUDA_CHECK_LAUNCH();
     reference_backward_q_kernel<<<queries, 128>>>(dqkv, ds, p, out, dy, x, d, rounded);
@@ -248,19 +263,23 @@ static double *download_bf16(Tensor t, int64_t n) {
     return x;
 }
 
-static double largest_ratio;  // of an error to the rounded reference's, over all checks: printed to show how sharp the bound is
+static double
+    largest_ratio;  // of an error to the rounded reference's, over all checks: printed to show how sharp the bound is
 
-// A correct implementation makes the rounded reference's errors, drawn anew, so about 1 times its distance from the exact result;
-// 2 leaves room for chance in the smallest cases, and a wrong mask, tile or scale costs far more. `slack` covers results that are
-// zero but for fp32 rounding (T = 1: dQ = dK = 0).
-static void check_error(const char *what, const double *got, const double *exact, const double *rounded, int64_t rows, int64_t row, int64_t first,
-                        int64_t end, double slack) {
-    Distance error = distance(got, exact, rows, row, first, end), allowed = distance(rounded, exact, rows, row, first, end);
+// A correct implementation makes the rounded reference's errors, drawn anew, so about 1 times its distance from the
+// exact result; 2 leaves room for chance in the smallest cases, and a wrong mask, tile or scale costs far more. `slack`
+// covers results that are zero but for fp32 rounding (T = 1: dQ = dK = 0).
+static void check_error(const char *what, const double *got, const double *exact, const double *rounded, int64_t rows,
+                        int64_t row, int64_t first, int64_t end, double slack) {
+    Distance error = distance(got, exact, rows, row, first, end),
+             allowed = distance(rounded, exact, rows, row, first, end);
     const double bound = 2 * allowed.difference + slack;
-    if (allowed.difference > slack && error.difference / allowed.difference > largest_ratio) largest_ratio = error.difference / allowed.difference;
-    CHECK(error.difference <= bound, "%s: error %.3e of norm, bound %.3e; %lld not finite; worst at row %lld column %lld: %g, not %g", what,
-          error.difference / error.norm, bound / error.norm, (long long)error.not_finite, (long long)(error.worst / row),
-          (long long)(error.worst % row), got[error.worst], exact[error.worst]);
+    if (allowed.difference > slack && error.difference / allowed.difference > largest_ratio)
+        largest_ratio = error.difference / allowed.difference;
+    CHECK(error.difference <= bound,
+          "%s: error %.3e of norm, bound %.3e; %lld not finite; worst at row %lld column %lld: %g, not %g", what,
+          error.difference / error.norm, bound / error.norm, (long long)error.not_finite,
+          (long long)(error.worst / row), (long long)(error.worst % row), got[error.worst], exact[error.worst]);
 }
 
 typedef struct {
@@ -281,8 +300,8 @@ static Setup setup_case(Case c, uint64_t key) {
     Setup s;
     const AttentionDims d = c.d;
     s.c = c;
-    format_checked(s.name, sizeof s.name, "B %lld T %lld NH %lld NKV %lld HD %lld logits x%g", (long long)d.B, (long long)d.T, (long long)d.NH,
-                   (long long)d.NKV, (long long)d.HD, (double)c.logit_scale);
+    format_checked(s.name, sizeof s.name, "B %lld T %lld NH %lld NKV %lld HD %lld logits x%g", (long long)d.B,
+                   (long long)d.T, (long long)d.NH, (long long)d.NKV, (long long)d.HD, (double)c.logit_scale);
     const int64_t row = (d.NH + 2 * d.NKV) * d.HD;
     s.n_qkv = d.B * d.T * row;
     s.n_out = d.B * d.T * d.NH * d.HD;
@@ -320,7 +339,8 @@ static void setup_free(Setup *s) {
 
 // amax: on the device, or NULL.
 static void run_forward(const Implementation *im, Setup *s, Tensor out, Tensor lse, uint32_t *amax) {
-    im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), amax, (const bf16 *)tensor_data(s->qkv), s->c.d, 0);
+    im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), amax, (const bf16 *)tensor_data(s->qkv), s->c.d,
+                0);
     cudaError_t error = cudaDeviceSynchronize();
     if (error != cudaSuccess) die("%s forward, %s: %s", im->name, s->name, cudaGetErrorString(error));
 }
@@ -328,8 +348,9 @@ static void run_forward(const Implementation *im, Setup *s, Tensor out, Tensor l
 static void run_backward(const Implementation *im, Setup *s, Tensor dqkv, bool deterministic) {
     AttentionDims d = s->c.d;
     d.deterministic = deterministic;
-    im->backward((bf16 *)tensor_data(dqkv), (const bf16 *)tensor_data(s->dout), (const bf16 *)tensor_data(s->qkv), (const bf16 *)tensor_data(s->exact_out),
-                 (const float *)tensor_data(s->exact_lse), tensor_data(s->workspace), d, 0);
+    im->backward((bf16 *)tensor_data(dqkv), (const bf16 *)tensor_data(s->dout), (const bf16 *)tensor_data(s->qkv),
+                 (const bf16 *)tensor_data(s->exact_out), (const float *)tensor_data(s->exact_lse),
+                 tensor_data(s->workspace), d, 0);
     cudaError_t error = cudaDeviceSynchronize();
     if (error != cudaSuccess) die("%s backward, %s: %s", im->name, s->name, cudaGetErrorString(error));
 }
@@ -346,7 +367,8 @@ static void check_forward(const Implementation *im, Setup *s) {
     float largest_out = 0;
     for (int64_t i = 0; i < s->n_out; i++) largest_out = fmaxf(largest_out, fabsf((float)got[i]));
     free(got);
-    // lse is fp32 throughout: products of bf16 summed in fp32 (some 1e-6 of the largest score), then a fast exp2 and a log.
+    // lse is fp32 throughout: products of bf16 summed in fp32 (some 1e-6 of the largest score), then a fast exp2 and a
+    // log.
     float *lse = (float *)xcalloc((size_t)s->n_lse, 4);
     CUDA_CHECK(cudaMemcpy(lse, tensor_data(s->lse), (size_t)s->n_lse * 4, cudaMemcpyDeviceToHost));
     int64_t worst = 0;
@@ -355,17 +377,20 @@ static void check_forward(const Implementation *im, Setup *s) {
         largest = fmax(largest, fabs(s->exact.lse[i]));
         if (!(fabs(lse[i] - s->exact.lse[i]) <= fabs(lse[worst] - s->exact.lse[worst]))) worst = i;
     }
-    CHECK(fabs(lse[worst] - s->exact.lse[worst]) <= 1e-5 * (10 + largest), "%s forward, %s: lse of row %lld, query %lld is %g, not %g", im->name, s->name,
-          (long long)(worst / d.T), (long long)(worst % d.T), (double)lse[worst], s->exact.lse[worst]);
+    CHECK(fabs(lse[worst] - s->exact.lse[worst]) <= 1e-5 * (10 + largest),
+          "%s forward, %s: lse of row %lld, query %lld is %g, not %g", im->name, s->name, (long long)(worst / d.T),
+          (long long)(worst % d.T), (double)lse[worst], s->exact.lse[worst]);
     free(lse);
-    CHECK(tensor_guards_hold(s->out, (size_t)s->n_out * 2) && tensor_guards_hold(s->lse, (size_t)s->n_lse * 4), "%s forward, %s wrote outside its output",
-          im->name, s->name);
+    CHECK(tensor_guards_hold(s->out, (size_t)s->n_out * 2) && tensor_guards_hold(s->lse, (size_t)s->n_lse * 4),
+          "%s forward, %s wrote outside its output", im->name, s->name);
     Tensor out2 = tensor_alloc((size_t)s->n_out * 2), lse2 = tensor_alloc((size_t)s->n_lse * 4);
     uint32_t *amax = (uint32_t *)bench_zeros(sizeof *amax);
     run_forward(im, s, out2, lse2, amax);
-    CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0, "%s forward, %s: two runs differ", im->name, s->name);
+    CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0,
+          "%s forward, %s: two runs differ", im->name, s->name);
     float *found = (float *)bench_download(amax, sizeof *amax, s->name);
-    CHECK(*found == largest_out, "%s forward, %s: amax %g, not %g", im->name, s->name, (double)*found, (double)largest_out);
+    CHECK(*found == largest_out, "%s forward, %s: amax %g, not %g", im->name, s->name, (double)*found,
+          (double)largest_out);
     free(found);
     bench_free(amax);
     tensor_free(out2);
@@ -389,8 +414,8 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
     }
     free(got);
     const size_t workspace = attention_workspace_bytes(d.B, d.T, d.NH, d.NKV, d.HD);
-    CHECK(tensor_guards_hold(s->dqkv, (size_t)s->n_qkv * 2) && tensor_guards_hold(s->workspace, workspace), "%s backward%s, %s wrote outside its output",
-          im->name, mode, s->name);
+    CHECK(tensor_guards_hold(s->dqkv, (size_t)s->n_qkv * 2) && tensor_guards_hold(s->workspace, workspace),
+          "%s backward%s, %s wrote outside its output", im->name, mode, s->name);
     if (!deterministic) return;
     const int repeats = d.T == 1000 ? 100 : 2;  // an ordering error shows rarely: one size is repeated
     int64_t differences = 0;
@@ -399,7 +424,8 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
         run_backward(im, s, s->again, true);
         differences += count_differences(s->dqkv, s->again);
     }
-    CHECK(differences == 0, "%s backward, %s: %d deterministic runs differ in %lld words", im->name, s->name, repeats, (long long)differences);
+    CHECK(differences == 0, "%s backward, %s: %d deterministic runs differ in %lld words", im->name, s->name, repeats,
+          (long long)differences);
 }
 
 static void call_attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
@@ -414,13 +440,15 @@ static void call_attention_backward(bf16 *dqkv, const bf16 *dout, const bf16 *qk
 
 // The public entry points give the bits of the implementation meant for this GPU.
 static void check_dispatch(Setup *s) {
-    const Implementation chosen = implementations[hopper_available() ? 1 : 0], dispatch = {"dispatch", call_attention_forward, call_attention_backward, false};
+    const Implementation chosen = implementations[hopper_available() ? 1 : 0],
+                         dispatch = {"dispatch", call_attention_forward, call_attention_backward, false};
     Tensor out2 = tensor_alloc((size_t)s->n_out * 2), lse2 = tensor_alloc((size_t)s->n_lse * 4);
     Tensor *poisoned[] = {&s->out, &s->lse, &s->dqkv, &s->again};
     for (int i = 0; i < 4; i++) tensor_poison(*poisoned[i]);
     run_forward(&chosen, s, s->out, s->lse, NULL);
     run_forward(&dispatch, s, out2, lse2, NULL);
-    CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0, "%s: attention_forward is not %s's", s->name, chosen.name);
+    CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0,
+          "%s: attention_forward is not %s's", s->name, chosen.name);
     run_backward(&chosen, s, s->dqkv, true);
     run_backward(&dispatch, s, s->again, true);
     CHECK(count_differences(s->dqkv, s->again) == 0, "%s: attention_backward is not %s's", s->name, chosen.name);
@@ -435,7 +463,9 @@ typedef struct {
     bool implementation[2], forward, backward, check, bench, deterministic_only;
 } Choice;
 
-static bool implementation_runs(const Choice *o, int i) { return o->implementation[i] && (!implementations[i].hopper || hopper_available()); }
+static bool implementation_runs(const Choice *o, int i) {
+    return o->implementation[i] && (!implementations[i].hopper || hopper_available());
+}
 
 static void check_case(const Choice *o, Case c, uint64_t key) {
     Setup s = setup_case(c, key);
@@ -449,8 +479,9 @@ static void check_case(const Choice *o, Case c, uint64_t key) {
     setup_free(&s);
 }
 
-// Tails of every kind, groups of 1, 4 and 8 query heads, two sequences, scores of standard deviation 1 and 30 (softmax almost one-hot);
-// and so many short sequences that the sm90 backward gives a block the whole group (dK, dV straight to bf16) and works in sections.
+// Tails of every kind, groups of 1, 4 and 8 query heads, two sequences, scores of standard deviation 1 and 30 (softmax
+// almost one-hot); and so many short sequences that the sm90 backward gives a block the whole group (dK, dV straight to
+// bf16) and works in sections.
 static void check_all(const Choice *o) {
     const int64_t lengths[] = {1, 63, 113, 128, 1000, 2048}, groups[] = {1, 4, 8, 4};
     const uint64_t seed = (uint64_t)time(NULL);
@@ -477,9 +508,12 @@ static void call_unsupported(void *context) {
 // Runs before the first CUDA call: a fork cannot share a context.
 static void check_bad_sizes(void) {
     char output[512];
-    AttentionDims head_dim = {1, 16, 8, 2, 80, false}, heads = {1, 16, 8, 3, 64, false}, empty = {1, 0, 8, 2, 64, false};
-    CHECK(check_dies(call_unsupported, &head_dim, "head_dim 80 is not supported", output, sizeof output), "head_dim 80 gave: %s", output);
-    CHECK(check_dies(call_unsupported, &heads, "8 query heads cannot share 3", output, sizeof output), "8 over 3 heads gave: %s", output);
+    AttentionDims head_dim = {1, 16, 8, 2, 80, false}, heads = {1, 16, 8, 3, 64, false},
+                  empty = {1, 0, 8, 2, 64, false};
+    CHECK(check_dies(call_unsupported, &head_dim, "head_dim 80 is not supported", output, sizeof output),
+          "head_dim 80 gave: %s", output);
+    CHECK(check_dies(call_unsupported, &heads, "8 query heads cannot share 3", output, sizeof output),
+          "8 over 3 heads gave: %s", output);
     CHECK(check_dies(call_unsupported, &empty, "length 0", output, sizeof output), "length 0 gave: %s", output);
 }
 
@@ -490,12 +524,14 @@ static int compare_floats(const void *a, const void *b) {
 
 #define BENCH_CALLS 11
 
-// Why attention stays below the peak of matrix products alone; the arithmetic is a multiprocessor of Hopper's: 4096 FLOPs of products and 16 exponentials a cycle.
+// Why attention stays below the peak of matrix products alone; the arithmetic is a multiprocessor of Hopper's: 4096
+// FLOPs of products and 16 exponentials a cycle.
 static const char *bench_reason(const Implementation *im, AttentionDims d, int pass) {
     if (!im->hopper && pass) return "mma.sync, slower than wgmma on Hopper; 7 products, of which 5 are counted";
     if (!im->hopper) return "mma.sync, slower than wgmma on Hopper; softmax between its products";
     if (pass == 2) return "blocks wait for each other to add to dQ in order; dS through shared memory, exponentials";
-    if (pass == 1) return "dQ is added in fp32 in memory, dS goes through shared memory, exponentials beside five products";
+    if (pass == 1)
+        return "dQ is added in fp32 in memory, dS goes through shared memory, exponentials beside five products";
     if (d.T < 4096) return "short sequences: the triangle's tiles are few for the multiprocessors, and softmax";
     if (d.HD == 64) return "the exponentials take as many cycles as the two products";
     return "the exponentials take half as many cycles as the two products";
@@ -504,7 +540,8 @@ static const char *bench_reason(const Implementation *im, AttentionDims d, int p
 // pass 0: forward, 1: backward, 2: deterministic backward.
 static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int pass) {
     const int64_t n_qkv = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD, n_out = d.B * d.T * d.NH * d.HD;
-    Tensor qkv = tensor_alloc((size_t)n_qkv * 2), dqkv = tensor_alloc((size_t)n_qkv * 2), out = tensor_alloc((size_t)n_out * 2);
+    Tensor qkv = tensor_alloc((size_t)n_qkv * 2), dqkv = tensor_alloc((size_t)n_qkv * 2),
+           out = tensor_alloc((size_t)n_out * 2);
     Tensor dout = tensor_alloc((size_t)n_out * 2), lse = tensor_alloc((size_t)(d.B * d.NH * d.T) * 4);
     Tensor workspace = tensor_alloc(attention_workspace_bytes(d.B, d.T, d.NH, d.NKV, d.HD));
     fill_normal(qkv, n_qkv, 1, 1, 0, 1.0f);
@@ -516,10 +553,12 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
     for (int i = -2; i < BENCH_CALLS; i++) {
         if (i == 0) bench_clock_begin(b);
         if (i >= 0) CUDA_CHECK(cudaEventRecord(events[i]));
-        if (pass == 0) im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), NULL, (const bf16 *)tensor_data(qkv), d, 0);
+        if (pass == 0)
+            im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), NULL, (const bf16 *)tensor_data(qkv), d,
+                        0);
         else
-            im->backward((bf16 *)tensor_data(dqkv), (const bf16 *)tensor_data(dout), (const bf16 *)tensor_data(qkv), (const bf16 *)tensor_data(out),
-                         (const float *)tensor_data(lse), tensor_data(workspace), d, 0);
+            im->backward((bf16 *)tensor_data(dqkv), (const bf16 *)tensor_data(dout), (const bf16 *)tensor_data(qkv),
+                         (const bf16 *)tensor_data(out), (const float *)tensor_data(lse), tensor_data(workspace), d, 0);
     }
     CUDA_CHECK(cudaEventRecord(events[BENCH_CALLS]));
     const double ghz = bench_clock_end(b);
@@ -527,8 +566,12 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
     for (int i = 0; i < BENCH_CALLS; i++) CUDA_CHECK(cudaEventElapsedTime(&ms[i], events[i], events[i + 1]));
     qsort(ms, BENCH_CALLS, sizeof ms[0], compare_floats);
     char name[64], shape[64];
-    format_checked(name, sizeof name, "attention %s, %s", im->name, pass == 0 ? "forward" : pass == 1 ? "backward" : "backward deterministic");
-    format_checked(shape, sizeof shape, "%lld, %lld/%lldx%lld", (long long)d.T, (long long)d.NH, (long long)d.NKV, (long long)d.HD);
+    format_checked(name, sizeof name, "attention %s, %s", im->name,
+                   pass == 0   ? "forward"
+                   : pass == 1 ? "backward"
+                               : "backward deterministic");
+    format_checked(shape, sizeof shape, "%lld, %lld/%lldx%lld", (long long)d.T, (long long)d.NH, (long long)d.NKV,
+                   (long long)d.HD);
     const double flops = 4.0 * (double)(d.B * d.NH * d.HD) * (double)d.T * (double)d.T / 2 * (pass ? 2.5 : 1.0);
     bench_report_flops(b, name, shape, ms[BENCH_CALLS / 2] * 1e3, flops, false, ghz, bench_reason(im, d, pass));
     for (int i = 0; i <= BENCH_CALLS; i++) CUDA_CHECK(cudaEventDestroy(events[i]));
@@ -536,24 +579,32 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
     for (int i = 0; i < 6; i++) tensor_free(all[i]);
 }
 
-// What backward does beside its products: sums of dout * out before them, on either implementation, and the rows of dq after Hopper's.
+// What backward does beside its products: sums of dout * out before them, on either implementation, and the rows of dq
+// after Hopper's.
 template <int HD>
 static void bench_beside_products(Bench *b, const Choice *o) {
-    const int64_t T = 8192, NH = 32, NKV = 8, n = T * NH * HD;  // T: whole tiles, and so long that a block sums the whole group
+    const int64_t T = 8192, NH = 32, NKV = 8,
+                  n = T * NH * HD;  // T: whole tiles, and so long that a block sums the whole group
     const AttentionDims d = {1, T, NH, NKV, HD, false};
-    bf16 *dout = bench_random(n, 1, 1), *out = bench_random(n, 2, 1), *dqkv = (bf16 *)bench_alloc(T * (NH + 2 * NKV) * HD * 2);
-    float *dq = (float *)bench_alloc(n * 4), *lse = (float *)bench_zeros(NH * T * 4), *stats = (float *)bench_alloc(2 * NH * T * 4);
+    bf16 *dout = bench_random(n, 1, 1), *out = bench_random(n, 2, 1),
+         *dqkv = (bf16 *)bench_alloc(T * (NH + 2 * NKV) * HD * 2);
+    float *dq = (float *)bench_alloc(n * 4), *lse = (float *)bench_zeros(NH * T * 4),
+          *stats = (float *)bench_alloc(2 * NH * T * 4);
     char shape[32];
     format_checked(shape, sizeof shape, "%lld, %lld/%lldx%d", (long long)T, (long long)NH, (long long)NKV, HD);
     if (implementation_runs(o, 0)) {
-        const double us = bench_time_us(b, [&] { attention_delta_kernel<<<grid_size(T * NH, 8), 256>>>(stats, dout, out, d); });
+        const double us =
+            bench_time_us(b, [&] { attention_delta_kernel<<<grid_size(T * NH, 8), 256>>>(stats, dout, out, d); });
         bench_report(b, "attention mma, backward's delta", shape, us, 4.0 * (double)n + 4.0 * (double)(NH * T),
                      "a warp a row of one head: a thread loads 2 bytes at a time");
     }
     if (implementation_runs(o, 1)) {
-        const dim3 stats_grid((unsigned)(T * HD / 8 / 256), (unsigned)NH, 1), rows_grid((unsigned)(T / 64), (unsigned)(NH * HD / 64), 1);
-        double us = bench_time_us(b, [&] { attention_backward_stats<HD><<<stats_grid, 256>>>(stats, dq, NULL, 0, dout, out, lse, T, NH); });
-        bench_report(b, "attention sm90, backward's stats and zeroes", shape, us, 8.0 * (double)n + 12.0 * (double)(NH * T),
+        const dim3 stats_grid((unsigned)(T * HD / 8 / 256), (unsigned)NH, 1),
+            rows_grid((unsigned)(T / 64), (unsigned)(NH * HD / 64), 1);
+        double us = bench_time_us(
+            b, [&] { attention_backward_stats<HD><<<stats_grid, 256>>>(stats, dq, NULL, 0, dout, out, lse, T, NH); });
+        bench_report(b, "attention sm90, backward's stats and zeroes", shape, us,
+                     8.0 * (double)n + 12.0 * (double)(NH * T),
                      "short blocks: a thread loads 16 bytes of each tensor once");
         us = bench_time_us(b, [&] { attention_backward_rows<HD><<<rows_grid, 256>>>(dqkv, dq, NULL, T, NH, NKV, 1); });
         bench_report(b, "attention sm90, backward's rows of dQ", shape, us, 6.0 * (double)n,
@@ -597,7 +648,8 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 6; i++) on[i] = given[i] || !given[i ^ 1];
     const Choice o = {{on[0], on[1]}, on[2], on[3], on[4], on[5], given[6]};
     if (o.check) check_bad_sizes();
-    if (o.implementation[1] && !hopper_available()) printf("sm90: skipped, the GPU is not of compute capability 9.0 or the build is not for sm_90a\n");
+    if (o.implementation[1] && !hopper_available())
+        printf("sm90: skipped, the GPU is not of compute capability 9.0 or the build is not for sm_90a\n");
     if (o.check) check_all(&o);
     if (o.bench) bench_all(&o);
     return check_report();

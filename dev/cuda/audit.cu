@@ -34,21 +34,26 @@ struct PairSource {
     __device__ void load(Raw *raw, int64_t row, int64_t column) const {
         for (int o = 0; o < 2; o++) raw->v[o] = bf16x8_load(x + (2 * row + o) * C + column);
     }
-    __device__ void values(Bf16x8 v[2], const Raw &raw, const Column &, uint32_t *) const { v[0] = raw.v[0], v[1] = raw.v[1]; }
+    __device__ void values(Bf16x8 v[2], const Raw &raw, const Column &, uint32_t *) const {
+        v[0] = raw.v[0], v[1] = raw.v[1];
+    }
 };
 
-// Signal and noise are sums of positive doubles in another order. No element passes through more than 4e6 additions; a rounding of 2^-53 in each is 4.5e-10.
+// Signal and noise are sums of positive doubles in another order. No element passes through more than 4e6 additions; a
+// rounding of 2^-53 in each is 4.5e-10.
 static bool sum_is_close(double got, double want) { return got == want || fabs(got - want) <= 1e-9 * want; }
 
 static void check_sums(const char *label, const AuditSums *got, const AuditSums *want) {
     CHECK(got->count == want->count && got->flushed == want->flushed && got->saturated == want->saturated,
-          "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, %.0f", label, got->count, got->flushed, got->saturated, want->count, want->flushed,
-          want->saturated);
-    CHECK(sum_is_close(got->signal, want->signal) && sum_is_close(got->noise, want->noise), "%s: signal %.17g, noise %.17g; want %.17g, %.17g", label, got->signal,
-          got->noise, want->signal, want->noise);
-    CHECK(same_or_nan(got->amax, want->amax) && same_or_nan(got->scale_max, want->scale_max) && same_or_nan(got->inverse_scale_max, want->inverse_scale_max),
-          "%s: amax 0x%08x, scale 0x%08x, inverse 0x%08x; want 0x%08x, 0x%08x, 0x%08x", label, got->amax, got->scale_max, got->inverse_scale_max, want->amax,
-          want->scale_max, want->inverse_scale_max);
+          "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, %.0f", label, got->count, got->flushed,
+          got->saturated, want->count, want->flushed, want->saturated);
+    CHECK(sum_is_close(got->signal, want->signal) && sum_is_close(got->noise, want->noise),
+          "%s: signal %.17g, noise %.17g; want %.17g, %.17g", label, got->signal, got->noise, want->signal,
+          want->noise);
+    CHECK(same_or_nan(got->amax, want->amax) && same_or_nan(got->scale_max, want->scale_max) &&
+              same_or_nan(got->inverse_scale_max, want->inverse_scale_max),
+          "%s: amax 0x%08x, scale 0x%08x, inverse 0x%08x; want 0x%08x, 0x%08x, 0x%08x", label, got->amax,
+          got->scale_max, got->inverse_scale_max, want->amax, want->scale_max, want->inverse_scale_max);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -67,7 +72,7 @@ typedef struct {
     float *x;
     bf16 *device_x;
     QTensor t;        // on the device
-    AuditSums *sums;    // [2], on the device: what t.audit points to
+    AuditSums *sums;  // [2], on the device: what t.audit points to
     AuditSums want[2];
 } Audited;
 
@@ -100,7 +105,8 @@ static Audited audited_create(const Case *c) {
 }
 
 static void audited_free(Audited *a) {
-    void *device[] = {a->device_x, a->t.rowwise, a->t.columnwise, a->t.rowwise_scale_inv, a->t.columnwise_scale_inv, a->sums};
+    void *device[] = {a->device_x, a->t.rowwise, a->t.columnwise, a->t.rowwise_scale_inv, a->t.columnwise_scale_inv,
+                      a->sums};
     for (void *p : device) bench_free(p);
     free(a->x);
 }
@@ -117,8 +123,9 @@ static void check_audited(const char *label, Audited *a) {
 
 static void check_case(Case c) {
     char label[128];
-    format_checked(label, sizeof label, "%lld x %lld, granularities %d %d, rule %d, %s, %s", (long long)c.R, (long long)c.C, (int)c.row, (int)c.col, (int)c.rule,
-                   c.format == FP8_E4M3 ? "e4m3" : "e5m2", fill_names[c.fill]);
+    format_checked(label, sizeof label, "%lld x %lld, granularities %d %d, rule %d, %s, %s", (long long)c.R,
+                   (long long)c.C, (int)c.row, (int)c.col, (int)c.rule, c.format == FP8_E4M3 ? "e4m3" : "e5m2",
+                   fill_names[c.fill]);
     Audited a = audited_create(&c);
     audit_source(a.t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
     check_audited(label, &a);
@@ -155,7 +162,8 @@ static void check_parts(void) {
     Audited a = audited_create(&c);
     const int64_t ends[] = {0, 16, 16, 4112, 100000, c.R * c.C};
     for (int i = 1; i < 6; i++)
-        audit_part(a.sums, a.device_x + ends[i - 1], a.t.rowwise + ends[i - 1], (const float *)a.t.rowwise_scale_inv, ends[i] - ends[i - 1], c.format, 0);
+        audit_part(a.sums, a.device_x + ends[i - 1], a.t.rowwise + ends[i - 1], (const float *)a.t.rowwise_scale_inv,
+                   ends[i] - ends[i - 1], c.format, 0);
     a.want[COPY_COL] = AuditSums{};
     check_audited("parts", &a);
     audited_free(&a);
@@ -166,7 +174,8 @@ static void check_parts(void) {
 
 // A tensor's copies as a recipe has them, not cast yet.
 static QTensor recipe_copies(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
-    return qtensor_of(R, C, recipe_granularity(r, tensor, COPY_ROW), recipe_granularity(r, tensor, COPY_COL), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
+    return qtensor_of(R, C, recipe_granularity(r, tensor, COPY_ROW), recipe_granularity(r, tensor, COPY_COL), r->rule,
+                      tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
 }
 
 static void check_cast(int recipe, TensorRole tensor) {
@@ -182,13 +191,15 @@ static void check_cast(int recipe, TensorRole tensor) {
     tensor_quantize(t, device_x, R, C, 0);
     AuditSums *got = (AuditSums *)bench_download(sums, 2 * (int64_t)sizeof(AuditSums), r->name);
     for (int copy = 0; copy < 2; copy++) {
-        format_checked(label, sizeof label, "cast of %s, tensor %d, %s copy", r->name, (int)tensor, copy ? "col" : "row");
+        format_checked(label, sizeof label, "cast of %s, tensor %d, %s copy", r->name, (int)tensor,
+                       copy ? "col" : "row");
         AuditSums want = {};
         const ScaleGranularity granularity = copy ? t.col_granularity : t.row_granularity;
         const CopyShape s = copy_shape(R, C, (CopyKind)copy);
         if (granularity != NO_SCALE) {
             uint8_t *codes = (uint8_t *)bench_download(copy ? t.columnwise : t.rowwise, R * C, label);
-            void *scales = bench_download(copy ? t.columnwise_scale_inv : t.rowwise_scale_inv, scale_bytes(granularity, s.outer, s.depth), label);
+            void *scales = bench_download(copy ? t.columnwise_scale_inv : t.rowwise_scale_inv,
+                                          scale_bytes(granularity, s.outer, s.depth), label);
             audit_copy(&want, x, codes, scales, s, granularity, t.format);
             free(codes);
             free(scales);
@@ -211,9 +222,11 @@ static void check_slices(void) {
     float *inverse = (float *)bench_zeros(4 * LAYERS * TENSORS * (int64_t)sizeof(float));
     AuditSums *sums = (AuditSums *)bench_zeros(2 * LAYERS * TENSORS * (int64_t)sizeof(AuditSums));
     Fp8Slices s = {};
-    s.count = LAYERS, s.n = SIZE, s.num_tensors = TENSORS, s.x = device_x, s.x_stride = 2 * SIZE, s.slot_stride = TENSORS, s.rule = SCALE_TORCHAO;
+    s.count = LAYERS, s.n = SIZE, s.num_tensors = TENSORS, s.x = device_x, s.x_stride = 2 * SIZE,
+    s.slot_stride = TENSORS, s.rule = SCALE_TORCHAO;
     for (int j = 0; j < TENSORS; j++) s.ends[j] = ends[j];
-    s.codes = (uint8_t *)bench_alloc(LAYERS * SIZE), s.amax = (uint32_t *)bench_upload(amax, (int64_t)sizeof amax), s.inverse_scale = inverse;
+    s.codes = (uint8_t *)bench_alloc(LAYERS * SIZE), s.amax = (uint32_t *)bench_upload(amax, (int64_t)sizeof amax),
+    s.inverse_scale = inverse;
     quantize_slices(&s, 0);
     audit_slices(&s, sums, 2 * TENSORS, 2, 0);
     AuditSums *got = (AuditSums *)bench_download(sums, 2 * LAYERS * TENSORS * (int64_t)sizeof(AuditSums), "slices");
@@ -224,7 +237,8 @@ static void check_slices(void) {
         const int64_t first = j ? ends[j - 1] : 0;
         char label[64];
         AuditSums want = {};
-        audit_copy(&want, x + 2 * l * SIZE + first, codes + l * SIZE + first, scales + 4 * i, copy_shape(1, ends[j] - first, COPY_ROW), PER_TENSOR, FP8_E4M3);
+        audit_copy(&want, x + 2 * l * SIZE + first, codes + l * SIZE + first, scales + 4 * i,
+                   copy_shape(1, ends[j] - first, COPY_ROW), PER_TENSOR, FP8_E4M3);
         format_checked(label, sizeof label, "slice of layer %d, tensor %d", l, j);
         check_sums(label, &got[2 * i], &want);
     }
@@ -240,12 +254,14 @@ static void run_checks(void) {
             for (int tensor = 0; tensor < NUM_TENSORS; tensor++)
                 for (int f = 0; f < 2 * NUM_FILLS; f++) {
                     const Recipe *r = recipe_row(recipe);
-                    ScaleGranularity row = recipe_granularity(r, (TensorRole)tensor, COPY_ROW), col = recipe_granularity(r, (TensorRole)tensor, COPY_COL);
+                    ScaleGranularity row = recipe_granularity(r, (TensorRole)tensor, COPY_ROW),
+                                     col = recipe_granularity(r, (TensorRole)tensor, COPY_COL);
                     if (row == NO_SCALE) row = PER_TENSOR_BROADCAST;
                     if (col == NO_SCALE) col = PER_TENSOR_BROADCAST;
                     check_case({shapes[i][0], shapes[i][1], row, col, r->rule, (Fp8Format)(f % 2), (Fill)(f / 2), 0});
                 }
-    check_case({200, 272, PER_TENSOR, PER_TENSOR, SCALE_TE, FP8_E4M3, FILL_NORMAL, 1000});  // an outdated scale: many saturate
+    check_case(
+        {200, 272, PER_TENSOR, PER_TENSOR, SCALE_TE, FP8_E4M3, FILL_NORMAL, 1000});  // an outdated scale: many saturate
     check_case({200, 272, PER_TENSOR, PER_TENSOR, SCALE_TE, FP8_E5M2, FILL_NORMAL, 1e-5f});  // most are flushed
     check_missing();
     check_parts();
@@ -305,7 +321,8 @@ static void bench_part(Bench *b, int64_t n) {
     AuditSums *sums = (AuditSums *)bench_zeros((int64_t)sizeof(AuditSums));
     QTensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, n / 4096, 4096);
     tensor_quantize(t, x, n / 4096, 4096, 0);
-    const double us = bench_time_us(b, [&] { audit_part(sums, x, t.rowwise, (const float *)t.rowwise_scale_inv, n, t.format, 0); });
+    const double us =
+        bench_time_us(b, [&] { audit_part(sums, x, t.rowwise, (const float *)t.rowwise_scale_inv, n, t.format, 0); });
     bench_report(b, "audit of a part", shape, us, 3.0 * (double)n, AUDIT_REASON);
     qtensor_free(t);
     bench_free(x), bench_free(sums);

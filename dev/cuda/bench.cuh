@@ -1,6 +1,6 @@
-// What the kernel programs of dev/cuda share: poisoned device buffers, comparisons that name the first bad element, timing with a cold L2, and the lines
-// that say how near a kernel comes to its ceiling.
-// A program checks with CHECK and the functions below (arguments "check", "large"), times its kernels ("bench"), and ends with check_report().
+// What the kernel programs of dev/cuda share: poisoned device buffers, comparisons that name the first bad element,
+// timing with a cold L2, and the lines that say how near a kernel comes to its ceiling. A program checks with CHECK and
+// the functions below (arguments "check", "large"), times its kernels ("bench"), and ends with check_report().
 #ifndef DEV_CUDA_BENCH_CUH
 #define DEV_CUDA_BENCH_CUH
 
@@ -9,7 +9,8 @@
 #include "../../llmc/base/rng.h"
 #include "../test/lib/check.h"
 
-// After every <<<>>>: a bad launch configuration is reported here; an error inside the kernel by a later synchronizing call.
+// After every <<<>>>: a bad launch configuration is reported here; an error inside the kernel by a later synchronizing
+// call.
 #define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -58,25 +59,30 @@ static inline void check_bytes(const char *label, const void *got, const void *w
     int64_t bad = 0, first = -1;
     for (int64_t i = 0; i < n; i++)
         if (a[i] != b[i] && bad++ == 0) first = i;
-    CHECK(bad == 0, "%s: %lld of %lld bytes differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label, (long long)bad, (long long)n,
-          (long long)(first / columns), (long long)(first % columns), a[first], b[first]);
+    CHECK(bad == 0, "%s: %lld of %lld bytes differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label,
+          (long long)bad, (long long)n, (long long)(first / columns), (long long)(first % columns), a[first], b[first]);
 }
 
-static inline bool fp8_is_nan(uint8_t code, Fp8Format format) { return format == FP8_E4M3 ? (code & 0x7f) == 0x7f : (code & 0x7f) > 0x7c; }
+static inline bool fp8_is_nan(uint8_t code, Fp8Format format) {
+    return format == FP8_E4M3 ? (code & 0x7f) == 0x7f : (code & 0x7f) > 0x7c;
+}
 
 // Equal FP8 codes, but a NaN equals any NaN (the GPU's cast drops its sign).
-static inline void check_fp8(const char *label, const uint8_t *got, const uint8_t *want, int64_t n, int64_t columns, Fp8Format format) {
+static inline void check_fp8(const char *label, const uint8_t *got, const uint8_t *want, int64_t n, int64_t columns,
+                             Fp8Format format) {
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < n; i++) {
         if (got[i] == want[i] || (fp8_is_nan(got[i], format) && fp8_is_nan(want[i], format))) continue;
         if (bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld codes differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label, (long long)bad, (long long)n,
-          (long long)(first / columns), (long long)(first % columns), got[first], want[first]);
+    CHECK(bad == 0, "%s: %lld of %lld codes differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label,
+          (long long)bad, (long long)n, (long long)(first / columns), (long long)(first % columns), got[first],
+          want[first]);
 }
 
 // |got - want| <= absolute + relative * |want| for every element; infinities must match, NaN must meet NaN.
-static inline void check_close(const char *label, const float *got, const float *want, int64_t n, int64_t columns, double relative, double absolute) {
+static inline void check_close(const char *label, const float *got, const float *want, int64_t n, int64_t columns,
+                               double relative, double absolute) {
     int64_t bad = 0, first = 0;
     double worst = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -86,8 +92,10 @@ static inline void check_close(const char *label, const float *got, const float 
         if (bad++ == 0) first = i;
         worst = fmax(worst, error / allowed);
     }
-    CHECK(bad == 0, "%s: %lld of %lld elements off (worst %.3g x the tolerance), first at [%lld, %lld]: got %.9g, want %.9g", label, (long long)bad,
-          (long long)n, worst, (long long)(first / columns), (long long)(first % columns), got[first], want[first]);
+    CHECK(bad == 0,
+          "%s: %lld of %lld elements off (worst %.3g x the tolerance), first at [%lld, %lld]: got %.9g, want %.9g",
+          label, (long long)bad, (long long)n, worst, (long long)(first / columns), (long long)(first % columns),
+          got[first], want[first]);
 }
 
 static inline float *bf16_to_floats(const void *bits, int64_t n) {
@@ -128,7 +136,8 @@ static inline bf16 *bench_random(int64_t n, uint64_t seed, float scale) {
     return x;
 }
 
-static __global__ void bench_first_difference_kernel(unsigned long long *first, const uint8_t *a, const uint8_t *b, int64_t n) {
+static __global__ void bench_first_difference_kernel(unsigned long long *first, const uint8_t *a, const uint8_t *b,
+                                                     int64_t n) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
         if (a[i] != b[i]) atomicMin(first, (unsigned long long)i);
 }
@@ -140,29 +149,31 @@ static inline void check_same_on_device(const char *label, const void *a, const 
     CUDA_CHECK_LAUNCH();
     CUDA_CHECK(cudaMemcpy(&first, slot, sizeof first, cudaMemcpyDeviceToHost));
     bench_free(slot);
-    CHECK(first == none, "%s: first different byte at [%lld, %lld]", label, (long long)(first / (unsigned long long)columns),
-          (long long)(first % (unsigned long long)columns));
+    CHECK(first == none, "%s: first different byte at [%lld, %lld]", label,
+          (long long)(first / (unsigned long long)columns), (long long)(first % (unsigned long long)columns));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Timing
 
 typedef struct {
-    uint4 *flush;          // read before every timed launch: more than the L2 holds
+    uint4 *flush;  // read before every timed launch: more than the L2 holds
     int64_t flush_bytes;
     uint32_t *sink;
-    double copy_rate;      // bytes a second, read plus written, of a plain copy on this GPU in this run
-    double peak_bf16;      // FLOP/s, dense; 0: unknown
-    double peak_ghz;       // clock that gives it; 0: unknown
+    double copy_rate;  // bytes a second, read plus written, of a plain copy on this GPU in this run
+    double peak_bf16;  // FLOP/s, dense; 0: unknown
+    double peak_ghz;   // clock that gives it; 0: unknown
     int num_sms;
-    uint64_t *clocks;      // [2, num_sms, 2] cycles and nanoseconds of each multiprocessor, before and after
+    uint64_t *clocks;  // [2, num_sms, 2] cycles and nanoseconds of each multiprocessor, before and after
     cudaEvent_t start, stop;
 } Bench;
 
-// Reads the whole buffer, so that the L2 holds nothing that the timed kernel reads, and nothing that must be written back first.
+// Reads the whole buffer, so that the L2 holds nothing that the timed kernel reads, and nothing that must be written
+// back first.
 static __global__ void bench_flush_kernel(uint32_t *sink, const uint4 *p, int64_t n) {
     uint32_t x = 0;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) x ^= p[i].x ^ p[i].w;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        x ^= p[i].x ^ p[i].w;
     if (x == 0x12345678u) *sink = x;  // never for the poison; keeps the loads
 }
 
@@ -204,7 +215,8 @@ static inline void bench_clock_begin(Bench *b) {
     CUDA_CHECK_LAUNCH();
 }
 
-// Mean clock of the multiprocessors since bench_clock_begin, in GHz; 0 if the counters do not tell. Waits for the device.
+// Mean clock of the multiprocessors since bench_clock_begin, in GHz; 0 if the counters do not tell. Waits for the
+// device.
 static inline double bench_clock_end(Bench *b) {
     const int n = b->num_sms;
     uint64_t *c = (uint64_t *)xcalloc((size_t)n * 4, sizeof *c);
@@ -222,17 +234,20 @@ static inline double bench_clock_end(Bench *b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Lines. Every kernel that a training step launches has one, of its own or of the call that launches it, and every line says how near it comes to its
-// ceiling: for kernels that move data the copy rate of this GPU in this run, for matrix products and attention the dense peak in llmc/config/flops.h. Below
-// BENCH_PERCENT of it a line says why. A line that cannot is a failed check: so a kernel that has become slow does not go unseen.
+// Lines. Every kernel that a training step launches has one, of its own or of the call that launches it, and every line
+// says how near it comes to its ceiling: for kernels that move data the copy rate of this GPU in this run, for matrix
+// products and attention the dense peak in llmc/config/flops.h. Below BENCH_PERCENT of it a line says why. A line that
+// cannot is a failed check: so a kernel that has become slow does not go unseen.
 //
 // No line of their own have
-//   - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which end at once) and column_sums_finish, which are in the lines of their calls;
+//   - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which end at once) and
+//   column_sums_finish, which are in the lines of their calls;
 //     loss_accumulate, gemm_alpha, delayed_begin, delayed_update, delayed_restore
-//   - what runs before or between steps: initialize_parameter, auto_filter_fill, and the trainer's fill_for_timing and round_weights
+//   - what runs before or between steps: initialize_parameter, auto_filter_fill, and the trainer's fill_for_timing and
+//   round_weights
 
-// A call that moves no more than BENCH_RAMP_BYTES and loses no more than BENCH_RAMP_US has its launches and the ramps of their blocks for a reason, which
-// cost 4 to 6 us each on an H200.
+// A call that moves no more than BENCH_RAMP_BYTES and loses no more than BENCH_RAMP_US has its launches and the ramps
+// of their blocks for a reason, which cost 4 to 6 us each on an H200.
 #define BENCH_RAMP_BYTES (64ll << 20)
 enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
 
@@ -247,20 +262,28 @@ static inline void bench_record(const char *name, const char *shape, double perc
     fclose(file);
 }
 
-// The one place that prints a line. `rate` and `ceiling` in units of `unit`; `reason`: why the share may be low, NULL if it may not.
-static inline void bench_line(const char *name, const char *shape, double us, double rate, const char *unit, double ceiling, const char *whose, const char *reason) {
+// The one place that prints a line. `rate` and `ceiling` in units of `unit`; `reason`: why the share may be low, NULL
+// if it may not.
+static inline void bench_line(const char *name, const char *shape, double us, double rate, const char *unit,
+                              double ceiling, const char *whose, const char *reason) {
     const double percent = ceiling > 0 ? 100 * rate / ceiling : 0;
     const bool low = !(percent >= BENCH_PERCENT);
     char because[400] = "";
-    if (low) format_checked(because, sizeof because, "  under %d%%: %s", BENCH_PERCENT, reason ? reason : "NO REASON STATED");
-    printf("%-46s %-22s %9.1f us %6.0f %-7s %5.1f%% of %s %.0f%s\n", name, shape, us, rate, unit, percent, whose, ceiling, because);
+    if (low)
+        format_checked(because, sizeof because, "  under %d%%: %s", BENCH_PERCENT,
+                       reason ? reason : "NO REASON STATED");
+    printf("%-46s %-22s %9.1f us %6.0f %-7s %5.1f%% of %s %.0f%s\n", name, shape, us, rate, unit, percent, whose,
+           ceiling, because);
     fflush(stdout);
     bench_record(name, shape, percent, low, reason);
-    CHECK(us > 0 && (!low || reason), "%s, %s: %.1f us, %.1f%% of its ceiling, and no reason is stated", name, shape, us, percent);
+    CHECK(us > 0 && (!low || reason), "%s, %s: %.1f us, %.1f%% of its ceiling, and no reason is stated", name, shape,
+          us, percent);
 }
 
-// A kernel that moves data; `bytes`: those that the operation cannot avoid moving. Where a call is small, that is its reason, else the one given.
-static inline void bench_report(const Bench *b, const char *name, const char *shape, double us, double bytes, const char *reason = NULL) {
+// A kernel that moves data; `bytes`: those that the operation cannot avoid moving. Where a call is small, that is its
+// reason, else the one given.
+static inline void bench_report(const Bench *b, const char *name, const char *shape, double us, double bytes,
+                                const char *reason = NULL) {
     const double lost = us - bytes / b->copy_rate * 1e6;
     char ramp[100];
     if (bytes <= BENCH_RAMP_BYTES && lost <= BENCH_RAMP_US) {
@@ -270,14 +293,17 @@ static inline void bench_report(const Bench *b, const char *name, const char *sh
     bench_line(name, shape, us, bytes / us * 1e-3, "GB/s", b->copy_rate * 1e-9, "a copy's", reason);
 }
 
-// Matrix products and attention. ghz: the clock that they ran at, which power lowers, while the peak holds at one clock.
-static inline void bench_report_flops(const Bench *b, const char *name, const char *shape, double us, double flops, bool fp8, double ghz, const char *reason) {
+// Matrix products and attention. ghz: the clock that they ran at, which power lowers, while the peak holds at one
+// clock.
+static inline void bench_report_flops(const Bench *b, const char *name, const char *shape, double us, double flops,
+                                      bool fp8, double ghz, const char *reason) {
     const double rate = flops / us * 1e-6, peak = b->peak_bf16 * (fp8 ? 2 : 1) * 1e-12;
     char because[300];
     if (peak == 0) reason = "llmc/config/flops.h has no peak for this GPU";
     if (reason && ghz > 0 && ghz < b->peak_ghz) {
-        format_checked(because, sizeof because, "%s; ran at %.2f GHz, the peak holds at %.2f: %.0f%% of the peak at that clock", reason, ghz, b->peak_ghz,
-                       100 * rate / peak * b->peak_ghz / ghz);
+        format_checked(because, sizeof because,
+                       "%s; ran at %.2f GHz, the peak holds at %.2f: %.0f%% of the peak at that clock", reason, ghz,
+                       b->peak_ghz, 100 * rate / peak * b->peak_ghz / ghz);
         reason = because;
     }
     bench_line(name, shape, us, rate, "TFLOP/s", peak, fp8 ? "the FP8 peak's" : "the peak's", reason);
@@ -315,7 +341,8 @@ static inline Bench bench_create(void) {
     CUDA_CHECK(cudaGetDeviceProperties(&p, device));
     b.num_sms = p.multiProcessorCount;
     b.peak_bf16 = flops_peak_bf16(p.major, p.minor, p.name);
-    if (p.major == 9) b.peak_ghz = b.peak_bf16 / (4096e9 * b.num_sms);  // a multiprocessor of Hopper does 4096 FLOPs a cycle
+    if (p.major == 9)
+        b.peak_ghz = b.peak_bf16 / (4096e9 * b.num_sms);  // a multiprocessor of Hopper does 4096 FLOPs a cycle
     b.flush_bytes = 2ll * p.l2CacheSize;
     b.flush = (uint4 *)bench_alloc(b.flush_bytes);
     b.sink = (uint32_t *)bench_alloc(sizeof(uint32_t));
@@ -334,7 +361,8 @@ static inline void bench_destroy(Bench *b) {
     CUDA_CHECK(cudaEventDestroy(b->stop));
 }
 
-// True if the program was called to do `part`: "check" (small tensors), "large" (more than 2^31 elements) or "bench". With no argument it does all.
+// True if the program was called to do `part`: "check" (small tensors), "large" (more than 2^31 elements) or "bench".
+// With no argument it does all.
 static inline bool bench_part_wanted(int argc, char **argv, const char *part) {
     if (argc > 2 || (argc == 2 && strcmp(argv[1], "check") && strcmp(argv[1], "large") && strcmp(argv[1], "bench")))
         die("usage: %s [check|large|bench]", argv[0]);

@@ -1,4 +1,5 @@
-// FP8 tensors in the kernel programs: making one, and checking every byte of one against the casts of llmc/base/fp8.h on the host.
+// FP8 tensors in the kernel programs: making one, and checking every byte of one against the casts of llmc/base/fp8.h
+// on the host.
 #ifndef DEV_CUDA_CHECK_QUANTIZED_CUH
 #define DEV_CUDA_CHECK_QUANTIZED_CUH
 
@@ -7,26 +8,34 @@
 #include "bench.cuh"
 
 // Why casts with one scale a tensor, and passes that find an amax, may stay under their ceiling (bench_report).
-#define CAST_REASON "transposed tiles go through shared memory: a barrier between a block's loads and half of its stores"
+#define CAST_REASON \
+    "transposed tiles go through shared memory: a barrier between a block's loads and half of its stores"
 #define AMAX_REASON "every block ends in a reduction and a look at the amax, after a short time of loads"
 
 // The copies whose granularity is not bf16 and their scales, poisoned; amaxes cleared.
-static inline QTensor qtensor_of(int64_t R, int64_t C, ScaleGranularity row_granularity, ScaleGranularity col_granularity, ScaleRule rule, Fp8Format format) {
+static inline QTensor qtensor_of(int64_t R, int64_t C, ScaleGranularity row_granularity,
+                                 ScaleGranularity col_granularity, ScaleRule rule, Fp8Format format) {
     QTensor t = {};
     t.row_granularity = row_granularity, t.col_granularity = col_granularity, t.rule = rule, t.format = format;
-    if (row_granularity != NO_SCALE) t.rowwise = (uint8_t *)bench_alloc(R * C), t.rowwise_scale_inv = bench_alloc(scale_bytes(row_granularity, R, C));
+    if (row_granularity != NO_SCALE)
+        t.rowwise = (uint8_t *)bench_alloc(R * C),
+        t.rowwise_scale_inv = bench_alloc(scale_bytes(row_granularity, R, C));
     if (col_granularity != NO_SCALE) t.columnwise = (uint8_t *)bench_alloc(R * C);
     if (row_granularity == PER_TENSOR && col_granularity == PER_TENSOR) t.columnwise_scale_inv = t.rowwise_scale_inv;
     else if (t.columnwise) t.columnwise_scale_inv = bench_alloc(scale_bytes(col_granularity, C, R));
-    t.amax = (uint32_t *)bench_zeros(max_i64(1, tensor_amaxes(row_granularity, col_granularity, R, C)) * (int64_t)sizeof(uint32_t));
+    t.amax = (uint32_t *)bench_zeros(max_i64(1, tensor_amaxes(row_granularity, col_granularity, R, C)) *
+                                     (int64_t)sizeof(uint32_t));
     return t;
 }
 
 // The same with one scale for both copies, the current one.
-static inline QTensor qtensor_create(int64_t R, int64_t C, Fp8Format format) { return qtensor_of(R, C, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, format); }
+static inline QTensor qtensor_create(int64_t R, int64_t C, Fp8Format format) {
+    return qtensor_of(R, C, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, format);
+}
 
 static inline void qtensor_free(QTensor t) {
-    void *device[] = {t.rowwise, t.columnwise, t.rowwise_scale_inv, t.columnwise_scale_inv == t.rowwise_scale_inv ? NULL : t.columnwise_scale_inv, t.amax};
+    void *device[] = {t.rowwise, t.columnwise, t.rowwise_scale_inv,
+                      t.columnwise_scale_inv == t.rowwise_scale_inv ? NULL : t.columnwise_scale_inv, t.amax};
     for (void *p : device) bench_free(p);
 }
 
@@ -37,7 +46,9 @@ static inline uint32_t read_amax(const uint32_t *slot) {
     return bits;
 }
 
-static inline bool same_or_nan(uint32_t a, uint32_t b) { return a == b || (isnan(float_from_bits(a)) && isnan(float_from_bits(b))); }
+static inline bool same_or_nan(uint32_t a, uint32_t b) {
+    return a == b || (isnan(float_from_bits(a)) && isnan(float_from_bits(b)));
+}
 
 // Bits of max |x|.
 static inline uint32_t host_amax(const bf16_bits *x, int64_t n) {
@@ -49,7 +60,8 @@ static inline uint32_t host_amax(const bf16_bits *x, int64_t n) {
 
 static inline void check_amax(const char *label, const uint32_t *slot, const bf16_bits *x, int64_t n) {
     const uint32_t got = read_amax(slot), want = host_amax(x, n);
-    CHECK(same_or_nan(got, want), "%s: amax %.9g (0x%08x), want %.9g (0x%08x)", label, float_from_bits(got), got, float_from_bits(want), want);
+    CHECK(same_or_nan(got, want), "%s: amax %.9g (0x%08x), want %.9g (0x%08x)", label, float_from_bits(got), got,
+          float_from_bits(want), want);
 }
 
 // t is the cast of x [R, C] (host) with the scale that t.amax gives: both copies, the inverse scale.
@@ -57,7 +69,8 @@ static inline void check_quantized(const char *label, QTensor t, const bf16_bits
     const float scale = fp8_scale(float_from_bits(read_amax(t.amax)), t.format);
     uint8_t *row = (uint8_t *)xcalloc((size_t)(R * C), 1), *col = (uint8_t *)xcalloc((size_t)(R * C), 1);
     for (int64_t r = 0; r < R; r++)
-        for (int64_t c = 0; c < C; c++) row[r * C + c] = col[c * R + r] = fp8_from_float(bf16_to_float(x[r * C + c]) * scale, t.format);
+        for (int64_t c = 0; c < C; c++)
+            row[r * C + c] = col[c * R + r] = fp8_from_float(bf16_to_float(x[r * C + c]) * scale, t.format);
     char name[160];
     if (t.rowwise) {
         format_checked(name, sizeof name, "%s, row copy", label);
@@ -71,15 +84,18 @@ static inline void check_quantized(const char *label, QTensor t, const bf16_bits
         check_fp8(name, got, col, R * C, R, t.format);
         free(got);
     }
-    float *inverse = (float *)bench_download(t.rowwise ? t.rowwise_scale_inv : t.columnwise_scale_inv, sizeof(float), label);
-    CHECK(same_or_nan(float_bits(*inverse), float_bits(1.0f / scale)), "%s: inverse scale %.9g, want %.9g", label, *inverse, 1.0f / scale);
+    float *inverse =
+        (float *)bench_download(t.rowwise ? t.rowwise_scale_inv : t.columnwise_scale_inv, sizeof(float), label);
+    CHECK(same_or_nan(float_bits(*inverse), float_bits(1.0f / scale)), "%s: inverse scale %.9g, want %.9g", label,
+          *inverse, 1.0f / scale);
     free(inverse);
     free(row);
     free(col);
 }
 
 // One copy of x as quantize_copy() makes it: codes, and all bytes of the scales.
-static inline void check_copy(const char *label, const QTensor *t, CopyKind copy, const float *x, int64_t R, int64_t C, float delayed_scale) {
+static inline void check_copy(const char *label, const QTensor *t, CopyKind copy, const float *x, int64_t R, int64_t C,
+                              float delayed_scale) {
     const ScaleGranularity granularity = copy == COPY_ROW ? t->row_granularity : t->col_granularity;
     const CopyShape s = copy_shape(R, C, copy);
     const int64_t bytes = scale_bytes(granularity, s.outer, s.depth), width = granularity == BLOCK_1X32 ? 1 : 4;
@@ -88,20 +104,25 @@ static inline void check_copy(const char *label, const QTensor *t, CopyKind copy
     char name[192];
     format_checked(name, sizeof name, "%s, %s copy", label, copy == COPY_ROW ? "row" : "col");
     uint8_t *got = (uint8_t *)bench_download(copy == COPY_ROW ? t->rowwise : t->columnwise, R * C, name);
-    uint8_t *got_scales = (uint8_t *)bench_download(copy == COPY_ROW ? t->rowwise_scale_inv : t->columnwise_scale_inv, bytes, name);
+    uint8_t *got_scales =
+        (uint8_t *)bench_download(copy == COPY_ROW ? t->rowwise_scale_inv : t->columnwise_scale_inv, bytes, name);
     check_fp8(name, got, want, R * C, s.depth, t->format);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < bytes / width; i++) {
-        const bool same = width == 1 ? got_scales[i] == want_scales[i] : same_or_nan(((uint32_t *)got_scales)[i], ((uint32_t *)want_scales)[i]);
+        const bool same = width == 1 ? got_scales[i] == want_scales[i]
+                                     : same_or_nan(((uint32_t *)got_scales)[i], ((uint32_t *)want_scales)[i]);
         if (!same && bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld inverse scales differ, first number %lld: got %.9g, want %.9g", name, (long long)bad, (long long)(bytes / width), (long long)first,
-          scale_load(granularity, got_scales, first), scale_load(granularity, want_scales, first));
+    CHECK(bad == 0, "%s: %lld of %lld inverse scales differ, first number %lld: got %.9g, want %.9g", name,
+          (long long)bad, (long long)(bytes / width), (long long)first, scale_load(granularity, got_scales, first),
+          scale_load(granularity, want_scales, first));
     free(want), free(want_scales), free(got), free(got_scales);
 }
 
-// The copies that t has are those of x [R, C], the values of a bf16 tensor. `delayed_scale`: what it was cast with, 0: current scales.
-static inline void check_copies(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C, float delayed_scale) {
+// The copies that t has are those of x [R, C], the values of a bf16 tensor. `delayed_scale`: what it was cast with, 0:
+// current scales.
+static inline void check_copies(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C,
+                                float delayed_scale) {
     if (t->rowwise) check_copy(label, t, COPY_ROW, x, R, C, delayed_scale);
     if (t->columnwise) check_copy(label, t, COPY_COL, x, R, C, delayed_scale);
 }

@@ -6,11 +6,13 @@
 
 enum { CASE_PLAIN, CASE_LARGE, CASE_SPECIAL };
 
-// Logits of a case: standard normal, or from -90 to 90; CASE_SPECIAL adds rows with NaN, +inf, -inf in the first eighth, and -inf everywhere.
+// Logits of a case: standard normal, or from -90 to 90; CASE_SPECIAL adds rows with NaN, +inf, -inf in the first
+// eighth, and -inf everywhere.
 static bf16_bits *make_logits(uint64_t seed, int64_t R, int64_t V, int kind) {
     bf16_bits *x = bench_normal(seed, R * V, 1.0f);
     const uint64_t key = rng_key(seed, 1);
-    for (int64_t i = 0; kind == CASE_LARGE && i < R * V; i++) x[i] = bf16_from_float((rng_uniform(key, (uint64_t)i) - 0.5f) * 180);
+    for (int64_t i = 0; kind == CASE_LARGE && i < R * V; i++)
+        x[i] = bf16_from_float((rng_uniform(key, (uint64_t)i) - 0.5f) * 180);
     if (kind != CASE_SPECIAL) return x;
     x[V / 2] = bf16_from_float(NAN);
     if (R > 1) x[V + V / 3] = bf16_from_float(INFINITY);
@@ -29,7 +31,8 @@ static int32_t *make_targets(uint64_t seed, int64_t R, int64_t V) {
 
 // Loss: fp32 sums of exponentials, whose arguments (up to 2^8 after scaling by log2(e)) are rounded to 2^-17 at worst.
 #define LOSS_TOLERANCE 2e-5
-// Gradient, against unrounded truth: one bf16 rounding (2^-8 of the value) and the error of the sum; the floor is that of a softmax near 1 less 1.
+// Gradient, against unrounded truth: one bf16 rounding (2^-8 of the value) and the error of the sum; the floor is that
+// of a softmax near 1 less 1.
 #define GRADIENT_TOLERANCE (1.01 / 256)
 #define GRADIENT_FLOOR 2e-5
 
@@ -39,7 +42,8 @@ static void check_case(uint64_t seed, int64_t R, int64_t V, int kind) {
     format_checked(label, sizeof label, "R=%lld V=%lld kind %d", (long long)R, (long long)V, kind);
     bf16_bits *x = make_logits(seed, R, V, kind);
     int32_t *targets = make_targets(seed, R, V);
-    float *values = bf16_to_floats(x, R * V), *want = (float *)xcalloc((size_t)(R * V), sizeof(float)), *want_losses = (float *)xcalloc((size_t)R, sizeof(float));
+    float *values = bf16_to_floats(x, R * V), *want = (float *)xcalloc((size_t)(R * V), sizeof(float)),
+          *want_losses = (float *)xcalloc((size_t)R, sizeof(float));
     cross_entropy_forward(want_losses, values, targets, R, V);
     cross_entropy_backward(want, values, targets, R, V, scale, ROUND_NONE);
 
@@ -96,12 +100,16 @@ static void check_accumulate(int64_t n) {
 }
 
 static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
-    const char *held = "a row's maximum and sum come before its end, with one or two rows on a multiprocessor; the last round of rows is not full";
-    const char *reason = cross_entropy_row_fits(V) ? held : "a row that no multiprocessor can hold: read three times, 2 bytes a thread at a time";
+    const char *held = "a row's maximum and sum come before its end, with one or two rows on a multiprocessor; the "
+                       "last round of rows is not full";
+    const char *reason = cross_entropy_row_fits(V)
+                             ? held
+                             : "a row that no multiprocessor can hold: read three times, 2 bytes a thread at a time";
     bf16 *logits = bench_random(R * V, 1, 2.0f);
     int32_t *targets = make_targets(2, R, V), *device_targets = (int32_t *)bench_upload(targets, R * 4);
     float *losses = (float *)bench_alloc(R * 4);
-    double us = bench_time_us(b, [&] { cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, 1e-4f, 0); });
+    double us =
+        bench_time_us(b, [&] { cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, 1e-4f, 0); });
     bench_report(b, "cross entropy, loss and gradient", shape, us, 4.0 * (double)(R * V), reason);
     us = bench_time_us(b, [&] { cross_entropy_loss(losses, logits, device_targets, R, V, 0); });
     bench_report(b, "cross entropy, loss", shape, us, 2.0 * (double)(R * V), reason);
@@ -112,10 +120,12 @@ static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
 int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
         // around the limits of the kernel's variants, and more rows than blocks run at once
-        const int64_t sizes[][2] = {{1, 8},       {5, 128},     {700, 320},   {4, 1000},     {5, 1001},   {600, 4104},  {4, 32768},  {300, 32776}, {4, 50257},
-                                    {4, 98304},   {140, 98312}, {4, 128256},  {140, 151936}, {4, 152064}, {2, 163840}, {2, 163848}};
+        const int64_t sizes[][2] = {{1, 8},        {5, 128},     {700, 320},  {4, 1000},  {5, 1001},    {600, 4104},
+                                    {4, 32768},    {300, 32776}, {4, 50257},  {4, 98304}, {140, 98312}, {4, 128256},
+                                    {140, 151936}, {4, 152064},  {2, 163840}, {2, 163848}};
         for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
-            for (int kind = CASE_PLAIN; kind <= CASE_SPECIAL; kind++) check_case(10 * i + (uint64_t)kind, sizes[i][0], sizes[i][1], kind);
+            for (int kind = CASE_PLAIN; kind <= CASE_SPECIAL; kind++)
+                check_case(10 * i + (uint64_t)kind, sizes[i][0], sizes[i][1], kind);
         const int64_t counts[] = {1, 1000, 8192, 100003};
         for (int64_t n : counts) check_accumulate(n);
     }

@@ -11,26 +11,34 @@ static int32_t *make_tokens(uint64_t seed, int64_t R, int64_t V, int kind) {
     int32_t *tokens = (int32_t *)xcalloc((size_t)R, sizeof *tokens);
     for (int64_t i = 0; i < R; i++) {
         const double u = rng_uniform(rng_key(seed, 7), (uint64_t)i);
-        tokens[i] = (int32_t)(kind == TOKENS_ZIPF ? min_i64((int64_t)pow((double)V, u) - 1, V - 1) : kind == TOKENS_EQUAL ? V - 1 : (i * 7) % V);
+        tokens[i] = (int32_t)(kind == TOKENS_ZIPF    ? min_i64((int64_t)pow((double)V, u) - 1, V - 1)
+                              : kind == TOKENS_EQUAL ? V - 1
+                                                     : (i * 7) % V);
     }
     return tokens;
 }
 
 // The index holds every row of the part once, grouped by id, ids and rows ascending.
-static void check_index(const char *label, const int32_t *index, const int32_t *tokens, int64_t R, int64_t C, EmbeddingPart part) {
+static void check_index(const char *label, const int32_t *index, const int32_t *tokens, int64_t R, int64_t C,
+                        EmbeddingPart part) {
     const int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2, n = index[0];
     int64_t kept = 0;
-    for (int64_t i = 0; i < R; i++) kept += (int64_t)tokens[i] * C < part.first + part.count && ((int64_t)tokens[i] + 1) * C > part.first;
+    for (int64_t i = 0; i < R; i++)
+        kept += (int64_t)tokens[i] * C < part.first + part.count && ((int64_t)tokens[i] + 1) * C > part.first;
     int64_t bad = begins[0] != 0 || begins[n] != kept, seen = 0;
     for (int32_t s = 0; !bad && s < n; s++) {
         bad += begins[s + 1] <= begins[s] || (s > 0 && ids[s] <= ids[s - 1]);
-        for (int32_t i = begins[s]; i < begins[s + 1]; i++, seen++) bad += tokens[rows[i]] != ids[s] || (i > begins[s] && rows[i] <= rows[i - 1]);
+        for (int32_t i = begins[s]; i < begins[s + 1]; i++, seen++)
+            bad += tokens[rows[i]] != ids[s] || (i > begins[s] && rows[i] <= rows[i - 1]);
     }
-    CHECK(bad == 0 && seen == kept, "%s: the sorted index is wrong (%lld errors, %lld of %lld rows)", label, (long long)bad, (long long)seen, (long long)kept);
+    CHECK(bad == 0 && seen == kept, "%s: the sorted index is wrong (%lld errors, %lld of %lld rows)", label,
+          (long long)bad, (long long)seen, (long long)kept);
 }
 
-// The parts of `group` ranks, one after the other, make the whole gradient, to the bit. table, want [V, C]: before and after; on the device, as dx [R, C].
-static void check_parts(const char *label, const bf16 *table, const bf16 *want, const bf16 *dx, const int32_t *tokens, int64_t R, int64_t C, int64_t V, int64_t group) {
+// The parts of `group` ranks, one after the other, make the whole gradient, to the bit. table, want [V, C]: before and
+// after; on the device, as dx [R, C].
+static void check_parts(const char *label, const bf16 *table, const bf16 *want, const bf16 *dx, const int32_t *tokens,
+                        int64_t R, int64_t C, int64_t V, int64_t group) {
     const int64_t slice = round_up(round_up(V * C, 128), group * 128) / group;  // as shard_plan.h cuts
     bf16 *parts = (bf16 *)bench_alloc(group * slice * 2);
     CUDA_CHECK(cudaMemcpy(parts, table, (size_t)(V * C * 2), cudaMemcpyDeviceToDevice));
@@ -50,19 +58,24 @@ static void check_parts(const char *label, const bf16 *table, const bf16 *want, 
 
 static void check_case(int64_t R, int64_t C, int64_t V, int kind) {
     char label[96];
-    format_checked(label, sizeof label, "R=%lld C=%lld V=%lld tokens %d", (long long)R, (long long)C, (long long)V, kind);
-    int32_t *tokens = make_tokens((uint64_t)(R + C), R, V, kind), *index = (int32_t *)xcalloc((size_t)embedding_index_size(R), sizeof *index);
+    format_checked(label, sizeof label, "R=%lld C=%lld V=%lld tokens %d", (long long)R, (long long)C, (long long)V,
+                   kind);
+    int32_t *tokens = make_tokens((uint64_t)(R + C), R, V, kind),
+            *index = (int32_t *)xcalloc((size_t)embedding_index_size(R), sizeof *index);
     const EmbeddingPart whole = {0, V * C};
     embedding_sort(index, tokens, R, C, whole);
     check_index(label, index, tokens, R, C, whole);
     bf16_bits *table_bits = bench_normal(1, V * C, 1.0f), *dx_bits = bench_normal(2, R * C, 1.0f);
-    float *table = bf16_to_floats(table_bits, V * C), *dx = bf16_to_floats(dx_bits, R * C), *x = (float *)xcalloc((size_t)(R * C), sizeof(float));
+    float *table = bf16_to_floats(table_bits, V * C), *dx = bf16_to_floats(dx_bits, R * C),
+          *x = (float *)xcalloc((size_t)(R * C), sizeof(float));
     embedding_forward_reference(x, table, tokens, R, C);
     embedding_backward_reference(table, dx, tokens, R, C, V, true, ROUND_NONE);
 
-    bf16 *d_table = (bf16 *)bench_upload(table_bits, V * C * 2), *d_before = (bf16 *)bench_upload(table_bits, V * C * 2);
+    bf16 *d_table = (bf16 *)bench_upload(table_bits, V * C * 2),
+         *d_before = (bf16 *)bench_upload(table_bits, V * C * 2);
     bf16 *d_dx = (bf16 *)bench_upload(dx_bits, R * C * 2), *d_x = (bf16 *)bench_alloc(R * C * 2);
-    int32_t *d_tokens = (int32_t *)bench_upload(tokens, R * 4), *d_index = (int32_t *)bench_upload(index, embedding_index_size(R) * 4);
+    int32_t *d_tokens = (int32_t *)bench_upload(tokens, R * 4),
+            *d_index = (int32_t *)bench_upload(index, embedding_index_size(R) * 4);
     embedding_forward(d_x, d_table, d_tokens, R, C, 0);
     bf16_bits *want_x = bf16_from_floats(x, R * C), *got_x = (bf16_bits *)bench_download(d_x, R * C * 2, label);
     check_bytes(label, got_x, want_x, R * C * 2, C * 2);
@@ -85,12 +98,15 @@ static void check_large(void) {
     for (int i = 0; i < 8; i++) tokens[i] = (int32_t)(V - 1 - 3 * i);
     const EmbeddingPart whole = {0, V * C};
     embedding_sort(index, tokens, R, C, whole);
-    bf16 *table = bench_random(V * C, 1, 1.0f), *x = (bf16 *)bench_alloc(R * C * 2), *doubled = (bf16 *)bench_alloc(R * C * 2);
-    int32_t *d_tokens = (int32_t *)bench_upload(tokens, sizeof tokens), *d_index = (int32_t *)bench_upload(index, sizeof index);
+    bf16 *table = bench_random(V * C, 1, 1.0f), *x = (bf16 *)bench_alloc(R * C * 2),
+         *doubled = (bf16 *)bench_alloc(R * C * 2);
+    int32_t *d_tokens = (int32_t *)bench_upload(tokens, sizeof tokens),
+            *d_index = (int32_t *)bench_upload(index, sizeof index);
     embedding_forward(x, table, d_tokens, R, C, 0);
     embedding_backward(table, whole, x, d_index, R, C, GradientSum{}, 0);  // each row plus itself: doubling is exact
     embedding_forward(doubled, table, d_tokens, R, C, 0);
-    bf16_bits *a = (bf16_bits *)bench_download(x, R * C * 2, "large table"), *b = (bf16_bits *)bench_download(doubled, R * C * 2, "large table");
+    bf16_bits *a = (bf16_bits *)bench_download(x, R * C * 2, "large table"),
+              *b = (bf16_bits *)bench_download(doubled, R * C * 2, "large table");
     for (int64_t i = 0; i < R * C; i++) a[i] = bf16_from_float(2 * bf16_to_float(a[i]));
     check_bytes("large table", b, a, R * C * 2, C * 2);
     bf16_bits *last = (bf16_bits *)xcalloc((size_t)C, 2);
@@ -101,13 +117,16 @@ static void check_large(void) {
 }
 
 static void bench_case(Bench *b, int64_t R, int64_t C, int64_t V, const char *shape) {
-    int32_t *tokens = make_tokens(3, R, V, TOKENS_ZIPF), *index = (int32_t *)xcalloc((size_t)embedding_index_size(R), sizeof *index);
+    int32_t *tokens = make_tokens(3, R, V, TOKENS_ZIPF),
+            *index = (int32_t *)xcalloc((size_t)embedding_index_size(R), sizeof *index);
     const EmbeddingPart whole = {0, V * C};
     const double start = seconds_now();
     embedding_sort(index, tokens, R, C, whole);
-    printf("%-36s %-16s %9.1f us on the host, %d distinct ids\n", "embedding sort", shape, (seconds_now() - start) * 1e6, index[0]);
+    printf("%-36s %-16s %9.1f us on the host, %d distinct ids\n", "embedding sort", shape,
+           (seconds_now() - start) * 1e6, index[0]);
     bf16 *table = bench_random(V * C, 1, 1.0f), *dx = bench_random(R * C, 2, 1.0f), *x = (bf16 *)bench_alloc(R * C * 2);
-    int32_t *d_tokens = (int32_t *)bench_upload(tokens, R * 4), *d_index = (int32_t *)bench_upload(index, embedding_index_size(R) * 4);
+    int32_t *d_tokens = (int32_t *)bench_upload(tokens, R * 4),
+            *d_index = (int32_t *)bench_upload(index, embedding_index_size(R) * 4);
     double us = bench_time_us(b, [&] { embedding_forward(x, table, d_tokens, R, C, 0); });
     bench_report(b, "embedding forward", shape, us, 2.0 * (double)(R * C) + 2.0 * (double)(index[0] * C),
                  "a block a token, of a few KB: short blocks; rows that are read again, from the L2, do not count");

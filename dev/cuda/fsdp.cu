@@ -1,7 +1,6 @@
 // Checks and times the kernels of llmc/dist/transport.cuh: gradients to fp32, and sums of them over ranks and
-// micro-steps, the latter against the CPU's, bit for bit. Checks the proof of llmc/dist/peer_memory.cuh, with one GPU in
-// the place of two.
-// Build and run: make build/bench_fsdp && build/bench_fsdp
+// micro-steps, the latter against the CPU's, bit for bit. Checks the proof of llmc/dist/peer_memory.cuh, with one GPU
+// in the place of two. Build and run: make build/bench_fsdp && build/bench_fsdp
 #include "../../llmc/dist/transport.cuh"
 #include "bench.cuh"
 
@@ -14,7 +13,8 @@ static Transport make_transport(Nccl *nccl, float *staging) {
 
 static void check_to_fp32(int64_t rows, int64_t n, int64_t stride) {
     char label[96];
-    format_checked(label, sizeof label, "%lld x %lld of %lld to fp32", (long long)rows, (long long)n, (long long)stride);
+    format_checked(label, sizeof label, "%lld x %lld of %lld to fp32", (long long)rows, (long long)n,
+                   (long long)stride);
     bf16_bits *host = bench_normal(1, rows * stride, 1.0f);
     host[0] = 0x7fc0, host[1] = 0xff80, host[2] = 0x0001;  // NaN, -infinity, the smallest denormal
     float *x = bf16_to_floats(host, rows * stride), *want = (float *)xcalloc((size_t)(rows * n), sizeof(float));
@@ -141,7 +141,8 @@ static void check_peer_reads(PeerRank ranks[2]) {
         peer_write_pattern(place, ranks[place].room, PEER_PROOF_BYTES, ranks[place].stream);
     for (int place = 0; place < 2; place++)
         CHECK(peer_check_patterns(&ranks[place].peers, place, ranks[place].room, PEER_PROOF_BYTES, ranks[place].stream,
-                                  reason, sizeof reason), "place %d: %s", place, reason);
+                                  reason, sizeof reason),
+              "place %d: %s", place, reason);
     CUDA_CHECK(cudaMemset(ranks[1].room + 1000, 0x77, 1));
     const bool right = peer_check_patterns(&ranks[0].peers, 0, ranks[0].room, PEER_PROOF_BYTES, ranks[0].stream, reason,
                                            sizeof reason);
@@ -157,7 +158,8 @@ static void check_peer_barriers(PeerRank ranks[2]) {
           reason);
     peer_finish(ranks[1].stream);
     CHECK(!peer_prove_barrier(&ranks[0].peers, 0, 0.2, ranks[0].stream, reason, sizeof reason) &&
-              strstr(reason, "did not come to rank 0 within 0.2 s"), "a barrier of one rank: %s", reason);
+              strstr(reason, "did not come to rank 0 within 0.2 s"),
+          "a barrier of one rank: %s", reason);
     CUDA_CHECK(cudaMemsetAsync(ranks[0].room, 0, PEER_ROOM, ranks[0].stream));
     CHECK(peer_ends(ranks[0].stream, PEER_PROOF_SECONDS), "the stream of a barrier that did not come stands still");
     CUDA_CHECK(cudaMemcpy(arrivals, ranks[1].peers.arrivals, sizeof arrivals, cudaMemcpyDeviceToHost));

@@ -7,8 +7,9 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Inputs
 
-// Normal values times powers of two that depend on the row, on the column, on the block of 32 and of 128 rows or columns: so the scales of every granularity
-// differ from place to place, and scales that are transposed, shifted or of another tensor cannot go unseen. 16 powers at most, which E4M3's range holds.
+// Normal values times powers of two that depend on the row, on the column, on the block of 32 and of 128 rows or
+// columns: so the scales of every granularity differ from place to place, and scales that are transposed, shifted or of
+// another tensor cannot go unseen. 16 powers at most, which E4M3's range holds.
 static float *make_matrix(uint64_t seed, int64_t rows, int64_t cols) {
     const uint64_t key = rng_key(seed, 0);
     float *x = (float *)xcalloc((size_t)(rows * cols), sizeof(float));
@@ -33,14 +34,16 @@ static QTensor tensor_of(const void *data, const void *scale_inv) {
 // One operand of a product on the device, and what it stands for.
 typedef struct {
     QTensor operand;
-    float *values;           // [outer, depth]: decoded, times the inverse scales but for those of a whole tensor
-    double inverse;          // inverse scale of a whole tensor, else 1
-    uint8_t *scales;         // host copy
+    float *values;    // [outer, depth]: decoded, times the inverse scales but for those of a whole tensor
+    double inverse;   // inverse scale of a whole tensor, else 1
+    uint8_t *scales;  // host copy
     int64_t num_scale_bytes;
 } Operand;
 
-// The copy of x [rows, cols] that is summed over its columns (COPY_ROW) or rows; a bf16 operand is the tensor as it lies.
-static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKind copy, ScaleGranularity granularity, ScaleRule rule, Fp8Format format) {
+// The copy of x [rows, cols] that is summed over its columns (COPY_ROW) or rows; a bf16 operand is the tensor as it
+// lies.
+static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKind copy, ScaleGranularity granularity,
+                              ScaleRule rule, Fp8Format format) {
     const CopyShape s = copy_shape(rows, cols, copy);
     const int64_t outer = s.outer, depth = s.depth;
     float *values = (float *)xcalloc((size_t)(outer * depth), sizeof(float));
@@ -49,7 +52,8 @@ static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKi
     if (granularity == NO_SCALE) {
         bf16_bits *bits = bf16_from_floats(x, rows * cols);
         o.operand = tensor_of(bench_upload(bits, rows * cols * 2), NULL);
-        for (int64_t i = 0; i < outer * depth; i++) values[i] = x[i / depth * s.outer_stride + i % depth * s.depth_stride];
+        for (int64_t i = 0; i < outer * depth; i++)
+            values[i] = x[i / depth * s.outer_stride + i % depth * s.depth_stride];
         free(bits);
     } else {
         uint8_t *codes = (uint8_t *)xcalloc((size_t)(outer * depth), 1);
@@ -82,15 +86,17 @@ static void operand_spoil(const Operand *o, ScaleGranularity granularity) {
     const float twice = 2 * scale_load(granularity, o->scales, largest);
     const uint8_t code = (uint8_t)(o->scales[largest] + 1);
     const void *value = granularity == BLOCK_1X32 ? (const void *)&code : (const void *)&twice;
-    CUDA_CHECK(cudaMemcpy((uint8_t *)o->operand.rowwise_scale_inv + largest * width, value, (size_t)width, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy((uint8_t *)o->operand.rowwise_scale_inv + largest * width, value, (size_t)width,
+                          cudaMemcpyHostToDevice));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The truth: sums in fp64, and the magnitude that their error is measured by
 
-// sum[j, i] = sum over k of a[i, k] b[j, k]; norm is the root of the sum of the squares of the products. Element [j, i] is where cuBLASLt's column-major
-// D has (i, j).
-static __global__ void truth_kernel(double *sum, double *norm, const float *a, const float *b, int64_t rows, int64_t cols, int64_t depth) {
+// sum[j, i] = sum over k of a[i, k] b[j, k]; norm is the root of the sum of the squares of the products. Element [j, i]
+// is where cuBLASLt's column-major D has (i, j).
+static __global__ void truth_kernel(double *sum, double *norm, const float *a, const float *b, int64_t rows,
+                                    int64_t cols, int64_t depth) {
     const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, j = blockIdx.y;
     if (i >= rows || j >= cols) return;
     double s = 0, q = 0;
@@ -103,10 +109,12 @@ static __global__ void truth_kernel(double *sum, double *norm, const float *a, c
 
 // Error of a product's sum before it is rounded to bf16, against the true one, in units of
 //     2^-bits sqrt(span) * norm.
-// Why: the matrix units add products at the exponent of the largest, the running sum among them, and cut the bits below, which loses up to 2^-bits of
-// that sum a product, one way or the other with its sign. The running sum is about the norm (products of random sign), the losses of `span` products add up
-// as a random walk. Sums are kept so until they are added to a full fp32 one:
-//     FP8 on Hopper   bits 13 (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments: 14 with the leading one). With fast accumulation
+// Why: the matrix units add products at the exponent of the largest, the running sum among them, and cut the bits
+// below, which loses up to 2^-bits of that sum a product, one way or the other with its sign. The running sum is about
+// the norm (products of random sign), the losses of `span` products add up as a random walk. Sums are kept so until
+// they are added to a full fp32 one:
+//     FP8 on Hopper   bits 13 (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments: 14 with the
+//     leading one). With fast accumulation
 //                     span is the whole depth, without it 128
 //     BF16            bits 23, span is the whole depth
 // Products all of one sign can lose more, sqrt(span) times; these tests have none. LIMIT_UNITS is what a check allows.
@@ -125,15 +133,18 @@ typedef struct {
     double want;
 } Comparison;
 
-// `got` against sum * inverse scales + bias + old. What rounding the result to bf16 may do is taken off first: half of a bf16's last place, and an fp32
-// rounding for each of scale, bias and sum with what was there.
-static Comparison compare(const GemmPlan *p, const bf16_bits *got, const double *sum, const double *norm, double inverse, const bf16_bits *bias, const bf16_bits *old) {
+// `got` against sum * inverse scales + bias + old. What rounding the result to bf16 may do is taken off first: half of
+// a bf16's last place, and an fp32 rounding for each of scale, bias and sum with what was there.
+static Comparison compare(const GemmPlan *p, const bf16_bits *got, const double *sum, const double *norm,
+                          double inverse, const bf16_bits *bias, const bf16_bits *old) {
     Comparison c = {};
     const double unit = error_unit(p) * inverse;
     for (int64_t e = 0; e < p->rows * p->cols; e++) {
-        const double added = bias ? bf16_to_float(bias[e % p->rows]) : 0, before = old ? bf16_to_float(old[e]) : 0, want = sum[e] * inverse + added + before;
+        const double added = bias ? bf16_to_float(bias[e % p->rows]) : 0, before = old ? bf16_to_float(old[e]) : 0,
+                     want = sum[e] * inverse + added + before;
         const double value = bf16_to_float(got[e]), magnitude = fabs(sum[e] * inverse) + fabs(added) + fabs(before);
-        const double rounding = ldexp(fmax(fabs(want), fabs(value)), -8) + ldexp(magnitude, -22), off = fabs(value - want);
+        const double rounding = ldexp(fmax(fabs(want), fabs(value)), -8) + ldexp(magnitude, -22),
+                     off = fabs(value - want);
         const double units = isfinite(value) ? fmax(0, off - rounding) / fmax(unit * norm[e], 1e-300) : INFINITY;
         c.worst = fmax(c.worst, units);
         if (units <= LIMIT_UNITS || c.bad++) continue;
@@ -152,10 +163,10 @@ static double worst_units[NUM_RECIPES + 1][NUM_GEMMS][NUM_WAYS];  // -1: none ru
 typedef struct {
     Gemm gemm;
     QTensor a, b;
-    int64_t n;                    // of the result
-    double *sum, *norm;           // host
+    int64_t n;           // of the result
+    double *sum, *norm;  // host
     double inverse;
-    bf16_bits *bias, *old;        // host
+    bf16_bits *bias, *old;  // host
     bf16 *device_bias, *d;
 } Case;
 
@@ -165,20 +176,24 @@ static Comparison run_case(Case *c, GemmPlan *p, bool bias, bool accumulate) {
     if (accumulate) CUDA_CHECK(cudaMemcpy(c->d, c->old, (size_t)c->n * sizeof(bf16), cudaMemcpyHostToDevice));
     gemm_run(&c->gemm, p, c->d, &c->a, &c->b, bias ? c->device_bias : NULL, accumulate);
     bf16_bits *got = (bf16_bits *)bench_download(c->d, c->n * (int64_t)sizeof(bf16), p->layer);
-    const Comparison comparison = compare(p, got, c->sum, c->norm, c->inverse, bias ? c->bias : NULL, accumulate ? c->old : NULL);
+    const Comparison comparison =
+        compare(p, got, c->sum, c->norm, c->inverse, bias ? c->bias : NULL, accumulate ? c->old : NULL);
     free(got);
     return comparison;
 }
 
-static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec, double *worst) {
+static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec,
+                      double *worst) {
     for (int bias = 0; bias < (kind == GEMM_FPROP ? 2 : 1); bias++) {
         GemmPlan p = gemm_describe(label, kind, R, N, K, spec, bias);
         gemm_choose(&c->gemm, &p, c->d, &c->a, &c->b, c->device_bias);
         for (int accumulate = 0; accumulate < (kind == GEMM_WGRAD ? 2 : 1); accumulate++) {
             const Comparison r = run_case(c, &p, bias, accumulate);
-            CHECK(r.bad == 0, "%s%s%s: %lld of %lld elements off, the worst by %.3g units of summation (%.3g allowed), first at [%lld, %lld]: got %.9g, want %.9g", label,
-                  bias ? ", bias" : "", accumulate ? ", accumulated" : "", (long long)r.bad, (long long)c->n, r.worst, LIMIT_UNITS, (long long)(r.first / p.rows),
-                  (long long)(r.first % p.rows), r.got, r.want);
+            CHECK(r.bad == 0,
+                  "%s%s%s: %lld of %lld elements off, the worst by %.3g units of summation (%.3g allowed), first at "
+                  "[%lld, %lld]: got %.9g, want %.9g",
+                  label, bias ? ", bias" : "", accumulate ? ", accumulated" : "", (long long)r.bad, (long long)c->n,
+                  r.worst, LIMIT_UNITS, (long long)(r.first / p.rows), (long long)(r.first % p.rows), r.got, r.want);
             *worst = fmax(*worst, r.worst);
         }
         gemm_destroy(&p);
@@ -226,40 +241,48 @@ static void check_first_usable(const Case *c, const char *label, GemmKind kind, 
 }
 
 static bool gpu_has(const Recipe *r) {
-    return recipe_native(r, device_attribute(cudaDevAttrComputeCapabilityMajor), device_attribute(cudaDevAttrComputeCapabilityMinor));
+    return recipe_native(r, device_attribute(cudaDevAttrComputeCapabilityMajor),
+                         device_attribute(cudaDevAttrComputeCapabilityMinor));
 }
 
-static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, Fp8Format dy, const Operand *a, const Operand *b) {
+static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, Fp8Format dy,
+                       const Operand *a, const Operand *b) {
     const Recipe *r = recipe_row(recipe);
     char label[128];
     for (int way = 0; way < NUM_WAYS; way++) {
         if (way == WAY_FAST && !r->fast_accumulation) continue;
         if (way == WAY_EMULATED ? !recipe_is_fp8(r, kind) : !gpu_has(r)) continue;
-        format_checked(label, sizeof label, "%s %s %lld x %lld x %lld, dy %s, %s", r->name, gemm_kind_name(kind), (long long)R, (long long)N, (long long)K,
-                       gemm_type_name(PER_TENSOR, dy), way_names[way]);
+        format_checked(label, sizeof label, "%s %s %lld x %lld x %lld, dy %s, %s", r->name, gemm_kind_name(kind),
+                       (long long)R, (long long)N, (long long)K, gemm_type_name(PER_TENSOR, dy), way_names[way]);
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, way == WAY_FAST, way == WAY_EMULATED};
         check_way(c, label, kind, R, N, K, spec, &worst_units[recipe][kind][way]);
         check_first_usable(c, label, kind, R, N, K, spec);
-        if (way == WAY_SLOW) c->gemm.deterministic = !c->gemm.deterministic;  // cuBLASLt's first choice here, the fastest there
+        if (way == WAY_SLOW)
+            c->gemm.deterministic = !c->gemm.deterministic;  // cuBLASLt's first choice here, the fastest there
     }
     if (!recipe_is_fp8(r, kind)) return;
     const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, false, !gpu_has(r)};
     operand_spoil(a, r->granularity[kind][0]);
     check_spoiled(c, label, kind, R, N, K, spec);
-    CUDA_CHECK(cudaMemcpy((void *)a->operand.rowwise_scale_inv, a->scales, (size_t)a->num_scale_bytes, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpy((void *)a->operand.rowwise_scale_inv, a->scales, (size_t)a->num_scale_bytes,
+                          cudaMemcpyHostToDevice));
     operand_spoil(b, r->granularity[kind][1]);
     check_spoiled(c, label, kind, R, N, K, spec);
 }
 
 // One product of one recipe in all ways; x, w, dy: host matrices [R, K], [N, K], [R, N].
-static void check_product(int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, const float *x, const float *w, const float *dy, Fp8Format dy_format) {
+static void check_product(int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, const float *x, const float *w,
+                          const float *dy, Fp8Format dy_format) {
     const Recipe *r = recipe_row(recipe);
     const ScaleGranularity granularity_a = r->granularity[kind][0], granularity_b = r->granularity[kind][1];
     const Operand a = kind == GEMM_WGRAD ? operand_create(x, R, K, COPY_COL, granularity_a, r->rule, FP8_E4M3)
-                                         : operand_create(w, N, K, kind == GEMM_FPROP ? COPY_ROW : COPY_COL, granularity_a, r->rule, FP8_E4M3);
+                                         : operand_create(w, N, K, kind == GEMM_FPROP ? COPY_ROW : COPY_COL,
+                                                          granularity_a, r->rule, FP8_E4M3);
     const Operand b = kind == GEMM_FPROP ? operand_create(x, R, K, COPY_ROW, granularity_b, r->rule, FP8_E4M3)
-                                         : operand_create(dy, R, N, kind == GEMM_DGRAD ? COPY_ROW : COPY_COL, granularity_b, r->rule, dy_format);
-    const int64_t rows = kind == GEMM_FPROP ? N : K, cols = kind == GEMM_WGRAD ? N : R, depth = R * N * K / (rows * cols);
+                                         : operand_create(dy, R, N, kind == GEMM_DGRAD ? COPY_ROW : COPY_COL,
+                                                          granularity_b, r->rule, dy_format);
+    const int64_t rows = kind == GEMM_FPROP ? N : K, cols = kind == GEMM_WGRAD ? N : R,
+                  depth = R * N * K / (rows * cols);
     double *sum = (double *)bench_alloc(rows * cols * 8), *norm = (double *)bench_alloc(rows * cols * 8);
     truth_kernel<<<dim3(grid_size(rows, 128), (unsigned)cols), 128>>>(sum, norm, a.values, b.values, rows, cols, depth);
     CUDA_CHECK_LAUNCH();
@@ -272,7 +295,8 @@ static void check_product(int recipe, GemmKind kind, int64_t R, int64_t N, int64
     c.a = a.operand, c.b = b.operand, c.n = rows * cols, c.inverse = a.inverse * b.inverse;
     c.sum = (double *)bench_download(sum, c.n * 8, "sums"), c.norm = (double *)bench_download(norm, c.n * 8, "norms");
     c.bias = bench_normal(4, rows, 1000), c.old = bench_normal(5, c.n, 1000);  // about as large as the results
-    c.device_bias = (bf16 *)bench_upload(c.bias, rows * (int64_t)sizeof(bf16)), c.d = (bf16 *)bench_alloc(c.n * (int64_t)sizeof(bf16));
+    c.device_bias = (bf16 *)bench_upload(c.bias, rows * (int64_t)sizeof(bf16)),
+    c.d = (bf16 *)bench_alloc(c.n * (int64_t)sizeof(bf16));
     check_ways(&c, recipe, kind, R, N, K, dy_format, &a, &b);
 
     CUBLAS_CHECK(cublasLtDestroy(c.gemm.handle));
@@ -289,7 +313,8 @@ static void check_shape(int64_t R, int64_t N, int64_t K) {
         if (R % multiple || N % multiple || K % multiple) continue;
         for (int kind = 0; kind < NUM_GEMMS; kind++)
             for (int format = FP8_E4M3; format <= FP8_E5M2; format++) {
-                if (format == FP8_E5M2 && (kind == GEMM_FPROP || !recipe_is_fp8(recipe_row(recipe), (GemmKind)kind))) continue;
+                if (format == FP8_E5M2 && (kind == GEMM_FPROP || !recipe_is_fp8(recipe_row(recipe), (GemmKind)kind)))
+                    continue;
                 check_product(recipe, (GemmKind)kind, R, N, K, x, w, dy, (Fp8Format)format);
             }
     }
@@ -302,12 +327,15 @@ static void run_checks(void) {
     check_shape(640, 256, 1152);
     check_shape(272, 208, 336);
     check_shape(128, 128, 8192);  // long sums in fprop
-    printf("worst error of sums, in units of 2^-bits sqrt(span) norm, %.3g allowed: native, fast sums, emulated\n", LIMIT_UNITS);
+    printf("worst error of sums, in units of 2^-bits sqrt(span) norm, %.3g allowed: native, fast sums, emulated\n",
+           LIMIT_UNITS);
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
         printf("  %-19s", recipe_row(recipe)->name);
         for (int kind = 0; kind < NUM_GEMMS; kind++) {
             printf("  %s", gemm_kind_name((GemmKind)kind));
-            for (int way = 0; way < NUM_WAYS; way++) worst_units[recipe][kind][way] < 0 ? printf("     -") : printf(" %5.2f", worst_units[recipe][kind][way]);
+            for (int way = 0; way < NUM_WAYS; way++)
+                worst_units[recipe][kind][way] < 0 ? printf("     -")
+                                                   : printf(" %5.2f", worst_units[recipe][kind][way]);
         }
         printf("\n");
     }
@@ -337,19 +365,25 @@ static void call_not_native(void *context) {
 
 static void check_refusals(void) {
     char output[512];
-    const struct { BadPlan plan; const char *message; } sizes[] = {{{RECIPE_TENSORWISE, 24, 32, 32, true}, "multiples of 16 for tensorwise"},
-                                                                   {{RECIPE_BLOCKWISE, 128, 192, 128, true}, "multiples of 128 for blockwise"},
-                                                                   {{RECIPE_MXFP8, 32, 32, 48, true}, "multiples of 32 for mxfp8"},
-                                                                   {{RECIPE_BF16, 1, 8, 12, false}, "multiples of 8 for BF16"}};
-    for (auto &bad : sizes) CHECK(check_dies(call_describe, (void *)&bad.plan, bad.message, output, sizeof output), "%s", output);
+    const struct {
+        BadPlan plan;
+        const char *message;
+    } sizes[] = {{{RECIPE_TENSORWISE, 24, 32, 32, true}, "multiples of 16 for tensorwise"},
+                 {{RECIPE_BLOCKWISE, 128, 192, 128, true}, "multiples of 128 for blockwise"},
+                 {{RECIPE_MXFP8, 32, 32, 48, true}, "multiples of 32 for mxfp8"},
+                 {{RECIPE_BF16, 1, 8, 12, false}, "multiples of 8 for BF16"}};
+    for (auto &bad : sizes)
+        CHECK(check_dies(call_describe, (void *)&bad.plan, bad.message, output, sizeof output), "%s", output);
     BadPlan plan = {0, 128, 128, 128, false};
-    CHECK(check_dies(call_not_native, &plan, "--fp8-emulate computes them in BF16", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_not_native, &plan, "--fp8-emulate computes them in BF16", output, sizeof output), "%s",
+          output);
     const int gpus[][2] = {{8, 0}, {8, 9}, {9, 0}, {10, 0}, {12, 0}};
-    const char *const native[] = {"01111", "01111", "00100", "00100", "00100", "00011", "11111"};  // recipes in the table's order, by these GPUs
+    const char *const native[] = {"01111", "01111", "00100", "00100",
+                                  "00100", "00011", "11111"};  // recipes in the table's order, by these GPUs
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++)
         for (int i = 0; i < 5; i++)
-            CHECK(recipe_native(recipe_row(recipe), gpus[i][0], gpus[i][1]) == (native[recipe][i] == '1'), "%s on %d.%d", recipe_row(recipe)->name, gpus[i][0],
-                  gpus[i][1]);
+            CHECK(recipe_native(recipe_row(recipe), gpus[i][0], gpus[i][1]) == (native[recipe][i] == '1'),
+                  "%s on %d.%d", recipe_row(recipe)->name, gpus[i][0], gpus[i][1]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -387,11 +421,13 @@ static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
     return ms * 1e3 / RATE_RUNS;
 }
 
-// What keeps cuBLASLt's kernels below the peak, beside the clock. Hopper's matrix units apply no scales, and sum FP8 products with fewer bits than fp32.
+// What keeps cuBLASLt's kernels below the peak, beside the clock. Hopper's matrix units apply no scales, and sum FP8
+// products with fewer bits than fp32.
 static const char *rate_reason(const GemmPlan *p) {
     const int vectors = (p->granularity_a == BLOCK_1X128) + (p->granularity_b == BLOCK_1X128);
     if (p->emulated) return "each run decodes both operands to bf16 first";
-    if (vectors == 2) return "sums of 128 products are scaled by two vectors and added in fp32 outside the matrix units";
+    if (vectors == 2)
+        return "sums of 128 products are scaled by two vectors and added in fp32 outside the matrix units";
     if (vectors == 1) return "sums of 128 products are scaled and added in fp32 outside the matrix units";
     if (p->native && !p->spec.fast) return "full sums: parts of them are summed in fp32 outside the matrix units";
     return "the fastest algorithm that cuBLASLt offers";
@@ -403,20 +439,23 @@ static void bench_recipe(Bench *b, Rates *rates, int recipe, int64_t R, int64_t 
     char name[64], shape[64];
     format_checked(shape, sizeof shape, "%lld x %lld x %lld", (long long)R, (long long)N, (long long)K);
     for (int kind = 0; kind < NUM_GEMMS; kind++) {
-        const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : r->dy_format, r->fast_accumulation && kind == GEMM_FPROP, !native};
+        const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : r->dy_format,
+                               r->fast_accumulation && kind == GEMM_FPROP, !native};
         GemmPlan p = gemm_describe("llama3.1-8b", (GemmKind)kind, R, N, K, spec, false);
         double ghz;
         const double us = burst_us(b, rates, &p, &ghz);
-        format_checked(name, sizeof name, "gemm %s, %s%s", gemm_kind_name((GemmKind)kind), r->name, p.emulated ? " (emulated)" : "");
+        format_checked(name, sizeof name, "gemm %s, %s%s", gemm_kind_name((GemmKind)kind), r->name,
+                       p.emulated ? " (emulated)" : "");
         bench_report_flops(b, name, shape, us, gemm_flops(&p), p.native, ghz, rate_reason(&p));
         gemm_destroy(&p);
     }
 }
 
-// The linear layers of llama3.1-8b, R x N x K, in every recipe, and its lm_head over a chunk of rows. Bursts: not the rate of the first milliseconds,
-// before power lowers the clock.
+// The linear layers of llama3.1-8b, R x N x K, in every recipe, and its lm_head over a chunk of rows. Bursts: not the
+// rate of the first milliseconds, before power lowers the clock.
 static void bench_rates(void) {
-    const int64_t layers[][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, rows[] = {2048, 8192}, V = 128256;
+    const int64_t layers[][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, rows[] = {2048, 8192},
+                  V = 128256;
     const int64_t widest = 8192ll * 28672, largest = V * 4096;  // elements of dy and y of the widest layer; of lm_head
     Bench b = bench_create();
     Rates r = {};
@@ -429,7 +468,8 @@ static void bench_rates(void) {
     fill_codes_kernel<<<2048, 256>>>(r.codes_a, widest, 3);
     fill_codes_kernel<<<2048, 256>>>(r.codes_b, widest, 4);
     CUDA_CHECK_LAUNCH();
-    r.scales = bench_alloc(widest / 32 + 4096);  // enough for every granularity; its bytes are small finite scales of every kind
+    r.scales = bench_alloc(widest / 32 +
+                           4096);  // enough for every granularity; its bytes are small finite scales of every kind
     CUDA_CHECK(cudaEventCreate(&r.begin));
     CUDA_CHECK(cudaEventCreate(&r.end));
     CUDA_CHECK(cudaMemset(r.scales, 0x3c, (size_t)(widest / 32 + 4096)));

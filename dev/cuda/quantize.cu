@@ -5,8 +5,19 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Inputs
 
-typedef enum { FILL_NORMAL, FILL_ZERO, FILL_NAN, FILL_NEGATIVE_NAN, FILL_INFINITY, FILL_DENORMAL, FILL_BELOW_FLOOR, FILL_HUGE, NUM_FILLS } Fill;
-static const char *const fill_names[NUM_FILLS] = {"normal", "zero", "NaN", "negative NaN", "infinity", "denormal", "below 1e-12", "huge"};
+typedef enum {
+    FILL_NORMAL,
+    FILL_ZERO,
+    FILL_NAN,
+    FILL_NEGATIVE_NAN,
+    FILL_INFINITY,
+    FILL_DENORMAL,
+    FILL_BELOW_FLOOR,
+    FILL_HUGE,
+    NUM_FILLS
+} Fill;
+static const char *const fill_names[NUM_FILLS] = {"normal",   "zero",     "NaN",         "negative NaN",
+                                                  "infinity", "denormal", "below 1e-12", "huge"};
 
 static bf16_bits *make_input(Fill fill, int64_t n) {
     const float scales[NUM_FILLS] = {1, 0, 1, 1, 1, 1e-39f, 1e-14f, 1e37f};
@@ -19,7 +30,8 @@ static bf16_bits *make_input(Fill fill, int64_t n) {
 
 static void check_case(int64_t R, int64_t C, Fp8Format format, Fill fill) {
     char label[128];
-    format_checked(label, sizeof label, "%lld x %lld %s %s", (long long)R, (long long)C, format == FP8_E4M3 ? "e4m3" : "e5m2", fill_names[fill]);
+    format_checked(label, sizeof label, "%lld x %lld %s %s", (long long)R, (long long)C,
+                   format == FP8_E4M3 ? "e4m3" : "e5m2", fill_names[fill]);
     bf16_bits *host = make_input(fill, R * C);
     bf16 *x = (bf16 *)bench_upload(host, R * C * 2);
     QTensor t = qtensor_create(R, C, format);
@@ -79,7 +91,8 @@ static void check_amax_lengths(void) {
         }
     bf16 *x = bench_random(64, 1, 1);
     tensor_amax(slot, x, 64, 0);
-    CHECK(float_from_bits(read_amax(slot)) == 123.5f, "a larger amax in the slot was lost: %g", float_from_bits(read_amax(slot)));
+    CHECK(float_from_bits(read_amax(slot)) == 123.5f, "a larger amax in the slot was lost: %g",
+          float_from_bits(read_amax(slot)));
     bench_free(x);
     bench_free(slot);
 }
@@ -87,7 +100,8 @@ static void check_amax_lengths(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Large tensors, against one element a thread with the host's cast
 
-static __global__ void plain_quantize_kernel(uint8_t *row, uint8_t *col, const bf16 *x, const uint32_t *amax, int64_t R, int64_t C, Fp8Format format) {
+static __global__ void plain_quantize_kernel(uint8_t *row, uint8_t *col, const bf16 *x, const uint32_t *amax, int64_t R,
+                                             int64_t C, Fp8Format format) {
     const float scale = fp8_scale(__uint_as_float(*amax), format);
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < R * C; i += gridDim.x * (int64_t)blockDim.x) {
         const uint8_t code = fp8_from_float(bf16_to_float(__bfloat16_as_ushort(x[i])) * scale, format);
@@ -104,13 +118,16 @@ static void check_large(int64_t R, int64_t C, Fp8Format format, bool twice) {
     CUDA_CHECK(cudaMemcpy(x + R * C - 1, &bits, sizeof bits, cudaMemcpyHostToDevice));
     QTensor t = qtensor_create(R, C, format), want = qtensor_create(R, C, format);
     tensor_quantize(t, x, R, C, 0);
-    CHECK(float_from_bits(read_amax(t.amax)) == -largest, "%lld x %lld: amax %g, want %g", (long long)R, (long long)C, float_from_bits(read_amax(t.amax)), -largest);
+    CHECK(float_from_bits(read_amax(t.amax)) == -largest, "%lld x %lld: amax %g, want %g", (long long)R, (long long)C,
+          float_from_bits(read_amax(t.amax)), -largest);
     if (twice) tensor_quantize(want, x, R, C, 0);
     else plain_quantize_kernel<<<8192, 256>>>(want.rowwise, want.columnwise, x, t.amax, R, C, format);
     CUDA_CHECK_LAUNCH();
-    format_checked(label, sizeof label, "%lld x %lld %s, row copy", (long long)R, (long long)C, twice ? "second run" : "plain kernel");
+    format_checked(label, sizeof label, "%lld x %lld %s, row copy", (long long)R, (long long)C,
+                   twice ? "second run" : "plain kernel");
     check_same_on_device(label, t.rowwise, want.rowwise, R * C, C);
-    format_checked(label, sizeof label, "%lld x %lld %s, transposed copy", (long long)R, (long long)C, twice ? "second run" : "plain kernel");
+    format_checked(label, sizeof label, "%lld x %lld %s, transposed copy", (long long)R, (long long)C,
+                   twice ? "second run" : "plain kernel");
     check_same_on_device(label, t.columnwise, want.columnwise, R * C, R);
     qtensor_free(t);
     qtensor_free(want);
@@ -118,8 +135,8 @@ static void check_large(int64_t R, int64_t C, Fp8Format format, bool twice) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sharded weights: the slices of all ranks, cast one after the other and put together, then transposed, must be what quantize_transpose makes of
-// the whole tensors.
+// Sharded weights: the slices of all ranks, cast one after the other and put together, then transposed, must be what
+// quantize_transpose makes of the whole tensors.
 
 enum { SLICE_LAYERS = 3, SLICE_TENSORS = 4, SLOT_STRIDE = 6 };
 
@@ -134,7 +151,8 @@ static void check_slices(int64_t group) {
     bf16_bits *host = make_input(FILL_NORMAL, SLICE_LAYERS * full);
     uint32_t amax[SLICE_LAYERS * SLOT_STRIDE] = {0};
     for (int64_t l = 0; l < SLICE_LAYERS; l++)
-        for (int j = 0; j < SLICE_TENSORS; j++) amax[l * SLOT_STRIDE + j] = host_amax(host + l * full + offset[j], N[j] * K[j]);
+        for (int j = 0; j < SLICE_TENSORS; j++)
+            amax[l * SLOT_STRIDE + j] = host_amax(host + l * full + offset[j], N[j] * K[j]);
     bf16 *x = (bf16 *)bench_upload(host, SLICE_LAYERS * full * 2);
     uint32_t *slots = (uint32_t *)bench_upload(amax, (int64_t)sizeof amax);
     float *inverse = (float *)bench_zeros(4 * SLICE_LAYERS * SLOT_STRIDE * (int64_t)sizeof(float));
@@ -142,16 +160,19 @@ static void check_slices(int64_t group) {
     for (int64_t place = 0; place < group; place++) {
         Fp8Slices s = {};
         s.count = SLICE_LAYERS, s.n = slice, s.num_tensors = SLICE_TENSORS;
-        for (int j = 0; j < SLICE_TENSORS; j++) s.ends[j] = max_i64(0, min_i64(slice, offset[j] + N[j] * K[j] - place * slice));
+        for (int j = 0; j < SLICE_TENSORS; j++)
+            s.ends[j] = max_i64(0, min_i64(slice, offset[j] + N[j] * K[j] - place * slice));
         s.x = x + place * slice, s.x_stride = full, s.codes = part;
         s.amax = slots, s.inverse_scale = inverse, s.slot_stride = SLOT_STRIDE;
         quantize_slices(&s, 0);
-        CUDA_CHECK(cudaMemcpy2D(whole + place * slice, (size_t)full, part, (size_t)slice, (size_t)slice, SLICE_LAYERS, cudaMemcpyDeviceToDevice));
+        CUDA_CHECK(cudaMemcpy2D(whole + place * slice, (size_t)full, part, (size_t)slice, (size_t)slice, SLICE_LAYERS,
+                                cudaMemcpyDeviceToDevice));
     }
     for (int64_t l = 0; l < SLICE_LAYERS; l++)
         for (int j = 0; j < SLICE_TENSORS; j++) {
             char label[64];
-            format_checked(label, sizeof label, "slices of %lld ranks, layer %lld, tensor %d", (long long)group, (long long)l, j);
+            format_checked(label, sizeof label, "slices of %lld ranks, layer %lld, tensor %d", (long long)group,
+                           (long long)l, j);
             const int64_t at = l * full + offset[j], slot = l * SLOT_STRIDE + j;
             // into buffers of its own, with guards behind them
             uint8_t *row = (uint8_t *)bench_alloc(N[j] * K[j]), *col = (uint8_t *)bench_alloc(N[j] * K[j]);
@@ -160,7 +181,8 @@ static void check_slices(int64_t group) {
             CUDA_CHECK(cudaMemcpy(row, whole + at, (size_t)(N[j] * K[j]), cudaMemcpyDeviceToDevice));
             fp8_transpose(col, row, N[j], K[j], 0);
             QTensor t = {};
-            t.rowwise = row, t.columnwise = col, t.rowwise_scale_inv = t.columnwise_scale_inv = scale, t.amax = slots + slot;
+            t.rowwise = row, t.columnwise = col, t.rowwise_scale_inv = t.columnwise_scale_inv = scale,
+            t.amax = slots + slot;
             check_quantized(label, t, host + at, N[j], K[j]);
             bench_free(row), bench_free(col), bench_free(scale);
         }
@@ -200,7 +222,8 @@ static void call_quantize(void *context) {
 
 static void check_refusals(void) {
     char output[512];
-    BadCall columns = {16, 24, (uint8_t *)16}, rows = {0, 16, (uint8_t *)16}, nothing = {16, 16, NULL}, misaligned = {16, 16, (uint8_t *)24};
+    BadCall columns = {16, 24, (uint8_t *)16}, rows = {0, 16, (uint8_t *)16}, nothing = {16, 16, NULL},
+            misaligned = {16, 16, (uint8_t *)24};
     CHECK(check_dies(call_quantize, &columns, "multiple of 16 columns", output, sizeof output), "%s", output);
     CHECK(check_dies(call_quantize, &rows, "at least 1 row", output, sizeof output), "%s", output);
     CHECK(check_dies(call_quantize, &nothing, "row or col", output, sizeof output), "%s", output);
@@ -208,10 +231,12 @@ static void check_refusals(void) {
 }
 
 static void run_checks(void) {
-    const int64_t shapes[][2] = {{1, 16}, {2, 48}, {16, 128}, {17, 144}, {64, 64}, {128, 128}, {129, 128}, {200, 272}, {333, 528}, {1000, 160}};
+    const int64_t shapes[][2] = {{1, 16},    {2, 48},    {16, 128},  {17, 144},  {64, 64},
+                                 {128, 128}, {129, 128}, {200, 272}, {333, 528}, {1000, 160}};
     for (int f = 0; f < 2; f++) {
         for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
-            for (int fill = 0; fill < NUM_FILLS; fill++) check_case(shapes[i][0], shapes[i][1], (Fp8Format)f, (Fill)fill);
+            for (int fill = 0; fill < NUM_FILLS; fill++)
+                check_case(shapes[i][0], shapes[i][1], (Fp8Format)f, (Fill)fill);
         check_all_numbers((Fp8Format)f, fp8_max((Fp8Format)f));
         check_all_numbers((Fp8Format)f, 3.171875f);
     }
@@ -233,16 +258,21 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     bf16 *x = bench_random(R * C, 5, 1);
     QTensor t = qtensor_create(R, C, FP8_E4M3), row = t, col = t;
     row.columnwise = NULL, col.rowwise = NULL;
-    bench_report(b, "tensor_amax", shape, bench_time_us(b, [&] { tensor_amax(t.amax, x, R * C, 0); }), 2 * n, AMAX_REASON);
-    bench_report(b, "quantize_transpose", shape, bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); }), 4 * n, CAST_REASON);
+    bench_report(b, "tensor_amax", shape, bench_time_us(b, [&] { tensor_amax(t.amax, x, R * C, 0); }), 2 * n,
+                 AMAX_REASON);
+    bench_report(b, "quantize_transpose", shape, bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); }), 4 * n,
+                 CAST_REASON);
     bench_report(b, "quantize, row only", shape, bench_time_us(b, [&] { quantize_transpose(row, x, R, C, 0); }), 3 * n);
-    bench_report(b, "quantize, transposed only", shape, bench_time_us(b, [&] { quantize_transpose(col, x, R, C, 0); }), 3 * n);
-    bench_report(b, "fp8_transpose", shape, bench_time_us(b, [&] { fp8_transpose(t.columnwise, t.rowwise, R, C, 0); }), 2 * n, CAST_REASON);
+    bench_report(b, "quantize, transposed only", shape, bench_time_us(b, [&] { quantize_transpose(col, x, R, C, 0); }),
+                 3 * n);
+    bench_report(b, "fp8_transpose", shape, bench_time_us(b, [&] { fp8_transpose(t.columnwise, t.rowwise, R, C, 0); }),
+                 2 * n, CAST_REASON);
     Fp8Slices s = {};
     s.count = 1, s.n = s.x_stride = s.ends[0] = R * C, s.num_tensors = 1, s.slot_stride = 1;
     s.x = x, s.codes = t.rowwise, s.amax = t.amax, s.inverse_scale = (float *)t.rowwise_scale_inv;
     bench_report(b, "quantize_slices", shape, bench_time_us(b, [&] { quantize_slices(&s, 0); }), 3 * n);
-    bench_report(b, "tensor_quantize (both passes)", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }), 6 * n);
+    bench_report(b, "tensor_quantize (both passes)", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }),
+                 6 * n);
     qtensor_free(t);
     bench_free(x);
 }

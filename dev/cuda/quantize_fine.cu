@@ -9,11 +9,21 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Inputs
 
-typedef enum { FILL_MIXED, FILL_NAN, FILL_INFINITY, FILL_ZERO, FILL_DENORMAL, FILL_BELOW_FLOOR, FILL_HUGE, NUM_FILLS } Fill;
-static const char *const fill_names[NUM_FILLS] = {"mixed", "NaN", "infinity", "zero", "denormal", "below 1e-12", "huge"};
+typedef enum {
+    FILL_MIXED,
+    FILL_NAN,
+    FILL_INFINITY,
+    FILL_ZERO,
+    FILL_DENORMAL,
+    FILL_BELOW_FLOOR,
+    FILL_HUGE,
+    NUM_FILLS
+} Fill;
+static const char *const fill_names[NUM_FILLS] = {"mixed",    "NaN",         "infinity", "zero",
+                                                  "denormal", "below 1e-12", "huge"};
 
-// Mixed: rows and columns of very different size, outliers, denormals, a row, a column and a square of zeros. The specials are such values with a few NaN
-// or infinities among them.
+// Mixed: rows and columns of very different size, outliers, denormals, a row, a column and a square of zeros. The
+// specials are such values with a few NaN or infinities among them.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     const float scales[NUM_FILLS] = {1, 1, 1, 0, 1e-39f, 1e-14f, 1e37f};
     bf16_bits *x = bench_normal(31, R * C, scales[fill]);
@@ -53,12 +63,18 @@ static int make_cases(Case cases[MAX_CASES], int role) {
                 Case *c = &cases[count++];
                 c->role = (TensorRole)tensor, c->rule = r->rule, c->format = (Fp8Format)f;
                 c->row = recipe_granularity(r, c->role, COPY_ROW), c->col = recipe_granularity(r, c->role, COPY_COL);
-                format_checked(c->name, sizeof c->name, "%s %s %s", r->name, tensor == TENSOR_X ? "x" : tensor == TENSOR_W ? "w" : "dy", f ? "e5m2" : "e4m3");
+                format_checked(c->name, sizeof c->name, "%s %s %s", r->name,
+                               tensor == TENSOR_X   ? "x"
+                               : tensor == TENSOR_W ? "w"
+                                                    : "dy",
+                               f ? "e5m2" : "e4m3");
             }
     return count;
 }
 
-static QTensor case_tensor(const Case *c, int64_t R, int64_t C) { return qtensor_of(R, C, c->row, c->col, c->rule, c->format); }
+static QTensor case_tensor(const Case *c, int64_t R, int64_t C) {
+    return qtensor_of(R, C, c->row, c->col, c->rule, c->format);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Checks
@@ -66,25 +82,31 @@ static QTensor case_tensor(const Case *c, int64_t R, int64_t C) { return qtensor
 // The copies that `got` has, codes and scales, are those of `want`.
 static void check_same_copies(const char *label, const QTensor *got, const QTensor *want, int64_t R, int64_t C) {
     if (got->rowwise) check_same_on_device(label, got->rowwise, want->rowwise, R * C, C);
-    if (got->rowwise) check_same_on_device(label, got->rowwise_scale_inv, want->rowwise_scale_inv, scale_bytes(got->row_granularity, R, C), 4);
+    if (got->rowwise)
+        check_same_on_device(label, got->rowwise_scale_inv, want->rowwise_scale_inv,
+                             scale_bytes(got->row_granularity, R, C), 4);
     if (got->columnwise) check_same_on_device(label, got->columnwise, want->columnwise, R * C, R);
-    if (got->columnwise) check_same_on_device(label, got->columnwise_scale_inv, want->columnwise_scale_inv, scale_bytes(got->col_granularity, C, R), 4);
+    if (got->columnwise)
+        check_same_on_device(label, got->columnwise_scale_inv, want->columnwise_scale_inv,
+                             scale_bytes(got->col_granularity, C, R), 4);
 }
 
 // The slots that the amax pass raised.
 static void check_amaxes(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C) {
-    const int64_t count = tensor_amaxes(t->row_granularity, t->col_granularity, R, C), rows = copy_amaxes(t->row_granularity, R);
+    const int64_t count = tensor_amaxes(t->row_granularity, t->col_granularity, R, C),
+                  rows = copy_amaxes(t->row_granularity, R);
     uint32_t *got = (uint32_t *)bench_download(t->amax, max_i64(1, count) * 4, label);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < count; i++) {
         uint32_t want;
         if (i < rows && t->row_granularity == PER_ROW) want = quantize_tensor_amax(x + i * C, C, t->rule);
-        else if (i >= rows && t->col_granularity == PER_ROW) want = quantize_block_amax(x + i - rows, copy_shape(R, C, COPY_COL), 1, R, t->rule);
+        else if (i >= rows && t->col_granularity == PER_ROW)
+            want = quantize_block_amax(x + i - rows, copy_shape(R, C, COPY_COL), 1, R, t->rule);
         else want = quantize_tensor_amax(x, R * C, t->rule);
         if (!same_or_nan(got[i], want) && bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld amaxes differ, first number %lld: got %.9g", label, (long long)bad, (long long)count, (long long)first,
-          float_from_bits(got[first]));
+    CHECK(bad == 0, "%s: %lld of %lld amaxes differ, first number %lld: got %.9g", label, (long long)bad,
+          (long long)count, (long long)first, float_from_bits(got[first]));
     free(got);
 }
 
@@ -104,15 +126,19 @@ static void check_dequantized(const char *label, const QTensor *t, CopyKind copy
     dequantize_copy(want, codes, scales, outer, depth, granularity, t->format);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < R * C; i++)
-        if (!same_or_nan(float_bits(bf16_to_float(got[i])), float_bits(bf16_to_float(bf16_from_float(want[i])))) && bad++ == 0) first = i;
-    CHECK(bad == 0, "%s, %s copy back in bf16: %lld of %lld differ, first number %lld: got %.9g, want %.9g", label, copy == COPY_ROW ? "row" : "col", (long long)bad,
-          (long long)(R * C), (long long)first, bf16_to_float(got[first]), want[first]);
+        if (!same_or_nan(float_bits(bf16_to_float(got[i])), float_bits(bf16_to_float(bf16_from_float(want[i])))) &&
+            bad++ == 0)
+            first = i;
+    CHECK(bad == 0, "%s, %s copy back in bf16: %lld of %lld differ, first number %lld: got %.9g, want %.9g", label,
+          copy == COPY_ROW ? "row" : "col", (long long)bad, (long long)(R * C), (long long)first,
+          bf16_to_float(got[first]), want[first]);
     free(got), free(codes), free(scales), free(want);
     bench_free(out);
 }
 
 // Both copies together and each alone, with the amaxes that one pass left.
-static void check_tensor(const Case *c, const char *what, const bf16 *device_x, const float *x, int64_t R, int64_t C, bool back) {
+static void check_tensor(const Case *c, const char *what, const bf16 *device_x, const float *x, int64_t R, int64_t C,
+                         bool back) {
     char label[160];
     format_checked(label, sizeof label, "%s, %lld x %lld %s", c->name, (long long)R, (long long)C, what);
     QTensor t = case_tensor(c, R, C);
@@ -146,11 +172,12 @@ static void check_shape(int64_t R, int64_t C, Fill fill) {
     free(host), free(x);
 }
 
-// One pass with a scale of earlier amaxes: right, too large (values saturate), too small; the largest magnitude is found, NaN left out.
+// One pass with a scale of earlier amaxes: right, too large (values saturate), too small; the largest magnitude is
+// found, NaN left out.
 static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, float factor) {
     char label[128];
-    format_checked(label, sizeof label, "delayed, %lld x %lld %s %s, scale x %g", (long long)R, (long long)C, fill_names[fill], format == FP8_E4M3 ? "e4m3" : "e5m2",
-                   factor);
+    format_checked(label, sizeof label, "delayed, %lld x %lld %s %s, scale x %g", (long long)R, (long long)C,
+                   fill_names[fill], format == FP8_E4M3 ? "e4m3" : "e5m2", factor);
     bf16_bits *host = make_input(fill, R, C);
     float *x = bf16_to_floats(host, R * C);
     const uint32_t amax = quantize_tensor_amax(x, R * C, SCALE_TE);
@@ -160,14 +187,16 @@ static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, flo
     t.delayed_scale = (float *)bench_upload(&scale, sizeof scale);
     tensor_quantize(t, device_x, R, C, 0);
     check_copies(label, &t, x, R, C, scale);
-    CHECK(read_amax(t.amax) == amax, "%s: amax %.9g, want %.9g", label, float_from_bits(read_amax(t.amax)), float_from_bits(amax));
+    CHECK(read_amax(t.amax) == amax, "%s: amax %.9g, want %.9g", label, float_from_bits(read_amax(t.amax)),
+          float_from_bits(amax));
     bench_free((void *)t.delayed_scale);
     qtensor_free(t);
     bench_free(device_x);
     free(host), free(x);
 }
 
-// What a source casts against the cast of the bf16 values [R, columns] that its plain kernel stores, with current and with delayed scales.
+// What a source casts against the cast of the bf16 values [R, columns] that its plain kernel stores, with current and
+// with delayed scales.
 template <class Source>
 static void check_source(const char *what, TensorRole role, Source source, const bf16 *values, int64_t R, int64_t C) {
     const int64_t columns = C * Source::OUTPUTS;
@@ -181,13 +210,15 @@ static void check_source(const char *what, TensorRole role, Source source, const
         if (Source::OUTPUTS > 1 && C % 128 && copy_amaxes(c->row, 1) == 0) continue;  // refused
         for (int delayed = 0; delayed <= (tensor && c->rule == SCALE_TE); delayed++) {
             char label[192];
-            format_checked(label, sizeof label, "%s of %s, %lld x %lld%s", c->name, what, (long long)R, (long long)columns, delayed ? ", known scale" : "");
+            format_checked(label, sizeof label, "%s of %s, %lld x %lld%s", c->name, what, (long long)R,
+                           (long long)columns, delayed ? ", known scale" : "");
             QTensor got = case_tensor(c, R, columns), want = case_tensor(c, R, columns);
             if (delayed) got.delayed_scale = want.delayed_scale = delayed_scale;
             tensor_quantize(want, values, R, columns, 0);
             if (!delayed) quantize_amax_source(label, got, source, R, C, 0);
             quantize_source(label, got, source, R, C, 0);
-            check_same_on_device(label, got.amax, want.amax, max_i64(1, tensor_amaxes(c->row, c->col, R, columns)) * 4, 4);
+            check_same_on_device(label, got.amax, want.amax, max_i64(1, tensor_amaxes(c->row, c->col, R, columns)) * 4,
+                                 4);
             check_same_copies(label, &got, &want, R, columns);
             qtensor_free(got), qtensor_free(want);
         }
@@ -197,7 +228,8 @@ static void check_source(const char *what, TensorRole role, Source source, const
 
 static void check_sources(int64_t R, int64_t C, Fill fill) {
     bf16_bits *x_host = make_input(fill, R, 2 * C), *dy_host = bench_normal(5, R * C, 1);
-    bf16 *x = (bf16 *)bench_upload(x_host, R * 2 * C * 2), *dh = (bf16 *)bench_upload(dy_host, R * C * 2), *weight = bench_random(2 * C, 6, 1);
+    bf16 *x = (bf16 *)bench_upload(x_host, R * 2 * C * 2), *dh = (bf16 *)bench_upload(dy_host, R * C * 2),
+         *weight = bench_random(2 * C, 6, 1);
     bf16 *y = (bf16 *)bench_alloc(R * 2 * C * 2), *h = (bf16 *)bench_alloc(R * C * 2);
     float *rstd = (float *)bench_alloc(R * 4);
     rmsnorm_forward(y, rstd, NULL, x, weight, R, 2 * C, EPS, RmsnormWatch{}, 0);
@@ -213,7 +245,8 @@ static void check_sources(int64_t R, int64_t C, Fill fill) {
     free(x_host), free(dy_host);
 }
 
-// The last rows of a large tensor against a cast of those rows alone, where a scale sees no other rows; and a second run against the first.
+// The last rows of a large tensor against a cast of those rows alone, where a scale sees no other rows; and a second
+// run against the first.
 static void check_large(int64_t R, int64_t C) {
     const int64_t slab = 2048, first = R - slab;
     Case cases[MAX_CASES];
@@ -228,7 +261,8 @@ static void check_large(int64_t R, int64_t C) {
         tensor_quantize(part, x + first * C, slab, C, 0);
         check_same_on_device(c->name, t.rowwise + first * C, part.rowwise, slab * C, C);
         if (copy_amaxes(c->col, C) == 0 && t.columnwise) {
-            CUDA_CHECK(cudaMemcpy2D(cut, (size_t)slab, t.columnwise + first, (size_t)R, (size_t)slab, (size_t)C, cudaMemcpyDeviceToDevice));
+            CUDA_CHECK(cudaMemcpy2D(cut, (size_t)slab, t.columnwise + first, (size_t)R, (size_t)slab, (size_t)C,
+                                    cudaMemcpyDeviceToDevice));
             check_same_on_device(c->name, cut, part.columnwise, slab * C, slab);
         }
         qtensor_free(part);
@@ -241,7 +275,9 @@ static void check_large(int64_t R, int64_t C) {
 }
 
 // Refusals: before the first CUDA call of this process, because a check runs in a forked child.
-static void call_quantize(void *context) { quantize_transpose(*(const QTensor *)context, (const bf16 *)16, 128, 128, 0); }
+static void call_quantize(void *context) {
+    quantize_transpose(*(const QTensor *)context, (const bf16 *)16, 128, 128, 0);
+}
 
 static void call_gradient(void *context) {
     const SwigluGradientSource source = {(const bf16 *)16, (const bf16 *)16, 144};
@@ -256,7 +292,8 @@ static void call_norm(void *context) {
 static void check_refusals(void) {
     char output[512];
     QTensor good = {};
-    good.rowwise = good.columnwise = (uint8_t *)16, good.rowwise_scale_inv = good.columnwise_scale_inv = good.amax = (uint32_t *)16;
+    good.rowwise = good.columnwise = (uint8_t *)16,
+    good.rowwise_scale_inv = good.columnwise_scale_inv = good.amax = (uint32_t *)16;
     good.row_granularity = good.col_granularity = BLOCK_1X128, good.rule = SCALE_TE_POW2;
     QTensor bad = good;
     bad.rule = SCALE_MX;
@@ -275,32 +312,39 @@ static void check_refusals(void) {
 }
 
 static void run_checks(void) {
-    const int64_t shapes[][2] = {{1, 16}, {2, 48}, {16, 128}, {17, 144}, {128, 128}, {129, 256}, {200, 272}, {333, 528}, {384, 1040}, {640, 256}};
+    const int64_t shapes[][2] = {{1, 16},    {2, 48},    {16, 128},  {17, 144},   {128, 128},
+                                 {129, 256}, {200, 272}, {333, 528}, {384, 1040}, {640, 256}};
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
         for (int fill = 0; fill < NUM_FILLS; fill++)
             if (fill <= FILL_INFINITY || shapes[i][0] <= 200) check_shape(shapes[i][0], shapes[i][1], (Fill)fill);
     for (int f = 0; f < 2; f++)
         for (int fill = 0; fill < NUM_FILLS; fill++)
-            for (int factor = -3; factor <= 3; factor += 3) check_delayed(200, 272, (Fill)fill, (Fp8Format)f, exp2f((float)factor) * (factor ? 1.1f : 1));
+            for (int factor = -3; factor <= 3; factor += 3)
+                check_delayed(200, 272, (Fill)fill, (Fp8Format)f, exp2f((float)factor) * (factor ? 1.1f : 1));
     const int64_t source_shapes[][2] = {{1, 128}, {129, 256}, {320, 144}, {333, 384}};
     for (size_t i = 0; i < sizeof source_shapes / sizeof source_shapes[0]; i++)
-        for (int fill = 0; fill <= FILL_ZERO; fill++) check_sources(source_shapes[i][0], source_shapes[i][1], (Fill)fill);
+        for (int fill = 0; fill <= FILL_ZERO; fill++)
+            check_sources(source_shapes[i][0], source_shapes[i][1], (Fill)fill);
     check_large(4096, 4096);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
 // The cast of n values to the copies that `t` has; `outputs`: of its source; `read`: bytes read a value.
-static void bench_cast(Bench *b, const char *name, const char *shape, const Case *c, int outputs, double us, const QTensor *t, double read, double n) {
+static void bench_cast(Bench *b, const char *name, const char *shape, const Case *c, int outputs, double us,
+                       const QTensor *t, double read, double n) {
     const double bytes = (read + (t->rowwise ? 1 : 0) + (t->columnwise ? 1 : 0)) * n;
     char reason[256];
     if (c->row == PER_TENSOR) {
         bench_report(b, name, shape, us, bytes, t->columnwise ? CAST_REASON : NULL);
         return;
     }
-    format_checked(reason, sizeof reason, "a tile waits in registers for its scales, so a block's loads, arithmetic and stores take turns%s%s%s",
-                   t->rowwise && t->columnwise && c->row != BLOCK_128X128 ? "; two casts of every value" : "", c->row == BLOCK_1X32 ? "; maxima of 32 along both axes" : "",
-                   outputs > 1 ? "; two outputs, so 2 blocks a multiprocessor" : "");
+    format_checked(
+        reason, sizeof reason,
+        "a tile waits in registers for its scales, so a block's loads, arithmetic and stores take turns%s%s%s",
+        t->rowwise && t->columnwise && c->row != BLOCK_128X128 ? "; two casts of every value" : "",
+        c->row == BLOCK_1X32 ? "; maxima of 32 along both axes" : "",
+        outputs > 1 ? "; two outputs, so 2 blocks a multiprocessor" : "");
     bench_report(b, name, shape, us, bytes, reason);
 }
 
@@ -319,22 +363,25 @@ static void bench_source(Bench *b, const char *what, const Case *c, Source sourc
     if (c->row == PER_TENSOR) t.delayed_scale = known;
     if (copy_amaxes(c->row, R) && !t.delayed_scale) {
         format_checked(name, sizeof name, "%s%s, amaxes", c->name, what);
-        bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }), read * n,
-                     "an atomic for the amax of every row and column of a tile");
+        bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }),
+                     read * n, "an atomic for the amax of every row and column of a tile");
     }
     for (int i = 0; i < (t.rowwise && t.columnwise && c->role == TENSOR_X ? 3 : 1); i++) {
         QTensor part = t;
         if (i == 1) part.columnwise = NULL;
         if (i == 2) part.rowwise = NULL;
         format_checked(name, sizeof name, "%s%s, %s", c->name, what, copies[i]);
-        bench_cast(b, name, shape, c, OUTPUTS, bench_time_us(b, [&] { quantize_source("bench", part, source, R, C, 0); }), &part, read, n);
+        bench_cast(b, name, shape, c, OUTPUTS,
+                   bench_time_us(b, [&] { quantize_source("bench", part, source, R, C, 0); }), &part, read, n);
     }
     qtensor_free(t);
     bench_free(known);
 }
 
 // Casts with one current scale are timed beside their amax passes, in quantize.cu, rmsnorm.cu and swiglu.cu.
-static bool bench_wanted(const Case *c, TensorRole role) { return c->role == role && c->format == FP8_E4M3 && (c->row != PER_TENSOR || c->rule == SCALE_TE); }
+static bool bench_wanted(const Case *c, TensorRole role) {
+    return c->role == role && c->format == FP8_E4M3 && (c->row != PER_TENSOR || c->rule == SCALE_TE);
+}
 
 static void bench_shape(Bench *b, int64_t R, int64_t C) {
     char shape[32];
@@ -344,11 +391,14 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     bf16 *x = bench_random(R * C, 5, 1), *out = (bf16 *)bench_alloc(R * C * 2);
     const TensorSource source = {x, C};
     for (int i = 0; i < count; i++)
-        if (bench_wanted(&cases[i], TENSOR_X) || bench_wanted(&cases[i], TENSOR_W)) bench_source(b, "", &cases[i], source, R, C, 2);
+        if (bench_wanted(&cases[i], TENSOR_X) || bench_wanted(&cases[i], TENSOR_W))
+            bench_source(b, "", &cases[i], source, R, C, 2);
     QTensor mx = qtensor_of(R, C, BLOCK_1X32, NO_SCALE, SCALE_MX, FP8_E4M3);
     tensor_quantize(mx, x, R, C, 0);
-    const double us = bench_time_us(b, [&] { fp8_dequantize(out, mx.rowwise, mx.rowwise_scale_inv, BLOCK_1X32, FP8_E4M3, R, C, 0); });
-    bench_report(b, "back to bf16, 1x32", shape, us, 3.0 * (double)(R * C), "short threads: 16 codes each, and their scale is looked up first");
+    const double us =
+        bench_time_us(b, [&] { fp8_dequantize(out, mx.rowwise, mx.rowwise_scale_inv, BLOCK_1X32, FP8_E4M3, R, C, 0); });
+    bench_report(b, "back to bf16, 1x32", shape, us, 3.0 * (double)(R * C),
+                 "short threads: 16 codes each, and their scale is looked up first");
     qtensor_free(mx);
     bench_free(x), bench_free(out);
 }
@@ -364,7 +414,9 @@ static void bench_sources(Bench *b, int64_t R, int64_t C, int64_t F) {
     const SwigluSource swiglu = {x, F};
     const SwigluGradientSource gradient = {dh, x, F};
     for (int i = 0; i < count; i++) {
-        if (bench_wanted(&cases[i], TENSOR_X)) bench_source(b, " of norm", &cases[i], norm, R, C, 2), bench_source(b, " of SwiGLU", &cases[i], swiglu, R, F, 4);
+        if (bench_wanted(&cases[i], TENSOR_X))
+            bench_source(b, " of norm", &cases[i], norm, R, C, 2),
+                bench_source(b, " of SwiGLU", &cases[i], swiglu, R, F, 4);
         if (bench_wanted(&cases[i], TENSOR_DY)) bench_source(b, " of SwiGLU", &cases[i], gradient, R, F, 3);
     }
     bench_free(x), bench_free(dh), bench_free(weight), bench_free(rstd);

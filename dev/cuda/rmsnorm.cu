@@ -5,9 +5,11 @@
 #include "check_quantized.cuh"
 
 #define EPS 1e-5f
-#define NO_WATCH RmsnormWatch{}
+#define NO_WATCH \
+    RmsnormWatch {}
 
-// One rounding to bf16 is off by at most 2^-8 of the value; the rest is for the fp32 sums, whose order differs from the reference's.
+// One rounding to bf16 is off by at most 2^-8 of the value; the rest is for the fp32 sums, whose order differs from the
+// reference's.
 static const double BF16_ROUNDING = 0.00390625 * 1.01;
 
 typedef enum { FILL_NORMAL, FILL_ZERO_ROW, FILL_NAN, FILL_INFINITY, FILL_DENORMAL, NUM_FILLS } Fill;
@@ -30,7 +32,8 @@ static Case case_create(int64_t R, int64_t C, Fill fill) {
     k.dy = bench_normal(3, R * C, 0.5f);
     k.weight = bench_normal(4, C, 0.5f);
     const int64_t row = R / 2;
-    if (fill == FILL_ZERO_ROW) memset(k.residual + row * C, 0, (size_t)C * 2), memset(k.delta + row * C, 0, (size_t)C * 2);
+    if (fill == FILL_ZERO_ROW)
+        memset(k.residual + row * C, 0, (size_t)C * 2), memset(k.delta + row * C, 0, (size_t)C * 2);
     if (fill == FILL_NAN) k.residual[row * C + C - 1] = 0xffc0;
     if (fill == FILL_INFINITY) k.delta[row * C + C / 2] = 0x7f80;
     float *a = bf16_to_floats(k.residual, R * C), *b = bf16_to_floats(k.delta, R * C);
@@ -40,14 +43,13 @@ static Case case_create(int64_t R, int64_t C, Fill fill) {
     return k;
 }
 
-static void case_free(Case *k) {
-    free(k->residual), free(k->delta), free(k->dy), free(k->weight), free(k->sum);
-}
+static void case_free(Case *k) { free(k->residual), free(k->delta), free(k->dy), free(k->weight), free(k->sum); }
 
 static void check_forward(const Case *k) {
     const int64_t R = k->R, C = k->C, n = R * C;
     char label[160];
-    bf16 *residual = (bf16 *)bench_upload(k->residual, n * 2), *delta = (bf16 *)bench_upload(k->delta, n * 2), *weight = (bf16 *)bench_upload(k->weight, C * 2);
+    bf16 *residual = (bf16 *)bench_upload(k->residual, n * 2), *delta = (bf16 *)bench_upload(k->delta, n * 2),
+         *weight = (bf16 *)bench_upload(k->weight, C * 2);
     bf16 *x = (bf16 *)bench_alloc(n * 2), *y = (bf16 *)bench_alloc(n * 2), *y_alone = (bf16 *)bench_alloc(n * 2);
     float *rstd = (float *)bench_alloc(R * 4), *rstd_alone = (float *)bench_alloc(R * 4);
     QTensor t = qtensor_create(R, C, FP8_E4M3);
@@ -57,14 +59,17 @@ static void check_forward(const Case *k) {
     residual_rmsnorm_forward(residual, NULL, rstd, t.amax, residual, delta, weight, R, C, EPS, NO_WATCH, 0);
     rmsnorm_quantize_transpose(t, x, rstd, weight, R, C, 0);
 
-    bf16_bits *got_x = (bf16_bits *)bench_download(x, n * 2, k->label), *got_y = (bf16_bits *)bench_download(y, n * 2, k->label);
-    float *xf = bf16_to_floats(got_x, n), *yf = bf16_to_floats(got_y, n), *wf = bf16_to_floats(k->weight, C), *got_rstd = (float *)bench_download(rstd, R * 4, k->label);
+    bf16_bits *got_x = (bf16_bits *)bench_download(x, n * 2, k->label),
+              *got_y = (bf16_bits *)bench_download(y, n * 2, k->label);
+    float *xf = bf16_to_floats(got_x, n), *yf = bf16_to_floats(got_y, n), *wf = bf16_to_floats(k->weight, C),
+          *got_rstd = (float *)bench_download(rstd, R * 4, k->label);
     float *want_y = (float *)xcalloc((size_t)n, 4), *want_rstd = (float *)xcalloc((size_t)R, 4);
     rmsnorm_forward_reference(want_y, want_rstd, k->sum, wf, R, C, EPS, ROUND_NONE);
     format_checked(label, sizeof label, "%s: residual + delta", k->label);
     check_close(label, xf, k->sum, n, C, 0, 0);
     format_checked(label, sizeof label, "%s: rstd", k->label);
-    check_close(label, got_rstd, want_rstd, R, 1, 2e-6, 0);  // a few fp32 roundings: the sum is a tree of depth about C / 128
+    check_close(label, got_rstd, want_rstd, R, 1, 2e-6,
+                0);  // a few fp32 roundings: the sum is a tree of depth about C / 128
     format_checked(label, sizeof label, "%s: y", k->label);
     check_close(label, yf, want_y, n, C, BF16_ROUNDING, 1e-40);
     check_same_on_device("norm without the residual add", y, y_alone, n * 2, C * 2);
@@ -72,7 +77,8 @@ static void check_forward(const Case *k) {
     check_amax(k->label, t.amax, got_y, n);
     check_quantized(k->label, t, got_y, R, C);
     free(got_x), free(got_y), free(xf), free(yf), free(wf), free(got_rstd), free(want_y), free(want_rstd);
-    bench_free(residual), bench_free(delta), bench_free(weight), bench_free(x), bench_free(y), bench_free(y_alone), bench_free(rstd), bench_free(rstd_alone);
+    bench_free(residual), bench_free(delta), bench_free(weight), bench_free(x), bench_free(y), bench_free(y_alone),
+        bench_free(rstd), bench_free(rstd_alone);
     qtensor_free(t);
 }
 
@@ -80,22 +86,28 @@ static void check_forward(const Case *k) {
 static void check_backward(const Case *k, bool with_residual) {
     const int64_t R = k->R, C = k->C, n = R * C;
     char label[160];
-    float *wf = bf16_to_floats(k->weight, C), *dyf = bf16_to_floats(k->dy, n), *drf = bf16_to_floats(k->delta, n), *rstd_host = (float *)xcalloc((size_t)R, 4);
+    float *wf = bf16_to_floats(k->weight, C), *dyf = bf16_to_floats(k->dy, n), *drf = bf16_to_floats(k->delta, n),
+          *rstd_host = (float *)xcalloc((size_t)R, 4);
     for (int64_t r = 0; r < R; r++) rstd_host[r] = rms_reciprocal(k->sum + r * C, C, EPS);
     bf16_bits *sum_bits = bf16_from_floats(k->sum, n), *dw_before = bench_normal(9, C, 3);
-    bf16 *x = (bf16 *)bench_upload(sum_bits, n * 2), *dy = (bf16 *)bench_upload(k->dy, n * 2), *weight = (bf16 *)bench_upload(k->weight, C * 2);
-    bf16 *dresidual = (bf16 *)bench_upload(k->delta, n * 2), *dx = (bf16 *)bench_alloc(n * 2), *dw = (bf16 *)bench_upload(dw_before, C * 2), *dw2 = (bf16 *)bench_upload(dw_before, C * 2);
+    bf16 *x = (bf16 *)bench_upload(sum_bits, n * 2), *dy = (bf16 *)bench_upload(k->dy, n * 2),
+         *weight = (bf16 *)bench_upload(k->weight, C * 2);
+    bf16 *dresidual = (bf16 *)bench_upload(k->delta, n * 2), *dx = (bf16 *)bench_alloc(n * 2),
+         *dw = (bf16 *)bench_upload(dw_before, C * 2), *dw2 = (bf16 *)bench_upload(dw_before, C * 2);
     float *rstd = (float *)bench_upload(rstd_host, R * 4);
     const int64_t workspace_bytes = (int64_t)rmsnorm_workspace_bytes(R, C);
     void *workspace = bench_alloc(workspace_bytes);
     uint32_t *amax = (uint32_t *)bench_zeros(4);
     rmsnorm_backward(dx, dw, amax, dy, x, rstd, weight, with_residual ? dresidual : NULL, R, C, workspace, 0);
 
-    bf16_bits *got = (bf16_bits *)bench_download(dx, n * 2, k->label), *got_dw = (bf16_bits *)bench_download(dw, C * 2, k->label);
+    bf16_bits *got = (bf16_bits *)bench_download(dx, n * 2, k->label),
+              *got_dw = (bf16_bits *)bench_download(dw, C * 2, k->label);
     free(bench_download(workspace, workspace_bytes, k->label));
-    float *gotf = bf16_to_floats(got, n), *got_dwf = bf16_to_floats(got_dw, C), *want = (float *)xcalloc((size_t)n, 4), *want_dw = bf16_to_floats(dw_before, C);
+    float *gotf = bf16_to_floats(got, n), *got_dwf = bf16_to_floats(got_dw, C), *want = (float *)xcalloc((size_t)n, 4),
+          *want_dw = bf16_to_floats(dw_before, C);
     rmsnorm_backward_reference(want, want_dw, with_residual ? drf : NULL, dyf, k->sum, rstd_host, wf, R, C, ROUND_NONE);
-    // dx: where its terms (of order 1, times rstd) cancel, fp32 errors of the terms remain. dw: a sum of R terms of order 1 in fp32.
+    // dx: where its terms (of order 1, times rstd) cancel, fp32 errors of the terms remain. dw: a sum of R terms of
+    // order 1 in fp32.
     float largest_rstd = 1;
     for (int64_t r = 0; r < R; r++) largest_rstd = fmaxf(largest_rstd, rstd_host[r]);
     format_checked(label, sizeof label, "%s: dx%s", k->label, with_residual ? " with residual" : "");
@@ -108,8 +120,10 @@ static void check_backward(const Case *k, bool with_residual) {
         check_same_on_device("dx in place of dresidual", dx, dresidual, n * 2, C * 2);
         check_same_on_device("dweight of a second run", dw, dw2, C * 2, C * 2);
     }
-    free(wf), free(dyf), free(drf), free(rstd_host), free(sum_bits), free(dw_before), free(got), free(got_dw), free(gotf), free(got_dwf), free(want), free(want_dw);
-    bench_free(x), bench_free(dy), bench_free(weight), bench_free(dresidual), bench_free(dx), bench_free(dw), bench_free(dw2), bench_free(rstd), bench_free(workspace), bench_free(amax);
+    free(wf), free(dyf), free(drf), free(rstd_host), free(sum_bits), free(dw_before), free(got), free(got_dw),
+        free(gotf), free(got_dwf), free(want), free(want_dw);
+    bench_free(x), bench_free(dy), bench_free(weight), bench_free(dresidual), bench_free(dx), bench_free(dw),
+        bench_free(dw2), bench_free(rstd), bench_free(workspace), bench_free(amax);
 }
 
 // One row of x holds `value`, once, or is zero. The norms numbered 9, 6 and 8 see it, 1 is not asked to look, 2 sees
@@ -118,7 +132,7 @@ static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) 
     const int64_t n = R * C, row = 2 * R / 3;
     bf16_bits *x_host = bench_normal(1, n, 1), *weight_host = bench_normal(4, C, 0.5f);
     bf16 *ordinary = (bf16 *)bench_upload(x_host, n * 2), *weight = (bf16 *)bench_upload(weight_host, C * 2),
-        *zero = (bf16 *)bench_zeros(n * 2), *y = (bf16 *)bench_alloc(n * 2);
+         *zero = (bf16 *)bench_zeros(n * 2), *y = (bf16 *)bench_alloc(n * 2);
     if (value == 0) memset(x_host + row * C, 0, (size_t)C * 2);
     else x_host[row * C + C - 1] = bf16_from_float(value);
     float *row_values = bf16_to_floats(x_host + row * C, C), *rstd = (float *)bench_alloc(R * 4);
@@ -134,8 +148,9 @@ static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) 
     CHECK(*got == (bad ? 6 : none), "%lld x %lld with a value of %g, eps %g: norm %u is named", (long long)R,
           (long long)C, value, eps, *got);
     // the CPU adds squares up in double, which no finite row overflows; else both agree
-    if (!isfinite(value) || isfinite(value * value)) CHECK(!float_is_positive(rms_reciprocal(row_values, C,
-        eps)) == bad, "the CPU's norm of a row with %g, eps %g", value, eps);
+    if (!isfinite(value) || isfinite(value * value))
+        CHECK(!float_is_positive(rms_reciprocal(row_values, C, eps)) == bad, "the CPU's norm of a row with %g, eps %g",
+              value, eps);
     free(x_host), free(weight_host), free(row_values), free(got);
     bench_free(ordinary), bench_free(weight), bench_free(zero), bench_free(y), bench_free(x), bench_free(rstd),
         bench_free(first);
@@ -143,41 +158,47 @@ static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) 
 
 static void check_watches(void) {
     const int64_t shapes[][2] = {{1, 16}, {300, 1024}, {5000, 2048}, {33, 5120}, {7, 16384}};
-    const struct { float value, eps; bool bad; } rows[] = {{1, EPS, false}, {1e15f, EPS, false}, {0, EPS, false}, {0,
-        0, true}, {NAN, EPS, true}, {INFINITY, EPS, true},
-                                                           {-INFINITY, EPS, true}, {1e30f, EPS, true}, {3e38f, EPS,
-                                                               true}};
+    const struct {
+        float value, eps;
+        bool bad;
+    } rows[] = {{1, EPS, false},       {1e15f, EPS, false},    {0, EPS, false},    {0, 0, true},      {NAN, EPS, true},
+                {INFINITY, EPS, true}, {-INFINITY, EPS, true}, {1e30f, EPS, true}, {3e38f, EPS, true}};
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
-        for (size_t k = 0; k < sizeof rows / sizeof rows[0]; k++) check_watch(shapes[i][0], shapes[i][1],
-                                                                              rows[k].value, rows[k].eps, rows[k].bad);
+        for (size_t k = 0; k < sizeof rows / sizeof rows[0]; k++)
+            check_watch(shapes[i][0], shapes[i][1], rows[k].value, rows[k].eps, rows[k].bad);
 }
 
 // Beyond 2^31 elements: the fused cast against the plain cast of a stored y, and the last row against the reference.
 static void check_large(void) {
     const int64_t R = 524416, C = 4096, n = R * C;
-    bf16 *x = bench_random(n, 1, 1), *y = (bf16 *)bench_alloc(n * 2), *weight = bench_random(C, 2, 1), *dweight = (bf16 *)bench_alloc(C * 2);
+    bf16 *x = bench_random(n, 1, 1), *y = (bf16 *)bench_alloc(n * 2), *weight = bench_random(C, 2, 1),
+         *dweight = (bf16 *)bench_alloc(C * 2);
     float *rstd = (float *)bench_alloc(R * 4);
     QTensor fused = qtensor_create(R, C, FP8_E4M3), plain = qtensor_create(R, C, FP8_E4M3);
     rmsnorm_forward(y, rstd, fused.amax, x, weight, R, C, EPS, NO_WATCH, 0);
     rmsnorm_quantize_transpose(fused, x, rstd, weight, R, C, 0);
     tensor_quantize(plain, y, R, C, 0);
-    CHECK(read_amax(fused.amax) == read_amax(plain.amax), "amax of y: %08x in the norm, %08x of what it stored", read_amax(fused.amax), read_amax(plain.amax));
+    CHECK(read_amax(fused.amax) == read_amax(plain.amax), "amax of y: %08x in the norm, %08x of what it stored",
+          read_amax(fused.amax), read_amax(plain.amax));
     check_same_on_device("2^31 elements, row copy", fused.rowwise, plain.rowwise, n, C);
     check_same_on_device("2^31 elements, transposed copy", fused.columnwise, plain.columnwise, n, R);
     void *workspace = bench_alloc((int64_t)rmsnorm_workspace_bytes(R, C));
     rmsnorm_backward(y, dweight, NULL, y, x, rstd, weight, NULL, R, C, workspace, 0);  // dy = y, in place
     CUDA_CHECK(cudaDeviceSynchronize());
-    bf16_bits *x_bits = (bf16_bits *)xcalloc((size_t)C, 2), *w_bits = (bf16_bits *)xcalloc((size_t)C, 2), *dx_bits = (bf16_bits *)xcalloc((size_t)C, 2);
+    bf16_bits *x_bits = (bf16_bits *)xcalloc((size_t)C, 2), *w_bits = (bf16_bits *)xcalloc((size_t)C, 2),
+              *dx_bits = (bf16_bits *)xcalloc((size_t)C, 2);
     CUDA_CHECK(cudaMemcpy(x_bits, x + n - C, (size_t)C * 2, cudaMemcpyDeviceToHost));
     CUDA_CHECK(cudaMemcpy(w_bits, weight, (size_t)C * 2, cudaMemcpyDeviceToHost));
     CUDA_CHECK(cudaMemcpy(dx_bits, y + n - C, (size_t)C * 2, cudaMemcpyDeviceToHost));
     float *xf = bf16_to_floats(x_bits, C), *wf = bf16_to_floats(w_bits, C), *got = bf16_to_floats(dx_bits, C);
-    float *dyf = (float *)xcalloc((size_t)C, 4), *dwf = (float *)xcalloc((size_t)C, 4), *want = (float *)xcalloc((size_t)C, 4), r;
+    float *dyf = (float *)xcalloc((size_t)C, 4), *dwf = (float *)xcalloc((size_t)C, 4),
+          *want = (float *)xcalloc((size_t)C, 4), r;
     rmsnorm_forward_reference(dyf, &r, xf, wf, 1, C, EPS, ROUND_BF16);
     rmsnorm_backward_reference(want, dwf, NULL, dyf, xf, &r, wf, 1, C, ROUND_NONE);
     // a y that rounds the other way on the CPU is off by 2^-8 of a value of order 1 to 10, times the weight
     check_close("2^31 elements, last row of dx", got, want, C, C, BF16_ROUNDING, 0.2);
-    CHECK(check_relative_error(got, want, C) < 4e-3, "last row of dx: relative error %g", check_relative_error(got, want, C));  // 2^-8
+    CHECK(check_relative_error(got, want, C) < 4e-3, "last row of dx: relative error %g",
+          check_relative_error(got, want, C));  // 2^-8
     free(x_bits), free(w_bits), free(dx_bits), free(xf), free(wf), free(got), free(dyf), free(dwf), free(want);
     bench_free(x), bench_free(y), bench_free(weight), bench_free(dweight), bench_free(rstd), bench_free(workspace);
     qtensor_free(fused), qtensor_free(plain);
@@ -197,7 +218,8 @@ static void check_refusals(void) {
 }
 
 static void run_checks(void) {
-    const int64_t shapes[][2] = {{1, 16}, {3, 48}, {5, 1024}, {7, 1040}, {33, 2048}, {130, 4096}, {9, 5120}, {3, 8192}, {2, 8208}, {3, 16384}, {600, 272}, {2500, 64}};
+    const int64_t shapes[][2] = {{1, 16},   {3, 48},   {5, 1024}, {7, 1040},  {33, 2048}, {130, 4096},
+                                 {9, 5120}, {3, 8192}, {2, 8208}, {3, 16384}, {600, 272}, {2500, 64}};
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
         for (int fill = 0; fill < NUM_FILLS; fill++) {
             Case k = case_create(shapes[i][0], shapes[i][1], (Fill)fill);
@@ -214,31 +236,46 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     char shape[32];
     format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)C);
     const double n = (double)R * (double)C;
-    bf16 *x = bench_random(R * C, 1, 1), *delta = bench_random(R * C, 2, 1), *out = (bf16 *)bench_alloc(R * C * 2), *y = (bf16 *)bench_alloc(R * C * 2);
+    bf16 *x = bench_random(R * C, 1, 1), *delta = bench_random(R * C, 2, 1), *out = (bf16 *)bench_alloc(R * C * 2),
+         *y = (bf16 *)bench_alloc(R * C * 2);
     bf16 *weight = bench_random(C, 3, 1), *dweight = (bf16 *)bench_zeros(C * 2);
     float *rstd = (float *)bench_alloc(R * 4);
     void *workspace = bench_alloc((int64_t)rmsnorm_workspace_bytes(R, C));
     QTensor t = qtensor_create(R, C, FP8_E4M3);
     const RmsnormWatch watch = {(uint32_t *)bench_zeros(4), 1};  // as in training
     const char *forward = "a row's sum comes before its output, and a block loads its next row only after that";
-    const char *backward = "dw stays in registers: 512 or 1024 threads a multiprocessor; a second launch adds up its parts";
-    bench_report(b, "rmsnorm, amax", shape, bench_time_us(b, [&] { rmsnorm_forward(NULL, rstd, t.amax, x, weight, R,
-        C, EPS, watch, 0); }), 2 * n, forward);
-    bench_report(b, "rmsnorm, y stored", shape, bench_time_us(b, [&] { rmsnorm_forward(y, rstd, NULL, x, weight, R, C,
-        EPS, watch, 0); }), 4 * n, forward);
-    bench_report(b, "residual+rmsnorm, y stored", shape,
-                 bench_time_us(b, [&] { residual_rmsnorm_forward(out, y, rstd, NULL, x, delta, weight, R, C, EPS,
-                                                                 watch, 0); }), 8 * n, forward);
-    bench_report(b, "residual+rmsnorm, amax", shape,
-                 bench_time_us(b, [&] { residual_rmsnorm_forward(out, NULL, rstd, t.amax, x, delta, weight, R, C, EPS,
-                                                                 watch, 0); }), 6 * n, forward);
-    bench_report(b, "norm+quantize_transpose", shape, bench_time_us(b, [&] { rmsnorm_quantize_transpose(t, out, rstd, weight, R, C, 0); }), 4 * n);
-    bench_report(b, "residual+rmsnorm, both FP8 passes", shape, bench_time_us(b, [&] {
-        residual_rmsnorm_forward(out, NULL, rstd, t.amax, x, delta, weight, R, C, EPS, watch, 0);
-        rmsnorm_quantize_transpose(t, out, rstd, weight, R, C, 0);
-    }), 10 * n, "two launches, each with its ramp");
-    bench_report(b, "rmsnorm backward, residual gradient, amax", shape,
-                 bench_time_us(b, [&] { rmsnorm_backward(delta, dweight, t.amax, y, x, rstd, weight, delta, R, C, workspace, 0); }), 8 * n, backward);
+    const char *backward =
+        "dw stays in registers: 512 or 1024 threads a multiprocessor; a second launch adds up its parts";
+    bench_report(b, "rmsnorm, amax", shape,
+                 bench_time_us(b, [&] { rmsnorm_forward(NULL, rstd, t.amax, x, weight, R, C, EPS, watch, 0); }), 2 * n,
+                 forward);
+    bench_report(b, "rmsnorm, y stored", shape,
+                 bench_time_us(b, [&] { rmsnorm_forward(y, rstd, NULL, x, weight, R, C, EPS, watch, 0); }), 4 * n,
+                 forward);
+    bench_report(
+        b, "residual+rmsnorm, y stored", shape,
+        bench_time_us(b, [&] { residual_rmsnorm_forward(out, y, rstd, NULL, x, delta, weight, R, C, EPS, watch, 0); }),
+        8 * n, forward);
+    bench_report(
+        b, "residual+rmsnorm, amax", shape,
+        bench_time_us(
+            b, [&] { residual_rmsnorm_forward(out, NULL, rstd, t.amax, x, delta, weight, R, C, EPS, watch, 0); }),
+        6 * n, forward);
+    bench_report(b, "norm+quantize_transpose", shape,
+                 bench_time_us(b, [&] { rmsnorm_quantize_transpose(t, out, rstd, weight, R, C, 0); }), 4 * n);
+    bench_report(b, "residual+rmsnorm, both FP8 passes", shape,
+                 bench_time_us(b,
+                               [&] {
+                                   residual_rmsnorm_forward(out, NULL, rstd, t.amax, x, delta, weight, R, C, EPS, watch,
+                                                            0);
+                                   rmsnorm_quantize_transpose(t, out, rstd, weight, R, C, 0);
+                               }),
+                 10 * n, "two launches, each with its ramp");
+    bench_report(
+        b, "rmsnorm backward, residual gradient, amax", shape,
+        bench_time_us(b,
+                      [&] { rmsnorm_backward(delta, dweight, t.amax, y, x, rstd, weight, delta, R, C, workspace, 0); }),
+        8 * n, backward);
     bench_free(x), bench_free(delta), bench_free(out), bench_free(y), bench_free(weight), bench_free(dweight),
         bench_free(rstd), bench_free(workspace), bench_free(watch.first);
     qtensor_free(t);

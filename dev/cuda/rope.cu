@@ -7,14 +7,15 @@
 
 #define EPS 1e-6f
 
-// Against unrounded truth: one bf16 rounding (2^-8 of the value). The floor is for fp32 sums of HD products near 1, and differences of two of them.
+// Against unrounded truth: one bf16 rounding (2^-8 of the value). The floor is for fp32 sums of HD products near 1, and
+// differences of two of them.
 #define TOLERANCE (1.01 / 256)
 #define FLOOR 2e-5
 
 typedef struct {
     RopeDims d;
-    Dims dims;                     // for the reference
-    float *norms[2];               // q_norm and k_norm as floats; NULL without QK-norm
+    Dims dims;        // for the reference
+    float *norms[2];  // q_norm and k_norm as floats; NULL without QK-norm
     int64_t rows, heads, n;
     char label[96];
     bf16_bits *qkv, *dout, *q_norm, *k_norm;
@@ -26,12 +27,13 @@ static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t H
     c.dims.B = B, c.dims.T = T, c.dims.R = B * T, c.dims.NH = NH, c.dims.NKV = NKV, c.dims.HD = HD;
     c.d.B = B, c.d.T = T, c.d.NH = NH, c.d.NKV = NKV, c.d.HD = HD, c.d.eps = EPS;
     c.rows = B * T, c.heads = NH + 2 * NKV, c.n = c.rows * c.heads * HD;
-    format_checked(c.label, sizeof c.label, "B=%lld T=%lld heads %lld+2*%lld HD=%lld%s", (long long)B, (long long)T, (long long)NH, (long long)NKV,
-                   (long long)HD, norm ? " qk-norm" : "");
+    format_checked(c.label, sizeof c.label, "B=%lld T=%lld heads %lld+2*%lld HD=%lld%s", (long long)B, (long long)T,
+                   (long long)NH, (long long)NKV, (long long)HD, norm ? " qk-norm" : "");
     ModelConfig m;
     if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
     m.head_dim = HD;
-    c.qkv = bench_normal(1, c.n, 1.0f), c.dout = bench_normal(2, c.n, 1.0f), c.q_norm = bench_normal(3, HD, 1.0f), c.k_norm = bench_normal(4, HD, 1.0f);
+    c.qkv = bench_normal(1, c.n, 1.0f), c.dout = bench_normal(2, c.n, 1.0f), c.q_norm = bench_normal(3, HD, 1.0f),
+    c.k_norm = bench_normal(4, HD, 1.0f);
     c.table = (float *)xcalloc((size_t)(T * HD), 4);
     rope_table_fill(c.table, &m, T);
     if (norm) c.norms[0] = bf16_to_floats(c.q_norm, HD), c.norms[1] = bf16_to_floats(c.k_norm, HD);
@@ -69,28 +71,33 @@ static void check_backward(const Case *c, bool special) {
     bf16_bits *dout_bits = (bf16_bits *)xcalloc((size_t)c->n, 2), *dw_bits = bench_normal(5, 2 * HD, 3.0f);
     memcpy(dout_bits, c->dout, (size_t)c->n * 2);
     if (special) dout_bits[c->n - 3] = 0x7fc0;
-    float *qkv = bf16_to_floats(c->qkv, c->n), *dout = bf16_to_floats(dout_bits, c->n), *want = (float *)xcalloc((size_t)c->n, 4);
+    float *qkv = bf16_to_floats(c->qkv, c->n), *dout = bf16_to_floats(dout_bits, c->n),
+          *want = (float *)xcalloc((size_t)c->n, 4);
     float *want_dw = bf16_to_floats(dw_bits, 2 * HD);
     qknorm_rope_backward_reference(want, want_dw, want_dw + HD, dout, qkv, c->norms[0], c->norms[1], c->table, &c->dims,
                                    EPS, ROUND_NONE);
 
     bf16 *d[2], *dw[2];
     uint32_t *amax[2];
-    bf16 *in = (bf16 *)bench_upload(c->qkv, c->n * 2), *q_norm = (bf16 *)bench_upload(c->q_norm, HD * 2), *k_norm = (bf16 *)bench_upload(c->k_norm, HD * 2);
+    bf16 *in = (bf16 *)bench_upload(c->qkv, c->n * 2), *q_norm = (bf16 *)bench_upload(c->q_norm, HD * 2),
+         *k_norm = (bf16 *)bench_upload(c->k_norm, HD * 2);
     float *table = (float *)bench_upload(c->table, c->d.T * HD * 4);
     void *workspace = bench_alloc((int64_t)rope_workspace_bytes(HD));
     for (int run = 0; run < 2; run++) {
-        d[run] = (bf16 *)bench_upload(dout_bits, c->n * 2), dw[run] = (bf16 *)bench_upload(dw_bits, 2 * HD * 2), amax[run] = (uint32_t *)bench_zeros(4);
-        qknorm_rope_backward(d[run], norm ? dw[run] : NULL, norm ? dw[run] + HD : NULL, amax[run], norm ? in : NULL, norm ? q_norm : NULL,
-                             norm ? k_norm : NULL, table, c->d, workspace, 0);
+        d[run] = (bf16 *)bench_upload(dout_bits, c->n * 2), dw[run] = (bf16 *)bench_upload(dw_bits, 2 * HD * 2),
+        amax[run] = (uint32_t *)bench_zeros(4);
+        qknorm_rope_backward(d[run], norm ? dw[run] : NULL, norm ? dw[run] + HD : NULL, amax[run], norm ? in : NULL,
+                             norm ? q_norm : NULL, norm ? k_norm : NULL, table, c->d, workspace, 0);
     }
     check_same_on_device(c->label, d[0], d[1], c->n * 2, c->heads * HD * 2);
     check_same_on_device(c->label, dw[0], dw[1], 2 * HD * 2, HD * 2);
-    bf16_bits *got_bits = (bf16_bits *)bench_download(d[0], c->n * 2, c->label), *got_dw_bits = (bf16_bits *)bench_download(dw[0], 2 * HD * 2, c->label);
+    bf16_bits *got_bits = (bf16_bits *)bench_download(d[0], c->n * 2, c->label),
+              *got_dw_bits = (bf16_bits *)bench_download(dw[0], 2 * HD * 2, c->label);
     float *got = bf16_to_floats(got_bits, c->n), *got_dw = bf16_to_floats(got_dw_bits, 2 * HD);
     check_close(c->label, got, want, c->n, c->heads * HD, TOLERANCE, FLOOR);
     // fp32 sums of rows * heads products near 1
-    if (norm) check_close(c->label, got_dw, want_dw, 2 * HD, HD, TOLERANCE, 2e-6 * sqrt((double)(c->rows * c->d.NH)) + FLOOR);
+    if (norm)
+        check_close(c->label, got_dw, want_dw, 2 * HD, HD, TOLERANCE, 2e-6 * sqrt((double)(c->rows * c->d.NH)) + FLOOR);
     uint32_t *got_amax = (uint32_t *)bench_download(amax[0], 4, c->label);
     const uint32_t want_amax = quantize_tensor_amax(got, c->n, SCALE_TORCHAO);
     CHECK(got_amax[0] == want_amax, "%s: amax bits 0x%08x, want 0x%08x", c->label, got_amax[0], want_amax);
@@ -122,7 +129,8 @@ static void check_bias(int64_t rows, int64_t columns) {
     check_same_on_device(label, db, again, columns * 2, columns * 2);
     bf16_bits *got_bits = (bf16_bits *)bench_download(db, columns * 2, label);
     float *got = bf16_to_floats(got_bits, columns);
-    check_close(label, got, want, columns, columns, TOLERANCE, 2e-6 * sqrt((double)rows));  // fp32 sums of values near 1
+    check_close(label, got, want, columns, columns, TOLERANCE,
+                2e-6 * sqrt((double)rows));  // fp32 sums of values near 1
     bench_free(d_dy), bench_free(db), bench_free(again), bench_free(workspace);
     free(dy_bits), free(db_bits), free(dy), free(want), free(got_bits), free(got);
 }
@@ -160,21 +168,27 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
     bf16 *in = bench_random(n, 1, 1.0f), *out = bench_random(n, 2, 1.0f), *q_norm = bench_random(HD, 3, 1.0f);
     bf16 *k_norm = bench_random(HD, 4, 1.0f), *dw = bench_random(2 * HD, 5, 1.0f);
     uint32_t *amax = (uint32_t *)bench_zeros(4);
-    void *workspace = bench_alloc(max_i64((int64_t)rope_workspace_bytes(HD), (int64_t)bias_workspace_bytes(T, (NH + 2 * NKV) * HD)));
+    void *workspace =
+        bench_alloc(max_i64((int64_t)rope_workspace_bytes(HD), (int64_t)bias_workspace_bytes(T, (NH + 2 * NKV) * HD)));
     const char *rotation = "blocks of 4 tokens, whose threads have two heads on their way at a time";
     if (norm) {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(out, in, q_norm, k_norm, table, d, 0); });
-        bench_report(b, "QK-norm + RoPE", shape, us, 4.0 * (double)n, "the sum of each head before its output: shuffles, and registers for 3 blocks a multiprocessor");
-        us = bench_time_us(b, [&] { qknorm_rope_backward(out, dw, dw + HD, amax, in, q_norm, k_norm, table, d, workspace, 0); });
+        bench_report(b, "QK-norm + RoPE", shape, us, 4.0 * (double)n,
+                     "the sum of each head before its output: shuffles, and registers for 3 blocks a multiprocessor");
+        us = bench_time_us(
+            b, [&] { qknorm_rope_backward(out, dw, dw + HD, amax, in, q_norm, k_norm, table, d, workspace, 0); });
         bench_report(b, "QK-norm + RoPE backward", shape, us, 6.0 * (double)turned + 2.0 * (double)(n - turned),
-                     "two sums of each head, dw in registers: 2 blocks a multiprocessor; then two launches that add up the parts of dw");
+                     "two sums of each head, dw in registers: 2 blocks a multiprocessor; then two launches that add up "
+                     "the parts of dw");
     } else {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(in, in, NULL, NULL, table, d, 0); });
         bench_report(b, "RoPE in place", shape, us, 4.0 * (double)turned, rotation);
-        us = bench_time_us(b, [&] { qknorm_rope_backward(out, NULL, NULL, amax, NULL, NULL, NULL, table, d, workspace, 0); });
+        us = bench_time_us(
+            b, [&] { qknorm_rope_backward(out, NULL, NULL, amax, NULL, NULL, NULL, table, d, workspace, 0); });
         bench_report(b, "RoPE backward", shape, us, 4.0 * (double)turned + 2.0 * (double)(n - turned), rotation);
         us = bench_time_us(b, [&] { bias_backward(in, out, T, (NH + 2 * NKV) * HD, workspace, 0); });
-        bench_report(b, "bias backward", shape, us, 2.0 * (double)n, "two launches: the second adds up the parts of the rows");
+        bench_report(b, "bias backward", shape, us, 2.0 * (double)n,
+                     "two launches: the second adds up the parts of the rows");
     }
     void *device[] = {table, in, out, q_norm, k_norm, dw, amax, workspace};
     for (void *p : device) bench_free(p);

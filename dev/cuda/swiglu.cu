@@ -12,7 +12,8 @@ static const char *const fill_names[NUM_FILLS] = {"normal", "wide gates", "zero"
 
 // Gates and ups that overflow, underflow or are not numbers, in the first elements of the last row.
 static void put_special_values(bf16_bits *gate_up, int64_t R, int64_t F) {
-    const float gates[16] = {INFINITY, -INFINITY, NAN, 100, -100, 88, -88, -87, 1e-39f, -1e-39f, 0, -0.0f, 3e38f, -3e38f, 1, 1};
+    const float gates[16] = {INFINITY, -INFINITY, NAN, 100,   -100,  88,     -88, -87,
+                             1e-39f,   -1e-39f,   0,   -0.0f, 3e38f, -3e38f, 1,   1};
     const float ups[16] = {1, 1, 1, -2, 2, 2, 2, 2, 1, 1, 1, 1, 0.5f, 1, INFINITY, NAN};
     bf16_bits *gate = gate_up + (R - 1) * 2 * F, *up = gate + F;
     for (int i = 0; i < 16; i++) gate[i] = bf16_from_float(gates[i]), up[i] = bf16_from_float(ups[i]);
@@ -25,9 +26,11 @@ static bf16_bits *make_gate_up(Fill fill, int64_t R, int64_t F) {
 }
 
 // The transposed copy that the gradient's first pass writes has the bytes of the forward cast's.
-static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 *dh, const bf16_bits *h, const bf16_bits *d_gate_up, int64_t R, int64_t F) {
+static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 *dh, const bf16_bits *h,
+                             const bf16_bits *d_gate_up, int64_t R, int64_t F) {
     char name[160];
-    QTensor th = qtensor_create(R, F, FP8_E4M3), again = qtensor_create(R, F, FP8_E4M3), td = qtensor_create(R, 2 * F, FP8_E5M2);
+    QTensor th = qtensor_create(R, F, FP8_E4M3), again = qtensor_create(R, F, FP8_E4M3),
+            td = qtensor_create(R, 2 * F, FP8_E5M2);
     swiglu_amax(th.amax, gate_up, R, F, 0);
     format_checked(name, sizeof name, "%s: h", label);
     check_amax(name, th.amax, h, R * F);
@@ -58,13 +61,15 @@ static void check_case(int64_t R, int64_t F, Fill fill) {
     bf16 *h = (bf16 *)bench_alloc(2 * n), *h_again = (bf16 *)bench_alloc(2 * n), *d = (bf16 *)bench_alloc(4 * n);
     swiglu_forward(h, gate_up, R, F, 0);
     swiglu_backward(d, h_again, dh, gate_up, R, F, 0);
-    bf16_bits *got_h = (bf16_bits *)bench_download(h, 2 * n, base), *got_d = (bf16_bits *)bench_download(d, 4 * n, base);
+    bf16_bits *got_h = (bf16_bits *)bench_download(h, 2 * n, base),
+              *got_d = (bf16_bits *)bench_download(d, 4 * n, base);
     check_fp8_passes(base, gate_up, dh, got_h, got_d, R, F);
     check_same_on_device("h of the backward pass", h, h_again, 2 * n, 2 * F);
     swiglu_backward(gate_up, NULL, dh, gate_up, R, F, 0);
     check_same_on_device("d_gate_up in place", d, gate_up, 4 * n, 4 * F);
 
-    float *xf = bf16_to_floats(gate_up_host, 2 * n), *dhf = bf16_to_floats(dh_host, n), *hf = bf16_to_floats(got_h, n), *df = bf16_to_floats(got_d, 2 * n);
+    float *xf = bf16_to_floats(gate_up_host, 2 * n), *dhf = bf16_to_floats(dh_host, n), *hf = bf16_to_floats(got_h, n),
+          *df = bf16_to_floats(got_d, 2 * n);
     float *want_h = (float *)xcalloc((size_t)n, 4), *want_d = (float *)xcalloc((size_t)(2 * n), 4);
     swiglu_forward_reference(want_h, xf, R, F, ROUND_NONE);
     swiglu_backward_reference(want_d, dhf, xf, R, F, ROUND_NONE);
@@ -73,14 +78,17 @@ static void check_case(int64_t R, int64_t F, Fill fill) {
     format_checked(label, sizeof label, "%s: d_gate_up", base);
     // the slope of silu vanishes at -1.278, where 1 + g (1 - s) keeps fp32's error of terms of order 1, times dh * up
     check_close(label, df, want_d, 2 * n, 2 * F, BF16_ROUNDING, fill == FILL_WIDE ? 2e-5 : 1e-6);
-    free(gate_up_host), free(dh_host), free(got_h), free(got_d), free(xf), free(dhf), free(hf), free(df), free(want_h), free(want_d);
+    free(gate_up_host), free(dh_host), free(got_h), free(got_d), free(xf), free(dhf), free(hf), free(df), free(want_h),
+        free(want_d);
     bench_free(gate_up), bench_free(dh), bench_free(h), bench_free(h_again), bench_free(d);
 }
 
-// Beyond 2^31 elements: the fused casts against plain casts of stored tensors; a second run of both passes gives the same bytes.
+// Beyond 2^31 elements: the fused casts against plain casts of stored tensors; a second run of both passes gives the
+// same bytes.
 static void check_large(void) {
     const int64_t R = 75008, F = 14336, n = R * F;
-    bf16 *gate_up = bench_random(2 * n, 1, 1), *dh = bench_random(n, 2, 1), *d = (bf16 *)bench_alloc(4 * n), *h = (bf16 *)bench_alloc(2 * n);
+    bf16 *gate_up = bench_random(2 * n, 1, 1), *dh = bench_random(n, 2, 1), *d = (bf16 *)bench_alloc(4 * n),
+         *h = (bf16 *)bench_alloc(2 * n);
     QTensor fused = qtensor_create(R, 2 * F, FP8_E5M2), plain = qtensor_create(R, 2 * F, FP8_E5M2);
     QTensor h_fused = qtensor_create(R, F, FP8_E4M3), h_plain = qtensor_create(R, F, FP8_E4M3), col_only = h_fused;
     col_only.rowwise = NULL;
@@ -90,8 +98,10 @@ static void check_large(void) {
     swiglu_amax(h_fused.amax, gate_up, R, F, 0);
     swiglu_backward_amax(fused.amax, col_only, dh, gate_up, R, F, 0);
     swiglu_backward_quantize_transpose(fused, dh, gate_up, R, F, 0);
-    CHECK(read_amax(fused.amax) == read_amax(plain.amax), "amax of d_gate_up: %08x fused, %08x of the stored", read_amax(fused.amax), read_amax(plain.amax));
-    CHECK(read_amax(h_fused.amax) == read_amax(h_plain.amax), "amax of h: %08x fused, %08x of the stored", read_amax(h_fused.amax), read_amax(h_plain.amax));
+    CHECK(read_amax(fused.amax) == read_amax(plain.amax), "amax of d_gate_up: %08x fused, %08x of the stored",
+          read_amax(fused.amax), read_amax(plain.amax));
+    CHECK(read_amax(h_fused.amax) == read_amax(h_plain.amax), "amax of h: %08x fused, %08x of the stored",
+          read_amax(h_fused.amax), read_amax(h_plain.amax));
     check_same_on_device("2^31 elements, row copy", fused.rowwise, plain.rowwise, 2 * n, 2 * F);
     check_same_on_device("2^31 elements, transposed copy", fused.columnwise, plain.columnwise, 2 * n, R);
     check_same_on_device("2^31 elements, h transposed", h_fused.columnwise, h_plain.columnwise, n, R);
@@ -100,7 +110,9 @@ static void check_large(void) {
 }
 
 // Refusals run first: they fork, which a process with CUDA running must not.
-static void call_forward(void *context) { swiglu_forward((bf16 *)16, (const bf16 *)16, 1, *(const int64_t *)context, 0); }
+static void call_forward(void *context) {
+    swiglu_forward((bf16 *)16, (const bf16 *)16, 1, *(const int64_t *)context, 0);
+}
 
 static void check_refusals(void) {
     char output[512];
@@ -120,26 +132,42 @@ static void bench_shape(Bench *b, int64_t R, int64_t F) {
     char shape[32];
     format_checked(shape, sizeof shape, "%lld x 2x%lld", (long long)R, (long long)F);
     const double n = (double)R * (double)F;
-    bf16 *gate_up = bench_random(2 * R * F, 1, 1), *dh = bench_random(R * F, 2, 1), *h = (bf16 *)bench_alloc(2 * R * F), *d = (bf16 *)bench_alloc(4 * R * F);
+    bf16 *gate_up = bench_random(2 * R * F, 1, 1), *dh = bench_random(R * F, 2, 1), *h = (bf16 *)bench_alloc(2 * R * F),
+         *d = (bf16 *)bench_alloc(4 * R * F);
     QTensor t = qtensor_create(R, F, FP8_E4M3), row = t, col = t, td = qtensor_create(R, 2 * F, FP8_E5M2), none = {};
     row.columnwise = NULL, col.rowwise = NULL;
-    bench_report(b, "swiglu forward bf16", shape, bench_time_us(b, [&] { swiglu_forward(h, gate_up, R, F, 0); }), 6 * n);
-    bench_report(b, "swiglu_amax", shape, bench_time_us(b, [&] { swiglu_amax(t.amax, gate_up, R, F, 0); }), 4 * n, AMAX_REASON);
-    bench_report(b, "swiglu cast, row only", shape, bench_time_us(b, [&] { swiglu_quantize_transpose(row, gate_up, R, F, 0); }), 5 * n);
-    bench_report(b, "swiglu cast, row and transposed", shape, bench_time_us(b, [&] { swiglu_quantize_transpose(t, gate_up, R, F, 0); }), 6 * n);
-    bench_report(b, "swiglu forward FP8 passes (row)", shape, bench_time_us(b, [&] {
-        swiglu_amax(t.amax, gate_up, R, F, 0);
-        swiglu_quantize_transpose(row, gate_up, R, F, 0);
-    }), 9 * n);
-    bench_report(b, "swiglu backward bf16", shape, bench_time_us(b, [&] { swiglu_backward(d, NULL, dh, gate_up, R, F, 0); }), 10 * n);
-    bench_report(b, "swiglu backward bf16 and h", shape, bench_time_us(b, [&] { swiglu_backward(d, h, dh, gate_up, R, F, 0); }), 12 * n);
-    bench_report(b, "swiglu backward amax", shape, bench_time_us(b, [&] { swiglu_backward_amax(td.amax, none, dh, gate_up, R, F, 0); }), 6 * n);
-    bench_report(b, "swiglu backward amax and h transposed", shape, bench_time_us(b, [&] { swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0); }), 7 * n);
-    bench_report(b, "swiglu backward cast", shape, bench_time_us(b, [&] { swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0); }), 10 * n);
-    bench_report(b, "swiglu backward FP8 passes", shape, bench_time_us(b, [&] {
-        swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0);
-        swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0);
-    }), 17 * n);
+    bench_report(b, "swiglu forward bf16", shape, bench_time_us(b, [&] { swiglu_forward(h, gate_up, R, F, 0); }),
+                 6 * n);
+    bench_report(b, "swiglu_amax", shape, bench_time_us(b, [&] { swiglu_amax(t.amax, gate_up, R, F, 0); }), 4 * n,
+                 AMAX_REASON);
+    bench_report(b, "swiglu cast, row only", shape,
+                 bench_time_us(b, [&] { swiglu_quantize_transpose(row, gate_up, R, F, 0); }), 5 * n);
+    bench_report(b, "swiglu cast, row and transposed", shape,
+                 bench_time_us(b, [&] { swiglu_quantize_transpose(t, gate_up, R, F, 0); }), 6 * n);
+    bench_report(b, "swiglu forward FP8 passes (row)", shape,
+                 bench_time_us(b,
+                               [&] {
+                                   swiglu_amax(t.amax, gate_up, R, F, 0);
+                                   swiglu_quantize_transpose(row, gate_up, R, F, 0);
+                               }),
+                 9 * n);
+    bench_report(b, "swiglu backward bf16", shape,
+                 bench_time_us(b, [&] { swiglu_backward(d, NULL, dh, gate_up, R, F, 0); }), 10 * n);
+    bench_report(b, "swiglu backward bf16 and h", shape,
+                 bench_time_us(b, [&] { swiglu_backward(d, h, dh, gate_up, R, F, 0); }), 12 * n);
+    bench_report(b, "swiglu backward amax", shape,
+                 bench_time_us(b, [&] { swiglu_backward_amax(td.amax, none, dh, gate_up, R, F, 0); }), 6 * n);
+    bench_report(b, "swiglu backward amax and h transposed", shape,
+                 bench_time_us(b, [&] { swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0); }), 7 * n);
+    bench_report(b, "swiglu backward cast", shape,
+                 bench_time_us(b, [&] { swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0); }), 10 * n);
+    bench_report(b, "swiglu backward FP8 passes", shape,
+                 bench_time_us(b,
+                               [&] {
+                                   swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0);
+                                   swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0);
+                               }),
+                 17 * n);
     bench_free(gate_up), bench_free(dh), bench_free(h), bench_free(d);
     qtensor_free(t), qtensor_free(td);
 }

@@ -35,12 +35,12 @@ static inline Fuzz *fuzz(void) {
 }
 
 // A run has found what must not be.
-#define FUZZ_CHECK(condition) \
-    do { \
-        if (!(condition)) { \
+#define FUZZ_CHECK(condition)                                                                   \
+    do {                                                                                        \
+        if (!(condition)) {                                                                     \
             fprintf(stderr, "%s:%d: this does not hold: %s\n", __FILE__, __LINE__, #condition); \
-            abort(); \
-        } \
+            abort();                                                                            \
+        }                                                                                       \
     } while (0)
 
 // ---- allocations of the code under test
@@ -181,12 +181,12 @@ typedef struct {
 #ifdef FUZZ_REPLAY
 #define FUZZ_TARGET(name) static const FuzzTarget fuzz_##name = {#name, name##_run, name##_seed};
 #else
-#define FUZZ_TARGET(name) \
-    int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size); \
+#define FUZZ_TARGET(name)                                          \
+    int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);  \
     int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) { \
-        (void)name##_seed; \
-        fuzz_run(name##_run, data, size); \
-        return 0; \
+        (void)name##_seed;                                         \
+        fuzz_run(name##_run, data, size);                          \
+        return 0;                                                  \
     }
 #endif
 

@@ -38,8 +38,7 @@ static size_t index_seed(int i, uint8_t *out) {
     static const char *const seeds[] = {
         ("{'metadata': {'total_size': 8}, 'weight_map': {'a': 'model-00001-of-00002.safetensors',"
          " 'b': 'model-00002-of-00002.safetensors'}}"),
-        "{'weight_map': {'a': 'model-00001-of-00002.safetensors'}}",
-        "{'weight_map': {'c': '.hidden.safetensors'}}",
+        "{'weight_map': {'a': 'model-00001-of-00002.safetensors'}}", "{'weight_map': {'c': '.hidden.safetensors'}}",
         ("{'weight_map': {'a': '../model-00001-of-00002.safetensors',"
          " 'b': './model-00002-of-00002.safetensors'}}"),
         ("{'weight_map': {'a': '/etc/passwd', 'b': '', 'c': '..',"

@@ -41,14 +41,19 @@ static void safetensors_run(const uint8_t *data, size_t size) {
 }
 
 static size_t safetensors_seed(int i, uint8_t *out) {
-    static const struct { const char *header; size_t data; } seeds[] = {
-        {"{'__metadata__':{'format':'pt','written_by':'train_fp8'},'a':{'dtype':'F32','shape':[2,3],"
-         "'data_offsets':[0,24]},'b':{'dtype':'BF16','shape':[4],'data_offsets':[24,32]}}", 32},
-        {"{'h':{'dtype':'F16','shape':[],'data_offsets':[0,2]},"
-         "'e':{'dtype':'F32','shape':[0,9223372036854775807],'data_offsets':[2,2]}}", 2},
-        {"{'q':{'dtype':'F8_E4M3','shape':[2,2,2,1,1,1,1,1],'data_offsets':[0,8]},"
-         "'i':{'dtype':'I64','shape':[1],'data_offsets':[8,16]}}", 16},
-        {"{}", 0}};
+    static const struct {
+        const char *header;
+        size_t data;
+    } seeds[] = {{"{'__metadata__':{'format':'pt','written_by':'train_fp8'},'a':{'dtype':'F32','shape':[2,3],"
+                  "'data_offsets':[0,24]},'b':{'dtype':'BF16','shape':[4],'data_offsets':[24,32]}}",
+                  32},
+                 {"{'h':{'dtype':'F16','shape':[],'data_offsets':[0,2]},"
+                  "'e':{'dtype':'F32','shape':[0,9223372036854775807],'data_offsets':[2,2]}}",
+                  2},
+                 {"{'q':{'dtype':'F8_E4M3','shape':[2,2,2,1,1,1,1,1],'data_offsets':[0,8]},"
+                  "'i':{'dtype':'I64','shape':[1],'data_offsets':[8,16]}}",
+                  16},
+                 {"{}", 0}};
     if (i >= 2 * (int)(sizeof seeds / sizeof seeds[0])) return 0;
     const uint64_t length = fuzz_text(out + 9, seeds[i / 2].header);
     out[0] = (uint8_t)(i % 2);

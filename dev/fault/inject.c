@@ -37,6 +37,7 @@
 #include <unistd.h>
 
 //    kind          FAULT_KIND
+// clang-format off
 #define KINDS(X) \
     X(KIND_NONE,    "none") \
     X(KILL_BEFORE,  "kill-before") \
@@ -51,16 +52,18 @@
     X(EIO_ON,       "eio-on") \
     X(SHORT_WRITE,  "short") \
     X(EINTR_ONCE,   "eintr")
+// clang-format on
 
 typedef enum {
 #define X(kind, name) kind,
     KINDS(X)
 #undef X
-    NUM_KINDS
+        NUM_KINDS
 } Kind;
 
 static Kind kind_find(const char *name) {
-#define X(kind, text) if (strcmp(name, text) == 0) return kind;
+#define X(kind, text) \
+    if (strcmp(name, text) == 0) return kind;
     KINDS(X)
 #undef X
     abort();
@@ -253,8 +256,8 @@ static void report(const Fault *f, const char *word, const char *name, int64_t b
     char line[PATH_MAX + 128];
     const int fd = f->report ? REAL(open)(f->report, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666) : -1;
     if (fd < 0) return;
-    const int n = snprintf(line, sizeof line, "%s %lld %s %lld %s\n", word, (long long)f->count, name,
-                           (long long)bytes, path);
+    const int n =
+        snprintf(line, sizeof line, "%s %lld %s %lld %s\n", word, (long long)f->count, name, (long long)bytes, path);
     if (REAL(write)(fd, line, (size_t)n) != n) abort();
     REAL(close)(fd);
 }
@@ -268,19 +271,22 @@ static void *kill_after_delay(void *context) {
 static Verdict strike(Fault *f, CallGroup group) {
     pthread_t thread;
     switch (f->kind) {
-        case KILL_BEFORE: die_now(); break;
-        case KILL_AFTER: return GO_THEN_KILL;
-        case KILL_MIDDLE: return group == CALL_WRITES ? WRITE_HALF : GO_THEN_KILL;
-        case KILL_LATER:
-            if (pthread_create(&thread, NULL, kill_after_delay, f)) abort();
-            return GO;
-        case POWER_CUT: case POWER_NAMES: power_cut(f); break;
-        case ENOSPC_ON: if (group == CALL_FREES) return GO;  // fall through
-        case ENOSPC_ONCE: errno = ENOSPC; return FAIL;
-        case EIO_ONCE: case EIO_ON: errno = EIO; return FAIL;
-        case SHORT_WRITE: return group == CALL_WRITES ? WRITE_ONE : GO;
-        case EINTR_ONCE: errno = EINTR; return FAIL;
-        default: break;
+    case KILL_BEFORE: die_now(); break;
+    case KILL_AFTER: return GO_THEN_KILL;
+    case KILL_MIDDLE: return group == CALL_WRITES ? WRITE_HALF : GO_THEN_KILL;
+    case KILL_LATER:
+        if (pthread_create(&thread, NULL, kill_after_delay, f)) abort();
+        return GO;
+    case POWER_CUT:
+    case POWER_NAMES: power_cut(f); break;
+    case ENOSPC_ON:
+        if (group == CALL_FREES) return GO;  // fall through
+    case ENOSPC_ONCE: errno = ENOSPC; return FAIL;
+    case EIO_ONCE:
+    case EIO_ON: errno = EIO; return FAIL;
+    case SHORT_WRITE: return group == CALL_WRITES ? WRITE_ONE : GO;
+    case EINTR_ONCE: errno = EINTR; return FAIL;
+    default: break;
     }
     return GO;
 }
@@ -369,9 +375,9 @@ static int open_at(int folder, const char *path, int flags, mode_t mode) {
 }
 
 // The mode that stands behind the flags where a file may be made.
-#define OPEN_MODE(flags, mode) \
-    va_list args; \
-    va_start(args, flags); \
+#define OPEN_MODE(flags, mode)                                                           \
+    va_list args;                                                                        \
+    va_start(args, flags);                                                               \
     const mode_t mode = (flags) & (O_CREAT | O_TMPFILE) ? (mode_t)va_arg(args, int) : 0; \
     va_end(args)
 
@@ -422,11 +428,11 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
 }
 
 // The calls on an open file that have neither data nor place.
-#define CALL_ON_FILE(name, group, call) \
-    char path[PATH_MAX]; \
-    Verdict verdict = GO; \
+#define CALL_ON_FILE(name, group, call)                                               \
+    char path[PATH_MAX];                                                              \
+    Verdict verdict = GO;                                                             \
     const bool watched = fault_of_process()->active && is_watched(path_of(fd, path)); \
-    if (watched) verdict = fault_call(name, group, 0, path); \
+    if (watched) verdict = fault_call(name, group, 0, path);                          \
     const int result = verdict == FAIL ? -1 : (call)
 
 int ftruncate(int fd, off_t length) {

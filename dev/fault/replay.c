@@ -35,8 +35,9 @@ static Replay *replay(void) {
 }
 
 static const FuzzTarget *replay_target(const char *name) {
-    static const FuzzTarget *const targets[] = {&fuzz_config, &fuzz_index, &fuzz_json, &fuzz_log, &fuzz_options,
-                                                &fuzz_safetensors, &fuzz_shard, &fuzz_tokenizer, &fuzz_trainer};
+    static const FuzzTarget *const targets[] = {&fuzz_config, &fuzz_index,     &fuzz_json,
+                                                &fuzz_log,    &fuzz_options,   &fuzz_safetensors,
+                                                &fuzz_shard,  &fuzz_tokenizer, &fuzz_trainer};
     for (size_t i = 0; i < sizeof targets / sizeof targets[0]; i++)
         if (strcmp(targets[i]->name, name) == 0) return targets[i];
     fprintf(stderr, "no fuzz target is called %s\n", name);
@@ -70,12 +71,36 @@ static size_t mutate_splice(uint8_t *data, size_t size, size_t at, size_t cut, c
 }
 
 static size_t mutate_once(uint8_t *data, size_t size, Chance *c) {
-    static const char *const words[] = {
-        "{", "}", "[", "]", ",", ":", "\"", "\"\":", "\\u0000", "\\ud800", "null", "true", "-1", "0", "0.5", "1e999",
-        "nan", "9223372036854775807", "18446744073709551616", "../", "/", "%s%n", "--", "=", "\n", "\xff", "\xc3\xa4",
-        "__metadata__"};
-    static const uint64_t numbers[] = {0, 1, 0x7f, 0xff, 0x7fff, 0xffff, 0x7fffffff, 0xffffffff, 0x100000000,
-                                       0x7fffffffffffffff, 0xffffffffffffffff};
+    static const char *const words[] = {"{",
+                                        "}",
+                                        "[",
+                                        "]",
+                                        ",",
+                                        ":",
+                                        "\"",
+                                        "\"\":",
+                                        "\\u0000",
+                                        "\\ud800",
+                                        "null",
+                                        "true",
+                                        "-1",
+                                        "0",
+                                        "0.5",
+                                        "1e999",
+                                        "nan",
+                                        "9223372036854775807",
+                                        "18446744073709551616",
+                                        "../",
+                                        "/",
+                                        "%s%n",
+                                        "--",
+                                        "=",
+                                        "\n",
+                                        "\xff",
+                                        "\xc3\xa4",
+                                        "__metadata__"};
+    static const uint64_t numbers[] = {
+        0, 1, 0x7f, 0xff, 0x7fff, 0xffff, 0x7fffffff, 0xffffffff, 0x100000000, 0x7fffffffffffffff, 0xffffffffffffffff};
     uint8_t other[16];  // holds what is cut
     const size_t at = chance_below(c, size + 1), most = size - at, cut = chance_below(c, most < 16 ? most + 1 : 17);
     const char *word = words[chance_below(c, sizeof words / sizeof words[0])];
@@ -83,21 +108,23 @@ static size_t mutate_once(uint8_t *data, size_t size, Chance *c) {
     const uint64_t random = rng_u64(c->key, c->next++);
     const size_t width = (size_t)1 << chance_below(c, 4);
     switch (chance_below(c, 9)) {
-        case 0: if (most) data[at] ^= (uint8_t)(1u << random % 8); return size;
-        case 1: if (most) data[at] = (uint8_t)random; return size;
-        case 2: return mutate_splice(data, size, at, cut, "", 0);
-        case 3: return mutate_splice(data, size, at, 0, &random, cut < 8 ? cut : 8);
-        case 4: return mutate_splice(data, size, at, random % 2 ? cut : 0, word, strlen(word));
-        case 5: return mutate_splice(data, size, at, most < width ? most : width, &number, width);
-        case 6:
-            memcpy(other, data + at, cut);
-            return mutate_splice(data, size, chance_below(c, size + 1), 0, other, cut);
-        case 7: return random % 8 ? size : at;  // cut off the end
-        default: {
-            const uint64_t seed = chance_below(c, (uint64_t)replay()->num_seeds), n = replay()->sizes[seed];
-            const uint64_t from = chance_below(c, n);
-            return mutate_splice(data, size, at, cut, replay()->seeds[seed] + from, chance_below(c, n - from + 1));
-        }
+    case 0:
+        if (most) data[at] ^= (uint8_t)(1u << random % 8);
+        return size;
+    case 1:
+        if (most) data[at] = (uint8_t)random;
+        return size;
+    case 2: return mutate_splice(data, size, at, cut, "", 0);
+    case 3: return mutate_splice(data, size, at, 0, &random, cut < 8 ? cut : 8);
+    case 4: return mutate_splice(data, size, at, random % 2 ? cut : 0, word, strlen(word));
+    case 5: return mutate_splice(data, size, at, most < width ? most : width, &number, width);
+    case 6: memcpy(other, data + at, cut); return mutate_splice(data, size, chance_below(c, size + 1), 0, other, cut);
+    case 7: return random % 8 ? size : at;  // cut off the end
+    default: {
+        const uint64_t seed = chance_below(c, (uint64_t)replay()->num_seeds), n = replay()->sizes[seed];
+        const uint64_t from = chance_below(c, n);
+        return mutate_splice(data, size, at, cut, replay()->seeds[seed] + from, chance_below(c, n - from + 1));
+    }
     }
 }
 

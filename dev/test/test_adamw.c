@@ -1,5 +1,6 @@
-// adamw_math.h's rounding bits: pinned values, and whether 48 bits an element look independent and uniform wherever an optimizer could tell. All
-// seeds are fixed; every bound is five standard deviations of what true random bits would give, so a check that fails is a flaw, not chance.
+// adamw_math.h's rounding bits: pinned values, and whether 48 bits an element look independent and uniform wherever an
+// optimizer could tell. All seeds are fixed; every bound is five standard deviations of what true random bits would
+// give, so a check that fails is a flaw, not chance.
 #include "../../llmc/reference/adamw_math.h"
 #include "lib/check.h"
 
@@ -10,7 +11,9 @@ typedef struct {
     uint32_t field[FIELDS];  // 16 bits each: weight, exp_avg, exp_avg_sq
 } Draw;
 
-static AdamwStep step_of(int64_t step, uint64_t seed) { return adamw_step(step, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, seed); }
+static AdamwStep step_of(int64_t step, uint64_t seed) {
+    return adamw_step(step, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, seed);
+}
 
 static Draw draw(const AdamwStep *s, int64_t i) {
     const AdamwRandom r = adamw_random(s, i);
@@ -39,9 +42,10 @@ static void test_pinned(void) {
     for (size_t k = 0; k < sizeof pinned / sizeof pinned[0]; k++) {
         const AdamwStep s = step_of(pinned[k].step, pinned[k].seed);
         const AdamwRandom r = adamw_random(&s, pinned[k].i);
-        const bool same = r.weight == pinned[k].weight && r.exp_avg == pinned[k].exp_avg && r.exp_avg_sq == pinned[k].exp_avg_sq;
-        CHECK(same, "seed %llu, step %lld, element %lld: 0x%08x, 0x%08x, 0x%08x", (unsigned long long)pinned[k].seed, (long long)pinned[k].step,
-              (long long)pinned[k].i, r.weight, r.exp_avg, r.exp_avg_sq);
+        const bool same =
+            r.weight == pinned[k].weight && r.exp_avg == pinned[k].exp_avg && r.exp_avg_sq == pinned[k].exp_avg_sq;
+        CHECK(same, "seed %llu, step %lld, element %lld: 0x%08x, 0x%08x, 0x%08x", (unsigned long long)pinned[k].seed,
+              (long long)pinned[k].step, (long long)pinned[k].i, r.weight, r.exp_avg, r.exp_avg_sq);
     }
     const AdamwStep nearest = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, true, 42);
     CHECK(adamw_random(&nearest, 5).weight == 0x80000000u, "weights that are rounded to nearest get half a unit");
@@ -60,14 +64,18 @@ static void check_distribution(const char *label, const AdamwStep *s, int64_t fi
         }
     }
     for (int f = 0; f < FIELDS; f++) {
-        const double z_mean = mean[f] / sqrt(SAMPLES), z_square = (square[f] - SAMPLES) / sqrt(0.8 * SAMPLES);  // x^2 has variance 0.8
-        CHECK(fabs(z_mean) < SIGMAS && fabs(z_square) < SIGMAS, "%s, field %d: mean %.1f, variance %.1f standard deviations off", label, f, z_mean, z_square);
-        for (int b = 0; b < 16; b++) worst_bit = fmax(worst_bit, fabs((double)ones[f][b] - SAMPLES / 2.0) / (sqrt(SAMPLES) / 2));
+        const double z_mean = mean[f] / sqrt(SAMPLES),
+                     z_square = (square[f] - SAMPLES) / sqrt(0.8 * SAMPLES);  // x^2 has variance 0.8
+        CHECK(fabs(z_mean) < SIGMAS && fabs(z_square) < SIGMAS,
+              "%s, field %d: mean %.1f, variance %.1f standard deviations off", label, f, z_mean, z_square);
+        for (int b = 0; b < 16; b++)
+            worst_bit = fmax(worst_bit, fabs((double)ones[f][b] - SAMPLES / 2.0) / (sqrt(SAMPLES) / 2));
     }
     CHECK(worst_bit < SIGMAS, "%s: a bit is %.1f standard deviations off balance", label, worst_bit);
 }
 
-// Each field of element i of step s against each of element i + lag of step t: correlation, and chi-square over 16 x 16 bins.
+// Each field of element i of step s against each of element i + lag of step t: correlation, and chi-square over 16 x 16
+// bins.
 static void check_independence(const char *label, const AdamwStep *s, const AdamwStep *t, int64_t first, int64_t lag) {
     static int32_t bins[FIELDS][FIELDS][256];
     double product[FIELDS][FIELDS] = {{0}}, worst = 0, worst_chi = 0;
@@ -85,9 +93,11 @@ static void check_independence(const char *label, const AdamwStep *s, const Adam
             if (f == g && lag == 0 && s == t) continue;
             double chi = 0;
             for (int b = 0; b < 256; b++) chi += pow(bins[f][g][b] - SAMPLES / 256.0, 2) / (SAMPLES / 256.0);
-            worst = fmax(worst, fabs(product[f][g]) / sqrt(SAMPLES)), worst_chi = fmax(worst_chi, fabs(chi - 255) / sqrt(2 * 255));
+            worst = fmax(worst, fabs(product[f][g]) / sqrt(SAMPLES)),
+            worst_chi = fmax(worst_chi, fabs(chi - 255) / sqrt(2 * 255));
         }
-    CHECK(worst < SIGMAS && worst_chi < SIGMAS, "%s, elements %lld apart: correlation %.1f, chi-square %.1f standard deviations off", label, (long long)lag,
+    CHECK(worst < SIGMAS && worst_chi < SIGMAS,
+          "%s, elements %lld apart: correlation %.1f, chi-square %.1f standard deviations off", label, (long long)lag,
           worst, worst_chi);
 }
 
@@ -108,7 +118,8 @@ static void check_strides(const char *label, const AdamwStep *s) {
         }
         for (int f = 0; f < FIELDS; f++) {
             const double z = (square[f] - SUMS) / sqrt(2.0 * SUMS);
-            CHECK(fabs(z) < SIGMAS, "%s, stride 2^%d, field %d: the variance of sums is %.1f standard deviations off", label, k, f, z);
+            CHECK(fabs(z) < SIGMAS, "%s, stride 2^%d, field %d: the variance of sums is %.1f standard deviations off",
+                  label, k, f, z);
         }
     }
 }
@@ -131,13 +142,35 @@ static void check_avalanche(const char *label, const AdamwStep *s) {
             sum += differing_bits(draw(s, i), draw(&other, bit < 44 ? i ^ 1ll << bit : i));
         }
         const double z = (sum - 24.0 * TRIALS) / sqrt(12.0 * TRIALS);
-        CHECK(fabs(z) < SIGMAS, "%s: bit %d of %s flips %.2f of 48", label, bit < 44 ? bit : bit - 44, bit < 44 ? "the index" : "the key", sum / TRIALS);
+        CHECK(fabs(z) < SIGMAS, "%s: bit %d of %s flips %.2f of 48", label, bit < 44 ? bit : bit - 44,
+              bit < 44 ? "the index" : "the key", sum / TRIALS);
     }
 }
 
 static void check_step(const char *label, const AdamwStep *s, const AdamwStep *next) {
-    const int64_t lags[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 128,
-                            2048, 4096, 5120, 1ll << 24, 1ll << 31, 1ll << 32, (1ll << 32) + 8, 1ll << 33, 1ll << 35, 1ll << 36, 3ll << 35};
+    const int64_t lags[] = {0,
+                            1,
+                            2,
+                            3,
+                            4,
+                            5,
+                            6,
+                            7,
+                            8,
+                            9,
+                            16,
+                            128,
+                            2048,
+                            4096,
+                            5120,
+                            1ll << 24,
+                            1ll << 31,
+                            1ll << 32,
+                            (1ll << 32) + 8,
+                            1ll << 33,
+                            1ll << 35,
+                            1ll << 36,
+                            3ll << 35};
     const int64_t starts[] = {0, (1ll << 32) - SAMPLES / 2, (1ll << 35) - SAMPLES / 2};
     for (size_t k = 0; k < sizeof starts / sizeof starts[0]; k++) check_distribution(label, s, starts[k]);
     for (size_t k = 0; k < sizeof lags / sizeof lags[0]; k++) check_independence(label, s, s, 0, lags[k]);
@@ -176,30 +209,35 @@ static void test_unbiased(void) {
                 const AdamwStep s = over_steps ? step_of(n + 1, 42) : step_of(3, 42);
                 const AdamwRandom r = adamw_random(&s, over_steps ? 5000000007 : n);
                 const uint32_t random[FIELDS] = {r.weight, r.exp_avg, r.exp_avg_sq};
-                for (int f = 0; f < FIELDS; f++) sum[f] += ((double)bf16_to_float(adamw_round(x, random[f])) - x) / spacing;
+                for (int f = 0; f < FIELDS; f++)
+                    sum[f] += ((double)bf16_to_float(adamw_round(x, random[f])) - x) / spacing;
             }
             const double up = ((double)x - low) / spacing, sigma = sqrt(up * (1 - up) * SAMPLES);
             for (int f = 0; f < FIELDS; f++)
-                CHECK(fabs(sum[f]) < SIGMAS * sigma + 1, "%.9g over %s, field %d: the mean is %.1f standard deviations off", (double)x,
+                CHECK(fabs(sum[f]) < SIGMAS * sigma + 1,
+                      "%.9g over %s, field %d: the mean is %.1f standard deviations off", (double)x,
                       over_steps ? "steps" : "elements", f, sum[f] / sigma);
         }
 }
 
-// Weights that take 1000 steps of a tenth of a bf16 spacing each: their mean arrives at the true sum, and they scatter as independent roundings
-// make them.
+// Weights that take 1000 steps of a tenth of a bf16 spacing each: their mean arrives at the true sum, and they scatter
+// as independent roundings make them.
 static void test_small_steps(void) {
     enum { N = 4096, STEPS = 1000 };
     static float w[N];
     for (int i = 0; i < N; i++) w[i] = 1;
     for (int64_t step = 1; step <= STEPS; step++) {
         const AdamwStep s = step_of(step, 42);
-        for (int i = 0; i < N; i++) w[i] = bf16_to_float(adamw_round(w[i] + 0.1f * 0x1p-7f, adamw_random(&s, i).weight));
+        for (int i = 0; i < N; i++)
+            w[i] = bf16_to_float(adamw_round(w[i] + 0.1f * 0x1p-7f, adamw_random(&s, i).weight));
     }
     double sum = 0, square = 0;
     for (int i = 0; i < N; i++) sum += (w[i] - 1) * 128, square += pow((w[i] - 1) * 128 - 0.1 * STEPS, 2);
     const double variance = 0.1 * 0.9 * STEPS;  // in spacings
-    CHECK(fabs(sum / N - 0.1 * STEPS) < SIGMAS * sqrt(variance / N), "the mean moved by %.3f spacings, not %.1f", sum / N, 0.1 * STEPS);
-    CHECK(fabs(square / N / variance - 1) < SIGMAS * sqrt(2.0 / N), "the variance is %.2f, not %.2f", square / N, variance);
+    CHECK(fabs(sum / N - 0.1 * STEPS) < SIGMAS * sqrt(variance / N), "the mean moved by %.3f spacings, not %.1f",
+          sum / N, 0.1 * STEPS);
+    CHECK(fabs(square / N / variance - 1) < SIGMAS * sqrt(2.0 / N), "the variance is %.2f, not %.2f", square / N,
+          variance);
 }
 
 int main(void) {

@@ -34,7 +34,8 @@ static void test_places(void) {
     real.base = (char *)xcalloc((size_t)plan.used, 1);
     take_some(&real, at);
     const int64_t want[6] = {0, 1024, 0, 1280, 768, 1792};
-    for (int i = 0; i < 6; i++) CHECK(at[i] == want[i], "piece %d lies at %lld instead of %lld", i, (long long)at[i], (long long)want[i]);
+    for (int i = 0; i < 6; i++)
+        CHECK(at[i] == want[i], "piece %d lies at %lld instead of %lld", i, (long long)at[i], (long long)want[i]);
     CHECK(real.used == plan.used, "%lld bytes planned, %lld used", (long long)plan.used, (long long)real.used);
     free(real.base);
 }
@@ -46,7 +47,8 @@ static void test_headings(void) {
     take_some(&a, at);
     CHECK(a.num_groups == 2, "%d headings", a.num_groups);
     CHECK(a.reused == 768 + 256, "%lld bytes in memory that had been taken before", (long long)a.reused);
-    CHECK(a.groups[0].bytes == 1024 && a.groups[1].bytes == 256 + 512, "%lld and %lld bytes", (long long)a.groups[0].bytes, (long long)a.groups[1].bytes);
+    CHECK(a.groups[0].bytes == 1024 && a.groups[1].bytes == 256 + 512, "%lld and %lld bytes",
+          (long long)a.groups[0].bytes, (long long)a.groups[1].bytes);
 }
 
 // Takes `bytes` and as much again from an arena without memory.
@@ -63,7 +65,8 @@ static void test_overflow(void) {
     static const int64_t refused[] = {INT64_MAX, INT64_MAX - ARENA_ALIGNMENT, INT64_MAX / 2 + 1, -1000};
     char output[4096];
     for (int i = 0; i < 4; i++)
-        CHECK(check_dies(take_twice, (void *)&refused[i], "the memory plan passes 2^63 bytes", output, sizeof output), "%lld: %s", (long long)refused[i], output);
+        CHECK(check_dies(take_twice, (void *)&refused[i], "the memory plan passes 2^63 bytes", output, sizeof output),
+              "%lld: %s", (long long)refused[i], output);
     int64_t most = INT64_MAX / 2 - ARENA_ALIGNMENT;
     take_twice(&most);
 }

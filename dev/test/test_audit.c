@@ -1,4 +1,5 @@
-// --fp8-audit: sums and SQNR of small cases worked out by hand, of copies of every granularity against plain formulas in double, and the two reports.
+// --fp8-audit: sums and SQNR of small cases worked out by hand, of copies of every granularity against plain formulas
+// in double, and the two reports.
 #include "../../llmc/run/audit_report.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
@@ -12,42 +13,50 @@ static const AuditSums no_sums;
 // By hand
 
 static void test_elements(void) {
-    // E4M3, inverse scale 1/2: halves of the codes' values; the range ends at 224, and half of the smallest code (2^-9) is 2^-11 here
+    // E4M3, inverse scale 1/2: halves of the codes' values; the range ends at 224, and half of the smallest code (2^-9)
+    // is 2^-11 here
     const float x[] = {0.0f, -0.0f, 1.0f, -1.0625f, 300.0f, 0x1p-13f, -0x1p-11f, 224.0f, INFINITY, NAN};
     uint8_t codes[10];
     const float inverse = 0.5f;
     AuditSums s = no_sums;
     for (int i = 0; i < 10; i++) codes[i] = fp8_from_float(2 * x[i], FP8_E4M3);
     audit_copy(&s, x, codes, &inverse, copy_shape(1, 8, COPY_ROW), PER_TENSOR, FP8_E4M3);
-    // -1.0625 is halfway between -1 and -1.125, and goes to the even one, -1; 300 to 224; 2^-13 to 0; 2^-11 x 2 is 2^-10, halfway between 0 and 2^-9, to 0
-    CHECK(s.count == 8 && s.flushed == 2 && s.saturated == 1, "%.0f elements, %.0f flushed, %.0f saturated", s.count, s.flushed, s.saturated);
+    // -1.0625 is halfway between -1 and -1.125, and goes to the even one, -1; 300 to 224; 2^-13 to 0; 2^-11 x 2 is
+    // 2^-10, halfway between 0 and 2^-9, to 0
+    CHECK(s.count == 8 && s.flushed == 2 && s.saturated == 1, "%.0f elements, %.0f flushed, %.0f saturated", s.count,
+          s.flushed, s.saturated);
     CHECK(s.noise == 0.0625 * 0.0625 + 76.0 * 76 + 0x1p-26 + 0x1p-22, "noise %.17g", s.noise);
     CHECK(s.signal == 1 + 1.0625 * 1.0625 + 9e4 + 0x1p-26 + 0x1p-22 + 224.0 * 224, "signal %.17g", s.signal);
-    CHECK(s.amax == float_bits(300) && audit_scale_min(&s) == 2 && audit_scale_max(&s) == 2, "amax 0x%08x, scales %g to %g", s.amax, (double)audit_scale_min(&s),
-          (double)audit_scale_max(&s));
+    CHECK(s.amax == float_bits(300) && audit_scale_min(&s) == 2 && audit_scale_max(&s) == 2,
+          "amax 0x%08x, scales %g to %g", s.amax, (double)audit_scale_min(&s), (double)audit_scale_max(&s));
     CHECK(audit_sqnr_db(&s) == 10 * log10(s.signal / s.noise), "sqnr %g", audit_sqnr_db(&s));
     // infinity saturates, NaN only counts; neither is signal or noise
     AuditSums odd = no_sums;
     audit_copy(&odd, x + 8, codes + 8, &inverse, copy_shape(1, 2, COPY_ROW), PER_TENSOR, FP8_E4M3);
-    CHECK(odd.count == 2 && odd.flushed == 0 && odd.saturated == 1 && odd.signal == 0 && odd.noise == 0, "%.0f %.0f %.0f %g %g", odd.count, odd.flushed, odd.saturated,
-          odd.signal, odd.noise);
-    CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)), "amax 0x%08x, sqnr %g", odd.amax, audit_sqnr_db(&odd));
+    CHECK(odd.count == 2 && odd.flushed == 0 && odd.saturated == 1 && odd.signal == 0 && odd.noise == 0,
+          "%.0f %.0f %.0f %g %g", odd.count, odd.flushed, odd.saturated, odd.signal, odd.noise);
+    CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)), "amax 0x%08x, sqnr %g", odd.amax,
+          audit_sqnr_db(&odd));
     // merged it is the audit of all ten
     AuditSums all = no_sums;
     audit_copy(&all, x, codes, &inverse, copy_shape(1, 10, COPY_ROW), PER_TENSOR, FP8_E4M3);
     audit_merge(&s, &odd);
-    CHECK(s.count == 10 && s.flushed == all.flushed && s.saturated == all.saturated && s.signal == all.signal && s.noise == all.noise && s.amax == all.amax &&
-              s.scale_max == all.scale_max && s.inverse_scale_max == all.inverse_scale_max, "merged sums differ from the whole");
+    CHECK(s.count == 10 && s.flushed == all.flushed && s.saturated == all.saturated && s.signal == all.signal &&
+              s.noise == all.noise && s.amax == all.amax && s.scale_max == all.scale_max &&
+              s.inverse_scale_max == all.inverse_scale_max,
+          "merged sums differ from the whole");
 }
 
-// An amax cast by the scale that it gave is at the edge of the range, whichever way that scale was rounded; the next larger bf16 number is past it.
+// An amax cast by the scale that it gave is at the edge of the range, whichever way that scale was rounded; the next
+// larger bf16 number is past it.
 static void test_edge(void) {
     int wrong = 0, missed = 0;
     for (int format = 0; format < 2; format++)
         for (int rule = 0; rule < 2; rule++)
             for (uint32_t bits = 0x0080; bits < 0x7f00; bits++) {
                 const float amax = bf16_to_float((bf16_bits)bits), next = bf16_to_float((bf16_bits)(bits + 1));
-                const float scale = fp8_rule_scale(rule ? SCALE_TE : SCALE_TORCHAO, amax, (Fp8Format)format), inverse = 1 / scale;
+                const float scale = fp8_rule_scale(rule ? SCALE_TE : SCALE_TORCHAO, amax, (Fp8Format)format),
+                            inverse = 1 / scale;
                 if (amax < 1e-12f) continue;  // torchao's floor
                 AuditSums s = no_sums;
                 audit_add(&s, amax, fp8_from_float(amax * scale, (Fp8Format)format), inverse, (Fp8Format)format);
@@ -58,9 +67,10 @@ static void test_edge(void) {
     CHECK(wrong == 0 && missed == 0, "%d amaxes count as saturated, %d values beyond do not", wrong, missed);
 }
 
-// All 128 bf16 numbers of [1, 2), at scale 1. E4M3 keeps 3 of 7 fraction bits: the errors are -7/128 ... 7/128 and a tie of 8/128, once for each of 8
-// codes, (2 (1 + 4 + ... + 49) + 64) / 128^2 = 344 / 2^14 in squares. E5M2 keeps 2: (2 (1 + ... + 225) + 256) / 2^14 = 2736 / 2^14 for each of 4.
-// Uniform values and errors would give 10 log10((7/3) / (spacing^2 / 12)): 32.53 and 26.51 dB; 16 and 32 steps of a spacing come near.
+// All 128 bf16 numbers of [1, 2), at scale 1. E4M3 keeps 3 of 7 fraction bits: the errors are -7/128 ... 7/128 and a
+// tie of 8/128, once for each of 8 codes, (2 (1 + 4 + ... + 49) + 64) / 128^2 = 344 / 2^14 in squares. E5M2 keeps 2: (2
+// (1 + ... + 225) + 256) / 2^14 = 2736 / 2^14 for each of 4. Uniform values and errors would give 10 log10((7/3) /
+// (spacing^2 / 12)): 32.53 and 26.51 dB; 16 and 32 steps of a spacing come near.
 static void test_uniform(void) {
     const double squares[] = {8 * 344.0 / 16384, 4 * 2736.0 / 16384}, spacing[] = {0.125, 0.25};
     double signal = 0;
@@ -72,10 +82,12 @@ static void test_uniform(void) {
         AuditSums s = no_sums;
         for (int i = 0; i < 128; i++) codes[i] = fp8_from_float(x[i], (Fp8Format)format);
         audit_copy(&s, x, codes, &one, copy_shape(8, 16, COPY_ROW), PER_TENSOR, (Fp8Format)format);
-        CHECK(s.noise == squares[format] && s.signal == signal, "format %d: noise %.17g, want %.17g; signal %.17g, want %.17g", format, s.noise, squares[format],
+        CHECK(s.noise == squares[format] && s.signal == signal,
+              "format %d: noise %.17g, want %.17g; signal %.17g, want %.17g", format, s.noise, squares[format],
               s.signal, signal);
         const double ideal = 10 * log10(7.0 / 3 * 12 / (spacing[format] * spacing[format]));
-        CHECK(fabs(audit_sqnr_db(&s) - ideal) < 0.08, "format %d: %.3f dB, uniform errors give %.3f dB", format, audit_sqnr_db(&s), ideal);
+        CHECK(fabs(audit_sqnr_db(&s) - ideal) < 0.08, "format %d: %.3f dB, uniform errors give %.3f dB", format,
+              audit_sqnr_db(&s), ideal);
     }
 }
 
@@ -86,12 +98,14 @@ static void test_sqnr_limits(void) {
     CHECK(audit_sqnr_db(&s) == (double)INFINITY, "zeros: %g", audit_sqnr_db(&s));
     audit_add(&s, 1.5f, fp8_from_float(1.5f, FP8_E4M3), 1, FP8_E4M3);
     CHECK(audit_sqnr_db(&s) == (double)INFINITY, "exact values: %g", audit_sqnr_db(&s));
-    // the scale of a tensor with an infinity is 0 and its inverse infinite: what was 1 comes back NaN. A NaN scale the same.
+    // the scale of a tensor with an infinity is 0 and its inverse infinite: what was 1 comes back NaN. A NaN scale the
+    // same.
     const float spoiled[] = {INFINITY, NAN};
     for (int i = 0; i < 2; i++) {
         AuditSums t = s;
         audit_add(&t, 1, fp8_from_float(1 / spoiled[i], FP8_E4M3), spoiled[i], FP8_E4M3);
-        CHECK(audit_sqnr_db(&t) == -(double)INFINITY && t.saturated == 0, "inverse scale %g: %g dB, %.0f saturated", (double)spoiled[i], audit_sqnr_db(&t), t.saturated);
+        CHECK(audit_sqnr_db(&t) == -(double)INFINITY && t.saturated == 0, "inverse scale %g: %g dB, %.0f saturated",
+              (double)spoiled[i], audit_sqnr_db(&t), t.saturated);
     }
 }
 
@@ -101,22 +115,32 @@ static void test_sqnr_limits(void) {
 // The sums of a copy, element by element: which block it is in, that block's amax, its scale.
 static AuditSums plain_sums(const float *x, CopyShape shape, ScaleGranularity g, ScaleRule rule, Fp8Format format) {
     AuditSums s = no_sums;
-    const int64_t outer = shape.outer, depth = shape.depth, outer_stride = shape.outer_stride, depth_stride = shape.depth_stride;
-    const int64_t height = g == BLOCK_128X128 ? 128 : is_per_tensor(g) ? outer : 1, width = g == BLOCK_1X128 || g == BLOCK_128X128 ? 128 : g == BLOCK_1X32 ? 32 : depth;
+    const int64_t outer = shape.outer, depth = shape.depth, outer_stride = shape.outer_stride,
+                  depth_stride = shape.depth_stride;
+    const int64_t height = g == BLOCK_128X128 ? 128
+                           : is_per_tensor(g) ? outer
+                                              : 1,
+                  width = g == BLOCK_1X128 || g == BLOCK_128X128 ? 128
+                          : g == BLOCK_1X32                      ? 32
+                                                                 : depth;
     float scale_max = 0, inverse_max = 0, largest = 0;
     for (int64_t i0 = 0; i0 < outer; i0 += height)
         for (int64_t k0 = 0; k0 < depth; k0 += width) {
             float amax = 0;
             for (int64_t i = i0; i < min_i64(outer, i0 + height); i++)
-                for (int64_t k = k0; k < min_i64(depth, k0 + width); k++) amax = fmaxf(amax, fabsf(x[i * outer_stride + k * depth_stride]));
+                for (int64_t k = k0; k < min_i64(depth, k0 + width); k++)
+                    amax = fmaxf(amax, fabsf(x[i * outer_stride + k * depth_stride]));
             const float scale = fp8_rule_scale(rule, amax, format), inverse = 1 / scale;
             for (int64_t i = i0; i < min_i64(outer, i0 + height); i++)
                 for (int64_t k = k0; k < min_i64(depth, k0 + width); k++) {
-                    const float value = x[i * outer_stride + k * depth_stride], back = fp8_to_float(fp8_from_float(value * scale, format), format);
+                    const float value = x[i * outer_stride + k * depth_stride],
+                                back = fp8_to_float(fp8_from_float(value * scale, format), format);
                     const double change = (double)back * (double)inverse - (double)value;
-                    s.count++, s.flushed += value != 0 && back == 0, s.signal += (double)value * (double)value, s.noise += change * change;
+                    s.count++, s.flushed += value != 0 && back == 0, s.signal += (double)value * (double)value,
+                        s.noise += change * change;
                 }
-            scale_max = fmaxf(scale_max, 1 / inverse), inverse_max = fmaxf(inverse_max, inverse), largest = fmaxf(largest, amax);
+            scale_max = fmaxf(scale_max, 1 / inverse), inverse_max = fmaxf(inverse_max, inverse),
+            largest = fmaxf(largest, amax);
         }
     s.scale_max = float_bits(scale_max), s.inverse_scale_max = float_bits(inverse_max), s.amax = float_bits(largest);
     return s;
@@ -128,34 +152,45 @@ static void check_granularity(int64_t R, int64_t C, CopyKind copy, ScaleGranular
     float *x = (float *)xcalloc((size_t)(R * C), sizeof(float));
     uint8_t *codes = (uint8_t *)xcalloc((size_t)(R * C), 1);
     void *scales = xcalloc((size_t)scale_bytes(g, shape.outer, shape.depth), 1);
-    for (int64_t i = 0; i < R * C; i++) x[i] = bf16_round(rng_normal(rng_key(3, 0), (uint64_t)i) * (i % 97 ? 1 : 3000) * (i % 5 ? 1 : 1e-4f));
+    for (int64_t i = 0; i < R * C; i++)
+        x[i] = bf16_round(rng_normal(rng_key(3, 0), (uint64_t)i) * (i % 97 ? 1 : 3000) * (i % 5 ? 1 : 1e-4f));
     quantize_copy(codes, scales, x, shape, g, rule, format, 0);
     AuditSums s = no_sums;
     const AuditSums want = plain_sums(x, shape, g, rule, format);
     audit_copy(&s, x, codes, scales, shape, g, format);
     char what[64];
-    format_checked(what, sizeof what, "granularity %d, rule %d, format %d, %s copy", (int)g, (int)rule, (int)format, copy == COPY_COL ? "col" : "row");
-    CHECK(s.count == want.count && s.flushed == want.flushed && s.saturated == 0, "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, 0", what, s.count,
-          s.flushed, s.saturated, want.count, want.flushed);
+    format_checked(what, sizeof what, "granularity %d, rule %d, format %d, %s copy", (int)g, (int)rule, (int)format,
+                   copy == COPY_COL ? "col" : "row");
+    CHECK(s.count == want.count && s.flushed == want.flushed && s.saturated == 0,
+          "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, 0", what, s.count, s.flushed, s.saturated,
+          want.count, want.flushed);
     CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: nothing small enough to be flushed", what);
     // sums in another order: at most 52,800 additions of 2^-53 each
-    CHECK(fabs(s.signal - want.signal) <= 6e-12 * want.signal && fabs(s.noise - want.noise) <= 6e-12 * want.noise, "%s: signal %.17g, noise %.17g; want %.17g, %.17g",
-          what, s.signal, s.noise, want.signal, want.noise);
-    CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.inverse_scale_max == want.inverse_scale_max, "%s: maxima", what);
+    CHECK(fabs(s.signal - want.signal) <= 6e-12 * want.signal && fabs(s.noise - want.noise) <= 6e-12 * want.noise,
+          "%s: signal %.17g, noise %.17g; want %.17g, %.17g", what, s.signal, s.noise, want.signal, want.noise);
+    CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.inverse_scale_max == want.inverse_scale_max,
+          "%s: maxima", what);
     free(x);
     free(codes);
     free(scales);
 }
 
 static void test_recipe_granularities(void) {
-    const struct { ScaleGranularity granularity; ScaleRule rule; } of[] = {{PER_TENSOR, SCALE_TORCHAO}, {PER_TENSOR, SCALE_TE}, {PER_TENSOR_BROADCAST, SCALE_TORCHAO_POW2},
-        {PER_ROW, SCALE_TORCHAO_POW2}, {BLOCK_1X128, SCALE_TE_POW2}, {BLOCK_128X128, SCALE_TE_POW2}, {BLOCK_1X32, SCALE_MX}};
+    const struct {
+        ScaleGranularity granularity;
+        ScaleRule rule;
+    } of[] = {{PER_TENSOR, SCALE_TORCHAO},   {PER_TENSOR, SCALE_TE},       {PER_TENSOR_BROADCAST, SCALE_TORCHAO_POW2},
+              {PER_ROW, SCALE_TORCHAO_POW2}, {BLOCK_1X128, SCALE_TE_POW2}, {BLOCK_128X128, SCALE_TE_POW2},
+              {BLOCK_1X32, SCALE_MX}};
     for (size_t i = 0; i < sizeof of / sizeof of[0]; i++)
         for (int format = 0; format < 2; format++)
-            for (int copy = 0; copy < 2; copy++) check_granularity(200, 264, (CopyKind)copy, of[i].granularity, of[i].rule, (Fp8Format)format);
-    CHECK(audit_shares_codes(PER_TENSOR, PER_TENSOR) && audit_shares_codes(BLOCK_128X128, BLOCK_128X128), "copies with the same codes");
-    CHECK(!audit_shares_codes(PER_ROW, PER_ROW) && !audit_shares_codes(BLOCK_1X128, BLOCK_1X128) && !audit_shares_codes(NO_SCALE, NO_SCALE) &&
-              !audit_shares_codes(PER_ROW, PER_TENSOR_BROADCAST), "copies with different codes");
+            for (int copy = 0; copy < 2; copy++)
+                check_granularity(200, 264, (CopyKind)copy, of[i].granularity, of[i].rule, (Fp8Format)format);
+    CHECK(audit_shares_codes(PER_TENSOR, PER_TENSOR) && audit_shares_codes(BLOCK_128X128, BLOCK_128X128),
+          "copies with the same codes");
+    CHECK(!audit_shares_codes(PER_ROW, PER_ROW) && !audit_shares_codes(BLOCK_1X128, BLOCK_1X128) &&
+              !audit_shares_codes(NO_SCALE, NO_SCALE) && !audit_shares_codes(PER_ROW, PER_TENSOR_BROADCAST),
+          "copies with different codes");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -194,7 +229,8 @@ static AuditSums sums_of(double db, float amax) {
     return s;
 }
 
-// Every copy at 30 dB, w's at 32; of layer 7's down x the row copy at 20 dB and the col copy at 21; of layer 3's qkv dy the row copy at 25.
+// Every copy at 30 dB, w's at 32; of layer 7's down x the row copy at 20 dB and the col copy at 21; of layer 3's qkv dy
+// the row copy at 25.
 static void fill_sums(Run *r) {
     for (int64_t i = 0; i < audit_count(&r->p); i++) r->sums[i] = sums_of(i / 2 % NUM_TENSORS == TENSOR_W ? 32 : 30, 1);
     r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, COPY_ROW)] = sums_of(20, 12.5f);
@@ -227,14 +263,17 @@ static char *logged(const Run *r) {
 }
 
 // One line of the log for an operand, NULL if there is none; parsed into *json, which the caller frees if there is one.
-static bool find_line(Json *json, const char *lines, int64_t layer, const char *linear, const char *gemm, const char *operand) {
+static bool find_line(Json *json, const char *lines, int64_t layer, const char *linear, const char *gemm,
+                      const char *operand) {
     for (const char *line = lines; *line; line = strchr(line, '\n') + 1) {
         Failure failure;
         if (!json_parse(json, "log.jsonl", line, strcspn(line, "\n"), &failure)) {
             CHECK(false, "not JSON: %s", failure.text);
             return false;
         }
-        if (member(json, "layer") == (double)layer && text_is(json, "linear", linear) && text_is(json, "gemm", gemm) && text_is(json, "operand", operand)) return true;
+        if (member(json, "layer") == (double)layer && text_is(json, "linear", linear) && text_is(json, "gemm", gemm) &&
+            text_is(json, "operand", operand))
+            return true;
         json_free(json);
     }
     return false;
@@ -248,12 +287,15 @@ static void test_log(void) {
     r.sums[audit_index(4, OUT_PROJ, TENSOR_W, COPY_COL)].count = 0;  // never cast
     char *lines = logged(&r);
     CHECK(check_count(lines, "\n") == 16 * 4 * 6 - 1, "%d lines", check_count(lines, "\n"));
-    const char *want = "{\"type\": \"fp8_audit\", \"step\": 40, \"layer\": 0, \"linear\": \"qkv\", \"gemm\": \"fprop\", \"operand\": \"x\", \"amax\": 1.0, "
-                       "\"scale_min\": 2.0, \"scale_max\": 64.0, \"flushed\": 0.01, \"saturated\": 0.005, \"sqnr_db\": 3e+01}\n";
-    CHECK(strncmp(lines, want, strlen(want)) == 0, "first line\n%.*s\nwant\n%s", (int)strcspn(lines, "\n"), lines, want);
+    const char *want =
+        "{\"type\": \"fp8_audit\", \"step\": 40, \"layer\": 0, \"linear\": \"qkv\", \"gemm\": \"fprop\", \"operand\": "
+        "\"x\", \"amax\": 1.0, "
+        "\"scale_min\": 2.0, \"scale_max\": 64.0, \"flushed\": 0.01, \"saturated\": 0.005, \"sqnr_db\": 3e+01}\n";
+    CHECK(strncmp(lines, want, strlen(want)) == 0, "first line\n%.*s\nwant\n%s", (int)strcspn(lines, "\n"), lines,
+          want);
     if (find_line(&json, lines, 7, "down", "wgrad", "x")) {
-        CHECK(fabs(member(&json, "sqnr_db") - 21) < 1e-9 && member(&json, "amax") == 12.5, "down wgrad x: %g dB, amax %g", member(&json, "sqnr_db"),
-              member(&json, "amax"));
+        CHECK(fabs(member(&json, "sqnr_db") - 21) < 1e-9 && member(&json, "amax") == 12.5,
+              "down wgrad x: %g dB, amax %g", member(&json, "sqnr_db"), member(&json, "amax"));
         json_free(&json);
     } else {
         CHECK(false, "no line for down wgrad x");
@@ -273,7 +315,9 @@ static void test_log(void) {
     fill_sums(&r);
     lines = logged(&r);
     CHECK(check_count(lines, "\n") == 14 * 3 * 4, "%d lines", check_count(lines, "\n"));
-    CHECK(!strstr(lines, "wgrad") && !strstr(lines, "down") && !strstr(lines, "\"layer\": 0,") && !strstr(lines, "\"layer\": 5,"), "bf16 operands in\n%s", lines);
+    CHECK(!strstr(lines, "wgrad") && !strstr(lines, "down") && !strstr(lines, "\"layer\": 0,") &&
+              !strstr(lines, "\"layer\": 5,"),
+          "bf16 operands in\n%s", lines);
     free(lines);
     run_free(&r);
 
@@ -294,7 +338,9 @@ static void test_log(void) {
     run_free(&r);
 }
 
-static void check_has(const char *text, const char *part) { CHECK(strstr(text, part) != NULL, "no \"%s\" in\n%s", part, text); }
+static void check_has(const char *text, const char *part) {
+    CHECK(strstr(text, part) != NULL, "no \"%s\" in\n%s", part, text);
+}
 
 static void test_table(void) {
     Run r = run_create(RECIPE_BLOCKWISE, "");
@@ -302,9 +348,12 @@ static void test_table(void) {
     char *text = printed_table(&r);
     CHECK(check_count(text, "\n") == 1 + 2 + 24 + 1, "%d lines:\n%s", check_count(text, "\n"), text);
     // 15 layers at 30 dB and one at 20 have a mean noise of (15 + 10) / 16 of 30 dB's: 28.06 dB
-    check_has(text, "  down      fprop  x   e4m3 1x128      28.06    20.00      7       1.0000%     0.5000%         12.5\n");
-    check_has(text, "  qkv       dgrad  w   e4m3 128x128    32.00    32.00      0       1.0000%     0.5000%            1\n");
-    check_has(text, "  FP8 hurts most: layer 7 down x (fprop, 20.00 dB), layer 7 down x (wgrad, 21.00 dB), layer 3 qkv dy (dgrad, 25.00 dB)\n");
+    check_has(text,
+              "  down      fprop  x   e4m3 1x128      28.06    20.00      7       1.0000%     0.5000%         12.5\n");
+    check_has(text,
+              "  qkv       dgrad  w   e4m3 128x128    32.00    32.00      0       1.0000%     0.5000%            1\n");
+    check_has(text, "  FP8 hurts most: layer 7 down x (fprop, 20.00 dB), layer 7 down x (wgrad, 21.00 dB), layer 3 qkv "
+                    "dy (dgrad, 25.00 dB)\n");
     free(text);
     // a second audit, with layer 0's gate_up dy worse in it
     AuditSums *second = (AuditSums *)xcalloc((size_t)audit_count(&r.p), sizeof *second);
@@ -312,7 +361,8 @@ static void test_table(void) {
     second[audit_index(0, GATE_UP_PROJ, TENSOR_DY, COPY_COL)] = sums_of(10, 77);
     audit_merge_all(r.sums, second, audit_count(&r.p));
     text = printed_table(&r);
-    check_has(text, "FP8 hurts most: layer 0 gate_up dy (wgrad, 12.97 dB), layer 7 down x (fprop, 20.00 dB), layer 7 down x (wgrad, 21.00 dB)\n");
+    check_has(text, "FP8 hurts most: layer 0 gate_up dy (wgrad, 12.97 dB), layer 7 down x (fprop, 20.00 dB), layer 7 "
+                    "down x (wgrad, 21.00 dB)\n");
     check_has(text, "           77\n");
     free(text);
     free(second);
@@ -323,9 +373,11 @@ static void test_table(void) {
     r.sums[audit_index(5, GATE_UP_PROJ, TENSOR_DY, COPY_ROW)].noise = (double)INFINITY;
     text = printed_table(&r);
     // codes shared by two products: sums of both copies, 20 and 21 dB; and named once
-    check_has(text, "FP8 hurts most: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
+    check_has(text, "FP8 hurts most: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "
+                    "dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");
-    CHECK(!strstr(text, "qkv") && check_count(text, "\n") == 1 + 2 + 12 + 1, "%d lines:\n%s", check_count(text, "\n"), text);
+    CHECK(!strstr(text, "qkv") && check_count(text, "\n") == 1 + 2 + 12 + 1, "%d lines:\n%s", check_count(text, "\n"),
+          text);
     free(text);
     memset(r.sums, 0, (size_t)audit_count(&r.p) * sizeof *r.sums);
     text = printed_table(&r);

@@ -1,5 +1,5 @@
-// The store of checkpoints: save and load bit for bit, what resuming refuses, damage of every kind, failing disks, export,
-// loading of foreign weights.
+// The store of checkpoints: save and load bit for bit, what resuming refuses, damage of every kind, failing disks,
+// export, loading of foreign weights.
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -16,14 +16,15 @@ typedef struct {
     ModelConfig model;
     ParameterTable table;
     Options options;
-    CheckpointRun run;      // of both
+    CheckpointRun run;  // of both
     TrainerState state;
     char *arrays[3];
     float *delayed[2];  // amax history and scales
 } Trainer;
 
 static char *element(Trainer *t, StateKind kind, int64_t offset, int64_t count) {
-    if (offset < 0 || count < 0 || offset > t->table.total - count) die("range %lld + %lld is outside", (long long)offset, (long long)count);
+    if (offset < 0 || count < 0 || offset > t->table.total - count)
+        die("range %lld + %lld is outside", (long long)offset, (long long)count);
     return t->arrays[kind] + offset * (t->state.is_fp32[kind] ? 4 : 2);
 }
 
@@ -45,16 +46,14 @@ static void state_read(void *context, StateKind kind, int64_t offset, int64_t co
     Trainer *t = (Trainer *)context;
     if (kind >= STATE_AMAX_HISTORY)
         memcpy(host, delayed_element(t, kind, offset, count), (size_t)count * sizeof(float));
-    else
-        memcpy(host, element(t, kind, offset, count), (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
+    else memcpy(host, element(t, kind, offset, count), (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
 }
 
 static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
     Trainer *t = (Trainer *)context;
     if (kind >= STATE_AMAX_HISTORY)
         memcpy(delayed_element(t, kind, offset, count), host, (size_t)count * sizeof(float));
-    else
-        memcpy(element(t, kind, offset, count), host, (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
+    else memcpy(element(t, kind, offset, count), host, (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
 }
 
 // Random bytes in every parameter (any finite value must survive), zeros in the padding.
@@ -89,7 +88,8 @@ static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, bo
     t->state.is_fp32[STATE_WEIGHTS] = fp32_weights;
     t->state.is_fp32[STATE_EXP_AVG] = t->state.is_fp32[STATE_EXP_AVG_SQ] = fp32_state;
     t->state.read = state_read, t->state.write = state_write;
-    for (int kind = 0; kind < 3; kind++) t->arrays[kind] = (char *)xcalloc((size_t)t->table.total, t->state.is_fp32[kind] ? 4 : 2);
+    for (int kind = 0; kind < 3; kind++)
+        t->arrays[kind] = (char *)xcalloc((size_t)t->table.total, t->state.is_fp32[kind] ? 4 : 2);
     return t;
 }
 
@@ -102,7 +102,8 @@ static void trainer_free(Trainer *t) {
 
 static bool same_state(const Trainer *a, const Trainer *b) {
     for (int kind = 0; kind < 3; kind++)
-        if (memcmp(a->arrays[kind], b->arrays[kind], (size_t)(a->table.total * (a->state.is_fp32[kind] ? 4 : 2))) != 0) return false;
+        if (memcmp(a->arrays[kind], b->arrays[kind], (size_t)(a->table.total * (a->state.is_fp32[kind] ? 4 : 2))) != 0)
+            return false;
     return true;
 }
 
@@ -122,11 +123,13 @@ static const char *listing(const char *dir) {
     size_t n = 0;
     text[0] = 0;
     if (!checkpoint_list(dir, &list, &failure)) return failure.text[0] ? "cannot list" : "";
-    for (int64_t i = 0; i < list.count; i++) format_checked(text + n, sizeof text - n, "%s%lld", i ? " " : "", (long long)list.steps[i]), n = strlen(text);
+    for (int64_t i = 0; i < list.count; i++)
+        format_checked(text + n, sizeof text - n, "%s%lld", i ? " " : "", (long long)list.steps[i]), n = strlen(text);
     free(list.steps);
     int others = 0;
     DIR *d = opendir(dir);
-    for (struct dirent *e; d && (e = readdir(d)) != NULL;) others += e->d_name[0] != '.' && checkpoint_step_of(e->d_name, "") < 0;
+    for (struct dirent *e; d && (e = readdir(d)) != NULL;)
+        others += e->d_name[0] != '.' && checkpoint_step_of(e->d_name, "") < 0;
     if (d) closedir(d);
     if (others) format_checked(text + n, sizeof text - n, "+%d", others);
     return text;
@@ -166,11 +169,13 @@ static void test_round_trip(void) {
     for (int variant = 0; variant < 12; variant++) {
         const ModelFamily family = (ModelFamily)(variant % 3);
         const bool tied = variant & 1, fp32_weights = variant >= 6, fp32_state = variant % 4 >= 2;
-        Trainer *a = trainer_new(family, tied, fp32_weights, fp32_state), *b = trainer_new(family, tied, fp32_weights, fp32_state);
+        Trainer *a = trainer_new(family, tied, fp32_weights, fp32_state),
+                *b = trainer_new(family, tied, fp32_weights, fp32_state);
         trainer_fill(a, (uint64_t)variant);
         save(a, dir, 7, 1);
         char found[PATH_CAPACITY];
-        CHECK(checkpoint_find_newest(dir, found, sizeof found) && strcmp(strrchr(found, '/') + 1, "step-00000007") == 0, "%s", found);
+        CHECK(checkpoint_find_newest(dir, found, sizeof found) && strcmp(strrchr(found, '/') + 1, "step-00000007") == 0,
+              "%s", found);
         const TrainerProgress p = checkpoint_check(found, &b->run);
         checkpoint_load(found, &b->model, &b->table, &b->state);
         CHECK(p.step == 7 && p.samples == 21, "step %lld, samples %lld", (long long)p.step, (long long)p.samples);
@@ -180,7 +185,8 @@ static void test_round_trip(void) {
         Safetensors st;
         Failure failure = {"", false};
         CHECK(safetensors_open_folder(&st, found, "model", &failure), "%s", failure.text);
-        CHECK(st.count == a->table.count && !safetensors_find(&st, "lm_head.weight") == tied, "%lld tensors", (long long)st.count);
+        CHECK(st.count == a->table.count && !safetensors_find(&st, "lm_head.weight") == tied, "%lld tensors",
+              (long long)st.count);
         CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16), "type of weights");
         safetensors_close(&st);
         char config[PATH_CAPACITY];
@@ -226,8 +232,11 @@ static void test_delayed(void) {
     CHECK(memcmp(history, b->delayed[0], (size_t)elements * sizeof(float)) == 0, "history");
     CHECK(memcmp(scales_of_a, b->delayed[1], (size_t)tensors * sizeof(float)) == 0, "scales");
     b->state.delayed_window = 6;
-    CHECK(check_dies(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]", output, sizeof output), "another window: %s", output);
-    CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
+    CHECK(check_dies(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]", output,
+                     sizeof output),
+          "another window: %s", output);
+    CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s",
+          failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export holds no history");
     // Neither is saved if it is not finite. Of what older versions saved, an infinity in a history is read, but no NaN,
@@ -235,10 +244,12 @@ static void test_delayed(void) {
     const TrainerProgress progress = {9, 9};
     history[3] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
-          strstr(failure.text, "tensor amax_history holds a value that is not finite"), "%s", failure.text);
+              strstr(failure.text, "tensor amax_history holds a value that is not finite"),
+          "%s", failure.text);
     history[3] = 1, scales_of_a[2] = -INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
-          strstr(failure.text, "tensor scale holds a value"), "%s", failure.text);
+              strstr(failure.text, "tensor scale holds a value"),
+          "%s", failure.text);
     scales_of_a[2] = 1;
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
     const int64_t data = safetensors_data(state, "amax_history"), scales = safetensors_data(state, "scale");
@@ -248,15 +259,18 @@ static void test_delayed(void) {
     CHECK(isinf(b->delayed[0][3]), "%g", (double)b->delayed[0][3]);
     write_float(state, data + 12, NAN);
     CHECK(check_dies(load_delayed, b, "amax_history holds nan, which is no magnitude; move this checkpoint away",
-                     output, sizeof output), "%s", output);
+                     output, sizeof output),
+          "%s", output);
     write_float(state, data + 12, 1), write_float(state, scales, INFINITY);
     CHECK(check_dies(load_delayed, b, "scale holds a value that is not finite", output, sizeof output), "%s", output);
     write_float(state, scales, 1);
     flip_byte(state, data + 3);
-    CHECK(!checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "fp8_state.safetensors is damaged"), "a changed byte: %s", failure.text);
+    CHECK(!checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "fp8_state.safetensors is damaged"),
+          "a changed byte: %s", failure.text);
     a->state.delayed_tensors = 0;
     save(a, dir, 10, 1);
-    CHECK(check_dies(load_delayed, b, "has neither fp8_state.safetensors", output, sizeof output), "a checkpoint without the state: %s", output);
+    CHECK(check_dies(load_delayed, b, "has neither fp8_state.safetensors", output, sizeof output),
+          "a checkpoint without the state: %s", output);
     remove_tree(dir);
     remove_tree(scratch_path("delayed-export"));
     free((char *)dir);
@@ -271,7 +285,8 @@ static void test_sharded(void) {
     const char *dir = xstrdup(scratch_path("sharded"));
     const TrainerProgress progress = {1, 2};
     trainer_fill(a, 5);
-    CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->run, &a->table, &a->state, 1500, &failure), "%s", failure.text);
+    CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->run, &a->table, &a->state, 1500, &failure), "%s",
+          failure.text);
     char found[PATH_CAPACITY], index[PATH_CAPACITY];
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
     format_checked(index, sizeof index, "%s/model.safetensors.index.json", found);
@@ -282,9 +297,11 @@ static void test_sharded(void) {
     format_checked(index, sizeof index, "%s/optimizer-00002-of-", found);
     DIR *d = opendir(found);
     for (struct dirent *e; (e = readdir(d)) != NULL;)
-        if (strncmp(e->d_name, "optimizer-00002-of-", 19) == 0) format_checked(index, sizeof index, "%s/%s", found, e->d_name);
+        if (strncmp(e->d_name, "optimizer-00002-of-", 19) == 0)
+            format_checked(index, sizeof index, "%s/%s", found, e->d_name);
     closedir(d);
-    CHECK(unlink(index) == 0 && !checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "optimizer-00002"), "%s", failure.text);
+    CHECK(unlink(index) == 0 && !checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "optimizer-00002"),
+          "%s", failure.text);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(a);
@@ -306,7 +323,8 @@ static void test_keep(void) {
     CHECK(strcmp(listing(dir), "50 40 30") == 0, "%s", listing(dir));
     save(t, dir, 60, 1);
     CHECK(strcmp(listing(dir), "60") == 0, "%s", listing(dir));
-    // Nor is one that looks whole, but that the run passed over when it was resumed; until the run saves that step itself.
+    // Nor is one that looks whole, but that the run passed over when it was resumed; until the run saves that step
+    // itself.
     int64_t steps[] = {66, 64};
     CheckpointSteps passed_over = {steps, 2};
     save(t, dir, 64, 9), save(t, dir, 66, 9);
@@ -326,8 +344,9 @@ static void test_keep(void) {
     CHECK(strcmp(listing(dir), "90 70") == 0, "%s", listing(dir));
     // Leftovers of interrupted saves are removed; other names are not ours, nor are folders that we did not mark.
     Failure failure;
-    static const char *const names[] = {"step-00000080.tmp", "step-00000020.old.tmp", "step-00000030.2.tmp",
-                                        "step-80.tmp", "notes", "step-00000081.tmp"};
+    static const char *const names[] = {
+        "step-00000080.tmp", "step-00000020.old.tmp", "step-00000030.2.tmp", "step-80.tmp", "notes",
+        "step-00000081.tmp"};
     for (int i = 0; i < 6; i++) {
         char path[PATH_CAPACITY];
         format_checked(path, sizeof path, "%s/%s", dir, names[i]);
@@ -365,10 +384,12 @@ static void test_links(void) {
     save(t, dir, 2, 1);
     format_checked(at, sizeof at, "%s/step-00000002", dir);
     if (rename(at, archive) || symlink("../archive", at)) die("%s", strerror(errno));
-    static const struct { const char *name, *to; } links[] = {
-        {"step-00000001.tmp", "../home"}, {"step-00000003.tmp", "../home/thesis"}, {"step-00000005.tmp", "none"},
-        {"step-00000006.old.tmp", "step-00000006.old.tmp"}, {"step-00000007", "../home"},
-        {"step-00000008", "../home/thesis"}, {"step-00000009", "none"}, {"step-00000010", "step-00000010"}};
+    static const struct {
+        const char *name, *to;
+    } links[] = {{"step-00000001.tmp", "../home"}, {"step-00000003.tmp", "../home/thesis"},
+                 {"step-00000005.tmp", "none"},    {"step-00000006.old.tmp", "step-00000006.old.tmp"},
+                 {"step-00000007", "../home"},     {"step-00000008", "../home/thesis"},
+                 {"step-00000009", "none"},        {"step-00000010", "step-00000010"}};
     if (!folder_create(home, false, &failure) || !file_write(home, "thesis", "x", 1, NULL, &failure))
         die("%s", failure.text);
     for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
@@ -480,28 +501,46 @@ static void test_mismatch(void) {
     save(t, scratch_path("mismatch"), 3, 1);
     Action action = {t, xstrdup(scratch_path("mismatch/step-00000003"))};
     char *text = read_file(scratch_path("mismatch/step-00000003/trainer.json"), NULL);
-    CHECK(text && strstr(text, "\"training_data\": {\"tokens\": 1000, \"shards\": 2, \"fingerprint\": \"0000000000000123\"}"), "%s", text);
+    CHECK(text && strstr(text,
+                         "\"training_data\": {\"tokens\": 1000, \"shards\": 2, \"fingerprint\": \"0000000000000123\"}"),
+          "%s", text);
     free(text);
     const TrainerProgress p = checkpoint_check(action.path, &t->run);
     CHECK(p.step == 3, "step %lld", (long long)p.step);
     // Free settings may differ, those that must match may not; all that differ are named.
-    t->options.num_steps = 5, t->options.learning_rate = 1, t->options.batch_size = 7, t->options.checkpoint_every = 3, t->options.train_data = "moved/*.bin";
+    t->options.num_steps = 5, t->options.learning_rate = 1, t->options.batch_size = 7, t->options.checkpoint_every = 3,
+    t->options.train_data = "moved/*.bin";
     checkpoint_check(action.path, &t->run);
-    t->options.sequence_length = 1024, t->options.seed = 43, t->options.shuffle = OFF, t->options.precision = PRECISION_FP8;
+    t->options.sequence_length = 1024, t->options.seed = 43, t->options.shuffle = OFF,
+    t->options.precision = PRECISION_FP8;
     t->run.data.tokens++, t->run.data.shards = 4, t->run.data.fingerprint++;
-    CHECK(check_dies(check_action, &action, "--sequence-length is 2048 in the checkpoint, 1024 now", output, sizeof output), "%s", output);
-    CHECK(strstr(output, "--seed is 42 in the checkpoint, 43 now") && strstr(output, "--shuffle is on in the checkpoint, off now") && strstr(output, "--precision is bf16 in the checkpoint, fp8 now"), "%s", output);
-    CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the checkpoint, 4 now") && !strstr(output, "but other ones"), "%s", output);
+    CHECK(check_dies(check_action, &action, "--sequence-length is 2048 in the checkpoint, 1024 now", output,
+                     sizeof output),
+          "%s", output);
+    CHECK(strstr(output, "--seed is 42 in the checkpoint, 43 now") &&
+              strstr(output, "--shuffle is on in the checkpoint, off now") &&
+              strstr(output, "--precision is bf16 in the checkpoint, fp8 now"),
+          "%s", output);
+    CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
+                         "checkpoint, 4 now") &&
+              !strstr(output, "but other ones"),
+          "%s", output);
     CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"), "%s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
-    CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but other ones", output, sizeof output), "%s", output);
+    CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but other ones",
+                     output, sizeof output),
+          "%s", output);
 
     other = trainer_new(FAMILY_LLAMA, false, false, false);
     other->model.hidden_size = 32, other->model.rope_theta = 5e5, other->model.rope_scaling.factor = 8;
     action.trainer = other;
     CHECK(check_dies(check_action, &action, "a checkpoint of another model:", output, sizeof output), "%s", output);
-    CHECK(strstr(output, "hidden_size is 16 in the checkpoint, 32 now") && strstr(output, "family") && strstr(output, "tie_word_embeddings is 1 in the checkpoint, 0 now"), "%s", output);
-    CHECK(strstr(output, "rope_theta is 10000 in the checkpoint, 500000 now") && strstr(output, "rope_scaling.factor is 0 in the checkpoint, 8 now") && !strstr(output, "head_dim"), "%s", output);
+    CHECK(strstr(output, "hidden_size is 16 in the checkpoint, 32 now") && strstr(output, "family") &&
+              strstr(output, "tie_word_embeddings is 1 in the checkpoint, 0 now"),
+          "%s", output);
+    CHECK(strstr(output, "rope_theta is 10000 in the checkpoint, 500000 now") &&
+              strstr(output, "rope_scaling.factor is 0 in the checkpoint, 8 now") && !strstr(output, "head_dim"),
+          "%s", output);
     remove_tree(scratch_path("mismatch"));
     free((char *)action.path);
     trainer_free(t);
@@ -521,27 +560,38 @@ static char *mismatch_of(const char *text, Options o) {
 
 // Checkpoints of versions that lacked an option: their runs did what is the default today, `auto` resolved.
 static void test_older_settings(void) {
-    static const char older[] = "{\"settings\": {\"precision\": \"fp8\", \"seed\": \"42\", \"master-weights\": \"bf16\"}}";
-    static const struct { const char *text; int precision, recipe, format; const char *filter, *expected; } cases[] = {
+    static const char older[] =
+        "{\"settings\": {\"precision\": \"fp8\", \"seed\": \"42\", \"master-weights\": \"bf16\"}}";
+    static const struct {
+        const char *text;
+        int precision, recipe, format;
+        const char *filter, *expected;
+    } cases[] = {
         {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "", ""},
         {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_HYBRID, "", ""},
-        {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_E4M3, "", "\n  --fp8-format is hybrid in the checkpoint, e4m3 now"},
-        {older, PRECISION_FP8, RECIPE_DELAYED, FP8_FORMAT_AUTO, "", "\n  --fp8-recipe is tensorwise in the checkpoint, delayed now"},
-        {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "first", "\n  --fp8-filter is \"\" in the checkpoint, first now"},
-        {older, PRECISION_BF16, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "", "\n  --precision is fp8 in the checkpoint, bf16 now"},
+        {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_E4M3, "",
+         "\n  --fp8-format is hybrid in the checkpoint, e4m3 now"},
+        {older, PRECISION_FP8, RECIPE_DELAYED, FP8_FORMAT_AUTO, "",
+         "\n  --fp8-recipe is tensorwise in the checkpoint, delayed now"},
+        {older, PRECISION_FP8, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "first",
+         "\n  --fp8-filter is \"\" in the checkpoint, first now"},
+        {older, PRECISION_BF16, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "",
+         "\n  --precision is fp8 in the checkpoint, bf16 now"},
         {"{\"settings\": {\"precision\": \"bf16\"}}", PRECISION_BF16, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "", ""},
-        {"{\"settings\": {\"precision\": \"bf16\", \"seed\": \"7\"}}", PRECISION_BF16, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "",
-        "\n  --seed is 7 in the checkpoint, 42 now"}};
+        {"{\"settings\": {\"precision\": \"bf16\", \"seed\": \"7\"}}", PRECISION_BF16, RECIPE_TENSORWISE,
+         FP8_FORMAT_AUTO, "", "\n  --seed is 7 in the checkpoint, 42 now"}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = options_default();
-        o.precision = cases[i].precision, o.fp8_recipe = cases[i].recipe, o.fp8_format = cases[i].format, o.fp8_filter = cases[i].filter;
+        o.precision = cases[i].precision, o.fp8_recipe = cases[i].recipe, o.fp8_format = cases[i].format,
+        o.fp8_filter = cases[i].filter;
         char *said = mismatch_of(cases[i].text, o);
         CHECK(strcmp(said, cases[i].expected) == 0, "case %zu: \"%s\", expected \"%s\"", i, said, cases[i].expected);
         free(said);
     }
 }
 
-// checkpoint_prepare in a process of its own, which lets go of the folder when it ends; `hold` writes a byte to the pipe and stays.
+// checkpoint_prepare in a process of its own, which lets go of the folder when it ends; `hold` writes a byte to the
+// pipe and stays.
 static pid_t prepare_child(const char *dir, int hold) {
     const pid_t child = fork();
     if (child < 0) die("fork: %s", strerror(errno));
@@ -565,7 +615,9 @@ static void test_lock(void) {
     if (pipe(fds)) die("pipe: %s", strerror(errno));
     const pid_t holder = prepare_child(dir, fds[1]);
     CHECK(read(fds[0], output, 1) == 1, "the first run holds the folder");
-    CHECK(check_dies(prepare_action, dir, "another run is using it; wait until that has ended, or give another folder", output, sizeof output), "%s", output);
+    CHECK(check_dies(prepare_action, dir, "another run is using it; wait until that has ended, or give another folder",
+                     output, sizeof output),
+          "%s", output);
     kill(holder, SIGKILL);
     CHECK(prepares(dir), "the folder of a run that was killed");
     waitpid(holder, NULL, 0);
@@ -582,13 +634,21 @@ static void test_prepare(void) {
     CHECK(!checkpoint_find_newest(dir, found, sizeof found), "nothing to find");
     CHECK(!checkpoint_find_newest(scratch_path("never"), found, sizeof found), "nothing to find");
     save(t, dir, 12, 1);
-    CHECK(check_dies(prepare_action, dir, "already holds step-00000012; add --resume", output, sizeof output), "%s", output);
+    CHECK(check_dies(prepare_action, dir, "already holds step-00000012; add --resume", output, sizeof output), "%s",
+          output);
     CHECK(prepares(dir), "a run that resumes");
-    CHECK(check_dies(prepare_action, (void *)"/dev/null/parent", "cannot make folder /dev/null/parent", output, sizeof output), "%s", output);
+    CHECK(check_dies(prepare_action, (void *)"/dev/null/parent", "cannot make folder /dev/null/parent", output,
+                     sizeof output),
+          "%s", output);
     // Root may write anywhere but in a file system of the kernel, and a file is no folder.
-    CHECK(check_dies(prepare_action, (void *)"/proc/checkpoints", "cannot make folder /proc/checkpoints", output, sizeof output), "%s", output);
-    CHECK(check_dies(prepare_action, (void *)"/proc/self", "cannot make folder /proc/self/step-00000000.tmp", output, sizeof output), "%s", output);
-    CHECK(check_dies(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null", output, sizeof output), "%s", output);
+    CHECK(check_dies(prepare_action, (void *)"/proc/checkpoints", "cannot make folder /proc/checkpoints", output,
+                     sizeof output),
+          "%s", output);
+    CHECK(check_dies(prepare_action, (void *)"/proc/self", "cannot make folder /proc/self/step-00000000.tmp", output,
+                     sizeof output),
+          "%s", output);
+    CHECK(check_dies(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null", output, sizeof output), "%s",
+          output);
     remove_tree(dir);
     trainer_free(t);
 }
@@ -607,12 +667,26 @@ static void damage_remove(const char *path, int64_t unused) {
 static void test_damage(void) {
     Trainer *t = trainer_new(FAMILY_QWEN2, false, false, true);
     const char *dir = xstrdup(scratch_path("damage"));
-    static const struct { const char *file; void (*damage)(const char *, int64_t); int64_t at; const char *reason; } cases[] = {
-        {"trainer.json", damage_remove, 0, "No such file"}, {"trainer.json", damage_truncate, 0, "cut short"}, {"trainer.json", damage_truncate, 200, "is damaged"},
-        {"trainer.json", flip_byte, 30, "is damaged"}, {"trainer.json", flip_byte, 500, "is damaged"}, {"config.json", damage_remove, 0, "No such file"},
-        {"config.json", flip_byte, 100, "is damaged: its XXH64 is"}, {"model.safetensors", damage_remove, 0, "No such file"}, {"model.safetensors", damage_truncate, 0, "has 0 bytes; it was written with"},
-        {"model.safetensors", damage_truncate, 4000, "has 4000 bytes"}, {"model.safetensors", flip_byte, 3, "is damaged"}, {"model.safetensors", flip_byte, 9000, "is damaged"},
-        {"optimizer.safetensors", damage_truncate, 7, "has 7 bytes"}, {"optimizer.safetensors", flip_byte, 20000, "is damaged"}, {"optimizer.safetensors", damage_remove, 0, "No such file"}};
+    static const struct {
+        const char *file;
+        void (*damage)(const char *, int64_t);
+        int64_t at;
+        const char *reason;
+    } cases[] = {{"trainer.json", damage_remove, 0, "No such file"},
+                 {"trainer.json", damage_truncate, 0, "cut short"},
+                 {"trainer.json", damage_truncate, 200, "is damaged"},
+                 {"trainer.json", flip_byte, 30, "is damaged"},
+                 {"trainer.json", flip_byte, 500, "is damaged"},
+                 {"config.json", damage_remove, 0, "No such file"},
+                 {"config.json", flip_byte, 100, "is damaged: its XXH64 is"},
+                 {"model.safetensors", damage_remove, 0, "No such file"},
+                 {"model.safetensors", damage_truncate, 0, "has 0 bytes; it was written with"},
+                 {"model.safetensors", damage_truncate, 4000, "has 4000 bytes"},
+                 {"model.safetensors", flip_byte, 3, "is damaged"},
+                 {"model.safetensors", flip_byte, 9000, "is damaged"},
+                 {"optimizer.safetensors", damage_truncate, 7, "has 7 bytes"},
+                 {"optimizer.safetensors", flip_byte, 20000, "is damaged"},
+                 {"optimizer.safetensors", damage_remove, 0, "No such file"}};
     char found[PATH_CAPACITY], path[PATH_CAPACITY], output[4096];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Failure failure = {"", false};
@@ -621,8 +695,11 @@ static void test_damage(void) {
         format_checked(path, sizeof path, "%s/step-00000002/%s", dir, cases[i].file);
         cases[i].damage(path, cases[i].at);
         format_checked(path, sizeof path, "%s/step-00000002", dir);
-        CHECK(!checkpoint_is_whole(path, true, &failure) && strstr(failure.text, cases[i].reason) && strstr(failure.text, cases[i].file), "case %zu: \"%s\"", i, failure.text);
-        CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"), "case %zu: took %s", i, found);
+        CHECK(!checkpoint_is_whole(path, true, &failure) && strstr(failure.text, cases[i].reason) &&
+                  strstr(failure.text, cases[i].file),
+              "case %zu: \"%s\"", i, failure.text);
+        CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"), "case %zu: took %s",
+              i, found);
     }
     format_checked(path, sizeof path, "%s/step-00000001/trainer.json", dir);
     damage_remove(path, 0);
@@ -634,9 +711,13 @@ static void test_damage(void) {
     format_checked(path, sizeof path, "%s/step-00000006", dir);
     format_checked(renamed, sizeof renamed, "%s/step-00000099", dir);
     Failure moved = {"", false};
-    CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) && strstr(moved.text, "was renamed: it was saved after step 6"), "%s", moved.text);
+    CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) &&
+              strstr(moved.text, "was renamed: it was saved after step 6"),
+          "%s", moved.text);
     CHECK(check_dies(find_action, (void *)dir, "none of the", output, sizeof output), "%s", output);
-    CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000006"), "took %s", found);
+    CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) &&
+              strstr(found, "step-00000006"),
+          "took %s", found);
 
     // Every byte of trainer.json counts.
     save(t, dir, 3, 1);
@@ -662,19 +743,27 @@ static void test_damage(void) {
 // A trainer.json that is sealed but of another version or with hostile entries.
 static void test_sealed(void) {
     static const char *const cases[][2] = {
-        {"{\n  \"format_version\": 2, \"files\": []", "has format version 2; this program reads version 1"}, {"{\n  \"files\": []", "has no \"format_version\""},
-        {"{\n  \"format_version\": 1", "has no \"files\""}, {"{\n  \"format_version\": 1, \"files\": [3]", "files[0] has no \"name\""},
-        {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"../../etc/passwd\", \"bytes\": 3, \"xxh64\": \"0\"}]", "name of a file in the same folder"},
-        {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"x\", \"bytes\": -3, \"xxh64\": \"0\"}]", "files[0].bytes"}, {"{\n  \"format_version\": 1,, ", "expected a string"}};
+        {"{\n  \"format_version\": 2, \"files\": []", "has format version 2; this program reads version 1"},
+        {"{\n  \"files\": []", "has no \"format_version\""},
+        {"{\n  \"format_version\": 1", "has no \"files\""},
+        {"{\n  \"format_version\": 1, \"files\": [3]", "files[0] has no \"name\""},
+        {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"../../etc/passwd\", \"bytes\": 3, \"xxh64\": \"0\"}]",
+         "name of a file in the same folder"},
+        {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"x\", \"bytes\": -3, \"xxh64\": \"0\"}]",
+         "files[0].bytes"},
+        {"{\n  \"format_version\": 1,, ", "expected a string"}};
     char folder_path[PATH_CAPACITY], text[1024];
     format_checked(folder_path, sizeof folder_path, "%s", scratch_path("sealed"));
     Failure failure = {"", false};
     if (!folder_create(folder_path, false, &failure)) die("%s", failure.text);
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const size_t n = strlen(cases[i][0]);
-        format_checked(text, sizeof text, "%s" CHECKPOINT_SEAL_FORMAT, cases[i][0], (unsigned long long)xxhash64(cases[i][0], n));
-        if (!file_write(folder_path, "trainer.json", text, (int64_t)strlen(text), NULL, &failure)) die("%s", failure.text);
-        CHECK(!checkpoint_is_whole(folder_path, true, &failure) && strstr(failure.text, cases[i][1]), "%s: %s", cases[i][0], failure.text);
+        format_checked(text, sizeof text, "%s" CHECKPOINT_SEAL_FORMAT, cases[i][0],
+                       (unsigned long long)xxhash64(cases[i][0], n));
+        if (!file_write(folder_path, "trainer.json", text, (int64_t)strlen(text), NULL, &failure))
+            die("%s", failure.text);
+        CHECK(!checkpoint_is_whole(folder_path, true, &failure) && strstr(failure.text, cases[i][1]), "%s: %s",
+              cases[i][0], failure.text);
     }
     remove_tree(folder_path);
 }
@@ -691,7 +780,8 @@ static void test_failing_save(void) {
     signal(SIGXFSZ, SIG_IGN);
     struct rlimit before, small;
     getrlimit(RLIMIT_FSIZE, &before);
-    // The limit on file sizes hits config.json, the weights' header, the weights, the optimizer state; each file in turn is the first too large.
+    // The limit on file sizes hits config.json, the weights' header, the weights, the optimizer state; each file in
+    // turn is the first too large.
     static const rlim_t limits[] = {100, 1000, 5000, 40000};
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
         const TrainerProgress progress = {2, 2};
@@ -699,7 +789,9 @@ static void test_failing_save(void) {
         setrlimit(RLIMIT_FSIZE, &small);
         bool ok = checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure);
         setrlimit(RLIMIT_FSIZE, &before);
-        CHECK(!ok && strstr(failure.text, "File too large") && strstr(failure.text, "step-00000002 failed") && strstr(failure.text, "untouched"), "limit %d: %s", (int)limits[i], failure.text);
+        CHECK(!ok && strstr(failure.text, "File too large") && strstr(failure.text, "step-00000002 failed") &&
+                  strstr(failure.text, "untouched"),
+              "limit %d: %s", (int)limits[i], failure.text);
         CHECK(strcmp(listing(dir), "1") == 0, "limit %d: %s", (int)limits[i], listing(dir));
     }
     // A save over the same step that fails leaves the old one of that step.
@@ -715,10 +807,19 @@ static void test_failing_save(void) {
 
     static const char *const nowhere[] = {"/proc/checkpoints", "/proc/self", "/dev/null"};
     for (int i = 0; i < 3; i++) {
-        CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->run, &t->table, &t->state, &failure) && strstr(failure.text, "cannot make folder"), "%s", failure.text);
-        CHECK(!model_export_hf(i == 1 ? "/proc/self/out" : i == 2 ? "/dev/null/parent" : nowhere[i], &t->model, &t->table, &t->state, NULL, &failure) && strstr(failure.text, "export to"), "%s", failure.text);
+        CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->run, &t->table, &t->state, &failure) &&
+                  strstr(failure.text, "cannot make folder"),
+              "%s", failure.text);
+        CHECK(!model_export_hf(i == 1   ? "/proc/self/out"
+                               : i == 2 ? "/dev/null/parent"
+                                        : nowhere[i],
+                               &t->model, &t->table, &t->state, NULL, &failure) &&
+                  strstr(failure.text, "export to"),
+              "%s", failure.text);
     }
-    CHECK(!checkpoint_save("/dev/null/parent", 1, &progress, &t->run, &t->table, &t->state, &failure) && strstr(failure.text, "cannot make folder /dev/null/parent"), "%s", failure.text);
+    CHECK(!checkpoint_save("/dev/null/parent", 1, &progress, &t->run, &t->table, &t->state, &failure) &&
+              strstr(failure.text, "cannot make folder /dev/null/parent"),
+          "%s", failure.text);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -746,14 +847,16 @@ static void test_nonfinite(void) {
         CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure) && failure.lasting,
               "variant %d was saved", variant);
         CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; earlier checkpoints are "
-                                                       "untouched"), "%s", failure.text);
+                                                                     "untouched"),
+              "%s", failure.text);
         CHECK(strcmp(listing(dir), "1") == 0, "%s", listing(dir));
-        const bool exported = model_export_hf(scratch_path("nonfinite-export"), &t->model, &t->table, &t->state, NULL,
-                                              &failure);
+        const bool exported =
+            model_export_hf(scratch_path("nonfinite-export"), &t->model, &t->table, &t->state, NULL, &failure);
         CHECK(exported == (kind != STATE_WEIGHTS), "variant %d", variant);
         CHECK(exported || (failure.lasting && strstr(failure.text, expected)), "variant %d: %s", variant, failure.text);
         CHECK(path_exists(scratch_path("nonfinite-export")) == exported &&
-              !path_exists(scratch_path("nonfinite-export.tmp")), "variant %d", variant);
+                  !path_exists(scratch_path("nonfinite-export.tmp")),
+              "variant %d", variant);
         remove_tree(scratch_path("nonfinite-export"));
         remove_tree(dir);
         free((char *)dir);
@@ -768,9 +871,11 @@ static void resume_action(void *context) {
 }
 
 static void test_load_nonfinite(void) {
-    static const struct { const char *file, *tensor; } cases[] = {{"model", "model.norm.weight"},
-                                                                  {"optimizer", "exp_avg.model.norm.weight"},
-                                                                  {"optimizer", "exp_avg_sq.model.norm.weight"}};
+    static const struct {
+        const char *file, *tensor;
+    } cases[] = {{"model", "model.norm.weight"},
+                 {"optimizer", "exp_avg.model.norm.weight"},
+                 {"optimizer", "exp_avg_sq.model.norm.weight"}};
     Trainer *t = trainer_new(FAMILY_LLAMA, true, true, true);
     char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s", scratch_path("infinite/step-00000001"));
@@ -779,8 +884,11 @@ static void test_load_nonfinite(void) {
         save(t, scratch_path("infinite"), 1, 1);
         format_checked(file, sizeof file, "%s/%s.safetensors", path, cases[i].file);
         write_float(file, safetensors_data(file, cases[i].tensor) + 8, INFINITY);
-        CHECK(check_dies(resume_action, &action, "holds a value that is not finite, with which nothing can be trained; "
-                         "move this checkpoint away", output, sizeof output), "%s", output);
+        CHECK(check_dies(resume_action, &action,
+                         "holds a value that is not finite, with which nothing can be trained; "
+                         "move this checkpoint away",
+                         output, sizeof output),
+              "%s", output);
         CHECK(strstr(output, cases[i].tensor), "%s", output);
     }
     remove_tree(scratch_path("infinite"));
@@ -842,23 +950,29 @@ static void test_retry(void) {
           listing(dir));
     run_save_at(&r, 3, false, 2);
     CHECK(r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0, "%s", listing(dir));
-    CHECK(check_dies(end_action, &r, "untouched. That was the last save: the steps after step 2 are lost, and "
-                     "--resume continues from there", output, sizeof output), "%s", output);
+    CHECK(check_dies(end_action, &r,
+                     "untouched. That was the last save: the steps after step 2 are lost, and "
+                     "--resume continues from there",
+                     output, sizeof output),
+          "%s", output);
     CHECK(path_exists(r.trainer->options.export_hf), "the export is made all the same");
     r.trainer->options.num_steps = 10;
     remove_tree(r.trainer->options.export_hf);
     CHECK(check_dies(end_action, &r, "That was the last save", output, sizeof output) &&
-          !path_exists(r.trainer->options.export_hf), "a stop signal: %s", output);
+              !path_exists(r.trainer->options.export_hf),
+          "a stop signal: %s", output);
     run_save_at(&r, 4, false, 0);
     CHECK(!r.setup.save_failed && r.setup.saved_step == 4 && !check_dies(end_action, &r, "", output, sizeof output),
           "%s", output);
     r.trainer->options.on_save_error = SAVE_ERROR_STOP;
     CHECK(check_dies(save_action, &r, "failed: cannot make folder", output, sizeof output) &&
-          strstr(output, "Input/output error") && !strstr(output, "again"), "%s", output);
+              strstr(output, "Input/output error") && !strstr(output, "again"),
+          "%s", output);
     fclose(r.log.file);
     char *lines = read_file(log, NULL);
     CHECK(check_count(lines, "{\"type\": \"save\", \"step\": ") == 5 &&
-          check_count(lines, "\"step\": 2, \"error\": \"saving checkpoint ") == 1, "%s", lines);
+              check_count(lines, "\"step\": 2, \"error\": \"saving checkpoint ") == 1,
+          "%s", lines);
     // An export is tried again, too.
     r.trainer->options.num_steps = 9;
     failing_saves = 1;
@@ -913,11 +1027,15 @@ static void test_export(void) {
     format_checked(source_folder, sizeof source_folder, "%s", scratch_path("source"));
     format_checked(trailing, sizeof trailing, "%s", scratch_path("export/"));
     model_export_prepare(scratch_path("not/there/yet"), NULL);
-    CHECK(folder_exists(scratch_path("not/there")) && !path_exists(scratch_path("not/there/yet")), "the folders above an export are made, and it is tried out");
+    CHECK(folder_exists(scratch_path("not/there")) && !path_exists(scratch_path("not/there/yet")),
+          "the folders above an export are made, and it is tried out");
     for (int64_t i = 0; i < a->table.total; i++) ((float *)a->arrays[STATE_WEIGHTS])[i] = 0;
     for (int64_t k = 0; k < a->table.count; k++)
-        for (int64_t i = 0; i < parameter_elements(&a->table.entries[k]); i++) ((float *)a->arrays[STATE_WEIGHTS])[a->table.entries[k].offset + i] = rng_normal((uint64_t)k, (uint64_t)i);
-    if (!folder_create(source_folder, false, &failure) || !file_write(source_folder, "tokenizer.json", "{}", 2, NULL, &failure) || !file_write(source_folder, "README.md", "x", 1, NULL, &failure))
+        for (int64_t i = 0; i < parameter_elements(&a->table.entries[k]); i++)
+            ((float *)a->arrays[STATE_WEIGHTS])[a->table.entries[k].offset + i] = rng_normal((uint64_t)k, (uint64_t)i);
+    if (!folder_create(source_folder, false, &failure) ||
+        !file_write(source_folder, "tokenizer.json", "{}", 2, NULL, &failure) ||
+        !file_write(source_folder, "README.md", "x", 1, NULL, &failure))
         die("%s", failure.text);
     model_export_prepare(dir, source_folder);
     CHECK(!path_exists(dir), "prepare leaves nothing");
@@ -925,7 +1043,9 @@ static void test_export(void) {
     CHECK(!path_exists(scratch_path("export/tokenizer.json")) && model_has_weights(dir), "first export");
     model_export_prepare(trailing, source_folder);
     CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure), "%s", failure.text);
-    CHECK(path_exists(scratch_path("export/tokenizer.json")) && !path_exists(scratch_path("export/README.md")) && !path_exists(scratch_path("export/trainer.json")) && !path_exists(scratch_path("export.tmp")), "second export");
+    CHECK(path_exists(scratch_path("export/tokenizer.json")) && !path_exists(scratch_path("export/README.md")) &&
+              !path_exists(scratch_path("export/trainer.json")) && !path_exists(scratch_path("export.tmp")),
+          "second export");
 
     // Loaded as bf16: rounded to nearest even.
     ModelConfig read;
@@ -933,14 +1053,20 @@ static void test_export(void) {
     model_check_weights(dir, &read, &b->table);
     model_load_weights(dir, &read, &b->table, &b->state);
     int64_t wrong = 0;
-    for (int64_t i = 0; i < a->table.total; i++) wrong += ((bf16_bits *)b->arrays[STATE_WEIGHTS])[i] != bf16_from_float(((float *)a->arrays[STATE_WEIGHTS])[i]);
+    for (int64_t i = 0; i < a->table.total; i++)
+        wrong += ((bf16_bits *)b->arrays[STATE_WEIGHTS])[i] != bf16_from_float(((float *)a->arrays[STATE_WEIGHTS])[i]);
     CHECK(wrong == 0, "%lld weights differ", (long long)wrong);
 
     // A folder with anything else in it is not replaced.
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
-    CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) && strstr(failure.text, "holds thesis.txt, which is not part of an export; give a new folder"), "%s", failure.text);
-    CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")), "nothing was removed");
-    CHECK(strstr(failure.text, "export.tmp: move it away") && safetensors_is_own(scratch_path("export.tmp/model.safetensors")), "what was written stays: %s", failure.text);
+    CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) &&
+              strstr(failure.text, "holds thesis.txt, which is not part of an export; give a new folder"),
+          "%s", failure.text);
+    CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")),
+          "nothing was removed");
+    CHECK(strstr(failure.text, "export.tmp: move it away") &&
+              safetensors_is_own(scratch_path("export.tmp/model.safetensors")),
+          "what was written stays: %s", failure.text);
     remove_tree(scratch_path("export.tmp"));
     remove_tree(dir);
     remove_tree(source_folder);
@@ -955,7 +1081,8 @@ static bool zeros(void *context, int64_t tensor, int64_t offset, int64_t count, 
 }
 
 // Writes a model's tensors with one change: `skip` is left out, `misshape` gets its sides exchanged, `extra` is added.
-static void write_weights(const char *dir, const ParameterTable *t, const char *skip, const char *misshape, const char *extra, SafetensorsType type) {
+static void write_weights(const char *dir, const ParameterTable *t, const char *skip, const char *misshape,
+                          const char *extra, SafetensorsType type) {
     SafetensorSpec *all = (SafetensorSpec *)xcalloc((size_t)t->count + 1, sizeof *all);
     int64_t n = 0;
     for (int64_t i = 0; i < t->count; i++) {
@@ -975,7 +1102,8 @@ static void write_weights(const char *dir, const ParameterTable *t, const char *
     }
     FileList list = {NULL, 0};
     Failure failure;
-    if (!safetensors_save(dir, "model", all, n, SAFETENSORS_SHARD_BYTES, zeros, &type, &list, &failure)) die("%s", failure.text);
+    if (!safetensors_save(dir, "model", all, n, SAFETENSORS_SHARD_BYTES, zeros, &type, &list, &failure))
+        die("%s", failure.text);
     file_list_free(&list);
     free(all);
 }
@@ -994,7 +1122,8 @@ static void export_action(void *context) {
 static void refused(const char *dir, const char *model_folder, void (*before)(const char *), const char *message) {
     Export e = {dir, model_folder, before};
     char output[8192], left[PATH_CAPACITY];
-    CHECK(check_dies(export_action, &e, message, output, sizeof output), "%s: \"%s\" expected, got \"%s\"", dir, message, output);
+    CHECK(check_dies(export_action, &e, message, output, sizeof output), "%s: \"%s\" expected, got \"%s\"", dir,
+          message, output);
     format_checked(left, sizeof left, "%s.old.tmp", dir);
     CHECK(!path_exists(left), "%s stays", left);
 }
@@ -1013,17 +1142,23 @@ static void test_export_refusals(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     char dir[PATH_CAPACITY], link[PATH_CAPACITY], dotted[PATH_CAPACITY], weights[PATH_CAPACITY];
     Failure failure = {"", false};
-    if (!folder_create(scratch_path("sticky"), false, &failure) || chmod(scratch_path("sticky"), 01777) || chmod(scratch, 0755)) die("%s", failure.text);
+    if (!folder_create(scratch_path("sticky"), false, &failure) || chmod(scratch_path("sticky"), 01777) ||
+        chmod(scratch, 0755))
+        die("%s", failure.text);
     format_checked(dir, sizeof dir, "%s", scratch_path("sticky/export"));
     format_checked(link, sizeof link, "%s", scratch_path("sticky/link"));
     format_checked(dotted, sizeof dotted, "%s", scratch_path("sticky/./none/../export/."));
     CHECK(symlink("export", link) == 0, "%s", strerror(errno));
     refused(link, NULL, NULL, "cannot open folder");
-    for (int round = 0; round < 3; round++) {  // a new folder, an empty one, an earlier export: found to be replaceable and left as it was
+    for (int round = 0; round < 3;
+         round++) {  // a new folder, an empty one, an earlier export: found to be replaceable and left as it was
         model_export_prepare(dir, scratch_path("elsewhere"));
-        CHECK(path_exists(dir) == (round > 0) && !path_exists(scratch_path("sticky/export.old.tmp")) && !path_exists(scratch_path("sticky/export.tmp")), "round %d", round);
+        CHECK(path_exists(dir) == (round > 0) && !path_exists(scratch_path("sticky/export.old.tmp")) &&
+                  !path_exists(scratch_path("sticky/export.tmp")),
+              "round %d", round);
         if (round == 0 && !folder_create(dir, false, &failure)) die("%s", failure.text);
-        if (round == 1) CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
+        if (round == 1)
+            CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
     }
     format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
     CHECK(safetensors_is_own(weights), "the earlier export stays");
@@ -1031,15 +1166,19 @@ static void test_export_refusals(void) {
     // Other ways to name the folder mean the folder, which its links then lead to.
     model_export_prepare(dotted, NULL);
     model_export_prepare(link, NULL);
-    CHECK(model_export_hf(dotted, &t->model, &t->table, &t->state, NULL, &failure) && model_export_hf(link, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
-    CHECK(safetensors_is_own(weights) && strcmp(listing(scratch_path("sticky")), "+2") == 0, "%s", listing(scratch_path("sticky")));
+    CHECK(model_export_hf(dotted, &t->model, &t->table, &t->state, NULL, &failure) &&
+              model_export_hf(link, &t->model, &t->table, &t->state, NULL, &failure),
+          "%s", failure.text);
+    CHECK(safetensors_is_own(weights) && strcmp(listing(scratch_path("sticky")), "+2") == 0, "%s",
+          listing(scratch_path("sticky")));
 
     refused(dir, link, NULL, "the model that the run starts from; give a new folder");
     refused(scratch_path("sticky/mod"), scratch_path("sticky/mod.tmp"), NULL, "the model that the run starts from");
     refused(".", NULL, NULL, "this program runs in it");
     Export here = {dir, NULL, run_in};
     char output[4096];
-    CHECK(check_dies(export_action, &here, "this program runs in it; give a new folder", output, sizeof output), "%s", output);
+    CHECK(check_dies(export_action, &here, "this program runs in it; give a new folder", output, sizeof output), "%s",
+          output);
     if (geteuid() == 0) {
         refused(dir, NULL, be_nobody, "it cannot be replaced: Operation not permitted");
         CHECK(safetensors_is_own(weights), "the earlier export stays");
@@ -1072,35 +1211,46 @@ static void test_export_restore(void) {
     // In its place: nothing, an empty folder, the marked one of export_try, the same with an export of before the mark.
     for (int state = 0; state < 4; state++) {
         if (rename(dir, aside) || (state == 1 && !folder_create(dir, false, &failure)) ||
-            (state >= 2 && !folder_begin(dir, &failure))) die("%s", failure.text);
-        if (state == 3) CHECK(unlink(scratch_path("out.old.tmp/" FOLDER_MARKER)) == 0 &&
-                              unlink(scratch_path("out.old.tmp/" EXPORT_HASHES)) == 0, "%s", strerror(errno));
+            (state >= 2 && !folder_begin(dir, &failure)))
+            die("%s", failure.text);
+        if (state == 3)
+            CHECK(unlink(scratch_path("out.old.tmp/" FOLDER_MARKER)) == 0 &&
+                      unlink(scratch_path("out.old.tmp/" EXPORT_HASHES)) == 0,
+                  "%s", strerror(errno));
         model_export_prepare(dir, NULL);
         CHECK(safetensors_is_own(weights) && !path_exists(aside), "state %d", state);
-        if (state == 3) CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
-                              path_exists(scratch_path("out/" FOLDER_MARKER)), "%s", failure.text);
+        if (state == 3)
+            CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
+                      path_exists(scratch_path("out/" FOLDER_MARKER)),
+                  "%s", failure.text);
     }
     // Both are there: the user says which is wanted.
     if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure))
         die("%s", failure.text);
-    CHECK(check_dies(export_action, &e, "out.old.tmp is in the way: it may be an earlier export; move it away, or "
-                     "remove it", output, sizeof output), "%s", output);
+    CHECK(check_dies(export_action, &e,
+                     "out.old.tmp is in the way: it may be an earlier export; move it away, or "
+                     "remove it",
+                     output, sizeof output),
+          "%s", output);
     remove_tree(aside);
     // Links lead nowhere, and another program's folder stays.
     static const char *const names[] = {"out.tmp", "out.old.tmp"};
     if (!folder_create(scratch_path("victim"), false, &failure) ||
-        !file_write(scratch_path("victim"), "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
+        !file_write(scratch_path("victim"), "config.json", "{}", 2, NULL, &failure))
+        die("%s", failure.text);
     for (int i = 0; i < 4; i++) {
         char at[PATH_CAPACITY];
         format_checked(at, sizeof at, "%s", scratch_path(names[i % 2]));
-        if (i < 2 ? symlink("victim", at) : !folder_create(at, false, &failure) ||
-            !file_write(at, "config.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
-        CHECK(check_dies(export_action, &e, "is in the way: ", output, sizeof output) &&
-              strstr(output, "move it away"), "%d: %s", i, output);
+        if (i < 2 ? symlink("victim", at)
+                  : !folder_create(at, false, &failure) || !file_write(at, "config.json", "{}", 2, NULL, &failure))
+            die("%s", failure.text);
+        CHECK(check_dies(export_action, &e, "is in the way: ", output, sizeof output) && strstr(output, "move it away"),
+              "%d: %s", i, output);
         CHECK(path_exists(scratch_path("victim/config.json")) && path_exists(at) && safetensors_is_own(weights), "%d",
               i);
         CHECK(i % 2 || (!model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
-                        strstr(failure.text, "out.tmp is in the way")), "%d: %s", i, failure.text);
+                        strstr(failure.text, "out.tmp is in the way")),
+              "%d: %s", i, failure.text);
         if (i < 2 ? unlink(at) : (remove_tree(at), 0)) die("%s", strerror(errno));
     }
     remove_tree(scratch_path("victim")), remove_tree(dir);
@@ -1116,21 +1266,26 @@ static void test_verify(void) {
     format_checked(checkpoint, sizeof checkpoint, "%s", scratch_path("verify/step-00000001"));
     format_checked(export, sizeof export, "%s", scratch_path("verify-export"));
     if (!folder_create(scratch_path("verify-source"), false, &failure) ||
-        !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure)) die("%s", failure.text);
+        !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure))
+        die("%s", failure.text);
     save(t, scratch_path("verify"), 1, 1);
     CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure), "%s",
           failure.text);
-    static const struct { bool exported; const char *file; bool small; } cases[] = {
-        {false, "model.safetensors", false}, {false, "config.json", true}, {false, "trainer.json", true},
-        {true, "model.safetensors", false}, {true, "config.json", true}, {true, "tokenizer.json", true},
-        {true, EXPORT_HASHES, true}};
+    static const struct {
+        bool exported;
+        const char *file;
+        bool small;
+    } cases[] = {{false, "model.safetensors", false}, {false, "config.json", true}, {false, "trainer.json", true},
+                 {true, "model.safetensors", false},  {true, "config.json", true},  {true, "tokenizer.json", true},
+                 {true, EXPORT_HASHES, true}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const char *folder = cases[i].exported ? export : checkpoint;
         CHECK(model_verify(folder, INT64_MAX, &failure) && model_verify(folder, 1000, &failure), "%s", failure.text);
         format_checked(path, sizeof path, "%s/%s", folder, cases[i].file);
         flip_byte(path, 1);
         CHECK(!model_verify(folder, INT64_MAX, &failure) && strstr(failure.text, cases[i].file) &&
-              strstr(failure.text, "is damaged"), "%s: %s", path, failure.text);
+                  strstr(failure.text, "is damaged"),
+              "%s: %s", path, failure.text);
         CHECK(model_verify(folder, 1000, &failure) != cases[i].small, "%s: %s", path, failure.text);
         flip_byte(path, 1);
     }
@@ -1140,8 +1295,8 @@ static void test_verify(void) {
     format_checked(path, sizeof path, "%s/model.safetensors", export);
     flip_byte(path, 900);
     format_checked(path, sizeof path, "%s/" EXPORT_HASHES, export);
-    CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(path) == 0 &&
-          model_verify(export, INT64_MAX, &failure), "%s", failure.text);
+    CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(path) == 0 && model_verify(export, INT64_MAX, &failure),
+          "%s", failure.text);
     remove_tree(scratch_path("verify")), remove_tree(export), remove_tree(scratch_path("verify-source"));
     trainer_free(t);
 }
@@ -1152,7 +1307,9 @@ static void test_replace(void) {
     Failure failure = {"", false};
     format_checked(old, sizeof old, "%s", scratch_path("old"));
     format_checked(new, sizeof new, "%s", scratch_path("new"));
-    if (!folder_create(scratch_path("old/nested"), true, &failure) || !folder_create(new, false, &failure) || !file_write(new, "x", "x", 1, NULL, &failure)) die("%s", failure.text);
+    if (!folder_create(scratch_path("old/nested"), true, &failure) || !folder_create(new, false, &failure) ||
+        !file_write(new, "x", "x", 1, NULL, &failure))
+        die("%s", failure.text);
     CHECK(folder_replace(new, old, &failure), "%s", failure.text);
     CHECK(path_exists(scratch_path("old/x")) && path_exists(scratch_path("new/nested")), "exchanged");
     remove_tree(old);
@@ -1160,7 +1317,12 @@ static void test_replace(void) {
 }
 
 static void test_resolve(void) {
-    static const char *const cases[][2] = {{"/", "/"}, {"/..", "/"}, {"/no/such//./folder/", "/no/such/folder"}, {"/no/such/../folder/..", "/no"}, {"/no/..", "/"}, {"/proc/../tmp/.", "/tmp"}};
+    static const char *const cases[][2] = {{"/", "/"},
+                                           {"/..", "/"},
+                                           {"/no/such//./folder/", "/no/such/folder"},
+                                           {"/no/such/../folder/..", "/no"},
+                                           {"/no/..", "/"},
+                                           {"/proc/../tmp/.", "/tmp"}};
     char out[PATH_CAPACITY], here[PATH_CAPACITY];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         path_resolve(cases[i][0], out, sizeof out);
@@ -1169,7 +1331,9 @@ static void test_resolve(void) {
     path_resolve("", here, sizeof here);
     path_resolve("no-such/x", out, sizeof out);
     CHECK(path_within(out, here) && strcmp(out + strlen(here), "/no-such/x") == 0, "%s", out);
-    CHECK(path_within("/a/b", "/a") && path_within("/a", "/a") && path_within("/a", "/") && !path_within("/ab", "/a") && !path_within("/a", "/a/b"), "paths within paths");
+    CHECK(path_within("/a/b", "/a") && path_within("/a", "/a") && path_within("/a", "/") && !path_within("/ab", "/a") &&
+              !path_within("/a", "/a/b"),
+          "paths within paths");
 }
 
 static void load_action(void *context) {
@@ -1182,7 +1346,8 @@ static void write_last(const char *dir, float value) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/model.safetensors", dir);
     FILE *f = fopen(path, "r+b");
-    if (!f || fseek(f, -(long)sizeof value, SEEK_END) || fwrite(&value, sizeof value, 1, f) != 1 || fclose(f)) die("%s", path);
+    if (!f || fseek(f, -(long)sizeof value, SEEK_END) || fwrite(&value, sizeof value, 1, f) != 1 || fclose(f))
+        die("%s", path);
 }
 
 static void test_foreign_weights(void) {
@@ -1192,15 +1357,27 @@ static void test_foreign_weights(void) {
     format_checked(dir, sizeof dir, "%s", scratch_path("foreign"));
     if (!folder_create(dir, false, &failure)) die("%s", failure.text);
     Action action = {t, dir};
-    CHECK(!model_has_weights(dir) && check_dies(load_action, &action, "has neither model.safetensors nor model.safetensors.index.json", output, sizeof output), "%s", output);
+    CHECK(!model_has_weights(dir) &&
+              check_dies(load_action, &action, "has neither model.safetensors nor model.safetensors.index.json", output,
+                         sizeof output),
+          "%s", output);
     write_weights(dir, &t->table, "model.layers.1.mlp.up_proj.weight", "", "", ST_BF16);
-    CHECK(check_dies(load_action, &action, "model.safetensors has no tensor model.layers.1.mlp.up_proj.weight", output, sizeof output), "%s", output);
+    CHECK(check_dies(load_action, &action, "model.safetensors has no tensor model.layers.1.mlp.up_proj.weight", output,
+                     sizeof output),
+          "%s", output);
     write_weights(dir, &t->table, "", "model.layers.0.mlp.down_proj.weight", "", ST_BF16);
-    CHECK(check_dies(load_action, &action, "tensor model.layers.0.mlp.down_proj.weight has shape [24, 16]; the model needs [16, 24]", output, sizeof output), "%s", output);
+    CHECK(check_dies(load_action, &action,
+                     "tensor model.layers.0.mlp.down_proj.weight has shape [24, 16]; the model needs [16, 24]", output,
+                     sizeof output),
+          "%s", output);
     write_weights(dir, &t->table, "", "", "model.layers.0.self_attn.q_proj.bias", ST_BF16);
-    CHECK(check_dies(load_action, &action, "tensor model.layers.0.self_attn.q_proj.bias has no place in a model with this config.json", output, sizeof output), "%s", output);
+    CHECK(check_dies(load_action, &action,
+                     "tensor model.layers.0.self_attn.q_proj.bias has no place in a model with this config.json",
+                     output, sizeof output),
+          "%s", output);
     write_weights(dir, &t->table, "", "", "", ST_I32);
-    CHECK(check_dies(load_action, &action, "is I32; weights are read from F32, BF16 and F16", output, sizeof output), "%s", output);
+    CHECK(check_dies(load_action, &action, "is I32; weights are read from F32, BF16 and F16", output, sizeof output),
+          "%s", output);
     // An extra lm_head in a tied model and the RoPE tables of old files are passed over.
     static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};
     for (int i = 0; i < 3; i++) {
@@ -1213,7 +1390,10 @@ static void test_foreign_weights(void) {
     }
     write_weights(dir, &t->table, "", "", "lm_head.weight", ST_F32);
     write_last(dir, 1);
-    CHECK(check_dies(load_action, &action, "config.json ties lm_head.weight to model.embed_tokens.weight, but they differ", output, sizeof output), "%s", output);
+    CHECK(check_dies(load_action, &action,
+                     "config.json ties lm_head.weight to model.embed_tokens.weight, but they differ", output,
+                     sizeof output),
+          "%s", output);
     write_weights(dir, &t->table, "", "", "", ST_F32);
     write_last(dir, INFINITY);
     CHECK(check_dies(load_action, &action, "holds a value that is not finite", output, sizeof output), "%s", output);

@@ -7,7 +7,8 @@
 #define MAX_N 4096
 
 // Writes a shard with any header and any number of token bytes behind it, right or wrong. Token i is base + i.
-static void write_shard(const char *name, int32_t magic, int32_t version, int64_t count_in_header, int64_t count, uint32_t base) {
+static void write_shard(const char *name, int32_t magic, int32_t version, int64_t count_in_header, int64_t count,
+                        uint32_t base) {
     const char *path = scratch_path(name);
     FILE *f = fopen(path, "wb");
     if (!f) die("%s: %s", path, strerror(errno));
@@ -36,7 +37,8 @@ static void test_formats_and_windows(void) {
     static const struct {
         const char *name;
         int32_t magic, version;
-    } formats[] = {{"u32.bin", SHARD_MAGIC_U32, 7}, {"u64count.bin", SHARD_MAGIC_U32, 8}, {"u16.bin", SHARD_MAGIC_U16, 1}};
+    } formats[] = {
+        {"u32.bin", SHARD_MAGIC_U32, 7}, {"u64count.bin", SHARD_MAGIC_U32, 8}, {"u16.bin", SHARD_MAGIC_U16, 1}};
     const int64_t T = 8;
     for (int f = 0; f < 3; f++) {
         // 81 tokens hold 10 windows and the last one's target; 80 hold 9 (the tenth has no target)
@@ -55,7 +57,8 @@ static void test_formats_and_windows(void) {
                 }
             }
             CHECK(wrong == 0, "%s: %lld wrong tokens", formats[f].name, (long long)wrong);
-            CHECK(dataloader_max_token(&dl) == 1000 + count - 1, "%s: %lld", formats[f].name, (long long)dataloader_max_token(&dl));
+            CHECK(dataloader_max_token(&dl) == 1000 + count - 1, "%s: %lld", formats[f].name,
+                  (long long)dataloader_max_token(&dl));
             dataloader_close(&dl);
         }
     }
@@ -68,14 +71,16 @@ static void test_many_shards(void) {
     write_shard("many_0.bin", SHARD_MAGIC_U32, 7, counts[0], counts[0], 1000);
     write_shard("many_1.bin", SHARD_MAGIC_U16, 1, counts[1], counts[1], 2000);
     DataLoader dl = open_loader("many_*.bin", T, false, 1);
-    CHECK(dl.num_shards == 3 && dl.num_sequences == 6, "%lld shards, %lld sequences", (long long)dl.num_shards, (long long)dl.num_sequences);
+    CHECK(dl.num_shards == 3 && dl.num_sequences == 6, "%lld shards, %lld sequences", (long long)dl.num_shards,
+          (long long)dl.num_sequences);
     int32_t inputs[4], targets[4];
     int64_t g = 0;
     for (int s = 0; s < 3; s++) {
         for (int64_t w = 0; w < windows[s]; w++, g++) {
             dataloader_batch(&dl, g, 1, inputs, targets);
             int32_t first = (int32_t)(1000 * (s + 1) + w * T);
-            CHECK(inputs[0] == first && inputs[3] == first + 3 && targets[0] == first + 1 && targets[3] == first + 4, "sequence %lld starts with %d", (long long)g, inputs[0]);
+            CHECK(inputs[0] == first && inputs[3] == first + 3 && targets[0] == first + 1 && targets[3] == first + 4,
+                  "sequence %lld starts with %d", (long long)g, inputs[0]);
         }
     }
     dataloader_close(&dl);
@@ -101,7 +106,8 @@ static int64_t count_equal(const int64_t *a, const int64_t *b, int64_t n) {
     return equal;
 }
 
-// Each epoch is a bijection, for sizes round about powers of two and four too; epochs and seeds differ; the same seed agrees.
+// Each epoch is a bijection, for sizes round about powers of two and four too; epochs and seeds differ; the same seed
+// agrees.
 static void test_permutation(void) {
     static int64_t first[MAX_N], second[MAX_N], other_seed[MAX_N], again[MAX_N], in_order[MAX_N];
     static const int64_t sizes[] = {1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 100, 1000, 1023, 1024, 1025, 4096};
@@ -113,7 +119,8 @@ static void test_permutation(void) {
         for (uint64_t seed = 0; seed < 3; seed++) {
             dl.seed = seed;
             for (int64_t epoch = 0; epoch < 3; epoch++)
-                CHECK(read_epoch(&dl, epoch, first) == 0, "%lld sequences, seed %d, epoch %lld: not a bijection", (long long)sizes[s], (int)seed, (long long)epoch);
+                CHECK(read_epoch(&dl, epoch, first) == 0, "%lld sequences, seed %d, epoch %lld: not a bijection",
+                      (long long)sizes[s], (int)seed, (long long)epoch);
         }
     }
     const int64_t n = dl.num_sequences = 1000;
@@ -126,14 +133,18 @@ static void test_permutation(void) {
     read_epoch(&dl, 0, other_seed);
     CHECK(count_equal(first, again, n) == n, "the same seed and epoch give another order");
     // two random permutations agree in 1 place on average (Poisson): more than 10 has a chance of 1e-8
-    CHECK(count_equal(first, second, n) <= 10, "epochs 0 and 1 agree in %lld places", (long long)count_equal(first, second, n));
-    CHECK(count_equal(first, other_seed, n) <= 10, "seeds 42 and 43 agree in %lld places", (long long)count_equal(first, other_seed, n));
-    CHECK(count_equal(first, in_order, n) <= 10, "%lld sequences stay where they are", (long long)count_equal(first, in_order, n));
+    CHECK(count_equal(first, second, n) <= 10, "epochs 0 and 1 agree in %lld places",
+          (long long)count_equal(first, second, n));
+    CHECK(count_equal(first, other_seed, n) <= 10, "seeds 42 and 43 agree in %lld places",
+          (long long)count_equal(first, other_seed, n));
+    CHECK(count_equal(first, in_order, n) <= 10, "%lld sequences stay where they are",
+          (long long)count_equal(first, in_order, n));
     int64_t neighbours = 0;
     for (int64_t i = 1; i < n; i++) neighbours += first[i] == first[i - 1] + 1;
     CHECK(neighbours <= 10, "%lld neighbours stay neighbours", (long long)neighbours);
     dl.shuffle = false;
-    CHECK(read_epoch(&dl, 5, again) == 0 && count_equal(again, in_order, n) == n, "without shuffling the order is not file order");
+    CHECK(read_epoch(&dl, 5, again) == 0 && count_equal(again, in_order, n) == n,
+          "without shuffling the order is not file order");
 }
 
 // The permutation places early and late sequences alike: mean of the first half of an epoch over many seeds.
@@ -145,7 +156,8 @@ static void test_permutation_is_even(void) {
     double sum = 0;
     for (dl.seed = 0; dl.seed < 200; dl.seed++)
         for (int64_t g = 0; g < 750; g++) sum += (double)dataloader_sequence(&dl, g);
-    // half a permutation without replacement: standard deviation of one mean n / sqrt(12 * 750 * 2) = 11.2, of 200 of them 0.79; allow 5
+    // half a permutation without replacement: standard deviation of one mean n / sqrt(12 * 750 * 2) = 11.2, of 200 of
+    // them 0.79; allow 5
     double mean = sum / (200 * 750.0);
     CHECK(fabs(mean - 749.5) < 5 * 0.79, "mean %f, 749.5 expected", mean);
 }
@@ -163,19 +175,24 @@ static void test_huge_count(void) {
         above += sequence > INT32_MAX;
     }
     // 28.4% lie above 2^31: 2840 of 10000, standard deviation 45
-    CHECK(wrong == 0 && above > 2600 && above < 3100, "%lld outside, %lld above 2^31", (long long)wrong, (long long)above);
+    CHECK(wrong == 0 && above > 2600 && above < 3100, "%lld outside, %lld above 2^31", (long long)wrong,
+          (long long)above);
 }
 
 // Collects the sequences of one step, marking each; the split into accumulation x world x B must not matter.
-static void mark_step(const DataLoader *dl, int64_t step, int64_t accumulation, int64_t world, int64_t B, int64_t *marks) {
+static void mark_step(const DataLoader *dl, int64_t step, int64_t accumulation, int64_t world, int64_t B,
+                      int64_t *marks) {
     memset(marks, 0, (size_t)dl->num_sequences * sizeof *marks);
     for (int64_t micro = 0; micro < accumulation; micro++)
         for (int64_t rank = 0; rank < world; rank++)
-            for (int64_t b = 0; b < B; b++) marks[dataloader_sequence(dl, dataloader_sample_index(step * accumulation * world * B, micro, world, rank, B) + b)]++;
+            for (int64_t b = 0; b < B; b++)
+                marks[dataloader_sequence(
+                    dl, dataloader_sample_index(step * accumulation * world * B, micro, world, rank, B) + b)]++;
 }
 
 static void test_ranks(void) {
-    static const int64_t splits[][3] = {{8, 1, 1}, {4, 2, 1}, {2, 4, 1}, {1, 4, 2}, {1, 1, 8}, {2, 2, 2}};  // accumulation, world, B
+    static const int64_t splits[][3] = {{8, 1, 1}, {4, 2, 1}, {2, 4, 1},
+                                        {1, 4, 2}, {1, 1, 8}, {2, 2, 2}};  // accumulation, world, B
     static int64_t expected[MAX_N], marks[MAX_N];
     DataLoader dl;
     memset(&dl, 0, sizeof dl);
@@ -186,7 +203,8 @@ static void test_ranks(void) {
         mark_step(&dl, step, splits[0][0], splits[0][1], splits[0][2], expected);
         for (size_t s = 1; s < sizeof splits / sizeof *splits; s++) {
             mark_step(&dl, step, splits[s][0], splits[s][1], splits[s][2], marks);
-            CHECK(memcmp(marks, expected, 100 * sizeof *marks) == 0, "step %lld: world %lld sees other samples", (long long)step, (long long)splits[s][1]);
+            CHECK(memcmp(marks, expected, 100 * sizeof *marks) == 0, "step %lld: world %lld sees other samples",
+                  (long long)step, (long long)splits[s][1]);
         }
     }
     // the ranks of a step read apart: 12 steps of 8 within one epoch of 100 touch 96 sequences once
@@ -227,8 +245,9 @@ static void test_scan(void) {
     CHECK(dataloader_max_token(&dl) == count + 4, "%lld", (long long)dataloader_max_token(&dl));
     dataloader_check_vocabulary(&dl, count + 5);
     TokenPlace place = dataloader_scan(&dl, SHARD_SCAN_TOKENS + 500);
-    CHECK(place.shard == 0 && place.position == SHARD_SCAN_TOKENS + 495 && place.token == SHARD_SCAN_TOKENS + 500, "shard %lld position %lld id %lld",
-          (long long)place.shard, (long long)place.position, (long long)place.token);
+    CHECK(place.shard == 0 && place.position == SHARD_SCAN_TOKENS + 495 && place.token == SHARD_SCAN_TOKENS + 500,
+          "shard %lld position %lld id %lld", (long long)place.shard, (long long)place.position,
+          (long long)place.token);
     dataloader_close(&dl);
     write_shard("scan_top.bin", SHARD_MAGIC_U32, 7, 20, 20, 4294967270u);  // ids past int32
     dl = open_loader("scan_top.bin", 8, true, 1);
@@ -236,23 +255,37 @@ static void test_scan(void) {
     dataloader_close(&dl);
 }
 
-// What data is known by: not its name, T or order of reading; other tokens, another end, fewer shards or two in exchange are other data.
+// What data is known by: not its name, T or order of reading; other tokens, another end, fewer shards or two in
+// exchange are other data.
 static void test_identity(void) {
     enum { KINDS = 7 };
-    static const struct { const char *name; int64_t T; bool shuffle; } opened[KINDS] = {
-        {"id_a.bin", 8, false}, {"moved_a.bin", 64, true}, {"id_b.bin", 8, false}, {"id_c.bin", 8, false}, {"id_?.bin", 8, false}, {"turned_?.bin", 8, false}, {"moved_?.bin", 16, true}};
+    static const struct {
+        const char *name;
+        int64_t T;
+        bool shuffle;
+    } opened[KINDS] = {{"id_a.bin", 8, false},   {"moved_a.bin", 64, true}, {"id_b.bin", 8, false},
+                       {"id_c.bin", 8, false},   {"id_?.bin", 8, false},    {"turned_?.bin", 8, false},
+                       {"moved_?.bin", 16, true}};
     DataIdentity found[KINDS];
     const int64_t count = 40000;
-    static const struct { const char *names[3]; int32_t more; uint32_t base; } shards[] = {{{"id_a.bin", "moved_a.bin", "turned_b.bin"}, 0, 0}, {{"id_b.bin", "moved_b.bin", "turned_a.bin"}, 0, 1},
-        {{"id_c.bin", "moved_c.bin", "turned_c.bin"}, 1, 0}};
+    static const struct {
+        const char *names[3];
+        int32_t more;
+        uint32_t base;
+    } shards[] = {{{"id_a.bin", "moved_a.bin", "turned_b.bin"}, 0, 0},
+                  {{"id_b.bin", "moved_b.bin", "turned_a.bin"}, 0, 1},
+                  {{"id_c.bin", "moved_c.bin", "turned_c.bin"}, 1, 0}};
     for (size_t i = 0; i < sizeof shards / sizeof shards[0]; i++)
-        for (int k = 0; k < 3; k++) write_shard(shards[i].names[k], SHARD_MAGIC_U32, 7, count + shards[i].more, count + shards[i].more, shards[i].base);
+        for (int k = 0; k < 3; k++)
+            write_shard(shards[i].names[k], SHARD_MAGIC_U32, 7, count + shards[i].more, count + shards[i].more,
+                        shards[i].base);
     for (int i = 0; i < KINDS; i++) {
         DataLoader dl = open_loader(opened[i].name, opened[i].T, opened[i].shuffle, (uint64_t)i);
         found[i] = dataloader_identity(&dl);
         dataloader_close(&dl);
     }
-    CHECK(found[0].tokens == count && found[0].shards == 1 && found[4].tokens == 3 * count + 1 && found[4].shards == 3, "%lld tokens, %lld", (long long)found[0].tokens, (long long)found[4].tokens);
+    CHECK(found[0].tokens == count && found[0].shards == 1 && found[4].tokens == 3 * count + 1 && found[4].shards == 3,
+          "%lld tokens, %lld", (long long)found[0].tokens, (long long)found[4].tokens);
     for (int i = 0; i < KINDS; i++)
         for (int k = 0; k < i; k++) {
             const bool same = (k == 0 && i == 1) || (k == 4 && i == 6);
@@ -294,7 +327,9 @@ static void test_bad_inputs(void) {
     check_refused("pipe.bin", 8, 0, "is not a regular file; a token shard is expected");
 
     write_shard("magic.bin", 20240520, 7, 100, 100, 0);
-    check_refused("magic.bin", 8, 0, "magic 20240520 version 7 found; 20240801 version 7 or 8 (uint32 tokens) or 20240520 version 1 (uint16 tokens) expected");
+    check_refused("magic.bin", 8, 0,
+                  "magic 20240520 version 7 found; 20240801 version 7 or 8 (uint32 tokens) or 20240520 version 1 "
+                  "(uint16 tokens) expected");
     write_shard("magic.bin", 1, 1, 100, 100, 0);
     check_refused("magic.bin", 8, 0, "not a token shard: magic 1 version 1 found");
     write_shard("magic.bin", SHARD_MAGIC_U32, 1, 100, 100, 0);
@@ -332,7 +367,8 @@ static void test_bad_inputs(void) {
 
     write_shard("unreadable.bin", SHARD_MAGIC_U32, 7, 100, 100, 0);
     if (geteuid() == 0) printf("SKIPPED: a shard without read permission: root may read everything\n");
-    else if (chmod(scratch_path("unreadable.bin"), 0) == 0) check_refused("unreadable.bin", 8, 0, "cannot be opened: Permission denied");
+    else if (chmod(scratch_path("unreadable.bin"), 0) == 0)
+        check_refused("unreadable.bin", 8, 0, "cannot be opened: Permission denied");
 }
 
 // A shard that shrinks while it is in use ends the run with a message, not with a signal or old data.
@@ -360,10 +396,10 @@ static void rewrite_shard(const char *name, const Rewrite *r) {
     struct stat before;
     const int fd = open(path, O_WRONLY);
     if (fd < 0 || fstat(fd, &before)) die("%s: %s", path, strerror(errno));
-    if (pwrite(fd, &r->id, (size_t)width, SHARD_HEADER_BYTES + r->position * width) != width) die("%s: %s", path,
-        strerror(errno));
-    const struct timespec later[2] = {before.st_atim, {before.st_mtim.tv_sec + (r->touched ? 1 : 0),
-                                                       before.st_mtim.tv_nsec}};
+    if (pwrite(fd, &r->id, (size_t)width, SHARD_HEADER_BYTES + r->position * width) != width)
+        die("%s: %s", path, strerror(errno));
+    const struct timespec later[2] = {before.st_atim,
+                                      {before.st_mtim.tv_sec + (r->touched ? 1 : 0), before.st_mtim.tv_nsec}};
     if (futimens(fd, later) || close(fd)) die("%s: %s", path, strerror(errno));
 }
 
@@ -382,18 +418,17 @@ static void read_rewritten(void *context) {
 // Ids past the vocabulary are found in every format, at each place of a batch, whether or not the file system says that
 // the file has changed.
 static void test_rewritten(void) {
-    static const Rewrite rewrites[] = {{SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false},
-                                       {SHARD_MAGIC_U32, 7, 48, 320, false},
-                                       {SHARD_MAGIC_U32, 8, 35, 4294967295u, true}, {SHARD_MAGIC_U32, 7, 32, 319,
-                                           true}, {SHARD_MAGIC_U16, 1, 2, 7, true}};
+    static const Rewrite rewrites[] = {
+        {SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false},
+        {SHARD_MAGIC_U32, 7, 48, 320, false}, {SHARD_MAGIC_U32, 8, 35, 4294967295u, true},
+        {SHARD_MAGIC_U32, 7, 32, 319, true},  {SHARD_MAGIC_U16, 1, 2, 7, true}};
     char output[8192], message[256];
     for (size_t i = 0; i < sizeof rewrites / sizeof rewrites[0]; i++) {
         const Rewrite *r = &rewrites[i];
         if (r->id >= 320)
-            format_checked(message, sizeof message,
-                           "rewritten.bin: token %lld has id %lld, but the model's vocabulary is 320; %s",
-                               (long long)r->position, (long long)r->id,
-                           r->touched ? "the file changed" : "another one stood there");
+            format_checked(
+                message, sizeof message, "rewritten.bin: token %lld has id %lld, but the model's vocabulary is 320; %s",
+                (long long)r->position, (long long)r->id, r->touched ? "the file changed" : "another one stood there");
         else format_checked(message, sizeof message, "rewritten.bin: the file changed after it was opened");
         Rewrite context = *r;
         CHECK(check_dies(read_rewritten, &context, message, output, sizeof output), "\"%s\" expected, got \"%s\"",

@@ -1,5 +1,5 @@
-// delayed.h: scales and histories against Transformer Engine's rule written out plainly (its goldens are in test_recipes.c), the first scale, amaxes that
-// do not count, and the order of tensors.
+// delayed.h: scales and histories against Transformer Engine's rule written out plainly (its goldens are in
+// test_recipes.c), the first scale, amaxes that do not count, and the order of tensors.
 #include "../../llmc/reference/delayed.h"
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
@@ -13,13 +13,18 @@ static void roll(float *history, int64_t window, float amax) {
     history[0] = 0;
 }
 
-// Passes of all kinds, with the scale from the largest magnitude of the whole window; one that holds an infinity keeps it.
+// Passes of all kinds, with the scale from the largest magnitude of the whole window; one that holds an infinity keeps
+// it.
 static void test_passes(int64_t window, int margin, Fp8Format format) {
-    float *history = (float *)xcalloc((size_t)window, sizeof(float)), *expected = (float *)xcalloc((size_t)window, sizeof(float)), scale = 0, want = 1;
+    float *history = (float *)xcalloc((size_t)window, sizeof(float)),
+          *expected = (float *)xcalloc((size_t)window, sizeof(float)), scale = 0, want = 1;
     int64_t wrong = 0, wrong_history = 0;
     for (uint64_t i = 0; i < 500; i++) {
         const uint64_t kind = rng_u64(1, i) % 40;
-        const float amax = kind < 4 ? 0 : kind == 4 ? NAN : kind == 5 && i % 7 == 0 ? INFINITY : expf(3 * rng_normal(2, i));
+        const float amax = kind < 4                  ? 0
+                           : kind == 4               ? NAN
+                           : kind == 5 && i % 7 == 0 ? INFINITY
+                                                     : expf(3 * rng_normal(2, i));
         delayed_update(history, window, &scale, float_bits(amax), format, margin);
         if (amax > 0) {
             float largest = amax;
@@ -30,8 +35,8 @@ static void test_passes(int64_t window, int margin, Fp8Format format) {
         wrong += float_bits(scale) != float_bits(want);
         wrong_history += memcmp(history, expected, (size_t)window * sizeof(float)) != 0;
     }
-    CHECK(wrong == 0 && wrong_history == 0, "window %lld, margin %d: %lld scales and %lld histories of 500 are wrong", (long long)window, margin, (long long)wrong,
-          (long long)wrong_history);
+    CHECK(wrong == 0 && wrong_history == 0, "window %lld, margin %d: %lld scales and %lld histories of 500 are wrong",
+          (long long)window, margin, (long long)wrong, (long long)wrong_history);
     free(history), free(expected);
 }
 
@@ -52,7 +57,8 @@ static void test_edges(void) {
         CHECK(scale == 1, "the infinity is still in the window: scale %g", (double)scale);
     }
     delayed_update(history, 3, &scale, float_bits(7.0f), FP8_E4M3, 0);
-    CHECK(scale == 64 && history[0] == 0 && history[1] == 7 && history[2] == 7, "the infinity has left: scale %g", (double)scale);
+    CHECK(scale == 64 && history[0] == 0 && history[1] == 7 && history[2] == 7, "the infinity has left: scale %g",
+          (double)scale);
     delayed_update(history, 3, &scale, nan, FP8_E4M3, 0);
     CHECK(scale == 64 && history[1] == 7, "a NaN moves nothing: scale %g", (double)scale);
     float alone = 0;  // a window of one holds nothing between passes
@@ -60,7 +66,8 @@ static void test_edges(void) {
     delayed_update(&alone, 1, &scale, float_bits(3.5f), FP8_E5M2, 1);
     CHECK(scale == 8192 && alone == 0, "margin 1: scale %g, history %g", (double)scale, (double)alone);
     delayed_update(&alone, 1, &scale, 1, FP8_E4M3, 0);
-    CHECK(float_bits(scale) == 0x7f7fffffu, "the smallest magnitude's scale is the largest float, not %g", (double)scale);
+    CHECK(float_bits(scale) == 0x7f7fffffu, "the smallest magnitude's scale is the largest float, not %g",
+          (double)scale);
 }
 
 static void test_order(void) {
@@ -68,7 +75,9 @@ static void test_order(void) {
     for (int64_t l = 0; l < 3; l++) {
         const TensorRole order[] = {TENSOR_W, TENSOR_X, TENSOR_DY};
         for (int r = 0; r < 3; r++)
-            for (int id = 0; id < NUM_LINEARS; id++) CHECK(tensor_index(l, order[r], id) == next++, "layer %lld, tensor %d, linear layer %d", (long long)l, r, id);
+            for (int id = 0; id < NUM_LINEARS; id++)
+                CHECK(tensor_index(l, order[r], id) == next++, "layer %lld, tensor %d, linear layer %d", (long long)l,
+                      r, id);
     }
     CHECK(tensor_count(3) == next, "%lld tensors", (long long)next);
     float scales[] = {1, 0.5f, 0};

@@ -22,9 +22,11 @@ static TokenFlops preset_flops(const char *name, int64_t T, int recipe, const ch
 
 // What runs in FP8 of llama3.1-8b: the rest of the same total is bf16.
 static void check_fp8(double expected, int recipe, const char *filter, bool emulate) {
-    const TokenFlops f = preset_flops("llama3.1-8b", 8192, recipe, filter, emulate), bf16 = preset_flops("llama3.1-8b", 8192, RECIPE_BF16, "", false);
-    CHECK(f.fp8 == expected && flops_total(f) == bf16.bf16 && bf16.fp8 == 0, "%s, filter \"%s\": %.0f of %.0f, expected %.0f", recipe_row(recipe)->name, filter,
-          f.fp8, flops_total(f), expected);
+    const TokenFlops f = preset_flops("llama3.1-8b", 8192, recipe, filter, emulate),
+                     bf16 = preset_flops("llama3.1-8b", 8192, RECIPE_BF16, "", false);
+    CHECK(f.fp8 == expected && flops_total(f) == bf16.bf16 && bf16.fp8 == 0,
+          "%s, filter \"%s\": %.0f of %.0f, expected %.0f", recipe_row(recipe)->name, filter, f.fp8, flops_total(f),
+          expected);
 }
 
 static void check_peak(int major, int minor, const char *name, double tflops) {
@@ -33,12 +35,15 @@ static void check_peak(int major, int minor, const char *name, double tflops) {
 }
 
 int main(void) {
-    // llama3.1-8b: each of 32 layers (4096 x 6144) + (4096 x 4096) + 3 (4096 x 14336) = 218,103,808, and lm_head 128256 x 4096
+    // llama3.1-8b: each of 32 layers (4096 x 6144) + (4096 x 4096) + 3 (4096 x 14336) = 218,103,808, and lm_head 128256
+    // x 4096
     const double layers = 32 * 218103808.0, head = 128256 * 4096.0;
     TokenFlops f = preset_flops("llama3.1-8b", 8192, RECIPE_BF16, "", false);
-    CHECK(f.bf16 == 6 * (layers + head) + 6.0 * 32 * 4096 * 8192 && f.fp8 == 0, "llama3.1-8b in bf16: %.0f + %.0f", f.bf16, f.fp8);
+    CHECK(f.bf16 == 6 * (layers + head) + 6.0 * 32 * 4096 * 8192 && f.fp8 == 0, "llama3.1-8b in bf16: %.0f + %.0f",
+          f.bf16, f.fp8);
     f = preset_flops("llama3.1-8b", 8192, RECIPE_TENSORWISE, "", false);
-    CHECK(f.fp8 == 6 * layers && f.bf16 == 6 * head + 6.0 * 32 * 4096 * 8192, "llama3.1-8b in fp8: %.0f + %.0f", f.bf16, f.fp8);
+    CHECK(f.fp8 == 6 * layers && f.bf16 == 6 * head + 6.0 * 32 * 4096 * 8192, "llama3.1-8b in fp8: %.0f + %.0f", f.bf16,
+          f.fp8);
     // 12,802 tok/s at 51.47 GFLOP a token on a peak of 989.5 TFLOP/s
     CHECK(fabs(flops_mfu(f, 12802, 989.5e12) - 0.66591) < 1e-4, "mfu %g", flops_mfu(f, 12802, 989.5e12));
     CHECK(fabs(flops_sol(f, 12802, 989.5e12) - 0.39496) < 1e-4, "sol %g", flops_sol(f, 12802, 989.5e12));
@@ -55,12 +60,16 @@ int main(void) {
     check_fp8(0, RECIPE_MXFP8, "", true);
     f = preset_flops("tiny", 64, RECIPE_BLOCKWISE, "", false);
     CHECK(f.fp8 == 0 && f.bf16 > 0, "hidden 64 is no multiple of blockwise's 128: %.0f in fp8", f.fp8);
-    // tied embeddings count once as lm_head; heads x head_dim differs from hidden (qwen3-0.6b: 16 x 128 = 2048, hidden 1024)
+    // tied embeddings count once as lm_head; heads x head_dim differs from hidden (qwen3-0.6b: 16 x 128 = 2048, hidden
+    // 1024)
     f = preset_flops("qwen3-0.6b", 4096, RECIPE_BF16, "", false);
-    CHECK(f.bf16 == 6 * (28 * (1024.0 * 4096 + 2048 * 1024 + 3 * 1024 * 3072) + 151936 * 1024.0) + 6.0 * 28 * 2048 * 4096, "qwen3-0.6b: %.0f", f.bf16);
+    CHECK(f.bf16 ==
+              6 * (28 * (1024.0 * 4096 + 2048 * 1024 + 3 * 1024 * 3072) + 151936 * 1024.0) + 6.0 * 28 * 2048 * 4096,
+          "qwen3-0.6b: %.0f", f.bf16);
     // biases and norms are no matrix products
     f = preset_flops("qwen2.5-0.5b", 1, RECIPE_BF16, "", false);
-    CHECK(f.bf16 == 6 * (24 * (896.0 * 1152 + 896 * 896 + 3 * 896 * 4864) + 151936 * 896.0) + 6.0 * 24 * 896, "qwen2.5-0.5b: %.0f", f.bf16);
+    CHECK(f.bf16 == 6 * (24 * (896.0 * 1152 + 896 * 896 + 3 * 896 * 4864) + 151936 * 896.0) + 6.0 * 24 * 896,
+          "qwen2.5-0.5b: %.0f", f.bf16);
 
     check_peak(9, 0, "NVIDIA H200", 989.5);
     check_peak(9, 0, "NVIDIA H200 NVL", 835.5);
@@ -75,8 +84,8 @@ int main(void) {
     check_peak(8, 9, "NVIDIA L40S", 362);
     check_peak(8, 9, "NVIDIA L4", 121);
     check_peak(8, 9, "NVIDIA GeForce RTX 4090", 165.2);
-    check_peak(8, 9, "NVIDIA H100", 0);          // the name of one GPU and the capability of another
-    check_peak(9, 0, "NVIDIA H2000", 0);         // only part of a word
+    check_peak(8, 9, "NVIDIA H100", 0);   // the name of one GPU and the capability of another
+    check_peak(9, 0, "NVIDIA H2000", 0);  // only part of a word
     check_peak(12, 0, "Some new GPU", 0);
     return check_report();
 }

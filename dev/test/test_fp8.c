@@ -1,5 +1,6 @@
-// fp8.h, bf16.h and rng.h: casts against torch's (dev/reference) and against the formats' definitions, unbiased stochastic rounding, and
-// random numbers that are uniform, normal and independent. Run from the root of the repository.
+// fp8.h, bf16.h and rng.h: casts against torch's (dev/reference) and against the formats' definitions, unbiased
+// stochastic rounding, and random numbers that are uniform, normal and independent. Run from the root of the
+// repository.
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
 #include "lib/fp8_golden.h"
@@ -18,7 +19,8 @@ static void test_golden_casts(void) {
             nans += fp8_is_nan(got, format);
             if (!fp8_same(got, expected[i], format) && wrong++ == 0) first = i;
         }
-        CHECK(wrong == 0 && nans == 2 * 127, "%s: %d of 65536 differ, first bf16 %04x; %d NaNs", fp8_format_name(format), wrong, first, nans);
+        CHECK(wrong == 0 && nans == 2 * 127, "%s: %d of 65536 differ, first bf16 %04x; %d NaNs",
+              fp8_format_name(format), wrong, first, nans);
         free(expected);
     }
     safetensors_close(&st);
@@ -30,11 +32,14 @@ static void test_golden_scales(void) {
         const Fp8Format format = (Fp8Format)f;
         char name[32];
         format_checked(name, sizeof name, "%s_special", fp8_format_name(format));
-        float *expected = (float *)fp8_golden_bytes(&st, fp8_format_name(format), ST_F32, 0x7f80), *special = (float *)fp8_golden_bytes(&st, name, ST_F32, 2);
+        float *expected = (float *)fp8_golden_bytes(&st, fp8_format_name(format), ST_F32, 0x7f80),
+              *special = (float *)fp8_golden_bytes(&st, name, ST_F32, 2);
         int wrong = 0;
-        for (int i = 0; i < 0x7f80; i++) wrong += float_bits(fp8_scale(bf16_to_float((bf16_bits)i), format)) != float_bits(expected[i]);
+        for (int i = 0; i < 0x7f80; i++)
+            wrong += float_bits(fp8_scale(bf16_to_float((bf16_bits)i), format)) != float_bits(expected[i]);
         CHECK(wrong == 0, "%s: %d of 32640 scales differ", fp8_format_name(format), wrong);
-        CHECK(fp8_scale(INFINITY, format) == special[0] && isnan(fp8_scale(NAN, format)) && isnan(special[1]), "%s: amax of infinity or NaN", fp8_format_name(format));
+        CHECK(fp8_scale(INFINITY, format) == special[0] && isnan(fp8_scale(NAN, format)) && isnan(special[1]),
+              "%s: amax of infinity or NaN", fp8_format_name(format));
         free(expected);
         free(special);
     }
@@ -70,7 +75,9 @@ static void test_golden_tensors(void) {
                 const uint8_t got = fp8_from_float(bf16_to_float(x[k]) * s, format);
                 wrong += !fp8_same(got, expected[k], format);
             }
-            CHECK(wrong == 0 && (s == scale[0] || (isnan(s) && isnan(scale[0]))), "%s: %lld of %lld differ; scale %.9g, not %.9g", name, (long long)wrong, (long long)elements, s, scale[0]);
+            CHECK(wrong == 0 && (s == scale[0] || (isnan(s) && isnan(scale[0]))),
+                  "%s: %lld of %lld differ; scale %.9g, not %.9g", name, (long long)wrong, (long long)elements, s,
+                  scale[0]);
             free(expected);
             free(scale);
         }
@@ -83,10 +90,12 @@ static void test_golden_tensors(void) {
 // ---- FP8 from the formats' definition
 
 static double defined_value(uint8_t code, Fp8Format format) {
-    const int mantissa = format == FP8_E4M3 ? 3 : 2, bias = format == FP8_E4M3 ? 7 : 15, exponent = (code & 0x7f) >> mantissa, fraction = code & ((1 << mantissa) - 1);
+    const int mantissa = format == FP8_E4M3 ? 3 : 2, bias = format == FP8_E4M3 ? 7 : 15,
+              exponent = (code & 0x7f) >> mantissa, fraction = code & ((1 << mantissa) - 1);
     if (fp8_is_nan(code, format)) return NAN;
     if (format == FP8_E5M2 && (code & 0x7f) == 0x7c) return code & 0x80 ? -INFINITY : INFINITY;
-    const double magnitude = exponent ? ldexp((1 << mantissa) + fraction, exponent - bias - mantissa) : ldexp(fraction, 1 - bias - mantissa);
+    const double magnitude =
+        exponent ? ldexp((1 << mantissa) + fraction, exponent - bias - mantissa) : ldexp(fraction, 1 - bias - mantissa);
     return code & 0x80 ? -magnitude : magnitude;
 }
 
@@ -100,10 +109,15 @@ static void test_decode(void) {
             wrong += isnan(expected) ? !isnan(got) : got != expected || !signbit(got) != !signbit(expected);
             if (isfinite(expected)) back += fp8_from_float(got, format) != code;
         }
-        CHECK(wrong == 0 && back == 0, "%s: %d codes decode wrongly, %d do not come back", fp8_format_name(format), wrong, back);
+        CHECK(wrong == 0 && back == 0, "%s: %d codes decode wrongly, %d do not come back", fp8_format_name(format),
+              wrong, back);
         CHECK(fp8_to_float(format == FP8_E4M3 ? 0x7e : 0x7b, format) == fp8_max(format), "largest");
-        CHECK(fp8_from_float(INFINITY, format) == (format == FP8_E4M3 ? 0x7e : 0x7b) && fp8_from_float(-1e30f, format) == (format == FP8_E4M3 ? 0xfe : 0xfb), "saturation");
-        CHECK(fp8_from_float(NAN, format) == 0x7f && fp8_from_float(-0.0f, format) == 0x80 && fp8_from_float(0.0f, format) == 0, "NaN and zeros");
+        CHECK(fp8_from_float(INFINITY, format) == (format == FP8_E4M3 ? 0x7e : 0x7b) &&
+                  fp8_from_float(-1e30f, format) == (format == FP8_E4M3 ? 0xfe : 0xfb),
+              "saturation");
+        CHECK(fp8_from_float(NAN, format) == 0x7f && fp8_from_float(-0.0f, format) == 0x80 &&
+                  fp8_from_float(0.0f, format) == 0,
+              "NaN and zeros");
     }
 }
 
@@ -126,10 +140,12 @@ static void test_nearest(void) {
         int wrong = 0;
         float first = 0;
         for (uint64_t i = 0; i < 20000; i++) {
-            // Random floats over the format's range and beyond, and the ties between neighbours with the floats beside them.
+            // Random floats over the format's range and beyond, and the ties between neighbours with the floats beside
+            // them.
             float x = ldexpf(rng_uniform(1, i) + 0.5f, (int)(rng_u64(2, i) % 50) - 30) * (i & 1 ? -1.0f : 1.0f);
             if (i < 3 * 126) {
-                const float low = fp8_to_float((uint8_t)(i / 3), format), high = fp8_to_float((uint8_t)(i / 3 + 1), format);
+                const float low = fp8_to_float((uint8_t)(i / 3), format),
+                            high = fp8_to_float((uint8_t)(i / 3 + 1), format);
                 if (!isfinite(high) || !isfinite(low)) continue;
                 x = 0.5f * (low + high);
                 if (i % 3 == 1) x = nextafterf(x, 0);
@@ -151,37 +167,47 @@ static void test_bf16(void) {
         wrong += is_nan ? !isnan(x) || !isnan(bf16_round(x)) : bf16_from_float(x) != i;
     }
     CHECK(wrong == 0, "%d of 65536 do not come back", wrong);
-    // Nearest, ties to even: between neighbours a < b, everything below the middle goes to a, above to b, the middle to the even one.
+    // Nearest, ties to even: between neighbours a < b, everything below the middle goes to a, above to b, the middle to
+    // the even one.
     for (uint32_t i = 0; i < 0x7f7f; i += 7) {
-        const float a = bf16_to_float((bf16_bits)i), b = bf16_to_float((bf16_bits)(i + 1)), middle = (float)(0.5 * ((double)a + b));
+        const float a = bf16_to_float((bf16_bits)i), b = bf16_to_float((bf16_bits)(i + 1)),
+                    middle = (float)(0.5 * ((double)a + b));
         const bf16_bits even = (bf16_bits)(i % 2 ? i + 1 : i);
-        wrong += bf16_from_float(middle) != even || bf16_from_float(nextafterf(middle, 0)) != i || bf16_from_float(nextafterf(middle, INFINITY)) != i + 1 ||
-                 bf16_from_float(-middle) != (even | 0x8000);
+        wrong += bf16_from_float(middle) != even || bf16_from_float(nextafterf(middle, 0)) != i ||
+                 bf16_from_float(nextafterf(middle, INFINITY)) != i + 1 || bf16_from_float(-middle) != (even | 0x8000);
     }
     CHECK(wrong == 0, "%d roundings are wrong", wrong);
-    CHECK(bf16_from_float(3.4e38f) == 0x7f80 && bf16_from_float(-INFINITY) == 0xff80 && isnan(bf16_round(float_from_bits(0x7f800001u))), "overflow, infinity, NaN");
+    CHECK(bf16_from_float(3.4e38f) == 0x7f80 && bf16_from_float(-INFINITY) == 0xff80 &&
+              isnan(bf16_round(float_from_bits(0x7f800001u))),
+          "overflow, infinity, NaN");
 }
 
 // Over all 65536 random inputs the mean of the two neighbours is the value itself, exactly.
 static void test_stochastic_rounding(void) {
-    const float values[] = {1.0f, 1.001f, -1.001f, 3.14159265f, -2.71828e-20f, 1e-40f, 0.0f, -0.0f, 6.0e37f, 0.99999994f};
+    const float values[] = {1.0f,   1.001f, -1.001f, 3.14159265f, -2.71828e-20f,
+                            1e-40f, 0.0f,   -0.0f,   6.0e37f,     0.99999994f};
     for (size_t i = 0; i < sizeof values / sizeof values[0]; i++) {
         double sum = 0;
         int foreign = 0;
-        const float x = values[i], low = bf16_to_float((bf16_bits)(float_bits(x) >> 16)), high = bf16_to_float((bf16_bits)((float_bits(x) >> 16) + 1));
+        const float x = values[i], low = bf16_to_float((bf16_bits)(float_bits(x) >> 16)),
+                    high = bf16_to_float((bf16_bits)((float_bits(x) >> 16) + 1));
         for (uint32_t r = 0; r < 65536; r++) {
             const float y = bf16_to_float(bf16_from_float_stochastic(x, r));
             foreign += y != low && y != high;
             sum += y;
         }
-        CHECK(foreign == 0 && fabs(sum / 65536 - x) <= 1e-15 * fabs(x), "%.9g: mean %.17g, %d are not neighbours", x, sum / 65536, foreign);
+        CHECK(foreign == 0 && fabs(sum / 65536 - x) <= 1e-15 * fabs(x), "%.9g: mean %.17g, %d are not neighbours", x,
+              sum / 65536, foreign);
     }
     CHECK(bf16_from_float_stochastic(1.001f, 0xabcd0000u) == bf16_from_float_stochastic(1.001f, 0), "16 bits are used");
-    CHECK(bf16_from_float_stochastic(INFINITY, 65535) == 0x7f80 && isnan(bf16_to_float(bf16_from_float_stochastic(NAN, 65535))), "infinity and NaN");
-    // 1000 additions of a tenth of a bf16 step arrive near the true sum, where plain rounding never leaves 1. Each addition has variance
-    // 0.1 * 0.9 spacings^2, so sigma of the sum is 0.3 * 2^-7 * sqrt(1000) = 0.074.
+    CHECK(bf16_from_float_stochastic(INFINITY, 65535) == 0x7f80 &&
+              isnan(bf16_to_float(bf16_from_float_stochastic(NAN, 65535))),
+          "infinity and NaN");
+    // 1000 additions of a tenth of a bf16 step arrive near the true sum, where plain rounding never leaves 1. Each
+    // addition has variance 0.1 * 0.9 spacings^2, so sigma of the sum is 0.3 * 2^-7 * sqrt(1000) = 0.074.
     float sum = 1;
-    for (uint64_t i = 0; i < 1000; i++) sum = bf16_to_float(bf16_from_float_stochastic(sum + 0.00078125f, (uint32_t)rng_u64(9, i)));
+    for (uint64_t i = 0; i < 1000; i++)
+        sum = bf16_to_float(bf16_from_float_stochastic(sum + 0.00078125f, (uint32_t)rng_u64(9, i)));
     CHECK(fabsf(sum - 1.78125f) < 4 * 0.074f, "%g, not about 1.78", sum);
     CHECK(bf16_round(1 + 0.00078125f) == 1, "plain rounding would stay at 1");
 }
@@ -189,7 +215,8 @@ static void test_stochastic_rounding(void) {
 // ---- random numbers
 
 static void test_uniform(void) {
-    // Chi-square over 256 bins, for the numbers themselves and for pairs of neighbours in 16 x 16 bins, in several sequences.
+    // Chi-square over 256 bins, for the numbers themselves and for pairs of neighbours in 16 x 16 bins, in several
+    // sequences.
     const int64_t n = 1 << 18;
     for (uint64_t stream = 0; stream < 4; stream++) {
         int64_t bins[256] = {0}, pairs[256] = {0};
@@ -209,7 +236,8 @@ static void test_uniform(void) {
             chi_pairs += ((double)pairs[b] - e) * ((double)pairs[b] - e) / e;
         }
         // 255 degrees of freedom: mean 255, sigma 22.6. Five sigma either way; overlapping pairs spread a little more.
-        CHECK(chi > 142 && chi < 368 && chi_pairs > 130 && chi_pairs < 380, "stream %llu: chi-square %.1f, pairs %.1f", (unsigned long long)stream, chi, chi_pairs);
+        CHECK(chi > 142 && chi < 368 && chi_pairs > 130 && chi_pairs < 380, "stream %llu: chi-square %.1f, pairs %.1f",
+              (unsigned long long)stream, chi, chi_pairs);
         CHECK(low >= 0 && low < 1e-4f && high < 1 && high > 0.9999f, "range %g..%g", low, high);
     }
 }
@@ -229,14 +257,17 @@ static void test_normal(void) {
     }
     // Five sigma of each estimate: sqrt(1, 2, 15, 96) / sqrt(n).
     const double s = 5 / sqrt((double)n);
-    CHECK(fabs(moment[1]) < s && fabs(moment[2] - 1) < s * sqrt(2) && fabs(moment[3]) < s * sqrt(15) && fabs(moment[4] - 3) < s * sqrt(96), "moments %.5f %.5f %.5f %.5f", moment[1], moment[2],
-          moment[3], moment[4]);
+    CHECK(fabs(moment[1]) < s && fabs(moment[2] - 1) < s * sqrt(2) && fabs(moment[3]) < s * sqrt(15) &&
+              fabs(moment[4] - 3) < s * sqrt(96),
+          "moments %.5f %.5f %.5f %.5f", moment[1], moment[2], moment[3], moment[4]);
     CHECK(fabs(neighbours) < s && fabs(streams) < s, "correlations %.5f %.5f", neighbours, streams);
     for (int t = -3; t <= 3; t++) {
         const double expected = 0.5 * erfc(-t / sqrt(2)), got = (double)below[t + 3] / (double)n;
-        CHECK(fabs(got - expected) < s * sqrt(expected * (1 - expected)), "P(x < %d) is %.6f, not %.6f", t, got, expected);
+        CHECK(fabs(got - expected) < s * sqrt(expected * (1 - expected)), "P(x < %d) is %.6f, not %.6f", t, got,
+              expected);
     }
-    CHECK(largest > 4.2 && largest < 5.8, "largest of 2^20: %.2f", largest);  // 24-bit uniforms end at sqrt(48 ln 2) = 5.77
+    CHECK(largest > 4.2 && largest < 5.8, "largest of 2^20: %.2f",
+          largest);  // 24-bit uniforms end at sqrt(48 ln 2) = 5.77
 }
 
 static void test_elementary_functions(void) {
@@ -245,9 +276,11 @@ static void test_elementary_functions(void) {
         const float u = (float)i * 0x1p-24f;
         const double log_expected = -2 * log((double)u);
         if (log_expected > 0) worst_log = fmax(worst_log, fabs(rng_minus_2ln(u) / log_expected - 1));
-        if (i < 1 << 24) worst_cos = fmax(worst_cos, fabs(rng_cos_turn(u) - cos(2 * 3.14159265358979323846 * (double)u)));
+        if (i < 1 << 24)
+            worst_cos = fmax(worst_cos, fabs(rng_cos_turn(u) - cos(2 * 3.14159265358979323846 * (double)u)));
     }
-    CHECK(rng_minus_2ln(1.0f) == 0 && worst_log < 1e-6 && worst_cos < 1e-6, "the header promises 1e-6: %.2g, %.2g", worst_log, worst_cos);
+    CHECK(rng_minus_2ln(1.0f) == 0 && worst_log < 1e-6 && worst_cos < 1e-6, "the header promises 1e-6: %.2g, %.2g",
+          worst_log, worst_cos);
     CHECK(isfinite(rng_minus_2ln(0x1p-24f)), "smallest");
 }
 
@@ -265,12 +298,14 @@ static void test_keys(void) {
         for (int k = i + 1; k < n; k++) same += keys[i] == keys[k];
     CHECK(same == 0, "%d equal keys", same);
     // A pinned value: the numbers may not change between builds, since checkpoints rely on them.
-    CHECK(rng_mix(0x9e3779b97f4a7c15ull) == 0xe220a8397b1dcdafull, "SplitMix64's first output for seed 0: %016llx", (unsigned long long)rng_mix(0x9e3779b97f4a7c15ull));
+    CHECK(rng_mix(0x9e3779b97f4a7c15ull) == 0xe220a8397b1dcdafull, "SplitMix64's first output for seed 0: %016llx",
+          (unsigned long long)rng_mix(0x9e3779b97f4a7c15ull));
     // Each input bit flips about half of the output bits.
     for (int bit = 0; bit < 64; bit += 9) {
         int flips = 0;
         for (uint64_t i = 0; i < 1000; i++) flips += __builtin_popcountll(rng_u64(i, 5) ^ rng_u64(i ^ 1ull << bit, 5));
-        CHECK(flips > 31000 && flips < 33000, "bit %d flips %.2f of 64", bit, flips / 1000.0);  // mean 32, sigma 4 / sqrt(1000)
+        CHECK(flips > 31000 && flips < 33000, "bit %d flips %.2f of 64", bit,
+              flips / 1000.0);  // mean 32, sigma 4 / sqrt(1000)
     }
 }
 

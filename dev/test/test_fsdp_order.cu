@@ -38,14 +38,14 @@ static const char *const stream_names[ORDER_STREAMS] = {"compute", "communicatio
 typedef struct {
     Fsdp *f;
     Nccl *nccl;
-    bf16 *logits;                 // [chunk, V]
+    bf16 *logits;  // [chunk, V]
     double *squares;
     float *loss;
     Comm comm;
-    int64_t step;                 // the weights' version
-    int64_t gradient_step, micro; // gradients are of this version of the weights, and of this micro-step
-    int64_t operation, barriers;  // numbers of the operation being enqueued and of the barrier in it
-    bool to_replicas;             // the sum over replicas is being enqueued
+    int64_t step;                  // the weights' version
+    int64_t gradient_step, micro;  // gradients are of this version of the weights, and of this micro-step
+    int64_t operation, barriers;   // numbers of the operation being enqueued and of the barrier in it
+    bool to_replicas;              // the sum over replicas is being enqueued
 } Rank;
 
 // Something that is left out, to see that it is noticed.
@@ -60,10 +60,10 @@ static bool creating;                                 // it is being created, or
 static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // communicators: ranks in them
 static int64_t events[MAX_EVENTS];                    // number of the last record, -1: none
 static int64_t num_events, copied;
-static size_t host_used;                              // bytes of pinned memory
-static int64_t first_pending = INT64_MAX;             // events from this one on have not happened
+static size_t host_used;                   // bytes of pinned memory
+static int64_t first_pending = INT64_MAX;  // events from this one on have not happened
 static Omission omission;
-static bool acts;                                     // calls do at once, to the host's memory, what they are to do
+static bool acts;                                         // calls do at once, to the host's memory, what they are to do
 static CUstreamBatchMemOpParams awaited[PEER_MAX_RANKS];  // where calls act: values that streams wait for
 static int64_t num_awaited;
 
@@ -79,12 +79,18 @@ static int64_t gradients_of(int64_t step, int64_t micro, int64_t l, int64_t over
 // ---------------------------------------------------------------------------------------------------------------------
 // Noting
 
-static cudaStream_t stream_handle(int64_t rank, int stream) { return (cudaStream_t)(intptr_t)(1 + rank * ORDER_STREAMS + stream); }
+static cudaStream_t stream_handle(int64_t rank, int stream) {
+    return (cudaStream_t)(intptr_t)(1 + rank * ORDER_STREAMS + stream);
+}
 static int number_of(cudaStream_t s) { return (int)(intptr_t)s - 1; }
 static Rank *rank_of(cudaStream_t s) { return &ranks[number_of(s) / ORDER_STREAMS]; }
 
-static void note_read(cudaStream_t s, const void *from, int64_t bytes, int64_t content) { order_read(number_of(s), from, bytes, content); }
-static OrderOperation *note_write(cudaStream_t s, const void *to, int64_t bytes, int64_t content) { return order_write(number_of(s), to, bytes, content); }
+static void note_read(cudaStream_t s, const void *from, int64_t bytes, int64_t content) {
+    order_read(number_of(s), from, bytes, content);
+}
+static OrderOperation *note_write(cudaStream_t s, const void *to, int64_t bytes, int64_t content) {
+    return order_write(number_of(s), to, bytes, content);
+}
 
 static bool in_memory(const void *p) {
     const int64_t rank = (int64_t)((uintptr_t)p / ORDER_MEMORY_STRIDE) - 1;
@@ -98,7 +104,8 @@ static void note_statistics(cudaStream_t s) {
 }
 
 static bool is_omitted(cudaStream_t s, const char *what, int64_t number) {
-    return omission.what && what && strcmp(omission.what, what) == 0 && omission.number == number && (omission.rank < 0 || rank_of(s) == &ranks[omission.rank]);
+    return omission.what && what && strcmp(omission.what, what) == 0 && omission.number == number &&
+           (omission.rank < 0 || rank_of(s) == &ranks[omission.rank]);
 }
 
 // The name of the NCCL or copying operation that is being enqueued.
@@ -116,7 +123,9 @@ static const char *event_name(const Rank *r, cudaEvent_t e) {
     return NULL;
 }
 
-static int64_t nccl_element(ncclDataType_t type) { return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : type == ncclFloat64 ? 8 : 4; }
+static int64_t nccl_element(ncclDataType_t type) {
+    return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : type == ncclFloat64 ? 8 : 4;
+}
 
 // The communicator's ranks.
 static const int *group_of(ncclComm_t communicator) {
@@ -124,7 +133,8 @@ static const int *group_of(ncclComm_t communicator) {
     return (const int *)communicator;
 }
 
-static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s, ncclComm_t communicator, const void *from, int64_t bytes, void *to, int64_t to_bytes) {
+static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s, ncclComm_t communicator,
+                                    const void *from, int64_t bytes, void *to, int64_t to_bytes) {
     const int *group = group_of(communicator);
     if (is_omitted(s, operation_name(rank_of(s)), 0)) {  // this rank's part alone, in time with nobody
         note_read(s, from, bytes, ORDER_CARRIED);
@@ -137,8 +147,10 @@ static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s,
 
 // Whether an address is one of the arrivals in any rank's memory: they lie at the same place in all.
 static bool is_arrival(const Rank *r, const char *at) {
-    const int64_t offset = (int64_t)((uintptr_t)at % ORDER_MEMORY_STRIDE) - (int64_t)((uintptr_t)r->f->transport.arrivals % ORDER_MEMORY_STRIDE);
-    return offset >= 0 && offset % (int64_t)sizeof(uint32_t) == 0 && offset < r->f->transport.peers.ranks * (int64_t)sizeof(uint32_t);
+    const int64_t offset = (int64_t)((uintptr_t)at % ORDER_MEMORY_STRIDE) -
+                           (int64_t)((uintptr_t)r->f->transport.arrivals % ORDER_MEMORY_STRIDE);
+    return offset >= 0 && offset % (int64_t)sizeof(uint32_t) == 0 &&
+           offset < r->f->transport.peers.ranks * (int64_t)sizeof(uint32_t);
 }
 
 // PeerMemory.enqueue
@@ -149,7 +161,8 @@ static CUresult note_memory_operations(CUstream s, unsigned count, CUstreamBatch
     for (unsigned i = 0; i < count; i++) {
         const CUstreamBatchMemOpParams *o = &operations[i];
         const bool write = o->operation == CU_STREAM_MEM_OP_WRITE_VALUE_32;
-        if (!write && (o->operation != CU_STREAM_MEM_OP_WAIT_VALUE_32 || o->waitValue.flags != CU_STREAM_WAIT_VALUE_GEQ))
+        if (!write &&
+            (o->operation != CU_STREAM_MEM_OP_WAIT_VALUE_32 || o->waitValue.flags != CU_STREAM_WAIT_VALUE_GEQ))
             die("a memory operation that this test does not know");
         const char *at = (const char *)(write ? o->writeValue.address : o->waitValue.address);
         if (!is_arrival(r, at)) die("a value at %p, which is no arrival", (const void *)at);
@@ -164,7 +177,8 @@ static CUresult note_memory_operations(CUstream s, unsigned count, CUstreamBatch
 
 static void note_slices(cudaStream_t s, const Fp8Slices *slices) {
     for (int64_t l = 0; l < slices->count; l++) {
-        note_read(s, slices->amax + l * slices->slot_stride, slices->num_tensors * (int64_t)sizeof(uint32_t), ORDER_ANY);
+        note_read(s, slices->amax + l * slices->slot_stride, slices->num_tensors * (int64_t)sizeof(uint32_t),
+                  ORDER_ANY);
         note_read(s, slices->x + l * slices->x_stride, slices->n * (int64_t)sizeof(bf16), ORDER_CARRIED);
         note_write(s, slices->codes + l * slices->n, slices->n, ORDER_CARRIED);
     }
@@ -178,7 +192,8 @@ static void note_amax_pass(cudaStream_t s, const TensorSource *source, const Fin
     if (to->tensor) note_write(s, to->tensor, sizeof(uint32_t), ORDER_CARRIED);
 }
 
-// A cast by scales of blocks has no amaxes; those of tensor scales come from elsewhere. All others are of the same weights as what is cast.
+// A cast by scales of blocks has no amaxes; those of tensor scales come from elsewhere. All others are of the same
+// weights as what is cast.
 static void note_cast(cudaStream_t s, const TensorSource *source, const QTensor *out, int64_t R, int64_t C) {
     const int64_t of_rows = copy_amaxes(out->row_granularity, R), of_columns = copy_amaxes(out->col_granularity, C);
     if (out->row_granularity == PER_TENSOR) note_read(s, out->amax, sizeof(uint32_t), ORDER_ANY);
@@ -200,7 +215,8 @@ static OrderOperation *note_add(cudaStream_t s, const void *to, int64_t to_eleme
 }
 
 static void note_to_fp32(cudaStream_t s, const float *to, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
-    for (int64_t row = 0; row < rows; row++) note_read(s, from + row * stride, n * (int64_t)sizeof(bf16), ORDER_CARRIED);
+    for (int64_t row = 0; row < rows; row++)
+        note_read(s, from + row * stride, n * (int64_t)sizeof(bf16), ORDER_CARRIED);
     note_write(s, to, rows * n * (int64_t)sizeof(float), ORDER_CARRIED);
 }
 
@@ -217,16 +233,20 @@ static void note_rank_sum(cudaStream_t s, const void *to, int64_t to_element, co
 }
 
 static bool is_cast(const void *function) {
-    return function == (const void *)quantize_transpose_kernel<TensorSource, FP8_E4M3, false> || function == (const void *)quantize_transpose_kernel<TensorSource, FP8_E4M3, true>;
+    return function == (const void *)quantize_transpose_kernel<TensorSource, FP8_E4M3, false> ||
+           function == (const void *)quantize_transpose_kernel<TensorSource, FP8_E4M3, true>;
 }
 
 static bool is_fine_cast(const void *function) {
-    return function == (const void *)quantize_fine_kernel<TensorSource, PER_ROW, FP8_E4M3> || function == (const void *)quantize_fine_kernel<TensorSource, BLOCK_1X32, FP8_E4M3> ||
-           function == (const void *)quantize_fine_kernel<TensorSource, BLOCK_1X128, FP8_E4M3> || function == (const void *)quantize_fine_kernel<TensorSource, BLOCK_128X128, FP8_E4M3>;
+    return function == (const void *)quantize_fine_kernel<TensorSource, PER_ROW, FP8_E4M3> ||
+           function == (const void *)quantize_fine_kernel<TensorSource, BLOCK_1X32, FP8_E4M3> ||
+           function == (const void *)quantize_fine_kernel<TensorSource, BLOCK_1X128, FP8_E4M3> ||
+           function == (const void *)quantize_fine_kernel<TensorSource, BLOCK_128X128, FP8_E4M3>;
 }
 
 static bool is_amax_pass(const void *function) {
-    return function == (const void *)quantize_amax_kernel<TensorSource, true> || function == (const void *)quantize_amax_kernel<TensorSource, false>;
+    return function == (const void *)quantize_amax_kernel<TensorSource, true> ||
+           function == (const void *)quantize_amax_kernel<TensorSource, false>;
 }
 
 // i: of a kernel's arguments.
@@ -282,7 +302,9 @@ cudaError_t __wrap_cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-cudaError_t __wrap_cudaEventQuery(cudaEvent_t e) { return (intptr_t)e >= first_pending ? cudaErrorNotReady : cudaSuccess; }
+cudaError_t __wrap_cudaEventQuery(cudaEvent_t e) {
+    return (intptr_t)e >= first_pending ? cudaErrorNotReady : cudaSuccess;
+}
 cudaError_t __wrap_cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
     if (creating) return cudaSuccess;
     events[(intptr_t)e - 1] = order_record(number_of(s));
@@ -315,7 +337,7 @@ cudaError_t __wrap_cudaMemset2DAsync(void *to, size_t pitch, int, size_t width, 
     for (size_t row = 0; row < height; row++) note_write(s, (char *)to + row * pitch, (int64_t)width, ORDER_UNWRITTEN);
     return cudaSuccess;
 }
-static bool writes_pending;  // to a peer's memory
+static bool writes_pending;           // to a peer's memory
 static int64_t closed, closed_early;  // mappings of a peer's memory; those that a write may still reach
 cudaError_t __wrap_cudaStreamSynchronize(cudaStream_t) {
     writes_pending = false;
@@ -383,15 +405,18 @@ ncclResult_t __wrap_ncclCommGetAsyncError(ncclComm_t, ncclResult_t *state) {
     *state = ncclSuccess;
     return ncclSuccess;
 }
-ncclResult_t __wrap_ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t c, cudaStream_t s) {
+ncclResult_t __wrap_ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t c,
+                                  cudaStream_t s) {
     const int64_t bytes = (int64_t)count * nccl_element(type);
     return note_collective("all-gather", false, s, c, from, bytes, to, *group_of(c) * bytes);
 }
-ncclResult_t __wrap_ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t c, cudaStream_t s) {
+ncclResult_t __wrap_ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                      ncclComm_t c, cudaStream_t s) {
     const int64_t bytes = (int64_t)count * nccl_element(type);
     return note_collective("reduce-scatter", op == ncclSum, s, c, from, *group_of(c) * bytes, to, bytes);
 }
-ncclResult_t __wrap_ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t c, cudaStream_t s) {
+ncclResult_t __wrap_ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                  ncclComm_t c, cudaStream_t s) {
     const int64_t bytes = (int64_t)count * nccl_element(type);
     return note_collective("all-reduce", op == ncclSum, s, c, from, bytes, to, bytes);
 }
@@ -419,7 +444,7 @@ typedef struct {
 enum { MAX_TENSORS = 1 << 10, MAX_PARTS = 16 };
 static Tensor tensors[NUM_TABLES][MAX_TENSORS];  // hash tables; what is of earlier trainers is free
 static int64_t num_trainers;                     // so far: the number of the one that runs
-static Part parts[2][MAX_PARTS];     // of the root, of a layer
+static Part parts[2][MAX_PARTS];                 // of the root, of a layer
 static int num_parts[2];
 
 // The tensor's place, or a free one.
@@ -539,7 +564,9 @@ static R called(R (*)(P...), typename AsDeclared<P>::type... arguments) {
 struct GivenInteger {
     long value;
     template <class T>
-    operator T() const { return (T)value; }
+    operator T() const {
+        return (T)value;
+    }
 };
 template <class T>
 struct Given {
@@ -551,10 +578,10 @@ struct Given<long> {
 };
 
 // Launchers whose names train_fp8.cu gives to functions of the trainer too, which take a Trainer *: no launcher does.
-#define LAUNCHER(f)                                                                                              \
-    template <class... A>                                                                                        \
-    static auto called_##f(A... arguments)->decltype(called(&f, typename Given<A>::type{arguments}...)) {         \
-        return called(&f, typename Given<A>::type{arguments}...);                                                \
+#define LAUNCHER(f)                                                                                         \
+    template <class... A>                                                                                   \
+    static auto called_##f(A... arguments) -> decltype(called(&f, typename Given<A>::type{arguments}...)) { \
+        return called(&f, typename Given<A>::type{arguments}...);                                           \
     }
 LAUNCHER(attention_backward)
 LAUNCHER(bias_backward)
@@ -870,13 +897,30 @@ static const char *buffer_name(int64_t rank, const char *address) {
     const Trainer *t = &trainers[rank];
     const Fsdp *f = &t->fsdp;
     const Parameters *p = &t->params;
-    const struct { const char *name; const void *begin; } all[] = {
-        {"weights", p->weights}, {"master", p->master}, {"sums", f->transport.sums},
-        {"sums_fp32", f->transport.sums_fp32}, {"amax", t->linears.scales.amax}, {"squares", p->squares},
-        {"stats", t->stats}, {"dx", t->acts.dx}, {"logits", t->acts.logits}, {"shard_fp8", f->shard_fp8},
-        {"rows", f->rows}, {"cols", f->cols}, {"root", f->root}, {"vectors", f->vectors}, {"slots", f->slots},
-        {"root_grads", f->root_grads}, {"layer_grads[0]", f->layer_grads[0]}, {"layer_grads[1]", f->layer_grads[1]},
-        {"staging", f->transport.staging}, {"received", f->transport.received}, {"arrivals", f->transport.arrivals}};
+    const struct {
+        const char *name;
+        const void *begin;
+    } all[] = {{"weights", p->weights},
+               {"master", p->master},
+               {"sums", f->transport.sums},
+               {"sums_fp32", f->transport.sums_fp32},
+               {"amax", t->linears.scales.amax},
+               {"squares", p->squares},
+               {"stats", t->stats},
+               {"dx", t->acts.dx},
+               {"logits", t->acts.logits},
+               {"shard_fp8", f->shard_fp8},
+               {"rows", f->rows},
+               {"cols", f->cols},
+               {"root", f->root},
+               {"vectors", f->vectors},
+               {"slots", f->slots},
+               {"root_grads", f->root_grads},
+               {"layer_grads[0]", f->layer_grads[0]},
+               {"layer_grads[1]", f->layer_grads[1]},
+               {"staging", f->transport.staging},
+               {"received", f->transport.received},
+               {"arrivals", f->transport.arrivals}};
     int found = 0;
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         if (all[i].begin && all[i].begin <= address && all[i].begin >= all[found].begin) found = i;
@@ -930,11 +974,14 @@ static void enqueue_steps(Rank *r, const Options *o) {
 static void run_case(const Case *c, uint64_t seed) {
     ModelConfig m;
     model_config_preset(&m, "small");
-    m.vocab_size = 8192, m.num_layers = c->layers, m.tie_word_embeddings = !c->untied;  // the root's slices are larger than a layer's
+    m.vocab_size = 8192, m.num_layers = c->layers,
+    m.tie_word_embeddings = !c->untied;  // the root's slices are larger than a layer's
     Options o = options_default();
-    o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather, o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
-    o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies, o.grad_accumulation_steps = c->accumulation;
-    if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;  // the trainer refuses it
+    o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather,
+    o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
+    o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies,
+    o.grad_accumulation_steps = c->accumulation;
+    if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;                 // the trainer refuses it
     o.batch_size = 1, o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: inputs outweigh the embedding
     o.fp8_filter = c->filter, o.grad_clip = c->norm_first ? 1 : 0, o.val_steps = 2 * c->world;
     options_resolve(&o);
@@ -951,16 +998,19 @@ static void run_case(const Case *c, uint64_t seed) {
 static void check_case(const Case *c) {
     run_case(c, 1);
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
-          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies %d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, norm first %d: "
+          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies "
+          "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, norm first %d: "
           "%lld races, %lld wrong contents, %lld streams stuck; %s",
-          c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies, (long long)c->world, (long long)c->layers,
-          (long long)c->accumulation, c->untied, c->many_tokens, c->norm_first, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
+          c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies,
+          (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens,
+          c->norm_first, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
     CHECK((copied > 0) == (c->copies == ON), "copies %d, and %lld copies", c->copies, (long long)copied);
 }
 
 // Every way to split, of one precision. `gather_most`: of --fp8-all-gather, off or on.
-static void check_all(int64_t world, int precision, int recipe, const char *filter, int gather_most, int recompute, int cache) {
+static void check_all(int64_t world, int precision, int recipe, const char *filter, int gather_most, int recompute,
+                      int cache) {
     const int64_t layers[] = {1, 2, 3, 6};
     for (int sharding = SHARDING_FULL; sharding <= (world == 4 ? SHARDING_HYBRID : SHARDING_NONE); sharding++)
         for (int copies = OFF; copies <= (sharding == SHARDING_NONE ? OFF : ON); copies++)
@@ -969,8 +1019,9 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                     for (int i = 0; i < 4; i++)
                         for (int64_t accumulation = 1; accumulation < 4; accumulation++)
                             for (int ends = 0; ends < 8; ends++) {
-                                const Case c = {precision, recipe, sharding, gather, reduce, recompute, cache, copies, filter, world, layers[i], accumulation, ends % 2 > 0, ends / 2 % 2 > 0,
-                                                ends / 4 > 0};
+                                const Case c = {precision, recipe,       sharding,     gather,           reduce,
+                                                recompute, cache,        copies,       filter,           world,
+                                                layers[i], accumulation, ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0};
                                 check_case(&c);
                             }
 }
@@ -985,40 +1036,65 @@ static void check_noticed(const Case *c, Omission left_out, uint64_t seed) {
 
 // What is left out is noticed, in any order of running.
 static void check_omissions(void) {
-    const struct { Omission omission; int sharding, copies; } all[] = {
-        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON},  // its two barriers
-        {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON},
-        {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON},
-        {{"all-gather of the inputs' gradients", 0, -1}, SHARDING_FULL, ON},
-        {{"all-gather of the inputs' gradients", 0, 2}, SHARDING_FULL, OFF},
-        {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON},  // the barrier before the root's
-        {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON},
-        {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON},  // which orders the layers' too
-        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON},  // 4 ranks as 2 groups of 2
-        {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON},
-        {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF},
-        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, ON},
-        {{"all-reduce of the gradients", 0, 2}, SHARDING_HYBRID, ON},
-        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, OFF},
-        {{"all-reduce of the gradients", 0, -1}, SHARDING_NONE, OFF},
-        {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, ON},
-        {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, OFF},
-        {{"arrived", 0, -1}, SHARDING_FULL, OFF}, {{"arrived", 0, 3}, SHARDING_FULL, ON},
-        {{"released", 0, -1}, SHARDING_FULL, OFF}, {{"released", 0, 3}, SHARDING_FULL, ON},
-        {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF}, {{"reduced", 0, 3}, SHARDING_GRAD_OP, ON},  // with --sharding full, arrivals in backward say as much
-        {{"handover", 0, -1}, SHARDING_FULL, OFF}, {{"handover", 0, 3}, SHARDING_HYBRID, ON},
-        {{"handover", 0, 0}, SHARDING_HYBRID, OFF}, {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON},
-        {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF},
-        {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF}, {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON},
-        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF},  // calls, as the one before
-        {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON}, {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF},
-        {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF}, {{"fsdp_begin_gradients", 0, 1}, SHARDING_GRAD_OP, ON},
-        {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, ON}, {{"fsdp_reduce_replicas", 0, -1}, SHARDING_HYBRID, ON},
-        {{"fsdp_publish_root", 0, -1}, SHARDING_FULL, OFF}, {{"fsdp_publish_layers", 0, -1}, SHARDING_FULL, ON}};
+    const struct {
+        Omission omission;
+        int sharding, copies;
+    } all[] = {{{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON},  // its two barriers
+               {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON},
+               {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON},
+               {{"all-gather of the inputs' gradients", 0, -1}, SHARDING_FULL, ON},
+               {{"all-gather of the inputs' gradients", 0, 2}, SHARDING_FULL, OFF},
+               {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON},  // the barrier before the root's
+               {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON},
+               {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON},     // which orders the layers' too
+               {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON},  // 4 ranks as 2 groups of 2
+               {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON},
+               {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF},
+               {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, ON},
+               {{"all-reduce of the gradients", 0, 2}, SHARDING_HYBRID, ON},
+               {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, OFF},
+               {{"all-reduce of the gradients", 0, -1}, SHARDING_NONE, OFF},
+               {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, ON},
+               {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, OFF},
+               {{"arrived", 0, -1}, SHARDING_FULL, OFF},
+               {{"arrived", 0, 3}, SHARDING_FULL, ON},
+               {{"released", 0, -1}, SHARDING_FULL, OFF},
+               {{"released", 0, 3}, SHARDING_FULL, ON},
+               {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF},
+               {{"reduced", 0, 3}, SHARDING_GRAD_OP, ON},  // with --sharding full, arrivals in backward say as much
+               {{"handover", 0, -1}, SHARDING_FULL, OFF},
+               {{"handover", 0, 3}, SHARDING_HYBRID, ON},
+               {{"handover", 0, 0}, SHARDING_HYBRID, OFF},
+               {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON},
+               {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF},
+               {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF},
+               {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON},
+               {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF},  // calls, as the one before
+               {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON},
+               {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF},
+               {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF},
+               {{"fsdp_begin_gradients", 0, 1}, SHARDING_GRAD_OP, ON},
+               {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, ON},
+               {{"fsdp_reduce_replicas", 0, -1}, SHARDING_HYBRID, ON},
+               {{"fsdp_publish_root", 0, -1}, SHARDING_FULL, OFF},
+               {{"fsdp_publish_layers", 0, -1}, SHARDING_FULL, ON}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
-            const Case c = {PRECISION_FP8, RECIPE_TENSORWISE, all[i].sharding, ON, REDUCE_BF16, RECOMPUTE_NONE, ON,
-                            all[i].copies, "", 4, 3, 2, true, false, seed % 2 > 0};
+            const Case c = {PRECISION_FP8,
+                            RECIPE_TENSORWISE,
+                            all[i].sharding,
+                            ON,
+                            REDUCE_BF16,
+                            RECOMPUTE_NONE,
+                            ON,
+                            all[i].copies,
+                            "",
+                            4,
+                            3,
+                            2,
+                            true,
+                            false,
+                            seed % 2 > 0};
             check_noticed(&c, all[i].omission, seed);
         }
     memset(&omission, 0, sizeof omission);
@@ -1026,7 +1102,13 @@ static void check_omissions(void) {
 
 // Inputs' gradients are gathered where they are fewer than the embedding's rows, and there alone.
 static void check_embedding_ranks(void) {
-    static const struct { const char *model; int64_t world, T, ranks; } cases[] = {{"llama3.1-8b", 1, 65536, 1}, {"llama3.1-8b", 4, 8192, 4}, {"llama3.1-8b", 4, 32768, 1}, {"llama3.1-405b", 512, 8192, 1}};
+    static const struct {
+        const char *model;
+        int64_t world, T, ranks;
+    } cases[] = {{"llama3.1-8b", 1, 65536, 1},
+                 {"llama3.1-8b", 4, 8192, 4},
+                 {"llama3.1-8b", 4, 32768, 1},
+                 {"llama3.1-405b", 512, 8192, 1}};
     for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
         ModelConfig m;
         model_config_preset(&m, cases[i].model);
@@ -1036,7 +1118,8 @@ static void check_embedding_ranks(void) {
         Precision precision = precision_plan(&o, "", &m, &table, true);
         Fsdp f;
         fsdp_describe(&f, &table, &precision, &o, cases[i].world, cases[i].world - 1);
-        CHECK(fsdp_input_ranks(&f) == cases[i].ranks, "%s, %lld ranks, T %lld: inputs of %lld", cases[i].model, (long long)cases[i].world, (long long)cases[i].T, (long long)fsdp_input_ranks(&f));
+        CHECK(fsdp_input_ranks(&f) == cases[i].ranks, "%s, %lld ranks, T %lld: inputs of %lld", cases[i].model,
+              (long long)cases[i].world, (long long)cases[i].T, (long long)fsdp_input_ranks(&f));
         fsdp_destroy(&f);
         precision_free(&precision);
         parameter_table_free(&table);
@@ -1062,7 +1145,8 @@ static void check_watch(void) {
     nccl_begin_operation(n, "all-gather of the weights", 1);
     nccl_end_operation(n);
     Activity last = activity_now();
-    CHECK(last.changes > before.changes && last.pending == 1 && last.pending_layer == 1, "an operation is enqueued untold");
+    CHECK(last.changes > before.changes && last.pending == 1 && last.pending_layer == 1,
+          "an operation is enqueued untold");
     CHECK(strcmp(last.pending_what, "all-gather of the weights") == 0, "%s", last.pending_what);
     for (int begun = 0; begun < 2; begun++) {
         first_pending = 1 + begun;  // the first operation's events are numbers 1 and 2
@@ -1075,7 +1159,8 @@ static void check_watch(void) {
     first_pending = INT64_MAX;
     nccl_watch(n);
     const Activity now = activity_now();
-    CHECK(n->finished == 1 && now.pending == 0 && now.collectives == before.collectives + 1, "an operation ends untold");
+    CHECK(n->finished == 1 && now.pending == 0 && now.collectives == before.collectives + 1,
+          "an operation ends untold");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1150,7 +1235,9 @@ static void check_proof_of_reads(void) {
 
 // NCCL's variable turns copy engines off. Without it rank 1 of 2 is asked, whose memory cannot be had here.
 static void check_disabled(void) {
-    static const struct { const char *value, *reason; } cases[] = {
+    static const struct {
+        const char *value, *reason;
+    } cases[] = {
         {"1", "NCCL_P2P_DISABLE=1 says"}, {"0", "rank 7's GPU cannot be read from rank 6's"}, {NULL, "rank 7's"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         PeerMemory p;
@@ -1205,7 +1292,8 @@ static void check_proof_of_barrier(void) {
     peer_barrier(&peers[1], NULL);  // and place 2 does not come
     num_awaited = 0;                // on the stream of place 0
     CHECK(!peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) &&
-              strstr(reason, "did not come to rank 6 within 0.01 s"), "a barrier without one rank: %s", reason);
+              strstr(reason, "did not come to rank 6 within 0.01 s"),
+          "a barrier without one rank: %s", reason);
     CHECK(__wrap_cudaStreamQuery(NULL) == cudaSuccess, "the stream is not released");
     proof_begin(peers);
     peers[0].enqueue = lose_memory_operations;

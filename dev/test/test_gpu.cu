@@ -1,5 +1,6 @@
-// The whole GPU trainer: its FP8 casts against torch's bytes, its model against transformers' goldens, and against itself (recompute, accumulation,
-// repetition, the gate for non-finite gradients). Runs of the programs, against the CPU trainer, are in gpu_runs.sh.
+// The whole GPU trainer: its FP8 casts against torch's bytes, its model against transformers' goldens, and against
+// itself (recompute, accumulation, repetition, the gate for non-finite gradients). Runs of the programs, against the
+// CPU trainer, are in gpu_runs.sh.
 #define TESTING
 #include "../../train_fp8.cu"
 
@@ -53,7 +54,8 @@ static void test_casts(Fp8Format format, const char *tensor) {
 
 static Options test_options(int precision, int64_t B, int64_t T) {
     Options o = options_default();
-    o.model = "test", o.precision = precision, o.batch_size = B, o.sequence_length = T, o.deterministic = true, o.learning_rate = 1e-3;
+    o.model = "test", o.precision = precision, o.batch_size = B, o.sequence_length = T, o.deterministic = true,
+    o.learning_rate = 1e-3;
     options_resolve(&o);
     return o;
 }
@@ -123,14 +125,16 @@ static double mean_loss(Trainer *t) {
     return sum / (double)t->d.R;
 }
 
-// Loss and every gradient against transformers' fp32 run. FP8 rounds every operand of every product to 3 or 2 bits of mantissa, so its
-// gradients are compared loosely here, and closely with the CPU trainer's emulation in gpu_runs.sh.
-static void test_golden(const char *name, int precision, int recompute, double loss_tolerance, double gradient_tolerance) {
+// Loss and every gradient against transformers' fp32 run. FP8 rounds every operand of every product to 3 or 2 bits of
+// mantissa, so its gradients are compared loosely here, and closely with the CPU trainer's emulation in gpu_runs.sh.
+static void test_golden(const char *name, int precision, int recompute, double loss_tolerance,
+                        double gradient_tolerance) {
     Golden g = golden_open(goldens, scratch, name);
     Options o = test_options(precision, g.B, g.T);
     o.recompute = recompute;
     if (precision == PRECISION_FP8 && g.B * g.T % 16) {
-        printf("skipped: %s in FP8, whose products take multiples of 16 tokens; its golden has %lld\n", name, (long long)(g.B * g.T));
+        printf("skipped: %s in FP8, whose products take multiples of 16 tokens; its golden has %lld\n", name,
+               (long long)(g.B * g.T));
         return golden_close(&g);
     }
     Trainer t;
@@ -153,7 +157,8 @@ static void test_golden(const char *name, int precision, int recompute, double l
         if (!(error <= worst)) worst = error;
         free(expected);
     }
-    printf("%-12s %s%s: loss off by %.2e, worst gradient by %.2e\n", name, precision == PRECISION_FP8 ? "fp8" : "bf16", recompute ? " recompute" : "", loss_error, worst);
+    printf("%-12s %s%s: loss off by %.2e, worst gradient by %.2e\n", name, precision == PRECISION_FP8 ? "fp8" : "bf16",
+           recompute ? " recompute" : "", loss_error, worst);
     free(grads);
     free(inputs);
     trainer_destroy(&t);
@@ -205,7 +210,8 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
             first_loss = loss;
         } else {
             const int64_t different = different_bits(gradients(&t), first, t.table.total);
-            CHECK(loss == first_loss && different == 0, "family %d precision %d, %s: loss %.9g and %.9g, %lld gradients differ", family, precision,
+            CHECK(loss == first_loss && different == 0,
+                  "family %d precision %d, %s: loss %.9g and %.9g, %lld gradients differ", family, precision,
                   run == 2 ? "recompute" : "again", loss, first_loss, (long long)different);
         }
         free(tokens);
@@ -225,8 +231,10 @@ static void test_nonfinite_gate(int on_nonfinite) {
     bf16_bits *before = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *before);
     CUDA_CHECK(cudaMemcpy(before, t.params.weights, (size_t)t.table.total * sizeof *before, cudaMemcpyDeviceToHost));
     static const StateKind kinds[] = {STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ};
-    const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17, follows[] = {layer_offset(&t.table, 0) + t.table.layer.wdown, t.table.root.embedding + 5};
-    for (int step = 0; step < (on_nonfinite == NONFINITE_SKIP ? 2 : 1); step++) {  // nothing comes after the step that ends the run
+    const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17,
+                  follows[] = {layer_offset(&t.table, 0) + t.table.layer.wdown, t.table.root.embedding + 5};
+    for (int step = 0; step < (on_nonfinite == NONFINITE_SKIP ? 2 : 1);
+         step++) {                                            // nothing comes after the step that ends the run
         const bf16_bits value = step == 0 ? 0x7f80 : 0x3c00;  // infinity, then an ordinary gradient
         CUDA_CHECK(cudaMemcpy(gradients(&t) + bad, &value, sizeof value, cudaMemcpyHostToDevice));
         for (int i = 0; i < 2; i++)
@@ -240,16 +248,19 @@ static void test_nonfinite_gate(int on_nonfinite) {
             const int64_t found = backward_position(backward_order(&t.table), position);
             CHECK(stats.control.nonfinite && what.magnitude == 0x7f800000u && found == bad,
                   "nonfinite %u, bad element %lld, expected %lld", stats.control.nonfinite, (long long)found,
-                      (long long)bad);
+                  (long long)bad);
             for (int k = 0; k < 3; k++) {
                 bf16_bits value_now;
                 state_read(&t, kinds[k], bad, 1, &value_now);
-                CHECK(value_now == (k ? 0 : before[bad]),
-                      "the element with an infinite gradient: array %d holds %04x", k, value_now);
+                CHECK(value_now == (k ? 0 : before[bad]), "the element with an infinite gradient: array %d holds %04x",
+                      k, value_now);
             }
-            if (on_nonfinite == NONFINITE_SKIP) CHECK(moved == 0, "%lld weights moved in a skipped step", (long long)moved);
+            if (on_nonfinite == NONFINITE_SKIP)
+                CHECK(moved == 0, "%lld weights moved in a skipped step", (long long)moved);
         } else {
-            CHECK(!stats.control.nonfinite && moved > 0, "an ordinary step after a skipped one: nonfinite %u, %lld weights moved", stats.control.nonfinite, (long long)moved);
+            CHECK(!stats.control.nonfinite && moved > 0,
+                  "an ordinary step after a skipped one: nonfinite %u, %lld weights moved", stats.control.nonfinite,
+                  (long long)moved);
         }
     }
     free(before);
@@ -275,8 +286,8 @@ static void delayed_step(Trainer *t, int64_t step, bool refuse) {
         CUDA_CHECK(cudaStreamSynchronize(t->stream));
     }
     const bf16_bits infinity = 0x7f80;
-    if (refuse) CUDA_CHECK(cudaMemcpy(gradients(t) + t->table.root.norm, &infinity, sizeof infinity,
-                                      cudaMemcpyHostToDevice));
+    if (refuse)
+        CUDA_CHECK(cudaMemcpy(gradients(t) + t->table.root.norm, &infinity, sizeof infinity, cudaMemcpyHostToDevice));
     optimizer_step(t, step);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     free(tokens);

@@ -1,5 +1,5 @@
-// Sums of gradients over micro-steps (llmc/reference/gradient_sum.h): bits that hang on seed, step, part and place alone, no
-// bias, and as much noise as is stated.
+// Sums of gradients over micro-steps (llmc/reference/gradient_sum.h): bits that hang on seed, step, part and place
+// alone, no bias, and as much noise as is stated.
 #include "../../llmc/reference/gradient_sum.h"
 
 #include "lib/check.h"

@@ -1,4 +1,5 @@
-// hf_config.h: config.json of the three classes in both RoPE styles, defaults, refusals, and the round trip of every preset.
+// hf_config.h: config.json of the three classes in both RoPE styles, defaults, refusals, and the round trip of every
+// preset.
 #include "../../llmc/config/hf_config.h"
 #include "lib/check.h"
 #include "lib/scratch.h"
@@ -14,11 +15,14 @@ static void read_action(void *text) {
     hf_config_read(&m, scratch);
 }
 
-#define SIZES "\"vocab_size\": 1000, \"hidden_size\": 128, \"intermediate_size\": 256, \"num_hidden_layers\": 2, \"num_attention_heads\": 4"
+#define SIZES                                                                                            \
+    "\"vocab_size\": 1000, \"hidden_size\": 128, \"intermediate_size\": 256, \"num_hidden_layers\": 2, " \
+    "\"num_attention_heads\": 4"
 #define LLAMA "{\"architectures\": [\"LlamaForCausalLM\"], " SIZES
 #define QWEN2 "{\"architectures\": [\"Qwen2ForCausalLM\"], \"model_type\": \"qwen2\", " SIZES
 #define QWEN3 "{\"architectures\": [\"Qwen3ForCausalLM\"], \"model_type\": \"qwen3\", " SIZES
-#define LLAMA3_ROPE "\"factor\": 8.0, \"low_freq_factor\": 1.0, \"high_freq_factor\": 4.0, \"original_max_position_embeddings\": 8192"
+#define LLAMA3_ROPE \
+    "\"factor\": 8.0, \"low_freq_factor\": 1.0, \"high_freq_factor\": 4.0, \"original_max_position_embeddings\": 8192"
 
 static ModelConfig read_text(const char *text) {
     ModelConfig m;
@@ -29,12 +33,17 @@ static ModelConfig read_text(const char *text) {
 
 static void test_published_llama(void) {
     // As meta-llama/Llama-3.2-1B publishes it (transformers 4).
-    ModelConfig preset, m = read_text(
-        "{\"architectures\": [\"LlamaForCausalLM\"], \"attention_bias\": false, \"attention_dropout\": 0.0, \"bos_token_id\": 128000, \"eos_token_id\": 128001, \"head_dim\": 64,"
-        "\"hidden_act\": \"silu\", \"hidden_size\": 2048, \"initializer_range\": 0.02, \"intermediate_size\": 8192, \"max_position_embeddings\": 131072, \"mlp_bias\": false,"
-        "\"model_type\": \"llama\", \"num_attention_heads\": 32, \"num_hidden_layers\": 16, \"num_key_value_heads\": 8, \"pretraining_tp\": 1, \"rms_norm_eps\": 1e-05,"
-        "\"rope_scaling\": {\"factor\": 32.0, \"high_freq_factor\": 4.0, \"low_freq_factor\": 1.0, \"original_max_position_embeddings\": 8192, \"rope_type\": \"llama3\"},"
-        "\"rope_theta\": 500000.0, \"tie_word_embeddings\": true, \"torch_dtype\": \"bfloat16\", \"transformers_version\": \"4.45.0.dev0\", \"use_cache\": true, \"vocab_size\": 128256}");
+    ModelConfig preset,
+        m = read_text("{\"architectures\": [\"LlamaForCausalLM\"], \"attention_bias\": false, \"attention_dropout\": "
+                      "0.0, \"bos_token_id\": 128000, \"eos_token_id\": 128001, \"head_dim\": 64,"
+                      "\"hidden_act\": \"silu\", \"hidden_size\": 2048, \"initializer_range\": 0.02, "
+                      "\"intermediate_size\": 8192, \"max_position_embeddings\": 131072, \"mlp_bias\": false,"
+                      "\"model_type\": \"llama\", \"num_attention_heads\": 32, \"num_hidden_layers\": 16, "
+                      "\"num_key_value_heads\": 8, \"pretraining_tp\": 1, \"rms_norm_eps\": 1e-05,"
+                      "\"rope_scaling\": {\"factor\": 32.0, \"high_freq_factor\": 4.0, \"low_freq_factor\": 1.0, "
+                      "\"original_max_position_embeddings\": 8192, \"rope_type\": \"llama3\"},"
+                      "\"rope_theta\": 500000.0, \"tie_word_embeddings\": true, \"torch_dtype\": \"bfloat16\", "
+                      "\"transformers_version\": \"4.45.0.dev0\", \"use_cache\": true, \"vocab_size\": 128256}");
     model_config_preset(&preset, "llama3.2-1b");
     memcpy(preset.name, m.name, sizeof m.name);
     CHECK(memcmp(&m, &preset, sizeof m) == 0, "differs from the preset");
@@ -48,15 +57,25 @@ static void test_published_llama(void) {
 
 static void test_defaults(void) {
     ModelConfig m = read_text(LLAMA "}");
-    CHECK(m.family == FAMILY_LLAMA && m.num_kv_heads == 4 && m.head_dim == 32 && !m.tie_word_embeddings && !m.qkv_bias && !m.qk_norm, "Llama");
-    CHECK(m.rms_norm_eps == 1e-6 && m.rope_theta == 10000 && m.rope_scaling.factor == 0 && m.initializer_range == 0.02 && m.max_position_embeddings == 2048, "Llama");
+    CHECK(m.family == FAMILY_LLAMA && m.num_kv_heads == 4 && m.head_dim == 32 && !m.tie_word_embeddings &&
+              !m.qkv_bias && !m.qk_norm,
+          "Llama");
+    CHECK(m.rms_norm_eps == 1e-6 && m.rope_theta == 10000 && m.rope_scaling.factor == 0 &&
+              m.initializer_range == 0.02 && m.max_position_embeddings == 2048,
+          "Llama");
     CHECK(m.bos_token_id == 1 && m.eos_token_id == 2, "Llama");
     m = read_text("{\"model_type\": \"qwen2\", " SIZES ", \"num_key_value_heads\": null}");
-    CHECK(m.family == FAMILY_QWEN2 && m.qkv_bias && !m.qk_norm && m.num_kv_heads == 4 && m.head_dim == 32 && m.bos_token_id == -1 && m.max_position_embeddings == 32768, "Qwen2");
-    m = read_text(QWEN3 ", \"num_key_value_heads\": 2, \"tie_word_embeddings\": true, \"eos_token_id\": [7, 8], \"bos_token_id\": 1000}");
-    CHECK(m.family == FAMILY_QWEN3 && !m.qkv_bias && m.qk_norm && m.num_kv_heads == 2 && m.head_dim == 128 && m.tie_word_embeddings, "Qwen3");
+    CHECK(m.family == FAMILY_QWEN2 && m.qkv_bias && !m.qk_norm && m.num_kv_heads == 4 && m.head_dim == 32 &&
+              m.bos_token_id == -1 && m.max_position_embeddings == 32768,
+          "Qwen2");
+    m = read_text(QWEN3 ", \"num_key_value_heads\": 2, \"tie_word_embeddings\": true, \"eos_token_id\": [7, 8], "
+                        "\"bos_token_id\": 1000}");
+    CHECK(m.family == FAMILY_QWEN3 && !m.qkv_bias && m.qk_norm && m.num_kv_heads == 2 && m.head_dim == 128 &&
+              m.tie_word_embeddings,
+          "Qwen3");
     CHECK(m.eos_token_id == 7 && m.bos_token_id == -1, "first of a list; an id outside the vocabulary is none");
-    m = read_text(QWEN2 ", \"num_key_value_heads\": 2, \"head_dim\": 64, \"sliding_window\": 4096, \"use_sliding_window\": false, \"layer_types\": [\"full_attention\"], \"eos_token_id\": []}");
+    m = read_text(QWEN2 ", \"num_key_value_heads\": 2, \"head_dim\": 64, \"sliding_window\": 4096, "
+                        "\"use_sliding_window\": false, \"layer_types\": [\"full_attention\"], \"eos_token_id\": []}");
     CHECK(m.head_dim == 64 && m.eos_token_id == -1, "Qwen2 with head_dim");
 }
 
@@ -65,11 +84,14 @@ static void test_rope_styles(void) {
         LLAMA ", \"rope_theta\": 500000, \"rope_scaling\": {\"rope_type\": \"llama3\", " LLAMA3_ROPE "}}",
         LLAMA ", \"rope_theta\": 500000, \"rope_scaling\": {\"type\": \"llama3\", " LLAMA3_ROPE "}}",
         LLAMA ", \"rope_parameters\": {\"rope_theta\": 500000.0, \"rope_type\": \"llama3\", " LLAMA3_ROPE "}}",
-        LLAMA ", \"rope_theta\": 500000.0, \"rope_scaling\": null, \"rope_parameters\": {\"rope_theta\": 500000.0, \"rope_type\": \"llama3\", " LLAMA3_ROPE "}}"};
+        LLAMA ", \"rope_theta\": 500000.0, \"rope_scaling\": null, \"rope_parameters\": {\"rope_theta\": 500000.0, "
+              "\"rope_type\": \"llama3\", " LLAMA3_ROPE "}}"};
     for (size_t i = 0; i < sizeof same / sizeof same[0]; i++) {
         ModelConfig m = read_text(same[i]);
         const RopeScaling *s = &m.rope_scaling;
-        CHECK(m.rope_theta == 500000 && s->factor == 8 && s->low_freq_factor == 1 && s->high_freq_factor == 4 && s->original_max_position_embeddings == 8192, "%s", same[i]);
+        CHECK(m.rope_theta == 500000 && s->factor == 8 && s->low_freq_factor == 1 && s->high_freq_factor == 4 &&
+                  s->original_max_position_embeddings == 8192,
+              "%s", same[i]);
     }
     ModelConfig m = read_text(LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e6, \"rope_type\": \"default\"}}");
     CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "default with parameters");
@@ -79,32 +101,64 @@ static void test_rope_styles(void) {
 
 static void test_refused(void) {
     static const char *const cases[][2] = {
-        {"", "expected a value"}, {"[]", "not an object"}, {"{}", "names neither"}, {LLAMA, "expected ',' or '}'"},
-        {"{\"architectures\": [\"LlamaForCausalLM\"]}", "has no \"vocab_size\""}, {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": null}", "has no \"vocab_size\""},
-        {"{\"architectures\": [\"MistralForCausalLM\"], " SIZES "}", "architecture MistralForCausalLM is not supported; LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM are"},
-        {"{\"architectures\": [\"Qwen3MoeForCausalLM\"], " SIZES "}", "Qwen3MoeForCausalLM is not supported"}, {"{\"model_type\": \"gpt2\", " SIZES "}", "gpt2 is not supported"},
-        {"{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"qwen2\", " SIZES "}", "expected \"llama\""}, {"{\"model_type\": 3, " SIZES "}", "model_type: expected a string, found 3"},
-        {LLAMA ", \"hidden_act\": \"gelu\"}", "hidden_act \"gelu\""}, {LLAMA ", \"attention_bias\": true}", "attention_bias"}, {QWEN3 ", \"attention_bias\": true}", "attention_bias"},
-        {LLAMA ", \"mlp_bias\": true}", "mlp_bias"}, {QWEN2 ", \"num_key_value_heads\": 2, \"use_sliding_window\": true}", "use_sliding_window"},
+        {"", "expected a value"},
+        {"[]", "not an object"},
+        {"{}", "names neither"},
+        {LLAMA, "expected ',' or '}'"},
+        {"{\"architectures\": [\"LlamaForCausalLM\"]}", "has no \"vocab_size\""},
+        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": null}", "has no \"vocab_size\""},
+        {"{\"architectures\": [\"MistralForCausalLM\"], " SIZES "}",
+         "architecture MistralForCausalLM is not supported; LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM "
+         "are"},
+        {"{\"architectures\": [\"Qwen3MoeForCausalLM\"], " SIZES "}", "Qwen3MoeForCausalLM is not supported"},
+        {"{\"model_type\": \"gpt2\", " SIZES "}", "gpt2 is not supported"},
+        {"{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"qwen2\", " SIZES "}", "expected \"llama\""},
+        {"{\"model_type\": 3, " SIZES "}", "model_type: expected a string, found 3"},
+        {LLAMA ", \"hidden_act\": \"gelu\"}", "hidden_act \"gelu\""},
+        {LLAMA ", \"attention_bias\": true}", "attention_bias"},
+        {QWEN3 ", \"attention_bias\": true}", "attention_bias"},
+        {LLAMA ", \"mlp_bias\": true}", "mlp_bias"},
+        {QWEN2 ", \"num_key_value_heads\": 2, \"use_sliding_window\": true}", "use_sliding_window"},
         {QWEN3 ", \"layer_types\": [\"full_attention\", \"sliding_attention\"]}", "sliding_attention"},
-        {LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\"}}", "quantization_config"}, {LLAMA ", \"attention_dropout\": 0.1}", "attention_dropout"},
-        {LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor"}, {LLAMA ", \"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4.0}}", "rope_type \"yarn\" is not supported; \"default\" and \"llama3\" are"},
-        {LLAMA ", \"rope_scaling\": {\"type\": \"linear\", \"factor\": 4.0}}", "rope_type \"linear\""}, {LLAMA ", \"rope_scaling\": 3}", "rope_scaling is a number"},
+        {LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\"}}", "quantization_config"},
+        {LLAMA ", \"attention_dropout\": 0.1}", "attention_dropout"},
+        {LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor"},
+        {LLAMA ", \"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4.0}}",
+         "rope_type \"yarn\" is not supported; \"default\" and \"llama3\" are"},
+        {LLAMA ", \"rope_scaling\": {\"type\": \"linear\", \"factor\": 4.0}}", "rope_type \"linear\""},
+        {LLAMA ", \"rope_scaling\": 3}", "rope_scaling is a number"},
         {LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0}}", "has no \"low_freq_factor\""},
-        {LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0, \"low_freq_factor\": 4, \"high_freq_factor\": 4, \"original_max_position_embeddings\": 8192}}", "low_freq_factor < high_freq_factor"},
-        {LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": \"8\", \"low_freq_factor\": 1, \"high_freq_factor\": 4, \"original_max_position_embeddings\": 8192}}", "rope_scaling.factor: expected a number, found \"8\""},
-        {LLAMA ", \"rope_theta\": 10000, \"rope_parameters\": {\"rope_theta\": 500000}}", "rope_theta is 10000, but 500000"},
-        {LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e4}, \"rope_scaling\": {\"rope_type\": \"default\"}}", "both rope_parameters and rope_scaling"},
-        {LLAMA ", \"rope_parameters\": {\"partial_rotary_factor\": 0.5}}", "partial_rotary_factor"}, {LLAMA ", \"rope_theta\": -1}", "must be above 0"},
-        {LLAMA ", \"rms_norm_eps\": 0}", "must be above 0"}, {LLAMA ", \"rms_norm_eps\": \"1e-5\"}", "rms_norm_eps: expected a number"}, {LLAMA ", \"tie_word_embeddings\": 1}", "tie_word_embeddings: expected true or false, found 1"},
-        {LLAMA ", \"num_key_value_heads\": 3}", "not a multiple"}, {LLAMA ", \"num_key_value_heads\": 0}", "num_key_value_heads"}, {LLAMA ", \"head_dim\": 33}", "odd"},
-        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 1000, \"hidden_size\": 130, \"intermediate_size\": 256, \"num_hidden_layers\": 2, \"num_attention_heads\": 4}", "hidden_size = 130 is not a multiple"},
-        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 1e15}", "vocab_size: expected a whole number"}, {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 12.5}", "vocab_size: expected a whole number"},
-        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 99999999, \"hidden_size\": 128, \"intermediate_size\": 256, \"num_hidden_layers\": 2, \"num_attention_heads\": 4}", "vocab_size = 99999999 is outside"},
+        {LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0, \"low_freq_factor\": 4, "
+               "\"high_freq_factor\": 4, \"original_max_position_embeddings\": 8192}}",
+         "low_freq_factor < high_freq_factor"},
+        {LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": \"8\", \"low_freq_factor\": 1, "
+               "\"high_freq_factor\": 4, \"original_max_position_embeddings\": 8192}}",
+         "rope_scaling.factor: expected a number, found \"8\""},
+        {LLAMA ", \"rope_theta\": 10000, \"rope_parameters\": {\"rope_theta\": 500000}}",
+         "rope_theta is 10000, but 500000"},
+        {LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e4}, \"rope_scaling\": {\"rope_type\": \"default\"}}",
+         "both rope_parameters and rope_scaling"},
+        {LLAMA ", \"rope_parameters\": {\"partial_rotary_factor\": 0.5}}", "partial_rotary_factor"},
+        {LLAMA ", \"rope_theta\": -1}", "must be above 0"},
+        {LLAMA ", \"rms_norm_eps\": 0}", "must be above 0"},
+        {LLAMA ", \"rms_norm_eps\": \"1e-5\"}", "rms_norm_eps: expected a number"},
+        {LLAMA ", \"tie_word_embeddings\": 1}", "tie_word_embeddings: expected true or false, found 1"},
+        {LLAMA ", \"num_key_value_heads\": 3}", "not a multiple"},
+        {LLAMA ", \"num_key_value_heads\": 0}", "num_key_value_heads"},
+        {LLAMA ", \"head_dim\": 33}", "odd"},
+        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 1000, \"hidden_size\": 130, "
+         "\"intermediate_size\": 256, \"num_hidden_layers\": 2, \"num_attention_heads\": 4}",
+         "hidden_size = 130 is not a multiple"},
+        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 1e15}", "vocab_size: expected a whole number"},
+        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 12.5}", "vocab_size: expected a whole number"},
+        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 99999999, \"hidden_size\": 128, "
+         "\"intermediate_size\": 256, \"num_hidden_layers\": 2, \"num_attention_heads\": 4}",
+         "vocab_size = 99999999 is outside"},
         {QWEN2 "}", "not a multiple"}};  // transformers' default of 32 key heads does not divide 4
     char output[4096];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
-        CHECK(check_dies(read_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: \"%s\"", cases[i][0], output);
+        CHECK(check_dies(read_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: \"%s\"",
+              cases[i][0], output);
 }
 
 static void missing_action(void *path) {
@@ -127,10 +181,13 @@ static void test_round_trip(void) {
         CHECK(memcmp(&m, &back, sizeof m) == 0, "%s differs after writing and reading", name);
     }
     CHECK(count == 16, "%d presets", count);
-    CHECK(check_dies(missing_action, (void *)"/no/such/folder", "cannot read /no/such/folder/config.json: No such file", output, sizeof output), "%s", output);
+    CHECK(check_dies(missing_action, (void *)"/no/such/folder", "cannot read /no/such/folder/config.json: No such file",
+                     output, sizeof output),
+          "%s", output);
 }
 
-// What transformers 5 and 4 wrote for the golden models (dev/reference) means the same. Run from the root of the repository.
+// What transformers 5 and 4 wrote for the golden models (dev/reference) means the same. Run from the root of the
+// repository.
 static void test_goldens(void) {
     static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
     for (int i = 0; i < 4; i++) {
@@ -144,7 +201,9 @@ static void test_goldens(void) {
             free(text);
         }
         CHECK(memcmp(&read[0], &read[1], sizeof read[0]) == 0, "%s: the two styles differ", names[i]);
-        CHECK((read[0].rope_scaling.factor > 0) == (i == 1) && read[0].qkv_bias == (i == 2) && read[0].qk_norm == (i == 3), "%s", names[i]);
+        CHECK((read[0].rope_scaling.factor > 0) == (i == 1) && read[0].qkv_bias == (i == 2) &&
+                  read[0].qk_norm == (i == 3),
+              "%s", names[i]);
     }
 }
 

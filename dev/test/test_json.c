@@ -1,4 +1,5 @@
-// json.h: what it accepts, what it refuses and with which words, and that no input makes it read or write outside its memory (run under ASan).
+// json.h: what it accepts, what it refuses and with which words, and that no input makes it read or write outside its
+// memory (run under ASan).
 #include "../../llmc/base/json.h"
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
@@ -7,24 +8,57 @@ static void check_refused(const char *text, size_t size, const char *reason) {
     Json json;
     Failure failure = {"", false};
     bool ok = json_parse(&json, "t.json", text, size, &failure);
-    CHECK(!ok && strstr(failure.text, reason) && strncmp(failure.text, "t.json: ", 8) == 0, "%.60s -> \"%s\", not \"%s\"", text, ok ? "accepted" : failure.text, reason);
+    CHECK(!ok && strstr(failure.text, reason) && strncmp(failure.text, "t.json: ", 8) == 0,
+          "%.60s -> \"%s\", not \"%s\"", text, ok ? "accepted" : failure.text, reason);
     if (ok) json_free(&json);
 }
 
 static void test_refused(void) {
-    static const char *const cases[][2] = {
-        {"", "expected a value (end of text)"}, {"   \n", "line 2, column 1: expected a value"}, {"nul", "expected a value"}, {"True", "expected a value"},
-        {"NaN", "expected a value"}, {"Infinity", "expected a value"}, {"-", "expected a value"}, {"+1", "expected a value"}, {".5", "expected a value"},
-        {"01", "text after the value"}, {"1.", "digits after the point"}, {"1e", "digits in the exponent"}, {"1e+", "digits in the exponent"},
-        {"0x10", "text after the value"}, {"1 2", "text after the value"}, {"{}x", "text after the value"}, {"[1,]", "expected a value"},
-        {"[1 2]", "expected ',' or ']'"}, {"[1", "expected ',' or ']' (end of text)"}, {"[", "expected a value"}, {"{", "expected a string"},
-        {"{1:2}", "expected a string"}, {"{\"a\" 1}", "expected ':'"}, {"{\"a\":1,}", "expected a string"}, {"{\"a\":1 \"b\":2}", "expected ',' or '}'"},
-        {"{\"a\":}", "expected a value"}, {"\"abc", "string without an end"}, {"\"a\\", "unknown escape"}, {"\"\\x41\"", "unknown escape"},
-        {"\"\\u12\"", "four hexadecimal"}, {"\"\\u12g4\"", "four hexadecimal"}, {"\"\\u0000\"", "\\u0000"}, {"\"\\ud800\"", "without a second"},
-        {"\"\\ud800\\u0041\"", "without a second"}, {"\"\\ud800\\n\"", "without a second"}, {"\"\\udc00\"", "without a first"}, {"\"a\nb\"", "control character"},
-        {"{\"a\":1,\"b\":2,\"a\":3}", "key \"a\" appears twice"}, {"{\"x\":{\"a\":1,\"\\u0061\":2}}", "key \"a\" appears twice"},
-        {"[1,\n [2,\n  !]]", "line 3, column 3"}, {"\xef\xbb\xbf{}", "expected a value"}, {"// c\n1", "expected a value"}, {"'a'", "expected a value"}};
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) check_refused(cases[i][0], strlen(cases[i][0]), cases[i][1]);
+    static const char *const cases[][2] = {{"", "expected a value (end of text)"},
+                                           {"   \n", "line 2, column 1: expected a value"},
+                                           {"nul", "expected a value"},
+                                           {"True", "expected a value"},
+                                           {"NaN", "expected a value"},
+                                           {"Infinity", "expected a value"},
+                                           {"-", "expected a value"},
+                                           {"+1", "expected a value"},
+                                           {".5", "expected a value"},
+                                           {"01", "text after the value"},
+                                           {"1.", "digits after the point"},
+                                           {"1e", "digits in the exponent"},
+                                           {"1e+", "digits in the exponent"},
+                                           {"0x10", "text after the value"},
+                                           {"1 2", "text after the value"},
+                                           {"{}x", "text after the value"},
+                                           {"[1,]", "expected a value"},
+                                           {"[1 2]", "expected ',' or ']'"},
+                                           {"[1", "expected ',' or ']' (end of text)"},
+                                           {"[", "expected a value"},
+                                           {"{", "expected a string"},
+                                           {"{1:2}", "expected a string"},
+                                           {"{\"a\" 1}", "expected ':'"},
+                                           {"{\"a\":1,}", "expected a string"},
+                                           {"{\"a\":1 \"b\":2}", "expected ',' or '}'"},
+                                           {"{\"a\":}", "expected a value"},
+                                           {"\"abc", "string without an end"},
+                                           {"\"a\\", "unknown escape"},
+                                           {"\"\\x41\"", "unknown escape"},
+                                           {"\"\\u12\"", "four hexadecimal"},
+                                           {"\"\\u12g4\"", "four hexadecimal"},
+                                           {"\"\\u0000\"", "\\u0000"},
+                                           {"\"\\ud800\"", "without a second"},
+                                           {"\"\\ud800\\u0041\"", "without a second"},
+                                           {"\"\\ud800\\n\"", "without a second"},
+                                           {"\"\\udc00\"", "without a first"},
+                                           {"\"a\nb\"", "control character"},
+                                           {"{\"a\":1,\"b\":2,\"a\":3}", "key \"a\" appears twice"},
+                                           {"{\"x\":{\"a\":1,\"\\u0061\":2}}", "key \"a\" appears twice"},
+                                           {"[1,\n [2,\n  !]]", "line 3, column 3"},
+                                           {"\xef\xbb\xbf{}", "expected a value"},
+                                           {"// c\n1", "expected a value"},
+                                           {"'a'", "expected a value"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        check_refused(cases[i][0], strlen(cases[i][0]), cases[i][1]);
     check_refused("\"a\0b\"", 5, "control character");
     check_refused("1\0", 2, "text after the value");
 }
@@ -44,9 +78,10 @@ static void test_depth(void) {
     free(deep);
 }
 
-static const char document[] =
-    "{\"name\": \"a\\\"\\\\\\/\\b\\f\\n\\r\\tb\\u00e9\\u20ac\\ud83d\\ude00\", \"raw\": \"\xc3\xa9\xff\", \"int\": -12345678901234567, \"real\": 1.5e-3,\n"
-    " \"whole\": 8192.0, \"million\": 1E6, \"flags\": [true, false, null], \"nested\": {\"list\": [1, {\"deep\": \"x\"}], \"empty\": {}, \"none\": []}, \"\": 0}";
+static const char document[] = "{\"name\": \"a\\\"\\\\\\/\\b\\f\\n\\r\\tb\\u00e9\\u20ac\\ud83d\\ude00\", \"raw\": "
+                               "\"\xc3\xa9\xff\", \"int\": -12345678901234567, \"real\": 1.5e-3,\n"
+                               " \"whole\": 8192.0, \"million\": 1E6, \"flags\": [true, false, null], \"nested\": "
+                               "{\"list\": [1, {\"deep\": \"x\"}], \"empty\": {}, \"none\": []}, \"\": 0}";
 
 static void test_values(void) {
     Json json;
@@ -55,20 +90,29 @@ static void test_values(void) {
     const JsonNode *root = json_root(&json);
     CHECK(root->type == JSON_OBJECT && root->count == 9 && root->key == NULL, "%lld", (long long)root->count);
     const JsonNode *name = json_require(&json, root, "name", JSON_STRING, &failure);
-    CHECK(name && strcmp(name->text, "a\"\\/\b\f\n\r\tb\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80") == 0, "%s", name ? name->text : failure.text);
+    CHECK(name && strcmp(name->text, "a\"\\/\b\f\n\r\tb\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80") == 0, "%s",
+          name ? name->text : failure.text);
     CHECK(strcmp(json_member(&json, root, "raw")->text, "\xc3\xa9\xff") == 0, "bytes that are not UTF-8 are kept");
-    CHECK(json_member(&json, root, "") && !json_member(&json, root, "absent") && !json_member(&json, name, "x"), "members");
+    CHECK(json_member(&json, root, "") && !json_member(&json, root, "absent") && !json_member(&json, name, "x"),
+          "members");
     int64_t i = 0;
     double x = 0;
     bool b = false;
-    CHECK(json_int(&json, json_member(&json, root, "int"), INT64_MIN, 0, &i, &failure) && i == -12345678901234567, "%lld", (long long)i);
+    CHECK(json_int(&json, json_member(&json, root, "int"), INT64_MIN, 0, &i, &failure) && i == -12345678901234567,
+          "%lld", (long long)i);
     CHECK(json_real(&json, json_member(&json, root, "real"), &x, &failure) && x == 1.5e-3, "%g", x);
-    CHECK(json_int(&json, json_member(&json, root, "whole"), 1, 1 << 20, &i, &failure) && i == 8192, "%lld", (long long)i);
-    CHECK(json_int(&json, json_member(&json, root, "million"), 1, 1 << 20, &i, &failure) && i == 1000000, "%lld", (long long)i);
-    const JsonNode *flags = json_member(&json, root, "flags"), *first = json_first(&json, flags), *second = json_next(&json, first);
-    CHECK(flags->count == 3 && json_bool(&json, first, &b, &failure) && b && json_bool(&json, second, &b, &failure) && !b, "flags");
+    CHECK(json_int(&json, json_member(&json, root, "whole"), 1, 1 << 20, &i, &failure) && i == 8192, "%lld",
+          (long long)i);
+    CHECK(json_int(&json, json_member(&json, root, "million"), 1, 1 << 20, &i, &failure) && i == 1000000, "%lld",
+          (long long)i);
+    const JsonNode *flags = json_member(&json, root, "flags"), *first = json_first(&json, flags),
+                   *second = json_next(&json, first);
+    CHECK(flags->count == 3 && json_bool(&json, first, &b, &failure) && b && json_bool(&json, second, &b, &failure) &&
+              !b,
+          "flags");
     CHECK(json_next(&json, second)->type == JSON_NULL && !json_next(&json, json_next(&json, second)), "null is last");
-    const JsonNode *nested = json_member(&json, root, "nested"), *deep = json_next(&json, json_first(&json, json_member(&json, nested, "list")));
+    const JsonNode *nested = json_member(&json, root, "nested"),
+                   *deep = json_next(&json, json_first(&json, json_member(&json, nested, "list")));
     char path[64];
     json_path(&json, json_member(&json, deep, "deep"), path, sizeof path);
     CHECK(strcmp(path, "nested.list[1].deep") == 0, "%s", path);
@@ -77,10 +121,18 @@ static void test_values(void) {
     json_path(&json, json_member(&json, deep, "deep"), path, 8);
     CHECK(strcmp(path, "nested.") == 0, "%s", path);
 
-    CHECK(!json_require(&json, nested, "size", JSON_NUMBER, &failure) && strcmp(failure.text, "t.json: nested has no \"size\"") == 0, "%s", failure.text);
-    CHECK(!json_require(&json, nested, "list", JSON_OBJECT, &failure) && strcmp(failure.text, "t.json: nested.list: expected an object, found an array") == 0, "%s", failure.text);
-    CHECK(!json_int(&json, name, 0, 9, &i, &failure) && strstr(failure.text, "t.json: name: expected a whole number in 0..9, found \"a"), "%s", failure.text);
-    CHECK(!json_int(&json, json_member(&json, root, "real"), 0, 9, &i, &failure) && strstr(failure.text, "found 1.5e-3"), "%s", failure.text);
+    CHECK(!json_require(&json, nested, "size", JSON_NUMBER, &failure) &&
+              strcmp(failure.text, "t.json: nested has no \"size\"") == 0,
+          "%s", failure.text);
+    CHECK(!json_require(&json, nested, "list", JSON_OBJECT, &failure) &&
+              strcmp(failure.text, "t.json: nested.list: expected an object, found an array") == 0,
+          "%s", failure.text);
+    CHECK(!json_int(&json, name, 0, 9, &i, &failure) &&
+              strstr(failure.text, "t.json: name: expected a whole number in 0..9, found \"a"),
+          "%s", failure.text);
+    CHECK(!json_int(&json, json_member(&json, root, "real"), 0, 9, &i, &failure) &&
+              strstr(failure.text, "found 1.5e-3"),
+          "%s", failure.text);
     CHECK(!json_bool(&json, name, &b, &failure) && !json_real(&json, name, &x, &failure), "types are checked");
     json_free(&json);
 }
@@ -100,8 +152,10 @@ static void test_numbers(void) {
     CHECK(int_of("-9223372036854775808", INT64_MIN, 0, &i) && i == INT64_MIN, "%lld", (long long)i);
     CHECK(!int_of("9223372036854775808", 0, INT64_MAX, &i), "past 64 bits");
     CHECK(!int_of("99999999999999999999999999", 0, INT64_MAX, &i), "past 64 bits");
-    CHECK(!int_of("1e300", 0, INT64_MAX, &i) && !int_of("1e999", 0, INT64_MAX, &i) && !int_of("1e18", 0, INT64_MAX, &i), "past what a double holds exactly");
-    CHECK(!int_of("0.5", 0, 9, &i) && !int_of("10", 0, 9, &i) && !int_of("-1", 0, 9, &i) && !int_of("1e1", 0, 9, &i), "range");
+    CHECK(!int_of("1e300", 0, INT64_MAX, &i) && !int_of("1e999", 0, INT64_MAX, &i) && !int_of("1e18", 0, INT64_MAX, &i),
+          "past what a double holds exactly");
+    CHECK(!int_of("0.5", 0, 9, &i) && !int_of("10", 0, 9, &i) && !int_of("-1", 0, 9, &i) && !int_of("1e1", 0, 9, &i),
+          "range");
     CHECK(int_of("9", 0, 9, &i) && int_of("0", 0, 9, &i) && int_of("-0", 0, 9, &i), "limits belong to the range");
     Json json;
     Failure failure;
@@ -137,7 +191,21 @@ static void test_damage(void) {
 }
 
 static void test_writing(void) {
-    const double values[] = {0, 1, -1, 0.1, 1e-5, 1e-6, 1e-8, 0.02, 500000, 1e6, 1e21, 1.0 / 3, 5e-324, 1.7976931348623157e308, 123456789012345680.0};
+    const double values[] = {0,
+                             1,
+                             -1,
+                             0.1,
+                             1e-5,
+                             1e-6,
+                             1e-8,
+                             0.02,
+                             500000,
+                             1e6,
+                             1e21,
+                             1.0 / 3,
+                             5e-324,
+                             1.7976931348623157e308,
+                             123456789012345680.0};
     const char *const texts[] = {"0.0", "1.0", "-1.0", "0.1", "1e-05", "1e-06", "1e-08", "0.02"};
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "{\"s\": ");
@@ -156,7 +224,8 @@ static void test_writing(void) {
     CHECK(json_parse(&json, "t.json", out.data, out.size, &failure), "%s in %s", failure.text, out.data);
     CHECK(strcmp(json_member(&json, json_root(&json), "s")->text, "q\"b\\n\n\x01\xc3\xa9/") == 0, "%s", out.data);
     size_t i = 0;
-    for (const JsonNode *n = json_first(&json, json_member(&json, json_root(&json), "n")); n; n = json_next(&json, n), i++) {
+    for (const JsonNode *n = json_first(&json, json_member(&json, json_root(&json), "n")); n;
+         n = json_next(&json, n), i++) {
         double x = 0;
         CHECK(json_real(&json, n, &x, &failure) && x == values[i], "%s is not %.17g", n->text, values[i]);
     }
@@ -168,12 +237,14 @@ static void test_writing(void) {
 static void test_bytes(void) {
     static const char *const cases[][2] = {
         {"a/\xff\xfe/b", "\"a/\\udcff\\udcfe/b\""},
-        {"caf\xe9", "\"caf\\udce9\""},                                   // Latin-1
+        {"caf\xe9", "\"caf\\udce9\""},  // Latin-1
         {"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", "\"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\""},
-        {"\xe2\x82", "\"\\udce2\\udc82\""},                             // cut in a character
-        {"\xc0\xaf", "\"\\udcc0\\udcaf\""}, {"\xe0\x80\x80", "\"\\udce0\\udc80\\udc80\""}, {"\xf0\x8f\xbf\xbf", "\"\\udcf0\\udc8f\\udcbf\\udcbf\""},  // overlong
-        {"\xed\xa0\x80", "\"\\udced\\udca0\\udc80\""},                // a surrogate
-        {"\xf4\x90\x80\x80", "\"\\udcf4\\udc90\\udc80\\udc80\""},     // past U+10FFFF
+        {"\xe2\x82", "\"\\udce2\\udc82\""},  // cut in a character
+        {"\xc0\xaf", "\"\\udcc0\\udcaf\""},
+        {"\xe0\x80\x80", "\"\\udce0\\udc80\\udc80\""},
+        {"\xf0\x8f\xbf\xbf", "\"\\udcf0\\udc8f\\udcbf\\udcbf\""},  // overlong
+        {"\xed\xa0\x80", "\"\\udced\\udca0\\udc80\""},             // a surrogate
+        {"\xf4\x90\x80\x80", "\"\\udcf4\\udc90\\udc80\\udc80\""},  // past U+10FFFF
         {"\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf", "\"\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf\""}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         JsonText out = {NULL, 0, 0};

@@ -1,4 +1,5 @@
-// The step line as DESIGN prints it, log.jsonl line by line (read back with the JSON reader), the summary's medians, and files that cannot be written.
+// The step line as DESIGN prints it, log.jsonl line by line (read back with the JSON reader), the summary's medians,
+// and files that cannot be written.
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -18,7 +19,8 @@ typedef struct {
 static Run make_run(double peak) {
     Run r;
     r.o = options_default();
-    r.o.model = "llama3.1-8b", r.o.sequence_length = 2048, r.o.num_steps = 1000, r.o.precision = PRECISION_FP8, r.o.log_dir = scratch;
+    r.o.model = "llama3.1-8b", r.o.sequence_length = 2048, r.o.num_steps = 1000, r.o.precision = PRECISION_FP8,
+    r.o.log_dir = scratch;
     r.o.train_data = "a \"quoted\" \\ path";
     options_resolve(&r.o);
     model_config_preset(&r.m, r.o.model);
@@ -62,8 +64,10 @@ static void test_step_line(void) {
     Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     StepRecord s = make_step(12, 0.20512);
     char *line = captured(log_step, &l, &s);
-    // 2048 tokens a GPU in 205.12 ms: 9984 tok/s; 46.639 GFLOP a token give 465.7 TFLOP/s, 47.1% of 989.5; FP8 products count half in sol
-    const char *expected = "step   12/1000 | loss 9.123456 | norm 1.2345 | lr 1.000e-05 | 205.12 ms | 9984 tok/s/gpu | 39938 tok/s | 465.7 TFLOP/s/gpu | mfu 47.1% | sol 25.9% | mem 59.9 GiB\n";
+    // 2048 tokens a GPU in 205.12 ms: 9984 tok/s; 46.639 GFLOP a token give 465.7 TFLOP/s, 47.1% of 989.5; FP8 products
+    // count half in sol
+    const char *expected = "step   12/1000 | loss 9.123456 | norm 1.2345 | lr 1.000e-05 | 205.12 ms | 9984 tok/s/gpu | "
+                           "39938 tok/s | 465.7 TFLOP/s/gpu | mfu 47.1% | sol 25.9% | mem 59.9 GiB\n";
     CHECK(strcmp(line, expected) == 0, "step line\n%sexpected\n%s", line, expected);
     free(line);
     l.run.peak_bf16 = 0, s.skipped = true, s.norm = (double)INFINITY;
@@ -90,7 +94,9 @@ static void test_file(void) {
     CHECK(strcmp(printed, "validation after step 31 | loss 1.500000\n") == 0, "%s", printed);
     free(printed);
     printed = captured(log_close, &l, NULL);
-    CHECK(strstr(printed, "31 steps, 1 skipped") && strstr(printed, "median of the last 21 steps: 110.00 ms") && strstr(printed, "mean of the last 20 2.000000"), "%s", printed);
+    CHECK(strstr(printed, "31 steps, 1 skipped") && strstr(printed, "median of the last 21 steps: 110.00 ms") &&
+              strstr(printed, "mean of the last 20 2.000000"),
+          "%s", printed);
     free(printed);
 
     const char *path = scratch_path("log.jsonl");
@@ -111,37 +117,49 @@ static void test_file(void) {
             for (const OptionRow *row = option_rows(); row->name; row++) options += option_is_setting(row);
             for (const JsonNode *node = json_first(&json, settings); node; node = json_next(&json, node)) logged++;
             CHECK(logged == options, "%lld of %lld settings are logged", (long long)logged, (long long)options);
-            CHECK(strcmp(json_member(&json, settings, "train-data")->text, r.o.train_data) == 0, "quotes survive: %s", line);
+            CHECK(strcmp(json_member(&json, settings, "train-data")->text, r.o.train_data) == 0, "quotes survive: %s",
+                  line);
             CHECK(member(&json, "world_size") == 4 && member(&json, "parameters") == 8030261248.0, "%s", line);
         }
         if (lines == 1) {
-            CHECK(strcmp(type, "step") == 0 && member(&json, "step") == 1 && member(&json, "loss") == 50 && member(&json, "ms") == 5000, "%s", line);
+            CHECK(strcmp(type, "step") == 0 && member(&json, "step") == 1 && member(&json, "loss") == 50 &&
+                      member(&json, "ms") == 5000,
+                  "%s", line);
             CHECK(fabs(member(&json, "mfu") - 46.639e9 * 2048 / 5 / 989.5e12) < 1e-4, "%s", line);
         }
-        if (lines == 4) CHECK(json_member(&json, json_root(&json), "norm")->type == JSON_NULL && strstr(line, "\"skipped\": true"), "NaN is null: %s", line);
+        if (lines == 4)
+            CHECK(json_member(&json, json_root(&json), "norm")->type == JSON_NULL && strstr(line, "\"skipped\": true"),
+                  "NaN is null: %s", line);
         if (lines == 32) CHECK(strcmp(type, "validation") == 0 && member(&json, "loss") == 1.5, "%s", line);
-        if (lines == 33) CHECK(strcmp(type, "summary") == 0 && fabs(member(&json, "median_ms") - 110) < 1e-9 && member(&json, "steps") == 31, "%s", line);
+        if (lines == 33)
+            CHECK(strcmp(type, "summary") == 0 && fabs(member(&json, "median_ms") - 110) < 1e-9 &&
+                      member(&json, "steps") == 31,
+                  "%s", line);
         json_free(&json);
     }
     CHECK(lines == 34, "log.jsonl has %d lines", lines);
     free(text);
 
-    // a resumed run continues the file behind its last whole line, another one starts it anew, also where --resume found no checkpoint
+    // a resumed run continues the file behind its last whole line, another one starts it anew, also where --resume
+    // found no checkpoint
     FILE *file = fopen(path, "a");
-    if (!file || fputs("{\"type\": \"step\", \"loss\": 5.68", file) < 0 || fclose(file)) die("%s: %s", path, strerror(errno));
+    if (!file || fputs("{\"type\": \"step\", \"loss\": 5.68", file) < 0 || fclose(file))
+        die("%s: %s", path, strerror(errno));
     r.run.resumed = true;
     l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     logger_close(&l);
     text = read_file(path, NULL);
     const char *appended = strstr(text + 1, "{\"type\": \"settings\"");
-    CHECK(appended && appended[-1] == '\n' && appended[-2] == '}' && !strstr(text, "5.68"), "a resumed run appends its settings, and drops the line that was cut: %s", appended ? appended - 40 : "none");
+    CHECK(appended && appended[-1] == '\n' && appended[-2] == '}' && !strstr(text, "5.68"),
+          "a resumed run appends its settings, and drops the line that was cut: %s", appended ? appended - 40 : "none");
     free(text);
     r.run.resumed = false;
     r.o.resume = true;
     l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     logger_close(&l);
     text = read_file(path, NULL);
-    CHECK(strncmp(text, "{\"type\": \"settings\"", 19) == 0 && !strstr(text + 1, "{\"type\":"), "a new run starts the log anew");
+    CHECK(strncmp(text, "{\"type\": \"settings\"", 19) == 0 && !strstr(text + 1, "{\"type\":"),
+          "a new run starts the log anew");
     free(text);
     unlink(path);
     free_run(&r);
@@ -205,7 +223,10 @@ static void log_through_a_full_disk(void *unused) {
 static void test_full_disk(void) {
     char output[1024];
     CHECK(check_dies(log_through_a_full_disk, NULL, "the run went on", output, sizeof output), "%s", output);
-    CHECK(check_count(output, "cannot be written (File too large); the run goes on without the lines that do not fit") == 1 && check_count(output, "warning") == 1, "it is said once: %s", output);
+    CHECK(check_count(output,
+                      "cannot be written (File too large); the run goes on without the lines that do not fit") == 1 &&
+              check_count(output, "warning") == 1,
+          "it is said once: %s", output);
     char *save = NULL, *text = read_file(scratch_path("log.jsonl"), NULL), steps[64] = "";
     for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
         Json json;
@@ -213,7 +234,8 @@ static void test_full_disk(void) {
         const bool parsed = json_parse(&json, "log.jsonl", line, strlen(line), &failure);
         CHECK(parsed, "%s", failure.text);
         if (!parsed) continue;
-        snprintf(steps + strlen(steps), sizeof steps - strlen(steps), " %.2s%.0f", json_member(&json, json_root(&json), "type")->text, member(&json, "step"));
+        snprintf(steps + strlen(steps), sizeof steps - strlen(steps), " %.2s%.0f",
+                 json_member(&json, json_root(&json), "type")->text, member(&json, "step"));
         json_free(&json);
     }
     CHECK(strcmp(steps, " senan st1 st2 st5 st6 sunan") == 0, "lines of the log:%s", steps);

@@ -5,16 +5,21 @@
 
 // Published numbers of parameters (model cards; safetensors metadata on the hub).
 static void test_parameter_counts(void) {
-    static const struct { const char *name; int64_t parameters; } published[] = {
-        {"llama3.2-1b", 1235814400}, {"llama3.2-3b", 3212749824}, {"llama3.1-8b", 8030261248}, {"llama3.1-70b", 70553706496}, {"llama3.1-405b", 405853388800},
-        {"qwen3-0.6b", 596049920}, {"qwen3-1.7b", 1720574976}, {"qwen3-4b", 4022468096}, {"qwen3-8b", 8190735360}, {"qwen3-14b", 14768307200}, {"qwen3-32b", 32762123264},
-        {"qwen2.5-0.5b", 494032768}, {"qwen2.5-1.5b", 1543714304}, {"qwen2.5-7b", 7615616512}};
+    static const struct {
+        const char *name;
+        int64_t parameters;
+    } published[] = {{"llama3.2-1b", 1235814400},   {"llama3.2-3b", 3212749824},     {"llama3.1-8b", 8030261248},
+                     {"llama3.1-70b", 70553706496}, {"llama3.1-405b", 405853388800}, {"qwen3-0.6b", 596049920},
+                     {"qwen3-1.7b", 1720574976},    {"qwen3-4b", 4022468096},        {"qwen3-8b", 8190735360},
+                     {"qwen3-14b", 14768307200},    {"qwen3-32b", 32762123264},      {"qwen2.5-0.5b", 494032768},
+                     {"qwen2.5-1.5b", 1543714304},  {"qwen2.5-7b", 7615616512}};
     for (size_t i = 0; i < sizeof published / sizeof published[0]; i++) {
         ModelConfig m;
         CHECK(model_config_preset(&m, published[i].name), "%s is missing", published[i].name);
         model_config_check(&m);
         ParameterTable t = parameter_table(&m);
-        CHECK(t.num_parameters == published[i].parameters, "%s has %lld parameters, not %lld", published[i].name, (long long)t.num_parameters, (long long)published[i].parameters);
+        CHECK(t.num_parameters == published[i].parameters, "%s has %lld parameters, not %lld", published[i].name,
+              (long long)t.num_parameters, (long long)published[i].parameters);
         parameter_table_free(&t);
     }
 }
@@ -27,39 +32,70 @@ static void test_presets(void) {
     for (char *name = strtok(names, ", "); name; name = strtok(NULL, ", "), count++) {
         ModelConfig m;
         CHECK(model_config_preset(&m, name) && strcmp(m.name, name) == 0, "%s", name);
-        const bool llama3 = strncmp(name, "llama3", 6) == 0, qwen2 = strncmp(name, "qwen2", 5) == 0, qwen3 = strncmp(name, "qwen3", 5) == 0;
-        CHECK(m.family == (qwen2 ? FAMILY_QWEN2 : qwen3 ? FAMILY_QWEN3 : FAMILY_LLAMA) && m.qkv_bias == qwen2 && m.qk_norm == qwen3, "%s: family", name);
-        CHECK((m.rope_scaling.factor > 0) == llama3 && m.rms_norm_eps == (qwen2 || qwen3 ? 1e-6 : 1e-5) && m.initializer_range == 0.02, "%s: constants", name);
-        CHECK(m.num_heads % m.num_kv_heads == 0 && model_qkv_size(&m) == (m.num_heads + 2 * m.num_kv_heads) * m.head_dim, "%s: heads", name);
-        // The GPU kernels' terms: head_dim 64 or 128, and sizes that 128-wide tiles divide (small models and Qwen2.5-0.5B excepted).
+        const bool llama3 = strncmp(name, "llama3", 6) == 0, qwen2 = strncmp(name, "qwen2", 5) == 0,
+                   qwen3 = strncmp(name, "qwen3", 5) == 0;
+        CHECK(m.family == (qwen2   ? FAMILY_QWEN2
+                           : qwen3 ? FAMILY_QWEN3
+                                   : FAMILY_LLAMA) &&
+                  m.qkv_bias == qwen2 && m.qk_norm == qwen3,
+              "%s: family", name);
+        CHECK((m.rope_scaling.factor > 0) == llama3 && m.rms_norm_eps == (qwen2 || qwen3 ? 1e-6 : 1e-5) &&
+                  m.initializer_range == 0.02,
+              "%s: constants", name);
+        CHECK(m.num_heads % m.num_kv_heads == 0 &&
+                  model_qkv_size(&m) == (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
+              "%s: heads", name);
+        // The GPU kernels' terms: head_dim 64 or 128, and sizes that 128-wide tiles divide (small models and
+        // Qwen2.5-0.5B excepted).
         CHECK(m.head_dim == 64 || m.head_dim == 128, "%s: head_dim %lld", name, (long long)m.head_dim);
         CHECK(m.hidden_size % 64 == 0 && m.intermediate_size % 64 == 0, "%s: sizes", name);
     }
     CHECK(count == 16, "%d presets", count);
     ModelConfig m;
-    CHECK(!model_config_preset(&m, "llama") && !model_config_preset(&m, "") && !model_config_preset(&m, "TINY"), "unknown names");
+    CHECK(!model_config_preset(&m, "llama") && !model_config_preset(&m, "") && !model_config_preset(&m, "TINY"),
+          "unknown names");
     CHECK(model_config_preset(&m, "tiny") && m.num_layers == 2 && m.hidden_size == 64 && m.vocab_size == 0, "tiny");
-    CHECK(model_config_preset(&m, "small") && m.num_layers == 4 && m.hidden_size == 256 && m.intermediate_size % 128 == 0 && model_qkv_size(&m) % 128 == 0, "small");
+    CHECK(model_config_preset(&m, "small") && m.num_layers == 4 && m.hidden_size == 256 &&
+              m.intermediate_size % 128 == 0 && model_qkv_size(&m) % 128 == 0,
+          "small");
 }
 
-// Values that transformers 5.17 computes (ROPE_INIT_FUNCTIONS["llama3"], float32): kept, interpolated and divided frequencies.
+// Values that transformers 5.17 computes (ROPE_INIT_FUNCTIONS["llama3"], float32): kept, interpolated and divided
+// frequencies.
 static void test_rope(void) {
-    static const struct { const char *model; int pair; double frequency; } expected[] = {
-        {"llama3.2-1b", 0, 1.0}, {"llama3.2-1b", 5, 0.12868738174438477}, {"llama3.2-1b", 14, 0.0032114461064338684}, {"llama3.2-1b", 15, 0.0012905480107292533},
-        {"llama3.2-1b", 16, 0.000429556705057621}, {"llama3.2-1b", 17, 9.708286233944818e-05}, {"llama3.2-1b", 18, 1.9461638657958247e-05}, {"llama3.2-1b", 20, 8.570255886297673e-06},
-        {"llama3.2-1b", 31, 9.418306490260875e-08}, {"llama3.1-8b", 1, 0.8146172165870667}, {"llama3.1-8b", 28, 0.0032114461064338684}, {"llama3.1-8b", 29, 0.0021665706299245358},
-        {"llama3.1-8b", 32, 0.0005248460220173001}, {"llama3.1-8b", 35, 9.556212171446532e-05}, {"llama3.1-8b", 36, 7.784655463183299e-05}, {"llama3.1-8b", 50, 4.411534519022098e-06},
-        {"llama3.1-8b", 63, 3.068925877869333e-07}};
+    static const struct {
+        const char *model;
+        int pair;
+        double frequency;
+    } expected[] = {{"llama3.2-1b", 0, 1.0},
+                    {"llama3.2-1b", 5, 0.12868738174438477},
+                    {"llama3.2-1b", 14, 0.0032114461064338684},
+                    {"llama3.2-1b", 15, 0.0012905480107292533},
+                    {"llama3.2-1b", 16, 0.000429556705057621},
+                    {"llama3.2-1b", 17, 9.708286233944818e-05},
+                    {"llama3.2-1b", 18, 1.9461638657958247e-05},
+                    {"llama3.2-1b", 20, 8.570255886297673e-06},
+                    {"llama3.2-1b", 31, 9.418306490260875e-08},
+                    {"llama3.1-8b", 1, 0.8146172165870667},
+                    {"llama3.1-8b", 28, 0.0032114461064338684},
+                    {"llama3.1-8b", 29, 0.0021665706299245358},
+                    {"llama3.1-8b", 32, 0.0005248460220173001},
+                    {"llama3.1-8b", 35, 9.556212171446532e-05},
+                    {"llama3.1-8b", 36, 7.784655463183299e-05},
+                    {"llama3.1-8b", 50, 4.411534519022098e-06},
+                    {"llama3.1-8b", 63, 3.068925877869333e-07}};
     for (size_t i = 0; i < sizeof expected / sizeof expected[0]; i++) {
         ModelConfig m;
         model_config_preset(&m, expected[i].model);
         const double got = rope_inverse_frequency(&m, expected[i].pair);
         // transformers works in float32: a few roundings of 6e-8, and the interpolation cancels one digit.
-        CHECK(fabs(got / expected[i].frequency - 1) < 2e-6, "%s, pair %d: %.10g, not %.10g", expected[i].model, expected[i].pair, got, expected[i].frequency);
+        CHECK(fabs(got / expected[i].frequency - 1) < 2e-6, "%s, pair %d: %.10g, not %.10g", expected[i].model,
+              expected[i].pair, got, expected[i].frequency);
     }
     ModelConfig m;
     model_config_preset(&m, "qwen3-4b");
-    CHECK(fabs(rope_inverse_frequency(&m, 32) - 1e-3) < 1e-15 && rope_inverse_frequency(&m, 0) == 1, "theta 1e6, half way: 1e-3");
+    CHECK(fabs(rope_inverse_frequency(&m, 32) - 1e-3) < 1e-15 && rope_inverse_frequency(&m, 0) == 1,
+          "theta 1e6, half way: 1e-3");
 }
 
 static void check_action(void *model) { model_config_check((const ModelConfig *)model); }
@@ -69,10 +105,10 @@ static void test_check(void) {
     char output[1024];
     model_config_preset(&good, "llama3.1-8b");
     model_config_check(&good);
-#define BAD(change, message)                                                                       \
-    {                                                                                              \
-        ModelConfig m = good;                                                                      \
-        change;                                                                                    \
+#define BAD(change, message)                                                                            \
+    {                                                                                                   \
+        ModelConfig m = good;                                                                           \
+        change;                                                                                         \
         CHECK(check_dies(check_action, &m, message, output, sizeof output), "%s: %s", #change, output); \
     }
     BAD(m.vocab_size = 0, "vocab_size = 0 is outside 1..16777216")

@@ -1,4 +1,5 @@
-// options.h: every row of the table, parsing, every kind of bad value, conflicts, and the text forms that checkpoints and logs keep.
+// options.h: every row of the table, parsing, every kind of bad value, conflicts, and the text forms that checkpoints
+// and logs keep.
 #include "../../llmc/config/options.h"
 #include "lib/check.h"
 
@@ -42,15 +43,20 @@ static void parse_action(void *text) {
 static void test_defaults(void) {
     Options o = parse("tiny");
     CHECK(strcmp(o.model, "tiny") == 0 && strncmp(o.train_data, "data/", 5) == 0 && *o.checkpoint_dir == 0, "texts");
-    CHECK(o.seed == 42 && o.learning_rate == 1e-5 && o.weight_decay == 0.01 && o.beta1 == 0.9 && o.beta2 == 0.999 && o.eps == 1e-8 && o.grad_clip == 0, "the optimizer's");
-    CHECK(o.warmup_steps == 0 && o.lr_schedule == SCHEDULE_CONSTANT && o.on_nonfinite == NONFINITE_STOP && o.shuffle == ON && o.batch_size == 1 && !o.resume && !o.help, "others");
-    CHECK(o.master_weights == STORAGE_AUTO && o.optimizer_state == STORAGE_AUTO && o.recompute == RECOMPUTE_NONE, "others");
+    CHECK(o.seed == 42 && o.learning_rate == 1e-5 && o.weight_decay == 0.01 && o.beta1 == 0.9 && o.beta2 == 0.999 &&
+              o.eps == 1e-8 && o.grad_clip == 0,
+          "the optimizer's");
+    CHECK(o.warmup_steps == 0 && o.lr_schedule == SCHEDULE_CONSTANT && o.on_nonfinite == NONFINITE_STOP &&
+              o.shuffle == ON && o.batch_size == 1 && !o.resume && !o.help,
+          "others");
+    CHECK(o.master_weights == STORAGE_AUTO && o.optimizer_state == STORAGE_AUTO && o.recompute == RECOMPUTE_NONE,
+          "others");
     Options d = options_default();
     CHECK(*d.model == 0, "no model");
 }
 
-// Each row: names are unique and short enough for the spelling aid, the default obeys its own range, and what option_format
-// writes option_set reads back.
+// Each row: names are unique and short enough for the spelling aid, the default obeys its own range, and what
+// option_format writes option_set reads back.
 static void test_rows(void) {
     int rows = 0, groups = 0;
     for (const OptionRow *row = option_rows(); row->name; row++) {
@@ -59,12 +65,15 @@ static void test_rows(void) {
             continue;
         }
         rows++;
-        CHECK(strlen(row->name) < 40 && row->help[0] && option_find(row->name, strlen(row->name)) == row, "--%s", row->name);
-        for (const OptionRow *other = row + 1; other->name; other++) CHECK(other->kind == OPTION_GROUP || strcmp(row->name, other->name) != 0, "--%s is there twice", row->name);
+        CHECK(strlen(row->name) < 40 && row->help[0] && option_find(row->name, strlen(row->name)) == row, "--%s",
+              row->name);
+        for (const OptionRow *other = row + 1; other->name; other++)
+            CHECK(other->kind == OPTION_GROUP || strcmp(row->name, other->name) != 0, "--%s is there twice", row->name);
         Options a = options_default(), b = options_default();
         char text[256], again[256];
         if (row->kind == OPTION_INT || row->kind == OPTION_REAL) {
-            CHECK(row->low <= row->initial && row->initial <= row->high, "--%s: the default %g is outside %g..%g", row->name, row->initial, row->low, row->high);
+            CHECK(row->low <= row->initial && row->initial <= row->high, "--%s: the default %g is outside %g..%g",
+                  row->name, row->initial, row->low, row->high);
             const double values[] = {row->low, row->high, row->initial};
             for (int i = 0; i < 3; i++) {
                 format_checked(text, sizeof text, "%.17g", values[i]);
@@ -73,15 +82,18 @@ static void test_rows(void) {
                 option_set(&b, row, text);
                 option_format(&b, row, again, sizeof again);
                 CHECK(strcmp(text, again) == 0, "--%s: %s becomes %s", row->name, text, again);
-                const double kept = row->kind == OPTION_INT ? (double)*(int64_t *)((char *)&b + row->field) : *(double *)((char *)&b + row->field);
-                CHECK(fabs(kept - values[i]) <= 1e-8 * fabs(values[i]), "--%s: %.17g becomes %.17g", row->name, values[i], kept);
+                const double kept = row->kind == OPTION_INT ? (double)*(int64_t *)((char *)&b + row->field)
+                                                            : *(double *)((char *)&b + row->field);
+                CHECK(fabs(kept - values[i]) <= 1e-8 * fabs(values[i]), "--%s: %.17g becomes %.17g", row->name,
+                      values[i], kept);
             }
         } else if (row->kind == OPTION_CHOICE) {
             int choices = 0;
             for (; option_choice_name(row->text, choices, text, sizeof text); choices++) {
                 option_set(&a, row, text);
                 option_format(&a, row, again, sizeof again);
-                CHECK(*(int *)((char *)&a + row->field) == choices && strcmp(text, again) == 0, "--%s %s", row->name, text);
+                CHECK(*(int *)((char *)&a + row->field) == choices && strcmp(text, again) == 0, "--%s %s", row->name,
+                      text);
             }
             CHECK(choices >= 2 && (int)row->initial < choices, "--%s has %d choices", row->name, choices);
         } else if (row->kind == OPTION_TEXT) {
@@ -101,7 +113,9 @@ static void test_rows(void) {
 
 static void test_accepted(void) {
     Options o = parse("--num-steps 1e3 llama3.1-8b --precision=fp8 --resume --eps 1e-6");
-    CHECK(strcmp(o.model, "llama3.1-8b") == 0 && o.num_steps == 1000 && o.precision == PRECISION_FP8 && o.resume && o.eps == 1e-6, "a mix");
+    CHECK(strcmp(o.model, "llama3.1-8b") == 0 && o.num_steps == 1000 && o.precision == PRECISION_FP8 && o.resume &&
+              o.eps == 1e-6,
+          "a mix");
     o = parse("tiny --log-dir=a=b --seed=4294967295 --shuffle off --seed 7");
     CHECK(strcmp(o.log_dir, "a=b") == 0 && o.seed == 7 && o.shuffle == OFF, "the last of two values counts");
     o = parse("tiny --grad-clip 0 --learning-rate +.5e0 --master-weights fp32");
@@ -110,36 +124,80 @@ static void test_accepted(void) {
 
 static void test_refused(void) {
     static const char *const cases[][2] = {
-        {"tiny --nun-steps 3", "unknown option --nun-steps; the nearest is --num-steps"}, {"tiny --sequence 3", "the nearest is --sequence-length"},
-        {"tiny --lr 1", "unknown option --lr; the nearest is --"}, {"tiny --batchsize=3", "unknown option --batchsize; the nearest is --batch-size"},
-        {"tiny -b 3", "unknown option -b; options have two dashes"}, {"tiny -", "unknown option -"}, {"tiny --", "unknown option --"},
-        {"tiny --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", "unknown option --zzz"}, {"tiny small", "two models given: \"tiny\" and \"small\""},
-        {"--seed 3", "no MODEL given"}, {"~ --seed 3", "no MODEL given"}, {"tiny --seed", "--seed needs a value"},
-        {"tiny --checkpoint-dir --resume", "--checkpoint-dir needs a value"}, {"tiny --resume=on", "--resume takes no value"},
-        {"tiny --seed abc", "--seed: \"abc\" is not a whole number"}, {"tiny --seed 1.5", "is not a whole number"}, {"tiny --seed 3x", "\"3x\" is not a whole number"},
-        {"tiny --seed ~", "\"\" is not a whole number"}, {"tiny --seed=", "\"\" is not a whole number"}, {"tiny --seed 0x10", "is not a whole number"},
-        {"tiny --seed nan", "is not a whole number"}, {"tiny --seed inf", "is not a whole number"}, {"tiny --seed 1e999", "is not a whole number"},
-        {"tiny --seed 4294967296", "--seed: 4294967296 is outside 0..4294967295"}, {"tiny --seed -1", "is outside"},
-        {"tiny --batch-size 0", "--batch-size: 0 is outside 1..65535"}, {"tiny --sequence-length 0", "is outside"}, {"tiny --num-steps 0", "is outside"},
-        {"tiny --keep-checkpoints 0", "is outside"}, {"tiny --learning-rate nan", "\"nan\" is not a number"}, {"tiny --learning-rate inf", "is not a number"},
-        {"tiny --learning-rate 1e-5e", "is not a number"}, {"tiny --learning-rate -1", "--learning-rate: -1 is outside 0..1000"}, {"tiny --beta1 1", "is outside"},
-        {"tiny --beta2 1.0", "is outside"}, {"tiny --eps 0", "is outside"}, {"tiny --weight-decay 1,5", "is not a number"},
-        {"tiny --precision fp16", "--precision: \"fp16\" is not one of fp32|bf16|fp8"}, {"tiny --precision fp", "is not one of"},
-        {"tiny --precision fp8|bf16", "is not one of"}, {"tiny --precision ~", "is not one of"}, {"tiny --shuffle yes", "--shuffle: \"yes\" is not one of off|on"},
-        {"tiny --lr-schedule Cosine", "is not one of constant|cosine|linear|wsd"}, {"tiny --recompute all", "is not one of none|layer"},
-        {"tiny --on-nonfinite ignore", "is not one of stop|skip"}, {"tiny --master-weights fp8", "is not one of auto|bf16|fp32"},
-        {"tiny --fp8-recipe row", "--fp8-recipe: \"row\" is not one of tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8"},
-        {"tiny --fp8-recipe MXFP8", "is not one of tensorwise|"}, {"tiny --precision mxfp8", "\"mxfp8\" is not one of fp32|bf16|fp8; --fp8-recipe takes it"},
-        {"tiny --fp8-recipe e4m3", "mxfp8; --fp8-format takes it"}, {"tiny --fp8-recipe hybrid", "|mxfp8\n"}, {"tiny --fp8-recipe bf16", "|mxfp8\n"},
-        {"tiny --fp8-format e5m2", "is not one of auto|hybrid|e4m3"}, {"tiny --fp8-fast-accum on", "is not one of fprop|all|none"},
-        {"tiny --fp8-fast-accum dgrad", "is not one of fprop|all|none"}, {"tiny --fp8-all-gather yes", "is not one of off|on|auto"},
-        {"tiny --fp8-amax-history 0", "--fp8-amax-history: 0 is outside 1..65536"}, {"tiny --fp8-amax-history 65537", "is outside"},
-        {"tiny --fp8-margin -1", "--fp8-margin: -1 is outside 0..16"}, {"tiny --fp8-margin 17", "is outside"}, {"tiny --fp8-margin 0.5", "is not a whole number"},
-        {"tiny --fp8-audit -1", "is outside"}, {"tiny --fp8-emulate=on", "--fp8-emulate takes no value"}, {"tiny --fp8-filter", "--fp8-filter needs a value"},
-        {"tiny --fp8-filters first", "the nearest is --fp8-filter"}, {"tiny --recipe rowwise", "unknown option --recipe; the nearest is --"}};
+        {"tiny --nun-steps 3", "unknown option --nun-steps; the nearest is --num-steps"},
+        {"tiny --sequence 3", "the nearest is --sequence-length"},
+        {"tiny --lr 1", "unknown option --lr; the nearest is --"},
+        {"tiny --batchsize=3", "unknown option --batchsize; the nearest is --batch-size"},
+        {"tiny -b 3", "unknown option -b; options have two dashes"},
+        {"tiny -", "unknown option -"},
+        {"tiny --", "unknown option --"},
+        {"tiny --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", "unknown option --zzz"},
+        {"tiny small", "two models given: \"tiny\" and \"small\""},
+        {"--seed 3", "no MODEL given"},
+        {"~ --seed 3", "no MODEL given"},
+        {"tiny --seed", "--seed needs a value"},
+        {"tiny --checkpoint-dir --resume", "--checkpoint-dir needs a value"},
+        {"tiny --resume=on", "--resume takes no value"},
+        {"tiny --seed abc", "--seed: \"abc\" is not a whole number"},
+        {"tiny --seed 1.5", "is not a whole number"},
+        {"tiny --seed 3x", "\"3x\" is not a whole number"},
+        {"tiny --seed ~", "\"\" is not a whole number"},
+        {"tiny --seed=", "\"\" is not a whole number"},
+        {"tiny --seed 0x10", "is not a whole number"},
+        {"tiny --seed nan", "is not a whole number"},
+        {"tiny --seed inf", "is not a whole number"},
+        {"tiny --seed 1e999", "is not a whole number"},
+        {"tiny --seed 4294967296", "--seed: 4294967296 is outside 0..4294967295"},
+        {"tiny --seed -1", "is outside"},
+        {"tiny --batch-size 0", "--batch-size: 0 is outside 1..65535"},
+        {"tiny --sequence-length 0", "is outside"},
+        {"tiny --num-steps 0", "is outside"},
+        {"tiny --keep-checkpoints 0", "is outside"},
+        {"tiny --learning-rate nan", "\"nan\" is not a number"},
+        {"tiny --learning-rate inf", "is not a number"},
+        {"tiny --learning-rate 1e-5e", "is not a number"},
+        {"tiny --learning-rate -1", "--learning-rate: -1 is outside 0..1000"},
+        {"tiny --beta1 1", "is outside"},
+        {"tiny --beta2 1.0", "is outside"},
+        {"tiny --eps 0", "is outside"},
+        {"tiny --weight-decay 1,5", "is not a number"},
+        {"tiny --precision fp16", "--precision: \"fp16\" is not one of fp32|bf16|fp8"},
+        {"tiny --precision fp", "is not one of"},
+        {"tiny --precision fp8|bf16", "is not one of"},
+        {"tiny --precision ~", "is not one of"},
+        {"tiny --shuffle yes", "--shuffle: \"yes\" is not one of off|on"},
+        {"tiny --lr-schedule Cosine", "is not one of constant|cosine|linear|wsd"},
+        {"tiny --recompute all", "is not one of none|layer"},
+        {"tiny --on-nonfinite ignore", "is not one of stop|skip"},
+        {"tiny --master-weights fp8", "is not one of auto|bf16|fp32"},
+        {"tiny --fp8-recipe row",
+         "--fp8-recipe: \"row\" is not one of tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8"},
+        {"tiny --fp8-recipe MXFP8", "is not one of tensorwise|"},
+        {"tiny --precision mxfp8", "\"mxfp8\" is not one of fp32|bf16|fp8; --fp8-recipe takes it"},
+        {"tiny --fp8-recipe e4m3", "mxfp8; --fp8-format takes it"},
+        {"tiny --fp8-recipe hybrid", "|mxfp8\n"},
+        {"tiny --fp8-recipe bf16", "|mxfp8\n"},
+        {"tiny --fp8-format e5m2", "is not one of auto|hybrid|e4m3"},
+        {"tiny --fp8-fast-accum on", "is not one of fprop|all|none"},
+        {"tiny --fp8-fast-accum dgrad", "is not one of fprop|all|none"},
+        {"tiny --fp8-all-gather yes", "is not one of off|on|auto"},
+        {"tiny --fp8-amax-history 0", "--fp8-amax-history: 0 is outside 1..65536"},
+        {"tiny --fp8-amax-history 65537", "is outside"},
+        {"tiny --fp8-margin -1", "--fp8-margin: -1 is outside 0..16"},
+        {"tiny --fp8-margin 17", "is outside"},
+        {"tiny --fp8-margin 0.5", "is not a whole number"},
+        {"tiny --fp8-audit -1", "is outside"},
+        {"tiny --fp8-emulate=on", "--fp8-emulate takes no value"},
+        {"tiny --fp8-filter", "--fp8-filter needs a value"},
+        {"tiny --fp8-filters first", "the nearest is --fp8-filter"},
+        {"tiny --recipe rowwise", "unknown option --recipe; the nearest is --"}};
     char output[4096];
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) CHECK(check_dies(parse_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: \"%s\"", cases[i][0], output);
-    CHECK(option_edit_distance("", "abc") == 3 && option_edit_distance("kitten", "sitting") == 3 && option_edit_distance("same", "same") == 0 && option_edit_distance("ab", "ba") == 2, "distances");
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        CHECK(check_dies(parse_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: \"%s\"",
+              cases[i][0], output);
+    CHECK(option_edit_distance("", "abc") == 3 && option_edit_distance("kitten", "sitting") == 3 &&
+              option_edit_distance("same", "same") == 0 && option_edit_distance("ab", "ba") == 2,
+          "distances");
 }
 
 // What was given with the recipes: what it says against the combination, "" for nothing.
@@ -147,31 +205,46 @@ static void test_fp8_conflicts(void) {
     static const char *const cases[][2] = {
         // the recipe's own multiple of batch-size x sequence-length
         {"--fp8-recipe blockwise --sequence-length 64",
-         "(recipe blockwise) needs batch-size x sequence-length in multiples of 128 (FP8 matrix products), not 1 x 64; --sequence-length 128 would do"},
+         "(recipe blockwise) needs batch-size x sequence-length in multiples of 128 (FP8 matrix products), not 1 x 64; "
+         "--sequence-length 128 would do"},
         {"--fp8-recipe blockwise --sequence-length 64 --batch-size 2", ""},
         {"--fp8-recipe blockwise --sequence-length 100 --batch-size 6", "not 6 x 100; --sequence-length 128 would do"},
         {"--fp8-recipe mxfp8 --sequence-length 48",
-         "(recipe mxfp8) needs batch-size x sequence-length in multiples of 32 (FP8 matrix products), not 1 x 48; --sequence-length 64 would do"},
-        {"--fp8-recipe mxfp8 --sequence-length 48 --batch-size 2", ""}, {"--fp8-recipe rowwise --sequence-length 48", ""},
+         "(recipe mxfp8) needs batch-size x sequence-length in multiples of 32 (FP8 matrix products), not 1 x 48; "
+         "--sequence-length 64 would do"},
+        {"--fp8-recipe mxfp8 --sequence-length 48 --batch-size 2", ""},
+        {"--fp8-recipe rowwise --sequence-length 48", ""},
         {"--fp8-recipe delayed --sequence-length 40", "multiples of 16"},
         // what can travel as bytes, and what can be summed fast
-        {"--fp8-all-gather on", ""}, {"--fp8-recipe delayed --fp8-all-gather on", ""},
+        {"--fp8-all-gather on", ""},
+        {"--fp8-recipe delayed --fp8-all-gather on", ""},
         {"--fp8-recipe rowwise --fp8-all-gather on", "--fp8-all-gather on: recipe rowwise scales rows or blocks"},
-        {"--fp8-recipe rowwise_with_gw_hp --fp8-all-gather on", "travel in bf16; leave it at auto"}, {"--fp8-recipe blockwise --fp8-all-gather on", "recipe blockwise"},
-        {"--fp8-recipe mxfp8 --fp8-all-gather on", "recipe mxfp8"}, {"--fp8-recipe mxfp8 --fp8-all-gather off", ""}, {"--fp8-recipe rowwise --fp8-all-gather auto", ""},
-        {"--fp8-fast-accum all", ""}, {"--fp8-recipe rowwise_with_gw_hp --fp8-fast-accum all", ""},
+        {"--fp8-recipe rowwise_with_gw_hp --fp8-all-gather on", "travel in bf16; leave it at auto"},
+        {"--fp8-recipe blockwise --fp8-all-gather on", "recipe blockwise"},
+        {"--fp8-recipe mxfp8 --fp8-all-gather on", "recipe mxfp8"},
+        {"--fp8-recipe mxfp8 --fp8-all-gather off", ""},
+        {"--fp8-recipe rowwise --fp8-all-gather auto", ""},
+        {"--fp8-fast-accum all", ""},
+        {"--fp8-recipe rowwise_with_gw_hp --fp8-fast-accum all", ""},
         {"--fp8-recipe blockwise --fp8-fast-accum all", "--fp8-fast-accum all: the products of recipe blockwise"},
-        {"--fp8-recipe mxfp8 --fp8-fast-accum all", "recipe mxfp8 have no fast accumulation"}, {"--fp8-recipe blockwise --fp8-fast-accum none", ""},
+        {"--fp8-recipe mxfp8 --fp8-fast-accum all", "recipe mxfp8 have no fast accumulation"},
+        {"--fp8-recipe blockwise --fp8-fast-accum none", ""},
         {"--fp8-recipe blockwise --fp8-fast-accum fprop", ""},
         // what only a history needs
         {"--fp8-recipe delayed --fp8-amax-history 16 --fp8-margin 2", ""},
-        {"--fp8-amax-history 16", "--fp8-amax-history 16 is for --fp8-recipe delayed; recipe tensorwise looks at"}, {"--fp8-amax-history 1024", ""},
+        {"--fp8-amax-history 16", "--fp8-amax-history 16 is for --fp8-recipe delayed; recipe tensorwise looks at"},
+        {"--fp8-amax-history 1024", ""},
         {"--fp8-recipe blockwise --fp8-margin 1", "--fp8-margin 1 is for --fp8-recipe delayed; recipe blockwise knows"},
         // formats fit every recipe
-        {"--fp8-recipe rowwise --fp8-format hybrid", ""}, {"--fp8-format e4m3", ""}, {"--fp8-recipe mxfp8 --fp8-format hybrid", ""},
+        {"--fp8-recipe rowwise --fp8-format hybrid", ""},
+        {"--fp8-format e4m3", ""},
+        {"--fp8-recipe mxfp8 --fp8-format hybrid", ""},
         // auto needs times that mean something
-        {"--fp8-filter auto", ""}, {"--fp8-filter auto --fp8-emulate", "--fp8-filter auto keeps what is faster in FP8, and --fp8-emulate never is"},
-        {"--fp8-filter auto --deterministic", "--fp8-filter auto goes by measured times"}, {"--fp8-filter first --deterministic --fp8-emulate", ""},
+        {"--fp8-filter auto", ""},
+        {"--fp8-filter auto --fp8-emulate",
+         "--fp8-filter auto keeps what is faster in FP8, and --fp8-emulate never is"},
+        {"--fp8-filter auto --deterministic", "--fp8-filter auto goes by measured times"},
+        {"--fp8-filter first --deterministic --fp8-emulate", ""},
         {"--fp8-audit 10 --fp8-emulate", ""}};
     char message[512], line[256];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
@@ -184,17 +257,20 @@ static void test_fp8_conflicts(void) {
 
 // Options of FP8 without it: each is named with what to do. What says that nothing is to be done is no mistake.
 static void test_stray_fp8(void) {
-    static const char *const strays[] = {"recipe mxfp8", "recipe rowwise", "format e4m3", "filter first", "filter auto", "amax-history 16", "margin 1",
-        "fast-accum none", "emulate", "audit 5", "all-gather on"};
-    static const char *const fine[] = {"recipe tensorwise", "format auto", "all-gather off", "all-gather auto", "audit 0", "margin 0", "fast-accum fprop"};
+    static const char *const strays[] = {"recipe mxfp8", "recipe rowwise",  "format e4m3",  "filter first",
+                                         "filter auto",  "amax-history 16", "margin 1",     "fast-accum none",
+                                         "emulate",      "audit 5",         "all-gather on"};
+    static const char *const fine[] = {"recipe tensorwise", "format auto", "all-gather off",  "all-gather auto",
+                                       "audit 0",           "margin 0",    "fast-accum fprop"};
     char message[512], line[256], expected[256];
     for (int fp32 = 0; fp32 < 2; fp32++) {
         for (size_t i = 0; i < sizeof strays / sizeof strays[0]; i++) {
             const int n = (int)strcspn(strays[i], " ");
             format_checked(line, sizeof line, "tiny --precision %s --fp8-%s", fp32 ? "fp32" : "bf16", strays[i]);
             format_checked(expected, sizeof expected,
-                "--fp8-%.*s is for --precision fp8, and this run is --precision %s; add --precision fp8 or leave --fp8-%.*s out", n, strays[i],
-                           fp32 ? "fp32" : "bf16", n, strays[i]);
+                           "--fp8-%.*s is for --precision fp8, and this run is --precision %s; add --precision fp8 or "
+                           "leave --fp8-%.*s out",
+                           n, strays[i], fp32 ? "fp32" : "bf16", n, strays[i]);
             Options o = parse(line);
             CHECK(strcmp(options_conflict(&o, message, sizeof message), expected) == 0, "%s: \"%s\"", line, message);
         }
@@ -215,18 +291,36 @@ static void test_stray_fp8(void) {
 
 static void test_conflicts(void) {
     static const char *const cases[][2] = {
-        {"tiny", ""}, {"tiny --warmup-steps 101", "--warmup-steps 101 is more than --num-steps 100"}, {"tiny --warmup-steps 100", ""},
-        {"tiny --checkpoint-every 5", "--checkpoint-every needs --checkpoint-dir"}, {"tiny --checkpoint-every 5 --checkpoint-dir c", ""},
-        {"tiny --resume", "--resume needs --checkpoint-dir"}, {"tiny --resume --checkpoint-dir c", ""}, {"tiny --val-every 5", "--val-every needs --val-data"},
-        {"tiny --val-every 5 --val-data v", ""}, {"tiny --precision fp32 --master-weights bf16", "keeps weights and optimizer state in fp32"},
-        {"tiny --precision fp32 --grad-accum-dtype bf16", "adds up gradients in fp32"}, {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"}, {"tiny --precision fp32 --master-weights fp32", ""},
-        {"tiny --precision fp8 --sequence-length 40", "in multiples of 16 (FP8 matrix products), not 1 x 40; --sequence-length 48 would do"},
-        {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""}, {"tiny --precision bf16 --sequence-length 40", ""},
-        {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"}, {"tiny --sharding hybrid --shard-size 2", ""},
-        {"tiny --sharding none --copy-engines on", "with --sharding none, or hybrid with --shard-size 1, nothing is gathered"}, {"tiny --sharding hybrid --shard-size 1 --copy-engines on", "nothing is gathered"},
-        {"tiny --sharding hybrid --shard-size 2 --copy-engines on", ""}, {"tiny --sharding none --copy-engines off", ""}, {"tiny --copy-engines on", ""},
-        {"tiny --shard-size 2", "--shard-size is for --sharding hybrid"}, {"tiny --world-size 8", "--world-size is for --dry-run"},
-        {"tiny --world-size 8 --dry-run", ""}, {"tiny --json", "--json is for --dry-run"}, {"tiny --json --dry-run", ""}};
+        {"tiny", ""},
+        {"tiny --warmup-steps 101", "--warmup-steps 101 is more than --num-steps 100"},
+        {"tiny --warmup-steps 100", ""},
+        {"tiny --checkpoint-every 5", "--checkpoint-every needs --checkpoint-dir"},
+        {"tiny --checkpoint-every 5 --checkpoint-dir c", ""},
+        {"tiny --resume", "--resume needs --checkpoint-dir"},
+        {"tiny --resume --checkpoint-dir c", ""},
+        {"tiny --val-every 5", "--val-every needs --val-data"},
+        {"tiny --val-every 5 --val-data v", ""},
+        {"tiny --precision fp32 --master-weights bf16", "keeps weights and optimizer state in fp32"},
+        {"tiny --precision fp32 --grad-accum-dtype bf16", "adds up gradients in fp32"},
+        {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"},
+        {"tiny --precision fp32 --master-weights fp32", ""},
+        {"tiny --precision fp8 --sequence-length 40",
+         "in multiples of 16 (FP8 matrix products), not 1 x 40; --sequence-length 48 would do"},
+        {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""},
+        {"tiny --precision bf16 --sequence-length 40", ""},
+        {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"},
+        {"tiny --sharding hybrid --shard-size 2", ""},
+        {"tiny --sharding none --copy-engines on",
+         "with --sharding none, or hybrid with --shard-size 1, nothing is gathered"},
+        {"tiny --sharding hybrid --shard-size 1 --copy-engines on", "nothing is gathered"},
+        {"tiny --sharding hybrid --shard-size 2 --copy-engines on", ""},
+        {"tiny --sharding none --copy-engines off", ""},
+        {"tiny --copy-engines on", ""},
+        {"tiny --shard-size 2", "--shard-size is for --sharding hybrid"},
+        {"tiny --world-size 8", "--world-size is for --dry-run"},
+        {"tiny --world-size 8 --dry-run", ""},
+        {"tiny --json", "--json is for --dry-run"},
+        {"tiny --json --dry-run", ""}};
     char message[512];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i][0]);
@@ -236,9 +330,14 @@ static void test_conflicts(void) {
 }
 
 static void test_resolve(void) {
-    static const struct { const char *line; int weights, state; } cases[] = {
-        {"tiny", STORAGE_BF16, STORAGE_BF16}, {"tiny --precision fp8", STORAGE_BF16, STORAGE_BF16}, {"tiny --precision fp32", STORAGE_FP32, STORAGE_FP32},
-        {"tiny --master-weights fp32", STORAGE_FP32, STORAGE_BF16}, {"tiny --optimizer-state fp32", STORAGE_BF16, STORAGE_FP32}};
+    static const struct {
+        const char *line;
+        int weights, state;
+    } cases[] = {{"tiny", STORAGE_BF16, STORAGE_BF16},
+                 {"tiny --precision fp8", STORAGE_BF16, STORAGE_BF16},
+                 {"tiny --precision fp32", STORAGE_FP32, STORAGE_FP32},
+                 {"tiny --master-weights fp32", STORAGE_FP32, STORAGE_BF16},
+                 {"tiny --optimizer-state fp32", STORAGE_BF16, STORAGE_FP32}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line);
         options_resolve(&o);
@@ -248,31 +347,41 @@ static void test_resolve(void) {
 
 // What auto stands for follows from the recipe; what was given stays.
 static void test_resolve_fp8(void) {
-    static const struct { const char *line; int gather, format; } cases[] = {
-        {"tiny --precision fp8", ON, FP8_FORMAT_HYBRID}, {"tiny --precision fp8 --fp8-recipe delayed", ON, FP8_FORMAT_HYBRID},
-        {"tiny --precision fp8 --fp8-recipe rowwise", OFF, FP8_FORMAT_E4M3}, {"tiny --precision fp8 --fp8-recipe rowwise_with_gw_hp", OFF, FP8_FORMAT_E4M3},
-        {"tiny --precision fp8 --fp8-recipe blockwise", OFF, FP8_FORMAT_E4M3}, {"tiny --precision fp8 --fp8-recipe mxfp8", OFF, FP8_FORMAT_E4M3},
-        {"tiny --precision fp8 --fp8-format e4m3 --fp8-all-gather off", OFF, FP8_FORMAT_E4M3},
-        {"tiny --precision fp8 --fp8-recipe blockwise --fp8-format hybrid", OFF, FP8_FORMAT_HYBRID},
-        {"tiny --precision fp8 --fp8-recipe delayed --fp8-all-gather on", ON, FP8_FORMAT_HYBRID}, {"tiny", OFF, FP8_FORMAT_AUTO},
-        {"tiny --precision fp32", OFF, FP8_FORMAT_AUTO}};  // without FP8 no format is meant
+    static const struct {
+        const char *line;
+        int gather, format;
+    } cases[] = {{"tiny --precision fp8", ON, FP8_FORMAT_HYBRID},
+                 {"tiny --precision fp8 --fp8-recipe delayed", ON, FP8_FORMAT_HYBRID},
+                 {"tiny --precision fp8 --fp8-recipe rowwise", OFF, FP8_FORMAT_E4M3},
+                 {"tiny --precision fp8 --fp8-recipe rowwise_with_gw_hp", OFF, FP8_FORMAT_E4M3},
+                 {"tiny --precision fp8 --fp8-recipe blockwise", OFF, FP8_FORMAT_E4M3},
+                 {"tiny --precision fp8 --fp8-recipe mxfp8", OFF, FP8_FORMAT_E4M3},
+                 {"tiny --precision fp8 --fp8-format e4m3 --fp8-all-gather off", OFF, FP8_FORMAT_E4M3},
+                 {"tiny --precision fp8 --fp8-recipe blockwise --fp8-format hybrid", OFF, FP8_FORMAT_HYBRID},
+                 {"tiny --precision fp8 --fp8-recipe delayed --fp8-all-gather on", ON, FP8_FORMAT_HYBRID},
+                 {"tiny", OFF, FP8_FORMAT_AUTO},
+                 {"tiny --precision fp32", OFF, FP8_FORMAT_AUTO}};  // without FP8 no format is meant
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line), again;
         options_resolve(&o);
-        CHECK(o.fp8_all_gather == cases[i].gather && o.fp8_format == cases[i].format, "%s: gather %d, format %d", cases[i].line, o.fp8_all_gather, o.fp8_format);
+        CHECK(o.fp8_all_gather == cases[i].gather && o.fp8_format == cases[i].format, "%s: gather %d, format %d",
+              cases[i].line, o.fp8_all_gather, o.fp8_format);
         again = o;
         options_resolve(&again);
         CHECK(memcmp(&o, &again, sizeof o) == 0, "%s: resolving twice is resolving once", cases[i].line);
         char message[512];
-        CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s: what auto stands for is allowed: \"%s\"", cases[i].line, message);
-        CHECK(strcmp(options_recipe(&o)->name, o.precision == PRECISION_FP8 ? recipe_row(o.fp8_recipe)->name : "bf16") == 0, "%s: recipe %s", cases[i].line,
-              options_recipe(&o)->name);
+        CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s: what auto stands for is allowed: \"%s\"",
+              cases[i].line, message);
+        CHECK(strcmp(options_recipe(&o)->name,
+                     o.precision == PRECISION_FP8 ? recipe_row(o.fp8_recipe)->name : "bf16") == 0,
+              "%s: recipe %s", cases[i].line, options_recipe(&o)->name);
     }
     // the choices of --fp8-recipe are the rows of the table, in its order
     const OptionRow *row = option_find("fp8-recipe", 10);
     char name[64];
-    for (int i = 0; i < NUM_RECIPES; i++) CHECK(option_choice_name(row->text, i, name, sizeof name) && strcmp(name, recipe_row(i)->name) == 0, "recipe %d: %s, %s", i,
-        name, recipe_row(i)->name);
+    for (int i = 0; i < NUM_RECIPES; i++)
+        CHECK(option_choice_name(row->text, i, name, sizeof name) && strcmp(name, recipe_row(i)->name) == 0,
+              "recipe %d: %s, %s", i, name, recipe_row(i)->name);
     CHECK(!option_choice_name(row->text, NUM_RECIPES, name, sizeof name), "no recipe beyond the table");
 }
 
@@ -282,39 +391,53 @@ static void shard_group_action(void *text) {
 }
 
 static void test_sharding(void) {
-    static const struct { const char *line; int64_t world, group; } cases[] = {
-        {"tiny", 1, 1}, {"tiny", 6, 6}, {"tiny --sharding grad_op", 6, 6}, {"tiny --sharding none", 6, 1}, {"tiny --sharding hybrid --shard-size 3", 6, 3},
-        {"tiny --sharding hybrid --shard-size 6", 6, 6}};
+    static const struct {
+        const char *line;
+        int64_t world, group;
+    } cases[] = {{"tiny", 1, 1},
+                 {"tiny", 6, 6},
+                 {"tiny --sharding grad_op", 6, 6},
+                 {"tiny --sharding none", 6, 1},
+                 {"tiny --sharding hybrid --shard-size 3", 6, 3},
+                 {"tiny --sharding hybrid --shard-size 6", 6, 6}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const Options o = parse(cases[i].line);
         CHECK(options_shard_group(&o, cases[i].world) == cases[i].group, "%s", cases[i].line);
     }
     char output[1024];
-    CHECK(check_dies(shard_group_action, (void *)"tiny --sharding hybrid --shard-size 4", "--shard-size 4 does not divide the 6 ranks", output, sizeof output), "%s", output);
+    CHECK(check_dies(shard_group_action, (void *)"tiny --sharding hybrid --shard-size 4",
+                     "--shard-size 4 does not divide the 6 ranks", output, sizeof output),
+          "%s", output);
     Options o = parse("tiny --precision fp32"), half = parse("tiny --precision fp8");
     options_resolve(&o), options_resolve(&half);
-    CHECK(o.reduce_dtype == REDUCE_FP32 && half.reduce_dtype == REDUCE_BF16 && half.fp8_all_gather == ON, "what travels");
+    CHECK(o.reduce_dtype == REDUCE_FP32 && half.reduce_dtype == REDUCE_BF16 && half.fp8_all_gather == ON,
+          "what travels");
 }
 
 // In which gradients are added up, and whether AdamW reads fp32: by the options alone.
 static void test_gradient_sums(void) {
-    static const struct { const char *line; int64_t world; int storage; bool fp32; } cases[] = {
-        {"tiny", 1, STORAGE_BF16, false},
-        {"tiny --grad-accumulation-steps 255", 1, STORAGE_BF16, false},
-        {"tiny --grad-accumulation-steps 256", 1, STORAGE_FP32, true},
-        {"tiny --grad-accumulation-steps 256 --grad-accum-dtype bf16", 1, STORAGE_BF16, false},
-        {"tiny --grad-accumulation-steps 2 --grad-accum-dtype fp32", 1, STORAGE_FP32, true},
-        {"tiny --grad-accumulation-steps 2 --master-weights fp32", 4, STORAGE_FP32, true},
-        {"tiny --master-weights fp32", 4, STORAGE_FP32, false},
-        {"tiny --reduce-dtype fp32", 1, STORAGE_FP32, false},
-        {"tiny --reduce-dtype fp32", 2, STORAGE_FP32, true},
-        {"tiny --reduce-dtype fp32 --grad-accum-dtype bf16", 2, STORAGE_BF16, false},
-        {"tiny --precision fp32", 1, STORAGE_FP32, true}};
+    static const struct {
+        const char *line;
+        int64_t world;
+        int storage;
+        bool fp32;
+    } cases[] = {{"tiny", 1, STORAGE_BF16, false},
+                 {"tiny --grad-accumulation-steps 255", 1, STORAGE_BF16, false},
+                 {"tiny --grad-accumulation-steps 256", 1, STORAGE_FP32, true},
+                 {"tiny --grad-accumulation-steps 256 --grad-accum-dtype bf16", 1, STORAGE_BF16, false},
+                 {"tiny --grad-accumulation-steps 2 --grad-accum-dtype fp32", 1, STORAGE_FP32, true},
+                 {"tiny --grad-accumulation-steps 2 --master-weights fp32", 4, STORAGE_FP32, true},
+                 {"tiny --master-weights fp32", 4, STORAGE_FP32, false},
+                 {"tiny --reduce-dtype fp32", 1, STORAGE_FP32, false},
+                 {"tiny --reduce-dtype fp32", 2, STORAGE_FP32, true},
+                 {"tiny --reduce-dtype fp32 --grad-accum-dtype bf16", 2, STORAGE_BF16, false},
+                 {"tiny --precision fp32", 1, STORAGE_FP32, true}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line);
         options_resolve(&o);
-        CHECK(o.grad_accum_dtype == cases[i].storage && options_fp32_gradients(&o, cases[i].world) == cases[i].fp32, "%s on %lld: sums %d, fp32 gradients %d", cases[i].line,
-              (long long)cases[i].world, o.grad_accum_dtype, options_fp32_gradients(&o, cases[i].world));
+        CHECK(o.grad_accum_dtype == cases[i].storage && options_fp32_gradients(&o, cases[i].world) == cases[i].fp32,
+              "%s on %lld: sums %d, fp32 gradients %d", cases[i].line, (long long)cases[i].world, o.grad_accum_dtype,
+              options_fp32_gradients(&o, cases[i].world));
     }
 }
 
@@ -343,7 +466,9 @@ static char *printed_by(const char *arguments, int *status) {
 static void test_help_and_table(void) {
     int status;
     char *help = printed_by("--help", &status);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0 && strstr(help, "usage: train MODEL") && strstr(help, "MODEL: tiny, small,"), "%s", help);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0 && strstr(help, "usage: train MODEL") &&
+              strstr(help, "MODEL: tiny, small,"),
+          "%s", help);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         char name[64];
         format_checked(name, sizeof name, row->kind == OPTION_GROUP ? "\n%s\n" : "  --%s ", row->name);
@@ -355,19 +480,29 @@ static void test_help_and_table(void) {
         CHECK(n <= HELP_WIDTH && (n == 0 || line[n - 1] != ' '), "a line of %d columns: %.*s", n, n, line);
         line += n;
     }
-    CHECK(strstr(help, "\n  --fp8-recipe tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8\n                                                 what shares"), "%s", help);
-    CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"), "defaults and choices");
+    CHECK(strstr(help, "\n  --fp8-recipe tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8\n               "
+                       "                                  what shares"),
+          "%s", help);
+    CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"),
+          "defaults and choices");
     free(help);
     help = printed_by("", &status);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(help, "usage: train MODEL"), "no arguments at all: the help, and a failure");
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(help, "usage: train MODEL"),
+          "no arguments at all: the help, and a failure");
     free(help);
     char *table = printed_by("tiny --seed 7 --val-data v.bin --resume --checkpoint-dir c", &status);
-    CHECK(strstr(table, "model                      tiny\n") && strstr(table, "seed                       7\n") && strstr(table, "resume                     on\n"), "%s", table);
-    CHECK(strstr(table, "val-data                   v.bin\n") && !strstr(table, "log-dir") && !strstr(table, "help") && !strstr(table, "fp8"), "%s", table);
+    CHECK(strstr(table, "model                      tiny\n") && strstr(table, "seed                       7\n") &&
+              strstr(table, "resume                     on\n"),
+          "%s", table);
+    CHECK(strstr(table, "val-data                   v.bin\n") && !strstr(table, "log-dir") && !strstr(table, "help") &&
+              !strstr(table, "fp8"),
+          "%s", table);
     free(table);
     table = printed_by("tiny --precision fp8 --fp8-recipe blockwise --fp8-filter first,mlp", &status);
-    CHECK(strstr(table, "fp8-recipe                 blockwise\n") && strstr(table, "fp8-filter                 first,mlp\n") && strstr(table,
-          "fp8-emulate                off\n"), "%s", table);
+    CHECK(strstr(table, "fp8-recipe                 blockwise\n") &&
+              strstr(table, "fp8-filter                 first,mlp\n") &&
+              strstr(table, "fp8-emulate                off\n"),
+          "%s", table);
     free(table);
 }
 

@@ -5,8 +5,10 @@
 static ModelConfig model(ModelFamily family, bool tied) {
     ModelConfig m;
     model_config_preset(&m, "tiny");
-    m.family = family, m.qkv_bias = family == FAMILY_QWEN2, m.qk_norm = family == FAMILY_QWEN3, m.tie_word_embeddings = tied;
-    m.vocab_size = 101, m.hidden_size = 20, m.intermediate_size = 36, m.num_layers = 3, m.num_heads = 6, m.num_kv_heads = 2, m.head_dim = 10;  // nothing a multiple of 128
+    m.family = family, m.qkv_bias = family == FAMILY_QWEN2, m.qk_norm = family == FAMILY_QWEN3,
+    m.tie_word_embeddings = tied;
+    m.vocab_size = 101, m.hidden_size = 20, m.intermediate_size = 36, m.num_layers = 3, m.num_heads = 6,
+    m.num_kv_heads = 2, m.head_dim = 10;  // nothing a multiple of 128
     return m;
 }
 
@@ -18,67 +20,96 @@ static void test_layout(const ModelConfig *m) {
         const Parameter *p = &t.entries[i];
         const int64_t *sizes = segment_sizes(&t, p->layer);
         if (i == 0 || p->layer > last_layer) begin = layer_offset(&t, p->layer);
-        for (int k = 0; k < NUM_SEGMENTS && (i == 0 || p->layer > last_layer); k++) ends[k] = begin + segment_begin(sizes, k);
+        for (int k = 0; k < NUM_SEGMENTS && (i == 0 || p->layer > last_layer); k++)
+            ends[k] = begin + segment_begin(sizes, k);
         const int segment = parameter_segment(p);
         const int64_t end = ends[segment];
-        CHECK(segment == (!p->cols ? SEGMENT_VECTORS : strstr(p->name, "embed_tokens") && !m->tie_word_embeddings ? SEGMENT_EMBEDDING : SEGMENT_MATRICES), "%s: segment", p->name);
+        CHECK(segment == (!p->cols                                                     ? SEGMENT_VECTORS
+                          : strstr(p->name, "embed_tokens") && !m->tie_word_embeddings ? SEGMENT_EMBEDDING
+                                                                                       : SEGMENT_MATRICES),
+              "%s: segment", p->name);
         CHECK(p->offset >= end, "%s overlaps the tensor before it", p->name);
-        if (p->flags & PARAM_JOINED) CHECK(i > 0 && p->offset == end && p->layer == p[-1].layer && p->cols == p[-1].cols, "%s is not joined to the tensor before it", p->name);
-        else CHECK(p->offset % PARAMETER_ALIGNMENT == 0 && p->offset - end < PARAMETER_ALIGNMENT, "%s starts at %lld", p->name, (long long)p->offset);
+        if (p->flags & PARAM_JOINED)
+            CHECK(i > 0 && p->offset == end && p->layer == p[-1].layer && p->cols == p[-1].cols,
+                  "%s is not joined to the tensor before it", p->name);
+        else
+            CHECK(p->offset % PARAMETER_ALIGNMENT == 0 && p->offset - end < PARAMETER_ALIGNMENT, "%s starts at %lld",
+                  p->name, (long long)p->offset);
         ends[segment] = p->offset + parameter_elements(p);
         CHECK(ends[segment] <= begin + segment_begin(sizes, segment + 1), "%s is outside its segment", p->name);
         for (int k = 0; k < NUM_SEGMENTS && !(i + 1 < t.count && p[1].layer == p->layer); k++)
-            CHECK(begin + segment_begin(sizes, k + 1) - ends[k] < PARAMETER_ALIGNMENT, "%s: more padding than needed", p->name);
-        CHECK(p->layer == last_layer || p->layer == last_layer + 1, "%s: layer %lld after %lld", p->name, (long long)p->layer, (long long)last_layer);
+            CHECK(begin + segment_begin(sizes, k + 1) - ends[k] < PARAMETER_ALIGNMENT, "%s: more padding than needed",
+                  p->name);
+        CHECK(p->layer == last_layer || p->layer == last_layer + 1, "%s: layer %lld after %lld", p->name,
+              (long long)p->layer, (long long)last_layer);
         if (p->layer >= 0)
-            CHECK(p->offset >= layer_offset(&t, p->layer) && p->offset + parameter_elements(p) <= layer_offset(&t, p->layer) + t.layer_size, "%s is outside its unit", p->name);
+            CHECK(p->offset >= layer_offset(&t, p->layer) &&
+                      p->offset + parameter_elements(p) <= layer_offset(&t, p->layer) + t.layer_size,
+                  "%s is outside its unit", p->name);
         else CHECK(p->offset + parameter_elements(p) <= t.root_size, "%s is outside the root unit", p->name);
         CHECK(p->rows > 0 && parameter_elements(p) == p->rows * (p->cols ? p->cols : 1), "%s", p->name);
         CHECK(!(p->flags & PARAM_DECAY) == (p->cols == 0), "%s: decay is for matrices", p->name);
-        CHECK(!(p->flags & PARAM_INIT_ONE) == !strstr(p->name, "norm") && !(p->flags & PARAM_INIT_ZERO) == !strstr(p->name, "bias"), "%s: initial value", p->name);
+        CHECK(!(p->flags & PARAM_INIT_ONE) == !strstr(p->name, "norm") &&
+                  !(p->flags & PARAM_INIT_ZERO) == !strstr(p->name, "bias"),
+              "%s: initial value", p->name);
         CHECK(!(p->flags & PARAM_FP8) == !strstr(p->name, "_proj.weight"), "%s: FP8", p->name);
         CHECK(parameter_find(&t, p->name) == p, "%s is there twice", p->name);
         sum += parameter_elements(p);
         last_layer = p->layer;
     }
     CHECK(last_layer == m->num_layers - 1 && sum == t.num_parameters && t.num_layers == m->num_layers, "sums");
-    for (int k = 0; k < NUM_SEGMENTS; k++) CHECK(t.root_segments[k] % PARAMETER_ALIGNMENT == 0 && t.layer_segments[k] % PARAMETER_ALIGNMENT == 0, "segment %d is not padded", k);
-    CHECK(t.root_segments[0] + t.root_segments[1] + t.root_segments[2] == t.root_size && t.layer_segments[0] + t.layer_segments[1] == t.layer_size, "segments make up a unit");
-    CHECK(t.layer_segments[SEGMENT_EMBEDDING] == 0 && (t.root_segments[SEGMENT_EMBEDDING] > 0) == !m->tie_word_embeddings, "a segment for an embedding of its own");
-    CHECK(embedding_segment(&t) == parameter_segment(parameter_find(&t, "model.embed_tokens.weight")), "the embedding's segment");
-    CHECK(t.root_size % PARAMETER_ALIGNMENT == 0 && t.layer_size % PARAMETER_ALIGNMENT == 0 && t.total == t.root_size + m->num_layers * t.layer_size, "sizes of units");
-    CHECK(!parameter_find(&t, "") && !parameter_find(&t, "model.layers.4000.mlp.up_proj.weight") && !parameter_find(&t, "model.norm"), "unknown names");
+    for (int k = 0; k < NUM_SEGMENTS; k++)
+        CHECK(t.root_segments[k] % PARAMETER_ALIGNMENT == 0 && t.layer_segments[k] % PARAMETER_ALIGNMENT == 0,
+              "segment %d is not padded", k);
+    CHECK(t.root_segments[0] + t.root_segments[1] + t.root_segments[2] == t.root_size &&
+              t.layer_segments[0] + t.layer_segments[1] == t.layer_size,
+          "segments make up a unit");
+    CHECK(t.layer_segments[SEGMENT_EMBEDDING] == 0 &&
+              (t.root_segments[SEGMENT_EMBEDDING] > 0) == !m->tie_word_embeddings,
+          "a segment for an embedding of its own");
+    CHECK(embedding_segment(&t) == parameter_segment(parameter_find(&t, "model.embed_tokens.weight")),
+          "the embedding's segment");
+    CHECK(t.root_size % PARAMETER_ALIGNMENT == 0 && t.layer_size % PARAMETER_ALIGNMENT == 0 &&
+              t.total == t.root_size + m->num_layers * t.layer_size,
+          "sizes of units");
+    CHECK(!parameter_find(&t, "") && !parameter_find(&t, "model.layers.4000.mlp.up_proj.weight") &&
+              !parameter_find(&t, "model.norm"),
+          "unknown names");
     parameter_table_free(&t);
 }
 
 // The offsets by field are those of the entries by name, in every layer.
 static void test_fields(const ModelConfig *m) {
     ParameterTable t = parameter_table(m);
-#define X(field, name, ...)                                                                                                      \
-    {                                                                                                                            \
-        const Parameter *p = parameter_find(&t, name);                                                                           \
-        CHECK(p ? t.root.field == p->offset : t.root.field == -1, "root." #field " is %lld", (long long)t.root.field);           \
+#define X(field, name, ...)                                                                                            \
+    {                                                                                                                  \
+        const Parameter *p = parameter_find(&t, name);                                                                 \
+        CHECK(p ? t.root.field == p->offset : t.root.field == -1, "root." #field " is %lld", (long long)t.root.field); \
     }
     ROOT_PARAMETERS(X)
 #undef X
     for (int64_t l = 0; l < m->num_layers; l++) {
         char full[128];
-#define X(field, name, ...)                                                                                                                                   \
-    {                                                                                                                                                         \
-        format_checked(full, sizeof full, "model.layers.%lld.%s", (long long)l, name);                                                                        \
-        const Parameter *p = parameter_find(&t, full);                                                                                                        \
-        CHECK(p ? p->layer == l && layer_offset(&t, l) + t.layer.field == p->offset : t.layer.field == -1, "layer." #field " is %lld", (long long)t.layer.field); \
+#define X(field, name, ...)                                                                                \
+    {                                                                                                      \
+        format_checked(full, sizeof full, "model.layers.%lld.%s", (long long)l, name);                     \
+        const Parameter *p = parameter_find(&t, full);                                                     \
+        CHECK(p ? p->layer == l && layer_offset(&t, l) + t.layer.field == p->offset : t.layer.field == -1, \
+              "layer." #field " is %lld", (long long)t.layer.field);                                       \
     }
         LAYER_PARAMETERS(X)
 #undef X
     }
-    CHECK((t.root.lm_head < 0) == m->tie_word_embeddings && (t.layer.bq < 0) == !m->qkv_bias && (t.layer.q_norm < 0) == !m->qk_norm, "what the family has");
+    CHECK((t.root.lm_head < 0) == m->tie_word_embeddings && (t.layer.bq < 0) == !m->qkv_bias &&
+              (t.layer.q_norm < 0) == !m->qk_norm,
+          "what the family has");
     parameter_table_free(&t);
 }
 
 static void check_shape(const ParameterTable *t, const char *name, int64_t rows, int64_t cols) {
     const Parameter *p = parameter_find(t, name);
-    CHECK(p && p->rows == rows && p->cols == cols, "%s is %lld x %lld", name, p ? (long long)p->rows : -1, p ? (long long)p->cols : -1);
+    CHECK(p && p->rows == rows && p->cols == cols, "%s is %lld x %lld", name, p ? (long long)p->rows : -1,
+          p ? (long long)p->cols : -1);
 }
 
 // Shapes as transformers' modules have them.

@@ -1,11 +1,13 @@
-// The GPU trainer's memory, without a GPU: that nothing lies where something else is still needed. place() hands out addresses in an arena that is never
-// touched; this file knows how large each thing is and from when to when in a step it is needed, and compares all pairs.
+// The GPU trainer's memory, without a GPU: that nothing lies where something else is still needed. place() hands out
+// addresses in an arena that is never touched; this file knows how large each thing is and from when to when in a step
+// it is needed, and compares all pairs.
 #define TESTING
 #include "../../train_fp8.cu"
 
 #include "lib/check.h"
 
-// Moments of a step, in order: the forward pass of layer l is moment l, then come those below, then the backward pass of layer l.
+// Moments of a step, in order: the forward pass of layer l is moment l, then come those below, then the backward pass
+// of layer l.
 typedef struct {
     int64_t L;
 } Moments;
@@ -35,14 +37,19 @@ static void needed(const char *name, const void *at, int64_t bytes, int64_t from
     pieces[num_pieces++] = p;
 }
 
-// Needed in both directions of a layer, but not during the loss. The output of a layer's last product is read by the final norm.
+// Needed in both directions of a layer, but not during the loss. The output of a layer's last product is read by the
+// final norm.
 static void needed_by_layers(Moments m, const char *name, const void *at, int64_t bytes) {
     needed(name, at, bytes, 0, final_norm(m));
     needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0));
 }
 
-static void needed_in_backward(Moments m, const char *name, const void *at, int64_t bytes) { needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0)); }
-static void needed_always(Moments m, const char *name, const void *at, int64_t bytes) { needed(name, at, bytes, 0, optimizer(m)); }
+static void needed_in_backward(Moments m, const char *name, const void *at, int64_t bytes) {
+    needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0));
+}
+static void needed_always(Moments m, const char *name, const void *at, int64_t bytes) {
+    needed(name, at, bytes, 0, optimizer(m));
+}
 
 // The scales of FP8 data [R, columns] of a role that lie with it.
 static int64_t own_scales(const Trainer *t, TensorRole role, CopyKind copy, int64_t columns) {
@@ -52,7 +59,8 @@ static int64_t own_scales(const Trainer *t, TensorRole role, CopyKind copy, int6
 static void list_state(const Trainer *t, Moments m) {
     const Linears *ln = &t->linears;
     const TensorScales *s = &ln->scales;
-    const int64_t n = t->fsdp.plan.total, state = n * (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2), tensors = tensor_count(t->d.L);
+    const int64_t n = t->fsdp.plan.total, state = n * (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2),
+                  tensors = tensor_count(t->d.L);
     needed_always(m, "weights", t->params.weights, 2 * n);
     needed_always(m, "master weights", t->params.master, 4 * n);
     needed_always(m, "first moment", t->params.exp_avg, state);
@@ -70,7 +78,8 @@ static void list_state(const Trainer *t, Moments m) {
     for (int i = 0; i < TOKEN_SLOTS; i++)
         needed_always(m, "tokens", t->batches.slots[i].device.inputs, batches_slot_bytes(&t->batches));
     needed("workspace of products", ln->gemm.workspace, GEMM_WORKSPACE_BYTES, 0, optimizer(m) - 1);
-    needed("workspace of the optimizer", ln->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan), optimizer(m), optimizer(m));
+    needed("workspace of the optimizer", ln->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan),
+           optimizer(m), optimizer(m));
     needed_always(m, "emulated operands", ln->gemm.scratch, linears_emulation_elements(ln) * 2);
     needed_always(m, "their scale", ln->gemm.alpha, 4);
 }
@@ -94,9 +103,13 @@ static void list_gradients(const Trainer *t, Moments m) {
         return;
     }
     const bf16 *embedding = f->transport.sums + segment_begin(root, SEGMENT_EMBEDDING);
-    needed("gradient of the root", f->transport.sums, segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), optimizer(m));
-    needed("gradient of the embedding", embedding, root[SEGMENT_EMBEDDING] * 2, embedding_backward_moment(m), optimizer(m));
-    for (int64_t l = 0; l < t->d.L; l++) needed("gradient of a layer", f->transport.sums + layer_offset(&t->table, l), t->table.layer_size * 2, backward(m, l), optimizer(m));
+    needed("gradient of the root", f->transport.sums, segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m),
+           optimizer(m));
+    needed("gradient of the embedding", embedding, root[SEGMENT_EMBEDDING] * 2, embedding_backward_moment(m),
+           optimizer(m));
+    for (int64_t l = 0; l < t->d.L; l++)
+        needed("gradient of a layer", f->transport.sums + layer_offset(&t->table, l), t->table.layer_size * 2,
+               backward(m, l), optimizer(m));
 }
 
 static void list_fsdp(const Trainer *t, Moments m) {
@@ -136,7 +149,8 @@ static void list_fsdp(const Trainer *t, Moments m) {
 // The input of linear layer `id` of layer l; where all layers share one, of the first layer that reads it in bf16.
 static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id) {
     QTensor x = *layer_input(&t->acts.layer[l], id);
-    for (int64_t other = 0; shared && !x.data && other < t->d.L; other++) x.data = layer_input(&t->acts.layer[other], id)->data;
+    for (int64_t other = 0; shared && !x.data && other < t->d.L; other++)
+        x.data = layer_input(&t->acts.layer[other], id)->data;
     return x;
 }
 
@@ -145,17 +159,29 @@ static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id)
 static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
     const Dims *d = &t->d;
     const LayerActs *a = &t->acts.layer[l];
-    const QTensor norm1 = kept_input(t, l, shared, QKV_PROJ), att = a->att, norm2 = kept_input(t, l, shared, GATE_UP_PROJ);
-    const int64_t scales = own_scales(t, TENSOR_X, COPY_COL, d->C), att_scales = own_scales(t, TENSOR_X, COPY_COL, d->ATT);
-    const struct { const char *name; const void *at; int64_t bytes; } kept[] = {
-        {"x_mid", a->x_mid, d->R * d->C * 2}, {"rstd1", a->rstd1, d->R * 4}, {"rstd2", a->rstd2, d->R * 4},
-        {"qkv", a->qkv, d->R * d->QKV * 2}, {"att", att.data, d->R * d->ATT * 2}, {"lse", a->lse, d->R * d->NH * 4},
-        {"gate_up", a->gate_up, d->R * d->F * 4}, {"norm1", norm1.data, d->R * d->C * 2}, {"norm2", norm2.data, d->R * d->C * 2},
-        {"columns of norm1", norm1.columnwise, d->R * d->C}, {"columns of att", att.columnwise, d->R * d->ATT},
-        {"columns of norm2", norm2.columnwise, d->R * d->C},
-        {"scales of norm1's columns", norm1.columnwise_scale_inv, norm1.columnwise ? scales : 0},
-        {"scales of att's columns", att.columnwise_scale_inv, att.columnwise ? att_scales : 0},
-        {"scales of norm2's columns", norm2.columnwise_scale_inv, norm2.columnwise ? scales : 0}};
+    const QTensor norm1 = kept_input(t, l, shared, QKV_PROJ), att = a->att,
+                  norm2 = kept_input(t, l, shared, GATE_UP_PROJ);
+    const int64_t scales = own_scales(t, TENSOR_X, COPY_COL, d->C),
+                  att_scales = own_scales(t, TENSOR_X, COPY_COL, d->ATT);
+    const struct {
+        const char *name;
+        const void *at;
+        int64_t bytes;
+    } kept[] = {{"x_mid", a->x_mid, d->R * d->C * 2},
+                {"rstd1", a->rstd1, d->R * 4},
+                {"rstd2", a->rstd2, d->R * 4},
+                {"qkv", a->qkv, d->R * d->QKV * 2},
+                {"att", att.data, d->R * d->ATT * 2},
+                {"lse", a->lse, d->R * d->NH * 4},
+                {"gate_up", a->gate_up, d->R * d->F * 4},
+                {"norm1", norm1.data, d->R * d->C * 2},
+                {"norm2", norm2.data, d->R * d->C * 2},
+                {"columns of norm1", norm1.columnwise, d->R * d->C},
+                {"columns of att", att.columnwise, d->R * d->ATT},
+                {"columns of norm2", norm2.columnwise, d->R * d->C},
+                {"scales of norm1's columns", norm1.columnwise_scale_inv, norm1.columnwise ? scales : 0},
+                {"scales of att's columns", att.columnwise_scale_inv, att.columnwise ? att_scales : 0},
+                {"scales of norm2's columns", norm2.columnwise_scale_inv, norm2.columnwise ? scales : 0}};
     CHECK(att.data, "layer %lld: attention's output has no place", (long long)l);
     for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++) {
         if (shared) needed_by_layers(m, kept[i].name, kept[i].at, kept[i].bytes);
@@ -179,10 +205,12 @@ static void list_activations(const Trainer *t, Moments m) {
     // rows are of one layer at a time, and a layer with bf16 alone has none
     const QTensor *row = norm1->rowwise ? norm1 : &h;
     needed_by_layers(m, "rows of an input", row->rowwise, d->R * widest);
-    needed_by_layers(m, "scales of an input's rows", row->rowwise_scale_inv, t->precision.any_fp8 ? own_scales(t, TENSOR_X, COPY_ROW, widest) : 0);
+    needed_by_layers(m, "scales of an input's rows", row->rowwise_scale_inv,
+                     t->precision.any_fp8 ? own_scales(t, TENSOR_X, COPY_ROW, widest) : 0);
     needed_by_layers(m, "h", h.data, d->R * d->F * 2);
     needed_by_layers(m, "columns of h", h.columnwise, d->R * d->F);
-    needed_by_layers(m, "scales of h's columns", h.columnwise_scale_inv, h.columnwise ? own_scales(t, TENSOR_X, COPY_COL, d->F) : 0);
+    needed_by_layers(m, "scales of h's columns", h.columnwise_scale_inv,
+                     h.columnwise ? own_scales(t, TENSOR_X, COPY_COL, d->F) : 0);
     needed_by_layers(m, "branch", acts->branch, d->R * d->C * 2);
     if (acts->rotated_is_shared) needed_by_layers(m, "rotated q, k, v", acts->layer[0].rotated, d->R * d->QKV * 2);
     needed("x_final", acts->x_final, d->R * d->C * 2, final_norm(m), final_norm_backward(m));
@@ -205,12 +233,17 @@ static void list_backward(const Trainer *t, Moments m) {
         const int64_t columns = wide ? 2 * d->F : narrow;
         needed_in_backward(m, "rows of a gradient", dy->rowwise, d->R * columns);
         needed_in_backward(m, "columns of a gradient", dy->columnwise, d->R * columns);
-        needed_in_backward(m, "scales of its rows", dy->rowwise_scale_inv, dy->rowwise ? own_scales(t, TENSOR_DY, COPY_ROW, columns) : 0);
-        needed_in_backward(m, "scales of its columns", dy->columnwise_scale_inv, dy->columnwise ? own_scales(t, TENSOR_DY, COPY_COL, columns) : 0);
+        needed_in_backward(m, "scales of its rows", dy->rowwise_scale_inv,
+                           dy->rowwise ? own_scales(t, TENSOR_DY, COPY_ROW, columns) : 0);
+        needed_in_backward(m, "scales of its columns", dy->columnwise_scale_inv,
+                           dy->columnwise ? own_scales(t, TENSOR_DY, COPY_COL, columns) : 0);
     }
-    needed_in_backward(m, "workspace of attention", t->acts.attention_workspace, (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
-    needed_in_backward(m, "sums of QK-norm, of biases", t->acts.reduce_workspace, max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
-    needed("workspace of norms", t->acts.norm_workspace, (int64_t)rmsnorm_workspace_bytes(d->R, d->C), final_norm_backward(m), backward(m, 0));
+    needed_in_backward(m, "workspace of attention", t->acts.attention_workspace,
+                       (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));
+    needed_in_backward(m, "sums of QK-norm, of biases", t->acts.reduce_workspace,
+                       max_i64((int64_t)rope_workspace_bytes(d->HD), (int64_t)bias_workspace_bytes(d->R, d->QKV)));
+    needed("workspace of norms", t->acts.norm_workspace, (int64_t)rmsnorm_workspace_bytes(d->R, d->C),
+           final_norm_backward(m), backward(m, 0));
 }
 
 static bool in_each_others_way(const Piece *a, const Piece *b) {
@@ -223,20 +256,23 @@ static const char *find_trouble(const char *base, int64_t size) {
     for (int i = 0; i < num_pieces; i++) {
         const Piece *p = &pieces[i];
         if (p->at < base || p->at + p->bytes > base + size || (p->at - base) % 16) {
-            format_checked(trouble, sizeof trouble, "%s lies at [%lld, %lld) of %lld", p->name, (long long)(p->at - base), (long long)(p->at - base + p->bytes), (long long)size);
+            format_checked(trouble, sizeof trouble, "%s lies at [%lld, %lld) of %lld", p->name,
+                           (long long)(p->at - base), (long long)(p->at - base + p->bytes), (long long)size);
             return trouble;
         }
         for (int j = 0; j < i; j++)
             if (in_each_others_way(p, &pieces[j])) {
-                format_checked(trouble, sizeof trouble, "%s, moments %lld to %lld, lies on %s, moments %lld to %lld", p->name, (long long)p->from, (long long)p->to, pieces[j].name,
-                               (long long)pieces[j].from, (long long)pieces[j].to);
+                format_checked(trouble, sizeof trouble, "%s, moments %lld to %lld, lies on %s, moments %lld to %lld",
+                               p->name, (long long)p->from, (long long)p->to, pieces[j].name, (long long)pieces[j].from,
+                               (long long)pieces[j].to);
                 return trouble;
             }
     }
     return NULL;
 }
 
-// The operands and the result of the largest GEMM in bf16, as linears_plan_gemm() puts them at the start of the arena to time it.
+// The operands and the result of the largest GEMM in bf16, as linears_plan_gemm() puts them at the start of the arena
+// to time it.
 static int64_t largest_product(const Trainer *t) {
     int64_t most = 0;
     for (int id = 0; id <= NUM_LINEARS; id++) {
@@ -267,9 +303,11 @@ static void check_run(const char *label, Options o, const ModelConfig *model, in
     list_backward(&t, m);
     const char *trouble = find_trouble(base, arena.used);
     CHECK(!trouble, "%s: %s", label, trouble);
-    CHECK(largest_product(&t) <= (char *)t.linears.gemm.workspace - base, "%s: a product of %lld bytes reaches its workspace at %lld", label, (long long)largest_product(&t),
+    CHECK(largest_product(&t) <= (char *)t.linears.gemm.workspace - base,
+          "%s: a product of %lld bytes reaches its workspace at %lld", label, (long long)largest_product(&t),
           (long long)((char *)t.linears.gemm.workspace - base));
-    CHECK(plan.used == arena.used, "%s: %lld bytes planned, %lld placed", label, (long long)plan.used, (long long)arena.used);
+    CHECK(plan.used == arena.used, "%s: %lld bytes planned, %lld placed", label, (long long)plan.used,
+          (long long)arena.used);
     fsdp_destroy(&t.fsdp);
     precision_free(&t.precision);
     parameter_table_free(&t.table);
@@ -332,8 +370,9 @@ static void test_comparison(void) {
 // The memory planned for NCCL. Hybrid has communicators for all ranks, for the shard group and for the replicas; a
 // group of all ranks uses the first, and a single rank needs none.
 static void test_communicators(void) {
-    static const struct { int64_t world, group, communicators; } cases[] = {
-        {1, 1, 0}, {2, 2, 1}, {2, 1, 1}, {4, 4, 1}, {4, 1, 1}, {4, 2, 3}, {6, 3, 3}, {6, 2, 3}, {512, 8, 3}};
+    static const struct {
+        int64_t world, group, communicators;
+    } cases[] = {{1, 1, 0}, {2, 2, 1}, {2, 1, 1}, {4, 4, 1}, {4, 1, 1}, {4, 2, 3}, {6, 3, 3}, {6, 2, 3}, {512, 8, 3}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Comm comm = comm_one();
         comm_assume(&comm, cases[i].world);
@@ -366,8 +405,10 @@ static void test_gpus(void) {
 
 static void test_cuda_arch(void) {
     char output[16];
-    const struct { int major, minor; const char *arch; } all[] = {
-        {8, 0, "80"}, {8, 9, "89"}, {9, 0, "90a"}, {10, 0, "100"}, {12, 1, "121"}};
+    const struct {
+        int major, minor;
+        const char *arch;
+    } all[] = {{8, 0, "80"}, {8, 9, "89"}, {9, 0, "90a"}, {10, 0, "100"}, {12, 1, "121"}};
     for (size_t n = 0; n < sizeof all / sizeof all[0]; n++) {
         format_cuda_arch(output, sizeof output, all[n].major, all[n].minor);
         CHECK(strcmp(output, all[n].arch) == 0, "CUDA_ARCH=%s for %d.%d", output, all[n].major, all[n].minor);
@@ -375,13 +416,19 @@ static void test_cuda_arch(void) {
 }
 
 int main(void) {
-    static const char *const models[] = {"tiny", "small", "llama3.2-1b", "llama3.1-8b", "qwen3-4b", "qwen3-8b", "qwen2.5-7b"};
-    static const Ranks ranks[] = {
-        {"1 rank", 1, SHARDING_FULL, 0}, {"4 ranks", 4, SHARDING_FULL, 0}, {"4 ranks, grad_op", 4, SHARDING_GRAD_OP, 0},
-        {"2 ranks, whole", 2, SHARDING_NONE, 0}, {"3 ranks", 3, SHARDING_FULL, 0}, {"8 ranks", 8, SHARDING_FULL, 0},
-        {"7 ranks, grad_op", 7, SHARDING_GRAD_OP, 0}, {"4 ranks in groups of 2", 4, SHARDING_HYBRID, 2},
-        {"8 ranks in groups of 4", 8, SHARDING_HYBRID, 4}, {"6 ranks in groups of 3", 6, SHARDING_HYBRID, 3},
-        {"3 ranks in groups of 1", 3, SHARDING_HYBRID, 1}};
+    static const char *const models[] = {"tiny",     "small",    "llama3.2-1b", "llama3.1-8b",
+                                         "qwen3-4b", "qwen3-8b", "qwen2.5-7b"};
+    static const Ranks ranks[] = {{"1 rank", 1, SHARDING_FULL, 0},
+                                  {"4 ranks", 4, SHARDING_FULL, 0},
+                                  {"4 ranks, grad_op", 4, SHARDING_GRAD_OP, 0},
+                                  {"2 ranks, whole", 2, SHARDING_NONE, 0},
+                                  {"3 ranks", 3, SHARDING_FULL, 0},
+                                  {"8 ranks", 8, SHARDING_FULL, 0},
+                                  {"7 ranks, grad_op", 7, SHARDING_GRAD_OP, 0},
+                                  {"4 ranks in groups of 2", 4, SHARDING_HYBRID, 2},
+                                  {"8 ranks in groups of 4", 8, SHARDING_HYBRID, 4},
+                                  {"6 ranks in groups of 3", 6, SHARDING_HYBRID, 3},
+                                  {"3 ranks in groups of 1", 3, SHARDING_HYBRID, 1}};
     test_comparison();
     test_communicators();
     test_gpus();

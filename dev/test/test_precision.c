@@ -1,4 +1,5 @@
-// precision.h: what each word of --fp8-filter keeps in bf16, the rule of sizes, and the printed table for every preset and recipe.
+// precision.h: what each word of --fp8-filter keeps in bf16, the rule of sizes, and the printed table for every preset
+// and recipe.
 #include "../../llmc/config/precision.h"
 #include "lib/check.h"
 
@@ -40,24 +41,42 @@ static void describe(const Precision *p, char *out) {
 
 // The filter's words on a model of 4 layers: "qkv attn_out gate_up down" of each.
 static void test_filters(void) {
-    static const char *const cases[][2] = {
-        {"", "8888 8888 8888 8888"}, {"first", "---- 8888 8888 8888"}, {"last", "8888 8888 8888 ----"}, {"first,last", "---- 8888 8888 ----"},
-        {"layers=1-2", "8888 ---- ---- 8888"}, {"layers=0-3", "---- ---- ---- ----"}, {"layers=2", "8888 8888 ---- 8888"}, {"layers=2-2", "8888 8888 ---- 8888"},
-        {"attention", "--88 --88 --88 --88"}, {"mlp", "88-- 88-- 88-- 88--"}, {"qkv", "-888 -888 -888 -888"}, {"attn_out", "8-88 8-88 8-88 8-88"},
-        {"gate_up", "88-8 88-8 88-8 88-8"}, {"down", "888- 888- 888- 888-"}, {"lm_head", "8888 8888 8888 8888"}, {"attention,mlp", "---- ---- ---- ----"},
-        {"first,mlp", "---- 88-- 88-- 88--"}, {"down,last", "888- 888- 888- ----"}, {"layers=0,layers=3", "---- 8888 8888 ----"},
-        {"first,first", "---- 8888 8888 8888"}, {"lm_head,qkv,down", "-88- -88- -88- -88-"}, {"first, last", "---- 8888 8888 ----"},
-        {" first,,last,", "---- 8888 8888 ----"}, {",", "8888 8888 8888 8888"}, {"auto", "8888 8888 8888 8888"}};
+    static const char *const cases[][2] = {{"", "8888 8888 8888 8888"},
+                                           {"first", "---- 8888 8888 8888"},
+                                           {"last", "8888 8888 8888 ----"},
+                                           {"first,last", "---- 8888 8888 ----"},
+                                           {"layers=1-2", "8888 ---- ---- 8888"},
+                                           {"layers=0-3", "---- ---- ---- ----"},
+                                           {"layers=2", "8888 8888 ---- 8888"},
+                                           {"layers=2-2", "8888 8888 ---- 8888"},
+                                           {"attention", "--88 --88 --88 --88"},
+                                           {"mlp", "88-- 88-- 88-- 88--"},
+                                           {"qkv", "-888 -888 -888 -888"},
+                                           {"attn_out", "8-88 8-88 8-88 8-88"},
+                                           {"gate_up", "88-8 88-8 88-8 88-8"},
+                                           {"down", "888- 888- 888- 888-"},
+                                           {"lm_head", "8888 8888 8888 8888"},
+                                           {"attention,mlp", "---- ---- ---- ----"},
+                                           {"first,mlp", "---- 88-- 88-- 88--"},
+                                           {"down,last", "888- 888- 888- ----"},
+                                           {"layers=0,layers=3", "---- 8888 8888 ----"},
+                                           {"first,first", "---- 8888 8888 8888"},
+                                           {"lm_head,qkv,down", "-88- -88- -88- -88-"},
+                                           {"first, last", "---- 8888 8888 ----"},
+                                           {" first,,last,", "---- 8888 8888 ----"},
+                                           {",", "8888 8888 8888 8888"},
+                                           {"auto", "8888 8888 8888 8888"}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char text[64];
         Plan x = make_plan("small", RECIPE_TENSORWISE, cases[i][0]);
         describe(&x.p, text);
         CHECK(strcmp(text, cases[i][1]) == 0, "--fp8-filter \"%s\": %s, expected %s", cases[i][0], text, cases[i][1]);
-        CHECK(x.p.any_fp8 == (strchr(text, '8') != NULL) && x.p.any_bf16 == (strchr(text, '-') != NULL), "\"%s\": any_fp8 %d, any_bf16 %d", cases[i][0], x.p.any_fp8,
-              x.p.any_bf16);
+        CHECK(x.p.any_fp8 == (strchr(text, '8') != NULL) && x.p.any_bf16 == (strchr(text, '-') != NULL),
+              "\"%s\": any_fp8 %d, any_bf16 %d", cases[i][0], x.p.any_fp8, x.p.any_bf16);
         CHECK(x.p.filter_open == (strcmp(cases[i][0], "auto") == 0), "\"%s\": decided", cases[i][0]);
-        for (int64_t l = 0; l < 4; l++) CHECK(precision_layer_is_fp8(&x.p, l) == (strncmp(text + 5 * l, "8888", 4) == 0), "\"%s\": weights of layer %lld",
-            cases[i][0], (long long)l);
+        for (int64_t l = 0; l < 4; l++)
+            CHECK(precision_layer_is_fp8(&x.p, l) == (strncmp(text + 5 * l, "8888", 4) == 0),
+                  "\"%s\": weights of layer %lld", cases[i][0], (long long)l);
         free_plan(&x);
     }
     // what auto has found, while the option still says auto
@@ -74,24 +93,39 @@ static void plan_action(void *filter) { make_plan("small", RECIPE_TENSORWISE, (c
 
 static void test_refused(void) {
     static const char *const cases[][2] = {
-        {"q_proj", "\"q_proj\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k and v are one product)"}, {"First", "\"First\" is none of"},
-        {"embedding", "\"embedding\" is none of"}, {"first;last", "\"first;last\" is none of"}, {"auto,first", "\"auto\" is none of"},
-        {"auto,first", "auto stands alone"}, {"mlp2", "\"mlp2\" is none of"}, {"layers=", "\"layers=\" is none of"}, {"layers=a-b", "is none of"},
-        {"layers=1-", "\"layers=1-\" is none of"}, {"layers=1-2x", "is none of"}, {"layers", "\"layers\" is none of"},
-        {"layers=4", "\"layers=4\" names layers that the model does not have; it has 0 to 3"}, {"layers=0-4", "it has 0 to 3"},
-        {"layers=-1", "\"layers=-1\" names layers"}, {"layers=99999999999999999999999", "it has 0 to 3"},
+        {"q_proj", "\"q_proj\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k and v are one product)"},
+        {"First", "\"First\" is none of"},
+        {"embedding", "\"embedding\" is none of"},
+        {"first;last", "\"first;last\" is none of"},
+        {"auto,first", "\"auto\" is none of"},
+        {"auto,first", "auto stands alone"},
+        {"mlp2", "\"mlp2\" is none of"},
+        {"layers=", "\"layers=\" is none of"},
+        {"layers=a-b", "is none of"},
+        {"layers=1-", "\"layers=1-\" is none of"},
+        {"layers=1-2x", "is none of"},
+        {"layers", "\"layers\" is none of"},
+        {"layers=4", "\"layers=4\" names layers that the model does not have; it has 0 to 3"},
+        {"layers=0-4", "it has 0 to 3"},
+        {"layers=-1", "\"layers=-1\" names layers"},
+        {"layers=99999999999999999999999", "it has 0 to 3"},
         {"first,layers=3-1", "\"layers=3-1\" begins after its end; layers=1-3 would do"},
-        {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "aaaa\" is none of"}};
+        {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+         "aaaa\" is none of"}};
     char output[2048];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
-        CHECK(check_dies(plan_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "--fp8-filter %s: \"%s\"", cases[i][0], output);
+        CHECK(check_dies(plan_action, (void *)cases[i][0], cases[i][1], output, sizeof output),
+              "--fp8-filter %s: \"%s\"", cases[i][0], output);
 }
 
-// `tiny` has hidden size 64 and intermediate size 192: N and K of every linear layer are multiples of 64, none has both of 128.
+// `tiny` has hidden size 64 and intermediate size 192: N and K of every linear layer are multiples of 64, none has both
+// of 128.
 static void test_sizes(void) {
-    static const struct { int recipe; const char *expected; } cases[] = {
-        {RECIPE_TENSORWISE, "8888 8888"}, {RECIPE_DELAYED, "8888 8888"}, {RECIPE_ROWWISE, "8888 8888"}, {RECIPE_ROWWISE_GW_HP, "8888 8888"},
-        {RECIPE_BLOCKWISE, "---- ----"}, {RECIPE_MXFP8, "8888 8888"}};
+    static const struct {
+        int recipe;
+        const char *expected;
+    } cases[] = {{RECIPE_TENSORWISE, "8888 8888"},    {RECIPE_DELAYED, "8888 8888"},   {RECIPE_ROWWISE, "8888 8888"},
+                 {RECIPE_ROWWISE_GW_HP, "8888 8888"}, {RECIPE_BLOCKWISE, "---- ----"}, {RECIPE_MXFP8, "8888 8888"}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char text[64];
         Plan x = make_plan("tiny", cases[i].recipe, "");
@@ -99,9 +133,12 @@ static void test_sizes(void) {
         CHECK(strcmp(text, cases[i].expected) == 0, "tiny, %s: %s", x.p.recipe->name, text);
         free_plan(&x);
     }
-    // a size that does not fit keeps the linear layers that have it in bf16, the others stay FP8. The fused gate_up has twice the rows: 1552 = 16 x 97
-    static const struct { int64_t intermediate; const char *expected; } odd[] = {{776, "888- 888- 888- 888-"}, {772, "88-- 88-- 88-- 88--"},
-        {784, "8888 8888 8888 8888"}};
+    // a size that does not fit keeps the linear layers that have it in bf16, the others stay FP8. The fused gate_up has
+    // twice the rows: 1552 = 16 x 97
+    static const struct {
+        int64_t intermediate;
+        const char *expected;
+    } odd[] = {{776, "888- 888- 888- 888-"}, {772, "88-- 88-- 88-- 88--"}, {784, "8888 8888 8888 8888"}};
     Plan x = make_plan("small", RECIPE_TENSORWISE, "");
     for (size_t i = 0; i < sizeof odd / sizeof odd[0]; i++) {
         char text[64];
@@ -116,51 +153,66 @@ static void test_sizes(void) {
     free_plan(&x);
     // bf16: no recipe's row but that of bf16, whatever is asked
     x = make_plan("small", RECIPE_BF16, "");
-    CHECK(!x.p.any_fp8 && x.p.any_bf16 && precision_of(&x.p, 0, DOWN_PROJ) == recipe_row(RECIPE_BF16) && !precision_layer_is_fp8(&x.p, 0), "bf16");
+    CHECK(!x.p.any_fp8 && x.p.any_bf16 && precision_of(&x.p, 0, DOWN_PROJ) == recipe_row(RECIPE_BF16) &&
+              !precision_layer_is_fp8(&x.p, 0),
+          "bf16");
     free_plan(&x);
 }
 
 // The weight of each linear layer lies where the parameter table has its first part; every recipe has its formats.
 static void test_shapes_and_formats(void) {
     Plan x = make_plan("llama3.1-8b", RECIPE_TENSORWISE, "");
-    static const struct { const char *first; int64_t N, K; } parts[NUM_LINEARS] = {
-        {"model.layers.0.self_attn.q_proj.weight", 6144, 4096}, {"model.layers.0.self_attn.o_proj.weight", 4096, 4096},
-        {"model.layers.0.mlp.gate_proj.weight", 28672, 4096}, {"model.layers.0.mlp.down_proj.weight", 4096, 14336}};
+    static const struct {
+        const char *first;
+        int64_t N, K;
+    } parts[NUM_LINEARS] = {{"model.layers.0.self_attn.q_proj.weight", 6144, 4096},
+                            {"model.layers.0.self_attn.o_proj.weight", 4096, 4096},
+                            {"model.layers.0.mlp.gate_proj.weight", 28672, 4096},
+                            {"model.layers.0.mlp.down_proj.weight", 4096, 14336}};
     for (int id = 0; id < NUM_LINEARS; id++) {
         const LinearShape *s = &x.p.linear[id];
         const int64_t matrices = layer_offset(&x.t, 0) + x.t.layer_segments[SEGMENT_VECTORS];
-        CHECK(s->N == parts[id].N && s->K == parts[id].K && parameter_find(&x.t, parts[id].first)->offset == matrices + s->offset, "%s: [%lld, %lld] at %lld",
-              s->name, (long long)s->N, (long long)s->K, (long long)s->offset);
+        CHECK(s->N == parts[id].N && s->K == parts[id].K &&
+                  parameter_find(&x.t, parts[id].first)->offset == matrices + s->offset,
+              "%s: [%lld, %lld] at %lld", s->name, (long long)s->N, (long long)s->K, (long long)s->offset);
     }
-    CHECK(precision_format(&x.p, TENSOR_X) == FP8_E4M3 && precision_format(&x.p, TENSOR_W) == FP8_E4M3 && precision_format(&x.p, TENSOR_DY) == FP8_E5M2,
+    CHECK(precision_format(&x.p, TENSOR_X) == FP8_E4M3 && precision_format(&x.p, TENSOR_W) == FP8_E4M3 &&
+              precision_format(&x.p, TENSOR_DY) == FP8_E5M2,
           "tensorwise: gradients in e5m2");
     free_plan(&x);
     x = make_plan("small", RECIPE_BLOCKWISE, "");
     CHECK(precision_format(&x.p, TENSOR_DY) == FP8_E4M3, "blockwise: gradients in e4m3");
     x.o.fp8_format = FP8_FORMAT_HYBRID;
     Precision hybrid = precision_plan(&x.o, "", &x.m, &x.t, true);
-    CHECK(precision_format(&hybrid, TENSOR_DY) == FP8_E5M2 && precision_format(&hybrid, TENSOR_X) == FP8_E4M3, "--fp8-format hybrid");
+    CHECK(precision_format(&hybrid, TENSOR_DY) == FP8_E5M2 && precision_format(&hybrid, TENSOR_X) == FP8_E4M3,
+          "--fp8-format hybrid");
     precision_free(&hybrid);
     free_plan(&x);
 }
 
 // --fp8-fast-accum on a recipe that has it, one that has not, one with a product in bf16, and emulated.
 static void test_fast_sums(void) {
-    static const struct { int recipe, option; bool emulate, expected[NUM_GEMMS]; } cases[] = {
-        {RECIPE_TENSORWISE, FAST_ACCUM_FPROP, false, {true, false, false}}, {RECIPE_TENSORWISE, FAST_ACCUM_ALL, false, {true, true, true}},
-        {RECIPE_TENSORWISE, FAST_ACCUM_NONE, false, {false, false, false}}, {RECIPE_BLOCKWISE, FAST_ACCUM_FPROP, false, {false, false, false}},
-        {RECIPE_MXFP8, FAST_ACCUM_FPROP, false, {false, false, false}}, {RECIPE_ROWWISE_GW_HP, FAST_ACCUM_ALL, false, {true, true, false}},
-        {RECIPE_ROWWISE, FAST_ACCUM_ALL, true, {false, false, false}}};
+    static const struct {
+        int recipe, option;
+        bool emulate, expected[NUM_GEMMS];
+    } cases[] = {{RECIPE_TENSORWISE, FAST_ACCUM_FPROP, false, {true, false, false}},
+                 {RECIPE_TENSORWISE, FAST_ACCUM_ALL, false, {true, true, true}},
+                 {RECIPE_TENSORWISE, FAST_ACCUM_NONE, false, {false, false, false}},
+                 {RECIPE_BLOCKWISE, FAST_ACCUM_FPROP, false, {false, false, false}},
+                 {RECIPE_MXFP8, FAST_ACCUM_FPROP, false, {false, false, false}},
+                 {RECIPE_ROWWISE_GW_HP, FAST_ACCUM_ALL, false, {true, true, false}},
+                 {RECIPE_ROWWISE, FAST_ACCUM_ALL, true, {false, false, false}}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = options_default();
         ModelConfig m;
         model_config_preset(&m, "llama3.2-1b");
         ParameterTable t = parameter_table(&m);
-        o.precision = PRECISION_FP8, o.fp8_recipe = cases[i].recipe, o.fp8_fast_accum = cases[i].option, o.fp8_emulate = cases[i].emulate;
+        o.precision = PRECISION_FP8, o.fp8_recipe = cases[i].recipe, o.fp8_fast_accum = cases[i].option,
+        o.fp8_emulate = cases[i].emulate;
         Precision p = precision_plan(&o, "", &m, &t, true);
         for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
-            CHECK(precision_fast_sums(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm], "%s, option %d, product %d",
-                  recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
+            CHECK(precision_fast_sums(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm],
+                  "%s, option %d, product %d", recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
         precision_free(&p);
         parameter_table_free(&t);
     }
@@ -177,7 +229,8 @@ static char *printed(const Plan *x) {
 
 static void test_golden_table(void) {
     static const char expected[] =
-        "\nmatrix products (fp32 accumulation, bf16 results); recipe rowwise_with_gw_hp: a scale for each row (dgrad: w tensor), power of 2\n"
+        "\nmatrix products (fp32 accumulation, bf16 results); recipe rowwise_with_gw_hp: a scale for each row (dgrad: "
+        "w tensor), power of 2\n"
         "  linear    pass       rows  columns    depth  operands and what shares a scale\n"
         "  qkv       fprop      2048     6144     4096  e4m3 row     x e4m3 row      fast sums  layers 1-4,6,8-31\n"
         "  qkv       dgrad      2048     4096     6144  e4m3 row     x e4m3 tensor   layers 1-4,6,8-31\n"
@@ -214,11 +267,13 @@ static void test_tables(void) {
         MODEL_PRESETS(X)
 #undef X
     };
-    static const struct { const char *fprop, *dgrad, *wgrad; } operands[NUM_RECIPES + 1] = {
+    static const struct {
+        const char *fprop, *dgrad, *wgrad;
+    } operands[NUM_RECIPES + 1] = {
         {"e4m3 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor"},
         {"e4m3 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor"},
-        {"e4m3 row     x e4m3 row", "e4m3 row     x e4m3 row", "e4m3 row     x e4m3 row"},          {"e4m3 row     x e4m3 row", "e4m3 row     x e4m3 tensor",
-        "bf16         x bf16"},
+        {"e4m3 row     x e4m3 row", "e4m3 row     x e4m3 row", "e4m3 row     x e4m3 row"},
+        {"e4m3 row     x e4m3 row", "e4m3 row     x e4m3 tensor", "bf16         x bf16"},
         {"e4m3 1x128   x e4m3 128x128", "e4m3 1x128   x e4m3 128x128", "e4m3 1x128   x e4m3 1x128"},
         {"e4m3 1x32    x e4m3 1x32", "e4m3 1x32    x e4m3 1x32", "e4m3 1x32    x e4m3 1x32"},
         {"bf16         x bf16", "bf16         x bf16", "bf16         x bf16"}};
@@ -226,20 +281,24 @@ static void test_tables(void) {
         for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
             Plan x = make_plan(presets[i], recipe, "");
             const int shown = x.p.any_fp8 ? recipe : RECIPE_BF16;  // tiny is too small for blockwise
-            CHECK(x.p.any_fp8 == (recipe != RECIPE_BF16 && !(recipe == RECIPE_BLOCKWISE && i == 0)) && !(x.p.any_fp8 && x.p.any_bf16),
+            CHECK(x.p.any_fp8 == (recipe != RECIPE_BF16 && !(recipe == RECIPE_BLOCKWISE && i == 0)) &&
+                      !(x.p.any_fp8 && x.p.any_bf16),
                   "%s, %s: any_fp8 %d, any_bf16 %d", presets[i], recipe_row(recipe)->name, x.p.any_fp8, x.p.any_bf16);
             char *text = printed(&x), line[128];
-            const char *const passes[] = {operands[shown].fprop, operands[shown].dgrad, operands[shown].wgrad}, *const names[] = {"fprop", "dgrad", "wgrad"};
+            const char *const passes[] = {operands[shown].fprop, operands[shown].dgrad, operands[shown].wgrad},
+                              *const names[] = {"fprop", "dgrad", "wgrad"};
             for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
                 for (int id = 0; id < NUM_LINEARS; id++) {
                     format_checked(line, sizeof line, "\n  %-9s %s ", x.p.linear[id].name, names[gemm]);
-                    const char *at = strstr(text, line), *end = at ? strchr(at + 1, '\n') : NULL, *found = at ? strstr(at, passes[gemm]) : NULL;
-                    CHECK(check_count(text, line) == 1 && found && found < end, "%s, %s, %s %s in\n%s", presets[i], recipe_row(recipe)->name, x.p.linear[id].name,
-                          names[gemm], text);
+                    const char *at = strstr(text, line), *end = at ? strchr(at + 1, '\n') : NULL,
+                               *found = at ? strstr(at, passes[gemm]) : NULL;
+                    CHECK(check_count(text, line) == 1 && found && found < end, "%s, %s, %s %s in\n%s", presets[i],
+                          recipe_row(recipe)->name, x.p.linear[id].name, names[gemm], text);
                 }
-            CHECK(check_count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0), "%s, %s: lines of\n%s", presets[i], recipe_row(recipe)->name, text);
-            CHECK(check_count(text, "fast sums") == (x.p.any_fp8 && x.p.recipe->fast_accumulation ? NUM_LINEARS : 0), "%s, %s: sums in\n%s", presets[i],
-                  recipe_row(recipe)->name, text);
+            CHECK(check_count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0), "%s, %s: lines of\n%s",
+                  presets[i], recipe_row(recipe)->name, text);
+            CHECK(check_count(text, "fast sums") == (x.p.any_fp8 && x.p.recipe->fast_accumulation ? NUM_LINEARS : 0),
+                  "%s, %s: sums in\n%s", presets[i], recipe_row(recipe)->name, text);
             free(text);
             free_plan(&x);
         }
@@ -249,7 +308,9 @@ static void test_tables(void) {
 static void test_table_notes(void) {
     Plan x = make_plan("tiny", RECIPE_BLOCKWISE, "");
     char *text = printed(&x);
-    CHECK(strstr(text, "x bf16          [256, 64] are no multiples of 128\n") && strstr(text, "no product runs in FP8") && !strstr(text, "recipe"), "%s", text);
+    CHECK(strstr(text, "x bf16          [256, 64] are no multiples of 128\n") &&
+              strstr(text, "no product runs in FP8") && !strstr(text, "recipe"),
+          "%s", text);
     free(text), free_plan(&x);
     x = make_plan("small", RECIPE_TENSORWISE, "auto");
     text = printed(&x);
@@ -260,8 +321,9 @@ static void test_table_notes(void) {
     precision_free(&x.p);
     x.p = emulated;
     text = printed(&x);
-    CHECK(strstr(text, "recipe tensorwise, emulated by products of bf16: a scale for each tensor") && !strstr(text, "fast sums") && strstr(text,
-          "e4m3 tensor   layers 1-3\n"), "%s", text);
+    CHECK(strstr(text, "recipe tensorwise, emulated by products of bf16: a scale for each tensor") &&
+              !strstr(text, "fast sums") && strstr(text, "e4m3 tensor   layers 1-3\n"),
+          "%s", text);
     free(text), free_plan(&x);
     // a list of layers too long for the line is cut short
     x = make_plan("llama3.1-405b", RECIPE_TENSORWISE, "");

@@ -1,5 +1,6 @@
-// recipes.h, fp8.h's scales, delayed.h and quantize_reference.h: codes and scales of every recipe's copies byte for byte against torchao's and Transformer Engine's
-// (dev/reference), the layout of scales, and what must hold for any matrix. Run from the root of the repository.
+// recipes.h, fp8.h's scales, delayed.h and quantize_reference.h: codes and scales of every recipe's copies byte for
+// byte against torchao's and Transformer Engine's (dev/reference), the layout of scales, and what must hold for any
+// matrix. Run from the root of the repository.
 #include "../../llmc/reference/delayed.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
@@ -61,9 +62,11 @@ static int64_t wrong_scales(const Copy *c, const void *expected, ScaleGranularit
     int64_t wrong = 0;
     for (int64_t i = 0; i < c->outer; i++)
         for (int64_t k = 0; k < c->depth; k++) {
-            const int64_t place = scale_index(granularity, i, k, c->outer, c->depth), natural = natural_place(c, granularity, width, i, k);
+            const int64_t place = scale_index(granularity, i, k, c->outer, c->depth),
+                          natural = natural_place(c, granularity, width, i, k);
             memset(left + place * size, 0, (size_t)size);
-            if (granularity == BLOCK_1X32) wrong += ((const uint8_t *)c->scales)[place] != ((const uint8_t *)expected)[natural];
+            if (granularity == BLOCK_1X32)
+                wrong += ((const uint8_t *)c->scales)[place] != ((const uint8_t *)expected)[natural];
             else wrong += !same_float(((const float *)c->scales)[place], ((const float *)expected)[natural]);
         }
     for (int64_t b = 0; b < scale_bytes(granularity, c->outer, c->depth); b++) wrong += left[b] != 0;
@@ -72,7 +75,8 @@ static int64_t wrong_scales(const Copy *c, const void *expected, ScaleGranularit
 }
 
 // What the products see, from the golden's bytes alone.
-static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inverse, ScaleGranularity granularity, int64_t width, Fp8Format format) {
+static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inverse, ScaleGranularity granularity,
+                            int64_t width, Fp8Format format) {
     float *values = (float *)xcalloc((size_t)(c->outer * c->depth), sizeof(float));
     dequantize_copy(values, c->codes, c->scales, c->outer, c->depth, granularity, format);
     int64_t wrong = 0;
@@ -80,15 +84,20 @@ static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inv
         for (int64_t k = 0; k < c->depth; k++) {
             const int64_t natural = natural_place(c, granularity, width, i, k);
             double factor = 1;
-            if (granularity == BLOCK_1X32) factor = ((const uint8_t *)inverse)[natural] == 0xff ? NAN : ldexp(1, ((const uint8_t *)inverse)[natural] - 127);
+            if (granularity == BLOCK_1X32)
+                factor = ((const uint8_t *)inverse)[natural] == 0xff
+                             ? NAN
+                             : ldexp(1, ((const uint8_t *)inverse)[natural] - 127);
             else if (!is_per_tensor(granularity)) factor = ((const float *)inverse)[natural];
-            wrong += !same_float(values[i * c->depth + k], (float)(fp8_to_float(codes[i * c->depth + k], format) * factor));
+            wrong +=
+                !same_float(values[i * c->depth + k], (float)(fp8_to_float(codes[i * c->depth + k], format) * factor));
         }
     free(values);
     return wrong;
 }
 
-static void check_copy(const Safetensors *st, const char *key, const Matrix *m, CopyKind kind, ScaleGranularity granularity, ScaleRule rule, Fp8Format format) {
+static void check_copy(const Safetensors *st, const char *key, const Matrix *m, CopyKind kind,
+                       ScaleGranularity granularity, ScaleRule rule, Fp8Format format) {
     char name[160];
     Copy c = copy_make(m, kind, granularity, rule, format, 0);
     const bool by_128 = granularity == BLOCK_1X128 || granularity == BLOCK_128X128;
@@ -102,8 +111,8 @@ static void check_copy(const Safetensors *st, const char *key, const Matrix *m, 
     int64_t wrong = 0, first = -1;
     for (int64_t i = 0; i < c.outer * c.depth; i++)
         if (!fp8_same(c.codes[i], codes[i], format) && wrong++ == 0) first = i;
-    CHECK(wrong == 0, "%s: %lld of %lld codes differ, first at (%lld, %lld)", key, (long long)wrong, (long long)(c.outer * c.depth),
-          (long long)(first / c.depth), (long long)(first % c.depth));
+    CHECK(wrong == 0, "%s: %lld of %lld codes differ, first at (%lld, %lld)", key, (long long)wrong,
+          (long long)(c.outer * c.depth), (long long)(first / c.depth), (long long)(first % c.depth));
     wrong = wrong_scales(&c, inverse, granularity, width);
     CHECK(wrong == 0, "%s: scales of %lld elements differ, or bytes beside them are not zero", key, (long long)wrong);
     wrong = wrong_values(&c, codes, inverse, granularity, width, format);
@@ -115,8 +124,14 @@ static void check_copy(const Safetensors *st, const char *key, const Matrix *m, 
 
 // Every CASE.GRANULARITY.COPY.FORMAT in a file.
 static void test_golden_copies(const char *path, int expected) {
-    static const struct { const char *name; ScaleGranularity granularity; ScaleRule rule; } kinds[] = {
-        {"rows", PER_ROW, SCALE_TORCHAO_POW2}, {"mx", BLOCK_1X32, SCALE_MX}, {"1x128", BLOCK_1X128, SCALE_TE_POW2}, {"128x128", BLOCK_128X128, SCALE_TE_POW2}};
+    static const struct {
+        const char *name;
+        ScaleGranularity granularity;
+        ScaleRule rule;
+    } kinds[] = {{"rows", PER_ROW, SCALE_TORCHAO_POW2},
+                 {"mx", BLOCK_1X32, SCALE_MX},
+                 {"1x128", BLOCK_1X128, SCALE_TE_POW2},
+                 {"128x128", BLOCK_128X128, SCALE_TE_POW2}};
     Safetensors st = fp8_golden_open(path);
     int seen = 0;
     for (int64_t t = 0; t < st.count; t++) {
@@ -129,7 +144,8 @@ static void test_golden_copies(const char *path, int expected) {
                 if (strcmp(format, fp8_format_name((Fp8Format)f)) != 0) continue;
                 strcat(name, ".x");
                 Matrix m = golden_matrix(&st, name);
-                check_copy(&st, st.tensors[t].name, &m, strcmp(copy, "row") == 0 ? COPY_ROW : COPY_COL, kinds[k].granularity, kinds[k].rule, (Fp8Format)f);
+                check_copy(&st, st.tensors[t].name, &m, strcmp(copy, "row") == 0 ? COPY_ROW : COPY_COL,
+                           kinds[k].granularity, kinds[k].rule, (Fp8Format)f);
                 free(m.x);
                 seen++;
             }
@@ -153,12 +169,15 @@ static void test_golden_tensors(void) {
             uint8_t *codes = (uint8_t *)fp8_golden_bytes(&st, key, ST_U8, m.R * m.C);
             format_checked(key, sizeof key, "%s.%s_scale", name, fp8_format_name((Fp8Format)f));
             float *scale = (float *)fp8_golden_bytes(&st, key, ST_F32, 1);
-            Copy row = copy_make(&m, COPY_ROW, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0), col = copy_make(&m, COPY_COL, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0);
+            Copy row = copy_make(&m, COPY_ROW, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0),
+                 col = copy_make(&m, COPY_COL, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0);
             Copy given = copy_make(&m, COPY_COL, PER_TENSOR_BROADCAST, SCALE_TORCHAO, (Fp8Format)f, scale[0]);
-            int64_t wrong = !same_float(*(float *)row.scales, 1 / scale[0]) + !same_float(*(float *)col.scales, 1 / scale[0]);
+            int64_t wrong =
+                !same_float(*(float *)row.scales, 1 / scale[0]) + !same_float(*(float *)col.scales, 1 / scale[0]);
             for (int64_t i = 0; i < m.R * m.C; i++) {
                 const int64_t transposed = i % m.C * m.R + i / m.C;
-                wrong += !fp8_same(row.codes[i], codes[i], (Fp8Format)f) + !fp8_same(col.codes[transposed], codes[i], (Fp8Format)f);
+                wrong += !fp8_same(row.codes[i], codes[i], (Fp8Format)f) +
+                         !fp8_same(col.codes[transposed], codes[i], (Fp8Format)f);
                 wrong += !fp8_same(given.codes[transposed], codes[i], (Fp8Format)f);
             }
             for (int64_t i = 0; i < m.C; i++) wrong += !same_float(((float *)given.scales)[i], 1 / scale[0]);
@@ -175,7 +194,8 @@ static void test_golden_tensors(void) {
 // ---- scales from amaxes
 
 static void test_golden_scales(void) {
-    Safetensors torchao = fp8_golden_open("dev/reference/goldens/fp8_scales.safetensors"), mx = fp8_golden_open("dev/reference/goldens/recipe_torchao.safetensors");
+    Safetensors torchao = fp8_golden_open("dev/reference/goldens/fp8_scales.safetensors"),
+                mx = fp8_golden_open("dev/reference/goldens/recipe_torchao.safetensors");
     Safetensors te = fp8_golden_open("dev/reference/goldens/recipe_te.safetensors");
     for (int f = 0; f < 2; f++) {
         const Fp8Format format = (Fp8Format)f;
@@ -192,18 +212,25 @@ static void test_golden_scales(void) {
             saturated += amax * fp8_rule_scale(SCALE_MX, amax, format) > fp8_max(format);
             unlike += amax >= 1e-12f && !same_float(fp8_rule_scale(SCALE_TE, amax, format), fp8_scale(amax, format));
         }
-        CHECK(wrong_pow2 == 0 && wrong_mx == 0, "%s: %d of torchao's powers of two and %d of its E8M0 bytes differ", fp8_format_name(format), wrong_pow2, wrong_mx);
-        CHECK(saturated == 0 && unlike == 0, "%s: %d amaxes saturate in MX, %d scales of Transformer Engine differ from torchao's",
+        CHECK(wrong_pow2 == 0 && wrong_mx == 0, "%s: %d of torchao's powers of two and %d of its E8M0 bytes differ",
+              fp8_format_name(format), wrong_pow2, wrong_mx);
+        CHECK(saturated == 0 && unlike == 0,
+              "%s: %d amaxes saturate in MX, %d scales of Transformer Engine differ from torchao's",
               fp8_format_name(format), saturated, unlike);
-        CHECK(fp8_rule_scale(SCALE_TORCHAO_POW2, INFINITY, format) == 0 && isnan(fp8_rule_scale(SCALE_TORCHAO_POW2, NAN, format)), "infinity and NaN");
-        CHECK(e8m0_from_amax(INFINITY, format) == 0xfe && e8m0_from_amax(NAN, format) == 0xff && isnan(e8m0_to_float(0xff)), "E8M0 of infinity and NaN");
+        CHECK(fp8_rule_scale(SCALE_TORCHAO_POW2, INFINITY, format) == 0 &&
+                  isnan(fp8_rule_scale(SCALE_TORCHAO_POW2, NAN, format)),
+              "infinity and NaN");
+        CHECK(e8m0_from_amax(INFINITY, format) == 0xfe && e8m0_from_amax(NAN, format) == 0xff &&
+                  isnan(e8m0_to_float(0xff)),
+              "E8M0 of infinity and NaN");
         float *amax = (float *)fp8_golden_bytes(&te, "scales.amax", ST_F32, -1);
         const int64_t count = safetensors_find(&te, "scales.amax")->elements;
         for (int rule = SCALE_TE; rule <= SCALE_TE_POW2; rule++) {
             format_checked(name, sizeof name, "scales.%s%s", fp8_format_name(format), rule == SCALE_TE ? "" : "_pow2");
             float *expected = (float *)fp8_golden_bytes(&te, name, ST_F32, count);
             int wrong = 0;
-            for (int64_t i = 0; i < count; i++) wrong += !same_float(fp8_rule_scale((ScaleRule)rule, amax[i], format), expected[i]);
+            for (int64_t i = 0; i < count; i++)
+                wrong += !same_float(fp8_rule_scale((ScaleRule)rule, amax[i], format), expected[i]);
             CHECK(wrong == 0, "%s: %d of %lld differ", name, wrong, (long long)count);
             free(expected);
         }
@@ -214,32 +241,39 @@ static void test_golden_scales(void) {
 
 // Transformer Engine's scales, E4M3, plain and as powers of two: values worked out by hand.
 static void test_te_scales(void) {
-    static const uint32_t cases[][3] = {{0, 0x3f800000, 0x3f800000},          {0x7f800000, 0x3f800000, 0x3f800000}, {0x7fc00000, 0x3f800000, 0x3f800000},
-                                        {0x00010000, 0x7f7fffff, 0x7f000000}, {0x3f800000, 0x43e00000, 0x43800000}, {0x3fe10000, 0x437edcbb, 0x43000000},
+    static const uint32_t cases[][3] = {{0, 0x3f800000, 0x3f800000},          {0x7f800000, 0x3f800000, 0x3f800000},
+                                        {0x7fc00000, 0x3f800000, 0x3f800000}, {0x00010000, 0x7f7fffff, 0x7f000000},
+                                        {0x3f800000, 0x43e00000, 0x43800000}, {0x3fe10000, 0x437edcbb, 0x43000000},
                                         {0x43e10000, 0x3f7edcbb, 0x3f000000}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const float amax = float_from_bits(cases[i][0]);
-        const uint32_t plain = float_bits(fp8_rule_scale(SCALE_TE, amax, FP8_E4M3)), pow2 = float_bits(fp8_rule_scale(SCALE_TE_POW2, amax, FP8_E4M3));
+        const uint32_t plain = float_bits(fp8_rule_scale(SCALE_TE, amax, FP8_E4M3)),
+                       pow2 = float_bits(fp8_rule_scale(SCALE_TE_POW2, amax, FP8_E4M3));
         CHECK(plain == cases[i][1] && pow2 == cases[i][2], "amax %g: %08x, %08x", amax, plain, pow2);
     }
     CHECK(fp8_scale_te(1, FP8_E4M3, 1) == 224 && fp8_scale_te(2, FP8_E5M2, 3) == 3584, "margins");
 }
 
-// Sequences of passes through one tensor's history; a tensor that has seen nothing has scale 0 here, where Transformer Engine casts with 1.
+// Sequences of passes through one tensor's history; a tensor that has seen nothing has scale 0 here, where Transformer
+// Engine casts with 1.
 static void test_golden_delayed(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/recipe_te.safetensors");
     int seen = 0;
     for (int64_t t = 0; t < st.count; t++) {
         int window, margin, length = 0;
         char format[8], name[80];
-        if (sscanf(st.tensors[t].name, "delayed.h%d_m%d_%4s.amaxes%n", &window, &margin, format, &length) != 3 || length == 0) continue;
+        if (sscanf(st.tensors[t].name, "delayed.h%d_m%d_%4s.amaxes%n", &window, &margin, format, &length) != 3 ||
+            length == 0)
+            continue;
         const int64_t passes = st.tensors[t].elements;
         format_checked(name, sizeof name, "delayed.h%d_m%d_%s.scales", window, margin, format);
-        float *amaxes = (float *)fp8_golden_bytes(&st, st.tensors[t].name, ST_F32, passes), *scales = (float *)fp8_golden_bytes(&st, name, ST_F32, passes);
+        float *amaxes = (float *)fp8_golden_bytes(&st, st.tensors[t].name, ST_F32, passes),
+              *scales = (float *)fp8_golden_bytes(&st, name, ST_F32, passes);
         float *history = (float *)xcalloc((size_t)window, sizeof(float)), scale = 0;
         int64_t wrong = 0;
         for (int64_t i = 0; i < passes; i++) {
-            delayed_update(history, window, &scale, float_bits(amaxes[i]), strcmp(format, "e4m3") == 0 ? FP8_E4M3 : FP8_E5M2, margin);
+            delayed_update(history, window, &scale, float_bits(amaxes[i]),
+                           strcmp(format, "e4m3") == 0 ? FP8_E4M3 : FP8_E5M2, margin);
             wrong += !same_float(scale, scales[i]) || history[0] != 0;
         }
         CHECK(wrong == 0, "%s: %lld of %lld differ", name, (long long)wrong, (long long)passes);
@@ -259,28 +293,38 @@ static void test_golden_layout(void) {
         const int64_t outer = sizes[s][0], blocks = sizes[s][1], depth = blocks * 32;
         char name[64];
         format_checked(name, sizeof name, "layout.%lldx%lld", (long long)outer, (long long)blocks);
-        uint8_t *scales = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, outer * blocks), *placed = (uint8_t *)xcalloc((size_t)scale_bytes(BLOCK_1X32, outer, depth), 1);
+        uint8_t *scales = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, outer * blocks),
+                *placed = (uint8_t *)xcalloc((size_t)scale_bytes(BLOCK_1X32, outer, depth), 1);
         strcat(name, ".tiled");
         uint8_t *tiled = (uint8_t *)fp8_golden_bytes(&st, name, ST_U8, scale_bytes(BLOCK_1X32, outer, depth));
         for (int64_t i = 0; i < outer; i++)
-            for (int64_t b = 0; b < blocks; b++) placed[scale_index(BLOCK_1X32, i, b * 32 + 31, outer, depth)] = scales[i * blocks + b];
+            for (int64_t b = 0; b < blocks; b++)
+                placed[scale_index(BLOCK_1X32, i, b * 32 + 31, outer, depth)] = scales[i * blocks + b];
         CHECK(memcmp(placed, tiled, (size_t)scale_bytes(BLOCK_1X32, outer, depth)) == 0, "%s", name);
         free(scales), free(placed), free(tiled);
     }
     safetensors_close(&st);
 }
 
-// The orders that cuBLASLt's manual gives: 1x128 one column of blocks after the other; squares one row of blocks after the other, each padded to 4.
+// The orders that cuBLASLt's manual gives: 1x128 one column of blocks after the other; squares one row of blocks after
+// the other, each padded to 4.
 static void test_block_orders(void) {
-    CHECK(scale_index(BLOCK_1X128, 5, 300, 200, 640) == 2 * 200 + 5 && scale_bytes(BLOCK_1X128, 200, 640) == 4 * 5 * 200, "1x128");
-    CHECK(scale_index(BLOCK_128X128, 300, 300, 384, 640) == 2 * 8 + 2 && scale_bytes(BLOCK_128X128, 384, 640) == 4 * 3 * 8, "128x128");
+    CHECK(scale_index(BLOCK_1X128, 5, 300, 200, 640) == 2 * 200 + 5 &&
+              scale_bytes(BLOCK_1X128, 200, 640) == 4 * 5 * 200,
+          "1x128");
+    CHECK(scale_index(BLOCK_128X128, 300, 300, 384, 640) == 2 * 8 + 2 &&
+              scale_bytes(BLOCK_128X128, 384, 640) == 4 * 3 * 8,
+          "128x128");
 }
 
 // A place of its own for each block, shared by all of the block, within scale_bytes().
 static void test_places(void) {
     enum { ALL = 1 << 20 };
-    static const struct { ScaleGranularity granularity; int64_t height, width; } kinds[] = {{PER_TENSOR, ALL, ALL}, {PER_TENSOR_BROADCAST, 1, ALL}, {PER_ROW, 1, ALL},
-                                                                          {BLOCK_1X128, 1, 128},    {BLOCK_128X128, 128, 128},       {BLOCK_1X32, 1, 32}};
+    static const struct {
+        ScaleGranularity granularity;
+        int64_t height, width;
+    } kinds[] = {{PER_TENSOR, ALL, ALL}, {PER_TENSOR_BROADCAST, 1, ALL}, {PER_ROW, 1, ALL},
+                 {BLOCK_1X128, 1, 128},  {BLOCK_128X128, 128, 128},      {BLOCK_1X32, 1, 32}};
     static const int64_t sizes[][2] = {{1, 1}, {16, 48}, {128, 128}, {130, 200}, {384, 640}, {257, 1025}};
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
         for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
@@ -290,7 +334,9 @@ static void test_places(void) {
             int64_t *owner = (int64_t *)xcalloc((size_t)places, sizeof(int64_t)), wrong = 0;
             for (int64_t i = 0; i < outer; i++)
                 for (int64_t c = 0; c < depth; c++) {
-                    const int64_t place = scale_index(g, i, c, outer, depth), block = 1 + i / kinds[k].height * ceil_div(depth, kinds[k].width) + c / kinds[k].width;
+                    const int64_t place = scale_index(g, i, c, outer, depth),
+                                  block =
+                                      1 + i / kinds[k].height * ceil_div(depth, kinds[k].width) + c / kinds[k].width;
                     if (place < 0 || place >= places || (owner[place] && owner[place] != block)) {
                         wrong++;
                         continue;
@@ -299,8 +345,9 @@ static void test_places(void) {
                 }
             int64_t used = 0;
             for (int64_t p = 0; p < places; p++) used += owner[p] != 0;
-            CHECK(wrong == 0 && used == ceil_div(outer, kinds[k].height) * ceil_div(depth, kinds[k].width), "granularity %d of [%lld, %lld]: %lld wrong, %lld used", (int)g,
-                  (long long)outer, (long long)depth, (long long)wrong, (long long)used);
+            CHECK(wrong == 0 && used == ceil_div(outer, kinds[k].height) * ceil_div(depth, kinds[k].width),
+                  "granularity %d of [%lld, %lld]: %lld wrong, %lld used", (int)g, (long long)outer, (long long)depth,
+                  (long long)wrong, (long long)used);
             free(owner);
         }
 }
@@ -330,31 +377,40 @@ static void test_granularities(void) {
 
 // ---- linear layers of torchao
 
-// out [rows, cols] = a [rows, depth] b^T [cols, depth] in double, and the same of magnitudes; factor: of the whole product.
-static void check_product(const Safetensors *st, const char *key, const float *a, const float *b, int64_t rows, int64_t cols, int64_t depth, double factor) {
+// out [rows, cols] = a [rows, depth] b^T [cols, depth] in double, and the same of magnitudes; factor: of the whole
+// product.
+static void check_product(const Safetensors *st, const char *key, const float *a, const float *b, int64_t rows,
+                          int64_t cols, int64_t depth, double factor) {
     Matrix golden = golden_matrix(st, key);
     double worst = 0;
     CHECK(golden.R == rows && golden.C == cols, "%s: shape", key);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < cols; j++) {
             double sum = 0, size = 0;
-            for (int64_t k = 0; k < depth; k++) sum += (double)a[i * depth + k] * b[j * depth + k], size += fabs((double)a[i * depth + k] * b[j * depth + k]);
-            // Rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it, a float32 sum by far less than 1e-5 of the sum of its terms' sizes.
-            const double error = fabs(golden.x[i * cols + j] - sum * factor) / (0x1p-8 * 1.01 * fabs(sum * factor) + 1e-5 * size * factor + 1e-300);
+            for (int64_t k = 0; k < depth; k++)
+                sum += (double)a[i * depth + k] * b[j * depth + k],
+                    size += fabs((double)a[i * depth + k] * b[j * depth + k]);
+            // Rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it, a float32 sum by far less than 1e-5 of
+            // the sum of its terms' sizes.
+            const double error = fabs(golden.x[i * cols + j] - sum * factor) /
+                                 (0x1p-8 * 1.01 * fabs(sum * factor) + 1e-5 * size * factor + 1e-300);
             worst = error > worst ? error : worst;
         }
     CHECK(worst <= 1, "%s: largest error is %.3f of the allowed one", key, worst);
     free(golden.x);
 }
 
-// The operand that a product reads, as values [outer, depth]; *factor: what the product must still be multiplied by. Codes and scales must be torchao's.
-static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor, CopyKind kind, double *factor) {
+// The operand that a product reads, as values [outer, depth]; *factor: what the product must still be multiplied by.
+// Codes and scales must be torchao's.
+static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor, CopyKind kind,
+                             double *factor) {
     static const char *const names[NUM_TENSORS] = {"w", "x", "dy"};
     const ScaleGranularity granularity = recipe_granularity(r, tensor, kind);
     const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
     float *values = (float *)xcalloc((size_t)(m->R * m->C), sizeof(float));
     if (granularity == NO_SCALE) {
-        for (int64_t i = 0; i < m->R * m->C; i++) values[i] = kind == COPY_ROW ? m->x[i] : m->x[i % m->R * m->C + i / m->R];
+        for (int64_t i = 0; i < m->R * m->C; i++)
+            values[i] = kind == COPY_ROW ? m->x[i] : m->x[i % m->R * m->C + i / m->R];
         return values;
     }
     char key[80];
@@ -370,8 +426,13 @@ static float *linear_operand(const Safetensors *st, const Recipe *r, const Matri
 static void test_golden_linear(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/recipe_linear.safetensors");
     Matrix m[NUM_TENSORS] = {golden_matrix(&st, "w"), golden_matrix(&st, "x"), golden_matrix(&st, "dy")};
-    static const struct { const char *result; TensorRole a, b; CopyKind copy_a, copy_b; } products[NUM_GEMMS] = {
-        {"y", TENSOR_X, TENSOR_W, COPY_ROW, COPY_ROW}, {"dx", TENSOR_DY, TENSOR_W, COPY_ROW, COPY_COL}, {"dw", TENSOR_DY, TENSOR_X, COPY_COL, COPY_COL}};
+    static const struct {
+        const char *result;
+        TensorRole a, b;
+        CopyKind copy_a, copy_b;
+    } products[NUM_GEMMS] = {{"y", TENSOR_X, TENSOR_W, COPY_ROW, COPY_ROW},
+                             {"dx", TENSOR_DY, TENSOR_W, COPY_ROW, COPY_COL},
+                             {"dw", TENSOR_DY, TENSOR_X, COPY_COL, COPY_COL}};
     static const int recipes[] = {RECIPE_TENSORWISE, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, RECIPE_MXFP8};
     for (int i = 0; i < 4; i++)
         for (int g = 0; g < NUM_GEMMS; g++) {
@@ -394,7 +455,8 @@ static void test_golden_linear(void) {
 
 static Matrix random_matrix(uint64_t seed, int64_t R, int64_t C) {
     Matrix m = {(float *)xcalloc((size_t)(R * C), sizeof(float)), R, C};
-    for (int64_t i = 0; i < R * C; i++) m.x[i] = bf16_round(rng_normal(seed, (uint64_t)i) * expf(2 * rng_normal(seed + 1, (uint64_t)(i / 16))));
+    for (int64_t i = 0; i < R * C; i++)
+        m.x[i] = bf16_round(rng_normal(seed, (uint64_t)i) * expf(2 * rng_normal(seed + 1, (uint64_t)(i / 16))));
     return m;
 }
 
@@ -407,18 +469,27 @@ static bool transposed(const Copy *row, const Copy *col) {
 }
 
 static void test_transposes(void) {
-    static const struct { ScaleGranularity granularity; ScaleRule rule; bool same; } kinds[] = {
-        {PER_TENSOR, SCALE_TORCHAO, true}, {BLOCK_128X128, SCALE_TE_POW2, true}, {BLOCK_1X128, SCALE_TE_POW2, false},
-        {PER_ROW, SCALE_TORCHAO_POW2, false}, {BLOCK_1X32, SCALE_MX, false}};
+    static const struct {
+        ScaleGranularity granularity;
+        ScaleRule rule;
+        bool same;
+    } kinds[] = {{PER_TENSOR, SCALE_TORCHAO, true},
+                 {BLOCK_128X128, SCALE_TE_POW2, true},
+                 {BLOCK_1X128, SCALE_TE_POW2, false},
+                 {PER_ROW, SCALE_TORCHAO_POW2, false},
+                 {BLOCK_1X32, SCALE_MX, false}};
     Matrix m = random_matrix(11, 200, 330);
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
-        Copy row = copy_make(&m, COPY_ROW, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0), col = copy_make(&m, COPY_COL, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0);
+        Copy row = copy_make(&m, COPY_ROW, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0),
+             col = copy_make(&m, COPY_COL, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0);
         CHECK(transposed(&row, &col) == kinds[k].same, "granularity %d", (int)kinds[k].granularity);
         if (kinds[k].granularity == BLOCK_128X128)
             for (int64_t i = 0; i < 200; i += 128)
                 for (int64_t c = 0; c < 330; c += 128) {
-                    const int64_t in_row = scale_index(BLOCK_128X128, i, c, 200, 330), in_col = scale_index(BLOCK_128X128, c, i, 330, 200);
-                    const float a = scale_load(BLOCK_128X128, row.scales, in_row), b = scale_load(BLOCK_128X128, col.scales, in_col);
+                    const int64_t in_row = scale_index(BLOCK_128X128, i, c, 200, 330),
+                                  in_col = scale_index(BLOCK_128X128, c, i, 330, 200);
+                    const float a = scale_load(BLOCK_128X128, row.scales, in_row),
+                                b = scale_load(BLOCK_128X128, col.scales, in_col);
                     CHECK(a == b, "square (%lld, %lld): %g and %g", (long long)i, (long long)c, a, b);
                 }
         copy_free(&row), copy_free(&col);
@@ -426,11 +497,17 @@ static void test_transposes(void) {
     free(m.x);
 }
 
-// A value that is a normal number of the format comes back within half a step: 2^-4 of it in E4M3 (3 bits of mantissa), 2^-3 in E5M2. Below the smallest
-// normal number (2^-6 or 2^-14 times the inverse scale) steps are equal, and half of one is 2^-10 or 2^-17 times the inverse scale.
+// A value that is a normal number of the format comes back within half a step: 2^-4 of it in E4M3 (3 bits of mantissa),
+// 2^-3 in E5M2. Below the smallest normal number (2^-6 or 2^-14 times the inverse scale) steps are equal, and half of
+// one is 2^-10 or 2^-17 times the inverse scale.
 static void test_error_bounds(void) {
-    static const struct { ScaleGranularity granularity; ScaleRule rule; } kinds[] = {
-        {PER_ROW, SCALE_TORCHAO_POW2}, {BLOCK_1X128, SCALE_TE_POW2}, {BLOCK_128X128, SCALE_TE_POW2}, {BLOCK_1X32, SCALE_MX}};
+    static const struct {
+        ScaleGranularity granularity;
+        ScaleRule rule;
+    } kinds[] = {{PER_ROW, SCALE_TORCHAO_POW2},
+                 {BLOCK_1X128, SCALE_TE_POW2},
+                 {BLOCK_128X128, SCALE_TE_POW2},
+                 {BLOCK_1X32, SCALE_MX}};
     Matrix m = random_matrix(21, 150, 290);
     float *values = (float *)xcalloc((size_t)(m.R * m.C), sizeof(float));
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
@@ -441,11 +518,13 @@ static void test_error_bounds(void) {
             int beyond = 0;
             for (int64_t i = 0; i < c.outer; i++)
                 for (int64_t j = 0; j < c.depth; j++) {
-                    const double x = m.x[j * m.C + i], unit = scale_load(g, c.scales, scale_index(g, i, j, c.outer, c.depth));
+                    const double x = m.x[j * m.C + i],
+                                 unit = scale_load(g, c.scales, scale_index(g, i, j, c.outer, c.depth));
                     const double relative = (f ? 0x1p-3 : 0x1p-4) * fabs(x), absolute = (f ? 0x1p-17 : 0x1p-10) * unit;
                     beyond += fabs(values[i * c.depth + j] - x) > (relative > absolute ? relative : absolute);
                 }
-            CHECK(beyond == 0, "granularity %d, %s: %d of %lld lie beyond", (int)g, fp8_format_name((Fp8Format)f), beyond, (long long)(m.R * m.C));
+            CHECK(beyond == 0, "granularity %d, %s: %d of %lld lie beyond", (int)g, fp8_format_name((Fp8Format)f),
+                  beyond, (long long)(m.R * m.C));
             copy_free(&c);
         }
     free(values);
@@ -469,11 +548,14 @@ static void test_given_scale(void) {
 static void test_nan_rules(void) {
     Matrix m = random_matrix(41, 4, 128);
     m.x[128 + 7] = NAN;
-    Copy kept = copy_make(&m, COPY_ROW, PER_ROW, SCALE_TORCHAO_POW2, FP8_E4M3, 0), dropped = copy_make(&m, COPY_ROW, BLOCK_1X128, SCALE_TE_POW2, FP8_E4M3, 0);
+    Copy kept = copy_make(&m, COPY_ROW, PER_ROW, SCALE_TORCHAO_POW2, FP8_E4M3, 0),
+         dropped = copy_make(&m, COPY_ROW, BLOCK_1X128, SCALE_TE_POW2, FP8_E4M3, 0);
     int nans[2] = {0, 0};
-    for (int64_t i = 0; i < 4 * 128; i++) nans[0] += fp8_is_nan(kept.codes[i], FP8_E4M3), nans[1] += fp8_is_nan(dropped.codes[i], FP8_E4M3);
+    for (int64_t i = 0; i < 4 * 128; i++)
+        nans[0] += fp8_is_nan(kept.codes[i], FP8_E4M3), nans[1] += fp8_is_nan(dropped.codes[i], FP8_E4M3);
     CHECK(nans[0] == 128 && isnan(((float *)kept.scales)[1]), "torchao: %d NaNs, the row's 128 expected", nans[0]);
-    CHECK(nans[1] == 1 && fp8_is_nan(dropped.codes[128 + 7], FP8_E4M3) && isfinite(((float *)dropped.scales)[1]), "Transformer Engine: %d NaNs, one expected", nans[1]);
+    CHECK(nans[1] == 1 && fp8_is_nan(dropped.codes[128 + 7], FP8_E4M3) && isfinite(((float *)dropped.scales)[1]),
+          "Transformer Engine: %d NaNs, one expected", nans[1]);
     copy_free(&kept), copy_free(&dropped);
     free(m.x);
 }
@@ -493,15 +575,24 @@ static void test_table(void) {
         const Recipe *r = recipe_row(i);
         int wrong = 0;
         for (int t = 0; t < NUM_TENSORS; t++)
-            for (int copy = 0; copy < 2; copy++) wrong += recipe_granularity(r, (TensorRole)t, (CopyKind)copy) != expected[i][t][copy];
+            for (int copy = 0; copy < 2; copy++)
+                wrong += recipe_granularity(r, (TensorRole)t, (CopyKind)copy) != expected[i][t][copy];
         CHECK(wrong == 0, "%s: %d granularities", r->name, wrong);
         const bool bf16_wgrad = i == RECIPE_ROWWISE_GW_HP;
-        CHECK(recipe_needs_bf16(r, TENSOR_X) == bf16_wgrad && recipe_needs_bf16(r, TENSOR_DY) == bf16_wgrad && !recipe_needs_bf16(r, TENSOR_W), "%s: bf16", r->name);
-        CHECK(recipe_is_fp8(r, GEMM_FPROP) && recipe_is_fp8(r, GEMM_DGRAD) && recipe_is_fp8(r, GEMM_WGRAD) != bf16_wgrad, "%s: products", r->name);
+        CHECK(recipe_needs_bf16(r, TENSOR_X) == bf16_wgrad && recipe_needs_bf16(r, TENSOR_DY) == bf16_wgrad &&
+                  !recipe_needs_bf16(r, TENSOR_W),
+              "%s: bf16", r->name);
+        CHECK(recipe_is_fp8(r, GEMM_FPROP) && recipe_is_fp8(r, GEMM_DGRAD) &&
+                  recipe_is_fp8(r, GEMM_WGRAD) != bf16_wgrad,
+              "%s: products", r->name);
     }
-    CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80, "amaxes of tensors and rows");
-    CHECK(tensor_amaxes(PER_ROW, PER_TENSOR_BROADCAST, 30, 50) == 31 && tensor_amaxes(PER_ROW, NO_SCALE, 30, 50) == 30, "amaxes of mixed copies");
-    CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 && tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0, "no amaxes of blocks");
+    CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80,
+          "amaxes of tensors and rows");
+    CHECK(tensor_amaxes(PER_ROW, PER_TENSOR_BROADCAST, 30, 50) == 31 && tensor_amaxes(PER_ROW, NO_SCALE, 30, 50) == 30,
+          "amaxes of mixed copies");
+    CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 &&
+              tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0,
+          "no amaxes of blocks");
 }
 
 int main(void) {

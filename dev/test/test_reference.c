@@ -29,9 +29,10 @@ static float *zeros(int64_t n) { return (float *)xcalloc((size_t)n, sizeof(float
 typedef void (*Forward)(double *out, const double *in, const void *context);
 
 // Checks an fp32 result and an fp32 gradient of sum(out * g) with respect to all inputs.
-static void check_operation(const char *name, Forward forward, const void *context, const float *in, int64_t num_in, const float *out, const float *g,
-                            int64_t num_out, const float *gradient) {
-    double *x = (double *)xcalloc((size_t)num_in, sizeof(double)), *y = (double *)xcalloc((size_t)num_out, sizeof(double));
+static void check_operation(const char *name, Forward forward, const void *context, const float *in, int64_t num_in,
+                            const float *out, const float *g, int64_t num_out, const float *gradient) {
+    double *x = (double *)xcalloc((size_t)num_in, sizeof(double)),
+           *y = (double *)xcalloc((size_t)num_out, sizeof(double));
     float *expected = zeros(max_i64(num_in, num_out));
     for (int64_t i = 0; i < num_in; i++) x[i] = in[i];
     forward(y, x, context);
@@ -57,7 +58,8 @@ static void check_operation(const char *name, Forward forward, const void *conte
 static void check_rounded(const char *name, const float *rounded, const float *exact, int64_t n) {
     int64_t wrong = 0;
     for (int64_t i = 0; i < n; i++) wrong += float_bits(rounded[i]) != float_bits(bf16_round(exact[i]));
-    CHECK(wrong == 0, "%s: %lld of %lld values are not the fp32 result rounded once to bf16", name, (long long)wrong, (long long)n);
+    CHECK(wrong == 0, "%s: %lld of %lld values are not the fp32 result rounded once to bf16", name, (long long)wrong,
+          (long long)n);
 }
 
 static void linear_double(double *y, const double *in, const void *context) {
@@ -72,7 +74,8 @@ static void linear_double(double *y, const double *in, const void *context) {
 
 static void test_linear(int64_t rows, int64_t C, int64_t O) {
     const int64_t n[] = {rows, C, O}, num_in = rows * C + O * C + O;
-    float *in = random_floats(num_in, 1, 1), *g = random_floats(rows * O, 2, 1), *y = zeros(rows * O), *yr = zeros(rows * O), *d = zeros(num_in);
+    float *in = random_floats(num_in, 1, 1), *g = random_floats(rows * O, 2, 1), *y = zeros(rows * O),
+          *yr = zeros(rows * O), *d = zeros(num_in);
     float *w = in + rows * C, *b = w + O * C;
     linear_forward_reference(y, in, w, b, rows, C, O, ROUND_NONE);
     linear_dgrad_reference(d, g, w, rows, C, O, ROUND_NONE);
@@ -94,13 +97,15 @@ static void rmsnorm_double(double *y, const double *in, const void *context) {
     for (int64_t i = 0; i < rows; i++) {
         double s = 0;
         for (int64_t c = 0; c < C; c++) s += in[i * C + c] * in[i * C + c];
-        for (int64_t c = 0; c < C; c++) y[i * C + c] = in[i * C + c] / sqrt(s / (double)C + 1e-5) * w[c] + in[i * C + c];  // and past the norm
+        for (int64_t c = 0; c < C; c++)
+            y[i * C + c] = in[i * C + c] / sqrt(s / (double)C + 1e-5) * w[c] + in[i * C + c];  // and past the norm
     }
 }
 
 static void test_rmsnorm(int64_t rows, int64_t C) {
     const int64_t n[] = {rows, C}, num_in = rows * C + C;
-    float *in = random_floats(num_in, 3, 1), *g = random_floats(rows * C, 4, 1), *y = zeros(rows * C), *yr = zeros(rows * C), *d = zeros(num_in), *rstd = zeros(rows);
+    float *in = random_floats(num_in, 3, 1), *g = random_floats(rows * C, 4, 1), *y = zeros(rows * C),
+          *yr = zeros(rows * C), *d = zeros(num_in), *rstd = zeros(rows);
     float *w = in + rows * C;
     rmsnorm_forward_reference(y, rstd, in, w, rows, C, 1e-5, ROUND_NONE);
     rmsnorm_forward_reference(yr, rstd, in, w, rows, C, 1e-5, ROUND_BF16);
@@ -124,12 +129,14 @@ static void test_rmsnorm(int64_t rows, int64_t C) {
 static void swiglu_double(double *y, const double *in, const void *context) {
     const int64_t *n = (const int64_t *)context, rows = n[0], F = n[1];
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t f = 0; f < F; f++) y[i * F + f] = in[i * 2 * F + f] / (1 + exp(-in[i * 2 * F + f])) * in[i * 2 * F + F + f];
+        for (int64_t f = 0; f < F; f++)
+            y[i * F + f] = in[i * 2 * F + f] / (1 + exp(-in[i * 2 * F + f])) * in[i * 2 * F + F + f];
 }
 
 static void test_swiglu(void) {
     const int64_t n[] = {5, 7}, rows = n[0], F = n[1];
-    float *in = random_floats(rows * 2 * F, 5, 2), *g = random_floats(rows * F, 6, 1), *y = zeros(rows * F), *yr = zeros(rows * F), *d = zeros(rows * 2 * F);
+    float *in = random_floats(rows * 2 * F, 5, 2), *g = random_floats(rows * F, 6, 1), *y = zeros(rows * F),
+          *yr = zeros(rows * F), *d = zeros(rows * 2 * F);
     swiglu_forward_reference(y, in, rows, F, ROUND_NONE);
     swiglu_backward_reference(d, g, in, rows, F, ROUND_NONE);
     check_operation("swiglu", swiglu_double, n, in, rows * 2 * F, y, g, rows * F, d);
@@ -140,8 +147,9 @@ static void test_swiglu(void) {
     CHECK(out[0] == 0 && out[1] == 600, "swiglu of +-200: %g %g", (double)out[0], (double)out[1]);
     float dlarge[4], ones[] = {1, 1};
     swiglu_backward_reference(dlarge, ones, large, 1, 2, ROUND_NONE);
-    CHECK(dlarge[0] == 0 && dlarge[1] == 3 && dlarge[2] == 0 && dlarge[3] == 200, "swiglu gradient at +-200: %g %g %g %g", (double)dlarge[0], (double)dlarge[1],
-          (double)dlarge[2], (double)dlarge[3]);
+    CHECK(dlarge[0] == 0 && dlarge[1] == 3 && dlarge[2] == 0 && dlarge[3] == 200,
+          "swiglu gradient at +-200: %g %g %g %g", (double)dlarge[0], (double)dlarge[1], (double)dlarge[2],
+          (double)dlarge[3]);
     free(in), free(g), free(y), free(yr), free(d);
 }
 
@@ -169,7 +177,10 @@ static void rope_double(double *y, const double *in, const void *context) {
             const double *x = in + (row * heads + h) * d.HD;
             double *out = y + (row * heads + h) * d.HD, n[256], squares = 0;
             for (int64_t i = 0; i < d.HD; i++) squares += x[i] * x[i];
-            for (int64_t i = 0; i < d.HD; i++) n[i] = c->norm && h < d.NH + d.NKV ? x[i] / sqrt(squares / (double)d.HD + 1e-6) * norms[(h < d.NH ? 0 : d.HD) + i] : x[i];
+            for (int64_t i = 0; i < d.HD; i++)
+                n[i] = c->norm && h < d.NH + d.NKV
+                           ? x[i] / sqrt(squares / (double)d.HD + 1e-6) * norms[(h < d.NH ? 0 : d.HD) + i]
+                           : x[i];
             for (int64_t i = 0; i < half; i++) {
                 double angle = h < d.NH + d.NKV ? (double)(row % d.T) * rope_inverse_frequency(c->m, i) : 0;
                 out[i] = n[i] * cos(angle) - n[i + half] * sin(angle);
@@ -185,17 +196,18 @@ static void test_rope(bool norm) {
     const Dims d = attention_sizes(2, 5, 4, 2, 6);
     const HeadContext context = {d, norm, &m};
     const int64_t n = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD, num_in = n + (norm ? 2 * d.HD : 0);
-    float *in = random_floats(num_in, 8, 1), *g = random_floats(n, 9, 1), *y = zeros(n), *yr = zeros(n), *grad = zeros(num_in);
+    float *in = random_floats(num_in, 8, 1), *g = random_floats(n, 9, 1), *y = zeros(n), *yr = zeros(n),
+          *grad = zeros(num_in);
     float *table = zeros(d.T * d.HD);
     rope_table_fill(table, &m, d.T);
     const float *q_norm = norm ? in + n : NULL, *k_norm = norm ? in + n + d.HD : NULL;
     qknorm_rope_forward_reference(y, in, q_norm, k_norm, table, &d, 1e-6, ROUND_NONE);
-    qknorm_rope_backward_reference(grad, grad + n, grad + n + d.HD, g, in, q_norm, k_norm, table, &d, 1e-6,
-                                   ROUND_NONE);
+    qknorm_rope_backward_reference(grad, grad + n, grad + n + d.HD, g, in, q_norm, k_norm, table, &d, 1e-6, ROUND_NONE);
     check_operation(norm ? "QK-norm and RoPE" : "RoPE", rope_double, &context, in, num_in, y, g, n, grad);
     qknorm_rope_forward_reference(yr, in, q_norm, k_norm, table, &d, 1e-6, ROUND_BF16);
     for (int64_t row = 0; row < d.B * d.T; row++)  // values are copied as they are: bf16 already in training
-        for (int64_t i = (d.NH + d.NKV) * d.HD; i < (d.NH + 2 * d.NKV) * d.HD; i++) yr[row * (d.NH + 2 * d.NKV) * d.HD + i] = bf16_round(yr[row * (d.NH + 2 * d.NKV) * d.HD + i]);
+        for (int64_t i = (d.NH + d.NKV) * d.HD; i < (d.NH + 2 * d.NKV) * d.HD; i++)
+            yr[row * (d.NH + 2 * d.NKV) * d.HD + i] = bf16_round(yr[row * (d.NH + 2 * d.NKV) * d.HD + i]);
     check_rounded("QK-norm and RoPE", yr, y, n);
     // in place gives the same
     float *place = zeros(n);
@@ -213,7 +225,8 @@ static void attention_double(double *y, const double *in, const void *context) {
         for (int64_t h = 0; h < d.NH; h++)
             for (int64_t t = 0; t < d.T; t++) {
                 const int64_t kv = h / (d.NH / d.NKV);
-                const double *q = in + (b * d.T + t) * width + h * d.HD, *k = in + b * d.T * width + (d.NH + kv) * d.HD, *v = k + d.NKV * d.HD;
+                const double *q = in + (b * d.T + t) * width + h * d.HD, *k = in + b * d.T * width + (d.NH + kv) * d.HD,
+                             *v = k + d.NKV * d.HD;
                 double *out = y + ((b * d.T + t) * d.NH + h) * d.HD, sum = 0;
                 for (int64_t i = 0; i < d.HD; i++) out[i] = 0;
                 for (int64_t s = 0; s <= t; s++) {
@@ -232,12 +245,14 @@ static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_
     const HeadContext context = {attention_sizes(B, T, NH, NKV, HD), false, NULL};
     const Dims d = context.d;
     const int64_t n = B * T * (NH + 2 * NKV) * HD, num_out = B * T * NH * HD;
-    float *in = random_floats(n, 10, 1), *g = random_floats(num_out, 11, 1), *y = zeros(num_out), *lse = zeros(B * NH * T), *grad = zeros(n);
+    float *in = random_floats(n, 10, 1), *g = random_floats(num_out, 11, 1), *y = zeros(num_out),
+          *lse = zeros(B * NH * T), *grad = zeros(n);
     attention_forward_reference(y, lse, in, &d, ROUND_NONE);
     attention_backward_reference(grad, g, in, y, lse, &d, ROUND_NONE);
     if (gradients) check_operation("attention", attention_double, &context, in, n, y, g, num_out, grad);
     else {
-        double *x = (double *)xcalloc((size_t)n, sizeof(double)), *out = (double *)xcalloc((size_t)num_out, sizeof(double));
+        double *x = (double *)xcalloc((size_t)n, sizeof(double)),
+               *out = (double *)xcalloc((size_t)num_out, sizeof(double));
         for (int64_t i = 0; i < n; i++) x[i] = in[i];
         attention_double(out, x, &context);
         float *expected = zeros(num_out);
@@ -252,10 +267,12 @@ static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_
             for (int64_t i = 0; i < num_out; i++) sum[side] += out[i] * g[i];
         }
         double slope = (sum[1] - sum[0]) / (2 * h);
-        CHECK(fabs(slope / norm - 1) < 1e-5, "attention backward at T %lld: slope %g, gradient norm %g", (long long)T, slope, norm);
+        CHECK(fabs(slope / norm - 1) < 1e-5, "attention backward at T %lld: slope %g, gradient norm %g", (long long)T,
+              slope, norm);
         free(x), free(out), free(expected);
     }
-    // bf16 operands and results against fp32: bf16 keeps 8 bits, P and the result are rounded (2^-9 each at most, independently)
+    // bf16 operands and results against fp32: bf16 keeps 8 bits, P and the result are rounded (2^-9 each at most,
+    // independently)
     float *yr = zeros(num_out), *gr = zeros(n);
     attention_forward_reference(yr, lse, in, &d, ROUND_BF16);
     double error = check_relative_error(yr, y, num_out);
@@ -289,7 +306,8 @@ static void test_cross_entropy(void) {
     cross_entropy_forward(y, large, &target, 1, 4);
     CHECK(fabsf(y[0] - 180.6931472f) < 1e-4f, "loss of logits +-90: %g", (double)y[0]);
     cross_entropy_backward(d, large, &target, 1, 4, 1, ROUND_NONE);
-    CHECK(fabsf(d[0] - 0.5f) < 1e-5f && d[1] == -1 && d[3] < 1e-30f, "gradient of logits +-90: %g %g %g", (double)d[0], (double)d[1], (double)d[3]);
+    CHECK(fabsf(d[0] - 0.5f) < 1e-5f && d[1] == -1 && d[3] < 1e-30f, "gradient of logits +-90: %g %g %g", (double)d[0],
+          (double)d[1], (double)d[3]);
     free(in);
 }
 
@@ -352,10 +370,12 @@ static Product product_of(const LinearCase *c, int gemm) {
 
 static LinearOperand case_operand(const LinearCase *c, const Recipe *r, TensorRole tensor, CopyKind copy, float scale) {
     const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
-    return linear_operand(c->tensor[tensor], rows, cols, copy, recipe_granularity(r, tensor, copy), r->rule, tensor == TENSOR_DY ? r->dy_format : FP8_E4M3, scale);
+    return linear_operand(c->tensor[tensor], rows, cols, copy, recipe_granularity(r, tensor, copy), r->rule,
+                          tensor == TENSOR_DY ? r->dy_format : FP8_E4M3, scale);
 }
 
-static void case_product(float *out, const LinearCase *c, const Recipe *r, int gemm, const float *bias, Rounding rounding) {
+static void case_product(float *out, const LinearCase *c, const Recipe *r, int gemm, const float *bias,
+                         Rounding rounding) {
     const Product p = product_of(c, gemm);
     LinearOperand a = case_operand(c, r, p.a, p.copy_a, 0), b = case_operand(c, r, p.b, p.copy_b, 0);
     linear_product(out, a, b, p.M, p.N, p.depth, bias, rounding);
@@ -376,8 +396,9 @@ static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tens
     for (int64_t i = 0; i < outer; i++)
         for (int64_t k = 0; k < depth; k++) {
             const double code = fp8_to_float(codes[i * depth + k], format);
-            values[i * depth + k] = g == NO_SCALE ? (double)c->tensor[tensor][i * s.outer_stride + k * s.depth_stride]
-                                                    : code * (double)scale_load(g, scales, scale_index(g, i, k, outer, depth));
+            values[i * depth + k] = g == NO_SCALE
+                                        ? (double)c->tensor[tensor][i * s.outer_stride + k * s.depth_stride]
+                                        : code * (double)scale_load(g, scales, scale_index(g, i, k, outer, depth));
         }
     free(codes), free(scales);
     return values;
@@ -389,7 +410,8 @@ static void test_recipe_products(int recipe) {
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         const Product p = product_of(&c, gemm);
         const int64_t n = p.M * p.N;
-        float *got = zeros(n), *rounded = zeros(n), *expected = zeros(n), *plain = zeros(n), *bias = random_floats(p.N, 30, 0.1f);
+        float *got = zeros(n), *rounded = zeros(n), *expected = zeros(n), *plain = zeros(n),
+              *bias = random_floats(p.N, 30, 0.1f);
         double *a = copy_values(&c, r, p.a, p.copy_a), *b = copy_values(&c, r, p.b, p.copy_b);
         for (int64_t i = 0; i < p.M; i++)
             for (int64_t j = 0; j < p.N; j++) {
@@ -403,7 +425,8 @@ static void test_recipe_products(int recipe) {
         case_product(plain, &c, recipe_row(RECIPE_BF16), gemm, NULL, ROUND_NONE);
         error = check_relative_error(got, plain, n);
         // E4M3's 3 bits of mantissa cost some 2.5 percent of each operand, E5M2's 2 bits twice that
-        if (recipe_is_fp8(r, (GemmKind)gemm)) CHECK(error > 0.005 && error < 0.08, "%s, product %d: FP8 costs %g", r->name, gemm, error);
+        if (recipe_is_fp8(r, (GemmKind)gemm))
+            CHECK(error > 0.005 && error < 0.08, "%s, product %d: FP8 costs %g", r->name, gemm, error);
         else CHECK(error == 0, "%s, product %d is bf16", r->name, gemm);
         case_product(rounded, &c, r, gemm, NULL, ROUND_BF16);
         check_rounded(r->name, rounded, got, n);
@@ -441,23 +464,27 @@ static void test_given_scales(void) {
     for (int copy = 0; copy < 2; copy++) {
         LinearOperand q = case_operand(&c, r, TENSOR_W, (CopyKind)copy, 4096);
         LinearOperand of_codes = linear_operand_of_codes(q.codes, c.N, c.K, (CopyKind)copy, FP8_E4M3, 4096);
-        CHECK(q.inverse_scale == 1.0f / 4096 && of_codes.inverse_scale == q.inverse_scale, "inverse scale %g", (double)q.inverse_scale);
+        CHECK(q.inverse_scale == 1.0f / 4096 && of_codes.inverse_scale == q.inverse_scale, "inverse scale %g",
+              (double)q.inverse_scale);
         int64_t wrong = 0, saturated = 0;
         for (int64_t i = 0; i < c.N; i++)
             for (int64_t k = 0; k < c.K; k++) {
                 const int64_t row = copy == COPY_ROW ? i : k, col = copy == COPY_ROW ? k : i;
-                const float have = q.view.data[row * q.view.row_stride + col * q.view.col_stride], scaled = c.tensor[TENSOR_W][i * c.K + k] * 4096;
+                const float have = q.view.data[row * q.view.row_stride + col * q.view.col_stride],
+                            scaled = c.tensor[TENSOR_W][i * c.K + k] * 4096;
                 wrong += have != of_codes.view.data[row * of_codes.view.row_stride + col * of_codes.view.col_stride];
                 wrong += have != fp8_to_float(fp8_from_float(scaled, FP8_E4M3), FP8_E4M3);
                 saturated += fabsf(scaled) > 464 && fabsf(have) == 448;
             }
-        CHECK(wrong == 0 && saturated > 0, "copy %d: %lld wrong, %lld saturated", copy, (long long)wrong, (long long)saturated);
+        CHECK(wrong == 0 && saturated > 0, "copy %d: %lld wrong, %lld saturated", copy, (long long)wrong,
+              (long long)saturated);
         linear_operand_free(&q), linear_operand_free(&of_codes);
     }
     linear_case_free(&c);
 }
 
-// Special values of tensorwise: zeros stay zero, one infinity or NaN makes the whole product NaN (torchao's scale of 0, or NaN).
+// Special values of tensorwise: zeros stay zero, one infinity or NaN makes the whole product NaN (torchao's scale of 0,
+// or NaN).
 static void test_fp8_special(void) {
     const Recipe *r = recipe_row(RECIPE_TENSORWISE);
     float one[] = {1, 1, 1, 1};
@@ -466,7 +493,9 @@ static void test_fp8_special(void) {
         LinearOperand a = linear_operand(special, 1, 4, COPY_ROW, PER_TENSOR, r->rule, FP8_E4M3, 0);
         LinearOperand b = linear_operand(one, 1, 4, COPY_ROW, PER_TENSOR, r->rule, FP8_E4M3, 0);
         linear_product(out, a, b, 1, 1, 4, NULL, ROUND_BF16);
-        if (i == 0) CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80, "zeros times ones: %g, codes %02x %02x", (double)out[0], a.codes[0], a.codes[1]);
+        if (i == 0)
+            CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80, "zeros times ones: %g, codes %02x %02x",
+                  (double)out[0], a.codes[0], a.codes[1]);
         else CHECK(isnan(out[0]), "%g reaches the result as NaN, not %g", (double)special[2], (double)out[0]);
         linear_operand_free(&a), linear_operand_free(&b);
     }
@@ -474,8 +503,10 @@ static void test_fp8_special(void) {
 
 static void test_adamw(void) {
     enum { N = 100000 };
-    const AdamwStep s1 = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42), s2 = adamw_step(2, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42);
-    float *p = random_floats(N, 18, 0.02f), *g = random_floats(N, 19, 1e-3f), *m = zeros(N), *v = zeros(N), *start = zeros(N);
+    const AdamwStep s1 = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42),
+                    s2 = adamw_step(2, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42);
+    float *p = random_floats(N, 18, 0.02f), *g = random_floats(N, 19, 1e-3f), *m = zeros(N), *v = zeros(N),
+          *start = zeros(N);
     memcpy(start, p, N * sizeof(float));
     adamw_reference(p, m, v, g, 0, N, true, 0.5f, false, false, &s1);
     adamw_reference(p, m, v, g, 0, N, true, 0.5f, false, false, &s2);
@@ -488,7 +519,8 @@ static void test_adamw(void) {
         }
         worst = fmax(worst, fabs(P - p[i]));
     }
-    CHECK(worst < 2e-8, "AdamW against torch's rule in double: difference %g", worst);  // half an ulp of 0.1 is 4e-9, twice
+    CHECK(worst < 2e-8, "AdamW against torch's rule in double: difference %g",
+          worst);  // half an ulp of 0.1 is 4e-9, twice
     // weights rounded to nearest: a step of 0.001 on 1.0 is lost, since half the spacing above 1 is 2^-8
     float *w = zeros(N), *w_split = zeros(N);
     const AdamwStep nearest = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, true, 42);
@@ -499,7 +531,8 @@ static void test_adamw(void) {
     for (int i = 0; i < N; i++) w[i] = w_split[i] = 1, m[i] = v[i] = 0, g[i] = -1;
     adamw_reference(w, m, v, g, 0, N, false, 1, true, true, &s1);
     const double mean = array_sum(w, N) / N - 1;
-    CHECK(fabs(mean - 0.001) < 6e-5, "mean step %g of 0.001 on bf16 weights", mean);  // deviation of the mean: sqrt(0.001 * 2^-7 / N) = 9e-6
+    CHECK(fabs(mean - 0.001) < 6e-5, "mean step %g of 0.001 on bf16 weights",
+          mean);  // deviation of the mean: sqrt(0.001 * 2^-7 / N) = 9e-6
     // which random bits round what: the upper 16 of the element's word for each
     int64_t wrong = 0;
     for (int i = 0; i < N; i++) {
@@ -514,12 +547,15 @@ static void test_adamw(void) {
     adamw_reference(w_split, m, v, g, 0, 777, false, 1, true, true, &s1);
     adamw_reference(w_split + 777, m + 777, v + 777, g + 777, 777, N - 777, false, 1, true, true, &s1);
     CHECK(memcmp(w, w_split, N * sizeof(float)) == 0, "AdamW in two parts gives other bits");
-    CHECK(clip_factor(2, 0) == 1 && clip_factor(0.5, 1) == 1 && fabsf(clip_factor(4, 1) - 0.25f) < 1e-6f, "clip factors");
+    CHECK(clip_factor(2, 0) == 1 && clip_factor(0.5, 1) == 1 && fabsf(clip_factor(4, 1) - 0.25f) < 1e-6f,
+          "clip factors");
     free(p), free(g), free(m), free(v), free(start), free(w), free(w_split);
 }
 
 static void test_initialize(void) {
-    CHECK(parameter_initial_value(PARAM_INIT_ONE, 0.02f, 1, 0, 5) == 1 && parameter_initial_value(PARAM_INIT_ZERO, 0.02f, 1, 0, 5) == 0, "norms start at 1, biases at 0");
+    CHECK(parameter_initial_value(PARAM_INIT_ONE, 0.02f, 1, 0, 5) == 1 &&
+              parameter_initial_value(PARAM_INIT_ZERO, 0.02f, 1, 0, 5) == 0,
+          "norms start at 1, biases at 0");
     double sum = 0, squares = 0;
     const int n = 100000;
     for (int i = 0; i < n; i++) {
@@ -528,7 +564,8 @@ static void test_initialize(void) {
     }
     CHECK(fabs(sum / n) < 0.02 * 0.02, "mean of the initial weights %g", sum / n);  // 6 deviations of the mean
     CHECK(fabs(sqrt(squares / n) - 0.02) < 0.0003, "deviation of the initial weights %g", sqrt(squares / n));
-    CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 42, 4, 0), "tensors draw from streams of their own");
+    CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 42, 4, 0),
+          "tensors draw from streams of their own");
     CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 43, 3, 0), "seeds differ");
 }
 
@@ -538,13 +575,15 @@ static void run_threads(int threads, float *out) {
     const int64_t n = d.B * d.T * 8 * d.HD, rows = d.B * d.T;
     LinearCase c = linear_case(45, 70, 150);
     omp_set_num_threads(threads);
-    float *x = random_floats(n, 20, 1), *g = random_floats(n, 21, 1), *lse = zeros(d.B * d.NH * d.T), *att = zeros(rows * 64);
+    float *x = random_floats(n, 20, 1), *g = random_floats(n, 21, 1), *lse = zeros(d.B * d.NH * d.T),
+          *att = zeros(rows * 64);
     attention_forward_reference(att, lse, x, &d, ROUND_BF16);
     memcpy(out, att, (size_t)(rows * 64) * sizeof(float));
     attention_backward_reference(out + rows * 64, g, x, att, lse, &d, ROUND_BF16);
     out += rows * 64 + n;
     *out++ = (float)global_norm(g, n);
-    for (int recipe = 0; recipe < NUM_RECIPES; recipe++, out += c.N * c.K) case_product(out, &c, recipe_row(recipe), GEMM_WGRAD, NULL, ROUND_BF16);
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++, out += c.N * c.K)
+        case_product(out, &c, recipe_row(recipe), GEMM_WGRAD, NULL, ROUND_BF16);
     free(x), free(g), free(lse), free(att);
     linear_case_free(&c);
 }
@@ -565,7 +604,7 @@ int main(void) {
     test_linear(1, 1, 1);
     test_linear(7, 5, 33);
     test_linear(13, 17, 3);
-    test_linear(3, 1100, 2);   // longer than one slab of the sum
+    test_linear(3, 1100, 2);  // longer than one slab of the sum
     test_rmsnorm(1, 3);
     test_rmsnorm(6, 10);
     test_swiglu();

@@ -1,4 +1,5 @@
-// safetensors.h, file_io.h and xxhash64.h: round trips, refusals of hostile and damaged files, sharded sets, failing disks.
+// safetensors.h, file_io.h and xxhash64.h: round trips, refusals of hostile and damaged files, sharded sets, failing
+// disks.
 #include <sys/resource.h>
 #include <signal.h>
 
@@ -49,8 +50,11 @@ static void test_hash(void) {
 // ---- round trip
 
 #define NUM_TENSORS 5
-static const SafetensorSpec specs[NUM_TENSORS] = {
-    {"a.weight", ST_F32, 4, 3}, {"b.bias", ST_BF16, 7, 0}, {"c \"quoted\"", ST_BF16, 2, 5}, {"one", ST_F32, 1, 0}, {"d.weight", ST_BF16, 8, 8}};
+static const SafetensorSpec specs[NUM_TENSORS] = {{"a.weight", ST_F32, 4, 3},
+                                                  {"b.bias", ST_BF16, 7, 0},
+                                                  {"c \"quoted\"", ST_BF16, 2, 5},
+                                                  {"one", ST_F32, 1, 0},
+                                                  {"d.weight", ST_BF16, 8, 8}};
 
 static float value_of(int64_t tensor, int64_t i) { return bf16_round(rng_normal(77, (uint64_t)(tensor * 1000 + i))); }
 
@@ -69,19 +73,25 @@ static void check_set(const Safetensors *st, int64_t tensors) {
     CHECK(st->count == tensors, "%lld tensors", (long long)st->count);
     for (int64_t s = 0; s < tensors; s++) {
         const Safetensor *t = safetensors_require(st, specs[s].name, specs[s].rows, specs[s].cols, &failure);
-        CHECK(t && t->type == specs[s].type && t->elements == safetensors_spec_elements(&specs[s]), "%s: %s", specs[s].name, failure.text);
+        CHECK(t && t->type == specs[s].type && t->elements == safetensors_spec_elements(&specs[s]), "%s: %s",
+              specs[s].name, failure.text);
         if (!t) continue;
         float whole[64], part[64];
         bf16_bits bf16[64];
-        bool read = safetensors_read(st, t, 0, t->elements, true, whole, &failure) && safetensors_read(st, t, 0, t->elements, false, bf16, &failure) &&
+        bool read = safetensors_read(st, t, 0, t->elements, true, whole, &failure) &&
+                    safetensors_read(st, t, 0, t->elements, false, bf16, &failure) &&
                     safetensors_read(st, t, t->elements / 3, t->elements - t->elements / 3, true, part, &failure);
         CHECK(read, "%s", failure.text);
         int wrong = 0;
         for (int64_t i = 0; i < t->elements; i++)
-            wrong += whole[i] != value_of(s, i) || bf16_to_float(bf16[i]) != value_of(s, i) || (i >= t->elements / 3 && part[i - t->elements / 3] != value_of(s, i));
+            wrong += whole[i] != value_of(s, i) || bf16_to_float(bf16[i]) != value_of(s, i) ||
+                     (i >= t->elements / 3 && part[i - t->elements / 3] != value_of(s, i));
         CHECK(wrong == 0, "%s: %d wrong values", specs[s].name, wrong);
-        CHECK(!safetensors_read(st, t, 1, t->elements, true, whole, &failure) && strstr(failure.text, "are outside"), "%s", failure.text);
-        CHECK(!safetensors_read(st, t, -1, 1, true, whole, &failure) && !safetensors_read(st, t, 0, -1, true, whole, &failure), "%s", failure.text);
+        CHECK(!safetensors_read(st, t, 1, t->elements, true, whole, &failure) && strstr(failure.text, "are outside"),
+              "%s", failure.text);
+        CHECK(!safetensors_read(st, t, -1, 1, true, whole, &failure) &&
+                  !safetensors_read(st, t, 0, -1, true, whole, &failure),
+              "%s", failure.text);
     }
 }
 
@@ -90,20 +100,32 @@ static void test_round_trip(void) {
     Failure failure = {"", false};
     FileList list = {NULL, 0};
     int calls = 0;
-    CHECK(safetensors_save(scratch, "model", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
-    CHECK(list.count == 1 && strcmp(list.records[0].name, "model.safetensors") == 0 && calls == NUM_TENSORS, "%lld files", (long long)list.count);
+    CHECK(safetensors_save(scratch, "model", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list,
+                           &failure),
+          "%s", failure.text);
+    CHECK(list.count == 1 && strcmp(list.records[0].name, "model.safetensors") == 0 && calls == NUM_TENSORS,
+          "%lld files", (long long)list.count);
     int64_t bytes = 0;
     uint64_t hash = 0;
-    CHECK(file_size(scratch_path("model.safetensors"), &bytes, &failure) && bytes == list.records[0].bytes, "%s", failure.text);
-    CHECK(file_hash(scratch_path("model.safetensors"), bytes, &hash, &failure) && hash == list.records[0].hash, "%s", failure.text);
+    CHECK(file_size(scratch_path("model.safetensors"), &bytes, &failure) && bytes == list.records[0].bytes, "%s",
+          failure.text);
+    CHECK(file_hash(scratch_path("model.safetensors"), bytes, &hash, &failure) && hash == list.records[0].hash, "%s",
+          failure.text);
     CHECK(safetensors_open_folder(&st, scratch, "model", &failure), "%s", failure.text);
     check_set(&st, NUM_TENSORS);
-    CHECK(st.tensors[0].offset % 8 == 0, "the data starts at byte %lld, not a multiple of 8", (long long)st.tensors[0].offset);
+    CHECK(st.tensors[0].offset % 8 == 0, "the data starts at byte %lld, not a multiple of 8",
+          (long long)st.tensors[0].offset);
 
-    CHECK(!safetensors_require(&st, "absent", 4, 3, &failure) && strstr(failure.text, "model.safetensors has no tensor absent"), "%s", failure.text);
-    CHECK(!safetensors_require(&st, "a.weight", 3, 4, &failure) && strstr(failure.text, "tensor a.weight has shape [4, 3]; the model needs [3, 4]"), "%s", failure.text);
-    CHECK(!safetensors_require(&st, "a.weight", 12, 0, &failure) && strstr(failure.text, "needs [12]"), "%s", failure.text);
-    CHECK(!safetensors_require(&st, "one", 1, 1, &failure) && strstr(failure.text, "has shape [1]"), "%s", failure.text);
+    CHECK(!safetensors_require(&st, "absent", 4, 3, &failure) &&
+              strstr(failure.text, "model.safetensors has no tensor absent"),
+          "%s", failure.text);
+    CHECK(!safetensors_require(&st, "a.weight", 3, 4, &failure) &&
+              strstr(failure.text, "tensor a.weight has shape [4, 3]; the model needs [3, 4]"),
+          "%s", failure.text);
+    CHECK(!safetensors_require(&st, "a.weight", 12, 0, &failure) && strstr(failure.text, "needs [12]"), "%s",
+          failure.text);
+    CHECK(!safetensors_require(&st, "one", 1, 1, &failure) && strstr(failure.text, "has shape [1]"), "%s",
+          failure.text);
     safetensors_close(&st);
     file_list_free(&list);
     unlink(scratch_path("model.safetensors"));
@@ -115,24 +137,35 @@ static void test_sharded(void) {
     FileList list = {NULL, 0};
     int calls = 0;
     // 48 + 14 | 20 + 4 | 128 bytes: a tensor larger than the limit gets a file of its own.
-    CHECK(safetensors_save(scratch, "set", specs, NUM_TENSORS, 64, source, &calls, &list, &failure), "%s", failure.text);
-    CHECK(list.count == 4 && strcmp(list.records[0].name, "set-00001-of-00003.safetensors") == 0 && strcmp(list.records[3].name, "set.safetensors.index.json") == 0, "%lld files", (long long)list.count);
+    CHECK(safetensors_save(scratch, "set", specs, NUM_TENSORS, 64, source, &calls, &list, &failure), "%s",
+          failure.text);
+    CHECK(list.count == 4 && strcmp(list.records[0].name, "set-00001-of-00003.safetensors") == 0 &&
+              strcmp(list.records[3].name, "set.safetensors.index.json") == 0,
+          "%lld files", (long long)list.count);
     CHECK(list.records[2].bytes > list.records[1].bytes, "sizes");
     file_list_free(&list);
     // A quote in a name must be escaped in the index too; the third tensor has one.
     CHECK(safetensors_open_folder(&st, scratch, "set", &failure), "%s", failure.text);
     CHECK(st.num_files == 3, "%d files", st.num_files);
     check_set(&st, NUM_TENSORS);
-    CHECK(!safetensors_require(&st, "absent", 1, 0, &failure) && strstr(failure.text, "and the files beside it has no tensor"), "%s", failure.text);
+    CHECK(!safetensors_require(&st, "absent", 1, 0, &failure) &&
+              strstr(failure.text, "and the files beside it has no tensor"),
+          "%s", failure.text);
     safetensors_close(&st);
 
     static const char *const bad[][2] = {
-        {"[]", "expected an object"}, {"{}", "has no \"weight_map\""}, {"{\"weight_map\": []}", "expected an object"},
-        {"{\"weight_map\": {\"a.weight\": 3}}", "name of a file in the same folder"}, {"{\"weight_map\": {\"a.weight\": \"../x.safetensors\"}}", "name of a file in the same folder"},
-        {"{\"weight_map\": {\"a.weight\": \"/etc/passwd\"}}", "name of a file in the same folder"}, {"{\"weight_map\": {\"a.weight\": \"..\"}}", "name of a file in the same folder"},
-        {"{\"weight_map\": {\"a.weight\": \"\"}}", "name of a file in the same folder"}, {"{\"weight_map\": {\"a.weight\": \"none.safetensors\"}}", "No such file"},
+        {"[]", "expected an object"},
+        {"{}", "has no \"weight_map\""},
+        {"{\"weight_map\": []}", "expected an object"},
+        {"{\"weight_map\": {\"a.weight\": 3}}", "name of a file in the same folder"},
+        {"{\"weight_map\": {\"a.weight\": \"../x.safetensors\"}}", "name of a file in the same folder"},
+        {"{\"weight_map\": {\"a.weight\": \"/etc/passwd\"}}", "name of a file in the same folder"},
+        {"{\"weight_map\": {\"a.weight\": \"..\"}}", "name of a file in the same folder"},
+        {"{\"weight_map\": {\"a.weight\": \"\"}}", "name of a file in the same folder"},
+        {"{\"weight_map\": {\"a.weight\": \"none.safetensors\"}}", "No such file"},
         {"{\"weight_map\": {\"a.weight\": \"set-00002-of-00003.safetensors\"}}", "tensor a.weight is not in set-00002"},
-        {"{\"weight_map\": {\"zzz\": \"set-00001-of-00003.safetensors\"}}", "tensor zzz is not in set-00001"}, {"{\"weight_map\"", "expected ':'"}};
+        {"{\"weight_map\": {\"zzz\": \"set-00001-of-00003.safetensors\"}}", "tensor zzz is not in set-00001"},
+        {"{\"weight_map\"", "expected ':'"}};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         write_bytes("bad.safetensors.index.json", bad[i][0], strlen(bad[i][0]));
         bool ok = safetensors_open_folder(&st, scratch, "bad", &failure);
@@ -143,59 +176,91 @@ static void test_sharded(void) {
     char *copy = read_file(scratch_path("set-00001-of-00003.safetensors"), &size);
     write_bytes("copy.safetensors", copy, size);
     free(copy);
-    const char *twice = "{\"weight_map\": {\"a.weight\": \"copy.safetensors\", \"b.bias\": \"set-00001-of-00003.safetensors\"}}";
+    const char *twice =
+        "{\"weight_map\": {\"a.weight\": \"copy.safetensors\", \"b.bias\": \"set-00001-of-00003.safetensors\"}}";
     write_bytes("bad.safetensors.index.json", twice, strlen(twice));
-    CHECK(!safetensors_open_folder(&st, scratch, "bad", &failure) && strstr(failure.text, "is in both"), "%s", failure.text);
-    CHECK(!safetensors_open_folder(&st, scratch, "nothing", &failure) && strstr(failure.text, "has neither nothing.safetensors nor"), "%s", failure.text);
+    CHECK(!safetensors_open_folder(&st, scratch, "bad", &failure) && strstr(failure.text, "is in both"), "%s",
+          failure.text);
+    CHECK(!safetensors_open_folder(&st, scratch, "nothing", &failure) &&
+              strstr(failure.text, "has neither nothing.safetensors nor"),
+          "%s", failure.text);
 }
 
 // ---- files that others made
 
 static void test_hostile_headers(void) {
-    static const struct { const char *header; size_t data; const char *reason; } cases[] = {
-        {"", 0, "expected a value"}, {"[]", 0, "expected an object"}, {"{", 0, "expected a string"}, {"{\"a\":1}", 0, "has no \"dtype\""},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2]}}", 8, "a has no \"data_offsets\""}, {"{\"a\":{\"dtype\":1,\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "a.dtype: expected a string"},
-        {"{\"a\":{\"dtype\":\"F31\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "expected a known dtype (F32, BF16, F16, ...), found \"F31\""},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[-2],\"data_offsets\":[0,8]}}", 8, "a.shape[0]"}, {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2.5],\"data_offsets\":[0,8]}}", 8, "a.shape[0]"},
+    static const struct {
+        const char *header;
+        size_t data;
+        const char *reason;
+    } cases[] = {
+        {"", 0, "expected a value"},
+        {"[]", 0, "expected an object"},
+        {"{", 0, "expected a string"},
+        {"{\"a\":1}", 0, "has no \"dtype\""},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2]}}", 8, "a has no \"data_offsets\""},
+        {"{\"a\":{\"dtype\":1,\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "a.dtype: expected a string"},
+        {"{\"a\":{\"dtype\":\"F31\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8,
+         "expected a known dtype (F32, BF16, F16, ...), found \"F31\""},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[-2],\"data_offsets\":[0,8]}}", 8, "a.shape[0]"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2.5],\"data_offsets\":[0,8]}}", 8, "a.shape[0]"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[\"2\"],\"data_offsets\":[0,8]}}", 8, "a.shape[0]"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296,2],\"data_offsets\":[0,8]}}", 8, "overflows"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904],\"data_offsets\":[0,0]}}", 0, "overflows"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,4]}}", 4, "9 dimensions"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0]}}", 8, "[begin, end]"}, {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8,8]}}", 8, "[begin, end]"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0]}}", 8, "[begin, end]"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8,8]}}", 8, "[begin, end]"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,0]}}", 8, "a.data_offsets[1]"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,12]}}", 8, "truncated: tensor a ends at byte 12 of the data, the file has 8"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[9223372036854775800,9223372036854775807]}}", 8, "truncated: tensor a ends at byte 9223372036854775807"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,12]}}", 8,
+         "truncated: tensor a ends at byte 12 of the data, the file has 8"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[9223372036854775800,9223372036854775807]}}", 8,
+         "truncated: tensor a ends at byte 9223372036854775807"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[-8,0]}}", 8, "a.data_offsets[0]"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 8, "which is 4, but its shape and dtype need 8"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 8,
+         "which is 4, but its shape and dtype need 8"},
         {"{\"a\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[4,8]}}", 8, "past the end of the one before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 12, "the tensors end at byte"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "before the end of the one before it"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", 8, "before the end of the one before it"},
-        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", 8, "appears twice"}};
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],"
+         "\"data_offsets\":[0,4]}}",
+         4, "before the end of the one before it"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],"
+         "\"data_offsets\":[4,8]}}",
+         8, "before the end of the one before it"},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"a\":{\"dtype\":\"F32\",\"shape\":[1],"
+         "\"data_offsets\":[4,8]}}",
+         8, "appears twice"}};
     Safetensors st;
     Failure failure;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         write_header("x.safetensors", cases[i].header, cases[i].data);
         bool ok = safetensors_open(&st, scratch_path("x.safetensors"), &failure);
-        CHECK(!ok && strstr(failure.text, cases[i].reason) && strstr(failure.text, "x.safetensors"), "%s: %s", cases[i].header, ok ? "accepted" : failure.text);
+        CHECK(!ok && strstr(failure.text, cases[i].reason) && strstr(failure.text, "x.safetensors"), "%s: %s",
+              cases[i].header, ok ? "accepted" : failure.text);
         if (ok) safetensors_close(&st);
     }
-    static const unsigned char lengths[][8] = {{0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff}, {0, 0, 0, 0, 0, 0, 0, 0x80}, {0, 0, 0, 0, 1}, {9}};
-    static const char *const reasons[] = {"not a safetensors file", "not a safetensors file", "not a safetensors file", "cut short"};
+    static const unsigned char lengths[][8] = {
+        {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff}, {0, 0, 0, 0, 0, 0, 0, 0x80}, {0, 0, 0, 0, 1}, {9}};
+    static const char *const reasons[] = {"not a safetensors file", "not a safetensors file", "not a safetensors file",
+                                          "cut short"};
     for (int i = 0; i < 4; i++) {
         write_bytes("x.safetensors", lengths[i], 8);
-        CHECK(!safetensors_open(&st, scratch_path("x.safetensors"), &failure) && strstr(failure.text, reasons[i]), "%s", failure.text);
+        CHECK(!safetensors_open(&st, scratch_path("x.safetensors"), &failure) && strstr(failure.text, reasons[i]), "%s",
+              failure.text);
     }
     CHECK(!safetensors_open(&st, scratch, &failure) && strstr(failure.text, "is not a file"), "%s", failure.text);
-    CHECK(!safetensors_open(&st, scratch_path("none"), &failure) && strstr(failure.text, "No such file"), "%s", failure.text);
+    CHECK(!safetensors_open(&st, scratch_path("none"), &failure) && strstr(failure.text, "No such file"), "%s",
+          failure.text);
 }
 
 static void test_foreign_files(void) {
     Safetensors st;
     Failure failure = {"", false};
     // Metadata, an empty tensor, a scalar, tensors out of order in the header, spaces after it: all valid.
-    write_header("x.safetensors", "{\"__metadata__\":{\"format\":\"pt\"},\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[8,16]},\"e\":{\"dtype\":\"F32\",\"shape\":[0,5],\"data_offsets\":[8,8]},"
-                                  "\"s\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[0,8]}}   ", 0);
+    write_header("x.safetensors",
+                 "{\"__metadata__\":{\"format\":\"pt\"},\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[8,16]}"
+                 ",\"e\":{\"dtype\":\"F32\",\"shape\":[0,5],\"data_offsets\":[8,8]},"
+                 "\"s\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[0,8]}}   ",
+                 0);
     const uint16_t half[8] = {7, 0, 0, 0, 0x3c00, 0xc100, 0x0001, 0x7bff};
     FILE *f = fopen(scratch_path("x.safetensors"), "ab");
     fwrite(half, 2, 8, f);
@@ -203,9 +268,14 @@ static void test_foreign_files(void) {
     CHECK(safetensors_open(&st, scratch_path("x.safetensors"), &failure), "%s", failure.text);
     float out[4] = {0};
     const Safetensor *h = safetensors_find(&st, "h"), *s = safetensors_find(&st, "s");
-    CHECK(st.count == 3 && h && s && s->rank == 0 && s->elements == 1 && !safetensors_find(&st, "__metadata__"), "%lld tensors", (long long)st.count);
-    CHECK(safetensors_read(&st, h, 0, 4, true, out, &failure) && out[0] == 1 && out[1] == -2.5f && out[2] == 0x1p-24f && out[3] == 65504, "%g %g %g %g", out[0], out[1], out[2], out[3]);
-    CHECK(!safetensors_read(&st, s, 0, 1, true, out, &failure) && strstr(failure.text, "tensor s is I64; weights are read from F32, BF16 and F16"), "%s", failure.text);
+    CHECK(st.count == 3 && h && s && s->rank == 0 && s->elements == 1 && !safetensors_find(&st, "__metadata__"),
+          "%lld tensors", (long long)st.count);
+    CHECK(safetensors_read(&st, h, 0, 4, true, out, &failure) && out[0] == 1 && out[1] == -2.5f && out[2] == 0x1p-24f &&
+              out[3] == 65504,
+          "%g %g %g %g", out[0], out[1], out[2], out[3]);
+    CHECK(!safetensors_read(&st, s, 0, 1, true, out, &failure) &&
+              strstr(failure.text, "tensor s is I64; weights are read from F32, BF16 and F16"),
+          "%s", failure.text);
     safetensors_close(&st);
 }
 
@@ -214,8 +284,11 @@ static void test_half(void) {
     int wrong = 0;
     for (uint32_t code = 0; code < 65536; code++) {
         const int exponent = (int)(code >> 10 & 31), fraction = (int)(code & 1023);
-        const double magnitude = exponent == 31 ? (fraction ? NAN : INFINITY) : exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
-        const float expected = (float)(code & 0x8000 ? -magnitude : magnitude), got = safetensors_half_to_float((uint16_t)code);
+        const double magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                 : exponent     ? ldexp(1024 + fraction, exponent - 25)
+                                                : ldexp(fraction, -24);
+        const float expected = (float)(code & 0x8000 ? -magnitude : magnitude),
+                    got = safetensors_half_to_float((uint16_t)code);
         wrong += isnan(expected) ? !isnan(got) : float_bits(got) != float_bits(expected);
     }
     CHECK(wrong == 0, "%d of 65536 half values differ", wrong);
@@ -229,13 +302,16 @@ static void test_rounding(void) {
     CHECK(out[0] == 0x3f80 && out[1] == 0x3f82 && out[2] == bf16_from_float(1e38f), "%x %x", out[0], out[1]);
 }
 
-// A valid file cut at every byte, and with every byte of its header damaged: refused or read within bounds, never a crash.
+// A valid file cut at every byte, and with every byte of its header damaged: refused or read within bounds, never a
+// crash.
 static void test_damage(void) {
     Safetensors st;
     Failure failure;
     FileList list = {NULL, 0};
     int calls = 0;
-    CHECK(safetensors_save(scratch, "whole", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure), "%s", failure.text);
+    CHECK(safetensors_save(scratch, "whole", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list,
+                           &failure),
+          "%s", failure.text);
     file_list_free(&list);
     size_t size;
     char *data = read_file(scratch_path("whole.safetensors"), &size);
@@ -246,7 +322,9 @@ static void test_damage(void) {
     }
     CHECK(accepted == 0, "%d cut files were accepted", accepted);
     write_bytes("cut.safetensors", data, size + 1);  // read_file adds a zero byte: one too many
-    CHECK(!safetensors_open(&st, scratch_path("cut.safetensors"), &failure) && strstr(failure.text, "the tensors end at byte"), "%s", failure.text);
+    CHECK(!safetensors_open(&st, scratch_path("cut.safetensors"), &failure) &&
+              strstr(failure.text, "the tensors end at byte"),
+          "%s", failure.text);
     float values[64];
     for (uint64_t round = 0; round < 1500; round++) {
         const size_t at = (size_t)(rng_u64(5, round) % 560);
@@ -255,7 +333,8 @@ static void test_damage(void) {
         write_bytes("cut.safetensors", data, size);
         data[at] = before;
         if (!safetensors_open(&st, scratch_path("cut.safetensors"), &failure)) continue;
-        for (int64_t i = 0; i < st.count; i++) safetensors_read(&st, &st.tensors[i], 0, min_i64(64, st.tensors[i].elements), true, values, &failure);
+        for (int64_t i = 0; i < st.count; i++)
+            safetensors_read(&st, &st.tensors[i], 0, min_i64(64, st.tensors[i].elements), true, values, &failure);
         safetensors_close(&st);
     }
     // A file that shrinks after it was opened.
@@ -263,7 +342,9 @@ static void test_damage(void) {
     CHECK(safetensors_open(&st, scratch_path("cut.safetensors"), &failure), "%s", failure.text);
     CHECK(truncate(scratch_path("cut.safetensors"), (off_t)size - 100) == 0, "%s", strerror(errno));
     const Safetensor *last = safetensors_find(&st, "d.weight");
-    CHECK(!safetensors_read(&st, last, 0, 64, true, values, &failure) && strstr(failure.text, "before the 128 bytes wanted"), "%s", failure.text);
+    CHECK(!safetensors_read(&st, last, 0, 64, true, values, &failure) &&
+              strstr(failure.text, "before the 128 bytes wanted"),
+          "%s", failure.text);
     safetensors_close(&st);
     free(data);
 }
@@ -276,9 +357,12 @@ static void test_failing_writes(void) {
     FileList list = {NULL, 0};
     int calls = 0;
     CHECK(output_file_open(&file, "/dev/full", &failure), "%s", failure.text);
-    CHECK(!output_file_write(&file, "abc", 3, &failure) && strstr(failure.text, "cannot write /dev/full after 0 bytes: No space left on device"), "%s", failure.text);
+    CHECK(!output_file_write(&file, "abc", 3, &failure) &&
+              strstr(failure.text, "cannot write /dev/full after 0 bytes: No space left on device"),
+          "%s", failure.text);
     close(file.fd);
-    CHECK(!output_file_open(&file, scratch_path("no/such/file"), &failure) && strstr(failure.text, "cannot create"), "%s", failure.text);
+    CHECK(!output_file_open(&file, scratch_path("no/such/file"), &failure) && strstr(failure.text, "cannot create"),
+          "%s", failure.text);
 
     // A limit on file sizes stands in for a disk that fills up in the middle of a file.
     struct rlimit before, small = {300, RLIM_INFINITY};
@@ -286,10 +370,14 @@ static void test_failing_writes(void) {
     getrlimit(RLIMIT_FSIZE, &before);
     small.rlim_max = before.rlim_max;
     setrlimit(RLIMIT_FSIZE, &small);
-    bool ok = safetensors_save(scratch, "full", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure);
+    bool ok =
+        safetensors_save(scratch, "full", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list, &failure);
     setrlimit(RLIMIT_FSIZE, &before);
-    CHECK(!ok && strstr(failure.text, "full.safetensors after 300 bytes: File too large: this process may write files "
-                        "of 300 bytes at most") && list.count == 0, "%s", failure.text);
+    CHECK(!ok &&
+              strstr(failure.text, "full.safetensors after 300 bytes: File too large: this process may write files "
+                                   "of 300 bytes at most") &&
+              list.count == 0,
+          "%s", failure.text);
 }
 
 static void test_folders(void) {
@@ -298,16 +386,26 @@ static void test_folders(void) {
     format_checked(a, sizeof a, "%s/a", scratch);
     format_checked(b, sizeof b, "%s/b", scratch);
     CHECK(folder_create(scratch_path("made/with/parents"), true, &failure), "%s", failure.text);
-    CHECK(rmdir(scratch_path("made/with/parents")) == 0 && rmdir(scratch_path("made/with")) == 0 && rmdir(scratch_path("made")) == 0, "%s", strerror(errno));
-    CHECK(!folder_create(scratch_path("x/y/z"), false, &failure) && strstr(failure.text, "its parent folder must exist"), "%s", failure.text);
+    CHECK(rmdir(scratch_path("made/with/parents")) == 0 && rmdir(scratch_path("made/with")) == 0 &&
+              rmdir(scratch_path("made")) == 0,
+          "%s", strerror(errno));
+    CHECK(!folder_create(scratch_path("x/y/z"), false, &failure) &&
+              strstr(failure.text, "its parent folder must exist"),
+          "%s", failure.text);
     CHECK(folder_begin(a, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure), "%s",
           failure.text);
     CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_begin(b, &failure) &&
-          file_write(b, "old", "2", 1, NULL, &failure), "%s", failure.text);
-    CHECK(folder_replace(a, b, &failure) && !path_exists(a) && path_exists(scratch_path("b/new")) && !path_exists(scratch_path("b/old")), "%s", failure.text);
-    CHECK(mkdir(scratch_path("b/inner"), 0777) == 0 && !folder_remove(b, &failure) && path_exists(scratch_path("b/inner")), "%s", failure.text);
+              file_write(b, "old", "2", 1, NULL, &failure),
+          "%s", failure.text);
+    CHECK(folder_replace(a, b, &failure) && !path_exists(a) && path_exists(scratch_path("b/new")) &&
+              !path_exists(scratch_path("b/old")),
+          "%s", failure.text);
+    CHECK(mkdir(scratch_path("b/inner"), 0777) == 0 && !folder_remove(b, &failure) &&
+              path_exists(scratch_path("b/inner")),
+          "%s", failure.text);
     CHECK(rmdir(scratch_path("b/inner")) == 0 && folder_remove(b, &failure) && !path_exists(b), "%s", failure.text);
-    CHECK(!folder_remove(b, &failure) && !folder_sync(b, &failure) && folder_sync(scratch, &failure), "%s", failure.text);
+    CHECK(!folder_remove(b, &failure) && !folder_sync(b, &failure) && folder_sync(scratch, &failure), "%s",
+          failure.text);
 }
 
 // Folders without the mark, and what links lead to, are not removed.
@@ -320,7 +418,8 @@ static void test_foreign_folders(void) {
     if (!folder_create(home, false, &failure) || symlink("home", link) || symlink("loop", loop))
         die("%s", failure.text);
     CHECK(folder_kind(home) == FOLDER_EMPTY && folder_kind(link) == FOLDER_FOREIGN &&
-          folder_kind(loop) == FOLDER_FOREIGN, "kinds");
+              folder_kind(loop) == FOLDER_FOREIGN,
+          "kinds");
     if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(folder_kind(home) == FOLDER_FOREIGN, "kind %d", (int)folder_kind(home));
     CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"), "%s", failure.text);
@@ -339,7 +438,8 @@ static void test_foreign_folders(void) {
     CHECK(!folder_create(scratch_path("home/thesis"), true, &failure) && strstr(failure.text, "and is a file"), "%s",
           failure.text);
     CHECK(!folder_create(scratch_path("home/thesis/x"), true, &failure) &&
-          strstr(failure.text, "home/thesis is a file"), "%s", failure.text);
+              strstr(failure.text, "home/thesis is a file"),
+          "%s", failure.text);
     CHECK(folder_create(link, true, &failure), "a link to a folder: %s", failure.text);
 
     CHECK(folder_remove(home, &failure) && !path_exists(home), "%s", failure.text);
@@ -349,9 +449,16 @@ static void test_foreign_folders(void) {
 
 // Nothing that steers a terminal is left in a message; what people write in their languages is.
 static void test_printable(void) {
-    static const char *const cases[][2] = {{"plain \t\n", "plain \t\n"}, {"\x1b]0;x\x07", "\\x1b]0;x\\x07"},
-                                           {"a\x7f\r", "a\\x7f\\x0d"}, {"\x9b" "31m", "\\x9b31m"},
-                                           {"\xc2\x9b" "31m", "\xc2\\x9b31m"}, {"Grüße, 你好", "Grüße, 你好"}};
+    static const char *const cases[][2] = {{"plain \t\n", "plain \t\n"},
+                                           {"\x1b]0;x\x07", "\\x1b]0;x\\x07"},
+                                           {"a\x7f\r", "a\\x7f\\x0d"},
+                                           {"\x9b"
+                                            "31m",
+                                            "\\x9b31m"},
+                                           {"\xc2\x9b"
+                                            "31m",
+                                            "\xc2\\x9b31m"},
+                                           {"Grüße, 你好", "Grüße, 你好"}};
     char out[32], cut[7];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         text_printable(cases[i][0], out, sizeof out);

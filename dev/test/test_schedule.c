@@ -11,14 +11,14 @@ static Options schedule_options(int schedule, int64_t warmup, int64_t steps) {
 static void check_at(int schedule, int64_t warmup, int64_t steps, int64_t step, double expected) {
     const Options o = schedule_options(schedule, warmup, steps);
     const double rate = schedule_learning_rate(&o, step);
-    CHECK(fabs(rate - expected) < 1e-12, "schedule %d, warm-up %lld of %lld, step %lld: %.9g, expected %.9g", schedule, (long long)warmup, (long long)steps, (long long)step,
-          rate, expected);
+    CHECK(fabs(rate - expected) < 1e-12, "schedule %d, warm-up %lld of %lld, step %lld: %.9g, expected %.9g", schedule,
+          (long long)warmup, (long long)steps, (long long)step, rate, expected);
 }
 
 int main(void) {
     const int schedules[] = {SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD};
     for (int i = 0; i < 4; i++) {
-        check_at(schedules[i], 10, 110, 0, 2e-4);   // warm-up: from a tenth to all of it
+        check_at(schedules[i], 10, 110, 0, 2e-4);  // warm-up: from a tenth to all of it
         check_at(schedules[i], 10, 110, 4, 1e-3);
         check_at(schedules[i], 10, 110, 9, 2e-3);
         check_at(schedules[i], 10, 110, 10, 2e-3);  // the first step after it
@@ -29,20 +29,21 @@ int main(void) {
         for (int64_t step = 10; step < 110; step++) {
             const double rate = schedule_learning_rate(&o, step);
             CHECK(rate > 0 && rate <= 2e-3, "schedule %d, step %lld: %g", schedules[i], (long long)step, rate);
-            CHECK(rate >= schedule_learning_rate(&o, step + 1), "schedule %d rises at step %lld", schedules[i], (long long)step);
+            CHECK(rate >= schedule_learning_rate(&o, step + 1), "schedule %d rises at step %lld", schedules[i],
+                  (long long)step);
         }
     }
     check_at(SCHEDULE_CONSTANT, 10, 110, 5000, 2e-3);
-    check_at(SCHEDULE_LINEAR, 10, 110, 60, 1e-3);      // half of the way down
+    check_at(SCHEDULE_LINEAR, 10, 110, 60, 1e-3);  // half of the way down
     check_at(SCHEDULE_LINEAR, 10, 110, 109, 2e-5);
     check_at(SCHEDULE_LINEAR, 10, 110, 110, 0);
     check_at(SCHEDULE_COSINE, 10, 110, 60, 1e-3);
     check_at(SCHEDULE_COSINE, 10, 110, 35, 1e-3 * (1 + sqrt(0.5)));
     check_at(SCHEDULE_COSINE, 10, 110, 110, 0);
-    check_at(SCHEDULE_WSD, 10, 110, 87, 2e-3);         // the last fifth is 22 steps
+    check_at(SCHEDULE_WSD, 10, 110, 87, 2e-3);  // the last fifth is 22 steps
     check_at(SCHEDULE_WSD, 10, 110, 88, 2e-3);
     check_at(SCHEDULE_WSD, 10, 110, 99, 1e-3);
     check_at(SCHEDULE_WSD, 10, 110, 110, 0);
-    check_at(SCHEDULE_WSD, 100, 110, 105, 1e-3);       // warm-up reaches into the last fifth: decay takes what is left
+    check_at(SCHEDULE_WSD, 100, 110, 105, 1e-3);  // warm-up reaches into the last fifth: decay takes what is left
     return check_report();
 }

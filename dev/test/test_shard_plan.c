@@ -1,12 +1,15 @@
-// shard_plan.h: the slices of a group cover every parameter once, fit their arrays, and gather back to the flat array's segments.
+// shard_plan.h: the slices of a group cover every parameter once, fit their arrays, and gather back to the flat array's
+// segments.
 #include "../../llmc/config/shard_plan.h"
 #include "lib/check.h"
 
 static ModelConfig model(ModelFamily family, bool tied) {
     ModelConfig m;
     model_config_preset(&m, "tiny");
-    m.family = family, m.qkv_bias = family == FAMILY_QWEN2, m.qk_norm = family == FAMILY_QWEN3, m.tie_word_embeddings = tied;
-    m.vocab_size = 101, m.hidden_size = 20, m.intermediate_size = 36, m.num_layers = 3, m.num_heads = 6, m.num_kv_heads = 2, m.head_dim = 10;
+    m.family = family, m.qkv_bias = family == FAMILY_QWEN2, m.qk_norm = family == FAMILY_QWEN3,
+    m.tie_word_embeddings = tied;
+    m.vocab_size = 101, m.hidden_size = 20, m.intermediate_size = 36, m.num_layers = 3, m.num_heads = 6,
+    m.num_kv_heads = 2, m.head_dim = 10;
     return m;
 }
 
@@ -45,7 +48,9 @@ static void check_cover(const ParameterTable *t, int64_t group) {
             const ShardRange r = shard_parameter(t, &s, p);
             if (r.count == 0) continue;
             parts++;
-            CHECK(r.count > 0 && r.first >= 0 && r.first + r.count <= parameter_elements(p) && r.shard >= 0 && r.shard + r.count <= s.total, "%s, rank %lld: range", p->name, (long long)place);
+            CHECK(r.count > 0 && r.first >= 0 && r.first + r.count <= parameter_elements(p) && r.shard >= 0 &&
+                      r.shard + r.count <= s.total,
+                  "%s, rank %lld: range", p->name, (long long)place);
             for (int64_t e = 0; e < r.count; e++) {
                 seen[p->offset + r.first + e]++;
                 once = once && shard_to_flat(t, &s, r.shard + e) == p->offset + r.first + e;
@@ -55,7 +60,8 @@ static void check_cover(const ParameterTable *t, int64_t group) {
     }
     CHECK(once, "an element of a shard is another one of the flat array");
     for (int64_t i = 0; i < t->count; i++)
-        for (int64_t e = 0; e < parameter_elements(&t->entries[i]); e++) once = once && seen[t->entries[i].offset + e] == 1;
+        for (int64_t e = 0; e < parameter_elements(&t->entries[i]); e++)
+            once = once && seen[t->entries[i].offset + e] == 1;
     CHECK(once && parts >= t->count, "an element is kept by no rank or by two");
     for (int64_t i = 0; i < t->count; i++) {  // every element is where the gathered unit should have it
         const Parameter *p = &t->entries[i];
@@ -75,7 +81,8 @@ static int64_t backward_turn(const ParameterTable *t, const Parameter *p) {
     return p->layer >= 0 ? t->num_layers - p->layer : p->offset == t->root.embedding ? t->num_layers + 1 : 0;
 }
 
-// Elements of a rank's shard, by position, come from turns that never go back; every element has a position, and every position its element.
+// Elements of a rank's shard, by position, come from turns that never go back; every element has a position, and every
+// position its element.
 static void check_backward_order(const ParameterTable *t, int64_t group, int64_t place) {
     const ShardPlan s = shard_plan(t, group, place);
     const BackwardOrder order = shard_backward_order(t, &s);
@@ -93,8 +100,10 @@ static void check_backward_order(const ParameterTable *t, int64_t group, int64_t
         forward = forward && turn[i] >= last;
         last = turn[i];
     }
-    CHECK(own, "group of %lld, place %lld: positions and elements are not each other's", (long long)group, (long long)place);
-    CHECK(forward, "group of %lld, place %lld: an element of an earlier part of the backward pass comes later", (long long)group, (long long)place);
+    CHECK(own, "group of %lld, place %lld: positions and elements are not each other's", (long long)group,
+          (long long)place);
+    CHECK(forward, "group of %lld, place %lld: an element of an earlier part of the backward pass comes later",
+          (long long)group, (long long)place);
     free(turn);
 }
 
@@ -119,8 +128,12 @@ int main(void) {
             }
             const ShardPlan one = shard_plan(&t, 1, 0);
             CHECK(one.total == t.total, "one rank keeps the flat array");
-            CHECK(shard_backward_order(&t, &one).embedding == backward_order(&t).embedding && backward_order(&t).total == t.total, "one rank: its backward order is the flat array's");
-            for (int64_t i = 0; i < t.count; i++) CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset, "one rank: %s moved", t.entries[i].name);
+            CHECK(shard_backward_order(&t, &one).embedding == backward_order(&t).embedding &&
+                      backward_order(&t).total == t.total,
+                  "one rank: its backward order is the flat array's");
+            for (int64_t i = 0; i < t.count; i++)
+                CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset, "one rank: %s moved",
+                      t.entries[i].name);
             CHECK(check_dies(bad_range, &t, "are outside segment", output, sizeof output), "%s", output);
             CHECK(check_dies(bad_place, &t, "place 2 in a group of 2", output, sizeof output), "%s", output);
             parameter_table_free(&t);

@@ -4,7 +4,6 @@
 #include "lib/check.h"
 #include "lib/scratch.h"
 
-
 typedef struct {
     char bytes[256];
     size_t size;
@@ -43,12 +42,18 @@ static const char *write_table(const char *name, const Table *t) {
 
 static void test_names(void) {
     static const char *const cases[][2] = {
-        {"data/tiny_train.bin", "data/tiny.tokenizer"},         {"data/tiny_val.bin", "data/tiny.tokenizer"},
-        {"data/tiny_valid.bin", "data/tiny.tokenizer"},         {"data/tiny.bin", "data/tiny.tokenizer"},
-        {"data/tiny_train_000001.bin", "data/tiny.tokenizer"},  {"data/tiny_000001.bin", "data/tiny.tokenizer"},
-        {"tiny2024_train.bin", "tiny2024.tokenizer"},           {"llama3.2_train.bin", "llama3.2.tokenizer"},
-        {"shards/x_train.bin", "shards/x.tokenizer"},           {"tokens", "tokens.tokenizer"},
-        {"7.bin", "7.tokenizer"},                               {"a_train_val.bin", "a_train.tokenizer"},
+        {"data/tiny_train.bin", "data/tiny.tokenizer"},
+        {"data/tiny_val.bin", "data/tiny.tokenizer"},
+        {"data/tiny_valid.bin", "data/tiny.tokenizer"},
+        {"data/tiny.bin", "data/tiny.tokenizer"},
+        {"data/tiny_train_000001.bin", "data/tiny.tokenizer"},
+        {"data/tiny_000001.bin", "data/tiny.tokenizer"},
+        {"tiny2024_train.bin", "tiny2024.tokenizer"},
+        {"llama3.2_train.bin", "llama3.2.tokenizer"},
+        {"shards/x_train.bin", "shards/x.tokenizer"},
+        {"tokens", "tokens.tokenizer"},
+        {"7.bin", "7.tokenizer"},
+        {"a_train_val.bin", "a_train.tokenizer"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char path[4096];
@@ -62,7 +67,8 @@ static void test_sound_table(void) {
     write_table("ok.tokenizer", &t);
     Tokenizer tok = tokenizer_open_beside(scratch_path("ok_train.bin"));
     size_t length;
-    CHECK(tok.count == 3 && tok.separator == 2, "%lld tokens, separator %lld", (long long)tok.count, (long long)tok.separator);
+    CHECK(tok.count == 3 && tok.separator == 2, "%lld tokens, separator %lld", (long long)tok.count,
+          (long long)tok.separator);
     const char *once = tokenizer_decode(&tok, 0, &length);
     CHECK(length == 4 && memcmp(once, "Once", 4) == 0, "length %zu", length);
     CHECK(tokenizer_decode(&tok, 1, &length) != NULL && length == 0, "length %zu", length);
@@ -83,7 +89,8 @@ static void test_sound_table(void) {
 static void test_missing_table(void) {
     Tokenizer tok = tokenizer_open_beside(scratch_path("absent_train.bin"));
     size_t length = 1;
-    CHECK(tok.count == 0 && tokenizer_decode(&tok, 0, &length) == NULL && length == 0, "%lld tokens", (long long)tok.count);
+    CHECK(tok.count == 0 && tokenizer_decode(&tok, 0, &length) == NULL && length == 0, "%lld tokens",
+          (long long)tok.count);
     tokenizer_close(&tok);
 }
 
@@ -99,7 +106,8 @@ static void table_set_u32(Table *t, size_t at, uint32_t value) { memcpy(t->bytes
 
 static void test_damaged_tables(void) {
     Table sound = make_table(), t;
-    for (size_t size = 0; size < sound.size; size++) {  // cut anywhere: always refused (checked in this process, so that the sanitizers watch)
+    for (size_t size = 0; size < sound.size;
+         size++) {  // cut anywhere: always refused (checked in this process, so that the sanitizers watch)
         Tokenizer tok;
         char *cut = (char *)xcalloc(size, 1);
         memcpy(cut, sound.bytes, size);
@@ -127,7 +135,8 @@ static void test_damaged_tables(void) {
     t = sound, t.size = 0;
     check_refused(&t, "truncated");
     char output[8192];
-    CHECK(check_dies(open_table, scratch, "cannot be read: Is a directory", output, sizeof output), "a folder: \"%s\"", output);
+    CHECK(check_dies(open_table, scratch, "cannot be read: Is a directory", output, sizeof output), "a folder: \"%s\"",
+          output);
 }
 
 int main(void) {

@@ -1,5 +1,6 @@
-// The whole CPU trainer: against transformers' goldens, against itself (threads, accumulation, recompute, resume), its gates and signals, and what it
-// refuses. Run from anywhere; whole runs of the program are this test's own executable, started again with "--run" (libgomp does not survive a fork).
+// The whole CPU trainer: against transformers' goldens, against itself (threads, accumulation, recompute, resume), its
+// gates and signals, and what it refuses. Run from anywhere; whole runs of the program are this test's own executable,
+// started again with "--run" (libgomp does not survive a fork).
 #define TESTING
 #include "../../train_fp8.c"
 
@@ -54,7 +55,8 @@ static void initialize_weights(Trainer *t) {
 }
 
 // Largest relative error of any tensor of `array` against golden `prefix`; its name in *worst.
-static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix, const float *array, const char **worst) {
+static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix, const float *array,
+                           const char **worst) {
     double largest = -1;
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
@@ -78,7 +80,10 @@ typedef struct {
 } Tolerances;
 
 static void test_golden(const char *name, int precision, Tolerances tolerance) {
-    const char *precision_name = precision == PRECISION_FP32 ? "fp32" : precision == PRECISION_BF16 ? "bf16" : "fp8", *worst = "";
+    const char *precision_name = precision == PRECISION_FP32   ? "fp32"
+                                 : precision == PRECISION_BF16 ? "bf16"
+                                                               : "fp8",
+               *worst = "";
     Golden g = golden_open(goldens_folder, scratch, name);
     const int64_t B = g.B, T = g.T;
     const double loss = golden_number(&g, "loss"), norm = golden_number(&g, "grad_norm");
@@ -120,8 +125,11 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
 static void test_goldens(void) {
     static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
     const Tolerances fp32 = {1e-5, 1e-5, 1e-4, 1e-5};  // fp32 against fp32: only the order of sums differs
-    const Tolerances bf16 = {1e-2, 2e-2, 3e-2, 0};     // each tensor keeps 8 bits (2^-9 = 0.2% a rounding), some ten roundings deep
-    const Tolerances fp8 = {3e-2, 1e-1, 2.5e-1, 0};    // E4M3 keeps 4 bits (up to 6% a value, 2-3% rms), E5M2 3 (12%, 5-6% rms), over two layers
+    const Tolerances bf16 = {1e-2, 2e-2, 3e-2,
+                             0};  // each tensor keeps 8 bits (2^-9 = 0.2% a rounding), some ten roundings deep
+    const Tolerances fp8 = {
+        3e-2, 1e-1, 2.5e-1,
+        0};  // E4M3 keeps 4 bits (up to 6% a value, 2-3% rms), E5M2 3 (12%, 5-6% rms), over two layers
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         test_golden(names[i], PRECISION_FP32, fp32);
         test_golden(names[i], PRECISION_BF16, bf16);
@@ -149,7 +157,8 @@ static void fill_tokens(Trainer *t, uint64_t key) {
     }
 }
 
-// Moving all weights by h along the gradient's direction changes the loss by h times the gradient's norm: odd sizes, every family, T = 1 and beyond a query block.
+// Moving all weights by h along the gradient's direction changes the loss by h times the gradient's norm: odd sizes,
+// every family, T = 1 and beyond a query block.
 static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     Options o = small_options(PRECISION_FP32, B, T);
     ModelConfig m = odd_model(family);
@@ -169,7 +178,8 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     }
     const double slope = (loss[1] - loss[0]) / (2 * h);
     // fp32 losses of about 4 resolve 5e-7 / 2h = 1e-4 of slope; the third derivative adds h^2
-    CHECK(fabs(slope / norm - 1) < 2e-3, "family %d, B %lld, T %lld: slope %g, gradient norm %g", (int)family, (long long)B, (long long)T, slope, norm);
+    CHECK(fabs(slope / norm - 1) < 2e-3, "family %d, B %lld, T %lld: slope %g, gradient norm %g", (int)family,
+          (long long)B, (long long)T, slope, norm);
     free(start);
     trainer_free(&t);
 }
@@ -183,8 +193,9 @@ static ModelConfig fp8_model(void) {
     return m;
 }
 
-// Weights after some steps on made-up tokens, with the whole global batch given as `micro_steps` micro-batches; then the last gradient norm, then with delayed
-// scaling the scales. With FP8 all sequences are the same, so that every micro-batch has the scales of the whole batch.
+// Weights after some steps on made-up tokens, with the whole global batch given as `micro_steps` micro-batches; then
+// the last gradient norm, then with delayed scaling the scales. With FP8 all sequences are the same, so that every
+// micro-batch has the scales of the whole batch.
 typedef struct {
     float *values;
     int64_t count, weights;
@@ -206,7 +217,8 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
     for (int step = 0; step < steps; step++) {
         for (int64_t micro = 0; micro < micro_steps; micro++) {
             for (int64_t i = 0; i < t.o->batch_size * T; i++) {
-                const int64_t at = precision == PRECISION_FP8 ? i % T : (step * micro_steps + micro) * o.batch_size * T + i;
+                const int64_t at =
+                    precision == PRECISION_FP8 ? i % T : (step * micro_steps + micro) * o.batch_size * T + i;
                 t.batch.inputs[i] = (int32_t)(rng_u64(9, (uint64_t)at) % 37);
                 t.batch.targets[i] = (int32_t)(rng_u64(9, (uint64_t)at + 1) % 37);
             }
@@ -215,7 +227,8 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
         weights_update(&t, step, global_norm(t.params.gradients, t.table.total));
     }
     const int64_t scales = t.scales.delayed.tensors;
-    Trained r = {(float *)xcalloc((size_t)(t.table.total + 1 + scales), sizeof(float)), t.table.total + 1 + scales, t.table.total};
+    Trained r = {(float *)xcalloc((size_t)(t.table.total + 1 + scales), sizeof(float)), t.table.total + 1 + scales,
+                 t.table.total};
     memcpy(r.values, t.params.master, (size_t)t.table.total * sizeof(float));
     r.values[t.table.total] = (float)global_norm(t.params.gradients, t.table.total);
     if (scales) memcpy(r.values + t.table.total + 1, t.scales.delayed.scale, (size_t)scales * sizeof(float));
@@ -224,11 +237,15 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
     return r;
 }
 
-static bool same_training(Trained a, Trained b) { return a.count == b.count && memcmp(a.values, b.values, (size_t)a.count * sizeof(float)) == 0; }
+static bool same_training(Trained a, Trained b) {
+    return a.count == b.count && memcmp(a.values, b.values, (size_t)a.count * sizeof(float)) == 0;
+}
 
 static void test_invariance(int precision, int recipe) {
     const int steps = SANITIZED ? 1 : 3, most_threads = SANITIZED ? 2 : 3;
-    const char *name = precision == PRECISION_FP32 ? "fp32" : precision == PRECISION_BF16 ? "bf16" : recipe_row(recipe)->name;
+    const char *name = precision == PRECISION_FP32   ? "fp32"
+                       : precision == PRECISION_BF16 ? "bf16"
+                                                     : recipe_row(recipe)->name;
     Trained one = train_some(precision, recipe, RECOMPUTE_NONE, 1, 1, steps);
     for (int threads = 2; threads <= most_threads; threads++) {
         Trained many = train_some(precision, recipe, RECOMPUTE_LAYER, threads, 1, steps);
@@ -236,11 +253,13 @@ static void test_invariance(int precision, int recipe) {
         free(many.values);
     }
     for (int64_t micro_steps = precision == PRECISION_FP8 ? 4 : 2; micro_steps <= 4; micro_steps *= 2) {
-        Trained split = train_some(precision, recipe, RECOMPUTE_NONE, 2, micro_steps, 1), whole = train_some(precision, recipe, RECOMPUTE_NONE, 2, 1, 1);
+        Trained split = train_some(precision, recipe, RECOMPUTE_NONE, 2, micro_steps, 1),
+                whole = train_some(precision, recipe, RECOMPUTE_NONE, 2, 1, 1);
         const double norm_error = fabs(split.values[split.weights] / whole.values[whole.weights] - 1);
         // fp32: only the order of sums. Else each micro-step rounds the running sum once more (2^-9).
         const double tolerance = precision == PRECISION_FP32 ? 1e-6 : 4e-3;
-        CHECK(norm_error < tolerance, "%s: gradient norm in %lld micro-steps off by %g", name, (long long)micro_steps, norm_error);
+        CHECK(norm_error < tolerance, "%s: gradient norm in %lld micro-steps off by %g", name, (long long)micro_steps,
+              norm_error);
         if (precision == PRECISION_FP32) {
             const double error = check_relative_error(split.values, whole.values, whole.weights);
             CHECK(error < 1e-4, "weights after a step of %lld micro-steps off by %g", (long long)micro_steps, error);
@@ -261,23 +280,29 @@ static void test_delayed(void) {
     fill_tokens(&t, 5);
     const DelayedState *d = &t.scales.delayed;
     model_forward(&t, &t.batch);  // as in validation
-    for (int64_t i = 0; i < d->tensors; i++) CHECK(d->scale[i] == 0 && d->history[4 * i + 3] == 0, "a forward pass alone moves tensor %lld", (long long)i);
-    const int64_t w = tensor_index(1, TENSOR_W, DOWN_PROJ), x = tensor_index(0, TENSOR_X, QKV_PROJ), dy = tensor_index(0, TENSOR_DY, GATE_UP_PROJ);
+    for (int64_t i = 0; i < d->tensors; i++)
+        CHECK(d->scale[i] == 0 && d->history[4 * i + 3] == 0, "a forward pass alone moves tensor %lld", (long long)i);
+    const int64_t w = tensor_index(1, TENSOR_W, DOWN_PROJ), x = tensor_index(0, TENSOR_X, QKV_PROJ),
+                  dy = tensor_index(0, TENSOR_DY, GATE_UP_PROJ);
     const float first_weight = float_from_bits(t.scales.amax[w]);
     CHECK(weight_scale(&t, 1, DOWN_PROJ) == 224 / first_weight, "the first weights are cast with their own magnitude");
     micro_step(&t, 1.0f / 32, 0, 0);
     const float first_input = d->history[4 * x + 3], first_scale = d->scale[x];
     CHECK(first_input == float_from_bits(quantize_tensor_amax(t.acts.layer[0].norm1.data, 32 * 128, SCALE_TE)),
           "amax of an input: %g", (double)first_input);
-    CHECK(first_scale == 224 / first_input && d->scale[dy] == 28672 / d->history[4 * dy + 3] && d->scale[w] == 0, "scales after a micro-step");
+    CHECK(first_scale == 224 / first_input && d->scale[dy] == 28672 / d->history[4 * dy + 3] && d->scale[w] == 0,
+          "scales after a micro-step");
     micro_step(&t, 1.0f / 32, 0, 1);
-    CHECK(d->history[4 * x + 2] == first_input && d->history[4 * x + 3] == first_input && d->scale[x] == first_scale, "the same micro-step again");
+    CHECK(d->history[4 * x + 2] == first_input && d->history[4 * x + 3] == first_input && d->scale[x] == first_scale,
+          "the same micro-step again");
     weights_update(&t, 0, 1);
     const float second_weight = float_from_bits(t.scales.amax[w]);
-    CHECK(d->history[4 * w + 3] == first_weight && d->scale[w] == 224 / first_weight && weight_scale(&t, 1, DOWN_PROJ) == d->scale[w],
+    CHECK(d->history[4 * w + 3] == first_weight && d->scale[w] == 224 / first_weight &&
+              weight_scale(&t, 1, DOWN_PROJ) == d->scale[w],
           "weights are cast with what was known before them: %g, %g", (double)d->scale[w], (double)first_weight);
     weights_update(&t, 1, 1);
-    CHECK(d->history[4 * w + 3] == second_weight && d->history[4 * w + 2] == first_weight, "the next update adds %g", (double)second_weight);
+    CHECK(d->history[4 * w + 3] == second_weight && d->history[4 * w + 2] == first_weight, "the next update adds %g",
+          (double)second_weight);
     trainer_free(&t);
 }
 
@@ -307,7 +332,7 @@ static void test_delayed_skip(void) {
     m.vocab_size = 64;
     Options o = small_options(PRECISION_FP8, 1, 32);
     o.fp8_recipe = RECIPE_DELAYED, o.fp8_amax_history = 3, o.on_nonfinite = NONFINITE_SKIP,
-        o.grad_accumulation_steps = 2, o.train_data = scratch_path("train.bin");
+    o.grad_accumulation_steps = 2, o.train_data = scratch_path("train.bin");
     Trainer t, without;
     trainer_create(&t, &o, &m), trainer_create(&without, &o, &m);
     initialize_weights(&t), initialize_weights(&without);
@@ -342,19 +367,23 @@ static const char *place_of(Trainer *t, double loss) {
 
 // A huge weight in each block of the model: the block is named, and the weight as its largest.
 static void test_blocks(ModelFamily family, int precision, int recompute) {
-    static const struct { const char *weight, *place; float value; } blocks[] = {
+    static const struct {
+        const char *weight, *place;
+        float value;
+    } blocks[] = {
         {"model.embed_tokens.weight", "in the embedding, in the forward pass; the largest weight there is nan, in",
          NAN},
         {"model.layers.0.self_attn.q_proj.weight",
          "in the attention block of layer 0, in the forward pass; the largest weight there is 1.70141e+38, in",
-             0x1p127f},
+         0x1p127f},
         {"model.layers.0.post_attention_layernorm.weight",
          "in the MLP of layer 0, in the forward pass; the largest weight there is inf, in", INFINITY},
         {"model.layers.1.self_attn.v_proj.weight",
          "in the attention block of layer 1, in the forward pass; the largest weight there is -inf, in", -INFINITY},
         {"model.layers.1.mlp.down_proj.weight",
          "in the MLP of layer 1, in the forward pass; the largest weight there is nan, in", NAN},
-        {"model.norm.weight", "in the final norm or lm_head, in the forward pass; the largest weight there is inf, in", INFINITY}};
+        {"model.norm.weight", "in the final norm or lm_head, in the forward pass; the largest weight there is inf, in",
+         INFINITY}};
     ModelConfig m = odd_model(family);
     Options o = small_options(precision, 1, 8);
     o.recompute = recompute;
@@ -363,8 +392,12 @@ static void test_blocks(ModelFamily family, int precision, int recompute) {
     for (size_t i = 0; i < sizeof blocks / sizeof blocks[0]; i++) {
         char expected[256];
         const Parameter *p = parameter_find(&t.table, blocks[i].weight);
-        const int64_t element = i == 0 ? 0 : p->cols ? 3 * p->cols : 7, count = i == 0 ? parameter_elements(p)
-            : p->cols ? p->cols : 1;
+        const int64_t element = i == 0    ? 0
+                                : p->cols ? 3 * p->cols
+                                          : 7,
+                      count = i == 0    ? parameter_elements(p)
+                              : p->cols ? p->cols
+                                        : 1;
         initialize_weights(&t);
         fill_tokens(&t, 5);
         for (int64_t k = 0; k < count; k++) t.params.master[p->offset + element + k] = blocks[i].value;
@@ -398,9 +431,9 @@ static void test_overflow(int precision) {
         const StepRecord s = train_step(&t, &data, step, 2 * step);
         large += s.skipped && isfinite(s.norm);
         const float *arrays[] = {t.params.master, t.params.exp_avg, t.params.exp_avg_sq};
-        for (int a = 0; a < 3; a++) CHECK(all_finite(arrays[a], t.table.total, true),
-                                          "precision %d, step %d, norm %g: array %d is not finite", precision,
-                                              step + 1, s.norm, a);
+        for (int a = 0; a < 3; a++)
+            CHECK(all_finite(arrays[a], t.table.total, true), "precision %d, step %d, norm %g: array %d is not finite",
+                  precision, step + 1, s.norm, a);
     }
     CHECK(large > 0, "precision %d: no step was refused for its squares", precision);
     dataloader_close(&data);
@@ -436,15 +469,19 @@ static void test_nonfinite(void) {
     StepRecord s = run_one_step(&run, &data, 0);
     CHECK(!s.skipped && isfinite(s.norm) && s.step == 1 && run_samples_seen(&run, 1) == 2, "an ordinary step");
     const float good = t.params.master[0];
-    for (int64_t i = 0; i < t.m.vocab_size; i++) t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = INFINITY;
+    for (int64_t i = 0; i < t.m.vocab_size; i++)
+        t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = INFINITY;
     const size_t bytes = (size_t)t.table.total * sizeof(float);
     float *before = (float *)xcalloc(3, bytes);
-    memcpy(before, t.params.master, bytes), memcpy(before + t.table.total, t.params.exp_avg, bytes), memcpy(before + 2 * t.table.total, t.params.exp_avg_sq, bytes);
+    memcpy(before, t.params.master, bytes), memcpy(before + t.table.total, t.params.exp_avg, bytes),
+        memcpy(before + 2 * t.table.total, t.params.exp_avg_sq, bytes);
     s = run_one_step(&run, &data, 1);
     CHECK(s.skipped && run.skipped_in_a_row == 1 && s.step == 2, "the step with an infinite weight is skipped");
-    CHECK(memcmp(before, t.params.master, bytes) == 0 && memcmp(before + t.table.total, t.params.exp_avg, bytes) == 0 && memcmp(before + 2 * t.table.total, t.params.exp_avg_sq, bytes) == 0,
+    CHECK(memcmp(before, t.params.master, bytes) == 0 && memcmp(before + t.table.total, t.params.exp_avg, bytes) == 0 &&
+              memcmp(before + 2 * t.table.total, t.params.exp_avg_sq, bytes) == 0,
           "a skipped step changed weights or state");
-    for (int64_t i = 0; i < t.m.vocab_size; i++) t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
+    for (int64_t i = 0; i < t.m.vocab_size; i++)
+        t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
     s = run_one_step(&run, &data, 2);
     CHECK(!s.skipped && run.skipped_in_a_row == 0, "the count of steps in a row ends with a good one");
     // where: a NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm
@@ -454,28 +491,34 @@ static void test_nonfinite(void) {
     t.params.gradients[t.table.root.embedding] = t.params.gradients[layer_offset(&t.table, 0) + t.table.layer.wo] =
         t.params.gradients[layer_offset(&t.table, 1) + t.table.layer.wo + 3] = NAN;
     const char *const layer = "It begins in the attention block of layer 1, in the backward pass: ",
-        *const weight = "; the largest weight there is -30, in model.layers.1.self_attn.q_proj.weight, element 8";
+                      *const weight =
+                          "; the largest weight there is -30, in model.layers.1.self_attn.q_proj.weight, element 8";
     char expected[640];
     format_checked(expected, sizeof expected,
-                   "%sthe first gradient that is not finite, in backward order, is in model.layers.1.self_attn.o_proj.weight, element 3%s", layer, weight);
+                   "%sthe first gradient that is not finite, in backward order, is in "
+                   "model.layers.1.self_attn.o_proj.weight, element 3%s",
+                   layer, weight);
     CHECK(strcmp(place_of(&t, 1), expected) == 0, "%s", place_of(&t, 1));
     // squares that overflow: gradients grow on their way back, and the first large one is nearer to the cause than the
     // largest
     memset(t.params.gradients, 0, bytes);
     t.params.gradients[t.table.root.norm] = 1, t.params.gradients[t.table.root.embedding] = -4e21f,
-        t.params.gradients[layer_offset(&t.table, 1) + t.table.layer.wk + 6] = 1e20f;
+    t.params.gradients[layer_offset(&t.table, 1) + t.table.layer.wk + 6] = 1e20f;
     format_checked(expected, sizeof expected,
-                   "%sgradients reach 4e+21, and the first above a 1024th of that, in backward order, is in model.layers.1.self_attn.k_proj.weight, element 6%s",
+                   "%sgradients reach 4e+21, and the first above a 1024th of that, in backward order, is in "
+                   "model.layers.1.self_attn.k_proj.weight, element 6%s",
                    layer, weight);
     CHECK(strcmp(place_of(&t, 1), expected) == 0, "%s", place_of(&t, 1));
     CHECK(strstr(place_of(&t, (double)NAN), "It begins in the final norm or lm_head, in the forward pass; "),
           "a loss that is not finite: %s", place_of(&t, (double)NAN));
     CHECK(adamw_accepts(0x1p63) && !adamw_accepts(0x1.0000001p63) && !adamw_accepts((double)INFINITY) &&
-          !adamw_accepts((double)NAN), "the largest norm");
+              !adamw_accepts((double)NAN),
+          "the largest norm");
     // what the largest accepted gradient makes of the moments, step after step, with the least averaging
     AdamwElement largest = {0, 0, 0};
     const AdamwStep step = adamw_step(1, 1, 0, 0, 1e-8, 0, false, 1);
-    for (int i = 0; i < 100; i++) largest = adamw_update(largest, 0x1p63f, true, &step),
+    for (int i = 0; i < 100; i++)
+        largest = adamw_update(largest, 0x1p63f, true, &step),
         largest.exp_avg_sq = bf16_to_float(adamw_round(largest.exp_avg_sq, 0xffffffffu));
     CHECK(isfinite(largest.weight) && isfinite(largest.exp_avg) && isfinite(largest.exp_avg_sq), "moments %g, %g",
           (double)largest.exp_avg, (double)largest.exp_avg_sq);
@@ -500,12 +543,15 @@ static void write_shard(const char *name, int64_t tokens, int32_t vocabulary) {
     free(words);
 }
 
-// Starts `train_fp8 ARGUMENTS` (split at spaces, @ stands for the test's folder) as a child; its output goes to FOLDER/output.
+// Starts `train_fp8 ARGUMENTS` (split at spaces, @ stands for the test's folder) as a child; its output goes to
+// FOLDER/output.
 static pid_t start_run(const char *arguments) {
     char text[4096], *argv[64] = {(char *)"train_fp8", (char *)"--run"};
     int argc = 2;
     size_t n = 0;
-    for (const char *c = arguments; *c; c++) n += (size_t)snprintf(text + n, sizeof text - n, "%.*s", *c == '@' ? PATH_CAPACITY : 1, *c == '@' ? scratch : c);
+    for (const char *c = arguments; *c; c++)
+        n +=
+            (size_t)snprintf(text + n, sizeof text - n, "%.*s", *c == '@' ? PATH_CAPACITY : 1, *c == '@' ? scratch : c);
     for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
     argv[argc] = NULL;
     unlink(scratch_path("output"));  // nobody shall read the last run's
@@ -552,18 +598,22 @@ static char *loss_lines(const char *name, int64_t first) {
 
 static void test_resume(const char *name_of_run, const char *precision) {
     char command[512];
-    const char *const common = SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps 8 --grad-accumulation-steps 2 --precision";
+    const char *const common =
+        SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps 8 --grad-accumulation-steps 2 --precision";
     char *output;
     format_checked(command, sizeof command, "%s %s --log-dir @/log-%s", common, precision, name_of_run);
     CHECK(run_program(command, NULL) == 0, "%s: a plain run of 8 steps", precision);
-    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --checkpoint-every 3", common, precision, name_of_run);
+    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --checkpoint-every 3", common, precision,
+                   name_of_run);
     CHECK(run_program(command, NULL) == 0, "%s: a run that saves", precision);
     char folder[PATH_CAPACITY];
     Failure failure;
     format_checked(folder, sizeof folder, "%s/ck-%s/step-00000008", scratch, name_of_run);
     CHECK(folder_exists(folder) && folder_remove(folder, &failure), "%s: the last checkpoint", precision);
-    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common, precision, name_of_run, name_of_run);
-    CHECK(run_program(command, &output) == 0 && strstr(output, "step-00000006"), "%s: resumed from step 6: %s", precision, output);
+    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common,
+                   precision, name_of_run, name_of_run);
+    CHECK(run_program(command, &output) == 0 && strstr(output, "step-00000006"), "%s: resumed from step 6: %s",
+          precision, output);
     char *whole, *resumed, name[64];
     format_checked(name, sizeof name, "log-%s/log.jsonl", name_of_run);
     whole = loss_lines(name, 7);
@@ -576,14 +626,17 @@ static void test_resume(const char *name_of_run, const char *precision) {
 // The history belongs to the run: without it, or with another one, there is no going on.
 static void test_delayed_resume(void) {
     char *output, state[PATH_CAPACITY];
-    const char *const common = SMALL_RUN "--precision fp8 --fp8-recipe delayed --num-steps 9 --grad-accumulation-steps 2 --checkpoint-dir @/ck-delayed --resume";
+    const char *const common = SMALL_RUN "--precision fp8 --fp8-recipe delayed --num-steps 9 --grad-accumulation-steps "
+                                         "2 --checkpoint-dir @/ck-delayed --resume";
     char command[512];
     format_checked(command, sizeof command, "%s --fp8-amax-history 5", common);
-    CHECK(run_program(command, &output) == 1 && strstr(output, "--fp8-amax-history is 3 in the checkpoint, 5 now"), "%s", output);
+    CHECK(run_program(command, &output) == 1 && strstr(output, "--fp8-amax-history is 3 in the checkpoint, 5 now"),
+          "%s", output);
     free(output);
     format_checked(state, sizeof state, "%s/ck-delayed/step-00000008/fp8_state.safetensors", scratch);
     CHECK(path_exists(state), "%s", state);
-    format_checked(command, sizeof command, "%s --fp8-amax-history 3 --keep-checkpoints 1 --export-hf @/delayed-export", common);
+    format_checked(command, sizeof command, "%s --fp8-amax-history 3 --keep-checkpoints 1 --export-hf @/delayed-export",
+                   common);
     CHECK(run_program(command, &output) == 0, "%s", output);
     free(output);
     format_checked(state, sizeof state, "%s/delayed-export/fp8_state.safetensors", scratch);
@@ -593,7 +646,10 @@ static void test_delayed_resume(void) {
 // Loss and norm of the steps of a run, as printed.
 static char *run_lines(const char *model, const char *options) {
     char command[512], *output, *lines = (char *)xcalloc(4096, 1);
-    format_checked(command, sizeof command, "%s --train-data @/train.bin --sequence-length 64 --batch-size 2 --learning-rate 1e-3 --num-steps 4 %s", model, options);
+    format_checked(
+        command, sizeof command,
+        "%s --train-data @/train.bin --sequence-length 64 --batch-size 2 --learning-rate 1e-3 --num-steps 4 %s", model,
+        options);
     CHECK(run_program(command, &output) == 0, "%s: %s", options, output);
     for (char *line = strtok(output, "\n"); line; line = strtok(NULL, "\n")) {
         char *speed = strstr(line, "| lr ");
@@ -623,8 +679,10 @@ static void test_recipes(void) {
         format_checked(options, sizeof options, "--precision fp8 --fp8-recipe %s", recipe_row(recipe)->name);
         char *lines = run_lines("small", options);
         const double difference = lines_differ(lines, bf16);
-        // each operand is off by 2-3% rms (E5M2: 5-6%), at random: a loss, the mean of 128 rows, moves by some 1e-3, and again in each step after it
-        CHECK(difference > 0 && difference < 0.01, "%s: losses off by %g:\n%s%s", recipe_row(recipe)->name, difference, lines, bf16);
+        // each operand is off by 2-3% rms (E5M2: 5-6%), at random: a loss, the mean of 128 rows, moves by some 1e-3,
+        // and again in each step after it
+        CHECK(difference > 0 && difference < 0.01, "%s: losses off by %g:\n%s%s", recipe_row(recipe)->name, difference,
+              lines, bf16);
         printf("%-18s 4 steps of small: losses within %.1e of bf16\n", recipe_row(recipe)->name, difference);
         free(lines);
     }
@@ -634,16 +692,27 @@ static void test_recipes(void) {
 // What options leave in bf16, or change nothing, and what they must change: of the two layers of `tiny`.
 static void test_filters(void) {
     char *bf16 = run_lines("tiny", "--precision bf16"), *tensorwise = run_lines("tiny", "--precision fp8");
-    static const struct { const char *options; int same_as; } filtered[] = {  // 0 bf16, 1 tensorwise, 2 neither
-        {"--fp8-filter attention,mlp", 0}, {"--fp8-filter first,layers=1-1", 0}, {"--fp8-recipe mxfp8 --fp8-filter qkv,attn_out,gate_up,down", 0},
-        {"--fp8-filter lm_head", 1},       {"--fp8-emulate", 1},               {"--fp8-fast-accum all", 1},
-        {"--fp8-audit 3", 1},              {"--fp8-filter last", 2},          {"--fp8-filter down", 2},  {"--fp8-format e4m3", 2}};
+    static const struct {
+        const char *options;
+        int same_as;
+    } filtered[] = {// 0 bf16, 1 tensorwise, 2 neither
+                    {"--fp8-filter attention,mlp", 0},
+                    {"--fp8-filter first,layers=1-1", 0},
+                    {"--fp8-recipe mxfp8 --fp8-filter qkv,attn_out,gate_up,down", 0},
+                    {"--fp8-filter lm_head", 1},
+                    {"--fp8-emulate", 1},
+                    {"--fp8-fast-accum all", 1},
+                    {"--fp8-audit 3", 1},
+                    {"--fp8-filter last", 2},
+                    {"--fp8-filter down", 2},
+                    {"--fp8-format e4m3", 2}};
     for (size_t i = 0; i < sizeof filtered / sizeof filtered[0]; i++) {
         char options[160];
         format_checked(options, sizeof options, "--precision fp8 %s", filtered[i].options);
         char *lines = run_lines("tiny", options);
         const bool plain = strcmp(lines, bf16) == 0, fp8 = strcmp(lines, tensorwise) == 0;
-        CHECK(plain == (filtered[i].same_as == 0) && fp8 == (filtered[i].same_as == 1), "%s:\n%s", filtered[i].options, lines);
+        CHECK(plain == (filtered[i].same_as == 0) && fp8 == (filtered[i].same_as == 1), "%s:\n%s", filtered[i].options,
+              lines);
         free(lines);
     }
     free(bf16), free(tensorwise);
@@ -652,7 +721,8 @@ static void test_filters(void) {
 // --fp8-audit: a line for each operand of each audit, a table at the end, and the same training.
 static void test_audit(void) {
     char *output;
-    const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last --recompute layer --fp8-audit 2 --log-dir @/audit";
+    const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last "
+                                          "--recompute layer --fp8-audit 2 --log-dir @/audit";
     CHECK(run_program(audited, &output) == 0, "%s", output);
     CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "FP8 hurts most: layer 0"), "%s", output);
     free(output);
@@ -662,25 +732,32 @@ static void test_audit(void) {
         if (!strstr(line, "\"fp8_audit\"")) continue;
         lines++, last += strstr(line, "\"layer\": 1") != NULL;
         const char *db = strstr(line, "\"sqnr_db\": ");
-        good += db && atof(db + 11) > 25 && atof(db + 11) < 35;  // a rounding to E4M3 is off by at most 2^-4 of the value, 2.4% rms: 32 dB
+        good += db && atof(db + 11) > 25 &&
+                atof(db + 11) < 35;  // a rounding to E4M3 is off by at most 2^-4 of the value, 2.4% rms: 32 dB
     }
-    CHECK(lines == 2 * NUM_LINEARS * 6 && last == 0 && good == lines, "%d lines, %d of the filtered layer, %d with a likely SQNR", lines, last, good);
+    CHECK(lines == 2 * NUM_LINEARS * 6 && last == 0 && good == lines,
+          "%d lines, %d of the filtered layer, %d with a likely SQNR", lines, last, good);
     free(text);
 }
 
 // The same samples in other micro-batches: losses of 6 steps agree but for the order of sums, and so do the data read.
 static void test_accumulation(void) {
-    static const char *const splits[] = {"--batch-size 4", "--batch-size 2 --grad-accumulation-steps 2", "--batch-size 1 --grad-accumulation-steps 4"};
+    static const char *const splits[] = {"--batch-size 4", "--batch-size 2 --grad-accumulation-steps 2",
+                                         "--batch-size 1 --grad-accumulation-steps 4"};
     double losses[3][6];
     for (int i = 0; i < 3; i++) {
         char command[512], *output;
-        format_checked(command, sizeof command, "tiny --train-data @/train.bin --sequence-length 32 --learning-rate 1e-3 --precision fp32 --num-steps 6 %s", splits[i]);
+        format_checked(
+            command, sizeof command,
+            "tiny --train-data @/train.bin --sequence-length 32 --learning-rate 1e-3 --precision fp32 --num-steps 6 %s",
+            splits[i]);
         CHECK(run_program(command, &output) == 0, "%s: %s", splits[i], output);
         const char *at = output;
         for (int step = 0; step < 6; step++) {
             at = strstr(at, "| loss ");
             losses[i][step] = at ? atof(at += 7) : (double)NAN;
-            CHECK(fabs(losses[i][step] - losses[0][step]) < 1e-4, "%s: loss of step %d is %g, not %g", splits[i], step + 1, losses[i][step], losses[0][step]);
+            CHECK(fabs(losses[i][step] - losses[0][step]) < 1e-4, "%s: loss of step %d is %g, not %g", splits[i],
+                  step + 1, losses[i][step], losses[0][step]);
         }
         free(output);
     }
@@ -697,7 +774,7 @@ static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data
     remove_tree(scratch_path("ck-changes"));
     format_checked(command, sizeof command,
                    "tiny --precision fp32 --sequence-length 16 --num-steps 1000000 --checkpoint-dir @/ck-changes %s",
-                       data);
+                   data);
     const pid_t child = start_run(command);
     int status = 0;
     for (int i = 0; i < 600; i++) {  // until the first steps are printed
@@ -710,8 +787,8 @@ static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data
     words = read_file(scratch_path("changes.bin"), &bytes);
     for (size_t i = SHARD_HEADER_BYTES; i < bytes; i += 4) memcpy(words + i, &id, 4);
     const int fd = open(scratch_path("changes.bin"), O_WRONLY);
-    if (fd < 0 || !file_write_at(fd, "changes.bin", 0, words, (int64_t)bytes, &failure) ||
-        close(fd)) die("cannot rewrite the shard");
+    if (fd < 0 || !file_write_at(fd, "changes.bin", 0, words, (int64_t)bytes, &failure) || close(fd))
+        die("cannot rewrite the shard");
     free(words);
     waitpid(child, &status, 0);
     output = run_output();
@@ -726,8 +803,11 @@ static void test_skipped_state(void) {
     char *output, *before = NULL, name[64];
     size_t size = 0;
     int64_t skipped = 0, moved = 0, traces = 0;
-    const int status = run_program("tiny --train-data @/train.bin --sequence-length 64 --precision fp8 --fp8-recipe delayed --fp8-amax-history 16 --learning-rate 1000 --num-steps 100 "
-                                   "--on-nonfinite skip --checkpoint-dir @/ck-skip --checkpoint-every 1 --keep-checkpoints 1000", &output);
+    const int status =
+        run_program("tiny --train-data @/train.bin --sequence-length 64 --precision fp8 --fp8-recipe delayed "
+                    "--fp8-amax-history 16 --learning-rate 1000 --num-steps 100 "
+                    "--on-nonfinite skip --checkpoint-dir @/ck-skip --checkpoint-every 1 --keep-checkpoints 1000",
+                    &output);
     CHECK(status == EXIT_NONFINITE && strstr(output, "10 steps in a row had a gradient norm that is not finite"),
           "status %d: %s", status, output);
     for (int step = 1;; step++) {
@@ -745,14 +825,15 @@ static void test_skipped_state(void) {
     }
     CHECK(skipped >= 9 && moved >= 2 && traces == 0,
           "%lld skipped steps saved, %lld with traces; %lld others moved the state", (long long)skipped,
-              (long long)traces, (long long)moved);
+          (long long)traces, (long long)moved);
     free(before), free(output);
 }
 
 // Gradient norm of the first step of a run.
 static double run_norm(const char *arguments) {
     char command[512], *output;
-    format_checked(command, sizeof command, "tiny --train-data @/train.bin --sequence-length 32 --shuffle off --num-steps 1 %s", arguments);
+    format_checked(command, sizeof command,
+                   "tiny --train-data @/train.bin --sequence-length 32 --shuffle off --num-steps 1 %s", arguments);
     CHECK(run_program(command, &output) == 0, "%s: %s", arguments, output);
     const char *at = strstr(output, "| norm ");
     const double norm = at ? atof(at + 7) : (double)NAN;
@@ -763,24 +844,32 @@ static double run_norm(const char *arguments) {
 // Many micro-steps add up to the gradient of one large batch. Sums that are rounded to nearest bf16 lose 7% of the norm
 // over these 512.
 static void test_many_micro_steps(void) {
-    static const struct { const char *options; double tolerance; } cases[] = {
+    static const struct {
+        const char *options;
+        double tolerance;
+    } cases[] = {
         {"--precision fp32 --grad-accumulation-steps 512", 1e-4},  // the printed digits
-        {"--grad-accumulation-steps 512", 1e-3},                   // auto: fp32. Each micro-step's gradient is rounded to bf16, at random
-        {"--grad-accumulation-steps 512 --grad-accum-dtype bf16", 1e-2},  // noise of 0.14% of the square, and chance: few elements make most of the norm of so small a model
-        {"--grad-accumulation-steps 8 --batch-size 64", 1e-3},     // auto: bf16
+        {"--grad-accumulation-steps 512",
+         1e-3},  // auto: fp32. Each micro-step's gradient is rounded to bf16, at random
+        {"--grad-accumulation-steps 512 --grad-accum-dtype bf16",
+         1e-2},  // noise of 0.14% of the square, and chance: few elements make most of the norm of so small a model
+        {"--grad-accumulation-steps 8 --batch-size 64", 1e-3},  // auto: bf16
         {"--grad-accumulation-steps 8 --batch-size 64 --master-weights fp32", 1e-3},
     };
     for (size_t i = SANITIZED ? 3 : 0; i < sizeof cases / sizeof cases[0]; i++) {
         char whole[160];
-        format_checked(whole, sizeof whole, "--batch-size 512 %s", strstr(cases[i].options, "fp32 --grad") ? "--precision fp32" : "");
+        format_checked(whole, sizeof whole, "--batch-size 512 %s",
+                       strstr(cases[i].options, "fp32 --grad") ? "--precision fp32" : "");
         const double norm = run_norm(cases[i].options), want = run_norm(whole);
-        CHECK(fabs(norm / want - 1) < cases[i].tolerance, "%s: gradient norm %.4f, %.4f as one batch", cases[i].options, norm, want);
+        CHECK(fabs(norm / want - 1) < cases[i].tolerance, "%s: gradient norm %.4f, %.4f as one batch", cases[i].options,
+              norm, want);
     }
 }
 
 static void test_signal(int signal_number, const char *dir) {
     char command[512], folder[PATH_CAPACITY];
-    format_checked(command, sizeof command, SMALL_RUN "--num-steps 1000000 --val-data @/train.bin --val-every 2 --checkpoint-dir @/%s", dir);
+    format_checked(command, sizeof command,
+                   SMALL_RUN "--num-steps 1000000 --val-data @/train.bin --val-every 2 --checkpoint-dir @/%s", dir);
     const pid_t child = start_run(command);
     char *output = NULL;
     int status = 0;
@@ -807,7 +896,8 @@ static void test_signal(int signal_number, const char *dir) {
 static double run_loss(const char *arguments, double *first) {
     char *output, command[512];
     double loss = (double)NAN;
-    format_checked(command, sizeof command, SMALL_RUN "--num-steps 120 --warmup-steps 10 --val-data @/train.bin --val-steps 6 %s", arguments);
+    format_checked(command, sizeof command,
+                   SMALL_RUN "--num-steps 120 --warmup-steps 10 --val-data @/train.bin --val-steps 6 %s", arguments);
     CHECK(run_program(command, &output) == 0, "%s: %s", arguments, output);
     const char *summary = strstr(output, "loss of the first step "), *mean = strstr(output, "mean of the last 20 ");
     if (summary && mean) *first = atof(summary + 23), loss = atof(mean + 20);
@@ -820,27 +910,40 @@ static void test_learning(void) {
     double first;
     const double bf16 = run_loss("--precision bf16", &first);
     CHECK(bf16 < 0.5 * first, "bf16: loss from %g to %g", first, bf16);
-    // the text's entropy is about 0.8 nats and the losses end near it; other rounding is another random path of equal quality
-    const double fp8 = run_loss("--precision fp8", &first), fp32 = run_loss("--precision fp32", &first), masters = run_loss("--master-weights fp32", &first);
-    CHECK(fabs(fp8 / bf16 - 1) < 0.05 && fabs(fp32 / bf16 - 1) < 0.05 && fabs(masters / bf16 - 1) < 0.05, "losses bf16 %g, fp8 %g, fp32 %g, bf16 with fp32 masters %g",
-          bf16, fp8, fp32, masters);
-    printf("loss after 120 steps from %.3f: bf16 %.4f, fp8 %.4f, fp32 %.4f, bf16 with fp32 masters %.4f\n", first, bf16, fp8, fp32, masters);
+    // the text's entropy is about 0.8 nats and the losses end near it; other rounding is another random path of equal
+    // quality
+    const double fp8 = run_loss("--precision fp8", &first), fp32 = run_loss("--precision fp32", &first),
+                 masters = run_loss("--master-weights fp32", &first);
+    CHECK(fabs(fp8 / bf16 - 1) < 0.05 && fabs(fp32 / bf16 - 1) < 0.05 && fabs(masters / bf16 - 1) < 0.05,
+          "losses bf16 %g, fp8 %g, fp32 %g, bf16 with fp32 masters %g", bf16, fp8, fp32, masters);
+    printf("loss after 120 steps from %.3f: bf16 %.4f, fp8 %.4f, fp32 %.4f, bf16 with fp32 masters %.4f\n", first, bf16,
+           fp8, fp32, masters);
 }
 
 static void test_output(void) {
     char *output;
-    CHECK(run_program(SMALL_RUN "--num-steps 2 --sample-every 1 --sample-tokens 40 --export-hf @/exported", &output) == 0, "run with samples and export: %s", output);
-    CHECK(strstr(output, "memory plan, MiB") && strstr(output, "matrix products") && strstr(output, "sample after step 2: ") && strstr(output, "step 1/2 | loss "), "%s", output);
+    CHECK(run_program(SMALL_RUN "--num-steps 2 --sample-every 1 --sample-tokens 40 --export-hf @/exported", &output) ==
+              0,
+          "run with samples and export: %s", output);
+    CHECK(strstr(output, "memory plan, MiB") && strstr(output, "matrix products") &&
+              strstr(output, "sample after step 2: ") && strstr(output, "step 1/2 | loss "),
+          "%s", output);
     free(output);
-    CHECK(run_program("@/exported --train-data @/train.bin --sequence-length 16 --num-steps 1", &output) == 0, "a run from the exported folder: %s", output);
+    CHECK(run_program("@/exported --train-data @/train.bin --sequence-length 16 --num-steps 1", &output) == 0,
+          "a run from the exported folder: %s", output);
     free(output);
     CHECK(run_program("llama3.1-8b --dry-run --precision fp8", &output) == 0, "dry run without data: %s", output);
-    CHECK(strstr(output, "parameters                 8030261248") && strstr(output, "e4m3") && !strstr(output, "step 1/"), "dry run: %s", output);
+    CHECK(strstr(output, "parameters                 8030261248") && strstr(output, "e4m3") &&
+              !strstr(output, "step 1/"),
+          "dry run: %s", output);
     free(output);
 }
 
 static void test_refusals(void) {
-    static const struct { int status; const char *arguments, *message; } bad[] = {
+    static const struct {
+        int status;
+        const char *arguments, *message;
+    } bad[] = {
         {EXIT_OTHER, "tiny --train-data @/missing.bin", "no token shard matches"},
         {EXIT_OTHER, "tiny --train-data @/train.bin --sequence-length 100000", "use a shorter --sequence-length"},
         {EXIT_USAGE, "nosuch --train-data @/train.bin", "neither a folder nor one of"},
@@ -864,7 +967,8 @@ static void test_refusals(void) {
         {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --fp8-filter first", "add --precision fp8"},
         {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 96 --precision fp8 --fp8-recipe blockwise",
          "multiples of 128"},
-        {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-recipe rowwise "
+        {EXIT_USAGE,
+         "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-recipe rowwise "
          "--fp8-all-gather on",
          "leave it at auto"},
         {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-margin 1",
@@ -888,26 +992,33 @@ static void test_refusals(void) {
         return;
     }
     char *output;
-    const int status = run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --checkpoint-dir @/huge", &output);
-    CHECK(status == 1 && strstr(output, "a checkpoint of this model takes 2267.9 GiB"), "ended with %d: %s", status, output);
+    const int status =
+        run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --checkpoint-dir @/huge", &output);
+    CHECK(status == 1 && strstr(output, "a checkpoint of this model takes 2267.9 GiB"), "ended with %d: %s", status,
+          output);
     free(output);
-    const int export_status = run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --export-hf @/huge-export", &output);
-    CHECK(export_status == 1 && strstr(output, "the weights take 756.0 GiB"), "ended with %d: %s", export_status, output);
+    const int export_status =
+        run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --export-hf @/huge-export", &output);
+    CHECK(export_status == 1 && strstr(output, "the weights take 756.0 GiB"), "ended with %d: %s", export_status,
+          output);
     free(output);
 }
 
-// A shard whose tokenizer table is far smaller than the model's vocabulary is probably another model's: a warning, and none for `tiny`, which takes
-// its vocabulary from the table.
+// A shard whose tokenizer table is far smaller than the model's vocabulary is probably another model's: a warning, and
+// none for `tiny`, which takes its vocabulary from the table.
 static void test_tokenizer_warning(void) {
     const uint32_t table[] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, 2, 0, 0, 0};
     Failure failure;
     char *output;
     write_shard("other_train.bin", 20000, 61);
-    CHECK(file_write(scratch, "other.tokenizer", (const char *)table, sizeof table, NULL, &failure), "%s", failure.text);
+    CHECK(file_write(scratch, "other.tokenizer", (const char *)table, sizeof table, NULL, &failure), "%s",
+          failure.text);
     const int status = run_program("llama3.1-405b --train-data @/other_train.bin --sequence-length 32", &output);
     CHECK(status == EXIT_MEMORY && strstr(output, "was the shard made for another model?"), "%d: %s", status, output);
     free(output);
-    CHECK(run_program("tiny --train-data @/other_train.bin --sequence-length 32 --num-steps 1", &output) == 0 && !strstr(output, "another model"), "%s", output);
+    CHECK(run_program("tiny --train-data @/other_train.bin --sequence-length 32 --num-steps 1", &output) == 0 &&
+              !strstr(output, "another model"),
+          "%s", output);
     free(output);
 }
 
@@ -936,8 +1047,8 @@ int main(int argc, char **argv) {
     test_delayed();
     test_delayed_skip();
     test_nonfinite();
-    for (int i = 0; i < (SANITIZED ? 1 : 3); i++) test_blocks(families[i], i == 0 ? PRECISION_FP32 : PRECISION_BF16,
-                                                              i == 1 ? RECOMPUTE_LAYER : RECOMPUTE_NONE);
+    for (int i = 0; i < (SANITIZED ? 1 : 3); i++)
+        test_blocks(families[i], i == 0 ? PRECISION_FP32 : PRECISION_BF16, i == 1 ? RECOMPUTE_LAYER : RECOMPUTE_NONE);
     test_overflow(PRECISION_FP32);
     if (!SANITIZED) test_overflow(PRECISION_BF16);
     test_resume("bf16", "bf16");
@@ -953,8 +1064,8 @@ int main(int argc, char **argv) {
                        "has id 65535, but the model's vocabulary is 320; the file changed after it was opened");
     test_changed_shard(330, 320, "--train-data @/changes.bin",
                        "has id 330, but the model's vocabulary is 320; the file changed after it was opened");
-    if (!SANITIZED) test_changed_shard(7, 320, "--train-data @/changes.bin",
-                                       "changes.bin: the file changed after it was opened");
+    if (!SANITIZED)
+        test_changed_shard(7, 320, "--train-data @/changes.bin", "changes.bin: the file changed after it was opened");
     test_changed_shard(330, 61, "--train-data @/train.bin --val-data @/changes.bin --val-every 1",
                        "has id 330, but the model's vocabulary is 64; the file changed after it was opened");
     if (!SANITIZED) test_skipped_state();  // test_delayed_skip runs the same code

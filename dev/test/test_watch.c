@@ -53,7 +53,7 @@ static void check_silent(void) {
     char text[1024];
     watch_message(&t, watch_verdict(&t), text, sizeof text);
     CHECK(strcmp(text, "rank 2 on host2 gives no sign of life for 60 s (--stall-timeout 60); it was last seen in "
-                 "step 12, training: all-to-all; rank 0 waits for it in step 12, training: all-to-all") == 0,
+                       "step 12, training: all-to-all; rank 0 waits for it in step 12, training: all-to-all") == 0,
           "%s", text);
     pass(&t, TIMEOUT, 0x3, 0);
     check_verdict(&t, WATCH_SILENT, 2, 0, "ranks 2 and 3 are silent");
@@ -89,9 +89,12 @@ static void check_rank0_silent(void) {
 }
 
 static void check_file(void) {
-    const struct { Phase phase; int limit; } cases[] = {
-        {PHASE_START, TIMEOUT}, {PHASE_LOADING, 4 * TIMEOUT}, {PHASE_TRAINING, TIMEOUT}, {PHASE_VALIDATION, TIMEOUT},
-        {PHASE_SAMPLING, TIMEOUT}, {PHASE_SAVING, 4 * TIMEOUT}, {PHASE_EXPORT, 4 * TIMEOUT}, {PHASE_END, TIMEOUT}};
+    const struct {
+        Phase phase;
+        int limit;
+    } cases[] = {{PHASE_START, TIMEOUT},      {PHASE_LOADING, 4 * TIMEOUT}, {PHASE_TRAINING, TIMEOUT},
+                 {PHASE_VALIDATION, TIMEOUT}, {PHASE_SAMPLING, TIMEOUT},    {PHASE_SAVING, 4 * TIMEOUT},
+                 {PHASE_EXPORT, 4 * TIMEOUT}, {PHASE_END, TIMEOUT}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         WatchTable t = table_of(0);
         ranks[2].row.phase = cases[i].phase, ranks[2].row.kind = ACTIVITY_FILE;

@@ -14,7 +14,14 @@
 typedef enum { ACTIVITY_COMPUTING, ACTIVITY_WAITING, ACTIVITY_FILE } ActivityKind;
 
 typedef enum {
-    PHASE_START, PHASE_LOADING, PHASE_TRAINING, PHASE_VALIDATION, PHASE_SAMPLING, PHASE_SAVING, PHASE_EXPORT, PHASE_END,
+    PHASE_START,
+    PHASE_LOADING,
+    PHASE_TRAINING,
+    PHASE_VALIDATION,
+    PHASE_SAMPLING,
+    PHASE_SAVING,
+    PHASE_EXPORT,
+    PHASE_END,
     NUM_PHASES
 } Phase;
 
@@ -23,15 +30,15 @@ typedef enum {
 
 typedef struct {
     Phase phase;
-    int64_t step;             // counted from 1; 0: before the first
+    int64_t step;  // counted from 1; 0: before the first
     ActivityKind kind;
-    const char *what;         // static text: the call, or what the ranks do together
+    const char *what;              // static text: the call, or what the ranks do together
     char detail[ACTIVITY_DETAIL];  // the file
-    int64_t changes;          // grows whenever something of this rank moves
-    int64_t collectives;      // that have finished, of MPI and of NCCL
-    int64_t pending;          // operations of NCCL that are enqueued and not seen to have finished
-    const char *pending_what; // the oldest of them, static text
-    int64_t pending_layer;    // and the layer that it belongs to, ROOT or NO_LAYER (parameters.h)
+    int64_t changes;               // grows whenever something of this rank moves
+    int64_t collectives;           // that have finished, of MPI and of NCCL
+    int64_t pending;               // operations of NCCL that are enqueued and not seen to have finished
+    const char *pending_what;      // the oldest of them, static text
+    int64_t pending_layer;         // and the layer that it belongs to, ROOT or NO_LAYER (parameters.h)
 } Activity;
 
 static inline pthread_mutex_t *activity_mutex(void) {

@@ -24,7 +24,10 @@ typedef struct {
     int64_t used;
     ArenaRange reuse;  // what is left of the memory that is taken a second time
     int64_t reused;    // bytes taken there
-    struct { const char *name; int64_t bytes; } groups[ARENA_MAX_GROUPS];
+    struct {
+        const char *name;
+        int64_t bytes;
+    } groups[ARENA_MAX_GROUPS];
     int num_groups, group;  // headings, and the one that counts
 } Arena;
 
@@ -37,8 +40,9 @@ static inline void arena_group(Arena *a, const char *name) {
     a->groups[a->num_groups++].bytes = 0;
 }
 
-// What arena_take() hands out from now on lies in `room`, which was handed out before, as far as it fits there, and then counts under no heading.
-// room.begin is a multiple of ARENA_ALIGNMENT. Returns what the memory named before has left.
+// What arena_take() hands out from now on lies in `room`, which was handed out before, as far as it fits there, and
+// then counts under no heading. room.begin is a multiple of ARENA_ALIGNMENT. Returns what the memory named before has
+// left.
 static inline ArenaRange arena_reuse(Arena *a, ArenaRange room) {
     const ArenaRange left = a->reuse;
     a->reuse = room;
@@ -49,15 +53,16 @@ static inline ArenaRange arena_reuse(Arena *a, ArenaRange room) {
 static inline void arena_add(int64_t *sum, int64_t size) {
     if (size < 0 || __builtin_add_overflow(*sum, size, sum))
         die_with(EXIT_MEMORY, "the memory plan passes 2^63 bytes, so it cannot be added up; a smaller --batch-size or "
-                 "--sequence-length would help");
+                              "--sequence-length would help");
 }
 
 #ifdef ARENA_APART
-// For compute-sanitizer, which knows the bounds of allocations alone: each range becomes one of its own, of its very size, and nothing is used twice.
-// Not where other GPUs reach into the arena (--copy-engines). Zeroed, as the arena is.
+// For compute-sanitizer, which knows the bounds of allocations alone: each range becomes one of its own, of its very
+// size, and nothing is used twice. Not where other GPUs reach into the arena (--copy-engines). Zeroed, as the arena is.
 static inline void *arena_apart(int64_t bytes) {
     void *p;
-    if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaMemset(p, 0, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess)
+    if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess ||
+        cudaMemset(p, 0, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess)
         die_with(EXIT_MEMORY, "no memory for a range of its own of %lld bytes", (long long)bytes);
     return p;
 }
@@ -82,7 +87,8 @@ static inline void arena_print_plan(const Arena *a, int64_t other) {
     printf("\nmemory plan, MiB\n");
     for (int i = 0; i < a->num_groups; i++)
         if (a->groups[i].bytes) printf("  %-34s %12.1f\n", a->groups[i].name, (double)a->groups[i].bytes / 1048576);
-    if (a->reused) printf("  %-34s %12.1f  not in the total\n", "in others' place, at other times", (double)a->reused / 1048576);
+    if (a->reused)
+        printf("  %-34s %12.1f  not in the total\n", "in others' place, at other times", (double)a->reused / 1048576);
     if (other) printf("  %-34s %12.1f\n", "CUDA context and libraries", (double)other / 1048576);
     printf("  %-34s %12.1f\n", "total", (double)(a->used + other) / 1048576);
 }

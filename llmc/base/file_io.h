@@ -51,8 +51,10 @@ static inline Words error_words(void) {
     const int error = errno;
     snprintf(w.text, sizeof w.text, "%s", strerror(error));
     if (error == EFBIG && getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-        snprintf(w.text, sizeof w.text, "%s: this process may write files of %llu bytes at most; raise that limit with "
-                 "ulimit -f", strerror(error), (unsigned long long)limit.rlim_cur);
+        snprintf(w.text, sizeof w.text,
+                 "%s: this process may write files of %llu bytes at most; raise that limit with "
+                 "ulimit -f",
+                 strerror(error), (unsigned long long)limit.rlim_cur);
     if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
         snprintf(w.text, sizeof w.text, "%s: this process may hold %llu files open; raise that limit with ulimit -n",
                  strerror(error), (unsigned long long)limit.rlim_cur);
@@ -115,7 +117,9 @@ static inline bool output_file_open(OutputFile *file, const char *path, Failure 
 static inline bool output_file_write(OutputFile *file, const void *data, int64_t bytes, Failure *failure) {
     xxhash64_add(&file->hash, data, (size_t)bytes);
     for (int64_t done = 0; done < bytes;) {
-        ssize_t put = FILE_WORK("write", file->path, write(file->fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES)));
+        ssize_t put =
+            FILE_WORK("write", file->path,
+                      write(file->fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES)));
         if (put < 0 && errno == EINTR) continue;
         if (put < 0)
             return fail(failure, "cannot write %s after %lld bytes: %s", file->path,
@@ -128,14 +132,17 @@ static inline bool output_file_write(OutputFile *file, const void *data, int64_t
 // Brings the data to the disk and closes; the file is closed on failure, too.
 static inline bool output_file_close(OutputFile *file, Failure *failure) {
     bool ok = true;
-    if (FILE_WORK("fsync", file->path, fsync(file->fd))) ok = fail(failure, "cannot bring %s to disk: %s", file->path, strerror(errno));
-    if (FILE_WORK("close", file->path, close(file->fd)) && ok) ok = fail(failure, "cannot close %s: %s", file->path, strerror(errno));
+    if (FILE_WORK("fsync", file->path, fsync(file->fd)))
+        ok = fail(failure, "cannot bring %s to disk: %s", file->path, strerror(errno));
+    if (FILE_WORK("close", file->path, close(file->fd)) && ok)
+        ok = fail(failure, "cannot close %s: %s", file->path, strerror(errno));
     file->fd = -1;
     return ok;
 }
 
 // Writes a small file `name` in `folder` in one go and adds it to `list`.
-static inline bool file_write(const char *folder, const char *name, const void *data, int64_t bytes, FileList *list, Failure *failure) {
+static inline bool file_write(const char *folder, const char *name, const void *data, int64_t bytes, FileList *list,
+                              Failure *failure) {
     char path[PATH_CAPACITY];
     OutputFile file;
     format_checked(path, sizeof path, "%s/%s", folder, name);
@@ -150,22 +157,31 @@ static inline bool file_write(const char *folder, const char *name, const void *
 // Fills `bytes` bytes from `offset` of an open file. A file that ends before is an error.
 static inline bool file_read_at(int fd, const char *path, int64_t offset, void *out, int64_t bytes, Failure *failure) {
     for (int64_t done = 0; done < bytes;) {
-        ssize_t got = FILE_WORK("pread", path, pread(fd, (char *)out + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done)));
+        ssize_t got = FILE_WORK(
+            "pread", path,
+            pread(fd, (char *)out + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done)));
         if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return fail(failure, "cannot read %s at byte %lld: %s", path, (long long)(offset + done), strerror(errno));
-        if (got == 0) return fail(failure, "%s ends at byte %lld, before the %lld bytes wanted from byte %lld", path, (long long)(offset + done), (long long)bytes, (long long)offset);
+        if (got < 0)
+            return fail(failure, "cannot read %s at byte %lld: %s", path, (long long)(offset + done), strerror(errno));
+        if (got == 0)
+            return fail(failure, "%s ends at byte %lld, before the %lld bytes wanted from byte %lld", path,
+                        (long long)(offset + done), (long long)bytes, (long long)offset);
         done += got;
     }
     return true;
 }
 
 // Writes `bytes` bytes at `offset` of an open file.
-static inline bool file_write_at(int fd, const char *path, int64_t offset, const void *data, int64_t bytes, Failure *failure) {
+static inline bool file_write_at(int fd, const char *path, int64_t offset, const void *data, int64_t bytes,
+                                 Failure *failure) {
     for (int64_t done = 0; done < bytes;) {
-        ssize_t put = FILE_WORK("pwrite", path, pwrite(fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES), (off_t)(offset + done)));
+        ssize_t put = FILE_WORK("pwrite", path,
+                                pwrite(fd, (const char *)data + done, (size_t)min_i64(bytes - done, IO_CHUNK_BYTES),
+                                       (off_t)(offset + done)));
         if (put < 0 && errno == EINTR) continue;
-        if (put < 0) return fail(failure, "cannot write %s at byte %lld: %s", path, (long long)(offset + done),
-                                 error_words().text);
+        if (put < 0)
+            return fail(failure, "cannot write %s at byte %lld: %s", path, (long long)(offset + done),
+                        error_words().text);
         done += put;
     }
     return true;
@@ -203,8 +219,8 @@ static inline Words path_words(const char *path) {
     const ssize_t n = readlink(path, to, sizeof to - 1);
     to[max_i64(0, n)] = 0;
     const bool leads = stat(path, &target) == 0;
-    snprintf(w.text, sizeof w.text, "a link to %s%s%s", to, leads ? "" : ", which leads nowhere: ",
-             leads ? "" : strerror(errno));
+    snprintf(w.text, sizeof w.text, "a link to %s%s%s", to,
+             leads ? "" : ", which leads nowhere: ", leads ? "" : strerror(errno));
     return w;
 }
 
@@ -256,7 +272,8 @@ static inline bool folder_sync(const char *folder, Failure *failure) {
     int fd = FILE_WORK("open", folder, open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (fd < 0) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
     bool ok = true;
-    if (FILE_WORK("fsync", folder, fsync(fd))) ok = fail(failure, "cannot bring folder %s to disk: %s", folder, strerror(errno));
+    if (FILE_WORK("fsync", folder, fsync(fd)))
+        ok = fail(failure, "cannot bring folder %s to disk: %s", folder, strerror(errno));
     close(fd);
     return ok;
 }
@@ -268,15 +285,16 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
         format_checked(parent, sizeof parent, "%.*s", (int)(slash - folder), folder);
         if (mkdir(parent, 0777) == 0) continue;
         if (errno != EEXIST) return fail(failure, "cannot make folder %s: %s", parent, strerror(errno));
-        if (!folder_exists(parent)) return fail(failure, "cannot make folder %s: %s is %s", folder, parent,
-                                                path_words(parent).text);
+        if (!folder_exists(parent))
+            return fail(failure, "cannot make folder %s: %s is %s", folder, parent, path_words(parent).text);
     }
     if (FILE_WORK("mkdir", folder, mkdir(folder, 0777)) == 0) return true;
     int error = errno;
     if (error == EEXIST && may_exist && folder_exists(folder)) return true;
-    if (error == EEXIST) return fail(failure, "cannot make folder %s: it is there already and is %s", folder,
-                                     path_words(folder).text);
-    return fail(failure, "cannot make folder %s: %s%s", folder, strerror(error), error == ENOENT ? " (its parent folder must exist)" : "");
+    if (error == EEXIST)
+        return fail(failure, "cannot make folder %s: it is there already and is %s", folder, path_words(folder).text);
+    return fail(failure, "cannot make folder %s: %s%s", folder, strerror(error),
+                error == ENOENT ? " (its parent folder must exist)" : "");
 }
 
 // The first file in every folder that this program makes to fill, and the last to go: by it the program knows its own
@@ -287,7 +305,7 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
 static inline bool folder_mark(const char *folder, Failure *failure) {
     static const char text[] = "train_fp8 wrote this folder, and may replace or remove it.\n";
     return file_write(folder, FOLDER_MARKER, text, (int64_t)strlen(text), NULL, failure) &&
-        folder_sync(folder, failure);
+           folder_sync(folder, failure);
 }
 
 // A new folder that is marked.
@@ -319,7 +337,7 @@ static inline FolderKind folder_kind(const char *folder) {
     bool more = false;
     for (struct dirent *entry; !more && (entry = readdir(dir)) != NULL;)
         more = strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 &&
-            !(marked && strcmp(entry->d_name, FOLDER_MARKER) == 0);
+               !(marked && strcmp(entry->d_name, FOLDER_MARKER) == 0);
     closedir(dir);
     return !more ? FOLDER_EMPTY : marked ? FOLDER_MARKED : FOLDER_FOREIGN;
 }
@@ -346,20 +364,24 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
     bool ok = true;
     for (struct dirent *entry; ok && (entry = readdir(dir)) != NULL;) {
         if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
-            strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
-        if (FILE_WORK("unlinkat", folder, unlinkat(dirfd(dir), entry->d_name, 0))) ok = fail(failure, "cannot remove %s/%s: %s", folder, entry->d_name, strerror(errno));
+            strcmp(entry->d_name, FOLDER_MARKER) == 0)
+            continue;
+        if (FILE_WORK("unlinkat", folder, unlinkat(dirfd(dir), entry->d_name, 0)))
+            ok = fail(failure, "cannot remove %s/%s: %s", folder, entry->d_name, strerror(errno));
     }
     if (ok && unlinkat(dirfd(dir), FOLDER_MARKER, 0) && errno != ENOENT)
         ok = fail(failure, "cannot remove %s/" FOLDER_MARKER ": %s", folder, strerror(errno));
     closedir(dir);
-    if (ok && FILE_WORK("rmdir", folder, rmdir(folder))) ok = fail(failure, "cannot remove folder %s: %s", folder, strerror(errno));
+    if (ok && FILE_WORK("rmdir", folder, rmdir(folder)))
+        ok = fail(failure, "cannot remove folder %s: %s", folder, strerror(errno));
     return ok;
 }
 
 // Bytes that may still be written to the file system of a folder that is there.
 static inline bool folder_room(const char *folder, int64_t *bytes, Failure *failure) {
     struct statvfs v;
-    if (FILE_WORK("statvfs", folder, statvfs(folder, &v))) return fail(failure, "cannot find out how much room is in %s: %s", folder, strerror(errno));
+    if (FILE_WORK("statvfs", folder, statvfs(folder, &v)))
+        return fail(failure, "cannot find out how much room is in %s: %s", folder, strerror(errno));
     *bytes = (int64_t)v.f_bavail * (int64_t)v.f_frsize;
     return true;
 }
@@ -370,14 +392,15 @@ static inline bool folders_share_room(const char *a, const char *b) {
     return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev;
 }
 
-// Seconds for which a run waits for the run before it, whose process was killed and is not gone yet; tests make it short.
+// Seconds for which a run waits for the run before it, whose process was killed and is not gone yet; tests make it
+// short.
 #ifndef FOLDER_LOCK_SECONDS
 #define FOLDER_LOCK_SECONDS 10
 #endif
 
-// Holds a folder against other processes of this host to the end of this one: the kernel closes the descriptor, and so lets go, however a process ends.
-// Waits up to `seconds` for a process that is just ending. A folder that this process holds already is held once. File systems that do not lock folders
-// (NFS) let everyone in, with a warning.
+// Holds a folder against other processes of this host to the end of this one: the kernel closes the descriptor, and so
+// lets go, however a process ends. Waits up to `seconds` for a process that is just ending. A folder that this process
+// holds already is held once. File systems that do not lock folders (NFS) let everyone in, with a warning.
 static inline bool folder_lock(const char *folder, double seconds, Failure *failure) {
     static struct stat held[4];
     static int num_held;
@@ -414,12 +437,13 @@ static inline bool folder_exchange(const char *a, const char *b) {
     return FILE_WORK("renameat2", b, syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, exchange)) == 0;
 }
 
-// Gives `temporary` the name `final`. A folder that has this name is exchanged with it in one step, so that the name always means a whole
-// folder, and the old one is removed under the name `temporary`; what cannot be removed stays, with a warning. (File
-// systems that cannot exchange get renames.)
+// Gives `temporary` the name `final`. A folder that has this name is exchanged with it in one step, so that the name
+// always means a whole folder, and the old one is removed under the name `temporary`; what cannot be removed stays,
+// with a warning. (File systems that cannot exchange get renames.)
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
     if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
-    if (errno != EEXIST && errno != ENOTEMPTY) return fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
+    if (errno != EEXIST && errno != ENOTEMPTY)
+        return fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
     char old[PATH_CAPACITY];
     Failure left;
     if (!folder_exchange(temporary, final)) {
@@ -427,11 +451,13 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
         if (rename(final, old)) return fail(failure, "cannot rename %s to %s: %s", final, old, strerror(errno));
         if (rename(temporary, final)) {
             fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
-            if (rename(old, final)) fail(failure, "cannot rename %s to %s: %s; what %s was is in %s", temporary, final, strerror(errno), final, old);
+            if (rename(old, final))
+                fail(failure, "cannot rename %s to %s: %s; what %s was is in %s", temporary, final, strerror(errno),
+                     final, old);
             return false;
         }
-        if (rename(old, temporary)) warn("cannot rename %s to %s: %s; it can be removed", old, temporary,
-                                         strerror(errno));
+        if (rename(old, temporary))
+            warn("cannot rename %s to %s: %s; it can be removed", old, temporary, strerror(errno));
     }
     // The names come to disk before the old folder's files go: a power cut might else give its name back to what is
     // left.

@@ -26,16 +26,17 @@ typedef struct {
 } JsonNode;
 
 typedef struct {
-    char *source;      // file name for messages
-    JsonNode *nodes;   // nodes[0] is the root
+    char *source;     // file name for messages
+    JsonNode *nodes;  // nodes[0] is the root
     int64_t count, capacity;
-    char *pool;        // holds every key and text
+    char *pool;  // holds every key and text
 } Json;
 
 typedef struct {
     Json *json;
     const char *start, *at, *end;
-    char *pool;  // next free byte; what a token puts here is never longer than the token and the character that must follow it
+    char *pool;  // next free byte; what a token puts here is never longer than the token and the character that must
+                 // follow it
     Failure *failure;
 } JsonParser;
 
@@ -57,7 +58,8 @@ static inline bool json_syntax_error(JsonParser *p, const char *what) {
         column = *c == '\n' ? 1 : column + 1;
         line += *c == '\n';
     }
-    return fail(p->failure, "%s: line %lld, column %lld: %s%s", p->json->source, (long long)line, (long long)column, what, p->at == p->end ? " (end of text)" : "");
+    return fail(p->failure, "%s: line %lld, column %lld: %s%s", p->json->source, (long long)line, (long long)column,
+                what, p->at == p->end ? " (end of text)" : "");
 }
 
 static inline void json_skip_space(JsonParser *p) {
@@ -75,7 +77,10 @@ static inline bool json_hex4(JsonParser *p, uint32_t *code) {
     *code = 0;
     for (int i = 0; i < 4; i++, p->at++) {
         char c = p->at < p->end ? *p->at : 0;
-        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+        int digit = c >= '0' && c <= '9'   ? c - '0'
+                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                           : -1;
         if (digit < 0) return json_syntax_error(p, "\\u needs four hexadecimal digits");
         *code = *code * 16 + (uint32_t)digit;
     }
@@ -118,11 +123,14 @@ static inline bool json_parse_escape(JsonParser *p) {
         *p->pool++ = (char)(code & 0xff);
         return true;
     }
-    if (code >= 0xdc00 && code <= 0xdfff) return json_syntax_error(p, "second half of a surrogate pair without a first");
+    if (code >= 0xdc00 && code <= 0xdfff)
+        return json_syntax_error(p, "second half of a surrogate pair without a first");
     if (code >= 0xd800 && code <= 0xdbff) {
-        if (!json_take(p, '\\') || !json_take(p, 'u')) return json_syntax_error(p, "first half of a surrogate pair without a second");
+        if (!json_take(p, '\\') || !json_take(p, 'u'))
+            return json_syntax_error(p, "first half of a surrogate pair without a second");
         if (!json_hex4(p, &low)) return false;
-        if (low < 0xdc00 || low > 0xdfff) return json_syntax_error(p, "first half of a surrogate pair without a second");
+        if (low < 0xdc00 || low > 0xdfff)
+            return json_syntax_error(p, "first half of a surrogate pair without a second");
         code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
     }
     json_put_utf8(p, code);
@@ -167,7 +175,9 @@ static inline bool json_parse_number(JsonParser *p, const char **text) {
     return true;
 }
 
-static inline int json_compare_keys(const void *a, const void *b) { return strcmp(*(const char *const *)a, *(const char *const *)b); }
+static inline int json_compare_keys(const void *a, const void *b) {
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
 
 static inline bool json_check_keys(JsonParser *p, int64_t object) {
     const JsonNode *nodes = p->json->nodes;
@@ -258,7 +268,8 @@ static inline bool json_parse_value(JsonParser *p, int64_t parent, const char *k
     return ok;
 }
 
-// Parses `size` bytes; `source` names them in messages. On success the caller frees with json_free, on failure nothing is held.
+// Parses `size` bytes; `source` names them in messages. On success the caller frees with json_free, on failure nothing
+// is held.
 static inline bool json_parse(Json *json, const char *source, const char *text, size_t size, Failure *failure) {
     memset(json, 0, sizeof *json);
     json->source = xstrdup(source);
@@ -284,9 +295,13 @@ static inline bool json_parse_file(Json *json, const char *path, Failure *failur
 
 static inline const JsonNode *json_root(const Json *json) { return &json->nodes[0]; }
 
-static inline const JsonNode *json_first(const Json *json, const JsonNode *node) { return node->first < 0 ? NULL : &json->nodes[node->first]; }
+static inline const JsonNode *json_first(const Json *json, const JsonNode *node) {
+    return node->first < 0 ? NULL : &json->nodes[node->first];
+}
 
-static inline const JsonNode *json_next(const Json *json, const JsonNode *node) { return node->next < 0 ? NULL : &json->nodes[node->next]; }
+static inline const JsonNode *json_next(const Json *json, const JsonNode *node) {
+    return node->next < 0 ? NULL : &json->nodes[node->next];
+}
 
 // The member `key` of an object; NULL if there is none or `object` is something else.
 static inline const JsonNode *json_member(const Json *json, const JsonNode *object, const char *key) {
@@ -318,13 +333,16 @@ static inline bool json_expected(const Json *json, const JsonNode *node, const c
     char path[256];
     json_path(json, node, path, sizeof path);
     if (node->type == JSON_NULL || node->type == JSON_ARRAY || node->type == JSON_OBJECT)
-        return fail(failure, "%s: %s%sexpected %s, found %s", json->source, path, *path ? ": " : "", what, json_type_name(node->type));
+        return fail(failure, "%s: %s%sexpected %s, found %s", json->source, path, *path ? ": " : "", what,
+                    json_type_name(node->type));
     const char *quote = node->type == JSON_STRING ? "\"" : "";
-    return fail(failure, "%s: %s%sexpected %s, found %s%.80s%s", json->source, path, *path ? ": " : "", what, quote, node->text, quote);
+    return fail(failure, "%s: %s%sexpected %s, found %s%.80s%s", json->source, path, *path ? ": " : "", what, quote,
+                node->text, quote);
 }
 
 // The member `key`, which must be there and of that type; NULL with the reason otherwise.
-static inline const JsonNode *json_require(const Json *json, const JsonNode *object, const char *key, JsonType type, Failure *failure) {
+static inline const JsonNode *json_require(const Json *json, const JsonNode *object, const char *key, JsonType type,
+                                           Failure *failure) {
     const JsonNode *node = json_member(json, object, key);
     if (!node) {
         char path[256];
@@ -346,7 +364,8 @@ static inline bool json_real(const Json *json, const JsonNode *node, double *out
 }
 
 // A whole number in low..high; 8192.0 and 1e6 are whole too.
-static inline bool json_int(const Json *json, const JsonNode *node, int64_t low, int64_t high, int64_t *out, Failure *failure) {
+static inline bool json_int(const Json *json, const JsonNode *node, int64_t low, int64_t high, int64_t *out,
+                            Failure *failure) {
     char what[96];
     snprintf(what, sizeof what, "a whole number in %lld..%lld", (long long)low, (long long)high);
     if (node->type != JSON_NUMBER) return json_expected(json, node, what, failure);
@@ -359,7 +378,8 @@ static inline bool json_int(const Json *json, const JsonNode *node, int64_t low,
     }
     double real = strtod(node->text, NULL);
     const double exact = 9007199254740992.0;  // 2^53: up to here a double holds every whole number
-    if (!(fabs(real) <= exact) || real != floor(real) || real < (double)low || real > (double)high) return json_expected(json, node, what, failure);
+    if (!(fabs(real) <= exact) || real != floor(real) || real < (double)low || real > (double)high)
+        return json_expected(json, node, what, failure);
     *out = (int64_t)real;
     return true;
 }
@@ -404,7 +424,12 @@ static inline int json_utf8_length(const char *s) {
     const unsigned char *c = (const unsigned char *)s;
     if (c[0] < 0x80) return 1;
     const int length = c[0] >= 0xf0 ? 4 : c[0] >= 0xe0 ? 3 : 2;
-    const unsigned char low = c[0] == 0xe0 ? 0xa0 : c[0] == 0xf0 ? 0x90 : 0x80, high = c[0] == 0xed ? 0x9f : c[0] == 0xf4 ? 0x8f : 0xbf;
+    const unsigned char low = c[0] == 0xe0   ? 0xa0
+                              : c[0] == 0xf0 ? 0x90
+                                             : 0x80,
+                        high = c[0] == 0xed   ? 0x9f
+                               : c[0] == 0xf4 ? 0x8f
+                                              : 0xbf;
     if (c[0] < 0xc2 || c[0] > 0xf4 || c[1] < low || c[1] > high) return 0;
     for (int i = 2; i < length; i++)
         if ((c[i] & 0xc0) != 0x80) return 0;
@@ -425,8 +450,8 @@ static inline void json_text_add_string(JsonText *out, const char *s) {
     json_text_add(out, "\"");
 }
 
-// Appends a finite number with the fewest digits that read back as the same double, and with a point or an exponent, so that
-// readers that tell integers from reals take it for a real.
+// Appends a finite number with the fewest digits that read back as the same double, and with a point or an exponent, so
+// that readers that tell integers from reals take it for a real.
 static inline void json_text_add_real(JsonText *out, double value) {
     if (!isfinite(value)) die("JSON cannot hold the number %f", value);
     char text[64];

@@ -24,7 +24,8 @@
 #define HOST_DEVICE
 #endif
 
-// Before a loop of independent passes on the host: its threads share them, in equal parts or as they get done. After PARALLEL_MAX `amax` is the largest of all threads'.
+// Before a loop of independent passes on the host: its threads share them, in equal parts or as they get done. After
+// PARALLEL_MAX `amax` is the largest of all threads'.
 #ifdef _OPENMP
 #define PARALLEL_FOR _Pragma("omp parallel for")
 #define PARALLEL_FOR_UNEVEN _Pragma("omp parallel for schedule(dynamic)")
@@ -38,13 +39,13 @@
 // The status with which a trainer ends, on one rank and on several: programs that start it go by this and never by its
 // words. X(name, number, meaning); --help ends with this list. Number 5 is free. A process that a signal kills, as a
 // second Ctrl-C does, ends as the shell has it: 128 + the signal's number.
-#define EXIT_CODES(X)                                                                                              \
-    X(EXIT_DONE, 0, "done; or stopped by a signal between two steps, and saved if there is a --checkpoint-dir")    \
-    X(EXIT_OTHER, 1, "another failure, such as a file that is missing or damaged, or a disk that is full")        \
-    X(EXIT_USAGE, 2, "wrong command line: options, MODEL, number of ranks")                                       \
-    X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")                \
-    X(EXIT_UNSUPPORTED, 4, "this GPU, trainer or recipe cannot do this model or option")                          \
-    X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                        \
+#define EXIT_CODES(X)                                                                                           \
+    X(EXIT_DONE, 0, "done; or stopped by a signal between two steps, and saved if there is a --checkpoint-dir") \
+    X(EXIT_OTHER, 1, "another failure, such as a file that is missing or damaged, or a disk that is full")      \
+    X(EXIT_USAGE, 2, "wrong command line: options, MODEL, number of ranks")                                     \
+    X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")              \
+    X(EXIT_UNSUPPORTED, 4, "this GPU, trainer or recipe cannot do this model or option")                        \
+    X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                      \
     X(EXIT_NONFINITE, 7, "the gradient norm was not finite, or a value to be saved")
 
 #define EXIT_CODE_ID(id, number, meaning) id = number,
@@ -94,7 +95,8 @@ __attribute__((noreturn)) UTILS_PRINTF(2, 0) static inline void die_list(int cod
     text_printable(given, text, sizeof text);
     flush_stdout();
     if (hook->before) hook->before();
-    fprintf(stderr, "error: %s%s\n", hook->prefix, text);  // at once, so that what other processes write does not come between
+    fprintf(stderr, "error: %s%s\n", hook->prefix,
+            text);  // at once, so that what other processes write does not come between
     if (hook->end) hook->end(code);
     exit(code);
 }
@@ -152,7 +154,8 @@ UTILS_PRINTF(3, 4) static inline void format_checked(char *out, size_t capacity,
     if (n < 0 || (size_t)n >= capacity) die("text of %d bytes does not fit in %zu: \"%s...\"", n, capacity, out);
 }
 
-// Reads a whole file into memory with a terminating zero byte (not counted in *size). NULL if it cannot be read; errno says why.
+// Reads a whole file into memory with a terminating zero byte (not counted in *size). NULL if it cannot be read; errno
+// says why.
 static inline char *read_file(const char *path, size_t *size) {
     FILE *f = FILE_WORK("fopen", path, fopen(path, "rb"));
     if (!f) return NULL;

@@ -14,8 +14,8 @@
 
 typedef struct {
     uint64_t lanes[4];
-    uint64_t length;             // bytes so far
-    unsigned char partial[32];   // length % 32 bytes that do not fill a stripe yet
+    uint64_t length;            // bytes so far
+    unsigned char partial[32];  // length % 32 bytes that do not fill a stripe yet
 } XxHash64;
 
 static inline uint64_t xxhash64_rotate(uint64_t x, int bits) { return (x << bits) | (x >> (64 - bits)); }
@@ -79,7 +79,8 @@ static inline uint64_t xxhash64_end(const XxHash64 *h) {
     }
     x += h->length;
     const unsigned char *p = h->partial, *end = p + h->length % 32;
-    for (; p + 8 <= end; p += 8) x = xxhash64_rotate(x ^ xxhash64_round(0, xxhash64_word(p)), 27) * XXH64_PRIME1 + XXH64_PRIME4;
+    for (; p + 8 <= end; p += 8)
+        x = xxhash64_rotate(x ^ xxhash64_round(0, xxhash64_word(p)), 27) * XXH64_PRIME1 + XXH64_PRIME4;
     if (p + 4 <= end) {
         uint32_t word;
         memcpy(&word, p, sizeof word);

@@ -8,8 +8,17 @@
 
 // Files beside the weights that an export takes over from the folder the run started from.
 static inline const char *const *export_copied_files(void) {
-    static const char *const names[] = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-                                        "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", NULL};
+    static const char *const names[] = {"generation_config.json",
+                                        "tokenizer.json",
+                                        "tokenizer_config.json",
+                                        "special_tokens_map.json",
+                                        "added_tokens.json",
+                                        "vocab.json",
+                                        "merges.txt",
+                                        "tokenizer.model",
+                                        "chat_template.jinja",
+                                        "chat_template.json",
+                                        NULL};
     return names;
 }
 
@@ -28,9 +37,9 @@ static inline bool export_owns(const char *name) {
     return export_is_weights(name);
 }
 
-// An export may make a new folder, fill an empty one, or replace an earlier export; it must not delete anything else. The names are those of every
-// model, and another program may have written weights into an export: an earlier export has weights that this program
-// wrote.
+// An export may make a new folder, fill an empty one, or replace an earlier export; it must not delete anything else.
+// The names are those of every model, and another program may have written weights into an export: an earlier export
+// has weights that this program wrote.
 static inline bool export_may_replace(const char *dir, Failure *failure) {
     if (!path_exists(dir)) return true;
     DIR *d = folder_open(dir);
@@ -39,12 +48,17 @@ static inline bool export_may_replace(const char *dir, Failure *failure) {
     for (struct dirent *entry; ok && (entry = readdir(d)) != NULL;) {
         char path[PATH_CAPACITY];
         if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
-            strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
+            strcmp(entry->d_name, FOLDER_MARKER) == 0)
+            continue;
         format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
         empty = false, weights = weights || export_is_weights(entry->d_name);
-        if (!export_owns(entry->d_name)) ok = fail(failure, "%s holds %.255s, which is not part of an export; give a new folder", dir, entry->d_name);
+        if (!export_owns(entry->d_name))
+            ok =
+                fail(failure, "%s holds %.255s, which is not part of an export; give a new folder", dir, entry->d_name);
         else if (export_is_weights(entry->d_name) && !safetensors_is_own(path))
-            ok = fail(failure, "%s holds %.255s, which is no earlier export: this program did not write it; give a new folder", dir, entry->d_name);
+            ok = fail(failure,
+                      "%s holds %.255s, which is no earlier export: this program did not write it; give a new folder",
+                      dir, entry->d_name);
     }
     closedir(d);
     if (ok && !empty && !weights)
@@ -53,7 +67,8 @@ static inline bool export_may_replace(const char *dir, Failure *failure) {
     return ok;
 }
 
-// Of the folder `dir`, without links: its path, the name "DIR.tmp" that an export is written under until it is whole, and the folder that holds both.
+// Of the folder `dir`, without links: its path, the name "DIR.tmp" that an export is written under until it is whole,
+// and the folder that holds both.
 static inline void export_names(const char *dir, char *path, char *temporary, char *parent, size_t capacity) {
     path_resolve(dir, path, capacity);
     format_checked(temporary, capacity, "%s" FOLDER_TEMPORARY, path);
@@ -89,9 +104,10 @@ static inline bool export_restore(const char *path, const char *aside, Failure *
     return true;
 }
 
-// Does with an empty folder what folder_replace will do with the export, and undoes it. A mount point or another's folder can then not surprise at the end.
-// The empty folder is not "DIR.tmp", which the next run removes: it bears the earlier export's name for a moment, and so the earlier export bears its.
-// export_restore mends what a kill or a failure in between leaves, here or when the next run starts.
+// Does with an empty folder what folder_replace will do with the export, and undoes it. A mount point or another's
+// folder can then not surprise at the end. The empty folder is not "DIR.tmp", which the next run removes: it bears the
+// earlier export's name for a moment, and so the earlier export bears its. export_restore mends what a kill or a
+// failure in between leaves, here or when the next run starts.
 static inline bool export_try(const char *path, const char *probe, Failure *failure) {
     const bool existed = path_exists(path);
     char mark[PATH_CAPACITY];
@@ -116,7 +132,8 @@ static inline bool export_try(const char *path, const char *probe, Failure *fail
     return false;
 }
 
-// Before any work: dies if `dir` could not become an export at the end of the run, which starts from `model_folder` (NULL: a preset).
+// Before any work: dies if `dir` could not become an export at the end of the run, which starts from `model_folder`
+// (NULL: a preset).
 static inline void model_export_prepare(const char *dir, const char *model_folder) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], aside[PATH_CAPACITY], parent[PATH_CAPACITY],
         other[PATH_CAPACITY];
@@ -124,7 +141,8 @@ static inline void model_export_prepare(const char *dir, const char *model_folde
     export_names(dir, path, temporary, parent, sizeof path);
     format_checked(aside, sizeof aside, "%s" FOLDER_ASIDE, path);
     path_resolve(".", other, sizeof other);
-    if (path_within(other, path)) die("--export-hf %s is replaced as a whole, but this program runs in it; give a new folder", dir);
+    if (path_within(other, path))
+        die("--export-hf %s is replaced as a whole, but this program runs in it; give a new folder", dir);
     if (model_folder) path_resolve(model_folder, other, sizeof other);
     if (model_folder && (strcmp(other, path) == 0 || strcmp(other, temporary) == 0 || strcmp(other, aside) == 0))
         die("--export-hf %s would replace %s, the model that the run starts from; give a new folder", dir, other);
@@ -134,8 +152,8 @@ static inline void model_export_prepare(const char *dir, const char *model_folde
         die("--export-hf %s: %s", dir, failure.text);
 }
 
-static inline bool export_write(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, const char *source_folder,
-                                Failure *failure) {
+static inline bool export_write(const char *folder, const ModelConfig *m, const ParameterTable *t,
+                                const TrainerState *s, const char *source_folder, Failure *failure) {
     const bool leader = checkpoint_is_leader(s->comm);
     FileList files = {NULL, 0};
     bool ok = checkpoint_agree(s->comm, !leader || folder_begin(folder, failure), failure) &&
@@ -160,21 +178,25 @@ static inline bool export_place(const char *temporary, const char *path, const c
     const bool unmarked = ok && folder_kind(path) == FOLDER_FOREIGN;  // an export of a version that set no mark
     if (unmarked) ok = folder_mark(path, &cause);
     if (ok && folder_replace(temporary, path, &cause)) return folder_sync(parent, failure);
-    return fail(failure, "%.900s; the weights are whole in %.500s: move it away before another run exports here", cause.text, temporary);
+    return fail(failure, "%.900s; the weights are whole in %.500s: move it away before another run exports here",
+                cause.text, temporary);
 }
 
-// Writes config.json and the weights (in the storage type) to `dir` for transformers, with the tokenizer files of `source_folder` (NULL: none).
-// The folder appears whole or not at all. On failure returns false, on all ranks, and leaves an earlier export whole.
-static inline bool model_export_hf(const char *dir, const ModelConfig *m, const ParameterTable *t, const TrainerState *s, const char *source_folder,
-                                   Failure *failure) {
+// Writes config.json and the weights (in the storage type) to `dir` for transformers, with the tokenizer files of
+// `source_folder` (NULL: none). The folder appears whole or not at all. On failure returns false, on all ranks, and
+// leaves an earlier export whole.
+static inline bool model_export_hf(const char *dir, const ModelConfig *m, const ParameterTable *t,
+                                   const TrainerState *s, const char *source_folder, Failure *failure) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
     Failure cause, ignored;
     const bool leader = checkpoint_is_leader(s->comm);
     export_names(dir, path, temporary, parent, sizeof path);
     const bool clear = checkpoint_agree(s->comm, !leader || export_clear(temporary, &cause), &cause);
-    const bool written = checkpoint_agree(s->comm, clear && export_write(temporary, m, t, s, source_folder, &cause), &cause);
+    const bool written =
+        checkpoint_agree(s->comm, clear && export_write(temporary, m, t, s, source_folder, &cause), &cause);
     if (clear && !written && leader && path_exists(temporary)) folder_remove(temporary, &ignored);
-    if (written && checkpoint_agree(s->comm, !leader || export_place(temporary, path, parent, &cause), &cause)) return true;
+    if (written && checkpoint_agree(s->comm, !leader || export_place(temporary, path, parent, &cause), &cause))
+        return true;
     fail(failure, "export to %.300s failed: %.1600s", path, cause.text);
     failure->lasting = cause.lasting || written;
     return false;

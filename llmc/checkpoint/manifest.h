@@ -45,7 +45,8 @@ typedef struct {
 // The last lines of a manifest: the hash of all bytes before them.
 #define CHECKPOINT_SEAL_FORMAT ",\n  \"xxh64\": \"%016llx\"\n}\n"
 #define CHECKPOINT_SEAL_BYTES 34
-static_assert(sizeof CHECKPOINT_SEAL_FORMAT - sizeof "%016llx" + 16 == CHECKPOINT_SEAL_BYTES, "%016llx prints 16 digits");
+static_assert(sizeof CHECKPOINT_SEAL_FORMAT - sizeof "%016llx" + 16 == CHECKPOINT_SEAL_BYTES,
+              "%016llx prints 16 digits");
 
 // Appends the list of files and the hash of all this, and writes FOLDER/NAME. Frees *out.
 static inline bool checkpoint_write_sealed(const char *folder, const char *name, JsonText *out, const FileList *files,
@@ -53,8 +54,8 @@ static inline bool checkpoint_write_sealed(const char *folder, const char *name,
     json_text_add(out, ",\n  \"files\": [");
     for (int64_t i = 0; i < files->count; i++) {
         const FileRecord *f = &files->records[i];
-        json_text_add(out, "%s\n    {\"name\": \"%s\", \"bytes\": %lld, \"xxh64\": \"%016llx\"}", i ? "," : "",
-                      f->name, (long long)f->bytes, (unsigned long long)f->hash);
+        json_text_add(out, "%s\n    {\"name\": \"%s\", \"bytes\": %lld, \"xxh64\": \"%016llx\"}", i ? "," : "", f->name,
+                      (long long)f->bytes, (unsigned long long)f->hash);
     }
     json_text_add(out, "\n  ]");
     json_text_add(out, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(out->data, out->size));
@@ -63,13 +64,16 @@ static inline bool checkpoint_write_sealed(const char *folder, const char *name,
     return ok;
 }
 
-static inline bool checkpoint_write_trainer(const char *folder, const TrainerProgress *progress, const CheckpointRun *run,
-                                            const FileList *files, Failure *failure) {
+static inline bool checkpoint_write_trainer(const char *folder, const TrainerProgress *progress,
+                                            const CheckpointRun *run, const FileList *files, Failure *failure) {
     JsonText out = {NULL, 0, 0};
-    json_text_add(&out, "{\n  \"format_version\": %d,\n  \"step\": %lld,\n  \"samples\": %lld,\n  \"model\": ", CHECKPOINT_FORMAT_VERSION, (long long)progress->step, (long long)progress->samples);
+    json_text_add(&out, "{\n  \"format_version\": %d,\n  \"step\": %lld,\n  \"samples\": %lld,\n  \"model\": ",
+                  CHECKPOINT_FORMAT_VERSION, (long long)progress->step, (long long)progress->samples);
     json_text_add_string(&out, run->model->name);
-    json_text_add(&out, ",\n  \"training_data\": {\"tokens\": %lld, \"shards\": %lld, \"fingerprint\": \"" FINGERPRINT_FORMAT "\"}", (long long)run->data.tokens,
-                  (long long)run->data.shards, (unsigned long long)run->data.fingerprint);
+    json_text_add(&out,
+                  ",\n  \"training_data\": {\"tokens\": %lld, \"shards\": %lld, \"fingerprint\": \"" FINGERPRINT_FORMAT
+                  "\"}",
+                  (long long)run->data.tokens, (long long)run->data.shards, (unsigned long long)run->data.fingerprint);
     json_text_add(&out, ",\n  \"settings\": {");
     const char *separator = "\n    ";
     for (const OptionRow *row = option_rows(); row->name; row++) {
@@ -89,7 +93,8 @@ static inline bool checkpoint_check_seal(const char *path, const char *text, siz
     char seal[CHECKPOINT_SEAL_BYTES + 1];
     const size_t sealed = size - CHECKPOINT_SEAL_BYTES;
     format_checked(seal, sizeof seal, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(text, sealed));
-    if (memcmp(text + sealed, seal, CHECKPOINT_SEAL_BYTES) != 0) return fail(failure, "%s is damaged: it does not have the hash it ends with", path);
+    if (memcmp(text + sealed, seal, CHECKPOINT_SEAL_BYTES) != 0)
+        return fail(failure, "%s is damaged: it does not have the hash it ends with", path);
     return true;
 }
 
@@ -111,7 +116,8 @@ static inline bool checkpoint_open_sealed(const char *folder, const char *name, 
     const JsonNode *node = json_require(json, json_root(json), "format_version", JSON_NUMBER, failure);
     ok = node && json_int(json, node, 1, INT32_MAX, &version, failure);
     if (ok && version != CHECKPOINT_FORMAT_VERSION)
-        ok = fail(failure, "%s has format version %lld; this program reads version %d", path, (long long)version, CHECKPOINT_FORMAT_VERSION);
+        ok = fail(failure, "%s has format version %lld; this program reads version %d", path, (long long)version,
+                  CHECKPOINT_FORMAT_VERSION);
     if (!ok) json_free(json);
     return ok;
 }
@@ -132,12 +138,14 @@ static inline bool checkpoint_check_file(const char *checkpoint, const Json *jso
     char path[PATH_CAPACITY], found[32];
     format_checked(path, sizeof path, "%s/%s", checkpoint, name->text);
     if (!file_size(path, &have, failure)) return false;
-    if (have != want) return fail(failure, "%s has %lld bytes; it was written with %lld", path, (long long)have, (long long)want);
+    if (have != want)
+        return fail(failure, "%s has %lld bytes; it was written with %lld", path, (long long)have, (long long)want);
     if (want > largest) return true;
     uint64_t value = 0;
     if (!file_hash(path, want, &value, failure)) return false;
     format_checked(found, sizeof found, "%016llx", (unsigned long long)value);
-    return strcmp(found, expected->text) == 0 || fail(failure, "%s is damaged: its XXH64 is %s; it was written with %s", path, found, expected->text);
+    return strcmp(found, expected->text) == 0 ||
+           fail(failure, "%s is damaged: its XXH64 is %s; it was written with %s", path, found, expected->text);
 }
 
 // The step of a folder name "step-00000123" followed by `suffix`; -1 if it is no such name.
@@ -157,7 +165,9 @@ static inline bool checkpoint_check_name(const char *checkpoint, const Json *jso
     int64_t step = 0;
     const JsonNode *node = json_require(json, json_root(json), "step", JSON_NUMBER, failure);
     if (!node || !json_int(json, node, 0, INT64_MAX, &step, failure)) return false;
-    return step == named || fail(failure, "%s was renamed: it was saved after step %lld; give it the name step-%08lld again", checkpoint, (long long)step, (long long)step);
+    return step == named ||
+           fail(failure, "%s was renamed: it was saved after step %lld; give it the name step-%08lld again", checkpoint,
+                (long long)step, (long long)step);
 }
 
 // True if a checkpoint is whole: it has its own name, and every file that trainer.json lists has its size and, if
@@ -165,7 +175,9 @@ static inline bool checkpoint_check_name(const char *checkpoint, const Json *jso
 static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failure *failure) {
     Json json;
     if (!checkpoint_open_trainer(checkpoint, &json, failure)) return false;
-    const JsonNode *files = checkpoint_check_name(checkpoint, &json, failure) ? json_require(&json, json_root(&json), "files", JSON_ARRAY, failure) : NULL;
+    const JsonNode *files = checkpoint_check_name(checkpoint, &json, failure)
+                                ? json_require(&json, json_root(&json), "files", JSON_ARRAY, failure)
+                                : NULL;
     bool ok = files != NULL;
     for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry; entry = json_next(&json, entry))
         ok = checkpoint_check_file(checkpoint, &json, entry, hash ? INT64_MAX : -1, failure);
@@ -189,8 +201,8 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
         for (const JsonNode *entry = ok ? json_first(&json, files) : NULL; ok && entry;
              entry = json_next(&json, entry)) {
             const JsonNode *name = json_member(&json, entry, "name");
-            const bool state = name && (fnmatch("optimizer*", name->text, 0) == 0 ||
-                                        fnmatch("fp8_state*", name->text, 0) == 0);
+            const bool state =
+                name && (fnmatch("optimizer*", name->text, 0) == 0 || fnmatch("fp8_state*", name->text, 0) == 0);
             if (!state) ok = checkpoint_check_file(folder, &json, entry, largest, failure);
         }
         json_free(&json);
@@ -201,15 +213,17 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
 
 // ---- what a resumed run must share with the checkpoint
 
-// The settings of the checkpoint that may not differ now but do, one a line "--name is A in the checkpoint, B now"; empty if none. A setting that the
-// checkpoint lacks did not exist when it was written: that run did what is the default today.
+// The settings of the checkpoint that may not differ now but do, one a line "--name is A in the checkpoint, B now";
+// empty if none. A setting that the checkpoint lacks did not exist when it was written: that run did what is the
+// default today.
 static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%s", "");
     const JsonNode *settings = json_member(json, json_root(json), "settings");
     const JsonNode *precision = settings ? json_member(json, settings, "precision") : NULL;
     Options initial = options_default();
-    initial.precision = o->precision;  // which some `auto` stand for; if the checkpoint's is another one, that is a line of its own, and those of FP8 say nothing
+    initial.precision = o->precision;  // which some `auto` stand for; if the checkpoint's is another one, that is a
+                                       // line of its own, and those of FP8 say nothing
     options_resolve(&initial);
     char precision_now[64];
     option_format(o, option_find("precision", strlen("precision")), precision_now, sizeof precision_now);
@@ -221,45 +235,58 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
         option_format(&initial, row, absent, sizeof absent);
         const JsonNode *node = settings ? json_member(json, settings, row->name) : NULL;
         const char *then = node ? node->text : absent;
-        if (strcmp(then, now) != 0) json_text_add(&out, "\n  --%s is %s in the checkpoint, %s now", row->name, *then ? then : "\"\"", *now ? now : "\"\"");
+        if (strcmp(then, now) != 0)
+            json_text_add(&out, "\n  --%s is %s in the checkpoint, %s now", row->name, *then ? then : "\"\"",
+                          *now ? now : "\"\"");
     }
     return out;
 }
 
-// Compares what --train-data holds in the same way: other data would be read from the old cursor on. Its path is free, so
-// that data can be moved. A checkpoint that does not name its data may have had any.
+// Compares what --train-data holds in the same way: other data would be read from the old cursor on. Its path is free,
+// so that data can be moved. A checkpoint that does not name its data may have had any.
 static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity *now, JsonText *out) {
     const JsonNode *data = json_member(json, json_root(json), "training_data");
-    const struct { const char *name; int64_t now; } rows[] = {{"tokens", now->tokens}, {"shards", now->shards}};
+    const struct {
+        const char *name;
+        int64_t now;
+    } rows[] = {{"tokens", now->tokens}, {"shards", now->shards}};
     bool same = true;
     for (size_t i = 0; data && i < sizeof rows / sizeof rows[0]; i++) {
         const JsonNode *node = json_member(json, data, rows[i].name);
         int64_t then = rows[i].now;
         Failure ignored;
         if (!node || !json_int(json, node, 0, INT64_MAX, &then, &ignored) || then == rows[i].now) continue;
-        json_text_add(out, "\n  --train-data has %lld %s in the checkpoint, %lld now", (long long)then, rows[i].name, (long long)rows[i].now);
+        json_text_add(out, "\n  --train-data has %lld %s in the checkpoint, %lld now", (long long)then, rows[i].name,
+                      (long long)rows[i].now);
         same = false;
     }
     char fingerprint[32];
     const JsonNode *node = data ? json_member(json, data, "fingerprint") : NULL;
     format_checked(fingerprint, sizeof fingerprint, FINGERPRINT_FORMAT, (unsigned long long)now->fingerprint);
     if (same && node && strcmp(node->text, fingerprint) != 0)
-        json_text_add(out, "\n  --train-data has as many tokens as in the checkpoint, but other ones, or its shards in another order");
+        json_text_add(
+            out,
+            "\n  --train-data has as many tokens as in the checkpoint, but other ones, or its shards in another order");
 }
 
-// The setting --name of the run that wrote the checkpoint, as text; "" if it has none. Dies if trainer.json cannot be read.
+// The setting --name of the run that wrote the checkpoint, as text; "" if it has none. Dies if trainer.json cannot be
+// read.
 static inline void checkpoint_read_setting(const char *checkpoint, const char *name, char *out, size_t capacity) {
     Json json;
     Failure failure;
     if (!checkpoint_open_trainer(checkpoint, &json, &failure)) die("%s", failure.text);
-    const JsonNode *settings = json_member(&json, json_root(&json), "settings"), *node = settings ? json_member(&json, settings, name) : NULL;
+    const JsonNode *settings = json_member(&json, json_root(&json), "settings"),
+                   *node = settings ? json_member(&json, settings, name) : NULL;
     format_checked(out, capacity, "%s", node ? node->text : "");
     json_free(&json);
 }
 
 // Appends "\n  NAME is A in the checkpoint, B now" for each number of the model that differs.
 static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const ModelConfig *now) {
-    const struct { const char *name; double then, now; } rows[] = {
+    const struct {
+        const char *name;
+        double then, now;
+    } rows[] = {
         {"family (0 Llama, 1 Qwen2, 2 Qwen3)", (double)then->family, (double)now->family},
         {"vocab_size", (double)then->vocab_size, (double)now->vocab_size},
         {"hidden_size", (double)then->hidden_size, (double)now->hidden_size},
@@ -274,16 +301,19 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
         {"rope_scaling.factor", then->rope_scaling.factor, now->rope_scaling.factor},
         {"rope_scaling.low_freq_factor", then->rope_scaling.low_freq_factor, now->rope_scaling.low_freq_factor},
         {"rope_scaling.high_freq_factor", then->rope_scaling.high_freq_factor, now->rope_scaling.high_freq_factor},
-        {"rope_scaling.original_max_position_embeddings", (double)then->rope_scaling.original_max_position_embeddings, (double)now->rope_scaling.original_max_position_embeddings}};
+        {"rope_scaling.original_max_position_embeddings", (double)then->rope_scaling.original_max_position_embeddings,
+         (double)now->rope_scaling.original_max_position_embeddings}};
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%s", "");
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
-        if (rows[i].then != rows[i].now) json_text_add(&out, "\n  %s is %.17g in the checkpoint, %.17g now", rows[i].name, rows[i].then, rows[i].now);
+        if (rows[i].then != rows[i].now)
+            json_text_add(&out, "\n  %s is %.17g in the checkpoint, %.17g now", rows[i].name, rows[i].then,
+                          rows[i].now);
     return out;
 }
 
-// Reads how far the checkpoint's run had come, and dies unless the model and every MUST_MATCH setting are those of now. Needs no trainer
-// state, so it can run before anything is allocated.
+// Reads how far the checkpoint's run had come, and dies unless the model and every MUST_MATCH setting are those of now.
+// Needs no trainer state, so it can run before anything is allocated.
 static inline TrainerProgress checkpoint_check(const char *checkpoint, const CheckpointRun *run) {
     Failure failure;
     Json json;
@@ -291,16 +321,20 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
     if (!checkpoint_open_trainer(checkpoint, &json, &failure)) die("%s", failure.text);
     const JsonNode *step = json_require(&json, json_root(&json), "step", JSON_NUMBER, &failure);
     const JsonNode *samples = step ? json_require(&json, json_root(&json), "samples", JSON_NUMBER, &failure) : NULL;
-    if (!samples || !json_int(&json, step, 0, INT64_MAX, &progress.step, &failure) || !json_int(&json, samples, 0, INT64_MAX, &progress.samples, &failure))
+    if (!samples || !json_int(&json, step, 0, INT64_MAX, &progress.step, &failure) ||
+        !json_int(&json, samples, 0, INT64_MAX, &progress.samples, &failure))
         die("%s", failure.text);
     ModelConfig then;
     hf_config_read(&then, checkpoint);
-    JsonText model = checkpoint_model_mismatch(&then, run->model), settings = checkpoint_settings_mismatch(&json, run->options);
+    JsonText model = checkpoint_model_mismatch(&then, run->model),
+             settings = checkpoint_settings_mismatch(&json, run->options);
     checkpoint_data_mismatch(&json, &run->data, &settings);
     json_free(&json);
     if (model.size) die("cannot resume from %s, a checkpoint of another model:%s", checkpoint, model.data);
-    if (settings.size) die("cannot resume from %s with other settings:%s\ngive the checkpoint's values, or start from its weights alone in another --checkpoint-dir, with MODEL %s", checkpoint, settings.data,
-                           checkpoint);
+    if (settings.size)
+        die("cannot resume from %s with other settings:%s\ngive the checkpoint's values, or start from its weights "
+            "alone in another --checkpoint-dir, with MODEL %s",
+            checkpoint, settings.data, checkpoint);
     json_text_free(&model);
     json_text_free(&settings);
     return progress;

@@ -2,8 +2,9 @@
 // A set of tensors is one file STEM.safetensors, or several with STEM.safetensors.index.json, as transformers writes
 // them.
 //
-// Reading trusts nothing: header, names, types, shapes, offsets and file sizes are checked when the set is opened, so that every later read is in range.
-// Writing streams: the header is computed from the specifications, then each tensor is fetched and written in chunks.
+// Reading trusts nothing: header, names, types, shapes, offsets and file sizes are checked when the set is opened, so
+// that every later read is in range. Writing streams: the header is computed from the specifications, then each tensor
+// is fetched and written in chunks.
 #ifndef LLMC_SAFETENSORS_H
 #define LLMC_SAFETENSORS_H
 
@@ -16,27 +17,31 @@
 #define SAFETENSORS_WRITER "train_fp8"                 // "written_by" in the metadata of this program's files
 
 //    type     name       bytes per element
+// clang-format off
 #define SAFETENSORS_TYPES(X) \
     X(ST_BOOL, "BOOL", 1) X(ST_U8, "U8", 1) X(ST_I8, "I8", 1) X(ST_F8_E5M2, "F8_E5M2", 1) X(ST_F8_E4M3, "F8_E4M3", 1) X(ST_F8_E8M0, "F8_E8M0", 1) \
     X(ST_I16, "I16", 2) X(ST_U16, "U16", 2) X(ST_F16, "F16", 2) X(ST_BF16, "BF16", 2) X(ST_I32, "I32", 4) X(ST_U32, "U32", 4) \
     X(ST_F32, "F32", 4) X(ST_F64, "F64", 8) X(ST_I64, "I64", 8) X(ST_U64, "U64", 8) X(ST_C64, "C64", 8)
+// clang-format on
 
 typedef enum {
 #define X(type, name, bytes) type,
     SAFETENSORS_TYPES(X)
 #undef X
-    ST_NUM_TYPES
+        ST_NUM_TYPES
 } SafetensorsType;
 
 static inline const char *safetensors_type_name(SafetensorsType type) {
-#define X(value, name, bytes) if (type == value) return name;
+#define X(value, name, bytes) \
+    if (type == value) return name;
     SAFETENSORS_TYPES(X)
 #undef X
     return "?";
 }
 
 static inline int64_t safetensors_type_bytes(SafetensorsType type) {
-#define X(value, name, bytes) if (type == value) return bytes;
+#define X(value, name, bytes) \
+    if (type == value) return bytes;
     SAFETENSORS_TYPES(X)
 #undef X
     return 0;
@@ -44,7 +49,8 @@ static inline int64_t safetensors_type_bytes(SafetensorsType type) {
 
 // ST_NUM_TYPES when there is none of that name.
 static inline SafetensorsType safetensors_type_find(const char *name) {
-#define X(value, text, bytes) if (strcmp(name, text) == 0) return value;
+#define X(value, text, bytes) \
+    if (strcmp(name, text) == 0) return value;
     SAFETENSORS_TYPES(X)
 #undef X
     return ST_NUM_TYPES;
@@ -87,15 +93,19 @@ static inline void safetensors_close(Safetensors *st) {
 
 // ---- reading: the header
 
-// Type, shape and place of one tensor from its entry in the header. `data` is the file offset of the first tensor, `limit` the bytes after it.
-static inline bool safetensors_read_entry(const Json *json, const JsonNode *entry, int64_t data, int64_t limit, Safetensor *t, Failure *failure) {
+// Type, shape and place of one tensor from its entry in the header. `data` is the file offset of the first tensor,
+// `limit` the bytes after it.
+static inline bool safetensors_read_entry(const Json *json, const JsonNode *entry, int64_t data, int64_t limit,
+                                          Safetensor *t, Failure *failure) {
     const JsonNode *dtype = json_require(json, entry, "dtype", JSON_STRING, failure);
     const JsonNode *shape = dtype ? json_require(json, entry, "shape", JSON_ARRAY, failure) : NULL;
     const JsonNode *offsets = shape ? json_require(json, entry, "data_offsets", JSON_ARRAY, failure) : NULL;
     if (!offsets) return false;
     t->type = safetensors_type_find(dtype->text);
     if (t->type == ST_NUM_TYPES) return json_expected(json, dtype, "a known dtype (F32, BF16, F16, ...)", failure);
-    if (shape->count > SAFETENSORS_MAX_RANK) return fail(failure, "%s: tensor %.200s has %lld dimensions; at most %d are read", json->source, entry->key, (long long)shape->count, SAFETENSORS_MAX_RANK);
+    if (shape->count > SAFETENSORS_MAX_RANK)
+        return fail(failure, "%s: tensor %.200s has %lld dimensions; at most %d are read", json->source, entry->key,
+                    (long long)shape->count, SAFETENSORS_MAX_RANK);
     const int64_t element = safetensors_type_bytes(t->type);
     t->elements = 1;
     bool overflow = false;
@@ -110,12 +120,18 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
     if (overflow) return fail(failure, "%s: the shape of tensor %.200s overflows 64 bits", json->source, entry->key);
     if (offsets->count != 2) return json_expected(json, offsets, "[begin, end]", failure);
     const JsonNode *first = json_first(json, offsets);
-    if (!json_int(json, first, 0, INT64_MAX, &begin, failure) || !json_int(json, json_next(json, first), begin, INT64_MAX, &end, failure)) return false;
+    if (!json_int(json, first, 0, INT64_MAX, &begin, failure) ||
+        !json_int(json, json_next(json, first), begin, INT64_MAX, &end, failure))
+        return false;
     if (end > limit)
-        return fail(failure, "%s: truncated: tensor %.200s ends at byte %lld of the data, the file has %lld; copy or download it again", json->source, entry->key, (long long)end, (long long)limit);
+        return fail(
+            failure,
+            "%s: truncated: tensor %.200s ends at byte %lld of the data, the file has %lld; copy or download it again",
+            json->source, entry->key, (long long)end, (long long)limit);
     if (end - begin != bytes)
-        return fail(failure, "%s: tensor %.200s takes bytes %lld..%lld, which is %lld, but its shape and dtype need %lld", json->source, entry->key, (long long)begin, (long long)end,
-                    (long long)(end - begin), (long long)bytes);
+        return fail(
+            failure, "%s: tensor %.200s takes bytes %lld..%lld, which is %lld, but its shape and dtype need %lld",
+            json->source, entry->key, (long long)begin, (long long)end, (long long)(end - begin), (long long)bytes);
     t->offset = data + begin;
     return true;
 }
@@ -131,29 +147,38 @@ static inline int safetensors_compare_names(const void *a, const void *b) {
 }
 
 // The tensors of one file must follow each other without gap or overlap, to the end of the file.
-static inline bool safetensors_check_places(Safetensor *tensors, int64_t count, int64_t data, const SafetensorsFile *file, Failure *failure) {
+static inline bool safetensors_check_places(Safetensor *tensors, int64_t count, int64_t data,
+                                            const SafetensorsFile *file, Failure *failure) {
     qsort(tensors, (size_t)count, sizeof *tensors, safetensors_compare_places);
     int64_t end = data;
     for (int64_t i = 0; i < count; i++) {
         const Safetensor *t = &tensors[i];
         if (t->offset != end)
-            return fail(failure, "%s: tensor %.200s starts at byte %lld, %s the end of the one before it at %lld", file->path, t->name, (long long)t->offset, t->offset < end ? "before" : "past", (long long)end);
+            return fail(failure, "%s: tensor %.200s starts at byte %lld, %s the end of the one before it at %lld",
+                        file->path, t->name, (long long)t->offset, t->offset < end ? "before" : "past", (long long)end);
         end = t->offset + t->elements * safetensors_type_bytes(t->type);
     }
-    if (end != file->bytes) return fail(failure, "%s: the tensors end at byte %lld, the file at %lld", file->path, (long long)end, (long long)file->bytes);
+    if (end != file->bytes)
+        return fail(failure, "%s: the tensors end at byte %lld, the file at %lld", file->path, (long long)end,
+                    (long long)file->bytes);
     return true;
 }
 
 // Reads the header's JSON of an opened file; the data starts at byte *data.
 static inline bool safetensors_read_header(const SafetensorsFile *file, Json *json, int64_t *data, Failure *failure) {
     uint64_t length = 0;
-    if (file->bytes < 8) return fail(failure, "%s: %lld bytes are too few for a safetensors file", file->path, (long long)file->bytes);
+    if (file->bytes < 8)
+        return fail(failure, "%s: %lld bytes are too few for a safetensors file", file->path, (long long)file->bytes);
     if (!file_read_at(file->fd, file->path, 0, &length, 8, failure)) return false;
-    if (length > (uint64_t)SAFETENSORS_MAX_HEADER) return fail(failure, "%s: a header of %llu bytes; not a safetensors file", file->path, (unsigned long long)length);
+    if (length > (uint64_t)SAFETENSORS_MAX_HEADER)
+        return fail(failure, "%s: a header of %llu bytes; not a safetensors file", file->path,
+                    (unsigned long long)length);
     if ((int64_t)length > file->bytes - 8)
-        return fail(failure, "%s: the header has %llu bytes but the file only %lld; it was cut short", file->path, (unsigned long long)length, (long long)file->bytes);
+        return fail(failure, "%s: the header has %llu bytes but the file only %lld; it was cut short", file->path,
+                    (unsigned long long)length, (long long)file->bytes);
     char *text = (char *)xcalloc((size_t)length + 1, 1);
-    bool ok = file_read_at(file->fd, file->path, 8, text, (int64_t)length, failure) && json_parse(json, file->path, text, (size_t)length, failure);
+    bool ok = file_read_at(file->fd, file->path, 8, text, (int64_t)length, failure) &&
+              json_parse(json, file->path, text, (size_t)length, failure);
     free(text);
     *data = 8 + (int64_t)length;
     if (ok && json_root(json)->type != JSON_OBJECT) {
@@ -169,12 +194,15 @@ static inline bool safetensors_is_own(const char *path) {
     Failure ignored;
     Json json;
     int64_t data;
-    if (!file_size(path, &file.bytes, &ignored) || (file.fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC))) < 0) return false;
+    if (!file_size(path, &file.bytes, &ignored) ||
+        (file.fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC))) < 0)
+        return false;
     const bool read = safetensors_read_header(&file, &json, &data, &ignored);
     close(file.fd);
     if (!read) return false;
     const JsonNode *metadata = json_member(&json, json_root(&json), "__metadata__");
-    const JsonNode *writer = metadata && metadata->type == JSON_OBJECT ? json_member(&json, metadata, "written_by") : NULL;
+    const JsonNode *writer =
+        metadata && metadata->type == JSON_OBJECT ? json_member(&json, metadata, "written_by") : NULL;
     const bool own = writer && writer->type == JSON_STRING && strcmp(writer->text, SAFETENSORS_WRITER) == 0;
     json_free(&json);
     return own;
@@ -213,7 +241,8 @@ static inline bool safetensors_sort(Safetensors *st, Failure *failure) {
     if (st->count) qsort(st->tensors, (size_t)st->count, sizeof *st->tensors, safetensors_compare_names);
     for (int64_t i = 1; i < st->count; i++)
         if (strcmp(st->tensors[i - 1].name, st->tensors[i].name) == 0)
-            return fail(failure, "tensor %.200s is in both %s and %s", st->tensors[i].name, st->files[st->tensors[i - 1].file].path, st->files[st->tensors[i].file].path);
+            return fail(failure, "tensor %.200s is in both %s and %s", st->tensors[i].name,
+                        st->files[st->tensors[i - 1].file].path, st->files[st->tensors[i].file].path);
     return true;
 }
 
@@ -239,12 +268,15 @@ static inline const Safetensor *safetensors_find(const Safetensors *st, const ch
 
 // Opens the files that an index's weight_map names. A name must be that of a file in the same folder.
 static inline bool safetensors_add_indexed(Safetensors *st, const char *folder, const Json *index, Failure *failure) {
-    const JsonNode *map = json_root(index)->type == JSON_OBJECT ? json_require(index, json_root(index), "weight_map", JSON_OBJECT, failure) : NULL;
+    const JsonNode *map = json_root(index)->type == JSON_OBJECT
+                              ? json_require(index, json_root(index), "weight_map", JSON_OBJECT, failure)
+                              : NULL;
     if (json_root(index)->type != JSON_OBJECT) json_expected(index, json_root(index), "an object", failure);
     if (!map) return false;
     char path[PATH_CAPACITY];
     for (const JsonNode *entry = json_first(index, map); entry; entry = json_next(index, entry)) {
-        if (entry->type != JSON_STRING || !*entry->text || strchr(entry->text, '/') || entry->text[0] == '.' || strlen(entry->text) > 255)
+        if (entry->type != JSON_STRING || !*entry->text || strchr(entry->text, '/') || entry->text[0] == '.' ||
+            strlen(entry->text) > 255)
             return json_expected(index, entry, "the name of a file in the same folder", failure);
         format_checked(path, sizeof path, "%s/%s", folder, entry->text);
         bool open = false;
@@ -255,19 +287,22 @@ static inline bool safetensors_add_indexed(Safetensors *st, const char *folder, 
     for (const JsonNode *entry = json_first(index, map); entry; entry = json_next(index, entry)) {
         const Safetensor *t = safetensors_find(st, entry->key);
         format_checked(path, sizeof path, "%s/%s", folder, entry->text);
-        if (!t || strcmp(st->files[t->file].path, path) != 0) return fail(failure, "%s: tensor %.200s is not in %s", index->source, entry->key, entry->text);
+        if (!t || strcmp(st->files[t->file].path, path) != 0)
+            return fail(failure, "%s: tensor %.200s is not in %s", index->source, entry->key, entry->text);
     }
     return true;
 }
 
-// Opens FOLDER/STEM.safetensors or, without it, the files of FOLDER/STEM.safetensors.index.json. As safetensors_open otherwise.
+// Opens FOLDER/STEM.safetensors or, without it, the files of FOLDER/STEM.safetensors.index.json. As safetensors_open
+// otherwise.
 static inline bool safetensors_open_folder(Safetensors *st, const char *folder, const char *stem, Failure *failure) {
     char single[PATH_CAPACITY], index_path[PATH_CAPACITY];
     format_checked(single, sizeof single, "%s/%s.safetensors", folder, stem);
     format_checked(index_path, sizeof index_path, "%s/%s.safetensors.index.json", folder, stem);
     if (path_exists(single)) return safetensors_open(st, single, failure);
     memset(st, 0, sizeof *st);
-    if (!path_exists(index_path)) return fail(failure, "%s has neither %s.safetensors nor %s.safetensors.index.json", folder, stem, stem);
+    if (!path_exists(index_path))
+        return fail(failure, "%s has neither %s.safetensors nor %s.safetensors.index.json", folder, stem, stem);
     Json index;
     if (!json_parse_file(&index, index_path, failure)) return false;
     bool ok = safetensors_add_indexed(st, folder, &index, failure);
@@ -290,13 +325,16 @@ static inline void safetensors_shape_text(const int64_t *shape, int rank, char *
     snprintf(out + n, capacity - n, "]");
 }
 
-// The tensor of that name with shape [rows, cols], or [rows] for cols = 0. NULL with file, tensor, expected and found otherwise.
-static inline const Safetensor *safetensors_require(const Safetensors *st, const char *name, int64_t rows, int64_t cols, Failure *failure) {
+// The tensor of that name with shape [rows, cols], or [rows] for cols = 0. NULL with file, tensor, expected and found
+// otherwise.
+static inline const Safetensor *safetensors_require(const Safetensors *st, const char *name, int64_t rows, int64_t cols,
+                                                    Failure *failure) {
     const int64_t expected[2] = {rows, cols};
     const int rank = cols ? 2 : 1;
     const Safetensor *t = safetensors_find(st, name);
     if (!t) {
-        fail(failure, "%s%s has no tensor %s", st->num_files ? st->files[0].path : "(no file)", st->num_files > 1 ? " and the files beside it" : "", name);
+        fail(failure, "%s%s has no tensor %s", st->num_files ? st->files[0].path : "(no file)",
+             st->num_files > 1 ? " and the files beside it" : "", name);
         return NULL;
     }
     bool same = t->rank == rank;
@@ -321,22 +359,28 @@ static inline float safetensors_half_to_float(uint16_t half) {
 // Converts n elements of an F32, BF16 or F16 tensor to fp32 or (rounded to nearest even) bf16.
 static inline void safetensors_convert(SafetensorsType type, const void *in, int64_t n, bool to_fp32, void *out) {
     for (int64_t i = 0; i < n; i++) {
-        float x = type == ST_F32 ? ((const float *)in)[i] : type == ST_BF16 ? bf16_to_float(((const bf16_bits *)in)[i]) : safetensors_half_to_float(((const uint16_t *)in)[i]);
+        float x = type == ST_F32    ? ((const float *)in)[i]
+                  : type == ST_BF16 ? bf16_to_float(((const bf16_bits *)in)[i])
+                                    : safetensors_half_to_float(((const uint16_t *)in)[i]);
         if (to_fp32) ((float *)out)[i] = x;
         else ((bf16_bits *)out)[i] = bf16_from_float(x);
     }
 }
 
 // Reads elements offset .. offset + count of a tensor as fp32 or bf16. Fails for types other than F32, BF16 and F16.
-static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count, bool to_fp32, void *out, Failure *failure) {
+static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count,
+                                    bool to_fp32, void *out, Failure *failure) {
     const SafetensorsFile *file = &st->files[t->file];
     if (t->type != ST_F32 && t->type != ST_BF16 && t->type != ST_F16)
-        return fail(failure, "%s: tensor %s is %s; weights are read from F32, BF16 and F16", file->path, t->name, safetensors_type_name(t->type));
+        return fail(failure, "%s: tensor %s is %s; weights are read from F32, BF16 and F16", file->path, t->name,
+                    safetensors_type_name(t->type));
     if (offset < 0 || count < 0 || offset > t->elements - count)
-        return fail(failure, "%s: tensor %s has %lld elements; %lld from %lld are outside", file->path, t->name, (long long)t->elements, (long long)count, (long long)offset);
+        return fail(failure, "%s: tensor %s has %lld elements; %lld from %lld are outside", file->path, t->name,
+                    (long long)t->elements, (long long)count, (long long)offset);
     const int64_t element = safetensors_type_bytes(t->type), out_element = to_fp32 ? 4 : 2;
     const int64_t start = t->offset + offset * element;
-    if (t->type == (to_fp32 ? ST_F32 : ST_BF16)) return file_read_at(file->fd, file->path, start, out, count * element, failure);
+    if (t->type == (to_fp32 ? ST_F32 : ST_BF16))
+        return file_read_at(file->fd, file->path, start, out, count * element, failure);
     const int64_t chunk = max_i64(1, min_i64(count, IO_CHUNK_BYTES / 64));  // small enough for the cache
     void *raw = xcalloc((size_t)chunk, (size_t)element);
     bool ok = true;
@@ -362,14 +406,20 @@ typedef struct {
 typedef bool (*SafetensorsSource)(void *context, int64_t tensor, int64_t offset, int64_t count, void *out,
                                   Failure *failure);
 
-static inline int64_t safetensors_spec_elements(const SafetensorSpec *spec) { return spec->cols ? spec->rows * spec->cols : spec->rows; }
+static inline int64_t safetensors_spec_elements(const SafetensorSpec *spec) {
+    return spec->cols ? spec->rows * spec->cols : spec->rows;
+}
 
-static inline int64_t safetensors_spec_bytes(const SafetensorSpec *spec) { return safetensors_spec_elements(spec) * safetensors_type_bytes(spec->type); }
+static inline int64_t safetensors_spec_bytes(const SafetensorSpec *spec) {
+    return safetensors_spec_elements(spec) * safetensors_type_bytes(spec->type);
+}
 
-// The length word and the header of a file with these tensors, padded with spaces so that the data starts at a multiple of 8 bytes.
+// The length word and the header of a file with these tensors, padded with spaces so that the data starts at a multiple
+// of 8 bytes.
 static inline JsonText safetensors_header(const SafetensorSpec *specs, int64_t count) {
     JsonText out = {NULL, 0, 0};
-    json_text_add(&out, "%8s{\"__metadata__\":{\"format\":\"pt\",\"written_by\":\"%s\"}", "", SAFETENSORS_WRITER);  // transformers asks for this format
+    json_text_add(&out, "%8s{\"__metadata__\":{\"format\":\"pt\",\"written_by\":\"%s\"}", "",
+                  SAFETENSORS_WRITER);  // transformers asks for this format
     int64_t end = 0;
     for (int64_t i = 0; i < count; i++) {
         const SafetensorSpec *s = &specs[i];
@@ -389,9 +439,9 @@ static inline JsonText safetensors_header(const SafetensorSpec *specs, int64_t c
 }
 
 // Writes tensors first .. first + count of `specs` to one file.
-static inline bool safetensors_write_file(const char *folder, const char *name, const SafetensorSpec *specs, int64_t first, int64_t count,
-                                          SafetensorsSource source,
-                                          void *context, FileList *list, Failure *failure) {
+static inline bool safetensors_write_file(const char *folder, const char *name, const SafetensorSpec *specs,
+                                          int64_t first, int64_t count, SafetensorsSource source, void *context,
+                                          FileList *list, Failure *failure) {
     char path[PATH_CAPACITY];
     OutputFile file;
     Failure ignored;
@@ -404,7 +454,8 @@ static inline bool safetensors_write_file(const char *folder, const char *name, 
     for (int64_t i = first; i < first + count; i++) largest = max_i64(largest, safetensors_spec_bytes(&specs[i]));
     void *buffer = xcalloc((size_t)min_i64(largest, IO_CHUNK_BYTES), 1);
     for (int64_t i = first; ok && i < first + count; i++) {
-        const int64_t element = safetensors_type_bytes(specs[i].type), elements = safetensors_spec_elements(&specs[i]), chunk = IO_CHUNK_BYTES / element;
+        const int64_t element = safetensors_type_bytes(specs[i].type), elements = safetensors_spec_elements(&specs[i]),
+                      chunk = IO_CHUNK_BYTES / element;
         for (int64_t done = 0; ok && done < elements; done += chunk) {
             const int64_t n = min_i64(chunk, elements - done);
             ok = source(context, i, done, n, buffer, failure) && output_file_write(&file, buffer, n * element, failure);
@@ -416,7 +467,8 @@ static inline bool safetensors_write_file(const char *folder, const char *name, 
     return ok;
 }
 
-// The files of a set of tensors: STEM.safetensors, or when that would pass a limit STEM-00001-of-0000N.safetensors ... A tensor is never split.
+// The files of a set of tensors: STEM.safetensors, or when that would pass a limit STEM-00001-of-0000N.safetensors ...
+// A tensor is never split.
 typedef struct {
     const char *folder, *stem;
     const SafetensorSpec *specs;
@@ -426,7 +478,8 @@ typedef struct {
 } SafetensorsSet;
 
 // The caller frees with safetensors_set_free.
-static inline SafetensorsSet safetensors_set(const char *folder, const char *stem, const SafetensorSpec *specs, int64_t count, int64_t limit) {
+static inline SafetensorsSet safetensors_set(const char *folder, const char *stem, const SafetensorSpec *specs,
+                                             int64_t count, int64_t limit) {
     SafetensorsSet set = {folder, stem, specs, count, (int64_t *)xcalloc((size_t)count + 2, sizeof(int64_t)), 1};
     int64_t size = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -445,7 +498,9 @@ static inline void safetensors_set_free(SafetensorsSet *set) {
 
 static inline void safetensors_set_name(const SafetensorsSet *set, int64_t file, char *name, size_t capacity) {
     if (set->num_files == 1) format_checked(name, capacity, "%s.safetensors", set->stem);
-    else format_checked(name, capacity, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)file + 1, (long long)set->num_files);
+    else
+        format_checked(name, capacity, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)file + 1,
+                       (long long)set->num_files);
 }
 
 // STEM.safetensors.index.json of a set of several files, added to `list`.
@@ -472,14 +527,16 @@ static inline bool safetensors_write_index(const SafetensorsSet *set, FileList *
 }
 
 // Writes a set, and its index if it has one. The files are added to `list`.
-static inline bool safetensors_save(const char *folder, const char *stem, const SafetensorSpec *specs, int64_t count, int64_t limit, SafetensorsSource source,
-                                    void *context, FileList *list, Failure *failure) {
+static inline bool safetensors_save(const char *folder, const char *stem, const SafetensorSpec *specs, int64_t count,
+                                    int64_t limit, SafetensorsSource source, void *context, FileList *list,
+                                    Failure *failure) {
     SafetensorsSet set = safetensors_set(folder, stem, specs, count, limit);
     bool ok = true;
     for (int64_t f = 0; ok && f < set.num_files; f++) {
         char name[64];
         safetensors_set_name(&set, f, name, sizeof name);
-        ok = safetensors_write_file(folder, name, specs, set.starts[f], set.starts[f + 1] - set.starts[f], source, context, list, failure);
+        ok = safetensors_write_file(folder, name, specs, set.starts[f], set.starts[f + 1] - set.starts[f], source,
+                                    context, list, failure);
     }
     ok = ok && safetensors_write_index(&set, list, failure);
     safetensors_set_free(&set);
@@ -510,24 +567,27 @@ static inline bool safetensors_create_file(const SafetensorsSet *set, int64_t fi
 typedef void (*SafetensorsPart)(void *context, int64_t tensor, int64_t *first, int64_t *count);
 
 // Writes this process's part of one tensor, whose data begins at byte `begin` of the file.
-static inline bool safetensors_fill_tensor(const SafetensorsSet *set, int64_t tensor, int fd, const char *path, int64_t begin, SafetensorsPart part,
-                                           SafetensorsSource source, void *context, Failure *failure) {
+static inline bool safetensors_fill_tensor(const SafetensorsSet *set, int64_t tensor, int fd, const char *path,
+                                           int64_t begin, SafetensorsPart part, SafetensorsSource source, void *context,
+                                           Failure *failure) {
     int64_t first = 0, count = 0;
     part(context, tensor, &first, &count);
-    const int64_t element = safetensors_type_bytes(set->specs[tensor].type), chunk = max_i64(1, min_i64(count, IO_CHUNK_BYTES / element));
+    const int64_t element = safetensors_type_bytes(set->specs[tensor].type),
+                  chunk = max_i64(1, min_i64(count, IO_CHUNK_BYTES / element));
     void *buffer = xcalloc((size_t)chunk, (size_t)element);
     bool ok = true;
     for (int64_t done = 0; ok && done < count; done += chunk) {
         const int64_t n = min_i64(chunk, count - done);
         ok = source(context, tensor, first + done, n, buffer, failure) &&
-            file_write_at(fd, path, begin + (first + done) * element, buffer, n * element, failure);
+             file_write_at(fd, path, begin + (first + done) * element, buffer, n * element, failure);
     }
     free(buffer);
     return ok;
 }
 
 // Writes this process's parts of a file of the set and brings them to disk.
-static inline bool safetensors_fill_file(const SafetensorsSet *set, int64_t file, SafetensorsPart part, SafetensorsSource source, void *context, Failure *failure) {
+static inline bool safetensors_fill_file(const SafetensorsSet *set, int64_t file, SafetensorsPart part,
+                                         SafetensorsSource source, void *context, Failure *failure) {
     char name[64], path[PATH_CAPACITY];
     safetensors_set_name(set, file, name, sizeof name);
     format_checked(path, sizeof path, "%s/%s", set->folder, name);
@@ -541,7 +601,8 @@ static inline bool safetensors_fill_file(const SafetensorsSet *set, int64_t file
         ok = safetensors_fill_tensor(set, i, fd, path, begin, part, source, context, failure);
         begin += safetensors_spec_bytes(&set->specs[i]);
     }
-    if (ok && FILE_WORK("fsync", path, fsync(fd))) ok = fail(failure, "cannot bring %s to disk: %s", path, strerror(errno));
+    if (ok && FILE_WORK("fsync", path, fsync(fd)))
+        ok = fail(failure, "cannot bring %s to disk: %s", path, strerror(errno));
     if (FILE_WORK("close", path, close(fd)) && ok) ok = fail(failure, "cannot close %s: %s", path, strerror(errno));
     return ok;
 }

@@ -111,7 +111,8 @@ static inline bool checkpoint_remove(const char *dir, int64_t step, Failure *fai
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY];
     checkpoint_name(dir, step, "", path, sizeof path);
     checkpoint_temporary(dir, step, temporary, sizeof temporary);
-    if (FILE_WORK("rename", path, rename(path, temporary))) return fail(failure, "cannot rename %s to %s: %s", path, temporary, strerror(errno));
+    if (FILE_WORK("rename", path, rename(path, temporary)))
+        return fail(failure, "cannot rename %s to %s: %s", path, temporary, strerror(errno));
     return folder_remove(temporary, failure);
 }
 
@@ -126,14 +127,16 @@ static inline bool checkpoint_was_passed_over(const CheckpointSteps *passed_over
 static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSteps *passed_over) {
     warn("%s is older than the checkpoints that are kept, and stays: %s", path, folder_foreign_words(path).text);
     if (!passed_over) return;
-    passed_over->steps = (int64_t *)xrealloc(passed_over->steps,
-                                             (size_t)(passed_over->count + 1) * sizeof *passed_over->steps);
+    passed_over->steps =
+        (int64_t *)xrealloc(passed_over->steps, (size_t)(passed_over->count + 1) * sizeof *passed_over->steps);
     passed_over->steps[passed_over->count++] = step;
 }
 
-// After step `newest` was saved: keeps it and the keep - 1 whole ones before it, removes those older still. A folder that is not whole is
-// not counted. One that the run passed over when it was resumed, or of a later step, is left alone.
-static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, CheckpointSteps *passed_over, Failure *failure) {
+// After step `newest` was saved: keeps it and the keep - 1 whole ones before it, removes those older still. A folder
+// that is not whole is not counted. One that the run passed over when it was resumed, or of a later step, is left
+// alone.
+static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, CheckpointSteps *passed_over,
+                                    Failure *failure) {
     CheckpointSteps list;
     Failure ignored;
     for (int64_t i = 0; passed_over && i < passed_over->count; i++)
@@ -156,7 +159,8 @@ static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t kee
 // ---- saving
 
 static inline bool checkpoint_write(const char *folder, const TrainerProgress *progress, const CheckpointRun *run,
-                                    const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
+                                    const ParameterTable *t, const TrainerState *s, int64_t shard_bytes,
+                                    Failure *failure) {
     const StateKind moments[] = {STATE_EXP_AVG, STATE_EXP_AVG_SQ};
     const bool leader = checkpoint_is_leader(s->comm);
     FileList files = {NULL, 0};
@@ -164,7 +168,8 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
               checkpoint_write_model(folder, run->model, t, s, shard_bytes, &files, failure) &&
               checkpoint_write_tensors(folder, "optimizer", t, s, moments, 2, shard_bytes, &files, failure) &&
               checkpoint_write_delayed(folder, s, &files, failure);
-    ok = ok && (!leader || (checkpoint_write_trainer(folder, progress, run, &files, failure) && folder_sync(folder, failure)));
+    ok = ok && (!leader ||
+                (checkpoint_write_trainer(folder, progress, run, &files, failure) && folder_sync(folder, failure)));
     file_list_free(&files);
     return ok;  // of the last steps rank 0 alone knows
 }
@@ -172,22 +177,27 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
 // Saves CHECKPOINT_DIR/step-NNNNNNNN as the head of this file says, then removes all but the newest `keep`.
 // On failure, on all ranks alike, nothing new stays, the checkpoints before are untouched, and the failure says what
 // went wrong.
-static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress, const CheckpointRun *run,
-                                           const ParameterTable *t, const TrainerState *s, int64_t shard_bytes, Failure *failure) {
+static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress,
+                                           const CheckpointRun *run, const ParameterTable *t, const TrainerState *s,
+                                           int64_t shard_bytes, Failure *failure) {
     char temporary[PATH_CAPACITY] = "", path[PATH_CAPACITY];
     checkpoint_name(dir, progress->step, "", path, sizeof path);
     Failure cause, ignored;
     const bool leader = checkpoint_is_leader(s->comm);
-    bool ok = checkpoint_agree(s->comm, !leader || (folder_create(dir, true, &cause) &&
-                                                    checkpoint_remove_leftovers(dir, false, &cause)), &cause);
+    bool ok = checkpoint_agree(
+        s->comm, !leader || (folder_create(dir, true, &cause) && checkpoint_remove_leftovers(dir, false, &cause)),
+        &cause);
     if (ok && leader) checkpoint_temporary(dir, progress->step, temporary, sizeof temporary);
     if (ok && s->comm) comm_broadcast(s->comm, COMM_WORLD, 0, temporary, sizeof temporary);
     ok = ok && checkpoint_write(temporary, progress, run, t, s, shard_bytes, &cause);
     ok = ok && (!leader || (checkpoint_make_way(path, &cause) && folder_replace(temporary, path, &cause) &&
                             folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
-        if (leader && !checkpoint_prune(dir, progress->step, keep, run->passed_over, &cause)) warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
-        if (s->comm) comm_barrier(s->comm, COMM_WORLD);  // removing may take minutes: the others wait here, not in a kernel of NCCL
+        if (leader && !checkpoint_prune(dir, progress->step, keep, run->passed_over, &cause))
+            warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
+        if (s->comm)
+            comm_barrier(s->comm,
+                         COMM_WORLD);  // removing may take minutes: the others wait here, not in a kernel of NCCL
         return true;
     }
     if (leader && path_exists(temporary)) folder_remove(temporary, &ignored);
@@ -196,14 +206,16 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
     return false;
 }
 
-static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerProgress *progress, const CheckpointRun *run,
-                                   const ParameterTable *t, const TrainerState *s, Failure *failure) {
+static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerProgress *progress,
+                                   const CheckpointRun *run, const ParameterTable *t, const TrainerState *s,
+                                   Failure *failure) {
     return checkpoint_save_sharded(dir, keep, progress, run, t, s, SAFETENSORS_SHARD_BYTES, failure);
 }
 
-// Before any work: makes the folder, and finds out now rather than after hours whether it can be written. A run that does not resume must not
-// mix its checkpoints with another's: the newest by step would not be the newest by time. Nor may two runs at once: what one is saving is a leftover to
-// the other, so the folder is locked to the end of the process. Dies with the reason.
+// Before any work: makes the folder, and finds out now rather than after hours whether it can be written. A run that
+// does not resume must not mix its checkpoints with another's: the newest by step would not be the newest by time. Nor
+// may two runs at once: what one is saving is a leftover to the other, so the folder is locked to the end of the
+// process. Dies with the reason.
 static inline void checkpoint_prepare(const char *dir, bool resume) {
     Failure failure;
     CheckpointSteps list;
@@ -215,14 +227,16 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
     if (!folder_begin(probe, &failure) || !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure))
         die("--checkpoint-dir %s: %s", dir, failure.text);
     if (list.count && !resume)
-        die("--checkpoint-dir %s already holds step-%08lld; add --resume to continue from it, or give another folder", dir, (long long)list.steps[0]);
+        die("--checkpoint-dir %s already holds step-%08lld; add --resume to continue from it, or give another folder",
+            dir, (long long)list.steps[0]);
     free(list.steps);
 }
 
 // ---- resuming
 
-// The newest checkpoint in `dir` whose files all have their hashes. Prints which it passes over and why, and what it found. False if there is
-// no checkpoint at all: the run starts afresh. Dies if there are some and none is whole, since starting afresh among them is not what anyone wants.
+// The newest checkpoint in `dir` whose files all have their hashes. Prints which it passes over and why, and what it
+// found. False if there is no checkpoint at all: the run starts afresh. Dies if there are some and none is whole, since
+// starting afresh among them is not what anyone wants.
 static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
     CheckpointSteps list;
     Failure failure;
@@ -235,7 +249,9 @@ static inline bool checkpoint_find_newest(const char *dir, char *path, size_t ca
     }
     free(list.steps);
     if (found) printf("resume: continuing from %s\n", path);
-    else if (list.count) die("--resume: none of the %lld checkpoints in %s is whole; move them away to start afresh", (long long)list.count, dir);
+    else if (list.count)
+        die("--resume: none of the %lld checkpoints in %s is whole; move them away to start afresh",
+            (long long)list.count, dir);
     else printf("resume: no checkpoint in %s, starting from step 0\n", dir);
     return found;
 }
@@ -248,8 +264,10 @@ static inline bool checkpoint_find_together(const Comm *c, const char *dir, char
     return *path;
 }
 
-// Loads weights, optimizer state and the state of delayed scaling of a checkpoint that passed checkpoint_check. Dies if something does not fit.
-static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t, const TrainerState *s) {
+// Loads weights, optimizer state and the state of delayed scaling of a checkpoint that passed checkpoint_check. Dies if
+// something does not fit.
+static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
+                                   const TrainerState *s) {
     Safetensors st;
     Failure failure;
     if (!model_read_weights(checkpoint, m, t, s, &failure) ||
@@ -257,8 +275,8 @@ static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m,
         !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) ||
         !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure) ||
         !checkpoint_read_delayed(checkpoint, s, &failure))
-        die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it",
-            checkpoint, failure.text);
+        die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it", checkpoint,
+            failure.text);
     safetensors_close(&st);
 }
 

@@ -30,12 +30,14 @@ typedef struct {
 
 // ---- writing tensors
 
-// All ranks learn whether one failed: false on all of them, with the text of the first that did, which is named. `failure` was set where !ok.
+// All ranks learn whether one failed: false on all of them, with the text of the first that did, which is named.
+// `failure` was set where !ok.
 static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
     if (!c || c->world == 1) return ok;
     const double first = comm_min(c, COMM_WORLD, ok ? (double)c->world : (double)c->rank);
     if (first == (double)c->world) return true;
-    if ((double)c->rank == first && strncmp(failure->text, "rank ", 5) != 0) {  // else named in an agreement before this one
+    if ((double)c->rank == first &&
+        strncmp(failure->text, "rank ", 5) != 0) {  // else named in an agreement before this one
         const Failure own = *failure;
         fail(failure, "rank %lld on %s: %.1900s", (long long)c->rank, c->host, own.text);
         failure->lasting = own.lasting;
@@ -76,8 +78,10 @@ static inline bool all_finite(const void *values, int64_t n, bool fp32) {
 static inline bool checkpoint_check_finite(const char *prefix, const char *name, const void *values, int64_t n,
                                            bool fp32, Failure *failure) {
     if (all_finite(values, n, fp32)) return true;
-    fail(failure, "tensor %s%.200s holds a value that is not finite, with which nothing can be trained; nothing was "
-         "saved", prefix, name);
+    fail(failure,
+         "tensor %s%.200s holds a value that is not finite, with which nothing can be trained; nothing was "
+         "saved",
+         prefix, name);
     failure->lasting = true;
     return false;
 }
@@ -96,24 +100,29 @@ static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offse
 static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first, int64_t *count) {
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Comm *c = source->state->comm;
-    const ShardRange r = checkpoint_range(source->table, source->state, &source->table->entries[tensor % source->table->count]);
+    const ShardRange r =
+        checkpoint_range(source->table, source->state, &source->table->entries[tensor % source->table->count]);
     *first = r.first, *count = tensor % c->replicas == c->replica ? r.count : 0;
 }
 
-// safetensors_save by several ranks: rank 0 creates the files, all fill in their parts, then each hashes its share of the files.
-static inline bool checkpoint_write_together(const SafetensorsSet *set, const CheckpointSource *source, FileList *list, Failure *failure) {
+// safetensors_save by several ranks: rank 0 creates the files, all fill in their parts, then each hashes its share of
+// the files.
+static inline bool checkpoint_write_together(const SafetensorsSet *set, const CheckpointSource *source, FileList *list,
+                                             Failure *failure) {
     const Comm *c = source->state->comm;
     bool ok = true;
     for (int64_t f = 0; ok && c->rank == 0 && f < set->num_files; f++) ok = safetensors_create_file(set, f, failure);
     if (!checkpoint_agree(c, ok, failure)) return false;
-    for (int64_t f = 0; ok && f < set->num_files; f++) ok = safetensors_fill_file(set, f, checkpoint_part, checkpoint_fetch, (void *)source, failure);
+    for (int64_t f = 0; ok && f < set->num_files; f++)
+        ok = safetensors_fill_file(set, f, checkpoint_part, checkpoint_fetch, (void *)source, failure);
     if (!checkpoint_agree(c, ok, failure)) return false;
     FileRecord *records = (FileRecord *)xcalloc((size_t)set->num_files, sizeof *records);
     for (int64_t f = c->rank; ok && f < set->num_files; f += c->world) {
         char path[PATH_CAPACITY];
         safetensors_set_name(set, f, records[f].name, sizeof records[f].name);
         format_checked(path, sizeof path, "%s/%s", set->folder, records[f].name);
-        ok = file_size(path, &records[f].bytes, failure) && file_hash(path, records[f].bytes, &records[f].hash, failure);
+        ok =
+            file_size(path, &records[f].bytes, failure) && file_hash(path, records[f].bytes, &records[f].hash, failure);
     }
     ok = checkpoint_agree(c, ok, failure);
     for (int64_t f = 0; ok && f < set->num_files; f++) {
@@ -125,8 +134,9 @@ static inline bool checkpoint_write_together(const SafetensorsSet *set, const Ch
 }
 
 // Writes the arrays `kinds` as STEM*.safetensors.
-static inline bool checkpoint_write_tensors(const char *folder, const char *stem, const ParameterTable *t, const TrainerState *s,
-                                            const StateKind *kinds, int num_kinds, int64_t shard_bytes, FileList *list, Failure *failure) {
+static inline bool checkpoint_write_tensors(const char *folder, const char *stem, const ParameterTable *t,
+                                            const TrainerState *s, const StateKind *kinds, int num_kinds,
+                                            int64_t shard_bytes, FileList *list, Failure *failure) {
     CheckpointSource source = {t, s, {kinds[0], kinds[num_kinds - 1]}};
     SafetensorSpec *specs = (SafetensorSpec *)xcalloc((size_t)(num_kinds * t->count), sizeof *specs);
     for (int64_t i = 0; i < num_kinds * t->count; i++) {
@@ -142,18 +152,22 @@ static inline bool checkpoint_write_tensors(const char *folder, const char *stem
         ok = checkpoint_write_together(&set, &source, list, failure);
         safetensors_set_free(&set);
     } else {
-        ok = safetensors_save(folder, stem, specs, num_kinds * t->count, shard_bytes, checkpoint_fetch, &source, list, failure);
+        ok = safetensors_save(folder, stem, specs, num_kinds * t->count, shard_bytes, checkpoint_fetch, &source, list,
+                              failure);
     }
     free(specs);
     return ok;
 }
 
 // config.json and model*.safetensors.
-static inline bool checkpoint_write_model(const char *folder, const ModelConfig *m, const ParameterTable *t, const TrainerState *s,
-                                          int64_t shard_bytes, FileList *list, Failure *failure) {
+static inline bool checkpoint_write_model(const char *folder, const ModelConfig *m, const ParameterTable *t,
+                                          const TrainerState *s, int64_t shard_bytes, FileList *list,
+                                          Failure *failure) {
     const StateKind weights[] = {STATE_WEIGHTS};
-    const bool ok = !checkpoint_is_leader(s->comm) || hf_config_write(m, folder, s->is_fp32[STATE_WEIGHTS] ? "float32" : "bfloat16", list, failure);
-    return checkpoint_agree(s->comm, ok, failure) && checkpoint_write_tensors(folder, "model", t, s, weights, 1, shard_bytes, list, failure);
+    const bool ok = !checkpoint_is_leader(s->comm) ||
+                    hf_config_write(m, folder, s->is_fp32[STATE_WEIGHTS] ? "float32" : "bfloat16", list, failure);
+    return checkpoint_agree(s->comm, ok, failure) &&
+           checkpoint_write_tensors(folder, "model", t, s, weights, 1, shard_bytes, list, failure);
 }
 
 // ---- reading tensors
@@ -198,7 +212,8 @@ static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64
 }
 
 // fp8_state.safetensors, by rank 0; nothing to do without delayed scaling.
-static inline bool checkpoint_write_delayed(const char *folder, const TrainerState *s, FileList *list, Failure *failure) {
+static inline bool checkpoint_write_delayed(const char *folder, const TrainerState *s, FileList *list,
+                                            Failure *failure) {
     if (!s->delayed_tensors) return true;
     bool ok = true;
     if (checkpoint_is_leader(s->comm)) {

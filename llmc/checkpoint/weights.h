@@ -7,7 +7,8 @@
 #include "tensors.h"
 
 // A file of a tied model may hold lm_head as well: then the same values, or it is not tied.
-static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterTable *t, const Safetensor *lm_head, Failure *failure) {
+static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterTable *t, const Safetensor *lm_head,
+                                         Failure *failure) {
     const Parameter *embedding = parameter_find(t, "model.embed_tokens.weight");
     const Safetensor *tensor = safetensors_require(st, embedding->name, embedding->rows, embedding->cols, failure);
     const int64_t elements = parameter_elements(embedding), chunk = IO_CHUNK_BYTES / 8;
@@ -16,17 +17,22 @@ static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterT
     bool ok = true;
     for (int64_t done = 0; ok && done < elements; done += chunk) {
         const int64_t n = min_i64(chunk, elements - done);
-        ok = safetensors_read(st, tensor, done, n, true, a, failure) && safetensors_read(st, lm_head, done, n, true, b, failure) &&
-             (memcmp(a, b, (size_t)n * sizeof *a) == 0 || fail(failure, "%s: config.json ties lm_head.weight to %.200s, but they differ; with \"tie_word_embeddings\": false both are trained",
-                                                               st->files[lm_head->file].path, embedding->name));
+        ok = safetensors_read(st, tensor, done, n, true, a, failure) &&
+             safetensors_read(st, lm_head, done, n, true, b, failure) &&
+             (memcmp(a, b, (size_t)n * sizeof *a) == 0 ||
+              fail(failure,
+                   "%s: config.json ties lm_head.weight to %.200s, but they differ; with \"tie_word_embeddings\": "
+                   "false both are trained",
+                   st->files[lm_head->file].path, embedding->name));
     }
     free(a);
     return ok;
 }
 
-// Before anything is copied: every tensor of the table is there with its shape, and no other but a tied lm_head (the embedding stands in for it)
-// and the RoPE tables that old Llama files carry.
-static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelConfig *m, const ParameterTable *t, Failure *failure) {
+// Before anything is copied: every tensor of the table is there with its shape, and no other but a tied lm_head (the
+// embedding stands in for it) and the RoPE tables that old Llama files carry.
+static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelConfig *m, const ParameterTable *t,
+                                            Failure *failure) {
     for (int64_t i = 0; i < t->count; i++)
         if (!safetensors_require(st, t->entries[i].name, t->entries[i].rows, t->entries[i].cols, failure)) return false;
     const char *const rope_table = ".rotary_emb.inv_freq";
@@ -38,7 +44,8 @@ static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelCo
             continue;
         }
         if (parameter_find(t, name) || (n > suffix && strcmp(name + n - suffix, rope_table) == 0)) continue;
-        return fail(failure, "%s: tensor %.200s has no place in a model with this config.json", st->files[st->tensors[i].file].path, name);
+        return fail(failure, "%s: tensor %.200s has no place in a model with this config.json",
+                    st->files[st->tensors[i].file].path, name);
     }
     return true;
 }
@@ -54,23 +61,28 @@ static inline bool model_has_weights(const char *folder) {
 
 // Finds weights in a folder that model_has_weights denies, in a file that is not read: its name.
 static inline bool model_finds_other_weights(const char *folder, char *name, size_t capacity) {
-    static const char *const patterns[] = {"*.safetensors", "*.gguf", "*model*.bin", "*weights*.bin", "*model*.pt", "*weights*.pt", "*model*.pth", "consolidated*.pth", NULL};
+    static const char *const patterns[] = {
+        "*.safetensors",     "*.gguf", "*model*.bin", "*weights*.bin", "*model*.pt", "*weights*.pt", "*model*.pth",
+        "consolidated*.pth", NULL};
     DIR *d = opendir(folder);
     if (!d) die("cannot open folder %s: %s", folder, strerror(errno));
     bool found = false;
     for (struct dirent *entry; !found && (entry = readdir(d)) != NULL;) {
-        for (const char *const *pattern = patterns; !found && *pattern; pattern++) found = fnmatch(*pattern, entry->d_name, 0) == 0;
+        for (const char *const *pattern = patterns; !found && *pattern; pattern++)
+            found = fnmatch(*pattern, entry->d_name, 0) == 0;
         if (found) format_checked(name, capacity, "%s", entry->d_name);
     }
     closedir(d);
     return found;
 }
 
-// Dies unless the safetensors of a Hugging Face folder fit the model. Reads headers only: for before anything is allocated.
+// Dies unless the safetensors of a Hugging Face folder fit the model. Reads headers only: for before anything is
+// allocated.
 static inline void model_check_weights(const char *folder, const ModelConfig *m, const ParameterTable *t) {
     Safetensors st;
     Failure failure;
-    if (!safetensors_open_folder(&st, folder, "model", &failure) || !checkpoint_check_tensors(&st, m, t, &failure)) die("%s", failure.text);
+    if (!safetensors_open_folder(&st, folder, "model", &failure) || !checkpoint_check_tensors(&st, m, t, &failure))
+        die("%s", failure.text);
     safetensors_close(&st);
 }
 
@@ -80,8 +92,8 @@ static inline bool model_read_weights(const char *folder, const ModelConfig *m, 
                                       const TrainerState *s, Failure *failure) {
     Safetensors st;
     if (!safetensors_open_folder(&st, folder, "model", failure)) return false;
-    const bool ok = checkpoint_check_tensors(&st, m, t, failure) &&
-                    checkpoint_read_array(&st, t, s, STATE_WEIGHTS, failure);
+    const bool ok =
+        checkpoint_check_tensors(&st, m, t, failure) && checkpoint_read_array(&st, t, s, STATE_WEIGHTS, failure);
     safetensors_close(&st);
     return ok;
 }

@@ -1,12 +1,14 @@
 // Counting floating-point operations, and what the hardware could do in the same time.
 //
-//   model FLOPs per token = 6 x (parameters in matrix products, lm_head included, embedding look-up not) + 6 x layers x heads x head_dim x T
-// The second term is causal attention: forward 2 products of T/2 keys on average, 2 FLOPs each, is 2 x NH x HD x T, and backward twice that.
-// Work that a run does again (recompute) does not count.
+//   model FLOPs per token = 6 x (parameters in matrix products, lm_head included, embedding look-up not) + 6 x layers x
+//   heads x head_dim x T
+// The second term is causal attention: forward 2 products of T/2 keys on average, 2 FLOPs each, is 2 x NH x HD x T, and
+// backward twice that. Work that a run does again (recompute) does not count.
 //   mfu = model FLOP/s over the dense BF16 peak of the GPU
-//   sol = time that each product would take at the dense peak of the precision it ran in (FP8: twice BF16), over the measured time
-// What ran in FP8 is counted product by product: a linear layer [N, K] has three of 2 x N x K FLOPs a token, and a filter, a size, a recipe that keeps
-// its wgrad in bf16 or --fp8-emulate leave some or all of them in bf16.
+//   sol = time that each product would take at the dense peak of the precision it ran in (FP8: twice BF16), over the
+//   measured time
+// What ran in FP8 is counted product by product: a linear layer [N, K] has three of 2 x N x K FLOPs a token, and a
+// filter, a size, a recipe that keeps its wgrad in bf16 or --fp8-emulate leave some or all of them in bf16.
 #ifndef LLMC_FLOPS_H
 #define LLMC_FLOPS_H
 
@@ -26,11 +28,14 @@ typedef struct {
 
 // Of training on sequences of T tokens. lm_head and attention are bf16; the linear layers of the blocks what `p` says.
 static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelConfig *m, int64_t T, const Precision *p) {
-    TokenFlops f = {6.0 * (double)matmul_parameters(t, m) + 6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T, 0};
+    TokenFlops f = {6.0 * (double)matmul_parameters(t, m) +
+                        6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T,
+                    0};
     for (int64_t l = 0; l < p->num_layers && !p->emulated; l++)
         for (int id = 0; id < NUM_LINEARS; id++)
             for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
-                if (recipe_is_fp8(precision_of(p, l, id), (GemmKind)gemm)) f.fp8 += 2.0 * (double)p->linear[id].N * (double)p->linear[id].K;
+                if (recipe_is_fp8(precision_of(p, l, id), (GemmKind)gemm))
+                    f.fp8 += 2.0 * (double)p->linear[id].N * (double)p->linear[id].K;
     f.bf16 -= f.fp8;
     return f;
 }
@@ -46,7 +51,8 @@ static inline double flops_sol(TokenFlops f, double tokens_per_second, double pe
     return peak_bf16 > 0 ? (f.bf16 + f.fp8 / 2) * tokens_per_second / peak_bf16 : (double)NAN;
 }
 
-// Whether `word` stands in `text` with no letter or digit next to it: "H200" is in "NVIDIA H200", not in "NVIDIA GH200".
+// Whether `word` stands in `text` with no letter or digit next to it: "H200" is in "NVIDIA H200", not in "NVIDIA
+// GH200".
 static inline bool flops_has_word(const char *text, const char *word) {
     const size_t n = strlen(word);
     for (const char *at = text; (at = strstr(at, word)) != NULL; at++)
@@ -54,17 +60,26 @@ static inline bool flops_has_word(const char *text, const char *word) {
     return false;
 }
 
-// Dense BF16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets (which mostly print the sparse figure, twice this), by compute capability and
-// the name that the CUDA runtime reports. The first row that fits wins. 0: unknown.
+// Dense BF16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets (which mostly print the sparse figure, twice
+// this), by compute capability and the name that the CUDA runtime reports. The first row that fits wins. 0: unknown.
 static inline double flops_peak_bf16(int major, int minor, const char *name) {
-    static const struct { int major, minor; const char *word, *also; double tflops; } table[] = {
-        {10, 0, "B200", NULL, 2250},  {10, 0, "GB200", NULL, 2500},  {9, 0, "H200", "NVL", 835.5}, {9, 0, "H200", NULL, 989.5},
-        {9, 0, "GH200", NULL, 989.5}, {9, 0, "H100", "PCIe", 756},   {9, 0, "H100", "NVL", 835.5}, {9, 0, "H100", NULL, 989.5},
-        {9, 0, "H800", NULL, 989.5},  {9, 0, "H20", NULL, 148},      {8, 0, "A100", NULL, 312},    {8, 0, "A800", NULL, 312},
-        {8, 0, "A30", NULL, 165},     {8, 6, "A40", NULL, 149.7},    {8, 9, "L40S", NULL, 362},    {8, 9, "L40", NULL, 181},
-        {8, 9, "L4", NULL, 121},      {8, 9, "4090", NULL, 165.2}};
+    static const struct {
+        int major, minor;
+        const char *word, *also;
+        double tflops;
+    } table[] = {
+        // clang-format off
+        {10, 0, "B200", NULL, 2250},  {10, 0, "GB200", NULL, 2500}, {9, 0, "H200", "NVL", 835.5},
+        {9, 0, "H200", NULL, 989.5},  {9, 0, "GH200", NULL, 989.5}, {9, 0, "H100", "PCIe", 756},
+        {9, 0, "H100", "NVL", 835.5}, {9, 0, "H100", NULL, 989.5},  {9, 0, "H800", NULL, 989.5},
+        {9, 0, "H20", NULL, 148},     {8, 0, "A100", NULL, 312},    {8, 0, "A800", NULL, 312},
+        {8, 0, "A30", NULL, 165},     {8, 6, "A40", NULL, 149.7},   {8, 9, "L40S", NULL, 362},
+        {8, 9, "L40", NULL, 181},     {8, 9, "L4", NULL, 121},      {8, 9, "4090", NULL, 165.2},
+        // clang-format on
+    };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
-        if (table[i].major == major && table[i].minor == minor && flops_has_word(name, table[i].word) && (!table[i].also || flops_has_word(name, table[i].also)))
+        if (table[i].major == major && table[i].minor == minor && flops_has_word(name, table[i].word) &&
+            (!table[i].also || flops_has_word(name, table[i].also)))
             return table[i].tflops * 1e12;
     return 0;
 }

@@ -1,7 +1,8 @@
 // Reads and writes Hugging Face's config.json of LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 //
-// Both styles of RoPE settings are read: `rope_theta` and `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5). The first is
-// written, since both read it. A value that is missing gets transformers' default of that class; one that this program cannot honour is refused.
+// Both styles of RoPE settings are read: `rope_theta` and `rope_scaling` (transformers 4) and `rope_parameters`
+// (transformers 5). The first is written, since both read it. A value that is missing gets transformers' default of
+// that class; one that this program cannot honour is refused.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 
@@ -12,8 +13,8 @@
 typedef struct {
     ModelFamily family;
     const char *architecture, *model_type;
-    int64_t num_kv_heads;             // 0: as many as attention heads
-    int64_t head_dim;                 // 0: hidden_size / num_attention_heads
+    int64_t num_kv_heads;  // 0: as many as attention heads
+    int64_t head_dim;      // 0: hidden_size / num_attention_heads
     int64_t max_position_embeddings;
     int64_t bos_token_id, eos_token_id;
 } HfClass;
@@ -73,7 +74,8 @@ static inline const char *hf_text(const Json *json, const JsonNode *object, cons
     return node ? node->text : fallback;
 }
 
-// A token id, or the first of a list of them. -1 for none, and for an id outside the vocabulary (test models carry such).
+// A token id, or the first of a list of them. -1 for none, and for an id outside the vocabulary (test models carry
+// such).
 static inline int64_t hf_token_id(const Json *json, const char *key, int64_t fallback, int64_t vocab_size) {
     Failure failure;
     int64_t id = fallback;
@@ -97,11 +99,14 @@ static inline const HfClass *hf_class_of(const Json *json) {
     for (const HfClass *c = hf_classes(); c->architecture; c++)
         if (strcmp(architecture ? architecture : model_type, architecture ? c->architecture : c->model_type) == 0) {
             if (model_type && strcmp(model_type, c->model_type) != 0)
-                die("%s: architecture %s with model_type \"%s\"; expected \"%s\"", json->source, c->architecture, model_type, c->model_type);
+                die("%s: architecture %s with model_type \"%s\"; expected \"%s\"", json->source, c->architecture,
+                    model_type, c->model_type);
             return c;
         }
-    die_with(EXIT_UNSUPPORTED, "%s: architecture %s is not supported; LlamaForCausalLM, Qwen2ForCausalLM and "
-             "Qwen3ForCausalLM are", json->source, architecture ? architecture : model_type);
+    die_with(EXIT_UNSUPPORTED,
+             "%s: architecture %s is not supported; LlamaForCausalLM, Qwen2ForCausalLM and "
+             "Qwen3ForCausalLM are",
+             json->source, architecture ? architecture : model_type);
 }
 
 // Refuses what would change the model's function in a way this program does not have.
@@ -126,8 +131,10 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
             die_with(EXIT_UNSUPPORTED, "%s: a layer of type \"%s\"; only \"full_attention\" is supported", json->source,
                      t->text);
     if (hf_member(json, root, "quantization_config"))
-        die_with(EXIT_UNSUPPORTED, "%s: quantization_config says that the weights are quantized; use the original bf16 "
-                 "or fp32 model", json->source);
+        die_with(EXIT_UNSUPPORTED,
+                 "%s: quantization_config says that the weights are quantized; use the original bf16 "
+                 "or fp32 model",
+                 json->source);
     if (hf_real(json, root, "attention_dropout", 0) != 0)
         die_with(EXIT_UNSUPPORTED, "%s: attention_dropout is not 0; dropout is not supported", json->source);
     if (hf_real(json, root, "partial_rotary_factor", 1) != 1)
@@ -137,15 +144,18 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
 // RoPE base and scaling from either style.
 static inline void hf_read_rope(const Json *json, ModelConfig *m) {
     const JsonNode *root = json_root(json);
-    const JsonNode *parameters = hf_member(json, root, "rope_parameters"), *scaling = hf_member(json, root, "rope_scaling");
+    const JsonNode *parameters = hf_member(json, root, "rope_parameters"),
+                   *scaling = hf_member(json, root, "rope_scaling");
     if (parameters && scaling) die("%s has both rope_parameters and rope_scaling; keep one", json->source);
     const JsonNode *rope = parameters ? parameters : scaling;
     const double outer_theta = hf_real(json, root, "rope_theta", 0);
     m->rope_theta = outer_theta ? outer_theta : 10000.0;
     if (!rope) return;
-    if (rope->type != JSON_OBJECT) die("%s: %s is %s, not an object", json->source, rope->key, json_type_name(rope->type));
+    if (rope->type != JSON_OBJECT)
+        die("%s: %s is %s, not an object", json->source, rope->key, json_type_name(rope->type));
     m->rope_theta = hf_real(json, rope, "rope_theta", m->rope_theta);
-    if (outer_theta && m->rope_theta != outer_theta) die("%s: rope_theta is %g, but %g in %s", json->source, outer_theta, m->rope_theta, rope->key);
+    if (outer_theta && m->rope_theta != outer_theta)
+        die("%s: rope_theta is %g, but %g in %s", json->source, outer_theta, m->rope_theta, rope->key);
     if (hf_real(json, rope, "partial_rotary_factor", 1) != 1)
         die_with(EXIT_UNSUPPORTED, "%s: partial_rotary_factor is not 1; RoPE turns whole heads here", json->source);
     const char *type = hf_text(json, rope, "rope_type", hf_text(json, rope, "type", "default"));
@@ -153,16 +163,19 @@ static inline void hf_read_rope(const Json *json, ModelConfig *m) {
     if (strcmp(type, "llama3") != 0)
         die_with(EXIT_UNSUPPORTED, "%s: rope_type \"%s\" is not supported; \"default\" and \"llama3\" are",
                  json->source, type);
-    static const char *const keys[] = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"};
+    static const char *const keys[] = {"factor", "low_freq_factor", "high_freq_factor",
+                                       "original_max_position_embeddings"};
     for (int i = 0; i < 4; i++)
-        if (!hf_member(json, rope, keys[i])) die("%s: %s has no \"%s\", which rope_type llama3 needs", json->source, rope->key, keys[i]);
+        if (!hf_member(json, rope, keys[i]))
+            die("%s: %s has no \"%s\", which rope_type llama3 needs", json->source, rope->key, keys[i]);
     RopeScaling *s = &m->rope_scaling;
     s->factor = hf_real(json, rope, keys[0], 0);
     s->low_freq_factor = hf_real(json, rope, keys[1], 0);
     s->high_freq_factor = hf_real(json, rope, keys[2], 0);
     s->original_max_position_embeddings = hf_int(json, rope, keys[3], 0);
     if (!(s->factor >= 1) || !(s->low_freq_factor > 0) || !(s->high_freq_factor > s->low_freq_factor))
-        die("%s: %s needs factor >= 1 and 0 < low_freq_factor < high_freq_factor; it has %g, %g and %g", json->source, rope->key, s->factor, s->low_freq_factor, s->high_freq_factor);
+        die("%s: %s needs factor >= 1 and 0 < low_freq_factor < high_freq_factor; it has %g, %g and %g", json->source,
+            rope->key, s->factor, s->low_freq_factor, s->high_freq_factor);
 }
 
 static inline void hf_read_sizes(const Json *json, const HfClass *c, ModelConfig *m) {
@@ -174,11 +187,13 @@ static inline void hf_read_sizes(const Json *json, const HfClass *c, ModelConfig
     m->num_heads = hf_required_int(json, "num_attention_heads");
     // A null stands for the number of attention heads; the default of the class is for a missing key.
     const bool kv_missing = !json_member(json, root, "num_key_value_heads");
-    m->num_kv_heads = hf_int(json, root, "num_key_value_heads", kv_missing && c->num_kv_heads ? c->num_kv_heads : m->num_heads);
+    m->num_kv_heads =
+        hf_int(json, root, "num_key_value_heads", kv_missing && c->num_kv_heads ? c->num_kv_heads : m->num_heads);
     m->head_dim = hf_int(json, root, "head_dim", c->head_dim);
     if (m->head_dim == 0) {
         if (m->hidden_size % m->num_heads)
-            die("%s: hidden_size = %lld is not a multiple of num_attention_heads = %lld, and there is no head_dim", json->source, (long long)m->hidden_size, (long long)m->num_heads);
+            die("%s: hidden_size = %lld is not a multiple of num_attention_heads = %lld, and there is no head_dim",
+                json->source, (long long)m->hidden_size, (long long)m->num_heads);
         m->head_dim = m->hidden_size / m->num_heads;
     }
     m->max_position_embeddings = hf_int(json, root, "max_position_embeddings", c->max_position_embeddings);
@@ -242,20 +257,31 @@ static inline void hf_add_rope(JsonText *out, const ModelConfig *m) {
     hf_add_real(out, "    ", "factor", s->factor, ",");
     hf_add_real(out, "    ", "low_freq_factor", s->low_freq_factor, ",");
     hf_add_real(out, "    ", "high_freq_factor", s->high_freq_factor, ",");
-    json_text_add(out, "    \"original_max_position_embeddings\": %lld\n  },\n", (long long)s->original_max_position_embeddings);
+    json_text_add(out, "    \"original_max_position_embeddings\": %lld\n  },\n",
+                  (long long)s->original_max_position_embeddings);
 }
 
-// The text of config.json. `dtype` is the weights' in torch's words: "bfloat16" or "float32". Freed with json_text_free.
+// The text of config.json. `dtype` is the weights' in torch's words: "bfloat16" or "float32". Freed with
+// json_text_free.
 static inline JsonText hf_config_text(const ModelConfig *m, const char *dtype) {
     const HfClass *c = hf_classes();
     while (c->family != m->family) c++;
-    const struct { const char *key; int64_t value; } sizes[] = {
-        {"vocab_size", m->vocab_size}, {"hidden_size", m->hidden_size}, {"intermediate_size", m->intermediate_size},
-        {"num_hidden_layers", m->num_layers}, {"num_attention_heads", m->num_heads}, {"num_key_value_heads", m->num_kv_heads},
-        {"head_dim", m->head_dim}, {"max_position_embeddings", m->max_position_embeddings}};
+    const struct {
+        const char *key;
+        int64_t value;
+    } sizes[] = {{"vocab_size", m->vocab_size},
+                 {"hidden_size", m->hidden_size},
+                 {"intermediate_size", m->intermediate_size},
+                 {"num_hidden_layers", m->num_layers},
+                 {"num_attention_heads", m->num_heads},
+                 {"num_key_value_heads", m->num_kv_heads},
+                 {"head_dim", m->head_dim},
+                 {"max_position_embeddings", m->max_position_embeddings}};
     JsonText out = {NULL, 0, 0};
-    json_text_add(&out, "{\n  \"architectures\": [\"%s\"],\n  \"model_type\": \"%s\",\n", c->architecture, c->model_type);
-    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) json_text_add(&out, "  \"%s\": %lld,\n", sizes[i].key, (long long)sizes[i].value);
+    json_text_add(&out, "{\n  \"architectures\": [\"%s\"],\n  \"model_type\": \"%s\",\n", c->architecture,
+                  c->model_type);
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
+        json_text_add(&out, "  \"%s\": %lld,\n", sizes[i].key, (long long)sizes[i].value);
     hf_add_rope(&out, m);
     hf_add_real(&out, "  ", "rms_norm_eps", m->rms_norm_eps, ",");
     hf_add_real(&out, "  ", "initializer_range", m->initializer_range, ",");
@@ -264,13 +290,15 @@ static inline JsonText hf_config_text(const ModelConfig *m, const char *dtype) {
     if (m->family != FAMILY_QWEN2) json_text_add(&out, "  \"attention_bias\": false,\n");
     if (m->family == FAMILY_LLAMA) json_text_add(&out, "  \"mlp_bias\": false,\n");
     else json_text_add(&out, "  \"use_sliding_window\": false,\n");
-    json_text_add(&out, "  \"attention_dropout\": 0.0,\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": %s,\n", m->tie_word_embeddings ? "true" : "false");
+    json_text_add(&out, "  \"attention_dropout\": 0.0,\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": %s,\n",
+                  m->tie_word_embeddings ? "true" : "false");
     json_text_add(&out, "  \"torch_dtype\": \"%s\",\n  \"use_cache\": true\n}\n", dtype);
     return out;
 }
 
 // Writes FOLDER/config.json and adds it to `list` (which may be NULL).
-static inline bool hf_config_write(const ModelConfig *m, const char *folder, const char *dtype, FileList *list, Failure *failure) {
+static inline bool hf_config_write(const ModelConfig *m, const char *folder, const char *dtype, FileList *list,
+                                   Failure *failure) {
     JsonText text = hf_config_text(m, dtype);
     bool ok = file_write(folder, "config.json", text.data, (int64_t)text.size, list, failure);
     json_text_free(&text);

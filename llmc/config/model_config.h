@@ -20,28 +20,31 @@ typedef struct {
 typedef struct {
     char name[128];
     ModelFamily family;
-    int64_t vocab_size;           // V; 0 until the shard's vocabulary is known (presets tiny and small)
-    int64_t hidden_size;          // C
-    int64_t intermediate_size;    // F
-    int64_t num_layers;           // L
-    int64_t num_heads;            // NH
-    int64_t num_kv_heads;         // NKV
-    int64_t head_dim;             // HD
-    bool tie_word_embeddings;     // lm_head shares the embedding's weight
-    bool qkv_bias;                // Qwen2
-    bool qk_norm;                 // Qwen3: RMSNorm of each query and key head before RoPE
+    int64_t vocab_size;         // V; 0 until the shard's vocabulary is known (presets tiny and small)
+    int64_t hidden_size;        // C
+    int64_t intermediate_size;  // F
+    int64_t num_layers;         // L
+    int64_t num_heads;          // NH
+    int64_t num_kv_heads;       // NKV
+    int64_t head_dim;           // HD
+    bool tie_word_embeddings;   // lm_head shares the embedding's weight
+    bool qkv_bias;              // Qwen2
+    bool qk_norm;               // Qwen3: RMSNorm of each query and key head before RoPE
     double rms_norm_eps, rope_theta;
     RopeScaling rope_scaling;
-    double initializer_range;     // standard deviation of the initial weights
+    double initializer_range;  // standard deviation of the initial weights
     int64_t max_position_embeddings;
     int64_t bos_token_id, eos_token_id;  // -1: none
 } ModelConfig;
 
 // Rows of the fused q, k, v projection.
-static inline int64_t model_qkv_size(const ModelConfig *m) { return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
+static inline int64_t model_qkv_size(const ModelConfig *m) {
+    return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim;
+}
 
 // The published configurations. One line a model; family decides qkv_bias and qk_norm.
-//    name              family  V       C      F      L    NH   NKV HD   tied  eps   theta     scale max_pos  bos     eos
+//    name              family  V       C      F      L    NH   NKV HD   tied  eps   theta     scale max_pos  bos eos
+// clang-format off
 #define MODEL_PRESETS(X) \
     X("tiny",           LLAMA, 0,      64,    192,   2,   2,   1,  64,  true,  1e-5, 10000.0,   0,  8192,   -1,     -1) \
     X("small",          LLAMA, 0,      256,   768,   4,   4,   2,  64,  true,  1e-5, 10000.0,   0,  8192,   -1,     -1) \
@@ -59,18 +62,19 @@ static inline int64_t model_qkv_size(const ModelConfig *m) { return (m->num_head
     X("qwen2.5-0.5b",   QWEN2, 151936, 896,   4864,  24,  14,  2,  64,  true,  1e-6, 1000000.0, 0,  32768,  151643, 151643) \
     X("qwen2.5-1.5b",   QWEN2, 151936, 1536,  8960,  28,  12,  2,  128, true,  1e-6, 1000000.0, 0,  131072, 151643, 151643) \
     X("qwen2.5-7b",     QWEN2, 152064, 3584,  18944, 28,  28,  4,  128, false, 1e-6, 1000000.0, 0,  131072, 151643, 151643)
+// clang-format on
 
 // Finds a preset by name. False when there is none of that name.
 static inline bool model_config_preset(ModelConfig *m, const char *name) {
-#define X(preset, fam, v, c, f, l, nh, nkv, hd, tied, eps, theta, scale, max_pos, bos, eos)                              \
-    if (strcmp(name, preset) == 0) {                                                                                     \
-        memset(m, 0, sizeof *m);                                                                                         \
-        format_checked(m->name, sizeof m->name, "%s", preset);                                                           \
-        m->family = FAMILY_##fam;                                                                                        \
-        m->vocab_size = v, m->hidden_size = c, m->intermediate_size = f, m->num_layers = l;                              \
-        m->num_heads = nh, m->num_kv_heads = nkv, m->head_dim = hd, m->tie_word_embeddings = tied;                       \
-        m->rms_norm_eps = eps, m->rope_theta = theta, m->rope_scaling.factor = scale;                                    \
-        m->max_position_embeddings = max_pos, m->bos_token_id = bos, m->eos_token_id = eos;                              \
+#define X(preset, fam, v, c, f, l, nh, nkv, hd, tied, eps, theta, scale, max_pos, bos, eos)        \
+    if (strcmp(name, preset) == 0) {                                                               \
+        memset(m, 0, sizeof *m);                                                                   \
+        format_checked(m->name, sizeof m->name, "%s", preset);                                     \
+        m->family = FAMILY_##fam;                                                                  \
+        m->vocab_size = v, m->hidden_size = c, m->intermediate_size = f, m->num_layers = l;        \
+        m->num_heads = nh, m->num_kv_heads = nkv, m->head_dim = hd, m->tie_word_embeddings = tied; \
+        m->rms_norm_eps = eps, m->rope_theta = theta, m->rope_scaling.factor = scale;              \
+        m->max_position_embeddings = max_pos, m->bos_token_id = bos, m->eos_token_id = eos;        \
     } else
     MODEL_PRESETS(X) { return false; }
 #undef X
@@ -89,7 +93,7 @@ static inline bool model_config_preset(ModelConfig *m, const char *name) {
 static inline void model_config_preset_names(char *out, size_t capacity) {
     size_t n = 0;
     out[0] = 0;
-#define X(preset, ...)                                                                    \
+#define X(preset, ...)                                                    \
     format_checked(out + n, capacity - n, "%s%s", n ? ", " : "", preset); \
     n += strlen(out + n);
     MODEL_PRESETS(X)
@@ -98,18 +102,25 @@ static inline void model_config_preset_names(char *out, size_t capacity) {
 
 // What holds for every model, whatever its source. Dies with the value and the reason.
 static inline void model_config_check(const ModelConfig *m) {
-    const struct { const char *name; int64_t value, largest; } sizes[] = {
-        {"vocab_size", m->vocab_size, VOCABULARY_LARGEST},        {"hidden_size", m->hidden_size, 1 << 20},
-        {"intermediate_size", m->intermediate_size, 1 << 20}, {"num_hidden_layers", m->num_layers, 4096},
-        {"num_attention_heads", m->num_heads, 4096},   {"num_key_value_heads", m->num_kv_heads, 4096},
-        {"head_dim", m->head_dim, 1024}};
+    const struct {
+        const char *name;
+        int64_t value, largest;
+    } sizes[] = {{"vocab_size", m->vocab_size, VOCABULARY_LARGEST},
+                 {"hidden_size", m->hidden_size, 1 << 20},
+                 {"intermediate_size", m->intermediate_size, 1 << 20},
+                 {"num_hidden_layers", m->num_layers, 4096},
+                 {"num_attention_heads", m->num_heads, 4096},
+                 {"num_key_value_heads", m->num_kv_heads, 4096},
+                 {"head_dim", m->head_dim, 1024}};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
         if (sizes[i].value < 1 || sizes[i].value > sizes[i].largest)
             die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is outside 1..%lld", m->name, sizes[i].name,
                      (long long)sizes[i].value, (long long)sizes[i].largest);
     if (m->num_heads % m->num_kv_heads)
-        die_with(EXIT_UNSUPPORTED, "model %s: num_attention_heads = %lld is not a multiple of num_key_value_heads = "
-                 "%lld", m->name, (long long)m->num_heads, (long long)m->num_kv_heads);
+        die_with(EXIT_UNSUPPORTED,
+                 "model %s: num_attention_heads = %lld is not a multiple of num_key_value_heads = "
+                 "%lld",
+                 m->name, (long long)m->num_heads, (long long)m->num_kv_heads);
     if (m->head_dim % 2)
         die_with(EXIT_UNSUPPORTED, "model %s: head_dim = %lld is odd; RoPE needs pairs", m->name,
                  (long long)m->head_dim);
@@ -117,8 +128,8 @@ static inline void model_config_check(const ModelConfig *m) {
         die("model %s: rms_norm_eps, rope_theta and initializer_range must be above 0", m->name);
 }
 
-// Angle per position of RoPE pair i (0 <= i < HD/2), with Llama 3's scaling where the model has it: low frequencies are divided by `factor`,
-// high ones kept, those between interpolated (Llama 3.1's published rule).
+// Angle per position of RoPE pair i (0 <= i < HD/2), with Llama 3's scaling where the model has it: low frequencies are
+// divided by `factor`, high ones kept, those between interpolated (Llama 3.1's published rule).
 static inline double rope_inverse_frequency(const ModelConfig *m, int64_t i) {
     const double pi = 3.14159265358979323846;
     double frequency = exp2(-2.0 * (double)i / (double)m->head_dim * log2(m->rope_theta));
@@ -153,7 +164,18 @@ typedef struct {
 } Dims;
 
 static inline Dims model_dims(const ModelConfig *m, int64_t B, int64_t T) {
-    const Dims d = {B, T, B * T, m->vocab_size, m->hidden_size, m->intermediate_size, m->num_layers, m->num_heads, m->num_kv_heads, m->head_dim, model_qkv_size(m), m->num_heads * m->head_dim};
+    const Dims d = {B,
+                    T,
+                    B * T,
+                    m->vocab_size,
+                    m->hidden_size,
+                    m->intermediate_size,
+                    m->num_layers,
+                    m->num_heads,
+                    m->num_kv_heads,
+                    m->head_dim,
+                    model_qkv_size(m),
+                    m->num_heads * m->head_dim};
     return d;
 }
 

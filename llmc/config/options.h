@@ -54,6 +54,7 @@ enum { FREE, MUST_MATCH };
 // CHOICE(field, name, default, LIST, match, help)                    one of a list of choices (above)
 // FLAG(field, name, help)                                            given or not
 // GROUP(title)                                                       heading in --help
+// clang-format off
 #define OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG) \
     GROUP("data") \
     TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, "training shards (a glob)") \
@@ -134,6 +135,7 @@ enum { FREE, MUST_MATCH };
     CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, "print the names of all models, FP8 recipes or options, one a line, then stop") \
     FLAG(deterministic, "deterministic", "the same bits in every run") \
     FLAG(help, "help", "this text")
+// clang-format on
 
 typedef struct {
     const char *model;
@@ -156,10 +158,10 @@ typedef enum { OPTION_GROUP, OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE
 
 typedef struct {
     OptionKind kind;
-    const char *name;          // without the dashes; a group's title
-    size_t field;              // offset in Options
-    double initial, low, high; // of numbers; a choice's initial index
-    const char *text;          // a text's default; a choice's "a|b|c"
+    const char *name;           // without the dashes; a group's title
+    size_t field;               // offset in Options
+    double initial, low, high;  // of numbers; a choice's initial index
+    const char *text;           // a text's default; a choice's "a|b|c"
     int match;
     const char *help;
 } OptionRow;
@@ -168,10 +170,15 @@ typedef struct {
 static inline const OptionRow *option_rows(void) {
     static const OptionRow rows[] = {
 #define GROUP(title) {OPTION_GROUP, title, 0, 0, 0, 0, "", FREE, ""},
-#define INT(field, name, initial, low, high, match, help) {OPTION_INT, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
-#define REAL(field, name, initial, low, high, match, help) {OPTION_REAL, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
-#define TEXT(field, name, initial, match, help) {OPTION_TEXT, name, offsetof(Options, field), 0, 0, 0, initial, match, help},
-#define CHOICE(field, name, initial, choices, match, help) {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, &("" choices(CHOICE_WORD))[1], match, help},
+#define INT(field, name, initial, low, high, match, help) \
+    {OPTION_INT, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
+#define REAL(field, name, initial, low, high, match, help) \
+    {OPTION_REAL, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
+#define TEXT(field, name, initial, match, help) \
+    {OPTION_TEXT, name, offsetof(Options, field), 0, 0, 0, initial, match, help},
+#define CHOICE(field, name, initial, choices, match, help)                                                  \
+    {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, &("" choices(CHOICE_WORD))[1], \
+     match,         help},
 #define FLAG(field, name, help) {OPTION_FLAG, name, offsetof(Options, field), 0, 0, 0, "", FREE, help},
         OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG)
 #undef GROUP
@@ -180,7 +187,7 @@ static inline const OptionRow *option_rows(void) {
 #undef TEXT
 #undef CHOICE
 #undef FLAG
-        {OPTION_GROUP, NULL, 0, 0, 0, 0, "", FREE, ""}};
+            {OPTION_GROUP, NULL, 0, 0, 0, 0, "", FREE, ""}};
     return rows;
 }
 
@@ -199,12 +206,12 @@ static inline bool option_choice_name(const char *choices, int index, char *out,
 static inline void option_format(const Options *o, const OptionRow *row, char *out, size_t capacity) {
     const void *at = (const char *)o + row->field;
     switch (row->kind) {
-        case OPTION_INT: format_checked(out, capacity, "%lld", (long long)*(const int64_t *)at); break;
-        case OPTION_REAL: format_checked(out, capacity, "%.9g", *(const double *)at); break;
-        case OPTION_TEXT: format_checked(out, capacity, "%s", *(const char *const *)at); break;
-        case OPTION_CHOICE: option_choice_name(row->text, *(const int *)at, out, capacity); break;
-        case OPTION_FLAG: format_checked(out, capacity, "%s", *(const bool *)at ? "on" : "off"); break;
-        case OPTION_GROUP: out[0] = 0; break;
+    case OPTION_INT: format_checked(out, capacity, "%lld", (long long)*(const int64_t *)at); break;
+    case OPTION_REAL: format_checked(out, capacity, "%.9g", *(const double *)at); break;
+    case OPTION_TEXT: format_checked(out, capacity, "%s", *(const char *const *)at); break;
+    case OPTION_CHOICE: option_choice_name(row->text, *(const int *)at, out, capacity); break;
+    case OPTION_FLAG: format_checked(out, capacity, "%s", *(const bool *)at ? "on" : "off"); break;
+    case OPTION_GROUP: out[0] = 0; break;
     }
 }
 
@@ -243,7 +250,8 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
         errno = 0;
         double real = strtod(value, &end);
         bool whole = row->kind == OPTION_REAL || real == floor(real);
-        bool decimal = value[strspn(value, "0123456789+-.eE")] == 0;  // strtod also takes spaces, hexadecimal, "inf" and "nan"
+        bool decimal =
+            value[strspn(value, "0123456789+-.eE")] == 0;  // strtod also takes spaces, hexadecimal, "inf" and "nan"
         if (end == value || *end || !decimal || !isfinite(real) || !whole || (real == 0 && errno == ERANGE))
             die_with(EXIT_USAGE, "--%s: \"%s\" is not a %s", row->name, value,
                      row->kind == OPTION_INT ? "whole number" : "number");
@@ -304,7 +312,8 @@ static inline void options_help_text(const char *text) {
 
 static inline void options_help(const char *program, const char *presets) {
     Options o = options_default();
-    printf("usage: %s MODEL [--option value ...]\n\nMODEL: %s,\n  or a folder with a Hugging Face config.json (Llama, Qwen2, Qwen3) and, to start from its weights, *.safetensors\n",
+    printf("usage: %s MODEL [--option value ...]\n\nMODEL: %s,\n  or a folder with a Hugging Face config.json (Llama, "
+           "Qwen2, Qwen3) and, to start from its weights, *.safetensors\n",
            program, presets);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->kind == OPTION_GROUP) {
@@ -314,9 +323,14 @@ static inline void options_help(const char *program, const char *presets) {
         char left[128], value[256], text[1024];
         option_format(&o, row, value, sizeof value);
         format_checked(left, sizeof left, "--%s%s%s", row->name, row->kind == OPTION_FLAG ? "" : " ",
-                       row->kind == OPTION_CHOICE ? row->text : row->kind == OPTION_INT ? "N" : row->kind == OPTION_REAL ? "X" : row->kind == OPTION_TEXT ? "TEXT" : "");
+                       row->kind == OPTION_CHOICE ? row->text
+                       : row->kind == OPTION_INT  ? "N"
+                       : row->kind == OPTION_REAL ? "X"
+                       : row->kind == OPTION_TEXT ? "TEXT"
+                                                  : "");
         const bool shown = *value && row->kind != OPTION_FLAG;
-        format_checked(text, sizeof text, "%s%s%s%s", row->help, shown ? " [" : "", shown ? value : "", shown ? "]" : "");
+        format_checked(text, sizeof text, "%s%s%s%s", row->help, shown ? " [" : "", shown ? value : "",
+                       shown ? "]" : "");
         printf("  %-*s%s", HELP_INDENT - 3, left, strlen(left) > HELP_INDENT - 3 ? "\n" : " ");
         if (strlen(left) > HELP_INDENT - 3) printf("%*s", HELP_INDENT, "");
         options_help_text(text);
@@ -327,7 +341,8 @@ static inline void options_help(const char *program, const char *presets) {
 #undef EXIT_CODE_LINE
 }
 
-// Finds the row of an argument's name (`length` characters, without dashes). Dies with the nearest name when there is none.
+// Finds the row of an argument's name (`length` characters, without dashes). Dies with the nearest name when there is
+// none.
 static inline const OptionRow *option_find(const char *name, size_t length) {
     char word[64];
     format_checked(word, sizeof word, "%.*s", (int)(length < 60 ? length : 60), name);
@@ -402,16 +417,21 @@ static inline void options_require_model(const Options *o, int argc, char **argv
 }
 
 // What linear layers run in unless a filter says otherwise.
-static inline const Recipe *options_recipe(const Options *o) { return recipe_row(o->precision == PRECISION_FP8 ? o->fp8_recipe : RECIPE_BF16); }
+static inline const Recipe *options_recipe(const Options *o) {
+    return recipe_row(o->precision == PRECISION_FP8 ? o->fp8_recipe : RECIPE_BF16);
+}
 
-static inline bool option_is_fp8(const OptionRow *row) { return row->kind != OPTION_GROUP && strncmp(row->name, "fp8-", 4) == 0; }
+static inline bool option_is_fp8(const OptionRow *row) {
+    return row->kind != OPTION_GROUP && strncmp(row->name, "fp8-", 4) == 0;
+}
 
 // Without --precision fp8: the first option for it that was given a value that means something; NULL if none.
 static inline const OptionRow *options_stray_fp8(const Options *o) {
     const Options initial = options_default();
     for (const OptionRow *row = option_rows(); row->name; row++) {
         char now[4096], then[64];
-        if (!option_is_fp8(row) || (row->field == offsetof(Options, fp8_all_gather) && o->fp8_all_gather == OFF)) continue;
+        if (!option_is_fp8(row) || (row->field == offsetof(Options, fp8_all_gather) && o->fp8_all_gather == OFF))
+            continue;
         option_format(o, row, now, sizeof now);
         option_format(&initial, row, then, sizeof then);
         if (strcmp(now, then) != 0) return row;
@@ -434,58 +454,84 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
     int64_t length = o->sequence_length;
     while (o->batch_size * length % recipe->multiple) length++;
     if (length != o->sequence_length)
-        format_checked(message, capacity, "--precision fp8 (recipe %s) needs batch-size x sequence-length in multiples of %d (FP8 matrix products), not %lld x %lld; "
-                       "--sequence-length %lld would do", recipe->name, recipe->multiple, (long long)o->batch_size, (long long)o->sequence_length,
+        format_checked(message, capacity,
+                       "--precision fp8 (recipe %s) needs batch-size x sequence-length in multiples of %d (FP8 matrix "
+                       "products), not %lld x %lld; "
+                       "--sequence-length %lld would do",
+                       recipe->name, recipe->multiple, (long long)o->batch_size, (long long)o->sequence_length,
                        (long long)length);
     else if (o->fp8_all_gather == ON && !recipe_has_tensor_scales(recipe))
-        format_checked(message, capacity, "--fp8-all-gather on: recipe %s scales rows or blocks of the whole weight, so its weights travel in bf16; leave it at auto",
+        format_checked(message, capacity,
+                       "--fp8-all-gather on: recipe %s scales rows or blocks of the whole weight, so its weights "
+                       "travel in bf16; leave it at auto",
                        recipe->name);
     else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accumulation)
-        format_checked(message, capacity, "--fp8-fast-accum all: the products of recipe %s have no fast accumulation; leave it out", recipe->name);
+        format_checked(message, capacity,
+                       "--fp8-fast-accum all: the products of recipe %s have no fast accumulation; leave it out",
+                       recipe->name);
     else if (!recipe->delayed && o->fp8_amax_history != initial.fp8_amax_history)
-        format_checked(message, capacity, "--fp8-amax-history %lld is for --fp8-recipe delayed; recipe %s looks at present values alone",
+        format_checked(message, capacity,
+                       "--fp8-amax-history %lld is for --fp8-recipe delayed; recipe %s looks at present values alone",
                        (long long)o->fp8_amax_history, recipe->name);
     else if (!recipe->delayed && o->fp8_margin != initial.fp8_margin)
-        format_checked(message, capacity, "--fp8-margin %lld is for --fp8-recipe delayed; recipe %s knows the values it casts and needs none",
-                       (long long)o->fp8_margin, recipe->name);
+        format_checked(
+            message, capacity,
+            "--fp8-margin %lld is for --fp8-recipe delayed; recipe %s knows the values it casts and needs none",
+            (long long)o->fp8_margin, recipe->name);
     else if (filter_auto && o->fp8_emulate)
-        format_checked(message, capacity, "--fp8-filter auto keeps what is faster in FP8, and --fp8-emulate never is; name what stays bf16, or leave out one of the two");
+        format_checked(message, capacity,
+                       "--fp8-filter auto keeps what is faster in FP8, and --fp8-emulate never is; name what stays "
+                       "bf16, or leave out one of the two");
     else if (filter_auto && o->deterministic)
-        format_checked(message, capacity, "--fp8-filter auto goes by measured times, which differ from run to run, and --deterministic wants the same bits; "
+        format_checked(message, capacity,
+                       "--fp8-filter auto goes by measured times, which differ from run to run, and --deterministic "
+                       "wants the same bits; "
                        "name what stays bf16");
 }
 
-// Rules between options. Returns an empty string when they hold, else the reason and a fix (in `message`). Pure, for the tests.
+// Rules between options. Returns an empty string when they hold, else the reason and a fix (in `message`). Pure, for
+// the tests.
 static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
     message[0] = 0;
     const OptionRow *stray = o->precision == PRECISION_FP8 ? NULL : options_stray_fp8(o);
     if (o->warmup_steps > o->num_steps)
-        format_checked(message, capacity, "--warmup-steps %lld is more than --num-steps %lld", (long long)o->warmup_steps, (long long)o->num_steps);
+        format_checked(message, capacity, "--warmup-steps %lld is more than --num-steps %lld",
+                       (long long)o->warmup_steps, (long long)o->num_steps);
     else if (o->checkpoint_every && !*o->checkpoint_dir)
         format_checked(message, capacity, "--checkpoint-every needs --checkpoint-dir");
     else if (o->resume && !*o->checkpoint_dir)
         format_checked(message, capacity, "--resume needs --checkpoint-dir, the folder to continue from");
-    else if (o->val_every && !*o->val_data)
-        format_checked(message, capacity, "--val-every needs --val-data");
-    else if (o->precision == PRECISION_FP32 && (o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST || o->optimizer_state == STORAGE_BF16))
-        format_checked(message, capacity, "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and --optimizer-state at auto");
+    else if (o->val_every && !*o->val_data) format_checked(message, capacity, "--val-every needs --val-data");
+    else if (o->precision == PRECISION_FP32 &&
+             (o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST ||
+              o->optimizer_state == STORAGE_BF16))
+        format_checked(message, capacity,
+                       "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and "
+                       "--optimizer-state at auto");
     else if (o->precision == PRECISION_FP32 && o->grad_accum_dtype == STORAGE_BF16)
-        format_checked(message, capacity, "--precision fp32 adds up gradients in fp32; leave --grad-accum-dtype at auto");
+        format_checked(message, capacity,
+                       "--precision fp32 adds up gradients in fp32; leave --grad-accum-dtype at auto");
     else if (stray)
-        format_checked(message, capacity, "--%s is for --precision fp8, and this run is --precision %s; add --precision fp8 or leave --%s out", stray->name,
-                       o->precision == PRECISION_FP32 ? "fp32" : "bf16", stray->name);
+        format_checked(
+            message, capacity,
+            "--%s is for --precision fp8, and this run is --precision %s; add --precision fp8 or leave --%s out",
+            stray->name, o->precision == PRECISION_FP32 ? "fp32" : "bf16", stray->name);
     else if (o->sharding == SHARDING_HYBRID && !o->shard_size)
-        format_checked(message, capacity, "--sharding hybrid needs --shard-size, the ranks that share one copy of the model (for example those of one host)");
+        format_checked(message, capacity,
+                       "--sharding hybrid needs --shard-size, the ranks that share one copy of the model (for example "
+                       "those of one host)");
     else if (o->sharding != SHARDING_HYBRID && o->shard_size)
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
-    else if (o->copy_engines == ON && (o->sharding == SHARDING_NONE || (o->sharding == SHARDING_HYBRID && o->shard_size == 1)))
-        format_checked(message, capacity, "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered, and NCCL reduces the gradients; leave it at auto");
+    else if (o->copy_engines == ON &&
+             (o->sharding == SHARDING_NONE || (o->sharding == SHARDING_HYBRID && o->shard_size == 1)))
+        format_checked(message, capacity,
+                       "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered, "
+                       "and NCCL reduces the gradients; leave it at auto");
     else if (o->world_size && !o->dry_run)
         format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that mpirun -np starts");
     else if (o->json && !o->dry_run)
         format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
-    else if (o->precision == PRECISION_FP8)
-        options_fp8_conflict(o, message, capacity);
+    else if (o->precision == PRECISION_FP8) options_fp8_conflict(o, message, capacity);
     return message;
 }
 
@@ -526,7 +572,8 @@ static inline void options_resolve(Options *o) {
     if (o->precision == PRECISION_FP32) o->reduce_dtype = REDUCE_FP32;
     if (o->grad_accum_dtype == STORAGE_AUTO) o->grad_accum_dtype = options_sum_storage(o);
     if (o->fp8_all_gather == AUTO) o->fp8_all_gather = recipe_has_tensor_scales(options_recipe(o)) ? ON : OFF;
-    if (o->precision == PRECISION_FP8 && o->fp8_format == FP8_FORMAT_AUTO) o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
+    if (o->precision == PRECISION_FP8 && o->fp8_format == FP8_FORMAT_AUTO)
+        o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
 }
 
 // Bytes of a value in a storage of master weights or optimizer state, after options_resolve.

@@ -1,10 +1,11 @@
 // The one table of parameters. Initialization, memory, the optimizer, checkpoints and sharding all walk it.
 //
-// All parameters live in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes first, then one
-// unit of equal size per layer. A unit has segments, each padded to PARAMETER_ALIGNMENT elements: its vectors (norms, biases), then its matrices,
-// which alone may travel between ranks in FP8, then, in the root, an embedding that is not lm_head too: its gradient, of few rows, goes between ranks in
-// another way. Within a segment, table order is memory order; tensors that form one fused linear layer (q, k, v and gate, up) stand without a gap, so the
-// fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
+// All parameters live in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes
+// first, then one unit of equal size per layer. A unit has segments, each padded to PARAMETER_ALIGNMENT elements: its
+// vectors (norms, biases), then its matrices, which alone may travel between ranks in FP8, then, in the root, an
+// embedding that is not lm_head too: its gradient, of few rows, goes between ranks in another way. Within a segment,
+// table order is memory order; tensors that form one fused linear layer (q, k, v and gate, up) stand without a gap, so
+// the fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
 #ifndef LLMC_PARAMETERS_H
 #define LLMC_PARAMETERS_H
 
@@ -13,23 +14,26 @@
 #define PARAMETER_ALIGNMENT 128
 
 enum {
-    PARAM_DECAY = 1,      // weight decay applies (matrices; not norms and biases)
-    PARAM_FP8 = 2,        // weight of a linear layer that FP8 recipes quantize
-    PARAM_JOINED = 4,     // continues the tensor before it in its segment without a gap (fused linear layer)
-    PARAM_INIT_ONE = 8,   // starts at 1 (norms)
-    PARAM_INIT_ZERO = 16, // starts at 0 (biases); without either: normal with std = initializer_range
-    PARAM_LOOKUP = 32     // rows are looked up, and nothing else: an embedding that is not lm_head too
+    PARAM_DECAY = 1,       // weight decay applies (matrices; not norms and biases)
+    PARAM_FP8 = 2,         // weight of a linear layer that FP8 recipes quantize
+    PARAM_JOINED = 4,      // continues the tensor before it in its segment without a gap (fused linear layer)
+    PARAM_INIT_ONE = 8,    // starts at 1 (norms)
+    PARAM_INIT_ZERO = 16,  // starts at 0 (biases); without either: normal with std = initializer_range
+    PARAM_LOOKUP = 32      // rows are looked up, and nothing else: an embedding that is not lm_head too
 };
 
 // The segments of a unit, in memory order.
 enum { SEGMENT_VECTORS, SEGMENT_MATRICES, SEGMENT_EMBEDDING, NUM_SEGMENTS };
 
 //    field      Hugging Face name                      rows         cols  present       flags
+// clang-format off
 #define ROOT_PARAMETERS(X) \
     X(embedding, "model.embed_tokens.weight",           V,           C,    true,         PARAM_DECAY | (m->tie_word_embeddings ? 0 : PARAM_LOOKUP)) \
     X(lm_head,   "lm_head.weight",                      V,           C,    !m->tie_word_embeddings, PARAM_DECAY) \
     X(norm,      "model.norm.weight",                   C,           0,    true,         PARAM_INIT_ONE)
+// clang-format on
 
+// clang-format off
 #define LAYER_PARAMETERS(X) \
     X(norm1,     "input_layernorm.weight",              C,           0,    true,         PARAM_INIT_ONE) \
     X(wq,        "self_attn.q_proj.weight",             NH * HD,     C,    true,         PARAM_DECAY | PARAM_FP8) \
@@ -45,6 +49,7 @@ enum { SEGMENT_VECTORS, SEGMENT_MATRICES, SEGMENT_EMBEDDING, NUM_SEGMENTS };
     X(wgate,     "mlp.gate_proj.weight",                F,           C,    true,         PARAM_DECAY | PARAM_FP8) \
     X(wup,       "mlp.up_proj.weight",                  F,           C,    true,         PARAM_DECAY | PARAM_FP8 | PARAM_JOINED) \
     X(wdown,     "mlp.down_proj.weight",                C,           F,    true,         PARAM_DECAY | PARAM_FP8)
+// clang-format on
 
 // Element offsets into the flat array; -1 where the model has no such tensor.
 typedef struct {
@@ -69,13 +74,13 @@ typedef struct {
 } Parameter;
 
 typedef struct {
-    Parameter *entries;               // in the order of the tables above, unit by unit: initial values are keyed by it
+    Parameter *entries;  // in the order of the tables above, unit by unit: initial values are keyed by it
     int64_t count;
-    int64_t num_parameters;           // without padding; a tied lm_head counts once
+    int64_t num_parameters;  // without padding; a tied lm_head counts once
     int64_t num_layers;
     int64_t root_segments[NUM_SEGMENTS], layer_segments[NUM_SEGMENTS];  // elements of each, padding included
-    int64_t root_size, layer_size;    // elements of a unit: the sum of its segments
-    int64_t total;                    // root_size + L * layer_size
+    int64_t root_size, layer_size;                                      // elements of a unit: the sum of its segments
+    int64_t total;                                                      // root_size + L * layer_size
     RootOffsets root;
     LayerOffsets layer;
 } ParameterTable;
@@ -95,7 +100,9 @@ static inline const int64_t *segment_sizes(const ParameterTable *t, int64_t l) {
     return l == ROOT ? t->root_segments : t->layer_segments;
 }
 
-static inline int parameter_segment(const Parameter *p) { return !p->cols ? SEGMENT_VECTORS : p->flags & PARAM_LOOKUP ? SEGMENT_EMBEDDING : SEGMENT_MATRICES; }
+static inline int parameter_segment(const Parameter *p) {
+    return !p->cols ? SEGMENT_VECTORS : p->flags & PARAM_LOOKUP ? SEGMENT_EMBEDDING : SEGMENT_MATRICES;
+}
 
 // Where in its unit a segment begins; NUM_SEGMENTS: the unit's size. `sizes`: of the unit's segments.
 static inline int64_t segment_begin(const int64_t sizes[NUM_SEGMENTS], int segment) {
@@ -104,9 +111,10 @@ static inline int64_t segment_begin(const int64_t sizes[NUM_SEGMENTS], int segme
     return begin;
 }
 
-// Appends one tensor to its segment, which has ends[segment] elements so far. Its offset is counted from the segment's start: parameter_place completes it.
-static inline void parameter_add(ParameterTable *t, const char *prefix, const char *name, int64_t rows, int64_t cols, int64_t layer, unsigned flags,
-                                 int64_t ends[NUM_SEGMENTS]) {
+// Appends one tensor to its segment, which has ends[segment] elements so far. Its offset is counted from the segment's
+// start: parameter_place completes it.
+static inline void parameter_add(ParameterTable *t, const char *prefix, const char *name, int64_t rows, int64_t cols,
+                                 int64_t layer, unsigned flags, int64_t ends[NUM_SEGMENTS]) {
     t->entries = (Parameter *)xrealloc(t->entries, (size_t)(t->count + 1) * sizeof *t->entries);
     Parameter *p = &t->entries[t->count++];
     memset(p, 0, sizeof *p);
@@ -119,14 +127,19 @@ static inline void parameter_add(ParameterTable *t, const char *prefix, const ch
     t->num_parameters += parameter_elements(p);
 }
 
-// The unit that begins at element `begin` has the entries from `first` on, whose segments end at `ends`: sets their offsets and the segments' sizes.
-static inline void parameter_place(ParameterTable *t, int64_t first, int64_t begin, const int64_t ends[NUM_SEGMENTS], int64_t segments[NUM_SEGMENTS]) {
+// The unit that begins at element `begin` has the entries from `first` on, whose segments end at `ends`: sets their
+// offsets and the segments' sizes.
+static inline void parameter_place(ParameterTable *t, int64_t first, int64_t begin, const int64_t ends[NUM_SEGMENTS],
+                                   int64_t segments[NUM_SEGMENTS]) {
     for (int k = 0; k < NUM_SEGMENTS; k++) segments[k] = round_up(ends[k], PARAMETER_ALIGNMENT);
-    for (int64_t i = first; i < t->count; i++) t->entries[i].offset += begin + segment_begin(segments, parameter_segment(&t->entries[i]));
+    for (int64_t i = first; i < t->count; i++)
+        t->entries[i].offset += begin + segment_begin(segments, parameter_segment(&t->entries[i]));
 }
 
 // The offset in its unit of the entry after *next, if the model has it, else -1: walks the entries in table order.
-static inline int64_t parameter_next(const ParameterTable *t, bool present, int64_t begin, int64_t *next) { return present ? t->entries[(*next)++].offset - begin : -1; }
+static inline int64_t parameter_next(const ParameterTable *t, bool present, int64_t begin, int64_t *next) {
+    return present ? t->entries[(*next)++].offset - begin : -1;
+}
 
 static inline void parameter_table_root(ParameterTable *t, const ModelConfig *m) {
     const int64_t V = m->vocab_size, C = m->hidden_size;
@@ -143,7 +156,8 @@ static inline void parameter_table_root(ParameterTable *t, const ModelConfig *m)
 }
 
 static inline void parameter_table_layer(ParameterTable *t, const ModelConfig *m, int64_t l) {
-    const int64_t C = m->hidden_size, F = m->intermediate_size, NH = m->num_heads, NKV = m->num_kv_heads, HD = m->head_dim;
+    const int64_t C = m->hidden_size, F = m->intermediate_size, NH = m->num_heads, NKV = m->num_kv_heads,
+                  HD = m->head_dim;
     const int64_t begin = layer_offset(t, l), first = t->count;
     int64_t ends[NUM_SEGMENTS] = {0}, next = first;
     char prefix[32];
@@ -183,9 +197,12 @@ static inline const Parameter *parameter_find(const ParameterTable *t, const cha
 }
 
 // The segment of the root that the embedding is in.
-static inline int embedding_segment(const ParameterTable *t) { return t->root_segments[SEGMENT_EMBEDDING] ? SEGMENT_EMBEDDING : SEGMENT_MATRICES; }
+static inline int embedding_segment(const ParameterTable *t) {
+    return t->root_segments[SEGMENT_EMBEDDING] ? SEGMENT_EMBEDDING : SEGMENT_MATRICES;
+}
 
-// Parameters that take part in a matrix product for every token: all matrices but the embedding look-up; a tied lm_head counts.
+// Parameters that take part in a matrix product for every token: all matrices but the embedding look-up; a tied lm_head
+// counts.
 static inline int64_t matmul_parameters(const ParameterTable *t, const ModelConfig *m) {
     int64_t n = m->vocab_size * m->hidden_size;
     for (int64_t i = 0; i < t->count; i++)

@@ -12,14 +12,14 @@ typedef struct {
 } LinearShape;
 
 typedef struct {
-    const Recipe *recipe;    // of the FP8 layers
+    const Recipe *recipe;  // of the FP8 layers
     Fp8Format dy_format;
     int64_t num_layers;
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
     bool any_bf16, any_fp8;  // of the linear layers
     bool emulated;           // FP8 operands, but products of bf16
     bool filter_open;        // --fp8-filter auto, not yet decided
-    int fast_accum;          // products that may be summed with fewer bits: FAST_ACCUM_...; none where they are emulated
+    int fast_accum;  // products that may be summed with fewer bits: FAST_ACCUM_...; none where they are emulated
     LinearShape linear[NUM_LINEARS], lm_head;
 } Precision;
 
@@ -27,20 +27,23 @@ typedef struct {
 static inline bool precision_is_fp8(const Precision *p) { return p->recipe != recipe_row(RECIPE_BF16); }
 
 // Whether a recipe's products take its sizes.
-static inline bool linear_fits(const LinearShape *s, const Recipe *r) { return s->N % r->multiple == 0 && s->K % r->multiple == 0; }
+static inline bool linear_fits(const LinearShape *s, const Recipe *r) {
+    return s->N % r->multiple == 0 && s->K % r->multiple == 0;
+}
 
 // LINEAR_OF_field is the number of FP8 weights that the table of parameters has before a field. A fused weight counts
 // once: PARAM_JOINED continues it. AdamW counts its amax slots in this way, and they are LinearIds.
 enum {
 #define X(field, name, rows, cols, present, flags) \
-    LINEAR_OF_##field, LINEARS_UNTIL_##field = LINEAR_OF_##field - (((flags) & (PARAM_FP8 | PARAM_JOINED)) != PARAM_FP8),
+    LINEAR_OF_##field,                             \
+        LINEARS_UNTIL_##field = LINEAR_OF_##field - (((flags) & (PARAM_FP8 | PARAM_JOINED)) != PARAM_FP8),
     LAYER_PARAMETERS(X)
 #undef X
-    LINEARS_OF_LAYER
+        LINEARS_OF_LAYER
 };
 static_assert((int)LINEARS_OF_LAYER == (int)NUM_LINEARS, "parameters.h has as many FP8 weights a layer as LinearId");
 static_assert((int)LINEAR_OF_wq == (int)QKV_PROJ && (int)LINEAR_OF_wo == (int)OUT_PROJ &&
-              (int)LINEAR_OF_wgate == (int)GATE_UP_PROJ && (int)LINEAR_OF_wdown == (int)DOWN_PROJ,
+                  (int)LINEAR_OF_wgate == (int)GATE_UP_PROJ && (int)LINEAR_OF_wdown == (int)DOWN_PROJ,
               "FP8 weights stand in the order of LinearId in parameters.h");
 
 static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig *m, const ParameterTable *t) {
@@ -54,7 +57,8 @@ static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig
     out[QKV_PROJ] = qkv, out[OUT_PROJ] = attn_out, out[GATE_UP_PROJ] = gate_up, out[DOWN_PROJ] = down;
 }
 
-// Marks what one word of the filter keeps in bf16. False if it is no such word; dies if it names layers that are not there.
+// Marks what one word of the filter keeps in bf16. False if it is no such word; dies if it names layers that are not
+// there.
 static inline bool filter_word(Precision *p, const char *word) {
     const int64_t L = p->num_layers;
     int64_t first = 0, last = L - 1;
@@ -92,12 +96,15 @@ static inline bool filter_word(Precision *p, const char *word) {
 static inline void filter_apply(Precision *p, const char *filter) {
     const char *const between = ", ";
     char word[64];
-    for (const char *at = filter + strspn(filter, between); *at; at += strcspn(at, between), at += strspn(at, between)) {
+    for (const char *at = filter + strspn(filter, between); *at;
+         at += strcspn(at, between), at += strspn(at, between)) {
         format_checked(word, sizeof word, "%.*s", (int)min_i64(60, (int64_t)strcspn(at, between)), at);
         if (!filter_word(p, word))
-            die_with(EXIT_USAGE, "--fp8-filter: \"%s\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k "
+            die_with(EXIT_USAGE,
+                     "--fp8-filter: \"%s\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k "
                      "and v are one product), attn_out, gate_up (one product), down, lm_head (always bf16); auto "
-                     "stands alone", word);
+                     "stands alone",
+                     word);
     }
 }
 
@@ -131,7 +138,9 @@ static inline void precision_free(Precision *p) {
 }
 
 // What linear layer `id` of layer l runs in.
-static inline const Recipe *precision_of(const Precision *p, int64_t l, int id) { return p->keeps_bf16[l * NUM_LINEARS + id] ? recipe_row(RECIPE_BF16) : p->recipe; }
+static inline const Recipe *precision_of(const Precision *p, int64_t l, int id) {
+    return p->keeps_bf16[l * NUM_LINEARS + id] ? recipe_row(RECIPE_BF16) : p->recipe;
+}
 
 // Columns of a tensor of linear layer `id`: x [R, K], dy [R, N], w [N, K].
 static inline int64_t precision_columns(const Precision *p, TensorRole tensor, int id) {
@@ -147,7 +156,9 @@ static inline int64_t precision_fp8_gemms(const Precision *p) {
     return n;
 }
 
-static inline Fp8Format precision_format(const Precision *p, TensorRole tensor) { return tensor == TENSOR_DY ? p->dy_format : FP8_E4M3; }
+static inline Fp8Format precision_format(const Precision *p, TensorRole tensor) {
+    return tensor == TENSOR_DY ? p->dy_format : FP8_E4M3;
+}
 
 // Whether all linear layers of layer l are FP8, so that its weights can travel as bytes.
 static inline bool precision_layer_is_fp8(const Precision *p, int64_t l) {
@@ -172,27 +183,33 @@ typedef struct {
 
 static inline GemmSizes precision_sizes(const LinearShape *s, GemmKind gemm, int64_t R) {
     const GemmSizes sizes = {gemm == GEMM_WGRAD ? s->N : R, gemm == GEMM_FPROP ? s->N : s->K,
-                             gemm == GEMM_FPROP ? s->K : gemm == GEMM_DGRAD ? s->N : R};
+                             gemm == GEMM_FPROP   ? s->K
+                             : gemm == GEMM_DGRAD ? s->N
+                                                  : R};
     return sizes;
 }
 
 // One product: sizes, operands with their scales, how it is summed. `note`: which layers.
-static inline void precision_print_product(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm, int64_t R, const char *plain,
-                                           const char *note) {
+static inline void precision_print_product(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm,
+                                           int64_t R, const char *plain, const char *note) {
     char operand[2][32];
     for (int i = 0; i < 2; i++) {
         const ScaleGranularity g = r->granularity[gemm][i];
         if (g == NO_SCALE) format_checked(operand[i], sizeof operand[i], "%s", plain);
-        else format_checked(operand[i], sizeof operand[i], "%s %s", precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_traits(g)->name);
+        else
+            format_checked(operand[i], sizeof operand[i], "%s %s",
+                           precision_format(p, gemm_tensor(gemm, i)) == FP8_E4M3 ? "e4m3" : "e5m2",
+                           granularity_traits(g)->name);
     }
     const GemmSizes sizes = precision_sizes(s, gemm, R);
     const bool fast = precision_fast_sums(p, r, gemm);
-    printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm),
-           (long long)sizes.rows, (long long)sizes.columns, (long long)sizes.depth, operand[1],
-           fast || *note ? 14 : 0, operand[0], fast ? "fast sums" : "", fast && *note ? "  " : "", note);
+    printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm), (long long)sizes.rows,
+           (long long)sizes.columns, (long long)sizes.depth, operand[1], fast || *note ? 14 : 0, operand[0],
+           fast ? "fast sums" : "", fast && *note ? "  " : "", note);
 }
 
-// The layers in which linear layer `id` is FP8 (or is not), as "0,2-5", cut short by "..." where that is long; returns how many.
+// The layers in which linear layer `id` is FP8 (or is not), as "0,2-5", cut short by "..." where that is long; returns
+// how many.
 static inline int64_t precision_layers(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
     int64_t layers = 0;
     out[0] = 0;
@@ -200,14 +217,17 @@ static inline int64_t precision_layers(const Precision *p, int id, bool fp8, cha
         if (p->keeps_bf16[l * NUM_LINEARS + id] == fp8) continue;
         for (first = l; l + 1 < p->num_layers && p->keeps_bf16[(l + 1) * NUM_LINEARS + id] != fp8;) l++;
         const size_t n = strlen(out);
-        if (n < 60) format_checked(out + n, capacity - n, first == l ? "%s%lld" : "%s%lld-%lld", layers ? "," : "", (long long)first, (long long)l);
+        if (n < 60)
+            format_checked(out + n, capacity - n, first == l ? "%s%lld" : "%s%lld-%lld", layers ? "," : "",
+                           (long long)first, (long long)l);
         else if (out[n - 1] != '.') format_checked(out + n, capacity - n, ",...");
         layers += l + 1 - first;
     }
     return layers;
 }
 
-// Where linear layer `id` is not the same in all layers, which ones the row is for; where it is bf16 for its size, that.
+// Where linear layer `id` is not the same in all layers, which ones the row is for; where it is bf16 for its size,
+// that.
 static inline bool precision_note(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
     const LinearShape *s = &p->linear[id];
     char list[128];
@@ -215,26 +235,34 @@ static inline bool precision_note(const Precision *p, int id, bool fp8, char *ou
     out[0] = 0;
     if (layers < p->num_layers) format_checked(out, capacity, "layers %s", list);
     else if (precision_is_fp8(p) && !fp8 && !linear_fits(s, p->recipe))
-        format_checked(out, capacity, "[%lld, %lld] are no multiples of %d", (long long)s->N, (long long)s->K, p->recipe->multiple);
+        format_checked(out, capacity, "[%lld, %lld] are no multiples of %d", (long long)s->N, (long long)s->K,
+                       p->recipe->multiple);
     return layers > 0;
 }
 
 // All products of a step: of R rows, and lm_head's of head_rows. `plain`: what products that are not FP8 run in.
 static inline void precision_print(const Precision *p, int64_t R, int64_t head_rows, const char *plain) {
     printf("\nmatrix products (fp32 accumulation, %s results)", plain);
-    if (p->any_fp8) printf("; recipe %s%s: a scale for each %s", p->recipe->name, p->emulated ? ", emulated by products of bf16" : "", p->recipe->scales);
-    printf("\n  %-9s %-6s %8s %8s %8s  operands and what shares a scale\n", "linear", "pass", "rows", "columns", "depth");
+    if (p->any_fp8)
+        printf("; recipe %s%s: a scale for each %s", p->recipe->name,
+               p->emulated ? ", emulated by products of bf16" : "", p->recipe->scales);
+    printf("\n  %-9s %-6s %8s %8s %8s  operands and what shares a scale\n", "linear", "pass", "rows", "columns",
+           "depth");
     for (int id = 0; id < NUM_LINEARS; id++)
         for (int fp8 = 1; fp8 >= 0; fp8--) {
             char note[160];
             if (!precision_note(p, id, fp8 == 1, note, sizeof note)) continue;
             for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
-                precision_print_product(p, &p->linear[id], fp8 ? p->recipe : recipe_row(RECIPE_BF16), (GemmKind)gemm, R, plain, note);
+                precision_print_product(p, &p->linear[id], fp8 ? p->recipe : recipe_row(RECIPE_BF16), (GemmKind)gemm, R,
+                                        plain, note);
         }
-    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) precision_print_product(p, &p->lm_head, recipe_row(RECIPE_BF16), (GemmKind)gemm, head_rows, plain, "");
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
+        precision_print_product(p, &p->lm_head, recipe_row(RECIPE_BF16), (GemmKind)gemm, head_rows, plain, "");
     if (precision_is_fp8(p) && !p->any_fp8)
-        printf("  no product runs in FP8: all linear layers are filtered out, or their sizes are no multiples of %d\n", p->recipe->multiple);
-    if (p->filter_open) printf("  --fp8-filter auto is decided by times taken when the run starts; above is the table without it\n");
+        printf("  no product runs in FP8: all linear layers are filtered out, or their sizes are no multiples of %d\n",
+               p->recipe->multiple);
+    if (p->filter_open)
+        printf("  --fp8-filter auto is decided by times taken when the run starts; above is the table without it\n");
 }
 
 #endif

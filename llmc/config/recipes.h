@@ -32,6 +32,7 @@ typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 //                 "cublasLtMatmul", FP8 scaling modes)
 #define WHOLE 0
 #define UNLIMITED INT32_MAX
+// clang-format off
 #define SCALE_GRANULARITIES(X)                                                                                        \
     /*id                     name       rows   cols   pad     scales amaxes same   mode            GPUs            */ \
     X(NO_SCALE,              "",        WHOLE, WHOLE, 1,   1, NONE,  NONE,  false, SCALAR_32F,     0,   UNLIMITED)    \
@@ -41,6 +42,7 @@ typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
     X(BLOCK_1X128,           "1x128",   1,     128,   1,   1, FP32,  NONE,  false, VEC128_32F,     90,  99)           \
     X(BLOCK_128X128,         "128x128", 128,   128,   1,   4, FP32,  NONE,  true,  BLK128x128_32F, 90,  99)           \
     X(BLOCK_1X32,            "1x32",    1,     32,    128, 4, E8M0,  NONE,  false, VEC32_UE8M0,    100, UNLIMITED)
+// clang-format on
 
 #define GRANULARITY_ID(id, ...) id,
 typedef enum { SCALE_GRANULARITIES(GRANULARITY_ID) NUM_GRANULARITIES } ScaleGranularity;
@@ -78,8 +80,10 @@ typedef enum { TENSOR_W, TENSOR_X, TENSOR_DY, NUM_TENSORS } TensorRole;
 typedef enum { COPY_ROW, COPY_COL } CopyKind;
 
 // The choices of --fp8-recipe; recipe_row() has a row for each, in this order.
-#define RECIPES(X)                                                                                               \
-    X(RECIPE_TENSORWISE, "tensorwise") X(RECIPE_DELAYED, "delayed") X(RECIPE_ROWWISE, "rowwise")                 \
+#define RECIPES(X)                     \
+    X(RECIPE_TENSORWISE, "tensorwise") \
+    X(RECIPE_DELAYED, "delayed")       \
+    X(RECIPE_ROWWISE, "rowwise")       \
     X(RECIPE_ROWWISE_GW_HP, "rowwise_with_gw_hp") X(RECIPE_BLOCKWISE, "blockwise") X(RECIPE_MXFP8, "mxfp8")
 #define RECIPE_ID(id, name) id,
 enum { RECIPES(RECIPE_ID) NUM_RECIPES, RECIPE_BF16 = NUM_RECIPES };
@@ -88,12 +92,12 @@ enum { RECIPES(RECIPE_ID) NUM_RECIPES, RECIPE_BF16 = NUM_RECIPES };
 typedef struct {
     const char *name;
     ScaleGranularity granularity[NUM_GEMMS][2];  // cuBLASLt's A and B: fprop w, x; dgrad w, dy; wgrad x, dy
-    Fp8Format dy_format;        // unless --fp8-format says otherwise; x and w are E4M3
+    Fp8Format dy_format;                         // unless --fp8-format says otherwise; x and w are E4M3
     ScaleRule rule;
-    bool delayed;               // scales from earlier amaxes
-    bool fast_accumulation;     // the matrix units can sum with fewer bits (--fp8-fast-accum)
-    int multiple;               // sizes that the products need multiples of
-    const char *scales;         // for people
+    bool delayed;            // scales from earlier amaxes
+    bool fast_accumulation;  // the matrix units can sum with fewer bits (--fp8-fast-accum)
+    int multiple;            // sizes that the products need multiples of
+    const char *scales;      // for people
 } Recipe;
 
 // Where sources are silent or disagree, these choices are made:
@@ -106,7 +110,7 @@ typedef struct {
 //                count. torchao's prototype has neither.
 //   mxfp8        Transformer Engine and torchao: E8M0 rounded up (RCEIL). A NaN makes its block NaN (torchao).
 static inline const Recipe *recipe_row(int index) {
-    static const Recipe rows[] = {
+    static const Recipe rows[] = {// clang-format off
         // name, granularities of fprop w, x; dgrad w, dy; wgrad x, dy
         // dy, rule, delayed, fast_accumulation, multiple, scales
         {"tensorwise", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
@@ -123,6 +127,7 @@ static inline const Recipe *recipe_row(int index) {
          FP8_E4M3, SCALE_MX, false, false, 32, "1x32, E8M0"},
         {"bf16", {{NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}},
          FP8_E4M3, SCALE_TORCHAO, false, false, 8, "none"}};
+    // clang-format on
     static_assert(sizeof rows / sizeof rows[0] == RECIPE_BF16 + 1, "one row for each RECIPE_");
     return &rows[index];
 }
@@ -177,7 +182,7 @@ HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, i
     return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear;
 }
 static_assert(TENSOR_W == 0 && TENSOR_X == 1 && TENSOR_DY == 2 && NUM_TENSORS == 3 && QKV_PROJ == 0 && OUT_PROJ == 1 &&
-              GATE_UP_PROJ == 2 && DOWN_PROJ == 3 && NUM_LINEARS == 4,
+                  GATE_UP_PROJ == 2 && DOWN_PROJ == 3 && NUM_LINEARS == 4,
               "checkpoints hold histories and scales in this order");
 enum { TENSORS_PER_LAYER = NUM_TENSORS * NUM_LINEARS };
 static inline int64_t tensor_count(int64_t layers) { return layers * TENSORS_PER_LAYER; }

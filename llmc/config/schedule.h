@@ -4,8 +4,9 @@
 
 #include "options.h"
 
-// Learning rate of optimizer step `step`, counted from 0. Linear warm-up reaches --learning-rate at its last step. After it, cosine and linear
-// fall to 0 at --num-steps (which is after the last step, so no step is wasted on 0); wsd stays constant and falls linearly over the last fifth of the run.
+// Learning rate of optimizer step `step`, counted from 0. Linear warm-up reaches --learning-rate at its last step.
+// After it, cosine and linear fall to 0 at --num-steps (which is after the last step, so no step is wasted on 0); wsd
+// stays constant and falls linearly over the last fifth of the run.
 static inline double schedule_learning_rate(const Options *o, int64_t step) {
     const double pi = 3.14159265358979323846;
     if (step < o->warmup_steps) return o->learning_rate * (double)(step + 1) / (double)o->warmup_steps;
@@ -20,14 +21,16 @@ static inline double schedule_learning_rate(const Options *o, int64_t step) {
 // Whether what comes every `every` steps (0: never) comes after `steps_done` of them.
 static inline bool is_due(int64_t every, int64_t steps_done) { return every && steps_done % every == 0; }
 
-// What comes between two steps. All of it that is asked for comes after the last step too, but the audit, which looks at a step's casts while it runs.
+// What comes between two steps. All of it that is asked for comes after the last step too, but the audit, which looks
+// at a step's casts while it runs.
 typedef struct {
     bool last, audit, validate, sample, save;
 } Due;
 
 static inline Due schedule_due(const Options *o, int64_t steps_done) {
     const bool last = steps_done == o->num_steps;
-    const Due d = {last, is_due(o->fp8_audit, steps_done), *o->val_data && (last || is_due(o->val_every, steps_done)), o->sample_every && (last || is_due(o->sample_every, steps_done)),
+    const Due d = {last, is_due(o->fp8_audit, steps_done), *o->val_data && (last || is_due(o->val_every, steps_done)),
+                   o->sample_every && (last || is_due(o->sample_every, steps_done)),
                    *o->checkpoint_dir && (last || is_due(o->checkpoint_every, steps_done))};
     return d;
 }

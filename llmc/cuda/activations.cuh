@@ -37,19 +37,19 @@ typedef struct {
 } OutputGradients;
 
 typedef struct {
-    LayerActs *layer;            // [L]
-    bool rotated_is_shared;      // with QK-norm: all layers' `rotated` is one buffer, which backward fills again
-    bf16 *branch;                // [R, C] output of attention or MLP before it joins the residual stream
-    bf16 *x_final, *y_final;     // [R, C] residual stream after the last layer, and its RMSNorm
-    float *rstd_final;           // [R]
-    bf16 *logits;                // [chunk, V], overwritten by their gradient
-    float *losses;               // [R]
-    float *rope_table;           // [T, HD] cos, sin
-    bf16 *dx;                    // [R, C] gradient of the residual stream
-    bf16 *dbranch, *dh, *datt;   // [R, C], [R, F], [R, ATT] gradients inside the current layer
-    OutputGradients dy;          // data and own scales alone: which layer's they are changes
+    LayerActs *layer;           // [L]
+    bool rotated_is_shared;     // with QK-norm: all layers' `rotated` is one buffer, which backward fills again
+    bf16 *branch;               // [R, C] output of attention or MLP before it joins the residual stream
+    bf16 *x_final, *y_final;    // [R, C] residual stream after the last layer, and its RMSNorm
+    float *rstd_final;          // [R]
+    bf16 *logits;               // [chunk, V], overwritten by their gradient
+    float *losses;              // [R]
+    float *rope_table;          // [T, HD] cos, sin
+    bf16 *dx;                   // [R, C] gradient of the residual stream
+    bf16 *dbranch, *dh, *datt;  // [R, C], [R, F], [R, ATT] gradients inside the current layer
+    OutputGradients dy;         // data and own scales alone: which layer's they are changes
     void *attention_workspace, *norm_workspace;
-    void *reduce_workspace;      // of the sums over rows: gradients of QK-norm and of biases
+    void *reduce_workspace;  // of the sums over rows: gradients of QK-norm and of biases
 } Activations;
 
 // A buffer of another module that lies among the activations: `place` takes it from the arena.
@@ -63,13 +63,13 @@ typedef struct {
     const Dims *dims;
     const TensorScales *scales;
     bool recompute_layer, qk_norm;
-    int64_t chunk;                         // rows of logits at a time
-    ArenaRange layer_gradients;            // weight gradients of the layers: activations lie there before. Empty: not
-    ArenaRange embedding_gradient;         // the same of the embedding, which is written last
-    int64_t layer_gradient_bytes;          // of one layer
+    int64_t chunk;                  // rows of logits at a time
+    ArenaRange layer_gradients;     // weight gradients of the layers: activations lie there before. Empty: not
+    ArenaRange embedding_gradient;  // the same of the embedding, which is written last
+    int64_t layer_gradient_bytes;   // of one layer
     bool has_logits;  // the logits lie at `logits` (NULL on an arena without memory); else they get a place here
     bf16 *logits;
-    ArenaGuest fp8_weights;                // of one layer at a time; place NULL: they are elsewhere
+    ArenaGuest fp8_weights;                    // of one layer at a time; place NULL: they are elsewhere
     ArenaGuest root_gradient, layer_gradient;  // gradients before they join their sums; place NULL: elsewhere or none
 } ActivationsLayout;
 
@@ -174,10 +174,10 @@ static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerA
 
 // Activations that one layer at a time needs, placed once for all layers.
 typedef struct {
-    QTensor row;        // rowwise data of any linear layer's input
+    QTensor row;  // rowwise data of any linear layer's input
     QTensor h;
-    bf16 *rotated;      // with QK-norm
-    LayerActs layer;    // with --recompute layer: what all layers share
+    bf16 *rotated;    // with QK-norm
+    LayerActs layer;  // with --recompute layer: what all layers share
 } OneLayer;
 
 // Places what backward reads of layer l.

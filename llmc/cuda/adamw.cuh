@@ -1,11 +1,11 @@
 // AdamW on the GPU: gradient norm, clipping, the check for non-finite gradients, and the update of a rank's shard.
 //
-// The arithmetic of an element, its rounding bits and the clip factor are adamw_math.h's, shared with the CPU: same input, same bits.
-// Norm, clip factor and the gate stay in device memory (AdamwControl): nothing waits for the host.
+// The arithmetic of an element, its rounding bits and the clip factor are adamw_math.h's, shared with the CPU: same
+// input, same bits. Norm, clip factor and the gate stay in device memory (AdamwControl): nothing waits for the host.
 //
-// The norm comes first where the update hangs on it: gradients are clipped, or a step whose norm is not finite leaves weights and moments untouched.
-// Else the update takes the squares of the gradients on its way, as it takes the amax that tensorwise FP8 needs of each new weight: no gradient is
-// read twice.
+// The norm comes first where the update hangs on it: gradients are clipped, or a step whose norm is not finite leaves
+// weights and moments untouched. Else the update takes the squares of the gradients on its way, as it takes the amax
+// that tensorwise FP8 needs of each new weight: no gradient is read twice.
 //
 // Bytes an element: norm by itself 2. Update with bf16 weights and moments 8 read + 6 written; fp32 masters add 6, fp32
 // moments 8. fp32 gradients add 2 to both.
@@ -16,13 +16,14 @@
 #include "cuda_utils.cuh"
 #include "../config/shard_plan.h"
 
-// What a step's gradient norm is, and what follows from it. In device memory: adamw_norm writes it, updates may obey it, the host may copy it.
+// What a step's gradient norm is, and what follows from it. In device memory: adamw_norm writes it, updates may obey
+// it, the host may copy it.
 typedef struct {
     float gradient_factor;  // clipping
     float gradient_norm;    // before clipping
     // 1: the norm is not finite or too large (adamw_accepts), and an update that obeys changes nothing
     uint32_t nonfinite;
-    uint32_t largest;       // if so, of the rank's gradients: the largest magnitude (adamw_magnitude), and
+    uint32_t largest;             // if so, of the rank's gradients: the largest magnitude (adamw_magnitude), and
     unsigned long long position;  // in backward order of the first large one (adamw_large); ADAMW_NONE in other steps
 } AdamwControl;
 
@@ -35,7 +36,8 @@ typedef struct {
 } AdamwGradients;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Gradient norm. A fixed number of blocks, each with its fixed part of the array: the same bits on every GPU and in every run.
+// Gradient norm. A fixed number of blocks, each with its fixed part of the array: the same bits on every GPU and in
+// every run.
 
 enum { ADAMW_NORM_BLOCKS = 1056, ADAMW_NORM_THREADS = 512, ADAMW_NORM_VECTORS = 4 };
 
@@ -66,7 +68,8 @@ __device__ static inline void adamw_gradients_unpack(float out[8], AdamwFp32x8 v
     out[4] = v.second.x, out[5] = v.second.y, out[6] = v.second.z, out[7] = v.second.w;
 }
 
-// partials[block] = sum of squares of the block's part. fp32 within 32 elements, double beyond. A gradient above 1.8e19 overflows to an infinite norm.
+// partials[block] = sum of squares of the block's part. fp32 within 32 elements, double beyond. A gradient above 1.8e19
+// overflows to an infinite norm.
 template <class Gradient>
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
     adamw_squares_kernel(double *partials, const Gradient *gradients, int64_t n) {
@@ -95,15 +98,18 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
 }
 
 // sums[block] = sum of the block's part of values [n].
-static __global__ void __launch_bounds__(ADAMW_NORM_THREADS) adamw_sum_kernel(double *sums, const double *values, int64_t n) {
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
+    adamw_sum_kernel(double *sums, const double *values, int64_t n) {
     grid_dependency_wait();
     double sum = 0;
-    for (int64_t i = blockIdx.x * ADAMW_NORM_THREADS + threadIdx.x; i < n; i += gridDim.x * ADAMW_NORM_THREADS) sum += values[i];
+    for (int64_t i = blockIdx.x * ADAMW_NORM_THREADS + threadIdx.x; i < n; i += gridDim.x * ADAMW_NORM_THREADS)
+        sum += values[i];
     sum = adamw_block_sum<ADAMW_NORM_THREADS>(sum);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-static __global__ void adamw_norm_kernel(AdamwControl *control, const double *squares, int64_t copies, float grad_clip) {
+static __global__ void adamw_norm_kernel(AdamwControl *control, const double *squares, int64_t copies,
+                                         float grad_clip) {
     grid_dependency_wait();
     const double norm = sqrt(*squares / (double)copies);
     control->gradient_norm = (float)norm;
@@ -131,13 +137,15 @@ static __global__ void adamw_find_large_kernel(AdamwControl *control, const Grad
     if (!control->nonfinite) return;
     const uint32_t large = adamw_large(control->largest);
     unsigned long long first = ADAMW_NONE;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < order.total; i += gridDim.x * (int64_t)blockDim.x)
-        if (adamw_magnitude((float)gradients[i]) >= large) first = min(first, (unsigned long long)backward_position(order, i));
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < order.total;
+         i += gridDim.x * (int64_t)blockDim.x)
+        if (adamw_magnitude((float)gradients[i]) >= large)
+            first = min(first, (unsigned long long)backward_position(order, i));
     if (first != ADAMW_NONE) atomicMin(&control->position, first);
 }
 
-// *squares (device) = sum of squares of gradients [n] (n a multiple of 8). Sharded gradients: the caller adds up those of all ranks.
-// workspace: adamw_workspace_bytes. Returns the bytes that it moves.
+// *squares (device) = sum of squares of gradients [n] (n a multiple of 8). Sharded gradients: the caller adds up those
+// of all ranks. workspace: adamw_workspace_bytes. Returns the bytes that it moves.
 static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, int64_t n, double *workspace,
                                     cudaStream_t stream) {
     if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
@@ -176,9 +184,10 @@ static inline void adamw_norm(AdamwControl *control, const double *squares, int6
 // A rank's flat shard arrays, all of the shard plan's `total` elements.
 typedef struct {
     bf16 *weights;
-    float *master;             // fp32 weights, of which `weights` is the rounded copy; NULL: `weights` are all there is, stochastically rounded
+    float *master;  // fp32 weights, of which `weights` is the rounded copy; NULL: `weights` are all there is,
+                    // stochastically rounded
     void *exp_avg, *exp_avg_sq;
-    bool fp32_moments;         // else bf16, stochastically rounded
+    bool fp32_moments;  // else bf16, stochastically rounded
     AdamwGradients gradients;
 } AdamwArrays;
 
@@ -187,21 +196,31 @@ typedef struct {
     AdamwArrays arrays;
     AdamwStep step;
     const AdamwControl *control;  // obeyed; NULL: the step is applied as it is
-    double *squares;              // workspace (adamw_workspace_bytes) for sums of the gradients' squares, see adamw_updated_squares; NULL: not wanted
+    double *squares;              // workspace (adamw_workspace_bytes) for sums of the gradients' squares, see
+                                  // adamw_updated_squares; NULL: not wanted
 } AdamwUpdate;
 
-// Consecutive elements of a rank's slices of a unit that are treated alike. Ends are counted in PARAMETER_ALIGNMENT elements from the unit's start.
+// Consecutive elements of a rank's slices of a unit that are treated alike. Ends are counted in PARAMETER_ALIGNMENT
+// elements from the unit's start.
 typedef struct {
     uint32_t end;
     bool decay;
     int amax_slot;  // of the fused FP8 weight; -1: none
-    int64_t shift;  // from an element's place in the rank's unit to its place in the unit of the flat array of parameters.h
+    int64_t
+        shift;  // from an element's place in the rank's unit to its place in the unit of the flat array of parameters.h
 } AdamwRun;
 
-enum { ADAMW_MAX_RUNS = 12, ADAMW_MAX_SLOTS = 8, ADAMW_THREADS = 256, ADAMW_TILES = 8, ADAMW_BLOCK = 8 * ADAMW_THREADS * ADAMW_TILES };
+enum {
+    ADAMW_MAX_RUNS = 12,
+    ADAMW_MAX_SLOTS = 8,
+    ADAMW_THREADS = 256,
+    ADAMW_TILES = 8,
+    ADAMW_BLOCK = 8 * ADAMW_THREADS * ADAMW_TILES
+};
 
-// `count` units of `size` elements each in the shard, from element `first` on. Unit u's amax slots begin at amax + u * amax_stride.
-// Rounding is keyed by places in the flat array: element e of unit u stands at flat + u * flat_size + e + its run's shift.
+// `count` units of `size` elements each in the shard, from element `first` on. Unit u's amax slots begin at amax + u *
+// amax_stride. Rounding is keyed by places in the flat array: element e of unit u stands at flat + u * flat_size + e +
+// its run's shift.
 typedef struct {
     int64_t first, size, count;
     int64_t flat, flat_size;
@@ -258,11 +277,13 @@ __device__ static inline const void *adamw_gradients(const AdamwArrays &a) {
 // so that the weights can still be looked at where the norm comes after the update. Returns the magnitude of the new
 // bf16 weight.
 template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
-__device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep *step, float factor, bool decay) {
-    const float gradient = __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i, FP32_GRADIENTS), factor);  // __fmul_rn: not contracted with the next sum
+__device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep *step,
+                                            float factor, bool decay) {
+    const float gradient = __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i, FP32_GRADIENTS),
+                                     factor);  // __fmul_rn: not contracted with the next sum
     if (adamw_magnitude(gradient) == 0x7f800000u) return ((const bf16_bits *)a.weights)[i] & 0x7fffu;
-    AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER), adamw_load_one(a.exp_avg, i, FP32_MOMENTS),
-                      adamw_load_one(a.exp_avg_sq, i, FP32_MOMENTS)};
+    AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER),
+                      adamw_load_one(a.exp_avg, i, FP32_MOMENTS), adamw_load_one(a.exp_avg_sq, i, FP32_MOMENTS)};
     e = adamw_update(e, gradient, decay, step);
     const AdamwRandom random = adamw_random(step, flat);
     const bf16_bits weight = MASTER ? bf16_from_float(e.weight) : adamw_round(e.weight, random.weight);
@@ -278,9 +299,11 @@ __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int
     return weight & 0x7fffu;
 }
 
-// What adamw_update_8 does where adamw_update_fast may not be exact, and where the step is refused: nothing, but the weights have their magnitudes.
+// What adamw_update_8 does where adamw_update_fast may not be exact, and where the step is refused: nothing, but the
+// weights have their magnitudes.
 template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
-__device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c, float kept, uint32_t largest) {
+__device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32_t i, int64_t group,
+                                                    const AdamwTerms &c, float kept, uint32_t largest) {
     if (c.refused) return amax_update(largest, bf16x8_load(a.weights + i));
 #pragma unroll 1
     for (int j = 0; j < 8; j++)
@@ -289,16 +312,17 @@ __device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32
     return largest;
 }
 
-// adamw_update without the branches of sqrtf and division for rare operands (the iterations are those that nvcc uses for common ones): the same
-// bits wherever
+// adamw_update without the branches of sqrtf and division for rare operands (the iterations are those that nvcc uses
+// for common ones): the same bits wherever
 //   - the denominator is 2^-33 or more (infinities and NaNs on the way end in a NaN as weight: an infinite gradient or
 //     second moment, whose root is infinity times the 0 that rsqrt gives, makes the denominator NaN);
 //   - the new weight is in [2^-30, infinity): else a quotient below 2^-67, which may be inexact, could still change it.
-__device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gradient, float kept, const AdamwStep &s, float *denominator) {
+__device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gradient, float kept, const AdamwStep &s,
+                                                        float *denominator) {
     e.exp_avg = __fmaf_rn(s.one_minus_beta1, __fsub_rn(gradient, e.exp_avg), e.exp_avg);
     e.exp_avg_sq = __fmaf_rn(s.beta2, e.exp_avg_sq, __fmul_rn(__fmul_rn(s.one_minus_beta2, gradient), gradient));
-    // sqrt(exp_avg_sq * 2^60), so that the remainder of the smallest operand is a normal number. The addend changes 0 alone, which has no rsqrt:
-    // it gets a root of 2^-93, which vanishes beside such a denominator.
+    // sqrt(exp_avg_sq * 2^60), so that the remainder of the smallest operand is a normal number. The addend changes 0
+    // alone, which has no rsqrt: it gets a root of 2^-93, which vanishes beside such a denominator.
     const float x = __fmaf_rn(e.exp_avg_sq, 0x1p60f, 0x1p-126f);
     float r;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -314,22 +338,27 @@ __device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gr
     return e;
 }
 
-// Whether 8 denominators are at least `limit` and the new weights, which are rounded by less than a unit, where adamw_update_fast is exact.
-__device__ static inline bool adamw_is_common(const float denominators[8], float limit, Bf16x8 weights, uint32_t largest) {
+// Whether 8 denominators are at least `limit` and the new weights, which are rounded by less than a unit, where
+// adamw_update_fast is exact.
+__device__ static inline bool adamw_is_common(const float denominators[8], float limit, Bf16x8 weights,
+                                              uint32_t largest) {
     uint32_t smallest = 0x7fff7fffu, denominator = UINT32_MAX;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         smallest = __vminu2(smallest, weights.word[k] & 0x7fff7fffu);
         denominator = __vimin3_u32(denominator, float_bits(denominators[2 * k]), float_bits(denominators[2 * k + 1]));
     }
-    const uint32_t low = float_bits(0x1p-30f) + 0x10000u, high = float_bits(INFINITY);  // one unit up: rounding may have raised the weight by one
-    return !((denominator < float_bits(limit)) | (smallest < low) | (smallest << 16 < low) | (largest >= high) | (largest << 16 >= high));
+    const uint32_t low = float_bits(0x1p-30f) + 0x10000u,
+                   high = float_bits(INFINITY);  // one unit up: rounding may have raised the weight by one
+    return !((denominator < float_bits(limit)) | (smallest < low) | (smallest << 16 < low) | (largest >= high) |
+             (largest << 16 >= high));
 }
 
-// Elements i .. i + 7, which are group `group` of the flat array. Joins the magnitudes of the new bf16 weights to `largest` (see amax_update), and adds
-// the squares of the gradients to *squares.
+// Elements i .. i + 7, which are group `group` of the flat array. Joins the magnitudes of the new bf16 weights to
+// `largest` (see amax_update), and adds the squares of the gradients to *squares.
 template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
-__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c, float kept, uint32_t largest, float *squares) {
+__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c,
+                                                 float kept, uint32_t largest, float *squares) {
     float w[8], m[8], v[8], g[8], denominators[8];
     uint32_t w_sum[8], m_sum[8], v_sum[8];
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
@@ -344,7 +373,8 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t 
         *squares = __fmaf_rn(g[j], g[j], *squares);
         w[j] = e.weight, m[j] = e.exp_avg, v[j] = e.exp_avg_sq;
         const AdamwRandom random = adamw_random_member(&c.step, hash, j);
-        w_sum[j] = float_bits(w[j]) + (random.weight >> 16);  // the upper half is bf16_from_float_stochastic's, if w[j] is finite
+        w_sum[j] = float_bits(w[j]) +
+                   (random.weight >> 16);  // the upper half is bf16_from_float_stochastic's, if w[j] is finite
         m_sum[j] = float_bits(m[j]) + (random.exp_avg >> 16);
         v_sum[j] = float_bits(v[j]) + (random.exp_avg_sq >> 16);
     }
@@ -382,11 +412,12 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i)
     return a;
 }
 
-// A block's ADAMW_BLOCK elements, 8 a thread at a time. Returns the sum of the squares of this thread's gradients. 16 threads share a run, because runs
-// end at multiples of 128 elements. NEAREST is a parameter, and what hangs on the run is looked up where a run begins, because the loop is bound by the
-// instructions it issues.
+// A block's ADAMW_BLOCK elements, 8 a thread at a time. Returns the sum of the squares of this thread's gradients. 16
+// threads share a run, because runs end at multiples of 128 elements. NEAREST is a parameter, and what hangs on the run
+// is looked up where a run begins, because the loop is bound by the instructions it issues.
 template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool NEAREST>
-__device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u, AdamwTerms c) {
+__device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u,
+                                                  AdamwTerms c) {
     c.step.nearest_weights = NEAREST;
     const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT);
     const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first;
@@ -413,9 +444,10 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
     return squares;
 }
 
-// blockIdx.y: unit; blockIdx.x: place in it. Four blocks an SM have 64 registers a thread; with fp32 masters and moments that is too few.
+// blockIdx.y: unit; blockIdx.x: place in it. Four blocks an SM have 64 registers a thread; with fp32 masters and
+// moments that is too few.
 template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
-static __global__ void __launch_bounds__(ADAMW_THREADS, MASTER && FP32_MOMENTS ? 3 : 4)
+static __global__ void __launch_bounds__(ADAMW_THREADS, MASTER &&FP32_MOMENTS ? 3 : 4)
     adamw_update_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u) {
     grid_dependency_wait();
     __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
@@ -444,7 +476,8 @@ static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int ama
         last->end = (uint32_t)(end / PARAMETER_ALIGNMENT);
         return;
     }
-    if (u->num_runs == ADAMW_MAX_RUNS || amax_slot >= ADAMW_MAX_SLOTS) die("the optimizer takes at most %d runs of parameters a unit", ADAMW_MAX_RUNS);
+    if (u->num_runs == ADAMW_MAX_RUNS || amax_slot >= ADAMW_MAX_SLOTS)
+        die("the optimizer takes at most %d runs of parameters a unit", ADAMW_MAX_RUNS);
     u->runs[u->num_runs++] = AdamwRun{(uint32_t)(end / PARAMETER_ALIGNMENT), decay, amax_slot, shift};
 }
 
@@ -458,7 +491,8 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
     int slots = 0;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = segment_slice(t, plan, l, k);
-        const int64_t slice_begin = plan->shard_rank * g.slice, in_unit = g.shard - u.first;  // of the slice: in the segment, in the rank's unit
+        const int64_t slice_begin = plan->shard_rank * g.slice,
+                      in_unit = g.shard - u.first;  // of the slice: in the segment, in the rank's unit
         const int64_t shift = g.flat - u.flat + slice_begin - in_unit;
         for (int64_t i = 0; i < t->count; i++) {
             const Parameter *p = &t->entries[i];
@@ -470,8 +504,10 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
                     end = next->offset - g.flat;
             }
             const int slot = p->flags & PARAM_FP8 ? slots++ : -1;
-            const int64_t begin_here = max_i64(p->offset - g.flat, slice_begin), end_here = min_i64(end, slice_begin + g.slice);
-            if (begin_here < end_here) adamw_add_run(&u, in_unit + end_here - slice_begin, p->flags & PARAM_DECAY, slot, shift);
+            const int64_t begin_here = max_i64(p->offset - g.flat, slice_begin),
+                          end_here = min_i64(end, slice_begin + g.slice);
+            if (begin_here < end_here)
+                adamw_add_run(&u, in_unit + end_here - slice_begin, p->flags & PARAM_DECAY, slot, shift);
         }
     }
     return u;
@@ -515,15 +551,18 @@ static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaS
 }
 
 // Updates this rank's part of the root unit.
-static inline void adamw_update_root(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, cudaStream_t stream) {
+static inline void adamw_update_root(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan,
+                                     cudaStream_t stream) {
     AdamwUnits root = adamw_units(t, plan, ROOT, 1);
     root.squares = w->squares;
     adamw_launch(w, &root, stream);
 }
 
-// Updates this rank's part of all layers. amax (NULL: not wanted): the j-th fused FP8 weight of layer l (in table order: qkv, o, gate_up, down)
-// raises amax[l * amax_stride + j] to the largest magnitude in this rank's part, also when the step is not applied; the caller has cleared the slots.
-static inline void adamw_update_layers(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, uint32_t *amax, int64_t amax_stride, cudaStream_t stream) {
+// Updates this rank's part of all layers. amax (NULL: not wanted): the j-th fused FP8 weight of layer l (in table
+// order: qkv, o, gate_up, down) raises amax[l * amax_stride + j] to the largest magnitude in this rank's part, also
+// when the step is not applied; the caller has cleared the slots.
+static inline void adamw_update_layers(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan,
+                                       uint32_t *amax, int64_t amax_stride, cudaStream_t stream) {
     AdamwUnits layers = adamw_units(t, plan, 0, t->num_layers);
     layers.amax = amax, layers.amax_stride = amax_stride;
     layers.squares = w->squares ? w->squares + adamw_blocks(shard_elements(plan, ROOT)) : NULL;
@@ -535,8 +574,10 @@ static inline int64_t adamw_bytes(const AdamwArrays *a, int64_t n) {
     return n * ((a->gradients.fp32_data ? 4 : 2) + 2 * 2 * (a->fp32_moments ? 4 : 2) + (a->master ? 10 : 4));
 }
 
-// *squares (device) = sum of squares of this rank's gradients, from the workspace of an update of the root unit and all layers.
-static inline void adamw_updated_squares(double *squares, const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, cudaStream_t stream) {
+// *squares (device) = sum of squares of this rank's gradients, from the workspace of an update of the root unit and all
+// layers.
+static inline void adamw_updated_squares(double *squares, const AdamwUpdate *w, const ParameterTable *t,
+                                         const ShardPlan *plan, cudaStream_t stream) {
     const int64_t count = adamw_update_sums(t, plan);
     double *parts = w->squares + count;
     CUDA_LAUNCH(adamw_sum_kernel, ADAMW_SUM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, parts, w->squares, count);

@@ -19,11 +19,13 @@ static __global__ void __launch_bounds__(AMAX_THREADS) tensor_amax_kernel(uint32
     uint32_t halves = 0;
 #pragma unroll
     for (int i = 0; i < AMAX_VECTORS; i++) halves = amax_update(halves, v[i]);
-    if (blockIdx.x == 0 && threadIdx.x < n % 8) halves = __vmaxu2(halves, __bfloat16_as_ushort(x[8 * vectors + threadIdx.x]) & 0x7fffu);
+    if (blockIdx.x == 0 && threadIdx.x < n % 8)
+        halves = __vmaxu2(halves, __bfloat16_as_ushort(x[8 * vectors + threadIdx.x]) & 0x7fffu);
     amax_publish(amax, halves);
 }
 
-// Raises *amax to max |x| over the n values at x (16-byte aligned), which may be any part of a tensor. Reads 2 bytes an element.
+// Raises *amax to max |x| over the n values at x (16-byte aligned), which may be any part of a tensor. Reads 2 bytes an
+// element.
 static inline void tensor_amax(uint32_t *amax, const bf16 *x, int64_t n, cudaStream_t stream) {
     if (n < 1) die("tensor_amax: %lld values, need at least 1", (long long)n);
     require_aligned16(x, "tensor_amax", "x");

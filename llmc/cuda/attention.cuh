@@ -14,7 +14,8 @@ static inline void attention_check(AttentionDims d, const void *qkv, const void 
     if (d.NKV < 1 || d.NH < d.NKV || d.NH % d.NKV)
         die("attention: %lld query heads cannot share %lld key/value heads evenly", (long long)d.NH, (long long)d.NKV);
     if (d.B < 1 || d.B > 65535 || d.T < 1 || d.T > (1 << 24) || d.NH > 8192)
-        die("attention: batch %lld, length %lld, %lld heads are outside 1..65535, 1..16777216, 1..8192", (long long)d.B, (long long)d.T, (long long)d.NH);
+        die("attention: batch %lld, length %lld, %lld heads are outside 1..65535, 1..16777216, 1..8192", (long long)d.B,
+            (long long)d.T, (long long)d.NH);
     require_aligned16(qkv, "attention", "qkv");
     require_aligned16(out, "attention", "the output");
 }
@@ -27,25 +28,24 @@ static inline size_t attention_workspace_bytes(int64_t B, int64_t T, int64_t NH,
 }
 
 // FLOPs of the causal GEMMs with keys and with values, forward.
-static inline double attention_flops(AttentionDims d) {
-    return 2.0 * (double)(d.B * d.T * d.NH * d.HD) * (double)d.T;
-}
+static inline double attention_flops(AttentionDims d) { return 2.0 * (double)(d.B * d.T * d.NH * d.HD) * (double)d.T; }
 
 // out [B,T,NH*HD] bf16 and lse [B,NH,T] fp32 (natural logarithm of each query's sum of exponentials) from qkv
-// [B,T,(NH+2*NKV)*HD] bf16 (query, key, value heads; queries and keys already rotated). Scores are scaled by 1/sqrt(HD). *amax is raised to max |out|, unless NULL.
-// Returns the FLOPs of its causal GEMMs.
-static inline double attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+// [B,T,(NH+2*NKV)*HD] bf16 (query, key, value heads; queries and keys already rotated). Scores are scaled by
+// 1/sqrt(HD). *amax is raised to max |out|, unless NULL. Returns the FLOPs of its causal GEMMs.
+static inline double attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
+                                       cudaStream_t stream) {
     attention_check(d, qkv, out);
     if (hopper_available()) attention_forward_sm90(out, lse, amax, qkv, d, stream);
     else attention_forward_mma(out, lse, amax, qkv, d, stream);
     return attention_flops(d);
 }
 
-// dqkv [B,T,(NH+2*NKV)*HD] bf16, written whole: the gradient with respect to qkv, given dout = dL/dout [B,T,NH*HD] bf16 and what
-// forward read and wrote. workspace: attention_workspace_bytes(), 256-byte aligned, contents of no matter before and after.
-// Returns the FLOPs of its causal GEMMs, five of which forward has two.
-static inline double attention_backward(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, void *workspace,
-                                      AttentionDims d, cudaStream_t stream) {
+// dqkv [B,T,(NH+2*NKV)*HD] bf16, written whole: the gradient with respect to qkv, given dout = dL/dout [B,T,NH*HD] bf16
+// and what forward read and wrote. workspace: attention_workspace_bytes(), 256-byte aligned, contents of no matter
+// before and after. Returns the FLOPs of its causal GEMMs, five of which forward has two.
+static inline double attention_backward(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
+                                        const float *lse, void *workspace, AttentionDims d, cudaStream_t stream) {
     attention_check(d, qkv, out);
     require_aligned16(dqkv, "attention_backward", "dqkv");
     require_aligned16(dout, "attention_backward", "dout");

@@ -4,12 +4,15 @@
 //   dS = P * (dP - delta)       dV = P^T dO               dK = dS^T Q / sqrt(HD)          dQ = dS K / sqrt(HD)
 //
 // (Dao et al., FlashAttention, algorithm 4; P and dS are rounded to bf16 before their products.) Three steps:
-//   1. attention_backward_stats: lse * log2(e) and delta of each query row, padded to whole tiles so that padding rows get P = 0; zeroes dQ.
-//   2. attention_backward_main: a block owns 128 keys of one key/value head and walks over the queries that see them, for
-//      `heads_per_block` query heads of the group. One producer thread feeds Q, dO, lse, delta by TMA; two consumer warpgroups own 64
-//      keys each. They compute S^T and dP^T (keys down, queries across), because those accumulators are already, as packed bf16, the
-//      register operand A of dV += P^T dO and dK += dS^T Q; only dS goes through shared memory, for dQ = dS K. Two more threads
-//      add dQ to fp32 global memory by bulk copies, dK and dV stay in registers to the end.
+//   1. attention_backward_stats: lse * log2(e) and delta of each query row, padded to whole tiles so that padding rows
+//   get P = 0; zeroes dQ.
+//   2. attention_backward_main: a block owns 128 keys of one key/value head and walks over the queries that see them,
+//   for
+//      `heads_per_block` query heads of the group. One producer thread feeds Q, dO, lse, delta by TMA; two consumer
+//      warpgroups own 64 keys each. They compute S^T and dP^T (keys down, queries across), because those accumulators
+//      are already, as packed bf16, the register operand A of dV += P^T dO and dK += dS^T Q; only dS goes through
+//      shared memory, for dQ = dS K. Two more threads add dQ to fp32 global memory by bulk copies, dK and dV stay in
+//      registers to the end.
 //   3. attention_backward_rows: sums and scales the fp32 parts and writes bf16 rows of dqkv.
 // "Fragments": an fp32 tile of 64 rows x 64 columns in global memory is kept in the order of the wgmma accumulators,
 // [column / 8][thread of the warpgroup][4], so that each thread reads and writes 16 contiguous bytes.
@@ -20,20 +23,23 @@
 #include "cuda_utils.cuh"
 #include "hopper.cuh"
 
-#define ATTENTION_BACKWARD_KEYS 128     // keys of a block
+#define ATTENTION_BACKWARD_KEYS 128       // keys of a block
 #define ATTENTION_BACKWARD_FRAGMENT 4096  // floats of a 64 x 64 fragment tile
 
 // How the work is cut into blocks.
 typedef struct {
-    int heads_per_block;  // query heads one block sums into its dK, dV (a divisor of the group); less than the group: partial sums in memory
-    int section;          // (sequence, key/value head, part of the group) triples worked on at a time, so that their Q, dO, dQ stay in L2
+    int heads_per_block;  // query heads one block sums into its dK, dV (a divisor of the group); less than the group:
+                          // partial sums in memory
+    int section;  // (sequence, key/value head, part of the group) triples worked on at a time, so that their Q, dO, dQ
+                  // stay in L2
 } AttentionBackwardPlan;
 
 static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 ? 64 : 128; }  // queries of one step
 
-// Few blocks leave SMs idle, many cost a pass over fp32 partial sums of dK and dV: the most heads a block for which the longest block (the
-// one of the first keys, which every query sees) is no longer than an SM's share of the whole. Sections that fit L2. In the deterministic
-// order blocks of one head wait for each other: shorter blocks of more heads at a time do better. Both measured on an H200 at T 2048 to 8192.
+// Few blocks leave SMs idle, many cost a pass over fp32 partial sums of dK and dV: the most heads a block for which the
+// longest block (the one of the first keys, which every query sees) is no longer than an SM's share of the whole.
+// Sections that fit L2. In the deterministic order blocks of one head wait for each other: shorter blocks of more heads
+// at a time do better. Both measured on an H200 at T 2048 to 8192.
 static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
     const double sms = 132, longest_share = d.deterministic ? 0.3 : 1.05, l2_bytes = d.deterministic ? 68e6 : 34e6;
     int64_t group = d.NH / d.NKV, tiles = ceil_div(d.T, ATTENTION_BACKWARD_KEYS);
@@ -55,17 +61,17 @@ typedef struct {
 static inline AttentionBackwardLayout attention_backward_layout(AttentionDims d, AttentionBackwardPlan plan) {
     int64_t padded = round_up(d.T, ATTENTION_BACKWARD_KEYS), parts = d.NH / plan.heads_per_block;
     AttentionBackwardLayout at;
-    at.dq = 0;                                                                    // fragments, added to: zeroed
-    at.order = at.dq + d.B * d.NH * padded * d.HD * 4;                            // int [B*NH][query tile][2]: zeroed
+    at.dq = 0;                                          // fragments, added to: zeroed
+    at.order = at.dq + d.B * d.NH * padded * d.HD * 4;  // int [B*NH][query tile][2]: zeroed
     at.ticket = at.order + d.B * d.NH * (padded / attention_backward_queries(d.HD)) * 2 * 4;  // int: zeroed
-    at.stats = round_up(at.ticket + 4, 256);                                      // float [B*NH][lse, delta][padded]
-    at.partial = round_up(at.stats + d.B * d.NH * 2 * padded * 4, 256);           // fragments of dK, dV per part of a group
+    at.stats = round_up(at.ticket + 4, 256);                             // float [B*NH][lse, delta][padded]
+    at.partial = round_up(at.stats + d.B * d.NH * 2 * padded * 4, 256);  // fragments of dK, dV per part of a group
     at.total = at.partial + (parts > d.NKV ? d.B * parts * padded * d.HD * 2 * 4 : 0);
     return at;
 }
 
-// Bytes of device memory attention_backward_sm90 needs as workspace (contents do not matter), aligned to 256: enough for either value of
-// d.deterministic, so that one workspace serves both.
+// Bytes of device memory attention_backward_sm90 needs as workspace (contents do not matter), aligned to 256: enough
+// for either value of d.deterministic, so that one workspace serves both.
 static inline int64_t attention_backward_sm90_workspace_bytes(AttentionDims d) {
     AttentionDims fast = d, deterministic = d;
     fast.deterministic = false, deterministic.deterministic = true;
@@ -76,15 +82,19 @@ static inline int64_t attention_backward_sm90_workspace_bytes(AttentionDims d) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Step 1
 
-// Also zeroes dq and the counters, which step 2 adds to. Grid (padded T / rows of a block, NH, B), 256 threads; HD/8 lanes share a row.
+// Also zeroes dq and the counters, which step 2 adds to. Grid (padded T / rows of a block, NH, B), 256 threads; HD/8
+// lanes share a row.
 template <int HD>
-__global__ void attention_backward_stats(float *stats, float *dq, int *counters, int64_t num_counters, const bf16 *dout, const bf16 *out, const float *lse, int64_t T, int64_t NH) {
+__global__ void attention_backward_stats(float *stats, float *dq, int *counters, int64_t num_counters, const bf16 *dout,
+                                         const bf16 *out, const float *lse, int64_t T, int64_t NH) {
     grid_dependency_wait();
     const int lanes = HD / 8, rows = 256 / lanes;
     int64_t padded = (int64_t)gridDim.x * rows, h = blockIdx.y, b = blockIdx.z;
     int64_t t = (int64_t)blockIdx.x * rows + threadIdx.x / lanes;
-    const int64_t thread = ((b * NH + h) * gridDim.x + blockIdx.x) * 256 + threadIdx.x;  // of the grid; as many values of dq as of dout, 8 a thread
-    for (int i = 0; i < 2; i++) ((float4 *)dq)[(thread - threadIdx.x) * 2 + i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
+    const int64_t thread = ((b * NH + h) * gridDim.x + blockIdx.x) * 256 +
+                           threadIdx.x;  // of the grid; as many values of dq as of dout, 8 a thread
+    for (int i = 0; i < 2; i++)
+        ((float4 *)dq)[(thread - threadIdx.x) * 2 + i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
     if (thread < num_counters) counters[thread] = 0;
     float sum = 0;
     if (t < T) {
@@ -111,8 +121,8 @@ __global__ void attention_backward_stats(float *stats, float *dq, int *counters,
 
 typedef struct {
     CUtensorMap q, kv, dout, stats, dkv;
-    float *dq, *partial;  // partial NULL: write dK, dV to dqkv
-    int *order, *ticket;  // order NULL: dQ is added in any order
+    float *dq, *partial;                              // partial NULL: write dK, dV to dqkv
+    int *order, *ticket;                              // order NULL: dQ is added in any order
     int T, NH, NKV, heads_per_block, section, heads;  // heads: B * NKV * parts of a group
 } AttentionBackwardParams;
 
@@ -123,11 +133,15 @@ template <int HD> struct AttentionBackwardTiles {
     static const int K = 0, V = K + 128 * HD * 2;
     static const int Q = V + 128 * HD * 2, Q_BYTES = MQ * HD * 2;
     static const int DO = Q + STAGES * Q_BYTES;
-    static const int DS = DO + STAGES * Q_BYTES, DS_BYTES = 128 * MQ * 2;  // two buffers [queries / 64][128 keys][64 queries]
+    static const int DS = DO + STAGES * Q_BYTES,
+                     DS_BYTES = 128 * MQ * 2;  // two buffers [queries / 64][128 keys][64 queries]
     static const int STATS = DS + 2 * DS_BYTES, STATS_BYTES = 2 * MQ * 4;
-    static const int DQ = STATS + STAGES * STATS_BYTES, DQ_BYTES = ATTENTION_BACKWARD_FRAGMENT * 4;  // a fragment tile for each consumer warpgroup
-    static const int KV_FULL = DQ + 2 * DQ_BYTES;  // mbarriers, 8 bytes each; one for each stage or, of dQ, for each consumer warpgroup
-    static const int Q_FULL = KV_FULL + 8, DO_FULL = Q_FULL + 8 * STAGES, Q_EMPTY = DO_FULL + 8 * STAGES, DO_EMPTY = Q_EMPTY + 8 * STAGES;
+    static const int DQ = STATS + STAGES * STATS_BYTES,
+                     DQ_BYTES = ATTENTION_BACKWARD_FRAGMENT * 4;  // a fragment tile for each consumer warpgroup
+    static const int KV_FULL =
+        DQ + 2 * DQ_BYTES;  // mbarriers, 8 bytes each; one for each stage or, of dQ, for each consumer warpgroup
+    static const int Q_FULL = KV_FULL + 8, DO_FULL = Q_FULL + 8 * STAGES, Q_EMPTY = DO_FULL + 8 * STAGES,
+                     DO_EMPTY = Q_EMPTY + 8 * STAGES;
     static const int DQ_FULL = DO_EMPTY + 8 * STAGES, DQ_EMPTY = DQ_FULL + 16;
     static const int TICKET = DQ_EMPTY + 16;
     static const int BYTES = TICKET + 8;
@@ -135,17 +149,20 @@ template <int HD> struct AttentionBackwardTiles {
 
 // The share of work of one block.
 typedef struct {
-    int tile, b, kv, head, part;  // key tile; sequence; key/value head; first query head; index of the fp32 partial sums
-    int first, last;              // query tiles [first, last)
+    int tile, b, kv, head,
+        part;         // key tile; sequence; key/value head; first query head; index of the fp32 partial sums
+    int first, last;  // query tiles [first, last)
 } AttentionBackwardUnit;
 
 #if HOPPER_DEVICE_CODE
 
 // Units come section by section; inside one, the longest (first key tiles) of all its heads first.
-template <int HD> __device__ __forceinline__ AttentionBackwardUnit attention_backward_unit(const AttentionBackwardParams &p, int ticket) {
+template <int HD> __device__ __forceinline__ AttentionBackwardUnit
+attention_backward_unit(const AttentionBackwardParams &p, int ticket) {
     const int MQ = AttentionBackwardTiles<HD>::MQ;
     int tiles = (p.T + 127) / 128, group = p.NH / p.NKV, parts = group / p.heads_per_block;
-    int start = ticket / (tiles * p.section) * p.section, width = min(p.section, p.heads - start), rest = ticket - start * tiles;
+    int start = ticket / (tiles * p.section) * p.section, width = min(p.section, p.heads - start),
+        rest = ticket - start * tiles;
     AttentionBackwardUnit u;
     u.tile = rest / width;
     u.part = start + rest % width;
@@ -158,8 +175,8 @@ template <int HD> __device__ __forceinline__ AttentionBackwardUnit attention_bac
 }
 
 // The producer thread: K and V once, then Q, dO and statistics of every query tile, last tile first.
-template <int HD> __device__ __forceinline__ void attention_backward_produce(const AttentionBackwardParams &p, AttentionBackwardUnit u,
-                                                                             uint32_t smem) {
+template <int HD> __device__ __forceinline__ void attention_backward_produce(const AttentionBackwardParams &p,
+                                                                             AttentionBackwardUnit u, uint32_t smem) {
     using L = AttentionBackwardTiles<HD>;
     const int blocks = HD / 64;
     mbarrier_arrive_expect(smem + L::KV_FULL, 2 * 128 * HD * 2);
@@ -180,17 +197,20 @@ template <int HD> __device__ __forceinline__ void attention_backward_produce(con
         }
 }
 
-// Writes this thread's part of a warpgroup's 64 x 16*STEPS bf16 tile (accumulator layout, packed) to swizzled shared memory:
-// tiles of 64 columns, tile_bytes apart, the warpgroup's rows starting at `address`.
+// Writes this thread's part of a warpgroup's 64 x 16*STEPS bf16 tile (accumulator layout, packed) to swizzled shared
+// memory: tiles of 64 columns, tile_bytes apart, the warpgroup's rows starting at `address`.
 template <int STEPS>
-__device__ __forceinline__ void attention_backward_store_tile(uint32_t address, uint32_t tile_bytes, const uint32_t (&a)[STEPS][4]) {
+__device__ __forceinline__ void attention_backward_store_tile(uint32_t address, uint32_t tile_bytes,
+                                                              const uint32_t (&a)[STEPS][4]) {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
-        stmatrix_x4(address + k / 4 * tile_bytes + row * 128 + ((k % 4 * 2 + lane / 16) ^ (row % 8)) * 16, a[k][0], a[k][1], a[k][2], a[k][3]);
+        stmatrix_x4(address + k / 4 * tile_bytes + row * 128 + ((k % 4 * 2 + lane / 16) ^ (row % 8)) * 16, a[k][0],
+                    a[k][1], a[k][2], a[k][3]);
 }
 
-template <int N> __device__ __forceinline__ void attention_backward_pack(uint32_t (&a)[N / 8][4], const float (&x)[N], float scale) {
+template <int N> __device__ __forceinline__ void attention_backward_pack(uint32_t (&a)[N / 8][4], const float (&x)[N],
+                                                                         float scale) {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) a[i / 4][i % 4] = pack_bf16(x[2 * i] * scale, x[2 * i + 1] * scale);
 }
@@ -203,14 +223,15 @@ __device__ __forceinline__ float2 attention_backward_stat(uint32_t address) {
 }
 
 // S^T or dP^T of one warpgroup: 64 keys (K or V rows) x MQ queries (Q or dO rows), contraction over HD. Not waited for.
-template <int HD> __device__ __forceinline__ void attention_backward_scores(float (&s)[HD == 128 ? 32 : 64], uint32_t keys, uint32_t queries) {
+template <int HD> __device__ __forceinline__ void attention_backward_scores(float (&s)[HD == 128 ? 32 : 64],
+                                                                            uint32_t keys, uint32_t queries) {
     const int MQ = AttentionBackwardTiles<HD>::MQ;
     wgmma_fence_registers(s);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < HD / 16; k++)
-        wgmma_ss<0, 0>(s, wgmma_desc_k_major(keys + k / 4 * 128 * 128 + k % 4 * 32), wgmma_desc_k_major(queries + k / 4 * MQ * 128 + k % 4 * 32),
-                       k != 0);
+        wgmma_ss<0, 0>(s, wgmma_desc_k_major(keys + k / 4 * 128 * 128 + k % 4 * 32),
+                       wgmma_desc_k_major(queries + k / 4 * MQ * 128 + k % 4 * 32), k != 0);
     wgmma_commit();
 }
 
@@ -222,7 +243,8 @@ template <int N> __device__ __forceinline__ void attention_backward_mask(float (
 }
 
 // S^T -> P^T. stats: the base-2 log-sum-exp of this thread's first query, in shared memory.
-template <int N> __device__ __forceinline__ void attention_backward_probabilities(float (&s)[N], uint32_t stats, float scale) {
+template <int N> __device__ __forceinline__ void attention_backward_probabilities(float (&s)[N], uint32_t stats,
+                                                                                  float scale) {
 #pragma unroll
     for (int j = 0; j < N / 4; j++) {
         float2 lse = attention_backward_stat(stats + j * 32);
@@ -232,7 +254,8 @@ template <int N> __device__ __forceinline__ void attention_backward_probabilitie
 }
 
 // dP^T -> dS^T = P^T (dP^T - delta). stats: the delta of its first query.
-template <int N> __device__ __forceinline__ void attention_backward_dscores(float (&dp)[N], const float (&p)[N], uint32_t stats) {
+template <int N> __device__ __forceinline__ void attention_backward_dscores(float (&dp)[N], const float (&p)[N],
+                                                                            uint32_t stats) {
 #pragma unroll
     for (int j = 0; j < N / 4; j++) {
         float2 delta = attention_backward_stat(stats + j * 32);
@@ -242,8 +265,8 @@ template <int N> __device__ __forceinline__ void attention_backward_dscores(floa
 }
 
 // dV += P^T dO or dK += dS^T Q of one warpgroup: 64 keys x HD, contraction over the tile's queries. Not waited for.
-template <int HD> __device__ __forceinline__ void attention_backward_accumulate(float (&d)[HD / 2], const uint32_t (&a)[HD == 128 ? 4 : 8][4],
-                                                                                uint32_t queries) {
+template <int HD> __device__ __forceinline__ void
+attention_backward_accumulate(float (&d)[HD / 2], const uint32_t (&a)[HD == 128 ? 4 : 8][4], uint32_t queries) {
     const int MQ = AttentionBackwardTiles<HD>::MQ;
     wgmma_fence_registers(d);
     wgmma_fence();
@@ -253,12 +276,14 @@ template <int HD> __device__ __forceinline__ void attention_backward_accumulate(
 }
 
 // dQ = dS K of one warpgroup w: 64 queries x 64 columns, contraction over the block's keys. Not waited for.
-template <int HD> __device__ __forceinline__ void attention_backward_start_dq(float (&dq)[32], uint32_t ds, uint32_t keys, int w) {
+template <int HD> __device__ __forceinline__ void attention_backward_start_dq(float (&dq)[32], uint32_t ds,
+                                                                              uint32_t keys, int w) {
     wgmma_fence_registers(dq);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; k++)
-        wgmma_ss<1, 1>(dq, wgmma_desc_mn_major(ds + (HD == 128 ? 0 : w * 128 * 128) + k * 2048, 128 * 128), wgmma_desc_mn_major(keys + k * 2048, 128 * 128), k != 0);
+        wgmma_ss<1, 1>(dq, wgmma_desc_mn_major(ds + (HD == 128 ? 0 : w * 128 * 128) + k * 2048, 128 * 128),
+                       wgmma_desc_mn_major(keys + k * 2048, 128 * 128), k != 0);
     wgmma_commit();
 }
 
@@ -269,12 +294,15 @@ __device__ __forceinline__ int attention_backward_turn(const int *order) {
     return turn;
 }
 
-// The thread that adds the dQ tiles of consumer warpgroup w to global memory; with p.order, as the u.tile-th of all adds to each tile.
+// The thread that adds the dQ tiles of consumer warpgroup w to global memory; with p.order, as the u.tile-th of all
+// adds to each tile.
 template <int HD>
-__device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwardParams &p, AttentionBackwardUnit u, uint32_t smem, int w) {
+__device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwardParams &p, AttentionBackwardUnit u,
+                                                          uint32_t smem, int w) {
     using L = AttentionBackwardTiles<HD>;
     int tiles = u.last - u.first, per_head = (p.T + 127) / 128 * (128 / L::MQ), turn = -1, parity = 0;
-    int tile = ((u.b * p.NH + u.head) * per_head + u.last - 1) * 2 + w;  // as 64 x 64 fragments: two for each query tile
+    int tile =
+        ((u.b * p.NH + u.head) * per_head + u.last - 1) * 2 + w;  // as 64 x 64 fragments: two for each query tile
     for (int h = 0; h < p.heads_per_block; h++, tile += 2 * (per_head + tiles))
         for (int left = tiles; left > 0; left--, parity ^= 1, tile -= 2) {
             mbarrier_wait(smem + L::DQ_FULL + 8 * w, parity);
@@ -282,12 +310,14 @@ __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwar
                 while (turn != u.tile) turn = attention_backward_turn(p.order + tile);
                 fence_async_proxy_all();
             }
-            bulk_reduce_add_f32(p.dq + (int64_t)tile * ATTENTION_BACKWARD_FRAGMENT, smem + L::DQ + w * L::DQ_BYTES, L::DQ_BYTES);
+            bulk_reduce_add_f32(p.dq + (int64_t)tile * ATTENTION_BACKWARD_FRAGMENT, smem + L::DQ + w * L::DQ_BYTES,
+                                L::DQ_BYTES);
             bulk_commit();
             bulk_wait_read<0>();
             mbarrier_arrive(smem + L::DQ_EMPTY + 8 * w);
             if (p.order) {
-                turn = left > 1 ? attention_backward_turn(p.order + tile - 2) : -1;  // early: its latency hides behind the add's
+                turn = left > 1 ? attention_backward_turn(p.order + tile - 2)
+                                : -1;  // early: its latency hides behind the add's
                 bulk_wait<0>();
                 asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.order + tile) : "memory");
             }
@@ -296,23 +326,27 @@ __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwar
 }
 
 // Hands the fragment tile of this step to that thread.
-template <int HD> __device__ __forceinline__ void attention_backward_put_dq(uint32_t smem, const float (&dq)[32], int step, int w) {
+template <int HD> __device__ __forceinline__ void attention_backward_put_dq(uint32_t smem, const float (&dq)[32],
+                                                                            int step, int w) {
     using L = AttentionBackwardTiles<HD>;
     uint32_t to = smem + L::DQ + w * L::DQ_BYTES + threadIdx.x % 128 * 16;
     mbarrier_wait(smem + L::DQ_EMPTY + 8 * w, (step & 1) ^ 1);
 #pragma unroll
     for (int i = 0; i < 8; i++)
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-                     ::"r"(to + i * 2048), "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]) : "memory");
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 2048), "f"(dq[4 * i]),
+                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                     : "memory");
     fence_async_proxy();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + L::DQ_FULL + 8 * w);
 }
 
-// The end of a block: dK and dV of this warpgroup's 64 keys, as bf16 rows (through shared memory, out-of-range rows dropped by the
-// copy engine) or as fp32 fragments.
-template <int HD> __device__ __forceinline__ void attention_backward_write(const AttentionBackwardParams &p, AttentionBackwardUnit u, uint32_t smem,
-                                                                           const float (&dk)[HD / 2], const float (&dv)[HD / 2]) {
+// The end of a block: dK and dV of this warpgroup's 64 keys, as bf16 rows (through shared memory, out-of-range rows
+// dropped by the copy engine) or as fp32 fragments.
+template <int HD> __device__ __forceinline__ void attention_backward_write(const AttentionBackwardParams &p,
+                                                                           AttentionBackwardUnit u, uint32_t smem,
+                                                                           const float (&dk)[HD / 2],
+                                                                           const float (&dv)[HD / 2]) {
     using L = AttentionBackwardTiles<HD>;
     int w = threadIdx.x / 128 - 1, t = threadIdx.x % 128;
     if (p.partial) {
@@ -340,14 +374,17 @@ template <int HD> __device__ __forceinline__ void attention_backward_write(const
     }
 }
 
-// A consumer warpgroup w: keys 64w..64w+63 of the block's tile. Of each tile's dQ it makes columns 64w.. (HD 128) or queries 64w.. (HD 64).
-// Products are issued so that the tensor cores have work during the elementwise parts: dP under P, dV and dK under the exchange of dS,
-// the next S under the adding of dQ; what is left idle the other warpgroup fills. (dV before dS would need more registers than there are.)
+// A consumer warpgroup w: keys 64w..64w+63 of the block's tile. Of each tile's dQ it makes columns 64w.. (HD 128) or
+// queries 64w.. (HD 64). Products are issued so that the tensor cores have work during the elementwise parts: dP under
+// P, dV and dK under the exchange of dS, the next S under the adding of dQ; what is left idle the other warpgroup
+// fills. (dV before dS would need more registers than there are.)
 template <int HD>
-__device__ __forceinline__ void attention_backward_consume(const AttentionBackwardParams &p, AttentionBackwardUnit u, uint32_t smem) {
+__device__ __forceinline__ void attention_backward_consume(const AttentionBackwardParams &p, AttentionBackwardUnit u,
+                                                           uint32_t smem) {
     using L = AttentionBackwardTiles<HD>;
     const int MQ = L::MQ;
-    int w = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, key = u.tile * 128 + threadIdx.x / 32 % 4 * 16 + w * 64 + lane / 4;
+    int w = threadIdx.x / 128 - 1, lane = threadIdx.x % 32,
+        key = u.tile * 128 + threadIdx.x / 32 % 4 * 16 + w * 64 + lane / 4;
     uint32_t my_k = smem + L::K + w * 64 * 128, my_v = smem + L::V + w * 64 * 128;
     uint32_t dq_k = smem + L::K + (HD == 128 ? w * 128 * 128 : 0);  // the columns of K this warpgroup's dQ takes
     int tiles = u.last - u.first, steps = tiles * p.heads_per_block;
@@ -363,7 +400,8 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
     wgmma_fence_registers(s);
     for (int step = 0; step < steps; step++) {
         int stage = step % L::STAGES, m = u.last - 1 - step % tiles;
-        uint32_t q = smem + L::Q + stage * L::Q_BYTES, dout = smem + L::DO + stage * L::Q_BYTES, ds = smem + L::DS + (step & 1) * L::DS_BYTES;
+        uint32_t q = smem + L::Q + stage * L::Q_BYTES, dout = smem + L::DO + stage * L::Q_BYTES,
+                 ds = smem + L::DS + (step & 1) * L::DS_BYTES;
         uint32_t stats = smem + L::STATS + stage * L::STATS_BYTES + lane % 4 * 8;
 
         float dp[MQ / 2];
@@ -388,7 +426,8 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
         attention_backward_start_dq<HD>(dq, ds, dq_k, w);
         wgmma_wait<2>();
         if (lane == 0) mbarrier_arrive(smem + L::DO_EMPTY + 8 * stage);
-        // The last step multiplies a stale tile here and drops the result: a branch around wgmma would serialize all of them.
+        // The last step multiplies a stale tile here and drops the result: a branch around wgmma would serialize all of
+        // them.
         int next = (step + 1) % L::STAGES;
         if (step + 1 < steps) mbarrier_wait(smem + L::Q_FULL + 8 * next, (step + 1) / L::STAGES & 1);
         attention_backward_scores<HD>(s, my_k, smem + L::Q + next * L::Q_BYTES);
@@ -406,7 +445,8 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
 
 #endif  // HOPPER_DEVICE_CODE
 
-template <int HD> __global__ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ AttentionBackwardParams p) {
+template <int HD> __global__
+__launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ AttentionBackwardParams p) {
     grid_dependency_wait();
 #if HOPPER_DEVICE_CODE
     using L = AttentionBackwardTiles<HD>;
@@ -418,7 +458,8 @@ template <int HD> __global__ __launch_bounds__(384, 1) void attention_backward_m
         *ticket = atomicAdd(p.ticket, 1);  // not blockIdx.x: a unit may wait for earlier ones, which must have started
         for (uint32_t i = L::KV_FULL; i < L::Q_EMPTY; i += 8) mbarrier_init(smem + i, 1);
         for (uint32_t i = L::Q_EMPTY; i < L::DQ_FULL; i += 8) mbarrier_init(smem + i, 8);  // a consumer warp each
-        for (uint32_t i = L::DQ_FULL; i < L::DQ_EMPTY; i += 8) mbarrier_init(smem + i, 4);  // a warp of the warpgroup each
+        for (uint32_t i = L::DQ_FULL; i < L::DQ_EMPTY; i += 8)
+            mbarrier_init(smem + i, 4);  // a warp of the warpgroup each
         for (uint32_t i = L::DQ_EMPTY; i < L::TICKET; i += 8) mbarrier_init(smem + i, 1);
         mbarrier_init_fence();
     }
@@ -438,9 +479,11 @@ template <int HD> __global__ __launch_bounds__(384, 1) void attention_backward_m
 // ---------------------------------------------------------------------------------------------------------------------
 // Step 3
 
-// Grid (padded T / 64, blocks of 64 columns of dqkv that have fp32 parts, B), 256 threads; each writes 8 columns of two rows.
+// Grid (padded T / 64, blocks of 64 columns of dqkv that have fp32 parts, B), 256 threads; each writes 8 columns of two
+// rows.
 template <int HD>
-__global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float *partial, int64_t T, int64_t NH, int64_t NKV, int64_t parts) {
+__global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float *partial, int64_t T, int64_t NH,
+                                        int64_t NKV, int64_t parts) {
     grid_dependency_wait();
     const int64_t blocks = HD / 64, MQ = AttentionBackwardTiles<HD>::MQ;
     int64_t tile = blockIdx.x, column = blockIdx.y, b = blockIdx.z, padded = gridDim.x * (int64_t)64;
@@ -474,7 +517,9 @@ __global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float
         uint32_t y[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) y[i] = pack_bf16(x[8 * half + 2 * i] * scale, x[8 * half + 2 * i + 1] * scale);
-        if (t < T) *(uint4 *)(dqkv + (b * T + t) * (NH + 2 * NKV) * HD + column * 64 + chunk * 8) = make_uint4(y[0], y[1], y[2], y[3]);
+        if (t < T)
+            *(uint4 *)(dqkv + (b * T + t) * (NH + 2 * NKV) * HD + column * 64 + chunk * 8) =
+                make_uint4(y[0], y[1], y[2], y[3]);
     }
 }
 
@@ -482,18 +527,21 @@ __global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float
 // Host
 
 template <int HD>
-static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, void *workspace,
-                                             AttentionDims d, AttentionBackwardPlan plan, cudaStream_t s) {
+static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
+                                             const float *lse, void *workspace, AttentionDims d,
+                                             AttentionBackwardPlan plan, cudaStream_t s) {
     using L = AttentionBackwardTiles<HD>;
     AttentionBackwardLayout at = attention_backward_layout(d, plan);
     char *base = (char *)workspace;
     float *dq = (float *)(base + at.dq), *stats = (float *)(base + at.stats);
-    int64_t padded = round_up(d.T, ATTENTION_BACKWARD_KEYS), columns = (d.NH + 2 * d.NKV) * HD, parts = d.NH / plan.heads_per_block;
+    int64_t padded = round_up(d.T, ATTENTION_BACKWARD_KEYS), columns = (d.NH + 2 * d.NKV) * HD,
+            parts = d.NH / plan.heads_per_block;
     float *partial = parts > d.NKV ? (float *)(base + at.partial) : NULL;
 
     int *order = (int *)(base + at.order), *ticket = (int *)(base + at.ticket);
     dim3 stats_grid((unsigned)(padded / (256 / (HD / 8))), (unsigned)d.NH, (unsigned)d.B);
-    CUDA_LAUNCH(attention_backward_stats<HD>, stats_grid, 256, 0, s, stats, dq, order, ticket + 1 - order, dout, out, lse, d.T, d.NH);
+    CUDA_LAUNCH(attention_backward_stats<HD>, stats_grid, 256, 0, s, stats, dq, order, ticket + 1 - order, dout, out,
+                lse, d.T, d.NH);
 
     AttentionBackwardParams p;
     const int64_t stats_dims[3] = {padded, 2, d.B * d.NH}, stats_strides[2] = {padded * 4, padded * 8};
@@ -501,7 +549,8 @@ static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const
     p.q = tensor_map_tokens(qkv, d.B, d.T, columns, L::MQ, HD / 64);
     p.kv = tensor_map_tokens(qkv, d.B, d.T, columns, ATTENTION_BACKWARD_KEYS, HD / 64);
     p.dout = tensor_map_tokens(dout, d.B, d.T, d.NH * HD, L::MQ, HD / 64);
-    p.stats = tensor_map_create(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE, 3, stats, stats_dims, stats_strides, stats_box);
+    p.stats = tensor_map_create(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE, 3, stats, stats_dims,
+                                stats_strides, stats_box);
     p.dkv = tensor_map_tokens(dqkv, d.B, d.T, columns, 64, HD / 64);
     p.dq = dq;
     p.partial = partial;
@@ -509,7 +558,8 @@ static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const
     p.ticket = ticket;
     p.T = (int)d.T, p.NH = (int)d.NH, p.NKV = (int)d.NKV;
     p.heads_per_block = plan.heads_per_block, p.section = plan.section, p.heads = (int)(d.B * parts);
-    CUDA_CHECK(cudaFuncSetAttribute(attention_backward_main<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES));
+    CUDA_CHECK(
+        cudaFuncSetAttribute(attention_backward_main<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES));
     unsigned units = grid_size(padded / ATTENTION_BACKWARD_KEYS * p.heads, 1);
     CUDA_LAUNCH(attention_backward_main<HD>, units, 384, L::BYTES, s, p);
 
@@ -517,17 +567,21 @@ static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const
     CUDA_LAUNCH(attention_backward_rows<HD>, rows_grid, 256, 0, s, dqkv, dq, partial, d.T, d.NH, d.NKV, parts / d.NKV);
 }
 
-// dqkv [B, T, (NH + 2*NKV) * HD], all of it written, from dout and out [B, T, NH*HD], qkv (packed like dqkv, after RoPE) and the forward's
-// lse [B, NH, T] (natural log of the sum of exp(S)). workspace: attention_backward_sm90_workspace_bytes(d) bytes. With d.deterministic
-// the adds to dQ happen in the order of the key tiles, so the same input gives the same bits (dK and dV always do).
-// Dies if HD is neither 64 nor 128, NKV does not divide NH, or a size is too large for a grid.
-static inline void attention_backward_sm90(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, void *workspace,
-                                           AttentionDims d, cudaStream_t s) {
-    if (d.HD != 64 && d.HD != 128) die("attention_backward_sm90: head_dim %lld is not built; it takes 64 and 128", (long long)d.HD);
+// dqkv [B, T, (NH + 2*NKV) * HD], all of it written, from dout and out [B, T, NH*HD], qkv (packed like dqkv, after
+// RoPE) and the forward's lse [B, NH, T] (natural log of the sum of exp(S)). workspace:
+// attention_backward_sm90_workspace_bytes(d) bytes. With d.deterministic the adds to dQ happen in the order of the key
+// tiles, so the same input gives the same bits (dK and dV always do). Dies if HD is neither 64 nor 128, NKV does not
+// divide NH, or a size is too large for a grid.
+static inline void attention_backward_sm90(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
+                                           const float *lse, void *workspace, AttentionDims d, cudaStream_t s) {
+    if (d.HD != 64 && d.HD != 128)
+        die("attention_backward_sm90: head_dim %lld is not built; it takes 64 and 128", (long long)d.HD);
     if (d.NKV < 1 || d.NH < 1 || d.NH % d.NKV)
-        die("attention_backward_sm90: %lld query heads cannot share %lld key/value heads evenly", (long long)d.NH, (long long)d.NKV);
+        die("attention_backward_sm90: %lld query heads cannot share %lld key/value heads evenly", (long long)d.NH,
+            (long long)d.NKV);
     if (d.B < 1 || d.T < 1 || d.B > 65535 || d.T > 1 << 24 || (d.NH + 2 * d.NKV) * 2 > 65535)
-        die("attention_backward_sm90: batch %lld, sequence %lld, heads %lld + 2 * %lld are too many: it takes up to 65535, 16777216 and 32767",
+        die("attention_backward_sm90: batch %lld, sequence %lld, heads %lld + 2 * %lld are too many: it takes up to "
+            "65535, 16777216 and 32767",
             (long long)d.B, (long long)d.T, (long long)d.NH, (long long)d.NKV);
     AttentionBackwardPlan plan = attention_backward_plan(d);
     if (d.HD == 128) attention_backward_launch<128>(dqkv, dout, qkv, out, lse, workspace, d, plan, s);

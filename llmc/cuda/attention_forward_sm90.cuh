@@ -1,16 +1,18 @@
 // Causal attention forward for Hopper (sm_90a): a TMA producer warp feeds warpgroups of 64 query rows each.
 //
-// out[b,t,h,:] = sum_u softmax_u(scale * q[b,t,h,:].k[b,u,g,:]) v[b,u,g,:] over u <= t, g = h / (NH / NKV), scale = 1/sqrt(HD);
-// lse[b,h,t] = ln(sum_u exp(scale * q.k)). Online softmax (Milakov and Gimelshein 2018; Dao 2023), blocks of 128 keys from the
-// diagonal down to 0. As in Shah et al. 2024 (FlashAttention-3), the scores of block j and the product P V of block j+1 are in flight
-// while softmax runs on block j. The warpgroups share K and V but keep their own pace, so one computes softmax under another's
-// products. Making them take turns at the tensor cores (that paper's ping-pong barriers) gained nothing at head_dim 128 on an H100,
-// and at 64 less than what it forbids: that a warpgroup skips key blocks which only later rows of the tile attend to.
+// out[b,t,h,:] = sum_u softmax_u(scale * q[b,t,h,:].k[b,u,g,:]) v[b,u,g,:] over u <= t, g = h / (NH / NKV), scale =
+// 1/sqrt(HD); lse[b,h,t] = ln(sum_u exp(scale * q.k)). Online softmax (Milakov and Gimelshein 2018; Dao 2023), blocks
+// of 128 keys from the diagonal down to 0. As in Shah et al. 2024 (FlashAttention-3), the scores of block j and the
+// product P V of block j+1 are in flight while softmax runs on block j. The warpgroups share K and V but keep their own
+// pace, so one computes softmax under another's products. Making them take turns at the tensor cores (that paper's
+// ping-pong barriers) gained nothing at head_dim 128 on an H100, and at 64 less than what it forbids: that a warpgroup
+// skips key blocks which only later rows of the tile attend to.
 //
-// Tiles (64*W query rows of one head) are dealt to a persistent grid, longest first and in alternating direction, which evens out the
-// causal triangle without an atomic counter; the producer loads the next tile's Q, K and V under the current tile's last products.
-// Rounding: scores, softmax and sums fp32, P rounded to bf16 before P V, one rounding of the output.
-// Memory: reads (NH + 2*NKV)*HD bf16 and writes NH*HD bf16 + NH floats a token; K and V are re-read from L2.
+// Tiles (64*W query rows of one head) are dealt to a persistent grid, longest first and in alternating direction, which
+// evens out the causal triangle without an atomic counter; the producer loads the next tile's Q, K and V under the
+// current tile's last products. Rounding: scores, softmax and sums fp32, P rounded to bf16 before P V, one rounding of
+// the output. Memory: reads (NH + 2*NKV)*HD bf16 and writes NH*HD bf16 + NH floats a token; K and V are re-read from
+// L2.
 #ifndef LLMC_ATTENTION_FORWARD_SM90_CUH
 #define LLMC_ATTENTION_FORWARD_SM90_CUH
 
@@ -28,20 +30,22 @@ struct ForwardTile {
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
     static constexpr int PRODUCER_REGISTERS = HD == 128 ? 24 : 32, CONSUMER_REGISTERS = HD == 128 ? 240 : 160;
     static constexpr uint32_t Q_BYTES = ROWS * HD * 2, KV_BYTES = KEYS * HD * 2, OUT_BYTES = 64 * HD * 2;
-    static constexpr uint32_t Q = 0, K = Q_BYTES, V = K + STAGES * KV_BYTES, OUT = V + STAGES * KV_BYTES;  // byte offsets
+    static constexpr uint32_t Q = 0, K = Q_BYTES, V = K + STAGES * KV_BYTES,
+                              OUT = V + STAGES * KV_BYTES;  // byte offsets
     static constexpr uint32_t BARRIERS = OUT + WARPGROUPS * OUT_BYTES;
-    static constexpr uint32_t Q_FULL = BARRIERS, Q_EMPTY = BARRIERS + 8, K_FULL = BARRIERS + 16, K_EMPTY = K_FULL + 8 * STAGES,
-                              V_FULL = K_EMPTY + 8 * STAGES, V_EMPTY = V_FULL + 8 * STAGES, END = V_EMPTY + 8 * STAGES;
+    static constexpr uint32_t Q_FULL = BARRIERS, Q_EMPTY = BARRIERS + 8, K_FULL = BARRIERS + 16,
+                              K_EMPTY = K_FULL + 8 * STAGES, V_FULL = K_EMPTY + 8 * STAGES,
+                              V_EMPTY = V_FULL + 8 * STAGES, END = V_EMPTY + 8 * STAGES;
     static constexpr uint32_t SMEM_BYTES = END + 1024;  // the base is rounded up to 1024
 };
 
-// How tiles are numbered. Sections of (sequence, key/value head) pairs whose K and V fit L2 together come one after another;
-// within a section, query blocks from the last (longest) to the first, heads fastest.
+// How tiles are numbered. Sections of (sequence, key/value head) pairs whose K and V fit L2 together come one after
+// another; within a section, query blocks from the last (longest) to the first, heads fastest.
 typedef struct {
     int T, NH, NKV;
     int query_blocks, heads_per_section;  // heads: query heads
     int tiles;
-    float scale;                          // 1 / sqrt(HD)
+    float scale;  // 1 / sqrt(HD)
 } ForwardPlan;
 
 typedef struct {
@@ -91,7 +95,9 @@ __device__ __forceinline__ void ring_next(Ring &r) {
 }
 
 // Waits for the slot's barrier, of those that begin at `barriers`: until it is loaded, or free.
-__device__ __forceinline__ void ring_wait(uint32_t barriers, const Ring &r) { mbarrier_wait(barriers + 8 * r.slot, r.parity); }
+__device__ __forceinline__ void ring_wait(uint32_t barriers, const Ring &r) {
+    mbarrier_wait(barriers + 8 * r.slot, r.parity);
+}
 
 // This warp has read the slot, and goes on to the next.
 template <int STAGES>
@@ -102,7 +108,8 @@ __device__ __forceinline__ void ring_release(uint32_t empty, Ring &r) {
 
 // The producer thread: for each tile K of the diagonal block, Q, then K and V alternately, K one block ahead.
 template <int HD>
-__device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const CUtensorMap *map_kv, uint32_t smem, const ForwardPlan &plan) {
+__device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const CUtensorMap *map_kv, uint32_t smem,
+                                                const ForwardPlan &plan) {
     typedef ForwardTile<HD> Tile;
     const int column_blocks = HD / 64;
     const uint64_t keep = l2_evict_last(), drop = l2_evict_first();
@@ -117,21 +124,22 @@ __device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const 
                 uint32_t full = smem + Tile::K_FULL + 8 * k.slot;
                 ring_wait(smem + Tile::K_EMPTY, k);
                 mbarrier_arrive_expect(full, Tile::KV_BYTES);
-                tma_load_4d_hint(smem + Tile::K + k.slot * Tile::KV_BYTES, map_kv, full, 0, (blocks - 1 - j) * Tile::KEYS, k_column,
-                                 at.sequence, keep);
+                tma_load_4d_hint(smem + Tile::K + k.slot * Tile::KV_BYTES, map_kv, full, 0,
+                                 (blocks - 1 - j) * Tile::KEYS, k_column, at.sequence, keep);
                 ring_next<Tile::STAGES>(k);
             }
             if (j == 0) {
                 mbarrier_wait(smem + Tile::Q_EMPTY, q_parity);
                 mbarrier_arrive_expect(smem + Tile::Q_FULL, Tile::Q_BYTES);
-                tma_load_4d_hint(smem + Tile::Q, map_q, smem + Tile::Q_FULL, 0, at.row, at.head * column_blocks, at.sequence, drop);
+                tma_load_4d_hint(smem + Tile::Q, map_q, smem + Tile::Q_FULL, 0, at.row, at.head * column_blocks,
+                                 at.sequence, drop);
                 q_parity ^= 1;
             } else {
                 uint32_t full = smem + Tile::V_FULL + 8 * v.slot;
                 ring_wait(smem + Tile::V_EMPTY, v);
                 mbarrier_arrive_expect(full, Tile::KV_BYTES);
-                tma_load_4d_hint(smem + Tile::V + v.slot * Tile::KV_BYTES, map_kv, full, 0, (blocks - j) * Tile::KEYS, v_column,
-                                 at.sequence, keep);
+                tma_load_4d_hint(smem + Tile::V + v.slot * Tile::KV_BYTES, map_kv, full, 0, (blocks - j) * Tile::KEYS,
+                                 v_column, at.sequence, keep);
                 ring_next<Tile::STAGES>(v);
             }
         }
@@ -172,10 +180,11 @@ __device__ __forceinline__ void forward_mask(float (&s)[N], int row, int column)
     }
 }
 
-// One block of scores of this thread's two rows becomes exp2(c * (s - max)), c = scale * log2(e); max and sum (this thread's
-// columns only) are brought up to date. correction: the factor for what was accumulated under the old maximum.
+// One block of scores of this thread's two rows becomes exp2(c * (s - max)), c = scale * log2(e); max and sum (this
+// thread's columns only) are brought up to date. correction: the factor for what was accumulated under the old maximum.
 template <int N>
-__device__ __forceinline__ void forward_softmax(float (&s)[N], float (&row_max)[2], float (&row_sum)[2], float (&correction)[2], float c) {
+__device__ __forceinline__ void forward_softmax(float (&s)[N], float (&row_max)[2], float (&row_sum)[2],
+                                                float (&correction)[2], float c) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float m0 = row_max[h], m1 = s[2 * h];  // two chains each for the maximum and the sum: shorter dependences
@@ -215,12 +224,13 @@ __device__ __forceinline__ void forward_rescale(float (&o)[N], const float (&fac
     for (int j = 0; j < N; j++) o[j] *= factor[(j / 2) % 2];
 }
 
-// Divides by the sums, writes lse, and stores the 64 x HD output through shared memory with TMA (rows past T are dropped there). halves: running maximum of
-// the magnitudes of rows before T (amax_update in cuda_utils.cuh).
+// Divides by the sums, writes lse, and stores the 64 x HD output through shared memory with TMA (rows past T are
+// dropped there). halves: running maximum of the magnitudes of rows before T (amax_update in cuda_utils.cuh).
 template <int HD, int N>
-__device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_max)[2], float (&row_sum)[2], uint32_t staging,
-                                               const CUtensorMap *map_out, float *lse, const ForwardPlan &plan, const ForwardPosition &at,
-                                               int warpgroup, uint32_t &halves) {
+__device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_max)[2], float (&row_sum)[2],
+                                               uint32_t staging, const CUtensorMap *map_out, float *lse,
+                                               const ForwardPlan &plan, const ForwardPosition &at, int warpgroup,
+                                               uint32_t &halves) {
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = at.row + 64 * warpgroup;
     uint32_t magnitude[2];  // of a row that counts, the bits of magnitudes
     const int barrier = 1 + warpgroup;
@@ -233,7 +243,8 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
         const int t = row + 16 * warp + 8 * h + lane / 4;
         magnitude[h] = t < plan.T ? 0x7fff7fffu : 0;
         if (lane % 4 == 0 && t < plan.T)
-            lse[((int64_t)at.sequence * plan.NH + at.head) * plan.T + t] = fmaf(row_max[h], plan.scale, logf(row_sum[h]));
+            lse[((int64_t)at.sequence * plan.NH + at.head) * plan.T + t] =
+                fmaf(row_max[h], plan.scale, logf(row_sum[h]));
     }
     forward_rescale(o, inverse);
     const bool leader = threadIdx.x % 128 == 0;
@@ -249,7 +260,8 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
             packed[j] = pack_bf16(o[8 * i + 2 * j], o[8 * i + 2 * j + 1]);
             halves = amax_larger(halves, packed[j] & magnitude[j % 2]);
         }
-        stmatrix_x4(staging + (i / 4) * (64 * 128) + in_tile * 128 + ((chunk ^ swizzle) << 4), packed[0], packed[1], packed[2], packed[3]);
+        stmatrix_x4(staging + (i / 4) * (64 * 128) + in_tile * 128 + ((chunk ^ swizzle) << 4), packed[0], packed[1],
+                    packed[2], packed[3]);
     }
     fence_async_proxy();
     named_barrier_sync(barrier, 128);
@@ -261,25 +273,30 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
 
 // A consumer warpgroup: its 64 rows of every tile of this block.
 template <int HD>
-__device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, float *lse, uint32_t *amax, uint32_t smem, const ForwardPlan &plan, int warpgroup) {
+__device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, float *lse, uint32_t *amax, uint32_t smem,
+                                                const ForwardPlan &plan, int warpgroup) {
     typedef ForwardTile<HD> Tile;
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
     const float c = plan.scale * LOG2_E;
     const uint64_t q_desc = wgmma_desc_k_major(smem + Tile::Q + warpgroup * (64 * 128));
-    const uint64_t k_desc = wgmma_desc_k_major(smem + Tile::K), v_desc = wgmma_desc_mn_major(smem + Tile::V, Tile::KEYS * 128);
+    const uint64_t k_desc = wgmma_desc_k_major(smem + Tile::K),
+                   v_desc = wgmma_desc_mn_major(smem + Tile::V, Tile::KEYS * 128);
     Ring k = {0, 0}, v = {0, 0};
     uint32_t q_parity = 0, halves = 0;
     for (int round = 0, tile; (tile = forward_tile_of_round(round)) < plan.tiles; round++) {
         const ForwardPosition at = forward_position<Tile::ROWS>(plan, tile);
         const int first_row = at.row + 64 * warpgroup, row = first_row + 16 * warp + lane / 4;
-        const int loaded = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T), blocks = forward_key_blocks<64, Tile::KEYS>(first_row, plan.T);
-        for (int j = loaded; j > blocks; j--) {  // skipped, but waited for: an earlier arrival would release the slot's previous load
+        const int loaded = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T),
+                  blocks = forward_key_blocks<64, Tile::KEYS>(first_row, plan.T);
+        for (int j = loaded; j > blocks;
+             j--) {  // skipped, but waited for: an earlier arrival would release the slot's previous load
             ring_wait(smem + Tile::K_FULL, k);
             ring_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
             ring_wait(smem + Tile::V_FULL, v);
             ring_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
         }
-        float s[Tile::KEYS / 2], o[HD / 2] = {0.0f}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f}, correction[2];
+        float s[Tile::KEYS / 2], o[HD / 2] = {0.0f}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f},
+                                        correction[2];
         uint32_t p[Tile::KEYS / 16][4];
 
         mbarrier_wait(smem + Tile::Q_FULL, q_parity);
@@ -288,7 +305,8 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         wgmma_wait<0>();
         wgmma_fence_registers(s);
         ring_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
-        // Only this first block reaches past the diagonal, and each row has its own key in it, so the maximum is finite from here on.
+        // Only this first block reaches past the diagonal, and each row has its own key in it, so the maximum is finite
+        // from here on.
         forward_mask(s, row, (blocks - 1) * Tile::KEYS + 2 * (lane % 4));
         forward_softmax(s, row_max, row_sum, correction, c);
         forward_pack(p, s);
@@ -315,7 +333,8 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         wgmma_wait<0>();
         wgmma_fence_registers(o);
         ring_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
-        forward_finish<HD>(o, row_max, row_sum, smem + Tile::OUT + warpgroup * Tile::OUT_BYTES, map_out, lse, plan, at, warpgroup, halves);
+        forward_finish<HD>(o, row_max, row_sum, smem + Tile::OUT + warpgroup * Tile::OUT_BYTES, map_out, lse, plan, at,
+                           warpgroup, halves);
     }
     if (amax) amax_publish_warp(amax, halves);
     if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the last store
@@ -326,7 +345,8 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
 template <int HD>
 __global__ void __launch_bounds__(ForwardTile<HD>::THREADS, 1)
     attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_kv,
-                                  const __grid_constant__ CUtensorMap map_out, float *__restrict__ lse, uint32_t *amax, const ForwardPlan plan) {
+                                  const __grid_constant__ CUtensorMap map_out, float *__restrict__ lse, uint32_t *amax,
+                                  const ForwardPlan plan) {
     grid_dependency_wait();
 #if HOPPER_DEVICE_CODE
     typedef ForwardTile<HD> Tile;
@@ -362,7 +382,8 @@ __global__ void __launch_bounds__(ForwardTile<HD>::THREADS, 1)
 }
 
 template <int HD>
-static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv,
+                                                 AttentionDims d, cudaStream_t stream) {
     typedef ForwardTile<HD> Tile;
     const int64_t columns = (d.NH + 2 * d.NKV) * HD, pairs = d.B * d.NKV, group = d.NH / d.NKV;
     const int64_t section_bytes = 32 << 20;  // of L2's 50 MB; Q and the output pass through the rest
@@ -379,14 +400,18 @@ static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t
     const CUtensorMap map_q = tensor_map_tokens(qkv, d.B, d.T, columns, Tile::ROWS, HD / 64);
     const CUtensorMap map_kv = tensor_map_tokens(qkv, d.B, d.T, columns, Tile::KEYS, HD / 64);
     const CUtensorMap map_out = tensor_map_tokens(out, d.B, d.T, d.NH * HD, 64, HD / 64);
-    CUDA_CHECK(cudaFuncSetAttribute(attention_forward_sm90_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SMEM_BYTES));
+    CUDA_CHECK(cudaFuncSetAttribute(attention_forward_sm90_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    Tile::SMEM_BYTES));
     const int grid = (int)min_i64(plan.tiles, device_sm_count());
-    CUDA_LAUNCH(attention_forward_sm90_kernel<HD>, grid, Tile::THREADS, Tile::SMEM_BYTES, stream, map_q, map_kv, map_out, lse, amax, plan);
+    CUDA_LAUNCH(attention_forward_sm90_kernel<HD>, grid, Tile::THREADS, Tile::SMEM_BYTES, stream, map_q, map_kv,
+                map_out, lse, amax, plan);
 }
 
-// out [B,T,NH*HD] bf16, lse [B,NH,T] fp32, *amax (unless NULL) raised to max |out|, from qkv [B,T,(NH+2*NKV)*HD] bf16; 16-byte aligned. HD 64 or 128,
-// a device of compute capability 9.0 (hopper_available()). No allocation, no synchronization.
-static inline void attention_forward_sm90(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+// out [B,T,NH*HD] bf16, lse [B,NH,T] fp32, *amax (unless NULL) raised to max |out|, from qkv [B,T,(NH+2*NKV)*HD] bf16;
+// 16-byte aligned. HD 64 or 128, a device of compute capability 9.0 (hopper_available()). No allocation, no
+// synchronization.
+static inline void attention_forward_sm90(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
+                                          cudaStream_t stream) {
     if (d.HD == 128) attention_forward_sm90_launch<128>(out, lse, amax, qkv, d, stream);
     else attention_forward_sm90_launch<64>(out, lse, amax, qkv, d, stream);
 }

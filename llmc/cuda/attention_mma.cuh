@@ -5,16 +5,17 @@
 //   dP = dO V^T    delta = rowsum(dO * O)      dS = P * (dP - delta)
 //   dV = P^T dO    dK = dS^T Q / sqrt(HD)      dQ = dS K / sqrt(HD)
 //
-// Blocks of 4 warps, tiles of 64 rows, a warp owns 16 rows of the output tile; the other side streams by in two cp.async stages.
-// Backward computes S and dP twice, once by keys (dK, dV) and once by queries (dQ): 7 products, not 5, but neither atomics nor
-// buffers in memory. A shared-memory tile is [64][HD] bf16, its 16-byte chunk c of row r kept at c ^ (r % 8), so ldmatrix hits each bank once.
+// Blocks of 4 warps, tiles of 64 rows, a warp owns 16 rows of the output tile; the other side streams by in two
+// cp.async stages. Backward computes S and dP twice, once by keys (dK, dV) and once by queries (dQ): 7 products, not 5,
+// but neither atomics nor buffers in memory. A shared-memory tile is [64][HD] bf16, its 16-byte chunk c of row r kept
+// at c ^ (r % 8), so ldmatrix hits each bank once.
 #ifndef LLMC_ATTENTION_MMA_CUH
 #define LLMC_ATTENTION_MMA_CUH
 
 #include "amax.cuh"
 #include "attention_dims.h"
 
-#define MMA_TILE 64      // rows of every tile
+#define MMA_TILE 64  // rows of every tile
 #define MMA_THREADS 128
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -27,30 +28,39 @@ __device__ __forceinline__ uint32_t mma_chunk(uint32_t tile, int row, int chunk)
 
 // Starts copying rows row0.. of a [T, stride] matrix; rows past T become zero.
 template <int HD>
-__device__ __forceinline__ void mma_copy_tile(uint32_t tile, const bf16 *from, int64_t stride, int64_t row0, int64_t T) {
+__device__ __forceinline__ void mma_copy_tile(uint32_t tile, const bf16 *from, int64_t stride, int64_t row0,
+                                              int64_t T) {
     for (int i = (int)threadIdx.x; i < MMA_TILE * HD / 8; i += MMA_THREADS) {
         int row = i / (HD / 8), chunk = i % (HD / 8), bytes = row0 + row < T ? 16 : 0;
         const bf16 *p = from + (bytes ? (row0 + row) * stride + chunk * 8 : 0);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                     ::"r"(mma_chunk<HD>(tile, row, chunk)), "l"(__cvta_generic_to_global(p)), "r"(bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mma_chunk<HD>(tile, row, chunk)),
+                     "l"(__cvta_generic_to_global(p)), "r"(bytes)
+                     : "memory");
     }
 }
 
 __device__ __forceinline__ void mma_ldmatrix(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
 }
 __device__ __forceinline__ void mma_ldmatrix_trans(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products. An accumulator float[N/8][4] holds 16 x N: lane l has rows l/4 (elements 0, 1) and l/4 + 8 (2, 3), columns 8j + 2*(l%4) + {0, 1}.
+// Products. An accumulator float[N/8][4] holds 16 x N: lane l has rows l/4 (elements 0, 1) and l/4 + 8 (2, 3), columns
+// 8j + 2*(l%4) + {0, 1}.
 
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // d[16 x 64] = A B^T: rows row0..row0+15 of tile a times all rows of tile b, over HD.
@@ -95,7 +105,8 @@ __device__ __forceinline__ void mma_add_times_tile(float (&d)[HD / 8][4], const 
 
 // Writes factor[h] * d as bf16 rows row0 + l/4 + 8h of a [T, stride] matrix.
 template <int HD>
-__device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t row0, int64_t T, const float (&d)[HD / 8][4], const float (&factor)[2]) {
+__device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t row0, int64_t T,
+                                               const float (&d)[HD / 8][4], const float (&factor)[2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -113,7 +124,8 @@ __device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t
 
 // One block of scores of two rows becomes exp(S - max); maximum (of unscaled scores), sum and output so far follow.
 template <int HD>
-__device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8][4], float (&row_max)[2], float (&row_sum)[2], float scale) {
+__device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8][4], float (&row_max)[2],
+                                            float (&row_sum)[2], float scale) {
     const float c = scale * LOG2_E;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -139,14 +151,17 @@ __device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8]
 // One block: 64 queries of one head; key tiles 0 up to the diagonal.
 template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
-    attention_forward_mma_kernel(bf16 *__restrict__ out, float *__restrict__ lse, const bf16 *__restrict__ qkv, AttentionDims d, float scale) {
+    attention_forward_mma_kernel(bf16 *__restrict__ out, float *__restrict__ lse, const bf16 *__restrict__ qkv,
+                                 AttentionDims d, float scale) {
     grid_dependency_wait();
     extern __shared__ __align__(128) uint8_t mma_smem[];
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
-    const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), stages = q_tile + TILE_BYTES;  // then K, V of stage 0 and 1
-    const int64_t stride = (d.NH + 2 * d.NKV) * HD, block = gridDim.x - 1 - blockIdx.x;                  // longest first
+    const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(mma_smem),
+                   stages = q_tile + TILE_BYTES;                                         // then K, V of stage 0 and 1
+    const int64_t stride = (d.NH + 2 * d.NKV) * HD, block = gridDim.x - 1 - blockIdx.x;  // longest first
     const int64_t head = blockIdx.y, sequence = blockIdx.z, q0 = block * MMA_TILE;
-    const bf16 *base = qkv + sequence * d.T * stride, *k = base + (d.NH + head / (d.NH / d.NKV)) * HD, *v = k + d.NKV * HD;
+    const bf16 *base = qkv + sequence * d.T * stride, *k = base + (d.NH + head / (d.NH / d.NKV)) * HD,
+               *v = k + d.NKV * HD;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
 
     mma_copy_tile<HD>(q_tile, base + head * HD, stride, q0, d.T);
@@ -155,7 +170,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
     copy_async_commit();
     float o[HD / 8][4] = {{0.0f}}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
     for (int64_t j = 0; j <= block; j++) {
-        const uint32_t k_tile = stages + (uint32_t)(j % 2) * 2 * TILE_BYTES, next = stages + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
+        const uint32_t k_tile = stages + (uint32_t)(j % 2) * 2 * TILE_BYTES,
+                       next = stages + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
         if (j < block) {
             mma_copy_tile<HD>(next, k, stride, (j + 1) * MMA_TILE, d.T);
             mma_copy_tile<HD>(next + TILE_BYTES, v, stride, (j + 1) * MMA_TILE, d.T);
@@ -190,12 +206,14 @@ __global__ void __launch_bounds__(MMA_THREADS)
 // Backward
 
 // delta[b,h,t] = sum over HD of dout * out, one warp per (b, t, h).
-static __global__ void attention_delta_kernel(float *__restrict__ delta, const bf16 *__restrict__ dout, const bf16 *__restrict__ out, AttentionDims d) {
+static __global__ void attention_delta_kernel(float *__restrict__ delta, const bf16 *__restrict__ dout,
+                                              const bf16 *__restrict__ out, AttentionDims d) {
     grid_dependency_wait();
     const int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (row >= d.B * d.T * d.NH) return;
     float sum = 0.0f;
-    for (int64_t i = lane; i < d.HD; i += 32) sum += __bfloat162float(dout[row * d.HD + i]) * __bfloat162float(out[row * d.HD + i]);
+    for (int64_t i = lane; i < d.HD; i += 32)
+        sum += __bfloat162float(dout[row * d.HD + i]) * __bfloat162float(out[row * d.HD + i]);
     sum = warp_sum(sum);
     const int64_t h = row % d.NH, t = row / d.NH % d.T, b = row / d.NH / d.T;
     if (lane == 0) delta[(b * d.NH + h) * d.T + t] = sum;
@@ -212,19 +230,22 @@ __device__ __forceinline__ void mma_probability(float &s, float &dp, float2 stat
     dp = s * (dp - stats.y);
 }
 
-// One block: dK and dV of 64 keys of one key/value head, over the group's query heads and the query tiles from the diagonal on.
-// Products are taken transposed (keys down), so P^T and dS^T are ready as the left operands of dV and dK.
+// One block: dK and dV of 64 keys of one key/value head, over the group's query heads and the query tiles from the
+// diagonal on. Products are taken transposed (keys down), so P^T and dS^T are ready as the left operands of dV and dK.
 template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
-    attention_backward_kv_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout, const bf16 *__restrict__ qkv,
-                                     const float *__restrict__ lse, const float *__restrict__ delta, AttentionDims d, float scale) {
+    attention_backward_kv_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout,
+                                     const bf16 *__restrict__ qkv, const float *__restrict__ lse,
+                                     const float *__restrict__ delta, AttentionDims d, float scale) {
     grid_dependency_wait();
     extern __shared__ __align__(128) uint8_t mma_smem[];
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
-    const uint32_t k_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), v_tile = k_tile + TILE_BYTES, stages = v_tile + TILE_BYTES;
+    const uint32_t k_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), v_tile = k_tile + TILE_BYTES,
+                   stages = v_tile + TILE_BYTES;
     const int64_t stride = (d.NH + 2 * d.NKV) * HD, group = d.NH / d.NKV, tiles = gridDim.x, block = blockIdx.x;
     const int64_t kv_head = blockIdx.y, sequence = blockIdx.z, k0 = block * MMA_TILE, steps = (tiles - block) * group;
-    const bf16 *q = qkv + sequence * d.T * stride + kv_head * group * HD, *dO = dout + (sequence * d.T * d.NH + kv_head * group) * HD;
+    const bf16 *q = qkv + sequence * d.T * stride + kv_head * group * HD,
+               *dO = dout + (sequence * d.T * d.NH + kv_head * group) * HD;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     const int64_t k_column = (d.NH + kv_head) * HD, v_column = k_column + d.NKV * HD;
 
@@ -235,7 +256,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
     copy_async_commit();
     float dk[HD / 8][4] = {{0.0f}}, dv[HD / 8][4] = {{0.0f}};
     for (int64_t i = 0; i < steps; i++) {  // head i / (tiles - block), query tile block + i % (tiles - block)
-        const uint32_t q_tile = stages + (uint32_t)(i % 2) * 2 * TILE_BYTES, next = stages + (uint32_t)((i + 1) % 2) * 2 * TILE_BYTES;
+        const uint32_t q_tile = stages + (uint32_t)(i % 2) * 2 * TILE_BYTES,
+                       next = stages + (uint32_t)((i + 1) % 2) * 2 * TILE_BYTES;
         if (i + 1 < steps) {
             const int64_t h = (i + 1) / (tiles - block), row = (block + (i + 1) % (tiles - block)) * MMA_TILE;
             mma_copy_tile<HD>(next, q + h * HD, stride, row, d.T);
@@ -271,15 +293,18 @@ __global__ void __launch_bounds__(MMA_THREADS)
 // One block: dQ of 64 queries of one head, over the key tiles up to the diagonal.
 template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
-    attention_backward_q_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout, const bf16 *__restrict__ qkv,
-                                    const float *__restrict__ lse, const float *__restrict__ delta, AttentionDims d, float scale) {
+    attention_backward_q_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout,
+                                    const bf16 *__restrict__ qkv, const float *__restrict__ lse,
+                                    const float *__restrict__ delta, AttentionDims d, float scale) {
     grid_dependency_wait();
     extern __shared__ __align__(128) uint8_t mma_smem[];
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
-    const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), do_tile = q_tile + TILE_BYTES, stages = do_tile + TILE_BYTES;
+    const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), do_tile = q_tile + TILE_BYTES,
+                   stages = do_tile + TILE_BYTES;
     const int64_t stride = (d.NH + 2 * d.NKV) * HD, block = gridDim.x - 1 - blockIdx.x;
     const int64_t head = blockIdx.y, sequence = blockIdx.z, q0 = block * MMA_TILE;
-    const bf16 *base = qkv + sequence * d.T * stride, *k = base + (d.NH + head / (d.NH / d.NKV)) * HD, *v = k + d.NKV * HD;
+    const bf16 *base = qkv + sequence * d.T * stride, *k = base + (d.NH + head / (d.NH / d.NKV)) * HD,
+               *v = k + d.NKV * HD;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
 
     mma_copy_tile<HD>(q_tile, base + head * HD, stride, q0, d.T);
@@ -290,10 +315,12 @@ __global__ void __launch_bounds__(MMA_THREADS)
     const int64_t stats_at = (sequence * d.NH + head) * d.T;
     float2 stats[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) stats[h] = mma_row_stats(lse + stats_at, delta + stats_at, q0 + row0 + lane / 4 + 8 * h, d.T);
+    for (int h = 0; h < 2; h++)
+        stats[h] = mma_row_stats(lse + stats_at, delta + stats_at, q0 + row0 + lane / 4 + 8 * h, d.T);
     float dq[HD / 8][4] = {{0.0f}};
     for (int64_t j = 0; j <= block; j++) {
-        const uint32_t k_tile = stages + (uint32_t)(j % 2) * 2 * TILE_BYTES, next = stages + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
+        const uint32_t k_tile = stages + (uint32_t)(j % 2) * 2 * TILE_BYTES,
+                       next = stages + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
         if (j < block) {
             mma_copy_tile<HD>(next, k, stride, (j + 1) * MMA_TILE, d.T);
             mma_copy_tile<HD>(next + TILE_BYTES, v, stride, (j + 1) * MMA_TILE, d.T);
@@ -323,38 +350,48 @@ __global__ void __launch_bounds__(MMA_THREADS)
 // Launchers
 
 template <int HD>
-static inline void attention_forward_mma_launch(bf16 *out, float *lse, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+static inline void attention_forward_mma_launch(bf16 *out, float *lse, const bf16 *qkv, AttentionDims d,
+                                                cudaStream_t stream) {
     const int bytes = 5 * MMA_TILE * HD * 2;
     const dim3 grid((unsigned)ceil_div(d.T, MMA_TILE), (unsigned)d.NH, (unsigned)d.B);
-    CUDA_CHECK(cudaFuncSetAttribute(attention_forward_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    CUDA_LAUNCH(attention_forward_mma_kernel<HD>, grid, MMA_THREADS, bytes, stream, out, lse, qkv, d, 1.0f / sqrtf((float)HD));
+    CUDA_CHECK(
+        cudaFuncSetAttribute(attention_forward_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    CUDA_LAUNCH(attention_forward_mma_kernel<HD>, grid, MMA_THREADS, bytes, stream, out, lse, qkv, d,
+                1.0f / sqrtf((float)HD));
 }
 
 // Arguments as attention_forward (attention.cuh).
-static inline void attention_forward_mma(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d, cudaStream_t stream) {
+static inline void attention_forward_mma(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
+                                         cudaStream_t stream) {
     if (d.HD == 128) attention_forward_mma_launch<128>(out, lse, qkv, d, stream);
     else attention_forward_mma_launch<64>(out, lse, qkv, d, stream);
     if (amax) tensor_amax(amax, out, d.B * d.T * d.NH * d.HD, stream);
 }
 
 // delta [B,NH,T] fp32.
-static inline size_t attention_backward_mma_workspace_bytes(AttentionDims d) { return (size_t)(d.B * d.NH * d.T) * sizeof(float); }
+static inline size_t attention_backward_mma_workspace_bytes(AttentionDims d) {
+    return (size_t)(d.B * d.NH * d.T) * sizeof(float);
+}
 
 template <int HD>
-static inline void attention_backward_mma_launch(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const float *lse, const float *delta,
-                                                 AttentionDims d, cudaStream_t stream) {
+static inline void attention_backward_mma_launch(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const float *lse,
+                                                 const float *delta, AttentionDims d, cudaStream_t stream) {
     const int bytes = 6 * MMA_TILE * HD * 2;
     const float scale = 1.0f / sqrtf((float)HD);
     const unsigned tiles = (unsigned)ceil_div(d.T, MMA_TILE);
-    CUDA_CHECK(cudaFuncSetAttribute(attention_backward_kv_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    CUDA_CHECK(cudaFuncSetAttribute(attention_backward_q_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    CUDA_LAUNCH(attention_backward_kv_mma_kernel<HD>, dim3(tiles, (unsigned)d.NKV, (unsigned)d.B), MMA_THREADS, bytes, stream, dqkv, dout, qkv, lse, delta, d, scale);
-    CUDA_LAUNCH(attention_backward_q_mma_kernel<HD>, dim3(tiles, (unsigned)d.NH, (unsigned)d.B), MMA_THREADS, bytes, stream, dqkv, dout, qkv, lse, delta, d, scale);
+    CUDA_CHECK(
+        cudaFuncSetAttribute(attention_backward_kv_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    CUDA_CHECK(
+        cudaFuncSetAttribute(attention_backward_q_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    CUDA_LAUNCH(attention_backward_kv_mma_kernel<HD>, dim3(tiles, (unsigned)d.NKV, (unsigned)d.B), MMA_THREADS, bytes,
+                stream, dqkv, dout, qkv, lse, delta, d, scale);
+    CUDA_LAUNCH(attention_backward_q_mma_kernel<HD>, dim3(tiles, (unsigned)d.NH, (unsigned)d.B), MMA_THREADS, bytes,
+                stream, dqkv, dout, qkv, lse, delta, d, scale);
 }
 
 // Arguments as attention_backward (attention.cuh).
-static inline void attention_backward_mma(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out, const float *lse, void *workspace,
-                                          AttentionDims d, cudaStream_t stream) {
+static inline void attention_backward_mma(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
+                                          const float *lse, void *workspace, AttentionDims d, cudaStream_t stream) {
     float *delta = (float *)workspace;
     CUDA_LAUNCH(attention_delta_kernel, grid_size(d.B * d.T * d.NH, 8), 256, 0, stream, delta, dout, out, d);
     if (d.HD == 128) attention_backward_mma_launch<128>(dqkv, dout, qkv, lse, delta, d, stream);

@@ -5,15 +5,21 @@
 
 #include "quantize_kernels.cuh"
 
-// A block is 8 warps side by side: a warp reads 8 columns of 32 rows, so that the codes of a column, which lie one after the other in the col copy, are read
-// by neighbours. What is read of a 32-byte sector of a row copy or of the source by one warp is in the L1 for the next.
-enum { AUDIT_THREADS = 256, AUDIT_WARPS = AUDIT_THREADS / WARP_SIZE, AUDIT_COLUMNS = 8 * AUDIT_WARPS, AUDIT_BLOCKS_PER_SM = 4 };
+// A block is 8 warps side by side: a warp reads 8 columns of 32 rows, so that the codes of a column, which lie one
+// after the other in the col copy, are read by neighbours. What is read of a 32-byte sector of a row copy or of the
+// source by one warp is in the L1 for the next.
+enum {
+    AUDIT_THREADS = 256,
+    AUDIT_WARPS = AUDIT_THREADS / WARP_SIZE,
+    AUDIT_COLUMNS = 8 * AUDIT_WARPS,
+    AUDIT_BLOCKS_PER_SM = 4
+};
 
 // One copy of a QTensor, and where its sums go: to one place or two.
 typedef struct {
     const uint8_t *codes;
     const void *scales;
-    bool turned;      // the col copy
+    bool turned;  // the col copy
     ScaleGranularity granularity;
     Fp8Format format;
     AuditSums *to[2];
@@ -30,7 +36,8 @@ __device__ static inline void audit_publish(AuditSums *const to[2], AuditSums s)
     __shared__ AuditSums of_warp[AUDIT_WARPS];
     s.count = audit_warp_sum(s.count), s.flushed = audit_warp_sum(s.flushed), s.saturated = audit_warp_sum(s.saturated);
     s.signal = audit_warp_sum(s.signal), s.noise = audit_warp_sum(s.noise);
-    s.amax = warp_max_u32(s.amax), s.scale_max = warp_max_u32(s.scale_max), s.inverse_scale_max = warp_max_u32(s.inverse_scale_max);
+    s.amax = warp_max_u32(s.amax), s.scale_max = warp_max_u32(s.scale_max),
+    s.inverse_scale_max = warp_max_u32(s.inverse_scale_max);
     if (threadIdx.x % WARP_SIZE == 0) of_warp[threadIdx.x / WARP_SIZE] = s;
     __syncthreads();
     AuditSums *sums = threadIdx.x == 0 ? to[0] : threadIdx.x == 1 ? to[1] : NULL;
@@ -48,18 +55,22 @@ __device__ static inline void audit_publish(AuditSums *const to[2], AuditSums s)
 }
 
 // 8 values of one row against their 8 codes, which share a scale.
-__device__ static inline void audit_vector(AuditSums *sums, Bf16x8 v, const uint8_t *codes, float inverse_scale, Fp8Format format) {
+__device__ static inline void audit_vector(AuditSums *sums, Bf16x8 v, const uint8_t *codes, float inverse_scale,
+                                           Fp8Format format) {
     float x[8];
     bf16x8_unpack(x, v);
     const uint2 words = *(const uint2 *)codes;
 #pragma unroll
-    for (int j = 0; j < 8; j++) audit_add(sums, x[j], (uint8_t)((j < 4 ? words.x : words.y) >> (8 * (j % 4))), inverse_scale, format);
+    for (int j = 0; j < 8; j++)
+        audit_add(sums, x[j], (uint8_t)((j < 4 ? words.x : words.y) >> (8 * (j % 4))), inverse_scale, format);
 }
 
 // 8 values of one row of the matrix [R, columns] against the view's codes.
-__device__ static inline void audit_view(AuditSums *sums, const AuditView &view, Bf16x8 v, int64_t row, int64_t column, int64_t R, int64_t columns) {
+__device__ static inline void audit_view(AuditSums *sums, const AuditView &view, Bf16x8 v, int64_t row, int64_t column,
+                                         int64_t R, int64_t columns) {
     if (!view.turned) {  // every granularity holds 8 columns whole
-        const float inverse_scale = scale_load(view.granularity, view.scales, scale_index(view.granularity, row, column, R, columns));
+        const float inverse_scale =
+            scale_load(view.granularity, view.scales, scale_index(view.granularity, row, column, R, columns));
         audit_vector(sums, v, view.codes + row * columns + column, inverse_scale, view.format);
         return;
     }
@@ -68,7 +79,8 @@ __device__ static inline void audit_view(AuditSums *sums, const AuditView &view,
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         code[j] = view.codes[(column + j) * R + row];
-        inverse_scale[j] = scale_load(view.granularity, view.scales, scale_index(view.granularity, column + j, row, columns, R));
+        inverse_scale[j] =
+            scale_load(view.granularity, view.scales, scale_index(view.granularity, column + j, row, columns, R));
     }
     bf16x8_unpack(x, v);
 #pragma unroll
@@ -76,12 +88,14 @@ __device__ static inline void audit_view(AuditSums *sums, const AuditView &view,
 }
 
 template <class Source>
-static __global__ void __launch_bounds__(AUDIT_THREADS) audit_kernel(const Source source, const AuditView view, int64_t R, int64_t C) {
+static __global__ void __launch_bounds__(AUDIT_THREADS)
+    audit_kernel(const Source source, const AuditView view, int64_t R, int64_t C) {
     grid_dependency_wait();
     const int64_t column_tiles = ceil_div(C, AUDIT_COLUMNS), tiles = ceil_div(R, WARP_SIZE) * column_tiles;
     AuditSums sums = {};
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const int64_t row = tile / column_tiles * WARP_SIZE + threadIdx.x % WARP_SIZE, column = tile % column_tiles * AUDIT_COLUMNS + threadIdx.x / WARP_SIZE * 8;
+        const int64_t row = tile / column_tiles * WARP_SIZE + threadIdx.x % WARP_SIZE,
+                      column = tile % column_tiles * AUDIT_COLUMNS + threadIdx.x / WARP_SIZE * 8;
         if (row >= R || column >= C) continue;
         typename Source::Column of_column = {};
         typename Source::Raw raw;
@@ -91,19 +105,25 @@ static __global__ void __launch_bounds__(AUDIT_THREADS) audit_kernel(const Sourc
         source.load(&raw, row, column);
         source.values(v, raw, of_column, &unused);
 #pragma unroll
-        for (int o = 0; o < Source::OUTPUTS; o++) audit_view(&sums, view, v[o], row, o * C + column, R, Source::OUTPUTS * C);
+        for (int o = 0; o < Source::OUTPUTS; o++)
+            audit_view(&sums, view, v[o], row, o * C + column, R, Source::OUTPUTS * C);
     }
     audit_publish(view.to, sums);
 }
 
-static inline unsigned audit_blocks(int64_t n) { return (unsigned)max_i64(1, min_i64(n, (int64_t)device_sm_count() * AUDIT_BLOCKS_PER_SM)); }
+static inline unsigned audit_blocks(int64_t n) {
+    return (unsigned)max_i64(1, min_i64(n, (int64_t)device_sm_count() * AUDIT_BLOCKS_PER_SM));
+}
 
-// Adds to *out.audit[COPY_ROW] and *out.audit[COPY_COL] (device memory, either may be NULL) what the cast of the source to `out`, enqueued before, did to its
-// values. A copy that the cast did not write adds nothing. Where both copies hold the same codes they are read once and both get the same sums.
+// Adds to *out.audit[COPY_ROW] and *out.audit[COPY_COL] (device memory, either may be NULL) what the cast of the source
+// to `out`, enqueued before, did to its values. A copy that the cast did not write adds nothing. Where both copies hold
+// the same codes they are read once and both get the same sums.
 template <class Source>
 static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
-    AuditView row = {out.rowwise, out.rowwise_scale_inv, false, out.row_granularity, out.format, {out.audit[COPY_ROW], NULL}};
-    AuditView col = {out.columnwise, out.columnwise_scale_inv, true, out.col_granularity, out.format, {out.audit[COPY_COL], NULL}};
+    AuditView row = {out.rowwise, out.rowwise_scale_inv,      false, out.row_granularity,
+                     out.format,  {out.audit[COPY_ROW], NULL}};
+    AuditView col = {out.columnwise, out.columnwise_scale_inv,   true, out.col_granularity,
+                     out.format,     {out.audit[COPY_COL], NULL}};
     if (row.codes && row.to[0] && col.codes && audit_shares_codes(out.row_granularity, out.col_granularity)) {
         row.to[1] = col.to[0];
         col.to[0] = NULL;
@@ -116,24 +136,28 @@ static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C
 // ---------------------------------------------------------------------------------------------------------------------
 // A part of a tensor with one scale, as it lies
 
-static __global__ void __launch_bounds__(AUDIT_THREADS) audit_part_kernel(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *inverse_scale, int64_t n,
-                                                                          Fp8Format format) {
+static __global__ void __launch_bounds__(AUDIT_THREADS)
+    audit_part_kernel(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *inverse_scale, int64_t n,
+                      Fp8Format format) {
     grid_dependency_wait();
     const int64_t step = (int64_t)gridDim.x * AUDIT_THREADS;
     const float inverse = *inverse_scale;
     AuditSums sums = {};
-    for (int64_t i = blockIdx.x * (int64_t)AUDIT_THREADS + threadIdx.x; i < n / 8; i += step) audit_vector(&sums, bf16x8_load(x + 8 * i), codes + 8 * i, inverse, format);
+    for (int64_t i = blockIdx.x * (int64_t)AUDIT_THREADS + threadIdx.x; i < n / 8; i += step)
+        audit_vector(&sums, bf16x8_load(x + 8 * i), codes + 8 * i, inverse, format);
     AuditSums *const places[2] = {to, NULL};
     audit_publish(places, sums);
 }
 
-// Adds n consecutive elements, a multiple of 8 (0: none), to *to: of a rank's slice of a weight, whose scale holds for all ranks. Device pointers; x aligned to
-// 16 bytes, codes to 8.
-static inline void audit_part(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *inverse_scale, int64_t n, Fp8Format format, cudaStream_t stream) {
+// Adds n consecutive elements, a multiple of 8 (0: none), to *to: of a rank's slice of a weight, whose scale holds for
+// all ranks. Device pointers; x aligned to 16 bytes, codes to 8.
+static inline void audit_part(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *inverse_scale, int64_t n,
+                              Fp8Format format, cudaStream_t stream) {
     if (n < 0 || n % 8) die("audit_part: %lld elements: need a multiple of 8", (long long)n);
     if (n == 0) return;
     require_aligned16(x, "audit_part", "x");
-    CUDA_LAUNCH(audit_part_kernel, audit_blocks(ceil_div(n, 8 * AUDIT_THREADS)), AUDIT_THREADS, 0, stream, to, x, codes, inverse_scale, n, format);
+    CUDA_LAUNCH(audit_part_kernel, audit_blocks(ceil_div(n, 8 * AUDIT_THREADS)), AUDIT_THREADS, 0, stream, to, x, codes,
+                inverse_scale, n, format);
 }
 
 #endif

@@ -1,7 +1,8 @@
 // --fp8-filter auto: which linear layers are faster in bf16 on this GPU, found by timing both.
 //
-// A layer's FP8 time is that of its three products and of the casts of x, w and dy as separate passes over memory. The casts of x and dy are an upper
-// bound: those that follow a norm or SwiGLU share its passes. w is cast once a step, so its cast counts in the share of one micro-step.
+// A layer's FP8 time is that of its three products and of the casts of x, w and dy as separate passes over memory. The
+// casts of x and dy are an upper bound: those that follow a norm or SwiGLU share its passes. w is cast once a step, so
+// its cast counts in the share of one micro-step.
 #ifndef LLMC_AUTO_FILTER_CUH
 #define LLMC_AUTO_FILTER_CUH
 
@@ -17,8 +18,8 @@ typedef struct {
     const Options *options;
     LinearShape shape;
     int64_t R;
-    bf16 *result;                  // of the largest product
-    QTensor tensor[NUM_TENSORS];   // w [N, K], x [R, K], dy [R, N]
+    bf16 *result;                 // of the largest product
+    QTensor tensor[NUM_TENSORS];  // w [N, K], x [R, K], dy [R, N]
     int64_t amaxes[NUM_TENSORS];
     void *buffers[AUTO_FILTER_BUFFERS];
     int num_buffers;
@@ -27,7 +28,8 @@ typedef struct {
 
 static __global__ void auto_filter_fill_kernel(bf16 *x, int64_t n, uint64_t key) {
     grid_dependency_wait();
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) x[i] = __float2bfloat16(rng_normal(key, (uint64_t)i));
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        x[i] = __float2bfloat16(rng_normal(key, (uint64_t)i));
 }
 
 // Zeroed; NULL for 0 bytes.
@@ -36,15 +38,18 @@ static inline void *auto_filter_alloc(AutoFilter *f, int64_t bytes) {
     void *p = NULL;
     const cudaError_t error = cudaMalloc(&p, (size_t)bytes);
     if (error != cudaSuccess)
-        die_with(error == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_OTHER, "--fp8-filter auto: no %lld bytes of "
-                 "GPU memory to time %s with (%s); name the layers instead", (long long)bytes, f->shape.name,
-                 cudaGetErrorString(error));
+        die_with(error == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_OTHER,
+                 "--fp8-filter auto: no %lld bytes of "
+                 "GPU memory to time %s with (%s); name the layers instead",
+                 (long long)bytes, f->shape.name, cudaGetErrorString(error));
     CUDA_CHECK(cudaMemsetAsync(p, 0, (size_t)bytes, f->gemm.stream));
     return f->buffers[f->num_buffers++] = p;
 }
 
 static inline int64_t auto_filter_rows(const AutoFilter *f, TensorRole t) { return t == TENSOR_W ? f->shape.N : f->R; }
-static inline int64_t auto_filter_cols(const AutoFilter *f, TensorRole t) { return t == TENSOR_DY ? f->shape.N : f->shape.K; }
+static inline int64_t auto_filter_cols(const AutoFilter *f, TensorRole t) {
+    return t == TENSOR_DY ? f->shape.N : f->shape.K;
+}
 
 // Random data, and room for its FP8 copies.
 static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
@@ -55,7 +60,9 @@ static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
     if (q->row_granularity != NO_SCALE) q->rowwise = (uint8_t *)auto_filter_alloc(f, n);
     if (q->col_granularity != NO_SCALE) q->columnwise = (uint8_t *)auto_filter_alloc(f, n);
     q->rowwise_scale_inv = auto_filter_alloc(f, scale_bytes(q->row_granularity, rows, cols));
-    q->columnwise_scale_inv = q->row_granularity == PER_TENSOR && q->col_granularity == PER_TENSOR ? q->rowwise_scale_inv : auto_filter_alloc(f, scale_bytes(q->col_granularity, cols, rows));
+    q->columnwise_scale_inv = q->row_granularity == PER_TENSOR && q->col_granularity == PER_TENSOR
+                                  ? q->rowwise_scale_inv
+                                  : auto_filter_alloc(f, scale_bytes(q->col_granularity, cols, rows));
     f->amaxes[t] = tensor_amaxes(q->row_granularity, q->col_granularity, rows, cols);
     q->amax = (uint32_t *)auto_filter_alloc(f, f->amaxes[t] * (int64_t)sizeof(uint32_t));
     if (r->delayed) {
@@ -65,7 +72,8 @@ static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
         q->delayed_scale = delayed;
     }
     q->data = (bf16 *)auto_filter_alloc(f, n * (int64_t)sizeof(bf16));
-    CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, f->gemm.stream, q->data, n, rng_key(1, (uint64_t)t));
+    CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, f->gemm.stream, q->data, n,
+                rng_key(1, (uint64_t)t));
 }
 
 static inline void auto_filter_cast(AutoFilter *f, TensorRole t) {
@@ -100,7 +108,8 @@ static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
     for (int i = 0; i < NUM_GEMMS; i++) {
         const GemmKind kind = (GemmKind)i;
         const QTensor *a = &f->tensor[gemm_tensor(kind, 0)], *b = &f->tensor[gemm_tensor(kind, 1)];
-        GemmPlan p = gemm_describe(f->shape.name, kind, f->R, f->shape.N, f->shape.K, gemm_spec(f->precision, r, kind), false);
+        GemmPlan p =
+            gemm_describe(f->shape.name, kind, f->R, f->shape.N, f->shape.K, gemm_spec(f->precision, r, kind), false);
         gemm_choose(&f->gemm, &p, f->result, a, b, NULL);
         us += auto_filter_time(f, [&] { gemm_run(&f->gemm, &p, f->result, a, b, NULL, false); });
         gemm_destroy(&p);
@@ -115,18 +124,23 @@ static inline bool auto_filter_layer(AutoFilter *f) {
     f->result = (bf16 *)auto_filter_alloc(f, max_i64(f->R * max_i64(s->N, s->K), s->N * s->K) * (int64_t)sizeof(bf16));
     double casts = 0;
     for (int t = 0; t < NUM_TENSORS; t++)
-        casts += auto_filter_time(f, [&] { auto_filter_cast(f, (TensorRole)t); }) / (t == TENSOR_W ? f->options->grad_accumulation_steps : 1);
-    const double fp8 = auto_filter_products(f, f->precision->recipe) + casts, plain = auto_filter_products(f, recipe_row(RECIPE_BF16));
+        casts += auto_filter_time(f, [&] { auto_filter_cast(f, (TensorRole)t); }) /
+                 (t == TENSOR_W ? f->options->grad_accumulation_steps : 1);
+    const double fp8 = auto_filter_products(f, f->precision->recipe) + casts,
+                 plain = auto_filter_products(f, recipe_row(RECIPE_BF16));
     printf("  %-9s %8.1f %8.1f %8.1f  %s\n", s->name, plain, fp8, casts, plain <= fp8 ? "bf16" : "fp8");
     for (int i = 0; i < f->num_buffers; i++) CUDA_CHECK(cudaFree(f->buffers[i]));
     f->num_buffers = 0;
     return plain <= fp8;
 }
 
-// Writes the names of the linear layers that stay bf16, comma-separated, as --fp8-filter understands them; "" if none. `p`: of a plan without a filter;
-// R: rows of a micro-step. Prints a table. Allocates GPU memory for one layer at a time, and frees it. Not with
-// --fp8-emulate or --deterministic (options.h refuses both). Dies if memory is short or the GPU lacks the recipe's products.
-static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R, cudaStream_t stream) {
+// Writes the names of the linear layers that stay bf16, comma-separated, as --fp8-filter understands them; "" if none.
+// `p`: of a plan without a filter; R: rows of a micro-step. Prints a table. Allocates GPU memory for one layer at a
+// time, and frees it. Not with
+// --fp8-emulate or --deterministic (options.h refuses both). Dies if memory is short or the GPU lacks the recipe's
+// products.
+static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R,
+                               cudaStream_t stream) {
     AutoFilter f;
     memset(&f, 0, sizeof f);
     f.precision = p, f.options = o, f.R = R, f.gemm.stream = stream;
@@ -134,13 +148,16 @@ static inline void auto_filter(char *list, size_t capacity, const Precision *p, 
     CUDA_CHECK(cudaMalloc(&f.gemm.workspace, GEMM_WORKSPACE_BYTES));
     CUDA_CHECK(cudaEventCreate(&f.begin));
     CUDA_CHECK(cudaEventCreate(&f.end));
-    printf("\n--fp8-filter auto: microseconds of a layer's three products over %lld rows, in recipe %s with its casts\n", (long long)R, p->recipe->name);
+    printf(
+        "\n--fp8-filter auto: microseconds of a layer's three products over %lld rows, in recipe %s with its casts\n",
+        (long long)R, p->recipe->name);
     printf("  %-9s %8s %8s %8s  kept\n", "layer", "bf16", "fp8", "casts");
     list[0] = 0;
     for (int id = 0; id < NUM_LINEARS; id++) {
         f.shape = p->linear[id];
         if (!linear_fits(&f.shape, p->recipe)) {
-            printf("  %-9s bf16: %lld x %lld are not multiples of %d\n", f.shape.name, (long long)f.shape.N, (long long)f.shape.K, p->recipe->multiple);
+            printf("  %-9s bf16: %lld x %lld are not multiples of %d\n", f.shape.name, (long long)f.shape.N,
+                   (long long)f.shape.K, p->recipe->multiple);
             continue;
         }
         const size_t used = strlen(list);

@@ -34,8 +34,7 @@ static inline Batch batches_arrays(const Batches *b, void *memory) {
 // Gives the slots their memory on the device.
 static inline void batches_place(Batches *b, Arena *a, int64_t rows, int64_t ranks) {
     b->rows = rows, b->ranks = ranks;
-    for (int i = 0; i < TOKEN_SLOTS; i++)
-        b->slots[i].device = batches_arrays(b, arena_take(a, batches_slot_bytes(b)));
+    for (int i = 0; i < TOKEN_SLOTS; i++) b->slots[i].device = batches_arrays(b, arena_take(a, batches_slot_bytes(b)));
 }
 
 // Takes the memory of the host, after batches_place.

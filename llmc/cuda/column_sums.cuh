@@ -6,12 +6,14 @@
 
 enum { COLUMN_SUMS_WARPS = 32 };
 
-// sums_out [C] (+)= sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows w, w + 32, ..., then one warp adds the warps.
+// sums_out [C] (+)= sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows w, w +
+// 32, ..., then one warp adds the warps.
 static __global__ void __launch_bounds__(COLUMN_SUMS_WARPS *WARP_SIZE)
     column_sums_finish_kernel(bf16 *sums_out, const float *partials, int count, int C) {
     grid_dependency_wait();
     __shared__ float sums[COLUMN_SUMS_WARPS][WARP_SIZE];
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, column = (int)blockIdx.x * WARP_SIZE + lane;
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE,
+              column = (int)blockIdx.x * WARP_SIZE + lane;
     float sum = 0;
     if (column < C) {
 #pragma unroll 8
@@ -32,12 +34,16 @@ static inline void column_sums_finish(bf16 *out, const float *partials, int64_t 
 
 enum { BIAS_THREADS = 256, BIAS_WARPS = BIAS_THREADS / WARP_SIZE, BIAS_COLUMNS = 8 * WARP_SIZE, BIAS_MAX_PARTS = 64 };
 
-// blockIdx.x: 256 columns; blockIdx.y: a part of the rows. partials [parts, columns]. Warp w adds rows w, w + 8, ... of the part, then the warps are added in order.
-static __global__ void __launch_bounds__(BIAS_THREADS) bias_backward_kernel(float *partials, const bf16 *dy, int64_t rows, int columns) {
+// blockIdx.x: 256 columns; blockIdx.y: a part of the rows. partials [parts, columns]. Warp w adds rows w, w + 8, ... of
+// the part, then the warps are added in order.
+static __global__ void __launch_bounds__(BIAS_THREADS)
+    bias_backward_kernel(float *partials, const bf16 *dy, int64_t rows, int columns) {
     grid_dependency_wait();
     __shared__ float sums[BIAS_WARPS][BIAS_COLUMNS];
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, column = (int)blockIdx.x * BIAS_COLUMNS + lane * 8;
-    const int64_t share = ceil_div(rows, gridDim.y), begin = blockIdx.y * share, end = begin + share < rows ? begin + share : rows;
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE,
+              column = (int)blockIdx.x * BIAS_COLUMNS + lane * 8;
+    const int64_t share = ceil_div(rows, gridDim.y), begin = blockIdx.y * share,
+                  end = begin + share < rows ? begin + share : rows;
     float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     if (column < columns) {
 #pragma unroll 4
@@ -63,7 +69,8 @@ static inline int64_t bias_parts(int64_t rows) { return min_i64(BIAS_MAX_PARTS, 
 // dbias [columns] = sum over the rows of dy [rows, columns]. columns: a multiple of 8.
 static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int64_t columns, void *workspace,
                                  cudaStream_t stream) {
-    if (rows < 1 || columns < 8 || columns % 8 || columns > INT_MAX) die("bias_backward: %lld columns must be a multiple of 8", (long long)columns);
+    if (rows < 1 || columns < 8 || columns % 8 || columns > INT_MAX)
+        die("bias_backward: %lld columns must be a multiple of 8", (long long)columns);
     require_aligned16(dy, "bias_backward", "dy");
     const dim3 grid(grid_size(columns, BIAS_COLUMNS), (unsigned)bias_parts(rows));
     CUDA_LAUNCH(bias_backward_kernel, grid, BIAS_THREADS, 0, stream, (float *)workspace, dy, rows, (int)columns);
@@ -71,6 +78,8 @@ static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int6
 }
 
 // Bytes of device memory that bias_backward needs at `workspace`.
-static inline size_t bias_workspace_bytes(int64_t rows, int64_t columns) { return (size_t)(bias_parts(rows) * columns) * sizeof(float); }
+static inline size_t bias_workspace_bytes(int64_t rows, int64_t columns) {
+    return (size_t)(bias_parts(rows) * columns) * sizeof(float);
+}
 
 #endif

@@ -3,13 +3,15 @@
 //   loss[r]      = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm
 //   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        written over the logits
 //
-// A row whose target lies outside [0, V) is ignored: loss 0, gradient 0. A NaN or +inf logit makes the row's loss and gradient NaN.
+// A row whose target lies outside [0, V) is ignored: loss 0, gradient 0. A NaN or +inf logit makes the row's loss and
+// gradient NaN.
 //
-// Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits one multiprocessor only in its
-// registers and shared memory together, so that is where a persistent block keeps it between reading and overwriting: each thread holds its
-// vectors of the row, most in registers, the rest in shared memory. As soon as a vector's gradient is computed, its place takes the next row's.
-// Rows that this cannot take (V not a multiple of 8, or more than what a block can hold) go through a kernel that reads the row three times.
-// Sums have a fixed order: the same bits in every run.
+// Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits one
+// multiprocessor only in its registers and shared memory together, so that is where a persistent block keeps it between
+// reading and overwriting: each thread holds its vectors of the row, most in registers, the rest in shared memory. As
+// soon as a vector's gradient is computed, its place takes the next row's. Rows that this cannot take (V not a multiple
+// of 8, or more than what a block can hold) go through a kernel that reads the row three times. Sums have a fixed
+// order: the same bits in every run.
 #ifndef LLMC_CROSS_ENTROPY_CUH
 #define LLMC_CROSS_ENTROPY_CUH
 
@@ -17,9 +19,10 @@
 
 enum {
     CROSS_ENTROPY_THREADS = 512,
-    CROSS_ENTROPY_FEW = 8,        // vectors of 8 logits a thread holds in registers: short rows, two blocks a multiprocessor
-    CROSS_ENTROPY_MANY = 24,      // long rows, one block a multiprocessor
-    CROSS_ENTROPY_SHARED = 16,    // more vectors of a thread in shared memory, 8 KB a block each; with CROSS_ENTROPY_MANY, V <= 163840
+    CROSS_ENTROPY_FEW = 8,  // vectors of 8 logits a thread holds in registers: short rows, two blocks a multiprocessor
+    CROSS_ENTROPY_MANY = 24,  // long rows, one block a multiprocessor
+    CROSS_ENTROPY_SHARED =
+        16,  // more vectors of a thread in shared memory, 8 KB a block each; with CROSS_ENTROPY_MANY, V <= 163840
     CROSS_ENTROPY_ROW_THREADS = 1024
 };
 
@@ -36,15 +39,17 @@ __device__ static inline uint32_t cross_entropy_pair_max(uint32_t a, uint32_t b)
     return r;
 }
 
-// Maximum and sum over a block of any number of whole warps, the same bits in every thread. scratch: 32 floats of shared memory, not
-// used by another reduction of the same block.
+// Maximum and sum over a block of any number of whole warps, the same bits in every thread. scratch: 32 floats of
+// shared memory, not used by another reduction of the same block.
 __device__ static inline float cross_entropy_block_max(float x, float *scratch) {
     const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;
-    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x = cross_entropy_max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2)
+        x = cross_entropy_max(x, __shfl_xor_sync(0xffffffffu, x, offset));
     if (lane == 0) scratch[threadIdx.x / WARP_SIZE] = x;
     __syncthreads();
     x = lane < warps ? scratch[lane] : -INFINITY;
-    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x = cross_entropy_max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2)
+        x = cross_entropy_max(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
 }
 
@@ -62,8 +67,8 @@ __device__ static inline uint32_t cross_entropy_vector_max(uint32_t pair_max, Bf
     return pair_max;
 }
 
-// exp(x) * 2^offset in two instructions. With offset = -maximum * log2(e) this is exp(x - maximum); the rounding of the offset is a factor
-// common to the row, which the softmax does not see and the loss takes out again.
+// exp(x) * 2^offset in two instructions. With offset = -maximum * log2(e) this is exp(x - maximum); the rounding of the
+// offset is a factor common to the row, which the softmax does not see and the loss takes out again.
 __device__ static inline float cross_entropy_exp(float x, float offset) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, LOG2_E, offset)));
@@ -92,7 +97,9 @@ __device__ static inline float cross_entropy_row_loss(float sum, float offset, f
 }
 
 // The offset that makes cross_entropy_exp(x, .) = softmax(x) * gradient_scale.
-__device__ static inline float cross_entropy_gradient_offset(float sum, float offset, float gradient_scale) { return offset + log2f(gradient_scale / sum); }
+__device__ static inline float cross_entropy_gradient_offset(float sum, float offset, float gradient_scale) {
+    return offset + log2f(gradient_scale / sum);
+}
 
 // All of v's bits, or none: an ignored row's gradient is 0 whatever its logits are.
 __device__ static inline Bf16x8 cross_entropy_mask(Bf16x8 v, uint32_t mask) {
@@ -101,11 +108,13 @@ __device__ static inline Bf16x8 cross_entropy_mask(Bf16x8 v, uint32_t mask) {
     return v;
 }
 
-// Block b takes rows b, b + gridDim.x, ... Vector v of a row (of `vectors` = V / 8) belongs to thread v % CROSS_ENTROPY_THREADS, as its
-// number v / CROSS_ENTROPY_THREADS; the first HELD of a thread are in registers, later ones in dynamic shared memory.
+// Block b takes rows b, b + gridDim.x, ... Vector v of a row (of `vectors` = V / 8) belongs to thread v %
+// CROSS_ENTROPY_THREADS, as its number v / CROSS_ENTROPY_THREADS; the first HELD of a thread are in registers, later
+// ones in dynamic shared memory.
 template <int HELD, bool GRADIENT>
 static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_ENTROPY_FEW ? 2 : 1)
-    cross_entropy_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int vectors, float gradient_scale) {
+    cross_entropy_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int vectors,
+                         float gradient_scale) {
     grid_dependency_wait();
     extern __shared__ Bf16x8 shared[];
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
@@ -116,23 +125,30 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
     for (int i = 0; i < HELD; i++) {
         const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
         if (v < vectors) held[i] = bf16x8_load(x + v * 8);
-        else held[i].word[0] = held[i].word[1] = held[i].word[2] = held[i].word[3] = NEGATIVE_INFINITY_PAIR;  // adds nothing
+        else
+            held[i].word[0] = held[i].word[1] = held[i].word[2] = held[i].word[3] =
+                NEGATIVE_INFINITY_PAIR;  // adds nothing
     }
-    for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) copy16_async(&shared[v - HELD * CROSS_ENTROPY_THREADS], x + v * 8);
+    for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS)
+        copy16_async(&shared[v - HELD * CROSS_ENTROPY_THREADS], x + v * 8);
 
     for (int64_t row = blockIdx.x; row < R; row += gridDim.x) {
         const bool more = row + gridDim.x < R;
         const bf16 *next = x + (int64_t)gridDim.x * vectors * 8;
         const int target = targets[row];
-        const bool counted = target >= 0 && target / 8 < vectors, owns_target = counted && target / 8 % CROSS_ENTROPY_THREADS == (int)threadIdx.x;
-        const float target_logit = owns_target ? __bfloat162float(x[target]) : 0.0f;  // this thread alone overwrites it, below
+        const bool counted = target >= 0 && target / 8 < vectors,
+                   owns_target = counted && target / 8 % CROSS_ENTROPY_THREADS == (int)threadIdx.x;
+        const float target_logit =
+            owns_target ? __bfloat162float(x[target]) : 0.0f;  // this thread alone overwrites it, below
         copy_async_commit(), copy_async_wait<0>();
 
         uint32_t pair_max = NEGATIVE_INFINITY_PAIR;
 #pragma unroll
         for (int i = 0; i < HELD; i++) pair_max = cross_entropy_vector_max(pair_max, held[i]);
-        for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) pair_max = cross_entropy_vector_max(pair_max, shared[v - HELD * CROSS_ENTROPY_THREADS]);
-        const float maximum = cross_entropy_block_max(cross_entropy_max(__uint_as_float(pair_max << 16), __uint_as_float(pair_max & 0xffff0000u)), max_scratch);
+        for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS)
+            pair_max = cross_entropy_vector_max(pair_max, shared[v - HELD * CROSS_ENTROPY_THREADS]);
+        const float maximum = cross_entropy_block_max(
+            cross_entropy_max(__uint_as_float(pair_max << 16), __uint_as_float(pair_max & 0xffff0000u)), max_scratch);
 
         const float offset = -maximum * LOG2_E;
         float sum = 0.0f;
@@ -158,7 +174,8 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
             for (int i = 0; i < HELD; i++) {
                 const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
                 if (v < vectors) {
-                    bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_exp(held[i], gradient_offset), mask));
+                    bf16x8_store(x + v * 8,
+                                 cross_entropy_mask(cross_entropy_vector_exp(held[i], gradient_offset), mask));
                     if (more) held[i] = bf16x8_load(next + v * 8);
                 }
             }
@@ -167,7 +184,8 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
                 bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_exp(*at, gradient_offset), mask));
                 if (more) copy16_async(at, next + v * 8);
             }
-            if (owns_target) x[target] = __float2bfloat16(cross_entropy_exp(target_logit, gradient_offset) - gradient_scale);
+            if (owns_target)
+                x[target] = __float2bfloat16(cross_entropy_exp(target_logit, gradient_offset) - gradient_scale);
         }
         x += (int64_t)gridDim.x * vectors * 8;
     }
@@ -175,7 +193,8 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
 
 // One row per block, any V and any alignment.
 template <bool GRADIENT>
-static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t V, float gradient_scale) {
+static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t V,
+                                                float gradient_scale) {
     grid_dependency_wait();
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
     bf16 *x = logits + (int64_t)blockIdx.x * V;
@@ -201,26 +220,33 @@ static inline int64_t cross_entropy_shared_bytes(int64_t V, int64_t held) {
     return max_i64(0, ceil_div(V / 8, CROSS_ENTROPY_THREADS) - held) * CROSS_ENTROPY_THREADS * (int64_t)sizeof(Bf16x8);
 }
 
-// Whether a multiprocessor can hold a row. GPUs other than data centre ones have less than 100 KB of shared memory a block.
+// Whether a multiprocessor can hold a row. GPUs other than data centre ones have less than 100 KB of shared memory a
+// block.
 static inline bool cross_entropy_row_fits(int64_t V) {
     const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const int64_t needed = cross_entropy_shared_bytes(V, CROSS_ENTROPY_MANY), scratch = 1024;
-    return needed <= cross_entropy_shared_bytes(8 * CROSS_ENTROPY_THREADS * CROSS_ENTROPY_SHARED, 0) && needed + scratch <= available;
+    return needed <= cross_entropy_shared_bytes(8 * CROSS_ENTROPY_THREADS * CROSS_ENTROPY_SHARED, 0) &&
+           needed + scratch <= available;
 }
 
 template <int HELD, bool GRADIENT>
-static inline void cross_entropy_launch_held(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale, cudaStream_t stream) {
+static inline void cross_entropy_launch_held(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
+                                             float gradient_scale, cudaStream_t stream) {
     const size_t shared_bytes = (size_t)cross_entropy_shared_bytes(V, HELD);
-    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<HELD, GRADIENT>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
+    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<HELD, GRADIENT>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)shared_bytes));
     const int64_t resident = device_sm_count() * (HELD == CROSS_ENTROPY_FEW ? 2 : 1);
     const unsigned blocks = (unsigned)min_i64(R, resident);
-    CUDA_LAUNCH(cross_entropy_kernel<HELD, GRADIENT>, blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream, losses, logits, targets, R, (int)(V / 8), gradient_scale);
+    CUDA_LAUNCH(cross_entropy_kernel<HELD, GRADIENT>, blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream, losses,
+                logits, targets, R, (int)(V / 8), gradient_scale);
 }
 
 template <bool GRADIENT>
-static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale, cudaStream_t stream) {
+static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
+                                        float gradient_scale, cudaStream_t stream) {
     if (V % 8 || (uintptr_t)logits % 16 || !cross_entropy_row_fits(V)) {
-        CUDA_LAUNCH(cross_entropy_row_kernel<GRADIENT>, grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream, losses, logits, targets, V, gradient_scale);
+        CUDA_LAUNCH(cross_entropy_row_kernel<GRADIENT>, grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream, losses,
+                    logits, targets, V, gradient_scale);
     } else if (cross_entropy_shared_bytes(V, CROSS_ENTROPY_FEW) == 0) {
         cross_entropy_launch_held<CROSS_ENTROPY_FEW, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
     } else {
@@ -230,26 +256,30 @@ static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32
 
 static inline void cross_entropy_check(int64_t R, int64_t V) {
     if (R < 1 || V < 1 || V > INT_MAX)
-        die("cross entropy over %lld rows of %lld logits: both must be at least 1, the vocabulary below 2^31", (long long)R, (long long)V);
+        die("cross entropy over %lld rows of %lld logits: both must be at least 1, the vocabulary below 2^31",
+            (long long)R, (long long)V);
 }
 
 // losses [R] fp32, logits [R, V] bf16 (unchanged), targets [R].
-static inline void cross_entropy_loss(float *losses, const bf16 *logits, const int32_t *targets, int64_t R, int64_t V, cudaStream_t stream) {
+static inline void cross_entropy_loss(float *losses, const bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
+                                      cudaStream_t stream) {
     cross_entropy_check(R, V);
     cross_entropy_launch<false>(losses, (bf16 *)logits, targets, R, V, 0.0f, stream);
 }
 
 // As cross_entropy_loss, and the logits become their gradient times gradient_scale (1 / number of tokens the loss is
 // averaged over). Returns the bytes that it moves.
-static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V, float gradient_scale,
-                                                   cudaStream_t stream) {
+static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R,
+                                                      int64_t V, float gradient_scale, cudaStream_t stream) {
     cross_entropy_check(R, V);
-    if (!(gradient_scale > 0)) die("cross_entropy_loss_and_gradient: gradient_scale %g must be above 0", (double)gradient_scale);
+    if (!(gradient_scale > 0))
+        die("cross_entropy_loss_and_gradient: gradient_scale %g must be above 0", (double)gradient_scale);
     cross_entropy_launch<true>(losses, logits, targets, R, V, gradient_scale, stream);
     return R * V * 4;
 }
 
-__global__ static void __launch_bounds__(1024) loss_accumulate_kernel(float *out, const float *losses, int64_t n, double scale) {
+__global__ static void __launch_bounds__(1024)
+    loss_accumulate_kernel(float *out, const float *losses, int64_t n, double scale) {
     grid_dependency_wait();
     __shared__ double partial[1024];
     double sum = 0;

@@ -47,7 +47,8 @@ struct AsDeclared {
 
 // See CUDA_LAUNCH. The arguments are converted to what the kernel declares.
 template <typename... P>
-static inline void cuda_launch(const char *file, int line, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, typename AsDeclared<P>::type... arguments) {
+static inline void cuda_launch(const char *file, int line, void (*kernel)(P...), dim3 grid, dim3 block,
+                               size_t shared_bytes, cudaStream_t stream, typename AsDeclared<P>::type... arguments) {
     static const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);  // a process has one device
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -59,16 +60,19 @@ static inline void cuda_launch(const char *file, int line, void (*kernel)(P...),
     cuda_check(cudaLaunchKernelExC(&config, (const void *)kernel, pointers), "kernel launch", file, line);
 }
 
-// CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...): as kernel<<<grid, block, shared_bytes, stream>>>(arguments...), but from compute
-// capability 9.0 the kernel's blocks are launched while the last of the kernel before it finish (programmatic dependent launch), which saves about a
-// microsecond. So every kernel launched here starts with grid_dependency_wait(). A bad launch configuration ends the process; an error inside
-// the kernel is reported by a later synchronizing call.
+// CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...): as kernel<<<grid, block, shared_bytes,
+// stream>>>(arguments...), but from compute capability 9.0 the kernel's blocks are launched while the last of the
+// kernel before it finish (programmatic dependent launch), which saves about a microsecond. So every kernel launched
+// here starts with grid_dependency_wait(). A bad launch configuration ends the process; an error inside the kernel is
+// reported by a later synchronizing call.
 #define CUDA_LAUNCH(...) cuda_launch(__FILE__, __LINE__, __VA_ARGS__)
 
 // Number of blocks for n items at `per_block` each, at least 1.
 static inline unsigned grid_size(int64_t n, int64_t per_block) {
     int64_t blocks = max_i64(1, ceil_div(n, per_block));
-    if (blocks > INT_MAX) die("a kernel over %lld items needs %lld blocks, more than a grid can have (%d)", (long long)n, (long long)blocks, INT_MAX);
+    if (blocks > INT_MAX)
+        die("a kernel over %lld items needs %lld blocks, more than a grid can have (%d)", (long long)n,
+            (long long)blocks, INT_MAX);
     return (unsigned)blocks;
 }
 
@@ -80,8 +84,8 @@ static inline void require_aligned16(const void *pointer, const char *function, 
 // ---------------------------------------------------------------------------------------------------------------------
 // Device: the start of every kernel
 
-// Returns when all that was enqueued before this kernel has finished and its writes can be seen. The first statement of every kernel, for every thread:
-// a block that ended without it would let the kernel after this one start too early.
+// Returns when all that was enqueued before this kernel has finished and its writes can be seen. The first statement of
+// every kernel, for every thread: a block that ended without it would let the kernel after this one start too early.
 __device__ static inline void grid_dependency_wait(void) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -125,10 +129,13 @@ __device__ static inline Bf16x8 bf16x8_pack(const float in[8]) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Copies of 16 bytes to shared memory that nobody waits for at once. A thread commits those it has asked for as one group, and waits for its groups in order.
+// Copies of 16 bytes to shared memory that nobody waits for at once. A thread commits those it has asked for as one
+// group, and waits for its groups in order.
 
 __device__ static inline void copy16_async(void *shared, const void *global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(__cvta_generic_to_global(global)) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                 "l"(__cvta_generic_to_global(global))
+                 : "memory");
 }
 
 __device__ static inline void copy_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -150,9 +157,9 @@ __device__ static inline float warp_sum(float x) {
 
 __device__ static inline uint32_t warp_max_u32(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
-// Sum over a group of WARPS consecutive warps, the same bits in every thread and every run. `scratch`: WARPS floats of shared memory.
-// `barrier`: 1 to 15, one for each group of the block. There is one barrier: a caller in a loop alternates between two scratch arrays, so that a
-// fast warp does not overwrite what a slow one still reads.
+// Sum over a group of WARPS consecutive warps, the same bits in every thread and every run. `scratch`: WARPS floats of
+// shared memory. `barrier`: 1 to 15, one for each group of the block. There is one barrier: a caller in a loop
+// alternates between two scratch arrays, so that a fast warp does not overwrite what a slow one still reads.
 template <int WARPS>
 __device__ static inline float group_sum(float x, float *scratch, int barrier) {
     x = warp_sum(x);
@@ -171,12 +178,13 @@ __device__ static inline float block_sum(float x, float *scratch) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// amax slots: the bits of the largest |x| of a tensor as an unsigned integer, in device memory, cleared to 0 before use. Unsigned
-// order is the order of non-negative floats, with infinity above the finite and NaN above infinity; so a NaN is never lost, and the
-// result does not depend on the order of the atomics. Delayed and blockwise scaling leave NaN out instead.
+// amax slots: the bits of the largest |x| of a tensor as an unsigned integer, in device memory, cleared to 0 before
+// use. Unsigned order is the order of non-negative floats, with infinity above the finite and NaN above infinity; so a
+// NaN is never lost, and the result does not depend on the order of the atomics. Delayed and blockwise scaling leave
+// NaN out instead.
 
-// The larger of two pairs of bf16 magnitudes, each half by itself. KEEPS_NAN: NaN is above infinity. Else a NaN in `magnitudes` gives way to `halves`, which
-// never holds one if it starts from 0.
+// The larger of two pairs of bf16 magnitudes, each half by itself. KEEPS_NAN: NaN is above infinity. Else a NaN in
+// `magnitudes` gives way to `halves`, which never holds one if it starts from 0.
 template <bool KEEPS_NAN = true>
 __device__ static inline uint32_t amax_larger(uint32_t halves, uint32_t magnitudes) {
     if (KEEPS_NAN) return __vmaxu2(halves, magnitudes);
@@ -201,8 +209,8 @@ __device__ static inline void amax_publish_warp(uint32_t *slot, uint32_t halves)
     if (threadIdx.x % WARP_SIZE == 0 && bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);
 }
 
-// Joins the running maxima of all threads of a one-dimensional block into the slot. Every thread of the block must call it; one call
-// a kernel, or a barrier between calls.
+// Joins the running maxima of all threads of a one-dimensional block into the slot. Every thread of the block must call
+// it; one call a kernel, or a barrier between calls.
 __device__ static inline void amax_publish(uint32_t *slot, uint32_t halves) {
     __shared__ uint32_t scratch[WARP_SIZE];
     uint32_t bits = warp_max_u32(amax_bits(halves));
@@ -211,23 +219,23 @@ __device__ static inline void amax_publish(uint32_t *slot, uint32_t halves) {
     __syncthreads();
     if (threadIdx.x != 0) return;
     for (int w = 1; w < warps; w++) bits = max(bits, scratch[w]);
-    if (bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);  // most blocks find a larger value there and skip the atomic
+    if (bits > *(volatile uint32_t *)slot)
+        atomicMax(slot, bits);  // most blocks find a larger value there and skip the atomic
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // FP8 casts: the bits of fp8_from_float, but every NaN gives 0x7f (the sign is dropped).
 
-// Two floats to two bytes; `low` in bits 0-7. GPUs without the instruction (below compute capability 8.9) take the plain code.
+// Two floats to two bytes; `low` in bits 0-7. GPUs without the instruction (below compute capability 8.9) take the
+// plain code.
 template <Fp8Format FORMAT>
 __device__ static inline uint32_t fp8x2_from_floats(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
     return fp8_from_float(low, FORMAT) | (uint32_t)fp8_from_float(high, FORMAT) << 8;
 #else
     uint16_t r;
-    if (FORMAT == FP8_E4M3)
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    if (FORMAT == FP8_E4M3) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
     return r;
 #endif
 }

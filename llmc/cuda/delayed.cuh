@@ -17,9 +17,12 @@ typedef struct {
     int64_t first_gradient;
 } DelayedArrays;
 
-__device__ static inline Fp8Format delayed_format(const DelayedArrays &d, int64_t tensor) { return tensor >= d.first_gradient ? d.gradient_format : FP8_E4M3; }
+__device__ static inline Fp8Format delayed_format(const DelayedArrays &d, int64_t tensor) {
+    return tensor >= d.first_gradient ? d.gradient_format : FP8_E4M3;
+}
 
-// A block a tensor: tensors [first, first + gridDim.x) of layer blockIdx.y. delayed_update() of delayed.h, with the window shifted by all threads.
+// A block a tensor: tensors [first, first + gridDim.x) of layer blockIdx.y. delayed_update() of delayed.h, with the
+// window shifted by all threads.
 static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(const DelayedArrays d, int64_t first) {
     grid_dependency_wait();
     __shared__ uint32_t scratch[DELAYED_THREADS / WARP_SIZE];
@@ -30,7 +33,8 @@ static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(
     uint32_t largest = counts ? amax : 0;
     for (int64_t i0 = 1; counts && i0 < d.window; i0 += DELAYED_THREADS) {
         const int64_t i = i0 + threadIdx.x;
-        const float old = i < d.window ? history[i] : 0, next = i + 1 < d.window ? history[i + 1] : __uint_as_float(amax);
+        const float old = i < d.window ? history[i] : 0,
+                    next = i + 1 < d.window ? history[i + 1] : __uint_as_float(amax);
         largest = max(largest, __float_as_uint(old));
         __syncthreads();
         if (i < d.window) history[i] = next;
@@ -43,8 +47,10 @@ static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(
     d.scale[number] = delayed_scale(d.scale[number], __uint_as_float(largest), delayed_format(d, tensor), d.margin);
 }
 
-// Tensors [first, last) of each of `layers` layers: what their passes have found enters the histories, and scales are made anew.
-static inline void delayed_update_all(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last, cudaStream_t stream) {
+// Tensors [first, last) of each of `layers` layers: what their passes have found enters the histories, and scales are
+// made anew.
+static inline void delayed_update_all(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
+                                      cudaStream_t stream) {
     const dim3 grid((unsigned)(last - first), (unsigned)layers);
     CUDA_LAUNCH(delayed_update_kernel, grid, DELAYED_THREADS, 0, stream, *d, first);
 }
@@ -56,10 +62,13 @@ static __global__ void delayed_begin_kernel(const DelayedArrays d, int64_t count
     d.scale[number] = fp8_scale_te(__uint_as_float(d.amax[number]), delayed_format(d, tensor), d.margin);
 }
 
-// Gives tensors [first, last) of each layer that have no scale yet the one that their own amax asks for: for a tensor's first cast.
-static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last, cudaStream_t stream) {
+// Gives tensors [first, last) of each layer that have no scale yet the one that their own amax asks for: for a tensor's
+// first cast.
+static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
+                                 cudaStream_t stream) {
     const int64_t count = layers * d->per_layer;
-    CUDA_LAUNCH(delayed_begin_kernel, grid_size(count, DELAYED_THREADS), DELAYED_THREADS, 0, stream, *d, count, first, last);
+    CUDA_LAUNCH(delayed_begin_kernel, grid_size(count, DELAYED_THREADS), DELAYED_THREADS, 0, stream, *d, count, first,
+                last);
 }
 
 // state [n] = before [n] if the step is refused, else it stays.

@@ -4,16 +4,18 @@
 //   fprop  y [R, N] = x [R, K]   w^T        contraction over K
 //   dgrad  dx[R, K] = dy[R, N]   w          contraction over N
 //   wgrad  dw[N, K] = dy[R, N]^T x [R, K]   contraction over R
-// All row-major, fp32 accumulation, bf16 results. BF16 products read their operands as they lie. FP8 products on Hopper need the contraction
-// index contiguous in both operands, so dgrad reads the transposed weight [K, N], and wgrad reads x^T [K, R] and dy^T [N, R]: the row and col
-// copies of recipes.h, with the scales that the recipe says. Sizes must be multiples of the recipe's `multiple`; BF16's 8 and FP8's 16 are
-// cuBLASLt's alignment of 16 bytes.
+// All row-major, fp32 accumulation, bf16 results. BF16 products read their operands as they lie. FP8 products on Hopper
+// need the contraction index contiguous in both operands, so dgrad reads the transposed weight [K, N], and wgrad reads
+// x^T [K, R] and dy^T [N, R]: the row and col copies of recipes.h, with the scales that the recipe says. Sizes must be
+// multiples of the recipe's `multiple`; BF16's 8 and FP8's 16 are cuBLASLt's alignment of 16 bytes.
 //
-// Where the GPU has no such product, it can be emulated: the copies are decoded into bf16, which holds every FP8 number times a power of two, and
-// multiplied in BF16. So only the order of the sums differs, and how many bits of them Hopper keeps.
+// Where the GPU has no such product, it can be emulated: the copies are decoded into bf16, which holds every FP8 number
+// times a power of two, and multiplied in BF16. So only the order of the sums differs, and how many bits of them Hopper
+// keeps.
 //
-// Every result is rounded to bf16 once, also when it is added to what was there. cuBLASLt on Hopper does otherwise if it may: told at launch that beta is 1,
-// it rounds the product and then the sum (seen with cuBLAS 13.1). So wgrad, which alone accumulates, has alpha and beta in device memory.
+// Every result is rounded to bf16 once, also when it is added to what was there. cuBLASLt on Hopper does otherwise if
+// it may: told at launch that beta is 1, it rounds the product and then the sum (seen with cuBLAS 13.1). So wgrad,
+// which alone accumulates, has alpha and beta in device memory.
 #ifndef LLMC_GEMM_CUH
 #define LLMC_GEMM_CUH
 
@@ -53,8 +55,8 @@ typedef struct {
 
 // A product of a run, in one of its recipes.
 static inline GemmSpec gemm_spec(const Precision *p, const Recipe *r, GemmKind kind) {
-    const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 0)), precision_format(p, gemm_tensor(kind, 1)), precision_fast_sums(p, r, kind),
-                        p->emulated && recipe_is_fp8(r, kind)};
+    const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 0)), precision_format(p, gemm_tensor(kind, 1)),
+                        precision_fast_sums(p, r, kind), p->emulated && recipe_is_fp8(r, kind)};
     return s;
 }
 
@@ -66,22 +68,30 @@ typedef struct {
     GemmSpec spec;
     ScaleGranularity granularity_a, granularity_b;
     bool bias;
-    bool native, emulated;      // an FP8 product on FP8 operands; on operands decoded into the scratch. BF16: neither
-    const float *one_zero;      // {1, 0} in device memory, for plans with alpha and beta there; else NULL
+    bool native, emulated;  // an FP8 product on FP8 operands; on operands decoded into the scratch. BF16: neither
+    const float *one_zero;  // {1, 0} in device memory, for plans with alpha and beta there; else NULL
     cublasLtMatmulDesc_t matmul;
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algo;
 } GemmPlan;
 
-static inline const char *gemm_type_name(ScaleGranularity g, Fp8Format format) { return g == NO_SCALE ? "bf16" : format == FP8_E4M3 ? "e4m3" : "e5m2"; }
+static inline const char *gemm_type_name(ScaleGranularity g, Fp8Format format) {
+    return g == NO_SCALE ? "bf16" : format == FP8_E4M3 ? "e4m3" : "e5m2";
+}
 static inline double gemm_flops(const GemmPlan *p) { return 2.0 * (double)p->R * (double)p->N * (double)p->K; }
 
 // bf16 values of scratch that running the plan needs.
-static inline int64_t gemm_scratch_elements(const GemmPlan *p) { return p->emulated ? (p->rows + p->cols) * p->depth : 0; }
+static inline int64_t gemm_scratch_elements(const GemmPlan *p) {
+    return p->emulated ? (p->rows + p->cols) * p->depth : 0;
+}
 
 // Bytes of an operand's data.
-static inline int64_t gemm_bytes_a(const GemmPlan *p) { return p->rows * p->depth * (p->granularity_a == NO_SCALE ? 2 : 1); }
-static inline int64_t gemm_bytes_b(const GemmPlan *p) { return p->cols * p->depth * (p->granularity_b == NO_SCALE ? 2 : 1); }
+static inline int64_t gemm_bytes_a(const GemmPlan *p) {
+    return p->rows * p->depth * (p->granularity_a == NO_SCALE ? 2 : 1);
+}
+static inline int64_t gemm_bytes_b(const GemmPlan *p) {
+    return p->cols * p->depth * (p->granularity_b == NO_SCALE ? 2 : 1);
+}
 
 // True if a GPU of compute capability major.minor has all GEMMs of a recipe.
 static inline bool recipe_native(const Recipe *r, int major, int minor) {
@@ -94,12 +104,17 @@ static inline bool recipe_native(const Recipe *r, int major, int minor) {
 
 // Dies if the current GPU lacks the recipe's products.
 static inline void gemm_require_native(const Recipe *r) {
-    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor), minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
+    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor),
+              minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
     if (recipe_native(r, major, minor)) return;
-    const char *where = recipe_native(r, 8, 9) ? "8.9 and above" : recipe_native(r, 9, 0) ? "9.0 (Hopper) alone" : "10.0 and above (Blackwell)";
-    die_with(EXIT_UNSUPPORTED, "GPUs of compute capability %s have matrix products for --fp8-recipe %s (%s), this one "
+    const char *where = recipe_native(r, 8, 9)   ? "8.9 and above"
+                        : recipe_native(r, 9, 0) ? "9.0 (Hopper) alone"
+                                                 : "10.0 and above (Blackwell)";
+    die_with(EXIT_UNSUPPORTED,
+             "GPUs of compute capability %s have matrix products for --fp8-recipe %s (%s), this one "
              "is %d.%d; --fp8-emulate computes them in BF16, for their numbers without their speed, or take another "
-             "recipe or --precision bf16", where, r->name, r->scales, major, minor);
+             "recipe or --precision bf16",
+             where, r->name, r->scales, major, minor);
 }
 
 static inline cublasLtMatrixLayout_t gemm_layout(cudaDataType type, int64_t rows, int64_t cols) {
@@ -108,7 +123,8 @@ static inline cublasLtMatrixLayout_t gemm_layout(cudaDataType type, int64_t rows
     return layout;
 }
 
-static inline void gemm_set(cublasLtMatmulDesc_t matmul, cublasLtMatmulDescAttributes_t attribute, const void *value, size_t bytes) {
+static inline void gemm_set(cublasLtMatmulDesc_t matmul, cublasLtMatmulDescAttributes_t attribute, const void *value,
+                            size_t bytes) {
     CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(matmul, attribute, value, bytes));
 }
 
@@ -150,9 +166,10 @@ static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose
 
 static __device__ float gemm_one_zero[2] = {1.0f, 0.0f};
 
-// Describes one product. Column-major cuBLASLt computes the transpose D^T of the row-major result, so that no result needs transposing. Dies if the sizes
-// or the GPU cannot be.
-static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec, bool bias) {
+// Describes one product. Column-major cuBLASLt computes the transpose D^T of the row-major result, so that no result
+// needs transposing. Dies if the sizes or the GPU cannot be.
+static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec,
+                                     bool bias) {
     GemmPlan p;
     memset(&p, 0, sizeof p);
     p.layer = layer, p.kind = kind, p.R = R, p.N = N, p.K = K, p.spec = spec, p.bias = bias;
@@ -165,11 +182,15 @@ static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R
         die_with(EXIT_UNSUPPORTED, "%s %s: sizes %lld x %lld x %lld must be multiples of %lld for %s%s", layer,
                  gemm_kind_name(kind), (long long)R, (long long)N, (long long)K, (long long)multiple,
                  fp8 ? spec.recipe->name : "BF16", fp8 ? "; use --precision bf16 or another --fp8-recipe" : "");
-    p.rows = kind == GEMM_FPROP ? N : K, p.cols = kind == GEMM_WGRAD ? N : R, p.depth = kind == GEMM_FPROP ? K : kind == GEMM_DGRAD ? N : R;
+    p.rows = kind == GEMM_FPROP ? N : K, p.cols = kind == GEMM_WGRAD ? N : R,
+    p.depth = kind == GEMM_FPROP   ? K
+              : kind == GEMM_DGRAD ? N
+                                   : R;
     const bool transpose_a = fp8 || kind == GEMM_FPROP, transpose_b = !fp8 && kind == GEMM_WGRAD;
     if (p.emulated || kind == GEMM_WGRAD) CUDA_CHECK(cudaGetSymbolAddress((void **)&p.one_zero, gemm_one_zero));
     const cudaDataType types[] = {CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
-    const cudaDataType type_a = p.native ? types[spec.format_a] : CUDA_R_16BF, type_b = p.native ? types[spec.format_b] : CUDA_R_16BF;
+    const cudaDataType type_a = p.native ? types[spec.format_a] : CUDA_R_16BF,
+                       type_b = p.native ? types[spec.format_b] : CUDA_R_16BF;
     p.matmul = gemm_matmul(&p, transpose_a, transpose_b);
     p.a = transpose_a ? gemm_layout(type_a, p.depth, p.rows) : gemm_layout(type_a, p.rows, p.depth);
     p.b = transpose_b ? gemm_layout(type_b, p.cols, p.depth) : gemm_layout(type_b, p.depth, p.cols);
@@ -204,12 +225,14 @@ static inline void gemm_set_pointers(GemmPlan *p, const QTensor *a, const QTenso
 }
 
 // An emulated product reads the scratch and g->alpha, not its operands.
-static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d, const QTensor *a, const QTensor *b, bool accumulate) {
+static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d,
+                                         const QTensor *a, const QTensor *b, bool accumulate) {
     const float host_one_zero[2] = {1.0f, 0.0f}, *one_zero = p->one_zero ? p->one_zero : host_one_zero;
     const float *alpha = p->emulated ? g->alpha : one_zero, *beta = accumulate ? one_zero : one_zero + 1;
     const void *data_a = p->emulated ? g->scratch : gemm_data(p, 0, a);
     const void *data_b = p->emulated ? g->scratch + p->rows * p->depth : gemm_data(p, 1, b);
-    return cublasLtMatmul(g->handle, p->matmul, alpha, data_a, p->a, data_b, p->b, beta, d, p->d, d, p->d, algo, g->workspace, GEMM_WORKSPACE_BYTES, g->stream);
+    return cublasLtMatmul(g->handle, p->matmul, alpha, data_a, p->a, data_b, p->b, beta, d, p->d, d, p->d, algo,
+                          g->workspace, GEMM_WORKSPACE_BYTES, g->stream);
 }
 
 // NULL: 1.
@@ -218,21 +241,24 @@ static __global__ void gemm_alpha_kernel(float *alpha, const float *inverse_a, c
     *alpha = (inverse_a ? *inverse_a : 1.0f) * (inverse_b ? *inverse_b : 1.0f);
 }
 
-// Makes the bf16 operands of an emulated product, and its alpha, which holds the scales of whole tensors: those need not be powers of two.
+// Makes the bf16 operands of an emulated product, and its alpha, which holds the scales of whole tensors: those need
+// not be powers of two.
 static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *a, const QTensor *b) {
     const void *scale_a = gemm_scale_inv(p, 0, a), *scale_b = gemm_scale_inv(p, 1, b);
-    fp8_dequantize(g->scratch, (const uint8_t *)gemm_data(p, 0, a), scale_a, p->granularity_a, p->spec.format_a, p->rows, p->depth, g->stream);
-    fp8_dequantize(g->scratch + p->rows * p->depth, (const uint8_t *)gemm_data(p, 1, b), scale_b, p->granularity_b, p->spec.format_b, p->cols,
-                   p->depth, g->stream);
+    fp8_dequantize(g->scratch, (const uint8_t *)gemm_data(p, 0, a), scale_a, p->granularity_a, p->spec.format_a,
+                   p->rows, p->depth, g->stream);
+    fp8_dequantize(g->scratch + p->rows * p->depth, (const uint8_t *)gemm_data(p, 1, b), scale_b, p->granularity_b,
+                   p->spec.format_b, p->cols, p->depth, g->stream);
     const float *inverse_a = is_per_tensor(p->granularity_a) ? (const float *)scale_a : NULL;
     const float *inverse_b = is_per_tensor(p->granularity_b) ? (const float *)scale_b : NULL;
     CUDA_LAUNCH(gemm_alpha_kernel, 1, 1, 0, g->stream, g->alpha, inverse_a, inverse_b);
 }
 
-// Milliseconds of one candidate; infinity when cuBLASLt refuses it. Batches of 1, 2, 4, ... runs without pause; the last one counts. A GPU at its power limit
-// clocks lower than one that begins, and another algorithm may then be the fastest.
-static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d, const QTensor *a, const QTensor *b, cudaEvent_t begin,
-                                        cudaEvent_t end) {
+// Milliseconds of one candidate; infinity when cuBLASLt refuses it. Batches of 1, 2, 4, ... runs without pause; the
+// last one counts. A GPU at its power limit clocks lower than one that begins, and another algorithm may then be the
+// fastest.
+static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d,
+                                        const QTensor *a, const QTensor *b, cudaEvent_t begin, cudaEvent_t end) {
     float ms = 0;
     int runs = 1;
     for (;; runs *= 2) {
@@ -247,19 +273,26 @@ static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const 
 }
 
 // cuBLASLt's candidates for a plan whose pointers are set, best guess first; how many.
-static inline int gemm_candidates(const Gemm *g, const GemmPlan *p, cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES], cublasStatus_t *status) {
+static inline int gemm_candidates(const Gemm *g, const GemmPlan *p,
+                                  cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES], cublasStatus_t *status) {
     cublasLtMatmulPreference_t preference;
     const uint64_t workspace = GEMM_WORKSPACE_BYTES;
     const uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;  // parts of a sum are added in fp32 and in order
-    const uint32_t alignment = PARAMETER_ALIGNMENT;                     // bytes, of FP8 weights that ranks of an odd number gather; cuBLASLt would count on 256
-    const cublasLtMatmulPreferenceAttributes_t operands[] = {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-                                                             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
+    const uint32_t alignment =
+        PARAMETER_ALIGNMENT;  // bytes, of FP8 weights that ranks of an odd number gather; cuBLASLt would count on 256
+    const cublasLtMatmulPreferenceAttributes_t operands[] = {
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
     int count = 0;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace));
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction));
-    for (int i = 0; i < 4; i++) CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, operands[i], &alignment, sizeof alignment));
-    *status = cublasLtMatmulAlgoGetHeuristic(g->handle, p->matmul, p->a, p->b, p->d, p->d, preference, GEMM_CANDIDATES, found, &count);
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                                                      sizeof workspace));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                                      &reduction, sizeof reduction));
+    for (int i = 0; i < 4; i++)
+        CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, operands[i], &alignment, sizeof alignment));
+    *status = cublasLtMatmulAlgoGetHeuristic(g->handle, p->matmul, p->a, p->b, p->d, p->d, preference, GEMM_CANDIDATES,
+                                             found, &count);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     return *status == CUBLAS_STATUS_SUCCESS ? count : 0;
 }
@@ -269,7 +302,8 @@ static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cubl
                                     int count, bf16 *d, const QTensor *a, const QTensor *b) {
     for (int i = 0; i < count; i++)
         if (found[i].state == CUBLAS_STATUS_SUCCESS &&
-            gemm_launch(g, p, &found[i].algo, d, a, b, false) == CUBLAS_STATUS_SUCCESS) return i;
+            gemm_launch(g, p, &found[i].algo, d, a, b, false) == CUBLAS_STATUS_SUCCESS)
+            return i;
     return -1;
 }
 
@@ -291,9 +325,11 @@ static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtM
     return fastest;
 }
 
-// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (d is overwritten), or the first when deterministic. Where
-// cuBLASLt has none with fast sums (rows' scales, few rows and columns, long sums) it takes full ones. Dies if there is none.
-static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias) {
+// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (d is overwritten), or the first
+// when deterministic. Where cuBLASLt has none with fast sums (rows' scales, few rows and columns, long sums) it takes
+// full ones. Dies if there is none.
+static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
+                               const bf16 *bias) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
     cublasStatus_t status;
     gemm_set_pointers(p, a, b, bias);
@@ -304,8 +340,10 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
         count = gemm_candidates(g, p, found, &status);
     }
     if (!count)
-        die_with(EXIT_UNSUPPORTED, "cuBLASLt has no algorithm for %s %s, %lld x %lld x %lld, %s x %s (recipe %s%s), on "
-                 "this GPU: %s", p->layer, gemm_kind_name(p->kind), (long long)p->R, (long long)p->N, (long long)p->K,
+        die_with(EXIT_UNSUPPORTED,
+                 "cuBLASLt has no algorithm for %s %s, %lld x %lld x %lld, %s x %s (recipe %s%s), on "
+                 "this GPU: %s",
+                 p->layer, gemm_kind_name(p->kind), (long long)p->R, (long long)p->N, (long long)p->K,
                  gemm_type_name(p->granularity_a, p->spec.format_a), gemm_type_name(p->granularity_b, p->spec.format_b),
                  p->spec.recipe->name, p->emulated ? ", emulated" : "", cublasLtGetStatusString(status));
     const int chosen = (g->deterministic ? gemm_first_usable : gemm_fastest)(g, p, found, count, d, a, b);
@@ -315,9 +353,12 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
     p->algo = found[chosen].algo;
 }
 
-// d = a b (+ d when accumulate: wgrad alone). Operands in cuBLASLt's order: fprop w, x; dgrad w, dy; wgrad x, dy. `bias` [N] only for plans made with one.
-static inline void gemm_run(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias, bool accumulate) {
-    if (accumulate && p->kind != GEMM_WGRAD) die("%s %s cannot accumulate: wgrad alone can", p->layer, gemm_kind_name(p->kind));
+// d = a b (+ d when accumulate: wgrad alone). Operands in cuBLASLt's order: fprop w, x; dgrad w, dy; wgrad x, dy.
+// `bias` [N] only for plans made with one.
+static inline void gemm_run(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias,
+                            bool accumulate) {
+    if (accumulate && p->kind != GEMM_WGRAD)
+        die("%s %s cannot accumulate: wgrad alone can", p->layer, gemm_kind_name(p->kind));
     if (p->emulated) gemm_decode(g, p, a, b);
     gemm_set_pointers(p, a, b, bias);
     CUBLAS_CHECK(gemm_launch(g, p, &p->algo, d, a, b, accumulate));

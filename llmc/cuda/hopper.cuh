@@ -1,8 +1,9 @@
 // Hopper (sm_90a) building blocks: thin wrappers over PTX for mbarriers, TMA copies and wgmma.
 //
-// Shared-memory tiles here are rows of 128 bytes (64 bf16) in the 128-byte swizzle: 16-byte chunk c of row r lies at chunk
-// c ^ (r % 8). A tile starts at a multiple of 1024 bytes. A tile wider than 64 columns is several such tiles one after another.
-// Source of formats and rules: the PTX ISA manual (wgmma matrix descriptors, tensor maps) and the CUDA driver API manual.
+// Shared-memory tiles here are rows of 128 bytes (64 bf16) in the 128-byte swizzle: 16-byte chunk c of row r lies at
+// chunk c ^ (r % 8). A tile starts at a multiple of 1024 bytes. A tile wider than 64 columns is several such tiles one
+// after another. Source of formats and rules: the PTX ISA manual (wgmma matrix descriptors, tensor maps) and the CUDA
+// driver API manual.
 #ifndef LLMC_HOPPER_CUH
 #define LLMC_HOPPER_CUH
 
@@ -33,32 +34,38 @@ static inline bool hopper_available(void) {
     const int built_for[] = {__CUDA_ARCH_LIST__};
     bool built = false;
     for (size_t i = 0; i < sizeof built_for / sizeof built_for[0]; i++) built |= built_for[i] == 900;
-    return built && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 && device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+    return built && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+           device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
 #else
     return false;
 #endif
 }
 
-typedef CUresult (*TensorMapEncode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                                    const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+typedef CUresult (*TensorMapEncode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                    const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                    CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // The driver's cuTensorMapEncodeTiled, asked of the runtime so that the program does not link libcuda.
 static inline TensorMapEncode tensor_map_encoder(void) {
     void *function = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || !function)
-        die_with(EXIT_UNSUPPORTED, "the CUDA driver has no cuTensorMapEncodeTiled (%s): Hopper kernels need driver 525 "
-                 "or newer", cudaGetErrorString(error));
+        die_with(EXIT_UNSUPPORTED,
+                 "the CUDA driver has no cuTensorMapEncodeTiled (%s): Hopper kernels need driver 525 "
+                 "or newer",
+                 cudaGetErrorString(error));
     return (TensorMapEncode)function;
 }
 
-// Describes a tensor of `rank` (3 to 5) dimensions to the copy engine, innermost first. dims: elements per dimension. strides: bytes
-// from one index to the next of dimensions 1..rank-1 (multiples of 16). box: elements per dimension of the tile one copy moves.
-// Reads outside the tensor give zero, writes outside it are dropped. Host work only: no allocation, no synchronization.
-static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMapSwizzle swizzle, int rank, const void *base,
-                                            const int64_t *dims, const int64_t *strides, const int *box) {
+// Describes a tensor of `rank` (3 to 5) dimensions to the copy engine, innermost first. dims: elements per dimension.
+// strides: bytes from one index to the next of dimensions 1..rank-1 (multiples of 16). box: elements per dimension of
+// the tile one copy moves. Reads outside the tensor give zero, writes outside it are dropped. Host work only: no
+// allocation, no synchronization.
+static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMapSwizzle swizzle, int rank,
+                                            const void *base, const int64_t *dims, const int64_t *strides,
+                                            const int *box) {
     static const TensorMapEncode encode = tensor_map_encoder();
     cuuint64_t d[5] = {0}, st[4] = {0};
     cuuint32_t bx[5] = {0}, step[5] = {1, 1, 1, 1, 1};
@@ -68,19 +75,23 @@ static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMa
         if (i + 1 < rank) st[i] = (cuuint64_t)strides[i];
     }
     CUtensorMap map;
-    CUresult result = encode(&map, type, (cuuint32_t)rank, (void *)base, d, st, bx, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult result = encode(&map, type, (cuuint32_t)rank, (void *)base, d, st, bx, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        die("tensor map of rank %d with dims (%lld, %lld, %lld, %lld) at %p was refused by the driver (code %d): base and strides "
-            "must be multiples of 16 bytes", rank, (long long)dims[0], (long long)dims[1], (long long)dims[2],
-            rank > 3 ? (long long)dims[3] : 1LL, base, (int)result);
+        die("tensor map of rank %d with dims (%lld, %lld, %lld, %lld) at %p was refused by the driver (code %d): base "
+            "and strides "
+            "must be multiples of 16 bytes",
+            rank, (long long)dims[0], (long long)dims[1], (long long)dims[2], rank > 3 ? (long long)dims[3] : 1LL, base,
+            (int)result);
     return map;
 }
 
-// Map of a bf16 tensor [B, T, columns] (row-major, `columns` a multiple of 64) seen as (64, T, columns/64, B), so that one copy of box
-// (64, rows, blocks, 1) brings `rows` tokens x 64*blocks columns as `blocks` swizzled tiles [rows][64], one after another.
-// Copy coordinates: (0, token, column / 64, sequence). The sequence is its own dimension, so a tail tile never reads the next one.
-static inline CUtensorMap tensor_map_tokens(const void *base, int64_t B, int64_t T, int64_t columns, int rows, int blocks) {
+// Map of a bf16 tensor [B, T, columns] (row-major, `columns` a multiple of 64) seen as (64, T, columns/64, B), so that
+// one copy of box (64, rows, blocks, 1) brings `rows` tokens x 64*blocks columns as `blocks` swizzled tiles [rows][64],
+// one after another. Copy coordinates: (0, token, column / 64, sequence). The sequence is its own dimension, so a tail
+// tile never reads the next one.
+static inline CUtensorMap tensor_map_tokens(const void *base, int64_t B, int64_t T, int64_t columns, int rows,
+                                            int blocks) {
     const int64_t dims[4] = {64, T, columns / 64, B};
     const int64_t strides[3] = {columns * 2, 128, T * columns * 2};
     const int box[4] = {64, rows, blocks, 1};
@@ -125,13 +136,16 @@ template <int REGISTERS> __device__ __forceinline__ void warpgroup_give_register
 #if HOPPER_DEVICE_CODE
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Device: mbarriers (shared-memory addresses). A barrier's phase flips when `count` arrivals and all expected bytes are in.
+// Device: mbarriers (shared-memory addresses). A barrier's phase flips when `count` arrivals and all expected bytes are
+// in.
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 // After the inits, before the block-wide sync: makes them visible to the copy engine.
-__device__ __forceinline__ void mbarrier_init_fence(void) { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void mbarrier_init_fence(void) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -145,7 +159,9 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     uint32_t done;
     do {
         asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
     } while (!done);
 }
 
@@ -174,31 +190,43 @@ __device__ __forceinline__ uint64_t l2_evict_first(void) {
     return policy;
 }
 
-__device__ __forceinline__ void tma_load_3d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-                 ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2) : "memory");
+__device__ __forceinline__ void tma_load_3d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
+                                            int c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+            "r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
 }
-__device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-                 ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+__device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
+                                            int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+                 "%6}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
 }
-__device__ __forceinline__ void tma_load_4d_hint(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2, int c3,
-                                                 uint64_t policy) {
+__device__ __forceinline__ void tma_load_4d_hint(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
+                                                 int c2, int c3, uint64_t policy) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-                 ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy) : "memory");
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+                 : "memory");
 }
 
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-                 ::"l"(map), "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
 }
 // Adds `bytes`/4 floats of shared memory to contiguous global memory (atomic per element, order free).
 __device__ __forceinline__ void bulk_reduce_add_f32(float *to, uint32_t from, uint32_t bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                 ::"l"(__cvta_generic_to_global(to)), "r"(from), "r"(bytes) : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(from), "r"(bytes)
+                 : "memory");
 }
-// Ends a group of stores of this thread; wait until all but PENDING groups have read their shared memory, or are done altogether.
+// Ends a group of stores of this thread; wait until all but PENDING groups have read their shared memory, or are done
+// altogether.
 __device__ __forceinline__ void bulk_commit(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void bulk_wait_read(void) {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -207,27 +235,32 @@ template <int PENDING> __device__ __forceinline__ void bulk_wait(void) {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Stores four 8x8 bf16 matrices; lane l gives the address of row l%8 of matrix l/8, register i holds matrix i in fragment layout
-// (lane l: row l/4, columns 2*(l%4), +1). _trans stores each matrix transposed.
+// Stores four 8x8 bf16 matrices; lane l gives the address of row l%8 of matrix l/8, register i holds matrix i in
+// fragment layout (lane l: row l/4, columns 2*(l%4), +1). _trans stores each matrix transposed.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Device: wgmma, D[64 x N] (+)= A[64 x 16] * B[16 x N], bf16 in, fp32 accumulators in registers.
-// Warp w of the warpgroup holds rows 16w..16w+15; lane l holds in d[4*j + 2*h + e] row 16w + 8h + l/4, column 8j + 2*(l%4) + e.
-// The A registers of k-step i are the accumulators 8i..8i+7 of an earlier product, packed in pairs: no shuffles.
+// Warp w of the warpgroup holds rows 16w..16w+15; lane l holds in d[4*j + 2*h + e] row 16w + 8h + l/4, column 8j +
+// 2*(l%4) + e. The A registers of k-step i are the accumulators 8i..8i+7 of an earlier product, packed in pairs: no
+// shuffles.
 
 // Descriptor of a swizzled tile whose contraction index runs along the 128-byte rows (Q, K; TRANS = 0).
-// Next k-step of 16: address + 32; past 64 columns: the next tile. Rows further down: address + 128 a row (8 rows at a time).
+// Next k-step of 16: address + 32; past 64 columns: the next tile. Rows further down: address + 128 a row (8 rows at a
+// time).
 __device__ __forceinline__ uint64_t wgmma_desc_k_major(uint32_t address) {
-    return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)1 << 16) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 62);
+    return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)1 << 16) | ((uint64_t)(1024 >> 4) << 32) |
+           ((uint64_t)1 << 62);
 }
 // Descriptor of a swizzled tile whose contraction index runs down the rows (V as B, K as B of dQ; TRANS = 1).
 // tile_bytes: distance to the next 64 columns (rows * 128). Next k-step of 16: address + 2048.
 __device__ __forceinline__ uint64_t wgmma_desc_mn_major(uint32_t address, uint32_t tile_bytes) {
-    return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)(tile_bytes >> 4) << 16) | ((uint64_t)(1024 >> 4) << 32) | ((uint64_t)1 << 62);
+    return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)(tile_bytes >> 4) << 16) | ((uint64_t)(1024 >> 4) << 32) |
+           ((uint64_t)1 << 62);
 }
 
 // Before the first wgmma that uses registers this thread wrote; all four warps together.
@@ -242,118 +275,119 @@ template <int N> __device__ __forceinline__ void wgmma_fence_registers(float (&d
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define HOPPER_ACC8(d, i)                                                                                                  \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define HOPPER_ACC8(d, i)                                                                                       \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
 #define HOPPER_ACC16(d) HOPPER_ACC8(d, 0), HOPPER_ACC8(d, 8)
 #define HOPPER_ACC32(d) HOPPER_ACC16(d), HOPPER_ACC8(d, 16), HOPPER_ACC8(d, 24)
 #define HOPPER_ACC64(d) HOPPER_ACC32(d), HOPPER_ACC8(d, 32), HOPPER_ACC8(d, 40), HOPPER_ACC8(d, 48), HOPPER_ACC8(d, 56)
-#define HOPPER_ACC128(d)                                                                                                   \
-    HOPPER_ACC64(d), HOPPER_ACC8(d, 64), HOPPER_ACC8(d, 72), HOPPER_ACC8(d, 80), HOPPER_ACC8(d, 88), HOPPER_ACC8(d, 96),   \
-        HOPPER_ACC8(d, 104), HOPPER_ACC8(d, 112), HOPPER_ACC8(d, 120)
+#define HOPPER_ACC128(d)                                                                             \
+    HOPPER_ACC64(d), HOPPER_ACC8(d, 64), HOPPER_ACC8(d, 72), HOPPER_ACC8(d, 80), HOPPER_ACC8(d, 88), \
+        HOPPER_ACC8(d, 96), HOPPER_ACC8(d, 104), HOPPER_ACC8(d, 112), HOPPER_ACC8(d, 120)
 
-// N follows from the accumulator: float[16] is N = 32, [32] is 64, [64] is 128, [128] is 256. accumulate 0 overwrites D.
-// wgmma_ss: A and B from shared memory (descriptors). wgmma_rs: A from registers.
+// N follows from the accumulator: float[16] is N = 32, [32] is 64, [64] is 128, [128] is 256. accumulate 0 overwrites
+// D. wgmma_ss: A and B from shared memory (descriptors). wgmma_rs: A from registers.
 
 template <int TRANS_A, int TRANS_B>
 __device__ __forceinline__ void wgmma_ss(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
-            " %16, %17, p, 1, 1, %19, %20;}\n"
-            : HOPPER_ACC16(d)
-            : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
+                 " %16, %17, p, 1, 1, %19, %20;}\n"
+                 : HOPPER_ACC16(d)
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
 }
 
 template <int TRANS_A, int TRANS_B>
 __device__ __forceinline__ void wgmma_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
-            " %32, %33, p, 1, 1, %35, %36;}\n"
-            : HOPPER_ACC32(d)
-            : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
+                 " %32, %33, p, 1, 1, %35, %36;}\n"
+                 : HOPPER_ACC32(d)
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
 }
 
 template <int TRANS_A, int TRANS_B>
 __device__ __forceinline__ void wgmma_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
-            " %64, %65, p, 1, 1, %67, %68;}\n"
-            : HOPPER_ACC64(d)
-            : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
+                 " %64, %65, p, 1, 1, %67, %68;}\n"
+                 : HOPPER_ACC64(d)
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
 }
 
 template <int TRANS_A, int TRANS_B>
 __device__ __forceinline__ void wgmma_ss(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
-            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
-            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
-            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},"
-            " %128, %129, p, 1, 1, %131, %132;}\n"
-            : HOPPER_ACC128(d)
-            : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},"
+                 " %128, %129, p, 1, 1, %131, %132;}\n"
+                 : HOPPER_ACC128(d)
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
 }
 
 template <int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
-            " {%16, %17, %18, %19}, %20, p, 1, 1, %22;}\n"
-            : HOPPER_ACC16(d)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
+                 " {%16, %17, %18, %19}, %20, p, 1, 1, %22;}\n"
+                 : HOPPER_ACC16(d)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
 }
 
 template <int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
-            " {%32, %33, %34, %35}, %36, p, 1, 1, %38;}\n"
-            : HOPPER_ACC32(d)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
+                 " {%32, %33, %34, %35}, %36, p, 1, 1, %38;}\n"
+                 : HOPPER_ACC32(d)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
 }
 
 template <int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
-            " {%64, %65, %66, %67}, %68, p, 1, 1, %70;}\n"
-            : HOPPER_ACC64(d)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
+                 " {%64, %65, %66, %67}, %68, p, 1, 1, %70;}\n"
+                 : HOPPER_ACC64(d)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
 }
 
 template <int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[128], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
-            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
-            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
-            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},"
-            " {%128, %129, %130, %131}, %132, p, 1, 1, %134;}\n"
-            : HOPPER_ACC128(d)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},"
+                 " {%128, %129, %130, %131}, %132, p, 1, 1, %134;}\n"
+                 : HOPPER_ACC128(d)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
 }
 
 #endif  // HOPPER_DEVICE_CODE

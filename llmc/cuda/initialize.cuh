@@ -7,7 +7,8 @@
 #include "../config/shard_plan.h"
 
 // Elements [first, first + n) of a tensor.
-static __global__ void initialize_parameter_kernel(bf16 *weights, float *master, int64_t first, int64_t n, unsigned flags, float initializer_range, uint64_t seed,
+static __global__ void initialize_parameter_kernel(bf16 *weights, float *master, int64_t first, int64_t n,
+                                                   unsigned flags, float initializer_range, uint64_t seed,
                                                    int64_t tensor_index) {
     grid_dependency_wait();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
@@ -17,10 +18,10 @@ static __global__ void initialize_parameter_kernel(bf16 *weights, float *master,
     }
 }
 
-// Fills a rank's shard of the weights [plan->total] (bf16, round to nearest even) and, unless NULL, of the masters (fp32) with initial values; padding
-// becomes 0.
-static inline void initialize_parameters(bf16 *weights, float *master, const ParameterTable *t, const ShardPlan *plan, float initializer_range, uint64_t seed,
-                                         cudaStream_t stream) {
+// Fills a rank's shard of the weights [plan->total] (bf16, round to nearest even) and, unless NULL, of the masters
+// (fp32) with initial values; padding becomes 0.
+static inline void initialize_parameters(bf16 *weights, float *master, const ParameterTable *t, const ShardPlan *plan,
+                                         float initializer_range, uint64_t seed, cudaStream_t stream) {
     CUDA_CHECK(cudaMemsetAsync(weights, 0, (size_t)plan->total * sizeof(bf16), stream));
     if (master) CUDA_CHECK(cudaMemsetAsync(master, 0, (size_t)plan->total * sizeof(float), stream));
     for (int64_t i = 0; i < t->count; i++) {
@@ -28,7 +29,8 @@ static inline void initialize_parameters(bf16 *weights, float *master, const Par
         const ShardRange r = shard_parameter(t, plan, p);
         if (!r.count) continue;
         const unsigned blocks = grid_size(min_i64(r.count, 1 << 20), 256);  // enough to fill any GPU
-        CUDA_LAUNCH(initialize_parameter_kernel, blocks, 256, 0, stream, weights + r.shard, master ? master + r.shard : NULL, r.first, r.count, p->flags, initializer_range, seed, i);
+        CUDA_LAUNCH(initialize_parameter_kernel, blocks, 256, 0, stream, weights + r.shard,
+                    master ? master + r.shard : NULL, r.first, r.count, p->flags, initializer_range, seed, i);
     }
 }
 

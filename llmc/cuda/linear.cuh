@@ -14,11 +14,11 @@ typedef struct {
 
 typedef struct {
     const Precision *precision;
-    int64_t rows, head_rows;               // of the layers' GEMMs; of lm_head's, a chunk at a time
+    int64_t rows, head_rows;  // of the layers' GEMMs; of lm_head's, a chunk at a time
     bool qkv_bias;
     Gemm gemm;
     LinearPlans plans[NUM_LINEARS];
-    LinearPlans lm_head, lm_head_tail;     // for head_rows, and for the rows that are left
+    LinearPlans lm_head, lm_head_tail;  // for head_rows, and for the rows that are left
     TensorScales scales;
     Profile *profile;
 } Linears;

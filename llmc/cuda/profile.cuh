@@ -18,14 +18,14 @@ enum { PROFILE_MAX_OPS = 64 };
 typedef enum { PROFILE_WAIT, PROFILE_BYTES, PROFILE_FLOPS_BF16, PROFILE_FLOPS_FP8 } ProfileBound;
 
 typedef struct {
-    const char *op;      // a literal: the same text is the same operation
+    const char *op;  // a literal: the same text is the same operation
     ProfileBound bound;
-    double work;         // bytes or FLOPs
+    double work;  // bytes or FLOPs
     cudaEvent_t done;
 } ProfileMark;
 
 typedef struct {
-    bool on;             // marks are being made
+    bool on;  // marks are being made
     cudaStream_t stream;
     ProfileMark *marks;
     int64_t count, capacity;
@@ -52,10 +52,12 @@ static inline void profile_mark(Profile *p, const char *op, ProfileBound bound, 
 }
 
 // The operation that was enqueued last moves `bytes`.
-static inline void profile_bytes(Profile *p, const char *op, int64_t bytes) { profile_mark(p, op, PROFILE_BYTES, (double)bytes); }
+static inline void profile_bytes(Profile *p, const char *op, int64_t bytes) {
+    profile_mark(p, op, PROFILE_BYTES, (double)bytes);
+}
 
-// A named range of what is enqueued, for Nsight Systems (nsys profile ./train_fp8cu ...); costs next to nothing when nobody looks. `number` is part of the
-// name unless negative. Ranges nest.
+// A named range of what is enqueued, for Nsight Systems (nsys profile ./train_fp8cu ...); costs next to nothing when
+// nobody looks. `number` is part of the name unless negative. Ranges nest.
 static inline void profile_range_begin(const char *name, int64_t number) {
 #if PROFILE_HAS_NVTX
     char text[64];
@@ -86,7 +88,8 @@ static inline int profile_compare(const void *a, const void *b) {
     return x < y ? 1 : x > y ? -1 : 0;
 }
 
-// Sums the marks by operation, the longest first. Everything marked must have happened. Returns how many operations there are, in ops [PROFILE_MAX_OPS].
+// Sums the marks by operation, the longest first. Everything marked must have happened. Returns how many operations
+// there are, in ops [PROFILE_MAX_OPS].
 static inline int profile_sum(const Profile *p, ProfileOp *ops) {
     int count = 0;
     for (int64_t i = 1; i < p->count; i++) {
@@ -106,7 +109,8 @@ static inline int profile_sum(const Profile *p, ProfileOp *ops) {
     return count;
 }
 
-// Bytes a second that the GPU copies, read and written both counted: `bytes` from the first half of `buffer` (twice that large) to the second, best of a few.
+// Bytes a second that the GPU copies, read and written both counted: `bytes` from the first half of `buffer` (twice
+// that large) to the second, best of a few.
 static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t stream) {
     cudaEvent_t begin, end;
     float best = INFINITY;
@@ -126,20 +130,27 @@ static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t
     return 2.0 * (double)bytes / (best * 1e-3);
 }
 
-// Prints the table and forgets the marks. peak_bf16: dense FLOP/s (FP8 is twice that), 0 if unknown; copy_rate: bytes a second.
+// Prints the table and forgets the marks. peak_bf16: dense FLOP/s (FP8 is twice that), 0 if unknown; copy_rate: bytes a
+// second.
 static inline void profile_print(Profile *p, double peak_bf16, double copy_rate) {
     ProfileOp ops[PROFILE_MAX_OPS];
     double total = 0;
     const int count = profile_sum(p, ops);
     for (int i = 0; i < count; i++) total += ops[i].ms;
-    printf("\nprofile of the last step: %.2f ms; a copy moves %.2f TB/s\n  %-38s %6s %9s %7s %10s %8s\n", total, copy_rate * 1e-12, "operation", "calls", "ms", "share", "rate", "of limit");
+    printf("\nprofile of the last step: %.2f ms; a copy moves %.2f TB/s\n  %-38s %6s %9s %7s %10s %8s\n", total,
+           copy_rate * 1e-12, "operation", "calls", "ms", "share", "rate", "of limit");
     for (int i = 0; i < count; i++) {
         const ProfileOp *o = &ops[i];
-        const double rate = o->work / (o->ms * 1e-3), limit = o->bound == PROFILE_BYTES ? copy_rate : o->bound == PROFILE_FLOPS_FP8 ? 2 * peak_bf16 : peak_bf16;
+        const double rate = o->work / (o->ms * 1e-3), limit = o->bound == PROFILE_BYTES       ? copy_rate
+                                                              : o->bound == PROFILE_FLOPS_FP8 ? 2 * peak_bf16
+                                                                                              : peak_bf16;
         char speed[32] = "", share[32] = "";
-        if (o->bound != PROFILE_WAIT) format_checked(speed, sizeof speed, o->bound == PROFILE_BYTES ? "%.0f GB/s" : "%.0f TFLOP/s", rate * (o->bound == PROFILE_BYTES ? 1e-9 : 1e-12));
+        if (o->bound != PROFILE_WAIT)
+            format_checked(speed, sizeof speed, o->bound == PROFILE_BYTES ? "%.0f GB/s" : "%.0f TFLOP/s",
+                           rate * (o->bound == PROFILE_BYTES ? 1e-9 : 1e-12));
         if (o->bound != PROFILE_WAIT && limit > 0) format_checked(share, sizeof share, "%.1f%%", 100 * rate / limit);
-        printf("  %-38s %6lld %9.3f %6.1f%% %12s %8s\n", o->op, (long long)o->calls, o->ms, 100 * o->ms / total, speed, share);
+        printf("  %-38s %6lld %9.3f %6.1f%% %12s %8s\n", o->op, (long long)o->calls, o->ms, 100 * o->ms / total, speed,
+               share);
     }
     for (int64_t i = 0; i < p->count; i++) CUDA_CHECK(cudaEventDestroy(p->marks[i].done));
     free(p->marks);

@@ -21,8 +21,8 @@ typedef struct {
     // Scales of both, laid out as scale_index() (recipes.h); the same pointer if both granularities are PER_TENSOR.
     void *rowwise_scale_inv, *columnwise_scale_inv;
     uint32_t *amax;  // tensor_amaxes() slots (recipes.h; "amax slots" in cuda_utils.cuh); not for block scales
-    // The scale to cast with if the granularities are PER_TENSOR; a NaN then raises no amax. NULL: the scale follows from the
-    // amax.
+    // The scale to cast with if the granularities are PER_TENSOR; a NaN then raises no amax. NULL: the scale follows
+    // from the amax.
     const float *delayed_scale;
     AuditSums *audit[2];  // sums of an audited cast over rowwise and columnwise data; NULL: not audited
     Fp8Format format;
@@ -42,7 +42,8 @@ static inline QTensor recipe_qtensor(const Recipe *r, TensorRole role, Fp8Format
     memset(&q, 0, sizeof q);
     q.layer = -1, q.role = role;
     q.format = format, q.rule = r->rule;
-    q.row_granularity = recipe_granularity(r, role, COPY_ROW), q.col_granularity = recipe_granularity(r, role, COPY_COL);
+    q.row_granularity = recipe_granularity(r, role, COPY_ROW),
+    q.col_granularity = recipe_granularity(r, role, COPY_COL);
     return q;
 }
 

@@ -1,8 +1,8 @@
 // FP8 casts by any recipe: picks the kernel by the granularity of the scales, and audits the result.
 // Also the way back to bf16, and casts of sharded weights.
 //
-// A cast of a tensor is two passes, unless its scales are of blocks or delayed: the amax pass, then the cast. Where a kernel that makes a tensor has already
-// raised its amax, the first is saved.
+// A cast of a tensor is two passes, unless its scales are of blocks or delayed: the amax pass, then the cast. Where a
+// kernel that makes a tensor has already raised its amax, the first is saved.
 #ifndef LLMC_QUANTIZE_CUH
 #define LLMC_QUANTIZE_CUH
 
@@ -13,7 +13,9 @@
 
 // Dies unless R rows of C columns an output can be cast. `function` names the caller in error messages.
 static inline void quantize_check_size(const char *function, int64_t R, int64_t C) {
-    if (R < 1 || C < 16 || C % 16) die("%s: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", function, (long long)R, (long long)C);
+    if (R < 1 || C < 16 || C % 16)
+        die("%s: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", function, (long long)R,
+            (long long)C);
 }
 
 // Where the amaxes are that a tensor's granularities need, C being the columns of all outputs.
@@ -27,18 +29,24 @@ static inline FineAmaxes fine_amaxes(const QTensor *t, int64_t R) {
     return a;
 }
 
-static inline bool quantize_has_tensor_scale(const QTensor *t) { return (!t->rowwise || t->row_granularity == PER_TENSOR) && (!t->columnwise || t->col_granularity == PER_TENSOR); }
+static inline bool quantize_has_tensor_scale(const QTensor *t) {
+    return (!t->rowwise || t->row_granularity == PER_TENSOR) && (!t->columnwise || t->col_granularity == PER_TENSOR);
+}
 
-// One kernel casts to both copies, by scales of the same kind; PER_ROW stands for PER_TENSOR_BROADCAST as well. NO_SCALE: none does.
+// One kernel casts to both copies, by scales of the same kind; PER_ROW stands for PER_TENSOR_BROADCAST as well.
+// NO_SCALE: none does.
 static inline ScaleGranularity quantize_fine_granularity(const QTensor *t) {
-    const ScaleGranularity row = t->row_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->row_granularity, col = t->col_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->col_granularity;
+    const ScaleGranularity row = t->row_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->row_granularity,
+                           col = t->col_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->col_granularity;
     return !t->columnwise || row == col ? row : t->rowwise ? NO_SCALE : col;
 }
 
 template <class Source, ScaleGranularity GRANULARITY, Fp8Format FORMAT>
-static inline void quantize_fine_launch(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline void quantize_fine_launch(const QTensor &out, const Source &source, int64_t R, int64_t C,
+                                        cudaStream_t stream) {
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
-    CUDA_LAUNCH(quantize_fine_kernel<Source, GRANULARITY, FORMAT>, blocks, CAST_THREADS, 0, stream, source, out, fine_amaxes(&out, R), R, C);
+    CUDA_LAUNCH(quantize_fine_kernel<Source, GRANULARITY, FORMAT>, blocks, CAST_THREADS, 0, stream, source, out,
+                fine_amaxes(&out, R), R, C);
 }
 
 // False if a source has no use for such a cast, so that there is no kernel.
@@ -60,12 +68,14 @@ static inline bool quantize_fine(const QTensor &out, const Source &source, int64
 }
 
 template <class Source, Fp8Format FORMAT>
-static inline void quantize_any(const char *function, const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline void quantize_any(const char *function, const QTensor &out, const Source &source, int64_t R, int64_t C,
+                                cudaStream_t stream) {
     const bool rule = out.delayed_scale || out.rule == SCALE_TORCHAO || out.rule == SCALE_TE;
     if (quantize_has_tensor_scale(&out) && rule) quantize_transpose_launch<Source, FORMAT>(out, source, R, C, stream);
     else if (!quantize_fine<Source, FORMAT>(out, source, R, C, stream))
-        die("%s: no kernel casts this tensor with row granularity %d, col granularity %d, scale rule %d; recipes.h has the combinations there are", function, out.row_granularity,
-            out.col_granularity, out.rule);
+        die("%s: no kernel casts this tensor with row granularity %d, col granularity %d, scale rule %d; recipes.h has "
+            "the combinations there are",
+            function, out.row_granularity, out.col_granularity, out.rule);
 }
 
 // Bytes that a source reads to make a tensor of R rows and C columns an output.
@@ -77,45 +87,55 @@ static inline int64_t source_bytes(int64_t R, int64_t C) {
 // The cast, for a source with C columns an output: codes and inverse scales of the data wanted. `function` names the
 // caller in error messages. Returns the bytes that it moves.
 template <class Source>
-static inline int64_t quantize_source(const char *function, QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline int64_t quantize_source(const char *function, QTensor out, Source source, int64_t R, int64_t C,
+                                      cudaStream_t stream) {
     quantize_check_size(function, R, C);
-    if ((!out.rowwise && !out.columnwise) || (out.rowwise && !out.rowwise_scale_inv) || (out.columnwise && !out.columnwise_scale_inv))
+    if ((!out.rowwise && !out.columnwise) || (out.rowwise && !out.rowwise_scale_inv) ||
+        (out.columnwise && !out.columnwise_scale_inv))
         die("%s: a QTensor needs row or col, and the scales of what it has", function);
     const bool blocks = copy_amaxes(out.rowwise ? out.row_granularity : out.col_granularity, 1) == 0;
     if (!out.amax && !blocks) die("%s: a QTensor needs amax for these granularities", function);
     if (blocks && Source::OUTPUTS > 1 && C % CAST_TILE)
-        die("%s: %lld columns an output: blocks of %d would hold values of two outputs; need a multiple of that", function, (long long)C, CAST_TILE);
+        die("%s: %lld columns an output: blocks of %d would hold values of two outputs; need a multiple of that",
+            function, (long long)C, CAST_TILE);
     require_aligned16(out.rowwise, function, "row");
     require_aligned16(out.columnwise, function, "col");
     require_aligned16(out.rowwise_scale_inv, function, "row_scales");
     require_aligned16(out.columnwise_scale_inv, function, "col_scales");
     if (out.format == FP8_E4M3) quantize_any<Source, FP8_E4M3>(function, out, source, R, C, stream);
-    else if constexpr ((Source::ROLES & 1 << TENSOR_DY) != 0) quantize_any<Source, FP8_E5M2>(function, out, source, R, C, stream);
+    else if constexpr ((Source::ROLES & 1 << TENSOR_DY) != 0)
+        quantize_any<Source, FP8_E5M2>(function, out, source, R, C, stream);
     else die("%s: only gradients are cast to E5M2", function);
     if (out.audit[COPY_ROW] || out.audit[COPY_COL]) audit_source(out, source, R, C, stream);
     return source_bytes<Source>(R, C) + R * C * Source::OUTPUTS * ((out.rowwise != NULL) + (out.columnwise != NULL));
 }
 
-// Raises *amax to the largest magnitude of all that a source makes, NaN above infinity, by a kernel of its own, if it has one.
+// Raises *amax to the largest magnitude of all that a source makes, NaN above infinity, by a kernel of its own, if it
+// has one.
 template <class Source>
-static inline bool source_amax(uint32_t *, const Source &, int64_t, int64_t, cudaStream_t) { return false; }
+static inline bool source_amax(uint32_t *, const Source &, int64_t, int64_t, cudaStream_t) {
+    return false;
+}
 static inline bool source_amax(uint32_t *amax, const TensorSource &source, int64_t R, int64_t C, cudaStream_t stream) {
     tensor_amax(amax, source.x, R * C, stream);
     return true;
 }
 
-// The amax pass: raises the slots at out.amax, which the caller has cleared, as the granularities need, whether or not both copies are wanted now. Nothing for
-// block granularities. Returns the bytes that it moves.
+// The amax pass: raises the slots at out.amax, which the caller has cleared, as the granularities need, whether or not
+// both copies are wanted now. Nothing for block granularities. Returns the bytes that it moves.
 template <class Source>
-static inline int64_t quantize_amax_source(const char *function, QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline int64_t quantize_amax_source(const char *function, QTensor out, Source source, int64_t R, int64_t C,
+                                           cudaStream_t stream) {
     quantize_check_size(function, R, C);
     const FineAmaxes amaxes = fine_amaxes(&out, R);
     if (!copy_amaxes(out.row_granularity, R) && !copy_amaxes(out.col_granularity, C)) return 0;
     if (!out.amax) die("%s: a QTensor needs amax for these granularities", function);
-    const bool whole = out.row_granularity == PER_TENSOR && out.col_granularity == PER_TENSOR && fp8_rule_keeps_nan(out.rule);
+    const bool whole =
+        out.row_granularity == PER_TENSOR && out.col_granularity == PER_TENSOR && fp8_rule_keeps_nan(out.rule);
     if (whole && source_amax(out.amax, source, R, C, stream)) return source_bytes<Source>(R, C);
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
-    if (fp8_rule_keeps_nan(out.rule)) CUDA_LAUNCH(quantize_amax_kernel<Source, true>, blocks, CAST_THREADS, 0, stream, source, amaxes, R, C);
+    if (fp8_rule_keeps_nan(out.rule))
+        CUDA_LAUNCH(quantize_amax_kernel<Source, true>, blocks, CAST_THREADS, 0, stream, source, amaxes, R, C);
     else CUDA_LAUNCH(quantize_amax_kernel<Source, false>, blocks, CAST_THREADS, 0, stream, source, amaxes, R, C);
     return source_bytes<Source>(R, C);
 }
@@ -162,12 +182,16 @@ __device__ static inline float2 floats_from_fp8x2(uint16_t codes) {
 }
 
 template <Fp8Format FORMAT>
-static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kernel(bf16 *out, const uint8_t *codes, const void *scales, ScaleGranularity granularity, int64_t outer,
-                                                                                   int64_t depth) {
+static __global__ void __launch_bounds__(DEQUANTIZE_THREADS)
+    fp8_dequantize_kernel(bf16 *out, const uint8_t *codes, const void *scales, ScaleGranularity granularity,
+                          int64_t outer, int64_t depth) {
     grid_dependency_wait();
-    const int64_t at = (blockIdx.x * (int64_t)DEQUANTIZE_THREADS + threadIdx.x) * DEQUANTIZE_ELEMENTS, i = at / depth, k = at % depth;
+    const int64_t at = (blockIdx.x * (int64_t)DEQUANTIZE_THREADS + threadIdx.x) * DEQUANTIZE_ELEMENTS, i = at / depth,
+                  k = at % depth;
     if (i >= outer) return;
-    const float inverse = is_per_tensor(granularity) ? 1.0f : scale_load(granularity, scales, scale_index(granularity, i, k, outer, depth));
+    const float inverse = is_per_tensor(granularity)
+                              ? 1.0f
+                              : scale_load(granularity, scales, scale_index(granularity, i, k, outer, depth));
     const uint4 c = *(const uint4 *)(codes + at);
     const uint32_t word[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
@@ -182,37 +206,44 @@ static __global__ void __launch_bounds__(DEQUANTIZE_THREADS) fp8_dequantize_kern
     }
 }
 
-// out [outer, depth] = what a product sees of a copy: its codes' values, times the inverse scales of granularities finer than a tensor. Those are powers of two, so
-// that nothing is rounded short of bf16's smallest numbers. Of tensor granularities the codes' values alone: a product multiplies its sums by those inverse scales.
-// depth a multiple of 16.
-static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *scales, ScaleGranularity granularity, Fp8Format format, int64_t outer, int64_t depth, cudaStream_t stream) {
+// out [outer, depth] = what a product sees of a copy: its codes' values, times the inverse scales of granularities
+// finer than a tensor. Those are powers of two, so that nothing is rounded short of bf16's smallest numbers. Of tensor
+// granularities the codes' values alone: a product multiplies its sums by those inverse scales. depth a multiple of 16.
+static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *scales, ScaleGranularity granularity,
+                                  Fp8Format format, int64_t outer, int64_t depth, cudaStream_t stream) {
     if (outer < 1 || depth < DEQUANTIZE_ELEMENTS || depth % DEQUANTIZE_ELEMENTS)
-        die("fp8_dequantize: %lld rows of %lld codes: need at least 1 row, and a multiple of %d codes", (long long)outer, (long long)depth, DEQUANTIZE_ELEMENTS);
+        die("fp8_dequantize: %lld rows of %lld codes: need at least 1 row, and a multiple of %d codes",
+            (long long)outer, (long long)depth, DEQUANTIZE_ELEMENTS);
     require_aligned16(out, "fp8_dequantize", "out");
     require_aligned16(codes, "fp8_dequantize", "codes");
     const unsigned blocks = grid_size(outer * depth, DEQUANTIZE_THREADS * DEQUANTIZE_ELEMENTS);
-    if (format == FP8_E4M3) CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E4M3>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales, granularity, outer, depth);
-    else CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E5M2>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales, granularity, outer, depth);
+    if (format == FP8_E4M3)
+        CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E4M3>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales,
+                    granularity, outer, depth);
+    else
+        CUDA_LAUNCH(fp8_dequantize_kernel<FP8_E5M2>, blocks, DEQUANTIZE_THREADS, 0, stream, out, codes, scales,
+                    granularity, outer, depth);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sharded weights: a rank casts its slice of a layer's matrices with scales that hold for all ranks, and bytes travel; what the gather brings
-// is transposed here. The codes are those that quantize_transpose makes of the whole tensors.
+// Sharded weights: a rank casts its slice of a layer's matrices with scales that hold for all ranks, and bytes travel;
+// what the gather brings is transposed here. The codes are those that quantize_transpose makes of the whole tensors.
 
 enum { SLICE_MAX_TENSORS = 4, SLICE_THREADS = 256, SLICE_ELEMENTS = 16 };
 
-// `count` layers with `num_tensors` quantized tensors each. A layer's slice has n elements; tensor j of it is elements [ends[j - 1], ends[j]), possibly
-// none, and what follows the last is padding. All are multiples of 16.
+// `count` layers with `num_tensors` quantized tensors each. A layer's slice has n elements; tensor j of it is elements
+// [ends[j - 1], ends[j]), possibly none, and what follows the last is padding. All are multiples of 16.
 typedef struct {
     int64_t count, n;
     int num_tensors;
     int64_t ends[SLICE_MAX_TENSORS];
-    const bf16 *x;                 // layer l's slice begins at x + l * x_stride
+    const bf16 *x;  // layer l's slice begins at x + l * x_stride
     int64_t x_stride;
-    uint8_t *codes;                // [count, n]
-    const uint32_t *amax;          // of tensor j of layer l: amax[l * slot_stride + j]
-    const float *delayed_scale;    // the same: the scales to cast with; NULL: from the amaxes, by the rule. The amaxes are not raised
-    float *inverse_scale;          // the same, 4 floats apart
+    uint8_t *codes;              // [count, n]
+    const uint32_t *amax;        // of tensor j of layer l: amax[l * slot_stride + j]
+    const float *delayed_scale;  // the same: the scales to cast with; NULL: from the amaxes, by the rule. The amaxes
+                                 // are not raised
+    float *inverse_scale;        // the same, 4 floats apart
     int64_t slot_stride;
     ScaleRule rule;
 } Fp8Slices;
@@ -225,7 +256,8 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
     const int64_t layer = blockIdx.y, i = (blockIdx.x * (int64_t)SLICE_THREADS + threadIdx.x) * SLICE_ELEMENTS;
     if ((int)threadIdx.x < s.num_tensors) {
         const int64_t slot = layer * s.slot_stride + threadIdx.x;
-        const float scale = s.delayed_scale ? s.delayed_scale[slot] : fp8_rule_scale(s.rule, __uint_as_float(s.amax[slot]), FORMAT);
+        const float scale =
+            s.delayed_scale ? s.delayed_scale[slot] : fp8_rule_scale(s.rule, __uint_as_float(s.amax[slot]), FORMAT);
         scales[threadIdx.x] = scale;
         if (blockIdx.x == 0) s.inverse_scale[4 * slot] = __frcp_rn(scale);
     }
@@ -236,41 +268,50 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
     uint4 codes = make_uint4(0, 0, 0, 0);
     if (tensor < s.num_tensors) {
         const bf16 *x = s.x + layer * s.x_stride + i;
-        const uint2 low = fp8x8_from_bf16<FORMAT>(bf16x8_load(x), scales[tensor]), high = fp8x8_from_bf16<FORMAT>(bf16x8_load(x + 8), scales[tensor]);
+        const uint2 low = fp8x8_from_bf16<FORMAT>(bf16x8_load(x), scales[tensor]),
+                    high = fp8x8_from_bf16<FORMAT>(bf16x8_load(x + 8), scales[tensor]);
         codes = make_uint4(low.x, low.y, high.x, high.y);
     }
     *(uint4 *)(s.codes + layer * s.n + i) = codes;
 }
 
-// Casts the slices to E4M3 with the amaxes in their slots, and writes the inverse scale of every tensor, also of those that the slice has no part of.
+// Casts the slices to E4M3 with the amaxes in their slots, and writes the inverse scale of every tensor, also of those
+// that the slice has no part of.
 static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS)
-        die("quantize_slices: %lld elements %lld apart, %d tensors", (long long)s->n, (long long)s->x_stride, s->num_tensors);
+        die("quantize_slices: %lld elements %lld apart, %d tensors", (long long)s->n, (long long)s->x_stride,
+            s->num_tensors);
     for (int j = 0; j < s->num_tensors; j++)
-        if (s->ends[j] % SLICE_ELEMENTS) die("quantize_slices: tensor %d ends at element %lld, not a multiple of %d", j, (long long)s->ends[j], SLICE_ELEMENTS);
+        if (s->ends[j] % SLICE_ELEMENTS)
+            die("quantize_slices: tensor %d ends at element %lld, not a multiple of %d", j, (long long)s->ends[j],
+                SLICE_ELEMENTS);
     require_aligned16(s->x, "quantize_slices", "x");
     require_aligned16(s->codes, "quantize_slices", "codes");
     const dim3 grid(grid_size(s->n, SLICE_THREADS * SLICE_ELEMENTS), (unsigned)s->count);
     CUDA_LAUNCH(quantize_slices_kernel<FP8_E4M3>, grid, SLICE_THREADS, 0, stream, *s);
 }
 
-// Adds what quantize_slices, enqueued before, did to tensor j of layer l to sums[l * layer_stride + j * tensor_stride] (device memory; audit.h).
-static inline void audit_slices(const Fp8Slices *s, AuditSums *sums, int64_t layer_stride, int64_t tensor_stride, cudaStream_t stream) {
+// Adds what quantize_slices, enqueued before, did to tensor j of layer l to sums[l * layer_stride + j * tensor_stride]
+// (device memory; audit.h).
+static inline void audit_slices(const Fp8Slices *s, AuditSums *sums, int64_t layer_stride, int64_t tensor_stride,
+                                cudaStream_t stream) {
     for (int64_t l = 0; l < s->count; l++)
         for (int j = 0; j < s->num_tensors; j++) {
             const int64_t first = j ? s->ends[j - 1] : 0;
-            audit_part(sums + l * layer_stride + j * tensor_stride, s->x + l * s->x_stride + first, s->codes + l * s->n + first,
-                       s->inverse_scale + 4 * (l * s->slot_stride + j),
-                       s->ends[j] - first, FP8_E4M3, stream);
+            audit_part(sums + l * layer_stride + j * tensor_stride, s->x + l * s->x_stride + first,
+                       s->codes + l * s->n + first, s->inverse_scale + 4 * (l * s->slot_stride + j), s->ends[j] - first,
+                       FP8_E4M3, stream);
         }
 }
 
 // The second half of quantize_transpose_kernel, for codes that exist already.
-static __global__ void __launch_bounds__(CAST_THREADS, 4) fp8_transpose_kernel(uint8_t *col, const uint8_t *row, int64_t R, int64_t C) {
+static __global__ void __launch_bounds__(CAST_THREADS, 4)
+    fp8_transpose_kernel(uint8_t *col, const uint8_t *row, int64_t R, int64_t C) {
     grid_dependency_wait();
     __shared__ __align__(16) uint32_t tile[1][CAST_TILE][CAST_WORDS];
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE);
-    const int64_t first_row = (int64_t)(blockIdx.x / column_tiles) * CAST_TILE, first_column = (int64_t)(blockIdx.x % column_tiles) * CAST_TILE;
+    const int64_t first_row = (int64_t)(blockIdx.x / column_tiles) * CAST_TILE,
+                  first_column = (int64_t)(blockIdx.x % column_tiles) * CAST_TILE;
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
     const int64_t column = first_column + 8 * tx;
     uint2 codes[CAST_GROUPS][4];
@@ -295,10 +336,13 @@ static __global__ void __launch_bounds__(CAST_THREADS, 4) fp8_transpose_kernel(u
 
 // col [C, R] = row [R, C] transposed, bytes. C a multiple of 16. 1 byte read, 1 written an element.
 static inline void fp8_transpose(uint8_t *col, const uint8_t *row, int64_t R, int64_t C, cudaStream_t stream) {
-    if (R < 1 || C < 16 || C % 16) die("fp8_transpose: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", (long long)R, (long long)C);
+    if (R < 1 || C < 16 || C % 16)
+        die("fp8_transpose: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", (long long)R,
+            (long long)C);
     require_aligned16(row, "fp8_transpose", "row");
     require_aligned16(col, "fp8_transpose", "col");
-    CUDA_LAUNCH(fp8_transpose_kernel, grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1), CAST_THREADS, 0, stream, col, row, R, C);
+    CUDA_LAUNCH(fp8_transpose_kernel, grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1), CAST_THREADS, 0,
+                stream, col, row, R, C);
 }
 
 #endif

@@ -1,20 +1,24 @@
 // FP8 casts with scales finer than a tensor, and the amaxes that some of them need first.
 //
 //     1x128, 128x128, 1x32   one pass: a tile holds whole blocks, which see all of their values
-//     row                    two: amaxes of all rows (of the row copy) and columns (the rows of the col copy), then the cast
+//     row                    two: amaxes of all rows (of the row copy) and columns (the rows of the col copy), then the
+//     cast
 //
-// Both passes take tiles as the cast of whole tensors does (see "Cast and transpose" in quantize_kernels.cuh), but keep the tile's values in registers as
-// bf16 while the block agrees on scales: 2 bytes read, 1 + 1 written an element. The copies have different scales, and so different codes (but those of
-// 128x128): every value is cast twice. Each granularity goes with the scale rule of the recipes that have it.
+// Both passes take tiles as the cast of whole tensors does (see "Cast and transpose" in quantize_kernels.cuh), but keep
+// the tile's values in registers as bf16 while the block agrees on scales: 2 bytes read, 1 + 1 written an element. The
+// copies have different scales, and so different codes (but those of 128x128): every value is cast twice. Each
+// granularity goes with the scale rule of the recipes that have it.
 //
-// At ragged edges threads read the last row or columns again instead of none: values that are there twice change no maximum.
+// At ragged edges threads read the last row or columns again instead of none: values that are there twice change no
+// maximum.
 #ifndef LLMC_QUANTIZE_FINE_CUH
 #define LLMC_QUANTIZE_FINE_CUH
 
 #include "quantize_kernels.cuh"
 
 static_assert(NO_SCALE < PER_ROW && PER_TENSOR < PER_ROW && PER_TENSOR_BROADCAST < PER_ROW && PER_ROW < BLOCK_1X128 &&
-              PER_ROW < BLOCK_128X128 && PER_ROW < BLOCK_1X32, "these kernels cast PER_ROW and what comes after it");
+                  PER_ROW < BLOCK_128X128 && PER_ROW < BLOCK_1X32,
+              "these kernels cast PER_ROW and what comes after it");
 static_assert(CAST_TILE % 128 == 0, "a tile holds whole blocks");
 
 // Amaxes in device memory. For a copy, one of each row of it or, NULL, the tensor's.
@@ -23,7 +27,9 @@ typedef struct {
 } FineAmaxes;
 
 // PER_ROW stands for PER_TENSOR_BROADCAST as well. fp8_rule_keeps_nan() of the rule, for template arguments.
-__host__ __device__ constexpr ScaleRule fine_rule(ScaleGranularity g) { return g == PER_ROW ? SCALE_TORCHAO_POW2 : g == BLOCK_1X32 ? SCALE_MX : SCALE_TE_POW2; }
+__host__ __device__ constexpr ScaleRule fine_rule(ScaleGranularity g) {
+    return g == PER_ROW ? SCALE_TORCHAO_POW2 : g == BLOCK_1X32 ? SCALE_MX : SCALE_TE_POW2;
+}
 __host__ __device__ constexpr bool fine_keeps_nan(ScaleGranularity g) { return fine_rule(g) != SCALE_TE_POW2; }
 
 // A tile's first row and column, of a source of R rows and C columns an output.
@@ -33,8 +39,8 @@ typedef struct {
 
 enum { FINE_WARPS = CAST_THREADS / WARP_SIZE, FINE_PAIRS = CAST_TILE / 2 };
 
-// Largest bf16 magnitudes, 16 bits each: of columns over the 8 rows that a warp holds in a group (in both groups, where one block has all rows), and of rows
-// over a block's columns.
+// Largest bf16 magnitudes, 16 bits each: of columns over the 8 rows that a warp holds in a group (in both groups, where
+// one block has all rows), and of rows over a block's columns.
 template <int OUTPUTS, int BLOCKS>
 struct FineMaxima {
     uint32_t columns[OUTPUTS][BLOCKS == 1 ? FINE_WARPS : CAST_GROUPS * FINE_WARPS][FINE_PAIRS];
@@ -48,7 +54,8 @@ struct FineShared {
         uint32_t codes[OUTPUTS][CAST_TILE][CAST_WORDS];
         FineMaxima<OUTPUTS, BLOCKS> maxima;
     };
-    float row_scales[OUTPUTS][BLOCKS][CAST_TILE], column_scales[OUTPUTS][BLOCKS][CAST_TILE];  // [block along depth][row], [block along depth][column]
+    float row_scales[OUTPUTS][BLOCKS][CAST_TILE],
+        column_scales[OUTPUTS][BLOCKS][CAST_TILE];  // [block along depth][row], [block along depth][column]
     uint32_t warp_maxima[FINE_WARPS];
 };
 
@@ -57,7 +64,8 @@ struct FineShared {
 
 // This thread's 8 rows x 8 columns of every output.
 template <class Source>
-__device__ static inline void fine_load(Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4], const Source &source, const FinePlace &at) {
+__device__ static inline void fine_load(Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4], const Source &source,
+                                        const FinePlace &at) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
     const int64_t column = min(at.column + 8 * tx, at.C - 8);
     typename Source::Column of_column;
@@ -87,9 +95,11 @@ __device__ static inline uint2 fine_row_maxima(const Bf16x8 v[4]) {
     for (int j = 0; j < 4; j++) row[j] = amax_update<KEEPS_NAN>(0, v[j]);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        pair[j] = __vmaxu2(__byte_perm(row[2 * j], row[2 * j + 1], 0x5410), __byte_perm(row[2 * j], row[2 * j + 1], 0x7632));
+        pair[j] =
+            __vmaxu2(__byte_perm(row[2 * j], row[2 * j + 1], 0x5410), __byte_perm(row[2 * j], row[2 * j + 1], 0x7632));
 #pragma unroll
-        for (int lane = LANES / 2; lane > 0; lane /= 2) pair[j] = __vmaxu2(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], lane));
+        for (int lane = LANES / 2; lane > 0; lane /= 2)
+            pair[j] = __vmaxu2(pair[j], __shfl_xor_sync(0xffffffffu, pair[j], lane));
     }
     return make_uint2(pair[0], pair[1]);
 }
@@ -106,8 +116,10 @@ __device__ static inline void fine_column_maxima(uint32_t maxima[4], const Bf16x
 // Those of the two halves of a warp, which hold other rows of the same columns, to shared memory.
 __device__ static inline void fine_put_column_maxima(uint32_t to[FINE_PAIRS], uint32_t maxima[4]) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) maxima[k] = __vmaxu2(maxima[k], __shfl_xor_sync(0xffffffffu, maxima[k], CAST_COLUMN_THREADS));
-    if (threadIdx.x % WARP_SIZE < CAST_COLUMN_THREADS) ((uint4 *)to)[threadIdx.x % CAST_COLUMN_THREADS] = make_uint4(maxima[0], maxima[1], maxima[2], maxima[3]);
+    for (int k = 0; k < 4; k++)
+        maxima[k] = __vmaxu2(maxima[k], __shfl_xor_sync(0xffffffffu, maxima[k], CAST_COLUMN_THREADS));
+    if (threadIdx.x % WARP_SIZE < CAST_COLUMN_THREADS)
+        ((uint4 *)to)[threadIdx.x % CAST_COLUMN_THREADS] = make_uint4(maxima[0], maxima[1], maxima[2], maxima[3]);
 }
 
 // Amax of a column as float bits from `count` partial maxima of it.
@@ -120,9 +132,11 @@ __device__ static inline uint32_t fine_column_amax(const uint32_t (*maxima)[FINE
 
 // The maxima of a tile for scales of blocks along rows and columns.
 template <bool KEEPS_NAN, int OUTPUTS, int BLOCKS>
-__device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *maxima, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4]) {
+__device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *maxima,
+                                                const Bf16x8 v[OUTPUTS][CAST_GROUPS][4]) {
     enum { LANES = CAST_COLUMN_THREADS / BLOCKS };
-    const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS, warp = threadIdx.x / WARP_SIZE;
+    const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS,
+              warp = threadIdx.x / WARP_SIZE;
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++) {
         uint32_t columns[4] = {0, 0, 0, 0};
@@ -142,25 +156,31 @@ __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *max
 // ---------------------------------------------------------------------------------------------------------------------
 // Scales: of a tile's 128 rows by threads 0..127, of its 128 columns by the others
 
-// The scales of blocks b along the depth of row i of a copy [outer, depth], k the first place of the tile along it; `amax` are those that are there.
-// Inverse scales go to `inverse`, with zero in the places that the layout of 1x32 has beyond the copy.
+// The scales of blocks b along the depth of row i of a copy [outer, depth], k the first place of the tile along it;
+// `amax` are those that are there. Inverse scales go to `inverse`, with zero in the places that the layout of 1x32 has
+// beyond the copy.
 template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int BLOCKS>
-__device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS], int64_t i, int64_t k, int64_t outer,
-                                                int64_t depth) {
+__device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS],
+                                                int64_t i, int64_t k, int64_t outer, int64_t depth) {
     uint32_t word = 0;
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
         const float scale = fp8_rule_scale(fine_rule(GRANULARITY), __uint_as_float(amax[b]), FORMAT);
         scales[b][threadIdx.x % CAST_TILE] = scale;
-        if (GRANULARITY == BLOCK_1X32 && i < outer && k + 32 * b < depth) word |= (uint32_t)e8m0_from_amax(__uint_as_float(amax[b]), FORMAT) << (8 * b);
-        if (GRANULARITY == BLOCK_1X128 && inverse && i < outer) ((float *)inverse)[scale_index(GRANULARITY, i, k, outer, depth)] = __frcp_rn(scale);
+        if (GRANULARITY == BLOCK_1X32 && i < outer && k + 32 * b < depth)
+            word |= (uint32_t)e8m0_from_amax(__uint_as_float(amax[b]), FORMAT) << (8 * b);
+        if (GRANULARITY == BLOCK_1X128 && inverse && i < outer)
+            ((float *)inverse)[scale_index(GRANULARITY, i, k, outer, depth)] = __frcp_rn(scale);
     }
-    if (GRANULARITY == BLOCK_1X32 && inverse) *(uint32_t *)((uint8_t *)inverse + scale_index(GRANULARITY, i, k, outer, depth)) = word;  // 4 blocks of a row are neighbours
+    if (GRANULARITY == BLOCK_1X32 && inverse)
+        *(uint32_t *)((uint8_t *)inverse + scale_index(GRANULARITY, i, k, outer, depth)) =
+            word;  // 4 blocks of a row are neighbours
 }
 
 // From the maxima of the tile.
 template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
-__device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out, const FinePlace &at) {
+__device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out,
+                                                    const FinePlace &at) {
     enum { PARTS = CAST_GROUPS * FINE_WARPS / (BLOCKS == 1 ? CAST_GROUPS : BLOCKS) };
     const int i = threadIdx.x % CAST_TILE;
 #pragma unroll
@@ -170,20 +190,25 @@ __device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> 
         if (threadIdx.x < CAST_TILE) {
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) amax[b] = (uint32_t)s->maxima.rows[o][b][i] << 16;
-            fine_block_scales<GRANULARITY, FORMAT, BLOCKS>(s->row_scales[o], out.rowwise ? out.rowwise_scale_inv : NULL, amax, at.row + i, column, at.R, OUTPUTS * at.C);
+            fine_block_scales<GRANULARITY, FORMAT, BLOCKS>(s->row_scales[o], out.rowwise ? out.rowwise_scale_inv : NULL,
+                                                           amax, at.row + i, column, at.R, OUTPUTS * at.C);
         } else {
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) amax[b] = fine_column_amax(s->maxima.columns[o] + b * PARTS, PARTS, i);
-            fine_block_scales<GRANULARITY, FORMAT, BLOCKS>(s->column_scales[o], out.columnwise ? out.columnwise_scale_inv : NULL, amax, column + i, at.row, OUTPUTS * at.C, at.R);
+            fine_block_scales<GRANULARITY, FORMAT, BLOCKS>(s->column_scales[o],
+                                                           out.columnwise ? out.columnwise_scale_inv : NULL, amax,
+                                                           column + i, at.row, OUTPUTS * at.C, at.R);
         }
     }
 }
 
 // This thread's amaxes of rows or columns that an earlier pass found.
 template <int OUTPUTS>
-__device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTensor &out, const FineAmaxes &from, const FinePlace &at) {
+__device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTensor &out, const FineAmaxes &from,
+                                               const FinePlace &at) {
     const bool of_row = threadIdx.x < CAST_TILE;
-    const int64_t row = min(at.row + threadIdx.x % CAST_TILE, at.R - 1), column = min(at.column + threadIdx.x % CAST_TILE, at.C - 1);
+    const int64_t row = min(at.row + threadIdx.x % CAST_TILE, at.R - 1),
+                  column = min(at.column + threadIdx.x % CAST_TILE, at.C - 1);
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++) {
         amax[o] = 0;
@@ -194,7 +219,8 @@ __device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTe
 
 // Scales from them; the tiles at the edges write the inverse ones.
 template <Fp8Format FORMAT, int OUTPUTS>
-__device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const QTensor &out, const uint32_t amax[OUTPUTS], const FinePlace &at) {
+__device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const QTensor &out,
+                                                  const uint32_t amax[OUTPUTS], const FinePlace &at) {
     const bool of_row = threadIdx.x < CAST_TILE;
     const int i = threadIdx.x % CAST_TILE;
 #pragma unroll
@@ -202,13 +228,17 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
         if (of_row && o > 0) break;
         const float scale = fp8_rule_scale(fine_rule(PER_ROW), __uint_as_float(amax[o]), FORMAT);
         (of_row ? s->row_scales : s->column_scales)[o][0][i] = scale;
-        if (of_row && out.rowwise && at.column == 0 && at.row + i < at.R) ((float *)out.rowwise_scale_inv)[at.row + i] = __frcp_rn(scale);
-        if (!of_row && out.columnwise && at.row == 0 && at.column + i < at.C) ((float *)out.columnwise_scale_inv)[o * at.C + at.column + i] = __frcp_rn(scale);
+        if (of_row && out.rowwise && at.column == 0 && at.row + i < at.R)
+            ((float *)out.rowwise_scale_inv)[at.row + i] = __frcp_rn(scale);
+        if (!of_row && out.columnwise && at.row == 0 && at.column + i < at.C)
+            ((float *)out.columnwise_scale_inv)[o * at.C + at.column + i] = __frcp_rn(scale);
     }
 }
 
-// The inverse scale of a square, number k of a row of squares of a copy [outer, depth]; the last one's thread fills the row up with zeros.
-__device__ static inline void fine_put_square(void *inverse, float value, int64_t i, int64_t k, int64_t outer, int64_t depth) {
+// The inverse scale of a square, number k of a row of squares of a copy [outer, depth]; the last one's thread fills the
+// row up with zeros.
+__device__ static inline void fine_put_square(void *inverse, float value, int64_t i, int64_t k, int64_t outer,
+                                              int64_t depth) {
     float *to = (float *)inverse + scale_index(BLOCK_128X128, i, k, outer, depth);
     *to = value;
     for (int64_t b = k / CAST_TILE + 1; k + CAST_TILE >= depth && b % 4; b++) *++to = 0;
@@ -216,10 +246,12 @@ __device__ static inline void fine_put_square(void *inverse, float value, int64_
 
 // One scale for the tile.
 template <Fp8Format FORMAT, int BLOCKS>
-__device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4], const QTensor &out, const FinePlace &at) {
+__device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4],
+                                                    const QTensor &out, const FinePlace &at) {
     uint32_t halves = 0;
 #pragma unroll
-    for (int i = 0; i < 4 * CAST_GROUPS; i++) halves = amax_update<fine_keeps_nan(BLOCK_128X128)>(halves, v[i / 4][i % 4]);
+    for (int i = 0; i < 4 * CAST_GROUPS; i++)
+        halves = amax_update<fine_keeps_nan(BLOCK_128X128)>(halves, v[i / 4][i % 4]);
     const uint32_t bits = warp_max_u32(amax_bits(halves));
     if (threadIdx.x % WARP_SIZE == 0) s->warp_maxima[threadIdx.x / WARP_SIZE] = bits;
     __syncthreads();
@@ -227,8 +259,10 @@ __device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, co
 #pragma unroll
     for (int w = 0; w < FINE_WARPS; w++) amax = max(amax, s->warp_maxima[w]);
     const float scale = fp8_rule_scale(fine_rule(BLOCK_128X128), __uint_as_float(amax), FORMAT);
-    if (threadIdx.x == 0 && out.rowwise) fine_put_square(out.rowwise_scale_inv, __frcp_rn(scale), at.row, at.column, at.R, at.C);
-    if (threadIdx.x == 0 && out.columnwise) fine_put_square(out.columnwise_scale_inv, __frcp_rn(scale), at.column, at.row, at.C, at.R);
+    if (threadIdx.x == 0 && out.rowwise)
+        fine_put_square(out.rowwise_scale_inv, __frcp_rn(scale), at.row, at.column, at.R, at.C);
+    if (threadIdx.x == 0 && out.columnwise)
+        fine_put_square(out.columnwise_scale_inv, __frcp_rn(scale), at.column, at.row, at.C, at.R);
     return scale;
 }
 
@@ -247,13 +281,17 @@ __device__ static inline uint2 fp8x8_by_columns(Bf16x8 v, const float scale[8]) 
 
 // A group's 4 rows of output o of this thread: to the row copy, and to `tile` for the transposed one.
 template <Fp8Format FORMAT, int OUTPUTS>
-__device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const QTensor &out, const Bf16x8 v[4], const float row_scale[4], const float column_scale[8],
-                                             int o, int group, const FinePlace &at) {
-    const int64_t row = at.row + group * CAST_GROUP_ROWS + 4 * (threadIdx.x / CAST_COLUMN_THREADS), column = at.column + 8 * (threadIdx.x % CAST_COLUMN_THREADS);
+__device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const QTensor &out, const Bf16x8 v[4],
+                                             const float row_scale[4], const float column_scale[8], int o, int group,
+                                             const FinePlace &at) {
+    const int64_t row = at.row + group * CAST_GROUP_ROWS + 4 * (threadIdx.x / CAST_COLUMN_THREADS),
+                  column = at.column + 8 * (threadIdx.x % CAST_COLUMN_THREADS);
     if (out.rowwise && column < at.C) {
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            if (row + j < at.R) *(uint2 *)(out.rowwise + ((row + j) * OUTPUTS + o) * at.C + column) = fp8x8_from_bf16<FORMAT>(v[j], row_scale[j]);
+            if (row + j < at.R)
+                *(uint2 *)(out.rowwise + ((row + j) * OUTPUTS + o) * at.C + column) =
+                    fp8x8_from_bf16<FORMAT>(v[j], row_scale[j]);
     }
     if (!out.columnwise) return;
     uint32_t low[4], high[4];
@@ -267,7 +305,8 @@ __device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const
 
 // All of this thread's values, with scales from shared memory or, one for all, `scale`.
 template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
-__device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, const FinePlace &at) {
+__device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out,
+                                        const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, const FinePlace &at) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++)
@@ -277,23 +316,26 @@ __device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const QT
             float4 rows = make_float4(scale, scale, scale, scale), low = rows, high = rows;
             if (GRANULARITY != BLOCK_128X128) {
                 const float4 *columns = (const float4 *)&s->column_scales[o][row * BLOCKS / CAST_TILE][8 * tx];
-                rows = *(const float4 *)&s->row_scales[GRANULARITY == PER_ROW ? 0 : o][8 * tx * BLOCKS / CAST_TILE][row];
+                rows =
+                    *(const float4 *)&s->row_scales[GRANULARITY == PER_ROW ? 0 : o][8 * tx * BLOCKS / CAST_TILE][row];
                 low = columns[0], high = columns[1];
             }
-            const float row_scale[4] = {rows.x, rows.y, rows.z, rows.w}, column_scale[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            const float row_scale[4] = {rows.x, rows.y, rows.z, rows.w},
+                        column_scale[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             fine_put_group<FORMAT, OUTPUTS>(s->codes[o], out, v[o][g], row_scale, column_scale, o, g, at);
         }
 }
 
 // Tiles from the last to the first, as in quantize_transpose_kernel.
 template <class Source, ScaleGranularity GRANULARITY, Fp8Format FORMAT>
-static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? Source::MIN_BLOCKS : 3) quantize_fine_kernel(const Source source, const QTensor out, const FineAmaxes amaxes,
-                                                                                                int64_t R, int64_t C) {
+static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? Source::MIN_BLOCKS : 3)
+    quantize_fine_kernel(const Source source, const QTensor out, const FineAmaxes amaxes, int64_t R, int64_t C) {
     grid_dependency_wait();
     enum { OUTPUTS = Source::OUTPUTS, BLOCKS = GRANULARITY == BLOCK_1X32 ? CAST_TILE / 32 : 1 };
     __shared__ __align__(16) FineShared<OUTPUTS, BLOCKS> shared;
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = gridDim.x - 1 - blockIdx.x;
-    const FinePlace at = {(int64_t)(index / column_tiles) * CAST_TILE, (int64_t)(index % column_tiles) * CAST_TILE, R, C};
+    const FinePlace at = {(int64_t)(index / column_tiles) * CAST_TILE, (int64_t)(index % column_tiles) * CAST_TILE, R,
+                          C};
     uint32_t amax[OUTPUTS];
     if constexpr (GRANULARITY == PER_ROW) fine_load_amaxes<OUTPUTS>(amax, out, amaxes, at);
     Bf16x8 v[OUTPUTS][CAST_GROUPS][4];
@@ -325,7 +367,8 @@ __device__ static inline void fine_raise(uint32_t *to, uint32_t bits) {
 }
 
 template <bool KEEPS_NAN, int OUTPUTS>
-__device__ static inline void fine_raise_rows_and_columns(FineMaxima<OUTPUTS, 1> *maxima, const FineAmaxes &to, const Bf16x8 v[OUTPUTS][CAST_GROUPS][4],
+__device__ static inline void fine_raise_rows_and_columns(FineMaxima<OUTPUTS, 1> *maxima, const FineAmaxes &to,
+                                                          const Bf16x8 v[OUTPUTS][CAST_GROUPS][4],
                                                           const FinePlace &at) {
     fine_block_maxima<KEEPS_NAN>(maxima, v);
     __syncthreads();
@@ -341,18 +384,21 @@ __device__ static inline void fine_raise_rows_and_columns(FineMaxima<OUTPUTS, 1>
 }
 
 template <class Source, bool KEEPS_NAN>
-static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_amax_kernel(const Source source, const FineAmaxes to, int64_t R, int64_t C) {
+static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
+    quantize_amax_kernel(const Source source, const FineAmaxes to, int64_t R, int64_t C) {
     grid_dependency_wait();
     __shared__ __align__(16) FineMaxima<Source::OUTPUTS, 1> maxima;
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE);
-    const FinePlace at = {(int64_t)(blockIdx.x / column_tiles) * CAST_TILE, (int64_t)(blockIdx.x % column_tiles) * CAST_TILE, R, C};
+    const FinePlace at = {(int64_t)(blockIdx.x / column_tiles) * CAST_TILE,
+                          (int64_t)(blockIdx.x % column_tiles) * CAST_TILE, R, C};
     Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4];
     fine_load(v, source, at);
     if (to.rows || to.columns) fine_raise_rows_and_columns<KEEPS_NAN>(&maxima, to, v, at);
     if (!to.tensor) return;
     uint32_t halves = 0;
 #pragma unroll
-    for (int i = 0; i < 4 * CAST_GROUPS * Source::OUTPUTS; i++) halves = amax_update<KEEPS_NAN>(halves, v[i / (4 * CAST_GROUPS)][i / 4 % CAST_GROUPS][i % 4]);
+    for (int i = 0; i < 4 * CAST_GROUPS * Source::OUTPUTS; i++)
+        halves = amax_update<KEEPS_NAN>(halves, v[i / (4 * CAST_GROUPS)][i / 4 % CAST_GROUPS][i % 4]);
     amax_publish(to.tensor, halves);
 }
 

@@ -3,13 +3,15 @@
 //     scale = by out.rule from the amax, or the delayed recipe's    (every block of the cast derives it)
 //     code  = saturating RNE cast of fp32(x) * scale,    inverse_scale = 1 / scale for the matrix product
 //
-// A current amax must be known before the first element is cast, so that takes two passes; a delayed scale takes one, which finds the amax on its way.
-// The cast writes the row-major copy and the transposed one in one pass, because FP8 matrix products on Hopper want both operands contiguous along the
-// summed axis: 2 bytes read, 1 + 1 written an element.
+// A current amax must be known before the first element is cast, so that takes two passes; a delayed scale takes one,
+// which finds the amax on its way. The cast writes the row-major copy and the transposed one in one pass, because FP8
+// matrix products on Hopper want both operands contiguous along the summed axis: 2 bytes read, 1 + 1 written an
+// element.
 //
-// The cast is a template over where the bf16 values come from, so that a norm or SwiGLU can recompute them instead of storing them:
-// rmsnorm.cuh and swiglu.cuh have such sources. Sizes: any number of rows, columns a multiple of 16; pointers aligned to 16 bytes.
-// Transposed rows are R bytes long: matrix products need R to be a multiple of 16 as well, and it is faster (whole 16-byte stores).
+// The cast is a template over where the bf16 values come from, so that a norm or SwiGLU can recompute them instead of
+// storing them: rmsnorm.cuh and swiglu.cuh have such sources. Sizes: any number of rows, columns a multiple of 16;
+// pointers aligned to 16 bytes. Transposed rows are R bytes long: matrix products need R to be a multiple of 16 as
+// well, and it is faster (whole 16-byte stores).
 #ifndef LLMC_QUANTIZE_KERNELS_CUH
 #define LLMC_QUANTIZE_KERNELS_CUH
 
@@ -19,18 +21,19 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Cast and transpose
 //
-// A block makes a tile of 128 x 128 with 256 threads. A thread loads 4 rows x 8 columns by 16-byte accesses, twice (rows +0 and +64), stores
-// 8 bytes of each row, and turns two 4 x 4 squares of bytes; each resulting word is 4 rows of one column. Words go to shared memory as
-// [column][row / 4], at index (row / 4) ^ (2 * (column / 8)): then the 32 words that a warp stores at once are in different banks. 8 threads
-// read a column back and store its 128 bytes; the exclusive or moves a column's 16-byte chunks, and for odd column / 8 swaps their halves.
+// A block makes a tile of 128 x 128 with 256 threads. A thread loads 4 rows x 8 columns by 16-byte accesses, twice
+// (rows +0 and +64), stores 8 bytes of each row, and turns two 4 x 4 squares of bytes; each resulting word is 4 rows of
+// one column. Words go to shared memory as [column][row / 4], at index (row / 4) ^ (2 * (column / 8)): then the 32
+// words that a warp stores at once are in different banks. 8 threads read a column back and store its 128 bytes; the
+// exclusive or moves a column's 16-byte chunks, and for odd column / 8 swaps their halves.
 //
 // A Source is a struct of pointers with
-//     ROLES         which of x, w and dy it makes, as bits 1 << TensorRole: no kernels are compiled for casts that those have no use for
-//     OUTPUTS       tensors it makes side by side: output o is columns [o * C, (o + 1) * C) of a matrix [R, OUTPUTS * C]
-//     MIN_BLOCKS    blocks to fit on a multiprocessor; limits registers
-//     GROUPS_AHEAD  1 or 2: how many of the two groups of 4 rows a thread loads at once
-//     AMAX          whether it also reduces an amax, into its member amax_slot
-//     Column, load_column(), Raw, load(), values(): what depends on the column alone, one row's inputs, 8 values of each output from them.
+//     ROLES         which of x, w and dy it makes, as bits 1 << TensorRole: no kernels are compiled for casts that
+//     those have no use for OUTPUTS       tensors it makes side by side: output o is columns [o * C, (o + 1) * C) of a
+//     matrix [R, OUTPUTS * C] MIN_BLOCKS    blocks to fit on a multiprocessor; limits registers GROUPS_AHEAD  1 or 2:
+//     how many of the two groups of 4 rows a thread loads at once AMAX          whether it also reduces an amax, into
+//     its member amax_slot Column, load_column(), Raw, load(), values(): what depends on the column alone, one row's
+//     inputs, 8 values of each output from them.
 
 enum { CAST_TILE = 128, CAST_THREADS = 256, CAST_COLUMN_THREADS = CAST_TILE / 8, CAST_WORDS = CAST_TILE / 4 };
 enum { CAST_GROUP_ROWS = 64, CAST_GROUPS = CAST_TILE / CAST_GROUP_ROWS };
@@ -67,8 +70,10 @@ __device__ static inline void store_column_chunk(uint8_t *to, uint4 codes, int64
         if (row + i < R) to[row + i] = (uint8_t)(word[i / 4] >> (8 * (i % 4)));
 }
 
-// First half of a tile's transposed copy: a thread's codes of 4 rows, columns 0..3 of its 8 in `low` and 4..7 in `high`, turned into shared memory.
-__device__ static inline void put_tile_words(uint32_t (*tile)[CAST_WORDS], uint32_t low[4], uint32_t high[4], int group) {
+// First half of a tile's transposed copy: a thread's codes of 4 rows, columns 0..3 of its 8 in `low` and 4..7 in
+// `high`, turned into shared memory.
+__device__ static inline void put_tile_words(uint32_t (*tile)[CAST_WORDS], uint32_t low[4], uint32_t high[4],
+                                             int group) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
     transpose_bytes_4x4(low);
     transpose_bytes_4x4(high);
@@ -81,24 +86,27 @@ __device__ static inline void put_tile_words(uint32_t (*tile)[CAST_WORDS], uint3
 
 // Second half: shared memory to the transposed copy.
 template <int OUTPUTS>
-__device__ static inline void store_tile_columns(uint8_t *col, const uint32_t (*tile)[CAST_TILE][CAST_WORDS], int64_t first_row, int64_t first_column, int64_t R,
-                                                 int64_t C) {
+__device__ static inline void store_tile_columns(uint8_t *col, const uint32_t (*tile)[CAST_TILE][CAST_WORDS],
+                                                 int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
 #pragma unroll
     for (int i = 0; i < OUTPUTS * CAST_TILE * CAST_WORDS / 4 / CAST_THREADS; i++) {
-        const int unit = i * CAST_THREADS + (int)threadIdx.x, output = unit / (CAST_TILE * 8), column = unit / 8 % CAST_TILE, chunk = unit % 8;
+        const int unit = i * CAST_THREADS + (int)threadIdx.x, output = unit / (CAST_TILE * 8),
+                  column = unit / 8 % CAST_TILE, chunk = unit % 8;
         if (first_column + column >= C) continue;
         const int moved = 2 * (column / 8);
         uint4 w = *(const uint4 *)&tile[output][column][4 * chunk];
         if (moved & 2) w = make_uint4(w.z, w.w, w.x, w.y);
-        store_column_chunk(col + (output * C + first_column + column) * R, w, first_row + 16 * (chunk ^ (moved >> 2)), R);
+        store_column_chunk(col + (output * C + first_column + column) * R, w, first_row + 16 * (chunk ^ (moved >> 2)),
+                           R);
     }
 }
 
 // One thread's 4 rows x 8 columns: codes to the row copy and, turned, to shared memory. `group`: 0 or 1.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
-__device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WORDS], const Source &source, const QTensor &out, float scale,
-                                             const typename Source::Raw raw[4], const typename Source::Column &of_column, int group, int64_t row, int64_t column,
-                                             int64_t R, int64_t C, uint32_t *halves) {
+__device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WORDS], const Source &source,
+                                             const QTensor &out, float scale, const typename Source::Raw raw[4],
+                                             const typename Source::Column &of_column, int group, int64_t row,
+                                             int64_t column, int64_t R, int64_t C, uint32_t *halves) {
     uint32_t low[Source::OUTPUTS][4], high[Source::OUTPUTS][4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -109,7 +117,8 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
             if (DELAYED) *halves = amax_update<false>(*halves, v[o]);
             const uint2 codes = fp8x8_from_bf16<FORMAT>(v[o], scale);
             low[o][j] = codes.x, high[o][j] = codes.y;
-            if (out.rowwise && column < C && row + j < R) *(uint2 *)(out.rowwise + ((row + j) * Source::OUTPUTS + o) * C + column) = codes;
+            if (out.rowwise && column < C && row + j < R)
+                *(uint2 *)(out.rowwise + ((row + j) * Source::OUTPUTS + o) * C + column) = codes;
         }
     }
     if (!out.columnwise) return;
@@ -117,13 +126,17 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
     for (int o = 0; o < Source::OUTPUTS; o++) put_tile_words(tile[o], low[o], high[o], group);
 }
 
-// Blocks walk the tiles from the last to the first: the end of what the amax pass read is still in the L2. A cast that is itself such a pass walks as those do.
+// Blocks walk the tiles from the last to the first: the end of what the amax pass read is still in the L2. A cast that
+// is itself such a pass walks as those do.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
-static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quantize_transpose_kernel(const Source source, const QTensor out, int64_t R, int64_t C) {
+static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
+    quantize_transpose_kernel(const Source source, const QTensor out, int64_t R, int64_t C) {
     grid_dependency_wait();
     __shared__ __align__(16) uint32_t tile[Source::OUTPUTS][CAST_TILE][CAST_WORDS];
-    const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = Source::AMAX ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    const int64_t first_row = (int64_t)(index / column_tiles) * CAST_TILE, first_column = (int64_t)(index % column_tiles) * CAST_TILE;
+    const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE),
+                   index = Source::AMAX ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    const int64_t first_row = (int64_t)(index / column_tiles) * CAST_TILE,
+                  first_column = (int64_t)(index % column_tiles) * CAST_TILE;
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
     const int64_t column = first_column + 8 * tx;
     const float known = DELAYED ? *out.delayed_scale : __uint_as_float(*out.amax);
@@ -139,10 +152,12 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quant
             const int64_t row = first_row + (g0 + i / 4) * CAST_GROUP_ROWS + 4 * ty + i % 4;
             if (column < C && row < R) source.load(&raw[i / 4][i % 4], row, column);
         }
-        if (g0 == 0) scale = DELAYED ? known : out.rule == SCALE_TE ? fp8_scale_te(known, FORMAT, 0) : fp8_scale(known, FORMAT);
+        if (g0 == 0)
+            scale = DELAYED ? known : out.rule == SCALE_TE ? fp8_scale_te(known, FORMAT, 0) : fp8_scale(known, FORMAT);
 #pragma unroll
         for (int g = g0; g < g0 + Source::GROUPS_AHEAD; g++)
-            quantize_group<Source, FORMAT, DELAYED>(tile, source, out, scale, raw[g - g0], of_column, g, first_row + g * CAST_GROUP_ROWS + 4 * ty, column, R, C, &halves);
+            quantize_group<Source, FORMAT, DELAYED>(tile, source, out, scale, raw[g - g0], of_column, g,
+                                                    first_row + g * CAST_GROUP_ROWS + 4 * ty, column, R, C, &halves);
     }
     if constexpr (Source::AMAX) amax_publish(source.amax_slot, halves);
     if constexpr (DELAYED) amax_publish(out.amax, halves);
@@ -157,16 +172,28 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS) quant
 
 // Launches it for a source with C columns an output. A current scale is by SCALE_TORCHAO or SCALE_TE.
 template <class Source, Fp8Format FORMAT>
-static inline void quantize_transpose_launch(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
+static inline void quantize_transpose_launch(const QTensor &out, const Source &source, int64_t R, int64_t C,
+                                             cudaStream_t stream) {
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
-    if (!out.delayed_scale) CUDA_LAUNCH(quantize_transpose_kernel<Source, FORMAT, false>, blocks, CAST_THREADS, 0, stream, source, out, R, C);
-    else if constexpr (!Source::AMAX) CUDA_LAUNCH(quantize_transpose_kernel<Source, FORMAT, true>, blocks, CAST_THREADS, 0, stream, source, out, R, C);
-    else die("quantize_transpose_launch: this source finds another tensor's amax, and has no cast with a delayed scale");
+    if (!out.delayed_scale)
+        CUDA_LAUNCH(quantize_transpose_kernel<Source, FORMAT, false>, blocks, CAST_THREADS, 0, stream, source, out, R,
+                    C);
+    else if constexpr (!Source::AMAX)
+        CUDA_LAUNCH(quantize_transpose_kernel<Source, FORMAT, true>, blocks, CAST_THREADS, 0, stream, source, out, R,
+                    C);
+    else
+        die("quantize_transpose_launch: this source finds another tensor's amax, and has no cast with a delayed scale");
 }
 
 // Values that are in memory already.
 struct TensorSource {
-    enum { ROLES = 1 << TENSOR_X | 1 << TENSOR_W | 1 << TENSOR_DY, OUTPUTS = 1, MIN_BLOCKS = 4, GROUPS_AHEAD = 2, AMAX = 0 };
+    enum {
+        ROLES = 1 << TENSOR_X | 1 << TENSOR_W | 1 << TENSOR_DY,
+        OUTPUTS = 1,
+        MIN_BLOCKS = 4,
+        GROUPS_AHEAD = 2,
+        AMAX = 0
+    };
     typedef Bf16x8 Raw;
     struct Column {};
     const bf16 *x;

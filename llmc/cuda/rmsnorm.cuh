@@ -3,10 +3,11 @@
 //     rstd = 1 / sqrt(mean(x^2) + eps),   y = bf16(x * rstd * w)
 //     n = x * rstd, g = dy * w:   dx = bf16(dresidual + rstd * (g - n * mean(g * n))),   dw = sum over rows of dy * n
 //
-// Everything inside is fp32 (so the sum of squares of a row must stay below 3e38). In FP8 runs y is never stored: the forward kernel leaves rstd and the amax of y, and the cast recomputes y, bit
-// for bit, in its tile. Bytes an element: forward with residual reads 4 and writes 2 (y: 2 more); cast reads 2, writes 1 + 1; backward reads 6,
-// writes 2. Sizes: any number of rows, C a multiple of 16 up to 16384, pointers aligned to 16 bytes.
-// Results depend on R and C alone, not on the number of multiprocessors or on the order of blocks.
+// Everything inside is fp32 (so the sum of squares of a row must stay below 3e38). In FP8 runs y is never stored: the
+// forward kernel leaves rstd and the amax of y, and the cast recomputes y, bit for bit, in its tile. Bytes an element:
+// forward with residual reads 4 and writes 2 (y: 2 more); cast reads 2, writes 1 + 1; backward reads 6, writes 2.
+// Sizes: any number of rows, C a multiple of 16 up to 16384, pointers aligned to 16 bytes. Results depend on R and C
+// alone, not on the number of multiprocessors or on the order of blocks.
 #ifndef LLMC_RMSNORM_CUH
 #define LLMC_RMSNORM_CUH
 
@@ -24,7 +25,8 @@ __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float
     return bf16x8_pack(f);
 }
 
-// A row belongs to a group of THREADS threads (forward: a block); a thread holds VECTORS times 8 of its values in registers.
+// A row belongs to a group of THREADS threads (forward: a block); a thread holds VECTORS times 8 of its values in
+// registers.
 #define RMSNORM_COLUMN(i) (8 * ((i) * THREADS + (int)threadIdx.x % THREADS))
 
 // Tells of input that is not finite, or whose squares are not in fp32: the first norm, in the order of the forward
@@ -94,7 +96,8 @@ static __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rmsnorm_forwar
 
 static inline void rmsnorm_check(const char *function, int64_t R, int64_t C, const void *x, const void *weight) {
     if (R < 1 || C < 16 || C % 16 || C > RMSNORM_MAX_C)
-        die("%s: %lld rows of %lld values: need at least 1 row, and a multiple of 16 values up to %d", function, (long long)R, (long long)C, RMSNORM_MAX_C);
+        die("%s: %lld rows of %lld values: need at least 1 row, and a multiple of 16 values up to %d", function,
+            (long long)R, (long long)C, RMSNORM_MAX_C);
     require_aligned16(x, function, "x");
     require_aligned16(weight, function, "weight");
 }
@@ -133,8 +136,9 @@ static inline int64_t rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, cons
 }
 
 // x_out = bf16(residual + delta), all [R, C], then the norm of x_out as above. x_out may be residual or delta.
-static inline int64_t residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, uint32_t *amax, const bf16 *residual, const bf16 *delta, const bf16 *weight,
-                                            int64_t R, int64_t C, float eps, RmsnormWatch watch, cudaStream_t stream) {
+static inline int64_t residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, uint32_t *amax, const bf16 *residual,
+                                               const bf16 *delta, const bf16 *weight, int64_t R, int64_t C, float eps,
+                                               RmsnormWatch watch, cudaStream_t stream) {
     rmsnorm_check("residual_rmsnorm_forward", R, C, residual, weight);
     require_aligned16(x_out, "residual_rmsnorm_forward", "x_out");
     require_aligned16(y, "residual_rmsnorm_forward", "y");
@@ -162,20 +166,24 @@ struct RmsnormSource {
         raw->x = bf16x8_load(x + row * C + column);
         raw->rstd = rstd[row];
     }
-    __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &c, uint32_t *) const { v[0] = rmsnorm_values(raw.x, raw.rstd, c.w); }
+    __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &c, uint32_t *) const {
+        v[0] = rmsnorm_values(raw.x, raw.rstd, c.w);
+    }
 };
 
-// Second pass of a norm whose y is FP8: casts y, whose amax is in out.amax, to out.rowwise [R, C] and out.columnwise [C, R]. x is what was normalised.
-static inline void rmsnorm_quantize_transpose(QTensor out, const bf16 *x, const float *rstd, const bf16 *weight, int64_t R, int64_t C, cudaStream_t stream) {
+// Second pass of a norm whose y is FP8: casts y, whose amax is in out.amax, to out.rowwise [R, C] and out.columnwise
+// [C, R]. x is what was normalised.
+static inline void rmsnorm_quantize_transpose(QTensor out, const bf16 *x, const float *rstd, const bf16 *weight,
+                                              int64_t R, int64_t C, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_quantize_transpose", R, C, x, weight);
     RmsnormSource source = {x, weight, rstd, C};
     quantize_source("rmsnorm_quantize_transpose", out, source, R, C, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward. A block is 512 threads: as many groups as fit, each with its own rows. A group sums dw over its rows in registers, the groups of a block
-// join theirs, and the block leaves one fp32 row of partial sums; a second kernel adds those rows. Every order is fixed, and the number of blocks
-// does not depend on the GPU, so neither do the bits of dw.
+// Backward. A block is 512 threads: as many groups as fit, each with its own rows. A group sums dw over its rows in
+// registers, the groups of a block join theirs, and the block leaves one fp32 row of partial sums; a second kernel adds
+// those rows. Every order is fixed, and the number of blocks does not depend on the GPU, so neither do the bits of dw.
 
 enum { RMSNORM_BACKWARD_THREADS = 512 };
 
@@ -191,8 +199,8 @@ typedef struct {
 
 // dx of one row; adds the row's part of dw.
 template <int VECTORS, int THREADS>
-__device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_t *halves, const RmsnormBackward &p, int64_t row,
-                                                   float *scratch, int barrier) {
+__device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_t *halves, const RmsnormBackward &p,
+                                                   int64_t row, float *scratch, int barrier) {
     const float rstd = p.rstd[row];
     Bf16x8 dy[VECTORS] = {}, x[VECTORS] = {}, residual[VECTORS] = {};
 #pragma unroll
@@ -219,7 +227,8 @@ __device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_
     for (int i = 0; i < VECTORS; i++) {
         if (RMSNORM_COLUMN(i) >= p.C) continue;
         float d[8], n[8], w[8], r[8];
-        bf16x8_unpack(d, dy[i]), bf16x8_unpack(n, x[i]), bf16x8_unpack(w, bf16x8_load(p.weight + RMSNORM_COLUMN(i))), bf16x8_unpack(r, residual[i]);
+        bf16x8_unpack(d, dy[i]), bf16x8_unpack(n, x[i]), bf16x8_unpack(w, bf16x8_load(p.weight + RMSNORM_COLUMN(i))),
+            bf16x8_unpack(r, residual[i]);
         for (int k = 0; k < 8; k++) d[k] = r[k] + rstd * (d[k] * w[k] - n[k] * rstd * mean);
         const Bf16x8 dx = bf16x8_pack(d);
         bf16x8_store(p.dx + row * p.C + RMSNORM_COLUMN(i), dx);
@@ -269,17 +278,23 @@ static __global__ void __launch_bounds__(RMSNORM_BACKWARD_THREADS, 1) rmsnorm_ba
 
 // Blocks of the backward kernel; the group sizes are those of RMSNORM_DISPATCH.
 static inline int64_t rmsnorm_backward_blocks(int64_t R, int64_t C) {
-    const int64_t group_threads = C <= 4096 ? 128 : C <= 8192 ? 256 : 512, most = C <= 1024 ? 256 : 128;  // two, or one, on each of 128 multiprocessors
+    const int64_t group_threads = C <= 4096   ? 128
+                                  : C <= 8192 ? 256
+                                              : 512,
+                  most = C <= 1024 ? 256 : 128;  // two, or one, on each of 128 multiprocessors
     return min_i64(ceil_div(R, RMSNORM_BACKWARD_THREADS / group_threads), most);
 }
 
 // Bytes of device memory that rmsnorm_backward needs at `workspace`.
-static inline size_t rmsnorm_workspace_bytes(int64_t R, int64_t C) { return (size_t)(rmsnorm_backward_blocks(R, C) * C) * sizeof(float); }
+static inline size_t rmsnorm_workspace_bytes(int64_t R, int64_t C) {
+    return (size_t)(rmsnorm_backward_blocks(R, C) * C) * sizeof(float);
+}
 
-// dx [R, C] and dweight [C] from dy, x [R, C], rstd [R], weight [C]. dresidual [R, C] is the gradient that reaches x past the norm (NULL: none);
-// dx may be dresidual, dy or x. *amax is raised to max |dx| unless NULL.
-static inline int64_t rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, const bf16 *dy, const bf16 *x, const float *rstd, const bf16 *weight,
-                                    const bf16 *dresidual, int64_t R, int64_t C, void *workspace, cudaStream_t stream) {
+// dx [R, C] and dweight [C] from dy, x [R, C], rstd [R], weight [C]. dresidual [R, C] is the gradient that reaches x
+// past the norm (NULL: none); dx may be dresidual, dy or x. *amax is raised to max |dx| unless NULL.
+static inline int64_t rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, const bf16 *dy, const bf16 *x,
+                                       const float *rstd, const bf16 *weight, const bf16 *dresidual, int64_t R,
+                                       int64_t C, void *workspace, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_backward", R, C, x, weight);
     require_aligned16(dx, "rmsnorm_backward", "dx");
     require_aligned16(dy, "rmsnorm_backward", "dy");
@@ -287,7 +302,8 @@ static inline int64_t rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, 
     require_aligned16(workspace, "rmsnorm_backward", "workspace");
     const RmsnormBackward p = {dx, (float *)workspace, amax, dy, x, weight, dresidual, rstd, R, (int)C};
     const int64_t blocks = rmsnorm_backward_blocks(R, C);
-#define RMSNORM_LAUNCH(VECTORS, THREADS) CUDA_LAUNCH(rmsnorm_backward_kernel<VECTORS, THREADS>, (unsigned)blocks, RMSNORM_BACKWARD_THREADS, 0, stream, p)
+#define RMSNORM_LAUNCH(VECTORS, THREADS) \
+    CUDA_LAUNCH(rmsnorm_backward_kernel<VECTORS, THREADS>, (unsigned)blocks, RMSNORM_BACKWARD_THREADS, 0, stream, p)
     RMSNORM_DISPATCH(C, RMSNORM_LAUNCH);
 #undef RMSNORM_LAUNCH
     column_sums_finish(dweight, p.partials, blocks, C, stream);

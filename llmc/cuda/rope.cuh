@@ -2,10 +2,11 @@
 //
 //     n = x * rstd * w  (or x),   y[i] = n[i] cos - n[i + HD/2] sin,   y[i + HD/2] = n[i + HD/2] cos + n[i] sin
 //
-// fp32 inside, one rounding. Backward turns the rotation back, then takes the gradient of the norm. Values pass unchanged; backward reads them
-// because its result is quantized next and their magnitude counts in the tensor's amax.
-// Bytes an element of q and k: forward 2 read + 2 written; backward 2 read + 2 written, with QK-norm 2 more read; of v: backward 2 read.
-// HD is 64 or 128, as in attention. Sums over tokens and heads have a fixed order that depends on the sizes alone.
+// fp32 inside, one rounding. Backward turns the rotation back, then takes the gradient of the norm. Values pass
+// unchanged; backward reads them because its result is quantized next and their magnitude counts in the tensor's amax.
+// Bytes an element of q and k: forward 2 read + 2 written; backward 2 read + 2 written, with QK-norm 2 more read; of v:
+// backward 2 read. HD is 64 or 128, as in attention. Sums over tokens and heads have a fixed order that depends on the
+// sizes alone.
 #ifndef LLMC_ROPE_CUH
 #define LLMC_ROPE_CUH
 
@@ -17,9 +18,15 @@ typedef struct {
     float eps;  // of QK-norm
 } RopeDims;
 
-// A block of 256 threads takes 4 tokens at a time, 64 threads each. HD/16 neighbouring lanes share a head: lane j holds elements 8j .. 8j + 7 of
-// both halves, so both members of each rotated pair. A group of lanes walks the token's heads and keeps its cosines and sines.
-enum { ROPE_THREADS = 256, ROPE_TOKEN_THREADS = 64, ROPE_TOKENS = ROPE_THREADS / ROPE_TOKEN_THREADS, ROPE_BACKWARD_BLOCKS = 264 };
+// A block of 256 threads takes 4 tokens at a time, 64 threads each. HD/16 neighbouring lanes share a head: lane j holds
+// elements 8j .. 8j + 7 of both halves, so both members of each rotated pair. A group of lanes walks the token's heads
+// and keeps its cosines and sines.
+enum {
+    ROPE_THREADS = 256,
+    ROPE_TOKEN_THREADS = 64,
+    ROPE_TOKENS = ROPE_THREADS / ROPE_TOKEN_THREADS,
+    ROPE_BACKWARD_BLOCKS = 264
+};
 
 typedef struct {
     bf16 *out;                    // [rows, (NH + 2 NKV) * HD]; backward works in place on it
@@ -29,8 +36,8 @@ typedef struct {
     int64_t rows;
     int T, NH, NKV;
     float eps;
-    uint32_t *amax;               // backward: raised to max |out|; NULL: not wanted
-    float *partials;              // backward with QK-norm: [2, blocks, HD], each block's sums for q_norm, then k_norm
+    uint32_t *amax;   // backward: raised to max |out|; NULL: not wanted
+    float *partials;  // backward with QK-norm: [2, blocks, HD], each block's sums for q_norm, then k_norm
 } RopeKernel;
 
 // The 16 elements of a head that one thread holds: as stored, and as numbers.
@@ -118,8 +125,8 @@ __device__ static inline float rope_rstd(const RopePair &x, float eps) {
     return 1 / sqrtf(rope_dot<HD>(x, x) / HD + eps);
 }
 
-// Two heads a turn, so that both are on their way from memory together. The lanes of a warp shuffle together, so groups without a head left
-// take the turn too, on zeros.
+// Two heads a turn, so that both are on their way from memory together. The lanes of a warp shuffle together, so groups
+// without a head left take the turn too, on zeros.
 template <int HD, bool NORM>
 static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 3 : 4) qknorm_rope_forward_kernel(const RopeKernel p) {
     grid_dependency_wait();
@@ -133,7 +140,8 @@ static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 3 : 4) qknorm_rope
         RopePacked packed[2] = {};
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            if (base + k * at.groups < heads) packed[k] = rope_load<HD>(p.in + first + (base + k * at.groups) * HD, at.lane);
+            if (base + k * at.groups < heads)
+                packed[k] = rope_load<HD>(p.in + first + (base + k * at.groups) * HD, at.lane);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int h = base + k * at.groups;
@@ -157,7 +165,8 @@ static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 3 : 4) qknorm_rope
 template <int HD>
 __device__ static inline uint32_t rope_backward_heads(const RopeKernel &p, int begin, int end, uint32_t halves) {
     const RopePlace at = rope_place<HD>();
-    for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows; row += gridDim.x * (int64_t)ROPE_TOKENS) {
+    for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows;
+         row += gridDim.x * (int64_t)ROPE_TOKENS) {
         const int64_t first = row * (p.NH + 2 * p.NKV) * HD;
         const RopePair angle = rope_angles<HD>(p.table, row % p.T, at.lane);
         for (int base = begin + at.group; base < end; base += 2 * at.groups) {
@@ -199,13 +208,16 @@ __device__ static inline void rope_sum_block(float *partial, const RopePair &dw)
     partial[threadIdx.x] = sum;
 }
 
-// Heads [begin, end) of all the block's tokens, with QK-norm of weight w. partial [HD]: the block's part of the weight's gradient.
+// Heads [begin, end) of all the block's tokens, with QK-norm of weight w. partial [HD]: the block's part of the
+// weight's gradient.
 template <int HD>
-__device__ static inline uint32_t qknorm_rope_backward_heads(const RopeKernel &p, int begin, int end, const bf16 *w, float *partial, uint32_t halves) {
+__device__ static inline uint32_t qknorm_rope_backward_heads(const RopeKernel &p, int begin, int end, const bf16 *w,
+                                                             float *partial, uint32_t halves) {
     const RopePlace at = rope_place<HD>();
     const RopePacked w_packed = rope_load<HD>(w, at.lane);
     RopePair dw = {};
-    for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows; row += gridDim.x * (int64_t)ROPE_TOKENS) {
+    for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows;
+         row += gridDim.x * (int64_t)ROPE_TOKENS) {
         const int64_t first = row * (p.NH + 2 * p.NKV) * HD;
         const RopePair angle = rope_angles<HD>(p.table, row % p.T, at.lane), weight = rope_unpack(w_packed);
         for (int base = begin; base < end; base += at.groups) {
@@ -223,7 +235,8 @@ __device__ static inline uint32_t qknorm_rope_backward_heads(const RopeKernel &p
             }
             const float mean = rope_dot<HD>(g, n) / HD;
 #pragma unroll
-            for (int j = 0; j < 8; j++) g.low[j] = rstd * (g.low[j] - n.low[j] * mean), g.high[j] = rstd * (g.high[j] - n.high[j] * mean);
+            for (int j = 0; j < 8; j++)
+                g.low[j] = rstd * (g.low[j] - n.low[j] * mean), g.high[j] = rstd * (g.high[j] - n.high[j] * mean);
             if (active) halves = rope_store<HD>(p.out + head, at.lane, g, halves);
         }
     }
@@ -243,26 +256,32 @@ static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 2 : 4) qknorm_rope
         halves = rope_backward_heads<HD>(p, 0, p.NH + p.NKV, halves);
     }
     if (!p.amax) return;
-    for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows; row += gridDim.x * (int64_t)ROPE_TOKENS) {
+    for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows;
+         row += gridDim.x * (int64_t)ROPE_TOKENS) {
         const bf16 *values = p.out + (row * (p.NH + 2 * p.NKV) + p.NH + p.NKV) * HD;
 #pragma unroll 2
-        for (int i = (int)(threadIdx.x % ROPE_TOKEN_THREADS) * 8; i < p.NKV * HD; i += ROPE_TOKEN_THREADS * 8) halves = amax_update(halves, bf16x8_load(values + i));
+        for (int i = (int)(threadIdx.x % ROPE_TOKEN_THREADS) * 8; i < p.NKV * HD; i += ROPE_TOKEN_THREADS * 8)
+            halves = amax_update(halves, bf16x8_load(values + i));
     }
     amax_publish(p.amax, halves);
 }
 
 static inline void rope_check(const char *function, const RopeKernel *p, RopeDims d) {
-    if (d.HD != 64 && d.HD != 128) die("%s: head_dim %lld is not supported on the GPU, 64 and 128 are", function, (long long)d.HD);
+    if (d.HD != 64 && d.HD != 128)
+        die("%s: head_dim %lld is not supported on the GPU, 64 and 128 are", function, (long long)d.HD);
     if (d.B < 1 || d.T < 1 || d.NH < 1 || d.NKV < 1 || d.T > INT_MAX || (d.NH + 2 * d.NKV) * d.HD > INT_MAX)
-        die("%s: %lld x %lld tokens of %lld + 2 x %lld heads are out of range", function, (long long)d.B, (long long)d.T, (long long)d.NH, (long long)d.NKV);
+        die("%s: %lld x %lld tokens of %lld + 2 x %lld heads are out of range", function, (long long)d.B,
+            (long long)d.T, (long long)d.NH, (long long)d.NKV);
     const void *pointers[] = {p->out, p->in, p->q_norm, p->k_norm, p->table};
     for (int i = 0; i < 5; i++) require_aligned16(pointers[i], function, "an array");
 }
 
-// out = QK-norm (unless q_norm and k_norm [HD] are NULL) and rotation of in, both [B, T, (NH + 2 NKV) * HD]; out may be in. table: rope_table_fill, T positions.
-// Returns the bytes that it moves.
-static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_norm, const bf16 *k_norm, const float *table, RopeDims d, cudaStream_t stream) {
-    const RopeKernel p = {out, in, q_norm, k_norm, table, d.B * d.T, (int)d.T, (int)d.NH, (int)d.NKV, d.eps, NULL, NULL};
+// out = QK-norm (unless q_norm and k_norm [HD] are NULL) and rotation of in, both [B, T, (NH + 2 NKV) * HD]; out may be
+// in. table: rope_table_fill, T positions. Returns the bytes that it moves.
+static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_norm, const bf16 *k_norm,
+                                          const float *table, RopeDims d, cudaStream_t stream) {
+    const RopeKernel p = {out,      in,        q_norm,     k_norm, table, d.B * d.T,
+                          (int)d.T, (int)d.NH, (int)d.NKV, d.eps,  NULL,  NULL};
     rope_check("qknorm_rope_forward", &p, d);
     const unsigned blocks = grid_size(p.rows, ROPE_TOKENS);
     if (d.HD == 64 && q_norm) CUDA_LAUNCH(qknorm_rope_forward_kernel<64, true>, blocks, ROPE_THREADS, 0, stream, p);
@@ -272,12 +291,14 @@ static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 
     return p.rows * (d.NH + d.NKV) * d.HD * 4;
 }
 
-// dqkv [B, T, (NH + 2 NKV) * HD], in place: from the gradient of the rotated q, k, v to that of the projection's output `qkv` (NULL without QK-norm).
-// dq_norm, dk_norm [HD]: NULL without QK-norm. *amax is raised to max |dqkv|, values
+// dqkv [B, T, (NH + 2 NKV) * HD], in place: from the gradient of the rotated q, k, v to that of the projection's output
+// `qkv` (NULL without QK-norm). dq_norm, dk_norm [HD]: NULL without QK-norm. *amax is raised to max |dqkv|, values
 // included, unless NULL. workspace: rope_workspace_bytes. Returns the bytes that it moves.
-static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm, uint32_t *amax, const bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm,
-                                        const float *table, RopeDims d, void *workspace, cudaStream_t stream) {
-    const RopeKernel p = {dqkv, qkv, q_norm, k_norm, table, d.B * d.T, (int)d.T, (int)d.NH, (int)d.NKV, d.eps, amax, (float *)workspace};
+static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm, uint32_t *amax, const bf16 *qkv,
+                                           const bf16 *q_norm, const bf16 *k_norm, const float *table, RopeDims d,
+                                           void *workspace, cudaStream_t stream) {
+    const RopeKernel p = {dqkv,     qkv,       q_norm,     k_norm, table, d.B * d.T,
+                          (int)d.T, (int)d.NH, (int)d.NKV, d.eps,  amax,  (float *)workspace};
     rope_check("qknorm_rope_backward", &p, d);
     if (!q_norm) {
         const unsigned blocks = grid_size(p.rows, ROPE_TOKENS);
@@ -294,6 +315,8 @@ static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_n
 }
 
 // Bytes of device memory that qknorm_rope_backward needs at `workspace`.
-static inline size_t rope_workspace_bytes(int64_t HD) { return (size_t)(2 * ROPE_BACKWARD_BLOCKS * HD) * sizeof(float); }
+static inline size_t rope_workspace_bytes(int64_t HD) {
+    return (size_t)(2 * ROPE_BACKWARD_BLOCKS * HD) * sizeof(float);
+}
 
 #endif

@@ -18,8 +18,8 @@ typedef struct {
 typedef struct {
     StepStats *host;  // [STEP_SLOTS] pinned
     cudaEvent_t done[STEP_SLOTS], begin;
-    int64_t first;    // the latest step that came after a pause: it is timed from `begin`
-    int64_t memory;   // bytes in use on the GPU when the first step was done; 0: not yet
+    int64_t first;   // the latest step that came after a pause: it is timed from `begin`
+    int64_t memory;  // bytes in use on the GPU when the first step was done; 0: not yet
 } StepLog;
 
 static inline StepLog step_log_create(void) {

@@ -26,9 +26,12 @@ static inline void check_casts(const ModelConfig *m, const Options *o) {
 
 // Dies on models and options that this trainer does not take, whatever the GPU.
 static inline void check_supported(const ModelConfig *m, const Options *o, int64_t shard_size) {
-    const struct { const char *name; int64_t value, multiple; } sizes[] = {
-        {"hidden_size", m->hidden_size, 16}, {"intermediate_size", m->intermediate_size, 16},
-        {"vocab_size", m->vocab_size, 8}};
+    const struct {
+        const char *name;
+        int64_t value, multiple;
+    } sizes[] = {{"hidden_size", m->hidden_size, 16},
+                 {"intermediate_size", m->intermediate_size, 16},
+                 {"vocab_size", m->vocab_size, 8}};
     if (o->precision == PRECISION_FP32)
         die_with(EXIT_UNSUPPORTED, "--precision fp32 is the CPU trainer's (train_fp8); give bf16 or fp8 here");
     if (m->head_dim != 64 && m->head_dim != 128)

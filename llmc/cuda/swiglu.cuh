@@ -3,16 +3,18 @@
 //     s = 1 / (1 + exp(-gate)),   h = bf16(gate * s * up)
 //     d_gate = bf16(dh * up * s * (1 + gate * (1 - s))),   d_up = bf16(dh * gate * s)
 //
-// In FP8 runs neither h nor d_gate_up is ever stored in bf16: one pass reduces the amax, a second recomputes the values, bit for bit, and casts.
-// The gradient's first pass can write the transposed FP8 h on its way, which the down projection's weight gradient needs, so that the forward
-// pass writes the row copy alone and nothing is kept. Bytes an element of h: forward amax reads 4, cast reads 4, writes 1 a copy; backward amax
-// reads 6 (writes 1 for h), cast reads 6, writes 4. Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
+// In FP8 runs neither h nor d_gate_up is ever stored in bf16: one pass reduces the amax, a second recomputes the
+// values, bit for bit, and casts. The gradient's first pass can write the transposed FP8 h on its way, which the down
+// projection's weight gradient needs, so that the forward pass writes the row copy alone and nothing is kept. Bytes an
+// element of h: forward amax reads 4, cast reads 4, writes 1 a copy; backward amax reads 6 (writes 1 for h), cast reads
+// 6, writes 4. Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
 #ifndef LLMC_SWIGLU_CUH
 #define LLMC_SWIGLU_CUH
 
 #include "quantize.cuh"
 
-// Relative error below 1e-6 for |x| < 10, then growing with |x| (8e-6 at -87), far under bf16's 2e-3. exp overflows to give the limit 0.
+// Relative error below 1e-6 for |x| < 10, then growing with |x| (8e-6 at -87), far under bf16's 2e-3. exp overflows to
+// give the limit 0.
 __device__ static inline float sigmoid_fast(float x) {
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, -LOG2_E)));
@@ -31,7 +33,8 @@ __device__ static inline Bf16x8 swiglu_values(Bf16x8 gate, Bf16x8 up) {
 }
 
 // h, from the same sigmoid, only if not NULL.
-__device__ static inline void swiglu_gradients(Bf16x8 *d_gate, Bf16x8 *d_up, Bf16x8 *h, Bf16x8 dh, Bf16x8 gate, Bf16x8 up) {
+__device__ static inline void swiglu_gradients(Bf16x8 *d_gate, Bf16x8 *d_up, Bf16x8 *h, Bf16x8 dh, Bf16x8 gate,
+                                               Bf16x8 up) {
     float d[8], g[8], u[8], product[8];
     bf16x8_unpack(d, dh);
     bf16x8_unpack(g, gate);
@@ -50,9 +53,15 @@ __device__ static inline void swiglu_gradients(Bf16x8 *d_gate, Bf16x8 *d_up, Bf1
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Elementwise kernels. A block of 32 x 8 threads takes 256 columns x 32 rows; a thread 8 columns of 4 rows, all loads first.
+// Elementwise kernels. A block of 32 x 8 threads takes 256 columns x 32 rows; a thread 8 columns of 4 rows, all loads
+// first.
 
-enum { SWIGLU_THREADS = 256, SWIGLU_COLUMNS = 256, SWIGLU_ROWS = 4, SWIGLU_BLOCK_ROWS = SWIGLU_THREADS / WARP_SIZE * SWIGLU_ROWS };
+enum {
+    SWIGLU_THREADS = 256,
+    SWIGLU_COLUMNS = 256,
+    SWIGLU_ROWS = 4,
+    SWIGLU_BLOCK_ROWS = SWIGLU_THREADS / WARP_SIZE * SWIGLU_ROWS
+};
 
 // This thread's columns and first row; the rows are SWIGLU_THREADS / WARP_SIZE apart.
 __device__ static inline void swiglu_place(int64_t *row, int64_t *column, int64_t F) {
@@ -61,7 +70,8 @@ __device__ static inline void swiglu_place(int64_t *row, int64_t *column, int64_
     *column = (int64_t)(blockIdx.x % column_tiles) * SWIGLU_COLUMNS + 8 * (threadIdx.x % WARP_SIZE);
 }
 
-static __global__ void __launch_bounds__(SWIGLU_THREADS) swiglu_forward_kernel(bf16 *h, uint32_t *amax, const bf16 *gate_up, int64_t R, int64_t F) {
+static __global__ void __launch_bounds__(SWIGLU_THREADS)
+    swiglu_forward_kernel(bf16 *h, uint32_t *amax, const bf16 *gate_up, int64_t R, int64_t F) {
     grid_dependency_wait();
     int64_t first, column;
     swiglu_place(&first, &column, F);
@@ -84,7 +94,9 @@ static __global__ void __launch_bounds__(SWIGLU_THREADS) swiglu_forward_kernel(b
     if (amax) amax_publish(amax, halves);
 }
 
-static __global__ void __launch_bounds__(SWIGLU_THREADS, 3) swiglu_backward_kernel(bf16 *d_gate_up, bf16 *h, uint32_t *amax, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F) {
+static __global__ void __launch_bounds__(SWIGLU_THREADS, 3)
+    swiglu_backward_kernel(bf16 *d_gate_up, bf16 *h, uint32_t *amax, const bf16 *dh, const bf16 *gate_up, int64_t R,
+                           int64_t F) {
     grid_dependency_wait();
     int64_t first, column;
     swiglu_place(&first, &column, F);
@@ -115,7 +127,9 @@ static __global__ void __launch_bounds__(SWIGLU_THREADS, 3) swiglu_backward_kern
 }
 
 static inline unsigned swiglu_blocks(const char *function, const bf16 *gate_up, int64_t R, int64_t F) {
-    if (R < 1 || F < 16 || F % 16) die("%s: %lld rows of 2 x %lld values: need at least 1 row, and a multiple of 16 values", function, (long long)R, (long long)F);
+    if (R < 1 || F < 16 || F % 16)
+        die("%s: %lld rows of 2 x %lld values: need at least 1 row, and a multiple of 16 values", function,
+            (long long)R, (long long)F);
     require_aligned16(gate_up, function, "gate_up");
     return grid_size(ceil_div(R, SWIGLU_BLOCK_ROWS) * ceil_div(F, SWIGLU_COLUMNS), 1);
 }
@@ -136,7 +150,8 @@ static inline void swiglu_amax(uint32_t *amax, const bf16 *gate_up, int64_t R, i
 
 // d_gate_up [R, 2F] and h [R, F] once more, each unless NULL, from dh [R, F] and gate_up [R, 2F]. d_gate_up may be
 // gate_up; h may be dh.
-static inline int64_t swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+static inline int64_t swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, const bf16 *gate_up, int64_t R,
+                                      int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_backward", gate_up, R, F);
     require_aligned16(d_gate_up, "swiglu_backward", "d_gate_up");
     require_aligned16(h, "swiglu_backward", "h");
@@ -161,7 +176,9 @@ struct SwigluSource {
         raw->gate = bf16x8_load(gate_up + row * 2 * F + column);
         raw->up = bf16x8_load(gate_up + row * 2 * F + F + column);
     }
-    __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *) const { v[0] = swiglu_values(raw.gate, raw.up); }
+    __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *) const {
+        v[0] = swiglu_values(raw.gate, raw.up);
+    }
 };
 
 // See quantize_amax_source.
@@ -187,7 +204,9 @@ struct SwigluGradientSource {
         raw->gate = bf16x8_load(gate_up + row * 2 * F + column);
         raw->up = bf16x8_load(gate_up + row * 2 * F + F + column);
     }
-    __device__ void values(Bf16x8 v[2], const Raw &raw, const Column &, uint32_t *) const { swiglu_gradients(&v[0], &v[1], NULL, raw.d, raw.gate, raw.up); }
+    __device__ void values(Bf16x8 v[2], const Raw &raw, const Column &, uint32_t *) const {
+        swiglu_gradients(&v[0], &v[1], NULL, raw.d, raw.gate, raw.up);
+    }
 };
 
 // Its one output is h; the gradients only raise the amax.
@@ -212,15 +231,17 @@ struct SwigluGradientAmaxSource {
 };
 
 // Second pass of the forward: casts h, whose amax is in out.amax, to out.rowwise [R, F] and out.columnwise [F, R].
-static inline void swiglu_quantize_transpose(QTensor out, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+static inline void swiglu_quantize_transpose(QTensor out, const bf16 *gate_up, int64_t R, int64_t F,
+                                             cudaStream_t stream) {
     require_aligned16(gate_up, "swiglu_quantize_transpose", "gate_up");
     SwigluSource source = {gate_up, F};
     quantize_source("swiglu_quantize_transpose", out, source, R, F, stream);
 }
 
-// First pass of the backward: raises *amax to the largest of |d_gate| and |d_up|. If h.rowwise or h.columnwise is given, casts h to them as
-// swiglu_quantize_transpose does, with the amax that the forward pass left in h.amax.
-static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+// First pass of the backward: raises *amax to the largest of |d_gate| and |d_up|. If h.rowwise or h.columnwise is
+// given, casts h to them as swiglu_quantize_transpose does, with the amax that the forward pass left in h.amax.
+static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16 *dh, const bf16 *gate_up, int64_t R,
+                                           int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_backward_amax", gate_up, R, F);
     require_aligned16(dh, "swiglu_backward_amax", "dh");
     if (h.rowwise || h.columnwise) {
@@ -232,7 +253,8 @@ static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16
 }
 
 // Second pass: casts d_gate_up, whose amax is in out.amax, to out.rowwise [R, 2F] and out.columnwise [2F, R].
-static inline void swiglu_backward_quantize_transpose(QTensor out, const bf16 *dh, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
+static inline void swiglu_backward_quantize_transpose(QTensor out, const bf16 *dh, const bf16 *gate_up, int64_t R,
+                                                      int64_t F, cudaStream_t stream) {
     require_aligned16(dh, "swiglu_backward_quantize_transpose", "dh");
     require_aligned16(gate_up, "swiglu_backward_quantize_transpose", "gate_up");
     SwigluGradientSource source = {dh, gate_up, F};

@@ -11,20 +11,20 @@
 
 typedef struct {
     const Precision *precision;
-    int64_t layers, rows;      // rows R of x and dy
-    uint32_t *amax;            // [layers, amax_stride]; those of tensor i of a layer begin at amax_offset[i]
+    int64_t layers, rows;  // rows R of x and dy
+    uint32_t *amax;        // [layers, amax_stride]; those of tensor i of a layer begin at amax_offset[i]
     int64_t amax_stride, amax_offset[TENSORS_PER_LAYER];
-    float *scale_inv;          // [tensors, 4] of tensors with one scale; cuBLASLt wants 16-byte alignment
-    AuditSums *audit;          // [layers, NUM_LINEARS, NUM_TENSORS, 2]; NULL: no --fp8-audit
-    bool auditing;             // casts are audited now
+    float *scale_inv;  // [tensors, 4] of tensors with one scale; cuBLASLt wants 16-byte alignment
+    AuditSums *audit;  // [layers, NUM_LINEARS, NUM_TENSORS, 2]; NULL: no --fp8-audit
+    bool auditing;     // casts are audited now
 
     // the delayed recipe; NULL with others
-    float *history;            // [tensors, window]
-    float *delayed_scale;      // [tensors], right behind the histories
-    float *before;             // copy of both from before the step under way; NULL: steps are never skipped
+    float *history;        // [tensors, window]
+    float *delayed_scale;  // [tensors], right behind the histories
+    float *before;         // copy of both from before the step under way; NULL: steps are never skipped
     int64_t window;
     int margin;
-    bool may_skip;             // keeps `before`
+    bool may_skip;  // keeps `before`
     // True if every tensor has been cast once, so that its delayed scale is known. False also where that is not
     // certain, which costs a pass over each tensor.
     bool scales_ready;
@@ -132,8 +132,14 @@ static inline void tensor_scales_clear_audit(TensorScales *s) {
 // The delayed recipe. Without it these do nothing.
 
 static inline DelayedArrays tensor_scales_delayed(const TensorScales *s) {
-    const DelayedArrays d = {s->history, s->delayed_scale, s->amax, TENSORS_PER_LAYER, s->window, s->margin,
-                             s->precision->dy_format, tensor_index(0, TENSOR_DY, 0)};
+    const DelayedArrays d = {s->history,
+                             s->delayed_scale,
+                             s->amax,
+                             TENSORS_PER_LAYER,
+                             s->window,
+                             s->margin,
+                             s->precision->dy_format,
+                             tensor_index(0, TENSOR_DY, 0)};
     return d;
 }
 
@@ -169,8 +175,9 @@ static inline void tensor_scales_update_activations(TensorScales *s) {
 // Keeps histories and scales as they are before a step that may be skipped, or brings them back.
 static inline void tensor_scales_copy_before(TensorScales *s, bool keep) {
     float *to = keep ? s->before : s->history, *from = keep ? s->history : s->before;
-    if (s->before) CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)tensor_scales_delayed_elements(s) * sizeof(float),
-                                              cudaMemcpyDeviceToDevice, s->stream));
+    if (s->before)
+        CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)tensor_scales_delayed_elements(s) * sizeof(float),
+                                   cudaMemcpyDeviceToDevice, s->stream));
 }
 
 // Brings histories and scales back if *refused, in device memory, is not 0.

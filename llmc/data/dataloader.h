@@ -4,12 +4,14 @@
 //   header[0], header[1] = 20240801, 7   uint32 tokens, header[2] = their number
 //                          20240801, 8   uint32 tokens, header[2..3] = their number as uint64
 //                          20240520, 1   uint16 tokens, header[2] = their number
-// Sequences: each shard is cut into windows of T inputs and one more target at stride T: window i holds tokens [i*T, i*T + T], so the last target
-// of one window is the first input of the next, and every token but a shard's last few is predicted once an epoch. Documents are packed: a window
-// starts and ends anywhere in them. No window crosses from one shard into the next; what is left at a shard's end (less than T tokens) is not used.
+// Sequences: each shard is cut into windows of T inputs and one more target at stride T: window i holds tokens [i*T,
+// i*T + T], so the last target of one window is the first input of the next, and every token but a shard's last few is
+// predicted once an epoch. Documents are packed: a window starts and ends anywhere in them. No window crosses from one
+// shard into the next; what is left at a shard's end (less than T tokens) is not used.
 //
-// Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences. Each epoch is a keyed permutation of all sequences of all shards,
-// so that the order depends on (seed, g) alone: not on ranks, batch size or where the run was resumed. Without shuffling it is file order.
+// Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences. Each epoch is a keyed permutation of all
+// sequences of all shards, so that the order depends on (seed, g) alone: not on ranks, batch size or where the run was
+// resumed. Without shuffling it is file order.
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
@@ -34,25 +36,25 @@
 typedef struct {
     char *path;
     int fd;
-    int64_t bytes;           // of the file when it was opened
-    struct timespec changed; // and when it had changed last
-    uint64_t fingerprint;    // by dataloader_identity; 0: not known
-    int token_bytes;         // 2 or 4
+    int64_t bytes;            // of the file when it was opened
+    struct timespec changed;  // and when it had changed last
+    uint64_t fingerprint;     // by dataloader_identity; 0: not known
+    int token_bytes;          // 2 or 4
     int64_t num_tokens;
     int64_t first_sequence;  // number of the shard's first window among those of all shards
     int64_t num_sequences;
 } DataShard;
 
 typedef struct {
-    DataShard *shards;       // sorted by path
+    DataShard *shards;  // sorted by path
     int64_t num_shards;
-    int64_t num_tokens;      // of all shards
-    int64_t num_sequences;   // of all shards: one epoch
+    int64_t num_tokens;     // of all shards
+    int64_t num_sequences;  // of all shards: one epoch
     int64_t T;
-    int64_t vocabulary;      // a batch that holds a larger id ends the run; the caller sets it as soon as it is known
+    int64_t vocabulary;  // a batch that holds a larger id ends the run; the caller sets it as soon as it is known
     bool shuffle;
     uint64_t seed;
-    uint32_t *buffer;        // room to read max(T + 1, SHARD_SCAN_TOKENS) tokens
+    uint32_t *buffer;  // room to read max(T + 1, SHARD_SCAN_TOKENS) tokens
 } DataLoader;
 
 // What the shards hold, whatever they are called and wherever they lie.
@@ -75,11 +77,13 @@ typedef struct {
 // Fills `bytes` bytes from `offset`, or dies: the file shrank or the disk failed since it was opened.
 static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int64_t bytes, void *out) {
     for (int64_t done = 0; done < bytes;) {
-        ssize_t got = FILE_WORK("pread", shard->path, pread(shard->fd, (char *)out + done, (size_t)(bytes - done), (off_t)(offset + done)));
+        ssize_t got = FILE_WORK("pread", shard->path,
+                                pread(shard->fd, (char *)out + done, (size_t)(bytes - done), (off_t)(offset + done)));
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) die("%s: read at byte %lld failed: %s", shard->path, (long long)(offset + done), strerror(errno));
-        if (got == 0) die("%s: ends at byte %lld, where %lld more were expected: the file changed after it was opened", shard->path,
-                          (long long)(offset + done), (long long)(bytes - done));
+        if (got == 0)
+            die("%s: ends at byte %lld, where %lld more were expected: the file changed after it was opened",
+                shard->path, (long long)(offset + done), (long long)(bytes - done));
         done += got;
     }
 }
@@ -119,7 +123,8 @@ static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
     if (magic == SHARD_MAGIC_U32 && version == 8) {
         memcpy(&shard->num_tokens, header + 2, sizeof(int64_t));
     } else if (!(magic == SHARD_MAGIC_U32 && version == 7) && !(magic == SHARD_MAGIC_U16 && version == 1)) {
-        die("%s: not a token shard: magic %d version %d found; %d version 7 or 8 (uint32 tokens) or %d version 1 (uint16 tokens) expected. "
+        die("%s: not a token shard: magic %d version %d found; %d version 7 or 8 (uint32 tokens) or %d version 1 "
+            "(uint16 tokens) expected. "
             "data/tinystories.py and build/synth_stories make such shards",
             shard->path, magic, version, SHARD_MAGIC_U32, SHARD_MAGIC_U16);
     }
@@ -134,17 +139,20 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
     DataShard shard;
     memset(&shard, 0, sizeof shard);
     shard.path = xstrdup(path);
-    shard.fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a pipe that nobody writes must not keep open() waiting
+    shard.fd = FILE_WORK(
+        "open", path,
+        open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a pipe that nobody writes must not keep open() waiting
     if (shard.fd < 0 && errno == EMFILE)
         die("%s: cannot be opened: %s: there are %lld shards, and each stays open; raise the limit with ulimit -n, or "
-            "make fewer and larger shards", path,
-            strerror(EMFILE), (long long)num_shards);
+            "make fewer and larger shards",
+            path, strerror(EMFILE), (long long)num_shards);
     if (shard.fd < 0) die("%s: cannot be opened: %s", path, strerror(errno));
     struct stat info;
     if (fstat(shard.fd, &info) != 0) die("%s: cannot be examined: %s", path, strerror(errno));
     if (!S_ISREG(info.st_mode)) die("%s: is not a regular file; a token shard is expected", path);
     if (info.st_size < SHARD_HEADER_BYTES)
-        die("%s: truncated: %lld bytes, less than a shard's header of %lld", path, (long long)info.st_size, (long long)SHARD_HEADER_BYTES);
+        die("%s: truncated: %lld bytes, less than a shard's header of %lld", path, (long long)info.st_size,
+            (long long)SHARD_HEADER_BYTES);
     shard.bytes = info.st_size, shard.changed = info.st_mtim;
     int32_t header[SHARD_HEADER_INTS];
     shard_read_bytes(&shard, 0, SHARD_HEADER_BYTES, header);
@@ -152,16 +160,18 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
     int64_t expected = SHARD_HEADER_BYTES + shard.num_tokens * shard.token_bytes;
     if (info.st_size != expected)
         die("%s: %s: the header promises %lld tokens = %lld bytes, the file has %lld; make or copy it again", path,
-            info.st_size < expected ? "truncated" : "too long", (long long)shard.num_tokens, (long long)expected, (long long)info.st_size);
+            info.st_size < expected ? "truncated" : "too long", (long long)shard.num_tokens, (long long)expected,
+            (long long)info.st_size);
     if (shard.num_tokens < T + 1)
-        die("%s: %lld tokens, but one sequence of length %lld needs %lld (its inputs and one more target); use a shorter --sequence-length or more text", path,
-            (long long)shard.num_tokens, (long long)T, (long long)T + 1);
+        die("%s: %lld tokens, but one sequence of length %lld needs %lld (its inputs and one more target); use a "
+            "shorter --sequence-length or more text",
+            path, (long long)shard.num_tokens, (long long)T, (long long)T + 1);
     shard.num_sequences = (shard.num_tokens - 1) / T;
     return shard;
 }
 
-// Opens every shard that the pattern matches (shell wildcards, or a plain path), in sorted order, for sequences of T tokens.
-// Dies if none matches or one is not a whole shard of at least T + 1 tokens.
+// Opens every shard that the pattern matches (shell wildcards, or a plain path), in sorted order, for sequences of T
+// tokens. Dies if none matches or one is not a whole shard of at least T + 1 tokens.
 static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool shuffle, uint64_t seed) {
     if (T < 1) die("sequence length %lld: at least 1 token is needed", (long long)T);
     const bool is_path = access(pattern, F_OK) == 0;  // a name may hold what is a wildcard elsewhere
@@ -171,7 +181,9 @@ static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool sh
     if (is_path) matches.gl_pathc = 1, matches.gl_pathv = one;
     int status = is_path ? 0 : FILE_WORK("glob", pattern, glob(pattern, 0, NULL, &matches));
     if (status == GLOB_NOMATCH)
-        die("no token shard matches \"%s\"; make one with data/tinystories.py or build/synth_stories, or correct the path (quote wildcards in the shell)", pattern);
+        die("no token shard matches \"%s\"; make one with data/tinystories.py or build/synth_stories, or correct the "
+            "path (quote wildcards in the shell)",
+            pattern);
     if (status != 0)
         die_with(status == GLOB_NOSPACE ? EXIT_MEMORY : EXIT_OTHER, "\"%s\": cannot list matching files: %s", pattern,
                  status == GLOB_NOSPACE ? "out of memory" : "read error");
@@ -219,7 +231,8 @@ static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) 
     return xxhash64_end(&own);
 }
 
-// Reads FINGERPRINT_BLOCKS blocks spread over each shard: enough to tell other data by, or the same shards in another order; not one changed token.
+// Reads FINGERPRINT_BLOCKS blocks spread over each shard: enough to tell other data by, or the same shards in another
+// order; not one changed token.
 static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     XxHash64 hash = xxhash64_begin();
     for (int64_t s = 0; s < dl->num_shards; s++) dl->shards[s].fingerprint = shard_fingerprint(&dl->shards[s], &hash);
@@ -240,17 +253,21 @@ static inline bool shard_has_changed(DataShard *shard) {
     return false;
 }
 
-// Sample number of row 0 of a rank's micro-batch of B rows; row b is this + b. The step's samples, from `first` on, are the same for every split
-// of the global batch into micro-steps x world x B.
-static inline int64_t dataloader_sample_index(int64_t first, int64_t micro_step, int64_t world, int64_t rank, int64_t B) { return first + (micro_step * world + rank) * B; }
+// Sample number of row 0 of a rank's micro-batch of B rows; row b is this + b. The step's samples, from `first` on, are
+// the same for every split of the global batch into micro-steps x world x B.
+static inline int64_t dataloader_sample_index(int64_t first, int64_t micro_step, int64_t world, int64_t rank,
+                                              int64_t B) {
+    return first + (micro_step * world + rank) * B;
+}
 
 // How many of the B samples from `first` on come before sample `end`.
 static inline int64_t dataloader_rows_before(int64_t first, int64_t B, int64_t end) {
     return max_i64(0, min_i64(B, end - first));
 }
 
-// A bijection of [0, n) chosen by key: a Feistel network on the next even number of bits, walked until the value falls inside
-// (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). The network's domain is at most 4 n, so a walk has under 4 steps on average.
+// A bijection of [0, n) chosen by key: a Feistel network on the next even number of bits, walked until the value falls
+// inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). The network's domain is at most 4 n, so a
+// walk has under 4 steps on average.
 static inline int64_t dataloader_permute(int64_t index, int64_t n, uint64_t key) {
     int half_bits = 1;
     while (half_bits < 31 && (int64_t)1 << (2 * half_bits) < n) half_bits++;
@@ -298,8 +315,9 @@ static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
         int64_t i = 0;
         while ((int64_t)dl->buffer[i] < dl->vocabulary) i++;
         shard_refuse_token(shard, first + i, dl->buffer[i], dl->vocabulary,
-                           changed ? "the file changed after it was opened"
-                                   : "another one stood there when the run began: the disk or the memory may be failing");
+                           changed
+                               ? "the file changed after it was opened"
+                               : "another one stood there when the run began: the disk or the memory may be failing");
     }
     if (changed)
         die("%s: the file changed after it was opened; a run needs its shards as they are until it ends", shard->path);
@@ -307,7 +325,8 @@ static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
 
 // Rows are samples first_sample ... first_sample + B - 1. inputs [B, T] and targets [B, T] are token ids, targets[b][t]
 // the token after inputs[b][t]. targets NULL: they are not wanted. Dies as dataloader_read does.
-static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_t B, int32_t *inputs, int32_t *targets) {
+static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_t B, int32_t *inputs,
+                                    int32_t *targets) {
     int64_t T = dl->T;
     for (int64_t b = 0; b < B; b++) {
         dataloader_read(dl, dataloader_sequence(dl, first_sample + b));
@@ -316,7 +335,8 @@ static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_
     }
 }
 
-// Reads every token of every shard once, in order, until one is >= limit; returns that token's place, or the place of the largest one.
+// Reads every token of every shard once, in order, until one is >= limit; returns that token's place, or the place of
+// the largest one.
 static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
     TokenPlace largest = {-1, 0, 0};
     for (int64_t s = 0; s < dl->num_shards; s++) {

@@ -1,10 +1,12 @@
 // The tokenizer table that stands beside a shard: enough to print what a model samples (no encoding).
 //
-// File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32 length, bytes.
-// The separator is the token before each story: samples start with it, and end where the model emits it again.
+// File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
+// length, bytes. The separator is the token before each story: samples start with it, and end where the model emits it
+// again.
 //
-// Name: the shard's path without ".bin", then without a "_DIGITS" at its end (a shard's number), then without "_train", "_val" or "_valid", then ".tokenizer":
-// data/tiny_train.bin, data/tiny_val.bin and data/tiny_train_000001.bin all have data/tiny.tokenizer.
+// Name: the shard's path without ".bin", then without a "_DIGITS" at its end (a shard's number), then without "_train",
+// "_val" or "_valid", then ".tokenizer": data/tiny_train.bin, data/tiny_val.bin and data/tiny_train_000001.bin all have
+// data/tiny.tokenizer.
 #ifndef LLMC_TOKENIZER_H
 #define LLMC_TOKENIZER_H
 
@@ -47,7 +49,8 @@ static inline void tokenizer_path(char *out, size_t capacity, const char *shard_
     format_checked(out, capacity, "%.*s.tokenizer", (int)n, shard_path);
 }
 
-// Checks a table of `size` bytes and finds its tokens; takes over `file`. NULL when it is sound, else what is wrong with it.
+// Checks a table of `size` bytes and finds its tokens; takes over `file`. NULL when it is sound, else what is wrong
+// with it.
 static inline const char *tokenizer_parse(Tokenizer *tok, char *file, size_t size) {
     memset(tok, 0, sizeof *tok);
     tok->file = file, tok->bytes = size;
@@ -78,7 +81,8 @@ static inline void tokenizer_close(Tokenizer *tok) {
     memset(tok, 0, sizeof *tok);
 }
 
-// Reads a table. A file that is not there gives count 0 (samples are then printed as ids); one that cannot be read or is damaged dies.
+// Reads a table. A file that is not there gives count 0 (samples are then printed as ids); one that cannot be read or
+// is damaged dies.
 static inline Tokenizer tokenizer_open(const char *path) {
     Tokenizer tok;
     memset(&tok, 0, sizeof tok);
@@ -87,7 +91,9 @@ static inline Tokenizer tokenizer_open(const char *path) {
     if (!file && errno == ENOENT) return tok;
     if (!file) die("%s: cannot be read: %s", path, strerror(errno));
     const char *problem = tokenizer_parse(&tok, file, size);
-    if (problem) die("%s: %s (%zu bytes); make the shard again, or remove the table to print samples as token ids", path, problem, size);
+    if (problem)
+        die("%s: %s (%zu bytes); make the shard again, or remove the table to print samples as token ids", path,
+            problem, size);
     return tok;
 }
 
@@ -99,9 +105,12 @@ static inline Tokenizer tokenizer_open_beside(const char *shard_path) {
 }
 
 // Whether two tables say the same of every id.
-static inline bool tokenizer_same(const Tokenizer *a, const Tokenizer *b) { return a->bytes == b->bytes && (a->bytes == 0 || memcmp(a->file, b->file, a->bytes) == 0); }
+static inline bool tokenizer_same(const Tokenizer *a, const Tokenizer *b) {
+    return a->bytes == b->bytes && (a->bytes == 0 || memcmp(a->file, b->file, a->bytes) == 0);
+}
 
-// The bytes of a token (not terminated, often not whole UTF-8) and their number; NULL and 0 for an id outside the table.
+// The bytes of a token (not terminated, often not whole UTF-8) and their number; NULL and 0 for an id outside the
+// table.
 static inline const char *tokenizer_decode(const Tokenizer *tok, int64_t id, size_t *length) {
     *length = 0;
     if (id < 0 || id >= tok->count) return NULL;
@@ -110,8 +119,8 @@ static inline const char *tokenizer_decode(const Tokenizer *tok, int64_t id, siz
     return entry + 4;
 }
 
-// Prints a token as text, or as "[id]" when the table does not know it. Control characters are shown as \xNN: an untrained
-// model emits them too, and they must not reach the terminal.
+// Prints a token as text, or as "[id]" when the table does not know it. Control characters are shown as \xNN: an
+// untrained model emits them too, and they must not reach the terminal.
 static inline void tokenizer_print(const Tokenizer *tok, int64_t id, FILE *out) {
     size_t length;
     const char *bytes = tokenizer_decode(tok, id, &length);

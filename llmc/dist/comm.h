@@ -4,8 +4,8 @@
 // Groups: all ranks; the shard group, whose ranks hold one copy of the parameters between them (shard_plan.h); and the
 // replica group, the ranks that hold the same slices, one in each shard group. With shard_size S, rank r has shard_rank
 // r % S in shard group r / S.
-// Every function that names a group is collective: all its ranks call it, in the same order. Sums are taken in the order of ranks, so that
-// all ranks have the same bits.
+// Every function that names a group is collective: all its ranks call it, in the same order. Sums are taken in the
+// order of ranks, so that all ranks have the same bits.
 #ifndef LLMC_COMM_H
 #define LLMC_COMM_H
 
@@ -15,7 +15,8 @@
 
 #include "../base/utils.h"
 
-// Seconds for which a dying rank other than 0 keeps silent: what ends all ranks alike, such as a wrong option, is then said once, by rank 0.
+// Seconds for which a dying rank other than 0 keeps silent: what ends all ranks alike, such as a wrong option, is then
+// said once, by rank 0.
 #define COMM_SILENCE_SECONDS 5
 
 typedef enum { COMM_WORLD, COMM_SHARD, COMM_REPLICAS, COMM_NUM_GROUPS } CommGroup;
@@ -40,11 +41,11 @@ static inline void comm_check(int status, const char *call) {
 #define COMM_CHECK(call) comm_check(call, #call)
 
 // As COMM_CHECK, for a call that waits for other ranks. `what`: what the ranks do together.
-#define COMM_WAIT(what, call)                           \
-    do {                                                \
-        activity_begin(ACTIVITY_WAITING, what, "");     \
-        COMM_CHECK(call);                               \
-        activity_end();                                 \
+#define COMM_WAIT(what, call)                       \
+    do {                                            \
+        activity_begin(ACTIVITY_WAITING, what, ""); \
+        COMM_CHECK(call);                           \
+        activity_end();                             \
     } while (0)
 
 // die_hook()->before
@@ -88,7 +89,8 @@ static inline Comm comm_one(void) {
     return c;
 }
 
-// First call of main. From here on die() names the rank and ends all ranks, and ranks other than 0 print nothing on stdout.
+// First call of main. From here on die() names the rank and ends all ranks, and ranks other than 0 print nothing on
+// stdout.
 static inline Comm comm_open(int *argc, char ***argv) {
     Comm c = comm_one();
     if (!getenv("OMPI_COMM_WORLD_SIZE") && !getenv("PMIX_RANK") && !getenv("PMI_RANK")) return c;
@@ -177,11 +179,13 @@ static inline void comm_all_gather(const Comm *c, CommGroup g, const void *part,
     const bool in_place = part == (char *)all + place * bytes;
     MPI_Datatype type;
     const int blocks = comm_blocks(bytes, &type);
-    COMM_WAIT("all-gather", MPI_Allgather(in_place ? MPI_IN_PLACE : part, blocks, type, all, blocks, type, c->comms[g]));
+    COMM_WAIT("all-gather",
+              MPI_Allgather(in_place ? MPI_IN_PLACE : part, blocks, type, all, blocks, type, c->comms[g]));
     COMM_CHECK(MPI_Type_free(&type));
 }
 
-// to [ranks of the group][bytes]: piece i comes from rank i, which had it at its `from` [ranks][bytes] as the piece for this rank.
+// to [ranks of the group][bytes]: piece i comes from rank i, which had it at its `from` [ranks][bytes] as the piece for
+// this rank.
 static inline void comm_all_to_all(const Comm *c, CommGroup g, const void *from, void *to, int64_t bytes) {
     if (comm_size(c, g) == 1) {
         memcpy(to, from, (size_t)bytes);
@@ -207,7 +211,8 @@ static inline void comm_sum(const Comm *c, CommGroup g, double *values, int64_t 
 }
 
 static inline double comm_max(const Comm *c, CommGroup g, double value) {
-    if (comm_size(c, g) > 1) COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_DOUBLE, MPI_MAX, c->comms[g]));
+    if (comm_size(c, g) > 1)
+        COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_DOUBLE, MPI_MAX, c->comms[g]));
     return value;
 }
 
@@ -215,7 +220,8 @@ static inline double comm_min(const Comm *c, CommGroup g, double value) { return
 
 // Each of n unsigned words becomes its maximum over the group: magnitudes of floats as bits, where NaN is the largest.
 static inline void comm_max_u32(const Comm *c, CommGroup g, uint32_t *values, int64_t n) {
-    if (comm_size(c, g) > 1) COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, values, (int)n, MPI_UINT32_T, MPI_MAX, c->comms[g]));
+    if (comm_size(c, g) > 1)
+        COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, values, (int)n, MPI_UINT32_T, MPI_MAX, c->comms[g]));
 }
 
 #endif

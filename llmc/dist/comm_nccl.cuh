@@ -1,7 +1,8 @@
 // NCCL as the GPU trainer uses it: a communicator for each group of ranks, one stream, and a watch for errors.
 //
 // All collectives of a rank run on one stream of high priority, in the order of the calls, which is the same on every
-// rank: so no two communicators can wait for each other. They are enqueued and finish like kernels; events tie them to the compute stream (fsdp.cuh).
+// rank: so no two communicators can wait for each other. They are enqueued and finish like kernels; events tie them to
+// the compute stream (fsdp.cuh).
 //
 // The communicators do not block: no call into NCCL waits for another rank. Whoever waits for the GPU calls nccl_watch,
 // which ends the run when NCCL reports an error, with rank, step and collective, and tells the thread that knows the
@@ -17,8 +18,9 @@
 #include "../config/parameters.h"
 #include "../cuda/cuda_utils.cuh"
 
-// Multiprocessors that a collective may take: NCCL occupies one with each block, also while the block waits for data, and the matrix products beside
-// it lose them. More blocks move data faster; 16 are an eighth of an H200. NCCL's own choice may be up to 32.
+// Multiprocessors that a collective may take: NCCL occupies one with each block, also while the block waits for data,
+// and the matrix products beside it lose them. More blocks move data faster; 16 are an eighth of an H200. NCCL's own
+// choice may be up to 32.
 #define NCCL_MAX_CTAS 16
 
 // Collectives in flight that the watch tells apart; the host waits when there are more.
@@ -38,8 +40,8 @@ typedef struct {
     ncclComm_t comms[COMM_NUM_GROUPS];  // NULL: a group of one rank. Groups of the same ranks share one
     cudaStream_t stream;
     NcclOperation operations[NCCL_PENDING];
-    int64_t step;                       // the trainer's, for messages
-    int64_t enqueued, finished;         // operations
+    int64_t step;                // the trainer's, for messages
+    int64_t enqueued, finished;  // operations
 } Nccl;
 
 // The status of a run that ends for an error of NCCL, which tells a lack of memory by its words alone.
@@ -98,7 +100,8 @@ static inline void nccl_watch(Nccl *n) {
         n->finished++;
         nccl_publish(n, true);
     }
-    if (n->finished < n->enqueued && !nccl_has_happened(n->operations[n->finished % NCCL_PENDING].begun)) activity_moved();  // its turn has not come
+    if (n->finished < n->enqueued && !nccl_has_happened(n->operations[n->finished % NCCL_PENDING].begun))
+        activity_moved();  // its turn has not come
     const ncclResult_t state = nccl_state(n);
     if (state == ncclSuccess || state == ncclInProgress) return;
     char reason[512];
@@ -153,17 +156,21 @@ static inline void nccl_end(Nccl *n) {
 }
 
 // all [ranks of the group][count] = each rank's part [count].
-static inline void nccl_all_gather(Nccl *n, CommGroup g, const void *part, void *all, int64_t count, ncclDataType_t type) {
+static inline void nccl_all_gather(Nccl *n, CommGroup g, const void *part, void *all, int64_t count,
+                                   ncclDataType_t type) {
     NCCL_CHECK(ncclAllGather(part, all, (size_t)count, type, n->comms[g], n->stream));
 }
 
-// part [count] = this rank's piece of the sum over ranks of all [ranks of the group][count]; `part` may be its place in `all`.
-static inline void nccl_reduce_scatter(Nccl *n, CommGroup g, const void *all, void *part, int64_t count, ncclDataType_t type) {
+// part [count] = this rank's piece of the sum over ranks of all [ranks of the group][count]; `part` may be its place in
+// `all`.
+static inline void nccl_reduce_scatter(Nccl *n, CommGroup g, const void *all, void *part, int64_t count,
+                                       ncclDataType_t type) {
     NCCL_CHECK(ncclReduceScatter(all, part, (size_t)count, type, ncclSum, n->comms[g], n->stream));
 }
 
 // In place.
-static inline void nccl_all_reduce(Nccl *n, CommGroup g, void *values, int64_t count, ncclDataType_t type, ncclRedOp_t op) {
+static inline void nccl_all_reduce(Nccl *n, CommGroup g, void *values, int64_t count, ncclDataType_t type,
+                                   ncclRedOp_t op) {
     NCCL_CHECK(ncclAllReduce(values, values, (size_t)count, type, op, n->comms[g], n->stream));
 }
 

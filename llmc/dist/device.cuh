@@ -21,7 +21,8 @@ static inline bool find_shared_gpu(const RankGpu *gpus, int64_t world, int64_t *
     for (*j = 1; *j < world; ++*j)
         for (*i = 0; *i < *j; ++*i)
             if (strcmp(gpus[*i].host, gpus[*j].host) == 0 &&
-                memcmp(&gpus[*i].uuid, &gpus[*j].uuid, sizeof gpus[*i].uuid) == 0) return true;
+                memcmp(&gpus[*i].uuid, &gpus[*j].uuid, sizeof gpus[*i].uuid) == 0)
+                return true;
     return false;
 }
 
@@ -38,7 +39,9 @@ static inline void require_own_gpus(const RankGpu *gpus, int64_t world) {
     int64_t i, j;
     if (!find_shared_gpu(gpus, world, &i, &j)) return;
     format_uuid(uuid, sizeof uuid, &gpus[j].uuid);
-    die_with(EXIT_USAGE, "ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
+    die_with(
+        EXIT_USAGE,
+        "ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
         "needs one of its own: mpirun -np %d, or a CUDA_VISIBLE_DEVICES for each rank that names another GPU",
         (long long)i, (long long)j, gpus[j].host, uuid, (long long)i, gpus[i].visible, (long long)j, gpus[j].visible,
         gpus[j].visible);
@@ -50,7 +53,7 @@ static inline void choose_device(const Comm *comm, cudaDeviceProp *device) {
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0)
         die_with(EXIT_UNSUPPORTED, "no usable GPU (%s); the CPU trainer is train_fp8, and --dry-run needs no GPU",
-            error != cudaSuccess ? cudaGetErrorString(error) : "none found");
+                 error != cudaSuccess ? cudaGetErrorString(error) : "none found");
     const int index = (int)(comm->local_rank % count);
     CUDA_CHECK(cudaGetDeviceProperties(device, index));
     RankGpu *gpus = (RankGpu *)xcalloc((size_t)comm->world, sizeof *gpus), *own = &gpus[comm->rank];
@@ -75,8 +78,10 @@ static inline void check_architecture(const cudaDeviceProp *device) {
     if (error == cudaSuccess) return;
     if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) CUDA_CHECK(error);
     format_cuda_arch(arch, sizeof arch, device->major, device->minor);
-    die_with(EXIT_UNSUPPORTED, "this program was built for sm_%s and the GPU is %s with compute capability %d.%d; rebuild with "
-        "make CUDA_ARCH=%s", CUDA_ARCH, device->name, device->major, device->minor, arch);
+    die_with(EXIT_UNSUPPORTED,
+             "this program was built for sm_%s and the GPU is %s with compute capability %d.%d; rebuild with "
+             "make CUDA_ARCH=%s",
+             CUDA_ARCH, device->name, device->major, device->minor, arch);
 }
 
 // Takes the rank's GPU. Dies if there is none, or if it cannot run this program with these options.
@@ -84,7 +89,8 @@ static inline void open_device(const Options *o, const Comm *comm) {
     cudaDeviceProp device;
     choose_device(comm, &device);
     if (device.major < 8)
-        die_with(EXIT_UNSUPPORTED, "%s has compute capability %d.%d; 8.0 or above is needed", device.name, device.major, device.minor);
+        die_with(EXIT_UNSUPPORTED, "%s has compute capability %d.%d; 8.0 or above is needed", device.name, device.major,
+                 device.minor);
     check_architecture(&device);
     if (o->precision == PRECISION_FP8 && !o->fp8_emulate) gemm_require_native(options_recipe(o));
 }

@@ -177,8 +177,8 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t l) {
     FsdpSlot *slot = &f->slot[index];
     if (slot->layer == l) return;
     CUDA_CHECK(cudaStreamWaitEvent(stream, slot->released, 0));
-    const void *part = fp8 ? (void *)(f->shard_fp8 + l * slice)
-                           : (void *)(f->in.weights + fsdp_segment(f, l, SEGMENT_MATRICES).shard);
+    const void *part =
+        fp8 ? (void *)(f->shard_fp8 + l * slice) : (void *)(f->in.weights + fsdp_segment(f, l, SEGMENT_MATRICES).shard);
     transport_begin_gather(&f->transport, "all-gather of the weights", l);
     transport_gather(&f->transport, part, fsdp_slot_data(f, index), slice, fp8 ? ncclUint8 : ncclBfloat16);
     transport_end_gather(&f->transport);

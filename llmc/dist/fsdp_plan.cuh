@@ -27,24 +27,24 @@ static_assert((int)NUM_LINEARS <= (int)SLICE_MAX_TENSORS, "quantize_slices takes
 
 // Where the weights that a GEMM reads come from.
 typedef enum {
-    FSDP_WEIGHTS_RESIDENT,     // this rank has all; FP8 weights are cast for each layer and pass
-    FSDP_WEIGHTS_CACHED,       // this rank has all; FP8 weights of all layers are cast when the weights change
+    FSDP_WEIGHTS_RESIDENT,  // this rank has all; FP8 weights are cast for each layer and pass
+    FSDP_WEIGHTS_CACHED,    // this rank has all; FP8 weights of all layers are cast when the weights change
     FSDP_WEIGHTS_GATHER_BF16,
-    FSDP_WEIGHTS_GATHER_FP8    // of layers whose linear layers are all FP8; other layers are gathered in bf16
+    FSDP_WEIGHTS_GATHER_FP8  // of layers whose linear layers are all FP8; other layers are gathered in bf16
 } FsdpWeights;
 
 // Where gradients are computed.
 typedef enum {
-    FSDP_GRADIENTS_IN_PLACE,   // in the array where they stay
-    FSDP_GRADIENTS_BUFFERED,   // in a buffer, from which they join this rank's sums (but see fsdp_in_place)
-    FSDP_GRADIENTS_SCATTERED   // in a buffer, from which the shard group's sums are scattered
+    FSDP_GRADIENTS_IN_PLACE,  // in the array where they stay
+    FSDP_GRADIENTS_BUFFERED,  // in a buffer, from which they join this rank's sums (but see fsdp_in_place)
+    FSDP_GRADIENTS_SCATTERED  // in a buffer, from which the shard group's sums are scattered
 } FsdpGradients;
 
 // How the embedding's gradient comes to be.
 typedef enum {
-    FSDP_EMBEDDING_OWN,        // it is added to this rank's sums, which hold all of it
-    FSDP_EMBEDDING_REDUCED,    // it is computed whole and reduced with the rest of the root
-    FSDP_EMBEDDING_FROM_INPUTS // each rank adds the gradients of all ranks' inputs to its part of the sum
+    FSDP_EMBEDDING_OWN,         // it is added to this rank's sums, which hold all of it
+    FSDP_EMBEDDING_REDUCED,     // it is computed whole and reduced with the rest of the root
+    FSDP_EMBEDDING_FROM_INPUTS  // each rank adds the gradients of all ranks' inputs to its part of the sum
 } FsdpEmbedding;
 
 // How long gathered layers are kept.
@@ -86,8 +86,8 @@ typedef struct {
     FsdpGradients gradients;
     FsdpEmbedding embedding;
     FsdpKept kept;
-    bool recompute_layer;            // backward computes a layer's forward pass again, and reads rowwise data too
-    bool embedding_is_transient;     // one forward pass a step reads the gathered embedding: its memory is root_grads
+    bool recompute_layer;         // backward computes a layer's forward pass again, and reads rowwise data too
+    bool embedding_is_transient;  // one forward pass a step reads the gathered embedding: its memory is root_grads
     Transport transport;
     FsdpInputs in;
 
@@ -95,23 +95,23 @@ typedef struct {
     int64_t row_scale_bytes, col_scale_bytes;  // of a layer
     uint64_t seed;
     int64_t step;
-    GradientSum sum;                 // how gradients of this micro-step join the sums
-    uint64_t embedding_key;          // keys the rounding of an embedding's gradient that joins after a tied lm_head's
-    bool *amaxes_known;              // [L] the amaxes of a layer's weights, of finer scales than tensors, are found
+    GradientSum sum;         // how gradients of this micro-step join the sums
+    uint64_t embedding_key;  // keys the rounding of an embedding's gradient that joins after a tied lm_head's
+    bool *amaxes_known;      // [L] the amaxes of a layer's weights, of finer scales than tensors, are found
 
-    uint8_t *shard_fp8;              // [L, slice] this rank's slices of the matrices, cast
-    bf16 *root, *vectors;            // gathered: the root unit; the vectors [L, shard_size * slice]
-    char *slots;                     // [num_slots] gathered matrices of a layer, bf16 or FP8
+    uint8_t *shard_fp8;    // [L, slice] this rank's slices of the matrices, cast
+    bf16 *root, *vectors;  // gathered: the root unit; the vectors [L, shard_size * slice]
+    char *slots;           // [num_slots] gathered matrices of a layer, bf16 or FP8
     FsdpSlot *slot;
     int64_t num_slots;
-    uint8_t *rows, *cols;            // [num_rows], [num_cols] rowwise and columnwise FP8 data of a layer's matrices
-    char *row_scales, *col_scales;   // [num_rows], [num_cols] their scales, unless these are of tensors
+    uint8_t *rows, *cols;           // [num_rows], [num_cols] rowwise and columnwise FP8 data of a layer's matrices
+    char *row_scales, *col_scales;  // [num_rows], [num_cols] their scales, unless these are of tensors
     int64_t num_rows, num_cols, *row_layer, *col_layer;  // and the layers they hold; NO_LAYER: none
-    bf16 *root_grads;                // in turn the transient embedding, the root's gradient, the inputs' gradients
+    bf16 *root_grads;  // in turn the transient embedding, the root's gradient, the inputs' gradients
     bf16 *layer_grads[FSDP_GRADIENT_BUFFERS];
-    cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];  // of the root's buffer and the layers'
+    cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];                     // of the root's buffer and the layers'
     int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // of parameters, without padding
-    int64_t input_elements;          // of the gradient of a rank's inputs
+    int64_t input_elements;                                             // of the gradient of a rank's inputs
 } Fsdp;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,8 @@ static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
 // Places the scales of weights among those of a layer.
 static inline void fsdp_describe_scales(Fsdp *f) {
     const Recipe *r = f->precision->recipe;
-    const ScaleGranularity row = recipe_granularity(r, TENSOR_W, COPY_ROW), col = recipe_granularity(r, TENSOR_W, COPY_COL);
+    const ScaleGranularity row = recipe_granularity(r, TENSOR_W, COPY_ROW),
+                           col = recipe_granularity(r, TENSOR_W, COPY_COL);
     for (int j = 0; j < NUM_LINEARS; j++) {
         const LinearShape *s = &f->precision->linear[j];
         const FsdpScales at = {f->row_scale_bytes, f->col_scale_bytes};

@@ -18,7 +18,9 @@ static inline void fsdp_open_peers(Fsdp *f, const Comm *c, char *memory, int64_t
 
 // Prints the dtype in which layers are gathered, after the settings.
 static inline void fsdp_print_gathers(const Fsdp *f) {
-    const char *dtype = f->weights != FSDP_WEIGHTS_GATHER_FP8 ? "bf16" : f->precision->any_bf16 ? "FP8 where all of them is" : "FP8";
+    const char *dtype = f->weights != FSDP_WEIGHTS_GATHER_FP8 ? "bf16"
+                        : f->precision->any_bf16              ? "FP8 where all of them is"
+                                                              : "FP8";
     if (fsdp_is_sharded(f)) printf("%-26s %s\n", "layers are gathered in", dtype);
 }
 

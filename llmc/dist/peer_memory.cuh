@@ -27,10 +27,10 @@ typedef CUresult (*StreamMemoryOperations)(CUstream, unsigned, CUstreamBatchMemO
 
 // The memory of all ranks of a group, as this process sees it. The same thing lies at the same place in all.
 typedef struct {
-    int64_t ranks, rank;          // size of the group and number in it; ranks 0: not available
-    char *base[PEER_MAX_RANKS];   // base[rank] is this rank's own
-    uint32_t *arrivals;           // [PEER_MAX_RANKS] in it: how many barriers each rank has reached; the ranks write it
-    uint32_t barriers;            // enqueued
+    int64_t ranks, rank;         // size of the group and number in it; ranks 0: not available
+    char *base[PEER_MAX_RANKS];  // base[rank] is this rank's own
+    uint32_t *arrivals;          // [PEER_MAX_RANKS] in it: how many barriers each rank has reached; the ranks write it
+    uint32_t barriers;           // enqueued
     StreamMemoryOperations enqueue;
 } PeerMemory;
 
@@ -82,8 +82,10 @@ static inline cudaError_t peer_copy(const PeerMemory *p, int64_t from, const voi
     return cudaMemcpyAsync(to, p->base[from] + offset, (size_t)bytes, cudaMemcpyDeviceToDevice, stream);
 }
 
-// to [ranks][bytes] = what lies at `part` in each rank's memory, in their order; not with_own: [ranks - 1][bytes], the others' alone.
-static inline void peer_read(const PeerMemory *p, const void *part, void *to, int64_t bytes, bool with_own, cudaStream_t stream) {
+// to [ranks][bytes] = what lies at `part` in each rank's memory, in their order; not with_own: [ranks - 1][bytes], the
+// others' alone.
+static inline void peer_read(const PeerMemory *p, const void *part, void *to, int64_t bytes, bool with_own,
+                             cudaStream_t stream) {
     for (int64_t i = !with_own; i < p->ranks; i++) {
         const int64_t from = (p->rank + i) % p->ranks;  // no two ranks read the same one at a time
         const int64_t index = with_own || from < p->rank ? from : from - 1;
@@ -101,12 +103,14 @@ static inline void peer_memory_close(PeerMemory *p) {
 static inline bool peer_can_wait(PeerMemory *p, cudaStream_t stream) {
     void *function = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function, 12000, cudaEnableDefault, &found);
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &function, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || !function) return false;
     p->enqueue = (StreamMemoryOperations)function;
     CUstreamBatchMemOpParams operations[PEER_MAX_RANKS + 1];
     const int64_t offset = (char *)(p->arrivals + p->rank) - p->base[p->rank];
-    for (int64_t i = 0; i < p->ranks; i++) operations[i] = peer_write((uint32_t *)(p->base[i] + offset), 0);  // as it is already
+    for (int64_t i = 0; i < p->ranks; i++)
+        operations[i] = peer_write((uint32_t *)(p->base[i] + offset), 0);  // as it is already
     operations[p->ranks] = peer_wait(p->arrivals + p->rank, 0);
     return p->enqueue((CUstream)stream, (unsigned)p->ranks + 1, operations, 0) == CUDA_SUCCESS;
 }
@@ -121,9 +125,13 @@ static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer
         return false;
     }
     for (int64_t i = 0; i < p->ranks; i++) {
-        if (offers[i].bytes != own->bytes) die("rank %lld of the shard group has planned %lld bytes, this one %lld", (long long)i, (long long)offers[i].bytes, (long long)own->bytes);
+        if (offers[i].bytes != own->bytes)
+            die("rank %lld of the shard group has planned %lld bytes, this one %lld", (long long)i,
+                (long long)offers[i].bytes, (long long)own->bytes);
         if (strcmp(offers[i].host, own->host) != 0) {
-            format_checked(reason, capacity, "the ranks that share a copy of the weights are on several hosts, %s and %s", own->host, offers[i].host);
+            format_checked(reason, capacity,
+                           "the ranks that share a copy of the weights are on several hosts, %s and %s", own->host,
+                           offers[i].host);
             return false;
         }
         cudaError_t status = offers[i].status;
@@ -188,10 +196,11 @@ static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t
     peer_finish(stream);
     const int64_t i = peer_pattern_differs(words, bytes / (int64_t)sizeof *words, its_rank);
     if (i < 0) return true;
-    format_checked(reason, capacity, "the memory of rank %lld's GPU reads wrong from rank %lld's, "
-                   "first at byte %lld of %lld: 0x%08x, and 0x%08x was written", (long long)its_rank,
-                   (long long)(its_rank - from + p->rank), (long long)(i * 4), (long long)bytes, words[i],
-                   peer_pattern(its_rank, i));
+    format_checked(reason, capacity,
+                   "the memory of rank %lld's GPU reads wrong from rank %lld's, "
+                   "first at byte %lld of %lld: 0x%08x, and 0x%08x was written",
+                   (long long)its_rank, (long long)(its_rank - from + p->rank), (long long)(i * 4), (long long)bytes,
+                   words[i], peer_pattern(its_rank, i));
     return false;
 }
 
@@ -239,8 +248,10 @@ static inline bool peer_prove_barrier(PeerMemory *p, int64_t rank, double second
     if (peer_ends(stream, seconds)) return true;
     peer_release(p);
     if (!peer_ends(stream, seconds))
-        die_with(EXIT_LOST, "a barrier between the GPUs did not come within %g s, and the stream that waits for it "
-                 "cannot be released; --copy-engines off lets NCCL move weights and gradients", seconds);
+        die_with(EXIT_LOST,
+                 "a barrier between the GPUs did not come within %g s, and the stream that waits for it "
+                 "cannot be released; --copy-engines off lets NCCL move weights and gradients",
+                 seconds);
     format_checked(reason, capacity, "a barrier between the GPUs did not come to rank %lld within %g s",
                    (long long)rank, seconds);
     return false;

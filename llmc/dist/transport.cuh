@@ -23,27 +23,27 @@ enum { TRANSPORT_THREADS = 256 };
 
 // The means that move weights and gradients of a shard group.
 typedef enum {
-    TRANSPORT_NONE,         // nothing: there is one rank
+    TRANSPORT_NONE,  // nothing: there is one rank
     TRANSPORT_NCCL,
     TRANSPORT_COPY_ENGINES
 } TransportKind;
 
 typedef struct {
-    TransportKind kind;      // until transport_open_peers, COPY_ENGINES means that they are to be tried
-    int reduce_dtype;        // REDUCE_BF16 or REDUCE_FP32: in which NCCL adds gradients up
+    TransportKind kind;  // until transport_open_peers, COPY_ENGINES means that they are to be tried
+    int reduce_dtype;    // REDUCE_BF16 or REDUCE_FP32: in which NCCL adds gradients up
     int64_t shard_size, shard_rank;
-    Nccl *nccl;              // communicators and their stream; NULL: one rank
-    PeerMemory peers;        // memory of the shard group's ranks, with copy engines
-    uint32_t *arrivals;      // [PEER_MAX_RANKS] barriers that each rank of the group has reached
-    cudaStream_t compute;    // the stream of the computing
-    cudaEvent_t handover;    // orders one stream after all that the other has been given so far
+    Nccl *nccl;            // communicators and their stream; NULL: one rank
+    PeerMemory peers;      // memory of the shard group's ranks, with copy engines
+    uint32_t *arrivals;    // [PEER_MAX_RANKS] barriers that each rank of the group has reached
+    cudaStream_t compute;  // the stream of the computing
+    cudaEvent_t handover;  // orders one stream after all that the other has been given so far
 
-    bool fp32_sums;          // gradients end as fp32 sums
-    bf16 *sums;              // this rank's sums of gradients over micro-steps and ranks; NULL: they are fp32
-    float *sums_fp32;        // the sums if they are fp32, else NULL
-    float *staging;          // [shard_size][staging_slice] for reductions in fp32 by NCCL
-    int64_t staging_slice;   // elements of each rank
-    bf16 *received;          // [shard_size - 1][received_slice] the others' gradients of this rank's slice
+    bool fp32_sums;         // gradients end as fp32 sums
+    bf16 *sums;             // this rank's sums of gradients over micro-steps and ranks; NULL: they are fp32
+    float *sums_fp32;       // the sums if they are fp32, else NULL
+    float *staging;         // [shard_size][staging_slice] for reductions in fp32 by NCCL
+    int64_t staging_slice;  // elements of each rank
+    bf16 *received;         // [shard_size - 1][received_slice] the others' gradients of this rank's slice
     int64_t received_slice;
 } Transport;
 
@@ -116,7 +116,8 @@ static inline bool transport_open_peers(Transport *t, const Comm *comm, char *me
                                         size_t capacity) {
     const int64_t room = (t->shard_size - 1) * t->received_slice * (int64_t)sizeof(bf16);
     if (peer_memory_open(&t->peers, comm, memory, bytes, t->arrivals, t->received, room, t->nccl->stream, reason,
-                         capacity)) return true;
+                         capacity))
+        return true;
     t->kind = TRANSPORT_NCCL;
     return false;
 }
@@ -227,8 +228,8 @@ static inline unsigned transport_blocks(int64_t n) {
 
 // staging [rows, n] = from [rows, stride], its first n columns, as fp32.
 static inline void transport_to_fp32(Transport *t, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
-    CUDA_LAUNCH(transport_to_fp32_kernel, transport_blocks(rows * n), TRANSPORT_THREADS, 0, t->nccl->stream,
-                t->staging, from, rows, n, stride);
+    CUDA_LAUNCH(transport_to_fp32_kernel, transport_blocks(rows * n), TRANSPORT_THREADS, 0, t->nccl->stream, t->staging,
+                from, rows, n, stride);
 }
 
 // Gradients from [n] join this rank's sums from element `at` on.

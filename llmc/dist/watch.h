@@ -41,33 +41,33 @@
 
 // The state that a rank reports of itself.
 typedef struct {
-    int32_t phase, kind;              // Phase, ActivityKind
+    int32_t phase, kind;                 // Phase, ActivityKind
     int64_t step, changes, collectives;  // of Activity
-    int64_t waits_for_nccl;           // 1: operations of NCCL are pending
-    double idle;                      // seconds for which nothing of this rank has moved
-    int64_t speaker;                  // of rank 0: the rank that is to say that its own call on a file hangs; -1: none
+    int64_t waits_for_nccl;              // 1: operations of NCCL are pending
+    double idle;                         // seconds for which nothing of this rank has moved
+    int64_t speaker;  // of rank 0: the rank that is to say that its own call on a file hangs; -1: none
     char doing[ACTIVITY_DETAIL + 64];
 } WatchRow;
 
 typedef struct {
-    WatchRow row;     // what it said last
-    double silence;   // seconds since then
+    WatchRow row;    // what it said last
+    double silence;  // seconds since then
     char host[64];
 } WatchRank;
 
 typedef struct {
-    WatchRank *ranks;           // [world]; of a rank other than 0, those that are 0, itself, or have called it
+    WatchRank *ranks;  // [world]; of a rank other than 0, those that are 0, itself, or have called it
     int64_t world, self, timeout;
-    bool alone;                 // this rank's watcher has nobody to talk to
-    double standing, calling;   // seconds for which nothing has moved on any rank, and since rank 0 is found silent
-    int64_t changes;            // of all ranks
+    bool alone;                // this rank's watcher has nobody to talk to
+    double standing, calling;  // seconds for which nothing has moved on any rank, and since rank 0 is found silent
+    int64_t changes;           // of all ranks
 } WatchTable;
 
 typedef enum { WATCH_GOOD, WATCH_SILENT, WATCH_FILE, WATCH_STANDING, WATCH_ALONE } WatchFinding;
 
 typedef struct {
     WatchFinding finding;
-    int64_t rank, speaker;      // that is stuck; that is to say so
+    int64_t rank, speaker;  // that is stuck; that is to say so
 } WatchVerdict;
 
 // ---- the verdict, which is a function of the table alone
@@ -133,8 +133,8 @@ static inline WatchVerdict watch_verdict(const WatchTable *t) {
 
 // "step 12, training: all-to-all"
 static inline void watch_place(const WatchRow *row, char *out, size_t capacity) {
-    static const char *const phases[NUM_PHASES] = {"start-up", "loading", "training", "validation", "sampling",
-                                                   "saving a checkpoint", "export", "the end"};
+    static const char *const phases[NUM_PHASES] = {
+        "start-up", "loading", "training", "validation", "sampling", "saving a checkpoint", "export", "the end"};
     char step[32] = "";
     if (row->step) format_checked(step, sizeof step, "step %lld, ", (long long)row->step);
     format_checked(out, capacity, "%s%s%s%s", step, phases[row->phase], *row->doing ? ": " : "", row->doing);
@@ -152,21 +152,29 @@ static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out,
     watch_place(&rank->row, place, sizeof place);
     watch_place(from, here, sizeof here);
     if (v.finding == WATCH_SILENT)
-        format_checked(out, capacity, "rank %lld on %s gives no sign of life for %.0f s (--stall-timeout %lld)%s; "
-                       "it was %s%s; rank %lld %s in %s", number, rank->host, rank->silence, timeout, more,
+        format_checked(out, capacity,
+                       "rank %lld on %s gives no sign of life for %.0f s (--stall-timeout %lld)%s; "
+                       "it was %s%s; rank %lld %s in %s",
+                       number, rank->host, rank->silence, timeout, more,
                        rank->row.changes ? "last seen in " : "never heard", rank->row.changes ? place : "", speaker,
                        watch_waits(from) ? "waits for it" : "is", here);
     else if (v.finding == WATCH_FILE)
-        format_checked(out, capacity, "rank %lld on %s: a call on a file has not returned for %.0f s "
-                       "(--stall-timeout %lld%s), in %s", number, rank->host, rank->row.idle, timeout,
+        format_checked(out, capacity,
+                       "rank %lld on %s: a call on a file has not returned for %.0f s "
+                       "(--stall-timeout %lld%s), in %s",
+                       number, rank->host, rank->row.idle, timeout,
                        watch_file_limit(t, &rank->row) > (double)t->timeout ? ", 4 times that here" : "", place);
     else if (v.finding == WATCH_STANDING)
-        format_checked(out, capacity, "nothing has moved on any rank for %.0f s (--stall-timeout %lld), and each waits "
+        format_checked(out, capacity,
+                       "nothing has moved on any rank for %.0f s (--stall-timeout %lld), and each waits "
                        "for the others; rank %lld on %s has finished the fewest collectives: it is in %s; "
-                       "rank %lld is in %s", t->standing, timeout, number, rank->host, place, speaker, here);
+                       "rank %lld is in %s",
+                       t->standing, timeout, number, rank->host, place, speaker, here);
     else
-        format_checked(out, capacity, "rank %lld on %s has waited for %.0f s (--stall-timeout %lld) in %s: "
-                       "another rank is stuck", number, rank->host, rank->row.idle, timeout, place);
+        format_checked(out, capacity,
+                       "rank %lld on %s has waited for %.0f s (--stall-timeout %lld) in %s: "
+                       "another rank is stuck",
+                       number, rank->host, rank->row.idle, timeout, place);
 }
 
 // ---- the thread
@@ -177,10 +185,10 @@ typedef struct {
 } WatchMessage;
 
 typedef struct {
-    pthread_mutex_t mutex;   // guards `closing` and `beats`
+    pthread_mutex_t mutex;  // guards `closing` and `beats`
     pthread_cond_t changed;
     bool closing;
-    MPI_Comm beats;          // MPI_COMM_NULL: this watcher is alone
+    MPI_Comm beats;  // MPI_COMM_NULL: this watcher is alone
     Comm comm;
     WatchTable table;        // the watcher's alone, as are the messages
     WatchMessage *messages;  // [world] at most one on its way to each rank: none pile up before a rank that is stopped

@@ -17,12 +17,12 @@
 // The numbers that all elements share in one optimizer step.
 typedef struct {
     float one_minus_beta1, beta2, one_minus_beta2;
-    float step_size;             // lr / (1 - beta1^t)
-    float inverse_sqrt_bias2;    // 1 / sqrt(1 - beta2^t)
+    float step_size;           // lr / (1 - beta1^t)
+    float inverse_sqrt_bias2;  // 1 / sqrt(1 - beta2^t)
     float eps;
-    float decay;                 // 1 - lr * weight_decay, the factor for tensors with PARAM_DECAY
-    uint64_t key;                // of this step's rounding bits
-    bool nearest_weights;        // rounds bf16 weights to nearest, ties away from zero, to show what that costs
+    float decay;           // 1 - lr * weight_decay, the factor for tensors with PARAM_DECAY
+    uint64_t key;          // of this step's rounding bits
+    bool nearest_weights;  // rounds bf16 weights to nearest, ties away from zero, to show what that costs
 } AdamwStep;
 
 typedef struct {

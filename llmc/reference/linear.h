@@ -49,13 +49,14 @@ typedef struct {
     uint8_t *codes;       // [rows, cols] and their inverse scales; NULL: bf16
     void *scales;
     float *values;
-    CopyShape shape;      // of codes and values, as they were quantized; `view` may transpose it
+    CopyShape shape;  // of codes and values, as they were quantized; `view` may transpose it
 } LinearOperand;
 
 // Casts x [rows, cols], bf16 values, to the operand that a GEMM reads. A `scale` above 0 is used as it is; with 0 the
 // cast finds its own by the rule. The caller frees with linear_operand_free. A bf16 operand is a view of x.
-static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, CopyKind copy, ScaleGranularity granularity,
-                                           ScaleRule rule, Fp8Format format, float scale) {
+static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, CopyKind copy,
+                                           ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
+                                           float scale) {
     // with one scale for the whole tensor both copies have the same codes
     const bool turned = copy == COPY_COL && granularity != PER_TENSOR;
     LinearOperand q;

@@ -39,15 +39,16 @@ static inline int64_t block_width(ScaleGranularity g, int64_t depth) {
 }
 
 // Casts a copy of x, the values of a bf16 tensor as floats, to codes [outer, depth] and inverse scales (scale_bytes(),
-// unused places zero). Scales follow by the rule from amaxes of x; the granularities of a whole tensor take `scale` instead if
-// it is above 0 (delayed scaling). A block at a ragged edge is a smaller block. An inverse scale is the fp32 quotient
-// 1 / scale (infinite where an infinite amax made the scale zero), in E8M0 the power of two itself. BLOCK_1X32 goes
-// with SCALE_MX.
-static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, CopyShape s, ScaleGranularity granularity, ScaleRule rule,
-                                 Fp8Format format, float scale) {
+// unused places zero). Scales follow by the rule from amaxes of x; the granularities of a whole tensor take `scale`
+// instead if it is above 0 (delayed scaling). A block at a ragged edge is a smaller block. An inverse scale is the fp32
+// quotient 1 / scale (infinite where an infinite amax made the scale zero), in E8M0 the power of two itself. BLOCK_1X32
+// goes with SCALE_MX.
+static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, CopyShape s,
+                                 ScaleGranularity granularity, ScaleRule rule, Fp8Format format, float scale) {
     const bool whole = is_per_tensor(granularity);
     const int64_t outer = s.outer, depth = s.depth;
-    if (whole && !(scale > 0)) scale = fp8_rule_scale(rule, float_from_bits(quantize_tensor_amax(x, outer * depth, rule)), format);
+    if (whole && !(scale > 0))
+        scale = fp8_rule_scale(rule, float_from_bits(quantize_tensor_amax(x, outer * depth, rule)), format);
     const GranularityTraits *traits = granularity_traits(granularity);
     const int64_t height = max_i64(1, traits->rows), width = block_width(granularity, depth);
     memset(scales, 0, (size_t)scale_bytes(granularity, outer, depth));
@@ -66,9 +67,9 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, C
     }
 }
 
-// Decodes a copy [outer, depth] as a GEMM reads it: the codes' values, times the inverse scales of granularities finer than a
-// tensor (powers of two: exact, short of fp32's smallest numbers). GEMMs multiply their sums by the inverse scales of
-// whole tensors themselves.
+// Decodes a copy [outer, depth] as a GEMM reads it: the codes' values, times the inverse scales of granularities finer
+// than a tensor (powers of two: exact, short of fp32's smallest numbers). GEMMs multiply their sums by the inverse
+// scales of whole tensors themselves.
 static inline void dequantize_copy(float *out, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth,
                                    ScaleGranularity granularity, Fp8Format format) {
     const int64_t width = block_width(granularity, depth);

@@ -51,17 +51,20 @@ static inline bool audit_shared(const Precision *p, TensorRole tensor) {
                               recipe_granularity(p->recipe, tensor, COPY_COL));
 }
 
-// What one operand of linear layer `id` of layer l has gathered; count 0 if it is bf16 or was never cast in an audit. Copies that hold the same codes are one.
+// What one operand of linear layer `id` of layer l has gathered; count 0 if it is bf16 or was never cast in an audit.
+// Copies that hold the same codes are one.
 static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int64_t l, int id, AuditOperand o) {
     AuditSums s;
     memset(&s, 0, sizeof s);
     if (recipe_granularity(precision_of(p, l, id), o.tensor, o.copy) == NO_SCALE) return s;
     for (int copy = 0; copy < 2; copy++)
-        if (copy == (int)o.copy || audit_shared(p, o.tensor)) audit_merge(&s, &sums[audit_index(l, id, o.tensor, (CopyKind)copy)]);
+        if (copy == (int)o.copy || audit_shared(p, o.tensor))
+            audit_merge(&s, &sums[audit_index(l, id, o.tensor, (CopyKind)copy)]);
     return s;
 }
 
-// Writes the audit of one step: a line for each layer, linear layer and FP8 operand. What JSON cannot hold is null: an infinite sqnr_db too.
+// Writes the audit of one step: a line for each layer, linear layer and FP8 operand. What JSON cannot hold is null: an
+// infinite sqnr_db too.
 static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums, const Precision *p) {
     if (!logger->file) return;
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {
@@ -88,8 +91,10 @@ static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums
     }
 }
 
-// After a step that was audited: what this rank's `sums` hold becomes what all ranks have seen, goes to the log, and joins those of the run.
-static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, AuditSums *sums, AuditSums *run, const Precision *p) {
+// After a step that was audited: what this rank's `sums` hold becomes what all ranks have seen, goes to the log, and
+// joins those of the run.
+static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, AuditSums *sums, AuditSums *run,
+                                const Precision *p) {
     audit_reduce(c, sums, audit_count(p));
     audit_log(logger, step, sums, p);
     audit_merge_all(run, sums, audit_count(p));
@@ -112,9 +117,11 @@ static inline void audit_print_operand(const AuditSums *sums, const Precision *p
         audit_merge(&all, &s);
     }
     if (worst_layer < 0) return;
-    printf("  %-9s %-6s %-3s %-4s %-8s %7.2f %8.2f %6lld %12.4f%% %10.4f%% %12.4g\n", p->linear[id].name, o.gemm_name, o.name,
-           precision_format(p, o.tensor) == FP8_E4M3 ? "e4m3" : "e5m2", granularity_traits(recipe_granularity(p->recipe, o.tensor, o.copy))->name, audit_sqnr_db(&all), worst,
-           (long long)worst_layer, 100 * all.flushed / all.count, 100 * all.saturated / all.count, (double)float_from_bits(all.amax));
+    printf("  %-9s %-6s %-3s %-4s %-8s %7.2f %8.2f %6lld %12.4f%% %10.4f%% %12.4g\n", p->linear[id].name, o.gemm_name,
+           o.name, precision_format(p, o.tensor) == FP8_E4M3 ? "e4m3" : "e5m2",
+           granularity_traits(recipe_granularity(p->recipe, o.tensor, o.copy))->name, audit_sqnr_db(&all), worst,
+           (long long)worst_layer, 100 * all.flushed / all.count, 100 * all.saturated / all.count,
+           (double)float_from_bits(all.amax));
 }
 
 typedef struct {
@@ -124,11 +131,13 @@ typedef struct {
     AuditOperand operand;
 } AuditPlace;
 
-// The places with the lowest SQNR, worst first; equal ones in the order of the layers. Returns how many there are. Copies that hold the same codes count once.
+// The places with the lowest SQNR, worst first; equal ones in the order of the layers. Returns how many there are.
+// Copies that hold the same codes count once.
 static inline int audit_find_worst(AuditPlace worst[AUDIT_WORST], const AuditSums *sums, const Precision *p) {
     int found = 0;
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {
-        AuditPlace place = {0, i / (NUM_LINEARS * AUDIT_OPERANDS), (int)(i / AUDIT_OPERANDS % NUM_LINEARS), audit_operand((int)(i % AUDIT_OPERANDS))};
+        AuditPlace place = {0, i / (NUM_LINEARS * AUDIT_OPERANDS), (int)(i / AUDIT_OPERANDS % NUM_LINEARS),
+                            audit_operand((int)(i % AUDIT_OPERANDS))};
         const AuditSums s = audit_of(sums, p, place.layer, place.id, place.operand);
         if (s.count == 0 || (place.operand.copy == COPY_COL && audit_shared(p, place.operand.tensor))) continue;
         place.db = audit_sqnr_db(&s);
@@ -149,14 +158,19 @@ static inline void audit_print_table(const AuditSums *sums, const Precision *p) 
         printf("\nFP8 audit: no FP8 operand was cast in a step that was audited\n");
         return;
     }
-    printf("\nFP8 audit: %s; SQNR is signal to quantization noise in dB, over all layers and of the worst; shares are of all values\n", p->recipe->name);
-    printf("  %-9s %-6s %-17s %7s %8s %6s %13s %11s %12s\n", "linear", "pass", "operand", "SQNR", "worst", "layer", "flushed to 0", "saturated", "amax");
-    for (int i = 0; i < NUM_LINEARS * AUDIT_OPERANDS; i++) audit_print_operand(sums, p, i / AUDIT_OPERANDS, audit_operand(i % AUDIT_OPERANDS));
+    printf("\nFP8 audit: %s; SQNR is signal to quantization noise in dB, over all layers and of the worst; shares are "
+           "of all values\n",
+           p->recipe->name);
+    printf("  %-9s %-6s %-17s %7s %8s %6s %13s %11s %12s\n", "linear", "pass", "operand", "SQNR", "worst", "layer",
+           "flushed to 0", "saturated", "amax");
+    for (int i = 0; i < NUM_LINEARS * AUDIT_OPERANDS; i++)
+        audit_print_operand(sums, p, i / AUDIT_OPERANDS, audit_operand(i % AUDIT_OPERANDS));
     printf("  FP8 hurts most:");
     for (int i = 0; i < found; i++) {
         const AuditOperand o = worst[i].operand;
-        printf("%s layer %lld %s %s (%s, %.2f dB)", i ? "," : "", (long long)worst[i].layer, p->linear[worst[i].id].name, o.name,
-               audit_shared(p, o.tensor) ? "both passes" : o.gemm_name, worst[i].db);
+        printf("%s layer %lld %s %s (%s, %.2f dB)", i ? "," : "", (long long)worst[i].layer,
+               p->linear[worst[i].id].name, o.name, audit_shared(p, o.tensor) ? "both passes" : o.gemm_name,
+               worst[i].db);
     }
     printf("\n");
     fflush(stdout);

@@ -11,7 +11,8 @@
 
 #define TRAINER_VERSION "0.1"
 
-// Steps that the summary's medians leave out: clocks, caches and algorithm choices settle. Fewer in runs shorter than twice this.
+// Steps that the summary's medians leave out: clocks, caches and algorithm choices settle. Fewer in runs shorter than
+// twice this.
 #define SUMMARY_WARMUP_STEPS 10
 
 // Loss at the end of the run: mean over the last steps, as one batch alone is noisy.
@@ -29,25 +30,25 @@ typedef struct {
 } RunInfo;
 
 typedef struct {
-    int64_t step;         // steps done: 1 after the first
-    double loss, norm;    // mean loss over the step's tokens; global gradient norm before clipping
+    int64_t step;       // steps done: 1 after the first
+    double loss, norm;  // mean loss over the step's tokens; global gradient norm before clipping
     double learning_rate;
-    double seconds;       // of the whole step
-    int64_t memory;       // bytes used on the GPU (CPU trainer: by the process)
-    bool skipped;         // non-finite gradient: the weights did not change
+    double seconds;  // of the whole step
+    int64_t memory;  // bytes used on the GPU (CPU trainer: by the process)
+    bool skipped;    // non-finite gradient: the weights did not change
 } StepRecord;
 
 typedef struct {
-    FILE *file;           // unbuffered, open for appending; NULL: no --log-dir
+    FILE *file;  // unbuffered, open for appending; NULL: no --log-dir
     char path[PATH_CAPACITY];
-    int64_t end;          // bytes of the whole lines in it
-    bool lines_lost;      // some could not be written
+    int64_t end;      // bytes of the whole lines in it
+    bool lines_lost;  // some could not be written
     RunInfo run;
     TokenFlops flops;
     int64_t num_steps, tokens_per_step;
     double *seconds, *losses;  // of the steps taken in this process
     int64_t count, capacity, skipped;
-    int64_t memory;       // largest seen
+    int64_t memory;  // largest seen
 } Logger;
 
 // Writes one line. A full disk costs lines of the log, not the run: the part of a line that fits is taken back, so that
@@ -59,7 +60,9 @@ static inline void logger_write(Logger *l, JsonText *line) {
     } else if (l->file) {
         const int error = errno;
         const bool again = ftruncate(fileno(l->file), (off_t)l->end) == 0;
-        if (!l->lines_lost || !again) warn("%s: cannot be written (%s); the run goes on without %s", l->path, strerror(error), again ? "the lines that do not fit" : "it");
+        if (!l->lines_lost || !again)
+            warn("%s: cannot be written (%s); the run goes on without %s", l->path, strerror(error),
+                 again ? "the lines that do not fit" : "it");
         l->lines_lost = true;
         if (!again) fclose(l->file), l->file = NULL;
     }
@@ -73,7 +76,9 @@ static inline void logger_add(JsonText *line, const char *key, double value) {
     else json_text_add(line, "null");
 }
 
-static inline void logger_add_int(JsonText *line, const char *key, int64_t value) { json_text_add(line, ", \"%s\": %lld", key, (long long)value); }
+static inline void logger_add_int(JsonText *line, const char *key, int64_t value) {
+    json_text_add(line, ", \"%s\": %lld", key, (long long)value);
+}
 
 static inline void logger_add_text(JsonText *line, const char *key, const char *value) {
     json_text_add(line, ", \"%s\": ", key);
@@ -126,7 +131,8 @@ static inline FILE *logger_append(const char *path, int64_t *end) {
     const off_t size = ftello(file);
     *end = size;
     int last = EOF;
-    while (*end > 0 && !fseeko(file, (off_t)*end - 1, SEEK_SET) && (last = fgetc(file)) != '\n' && last != EOF) (*end)--;
+    while (*end > 0 && !fseeko(file, (off_t)*end - 1, SEEK_SET) && (last = fgetc(file)) != '\n' && last != EOF)
+        (*end)--;
     if (*end < size && (ferror(file) || ftruncate(fileno(file), (off_t)*end))) {
         fclose(file);
         return NULL;
@@ -135,12 +141,13 @@ static inline FILE *logger_append(const char *path, int64_t *end) {
     return file;
 }
 
-// Before any work: makes LOG_DIR and finds out whether the log can be written there. Two runs at once would write into each other's lines, so the folder is
-// locked to the end of the process. Dies with the reason.
+// Before any work: makes LOG_DIR and finds out whether the log can be written there. Two runs at once would write into
+// each other's lines, so the folder is locked to the end of the process. Dies with the reason.
 static inline void logger_prepare(const char *dir) {
     Failure failure;
     char path[PATH_CAPACITY];
-    if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure)) die("--log-dir %s: %s", dir, failure.text);
+    if (!folder_create(dir, true, &failure) || !folder_lock(dir, FOLDER_LOCK_SECONDS, &failure))
+        die("--log-dir %s: %s", dir, failure.text);
     format_checked(path, sizeof path, "%s/log.jsonl", dir);
     if (access(access(path, F_OK) == 0 ? path : dir, W_OK))
         die("--log-dir: cannot write %s: %s", path, strerror(errno));
@@ -166,9 +173,10 @@ static inline bool logger_step_aside(const char *dir, const char *path) {
     return true;
 }
 
-// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. logger_prepare has been called. `o` has its `auto` values resolved; `p` says what
-// the products run in, for sol.
-static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p, RunInfo run) {
+// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. logger_prepare
+// has been called. `o` has its `auto` values resolved; `p` says what the products run in, for sol.
+static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p,
+                                 RunInfo run) {
     Logger l;
     memset(&l, 0, sizeof l);
     l.run = run;
@@ -205,12 +213,15 @@ static inline Throughput logger_throughput(const Logger *l, double seconds) {
 }
 
 // "205.12 ms | 9984 tok/s/gpu | ... | sol 61.3% | mem 59.9 GiB"
-static inline void logger_format_speed(char *out, size_t capacity, const Throughput *r, double seconds, int64_t memory) {
+static inline void logger_format_speed(char *out, size_t capacity, const Throughput *r, double seconds,
+                                       int64_t memory) {
     char mfu[32], sol[32];
     logger_percent(mfu, sizeof mfu, r->mfu);
     logger_percent(sol, sizeof sol, r->sol);
-    format_checked(out, capacity, "%.2f ms | %.0f tok/s/gpu | %.0f tok/s | %.*f TFLOP/s/gpu | mfu %s | sol %s | mem %.*f GiB", seconds * 1e3, r->tokens_per_gpu,
-                   r->tokens, r->tflops_per_gpu < 1 ? 4 : 1, r->tflops_per_gpu, mfu, sol, memory < 1 << 30 ? 3 : 1, (double)memory / 1073741824.0);
+    format_checked(out, capacity,
+                   "%.2f ms | %.0f tok/s/gpu | %.0f tok/s | %.*f TFLOP/s/gpu | mfu %s | sol %s | mem %.*f GiB",
+                   seconds * 1e3, r->tokens_per_gpu, r->tokens, r->tflops_per_gpu < 1 ? 4 : 1, r->tflops_per_gpu, mfu,
+                   sol, memory < 1 << 30 ? 3 : 1, (double)memory / 1073741824.0);
 }
 
 static inline void logger_add_throughput(JsonText *line, const Throughput *r) {
@@ -237,8 +248,8 @@ static inline void logger_step(Logger *l, const StepRecord *s) {
     format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
     logger_format_speed(speed, sizeof speed, &r, s->seconds, s->memory);
     activity_begin(ACTIVITY_FILE, "write", "stdout");
-    printf("step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n", (int)strlen(width), (long long)s->step, width, s->loss, s->norm, s->learning_rate, speed,
-           s->skipped ? " | SKIPPED: non-finite gradient" : "");
+    printf("step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n", (int)strlen(width), (long long)s->step, width,
+           s->loss, s->norm, s->learning_rate, speed, s->skipped ? " | SKIPPED: non-finite gradient" : "");
     fflush(stdout);
     activity_end();
     JsonText line = {NULL, 0, 0};
@@ -290,15 +301,18 @@ static inline double logger_median(double *values, int64_t n) {
 // Prints and writes what the run came to, and closes the log. Nothing to say if no step was taken.
 static inline void logger_close(Logger *l) {
     if (l->count) {
-        const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2), last = min_i64(SUMMARY_LOSS_STEPS, l->count);
+        const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2),
+                      last = min_i64(SUMMARY_LOSS_STEPS, l->count);
         const double seconds = logger_median(l->seconds + warmup, l->count - warmup);
         const Throughput r = logger_throughput(l, seconds);
         double loss = 0;
         for (int64_t i = l->count - last; i < l->count; i++) loss += l->losses[i] / (double)last;
         char speed[256];
         logger_format_speed(speed, sizeof speed, &r, seconds, l->memory);
-        printf("\nsummary: %lld steps, %lld skipped | loss of the first step %.6f, mean of the last %lld %.6f\nmedian of the last %lld steps: %s\n", (long long)l->count,
-               (long long)l->skipped, l->losses[0], (long long)last, loss, (long long)(l->count - warmup), speed);
+        printf("\nsummary: %lld steps, %lld skipped | loss of the first step %.6f, mean of the last %lld %.6f\nmedian "
+               "of the last %lld steps: %s\n",
+               (long long)l->count, (long long)l->skipped, l->losses[0], (long long)last, loss,
+               (long long)(l->count - warmup), speed);
         JsonText line = {NULL, 0, 0};
         json_text_add(&line, "{\"type\": \"summary\"");
         logger_add_int(&line, "steps", l->count);

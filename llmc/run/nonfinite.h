@@ -16,7 +16,7 @@
 
 // One rank's knowledge of such a step.
 typedef struct {
-    double loss, norm;   // of all ranks
+    double loss, norm;  // of all ranks
     // the first norm of the forward pass, as nonfinite_norm counts them, whose input was not finite; NONFINITE_NONE:
     // all were finite
     int64_t forward;
@@ -51,8 +51,9 @@ static inline void nonfinite_block_name(const ParameterTable *t, int64_t block, 
     const bool attention = block % 2 == 1;
     if (block == 0) format_checked(out, capacity, "the embedding");
     else if (block == nonfinite_last_block(t)) format_checked(out, capacity, "the final norm or lm_head");
-    else format_checked(out, capacity, "the %s of layer %lld", attention ? "attention block" : "MLP",
-                        (long long)((block - 1) / 2));
+    else
+        format_checked(out, capacity, "the %s of layer %lld", attention ? "attention block" : "MLP",
+                       (long long)((block - 1) / 2));
 }
 
 // One element of a parameter.
@@ -65,8 +66,8 @@ typedef struct {
 
 // The largest weight in n values as they are stored, of which the first is element `first` of the parameter, or
 // *largest if none is larger.
-static inline void nonfinite_scan(NonfiniteWeight *largest, const void *values, bool fp32, int64_t n,
-                                  int64_t parameter, int64_t first) {
+static inline void nonfinite_scan(NonfiniteWeight *largest, const void *values, bool fp32, int64_t n, int64_t parameter,
+                                  int64_t first) {
     for (int64_t i = 0; i < n; i++) {
         const uint32_t bits = fp32 ? ((const uint32_t *)values)[i] : (uint32_t)((const bf16_bits *)values)[i] << 16;
         const int64_t magnitude = bits & 0x7fffffffu;
@@ -129,8 +130,8 @@ static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const
 
 // Where the trouble begins, in words: the block of the model, and its largest weight, which is often the cause. What
 // comes after that place, in the forward pass and then in backward order, may be bad because of it. All ranks call.
-static inline void nonfinite_place(const ParameterTable *t, const TrainerState *s, const NonfiniteStep *step,
-                                   char *out, size_t capacity) {
+static inline void nonfinite_place(const ParameterTable *t, const TrainerState *s, const NonfiniteStep *step, char *out,
+                                   size_t capacity) {
     char name[64], gradient[320] = "";
     int64_t block = (int64_t)comm_min(s->comm, COMM_WORLD, (double)step->forward);
     if (block == NONFINITE_NONE && !isfinite(step->loss)) block = nonfinite_last_block(t);
@@ -138,9 +139,11 @@ static inline void nonfinite_place(const ParameterTable *t, const TrainerState *
     if (!forward) block = nonfinite_block(t, nonfinite_gradient(t, s, step, gradient, sizeof gradient));
     nonfinite_block_name(t, block, name, sizeof name);
     const NonfiniteWeight w = nonfinite_largest_weight(t, s, block);
-    format_checked(out, capacity, "It begins in %s, in the %s pass%s; the largest weight there is %g, in %s, "
-                   "element %lld", name, forward ? "forward" : "backward", gradient, (double)w.value,
-                   t->entries[w.parameter].name, (long long)w.element);
+    format_checked(out, capacity,
+                   "It begins in %s, in the %s pass%s; the largest weight there is %g, in %s, "
+                   "element %lld",
+                   name, forward ? "forward" : "backward", gradient, (double)w.value, t->entries[w.parameter].name,
+                   (long long)w.element);
 }
 
 // Says where step `step` (counted from 0) went wrong, and goes on or ends the run as the options say.
@@ -152,16 +155,21 @@ static inline void nonfinite_report(const Options *o, const ParameterTable *t, c
     const double loss = isnan(what->loss) ? (double)NAN : what->loss;  // without a sign
     nonfinite_place(t, s, what, place, sizeof place);
     if (isfinite(what->norm))
-        format_checked(norm, sizeof norm, "the gradient norm is %g, and above %g, where squares may overflow, "
-                       "it counts as not finite", what->norm, ADAMW_LARGEST_NORM);
+        format_checked(norm, sizeof norm,
+                       "the gradient norm is %g, and above %g, where squares may overflow, "
+                       "it counts as not finite",
+                       what->norm, ADAMW_LARGEST_NORM);
     if (o->on_nonfinite == NONFINITE_STOP)
-        die_with(EXIT_NONFINITE, "step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller "
+        die_with(EXIT_NONFINITE,
+                 "step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller "
                  "--learning-rate, --grad-clip 1 or more --warmup-steps may help; --on-nonfinite skip leaves such "
-                 "steps out", number, norm, place, loss);
+                 "steps out",
+                 number, norm, place, loss);
     if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
-        die_with(EXIT_NONFINITE, "step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. "
-                 "The loss is %g. A smaller --learning-rate may help", number, (long long)skipped_in_a_row,
-                 isnan(what->norm) ? (double)NAN : what->norm, place, loss);
+        die_with(EXIT_NONFINITE,
+                 "step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. "
+                 "The loss is %g. A smaller --learning-rate may help",
+                 number, (long long)skipped_in_a_row, isnan(what->norm) ? (double)NAN : what->norm, place, loss);
     if (s->comm->rank == 0) warn("step %lld skipped: %s. %s. The loss is %g", number, norm, place, loss);
 }
 

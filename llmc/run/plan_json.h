@@ -6,15 +6,15 @@
 #include "run_setup.h"
 
 typedef struct {
-    const char *program;     // "train_fp8", "train_fp8cu"
+    const char *program;  // "train_fp8", "train_fp8cu"
     const RunSetup *setup;
     const Options *options;  // with their `auto` values resolved
     const Comm *comm;
     const ParameterTable *table;
     const Precision *precision;
-    const Arena *arena;      // which has counted the bytes of a rank
-    int64_t other_bytes;     // of a rank, outside the arena
-    int64_t rows, head_rows; // of the linear layers' and lm_head's GEMMs
+    const Arena *arena;       // which has counted the bytes of a rank
+    int64_t other_bytes;      // of a rank, outside the arena
+    int64_t rows, head_rows;  // of the linear layers' and lm_head's GEMMs
 } PlanFacts;
 
 // The bytes of a rank, by the headings of the memory plan.

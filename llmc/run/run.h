@@ -6,17 +6,21 @@
 #include "stop.h"
 
 // The settings, and what follows from them, before any work. For people: programs read --dry-run --json.
-static inline void run_print(const RunSetup *s, const Options *o, const Comm *c, const ParameterTable *t, const ShardPlan *plan, const Precision *p) {
+static inline void run_print(const RunSetup *s, const Options *o, const Comm *c, const ParameterTable *t,
+                             const ShardPlan *plan, const Precision *p) {
     options_print(o);
     printf("%-26s %lld\n", "parameters", (long long)t->num_parameters);
     printf("%-26s %lld\n", "checkpoint_bytes", (long long)run_setup_checkpoint_bytes(t, o));
     printf("%-26s %lld\n", "vocab_size", (long long)s->model.vocab_size);
     printf("%-26s %.0f\n", "model_flops_per_token", flops_total(flops_per_token(t, &s->model, o->sequence_length, p)));
     if (s->train.num_shards)
-        printf("%-26s %lld tokens, %lld sequences in %lld shards\n", "training data", (long long)s->train.num_tokens, (long long)s->train.num_sequences, (long long)s->train.num_shards);
+        printf("%-26s %lld tokens, %lld sequences in %lld shards\n", "training data", (long long)s->train.num_tokens,
+               (long long)s->train.num_sequences, (long long)s->train.num_shards);
     if (c->world == 1) return;
-    printf("%-26s %lld, of which %lld share one copy of the model; %lld cop%s\n", "ranks", (long long)c->world, (long long)c->shard_size, (long long)c->replicas, c->replicas == 1 ? "y" : "ies");
-    printf("%-26s %lld x %lld sequences of %lld tokens\n", "global batch", (long long)c->world, (long long)(o->batch_size * o->grad_accumulation_steps), (long long)o->sequence_length);
+    printf("%-26s %lld, of which %lld share one copy of the model; %lld cop%s\n", "ranks", (long long)c->world,
+           (long long)c->shard_size, (long long)c->replicas, c->replicas == 1 ? "y" : "ies");
+    printf("%-26s %lld x %lld sequences of %lld tokens\n", "global batch", (long long)c->world,
+           (long long)(o->batch_size * o->grad_accumulation_steps), (long long)o->sequence_length);
     printf("%-26s %lld elements, each unit's padding included\n", "shard of a rank", (long long)plan->total);
 }
 
@@ -54,7 +58,8 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
     run_warn_of_save(log, state, progress->step, failure, next);
 }
 
-// Loads weights and optimizer state of the checkpoint, or the weights of the model's folder; false if there are neither.
+// Loads weights and optimizer state of the checkpoint, or the weights of the model's folder; false if there are
+// neither.
 static inline bool run_load(const RunSetup *s, const ParameterTable *t, const TrainerState *state) {
     if (*s->checkpoint || s->load_weights) activity_phase(PHASE_LOADING, s->start.step);
     if (*s->checkpoint) checkpoint_load(s->checkpoint, &s->model, t, state);
@@ -63,7 +68,8 @@ static inline bool run_load(const RunSetup *s, const ParameterTable *t, const Tr
 }
 
 // Exports the weights; tries again once. Dies if that fails too.
-static inline void run_export(const RunSetup *s, const Options *o, int64_t steps_done, const ParameterTable *t, const TrainerState *state) {
+static inline void run_export(const RunSetup *s, const Options *o, int64_t steps_done, const ParameterTable *t,
+                              const TrainerState *state) {
     Failure failure;
     activity_phase(PHASE_EXPORT, steps_done);
     bool ok = model_export_hf(o->export_hf, &s->model, t, state, s->model_folder, &failure);

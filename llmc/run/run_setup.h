@@ -1,4 +1,5 @@
-// The first steps of both trainers: which model, which data, which vocabulary; all input is checked here, before any work.
+// The first steps of both trainers: which model, which data, which vocabulary; all input is checked here, before any
+// work.
 #ifndef LLMC_RUN_SETUP_H
 #define LLMC_RUN_SETUP_H
 
@@ -23,20 +24,20 @@
 
 typedef struct {
     ModelConfig model;
-    bool continues;                 // --resume finds checkpoints: the run goes on from the newest, whatever MODEL's folder holds
-    const char *model_folder;       // NULL: a preset
-    bool load_weights;              // the folder has weights to start from
-    DataLoader train, val;          // not opened (num_shards 0): dry run of a model whose vocabulary is known; no --val-data
-    DataIdentity data;              // of train
+    bool continues;  // --resume finds checkpoints: the run goes on from the newest, whatever MODEL's folder holds
+    const char *model_folder;  // NULL: a preset
+    bool load_weights;         // the folder has weights to start from
+    DataLoader train, val;     // not opened (num_shards 0): dry run of a model whose vocabulary is known; no --val-data
+    DataIdentity data;         // of train
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
-    TrainerProgress start;          // of that checkpoint, or 0
-    CheckpointSteps passed_over;    // later ones, which are damaged; and older ones that may not be removed
-    int64_t saved_step;             // the last one of which there is a checkpoint; 0: none
-    bool save_failed;               // the last one that was tried, and why
+    TrainerProgress start;           // of that checkpoint, or 0
+    CheckpointSteps passed_over;     // later ones, which are damaged; and older ones that may not be removed
+    int64_t saved_step;              // the last one of which there is a checkpoint; 0: none
+    bool save_failed;                // the last one that was tried, and why
     Failure save_failure;
-    bool filter_decided;            // --fp8-filter was auto, and the options now hold fp8_filter
-    char fp8_filter[1024];          // what auto stands for
-    Tokenizer tokenizer;            // count 0: none beside the shards
+    bool filter_decided;    // --fp8-filter was auto, and the options now hold fp8_filter
+    char fp8_filter[1024];  // what auto stands for
+    Tokenizer tokenizer;    // count 0: none beside the shards
 } RunSetup;
 
 // Whether --resume finds checkpoints, whole or not.
@@ -76,11 +77,15 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
     s->load_weights = model_has_weights(o->model);
     char name[PATH_CAPACITY];
     if (!s->load_weights && !s->continues && model_finds_other_weights(o->model, name, sizeof name))
-        die("MODEL %s holds %s, but weights are read from model.safetensors or the files that model.safetensors.index.json names; give them these names or convert them "
-            "(save_pretrained of transformers writes them so), or give a folder with config.json alone to start from random weights", o->model, name);
+        die("MODEL %s holds %s, but weights are read from model.safetensors or the files that "
+            "model.safetensors.index.json names; give them these names or convert them "
+            "(save_pretrained of transformers writes them so), or give a folder with config.json alone to start from "
+            "random weights",
+            o->model, name);
 }
 
-// Dies if the table beside one of the shards is not that of the first training shard: an id would mean another text in each.
+// Dies if the table beside one of the shards is not that of the first training shard: an id would mean another text in
+// each.
 static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *dl) {
     char first[PATH_CAPACITY], path[PATH_CAPACITY], known[PATH_CAPACITY];
     tokenizer_path(first, sizeof first, s->train.shards[0].path);
@@ -90,24 +95,30 @@ static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *d
         if (strcmp(path, known) == 0) continue;  // shards of one name share a table
         Tokenizer tok = tokenizer_open(path);
         if (tok.count && !tokenizer_same(&tok, &s->tokenizer))
-            die("%s belongs to the tokenizer table %s (%lld tokens, separator %lld), but the first training shard to %s (%lld tokens, separator %lld), which differs; "
-                "use shards made with one tokenizer", dl->shards[i].path, path, (long long)tok.count, (long long)tok.separator, first, (long long)s->tokenizer.count,
-                (long long)s->tokenizer.separator);
+            die("%s belongs to the tokenizer table %s (%lld tokens, separator %lld), but the first training shard to "
+                "%s (%lld tokens, separator %lld), which differs; "
+                "use shards made with one tokenizer",
+                dl->shards[i].path, path, (long long)tok.count, (long long)tok.separator, first,
+                (long long)s->tokenizer.count, (long long)s->tokenizer.separator);
         tokenizer_close(&tok);
         format_checked(known, sizeof known, "%s", path);
     }
 }
 
 // Appends a name and a value to a description of the run, which run_setup_compare compares: each ends in a zero byte.
-static inline void run_setup_describe(JsonText *text, const char *name, const char *value) { json_text_add(text, "%s%c%s%c", name, 0, value, 0); }
+static inline void run_setup_describe(JsonText *text, const char *name, const char *value) {
+    json_text_add(text, "%s%c%s%c", name, 0, value, 0);
+}
 
 // The first pair in which two descriptions differ, in words.
-static inline void run_setup_difference(const char *here, const char *here_end, const char *first, const char *first_end, char *out, size_t capacity) {
+static inline void run_setup_difference(const char *here, const char *here_end, const char *first,
+                                        const char *first_end, char *out, size_t capacity) {
     for (const char *a = here, *b = first; a < here_end && b < first_end;) {
         const char *value_a = a + strlen(a) + 1, *value_b = b + strlen(b) + 1;
         if (strcmp(a, b) != 0) break;
         if (strcmp(value_a, value_b) != 0) {
-            format_checked(out, capacity, "%s is %.1000s here, %.1000s on rank 0", a, *value_a ? value_a : "not given", *value_b ? value_b : "not given");
+            format_checked(out, capacity, "%s is %.1000s here, %.1000s on rank 0", a, *value_a ? value_a : "not given",
+                           *value_b ? value_b : "not given");
             return;
         }
         a = value_a + strlen(value_a) + 1, b = value_b + strlen(value_b) + 1;
@@ -148,7 +159,8 @@ static inline void run_setup_same_options(const Comm *c, const Options *o, const
         if (row->kind == OPTION_GROUP) continue;
         format_checked(name, sizeof name, "--%s", row->name);
         option_format(o, row, value, sizeof value);
-        if (*value && (row->field == offsetof(Options, train_data) || row->field == offsetof(Options, val_data))) format_checked(value, sizeof value, "given");
+        if (*value && (row->field == offsetof(Options, train_data) || row->field == offsetof(Options, val_data)))
+            format_checked(value, sizeof value, "given");
         run_setup_describe(&text, name, value);
     }
     run_setup_compare(c, &text, "start all ranks with the same program, model and options");
@@ -162,9 +174,11 @@ static inline void run_setup_describe_weights(JsonText *text, const char *folder
     for (int i = 0; i < st.num_files; i++) {
         char name[64], value[96];
         uint64_t hash = 0;
-        if (!file_hash(st.files[i].path, min_i64(st.files[i].bytes, WEIGHTS_FINGERPRINT_BYTES), &hash, &failure)) die("%s", failure.text);
+        if (!file_hash(st.files[i].path, min_i64(st.files[i].bytes, WEIGHTS_FINGERPRINT_BYTES), &hash, &failure))
+            die("%s", failure.text);
         format_checked(name, sizeof name, "file %d of MODEL's weights", i + 1);
-        format_checked(value, sizeof value, "%lld bytes with fingerprint %016llx", (long long)st.files[i].bytes, (unsigned long long)hash);
+        format_checked(value, sizeof value, "%lld bytes with fingerprint %016llx", (long long)st.files[i].bytes,
+                       (unsigned long long)hash);
         run_setup_describe(text, name, value);
     }
     safetensors_close(&st);
@@ -194,12 +208,15 @@ static inline void run_setup_same_model(const RunSetup *s, const Comm *c, bool f
 
 // Each rank reads its own part of the data, on each host from its own disks maybe: dies on a rank whose `data` is other
 // than rank 0's. All ranks call.
-static inline void run_setup_same_data(const DataLoader *data, const char *option, const DataIdentity *mine, const Comm *c) {
+static inline void run_setup_same_data(const DataLoader *data, const char *option, const DataIdentity *mine,
+                                       const Comm *c) {
     DataIdentity first = *mine;
     comm_broadcast(c, COMM_WORLD, 0, &first, sizeof first);
     if (memcmp(&first, mine, sizeof first) != 0)
-        die("%s: here %s has %lld tokens in %lld shards, for rank 0 %lld in %lld, %s; give all hosts the same files", data->shards[0].path, option, (long long)mine->tokens,
-            (long long)mine->shards, (long long)first.tokens, (long long)first.shards, mine->tokens == first.tokens ? "but other ones or in another order" : "so ranks would read other samples");
+        die("%s: here %s has %lld tokens in %lld shards, for rank 0 %lld in %lld, %s; give all hosts the same files",
+            data->shards[0].path, option, (long long)mine->tokens, (long long)mine->shards, (long long)first.tokens,
+            (long long)first.shards,
+            mine->tokens == first.tokens ? "but other ones or in another order" : "so ranks would read other samples");
 }
 
 // Opens the shards, and the tokenizer table beside the first.
@@ -223,33 +240,41 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
     const int64_t largest = dataloader_max_token(dl);
     if (largest < VOCABULARY_LARGEST) return largest;
     const TokenPlace place = dataloader_scan(dl, VOCABULARY_LARGEST);
-    die("%s: token %lld has id %lld, but a vocabulary has at most %d; make the shard again", dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
+    die("%s: token %lld has id %lld, but a vocabulary has at most %d; make the shard again",
+        dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
 }
 
 // The presets tiny and small take their vocabulary from the data.
 static inline void run_setup_vocabulary(RunSetup *s) {
-    if (s->model.vocab_size == 0) s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1, VOCABULARY_MULTIPLE);
+    if (s->model.vocab_size == 0)
+        s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1,
+                                       VOCABULARY_MULTIPLE);
     model_config_check(&s->model);
     s->train.vocabulary = s->val.vocabulary = s->model.vocab_size;
     if (s->tokenizer.count && s->tokenizer.separator >= s->model.vocab_size)
-        die("the separator of the shard's tokenizer is token %lld, but the model's vocabulary is %lld; use a shard made with the model's own tokenizer", (long long)s->tokenizer.separator,
-            (long long)s->model.vocab_size);
+        die("the separator of the shard's tokenizer is token %lld, but the model's vocabulary is %lld; use a shard "
+            "made with the model's own tokenizer",
+            (long long)s->tokenizer.separator, (long long)s->model.vocab_size);
 }
 
 static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o) {
     if (o->sequence_length > s->model.max_position_embeddings)
-        warn("--sequence-length %lld is more than the %lld positions that model %s is made for (max_position_embeddings)", (long long)o->sequence_length,
-             (long long)s->model.max_position_embeddings, s->model.name);
+        warn("--sequence-length %lld is more than the %lld positions that model %s is made for "
+             "(max_position_embeddings)",
+             (long long)o->sequence_length, (long long)s->model.max_position_embeddings, s->model.name);
 }
 
-// Ids of a smaller vocabulary are all valid in a larger one, so a shard made for another model passes the check of ids; its table tells.
+// Ids of a smaller vocabulary are all valid in a larger one, so a shard made for another model passes the check of ids;
+// its table tells.
 static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
     if (s->tokenizer.count && s->model.vocab_size - s->tokenizer.count >= VOCABULARY_PADDING)
-        warn("the shard's tokenizer has %lld tokens, the model's vocabulary %lld: was the shard made for another model?", (long long)s->tokenizer.count,
-             (long long)s->model.vocab_size);
+        warn(
+            "the shard's tokenizer has %lld tokens, the model's vocabulary %lld: was the shard made for another model?",
+            (long long)s->tokenizer.count, (long long)s->model.vocab_size);
 }
 
-// The folder of an export is replaced as a whole at the end, by way of others of its name: nothing else of the run may be in them.
+// The folder of an export is replaced as a whole at the end, by way of others of its name: nothing else of the run may
+// be in them.
 static inline void run_setup_check_export(const Options *o) {
     const char *const written[][2] = {{"log-dir", o->log_dir}, {"checkpoint-dir", o->checkpoint_dir}};
     static const char *const suffixes[] = {"", FOLDER_TEMPORARY, FOLDER_ASIDE};
@@ -261,8 +286,10 @@ static inline void run_setup_check_export(const Options *o) {
         for (int k = 0; k < 3; k++) {
             format_checked(folder, sizeof folder, "%s%s", path, suffixes[k]);
             if (path_within(other, folder))
-                die_with(EXIT_USAGE, "--%s %s is in --export-hf %s%s, which holds the export alone; give folders "
-                         "beside each other", written[i][0], written[i][1], o->export_hf, suffixes[k]);
+                die_with(EXIT_USAGE,
+                         "--%s %s is in --export-hf %s%s, which holds the export alone; give folders "
+                         "beside each other",
+                         written[i][0], written[i][1], o->export_hf, suffixes[k]);
         }
     }
 }
@@ -277,14 +304,17 @@ static inline void run_setup_print_validation(const RunSetup *s, const Options *
 static inline void run_setup_print_start(const RunSetup *s, const Options *o) {
     if (s->continues) return;
     if (s->load_weights) printf("starting weights: those of %s\n", s->model_folder);
-    else printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "", s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
+    else
+        printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "",
+               s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
 }
 
 // Dies if the trainer cannot run the model with these options, on so many ranks to a copy of the model.
 typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t shard_size);
 
-// Opens and checks everything the options name, by every rank; one of each host reads all data once, rank 0 tries the folders that will be written. Dies with
-// the reason and a fix. Resolves `auto` in the options, and drops --log-dir on the other ranks: rank 0 writes the log.
+// Opens and checks everything the options name, by every rank; one of each host reads all data once, rank 0 tries the
+// folders that will be written. Dies with the reason and a fix. Resolves `auto` in the options, and drops --log-dir on
+// the other ranks: rank 0 writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
     RunSetup s;
     char message[512];
@@ -332,8 +362,8 @@ static inline void run_setup_decide_filter(RunSetup *s, Options *o) {
     s->filter_decided = true;
 }
 
-// With --resume, after run_setup: finds the checkpoint to continue from and dies unless it is of such a run. --fp8-filter auto becomes what that run found.
-// All ranks call.
+// With --resume, after run_setup: finds the checkpoint to continue from and dies unless it is of such a run.
+// --fp8-filter auto becomes what that run found. All ranks call.
 static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     if (!o->resume || !checkpoint_find_together(c, o->checkpoint_dir, s->checkpoint, sizeof s->checkpoint)) return;
     if (strcmp(o->fp8_filter, "auto") == 0) {
@@ -345,8 +375,11 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     s->saved_step = s->start.step;
     Failure failure;
     if (!checkpoint_list(o->checkpoint_dir, &s->passed_over, &failure)) die("--resume: %s", failure.text);
-    while (s->passed_over.count && s->passed_over.steps[s->passed_over.count - 1] <= s->start.step) s->passed_over.count--;
-    if (s->start.step >= o->num_steps) printf("resume: %lld steps are done and --num-steps is %lld: nothing is left to train\n", (long long)s->start.step, (long long)o->num_steps);
+    while (s->passed_over.count && s->passed_over.steps[s->passed_over.count - 1] <= s->start.step)
+        s->passed_over.count--;
+    if (s->start.step >= o->num_steps)
+        printf("resume: %lld steps are done and --num-steps is %lld: nothing is left to train\n",
+               (long long)s->start.step, (long long)o->num_steps);
 }
 
 // Bytes of a checkpoint's tensors: weights and both moments. Its other files are small beside them.
@@ -354,27 +387,32 @@ static inline int64_t run_setup_checkpoint_bytes(const ParameterTable *t, const 
     return t->num_parameters * (storage_bytes(o->master_weights) + 2 * storage_bytes(o->optimizer_state));
 }
 
-// Whether there is room for the first checkpoint to come and for the export, beside all that is there: a full disk would show after the work. After
-// run_setup_resume. Dies, on rank 0, with what is missing.
+// Whether there is room for the first checkpoint to come and for the export, beside all that is there: a full disk
+// would show after the work. After run_setup_resume. Dies, on rank 0, with what is missing.
 static inline void run_setup_check_room(const RunSetup *s, const Options *o, const Comm *c) {
     if (c->rank > 0) return;
     const double GiB = 1024.0 * 1024 * 1024;
     ParameterTable t = parameter_table(&s->model);
-    const int64_t checkpoint = *o->checkpoint_dir && s->start.step < o->num_steps ? run_setup_checkpoint_bytes(&t, o) : 0, weights = t.num_parameters * storage_bytes(o->master_weights);
+    const int64_t checkpoint =
+                      *o->checkpoint_dir && s->start.step < o->num_steps ? run_setup_checkpoint_bytes(&t, o) : 0,
+                  weights = t.num_parameters * storage_bytes(o->master_weights);
     parameter_table_free(&t);
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
     const int digits = weights < (1 << 30) ? 4 : 1;
     int64_t room;
     Failure failure;
     if (checkpoint && folder_room(o->checkpoint_dir, &room, &failure) && room < checkpoint)
-        die("--checkpoint-dir %s: a checkpoint of this model takes %.*f GiB, and %.*f are free there; make room or give a folder on a larger disk", o->checkpoint_dir, digits,
-            (double)checkpoint / GiB, digits, (double)room / GiB);
+        die("--checkpoint-dir %s: a checkpoint of this model takes %.*f GiB, and %.*f are free there; make room or "
+            "give a folder on a larger disk",
+            o->checkpoint_dir, digits, (double)checkpoint / GiB, digits, (double)room / GiB);
     if (!*o->export_hf) return;
     export_names(o->export_hf, path, temporary, parent, sizeof path);
     const int64_t before = checkpoint && folders_share_room(parent, o->checkpoint_dir) ? checkpoint : 0;
     if (folder_room(parent, &room, &failure) && room < before + weights)
-        die("--export-hf %s: the weights take %.*f GiB%s, and %.*f are free there; make room or give a folder on a larger disk", o->export_hf, digits, (double)weights / GiB,
-            before ? " beside a checkpoint" : "", digits, (double)room / GiB);
+        die("--export-hf %s: the weights take %.*f GiB%s, and %.*f are free there; make room or give a folder on a "
+            "larger disk",
+            o->export_hf, digits, (double)weights / GiB, before ? " beside a checkpoint" : "", digits,
+            (double)room / GiB);
 }
 
 static inline void run_setup_close(RunSetup *s) {

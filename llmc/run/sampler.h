@@ -11,9 +11,10 @@
 
 #define SAMPLE_TEMPERATURE 0.8f
 
-// Draws a token with probability softmax(logits / SAMPLE_TEMPERATURE) among the first `count` of `logits` (fp32), by one uniform number:
-// the same seed, step and position give the same choice.
-static inline int32_t sampler_choose(const float *logits, int64_t count, uint64_t seed, int64_t step, int64_t position) {
+// Draws a token with probability softmax(logits / SAMPLE_TEMPERATURE) among the first `count` of `logits` (fp32), by
+// one uniform number: the same seed, step and position give the same choice.
+static inline int32_t sampler_choose(const float *logits, int64_t count, uint64_t seed, int64_t step,
+                                     int64_t position) {
     const uint64_t sample_stream = 0x73616d706c65ull;  // "sample": apart from the streams of weights and data order
     float largest = -INFINITY;
     for (int64_t v = 0; v < count; v++) largest = logits[v] > largest ? logits[v] : largest;
@@ -27,13 +28,15 @@ static inline int32_t sampler_choose(const float *logits, int64_t count, uint64_
     return (int32_t)(count - 1);
 }
 
-// A trainer's logits [V], fp32, of the token after tokens[0 ... length), 1 <= length <= --sequence-length. They stay until the next call. All ranks call.
+// A trainer's logits [V], fp32, of the token after tokens[0 ... length), 1 <= length <= --sequence-length. They stay
+// until the next call. All ranks call.
 typedef const float *(*NextLogits)(void *context, const int32_t *tokens, int64_t length);
 
-// Prints up to --sample-tokens tokens that the model writes after the separator, to the next separator or a request to stop. No key/value cache: each token
-// is a whole forward pass over the last --sequence-length tokens. All ranks call, since all hold a part of the weights, and rank 0 chooses: another may have
-// logits with other roundings.
-static inline void sampler_print(const Options *o, const Comm *c, const ModelConfig *m, const Tokenizer *tokenizer, int64_t step, NextLogits next, void *context) {
+// Prints up to --sample-tokens tokens that the model writes after the separator, to the next separator or a request to
+// stop. No key/value cache: each token is a whole forward pass over the last --sequence-length tokens. All ranks call,
+// since all hold a part of the weights, and rank 0 chooses: another may have logits with other roundings.
+static inline void sampler_print(const Options *o, const Comm *c, const ModelConfig *m, const Tokenizer *tokenizer,
+                                 int64_t step, NextLogits next, void *context) {
     const int64_t choices = tokenizer->count ? min_i64(tokenizer->count, m->vocab_size) : m->vocab_size;
     const int64_t separator = tokenizer->count ? tokenizer->separator : m->bos_token_id;
     int32_t *tokens = (int32_t *)xcalloc((size_t)o->sample_tokens + 1, sizeof *tokens);

@@ -14,7 +14,8 @@
 
 static volatile sig_atomic_t stop_signal;
 
-// mpirun may hand on the same Ctrl-C that the ranks have got from the terminal: what comes within so many seconds is the same one.
+// mpirun may hand on the same Ctrl-C that the ranks have got from the terminal: what comes within so many seconds is
+// the same one.
 #define STOP_SECOND_REQUEST_SECONDS 2
 
 // SIGUSR1 and SIGHUP only ask: batch systems send one of them some time before the SIGTERM that must still leave time
@@ -23,12 +24,14 @@ static inline void stop_note(int signal_number) {
     static volatile double first;  // seconds_now of the first SIGINT or SIGTERM; 0: none yet
     if (signal_number == SIGINT || signal_number == SIGTERM) {
         if (first == 0) first = seconds_now();
-        else if (seconds_now() - first >= STOP_SECOND_REQUEST_SECONDS) signal(signal_number, SIG_DFL), raise(signal_number);
+        else if (seconds_now() - first >= STOP_SECOND_REQUEST_SECONDS)
+            signal(signal_number, SIG_DFL), raise(signal_number);
     }
     stop_signal = signal_number;
 }
 
-// From now on. A SIGHUP that nohup has this process ignore stays ignored. What the signal interrupts goes on: SA_RESTART.
+// From now on. A SIGHUP that nohup has this process ignore stays ignored. What the signal interrupts goes on:
+// SA_RESTART.
 static inline void stop_catch(void) {
     const int signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
     struct sigaction action, before;
@@ -37,7 +40,8 @@ static inline void stop_catch(void) {
     action.sa_flags = SA_RESTART;
     sigfillset(&action.sa_mask);
     for (int i = 0; i < 4; i++)
-        if (sigaction(signals[i], NULL, &before) || (!(signals[i] == SIGHUP && before.sa_handler == SIG_IGN) && sigaction(signals[i], &action, NULL)))
+        if (sigaction(signals[i], NULL, &before) ||
+            (!(signals[i] == SIGHUP && before.sa_handler == SIG_IGN) && sigaction(signals[i], &action, NULL)))
             die("cannot install signal handlers: %s", strerror(errno));
 }
 
@@ -74,7 +78,8 @@ static inline void output_end(void) { output_lost(""); }
 static inline void output_survive(const Options *o) {
     *output_loss_stops() = o->on_output_lost == OUTPUT_LOST_STOP;
     for (int fd = 0; fd <= 2; fd++)
-        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd) die("cannot open /dev/null: %s", strerror(errno));
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd)
+            die("cannot open /dev/null: %s", strerror(errno));
     if (!o->dry_run && signal(SIGPIPE, SIG_IGN) == SIG_ERR) die("cannot ignore SIGPIPE: %s", strerror(errno));
     if (atexit(output_end)) die("atexit failed");
 }
@@ -83,13 +88,16 @@ static inline void output_survive(const Options *o) {
 // answer.
 static inline int stop_requested(const Comm *c) {
     const bool stops = *output_loss_stops();
-    if (output_lost(stops ? "; the run saves and stops (--on-output-lost stop)" : "; the run goes on without it") && stops && !stop_signal) stop_signal = SIGPIPE;
+    if (output_lost(stops ? "; the run saves and stops (--on-output-lost stop)" : "; the run goes on without it") &&
+        stops && !stop_signal)
+        stop_signal = SIGPIPE;
     return (int)comm_max(c, COMM_WORLD, (double)stop_signal);
 }
 
 // Says after which step the run ended early.
 static inline void stop_print(const Options *o, int signal_number, int64_t step) {
-    printf("stopped by signal %d after step %lld; %s\n", signal_number, (long long)step, *o->checkpoint_dir ? "--resume continues" : "without --checkpoint-dir nothing was saved");
+    printf("stopped by signal %d after step %lld; %s\n", signal_number, (long long)step,
+           *o->checkpoint_dir ? "--resume continues" : "without --checkpoint-dir nothing was saved");
 }
 
 #endif

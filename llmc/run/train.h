@@ -35,11 +35,11 @@ typedef struct {
     void (*find_filter)(const Options *o, const ModelConfig *m, char *filter, size_t capacity);
     // Sizes and the memory plan; takes no memory of the device. The trainer keeps the pointers.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
-    void (*print_settings)(const void *t);  // lines after the settings; may be NULL
-    void (*print_gemms)(const void *t);     // the table of what each GEMM runs in
+    void (*print_settings)(const void *t);         // lines after the settings; may be NULL
+    void (*print_gemms)(const void *t);            // the table of what each GEMM runs in
     void (*create)(void *t, const Arena *memory);  // takes the memory that describe planned, and clears it
-    void (*initialize)(void *t);            // random weights, by --seed
-    void (*weights_changed)(void *t);       // after initialize, or after TrainerState.write
+    void (*initialize)(void *t);                   // random weights, by --seed
+    void (*weights_changed)(void *t);              // after initialize, or after TrainerState.write
     DeviceInfo (*device)(const Options *o);
 
     // Starts optimizer step `step` (counted from 0) on the samples from first_sample on. after_pause: the first step,
@@ -220,8 +220,8 @@ static inline void run_plan(Run *run) {
     const TrainerOps *ops = run->ops;
     TrainerParts *p = &run->parts;
     *p = ops->describe(run->trainer, &run->options, &run->setup.model, &run->comm);
-    const PlanFacts facts = {ops->program, &run->setup, &run->options, &run->comm, p->table, p->precision, &p->memory,
-                             p->memory_overhead, p->rows, p->head_rows};
+    const PlanFacts facts = {ops->program, &run->setup, &run->options,      &run->comm, p->table,
+                             p->precision, &p->memory,  p->memory_overhead, p->rows,    p->head_rows};
     if (run->options.json) return plan_json_print(&facts);
     run_print(&run->setup, &run->options, &run->comm, p->table, p->state.plan, p->precision);
     if (ops->print_settings) ops->print_settings(run->trainer);
@@ -240,8 +240,8 @@ static inline void run_create(Run *run) {
     comm_barrier(&run->comm, COMM_WORLD);  // some take long to read: the others wait here, not in a kernel of NCCL
     ops->weights_changed(run->trainer);
     *d = ops->device(&run->options);
-    const RunInfo info = {ops->program, d->name, d->versions, run->comm.world, d->peak_bf16,
-                          run->setup.start.step > 0, p->memory.used};
+    const RunInfo info = {ops->program,  d->name, d->versions, run->comm.world, d->peak_bf16, run->setup.start.step > 0,
+                          p->memory.used};
     run->logger = logger_open(&run->options, &run->setup.model, p->table, p->precision, info);
     if (run->options.fp8_audit) {
         const size_t count = (size_t)audit_count(p->precision);

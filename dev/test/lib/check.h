@@ -1,4 +1,5 @@
-// Counted checks for the test programs. A program ends with `return check_report();`, which prints "N passed, N failed".
+// Counted checks for the test programs. A program ends with `return check_report();`, which prints "N passed, N
+// failed".
 #ifndef DEV_TEST_CHECK_H
 #define DEV_TEST_CHECK_H
 
@@ -14,16 +15,16 @@ typedef struct {
 
 static CheckCounts check_counts;
 
-#define CHECK(condition, ...)                                            \
-    do {                                                                 \
-        if (condition) {                                                 \
-            check_counts.passed++;                                       \
-        } else {                                                         \
-            check_counts.failed++;                                       \
+#define CHECK(condition, ...)                                             \
+    do {                                                                  \
+        if (condition) {                                                  \
+            check_counts.passed++;                                        \
+        } else {                                                          \
+            check_counts.failed++;                                        \
             printf("FAILED %s:%d: %s: ", __FILE__, __LINE__, #condition); \
-            printf(__VA_ARGS__);                                         \
-            printf("\n");                                                \
-        }                                                                \
+            printf(__VA_ARGS__);                                          \
+            printf("\n");                                                 \
+        }                                                                 \
     } while (0)
 
 // ||a - b|| / ||b|| in double precision; NaN if any value is not finite.
@@ -36,9 +37,10 @@ static inline double check_relative_error(const float *a, const float *b, int64_
     return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
 }
 
-// Runs `action(context)` in a child process. True when it ended with a non-zero status by itself (no signal) and its stderr holds `message`.
-// What the child wrote is copied to `output`.
-static inline bool check_dies(void (*action)(void *), void *context, const char *message, char *output, size_t capacity) {
+// Runs `action(context)` in a child process. True when it ended with a non-zero status by itself (no signal) and its
+// stderr holds `message`. What the child wrote is copied to `output`.
+static inline bool check_dies(void (*action)(void *), void *context, const char *message, char *output,
+                              size_t capacity) {
     int fds[2];
     fflush(stdout);
     if (pipe(fds)) die("pipe: %s", strerror(errno));
@@ -60,7 +62,8 @@ static inline bool check_dies(void (*action)(void *), void *context, const char 
     return WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(output, message) != NULL;
 }
 
-// Between check_capture and check_captured stdout goes to a file. The latter returns what was printed; the caller frees.
+// Between check_capture and check_captured stdout goes to a file. The latter returns what was printed; the caller
+// frees.
 typedef struct {
     FILE *file;
     int saved;

@@ -1,6 +1,7 @@
-// compare_checkpoints A B LARGEST [STEM]: compares two checkpoints of the same model tensor by tensor, prints the worst relative error (norm of the
-// difference over norm) and ends with status 1 if it is above LARGEST. Without STEM it compares gradients: after ONE step, exp_avg is (1 - beta1) times
-// the gradient. STEM "model" compares all weights, "optimizer" both moments.
+// compare_checkpoints A B LARGEST [STEM]: compares two checkpoints of the same model tensor by tensor, prints the worst
+// relative error (norm of the difference over norm) and ends with status 1 if it is above LARGEST. Without STEM it
+// compares gradients: after ONE step, exp_avg is (1 - beta1) times the gradient. STEM "model" compares all weights,
+// "optimizer" both moments.
 #include "../../../llmc/checkpoint/safetensors.h"
 #include "check.h"
 
@@ -23,7 +24,8 @@ int main(int argc, char **argv) {
     const bool gradients = argc == 4;
     const char *stem = gradients ? "optimizer" : argv[4];
     Safetensors a = open_set(argv[1], stem), b = open_set(argv[2], stem);
-    if (a.count != b.count) die("%s has %lld tensors, %s %lld", argv[1], (long long)a.count, argv[2], (long long)b.count);
+    if (a.count != b.count)
+        die("%s has %lld tensors, %s %lld", argv[1], (long long)a.count, argv[2], (long long)b.count);
     const double largest = atof(argv[3]);
     double worst = -1;
     const char *name = "";

@@ -1,4 +1,5 @@
-// Reads the FP8 goldens of dev/reference (fp8_*.safetensors, recipe_*.safetensors) and compares codes. Paths are relative to the root of the repository.
+// Reads the FP8 goldens of dev/reference (fp8_*.safetensors, recipe_*.safetensors) and compares codes. Paths are
+// relative to the root of the repository.
 #ifndef DEV_TEST_FP8_GOLDEN_H
 #define DEV_TEST_FP8_GOLDEN_H
 
@@ -16,17 +17,23 @@ static inline Safetensors fp8_golden_open(const char *path) {
 static inline void *fp8_golden_bytes(const Safetensors *st, const char *name, SafetensorsType type, int64_t elements) {
     Failure failure;
     const Safetensor *t = safetensors_find(st, name);
-    if (!t || t->type != type || (elements >= 0 && t->elements != elements)) die("golden %s is missing, or of another type or size", name);
+    if (!t || t->type != type || (elements >= 0 && t->elements != elements))
+        die("golden %s is missing, or of another type or size", name);
     const int64_t bytes = t->elements * safetensors_type_bytes(type);
     void *data = xcalloc((size_t)bytes, 1);
-    if (!file_read_at(st->files[t->file].fd, st->files[t->file].path, t->offset, data, bytes, &failure)) die("%s", failure.text);
+    if (!file_read_at(st->files[t->file].fd, st->files[t->file].path, t->offset, data, bytes, &failure))
+        die("%s", failure.text);
     return data;
 }
 
-static inline bool fp8_is_nan(uint8_t code, Fp8Format format) { return format == FP8_E4M3 ? (code & 0x7f) == 0x7f : (code & 0x7f) > 0x7c; }
+static inline bool fp8_is_nan(uint8_t code, Fp8Format format) {
+    return format == FP8_E4M3 ? (code & 0x7f) == 0x7f : (code & 0x7f) > 0x7c;
+}
 
 // NaN bytes are compared by class: torch's differ between CPU and GPU.
-static inline bool fp8_same(uint8_t a, uint8_t b, Fp8Format format) { return fp8_is_nan(b, format) ? fp8_is_nan(a, format) : a == b; }
+static inline bool fp8_same(uint8_t a, uint8_t b, Fp8Format format) {
+    return fp8_is_nan(b, format) ? fp8_is_nan(a, format) : a == b;
+}
 
 static inline const char *fp8_format_name(Fp8Format format) { return format == FP8_E4M3 ? "e4m3" : "e5m2"; }
 

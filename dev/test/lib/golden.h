@@ -5,11 +5,12 @@
 #include "../../../llmc/config/hf_config.h"
 #include "../../../llmc/checkpoint/safetensors.h"
 
-// One golden model: its configuration and its file of tensors (tokens, loss, logits, grad_norm, param.X, grad.X, after3.X).
+// One golden model: its configuration and its file of tensors (tokens, loss, logits, grad_norm, param.X, grad.X,
+// after3.X).
 typedef struct {
     Safetensors st;
     ModelConfig m;
-    int64_t B, T;      // of tokens [B, T + 1]
+    int64_t B, T;  // of tokens [B, T + 1]
     int32_t *tokens;
 } Golden;
 
@@ -37,7 +38,8 @@ static inline float golden_number(const Golden *g, const char *name) {
     return number;
 }
 
-// Opens GOLDENS/NAME.safetensors and .config.json; `scratch` is a folder in which a model folder NAME is made, as hf_config_read wants one.
+// Opens GOLDENS/NAME.safetensors and .config.json; `scratch` is a folder in which a model folder NAME is made, as
+// hf_config_read wants one.
 static inline Golden golden_open(const char *goldens, const char *scratch, const char *name) {
     Golden g;
     Failure failure;
@@ -49,13 +51,16 @@ static inline Golden golden_open(const char *goldens, const char *scratch, const
     format_checked(folder, sizeof folder, "%s/%s", scratch, name);
     size_t size;
     char *config = read_file(path, &size);
-    if (!config || !folder_create(folder, true, &failure) || !file_write(folder, "config.json", config, (int64_t)size, NULL, &failure)) die("golden %s: no config", name);
+    if (!config || !folder_create(folder, true, &failure) ||
+        !file_write(folder, "config.json", config, (int64_t)size, NULL, &failure))
+        die("golden %s: no config", name);
     free(config);
     hf_config_read(&g.m, folder);
     const Safetensor *t = golden_tensor(&g, "", "tokens");
     const SafetensorsFile *file = &g.st.files[t->file];
     g.tokens = (int32_t *)xcalloc((size_t)t->elements, sizeof(int32_t));
-    if (t->type != ST_I32 || !file_read_at(file->fd, file->path, t->offset, g.tokens, t->elements * 4, &failure)) die("golden tokens cannot be read");
+    if (t->type != ST_I32 || !file_read_at(file->fd, file->path, t->offset, g.tokens, t->elements * 4, &failure))
+        die("golden tokens cannot be read");
     g.B = t->shape[0], g.T = t->shape[1] - 1;
     return g;
 }

@@ -1,48 +1,71 @@
 // Streams of several ranks, first noted and then run: do they order what they do to memory?
 //
-// For each stream a test notes what it is to do: reads and writes of memory, events recorded and waited for, values that streams write and wait for,
-// collectives. Then all streams run, each as far as what it waits for allows. Every stream has a clock of the operations of all streams that have happened
-// before; events, values and collectives carry it to others. Counted are
+// For each stream a test notes what it is to do: reads and writes of memory, events recorded and waited for, values
+// that streams write and wait for, collectives. Then all streams run, each as far as what it waits for allows. Every
+// stream has a clock of the operations of all streams that have happened before; events, values and collectives carry
+// it to others. Counted are
 //   races   two operations on the same memory, of which one writes, that the clocks do not order
 //   wrong   reads that find something else than they want
 //   stuck   streams that do not come to their end
-// Which stream runs next is drawn by lot. Whether there is a race does not depend on that, because an operation's clock is the same in every order; so one
-// order is enough.
+// Which stream runs next is drawn by lot. Whether there is a race does not depend on that, because an operation's clock
+// is the same in every order; so one order is enough.
 #ifndef DEV_TEST_ORDER_MODEL_H
 #define DEV_TEST_ORDER_MODEL_H
 
 #include "../../../llmc/base/rng.h"
 
-enum { ORDER_MAX_RANKS = 4, ORDER_STREAMS = 2, ORDER_MAX_STREAMS = ORDER_MAX_RANKS * ORDER_STREAMS };  // stream s is of rank s / ORDER_STREAMS
-enum { ORDER_MAX_OPERATIONS = 1 << 14, ORDER_MAX_RECORDS = 1 << 14, ORDER_MAX_PIECES = 1 << 12, ORDER_MAX_SIGNALS = 64, ORDER_MAX_VALUES = 1 << 10 };
+enum {
+    ORDER_MAX_RANKS = 4,
+    ORDER_STREAMS = 2,
+    ORDER_MAX_STREAMS = ORDER_MAX_RANKS * ORDER_STREAMS
+};  // stream s is of rank s / ORDER_STREAMS
+enum {
+    ORDER_MAX_OPERATIONS = 1 << 14,
+    ORDER_MAX_RECORDS = 1 << 14,
+    ORDER_MAX_PIECES = 1 << 12,
+    ORDER_MAX_SIGNALS = 64,
+    ORDER_MAX_VALUES = 1 << 10
+};
 enum { ORDER_PLACES = 1 << 12 };
 
 // A rank's memory begins at a multiple of this, its number + 1. Nothing touches it.
 #define ORDER_MEMORY_STRIDE (1ll << 40)
 
-// What memory holds: a positive number of the test's choice, in whose upper bits stands over how many ranks it has been summed; or
+// What memory holds: a positive number of the test's choice, in whose upper bits stands over how many ranks it has been
+// summed; or
 static const int64_t ORDER_UNWRITTEN = 0, ORDER_MIXED = -1;
 // What an operation wants to read, or writes: such a content; or
-static const int64_t ORDER_ANY = -2;      // whatever is there
-static const int64_t ORDER_CARRIED = -3;  // whatever is there, for the stream's next writes; what the stream has read so since the last of those
+static const int64_t ORDER_ANY = -2;  // whatever is there
+static const int64_t ORDER_CARRIED =
+    -3;  // whatever is there, for the stream's next writes; what the stream has read so since the last of those
 
 static inline int64_t order_content(int64_t what, int64_t summed) { return (summed << 48) + what; }
-static inline int64_t order_sum(int64_t content, int64_t ranks) { return ranks && content > 0 ? content + (content >> 48 << 48) * (ranks - 1) : content; }
+static inline int64_t order_sum(int64_t content, int64_t ranks) {
+    return ranks && content > 0 ? content + (content >> 48 << 48) * (ranks - 1) : content;
+}
 
 typedef struct {
     int64_t at[ORDER_MAX_STREAMS];  // operations of each stream that have happened before
 } OrderClock;
 
-typedef enum { ORDER_READ, ORDER_WRITE, ORDER_RECORD, ORDER_WAIT, ORDER_SIGNAL, ORDER_AWAIT, ORDER_COLLECTIVE } OrderKind;
+typedef enum {
+    ORDER_READ,
+    ORDER_WRITE,
+    ORDER_RECORD,
+    ORDER_WAIT,
+    ORDER_SIGNAL,
+    ORDER_AWAIT,
+    ORDER_COLLECTIVE
+} OrderKind;
 
 typedef struct {
     OrderKind kind;
     const char *from, *to;  // memory that is read, written
     int64_t bytes, to_bytes;
-    int64_t value;          // reads, writes: content; record, wait: number of the record; signal, await: value
-    int64_t summed;         // writes, collectives: ranks over which the content is summed; 0: it is not
-    const char *name;       // collectives
-    const int *group;       // collectives: ranks that take part, by which they know each other
+    int64_t value;     // reads, writes: content; record, wait: number of the record; signal, await: value
+    int64_t summed;    // writes, collectives: ranks over which the content is summed; 0: it is not
+    const char *name;  // collectives
+    const int *group;  // collectives: ranks that take part, by which they know each other
 } OrderOperation;
 
 typedef struct {
@@ -86,7 +109,7 @@ typedef struct {
     OrderSignal signals[ORDER_MAX_SIGNALS];
     int64_t num_records, num_signals;
     int64_t races, wrong, stuck;
-    char problem[512];  // the first of them
+    char problem[512];                // the first of them
     const char *const *stream_names;  // [ORDER_STREAMS], for it
     const char *(*name_of)(int64_t rank, const char *address);
 } Order;
@@ -98,7 +121,8 @@ static Order order;
 
 static inline char *order_base(int64_t rank) { return (char *)((1 + rank) * ORDER_MEMORY_STRIDE); }
 
-static inline void order_begin(int64_t num_ranks, const char *const stream_names[ORDER_STREAMS], const char *(*name_of)(int64_t rank, const char *address)) {
+static inline void order_begin(int64_t num_ranks, const char *const stream_names[ORDER_STREAMS],
+                               const char *(*name_of)(int64_t rank, const char *address)) {
     if (num_ranks > ORDER_MAX_RANKS) die("more than %d ranks", ORDER_MAX_RANKS);
     order.ranks = num_ranks, order.stream_names = stream_names, order.name_of = name_of;
     order.num_records = order.num_signals = order.races = order.wrong = order.stuck = order.problem[0] = 0;
@@ -148,10 +172,15 @@ static inline int64_t order_record(int stream) {
 static inline void order_wait(int stream, int64_t record) { order_note(stream, ORDER_WAIT, record); }
 
 // A value is written to an address; a stream waits until that, or a later one in cyclic order, is there.
-static inline void order_signal(int stream, const void *at, uint32_t value) { order_note(stream, ORDER_SIGNAL, value)->to = (const char *)at; }
-static inline void order_await(int stream, const void *at, uint32_t value) { order_note(stream, ORDER_AWAIT, value)->to = (const char *)at; }
+static inline void order_signal(int stream, const void *at, uint32_t value) {
+    order_note(stream, ORDER_SIGNAL, value)->to = (const char *)at;
+}
+static inline void order_await(int stream, const void *at, uint32_t value) {
+    order_note(stream, ORDER_AWAIT, value)->to = (const char *)at;
+}
 
-static inline void order_collective(int stream, const char *name, const int *group, const void *from, int64_t bytes, void *to, int64_t to_bytes, int64_t summed) {
+static inline void order_collective(int stream, const char *name, const int *group, const void *from, int64_t bytes,
+                                    void *to, int64_t to_bytes, int64_t summed) {
     OrderOperation *o = order_note(stream, ORDER_COLLECTIVE, 0);
     o->name = name, o->group = group, o->summed = summed;
     o->from = (const char *)from, o->bytes = bytes, o->to = (const char *)to, o->to_bytes = to_bytes;
@@ -168,13 +197,16 @@ static inline int64_t order_rank_of(const char *address) {
 
 static inline const char *order_stream_name(int stream) { return order.stream_names[stream % ORDER_STREAMS]; }
 
-static inline void order_report(int64_t *count, int stream, const char *does, const char *address, const char *but, int other) {
+static inline void order_report(int64_t *count, int stream, const char *does, const char *address, const char *but,
+                                int other) {
     if ((*count)++ || *order.problem) return;
     const int64_t rank = order_rank_of(address);
     char by[64] = "";
-    if (other >= 0) format_checked(by, sizeof by, " rank %d's %s stream", other / ORDER_STREAMS, order_stream_name(other));
-    format_checked(order.problem, sizeof order.problem, "rank %d's %s stream %s %s of rank %lld, %s%s", stream / ORDER_STREAMS, order_stream_name(stream), does,
-                   order.name_of(rank, address), (long long)rank, but, by);
+    if (other >= 0)
+        format_checked(by, sizeof by, " rank %d's %s stream", other / ORDER_STREAMS, order_stream_name(other));
+    format_checked(order.problem, sizeof order.problem, "rank %d's %s stream %s %s of rank %lld, %s%s",
+                   stream / ORDER_STREAMS, order_stream_name(stream), does, order.name_of(rank, address),
+                   (long long)rank, but, by);
 }
 
 // Cuts a piece in two: the second one, number `second`, begins at `address`.
@@ -198,8 +230,7 @@ static inline int64_t order_piece(OrderMemory *m, const char *address) {
         else high = middle;
     }
     if (m->begins[low] == address) return *found = low;
-    if (address < m->begins[0] || high == m->count)
-        die("address %p is outside a rank's memory", (const void *)address);
+    if (address < m->begins[0] || high == m->count) die("address %p is outside a rank's memory", (const void *)address);
     order_cut(m, high, address);
     return *found = high;
 }
@@ -233,8 +264,7 @@ static inline int64_t order_run_read(int stream, const char *from, int64_t bytes
 static inline void order_run_write(int stream, const char *to, int64_t bytes, int64_t content) {
     OrderMemory *m = &order.memory[order_rank_of(to)];
     OrderClock *now = &order.streams[stream].clock;
-    const int64_t number = ++now->at[stream], begin = order_piece(m, to),
-                  end = order_piece_after(m, begin, to + bytes);
+    const int64_t number = ++now->at[stream], begin = order_piece(m, to), end = order_piece_after(m, begin, to + bytes);
     for (int64_t i = begin; i < end; i++) {
         OrderPiece *p = &m->pieces[i];
         if (p->write > now->at[p->writer])
@@ -269,7 +299,8 @@ static inline void order_run_signal(const OrderStream *s, const OrderOperation *
     at->clock[at->count++] = s->clock;
 }
 
-// What follows sees what came before the first write of a value that is large enough; of later ones it cannot be sure. One stream writes there, one waits.
+// What follows sees what came before the first write of a value that is large enough; of later ones it cannot be sure.
+// One stream writes there, one waits.
 static inline bool order_run_await(OrderStream *s, const OrderOperation *o) {
     OrderSignal *at = order_signal_at(o->to);
     while (at->seen < at->count && (int32_t)(at->value[at->seen] - (uint32_t)o->value) < 0) at->seen++;
@@ -291,8 +322,9 @@ static inline int order_members(const OrderOperation *o, int members[ORDER_MAX_S
     return count;
 }
 
-// Runs when all ranks have come to it. Each reads and writes its own memory, perhaps before the others have come: so these two must be in order with what the
-// rank itself knows. What follows sees what came before the collective everywhere.
+// Runs when all ranks have come to it. Each reads and writes its own memory, perhaps before the others have come: so
+// these two must be in order with what the rank itself knows. What follows sees what came before the collective
+// everywhere.
 static inline bool order_run_collective(const OrderOperation *o) {
     int members[ORDER_MAX_STREAMS];
     const int count = order_members(o, members);
@@ -318,10 +350,13 @@ static inline void order_run_access(int stream, const OrderOperation *o) {
     OrderStream *s = &order.streams[stream];
     if (o->kind == ORDER_READ) {
         const int64_t content = order_run_read(stream, o->from, o->bytes);
-        if (o->value == ORDER_CARRIED) s->carried = s->passed_on || s->carried == content ? content : ORDER_MIXED, s->passed_on = false;
-        else if (o->value != ORDER_ANY && o->value != content) order_report(&order.wrong, stream, "reads", o->from, "and finds something else than it should", -1);
+        if (o->value == ORDER_CARRIED)
+            s->carried = s->passed_on || s->carried == content ? content : ORDER_MIXED, s->passed_on = false;
+        else if (o->value != ORDER_ANY && o->value != content)
+            order_report(&order.wrong, stream, "reads", o->from, "and finds something else than it should", -1);
     } else {
-        order_run_write(stream, o->to, o->to_bytes, order_sum(o->value == ORDER_CARRIED ? s->carried : o->value, o->summed));
+        order_run_write(stream, o->to, o->to_bytes,
+                        order_sum(o->value == ORDER_CARRIED ? s->carried : o->value, o->summed));
         if (o->value == ORDER_CARRIED) s->passed_on = true;
     }
 }
@@ -351,7 +386,8 @@ static inline void order_run(uint64_t seed) {
         for (uint64_t i = 0; i < count && !moves; i++) {
             const int stream = (int)((random % count + i) % count);
             const OrderStream *s = &order.streams[stream];
-            for (uint64_t left = 1 + (random >> 32) % 32; left && s->next < s->count && order_step(stream); left--) moves = true;
+            for (uint64_t left = 1 + (random >> 32) % 32; left && s->next < s->count && order_step(stream); left--)
+                moves = true;
         }
     }
     for (int i = 0; i < (int)count; i++) {
@@ -360,8 +396,8 @@ static inline void order_run(uint64_t seed) {
         if (s->next == s->count) continue;
         order.stuck++;
         if (o->kind == ORDER_WAIT || *order.problem) continue;  // for an event of a stream that is stuck
-        format_checked(order.problem, sizeof order.problem, "rank %d's %s stream waits for ever for %s", i / ORDER_STREAMS, order_stream_name(i),
-                       o->kind == ORDER_AWAIT ? "a value" : o->name);
+        format_checked(order.problem, sizeof order.problem, "rank %d's %s stream waits for ever for %s",
+                       i / ORDER_STREAMS, order_stream_name(i), o->kind == ORDER_AWAIT ? "a value" : o->name);
     }
 }
 

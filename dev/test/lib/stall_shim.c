@@ -46,7 +46,7 @@ static void hold(const char *call, int fd) {
 
 ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     static ssize_t (*next)(int, void *, size_t, off_t);
-    if (!next) next = (ssize_t(*)(int, void *, size_t, off_t))dlsym(RTLD_NEXT, "pread");
+    if (!next) next = (ssize_t (*)(int, void *, size_t, off_t))dlsym(RTLD_NEXT, "pread");
     hold("pread", fd);
     return next(fd, data, bytes, offset);
 }
