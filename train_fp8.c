@@ -527,7 +527,7 @@ static float qtensor_scale(Trainer *t, const QTensor *q, int64_t n) {
 }
 
 // Returns a tensor as a GEMM reads it, cast as the recipe of its linear layer says, and adds the cast to the audit.
-static LinearOperand qtensor_operand(Trainer *t, const QTensor *q, CopyKind copy) {
+static LinearOperand qtensor_operand(Trainer *t, const QTensor *q, TensorUsage copy) {
     const Recipe *r = precision_of(&t->precision, q->layer, q->linear);
     const LinearShape *s = &t->precision.linear[q->linear];
     const int64_t rows = q->role == TENSOR_W ? s->N : t->d.R, cols = q->role == TENSOR_DY ? s->N : s->K;
@@ -544,8 +544,8 @@ static LinearOperand qtensor_operand(Trainer *t, const QTensor *q, CopyKind copy
 
 // c [M, N] = a b^T + bias, with a [M, depth] and b [N, depth] read as copies. Operands are decoded and multiplied with
 // fp32 sums: --fp8-emulate and --fp8-fast-accum change nothing on the CPU.
-static void gemm(Trainer *t, Real *c, const QTensor *a, CopyKind copy_a, const QTensor *b, CopyKind copy_b, int64_t M,
-                 int64_t N, int64_t depth, const Real *bias) {
+static void gemm(Trainer *t, Real *c, const QTensor *a, TensorUsage copy_a, const QTensor *b, TensorUsage copy_b,
+                 int64_t M, int64_t N, int64_t depth, const Real *bias) {
     LinearOperand qa = qtensor_operand(t, a, copy_a), qb = qtensor_operand(t, b, copy_b);
     linear_product(c, qa, qb, M, N, depth, bias, t->rounding);
     linear_operand_free(&qa), linear_operand_free(&qb);
@@ -554,19 +554,19 @@ static void gemm(Trainer *t, Real *c, const QTensor *a, CopyKind copy_a, const Q
 // y [R, N] = x [R, K] w^T + bias
 static void linear(Trainer *t, Real *y, const QTensor *x, const QTensor *w, const Real *bias) {
     const LinearShape *s = &t->precision.linear[w->linear];
-    gemm(t, y, x, COPY_ROW, w, COPY_ROW, t->d.R, s->N, s->K, bias);
+    gemm(t, y, x, ROWWISE, w, ROWWISE, t->d.R, s->N, s->K, bias);
 }
 
 // dx [R, K] = dy [R, N] w
 static void linear_dgrad(Trainer *t, Real *dx, const QTensor *dy, const QTensor *w) {
     const LinearShape *s = &t->precision.linear[w->linear];
-    gemm(t, dx, dy, COPY_ROW, w, COPY_COL, t->d.R, s->K, s->N, NULL);
+    gemm(t, dx, dy, ROWWISE, w, COLUMNWISE, t->d.R, s->K, s->N, NULL);
 }
 
 // dw [N, K] = dy^T x
 static void linear_wgrad(Trainer *t, const QTensor *dw, const QTensor *dy, const QTensor *x) {
     const LinearShape *s = &t->precision.linear[dw->linear];
-    gemm(t, dw->data, dy, COPY_COL, x, COPY_COL, s->N, s->K, t->d.R, NULL);
+    gemm(t, dw->data, dy, COLUMNWISE, x, COLUMNWISE, s->N, s->K, t->d.R, NULL);
 }
 
 // A tensor's data is complete. GEMMs cast it when they read it, so nothing has to be done.
@@ -905,11 +905,11 @@ static void audit_begin(Trainer *t, int64_t step) {
         const int id = (int)(i % NUM_LINEARS);
         if (!gathered_as_fp8(t, l)) continue;
         const ShardRange r = linear_range(t, l, id);
-        const float inverse_scale = 1.0f / weight_scale(t, l, id);
+        const float scale_inv = 1.0f / weight_scale(t, l, id);
         AuditSums *sums =
-            &t->scales.step_audit[audit_index(l, id, TENSOR_W, COPY_ROW)];  // both copies have the same codes
-        audit_copy(sums, t->params.weights + r.shard, linear_codes(t, l, r), &inverse_scale,
-                   copy_shape(1, r.count, COPY_ROW), PER_TENSOR, FP8_E4M3);
+            &t->scales.step_audit[audit_index(l, id, TENSOR_W, ROWWISE)];  // both copies have the same codes
+        audit_copy(sums, t->params.weights + r.shard, linear_codes(t, l, r), &scale_inv,
+                   usage_shape(1, r.count, ROWWISE), PER_TENSOR, FP8_E4M3);
     }
 }
 

@@ -51,9 +51,9 @@ static void check_sums(const char *label, const AuditSums *got, const AuditSums 
           "%s: signal %.17g, noise %.17g; want %.17g, %.17g", label, got->signal, got->noise, want->signal,
           want->noise);
     CHECK(same_or_nan(got->amax, want->amax) && same_or_nan(got->scale_max, want->scale_max) &&
-              same_or_nan(got->inverse_scale_max, want->inverse_scale_max),
+              same_or_nan(got->scale_inv_max, want->scale_inv_max),
           "%s: amax 0x%08x, scale 0x%08x, inverse 0x%08x; want 0x%08x, 0x%08x, 0x%08x", label, got->amax,
-          got->scale_max, got->inverse_scale_max, want->amax, want->scale_max, want->inverse_scale_max);
+          got->scale_max, got->scale_inv_max, want->amax, want->scale_max, want->scale_inv_max);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -77,9 +77,10 @@ typedef struct {
 } Audited;
 
 // Codes and scales of one copy, uploaded; adds to *want.
-static void make_copy(AuditSums *want, uint8_t **codes, void **scales, const Case *c, const float *x, CopyKind copy) {
-    const ScaleGranularity granularity = copy == COPY_ROW ? c->row : c->col;
-    const CopyShape s = copy_shape(c->R, c->C, copy);
+static void make_copy(AuditSums *want, uint8_t **codes, void **scales, const Case *c, const float *x,
+                      TensorUsage copy) {
+    const ScaleGranularity granularity = copy == ROWWISE ? c->row : c->col;
+    const UsageShape s = usage_shape(c->R, c->C, copy);
     uint8_t *host = (uint8_t *)xcalloc((size_t)(c->R * c->C), 1);
     void *host_scales = xcalloc((size_t)scale_bytes(granularity, s.outer, s.depth), 1);
     quantize_copy(host, host_scales, x, s, granularity, c->rule, c->format, c->scale);
@@ -96,11 +97,11 @@ static Audited audited_create(const Case *c) {
     a.x = bf16_to_floats(bits, c->R * c->C);
     a.device_x = (bf16 *)bench_upload(bits, c->R * c->C * 2);
     free(bits);
-    make_copy(&a.want[COPY_ROW], &a.t.rowwise, &a.t.rowwise_scale_inv, c, a.x, COPY_ROW);
-    make_copy(&a.want[COPY_COL], &a.t.columnwise, &a.t.columnwise_scale_inv, c, a.x, COPY_COL);
+    make_copy(&a.want[ROWWISE], &a.t.rowwise, &a.t.rowwise_scale_inv, c, a.x, ROWWISE);
+    make_copy(&a.want[COLUMNWISE], &a.t.columnwise, &a.t.columnwise_scale_inv, c, a.x, COLUMNWISE);
     a.t.format = c->format, a.t.rule = c->rule, a.t.row_granularity = c->row, a.t.col_granularity = c->col;
     a.sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
-    a.t.audit[COPY_ROW] = a.sums, a.t.audit[COPY_COL] = a.sums + 1;
+    a.t.audit[ROWWISE] = a.sums, a.t.audit[COLUMNWISE] = a.sums + 1;
     return a;
 }
 
@@ -147,7 +148,7 @@ static void check_missing(void) {
         QTensor t = a.t;
         const int copy = without % 2;
         if (without >= 2) t.audit[copy] = NULL;
-        else if (copy == COPY_ROW) t.rowwise = NULL;
+        else if (copy == ROWWISE) t.rowwise = NULL;
         else t.columnwise = NULL;
         a.want[copy] = AuditSums{};
         audit_source(t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
@@ -164,7 +165,7 @@ static void check_parts(void) {
     for (int i = 1; i < 6; i++)
         audit_part(a.sums, a.device_x + ends[i - 1], a.t.rowwise + ends[i - 1], (const float *)a.t.rowwise_scale_inv,
                    ends[i] - ends[i - 1], c.format, 0);
-    a.want[COPY_COL] = AuditSums{};
+    a.want[COLUMNWISE] = AuditSums{};
     check_audited("parts", &a);
     audited_free(&a);
 }
@@ -174,7 +175,7 @@ static void check_parts(void) {
 
 // A tensor's copies as a recipe has them, not cast yet.
 static QTensor recipe_copies(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
-    return qtensor_of(R, C, recipe_granularity(r, tensor, COPY_ROW), recipe_granularity(r, tensor, COPY_COL), r->rule,
+    return qtensor_of(R, C, recipe_granularity(r, tensor, ROWWISE), recipe_granularity(r, tensor, COLUMNWISE), r->rule,
                       tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
 }
 
@@ -187,7 +188,7 @@ static void check_cast(int recipe, TensorRole tensor) {
     bf16 *device_x = (bf16 *)bench_upload(bits, R * C * 2);
     AuditSums *sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
     QTensor t = recipe_copies(r, tensor, R, C);
-    t.audit[COPY_ROW] = sums, t.audit[COPY_COL] = sums + 1;
+    t.audit[ROWWISE] = sums, t.audit[COLUMNWISE] = sums + 1;
     tensor_quantize(t, device_x, R, C, 0);
     AuditSums *got = (AuditSums *)bench_download(sums, 2 * (int64_t)sizeof(AuditSums), r->name);
     for (int copy = 0; copy < 2; copy++) {
@@ -195,7 +196,7 @@ static void check_cast(int recipe, TensorRole tensor) {
                        copy ? "col" : "row");
         AuditSums want = {};
         const ScaleGranularity granularity = copy ? t.col_granularity : t.row_granularity;
-        const CopyShape s = copy_shape(R, C, (CopyKind)copy);
+        const UsageShape s = usage_shape(R, C, (TensorUsage)copy);
         if (granularity != NO_SCALE) {
             uint8_t *codes = (uint8_t *)bench_download(copy ? t.columnwise : t.rowwise, R * C, label);
             void *scales = bench_download(copy ? t.columnwise_scale_inv : t.rowwise_scale_inv,
@@ -226,7 +227,7 @@ static void check_slices(void) {
     s.slot_stride = TENSORS, s.rule = SCALE_TORCHAO;
     for (int j = 0; j < TENSORS; j++) s.ends[j] = ends[j];
     s.codes = (uint8_t *)bench_alloc(LAYERS * SIZE), s.amax = (uint32_t *)bench_upload(amax, (int64_t)sizeof amax),
-    s.inverse_scale = inverse;
+    s.scale_inv = inverse;
     quantize_slices(&s, 0);
     audit_slices(&s, sums, 2 * TENSORS, 2, 0);
     AuditSums *got = (AuditSums *)bench_download(sums, 2 * LAYERS * TENSORS * (int64_t)sizeof(AuditSums), "slices");
@@ -238,7 +239,7 @@ static void check_slices(void) {
         char label[64];
         AuditSums want = {};
         audit_copy(&want, x + 2 * l * SIZE + first, codes + l * SIZE + first, scales + 4 * i,
-                   copy_shape(1, ends[j] - first, COPY_ROW), PER_TENSOR, FP8_E4M3);
+                   usage_shape(1, ends[j] - first, ROWWISE), PER_TENSOR, FP8_E4M3);
         format_checked(label, sizeof label, "slice of layer %d, tensor %d", l, j);
         check_sums(label, &got[2 * i], &want);
     }
@@ -254,8 +255,8 @@ static void run_checks(void) {
             for (int tensor = 0; tensor < NUM_TENSORS; tensor++)
                 for (int f = 0; f < 2 * NUM_FILLS; f++) {
                     const Recipe *r = recipe_row(recipe);
-                    ScaleGranularity row = recipe_granularity(r, (TensorRole)tensor, COPY_ROW),
-                                     col = recipe_granularity(r, (TensorRole)tensor, COPY_COL);
+                    ScaleGranularity row = recipe_granularity(r, (TensorRole)tensor, ROWWISE),
+                                     col = recipe_granularity(r, (TensorRole)tensor, COLUMNWISE);
                     if (row == NO_SCALE) row = PER_TENSOR_BROADCAST;
                     if (col == NO_SCALE) col = PER_TENSOR_BROADCAST;
                     check_case({shapes[i][0], shapes[i][1], row, col, r->rule, (Fp8Format)(f % 2), (Fill)(f / 2), 0});
@@ -277,7 +278,7 @@ static void check_large(void) {
     AuditSums *sums = (AuditSums *)bench_zeros(3 * (int64_t)sizeof(AuditSums));
     QTensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, R, C), row = t, col = t;
     tensor_quantize(t, x, R, C, 0);
-    row.audit[COPY_ROW] = sums, col.audit[COPY_COL] = sums + 1;
+    row.audit[ROWWISE] = sums, col.audit[COLUMNWISE] = sums + 1;
     audit_source(row, TensorSource{x, C}, R, C, 0);
     audit_source(col, TensorSource{x, C}, R, C, 0);
     audit_part(sums + 2, x, t.rowwise, (const float *)t.rowwise_scale_inv, R * C, t.format, 0);
@@ -304,7 +305,7 @@ static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int6
     QTensor t = recipe_copies(r, tensor, R, C);
     tensor_quantize(t, x, R, C, 0);
     const double cast = bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); });
-    t.audit[COPY_ROW] = sums, t.audit[COPY_COL] = sums + 1;
+    t.audit[ROWWISE] = sums, t.audit[COLUMNWISE] = sums + 1;
     const double audit = bench_time_us(b, [&] { audit_source(t, TensorSource{x, C}, R, C, 0); });
     const bool twice = t.rowwise && t.columnwise && !audit_shares_codes(t.row_granularity, t.col_granularity);
     format_checked(name, sizeof name, "audit, %s (%.1f x the cast)", r->name, audit / cast);

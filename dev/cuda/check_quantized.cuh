@@ -94,18 +94,18 @@ static inline void check_quantized(const char *label, QTensor t, const bf16_bits
 }
 
 // One copy of x as quantize_copy() makes it: codes, and all bytes of the scales.
-static inline void check_copy(const char *label, const QTensor *t, CopyKind copy, const float *x, int64_t R, int64_t C,
-                              float delayed_scale) {
-    const ScaleGranularity granularity = copy == COPY_ROW ? t->row_granularity : t->col_granularity;
-    const CopyShape s = copy_shape(R, C, copy);
+static inline void check_copy(const char *label, const QTensor *t, TensorUsage copy, const float *x, int64_t R,
+                              int64_t C, float delayed_scale) {
+    const ScaleGranularity granularity = copy == ROWWISE ? t->row_granularity : t->col_granularity;
+    const UsageShape s = usage_shape(R, C, copy);
     const int64_t bytes = scale_bytes(granularity, s.outer, s.depth), width = granularity == BLOCK_1X32 ? 1 : 4;
     uint8_t *want = (uint8_t *)xcalloc((size_t)(R * C), 1), *want_scales = (uint8_t *)xcalloc((size_t)bytes, 1);
     quantize_copy(want, want_scales, x, s, granularity, t->rule, t->format, delayed_scale);
     char name[192];
-    format_checked(name, sizeof name, "%s, %s copy", label, copy == COPY_ROW ? "row" : "col");
-    uint8_t *got = (uint8_t *)bench_download(copy == COPY_ROW ? t->rowwise : t->columnwise, R * C, name);
+    format_checked(name, sizeof name, "%s, %s copy", label, copy == ROWWISE ? "row" : "col");
+    uint8_t *got = (uint8_t *)bench_download(copy == ROWWISE ? t->rowwise : t->columnwise, R * C, name);
     uint8_t *got_scales =
-        (uint8_t *)bench_download(copy == COPY_ROW ? t->rowwise_scale_inv : t->columnwise_scale_inv, bytes, name);
+        (uint8_t *)bench_download(copy == ROWWISE ? t->rowwise_scale_inv : t->columnwise_scale_inv, bytes, name);
     check_fp8(name, got, want, R * C, s.depth, t->format);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < bytes / width; i++) {
@@ -123,8 +123,8 @@ static inline void check_copy(const char *label, const QTensor *t, CopyKind copy
 // current scales.
 static inline void check_copies(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C,
                                 float delayed_scale) {
-    if (t->rowwise) check_copy(label, t, COPY_ROW, x, R, C, delayed_scale);
-    if (t->columnwise) check_copy(label, t, COPY_COL, x, R, C, delayed_scale);
+    if (t->rowwise) check_copy(label, t, ROWWISE, x, R, C, delayed_scale);
+    if (t->columnwise) check_copy(label, t, COLUMNWISE, x, R, C, delayed_scale);
 }
 
 #endif

@@ -40,11 +40,11 @@ typedef struct {
     int64_t num_scale_bytes;
 } Operand;
 
-// The copy of x [rows, cols] that is summed over its columns (COPY_ROW) or rows; a bf16 operand is the tensor as it
+// The copy of x [rows, cols] that is summed over its columns (ROWWISE) or rows; a bf16 operand is the tensor as it
 // lies.
-static Operand operand_create(const float *x, int64_t rows, int64_t cols, CopyKind copy, ScaleGranularity granularity,
-                              ScaleRule rule, Fp8Format format) {
-    const CopyShape s = copy_shape(rows, cols, copy);
+static Operand operand_create(const float *x, int64_t rows, int64_t cols, TensorUsage copy,
+                              ScaleGranularity granularity, ScaleRule rule, Fp8Format format) {
+    const UsageShape s = usage_shape(rows, cols, copy);
     const int64_t outer = s.outer, depth = s.depth;
     float *values = (float *)xcalloc((size_t)(outer * depth), sizeof(float));
     Operand o = {};
@@ -122,7 +122,7 @@ static const double LIMIT_UNITS = 4;
 
 static double error_unit(const GemmPlan *p) {
     if (!p->native) return ldexp(sqrt((double)p->depth), -23);
-    return ldexp(sqrt(p->spec.fast ? (double)p->depth : 128.0), -13);
+    return ldexp(sqrt(p->spec.fast_accum ? (double)p->depth : 128.0), -13);
 }
 
 // What is found: errors in units, the worst and how many elements exceed the limit.
@@ -157,7 +157,7 @@ static Comparison compare(const GemmPlan *p, const bf16_bits *got, const double 
 // Checks
 
 enum { WAY_SLOW, WAY_FAST, WAY_EMULATED, NUM_WAYS };
-static const char *const way_names[NUM_WAYS] = {"native", "fast sums", "emulated"};
+static const char *const way_names[NUM_WAYS] = {"native", "fast_accum", "emulated"};
 static double worst_units[NUM_RECIPES + 1][NUM_GEMMS][NUM_WAYS];  // -1: none run
 
 typedef struct {
@@ -250,7 +250,7 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
     const Recipe *r = recipe_row(recipe);
     char label[128];
     for (int way = 0; way < NUM_WAYS; way++) {
-        if (way == WAY_FAST && !r->fast_accumulation) continue;
+        if (way == WAY_FAST && !r->fast_accum) continue;
         if (way == WAY_EMULATED ? !recipe_is_fp8(r, kind) : !gpu_has(r)) continue;
         format_checked(label, sizeof label, "%s %s %lld x %lld x %lld, dy %s, %s", r->name, gemm_kind_name(kind),
                        (long long)R, (long long)N, (long long)K, gemm_type_name(PER_TENSOR, dy), way_names[way]);
@@ -275,11 +275,11 @@ static void check_product(int recipe, GemmKind kind, int64_t R, int64_t N, int64
                           const float *dy, Fp8Format dy_format) {
     const Recipe *r = recipe_row(recipe);
     const ScaleGranularity granularity_a = r->granularity[kind][0], granularity_b = r->granularity[kind][1];
-    const Operand a = kind == GEMM_WGRAD ? operand_create(x, R, K, COPY_COL, granularity_a, r->rule, FP8_E4M3)
-                                         : operand_create(w, N, K, kind == GEMM_FPROP ? COPY_ROW : COPY_COL,
+    const Operand a = kind == GEMM_WGRAD ? operand_create(x, R, K, COLUMNWISE, granularity_a, r->rule, FP8_E4M3)
+                                         : operand_create(w, N, K, kind == GEMM_FPROP ? ROWWISE : COLUMNWISE,
                                                           granularity_a, r->rule, FP8_E4M3);
-    const Operand b = kind == GEMM_FPROP ? operand_create(x, R, K, COPY_ROW, granularity_b, r->rule, FP8_E4M3)
-                                         : operand_create(dy, R, N, kind == GEMM_DGRAD ? COPY_ROW : COPY_COL,
+    const Operand b = kind == GEMM_FPROP ? operand_create(x, R, K, ROWWISE, granularity_b, r->rule, FP8_E4M3)
+                                         : operand_create(dy, R, N, kind == GEMM_DGRAD ? ROWWISE : COLUMNWISE,
                                                           granularity_b, r->rule, dy_format);
     const int64_t rows = kind == GEMM_FPROP ? N : K, cols = kind == GEMM_WGRAD ? N : R,
                   depth = R * N * K / (rows * cols);
@@ -327,7 +327,7 @@ static void run_checks(void) {
     check_shape(640, 256, 1152);
     check_shape(272, 208, 336);
     check_shape(128, 128, 8192);  // long sums in fprop
-    printf("worst error of sums, in units of 2^-bits sqrt(span) norm, %.3g allowed: native, fast sums, emulated\n",
+    printf("worst error of sums, in units of 2^-bits sqrt(span) norm, %.3g allowed: native, fast_accum, emulated\n",
            LIMIT_UNITS);
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
         printf("  %-19s", recipe_row(recipe)->name);
@@ -429,7 +429,7 @@ static const char *rate_reason(const GemmPlan *p) {
     if (vectors == 2)
         return "sums of 128 products are scaled by two vectors and added in fp32 outside the matrix units";
     if (vectors == 1) return "sums of 128 products are scaled and added in fp32 outside the matrix units";
-    if (p->native && !p->spec.fast) return "full sums: parts of them are summed in fp32 outside the matrix units";
+    if (p->native && !p->spec.fast_accum) return "full sums: parts of them are summed in fp32 outside the matrix units";
     return "the fastest algorithm that cuBLASLt offers";
 }
 
@@ -440,7 +440,7 @@ static void bench_recipe(Bench *b, Rates *rates, int recipe, int64_t R, int64_t 
     format_checked(shape, sizeof shape, "%lld x %lld x %lld", (long long)R, (long long)N, (long long)K);
     for (int kind = 0; kind < NUM_GEMMS; kind++) {
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : r->dy_format,
-                               r->fast_accumulation && kind == GEMM_FPROP, !native};
+                               r->fast_accum && kind == GEMM_FPROP, !native};
         GemmPlan p = gemm_describe("llama3.1-8b", (GemmKind)kind, R, N, K, spec, false);
         double ghz;
         const double us = burst_us(b, rates, &p, &ghz);

@@ -163,7 +163,7 @@ static void check_slices(int64_t group) {
         for (int j = 0; j < SLICE_TENSORS; j++)
             s.ends[j] = max_i64(0, min_i64(slice, offset[j] + N[j] * K[j] - place * slice));
         s.x = x + place * slice, s.x_stride = full, s.codes = part;
-        s.amax = slots, s.inverse_scale = inverse, s.slot_stride = SLOT_STRIDE;
+        s.amax = slots, s.scale_inv = inverse, s.slot_stride = SLOT_STRIDE;
         quantize_slices(&s, 0);
         CUDA_CHECK(cudaMemcpy2D(whole + place * slice, (size_t)full, part, (size_t)slice, (size_t)slice, SLICE_LAYERS,
                                 cudaMemcpyDeviceToDevice));
@@ -269,7 +269,7 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
                  2 * n, CAST_REASON);
     Fp8Slices s = {};
     s.count = 1, s.n = s.x_stride = s.ends[0] = R * C, s.num_tensors = 1, s.slot_stride = 1;
-    s.x = x, s.codes = t.rowwise, s.amax = t.amax, s.inverse_scale = (float *)t.rowwise_scale_inv;
+    s.x = x, s.codes = t.rowwise, s.amax = t.amax, s.scale_inv = (float *)t.rowwise_scale_inv;
     bench_report(b, "quantize_slices", shape, bench_time_us(b, [&] { quantize_slices(&s, 0); }), 3 * n);
     bench_report(b, "tensor_quantize (both passes)", shape, bench_time_us(b, [&] { tensor_quantize(t, x, R, C, 0); }),
                  6 * n);

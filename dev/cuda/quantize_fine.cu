@@ -62,7 +62,7 @@ static int make_cases(Case cases[MAX_CASES], int role) {
                 if (role != NUM_TENSORS && role != tensor) continue;
                 Case *c = &cases[count++];
                 c->role = (TensorRole)tensor, c->rule = r->rule, c->format = (Fp8Format)f;
-                c->row = recipe_granularity(r, c->role, COPY_ROW), c->col = recipe_granularity(r, c->role, COPY_COL);
+                c->row = recipe_granularity(r, c->role, ROWWISE), c->col = recipe_granularity(r, c->role, COLUMNWISE);
                 format_checked(c->name, sizeof c->name, "%s %s %s", r->name,
                                tensor == TENSOR_X   ? "x"
                                : tensor == TENSOR_W ? "w"
@@ -101,7 +101,7 @@ static void check_amaxes(const char *label, const QTensor *t, const float *x, in
         uint32_t want;
         if (i < rows && t->row_granularity == PER_ROW) want = quantize_tensor_amax(x + i * C, C, t->rule);
         else if (i >= rows && t->col_granularity == PER_ROW)
-            want = quantize_block_amax(x + i - rows, copy_shape(R, C, COPY_COL), 1, R, t->rule);
+            want = quantize_block_amax(x + i - rows, usage_shape(R, C, COLUMNWISE), 1, R, t->rule);
         else want = quantize_tensor_amax(x, R * C, t->rule);
         if (!same_or_nan(got[i], want) && bad++ == 0) first = i;
     }
@@ -110,14 +110,14 @@ static void check_amaxes(const char *label, const QTensor *t, const float *x, in
     free(got);
 }
 
-static void check_dequantized(const char *label, const QTensor *t, CopyKind copy, int64_t R, int64_t C) {
-    const ScaleGranularity granularity = copy == COPY_ROW ? t->row_granularity : t->col_granularity;
-    const CopyShape s = copy_shape(R, C, copy);
+static void check_dequantized(const char *label, const QTensor *t, TensorUsage copy, int64_t R, int64_t C) {
+    const ScaleGranularity granularity = copy == ROWWISE ? t->row_granularity : t->col_granularity;
+    const UsageShape s = usage_shape(R, C, copy);
     const int64_t outer = s.outer, depth = s.depth;
     if (depth % 16) return;
     bf16 *out = (bf16 *)bench_alloc(R * C * 2);
-    const uint8_t *device_codes = copy == COPY_ROW ? t->rowwise : t->columnwise;
-    const void *device_scales = copy == COPY_ROW ? t->rowwise_scale_inv : t->columnwise_scale_inv;
+    const uint8_t *device_codes = copy == ROWWISE ? t->rowwise : t->columnwise;
+    const void *device_scales = copy == ROWWISE ? t->rowwise_scale_inv : t->columnwise_scale_inv;
     fp8_dequantize(out, device_codes, device_scales, granularity, t->format, outer, depth, 0);
     bf16_bits *got = (bf16_bits *)bench_download(out, R * C * 2, label);
     uint8_t *codes = (uint8_t *)bench_download(device_codes, R * C, label);
@@ -130,7 +130,7 @@ static void check_dequantized(const char *label, const QTensor *t, CopyKind copy
             bad++ == 0)
             first = i;
     CHECK(bad == 0, "%s, %s copy back in bf16: %lld of %lld differ, first number %lld: got %.9g, want %.9g", label,
-          copy == COPY_ROW ? "row" : "col", (long long)bad, (long long)(R * C), (long long)first,
+          copy == ROWWISE ? "row" : "col", (long long)bad, (long long)(R * C), (long long)first,
           bf16_to_float(got[first]), want[first]);
     free(got), free(codes), free(scales), free(want);
     bench_free(out);
@@ -145,13 +145,13 @@ static void check_tensor(const Case *c, const char *what, const bf16 *device_x, 
     tensor_quantize(t, device_x, R, C, 0);
     check_amaxes(label, &t, x, R, C);
     check_copies(label, &t, x, R, C, 0);
-    if (back && t.rowwise) check_dequantized(label, &t, COPY_ROW, R, C);
-    if (back && t.columnwise) check_dequantized(label, &t, COPY_COL, R, C);
+    if (back && t.rowwise) check_dequantized(label, &t, ROWWISE, R, C);
+    if (back && t.columnwise) check_dequantized(label, &t, COLUMNWISE, R, C);
     for (int copy = 0; copy < 2 && t.rowwise && t.columnwise; copy++) {
         QTensor all = case_tensor(c, R, C), alone = all;
         bench_free(all.amax);
         all.amax = t.amax, alone.amax = t.amax;
-        if (copy == COPY_ROW) alone.columnwise = NULL;
+        if (copy == ROWWISE) alone.columnwise = NULL;
         else alone.rowwise = NULL;
         quantize_transpose(alone, device_x, R, C, 0);
         check_same_copies(label, &alone, &t, R, C);

@@ -20,7 +20,7 @@ static void test_elements(void) {
     const float inverse = 0.5f;
     AuditSums s = no_sums;
     for (int i = 0; i < 10; i++) codes[i] = fp8_from_float(2 * x[i], FP8_E4M3);
-    audit_copy(&s, x, codes, &inverse, copy_shape(1, 8, COPY_ROW), PER_TENSOR, FP8_E4M3);
+    audit_copy(&s, x, codes, &inverse, usage_shape(1, 8, ROWWISE), PER_TENSOR, FP8_E4M3);
     // -1.0625 is halfway between -1 and -1.125, and goes to the even one, -1; 300 to 224; 2^-13 to 0; 2^-11 x 2 is
     // 2^-10, halfway between 0 and 2^-9, to 0
     CHECK(s.count == 8 && s.flushed == 2 && s.saturated == 1, "%.0f elements, %.0f flushed, %.0f saturated", s.count,
@@ -32,18 +32,18 @@ static void test_elements(void) {
     CHECK(audit_sqnr_db(&s) == 10 * log10(s.signal / s.noise), "sqnr %g", audit_sqnr_db(&s));
     // infinity saturates, NaN only counts; neither is signal or noise
     AuditSums odd = no_sums;
-    audit_copy(&odd, x + 8, codes + 8, &inverse, copy_shape(1, 2, COPY_ROW), PER_TENSOR, FP8_E4M3);
+    audit_copy(&odd, x + 8, codes + 8, &inverse, usage_shape(1, 2, ROWWISE), PER_TENSOR, FP8_E4M3);
     CHECK(odd.count == 2 && odd.flushed == 0 && odd.saturated == 1 && odd.signal == 0 && odd.noise == 0,
           "%.0f %.0f %.0f %g %g", odd.count, odd.flushed, odd.saturated, odd.signal, odd.noise);
     CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)), "amax 0x%08x, sqnr %g", odd.amax,
           audit_sqnr_db(&odd));
     // merged it is the audit of all ten
     AuditSums all = no_sums;
-    audit_copy(&all, x, codes, &inverse, copy_shape(1, 10, COPY_ROW), PER_TENSOR, FP8_E4M3);
+    audit_copy(&all, x, codes, &inverse, usage_shape(1, 10, ROWWISE), PER_TENSOR, FP8_E4M3);
     audit_merge(&s, &odd);
     CHECK(s.count == 10 && s.flushed == all.flushed && s.saturated == all.saturated && s.signal == all.signal &&
               s.noise == all.noise && s.amax == all.amax && s.scale_max == all.scale_max &&
-              s.inverse_scale_max == all.inverse_scale_max,
+              s.scale_inv_max == all.scale_inv_max,
           "merged sums differ from the whole");
 }
 
@@ -81,7 +81,7 @@ static void test_uniform(void) {
         const float one = 1;
         AuditSums s = no_sums;
         for (int i = 0; i < 128; i++) codes[i] = fp8_from_float(x[i], (Fp8Format)format);
-        audit_copy(&s, x, codes, &one, copy_shape(8, 16, COPY_ROW), PER_TENSOR, (Fp8Format)format);
+        audit_copy(&s, x, codes, &one, usage_shape(8, 16, ROWWISE), PER_TENSOR, (Fp8Format)format);
         CHECK(s.noise == squares[format] && s.signal == signal,
               "format %d: noise %.17g, want %.17g; signal %.17g, want %.17g", format, s.noise, squares[format],
               s.signal, signal);
@@ -113,7 +113,7 @@ static void test_sqnr_limits(void) {
 // Copies of every granularity
 
 // The sums of a copy, element by element: which block it is in, that block's amax, its scale.
-static AuditSums plain_sums(const float *x, CopyShape shape, ScaleGranularity g, ScaleRule rule, Fp8Format format) {
+static AuditSums plain_sums(const float *x, UsageShape shape, ScaleGranularity g, ScaleRule rule, Fp8Format format) {
     AuditSums s = no_sums;
     const int64_t outer = shape.outer, depth = shape.depth, outer_stride = shape.outer_stride,
                   depth_stride = shape.depth_stride;
@@ -142,13 +142,13 @@ static AuditSums plain_sums(const float *x, CopyShape shape, ScaleGranularity g,
             scale_max = fmaxf(scale_max, 1 / inverse), inverse_max = fmaxf(inverse_max, inverse),
             largest = fmaxf(largest, amax);
         }
-    s.scale_max = float_bits(scale_max), s.inverse_scale_max = float_bits(inverse_max), s.amax = float_bits(largest);
+    s.scale_max = float_bits(scale_max), s.scale_inv_max = float_bits(inverse_max), s.amax = float_bits(largest);
     return s;
 }
 
-static void check_granularity(int64_t R, int64_t C, CopyKind copy, ScaleGranularity g, ScaleRule rule,
+static void check_granularity(int64_t R, int64_t C, TensorUsage copy, ScaleGranularity g, ScaleRule rule,
                               Fp8Format format) {
-    const CopyShape shape = copy_shape(R, C, copy);
+    const UsageShape shape = usage_shape(R, C, copy);
     float *x = (float *)xcalloc((size_t)(R * C), sizeof(float));
     uint8_t *codes = (uint8_t *)xcalloc((size_t)(R * C), 1);
     void *scales = xcalloc((size_t)scale_bytes(g, shape.outer, shape.depth), 1);
@@ -160,7 +160,7 @@ static void check_granularity(int64_t R, int64_t C, CopyKind copy, ScaleGranular
     audit_copy(&s, x, codes, scales, shape, g, format);
     char what[64];
     format_checked(what, sizeof what, "granularity %d, rule %d, format %d, %s copy", (int)g, (int)rule, (int)format,
-                   copy == COPY_COL ? "col" : "row");
+                   copy == COLUMNWISE ? "col" : "row");
     CHECK(s.count == want.count && s.flushed == want.flushed && s.saturated == 0,
           "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, 0", what, s.count, s.flushed, s.saturated,
           want.count, want.flushed);
@@ -168,8 +168,8 @@ static void check_granularity(int64_t R, int64_t C, CopyKind copy, ScaleGranular
     // sums in another order: at most 52,800 additions of 2^-53 each
     CHECK(fabs(s.signal - want.signal) <= 6e-12 * want.signal && fabs(s.noise - want.noise) <= 6e-12 * want.noise,
           "%s: signal %.17g, noise %.17g; want %.17g, %.17g", what, s.signal, s.noise, want.signal, want.noise);
-    CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.inverse_scale_max == want.inverse_scale_max,
-          "%s: maxima", what);
+    CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.scale_inv_max == want.scale_inv_max, "%s: maxima",
+          what);
     free(x);
     free(codes);
     free(scales);
@@ -185,7 +185,7 @@ static void test_recipe_granularities(void) {
     for (size_t i = 0; i < sizeof of / sizeof of[0]; i++)
         for (int format = 0; format < 2; format++)
             for (int copy = 0; copy < 2; copy++)
-                check_granularity(200, 264, (CopyKind)copy, of[i].granularity, of[i].rule, (Fp8Format)format);
+                check_granularity(200, 264, (TensorUsage)copy, of[i].granularity, of[i].rule, (Fp8Format)format);
     CHECK(audit_shares_codes(PER_TENSOR, PER_TENSOR) && audit_shares_codes(BLOCK_128X128, BLOCK_128X128),
           "copies with the same codes");
     CHECK(!audit_shares_codes(PER_ROW, PER_ROW) && !audit_shares_codes(BLOCK_1X128, BLOCK_1X128) &&
@@ -233,9 +233,9 @@ static AuditSums sums_of(double db, float amax) {
 // the row copy at 25.
 static void fill_sums(Run *r) {
     for (int64_t i = 0; i < audit_count(&r->p); i++) r->sums[i] = sums_of(i / 2 % NUM_TENSORS == TENSOR_W ? 32 : 30, 1);
-    r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, COPY_ROW)] = sums_of(20, 12.5f);
-    r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, COPY_COL)] = sums_of(21, 12.5f);
-    r->sums[audit_index(3, QKV_PROJ, TENSOR_DY, COPY_ROW)] = sums_of(25, 2);
+    r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, ROWWISE)] = sums_of(20, 12.5f);
+    r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, COLUMNWISE)] = sums_of(21, 12.5f);
+    r->sums[audit_index(3, QKV_PROJ, TENSOR_DY, ROWWISE)] = sums_of(25, 2);
 }
 
 static char *printed_table(const Run *r) {
@@ -283,8 +283,8 @@ static void test_log(void) {
     Json json;
     Run r = run_create(RECIPE_ROWWISE, "");
     fill_sums(&r);
-    r.sums[audit_index(2, OUT_PROJ, TENSOR_W, COPY_COL)].noise = 0;
-    r.sums[audit_index(4, OUT_PROJ, TENSOR_W, COPY_COL)].count = 0;  // never cast
+    r.sums[audit_index(2, OUT_PROJ, TENSOR_W, COLUMNWISE)].noise = 0;
+    r.sums[audit_index(4, OUT_PROJ, TENSOR_W, COLUMNWISE)].count = 0;  // never cast
     char *lines = logged(&r);
     CHECK(check_count(lines, "\n") == 16 * 4 * 6 - 1, "%d lines", check_count(lines, "\n"));
     const char *want =
@@ -323,7 +323,7 @@ static void test_log(void) {
 
     // one tensor's codes for two products: the copies' sums are one, also where only one copy was audited
     r = run_create(RECIPE_TENSORWISE, "");
-    r.sums[audit_index(1, GATE_UP_PROJ, TENSOR_W, COPY_ROW)] = sums_of(30, 1);
+    r.sums[audit_index(1, GATE_UP_PROJ, TENSOR_W, ROWWISE)] = sums_of(30, 1);
     lines = logged(&r);
     CHECK(check_count(lines, "\n") == 2, "%d lines of a weight with one scale", check_count(lines, "\n"));
     for (int gemm = 0; gemm < 2; gemm++) {
@@ -358,7 +358,7 @@ static void test_table(void) {
     // a second audit, with layer 0's gate_up dy worse in it
     AuditSums *second = (AuditSums *)xcalloc((size_t)audit_count(&r.p), sizeof *second);
     memcpy(second, r.sums, (size_t)audit_count(&r.p) * sizeof *second);
-    second[audit_index(0, GATE_UP_PROJ, TENSOR_DY, COPY_COL)] = sums_of(10, 77);
+    second[audit_index(0, GATE_UP_PROJ, TENSOR_DY, COLUMNWISE)] = sums_of(10, 77);
     audit_merge_all(r.sums, second, audit_count(&r.p));
     text = printed_table(&r);
     check_has(text, "FP8 hurts most: layer 0 gate_up dy (wgrad, 12.97 dB), layer 7 down x (fprop, 20.00 dB), layer 7 "
@@ -370,7 +370,7 @@ static void test_table(void) {
 
     r = run_create(RECIPE_TENSORWISE, "first, attention");
     fill_sums(&r);
-    r.sums[audit_index(5, GATE_UP_PROJ, TENSOR_DY, COPY_ROW)].noise = (double)INFINITY;
+    r.sums[audit_index(5, GATE_UP_PROJ, TENSOR_DY, ROWWISE)].noise = (double)INFINITY;
     text = printed_table(&r);
     // codes shared by two products: sums of both copies, 20 and 21 dB; and named once
     check_has(text, "FP8 hurts most: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "

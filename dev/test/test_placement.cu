@@ -52,7 +52,7 @@ static void needed_always(Moments m, const char *name, const void *at, int64_t b
 }
 
 // The scales of FP8 data [R, columns] of a role that lie with it.
-static int64_t own_scales(const Trainer *t, TensorRole role, CopyKind copy, int64_t columns) {
+static int64_t own_scales(const Trainer *t, TensorRole role, TensorUsage copy, int64_t columns) {
     return tensor_scales_own_bytes(&t->linears.scales, role, copy, t->d.R, columns);
 }
 
@@ -161,8 +161,8 @@ static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
     const LayerActs *a = &t->acts.layer[l];
     const QTensor norm1 = kept_input(t, l, shared, QKV_PROJ), att = a->att,
                   norm2 = kept_input(t, l, shared, GATE_UP_PROJ);
-    const int64_t scales = own_scales(t, TENSOR_X, COPY_COL, d->C),
-                  att_scales = own_scales(t, TENSOR_X, COPY_COL, d->ATT);
+    const int64_t scales = own_scales(t, TENSOR_X, COLUMNWISE, d->C),
+                  att_scales = own_scales(t, TENSOR_X, COLUMNWISE, d->ATT);
     const struct {
         const char *name;
         const void *at;
@@ -206,11 +206,11 @@ static void list_activations(const Trainer *t, Moments m) {
     const QTensor *row = norm1->rowwise ? norm1 : &h;
     needed_by_layers(m, "rows of an input", row->rowwise, d->R * widest);
     needed_by_layers(m, "scales of an input's rows", row->rowwise_scale_inv,
-                     t->precision.any_fp8 ? own_scales(t, TENSOR_X, COPY_ROW, widest) : 0);
+                     t->precision.any_fp8 ? own_scales(t, TENSOR_X, ROWWISE, widest) : 0);
     needed_by_layers(m, "h", h.data, d->R * d->F * 2);
     needed_by_layers(m, "columns of h", h.columnwise, d->R * d->F);
     needed_by_layers(m, "scales of h's columns", h.columnwise_scale_inv,
-                     h.columnwise ? own_scales(t, TENSOR_X, COPY_COL, d->F) : 0);
+                     h.columnwise ? own_scales(t, TENSOR_X, COLUMNWISE, d->F) : 0);
     needed_by_layers(m, "branch", acts->branch, d->R * d->C * 2);
     if (acts->rotated_is_shared) needed_by_layers(m, "rotated q, k, v", acts->layer[0].rotated, d->R * d->QKV * 2);
     needed("x_final", acts->x_final, d->R * d->C * 2, final_norm(m), final_norm_backward(m));
@@ -234,9 +234,9 @@ static void list_backward(const Trainer *t, Moments m) {
         needed_in_backward(m, "rows of a gradient", dy->rowwise, d->R * columns);
         needed_in_backward(m, "columns of a gradient", dy->columnwise, d->R * columns);
         needed_in_backward(m, "scales of its rows", dy->rowwise_scale_inv,
-                           dy->rowwise ? own_scales(t, TENSOR_DY, COPY_ROW, columns) : 0);
+                           dy->rowwise ? own_scales(t, TENSOR_DY, ROWWISE, columns) : 0);
         needed_in_backward(m, "scales of its columns", dy->columnwise_scale_inv,
-                           dy->columnwise ? own_scales(t, TENSOR_DY, COPY_COL, columns) : 0);
+                           dy->columnwise ? own_scales(t, TENSOR_DY, COLUMNWISE, columns) : 0);
     }
     needed_in_backward(m, "workspace of attention", t->acts.attention_workspace,
                        (int64_t)attention_workspace_bytes(d->B, d->T, d->NH, d->NKV, d->HD));

@@ -211,7 +211,7 @@ static void test_fast_sums(void) {
         o.fp8_emulate = cases[i].emulate;
         Precision p = precision_plan(&o, "", &m, &t, true);
         for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
-            CHECK(precision_fast_sums(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm],
+            CHECK(precision_fast_accum(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm],
                   "%s, option %d, product %d", recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
         precision_free(&p);
         parameter_table_free(&t);
@@ -232,13 +232,13 @@ static void test_golden_table(void) {
         "\nmatrix products (fp32 accumulation, bf16 results); recipe rowwise_with_gw_hp: a scale for each row (dgrad: "
         "w tensor), power of 2\n"
         "  linear    pass       rows  columns    depth  operands and what shares a scale\n"
-        "  qkv       fprop      2048     6144     4096  e4m3 row     x e4m3 row      fast sums  layers 1-4,6,8-31\n"
+        "  qkv       fprop      2048     6144     4096  e4m3 row     x e4m3 row      fast_accum  layers 1-4,6,8-31\n"
         "  qkv       dgrad      2048     4096     6144  e4m3 row     x e4m3 tensor   layers 1-4,6,8-31\n"
         "  qkv       wgrad      6144     4096     2048  bf16         x bf16          layers 1-4,6,8-31\n"
         "  qkv       fprop      2048     6144     4096  bf16         x bf16          layers 0,5,7\n"
         "  qkv       dgrad      2048     4096     6144  bf16         x bf16          layers 0,5,7\n"
         "  qkv       wgrad      6144     4096     2048  bf16         x bf16          layers 0,5,7\n"
-        "  attn_out  fprop      2048     4096     4096  e4m3 row     x e4m3 row      fast sums  layers 1-4,6,8-31\n"
+        "  attn_out  fprop      2048     4096     4096  e4m3 row     x e4m3 row      fast_accum  layers 1-4,6,8-31\n"
         "  attn_out  dgrad      2048     4096     4096  e4m3 row     x e4m3 tensor   layers 1-4,6,8-31\n"
         "  attn_out  wgrad      4096     4096     2048  bf16         x bf16          layers 1-4,6,8-31\n"
         "  attn_out  fprop      2048     4096     4096  bf16         x bf16          layers 0,5,7\n"
@@ -297,7 +297,7 @@ static void test_tables(void) {
                 }
             CHECK(check_count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0), "%s, %s: lines of\n%s",
                   presets[i], recipe_row(recipe)->name, text);
-            CHECK(check_count(text, "fast sums") == (x.p.any_fp8 && x.p.recipe->fast_accumulation ? NUM_LINEARS : 0),
+            CHECK(check_count(text, "fast_accum") == (x.p.any_fp8 && x.p.recipe->fast_accum ? NUM_LINEARS : 0),
                   "%s, %s: sums in\n%s", presets[i], recipe_row(recipe)->name, text);
             free(text);
             free_plan(&x);
@@ -322,7 +322,7 @@ static void test_table_notes(void) {
     x.p = emulated;
     text = printed(&x);
     CHECK(strstr(text, "recipe tensorwise, emulated by products of bf16: a scale for each tensor") &&
-              !strstr(text, "fast sums") && strstr(text, "e4m3 tensor   layers 1-3\n"),
+              !strstr(text, "fast_accum") && strstr(text, "e4m3 tensor   layers 1-3\n"),
           "%s", text);
     free(text), free_plan(&x);
     // a list of layers too long for the line is cut short

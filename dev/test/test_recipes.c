@@ -30,9 +30,9 @@ typedef struct {
     void *scales;
 } Copy;
 
-static Copy copy_make(const Matrix *m, CopyKind kind, ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
+static Copy copy_make(const Matrix *m, TensorUsage kind, ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
                       float scale) {
-    const CopyShape shape = copy_shape(m->R, m->C, kind);
+    const UsageShape shape = usage_shape(m->R, m->C, kind);
     Copy c = {shape.outer, shape.depth, NULL, NULL};
     c.codes = (uint8_t *)xcalloc((size_t)(c.outer * c.depth), 1);
     c.scales = xcalloc((size_t)scale_bytes(granularity, c.outer, c.depth), 1);
@@ -96,7 +96,7 @@ static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inv
     return wrong;
 }
 
-static void check_copy(const Safetensors *st, const char *key, const Matrix *m, CopyKind kind,
+static void check_copy(const Safetensors *st, const char *key, const Matrix *m, TensorUsage kind,
                        ScaleGranularity granularity, ScaleRule rule, Fp8Format format) {
     char name[160];
     Copy c = copy_make(m, kind, granularity, rule, format, 0);
@@ -144,7 +144,7 @@ static void test_golden_copies(const char *path, int expected) {
                 if (strcmp(format, fp8_format_name((Fp8Format)f)) != 0) continue;
                 strcat(name, ".x");
                 Matrix m = golden_matrix(&st, name);
-                check_copy(&st, st.tensors[t].name, &m, strcmp(copy, "row") == 0 ? COPY_ROW : COPY_COL,
+                check_copy(&st, st.tensors[t].name, &m, strcmp(copy, "row") == 0 ? ROWWISE : COLUMNWISE,
                            kinds[k].granularity, kinds[k].rule, (Fp8Format)f);
                 free(m.x);
                 seen++;
@@ -169,9 +169,9 @@ static void test_golden_tensors(void) {
             uint8_t *codes = (uint8_t *)fp8_golden_bytes(&st, key, ST_U8, m.R * m.C);
             format_checked(key, sizeof key, "%s.%s_scale", name, fp8_format_name((Fp8Format)f));
             float *scale = (float *)fp8_golden_bytes(&st, key, ST_F32, 1);
-            Copy row = copy_make(&m, COPY_ROW, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0),
-                 col = copy_make(&m, COPY_COL, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0);
-            Copy given = copy_make(&m, COPY_COL, PER_TENSOR_BROADCAST, SCALE_TORCHAO, (Fp8Format)f, scale[0]);
+            Copy row = copy_make(&m, ROWWISE, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0),
+                 col = copy_make(&m, COLUMNWISE, PER_TENSOR, SCALE_TORCHAO, (Fp8Format)f, 0);
+            Copy given = copy_make(&m, COLUMNWISE, PER_TENSOR_BROADCAST, SCALE_TORCHAO, (Fp8Format)f, scale[0]);
             int64_t wrong =
                 !same_float(*(float *)row.scales, 1 / scale[0]) + !same_float(*(float *)col.scales, 1 / scale[0]);
             for (int64_t i = 0; i < m.R * m.C; i++) {
@@ -402,19 +402,19 @@ static void check_product(const Safetensors *st, const char *key, const float *a
 
 // The operand that a product reads, as values [outer, depth]; *factor: what the product must still be multiplied by.
 // Codes and scales must be torchao's.
-static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor, CopyKind kind,
-                             double *factor) {
+static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor,
+                             TensorUsage kind, double *factor) {
     static const char *const names[NUM_TENSORS] = {"w", "x", "dy"};
     const ScaleGranularity granularity = recipe_granularity(r, tensor, kind);
     const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
     float *values = (float *)xcalloc((size_t)(m->R * m->C), sizeof(float));
     if (granularity == NO_SCALE) {
         for (int64_t i = 0; i < m->R * m->C; i++)
-            values[i] = kind == COPY_ROW ? m->x[i] : m->x[i % m->R * m->C + i / m->R];
+            values[i] = kind == ROWWISE ? m->x[i] : m->x[i % m->R * m->C + i / m->R];
         return values;
     }
     char key[80];
-    format_checked(key, sizeof key, "%s.%s_%s", r->name, names[tensor], kind == COPY_ROW ? "row" : "col");
+    format_checked(key, sizeof key, "%s.%s_%s", r->name, names[tensor], kind == ROWWISE ? "row" : "col");
     check_copy(st, key, m, kind, granularity, r->rule, format);
     Copy c = copy_make(m, kind, granularity, r->rule, format, 0);
     dequantize_copy(values, c.codes, c.scales, c.outer, c.depth, granularity, format);
@@ -429,10 +429,10 @@ static void test_golden_linear(void) {
     static const struct {
         const char *result;
         TensorRole a, b;
-        CopyKind copy_a, copy_b;
-    } products[NUM_GEMMS] = {{"y", TENSOR_X, TENSOR_W, COPY_ROW, COPY_ROW},
-                             {"dx", TENSOR_DY, TENSOR_W, COPY_ROW, COPY_COL},
-                             {"dw", TENSOR_DY, TENSOR_X, COPY_COL, COPY_COL}};
+        TensorUsage copy_a, copy_b;
+    } products[NUM_GEMMS] = {{"y", TENSOR_X, TENSOR_W, ROWWISE, ROWWISE},
+                             {"dx", TENSOR_DY, TENSOR_W, ROWWISE, COLUMNWISE},
+                             {"dw", TENSOR_DY, TENSOR_X, COLUMNWISE, COLUMNWISE}};
     static const int recipes[] = {RECIPE_TENSORWISE, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, RECIPE_MXFP8};
     for (int i = 0; i < 4; i++)
         for (int g = 0; g < NUM_GEMMS; g++) {
@@ -443,7 +443,7 @@ static void test_golden_linear(void) {
             float *left = linear_operand(&st, r, a, products[g].a, products[g].copy_a, &factor);
             float *right = linear_operand(&st, r, b, products[g].b, products[g].copy_b, &factor);
             format_checked(key, sizeof key, "%s.%s", r->name, products[g].result);
-            const bool a_row = products[g].copy_a == COPY_ROW, b_row = products[g].copy_b == COPY_ROW;
+            const bool a_row = products[g].copy_a == ROWWISE, b_row = products[g].copy_b == ROWWISE;
             check_product(&st, key, left, right, a_row ? a->R : a->C, b_row ? b->R : b->C, a_row ? a->C : a->R, factor);
             free(left), free(right);
         }
@@ -480,8 +480,8 @@ static void test_transposes(void) {
                  {BLOCK_1X32, SCALE_MX, false}};
     Matrix m = random_matrix(11, 200, 330);
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
-        Copy row = copy_make(&m, COPY_ROW, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0),
-             col = copy_make(&m, COPY_COL, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0);
+        Copy row = copy_make(&m, ROWWISE, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0),
+             col = copy_make(&m, COLUMNWISE, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0);
         CHECK(transposed(&row, &col) == kinds[k].same, "granularity %d", (int)kinds[k].granularity);
         if (kinds[k].granularity == BLOCK_128X128)
             for (int64_t i = 0; i < 200; i += 128)
@@ -513,7 +513,7 @@ static void test_error_bounds(void) {
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
         for (int f = 0; f < 2; f++) {
             const ScaleGranularity g = kinds[k].granularity;
-            Copy c = copy_make(&m, COPY_COL, g, kinds[k].rule, (Fp8Format)f, 0);
+            Copy c = copy_make(&m, COLUMNWISE, g, kinds[k].rule, (Fp8Format)f, 0);
             dequantize_copy(values, c.codes, c.scales, c.outer, c.depth, g, (Fp8Format)f);
             int beyond = 0;
             for (int64_t i = 0; i < c.outer; i++)
@@ -535,7 +535,7 @@ static void test_error_bounds(void) {
 static void test_given_scale(void) {
     Matrix m = random_matrix(31, 7, 40);
     m.x[3] = 1000, m.x[4] = -1000, m.x[5] = INFINITY, m.x[6] = NAN;
-    Copy c = copy_make(&m, COPY_ROW, PER_TENSOR, SCALE_TE, FP8_E4M3, 2.5f);
+    Copy c = copy_make(&m, ROWWISE, PER_TENSOR, SCALE_TE, FP8_E4M3, 2.5f);
     int wrong = 0;
     for (int64_t i = 0; i < m.R * m.C; i++) wrong += c.codes[i] != fp8_from_float(m.x[i] * 2.5f, FP8_E4M3);
     CHECK(wrong == 0 && *(float *)c.scales == 1 / 2.5f, "%d differ", wrong);
@@ -548,8 +548,8 @@ static void test_given_scale(void) {
 static void test_nan_rules(void) {
     Matrix m = random_matrix(41, 4, 128);
     m.x[128 + 7] = NAN;
-    Copy kept = copy_make(&m, COPY_ROW, PER_ROW, SCALE_TORCHAO_POW2, FP8_E4M3, 0),
-         dropped = copy_make(&m, COPY_ROW, BLOCK_1X128, SCALE_TE_POW2, FP8_E4M3, 0);
+    Copy kept = copy_make(&m, ROWWISE, PER_ROW, SCALE_TORCHAO_POW2, FP8_E4M3, 0),
+         dropped = copy_make(&m, ROWWISE, BLOCK_1X128, SCALE_TE_POW2, FP8_E4M3, 0);
     int nans[2] = {0, 0};
     for (int64_t i = 0; i < 4 * 128; i++)
         nans[0] += fp8_is_nan(kept.codes[i], FP8_E4M3), nans[1] += fp8_is_nan(dropped.codes[i], FP8_E4M3);
@@ -576,7 +576,7 @@ static void test_table(void) {
         int wrong = 0;
         for (int t = 0; t < NUM_TENSORS; t++)
             for (int copy = 0; copy < 2; copy++)
-                wrong += recipe_granularity(r, (TensorRole)t, (CopyKind)copy) != expected[i][t][copy];
+                wrong += recipe_granularity(r, (TensorRole)t, (TensorUsage)copy) != expected[i][t][copy];
         CHECK(wrong == 0, "%s: %d granularities", r->name, wrong);
         const bool bf16_wgrad = i == RECIPE_ROWWISE_GW_HP;
         CHECK(recipe_needs_bf16(r, TENSOR_X) == bf16_wgrad && recipe_needs_bf16(r, TENSOR_DY) == bf16_wgrad &&

@@ -357,18 +357,19 @@ static void linear_case_free(LinearCase *c) {
 // Which copies a product reads, and its sizes.
 typedef struct {
     TensorRole a, b;
-    CopyKind copy_a, copy_b;
+    TensorUsage copy_a, copy_b;
     int64_t M, N, depth;
 } Product;
 
 static Product product_of(const LinearCase *c, int gemm) {
-    const Product products[NUM_GEMMS] = {{TENSOR_X, TENSOR_W, COPY_ROW, COPY_ROW, c->rows, c->N, c->K},
-                                         {TENSOR_DY, TENSOR_W, COPY_ROW, COPY_COL, c->rows, c->K, c->N},
-                                         {TENSOR_DY, TENSOR_X, COPY_COL, COPY_COL, c->N, c->K, c->rows}};
+    const Product products[NUM_GEMMS] = {{TENSOR_X, TENSOR_W, ROWWISE, ROWWISE, c->rows, c->N, c->K},
+                                         {TENSOR_DY, TENSOR_W, ROWWISE, COLUMNWISE, c->rows, c->K, c->N},
+                                         {TENSOR_DY, TENSOR_X, COLUMNWISE, COLUMNWISE, c->N, c->K, c->rows}};
     return products[gemm];
 }
 
-static LinearOperand case_operand(const LinearCase *c, const Recipe *r, TensorRole tensor, CopyKind copy, float scale) {
+static LinearOperand case_operand(const LinearCase *c, const Recipe *r, TensorRole tensor, TensorUsage copy,
+                                  float scale) {
     const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
     return linear_operand(c->tensor[tensor], rows, cols, copy, recipe_granularity(r, tensor, copy), r->rule,
                           tensor == TENSOR_DY ? r->dy_format : FP8_E4M3, scale);
@@ -383,9 +384,9 @@ static void case_product(float *out, const LinearCase *c, const Recipe *r, int g
 }
 
 // A copy as numbers [outer, depth], each code times the inverse scale at its place.
-static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tensor, CopyKind copy) {
+static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tensor, TensorUsage copy) {
     const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
-    const CopyShape s = copy_shape(rows, cols, copy);
+    const UsageShape s = usage_shape(rows, cols, copy);
     const int64_t outer = s.outer, depth = s.depth;
     const ScaleGranularity g = recipe_granularity(r, tensor, copy);
     const Fp8Format format = tensor == TENSOR_DY ? r->dy_format : FP8_E4M3;
@@ -462,14 +463,13 @@ static void test_given_scales(void) {
     LinearCase c = linear_case(9, 13, 20);
     const Recipe *r = recipe_row(RECIPE_DELAYED);
     for (int copy = 0; copy < 2; copy++) {
-        LinearOperand q = case_operand(&c, r, TENSOR_W, (CopyKind)copy, 4096);
-        LinearOperand of_codes = linear_operand_of_codes(q.codes, c.N, c.K, (CopyKind)copy, FP8_E4M3, 4096);
-        CHECK(q.inverse_scale == 1.0f / 4096 && of_codes.inverse_scale == q.inverse_scale, "inverse scale %g",
-              (double)q.inverse_scale);
+        LinearOperand q = case_operand(&c, r, TENSOR_W, (TensorUsage)copy, 4096);
+        LinearOperand of_codes = linear_operand_of_codes(q.codes, c.N, c.K, (TensorUsage)copy, FP8_E4M3, 4096);
+        CHECK(q.scale_inv == 1.0f / 4096 && of_codes.scale_inv == q.scale_inv, "inverse scale %g", (double)q.scale_inv);
         int64_t wrong = 0, saturated = 0;
         for (int64_t i = 0; i < c.N; i++)
             for (int64_t k = 0; k < c.K; k++) {
-                const int64_t row = copy == COPY_ROW ? i : k, col = copy == COPY_ROW ? k : i;
+                const int64_t row = copy == ROWWISE ? i : k, col = copy == ROWWISE ? k : i;
                 const float have = q.view.data[row * q.view.row_stride + col * q.view.col_stride],
                             scaled = c.tensor[TENSOR_W][i * c.K + k] * 4096;
                 wrong += have != of_codes.view.data[row * of_codes.view.row_stride + col * of_codes.view.col_stride];
@@ -490,8 +490,8 @@ static void test_fp8_special(void) {
     float one[] = {1, 1, 1, 1};
     for (int i = 0; i < 3; i++) {
         float special[] = {0, -0.0f, i == 1 ? INFINITY : i == 2 ? NAN : 0.0f, 0}, out[1];
-        LinearOperand a = linear_operand(special, 1, 4, COPY_ROW, PER_TENSOR, r->rule, FP8_E4M3, 0);
-        LinearOperand b = linear_operand(one, 1, 4, COPY_ROW, PER_TENSOR, r->rule, FP8_E4M3, 0);
+        LinearOperand a = linear_operand(special, 1, 4, ROWWISE, PER_TENSOR, r->rule, FP8_E4M3, 0);
+        LinearOperand b = linear_operand(one, 1, 4, ROWWISE, PER_TENSOR, r->rule, FP8_E4M3, 0);
         linear_product(out, a, b, 1, 1, 4, NULL, ROUND_BF16);
         if (i == 0)
             CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80, "zeros times ones: %g, codes %02x %02x",

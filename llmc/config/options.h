@@ -465,7 +465,7 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
                        "--fp8-all-gather on: recipe %s scales rows or blocks of the whole weight, so its weights "
                        "travel in bf16; leave it at auto",
                        recipe->name);
-    else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accumulation)
+    else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accum)
         format_checked(message, capacity,
                        "--fp8-fast-accum all: the products of recipe %s have no fast accumulation; leave it out",
                        recipe->name);

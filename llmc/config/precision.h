@@ -168,8 +168,8 @@ static inline bool precision_layer_is_fp8(const Precision *p, int64_t l) {
 }
 
 // Whether a product in recipe r may be summed with fewer bits.
-static inline bool precision_fast_sums(const Precision *p, const Recipe *r, GemmKind gemm) {
-    if (!r->fast_accumulation || !recipe_is_fp8(r, gemm)) return false;
+static inline bool precision_fast_accum(const Precision *p, const Recipe *r, GemmKind gemm) {
+    if (!r->fast_accum || !recipe_is_fp8(r, gemm)) return false;
     return p->fast_accum == FAST_ACCUM_ALL || (p->fast_accum == FAST_ACCUM_FPROP && gemm == GEMM_FPROP);
 }
 
@@ -202,10 +202,10 @@ static inline void precision_print_product(const Precision *p, const LinearShape
                            granularity_traits(g)->name);
     }
     const GemmSizes sizes = precision_sizes(s, gemm, R);
-    const bool fast = precision_fast_sums(p, r, gemm);
+    const bool fast_accum = precision_fast_accum(p, r, gemm);
     printf("  %-9s %-6s %8lld %8lld %8lld  %-12s x %-*s%s%s%s\n", s->name, gemm_kind_name(gemm), (long long)sizes.rows,
-           (long long)sizes.columns, (long long)sizes.depth, operand[1], fast || *note ? 14 : 0, operand[0],
-           fast ? "fast sums" : "", fast && *note ? "  " : "", note);
+           (long long)sizes.columns, (long long)sizes.depth, operand[1], fast_accum || *note ? 14 : 0, operand[0],
+           fast_accum ? "fast_accum" : "", fast_accum && *note ? "  " : "", note);
 }
 
 // The layers in which linear layer `id` is FP8 (or is not), as "0,2-5", cut short by "..." where that is long; returns

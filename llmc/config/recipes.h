@@ -77,7 +77,7 @@ typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } Linear
 
 // The tensors of a linear layer, and their copies.
 typedef enum { TENSOR_W, TENSOR_X, TENSOR_DY, NUM_TENSORS } TensorRole;
-typedef enum { COPY_ROW, COPY_COL } CopyKind;
+typedef enum { ROWWISE, COLUMNWISE } TensorUsage;
 
 // The choices of --fp8-recipe; recipe_row() has a row for each, in this order.
 #define RECIPES(X)                     \
@@ -94,10 +94,10 @@ typedef struct {
     ScaleGranularity granularity[NUM_GEMMS][2];  // cuBLASLt's A and B: fprop w, x; dgrad w, dy; wgrad x, dy
     Fp8Format dy_format;                         // unless --fp8-format says otherwise; x and w are E4M3
     ScaleRule rule;
-    bool delayed;            // scales from earlier amaxes
-    bool fast_accumulation;  // the matrix units can sum with fewer bits (--fp8-fast-accum)
-    int multiple;            // sizes that the products need multiples of
-    const char *scales;      // for people
+    bool delayed;        // scales from earlier amaxes
+    bool fast_accum;     // the matrix units can sum with fewer bits (--fp8-fast-accum)
+    int multiple;        // sizes that the products need multiples of
+    const char *scales;  // for people
 } Recipe;
 
 // Where sources are silent or disagree, these choices are made:
@@ -112,7 +112,7 @@ typedef struct {
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {// clang-format off
         // name, granularities of fprop w, x; dgrad w, dy; wgrad x, dy
-        // dy, rule, delayed, fast_accumulation, multiple, scales
+        // dy, rule, delayed, fast_accum, multiple, scales
         {"tensorwise", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
          FP8_E5M2, SCALE_TORCHAO, false, true, 16, "tensor, current amax"},
         {"delayed", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
@@ -143,12 +143,12 @@ static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
     return tensors[gemm][operand];
 }
 
-static inline CopyKind gemm_copy(GemmKind gemm, int operand) {
-    return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 1) ? COPY_ROW : COPY_COL;
+static inline TensorUsage gemm_usage(GemmKind gemm, int operand) {
+    return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 1) ? ROWWISE : COLUMNWISE;
 }
 
 // Which product reads a copy, and as which of its two operands.
-static inline ScaleGranularity recipe_granularity(const Recipe *r, TensorRole tensor, CopyKind copy) {
+static inline ScaleGranularity recipe_granularity(const Recipe *r, TensorRole tensor, TensorUsage copy) {
     static const struct {
         GemmKind gemm;
         int operand;
@@ -162,8 +162,8 @@ static inline bool recipe_is_fp8(const Recipe *r, GemmKind gemm) { return r->gra
 // True if a whole tensor has one scale. Rowwise and columnwise data then hold the same codes, made by a scale that may
 // hold for all ranks: weights can be all-gathered as FP8.
 static inline bool recipe_has_tensor_scales(const Recipe *r) {
-    return recipe_granularity(r, TENSOR_W, COPY_ROW) == PER_TENSOR &&
-           recipe_granularity(r, TENSOR_W, COPY_COL) == PER_TENSOR;
+    return recipe_granularity(r, TENSOR_W, ROWWISE) == PER_TENSOR &&
+           recipe_granularity(r, TENSOR_W, COLUMNWISE) == PER_TENSOR;
 }
 
 // True if a whole tensor has one scale, which follows from its own amax, not from earlier ones.
@@ -173,7 +173,7 @@ static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
 
 // True if one of the GEMMs that read a tensor reads it in bf16.
 static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) {
-    return recipe_granularity(r, tensor, COPY_ROW) == NO_SCALE || recipe_granularity(r, tensor, COPY_COL) == NO_SCALE;
+    return recipe_granularity(r, tensor, ROWWISE) == NO_SCALE || recipe_granularity(r, tensor, COLUMNWISE) == NO_SCALE;
 }
 
 // The number of a tensor among those of a model with `layers` layers, [layer][role][linear]: where its amax, its scale
@@ -191,11 +191,11 @@ static inline int64_t tensor_count(int64_t layers) { return layers * TENSORS_PER
 // outer_stride + k * depth_stride.
 typedef struct {
     int64_t outer, depth, outer_stride, depth_stride;
-} CopyShape;
+} UsageShape;
 
-static inline CopyShape copy_shape(int64_t rows, int64_t cols, CopyKind copy) {
-    const CopyShape row = {rows, cols, cols, 1}, col = {cols, rows, 1, cols};
-    return copy == COPY_ROW ? row : col;
+static inline UsageShape usage_shape(int64_t rows, int64_t cols, TensorUsage copy) {
+    const UsageShape row = {rows, cols, cols, 1}, col = {cols, rows, 1, cols};
+    return copy == ROWWISE ? row : col;
 }
 
 HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) {

@@ -104,8 +104,8 @@ static inline DataNeeded data_needed(const Precision *p, int64_t first, int64_t 
     for (int64_t l = first; l < last; l++) {
         const Recipe *r = precision_of(p, l, id);
         need.bf16 = need.bf16 || recipe_needs_bf16(r, role);
-        need.rowwise = need.rowwise || recipe_granularity(r, role, COPY_ROW) != NO_SCALE;
-        need.columnwise = need.columnwise || recipe_granularity(r, role, COPY_COL) != NO_SCALE;
+        need.rowwise = need.rowwise || recipe_granularity(r, role, ROWWISE) != NO_SCALE;
+        need.columnwise = need.columnwise || recipe_granularity(r, role, COLUMNWISE) != NO_SCALE;
     }
     return need;
 }
@@ -149,7 +149,7 @@ static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId
     if (need.rowwise) x.rowwise = row->rowwise, x.rowwise_scale_inv = row->rowwise_scale_inv;
     if (need.columnwise) {
         x.columnwise = (uint8_t *)arena_take(a, R * K);
-        x.columnwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, COPY_COL, R, K));
+        x.columnwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, COLUMNWISE, R, K));
     }
     if (need.bf16 && id != OUT_PROJ) x.data = take_bf16(a, R * K);  // OUT_PROJ's is attention's output, always kept
     return x;
@@ -236,10 +236,10 @@ static inline QTensor place_gradient_data(const ActivationsLayout *p, Arena *a, 
     QTensor dy;
     memset(&dy, 0, sizeof dy);
     dy.rowwise = (uint8_t *)arena_take(a, R * columns);
-    dy.rowwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_DY, COPY_ROW, R, columns));
-    if (recipe_granularity(p->scales->precision->recipe, TENSOR_DY, COPY_COL) == NO_SCALE) return dy;
+    dy.rowwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_DY, ROWWISE, R, columns));
+    if (recipe_granularity(p->scales->precision->recipe, TENSOR_DY, COLUMNWISE) == NO_SCALE) return dy;
     dy.columnwise = (uint8_t *)arena_take(a, R * columns);
-    dy.columnwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_DY, COPY_COL, R, columns));
+    dy.columnwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_DY, COLUMNWISE, R, columns));
     return dy;
 }
 
@@ -276,8 +276,7 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
     arena_group(a, "activations of one layer at a time");
     if (p->scales->precision->any_fp8) {
         one->row.rowwise = (uint8_t *)arena_take(a, d->R * widest);
-        one->row.rowwise_scale_inv =
-            arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, COPY_ROW, d->R, widest));
+        one->row.rowwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, ROWWISE, d->R, widest));
     }
     one->h = place_input(p, a, DOWN_PROJ, 0, d->L, &one->row);
     if (p->recompute_layer) place_layer_acts(p, a, &one->layer, 0, d->L, &one->row);

@@ -466,11 +466,11 @@ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ A
     __syncthreads();
     AttentionBackwardUnit u = attention_backward_unit<HD>(p, *ticket);
     if (threadIdx.x < 128) {
-        warpgroup_give_registers<24>();
+        warpgroup_reg_dealloc<24>();
         if (threadIdx.x == 0) attention_backward_produce<HD>(p, u, smem);
         if (threadIdx.x == 32 || threadIdx.x == 64) attention_backward_add_dq<HD>(p, u, smem, threadIdx.x / 32 - 1);
     } else {
-        warpgroup_take_registers<240>();
+        warpgroup_reg_alloc<240>();
         attention_backward_consume<HD>(p, u, smem);
     }
 #endif

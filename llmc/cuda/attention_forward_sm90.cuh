@@ -370,10 +370,10 @@ __global__ void __launch_bounds__(ForwardTile<HD>::THREADS, 1)
     __syncthreads();
     const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);  // known to be the same in a whole warp
     if (warpgroup == 0) {
-        warpgroup_give_registers<Tile::PRODUCER_REGISTERS>();
+        warpgroup_reg_dealloc<Tile::PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) forward_produce<HD>(&map_q, &map_kv, smem, plan);
     } else {
-        warpgroup_take_registers<Tile::CONSUMER_REGISTERS>();
+        warpgroup_reg_alloc<Tile::CONSUMER_REGISTERS>();
         forward_consume<HD>(&map_out, lse, amax, smem, plan, warpgroup - 1);
     }
 #else

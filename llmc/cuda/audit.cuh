@@ -37,7 +37,7 @@ __device__ static inline void audit_publish(AuditSums *const to[2], AuditSums s)
     s.count = audit_warp_sum(s.count), s.flushed = audit_warp_sum(s.flushed), s.saturated = audit_warp_sum(s.saturated);
     s.signal = audit_warp_sum(s.signal), s.noise = audit_warp_sum(s.noise);
     s.amax = warp_max_u32(s.amax), s.scale_max = warp_max_u32(s.scale_max),
-    s.inverse_scale_max = warp_max_u32(s.inverse_scale_max);
+    s.scale_inv_max = warp_max_u32(s.scale_inv_max);
     if (threadIdx.x % WARP_SIZE == 0) of_warp[threadIdx.x / WARP_SIZE] = s;
     __syncthreads();
     AuditSums *sums = threadIdx.x == 0 ? to[0] : threadIdx.x == 1 ? to[1] : NULL;
@@ -51,40 +51,40 @@ __device__ static inline void audit_publish(AuditSums *const to[2], AuditSums s)
     atomicAdd(&sums->noise, s.noise);
     atomicMax(&sums->amax, s.amax);
     atomicMax(&sums->scale_max, s.scale_max);
-    atomicMax(&sums->inverse_scale_max, s.inverse_scale_max);
+    atomicMax(&sums->scale_inv_max, s.scale_inv_max);
 }
 
 // 8 values of one row against their 8 codes, which share a scale.
-__device__ static inline void audit_vector(AuditSums *sums, Bf16x8 v, const uint8_t *codes, float inverse_scale,
+__device__ static inline void audit_vector(AuditSums *sums, Bf16x8 v, const uint8_t *codes, float scale_inv,
                                            Fp8Format format) {
     float x[8];
     bf16x8_unpack(x, v);
     const uint2 words = *(const uint2 *)codes;
 #pragma unroll
     for (int j = 0; j < 8; j++)
-        audit_add(sums, x[j], (uint8_t)((j < 4 ? words.x : words.y) >> (8 * (j % 4))), inverse_scale, format);
+        audit_add(sums, x[j], (uint8_t)((j < 4 ? words.x : words.y) >> (8 * (j % 4))), scale_inv, format);
 }
 
 // 8 values of one row of the matrix [R, columns] against the view's codes.
 __device__ static inline void audit_view(AuditSums *sums, const AuditView &view, Bf16x8 v, int64_t row, int64_t column,
                                          int64_t R, int64_t columns) {
     if (!view.turned) {  // every granularity holds 8 columns whole
-        const float inverse_scale =
+        const float scale_inv =
             scale_load(view.granularity, view.scales, scale_index(view.granularity, row, column, R, columns));
-        audit_vector(sums, v, view.codes + row * columns + column, inverse_scale, view.format);
+        audit_vector(sums, v, view.codes + row * columns + column, scale_inv, view.format);
         return;
     }
-    float x[8], inverse_scale[8];
+    float x[8], scale_inv[8];
     uint8_t code[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         code[j] = view.codes[(column + j) * R + row];
-        inverse_scale[j] =
+        scale_inv[j] =
             scale_load(view.granularity, view.scales, scale_index(view.granularity, column + j, row, columns, R));
     }
     bf16x8_unpack(x, v);
 #pragma unroll
-    for (int j = 0; j < 8; j++) audit_add(sums, x[j], code[j], inverse_scale[j], view.format);
+    for (int j = 0; j < 8; j++) audit_add(sums, x[j], code[j], scale_inv[j], view.format);
 }
 
 template <class Source>
@@ -115,15 +115,15 @@ static inline unsigned audit_blocks(int64_t n) {
     return (unsigned)max_i64(1, min_i64(n, (int64_t)device_sm_count() * AUDIT_BLOCKS_PER_SM));
 }
 
-// Adds to *out.audit[COPY_ROW] and *out.audit[COPY_COL] (device memory, either may be NULL) what the cast of the source
-// to `out`, enqueued before, did to its values. A copy that the cast did not write adds nothing. Where both copies hold
-// the same codes they are read once and both get the same sums.
+// Adds to *out.audit[ROWWISE] and *out.audit[COLUMNWISE] (device memory, either may be NULL) what the cast of the
+// source to `out`, enqueued before, did to its values. A copy that the cast did not write adds nothing. Where both
+// copies hold the same codes they are read once and both get the same sums.
 template <class Source>
 static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
-    AuditView row = {out.rowwise, out.rowwise_scale_inv,      false, out.row_granularity,
-                     out.format,  {out.audit[COPY_ROW], NULL}};
-    AuditView col = {out.columnwise, out.columnwise_scale_inv,   true, out.col_granularity,
-                     out.format,     {out.audit[COPY_COL], NULL}};
+    AuditView row = {out.rowwise, out.rowwise_scale_inv,     false, out.row_granularity,
+                     out.format,  {out.audit[ROWWISE], NULL}};
+    AuditView col = {out.columnwise, out.columnwise_scale_inv,     true, out.col_granularity,
+                     out.format,     {out.audit[COLUMNWISE], NULL}};
     if (row.codes && row.to[0] && col.codes && audit_shares_codes(out.row_granularity, out.col_granularity)) {
         row.to[1] = col.to[0];
         col.to[0] = NULL;
@@ -137,11 +137,11 @@ static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C
 // A part of a tensor with one scale, as it lies
 
 static __global__ void __launch_bounds__(AUDIT_THREADS)
-    audit_part_kernel(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *inverse_scale, int64_t n,
+    audit_part_kernel(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *scale_inv, int64_t n,
                       Fp8Format format) {
     grid_dependency_wait();
     const int64_t step = (int64_t)gridDim.x * AUDIT_THREADS;
-    const float inverse = *inverse_scale;
+    const float inverse = *scale_inv;
     AuditSums sums = {};
     for (int64_t i = blockIdx.x * (int64_t)AUDIT_THREADS + threadIdx.x; i < n / 8; i += step)
         audit_vector(&sums, bf16x8_load(x + 8 * i), codes + 8 * i, inverse, format);
@@ -151,13 +151,13 @@ static __global__ void __launch_bounds__(AUDIT_THREADS)
 
 // Adds n consecutive elements, a multiple of 8 (0: none), to *to: of a rank's slice of a weight, whose scale holds for
 // all ranks. Device pointers; x aligned to 16 bytes, codes to 8.
-static inline void audit_part(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *inverse_scale, int64_t n,
+static inline void audit_part(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *scale_inv, int64_t n,
                               Fp8Format format, cudaStream_t stream) {
     if (n < 0 || n % 8) die("audit_part: %lld elements: need a multiple of 8", (long long)n);
     if (n == 0) return;
     require_aligned16(x, "audit_part", "x");
     CUDA_LAUNCH(audit_part_kernel, audit_blocks(ceil_div(n, 8 * AUDIT_THREADS)), AUDIT_THREADS, 0, stream, to, x, codes,
-                inverse_scale, n, format);
+                scale_inv, n, format);
 }
 
 #endif

@@ -49,14 +49,14 @@ typedef struct {
 typedef struct {
     const Recipe *recipe;
     Fp8Format format_a, format_b;
-    bool fast;     // sum with fewer bits: precision_fast_sums() of precision.h
-    bool emulate;  // FP8 products in BF16
+    bool fast_accum;  // sum with fewer bits: precision_fast_accum() of precision.h
+    bool emulate;     // FP8 products in BF16
 } GemmSpec;
 
 // A product of a run, in one of its recipes.
 static inline GemmSpec gemm_spec(const Precision *p, const Recipe *r, GemmKind kind) {
     const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 0)), precision_format(p, gemm_tensor(kind, 1)),
-                        precision_fast_sums(p, r, kind), p->emulated && recipe_is_fp8(r, kind)};
+                        precision_fast_accum(p, r, kind), p->emulated && recipe_is_fp8(r, kind)};
     return s;
 }
 
@@ -132,8 +132,8 @@ static inline void gemm_set_int(cublasLtMatmulDesc_t matmul, cublasLtMatmulDescA
     gemm_set(matmul, attribute, &value, sizeof value);
 }
 
-static inline void gemm_set_fast(cublasLtMatmulDesc_t matmul, bool fast) {
-    const int8_t value = fast;
+static inline void gemm_set_fast_accum(cublasLtMatmulDesc_t matmul, bool fast_accum) {
+    const int8_t value = fast_accum;
     gemm_set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &value, sizeof value);
 }
 
@@ -152,7 +152,7 @@ static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose
     gemm_set_int(m, CUBLASLT_MATMUL_DESC_TRANSA, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     gemm_set_int(m, CUBLASLT_MATMUL_DESC_TRANSB, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     if (p->native) {
-        gemm_set_fast(m, p->spec.fast);
+        gemm_set_fast_accum(m, p->spec.fast_accum);
         gemm_set_int(m, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, gemm_scale_mode(p->granularity_a));
         gemm_set_int(m, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, gemm_scale_mode(p->granularity_b));
     }
@@ -208,11 +208,11 @@ static inline void gemm_destroy(GemmPlan *p) {
 // The data of operand 0 or 1, and its scales, that the GEMM reads of a tensor.
 static inline const void *gemm_data(const GemmPlan *p, int operand, const QTensor *q) {
     if (!recipe_is_fp8(p->spec.recipe, p->kind)) return q->data;
-    return gemm_copy(p->kind, operand) == COPY_ROW ? q->rowwise : q->columnwise;
+    return gemm_usage(p->kind, operand) == ROWWISE ? q->rowwise : q->columnwise;
 }
 
 static inline const void *gemm_scale_inv(const GemmPlan *p, int operand, const QTensor *q) {
-    return gemm_copy(p->kind, operand) == COPY_ROW ? q->rowwise_scale_inv : q->columnwise_scale_inv;
+    return gemm_usage(p->kind, operand) == ROWWISE ? q->rowwise_scale_inv : q->columnwise_scale_inv;
 }
 
 static inline void gemm_set_pointers(GemmPlan *p, const QTensor *a, const QTensor *b, const bf16 *bias) {
@@ -334,9 +334,9 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
     cublasStatus_t status;
     gemm_set_pointers(p, a, b, bias);
     int count = gemm_candidates(g, p, found, &status);
-    if (!count && p->native && p->spec.fast) {
-        p->spec.fast = false;
-        gemm_set_fast(p->matmul, false);
+    if (!count && p->native && p->spec.fast_accum) {
+        p->spec.fast_accum = false;
+        gemm_set_fast_accum(p->matmul, false);
         count = gemm_candidates(g, p, found, &status);
     }
     if (!count)

@@ -122,12 +122,12 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 }
 
 // Moves registers between warpgroups; every warp of the warpgroup calls it, in a kernel with __launch_bounds__(n, 1).
-template <int REGISTERS> __device__ __forceinline__ void warpgroup_take_registers(void) {
+template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_alloc(void) {
 #if HOPPER_DEVICE_CODE
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
 }
-template <int REGISTERS> __device__ __forceinline__ void warpgroup_give_registers(void) {
+template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_dealloc(void) {
 #if HOPPER_DEVICE_CODE
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif

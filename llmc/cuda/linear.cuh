@@ -132,9 +132,9 @@ static inline void linears_print(const Linears *ln) {
     for (int id = 0; id < NUM_LINEARS; id++)
         for (int kind = 0; kind < NUM_GEMMS; kind++) {
             const GemmPlan *p = &ln->plans[id].fp8[kind];
-            if (p->matmul && p->native && !p->spec.fast &&
-                precision_fast_sums(precision, p->spec.recipe, (GemmKind)kind))
-                printf("  %s %s has full sums: cuBLASLt has no fast ones for its sizes\n", p->layer,
+            if (p->matmul && p->native && !p->spec.fast_accum &&
+                precision_fast_accum(precision, p->spec.recipe, (GemmKind)kind))
+                printf("  %s %s: no fast_accum algorithm for this shape, accumulates in full fp32\n", p->layer,
                        gemm_kind_name((GemmKind)kind));
         }
 }

@@ -42,8 +42,8 @@ static inline QTensor recipe_qtensor(const Recipe *r, TensorRole role, Fp8Format
     memset(&q, 0, sizeof q);
     q.layer = -1, q.role = role;
     q.format = format, q.rule = r->rule;
-    q.row_granularity = recipe_granularity(r, role, COPY_ROW),
-    q.col_granularity = recipe_granularity(r, role, COPY_COL);
+    q.row_granularity = recipe_granularity(r, role, ROWWISE),
+    q.col_granularity = recipe_granularity(r, role, COLUMNWISE);
     return q;
 }
 

@@ -106,7 +106,7 @@ static inline int64_t quantize_source(const char *function, QTensor out, Source 
     else if constexpr ((Source::ROLES & 1 << TENSOR_DY) != 0)
         quantize_any<Source, FP8_E5M2>(function, out, source, R, C, stream);
     else die("%s: only gradients are cast to E5M2", function);
-    if (out.audit[COPY_ROW] || out.audit[COPY_COL]) audit_source(out, source, R, C, stream);
+    if (out.audit[ROWWISE] || out.audit[COLUMNWISE]) audit_source(out, source, R, C, stream);
     return source_bytes<Source>(R, C) + R * C * Source::OUTPUTS * ((out.rowwise != NULL) + (out.columnwise != NULL));
 }
 
@@ -243,7 +243,7 @@ typedef struct {
     const uint32_t *amax;        // of tensor j of layer l: amax[l * slot_stride + j]
     const float *delayed_scale;  // the same: the scales to cast with; NULL: from the amaxes, by the rule. The amaxes
                                  // are not raised
-    float *inverse_scale;        // the same, 4 floats apart
+    float *scale_inv;            // the same, 4 floats apart
     int64_t slot_stride;
     ScaleRule rule;
 } Fp8Slices;
@@ -259,7 +259,7 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
         const float scale =
             s.delayed_scale ? s.delayed_scale[slot] : fp8_rule_scale(s.rule, __uint_as_float(s.amax[slot]), FORMAT);
         scales[threadIdx.x] = scale;
-        if (blockIdx.x == 0) s.inverse_scale[4 * slot] = __frcp_rn(scale);
+        if (blockIdx.x == 0) s.scale_inv[4 * slot] = __frcp_rn(scale);
     }
     __syncthreads();
     if (i >= s.n) return;
@@ -299,7 +299,7 @@ static inline void audit_slices(const Fp8Slices *s, AuditSums *sums, int64_t lay
         for (int j = 0; j < s->num_tensors; j++) {
             const int64_t first = j ? s->ends[j - 1] : 0;
             audit_part(sums + l * layer_stride + j * tensor_stride, s->x + l * s->x_stride + first,
-                       s->codes + l * s->n + first, s->inverse_scale + 4 * (l * s->slot_stride + j), s->ends[j] - first,
+                       s->codes + l * s->n + first, s->scale_inv + 4 * (l * s->slot_stride + j), s->ends[j] - first,
                        FP8_E4M3, stream);
         }
 }

@@ -1,7 +1,7 @@
 // FP8 casts with one scale for the whole tensor, and where a tensor's values may come from.
 //
 //     scale = by out.rule from the amax, or the delayed recipe's    (every block of the cast derives it)
-//     code  = saturating RNE cast of fp32(x) * scale,    inverse_scale = 1 / scale for the matrix product
+//     code  = saturating RNE cast of fp32(x) * scale,    scale_inv = 1 / scale for the matrix product
 //
 // A current amax must be known before the first element is cast, so that takes two passes; a delayed scale takes one,
 // which finds the amax on its way. The cast writes the row-major copy and the transposed one in one pass, because FP8

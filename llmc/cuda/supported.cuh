@@ -9,7 +9,7 @@
 // The cast of SwiGLU's gradient in blocks walks whole tiles of the intermediate size.
 static inline void check_casts(const ModelConfig *m, const Options *o) {
     const Recipe *r = options_recipe(o);
-    const ScaleGranularity gradient = recipe_granularity(r, TENSOR_DY, COPY_ROW);
+    const ScaleGranularity gradient = recipe_granularity(r, TENSOR_DY, ROWWISE);
     if (gradient == NO_SCALE || copy_amaxes(gradient, 1) || m->intermediate_size % CAST_TILE == 0) return;
     ParameterTable table = parameter_table(m);
     Precision p = precision_plan(o, o->fp8_filter, m, &table, true);

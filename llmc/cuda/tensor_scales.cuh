@@ -39,8 +39,8 @@ static inline void tensor_scales_describe(TensorScales *s, const Precision *p, i
     s->may_skip = o->on_nonfinite == NONFINITE_SKIP;
     for (int role = 0; role < NUM_TENSORS; role++)
         for (int id = 0; id < NUM_LINEARS; id++) {
-            const ScaleGranularity row = recipe_granularity(p->recipe, (TensorRole)role, COPY_ROW);
-            const ScaleGranularity col = recipe_granularity(p->recipe, (TensorRole)role, COPY_COL);
+            const ScaleGranularity row = recipe_granularity(p->recipe, (TensorRole)role, ROWWISE);
+            const ScaleGranularity col = recipe_granularity(p->recipe, (TensorRole)role, COLUMNWISE);
             const int64_t rows = role == TENSOR_W ? p->linear[id].N : R;
             s->amax_offset[tensor_index(0, (TensorRole)role, id)] = s->amax_stride;
             s->amax_stride += tensor_amaxes(row, col, rows, precision_columns(p, (TensorRole)role, id));
@@ -69,7 +69,7 @@ static inline void tensor_scales_place(TensorScales *s, bool audit, Arena *a) {
 }
 
 static inline AmaxSource tensor_scales_amax_source(const Recipe *r, TensorRole role, LinearId id) {
-    const ScaleGranularity row = recipe_granularity(r, role, COPY_ROW), col = recipe_granularity(r, role, COPY_COL);
+    const ScaleGranularity row = recipe_granularity(r, role, ROWWISE), col = recipe_granularity(r, role, COLUMNWISE);
     if (!recipe_is_fp8(r, GEMM_FPROP) || (!copy_amaxes(row, 1) && !copy_amaxes(col, 1))) return AMAX_UNUSED;
     if (r->delayed) return AMAX_DELAYED;
     const bool made_by_its_cast = role == TENSOR_X && id == DOWN_PROJ;  // SwiGLU's output
@@ -101,16 +101,16 @@ static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorR
 // The tensor with places for the sums of its audit, if this step's casts are audited.
 static inline QTensor tensor_scales_audited(const TensorScales *s, QTensor q) {
     for (int copy = 0; copy < 2 && s->auditing; copy++)
-        q.audit[copy] = s->audit + audit_index(q.layer, q.linear, q.role, (CopyKind)copy);
+        q.audit[copy] = s->audit + audit_index(q.layer, q.linear, q.role, (TensorUsage)copy);
     return q;
 }
 
 // Bytes of the scales of a tensor's rowwise or columnwise data [rows, columns] that its own memory must hold; those of
 // whole tensors are here.
-static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, CopyKind copy, int64_t rows,
+static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, TensorUsage copy, int64_t rows,
                                               int64_t columns) {
     const ScaleGranularity g = recipe_granularity(s->precision->recipe, role, copy);
-    const CopyShape shape = copy_shape(rows, columns, copy);
+    const UsageShape shape = usage_shape(rows, columns, copy);
     return g == PER_TENSOR ? 0 : scale_bytes(g, shape.outer, shape.depth);
 }
 

@@ -262,10 +262,10 @@ static inline void fsdp_cast_shard(Fsdp *f) {
     s.x = f->in.weights + g.shard, s.x_stride = shard_elements(&f->plan, 0);
     s.codes = f->shard_fp8;
     const TensorScales *scales = f->in.scales;
-    s.amax = scales->amax, s.inverse_scale = scales->scale_inv, s.slot_stride = TENSORS_PER_LAYER;
+    s.amax = scales->amax, s.scale_inv = scales->scale_inv, s.slot_stride = TENSORS_PER_LAYER;
     s.rule = f->precision->recipe->rule, s.delayed_scale = scales->delayed_scale;
     quantize_slices(&s, f->in.stream);
-    AuditSums *audit = scales->auditing ? scales->audit + audit_index(0, 0, TENSOR_W, COPY_ROW) : NULL;
+    AuditSums *audit = scales->auditing ? scales->audit + audit_index(0, 0, TENSOR_W, ROWWISE) : NULL;
     if (audit) audit_slices(&s, audit, AUDIT_LAYER, AUDIT_LINEAR, f->in.stream);
 }
 

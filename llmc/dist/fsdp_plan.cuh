@@ -188,8 +188,8 @@ static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
 // Places the scales of weights among those of a layer.
 static inline void fsdp_describe_scales(Fsdp *f) {
     const Recipe *r = f->precision->recipe;
-    const ScaleGranularity row = recipe_granularity(r, TENSOR_W, COPY_ROW),
-                           col = recipe_granularity(r, TENSOR_W, COPY_COL);
+    const ScaleGranularity row = recipe_granularity(r, TENSOR_W, ROWWISE),
+                           col = recipe_granularity(r, TENSOR_W, COLUMNWISE);
     for (int j = 0; j < NUM_LINEARS; j++) {
         const LinearShape *s = &f->precision->linear[j];
         const FsdpScales at = {f->row_scale_bytes, f->col_scale_bytes};

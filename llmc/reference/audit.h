@@ -12,16 +12,16 @@ typedef struct {
     double flushed;        // elements that are not zero and whose code is zero
     double saturated;      // elements whose scaled value lies beyond the format's range
     double signal, noise;  // sums of squares of the values, and of what quantization changed
-    uint32_t amax, scale_max, inverse_scale_max;
+    uint32_t amax, scale_max, scale_inv_max;
 } AuditSums;
 static_assert(sizeof(AuditSums) == 5 * sizeof(double) + 4 * sizeof(uint32_t), "kernels and ranks exchange it as bytes");
 
 // The sums of a model are [L, NUM_LINEARS, NUM_TENSORS, 2]: steps to the next linear layer, and to the next layer.
 enum { AUDIT_LINEAR = NUM_TENSORS * 2, AUDIT_LAYER = NUM_LINEARS * AUDIT_LINEAR };
-static_assert(COPY_ROW == 0 && COPY_COL == 1, "the row copy's sums stand before the col copy's");
+static_assert(ROWWISE == 0 && COLUMNWISE == 1, "the row copy's sums stand before the col copy's");
 
 // Returns the place of a copy's sums among those of a model.
-static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, CopyKind copy) {
+static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, TensorUsage copy) {
     return l * AUDIT_LAYER + id * AUDIT_LINEAR + tensor * 2 + copy;
 }
 
@@ -29,26 +29,25 @@ static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, CopyKind
 // differ by 2^-8 of themselves at least.
 #define AUDIT_RANGE_SLACK (1.0 / 65536)
 
-// Adds one element: x was cast to `code`, whose value times `inverse_scale` stands for x. Values that are not finite
+// Adds one element: x was cast to `code`, whose value times `scale_inv` stands for x. Values that are not finite
 // count as elements and for the amax (NaN above infinity), an infinite one as saturated; signal and noise leave them
 // out. A finite value that comes back infinite or NaN, because an infinity or a NaN shared its scale, makes the noise
 // infinite.
-HOST_DEVICE static inline void audit_add(AuditSums *s, float x, uint8_t code, float inverse_scale, Fp8Format format) {
+HOST_DEVICE static inline void audit_add(AuditSums *s, float x, uint8_t code, float scale_inv, Fp8Format format) {
     const uint32_t infinity = 0x7f800000u, magnitude = float_bits(x) & 0x7fffffffu;
-    const uint32_t inverse = float_bits(inverse_scale) & 0x7fffffffu,
-                   scale = float_bits(1.0f / inverse_scale) & 0x7fffffffu;
+    const uint32_t inverse = float_bits(scale_inv) & 0x7fffffffu, scale = float_bits(1.0f / scale_inv) & 0x7fffffffu;
     s->count++;
     if (magnitude > s->amax) s->amax = magnitude;
     if (scale > s->scale_max) s->scale_max = scale;
-    if (inverse > s->inverse_scale_max) s->inverse_scale_max = inverse;
+    if (inverse > s->scale_inv_max) s->scale_inv_max = inverse;
     if (magnitude >= infinity) {
         s->saturated += magnitude == infinity;
         return;
     }
-    const double value = (double)x, change = (double)fp8_to_float(code, format) * (double)inverse_scale - value,
+    const double value = (double)x, change = (double)fp8_to_float(code, format) * (double)scale_inv - value,
                  square = change * change;
     s->flushed += magnitude && (code & 0x7f) == 0;
-    s->saturated += fabs(value) > (double)fp8_max(format) * (double)inverse_scale * (1 + AUDIT_RANGE_SLACK);
+    s->saturated += fabs(value) > (double)fp8_max(format) * (double)scale_inv * (1 + AUDIT_RANGE_SLACK);
     s->signal += value * value;
     s->noise += square < (double)INFINITY ? square : (double)INFINITY;  // also where it is NaN
 }
@@ -59,7 +58,7 @@ HOST_DEVICE static inline void audit_merge(AuditSums *into, const AuditSums *fro
     into->signal += from->signal, into->noise += from->noise;
     if (from->amax > into->amax) into->amax = from->amax;
     if (from->scale_max > into->scale_max) into->scale_max = from->scale_max;
-    if (from->inverse_scale_max > into->inverse_scale_max) into->inverse_scale_max = from->inverse_scale_max;
+    if (from->scale_inv_max > into->scale_inv_max) into->scale_inv_max = from->scale_inv_max;
 }
 
 // Adds each of n sums to its partner.
@@ -69,7 +68,7 @@ static inline void audit_merge_all(AuditSums *into, const AuditSums *from, int64
 
 // Adds a copy of x: codes [outer, depth] and inverse scales in the layout of scale_index(). Each row has sums of its
 // own, which are added in order, so the number of threads changes no bit.
-static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, CopyShape s,
+static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, UsageShape s,
                               ScaleGranularity granularity, Fp8Format format) {
     AuditSums *rows = (AuditSums *)xcalloc((size_t)s.outer, sizeof *rows);
     PARALLEL_FOR
@@ -99,7 +98,7 @@ static inline double audit_sqnr_db(const AuditSums *s) {
 }
 
 // Return the smallest and the largest scale seen. Values are multiplied by them before the cast.
-static inline float audit_scale_min(const AuditSums *s) { return 1.0f / float_from_bits(s->inverse_scale_max); }
+static inline float audit_scale_min(const AuditSums *s) { return 1.0f / float_from_bits(s->scale_inv_max); }
 static inline float audit_scale_max(const AuditSums *s) { return float_from_bits(s->scale_max); }
 
 #endif

@@ -44,25 +44,25 @@ static inline void bias_backward_reference(float *dbias, const float *dy, int64_
 
 // An operand as the emulated GEMM takes it.
 typedef struct {
-    MatrixView view;      // [outer, depth], codes decoded
-    float inverse_scale;  // of the whole tensor; 1: none, finer ones are in the values
-    uint8_t *codes;       // [rows, cols] and their inverse scales; NULL: bf16
+    MatrixView view;  // [outer, depth], codes decoded
+    float scale_inv;  // of the whole tensor; 1: none, finer ones are in the values
+    uint8_t *codes;   // [rows, cols] and their inverse scales; NULL: bf16
     void *scales;
     float *values;
-    CopyShape shape;  // of codes and values, as they were quantized; `view` may transpose it
+    UsageShape shape;  // of codes and values, as they were quantized; `view` may transpose it
 } LinearOperand;
 
 // Casts x [rows, cols], bf16 values, to the operand that a GEMM reads. A `scale` above 0 is used as it is; with 0 the
 // cast finds its own by the rule. The caller frees with linear_operand_free. A bf16 operand is a view of x.
-static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, CopyKind copy,
+static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, TensorUsage copy,
                                            ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
                                            float scale) {
     // with one scale for the whole tensor both copies have the same codes
-    const bool turned = copy == COPY_COL && granularity != PER_TENSOR;
+    const bool turned = copy == COLUMNWISE && granularity != PER_TENSOR;
     LinearOperand q;
     memset(&q, 0, sizeof q);
-    q.inverse_scale = 1;
-    q.shape = copy_shape(rows, cols, turned ? COPY_COL : COPY_ROW);
+    q.scale_inv = 1;
+    q.shape = usage_shape(rows, cols, turned ? COLUMNWISE : ROWWISE);
     if (granularity == NO_SCALE) {
         q.view = matrix_view(x, q.shape.outer_stride, q.shape.depth_stride);
         return q;
@@ -72,21 +72,21 @@ static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t
     q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
     quantize_copy(q.codes, q.scales, x, q.shape, granularity, rule, format, scale);
     dequantize_copy(q.values, q.codes, q.scales, q.shape.outer, q.shape.depth, granularity, format);
-    if (is_per_tensor(granularity)) q.inverse_scale = *(const float *)q.scales;
-    q.view = copy == COPY_COL && !turned ? matrix_transposed(q.values, cols) : matrix_rows(q.values, q.shape.depth);
+    if (is_per_tensor(granularity)) q.scale_inv = *(const float *)q.scales;
+    q.view = copy == COLUMNWISE && !turned ? matrix_transposed(q.values, cols) : matrix_rows(q.values, q.shape.depth);
     return q;
 }
 
 // Makes an operand of the codes of a tensor [rows, cols] that was cast with one scale. The caller keeps the codes.
-static inline LinearOperand linear_operand_of_codes(const uint8_t *codes, int64_t rows, int64_t cols, CopyKind copy,
+static inline LinearOperand linear_operand_of_codes(const uint8_t *codes, int64_t rows, int64_t cols, TensorUsage copy,
                                                     Fp8Format format, float scale) {
     LinearOperand q;
     memset(&q, 0, sizeof q);
-    q.inverse_scale = 1.0f / scale;
+    q.scale_inv = 1.0f / scale;
     q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
     dequantize_copy(q.values, codes, NULL, rows, cols, PER_TENSOR, format);
-    q.view = copy == COPY_COL ? matrix_transposed(q.values, cols) : matrix_rows(q.values, cols);
-    q.shape = copy_shape(rows, cols, COPY_ROW);
+    q.view = copy == COLUMNWISE ? matrix_transposed(q.values, cols) : matrix_rows(q.values, cols);
+    q.shape = usage_shape(rows, cols, ROWWISE);
     return q;
 }
 
@@ -101,7 +101,7 @@ static inline void linear_operand_free(LinearOperand *q) {
 static inline void linear_product(float *c, LinearOperand a, LinearOperand b, int64_t M, int64_t N, int64_t depth,
                                   const float *bias, Rounding rounding) {
     const MatrixView turned_b = matrix_view(b.view.data, b.view.col_stride, b.view.row_stride);
-    matmul(c, N, a.view, turned_b, M, N, depth, epilogue(a.inverse_scale * b.inverse_scale, bias, false, rounding));
+    matmul(c, N, a.view, turned_b, M, N, depth, epilogue(a.scale_inv * b.scale_inv, bias, false, rounding));
 }
 
 #endif

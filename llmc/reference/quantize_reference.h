@@ -5,7 +5,7 @@
 #include "../config/recipes.h"
 
 // Returns the amax, as bits, of the first `rows` by `cols` elements of a copy of shape s.
-static inline uint32_t quantize_block_amax(const float *x, CopyShape s, int64_t rows, int64_t cols, ScaleRule rule) {
+static inline uint32_t quantize_block_amax(const float *x, UsageShape s, int64_t rows, int64_t cols, ScaleRule rule) {
     uint32_t amax = 0;
     for (int64_t i = 0; i < rows; i++)
         for (int64_t k = 0; k < cols; k++) amax = fp8_rule_amax(rule, amax, x[i * s.outer_stride + k * s.depth_stride]);
@@ -25,7 +25,7 @@ static inline uint32_t quantize_tensor_amax(const float *x, int64_t n, ScaleRule
 
 // Casts the first `rows` by `cols` elements of a copy of shape s. Multiplying by the scale rounds once, in fp32, as in
 // torchao and Transformer Engine.
-static inline void quantize_block_cast(uint8_t *codes, const float *x, CopyShape s, int64_t rows, int64_t cols,
+static inline void quantize_block_cast(uint8_t *codes, const float *x, UsageShape s, int64_t rows, int64_t cols,
                                        float scale, Fp8Format format) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t k = 0; k < cols; k++)
@@ -43,7 +43,7 @@ static inline int64_t block_width(ScaleGranularity g, int64_t depth) {
 // instead if it is above 0 (delayed scaling). A block at a ragged edge is a smaller block. An inverse scale is the fp32
 // quotient 1 / scale (infinite where an infinite amax made the scale zero), in E8M0 the power of two itself. BLOCK_1X32
 // goes with SCALE_MX.
-static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, CopyShape s,
+static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, UsageShape s,
                                  ScaleGranularity granularity, ScaleRule rule, Fp8Format format, float scale) {
     const bool whole = is_per_tensor(granularity);
     const int64_t outer = s.outer, depth = s.depth;

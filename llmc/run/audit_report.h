@@ -6,7 +6,7 @@
 #include "../dist/comm.h"
 #include "logger.h"
 
-// Sums of all operands are an array [layer][LinearId][TensorRole][CopyKind].
+// Sums of all operands are an array [layer][LinearId][TensorRole][TensorUsage].
 static inline int64_t audit_count(const Precision *p) { return p->num_layers * AUDIT_LAYER; }
 
 // Each of n sums becomes what all ranks together have seen.
@@ -15,14 +15,14 @@ static inline void audit_reduce(const Comm *c, AuditSums *sums, int64_t n) {
     uint32_t *maxima = (uint32_t *)xcalloc((size_t)n, 3 * sizeof(uint32_t)), *maximum = maxima;
     for (const AuditSums *s = sums; s < sums + n; s++, total += 5, maximum += 3) {
         total[0] = s->count, total[1] = s->flushed, total[2] = s->saturated, total[3] = s->signal, total[4] = s->noise;
-        maximum[0] = s->amax, maximum[1] = s->scale_max, maximum[2] = s->inverse_scale_max;
+        maximum[0] = s->amax, maximum[1] = s->scale_max, maximum[2] = s->scale_inv_max;
     }
     comm_sum(c, COMM_WORLD, totals, 5 * n);
     comm_max_u32(c, COMM_WORLD, maxima, 3 * n);
     total = totals, maximum = maxima;
     for (AuditSums *s = sums; s < sums + n; s++, total += 5, maximum += 3) {
         s->count = total[0], s->flushed = total[1], s->saturated = total[2], s->signal = total[3], s->noise = total[4];
-        s->amax = maximum[0], s->scale_max = maximum[1], s->inverse_scale_max = maximum[2];
+        s->amax = maximum[0], s->scale_max = maximum[1], s->scale_inv_max = maximum[2];
     }
     free(totals);
     free(maxima);
@@ -33,7 +33,7 @@ enum { AUDIT_OPERANDS = 2 * NUM_GEMMS, AUDIT_WORST = 3 };
 
 typedef struct {
     TensorRole tensor;
-    CopyKind copy;
+    TensorUsage copy;
     const char *gemm_name, *name;
 } AuditOperand;
 
@@ -42,13 +42,13 @@ static inline AuditOperand audit_operand(int index) {
     const GemmKind gemm = (GemmKind)(index / 2);
     const int operand = 1 - index % 2;  // B, which is x or dy, first
     const TensorRole tensor = gemm_tensor(gemm, operand);
-    const AuditOperand o = {tensor, gemm_copy(gemm, operand), gemm_kind_name(gemm), names[tensor]};
+    const AuditOperand o = {tensor, gemm_usage(gemm, operand), gemm_kind_name(gemm), names[tensor]};
     return o;
 }
 
 static inline bool audit_shared(const Precision *p, TensorRole tensor) {
-    return audit_shares_codes(recipe_granularity(p->recipe, tensor, COPY_ROW),
-                              recipe_granularity(p->recipe, tensor, COPY_COL));
+    return audit_shares_codes(recipe_granularity(p->recipe, tensor, ROWWISE),
+                              recipe_granularity(p->recipe, tensor, COLUMNWISE));
 }
 
 // What one operand of linear layer `id` of layer l has gathered; count 0 if it is bf16 or was never cast in an audit.
@@ -59,7 +59,7 @@ static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int6
     if (recipe_granularity(precision_of(p, l, id), o.tensor, o.copy) == NO_SCALE) return s;
     for (int copy = 0; copy < 2; copy++)
         if (copy == (int)o.copy || audit_shared(p, o.tensor))
-            audit_merge(&s, &sums[audit_index(l, id, o.tensor, (CopyKind)copy)]);
+            audit_merge(&s, &sums[audit_index(l, id, o.tensor, (TensorUsage)copy)]);
     return s;
 }
 
@@ -139,7 +139,7 @@ static inline int audit_find_worst(AuditPlace worst[AUDIT_WORST], const AuditSum
         AuditPlace place = {0, i / (NUM_LINEARS * AUDIT_OPERANDS), (int)(i / AUDIT_OPERANDS % NUM_LINEARS),
                             audit_operand((int)(i % AUDIT_OPERANDS))};
         const AuditSums s = audit_of(sums, p, place.layer, place.id, place.operand);
-        if (s.count == 0 || (place.operand.copy == COPY_COL && audit_shared(p, place.operand.tensor))) continue;
+        if (s.count == 0 || (place.operand.copy == COLUMNWISE && audit_shared(p, place.operand.tensor))) continue;
         place.db = audit_sqnr_db(&s);
         int at = found;
         for (; at > 0 && audit_is_worse(place.db, worst[at - 1].db); at--)

@@ -68,7 +68,7 @@ static inline void plan_json_linear(JsonText *out, const PlanFacts *f, const Lin
         logger_add_int(out, "columns", sizes.columns);
         logger_add_int(out, "depth", sizes.depth);
         for (int i = 1; i >= 0; i--) plan_json_operand(out, f, r, (GemmKind)gemm, i);
-        json_text_add(out, ", \"fast_accum\": %s}", precision_fast_sums(p, r, (GemmKind)gemm) ? "true" : "false");
+        json_text_add(out, ", \"fast_accum\": %s}", precision_fast_accum(p, r, (GemmKind)gemm) ? "true" : "false");
     }
 }
 
