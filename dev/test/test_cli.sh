@@ -37,7 +37,7 @@ check "a plan past 2^63 bytes: 3" ends 3 llama3.1-405b $data --dry-run --batch-s
 check "what this trainer lacks: 4" ends 4 tiny $data --profile
 check "a gradient that is not finite: 7" ends 7 tiny $data --learning-rate 1000 --num-steps 50
 for number in $(sed -n '/^exit status$/,$ s/^  \([0-9]\)  .*/\1/p' <($trainer --help)); do
-    check "README.md knows status $number" grep -q "^| $number | " README.md
+    check "docs/TRAINING.md knows status $number" grep -q "^| $number | " docs/TRAINING.md
 done
 known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base/utils.h | paste -sd' ')
 check "the statuses of the scripts" equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"

@@ -1,4 +1,4 @@
-// --dry-run --json: the plan of a run as one JSON object, for programs. README.md says what it holds.
+// --dry-run --json: the plan of a run as one JSON object, for programs. docs/TRAINING.md says what it holds.
 #ifndef LLMC_PLAN_JSON_H
 #define LLMC_PLAN_JSON_H
 
