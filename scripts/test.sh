@@ -28,6 +28,7 @@ tally test_data.py python3 dev/test/test_data.py
 tally test_tables.py python3 dev/test/test_tables.py
 tally test_sizes.py python3 dev/test/test_sizes.py
 tally test_twins.py python3 dev/test/test_twins.py
+tally test_peers.py python3 dev/test/test_peers.py
 say "whole programs"
 for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/test/}" bash "$script"; done
 

@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""dev/peers without a GPU and without torch: the shard reader, command lines, and compare.py with stand-ins.
+
+A stand-in writes what the trainer or a peer writes, and fails where a test wants it. Ends with "N passed, N failed".
+"""
+import argparse
+import csv
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+
+ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+PEERS = os.path.join(ROOT, "dev", "peers")
+sys.path.insert(0, PEERS)
+import compare
+import shards
+import titan_train
+
+counts = {"passed": 0, "failed": 0}
+
+# Stands for ./train_fp8cu and mpirun's rank 0: the line of a run that fails, or a log.jsonl with settings and summary.
+TRAINER = r'''#!/usr/bin/env python3
+import json, os, sys, time
+of = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+print("pretending to train", sys.argv[1], os.environ["CUDA_VISIBLE_DEVICES"])
+if sys.argv[1] == "llama3.2-3b" and of["--precision"] == "fp8":
+    print("error: out of memory on GPU 0: 90 GiB wanted", file=sys.stderr)
+    sys.exit(3)
+if sys.argv[1] == "qwen3-4b":
+    time.sleep(60)
+with open(os.path.join(of["--log-dir"], "log.jsonl"), "w") as file:
+    print(json.dumps({"type": "settings", "program": "train_fp8cu", "version": "0.1", "device": "GPU X"}), file=file)
+    print(json.dumps({"type": "step", "step": 1}), file=file)
+    speed = 12000.5 if of["--precision"] == "fp8" else 10000.25
+    print(json.dumps({"type": "summary", "steps": int(of["--num-steps"]), "last_loss": 9.5, "median_ms": 20.5,
+                      "tokens_per_second_per_gpu": speed, "memory_bytes": 3 << 30}), file=file)
+'''
+
+# Stands for a Python with torch: `hf_train.py MODEL PRECISION T ...`, or torchrun and `titan_train.py PRECISION T`.
+PYTHON = r'''#!/usr/bin/env python3
+import json, sys
+words = sys.argv[1:]
+at = next(i for i, word in enumerate(words) if word.endswith("_train.py"))
+titan = words[at].endswith("titan_train.py")
+precision = words[at + 1 if titan else at + 2]
+if precision == "rowwise":
+    print("Traceback (most recent call last):\n  File \"x.py\", line 1\nRuntimeError: no rowwise today")
+    print("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====")
+    sys.exit(1)
+print("a warning of some library")
+print("rank 1", end="")
+print(json.dumps({"type": "summary", "program": "peer 1.0", "device": "GPU X", "steps": 10, "median_ms": 25.0,
+                  "tokens_per_second_per_gpu": 8000.0 if precision == "fp8" else 6000.0, "memory_bytes": 5 << 30}),
+      "rank 1 again")
+print("and a line to read")
+'''
+
+# Stands for mpirun: one rank.
+MPIRUN = """#!/bin/sh
+while [ $# -gt 0 ]; do case $1 in */trainer) exec "$@" ;; esac; shift; done
+"""
+
+
+def check(ok, *words):
+    counts["passed" if ok else "failed"] += 1
+    if not ok:
+        print("FAILED:", *words)
+
+
+def write(path, data):
+    with open(path, "wb") as file:
+        file.write(data)
+    return path
+
+
+def shard_bytes(magic, version, tokens, code, count=None):
+    count = len(tokens) if count is None else count
+    head = struct.pack("<4i", magic, version, count, 0)
+    return head + bytes(1024 - len(head)) + struct.pack("<%d%s" % (len(tokens), code), *tokens)
+
+
+def raises(function, *words):
+    try:
+        function(*words)
+    except (shards.BadShard, argparse.ArgumentTypeError) as error:
+        return str(error)
+    return None
+
+
+def test_shards(folder):
+    path = os.path.join(folder, "x.bin")
+    tokens = list(range(100000, 100021))
+    for magic, version, code in ((20240801, 7, "I"), (20240801, 8, "I"), (20240520, 1, "H")):
+        values = tokens if code == "I" else [token - 99000 for token in tokens]
+        view = shards.read_shard(write(path, shard_bytes(magic, version, values, code)))
+        check(list(view) == values, "tokens of a shard", magic, version)
+    view = shards.read_shard(write(path, shard_bytes(20240801, 7, tokens, "I")))
+    # 21 tokens are 5 sequences of 4 inputs. The last target of one is the first input of the next.
+    check(list(shards.sequence(view, 4, 0)) == tokens[:5], "first sequence")
+    check(list(shards.sequence(view, 4, 4)) == tokens[16:21], "last sequence")
+    check(list(shards.sequence(view, 4, 5)) == tokens[:5], "first sequence of the second epoch")
+    check(raises(shards.sequence, view, 21, 0) is not None, "a sequence longer than the shard")
+    for name, data in (("empty", b""), ("short", b"1234"), ("text", b"x" * 4096),
+                       ("cut", shard_bytes(20240801, 7, tokens, "I", 22)),
+                       ("too long", shard_bytes(20240801, 7, tokens, "I", 20)),
+                       ("other version", shard_bytes(20240801, 9, tokens, "I"))):
+        check(path in (raises(shards.read_shard, write(path, data)) or ""), "a damaged shard is named:", name)
+
+
+def test_rows():
+    check(compare.parse_row("qwen3-4b:4096") == ("qwen3-4b:4096", "qwen3-4b", 4096, "tensorwise"), "a row")
+    check(compare.parse_row("qwen3-4b:64:rowwise").recipe == "rowwise", "a row with a recipe")
+    for text in ("", "qwen3-4b", "qwen3-4b:x", "qwen9:64", "qwen3-4b:64:mxfp8", "qwen3-4b:64:rowwise:1"):
+        check(raises(compare.parse_row, text), "refused as a row:", text)
+    check(compare.parse_titan_row("rowwise:fp32") == ("rowwise", "fp32"), "a row of torchtitan")
+    for text in ("", "bf16", "fp8:fp32", "bf16:fp16", "bf16:fp32:1"):
+        check(raises(compare.parse_titan_row, text), "refused as a row of torchtitan:", text)
+
+
+def run(program, *words):
+    command = [sys.executable, os.path.join(PEERS, program), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_command_lines(folder):
+    shard = write(os.path.join(folder, "y.bin"), shard_bytes(20240801, 7, range(100), "I"))
+    for program, words, text in (
+            ("hf_train.py", ("llama9", "bf16", "64"), "MODEL"),
+            ("hf_train.py", ("llama3.2-1b", "fp9", "64"), "PRECISION"),
+            ("hf_train.py", ("llama3.2-1b", "bf16", "0"), "T[,...]"),
+            ("hf_train.py", ("llama3.2-1b", "bf16", "64", "--steps", "4"), "--steps"),
+            ("hf_train.py", ("llama3.2-1b", "bf16", "64", "--sequences"), "--data"),
+            ("hf_train.py", ("llama3.2-1b", "bf16", "64", "--data", __file__), "no training shard"),
+            ("titan_train.py", ("bf16", "64"), "--data"),
+            ("titan_train.py", ("bf16", "64", "--data", shard, "--steps", "12"), "--steps"),
+            ("titan_train.py", ("bf16", "100", "--data", shard), "no sequence"),
+            ("compare.py", ("--rows", "x:1"), "MODEL:T"),
+            ("compare.py", ("--gpus", "0,0"), "--gpus"),
+            ("compare.py", ("--ranks", "2"), "--ranks"),
+            ("compare.py", ("--titan-rows", "bf16:fp32"), "--gpus 0,1"),
+            ("compare.py", ("--peer-steps", "4"), "--peer-steps"),
+            ("compare.py", ("--limit", "0"), "--limit"),
+            ("compare.py", ("--trainer", "./no_such_program"), "no_such_program")):
+        status, _, errors = run(program, *words)
+        check(status == 2 and text in errors and "Traceback" not in errors, program, *words, "->", status, errors)
+    status, printed, _ = run("compare.py", "--dry-run", "--gpus", "0,1", "--titan-rows", "bf16:fp32,tensorwise:bf16")
+    lines = printed.splitlines()
+    check(status == 0 and len(lines) == 24, "--dry-run prints 24 commands:", len(lines))
+    fp32 = [line for line in lines if "--master-weights fp32 --optimizer-state fp32 --reduce-dtype fp32" in line]
+    check(len(fp32) == 1 and "mpirun -np 2" in fp32[0], "ours with fp32 masters", fp32)
+
+
+def test_titan_result():
+    args = argparse.Namespace(model="llama3.1-8b", precision="fp8", masters="fp32", length=8192, ac="none", steps=20)
+    records = [(step, {"throughput(tps)": tps, "memory/max_active(GiB)": gib, "memory/max_reserved(GiB)": gib + 1,
+                       "loss_metrics/global_avg_loss": 12.0 - step / 10})
+               for step, tps, gib in ((1, 50.0, 90.0), (5, 7000.0, 99.5), (10, 8000.0, 99.0), (15, 8192.0, 99.0),
+                                      (20, 8200.0, 99.0))]
+    result = titan_train.summarize(args, records, 2, "torchtitan", "GPU X")
+    speed = result["tokens_per_second_per_gpu"]
+    check(speed == 8192.0 and result["median_ms"] == 1000.0, "torchtitan's median", result)
+    check(result["memory_bytes"] == int(99.5 * 2**30) and result["last_loss"] == 10.0, "torchtitan's peak and loss")
+    args = argparse.Namespace(model="llama3.1-8b", precision="fp8", masters="bf16", length=64, ac="none", steps=20,
+                              out="x", options=["--debug.seed", "1"])
+    words = " ".join(titan_train.titan_options(args))
+    check("enable_fsdp_float8_all_gather" in words and "--training.dtype bfloat16" in words
+          and words.endswith("--debug.seed 1"), "torchtitan's options", words)
+    args.precision = "rowwise"
+    words = " ".join(titan_train.titan_options(args))
+    check("recipe_name rowwise" in words and "all_gather" not in words, "torchtitan's options, rowwise", words)
+
+
+def run_compare(folder, *words):
+    stand_ins = []
+    for name, text in (("trainer", TRAINER), ("python", PYTHON), ("mpirun", MPIRUN)):
+        path = write(os.path.join(folder, name), text.encode())
+        os.chmod(path, 0o755)
+        stand_ins.append(path)
+    data = write(os.path.join(folder, "data.bin"), shard_bytes(20240801, 7, range(100), "I"))
+    out = os.path.join(folder, "out")
+    environment = dict(os.environ, PATH=folder + ":" + os.environ["PATH"])
+    command = [sys.executable, os.path.join(PEERS, "compare.py"), "--trainer", stand_ins[0], "--python", stand_ins[1],
+               "--llama-data", data, "--qwen-data", data, "--out", out, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    table, rows = "", []
+    if os.path.exists(os.path.join(out, "table.md")):
+        with open(os.path.join(out, "table.md"), encoding="utf-8") as file:
+            table = file.read()
+        with open(os.path.join(out, "table.csv"), encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    return done.returncode, table, rows, done.stdout + done.stderr
+
+
+def test_compare(folder):
+    status, table, rows, printed = run_compare(folder, "--rows", "llama3.2-1b:2048")
+    line = "| llama3.2-1b | 2048 | 10,000 | 12,000 | 1.20x | 3.0 GiB | 6,000 | 8,000 | 5.0 GiB | 1.67x | 1.50x |"
+    check(status == 0 and line in table and "Failed" not in table, "a row that finishes", status, table, printed)
+    check([row["run"] for row in rows] == ["ours_bf16", "peer_bf16", "ours_fp8", "peer_fp8"]
+          and rows[2]["tokens_per_second_per_gpu"] == "12000.5" and rows[2]["program"] == "train_fp8cu 0.1"
+          and "--log-dir" in rows[0]["command"], "table.csv", rows)
+    status, table, rows, printed = run_compare(
+        folder, "--rows", "llama3.2-3b:64,llama3.2-1b:64:rowwise", "--gpus", "4,7")
+    check(status == 1, "status with failed runs", status, printed)
+    line = "| llama3.2-3b | 64 | 10,000 | failed |  |  | 6,000 | 8,000 | 5.0 GiB | 1.67x |  |"
+    check(line in table, "ours failed", table)
+    check("status 3: out of memory on GPU 0: 90 GiB wanted" in table, "the reason of ours", table)
+    line = "| llama3.2-1b, rowwise | 64 | 10,000 | 12,000 | 1.20x | 3.0 GiB | 6,000 | failed |"
+    check(line in table, "peer failed", table)
+    check("status 1: RuntimeError: no rowwise today" in table, "the reason of the peer", table)
+    check(sum(bool(row["failure"]) for row in rows) == 2, "failures in table.csv", rows)
+    with open(os.path.join(folder, "out", "transformers_llama3.2-3b_64_ours_fp8", "stdout.txt")) as file:
+        check(file.readline().split()[-1] in ("4", "7"), "a row runs on its own GPU")
+
+
+def test_titan_rows(folder):
+    status, table, _, printed = run_compare(folder, "--rows", "none", "--gpus", "0,1", "--titan-rows",
+                                            "tensorwise:fp32,rowwise:fp32,bf16:bf16")
+    line = "| FP8 tensorwise | fp32 | 12,000 | 3.0 GiB | 8,000 | 5.0 GiB | 1.50x |"
+    check(line in table, "torchtitan", table, printed)
+    check("| BF16 | bf16 | 10,000 | 3.0 GiB | 6,000 | 5.0 GiB | 1.67x |" in table, "torchtitan, bf16", table, printed)
+    check(status == 1 and "| FP8 rowwise | fp32 | 12,000 | 3.0 GiB | failed |" in table, "torchtitan failed", table)
+
+
+def test_real_trainer(folder):
+    """The CPU trainer takes every command of ours, and its log.jsonl holds what the table needs."""
+    trainer = os.path.join(ROOT, "train_fp8")
+    if not os.path.exists(trainer):
+        print("skipped: the trainer's own log, because ./train_fp8 is not built")
+        return
+    sys.argv[1:] = ["--dry-run", "--gpus", "0,1", "--titan-rows", compare.TITAN_ROWS, "--rows",
+                    "llama3.1-8b:8192,qwen3-4b:4096:rowwise"]
+    args = compare.parse_arguments()
+    runs = [run for row in args.rows for run in compare.row_runs(args, row)]
+    runs += [run for row in args.titan_rows for run in compare.titan_runs(args, row)]
+    for run in runs:
+        if run.ours:
+            words = run.words[run.words.index("./train_fp8cu") + 1:]
+            done = subprocess.run([trainer, *words, "--dry-run", "--json", "--world-size", str(run.ranks)],
+                                  capture_output=True, text=True)
+            check(done.returncode == 0, "the trainer takes", *words, done.stderr)
+    data = write(os.path.join(folder, "data.bin"), shard_bytes(20240520, 1, [i * i % 257 for i in range(2000)], "H"))
+    done = subprocess.run([trainer, "tiny", "--train-data", data, "--sequence-length", "64", "--num-steps", "6",
+                           "--log-dir", folder], capture_output=True, text=True)
+    write(os.path.join(folder, "stdout.txt"), b"")
+    result = compare.read_result(folder, True, done.returncode)
+    check(result["program"].startswith("train_fp8 ") and compare.speed(result) > 0 and result["memory_bytes"] > 0,
+          "the trainer's own summary", result)
+
+
+def test_limit(folder):
+    status, table, rows, printed = run_compare(folder, "--rows", "qwen3-4b:64", "--limit", "2")
+    check(status == 1 and "ended by --limit" in table and "not begun: --limit 2 s" in table, "--limit", table, printed)
+    check(len(rows) == 4 and all(row["failure"] for row in rows), "--limit in table.csv", rows)
+
+
+def main():
+    for test in (test_shards, test_command_lines, test_compare, test_titan_rows, test_real_trainer, test_limit):
+        with tempfile.TemporaryDirectory() as folder:
+            test(folder)
+    test_rows()
+    test_titan_result()
+    print("%d passed, %d failed" % (counts["passed"], counts["failed"]))
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
