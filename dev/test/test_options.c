@@ -205,12 +205,12 @@ static void test_fp8_conflicts(void) {
     static const char *const cases[][2] = {
         // the recipe's own multiple of batch-size x sequence-length
         {"--fp8-recipe blockwise --sequence-length 64",
-         "(recipe blockwise) needs batch-size x sequence-length in multiples of 128 (FP8 matrix products), not 1 x 64; "
+         "(recipe blockwise) needs batch-size x sequence-length in multiples of 128 (FP8 GEMMs), not 1 x 64; "
          "--sequence-length 128 would do"},
         {"--fp8-recipe blockwise --sequence-length 64 --batch-size 2", ""},
         {"--fp8-recipe blockwise --sequence-length 100 --batch-size 6", "not 6 x 100; --sequence-length 128 would do"},
         {"--fp8-recipe mxfp8 --sequence-length 48",
-         "(recipe mxfp8) needs batch-size x sequence-length in multiples of 32 (FP8 matrix products), not 1 x 48; "
+         "(recipe mxfp8) needs batch-size x sequence-length in multiples of 32 (FP8 GEMMs), not 1 x 48; "
          "--sequence-length 64 would do"},
         {"--fp8-recipe mxfp8 --sequence-length 48 --batch-size 2", ""},
         {"--fp8-recipe rowwise --sequence-length 48", ""},
@@ -219,22 +219,24 @@ static void test_fp8_conflicts(void) {
         {"--fp8-all-gather on", ""},
         {"--fp8-recipe delayed --fp8-all-gather on", ""},
         {"--fp8-recipe rowwise --fp8-all-gather on", "--fp8-all-gather on: recipe rowwise scales rows or blocks"},
-        {"--fp8-recipe rowwise_with_gw_hp --fp8-all-gather on", "travel in bf16; leave it at auto"},
+        {"--fp8-recipe rowwise_with_gw_hp --fp8-all-gather on", "gathered in bf16; leave it at auto"},
         {"--fp8-recipe blockwise --fp8-all-gather on", "recipe blockwise"},
         {"--fp8-recipe mxfp8 --fp8-all-gather on", "recipe mxfp8"},
         {"--fp8-recipe mxfp8 --fp8-all-gather off", ""},
         {"--fp8-recipe rowwise --fp8-all-gather auto", ""},
         {"--fp8-fast-accum all", ""},
         {"--fp8-recipe rowwise_with_gw_hp --fp8-fast-accum all", ""},
-        {"--fp8-recipe blockwise --fp8-fast-accum all", "--fp8-fast-accum all: the products of recipe blockwise"},
+        {"--fp8-recipe blockwise --fp8-fast-accum all", "--fp8-fast-accum all: the GEMMs of recipe blockwise"},
         {"--fp8-recipe mxfp8 --fp8-fast-accum all", "recipe mxfp8 have no fast accumulation"},
         {"--fp8-recipe blockwise --fp8-fast-accum none", ""},
         {"--fp8-recipe blockwise --fp8-fast-accum fprop", ""},
-        // what only a history needs
+        // options that only the delayed recipe reads
         {"--fp8-recipe delayed --fp8-amax-history 16 --fp8-margin 2", ""},
-        {"--fp8-amax-history 16", "--fp8-amax-history 16 is for --fp8-recipe delayed; recipe tensorwise looks at"},
+        {"--fp8-amax-history 16",
+         "--fp8-amax-history 16 is for --fp8-recipe delayed; recipe tensorwise scales by current"},
         {"--fp8-amax-history 1024", ""},
-        {"--fp8-recipe blockwise --fp8-margin 1", "--fp8-margin 1 is for --fp8-recipe delayed; recipe blockwise knows"},
+        {"--fp8-recipe blockwise --fp8-margin 1",
+         "--fp8-margin 1 is for --fp8-recipe delayed; recipe blockwise scales by current"},
         // formats fit every recipe
         {"--fp8-recipe rowwise --fp8-format hybrid", ""},
         {"--fp8-format e4m3", ""},
@@ -242,7 +244,7 @@ static void test_fp8_conflicts(void) {
         // auto needs times that mean something
         {"--fp8-filter auto", ""},
         {"--fp8-filter auto --fp8-emulate",
-         "--fp8-filter auto keeps what is faster in FP8, and --fp8-emulate never is"},
+         "--fp8-filter auto keeps layers in FP8 that are faster in FP8, and with --fp8-emulate none is"},
         {"--fp8-filter auto --deterministic", "--fp8-filter auto goes by measured times"},
         {"--fp8-filter first --deterministic --fp8-emulate", ""},
         {"--fp8-audit 10 --fp8-emulate", ""}};
@@ -305,7 +307,7 @@ static void test_conflicts(void) {
         {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --master-weights fp32", ""},
         {"tiny --precision fp8 --sequence-length 40",
-         "in multiples of 16 (FP8 matrix products), not 1 x 40; --sequence-length 48 would do"},
+         "in multiples of 16 (FP8 GEMMs), not 1 x 40; --sequence-length 48 would do"},
         {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""},
         {"tiny --precision bf16 --sequence-length 40", ""},
         {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"},
@@ -481,7 +483,7 @@ static void test_help_and_table(void) {
         line += n;
     }
     CHECK(strstr(help, "\n  --fp8-recipe tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8\n               "
-                       "                                  what shares"),
+                       "                                  values that share"),
           "%s", help);
     CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"),
           "defaults and choices");

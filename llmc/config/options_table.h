@@ -1,0 +1,234 @@
+// The one table of options: names, defaults, ranges, help, and which of them a resumed run must share.
+#ifndef LLMC_OPTIONS_TABLE_H
+#define LLMC_OPTIONS_TABLE_H
+
+#include "recipes.h"
+
+// The choices of an option: each list gives both the enum and the words of the command line. Recipes are in recipes.h.
+#define PRECISIONS(X) X(PRECISION_FP32, "fp32") X(PRECISION_BF16, "bf16") X(PRECISION_FP8, "fp8")
+#define STATE_STORAGES(X) X(STORAGE_AUTO, "auto") X(STORAGE_BF16, "bf16") X(STORAGE_FP32, "fp32")
+#define WEIGHT_STORAGES(X) STATE_STORAGES(X) X(STORAGE_BF16_NEAREST, "bf16-nearest")
+#define RECOMPUTES(X) X(RECOMPUTE_NONE, "none") X(RECOMPUTE_LAYER, "layer")
+#define SCHEDULES(X) \
+    X(SCHEDULE_CONSTANT, "constant") X(SCHEDULE_COSINE, "cosine") X(SCHEDULE_LINEAR, "linear") X(SCHEDULE_WSD, "wsd")
+#define NONFINITES(X) X(NONFINITE_STOP, "stop") X(NONFINITE_SKIP, "skip")
+#define OUTPUT_LOSSES(X) X(OUTPUT_LOST_CONTINUE, "continue") X(OUTPUT_LOST_STOP, "stop")
+#define SAVE_ERRORS(X) X(SAVE_ERROR_RETRY, "retry") X(SAVE_ERROR_STOP, "stop")
+#define SHARDINGS(X) \
+    X(SHARDING_FULL, "full") X(SHARDING_GRAD_OP, "grad_op") X(SHARDING_NONE, "none") X(SHARDING_HYBRID, "hybrid")
+#define REDUCES(X) X(REDUCE_BF16, "bf16") X(REDUCE_FP32, "fp32")
+#define SWITCHES(X) X(OFF, "off") X(ON, "on")
+#define AUTO_SWITCHES(X) SWITCHES(X) X(AUTO, "auto")
+#define FP8_FORMATS(X) X(FP8_FORMAT_AUTO, "auto") X(FP8_FORMAT_HYBRID, "hybrid") X(FP8_FORMAT_E4M3, "e4m3")
+#define FAST_ACCUMS(X) X(FAST_ACCUM_FPROP, "fprop") X(FAST_ACCUM_ALL, "all") X(FAST_ACCUM_NONE, "none")
+
+#define LISTS(X) \
+    X(LIST_NOTHING, "nothing") X(LIST_MODELS, "models") X(LIST_RECIPES, "recipes") X(LIST_OPTIONS, "options")
+
+#define CHOICE_ID(id, word) id,
+#define CHOICE_WORD(id, word) "|" word
+enum { PRECISIONS(CHOICE_ID) };
+enum { WEIGHT_STORAGES(CHOICE_ID) };
+enum { RECOMPUTES(CHOICE_ID) };
+enum { SCHEDULES(CHOICE_ID) };
+enum { NONFINITES(CHOICE_ID) };
+enum { OUTPUT_LOSSES(CHOICE_ID) };
+enum { SAVE_ERRORS(CHOICE_ID) };
+enum { SHARDINGS(CHOICE_ID) };
+enum { REDUCES(CHOICE_ID) };
+enum { AUTO_SWITCHES(CHOICE_ID) };
+enum { FP8_FORMATS(CHOICE_ID) };
+enum { FAST_ACCUMS(CHOICE_ID) };
+enum { LISTS(CHOICE_ID) };
+
+#define OPTION_MAX 1e15
+
+// MUST_MATCH: a resumed run must give the value of the run that wrote the checkpoint.
+enum { FREE, MUST_MATCH };
+
+// INT(field, name, default, smallest, largest, match, help)           whole number
+// REAL(...)                                                          finite number
+// TEXT(field, name, default, match, help)                            free text, "" = not given
+// CHOICE(field, name, default, LIST, match, help)                    one of a list of choices (above)
+// FLAG(field, name, help)                                            given or not
+// GROUP(title)                                                       heading in --help
+// clang-format off
+#define OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG) \
+    GROUP("data") \
+    TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, "training shards (a glob)") \
+    TEXT(val_data, "val-data", "", FREE, "validation shards (a glob)") \
+    CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, \
+         "order of sequences: on: a new permutation in each epoch, from --seed; off: as in the files") \
+    INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
+    INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per GPU and micro-step (B)") \
+    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
+    INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps of the whole run") \
+    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "seed of initial weights, data order and stochastic rounding") \
+    GROUP("precision") \
+    CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, \
+         "dtype of GEMMs; fp8: linear layers by --fp8-recipe, everything else bf16; fp32: CPU trainer only") \
+    CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
+         "values that share a scale: tensorwise: a tensor, by its current amax; delayed: a tensor, by its past " \
+         "amaxes; rowwise: a row (with_gw_hp: and bf16 weight gradients); blockwise: 1x128, weights 128x128; " \
+         "mxfp8: 1x32 (Blackwell)") \
+    CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, \
+         "FP8 format of gradients; hybrid: E5M2; e4m3: E4M3, as for weights and inputs; auto: the recipe's own") \
+    TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
+         "linear layers that stay bf16, with commas between: first, last, layers=A-B (from 0), attention, mlp, " \
+         "qkv, attn_out, gate_up, down; lm_head always does; auto: times both at the start and keeps the " \
+         "faster") \
+    INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
+         "recipe delayed: length of the amax history; inputs and gradients add one amax a micro-step, weights " \
+         "one an optimizer step (Transformer Engine's default: one a micro-step); a first cast takes each " \
+         "rank's own current amax") \
+    INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "recipe delayed: scales are divided by 2 to this power") \
+    CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, \
+         "GEMMs that use FP8 fast accumulation (Hopper), if the recipe allows it: fprop, all or none") \
+    FLAG(fp8_emulate, "fp8-emulate", \
+         "quantize to FP8, then multiply in bf16: the recipe's numbers without its speed, on any GPU") \
+    INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, \
+         "steps between audits of every FP8 operand: amax, scale, share flushed to zero, share saturated, " \
+         "SQNR; 0: none") \
+    CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
+         "dtype of the weights that AdamW updates; bf16: rounded stochastically (at --learning-rate 1e-5 they " \
+         "stray from fp32 weights by 4.0e-4 rms in 1,000 steps, where training moves them by 2.4e-4 to " \
+         "1.9e-3); bf16-nearest: rounded to nearest, which loses small updates; auto: bf16, or fp32 with " \
+         "--precision fp32") \
+    CHOICE(optimizer_state, "optimizer-state", STORAGE_AUTO, STATE_STORAGES, MUST_MATCH, \
+         "dtype of AdamW's two moments; bf16: rounded stochastically; auto: bf16, or fp32 with --precision " \
+         "fp32") \
+    CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, STATE_STORAGES, FREE, \
+         "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
+         "which adds noise of 0.00014% of the norm a micro-step; fp32: 2 bytes more a parameter; auto: fp32 " \
+         "from 256 micro-steps on, and with fp32 --master-weights or --reduce-dtype; else bf16") \
+    GROUP("memory") \
+    CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
+         "layer: keep only each layer's input, and run its forward pass again in backward") \
+    CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
+         "on: keep all FP8 weights for a whole step, for 2 bytes a weight (one GPU, or --sharding none); off: " \
+         "cast them again in each forward and backward pass") \
+    GROUP("optimizer") \
+    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, "AdamW's largest learning rate") \
+    CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, \
+         "learning rate after warm-up; cosine and linear end at 0; wsd decays in the last fifth of the steps") \
+    INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, \
+         "steps in which the learning rate grows linearly from 0") \
+    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled weight decay, of matrices only") \
+    REAL(beta1, "beta1", 0.9, 0, 0.9999999, FREE, "AdamW's decay of the first moment") \
+    REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "AdamW's decay of the second moment") \
+    REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "AdamW's epsilon, added to the square root of the second moment") \
+    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, \
+         "largest norm of all gradients; larger ones are scaled down to it; 0: off") \
+    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
+         "if the gradient norm is not finite or above 2^63; stop: end the run and save nothing of this step; " \
+         "skip: change no weight in this step (10 in a row end the run)") \
+    GROUP("ranks (mpirun -np N)") \
+    CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, FREE, \
+         "weights, gradients and optimizer state over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, NO_SHARD " \
+         "(DDP) and HYBRID_SHARD; hybrid: full within --shard-size ranks, replicas across") \
+    INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, \
+         "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks") \
+    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, \
+         "dtype in which gradients are reduced over ranks; fp32: AdamW reads fp32 gradients, and micro-steps " \
+         "add up in fp32 too") \
+    CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
+         "all-gather weights in FP8, with the same bits as bf16 and a cast; auto: if the recipe has one scale " \
+         "a tensor") \
+    CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, \
+         "GPUs of one host read each other's weights and gradients with their copy engines, so that all SMs " \
+         "are free for GEMMs; off: NCCL moves them; on: end the run if that is impossible") \
+    INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
+         "seconds without progress after which a stuck rank ends the run and is named; 4 times that while " \
+         "loading, saving and exporting files") \
+    INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: number of ranks to plan for, without mpirun") \
+    GROUP("output") \
+    INT(val_every, "val-every", 0, 0, 1000000000, FREE, \
+         "steps between validations; the last step has one too; 0: only there, if --val-data is given") \
+    INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, \
+         "number of validation sequences: the first N of --val-data, for any number of ranks and any batch " \
+         "size") \
+    INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, "steps between printed samples of text; 0: none") \
+    INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "tokens of a sample") \
+    TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl, which has every step") \
+    CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, \
+         "if stdout or stderr cannot be written any more (closed pipe, full disk); continue: train on without " \
+         "it; stop: save and stop, as for SIGINT") \
+    FLAG(profile, "profile", "print where the time of the last step went, by operation (GPU trainer)") \
+    REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, \
+         "the GPU's dense BF16 peak, for mfu and sol; 0: known by the GPU's name") \
+    GROUP("checkpoints") \
+    TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, "folder for checkpoints") \
+    INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, \
+         "steps between checkpoints; the last step has one too; 0: only there, if --checkpoint-dir is given") \
+    INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "number of newest checkpoints to keep") \
+    FLAG(resume, "resume", \
+         "continue from the newest whole checkpoint in --checkpoint-dir; start at step 1 if there is none") \
+    CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
+         "if a checkpoint cannot be saved; retry: at once, and again when the next one is due; stop: end the " \
+         "run") \
+    FLAG(no_verify, "no-verify", "do not compare MODEL's files with the hashes saved beside them") \
+    TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights in Hugging Face's format") \
+    GROUP("run") \
+    FLAG(dry_run, "dry-run", "print settings, memory plan and GEMM table, then stop; needs no GPU") \
+    FLAG(json, "json", "with --dry-run: print one JSON object and nothing else, for programs") \
+    CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, \
+         "print the names of all models, FP8 recipes or options, one a line, then stop") \
+    FLAG(deterministic, "deterministic", "give the same bits in every run") \
+    FLAG(help, "help", "print this text")
+// clang-format on
+
+typedef struct {
+    const char *model;
+#define GROUP(title)
+#define INT(field, ...) int64_t field;
+#define REAL(field, ...) double field;
+#define TEXT(field, ...) const char *field;
+#define CHOICE(field, ...) int field;
+#define FLAG(field, ...) bool field;
+    OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG)
+#undef GROUP
+#undef INT
+#undef REAL
+#undef TEXT
+#undef CHOICE
+#undef FLAG
+} Options;
+
+typedef enum { OPTION_GROUP, OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionKind;
+
+typedef struct {
+    OptionKind kind;
+    const char *name;           // without the dashes; a group's title
+    size_t field;               // offset in Options
+    double initial, low, high;  // numbers; a choice has its initial index
+    const char *text;           // a text's default; a choice's "a|b|c"
+    int match;
+    const char *help;
+} OptionRow;
+
+// The table as rows; ends with a row whose name is NULL.
+static inline const OptionRow *option_rows(void) {
+    static const OptionRow rows[] = {
+#define GROUP(title) {OPTION_GROUP, title, 0, 0, 0, 0, "", FREE, ""},
+#define INT(field, name, initial, low, high, match, help) \
+    {OPTION_INT, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
+#define REAL(field, name, initial, low, high, match, help) \
+    {OPTION_REAL, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
+#define TEXT(field, name, initial, match, help) \
+    {OPTION_TEXT, name, offsetof(Options, field), 0, 0, 0, initial, match, help},
+#define CHOICE(field, name, initial, choices, match, help)                                                  \
+    {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, &("" choices(CHOICE_WORD))[1], \
+     match,         help},
+#define FLAG(field, name, help) {OPTION_FLAG, name, offsetof(Options, field), 0, 0, 0, "", FREE, help},
+        OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG)
+#undef GROUP
+#undef INT
+#undef REAL
+#undef TEXT
+#undef CHOICE
+#undef FLAG
+            {OPTION_GROUP, NULL, 0, 0, 0, 0, "", FREE, ""}};
+    return rows;
+}
+
+#endif
