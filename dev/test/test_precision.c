@@ -93,7 +93,7 @@ static void plan_action(void *filter) { make_plan("small", RECIPE_TENSORWISE, (c
 
 static void test_refused(void) {
     static const char *const cases[][2] = {
-        {"q_proj", "\"q_proj\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k and v are one product)"},
+        {"q_proj", "\"q_proj\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k and v are one GEMM)"},
         {"First", "\"First\" is none of"},
         {"embedding", "\"embedding\" is none of"},
         {"first;last", "\"first;last\" is none of"},
@@ -229,9 +229,9 @@ static char *printed(const Plan *x) {
 
 static void test_golden_table(void) {
     static const char expected[] =
-        "\nmatrix products (fp32 accumulation, bf16 results); recipe rowwise_with_gw_hp: a scale for each row (dgrad: "
+        "\nGEMMs (fp32 accumulation, bf16 results); recipe rowwise_with_gw_hp: a scale for each row (dgrad: "
         "w tensor), power of 2\n"
-        "  linear    pass       rows  columns    depth  operands and what shares a scale\n"
+        "  linear    GEMM          M        N        K  operands and their scales\n"
         "  qkv       fprop      2048     6144     4096  e4m3 row     x e4m3 row      fast_accum  layers 1-4,6,8-31\n"
         "  qkv       dgrad      2048     4096     6144  e4m3 row     x e4m3 tensor   layers 1-4,6,8-31\n"
         "  qkv       wgrad      6144     4096     2048  bf16         x bf16          layers 1-4,6,8-31\n"
@@ -308,20 +308,20 @@ static void test_tables(void) {
 static void test_table_notes(void) {
     Plan x = make_plan("tiny", RECIPE_BLOCKWISE, "");
     char *text = printed(&x);
-    CHECK(strstr(text, "x bf16          [256, 64] are no multiples of 128\n") &&
-              strstr(text, "no product runs in FP8") && !strstr(text, "recipe"),
+    CHECK(strstr(text, "x bf16          [256, 64] are not multiples of 128\n") &&
+              strstr(text, "no GEMM runs in FP8") && !strstr(text, "recipe"),
           "%s", text);
     free(text), free_plan(&x);
     x = make_plan("small", RECIPE_TENSORWISE, "auto");
     text = printed(&x);
-    CHECK(strstr(text, "--fp8-filter auto is decided by times") && !strstr(text, "no product"), "%s", text);
+    CHECK(strstr(text, "--fp8-filter auto is decided by times") && !strstr(text, "no GEMM runs"), "%s", text);
     free(text);
     x.o.fp8_emulate = true;
     Precision emulated = precision_plan(&x.o, "first", &x.m, &x.t, true);
     precision_free(&x.p);
     x.p = emulated;
     text = printed(&x);
-    CHECK(strstr(text, "recipe tensorwise, emulated by products of bf16: a scale for each tensor") &&
+    CHECK(strstr(text, "recipe tensorwise, emulated by bf16 GEMMs: a scale for each tensor") &&
               !strstr(text, "fast_accum") && strstr(text, "e4m3 tensor   layers 1-3\n"),
           "%s", text);
     free(text), free_plan(&x);

@@ -19,7 +19,7 @@ flags='-std=gnu11 -O2 -march=native -fopenmp -pthread -ffp-contract=off -Wall -W
 check "a trainer with other words" make -s -C "$tmp" train_fp8 CFLAGS="$flags"
 
 # What reads the words as scripts once did finds nothing, so these tests can fail.
-for words in '^MODEL: ' '^  --precision .*of matrix products' '^exit status'; do
+for words in '^MODEL: ' '^  --precision .*dtype of GEMMs' '^exit status'; do
     check "the trainer's help has \"$words\"" grep -q -- "$words" <(./train_fp8 --help)
     check "the other's has not" eval '! grep -q -- "$words" <("$other" --help)'
 done

@@ -1,14 +1,13 @@
 // Counting floating-point operations, and what the hardware could do in the same time.
 //
-//   model FLOPs per token = 6 x (parameters in matrix products, lm_head included, embedding look-up not) + 6 x layers x
-//   heads x head_dim x T
-// The second term is causal attention: forward 2 products of T/2 keys on average, 2 FLOPs each, is 2 x NH x HD x T, and
-// backward twice that. Work that a run does again (recompute) does not count.
+//   model FLOPs per token = 6 x (parameters that GEMMs read: with lm_head, without the embedding)
+//                           + 6 x layers x heads x head_dim x T
+// The second term is causal attention: forward has 2 GEMMs over T/2 keys on average, with 2 FLOPs each, which makes
+// 2 x NH x HD x T; backward has twice that. Recomputation does not count.
 //   mfu = model FLOP/s over the dense BF16 peak of the GPU
-//   sol = time that each product would take at the dense peak of the precision it ran in (FP8: twice BF16), over the
-//   measured time
-// What ran in FP8 is counted product by product: a linear layer [N, K] has three of 2 x N x K FLOPs a token, and a
-// filter, a size, a recipe that keeps its wgrad in bf16 or --fp8-emulate leave some or all of them in bf16.
+//   sol = time of all GEMMs at the dense peak of their precision (FP8: twice BF16), over the measured time
+// FP8 FLOPs are counted GEMM by GEMM. A linear layer [N, K] has three GEMMs of 2 x N x K FLOPs a token. A filter, a
+// size, a recipe with bf16 wgrad, or --fp8-emulate keeps some or all of them in bf16.
 #ifndef LLMC_FLOPS_H
 #define LLMC_FLOPS_H
 
@@ -17,16 +16,16 @@
 #include "precision.h"
 
 typedef struct {
-    double bf16, fp8;  // FLOPs per token in products of either precision
+    double bf16, fp8;  // FLOPs per token in GEMMs of each precision
 } TokenFlops;
 
 // The hardware of one rank.
 typedef struct {
-    char name[256], versions[256];  // of the GPU or CPU; of compiler, CUDA and libraries
+    char name[256], versions[256];  // name of the GPU or CPU; versions of compiler, CUDA and libraries
     double peak_bf16;               // dense FLOP/s; 0: not known
 } DeviceInfo;
 
-// Of training on sequences of T tokens. lm_head and attention are bf16; the linear layers of the blocks what `p` says.
+// FLOPs of training on sequences of T tokens. lm_head and attention are bf16, the layers' linear layers as in `p`.
 static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelConfig *m, int64_t T, const Precision *p) {
     TokenFlops f = {6.0 * (double)matmul_parameters(t, m) +
                         6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T,
@@ -42,7 +41,7 @@ static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelCon
 
 static inline double flops_total(TokenFlops f) { return f.bf16 + f.fp8; }
 
-// Shares of the hardware's peak at `tokens_per_second` on one GPU; NAN when the peak is unknown (peak_bf16 0).
+// Shares of the GPU's peak at `tokens_per_second` a GPU; NAN if the peak is unknown (peak_bf16 0).
 static inline double flops_mfu(TokenFlops f, double tokens_per_second, double peak_bf16) {
     return peak_bf16 > 0 ? flops_total(f) * tokens_per_second / peak_bf16 : (double)NAN;
 }
@@ -51,8 +50,7 @@ static inline double flops_sol(TokenFlops f, double tokens_per_second, double pe
     return peak_bf16 > 0 ? (f.bf16 + f.fp8 / 2) * tokens_per_second / peak_bf16 : (double)NAN;
 }
 
-// Whether `word` stands in `text` with no letter or digit next to it: "H200" is in "NVIDIA H200", not in "NVIDIA
-// GH200".
+// True if `text` has `word` as a whole word: "NVIDIA H200" has "H200", "NVIDIA GH200" does not.
 static inline bool flops_has_word(const char *text, const char *word) {
     const size_t n = strlen(word);
     for (const char *at = text; (at = strstr(at, word)) != NULL; at++)
@@ -60,8 +58,8 @@ static inline bool flops_has_word(const char *text, const char *word) {
     return false;
 }
 
-// Dense BF16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets (which mostly print the sparse figure, twice
-// this), by compute capability and the name that the CUDA runtime reports. The first row that fits wins. 0: unknown.
+// Dense BF16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets, most of which print the sparse figure (twice as
+// much). Found by compute capability and the CUDA runtime's name of the GPU: the first row that fits. 0: unknown.
 static inline double flops_peak_bf16(int major, int minor, const char *name) {
     static const struct {
         int major, minor;

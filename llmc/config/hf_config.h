@@ -1,15 +1,15 @@
 // Reads and writes Hugging Face's config.json of LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 //
-// Both styles of RoPE settings are read: `rope_theta` and `rope_scaling` (transformers 4) and `rope_parameters`
-// (transformers 5). The first is written, since both read it. A value that is missing gets transformers' default of
-// that class; one that this program cannot honour is refused.
+// RoPE settings are read in both styles: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters`
+// (transformers 5). They are written in the first, which both versions read. A missing value gets transformers' default
+// of that class. A value that this program cannot follow ends the run.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 
 #include "../base/json.h"
 #include "model_config.h"
 
-// What differs between the classes: names, and transformers' defaults.
+// Names and transformers' defaults that differ between the classes.
 typedef struct {
     ModelFamily family;
     const char *architecture, *model_type;
@@ -74,8 +74,7 @@ static inline const char *hf_text(const Json *json, const JsonNode *object, cons
     return node ? node->text : fallback;
 }
 
-// A token id, or the first of a list of them. -1 for none, and for an id outside the vocabulary (test models carry
-// such).
+// A token id, or the first of a list. -1 if there is none, and for an id outside the vocabulary, as test models have.
 static inline int64_t hf_token_id(const Json *json, const char *key, int64_t fallback, int64_t vocab_size) {
     Failure failure;
     int64_t id = fallback;
@@ -109,7 +108,7 @@ static inline const HfClass *hf_class_of(const Json *json) {
              json->source, architecture ? architecture : model_type);
 }
 
-// Refuses what would change the model's function in a way this program does not have.
+// Dies if a setting would change the model's function in a way that this program does not support.
 static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
     const JsonNode *root = json_root(json);
     const char *activation = hf_text(json, root, "hidden_act", "silu");
@@ -185,7 +184,7 @@ static inline void hf_read_sizes(const Json *json, const HfClass *c, ModelConfig
     m->intermediate_size = hf_required_int(json, "intermediate_size");
     m->num_layers = hf_required_int(json, "num_hidden_layers");
     m->num_heads = hf_required_int(json, "num_attention_heads");
-    // A null stands for the number of attention heads; the default of the class is for a missing key.
+    // null means as many as attention heads. Only a missing key gets the default of the class.
     const bool kv_missing = !json_member(json, root, "num_key_value_heads");
     m->num_kv_heads =
         hf_int(json, root, "num_key_value_heads", kv_missing && c->num_kv_heads ? c->num_kv_heads : m->num_heads);
@@ -261,8 +260,7 @@ static inline void hf_add_rope(JsonText *out, const ModelConfig *m) {
                   (long long)s->original_max_position_embeddings);
 }
 
-// The text of config.json. `dtype` is the weights' in torch's words: "bfloat16" or "float32". Freed with
-// json_text_free.
+// The text of config.json, to be freed with json_text_free. `dtype`: of the weights, "bfloat16" or "float32".
 static inline JsonText hf_config_text(const ModelConfig *m, const char *dtype) {
     const HfClass *c = hf_classes();
     while (c->family != m->family) c++;

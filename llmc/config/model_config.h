@@ -42,7 +42,7 @@ static inline int64_t model_qkv_size(const ModelConfig *m) {
     return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim;
 }
 
-// The published configurations. One line a model; family decides qkv_bias and qk_norm.
+// The published configurations, one line a model. The family decides qkv_bias and qk_norm.
 //    name              family  V       C      F      L    NH   NKV HD   tied  eps   theta     scale max_pos  bos eos
 // clang-format off
 #define MODEL_PRESETS(X) \
@@ -64,7 +64,7 @@ static inline int64_t model_qkv_size(const ModelConfig *m) {
     X("qwen2.5-7b",     QWEN2, 152064, 3584,  18944, 28,  28,  4,  128, false, 1e-6, 1000000.0, 0,  131072, 151643, 151643)
 // clang-format on
 
-// Finds a preset by name. False when there is none of that name.
+// Finds a preset by name. False if there is no such preset.
 static inline bool model_config_preset(ModelConfig *m, const char *name) {
 #define X(preset, fam, v, c, f, l, nh, nkv, hd, tied, eps, theta, scale, max_pos, bos, eos)        \
     if (strcmp(name, preset) == 0) {                                                               \
@@ -100,7 +100,7 @@ static inline void model_config_preset_names(char *out, size_t capacity) {
 #undef X
 }
 
-// What holds for every model, whatever its source. Dies with the value and the reason.
+// Checks the rules that every model must keep. Dies with the value and the reason.
 static inline void model_config_check(const ModelConfig *m) {
     const struct {
         const char *name;
@@ -128,8 +128,8 @@ static inline void model_config_check(const ModelConfig *m) {
         die("model %s: rms_norm_eps, rope_theta and initializer_range must be above 0", m->name);
 }
 
-// Angle per position of RoPE pair i (0 <= i < HD/2), with Llama 3's scaling where the model has it: low frequencies are
-// divided by `factor`, high ones kept, those between interpolated (Llama 3.1's published rule).
+// Angle per position of RoPE pair i (0 <= i < HD/2). With Llama 3's scaling (Llama 3.1's published rule), low
+// frequencies are divided by `factor`, high ones stay, and frequencies between them are interpolated.
 static inline double rope_inverse_frequency(const ModelConfig *m, int64_t i) {
     const double pi = 3.14159265358979323846;
     double frequency = exp2(-2.0 * (double)i / (double)m->head_dim * log2(m->rope_theta));
@@ -155,7 +155,7 @@ static inline void rope_table_fill(float *table, const ModelConfig *m, int64_t T
     }
 }
 
-// The sizes that a micro-batch of a model has.
+// The sizes of one micro-batch of a model.
 typedef struct {
     int64_t B, T, R;      // sequences, tokens each, rows R = B*T
     int64_t V, C, F, L;   // vocabulary, hidden, intermediate, layers

@@ -1,11 +1,13 @@
 // The one table of parameters. Initialization, memory, the optimizer, checkpoints and sharding all walk it.
 //
-// All parameters live in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes
-// first, then one unit of equal size per layer. A unit has segments, each padded to PARAMETER_ALIGNMENT elements: its
-// vectors (norms, biases), then its matrices, which alone may travel between ranks in FP8, then, in the root, an
-// embedding that is not lm_head too: its gradient, of few rows, goes between ranks in another way. Within a segment,
-// table order is memory order; tensors that form one fused linear layer (q, k, v and gate, up) stand without a gap, so
-// the fused weight is a view. Every group starts at a multiple of PARAMETER_ALIGNMENT elements.
+// All parameters lie in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes first,
+// then one unit of equal size for each layer. A unit has segments, each padded to PARAMETER_ALIGNMENT elements:
+//   - its vectors (norms, biases);
+//   - its matrices, which can be all-gathered in FP8;
+//   - in the root, an embedding that is not tied to lm_head. Few rows of its gradient are not zero, so ranks exchange
+//     that gradient in a way of its own.
+// Within a segment, table order is memory order. Tensors of one fused linear layer (q, k, v and gate, up) stand without
+// a gap, so that the fused weight is a view. Every other tensor starts at a multiple of PARAMETER_ALIGNMENT elements.
 #ifndef LLMC_PARAMETERS_H
 #define LLMC_PARAMETERS_H
 
@@ -19,7 +21,7 @@ enum {
     PARAM_JOINED = 4,      // continues the tensor before it in its segment without a gap (fused linear layer)
     PARAM_INIT_ONE = 8,    // starts at 1 (norms)
     PARAM_INIT_ZERO = 16,  // starts at 0 (biases); without either: normal with std = initializer_range
-    PARAM_LOOKUP = 32      // rows are looked up, and nothing else: an embedding that is not lm_head too
+    PARAM_LOOKUP = 32      // no GEMM reads it: an embedding that is not tied to lm_head
 };
 
 // The segments of a unit, in memory order.
@@ -51,14 +53,14 @@ enum { SEGMENT_VECTORS, SEGMENT_MATRICES, SEGMENT_EMBEDDING, NUM_SEGMENTS };
     X(wdown,     "mlp.down_proj.weight",                C,           F,    true,         PARAM_DECAY | PARAM_FP8)
 // clang-format on
 
-// Element offsets into the flat array; -1 where the model has no such tensor.
+// Element offsets into the flat array; -1 if the model has no such tensor.
 typedef struct {
 #define X(field, ...) int64_t field;
     ROOT_PARAMETERS(X)
 #undef X
 } RootOffsets;
 
-// As RootOffsets, counted from the start of the layer's unit (layer_offset()).
+// Element offsets from the start of the layer's unit (layer_offset()); -1 if the model has no such tensor.
 typedef struct {
 #define X(field, ...) int64_t field;
     LAYER_PARAMETERS(X)
@@ -68,13 +70,13 @@ typedef struct {
 typedef struct {
     char name[96];       // Hugging Face's full name
     int64_t rows, cols;  // cols = 0: a vector of `rows`
-    int64_t offset;      // of its first element in the flat array
+    int64_t offset;      // first element in the flat array
     int64_t layer;       // ROOT or a layer's number
     unsigned flags;
 } Parameter;
 
 typedef struct {
-    Parameter *entries;  // in the order of the tables above, unit by unit: initial values are keyed by it
+    Parameter *entries;  // in the order of the tables above, unit by unit; initial values depend on this order
     int64_t count;
     int64_t num_parameters;  // without padding; a tied lm_head counts once
     int64_t num_layers;
@@ -87,7 +89,7 @@ typedef struct {
 
 static inline int64_t parameter_elements(const Parameter *p) { return p->cols ? p->rows * p->cols : p->rows; }
 
-// Layers are numbered from 0. Where a layer's number stands, ROOT is the root unit and NO_LAYER none of both.
+// Layers are numbered from 0. In place of a layer's number, ROOT means the root unit, and NO_LAYER means no unit.
 enum { ROOT = -1, NO_LAYER = -2 };
 
 // First element of a unit in the flat array.
@@ -104,15 +106,15 @@ static inline int parameter_segment(const Parameter *p) {
     return !p->cols ? SEGMENT_VECTORS : p->flags & PARAM_LOOKUP ? SEGMENT_EMBEDDING : SEGMENT_MATRICES;
 }
 
-// Where in its unit a segment begins; NUM_SEGMENTS: the unit's size. `sizes`: of the unit's segments.
+// Offset of a segment in its unit; for NUM_SEGMENTS the unit's size. `sizes`: elements of each segment.
 static inline int64_t segment_begin(const int64_t sizes[NUM_SEGMENTS], int segment) {
     int64_t begin = 0;
     for (int k = 0; k < segment; k++) begin += sizes[k];
     return begin;
 }
 
-// Appends one tensor to its segment, which has ends[segment] elements so far. Its offset is counted from the segment's
-// start: parameter_place completes it.
+// Appends one tensor to its segment, which has ends[segment] elements so far. The offset is counted from the segment's
+// start until parameter_place adds the rest.
 static inline void parameter_add(ParameterTable *t, const char *prefix, const char *name, int64_t rows, int64_t cols,
                                  int64_t layer, unsigned flags, int64_t ends[NUM_SEGMENTS]) {
     t->entries = (Parameter *)xrealloc(t->entries, (size_t)(t->count + 1) * sizeof *t->entries);
@@ -127,8 +129,8 @@ static inline void parameter_add(ParameterTable *t, const char *prefix, const ch
     t->num_parameters += parameter_elements(p);
 }
 
-// The unit that begins at element `begin` has the entries from `first` on, whose segments end at `ends`: sets their
-// offsets and the segments' sizes.
+// Sets the offsets of a unit's entries, from number `first` on, and the sizes of its segments. The unit begins at
+// element `begin`; its segments have `ends` elements.
 static inline void parameter_place(ParameterTable *t, int64_t first, int64_t begin, const int64_t ends[NUM_SEGMENTS],
                                    int64_t segments[NUM_SEGMENTS]) {
     for (int k = 0; k < NUM_SEGMENTS; k++) segments[k] = round_up(ends[k], PARAMETER_ALIGNMENT);
@@ -136,7 +138,7 @@ static inline void parameter_place(ParameterTable *t, int64_t first, int64_t beg
         t->entries[i].offset += begin + segment_begin(segments, parameter_segment(&t->entries[i]));
 }
 
-// The offset in its unit of the entry after *next, if the model has it, else -1: walks the entries in table order.
+// The offset in its unit of entry *next, which it advances; -1 if the model has no such tensor. Called in table order.
 static inline int64_t parameter_next(const ParameterTable *t, bool present, int64_t begin, int64_t *next) {
     return present ? t->entries[(*next)++].offset - begin : -1;
 }
@@ -201,8 +203,7 @@ static inline int embedding_segment(const ParameterTable *t) {
     return t->root_segments[SEGMENT_EMBEDDING] ? SEGMENT_EMBEDDING : SEGMENT_MATRICES;
 }
 
-// Parameters that take part in a matrix product for every token: all matrices but the embedding look-up; a tied lm_head
-// counts.
+// Number of parameters that a GEMM reads for every token: all matrices but the embedding, and a tied lm_head.
 static inline int64_t matmul_parameters(const ParameterTable *t, const ModelConfig *m) {
     int64_t n = m->vocab_size * m->hidden_size;
     for (int64_t i = 0; i < t->count; i++)

@@ -1,4 +1,4 @@
-// Which recipe each linear layer runs in: --precision and --fp8-recipe, less what --fp8-filter keeps in bf16.
+// Which recipe each linear layer uses: --precision and --fp8-recipe, and bf16 for layers that --fp8-filter names.
 #ifndef LLMC_PRECISION_H
 #define LLMC_PRECISION_H
 
@@ -8,31 +8,31 @@
 typedef struct {
     const char *name;
     int64_t N, K;    // weight [N, K]
-    int64_t offset;  // of the weight in the layer's matrices
+    int64_t offset;  // first element of the weight in the layer's matrices
 } LinearShape;
 
 typedef struct {
-    const Recipe *recipe;  // of the FP8 layers
+    const Recipe *recipe;  // the FP8 layers' recipe
     Fp8Format dy_format;
     int64_t num_layers;
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
-    bool any_bf16, any_fp8;  // of the linear layers
-    bool emulated;           // FP8 operands, but products of bf16
+    bool any_bf16, any_fp8;  // true if any linear layer is bf16, is FP8
+    bool emulated;           // FP8 operands, multiplied in bf16
     bool filter_open;        // --fp8-filter auto, not yet decided
-    int fast_accum;  // products that may be summed with fewer bits: FAST_ACCUM_...; none where they are emulated
+    int fast_accum;          // GEMMs that use fast accumulation: FAST_ACCUM_...; none if emulated
     LinearShape linear[NUM_LINEARS], lm_head;
 } Precision;
 
-// Whether this is --precision fp8, whatever is filtered out.
+// True with --precision fp8, even if a filter keeps all layers in bf16.
 static inline bool precision_is_fp8(const Precision *p) { return p->recipe != recipe_row(RECIPE_BF16); }
 
-// Whether a recipe's products take its sizes.
+// True if the sizes of the weight fit the recipe's GEMMs.
 static inline bool linear_fits(const LinearShape *s, const Recipe *r) {
     return s->N % r->multiple == 0 && s->K % r->multiple == 0;
 }
 
-// LINEAR_OF_field is the number of FP8 weights that the table of parameters has before a field. A fused weight counts
-// once: PARAM_JOINED continues it. AdamW counts its amax slots in this way, and they are LinearIds.
+// LINEAR_OF_field is the number of FP8 weights before a field in the table of parameters. A fused weight counts once:
+// PARAM_JOINED continues it. AdamW numbers its amaxes in the same way, so that the numbers are LinearIds.
 enum {
 #define X(field, name, rows, cols, present, flags) \
     LINEAR_OF_##field,                             \
@@ -57,8 +57,8 @@ static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig
     out[QKV_PROJ] = qkv, out[OUT_PROJ] = attn_out, out[GATE_UP_PROJ] = gate_up, out[DOWN_PROJ] = down;
 }
 
-// Marks what one word of the filter keeps in bf16. False if it is no such word; dies if it names layers that are not
-// there.
+// Marks the linear layers that one word of the filter keeps in bf16. False if the word is unknown. Dies if it names
+// layers that the model does not have.
 static inline bool filter_word(Precision *p, const char *word) {
     const int64_t L = p->num_layers;
     int64_t first = 0, last = L - 1;
@@ -102,14 +102,14 @@ static inline void filter_apply(Precision *p, const char *filter) {
         if (!filter_word(p, word))
             die_with(EXIT_USAGE,
                      "--fp8-filter: \"%s\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k "
-                     "and v are one product), attn_out, gate_up (one product), down, lm_head (always bf16); auto "
+                     "and v are one GEMM), attn_out, gate_up (one GEMM), down, lm_head (always bf16); auto "
                      "stands alone",
                      word);
     }
 }
 
-// `filter`: --fp8-filter, or what auto has found (before that, "auto" filters nothing). has_fast_accum: the trainer's
-// GEMMs can use fast accumulation. Dies if the filter is not understood. The caller frees with precision_free.
+// `filter`: --fp8-filter, or the filter that auto has found; "auto" itself filters nothing. has_fast_accum: true if the
+// trainer's GEMMs have fast accumulation. Dies if the filter is not understood. The caller frees with precision_free.
 static inline Precision precision_plan(const Options *o, const char *filter, const ModelConfig *m,
                                        const ParameterTable *t, bool has_fast_accum) {
     Precision p;
@@ -137,7 +137,7 @@ static inline void precision_free(Precision *p) {
     p->keeps_bf16 = NULL;
 }
 
-// What linear layer `id` of layer l runs in.
+// The recipe of linear layer `id` of layer l.
 static inline const Recipe *precision_of(const Precision *p, int64_t l, int id) {
     return p->keeps_bf16[l * NUM_LINEARS + id] ? recipe_row(RECIPE_BF16) : p->recipe;
 }
@@ -160,14 +160,14 @@ static inline Fp8Format precision_format(const Precision *p, TensorRole tensor) 
     return tensor == TENSOR_DY ? p->dy_format : FP8_E4M3;
 }
 
-// Whether all linear layers of layer l are FP8, so that its weights can travel as bytes.
+// True if all linear layers of layer l are FP8, so that its weights can be all-gathered in FP8.
 static inline bool precision_layer_is_fp8(const Precision *p, int64_t l) {
     for (int i = 0; i < NUM_LINEARS; i++)
         if (p->keeps_bf16[l * NUM_LINEARS + i]) return false;
     return true;
 }
 
-// Whether a product in recipe r may be summed with fewer bits.
+// True if a GEMM in recipe r uses fast accumulation.
 static inline bool precision_fast_accum(const Precision *p, const Recipe *r, GemmKind gemm) {
     if (!r->fast_accum || !recipe_is_fp8(r, gemm)) return false;
     return p->fast_accum == FAST_ACCUM_ALL || (p->fast_accum == FAST_ACCUM_FPROP && gemm == GEMM_FPROP);
@@ -176,7 +176,7 @@ static inline bool precision_fast_accum(const Precision *p, const Recipe *r, Gem
 // ---------------------------------------------------------------------------------------------------------------------
 // The per-GEMM precision table
 
-// The sizes of a GEMM of R rows of activations: its result is [rows, columns], and it sums over `depth`.
+// The sizes of a GEMM: its result is [rows, columns], and it sums over `depth`.
 typedef struct {
     int64_t rows, columns, depth;
 } GemmSizes;
@@ -189,9 +189,9 @@ static inline GemmSizes precision_sizes(const LinearShape *s, GemmKind gemm, int
     return sizes;
 }
 
-// One product: sizes, operands with their scales, how it is summed. `note`: which layers.
-static inline void precision_print_product(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm,
-                                           int64_t R, const char *plain, const char *note) {
+// Prints one GEMM: sizes, operands with their scales, fast_accum. `note`: its layers.
+static inline void precision_print_gemm(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm,
+                                        int64_t R, const char *plain, const char *note) {
     char operand[2][32];
     for (int i = 0; i < 2; i++) {
         const ScaleGranularity g = r->granularity[gemm][i];
@@ -208,8 +208,8 @@ static inline void precision_print_product(const Precision *p, const LinearShape
            fast_accum ? "fast_accum" : "", fast_accum && *note ? "  " : "", note);
 }
 
-// The layers in which linear layer `id` is FP8 (or is not), as "0,2-5", cut short by "..." where that is long; returns
-// how many.
+// Writes the layers in which linear layer `id` is FP8 (or is not) as "0,2-5"; long lists end in "...". Returns their
+// number.
 static inline int64_t precision_layers(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
     int64_t layers = 0;
     out[0] = 0;
@@ -226,8 +226,8 @@ static inline int64_t precision_layers(const Precision *p, int id, bool fp8, cha
     return layers;
 }
 
-// Where linear layer `id` is not the same in all layers, which ones the row is for; where it is bf16 for its size,
-// that.
+// Writes the note of a row of the table: its layers, if linear layer `id` differs between layers; or that its sizes
+// keep it in bf16. False if the row has no layer.
 static inline bool precision_note(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
     const LinearShape *s = &p->linear[id];
     char list[128];
@@ -235,34 +235,34 @@ static inline bool precision_note(const Precision *p, int id, bool fp8, char *ou
     out[0] = 0;
     if (layers < p->num_layers) format_checked(out, capacity, "layers %s", list);
     else if (precision_is_fp8(p) && !fp8 && !linear_fits(s, p->recipe))
-        format_checked(out, capacity, "[%lld, %lld] are no multiples of %d", (long long)s->N, (long long)s->K,
+        format_checked(out, capacity, "[%lld, %lld] are not multiples of %d", (long long)s->N, (long long)s->K,
                        p->recipe->multiple);
     return layers > 0;
 }
 
-// All products of a step: of R rows, and lm_head's of head_rows. `plain`: what products that are not FP8 run in.
+// Prints all GEMMs of a micro-step of R rows; lm_head has head_rows at a time. `plain`: dtype of operands that are not
+// FP8.
 static inline void precision_print(const Precision *p, int64_t R, int64_t head_rows, const char *plain) {
-    printf("\nmatrix products (fp32 accumulation, %s results)", plain);
+    printf("\nGEMMs (fp32 accumulation, %s results)", plain);
     if (p->any_fp8)
-        printf("; recipe %s%s: a scale for each %s", p->recipe->name,
-               p->emulated ? ", emulated by products of bf16" : "", p->recipe->scales);
-    printf("\n  %-9s %-6s %8s %8s %8s  operands and what shares a scale\n", "linear", "pass", "rows", "columns",
-           "depth");
+        printf("; recipe %s%s: a scale for each %s", p->recipe->name, p->emulated ? ", emulated by bf16 GEMMs" : "",
+               p->recipe->scales);
+    printf("\n  %-9s %-6s %8s %8s %8s  operands and their scales\n", "linear", "GEMM", "M", "N", "K");
     for (int id = 0; id < NUM_LINEARS; id++)
         for (int fp8 = 1; fp8 >= 0; fp8--) {
             char note[160];
             if (!precision_note(p, id, fp8 == 1, note, sizeof note)) continue;
             for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
-                precision_print_product(p, &p->linear[id], fp8 ? p->recipe : recipe_row(RECIPE_BF16), (GemmKind)gemm, R,
-                                        plain, note);
+                precision_print_gemm(p, &p->linear[id], fp8 ? p->recipe : recipe_row(RECIPE_BF16), (GemmKind)gemm, R,
+                                     plain, note);
         }
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
-        precision_print_product(p, &p->lm_head, recipe_row(RECIPE_BF16), (GemmKind)gemm, head_rows, plain, "");
+        precision_print_gemm(p, &p->lm_head, recipe_row(RECIPE_BF16), (GemmKind)gemm, head_rows, plain, "");
     if (precision_is_fp8(p) && !p->any_fp8)
-        printf("  no product runs in FP8: all linear layers are filtered out, or their sizes are no multiples of %d\n",
+        printf("  no GEMM runs in FP8: all linear layers are filtered out, or their sizes are not multiples of %d\n",
                p->recipe->multiple);
     if (p->filter_open)
-        printf("  --fp8-filter auto is decided by times taken when the run starts; above is the table without it\n");
+        printf("  --fp8-filter auto is decided by times measured when the run starts; the table above is without it\n");
 }
 
 #endif

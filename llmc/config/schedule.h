@@ -5,8 +5,8 @@
 #include "options.h"
 
 // Learning rate of optimizer step `step`, counted from 0. Linear warm-up reaches --learning-rate at its last step.
-// After it, cosine and linear fall to 0 at --num-steps (which is after the last step, so no step is wasted on 0); wsd
-// stays constant and falls linearly over the last fifth of the run.
+// After it, cosine and linear reach 0 at step --num-steps, one after the last step, so that no step has rate 0. wsd
+// stays constant and falls linearly in the last fifth of the run.
 static inline double schedule_learning_rate(const Options *o, int64_t step) {
     const double pi = 3.14159265358979323846;
     if (step < o->warmup_steps) return o->learning_rate * (double)(step + 1) / (double)o->warmup_steps;
@@ -18,11 +18,11 @@ static inline double schedule_learning_rate(const Options *o, int64_t step) {
     return o->learning_rate * (o->lr_schedule == SCHEDULE_COSINE ? 0.5 * (1 + cos(pi * progress)) : 1 - progress);
 }
 
-// Whether what comes every `every` steps (0: never) comes after `steps_done` of them.
+// True if an event that comes every `every` steps (0: never) comes after `steps_done` steps.
 static inline bool is_due(int64_t every, int64_t steps_done) { return every && steps_done % every == 0; }
 
-// What comes between two steps. All of it that is asked for comes after the last step too, but the audit, which looks
-// at a step's casts while it runs.
+// Events between two steps. Each that a user asks for comes after the last step too, except the audit, which reads the
+// casts of a step while it runs.
 typedef struct {
     bool last, audit, validate, sample, save;
 } Due;

@@ -15,7 +15,7 @@
 #include "parameters.h"
 
 typedef struct {
-    int64_t shard_size;                                             // ranks that share one copy of the parameters
+    int64_t shard_size;                                             // ranks that share one replica of the parameters
     int64_t shard_rank;                                             // number of this rank among them
     int64_t root_slices[NUM_SEGMENTS], layer_slices[NUM_SEGMENTS];  // elements
     int64_t total;                                                  // elements of a rank's flat shard array
@@ -76,11 +76,10 @@ static inline int64_t shard_begin(const ShardPlan *s, int64_t l) {
     return l == ROOT ? 0 : shard_elements(s, ROOT) + l * shard_elements(s, 0);
 }
 
-// The order in which the backward pass makes the elements of a flat array, of all parameters or of a rank's shard: the
-// final norm and lm_head, then the layers from the last to the first, then the embedding, which ends the root. That is
-// both parts of the array, before the embedding and from it on, backwards.
+// The order in which the backward pass computes the gradients of a flat array (all parameters, or a rank's shard): the
+// final norm and lm_head, then the layers from the last to the first, then the embedding, which is last in the root.
 typedef struct {
-    int64_t embedding, total;  // where it begins, and the end of the array
+    int64_t embedding, total;  // the embedding's first element, and the end of the array
 } BackwardOrder;
 
 // The position of element i, and the element of position i.
