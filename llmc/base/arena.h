@@ -1,8 +1,8 @@
 // One allocation for everything: the same code first counts bytes (the memory plan), then hands out addresses.
-// The same placing code runs twice: on an arena without memory, which only counts (the memory plan and --dry-run),
-// and on the real one, which hands out addresses. So the plan and the allocation cannot differ.
+// It runs on an arena without memory, which only counts, for the memory plan and --dry-run. Then it runs on the real
+// arena. So the plan and the allocation cannot differ.
 //
-// Things that are never alive at the same time may share memory: arena_reuse() says where.
+// Buffers that are never in use at the same time may share memory: see arena_reuse().
 #ifndef LLMC_ARENA_H
 #define LLMC_ARENA_H
 
@@ -22,13 +22,13 @@ typedef struct {
 typedef struct {
     char *base;  // NULL: count only
     int64_t used;
-    ArenaRange reuse;  // what is left of the memory that is taken a second time
-    int64_t reused;    // bytes taken there
+    ArenaRange reuse;  // memory that arena_take() hands out a second time, as far as it is left
+    int64_t reused;    // bytes handed out a second time
     struct {
         const char *name;
         int64_t bytes;
     } groups[ARENA_MAX_GROUPS];
-    int num_groups, group;  // headings, and the one that counts
+    int num_groups, group;  // headings, and the current one
 } Arena;
 
 // Later arena_take() calls count under this heading of the memory plan.
@@ -40,16 +40,15 @@ static inline void arena_group(Arena *a, const char *name) {
     a->groups[a->num_groups++].bytes = 0;
 }
 
-// What arena_take() hands out from now on lies in `room`, which was handed out before, as far as it fits there, and
-// then counts under no heading. room.begin is a multiple of ARENA_ALIGNMENT. Returns what the memory named before has
-// left.
-static inline ArenaRange arena_reuse(Arena *a, ArenaRange room) {
+// From now on arena_take() hands out memory of `span` again, as far as it fits there. Such bytes count under no
+// heading. span.begin is a multiple of ARENA_ALIGNMENT. Returns what is left of the span of the call before.
+static inline ArenaRange arena_reuse(Arena *a, ArenaRange span) {
     const ArenaRange left = a->reuse;
-    a->reuse = room;
+    a->reuse = span;
     return left;
 }
 
-// *sum += size; dies when that is more than 64 bits count, as a plan may be that nobody could run.
+// *sum += size. Dies if the sum passes 63 bits, as the plan of an impossible run may.
 static inline void arena_add(int64_t *sum, int64_t size) {
     if (size < 0 || __builtin_add_overflow(*sum, size, sum))
         die_with(EXIT_MEMORY, "the memory plan passes 2^63 bytes, so it cannot be added up; a smaller --batch-size or "
@@ -57,8 +56,8 @@ static inline void arena_add(int64_t *sum, int64_t size) {
 }
 
 #ifdef ARENA_APART
-// For compute-sanitizer, which knows the bounds of allocations alone: each range becomes one of its own, of its very
-// size, and nothing is used twice. Not where other GPUs reach into the arena (--copy-engines). Zeroed, as the arena is.
+// For compute-sanitizer, which only knows the bounds of allocations: each range is an allocation of its exact size, and
+// no memory is reused. Not possible if other GPUs read the arena (--copy-engines). Zeroed, as the arena is.
 static inline void *arena_apart(int64_t bytes) {
     void *p;
     if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess ||
@@ -88,7 +87,7 @@ static inline void arena_print_plan(const Arena *a, int64_t other) {
     for (int i = 0; i < a->num_groups; i++)
         if (a->groups[i].bytes) printf("  %-34s %12.1f\n", a->groups[i].name, (double)a->groups[i].bytes / 1048576);
     if (a->reused)
-        printf("  %-34s %12.1f  not in the total\n", "in others' place, at other times", (double)a->reused / 1048576);
+        printf("  %-34s %12.1f  overlaps the above, not in the total\n", "reused memory", (double)a->reused / 1048576);
     if (other) printf("  %-34s %12.1f\n", "CUDA context and libraries", (double)other / 1048576);
     printf("  %-34s %12.1f\n", "total", (double)(a->used + other) / 1048576);
 }

@@ -39,7 +39,7 @@ HOST_DEVICE static inline bf16_bits bf16_from_float(float x) {
 }
 
 // Stochastic rounding: up with probability (distance to the lower neighbour)/(spacing), given 16 uniformly random bits.
-// Infinities and NaNs are kept.
+// Infinities and NaNs stay.
 HOST_DEVICE static inline bf16_bits bf16_from_float_stochastic(float x, uint32_t random16) {
     uint32_t u = float_bits(x);
     if ((u & 0x7f800000u) == 0x7f800000u) return bf16_from_float(x);

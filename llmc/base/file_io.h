@@ -1,4 +1,4 @@
-// Files and folders whose failures are reported, not fatal: a failed save must clean up and keep the earlier one.
+// Files and folders whose failures are reported, not fatal: a failed save must clean up and keep the last checkpoint.
 #ifndef LLMC_FILE_IO_H
 #define LLMC_FILE_IO_H
 
@@ -24,10 +24,10 @@
 // Why a call returned false. Long texts are cut, and control characters shown as \xNN.
 typedef struct {
     char text[2048];
-    bool lasting;  // the same call would fail again, whatever the disk does
+    bool lasting;  // a retry cannot help
 } Failure;
 
-// Sets the text; always false, so that a failing function can end with `return fail(...)`.
+// Sets the text. Always returns false, so that a failing function can end with `return fail(...)`.
 UTILS_PRINTF(2, 3) static inline bool fail(Failure *failure, const char *format, ...) {
     char text[sizeof failure->text];
     va_list args;
@@ -39,12 +39,12 @@ UTILS_PRINTF(2, 3) static inline bool fail(Failure *failure, const char *format,
     return false;
 }
 
-// A few words for a message.
+// A short text for a message, made as by printf.
 typedef struct {
     char text[512];
 } Words;
 
-// The reason of the call that has just failed, by errno, with the limit of this process that it has met.
+// The reason (errno) of the call that has just failed. If a limit of this process is the cause, it names the limit.
 static inline Words error_words(void) {
     Words w;
     struct rlimit limit;
@@ -61,8 +61,8 @@ static inline Words error_words(void) {
     return w;
 }
 
-// First in main: as many files may be open as the hard limit allows, since each shard is one, and a file that grows
-// past `ulimit -f` is an error (EFBIG) rather than a signal that ends the process without a word.
+// Call it first in main. It raises the limit of open files to the hard limit, since each shard is an open file. It
+// makes a file that grows past `ulimit -f` an error (EFBIG), where a signal would end the process without a message.
 static inline void process_prepare(void) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
@@ -72,7 +72,7 @@ static inline void process_prepare(void) {
     signal(SIGXFSZ, SIG_IGN);
 }
 
-// One file of a folder that was written: what trainer.json lists.
+// One written file of a folder, as trainer.json lists it.
 typedef struct {
     char name[64];
     int64_t bytes;
@@ -129,7 +129,7 @@ static inline bool output_file_write(OutputFile *file, const void *data, int64_t
     return true;
 }
 
-// Brings the data to the disk and closes; the file is closed on failure, too.
+// Writes the data to disk (fsync) and closes the file, also on failure.
 static inline bool output_file_close(OutputFile *file, Failure *failure) {
     bool ok = true;
     if (FILE_WORK("fsync", file->path, fsync(file->fd)))
@@ -154,7 +154,7 @@ static inline bool file_write(const char *folder, const char *name, const void *
     return ok;
 }
 
-// Fills `bytes` bytes from `offset` of an open file. A file that ends before is an error.
+// Reads `bytes` bytes from `offset` of an open file. Fails if the file ends before.
 static inline bool file_read_at(int fd, const char *path, int64_t offset, void *out, int64_t bytes, Failure *failure) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t got = FILE_WORK(
@@ -206,7 +206,7 @@ static inline bool folder_exists(const char *path) {
     return stat(path, &s) == 0 && S_ISDIR(s.st_mode);
 }
 
-// Says what stands at a path, without following a link: "a file", "a link to ../archive", ...
+// Names the kind of thing at a path without following a link: "a file", "a link to ../archive", ...
 static inline Words path_words(const char *path) {
     Words w;
     struct stat s, target;
@@ -224,7 +224,7 @@ static inline Words path_words(const char *path) {
     return w;
 }
 
-// Writes the absolute path without links, "." and "..", of a path of which the last parts may not exist yet.
+// Writes the absolute path, without links, "." and "..". The last parts of the path need not exist yet.
 static inline void path_resolve(const char *path, char *out, size_t capacity) {
     char longer[PATH_CAPACITY];
     if (*path == '/') format_checked(out, capacity, "/");
@@ -241,7 +241,7 @@ static inline void path_resolve(const char *path, char *out, size_t capacity) {
     }
 }
 
-// Whether a resolved path is `folder` or lies in it.
+// True if a resolved path is `folder` or lies in it.
 static inline bool path_within(const char *path, const char *folder) {
     const size_t n = strlen(folder);
     return strncmp(path, folder, n) == 0 && (!path[n] || path[n] == '/' || strcmp(folder, "/") == 0);
@@ -297,27 +297,27 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
                 error == ENOENT ? " (its parent folder must exist)" : "");
 }
 
-// The first file in every folder that this program makes to fill, and the last to go: by it the program knows its own
-// folders, and removes no others.
+// The mark: a file in every folder that this program makes and fills. It is written first and removed last. The program
+// removes only folders with the mark.
 #define FOLDER_MARKER ".train_fp8"
 
-// Marks a folder as this program's. A crash may leave the mark empty: its name alone counts.
+// Marks a folder as this program's. A crash may leave the mark empty, so only its name counts.
 static inline bool folder_mark(const char *folder, Failure *failure) {
     static const char text[] = "train_fp8 wrote this folder, and may replace or remove it.\n";
     return file_write(folder, FOLDER_MARKER, text, (int64_t)strlen(text), NULL, failure) &&
            folder_sync(folder, failure);
 }
 
-// A new folder that is marked.
+// Makes a new folder with the mark.
 static inline bool folder_begin(const char *folder, Failure *failure) {
     return folder_create(folder, false, failure) && folder_mark(folder, failure);
 }
 
 typedef enum {
     FOLDER_ABSENT,
-    FOLDER_EMPTY,   // holds nothing, or the mark alone
-    FOLDER_MARKED,  // holds the mark and more
-    FOLDER_FOREIGN  // is no folder, or a link, or holds files and no mark, or cannot be read
+    FOLDER_EMPTY,   // holds nothing, or only the mark
+    FOLDER_MARKED,  // holds the mark and other files
+    FOLDER_FOREIGN  // is no folder, or a link, or cannot be read, or holds files without the mark
 } FolderKind;
 
 // Opens a folder, not through a link; NULL with errno.
@@ -342,7 +342,7 @@ static inline FolderKind folder_kind(const char *folder) {
     return !more ? FOLDER_EMPTY : marked ? FOLDER_MARKED : FOLDER_FOREIGN;
 }
 
-// Why a folder of kind FOLDER_FOREIGN is left alone: "it is a link to ../archive", ...
+// The reason why a folder is FOLDER_FOREIGN: "it is a link to ../archive", ...
 static inline Words folder_foreign_words(const char *folder) {
     Words w;
     struct stat s;
@@ -353,9 +353,8 @@ static inline Words folder_foreign_words(const char *folder) {
     return w;
 }
 
-// Removes a folder of this program, which holds files only; a folder within it is left, and is an error. One of kind
-// FOLDER_FOREIGN is left alone, and so is what a link leads to. The mark goes last: after a crash the rest is still
-// known.
+// Removes a folder of this program and the files in it. Fails and keeps it if it is FOLDER_FOREIGN or holds a folder.
+// Links are not followed. The mark is removed last, so that after a crash the rest is still known.
 static inline bool folder_remove(const char *folder, Failure *failure) {
     if (folder_kind(folder) == FOLDER_FOREIGN)
         return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);
@@ -377,7 +376,7 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
     return ok;
 }
 
-// Bytes that may still be written to the file system of a folder that is there.
+// Free bytes on the file system of an existing folder.
 static inline bool folder_room(const char *folder, int64_t *bytes, Failure *failure) {
     struct statvfs v;
     if (FILE_WORK("statvfs", folder, statvfs(folder, &v)))
@@ -386,21 +385,20 @@ static inline bool folder_room(const char *folder, int64_t *bytes, Failure *fail
     return true;
 }
 
-// Whether two folders that are there share a file system, and so its room.
+// True if two existing folders are on one file system, and so share its free space.
 static inline bool folders_share_room(const char *a, const char *b) {
     struct stat x, y;
     return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev;
 }
 
-// Seconds for which a run waits for the run before it, whose process was killed and is not gone yet; tests make it
-// short.
+// Seconds to wait for an earlier run that was killed and has not quite ended. Tests make it short.
 #ifndef FOLDER_LOCK_SECONDS
 #define FOLDER_LOCK_SECONDS 10
 #endif
 
-// Holds a folder against other processes of this host to the end of this one: the kernel closes the descriptor, and so
-// lets go, however a process ends. Waits up to `seconds` for a process that is just ending. A folder that this process
-// holds already is held once. File systems that do not lock folders (NFS) let everyone in, with a warning.
+// Locks a folder against other processes of this host until this process ends, however it ends: the kernel then closes
+// the descriptor. Waits up to `seconds` for a process that is just ending. A second lock of this process is no error.
+// File systems that cannot lock folders (NFS) give a warning and no lock.
 static inline bool folder_lock(const char *folder, double seconds, Failure *failure) {
     static struct stat held[4];
     static int num_held;
@@ -427,19 +425,19 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
     return true;
 }
 
-// A folder's name until it is whole, and that of one which makes way for it, where names cannot be exchanged.
+// Endings of temporary names: of a folder until it is whole, and of an old folder if names cannot be exchanged.
 #define FOLDER_TEMPORARY ".tmp"
 #define FOLDER_ASIDE ".old.tmp"
 
-// Two folders exchange their names in one step. Sets errno on failure; not all file systems can.
+// Exchanges the names of two folders in one step. Sets errno on failure; some file systems cannot do it.
 static inline bool folder_exchange(const char *a, const char *b) {
     const unsigned exchange = 2;  // RENAME_EXCHANGE of linux/fs.h
     return FILE_WORK("renameat2", b, syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, exchange)) == 0;
 }
 
-// Gives `temporary` the name `final`. A folder that has this name is exchanged with it in one step, so that the name
-// always means a whole folder, and the old one is removed under the name `temporary`; what cannot be removed stays,
-// with a warning. (File systems that cannot exchange get renames.)
+// Gives folder `temporary` the name `final`. If `final` exists, both names are exchanged in one step, so that `final`
+// is always a whole folder; then the old folder is removed. What cannot be removed stays, with a warning. File systems
+// that cannot exchange names get renames.
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
     if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
     if (errno != EEXIST && errno != ENOTEMPTY)
@@ -459,8 +457,8 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
         if (rename(old, temporary))
             warn("cannot rename %s to %s: %s; it can be removed", old, temporary, strerror(errno));
     }
-    // The names come to disk before the old folder's files go: a power cut might else give its name back to what is
-    // left.
+    // Sync the names before the old folder's files are removed. A power cut might otherwise restore the old name for a
+    // half-removed folder.
     char parent[PATH_CAPACITY];
     format_checked(parent, sizeof parent, "%.*s", (int)max_i64(1, strrchr(final, '/') - final), final);
     if (path_exists(temporary) && (!folder_sync(parent, &left) || !folder_remove(temporary, &left)))
@@ -468,7 +466,7 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
     return true;
 }
 
-// Copies a file of `from_folder` to `to_folder`, where it keeps its name, and adds it to `list`.
+// Copies a file of `from_folder` to `to_folder` under its name, and adds it to `list`.
 static inline bool file_copy(const char *from_folder, const char *to_folder, const char *name, FileList *list,
                              Failure *failure) {
     char path[PATH_CAPACITY];

@@ -1,5 +1,5 @@
 // FP8 numbers (OCP 8-bit formats E4M3 and E5M2) and the scales of the FP8 recipes.
-// Casts saturate and round to nearest even, as torchao's to_fp8_saturated and the GPU's cvt.rn.satfinite do; NaN stays
+// Casts saturate and round to nearest even, as torchao's to_fp8_saturated and the GPU's cvt.rn.satfinite. NaN stays
 // NaN.
 #ifndef LLMC_FP8_H
 #define LLMC_FP8_H
@@ -14,8 +14,8 @@ static_assert(FP8_E4M3 == 0 && FP8_E5M2 == 1, "tables by format have E4M3 first:
 
 HOST_DEVICE static inline float fp8_max(Fp8Format format) { return format == FP8_E4M3 ? FP8_E4M3_MAX : FP8_E5M2_MAX; }
 
-// Saturating cast of a float to 8 bits. Infinity saturates too (the input of a cast is clamped first, as in torchao);
-// NaN gives 0x7f with its sign.
+// Saturating cast of a float to 8 bits. Infinity saturates too, since torchao clamps before it casts. NaN gives 0x7f
+// with its sign.
 HOST_DEVICE static inline uint8_t fp8_from_float(float x, Fp8Format format) {
     const int mantissa = format == FP8_E4M3 ? 3 : 2;
     const int bias = format == FP8_E4M3 ? 7 : 15;
@@ -33,8 +33,7 @@ HOST_DEVICE static inline uint8_t fp8_from_float(float x, Fp8Format format) {
     }
     uint32_t kept = fraction >> shift, rest = fraction & ((1u << shift) - 1), half = 1u << (shift - 1);
     if (rest > half || (rest == half && (kept & 1))) kept++;
-    uint32_t code =
-        ((uint32_t)exponent << mantissa) + kept;  // a carry out of the mantissa raises the exponent, as it should
+    const uint32_t code = ((uint32_t)exponent << mantissa) + kept;  // a carry of the mantissa raises the exponent
     return (uint8_t)(sign | (code > largest ? largest : code));
 }
 
@@ -62,15 +61,15 @@ HOST_DEVICE static inline float fp8_scale(float amax, Fp8Format format) {
     return (float)((double)fp8_max(format) / a);
 }
 
-// The largest power of two not above x; zero, infinity and NaN stay. torchao computes it by exp2(floor(log2 x)): the
-// same for scales of bfloat16 amaxes.
+// The largest power of two not above x; zero, infinity and NaN stay. torchao's exp2(floor(log2 x)) gives equal values
+// for scales of bfloat16 amaxes.
 HOST_DEVICE static inline float fp8_pow2_down(float x) {
     const uint32_t exponent = float_bits(x) & 0x7f800000u;
     return exponent == 0x7f800000u ? x : float_from_bits(exponent);
 }
 
-// Transformer Engine's scale: one fp32 division. An amax of zero, infinity or NaN gives 1; a quotient past the largest
-// float gives that. `margin`: the format's range is left that many powers of two short.
+// Transformer Engine's scale: one fp32 division. An amax of zero, infinity or NaN gives 1. A quotient above the largest
+// float becomes the largest float. `margin`: the scale is divided by 2 to this power.
 HOST_DEVICE static inline float fp8_scale_te(float amax, Fp8Format format, int margin) {
     const uint32_t bits = float_bits(amax);
     if (bits == 0 || bits >= 0x7f800000u) return 1.0f;
@@ -85,8 +84,8 @@ HOST_DEVICE static inline float e8m0_to_float(uint8_t code) {
     return code ? float_from_bits((uint32_t)code << 23) : float_from_bits(0x00400000u);
 }
 
-// The inverse scale of a block in an MX format, rounded up so that nothing saturates (RCEIL: Transformer Engine,
-// torchao): amax / MAX as E8M0. Zero gives 0, infinity 0xfe, NaN 0xff.
+// The scale_inv of a block in an MX format: amax / MAX as E8M0, rounded up so that nothing saturates (RCEIL:
+// Transformer Engine, torchao). Zero gives 0, infinity 0xfe, NaN 0xff.
 HOST_DEVICE static inline uint8_t e8m0_from_amax(float amax, Fp8Format format) {
     const uint32_t u = float_bits(amax * (1.0f / fp8_max(format))), exponent = u >> 23, fraction = u & 0x7fffffu;
     if (u > 0x7f800000u) return 0xff;
@@ -108,10 +107,10 @@ HOST_DEVICE static inline float fp8_rule_scale(ScaleRule rule, float amax, Fp8Fo
                           : float_from_bits((uint32_t)(254 - code) << 23);
 }
 
-// Whether a NaN makes the amax NaN, or does not count.
+// True if a NaN makes the amax NaN; false if a NaN is ignored.
 HOST_DEVICE static inline bool fp8_rule_keeps_nan(ScaleRule rule) { return rule != SCALE_TE && rule != SCALE_TE_POW2; }
 
-// The larger of two magnitudes as the rule sees them. |x| by its bits: NaN above infinity above the finite.
+// The larger of two magnitudes by the scale rule. The bits of |x| order NaN above infinity above finite values.
 HOST_DEVICE static inline uint32_t fp8_rule_amax(ScaleRule rule, uint32_t amax, float x) {
     const uint32_t magnitude = float_bits(x) & 0x7fffffffu;
     if (magnitude > 0x7f800000u && !fp8_rule_keeps_nan(rule)) return amax;

@@ -1,10 +1,9 @@
 // JSON (RFC 8259) into a flat array of nodes, and out of it.
 //
-// Files may be hostile: nesting and the number of values are limited, every number and escape is checked, a key that
-// appears twice in an object is refused. A \u0000 is refused, since strings here end at a zero byte. A byte 0xXX of a
-// string that is not UTF-8 (of a path, say) is written as \udcXX, the way of Python's "surrogateescape" (PEP 383), and
-// read back as that byte: what is written is always UTF-8, and os.fsencode of the string that Python's json reads is
-// the path. Such bytes are kept when they are read as they are, too.
+// Files may be hostile: nesting and the number of values are limited, every number and escape is checked, and an object
+// must not have a key twice. \u0000 is refused, since strings here end at a zero byte. A byte 0xXX that is not UTF-8
+// (in a path, for example) is written as \udcXX, as Python's "surrogateescape" does (PEP 383), and read back as that
+// byte. So files are always UTF-8, and Python's os.fsencode gives the path. Such a byte in a file is kept too.
 #ifndef LLMC_JSON_H
 #define LLMC_JSON_H
 
@@ -35,8 +34,7 @@ typedef struct {
 typedef struct {
     Json *json;
     const char *start, *at, *end;
-    char *pool;  // next free byte; what a token puts here is never longer than the token and the character that must
-                 // follow it
+    char *pool;  // next free byte; a token needs no more bytes here than in the source with the character after it
     Failure *failure;
 } JsonParser;
 
@@ -66,7 +64,7 @@ static inline void json_skip_space(JsonParser *p) {
     while (p->at < p->end && (*p->at == ' ' || *p->at == '\t' || *p->at == '\n' || *p->at == '\r')) p->at++;
 }
 
-// Steps over character c if it is next.
+// If character c is next: skips it and returns true.
 static inline bool json_take(JsonParser *p, char c) {
     if (p->at == p->end || *p->at != c) return false;
     p->at++;
@@ -105,7 +103,7 @@ static inline void json_put_utf8(JsonParser *p, uint32_t code) {
     }
 }
 
-// After the backslash.
+// Reads an escape, from after its backslash.
 static inline bool json_parse_escape(JsonParser *p) {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     char c = p->at < p->end ? *p->at : 0;
@@ -198,7 +196,7 @@ static inline bool json_check_keys(JsonParser *p, int64_t object) {
 
 static inline bool json_parse_value(JsonParser *p, int64_t parent, const char *key, int depth);
 
-// After '[' or '{', up to and with the closing one.
+// Reads an array or object from after its '[' or '{' up to its closing bracket.
 static inline bool json_parse_children(JsonParser *p, int64_t node, int depth) {
     const bool object = p->json->nodes[node].type == JSON_OBJECT;
     const char close = object ? '}' : ']';
@@ -268,8 +266,7 @@ static inline bool json_parse_value(JsonParser *p, int64_t parent, const char *k
     return ok;
 }
 
-// Parses `size` bytes; `source` names them in messages. On success the caller frees with json_free, on failure nothing
-// is held.
+// Parses `size` bytes; `source` names them in messages. The caller frees with json_free if this succeeds.
 static inline bool json_parse(Json *json, const char *source, const char *text, size_t size, Failure *failure) {
     memset(json, 0, sizeof *json);
     json->source = xstrdup(source);
@@ -303,7 +300,7 @@ static inline const JsonNode *json_next(const Json *json, const JsonNode *node) 
     return node->next < 0 ? NULL : &json->nodes[node->next];
 }
 
-// The member `key` of an object; NULL if there is none or `object` is something else.
+// The member `key` of an object; NULL if there is none, or if `object` is no object.
 static inline const JsonNode *json_member(const Json *json, const JsonNode *object, const char *key) {
     if (object->type != JSON_OBJECT) return NULL;
     for (const JsonNode *node = json_first(json, object); node; node = json_next(json, node))
@@ -311,7 +308,7 @@ static inline const JsonNode *json_member(const Json *json, const JsonNode *obje
     return NULL;
 }
 
-// Where a node stands, as "rope_scaling.factor" or "files[2].name"; long ones are cut.
+// The path of a node, such as "rope_scaling.factor" or "files[2].name". A long path is cut.
 static inline void json_path(const Json *json, const JsonNode *node, char *out, size_t capacity) {
     if (capacity == 0) return;
     out[0] = 0;
@@ -340,7 +337,7 @@ static inline bool json_expected(const Json *json, const JsonNode *node, const c
                 node->text, quote);
 }
 
-// The member `key`, which must be there and of that type; NULL with the reason otherwise.
+// The member `key`, which must exist and have this type; else NULL, and `failure` says why.
 static inline const JsonNode *json_require(const Json *json, const JsonNode *object, const char *key, JsonType type,
                                            Failure *failure) {
     const JsonNode *node = json_member(json, object, key);
@@ -392,7 +389,7 @@ static inline bool json_bool(const Json *json, const JsonNode *node, bool *out, 
 
 // ---- writing
 
-// A text that grows.
+// A text that grows as pieces are appended.
 typedef struct {
     char *data;
     size_t size, capacity;
@@ -418,8 +415,8 @@ UTILS_PRINTF(2, 3) static inline void json_text_add(JsonText *out, const char *f
     out->size += (size_t)n;
 }
 
-// Bytes of the character of UTF-8 that `s` begins with (RFC 3629: no overlong form, no surrogate, at most U+10FFFF); 0:
-// it begins with none.
+// Number of bytes of the UTF-8 character at `s`; 0 if there is none (RFC 3629: no overlong form, no surrogate, at most
+// U+10FFFF).
 static inline int json_utf8_length(const char *s) {
     const unsigned char *c = (const unsigned char *)s;
     if (c[0] < 0x80) return 1;
@@ -450,8 +447,8 @@ static inline void json_text_add_string(JsonText *out, const char *s) {
     json_text_add(out, "\"");
 }
 
-// Appends a finite number with the fewest digits that read back as the same double, and with a point or an exponent, so
-// that readers that tell integers from reals take it for a real.
+// Appends a finite number with the fewest digits that read back as this double. It has a point or an exponent, so that
+// no reader takes it for an integer.
 static inline void json_text_add_real(JsonText *out, double value) {
     if (!isfinite(value)) die("JSON cannot hold the number %f", value);
     char text[64];

@@ -28,8 +28,8 @@ HOST_DEVICE static inline float rng_uniform(uint64_t key, uint64_t index) {
     return (float)(rng_u64(key, index) >> 40) * 0x1p-24f;
 }
 
-// -2 ln(u) for u in (0, 1]: exponent and mantissa split, ln(1+f) by the atanh series. Every product feeds an explicit
-// fmaf, so that host and device round alike and no compiler contracts differently; relative error below 1e-6.
+// -2 ln(u) for u in (0, 1]: exponent and mantissa apart, ln(1+f) by the atanh series; relative error below 1e-6. Every
+// multiplication is part of an explicit fmaf, so that host and device round alike with any compiler.
 HOST_DEVICE static inline float rng_minus_2ln(float u) {
     uint32_t bits = float_bits(u);
     int exponent = (int)(bits >> 23) - 127;

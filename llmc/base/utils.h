@@ -24,8 +24,8 @@
 #define HOST_DEVICE
 #endif
 
-// Before a loop of independent passes on the host: its threads share them, in equal parts or as they get done. After
-// PARALLEL_MAX `amax` is the largest of all threads'.
+// These stand before a loop whose passes do not depend on each other: OpenMP threads share them, in equal parts or one
+// by one. After PARALLEL_MAX, `amax` is the largest value of all threads.
 #ifdef _OPENMP
 #define PARALLEL_FOR _Pragma("omp parallel for")
 #define PARALLEL_FOR_UNEVEN _Pragma("omp parallel for schedule(dynamic)")
@@ -36,9 +36,9 @@
 #define PARALLEL_MAX
 #endif
 
-// The status with which a trainer ends, on one rank and on several: programs that start it go by this and never by its
-// words. X(name, number, meaning); --help ends with this list. Number 5 is free. A process that a signal kills, as a
-// second Ctrl-C does, ends as the shell has it: 128 + the signal's number.
+// The exit statuses of the trainers, on one rank and on several. Programs read these and never a message. X(name,
+// number, meaning); --help prints this list. Number 5 is free. If a signal kills the process (a second Ctrl-C), the
+// shell reports 128 + the signal's number.
 #define EXIT_CODES(X)                                                                                           \
     X(EXIT_DONE, 0, "done; or stopped by a signal between two steps, and saved if there is a --checkpoint-dir") \
     X(EXIT_OTHER, 1, "another failure, such as a file that is missing or damaged, or a disk that is full")      \
@@ -52,7 +52,7 @@
 enum { EXIT_CODES(EXIT_CODE_ID) };
 #undef EXIT_CODE_ID
 
-// What else happens when a program of several ranks dies; comm.h sets it.
+// Steps with which a program of several ranks dies. comm.h sets them.
 typedef struct {
     char prefix[128];       // "rank 3 on HOST: ", stands before the message
     void (*before)(void);   // called before the message is printed
@@ -64,11 +64,11 @@ static inline DieHook *die_hook(void) {
     return &hook;
 }
 
-// True for a byte that could steer a terminal.
+// True for a control character, which a terminal would act on.
 static inline bool byte_is_control(char c) { return ((unsigned char)c < 32 && c != '\n' && c != '\t') || c == 127; }
 
-// Copies a text that may hold what a file gave, fit for a terminal: control characters become \xNN, also those of C1,
-// whether alone or in UTF-8 (C2 80 to C2 9F). Lines and tabs stay. What does not fit is cut.
+// Copies a text that may come from a file, so that it is safe to print: control characters become \xNN, also C1 ones,
+// as bytes and in UTF-8 (C2 80 to C2 9F). Newlines and tabs stay. A text that does not fit is cut.
 static inline void text_printable(const char *text, char *out, size_t capacity) {
     size_t n = 0;
     for (unsigned char before = 0; *text && n + 5 <= capacity; before = (unsigned char)*text++) {
@@ -80,7 +80,7 @@ static inline void text_printable(const char *text, char *out, size_t capacity) 
     out[n] = 0;
 }
 
-// Brings stdout's text out, unless another thread holds it: that one may never let go.
+// Flushes stdout unless another thread holds it, since that thread may never let go.
 static inline void flush_stdout(void) {
     if (ftrylockfile(stdout)) return;
     fflush(stdout);
@@ -145,7 +145,7 @@ static inline char *xstrdup(const char *s) {
     return p;
 }
 
-// Formats into a fixed buffer and dies if it does not fit, so that no path is silently cut short.
+// Formats into a fixed buffer and dies if the text does not fit, so that no path is cut silently.
 UTILS_PRINTF(3, 4) static inline void format_checked(char *out, size_t capacity, const char *format, ...) {
     va_list args;
     va_start(args, format);

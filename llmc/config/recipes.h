@@ -1,14 +1,14 @@
 // The FP8 recipes: one table that says what every operand of the three GEMMs of a linear layer is.
-// Casts, plans, saved tensors, gathers and the printed table all follow from the one table below; adding a recipe is
-// adding a row and, at most, a kernel.
+// Casts, plans, saved tensors, all-gathers and the printed table follow from the table below. A new recipe is a new row
+// and, at most, a new kernel.
 //
-// A linear layer has weight w [N, K] and, over M rows, three products (row-major):
+// A linear layer has weight w [N, K] and, over M rows, three GEMMs (row-major):
 //   fprop  y [M, N] = x  [M, K]   w^T        sums over K
 //   dgrad  dx[M, K] = dy [M, N]   w          sums over N
 //   wgrad  dw[N, K] = dy [M, N]^T x          sums over M
-// So each of x, w and dy is read twice: one GEMM sums over its columns (its "row copy", stored as it lies), another one
-// sums over its rows (its "col copy", stored transposed). A copy is a matrix [outer, depth] whose depth is summed over.
-// Scales are along the depth.
+// So two GEMMs read each of x, w and dy. One sums over its columns and reads its rowwise data, stored as the tensor is.
+// The other sums over its rows and reads its columnwise data, stored transposed. (The names are Transformer Engine's.)
+// Either data is a matrix [outer, depth]; the GEMM sums over the depth, and scales are along the depth.
 #ifndef LLMC_RECIPES_H
 #define LLMC_RECIPES_H
 
@@ -17,16 +17,17 @@
 
 typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 
-// The granularities of scales: which values of a copy [outer, depth] share one scale. NO_SCALE has none, the operand
-// stays bf16. PER_TENSOR_BROADCAST writes the tensor's scale once for each row, for GEMMs whose other operand has one
-// scale a row. Host code asks this table. Kernels call the three functions below it, scale_index(), scale_load() and
-// is_per_tensor(), which test_recipes.c compares with the table. fp8_rule_scale() in fp8.h makes a scale from an amax.
-//   rows, cols    block of the copy that has one scale in memory; WHOLE: all of them
+// The granularities of scales: which values of rowwise or columnwise data [outer, depth] share one scale. NO_SCALE: the
+// operand stays bf16. PER_TENSOR_BROADCAST: the tensor's scale is written once for each row, for GEMMs whose other
+// operand has a scale for each row. Host code reads this table. Kernels call scale_index(), scale_load() and
+// is_per_tensor() instead; test_recipes.c compares them with the table. fp8_rule_scale() in fp8.h makes a scale from an
+// amax.
+//   rows, cols    size of the block that has one scale in memory; WHOLE: all rows or columns
 //   pad           the grid of scales [blocks of rows, blocks of cols] is stored in multiples of these
 //   scales        type of a scale in memory
-//   amaxes        amaxes that must be known before a cast: one of the tensor, one a row, or none, since a cast sees a
-//                 block whole
-//   same          true if the rowwise and the columnwise copy hold the same codes with the same scales
+//   amaxes        amaxes that a cast needs beforehand: one of the tensor, one for each row, or none if a cast reads
+//                 whole blocks
+//   same          true if rowwise and columnwise data hold the same codes with the same scales
 //   mode          CUBLASLT_MATMUL_MATRIX_SCALE_... of an operand
 //   GPUs          first and last compute capability, as 10 * major + minor, with such GEMMs (CUDA 13 cuBLAS manual,
 //                 "cublasLtMatmul", FP8 scaling modes)
@@ -52,7 +53,7 @@ typedef enum { SCALE_TYPE_NONE, SCALE_TYPE_FP32, SCALE_TYPE_E8M0 } ScaleType;
 typedef enum { AMAX_NONE, AMAX_ONE, AMAX_ROWS } AmaxNeed;
 
 typedef struct {
-    const char *name;  // for people
+    const char *name;  // in printed tables
     int64_t rows, cols, pad_rows, pad_cols;
     ScaleType type;
     AmaxNeed amaxes;
@@ -75,7 +76,7 @@ static inline int64_t scale_type_bytes(ScaleType type) {
 // The four linear layers of a block, each a fused weight.
 typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
 
-// The tensors of a linear layer, and their copies.
+// The tensors of a linear layer, and the two ways in which GEMMs read them.
 typedef enum { TENSOR_W, TENSOR_X, TENSOR_DY, NUM_TENSORS } TensorRole;
 typedef enum { ROWWISE, COLUMNWISE } TensorUsage;
 
@@ -95,12 +96,12 @@ typedef struct {
     Fp8Format dy_format;                         // unless --fp8-format says otherwise; x and w are E4M3
     ScaleRule rule;
     bool delayed;        // scales from earlier amaxes
-    bool fast_accum;     // the matrix units can sum with fewer bits (--fp8-fast-accum)
-    int multiple;        // sizes that the products need multiples of
-    const char *scales;  // for people
+    bool fast_accum;     // its GEMMs have fast accumulation (--fp8-fast-accum)
+    int multiple;        // M, N and K must be multiples of this
+    const char *scales;  // in printed tables
 } Recipe;
 
-// Where sources are silent or disagree, these choices are made:
+// These rules hold if sources are silent or disagree:
 //   tensorwise, rowwise, rowwise_with_gw_hp
 //                torchao: scale = MAX / max(amax, 1e-12) in fp64. A NaN in a tensor (row) makes all of it NaN.
 //   delayed      Transformer Engine: scale = MAX / largest amax of the window in fp32. NaN does not count. But the
@@ -136,7 +137,7 @@ static inline const char *gemm_kind_name(GemmKind kind) {
     return kind == GEMM_FPROP ? "fprop" : kind == GEMM_DGRAD ? "dgrad" : "wgrad";
 }
 
-// The tensors that a product multiplies, in the order of Recipe.granularity, and the copies of them that it reads.
+// The tensor that a GEMM reads as operand 0 or 1, in the order of Recipe.granularity, and the data that it reads of it.
 static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
     static const TensorRole tensors[NUM_GEMMS][2] = {
         {TENSOR_W, TENSOR_X}, {TENSOR_W, TENSOR_DY}, {TENSOR_X, TENSOR_DY}};
@@ -147,26 +148,26 @@ static inline TensorUsage gemm_usage(GemmKind gemm, int operand) {
     return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 1) ? ROWWISE : COLUMNWISE;
 }
 
-// Which product reads a copy, and as which of its two operands.
-static inline ScaleGranularity recipe_granularity(const Recipe *r, TensorRole tensor, TensorUsage copy) {
+// The granularity of a tensor's rowwise or columnwise data, as the one GEMM that reads it wants it.
+static inline ScaleGranularity recipe_granularity(const Recipe *r, TensorRole tensor, TensorUsage usage) {
     static const struct {
         GemmKind gemm;
         int operand;
     } reader[NUM_TENSORS][2] = {
         {{GEMM_FPROP, 0}, {GEMM_DGRAD, 0}}, {{GEMM_FPROP, 1}, {GEMM_WGRAD, 0}}, {{GEMM_DGRAD, 1}, {GEMM_WGRAD, 1}}};
-    return r->granularity[reader[tensor][copy].gemm][reader[tensor][copy].operand];
+    return r->granularity[reader[tensor][usage].gemm][reader[tensor][usage].operand];
 }
 
 static inline bool recipe_is_fp8(const Recipe *r, GemmKind gemm) { return r->granularity[gemm][0] != NO_SCALE; }
 
-// True if a whole tensor has one scale. Rowwise and columnwise data then hold the same codes, made by a scale that may
-// hold for all ranks: weights can be all-gathered as FP8.
+// True if a whole tensor has one scale. Rowwise and columnwise data then hold the same codes, and all ranks can use one
+// scale, so that weights can be all-gathered in FP8.
 static inline bool recipe_has_tensor_scales(const Recipe *r) {
     return recipe_granularity(r, TENSOR_W, ROWWISE) == PER_TENSOR &&
            recipe_granularity(r, TENSOR_W, COLUMNWISE) == PER_TENSOR;
 }
 
-// True if a whole tensor has one scale, which follows from its own amax, not from earlier ones.
+// True if a whole tensor has one scale, made from its current amax.
 static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
     return recipe_has_tensor_scales(r) && !r->delayed;
 }
@@ -176,8 +177,8 @@ static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) {
     return recipe_granularity(r, tensor, ROWWISE) == NO_SCALE || recipe_granularity(r, tensor, COLUMNWISE) == NO_SCALE;
 }
 
-// The number of a tensor among those of a model with `layers` layers, [layer][role][linear]: where its amax, its scale
-// and its history are, on the GPU, on the CPU and in checkpoints.
+// The number of a tensor of the model, in the order [layer][role][linear]. Its amax, scale and amax history have this
+// index on the GPU, on the CPU and in checkpoints.
 HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, int linear) {
     return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear;
 }
@@ -187,15 +188,15 @@ static_assert(TENSOR_W == 0 && TENSOR_X == 1 && TENSOR_DY == 2 && NUM_TENSORS ==
 enum { TENSORS_PER_LAYER = NUM_TENSORS * NUM_LINEARS };
 static inline int64_t tensor_count(int64_t layers) { return layers * TENSORS_PER_LAYER; }
 
-// The copy of a tensor [rows, cols] as a matrix [outer, depth]: its element (i, k) is the tensor's number i *
-// outer_stride + k * depth_stride.
+// Rowwise or columnwise data of a tensor [rows, cols] as a matrix [outer, depth]. Its element (i, k) is element
+// i * outer_stride + k * depth_stride of the tensor.
 typedef struct {
     int64_t outer, depth, outer_stride, depth_stride;
 } UsageShape;
 
-static inline UsageShape usage_shape(int64_t rows, int64_t cols, TensorUsage copy) {
+static inline UsageShape usage_shape(int64_t rows, int64_t cols, TensorUsage usage) {
     const UsageShape row = {rows, cols, cols, 1}, col = {cols, rows, 1, cols};
-    return copy == ROWWISE ? row : col;
+    return usage == ROWWISE ? row : col;
 }
 
 HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) {
@@ -203,11 +204,11 @@ HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Scales of a copy [outer, depth] as the matrix products want them: inverse scales (what a code is multiplied by to
-// give the value back), fp32, in the order that cuBLASLt reads (CUDA 13 manual: 1x128 with outer contiguous, 128x128
-// with depth contiguous and rows of a multiple of 4; E8M0 bytes in tiles of 128 x 4, each of 512 bytes).
+// Scales of data [outer, depth] as GEMMs read them. They are scale_inv: value = code * scale_inv. They are fp32 in
+// cuBLASLt's order (CUDA 13 manual): 1x128 with outer contiguous; 128x128 with depth contiguous and rows padded to a
+// multiple of 4; 1x32 as E8M0 bytes in tiles of 128 x 4, each of 512 bytes.
 
-// Place of the scale of element (i, k).
+// Index of the scale of element (i, k).
 HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int64_t k, int64_t outer, int64_t depth) {
     if (g == PER_ROW || g == PER_TENSOR_BROADCAST) return i;
     if (g == BLOCK_1X128) return k / 128 * outer + i;
@@ -219,7 +220,7 @@ HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int
     return 0;
 }
 
-// Bytes of all scales of a copy [outer, depth]; 0 for bf16.
+// Bytes of all scales of data [outer, depth]; 0 for bf16.
 static inline int64_t scale_bytes(ScaleGranularity g, int64_t outer, int64_t depth) {
     const GranularityTraits *r = granularity_traits(g);
     const int64_t rows = r->rows == WHOLE ? 1 : ceil_div(outer, r->rows);
@@ -227,19 +228,19 @@ static inline int64_t scale_bytes(ScaleGranularity g, int64_t outer, int64_t dep
     return round_up(rows, r->pad_rows) * round_up(cols, r->pad_cols) * scale_type_bytes(r->type);
 }
 
-// The inverse scale at a place.
+// The scale_inv at an index.
 HOST_DEVICE static inline float scale_load(ScaleGranularity g, const void *scales, int64_t index) {
     return g == BLOCK_1X32 ? e8m0_to_float(((const uint8_t *)scales)[index]) : ((const float *)scales)[index];
 }
 
-// Amaxes that must be known before a copy [outer, depth] can be cast.
+// Number of amaxes that a cast to data [outer, depth] needs beforehand.
 static inline int64_t copy_amaxes(ScaleGranularity g, int64_t outer) {
     const AmaxNeed need = granularity_traits(g)->amaxes;
     return need == AMAX_ROWS ? outer : need == AMAX_ONE ? 1 : 0;
 }
 
-// Amaxes of a tensor [rows, cols]: those of its row copy, then those of its col copy, but one for both where both are
-// PER_TENSOR.
+// Number of amaxes of a tensor [rows, cols]: for its rowwise data, then for its columnwise data. PER_TENSOR data share
+// one.
 static inline int64_t tensor_amaxes(ScaleGranularity row, ScaleGranularity col, int64_t rows, int64_t cols) {
     return row == PER_TENSOR && col == PER_TENSOR ? 1 : copy_amaxes(row, rows) + copy_amaxes(col, cols);
 }
