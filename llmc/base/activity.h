@@ -1,8 +1,8 @@
 // Records the current activity of this rank for the watcher thread, which must name a stuck rank (watch.h).
-// The main thread writes it, the thread that watches reads it.
+// The main thread writes it; the watcher thread reads it.
 //
-// Every call that may wait for a disk or for other ranks stands between activity_begin and activity_end, at the one
-// place that makes it. What is between two such calls is computing. They do not nest.
+// Every call that may wait for a disk or for other ranks stands between activity_begin and activity_end. Outside them
+// the rank computes. They do not nest.
 #ifndef LLMC_ACTIVITY_H
 #define LLMC_ACTIVITY_H
 
@@ -25,7 +25,7 @@ typedef enum {
     NUM_PHASES
 } Phase;
 
-// Characters of a path that are kept: the last ones.
+// A path is cut to its last characters, this many.
 #define ACTIVITY_DETAIL 256
 
 typedef struct {
@@ -34,11 +34,11 @@ typedef struct {
     ActivityKind kind;
     const char *what;              // static text: the call, or what the ranks do together
     char detail[ACTIVITY_DETAIL];  // the file
-    int64_t changes;               // grows whenever something of this rank moves
-    int64_t collectives;           // that have finished, of MPI and of NCCL
-    int64_t pending;               // operations of NCCL that are enqueued and not seen to have finished
+    int64_t changes;               // grows with each sign of progress of this rank
+    int64_t collectives;           // finished collectives of MPI and NCCL
+    int64_t pending;               // NCCL operations that are enqueued and not known to have finished
     const char *pending_what;      // the oldest of them, static text
-    int64_t pending_layer;         // and the layer that it belongs to, ROOT or NO_LAYER (parameters.h)
+    int64_t pending_layer;         // and its layer, or ROOT or NO_LAYER (parameters.h)
 } Activity;
 
 static inline pthread_mutex_t *activity_mutex(void) {
@@ -55,7 +55,7 @@ static inline Activity *activity_lock(void) {
 
 static inline void activity_unlock(void) { pthread_mutex_unlock(activity_mutex()); }
 
-// From now on the run is in this phase. `step`: counted from 1; 0: none.
+// Sets the phase of the run. `step`: counted from 1; 0: none.
 static inline void activity_phase(Phase phase, int64_t step) {
     Activity *a = activity_lock();
     a->phase = phase, a->step = step, a->changes++;
@@ -71,7 +71,7 @@ static inline void activity_begin(ActivityKind kind, const char *what, const cha
     activity_unlock();
 }
 
-// Leaves errno as it is.
+// Keeps errno.
 static inline void activity_end(void) {
     Activity *a = activity_lock();
     a->collectives += a->kind == ACTIVITY_WAITING;
@@ -79,14 +79,13 @@ static inline void activity_end(void) {
     activity_unlock();
 }
 
-// Something moves, though no call ends.
+// Tells the watcher of progress within a call.
 static inline void activity_moved(void) {
     activity_lock()->changes++;
     activity_unlock();
 }
 
-// An operation of NCCL has been enqueued, or has `finished`. `pending` of them are left; `what` and `layer` tell the
-// oldest.
+// An NCCL operation was enqueued, or has `finished`. `pending` operations are left; `what` and `layer` name the oldest.
 static inline void activity_operation(int64_t pending, const char *what, int64_t layer, bool finished) {
     Activity *a = activity_lock();
     a->pending = pending, a->pending_what = what, a->pending_layer = layer;
@@ -94,7 +93,7 @@ static inline void activity_operation(int64_t pending, const char *what, int64_t
     activity_unlock();
 }
 
-// The value of a call that may wait for a disk. `what`: the call's name.
+// The value of a call that may wait for a disk, marked as this rank's activity. `what`: the call's name.
 #define FILE_WORK(what, path, call)                \
     __extension__({                                \
         activity_begin(ACTIVITY_FILE, what, path); \

@@ -36,9 +36,9 @@
 typedef struct {
     char *path;
     int fd;
-    int64_t bytes;            // of the file when it was opened
-    struct timespec changed;  // and when it had changed last
-    uint64_t fingerprint;     // by dataloader_identity; 0: not known
+    int64_t bytes;            // size of the file when it was opened
+    struct timespec changed;  // its time of change then
+    uint64_t fingerprint;     // made by dataloader_identity; 0: not known
     int token_bytes;          // 2 or 4
     int64_t num_tokens;
     int64_t first_sequence;  // number of the shard's first window among those of all shards
@@ -48,33 +48,33 @@ typedef struct {
 typedef struct {
     DataShard *shards;  // sorted by path
     int64_t num_shards;
-    int64_t num_tokens;     // of all shards
-    int64_t num_sequences;  // of all shards: one epoch
+    int64_t num_tokens;     // in all shards
+    int64_t num_sequences;  // in all shards: one epoch
     int64_t T;
-    int64_t vocabulary;  // a batch that holds a larger id ends the run; the caller sets it as soon as it is known
+    int64_t vocabulary;  // an id that is not below it ends the run; the caller sets it as soon as it is known
     bool shuffle;
     uint64_t seed;
-    uint32_t *buffer;  // room to read max(T + 1, SHARD_SCAN_TOKENS) tokens
+    uint32_t *buffer;  // holds max(T + 1, SHARD_SCAN_TOKENS) tokens
 } DataLoader;
 
-// What the shards hold, whatever they are called and wherever they lie.
+// Identifies the contents of the shards, independent of their names and folders.
 typedef struct {
     int64_t tokens, shards;
-    uint64_t fingerprint;  // of every shard's header and of samples of its tokens, in the order of the shards
+    uint64_t fingerprint;  // hash of each shard's header and of samples of its tokens, in the order of the shards
 } DataIdentity;
 
-// Token ids of B sequences of T tokens on their way through the model, in memory of the host or of a GPU.
+// Token ids of a batch of B sequences of T tokens, in memory of the host or of a GPU.
 typedef struct {
-    int32_t *inputs, *targets;  // [B, T]; targets may be NULL where no loss is computed
+    int32_t *inputs, *targets;  // [B, T]; targets may be NULL if no loss is computed
     int32_t *index;             // the inputs sorted by id (embedding.cuh); NULL on the CPU
 } Batch;
 
-// Where a token stands, for error messages.
+// The position of a token, for error messages.
 typedef struct {
     int64_t token, shard, position;
 } TokenPlace;
 
-// Fills `bytes` bytes from `offset`, or dies: the file shrank or the disk failed since it was opened.
+// Reads `bytes` bytes from `offset`. Dies if the file has shrunk or the disk has failed since it was opened.
 static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int64_t bytes, void *out) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t got = FILE_WORK("pread", shard->path,
@@ -91,7 +91,7 @@ static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int6
 // Reads tokens [first, first + count) as uint32.
 static inline void shard_read_tokens(const DataShard *shard, int64_t first, int64_t count, uint32_t *out) {
     int64_t width = shard->token_bytes;
-    // uint16 tokens are read into the upper half of the room and widened upwards, so that no second buffer is needed
+    // uint16 tokens are read into the upper half of the buffer and widened in place, without a second buffer
     char *raw = (char *)out + count * ((int64_t)sizeof(uint32_t) - width);
     shard_read_bytes(shard, SHARD_HEADER_BYTES + first * width, count * width, raw);
     if (width == sizeof(uint32_t)) return;
@@ -109,7 +109,7 @@ static inline void shard_refuse_token(const DataShard *shard, int64_t position, 
         (long long)id, (long long)vocabulary, cause);
 }
 
-// The largest of `count` ids: vector code.
+// The largest of `count` ids. gcc vectorizes it.
 static inline uint32_t tokens_largest(const uint32_t *tokens, int64_t count) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; i++) largest = tokens[i] > largest ? tokens[i] : largest;
@@ -133,8 +133,8 @@ static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
         die("%s: the header gives an impossible token count, %lld", shard->path, (long long)shard->num_tokens);
 }
 
-// Opens one of `num_shards` shards, which all stay open, checks header against file size; dies with what was found and
-// what was expected.
+// Opens one of `num_shards` shards, which all stay open, and compares header and file size. Dies with the value found
+// and the value expected.
 static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shards) {
     DataShard shard;
     memset(&shard, 0, sizeof shard);
@@ -174,7 +174,7 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
 // tokens. Dies if none matches or one is not a whole shard of at least T + 1 tokens.
 static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool shuffle, uint64_t seed) {
     if (T < 1) die("sequence length %lld: at least 1 token is needed", (long long)T);
-    const bool is_path = access(pattern, F_OK) == 0;  // a name may hold what is a wildcard elsewhere
+    const bool is_path = access(pattern, F_OK) == 0;  // a file name may hold characters of wildcards
     char *one[] = {(char *)pattern};
     glob_t matches;
     memset(&matches, 0, sizeof matches);
@@ -190,7 +190,7 @@ static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool sh
     DataLoader dl;
     memset(&dl, 0, sizeof dl);
     dl.T = T;
-    dl.vocabulary = (int64_t)INT32_MAX + 1;  // what a batch can hold
+    dl.vocabulary = (int64_t)INT32_MAX + 1;  // batches hold int32
     dl.shuffle = shuffle;
     dl.seed = seed;
     dl.num_shards = (int64_t)matches.gl_pathc;
@@ -231,8 +231,8 @@ static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) 
     return xxhash64_end(&own);
 }
 
-// Reads FINGERPRINT_BLOCKS blocks spread over each shard: enough to tell other data by, or the same shards in another
-// order; not one changed token.
+// Reads FINGERPRINT_BLOCKS blocks spread over each shard. That is enough to notice other data, or another order of the
+// shards, but not one changed token.
 static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     XxHash64 hash = xxhash64_begin();
     for (int64_t s = 0; s < dl->num_shards; s++) dl->shards[s].fingerprint = shard_fingerprint(&dl->shards[s], &hash);
@@ -240,8 +240,8 @@ static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     return identity;
 }
 
-// True if the file is no longer the one that was opened. A file that took its name does not count: the open one goes
-// on. Nor does a time of change that is new (touch) while size and fingerprint are the same.
+// True if the open file has changed. Another file under its name does not count, since the open file is still read. Nor
+// does a new time of change (touch) with equal size and fingerprint.
 static inline bool shard_has_changed(DataShard *shard) {
     struct stat now;
     if (fstat(shard->fd, &now) != 0) die("%s: cannot be examined: %s", shard->path, strerror(errno));
@@ -260,7 +260,7 @@ static inline int64_t dataloader_sample_index(int64_t first, int64_t micro_step,
     return first + (micro_step * world + rank) * B;
 }
 
-// How many of the B samples from `first` on come before sample `end`.
+// Number of the B samples from `first` on that come before sample `end`.
 static inline int64_t dataloader_rows_before(int64_t first, int64_t B, int64_t end) {
     return max_i64(0, min_i64(B, end - first));
 }
@@ -303,14 +303,14 @@ static inline DataShard *dataloader_find_shard(const DataLoader *dl, int64_t seq
     return &dl->shards[low];
 }
 
-// Reads the tokens of a sequence, [T + 1], into dl->buffer. Dies if the shard has changed since it was opened, or an id
-// is not in the vocabulary: files are rewritten and disks fail while a run goes on, and such an id would be looked up
-// outside the embedding.
+// Reads the tokens of a sequence, [T + 1], into dl->buffer. Dies if the shard has changed since it was opened, or if an
+// id is not in the vocabulary. Files may be rewritten and disks may fail during a run, and such an id would be looked
+// up outside the embedding.
 static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
     DataShard *shard = dataloader_find_shard(dl, sequence);
     const int64_t first = (sequence - shard->first_sequence) * dl->T, count = dl->T + 1;
     shard_read_tokens(shard, first, count, dl->buffer);
-    const bool changed = shard_has_changed(shard);  // asked after the read, so that no change before it is missed
+    const bool changed = shard_has_changed(shard);  // after the read, so that no change before it is missed
     if ((int64_t)tokens_largest(dl->buffer, count) >= dl->vocabulary) {
         int64_t i = 0;
         while ((int64_t)dl->buffer[i] < dl->vocabulary) i++;
@@ -335,8 +335,8 @@ static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_
     }
 }
 
-// Reads every token of every shard once, in order, until one is >= limit; returns that token's place, or the place of
-// the largest one.
+// Reads every token of every shard once, in order, until one is >= limit. Returns the position of that token, or of the
+// largest one.
 static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
     TokenPlace largest = {-1, 0, 0};
     for (int64_t s = 0; s < dl->num_shards; s++) {
@@ -345,7 +345,7 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
             int64_t count = min_i64(SHARD_SCAN_TOKENS, shard->num_tokens - first);
             shard_read_tokens(shard, first, count, dl->buffer);
             const uint32_t top = tokens_largest(dl->buffer, count);
-            // the place is looked for only when the block has something new
+            // only a block with a larger id is searched for its position
             if ((int64_t)top <= largest.token) continue;
             int64_t stop = (int64_t)top >= limit ? limit : (int64_t)top, i = 0;
             while ((int64_t)dl->buffer[i] < stop) i++;
@@ -358,10 +358,10 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
     return largest;
 }
 
-// Largest token id of all shards (a full read): without a tokenizer table, vocabulary sizes come from it.
+// The largest token id of all shards (a full read). Without a tokenizer table it gives the vocabulary size.
 static inline int64_t dataloader_max_token(DataLoader *dl) { return dataloader_scan(dl, INT64_MAX).token; }
 
-// Dies if any token id is >= vocabulary, with the first such token's place. A full read: call it once, before training.
+// Dies if a token id is >= vocabulary, with the position of the first one. A full read: call it once, before training.
 static inline void dataloader_check_vocabulary(DataLoader *dl, int64_t vocabulary) {
     TokenPlace found = dataloader_scan(dl, vocabulary);
     if (found.token < vocabulary) return;

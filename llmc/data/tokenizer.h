@@ -1,4 +1,4 @@
-// The tokenizer table that stands beside a shard: enough to print what a model samples (no encoding).
+// The tokenizer table beside a shard: it turns sampled tokens into text (no encoding).
 //
 // File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
 // length, bytes. The separator is the token before each story: samples start with it, and end where the model emits it
@@ -22,8 +22,8 @@ typedef struct {
     int64_t count;      // number of ids: the vocabulary; 0 = no table
     int64_t separator;  // id of the token before each story
     char *file;         // the whole table
-    size_t bytes;       // of it
-    size_t *offsets;    // [count] where each id's length stands in it
+    size_t bytes;       // size of `file`
+    size_t *offsets;    // [count] position of each id's length in `file`
 } Tokenizer;
 
 static inline uint32_t tokenizer_u32(const char *p) {
@@ -49,8 +49,8 @@ static inline void tokenizer_path(char *out, size_t capacity, const char *shard_
     format_checked(out, capacity, "%.*s.tokenizer", (int)n, shard_path);
 }
 
-// Checks a table of `size` bytes and finds its tokens; takes over `file`. NULL when it is sound, else what is wrong
-// with it.
+// Checks a table of `size` bytes and finds its tokens; takes over `file`. Returns NULL if the table is valid, else the
+// error.
 static inline const char *tokenizer_parse(Tokenizer *tok, char *file, size_t size) {
     memset(tok, 0, sizeof *tok);
     tok->file = file, tok->bytes = size;
@@ -104,7 +104,7 @@ static inline Tokenizer tokenizer_open_beside(const char *shard_path) {
     return tokenizer_open(path);
 }
 
-// Whether two tables say the same of every id.
+// True if two tables are equal.
 static inline bool tokenizer_same(const Tokenizer *a, const Tokenizer *b) {
     return a->bytes == b->bytes && (a->bytes == 0 || memcmp(a->file, b->file, a->bytes) == 0);
 }
@@ -119,8 +119,8 @@ static inline const char *tokenizer_decode(const Tokenizer *tok, int64_t id, siz
     return entry + 4;
 }
 
-// Prints a token as text, or as "[id]" when the table does not know it. Control characters are shown as \xNN: an
-// untrained model emits them too, and they must not reach the terminal.
+// Prints a token as text, or as "[id]" if the table does not have it. Control characters are printed as \xNN: an
+// untrained model emits them, and they must not reach the terminal.
 static inline void tokenizer_print(const Tokenizer *tok, int64_t id, FILE *out) {
     size_t length;
     const char *bytes = tokenizer_decode(tok, id, &length);

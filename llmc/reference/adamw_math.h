@@ -2,7 +2,7 @@
 // The rule is torch.optim.AdamW's (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"):
 //     p *= 1 - lr * wd;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g;
 //     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-// Products that feed a sum are explicit fmaf, so that no compiler contracts differently.
+// Multiplications that feed a sum are explicit fmaf, so that no compiler contracts differently.
 //
 // bf16 weights and moments are rounded stochastically with random bits that depend on (seed, step, flat element index)
 // alone: neither on the launch shape nor on how the parameters are split over GPUs.
@@ -21,7 +21,7 @@ typedef struct {
     float inverse_sqrt_bias2;  // 1 / sqrt(1 - beta2^t)
     float eps;
     float decay;           // 1 - lr * weight_decay, the factor for tensors with PARAM_DECAY
-    uint64_t key;          // of this step's rounding bits
+    uint64_t key;          // key of this step's rounding bits
     bool nearest_weights;  // rounds bf16 weights to nearest, ties away from zero, to show what that costs
 } AdamwStep;
 
@@ -60,7 +60,7 @@ static inline AdamwStep adamw_step_of(const Options *o, int64_t step) {
 // True if a step is taken with this gradient norm, which may be NaN.
 HOST_DEVICE static inline bool adamw_accepts(double norm) { return norm <= ADAMW_LARGEST_NORM; }
 
-// A gradient's magnitude as bits, of which the larger ones are those of the larger magnitude. NaN counts as infinity.
+// A gradient's magnitude as bits, which have the order of the magnitudes. NaN counts as infinity.
 HOST_DEVICE static inline uint32_t adamw_magnitude(float gradient) {
     const uint32_t magnitude = float_bits(gradient) & 0x7fffffffu;
     return magnitude < 0x7f800000u ? magnitude : 0x7f800000u;
@@ -97,19 +97,20 @@ typedef struct {
     uint32_t weight, exp_avg, exp_avg_sq;
 } AdamwRandom;
 
-// 48 bits an element from 32-bit products: with rng.h's 64-bit ones they were 25 of the 62 instructions that the update
-// of an element took a GPU. The rounds, x ^= x >> s; x *= odd number, and the numbers are those of Wellons 2018,
-// "Prospecting for Hash Functions", and of his lists in github.com/skeeto/hash-prospector. Elements 8 group .. 8 group
-// + 7 share two rounds, which both halves of the key enter: of the step, or of a sum of gradients (gradient_sum.h).
+// 48 random bits an element by 32-bit multiplications. (With rng.h's 64-bit ones they took 25 of the GPU's 62
+// instructions for the update of an element.) The rounds, x ^= x >> s; x *= odd number, and their constants are from
+// Wellons 2018, "Prospecting for Hash Functions", and his lists in github.com/skeeto/hash-prospector. Elements 8 group
+// to 8 group + 7 share two rounds, which mix in both halves of the key: of the step, or of a gradient sum
+// (gradient_sum.h).
 HOST_DEVICE static inline uint32_t adamw_random_group(uint64_t key, int64_t group) {
     uint32_t x = (uint32_t)group ^ (uint32_t)key;
     x = (x ^ x >> 16) * 0x7feb352du + ((uint32_t)(key >> 32) + (uint32_t)(group >> 32) * 0x9e3779b9u);
     return (x ^ x >> 15) * 0x846ca68bu;
 }
 
-// Each member of the group, 0 to 7, gets one round more. It ends in three products, of which only the upper bits depend
-// on all bits of x. Over all 2^32 hashes the bits of two members correlate by less than 4e-4, those of one by less than
-// 1e-7.
+// Each member of the group, 0 to 7, gets one more round. It ends in three multiplications, whose upper bits depend on
+// all bits of x. Over all 2^32 hashes, bits of two members correlate by less than 4e-4, and bits of one member by less
+// than 1e-7.
 HOST_DEVICE static inline uint32_t adamw_random_word(uint32_t group_hash, uint32_t member) {
     const uint32_t x = group_hash + member * 0x21f0aaadu;
     return x ^ x >> 16;

@@ -33,8 +33,8 @@ static inline void attention_scores(float *s, MatrixView q, MatrixView k, int64_
         for (int64_t j = t0 + i + 1; j < keys; j++) s[i * keys + j] = -INFINITY;
 }
 
-// One row of scores becomes exp(s - max), rounded as the operand of the next product; returns the sum of the unrounded
-// values.
+// Turns one row of scores into exp(s - max), rounded as an operand of the next GEMM. Returns the sum of the values
+// before rounding.
 static inline float softmax_row(float *s, int64_t n, float *largest, Rounding rounding) {
     float m = -INFINITY;
     for (int64_t j = 0; j < n; j++) m = s[j] > m ? s[j] : m;
@@ -76,8 +76,8 @@ static inline void attention_forward_reference(float *out, float *lse, const flo
     }
 }
 
-// Turns scores s into P and dp = dO V^T into dS = P * (dP - sum(dO * O)), both [queries, keys], both rounded as
-// operands of the products that follow.
+// Turns scores s into P and dp = dO V^T into dS = P * (dP - sum(dO * O)), both [queries, keys] and rounded as operands
+// of the next GEMMs.
 static inline void attention_backward_softmax(float *s, float *dp, const float *out, const float *dout,
                                               const float *lse, int64_t queries, int64_t keys, int64_t row_stride,
                                               int64_t HD, Rounding rounding) {

@@ -6,12 +6,12 @@
 
 #include "../config/recipes.h"
 
-// Sums over the elements of one copy; all are zero before the first. Maxima are bits of non-negative floats.
+// Sums over the elements of a tensor's rowwise or columnwise data, zero at first. Maxima are bits of floats >= 0.
 typedef struct {
     double count;          // elements
     double flushed;        // elements that are not zero and whose code is zero
     double saturated;      // elements whose scaled value lies beyond the format's range
-    double signal, noise;  // sums of squares of the values, and of what quantization changed
+    double signal, noise;  // sums of squares: of the values, and of their quantization errors
     uint32_t amax, scale_max, scale_inv_max;
 } AuditSums;
 static_assert(sizeof(AuditSums) == 5 * sizeof(double) + 4 * sizeof(uint32_t), "kernels and ranks exchange it as bytes");
@@ -20,13 +20,13 @@ static_assert(sizeof(AuditSums) == 5 * sizeof(double) + 4 * sizeof(uint32_t), "k
 enum { AUDIT_LINEAR = NUM_TENSORS * 2, AUDIT_LAYER = NUM_LINEARS * AUDIT_LINEAR };
 static_assert(ROWWISE == 0 && COLUMNWISE == 1, "the row copy's sums stand before the col copy's");
 
-// Returns the place of a copy's sums among those of a model.
+// Returns the index of the sums of one tensor's rowwise or columnwise data among the sums of the model.
 static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, TensorUsage copy) {
     return l * AUDIT_LAYER + id * AUDIT_LINEAR + tensor * 2 + copy;
 }
 
-// Inverse scales are rounded, so the element that made a scale can lie some 2^-23 beyond the range. Two bf16 numbers
-// differ by 2^-8 of themselves at least.
+// scale_inv is rounded, so the element that made a scale can lie about 2^-23 beyond the range. That is far less than
+// the 2^-8 between two neighbouring bf16 numbers.
 #define AUDIT_RANGE_SLACK (1.0 / 65536)
 
 // Adds one element: x was cast to `code`, whose value times `scale_inv` stands for x. Values that are not finite
@@ -49,7 +49,7 @@ HOST_DEVICE static inline void audit_add(AuditSums *s, float x, uint8_t code, fl
     s->flushed += magnitude && (code & 0x7f) == 0;
     s->saturated += fabs(value) > (double)fp8_max(format) * (double)scale_inv * (1 + AUDIT_RANGE_SLACK);
     s->signal += value * value;
-    s->noise += square < (double)INFINITY ? square : (double)INFINITY;  // also where it is NaN
+    s->noise += square < (double)INFINITY ? square : (double)INFINITY;  // NaN counts as infinity
 }
 
 // Adds the sums *from to *into.
@@ -66,8 +66,8 @@ static inline void audit_merge_all(AuditSums *into, const AuditSums *from, int64
     for (int64_t i = 0; i < n; i++) audit_merge(&into[i], &from[i]);
 }
 
-// Adds a copy of x: codes [outer, depth] and inverse scales in the layout of scale_index(). Each row has sums of its
-// own, which are added in order, so the number of threads changes no bit.
+// Adds the FP8 data of x: codes [outer, depth], and scale_inv in the layout of scale_index(). Each row has its own
+// sums, which are added in order, so the number of threads changes no bit.
 static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, UsageShape s,
                               ScaleGranularity granularity, Fp8Format format) {
     AuditSums *rows = (AuditSums *)xcalloc((size_t)s.outer, sizeof *rows);
@@ -83,14 +83,13 @@ static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *co
     free(rows);
 }
 
-// True if the row and the col copy of a tensor hold the same codes with the same scales.
+// True if a tensor's rowwise and columnwise data hold the same codes with the same scales.
 static inline bool audit_shares_codes(ScaleGranularity row, ScaleGranularity col) {
     return row == col && granularity_traits(row)->same_codes;
 }
 
-// Returns the ratio of signal to quantization noise, 10 log10(signal / noise), in dB. It is infinite where nothing
-// changed, also for a tensor of zeros; minus infinity where a finite value came back infinite or NaN; NaN where there
-// was no finite value to judge by.
+// Returns the signal-to-quantization-noise ratio, 10 log10(signal / noise), in dB: infinite if no value changed (a
+// tensor of zeros, too), minus infinity if a finite value came back infinite or NaN, NaN if there was no finite value.
 static inline double audit_sqnr_db(const AuditSums *s) {
     if (s->noise > 0) return 10 * log10(s->signal / s->noise);
     const bool all_zero = s->count > 0 && s->amax == 0;

@@ -11,10 +11,10 @@ typedef struct {
     int64_t tensors, window;
     float *history;  // [tensors, window] amaxes of earlier passes, the oldest at 1, the newest last; element 0 is for
                      // the pass under way, and 0 between passes
-    float *scale;    // [tensors] the next pass casts with it; 0: there was no pass yet, so the cast finds its own scale
+    float *scale;    // [tensors] the scale of the next cast; 0: there was no cast yet, so the next one finds its scale
 } DelayedState;
 
-// True if the scale of every tensor is known, also of those that are never cast.
+// True if every tensor has a scale, also tensors that are never cast.
 static inline bool delayed_is_complete(const float *scales, int64_t tensors) {
     for (int64_t i = 0; i < tensors; i++)
         if (!(scales[i] > 0)) return false;

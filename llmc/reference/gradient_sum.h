@@ -14,14 +14,13 @@
 
 // How gradients join a sum.
 typedef struct {
-    bool add;         // to what is there; else they replace it
-    bool stochastic;  // how a bf16 sum is rounded; else to nearest
-    uint64_t key;     // of the rounding bits
-    int64_t flat;     // place of the sum's first element in the flat array of parameters.h, a multiple of 8
+    bool add;         // true: they are added to the sum; false: they replace it
+    bool stochastic;  // true: a bf16 sum is rounded stochastically; false: to nearest
+    uint64_t key;     // key of the rounding bits
+    int64_t flat;     // index of the sum's first element in the flat array of parameters.h, a multiple of 8
 } GradientSum;
 
-// The key of one add to every element. `part`: of the parts that an optimizer step's gradient is added up from, counted
-// from 0.
+// The key of one addition to every element. `part`: number of the addition within the optimizer step, from 0.
 static inline uint64_t gradient_sum_key(uint64_t seed, int64_t step, int64_t part) {
     return rng_key(rng_key(seed, 0x4753000000000000ull + (uint64_t)step), (uint64_t)part);
 }
@@ -31,8 +30,8 @@ HOST_DEVICE static inline bf16_bits gradient_sum_round(float sum, uint32_t group
     return bf16_from_float_stochastic(sum, adamw_random_word(group_hash, member) * 0x846ca68bu >> 16);
 }
 
-// Gradients [n] join elements first .. first + n - 1 of a sum, which stand in sum [n]. fp32: as they are; else as bf16
-// values. For the CPU trainer, and to check the kernels against.
+// Adds gradients [n] to elements first .. first + n - 1 of a sum, stored in sum [n]. fp32: false if the sum holds bf16
+// values. The CPU trainer uses it, and GPU kernels are checked against it.
 static inline void gradient_sum_reference(float *sum, const float *gradients, int64_t first, int64_t n, bool fp32,
                                           const GradientSum *s) {
     for (int64_t i = 0; i < n; i++) {

@@ -37,16 +37,16 @@ static inline void bias_backward_reference(float *dbias, const float *dy, int64_
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The three GEMMs with operands of any recipe (recipes.h). Each operand is a copy [outer, depth] of x, w or dy. Every
-// GEMM computes c [outer of a, outer of b] = a b^T with fp32 sums, multiplies by the inverse scales of whole tensors
-// and rounds once:
-//     fprop: row copies of x and w;  dgrad: row copy of dy, col copy of w;  wgrad: col copies of dy and x
+// The three GEMMs with operands of any recipe (recipes.h). Each operand is the rowwise or columnwise data [outer,
+// depth] of x, w or dy. Every GEMM computes c [outer of a, outer of b] = a b^T with fp32 sums, multiplies by scale_inv
+// of whole tensors and rounds once:
+//     fprop: x rowwise, w rowwise;  dgrad: dy rowwise, w columnwise;  wgrad: dy columnwise, x columnwise
 
 // An operand as the emulated GEMM takes it.
 typedef struct {
     MatrixView view;  // [outer, depth], codes decoded
-    float scale_inv;  // of the whole tensor; 1: none, finer ones are in the values
-    uint8_t *codes;   // [rows, cols] and their inverse scales; NULL: bf16
+    float scale_inv;  // of the whole tensor; 1 if scales are finer, which the decoded values contain
+    uint8_t *codes;   // [rows, cols] and their scale_inv; NULL: bf16
     void *scales;
     float *values;
     UsageShape shape;  // of codes and values, as they were quantized; `view` may transpose it
@@ -57,7 +57,7 @@ typedef struct {
 static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, TensorUsage copy,
                                            ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
                                            float scale) {
-    // with one scale for the whole tensor both copies have the same codes
+    // with one scale for the whole tensor, rowwise and columnwise data have the same codes
     const bool turned = copy == COLUMNWISE && granularity != PER_TENSOR;
     LinearOperand q;
     memset(&q, 0, sizeof q);

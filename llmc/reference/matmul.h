@@ -1,4 +1,4 @@
-// Matrix product in fp32 on the CPU: packed operands, register tiles, an epilogue that scales, adds and rounds.
+// GEMM in fp32 on the CPU: packed operands, register tiles, an epilogue that scales, adds and rounds.
 #ifndef LLMC_REFERENCE_MATMUL_H
 #define LLMC_REFERENCE_MATMUL_H
 
@@ -31,8 +31,8 @@ static inline Epilogue epilogue(float alpha, const float *bias, bool accumulate,
     return e;
 }
 
-// Register tile of the inner loop: 12 vectors of 16 floats. gcc makes good code of it for AVX2 and SSE too, but not of
-// a tile 16 wide, whose loop it unrolls before it looks for vectors.
+// Register tile of the inner loop: 12 vectors of 16 floats. gcc vectorizes it well for AVX2 and SSE too. It does not so
+// for a tile 16 wide, because it unrolls that loop before it looks for vectors.
 enum { TILE_ROWS = 6, TILE_COLS = 32 };
 enum { SLAB = 512 };  // elements of the sum taken at once, so that the tile's operands stay in cache
 

@@ -4,7 +4,7 @@
 
 #include "../config/recipes.h"
 
-// Returns the amax, as bits, of the first `rows` by `cols` elements of a copy of shape s.
+// Returns the amax, as bits, of the first `rows` by `cols` elements of data of shape s.
 static inline uint32_t quantize_block_amax(const float *x, UsageShape s, int64_t rows, int64_t cols, ScaleRule rule) {
     uint32_t amax = 0;
     for (int64_t i = 0; i < rows; i++)
@@ -23,7 +23,7 @@ static inline uint32_t quantize_tensor_amax(const float *x, int64_t n, ScaleRule
     return amax;
 }
 
-// Casts the first `rows` by `cols` elements of a copy of shape s. Multiplying by the scale rounds once, in fp32, as in
+// Casts the first `rows` by `cols` elements to data of shape s. Multiplication by the scale rounds once, in fp32, as in
 // torchao and Transformer Engine.
 static inline void quantize_block_cast(uint8_t *codes, const float *x, UsageShape s, int64_t rows, int64_t cols,
                                        float scale, Fp8Format format) {
@@ -32,17 +32,16 @@ static inline void quantize_block_cast(uint8_t *codes, const float *x, UsageShap
             codes[i * s.depth + k] = fp8_from_float(x[i * s.outer_stride + k * s.depth_stride] * scale, format);
 }
 
-// Returns how many values share a scale along the depth of a copy.
+// Returns the number of values along the depth that share a scale.
 static inline int64_t block_width(ScaleGranularity g, int64_t depth) {
     const int64_t cols = granularity_traits(g)->cols;
     return cols == WHOLE ? depth : cols;
 }
 
-// Casts a copy of x, the values of a bf16 tensor as floats, to codes [outer, depth] and inverse scales (scale_bytes(),
-// unused places zero). Scales follow by the rule from amaxes of x; the granularities of a whole tensor take `scale`
-// instead if it is above 0 (delayed scaling). A block at a ragged edge is a smaller block. An inverse scale is the fp32
-// quotient 1 / scale (infinite where an infinite amax made the scale zero), in E8M0 the power of two itself. BLOCK_1X32
-// goes with SCALE_MX.
+// Casts x, a bf16 tensor as floats, to rowwise or columnwise codes [outer, depth] and scale_inv (scale_bytes(), padding
+// zero). The rule makes scales from amaxes of x. Granularities of a whole tensor take `scale` instead if it is above 0
+// (delayed scaling). A block at a ragged edge is a smaller block. scale_inv is the fp32 quotient 1 / scale (infinite if
+// an infinite amax made the scale zero), in E8M0 the power of two itself. BLOCK_1X32 goes with SCALE_MX.
 static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, UsageShape s,
                                  ScaleGranularity granularity, ScaleRule rule, Fp8Format format, float scale) {
     const bool whole = is_per_tensor(granularity);
@@ -67,9 +66,9 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, U
     }
 }
 
-// Decodes a copy [outer, depth] as a GEMM reads it: the codes' values, times the inverse scales of granularities finer
-// than a tensor (powers of two: exact, short of fp32's smallest numbers). GEMMs multiply their sums by the inverse
-// scales of whole tensors themselves.
+// Decodes FP8 data [outer, depth] as a GEMM reads it: the codes' values times scale_inv of granularities finer than a
+// tensor. These are powers of two, so the result is exact, except near fp32's smallest numbers. GEMMs themselves
+// multiply their sums by scale_inv of whole tensors.
 static inline void dequantize_copy(float *out, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth,
                                    ScaleGranularity granularity, Fp8Format format) {
     const int64_t width = block_width(granularity, depth);

@@ -23,7 +23,7 @@ static inline void rmsnorm_forward_reference(float *y, float *rstd, const float 
     }
 }
 
-// sum[i] = a[i] + b[i]; may be in place.
+// sum[i] = a[i] + b[i]; sum may be a or b.
 static inline void residual_add(float *sum, const float *a, const float *b, int64_t n, Rounding rounding) {
     PARALLEL_FOR
     for (int64_t i = 0; i < n; i++) sum[i] = round_to(a[i] + b[i], rounding);
