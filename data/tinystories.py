@@ -1,14 +1,20 @@
 #!/usr/bin/env python3
-"""Makes token shards and the tokenizer table from TinyStories (Eldan and Li 2023, https://huggingface.co/datasets/roneneldan/TinyStories).
+"""Makes token shards and the tokenizer table from TinyStories (Eldan and Li 2023,
+https://huggingface.co/datasets/roneneldan/TinyStories).
 
     data/tinystories.py --tokenizer llama3                     from the Hugging Face hub
     data/tinystories.py --tokenizer qwen --fraction 0.1        the first tenth of it (and no more is downloaded)
-    data/tinystories.py --tokenizer bytes --text a.txt b.txt   from text files, stories separated by lines of <|endoftext|>
+    data/tinystories.py --tokenizer bytes --text a.txt b.txt   from text files, stories separated by lines of
+    <|endoftext|>
 
-Writes DIR/NAME_train.bin and DIR/NAME_val.bin (format: llmc/data/dataloader.h) and DIR/NAME.tokenizer (llmc/data/tokenizer.h). Each story is stripped of
-white space at both ends and stands after one separator token: Llama 3 <|begin_of_text|> 128000, Qwen <|endoftext|> 151643, bytes 256.
-llama3, qwen and tokenizer.json files need packages: data/setup_venv.sh installs them, data/.venv/bin/python has them. bytes needs none.
+Writes DIR/NAME_train.bin and DIR/NAME_val.bin (format: llmc/data/dataloader.h) and DIR/NAME.tokenizer
+(llmc/data/tokenizer.h). Each story is stripped of
+white space at both ends and stands after one separator token: Llama 3 <|begin_of_text|> 128000, Qwen <|endoftext|>
+151643, bytes 256.
+llama3, qwen and tokenizer.json files need packages: data/setup_venv.sh installs them, data/.venv/bin/python has them.
+bytes needs none.
 """
+
 import argparse
 import array
 import base64
@@ -29,23 +35,26 @@ MARK = b"<|endoftext|>"
 HUB_FOLDER = "datasets/roneneldan/TinyStories/resolve/main"
 HUB_TRAIN, HUB_VAL = "TinyStories-train.txt", "TinyStories-valid.txt"
 READ_BYTES = 1 << 20
-BATCH_CHARS = 4 << 20       # text encoded in one call: enough to keep all threads busy
-LONGEST_STORY = 64 << 20    # more without a separator line is not a story file
-VAL_EVERY = 50              # without validation text, each 50th story is validation
-DOWNLOAD_TRIES = 5          # in a row without a byte
+BATCH_CHARS = 4 << 20  # text encoded in one call: enough to keep all threads busy
+LONGEST_STORY = 64 << 20  # more without a separator line is not a story file
+VAL_EVERY = 50  # without validation text, each 50th story is validation
+DOWNLOAD_TRIES = 5  # in a row without a byte
 SHARD_HEADER_INTS = 256
 SHARD_U32, SHARD_U16 = (20240801, 7), (20240520, 1)  # magic, version
-SHARD_U32_LONG_VERSION = 8                           # 64-bit count in words 2 and 3
+SHARD_U32_LONG_VERSION = 8  # 64-bit count in words 2 and 3
 TABLE_MAGIC, TABLE_VERSION = 20251121, 1
-SPLIT_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")       # of Llama 3 and Qwen, which differ in how digits are grouped
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*" r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # of Llama 3 and Qwen, which differ in how digits are grouped
 
 
 class BadInput(Exception):
     """Ends the program with a message."""
 
 
-# ---- tokenizers: name, separator id, vocabulary size, encode(list of texts) -> lists of ids, table() -> bytes of each id
+# ---- tokenizers: name, separator id, vocabulary size, encode(list of texts) -> lists of ids, table() -> bytes of each
+# id
+
 
 class ByteTokenizer:
     name, separator, vocabulary = "bytes", 256, 257
@@ -69,7 +78,9 @@ class RankTokenizer:
         self.tokens = {rank: token for token, rank in ranks.items()}
         for i in range(len(ranks), vocabulary):
             self.tokens[i] = special_names.get(i, f"<|{i}|>").encode()
-        self.encoding = tiktoken.Encoding(name, pat_str=SPLIT_PATTERN % digits, mergeable_ranks=ranks, special_tokens={})
+        self.encoding = tiktoken.Encoding(
+            name, pat_str=SPLIT_PATTERN % digits, mergeable_ranks=ranks, special_tokens={}
+        )
 
     def encode(self, texts):
         return self.encoding.encode_ordinary_batch(texts, num_threads=len(os.sched_getaffinity(0)))
@@ -80,6 +91,7 @@ class RankTokenizer:
 
 class JsonTokenizer:
     """Any tokenizer.json, by the tokenizers package."""
+
     SEPARATORS = ["<|begin_of_text|>", "<|endoftext|>", "<s>", "<bos>"]
 
     def __init__(self, path, separator):
@@ -98,7 +110,9 @@ class JsonTokenizer:
         names = [separator] if separator else self.SEPARATORS
         found = [name for name in names if name in self.ids]
         if not found:
-            raise BadInput(f"{path}: has no token {' or '.join(names)}; name the one that shall stand before each story with --separator")
+            raise BadInput(
+                f"{path}: has no token {' or '.join(names)}; name the one that shall stand before each story with --separator"
+            )
         self.separator = self.ids[found[0]]
         folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
         self.name = re.sub(r"[^A-Za-z0-9.-]", "_", folder)
@@ -138,8 +152,10 @@ def sentencepiece_token(token):
 def package_folder(package, tokenizer):
     spec = importlib.util.find_spec(package)
     if not spec or not spec.submodule_search_locations:
-        raise BadInput(f"--tokenizer {tokenizer} needs the Python package {package.replace('_', '-')}, which {sys.executable} does not have. "
-                       "Run data/setup_venv.sh, then data/.venv/bin/python data/tinystories.py ... (or take --tokenizer bytes, which needs no package)")
+        raise BadInput(
+            f"--tokenizer {tokenizer} needs the Python package {package.replace('_', '-')}, which {sys.executable} does not have. "
+            "Run data/setup_venv.sh, then data/.venv/bin/python data/tinystories.py ... (or take --tokenizer bytes, which needs no package)"
+        )
     return spec.submodule_search_locations[0]
 
 
@@ -166,6 +182,7 @@ def open_tokenizer(name, separator):
 
 
 # ---- text: files or the hub
+
 
 class Source:
     """The first `limit` bytes of a text file of `size` bytes."""
@@ -226,7 +243,10 @@ def download_some(url, part, fraction, progress):
 
 def download(name, folder, fraction):
     """Brings the first `fraction` of a hub file into `folder`; what is there already is not asked for again."""
-    path, url = os.path.join(folder, name), f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{HUB_FOLDER}/{name}"
+    path, url = (
+        os.path.join(folder, name),
+        f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{HUB_FOLDER}/{name}",
+    )
     if os.path.exists(path):
         return local_sources([path], fraction)
     part, progress, failures, last = path + ".part", Progress(f"download {name}"), 0, -1
@@ -237,13 +257,17 @@ def download(name, folder, fraction):
             if have >= wanted:
                 break
         except (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, TimeoutError, ConnectionError) as e:
-            problem = f"{e.code} {e.reason}" if isinstance(e, urllib.error.HTTPError) else getattr(e, "reason", None) or e
+            problem = (
+                f"{e.code} {e.reason}" if isinstance(e, urllib.error.HTTPError) else getattr(e, "reason", None) or e
+            )
             have = os.path.getsize(part) if os.path.exists(part) else 0
         failures = 0 if have > last and last >= 0 else failures + 1
         last = have
         if failures >= DOWNLOAD_TRIES or have == 0:
             kept = f" {have} bytes are kept in {part}; the same command goes on from there." if have else ""
-            raise BadInput(f"cannot download {url}: {problem}.{kept} Without a network: --text FILE, or build/synth_stories")
+            raise BadInput(
+                f"cannot download {url}: {problem}.{kept} Without a network: --text FILE, or build/synth_stories"
+            )
         time.sleep(0.5 * failures)
     progress.done(have, wanted)
     if have < total:
@@ -279,12 +303,15 @@ class StoryReader:
                 *whole, rest = (rest + data).split(MARK)
                 yield from whole
                 if len(rest) > LONGEST_STORY:
-                    raise BadInput(f"{source.path}: {LONGEST_STORY >> 20} MiB without a {MARK.decode()} line; stories must be separated by such lines")
+                    raise BadInput(
+                        f"{source.path}: {LONGEST_STORY >> 20} MiB without a {MARK.decode()} line; stories must be separated by such lines"
+                    )
         if source.limit == source.size:
             yield rest
 
 
 # ---- output
+
 
 class OutputFile:
     """Written under a temporary name; gets its own with commit()."""
@@ -328,7 +355,9 @@ class ShardFile(OutputFile):
     def close(self):
         (magic, version), fits = self.magic, self.count < 1 << 31
         if not fits and self.kind == "H":
-            raise BadInput(f"{self.path}: {self.count} tokens, but a uint16 shard holds {(1 << 31) - 1} at most; take a smaller --fraction")
+            raise BadInput(
+                f"{self.path}: {self.count} tokens, but a uint16 shard holds {(1 << 31) - 1} at most; take a smaller --fraction"
+            )
         count = struct.pack("<i", self.count) if fits else struct.pack("<q", self.count)
         self.file.seek(0)
         self.file.write(struct.pack("<ii", magic, version if fits else SHARD_U32_LONG_VERSION) + count)
@@ -367,7 +396,9 @@ class Progress:
         if now - self.shown < (0.2 if self.terminal else 10):
             return
         self.shown = now
-        print(f"\r{line}\x1b[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r{line}\x1b[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
+        )
 
     def done(self, done, total, extra=""):
         print(("\r\x1b[K" if self.terminal else "") + self.line(done, total, extra), file=sys.stderr, flush=True)
@@ -394,7 +425,10 @@ def write_stories(reader, tokenizer, choose_shard, progress):
     flush()
     progress.done(reader.bytes_read, reader.bytes_total, f" | {tokens} tokens")
     if reader.undecodable:
-        print(f"warning: {reader.undecodable} stories are not valid UTF-8; what is not was replaced by U+FFFD", file=sys.stderr)
+        print(
+            f"warning: {reader.undecodable} stories are not valid UTF-8; what is not was replaced by U+FFFD",
+            file=sys.stderr,
+        )
 
 
 def prepare(options):
@@ -402,7 +436,9 @@ def prepare(options):
     os.makedirs(options.out, exist_ok=True)
     prefix = os.path.join(options.out, options.name or f"tinystories_{tokenizer.name}")
     if options.text and not options.name and os.path.exists(prefix + "_train.bin"):
-        raise BadInput(f"{prefix}_train.bin is there already, and may be of TinyStories; give the shards of --text a --name")
+        raise BadInput(
+            f"{prefix}_train.bin is there already, and may be of TinyStories; give the shards of --text a --name"
+        )
     if options.text:
         train = local_sources(options.text, options.fraction)
         val = local_sources(options.val_text, 1) if options.val_text else None
@@ -410,7 +446,11 @@ def prepare(options):
         train, val = download(HUB_TRAIN, options.out, options.fraction), download(HUB_VAL, options.out, 1)
     outputs = []
     try:
-        for kind, path in ((ShardFile, prefix + "_train.bin"), (ShardFile, prefix + "_val.bin"), (TableFile, prefix + ".tokenizer")):
+        for kind, path in (
+            (ShardFile, prefix + "_train.bin"),
+            (ShardFile, prefix + "_val.bin"),
+            (TableFile, prefix + ".tokenizer"),
+        ):
             outputs.append(kind(path, tokenizer))
         train_shard, val_shard, _ = outputs
         if val:
@@ -420,9 +460,14 @@ def prepare(options):
             choose = lambda number: val_shard if number % VAL_EVERY == VAL_EVERY - 1 else train_shard
             write_stories(StoryReader(train), tokenizer, choose, Progress("train and val"))
         if not train_shard.stories:
-            raise BadInput(f"no whole story in {', '.join(s.path for s in train) or 'the text'}; is it empty, or the fraction too small?")
+            raise BadInput(
+                f"no whole story in {', '.join(s.path for s in train) or 'the text'}; is it empty, or the fraction too small?"
+            )
         if not val_shard.stories:
-            raise BadInput(f"no story is left for validation: give --val-text FILE" + ("" if val else f", or at least {VAL_EVERY} stories"))
+            raise BadInput(
+                f"no story is left for validation: give --val-text FILE"
+                + ("" if val else f", or at least {VAL_EVERY} stories")
+            )
         for output in outputs:
             output.close()
         for output in outputs:
@@ -441,19 +486,51 @@ def parse_fraction(text):
     except ValueError:
         value = -1
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f'"{text}": a number above 0 and at most 1 is expected (0.1 is the first tenth)')
+        raise argparse.ArgumentTypeError(
+            f'"{text}": a number above 0 and at most 1 is expected (0.1 is the first tenth)'
+        )
     return value
 
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", required=True, metavar="NAME", help="llama3, qwen, bytes, or the path of a model's tokenizer.json (or of its folder)")
-    parser.add_argument("--text", nargs="+", metavar="FILE", help="training text; without it, TinyStories from the Hugging Face hub ($HF_ENDPOINT)")
-    parser.add_argument("--val-text", nargs="+", metavar="FILE", help=f"validation text that goes with --text; without it, each {VAL_EVERY}th story is validation")
-    parser.add_argument("--fraction", type=parse_fraction, default=1.0, metavar="F", help="only the first part of the training text, by bytes, up to its last whole story (1.0)")
-    parser.add_argument("--out", default=os.path.dirname(os.path.abspath(__file__)), metavar="DIR", help="where to write, and where downloads are kept (%(default)s)")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="llama3, qwen, bytes, or the path of a model's tokenizer.json (or of its folder)",
+    )
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="training text; without it, TinyStories from the Hugging Face hub ($HF_ENDPOINT)",
+    )
+    parser.add_argument(
+        "--val-text",
+        nargs="+",
+        metavar="FILE",
+        help=f"validation text that goes with --text; without it, each {VAL_EVERY}th story is validation",
+    )
+    parser.add_argument(
+        "--fraction",
+        type=parse_fraction,
+        default=1.0,
+        metavar="F",
+        help="only the first part of the training text, by bytes, up to its last whole story (1.0)",
+    )
+    parser.add_argument(
+        "--out",
+        default=os.path.dirname(os.path.abspath(__file__)),
+        metavar="DIR",
+        help="where to write, and where downloads are kept (%(default)s)",
+    )
     parser.add_argument("--name", help="name of the shards (tinystories_TOKENIZER)")
-    parser.add_argument("--separator", metavar="TOKEN", help="with a tokenizer.json: the token before each story (its begin-of-text token)")
+    parser.add_argument(
+        "--separator",
+        metavar="TOKEN",
+        help="with a tokenizer.json: the token before each story (its begin-of-text token)",
+    )
     options = parser.parse_args()
     if options.val_text and not options.text:
         parser.error("--val-text goes with --text")

@@ -1,6 +1,10 @@
 #!/usr/bin/env python3
-"""Checks the goldens of make_fp8_goldens.py in numpy alone, from the definition of the formats: every cast must be the nearest representable value,
-ties to the even code, saturated; every scale MAX / max(amax, 1e-12); the linear layer the product of its decoded operands."""
+"""Checks the goldens of make_fp8_goldens.py in numpy alone, from the definition of the formats: every cast must be the
+nearest representable value,
+ties to the even code, saturated; every scale MAX / max(amax, 1e-12); the linear layer the product of its decoded
+operands.
+"""
+
 import json
 import math
 import pathlib
@@ -15,10 +19,13 @@ FORMATS = {"e4m3": (3, 7, 448.0), "e5m2": (2, 15, 57344.0)}  # mantissa bits, ex
 def read_golden(name):
     raw = (FOLDER / f"{name}.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
-    header, data = json.loads(raw[8:8 + size]), raw[8 + size:]
+    header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
     types = {"U8": np.uint8, "F32": np.float32, "BF16": np.uint16}
-    return {key: np.frombuffer(data[slice(*t["data_offsets"])], types[t["dtype"]]).reshape(t["shape"])
-            for key, t in header.items() if key != "__metadata__"}
+    return {
+        key: np.frombuffer(data[slice(*t["data_offsets"])], types[t["dtype"]]).reshape(t["shape"])
+        for key, t in header.items()
+        if key != "__metadata__"
+    }
 
 
 def from_bfloat16(bits):
@@ -31,7 +38,11 @@ def positive_values(name):
     values = []
     for code in range(128):
         exponent, fraction = code >> mantissa, code & ((1 << mantissa) - 1)
-        values.append(math.ldexp(fraction, 1 - bias - mantissa) if exponent == 0 else math.ldexp((1 << mantissa) + fraction, exponent - bias - mantissa))
+        values.append(
+            math.ldexp(fraction, 1 - bias - mantissa)
+            if exponent == 0
+            else math.ldexp((1 << mantissa) + fraction, exponent - bias - mantissa)
+        )
     return np.array([v for v in values if v <= largest])
 
 
@@ -87,7 +98,9 @@ def check_tensors(golden):
             scale = scale_of(np.abs(x).max(), name)
             codes = cast(x * scale, name)
             found = golden[f"{case}.{name}_scale"][0]
-            ok = (found == scale or np.isnan(found) and np.isnan(scale)) and same_codes(golden[f"{case}.{name}"], codes, name)
+            ok = (found == scale or np.isnan(found) and np.isnan(scale)) and same_codes(
+                golden[f"{case}.{name}"], codes, name
+            )
             used = len(np.unique(golden[f"{case}.{name}"]))
             print(f"  {case} {name}: {'exact' if ok else 'DIFFERS'}, scale {found:.9g}, {used} different bytes")
             good &= bool(ok)
@@ -95,14 +108,18 @@ def check_tensors(golden):
 
 
 def check_linear(golden):
-    x, w, dy = (decode(golden[f"{key}_fp8"], name) / golden[f"{key}_scale"].astype(np.float64) for key, name in (("x", "e4m3"), ("w", "e4m3"), ("dy", "e5m2")))
+    x, w, dy = (
+        decode(golden[f"{key}_fp8"], name) / golden[f"{key}_scale"].astype(np.float64)
+        for key, name in (("x", "e4m3"), ("w", "e4m3"), ("dy", "e5m2"))
+    )
     good = True
     for key, name in (("x", "e4m3"), ("w", "e4m3"), ("dy", "e5m2")):
         value = from_bfloat16(golden[key])
         good &= same_codes(golden[f"{key}_fp8"], cast(value * scale_of(np.abs(value).max(), name), name), name)
     for key, a, b in (("y", x, w.T), ("dx", dy, w), ("dw", dy.T, x)):
-        # rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it and a float32 sum by far less than 1e-5 of the sum of its terms' sizes
-        allowed = 2.0 ** -7.99 * np.abs(a @ b) + 1e-5 * (np.abs(a) @ np.abs(b))
+        # rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it and a float32 sum by far less than 1e-5 of
+        # the sum of its terms' sizes
+        allowed = 2.0**-7.99 * np.abs(a @ b) + 1e-5 * (np.abs(a) @ np.abs(b))
         error = np.abs(from_bfloat16(golden[key]) - a @ b) / allowed
         print(f"  {key}: largest error {error.max():.3f} of the allowed one")
         good &= bool(error.max() <= 1)
@@ -112,7 +129,12 @@ def check_linear(golden):
 if __name__ == "__main__":
     np.seterr(invalid="ignore")  # NaN and infinity times zero are among the cases
     results = []
-    for name, check in (("fp8_casts", check_casts), ("fp8_scales", check_scales), ("fp8_tensors", check_tensors), ("fp8_linear", check_linear)):
+    for name, check in (
+        ("fp8_casts", check_casts),
+        ("fp8_scales", check_scales),
+        ("fp8_tensors", check_tensors),
+        ("fp8_linear", check_linear),
+    ):
         results.append(check(read_golden(name)))
         print(f"{name}: {'ok' if results[-1] else 'FAILED'}")
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")

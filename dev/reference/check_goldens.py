@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
-"""Checks the goldens of make_goldens.py without transformers: the model is written out below in float64 and only torch's autograd is used,
-which is itself checked by finite differences of the loss. What it prints is how far float32 alone moves each quantity."""
+"""Checks the goldens of make_goldens.py without transformers: the model is written out below in float64 and only
+torch's autograd is used,
+which is itself checked by finite differences of the loss. What it prints is how far float32 alone moves each quantity.
+"""
+
 import json
 import math
 import pathlib
@@ -11,9 +14,11 @@ import torch
 from safetensors import safe_open
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "goldens"
-# A tenth of what the CPU trainer is asked for (loss and logits 1e-5, gradients 1e-4, weights 1e-5), so that a golden's own error cannot decide.
+# A tenth of what the CPU trainer is asked for (loss and logits 1e-5, gradients 1e-4, weights 1e-5), so that a golden's
+# own error cannot decide.
 LIMITS = dict(loss=1e-6, logits=1e-6, grad=1e-5, after=1e-6, grad_norm=1e-6)
-# Central differences with step 1e-5 in float64 carry about 1e-9 of rounding noise and truncation beside gradients of 1e-4 and more.
+# Central differences with step 1e-5 in float64 carry about 1e-9 of rounding noise and truncation beside gradients of
+# 1e-4 and more.
 DIFFERENCE_STEP, DIFFERENCE_LIMIT = 1e-5, 1e-5
 
 
@@ -23,7 +28,9 @@ def inverse_frequencies(config, head_dim):
     if rope["rope_type"] == "default":
         return frequency
     low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    blend = np.clip((original * frequency / (2 * math.pi) - low) / (high - low), 0, 1)  # 0: long waves, slowed down; 1: short ones, kept
+    blend = np.clip(
+        (original * frequency / (2 * math.pi) - low) / (high - low), 0, 1
+    )  # 0: long waves, slowed down; 1: short ones, kept
     return blend * frequency + (1 - blend) * frequency / rope["factor"]
 
 
@@ -46,6 +53,7 @@ def forward(config, p, tokens):
     future = torch.ones(T, T).triu(1).bool()
     x = p["model.embed_tokens.weight"][inputs]
     for layer in range(config["num_hidden_layers"]):
+
         def w(name):
             return p.get(f"model.layers.{layer}.{name}")
 
@@ -54,11 +62,19 @@ def forward(config, p, tokens):
             if w(f"self_attn.{name}_proj.bias") is not None:
                 y = y + w(f"self_attn.{name}_proj.bias")
             y = y.view(B, T, heads, HD).transpose(1, 2)
-            return rms_norm(y, w(f"self_attn.{name}_norm.weight"), eps) if w(f"self_attn.{name}_norm.weight") is not None else y
+            return (
+                rms_norm(y, w(f"self_attn.{name}_norm.weight"), eps)
+                if w(f"self_attn.{name}_norm.weight") is not None
+                else y
+            )
 
         h = rms_norm(x, w("input_layernorm.weight"), eps)
         q, k, v = project(h, "q", NH), project(h, "k", NKV), project(h, "v", NKV)
-        q, k, v = rotate(q, angles), rotate(k, angles).repeat_interleave(NH // NKV, 1), v.repeat_interleave(NH // NKV, 1)
+        q, k, v = (
+            rotate(q, angles),
+            rotate(k, angles).repeat_interleave(NH // NKV, 1),
+            v.repeat_interleave(NH // NKV, 1),
+        )
         scores = (q @ k.transpose(2, 3) / math.sqrt(HD)).masked_fill(future, -math.inf)
         attention = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, NH * HD)
         x = x + attention @ w("self_attn.o_proj.weight").T
@@ -111,18 +127,26 @@ def finite_difference_error(config, values, grads, tokens, generator, per_tensor
 def check(path):
     config = json.loads(path.with_name(path.stem + ".config.json").read_text())
     with safe_open(path, "pt") as file:
-        metadata = {key: float(value) for key, value in file.metadata().items() if key in
-                    ("beta1", "beta2", "eps", "weight_decay", "learning_rate", "steps")}
+        metadata = {
+            key: float(value)
+            for key, value in file.metadata().items()
+            if key in ("beta1", "beta2", "eps", "weight_decay", "learning_rate", "steps")
+        }
         golden = {key: file.get_tensor(key) for key in file.keys()}
     tokens = golden["tokens"].long()
     values = {key[6:]: value.double() for key, value in golden.items() if key.startswith("param.")}
-    assert all(torch.equal(v, v.float().bfloat16().double()) for v in values.values()), "a weight is not exact in bfloat16"
+    assert all(
+        torch.equal(v, v.float().bfloat16().double()) for v in values.values()
+    ), "a weight is not exact in bfloat16"
     logits, loss, grads = gradients(config, values, tokens)
     found = {
         "logits": relative(golden["logits"], logits),
         "loss": abs(golden["loss"].item() / loss - 1),
         "grad": max(relative(golden[f"grad.{key}"], g) for key, g in grads.items()),
-        "grad_norm": abs(golden["grad_norm"].item() / torch.stack([g.norm() for g in grads.values()]).norm().item() - 1)}
+        "grad_norm": abs(
+            golden["grad_norm"].item() / torch.stack([g.norm() for g in grads.values()]).norm().item() - 1
+        ),
+    }
     slope_error = finite_difference_error(config, values, grads, tokens, torch.Generator().manual_seed(2))
     moments, steps = {}, int(metadata["steps"])
     for step in range(1, steps + 1):
@@ -131,8 +155,11 @@ def check(path):
         adamw_step(values, step_grads, moments, step, metadata)
     found["after"] = max(relative(golden[f"after{steps}.{key}"], value) for key, value in values.items())
     smallest = min((g.norm().item() / math.sqrt(g.numel()), key) for key, g in grads.items())
-    print(f"{path.stem}: " + ", ".join(f"{key} {value:.1e}" for key, value in found.items()) +
-          f"; finite differences {slope_error:.1e}; least gradient {smallest[0]:.1e} (root mean square of {smallest[1]})")
+    print(
+        f"{path.stem}: "
+        + ", ".join(f"{key} {value:.1e}" for key, value in found.items())
+        + f"; finite differences {slope_error:.1e}; least gradient {smallest[0]:.1e} (root mean square of {smallest[1]})"
+    )
     return all(found[key] < limit for key, limit in LIMITS.items()) and slope_error < DIFFERENCE_LIMIT
 
 

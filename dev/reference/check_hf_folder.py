@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
 """Checks a model folder with transformers, or makes a small one.
 
-    check_hf_folder.py DIR... [--tokens SHARD.bin --sequence-length T [--num-sequences N]] [--dtype float32|bfloat16] [--device cpu|cuda]
-        Loads each folder with AutoModelForCausalLM.from_pretrained, insists that no weight is missing, unknown or misshapen, and prints the number of
-        parameters and, with --tokens, the mean loss over the shard's first N windows of T inputs (all of them without --num-sequences), window i
-        being tokens i*T .. i*T+T: what the trainers' data loader reads with --shuffle off.
-    check_hf_folder.py --make-model NAME DIR [--vocab-size V] [--max-shard-size 100KB] [--dtype float32|bfloat16]
-        Writes one of the tiny models of tiny_models.py (llama_tiny, llama31_tiny, qwen2_tiny, qwen3_tiny) as such a folder; --max-shard-size below the
-        model's size splits the weights over several files with an index.
+check_hf_folder.py DIR... [--tokens SHARD.bin --sequence-length T [--num-sequences N]] [--dtype float32|bfloat16]
+[--device cpu|cuda]
+    Loads each folder with AutoModelForCausalLM.from_pretrained, insists that no weight is missing, unknown or
+    misshapen, and prints the number of
+    parameters and, with --tokens, the mean loss over the shard's first N windows of T inputs (all of them without
+    --num-sequences), window i
+    being tokens i*T .. i*T+T: what the trainers' data loader reads with --shuffle off.
+check_hf_folder.py --make-model NAME DIR [--vocab-size V] [--max-shard-size 100KB] [--dtype float32|bfloat16]
+    Writes one of the tiny models of tiny_models.py (llama_tiny, llama31_tiny, qwen2_tiny, qwen3_tiny) as such a folder;
+    --max-shard-size below the
+    model's size splits the weights over several files with an index.
 """
+
 import argparse
 import pathlib
 import sys
@@ -45,7 +50,7 @@ def mean_loss(model, tokens, T, num_sequences, device):
     total = 0.0
     with torch.no_grad():
         for i in range(count):
-            window = tokens[i * T:i * T + T + 1].to(device)
+            window = tokens[i * T : i * T + T + 1].to(device)
             logits = model(input_ids=window[None, :-1]).logits[0].float()
             total += F.cross_entropy(logits, window[1:]).item()
     return total / count, count
@@ -53,7 +58,9 @@ def mean_loss(model, tokens, T, num_sequences, device):
 
 def check(folder, a):
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, a.dtype), local_files_only=True, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, a.dtype), local_files_only=True, output_loading_info=True
+        )
     except Exception as error:  # whatever transformers finds wrong with the folder: the others are still checked
         print(f"{folder}: FAILED: {error}")
         return False

@@ -1,6 +1,10 @@
 #!/usr/bin/env python3
-"""Checks the goldens of make_recipe_goldens.py another way: torchao's copies in numpy, from the definition of scales and formats; Transformer Engine's, which
-were made in numpy, by torch's casts; the linear layers as products of their decoded operands; the history from windows of the sequence itself."""
+"""Checks the goldens of make_recipe_goldens.py another way: torchao's copies in numpy, from the definition of scales
+and formats; Transformer Engine's, which
+were made in numpy, by torch's casts; the linear layers as products of their decoded operands; the history from windows
+of the sequence itself.
+"""
+
 import sys
 
 import numpy as np
@@ -19,13 +23,19 @@ def exponents(scales):
 
 
 def spread(scales, shape, height, width):
-    return np.repeat(np.repeat(scales, height, 0), width, 1)[:shape[0], :shape[1]]
+    return np.repeat(np.repeat(scales, height, 0), width, 1)[: shape[0], : shape[1]]
 
 
 def block_amaxes(x, height, width, keeps_nan):
     rows, cols = x.shape
     magnitude = np.abs(x if keeps_nan else np.nan_to_num(x, nan=0.0, posinf=np.inf, neginf=-np.inf))
-    return np.array([[magnitude[i:i + height, k:k + width].max() for k in range(0, cols, width)] for i in range(0, rows, height)], np.float32)
+    return np.array(
+        [
+            [magnitude[i : i + height, k : k + width].max() for k in range(0, cols, width)]
+            for i in range(0, rows, height)
+        ],
+        np.float32,
+    )
 
 
 def power_below(x):
@@ -39,8 +49,8 @@ def expected_inverse(grain, amax, name):
         return 1 / power_below(scale_of(amax, name).astype(np.float64))
     if grain == "mx":  # the smallest power of two 2^-127 .. 2^127 that takes amax into the range
         ratio = amax.astype(np.float64) / largest
-        power = power_below(np.maximum(ratio, 2.0 ** -127))
-        return np.where(np.isinf(ratio), 2.0 ** 127, np.where(power < ratio, 2 * power, power))
+        power = power_below(np.maximum(ratio, 2.0**-127))
+        return np.where(np.isinf(ratio), 2.0**127, np.where(power < ratio, 2 * power, power))
     scale = power_below(np.minimum(largest / amax.astype(np.float64), np.finfo(np.float32).max))
     return np.where((amax == 0) | ~np.isfinite(amax), 1.0, 1 / scale)
 
@@ -53,7 +63,9 @@ def check_copies(golden, keeps_nan):
         x = x if copy == "row" else np.ascontiguousarray(x.T)
         height, width = {"rows": (1, x.shape[1]), "mx": (1, 32), "1x128": (1, 128), "128x128": (128, 128)}[grain]
         inverse = exponents(golden[key + "_inverse"])
-        scales_ok = np.array_equal(inverse, expected_inverse(grain, block_amaxes(x, height, width, keeps_nan), name), equal_nan=True)
+        scales_ok = np.array_equal(
+            inverse, expected_inverse(grain, block_amaxes(x, height, width, keeps_nan), name), equal_nan=True
+        )
         scaled = (x * (1 / spread(inverse, x.shape, height, width)).astype(np.float32)).astype(np.float32)
         if keeps_nan:
             codes = cast(scaled, name)
@@ -61,7 +73,9 @@ def check_copies(golden, keeps_nan):
             largest = FORMATS[name][2]
             codes = torch.from_numpy(scaled).clamp(-largest, largest).to(TORCH_FORMATS[name]).view(torch.uint8).numpy()
         ok = scales_ok and same_codes(golden[key], codes, name)
-        print(f"  {key}: {'exact' if ok else 'DIFFERS'}, {len(np.unique(golden[key]))} different bytes, {len(np.unique(inverse))} different scales")
+        print(
+            f"  {key}: {'exact' if ok else 'DIFFERS'}, {len(np.unique(golden[key]))} different bytes, {len(np.unique(inverse))} different scales"
+        )
         good &= ok
     return good
 
@@ -93,7 +107,7 @@ def check_delayed(golden):
         seen, scale, expected = [], np.float32(1), []
         for amax in golden[key]:
             seen += [amax] if amax > 0 else []
-            window = seen[-int(length):]
+            window = seen[-int(length) :]
             if window and np.isfinite(max(window)):
                 scale = np.float32(np.float64(FORMATS[name][2]) / 2 ** int(margin) / np.float64(max(window)))
             expected.append(scale)
@@ -106,25 +120,35 @@ def check_te(golden):
     for name in FORMATS:
         exact = np.minimum((FORMATS[name][2] / amax.astype(np.float64)), np.finfo(np.float32).max).astype(np.float32)
         expected = np.where((amax == 0) | ~np.isfinite(amax), np.float32(1), exact)
-        good &= np.array_equal(golden[f"scales.{name}"], expected) and np.array_equal(golden[f"scales.{name}_pow2"], power_below(expected.astype(np.float64)))
+        good &= np.array_equal(golden[f"scales.{name}"], expected) and np.array_equal(
+            golden[f"scales.{name}_pow2"], power_below(expected.astype(np.float64))
+        )
     return good
 
 
 def check_linear(golden):
     good = True
     for recipe in sorted({key.split(".")[0] for key in golden if "." in key}):
+
         def operand(tensor, copy):
             key, name = f"{recipe}.{tensor}_{copy}", "e5m2" if tensor == "dy" and recipe == "tensorwise" else "e4m3"
             x = from_bfloat16(golden[tensor]).astype(np.float64)
             if key not in golden:
                 return x if copy == "row" else x.T
             codes, inverse = golden[key], exponents(golden[key + "_inverse"])
-            return decode(codes, name) * spread(inverse, codes.shape, -(-codes.shape[0] // inverse.shape[0]), -(-codes.shape[1] // inverse.shape[1]))
+            return decode(codes, name) * spread(
+                inverse, codes.shape, -(-codes.shape[0] // inverse.shape[0]), -(-codes.shape[1] // inverse.shape[1])
+            )
 
-        products = {"y": (operand("x", "row"), operand("w", "row")), "dx": (operand("dy", "row"), operand("w", "col")), "dw": (operand("dy", "col"), operand("x", "col"))}
+        products = {
+            "y": (operand("x", "row"), operand("w", "row")),
+            "dx": (operand("dy", "row"), operand("w", "col")),
+            "dw": (operand("dy", "col"), operand("x", "col")),
+        }
         for key, (a, b) in products.items():
-            # rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it and a float32 sum by far less than 1e-5 of the sum of its terms' sizes
-            allowed = 2.0 ** -7.99 * np.abs(a @ b.T) + 1e-5 * (np.abs(a) @ np.abs(b.T))
+            # rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it and a float32 sum by far less than 1e-5
+            # of the sum of its terms' sizes
+            allowed = 2.0**-7.99 * np.abs(a @ b.T) + 1e-5 * (np.abs(a) @ np.abs(b.T))
             error = (np.abs(from_bfloat16(golden[f"{recipe}.{key}"]) - a @ b.T) / allowed).max()
             print(f"  {recipe}.{key}: largest error {error:.3f} of the allowed one")
             good &= bool(error <= 1)

@@ -1,4 +1,5 @@
 """Writes safetensors files byte for byte reproducibly: the safetensors package orders metadata at random."""
+
 import json
 
 import torch
@@ -11,7 +12,9 @@ def write_golden(path, tensors, metadata):
     header, blobs, offset = {"__metadata__": {key: str(value) for key, value in metadata.items()}}, [], 0
     for name, tensor in tensors.items():
         blob = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        header[name] = dict(dtype=_NAMES[tensor.dtype], shape=list(tensor.shape), data_offsets=[offset, offset + len(blob)])
+        header[name] = dict(
+            dtype=_NAMES[tensor.dtype], shape=list(tensor.shape), data_offsets=[offset, offset + len(blob)]
+        )
         blobs.append(blob)
         offset += len(blob)
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -1,15 +1,22 @@
 #!/usr/bin/env python3
-"""Makes the goldens of the tensorwise FP8 recipe with torchao, on the CPU. FP8 values are stored as their bytes (U8), a tensor's scale s (the
+"""Makes the goldens of the tensorwise FP8 recipe with torchao, on the CPU. FP8 values are stored as their bytes (U8), a
+tensor's scale s (the
 multiplier that takes it to FP8) as F32 [1].
 
-fp8_casts.safetensors    e4m3, e5m2 U8 [65536]: byte i is the saturating cast of the bfloat16 with bits i. NaN bytes are those of torch's CPU code
+fp8_casts.safetensors    e4m3, e5m2 U8 [65536]: byte i is the saturating cast of the bfloat16 with bits i. NaN bytes are
+those of torch's CPU code
                          (7F, FF); compare NaNs by class
-fp8_scales.safetensors   e4m3, e5m2, e4m3_pow2, e5m2_pow2 F32 [32640]: s for the amax with bfloat16 bits i (every finite one); pow2: rounded down to a
+fp8_scales.safetensors   e4m3, e5m2, e4m3_pow2, e5m2_pow2 F32 [32640]: s for the amax with bfloat16 bits i (every finite
+one); pow2: rounded down to a
                          power of two. NAME_special F32 [2]: s for amax = infinity and NaN
-fp8_tensors.safetensors  CASE.x BF16 [M, N] quantized with one scale for the whole tensor: CASE.e4m3, CASE.e5m2 U8 [M, N], CASE.e4m3_scale, CASE.e5m2_scale
-fp8_linear.safetensors   Float8Linear (emulate=True) on a fused gate and up layer, M rows, C inputs, 2F outputs: x [M, C], w [2F, C], dy [M, 2F] and the
-                         results y [M, 2F], dx [M, C], dw [2F, C] BF16; the GEMM operands x_fp8, w_fp8 (E4M3), dy_fp8 (E5M2) U8 with x_scale, w_scale, dy_scale
+fp8_tensors.safetensors  CASE.x BF16 [M, N] quantized with one scale for the whole tensor: CASE.e4m3, CASE.e5m2 U8 [M,
+N], CASE.e4m3_scale, CASE.e5m2_scale
+fp8_linear.safetensors   Float8Linear (emulate=True) on a fused gate and up layer, M rows, C inputs, 2F outputs: x [M,
+C], w [2F, C], dy [M, 2F] and the
+                         results y [M, 2F], dx [M, C], dw [2F, C] BF16; the GEMM operands x_fp8, w_fp8 (E4M3), dy_fp8
+                         (E5M2) U8 with x_scale, w_scale, dy_scale
 """
+
 import hashlib
 import pathlib
 
@@ -23,7 +30,8 @@ from golden_file import write_golden
 
 OUT = pathlib.Path(__file__).resolve().parent / "goldens"
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# First half of the SHA-256 of the cast tables as first published for this project: a torch that casts differently is noticed at once.
+# First half of the SHA-256 of the cast tables as first published for this project: a torch that casts differently is
+# noticed at once.
 CAST_SHA256 = {"e4m3": "556222ae80c3498b", "e5m2": "bd44828554535a84"}
 
 
@@ -38,7 +46,9 @@ def write(name, tensors):
 
 
 def make_casts():
-    values = bfloat16_of_bits(torch.arange(65536)).float()  # torchao casts float32 products; clamping bfloat16 loses the sign of a NaN
+    values = bfloat16_of_bits(
+        torch.arange(65536)
+    ).float()  # torchao casts float32 products; clamping bfloat16 loses the sign of a NaN
     tensors = {name: to_fp8_saturated(values, dtype).view(torch.uint8) for name, dtype in FORMATS.items()}
     for name, codes in tensors.items():
         digest = hashlib.sha256(codes.numpy().tobytes()).hexdigest()
@@ -74,10 +84,17 @@ def random_cases():
     with_nan, with_infinity = normal(16, 16), normal(16, 16)
     with_nan[3, 4], with_infinity[9, 2] = torch.nan, -torch.inf
     cases = {
-        "weight": 0.02 * normal(96, 64), "activation_outliers": activations, "gradient": 1e-6 * normal(48, 96), "wide_range": wide,
-        "one_value": torch.full((1, 1), -3.0), "zero": torch.zeros(4, 8), "subnormal": torch.full((4, 8), 1e-39) * normal(4, 8).sign(),
+        "weight": 0.02 * normal(96, 64),
+        "activation_outliers": activations,
+        "gradient": 1e-6 * normal(48, 96),
+        "wide_range": wide,
+        "one_value": torch.full((1, 1), -3.0),
+        "zero": torch.zeros(4, 8),
+        "subnormal": torch.full((4, 8), 1e-39) * normal(4, 8).sign(),
         "below_epsilon": 1e-13 * normal(8, 16),  # amax < 1e-12: the scale is that of 1e-12
-        "nan": with_nan, "infinity": with_infinity}
+        "nan": with_nan,
+        "infinity": with_infinity,
+    }
     return {name: x.bfloat16() for name, x in cases.items()}
 
 
@@ -103,7 +120,11 @@ def make_linear(M=80, C=64, F=96):
     y = layer(x)
     y.backward(dy)
     tensors = dict(x=x, w=layer.weight, dy=dy, y=y, dx=x.grad, dw=layer.weight.grad)
-    for name, operand, dtype in (("x", x, FORMATS["e4m3"]), ("w", layer.weight, FORMATS["e4m3"]), ("dy", dy, FORMATS["e5m2"])):
+    for name, operand, dtype in (
+        ("x", x, FORMATS["e4m3"]),
+        ("w", layer.weight, FORMATS["e4m3"]),
+        ("dy", dy, FORMATS["e5m2"]),
+    ):
         tensors[f"{name}_fp8"], tensors[f"{name}_scale"] = quantize(operand.detach(), dtype)
     write("fp8_linear", {name: t.detach() for name, t in tensors.items()})
 

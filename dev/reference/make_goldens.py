@@ -1,16 +1,22 @@
 #!/usr/bin/env python3
-"""Makes goldens/NAME.safetensors, goldens/NAME.config.json (as transformers 5 writes it) and goldens/NAME.config.v4.json (the same model as
-transformers 4 wrote it and most published folders have it) for every model of tiny_models.py, with transformers in float32 on the CPU.
+"""Makes goldens/NAME.safetensors, goldens/NAME.config.json (as transformers 5 writes it) and
+goldens/NAME.config.v4.json (the same model as
+transformers 4 wrote it and most published folders have it) for every model of tiny_models.py, with transformers in
+float32 on the CPU.
 
 Each golden holds, as float32 unless said otherwise:
-    tokens [B, T+1] int32     inputs are tokens[:, :T], targets tokens[:, 1:]; loss = mean cross-entropy over all B*T targets
+    tokens [B, T+1] int32     inputs are tokens[:, :T], targets tokens[:, 1:]; loss = mean cross-entropy over all B*T
+    targets
     logits [B, T, V], loss [1]
-    param.NAME, grad.NAME     weights (exact in bfloat16) and gradients of the first step; NAME is Hugging Face's, a tied lm_head is absent
-    after3.NAME               weights after three torch.optim.AdamW steps on the same batch, weight decay on matrices only
+    param.NAME, grad.NAME     weights (exact in bfloat16) and gradients of the first step; NAME is Hugging Face's, a
+    tied lm_head is absent
+    after3.NAME               weights after three torch.optim.AdamW steps on the same batch, weight decay on matrices
+    only
     loss_step1..3 [1]         loss before each of the three updates (loss_step1 = loss)
     grad_norm [1]             L2 norm over all gradients of the first step
 The optimizer's settings are in the file's metadata.
 """
+
 import json
 import pathlib
 
@@ -63,9 +69,15 @@ def make_golden(name):
     for key, p in parameters.items():
         assert torch.equal(p, p.bfloat16().float()), key
         golden[f"param.{key}"] = p.detach().clone()
-    optimizer = torch.optim.AdamW([
-        dict(params=[p for p in parameters.values() if p.ndim >= 2], weight_decay=WEIGHT_DECAY),
-        dict(params=[p for p in parameters.values() if p.ndim < 2], weight_decay=0.0)], foreach=False, fused=False, **ADAMW)
+    optimizer = torch.optim.AdamW(
+        [
+            dict(params=[p for p in parameters.values() if p.ndim >= 2], weight_decay=WEIGHT_DECAY),
+            dict(params=[p for p in parameters.values() if p.ndim < 2], weight_decay=0.0),
+        ],
+        foreach=False,
+        fused=False,
+        **ADAMW,
+    )
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         logits, loss = forward(model, tokens)
@@ -74,15 +86,30 @@ def make_golden(name):
         if step == 1:
             golden["loss"], golden["logits"] = loss.detach().reshape(1).clone(), logits.detach().clone()
             golden |= {f"grad.{key}": p.grad.clone() for key, p in parameters.items()}
-            golden["grad_norm"] = torch.stack([p.grad.double().norm() for p in parameters.values()]).norm().float().reshape(1)
+            golden["grad_norm"] = (
+                torch.stack([p.grad.double().norm() for p in parameters.values()]).norm().float().reshape(1)
+            )
         optimizer.step()
     golden |= {f"after{STEPS}.{key}": p.detach().clone() for key, p in parameters.items()}
-    metadata = dict(model=name, batch=BATCH, sequence_length=tokens.shape[1] - 1, optimizer="AdamW", steps=STEPS, learning_rate=ADAMW["lr"],
-                    beta1=ADAMW["betas"][0], beta2=ADAMW["betas"][1], eps=ADAMW["eps"], weight_decay=WEIGHT_DECAY, decayed="ndim >= 2")
+    metadata = dict(
+        model=name,
+        batch=BATCH,
+        sequence_length=tokens.shape[1] - 1,
+        optimizer="AdamW",
+        steps=STEPS,
+        learning_rate=ADAMW["lr"],
+        beta1=ADAMW["betas"][0],
+        beta2=ADAMW["betas"][1],
+        eps=ADAMW["eps"],
+        weight_decay=WEIGHT_DECAY,
+        decayed="ndim >= 2",
+    )
     path = OUT / f"{name}.safetensors"
     write_golden(path, golden, metadata)
     write_configs(name, model)
-    print(f"{path.name}: {path.stat().st_size:,} bytes, loss {loss_line(golden)}, gradient norm {golden['grad_norm'].item():.6f}")
+    print(
+        f"{path.name}: {path.stat().st_size:,} bytes, loss {loss_line(golden)}, gradient norm {golden['grad_norm'].item():.6f}"
+    )
 
 
 def loss_line(golden):

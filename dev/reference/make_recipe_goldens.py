@@ -1,17 +1,27 @@
 #!/usr/bin/env python3
-"""Makes the goldens of the FP8 recipes other than tensorwise, on the CPU: torchao's by torchao's own functions, Transformer Engine's by te_recipes.py.
+"""Makes the goldens of the FP8 recipes other than tensorwise, on the CPU: torchao's by torchao's own functions,
+Transformer Engine's by te_recipes.py.
 
-A copy of a matrix x [R, C] is a matrix [outer, depth] of FP8 bytes (U8): `row` is x as it lies, `col` its transpose; scales run along depth. Beside the
-codes CASE.GRAIN.COPY.FORMAT stands CASE.GRAIN.COPY.FORMAT_inverse, what a code is multiplied by to give the value back: [outer, blocks along depth]
-(squares: [blocks, blocks]), F32, or U8 for the E8M0 exponents of MX. NaN bytes are those of torch's CPU code; compare NaNs by class.
+A copy of a matrix x [R, C] is a matrix [outer, depth] of FP8 bytes (U8): `row` is x as it lies, `col` its transpose;
+scales run along depth. Beside the
+codes CASE.GRAIN.COPY.FORMAT stands CASE.GRAIN.COPY.FORMAT_inverse, what a code is multiplied by to give the value back:
+[outer, blocks along depth]
+(squares: [blocks, blocks]), F32, or U8 for the E8M0 exponents of MX. NaN bytes are those of torch's CPU code; compare
+NaNs by class.
 
-recipe_torchao.safetensors  CASE.x BF16; CASE.rows.* one scale a row (powers of two), CASE.mx.* 32 values (RCEIL); mx_bytes.FORMAT U8 [32640]: E8M0 byte for the
-                            amax with bfloat16 bits i; layout.OUTERxBLOCKS and .tiled U8: E8M0 bytes and how the matrix products want them
-recipe_te.safetensors       CASE.x BF16; CASE.1x128.*, CASE.128x128.row.*; scales.amax F32 with scales.FORMAT and .FORMAT_pow2 (multipliers, not inverse);
-                            delayed.hLENGTH_mMARGIN_FORMAT.amaxes and .scales F32: the multiplier after each pass's update
-recipe_linear.safetensors   x [M, K], w [N, K], dy [M, N] BF16, and per recipe of torchao: RECIPE.TENSOR_COPY (+ _inverse), every operand as its emulated linear
+recipe_torchao.safetensors  CASE.x BF16; CASE.rows.* one scale a row (powers of two), CASE.mx.* 32 values (RCEIL);
+mx_bytes.FORMAT U8 [32640]: E8M0 byte for the
+                            amax with bfloat16 bits i; layout.OUTERxBLOCKS and .tiled U8: E8M0 bytes and how the matrix
+                            products want them
+recipe_te.safetensors       CASE.x BF16; CASE.1x128.*, CASE.128x128.row.*; scales.amax F32 with scales.FORMAT and
+.FORMAT_pow2 (multipliers, not inverse);
+                            delayed.hLENGTH_mMARGIN_FORMAT.amaxes and .scales F32: the multiplier after each pass's
+                            update
+recipe_linear.safetensors   x [M, K], w [N, K], dy [M, N] BF16, and per recipe of torchao: RECIPE.TENSOR_COPY (+
+_inverse), every operand as its emulated linear
                             layer made it (dy E5M2 for tensorwise, else E4M3), and y [M, N], dx [M, K], dw [N, K] BF16
 """
+
 import dataclasses
 import pathlib
 
@@ -22,7 +32,11 @@ import torchao.prototype.moe_training.mxfp8_linear as mxfp8_linear
 from torchao.float8.config import Float8LinearConfig, ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_utils import to_fp8_saturated
-from torchao.prototype.mx_formats.config import MXFP8Dim0CastKernelChoice, MXFP8Dim1CastKernelChoice, ScaleCalculationMode
+from torchao.prototype.mx_formats.config import (
+    MXFP8Dim0CastKernelChoice,
+    MXFP8Dim1CastKernelChoice,
+    ScaleCalculationMode,
+)
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.utils import to_blocked
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
@@ -34,10 +48,18 @@ OUT = pathlib.Path(__file__).resolve().parent / "goldens"
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCK = 32
 # MX blocks [v, -v / 3, 0...] as first published for this project, E4M3: E8M0 byte and the first two codes.
-MX_PAIRS = {1.0: "77 78 EB", 1.75: "77 7E F1", 1.7578125: "78 76 E9", 448.0: "7F 7E F1", 450.0: "80 76 E9", 2.0 ** 127 * (2 - 2.0 ** -7): "F7 78 EB",
-            0.0: "00 00 80", 2.0 ** -127: "00 38 AA"}
+MX_PAIRS = {
+    1.0: "77 78 EB",
+    1.75: "77 7E F1",
+    1.7578125: "78 76 E9",
+    448.0: "7F 7E F1",
+    450.0: "80 76 E9",
+    2.0**127 * (2 - 2.0**-7): "F7 78 EB",
+    0.0: "00 00 80",
+    2.0**-127: "00 38 AA",
+}
 # Delayed scaling with a history of 4, E4M3: amaxes and the scales after them, likewise.
-DELAYED = [1, 2, .5, 0, .25, .25, .25, .25, np.inf, .25], [448, 224, 224, 224, 224, 224, 896, 1792, 1792, 1792]
+DELAYED = [1, 2, 0.5, 0, 0.25, 0.25, 0.25, 0.25, np.inf, 0.25], [448, 224, 224, 224, 224, 224, 896, 1792, 1792, 1792]
 
 
 def write(name, tensors, recipe):
@@ -52,6 +74,7 @@ def bytes_of(fp8):
 
 # ---- inputs
 
+
 def activations(g, R, C):
     x = torch.randn((R, C), generator=g)
     x[:, 5] *= 60.0  # an outlier channel, as in trained models
@@ -64,7 +87,7 @@ def gradient(g, R, C):
     """Rows of very different size, down to bfloat16's smallest numbers."""
     x = 1e-6 * torch.randn((R, C), generator=g) * torch.exp(2 * torch.randn((R, 1), generator=g))
     x[3] *= 1e-10
-    x[4] = 2.0 ** -133 * torch.randint(-3, 4, (C,), generator=g)
+    x[4] = 2.0**-133 * torch.randint(-3, 4, (C,), generator=g)
     x[5] *= 1e-20
     x[R - 1] = 0
     return x.bfloat16()
@@ -91,18 +114,28 @@ def blocks(g, R=200, C=330):
 
 def mx_pairs():
     x = torch.zeros(BLOCK, BLOCK, dtype=torch.bfloat16)
-    values = torch.tensor(list(MX_PAIRS) + [2.0 ** -133, 2.0 ** -126, 2.0 ** -118 * 1.75, 2.0 ** -117], dtype=torch.float64).bfloat16()
-    x[:len(values), 0], x[:len(values), 1] = values, (-values.float() / 3).bfloat16()
+    values = torch.tensor(
+        list(MX_PAIRS) + [2.0**-133, 2.0**-126, 2.0**-118 * 1.75, 2.0**-117], dtype=torch.float64
+    ).bfloat16()
+    x[: len(values), 0], x[: len(values), 1] = values, (-values.float() / 3).bfloat16()
     return x
 
 
 # ---- torchao
 
+
 def rows_copies(x):
     """Codes and inverse scales of both copies, scaled along their depth."""
     for name, dtype in FORMATS.items():
         for copy, axis in (("row", -1), ("col", 0)):
-            fp8 = hp_tensor_to_float8_dynamic(x, dtype, None, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=axis, round_scales_to_power_of_2=True)
+            fp8 = hp_tensor_to_float8_dynamic(
+                x,
+                dtype,
+                None,
+                scaling_granularity=ScalingGranularity.AXISWISE,
+                axiswise_dim=axis,
+                round_scales_to_power_of_2=True,
+            )
             codes, inverse = fp8._data, fp8._scale.reciprocal()
             yield f"{copy}.{name}", bytes_of(codes if copy == "row" else codes.t()), inverse.reshape(-1, 1)
 
@@ -112,7 +145,7 @@ def mx_copy(x, dtype):
     exponent, codes = to_mx(x, dtype, BLOCK, ScaleCalculationMode.RCEIL)
     exponent = exponent.view(torch.uint8)
     zero = (exponent == 0).repeat_interleave(BLOCK, 1)
-    return torch.where(zero, bytes_of(to_fp8_saturated(x.float() * 2.0 ** 127, dtype)), bytes_of(codes)), exponent
+    return torch.where(zero, bytes_of(to_fp8_saturated(x.float() * 2.0**127, dtype)), bytes_of(codes)), exponent
 
 
 def mx_copies(x):
@@ -124,8 +157,13 @@ def mx_copies(x):
 def make_torchao():
     g = torch.Generator().manual_seed(5)
     rows, mx = ("rows", rows_copies), ("mx", mx_copies)
-    cases = {"activations": (activations(g, 96, 160), rows, mx), "gradient": (gradient(g, 160, 128), mx), "ragged": (gradient(g, 130, 200), rows),
-             "special": (special(g, 64, 96), rows, mx), "pairs": (mx_pairs(), mx)}
+    cases = {
+        "activations": (activations(g, 96, 160), rows, mx),
+        "gradient": (gradient(g, 160, 128), mx),
+        "ragged": (gradient(g, 130, 200), rows),
+        "special": (special(g, 64, 96), rows, mx),
+        "pairs": (mx_pairs(), mx),
+    }
     tensors = {}
     for case, (x, *grains) in cases.items():
         tensors[f"{case}.x"] = x
@@ -138,7 +176,9 @@ def make_torchao():
     amaxes = torch.zeros(0x7F80, BLOCK, dtype=torch.bfloat16)
     amaxes[:, 0] = torch.arange(0x7F80).to(torch.int16).view(torch.bfloat16)
     for name, dtype in FORMATS.items():
-        tensors[f"mx_bytes.{name}"] = to_mx(amaxes, dtype, BLOCK, ScaleCalculationMode.RCEIL)[0].view(torch.uint8).flatten()
+        tensors[f"mx_bytes.{name}"] = (
+            to_mx(amaxes, dtype, BLOCK, ScaleCalculationMode.RCEIL)[0].view(torch.uint8).flatten()
+        )
     for outer, count in ((128, 4), (160, 5), (96, 9), (300, 4)):
         scales = torch.randint(1, 255, (outer, count), generator=g).to(torch.uint8)
         tensors[f"layout.{outer}x{count}"], tensors[f"layout.{outer}x{count}.tiled"] = scales, to_blocked(scales)
@@ -147,32 +187,54 @@ def make_torchao():
 
 # ---- Transformer Engine
 
+
 def make_te():
     g = torch.Generator().manual_seed(6)
     tensors = {}
-    for case, x, names in (("activations", activations(g, 130, 200), ("e4m3", "e5m2")), ("blocks", blocks(g), ("e4m3",))):
+    for case, x, names in (
+        ("activations", activations(g, 130, 200), ("e4m3", "e5m2")),
+        ("blocks", blocks(g), ("e4m3",)),
+    ):
         tensors[f"{case}.x"] = x
         values = x.float().numpy()
         for name in names:
-            for key, matrix, height in ((f"1x128.row.{name}", values, 1), (f"1x128.col.{name}", values.T, 1), (f"128x128.row.{name}", values, 128)):
+            for key, matrix, height in (
+                (f"1x128.row.{name}", values, 1),
+                (f"1x128.col.{name}", values.T, 1),
+                (f"128x128.row.{name}", values, 128),
+            ):
                 codes, inverse = te_recipes.blockwise(np.ascontiguousarray(matrix), height, 128, name)
-                tensors[f"{case}.{key}"], tensors[f"{case}.{key}_inverse"] = torch.from_numpy(codes), torch.from_numpy(inverse)
-    amaxes = np.concatenate([np.arange(0, 0x7F80, 37), np.arange(1, 128), [0x7F7F, 0x7F80, 0x7FC0]]).astype(np.uint32) << 16
+                tensors[f"{case}.{key}"], tensors[f"{case}.{key}_inverse"] = torch.from_numpy(codes), torch.from_numpy(
+                    inverse
+                )
+    amaxes = (
+        np.concatenate([np.arange(0, 0x7F80, 37), np.arange(1, 128), [0x7F7F, 0x7F80, 0x7FC0]]).astype(np.uint32) << 16
+    )
     tensors["scales.amax"] = torch.from_numpy(amaxes.view(np.float32))
     for name in FORMATS:
         for suffix, power_of_two in (("", False), ("_pow2", True)):
-            tensors[f"scales.{name}{suffix}"] = torch.from_numpy(te_recipes.scale_of(amaxes.view(np.float32), name, power_of_two))
+            tensors[f"scales.{name}{suffix}"] = torch.from_numpy(
+                te_recipes.scale_of(amaxes.view(np.float32), name, power_of_two)
+            )
     random = torch.exp(3 * torch.randn(200, generator=g)) * (torch.rand(200, generator=g) > 0.1)
     random[[60, 120, 121]] = torch.inf
-    for length, margin, name, sequence in ((4, 0, "e4m3", DELAYED[0]), (1, 0, "e5m2", random[:40]), (16, 2, "e5m2", random), (1024, 0, "e4m3", random)):
+    for length, margin, name, sequence in (
+        (4, 0, "e4m3", DELAYED[0]),
+        (1, 0, "e5m2", random[:40]),
+        (16, 2, "e5m2", random),
+        (1024, 0, "e4m3", random),
+    ):
         key = f"delayed.h{length}_m{margin}_{name}"
         tensors[f"{key}.amaxes"] = torch.as_tensor(sequence, dtype=torch.float32)
-        tensors[f"{key}.scales"] = torch.from_numpy(te_recipes.delayed_scales(tensors[f"{key}.amaxes"].numpy(), length, margin, name))
+        tensors[f"{key}.scales"] = torch.from_numpy(
+            te_recipes.delayed_scales(tensors[f"{key}.amaxes"].numpy(), length, margin, name)
+        )
     assert tensors["delayed.h4_m0_e4m3.scales"].tolist() == DELAYED[1]
     write("recipe_te", tensors, "blockwise, delayed")
 
 
 # ---- linear layers
+
 
 class Recorder:
     """Stands in for a cast and keeps what it gives."""
@@ -198,7 +260,10 @@ def float8_linear_run(recipe, x, w, dy):
     float8_linear.hp_tensor_to_float8_dynamic = original
     # x and w^T for y; dy and w^T for dx; dy and x, both read transposed, for dw
     transposed = (False, True, False, False, True, True)
-    operands = [(bytes_of(t._data.t() if turn else t._data), t._scale.reciprocal().reshape(-1, 1)) for t, turn in zip(recorder.results, transposed)]
+    operands = [
+        (bytes_of(t._data.t() if turn else t._data), t._scale.reciprocal().reshape(-1, 1))
+        for t, turn in zip(recorder.results, transposed)
+    ]
     return y, x.grad, layer.weight.grad, operands
 
 
@@ -209,8 +274,19 @@ def mx_linear_run(x, w, dy):
     original, mxfp8_linear.MXTensor = mxfp8_linear.MXTensor, Stand
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     e4m3 = FORMATS["e4m3"]
-    y = mxfp8_linear.mx_mm.apply(x, w, e4m3, e4m3, e4m3, BLOCK, KernelPreference.EMULATED, MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH,
-                                 ScaleCalculationMode.RCEIL, False)
+    y = mxfp8_linear.mx_mm.apply(
+        x,
+        w,
+        e4m3,
+        e4m3,
+        e4m3,
+        BLOCK,
+        KernelPreference.EMULATED,
+        MXFP8Dim0CastKernelChoice.TORCH,
+        MXFP8Dim1CastKernelChoice.TORCH,
+        ScaleCalculationMode.RCEIL,
+        False,
+    )
     y.backward(dy)
     mxfp8_linear.MXTensor = original
     return y, x.grad, w.grad, [(bytes_of(t.qdata), bytes_of(t.scale)) for t in Stand.to_mx.results]
