@@ -1,13 +1,13 @@
-// train_fp8: pre-trains Llama and Qwen models on the CPU. The readable reference for train_fp8cu: the same model, the
-// same FP8 recipes, every one of them emulated bit for bit, and with --precision bf16 or fp8 it rounds wherever the GPU
-// rounds (--precision fp32 rounds nowhere), but for sums that the GPU takes in parts: lm_head's weight gradient over
-// chunks of rows, and an embedding's gradient that joins a sum after lm_head's.
+// train_fp8: pre-trains Llama and Qwen models on the CPU. It is the readable reference for train_fp8cu: it has the same
+// model and FP8 recipes, and emulates each recipe bit for bit. With --precision bf16 or fp8 it rounds wherever the GPU
+// rounds (--precision fp32 rounds nowhere). Two exceptions are sums that the GPU computes in parts: lm_head's weight
+// gradient, in chunks of rows, and the gradient of a tied embedding, which the GPU adds to lm_head's.
 //
 // From top to bottom: the trainer and its memory, gathering and reducing over ranks, quantized tensors and linear
 // layers, the model's operations, one layer, the whole model, the optimizer, the step, validation and samples,
 // checkpoints, the run. The arithmetic of each operation is in llmc/reference/.
 //
-// One layer, forward and backward, is the same text here and in train_fp8.cu (dev/test/test_twins.sh).
+// The functions of one layer, forward and backward, are the same text in train_fp8.cu (dev/test/test_twins.py).
 //
 // `mpirun -np N ./train_fp8 ...` trains one model with N ranks, sharded as llmc/config/shard_plan.h says. Every rank
 // runs the same program on its own sequences of each batch.
@@ -50,11 +50,11 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer and its memory
 
-// Numbers of tensors that are bf16 on the GPU: fp32, with --precision bf16 and fp8 rounded to bf16.
+// A value that is bf16 on the GPU. Here it is an fp32 number, rounded to bf16 with --precision bf16 and fp8.
 typedef float Real;
 
-// A tensor that a GEMM reads: an input, an output's gradient or a weight of a linear layer. GEMMs cast it as its recipe
-// says.
+// A tensor that a GEMM reads: an input, an output's gradient or a weight of a linear layer. GEMMs cast it by its
+// recipe.
 typedef struct {
     Real *data;            // [rows, cols]; NULL if only codes are here
     const uint8_t *codes;  // FP8 codes of a weight that was gathered in FP8; else NULL
@@ -131,25 +131,25 @@ typedef struct {
 
 // Whole units: the root and the layers as the model computes with them, and the gradients that it computes.
 typedef struct {
-    bool gather_fp8;         // matrices of layers whose linear layers are all FP8 are gathered as codes
+    bool gather_fp8;         // FP8 codes are gathered for layers whose linear layers are all FP8
     bool root_held;          // `root` has been gathered since the weights changed
     float *root;             // the root's weights, gathered
     GatheredLayer *slots;    // [num_slots]
     int64_t num_slots;       // 1; with --sharding grad_op one for each layer
-    uint8_t *codes;          // [L, slice of matrices] this rank's part of them, made once a step
+    uint8_t *codes;          // [L, slice of matrices] this rank's part of the FP8 codes, cast once a step
     bool fp32_sums;          // params.gradients are fp32, else bf16
-    bool buffered;           // gradients are computed in the next two arrays, and then join params.gradients
+    bool buffered;           // gradients are computed in the next two arrays, then added to params.gradients
     float *root_gradients;   // the root's
     float *layer_gradients;  // one layer's
-    GradientSum sum;         // how gradients of the micro-step under way join params.gradients
+    GradientSum sum;         // how this micro-step's gradients are added to params.gradients
     float *received;         // [ranks, slice] gradients from other ranks
 } Units;
 
-// Scales of recipes that give a tensor one scale, and what --fp8-audit finds. tensor_index() numbers the tensors.
+// Scales of recipes with one scale per tensor, and the results of --fp8-audit. tensor_index() numbers the tensors.
 typedef struct {
-    uint32_t *amax;         // [tensors] bits; of whole weights, with delayed scaling also of a micro-step's casts
+    uint32_t *amax;         // [tensors] fp32 bits: amaxes of whole weights; delayed scaling: also of activations
     DelayedState delayed;   // equal on all ranks; the scales lie behind the histories
-    float *delayed_before;  // histories and scales before the step under way, if it may be skipped; else NULL
+    float *delayed_before;  // histories and scales before this step, if it may be skipped; else NULL
     bool auditing;          // this is a step of --fp8-audit
     AuditSums *step_audit;  // [audit_count] of this step's casts, on this rank
 } Scales;
@@ -159,19 +159,19 @@ typedef struct {
     const Comm *comm;
     ModelConfig m;
     ParameterTable table;
-    ShardPlan plan;       // with one rank in a shard group the shard arrays are the flat arrays of parameters.h
+    ShardPlan plan;       // with shard_size 1, shards are the flat arrays of parameters.h
     Precision precision;  // what each linear layer runs in
-    Rounding rounding;    // of every tensor that is bf16 on the GPU
-    Dims d;               // the batch's; a sample has its own
+    Rounding rounding;    // applied to every tensor that is bf16 on the GPU
+    Dims d;               // sizes of a batch; next_logits sets those of a sample
     Params params;
     Units units;
     Scales scales;
     Activations acts;
-    Batch batch;             // of the micro-step under way
-    bool training;           // in a micro-step: casts leave their amax in scales.amax, norms their number in bad_norm
+    Batch batch;             // the current micro-step's
+    bool training;           // true in a micro-step: casts write scales.amax, and norms bad_norm
     int64_t bad_norm;        // the first norm of this step whose input was not finite (nonfinite.h)
-    StepRecord last_step;    // the step taken last
-    double validation_loss;  // of the batches so far
+    StepRecord last_step;    // the latest step
+    double validation_loss;  // sum over the batches so far
     void *memory;            // the arena
     int64_t memory_bytes;
 } Trainer;
@@ -191,7 +191,7 @@ static void place_parameters(Trainer *t, Arena *a) {
     p->exp_avg_sq = take(a, t->plan.total);
 }
 
-// Places what a rank needs beside its shards to work with whole units, and to add up gradients.
+// Places the buffers that hold whole units and the gradients received from other ranks.
 static void place_units(Trainer *t, Arena *a) {
     const ShardPlan *p = &t->plan;
     Units *u = &t->units;
@@ -212,7 +212,7 @@ static void place_units(Trainer *t, Arena *a) {
         u->root_gradients = take(a, root), u->layer_gradients = take(a, layer);
     }
     if (t->comm->world > 1) {
-        arena_group(a, "gradients on their way");
+        arena_group(a, "received gradients");
         u->received = take(a, max_i64(p->shard_size > 1 ? p->shard_size * shard_largest_slice(p) : 0,
                                       t->comm->replicas > 1 ? t->comm->replicas * REPLICA_CHUNK : 0));
     }
@@ -249,14 +249,14 @@ static LayerActs place_layer(const Dims *d, Arena *a) {
     return acts;
 }
 
-// Tells the inputs of layer l's linear layers what they are.
+// Sets layer, role and linear layer of the QTensors that layer l's linear layers read.
 static void name_inputs(LayerActs *acts, int64_t l) {
     QTensor *inputs[NUM_LINEARS] = {&acts->norm1, &acts->att, &acts->norm2, &acts->h};  // in the order of LinearId
     for (int id = 0; id < NUM_LINEARS; id++)
         inputs[id]->layer = l, inputs[id]->role = TENSOR_X, inputs[id]->linear = (LinearId)id;
 }
 
-// With --recompute layer all layers share everything but x.
+// With --recompute layer all layers share their activations, except x.
 static void place_activations(Trainer *t, Arena *a) {
     const Dims *d = &t->d;
     Activations *acts = &t->acts;
@@ -283,7 +283,7 @@ static void place_activations(Trainer *t, Arena *a) {
     acts->rope_table = take(a, d->T * d->HD);
 }
 
-// Places everything on an arena, which without memory only counts.
+// Places everything on an arena. An arena without memory only counts bytes.
 static void place_all(Trainer *t, Arena *a) {
     place_parameters(t, a);
     place_units(t, a);
@@ -360,7 +360,7 @@ static GatheredLayer *layer_slot(const Trainer *t, int64_t l) {
     return &t->units.slots[t->units.num_slots > 1 ? l : 0];
 }
 
-// Gathers layer l's weights, unless its slot still holds them. One copy serves both passes.
+// Gathers layer l's weights, unless its slot still holds them. Both passes read the same values.
 static void unshard(Trainer *t, int64_t l, bool backward) {
     (void)backward;
     GatheredLayer *slot = layer_slot(t, l);
@@ -373,7 +373,7 @@ static void unshard(Trainer *t, int64_t l, bool backward) {
     slot->layer = l;
 }
 
-// Layer l's weights may go. They stay until another layer needs the slot.
+// Releases layer l's weights. They stay until another layer needs the slot.
 static void reshard(Trainer *t, int64_t l) { (void)t, (void)l; }
 
 // Returns where the backward pass writes the gradients of the root or of layer l.
@@ -387,7 +387,7 @@ static QTensor qtensor(Real *data, int64_t l, TensorRole role, LinearId id) {
     return q;
 }
 
-// Returns linear layer `id`'s weight, or its gradient, in layer l's unit; as codes if they are given.
+// Returns linear layer `id`'s weight, or its gradient, in layer l's unit; or its FP8 codes, unless `codes` is NULL.
 static QTensor unit_matrix(const Trainer *t, int64_t l, LinearId id, float *unit, const uint8_t *codes) {
     const int64_t offset = t->precision.linear[id].offset, vectors = t->table.layer_segments[SEGMENT_VECTORS];
     QTensor w = qtensor(NULL, l, TENSOR_W, id);
@@ -396,7 +396,7 @@ static QTensor unit_matrix(const Trainer *t, int64_t l, LinearId id, float *unit
     return w;
 }
 
-// Views of layer l's unit. Vectors stand at its head, gathered or not. GEMMs read fused weights as one matrix.
+// Returns views of layer l's unit. Its vectors come first. GEMMs read fused weights as one matrix.
 static Layer unit_layer(const Trainer *t, int64_t l, float *unit, const uint8_t *codes) {
     const LayerOffsets *at = &t->table.layer;
     Layer v;
@@ -436,23 +436,23 @@ static Root root_weights(Trainer *t) {
 
 static Root root_gradients(Trainer *t) { return unit_root(t, unit_gradients(t, ROOT)); }
 
-// Returns the mean of element i of `ranks` arrays that stand `stride` apart, summed in the order of ranks.
+// Returns the mean of element i over `ranks` arrays, `stride` elements apart. Sums in the order of ranks.
 static float rank_mean(const float *arrays, int64_t ranks, int64_t stride, int64_t i) {
     double sum = 0;
     for (int64_t r = 0; r < ranks; r++) sum += arrays[r * stride + i];
     return (float)(sum / (double)ranks);
 }
 
-// Returns how gradients of micro-step `micro` of optimizer step `step`, both counted from 0, join the sum. Each replica
-// rounds by bits of its own, so that their noise differs.
+// Returns how the gradients of micro-step `micro` of optimizer step `step`, both counted from 0, are added to the sum.
+// Each replica rounds with its own random bits.
 static GradientSum micro_sum(const Trainer *t, int64_t step, int64_t micro) {
-    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // the GPU has two parts to a micro-step
+    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // the GPU adds in two parts
     const GradientSum s = {micro > 0, micro > 0, gradient_sum_key((uint64_t)t->o->seed, step, part), 0};
     return s;
 }
 
-// After the backward pass through the root or layer l: the mean of its gradients over the shard group joins this rank's
-// slices in params.gradients, as units.sum says.
+// Adds the mean of the gradients of the root or layer l over the shard group to this rank's slices in params.gradients,
+// by units.sum. Runs after the unit's backward pass.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     if (!t->units.buffered) return;
     const float *whole = unit_gradients(t, l);
@@ -463,7 +463,7 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
         const float *from = whole + g.gathered;
         if (t->plan.shard_size > 1) {
             comm_all_to_all(t->comm, COMM_SHARD, from, received, g.slice * (int64_t)sizeof(float));
-            for (int64_t i = 0; i < g.slice; i++) {  // into the first rank's part, of which element i has been read
+            for (int64_t i = 0; i < g.slice; i++) {  // into the first rank's part, whose element i was read
                 const float mean = rank_mean(received, t->plan.shard_size, g.slice, i);
                 received[i] = t->o->reduce_dtype == REDUCE_BF16 ? bf16_round(mean) : mean;
             }
@@ -474,7 +474,7 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     }
 }
 
-// After the last micro-step: replaces params.gradients by their mean over the replicas.
+// Replaces params.gradients by their mean over the replicas, after the last micro-step.
 static void reduce_replicas(Trainer *t) {
     const int64_t replicas = t->comm->replicas;
     float *gradients = t->params.gradients, *received = t->units.received;
@@ -488,7 +488,7 @@ static void reduce_replicas(Trainer *t) {
     }
 }
 
-// Returns the norm of the whole model's gradient, which the shard group holds between its ranks.
+// Returns the norm of the whole model's gradient. Each rank of the shard group holds a part of it.
 static double gradient_norm(const Trainer *t) {
     const double norm = global_norm(t->params.gradients, t->plan.total);
     double squares = norm * norm;
@@ -500,7 +500,7 @@ static double gradient_norm(const Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Quantized tensors and linear layers
 
-// Returns the scale that a tensor with one scale is cast with, given the bits of its own amax.
+// Returns the scale of a tensor with one scale, given the fp32 bits of its own amax.
 static float cast_scale(const Trainer *t, int64_t l, int id, TensorRole role, uint32_t amax) {
     const Recipe *r = precision_of(&t->precision, l, id);
     const Fp8Format format = precision_format(&t->precision, role);
@@ -514,8 +514,8 @@ static float weight_scale(const Trainer *t, int64_t l, int id) {
     return cast_scale(t, l, id, TENSOR_W, t->scales.amax[tensor_index(l, TENSOR_W, id)]);
 }
 
-// Returns the scale to cast a tensor of n elements with, 0 if the cast finds its own. With delayed scaling the amax of
-// an input or a gradient joins those of the micro-step.
+// Returns the scale to cast a tensor of n elements with, or 0 if the cast computes it. With delayed scaling, records
+// the amax of an input or a gradient.
 static float qtensor_scale(Trainer *t, const QTensor *q, int64_t n) {
     const Recipe *r = precision_of(&t->precision, q->layer, q->linear);
     if (q->role == TENSOR_W) return recipe_has_tensor_scales(r) ? weight_scale(t, q->layer, q->linear) : 0;
@@ -526,7 +526,7 @@ static float qtensor_scale(Trainer *t, const QTensor *q, int64_t n) {
     return cast_scale(t, q->layer, q->linear, q->role, amax);
 }
 
-// Returns a tensor as a GEMM reads it, cast as the recipe of its linear layer says, and adds the cast to the audit.
+// Returns a tensor as a GEMM reads it: cast by the recipe of its linear layer. Adds the cast to the audit.
 static LinearOperand qtensor_operand(Trainer *t, const QTensor *q, TensorUsage copy) {
     const Recipe *r = precision_of(&t->precision, q->layer, q->linear);
     const LinearShape *s = &t->precision.linear[q->linear];
@@ -542,8 +542,8 @@ static LinearOperand qtensor_operand(Trainer *t, const QTensor *q, TensorUsage c
     return x;
 }
 
-// c [M, N] = a b^T + bias, with a [M, depth] and b [N, depth] read as copies. Operands are decoded and multiplied with
-// fp32 sums: --fp8-emulate and --fp8-fast-accum change nothing on the CPU.
+// c [M, N] = a b^T + bias, with a [M, depth] and b [N, depth]. copy_a, copy_b: rowwise or columnwise data. Operands are
+// decoded and multiplied with fp32 sums: --fp8-emulate and --fp8-fast-accum change nothing on the CPU.
 static void gemm(Trainer *t, Real *c, const QTensor *a, TensorUsage copy_a, const QTensor *b, TensorUsage copy_b,
                  int64_t M, int64_t N, int64_t depth, const Real *bias) {
     LinearOperand qa = qtensor_operand(t, a, copy_a), qb = qtensor_operand(t, b, copy_b);
@@ -569,19 +569,19 @@ static void linear_wgrad(Trainer *t, const QTensor *dw, const QTensor *dy, const
     gemm(t, dw->data, dy, COLUMNWISE, x, COLUMNWISE, s->N, s->K, t->d.R, NULL);
 }
 
-// A tensor's data is complete. GEMMs cast it when they read it, so nothing has to be done.
+// Called when a tensor's data is complete. Does nothing here: GEMMs cast a tensor when they read it.
 static void qtensor_ready(Trainer *t, QTensor *q) { (void)t, (void)q; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The model's operations
 
-// Notes the number of a norm (nonfinite.h) if its input was not finite.
+// Records the number of a norm (nonfinite.h) if its input was not finite.
 static void watch_norm(Trainer *t, int64_t norm, const float *rstd) {
     for (int64_t i = 0; t->training && i < t->d.R; i++)
         if (!float_is_positive(rstd[i])) t->bad_norm = min_i64(t->bad_norm, norm);
 }
 
-// Returns the number of the norm that makes an input of a linear layer.
+// Returns the number of the norm whose output is the input y of a linear layer.
 static int64_t norm_number(const QTensor *y) { return nonfinite_norm(y->layer, y->linear == GATE_UP_PROJ); }
 
 // y [R, C] = RMSNorm(x)
@@ -598,7 +598,7 @@ static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Re
     watch_norm(t, norm_number(y), rstd);
 }
 
-// dx, the gradient of the residual stream past the norm, becomes that of its input x: dx += gradient through the norm.
+// dx += the gradient through the norm. dx holds the gradient of the residual stream after the norm, then of x.
 static void rmsnorm_backward(Trainer *t, QTensor *dx, Real *dweight, const Real *dy, const Real *x, const float *rstd,
                              const Real *w) {
     rmsnorm_backward_reference(dx->data, dweight, dx->data, dy, x, rstd, w, t->d.R, t->d.C, t->rounding);
@@ -609,7 +609,7 @@ static void qknorm_rope(Trainer *t, Real *rotated, const Real *qkv, const Real *
                                   t->rounding);
 }
 
-// dqkv holds the gradient of the rotated q, k, v and becomes that of the projection's output, in place.
+// Turns dqkv, the gradient of the rotated q, k, v, into the gradient of the projection's output, in place.
 static void qknorm_rope_backward(Trainer *t, QTensor *dqkv, Real *dq_norm, Real *dk_norm, const Real *qkv,
                                  const Real *q_norm, const Real *k_norm) {
     qknorm_rope_backward_reference(dqkv->data, dq_norm, dk_norm, dqkv->data, qkv, q_norm, k_norm, t->acts.rope_table,
@@ -634,14 +634,14 @@ static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     swiglu_forward_reference(h->data, gate_up, t->d.R, t->d.F, t->rounding);
 }
 
-// Computes dgate_up from dh, and h again where recomputation has left another layer's.
+// Computes dgate_up from dh. With --recompute layer computes h again, which holds another layer's values.
 static void swiglu_backward(Trainer *t, QTensor *dgate_up, QTensor *h, const Real *dh, const Real *gate_up) {
     if (t->o->recompute == RECOMPUTE_LAYER) swiglu(t, h, gate_up);
     swiglu_backward_reference(dgate_up->data, dh, gate_up, t->d.R, t->d.F, t->rounding);
 }
 
-// Returns the gradients of the outputs of layer l's linear layers. Those of `out` and `down` are the residual stream's
-// gradient. For l = -1 `down` is the gradient of the embedding.
+// Returns the gradients of the outputs of layer l's linear layers. `out` and `down` are the gradient of the residual
+// stream. For l = -1 `down` is the gradient of the embedding's output.
 static OutputGradients layer_output_gradients(Trainer *t, int64_t l) {
     const Activations *a = &t->acts;
     const OutputGradients dy = {qtensor(a->dqkv, l, TENSOR_DY, QKV_PROJ), qtensor(a->dx, l, TENSOR_DY, OUT_PROJ),
@@ -709,7 +709,7 @@ static void layer_backward(Trainer *t, int64_t l) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The whole model
 
-// Embedding, all layers and the final norm: batch->inputs -> acts.y_final [R, C].
+// Runs the embedding, all layers and the final norm: batch->inputs -> acts.y_final [R, C].
 static void model_forward(Trainer *t, const Batch *batch) {
     const Dims *d = &t->d;
     Activations *a = &t->acts;
@@ -725,24 +725,24 @@ static void model_forward(Trainer *t, const Batch *batch) {
     watch_norm(t, nonfinite_norm(d->L, false), a->rstd_final);
 }
 
-// acts.logits [R, V] from acts.y_final.
+// Computes acts.logits [R, V] from acts.y_final.
 static void logits_forward(Trainer *t) {
     linear_forward_reference(t->acts.logits, t->acts.y_final, root_weights(t).lm_head, NULL, t->d.R, t->d.C, t->d.V,
                              t->rounding);
 }
 
-// After model_forward: the cross-entropy of every row into acts.losses.
+// Computes the cross-entropy of every row into acts.losses, after model_forward.
 static void loss_forward(Trainer *t, const Batch *batch) {
     logits_forward(t);
     cross_entropy_forward(t->acts.losses, t->acts.logits, batch->targets, t->d.R, t->d.V);
 }
 
-// Returns the losses of the first `rows` rows, divided by `tokens`.
+// Returns the sum of the losses of the first `rows` rows, divided by `tokens`.
 static double loss_share(const Trainer *t, int64_t rows, int64_t tokens) {
     return array_sum(t->acts.losses, rows) / (double)tokens;
 }
 
-// After model_forward: the loss of every row, and its way back through lm_head and the final norm to acts.dx.
+// Computes the loss of every row and, back through lm_head and the final norm, acts.dx. After model_forward.
 static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     const Dims *d = &t->d;
     const Activations *a = &t->acts;
@@ -755,14 +755,14 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
                                t->rounding);
 }
 
-// The embedding's gradient from acts.dx. A tied embedding's already holds lm_head's.
+// Computes the embedding's gradient from acts.dx. A tied embedding's gradient already holds lm_head's part.
 static void embedding_backward(Trainer *t, const Batch *batch) {
     embedding_backward_reference(root_gradients(t).embedding, t->acts.dx, batch->inputs, t->d.R, t->d.C, t->d.V,
                                  t->m.tie_word_embeddings, t->rounding);
 }
 
-// Gradients of (sum of the rows' losses) * grad_scale, as means over the shard group, join params.gradients as
-// units.sum says.
+// Computes the gradients of (sum of the rows' losses) * grad_scale and adds their mean over the shard group to
+// params.gradients, by units.sum.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     model_forward(t, batch);
     loss_forward_backward(t, batch, grad_scale);
@@ -791,8 +791,8 @@ static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
     return t->units.codes + l * g.slice + r.shard - g.shard;
 }
 
-// Finds the amaxes of whole weights, by one reduction over the shard group for all of them, and casts this rank's
-// slices where layers are gathered in FP8.
+// Finds the amaxes of whole weights, by one reduction over the shard group. Casts this rank's slices of layers that are
+// gathered in FP8.
 static void weights_quantize(Trainer *t) {
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
         const int64_t l = i / NUM_LINEARS;
@@ -815,7 +815,7 @@ static void weights_quantize(Trainer *t) {
     }
 }
 
-// The masters have changed: makes the weights from them, and invalidates all gathered weights.
+// Called when the master weights have changed: rounds the weights from them, and invalidates all gathered weights.
 static void weights_refresh(Trainer *t) {
     if (t->params.weights != t->params.master) {
         memcpy(t->params.weights, t->params.master, (size_t)t->plan.total * sizeof(float));
@@ -839,8 +839,8 @@ static void weights_initialize(Trainer *t) {
     }
 }
 
-// Delayed scaling: the amaxes of the weights as they were cast last, or else of a micro-step's inputs and gradients,
-// enter the histories.
+// Delayed scaling: adds amaxes to the histories, either those of the weights, from their latest cast, or those of a
+// micro-step's inputs and gradients.
 static void histories_update(Trainer *t, bool weights) {
     const DelayedState *d = &t->scales.delayed;
     for (int64_t l = 0; l < t->d.L; l++)
@@ -855,7 +855,7 @@ static void histories_update(Trainer *t, bool weights) {
             }
 }
 
-// Keeps histories and scales as they are before a step that may be skipped, or restores them.
+// Saves histories and scales before a step that may be skipped, or restores them.
 static void copy_delayed_before(Trainer *t, bool keep) {
     float *kept = t->scales.delayed_before, *current = t->scales.delayed.history;
     if (kept) memcpy(keep ? kept : current, keep ? current : kept, (size_t)delayed_elements(t) * sizeof(float));
@@ -874,12 +874,12 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
                         all->gradients + r.shard, p->offset + r.first, r.count, p->flags & PARAM_DECAY, factor,
                         o->master_weights != STORAGE_FP32, o->optimizer_state == STORAGE_BF16, &s);
     }
-    // amaxes of the weights are still those of the weights before this step
+    // scales.amax still holds the amaxes of the weights before this step
     if (t->precision.recipe->delayed) histories_update(t, true);
     weights_refresh(t);
 }
 
-// This rank's knowledge of a step that is not taken.
+// Returns what this rank knows of a skipped step.
 static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
     const BackwardOrder order = shard_backward_order(&t->table, &t->plan);
     NonfiniteStep s = {loss, norm, t->bad_norm, 0, 0};
@@ -894,8 +894,8 @@ static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) 
 // ---------------------------------------------------------------------------------------------------------------------
 // The step
 
-// Before step `step` (counted from 1): whether --fp8-audit looks at its casts. Weights that travel as codes were cast
-// before it, slice by slice.
+// Starts the audit of step `step` (counted from 1) if --fp8-audit is due. Adds the casts of weights that are gathered
+// as FP8 codes: they were made before the step, slice by slice.
 static void audit_begin(Trainer *t, int64_t step) {
     t->scales.auditing = is_due(t->o->fp8_audit, step);
     if (!t->scales.auditing) return;
@@ -907,7 +907,7 @@ static void audit_begin(Trainer *t, int64_t step) {
         const ShardRange r = linear_range(t, l, id);
         const float scale_inv = 1.0f / weight_scale(t, l, id);
         AuditSums *sums =
-            &t->scales.step_audit[audit_index(l, id, TENSOR_W, ROWWISE)];  // both copies have the same codes
+            &t->scales.step_audit[audit_index(l, id, TENSOR_W, ROWWISE)];  // rowwise and columnwise codes are equal
         audit_copy(sums, t->params.weights + r.shard, linear_codes(t, l, r), &scale_inv,
                    usage_shape(1, r.count, ROWWISE), PER_TENSOR, FP8_E4M3);
     }
@@ -926,8 +926,8 @@ static int64_t host_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
-// Forward and backward pass of micro-step `micro` of optimizer step `step`, both counted from 0, over t->batch. Returns
-// the mean loss.
+// Runs the forward and backward pass over t->batch, for micro-step `micro` of optimizer step `step`, both counted from
+// 0. Returns the mean loss.
 static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t micro) {
     t->training = true;
     t->units.sum = micro_sum(t, step, micro);
@@ -940,7 +940,8 @@ static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t mic
     return loss_share(t, t->d.R, t->d.R);
 }
 
-// One optimizer step on the samples from first_sample on. A step whose gradient norm is not accepted changes nothing.
+// Takes one optimizer step, on the samples from first_sample on. Skips the update if the gradient norm is not accepted
+// (adamw_accepts).
 static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const double start = seconds_now();
     const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
@@ -1042,21 +1043,20 @@ static TrainerState trainer_state(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The run
 
-// Dies on options that only the GPU trainer has.
+// Dies on options that only the GPU trainer supports.
 static void check_supported(const ModelConfig *m, const Options *o, int64_t shard_size) {
     (void)m, (void)shard_size;
     if (strcmp(o->fp8_filter, "auto") == 0)
         die_with(EXIT_UNSUPPORTED,
-                 "--fp8-filter auto times products on a GPU; for the CPU name what stays bf16, or leave it out");
-    if (o->profile) die_with(EXIT_UNSUPPORTED, "--profile is the GPU trainer's (train_fp8cu); leave it out");
+                 "--fp8-filter auto times GEMMs on a GPU; on the CPU name the layers that stay bf16, or leave it out");
+    if (o->profile) die_with(EXIT_UNSUPPORTED, "--profile needs the GPU trainer (train_fp8cu); leave it out");
     if (o->copy_engines == ON)
-        die_with(
-            EXIT_UNSUPPORTED,
-            "--copy-engines on is the GPU trainer's (train_fp8cu): here MPI moves weights and gradients; leave it out");
+        die_with(EXIT_UNSUPPORTED,
+                 "--copy-engines on needs the GPU trainer (train_fp8cu): this one communicates by MPI; leave it out");
     if (o->fp8_weight_cache == ON)
         die_with(
             EXIT_UNSUPPORTED,
-            "--fp8-weight-cache on is the GPU trainer's (train_fp8cu): here weights are cast in each pass; leave it "
+            "--fp8-weight-cache on needs the GPU trainer (train_fp8cu): this one casts weights in each pass; leave it "
             "out");
 }
 

@@ -1,9 +1,9 @@
 // train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or by the FP8 recipes of llmc/config/recipes.h.
-// One process a GPU: `mpirun -np N ./train_fp8cu ...` shards one model over N of them (llmc/dist/fsdp.cuh).
+// Each GPU has one process: `mpirun -np N ./train_fp8cu ...` shards one model over N GPUs (llmc/dist/fsdp.cuh).
 //
 // From top to bottom: the trainer and its memory, operations of a layer, the model's forward pass, its backward pass,
 // the optimizer, the step, validation and samples, checkpoints, and main. train_fp8.c is the same model in plain C on
-// the CPU; a layer is the same text in both.
+// the CPU. The functions of one layer are the same text in both (dev/test/test_twins.py).
 
 #include <cuda_runtime.h>
 
@@ -45,8 +45,8 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer and its memory
 
-// Rows of logits that exist at a time, and how many where memory is short: large enough to keep the GEMMs efficient,
-// small beside T x V. Each time lm_head's gradient is read and written.
+// Rows of logits in memory at a time, and fewer rows where memory is short. Large chunks keep the GEMMs efficient: each
+// chunk reads and writes lm_head's gradient once. Small chunks save memory.
 #define LOGITS_ROWS 4096
 #define LOGITS_FEW_ROWS 2048
 
@@ -55,7 +55,7 @@ typedef struct {
     bf16 *weights;
     float *master;               // fp32 masters, or NULL
     void *exp_avg, *exp_avg_sq;  // bf16 or fp32
-    double *squares;             // one number: sum of squares of the gradient
+    double *squares;             // one number: the gradient's sum of squares
 } Parameters;
 
 typedef struct {
@@ -63,16 +63,16 @@ typedef struct {
     const Comm *comm;
     ModelConfig m;
     ParameterTable table;
-    Precision precision;  // which linear layer runs in what
+    Precision precision;  // the recipe of each linear layer
     Dims d;
     cudaStream_t stream;
     Nccl nccl;        // with several ranks
-    Fsdp fsdp;        // weights and gradients of layers, gathered and reduced
+    Fsdp fsdp;        // gathers weights, reduces gradients
     Linears linears;  // their GEMMs and FP8 scales
     Activations acts;
     Parameters params;
-    StepStats *stats;  // on the device, of the step under way
-    StepLog log;       // of the steps before
+    StepStats *stats;  // of the current step, on the device
+    StepLog log;       // of the previous steps
     cudaEvent_t idle;  // for trainer_wait_all
     Batches batches;
     float *sample_logits;  // host: [V] of next_logits
@@ -80,7 +80,7 @@ typedef struct {
     char *memory;  // the arena
 } Trainer;
 
-// Rows of logits that exist at a time. Fewer rows if the logits then fit into memory that is reused.
+// Returns the rows of logits in memory at a time. Fewer rows if the logits then fit into memory that is reused.
 static int64_t logits_rows(const Trainer *t) {
     const int64_t room = fsdp_loss_room(&t->fsdp), many = min_i64(t->d.R, LOGITS_ROWS);
     return room && many * t->d.V > room ? min_i64(t->d.R, LOGITS_FEW_ROWS) : many;
@@ -112,7 +112,7 @@ static void place_statistics(Trainer *t, Arena *a) {
 // accumulation and when sharded.
 static bool gradients_reuse_activations(const Trainer *t) { return t->fsdp.gradients == FSDP_GRADIENTS_IN_PLACE; }
 
-// Places the weight gradients; the layout learns where activations may lie before these are written.
+// Places the weight gradients. Tells the layout which of their memory activations may use before they are written.
 static void place_gradients(Trainer *t, ActivationsLayout *layout, Arena *a) {
     const int64_t element = (int64_t)sizeof(bf16);
     fsdp_place_gradients(&t->fsdp, a);
@@ -148,7 +148,7 @@ static void place_activations(Trainer *t, Arena *a) {
     activations_place(&t->acts, &layout, a);
 }
 
-// Gives every pointer its place. On an arena without memory this is the memory plan.
+// Sets every pointer of the trainer. On an arena without memory this is the memory plan.
 static void place(Trainer *t, Arena *a) {
     place_parameters(t, a);
     tensor_scales_place(&t->linears.scales, t->o->fp8_audit, a);
@@ -212,14 +212,14 @@ static RopeDims rope_dims(const Trainer *t) {
     return r;
 }
 
-// A norm whose input is not finite leaves its number (nonfinite_norm) in the step's statistics. What validation and
-// samples leave there is cleared before the next step.
+// Returns where a norm whose input is not finite writes its number (nonfinite_norm): the step's statistics, which are
+// cleared before each step.
 static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
     const RmsnormWatch watch = {&t->stats->bad_norm, (uint32_t)number};
     return watch;
 }
 
-// The norm that makes the input y of a linear layer.
+// Returns the watch of the norm whose output is the input y of a linear layer.
 static RmsnormWatch norm_watch_of(const Trainer *t, const QTensor *y) {
     return norm_watch(t, nonfinite_norm(y->layer, y->linear == GATE_UP_PROJ));
 }
@@ -269,7 +269,7 @@ static void qknorm_rope(Trainer *t, Real *rotated, const Real *qkv, const Real *
                   qknorm_rope_forward(rotated, qkv, q_norm, k_norm, t->acts.rope_table, rope_dims(t), t->stream));
 }
 
-// The data of the tensor is computed: makes what FP8 GEMMs read of it.
+// Called when a tensor's data is complete: casts it for the FP8 GEMMs that read it.
 static void qtensor_ready(Trainer *t, const QTensor *q) {
     const int64_t columns = precision_columns(&t->precision, q->role, q->linear);
     const TensorSource source = {q->data, columns};
@@ -282,7 +282,7 @@ static void attention(Trainer *t, QTensor *att, float *lse, const Real *rotated)
     qtensor_ready(t, att);
 }
 
-// h = silu(gate) * up. An FP8 h gets its rowwise data here, and its columnwise data in swiglu_backward.
+// h = silu(gate) * up. Casts the rowwise data of an FP8 h; swiglu_backward casts its columnwise data.
 static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     const Dims *d = &t->d;
     const SwigluSource source = {gate_up, d->F};
@@ -295,8 +295,8 @@ static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     qtensor_produce(&t->linears, &row, source, d->R, d->F);
 }
 
-// dgate_up from dh, and h once more for the down projection's weight gradient. With current tensor scales the pass that
-// finds the amax of dgate_up casts h on its way.
+// Computes dgate_up from dh, and h again for the down projection's weight gradient. With current tensor scales one pass
+// finds the amax of dgate_up and casts h.
 static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *h, const Real *dh,
                             const Real *gate_up) {
     const int64_t R = t->d.R, F = t->d.F;
@@ -320,7 +320,7 @@ static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *
     qtensor_produce(&t->linears, dgate_up, gradient_source, R, F);
 }
 
-// dqkv from the gradient of attention's output.
+// Computes dqkv from the gradient of attention's output.
 static void attention_backward(Trainer *t, const QTensor *dqkv, const Real *datt, const Real *rotated,
                                const QTensor *att, const float *lse) {
     profile_mark(&t->profile, "attention, backward", PROFILE_FLOPS_BF16,
@@ -328,7 +328,7 @@ static void attention_backward(Trainer *t, const QTensor *dqkv, const Real *datt
                                     attention_dims(t), t->stream));
 }
 
-// dqkv in place: from the gradient of rotated to that of qkv.
+// Turns dqkv, the gradient of rotated, into the gradient of qkv, in place.
 static void qknorm_rope_backward(Trainer *t, const QTensor *dqkv, Real *dq_norm, Real *dk_norm, const Real *qkv,
                                  const Real *q_norm, const Real *k_norm) {
     profile_bytes(&t->profile, "RoPE and QK-norm, backward",
@@ -337,12 +337,12 @@ static void qknorm_rope_backward(Trainer *t, const QTensor *dqkv, Real *dq_norm,
                                        t->stream));
 }
 
-// dbias = sum of dy's rows; nothing without bias.
+// dbias = sum of dy's rows. Does nothing without bias.
 static void bias_backward(Trainer *t, Real *dbias, const QTensor *dy) {
     if (dbias) bias_backward(dbias, dy->data, t->d.R, t->d.QKV, t->acts.reduce_workspace, t->stream);
 }
 
-// dx += the gradient of a norm's input x, and dweight; dy is the gradient of its output.
+// Adds the gradient of a norm's input x to dx, and computes dweight; dy is the gradient of its output.
 static void rmsnorm_backward(Trainer *t, const QTensor *dx, Real *dweight, const Real *dy, const Real *x,
                              const float *rstd, const Real *w) {
     profile_bytes(&t->profile, "RMSNorm, backward",
@@ -350,7 +350,7 @@ static void rmsnorm_backward(Trainer *t, const QTensor *dx, Real *dweight, const
                                    t->d.C, t->acts.norm_workspace, t->stream));
 }
 
-// The tensors of the root unit; lm_head is the embedding if the two are tied. Each is the first of its segment.
+// The tensors of the root unit; lm_head is the embedding if the two are tied. Each tensor begins its segment.
 typedef struct {
     Real *embedding, *norm, *lm_head;
 } Root;
@@ -363,9 +363,9 @@ static Root root_of_unit(FsdpUnit unit) {
 static Root root_weights(const Trainer *t) { return root_of_unit(fsdp_weights(&t->fsdp, ROOT)); }
 static Root root_gradients(const Trainer *t) { return root_of_unit(fsdp_gradients(&t->fsdp, ROOT)); }
 
-// Layers are gathered before they compute, if they are sharded (fsdp.cuh), and cast; on one GPU only cast.
+// Gathers layer l's weights if they are sharded (fsdp.cuh), and casts them. Prefetches the next layer.
 static void unshard(Trainer *t, int64_t l, bool backward) {
-    fsdp_prefetch(&t->fsdp, backward ? l - 1 : l + 1);  // gathered while layer l computes
+    fsdp_prefetch(&t->fsdp, backward ? l - 1 : l + 1);  // communicates while layer l computes
     fsdp_unshard(&t->fsdp, l, backward);
     if (t->fsdp.weights != FSDP_WEIGHTS_CACHED)
         profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
@@ -409,7 +409,7 @@ static void final_norm(Trainer *t, const bf16 *w) {
                                            norm_watch(t, nonfinite_norm(d->L, false)), t->stream));
 }
 
-// Embedding, all layers and the final norm: batch->inputs -> t->acts.y_final [R, C].
+// Runs the embedding, all layers and the final norm: batch->inputs -> t->acts.y_final [R, C].
 static void model_forward(Trainer *t, const Batch *batch) {
     const Dims *d = &t->d;
     const Root w = root_weights(t);
@@ -427,7 +427,7 @@ static void model_forward(Trainer *t, const Batch *batch) {
     final_norm(t, w.norm);
 }
 
-// Logits of rows [first, first + rows) into t->acts.logits. Returns lm_head's GEMMs for as many rows.
+// Computes the logits of rows [first, first + rows) into t->acts.logits. Returns lm_head's GEMMs for as many rows.
 static GemmPlan *logits_forward(Trainer *t, int64_t first, int64_t rows) {
     GemmPlan *head = linears_lm_head(&t->linears, rows);
     const QTensor w = qtensor_bf16(root_weights(t).lm_head), y = qtensor_bf16(t->acts.y_final + first * t->d.C);
@@ -435,7 +435,7 @@ static GemmPlan *logits_forward(Trainer *t, int64_t first, int64_t rows) {
     return head;
 }
 
-// Cross-entropy of every row into t->acts.losses.
+// Computes the cross-entropy of every row into t->acts.losses.
 static void loss_forward(Trainer *t, const Batch *batch) {
     const int64_t R = t->d.R, chunk = t->linears.head_rows;
     for (int64_t first = 0; first < R; first += chunk) {
@@ -448,8 +448,8 @@ static void loss_forward(Trainer *t, const Batch *batch) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-// Loss of every row, and its gradient back through lm_head and the final norm: t->acts.dx = gradient of the residual
-// stream. Chunk by chunk, so that the logits never exist whole.
+// Computes the loss of every row and, back through lm_head and the final norm, t->acts.dx, the gradient of the residual
+// stream. Works in chunks of rows, so that only a chunk of logits is in memory.
 static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     const Dims *d = &t->d;
     Activations *a = &t->acts;
@@ -502,13 +502,13 @@ static void layer_backward(Trainer *t, int64_t l) {
     rmsnorm_backward(t, &below.down, dw.norm1, dbranch, a->x, a->rstd1, w.norm1);
 }
 
-// Gradient of the embedding, at the end of backward.
+// Computes the gradient of the embedding, at the end of backward.
 static void embedding_backward(Trainer *t, const Batch *batch) {
     profile_bytes(&t->profile, "embedding",
                   fsdp_embedding_backward(&t->fsdp, batch->index, t->acts.dx, t->d.R, t->d.C));
 }
 
-// The gradient of layer l, or of the ROOT, is computed: it joins the sums over ranks and micro-steps.
+// Adds the gradient of layer l, or of the ROOT, to the sums over ranks and micro-steps, once it is computed.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     const Fsdp *f = &t->fsdp;
     const int64_t elements = segment_begin(slice_sizes(&f->plan, l), fsdp_reduced_segments(f));
@@ -517,15 +517,15 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     if (!fsdp_is_sharded(f) && !fsdp_in_place(f)) profile_bytes(&t->profile, "sums over micro-steps", elements * bytes);
 }
 
-// Delayed recipe: the amaxes of this micro-step's inputs and gradients, over all ranks, enter their histories.
+// Delayed recipe: adds the amaxes of this micro-step's inputs and gradients, over all ranks, to their histories.
 static void update_delayed_scales(Trainer *t) {
     if (!t->linears.scales.delayed_scale) return;
     fsdp_reduce_amaxes(&t->fsdp, COMM_WORLD);
     tensor_scales_update_activations(&t->linears.scales);
 }
 
-// Forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Gradients of the loss times
-// grad_scale join the sums. After the last micro-step, and compute_waits_comm, these are sums over all ranks.
+// Runs forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Adds the gradients of the loss
+// times grad_scale to the sums. After the last micro-step and compute_waits_comm these are sums over all ranks.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
     model_forward(t, batch);
@@ -553,28 +553,29 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimizer
 
-// True if the update needs the gradient norm first: to clip by it, or to skip a step. Otherwise AdamW takes the norm
-// along, and a step whose norm is not finite ends the run before anything of it is saved.
+// True if the update needs the gradient norm first: to clip by it, or to skip a step. Otherwise AdamW computes the norm
+// too, and a norm that is not finite ends the run before anything of the step is saved.
 static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
 
-// This rank's gradients as AdamW reads them.
+// Returns this rank's gradients as AdamW reads them.
 static AdamwGradients gradient_array(const Trainer *t) {
     const AdamwGradients g = {t->fsdp.transport.sums, t->fsdp.transport.sums_fp32};
     return g;
 }
 
-// The step's loss, and params.squares of this rank's gradients, become their sums over all ranks, in one message.
+// Sums the step's loss and params.squares over all ranks, in one message.
 static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->stats->loss, t->params.squares); }
 
-// params.squares over all ranks -> the norm, and what follows from it. Stays on the device, and is equal on all ranks.
+// Computes the gradient norm, the clip factor and whether the step is skipped, from params.squares of all ranks. They
+// stay on the device, and are equal on all ranks.
 static void finish_norm(Trainer *t) {
     const Fsdp *f = &t->fsdp;
     adamw_norm(&t->stats->control, t->params.squares, fsdp_times_counted(f), gradient_array(t),
                shard_backward_order(&t->table, &f->plan), (float)t->o->grad_clip, t->stream);
 }
 
-// The FP8 state of the weights between the update of the root and that of the layers: the amaxes of their last cast
-// enter the histories, which a skipped step leaves as they were.
+// Adds the amaxes of the weights' latest cast to the histories, between the updates of the root and of the layers. A
+// skipped step restores the histories.
 static void begin_new_weight_scales(Trainer *t) {
     TensorScales *s = &t->linears.scales;
     tensor_scales_update_weights(s);
@@ -582,7 +583,7 @@ static void begin_new_weight_scales(Trainer *t) {
     tensor_scales_clear_amaxes(s, TENSOR_W, TENSOR_W);
 }
 
-// AdamW on this rank's shard, whose new weights are published.
+// Runs AdamW on this rank's shard and publishes the new weights.
 static void optimizer_step(Trainer *t, int64_t step) {
     const Options *o = t->o;
     Fsdp *f = &t->fsdp;
@@ -621,13 +622,13 @@ static void optimizer_step(Trainer *t, int64_t step) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One step
 
-// The host waits for an event. With several ranks it watches over them meanwhile.
+// The host waits for an event. With several ranks it also watches NCCL for errors.
 static void trainer_wait(Trainer *t, cudaEvent_t event) {
     if (t->fsdp.in.nccl) nccl_wait(t->fsdp.in.nccl, event);
     else CUDA_CHECK(cudaEventSynchronize(event));
 }
 
-// The host waits for all that has been enqueued.
+// The host waits for all enqueued work.
 static void trainer_wait_all(Trainer *t) {
     compute_waits_comm(&t->fsdp.transport);
     CUDA_CHECK(cudaEventRecord(t->idle, t->stream));
@@ -649,12 +650,12 @@ static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int6
     return slot->device;
 }
 
-// The losses of the first `rows` rows, divided by `tokens`, join the sum in the statistics.
+// Adds the losses of the first `rows` rows, divided by `tokens`, to the sum in the statistics.
 static void join_loss(Trainer *t, int64_t rows, int64_t tokens) {
     if (rows) loss_accumulate(&t->stats->loss, t->acts.losses, rows, 1 / (double)tokens, t->stream);
 }
 
-// Says if --fp8-audit looks at the casts that follow.
+// Turns the audit of the casts that follow on or off (--fp8-audit).
 static void audit_casts(Trainer *t, bool on) {
     t->linears.scales.auditing = on;
     if (on) tensor_scales_clear_audit(&t->linears.scales);
@@ -700,7 +701,7 @@ static StepRecord finish_step(void *context, int64_t step) {
     return s;
 }
 
-// This rank's knowledge of a step that was not taken.
+// Returns what this rank knows of a skipped step.
 static NonfiniteStep nonfinite_step(const StepStats *stats) {
     const AdamwControl *c = &stats->control;
     const int64_t forward = stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm;
@@ -710,7 +711,7 @@ static NonfiniteStep nonfinite_step(const StepStats *stats) {
 
 static NonfiniteStep nonfinite(void *context, const StepRecord *s) {
     Trainer *t = (Trainer *)context;
-    trainer_wait_all(t);  // weights are read next, which may take long and does not watch over NCCL
+    trainer_wait_all(t);  // weights are read next, which may take long and does not watch NCCL
     return nonfinite_step(&t->log.host[(s->step - 1) % STEP_SLOTS]);
 }
 
@@ -746,16 +747,15 @@ static double read_loss(void *context) {
     return loss;
 }
 
-// Waits for all that is enqueued. If no step was taken yet, tensors that validation or samples gave their first scales
-// forget them.
+// Waits for all enqueued work. Before the first step, drops the scales that validation or samples gave to tensors.
 static void settle(void *context) {
     Trainer *t = (Trainer *)context;
     if (!t->linears.scales.scales_ready) tensor_scales_copy_before(&t->linears.scales, false);
     trainer_wait_all(t);
 }
 
-// Logits of the last of `length` tokens, which stand first among those that the model runs over: causal attention sees
-// nothing of what follows.
+// Returns the logits of the last of `length` tokens. The model runs over a whole batch that begins with them: causal
+// attention does not see the rest.
 static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {
     Trainer *t = (Trainer *)context;
     const Dims *d = &t->d;
@@ -779,8 +779,8 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints
 
-// Between ordinary host memory and the GPU, behind what has been enqueued; done on return. (The default stream waits
-// for no other.)
+// Copies between pageable host memory and the GPU, after all work in t->stream; done on return. (The default stream
+// does not wait for it.)
 static void copy_in_order(const Trainer *t, void *to, const void *from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, t->stream));
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
@@ -821,7 +821,7 @@ static TrainerState trainer_state(Trainer *t) {
     return s;
 }
 
-// True if the delayed recipe knows the scale of every tensor, as after a checkpoint was loaded.
+// True if the delayed recipe has a scale for every tensor, for example from a checkpoint.
 static bool delayed_scales_are_known(Trainer *t) {
     if (!t->linears.scales.delayed_scale) return false;
     const int64_t tensors = tensor_count(t->d.L);
@@ -850,7 +850,7 @@ static void check_memory(const Trainer *t, const Arena *plan, size_t available) 
              t->o->optimizer_state == STORAGE_FP32 ? "--optimizer-state bf16, " : "");
 }
 
-// Sizes and the memory plan; touches no GPU.
+// Computes sizes and the memory plan. Uses no GPU.
 static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m, const Comm *comm) {
     memset(t, 0, sizeof *t);
     t->o = o, t->m = *m, t->comm = comm;
@@ -870,11 +870,11 @@ static void fill_rope_table(Trainer *t) {
     const size_t bytes = (size_t)(t->d.T * t->d.HD) * sizeof(float);
     float *table = (float *)xcalloc(bytes, 1);
     rope_table_fill(table, &t->m, t->d.T);
-    copy_in_order(t, t->acts.rope_table, table, bytes);  // behind the clearing of its memory
+    copy_in_order(t, t->acts.rope_table, table, bytes);  // after its memory is cleared
     free(table);
 }
 
-// Takes the GPU memory, plans the matrix products, and clears all arrays.
+// Allocates the GPU memory, plans the GEMMs, and clears all arrays.
 static void trainer_create(Trainer *t, const Arena *plan) {
     size_t available = 0, total = 0;
     CUDA_CHECK(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
@@ -916,7 +916,7 @@ static void trainer_destroy(Trainer *t) {
     free(t->acts.layer);
 }
 
-// The largest magnitude of this rank's part of linear layer i of layer l.
+// Finds the amax of this rank's part of linear layer i's weight in layer l.
 static void shard_amax(Trainer *t, int64_t l, int i) {
     const LinearShape *s = &t->precision.linear[i];
     const ShardRange r = shard_matrix(&t->table, &t->fsdp.plan, l, s->offset, s->N * s->K);
@@ -925,8 +925,8 @@ static void shard_amax(Trainer *t, int64_t l, int i) {
                     r.count, t->stream);
 }
 
-// After the weights changed by other means than the optimizer: the bf16 copies of fp32 masters, the FP8 weights and
-// what is gathered follow.
+// Called when the weights changed, but not by the optimizer: rounds bf16 weights from fp32 masters, and invalidates FP8
+// and gathered weights.
 static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
     t->linears.scales.scales_ready = delayed_scales_are_known(t);
@@ -954,8 +954,10 @@ static void print_settings(const void *context) { fsdp_print_gathers(&((const Tr
 static void print_gemms(const void *context) { linears_print(&((const Trainer *)context)->linears); }
 
 static void create(void *context, const Arena *memory) {
-    trainer_create((Trainer *)context, memory);
-    fsdp_print_transport(&((const Trainer *)context)->fsdp);
+    Trainer *t = (Trainer *)context;
+    trainer_create(t, memory);
+    fsdp_print_transport(&t->fsdp);
+    linears_print_full_accum(&t->linears);
 }
 
 static void initialize(void *context) {

@@ -4,7 +4,7 @@
 static void log_run(const uint8_t *data, size_t size) {
     ModelConfig m;
     Options o = options_default();
-    const RunInfo run = {"train_fp8", "CPU", "", 1, 0, true, 0};
+    const RunInfo run = {"train_fp8", "CPU", "", 1, 0, true, 0, NULL};
     fuzz_write("log.jsonl", data, size);
     o.log_dir = fuzz()->folder;
     FUZZ_CHECK(model_config_preset(&m, "tiny"));

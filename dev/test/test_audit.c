@@ -252,7 +252,7 @@ static bool text_is(const Json *json, const char *key, const char *want) {
 // Writes an audit to a log of its own and returns the lines after the settings; the caller frees.
 static char *logged(const Run *r) {
     const char *path = scratch_path("log.jsonl");
-    const RunInfo run = {"train_fp8", "CPU", "test", 1, 0, false, 0};
+    const RunInfo run = {"train_fp8", "CPU", "test", 1, 0, false, 0, NULL};
     Logger l = logger_open(&r->o, &r->m, &r->t, &r->p, run);
     audit_log(&l, 40, r->sums, &r->p);
     logger_close(&l);

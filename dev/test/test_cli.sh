@@ -59,10 +59,15 @@ plan = json.loads(open(folder + "/plan.json").read())
 text = open(folder + "/plan.txt").read()
 names = dict(line.split(None, 1) for line in text.split("\n") if re.match(r"[a-z]\S+ +\S", line))
 for key in ("parameters", "checkpoint_bytes", "vocab_size", "model_flops_per_token"):
-    assert plan[key] == float(names[key]), (key, plan[key], names[key])
+    shown = names[key.replace("_", "-")]
+    assert plan[key] == float(shown), (key, plan[key], shown)
 for key, value in plan["settings"].items():
-    shown = names.get(key, str(value))
-    assert value in ("", "off") or str(value) == shown or float(value) == float(shown), (key, value)
+    if key.startswith("fp8-") and plan["settings"]["precision"] != "fp8":
+        assert key not in names, key
+        continue
+    shown = names.get(key, "")
+    off = value == "off" and key in ("dry-run", "log-dir")
+    assert off or str(value) == shown or float(value) == float(shown), (key, value)
 memory = plan["memory"]
 printed = {name: float(mib) for name, mib in re.findall(r"^  (\S.*?) {2,}([0-9.]+)$", text, re.M)}
 for group in memory["groups"] + [{"name": "total", "bytes": memory["total_bytes"]}]:
@@ -75,7 +80,7 @@ operand = lambda o: " ".join([o["dtype"]] + [o[key] for key in ("scale_per",) if
 wanted = []
 for g in plan["gemms"]:
     roles = {"fprop": "xw", "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}[g["gemm"]]
-    sizes = [str(g[key]) for key in ("rows", "columns", "depth")]
+    sizes = [str(g[key]) for key in ("M", "N", "K")]
     wanted.append((g["linear"], g["gemm"], *sizes, *(operand(g[role]) for role in roles)))
 assert wanted == gemms, (wanted, gemms)
 fp8 = sum(len(g["layers"]) for g in plan["gemms"] if "scale_per" in g.get("x", g.get("dy")))
@@ -83,6 +88,8 @@ assert plan["fp8_gemms"] == fp8 and plan["world_size"] == world, (plan["fp8_gemm
 log = json.loads(open(folder + "/log.jsonl").readline()) if world < 3 else None
 if log:
     assert log["fp8_gemms"] == fp8 and log["memory_plan_bytes"] == memory["total_bytes"] - memory["other_bytes"]
+    for key in ("memory", "gemms", "checkpoint_bytes", "ranks_per_replica", "fp8_filter_decided"):
+        assert log[key] == plan[key], key
     assert {**log["settings"], "dry-run": "on", "log-dir": ""} == {**plan["settings"], "log-dir": ""}
 print("fp8_gemms", fp8)
 PY
@@ -111,6 +118,65 @@ check "weight gradients in bf16" plans "fp8_gemms 16" 1 tiny $data --precision f
 check "a recipe that tiny's sizes do not suit" plans "fp8_gemms 0" 1 tiny $data --precision fp8 --fp8-recipe blockwise \
     --batch-size 4
 check "512 ranks" plans "fp8_gemms 384" 512 llama3.1-8b $data --precision fp8
+
+# ---- what a run prints before its first step, on stdout and stderr: at most 25 lines; --dry-run prints everything
+
+# $1 ranks, the rest: arguments. The lines before the first step are left in $tmp/start.
+starts() {
+    make_launch "$1"
+    shift
+    "${launch[@]}" $trainer "$@" >"$tmp/start.out" 2>&1 || { tail -n 3 "$tmp/start.out"; return 1; }
+    sed '/^step /Q' "$tmp/start.out" >"$tmp/start"
+    holds "$tmp/start.out" "step 1/" && equal "$(sed -n '1s/:.*//p' "$tmp/start")" "train_fp8 $version" &&
+        equal "$(($(wc -l <"$tmp/start") <= 25))" 1
+}
+version=$($trainer tiny --train-data "$tmp/s_train.bin" --dry-run --json | sed 's/.*"version": "\([^"]*\)".*/\1/')
+val="--val-data $tmp/s_val.bin --log-dir $tmp/started"
+check "the start of a bf16 run" starts 1 tiny $data $val
+check "bf16: the recipe" holds "$tmp/start" "recipe    bf16: all GEMMs, with fp32 accumulation"
+check "bf16: no memory plan" lacks "$tmp/start" "memory plan"
+check "bf16: no table of GEMMs" lacks "$tmp/start" "fprop"
+check "the start of an fp8 run" starts 1 tiny $data $val --precision fp8 --fp8-filter first
+check "fp8: the recipe" holds "$tmp/start" "bf16: lm_head, qkv in 1 of 2 layers, attn_out in 1 of 2 layers"
+check "fp8: what is set" holds "$tmp/start" "options   --val-data $tmp/s_val.bin --sequence-length 32 --num-steps 2"
+check "fp8: what is derived" holds "$tmp/start" "derived   --fp8-format hybrid --master-weights bf16 --optimizer-state bf16"
+check "fp8: one line of the log's name" equal "$(grep -c 'earlier run is now' "$tmp/start")" 1
+check "the start of 2 ranks" starts 2 tiny $data $val --precision fp8 --fp8-recipe delayed
+check "2 ranks: the replica" holds "$tmp/start" "ranks     2: 1 replica of 2 ranks, sharding full"
+check "2 ranks: derived for them alone" holds "$tmp/start" "--fp8-all-gather on"
+checkpoints="--checkpoint-dir $tmp/started/steps --checkpoint-every 1 --keep-checkpoints 1"
+check "the start of a run that saves" starts 1 tiny $data $val $checkpoints --resume
+check "a resumed run" eval '$trainer tiny $data $val $checkpoints --resume --num-steps 3 >"$tmp/resumed"'
+check "resumed: at most 25 lines" equal "$(($(sed '/^step /Q' "$tmp/resumed" | wc -l) <= 25))" 1
+check "resumed: from which checkpoint" holds "$tmp/resumed" "resume: continuing from $tmp/started/steps/step-00000002"
+# every option that a run of 2 ranks may have
+many=$($trainer tiny $data --precision fp8 --fp8-recipe delayed --dry-run --json | python3 -c '
+import json, sys
+left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filter", "shard-size", "world-size",
+            "copy-engines", "fp8-weight-cache", "log-dir", "checkpoint-dir", "export-hf")
+for name, value in json.load(sys.stdin)["settings"].items():
+    if value not in ("on", "off") and name not in left_out: print("--" + name, value)')
+check "the start with $(wc -l <<<"$many") options" starts 2 tiny $data $val $many
+check "many options: cut with an ellipsis" equal "$(grep -c ' \.\.\.$' "$tmp/start")" 1
+$trainer tiny $data --precision fp8 --dry-run >"$tmp/start"
+check "--dry-run: settings, memory plan and table" equal "$(grep -cE '^(model|eps|stall-timeout) |^memory plan|^  (lm_head|down) ' "$tmp/start")" 10
+
+# ---- --log-every: step lines of the first step, every N-th and the last; the log has all
+
+printed() { grep '^step ' "$1" | sed 's|^step *\([0-9]*\)/.*|\1|' | paste -sd' '; }
+rm -rf "$tmp/every"
+$trainer tiny $data --val-data "$tmp/s_val.bin" --val-every 2 --num-steps 11 --log-every 4 --log-dir "$tmp/every" \
+    --sample-every 5 --sample-tokens 4 --checkpoint-dir "$tmp/every/steps" >"$tmp/every.out"
+check "--log-every 4 of 11 steps" equal "$(printed "$tmp/every.out")" "1 4 8 11"
+check "--log-every: every step is in the log" equal "$(grep -c '"type": "step"' "$tmp/every/log.jsonl")" 11
+check "--log-every: other lines stay" \
+    equal "$(grep -cE '^(validation|sample|saved checkpoint) after step' "$tmp/every.out")" 10
+$trainer tiny $data --num-steps 14 --log-every 6 --checkpoint-dir "$tmp/every/steps" --resume >"$tmp/every.out"
+check "--log-every after --resume" equal "$(printed "$tmp/every.out")" "12 14"
+timeout -s TERM 3 $trainer tiny $data --num-steps 10000000 --log-every 10000000 >"$tmp/every.out"
+check "--log-every: the step at which a signal ends the run" \
+    equal "$(printed "$tmp/every.out")" "1 $(sed -n 's/^stopped by signal 15 after step \([0-9]*\);.*/\1/p' "$tmp/every.out")"
+
 number() { $trainer llama3.1-8b --dry-run --json | json_number "$1"; }
 check "a number of the plan" equal "$(number parameters) $(number sequence-length)" "8030261248 2048"
 finish

@@ -26,7 +26,7 @@ static Run make_run(double peak) {
     model_config_preset(&r.m, r.o.model);
     r.t = parameter_table(&r.m);
     r.p = precision_plan(&r.o, r.o.fp8_filter, &r.m, &r.t, true);
-    const RunInfo info = {"train_fp8cu", "NVIDIA H200", "test", 4, peak, false, 1 << 30};
+    const RunInfo info = {"train_fp8cu", "NVIDIA H200", "test", 4, peak, false, 1 << 30, NULL};
     r.run = info;
     return r;
 }

@@ -106,14 +106,14 @@ check "which sequences: $(grep '^validation: ' "$tmp/validated.out")" grep -q '^
 train 4 validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --batch-size 40 --val-data "$tmp/s_val.bin" --val-steps 100000 && check "all of the validation data, less than a batch" grep -q '^validation: the first \([0-9]*\) of \1 sequences' "$tmp/validated.out"
 
 # ---- FP8 all-gather: the same bits whether weights travel as FP8 or as bf16; layers with a bf16 product travel as bf16
-gathered() { sed -n 's/^  gathered weights *//p' "$1"; }
+gathered() { sed -n 's/.*{"name": "gathered weights", "bytes": \([0-9]*\)}.*/\1/p' "$1/log.jsonl"; }
 for recipe in tensorwise "delayed --fp8-amax-history 2"; do
     for case in "2" "3 --fp8-filter first" "4 --sharding grad_op --master-weights fp32 --grad-accumulation-steps 2"; do
         n=${case%% *} name="${recipe%% *}, $case"
         fp8="$tmp/fp8 $data --precision fp8 --fp8-recipe $recipe --num-steps 5 --batch-size 2 ${case#"$n"}"
         train $n fp8-on $fp8 --fp8-all-gather on && train $n fp8-off $fp8 --fp8-all-gather off || continue
         check "$name: FP8 all-gather changes the losses" cmp "$tmp/fp8-on.steps" "$tmp/fp8-off.steps"
-        [ "$n" -eq 4 ] && check "$name: no less is gathered" awk -v on="$(gathered "$tmp/fp8-on.out")" -v off="$(gathered "$tmp/fp8-off.out")" 'BEGIN { exit !(on > 0 && on < off) }'
+        [ "$n" -eq 4 ] && check "$name: no less is gathered" awk -v on="$(gathered "$tmp/fp8-on")" -v off="$(gathered "$tmp/fp8-off")" 'BEGIN { exit !(on > 0 && on < off) }'
     done
 done
 
@@ -125,7 +125,7 @@ for recipe in rowwise rowwise_with_gw_hp blockwise mxfp8; do
     train 0 one-$recipe $fp8 --batch-size 8 && train 2 two-$recipe $fp8 --batch-size 4 || continue
     check "$recipe on 2 ranks" close "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps" 1e-3
     check "$recipe on 2 ranks: forward pass" awk 'NR == FNR { if (FNR == 1) a = $2; next } FNR == 1 { exit !(a / $2 - 1 < 1e-6 && $2 / a - 1 < 1e-6) }' "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps"
-    check "$recipe is bf16" grep -q "qkv .*fprop .*e4m3" "$tmp/two-$recipe.out"
+    check "$recipe is bf16" grep -q '"linear": "qkv", "gemm": "fprop", [^}]*"x": {"dtype": "e4m3"' "$tmp/two-$recipe/log.jsonl"
 done
 
 # The audit is of all ranks, also of weights that travel as codes.

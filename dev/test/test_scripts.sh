@@ -34,6 +34,12 @@ for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh; do
     PATH=$tmp:$PATH "$script" --quick >"$tmp/log" 2>&1
     check "$script --quick" equal "$? $(cat "$tmp/log")" "2 error: unknown argument \"--quick\"; $script takes none but --help"
 done
+# The quickstart prints at most 60 lines, its story among them. On a machine with a GPU it trains there.
+STEPS=30 OUT=$tmp/quickstart scripts/quickstart.sh >"$tmp/log" 2>&1
+check "quickstart: a story" equal "$? $(grep -c '^sample after step 30: ' "$tmp/log")" "0 1"
+check "quickstart: all steps are logged" equal "$(grep -c '"type": "step"' "$tmp/quickstart/log.jsonl")" 30
+check "quickstart: 11 step lines" equal "$(grep -c '^step ' "$tmp/log")" 11
+check "quickstart: at most 60 lines" equal "$(($(wc -l <"$tmp/log") <= 60))" 1
 data/setup_venv.sh --help >"$tmp/log" 2>&1
 check "data/setup_venv.sh --help" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
 finish

@@ -133,9 +133,9 @@ wait $busy 2>/dev/null
 
 # ---- what a run is told and cannot do
 
-check "--profile on the CPU" refuses 4 "--profile is the GPU trainer's" tiny $data --profile
-check "--copy-engines on the CPU" refuses 4 "--copy-engines on is the GPU trainer's" tiny $data --copy-engines on
-check "--fp8-weight-cache on the CPU" refuses 4 "--fp8-weight-cache on is the GPU trainer's" tiny $data --precision fp8 --fp8-weight-cache on
+check "--profile on the CPU" refuses 4 "--profile needs the GPU trainer" tiny $data --profile
+check "--copy-engines on the CPU" refuses 4 "--copy-engines on needs the GPU trainer" tiny $data --copy-engines on
+check "--fp8-weight-cache on the CPU" refuses 4 "--fp8-weight-cache on needs the GPU trainer" tiny $data --precision fp8 --fp8-weight-cache on
 check "less validation data than a batch" trains tiny $data --val-data "$tmp/s_val.bin" --batch-size 512 --num-steps 1 --val-steps 1000000
 check "sequences longer than the model is made for" trains "$tmp/model" $data --sequence-length 600 --num-steps 1
 check "sequences longer than the model is made for: a warning" holds "$out" "warning: --sequence-length 600 is more than the 512 positions"

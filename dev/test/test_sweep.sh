@@ -314,7 +314,7 @@ done
 # Whether the tensors of the checkpoint in $1 take what --dry-run says, beside headers of a few KB.
 takes_planned_bytes() {
     local planned taken
-    planned=$("$trainer" tiny --train-data "$tmp/synth_train.bin" --dry-run | awk '$1 == "checkpoint_bytes" { print $2 }')
+    planned=$("$trainer" tiny --train-data "$tmp/synth_train.bin" --dry-run --json | (. scripts/launch.sh && json_number checkpoint_bytes))
     taken=$(cat "$1"/*.safetensors | wc -c)
     echo "planned $planned, taken $taken"
     [ "$taken" -ge "$planned" ] && [ "$taken" -le $((planned + 20000)) ]

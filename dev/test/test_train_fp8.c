@@ -925,8 +925,8 @@ static void test_output(void) {
     CHECK(run_program(SMALL_RUN "--num-steps 2 --sample-every 1 --sample-tokens 40 --export-hf @/exported", &output) ==
               0,
           "run with samples and export: %s", output);
-    CHECK(strstr(output, "memory plan, MiB") && strstr(output, "matrix products") &&
-              strstr(output, "sample after step 2: ") && strstr(output, "step 1/2 | loss "),
+    CHECK(strstr(output, "recipe    bf16") && strstr(output, "sample after step 2: ") &&
+              strstr(output, "step 1/2 | loss "),
           "%s", output);
     free(output);
     CHECK(run_program("@/exported --train-data @/train.bin --sequence-length 16 --num-steps 1", &output) == 0,
@@ -934,6 +934,7 @@ static void test_output(void) {
     free(output);
     CHECK(run_program("llama3.1-8b --dry-run --precision fp8", &output) == 0, "dry run without data: %s", output);
     CHECK(strstr(output, "parameters                 8030261248") && strstr(output, "e4m3") &&
+              strstr(output, "memory plan, MiB") && strstr(output, "\n  lm_head   wgrad ") &&
               !strstr(output, "step 1/"),
           "dry run: %s", output);
     free(output);

@@ -142,6 +142,7 @@ enum { FREE, MUST_MATCH };
          "loading, saving and exporting files") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: number of ranks to plan for, without mpirun") \
     GROUP("output") \
+    INT(log_every, "log-every", 1, 1, 1000000000, FREE, "steps between printed step lines; log.jsonl has every step") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, \
          "steps between validations; the last step has one too; 0: only there, if --val-data is given") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, \

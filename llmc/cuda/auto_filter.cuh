@@ -117,7 +117,7 @@ static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
     return us;
 }
 
-// Times one layer, prints its line; whether it is faster in bf16.
+// Times one layer and prints its times. Returns true if it is faster in bf16.
 static inline bool auto_filter_layer(AutoFilter *f) {
     const LinearShape *s = &f->shape;
     for (int t = 0; t < NUM_TENSORS; t++) auto_filter_tensor(f, (TensorRole)t);
@@ -128,15 +128,15 @@ static inline bool auto_filter_layer(AutoFilter *f) {
                  (t == TENSOR_W ? f->options->grad_accumulation_steps : 1);
     const double fp8 = auto_filter_products(f, f->precision->recipe) + casts,
                  plain = auto_filter_products(f, recipe_row(RECIPE_BF16));
-    printf("  %-9s %8.1f %8.1f %8.1f  %s\n", s->name, plain, fp8, casts, plain <= fp8 ? "bf16" : "fp8");
+    printf(" %s %.1f/%.1f (casts %.1f)", s->name, plain, fp8, casts);
     for (int i = 0; i < f->num_buffers; i++) CUDA_CHECK(cudaFree(f->buffers[i]));
     f->num_buffers = 0;
     return plain <= fp8;
 }
 
 // Writes the names of the linear layers that stay bf16, comma-separated, as --fp8-filter understands them; "" if none.
-// `p`: of a plan without a filter; R: rows of a micro-step. Prints a table. Allocates GPU memory for one layer at a
-// time, and frees it. Not with
+// `p`: of a plan without a filter; R: rows of a micro-step. Prints the times in one line. Allocates GPU memory for one
+// layer at a time, and frees it. Not with
 // --fp8-emulate or --deterministic (options.h refuses both). Dies if memory is short or the GPU lacks the recipe's
 // products.
 static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R,
@@ -148,21 +148,18 @@ static inline void auto_filter(char *list, size_t capacity, const Precision *p, 
     CUDA_CHECK(cudaMalloc(&f.gemm.workspace, GEMM_WORKSPACE_BYTES));
     CUDA_CHECK(cudaEventCreate(&f.begin));
     CUDA_CHECK(cudaEventCreate(&f.end));
-    printf(
-        "\n--fp8-filter auto: microseconds of a layer's three products over %lld rows, in recipe %s with its casts\n",
-        (long long)R, p->recipe->name);
-    printf("  %-9s %8s %8s %8s  kept\n", "layer", "bf16", "fp8", "casts");
+    printf("--fp8-filter auto, us of a layer's GEMMs in bf16/fp8:");
     list[0] = 0;
     for (int id = 0; id < NUM_LINEARS; id++) {
         f.shape = p->linear[id];
         if (!linear_fits(&f.shape, p->recipe)) {
-            printf("  %-9s bf16: %lld x %lld are not multiples of %d\n", f.shape.name, (long long)f.shape.N,
-                   (long long)f.shape.K, p->recipe->multiple);
+            printf(" %s bf16 (sizes are not multiples of %d)", f.shape.name, p->recipe->multiple);
             continue;
         }
         const size_t used = strlen(list);
         if (auto_filter_layer(&f)) format_checked(list + used, capacity - used, "%s%s", used ? "," : "", f.shape.name);
     }
+    printf("\n");
     CUBLAS_CHECK(cublasLtDestroy(f.gemm.handle));
     CUDA_CHECK(cudaFree(f.gemm.workspace));
     CUDA_CHECK(cudaEventDestroy(f.begin));

@@ -124,19 +124,23 @@ static inline void linears_destroy(Linears *ln) {
     CUBLAS_CHECK(cublasLtDestroy(ln->gemm.handle));
 }
 
-// Prints what the GEMMs run in; where they are planned, also those for which cuBLASLt has no fast accumulation
-// (gemm_choose).
-static inline void linears_print(const Linears *ln) {
-    const Precision *precision = ln->precision;
-    precision_print(precision, ln->rows, ln->head_rows, "bf16");
+// Prints the table of what the GEMMs run in.
+static inline void linears_print(const Linears *ln) { precision_print(ln->precision, ln->rows, ln->head_rows, "bf16"); }
+
+// Prints in one line the GEMMs for which cuBLASLt has no fast accumulation (gemm_choose). After linears_plan.
+static inline void linears_print_full_accum(const Linears *ln) {
+    bool found = false;
     for (int id = 0; id < NUM_LINEARS; id++)
         for (int kind = 0; kind < NUM_GEMMS; kind++) {
             const GemmPlan *p = &ln->plans[id].fp8[kind];
-            if (p->matmul && p->native && !p->spec.fast_accum &&
-                precision_fast_accum(precision, p->spec.recipe, (GemmKind)kind))
-                printf("  %s %s: no fast_accum algorithm for this shape, accumulates in full fp32\n", p->layer,
-                       gemm_kind_name((GemmKind)kind));
+            if (!p->matmul || !p->native || p->spec.fast_accum ||
+                !precision_fast_accum(ln->precision, p->spec.recipe, (GemmKind)kind))
+                continue;
+            printf("%s %s %s", found ? "," : "no fast_accum algorithm, full accumulation in:", p->layer,
+                   gemm_kind_name((GemmKind)kind));
+            found = true;
         }
+    if (found) printf("\n");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

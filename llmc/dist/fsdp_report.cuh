@@ -13,26 +13,28 @@ static inline void fsdp_open_peers(Fsdp *f, const Comm *c, char *memory, int64_t
     const double first = comm_min(c, COMM_WORLD, *reason ? (double)c->rank : INFINITY);
     comm_broadcast(c, COMM_WORLD, (int64_t)first, reason, (int64_t)sizeof reason);
     if (required) die_with(EXIT_UNSUPPORTED, "--copy-engines on: %s", reason);
-    printf("\nNCCL moves weights and gradients, because %s\n", reason);
+    printf("no copy engines: %s\n", reason);
 }
 
-// Prints the dtype in which layers are gathered, after the settings.
+// Returns the dtype in which layers are gathered.
+static inline const char *fsdp_gather_dtype(const Fsdp *f) {
+    if (f->weights != FSDP_WEIGHTS_GATHER_FP8) return "bf16";
+    return f->precision->any_bf16 ? "fp8 (bf16 for layers with bf16 linears)" : "fp8";
+}
+
+// Prints that dtype among the settings of a dry run.
 static inline void fsdp_print_gathers(const Fsdp *f) {
-    const char *dtype = f->weights != FSDP_WEIGHTS_GATHER_FP8 ? "bf16"
-                        : f->precision->any_bf16              ? "FP8 where all of them is"
-                                                              : "FP8";
-    if (fsdp_is_sharded(f)) printf("%-26s %s\n", "layers are gathered in", dtype);
+    if (fsdp_is_sharded(f)) printf("%-26s %s\n", "all-gather dtype", fsdp_gather_dtype(f));
 }
 
-// Says how weights and gradients travel, which is known after fsdp_open_peers.
+// Prints in one line how ranks communicate weights and gradients, which is known after fsdp_open_peers.
 static inline void fsdp_print_transport(const Fsdp *f) {
+    const bool engines = f->transport.kind == TRANSPORT_COPY_ENGINES;
     if (f->world == 1) return;
-    if (f->transport.kind == TRANSPORT_COPY_ENGINES)
-        printf("\nlayers and gradients travel by the GPUs' copy engines; gradients are added up in fp32%s\n",
-               f->replicas == 1 ? "" : ", over replicas by NCCL");
-    else
-        printf("\nlayers and gradients travel by NCCL; gradients are reduced in %s\n",
-               f->transport.reduce_dtype == REDUCE_FP32 ? "fp32" : "bf16");
+    printf("transport %s", engines ? "copy engines" : "NCCL");
+    if (fsdp_is_sharded(f)) printf("; all-gather in %s", fsdp_gather_dtype(f));
+    printf("; gradients reduced in %s%s\n", engines || f->transport.reduce_dtype == REDUCE_FP32 ? "fp32" : "bf16",
+           engines && f->replicas > 1 ? ", over replicas by NCCL" : "");
 }
 
 #endif

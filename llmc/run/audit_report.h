@@ -9,7 +9,7 @@
 // Sums of all operands are an array [layer][LinearId][TensorRole][TensorUsage].
 static inline int64_t audit_count(const Precision *p) { return p->num_layers * AUDIT_LAYER; }
 
-// Each of n sums becomes what all ranks together have seen.
+// Reduces n sums over all ranks.
 static inline void audit_reduce(const Comm *c, AuditSums *sums, int64_t n) {
     double *totals = (double *)xcalloc((size_t)n, 5 * sizeof(double)), *total = totals;
     uint32_t *maxima = (uint32_t *)xcalloc((size_t)n, 3 * sizeof(uint32_t)), *maximum = maxima;
@@ -28,7 +28,7 @@ static inline void audit_reduce(const Comm *c, AuditSums *sums, int64_t n) {
     free(maxima);
 }
 
-// An operand of one of the three products, and the copy that it is.
+// The operands of the three GEMMs of a linear layer: FP8 tensors, rowwise or columnwise.
 enum { AUDIT_OPERANDS = 2 * NUM_GEMMS, AUDIT_WORST = 3 };
 
 typedef struct {
@@ -51,8 +51,8 @@ static inline bool audit_shared(const Precision *p, TensorRole tensor) {
                               recipe_granularity(p->recipe, tensor, COLUMNWISE));
 }
 
-// What one operand of linear layer `id` of layer l has gathered; count 0 if it is bf16 or was never cast in an audit.
-// Copies that hold the same codes are one.
+// Returns the sums of one operand of linear layer `id` of layer l; count 0 if it is bf16 or no audit saw it. Rowwise
+// and columnwise data with equal codes count as one.
 static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int64_t l, int id, AuditOperand o) {
     AuditSums s;
     memset(&s, 0, sizeof s);
@@ -63,8 +63,8 @@ static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int6
     return s;
 }
 
-// Writes the audit of one step: a line for each layer, linear layer and FP8 operand. What JSON cannot hold is null: an
-// infinite sqnr_db too.
+// Writes the audit of one step: a line for each layer, linear layer and FP8 operand. A value that JSON cannot hold,
+// such as an infinite sqnr_db, is null.
 static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums, const Precision *p) {
     if (!logger->file) return;
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {
@@ -91,8 +91,7 @@ static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums
     }
 }
 
-// After a step that was audited: what this rank's `sums` hold becomes what all ranks have seen, goes to the log, and
-// joins those of the run.
+// Ends the audit of a step: reduces `sums` over all ranks, writes them to the log, and adds them to the run's sums.
 static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, AuditSums *sums, AuditSums *run,
                                 const Precision *p) {
     audit_reduce(c, sums, audit_count(p));
@@ -100,10 +99,10 @@ static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, Aud
     audit_merge_all(run, sums, audit_count(p));
 }
 
-// NaN is worst of all.
+// True if SQNR db is worse than `than`. NaN is the worst.
 static inline bool audit_is_worse(double db, double than) { return isnan(db) ? !isnan(than) : db < than; }
 
-// One row: an operand of a linear layer over all layers. Nothing if it was never seen.
+// Prints one row: an operand of a linear layer over all layers. Nothing if no audit saw it.
 static inline void audit_print_operand(const AuditSums *sums, const Precision *p, int id, AuditOperand o) {
     AuditSums all;
     memset(&all, 0, sizeof all);
@@ -131,8 +130,8 @@ typedef struct {
     AuditOperand operand;
 } AuditPlace;
 
-// The places with the lowest SQNR, worst first; equal ones in the order of the layers. Returns how many there are.
-// Copies that hold the same codes count once.
+// Finds the operands with the lowest SQNR, worst first; ties in the order of the layers. Returns how many there are.
+// Rowwise and columnwise data with equal codes count once.
 static inline int audit_find_worst(AuditPlace worst[AUDIT_WORST], const AuditSums *sums, const Precision *p) {
     int found = 0;
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {
@@ -150,16 +149,16 @@ static inline int audit_find_worst(AuditPlace worst[AUDIT_WORST], const AuditSum
     return found;
 }
 
-// The table at the end of a run, from the sums of all its audits (audit_merge_all).
+// Prints the table at the end of a run, from the sums of all its audits (audit_merge_all).
 static inline void audit_print_table(const AuditSums *sums, const Precision *p) {
     AuditPlace worst[AUDIT_WORST];
     const int found = audit_find_worst(worst, sums, p);
     if (!found) {
-        printf("\nFP8 audit: no FP8 operand was cast in a step that was audited\n");
+        printf("\nFP8 audit: no FP8 operand was cast in an audited step\n");
         return;
     }
-    printf("\nFP8 audit: %s; SQNR is signal to quantization noise in dB, over all layers and of the worst; shares are "
-           "of all values\n",
+    printf("\nFP8 audit: %s; SQNR is signal to quantization noise in dB, over all layers and in the worst one; shares "
+           "are of all values\n",
            p->recipe->name);
     printf("  %-9s %-6s %-17s %7s %8s %6s %13s %11s %12s\n", "linear", "pass", "operand", "SQNR", "worst", "layer",
            "flushed to 0", "saturated", "amax");

@@ -1,6 +1,5 @@
 // Prints and logs (log.jsonl) the settings, each step's loss, speed and memory, validation losses and a summary.
-// A run that goes on from a checkpoint continues the file with a settings line of its own; for any other run an
-// earlier file steps aside.
+// A resumed run appends to the file, with a settings line of its own. For any other run an earlier file is renamed.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 
@@ -11,22 +10,23 @@
 
 #define TRAINER_VERSION "0.1"
 
-// Steps that the summary's medians leave out: clocks, caches and algorithm choices settle. Fewer in runs shorter than
-// twice this.
+// The summary's medians leave these first steps out, while clocks and caches settle. Runs shorter than twice this leave
+// out half of their steps.
 #define SUMMARY_WARMUP_STEPS 10
 
-// Loss at the end of the run: mean over the last steps, as one batch alone is noisy.
+// The summary's last loss is the mean over this many steps, since the loss of one batch is noisy.
 #define SUMMARY_LOSS_STEPS 20
 
-// Where and how the run takes place.
+// Facts about a run that its options do not say.
 typedef struct {
     const char *program;   // "train_fp8", "train_fp8cu"
     const char *device;    // GPU's name, or "CPU, 2 threads"
-    const char *versions;  // compiler, CUDA, cuBLASLt, driver: free text
+    const char *versions;  // of compiler, CUDA and libraries: free text
     int64_t world_size;    // GPUs
     double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
     bool resumed;          // from a checkpoint
-    int64_t memory_plan;   // bytes of a rank, beside CUDA's and the libraries' own
+    int64_t memory_plan;   // bytes of a rank, without those of CUDA and the libraries
+    const char *plan;      // more members of the settings record, as JSON, each behind a comma; NULL: none
 } RunInfo;
 
 typedef struct {
@@ -35,7 +35,7 @@ typedef struct {
     double learning_rate;
     double seconds;  // of the whole step
     int64_t memory;  // bytes used on the GPU (CPU trainer: by the process)
-    bool skipped;    // non-finite gradient: the weights did not change
+    bool skipped;    // the gradient was not finite: the weights did not change
 } StepRecord;
 
 typedef struct {
@@ -46,13 +46,15 @@ typedef struct {
     RunInfo run;
     TokenFlops flops;
     int64_t num_steps, tokens_per_step;
-    double *seconds, *losses;  // of the steps taken in this process
+    int64_t log_every;         // steps between printed lines; 0, 1: every step has one
+    bool ends;                 // the next step is the last, because a signal ends the run
+    double *seconds, *losses;  // of the steps of this process
     int64_t count, capacity, skipped;
     int64_t memory;  // largest seen
 } Logger;
 
-// Writes one line. A full disk costs lines of the log, not the run: the part of a line that fits is taken back, so that
-// one that can be written later begins a line. A file that cannot be cut so (a pipe, a failing disk) is given up.
+// Writes one line. On a full disk the log loses lines and the run goes on: a part of a line is cut off again, so that
+// the next line begins at a line's start. A file that cannot be cut (a pipe, a failing disk) is closed.
 static inline void logger_write(Logger *l, JsonText *line) {
     json_text_add(line, "\n");
     if (l->file && FILE_WORK("write", l->path, fwrite(line->data, 1, line->size, l->file)) == line->size) {
@@ -69,7 +71,7 @@ static inline void logger_write(Logger *l, JsonText *line) {
     json_text_free(line);
 }
 
-// A number as JSON; what JSON cannot hold (NaN, infinity) becomes null.
+// Adds a number; NaN and infinity, which JSON lacks, become null.
 static inline void logger_add(JsonText *line, const char *key, double value) {
     json_text_add(line, ", \"%s\": ", key);
     if (isfinite(value)) json_text_add_real(line, value);
@@ -85,7 +87,7 @@ static inline void logger_add_text(JsonText *line, const char *key, const char *
     json_text_add_string(line, value);
 }
 
-// All options as an object with the key "settings": numbers as numbers, all else as text.
+// Adds all options as an object with the key "settings": numbers as numbers, all others as text.
 static inline void logger_add_settings(JsonText *line, const Options *o) {
     json_text_add(line, ", \"settings\": {");
     const char *separator = "";
@@ -117,13 +119,14 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
     logger_add(&line, "peak_bf16_flops", l->run.peak_bf16 > 0 ? l->run.peak_bf16 : (double)NAN);
     logger_add_int(&line, "fp8_gemms", precision_fp8_gemms(p));
     logger_add_int(&line, "memory_plan_bytes", l->run.memory_plan);
+    if (l->run.plan) json_text_add(&line, "%s", l->run.plan);
     logger_add_settings(&line, o);
     json_text_add(&line, "}");
     logger_write(l, &line);
 }
 
-// Opens the log behind its last whole line: one that a full disk or a power failure has cut off goes. *end: its bytes.
-// NULL: errno says why.
+// Opens the log and cuts off a last line that a full disk or a power failure left incomplete. *end: bytes of its whole
+// lines. NULL on failure, with errno set.
 static inline FILE *logger_append(const char *path, int64_t *end) {
     FILE *file = FILE_WORK("fopen", path, fopen(path, "a+"));
     *end = 0;
@@ -141,8 +144,8 @@ static inline FILE *logger_append(const char *path, int64_t *end) {
     return file;
 }
 
-// Before any work: makes LOG_DIR and finds out whether the log can be written there. Two runs at once would write into
-// each other's lines, so the folder is locked to the end of the process. Dies with the reason.
+// Makes LOG_DIR and checks that the log can be written there, before any work. Locks the folder to the end of the
+// process, so that two runs never write to one log. Dies with the reason.
 static inline void logger_prepare(const char *dir) {
     Failure failure;
     char path[PATH_CAPACITY];
@@ -153,14 +156,14 @@ static inline void logger_prepare(const char *dir) {
         die("--log-dir: cannot write %s: %s", path, strerror(errno));
 }
 
-// True if the log's name is a link that leads to no file: the log is then not made where it points.
+// True if the log's name is a link without a target file. The log is then not written through the link.
 static inline bool logger_is_lost_link(const char *path) {
     struct stat link, target;
     return lstat(path, &link) == 0 && S_ISLNK(link.st_mode) && (stat(path, &target) || S_ISDIR(target.st_mode));
 }
 
-// The log of an earlier run, which does not go on, or such a link: becomes the first of log.1.jsonl, log.2.jsonl, ...
-// that is not there yet. False: errno says why.
+// Renames the log of an earlier run, or a link without a target, to the first free name of log.1.jsonl, log.2.jsonl,
+// ... False on failure, with errno set.
 static inline bool logger_step_aside(const char *dir, const char *path) {
     char aside[PATH_CAPACITY];
     struct stat info;
@@ -173,8 +176,8 @@ static inline bool logger_step_aside(const char *dir, const char *path) {
     return true;
 }
 
-// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if that cannot be done. logger_prepare
-// has been called. `o` has its `auto` values resolved; `p` says what the products run in, for sol.
+// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if it cannot. logger_prepare comes
+// first. `o` has its `auto` values resolved; `p`, the precision of the GEMMs, is for sol.
 static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p,
                                  RunInfo run) {
     Logger l;
@@ -182,6 +185,7 @@ static inline Logger logger_open(const Options *o, const ModelConfig *m, const P
     l.run = run;
     l.flops = flops_per_token(t, m, o->sequence_length, p);
     l.num_steps = o->num_steps;
+    l.log_every = o->log_every;
     l.tokens_per_step = run.world_size * o->batch_size * o->sequence_length * o->grad_accumulation_steps;
     if (!*o->log_dir) return l;
     format_checked(l.path, sizeof l.path, "%s/log.jsonl", o->log_dir);
@@ -192,14 +196,15 @@ static inline Logger logger_open(const Options *o, const ModelConfig *m, const P
     return l;
 }
 
-// A share as "47.0%", or "n/a".
+// Formats a share as "47.0%", or "n/a".
 static inline void logger_percent(char *out, size_t capacity, double share) {
     if (isfinite(share)) format_checked(out, capacity, "%.1f%%", 100 * share);
     else format_checked(out, capacity, "n/a");
 }
 
 typedef struct {
-    double tokens, tokens_per_gpu, tflops_per_gpu, mfu, sol;  // a second; shares of the peak
+    double tokens, tokens_per_gpu, tflops_per_gpu;  // per second
+    double mfu, sol;                                // shares of the peak
 } Throughput;
 
 static inline Throughput logger_throughput(const Logger *l, double seconds) {
@@ -212,7 +217,7 @@ static inline Throughput logger_throughput(const Logger *l, double seconds) {
     return r;
 }
 
-// "205.12 ms | 9984 tok/s/gpu | ... | sol 61.3% | mem 59.9 GiB"
+// Formats "205.12 ms | 9984 tok/s/gpu | ... | sol 61.3% | mem 59.9 GiB"
 static inline void logger_format_speed(char *out, size_t capacity, const Throughput *r, double seconds,
                                        int64_t memory) {
     char mfu[32], sol[32];
@@ -232,7 +237,21 @@ static inline void logger_add_throughput(JsonText *line, const Throughput *r) {
     logger_add(line, "sol", r->sol);
 }
 
-// Prints and writes one step's line.
+// Prints one step's line. Between the first and the last step of this process only every --log-every'th has one.
+static inline void logger_print_step(const Logger *l, const StepRecord *s, const Throughput *r) {
+    const bool due = l->log_every <= 1 || s->step % l->log_every == 0;
+    char speed[256], width[32];
+    if (!due && l->count > 1 && s->step != l->num_steps && !l->ends) return;
+    format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
+    logger_format_speed(speed, sizeof speed, r, s->seconds, s->memory);
+    activity_begin(ACTIVITY_FILE, "write", "stdout");
+    printf("step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n", (int)strlen(width), (long long)s->step, width,
+           s->loss, s->norm, s->learning_rate, speed, s->skipped ? " | SKIPPED: non-finite gradient" : "");
+    fflush(stdout);
+    activity_end();
+}
+
+// Prints a step's line if it is due, and logs the step.
 static inline void logger_step(Logger *l, const StepRecord *s) {
     if (l->count == l->capacity) {
         l->capacity = max_i64(1024, 2 * l->capacity);
@@ -244,14 +263,7 @@ static inline void logger_step(Logger *l, const StepRecord *s) {
     l->skipped += s->skipped;
     l->memory = max_i64(l->memory, s->memory);
     const Throughput r = logger_throughput(l, s->seconds);
-    char speed[256], width[32];
-    format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
-    logger_format_speed(speed, sizeof speed, &r, s->seconds, s->memory);
-    activity_begin(ACTIVITY_FILE, "write", "stdout");
-    printf("step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n", (int)strlen(width), (long long)s->step, width,
-           s->loss, s->norm, s->learning_rate, speed, s->skipped ? " | SKIPPED: non-finite gradient" : "");
-    fflush(stdout);
-    activity_end();
+    logger_print_step(l, s, &r);
     JsonText line = {NULL, 0, 0};
     json_text_add(&line, "{\"type\": \"step\"");
     logger_add_int(&line, "step", s->step);
@@ -292,13 +304,13 @@ static inline int logger_compare(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// The middle value; of an even number of values the mean of the two middle ones. Sorts in place.
+// Returns the median; for an even number of values the mean of the two middle ones. Sorts in place.
 static inline double logger_median(double *values, int64_t n) {
     qsort(values, (size_t)n, sizeof(double), logger_compare);
     return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
-// Prints and writes what the run came to, and closes the log. Nothing to say if no step was taken.
+// Prints and writes the summary, and closes the log. There is no summary if no step was taken.
 static inline void logger_close(Logger *l) {
     if (l->count) {
         const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2),

@@ -1,6 +1,6 @@
 // Finds where a gradient norm that is not finite, or too large, comes from, and ends the run or skips the step.
-// A skipped step has changed no weight and no state: the optimizers ask first, and delayed scaling takes its
-// histories back.
+// A skipped step changes no weight and no state: the optimizer checks the norm first, and delayed scaling restores its
+// histories.
 #ifndef LLMC_NONFINITE_H
 #define LLMC_NONFINITE_H
 
@@ -8,29 +8,28 @@
 #include "../checkpoint/tensors.h"
 #include "../config/options.h"
 
-// With --on-nonfinite skip: so many such steps in a row end the run.
+// With --on-nonfinite skip, this many skipped steps in a row end the run.
 #define NONFINITE_MAX_SKIPPED 10
 
-// Past every place of a step, and exact as a double, in which places are compared over ranks.
+// Larger than every position in a step. A double holds it exactly: ranks compare positions as doubles.
 #define NONFINITE_NONE ((int64_t)1 << 53)
 
-// One rank's knowledge of such a step.
+// The findings of one rank about such a step.
 typedef struct {
-    double loss, norm;  // of all ranks
-    // the first norm of the forward pass, as nonfinite_norm counts them, whose input was not finite; NONFINITE_NONE:
-    // all were finite
+    double loss, norm;  // over all ranks
+    // number of the forward pass's first norm (nonfinite_norm) whose input was not finite; NONFINITE_NONE: there is
+    // none
     int64_t forward;
-    uint32_t magnitude;  // of the rank's largest gradient (adamw_magnitude)
-    int64_t position;    // of the first large one (adamw_large), in the backward order of the rank's shard
+    uint32_t magnitude;  // of this rank's largest gradient (adamw_magnitude)
+    int64_t position;    // of its first large gradient (adamw_large), in the backward order of the rank's shard
 } NonfiniteStep;
 
-// A model's RMSNorms in the order of the forward pass: two in each layer, then the final one, which is `second` = false
-// of layer L. Each reads all of its input, so the first whose input is not finite tells in which block of the model a
-// forward pass went wrong.
+// Numbers a model's RMSNorms in the order of the forward pass: two in each layer, then the final norm, with `second` =
+// false and layer L. The first norm whose input is not finite tells which block before it went wrong.
 static inline int64_t nonfinite_norm(int64_t layer, bool second) { return 2 * layer + second; }
 
-// Blocks are numbered as the norms that read their results: the embedding is 0, then come attention and MLP of each
-// layer. The last block is the final norm and lm_head, whose result is the loss.
+// Returns the number of the last block. A block has the number of the norm that reads its result: the embedding is 0,
+// then come attention and MLP of each layer. The last block is the final norm and lm_head, whose result is the loss.
 static inline int64_t nonfinite_last_block(const ParameterTable *t) { return nonfinite_norm(t->num_layers, true); }
 
 static inline int64_t nonfinite_block(const ParameterTable *t, const Parameter *p) {
@@ -58,14 +57,12 @@ static inline void nonfinite_block_name(const ParameterTable *t, int64_t block, 
 
 // One element of a parameter.
 typedef struct {
-    int64_t parameter, element;  // its number in the table, and the element's in it
-    // of its value, as bits: the larger magnitude has the larger ones, and NaN the largest of all; -1: no element
-    int64_t magnitude;
+    int64_t parameter, element;  // index in the table; index in the parameter
+    int64_t magnitude;           // bits of |value|: they order as values do, with NaN the largest; -1: no element
     float value;
 } NonfiniteWeight;
 
-// The largest weight in n values as they are stored, of which the first is element `first` of the parameter, or
-// *largest if none is larger.
+// Updates *largest with the largest weight of n stored values; the first is element `first` of the parameter.
 static inline void nonfinite_scan(NonfiniteWeight *largest, const void *values, bool fp32, int64_t n, int64_t parameter,
                                   int64_t first) {
     for (int64_t i = 0; i < n; i++) {
@@ -77,7 +74,7 @@ static inline void nonfinite_scan(NonfiniteWeight *largest, const void *values, 
     }
 }
 
-// The largest weight that a block computes with, over all ranks, each of which reads what it keeps. All ranks call.
+// Returns the largest weight that a block reads. Each rank reads its own part. All ranks call.
 static inline NonfiniteWeight nonfinite_largest_weight(const ParameterTable *t, const TrainerState *s, int64_t block) {
     const Comm *c = s->comm;
     const bool fp32 = s->is_fp32[STATE_WEIGHTS];
@@ -100,13 +97,13 @@ static inline NonfiniteWeight nonfinite_largest_weight(const ParameterTable *t, 
     return largest;
 }
 
-// A position in the backward order of a rank's shard as one of the whole model.
+// Converts a position in the backward order of a rank's shard to one of the whole model.
 static inline int64_t nonfinite_position(const ParameterTable *t, const ShardPlan *s, int64_t position) {
     const int64_t element = backward_position(shard_backward_order(t, s), position);
     return backward_position(backward_order(t), shard_to_flat(t, s, element));
 }
 
-// The first large gradient of all ranks, in words, and its parameter. All ranks call.
+// Describes the first large gradient of all ranks, and returns its parameter. All ranks call.
 static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const TrainerState *s,
                                                   const NonfiniteStep *step, char *out, size_t capacity) {
     const Comm *c = s->comm;
@@ -128,8 +125,8 @@ static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const
     return p;
 }
 
-// Where the trouble begins, in words: the block of the model, and its largest weight, which is often the cause. What
-// comes after that place, in the forward pass and then in backward order, may be bad because of it. All ranks call.
+// Describes where the first bad value appears: the block of the model, and its largest weight, which is often the
+// cause. Later values may be bad because of it. All ranks call.
 static inline void nonfinite_place(const ParameterTable *t, const TrainerState *s, const NonfiniteStep *step, char *out,
                                    size_t capacity) {
     char name[64], gradient[320] = "";
@@ -146,8 +143,8 @@ static inline void nonfinite_place(const ParameterTable *t, const TrainerState *
                    (long long)w.element);
 }
 
-// Says where step `step` (counted from 0) went wrong, and goes on or ends the run as the options say.
-// `skipped_in_a_row` counts this step. All ranks call.
+// Reports where step `step` (counted from 0) went wrong. Ends the run, or returns if --on-nonfinite skip allows it.
+// `skipped_in_a_row` includes this step. All ranks call.
 static inline void nonfinite_report(const Options *o, const ParameterTable *t, const TrainerState *s,
                                     const NonfiniteStep *what, int64_t step, int64_t skipped_in_a_row) {
     char place[640], norm[128] = "the gradient norm is not finite";

@@ -12,12 +12,13 @@ typedef struct {
     const Comm *comm;
     const ParameterTable *table;
     const Precision *precision;
-    const Arena *arena;       // which has counted the bytes of a rank
-    int64_t other_bytes;      // of a rank, outside the arena
-    int64_t rows, head_rows;  // of the linear layers' and lm_head's GEMMs
+    const Arena *arena;       // counts the bytes of a rank
+    int64_t other_bytes;      // bytes of a rank outside the arena
+    int64_t rows, head_rows;  // rows of activations in the linear layers' and lm_head's GEMMs
+    int64_t shard_elements;   // parameters that a rank keeps, padding included
 } PlanFacts;
 
-// The bytes of a rank, by the headings of the memory plan.
+// Adds the bytes of a rank, by the headings of the memory plan.
 static inline void plan_json_memory(JsonText *out, const PlanFacts *f) {
     const Arena *a = f->arena;
     const char *separator = "";
@@ -37,7 +38,7 @@ static inline void plan_json_memory(JsonText *out, const PlanFacts *f) {
     json_text_add(out, "}");
 }
 
-// Adds the dtype of operand i of a GEMM (Recipe.granularity), and what shares a scale; the key is the tensor's role.
+// Adds the dtype and scale granularity of operand i of a GEMM (Recipe.granularity); the key is the tensor's role.
 static inline void plan_json_operand(JsonText *out, const PlanFacts *f, const Recipe *r, GemmKind gemm, int i) {
     static const char *const roles[NUM_TENSORS] = {"w", "x", "dy"};
     const TensorRole role = gemm_tensor(gemm, i);
@@ -49,7 +50,7 @@ static inline void plan_json_operand(JsonText *out, const PlanFacts *f, const Re
     json_text_add(out, "}");
 }
 
-// The three GEMMs of linear layer `s`, in recipe r. `id`: which of a block's; -1: lm_head, which is in no layer.
+// Adds the three GEMMs of linear layer `s`, in recipe r. `id`: its LinearId; -1: lm_head, which is in no layer.
 static inline void plan_json_linear(JsonText *out, const PlanFacts *f, const LinearShape *s, int id, const Recipe *r) {
     const Precision *p = f->precision;
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
@@ -64,9 +65,9 @@ static inline void plan_json_linear(JsonText *out, const PlanFacts *f, const Lin
             separator = ", ";
         }
         json_text_add(out, "]");
-        logger_add_int(out, "rows", sizes.rows);
-        logger_add_int(out, "columns", sizes.columns);
-        logger_add_int(out, "depth", sizes.depth);
+        logger_add_int(out, "M", sizes.rows);
+        logger_add_int(out, "N", sizes.columns);
+        logger_add_int(out, "K", sizes.depth);
         for (int i = 1; i >= 0; i--) plan_json_operand(out, f, r, (GemmKind)gemm, i);
         json_text_add(out, ", \"fast_accum\": %s}", precision_fast_accum(p, r, (GemmKind)gemm) ? "true" : "false");
     }
@@ -85,6 +86,22 @@ static inline void plan_json_gemms(JsonText *out, const PlanFacts *f) {
     json_text_add(out, "]");
 }
 
+// Adds what follows from the options: sizes, memory and GEMMs. The settings record of log.jsonl has them too.
+static inline void plan_json_derived(JsonText *out, const PlanFacts *f) {
+    const DataLoader *data = &f->setup->train;
+    if (data->num_shards) {
+        logger_add_int(out, "training_tokens", data->num_tokens);
+        logger_add_int(out, "training_sequences", data->num_sequences);
+        logger_add_int(out, "training_shards", data->num_shards);
+    }
+    logger_add_int(out, "checkpoint_bytes", run_setup_checkpoint_bytes(f->table, f->options));
+    logger_add_int(out, "ranks_per_replica", f->comm->shard_size);
+    logger_add_int(out, "shard_elements", f->shard_elements);
+    json_text_add(out, ", \"fp8_filter_decided\": %s", f->precision->filter_open ? "false" : "true");
+    plan_json_memory(out, f);
+    plan_json_gemms(out, f);
+}
+
 // Prints the object and a newline.
 static inline void plan_json_print(const PlanFacts *f) {
     const Options *o = f->options;
@@ -97,13 +114,9 @@ static inline void plan_json_print(const PlanFacts *f) {
     logger_add_int(&out, "parameters", f->table->num_parameters);
     logger_add_int(&out, "vocab_size", m->vocab_size);
     logger_add(&out, "model_flops_per_token", flops_total(flops));
-    logger_add_int(&out, "checkpoint_bytes", run_setup_checkpoint_bytes(f->table, o));
     logger_add_int(&out, "world_size", f->comm->world);
-    logger_add_int(&out, "ranks_per_copy", f->comm->shard_size);
     logger_add_int(&out, "fp8_gemms", precision_fp8_gemms(f->precision));
-    json_text_add(&out, ", \"fp8_filter_decided\": %s", f->precision->filter_open ? "false" : "true");
-    plan_json_memory(&out, f);
-    plan_json_gemms(&out, f);
+    plan_json_derived(&out, f);
     logger_add_settings(&out, o);
     printf("%s}\n", out.data);
     json_text_free(&out);

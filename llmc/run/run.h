@@ -1,39 +1,39 @@
-// Prints the settings, saves and loads checkpoints, and exports the weights, for both trainers.
+// Prints the settings of a dry run, saves and loads checkpoints, and exports the weights, for both trainers.
 #ifndef LLMC_RUN_H
 #define LLMC_RUN_H
 
 #include "plan_json.h"
 #include "stop.h"
 
-// The settings, and what follows from them, before any work. For people: programs read --dry-run --json.
+// Prints all settings of a dry run and the sizes that follow from them. For people: programs read --dry-run --json.
 static inline void run_print(const RunSetup *s, const Options *o, const Comm *c, const ParameterTable *t,
                              const ShardPlan *plan, const Precision *p) {
     options_print(o);
     printf("%-26s %lld\n", "parameters", (long long)t->num_parameters);
-    printf("%-26s %lld\n", "checkpoint_bytes", (long long)run_setup_checkpoint_bytes(t, o));
-    printf("%-26s %lld\n", "vocab_size", (long long)s->model.vocab_size);
-    printf("%-26s %.0f\n", "model_flops_per_token", flops_total(flops_per_token(t, &s->model, o->sequence_length, p)));
+    printf("%-26s %lld\n", "checkpoint-bytes", (long long)run_setup_checkpoint_bytes(t, o));
+    printf("%-26s %lld\n", "vocab-size", (long long)s->model.vocab_size);
+    printf("%-26s %.0f\n", "model-flops-per-token", flops_total(flops_per_token(t, &s->model, o->sequence_length, p)));
     if (s->train.num_shards)
         printf("%-26s %lld tokens, %lld sequences in %lld shards\n", "training data", (long long)s->train.num_tokens,
                (long long)s->train.num_sequences, (long long)s->train.num_shards);
     if (c->world == 1) return;
-    printf("%-26s %lld, of which %lld share one copy of the model; %lld cop%s\n", "ranks", (long long)c->world,
-           (long long)c->shard_size, (long long)c->replicas, c->replicas == 1 ? "y" : "ies");
+    printf("%-26s %lld: %lld replica%s of %lld\n", "ranks", (long long)c->world, (long long)c->replicas,
+           c->replicas == 1 ? "" : "s", (long long)c->shard_size);
     printf("%-26s %lld x %lld sequences of %lld tokens\n", "global batch", (long long)c->world,
            (long long)(o->batch_size * o->grad_accumulation_steps), (long long)o->sequence_length);
-    printf("%-26s %lld elements, each unit's padding included\n", "shard of a rank", (long long)plan->total);
+    printf("%-26s %lld elements, padding included\n", "shard of a rank", (long long)plan->total);
 }
 
-// Says that a save has failed: to stderr and, where there is one, to the log. `next` says what follows.
+// Reports a failed save to stderr and to the log. `next`: the end of the message.
 static inline void run_warn_of_save(Logger *log, const TrainerState *state, int64_t step, const Failure *failure,
                                     const char *next) {
     if (checkpoint_is_leader(state->comm)) warn("%s; %s", failure->text, next);
     logger_failed_save(log, step, failure->text);
 }
 
-// Saves a checkpoint in --checkpoint-dir, the `last` of the run or one before. A save that fails is tried again at
-// once. If that fails too the run goes on, to the next save that is due; after the last one run_end ends it. Dies at
-// once with --on-save-error stop, and where a value is not finite. All ranks call, and do the same.
+// Saves a checkpoint in --checkpoint-dir. `last`: this is the run's last save. Retries a failed save once. If the retry
+// fails too, the run goes on to its next save; after the last save run_end dies. Dies at once with --on-save-error
+// stop, and if a value is not finite. All ranks call, with equal results.
 static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress *progress, const ParameterTable *t,
                             const TrainerState *state, bool last, Logger *log) {
     const CheckpointRun run = run_setup_checkpoint(s, o);
@@ -54,11 +54,11 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
     char next[256], since[64] = "yet";
     if (s->saved_step) format_checked(since, sizeof since, "of the steps after step %lld", (long long)s->saved_step);
     format_checked(next, sizeof next, "that was the second try. Nothing is saved %s%s", since,
-                   last ? "" : "; the run goes on, and tries again at the next step that saves");
+                   last ? "" : "; the run goes on, and tries again at its next save");
     run_warn_of_save(log, state, progress->step, failure, next);
 }
 
-// Loads weights and optimizer state of the checkpoint, or the weights of the model's folder; false if there are
+// Loads the weights and optimizer state of the checkpoint, or the weights of the model's folder. False if the run has
 // neither.
 static inline bool run_load(const RunSetup *s, const ParameterTable *t, const TrainerState *state) {
     if (*s->checkpoint || s->load_weights) activity_phase(PHASE_LOADING, s->start.step);
@@ -67,7 +67,7 @@ static inline bool run_load(const RunSetup *s, const ParameterTable *t, const Tr
     return *s->checkpoint || s->load_weights;
 }
 
-// Exports the weights; tries again once. Dies if that fails too.
+// Exports the weights. Retries once; dies if the retry fails too.
 static inline void run_export(const RunSetup *s, const Options *o, int64_t steps_done, const ParameterTable *t,
                               const TrainerState *state) {
     Failure failure;
@@ -82,8 +82,8 @@ static inline void run_export(const RunSetup *s, const Options *o, int64_t steps
     activity_phase(PHASE_END, steps_done);
 }
 
-// After the last step: says after which one a signal (0: none) ended the run early, or exports the weights if that is
-// asked for. Dies if that fails, or if the last save has failed.
+// Ends a run after its last step: prints which signal stopped it early (stop; 0: none), or exports the weights with
+// --export-hf. Dies if the export fails, or if the last save failed.
 static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_t steps_done, const ParameterTable *t,
                            const TrainerState *state) {
     const bool early = stop && steps_done < o->num_steps;

@@ -1,5 +1,4 @@
-// The first steps of both trainers: which model, which data, which vocabulary; all input is checked here, before any
-// work.
+// Sets up a run of either trainer: its model, data and vocabulary. Checks all input before any work.
 #ifndef LLMC_RUN_SETUP_H
 #define LLMC_RUN_SETUP_H
 
@@ -12,35 +11,35 @@
 
 #define VOCABULARY_MULTIPLE 64
 
-// Files of MODEL's folder up to this size are checked by every rank before they are read, larger ones by one rank of
-// each host.
+// Every rank checks files of MODEL's folder up to this size before it reads them; one rank of each host checks larger
+// files.
 #define SMALL_FILE_BYTES ((int64_t)1 << 20)
 
-// Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: by up to 395).
+// Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: up to 395).
 #define VOCABULARY_PADDING 1024
 
-// Bytes hashed of each file of a model's weights: its header and the first tensor's beginning.
+// Bytes hashed at the beginning of each weights file: its header and a part of the first tensor.
 #define WEIGHTS_FINGERPRINT_BYTES (1 << 20)
 
 typedef struct {
     ModelConfig model;
-    bool continues;  // --resume finds checkpoints: the run goes on from the newest, whatever MODEL's folder holds
+    bool continues;  // --resume finds checkpoints: the run continues from the newest, not from MODEL's weights
     const char *model_folder;  // NULL: a preset
     bool load_weights;         // the folder has weights to start from
-    DataLoader train, val;     // not opened (num_shards 0): dry run of a model whose vocabulary is known; no --val-data
-    DataIdentity data;         // of train
+    DataLoader train, val;  // num_shards 0 if not opened: without --val-data, and in a dry run that needs no vocabulary
+    DataIdentity data;      // of train
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // of that checkpoint, or 0
-    CheckpointSteps passed_over;     // later ones, which are damaged; and older ones that may not be removed
-    int64_t saved_step;              // the last one of which there is a checkpoint; 0: none
-    bool save_failed;                // the last one that was tried, and why
+    CheckpointSteps passed_over;     // later checkpoints, which are damaged, and older ones that may not be removed
+    int64_t saved_step;              // the latest step with a checkpoint; 0: none
+    bool save_failed;                // the latest save failed, for this reason:
     Failure save_failure;
-    bool filter_decided;    // --fp8-filter was auto, and the options now hold fp8_filter
-    char fp8_filter[1024];  // what auto stands for
+    bool filter_decided;    // --fp8-filter was auto, and is now fp8_filter
+    char fp8_filter[1024];  // the filter that auto stands for
     Tokenizer tokenizer;    // count 0: none beside the shards
 } RunSetup;
 
-// Whether --resume finds checkpoints, whole or not.
+// True if --resume finds checkpoints, whole or damaged.
 static inline bool run_setup_continues(const Options *o) {
     CheckpointSteps list = {NULL, 0};
     Failure failure;
@@ -54,8 +53,8 @@ __attribute__((noreturn)) static inline void run_setup_die_damaged(const Options
     die("MODEL %s: %s. Copy it again, or give --no-verify to start from it as it is", o->model, failure->text);
 }
 
-// The large files of MODEL's folder against the hashes saved with them, by one rank of each host; all learn the answer.
-// Dies where one is damaged.
+// Compares the large files of MODEL's folder with the hashes saved beside them, on one rank of each host. Dies, on all
+// ranks, if a file is damaged.
 static inline void run_setup_verify_weights(const RunSetup *s, const Options *o, const Comm *c) {
     Failure failure;
     if (!s->load_weights || s->continues || o->no_verify) return;
@@ -84,8 +83,7 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
             o->model, name);
 }
 
-// Dies if the table beside one of the shards is not that of the first training shard: an id would mean another text in
-// each.
+// Dies if a shard's tokenizer table differs from that of the first training shard: ids would mean different texts.
 static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *dl) {
     char first[PATH_CAPACITY], path[PATH_CAPACITY], known[PATH_CAPACITY];
     tokenizer_path(first, sizeof first, s->train.shards[0].path);
@@ -105,12 +103,12 @@ static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *d
     }
 }
 
-// Appends a name and a value to a description of the run, which run_setup_compare compares: each ends in a zero byte.
+// Appends a name and a value, each ended by a zero byte, to a description of the run for run_setup_compare.
 static inline void run_setup_describe(JsonText *text, const char *name, const char *value) {
     json_text_add(text, "%s%c%s%c", name, 0, value, 0);
 }
 
-// The first pair in which two descriptions differ, in words.
+// Writes to `out` the first pair in which two descriptions differ.
 static inline void run_setup_difference(const char *here, const char *here_end, const char *first,
                                         const char *first_end, char *out, size_t capacity) {
     for (const char *a = here, *b = first; a < here_end && b < first_end;) {
@@ -126,8 +124,8 @@ static inline void run_setup_difference(const char *here, const char *here_end, 
     format_checked(out, capacity, "the program knows other settings here than on rank 0");
 }
 
-// Dies, at once and on the first such rank alone, if a rank's description differs from rank 0's, with the first
-// difference and `fix`. All ranks call; frees.
+// Dies if a rank's description differs from rank 0's. The first such rank prints the first difference and `fix`. Frees
+// `mine`. All ranks call.
 static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *fix) {
     int64_t size = (int64_t)mine->size;
     comm_broadcast(c, COMM_WORLD, 0, &size, sizeof size);
@@ -137,18 +135,17 @@ static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *
     const bool same = size == (int64_t)mine->size && memcmp(first, mine->data, mine->size) == 0;
     const double other = comm_min(c, COMM_WORLD, (double)(same ? c->world : c->rank));
     if (other == (double)c->rank) {
-        die_hook()->before = NULL;  // no rank says it before this one
+        die_hook()->before = NULL;  // no other rank prints this error
         run_setup_difference(mine->data, mine->data + mine->size, first, first + size, difference, sizeof difference);
         die_with(EXIT_USAGE, "%s; %s", difference, fix);
     }
-    if (other < (double)c->world) comm_barrier(c, COMM_WORLD);  // until that rank has ended all
+    if (other < (double)c->world) comm_barrier(c, COMM_WORLD);  // waits until that rank has ended all
     free(first);
     json_text_free(mine);
 }
 
-// Checks that all ranks run the same program with the same options, which decide what they send each other: must come
-// before anything that is sent. Folders of data may be others, as long as the data are the same: run_setup_same_data.
-// Dies on a rank that differs from rank 0. All ranks call.
+// Dies if a rank's program or options differ from rank 0's. Must come before all other communication, which depends on
+// the options. Paths of data may differ: run_setup_same_data compares the data. All ranks call.
 static inline void run_setup_same_options(const Comm *c, const Options *o, const char *program) {
     JsonText text = {NULL, 0, 0};
     run_setup_describe(&text, "the program", program);
@@ -166,7 +163,7 @@ static inline void run_setup_same_options(const Comm *c, const Options *o, const
     run_setup_compare(c, &text, "start all ranks with the same program, model and options");
 }
 
-// Tells the weights of a model's folder from others, by the sizes and first bytes of their files.
+// Describes the weights of a model's folder, by the sizes and first bytes of their files.
 static inline void run_setup_describe_weights(JsonText *text, const char *folder) {
     Safetensors st;
     Failure failure;
@@ -184,8 +181,7 @@ static inline void run_setup_describe_weights(JsonText *text, const char *folder
     safetensors_close(&st);
 }
 
-// Checks that all ranks have read the same model: each reads it from its own host's disk. Dies on a rank that differs
-// from rank 0. All ranks call.
+// Dies if a rank's model differs from rank 0's: each rank reads it from its host's disk. All ranks call.
 static inline void run_setup_same_model(const RunSetup *s, const Comm *c, bool from_weights) {
     if (c->world == 1) return;
     JsonText text = {NULL, 0, 0}, config = hf_config_text(&s->model, "");
@@ -206,8 +202,7 @@ static inline void run_setup_same_model(const RunSetup *s, const Comm *c, bool f
     run_setup_compare(c, &text, "give all hosts the same model");
 }
 
-// Each rank reads its own part of the data, on each host from its own disks maybe: dies on a rank whose `data` is other
-// than rank 0's. All ranks call.
+// Dies if a rank's `data` differs from rank 0's: each rank reads it from its host's disk. All ranks call.
 static inline void run_setup_same_data(const DataLoader *data, const char *option, const DataIdentity *mine,
                                        const Comm *c) {
     DataIdentity first = *mine;
@@ -219,7 +214,7 @@ static inline void run_setup_same_data(const DataLoader *data, const char *optio
             mine->tokens == first.tokens ? "but other ones or in another order" : "so ranks would read other samples");
 }
 
-// Opens the shards, and the tokenizer table beside the first.
+// Opens the shards, and the tokenizer table beside the first one.
 static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) {
     s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
     s->data = dataloader_identity(&s->train);
@@ -235,7 +230,7 @@ static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) 
     run_setup_check_tables(s, &s->val);
 }
 
-// The largest id of all shards; dies if no vocabulary has as many.
+// Returns the largest token id of all shards. Dies if it exceeds every vocabulary.
 static inline int64_t run_setup_largest_token(DataLoader *dl) {
     const int64_t largest = dataloader_max_token(dl);
     if (largest < VOCABULARY_LARGEST) return largest;
@@ -244,7 +239,7 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
         dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
 }
 
-// The presets tiny and small take their vocabulary from the data.
+// Sets the vocabulary of the presets tiny and small, which comes from the data. Checks all vocabularies.
 static inline void run_setup_vocabulary(RunSetup *s) {
     if (s->model.vocab_size == 0)
         s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1,
@@ -264,8 +259,8 @@ static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o)
              (long long)o->sequence_length, (long long)s->model.max_position_embeddings, s->model.name);
 }
 
-// Ids of a smaller vocabulary are all valid in a larger one, so a shard made for another model passes the check of ids;
-// its table tells.
+// Warns if the tokenizer's size does not fit the model. Token ids alone do not show this: a larger vocabulary contains
+// all ids of a smaller one.
 static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
     if (s->tokenizer.count && s->model.vocab_size - s->tokenizer.count >= VOCABULARY_PADDING)
         warn(
@@ -273,8 +268,7 @@ static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
             (long long)s->tokenizer.count, (long long)s->model.vocab_size);
 }
 
-// The folder of an export is replaced as a whole at the end, by way of others of its name: nothing else of the run may
-// be in them.
+// Dies if the run writes logs or checkpoints into the export's folder or its temporary ones: the export replaces them.
 static inline void run_setup_check_export(const Options *o) {
     const char *const written[][2] = {{"log-dir", o->log_dir}, {"checkpoint-dir", o->checkpoint_dir}};
     static const char *const suffixes[] = {"", FOLDER_TEMPORARY, FOLDER_ASIDE};
@@ -294,27 +288,12 @@ static inline void run_setup_check_export(const Options *o) {
     }
 }
 
-// Says over how much of the validation data each validation takes its mean.
-static inline void run_setup_print_validation(const RunSetup *s, const Options *o) {
-    printf("validation: the first %lld of %lld sequences\n", (long long)min_i64(o->val_steps, s->val.num_sequences),
-           (long long)s->val.num_sequences);
-}
-
-// Says what the first step starts from. When it is a checkpoint, checkpoint_find_newest says so.
-static inline void run_setup_print_start(const RunSetup *s, const Options *o) {
-    if (s->continues) return;
-    if (s->load_weights) printf("starting weights: those of %s\n", s->model_folder);
-    else
-        printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "",
-               s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
-}
-
-// Dies if the trainer cannot run the model with these options, on so many ranks to a copy of the model.
+// Dies if the trainer cannot run the model with these options. shard_size: ranks per replica.
 typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t shard_size);
 
-// Opens and checks everything the options name, by every rank; one of each host reads all data once, rank 0 tries the
-// folders that will be written. Dies with the reason and a fix. Resolves `auto` in the options, and drops --log-dir on
-// the other ranks: rank 0 writes the log.
+// Opens and checks everything the options name, on every rank. One rank of each host reads all data once; rank 0 tries
+// the folders that the run writes. Dies with the reason and a fix. Resolves `auto` in the options, and clears --log-dir
+// on other ranks than 0, which writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
     RunSetup s;
     char message[512];
@@ -344,26 +323,24 @@ static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check
     if (c->rank == 0 && *o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
     if (c->rank == 0 && *o->export_hf) model_export_prepare(o->export_hf, s.model_folder);
     run_setup_verify_weights(&s, o, c);
-    if (*o->val_data) run_setup_print_validation(&s, o);
-    if (c->rank == 0) run_setup_print_start(&s, o);
     comm_barrier(c, COMM_WORLD);
     return s;
 }
 
-// What checkpoints say of the run. It points into both.
+// Returns the facts about a run that checkpoints store. They point into both arguments.
 static inline CheckpointRun run_setup_checkpoint(RunSetup *s, const Options *o) {
     const CheckpointRun run = {&s->model, o, s->data, &s->passed_over};
     return run;
 }
 
-// --fp8-filter auto becomes s->fp8_filter.
+// Replaces --fp8-filter auto by s->fp8_filter.
 static inline void run_setup_decide_filter(RunSetup *s, Options *o) {
     o->fp8_filter = s->fp8_filter;
     s->filter_decided = true;
 }
 
-// With --resume, after run_setup: finds the checkpoint to continue from and dies unless it is of such a run.
-// --fp8-filter auto becomes what that run found. All ranks call.
+// With --resume, after run_setup: finds the checkpoint to continue from, and dies if its run does not match. Replaces
+// --fp8-filter auto by that run's filter. All ranks call.
 static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     if (!o->resume || !checkpoint_find_together(c, o->checkpoint_dir, s->checkpoint, sizeof s->checkpoint)) return;
     if (strcmp(o->fp8_filter, "auto") == 0) {
@@ -382,13 +359,13 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
                (long long)s->start.step, (long long)o->num_steps);
 }
 
-// Bytes of a checkpoint's tensors: weights and both moments. Its other files are small beside them.
+// Returns the bytes of a checkpoint's tensors: weights and both moments. Its other files are small.
 static inline int64_t run_setup_checkpoint_bytes(const ParameterTable *t, const Options *o) {
     return t->num_parameters * (storage_bytes(o->master_weights) + 2 * storage_bytes(o->optimizer_state));
 }
 
-// Whether there is room for the first checkpoint to come and for the export, beside all that is there: a full disk
-// would show after the work. After run_setup_resume. Dies, on rank 0, with what is missing.
+// Dies, on rank 0, if the disk lacks room for the next checkpoint or the export: otherwise the run would fail after its
+// work. After run_setup_resume.
 static inline void run_setup_check_room(const RunSetup *s, const Options *o, const Comm *c) {
     if (c->rank > 0) return;
     const double GiB = 1024.0 * 1024 * 1024;

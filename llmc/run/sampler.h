@@ -11,11 +11,11 @@
 
 #define SAMPLE_TEMPERATURE 0.8f
 
-// Draws a token with probability softmax(logits / SAMPLE_TEMPERATURE) among the first `count` of `logits` (fp32), by
-// one uniform number: the same seed, step and position give the same choice.
+// Draws a token with probability softmax(logits / SAMPLE_TEMPERATURE) from the first `count` of `logits` (fp32). The
+// random number depends on seed, step and position alone.
 static inline int32_t sampler_choose(const float *logits, int64_t count, uint64_t seed, int64_t step,
                                      int64_t position) {
-    const uint64_t sample_stream = 0x73616d706c65ull;  // "sample": apart from the streams of weights and data order
+    const uint64_t sample_stream = 0x73616d706c65ull;  // "sample": its own random stream
     float largest = -INFINITY;
     for (int64_t v = 0; v < count; v++) largest = logits[v] > largest ? logits[v] : largest;
     double sum = 0, below = 0;
@@ -28,13 +28,13 @@ static inline int32_t sampler_choose(const float *logits, int64_t count, uint64_
     return (int32_t)(count - 1);
 }
 
-// A trainer's logits [V], fp32, of the token after tokens[0 ... length), 1 <= length <= --sequence-length. They stay
-// until the next call. All ranks call.
+// Returns a trainer's logits [V], fp32, for the token after tokens[0 ... length), 1 <= length <= --sequence-length.
+// They are valid until the next call. All ranks call.
 typedef const float *(*NextLogits)(void *context, const int32_t *tokens, int64_t length);
 
-// Prints up to --sample-tokens tokens that the model writes after the separator, to the next separator or a request to
-// stop. No key/value cache: each token is a whole forward pass over the last --sequence-length tokens. All ranks call,
-// since all hold a part of the weights, and rank 0 chooses: another may have logits with other roundings.
+// Prints up to --sample-tokens tokens that the model writes after a separator, until the next separator or a request to
+// stop. There is no key/value cache: each token takes a forward pass over the last --sequence-length tokens. All ranks
+// call, since each may hold a part of the weights. Rank 0 chooses the token: logits of other ranks may round otherwise.
 static inline void sampler_print(const Options *o, const Comm *c, const ModelConfig *m, const Tokenizer *tokenizer,
                                  int64_t step, NextLogits next, void *context) {
     const int64_t choices = tokenizer->count ? min_i64(tokenizer->count, m->vocab_size) : m->vocab_size;

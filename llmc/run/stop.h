@@ -1,7 +1,7 @@
 // Ends a run early: on a signal, or when its output can no longer be written.
-// A signal is a request to stop, by SIGTERM, SIGINT, SIGUSR1 or SIGHUP: the step in progress is finished, then the run
-// saves and ends; a second SIGINT or SIGTERM, seconds after the first, ends it at once. Lost output is output that
-// cannot be written; it ends no run unless --on-output-lost says so.
+// SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the run to stop: it finishes the current step, saves and ends. A second
+// SIGINT or SIGTERM, seconds after the first, ends it at once. Output that cannot be written ends a run only with
+// --on-output-lost stop.
 #ifndef LLMC_STOP_H
 #define LLMC_STOP_H
 
@@ -14,12 +14,11 @@
 
 static volatile sig_atomic_t stop_signal;
 
-// mpirun may hand on the same Ctrl-C that the ranks have got from the terminal: what comes within so many seconds is
-// the same one.
+// Signals within this many seconds count as one: ranks may get one Ctrl-C twice, from the terminal and from mpirun.
 #define STOP_SECOND_REQUEST_SECONDS 2
 
-// SIGUSR1 and SIGHUP only ask: batch systems send one of them some time before the SIGTERM that must still leave time
-// for the save.
+// The signal handler. SIGUSR1 and SIGHUP never end a run at once: batch systems send one of them before a SIGTERM, and
+// the run must still have time to save.
 static inline void stop_note(int signal_number) {
     static volatile double first;  // seconds_now of the first SIGINT or SIGTERM; 0: none yet
     if (signal_number == SIGINT || signal_number == SIGTERM) {
@@ -30,8 +29,7 @@ static inline void stop_note(int signal_number) {
     stop_signal = signal_number;
 }
 
-// From now on. A SIGHUP that nohup has this process ignore stays ignored. What the signal interrupts goes on:
-// SA_RESTART.
+// Installs the handlers. SIGHUP stays ignored under nohup. Interrupted system calls restart (SA_RESTART).
 static inline void stop_catch(void) {
     const int signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
     struct sigaction action, before;
@@ -45,21 +43,21 @@ static inline void stop_catch(void) {
             die("cannot install signal handlers: %s", strerror(errno));
 }
 
-// Why `stream` cannot be written, or NULL if it can. What could not be written is gone and errno with it, so an empty
-// line is tried.
+// Returns why `stream` cannot be written, or NULL if it can. The errno of the failed write is lost, so this tries to
+// write an empty line.
 static inline const char *output_trouble(FILE *stream) {
     if (!ferror(stream) && !fflush(stream)) return NULL;
     clearerr(stream);
     return fputc('\n', stream) == EOF || fflush(stream) ? strerror(errno) : "it can be now, but lines are missing";
 }
 
-// --on-output-lost stop
+// True with --on-output-lost stop.
 static inline bool *output_loss_stops(void) {
     static bool stops;
     return &stops;
 }
 
-// Says on stderr, once, when lines that were printed are lost, and `consequence`. True if this call found it.
+// Warns on stderr, once, if printed lines are lost, and appends `consequence`. True if this call warned.
 static inline bool output_lost(const char *consequence) {
     static bool said;
     if (said) return false;
@@ -72,9 +70,8 @@ static inline bool output_lost(const char *consequence) {
 
 static inline void output_end(void) { output_lost(""); }
 
-// Before any work: a reader of stdout or stderr that goes away is an error of the calls that write from now on, no
-// signal that ends the run. A dry run ends by it, as is usual for output that is piped to head. No file of the run may
-// get the number of a stream that is closed.
+// Ignores SIGPIPE, before any work: writing to a closed pipe then fails, but does not end the run. A dry run ends, as
+// is usual for output piped to head. Opens /dev/null for closed standard streams, so that no file gets their number.
 static inline void output_survive(const Options *o) {
     *output_loss_stops() = o->on_output_lost == OUTPUT_LOST_STOP;
     for (int fd = 0; fd <= 2; fd++)
@@ -84,8 +81,8 @@ static inline void output_survive(const Options *o) {
     if (atexit(output_end)) die("atexit failed");
 }
 
-// The signal that some rank got, or SIGPIPE where lost output is one; 0: none. All ranks ask together and get the same
-// answer.
+// Returns a signal that some rank got, or SIGPIPE if output is lost and --on-output-lost is stop; 0: none. All ranks
+// call and get one answer.
 static inline int stop_requested(const Comm *c) {
     const bool stops = *output_loss_stops();
     if (output_lost(stops ? "; the run saves and stops (--on-output-lost stop)" : "; the run goes on without it") &&
@@ -94,7 +91,7 @@ static inline int stop_requested(const Comm *c) {
     return (int)comm_max(c, COMM_WORLD, (double)stop_signal);
 }
 
-// Says after which step the run ended early.
+// Prints after which step the run ended early.
 static inline void stop_print(const Options *o, int signal_number, int64_t step) {
     printf("stopped by signal %d after step %lld; %s\n", signal_number, (long long)step,
            *o->checkpoint_dir ? "--resume continues" : "without --checkpoint-dir nothing was saved");

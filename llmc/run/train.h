@@ -1,5 +1,5 @@
 // Runs a trainer from the command line to its end: set-up, steps, and what happens between steps.
-// Both trainers fill TrainerOps; everything around the model is here, in one order and in the same words.
+// Each trainer fills TrainerOps. Everything around the model is here, for both.
 #ifndef LLMC_TRAIN_H
 #define LLMC_TRAIN_H
 
@@ -10,55 +10,58 @@
 #include "plan_json.h"
 #include "run.h"
 #include "sampler.h"
+#include "start.h"
 
-// Facts about a trainer that a run needs, once its sizes are known. Pointers stay valid as long as the trainer.
+// Facts about a trainer that a run needs, after describe. Pointers are valid as long as the trainer.
 typedef struct {
     const ParameterTable *table;
     const Precision *precision;
     TrainerState state;
     Arena memory;             // the memory plan
-    int64_t memory_overhead;  // bytes of GPU memory that the plan does not hold
-    int64_t rows, head_rows;  // of the linear layers' GEMMs, and of lm_head's
+    int64_t memory_overhead;  // bytes of GPU memory outside the plan
+    int64_t rows, head_rows;  // rows of activations in the linear layers' GEMMs, and in lm_head's
 } TrainerParts;
 
-// A trainer's operations, in the order in which a run calls them. `t` is the trainer. All ranks call each of them,
-// unless it says otherwise. An operation that may be NULL is left out.
+// A trainer's operations, in the order in which a run calls them. `t` is the trainer. All ranks call each operation,
+// except where a comment says otherwise.
 typedef struct {
     const char *program;  // "train_fp8", "train_fp8cu"
-    int64_t steps_ahead;  // steps that are started before the one before them is reported
+    int64_t steps_ahead;  // steps that are started before an earlier step is reported
 
-    // Called in run_setup, and again when --fp8-filter auto is decided.
+    // Dies if options are not supported. Called in run_setup, and again when --fp8-filter auto is decided.
     CheckSupported check_supported;
-    // Takes the rank's device. Not called by a dry run; may be NULL.
+    // Opens the rank's device. Not called by a dry run; may be NULL.
     void (*open_device)(const Options *o, const Comm *c);
-    // Writes the --fp8-filter that is fastest here. Called by rank 0 alone; NULL if check_supported refuses auto.
+    // Writes the fastest --fp8-filter on this device. Rank 0 alone calls; NULL if check_supported refuses auto.
     void (*find_filter)(const Options *o, const ModelConfig *m, char *filter, size_t capacity);
-    // Sizes and the memory plan; takes no memory of the device. The trainer keeps the pointers.
+    // Computes sizes and the memory plan; takes no device memory. The trainer keeps the pointers.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
-    void (*print_settings)(const void *t);         // lines after the settings; may be NULL
-    void (*print_gemms)(const void *t);            // the table of what each GEMM runs in
-    void (*create)(void *t, const Arena *memory);  // takes the memory that describe planned, and clears it
-    void (*initialize)(void *t);                   // random weights, by --seed
-    void (*weights_changed)(void *t);              // after initialize, or after TrainerState.write
+    // Print what a dry run adds to its settings (may be NULL), and the table of what each GEMM runs in.
+    void (*print_settings)(const void *t);
+    void (*print_gemms)(const void *t);
+    // Takes the memory that describe planned, and clears it. Prints at most three lines (start.h).
+    void (*create)(void *t, const Arena *memory);
+    void (*initialize)(void *t);       // random weights, by --seed
+    void (*weights_changed)(void *t);  // after initialize, or after TrainerState.write
     DeviceInfo (*device)(const Options *o);
 
     // Starts optimizer step `step` (counted from 0) on the samples from first_sample on. after_pause: the first step,
     // or something else ran since the step before.
     void (*start_step)(void *t, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause);
-    // Waits for the step. Sets loss, norm, seconds, memory and skipped; the same on all ranks.
+    // Waits for the step. Sets loss, norm, seconds, memory and skipped, equal on all ranks.
     StepRecord (*finish_step)(void *t, int64_t step);
-    // This rank's knowledge of a step that was skipped, after finish_step.
+    // Returns what this rank knows of a skipped step, after finish_step.
     NonfiniteStep (*nonfinite)(void *t, const StepRecord *s);
-    // This rank's sums of the casts of the step started last, which --fp8-audit is due after.
+    // Reads this rank's audit sums of the latest step, if --fp8-audit is due.
     void (*read_audit)(void *t, AuditSums *sums);
 
-    // The sum of losses of sequences: cleared; joined by those of the rank's first `rows` sequences of batch number
-    // `batch`, divided by `tokens`; read, over all ranks.
+    // Validation loss: clears the sum; adds the losses of the rank's first `rows` sequences of batch number `batch`,
+    // divided by `tokens`; reads the sum over all ranks.
     void (*clear_loss)(void *t);
     void (*add_loss)(void *t, DataLoader *data, int64_t batch, int64_t rows, int64_t tokens);
     double (*read_loss)(void *t);
     NextLogits next_logits;
-    void (*settle)(void *t);  // waits for all that is started, and forgets what passes outside steps left; may be NULL
+    void (*settle)(void *t);  // waits for all started work, and drops state that only steps may set; may be NULL
     void (*print_profile)(void *t, double peak_bf16);  // after the last step; may be NULL
     void (*destroy)(void *t);
 } TrainerOps;
@@ -66,27 +69,29 @@ typedef struct {
 typedef struct {
     const TrainerOps *ops;
     void *trainer;
-    Options options;
+    int argc;
+    char **argv;
+    Options given, options;  // as the command line gives them, and with their `auto` values resolved
     Comm comm;
     RunSetup setup;
     TrainerParts parts;
     DeviceInfo device;
     Logger logger;
     int64_t skipped_in_a_row;
-    AuditSums *step_audit, *audit;  // [audit_count] of one step, and of all audits; NULL: no --fp8-audit
+    AuditSums *step_audit, *audit;  // [audit_count] sums of one step, and of all audits; NULL: no --fp8-audit
 } Run;
 
 // ---- steps
 
-// Sequences seen when `steps_done` steps are done. Counted from where the run was resumed: batch size and accumulation
-// may differ from then on.
+// Returns the sequences seen after `steps_done` steps. Counts from where the run was resumed, since batch size and
+// accumulation may have changed there.
 static inline int64_t run_samples_seen(const Run *run, int64_t steps_done) {
     const Options *o = &run->options;
     const int64_t per_step = o->grad_accumulation_steps * run->comm.world * o->batch_size;
     return run->setup.start.samples + (steps_done - run->setup.start.step) * per_step;
 }
 
-// Waits for step `step`, counted from 0, and prints its line. A step that was skipped is reported, and may end the run.
+// Waits for step `step`, counted from 0, and logs it. Reports a skipped step, which may end the run.
 static inline StepRecord run_report_step(Run *run, int64_t step) {
     StepRecord s = run->ops->finish_step(run->trainer, step);
     s.step = step + 1;
@@ -104,8 +109,8 @@ static inline void run_settle(Run *run) {
     if (run->ops->settle) run->ops->settle(run->trainer);
 }
 
-// Mean loss of the first --val-steps sequences of the validation data. Ranks whose rows of the last batch are beyond
-// them compute as the others do, and count nothing. NAN if a stop was requested meanwhile.
+// Returns the mean loss of the first --val-steps validation sequences. In the last batch some ranks may have no such
+// sequences: they compute too, and add nothing. NAN if a stop was requested meanwhile.
 static inline double run_validate(Run *run) {
     const TrainerOps *ops = run->ops;
     const int64_t B = run->options.batch_size, T = run->options.sequence_length, world = run->comm.world,
@@ -122,14 +127,14 @@ static inline double run_validate(Run *run) {
     return ops->read_loss(run->trainer);
 }
 
-// The audit of the step done last, of all ranks, to the log and to the sums of the run.
+// Adds the audit of the latest step, over all ranks, to the log and to the sums of the run.
 static inline void run_report_audit(Run *run, int64_t done) {
     run->ops->read_audit(run->trainer, run->step_audit);
     audit_finish(&run->comm, &run->logger, done, run->step_audit, run->audit, run->parts.precision);
 }
 
-// Does everything that is due after `done` steps. `stop`: the signal that ends the run here, 0: none. Returns that
-// signal, or one that has come meanwhile.
+// Validates, samples and saves as due after `done` steps. `stop`: the signal that ends the run here, 0: none. Returns
+// that signal, or one that came meanwhile.
 static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = &run->options;
     const Comm *c = &run->comm;
@@ -151,7 +156,7 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     return stop;
 }
 
-// Steps until --num-steps or a stop signal. Returns how many are done, and in *stop that signal, 0 for none.
+// Trains until --num-steps or a stop signal. Returns how many steps are done; *stop: the signal, 0 for none.
 static inline int64_t run_steps(Run *run, int *stop) {
     const Options *o = &run->options;
     const TrainerOps *ops = run->ops;
@@ -163,10 +168,13 @@ static inline int64_t run_steps(Run *run, int *stop) {
         ops->start_step(run->trainer, &run->setup.train, done, run_samples_seen(run, done), after_pause);
         const Due due = schedule_due(o, ++done);
         *stop = stop_requested(&run->comm);
-        // A GPU never waits for the host: the line of a step is printed while the next one runs. Before anything else
-        // happens, all lines are.
+        // A step's line is printed while the next step runs, so that the GPU never waits for the host. Before anything
+        // else is done, all lines are printed.
         const bool pause = *stop || due.last || due.audit || due.validate || due.sample || due.save;
-        while (reported < (pause ? done : done - ops->steps_ahead)) run_report_step(run, reported++);
+        for (; reported < (pause ? done : done - ops->steps_ahead); reported++) {
+            run->logger.ends = *stop && reported + 1 == done;
+            run_report_step(run, reported);
+        }
         if (pause) *stop = run_between_steps(run, done, due, *stop);
         after_pause = pause;
     }
@@ -175,7 +183,7 @@ static inline int64_t run_steps(Run *run, int *stop) {
 
 // ---- from the command line to the first step
 
-// --fp8-filter auto becomes what rank 0 finds to be fastest, unless the checkpoint of a resumed run says it.
+// Replaces --fp8-filter auto by the fastest filter, which rank 0 finds; a resumed run takes it from its checkpoint.
 static inline void run_find_filter(Run *run, int64_t shard_size) {
     Options *o = &run->options;
     RunSetup *s = &run->setup;
@@ -184,21 +192,19 @@ static inline void run_find_filter(Run *run, int64_t shard_size) {
         comm_broadcast(&run->comm, COMM_WORLD, 0, s->fp8_filter, sizeof s->fp8_filter);
         run_setup_decide_filter(s, o);
     }
-    if (!s->filter_decided) return;
-    const char *words = *o->fp8_filter ? "the same as --fp8-filter " : "nothing stays bf16";
-    printf("--fp8-filter auto: %s%s\n", words, o->fp8_filter);
-    run->ops->check_supported(&s->model, o, shard_size);
+    if (s->filter_decided) run->ops->check_supported(&s->model, o, shard_size);
 }
 
-// Reads and checks everything that options name. Then, but for a dry run, takes the device, and finds out what must be
-// known before anything is planned: the checkpoint to continue from, and what --fp8-filter auto stands for.
+// Reads and checks everything that the options name. Unless it is a dry run, opens the device, finds the checkpoint to
+// continue from, and resolves --fp8-filter auto.
 static inline void run_begin(Run *run, int argc, char **argv) {
     char presets[1024];
     Options *o = &run->options;
     Comm *c = &run->comm;
     process_prepare();
     *c = comm_open(&argc, &argv);
-    *o = options_parse(argc, argv);
+    *o = run->given = options_parse(argc, argv);
+    run->argc = argc, run->argv = argv;
     watch_open(c, o->stall_timeout);
     output_survive(o);
     run_setup_same_options(c, o, run->ops->program);
@@ -209,50 +215,84 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     const int64_t shard_size = options_shard_group(o, c->world);
     comm_split(c, shard_size);
     if (o->dry_run) return;
+    start_print_model(&run->setup, run->ops->program);
+    start_print_validation(&run->setup, o);
+    start_print_weights(&run->setup, o);
     if (run->ops->open_device) run->ops->open_device(o, c);
+    run->device = run->ops->device(o);
     run_setup_resume(&run->setup, o, c);
     run_setup_check_room(&run->setup, o, c);
     run_find_filter(run, shard_size);
 }
 
-// The memory plan, and the settings in print.
-static inline void run_plan(Run *run) {
+static inline PlanFacts run_plan_facts(const Run *run) {
+    const TrainerParts *p = &run->parts;
+    const PlanFacts facts = {run->ops->program, &run->setup,  &run->options,       &run->comm,
+                             p->table,          p->precision, &p->memory,          p->memory_overhead,
+                             p->rows,           p->head_rows, p->state.plan->total};
+    return facts;
+}
+
+// Prints the whole plan of a dry run: settings, memory and GEMMs.
+static inline void run_print_plan(const Run *run) {
     const TrainerOps *ops = run->ops;
-    TrainerParts *p = &run->parts;
-    *p = ops->describe(run->trainer, &run->options, &run->setup.model, &run->comm);
-    const PlanFacts facts = {ops->program, &run->setup, &run->options,      &run->comm, p->table,
-                             p->precision, &p->memory,  p->memory_overhead, p->rows,    p->head_rows};
+    const TrainerParts *p = &run->parts;
+    const PlanFacts facts = run_plan_facts(run);
     if (run->options.json) return plan_json_print(&facts);
     run_print(&run->setup, &run->options, &run->comm, p->table, p->state.plan, p->precision);
     if (ops->print_settings) ops->print_settings(run->trainer);
     arena_print_plan(&p->memory, p->memory_overhead);
+    ops->print_gemms(run->trainer);
 }
 
-// The trainer with the weights that the first step starts from, and the log.
+// Prints device, data, recipe, options and memory of a run, in a few lines (start.h).
+static inline void run_print_start(const Run *run) {
+    const Options *o = &run->options;
+    start_print_device(&run->device);
+    start_print_ranks(o, &run->comm);
+    start_print_data(&run->setup, o, &run->comm);
+    start_print_recipe(o, run->parts.precision);
+    for (int derived = 0; derived <= 1; derived++)
+        start_print_options(o, &run->given, &run->comm, run->argc, run->argv, derived);
+    start_print_memory(&run->parts.memory, run->parts.memory_overhead);
+    fflush(stdout);
+}
+
+// Opens the log, whose settings record holds the plan of --dry-run --json.
+static inline Logger run_open_log(const Run *run) {
+    const TrainerParts *p = &run->parts;
+    const DeviceInfo *d = &run->device;
+    const PlanFacts facts = run_plan_facts(run);
+    JsonText plan = {NULL, 0, 0};
+    plan_json_derived(&plan, &facts);
+    const RunInfo info = {run->ops->program,         d->name,        d->versions, run->comm.world, d->peak_bf16,
+                          run->setup.start.step > 0, p->memory.used, plan.data};
+    Logger logger = logger_open(&run->options, &run->setup.model, p->table, p->precision, info);
+    json_text_free(&plan);
+    logger.run.plan = NULL;
+    return logger;
+}
+
+// Makes the trainer, with the weights that the first step starts from, and the log.
 static inline void run_create(Run *run) {
     const TrainerOps *ops = run->ops;
     const TrainerParts *p = &run->parts;
-    DeviceInfo *d = &run->device;
     stop_catch();
     ops->create(run->trainer, &p->memory);
-    ops->print_gemms(run->trainer);
     if (!run_load(&run->setup, p->table, &p->state)) ops->initialize(run->trainer);
-    comm_barrier(&run->comm, COMM_WORLD);  // some take long to read: the others wait here, not in a kernel of NCCL
+    comm_barrier(&run->comm, COMM_WORLD);  // slow readers: the others wait here, not in a kernel of NCCL
     ops->weights_changed(run->trainer);
-    *d = ops->device(&run->options);
-    const RunInfo info = {ops->program,  d->name, d->versions, run->comm.world, d->peak_bf16, run->setup.start.step > 0,
-                          p->memory.used};
-    run->logger = logger_open(&run->options, &run->setup.model, p->table, p->precision, info);
+    run->logger = run_open_log(run);
     if (run->options.fp8_audit) {
         const size_t count = (size_t)audit_count(p->precision);
         run->step_audit = (AuditSums *)xcalloc(count, sizeof *run->step_audit);
         run->audit = (AuditSums *)xcalloc(count, sizeof *run->audit);
     }
-    printf("\n%s, %s\n", d->name, d->versions);
+    printf("\n");
     fflush(stdout);
 }
 
-// The tables and the summary at the end of the run, and its export.
+// Prints the tables and the summary at the end of the run, and exports the weights.
 static inline void run_close(Run *run, int64_t steps_done, int stop) {
     const TrainerParts *p = &run->parts;
     if (run->audit) audit_print_table(run->audit, p->precision);
@@ -264,17 +304,18 @@ static inline void run_close(Run *run, int64_t steps_done, int stop) {
     free(run->audit);
 }
 
-// All of a trainer's main. A dry run ends when the plan is printed.
+// Runs a trainer: all of its main. A dry run ends after the plan is printed.
 static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void *trainer) {
     Run run;
     int stop;
     memset(&run, 0, sizeof run);
     run.ops = ops, run.trainer = trainer;
     run_begin(&run, argc, argv);
-    run_plan(&run);
+    run.parts = ops->describe(trainer, &run.options, &run.setup.model, &run.comm);
     if (run.options.dry_run) {
-        if (!run.options.json) ops->print_gemms(trainer);
+        run_print_plan(&run);
     } else {
+        run_print_start(&run);
         run_create(&run);
         const int64_t steps_done = run_steps(&run, &stop);
         run_close(&run, steps_done, stop);

@@ -1,0 +1,204 @@
+// Prints what a run begins with: at most 25 lines before its first step. --dry-run prints everything.
+// The largest number of lines: 1 model, 1 validation data, 2 starting weights or checkpoint, 1 earlier export that
+// was restored, 1 --fp8-filter auto, 1 device, 1 ranks, 1 data, 1 recipe, 5 options, 2 derived options, 2 memory,
+// 3 communication and GEMMs of the GPU trainer, 1 earlier log, 1 empty: 24. Damaged checkpoints that --resume skips add
+// a line each.
+#ifndef LLMC_START_H
+#define LLMC_START_H
+
+#include "plan_json.h"
+
+// Columns of a line: its text begins after a label, and is wrapped before START_COLUMNS.
+enum { START_LABEL = 9, START_COLUMNS = 100 };
+enum { START_OPTION_LINES = 5, START_LINES = 2 };
+
+// A text under one label, of at most max_lines lines. `full`: it has more than fits.
+typedef struct {
+    int column, lines, max_lines;
+    bool full;
+} StartText;
+
+static inline StartText start_begin(const char *label, int max_lines) {
+    const StartText t = {START_LABEL, 1, max_lines, false};
+    printf("%-*s", START_LABEL, label);
+    return t;
+}
+
+// Adds an item; items are never broken. An ellipsis replaces items that do not fit.
+static inline void start_add(StartText *t, const char *item) {
+    const int width = 1 + (int)strlen(item);
+    if (t->full) return;
+    if (t->column > START_LABEL && t->column + width > START_COLUMNS) {
+        t->full = t->lines == t->max_lines;
+        if (t->full) {
+            printf(" ...");
+            return;
+        }
+        printf("\n%*s", START_LABEL, "");
+        t->column = START_LABEL, t->lines++;
+    }
+    printf(" %s", item);
+    t->column += width;
+}
+
+static inline void start_end(const StartText *t) {
+    if (t->column > START_LABEL || t->full) printf("\n");
+}
+
+// A count, as "143680", "494.0M" or "8.03B".
+static inline const char *start_count(char *out, size_t capacity, int64_t n) {
+    if (n >= 1000000000) format_checked(out, capacity, "%.2fB", (double)n * 1e-9);
+    else if (n >= 1000000) format_checked(out, capacity, "%.1fM", (double)n * 1e-6);
+    else format_checked(out, capacity, "%lld", (long long)n);
+    return out;
+}
+
+// Prints which program trains which model. After run_setup, before the device is taken.
+static inline void start_print_model(const RunSetup *s, const char *program) {
+    const ModelConfig *m = &s->model;
+    ParameterTable t = parameter_table(m);
+    char parameters[32];
+    printf("%s %s: %s, %lld layers, %s parameters, vocabulary %lld\n", program, TRAINER_VERSION, m->name,
+           (long long)m->num_layers, start_count(parameters, sizeof parameters, t.num_parameters),
+           (long long)m->vocab_size);
+    parameter_table_free(&t);
+}
+
+// Prints how much of the validation data each validation reads.
+static inline void start_print_validation(const RunSetup *s, const Options *o) {
+    if (!*o->val_data) return;
+    printf("validation: the first %lld of %lld sequences\n", (long long)min_i64(o->val_steps, s->val.num_sequences),
+           (long long)s->val.num_sequences);
+}
+
+// Prints which weights the first step starts from. When it is a checkpoint, checkpoint_find_newest prints it.
+static inline void start_print_weights(const RunSetup *s, const Options *o) {
+    if (s->continues) return;
+    if (s->load_weights) printf("starting weights: those of %s\n", s->model_folder);
+    else
+        printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "",
+               s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
+}
+
+static inline void start_print_device(const DeviceInfo *d) {
+    printf("%-*s %s, %s; ", START_LABEL, "device", d->name, d->versions);
+    if (d->peak_bf16 > 0) printf("peak %.1f TFLOP/s in BF16\n", d->peak_bf16 * 1e-12);
+    else printf("peak unknown: no mfu without --peak-tflops\n");
+}
+
+static inline void start_print_ranks(const Options *o, const Comm *c) {
+    char sharding[32];
+    if (c->world == 1) return;
+    option_format(o, option_find("sharding", strlen("sharding")), sharding, sizeof sharding);
+    printf("%-*s %lld: %lld replica%s of %lld rank%s, sharding %s\n", START_LABEL, "ranks", (long long)c->world,
+           (long long)c->replicas, c->replicas == 1 ? "" : "s", (long long)c->shard_size, c->shard_size == 1 ? "" : "s",
+           sharding);
+}
+
+static inline void start_print_data(const RunSetup *s, const Options *o, const Comm *c) {
+    const DataLoader *d = &s->train;
+    char tokens[32], step[32];
+    const int64_t sequences = c->world * o->grad_accumulation_steps * o->batch_size;
+    start_count(tokens, sizeof tokens, d->num_tokens);
+    start_count(step, sizeof step, sequences * o->sequence_length);
+    printf("%-*s %s: %s tokens in %lld shard%s; a step takes %s: %lld sequence%s of %lld\n", START_LABEL, "data",
+           o->train_data, tokens, (long long)d->num_shards, d->num_shards == 1 ? "" : "s", step, (long long)sequences,
+           sequences == 1 ? "" : "s", (long long)o->sequence_length);
+}
+
+// Prints the linear layers that stay bf16 although the run is FP8, behind lm_head.
+static inline void start_print_bf16_linears(const Precision *p) {
+    char layers[128];
+    for (int id = 0; id < NUM_LINEARS; id++) {
+        const int64_t n = precision_layers(p, id, false, layers, sizeof layers);
+        if (n == p->num_layers) printf(", %s", p->linear[id].name);
+        else if (n) printf(", %s in %lld of %lld layers", p->linear[id].name, (long long)n, (long long)p->num_layers);
+    }
+}
+
+static inline void start_print_recipe(const Options *o, const Precision *p) {
+    static const char *const fast_accums[] = {"fprop", "all GEMMs", "none"};  // in the order of FAST_ACCUMS
+    const Recipe *r = p->recipe;
+    printf("%-*s ", START_LABEL, "recipe");
+    if (!precision_is_fp8(p)) {
+        const bool fp32 = o->precision == PRECISION_FP32;
+        printf("%s: all GEMMs, with fp32 accumulation\n", fp32 ? "fp32" : "bf16");
+        return;
+    }
+    if (!p->any_fp8) {
+        printf("no GEMM runs in FP8: --fp8-filter keeps all in bf16, or sizes are not multiples of %d\n", r->multiple);
+        return;
+    }
+    printf("fp8 %s%s: a scale for each %s; w, x e4m3, dy %s; fast_accum %s; bf16: lm_head", r->name,
+           p->emulated ? " (emulated)" : "", r->scales, p->dy_format == FP8_E4M3 ? "e4m3" : "e5m2",
+           fast_accums[r->fast_accum ? p->fast_accum : FAST_ACCUM_NONE]);
+    start_print_bf16_linears(p);
+    printf("\n");
+}
+
+// True if the command line gives the option.
+static inline bool start_is_given(const OptionRow *row, int argc, char **argv) {
+    const size_t n = strlen(row->name);
+    for (int i = 1; i < argc; i++)
+        if (strncmp(argv[i], "--", 2) == 0 && strncmp(argv[i] + 2, row->name, n) == 0 &&
+            (argv[i][2 + n] == 0 || argv[i][2 + n] == '='))
+            return true;
+    return false;
+}
+
+// True if the option has an effect in this run: FP8 options need --precision fp8, others several ranks.
+static inline bool start_concerns(const OptionRow *row, const Options *o, const Comm *c) {
+    const size_t f = row->field;
+    if (option_is_fp8(row) && o->precision != PRECISION_FP8) return false;
+    return c->world > 1 || (f != offsetof(Options, fp8_all_gather) && f != offsetof(Options, reduce_dtype));
+}
+
+// Prints the options that the command line sets, except --train-data, which is printed already. With `derived`,
+// prints the options whose value differs from `given`, the options of the command line.
+static inline void start_print_options(const Options *o, const Options *given, const Comm *c, int argc, char **argv,
+                                       bool derived) {
+    StartText t = start_begin(derived ? "derived" : "options", derived ? START_LINES : START_OPTION_LINES);
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        char value[PATH_CAPACITY], before[PATH_CAPACITY], item[PATH_CAPACITY + 64];
+        if (!option_is_setting(row) || row->field == offsetof(Options, train_data)) continue;
+        option_format(o, row, value, sizeof value);
+        option_format(given, row, before, sizeof before);
+        const bool changed = strcmp(value, before) != 0;
+        if (derived ? !changed || !start_concerns(row, o, c) : changed || !start_is_given(row, argc, argv)) continue;
+        const char *shown = row->kind == OPTION_FLAG ? "" : *value ? value : "\"\"";
+        format_checked(item, sizeof item, "--%s%s%s", row->name, *shown ? " " : "", shown);
+        start_add(&t, item);
+    }
+    if (t.column == START_LABEL && t.lines == 1) start_add(&t, "none");
+    start_end(&t);
+}
+
+enum { START_MEMORY_PARTS = 4 };
+
+// Prints what one rank takes: the sum, its largest parts, and the rest together.
+static inline void start_print_memory(const Arena *a, int64_t other_bytes) {
+    const int64_t total = a->used + other_bytes;
+    const double unit = total < 1 << 30 ? 1048576 : 1073741824;
+    bool printed[sizeof a->groups / sizeof a->groups[0]] = {false};
+    char item[128];
+    int64_t rest = total;
+    StartText t = start_begin("memory", START_LINES);
+    format_checked(item, sizeof item, "%.1f %s a %s:", (double)total / unit, total < 1 << 30 ? "MiB" : "GiB",
+                   other_bytes ? "GPU" : "rank");
+    start_add(&t, item);
+    for (int n = 0; n < START_MEMORY_PARTS; n++) {
+        int largest = -1;
+        for (int i = 0; i < a->num_groups; i++)
+            if (!printed[i] && (largest < 0 || a->groups[i].bytes > a->groups[largest].bytes)) largest = i;
+        if (largest < 0 || !a->groups[largest].bytes) break;
+        printed[largest] = true, rest -= a->groups[largest].bytes;
+        format_checked(item, sizeof item, "%s %.1f,", a->groups[largest].name, (double)a->groups[largest].bytes / unit);
+        start_add(&t, item);
+    }
+    format_checked(item, sizeof item, "%s %.1f", other_bytes ? "CUDA, libraries and others" : "others",
+                   (double)rest / unit);
+    start_add(&t, item);
+    start_end(&t);
+}
+
+#endif
