@@ -82,7 +82,7 @@ typedef struct {
 
 // Returns the rows of logits in memory at a time. Fewer rows if the logits then fit into memory that is reused.
 static int64_t logits_rows(const Trainer *t) {
-    const int64_t room = fsdp_loss_room(&t->fsdp), many = min_i64(t->d.R, LOGITS_ROWS);
+    const int64_t room = fsdp_loss_span(&t->fsdp), many = min_i64(t->d.R, LOGITS_ROWS);
     return room && many * t->d.V > room ? min_i64(t->d.R, LOGITS_FEW_ROWS) : many;
 }
 
@@ -119,7 +119,7 @@ static void place_gradients(Trainer *t, ActivationsLayout *layout, Arena *a) {
     if (!gradients_reuse_activations(t)) return;
     const int64_t layers = a->used - t->d.L * t->table.layer_size * element;
     const ArenaRange of_layers = {layers, a->used};
-    const ArenaRange of_embedding = {layers - fsdp_loss_room(&t->fsdp) * element, layers};
+    const ArenaRange of_embedding = {layers - fsdp_loss_span(&t->fsdp) * element, layers};
     layout->layer_gradients = of_layers, layout->embedding_gradient = of_embedding;
     if (layers % ARENA_ALIGNMENT || of_embedding.begin % ARENA_ALIGNMENT)
         die("gradients do not begin where activations can");  // parameters.h: multiples of 128 elements
@@ -142,7 +142,7 @@ static void place_activations(Trainer *t, Arena *a) {
     layout.layer_gradient_bytes = t->table.layer_size * (int64_t)sizeof(bf16);
     layout.fp8_weights = fsdp_casts_are_transient(f) ? fp8_weights : none;
     layout.root_gradient = buffered ? root : none, layout.layer_gradient = buffered ? layer : none;
-    layout.has_logits = fsdp_is_sharded(f) && layout.chunk * t->d.V <= fsdp_loss_room(f);
+    layout.has_logits = fsdp_is_sharded(f) && layout.chunk * t->d.V <= fsdp_loss_span(f);
     layout.logits = fsdp_loss_memory(f);
     place_gradients(t, &layout, a);
     activations_place(&t->acts, &layout, a);

@@ -146,7 +146,8 @@ static void check_peer_reads(PeerRank ranks[2]) {
     CUDA_CHECK(cudaMemset(ranks[1].room + 1000, 0x77, 1));
     const bool right = peer_check_patterns(&ranks[0].peers, 0, ranks[0].room, PEER_PROOF_BYTES, ranks[0].stream, reason,
                                            sizeof reason);
-    CHECK(!right && strstr(reason, "rank 1's GPU reads wrong from rank 0's, first at byte 1000"), "0x77: %s", reason);
+    CHECK(!right && strstr(reason, "rank 1's GPU reads wrong from rank 0's GPU, first at byte 1000"), "0x77: %s",
+          reason);
 }
 
 // A barrier to which both come; and one to which one of them does not, whose stream goes on all the same.
@@ -158,10 +159,10 @@ static void check_peer_barriers(PeerRank ranks[2]) {
           reason);
     peer_finish(ranks[1].stream);
     CHECK(!peer_prove_barrier(&ranks[0].peers, 0, 0.2, ranks[0].stream, reason, sizeof reason) &&
-              strstr(reason, "did not come to rank 0 within 0.2 s"),
+              strstr(reason, "did not complete on rank 0 within 0.2 s"),
           "a barrier of one rank: %s", reason);
     CUDA_CHECK(cudaMemsetAsync(ranks[0].room, 0, PEER_ROOM, ranks[0].stream));
-    CHECK(peer_ends(ranks[0].stream, PEER_PROOF_SECONDS), "the stream of a barrier that did not come stands still");
+    CHECK(peer_ends(ranks[0].stream, PEER_PROOF_SECONDS), "the stream of a barrier that did not complete stands still");
     CUDA_CHECK(cudaMemcpy(arrivals, ranks[1].peers.arrivals, sizeof arrivals, cudaMemcpyDeviceToHost));
     CHECK(arrivals[0] == 2 && arrivals[1] == 0, "arrivals %u, %u", arrivals[0], arrivals[1]);
 }
@@ -183,7 +184,7 @@ static void check_peers(void) {
     }
     check_peer_reads(ranks);
     if (waits) check_peer_barriers(ranks);
-    else printf("skipped: barriers, because the driver cannot let streams wait for memory\n");
+    else printf("skipped: barriers, because the driver does not support cuStreamBatchMemOp\n");
     for (PeerRank &r : ranks) {
         CUDA_CHECK(cudaStreamDestroy(r.stream));
         bench_free(r.room);

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The fault campaign: crashes, full and bad disks, power cuts, damaged files, hostile input.
 
-Each point runs ./train_fp8 with one fault and then starts it again without one. A point passes when that start goes on
-from the newest checkpoint that was said to be saved, or a newer whole one, never from a torn one, leaves no .tmp
-behind, and gives the losses, norms and weights of the uninterrupted run, bit for bit. The end is a table and
+Each test point runs ./train_fp8 with one fault and then resumes the run without a fault. A point passes if the resumed
+run starts from the newest checkpoint that was reported as saved (or a newer complete one, never an incomplete one),
+leaves no .tmp, and has the losses, norms and weights of an uninterrupted run, bit for bit. Ends with a table and
 "N passed, N failed".
 """
 import argparse
@@ -41,7 +41,7 @@ Fault = collections.namedtuple("Fault", "kind at dir rank calls delay", defaults
 
 
 class Wrong(Exception):
-    """Thrown by a point that found what must not be; says what."""
+    """A test point failed; the text says why."""
 
 
 def require(condition, text):
@@ -50,7 +50,7 @@ def require(condition, text):
 
 
 class Trainer:
-    """Runs the trainer in folders of its own under `scratch`."""
+    """Runs the trainer, each run in a new folder under `scratch`."""
 
     def __init__(self, scratch):
         self.scratch = scratch
@@ -69,11 +69,11 @@ class Trainer:
         return path
 
     def run(self, folder, options, ranks=1, fault=None, seconds=120):
-        """One run of `ranks` ranks; `fault` strikes in it."""
+        """Runs the trainer on `ranks` ranks, with `fault`."""
         report = folder / "report"
         report.unlink(missing_ok=True)
         (folder / "state").unlink(missing_ok=True)
-        # Open MPI kills the other ranks a second sooner, and its shared memory lies where it is removed at the end.
+        # Open MPI kills the other ranks a second sooner. Its shared memory is in a folder that is removed at the end.
         env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_odls_base_sigkill_timeout="0",
                    OMPI_MCA_btl_vader_backing_directory=str(self.scratch))
         if fault:
@@ -94,13 +94,13 @@ class Trainer:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            raise Wrong(f"a run hangs: not at its end after {seconds} s")
+            raise Wrong(f"a run hangs: it has not ended after {seconds} s")
         lines = report.read_text().splitlines() if report.exists() else []
         struck = [line.split()[2] for line in lines if line.startswith("struck ")]
         return Run(process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), struck)
 
     def calls(self, folder, options, ranks, fault):
-        """The calls that a run without a fault makes, in order."""
+        """Returns the calls of a run without a fault, in order."""
         run = self.run(folder, options, ranks, fault._replace(kind="none", at=0))
         if run.status:
             raise SystemExit(f"a run without a fault fails:\n{run.err}")
@@ -109,19 +109,19 @@ class Trainer:
 
 
 def files_of(folder):
-    """{name: content} of every file of a checkpoint or an export; {}: there is no such folder."""
+    """Returns {name: content} of the files of a checkpoint or an export; {} if there is no such folder."""
     if not folder.is_dir() or folder.is_symlink():
         return {}
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
 
 
 def content_of(files):
-    """The part of files_of that is the same in every run: trainer.json names folders, and hidden files may differ."""
+    """Returns the files that are equal in all runs: without trainer.json, which names folders, and hidden files."""
     return {name: content for name, content in files.items() if name != "trainer.json" and name[0] != "."}
 
 
 def log_steps(path):
-    """{step: [(loss, norm), ...]} of a log; every line must be JSON."""
+    """Returns {step: [(loss, norm), ...]} of a log; every line must be JSON."""
     steps = collections.defaultdict(list)
     for n, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -134,7 +134,7 @@ def log_steps(path):
 
 
 class Reference:
-    """The uninterrupted run of one configuration: its losses and norms, and every checkpoint it saved."""
+    """An uninterrupted run of one configuration: its losses, norms and checkpoints."""
 
     def __init__(self, trainer, options, ranks, steps, every):
         self.trainer, self.ranks, self.num_steps = trainer, ranks, steps
@@ -152,17 +152,17 @@ class Reference:
         return [*self.options, "--checkpoint-dir", folder / "ck", "--log-dir", folder / "log"]
 
     def is_whole(self, checkpoints, step):
-        """True if the checkpoint of a step has the files of the uninterrupted run."""
+        """True if the checkpoint of a step equals that of the uninterrupted run."""
         found = files_of(checkpoints / f"step-{step:08d}")
         is_trainer = self.is_trainer(found.get("trainer.json", b""), step)
         return is_trainer and content_of(found) == content_of(self.saved[step])
 
     def newest_whole(self, checkpoints):
-        """The newest step of which a folder has a whole checkpoint; 0: none."""
+        """Returns the newest step with a complete checkpoint in the folder; 0 if there is none."""
         return max([step for step in self.saved if self.is_whole(checkpoints, step)], default=0)
 
-    def torn(self, checkpoints):
-        """The checkpoints that have their names and are not whole."""
+    def incomplete(self, checkpoints):
+        """Returns the steps of incomplete checkpoints that have a checkpoint's name."""
         named = [step for step in self.saved if (checkpoints / f"step-{step:08d}").exists()]
         return [step for step in named if not self.is_whole(checkpoints, step)]
 
@@ -174,14 +174,14 @@ class Reference:
             return False
 
     def resume(self, folder, from_step, keep=1):
-        """Starts the run in `folder` again, which must go on from `from_step` and end as the uninterrupted run does."""
+        """Resumes the run in `folder`. It must start from `from_step` and end like the uninterrupted run."""
         run = self.trainer.run(folder, [*self.run_options(folder), "--keep-checkpoints", keep, "--resume"], self.ranks)
-        require(run.status == 0, f"the next start ends with status {run.status}: {run.err.strip()[-600:]}")
+        require(run.status == 0, f"the resumed run ends with status {run.status}: {run.err.strip()[-600:]}")
         went_on = re.search(r"^resume: continuing from .*/step-(\d+)$", run.out, re.MULTILINE)
         step = int(went_on.group(1)) if went_on else 0
-        require(step == from_step, f"the next start goes on from step {step}, not from {from_step}")
+        require(step == from_step, f"the resumed run starts from step {step}, not from {from_step}")
         left = [p.name for p in (folder / "ck").iterdir() if p.name.endswith(".tmp")]
-        require(not left, f"after the next start {left} stay")
+        require(not left, f"the resumed run leaves {left}")
         require(self.newest_whole(folder / "ck") == self.num_steps, "the last checkpoint differs")
         self.check_log(folder)
         return run
@@ -191,7 +191,7 @@ class Reference:
         for step, values in steps.items():
             for value in values:
                 require(value == self.steps[step][0],
-                        f"step {step} has loss and norm {value}, the uninterrupted run {self.steps[step][0]}")
+                        f"step {step} has loss and norm {value}, but {self.steps[step][0]} in the uninterrupted run")
         return steps
 
 
@@ -200,10 +200,10 @@ def last_saved(out):
 
 
 def check_end(run, kind):
-    """A run that a fault struck is killed, ends with an error that says why, or ends well: True if well."""
-    require(run.struck, "the fault did not strike: the run made fewer calls than the one that was counted")
+    """Checks that a run with a fault was killed, printed the reason and failed, or succeeded. True if it succeeded."""
+    require(run.struck, "the fault did not strike: the run made fewer calls than the run without a fault")
     if kind in KILLS:
-        require(run.status != 0, "the run was to be killed, but ended well")
+        require(run.status != 0, "the run should have been killed, but succeeded")
         return False
     if kind == "short" or (kind == "eintr" and run.struck[0] in ("write", "pwrite")):
         require(run.status == 0, f"the run ends with status {run.status}: {run.err.strip()[-400:]}")
@@ -216,27 +216,28 @@ def check_end(run, kind):
 
 
 def save_point(reference, rank, kind, at, folder):
-    """A fault in a run that saves."""
+    """Strikes a run that saves checkpoints."""
     options = [*reference.run_options(folder), "--keep-checkpoints", 1]
     run = reference.trainer.run(folder, options, reference.ranks, Fault(kind, at, folder / "ck", rank))
     well = check_end(run, kind)
     said, whole = last_saved(run.out), reference.newest_whole(folder / "ck")
-    require(whole >= said, f"step {said} was said to be saved, but the newest whole checkpoint is of step {whole}")
-    torn = reference.torn(folder / "ck")
-    require(not torn or kind == "power-names", f"checkpoints that have their names are not whole: steps {torn}")
+    require(whole >= said, f"step {said} was reported as saved, but the newest complete checkpoint is of step {whole}")
+    incomplete = reference.incomplete(folder / "ck")
+    require(not incomplete or kind == "power-names",
+            f"incomplete checkpoints have a checkpoint's name: steps {incomplete}")
     require(not well or whole == reference.num_steps,
-            f"the run ended well, but its newest whole checkpoint is of step {whole}")
+            f"the run succeeded, but its newest complete checkpoint is of step {whole}")
     reference.resume(folder, whole)
     require(set(reference.check_log(folder)) >= set(range(whole + 1, reference.num_steps + 1)), "log.jsonl lacks steps")
 
 
 class Export:
-    """Runs that end in an export: into a new folder, or over an earlier one."""
+    """Runs that export into a new folder, or over an earlier export."""
 
     def __init__(self, trainer):
         self.trainer, self.options = trainer, ["--precision", "bf16", "--num-steps", 1]
         self.old, self.new = self.export(["--seed", 7]), self.export([])
-        require(self.old["model.safetensors"] != self.new["model.safetensors"], "two exports do not differ")
+        require(self.old["model.safetensors"] != self.new["model.safetensors"], "the two exports are equal")
         self.wholes = [content_of(self.old), content_of(self.new)]
 
     def export(self, more):
@@ -258,26 +259,26 @@ class Export:
         run = self.trainer.run(folder, options, fault=Fault(kind, at, folder / "out"))
         well = check_end(run, kind)
         found = content_of(files_of(folder / "out/x"))
-        require(not found or found in self.wholes, "the export's folder holds a part of an export")
+        require(not found or found in self.wholes, "the export's folder holds an incomplete export")
         require(found == self.wholes[1] or not (well or "exported the weights" in run.out),
-                "the run ended well, but its export is not whole")
+                "the run succeeded, but its export is incomplete")
         earlier = any(content_of(files_of(p)) == self.wholes[0] for p in (folder / "out").iterdir())
-        require(not over or found or earlier, "neither the earlier export nor the new one is whole")
+        require(not over or found or earlier, "neither the earlier export nor the new one is complete")
         run = self.trainer.run(folder, options)
-        require(run.status == 0, f"the next start ends with status {run.status}: {run.err.strip()[-600:]}")
+        require(run.status == 0, f"the next run ends with status {run.status}: {run.err.strip()[-600:]}")
         require(content_of(files_of(folder / "out/x")) == self.wholes[1],
-                "the export of the next start is not that of the uninterrupted run")
+                "the export of the next run differs from that of an uninterrupted run")
         left = [p.name for p in (folder / "out").iterdir() if p.name != "x"]
-        require(not left, f"after the next start {left} stay")
+        require(not left, f"the next run leaves {left}")
 
 
 def log_point(reference, reads, cut, n, folder):
-    """SIGKILL at some time; with `cut` the log loses its tail besides, as in a power cut."""
+    """SIGKILL at a random time. With `cut` the log also loses its tail, like in a power cut."""
     chance = random.Random(f"log {cut} {n}")
     at = chance.randrange(max(1, reads - reference.num_steps), reads)
     fault = Fault("kill-later", at, reference.trainer.data, calls="pread", delay=chance.randrange(4000))
     options = [*reference.run_options(folder), "--keep-checkpoints", 1]
-    reference.trainer.run(folder, options, fault=fault)  # may end before the kill comes
+    reference.trainer.run(folder, options, fault=fault)  # may end before the kill
     path = folder / "log/log.jsonl"
     if cut and path.exists():
         text = path.read_bytes()
@@ -291,7 +292,7 @@ def log_point(reference, reads, cut, n, folder):
 
 
 def damage_file(kind, path, older, chance):
-    """Damages one file; False if that did not change it."""
+    """Damages one file. Returns False if the file did not change."""
     before = path.read_bytes()
     data = bytearray(before)
     at = chance.randrange(len(data))
@@ -319,7 +320,7 @@ def damage_file(kind, path, older, chance):
 
 
 def damage_point(reference, kind, n, folder):
-    """Damage to a file of the newest of two checkpoints."""
+    """Damages a file of the newer of two checkpoints."""
     chance = random.Random(f"damage {kind} {n}")
     first, second = sorted(reference.saved)[:2]
     for step in (first, second):
@@ -333,21 +334,21 @@ def damage_point(reference, kind, n, folder):
         if damage_file(kind, newest / name, older, chance):
             break
     run = reference.resume(folder, first, keep=2)
-    line = re.search(rf"^resume: passed over .*/step-{second:08d}: (.*)$", run.out, re.MULTILINE)
-    require(line, "the damaged checkpoint is not said to be passed over")
+    line = re.search(rf"^resume: skipping .*/step-{second:08d}: (.*)$", run.out, re.MULTILINE)
+    require(line, "the damaged checkpoint is not reported as skipped")
     require(name in line.group(1) or "was renamed" in line.group(1),
             f"{name} is damaged, but the message is \"{line.group(1)}\"")
 
 
 def precisions():
-    lengths = {"blockwise": 128, "mxfp8": 32}  # what their products need
+    lengths = {"blockwise": 128, "mxfp8": 32}  # multiples that their GEMMs need
     fp8 = [["--precision", "fp8", "--fp8-recipe", recipe, "--sequence-length", lengths.get(recipe, 16)]
            for recipe in RECIPES]
     return [["--precision", "fp32"], ["--precision", "bf16"]] + fp8
 
 
 def resume_configurations(quick):
-    """(ranks, options): each precision and recipe with each number of ranks and each sharding."""
+    """Yields (ranks, options) for each precision and recipe with each number of ranks and each sharding."""
     split = [(1, "full", 1), (1, "full", 2), (2, "grad_op", 1), (2, "full", 2), (3, "none", 1), (3, "full", 2),
              (4, "hybrid", 1), (4, "none", 2)]
     shards = ["full", "grad_op", "none"]
@@ -362,7 +363,7 @@ def resume_configurations(quick):
 
 
 def resume_point(trainer, ranks, options, n, folder):
-    """SIGKILL of one rank within a step, at some time in its micro-step."""
+    """SIGKILL of one rank within a step, at a random time in a micro-step."""
     chance = random.Random(f"resume {n}")
     steps, every, accumulation = 12, 5, int(options[-1])
     rank = chance.randrange(ranks)
@@ -371,24 +372,24 @@ def resume_point(trainer, ranks, options, n, folder):
     reads = Fault("none", 0, trainer.data, rank, "pread")
     reference = Reference(trainer, options, ranks, steps, every)
     total = len(trainer.calls(count, [*reference.options[:-2]], ranks, reads))
-    after = chance.randrange(6, steps)  # steps that are done
+    after = chance.randrange(6, steps)  # number of steps done
     at = total - (steps - after) * accumulation + 1 + chance.randrange(accumulation)
     fault = reads._replace(kind="kill-later", at=at, delay=chance.randrange(3000))
     run = trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 2], ranks, fault)
-    if run.status == 0:  # on a busy machine the run may end before the kill comes
+    if run.status == 0:  # on a busy machine the run may end before the kill
         shutil.rmtree(folder / "ck")
         shutil.rmtree(folder / "log")
         fault = fault._replace(kind="kill-before", delay=0)
         run = trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 2], ranks, fault)
     require(run.struck and run.status != 0, f"the run was not killed in step {after + 1}")
     whole = reference.newest_whole(folder / "ck")
-    require(whole >= last_saved(run.out) and whole >= 5, f"the newest whole checkpoint is of step {whole}")
+    require(whole >= last_saved(run.out) and whole >= 5, f"the newest complete checkpoint is of step {whole}")
     reference.resume(folder, whole, keep=2)
 
 
 def thinned(calls, kind, every):
-    """Every call, but of writes to one file in a row the first, the last and each `every`th between. Kills in the
-    middle and short writes take writes alone."""
+    """Returns all calls, but of consecutive writes to one file only the first, the last and each `every`th between.
+    For kill-middle and short only writes."""
     kept = []
     for i, call in enumerate(calls):
         writes = call.name in ("write", "pwrite")
@@ -402,7 +403,7 @@ def thinned(calls, kind, every):
 
 
 def chosen(calls, kind, most, every):
-    """The calls to strike: all of `thinned`, or as many as `most`, half of them no writes."""
+    """Returns the calls to strike: all of `thinned`, or a random `most` of them, half of which are not writes."""
     points = thinned(calls, kind, every)
     if most is None or len(points) <= most:
         return points
@@ -417,7 +418,7 @@ def chosen(calls, kind, most, every):
 class Campaign:
     def __init__(self, args):
         self.args = args
-        # Memory is faster than a disk, and the faults are made by inject.c.
+        # /dev/shm is faster than a disk, and inject.c simulates the disk's faults anyway.
         in_memory = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 512 << 20
         folder = tempfile.mkdtemp(prefix="train_fp8_faults_", dir="/dev/shm" if in_memory else None)
         self.scratch = pathlib.Path(folder).resolve()
@@ -439,7 +440,7 @@ class Campaign:
               end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def attempt(self, row, again, action):
-        """Runs one point in a folder of its own and counts it. `again`: what gives this point alone."""
+        """Runs one point in a new folder and counts it. `again` holds the options that repeat only this point."""
         folder = self.trainer.folder()
         problem = None
         try:
@@ -453,10 +454,10 @@ class Campaign:
             self.rows[row][1] += problem is None
         if problem or self.args.keep:
             print(f"{'FAILED' if problem else 'passed'}: {row}: {problem or folder}\n"
-                  f"  again: dev/fault/campaign.py {again} --keep", flush=True)
+                  f"  to repeat it: dev/fault/campaign.py {again} --keep", flush=True)
 
     def sweep(self, section, points, jobs):
-        """points: (row, again, action)."""
+        """Runs all points, each a tuple (row, again, action)."""
         for row, _, _ in points:
             self.rows.setdefault(row, [0, 0])
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -466,7 +467,7 @@ class Campaign:
                 self.progress(section, done, len(points))
 
     def faults(self, row, section, kinds, calls, most, action, every=4):
-        """The points of one run: each kind at each chosen call. `action(kind, at, folder)`."""
+        """Returns the points of one run: each kind of fault at each chosen call. Each runs action(kind, at, folder)."""
         points = []
         for kind in kinds:
             if self.args.kind and kind != self.args.kind:
@@ -541,7 +542,7 @@ class Campaign:
         return dict(os.environ, TMPDIR=str(self.scratch), ASAN_OPTIONS="detect_leaks=0", OMP_NUM_THREADS="1")
 
     def replay(self, target, runs, folder):
-        runs *= 10 if target == "tokenizer" else 1  # the fastest
+        runs *= 10 if target == "tokenizer" else 1  # this target is the fastest
         command = [ROOT / "build/fault/replay", target, str(runs)]
         start = time.monotonic()
         run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -581,7 +582,7 @@ class Campaign:
                     action = functools.partial(self.libfuzzer, t, seconds)
                     points.append((f"fuzz, libFuzzer: {t}", f"--only fuzz --kind {t}", action))
             else:
-                print("skipped: no clang with libFuzzer; mutations are replayed alone")
+                print("skipped: no clang with libFuzzer; fuzz targets run only on mutations of their seeds")
         self.sweep("fuzz", points, self.args.jobs)
 
     def report(self):
@@ -611,7 +612,7 @@ def build(*targets):
 
 
 def find_libfuzzer():
-    """A clang that links fuzz targets; None: there is none."""
+    """Returns a clang that links fuzz targets; None if there is none."""
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder) / "empty.c"
         source.write_text("int LLVMFuzzerTestOneInput(const char *data, unsigned long n) { return data && n > 9; }\n")
@@ -628,14 +629,15 @@ def main():
                                      epilog="The full form takes about 15 minutes on 2 cores, and --minutes more for "
                                             "libFuzzer; --quick takes less than a minute.")
     parser.add_argument("--quick", action="store_true",
-                        help="few points of every kind, and fuzz targets without libFuzzer: what scripts/test.sh runs")
+                        help="a few points of every kind, no libFuzzer; scripts/test.sh runs this")
     parser.add_argument("--minutes", type=float, default=20,
-                        help="of fuzzing with libFuzzer, all targets together [20]; 60 make more than 10 million runs")
-    parser.add_argument("--only", metavar="SECTIONS", help=f"of {','.join(SECTIONS)}, those named")
-    parser.add_argument("--kind", help="one kind of fault (" + ", ".join(KILLS + ERRORS) + "), or one fuzz target")
-    parser.add_argument("--at", type=int, help="one point of each kind: the number of its call, or of the point")
-    parser.add_argument("--keep", action="store_true", help="keep the points' folders, and name them")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="points at once [the cores]")
+                        help="minutes of libFuzzer for all targets together [20]; 60 minutes are over 10 million runs")
+    parser.add_argument("--only", metavar="SECTIONS", help=f"only these sections of {','.join(SECTIONS)}")
+    parser.add_argument("--kind", help="only this kind of fault (" + ", ".join(KILLS + ERRORS) + ") or fuzz target")
+    parser.add_argument("--at", type=int, help="only one point of each kind: the number of the call, or of the point")
+    parser.add_argument("--keep", action="store_true", help="keep the points' folders and print their names")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(),
+                        help="number of points that run at the same time [number of cores]")
     args = parser.parse_args()
     for section in filter(None, (args.only or "").split(",")):
         if section not in SECTIONS:

@@ -1,9 +1,9 @@
-// Every fuzz target includes this. A target is a function of some bytes that calls the code under test, and aborts
-// where that code does what it must not. FUZZ_TARGET makes it an entry point of libFuzzer, or with FUZZ_REPLAY an entry
+// Every fuzz target includes this file. A target is a function that calls the code under test with some bytes, and
+// aborts if that code violates a check. FUZZ_TARGET makes it an entry point of libFuzzer, or with FUZZ_REPLAY an entry
 // of the table in replay.c.
 //
-// die() ends a run of the target, not the process: its hook jumps back here before it prints. What the run had
-// allocated is freed then, and descriptors are closed. A run that ends without die() must have given everything back
+// die() ends a run of the target, not the process: its hook jumps back to fuzz_run before it prints. fuzz_run then
+// frees the run's memory and closes its descriptors. A run that ends without die() must free and close everything
 // itself.
 #ifndef DEV_FAULT_FUZZ_H
 #define DEV_FAULT_FUZZ_H
@@ -23,10 +23,10 @@
 typedef struct {
     sigjmp_buf back;
     bool running;
-    void **blocks;  // allocated by this run
+    void **blocks;  // memory allocated by this run
     size_t num_blocks;
     int first_descriptor;
-    char folder[200];  // of this process, for the files that targets write
+    char folder[200];  // this process's folder for files that targets write
 } Fuzz;
 
 static inline Fuzz *fuzz(void) {
@@ -34,7 +34,7 @@ static inline Fuzz *fuzz(void) {
     return &state;
 }
 
-// A run has found what must not be.
+// Aborts the run if the condition does not hold.
 #define FUZZ_CHECK(condition)                                                                   \
     do {                                                                                        \
         if (!(condition)) {                                                                     \
@@ -54,7 +54,7 @@ static inline void *fuzz_note(void *block) {
 
 static inline void fuzz_forget(void *block) {
     Fuzz *f = fuzz();
-    for (size_t i = f->num_blocks; block && i-- > 0;)  // the newest is the likeliest
+    for (size_t i = f->num_blocks; block && i-- > 0;)  // starts with the newest, which is the likeliest
         if (f->blocks[i] == block) {
             f->blocks[i] = f->blocks[--f->num_blocks];
             return;
@@ -104,8 +104,8 @@ static inline void fuzz_remove_folder(void) {
     folder_remove(fuzz()->folder, &ignored);
 }
 
-// Once for each process. Targets write their files in a folder under TMPDIR; what the code under test prints goes
-// nowhere.
+// Prepares the process, at its first run. Targets write their files in a folder under TMPDIR. The output of the code
+// under test is discarded.
 static inline void fuzz_begin(void) {
     Fuzz *f = fuzz();
     if (f->blocks) return;
@@ -116,7 +116,7 @@ static inline void fuzz_begin(void) {
     die_hook()->before = fuzz_died;
 }
 
-// The path of a name in the process's folder, good for the next seven calls.
+// Returns the path of a name in the process's folder. It stays valid for the next seven calls.
 static inline const char *fuzz_path(const char *name) {
     static char paths[8][256];
     static int next;
@@ -141,9 +141,9 @@ static inline void fuzz_run(void (*target)(const uint8_t *, size_t), const uint8
         f->running = true;
         target(data, size);
         f->running = false;
-        FUZZ_CHECK(f->num_blocks == 0);  // all memory is given back
+        FUZZ_CHECK(f->num_blocks == 0);  // all memory is freed
         const int next = dup(2);
-        FUZZ_CHECK(next == f->first_descriptor);  // and all files are closed
+        FUZZ_CHECK(next == f->first_descriptor);  // all files are closed
         close(next);
         return;
     }
@@ -154,7 +154,7 @@ static inline void fuzz_run(void (*target)(const uint8_t *, size_t), const uint8
 
 // ---- input
 
-// The first bytes of an input, as choices of the target; zeros when there are no more.
+// Takes the next byte of the input, for a choice of the target. Returns 0 at the end of the input.
 static inline uint8_t fuzz_byte(const uint8_t **data, size_t *size) {
     if (!*size) return 0;
     ++*data, --*size;
@@ -163,7 +163,7 @@ static inline uint8_t fuzz_byte(const uint8_t **data, size_t *size) {
 
 #define FUZZ_SEED_CAPACITY 8192
 
-// Copies a seed of text without its terminating zero; a ' becomes ", so that JSON is readable in C. Returns its size.
+// Copies a text seed without its terminating zero and replaces ' by ", so that JSON is readable in C. Returns its size.
 static inline size_t fuzz_text(uint8_t *out, const char *text) {
     const size_t n = strlen(text);
     FUZZ_CHECK(n <= FUZZ_SEED_CAPACITY);
@@ -171,7 +171,7 @@ static inline size_t fuzz_text(uint8_t *out, const char *text) {
     return n;
 }
 
-// A target for replay.c. `seed` writes the i-th seed to `out` and returns its size; 0 past the last.
+// A target for replay.c. `seed` writes seed number i to `out` and returns its size; 0 if there is no such seed.
 typedef struct {
     const char *name;
     void (*run)(const uint8_t *data, size_t size);

@@ -1,4 +1,4 @@
-// config.json: read, its parameter table laid out, written and read again.
+// Reads config.json, lays out its parameter table, writes config.json and reads it again.
 #include "fuzz.h"
 
 static void config_check_table(const ModelConfig *m) {

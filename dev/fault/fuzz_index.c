@@ -1,4 +1,4 @@
-// model.safetensors.index.json beside two sound files: no path may leave the folder.
+// Reads model.safetensors.index.json of two valid files: no path may leave the folder.
 #include "fuzz.h"
 
 static void index_write_shards(void) {

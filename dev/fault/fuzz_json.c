@@ -1,4 +1,4 @@
-// JSON: what is parsed and written again reads as the same.
+// Parses JSON, writes it and parses it again: both must be equal.
 #include "fuzz.h"
 
 static void json_write(const Json *json, const JsonNode *node, JsonText *out) {
@@ -16,7 +16,7 @@ static void json_write(const Json *json, const JsonNode *node, JsonText *out) {
     json_text_add(out, array ? "]" : "}");
 }
 
-// Every way to read a value, and numbers written with the fewest digits.
+// Reads a value in every way, and writes numbers with the fewest digits.
 static void json_read(const Json *json, const JsonNode *node) {
     Failure failure;
     char path[64];
@@ -42,8 +42,10 @@ static bool json_is_utf8(const uint8_t *s, size_t size) {
         if ((c >= 0x80 && c < 0xc2) || c > 0xf4) return false;
         const size_t more = c < 0x80 ? 0 : c < 0xe0 ? 1 : c < 0xf0 ? 2 : 3;
         if (more > size - i) return false;
-        if ((c == 0xe0 && s[i] < 0xa0) || (c == 0xed && s[i] > 0x9f)) return false;  // too long, or half of a pair
-        if ((c == 0xf0 && s[i] < 0x90) || (c == 0xf4 && s[i] > 0x8f)) return false;  // too long, or too large
+        if ((c == 0xe0 && s[i] < 0xa0) || (c == 0xed && s[i] > 0x9f))
+            return false;  // overlong encoding, or a surrogate
+        if ((c == 0xf0 && s[i] < 0x90) || (c == 0xf4 && s[i] > 0x8f))
+            return false;  // overlong encoding, or above U+10FFFF
         for (size_t k = 0; k < more; k++, i++)
             if ((s[i] & 0xc0) != 0x80) return false;
     }
@@ -58,7 +60,7 @@ static void json_run(const uint8_t *data, size_t size) {
     json_write(&json, json_root(&json), &text);
     const bool parses = json_parse(&again, "output", text.data, text.size, &failure);
     const bool utf8 = json_is_utf8(data, size);
-    FUZZ_CHECK(parses || !utf8);  // bytes that are no UTF-8 may be replaced, and two keys then be equal
+    FUZZ_CHECK(parses || !utf8);  // replacing invalid UTF-8 may make two keys equal
     for (int64_t i = 0; i < json.count; i++) json_read(&json, &json.nodes[i]);
     for (int64_t i = 0; utf8 && i < json.count; i++) {
         const JsonNode *a = &json.nodes[i], *b = &again.nodes[i];

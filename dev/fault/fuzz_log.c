@@ -1,4 +1,4 @@
-// A log.jsonl that a resumed run appends to: whole lines are kept, the rest of one that was cut goes.
+// Appends to a log.jsonl like a resumed run: complete lines must be kept, and an incomplete last line removed.
 #include "fuzz.h"
 
 static void log_run(const uint8_t *data, size_t size) {
@@ -12,7 +12,7 @@ static void log_run(const uint8_t *data, size_t size) {
     options_resolve(&o);
     ParameterTable t = parameter_table(&m);
     Precision p = precision_plan(&o, o.fp8_filter, &m, &t, true);
-    Logger l = logger_open(&o, &m, &t, &p, run);  // writes the line of settings
+    Logger l = logger_open(&o, &m, &t, &p, run);  // writes a line with the settings
     logger_close(&l);
     precision_free(&p);
     parameter_table_free(&t);

@@ -1,7 +1,7 @@
-// A command line, one argument a line of the input.
+// Parses a command line: each line of the input is one argument.
 #include "fuzz.h"
 
-// Numbers are in their ranges, choices are some.
+// Checks that numbers are in range and choices are valid.
 static void options_check_values(const Options *o) {
     for (const OptionRow *row = option_rows(); row->name; row++) {
         const void *at = (const char *)o + row->field;

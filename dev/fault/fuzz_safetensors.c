@@ -1,4 +1,4 @@
-// A safetensors file: opened, and every tensor read in every way.
+// Opens a safetensors file and reads every tensor in every way.
 #include "fuzz.h"
 
 static void safetensors_try(const Safetensors *st, const Safetensor *t) {
@@ -21,7 +21,7 @@ static void safetensors_try(const Safetensors *st, const Safetensor *t) {
     FUZZ_CHECK(safetensors_find(st, t->name) == t);
 }
 
-// The first byte: whether the header's length is set right.
+// The first byte decides if the header's length is corrected.
 static void safetensors_run(const uint8_t *data, size_t size) {
     static uint8_t file[1 << 16];
     const uint8_t choice = fuzz_byte(&data, &size);

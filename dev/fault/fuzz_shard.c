@@ -1,7 +1,7 @@
-// Token shards of all three formats: header, batches, scan, identity.
+// Reads token shards of all three formats: header, batches, scan, identity.
 #include "fuzz.h"
 
-// Input: sequence length, choices, 16 bytes of the header, then what stands behind the header.
+// The input holds the sequence length, choices, 16 bytes of the header, and the bytes after the header.
 static size_t shard_build(const uint8_t *data, size_t size, uint8_t choices, uint8_t *file) {
     memset(file, 0, SHARD_HEADER_BYTES);
     const size_t header = size < 16 ? size : 16, rest = size - header;
@@ -9,7 +9,7 @@ static size_t shard_build(const uint8_t *data, size_t size, uint8_t choices, uin
     if (rest) memcpy(file + SHARD_HEADER_BYTES, data + header, rest);
     int32_t *words = (int32_t *)file;
     const int width = words[0] == SHARD_MAGIC_U16 ? 2 : 4;
-    if (choices & 1) {  // the count that the file has
+    if (choices & 1) {  // correct the count in the header
         const int64_t count = (int64_t)rest / width;
         words[2] = (int32_t)count, words[3] = 0;
         return (size_t)(SHARD_HEADER_BYTES + count * width);

@@ -1,7 +1,7 @@
-// A tokenizer table: parsed, and every token printed; names of tables.
+// Parses a tokenizer table and prints every token; makes the names of tables.
 #include "fuzz.h"
 
-// The first byte: whether the head of the table is set right.
+// The first byte decides if the head of the table is corrected.
 static void tokenizer_run(const uint8_t *data, size_t size) {
     const uint8_t choice = fuzz_byte(&data, &size);
     char *file = (char *)fuzz_note(malloc(size ? size : 1)), path[64], name[32];

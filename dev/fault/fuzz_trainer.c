@@ -1,4 +1,4 @@
-// trainer.json with its right seal: whole or not, settings, what differs from a run of now.
+// Reads a trainer.json with the right hash: checks files, reads settings, compares them with a new run.
 #include "fuzz.h"
 
 static void trainer_write_folder(const uint8_t *data, size_t size) {
@@ -43,7 +43,7 @@ static void trainer_run(const uint8_t *data, size_t size) {
     FUZZ_CHECK(progress.step >= 0 && progress.samples >= 0);
 }
 
-// The text of a whole checkpoint's trainer.json up to its seal.
+// Writes the trainer.json of an undamaged checkpoint, up to its hash.
 static size_t trainer_seed(int i, uint8_t *out) {
     JsonText text = {NULL, 0, 0};
     Options o = options_default();

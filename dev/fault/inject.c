@@ -1,21 +1,20 @@
-// A shared library for LD_PRELOAD that makes one file call of a program fail, or kills the program there, as a full
-// disk, a bad disk, a killed process or a power cut would. It counts the calls that change files and folders under one
-// folder, in the order the program makes them, and acts at the Nth.
+// A shared library for LD_PRELOAD that makes one file call of a program fail, or kills the program at that call. It
+// simulates a full disk, a bad disk, a killed process or a power cut. It counts the calls that change files under one
+// folder, in the order of the program's calls, and strikes at the Nth.
 //
-//   FAULT_DIR     the folder, as an absolute path without links. Unset: the library does nothing
-//   FAULT_KIND    what happens: see KINDS; "none" counts only
-//   FAULT_AT      at which call, from 1 on
-//   FAULT_RANK    the MPI rank whose calls count; unset: a program without MPI
+//   FAULT_DIR     the folder, as an absolute path without links; if unset, the library does nothing
+//   FAULT_KIND    the fault, see KINDS; "none" only counts calls
+//   FAULT_AT      the number of the call, counted from 1
+//   FAULT_RANK    the MPI rank whose calls are counted; unset for a program without MPI
 //   FAULT_REPORT  a file that gets a line "call N NAME BYTES PATH" for each counted call with FAULT_KIND=none, and
-//                 "struck N NAME BYTES PATH" when the library acts
-//   FAULT_STATE   a file that the ranks share: what any of them has written and not yet brought to disk. Unset: this
-//                 process alone
-//   FAULT_CALLS   the one call that counts, in place of those that change something: "pread"
-//   FAULT_DELAY   microseconds between the call and the kill of FAULT_KIND=kill-later
+//                 "struck N NAME BYTES PATH" when the library strikes
+//   FAULT_STATE   a file shared by the ranks, which lists the written data that is not on disk yet; if unset, the list
+//                 is of this process only
+//   FAULT_CALLS   the only call that is counted, instead of all calls that change files: "pread"
+//   FAULT_DELAY   microseconds between the call and the kill, for FAULT_KIND=kill-later
 //
-// A power cut kills all ranks. What was written and not covered by fsync reads as zeros then, and with power-names a
-// name that rename gave is the old one again unless an fsync of its folder came after it. Names of new and of removed
-// files are taken to last.
+// A power cut kills all ranks. Written data that no fsync covers then reads as zeros. With power-names, a rename is
+// also undone unless an fsync of its folder followed it. Names of new files and of removed files are not undone.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -69,11 +68,11 @@ static Kind kind_find(const char *name) {
     abort();
 }
 
-// A call goes ahead, fails with the errno that is set, or writes only a part: half of it before a kill, or one byte.
+// The fate of a call: it runs, fails with the errno that is set, or writes a part: half of its data, or one byte.
 typedef enum { GO, GO_THEN_KILL, FAIL, WRITE_HALF, WRITE_ONE } Verdict;
 
-// The groups of calls that FAULT_KIND=enospc-on tells apart: a full disk lets files be removed and closed.
-typedef enum { CALL_TAKES_ROOM, CALL_WRITES, CALL_FREES, CALL_READS } CallGroup;
+// Groups of calls. FAULT_KIND=enospc-on strikes those that need space: a full disk lets files be removed and closed.
+typedef enum { CALL_TAKES_SPACE, CALL_WRITES, CALL_FREES, CALL_READS } CallGroup;
 
 #define MAX_RANGES 8192
 #define MAX_RENAMES 64
@@ -89,17 +88,17 @@ typedef struct {
     bool exchange;
 } Rename;
 
-// Shared by the ranks, if there are several.
+// The state that all ranks share.
 typedef struct {
     int lock;
     int num_ranks, num_ranges, num_renames;
     pid_t ranks[MAX_RANKS];
-    Range ranges[MAX_RANGES];     // written and not yet brought to disk
-    Rename renames[MAX_RENAMES];  // not yet brought to disk, oldest first
+    Range ranges[MAX_RANGES];     // written data that is not on disk yet
+    Rename renames[MAX_RENAMES];  // renames that are not on disk yet, oldest first
 } Shared;
 
 typedef struct {
-    bool active, counts;  // in a folder's run; calls of this rank count
+    bool active, counts;  // FAULT_DIR is set; calls of this rank are counted
     char dir[PATH_MAX];
     const char *report, *calls;
     Kind kind;
@@ -153,10 +152,10 @@ __attribute__((constructor)) static void fault_begin(void) {
     shared_lock(f->shared);
     if (f->shared->num_ranks < MAX_RANKS) f->shared->ranks[f->shared->num_ranks++] = getpid();
     shared_unlock(f->shared);
-    setvbuf(stdout, NULL, _IOLBF, 0);  // what was said before a kill shall be seen
+    setvbuf(stdout, NULL, _IOLBF, 0);  // so that lines printed before a kill are seen
 }
 
-// ---- what is not on disk yet
+// ---- data that is not on disk yet
 
 static void path_copy(char *out, size_t capacity, const char *path) {
     if (strlen(path) >= capacity) abort();
@@ -182,7 +181,7 @@ static void range_add(Fault *f, const char *path, int64_t begin, int64_t bytes) 
     shared_unlock(s);
 }
 
-// An fsync of a file or of a folder has brought it to disk, or the file was emptied.
+// Notes that an fsync has brought a file or folder to disk, or that the file was truncated to zero.
 static void path_is_synced(Fault *f, const char *path) {
     Shared *s = f->shared;
     int ranges = 0, renames = 0;
@@ -222,7 +221,7 @@ static void range_zero(const Range *r) {
     static const char zeros[4096];
     struct stat info;
     const int fd = REAL(open)(r->path, O_WRONLY);
-    if (fd < 0) return;  // removed since
+    if (fd < 0) return;  // the file was removed
     const int64_t end = fstat(fd, &info) ? 0 : r->end < info.st_size ? r->end : info.st_size;
     for (int64_t at = r->begin, n; at < end; at += n) {
         n = end - at < (int64_t)sizeof zeros ? end - at : (int64_t)sizeof zeros;
@@ -240,12 +239,12 @@ static void power_cut(Fault *f) {
     shared_lock(s);
     for (int i = 0; i < s->num_ranks; i++)
         if (s->ranks[i] != getpid()) kill(s->ranks[i], SIGKILL);
-    if (s->num_ranks > 1) usleep(20000);  // until they have left the kernel
+    if (s->num_ranks > 1) usleep(20000);  // until their system calls have ended
     for (int i = 0; i < s->num_ranges; i++) range_zero(&s->ranges[i]);
     for (int i = s->num_renames - 1; i >= 0 && f->kind == POWER_NAMES; i--) {
         const Rename *r = &s->renames[i];
         const unsigned flags = r->exchange ? 2 : 1;  // RENAME_EXCHANGE, RENAME_NOREPLACE of linux/fs.h
-        REAL(syscall)(SYS_renameat2, AT_FDCWD, r->to, AT_FDCWD, r->from, flags);  // fails for what is removed since
+        REAL(syscall)(SYS_renameat2, AT_FDCWD, r->to, AT_FDCWD, r->from, flags);  // fails if the file was removed
     }
     die_now();
 }
@@ -291,7 +290,7 @@ static Verdict strike(Fault *f, CallGroup group) {
     return GO;
 }
 
-// Counts a call, and says what it shall do.
+// Counts a call and returns its fate.
 static Verdict fault_call(const char *name, CallGroup group, int64_t bytes, const char *path) {
     Fault *f = fault_of_process();
     if (!f->active || !f->counts || !path_is_under(path, f->dir)) return GO;
@@ -304,7 +303,7 @@ static Verdict fault_call(const char *name, CallGroup group, int64_t bytes, cons
     return strike(f, group);
 }
 
-// Ends a call whose result is `result`.
+// Called after a call with its result: kills the process if the fault says so.
 static long fault_done(Verdict verdict, long result) {
     if (verdict == GO_THEN_KILL || verdict == WRITE_HALF) die_now();
     return result;
@@ -312,7 +311,7 @@ static long fault_done(Verdict verdict, long result) {
 
 // ---- paths
 
-// The absolute path of a name at a folder's descriptor; links in it are not followed.
+// Writes the absolute path of a name relative to a folder's descriptor, without following links.
 static const char *path_at(int folder, const char *path, char *out) {
     char base[PATH_MAX] = "", link[64];
     ssize_t n = 0;
@@ -348,7 +347,7 @@ static bool is_watched(const char *path) {
 
 int mkdirat(int folder, const char *path, mode_t mode) {
     char full[PATH_MAX];
-    const Verdict verdict = fault_call("mkdir", CALL_TAKES_ROOM, 0, path_at(folder, path, full));
+    const Verdict verdict = fault_call("mkdir", CALL_TAKES_SPACE, 0, path_at(folder, path, full));
     return verdict == FAIL ? -1 : (int)fault_done(verdict, REAL(mkdirat)(folder, path, mode));
 }
 
@@ -367,14 +366,14 @@ int rmdir(const char *path) { return unlinkat(AT_FDCWD, path, AT_REMOVEDIR); }
 static int open_at(int folder, const char *path, int flags, mode_t mode) {
     char full[PATH_MAX];
     if ((flags & O_ACCMODE) == O_RDONLY && !(flags & O_CREAT)) return REAL(openat)(folder, path, flags, mode);
-    const Verdict verdict = fault_call("open", CALL_TAKES_ROOM, 0, path_at(folder, path, full));
+    const Verdict verdict = fault_call("open", CALL_TAKES_SPACE, 0, path_at(folder, path, full));
     if (verdict == FAIL) return -1;
     const int fd = REAL(openat)(folder, path, flags, mode);
     if (fd >= 0 && flags & O_TRUNC && is_watched(full)) path_is_synced(fault_of_process(), full);
     return (int)fault_done(verdict, fd);
 }
 
-// The mode that stands behind the flags where a file may be made.
+// Reads the mode, which follows the flags if the call may create a file.
 #define OPEN_MODE(flags, mode)                                                           \
     va_list args;                                                                        \
     va_start(args, flags);                                                               \
@@ -396,7 +395,7 @@ int openat(int folder, const char *path, int flags, ...) {
     return open_at(folder, path, flags, mode);
 }
 
-// `offset` -1: at the file's own place, as write does.
+// Writes at `offset`, or, if it is -1, at the file's current position.
 static ssize_t write_at(const char *name, int fd, const void *data, size_t bytes, off_t offset) {
     char path[PATH_MAX];
     Verdict verdict = GO;
@@ -427,7 +426,7 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     return verdict == FAIL ? -1 : fault_done(verdict, REAL(pread)(fd, data, bytes, offset));
 }
 
-// The calls on an open file that have neither data nor place.
+// Begins a call on an open file that has neither data nor offset.
 #define CALL_ON_FILE(name, group, call)                                               \
     char path[PATH_MAX];                                                              \
     Verdict verdict = GO;                                                             \
@@ -436,21 +435,21 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     const int result = verdict == FAIL ? -1 : (call)
 
 int ftruncate(int fd, off_t length) {
-    CALL_ON_FILE("ftruncate", CALL_TAKES_ROOM, REAL(ftruncate)(fd, length));
+    CALL_ON_FILE("ftruncate", CALL_TAKES_SPACE, REAL(ftruncate)(fd, length));
     return (int)fault_done(verdict, result);
 }
 
 int ftruncate64(int fd, off64_t length) { return ftruncate(fd, length); }
 
 int fsync(int fd) {
-    CALL_ON_FILE("fsync", CALL_TAKES_ROOM, REAL(fsync)(fd));
+    CALL_ON_FILE("fsync", CALL_TAKES_SPACE, REAL(fsync)(fd));
     if (watched && result == 0) path_is_synced(fault_of_process(), path);
     return (int)fault_done(verdict, result);
 }
 
 int fdatasync(int fd) { return fsync(fd); }
 
-// Counts for files that are open for writing. A close that fails has closed the file all the same.
+// Is counted for files that are open for writing. Closes the file even if the call is made to fail.
 int close(int fd) {
     const int flags = fault_of_process()->active ? fcntl(fd, F_GETFL) : -1;
     if (flags < 0 || (flags & O_ACCMODE) == O_RDONLY) return REAL(close)(fd);
@@ -463,7 +462,7 @@ int close(int fd) {
 int renameat2(int from_folder, const char *from, int to_folder, const char *to, unsigned flags) {
     char a[PATH_MAX], b[PATH_MAX];
     path_at(from_folder, from, a), path_at(to_folder, to, b);
-    const Verdict verdict = fault_call(flags & 2 ? "exchange" : "rename", CALL_TAKES_ROOM, 0, is_watched(b) ? b : a);
+    const Verdict verdict = fault_call(flags & 2 ? "exchange" : "rename", CALL_TAKES_SPACE, 0, is_watched(b) ? b : a);
     if (verdict == FAIL) return -1;
     const int result = (int)REAL(syscall)(SYS_renameat2, from_folder, from, to_folder, to, flags);
     if (result == 0 && is_watched(b)) path_was_renamed(fault_of_process(), a, b, flags & 2);
@@ -476,7 +475,7 @@ int renameat(int from_folder, const char *from, int to_folder, const char *to) {
 
 int rename(const char *from, const char *to) { return renameat2(AT_FDCWD, from, AT_FDCWD, to, 0); }
 
-// The program asks for renameat2 by its number; all other numbers go through.
+// Catches renameat2, which the program calls by its number. Passes all other system calls on.
 long syscall(long number, ...) {
     long a[6];
     va_list args;

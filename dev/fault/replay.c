@@ -1,8 +1,8 @@
-// Runs the fuzz targets without libFuzzer: each on mutations of its seeds, which are the same every time.
+// Runs the fuzz targets without libFuzzer, on mutations of their seeds that are equal in every call.
 //
-//   replay TARGET RUNS [FIRST]   runs number FIRST [0] and those that follow it; the first few are the seeds themselves
-//   replay TARGET seeds FOLDER   writes the seeds to files, for libFuzzer to start from
-//   replay TARGET FILE           one run on the bytes of a file, such as libFuzzer writes when it has found something
+//   replay TARGET RUNS [FIRST]   RUNS runs from number FIRST [0] on; the first few use the unchanged seeds
+//   replay TARGET seeds FOLDER   writes the seeds to files, as a start for libFuzzer
+//   replay TARGET FILE           one run on the bytes of a file, for example one that libFuzzer wrote after a failure
 #define FUZZ_REPLAY
 #include "fuzz_config.c"
 #include "fuzz_index.c"
@@ -40,7 +40,7 @@ static const FuzzTarget *replay_target(const char *name) {
                                                 &fuzz_shard,  &fuzz_tokenizer, &fuzz_trainer};
     for (size_t i = 0; i < sizeof targets / sizeof targets[0]; i++)
         if (strcmp(targets[i]->name, name) == 0) return targets[i];
-    fprintf(stderr, "no fuzz target is called %s\n", name);
+    fprintf(stderr, "there is no fuzz target %s\n", name);
     _exit(2);
 }
 
@@ -62,7 +62,7 @@ typedef struct {
 
 static uint64_t chance_below(Chance *c, uint64_t n) { return rng_u64(c->key, c->next++) % n; }
 
-// Puts `n` bytes in place of `cut` bytes at `at`.
+// Replaces `cut` bytes at `at` by `n` bytes. Returns the new size.
 static size_t mutate_splice(uint8_t *data, size_t size, size_t at, size_t cut, const void *bytes, size_t n) {
     if (size - cut + n > REPLAY_CAPACITY) return size;
     memmove(data + at + n, data + at + cut, size - at - cut);
@@ -101,7 +101,7 @@ static size_t mutate_once(uint8_t *data, size_t size, Chance *c) {
                                         "__metadata__"};
     static const uint64_t numbers[] = {
         0, 1, 0x7f, 0xff, 0x7fff, 0xffff, 0x7fffffff, 0xffffffff, 0x100000000, 0x7fffffffffffffff, 0xffffffffffffffff};
-    uint8_t other[16];  // holds what is cut
+    uint8_t other[16];  // holds the bytes that are cut
     const size_t at = chance_below(c, size + 1), most = size - at, cut = chance_below(c, most < 16 ? most + 1 : 17);
     const char *word = words[chance_below(c, sizeof words / sizeof words[0])];
     const uint64_t number = numbers[chance_below(c, sizeof numbers / sizeof numbers[0])];
@@ -128,7 +128,7 @@ static size_t mutate_once(uint8_t *data, size_t size, Chance *c) {
     }
 }
 
-// The bytes of run number `run`: a seed itself, or one that was changed a few times.
+// Makes the input of run number `run`: a seed, or a seed after a few mutations.
 static size_t mutate(uint64_t run, uint8_t *data) {
     const uint64_t seeds = (uint64_t)replay()->num_seeds;
     Chance c = {rng_key(1, run), 0};
@@ -139,12 +139,12 @@ static size_t mutate(uint64_t run, uint8_t *data) {
     return size;
 }
 
-// ---- when a run is found to be wrong
+// ---- when a run fails
 
 static void replay_report(void) {
     const unsigned long long run = replay()->run;
     const char *name = replay()->target->name;
-    fprintf(stderr, "run %llu of %s; again: build/fault/replay %s 1 %llu\n", run, name, name, run);
+    fprintf(stderr, "run %llu of %s failed; to repeat it: build/fault/replay %s 1 %llu\n", run, name, name, run);
 }
 
 static void replay_signal(int number) {
@@ -160,7 +160,7 @@ static void replay_runs(uint64_t runs, uint64_t first) {
         replay()->run = run;
         if (run % 256 == 0) alarm(REPLAY_HANG_SECONDS);
         const size_t size = mutate(run, data);
-        uint8_t *exact = (uint8_t *)malloc(size ? size : 1);  // so that a read past the end is seen
+        uint8_t *exact = (uint8_t *)malloc(size ? size : 1);  // so that the sanitizer finds a read past the end
         memcpy(exact, data, size);
         fuzz_run(replay()->target->run, exact, size);
         free(exact);

@@ -218,7 +218,7 @@ await_end
 if [ "$status" != running ] && [ "$status" -ne 0 ] && [ -z "$(alive)" ] && grep -q 'rank [0-9]' "$tmp/killed.log"; then ok "SIGKILL of a rank: status $status after $took s: $(grep -m1 'rank [0-9]' "$tmp/killed.log" | cut -c1-150)"
 else bad "SIGKILL of a rank: status $status after $took s, alive: $(alive): $(tail -n 8 "$tmp/killed.log")"; fi
 last=$(ls "$tmp/killed" | grep -v tmp | tail -n 1)
-if run after_kill 1 $common --precision bf16 --num-steps $((10#${last#step-} + 1)) $(split 1) --checkpoint-dir "$tmp/killed" --resume && ! grep -q 'passed over' "$tmp/after_kill.log"; then
+if run after_kill 1 $common --precision bf16 --num-steps $((10#${last#step-} + 1)) $(split 1) --checkpoint-dir "$tmp/killed" --resume && ! grep -q 'resume: skipping' "$tmp/after_kill.log"; then
     ok "the checkpoint before the kill is whole: $last"
 else bad "after the kill: $(grep -E 'resume|error' "$tmp/after_kill.log")"; fi
 
@@ -243,7 +243,7 @@ silent() {
     shift 3
     stall_start "$name" "$rank" stop "$@"
     stall_await "$name" 60 || return
-    stall_says "$name" 25 "rank $rank on $host gives no sign of life for .*; rank $speaker (waits for it|is) in $phase: "
+    stall_says "$name" 25 "rank $rank on $host has not responded for .*; rank $speaker (waits for it|is) in $phase: "
 }
 small="small $endless"
 ending="$small --num-steps 1 --export-hf $tmp/stall_model"

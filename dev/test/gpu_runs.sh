@@ -140,7 +140,7 @@ check "--profile has products" grep -qE '^  [a-z].* TFLOP/s +[0-9.]+%$' "$tmp/a.
 gpu a $common --precision bf16 --num-steps 2 --checkpoint-dir "$tmp/whole" --export-hf "$tmp/export"
 for file in config.json model.safetensors; do check "exported $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"; done
 rm -rf "$tmp/damaged" && cp -r "$tmp/export" "$tmp/damaged" && spoil "$tmp/damaged" model.norm.weight
-refused "damaged/model.safetensors is damaged: its XXH64 is" ./train_fp8cu "$tmp/damaged" $data --sequence-length 256 --num-steps 20
+refused "damaged/model.safetensors is damaged: its XXH64 hash is" ./train_fp8cu "$tmp/damaged" $data --sequence-length 256 --num-steps 20
 rm "$tmp/export/train_fp8.json"  # the hashes, with which these weights would be refused as damaged
 while IFS='|' read -r tensor place; do
     rm -rf "$tmp/spoiled-model" && cp -r "$tmp/export" "$tmp/spoiled-model" && spoil "$tmp/spoiled-model" "$tensor"
@@ -202,7 +202,7 @@ done
 
 # bad input: a message and a non-zero status, before any work
 refused "GiB of GPU memory" ./train_fp8cu llama3.1-70b --train-data "$tmp/synth_train.bin" --sequence-length 4096
-refused "every rank needs one of its own" mpirun --allow-run-as-root --oversubscribe -np $(($(nvidia-smi -L | grep -c '^GPU') + 1)) ./train_fp8cu small $data
+refused "every rank needs its own GPU" mpirun --allow-run-as-root --oversubscribe -np $(($(nvidia-smi -L | grep -c '^GPU') + 1)) ./train_fp8cu small $data
 refused "does not divide" ./train_fp8cu small $data --dry-run --world-size 6 --sharding hybrid --shard-size 4
 refused "fp32 is the CPU trainer" ./train_fp8cu small $data --precision fp32
 refused "have matrix products for --fp8-recipe mxfp8" ./train_fp8cu small $data --precision fp8 --fp8-recipe mxfp8

@@ -258,8 +258,8 @@ static void test_delayed(void) {
     checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(isinf(b->delayed[0][3]), "%g", (double)b->delayed[0][3]);
     write_float(state, data + 12, NAN);
-    CHECK(check_dies(load_delayed, b, "amax_history holds nan, which is no magnitude; move this checkpoint away",
-                     output, sizeof output),
+    CHECK(check_dies(load_delayed, b, "amax_history holds nan, which is not an amax; move this checkpoint away", output,
+                     sizeof output),
           "%s", output);
     write_float(state, data + 12, 1), write_float(state, scales, INFINITY);
     CHECK(check_dies(load_delayed, b, "scale holds a value that is not finite", output, sizeof output), "%s", output);
@@ -328,14 +328,14 @@ static void test_keep(void) {
     int64_t steps[] = {66, 64};
     CheckpointSteps passed_over = {steps, 2};
     save(t, dir, 64, 9), save(t, dir, 66, 9);
-    t->run.passed_over = &passed_over;
+    t->run.skipped = &passed_over;
     save(t, dir, 65, 2);
     CHECK(strcmp(listing(dir), "66 65 64 60") == 0, "%s", listing(dir));
     save(t, dir, 66, 2);
     CHECK(strcmp(listing(dir), "66 65 64") == 0, "%s", listing(dir));
     save(t, dir, 68, 2);
     CHECK(strcmp(listing(dir), "68 66 64") == 0, "%s", listing(dir));
-    t->run.passed_over = NULL;
+    t->run.skipped = NULL;
     save(t, dir, 69, 1);
     CHECK(strcmp(listing(dir), "69") == 0, "%s", listing(dir));
     // One of a later step, which a resumed run passed over, stays; one of the same step is replaced.
@@ -398,7 +398,7 @@ static void test_links(void) {
     }
     CHECK(prepares(dir), "a start");
     CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000002"), "took %s", found);
-    t->run.passed_over = &passed_over;
+    t->run.skipped = &passed_over;
     save(t, dir, 5, 2);
     CHECK(strcmp(listing(dir), "10 9 8 7 5 2+4") == 0, "%s", listing(dir));
     save(t, dir, 6, 1);
@@ -527,7 +527,7 @@ static void test_mismatch(void) {
           "%s", output);
     CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"), "%s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
-    CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but other ones",
+    CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but other tokens",
                      output, sizeof output),
           "%s", output);
 
@@ -678,9 +678,9 @@ static void test_damage(void) {
                  {"trainer.json", flip_byte, 30, "is damaged"},
                  {"trainer.json", flip_byte, 500, "is damaged"},
                  {"config.json", damage_remove, 0, "No such file"},
-                 {"config.json", flip_byte, 100, "is damaged: its XXH64 is"},
+                 {"config.json", flip_byte, 100, "is damaged: its XXH64 hash is"},
                  {"model.safetensors", damage_remove, 0, "No such file"},
-                 {"model.safetensors", damage_truncate, 0, "has 0 bytes; it was written with"},
+                 {"model.safetensors", damage_truncate, 0, "has 0 bytes instead of"},
                  {"model.safetensors", damage_truncate, 4000, "has 4000 bytes"},
                  {"model.safetensors", flip_byte, 3, "is damaged"},
                  {"model.safetensors", flip_byte, 9000, "is damaged"},
@@ -703,7 +703,7 @@ static void test_damage(void) {
     }
     format_checked(path, sizeof path, "%s/step-00000001/trainer.json", dir);
     damage_remove(path, 0);
-    CHECK(check_dies(find_action, (void *)dir, "none of the 2 checkpoints in", output, sizeof output), "%s", output);
+    CHECK(check_dies(find_action, (void *)dir, "is damaged (2 found)", output, sizeof output), "%s", output);
 
     // A folder that was renamed is not what its name says.
     char renamed[PATH_CAPACITY];
@@ -714,7 +714,7 @@ static void test_damage(void) {
     CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) &&
               strstr(moved.text, "was renamed: it was saved after step 6"),
           "%s", moved.text);
-    CHECK(check_dies(find_action, (void *)dir, "none of the", output, sizeof output), "%s", output);
+    CHECK(check_dies(find_action, (void *)dir, "is damaged (1 found)", output, sizeof output), "%s", output);
     CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) &&
               strstr(found, "step-00000006"),
           "took %s", found);
@@ -885,7 +885,7 @@ static void test_load_nonfinite(void) {
         format_checked(file, sizeof file, "%s/%s.safetensors", path, cases[i].file);
         write_float(file, safetensors_data(file, cases[i].tensor) + 8, INFINITY);
         CHECK(check_dies(resume_action, &action,
-                         "holds a value that is not finite, with which nothing can be trained; "
+                         "holds a value that is not finite, so nothing can be trained from it; "
                          "move this checkpoint away",
                          output, sizeof output),
               "%s", output);
@@ -1060,7 +1060,7 @@ static void test_export(void) {
     // A folder with anything else in it is not replaced.
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) &&
-              strstr(failure.text, "holds thesis.txt, which is not part of an export; give a new folder"),
+              strstr(failure.text, "holds thesis.txt, which is not part of an export; use a new folder"),
           "%s", failure.text);
     CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")),
           "nothing was removed");
@@ -1172,12 +1172,12 @@ static void test_export_refusals(void) {
     CHECK(safetensors_is_own(weights) && strcmp(listing(scratch_path("sticky")), "+2") == 0, "%s",
           listing(scratch_path("sticky")));
 
-    refused(dir, link, NULL, "the model that the run starts from; give a new folder");
+    refused(dir, link, NULL, "the model that the run starts from; use a new folder");
     refused(scratch_path("sticky/mod"), scratch_path("sticky/mod.tmp"), NULL, "the model that the run starts from");
     refused(".", NULL, NULL, "this program runs in it");
     Export here = {dir, NULL, run_in};
     char output[4096];
-    CHECK(check_dies(export_action, &here, "this program runs in it; give a new folder", output, sizeof output), "%s",
+    CHECK(check_dies(export_action, &here, "this program runs in it; use a new folder", output, sizeof output), "%s",
           output);
     if (geteuid() == 0) {
         refused(dir, NULL, be_nobody, "it cannot be replaced: Operation not permitted");
@@ -1189,9 +1189,9 @@ static void test_export_refusals(void) {
     // A model that this program did not write is none of its exports, nor is a folder without weights.
     write_weights(dir, &t->table, "", "", "", ST_F32);
     flip_byte(weights, 45);  // "written_by": another key
-    refused(dir, NULL, NULL, "model.safetensors, which is no earlier export: this program did not write it");
+    refused(dir, NULL, NULL, "is not an earlier export: this program did not write its file model.safetensors");
     CHECK(unlink(weights) == 0, "%s", strerror(errno));
-    refused(dir, NULL, NULL, "no weights, so it is no earlier export");
+    refused(dir, NULL, NULL, "is not an earlier export: it holds files of a model but no weights");
     CHECK(unlink(link) == 0, "%s", strerror(errno));
     remove_tree(scratch_path("sticky"));
     trainer_free(t);
@@ -1372,11 +1372,11 @@ static void test_foreign_weights(void) {
           "%s", output);
     write_weights(dir, &t->table, "", "", "model.layers.0.self_attn.q_proj.bias", ST_BF16);
     CHECK(check_dies(load_action, &action,
-                     "tensor model.layers.0.self_attn.q_proj.bias has no place in a model with this config.json",
+                     "tensor model.layers.0.self_attn.q_proj.bias does not belong to a model with this config.json",
                      output, sizeof output),
           "%s", output);
     write_weights(dir, &t->table, "", "", "", ST_I32);
-    CHECK(check_dies(load_action, &action, "is I32; weights are read from F32, BF16 and F16", output, sizeof output),
+    CHECK(check_dies(load_action, &action, "has dtype I32; weights must be F32, BF16 or F16", output, sizeof output),
           "%s", output);
     // An extra lm_head in a tied model and the RoPE tables of old files are passed over.
     static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};

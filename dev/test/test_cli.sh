@@ -42,6 +42,28 @@ done
 known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base/utils.h | paste -sd' ')
 check "the statuses of the scripts" equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
 
+# ---- an error is one line on stderr, on one rank and on two: Open MPI 4 adds no paragraph about MPI_ABORT. mpirun of
+# Open MPI 5 prints "prterun has exited ..." itself, which no rank can prevent.
+
+one_line() { [ "$(wc -l <"$1")" -eq 1 ] && grep -q '^error: ' "$1" || { cat "$1"; false; }; }
+says_one_line() {
+    local ranks="mpirun --allow-run-as-root --oversubscribe -np" prefix
+    for prefix in "" "$ranks 1" "$ranks 2"; do
+        timeout 60 $prefix $trainer "$@" >"$tmp/stdout" 2>"$tmp/stderr"
+        [ $? -ne 0 ] || return 1
+        [[ $prefix && $(mpirun --version) != *"Open MPI) 4."* ]] && sed -i '/^-*$/,$d' "$tmp/stderr"
+        one_line "$tmp/stderr" || return 1
+    done
+}
+saved="$data --batch-size 2 --checkpoint-dir $tmp/damaged"
+$trainer tiny $saved >/dev/null 2>&1
+printf 'x' | dd of="$tmp/damaged/step-00000002/model.safetensors" bs=1 seek=5000 conv=notrunc 2>/dev/null
+check "a bad option: one line" says_one_line tiny $data --bogus
+check "a missing shard: one line" says_one_line tiny $data --train-data "$tmp/none.bin"
+check "a damaged checkpoint: one line" says_one_line tiny $saved --resume
+check "a damaged model: one line" says_one_line "$tmp/damaged/step-00000002" $data
+check "a gradient that is not finite: one line" says_one_line tiny $data --learning-rate 1000 --num-steps 50
+
 # ---- names
 
 $trainer --help >"$tmp/help"

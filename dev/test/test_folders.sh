@@ -30,7 +30,7 @@ mkdir "$tmp/ck"
 ln -s ../home "$tmp/ck/step-00000001.tmp"
 check "a link among the leftovers" trains $run --num-steps 1 --checkpoint-dir "$tmp/ck"
 check "a link among the leftovers: it says so" holds "$out" \
-    "checkpoint stays: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
+    "interrupted checkpoint: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
 check "a link among the leftovers leads to what it did" equal "$(cat "$tmp/ck/step-00000001.tmp/thesis")" mine
 check "a checkpoint is saved beside it" test -f "$tmp/ck/step-00000001/trainer.json"
 
@@ -40,7 +40,7 @@ before=$(ls -A "$tmp/archive")
 check "a checkpoint that was moved and linked back" trains $run --num-steps 6 --checkpoint-every 1 --keep-checkpoints \
     1 --checkpoint-dir "$tmp/ck" --resume
 check "it is resumed from" holds "$out" "resume: continuing from $tmp/ck/step-00000001"
-check "it stays, which is said once" equal "$(grep -c 'step-00000001 is older .*, and stays: it is a link to' "$out")" 1
+check "it stays, which is said once" equal "$(grep -c 'step-00000001 is older .*, but is not removed: it is a link to' "$out")" 1
 check "it is whole" equal "$(ls -A "$tmp/archive")" "$before"
 check "the others are removed" equal "$(ls "$tmp/ck")" "step-00000001
 step-00000001.tmp
@@ -94,7 +94,7 @@ check "an export" trains $run --num-steps 1 --export-hf "$tmp/hf"
 check "an export as MODEL" trains ./train_fp8 "$tmp/hf" $model
 for folder in "$tmp/hf" "$tmp/ck/step-00000007"; do
     flip "$folder/model.safetensors"
-    check "a damaged MODEL" refuses "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 is" ./train_fp8 \
+    check "a damaged MODEL" refuses "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 hash is" ./train_fp8 \
     "$folder" $model
     check "a damaged MODEL: nothing is trained" lacks "$out" "step 1/"
     check "a damaged MODEL with --no-verify" trains ./train_fp8 "$folder" $model --no-verify
@@ -173,7 +173,7 @@ header["\x1b]0;owned\x07"] = {"dtype": "F32", "shape": [0], "data_offsets": [len
 text = json.dumps(header).encode()
 open(sys.argv[2], "wb").write(struct.pack("<Q", len(text)) + text + data[8 + n:])
 PY
-check "a tensor whose name steers a terminal is shown" refuses 'tensor \x1b]0;owned\x07 has no place' ./train_fp8 \
+check "a tensor whose name steers a terminal is shown" refuses 'tensor \x1b]0;owned\x07 does not belong to a model' ./train_fp8 \
     "$tmp/names" $model
 check "a tensor whose name steers a terminal does not" eval '! grep -q $'"'\\x1b'"' "$out"'
 

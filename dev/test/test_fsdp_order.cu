@@ -910,8 +910,8 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"dx", t->acts.dx},
                {"logits", t->acts.logits},
                {"shard_fp8", f->shard_fp8},
-               {"rows", f->rows},
-               {"cols", f->cols},
+               {"rows", f->rowwise},
+               {"cols", f->columnwise},
                {"root", f->root},
                {"vectors", f->vectors},
                {"slots", f->slots},
@@ -1220,16 +1220,17 @@ static void check_proof_of_reads(void) {
     for (int64_t place = 0; place < PROOF_RANKS; place++)
         CHECK(!*proof_reads(peers, place), "%s", proof_reads(peers, place));
     proof_memory[2].room[PROOF_BYTES - 3] ^= 4;  // one bit of the last word
-    CHECK(strstr(proof_reads(peers, 0), "rank 8's GPU reads wrong from rank 6's, first at byte 4092 of 4096: 0x"), "%s",
-          proof_reads(peers, 0));
+    CHECK(strstr(proof_reads(peers, 0), "rank 8's GPU reads wrong from rank 6's GPU, first at byte 4092 of 4096: 0x"),
+          "%s", proof_reads(peers, 0));
     CHECK(!*proof_reads(peers, 2), "a rank compares what is its own: %s", proof_reads(peers, 2));
     proof_begin(peers);
     peers[1].base[0] = peers[1].base[2];  // another rank's memory
-    CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU reads wrong from rank 7's, first at byte 0 of"), "%s",
+    CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU reads wrong from rank 7's GPU, first at byte 0 of"), "%s",
           proof_reads(peers, 1));
     proof_begin(peers);
     memset(proof_memory[1].room, 0, 64);  // what was there before
-    CHECK(strstr(proof_reads(peers, 2), "rank 7's GPU reads wrong from rank 8's, first at byte 0 of 4096: 0x00000000,"),
+    CHECK(strstr(proof_reads(peers, 2),
+                 "rank 7's GPU reads wrong from rank 8's GPU, first at byte 0 of 4096: 0x00000000 instead"),
           "%s", proof_reads(peers, 2));
 }
 
@@ -1238,7 +1239,7 @@ static void check_disabled(void) {
     static const struct {
         const char *value, *reason;
     } cases[] = {
-        {"1", "NCCL_P2P_DISABLE=1 says"}, {"0", "rank 7's GPU cannot be read from rank 6's"}, {NULL, "rank 7's"}};
+        {"1", "NCCL_P2P_DISABLE=1 forbids"}, {"0", "rank 7's GPU cannot be read from rank 6's"}, {NULL, "rank 7's"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         PeerMemory p;
         PeerOffer offers[2];
@@ -1292,7 +1293,7 @@ static void check_proof_of_barrier(void) {
     peer_barrier(&peers[1], NULL);  // and place 2 does not come
     num_awaited = 0;                // on the stream of place 0
     CHECK(!peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) &&
-              strstr(reason, "did not come to rank 6 within 0.01 s"),
+              strstr(reason, "did not complete on rank 6 within 0.01 s"),
           "a barrier without one rank: %s", reason);
     CHECK(__wrap_cudaStreamQuery(NULL) == cudaSuccess, "the stream is not released");
     proof_begin(peers);

@@ -114,18 +114,20 @@ static void list_gradients(const Trainer *t, Moments m) {
 
 static void list_fsdp(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
-    const int64_t matrices = fsdp_layer_matrices(f), rows = f->num_rows * matrices, cols = f->num_cols * matrices;
+    const int64_t matrices = fsdp_layer_matrices(f), rows = f->num_rowwise * matrices,
+                  cols = f->num_columnwise * matrices;
     if (fsdp_casts_are_transient(f)) {
-        needed("FP8 rows of a layer's weights", f->rows, rows, 0, m.L - 1);
-        if (f->recompute_layer) needed_in_backward(m, "FP8 rows of a layer's weights", f->rows, rows);
-        needed_in_backward(m, "FP8 columns of a layer's weights", f->cols, cols);
-        needed_by_layers(m, "scales of the rows", f->row_scales, f->num_rows * f->row_scale_bytes);
-        needed_by_layers(m, "scales of the columns", f->col_scales, f->num_cols * f->col_scale_bytes);
+        needed("FP8 rows of a layer's weights", f->rowwise, rows, 0, m.L - 1);
+        if (f->recompute_layer) needed_in_backward(m, "FP8 rows of a layer's weights", f->rowwise, rows);
+        needed_in_backward(m, "FP8 columns of a layer's weights", f->columnwise, cols);
+        needed_by_layers(m, "scales of the rows", f->rowwise_scales, f->num_rowwise * f->rowwise_scale_bytes);
+        needed_by_layers(m, "scales of the columns", f->columnwise_scales,
+                         f->num_columnwise * f->columnwise_scale_bytes);
     } else {
-        needed_always(m, "FP8 rows of weights", f->rows, rows);
-        needed_always(m, "FP8 columns of weights", f->cols, cols);
-        needed_always(m, "scales of the rows", f->row_scales, f->num_rows * f->row_scale_bytes);
-        needed_always(m, "scales of the columns", f->col_scales, f->num_cols * f->col_scale_bytes);
+        needed_always(m, "FP8 rows of weights", f->rowwise, rows);
+        needed_always(m, "FP8 columns of weights", f->columnwise, cols);
+        needed_always(m, "scales of the rows", f->rowwise_scales, f->num_rowwise * f->rowwise_scale_bytes);
+        needed_always(m, "scales of the columns", f->columnwise_scales, f->num_columnwise * f->columnwise_scale_bytes);
     }
     needed_always(m, "sums in fp32", f->transport.staging, f->plan.shard_size * f->transport.staging_slice * 4);
     if (!fsdp_is_sharded(f)) return;
@@ -399,7 +401,7 @@ static void test_gpus(void) {
     CHECK(!find_shared_gpu(gpus, 1, &i, &j), "one rank shares its GPU");
     gpus[3].uuid.bytes[15] = 1, gpus[3].visible = 2;
     const char *message = "ranks 2 and 3 on b have the same GPU, GPU-00000000-0000-0000-0000-000000000001: rank 2 "
-                          "sees 1 there and rank 3 sees 2; every rank needs one of its own: mpirun -np 2";
+                          "sees 1 there and rank 3 sees 2; every rank needs its own GPU: use mpirun -np 2";
     CHECK(check_dies(call_require_own_gpus, gpus, message, output, sizeof output), "%s", output);
 }
 

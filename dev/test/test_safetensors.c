@@ -1,10 +1,10 @@
-// safetensors.h, file_io.h and xxhash64.h: round trips, refusals of hostile and damaged files, sharded sets, failing
-// disks.
+// safetensors.h, safetensors_writer.h, file_io.h and xxhash64.h: round trips, refusals of hostile and damaged files,
+// sharded sets, failing disks.
 #include <sys/resource.h>
 #include <signal.h>
 
 #include "../../llmc/base/rng.h"
-#include "../../llmc/checkpoint/safetensors.h"
+#include "../../llmc/checkpoint/safetensors_writer.h"
 #include "lib/check.h"
 #include "lib/scratch.h"
 
@@ -87,7 +87,7 @@ static void check_set(const Safetensors *st, int64_t tensors) {
             wrong += whole[i] != value_of(s, i) || bf16_to_float(bf16[i]) != value_of(s, i) ||
                      (i >= t->elements / 3 && part[i - t->elements / 3] != value_of(s, i));
         CHECK(wrong == 0, "%s: %d wrong values", specs[s].name, wrong);
-        CHECK(!safetensors_read(st, t, 1, t->elements, true, whole, &failure) && strstr(failure.text, "are outside"),
+        CHECK(!safetensors_read(st, t, 1, t->elements, true, whole, &failure) && strstr(failure.text, "cannot read"),
               "%s", failure.text);
         CHECK(!safetensors_read(st, t, -1, 1, true, whole, &failure) &&
                   !safetensors_read(st, t, 0, -1, true, whole, &failure),
@@ -212,20 +212,21 @@ static void test_hostile_headers(void) {
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8,8]}}", 8, "[begin, end]"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,0]}}", 8, "a.data_offsets[1]"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,12]}}", 8,
-         "truncated: tensor a ends at byte 12 of the data, the file has 8"},
+         "truncated: tensor a ends at byte 12 of the data, but the file has 8"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[9223372036854775800,9223372036854775807]}}", 8,
          "truncated: tensor a ends at byte 9223372036854775807"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[-8,0]}}", 8, "a.data_offsets[0]"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 8,
-         "which is 4, but its shape and dtype need 8"},
-        {"{\"a\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[4,8]}}", 8, "past the end of the one before it"},
+         "which are 4, but its shape and dtype need 8"},
+        {"{\"a\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[4,8]}}", 8,
+         "past the end of the tensor before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 12, "the tensors end at byte"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],"
          "\"data_offsets\":[0,4]}}",
-         4, "before the end of the one before it"},
+         4, "before the end of the tensor before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],"
          "\"data_offsets\":[4,8]}}",
-         8, "before the end of the one before it"},
+         8, "before the end of the tensor before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"a\":{\"dtype\":\"F32\",\"shape\":[1],"
          "\"data_offsets\":[4,8]}}",
          8, "appears twice"}};
@@ -274,7 +275,7 @@ static void test_foreign_files(void) {
               out[3] == 65504,
           "%g %g %g %g", out[0], out[1], out[2], out[3]);
     CHECK(!safetensors_read(&st, s, 0, 1, true, out, &failure) &&
-              strstr(failure.text, "tensor s is I64; weights are read from F32, BF16 and F16"),
+              strstr(failure.text, "tensor s has dtype I64; weights must be F32, BF16 or F16"),
           "%s", failure.text);
     safetensors_close(&st);
 }

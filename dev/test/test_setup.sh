@@ -72,11 +72,11 @@ check "an export after a start that was killed" trains "$tmp/model" $data --num-
 mv "$tmp/e/hf" "$tmp/e/hf.old.tmp"
 check "an export that a kill left under another name" refuses 1 "would replace" "$tmp/e/hf.old.tmp" $data --num-steps 1 --export-hf "$tmp/e/hf"
 check "an export that a kill left under another name gets its own again" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
-check "an export that a kill left under another name: it says so" holds "$out" "is $tmp/e/hf again"
+check "an export that a kill left under another name: it says so" holds "$out" "an earlier export that an interrupted run left there, back to $tmp/e/hf"
 check "folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
 check "an export over the model" refuses 1 "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" $data --export-hf "$tmp/e/./hf/"
 sed -i 's/written_by/written_of/' "$tmp/all/hf/model.safetensors"
-check "an export over another's model" refuses 1 "model.safetensors, which is no earlier export" tiny $data --export-hf "$tmp/all/hf"
+check "an export over another's model" refuses 1 "is not an earlier export: this program did not write its file model.safetensors" tiny $data --export-hf "$tmp/all/hf"
 check "an export over another's model leaves nothing" equal "$(ls "$tmp/all")" "hf
 log.jsonl
 steps"

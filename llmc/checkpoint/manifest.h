@@ -1,7 +1,7 @@
 // trainer.json, the manifest of a checkpoint: progress, settings, training data, and each file's size and hash.
 //
-// It is written after all files that it lists, and ends with the hash of its own bytes. The file train_fp8.json of an
-// export lists files in the same way.
+// It is written after all files that it lists, and ends with a hash of its own bytes. An export has a similar list of
+// files, train_fp8.json.
 #ifndef LLMC_MANIFEST_H
 #define LLMC_MANIFEST_H
 
@@ -16,39 +16,41 @@
 #define CHECKPOINT_FORMAT_VERSION 1
 #define FINGERPRINT_FORMAT "%016llx"
 
-// How far a run has come: what a resumed run continues from.
+// The progress of a run. A resumed run continues from it.
 typedef struct {
     int64_t step;     // optimizer steps done
     int64_t samples;  // sequences seen: the data cursor
 } TrainerProgress;
 
-// Checkpoints of a folder, by their steps.
+// The checkpoints in a folder, by step.
 typedef struct {
     int64_t *steps;  // newest first
     int64_t count;
 } CheckpointSteps;
 
-// A checkpoint says these of the run that wrote it, and a resumed run must share them: the model, the settings that are
-// MUST_MATCH, the training data.
+// A checkpoint stores this about its run. In a resumed run the model, the MUST_MATCH settings and the training data
+// must be equal.
 typedef struct {
     const ModelConfig *model;
-    const Options *options;  // their `auto` values resolved
+    const Options *options;  // with `auto` values resolved
     DataIdentity data;
-    CheckpointSteps *passed_over;  // by this run, when it was resumed; NULL: none
+    // checkpoints that are never removed: damaged ones that this run skipped when it resumed, and old ones that this
+    // program may not remove; may be NULL
+    CheckpointSteps *skipped;
 } CheckpointRun;
 
 // ---- lists of files with their hashes
 
-// The manifest of an export.
+// File name of an export's manifest.
 #define EXPORT_HASHES "train_fp8.json"
 
-// The last lines of a manifest: the hash of all bytes before them.
+// The last lines of a manifest: a hash of all bytes before these lines.
 #define CHECKPOINT_SEAL_FORMAT ",\n  \"xxh64\": \"%016llx\"\n}\n"
 #define CHECKPOINT_SEAL_BYTES 34
 static_assert(sizeof CHECKPOINT_SEAL_FORMAT - sizeof "%016llx" + 16 == CHECKPOINT_SEAL_BYTES,
               "%016llx prints 16 digits");
 
-// Appends the list of files and the hash of all this, and writes FOLDER/NAME. Frees *out.
+// Appends the list of files and the hash to *out, writes it to FOLDER/NAME, and frees *out.
 static inline bool checkpoint_write_sealed(const char *folder, const char *name, JsonText *out, const FileList *files,
                                            Failure *failure) {
     json_text_add(out, ",\n  \"files\": [");
@@ -94,11 +96,12 @@ static inline bool checkpoint_check_seal(const char *path, const char *text, siz
     const size_t sealed = size - CHECKPOINT_SEAL_BYTES;
     format_checked(seal, sizeof seal, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(text, sealed));
     if (memcmp(text + sealed, seal, CHECKPOINT_SEAL_BYTES) != 0)
-        return fail(failure, "%s is damaged: it does not have the hash it ends with", path);
+        return fail(failure, "%s is damaged: the hash at its end does not match its content", path);
     return true;
 }
 
-// Parses FOLDER/NAME if it is undamaged and of a version this program reads. The caller frees *json on success.
+// Parses the manifest FOLDER/NAME. Fails if it is damaged, or of a version that this program does not read. The caller
+// frees *json on success.
 static inline bool checkpoint_open_sealed(const char *folder, const char *name, Json *json, Failure *failure) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/%s", folder, name);
@@ -126,7 +129,7 @@ static inline bool checkpoint_open_trainer(const char *checkpoint, Json *json, F
     return checkpoint_open_sealed(checkpoint, "trainer.json", json, failure);
 }
 
-// Checks one entry of "files": the file's size and, if it has at most `largest` bytes, its content.
+// Checks the file of one entry of "files": its size and, if it has at most `largest` bytes, its hash.
 static inline bool checkpoint_check_file(const char *checkpoint, const Json *json, const JsonNode *entry,
                                          int64_t largest, Failure *failure) {
     const JsonNode *name = json_require(json, entry, "name", JSON_STRING, failure);
@@ -138,17 +141,16 @@ static inline bool checkpoint_check_file(const char *checkpoint, const Json *jso
     char path[PATH_CAPACITY], found[32];
     format_checked(path, sizeof path, "%s/%s", checkpoint, name->text);
     if (!file_size(path, &have, failure)) return false;
-    if (have != want)
-        return fail(failure, "%s has %lld bytes; it was written with %lld", path, (long long)have, (long long)want);
+    if (have != want) return fail(failure, "%s has %lld bytes instead of %lld", path, (long long)have, (long long)want);
     if (want > largest) return true;
     uint64_t value = 0;
     if (!file_hash(path, want, &value, failure)) return false;
     format_checked(found, sizeof found, "%016llx", (unsigned long long)value);
     return strcmp(found, expected->text) == 0 ||
-           fail(failure, "%s is damaged: its XXH64 is %s; it was written with %s", path, found, expected->text);
+           fail(failure, "%s is damaged: its XXH64 hash is %s instead of %s", path, found, expected->text);
 }
 
-// The step of a folder name "step-00000123" followed by `suffix`; -1 if it is no such name.
+// Returns the step in a folder name "step-00000123" followed by `suffix`; -1 for other names.
 static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
     if (strncmp(name, "step-", 5) != 0) return -1;
     const char *digits = name + 5;
@@ -157,7 +159,7 @@ static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
     return strtoll(digits, NULL, 10);
 }
 
-// A folder that was renamed would continue another step, and stand before newer ones.
+// Fails if the folder's name does not match the step in trainer.json: a renamed checkpoint could look newer than it is.
 static inline bool checkpoint_check_name(const char *checkpoint, const Json *json, Failure *failure) {
     const char *slash = strrchr(checkpoint, '/');
     const int64_t named = checkpoint_step_of(slash ? slash + 1 : checkpoint, "");
@@ -165,13 +167,12 @@ static inline bool checkpoint_check_name(const char *checkpoint, const Json *jso
     int64_t step = 0;
     const JsonNode *node = json_require(json, json_root(json), "step", JSON_NUMBER, failure);
     if (!node || !json_int(json, node, 0, INT64_MAX, &step, failure)) return false;
-    return step == named ||
-           fail(failure, "%s was renamed: it was saved after step %lld; give it the name step-%08lld again", checkpoint,
-                (long long)step, (long long)step);
+    return step == named || fail(failure, "%s was renamed: it was saved after step %lld; rename it to step-%08lld",
+                                 checkpoint, (long long)step, (long long)step);
 }
 
-// True if a checkpoint is whole: it has its own name, and every file that trainer.json lists has its size and, if
-// `hash`, its hash.
+// True if a checkpoint is complete and undamaged: it has its original name, and every file that trainer.json lists has
+// the size and, if `hash`, the hash in the list.
 static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failure *failure) {
     Json json;
     if (!checkpoint_open_trainer(checkpoint, &json, failure)) return false;
@@ -185,9 +186,9 @@ static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failur
     return ok;
 }
 
-// Compares the files that a start from a folder as MODEL reads with the hashes that this program saved beside them: all
-// files of an export, config.json and weights of a checkpoint. A file of more than `largest` bytes is compared by size
-// alone. A folder from elsewhere has no hashes and is taken as it is. Fails with the file that differs.
+// Checks a folder given as MODEL against the hashes in its manifest: all files of an export, or config.json and weights
+// of a checkpoint. For files of more than `largest` bytes it checks only the size. A folder of another program has no
+// manifest and is not checked. On failure, `failure` names the damaged file.
 static inline bool model_verify(const char *folder, int64_t largest, Failure *failure) {
     static const char *const lists[] = {"trainer.json", EXPORT_HASHES};
     for (int i = 0; i < 2; i++) {
@@ -211,10 +212,10 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
     return true;
 }
 
-// ---- what a resumed run must share with the checkpoint
+// ---- a resumed run against its checkpoint
 
-// The settings of the checkpoint that may not differ now but do, one a line "--name is A in the checkpoint, B now";
-// empty if none. A setting that the checkpoint lacks did not exist when it was written: that run did what is the
+// Returns the MUST_MATCH settings that differ from the checkpoint, one per line "--name is A in the checkpoint, B now";
+// empty if none differs. A setting that the checkpoint lacks did not exist when it was written; its run did what is the
 // default today.
 static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o) {
     JsonText out = {NULL, 0, 0};
@@ -222,11 +223,11 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     const JsonNode *settings = json_member(json, json_root(json), "settings");
     const JsonNode *precision = settings ? json_member(json, settings, "precision") : NULL;
     Options initial = options_default();
-    initial.precision = o->precision;  // which some `auto` stand for; if the checkpoint's is another one, that is a
-                                       // line of its own, and those of FP8 say nothing
+    initial.precision = o->precision;  // options_resolve sets `auto` values by it
     options_resolve(&initial);
     char precision_now[64];
     option_format(o, option_find("precision", strlen("precision")), precision_now, sizeof precision_now);
+    // if --precision differs, its own line says so, and lines about FP8 options would not help
     const bool other_precision = precision && strcmp(precision->text, precision_now) != 0;
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->kind == OPTION_GROUP || row->match != MUST_MATCH || (other_precision && option_is_fp8(row))) continue;
@@ -242,8 +243,8 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     return out;
 }
 
-// Compares what --train-data holds in the same way: other data would be read from the old cursor on. Its path is free,
-// so that data can be moved. A checkpoint that does not name its data may have had any.
+// Appends a line to *out if --train-data holds other data than in the checkpoint: the data cursor would be wrong. The
+// path may differ, so that data can be moved. A checkpoint without a data entry matches any data.
 static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity *now, JsonText *out) {
     const JsonNode *data = json_member(json, json_root(json), "training_data");
     const struct {
@@ -266,11 +267,11 @@ static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity
     if (same && node && strcmp(node->text, fingerprint) != 0)
         json_text_add(
             out,
-            "\n  --train-data has as many tokens as in the checkpoint, but other ones, or its shards in another order");
+            "\n  --train-data has as many tokens as in the checkpoint, but other tokens, or another order of shards");
 }
 
-// The setting --name of the run that wrote the checkpoint, as text; "" if it has none. Dies if trainer.json cannot be
-// read.
+// Reads setting `name` of the run that wrote the checkpoint, as text; "" if the checkpoint lacks it. Dies if
+// trainer.json cannot be read.
 static inline void checkpoint_read_setting(const char *checkpoint, const char *name, char *out, size_t capacity) {
     Json json;
     Failure failure;
@@ -281,7 +282,7 @@ static inline void checkpoint_read_setting(const char *checkpoint, const char *n
     json_free(&json);
 }
 
-// Appends "\n  NAME is A in the checkpoint, B now" for each number of the model that differs.
+// Returns a line "\n  NAME is A in the checkpoint, B now" for each number of the model that differs; empty if none.
 static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const ModelConfig *now) {
     const struct {
         const char *name;
@@ -312,7 +313,7 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
     return out;
 }
 
-// Reads how far the checkpoint's run had come, and dies unless the model and every MUST_MATCH setting are those of now.
+// Returns the progress of the checkpoint's run. Dies if the model, a MUST_MATCH setting or the training data differ.
 // Needs no trainer state, so it can run before anything is allocated.
 static inline TrainerProgress checkpoint_check(const char *checkpoint, const CheckpointRun *run) {
     Failure failure;
@@ -330,10 +331,10 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
              settings = checkpoint_settings_mismatch(&json, run->options);
     checkpoint_data_mismatch(&json, &run->data, &settings);
     json_free(&json);
-    if (model.size) die("cannot resume from %s, a checkpoint of another model:%s", checkpoint, model.data);
+    if (model.size) die("cannot resume from %s: it is a checkpoint of another model:%s", checkpoint, model.data);
     if (settings.size)
-        die("cannot resume from %s with other settings:%s\ngive the checkpoint's values, or start from its weights "
-            "alone in another --checkpoint-dir, with MODEL %s",
+        die("cannot resume from %s with other settings:%s\nuse the checkpoint's settings, or start a new run from its "
+            "weights, with MODEL %s and another --checkpoint-dir",
             checkpoint, settings.data, checkpoint);
     json_text_free(&model);
     json_text_free(&settings);

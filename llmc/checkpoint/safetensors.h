@@ -1,10 +1,8 @@
-// safetensors files (https://huggingface.co/docs/safetensors), one or several with an index, read and written.
-// A set of tensors is one file STEM.safetensors, or several with STEM.safetensors.index.json, as transformers writes
-// them.
+// Reads safetensors files (https://huggingface.co/docs/safetensors): one file, or several with an index.
+// A set of tensors is one file STEM.safetensors, or several with STEM.safetensors.index.json, like in transformers.
 //
-// Reading trusts nothing: header, names, types, shapes, offsets and file sizes are checked when the set is opened, so
-// that every later read is in range. Writing streams: the header is computed from the specifications, then each tensor
-// is fetched and written in chunks.
+// The reader trusts no file: it checks header, names, types, shapes, offsets and file sizes when a set is opened, so
+// that every later read is in range.
 #ifndef LLMC_SAFETENSORS_H
 #define LLMC_SAFETENSORS_H
 
@@ -14,7 +12,7 @@
 #define SAFETENSORS_MAX_HEADER ((int64_t)100000000)  // the limit of the reference implementation
 #define SAFETENSORS_MAX_RANK 8
 #define SAFETENSORS_SHARD_BYTES ((int64_t)5000000000)  // transformers' "5GB"
-#define SAFETENSORS_WRITER "train_fp8"                 // "written_by" in the metadata of this program's files
+#define SAFETENSORS_WRITER "train_fp8"                 // value of "written_by" in the metadata of files we write
 
 //    type     name       bytes per element
 // clang-format off
@@ -47,7 +45,7 @@ static inline int64_t safetensors_type_bytes(SafetensorsType type) {
     return 0;
 }
 
-// ST_NUM_TYPES when there is none of that name.
+// Returns ST_NUM_TYPES if no type has that name.
 static inline SafetensorsType safetensors_type_find(const char *name) {
 #define X(value, text, bytes) \
     if (strcmp(name, text) == 0) return value;
@@ -62,8 +60,8 @@ typedef struct {
     int rank;
     int64_t shape[SAFETENSORS_MAX_RANK];
     int64_t elements;
-    int64_t offset;  // of its first byte in the file
-    int file;        // index into files
+    int64_t offset;  // file offset of the first byte
+    int file;        // index into Safetensors.files
 } Safetensor;
 
 typedef struct {
@@ -93,8 +91,8 @@ static inline void safetensors_close(Safetensors *st) {
 
 // ---- reading: the header
 
-// Type, shape and place of one tensor from its entry in the header. `data` is the file offset of the first tensor,
-// `limit` the bytes after it.
+// Reads type, shape and offset of one tensor from its entry in the header. `data` is the file offset of the first
+// tensor; `limit` is the number of bytes from there to the end of the file.
 static inline bool safetensors_read_entry(const Json *json, const JsonNode *entry, int64_t data, int64_t limit,
                                           Safetensor *t, Failure *failure) {
     const JsonNode *dtype = json_require(json, entry, "dtype", JSON_STRING, failure);
@@ -104,8 +102,8 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
     t->type = safetensors_type_find(dtype->text);
     if (t->type == ST_NUM_TYPES) return json_expected(json, dtype, "a known dtype (F32, BF16, F16, ...)", failure);
     if (shape->count > SAFETENSORS_MAX_RANK)
-        return fail(failure, "%s: tensor %.200s has %lld dimensions; at most %d are read", json->source, entry->key,
-                    (long long)shape->count, SAFETENSORS_MAX_RANK);
+        return fail(failure, "%s: tensor %.200s has %lld dimensions; at most %d are supported", json->source,
+                    entry->key, (long long)shape->count, SAFETENSORS_MAX_RANK);
     const int64_t element = safetensors_type_bytes(t->type);
     t->elements = 1;
     bool overflow = false;
@@ -124,37 +122,37 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
         !json_int(json, json_next(json, first), begin, INT64_MAX, &end, failure))
         return false;
     if (end > limit)
-        return fail(
-            failure,
-            "%s: truncated: tensor %.200s ends at byte %lld of the data, the file has %lld; copy or download it again",
-            json->source, entry->key, (long long)end, (long long)limit);
+        return fail(failure,
+                    "%s: truncated: tensor %.200s ends at byte %lld of the data, but the file has %lld; "
+                    "copy or download it again",
+                    json->source, entry->key, (long long)end, (long long)limit);
     if (end - begin != bytes)
         return fail(
-            failure, "%s: tensor %.200s takes bytes %lld..%lld, which is %lld, but its shape and dtype need %lld",
+            failure, "%s: tensor %.200s has bytes %lld..%lld, which are %lld, but its shape and dtype need %lld",
             json->source, entry->key, (long long)begin, (long long)end, (long long)(end - begin), (long long)bytes);
     t->offset = data + begin;
     return true;
 }
 
-static inline int safetensors_compare_places(const void *a, const void *b) {
+static inline int safetensors_compare_offsets(const void *a, const void *b) {
     const Safetensor *x = (const Safetensor *)a, *y = (const Safetensor *)b;
     if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
-    return (x->elements > 0) - (y->elements > 0);  // empty ones first
+    return (x->elements > 0) - (y->elements > 0);  // empty tensors come first
 }
 
 static inline int safetensors_compare_names(const void *a, const void *b) {
     return strcmp(((const Safetensor *)a)->name, ((const Safetensor *)b)->name);
 }
 
-// The tensors of one file must follow each other without gap or overlap, to the end of the file.
-static inline bool safetensors_check_places(Safetensor *tensors, int64_t count, int64_t data,
-                                            const SafetensorsFile *file, Failure *failure) {
-    qsort(tensors, (size_t)count, sizeof *tensors, safetensors_compare_places);
+// Fails unless the tensors of one file follow each other without gap or overlap, to the end of the file.
+static inline bool safetensors_check_offsets(Safetensor *tensors, int64_t count, int64_t data,
+                                             const SafetensorsFile *file, Failure *failure) {
+    qsort(tensors, (size_t)count, sizeof *tensors, safetensors_compare_offsets);
     int64_t end = data;
     for (int64_t i = 0; i < count; i++) {
         const Safetensor *t = &tensors[i];
         if (t->offset != end)
-            return fail(failure, "%s: tensor %.200s starts at byte %lld, %s the end of the one before it at %lld",
+            return fail(failure, "%s: tensor %.200s starts at byte %lld, %s the end of the tensor before it at %lld",
                         file->path, t->name, (long long)t->offset, t->offset < end ? "before" : "past", (long long)end);
         end = t->offset + t->elements * safetensors_type_bytes(t->type);
     }
@@ -188,7 +186,7 @@ static inline bool safetensors_read_header(const SafetensorsFile *file, Json *js
     return ok;
 }
 
-// Whether this program wrote a file. (Others that change it write a header of their own.)
+// True if this program wrote the file. (A program that changes it writes its own header.)
 static inline bool safetensors_is_own(const char *path) {
     SafetensorsFile file = {(char *)path, -1, 0};
     Failure ignored;
@@ -234,7 +232,7 @@ static inline bool safetensors_add_file(Safetensors *st, const char *path, Failu
         ok = safetensors_read_entry(&json, entry, data, bytes - data, t, failure);
     }
     json_free(&json);
-    return ok && safetensors_check_places(st->tensors + before, st->count - before, data, file, failure);
+    return ok && safetensors_check_offsets(st->tensors + before, st->count - before, data, file, failure);
 }
 
 static inline bool safetensors_sort(Safetensors *st, Failure *failure) {
@@ -246,7 +244,7 @@ static inline bool safetensors_sort(Safetensors *st, Failure *failure) {
     return true;
 }
 
-// Opens one file. On success the caller closes with safetensors_close, on failure nothing is held.
+// Opens one file as a set. The caller closes it with safetensors_close. On failure nothing stays open.
 static inline bool safetensors_open(Safetensors *st, const char *path, Failure *failure) {
     memset(st, 0, sizeof *st);
     if (safetensors_add_file(st, path, failure) && safetensors_sort(st, failure)) return true;
@@ -266,7 +264,7 @@ static inline const Safetensor *safetensors_find(const Safetensors *st, const ch
     return NULL;
 }
 
-// Opens the files that an index's weight_map names. A name must be that of a file in the same folder.
+// Opens the files that the weight_map of an index names. Each must be in the folder of the index.
 static inline bool safetensors_add_indexed(Safetensors *st, const char *folder, const Json *index, Failure *failure) {
     const JsonNode *map = json_root(index)->type == JSON_OBJECT
                               ? json_require(index, json_root(index), "weight_map", JSON_OBJECT, failure)
@@ -293,8 +291,8 @@ static inline bool safetensors_add_indexed(Safetensors *st, const char *folder, 
     return true;
 }
 
-// Opens FOLDER/STEM.safetensors or, without it, the files of FOLDER/STEM.safetensors.index.json. As safetensors_open
-// otherwise.
+// Opens FOLDER/STEM.safetensors or, if that is missing, the files of FOLDER/STEM.safetensors.index.json. The caller
+// closes the set with safetensors_close. On failure nothing stays open.
 static inline bool safetensors_open_folder(Safetensors *st, const char *folder, const char *stem, Failure *failure) {
     char single[PATH_CAPACITY], index_path[PATH_CAPACITY];
     format_checked(single, sizeof single, "%s/%s.safetensors", folder, stem);
@@ -313,7 +311,7 @@ static inline bool safetensors_open_folder(Safetensors *st, const char *folder, 
 
 // ---- reading: the tensors
 
-// "[64, 32]"
+// Writes a shape as text, for example "[64, 32]".
 static inline void safetensors_shape_text(const int64_t *shape, int rank, char *out, size_t capacity) {
     size_t n = 0;
     snprintf(out, capacity, "[");
@@ -325,8 +323,8 @@ static inline void safetensors_shape_text(const int64_t *shape, int rank, char *
     snprintf(out + n, capacity - n, "]");
 }
 
-// The tensor of that name with shape [rows, cols], or [rows] for cols = 0. NULL with file, tensor, expected and found
-// otherwise.
+// Returns the tensor of that name if it has shape [rows, cols], or [rows] with cols = 0. Else returns NULL, and
+// `failure` names the file, the tensor, the expected shape and the shape found.
 static inline const Safetensor *safetensors_require(const Safetensors *st, const char *name, int64_t rows, int64_t cols,
                                                     Failure *failure) {
     const int64_t expected[2] = {rows, cols};
@@ -347,7 +345,7 @@ static inline const Safetensor *safetensors_require(const Safetensors *st, const
     return NULL;
 }
 
-// IEEE half precision to float, exact.
+// Converts IEEE half precision to float, exactly.
 static inline float safetensors_half_to_float(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 0x1fu, fraction = half & 0x3ffu;
     if (exponent == 31) return float_from_bits(sign | 0x7f800000u | fraction << 13);
@@ -356,7 +354,7 @@ static inline float safetensors_half_to_float(uint16_t half) {
     return sign ? -value : value;
 }
 
-// Converts n elements of an F32, BF16 or F16 tensor to fp32 or (rounded to nearest even) bf16.
+// Converts n elements of an F32, BF16 or F16 tensor to fp32, or to bf16 with rounding to nearest even.
 static inline void safetensors_convert(SafetensorsType type, const void *in, int64_t n, bool to_fp32, void *out) {
     for (int64_t i = 0; i < n; i++) {
         float x = type == ST_F32    ? ((const float *)in)[i]
@@ -367,16 +365,16 @@ static inline void safetensors_convert(SafetensorsType type, const void *in, int
     }
 }
 
-// Reads elements offset .. offset + count of a tensor as fp32 or bf16. Fails for types other than F32, BF16 and F16.
+// Reads `count` elements of a tensor from element `offset` on, as fp32 or bf16. The tensor must be F32, BF16 or F16.
 static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count,
                                     bool to_fp32, void *out, Failure *failure) {
     const SafetensorsFile *file = &st->files[t->file];
     if (t->type != ST_F32 && t->type != ST_BF16 && t->type != ST_F16)
-        return fail(failure, "%s: tensor %s is %s; weights are read from F32, BF16 and F16", file->path, t->name,
+        return fail(failure, "%s: tensor %s has dtype %s; weights must be F32, BF16 or F16", file->path, t->name,
                     safetensors_type_name(t->type));
     if (offset < 0 || count < 0 || offset > t->elements - count)
-        return fail(failure, "%s: tensor %s has %lld elements; %lld from %lld are outside", file->path, t->name,
-                    (long long)t->elements, (long long)count, (long long)offset);
+        return fail(failure, "%s: tensor %s has %lld elements; cannot read %lld from element %lld on", file->path,
+                    t->name, (long long)t->elements, (long long)count, (long long)offset);
     const int64_t element = safetensors_type_bytes(t->type), out_element = to_fp32 ? 4 : 2;
     const int64_t start = t->offset + offset * element;
     if (t->type == (to_fp32 ? ST_F32 : ST_BF16))
@@ -390,220 +388,6 @@ static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, 
         if (ok) safetensors_convert(t->type, raw, n, to_fp32, (char *)out + done * out_element);
     }
     free(raw);
-    return ok;
-}
-
-// ---- writing
-
-typedef struct {
-    char name[128];
-    SafetensorsType type;
-    int64_t rows, cols;  // cols = 0: a vector of `rows`
-} SafetensorSpec;
-
-// Fetches elements offset .. offset + count of the tensor-th specification, in its type. False, with the reason, if
-// they may not be written.
-typedef bool (*SafetensorsSource)(void *context, int64_t tensor, int64_t offset, int64_t count, void *out,
-                                  Failure *failure);
-
-static inline int64_t safetensors_spec_elements(const SafetensorSpec *spec) {
-    return spec->cols ? spec->rows * spec->cols : spec->rows;
-}
-
-static inline int64_t safetensors_spec_bytes(const SafetensorSpec *spec) {
-    return safetensors_spec_elements(spec) * safetensors_type_bytes(spec->type);
-}
-
-// The length word and the header of a file with these tensors, padded with spaces so that the data starts at a multiple
-// of 8 bytes.
-static inline JsonText safetensors_header(const SafetensorSpec *specs, int64_t count) {
-    JsonText out = {NULL, 0, 0};
-    json_text_add(&out, "%8s{\"__metadata__\":{\"format\":\"pt\",\"written_by\":\"%s\"}", "",
-                  SAFETENSORS_WRITER);  // transformers asks for this format
-    int64_t end = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const SafetensorSpec *s = &specs[i];
-        json_text_add(&out, ",");
-        json_text_add_string(&out, s->name);
-        json_text_add(&out, ":{\"dtype\":\"%s\",\"shape\":[%lld", safetensors_type_name(s->type), (long long)s->rows);
-        if (s->cols) json_text_add(&out, ",%lld", (long long)s->cols);
-        const int64_t begin = end;
-        end += safetensors_spec_bytes(s);
-        json_text_add(&out, "],\"data_offsets\":[%lld,%lld]}", (long long)begin, (long long)end);
-    }
-    json_text_add(&out, "}");
-    while (out.size % 8) json_text_add(&out, " ");
-    const uint64_t length = out.size - 8;
-    memcpy(out.data, &length, 8);
-    return out;
-}
-
-// Writes tensors first .. first + count of `specs` to one file.
-static inline bool safetensors_write_file(const char *folder, const char *name, const SafetensorSpec *specs,
-                                          int64_t first, int64_t count, SafetensorsSource source, void *context,
-                                          FileList *list, Failure *failure) {
-    char path[PATH_CAPACITY];
-    OutputFile file;
-    Failure ignored;
-    format_checked(path, sizeof path, "%s/%s", folder, name);
-    if (!output_file_open(&file, path, failure)) return false;
-    JsonText header = safetensors_header(specs + first, count);
-    bool ok = output_file_write(&file, header.data, (int64_t)header.size, failure);
-    json_text_free(&header);
-    int64_t largest = 1;
-    for (int64_t i = first; i < first + count; i++) largest = max_i64(largest, safetensors_spec_bytes(&specs[i]));
-    void *buffer = xcalloc((size_t)min_i64(largest, IO_CHUNK_BYTES), 1);
-    for (int64_t i = first; ok && i < first + count; i++) {
-        const int64_t element = safetensors_type_bytes(specs[i].type), elements = safetensors_spec_elements(&specs[i]),
-                      chunk = IO_CHUNK_BYTES / element;
-        for (int64_t done = 0; ok && done < elements; done += chunk) {
-            const int64_t n = min_i64(chunk, elements - done);
-            ok = source(context, i, done, n, buffer, failure) && output_file_write(&file, buffer, n * element, failure);
-        }
-    }
-    free(buffer);
-    ok = output_file_close(&file, ok ? failure : &ignored) && ok;
-    if (ok) file_list_add(list, name, (int64_t)file.hash.length, xxhash64_end(&file.hash));
-    return ok;
-}
-
-// The files of a set of tensors: STEM.safetensors, or when that would pass a limit STEM-00001-of-0000N.safetensors ...
-// A tensor is never split.
-typedef struct {
-    const char *folder, *stem;
-    const SafetensorSpec *specs;
-    int64_t count;
-    int64_t *starts;  // [num_files + 1] first tensor of each file
-    int64_t num_files;
-} SafetensorsSet;
-
-// The caller frees with safetensors_set_free.
-static inline SafetensorsSet safetensors_set(const char *folder, const char *stem, const SafetensorSpec *specs,
-                                             int64_t count, int64_t limit) {
-    SafetensorsSet set = {folder, stem, specs, count, (int64_t *)xcalloc((size_t)count + 2, sizeof(int64_t)), 1};
-    int64_t size = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t bytes = safetensors_spec_bytes(&specs[i]);
-        if (size > 0 && size + bytes > limit) set.starts[set.num_files++] = i, size = 0;
-        size += bytes;
-    }
-    set.starts[set.num_files] = count;
-    return set;
-}
-
-static inline void safetensors_set_free(SafetensorsSet *set) {
-    free(set->starts);
-    set->starts = NULL;
-}
-
-static inline void safetensors_set_name(const SafetensorsSet *set, int64_t file, char *name, size_t capacity) {
-    if (set->num_files == 1) format_checked(name, capacity, "%s.safetensors", set->stem);
-    else
-        format_checked(name, capacity, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)file + 1,
-                       (long long)set->num_files);
-}
-
-// STEM.safetensors.index.json of a set of several files, added to `list`.
-static inline bool safetensors_write_index(const SafetensorsSet *set, FileList *list, Failure *failure) {
-    if (set->num_files == 1) return true;
-    int64_t total = 0;
-    for (int64_t i = 0; i < set->count; i++) total += safetensors_spec_bytes(&set->specs[i]);
-    JsonText index = {NULL, 0, 0};
-    json_text_add(&index, "{\n  \"metadata\": {\"total_size\": %lld},\n  \"weight_map\": {", (long long)total);
-    char name[64];
-    for (int64_t f = 0; f < set->num_files; f++) {
-        safetensors_set_name(set, f, name, sizeof name);
-        for (int64_t i = set->starts[f]; i < set->starts[f + 1]; i++) {
-            json_text_add(&index, "%s\n    ", i ? "," : "");
-            json_text_add_string(&index, set->specs[i].name);
-            json_text_add(&index, ": \"%s\"", name);
-        }
-    }
-    json_text_add(&index, "\n  }\n}\n");
-    format_checked(name, sizeof name, "%s.safetensors.index.json", set->stem);
-    bool ok = file_write(set->folder, name, index.data, (int64_t)index.size, list, failure);
-    json_text_free(&index);
-    return ok;
-}
-
-// Writes a set, and its index if it has one. The files are added to `list`.
-static inline bool safetensors_save(const char *folder, const char *stem, const SafetensorSpec *specs, int64_t count,
-                                    int64_t limit, SafetensorsSource source, void *context, FileList *list,
-                                    Failure *failure) {
-    SafetensorsSet set = safetensors_set(folder, stem, specs, count, limit);
-    bool ok = true;
-    for (int64_t f = 0; ok && f < set.num_files; f++) {
-        char name[64];
-        safetensors_set_name(&set, f, name, sizeof name);
-        ok = safetensors_write_file(folder, name, specs, set.starts[f], set.starts[f + 1] - set.starts[f], source,
-                                    context, list, failure);
-    }
-    ok = ok && safetensors_write_index(&set, list, failure);
-    safetensors_set_free(&set);
-    return ok;
-}
-
-// ---- writing one file by several processes: one creates it, then each fills in its parts
-
-// Creates a file of the set in its full size, with its header; the tensors' bytes are zero.
-static inline bool safetensors_create_file(const SafetensorsSet *set, int64_t file, Failure *failure) {
-    char name[64], path[PATH_CAPACITY];
-    OutputFile output;
-    Failure ignored;
-    safetensors_set_name(set, file, name, sizeof name);
-    format_checked(path, sizeof path, "%s/%s", set->folder, name);
-    if (!output_file_open(&output, path, failure)) return false;
-    JsonText header = safetensors_header(set->specs + set->starts[file], set->starts[file + 1] - set->starts[file]);
-    int64_t bytes = (int64_t)header.size;
-    for (int64_t i = set->starts[file]; i < set->starts[file + 1]; i++) bytes += safetensors_spec_bytes(&set->specs[i]);
-    bool ok = output_file_write(&output, header.data, (int64_t)header.size, failure);
-    if (ok && FILE_WORK("ftruncate", path, ftruncate(output.fd, (off_t)bytes)))
-        ok = fail(failure, "cannot make %s %lld bytes long: %s", path, (long long)bytes, error_words().text);
-    json_text_free(&header);
-    return output_file_close(&output, ok ? failure : &ignored) && ok;
-}
-
-// Sets the range of elements of a tensor that this process has; *count 0: none.
-typedef void (*SafetensorsPart)(void *context, int64_t tensor, int64_t *first, int64_t *count);
-
-// Writes this process's part of one tensor, whose data begins at byte `begin` of the file.
-static inline bool safetensors_fill_tensor(const SafetensorsSet *set, int64_t tensor, int fd, const char *path,
-                                           int64_t begin, SafetensorsPart part, SafetensorsSource source, void *context,
-                                           Failure *failure) {
-    int64_t first = 0, count = 0;
-    part(context, tensor, &first, &count);
-    const int64_t element = safetensors_type_bytes(set->specs[tensor].type),
-                  chunk = max_i64(1, min_i64(count, IO_CHUNK_BYTES / element));
-    void *buffer = xcalloc((size_t)chunk, (size_t)element);
-    bool ok = true;
-    for (int64_t done = 0; ok && done < count; done += chunk) {
-        const int64_t n = min_i64(chunk, count - done);
-        ok = source(context, tensor, first + done, n, buffer, failure) &&
-             file_write_at(fd, path, begin + (first + done) * element, buffer, n * element, failure);
-    }
-    free(buffer);
-    return ok;
-}
-
-// Writes this process's parts of a file of the set and brings them to disk.
-static inline bool safetensors_fill_file(const SafetensorsSet *set, int64_t file, SafetensorsPart part,
-                                         SafetensorsSource source, void *context, Failure *failure) {
-    char name[64], path[PATH_CAPACITY];
-    safetensors_set_name(set, file, name, sizeof name);
-    format_checked(path, sizeof path, "%s/%s", set->folder, name);
-    const int fd = FILE_WORK("open", path, open(path, O_WRONLY | O_CLOEXEC));
-    if (fd < 0) return fail(failure, "cannot open %s for writing: %s", path, strerror(errno));
-    JsonText header = safetensors_header(set->specs + set->starts[file], set->starts[file + 1] - set->starts[file]);
-    int64_t begin = (int64_t)header.size;
-    json_text_free(&header);
-    bool ok = true;
-    for (int64_t i = set->starts[file]; ok && i < set->starts[file + 1]; i++) {
-        ok = safetensors_fill_tensor(set, i, fd, path, begin, part, source, context, failure);
-        begin += safetensors_spec_bytes(&set->specs[i]);
-    }
-    if (ok && FILE_WORK("fsync", path, fsync(fd)))
-        ok = fail(failure, "cannot bring %s to disk: %s", path, strerror(errno));
-    if (FILE_WORK("close", path, close(fd)) && ok) ok = fail(failure, "cannot close %s: %s", path, strerror(errno));
     return ok;
 }
 

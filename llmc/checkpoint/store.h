@@ -1,17 +1,17 @@
-// The folder of checkpoints: their names, saving, removing old ones, finding the newest, and loading it.
+// Checkpoints in --checkpoint-dir: saves them, removes old ones, finds the newest and loads it.
 //
 // A checkpoint is a folder CHECKPOINT_DIR/step-00000123:
 //   config.json, model*.safetensors   as transformers reads them
 //   optimizer*.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
 //                                     numbered as tensor_index() does
-//   trainer.json                      manifest.h; written last
-//   .train_fp8                        this program's mark (file_io.h), written first: a folder without it is
-//                                     removed only if it has a sound trainer.json
+//   trainer.json                      the manifest (manifest.h); written last
+//   .train_fp8                        this program's mark (file_io.h), written first; a folder without it is removed
+//                                     only if it has an undamaged trainer.json
 // Several ranks write one checkpoint together (tensors.h), and any number of ranks can resume it.
-// It is written as step-00000123.tmp, brought to disk, then renamed: a folder without ".tmp" was whole when it got its
-// name. A checkpoint may be a link to a folder elsewhere: it is resumed from and counts as kept, and neither the link
-// nor the folder is ever removed.
+// A checkpoint is written as step-00000123.tmp, brought to disk (fsync), then renamed: a folder without ".tmp" was
+// complete when it was renamed. A checkpoint may be a link to a folder elsewhere: a run can resume from it and counts
+// it as kept, but never removes the link or the folder.
 #ifndef LLMC_STORE_H
 #define LLMC_STORE_H
 
@@ -29,7 +29,7 @@ static inline int checkpoint_compare_steps(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-// Lists the checkpoints in `dir`, whole or not. A folder that does not exist has none.
+// Lists the checkpoints in `dir`, complete or not. The list is empty if the folder does not exist.
 static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failure *failure) {
     memset(list, 0, sizeof *list);
     DIR *d = opendir(dir);
@@ -45,14 +45,14 @@ static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failu
     return true;
 }
 
-// True for the name of a checkpoint that is being written or removed: step-NNNNNNNN and something that ends in ".tmp".
+// True for the name of a checkpoint that is being written or removed: step-NNNNNNNN with a suffix that ends in ".tmp".
 static inline bool checkpoint_is_leftover(const char *name) {
     const char *suffix = strchr(name, '.');
     return suffix && checkpoint_step_of(name, suffix) >= 0 && fnmatch("*" FOLDER_TEMPORARY, suffix, 0) == 0;
 }
 
-// True if this program may remove a folder: it has the mark. A version that set no mark left a trainer.json with its
-// hash: such a folder gets the mark here.
+// True if this program may remove the folder, because it has the mark. Old versions set no mark: a folder with an
+// undamaged trainer.json gets the mark here.
 static inline bool checkpoint_is_own(const char *path) {
     struct stat s;
     Json json;
@@ -63,8 +63,8 @@ static inline bool checkpoint_is_own(const char *path) {
     return folder_mark(path, &ignored);
 }
 
-// Removes what interrupted saves and removals left. What cannot be removed stays, with a warning; for what this program
-// may not have written only if `tell`.
+// Removes the leftovers of interrupted saves and removals. Warns about each that cannot be removed; about a folder of
+// another program only if `tell`.
 static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failure *failure) {
     DIR *d = opendir(dir);
     if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
@@ -74,14 +74,14 @@ static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failu
         if (!checkpoint_is_leftover(entry->d_name)) continue;
         format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
         if ((checkpoint_is_own(path) || tell) && !folder_remove(path, &cause))
-            warn("what may be left of an interrupted checkpoint stays: %s", cause.text);
+            warn("cannot remove what may be left of an interrupted checkpoint: %s", cause.text);
     }
     closedir(d);
     return true;
 }
 
-// A name under which step `step` can be written: step-NNNNNNNN.tmp or, where something stands that cannot be removed,
-// step-NNNNNNNN.2.tmp and so on.
+// Finds a free name for writing step `step`: step-NNNNNNNN.tmp, or step-NNNNNNNN.2.tmp and so on if something of that
+// name exists and cannot be removed.
 static inline void checkpoint_temporary(const char *dir, int64_t step, char *path, size_t capacity) {
     Failure ignored;
     char suffix[32] = FOLDER_TEMPORARY;
@@ -92,8 +92,8 @@ static inline void checkpoint_temporary(const char *dir, int64_t step, char *pat
     }
 }
 
-// Before a checkpoint takes a name: what has it and is not this program's, a link for example, becomes NAME.1, or the
-// next that is free.
+// Makes the name `path` free for a checkpoint. If it exists and belongs to another program, or is a link, renames it to
+// PATH.1, or the next free number.
 static inline bool checkpoint_make_way(const char *path, Failure *failure) {
     char aside[PATH_CAPACITY];
     int64_t n = 0;
@@ -102,11 +102,11 @@ static inline bool checkpoint_make_way(const char *path, Failure *failure) {
     do format_checked(aside, sizeof aside, "%s.%lld", path, (long long)++n);
     while (path_exists(aside));
     if (rename(path, aside)) return fail(failure, "cannot rename %s to %s: %s", path, aside, strerror(errno));
-    warn("a checkpoint takes the name %s; what had it is now %s, and stays: %s", path, aside, why.text);
+    warn("a checkpoint takes the name %s; the old %s is renamed to %s and kept: %s", path, path, aside, why.text);
     return true;
 }
 
-// Removes a checkpoint of this program. It loses its name first, so that none is ever there in part.
+// Removes a checkpoint of this program. Renames it first, so that no incomplete folder ever has a checkpoint's name.
 static inline bool checkpoint_remove(const char *dir, int64_t step, Failure *failure) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY];
     checkpoint_name(dir, step, "", path, sizeof path);
@@ -116,41 +116,38 @@ static inline bool checkpoint_remove(const char *dir, int64_t step, Failure *fai
     return folder_remove(temporary, failure);
 }
 
-static inline bool checkpoint_was_passed_over(const CheckpointSteps *passed_over, int64_t step) {
-    for (int64_t i = 0; passed_over && i < passed_over->count; i++)
-        if (passed_over->steps[i] == step) return true;
+static inline bool checkpoint_was_skipped(const CheckpointSteps *skipped, int64_t step) {
+    for (int64_t i = 0; skipped && i < skipped->count; i++)
+        if (skipped->steps[i] == step) return true;
     return false;
 }
 
-// An older checkpoint that is due to be removed and is not this program's to remove, a link for example: stays, and the
-// run says so once.
-static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSteps *passed_over) {
-    warn("%s is older than the checkpoints that are kept, and stays: %s", path, folder_foreign_words(path).text);
-    if (!passed_over) return;
-    passed_over->steps =
-        (int64_t *)xrealloc(passed_over->steps, (size_t)(passed_over->count + 1) * sizeof *passed_over->steps);
-    passed_over->steps[passed_over->count++] = step;
+// Keeps an old checkpoint that this program may not remove, for example a link, and warns once.
+static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSteps *skipped) {
+    warn("%s is older than the checkpoints to keep, but is not removed: %s", path, folder_foreign_words(path).text);
+    if (!skipped) return;
+    skipped->steps = (int64_t *)xrealloc(skipped->steps, (size_t)(skipped->count + 1) * sizeof *skipped->steps);
+    skipped->steps[skipped->count++] = step;
 }
 
-// After step `newest` was saved: keeps it and the keep - 1 whole ones before it, removes those older still. A folder
-// that is not whole is not counted. One that the run passed over when it was resumed, or of a later step, is left
-// alone.
-static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, CheckpointSteps *passed_over,
+// Keeps checkpoint `newest`, which was just saved, and the keep - 1 complete ones before it, and removes older ones.
+// Incomplete checkpoints do not count. Checkpoints that the run skipped when it resumed, and later steps, are kept.
+static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, CheckpointSteps *skipped,
                                     Failure *failure) {
     CheckpointSteps list;
     Failure ignored;
-    for (int64_t i = 0; passed_over && i < passed_over->count; i++)
-        if (passed_over->steps[i] == newest) passed_over->steps[i] = -1;  // another is in its place
+    for (int64_t i = 0; skipped && i < skipped->count; i++)
+        if (skipped->steps[i] == newest) skipped->steps[i] = -1;  // the new checkpoint replaced it
     if (!checkpoint_list(dir, &list, failure)) return false;
     int64_t kept = 1;
     bool ok = true;
     for (int64_t i = 0; ok && i < list.count; i++) {
         char path[PATH_CAPACITY];
         checkpoint_name(dir, list.steps[i], "", path, sizeof path);
-        if (list.steps[i] >= newest || checkpoint_was_passed_over(passed_over, list.steps[i])) continue;
+        if (list.steps[i] >= newest || checkpoint_was_skipped(skipped, list.steps[i])) continue;
         if (kept < keep) kept += checkpoint_is_whole(path, false, &ignored);
         else if (checkpoint_is_own(path)) ok = checkpoint_remove(dir, list.steps[i], failure);
-        else checkpoint_leave(path, list.steps[i], passed_over);
+        else checkpoint_leave(path, list.steps[i], skipped);
     }
     free(list.steps);
     return ok;
@@ -171,12 +168,11 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
     ok = ok && (!leader ||
                 (checkpoint_write_trainer(folder, progress, run, &files, failure) && folder_sync(folder, failure)));
     file_list_free(&files);
-    return ok;  // of the last steps rank 0 alone knows
+    return ok;  // only rank 0 knows if the last steps failed
 }
 
-// Saves CHECKPOINT_DIR/step-NNNNNNNN as the head of this file says, then removes all but the newest `keep`.
-// On failure, on all ranks alike, nothing new stays, the checkpoints before are untouched, and the failure says what
-// went wrong.
+// Saves CHECKPOINT_DIR/step-NNNNNNNN (see the head of this file), then removes all but the newest `keep` checkpoints.
+// All ranks call it. On failure it returns false on all ranks, with the reason; earlier checkpoints are untouched.
 static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress,
                                            const CheckpointRun *run, const ParameterTable *t, const TrainerState *s,
                                            int64_t shard_bytes, Failure *failure) {
@@ -193,11 +189,10 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
     ok = ok && (!leader || (checkpoint_make_way(path, &cause) && folder_replace(temporary, path, &cause) &&
                             folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
-        if (leader && !checkpoint_prune(dir, progress->step, keep, run->passed_over, &cause))
+        if (leader && !checkpoint_prune(dir, progress->step, keep, run->skipped, &cause))
             warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
-        if (s->comm)
-            comm_barrier(s->comm,
-                         COMM_WORLD);  // removing may take minutes: the others wait here, not in a kernel of NCCL
+        // rank 0 may take minutes to remove folders: the other ranks wait here, not in an NCCL kernel
+        if (s->comm) comm_barrier(s->comm, COMM_WORLD);
         return true;
     }
     if (leader && path_exists(temporary)) folder_remove(temporary, &ignored);
@@ -212,10 +207,9 @@ static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerP
     return checkpoint_save_sharded(dir, keep, progress, run, t, s, SAFETENSORS_SHARD_BYTES, failure);
 }
 
-// Before any work: makes the folder, and finds out now rather than after hours whether it can be written. A run that
-// does not resume must not mix its checkpoints with another's: the newest by step would not be the newest by time. Nor
-// may two runs at once: what one is saving is a leftover to the other, so the folder is locked to the end of the
-// process. Dies with the reason.
+// Makes the folder and checks before any work that it can be written. Dies with the reason if not, or if:
+//   it holds checkpoints and the run does not resume: the newest by step might then not be the newest by time
+//   another run uses it: each run would remove what the other is saving. The lock lasts until the process ends.
 static inline void checkpoint_prepare(const char *dir, bool resume) {
     Failure failure;
     CheckpointSteps list;
@@ -234,9 +228,8 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
 
 // ---- resuming
 
-// The newest checkpoint in `dir` whose files all have their hashes. Prints which it passes over and why, and what it
-// found. False if there is no checkpoint at all: the run starts afresh. Dies if there are some and none is whole, since
-// starting afresh among them is not what anyone wants.
+// Finds the newest undamaged checkpoint in `dir` by checking the hash of every file. Prints its name, and the damaged
+// ones that it skips. Returns false if there is no checkpoint: the run starts from step 0. Dies if all are damaged.
 static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
     CheckpointSteps list;
     Failure failure;
@@ -245,18 +238,18 @@ static inline bool checkpoint_find_newest(const char *dir, char *path, size_t ca
     for (int64_t i = 0; i < list.count && !found; i++) {
         checkpoint_name(dir, list.steps[i], "", path, capacity);
         found = checkpoint_is_whole(path, true, &failure);
-        if (!found) printf("resume: passed over %s: %s\n", path, failure.text);
+        if (!found) printf("resume: skipping %s: %s\n", path, failure.text);
     }
     free(list.steps);
     if (found) printf("resume: continuing from %s\n", path);
     else if (list.count)
-        die("--resume: none of the %lld checkpoints in %s is whole; move them away to start afresh",
-            (long long)list.count, dir);
+        die("--resume: every checkpoint in %s is damaged (%lld found); move them away to start from step 0", dir,
+            (long long)list.count);
     else printf("resume: no checkpoint in %s, starting from step 0\n", dir);
     return found;
 }
 
-// checkpoint_find_newest for all ranks: rank 0 looks, and all get the same answer. `path` is "" where there is none.
+// checkpoint_find_newest for all ranks: rank 0 searches and broadcasts the result. `path` is "" if there is none.
 static inline bool checkpoint_find_together(const Comm *c, const char *dir, char *path, size_t capacity) {
     path[0] = 0;
     if (c->rank == 0 && !checkpoint_find_newest(dir, path, capacity)) path[0] = 0;
@@ -264,8 +257,8 @@ static inline bool checkpoint_find_together(const Comm *c, const char *dir, char
     return *path;
 }
 
-// Loads weights, optimizer state and the state of delayed scaling of a checkpoint that passed checkpoint_check. Dies if
-// something does not fit.
+// Loads weights, optimizer state and the state of delayed scaling from a checkpoint that passed checkpoint_check. Dies
+// if a file is damaged or a tensor does not fit the model.
 static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
                                    const TrainerState *s) {
     Safetensors st;

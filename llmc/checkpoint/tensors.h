@@ -1,43 +1,44 @@
-// A trainer's arrays as tensors of safetensors files: each rank writes and reads the part of a tensor that it keeps.
-// Both trainers give access to their arrays by TrainerState. Several ranks write the same bytes at the same places as
-// one rank would (shard_plan.h): how a run is split does not show in its checkpoints. Functions that take a
-// TrainerState are called by all ranks. No value that is written or read is NaN or infinite.
+// Writes and reads a trainer's arrays as tensors of safetensors files; each rank handles its shard of each tensor.
+// Both trainers give access to their arrays by TrainerState. Several ranks write the same files, byte for byte, as one
+// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. All ranks must call functions that take
+// a TrainerState. Writing and reading fail on values that are NaN or infinite.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 
 #include "../config/hf_config.h"
 #include "../config/shard_plan.h"
 #include "../dist/comm.h"
-#include "safetensors.h"
+#include "safetensors_writer.h"
 
-// The last two are of delayed scaling.
+// The arrays of a trainer. STATE_AMAX_HISTORY and STATE_SCALES exist only with delayed scaling.
 typedef enum { STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ, STATE_AMAX_HISTORY, STATE_SCALES } StateKind;
 
-// Access to the trainer's arrays. Weights and moments are the rank's flat shard arrays, of which `plan` says what they
-// hold; `host` holds them in the array's storage type (fp32 if is_fp32[kind], else bf16). Histories and scales of
-// delayed scaling are fp32. Calls come from one thread and have finished with `host` when they return.
+// Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`. read and write
+// copy elements offset .. offset + count - 1 to or from `host`, which has the array's storage type (fp32 if
+// is_fp32[kind], else bf16). Histories and scales of delayed scaling are fp32. One thread calls them, and may reuse
+// `host` when they return.
 typedef struct {
     void *context;
-    bool is_fp32[3];  // of weights and moments
+    bool is_fp32[3];  // for weights and moments
     void (*read)(void *context, StateKind kind, int64_t offset, int64_t count, void *host);
     void (*write)(void *context, StateKind kind, int64_t offset, int64_t count, const void *host);
-    const ShardPlan *plan;  // NULL: one rank, the arrays are the flat arrays of parameters.h
-    const Comm *comm;       // NULL: one rank
-    // STATE_AMAX_HISTORY is [tensors, window] and STATE_SCALES [tensors], as delayed.h counts them; the same on all
-    // ranks. 0: no delayed scaling
+    const ShardPlan *plan;  // NULL for one rank: the arrays are the flat arrays of parameters.h
+    const Comm *comm;       // NULL for one rank
+    // STATE_AMAX_HISTORY has shape [tensors, window] and STATE_SCALES [tensors] (delayed.h), with the same values on
+    // all ranks; both sizes are 0 without delayed scaling
     int64_t delayed_tensors, delayed_window;
 } TrainerState;
 
 // ---- writing tensors
 
-// All ranks learn whether one failed: false on all of them, with the text of the first that did, which is named.
-// `failure` was set where !ok.
+// Tells all ranks if any rank failed. If so, returns false on all ranks, and `failure` names the first failed rank and
+// its reason. A rank that passes ok = false must have set `failure`.
 static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
     if (!c || c->world == 1) return ok;
     const double first = comm_min(c, COMM_WORLD, ok ? (double)c->world : (double)c->rank);
     if (first == (double)c->world) return true;
     if ((double)c->rank == first &&
-        strncmp(failure->text, "rank ", 5) != 0) {  // else named in an agreement before this one
+        strncmp(failure->text, "rank ", 5) != 0) {  // an earlier call may have named the rank already
         const Failure own = *failure;
         fail(failure, "rank %lld on %s: %.1900s", (long long)c->rank, c->host, own.text);
         failure->lasting = own.lasting;
@@ -48,7 +49,7 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
 
 static inline bool checkpoint_is_leader(const Comm *c) { return !c || c->rank == 0; }
 
-// safetensors_save asks checkpoint_fetch for these: entry i of `specs` is parameter i % count of kind kinds[i / count].
+// Context of checkpoint_fetch: specification i is the parameter i % table->count of array kinds[i / table->count].
 typedef struct {
     const ParameterTable *table;
     const TrainerState *state;
@@ -64,7 +65,7 @@ static inline const char *state_prefix(StateKind kind) {
     return kind == STATE_WEIGHTS ? "" : kind == STATE_EXP_AVG ? "exp_avg." : "exp_avg_sq.";
 }
 
-// True if none of n floats, or bf16 values, has an exponent of ones.
+// True if none of n fp32 or bf16 values is NaN or infinite.
 static inline bool all_finite(const void *values, int64_t n, bool fp32) {
     uint32_t bad = 0;
     if (fp32)
@@ -74,12 +75,13 @@ static inline bool all_finite(const void *values, int64_t n, bool fp32) {
     return !bad;
 }
 
-// A value that is not finite never reaches a file: nothing could be trained from it. `lasting`, since it stays so.
+// Fails if a value is not finite: nothing could be trained from such a checkpoint. The failure is `lasting`, because
+// saving again would fail again.
 static inline bool checkpoint_check_finite(const char *prefix, const char *name, const void *values, int64_t n,
                                            bool fp32, Failure *failure) {
     if (all_finite(values, n, fp32)) return true;
     fail(failure,
-         "tensor %s%.200s holds a value that is not finite, with which nothing can be trained; nothing was "
+         "tensor %s%.200s holds a value that is not finite, so training cannot continue from it; nothing was "
          "saved",
          prefix, name);
     failure->lasting = true;
@@ -96,7 +98,7 @@ static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offse
     return checkpoint_check_finite(state_prefix(kind), p->name, out, count, source->state->is_fp32[kind], failure);
 }
 
-// Returns the part of a tensor that this rank writes. Replicas, which all hold the same values, take turns.
+// Sets the part of a tensor that this rank writes. Replicas hold the same values and take turns over the tensors.
 static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first, int64_t *count) {
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Comm *c = source->state->comm;
@@ -105,8 +107,7 @@ static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first
     *first = r.first, *count = tensor % c->replicas == c->replica ? r.count : 0;
 }
 
-// safetensors_save by several ranks: rank 0 creates the files, all fill in their parts, then each hashes its share of
-// the files.
+// safetensors_save for several ranks: rank 0 creates the files, all ranks write their parts, then all hash files.
 static inline bool checkpoint_write_together(const SafetensorsSet *set, const CheckpointSource *source, FileList *list,
                                              Failure *failure) {
     const Comm *c = source->state->comm;
@@ -133,7 +134,7 @@ static inline bool checkpoint_write_together(const SafetensorsSet *set, const Ch
     return checkpoint_agree(c, ok && (c->rank > 0 || safetensors_write_index(set, list, failure)), failure);
 }
 
-// Writes the arrays `kinds` as STEM*.safetensors.
+// Writes the arrays `kinds` as STEM*.safetensors and adds the files to `list`.
 static inline bool checkpoint_write_tensors(const char *folder, const char *stem, const ParameterTable *t,
                                             const TrainerState *s, const StateKind *kinds, int num_kinds,
                                             int64_t shard_bytes, FileList *list, Failure *failure) {
@@ -159,7 +160,7 @@ static inline bool checkpoint_write_tensors(const char *folder, const char *stem
     return ok;
 }
 
-// config.json and model*.safetensors.
+// Writes config.json and model*.safetensors.
 static inline bool checkpoint_write_model(const char *folder, const ModelConfig *m, const ParameterTable *t,
                                           const TrainerState *s, int64_t shard_bytes, FileList *list,
                                           Failure *failure) {
@@ -172,8 +173,8 @@ static inline bool checkpoint_write_model(const char *folder, const ModelConfig 
 
 // ---- reading tensors
 
-// Copies what this rank keeps of one array from an opened set, converting to its storage type. Fails for a missing or
-// misshapen tensor, and for values that are not finite.
+// Reads this rank's shard of one array from an opened set and converts it to the array's storage type. Fails if a
+// tensor is missing, has another shape, or holds a value that is not finite.
 static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s,
                                          StateKind kind, Failure *failure) {
     const bool fp32 = s->is_fp32[kind];
@@ -193,7 +194,7 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
             const int64_t n = min_i64(chunk, r.count - done);
             ok = safetensors_read(st, tensor, r.first + done, n, fp32, buffer, failure) &&
                  (all_finite(buffer, n, fp32) ||
-                  fail(failure, "%s: %.200s holds a value that is not finite, with which nothing can be trained",
+                  fail(failure, "%s: tensor %.200s holds a value that is not finite, so nothing can be trained from it",
                        st->files[tensor->file].path, name));
             if (ok) s->write(s->context, kind, r.shard + done, n, buffer);
         }
@@ -211,7 +212,7 @@ static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64
     return checkpoint_check_finite("", tensor ? "scale" : "amax_history", out, count, true, failure);
 }
 
-// fp8_state.safetensors, by rank 0; nothing to do without delayed scaling.
+// Rank 0 writes fp8_state.safetensors. Does nothing without delayed scaling.
 static inline bool checkpoint_write_delayed(const char *folder, const TrainerState *s, FileList *list,
                                             Failure *failure) {
     if (!s->delayed_tensors) return true;
@@ -229,18 +230,18 @@ static inline bool checkpoint_write_delayed(const char *folder, const TrainerSta
     return checkpoint_agree(s->comm, ok, failure);
 }
 
-// A loaded history may hold an infinity, which older versions saved when a step had met it, but no NaN. Scales are
-// finite.
+// Fails if a loaded history holds NaN or a negative value, or a scale is not finite. A history may hold infinity: older
+// versions saved it after a step with an infinite amax.
 static inline bool checkpoint_check_delayed(const float *history, const float *scales, const TrainerState *s,
                                             const char *path, Failure *failure) {
     for (int64_t i = 0; i < s->delayed_tensors * s->delayed_window; i++)
         if (!(history[i] >= 0))
-            return fail(failure, "%s: amax_history holds %g, which is no magnitude", path, (double)history[i]);
+            return fail(failure, "%s: amax_history holds %g, which is not an amax", path, (double)history[i]);
     return all_finite(scales, s->delayed_tensors, true) ||
            fail(failure, "%s: scale holds a value that is not finite", path);
 }
 
-// Every rank reads all of it.
+// Reads fp8_state.safetensors; every rank reads the whole file.
 static inline bool checkpoint_read_delayed(const char *checkpoint, const TrainerState *s, Failure *failure) {
     const int64_t tensors = s->delayed_tensors, elements = tensors * s->delayed_window;
     Safetensors st;

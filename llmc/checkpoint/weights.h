@@ -1,4 +1,4 @@
-// The weights of a Hugging Face folder: which files hold them, whether they fit the model, and loading them.
+// Weights of a Hugging Face folder: finds their files, checks that they fit the model, and loads them.
 #ifndef LLMC_WEIGHTS_H
 #define LLMC_WEIGHTS_H
 
@@ -6,7 +6,7 @@
 
 #include "tensors.h"
 
-// A file of a tied model may hold lm_head as well: then the same values, or it is not tied.
+// Fails unless lm_head in the files of a tied model has the same values as the embedding.
 static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterTable *t, const Safetensor *lm_head,
                                          Failure *failure) {
     const Parameter *embedding = parameter_find(t, "model.embed_tokens.weight");
@@ -21,16 +21,16 @@ static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterT
              safetensors_read(st, lm_head, done, n, true, b, failure) &&
              (memcmp(a, b, (size_t)n * sizeof *a) == 0 ||
               fail(failure,
-                   "%s: config.json ties lm_head.weight to %.200s, but they differ; with \"tie_word_embeddings\": "
-                   "false both are trained",
+                   "%s: config.json ties lm_head.weight to %.200s, but they differ; set \"tie_word_embeddings\": "
+                   "false to train both",
                    st->files[lm_head->file].path, embedding->name));
     }
     free(a);
     return ok;
 }
 
-// Before anything is copied: every tensor of the table is there with its shape, and no other but a tied lm_head (the
-// embedding stands in for it) and the RoPE tables that old Llama files carry.
+// Fails unless every tensor of the table exists with its shape and there are no other tensors. Two others are allowed:
+// a tied lm_head that equals the embedding, and the RoPE tables in old Llama files. Call it before anything is loaded.
 static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelConfig *m, const ParameterTable *t,
                                             Failure *failure) {
     for (int64_t i = 0; i < t->count; i++)
@@ -44,7 +44,7 @@ static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelCo
             continue;
         }
         if (parameter_find(t, name) || (n > suffix && strcmp(name + n - suffix, rope_table) == 0)) continue;
-        return fail(failure, "%s: tensor %.200s has no place in a model with this config.json",
+        return fail(failure, "%s: tensor %.200s does not belong to a model with this config.json",
                     st->files[st->tensors[i].file].path, name);
     }
     return true;
@@ -59,7 +59,8 @@ static inline bool model_has_weights(const char *folder) {
     return path_exists(path);
 }
 
-// Finds weights in a folder that model_has_weights denies, in a file that is not read: its name.
+// Finds a file with weights in a format that this program does not read, and writes its name. Returns false if there is
+// none. For folders without weights by model_has_weights.
 static inline bool model_finds_other_weights(const char *folder, char *name, size_t capacity) {
     static const char *const patterns[] = {
         "*.safetensors",     "*.gguf", "*model*.bin", "*weights*.bin", "*model*.pt", "*weights*.pt", "*model*.pth",
@@ -76,8 +77,8 @@ static inline bool model_finds_other_weights(const char *folder, char *name, siz
     return found;
 }
 
-// Dies unless the safetensors of a Hugging Face folder fit the model. Reads headers only: for before anything is
-// allocated.
+// Dies unless the safetensors of a Hugging Face folder fit the model. Reads only headers (and a tied lm_head), so it
+// can run before anything is allocated.
 static inline void model_check_weights(const char *folder, const ModelConfig *m, const ParameterTable *t) {
     Safetensors st;
     Failure failure;
@@ -86,8 +87,9 @@ static inline void model_check_weights(const char *folder, const ModelConfig *m,
     safetensors_close(&st);
 }
 
-// Loads the weights of any Hugging Face folder into the trainer, converted to its storage type (to bf16: nearest even).
-// Fails with file, tensor, expected and found, and where a value is not finite.
+// Loads the weights of any Hugging Face folder into the trainer and converts them to its storage type (to bf16: rounded
+// to nearest even). Fails if a tensor does not fit the model or holds a value that is not finite; `failure` names file
+// and tensor.
 static inline bool model_read_weights(const char *folder, const ModelConfig *m, const ParameterTable *t,
                                       const TrainerState *s, Failure *failure) {
     Safetensors st;

@@ -1,33 +1,33 @@
-// The ranks of a run on the host side (MPI): who is here, small reductions, and ending all of them together.
-// MPI does it. A program that mpirun (or srun) did not start is one rank and never touches MPI.
+// The ranks of a run on the host side (MPI): groups of ranks, small collectives, and ending all ranks together.
+// A program that mpirun (or srun) did not start is a single rank and never calls MPI.
 //
-// Groups: all ranks; the shard group, whose ranks hold one copy of the parameters between them (shard_plan.h); and the
-// replica group, the ranks that hold the same slices, one in each shard group. With shard_size S, rank r has shard_rank
-// r % S in shard group r / S.
-// Every function that names a group is collective: all its ranks call it, in the same order. Sums are taken in the
-// order of ranks, so that all ranks have the same bits.
+// There are three groups of ranks: all ranks; the shard group, whose ranks split one replica of the parameters
+// (shard_plan.h); and the replica group, which has one rank of each shard group, all with the same slices. With
+// shard_size S, rank r has shard_rank r % S in shard group r / S.
+// Every function that takes a group is collective: all ranks of the group call it, in the same order. Sums add the
+// ranks' values in the order of ranks, so that all ranks get the same bits.
 #ifndef LLMC_COMM_H
 #define LLMC_COMM_H
 
-#define OMPI_SKIP_MPICXX 1  // the C interface alone, also in CUDA C++
+#define OMPI_SKIP_MPICXX 1  // only the C interface, also in CUDA C++
 #include <mpi.h>
 #include <unistd.h>
 
 #include "../base/utils.h"
 
-// Seconds for which a dying rank other than 0 keeps silent: what ends all ranks alike, such as a wrong option, is then
-// said once, by rank 0.
+// Ranks other than 0 wait this long before they print an error. Rank 0 ends all ranks in that time if it has the same
+// error, for example a wrong option: the error is then printed once.
 #define COMM_SILENCE_SECONDS 5
 
 typedef enum { COMM_WORLD, COMM_SHARD, COMM_REPLICAS, COMM_NUM_GROUPS } CommGroup;
 
 typedef struct {
-    int64_t world, rank;              // of all ranks
-    int64_t local_world, local_rank;  // of the ranks on this host: picks the GPU
-    int64_t shard_size, shard_rank;   // ranks of the shard group, number in it; 1, 0 before comm_split
-    int64_t replicas, replica;        // of the replica group
+    int64_t world, rank;              // number of all ranks, and this one's index
+    int64_t local_world, local_rank;  // ranks on this host, and this one's index among them: it picks the GPU
+    int64_t shard_size, shard_rank;   // ranks of the shard group, and this one's index; 1 and 0 before comm_split
+    int64_t replicas, replica;        // ranks of the replica group, and this one's index
     char host[64];
-    MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL: one rank
+    MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL if there is one rank
 } Comm;
 
 static inline void comm_check(int status, const char *call) {
@@ -40,7 +40,7 @@ static inline void comm_check(int status, const char *call) {
 
 #define COMM_CHECK(call) comm_check(call, #call)
 
-// As COMM_CHECK, for a call that waits for other ranks. `what`: what the ranks do together.
+// COMM_CHECK for a call that waits for other ranks. `what` names the collective for messages (activity.h).
 #define COMM_WAIT(what, call)                       \
     do {                                            \
         activity_begin(ACTIVITY_WAITING, what, ""); \
@@ -48,21 +48,36 @@ static inline void comm_check(int status, const char *call) {
         activity_end();                             \
     } while (0)
 
-// die_hook()->before
+// Called by die() before it prints the error (die_hook()->before).
 static inline void comm_wait_before_dying(void) {
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     const double start = seconds_now();
-    while (rank > 0 && seconds_now() - start < COMM_SILENCE_SECONDS) usleep(50000);  // a signal may cut one sleep short
+    while (rank > 0 && seconds_now() - start < COMM_SILENCE_SECONDS) usleep(50000);  // a signal may interrupt usleep
 }
 
-// die_hook()->end
+// Open MPI's own function behind MPI_Abort, in versions 4 and 5; NULL in another MPI. It ends all ranks like MPI_Abort,
+// but does not print a paragraph about MPI_ABORT after our error line.
+#ifdef __cplusplus
+extern "C" int ompi_mpi_abort(MPI_Comm comm, int code) __attribute__((weak));
+#else
+int ompi_mpi_abort(MPI_Comm comm, int code) __attribute__((weak));
+#endif
+
+// Ends all ranks; mpirun exits with the status `code` of the first rank that calls it. Open MPI's function returns to a
+// second thread that calls it, so the caller must exit afterwards.
+static inline void comm_end_all(int code) {
+    if (ompi_mpi_abort) ompi_mpi_abort(MPI_COMM_WORLD, code);
+    else MPI_Abort(MPI_COMM_WORLD, code);
+}
+
+// Called by die() after it printed the error (die_hook()->end).
 static inline void comm_abort(int code) {
     fflush(stderr);
-    MPI_Abort(MPI_COMM_WORLD, code);  // mpirun ends with the first rank's code
+    comm_end_all(code);
 }
 
-// At exit without die (--help): MPI wants its farewell from each rank.
+// Called at exit without die(), for example after --help: MPI requires MPI_Finalize of each rank.
 static inline void comm_finalize(void) {
     int done = 1;
     MPI_Finalized(&done);
@@ -79,7 +94,7 @@ static inline void comm_rank_of(MPI_Comm comm, int64_t *size, int64_t *rank) {
     *size = n, *rank = r;
 }
 
-// One rank, without MPI.
+// Returns the Comm of a single rank without MPI.
 static inline Comm comm_one(void) {
     Comm c;
     memset(&c, 0, sizeof c);
@@ -89,8 +104,8 @@ static inline Comm comm_one(void) {
     return c;
 }
 
-// First call of main. From here on die() names the rank and ends all ranks, and ranks other than 0 print nothing on
-// stdout.
+// Must be the first call of main. Afterwards die() names the rank and ends all ranks, and ranks other than 0 print
+// nothing on stdout.
 static inline Comm comm_open(int *argc, char ***argv) {
     Comm c = comm_one();
     if (!getenv("OMPI_COMM_WORLD_SIZE") && !getenv("PMIX_RANK") && !getenv("PMI_RANK")) return c;
@@ -111,39 +126,40 @@ static inline Comm comm_open(int *argc, char ***argv) {
     return c;
 }
 
-// Makes the shard groups of `group` ranks (a divisor of the ranks: options_shard_group) and the replica groups.
-static inline void comm_split(Comm *c, int64_t group) {
-    c->shard_size = group, c->shard_rank = c->rank % group;
-    c->replicas = c->world / group, c->replica = c->rank / group;
+// Makes the shard groups of `shard_size` ranks and the replica groups. shard_size divides the number of ranks
+// (options_shard_group).
+static inline void comm_split(Comm *c, int64_t shard_size) {
+    c->shard_size = shard_size, c->shard_rank = c->rank % shard_size;
+    c->replicas = c->world / shard_size, c->replica = c->rank / shard_size;
     if (c->comms[COMM_WORLD] == MPI_COMM_NULL) return;
     const int shard_rank = (int)c->shard_rank, replica = (int)c->replica;
     MPI_Comm *shard = &c->comms[COMM_SHARD], *replicas = &c->comms[COMM_REPLICAS];
-    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, replica, shard_rank, shard));
-    COMM_WAIT("making of groups", MPI_Comm_split(MPI_COMM_WORLD, shard_rank, replica, replicas));
+    COMM_WAIT("MPI_Comm_split", MPI_Comm_split(MPI_COMM_WORLD, replica, shard_rank, shard));
+    COMM_WAIT("MPI_Comm_split", MPI_Comm_split(MPI_COMM_WORLD, shard_rank, replica, replicas));
 }
 
-// A communicator of all ranks for another thread of each (watch.h), who is to free it; MPI_COMM_NULL where MPI lets
-// only one thread call it.
+// Returns a communicator of all ranks for a second thread of each rank (watch.h), which frees it. Returns MPI_COMM_NULL
+// if MPI allows only one thread to call it.
 static inline MPI_Comm comm_for_thread(const Comm *c) {
     int provided = MPI_THREAD_SINGLE, lowest = MPI_THREAD_SINGLE;
     MPI_Comm comm = MPI_COMM_NULL;
     COMM_CHECK(MPI_Query_thread(&provided));
     COMM_WAIT("all-reduce", MPI_Allreduce(&provided, &lowest, 1, MPI_INT, MPI_MIN, c->comms[COMM_WORLD]));
-    if (lowest >= MPI_THREAD_MULTIPLE) COMM_WAIT("making of groups", MPI_Comm_dup(c->comms[COMM_WORLD], &comm));
+    if (lowest >= MPI_THREAD_MULTIPLE) COMM_WAIT("MPI_Comm_dup", MPI_Comm_dup(c->comms[COMM_WORLD], &comm));
     return comm;
 }
 
-// For a dry run of `world` ranks: as the first of them sees it. Nothing may be sent.
+// Makes *c the Comm of rank 0 among `world` ranks, for a dry run. It must not be used to communicate.
 static inline void comm_assume(Comm *c, int64_t world) {
     *c = comm_one();
     c->world = world;
 }
 
-// Last call of main when all went well, by every rank.
+// Must be the last call of main on every rank of a run without errors.
 static inline void comm_close(Comm *c) {
     if (c->comms[COMM_WORLD] == MPI_COMM_NULL) return;
     for (int g = COMM_SHARD; g < COMM_NUM_GROUPS; g++)
-        if (c->comms[g] != MPI_COMM_NULL) COMM_WAIT("freeing of groups", MPI_Comm_free(&c->comms[g]));
+        if (c->comms[g] != MPI_COMM_NULL) COMM_WAIT("MPI_Comm_free", MPI_Comm_free(&c->comms[g]));
     comm_finalize();
 }
 
@@ -155,28 +171,30 @@ static inline void comm_barrier(const Comm *c, CommGroup g) {
     if (comm_size(c, g) > 1) COMM_WAIT("barrier", MPI_Barrier(c->comms[g]));
 }
 
-// MPI counts in int: data of more than 2 GiB is moved in blocks of 128 bytes, of which it must be a multiple.
+// MPI counts in int, so data of more than 2 GiB is sent as blocks of 128 bytes: `bytes` must then be a multiple of 128.
+// Makes the block type, which the caller frees, and returns the number of blocks.
 static inline int comm_blocks(int64_t bytes, MPI_Datatype *type) {
     const int64_t block = bytes <= INT32_MAX ? 1 : 128;
-    if (bytes % block || bytes / block > INT32_MAX) die("a message of %lld bytes", (long long)bytes);
+    if (bytes % block || bytes / block > INT32_MAX) die("MPI cannot send %lld bytes at once", (long long)bytes);
     COMM_CHECK(MPI_Type_contiguous((int)block, MPI_BYTE, type));
     COMM_CHECK(MPI_Type_commit(type));
     return (int)(bytes / block);
 }
 
-// `bytes` bytes of rank `root` of the group reach all its ranks (at most 2 GiB).
+// Copies data [bytes] of rank `root` of the group to all ranks of the group. At most 2 GiB.
 static inline void comm_broadcast(const Comm *c, CommGroup g, int64_t root, void *data, int64_t bytes) {
     if (comm_size(c, g) > 1) COMM_WAIT("broadcast", MPI_Bcast(data, (int)bytes, MPI_BYTE, (int)root, c->comms[g]));
 }
 
-// all [ranks of the group][bytes] = each rank's `part`, in their order. `part` may be its own place in `all`.
+// all [ranks of the group][bytes] = each rank's part [bytes], in the order of ranks. `part` may lie in `all`, as this
+// rank's part of it.
 static inline void comm_all_gather(const Comm *c, CommGroup g, const void *part, void *all, int64_t bytes) {
     if (comm_size(c, g) == 1) {
         if (part != all) memcpy(all, part, (size_t)bytes);
         return;
     }
-    const int64_t place = g == COMM_WORLD ? c->rank : g == COMM_SHARD ? c->shard_rank : c->replica;
-    const bool in_place = part == (char *)all + place * bytes;
+    const int64_t index = g == COMM_WORLD ? c->rank : g == COMM_SHARD ? c->shard_rank : c->replica;
+    const bool in_place = part == (char *)all + index * bytes;
     MPI_Datatype type;
     const int blocks = comm_blocks(bytes, &type);
     COMM_WAIT("all-gather",
@@ -184,8 +202,7 @@ static inline void comm_all_gather(const Comm *c, CommGroup g, const void *part,
     COMM_CHECK(MPI_Type_free(&type));
 }
 
-// to [ranks of the group][bytes]: piece i comes from rank i, which had it at its `from` [ranks][bytes] as the piece for
-// this rank.
+// to [ranks of the group][bytes]: piece i is the piece that rank i had for this rank in its own `from` [ranks][bytes].
 static inline void comm_all_to_all(const Comm *c, CommGroup g, const void *from, void *to, int64_t bytes) {
     if (comm_size(c, g) == 1) {
         memcpy(to, from, (size_t)bytes);
@@ -197,7 +214,7 @@ static inline void comm_all_to_all(const Comm *c, CommGroup g, const void *from,
     COMM_CHECK(MPI_Type_free(&type));
 }
 
-// Each of n values becomes its sum over the group, added in the order of ranks.
+// Replaces each of n values by its sum over the group, added in the order of ranks.
 static inline void comm_sum(const Comm *c, CommGroup g, double *values, int64_t n) {
     const int64_t ranks = comm_size(c, g);
     if (ranks == 1) return;
@@ -210,6 +227,7 @@ static inline void comm_sum(const Comm *c, CommGroup g, double *values, int64_t 
     free(all);
 }
 
+// Returns the maximum of `value` over the group.
 static inline double comm_max(const Comm *c, CommGroup g, double value) {
     if (comm_size(c, g) > 1)
         COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_DOUBLE, MPI_MAX, c->comms[g]));
@@ -218,7 +236,7 @@ static inline double comm_max(const Comm *c, CommGroup g, double value) {
 
 static inline double comm_min(const Comm *c, CommGroup g, double value) { return -comm_max(c, g, -value); }
 
-// Each of n unsigned words becomes its maximum over the group: magnitudes of floats as bits, where NaN is the largest.
+// Replaces each of n words by its maximum over the group. For bits of non-negative floats, NaN is the largest.
 static inline void comm_max_u32(const Comm *c, CommGroup g, uint32_t *values, int64_t n) {
     if (comm_size(c, g) > 1)
         COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, values, (int)n, MPI_UINT32_T, MPI_MAX, c->comms[g]));

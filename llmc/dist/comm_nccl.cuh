@@ -1,13 +1,13 @@
-// NCCL as the GPU trainer uses it: a communicator for each group of ranks, one stream, and a watch for errors.
+// NCCL for the GPU trainer: a communicator for each group of ranks, one stream, and checks for errors.
 //
-// All collectives of a rank run on one stream of high priority, in the order of the calls, which is the same on every
-// rank: so no two communicators can wait for each other. They are enqueued and finish like kernels; events tie them to
-// the compute stream (fsdp.cuh).
+// All collectives of a rank run on one stream of high priority, in the order of the calls. The order is the same on
+// every rank, so no two communicators can deadlock. Collectives are enqueued and finish like kernels; events order them
+// with the compute stream (fsdp.cuh).
 //
-// The communicators do not block: no call into NCCL waits for another rank. Whoever waits for the GPU calls nccl_watch,
-// which ends the run when NCCL reports an error, with rank, step and collective, and tells the thread that knows the
-// deadline (watch.h) which operations are pending. ncclCommAbort is not called: the processes end, and their kernels
-// with them, while the call itself may wait for what is gone.
+// The communicators are non-blocking: no NCCL call waits for another rank. All code that waits for the GPU calls
+// nccl_watch. It ends the run when NCCL reports an error, with rank, step and collective, and tells the watcher thread
+// (watch.h), which knows the deadline, which operations are pending. Nothing calls ncclCommAbort: it may wait for a
+// rank that is gone, and kernels end with their process anyway.
 #ifndef LLMC_COMM_NCCL_CUH
 #define LLMC_COMM_NCCL_CUH
 
@@ -18,33 +18,33 @@
 #include "../config/parameters.h"
 #include "../cuda/cuda_utils.cuh"
 
-// Multiprocessors that a collective may take: NCCL occupies one with each block, also while the block waits for data,
-// and the matrix products beside it lose them. More blocks move data faster; 16 are an eighth of an H200. NCCL's own
-// choice may be up to 32.
+// Largest number of multiprocessors (SMs) for a collective. Each block of NCCL occupies one SM, also while it waits for
+// data, and GEMMs that run at the same time lose it. More blocks move data faster. 16 are an eighth of an H200's SMs;
+// NCCL's default may be up to 32.
 #define NCCL_MAX_CTAS 16
 
-// Collectives in flight that the watch tells apart; the host waits when there are more.
+// Largest number of pending collectives; the host waits before it enqueues more.
 #define NCCL_PENDING 256
 
-// Memory of one communicator beside the arena (channels and their buffers), most of it taken at its first use.
+// GPU memory of one communicator, outside the arena: channels and their buffers. NCCL allocates most at first use.
 #define NCCL_OVERHEAD_BYTES (512ll << 20)
 
 typedef struct {
     cudaEvent_t begun, done;
     const char *what;
-    int64_t layer, step;  // layer: ROOT: of the root unit, NO_LAYER: of none
+    int64_t layer, step;  // layer is ROOT for the root unit, NO_LAYER for no unit
 } NcclOperation;
 
 typedef struct {
     const Comm *host;
-    ncclComm_t comms[COMM_NUM_GROUPS];  // NULL: a group of one rank. Groups of the same ranks share one
+    ncclComm_t comms[COMM_NUM_GROUPS];  // NULL for a group of one rank. Groups with the same ranks share one
     cudaStream_t stream;
     NcclOperation operations[NCCL_PENDING];
-    int64_t step;                // the trainer's, for messages
-    int64_t enqueued, finished;  // operations
+    int64_t step;                // current step of the trainer, for messages
+    int64_t enqueued, finished;  // numbers of operations
 } Nccl;
 
-// The status of a run that ends for an error of NCCL, which tells a lack of memory by its words alone.
+// Returns the exit status for an error of NCCL. Only the text of NCCL's message shows that memory was the reason.
 static inline int nccl_exit_code(ncclResult_t result) {
     const char *error = ncclGetLastError(NULL);
     if (result == ncclRemoteError) return EXIT_LOST;
@@ -58,7 +58,7 @@ static inline void nccl_check(ncclResult_t result, const char *call, const char 
 }
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
 
-// Ends the run with the status `code`: `reason` befell the oldest operation that has not finished.
+// Ends the run with status `code`. The message names the oldest unfinished operation and the reason.
 __attribute__((noreturn)) static inline void nccl_die(const Nccl *n, int code, const char *reason) {
     const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
     if (n->finished == n->enqueued)
@@ -69,7 +69,7 @@ __attribute__((noreturn)) static inline void nccl_die(const Nccl *n, int code, c
     die_with(code, "step %lld, %s%s: %s", (long long)o->step + 1, o->what, of, reason);
 }
 
-// NCCL's error of any communicator; ncclInProgress while a call is still being carried out.
+// Returns an error of any communicator, or ncclInProgress while one still executes a call, or ncclSuccess.
 static inline ncclResult_t nccl_state(const Nccl *n) {
     ncclResult_t worst = ncclSuccess;
     for (int g = 0; g < COMM_NUM_GROUPS; g++) {
@@ -80,7 +80,7 @@ static inline ncclResult_t nccl_state(const Nccl *n) {
     return worst;
 }
 
-// Whether the event has happened.
+// True if the event has completed.
 static inline bool nccl_has_happened(cudaEvent_t event) {
     const cudaError_t status = cudaEventQuery(event);
     if (status == cudaErrorNotReady) return false;
@@ -88,20 +88,20 @@ static inline bool nccl_has_happened(cudaEvent_t event) {
     return true;
 }
 
-// Tells the watching thread of the oldest operation that has not finished. `finished`: one more has.
+// Tells the watcher thread the oldest unfinished operation. `finished` is true if an operation has just finished.
 static inline void nccl_publish(const Nccl *n, bool finished) {
     const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
     activity_operation(n->enqueued - n->finished, o->what, o->layer, finished);
 }
 
-// Notes what has finished; ends the run on an error.
+// Counts the operations that have finished. Ends the run on an error.
 static inline void nccl_watch(Nccl *n) {
     while (n->finished < n->enqueued && nccl_has_happened(n->operations[n->finished % NCCL_PENDING].done)) {
         n->finished++;
         nccl_publish(n, true);
     }
     if (n->finished < n->enqueued && !nccl_has_happened(n->operations[n->finished % NCCL_PENDING].begun))
-        activity_moved();  // its turn has not come
+        activity_moved();  // earlier work on the stream still runs
     const ncclResult_t state = nccl_state(n);
     if (state == ncclSuccess || state == ncclInProgress) return;
     char reason[512];
@@ -109,7 +109,7 @@ static inline void nccl_watch(Nccl *n) {
     nccl_die(n, nccl_exit_code(state), reason);
 }
 
-// The host waits for an event of any stream.
+// Blocks the host until the event, of any stream, has completed.
 static inline void nccl_wait(Nccl *n, cudaEvent_t event) {
     while (!nccl_has_happened(event)) {
         nccl_watch(n);
@@ -118,7 +118,7 @@ static inline void nccl_wait(Nccl *n, cudaEvent_t event) {
     nccl_watch(n);
 }
 
-// The host waits until NCCL has carried out what it was told to. `what`: static text.
+// Blocks the host until NCCL has executed the last call. `what` is static text.
 static inline void nccl_settle(Nccl *n, const char *what) {
     if (nccl_state(n) == ncclInProgress) {
         activity_begin(ACTIVITY_WAITING, what, "");
@@ -128,9 +128,10 @@ static inline void nccl_settle(Nccl *n, const char *what) {
     nccl_watch(n);
 }
 
-// The watch knows of what is enqueued between these two, on n->stream. `layer`: ROOT or NO_LAYER too.
+// Work enqueued on n->stream between nccl_begin_operation and nccl_end_operation is one operation for nccl_watch.
+// `layer` may be ROOT or NO_LAYER.
 static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t layer) {
-    nccl_watch(n);  // copies, unlike collectives, do not look at what has finished when they are enqueued
+    nccl_watch(n);  // enqueuing a collective calls nccl_watch; enqueuing a copy does not
     if (n->enqueued - n->finished == NCCL_PENDING) nccl_wait(n, n->operations[n->finished % NCCL_PENDING].done);
     NcclOperation *o = &n->operations[n->enqueued % NCCL_PENDING];
     o->what = what, o->layer = layer, o->step = n->step;
@@ -143,7 +144,7 @@ static inline void nccl_end_operation(Nccl *n) {
     nccl_publish(n, false);
 }
 
-// A group of collectives that travel as one: nccl_begin, calls of the functions below, nccl_end.
+// Collectives called between nccl_begin and nccl_end are one group for NCCL (ncclGroupStart, ncclGroupEnd).
 static inline void nccl_begin(Nccl *n, const char *what, int64_t layer) {
     nccl_begin_operation(n, what, layer);
     NCCL_CHECK(ncclGroupStart());
@@ -161,19 +162,20 @@ static inline void nccl_all_gather(Nccl *n, CommGroup g, const void *part, void 
     NCCL_CHECK(ncclAllGather(part, all, (size_t)count, type, n->comms[g], n->stream));
 }
 
-// part [count] = this rank's piece of the sum over ranks of all [ranks of the group][count]; `part` may be its place in
-// `all`.
+// part [count] = this rank's piece of the sum over ranks of all [ranks of the group][count]. `part` may be this rank's
+// piece of `all`.
 static inline void nccl_reduce_scatter(Nccl *n, CommGroup g, const void *all, void *part, int64_t count,
                                        ncclDataType_t type) {
     NCCL_CHECK(ncclReduceScatter(all, part, (size_t)count, type, ncclSum, n->comms[g], n->stream));
 }
 
-// In place.
+// Replaces values [count] by their reduction over the group.
 static inline void nccl_all_reduce(Nccl *n, CommGroup g, void *values, int64_t count, ncclDataType_t type,
                                    ncclRedOp_t op) {
     NCCL_CHECK(ncclAllReduce(values, values, (size_t)count, type, op, n->comms[g], n->stream));
 }
 
+// Makes the communicator of a group. `rank` is this rank's index in the group.
 static inline ncclComm_t nccl_connect(Nccl *n, CommGroup g, int64_t rank) {
     ncclUniqueId id;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -185,19 +187,19 @@ static inline ncclComm_t nccl_connect(Nccl *n, CommGroup g, int64_t rank) {
     ncclComm_t comm = NULL;
     NCCL_CHECK(ncclCommInitRankConfig(&comm, (int)comm_size(n->host, g), id, (int)rank, &config));
     n->comms[g] = comm;
-    nccl_settle(n, "connecting of NCCL");
+    nccl_settle(n, "ncclCommInitRankConfig");
     return comm;
 }
 
-// True if a group of `size` ranks has a communicator of its own: a group of all `world` ranks uses theirs.
+// True if a group of `size` ranks has its own communicator. A group of all `world` ranks uses the world's.
 static inline bool nccl_is_own(int64_t size, int64_t world) { return size > 1 && size < world; }
 
-// Communicators that nccl_open makes of `world` ranks in shard groups of `group`.
-static inline int64_t nccl_communicators(int64_t world, int64_t group) {
-    return (world > 1) + nccl_is_own(group, world) + nccl_is_own(world / group, world);
+// Returns the number of communicators that nccl_open makes for `world` ranks in shard groups of `shard_size`.
+static inline int64_t nccl_communicators(int64_t world, int64_t shard_size) {
+    return (world > 1) + nccl_is_own(shard_size, world) + nccl_is_own(world / shard_size, world);
 }
 
-// Connects the ranks; every rank has chosen its GPU and called comm_split. Not for a single rank.
+// Connects several ranks. Every rank must have chosen its GPU and called comm_split.
 static inline void nccl_open(Nccl *n, const Comm *host) {
     int lowest, highest;
     memset(n, 0, sizeof *n);
@@ -215,7 +217,7 @@ static inline void nccl_open(Nccl *n, const Comm *host) {
     else if (host->replicas > 1) n->comms[COMM_REPLICAS] = world;
 }
 
-// Every rank calls it when its GPU has nothing left to do.
+// Destroys the communicators. All ranks call it when their GPU is idle.
 static inline void nccl_close(Nccl *n) {
     const ncclComm_t world = n->comms[COMM_WORLD];
     for (int g = COMM_NUM_GROUPS - 1; g >= 0; g--) {

@@ -1,4 +1,4 @@
-// A rank's GPU: which one it takes, whether this program can run on it, and what CUDA and NCCL take of its memory.
+// Chooses the GPU of each rank, checks that this program can run on it, and knows the memory overhead of CUDA and NCCL.
 #ifndef LLMC_DEVICE_CUH
 #define LLMC_DEVICE_CUH
 
@@ -6,17 +6,17 @@
 #include "../cuda/gemm.cuh"
 #include "comm_nccl.cuh"
 
-// Memory that cudaMemGetInfo shows beside our arena: context, kernels, cuBLASLt. Measured on H200, CUDA 13.0.
+// GPU memory in use outside our arena by cudaMemGetInfo: context, kernels, cuBLASLt. From an H200 with CUDA 13.0.
 #define CUDA_OVERHEAD_BYTES (640ll << 20)
 
-// A rank's GPU, as it tells the others.
+// Each rank sends this description of its GPU to all ranks.
 typedef struct {
     char host[64];
     cudaUUID_t uuid;
-    int visible;  // GPUs from which it has taken this one
+    int visible;  // number of GPUs that the rank sees
 } RankGpu;
 
-// Finds the first two ranks i < j of a host that have the same GPU. False: there are none.
+// Finds the first two ranks i < j of a host that have the same GPU. Returns false if all GPUs differ.
 static inline bool find_shared_gpu(const RankGpu *gpus, int64_t world, int64_t *i, int64_t *j) {
     for (*j = 1; *j < world; ++*j)
         for (*i = 0; *i < *j; ++*i)
@@ -26,7 +26,7 @@ static inline bool find_shared_gpu(const RankGpu *gpus, int64_t world, int64_t *
     return false;
 }
 
-// The UUID in the form of nvidia-smi -L.
+// Writes the UUID in the format of nvidia-smi -L.
 static inline void format_uuid(char *out, size_t capacity, const cudaUUID_t *uuid) {
     const unsigned char *b = (const unsigned char *)uuid->bytes;
     format_checked(out, capacity, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", b[0],
@@ -42,12 +42,13 @@ static inline void require_own_gpus(const RankGpu *gpus, int64_t world) {
     die_with(
         EXIT_USAGE,
         "ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
-        "needs one of its own: mpirun -np %d, or a CUDA_VISIBLE_DEVICES for each rank that names another GPU",
+        "needs its own GPU: use mpirun -np %d, or set CUDA_VISIBLE_DEVICES to another GPU for each rank",
         (long long)i, (long long)j, gpus[j].host, uuid, (long long)i, gpus[i].visible, (long long)j, gpus[j].visible,
         gpus[j].visible);
 }
 
-// The ranks of a host take the GPUs that they see in turn. A rank that sees one alone takes that.
+// Chooses GPU local_rank modulo the number of GPUs that this rank sees. Dies if it sees none, or if two ranks of a host
+// have the same GPU.
 static inline void choose_device(const Comm *comm, cudaDeviceProp *device) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
@@ -65,12 +66,12 @@ static inline void choose_device(const Comm *comm, cudaDeviceProp *device) {
     CUDA_CHECK(cudaSetDevice(index));
 }
 
-// Writes what `make` takes as CUDA_ARCH for GPUs of compute capability major.minor.
+// Writes the value of CUDA_ARCH for `make`, for GPUs of compute capability major.minor.
 static inline void format_cuda_arch(char *out, size_t capacity, int major, int minor) {
-    format_checked(out, capacity, "%d%s", 10 * major + minor, major == 9 ? "a" : "");  // wgmma is of sm_90a alone
+    format_checked(out, capacity, "%d%s", 10 * major + minor, major == 9 ? "a" : "");  // only sm_90a has wgmma
 }
 
-// Dies unless the program holds code for the GPU.
+// Dies if the program was not compiled for the GPU's architecture.
 static inline void check_architecture(const cudaDeviceProp *device) {
     char arch[16];
     cudaFuncAttributes attributes;
@@ -84,7 +85,7 @@ static inline void check_architecture(const cudaDeviceProp *device) {
              CUDA_ARCH, device->name, device->major, device->minor, arch);
 }
 
-// Takes the rank's GPU. Dies if there is none, or if it cannot run this program with these options.
+// Chooses the rank's GPU. Dies if there is none, or if it cannot run this program with these options.
 static inline void open_device(const Options *o, const Comm *comm) {
     cudaDeviceProp device;
     choose_device(comm, &device);
@@ -95,15 +96,15 @@ static inline void open_device(const Options *o, const Comm *comm) {
     if (o->precision == PRECISION_FP8 && !o->fp8_emulate) gemm_require_native(options_recipe(o));
 }
 
-// Bytes of GPU memory that NCCL takes beside the arena.
+// Returns the bytes of GPU memory that NCCL allocates outside the arena.
 static inline int64_t nccl_overhead(const Comm *comm) {
     return nccl_communicators(comm->world, comm->shard_size) * NCCL_OVERHEAD_BYTES;
 }
 
-// Bytes of GPU memory that are in use beside the arena.
+// Returns the bytes of GPU memory in use outside the arena.
 static inline int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
 
-// The versions of the libraries, as "CUDA 13000, ...".
+// Writes the versions of the libraries as "CUDA 13000, cuBLASLt ..., NCCL ...".
 static inline void format_versions(char *out, size_t capacity) {
     int nccl = 0;
     NCCL_CHECK(ncclGetVersion(&nccl));
@@ -111,7 +112,7 @@ static inline void format_versions(char *out, size_t capacity) {
                    nccl / 10000, nccl / 100 % 100, nccl % 100);
 }
 
-// The GPU that open_device took.
+// Describes the GPU that open_device chose.
 static inline DeviceInfo device_info(const Options *o) {
     DeviceInfo d;
     cudaDeviceProp gpu;

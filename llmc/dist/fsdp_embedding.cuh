@@ -1,22 +1,24 @@
-// The embedding's gradient under FSDP: from the gradients of which ranks' inputs, and into which memory.
+// Computes the embedding's gradient under FSDP, from this rank's or all ranks' input gradients.
 #ifndef LLMC_FSDP_EMBEDDING_CUH
 #define LLMC_FSDP_EMBEDDING_CUH
 
 #include "../cuda/embedding.cuh"
 #include "fsdp.cuh"
 
-// The part of the table whose gradient this rank makes: its own part, or with FSDP_EMBEDDING_REDUCED all of it.
+// Returns the part of the table whose gradient this rank computes: its shard with FSDP_EMBEDDING_FROM_INPUTS, else the
+// whole table.
 static inline EmbeddingPart fsdp_embedding_part(const Fsdp *f) {
     const ShardSegment g = fsdp_segment(f, ROOT, embedding_segment(f->table));
     const EmbeddingPart kept = {f->plan.shard_rank * g.slice, g.slice}, whole = {0, f->plan.shard_size * g.slice};
     return f->embedding == FSDP_EMBEDDING_FROM_INPUTS ? kept : whole;
 }
 
-// True if lm_head has a gradient of its own. Else the memory already holds lm_head's, which the embedding's joins.
+// True if lm_head has its own gradient. If not, the memory already holds lm_head's gradient, and the embedding's is
+// added to it.
 static inline bool fsdp_embedding_is_untied(const Fsdp *f) { return embedding_segment(f->table) == SEGMENT_EMBEDDING; }
 
-// Adds the gradient to this rank's sums (fsdp_embedding_joins). Of an embedding of its own the first micro-step clears
-// them. Returns the bytes that it moves.
+// Adds the gradient to this rank's sums (fsdp_embedding_joins). If the embedding is untied, the first micro-step zeroes
+// the sums before. Returns the bytes that it moves.
 static inline int64_t fsdp_embedding_join(Fsdp *f, const int32_t *index, const bf16 *dx, int64_t rows, int64_t C) {
     const ShardSegment g = fsdp_segment(f, ROOT, embedding_segment(f->table));
     const EmbeddingPart part = fsdp_embedding_part(f);
@@ -30,7 +32,7 @@ static inline int64_t fsdp_embedding_join(Fsdp *f, const int32_t *index, const b
                 : embedding_backward((bf16 *)sum, part, dx, index, rows, C, rounding, stream);
 }
 
-// Computes the gradient whole, with the rest of the root's. Returns the bytes that it moves.
+// Computes the whole gradient in the buffer of the root's gradient. Returns the bytes that it moves.
 static inline int64_t fsdp_embedding_whole(Fsdp *f, const int32_t *index, const bf16 *dx, int64_t rows, int64_t C) {
     const EmbeddingPart part = fsdp_embedding_part(f);
     const GradientSum nearest = {};
@@ -40,8 +42,9 @@ static inline int64_t fsdp_embedding_whole(Fsdp *f, const int32_t *index, const 
     return embedding_backward(gradient, part, dx, index, rows, C, nearest, f->in.stream);
 }
 
-// The gradient from dx [R, C], the gradients of this rank's inputs, and, if fsdp_input_ranks are several, those of the
-// other ranks. index: of the tokens of all these inputs (embedding_sort). Returns the bytes that it moves.
+// Computes the embedding's gradient from dx [R, C], the gradients of this rank's inputs, and, if fsdp_input_ranks > 1,
+// of the other ranks' inputs, which are gathered. `index` sorts the tokens of all these inputs (embedding_sort).
+// Returns the bytes that it moves.
 static inline int64_t fsdp_embedding_backward(Fsdp *f, const int32_t *index, const bf16 *dx, int64_t R, int64_t C) {
     const bf16 *all = fsdp_gather_input_gradients(f, dx);
     if (fsdp_embedding_joins(f)) return fsdp_embedding_join(f, index, all, fsdp_input_ranks(f) * R, C);

@@ -1,6 +1,6 @@
-// FSDP in a run: the strategy that the options make of the ranks, its sizes, and the memory that it needs.
+// Plans FSDP for a run: the strategy that follows from options and number of ranks, its sizes, and its memory.
 //
-// fsdp.cuh explains the strategies and carries them out. Layers are numbered from 0; ROOT is the root unit.
+// fsdp.cuh explains the strategies and executes them. Layers are numbered from 0; ROOT is the root unit.
 #ifndef LLMC_FSDP_PLAN_CUH
 #define LLMC_FSDP_PLAN_CUH
 
@@ -13,7 +13,7 @@
 
 enum { FSDP_GRADIENT_BUFFERS = 2 };
 
-// AdamW's amax slots, Fp8Slices.ends and LinearId number a layer's FP8 weights in the order of parameters.h.
+// AdamW's amax slots, Fp8Slices.ends and LinearId use the order of parameters.h for the FP8 weights of a layer.
 static_assert(QKV_PROJ == 0 && OUT_PROJ == 1 && GATE_UP_PROJ == 2 && DOWN_PROJ == 3 && NUM_LINEARS == 4, "LinearId");
 static_assert(offsetof(LayerOffsets, wq) < offsetof(LayerOffsets, wk) &&
                   offsetof(LayerOffsets, wk) < offsetof(LayerOffsets, wv) &&
@@ -22,59 +22,60 @@ static_assert(offsetof(LayerOffsets, wq) < offsetof(LayerOffsets, wk) &&
                   offsetof(LayerOffsets, wgate) < offsetof(LayerOffsets, wup) &&
                   offsetof(LayerOffsets, wup) < offsetof(LayerOffsets, wdown),
               "LinearId numbers the weights in the order of parameters.h");
-static_assert(TENSOR_W == 0, "the amaxes and scales of a layer begin with those of its weights");
+static_assert(TENSOR_W == 0, "a layer's weights are first among its amaxes and scales");
 static_assert((int)NUM_LINEARS <= (int)SLICE_MAX_TENSORS, "quantize_slices takes all FP8 weights of a layer");
 
-// Where the weights that a GEMM reads come from.
+// The source of the weights that a GEMM reads.
 typedef enum {
-    FSDP_WEIGHTS_RESIDENT,  // this rank has all; FP8 weights are cast for each layer and pass
-    FSDP_WEIGHTS_CACHED,    // this rank has all; FP8 weights of all layers are cast when the weights change
-    FSDP_WEIGHTS_GATHER_BF16,
-    FSDP_WEIGHTS_GATHER_FP8  // of layers whose linear layers are all FP8; other layers are gathered in bf16
+    FSDP_WEIGHTS_RESIDENT,     // this rank has all weights; FP8 weights are cast for each layer and pass
+    FSDP_WEIGHTS_CACHED,       // this rank has all weights; all FP8 weights are cast when the weights change
+    FSDP_WEIGHTS_GATHER_BF16,  // all-gather in bf16
+    FSDP_WEIGHTS_GATHER_FP8    // all-gather in FP8; in bf16 for layers that have a bf16 linear layer
 } FsdpWeights;
 
-// Where gradients are computed.
+// The memory in which backward computes gradients.
 typedef enum {
-    FSDP_GRADIENTS_IN_PLACE,  // in the array where they stay
-    FSDP_GRADIENTS_BUFFERED,  // in a buffer, from which they join this rank's sums (but see fsdp_in_place)
-    FSDP_GRADIENTS_SCATTERED  // in a buffer, from which the shard group's sums are scattered
+    FSDP_GRADIENTS_IN_PLACE,  // the gradient array itself
+    FSDP_GRADIENTS_BUFFERED,  // a buffer, which is then added to this rank's sums (exception: fsdp_in_place)
+    FSDP_GRADIENTS_SCATTERED  // a buffer, which is then reduce-scattered over the shard group
 } FsdpGradients;
 
-// How the embedding's gradient comes to be.
+// The way in which the embedding's gradient is computed.
 typedef enum {
-    FSDP_EMBEDDING_OWN,         // it is added to this rank's sums, which hold all of it
-    FSDP_EMBEDDING_REDUCED,     // it is computed whole and reduced with the rest of the root
-    FSDP_EMBEDDING_FROM_INPUTS  // each rank adds the gradients of all ranks' inputs to its part of the sum
+    FSDP_EMBEDDING_OWN,         // this rank adds its gradient to its sums, which hold the whole table
+    FSDP_EMBEDDING_REDUCED,     // this rank computes the whole gradient, which is reduced with the rest of the root
+    FSDP_EMBEDDING_FROM_INPUTS  // this rank adds the input gradients of all ranks to its part of the table
 } FsdpEmbedding;
 
-// How long gathered layers are kept.
+// The time for which gathered layers are kept.
 typedef enum {
     FSDP_KEPT_LAYER,  // until another layer needs the slot
-    FSDP_KEPT_STEP    // until the weights change: each layer has a slot
+    FSDP_KEPT_STEP    // until the weights change; each layer has a slot
 } FsdpKept;
 
-// Views of a unit's tensors: each pointer is the start of a segment.
+// Views of a unit's weights or gradients: each pointer is the start of a segment.
 typedef struct {
-    bf16 *vectors, *matrices;  // matrices: NULL for layers that were gathered in FP8
-    bf16 *embedding;           // root: also lm_head, if the two are tied. NULL if the gradient joins the sum directly
+    bf16 *vectors, *matrices;  // matrices is NULL for weights of a layer that was gathered in FP8
+    bf16 *embedding;  // only in the root; also lm_head if tied. NULL if the gradient is added directly to the sums
 } FsdpUnit;
 
-// Offsets of a weight's scales among a layer's rowwise or columnwise scales.
+// Byte offsets of a weight's scales in the rowwise and in the columnwise scales of its layer.
 typedef struct {
-    int64_t row_scales, col_scales;
+    int64_t rowwise_scales, columnwise_scales;
 } FsdpScales;
 
+// Memory for one gathered layer.
 typedef struct {
-    int64_t layer;  // held; NO_LAYER: none, or weights of an earlier step
+    int64_t layer;  // the layer that it holds; NO_LAYER if it holds none, or weights of an earlier step
     cudaEvent_t arrived, released;
 } FsdpSlot;
 
-// The trainer gives these.
+// The trainer passes these to fsdp_create.
 typedef struct {
     bf16 *weights;         // [plan.total] this rank's shard
-    TensorScales *scales;  // of the weights
-    cudaStream_t stream;   // the stream of the computing
-    Nccl *nccl;            // connected; NULL: one rank
+    TensorScales *scales;  // amaxes and scales of the weights
+    cudaStream_t stream;   // the compute stream
+    Nccl *nccl;            // connected; NULL if there is one rank
 } FsdpInputs;
 
 typedef struct {
@@ -86,54 +87,59 @@ typedef struct {
     FsdpGradients gradients;
     FsdpEmbedding embedding;
     FsdpKept kept;
-    bool recompute_layer;         // backward computes a layer's forward pass again, and reads rowwise data too
-    bool embedding_is_transient;  // one forward pass a step reads the gathered embedding: its memory is root_grads
+    bool recompute_layer;         // backward repeats a layer's forward pass, so it reads rowwise data too
+    bool embedding_is_transient;  // only one forward pass a step reads the gathered embedding: it lies in root_grads
     Transport transport;
     FsdpInputs in;
 
     FsdpScales scales[NUM_LINEARS];
-    int64_t row_scale_bytes, col_scale_bytes;  // of a layer
+    int64_t rowwise_scale_bytes, columnwise_scale_bytes;  // bytes of a layer's scales
     uint64_t seed;
     int64_t step;
-    GradientSum sum;         // how gradients of this micro-step join the sums
-    uint64_t embedding_key;  // keys the rounding of an embedding's gradient that joins after a tied lm_head's
-    bool *amaxes_known;      // [L] the amaxes of a layer's weights, of finer scales than tensors, are found
+    GradientSum sum;         // how gradients of this micro-step are added to the sums
+    uint64_t embedding_key;  // key of the random rounding of an embedding's gradient, added after a tied lm_head's
+    bool *amaxes_known;      // [L] true if the amaxes of the layer's weights are known (scales finer than per tensor)
 
-    uint8_t *shard_fp8;    // [L, slice] this rank's slices of the matrices, cast
-    bf16 *root, *vectors;  // gathered: the root unit; the vectors [L, shard_size * slice]
-    char *slots;           // [num_slots] gathered matrices of a layer, bf16 or FP8
+    uint8_t *shard_fp8;    // [L, slice] FP8 casts of this rank's slices of the matrices
+    bf16 *root, *vectors;  // gathered root unit; gathered vectors [L, shard_size * slice]
+    char *slots;           // [num_slots] each holds the gathered matrices of one layer, in bf16 or FP8
     FsdpSlot *slot;
     int64_t num_slots;
-    uint8_t *rows, *cols;           // [num_rows], [num_cols] rowwise and columnwise FP8 data of a layer's matrices
-    char *row_scales, *col_scales;  // [num_rows], [num_cols] their scales, unless these are of tensors
-    int64_t num_rows, num_cols, *row_layer, *col_layer;  // and the layers they hold; NO_LAYER: none
-    bf16 *root_grads;  // in turn the transient embedding, the root's gradient, the inputs' gradients
+    uint8_t *rowwise;           // [num_rowwise] each holds the rowwise FP8 data of one layer's matrices
+    uint8_t *columnwise;        // [num_columnwise] each holds the columnwise FP8 data of one layer's matrices
+    char *rowwise_scales;       // [num_rowwise] the scales of `rowwise`; unused with one scale per tensor
+    char *columnwise_scales;    // [num_columnwise] the scales of `columnwise`; unused with one scale per tensor
+    int64_t *rowwise_layer;     // [num_rowwise] the layers in `rowwise`; NO_LAYER: none
+    int64_t *columnwise_layer;  // [num_columnwise] the layers in `columnwise`; NO_LAYER: none
+    int64_t num_rowwise, num_columnwise;
+    bf16 *root_grads;  // holds in turn the transient embedding, the root's gradient and the inputs' gradients
     bf16 *layer_grads[FSDP_GRADIENT_BUFFERS];
-    cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];                     // of the root's buffer and the layers'
-    int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // of parameters, without padding
-    int64_t input_elements;                                             // of the gradient of a rank's inputs
+    cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];                     // one of root_grads, one of each layer_grads
+    int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // number of parameters, without padding
+    int64_t input_elements;  // elements of the gradient of a rank's inputs (embedded tokens)
 } Fsdp;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes
 
-// True if several ranks share one copy of the weights.
+// True if several ranks shard one replica of the weights.
 static inline bool fsdp_is_sharded(const Fsdp *f) { return f->plan.shard_size > 1; }
 
-// Ranks whose inputs' gradients make the embedding's gradient on this rank.
+// Number of ranks whose input gradients are summed into the embedding's gradient on this rank.
 static inline int64_t fsdp_input_ranks(const Fsdp *f) {
     return f->embedding == FSDP_EMBEDDING_FROM_INPUTS ? f->plan.shard_size : 1;
 }
 
-// True if the embedding's gradient joins this rank's sums as it is computed, after the rest of the root's.
+// True if the embedding's gradient is added directly to this rank's sums, after the rest of the root's gradient.
 static inline bool fsdp_embedding_joins(const Fsdp *f) { return f->embedding != FSDP_EMBEDDING_REDUCED; }
 
-// Segments of a gradient that are computed whole: all, or those before an embedding that joins.
+// Number of segments of a gradient that are computed in a buffer: all, or all before an embedding whose gradient is
+// added directly to the sums.
 static inline int fsdp_reduced_segments(const Fsdp *f) {
     return fsdp_embedding_joins(f) ? SEGMENT_EMBEDDING : NUM_SEGMENTS;
 }
 
-// Elements of the root's gradient as it is computed.
+// Elements of the buffer in which the root's gradient is computed.
 static inline int64_t fsdp_root_gradient(const Fsdp *f) {
     return f->plan.shard_size * segment_begin(f->plan.root_slices, fsdp_reduced_segments(f));
 }
@@ -146,8 +152,8 @@ static inline int64_t fsdp_layer_vectors(const Fsdp *f) {
     return f->plan.shard_size * f->plan.layer_slices[SEGMENT_VECTORS];
 }
 
-// True if FP8 weights have one scale each: rowwise and columnwise data then have the same bytes, which may be gathered,
-// and the amaxes of changed weights must be in in.scales before fsdp_publish_layers.
+// True if each FP8 weight has one scale. Columnwise data is then the transpose of rowwise data, so FP8 data can be
+// gathered. The amaxes of changed weights must be in in.scales before fsdp_publish_layers.
 static inline bool fsdp_tensor_scales(const Fsdp *f) {
     return f->precision->any_fp8 && recipe_has_tensor_scales(f->precision->recipe);
 }
@@ -157,10 +163,10 @@ static inline bool fsdp_gathers_fp8(const Fsdp *f, int64_t l) {
     return f->weights == FSDP_WEIGHTS_GATHER_FP8 && precision_layer_is_fp8(f->precision, l);
 }
 
-// True if FP8 weights are cast for one layer at a time and dropped by fsdp_reshard.
+// True if FP8 weights are cast for one layer at a time, and fsdp_reshard invalidates them.
 static inline bool fsdp_casts_are_transient(const Fsdp *f) { return f->weights == FSDP_WEIGHTS_RESIDENT; }
 
-// Bytes of an element in the slots.
+// Bytes of one element in the slots.
 static inline int64_t fsdp_slot_element(const Fsdp *f) {
     return f->weights == FSDP_WEIGHTS_GATHER_FP8 && !f->precision->any_bf16 ? 1 : (int64_t)sizeof(bf16);
 }
@@ -168,7 +174,7 @@ static inline int64_t fsdp_slot_element(const Fsdp *f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The strategy
 
-// Decides the strategy. f->plan and f->transport are there.
+// Chooses the strategy. f->plan and f->transport must be set.
 static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
     const bool sharded = fsdp_is_sharded(f), one_pass = o->grad_accumulation_steps == 1;
     const int64_t table = f->table->root_segments[embedding_segment(f->table)];
@@ -185,38 +191,39 @@ static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
     f->embedding_is_transient = sharded && one_pass && embedding_segment(f->table) == SEGMENT_EMBEDDING;
 }
 
-// Places the scales of weights among those of a layer.
+// Sets the offsets of the scales of each weight, and the bytes of a layer's scales.
 static inline void fsdp_describe_scales(Fsdp *f) {
     const Recipe *r = f->precision->recipe;
     const ScaleGranularity row = recipe_granularity(r, TENSOR_W, ROWWISE),
                            col = recipe_granularity(r, TENSOR_W, COLUMNWISE);
     for (int j = 0; j < NUM_LINEARS; j++) {
         const LinearShape *s = &f->precision->linear[j];
-        const FsdpScales at = {f->row_scale_bytes, f->col_scale_bytes};
+        const FsdpScales at = {f->rowwise_scale_bytes, f->columnwise_scale_bytes};
         f->scales[j] = at;
         if (fsdp_tensor_scales(f)) continue;
-        f->row_scale_bytes += round_up(scale_bytes(row, s->N, s->K), ARENA_ALIGNMENT);
-        f->col_scale_bytes += round_up(scale_bytes(col, s->K, s->N), ARENA_ALIGNMENT);
+        f->rowwise_scale_bytes += round_up(scale_bytes(row, s->N, s->K), ARENA_ALIGNMENT);
+        f->columnwise_scale_bytes += round_up(scale_bytes(col, s->K, s->N), ARENA_ALIGNMENT);
     }
 }
 
-// Decides how many layers the slots and the FP8 buffers hold.
+// Sets how many layers the slots and the FP8 buffers hold.
 static inline void fsdp_describe_buffers(Fsdp *f) {
     const int64_t L = f->table->num_layers;
-    const bool fp8 = f->precision->any_fp8, sharded = fsdp_is_sharded(f), keeps = f->kept == FSDP_KEPT_STEP;
-    // bf16 that is gathered only to be cast need not be kept
+    const bool fp8 = f->precision->any_fp8, sharded = fsdp_is_sharded(f), keep_gathered = f->kept == FSDP_KEPT_STEP;
+    // gathered bf16 that is read only by casts need not be kept
     const bool all_fp8 = fp8 && !f->precision->any_bf16, gathers_fp8 = f->weights == FSDP_WEIGHTS_GATHER_FP8;
-    const bool bf16_is_cast = all_fp8 && !gathers_fp8 && fsdp_tensor_scales(f), slots_are_rows = all_fp8 && gathers_fp8;
-    f->num_slots = !sharded ? 0 : keeps && !bf16_is_cast ? L : min_i64(2, L);
-    f->num_cols = !fp8 ? 0 : f->weights == FSDP_WEIGHTS_CACHED || (sharded && keeps) ? L : 1;
-    f->num_rows = slots_are_rows ? 0 : f->num_cols;
+    const bool bf16_is_cast = all_fp8 && !gathers_fp8 && fsdp_tensor_scales(f),
+               slots_are_rowwise = all_fp8 && gathers_fp8;
+    f->num_slots = !sharded ? 0 : keep_gathered && !bf16_is_cast ? L : min_i64(2, L);
+    f->num_columnwise = !fp8 ? 0 : f->weights == FSDP_WEIGHTS_CACHED || (sharded && keep_gathered) ? L : 1;
+    f->num_rowwise = slots_are_rowwise ? 0 : f->num_columnwise;
     f->slot = (FsdpSlot *)xcalloc((size_t)f->num_slots, sizeof *f->slot);
     f->amaxes_known = (bool *)xcalloc((size_t)L, sizeof *f->amaxes_known);
-    f->row_layer = (int64_t *)xcalloc((size_t)f->num_rows, sizeof *f->row_layer);
-    f->col_layer = (int64_t *)xcalloc((size_t)f->num_cols, sizeof *f->col_layer);
+    f->rowwise_layer = (int64_t *)xcalloc((size_t)f->num_rowwise, sizeof *f->rowwise_layer);
+    f->columnwise_layer = (int64_t *)xcalloc((size_t)f->num_columnwise, sizeof *f->columnwise_layer);
 }
 
-// Decides how `world` ranks share the work, as rank `rank` sees it. Touches no GPU.
+// Chooses the strategy and sizes of rank `rank` of `world`. Needs no GPU.
 static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Precision *precision, const Options *o,
                                  int64_t world, int64_t rank) {
     memset(f, 0, sizeof *f);
@@ -240,15 +247,16 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
-// Places the FP8 weights that are cast or transposed here. If they are transient and layers are not recomputed, a pass
-// reads either rowwise or columnwise data: the two share memory.
+// Places the FP8 weights that this rank casts or transposes. If they are transient and layers are not recomputed, a
+// pass reads either rowwise or columnwise data, so the two share memory.
 static inline void fsdp_place_casts(Fsdp *f, Arena *a) {
     const int64_t matrices = fsdp_layer_matrices(f);
     const bool shared = fsdp_casts_are_transient(f) && !f->recompute_layer;
-    if (f->num_rows) f->rows = (uint8_t *)arena_take(a, f->num_rows * matrices);
-    if (f->num_cols) f->cols = shared ? f->rows : (uint8_t *)arena_take(a, f->num_cols * matrices);
-    if (f->row_scale_bytes) f->row_scales = (char *)arena_take(a, f->num_rows * f->row_scale_bytes);
-    if (f->col_scale_bytes) f->col_scales = (char *)arena_take(a, f->num_cols * f->col_scale_bytes);
+    if (f->num_rowwise) f->rowwise = (uint8_t *)arena_take(a, f->num_rowwise * matrices);
+    if (f->num_columnwise) f->columnwise = shared ? f->rowwise : (uint8_t *)arena_take(a, f->num_columnwise * matrices);
+    if (f->rowwise_scale_bytes) f->rowwise_scales = (char *)arena_take(a, f->num_rowwise * f->rowwise_scale_bytes);
+    if (f->columnwise_scale_bytes)
+        f->columnwise_scales = (char *)arena_take(a, f->num_columnwise * f->columnwise_scale_bytes);
 }
 
 static inline void fsdp_place_gathered(Fsdp *f, Arena *a) {
@@ -270,15 +278,15 @@ static inline void fsdp_place_gradient_buffers(Fsdp *f, Arena *a) {
     for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = f->layer_grads[i - 1] + layer;
 }
 
-// Places all but this rank's shard and sums, and casts that are transient (fsdp_place_casts).
+// Places everything except this rank's shard and sums, and transient casts (fsdp_place_casts).
 static inline void fsdp_place(Fsdp *f, Arena *a) {
     const int64_t *slices = f->plan.layer_slices, L = f->table->num_layers;
-    arena_group(a, fsdp_is_sharded(f) ? "FP8 weights of shard and layers" : "FP8 weights and their transposes");
+    arena_group(a, fsdp_is_sharded(f) ? "FP8 weights (shard and layers)" : "FP8 weights and their transposes");
     if (f->weights == FSDP_WEIGHTS_GATHER_FP8) f->shard_fp8 = (uint8_t *)arena_take(a, L * slices[SEGMENT_MATRICES]);
     if (!fsdp_casts_are_transient(f)) fsdp_place_casts(f, a);
     arena_group(a, "gathered weights");
     if (fsdp_is_sharded(f)) fsdp_place_gathered(f, a);
-    arena_group(a, "gradients before they are added up");
+    arena_group(a, "gradient buffers");
     if (fsdp_is_sharded(f)) fsdp_place_gradient_buffers(f, a);
     transport_place_buffers(&f->transport, a, max_i64(shard_elements(&f->plan, ROOT), shard_elements(&f->plan, 0)),
                             max_i64(slices[SEGMENT_VECTORS], slices[SEGMENT_MATRICES]));
@@ -290,25 +298,27 @@ static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
     transport_place_sums(&f->transport, a, f->plan.total);
 }
 
-// These place the buffers of FSDP_GRADIENTS_BUFFERED: of the root unit, and of one layer at a time.
+// Places the gradient buffer of the root unit for FSDP_GRADIENTS_BUFFERED.
 static inline void fsdp_place_root_buffer(Fsdp *f, Arena *a) {
-    arena_group(a, "gradients before they are added up");
+    arena_group(a, "gradient buffers");
     f->root_grads = (bf16 *)arena_take(a, fsdp_root_gradient(f) * (int64_t)sizeof(bf16));
 }
+
+// Places the gradient buffer for FSDP_GRADIENTS_BUFFERED that all layers share, one at a time.
 static inline void fsdp_place_layer_buffer(Fsdp *f, Arena *a) {
-    arena_group(a, "gradients before they are added up");
+    arena_group(a, "gradient buffers");
     f->layer_grads[0] = (bf16 *)arena_take(a, gathered_elements(&f->plan, 0) * (int64_t)sizeof(bf16));
     for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = f->layer_grads[0];
 }
 
-// Elements that are needed during the loss alone and may lie where gradients are computed later: in the layers' buffers
-// if sharded, in the embedding's gradient if that is computed in place.
-static inline int64_t fsdp_loss_room(const Fsdp *f) {
+// Elements of gradient memory that the loss may use for its logits, since gradients are computed there later: the
+// layers' buffers if sharded, else the embedding's gradient if that is computed in place.
+static inline int64_t fsdp_loss_span(const Fsdp *f) {
     if (fsdp_is_sharded(f)) return FSDP_GRADIENT_BUFFERS * gathered_elements(&f->plan, 0);
     return f->gradients == FSDP_GRADIENTS_BUFFERED ? 0 : f->plan.root_slices[SEGMENT_EMBEDDING];
 }
 
-// The memory of fsdp_loss_room if sharded. On one GPU the trainer places it.
+// Start of the memory of fsdp_loss_span if sharded. Without sharding the trainer places it.
 static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->layer_grads[0]; }
 
 #endif

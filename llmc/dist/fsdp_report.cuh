@@ -1,11 +1,11 @@
-// Opens the memory of peers for copy engines, and says how weights and gradients are communicated.
+// Opens the memory of peers for copy engines, and prints how weights and gradients are communicated.
 #ifndef LLMC_FSDP_REPORT_CUH
 #define LLMC_FSDP_REPORT_CUH
 
 #include "fsdp.cuh"
 
-// Lets the ranks that share a copy of the weights read each other's arena, of `bytes` bytes at `memory`, where they can
-// and may. If not, rank 0 says why for all; with `required`, that ends the run.
+// Opens the arenas, memory [bytes], of the ranks of a shard group to each other, if options and hardware allow it. If
+// it does not work on every rank, NCCL is used and rank 0 prints the reason; with `required` the run ends instead.
 static inline void fsdp_open_peers(Fsdp *f, const Comm *c, char *memory, int64_t bytes, bool required) {
     char reason[256] = "";
     if (f->transport.kind != TRANSPORT_COPY_ENGINES) return;

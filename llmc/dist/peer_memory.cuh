@@ -1,12 +1,12 @@
 // GPUs of one host read each other's memory with their copy engines (CUDA IPC over NVLink or PCIe).
-// NCCL's kernels take multiprocessors from the matrix products beside them, and a product that fills the GPU then
-// takes up to twice as long; copies take none.
+// NCCL's kernels take multiprocessors (SMs) from GEMMs that run at the same time, and a GEMM that fills the GPU then
+// takes up to twice as long. Copies by copy engines take no SMs.
 //
-// A rank may read what the others have written before a barrier (peer_barrier, or a collective of NCCL that waits for
-// all of them), and must be done, as another barrier tells them, before they write there again.
+// A barrier (peer_barrier, or an NCCL collective that waits for all ranks) must come between a rank's write and another
+// rank's read of it, and again between that read and the next write.
 //
-// Some hosts open such memory and then read or write it wrong (PCIe peer access behind an IOMMU or in a virtual
-// machine). So before the first use each rank reads a pattern that the others have written, and one barrier is timed.
+// On some hosts peer access can be opened but reads or writes wrong data (PCIe behind an IOMMU, or in a virtual
+// machine). So before the first use each rank checks a pattern that every other rank wrote, and one barrier is timed.
 #ifndef LLMC_PEER_MEMORY_CUH
 #define LLMC_PEER_MEMORY_CUH
 
@@ -18,23 +18,23 @@
 
 enum { PEER_MAX_RANKS = 64 };
 
-// The proof at start: most bytes of a rank's pattern, and seconds within which a barrier must come. It takes
-// microseconds; hosts come to it some milliseconds apart.
+// The check at start: largest size of a rank's pattern, and the timeout of the barrier in seconds. The barrier takes
+// microseconds; ranks reach it some milliseconds apart.
 #define PEER_PROOF_BYTES (2ll << 20)
 #define PEER_PROOF_SECONDS 5
 
 typedef CUresult (*StreamMemoryOperations)(CUstream, unsigned, CUstreamBatchMemOpParams *, unsigned);
 
-// The memory of all ranks of a group, as this process sees it. The same thing lies at the same place in all.
+// The memory of all ranks of a group, mapped into this process. Each array has the same offset on every rank.
 typedef struct {
-    int64_t ranks, rank;         // size of the group and number in it; ranks 0: not available
-    char *base[PEER_MAX_RANKS];  // base[rank] is this rank's own
-    uint32_t *arrivals;          // [PEER_MAX_RANKS] in it: how many barriers each rank has reached; the ranks write it
-    uint32_t barriers;           // enqueued
+    int64_t ranks, rank;         // size of the group and this rank's index in it; ranks is 0 if not available
+    char *base[PEER_MAX_RANKS];  // start of each rank's memory; base[rank] is this rank's own
+    uint32_t *arrivals;          // [PEER_MAX_RANKS] in own memory: barriers that each rank has reached; peers write it
+    uint32_t barriers;           // number of barriers enqueued
     StreamMemoryOperations enqueue;
 } PeerMemory;
 
-// What a rank tells the others of its memory.
+// Each rank sends this description of its memory to the ranks of its group.
 typedef struct {
     char host[64];
     cudaIpcMemHandle_t handle;
@@ -57,11 +57,11 @@ static inline CUstreamBatchMemOpParams peer_wait(const uint32_t *at, uint32_t va
     o.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
     o.waitValue.address = (CUdeviceptr)at;
     o.waitValue.value = value;
-    o.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;  // in cyclic order
+    o.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;  // a cyclic comparison: the counter may overflow
     return o;
 }
 
-// What follows on `stream` runs when every rank's stream has come to its call. Takes no multiprocessor.
+// Enqueues a barrier, which takes no SM: later work on `stream` runs when all ranks' streams have reached it.
 static inline void peer_barrier(PeerMemory *p, cudaStream_t stream) {
     CUstreamBatchMemOpParams operations[2 * PEER_MAX_RANKS];
     unsigned count = 0;
@@ -75,19 +75,19 @@ static inline void peer_barrier(PeerMemory *p, cudaStream_t stream) {
     if (status != CUDA_SUCCESS) die("cuStreamBatchMemOp failed with CUresult %d", (int)status);
 }
 
-// to [bytes] = what lies at `part` in the memory of rank `from` of the group.
+// to [bytes] = the bytes of rank `from` of the group at the offset that `part` has in this rank's memory.
 static inline cudaError_t peer_copy(const PeerMemory *p, int64_t from, const void *part, void *to, int64_t bytes,
                                     cudaStream_t stream) {
     const int64_t offset = (const char *)part - p->base[p->rank];
     return cudaMemcpyAsync(to, p->base[from] + offset, (size_t)bytes, cudaMemcpyDeviceToDevice, stream);
 }
 
-// to [ranks][bytes] = what lies at `part` in each rank's memory, in their order; not with_own: [ranks - 1][bytes], the
-// others' alone.
+// to [ranks][bytes] = the bytes of each rank at the offset of `part`, in the order of ranks. Without with_own, this
+// rank is skipped: to [ranks - 1][bytes].
 static inline void peer_read(const PeerMemory *p, const void *part, void *to, int64_t bytes, bool with_own,
                              cudaStream_t stream) {
     for (int64_t i = !with_own; i < p->ranks; i++) {
-        const int64_t from = (p->rank + i) % p->ranks;  // no two ranks read the same one at a time
+        const int64_t from = (p->rank + i) % p->ranks;  // each rank reads from another peer at a time
         const int64_t index = with_own || from < p->rank ? from : from - 1;
         CUDA_CHECK(peer_copy(p, from, part, (char *)to + index * bytes, bytes, stream));
     }
@@ -99,7 +99,7 @@ static inline void peer_memory_close(PeerMemory *p) {
     memset(p, 0, sizeof *p);
 }
 
-// Whether streams can wait for values in memory here, and write them to the others.
+// True if streams on this GPU can wait for values in memory and write values to peers.
 static inline bool peer_can_wait(PeerMemory *p, cudaStream_t stream) {
     void *function = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -110,27 +110,26 @@ static inline bool peer_can_wait(PeerMemory *p, cudaStream_t stream) {
     CUstreamBatchMemOpParams operations[PEER_MAX_RANKS + 1];
     const int64_t offset = (char *)(p->arrivals + p->rank) - p->base[p->rank];
     for (int64_t i = 0; i < p->ranks; i++)
-        operations[i] = peer_write((uint32_t *)(p->base[i] + offset), 0);  // as it is already
+        operations[i] = peer_write((uint32_t *)(p->base[i] + offset), 0);  // it is 0 already
     operations[p->ranks] = peer_wait(p->arrivals + p->rank, 0);
     return p->enqueue((CUstream)stream, (unsigned)p->ranks + 1, operations, 0) == CUDA_SUCCESS;
 }
 
-// Opens the others' memory. False, with the reason, where this rank cannot.
+// Opens the memory of the other ranks. Returns false, with the reason, if this rank cannot.
 static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer *offers, cudaStream_t stream,
                                    char *reason, size_t capacity) {
     const PeerOffer *own = &offers[p->rank];
     const char *disabled = getenv("NCCL_P2P_DISABLE");
-    if (disabled && strtol(disabled, NULL, 0) == 1) {  // NCCL takes no other value for yes
-        format_checked(reason, capacity, "NCCL_P2P_DISABLE=1 says that the GPUs here cannot read each other's memory");
+    if (disabled && strtol(disabled, NULL, 0) == 1) {  // NCCL also tests for exactly 1
+        format_checked(reason, capacity, "NCCL_P2P_DISABLE=1 forbids GPUs to read each other's memory");
         return false;
     }
     for (int64_t i = 0; i < p->ranks; i++) {
         if (offers[i].bytes != own->bytes)
-            die("rank %lld of the shard group has planned %lld bytes, this one %lld", (long long)i,
+            die("rank %lld of the shard group has planned %lld bytes, this rank %lld", (long long)i,
                 (long long)offers[i].bytes, (long long)own->bytes);
         if (strcmp(offers[i].host, own->host) != 0) {
-            format_checked(reason, capacity,
-                           "the ranks that share a copy of the weights are on several hosts, %s and %s", own->host,
+            format_checked(reason, capacity, "the ranks of a shard group are on several hosts, %s and %s", own->host,
                            offers[i].host);
             return false;
         }
@@ -144,80 +143,82 @@ static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer
         return false;
     }
     if (peer_can_wait(p, stream)) return true;
-    format_checked(reason, capacity, "the driver cannot let streams wait for memory");
+    format_checked(reason, capacity, "the driver does not support cuStreamBatchMemOp");
     return false;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The proof
+// The check at start
 
-// Word i < 2^24 of the pattern of a rank of the run: no two words of 256 ranks in a row are alike, and all bits change.
+// Returns word i < 2^24 of the pattern of `rank`, an index in the run. All words of 256 consecutive ranks differ, and
+// all bits vary.
 static inline uint32_t peer_pattern(int64_t rank, int64_t i) {
     return ((uint32_t)rank << 24 | (uint32_t)i) * 0x9e3779b1u;
 }
 
-// The first of n words that is not the rank's pattern; -1: all are.
+// Returns the index of the first of n words that differs from the rank's pattern; -1 if none differs.
 static inline int64_t peer_pattern_differs(const uint32_t *words, int64_t n, int64_t rank) {
     for (int64_t i = 0; i < n; i++)
         if (words[i] != peer_pattern(rank, i)) return i;
     return -1;
 }
 
-// Waits until the stream has nothing left to do. After a failure there CUDA refuses all later calls, so the run ends.
+// Waits until the stream is idle. After a failure CUDA refuses all later calls, so the run ends.
 static inline void peer_finish(cudaStream_t stream) {
     const cudaError_t status = cudaStreamSynchronize(stream);
     if (status != cudaSuccess)
-        die("a first copy between the GPUs failed: %s; --copy-engines off lets NCCL move weights and gradients",
+        die("the first copy between the GPUs failed: %s; --copy-engines off lets NCCL move weights and gradients",
             cudaGetErrorString(status));
 }
 
-// room [bytes] = the pattern of this rank, which is number `rank` of the run.
-static inline void peer_write_pattern(int64_t rank, char *room, int64_t bytes, cudaStream_t stream) {
+// scratch [bytes] = the pattern of this rank, which is rank `rank` of the run.
+static inline void peer_write_pattern(int64_t rank, char *scratch, int64_t bytes, cudaStream_t stream) {
     const int64_t n = bytes / (int64_t)sizeof(uint32_t);
     uint32_t *words = (uint32_t *)xcalloc((size_t)n, sizeof *words);
     for (int64_t i = 0; i < n; i++) words[i] = peer_pattern(rank, i);
-    CUDA_CHECK(cudaMemcpyAsync(room, words, (size_t)bytes, cudaMemcpyHostToDevice, stream));
+    CUDA_CHECK(cudaMemcpyAsync(scratch, words, (size_t)bytes, cudaMemcpyHostToDevice, stream));
     peer_finish(stream);
     free(words);
 }
 
-// Reads the pattern of rank `from` of the group, which is number `its_rank` of the run and wrote it to its own room, by
-// way of this rank's room + bytes, to words [bytes] on the host. False, with the reason, if it is not what was written.
-static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t its_rank, char *room, int64_t bytes,
+// Checks the pattern that rank `from` of the group, rank `its_rank` of the run, wrote to its scratch. Copies it to this
+// rank's scratch + bytes, and from there to words [bytes] on the host. Returns false, with the reason, if it differs.
+static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t its_rank, char *scratch, int64_t bytes,
                                       uint32_t *words, cudaStream_t stream, char *reason, size_t capacity) {
-    const cudaError_t status = peer_copy(p, from, room, room + bytes, bytes, stream);
+    const cudaError_t status = peer_copy(p, from, scratch, scratch + bytes, bytes, stream);
     if (status != cudaSuccess) {
-        (void)cudaGetLastError();  // as of other refusals: peer_memory_open
+        (void)cudaGetLastError();  // clears the error: the run goes on without copy engines
         format_checked(reason, capacity, "the memory of rank %lld's GPU cannot be copied from another GPU (%s)",
                        (long long)its_rank, cudaGetErrorString(status));
         return false;
     }
-    CUDA_CHECK(cudaMemcpyAsync(words, room + bytes, (size_t)bytes, cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaMemcpyAsync(words, scratch + bytes, (size_t)bytes, cudaMemcpyDeviceToHost, stream));
     peer_finish(stream);
     const int64_t i = peer_pattern_differs(words, bytes / (int64_t)sizeof *words, its_rank);
     if (i < 0) return true;
     format_checked(reason, capacity,
-                   "the memory of rank %lld's GPU reads wrong from rank %lld's, "
-                   "first at byte %lld of %lld: 0x%08x, and 0x%08x was written",
+                   "the memory of rank %lld's GPU reads wrong from rank %lld's GPU, "
+                   "first at byte %lld of %lld: 0x%08x instead of 0x%08x",
                    (long long)its_rank, (long long)(its_rank - from + p->rank), (long long)(i * 4), (long long)bytes,
                    words[i], peer_pattern(its_rank, i));
     return false;
 }
 
-// True if this rank, number `rank` of the run, reads the others' patterns right. room [2][bytes] begins with its own.
-static inline bool peer_check_patterns(const PeerMemory *p, int64_t rank, char *room, int64_t bytes,
+// True if this rank, rank `rank` of the run, reads the right pattern from every other rank of the group. scratch
+// [2][bytes] begins with its own pattern.
+static inline bool peer_check_patterns(const PeerMemory *p, int64_t rank, char *scratch, int64_t bytes,
                                        cudaStream_t stream, char *reason, size_t capacity) {
     uint32_t *words = (uint32_t *)xcalloc((size_t)bytes, 1);
     bool right = true;
     for (int64_t i = 1; i < p->ranks && right; i++) {
         const int64_t from = (p->rank + i) % p->ranks;
-        right = peer_check_pattern(p, from, rank - p->rank + from, room, bytes, words, stream, reason, capacity);
+        right = peer_check_pattern(p, from, rank - p->rank + from, scratch, bytes, words, stream, reason, capacity);
     }
     free(words);
     return right;
 }
 
-// True if the stream comes to its end within so many seconds.
+// True if the stream becomes idle within `seconds`.
 static inline bool peer_ends(cudaStream_t stream, double seconds) {
     const double start = seconds_now();
     for (;;) {
@@ -229,7 +230,7 @@ static inline bool peer_ends(cudaStream_t stream, double seconds) {
     }
 }
 
-// Another stream writes the values that the last barrier waits for, so that its stream goes on without the other ranks.
+// Releases this rank's stream from the last barrier: another stream writes the values that the barrier waits for.
 static inline void peer_release(const PeerMemory *p) {
     CUstreamBatchMemOpParams operations[PEER_MAX_RANKS];
     cudaStream_t other;
@@ -237,11 +238,11 @@ static inline void peer_release(const PeerMemory *p) {
     for (int64_t i = 0; i < p->ranks; i++) operations[i] = peer_write(p->arrivals + i, p->barriers);
     const CUresult status = p->enqueue((CUstream)other, (unsigned)p->ranks, operations, 0);
     if (status != CUDA_SUCCESS) die("cuStreamBatchMemOp failed with CUresult %d", (int)status);
-    CUDA_CHECK(cudaStreamDestroy(other));  // what it has to do is done all the same
+    CUDA_CHECK(cudaStreamDestroy(other));  // work enqueued on it still runs
 }
 
-// One barrier, which all ranks come to at about the same time. False, with the reason, where it does not come within so
-// many seconds; the stream goes on all the same. Dies if it cannot.
+// Runs one barrier, which all ranks reach at about the same time. Returns false, with the reason, if it does not
+// complete within `seconds`; the stream is then released. Dies if it cannot be released.
 static inline bool peer_prove_barrier(PeerMemory *p, int64_t rank, double seconds, cudaStream_t stream, char *reason,
                                       size_t capacity) {
     peer_barrier(p, stream);
@@ -249,24 +250,25 @@ static inline bool peer_prove_barrier(PeerMemory *p, int64_t rank, double second
     peer_release(p);
     if (!peer_ends(stream, seconds))
         die_with(EXIT_LOST,
-                 "a barrier between the GPUs did not come within %g s, and the stream that waits for it "
+                 "a barrier between the GPUs did not complete within %g s, and the stream that waits for it "
                  "cannot be released; --copy-engines off lets NCCL move weights and gradients",
                  seconds);
-    format_checked(reason, capacity, "a barrier between the GPUs did not come to rank %lld within %g s",
+    format_checked(reason, capacity, "a barrier between the GPUs did not complete on rank %lld within %g s",
                    (long long)rank, seconds);
     return false;
 }
 
-// Collective over all ranks: whether reads and barriers work on every rank. `room`: room_bytes at the same place in
-// each rank's memory, zero before and after, which nothing else uses meanwhile. If so, all have come to one barrier.
-static inline bool peer_memory_prove(PeerMemory *p, const Comm *c, char *room, int64_t room_bytes, cudaStream_t stream,
-                                     char *reason, size_t capacity) {
-    const int64_t bytes = min_i64(PEER_PROOF_BYTES, room_bytes / 32 * 16);
-    peer_write_pattern(c->rank, room, bytes, stream);
-    comm_barrier(c, COMM_SHARD);  // all have written
-    const bool reads = peer_check_patterns(p, c->rank, room, bytes, stream, reason, capacity);
+// Collective over all ranks. True if reads and barriers work on every rank; all ranks have then passed one barrier.
+// scratch [scratch_bytes] has the same offset in each rank's memory, is zero before and after, and is not used
+// elsewhere.
+static inline bool peer_memory_prove(PeerMemory *p, const Comm *c, char *scratch, int64_t scratch_bytes,
+                                     cudaStream_t stream, char *reason, size_t capacity) {
+    const int64_t bytes = min_i64(PEER_PROOF_BYTES, scratch_bytes / 32 * 16);
+    peer_write_pattern(c->rank, scratch, bytes, stream);
+    comm_barrier(c, COMM_SHARD);  // all ranks have written
+    const bool reads = peer_check_patterns(p, c->rank, scratch, bytes, stream, reason, capacity);
     const bool all_read = comm_min(c, COMM_WORLD, reads) != 0;
-    CUDA_CHECK(cudaMemsetAsync(room, 0, (size_t)(2 * bytes), stream));
+    CUDA_CHECK(cudaMemsetAsync(scratch, 0, (size_t)(2 * bytes), stream));
     peer_finish(stream);
     if (!all_read) return false;
     const bool waits = peer_prove_barrier(p, c->rank, PEER_PROOF_SECONDS, stream, reason, capacity);
@@ -275,17 +277,17 @@ static inline bool peer_memory_prove(PeerMemory *p, const Comm *c, char *room, i
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Collective over all ranks: opens the ranks' `memory` [bytes], in which `arrivals` [PEER_MAX_RANKS] are zero, to each
-// other within shard groups, and proves it in `room` (peer_memory_prove). False and p->ranks 0 unless all of that works
-// on every rank; `reason`, empty elsewhere, is filled where it does not.
+// Collective over all ranks. Opens memory [bytes] of each rank to the other ranks of its shard group, and checks it in
+// `scratch` (peer_memory_prove). arrivals [PEER_MAX_RANKS] is part of `memory` and zero. Returns true if all of it
+// works on every rank. Else returns false, with p->ranks 0, and `reason` is set on the ranks on which it failed.
 static inline bool peer_memory_open(PeerMemory *p, const Comm *c, char *memory, int64_t bytes, uint32_t *arrivals,
-                                    void *room, int64_t room_bytes, cudaStream_t stream, char *reason,
+                                    void *scratch, int64_t scratch_bytes, cudaStream_t stream, char *reason,
                                     size_t capacity) {
     PeerOffer offers[PEER_MAX_RANKS];
     memset(p, 0, sizeof *p);
     memset(offers, 0, sizeof offers);
     if (c->shard_size > PEER_MAX_RANKS) {
-        format_checked(reason, capacity, "more than %d ranks share one copy of the weights", PEER_MAX_RANKS);
+        format_checked(reason, capacity, "a shard group has more than %d ranks", PEER_MAX_RANKS);
         return false;
     }
     p->ranks = c->shard_size, p->rank = c->shard_rank;
@@ -296,10 +298,10 @@ static inline bool peer_memory_open(PeerMemory *p, const Comm *c, char *memory, 
     own->status = cudaIpcGetMemHandle(&own->handle, memory);
     comm_all_gather(c, COMM_SHARD, own, offers, (int64_t)sizeof *own);
     const bool here = peer_memory_try(p, c, offers, stream, reason, capacity);
-    if (!here) (void)cudaGetLastError();  // a refusal is no failure of the run: no later launch may find it
-    peer_finish(stream);                  // before any rank closes what the stream still writes to
+    if (!here) (void)cudaGetLastError();  // clears the error: the run goes on without copy engines
+    peer_finish(stream);                  // no rank may close memory that the stream still writes to
     const bool everywhere = comm_min(c, COMM_WORLD, here) != 0 &&
-                            peer_memory_prove(p, c, (char *)room, room_bytes, stream, reason, capacity);
+                            peer_memory_prove(p, c, (char *)scratch, scratch_bytes, stream, reason, capacity);
     if (!everywhere) peer_memory_close(p);
     return everywhere;
 }

@@ -1,11 +1,12 @@
-// How weights and gradients move between ranks: by NCCL or by copy engines, and the kernels that add gradients up.
+// Moves weights and gradients between ranks, by NCCL or by copy engines, with kernels that sum gradients.
 //
-// Transport moves arrays. fsdp.cuh knows which layer they belong to and when they move. Within a shard group transport
-// gathers parts and reduce-scatters gradients. Over replicas it all-reduces the sums that a rank keeps.
+// This file moves arrays; fsdp.cuh knows which layer they belong to and when they move. Within a shard group it
+// all-gathers weights and reduce-scatters gradients. Over replicas it all-reduces the sums that a rank keeps.
 //
-// Where the GPUs of a shard group can read each other's memory (peer_memory.cuh), copy engines move the data: each rank
-// reads the others' parts, and a kernel then adds up the gradients in fp32, in the order of the ranks. Else NCCL does
-// both, and adds gradients up in bf16 or fp32 (--reduce-dtype). Small data and sums over replicas are always NCCL's.
+// If the GPUs of a shard group can read each other's memory (peer_memory.cuh), copy engines move the data: each rank
+// copies the parts of the other ranks, and a kernel then sums the gradients in fp32, in the order of ranks. Otherwise
+// NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype). Small arrays and sums over replicas always
+// use NCCL.
 #ifndef LLMC_TRANSPORT_CUH
 #define LLMC_TRANSPORT_CUH
 
@@ -16,60 +17,60 @@
 #include "../cuda/gradient_sum.cuh"
 #include "peer_memory.cuh"
 
-// fp32 elements that NCCL reduces at a time with --reduce-dtype fp32: messages of 256 MiB have most of the bandwidth.
+// Number of fp32 elements that NCCL reduces at a time with --reduce-dtype fp32: 256 MiB reach most of the bandwidth.
 #define TRANSPORT_STAGING_ELEMENTS (64ll << 20)
 
 enum { TRANSPORT_THREADS = 256 };
 
-// The means that move weights and gradients of a shard group.
+// The way in which weights and gradients move within a shard group.
 typedef enum {
-    TRANSPORT_NONE,  // nothing: there is one rank
+    TRANSPORT_NONE,  // nothing moves: there is one rank
     TRANSPORT_NCCL,
     TRANSPORT_COPY_ENGINES
 } TransportKind;
 
 typedef struct {
-    TransportKind kind;  // until transport_open_peers, COPY_ENGINES means that they are to be tried
-    int reduce_dtype;    // REDUCE_BF16 or REDUCE_FP32: in which NCCL adds gradients up
+    TransportKind kind;  // before transport_open_peers, COPY_ENGINES means that they will be tried
+    int reduce_dtype;    // REDUCE_BF16 or REDUCE_FP32: the dtype in which NCCL sums gradients
     int64_t shard_size, shard_rank;
-    Nccl *nccl;            // communicators and their stream; NULL: one rank
+    Nccl *nccl;            // communicators and their stream; NULL if there is one rank
     PeerMemory peers;      // memory of the shard group's ranks, with copy engines
-    uint32_t *arrivals;    // [PEER_MAX_RANKS] barriers that each rank of the group has reached
-    cudaStream_t compute;  // the stream of the computing
-    cudaEvent_t handover;  // orders one stream after all that the other has been given so far
+    uint32_t *arrivals;    // [PEER_MAX_RANKS] number of barriers that each rank of the group has reached
+    cudaStream_t compute;  // the compute stream
+    cudaEvent_t handover;  // one stream waits for it, and so for all work enqueued on the other stream before
 
-    bool fp32_sums;         // gradients end as fp32 sums
-    bf16 *sums;             // this rank's sums of gradients over micro-steps and ranks; NULL: they are fp32
+    bool fp32_sums;         // gradients are summed to fp32
+    bf16 *sums;             // this rank's sums of gradients over micro-steps and ranks; NULL if they are fp32
     float *sums_fp32;       // the sums if they are fp32, else NULL
-    float *staging;         // [shard_size][staging_slice] for reductions in fp32 by NCCL
-    int64_t staging_slice;  // elements of each rank
-    bf16 *received;         // [shard_size - 1][received_slice] the others' gradients of this rank's slice
+    float *staging;         // [shard_size][staging_slice] buffer for fp32 reductions by NCCL
+    int64_t staging_slice;  // elements per rank in `staging`
+    bf16 *received;         // [shard_size - 1][received_slice] other ranks' gradients of this rank's slice
     int64_t received_slice;
 } Transport;
 
 // One segment of a gradient that is to be reduced.
 typedef struct {
-    bf16 *whole;      // [shard_size][slice] as this rank has computed it; the reduction may overwrite this rank's slice
+    bf16 *whole;      // [shard_size][slice] this rank's gradient; the reduction may overwrite this rank's slice
     int64_t slice;    // elements that each rank keeps; 0: the segment is empty
     int64_t at;       // first element of this rank's slice in its sums
-    GradientSum how;  // how the slice joins the sums
+    GradientSum how;  // how the reduced slice is added to the sums
 } TransportSegment;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory, streams, peers
 
-// Decides what the options make of `world` ranks in shard groups of `shard_size`.
+// Chooses the transport for `world` ranks in shard groups of `shard_size`, by the options.
 static inline void transport_describe(Transport *t, const Options *o, int64_t world, int64_t shard_size,
                                       int64_t shard_rank) {
-    const bool copies = shard_size > 1 && o->copy_engines != OFF;
+    const bool copy_engines = shard_size > 1 && o->copy_engines != OFF;
     memset(t, 0, sizeof *t);
-    t->kind = world == 1 ? TRANSPORT_NONE : copies ? TRANSPORT_COPY_ENGINES : TRANSPORT_NCCL;
+    t->kind = world == 1 ? TRANSPORT_NONE : copy_engines ? TRANSPORT_COPY_ENGINES : TRANSPORT_NCCL;
     t->reduce_dtype = o->reduce_dtype;
     t->fp32_sums = options_fp32_gradients(o, world);
     t->shard_size = shard_size, t->shard_rank = shard_rank;
 }
 
-// True if NCCL's sums are fp32 and the data is not: it is converted in `staging`.
+// True if bf16 gradients must be converted to fp32 in `staging`, so that NCCL sums them in fp32.
 static inline bool transport_is_staged(const Transport *t) {
     return t->kind != TRANSPORT_NONE && t->reduce_dtype == REDUCE_FP32 && !(t->fp32_sums && t->shard_size == 1);
 }
@@ -80,8 +81,8 @@ static inline void transport_place_sums(Transport *t, Arena *a, int64_t n) {
     t->sums = t->fp32_sums ? NULL : (bf16 *)arena_take(a, n * (int64_t)sizeof(bf16));
 }
 
-// Places the buffers of reductions. largest_unit: elements that a rank keeps of a unit, at most; largest_slice:
-// elements that are received of another rank at a time.
+// Places the buffers of reductions. largest_unit is the largest number of elements that a rank keeps of a unit;
+// largest_slice is the number of elements received from another rank at a time.
 static inline void transport_place_buffers(Transport *t, Arena *a, int64_t largest_unit, int64_t largest_slice) {
     if (transport_is_staged(t)) {
         const int64_t at_a_time = TRANSPORT_STAGING_ELEMENTS / t->shard_size / PARAMETER_ALIGNMENT;
@@ -99,7 +100,7 @@ static inline void event_create(cudaEvent_t *event) {
     CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
 }
 
-// nccl: NULL for one rank, else connected (nccl_open).
+// nccl is NULL for one rank, else connected (nccl_open).
 static inline void transport_create(Transport *t, Nccl *nccl, cudaStream_t compute) {
     t->nccl = nccl, t->compute = compute;
     if (nccl) event_create(&t->handover);
@@ -109,36 +110,36 @@ static inline void transport_destroy(Transport *t) {
     if (t->nccl) CUDA_CHECK(cudaEventDestroy(t->handover));
 }
 
-// Collective over all ranks: lets the ranks of a shard group read each other's `memory` [bytes], in which `arrivals`
-// are zero and `received` is unused. False where that does not work on every rank: NCCL then moves all, and ranks that
-// know the reason write it to `reason`, which is empty before. Only with TRANSPORT_COPY_ENGINES.
+// Collective over all ranks, only with TRANSPORT_COPY_ENGINES. Opens memory [bytes] of each rank to the other ranks of
+// its shard group. `arrivals` must be zero and `received` unused. Returns false if it does not work on every rank: NCCL
+// then moves everything, and `reason`, which must be empty before, is set on the ranks on which it failed.
 static inline bool transport_open_peers(Transport *t, const Comm *comm, char *memory, int64_t bytes, char *reason,
                                         size_t capacity) {
-    const int64_t room = (t->shard_size - 1) * t->received_slice * (int64_t)sizeof(bf16);
-    if (peer_memory_open(&t->peers, comm, memory, bytes, t->arrivals, t->received, room, t->nccl->stream, reason,
+    const int64_t scratch = (t->shard_size - 1) * t->received_slice * (int64_t)sizeof(bf16);
+    if (peer_memory_open(&t->peers, comm, memory, bytes, t->arrivals, t->received, scratch, t->nccl->stream, reason,
                          capacity))
         return true;
     t->kind = TRANSPORT_NCCL;
     return false;
 }
 
-// Collective over all ranks, before any of them frees its memory and when no stream has anything left to do.
+// Collective over all ranks. Call it when all streams are idle and before any rank frees its memory.
 static inline void transport_close_peers(Transport *t, const Comm *comm) {
-    comm_barrier(comm, COMM_WORLD);  // no rank reads another's memory any more
+    comm_barrier(comm, COMM_WORLD);  // all ranks have finished reading
     peer_memory_close(&t->peers);
-    comm_barrier(comm, COMM_WORLD);  // no rank holds another's memory open
+    comm_barrier(comm, COMM_WORLD);  // all ranks have closed their peers' memory
 }
 
-// Work that is enqueued on `later` from now on runs after all that `earlier` has been given.
+// Makes work enqueued on `later` from now on run after all work enqueued on `earlier` so far.
 static inline void transport_order(Transport *t, cudaStream_t earlier, cudaStream_t later) {
     CUDA_CHECK(cudaEventRecord(t->handover, earlier));
     CUDA_CHECK(cudaStreamWaitEvent(later, t->handover, 0));
 }
 
-// Communication from now on sees all that has been computed. Only with several ranks.
+// Makes later communication wait for all computation enqueued so far. Only with several ranks.
 static inline void comm_waits_compute(Transport *t) { transport_order(t, t->compute, t->nccl->stream); }
 
-// Work that is computed from now on sees all that has been communicated. Nothing to do for one rank.
+// Makes later computation wait for all communication enqueued so far. Does nothing for one rank.
 static inline void compute_waits_comm(Transport *t) {
     if (t->nccl) transport_order(t, t->nccl->stream, t->compute);
 }
@@ -146,15 +147,15 @@ static inline void compute_waits_comm(Transport *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // All-gather
 
-// A gather: transport_begin_gather, calls of transport_gather, transport_end_gather. `what`, `l`: for messages
-// (nccl_begin_operation).
+// Begins an all-gather. Then call transport_gather for each array, and transport_end_gather. `what` and `l` are for
+// messages (nccl_begin_operation).
 static inline void transport_begin_gather(Transport *t, const char *what, int64_t l) {
     if (t->kind == TRANSPORT_COPY_ENGINES) nccl_begin_operation(t->nccl, what, l);
     else nccl_begin(t->nccl, what, l);
 }
 
-// Between begin and end: with copy engines, what follows runs when all ranks of the group have come here. NCCL's gather
-// waits for all ranks by itself.
+// With copy engines, enqueues a barrier of the shard group; NCCL's all-gather itself waits for all ranks. Call it
+// between transport_begin_gather and transport_end_gather.
 static inline void transport_gather_barrier(Transport *t) {
     if (t->kind == TRANSPORT_COPY_ENGINES) peer_barrier(&t->peers, t->nccl->stream);
 }
@@ -172,9 +173,9 @@ static inline void transport_end_gather(Transport *t) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernels that add up gradients
+// Kernels that sum gradients
 
-// to [rows, n] = from [rows, stride], its first n columns, as fp32. n and stride multiples of 8.
+// to [rows, n] = the first n columns of from [rows, stride], as fp32. n and stride must be multiples of 8.
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_to_fp32_kernel(float *to, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
     grid_dependency_wait();
@@ -187,7 +188,7 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     }
 }
 
-// Gradients from [n] join to [n], a part of the sum. n: a multiple of 8.
+// Adds gradients from [n] to to [n], a part of the sums. n must be a multiple of 8.
 template <class Sum, class T>
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_add_kernel(Sum *to, const T *from, int64_t n, GradientSum sum) {
@@ -200,9 +201,9 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     }
 }
 
-// The sum over `ranks` ranks, in their order, of each one's n elements joins to [n], a part of the sum over
-// micro-steps. `own` [n]: those of rank number `rank`; `others` [ranks - 1][n]. In fp32, with one rounding if `to` is
-// bf16. n: a multiple of 8.
+// Sums gradients over `ranks` ranks, in the order of ranks, and adds the result to to [n], a part of the sums over
+// micro-steps. own [n] holds the gradients of rank `rank`, others [ranks - 1][n] those of all other ranks. Adds in fp32
+// and rounds once if `to` is bf16. n must be a multiple of 8.
 template <class Sum>
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_sum_kernel(Sum *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t rank, int64_t n,
@@ -221,18 +222,18 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     gradient_join_8(to + i, sum, i, how);
 }
 
-// Blocks for n elements on the communication stream: few, so that they leave most multiprocessors to the GEMMs beside.
+// Returns the number of blocks for n elements on the communication stream: few, so that most SMs stay free for GEMMs.
 static inline unsigned transport_blocks(int64_t n) {
     return grid_size(min_i64(n, 128 * TRANSPORT_THREADS * 8), TRANSPORT_THREADS * 8);
 }
 
-// staging [rows, n] = from [rows, stride], its first n columns, as fp32.
+// staging [rows, n] = the first n columns of from [rows, stride], as fp32.
 static inline void transport_to_fp32(Transport *t, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
     CUDA_LAUNCH(transport_to_fp32_kernel, transport_blocks(rows * n), TRANSPORT_THREADS, 0, t->nccl->stream, t->staging,
                 from, rows, n, stride);
 }
 
-// Gradients from [n] join this rank's sums from element `at` on.
+// Adds gradients from [n] to this rank's sums, from element `at` on.
 template <class T>
 static inline void transport_add(Transport *t, int64_t at, const T *from, int64_t n, GradientSum how, unsigned blocks,
                                  cudaStream_t stream) {
@@ -242,18 +243,18 @@ static inline void transport_add(Transport *t, int64_t at, const T *from, int64_
     else CUDA_LAUNCH(transport_add_kernel<bf16, T>, blocks, TRANSPORT_THREADS, 0, stream, t->sums + at, from, n, how);
 }
 
-// Gradients that have been computed, from [n], join this rank's sums, on the compute stream and all multiprocessors.
+// Adds gradients that this rank computed, from [n], to its sums, on the compute stream with all SMs.
 static inline void transport_add_computed(Transport *t, int64_t at, const bf16 *from, int64_t n, GradientSum how) {
     transport_add(t, at, from, n, how, grid_size(n, TRANSPORT_THREADS * 8), t->compute);
 }
 
-// Gradients that NCCL has reduced, from [n], join this rank's sums.
+// Adds gradients that NCCL reduced, from [n], to this rank's sums, on the communication stream.
 template <class T>
 static inline void transport_add_reduced(Transport *t, int64_t at, const T *from, int64_t n, GradientSum how) {
     transport_add(t, at, from, n, how, transport_blocks(n), t->nccl->stream);
 }
 
-// The gradients own [n] and those received of the other ranks join this rank's sums from element `at` on.
+// Adds the gradients own [n] and those received from the other ranks to this rank's sums, from element `at` on.
 static inline void transport_add_received(Transport *t, int64_t at, const bf16 *own, int64_t n, GradientSum how) {
     const unsigned blocks = grid_size(n, TRANSPORT_THREADS * 8);
     const cudaStream_t stream = t->nccl->stream;
@@ -275,15 +276,15 @@ static inline GradientSum transport_sum_from(const TransportSegment *s, int64_t 
 }
 
 static inline void transport_reduce_scatter_bf16(Transport *t, const TransportSegment *segments, int count, int64_t l) {
-    const bool stays = !segments[0].how.add && !t->fp32_sums;  // what NCCL writes is the sum
+    const bool direct = !segments[0].how.add && !t->fp32_sums;  // NCCL writes directly into the sums
     nccl_begin(t->nccl, "reduce-scatter of the gradients", l);
     for (int k = 0; k < count; k++) {
         const TransportSegment *s = &segments[k];
-        bf16 *to = stays ? t->sums + s->at : s->whole + t->shard_rank * s->slice;
+        bf16 *to = direct ? t->sums + s->at : s->whole + t->shard_rank * s->slice;
         if (s->slice) nccl_reduce_scatter(t->nccl, COMM_SHARD, s->whole, to, s->slice, ncclBfloat16);
     }
     nccl_end(t->nccl);
-    for (int k = 0; !stays && k < count; k++) {
+    for (int k = 0; !direct && k < count; k++) {
         const TransportSegment *s = &segments[k];
         if (s->slice) transport_add_reduced(t, s->at, s->whole + t->shard_rank * s->slice, s->slice, s->how);
     }
@@ -302,12 +303,12 @@ static inline void transport_reduce_scatter_fp32(Transport *t, const TransportSe
         }
 }
 
-// Every rank reads from the others what belongs to its slice.
-static inline void transport_reduce_scatter_copies(Transport *t, const TransportSegment *segments, int count,
-                                                   int64_t l) {
+// Each rank copies the gradients of its slice from the other ranks and sums them.
+static inline void transport_reduce_scatter_peers(Transport *t, const TransportSegment *segments, int count,
+                                                  int64_t l) {
     const cudaStream_t stream = t->nccl->stream;
     nccl_begin_operation(t->nccl, "reduce-scatter of the gradients", l);
-    peer_barrier(&t->peers, stream);  // all ranks' gradients are computed
+    peer_barrier(&t->peers, stream);  // all ranks have computed their gradients
     for (const TransportSegment *s = segments; s < segments + count; s++)
         for (int64_t first = 0; first < s->slice; first += t->received_slice) {
             const int64_t n = min_i64(t->received_slice, s->slice - first);
@@ -315,20 +316,20 @@ static inline void transport_reduce_scatter_copies(Transport *t, const Transport
             peer_read(&t->peers, own, t->received, n * (int64_t)sizeof(bf16), false, stream);
             transport_add_received(t, s->at + first, own, n, transport_sum_from(s, first));
         }
-    peer_barrier(&t->peers, stream);  // all ranks have read: the buffer may be written again
+    peer_barrier(&t->peers, stream);  // all ranks have finished reading: the buffer may be overwritten
     nccl_end_operation(t->nccl);
 }
 
-// The sum over the shard group of this rank's slice of each segment joins its sums. segments [count]; count > 0, and
-// all of them join alike. The caller has ordered communication after the computing of the gradients. `l`: for messages.
+// Reduce-scatters segments [count] of a gradient over the shard group and adds this rank's slices to its sums. count >
+// 0, and all segments have the same how.add. Call comm_waits_compute before. `l` is for messages.
 static inline void transport_reduce_scatter(Transport *t, const TransportSegment *segments, int count, int64_t l) {
-    if (t->kind == TRANSPORT_COPY_ENGINES) transport_reduce_scatter_copies(t, segments, count, l);
+    if (t->kind == TRANSPORT_COPY_ENGINES) transport_reduce_scatter_peers(t, segments, count, l);
     else if (t->reduce_dtype == REDUCE_FP32) transport_reduce_scatter_fp32(t, segments, count, l);
     else transport_reduce_scatter_bf16(t, segments, count, l);
 }
 
-// Elements at .. at + n - 1 of this rank's sums = their sums over the group, added up in fp32 if they are fp32 or
-// --reduce-dtype is.
+// All-reduces elements at .. at + n - 1 of this rank's sums over the group, in fp32 if the sums or --reduce-dtype are
+// fp32, else in bf16.
 static inline void transport_all_reduce(Transport *t, CommGroup group, int64_t at, int64_t n, int64_t l) {
     const GradientSum replace = {};
     const bool staged = t->reduce_dtype == REDUCE_FP32 && !t->fp32_sums;

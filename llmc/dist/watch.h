@@ -1,20 +1,20 @@
-// A stuck rank ends the run, with its name: one watcher thread in each rank.
-// One thread a rank watches; no thread where there is only one rank.
+// Ends the run when a rank is stuck, and names the rank: one watcher thread in each rank.
+// There is no thread if there is only one rank.
 //
-// Twice a second each rank's watcher sends rank 0's what its rank does (activity.h), and rank 0's answers, on a
-// communicator of their own. From that:
-//   silent    a rank's watcher is not heard for --stall-timeout seconds: the rank is stopped (SIGSTOP), or its host is
-//             frozen or away
-//   file      a rank's watcher is heard, but one call on a file has not returned for as long; WATCH_PATIENCE times
-//             that while loading, saving or exporting
-//   standing  every rank is heard and waits for others, in MPI or in NCCL, and nothing has moved on any for as long
-// A rank that is heard and computes is never stuck, however long it takes. When rank 0 is the silent one, the others
-// call each other and the lowest of them speaks. Exactly one rank speaks, at once, and ends the others with MPI_Abort.
+// Twice a second the watcher of each rank sends a message to the watcher of rank 0, which replies, on a communicator of
+// their own. The message says what the rank is doing (activity.h). From these messages a watcher finds three kinds of
+// stuck ranks, each after --stall-timeout seconds:
+//   silent    no message has come from a rank: the rank is stopped (SIGSTOP), or its host is frozen or unreachable
+//   file      messages come from a rank, but one call on a file has not returned; while loading, saving or exporting
+//             the timeout is WATCH_PATIENCE times as long
+//   standing  messages come from all ranks, but each waits for others, in MPI or NCCL, and none has made progress
+// A rank that sends messages and computes is never stuck, however long it takes. If rank 0 is silent, the other ranks
+// send messages to each other, and the lowest of them reports. Exactly one rank prints the error and ends all ranks.
 //
-// The watcher never touches CUDA or NCCL, and waits for nothing: with a rank gone the main thread comes to stand in MPI
-// or in a kernel launch. It knows its own rank alone before the ranks have met, once they part (MPI_Finalize), and
-// where MPI lets only one thread call it: then waiting too long for others ends the run, too, without the name of the
-// rank that is stuck.
+// The watcher never calls CUDA or NCCL and never blocks: when a rank dies, the main threads of the other ranks block in
+// MPI or in a kernel launch. The watcher is alone (it knows only its own rank) before it has a communicator, during
+// MPI_Finalize, and if MPI allows only one thread to call it. Waiting too long for other ranks then also ends the run,
+// but the message cannot name the stuck rank.
 #ifndef LLMC_WATCH_H
 #define LLMC_WATCH_H
 
@@ -23,54 +23,56 @@
 #include "comm.h"
 #include "../config/parameters.h"
 
-// Seconds between two looks. When a look comes so late, this process itself was stopped, and all have their time again.
+// Interval of the watcher in seconds. If an interval takes WATCH_SUSPENDED_SECONDS, this process itself was stopped:
+// all timeouts then start again.
 #define WATCH_BEAT_SECONDS 0.5
 #define WATCH_SUSPENDED_SECONDS 4
 
-// A rank that is not heard for so long is perhaps not heard again: whether all stand still is then not known.
+// If the last message of a rank is older than this, the rank may be stopped: it then does not count as waiting.
 #define WATCH_FRESH_SECONDS 3
 
-// How long the ranks call each other when rank 0 is silent, before the lowest speaks: a few looks.
+// If rank 0 is silent, the other ranks exchange messages for this time, a few intervals, before the lowest reports.
 #define WATCH_CALL_SECONDS 2
 
-// An fsync of many GiB may take minutes.
+// Factor of --stall-timeout for files while loading, saving or exporting: an fsync of many GiB may take minutes.
 #define WATCH_PATIENCE 4
 
-// MPI_Abort that does not come back is ended by SIGALRM.
+// SIGALRM ends this process if ending all ranks takes longer.
 #define WATCH_ABORT_SECONDS 10
 
-// The state that a rank reports of itself.
+// The state that a rank sends to other watchers.
 typedef struct {
     int32_t phase, kind;                 // Phase, ActivityKind
-    int64_t step, changes, collectives;  // of Activity
-    int64_t waits_for_nccl;              // 1: operations of NCCL are pending
-    double idle;                         // seconds for which nothing of this rank has moved
-    int64_t speaker;  // of rank 0: the rank that is to say that its own call on a file hangs; -1: none
+    int64_t step, changes, collectives;  // copied from Activity
+    int64_t waits_for_nccl;              // 1 if NCCL operations are pending
+    double idle;                         // seconds since this rank last made progress
+    int64_t speaker;  // set by rank 0: the rank that must report that its own call on a file hangs; -1: none
     char doing[ACTIVITY_DETAIL + 64];
 } WatchRow;
 
 typedef struct {
-    WatchRow row;    // what it said last
-    double silence;  // seconds since then
+    WatchRow row;    // its last message
+    double silence;  // seconds since that message
     char host[64];
 } WatchRank;
 
 typedef struct {
-    WatchRank *ranks;  // [world]; of a rank other than 0, those that are 0, itself, or have called it
+    WatchRank *ranks;  // [world]; on ranks other than 0 only rank 0, itself, and ranks that sent it a message are valid
     int64_t world, self, timeout;
-    bool alone;                // this rank's watcher has nobody to talk to
-    double standing, calling;  // seconds for which nothing has moved on any rank, and since rank 0 is found silent
-    int64_t changes;           // of all ranks
+    bool alone;       // this watcher cannot exchange messages
+    double standing;  // seconds since any rank last made progress
+    double calling;   // seconds since rank 0 was found silent
+    int64_t changes;  // sum of `changes` over all ranks
 } WatchTable;
 
 typedef enum { WATCH_GOOD, WATCH_SILENT, WATCH_FILE, WATCH_STANDING, WATCH_ALONE } WatchFinding;
 
 typedef struct {
     WatchFinding finding;
-    int64_t rank, speaker;  // that is stuck; that is to say so
+    int64_t rank, speaker;  // the stuck rank, and the rank that must report it
 } WatchVerdict;
 
-// ---- the verdict, which is a function of the table alone
+// ---- the verdict, a function of the table only
 
 static inline double watch_file_limit(const WatchTable *t, const WatchRow *row) {
     const bool patient = row->phase == PHASE_LOADING || row->phase == PHASE_SAVING || row->phase == PHASE_EXPORT;
@@ -85,7 +87,7 @@ static inline bool watch_waits(const WatchRow *row) {
     return row->kind == ACTIVITY_WAITING || (row->kind == ACTIVITY_COMPUTING && row->waits_for_nccl);
 }
 
-// `seconds` have passed since the table was aged last.
+// Adds `seconds`, the time since the last call, to the times in the table.
 static inline void watch_age(WatchTable *t, double seconds) {
     const bool suspended = seconds > WATCH_SUSPENDED_SECONDS;
     int64_t changes = 0;
@@ -101,11 +103,11 @@ static inline void watch_age(WatchTable *t, double seconds) {
     t->changes = changes;
 }
 
-// The verdict of a rank other than 0 while it hears rank 0, and of one that is alone.
+// Returns the verdict of a watcher that is alone, or of a rank other than 0 to which rank 0 sends messages.
 static inline WatchVerdict watch_own_verdict(const WatchTable *t) {
     const WatchRow *own = &t->ranks[t->self].row;
     const bool may_speak = t->alone || t->ranks[0].row.speaker == t->self;
-    // all find it at once: rank 0 ends the others before they say it, too
+    // all ranks find this at the same time: rank 0 ends the other ranks before they print it too
     const int64_t patience = t->timeout + (t->self > 0 ? COMM_SILENCE_SECONDS : 0);
     WatchVerdict v = {WATCH_GOOD, t->self, t->self};
     if (may_speak && watch_file_hangs(t, own)) v.finding = WATCH_FILE;
@@ -113,7 +115,7 @@ static inline WatchVerdict watch_own_verdict(const WatchTable *t) {
     return v;
 }
 
-// True if this table shows a stuck rank, which, and who is to say so.
+// Finds out if the table shows a stuck rank, which rank it is, and which rank must report it.
 static inline WatchVerdict watch_verdict(const WatchTable *t) {
     const bool rank0_heard = t->calling < WATCH_CALL_SECONDS || t->ranks[0].silence < (double)t->timeout;
     if (t->alone || (t->self > 0 && rank0_heard)) return watch_own_verdict(t);
@@ -131,8 +133,8 @@ static inline WatchVerdict watch_verdict(const WatchTable *t) {
     return v;
 }
 
-// "step 12, training: all-to-all"
-static inline void watch_place(const WatchRow *row, char *out, size_t capacity) {
+// Writes what a rank is doing, for example "step 12, training: all-to-all".
+static inline void watch_where(const WatchRow *row, char *out, size_t capacity) {
     static const char *const phases[NUM_PHASES] = {
         "start-up", "loading", "training", "validation", "sampling", "saving a checkpoint", "export", "the end"};
     char step[32] = "";
@@ -140,41 +142,42 @@ static inline void watch_place(const WatchRow *row, char *out, size_t capacity) 
     format_checked(out, capacity, "%s%s%s%s", step, phases[row->phase], *row->doing ? ": " : "", row->doing);
 }
 
-// The verdict in words, with rank, host, step and what is waited for. Only for a finding.
+// Writes the message of a verdict other than WATCH_GOOD: rank, host, step, and the call that waits.
 static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out, size_t capacity) {
     const WatchRank *rank = &t->ranks[v.rank];
     const WatchRow *from = &t->ranks[v.speaker].row;
     const long long number = v.rank, speaker = v.speaker, timeout = t->timeout;
-    char place[ACTIVITY_DETAIL + 160], here[ACTIVITY_DETAIL + 160], more[64] = "";
+    char where[ACTIVITY_DETAIL + 160], here[ACTIVITY_DETAIL + 160], more[64] = "";
     int64_t silent = 0;
     for (int64_t r = 0; r < t->world; r++) silent += t->ranks[r].silence >= (double)t->timeout;
-    if (v.speaker == 0 && silent > 1) format_checked(more, sizeof more, ", nor do %lld others", (long long)silent - 1);
-    watch_place(&rank->row, place, sizeof place);
-    watch_place(from, here, sizeof here);
+    if (v.speaker == 0 && silent > 1)
+        format_checked(more, sizeof more, ", like %lld more rank%s", (long long)silent - 1, silent > 2 ? "s" : "");
+    watch_where(&rank->row, where, sizeof where);
+    watch_where(from, here, sizeof here);
     if (v.finding == WATCH_SILENT)
         format_checked(out, capacity,
-                       "rank %lld on %s gives no sign of life for %.0f s (--stall-timeout %lld)%s; "
-                       "it was %s%s; rank %lld %s in %s",
+                       "rank %lld on %s has not responded for %.0f s (--stall-timeout %lld)%s; "
+                       "it %s%s; rank %lld %s in %s",
                        number, rank->host, rank->silence, timeout, more,
-                       rank->row.changes ? "last seen in " : "never heard", rank->row.changes ? place : "", speaker,
-                       watch_waits(from) ? "waits for it" : "is", here);
+                       rank->row.changes ? "was last seen in " : "never responded", rank->row.changes ? where : "",
+                       speaker, watch_waits(from) ? "waits for it" : "is", here);
     else if (v.finding == WATCH_FILE)
         format_checked(out, capacity,
                        "rank %lld on %s: a call on a file has not returned for %.0f s "
                        "(--stall-timeout %lld%s), in %s",
                        number, rank->host, rank->row.idle, timeout,
-                       watch_file_limit(t, &rank->row) > (double)t->timeout ? ", 4 times that here" : "", place);
+                       watch_file_limit(t, &rank->row) > (double)t->timeout ? ", 4 times that here" : "", where);
     else if (v.finding == WATCH_STANDING)
         format_checked(out, capacity,
-                       "nothing has moved on any rank for %.0f s (--stall-timeout %lld), and each waits "
-                       "for the others; rank %lld on %s has finished the fewest collectives: it is in %s; "
+                       "no rank has made progress for %.0f s (--stall-timeout %lld): all ranks wait for each other; "
+                       "rank %lld on %s has finished the fewest collectives: it is in %s; "
                        "rank %lld is in %s",
-                       t->standing, timeout, number, rank->host, place, speaker, here);
+                       t->standing, timeout, number, rank->host, where, speaker, here);
     else
         format_checked(out, capacity,
                        "rank %lld on %s has waited for %.0f s (--stall-timeout %lld) in %s: "
                        "another rank is stuck",
-                       number, rank->host, rank->row.idle, timeout, place);
+                       number, rank->host, rank->row.idle, timeout, where);
 }
 
 // ---- the thread
@@ -188,10 +191,10 @@ typedef struct {
     pthread_mutex_t mutex;  // guards `closing` and `beats`
     pthread_cond_t changed;
     bool closing;
-    MPI_Comm beats;  // MPI_COMM_NULL: this watcher is alone
+    MPI_Comm beats;  // the watchers' communicator; MPI_COMM_NULL if this watcher is alone
     Comm comm;
-    WatchTable table;        // the watcher's alone, as are the messages
-    WatchMessage *messages;  // [world] at most one on its way to each rank: none pile up before a rank that is stopped
+    WatchTable table;        // only the watcher uses the table and the messages
+    WatchMessage *messages;  // [world] at most one pending to each rank, so that none pile up for a stopped rank
 } Watch;
 
 static inline Watch *watch_state(void) {
@@ -199,22 +202,22 @@ static inline Watch *watch_state(void) {
     return &watch;
 }
 
-// Notes what the main thread does. `seconds` have passed since the last note.
+// Copies the activity of the main thread into the row. `seconds` is the time since the last call.
 static inline void watch_note_activity(WatchRow *row, double seconds) {
     const Activity *a = activity_lock();
-    const size_t room = sizeof row->doing;
+    const size_t capacity = sizeof row->doing;
     row->idle = row->changes == a->changes && seconds <= WATCH_SUSPENDED_SECONDS ? row->idle + seconds : 0;
     row->phase = a->phase, row->kind = a->kind, row->step = a->step;
     row->changes = a->changes, row->collectives = a->collectives;
     row->waits_for_nccl = a->pending > 0;
-    if (a->kind == ACTIVITY_FILE) format_checked(row->doing, room, "%.32s of %s", a->what, a->detail);
-    else if (a->kind == ACTIVITY_WAITING) format_checked(row->doing, room, "%.64s", a->what);
+    if (a->kind == ACTIVITY_FILE) format_checked(row->doing, capacity, "%.32s of %s", a->what, a->detail);
+    else if (a->kind == ACTIVITY_WAITING) format_checked(row->doing, capacity, "%.64s", a->what);
     else if (a->pending && a->pending_layer >= 0)
-        format_checked(row->doing, room, "%.64s of layer %lld", a->pending_what, (long long)a->pending_layer);
+        format_checked(row->doing, capacity, "%.64s of layer %lld", a->pending_what, (long long)a->pending_layer);
     else if (a->pending)
-        format_checked(row->doing, room, "%.64s%s", a->pending_what,
+        format_checked(row->doing, capacity, "%.64s%s", a->pending_what,
                        a->pending_layer == ROOT ? " of the root unit" : "");
-    else format_checked(row->doing, room, "computing");
+    else format_checked(row->doing, capacity, "computing");
     activity_unlock();
 }
 
@@ -230,8 +233,7 @@ static inline void watch_receive(Watch *w) {
     }
 }
 
-// True if the last message to a rank has arrived there. Sends are synchronous: not done before that rank's watcher
-// takes them.
+// True if the last message to a rank was received: sends are synchronous, so they complete when it is.
 static inline bool watch_sent(WatchMessage *m) {
     int done = 1;
     if (m->request != MPI_REQUEST_NULL) COMM_CHECK(MPI_Test(&m->request, &done, MPI_STATUS_IGNORE));
@@ -248,7 +250,7 @@ static inline void watch_send(Watch *w) {
     }
 }
 
-// Says the verdict and ends all ranks. Nothing here may wait for the main thread, which may hold stdout.
+// Prints the verdict and ends all ranks. Must not wait for the main thread, which may hold the lock of stdout.
 __attribute__((noreturn)) static inline void watch_speak(const Watch *w, WatchVerdict v) {
     char text[4096], line[4200];
     watch_message(&w->table, v, text, sizeof text);
@@ -256,12 +258,12 @@ __attribute__((noreturn)) static inline void watch_speak(const Watch *w, WatchVe
     flush_stdout();
     alarm(WATCH_ABORT_SECONDS);
     if (write(STDERR_FILENO, line, strlen(line)) < 0) alarm(1);
-    if (!w->table.alone) MPI_Abort(MPI_COMM_WORLD, EXIT_LOST);
-    _exit(EXIT_LOST);  // mpirun ends the others
+    if (!w->table.alone) comm_end_all(EXIT_LOST);
+    _exit(EXIT_LOST);  // mpirun ends the other ranks
 }
 
-// All ranks part: what is on its way arrives, then no watcher calls MPI any more. (A rank comes to the barrier when all
-// its sends have arrived, so when all have come there, nothing is left.)
+// Completes all pending messages of all ranks, so that no watcher calls MPI afterwards. A rank enters the barrier when
+// its own sends are complete, so no message is pending once all ranks have entered it.
 static inline void watch_part(Watch *w) {
     MPI_Request barrier = MPI_REQUEST_NULL;
     WatchTable *t = &w->table;
@@ -282,7 +284,7 @@ static inline void watch_part(Watch *w) {
     COMM_CHECK(MPI_Comm_free(&w->beats));
 }
 
-// Sleeps for a beat, or until the ranks part; then they do.
+// Sleeps for one interval, or until watch_close, and then calls watch_part.
 static inline void watch_sleep(Watch *w) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -318,7 +320,7 @@ static inline void *watch_run(void *context) {
     }
 }
 
-// The thread gets no signals: those are for the main thread.
+// Starts the thread, with all signals blocked: the main thread handles them.
 static inline void watch_start(Watch *w) {
     pthread_condattr_t clock;
     pthread_t thread;
@@ -328,16 +330,17 @@ static inline void watch_start(Watch *w) {
         pthread_cond_init(&w->changed, &clock) || pthread_mutex_init(&w->mutex, NULL) ||
         pthread_sigmask(SIG_SETMASK, &all, &before) || pthread_create(&thread, NULL, watch_run, w) ||
         pthread_sigmask(SIG_SETMASK, &before, NULL) || pthread_detach(thread))
-        die("cannot start the thread that watches over the ranks");
+        die("cannot start the watcher thread");
     pthread_condattr_destroy(&clock);
 }
 
-// Before MPI_Finalize, by all ranks; at exit if not before. The watcher stays, and watches over MPI_Finalize.
+// Ends the exchange of messages. All ranks call it before MPI_Finalize, at the latest at exit. The watcher itself goes
+// on, alone, and watches MPI_Finalize.
 static inline void watch_close(void) {
     Watch *w = watch_state();
     if (!w->messages) return;
     comm_barrier(&w->comm, COMM_WORLD);
-    activity_begin(ACTIVITY_WAITING, "the ranks part", "");
+    activity_begin(ACTIVITY_WAITING, "end of the watchers' messages", "");
     pthread_mutex_lock(&w->mutex);
     w->closing = true;
     pthread_cond_broadcast(&w->changed);
@@ -348,8 +351,8 @@ static inline void watch_close(void) {
     w->messages = NULL;
 }
 
-// From now on a stuck rank ends the run after `timeout` seconds, as the head of this file says. All ranks call, once,
-// after comm_open. Nothing to do for one rank. Dies if the thread cannot be started.
+// Starts the watcher: a stuck rank ends the run after `timeout` seconds (see the head of this file). All ranks call it
+// once, after comm_open. Does nothing for one rank. Dies if the thread cannot be started.
 static inline void watch_open(const Comm *c, int64_t timeout) {
     Watch *w = watch_state();
     if (c->world == 1) return;
@@ -372,7 +375,7 @@ static inline void watch_open(const Comm *c, int64_t timeout) {
     pthread_mutex_unlock(&w->mutex);
     if (atexit(watch_close)) die("atexit failed");
     if (c->rank == 0 && beats == MPI_COMM_NULL)
-        warn("this MPI lets only one thread call it: a stuck rank ends the run, but the message cannot name it");
+        warn("this MPI allows only one thread to call it: a stuck rank ends the run, but the message cannot name it");
 }
 
 #endif
