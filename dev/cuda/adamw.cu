@@ -6,7 +6,7 @@
 #include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"
 
-// A small model with every kind of parameter of its family; hidden size 40 leaves padding behind most tensors.
+// Returns a small model with every kind of parameter of its family; hidden size 40 leaves padding behind most tensors.
 static ModelConfig small_model(const char *preset) {
     ModelConfig m;
     if (!model_config_preset(&m, preset)) die("no preset %s", preset);
@@ -15,19 +15,19 @@ static ModelConfig small_model(const char *preset) {
     return m;
 }
 
-// Host arrays of the optimizer, values as stored.
+// Host arrays of the optimizer, with values as stored.
 typedef struct {
     int64_t n;
     float *weights, *exp_avg, *exp_avg_sq, *gradients;
 } State;
 
-// Powers of two from 2^-low to 2^0, so that rare operands (denormals, zeros) occur beside common ones.
+// Returns a power of two from 2^-low to 2^0, so that rare operands (denormals, zeros) occur beside common ones.
 static float spread(uint64_t key, int64_t i, int low) {
     return ldexpf(1, -(int)(rng_u64(key, (uint64_t)i) % (uint64_t)(low + 1)));
 }
 
-// A thread of the kernel takes its branch-free path only where all of its 8 elements are common, so one stretch of 64
-// in four is of rare ones.
+// A thread of the kernel takes its branch-free path only if all of its 8 elements are common, so one stretch of 64 in
+// four has rare ones.
 static State make_state(const ParameterTable *t, uint64_t seed, bool fp32_weights, bool fp32_moments) {
     State s;
     s.n = t->total;
@@ -74,7 +74,7 @@ static void check_array(const char *label, const char *array, const void *device
     free(got), free(bits);
 }
 
-// amax slots of the fused FP8 weights, from the new weights as bf16.
+// Checks the amax slots of the fused FP8 weights against the new weights in bf16.
 static void check_amax(const char *label, const ParameterTable *t, const uint32_t *slots, int64_t stride,
                        const float *weights) {
     int64_t slot = 0, layer = -1;
@@ -100,13 +100,14 @@ typedef struct {
     bool master, fp32_moments;
     float clip;
     double eps, learning_rate;
-    int64_t bad_element;  // gradient element that becomes bad_value, and if that is NaN the last one infinite; -1: none
+    // Gradient element that becomes bad_value; if that is NaN, the last element becomes infinite. -1: none.
+    int64_t bad_element;
     bool nearest;
     float bad_value;
     bool fp32_gradients;
 } Variant;
 
-// True if the norm refuses the step: it is that of the bad element, beside which the others are small.
+// True if the norm refuses the step. The norm is that of the bad element, because the others are small beside it.
 static bool is_refused(Variant v) { return v.bad_element >= 0 && !adamw_accepts(fabs(v.bad_value)); }
 
 enum { AMAX_STRIDE = 12 };
@@ -120,7 +121,7 @@ static AdamwGradients gradients_upload(const float *x, int64_t n, bool fp32) {
 
 static void *gradients_memory(AdamwGradients g) { return g.fp32_data ? (void *)g.fp32_data : (void *)g.bf16_data; }
 
-// What a rank keeps of flat arrays; padding is 0.
+// Returns a rank's shard of the flat arrays; padding is 0.
 static State shard_state(const ParameterTable *t, const ShardPlan *plan, const State *flat) {
     State s;
     s.n = plan->total;
@@ -161,8 +162,8 @@ static void arrays_free(AdamwArrays *a) {
         if (p) bench_free(p);
 }
 
-// The step of the rank at plan->shard_rank. Its new arrays are compared with `want`, which are the old ones where the
-// step is refused.
+// Runs the step of the rank at plan->shard_rank. Its new arrays must equal `want`, which holds the old arrays if the
+// step is skipped.
 static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
                        const State *before, const State *want, const double *squares, AdamwStep step, uint32_t *amax) {
     AdamwArrays a = arrays_upload(before, v);
@@ -191,7 +192,8 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     arrays_free(&a);
 }
 
-// As check_rank, with a norm that comes with the update and refuses nothing. Returns the rank's sum of squares.
+// Checks a rank like check_rank, with the norm computed by the update, so that no step is skipped. Returns the rank's
+// sum of squares.
 static double check_rank_unconditional(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
                                        const State *before, const State *want, AdamwStep step, uint32_t *amax) {
     AdamwArrays a = arrays_upload(before, v);
@@ -208,11 +210,11 @@ static double check_rank_unconditional(const char *label, const ParameterTable *
     return sum;
 }
 
-// Sum of squares of the gradients of all ranks, each by the kernel, in device memory.
-static double *sum_squares(const ParameterTable *t, int64_t group, const State *flat, bool fp32) {
+// Computes the sum of squares of the gradients of all ranks with the kernel, in device memory.
+static double *sum_squares(const ParameterTable *t, int64_t shard_size, const State *flat, bool fp32) {
     double *squares = (double *)bench_alloc(sizeof(double)), sum = 0;
-    for (int64_t place = 0; place < group; place++) {
-        const ShardPlan plan = shard_plan(t, group, place);
+    for (int64_t rank = 0; rank < shard_size; rank++) {
+        const ShardPlan plan = shard_plan(t, shard_size, rank);
         State s = shard_state(t, &plan, flat);
         const AdamwGradients gradients = gradients_upload(s.gradients, s.n, fp32);
         double *workspace = (double *)bench_alloc(adamw_workspace_bytes(t, &plan));
@@ -225,7 +227,7 @@ static double *sum_squares(const ParameterTable *t, int64_t group, const State *
     return squares;
 }
 
-// `state` after a step that was taken unasked: elements whose gradient is not finite are as they were.
+// Restores in `state`, after an unconditional step, the elements with a non-finite gradient: they must be unchanged.
 static void keep_nonfinite(State *state, const State *old) {
     for (int64_t i = 0; i < state->n; i++) {
         if (isfinite(state->gradients[i])) continue;
@@ -234,8 +236,9 @@ static void keep_nonfinite(State *state, const State *old) {
     }
 }
 
-// One step of every rank of a shard group, one after the other on this GPU, against the CPU's step on the flat arrays.
-static void check_step(const char *preset, Variant v, int64_t step_number, int64_t group) {
+// Runs one step of every rank of a shard group, one after the other on this GPU, and checks it against the CPU's step
+// on the flat arrays.
+static void check_step(const char *preset, Variant v, int64_t step_number, int64_t shard_size) {
     const ModelConfig m = small_model(preset);
     ParameterTable t = parameter_table(&m);
     State flat = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
@@ -244,25 +247,25 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     format_checked(label, sizeof label,
                    "%s master %d moments %d clip %g eps %g lr %g bad %lld (%g) nearest %d, %s gradients, %lld ranks",
                    preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element,
-                   v.bad_value, v.nearest, v.fp32_gradients ? "fp32" : "bf16", (long long)group);
+                   v.bad_value, v.nearest, v.fp32_gradients ? "fp32" : "bf16", (long long)shard_size);
     for (int64_t i = 0; v.fp32_gradients && i < flat.n; i++)
-        flat.gradients[i] *= 1.0009765f;  // values that no bf16 holds
+        flat.gradients[i] *= 1.0009765f;  // values that bf16 cannot represent
     if (v.bad_element >= 0) flat.gradients[v.bad_element] = v.bad_value;
     if (isnan(v.bad_value)) flat.gradients[flat.n - 1] = INFINITY;
     const ShardPlan whole = shard_plan(&t, 1, 0);
     State old = shard_state(&t, &whole, &flat);
     const AdamwStep step = adamw_step(step_number, v.learning_rate, 0.9, 0.999, v.eps, 0.1, v.nearest, 42);
-    double *squares = sum_squares(&t, group, &flat, v.fp32_gradients);
+    double *squares = sum_squares(&t, shard_size, &flat, v.fp32_gradients);
     uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4),
              *amax_unconditional = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
     double *sum = (double *)bench_download(squares, sizeof *sum, label);
     const float norm = (float)sqrt(*sum), want_norm = (float)global_norm(flat.gradients, flat.n),
                 factor = clip_factor(sqrt(*sum), v.clip);
     if (!bad) check_close(label, &norm, &want_norm, 1, 1, 1e-6, 0);  // fp32 sums of 32 squares
-    State *before = (State *)xcalloc((size_t)group, sizeof *before);
-    for (int64_t place = 0; place < group; place++) {
-        const ShardPlan plan = shard_plan(&t, group, place);
-        before[place] = shard_state(&t, &plan, &flat);
+    State *before = (State *)xcalloc((size_t)shard_size, sizeof *before);
+    for (int64_t rank = 0; rank < shard_size; rank++) {
+        const ShardPlan plan = shard_plan(&t, shard_size, rank);
+        before[rank] = shard_state(&t, &plan, &flat);
     }
     for (int64_t k = 0; k < t.count; k++) {
         const Parameter *p = &t.entries[k];
@@ -272,14 +275,14 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     }
     keep_nonfinite(&flat, &old);
     double taken_along = 0;
-    for (int64_t place = 0; place < group; place++) {
-        const ShardPlan plan = shard_plan(&t, group, place);
+    for (int64_t rank = 0; rank < shard_size; rank++) {
+        const ShardPlan plan = shard_plan(&t, shard_size, rank);
         State want = shard_state(&t, &plan, &flat);
-        check_rank(label, &t, &plan, v, &before[place], bad ? &before[place] : &want, squares, step, amax);
+        check_rank(label, &t, &plan, v, &before[rank], bad ? &before[rank] : &want, squares, step, amax);
         if (v.clip == 0)
             taken_along +=
-                check_rank_unconditional(label, &t, &plan, v, &before[place], &want, step, amax_unconditional);
-        free_state(&want), free_state(&before[place]);
+                check_rank_unconditional(label, &t, &plan, v, &before[rank], &want, step, amax_unconditional);
+        free_state(&want), free_state(&before[rank]);
     }
     if (v.clip == 0)
         CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6,
@@ -299,7 +302,7 @@ static __global__ void random_kernel(AdamwRandom *random, AdamwStep step, int64_
     random[threadIdx.x] = adamw_random(&step, first + threadIdx.x);
 }
 
-// Rounding bits of elements that no test's arrays are large enough to have.
+// Checks the rounding bits of elements beyond the size of any test's arrays.
 static void check_random(void) {
     enum { N = 256 };
     const AdamwStep step = adamw_step(9, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42);
@@ -316,13 +319,13 @@ static void check_random(void) {
     bench_free(random);
 }
 
-// Host only: what adamw_units says of every element of every rank's shard, against the table.
-static void check_units(const char *preset, int64_t group) {
+// Host only: checks adamw_units for every element of every rank's shard against the parameter table.
+static void check_units(const char *preset, int64_t shard_size) {
     const ModelConfig m = small_model(preset);
     ParameterTable t = parameter_table(&m);
     int64_t seen = 0, wrong = 0;
-    for (int64_t place = 0; place < group; place++) {
-        const ShardPlan plan = shard_plan(&t, group, place);
+    for (int64_t rank = 0; rank < shard_size; rank++) {
+        const ShardPlan plan = shard_plan(&t, shard_size, rank);
         for (int64_t first = ROOT; first <= 0; first++) {  // the root alone, and all layers
             const AdamwUnits u = adamw_units(&t, &plan, first, first == ROOT ? 1 : t.num_layers);
             for (int64_t unit = 0; unit < u.count; unit++) {
@@ -337,9 +340,8 @@ static void check_units(const char *preset, int64_t group) {
                         int at = 0;
                         while (at < u.num_runs - 1 && e / PARAMETER_ALIGNMENT >= u.runs[at].end) at++;
                         const AdamwRun *run = &u.runs[at];
-                        const int64_t flat =
-                            u.flat + unit * u.flat_size +
-                            run->shift;  // of the run's element 0; the kernel counts groups of 8 from there
+                        // `flat` is the flat index of the run's element 0; the kernel counts groups of 8 from there.
+                        const int64_t flat = u.flat + unit * u.flat_size + run->shift;
                         wrong += flat + e != p->offset + r.first + i || flat % 8 != 0 || e < 0 || e >= u.size ||
                                  e / PARAMETER_ALIGNMENT >= run->end || run->decay != ((p->flags & PARAM_DECAY) != 0) ||
                                  run->amax_slot != (p->flags & PARAM_FP8 ? (int)slot : -1);
@@ -351,12 +353,12 @@ static void check_units(const char *preset, int64_t group) {
         }
     }
     CHECK(wrong == 0 && seen == t.num_parameters,
-          "%s, %lld ranks: %lld of %lld elements (%lld seen) are treated wrongly", preset, (long long)group,
+          "%s, %lld ranks: %lld of %lld elements (%lld seen) are treated wrongly", preset, (long long)shard_size,
           (long long)wrong, (long long)t.num_parameters, (long long)seen);
     parameter_table_free(&t);
 }
 
-static void check_initialize(const char *preset, bool with_master, int64_t group) {
+static void check_initialize(const char *preset, bool with_master, int64_t shard_size) {
     const ModelConfig m = small_model(preset);
     ParameterTable t = parameter_table(&m);
     State flat = make_state(&t, 1, true, true);
@@ -364,8 +366,8 @@ static void check_initialize(const char *preset, bool with_master, int64_t group
     for (int64_t k = 0; k < t.count; k++)
         for (int64_t i = 0; i < parameter_elements(&t.entries[k]); i++)
             flat.weights[t.entries[k].offset + i] = parameter_initial_value(t.entries[k].flags, 0.02f, 1234, k, i);
-    for (int64_t place = 0; place < group; place++) {
-        const ShardPlan plan = shard_plan(&t, group, place);
+    for (int64_t rank = 0; rank < shard_size; rank++) {
+        const ShardPlan plan = shard_plan(&t, shard_size, rank);
         State want = shard_state(&t, &plan, &flat);
         bf16 *weights = (bf16 *)bench_alloc(plan.total * 2);
         float *master = with_master ? (float *)bench_alloc(plan.total * 4) : NULL;
@@ -414,7 +416,7 @@ static void model_norm(const Model *x, float clip) {
     adamw_norm(x->control, x->squares, 1, x->a.gradients, backward_order(&x->t), clip, 0);
 }
 
-// norm_first: model_norm has been called, and is obeyed.
+// Runs the update. norm_first: model_norm has been called, and the update may skip the step.
 static void model_update(const Model *x, AdamwStep step, bool norm_first) {
     const AdamwUpdate update = {x->a, step, norm_first ? x->control : NULL, norm_first ? NULL : x->workspace};
     adamw_update_root(&update, &x->t, &x->plan, 0);
@@ -430,24 +432,24 @@ static void model_free(Model *x) {
     parameter_table_free(&x->t);
 }
 
-// One step of 8 billion parameters: windows of tensors around 2^31 and 2^32 elements and at the end come out as on the
-// CPU.
+// Runs one step of 8 billion parameters, and checks windows of tensors around 2^31 and 2^32 elements and at the end
+// against the CPU.
 static void check_large(void) {
     Model x = model_create("llama3.1-8b", false, false, false);
     const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 7);
     enum { WINDOW = 1024 };
     model_norm(&x, 0);
     AdamwControl *c = (AdamwControl *)bench_download(x.control, sizeof *c, "control");
-    const float want_norm = (float)(1e-3 * sqrt((double)x.t.total));  // of independent normal values: within 1e-4, five
-                                                                      // standard deviations and bf16's rounding
+    // For independent normal values the norm is within 1e-4: five standard deviations and bf16's rounding.
+    const float want_norm = (float)(1e-3 * sqrt((double)x.t.total));
     check_close("norm of 8e9 values", &c->gradient_norm, &want_norm, 1, 1, 1e-4, 0);
     bf16_bits(*before)[2][WINDOW] = (bf16_bits(*)[2][WINDOW])xcalloc((size_t)x.t.count, sizeof *before);
     for (int run = 0; run < 2; run++) {
         if (run) model_update(&x, step, false);
         for (int64_t k = 0; k < x.t.count; k++) {
             const Parameter *p = &x.t.entries[k];
-            const int64_t n = min_i64(WINDOW, parameter_elements(p)),
-                          first = p->offset + parameter_elements(p) - n;  // the tensor's last elements
+            // `first` begins the tensor's last n elements.
+            const int64_t n = min_i64(WINDOW, parameter_elements(p)), first = p->offset + parameter_elements(p) - n;
             if (!run) {
                 CUDA_CHECK(cudaMemcpy(before[k][0], x.a.weights + first, (size_t)n * 2, cudaMemcpyDeviceToHost));
                 CUDA_CHECK(
@@ -489,7 +491,7 @@ static void bench_model(Bench *b, const char *preset, bool master, bool fp32_mom
             b, name, shape, us, n * (gradient + (master ? 10 : 4) + (fp32_moments ? 16 : 8)),
             master && fp32_moments
                 ? NULL
-                : "arithmetic beside the bytes: square root, quotient and stochastic rounding of every element");
+                : "arithmetic besides memory traffic: square root, division and stochastic rounding of every element");
     }
     model_free(&x);
 }
@@ -498,13 +500,13 @@ int main(int argc, char **argv) {
     const char *presets[] = {"llama3.1-8b", "qwen2.5-0.5b", "qwen3-8b"};
     if (bench_part_wanted(argc, argv, "check")) {
         for (const char *preset : presets)
-            for (int64_t group = 1; group < 9; group++) check_units(preset, group);
+            for (int64_t shard_size = 1; shard_size < 9; shard_size++) check_units(preset, shard_size);
         check_random();
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
-                // After them: a NaN and an infinity, with and without clipping; gradients whose squares overflow the
-                // sum, and the second moment; the largest that is taken; fp32 gradients.
+                // Then: a NaN and an infinity, with and without clipping; gradients whose squares overflow the sum, and
+                // the second moment; the largest accepted gradient; fp32 gradients.
                 const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0, false},
                                             {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0, false},
                                             {master, moments, 0, 1e-15, 1e-2, -1, false, 0, false},

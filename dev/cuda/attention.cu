@@ -1,9 +1,10 @@
-// Check and bench of every attention implementation.
-// Words after its name restrict it: [mma] [sm90] [fwd] [bwd] [check] [bench] [deterministic]; without words of a kind
-// it runs all of that kind. Check: fresh random data, each output against a plain fp64 computation, everything outside
-// the outputs watched. Bench: random data, the medians of single calls, as TFLOP/s of the causal half (4*NH*HD*T^2/2
-// forward, 2.5 times that backward) and share of the dense bf16 peak; and the kernels around the backward's products,
-// which only move data. Build and run: make build/bench_attention && build/bench_attention
+// Checks and times every attention implementation.
+// Arguments restrict it: [mma] [sm90] [fwd] [bwd] [check] [bench] [deterministic]. Without an argument of a kind it
+// runs all of that kind. The check compares outputs on fresh random data with a plain fp64 computation, and detects
+// writes outside the outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal half
+// (4*NH*HD*T^2/2 forward, 2.5 times that backward) and as share of the dense bf16 peak. It also times the memory-bound
+// kernels before and after backward's GEMMs.
+// Build and run: make build/bench_attention && build/bench_attention
 #include "../../llmc/cuda/attention.cuh"
 #include "bench.cuh"
 
@@ -23,8 +24,8 @@ static const Implementation implementations[] = {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tensors between guards. 0xff bytes are NaN in bf16, fp32 and fp64: what is read outside, or not written inside,
-// shows.
+// Tensors between guards. Bytes 0xff are NaN in bf16, fp32 and fp64, so reads outside a tensor and missing writes
+// inside it are detected.
 
 typedef struct {
     uint8_t *base;
@@ -61,7 +62,7 @@ static __global__ void fill_normal_kernel(bf16 *x, int64_t n, uint64_t key, int6
     if (i < n) x[i] = __float2bfloat16(rng_normal(key, (uint64_t)i) * (i % row < scaled ? scale : 1.0f));
 }
 
-// Standard normal values; the first `scaled` of each `row` elements times `scale`.
+// Fills with standard normal values; the first `scaled` of each `row` elements are multiplied by `scale`.
 static void fill_normal(Tensor t, int64_t n, uint64_t key, int64_t row, int64_t scaled, float scale) {
     fill_normal_kernel<<<grid_size(n, 256), 256>>>((bf16 *)tensor_data(t), n, key, row, scaled, scale);
     CUDA_CHECK_LAUNCH();
@@ -73,7 +74,7 @@ static __global__ void count_differences_kernel(const uint32_t *a, const uint32_
         if (a[i] != b[i]) atomicAdd(count, 1ull);
 }
 
-// Number of 4-byte words in which two tensors differ.
+// Returns the number of 4-byte words in which two tensors differ.
 static int64_t count_differences(Tensor a, Tensor b) {
     unsigned long long *device, count;
     CUDA_CHECK(cudaMalloc((void **)&device, sizeof count));
@@ -86,9 +87,9 @@ static int64_t count_differences(Tensor a, Tensor b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The reference: sums in fp64, the T x T matrices P and dS in memory. `rounded`: the same with bf16 where an
-// implementation on tensor cores has to round: P and dS before their products, the output, and the output that delta is
-// made of.
+// The reference: fp64 sums, with the T x T matrices P and dS in memory. `rounded` rounds to bf16 at the points where an
+// implementation on tensor cores must: P and dS before their GEMMs, the output, and the output that delta is computed
+// from.
 
 __device__ static double round_bf16(double x, bool rounded) {
     return rounded ? (double)__bfloat162float(__float2bfloat16((float)x)) : x;
@@ -109,7 +110,7 @@ __device__ static double reference_reduce(double x, double *scratch, bool maximu
     return result;
 }
 
-// One block per query (t, h, b). p: [B*NH][T][T] in global memory.
+// One block per query (t, h, b). p is [B*NH][T][T] in global memory.
 static __global__ void reference_forward_kernel(double *out, double *lse, double *p, const bf16 *qkv, AttentionDims d,
                                                 bool rounded) {
     __shared__ double scratch[128];
@@ -139,7 +140,7 @@ static __global__ void reference_forward_kernel(double *out, double *lse, double
     if (threadIdx.x == 0) lse[(b * d.NH + h) * d.T + t] = m + log(sum);
 }
 
-// One block per query: dS and dQ.
+// One block per query computes dS and dQ.
 static __global__ void reference_backward_q_kernel(double *dqkv, double *ds, const double *p, const double *out,
                                                    const bf16 *dout, const bf16 *qkv, AttentionDims d, bool rounded) {
     __shared__ double scratch[128];
@@ -164,7 +165,7 @@ static __global__ void reference_backward_q_kernel(double *dqkv, double *ds, con
     }
 }
 
-// One block per key (u, kv head, b): dK and dV, a thread per column.
+// One block per key (u, kv head, b) computes dK and dV, with one thread per column.
 static __global__ void reference_backward_kv_kernel(double *dqkv, const double *ds, const double *p, const bf16 *dout,
                                                     const bf16 *qkv, AttentionDims d, bool rounded) {
     const int64_t u = blockIdx.x, g = blockIdx.y, b = blockIdx.z, i = threadIdx.x, group = d.NH / d.NKV,
@@ -226,7 +227,7 @@ static void reference_free(Reference r) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Comparison
 
-// ||a - b|| and ||b|| over columns [first, end) of rows of `row` elements.
+// Computes ||a - b|| and ||b|| over columns [first, end) of rows of `row` elements.
 typedef struct {
     double difference, norm;
     int64_t worst, not_finite;
@@ -263,12 +264,13 @@ static double *download_bf16(Tensor t, int64_t n) {
     return x;
 }
 
-static double
-    largest_ratio;  // of an error to the rounded reference's, over all checks: printed to show how sharp the bound is
+// Largest ratio of an error to the rounded reference's error, over all checks. It is printed to show how tight the
+// bound is.
+static double largest_ratio;
 
-// A correct implementation makes the rounded reference's errors, drawn anew, so about 1 times its distance from the
-// exact result; 2 leaves room for chance in the smallest cases, and a wrong mask, tile or scale costs far more. `slack`
-// covers results that are zero but for fp32 rounding (T = 1: dQ = dK = 0).
+// A correct implementation makes errors as large as the rounded reference's, so about 1 times its distance from the
+// exact result. The bound 2 allows for chance in the smallest cases; a wrong mask, tile or scale costs far more.
+// `slack` is for results that are zero except for fp32 rounding (T = 1: dQ = dK = 0).
 static void check_error(const char *what, const double *got, const double *exact, const double *rounded, int64_t rows,
                         int64_t row, int64_t first, int64_t end, double slack) {
     Distance error = distance(got, exact, rows, row, first, end),
@@ -287,7 +289,7 @@ typedef struct {
     float logit_scale;
 } Case;
 
-// Tensors and references of one case; n_*: elements.
+// Tensors and references of one case; n_* are numbers of elements.
 typedef struct {
     Case c;
     char name[96];
@@ -337,7 +339,7 @@ static void setup_free(Setup *s) {
     reference_free(s->rounded);
 }
 
-// amax: on the device, or NULL.
+// amax is a device pointer or NULL.
 static void run_forward(const Implementation *im, Setup *s, Tensor out, Tensor lse, uint32_t *amax) {
     im->forward((bf16 *)tensor_data(out), (float *)tensor_data(lse), amax, (const bf16 *)tensor_data(s->qkv), s->c.d,
                 0);
@@ -367,8 +369,8 @@ static void check_forward(const Implementation *im, Setup *s) {
     float largest_out = 0;
     for (int64_t i = 0; i < s->n_out; i++) largest_out = fmaxf(largest_out, fabsf((float)got[i]));
     free(got);
-    // lse is fp32 throughout: products of bf16 summed in fp32 (some 1e-6 of the largest score), then a fast exp2 and a
-    // log.
+    // lse is fp32 throughout: dot products of bf16 summed in fp32 (error about 1e-6 of the largest score), then a fast
+    // exp2 and a log.
     float *lse = (float *)xcalloc((size_t)s->n_lse, 4);
     CUDA_CHECK(cudaMemcpy(lse, tensor_data(s->lse), (size_t)s->n_lse * 4, cudaMemcpyDeviceToHost));
     int64_t worst = 0;
@@ -408,7 +410,7 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
     for (int i = 0; i < 3; i++) {
         char what[160];
         format_checked(what, sizeof what, "%s backward%s, %s, %s", im->name, mode, s->name, parts[i]);
-        // dS loses some 1e-6 of |dO| |V| to fp32, times a key or query of size logit_scale.
+        // fp32 loses about 1e-6 of |dO| |V| in dS, times a key or query of size logit_scale.
         const double slack = 1e-6 * s->c.logit_scale * sqrt((double)s->n_out);
         check_error(what, got, s->exact.dqkv, s->rounded.dqkv, d.B * d.T, row, bounds[i], bounds[i + 1], slack);
     }
@@ -417,7 +419,7 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
     CHECK(tensor_guards_hold(s->dqkv, (size_t)s->n_qkv * 2) && tensor_guards_hold(s->workspace, workspace),
           "%s backward%s, %s wrote outside its output", im->name, mode, s->name);
     if (!deterministic) return;
-    const int repeats = d.T == 1000 ? 100 : 2;  // an ordering error shows rarely: one size is repeated
+    const int repeats = d.T == 1000 ? 100 : 2;  // an ordering error shows rarely, so one size is repeated
     int64_t differences = 0;
     for (int i = 0; i < repeats; i++) {
         tensor_poison(s->again);
@@ -438,7 +440,7 @@ static void call_attention_backward(bf16 *dqkv, const bf16 *dout, const bf16 *qk
     attention_backward(dqkv, dout, qkv, out, lse, workspace, d, stream);
 }
 
-// The public entry points give the bits of the implementation meant for this GPU.
+// Checks that the public entry points give the bits of the implementation for this GPU.
 static void check_dispatch(Setup *s) {
     const Implementation chosen = implementations[hopper_available() ? 1 : 0],
                          dispatch = {"dispatch", call_attention_forward, call_attention_backward, false};
@@ -457,7 +459,7 @@ static void check_dispatch(Setup *s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What runs
+// Main program: cases and arguments
 
 typedef struct {
     bool implementation[2], forward, backward, check, bench, deterministic_only;
@@ -479,9 +481,9 @@ static void check_case(const Choice *o, Case c, uint64_t key) {
     setup_free(&s);
 }
 
-// Tails of every kind, groups of 1, 4 and 8 query heads, two sequences, scores of standard deviation 1 and 30 (softmax
-// almost one-hot); and so many short sequences that the sm90 backward gives a block the whole group (dK, dV straight to
-// bf16) and works in sections.
+// Covers tails of every kind, groups of 1, 4 and 8 query heads, two sequences, and scores of standard deviation 1 and
+// 30 (softmax almost one-hot). Many short sequences make the sm90 backward give a block the whole GQA group (dK, dV
+// straight to bf16) and work in sections.
 static void check_all(const Choice *o) {
     const int64_t lengths[] = {1, 63, 113, 128, 1000, 2048}, groups[] = {1, 4, 8, 4};
     const uint64_t seed = (uint64_t)time(NULL);
@@ -505,7 +507,7 @@ static void call_unsupported(void *context) {
     attention_forward(NULL, NULL, NULL, NULL, d, 0);
 }
 
-// Runs before the first CUDA call: a fork cannot share a context.
+// Runs before the first CUDA call, because a forked process cannot share a CUDA context.
 static void check_bad_sizes(void) {
     char output[512];
     AttentionDims head_dim = {1, 16, 8, 2, 80, false}, heads = {1, 16, 8, 3, 64, false},
@@ -524,20 +526,21 @@ static int compare_floats(const void *a, const void *b) {
 
 #define BENCH_CALLS 11
 
-// Why attention stays below the peak of matrix products alone; the arithmetic is a multiprocessor of Hopper's: 4096
-// FLOPs of products and 16 exponentials a cycle.
+// Says why attention stays below the GEMM peak. The arithmetic is that of a Hopper SM: 4096 FLOPs of GEMMs and 16
+// exponentials per cycle.
 static const char *bench_reason(const Implementation *im, AttentionDims d, int pass) {
-    if (!im->hopper && pass) return "mma.sync, slower than wgmma on Hopper; 7 products, of which 5 are counted";
-    if (!im->hopper) return "mma.sync, slower than wgmma on Hopper; softmax between its products";
-    if (pass == 2) return "blocks wait for each other to add to dQ in order; dS through shared memory, exponentials";
+    if (!im->hopper && pass) return "mma.sync, slower than wgmma on Hopper; 7 GEMMs, of which 5 are counted";
+    if (!im->hopper) return "mma.sync, slower than wgmma on Hopper; softmax between its GEMMs";
+    if (pass == 2)
+        return "blocks wait for each other to add to dQ in order; dS goes through shared memory, exponentials";
     if (pass == 1)
-        return "dQ is added in fp32 in memory, dS goes through shared memory, exponentials beside five products";
-    if (d.T < 4096) return "short sequences: the triangle's tiles are few for the multiprocessors, and softmax";
-    if (d.HD == 64) return "the exponentials take as many cycles as the two products";
-    return "the exponentials take half as many cycles as the two products";
+        return "dQ is added in fp32 in memory, dS goes through shared memory, exponentials beside five GEMMs";
+    if (d.T < 4096) return "short sequences: the causal triangle has few tiles per SM, and softmax";
+    if (d.HD == 64) return "the exponentials take as many cycles as the two GEMMs";
+    return "the exponentials take half as many cycles as the two GEMMs";
 }
 
-// pass 0: forward, 1: backward, 2: deterministic backward.
+// pass is 0 for forward, 1 for backward, 2 for deterministic backward.
 static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int pass) {
     const int64_t n_qkv = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD, n_out = d.B * d.T * d.NH * d.HD;
     Tensor qkv = tensor_alloc((size_t)n_qkv * 2), dqkv = tensor_alloc((size_t)n_qkv * 2),
@@ -579,12 +582,12 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
     for (int i = 0; i < 6; i++) tensor_free(all[i]);
 }
 
-// What backward does beside its products: sums of dout * out before them, on either implementation, and the rows of dq
+// Times backward's kernels beside its GEMMs: sums of dout * out before them (both implementations), and the rows of dq
 // after Hopper's.
 template <int HD>
-static void bench_beside_products(Bench *b, const Choice *o) {
-    const int64_t T = 8192, NH = 32, NKV = 8,
-                  n = T * NH * HD;  // T: whole tiles, and so long that a block sums the whole group
+static void bench_beside_gemms(Bench *b, const Choice *o) {
+    // T is whole tiles, and so long that a block sums the whole GQA group.
+    const int64_t T = 8192, NH = 32, NKV = 8, n = T * NH * HD;
     const AttentionDims d = {1, T, NH, NKV, HD, false};
     bf16 *dout = bench_random(n, 1, 1), *out = bench_random(n, 2, 1),
          *dqkv = (bf16 *)bench_alloc(T * (NH + 2 * NKV) * HD * 2);
@@ -596,7 +599,7 @@ static void bench_beside_products(Bench *b, const Choice *o) {
         const double us =
             bench_time_us(b, [&] { attention_delta_kernel<<<grid_size(T * NH, 8), 256>>>(stats, dout, out, d); });
         bench_report(b, "attention mma, backward's delta", shape, us, 4.0 * (double)n + 4.0 * (double)(NH * T),
-                     "a warp a row of one head: a thread loads 2 bytes at a time");
+                     "one warp per row of one head: a thread loads 2 bytes at a time");
     }
     if (implementation_runs(o, 1)) {
         const dim3 stats_grid((unsigned)(T * HD / 8 / 256), (unsigned)NH, 1),
@@ -615,7 +618,8 @@ static void bench_beside_products(Bench *b, const Choice *o) {
     for (void *p : device) bench_free(p);
 }
 
-// The shapes of Llama-3.1-8B (head_dim 128) and of the same with head_dim 64, as those of attention_cudnn.py.
+// Benches the shapes of Llama-3.1-8B (head_dim 128) and their variants with head_dim 64; attention_cudnn.py has these
+// shapes too.
 static void bench_all(const Choice *o) {
     Bench b = bench_create();
     for (int i = 0; i < 2; i++) {
@@ -629,8 +633,8 @@ static void bench_all(const Choice *o) {
             }
         }
     }
-    if (o->backward) bench_beside_products<64>(&b, o);
-    if (o->backward) bench_beside_products<128>(&b, o);
+    if (o->backward) bench_beside_gemms<64>(&b, o);
+    if (o->backward) bench_beside_gemms<128>(&b, o);
     bench_destroy(&b);
 }
 
@@ -643,7 +647,7 @@ int main(int argc, char **argv) {
         if (w == 7) die("unknown word \"%s\": use mma, sm90, fwd, bwd, check, bench, deterministic", argv[i]);
         given[w] = true;
     }
-    // Of each pair of words (mma sm90, fwd bwd, check bench) none is as good as both.
+    // Naming no word or both words of a pair (mma sm90, fwd bwd, check bench) selects both.
     bool on[6];
     for (int i = 0; i < 6; i++) on[i] = given[i] || !given[i ^ 1];
     const Choice o = {{on[0], on[1]}, on[2], on[3], on[4], on[5], given[6]};

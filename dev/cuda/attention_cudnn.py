@@ -1,4 +1,7 @@
-"""cuDNN's attention on the shapes of dev/cuda/attention.cu's bench, through torch, for comparison: python3 dev/cuda/attention_cudnn.py"""
+"""cuDNN's attention through torch, on the shapes of dev/cuda/attention.cu's bench, for comparison.
+
+Run: python3 dev/cuda/attention_cudnn.py
+"""
 import statistics
 import torch
 import torch.nn.functional as F
@@ -36,7 +39,9 @@ def bench(T, HD, NH=32, NKV=8):
         times.append(("backward", 2.5, median_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))))
     for name, factor, ms in times:
         tflops = factor * 4 * NH * HD * T * T / 2 / (1e9 * ms)
-        print(f"cudnn {name:8} B 1 T {T:5} NH {NH} NKV {NKV} HD {HD:3} {ms:8.3f} ms {tflops:7.1f} TFLOP/s {100 * tflops / PEAK_TFLOPS:5.1f}% of peak")
+        percent = 100 * tflops / PEAK_TFLOPS
+        print(f"cudnn {name:8} B 1 T {T:5} NH {NH} NKV {NKV} HD {HD:3} "
+              f"{ms:8.3f} ms {tflops:7.1f} TFLOP/s {percent:5.1f}% of peak")
 
 
 if __name__ == "__main__":

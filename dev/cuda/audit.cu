@@ -6,7 +6,7 @@
 typedef enum { FILL_NORMAL, FILL_OUTLIERS, FILL_INFINITY, FILL_NAN, NUM_FILLS } Fill;
 static const char *const fill_names[NUM_FILLS] = {"normal", "outliers", "infinity", "NaN"};
 
-// OUTLIERS: a huge value, a row and a column of zeros, a denormal, and values far below the rest.
+// OUTLIERS has a huge value, a row and a column of zeros, a denormal, and values far smaller than the rest.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     bf16_bits *x = bench_normal(23, R * C, 1);
     if (fill == FILL_OUTLIERS) {
@@ -21,7 +21,7 @@ static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     return x;
 }
 
-// Two tensors side by side, columns [0, C) and [C, 2C) of x.
+// Source of two tensors side by side, columns [0, C) and [C, 2C) of x.
 struct PairSource {
     enum { ROLES = 1 << TENSOR_DY, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {
@@ -39,8 +39,8 @@ struct PairSource {
     }
 };
 
-// Signal and noise are sums of positive doubles in another order. No element passes through more than 4e6 additions; a
-// rounding of 2^-53 in each is 4.5e-10.
+// Signal and noise are sums of positive doubles in another order. An element passes through at most 4e6 additions; a
+// rounding of 2^-53 in each gives 4.5e-10.
 static bool sum_is_close(double got, double want) { return got == want || fabs(got - want) <= 1e-9 * want; }
 
 static void check_sums(const char *label, const AuditSums *got, const AuditSums *want) {
@@ -57,7 +57,7 @@ static void check_sums(const char *label, const AuditSums *got, const AuditSums 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Copies made on the host
+// FP8 data made on the host
 
 typedef struct {
     int64_t R, C;
@@ -65,22 +65,22 @@ typedef struct {
     ScaleRule rule;
     Fp8Format format;
     Fill fill;
-    float scale;  // 0: from the amax
+    float scale;  // 0: scale from the amax
 } Case;
 
 typedef struct {
     float *x;
     bf16 *device_x;
-    QTensor t;        // on the device
-    AuditSums *sums;  // [2], on the device: what t.audit points to
+    QTensor t;        // device memory
+    AuditSums *sums;  // [2] in device memory; t.audit points to them
     AuditSums want[2];
 } Audited;
 
-// Codes and scales of one copy, uploaded; adds to *want.
-static void make_copy(AuditSums *want, uint8_t **codes, void **scales, const Case *c, const float *x,
-                      TensorUsage copy) {
-    const ScaleGranularity granularity = copy == ROWWISE ? c->row : c->col;
-    const UsageShape s = usage_shape(c->R, c->C, copy);
+// Casts x to rowwise or columnwise data on the host, uploads codes and scales, and adds the audit sums to *want.
+static void make_data(AuditSums *want, uint8_t **codes, void **scales, const Case *c, const float *x,
+                      TensorUsage usage) {
+    const ScaleGranularity granularity = usage == ROWWISE ? c->row : c->col;
+    const UsageShape s = usage_shape(c->R, c->C, usage);
     uint8_t *host = (uint8_t *)xcalloc((size_t)(c->R * c->C), 1);
     void *host_scales = xcalloc((size_t)scale_bytes(granularity, s.outer, s.depth), 1);
     quantize_copy(host, host_scales, x, s, granularity, c->rule, c->format, c->scale);
@@ -97,8 +97,8 @@ static Audited audited_create(const Case *c) {
     a.x = bf16_to_floats(bits, c->R * c->C);
     a.device_x = (bf16 *)bench_upload(bits, c->R * c->C * 2);
     free(bits);
-    make_copy(&a.want[ROWWISE], &a.t.rowwise, &a.t.rowwise_scale_inv, c, a.x, ROWWISE);
-    make_copy(&a.want[COLUMNWISE], &a.t.columnwise, &a.t.columnwise_scale_inv, c, a.x, COLUMNWISE);
+    make_data(&a.want[ROWWISE], &a.t.rowwise, &a.t.rowwise_scale_inv, c, a.x, ROWWISE);
+    make_data(&a.want[COLUMNWISE], &a.t.columnwise, &a.t.columnwise_scale_inv, c, a.x, COLUMNWISE);
     a.t.format = c->format, a.t.rule = c->rule, a.t.row_granularity = c->row, a.t.col_granularity = c->col;
     a.sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
     a.t.audit[ROWWISE] = a.sums, a.t.audit[COLUMNWISE] = a.sums + 1;
@@ -114,10 +114,10 @@ static void audited_free(Audited *a) {
 
 static void check_audited(const char *label, Audited *a) {
     AuditSums *got = (AuditSums *)bench_download(a->sums, 2 * (int64_t)sizeof(AuditSums), label);
-    for (int copy = 0; copy < 2; copy++) {
+    for (int usage = 0; usage < 2; usage++) {
         char name[192];
-        format_checked(name, sizeof name, "%s, %s copy", label, copy ? "col" : "row");
-        check_sums(name, &got[copy], &a->want[copy]);
+        format_checked(name, sizeof name, "%s, %s data", label, usage ? "columnwise" : "rowwise");
+        check_sums(name, &got[usage], &a->want[usage]);
     }
     free(got);
 }
@@ -130,9 +130,9 @@ static void check_case(Case c) {
     Audited a = audited_create(&c);
     audit_source(a.t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
     check_audited(label, &a);
-    for (int copy = 0; copy < 2; copy++) {  // sums go on
-        const AuditSums once = a.want[copy];
-        audit_merge(&a.want[copy], &once);
+    for (int usage = 0; usage < 2; usage++) {  // the sums accumulate
+        const AuditSums once = a.want[usage];
+        audit_merge(&a.want[usage], &once);
     }
     if (c.C % 32 == 0) audit_source(a.t, PairSource{a.device_x, c.C / 2}, c.R, c.C / 2, 0);
     else audit_source(a.t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
@@ -140,24 +140,24 @@ static void check_case(Case c) {
     audited_free(&a);
 }
 
-// One copy not cast, one not audited, and both.
+// Audits data of which one usage is not cast or not audited, and data with both.
 static void check_missing(void) {
     const Case c = {200, 272, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_NORMAL, 0};
     for (int without = 0; without < 4; without++) {
         Audited a = audited_create(&c);
         QTensor t = a.t;
-        const int copy = without % 2;
-        if (without >= 2) t.audit[copy] = NULL;
-        else if (copy == ROWWISE) t.rowwise = NULL;
+        const int usage = without % 2;
+        if (without >= 2) t.audit[usage] = NULL;
+        else if (usage == ROWWISE) t.rowwise = NULL;
         else t.columnwise = NULL;
-        a.want[copy] = AuditSums{};
+        a.want[usage] = AuditSums{};
         audit_source(t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
-        check_audited(without >= 2 ? "copy not audited" : "copy not cast", &a);
+        check_audited(without >= 2 ? "data not audited" : "data not cast", &a);
         audited_free(&a);
     }
 }
 
-// A tensor in parts of uneven length is the whole of it.
+// Checks that auditing a tensor in parts of uneven length gives the sums of the whole.
 static void check_parts(void) {
     const Case c = {320, 528, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_OUTLIERS, 0};
     Audited a = audited_create(&c);
@@ -171,10 +171,10 @@ static void check_parts(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The casts' own audits: quantize.cuh calls them where a QTensor has places for the sums
+// Audits by the casts: quantize.cuh calls them if a QTensor has audit sums
 
-// A tensor's copies as a recipe has them, not cast yet.
-static QTensor recipe_copies(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
+// Returns a tensor with the rowwise and columnwise data of a recipe, not cast yet.
+static QTensor recipe_data(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
     return qtensor_of(R, C, recipe_granularity(r, tensor, ROWWISE), recipe_granularity(r, tensor, COLUMNWISE), r->rule,
                       tensor == TENSOR_DY ? r->dy_format : FP8_E4M3);
 }
@@ -187,32 +187,32 @@ static void check_cast(int recipe, TensorRole tensor) {
     float *x = bf16_to_floats(bits, R * C);
     bf16 *device_x = (bf16 *)bench_upload(bits, R * C * 2);
     AuditSums *sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
-    QTensor t = recipe_copies(r, tensor, R, C);
+    QTensor t = recipe_data(r, tensor, R, C);
     t.audit[ROWWISE] = sums, t.audit[COLUMNWISE] = sums + 1;
     tensor_quantize(t, device_x, R, C, 0);
     AuditSums *got = (AuditSums *)bench_download(sums, 2 * (int64_t)sizeof(AuditSums), r->name);
-    for (int copy = 0; copy < 2; copy++) {
-        format_checked(label, sizeof label, "cast of %s, tensor %d, %s copy", r->name, (int)tensor,
-                       copy ? "col" : "row");
+    for (int usage = 0; usage < 2; usage++) {
+        format_checked(label, sizeof label, "cast of %s, tensor %d, %s data", r->name, (int)tensor,
+                       usage ? "columnwise" : "rowwise");
         AuditSums want = {};
-        const ScaleGranularity granularity = copy ? t.col_granularity : t.row_granularity;
-        const UsageShape s = usage_shape(R, C, (TensorUsage)copy);
+        const ScaleGranularity granularity = usage ? t.col_granularity : t.row_granularity;
+        const UsageShape s = usage_shape(R, C, (TensorUsage)usage);
         if (granularity != NO_SCALE) {
-            uint8_t *codes = (uint8_t *)bench_download(copy ? t.columnwise : t.rowwise, R * C, label);
-            void *scales = bench_download(copy ? t.columnwise_scale_inv : t.rowwise_scale_inv,
+            uint8_t *codes = (uint8_t *)bench_download(usage ? t.columnwise : t.rowwise, R * C, label);
+            void *scales = bench_download(usage ? t.columnwise_scale_inv : t.rowwise_scale_inv,
                                           scale_bytes(granularity, s.outer, s.depth), label);
             audit_copy(&want, x, codes, scales, s, granularity, t.format);
             free(codes);
             free(scales);
         }
-        check_sums(label, &got[copy], &want);
+        check_sums(label, &got[usage], &want);
     }
     qtensor_free(t);
     bench_free(device_x), bench_free(sums);
     free(got), free(bits), free(x);
 }
 
-// Two layers' slices of three tensors, the second of which has no part of them, with padding behind.
+// Audits two layers' slices of three tensors, with padding behind; the slices have no part of the second tensor.
 static void check_slices(void) {
     enum { LAYERS = 2, TENSORS = 3, SIZE = 5120 };
     const int64_t ends[TENSORS] = {1040, 1040, 4992};
@@ -261,9 +261,10 @@ static void run_checks(void) {
                     if (col == NO_SCALE) col = PER_TENSOR_BROADCAST;
                     check_case({shapes[i][0], shapes[i][1], row, col, r->rule, (Fp8Format)(f % 2), (Fill)(f / 2), 0});
                 }
+    check_case({200, 272, PER_TENSOR, PER_TENSOR, SCALE_TE, FP8_E4M3, FILL_NORMAL,
+                1000});  // an outdated scale: many values saturate
     check_case(
-        {200, 272, PER_TENSOR, PER_TENSOR, SCALE_TE, FP8_E4M3, FILL_NORMAL, 1000});  // an outdated scale: many saturate
-    check_case({200, 272, PER_TENSOR, PER_TENSOR, SCALE_TE, FP8_E5M2, FILL_NORMAL, 1e-5f});  // most are flushed
+        {200, 272, PER_TENSOR, PER_TENSOR, SCALE_TE, FP8_E5M2, FILL_NORMAL, 1e-5f});  // most values are flushed to zero
     check_missing();
     check_parts();
     check_slices();
@@ -271,20 +272,20 @@ static void run_checks(void) {
         for (int tensor = 0; tensor < NUM_TENSORS; tensor++) check_cast(recipe, (TensorRole)tensor);
 }
 
-// 2^31 + 524288 elements: both copies, and the row copy as it lies, have the same codes.
+// Checks 2^31 + 524288 elements: rowwise data, columnwise data and audit_part have equal codes, so equal sums.
 static void check_large(void) {
     const int64_t R = 524416, C = 4096;
     bf16 *x = bench_random(R * C, 3, 1);
     AuditSums *sums = (AuditSums *)bench_zeros(3 * (int64_t)sizeof(AuditSums));
-    QTensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, R, C), row = t, col = t;
+    QTensor t = recipe_data(recipe_row(RECIPE_TENSORWISE), TENSOR_W, R, C), row = t, col = t;
     tensor_quantize(t, x, R, C, 0);
     row.audit[ROWWISE] = sums, col.audit[COLUMNWISE] = sums + 1;
     audit_source(row, TensorSource{x, C}, R, C, 0);
     audit_source(col, TensorSource{x, C}, R, C, 0);
     audit_part(sums + 2, x, t.rowwise, (const float *)t.rowwise_scale_inv, R * C, t.format, 0);
     AuditSums *got = (AuditSums *)bench_download(sums, 3 * (int64_t)sizeof(AuditSums), "large");
-    check_sums("large, row copy", &got[0], &got[2]);
-    check_sums("large, col copy", &got[1], &got[2]);
+    check_sums("large, rowwise data", &got[0], &got[2]);
+    check_sums("large, columnwise data", &got[1], &got[2]);
     CHECK(got[0].count == (double)R * (double)C, "large: %.0f elements", got[0].count);
     qtensor_free(t);
     bench_free(x), bench_free(sums);
@@ -293,7 +294,7 @@ static void check_large(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define AUDIT_REASON "every code is decoded and judged in double precision; steps with an audit are rare"
+#define AUDIT_REASON "every code is decoded and compared in double precision; steps with an audit are rare"
 
 static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int64_t C) {
     char shape[32], name[64];
@@ -302,7 +303,7 @@ static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int6
     const double n = (double)R * (double)C;
     bf16 *x = bench_random(R * C, 5, 1);
     AuditSums *sums = (AuditSums *)bench_zeros(2 * (int64_t)sizeof(AuditSums));
-    QTensor t = recipe_copies(r, tensor, R, C);
+    QTensor t = recipe_data(r, tensor, R, C);
     tensor_quantize(t, x, R, C, 0);
     const double cast = bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); });
     t.audit[ROWWISE] = sums, t.audit[COLUMNWISE] = sums + 1;
@@ -314,13 +315,13 @@ static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int6
     bench_free(x), bench_free(sums);
 }
 
-// A rank's slice of a weight.
+// Times the audit of a rank's slice of a weight.
 static void bench_part(Bench *b, int64_t n) {
     char shape[32];
     format_checked(shape, sizeof shape, "%lld", (long long)n);
     bf16 *x = bench_random(n, 5, 1);
     AuditSums *sums = (AuditSums *)bench_zeros((int64_t)sizeof(AuditSums));
-    QTensor t = recipe_copies(recipe_row(RECIPE_TENSORWISE), TENSOR_W, n / 4096, 4096);
+    QTensor t = recipe_data(recipe_row(RECIPE_TENSORWISE), TENSOR_W, n / 4096, 4096);
     tensor_quantize(t, x, n / 4096, 4096, 0);
     const double us =
         bench_time_us(b, [&] { audit_part(sums, x, t.rowwise, (const float *)t.rowwise_scale_inv, n, t.format, 0); });

@@ -1,6 +1,7 @@
-// What the kernel programs of dev/cuda share: poisoned device buffers, comparisons that name the first bad element,
-// timing with a cold L2, and the lines that say how near a kernel comes to its ceiling. A program checks with CHECK and
-// the functions below (arguments "check", "large"), times its kernels ("bench"), and ends with check_report().
+// Common code of the kernel programs in dev/cuda: poisoned device buffers, comparisons that name the first bad element,
+// timing with a cold L2, and result lines that give each kernel's share of its ceiling.
+// A program checks with CHECK and the functions below (arguments "check", "large"), times its kernels ("bench"), and
+// ends with check_report().
 #ifndef DEV_CUDA_BENCH_CUH
 #define DEV_CUDA_BENCH_CUH
 
@@ -9,12 +10,13 @@
 #include "../../llmc/base/rng.h"
 #include "../test/lib/check.h"
 
-// After every <<<>>>: a bad launch configuration is reported here; an error inside the kernel by a later synchronizing
-// call.
+// Follows every <<<>>> launch. It reports a bad launch configuration; a later synchronizing call reports an error
+// inside the kernel.
 #define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Buffers. Each has a guard behind it, and starts as bytes no kernel writes by chance: an element left out shows.
+// Buffers. Each has a guard behind it, and is filled with bytes that no kernel writes by chance, so that an element
+// left out is detected.
 
 enum { BENCH_GUARD_BYTES = 256, BENCH_POISON = 0xa5 };
 
@@ -37,7 +39,7 @@ static inline void *bench_zeros(int64_t bytes) {
     return p;
 }
 
-// A host copy, to be freed by the caller. Waits for the device; fails a check if the guard was written.
+// Returns a host copy, which the caller frees. Waits for the device; fails a check if the guard was overwritten.
 static inline void *bench_download(const void *device, int64_t bytes, const char *label) {
     uint8_t *host = (uint8_t *)xcalloc((size_t)(bytes + BENCH_GUARD_BYTES), 1);
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -53,7 +55,7 @@ static inline void bench_free(void *device) { CUDA_CHECK(cudaFree(device)); }
 // ---------------------------------------------------------------------------------------------------------------------
 // Comparisons on the host
 
-// Equal bytes; names the first bad one as [row, column] of a matrix with `columns` columns.
+// Checks for equal bytes; names the first bad one as [row, column] of a matrix with `columns` columns.
 static inline void check_bytes(const char *label, const void *got, const void *want, int64_t n, int64_t columns) {
     const uint8_t *a = (const uint8_t *)got, *b = (const uint8_t *)want;
     int64_t bad = 0, first = -1;
@@ -67,7 +69,7 @@ static inline bool fp8_is_nan(uint8_t code, Fp8Format format) {
     return format == FP8_E4M3 ? (code & 0x7f) == 0x7f : (code & 0x7f) > 0x7c;
 }
 
-// Equal FP8 codes, but a NaN equals any NaN (the GPU's cast drops its sign).
+// Checks for equal FP8 codes; a NaN equals any NaN, because the GPU's cast drops its sign.
 static inline void check_fp8(const char *label, const uint8_t *got, const uint8_t *want, int64_t n, int64_t columns,
                              Fp8Format format) {
     int64_t bad = 0, first = 0;
@@ -80,7 +82,7 @@ static inline void check_fp8(const char *label, const uint8_t *got, const uint8_
           want[first]);
 }
 
-// |got - want| <= absolute + relative * |want| for every element; infinities must match, NaN must meet NaN.
+// Checks |got - want| <= absolute + relative * |want| for every element; infinities must match, NaN must meet NaN.
 static inline void check_close(const char *label, const float *got, const float *want, int64_t n, int64_t columns,
                                double relative, double absolute) {
     int64_t bad = 0, first = 0;
@@ -110,7 +112,7 @@ static inline bf16_bits *bf16_from_floats(const float *x, int64_t n) {
     return bits;
 }
 
-// n standard normal values times `scale`, rounded to bf16.
+// Returns n standard normal values times `scale`, rounded to bf16.
 static inline bf16_bits *bench_normal(uint64_t seed, int64_t n, float scale) {
     bf16_bits *bits = (bf16_bits *)xcalloc((size_t)n, sizeof(bf16_bits));
     for (int64_t i = 0; i < n; i++) bits[i] = bf16_from_float(rng_normal(rng_key(seed, 0), (uint64_t)i) * scale);
@@ -118,7 +120,7 @@ static inline bf16_bits *bench_normal(uint64_t seed, int64_t n, float scale) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Large buffers stay on the device
+// Large buffers, compared on the device
 
 static __global__ void bench_fill_kernel(bf16 *x, int64_t n, uint64_t key, float scale) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
@@ -142,7 +144,7 @@ static __global__ void bench_first_difference_kernel(unsigned long long *first, 
         if (a[i] != b[i]) atomicMin(first, (unsigned long long)i);
 }
 
-// Two device buffers hold the same n bytes.
+// Checks that two device buffers hold equal n bytes.
 static inline void check_same_on_device(const char *label, const void *a, const void *b, int64_t n, int64_t columns) {
     unsigned long long none = ~0ull, first, *slot = (unsigned long long *)bench_upload(&none, sizeof none);
     bench_first_difference_kernel<<<2048, 256>>>(slot, (const uint8_t *)a, (const uint8_t *)b, n);
@@ -157,29 +159,31 @@ static inline void check_same_on_device(const char *label, const void *a, const 
 // Timing
 
 typedef struct {
-    uint4 *flush;  // read before every timed launch: more than the L2 holds
+    uint4 *flush;  // read before every timed launch; larger than the L2
     int64_t flush_bytes;
     uint32_t *sink;
-    double copy_rate;  // bytes a second, read plus written, of a plain copy on this GPU in this run
+    double copy_rate;  // bytes per second, reads plus writes, of a plain copy on this GPU in this run
     double peak_bf16;  // FLOP/s, dense; 0: unknown
-    double peak_ghz;   // clock that gives it; 0: unknown
+    double peak_ghz;   // clock at which the peak holds; 0: unknown
     int num_sms;
-    uint64_t *clocks;  // [2, num_sms, 2] cycles and nanoseconds of each multiprocessor, before and after
+    // [2, num_sms, 2] cycles and nanoseconds of each SM, before and after.
+    uint64_t *clocks;
     cudaEvent_t start, stop;
 } Bench;
 
-// Reads the whole buffer, so that the L2 holds nothing that the timed kernel reads, and nothing that must be written
-// back first.
+// Reads the whole buffer, so that the L2 holds neither the timed kernel's input nor lines that must be written back
+// first.
 static __global__ void bench_flush_kernel(uint32_t *sink, const uint4 *p, int64_t n) {
     uint32_t x = 0;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
         x ^= p[i].x ^ p[i].w;
-    if (x == 0x12345678u) *sink = x;  // never for the poison; keeps the loads
+    if (x == 0x12345678u) *sink = x;  // never true for the poison; it keeps the compiler from removing the loads
 }
 
 enum { BENCH_REPEATS = 11 };
 
-// Median time in microseconds of launch(), with a cold L2. launch must only enqueue work on the default stream.
+// Returns the median time of launch() in microseconds, with a cold L2. launch must only enqueue work on the default
+// stream.
 template <class Launch>
 static inline double bench_time_us(Bench *b, Launch launch) {
     double us[BENCH_REPEATS];
@@ -199,7 +203,7 @@ static inline double bench_time_us(Bench *b, Launch launch) {
     return us[BENCH_REPEATS / 2];
 }
 
-// A block on every multiprocessor; one that gets none keeps the zeros that bench_clock_begin left.
+// Runs one block on every SM. An SM without a block keeps the zeros that bench_clock_begin wrote.
 static __global__ void bench_clock_kernel(uint64_t *clocks, uint32_t num_sms) {
     uint32_t sm;
     uint64_t ns;
@@ -208,14 +212,14 @@ static __global__ void bench_clock_kernel(uint64_t *clocks, uint32_t num_sms) {
     if (threadIdx.x == 0 && sm < num_sms) clocks[2 * sm] = (uint64_t)clock64(), clocks[2 * sm + 1] = ns;
 }
 
-// Brackets work on the default stream whose clock is asked for.
+// Starts the clock measurement of work on the default stream.
 static inline void bench_clock_begin(Bench *b) {
     CUDA_CHECK(cudaMemset(b->clocks, 0, (size_t)b->num_sms * 4 * sizeof(uint64_t)));
     bench_clock_kernel<<<b->num_sms, 1024>>>(b->clocks, (uint32_t)b->num_sms);
     CUDA_CHECK_LAUNCH();
 }
 
-// Mean clock of the multiprocessors since bench_clock_begin, in GHz; 0 if the counters do not tell. Waits for the
+// Returns the mean clock of the SMs since bench_clock_begin in GHz; 0 if the counters do not tell. Waits for the
 // device.
 static inline double bench_clock_end(Bench *b) {
     const int n = b->num_sms;
@@ -234,25 +238,25 @@ static inline double bench_clock_end(Bench *b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Lines. Every kernel that a training step launches has one, of its own or of the call that launches it, and every line
-// says how near it comes to its ceiling: for kernels that move data the copy rate of this GPU in this run, for matrix
-// products and attention the dense peak in llmc/config/flops.h. Below BENCH_PERCENT of it a line says why. A line that
-// cannot is a failed check: so a kernel that has become slow does not go unseen.
+// Result lines. Every kernel that a training step launches has a line, of its own or of its caller, with its share of
+// its ceiling. The ceiling is the copy rate of this GPU in this run for memory-bound kernels, and the dense peak in
+// llmc/config/flops.h for GEMMs and attention. Below BENCH_PERCENT the line must give a reason; without a reason it is
+// a failed check, so a kernel that has become slow is noticed.
 //
-// No line of their own have
-//   - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which end at once) and
-//   column_sums_finish, which are in the lines of their calls;
-//     loss_accumulate, gemm_alpha, delayed_begin, delayed_update, delayed_restore
-//   - what runs before or between steps: initialize_parameter, auto_filter_fill, and the trainer's fill_for_timing and
-//   round_weights
+// These kernels have no line of their own:
+//  - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which return at once) and
+//    column_sums_finish are part of the lines of their callers; loss_accumulate, gemm_alpha, delayed_begin,
+//    delayed_update and delayed_restore have none
+//  - kernels that run before or between steps: initialize_parameter, auto_filter_fill, fill_for_timing and
+//    round_weights.
 
-// A call that moves no more than BENCH_RAMP_BYTES and loses no more than BENCH_RAMP_US has its launches and the ramps
-// of their blocks for a reason, which cost 4 to 6 us each on an H200.
+// A call that moves at most BENCH_RAMP_BYTES and loses at most BENCH_RAMP_US has as its reason the launches and the
+// ramps of their blocks, which cost 4 to 6 us each on an H200.
 #define BENCH_RAMP_BYTES (64ll << 20)
 enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
 
-// Appends a line to the file that BENCH_LINES names, if it is set, for scripts/check_gpu.sh: name, shape, percent of
-// the ceiling, 1 if that is low, and the reason, separated by tabs.
+// If BENCH_LINES is set, appends a line to the file it names, for scripts/check_gpu.sh: name, shape, percent of the
+// ceiling, 1 if that is low, and the reason, separated by tabs.
 static inline void bench_record(const char *name, const char *shape, double percent, bool low, const char *reason) {
     const char *path = getenv("BENCH_LINES");
     if (!path) return;
@@ -262,8 +266,8 @@ static inline void bench_record(const char *name, const char *shape, double perc
     fclose(file);
 }
 
-// The one place that prints a line. `rate` and `ceiling` in units of `unit`; `reason`: why the share may be low, NULL
-// if it may not.
+// Prints a result line; all lines come from here. `rate` and `ceiling` are in units of `unit`. `reason` says why the
+// share may be low; NULL if it may not.
 static inline void bench_line(const char *name, const char *shape, double us, double rate, const char *unit,
                               double ceiling, const char *whose, const char *reason) {
     const double percent = ceiling > 0 ? 100 * rate / ceiling : 0;
@@ -280,8 +284,8 @@ static inline void bench_line(const char *name, const char *shape, double us, do
           us, percent);
 }
 
-// A kernel that moves data; `bytes`: those that the operation cannot avoid moving. Where a call is small, that is its
-// reason, else the one given.
+// Reports a memory-bound kernel. `bytes` is the least that the operation must move. A small call gets launch and ramp
+// as its reason, else `reason` is used.
 static inline void bench_report(const Bench *b, const char *name, const char *shape, double us, double bytes,
                                 const char *reason = NULL) {
     const double lost = us - bytes / b->copy_rate * 1e6;
@@ -293,7 +297,7 @@ static inline void bench_report(const Bench *b, const char *name, const char *sh
     bench_line(name, shape, us, bytes / us * 1e-3, "GB/s", b->copy_rate * 1e-9, "a copy's", reason);
 }
 
-// Matrix products and attention. ghz: the clock that they ran at, which power lowers, while the peak holds at one
+// Reports GEMMs and attention. ghz is the clock during the run, which the power limit lowers; the peak holds at one
 // clock.
 static inline void bench_report_flops(const Bench *b, const char *name, const char *shape, double us, double flops,
                                       bool fp8, double ghz, const char *reason) {
@@ -320,7 +324,7 @@ static __global__ void bench_copy_kernel(uint4 *to, const uint4 *from, int64_t n
         if (i + k * blockDim.x < n) to[i + k * blockDim.x] = v[k];
 }
 
-// Measures the ceiling of kernels that move data, with 512 MiB each way.
+// Measures the ceiling of memory-bound kernels with a copy of 512 MiB.
 static inline void bench_measure_copy(Bench *b) {
     const int64_t bytes = 512ll << 20, n = bytes / (int64_t)sizeof(uint4);
     uint4 *from = (uint4 *)bench_alloc(bytes), *to = (uint4 *)bench_alloc(bytes);
@@ -332,7 +336,7 @@ static inline void bench_measure_copy(Bench *b) {
     bench_free(to);
 }
 
-// Allocates the buffers and finds the ceilings.
+// Allocates the buffers and measures the ceilings.
 static inline Bench bench_create(void) {
     Bench b = {};
     int device = 0;
@@ -341,8 +345,8 @@ static inline Bench bench_create(void) {
     CUDA_CHECK(cudaGetDeviceProperties(&p, device));
     b.num_sms = p.multiProcessorCount;
     b.peak_bf16 = flops_peak_bf16(p.major, p.minor, p.name);
-    if (p.major == 9)
-        b.peak_ghz = b.peak_bf16 / (4096e9 * b.num_sms);  // a multiprocessor of Hopper does 4096 FLOPs a cycle
+    // A Hopper SM does 4096 FLOPs per cycle.
+    if (p.major == 9) b.peak_ghz = b.peak_bf16 / (4096e9 * b.num_sms);
     b.flush_bytes = 2ll * p.l2CacheSize;
     b.flush = (uint4 *)bench_alloc(b.flush_bytes);
     b.sink = (uint32_t *)bench_alloc(sizeof(uint32_t));
@@ -361,8 +365,8 @@ static inline void bench_destroy(Bench *b) {
     CUDA_CHECK(cudaEventDestroy(b->stop));
 }
 
-// True if the program was called to do `part`: "check" (small tensors), "large" (more than 2^31 elements) or "bench".
-// With no argument it does all.
+// True if the program shall do `part`: "check" (small tensors), "large" (more than 2^31 elements) or "bench". Without
+// an argument it does all.
 static inline bool bench_part_wanted(int argc, char **argv, const char *part) {
     if (argc > 2 || (argc == 2 && strcmp(argv[1], "check") && strcmp(argv[1], "large") && strcmp(argv[1], "bench")))
         die("usage: %s [check|large|bench]", argv[0]);

@@ -1,5 +1,4 @@
-// FP8 tensors in the kernel programs: making one, and checking every byte of one against the casts of llmc/base/fp8.h
-// on the host.
+// FP8 tensors in the kernel programs: creates them, and checks every byte against the host's casts in llmc/base/fp8.h.
 #ifndef DEV_CUDA_CHECK_QUANTIZED_CUH
 #define DEV_CUDA_CHECK_QUANTIZED_CUH
 
@@ -7,12 +6,12 @@
 #include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"
 
-// Why casts with one scale a tensor, and passes that find an amax, may stay under their ceiling (bench_report).
+// Reasons why casts with tensor scales, and amax passes, may stay below their ceiling (bench_report).
 #define CAST_REASON \
     "transposed tiles go through shared memory: a barrier between a block's loads and half of its stores"
-#define AMAX_REASON "every block ends in a reduction and a look at the amax, after a short time of loads"
+#define AMAX_REASON "every block loads only briefly, then ends in a reduction and a read of the amax"
 
-// The copies whose granularity is not bf16 and their scales, poisoned; amaxes cleared.
+// Returns a tensor with poisoned data for each granularity that is not NO_SCALE, poisoned scales and cleared amaxes.
 static inline QTensor qtensor_of(int64_t R, int64_t C, ScaleGranularity row_granularity,
                                  ScaleGranularity col_granularity, ScaleRule rule, Fp8Format format) {
     QTensor t = {};
@@ -28,7 +27,7 @@ static inline QTensor qtensor_of(int64_t R, int64_t C, ScaleGranularity row_gran
     return t;
 }
 
-// The same with one scale for both copies, the current one.
+// Returns such a tensor with one current scale for rowwise and columnwise data.
 static inline QTensor qtensor_create(int64_t R, int64_t C, Fp8Format format) {
     return qtensor_of(R, C, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, format);
 }
@@ -50,7 +49,7 @@ static inline bool same_or_nan(uint32_t a, uint32_t b) {
     return a == b || (isnan(float_from_bits(a)) && isnan(float_from_bits(b)));
 }
 
-// Bits of max |x|.
+// Returns the bits of max |x|.
 static inline uint32_t host_amax(const bf16_bits *x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++)
@@ -64,7 +63,7 @@ static inline void check_amax(const char *label, const uint32_t *slot, const bf1
           float_from_bits(want), want);
 }
 
-// t is the cast of x [R, C] (host) with the scale that t.amax gives: both copies, the inverse scale.
+// Checks that t is the cast of x [R, C] (host) with the scale from t.amax: its data in both usages, and scale_inv.
 static inline void check_quantized(const char *label, QTensor t, const bf16_bits *x, int64_t R, int64_t C) {
     const float scale = fp8_scale(float_from_bits(read_amax(t.amax)), t.format);
     uint8_t *row = (uint8_t *)xcalloc((size_t)(R * C), 1), *col = (uint8_t *)xcalloc((size_t)(R * C), 1);
@@ -73,39 +72,39 @@ static inline void check_quantized(const char *label, QTensor t, const bf16_bits
             row[r * C + c] = col[c * R + r] = fp8_from_float(bf16_to_float(x[r * C + c]) * scale, t.format);
     char name[160];
     if (t.rowwise) {
-        format_checked(name, sizeof name, "%s, row copy", label);
+        format_checked(name, sizeof name, "%s, rowwise data", label);
         uint8_t *got = (uint8_t *)bench_download(t.rowwise, R * C, name);
         check_fp8(name, got, row, R * C, C, t.format);
         free(got);
     }
     if (t.columnwise) {
-        format_checked(name, sizeof name, "%s, transposed copy", label);
+        format_checked(name, sizeof name, "%s, columnwise data", label);
         uint8_t *got = (uint8_t *)bench_download(t.columnwise, R * C, name);
         check_fp8(name, got, col, R * C, R, t.format);
         free(got);
     }
     float *inverse =
         (float *)bench_download(t.rowwise ? t.rowwise_scale_inv : t.columnwise_scale_inv, sizeof(float), label);
-    CHECK(same_or_nan(float_bits(*inverse), float_bits(1.0f / scale)), "%s: inverse scale %.9g, want %.9g", label,
-          *inverse, 1.0f / scale);
+    CHECK(same_or_nan(float_bits(*inverse), float_bits(1.0f / scale)), "%s: scale_inv %.9g, want %.9g", label, *inverse,
+          1.0f / scale);
     free(inverse);
     free(row);
     free(col);
 }
 
-// One copy of x as quantize_copy() makes it: codes, and all bytes of the scales.
-static inline void check_copy(const char *label, const QTensor *t, TensorUsage copy, const float *x, int64_t R,
-                              int64_t C, float delayed_scale) {
-    const ScaleGranularity granularity = copy == ROWWISE ? t->row_granularity : t->col_granularity;
-    const UsageShape s = usage_shape(R, C, copy);
+// Checks rowwise or columnwise data against quantize_copy() of x: codes, and all bytes of the scales.
+static inline void check_usage(const char *label, const QTensor *t, TensorUsage usage, const float *x, int64_t R,
+                               int64_t C, float delayed_scale) {
+    const ScaleGranularity granularity = usage == ROWWISE ? t->row_granularity : t->col_granularity;
+    const UsageShape s = usage_shape(R, C, usage);
     const int64_t bytes = scale_bytes(granularity, s.outer, s.depth), width = granularity == BLOCK_1X32 ? 1 : 4;
     uint8_t *want = (uint8_t *)xcalloc((size_t)(R * C), 1), *want_scales = (uint8_t *)xcalloc((size_t)bytes, 1);
     quantize_copy(want, want_scales, x, s, granularity, t->rule, t->format, delayed_scale);
     char name[192];
-    format_checked(name, sizeof name, "%s, %s copy", label, copy == ROWWISE ? "row" : "col");
-    uint8_t *got = (uint8_t *)bench_download(copy == ROWWISE ? t->rowwise : t->columnwise, R * C, name);
+    format_checked(name, sizeof name, "%s, %s data", label, usage == ROWWISE ? "rowwise" : "columnwise");
+    uint8_t *got = (uint8_t *)bench_download(usage == ROWWISE ? t->rowwise : t->columnwise, R * C, name);
     uint8_t *got_scales =
-        (uint8_t *)bench_download(copy == ROWWISE ? t->rowwise_scale_inv : t->columnwise_scale_inv, bytes, name);
+        (uint8_t *)bench_download(usage == ROWWISE ? t->rowwise_scale_inv : t->columnwise_scale_inv, bytes, name);
     check_fp8(name, got, want, R * C, s.depth, t->format);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < bytes / width; i++) {
@@ -113,18 +112,18 @@ static inline void check_copy(const char *label, const QTensor *t, TensorUsage c
                                      : same_or_nan(((uint32_t *)got_scales)[i], ((uint32_t *)want_scales)[i]);
         if (!same && bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld inverse scales differ, first number %lld: got %.9g, want %.9g", name,
+    CHECK(bad == 0, "%s: %lld of %lld scale_inv values differ, first number %lld: got %.9g, want %.9g", name,
           (long long)bad, (long long)(bytes / width), (long long)first, scale_load(granularity, got_scales, first),
           scale_load(granularity, want_scales, first));
     free(want), free(want_scales), free(got), free(got_scales);
 }
 
-// The copies that t has are those of x [R, C], the values of a bf16 tensor. `delayed_scale`: what it was cast with, 0:
-// current scales.
-static inline void check_copies(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C,
-                                float delayed_scale) {
-    if (t->rowwise) check_copy(label, t, ROWWISE, x, R, C, delayed_scale);
-    if (t->columnwise) check_copy(label, t, COLUMNWISE, x, R, C, delayed_scale);
+// Checks all data that t has against the cast of x [R, C], the values of a bf16 tensor. `delayed_scale` is the scale it
+// was cast with; 0: current scales.
+static inline void check_data(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C,
+                              float delayed_scale) {
+    if (t->rowwise) check_usage(label, t, ROWWISE, x, R, C, delayed_scale);
+    if (t->columnwise) check_usage(label, t, COLUMNWISE, x, R, C, delayed_scale);
 }
 
 #endif

@@ -1,4 +1,4 @@
-// Checks llmc/cuda/cross_entropy.cuh against llmc/reference/cross_entropy.h and times it.
+// Checks llmc/cuda/cross_entropy.cuh against llmc/reference/cross_entropy.h, and times it.
 // Build and run: make build/bench_cross_entropy && build/bench_cross_entropy
 #include "../../llmc/cuda/cross_entropy.cuh"
 #include "../../llmc/reference/cross_entropy.h"
@@ -6,8 +6,8 @@
 
 enum { CASE_PLAIN, CASE_LARGE, CASE_SPECIAL };
 
-// Logits of a case: standard normal, or from -90 to 90; CASE_SPECIAL adds rows with NaN, +inf, -inf in the first
-// eighth, and -inf everywhere.
+// Makes the logits of a case: standard normal, or from -90 to 90. CASE_SPECIAL adds rows with NaN, +inf, -inf in the
+// first eighth, and rows of -inf only.
 static bf16_bits *make_logits(uint64_t seed, int64_t R, int64_t V, int kind) {
     bf16_bits *x = bench_normal(seed, R * V, 1.0f);
     const uint64_t key = rng_key(seed, 1);
@@ -29,10 +29,11 @@ static int32_t *make_targets(uint64_t seed, int64_t R, int64_t V) {
     return targets;
 }
 
-// Loss: fp32 sums of exponentials, whose arguments (up to 2^8 after scaling by log2(e)) are rounded to 2^-17 at worst.
+// Tolerance of the loss: fp32 sums of exponentials, whose arguments (up to 2^8 after scaling by log2(e)) are rounded to
+// 2^-17 at worst.
 #define LOSS_TOLERANCE 2e-5
-// Gradient, against unrounded truth: one bf16 rounding (2^-8 of the value) and the error of the sum; the floor is that
-// of a softmax near 1 less 1.
+// Tolerance of the gradient against the exact value: one bf16 rounding (2^-8 of the value) and the error of the sum.
+// The floor is for a softmax near 1 minus 1.
 #define GRADIENT_TOLERANCE (1.01 / 256)
 #define GRADIENT_FLOOR 2e-5
 
@@ -70,7 +71,7 @@ static void check_case(uint64_t seed, int64_t R, int64_t V, int kind) {
     for (void *p : host) free(p);
 }
 
-// More than 2^31 logits: the last rows are checked.
+// More than 2^31 logits; checks the last rows.
 static void check_large(void) {
     const int64_t V = 128256, R = (1ll << 31) / V + 64, rows = 4, from = (R - rows) * V;
     bf16 *logits = bench_random(R * V, 99, 3.0f);
@@ -94,17 +95,18 @@ static void check_accumulate(int64_t n) {
     float *losses = (float *)bench_upload(x, n * 4), *out = (float *)bench_upload(&start, 4);
     loss_accumulate(out, losses, n, 0.25, 0);
     float *got = (float *)bench_download(out, 4, "loss_accumulate"), want = (float)(0.5 + 0.25 * array_sum(x, n));
-    check_close("loss_accumulate", got, &want, 1, 1, 1.2e-7, 0);  // both sum in double, then round once
+    // Both sum in double, then round once.
+    check_close("loss_accumulate", got, &want, 1, 1, 1.2e-7, 0);
     bench_free(losses), bench_free(out);
     free(x), free(got);
 }
 
 static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
-    const char *held = "a row's maximum and sum come before its end, with one or two rows on a multiprocessor; the "
-                       "last round of rows is not full";
+    const char *held = "a row's maximum and sum are needed before its output, with one or two rows per SM; the "
+                       "last wave of rows is not full";
     const char *reason = cross_entropy_row_fits(V)
                              ? held
-                             : "a row that no multiprocessor can hold: read three times, 2 bytes a thread at a time";
+                             : "a row that does not fit on an SM is read three times, 2 bytes per thread at a time";
     bf16 *logits = bench_random(R * V, 1, 2.0f);
     int32_t *targets = make_targets(2, R, V), *device_targets = (int32_t *)bench_upload(targets, R * 4);
     float *losses = (float *)bench_alloc(R * 4);
@@ -119,7 +121,7 @@ static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
 
 int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
-        // around the limits of the kernel's variants, and more rows than blocks run at once
+        // sizes around the limits of the kernel's variants, and more rows than resident blocks
         const int64_t sizes[][2] = {{1, 8},        {5, 128},     {700, 320},  {4, 1000},  {5, 1001},    {600, 4104},
                                     {4, 32768},    {300, 32776}, {4, 50257},  {4, 98304}, {140, 98312}, {4, 128256},
                                     {140, 151936}, {4, 152064},  {2, 163840}, {2, 163848}};

@@ -1,4 +1,4 @@
-// Checks llmc/cuda/embedding.cuh against llmc/reference/embedding.h and times it.
+// Checks llmc/cuda/embedding.cuh against llmc/reference/embedding.h, and times it.
 // Build and run: make build/bench_embedding && build/bench_embedding
 #include "../../llmc/cuda/embedding.cuh"
 #include "../../llmc/reference/embedding.h"
@@ -6,7 +6,7 @@
 
 enum { TOKENS_ZIPF, TOKENS_EQUAL, TOKENS_DISTINCT, NUM_TOKEN_KINDS };
 
-// Zipf: id about V^u for uniform u, so that a few ids are frequent, as in text.
+// Zipf distribution: id is about V^u for uniform u, so that a few ids are frequent, as in text.
 static int32_t *make_tokens(uint64_t seed, int64_t R, int64_t V, int kind) {
     int32_t *tokens = (int32_t *)xcalloc((size_t)R, sizeof *tokens);
     for (int64_t i = 0; i < R; i++) {
@@ -18,7 +18,7 @@ static int32_t *make_tokens(uint64_t seed, int64_t R, int64_t V, int kind) {
     return tokens;
 }
 
-// The index holds every row of the part once, grouped by id, ids and rows ascending.
+// Checks that the index holds every row of the part once, grouped by id, with ids and rows ascending.
 static void check_index(const char *label, const int32_t *index, const int32_t *tokens, int64_t R, int64_t C,
                         EmbeddingPart part) {
     const int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2, n = index[0];
@@ -35,20 +35,21 @@ static void check_index(const char *label, const int32_t *index, const int32_t *
           (long long)bad, (long long)seen, (long long)kept);
 }
 
-// The parts of `group` ranks, one after the other, make the whole gradient, to the bit. table, want [V, C]: before and
-// after; on the device, as dx [R, C].
+// Checks that the parts of `shard_size` ranks together are the whole gradient, to the bit. table and want [V, C] are
+// the gradient before and after, on the device like dx [R, C].
 static void check_parts(const char *label, const bf16 *table, const bf16 *want, const bf16 *dx, const int32_t *tokens,
-                        int64_t R, int64_t C, int64_t V, int64_t group) {
-    const int64_t slice = round_up(round_up(V * C, 128), group * 128) / group;  // as shard_plan.h cuts
-    bf16 *parts = (bf16 *)bench_alloc(group * slice * 2);
+                        int64_t R, int64_t C, int64_t V, int64_t shard_size) {
+    // This is the slice size of shard_plan.h.
+    const int64_t slice = round_up(round_up(V * C, 128), shard_size * 128) / shard_size;
+    bf16 *parts = (bf16 *)bench_alloc(shard_size * slice * 2);
     CUDA_CHECK(cudaMemcpy(parts, table, (size_t)(V * C * 2), cudaMemcpyDeviceToDevice));
     int32_t *index = (int32_t *)xcalloc((size_t)embedding_index_size(R), sizeof *index);
-    for (int64_t place = 0; place < group; place++) {
-        const EmbeddingPart part = {place * slice, slice};
+    for (int64_t rank = 0; rank < shard_size; rank++) {
+        const EmbeddingPart part = {rank * slice, slice};
         embedding_sort(index, tokens, R, C, part);
         check_index(label, index, tokens, R, C, part);
         int32_t *d_index = (int32_t *)bench_upload(index, embedding_index_size(R) * 4);
-        embedding_backward(parts + place * slice, part, dx, d_index, R, C, GradientSum{}, 0);
+        embedding_backward(parts + rank * slice, part, dx, d_index, R, C, GradientSum{}, 0);
         bench_free(d_index);
     }
     check_same_on_device(label, parts, want, V * C * 2, C * 2);
@@ -80,10 +81,11 @@ static void check_case(int64_t R, int64_t C, int64_t V, int kind) {
     bf16_bits *want_x = bf16_from_floats(x, R * C), *got_x = (bf16_bits *)bench_download(d_x, R * C * 2, label);
     check_bytes(label, got_x, want_x, R * C * 2, C * 2);
     embedding_backward(d_table, whole, d_dx, d_index, R, C, GradientSum{}, 0);
-    for (int64_t group = 1; group < 6; group++) check_parts(label, d_before, d_table, d_dx, tokens, R, C, V, group);
+    for (int64_t shard_size = 1; shard_size < 6; shard_size++)
+        check_parts(label, d_before, d_table, d_dx, tokens, R, C, V, shard_size);
     bf16_bits *got_bits = (bf16_bits *)bench_download(d_table, V * C * 2, label);
     float *got = bf16_to_floats(got_bits, V * C);
-    // one bf16 rounding; the floor is fp32 sums of up to R values near 1
+    // one bf16 rounding; the floor is for fp32 sums of up to R values near 1
     check_close(label, got, table, V * C, C, 1.01 / 256, 1e-7 * (double)R);
     void *device[] = {d_table, d_before, d_dx, d_x, d_tokens, d_index};
     void *host[] = {tokens, index, table_bits, dx_bits, table, dx, x, want_x, got_x, got_bits, got};
@@ -91,7 +93,7 @@ static void check_case(int64_t R, int64_t C, int64_t V, int kind) {
     for (void *p : host) free(p);
 }
 
-// A table of more than 2^31 elements: its last rows are read and written.
+// A table of more than 2^31 elements; reads and writes its last rows.
 static void check_large(void) {
     const int64_t C = 16384, V = (1ll << 31) / C + 64, R = 8;
     int32_t tokens[8], index[3 * 8 + 2];
@@ -129,10 +131,10 @@ static void bench_case(Bench *b, int64_t R, int64_t C, int64_t V, const char *sh
             *d_index = (int32_t *)bench_upload(index, embedding_index_size(R) * 4);
     double us = bench_time_us(b, [&] { embedding_forward(x, table, d_tokens, R, C, 0); });
     bench_report(b, "embedding forward", shape, us, 2.0 * (double)(R * C) + 2.0 * (double)(index[0] * C),
-                 "a block a token, of a few KB: short blocks; rows that are read again, from the L2, do not count");
+                 "one short block per token, of a few KB; rows that are read again from L2 are not counted");
     us = bench_time_us(b, [&] { embedding_backward(table, whole, dx, d_index, R, C, GradientSum{}, 0); });
     bench_report(b, "embedding backward", shape, us, 2.0 * (double)(R * C) + 4.0 * (double)(index[0] * C),
-                 "latency: a block a distinct id and 256 columns, and the rows of an id are added in order");
+                 "latency: one block per distinct id and 256 columns, and the rows of an id are added in order");
     bench_free(table), bench_free(dx), bench_free(x), bench_free(d_tokens), bench_free(d_index);
     free(tokens), free(index);
 }

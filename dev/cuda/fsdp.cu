@@ -1,10 +1,12 @@
-// Checks and times the kernels of llmc/dist/transport.cuh: gradients to fp32, and sums of them over ranks and
-// micro-steps, the latter against the CPU's, bit for bit. Checks the proof of llmc/dist/peer_memory.cuh, with one GPU
-// in the place of two. Build and run: make build/bench_fsdp && build/bench_fsdp
+// Checks and times the kernels of llmc/dist/transport.cuh: conversion of gradients to fp32, and their sums over ranks
+// and micro-steps, which must equal the CPU's bit for bit.
+// It also checks the peer memory test of llmc/dist/peer_memory.cuh, with one GPU in place of two.
+// Build and run: make build/bench_fsdp && build/bench_fsdp
 #include "../../llmc/dist/transport.cuh"
 #include "bench.cuh"
 
-// Sets what the kernels' launchers read: the stream, here the default one, and the staging buffer.
+// Returns a Transport with the fields that the launchers read: the stream (here the default one) and the staging
+// buffer.
 static Transport make_transport(Nccl *nccl, float *staging) {
     Transport t = {};
     t.nccl = nccl, t.staging = staging;
@@ -29,7 +31,7 @@ static void check_to_fp32(int64_t rows, int64_t n, int64_t stride) {
     free(host), free(x), free(want), free(got);
 }
 
-// The sum in the type that it has on the device.
+// Uploads the sum in its device type, bf16 or fp32.
 static void *upload_sum(const float *x, int64_t n, bool fp32) {
     if (fp32) return bench_upload(x, n * 4);
     bf16_bits *bits = bf16_from_floats(x, n);
@@ -51,7 +53,7 @@ static void set_sum(Transport *t, void *device, bool fp32) {
     else t->sums = (bf16 *)device;
 }
 
-// The ways in which gradients join a sum: they replace it, are added in the first micro-step (an embedding's), or in a
+// All ways to add gradients to a sum: they replace it, or are added in the first micro-step (for an embedding) or in a
 // later one.
 static const GradientSum *sum_kinds(void) {
     static const GradientSum kinds[] = {
@@ -59,7 +61,8 @@ static const GradientSum *sum_kinds(void) {
     return kinds;
 }
 
-// from: bf16 values, and as fp32 ones that no bf16 holds. Element `at` of the sum is the first.
+// `from` is bf16, or fp32 with values that bf16 cannot represent. The gradients are added from element `at` of the sum
+// on.
 static void check_add(int64_t at, int64_t n, bool fp32_from, bool fp32, GradientSum how) {
     char label[128];
     format_checked(label, sizeof label, "%lld elements of %s to %s%s%s", (long long)n, fp32_from ? "fp32" : "bf16",
@@ -82,11 +85,11 @@ static void check_add(int64_t at, int64_t n, bool fp32_from, bool fp32, Gradient
     free(before), free(from_bits), free(from), free(want);
 }
 
-// The sum over ranks of copy engines. Ranks' values are added in their order, in fp32.
-static void check_rank_sum(int64_t ranks, int64_t place, int64_t n, bool fp32, GradientSum how) {
+// Checks the sum over ranks that copy engines use. The ranks' values are added in rank order, in fp32.
+static void check_rank_sum(int64_t ranks, int64_t shard_rank, int64_t n, bool fp32, GradientSum how) {
     char label[128];
-    format_checked(label, sizeof label, "%lld elements of rank %lld of %lld to %s%s%s", (long long)n, (long long)place,
-                   (long long)ranks, fp32 ? "fp32" : "bf16", how.add ? ", added" : "",
+    format_checked(label, sizeof label, "%lld elements of rank %lld of %lld to %s%s%s", (long long)n,
+                   (long long)shard_rank, (long long)ranks, fp32 ? "fp32" : "bf16", how.add ? ", added" : "",
                    how.stochastic ? " stochastically" : "");
     bf16_bits *before = bench_normal(4, n, 1.0f), *bits = bench_normal(5, ranks * n, 1.0f),
               *others = (bf16_bits *)xcalloc((size_t)(ranks * n), 2);
@@ -94,14 +97,14 @@ static void check_rank_sum(int64_t ranks, int64_t place, int64_t n, bool fp32, G
           *sum = (float *)xcalloc((size_t)n, 4);
     for (int64_t rank = 0; rank < ranks; rank++) {
         for (int64_t i = 0; i < n; i++) sum[i] = rank ? sum[i] + x[rank * n + i] : x[i];
-        if (rank != place) memcpy(others + (rank - (rank > place)) * n, bits + rank * n, (size_t)n * 2);
+        if (rank != shard_rank) memcpy(others + (rank - (rank > shard_rank)) * n, bits + rank * n, (size_t)n * 2);
     }
     Nccl nccl = {};
     Transport t = make_transport(&nccl, NULL);
-    t.shard_size = ranks, t.shard_rank = place;
+    t.shard_size = ranks, t.shard_rank = shard_rank;
     t.received = (bf16 *)bench_upload(others, ranks * n * 2);
     void *to = upload_sum(want, n, fp32);
-    bf16 *own = (bf16 *)bench_upload(bits + place * n, n * 2);
+    bf16 *own = (bf16 *)bench_upload(bits + shard_rank * n, n * 2);
     set_sum(&t, to, fp32);
     gradient_sum_reference(want, sum, 0, n, fp32, &how);
     transport_add_received(&t, 0, own, n, how);
@@ -110,7 +113,7 @@ static void check_rank_sum(int64_t ranks, int64_t place, int64_t n, bool fp32, G
     free(before), free(bits), free(others), free(x), free(want), free(sum);
 }
 
-// 2^31 + 4096 elements: the last come out as they do alone.
+// Checks 2^31 + 4096 elements: the last ones must equal a sum of them alone.
 static void check_large(void) {
     const int64_t n = (1ll << 31) + 4096, last = 8192;
     Nccl nccl = {};
@@ -126,10 +129,10 @@ static void check_large(void) {
     bench_free(to), bench_free(from), bench_free(alone);
 }
 
-// Two ranks in one process: their memory is two allocations of this GPU.
+// Two ranks in one process: their memory is two allocations on this GPU.
 typedef struct {
     PeerMemory peers;
-    char *room;  // [2][PEER_PROOF_BYTES], then the arrivals
+    char *memory;  // [2][PEER_PROOF_BYTES], then the arrivals
     cudaStream_t stream;
 } PeerRank;
 
@@ -137,20 +140,20 @@ enum { PEER_ROOM = 2 * PEER_PROOF_BYTES, PEER_MEMORY = PEER_ROOM + PEER_MAX_RANK
 
 static void check_peer_reads(PeerRank ranks[2]) {
     char reason[256] = "";
-    for (int place = 0; place < 2; place++)
-        peer_write_pattern(place, ranks[place].room, PEER_PROOF_BYTES, ranks[place].stream);
-    for (int place = 0; place < 2; place++)
-        CHECK(peer_check_patterns(&ranks[place].peers, place, ranks[place].room, PEER_PROOF_BYTES, ranks[place].stream,
+    for (int rank = 0; rank < 2; rank++)
+        peer_write_pattern(rank, ranks[rank].memory, PEER_PROOF_BYTES, ranks[rank].stream);
+    for (int rank = 0; rank < 2; rank++)
+        CHECK(peer_check_patterns(&ranks[rank].peers, rank, ranks[rank].memory, PEER_PROOF_BYTES, ranks[rank].stream,
                                   reason, sizeof reason),
-              "place %d: %s", place, reason);
-    CUDA_CHECK(cudaMemset(ranks[1].room + 1000, 0x77, 1));
-    const bool right = peer_check_patterns(&ranks[0].peers, 0, ranks[0].room, PEER_PROOF_BYTES, ranks[0].stream, reason,
-                                           sizeof reason);
+              "rank %d: %s", rank, reason);
+    CUDA_CHECK(cudaMemset(ranks[1].memory + 1000, 0x77, 1));
+    const bool right = peer_check_patterns(&ranks[0].peers, 0, ranks[0].memory, PEER_PROOF_BYTES, ranks[0].stream,
+                                           reason, sizeof reason);
     CHECK(!right && strstr(reason, "rank 1's GPU reads wrong from rank 0's GPU, first at byte 1000"), "0x77: %s",
           reason);
 }
 
-// A barrier to which both come; and one to which one of them does not, whose stream goes on all the same.
+// Tests a barrier that both ranks reach, and one that one rank misses; its stream must continue anyway.
 static void check_peer_barriers(PeerRank ranks[2]) {
     char reason[256] = "";
     uint32_t arrivals[2];
@@ -161,8 +164,8 @@ static void check_peer_barriers(PeerRank ranks[2]) {
     CHECK(!peer_prove_barrier(&ranks[0].peers, 0, 0.2, ranks[0].stream, reason, sizeof reason) &&
               strstr(reason, "did not complete on rank 0 within 0.2 s"),
           "a barrier of one rank: %s", reason);
-    CUDA_CHECK(cudaMemsetAsync(ranks[0].room, 0, PEER_ROOM, ranks[0].stream));
-    CHECK(peer_ends(ranks[0].stream, PEER_PROOF_SECONDS), "the stream of a barrier that did not complete stands still");
+    CUDA_CHECK(cudaMemsetAsync(ranks[0].memory, 0, PEER_ROOM, ranks[0].stream));
+    CHECK(peer_ends(ranks[0].stream, PEER_PROOF_SECONDS), "the stream hangs after a barrier that one rank missed");
     CUDA_CHECK(cudaMemcpy(arrivals, ranks[1].peers.arrivals, sizeof arrivals, cudaMemcpyDeviceToHost));
     CHECK(arrivals[0] == 2 && arrivals[1] == 0, "arrivals %u, %u", arrivals[0], arrivals[1]);
 }
@@ -170,28 +173,29 @@ static void check_peer_barriers(PeerRank ranks[2]) {
 static void check_peers(void) {
     PeerRank ranks[2] = {};
     for (PeerRank &r : ranks) {
-        r.room = (char *)bench_zeros(PEER_MEMORY);
+        r.memory = (char *)bench_zeros(PEER_MEMORY);
         CUDA_CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
     }
-    CUDA_CHECK(cudaDeviceSynchronize());  // the other streams do not wait for the clearing
+    // The other streams do not wait for the memset.
+    CUDA_CHECK(cudaDeviceSynchronize());
     bool waits = true;
-    for (int place = 0; place < 2; place++) {
-        PeerMemory *p = &ranks[place].peers;
-        p->ranks = 2, p->rank = place, p->arrivals = (uint32_t *)(ranks[place].room + PEER_ROOM);
-        for (int i = 0; i < 2; i++) p->base[i] = ranks[i].room;
-        waits = peer_can_wait(p, ranks[place].stream) && waits;
-        peer_finish(ranks[place].stream);
+    for (int rank = 0; rank < 2; rank++) {
+        PeerMemory *p = &ranks[rank].peers;
+        p->ranks = 2, p->rank = rank, p->arrivals = (uint32_t *)(ranks[rank].memory + PEER_ROOM);
+        for (int i = 0; i < 2; i++) p->base[i] = ranks[i].memory;
+        waits = peer_can_wait(p, ranks[rank].stream) && waits;
+        peer_finish(ranks[rank].stream);
     }
     check_peer_reads(ranks);
     if (waits) check_peer_barriers(ranks);
     else printf("skipped: barriers, because the driver does not support cuStreamBatchMemOp\n");
     for (PeerRank &r : ranks) {
         CUDA_CHECK(cudaStreamDestroy(r.stream));
-        bench_free(r.room);
+        bench_free(r.memory);
     }
 }
 
-// A layer's gradient joins the sum on one GPU: all multiprocessors take part.
+// Times adding a layer's gradient to the sum on one GPU, with all SMs.
 static void bench_joins(Bench *b, Transport *t, const bf16 *gradients, int64_t n) {
     const GradientSum how = sum_kinds()[2];
     const unsigned blocks = grid_size(n, TRANSPORT_THREADS * 8);
@@ -205,15 +209,15 @@ static void bench_joins(Bench *b, Transport *t, const bf16 *gradients, int64_t n
     }
 }
 
-// A layer of llama3.1-8b on 4 ranks, in pieces of TRANSPORT_STAGING_ELEMENTS where sums are fp32.
+// Times a layer of llama3.1-8b on 4 ranks, in pieces of TRANSPORT_STAGING_ELEMENTS for fp32 sums.
 static void bench_kernels(Bench *b) {
-    const int64_t group = 4, slice = 218112000 / group, part = TRANSPORT_STAGING_ELEMENTS / group;
-    const char *reason = "128 blocks, by design: the other multiprocessors are left to the matrix products beside it";
+    const int64_t shard_size = 4, slice = 218112000 / shard_size, part = TRANSPORT_STAGING_ELEMENTS / shard_size;
+    const char *reason = "128 blocks, by design: the other SMs are left to the concurrent GEMMs";
     Nccl nccl = {};
-    Transport t = make_transport(&nccl, (float *)bench_zeros(group * part * 4));
-    bf16 *gradients = bench_random(group * slice, 6, 1.0f), *to = (bf16 *)bench_zeros(slice * 2);
-    double us = bench_time_us(b, [&] { transport_to_fp32(&t, gradients, group, part, slice); });
-    bench_report(b, "fsdp, gradients to fp32", "4 x 16777216", us, 6.0 * (double)(group * part), reason);
+    Transport t = make_transport(&nccl, (float *)bench_zeros(shard_size * part * 4));
+    bf16 *gradients = bench_random(shard_size * slice, 6, 1.0f), *to = (bf16 *)bench_zeros(slice * 2);
+    double us = bench_time_us(b, [&] { transport_to_fp32(&t, gradients, shard_size, part, slice); });
+    bench_report(b, "fsdp, gradients to fp32", "4 x 16777216", us, 6.0 * (double)(shard_size * part), reason);
     const GradientSum *how = sum_kinds();
     t.sums = to;
     us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, t.staging, part, how[2]); });
@@ -222,7 +226,7 @@ static void bench_kernels(Bench *b) {
     bench_report(b, "fsdp, sum of fp32 rounded", "16777216", us, 6.0 * (double)part, reason);
     us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, gradients, slice, how[2]); });
     bench_report(b, "fsdp, sum of bf16 added", "54528000", us, 6.0 * (double)slice, reason);
-    bench_joins(b, &t, gradients, group * slice);
+    bench_joins(b, &t, gradients, shard_size * slice);
     bench_free(t.staging), bench_free(gradients), bench_free(to);
 }
 
@@ -230,12 +234,12 @@ int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
         check_to_fp32(1, 8, 8);
         check_to_fp32(3, 1000, 1016);
-        check_to_fp32(4, 131072, 200000);  // more than the blocks take at once
+        check_to_fp32(4, 131072, 200000);  // more than one wave of blocks
         for (int kind = 0; kind < 12; kind++) {
             const GradientSum how = sum_kinds()[kind / 4];
             check_add(0, 8, kind & 1, kind & 2, how);
             check_add(256, 4008, kind & 1, kind & 2, how);
-            check_add(8, 300000, kind & 1, kind & 2, how);  // more than the blocks take at once
+            check_add(8, 300000, kind & 1, kind & 2, how);  // more than one wave of blocks
             check_rank_sum(2 + kind % 3, kind % 2, 4104, kind & 2, how);
         }
         check_peers();

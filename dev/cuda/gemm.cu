@@ -1,4 +1,4 @@
-// Checks and times llmc/cuda/gemm.cuh: every product of every recipe.
+// Checks and times llmc/cuda/gemm.cuh: every GEMM of every recipe.
 // Build and run: make build/bench_gemm && build/bench_gemm
 #include "../../llmc/cuda/gemm.cuh"
 #include "../../llmc/reference/quantize_reference.h"
@@ -7,9 +7,9 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Inputs
 
-// Normal values times powers of two that depend on the row, on the column, on the block of 32 and of 128 rows or
-// columns: so the scales of every granularity differ from place to place, and scales that are transposed, shifted or of
-// another tensor cannot go unseen. 16 powers at most, which E4M3's range holds.
+// Makes normal values times powers of two that depend on the row, the column, and the block of 32 and of 128 rows or
+// columns. So the scales of every granularity differ from block to block, and transposed, shifted or wrong scales are
+// detected. There are at most 16 powers, which E4M3's range holds.
 static float *make_matrix(uint64_t seed, int64_t rows, int64_t cols) {
     const uint64_t key = rng_key(seed, 0);
     float *x = (float *)xcalloc((size_t)(rows * cols), sizeof(float));
@@ -23,7 +23,7 @@ static float *make_matrix(uint64_t seed, int64_t rows, int64_t cols) {
     return x;
 }
 
-// A tensor whose data, however a GEMM reads it, is `data`.
+// Returns a tensor with rowwise and columnwise data both at `data`.
 static QTensor tensor_of(const void *data, const void *scale_inv) {
     QTensor q = qtensor_bf16((const bf16 *)data);
     q.rowwise = q.columnwise = (uint8_t *)data;
@@ -31,20 +31,21 @@ static QTensor tensor_of(const void *data, const void *scale_inv) {
     return q;
 }
 
-// One operand of a product on the device, and what it stands for.
+// One operand of a GEMM on the device, and its exact values.
 typedef struct {
     QTensor operand;
-    float *values;    // [outer, depth]: decoded, times the inverse scales but for those of a whole tensor
-    double inverse;   // inverse scale of a whole tensor, else 1
+    // [outer, depth]: decoded codes, times scale_inv unless the scale is per tensor.
+    float *values;
+    double inverse;   // scale_inv of a whole tensor, else 1
     uint8_t *scales;  // host copy
     int64_t num_scale_bytes;
 } Operand;
 
-// The copy of x [rows, cols] that is summed over its columns (ROWWISE) or rows; a bf16 operand is the tensor as it
-// lies.
-static Operand operand_create(const float *x, int64_t rows, int64_t cols, TensorUsage copy,
+// Makes the rowwise data of x [rows, cols] (contracted over columns) or the columnwise data (contracted over rows). A
+// bf16 operand is the tensor itself.
+static Operand operand_create(const float *x, int64_t rows, int64_t cols, TensorUsage usage,
                               ScaleGranularity granularity, ScaleRule rule, Fp8Format format) {
-    const UsageShape s = usage_shape(rows, cols, copy);
+    const UsageShape s = usage_shape(rows, cols, usage);
     const int64_t outer = s.outer, depth = s.depth;
     float *values = (float *)xcalloc((size_t)(outer * depth), sizeof(float));
     Operand o = {};
@@ -77,7 +78,7 @@ static void operand_free(Operand o) {
     free(o.scales);
 }
 
-// Doubles the largest of an operand's scales on the device: what no check may overlook.
+// Doubles the largest of an operand's scales on the device. Every check must detect it.
 static void operand_spoil(const Operand *o, ScaleGranularity granularity) {
     const int64_t width = granularity == BLOCK_1X32 ? 1 : 4, count = o->num_scale_bytes / width;
     int64_t largest = 0;
@@ -91,33 +92,32 @@ static void operand_spoil(const Operand *o, ScaleGranularity granularity) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The truth: sums in fp64, and the magnitude that their error is measured by
+// The exact result: fp64 sums, and the magnitude that errors are relative to
 
-// sum[j, i] = sum over k of a[i, k] b[j, k]; norm is the root of the sum of the squares of the products. Element [j, i]
-// is where cuBLASLt's column-major D has (i, j).
+// Computes sum[j, i] = sum over k of a[i, k] b[j, k]; norm is the root of the sum of the squared terms. Element [j, i]
+// is at the position of (i, j) in cuBLASLt's column-major D.
 static __global__ void truth_kernel(double *sum, double *norm, const float *a, const float *b, int64_t rows,
                                     int64_t cols, int64_t depth) {
     const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, j = blockIdx.y;
     if (i >= rows || j >= cols) return;
     double s = 0, q = 0;
     for (int64_t k = 0; k < depth; k++) {
-        const double product = (double)a[i * depth + k] * (double)b[j * depth + k];
-        s += product, q += product * product;
+        const double term = (double)a[i * depth + k] * (double)b[j * depth + k];
+        s += term, q += term * term;
     }
     sum[j * rows + i] = s, norm[j * rows + i] = sqrt(q);
 }
 
-// Error of a product's sum before it is rounded to bf16, against the true one, in units of
-//     2^-bits sqrt(span) * norm.
-// Why: the matrix units add products at the exponent of the largest, the running sum among them, and cut the bits
-// below, which loses up to 2^-bits of that sum a product, one way or the other with its sign. The running sum is about
-// the norm (products of random sign), the losses of `span` products add up as a random walk. Sums are kept so until
-// they are added to a full fp32 one:
-//     FP8 on Hopper   bits 13 (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments: 14 with the
-//     leading one). With fast accumulation
-//                     span is the whole depth, without it 128
-//     BF16            bits 23, span is the whole depth
-// Products all of one sign can lose more, sqrt(span) times; these tests have none. LIMIT_UNITS is what a check allows.
+// The error of a GEMM's sum before rounding to bf16 is given in units of
+//    2^-bits sqrt(span) * norm.
+// The tensor cores add terms at the exponent of the largest one, the running sum among them, and cut the bits below.
+// Each term loses up to 2^-bits of the running sum, with either sign. The running sum is about the norm (terms of
+// random sign), and the losses of `span` terms add up as a random walk. After `span` terms, the sum is added to an fp32
+// sum:
+//    FP8 on Hopper   bits 13 (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments: 14 with the
+//                    leading one). The span is the whole depth with fast_accum, and 128 without.
+//    BF16            bits 23, the span is the whole depth
+// Terms of one sign can lose more, by a factor sqrt(span); these tests have none. LIMIT_UNITS is the limit of a check.
 static const double LIMIT_UNITS = 4;
 
 static double error_unit(const GemmPlan *p) {
@@ -125,7 +125,7 @@ static double error_unit(const GemmPlan *p) {
     return ldexp(sqrt(p->spec.fast_accum ? (double)p->depth : 128.0), -13);
 }
 
-// What is found: errors in units, the worst and how many elements exceed the limit.
+// Result of a comparison: the worst error in units, and how many elements exceed the limit.
 typedef struct {
     double worst;
     int64_t bad, first;
@@ -133,8 +133,8 @@ typedef struct {
     double want;
 } Comparison;
 
-// `got` against sum * inverse scales + bias + old. What rounding the result to bf16 may do is taken off first: half of
-// a bf16's last place, and an fp32 rounding for each of scale, bias and sum with what was there.
+// Compares `got` with sum * scale_inv's + bias + old. The rounding of the result is subtracted first: half a unit in
+// the last place of bf16, and an fp32 rounding for each of scale, bias and the sum with the old value.
 static Comparison compare(const GemmPlan *p, const bf16_bits *got, const double *sum, const double *norm,
                           double inverse, const bf16_bits *bias, const bf16_bits *old) {
     Comparison c = {};
@@ -163,14 +163,14 @@ static double worst_units[NUM_RECIPES + 1][NUM_GEMMS][NUM_WAYS];  // -1: none ru
 typedef struct {
     Gemm gemm;
     QTensor a, b;
-    int64_t n;           // of the result
+    int64_t n;           // elements of the result
     double *sum, *norm;  // host
     double inverse;
     bf16_bits *bias, *old;  // host
     bf16 *device_bias, *d;
 } Case;
 
-// Runs the plan, into NaNs unless it accumulates: only a product that ignores them survives.
+// Runs the plan. Without accumulate the result starts as NaN, which only a GEMM that ignores old values overwrites.
 static Comparison run_case(Case *c, GemmPlan *p, bool bias, bool accumulate) {
     CUDA_CHECK(cudaMemset(c->d, 0xff, (size_t)c->n * sizeof(bf16)));
     if (accumulate) CUDA_CHECK(cudaMemcpy(c->d, c->old, (size_t)c->n * sizeof(bf16), cudaMemcpyHostToDevice));
@@ -200,11 +200,11 @@ static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int6
     }
 }
 
-// A doubled scale must show.
+// Checks that a doubled scale is detected.
 static void check_spoiled(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec) {
     GemmPlan p = gemm_describe(label, kind, R, N, K, spec, false);
     gemm_choose(&c->gemm, &p, c->d, &c->a, &c->b, NULL);
-    CHECK(run_case(c, &p, false, false).bad > 0, "%s: one scale doubled, and no element of the result is off", label);
+    CHECK(run_case(c, &p, false, false).bad > 0, "%s: one scale was doubled, but the result did not change", label);
     gemm_destroy(&p);
 }
 
@@ -212,8 +212,8 @@ static bool same_algorithm(const cublasLtMatmulAlgo_t *a, const cublasLtMatmulAl
     return memcmp(a->data, b->data, sizeof a->data) == 0;
 }
 
-// Deterministic plans take the first candidate, unless cuBLASLt calls it unusable or does not launch it: it offers no
-// algorithm that is all zeros. Any other candidate will do then.
+// Deterministic plans take the first candidate, unless cuBLASLt calls it unusable or refuses to launch it. An algorithm
+// of all zeros stands for such a candidate. Then any other candidate is allowed.
 static void check_first_usable(const Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K,
                                GemmSpec spec) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
@@ -232,11 +232,11 @@ static void check_first_usable(const Case *c, const char *label, GemmKind kind, 
     found[0].state = CUBLAS_STATUS_SUCCESS;
     memset(&found[0].algo, 0, sizeof found[0].algo);
     taken = gemm_first_usable(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: %d is taken of %d, the first of which is no algorithm", label, taken,
-          count);
-    taken = gemm_fastest(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: %d is the fastest of %d, the first of which is no algorithm", label,
+    CHECK(taken && (taken > 0) == has_next, "%s: %d is taken of %d, the first of which is not an algorithm", label,
           taken, count);
+    taken = gemm_fastest(&gemm, &p, found, count, c->d, &c->a, &c->b);
+    CHECK(taken && (taken > 0) == has_next, "%s: %d is the fastest of %d, the first of which is not an algorithm",
+          label, taken, count);
     gemm_destroy(&p);
 }
 
@@ -257,8 +257,8 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, way == WAY_FAST, way == WAY_EMULATED};
         check_way(c, label, kind, R, N, K, spec, &worst_units[recipe][kind][way]);
         check_first_usable(c, label, kind, R, N, K, spec);
-        if (way == WAY_SLOW)
-            c->gemm.deterministic = !c->gemm.deterministic;  // cuBLASLt's first choice here, the fastest there
+        // Alternates between cuBLASLt's first algorithm and its fastest.
+        if (way == WAY_SLOW) c->gemm.deterministic = !c->gemm.deterministic;
     }
     if (!recipe_is_fp8(r, kind)) return;
     const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, false, !gpu_has(r)};
@@ -270,9 +270,9 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
     check_spoiled(c, label, kind, R, N, K, spec);
 }
 
-// One product of one recipe in all ways; x, w, dy: host matrices [R, K], [N, K], [R, N].
-static void check_product(int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, const float *x, const float *w,
-                          const float *dy, Fp8Format dy_format) {
+// Checks one GEMM of one recipe in all ways. x, w, dy are host matrices [R, K], [N, K], [R, N].
+static void check_gemm(int recipe, GemmKind kind, int64_t R, int64_t N, int64_t K, const float *x, const float *w,
+                       const float *dy, Fp8Format dy_format) {
     const Recipe *r = recipe_row(recipe);
     const ScaleGranularity granularity_a = r->granularity[kind][0], granularity_b = r->granularity[kind][1];
     const Operand a = kind == GEMM_WGRAD ? operand_create(x, R, K, COLUMNWISE, granularity_a, r->rule, FP8_E4M3)
@@ -294,7 +294,8 @@ static void check_product(int recipe, GemmKind kind, int64_t R, int64_t N, int64
     c.gemm.alpha = (float *)bench_zeros(sizeof(float));
     c.a = a.operand, c.b = b.operand, c.n = rows * cols, c.inverse = a.inverse * b.inverse;
     c.sum = (double *)bench_download(sum, c.n * 8, "sums"), c.norm = (double *)bench_download(norm, c.n * 8, "norms");
-    c.bias = bench_normal(4, rows, 1000), c.old = bench_normal(5, c.n, 1000);  // about as large as the results
+    // Bias and old values are about as large as the results.
+    c.bias = bench_normal(4, rows, 1000), c.old = bench_normal(5, c.n, 1000);
     c.device_bias = (bf16 *)bench_upload(c.bias, rows * (int64_t)sizeof(bf16)),
     c.d = (bf16 *)bench_alloc(c.n * (int64_t)sizeof(bf16));
     check_ways(&c, recipe, kind, R, N, K, dy_format, &a, &b);
@@ -315,7 +316,7 @@ static void check_shape(int64_t R, int64_t N, int64_t K) {
             for (int format = FP8_E4M3; format <= FP8_E5M2; format++) {
                 if (format == FP8_E5M2 && (kind == GEMM_FPROP || !recipe_is_fp8(recipe_row(recipe), (GemmKind)kind)))
                     continue;
-                check_product(recipe, (GemmKind)kind, R, N, K, x, w, dy, (Fp8Format)format);
+                check_gemm(recipe, (GemmKind)kind, R, N, K, x, w, dy, (Fp8Format)format);
             }
     }
     free(x), free(w), free(dy);
@@ -326,7 +327,7 @@ static void run_checks(void) {
     check_shape(256, 384, 512);
     check_shape(640, 256, 1152);
     check_shape(272, 208, 336);
-    check_shape(128, 128, 8192);  // long sums in fprop
+    check_shape(128, 128, 8192);  // long contraction in fprop
     printf("worst error of sums, in units of 2^-bits sqrt(span) norm, %.3g allowed: native, fast_accum, emulated\n",
            LIMIT_UNITS);
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
@@ -342,7 +343,7 @@ static void run_checks(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Refusals: before the first CUDA call of this process, because a check runs in a forked child
+// Refusals run before the first CUDA call of this process, because a check runs in a forked child
 
 typedef struct {
     int recipe;
@@ -356,7 +357,7 @@ static void call_describe(void *context) {
     gemm_describe("qkv", GEMM_DGRAD, bad->R, bad->N, bad->K, spec, false);
 }
 
-// Every GPU lacks the products of some recipe.
+// Every GPU lacks the GEMMs of some recipe.
 static void call_not_native(void *context) {
     BadPlan *bad = (BadPlan *)context;
     for (bad->recipe = 0; gpu_has(recipe_row(bad->recipe)); bad->recipe++) {}
@@ -378,8 +379,8 @@ static void check_refusals(void) {
     CHECK(check_dies(call_not_native, &plan, "--fp8-emulate computes them in BF16", output, sizeof output), "%s",
           output);
     const int gpus[][2] = {{8, 0}, {8, 9}, {9, 0}, {10, 0}, {12, 0}};
-    const char *const native[] = {"01111", "01111", "00100", "00100",
-                                  "00100", "00011", "11111"};  // recipes in the table's order, by these GPUs
+    // One digit per recipe in table order, one string per GPU.
+    const char *const native[] = {"01111", "01111", "00100", "00100", "00100", "00011", "11111"};
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++)
         for (int i = 0; i < 5; i++)
             CHECK(recipe_native(recipe_row(recipe), gpus[i][0], gpus[i][1]) == (native[recipe][i] == '1'),
@@ -405,7 +406,7 @@ typedef struct {
 
 enum { RATE_RUNS = 8 };
 
-// Microseconds a product in a burst of RATE_RUNS, by the fastest of cuBLASLt's algorithms, and the clock meanwhile.
+// Returns the microseconds per GEMM in a burst of RATE_RUNS with cuBLASLt's fastest algorithm, and the clock during it.
 static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
     const bool fp8 = p->native || p->emulated;
     const QTensor a = tensor_of(fp8 ? (void *)r->codes_a : (void *)r->a, r->scales);
@@ -421,15 +422,15 @@ static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
     return ms * 1e3 / RATE_RUNS;
 }
 
-// What keeps cuBLASLt's kernels below the peak, beside the clock. Hopper's matrix units apply no scales, and sum FP8
-// products with fewer bits than fp32.
+// Says why cuBLASLt's kernels stay below the peak, apart from the clock. Hopper's tensor cores apply no scales, and
+// accumulate FP8 with less precision than fp32.
 static const char *rate_reason(const GemmPlan *p) {
     const int vectors = (p->granularity_a == BLOCK_1X128) + (p->granularity_b == BLOCK_1X128);
     if (p->emulated) return "each run decodes both operands to bf16 first";
-    if (vectors == 2)
-        return "sums of 128 products are scaled by two vectors and added in fp32 outside the matrix units";
-    if (vectors == 1) return "sums of 128 products are scaled and added in fp32 outside the matrix units";
-    if (p->native && !p->spec.fast_accum) return "full sums: parts of them are summed in fp32 outside the matrix units";
+    if (vectors == 2) return "sums of 128 terms are scaled by two vectors and added in fp32 outside the tensor cores";
+    if (vectors == 1) return "sums of 128 terms are scaled and added in fp32 outside the tensor cores";
+    if (p->native && !p->spec.fast_accum)
+        return "no fast_accum: partial sums are added in fp32 outside the tensor cores";
     return "the fastest algorithm that cuBLASLt offers";
 }
 
@@ -451,12 +452,13 @@ static void bench_recipe(Bench *b, Rates *rates, int recipe, int64_t R, int64_t 
     }
 }
 
-// The linear layers of llama3.1-8b, R x N x K, in every recipe, and its lm_head over a chunk of rows. Bursts: not the
-// rate of the first milliseconds, before power lowers the clock.
+// Times the linear layers of llama3.1-8b, R x N x K, in every recipe, and its lm_head over a chunk of rows. Bursts are
+// long enough for the power limit to lower the clock.
 static void bench_rates(void) {
     const int64_t layers[][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, rows[] = {2048, 8192},
                   V = 128256;
-    const int64_t widest = 8192ll * 28672, largest = V * 4096;  // elements of dy and y of the widest layer; of lm_head
+    // Elements of dy and y of the widest layer, and of lm_head.
+    const int64_t widest = 8192ll * 28672, largest = V * 4096;
     Bench b = bench_create();
     Rates r = {};
     CUBLAS_CHECK(cublasLtCreate(&r.gemm.handle));
@@ -468,8 +470,8 @@ static void bench_rates(void) {
     fill_codes_kernel<<<2048, 256>>>(r.codes_a, widest, 3);
     fill_codes_kernel<<<2048, 256>>>(r.codes_b, widest, 4);
     CUDA_CHECK_LAUNCH();
-    r.scales = bench_alloc(widest / 32 +
-                           4096);  // enough for every granularity; its bytes are small finite scales of every kind
+    // This is enough for every granularity; its bytes are small finite scales of every kind.
+    r.scales = bench_alloc(widest / 32 + 4096);
     CUDA_CHECK(cudaEventCreate(&r.begin));
     CUDA_CHECK(cudaEventCreate(&r.end));
     CUDA_CHECK(cudaMemset(r.scales, 0x3c, (size_t)(widest / 32 + 4096)));

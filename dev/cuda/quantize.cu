@@ -51,13 +51,13 @@ static void check_one_copy(int64_t R, int64_t C, bool row) {
     if (row) t.columnwise = NULL;
     else t.rowwise = NULL;
     tensor_quantize(t, x, R, C, 0);
-    check_quantized(row ? "row only" : "transposed only", t, host, R, C);
+    check_quantized(row ? "rowwise only" : "columnwise only", t, host, R, C);
     qtensor_free(t);
     bench_free(x);
     free(host);
 }
 
-// Every bf16 number at scale 1, and at a scale that no rounding is exact for.
+// Checks every bf16 number at scale 1, and at a scale for which no rounding is exact.
 static void check_all_numbers(Fp8Format format, float amax) {
     char label[64];
     format_checked(label, sizeof label, "all bf16, %s, amax %g", format == FP8_E4M3 ? "e4m3" : "e5m2", amax);
@@ -73,7 +73,8 @@ static void check_all_numbers(Fp8Format format, float amax) {
     free(host);
 }
 
-// Every n up to 3000 by steps, the largest value last, then in the middle; a slot that holds more keeps it.
+// Checks every n up to 3000 by steps, with the largest value last, then in the middle. A slot with a larger value must
+// keep it.
 static void check_amax_lengths(void) {
     uint32_t *slot = (uint32_t *)bench_zeros(sizeof(uint32_t));
     for (int64_t n = 1; n < 40000; n += n < 40 ? 1 : 1777)
@@ -98,7 +99,7 @@ static void check_amax_lengths(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Large tensors, against one element a thread with the host's cast
+// Large tensors, checked against a plain kernel with one element per thread and the host's cast
 
 static __global__ void plain_quantize_kernel(uint8_t *row, uint8_t *col, const bf16 *x, const uint32_t *amax, int64_t R,
                                              int64_t C, Fp8Format format) {
@@ -123,10 +124,10 @@ static void check_large(int64_t R, int64_t C, Fp8Format format, bool twice) {
     if (twice) tensor_quantize(want, x, R, C, 0);
     else plain_quantize_kernel<<<8192, 256>>>(want.rowwise, want.columnwise, x, t.amax, R, C, format);
     CUDA_CHECK_LAUNCH();
-    format_checked(label, sizeof label, "%lld x %lld %s, row copy", (long long)R, (long long)C,
+    format_checked(label, sizeof label, "%lld x %lld %s, rowwise data", (long long)R, (long long)C,
                    twice ? "second run" : "plain kernel");
     check_same_on_device(label, t.rowwise, want.rowwise, R * C, C);
-    format_checked(label, sizeof label, "%lld x %lld %s, transposed copy", (long long)R, (long long)C,
+    format_checked(label, sizeof label, "%lld x %lld %s, columnwise data", (long long)R, (long long)C,
                    twice ? "second run" : "plain kernel");
     check_same_on_device(label, t.columnwise, want.columnwise, R * C, R);
     qtensor_free(t);
@@ -135,19 +136,19 @@ static void check_large(int64_t R, int64_t C, Fp8Format format, bool twice) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sharded weights: the slices of all ranks, cast one after the other and put together, then transposed, must be what
-// quantize_transpose makes of the whole tensors.
+// Sharded weights: the slices of all ranks, cast one after the other, put together and transposed, must equal
+// quantize_transpose of the whole tensors.
 
 enum { SLICE_LAYERS = 3, SLICE_TENSORS = 4, SLOT_STRIDE = 6 };
 
-static void check_slices(int64_t group) {
+static void check_slices(int64_t shard_size) {
     const int64_t N[SLICE_TENSORS] = {112, 48, 336, 48}, K[SLICE_TENSORS] = {48, 64, 48, 176};
     int64_t offset[SLICE_TENSORS], size = 0;
     for (int j = 0; j < SLICE_TENSORS; j++) {
         offset[j] = round_up(size, 128);
         size = offset[j] + N[j] * K[j];
     }
-    const int64_t slice = round_up(size, group * 128) / group, full = group * slice;
+    const int64_t slice = round_up(size, shard_size * 128) / shard_size, full = shard_size * slice;
     bf16_bits *host = make_input(FILL_NORMAL, SLICE_LAYERS * full);
     uint32_t amax[SLICE_LAYERS * SLOT_STRIDE] = {0};
     for (int64_t l = 0; l < SLICE_LAYERS; l++)
@@ -157,24 +158,24 @@ static void check_slices(int64_t group) {
     uint32_t *slots = (uint32_t *)bench_upload(amax, (int64_t)sizeof amax);
     float *inverse = (float *)bench_zeros(4 * SLICE_LAYERS * SLOT_STRIDE * (int64_t)sizeof(float));
     uint8_t *part = (uint8_t *)bench_alloc(SLICE_LAYERS * slice), *whole = (uint8_t *)bench_alloc(SLICE_LAYERS * full);
-    for (int64_t place = 0; place < group; place++) {
+    for (int64_t rank = 0; rank < shard_size; rank++) {
         Fp8Slices s = {};
         s.count = SLICE_LAYERS, s.n = slice, s.num_tensors = SLICE_TENSORS;
         for (int j = 0; j < SLICE_TENSORS; j++)
-            s.ends[j] = max_i64(0, min_i64(slice, offset[j] + N[j] * K[j] - place * slice));
-        s.x = x + place * slice, s.x_stride = full, s.codes = part;
+            s.ends[j] = max_i64(0, min_i64(slice, offset[j] + N[j] * K[j] - rank * slice));
+        s.x = x + rank * slice, s.x_stride = full, s.codes = part;
         s.amax = slots, s.scale_inv = inverse, s.slot_stride = SLOT_STRIDE;
         quantize_slices(&s, 0);
-        CUDA_CHECK(cudaMemcpy2D(whole + place * slice, (size_t)full, part, (size_t)slice, (size_t)slice, SLICE_LAYERS,
+        CUDA_CHECK(cudaMemcpy2D(whole + rank * slice, (size_t)full, part, (size_t)slice, (size_t)slice, SLICE_LAYERS,
                                 cudaMemcpyDeviceToDevice));
     }
     for (int64_t l = 0; l < SLICE_LAYERS; l++)
         for (int j = 0; j < SLICE_TENSORS; j++) {
             char label[64];
-            format_checked(label, sizeof label, "slices of %lld ranks, layer %lld, tensor %d", (long long)group,
+            format_checked(label, sizeof label, "slices of %lld ranks, layer %lld, tensor %d", (long long)shard_size,
                            (long long)l, j);
             const int64_t at = l * full + offset[j], slot = l * SLOT_STRIDE + j;
-            // into buffers of its own, with guards behind them
+            // use separate buffers with guards
             uint8_t *row = (uint8_t *)bench_alloc(N[j] * K[j]), *col = (uint8_t *)bench_alloc(N[j] * K[j]);
             float *scale = (float *)bench_alloc(sizeof(float));
             CUDA_CHECK(cudaMemcpy(scale, inverse + 4 * slot, sizeof(float), cudaMemcpyDeviceToDevice));
@@ -206,7 +207,7 @@ static void check_transpose(int64_t R, int64_t C) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Refusals: before the first CUDA call of this process, because a check runs in a forked child
+// Refusals run before the first CUDA call of this process, because a check runs in a forked child
 
 typedef struct {
     int64_t R, C;
@@ -226,7 +227,7 @@ static void check_refusals(void) {
             misaligned = {16, 16, (uint8_t *)24};
     CHECK(check_dies(call_quantize, &columns, "multiple of 16 columns", output, sizeof output), "%s", output);
     CHECK(check_dies(call_quantize, &rows, "at least 1 row", output, sizeof output), "%s", output);
-    CHECK(check_dies(call_quantize, &nothing, "row or col", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &nothing, "rowwise or columnwise", output, sizeof output), "%s", output);
     CHECK(check_dies(call_quantize, &misaligned, "not 16-byte aligned", output, sizeof output), "%s", output);
 }
 
@@ -243,7 +244,7 @@ static void run_checks(void) {
     check_one_copy(130, 144, true);
     check_one_copy(130, 144, false);
     check_amax_lengths();
-    for (int64_t group = 1; group < 6; group++) check_slices(group);
+    for (int64_t shard_size = 1; shard_size < 6; shard_size++) check_slices(shard_size);
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) check_transpose(shapes[i][0], shapes[i][1]);
     check_large(4096, 4096, FP8_E5M2, true);
     check_large(8191, 1040, FP8_E4M3, false);
@@ -262,8 +263,9 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
                  AMAX_REASON);
     bench_report(b, "quantize_transpose", shape, bench_time_us(b, [&] { quantize_transpose(t, x, R, C, 0); }), 4 * n,
                  CAST_REASON);
-    bench_report(b, "quantize, row only", shape, bench_time_us(b, [&] { quantize_transpose(row, x, R, C, 0); }), 3 * n);
-    bench_report(b, "quantize, transposed only", shape, bench_time_us(b, [&] { quantize_transpose(col, x, R, C, 0); }),
+    bench_report(b, "quantize, rowwise only", shape, bench_time_us(b, [&] { quantize_transpose(row, x, R, C, 0); }),
+                 3 * n);
+    bench_report(b, "quantize, columnwise only", shape, bench_time_us(b, [&] { quantize_transpose(col, x, R, C, 0); }),
                  3 * n);
     bench_report(b, "fp8_transpose", shape, bench_time_us(b, [&] { fp8_transpose(t.columnwise, t.rowwise, R, C, 0); }),
                  2 * n, CAST_REASON);

@@ -22,8 +22,8 @@ typedef enum {
 static const char *const fill_names[NUM_FILLS] = {"mixed",    "NaN",         "infinity", "zero",
                                                   "denormal", "below 1e-12", "huge"};
 
-// Mixed: rows and columns of very different size, outliers, denormals, a row, a column and a square of zeros. The
-// specials are such values with a few NaN or infinities among them.
+// Mixed input has rows and columns of very different size, outliers, denormals, and a row, a column and a square of
+// zeros. The special fills are such values with a few NaN or infinities among them.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     const float scales[NUM_FILLS] = {1, 1, 1, 0, 1e-39f, 1e-14f, 1e37f};
     bf16_bits *x = bench_normal(31, R * C, scales[fill]);
@@ -42,7 +42,7 @@ static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     return x;
 }
 
-// Every tensor of every recipe, in both formats where they can be asked for.
+// Every tensor of every recipe, in both formats if E5M2 is allowed.
 typedef struct {
     char name[96];
     TensorRole role;
@@ -79,8 +79,8 @@ static QTensor case_tensor(const Case *c, int64_t R, int64_t C) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Checks
 
-// The copies that `got` has, codes and scales, are those of `want`.
-static void check_same_copies(const char *label, const QTensor *got, const QTensor *want, int64_t R, int64_t C) {
+// Checks that all data of `got`, codes and scales, equals that of `want`.
+static void check_same_data(const char *label, const QTensor *got, const QTensor *want, int64_t R, int64_t C) {
     if (got->rowwise) check_same_on_device(label, got->rowwise, want->rowwise, R * C, C);
     if (got->rowwise)
         check_same_on_device(label, got->rowwise_scale_inv, want->rowwise_scale_inv,
@@ -91,10 +91,10 @@ static void check_same_copies(const char *label, const QTensor *got, const QTens
                              scale_bytes(got->col_granularity, C, R), 4);
 }
 
-// The slots that the amax pass raised.
+// Checks the slots that the amax pass raised.
 static void check_amaxes(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C) {
     const int64_t count = tensor_amaxes(t->row_granularity, t->col_granularity, R, C),
-                  rows = copy_amaxes(t->row_granularity, R);
+                  rows = usage_amaxes(t->row_granularity, R);
     uint32_t *got = (uint32_t *)bench_download(t->amax, max_i64(1, count) * 4, label);
     int64_t bad = 0, first = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -110,14 +110,14 @@ static void check_amaxes(const char *label, const QTensor *t, const float *x, in
     free(got);
 }
 
-static void check_dequantized(const char *label, const QTensor *t, TensorUsage copy, int64_t R, int64_t C) {
-    const ScaleGranularity granularity = copy == ROWWISE ? t->row_granularity : t->col_granularity;
-    const UsageShape s = usage_shape(R, C, copy);
+static void check_dequantized(const char *label, const QTensor *t, TensorUsage usage, int64_t R, int64_t C) {
+    const ScaleGranularity granularity = usage == ROWWISE ? t->row_granularity : t->col_granularity;
+    const UsageShape s = usage_shape(R, C, usage);
     const int64_t outer = s.outer, depth = s.depth;
     if (depth % 16) return;
     bf16 *out = (bf16 *)bench_alloc(R * C * 2);
-    const uint8_t *device_codes = copy == ROWWISE ? t->rowwise : t->columnwise;
-    const void *device_scales = copy == ROWWISE ? t->rowwise_scale_inv : t->columnwise_scale_inv;
+    const uint8_t *device_codes = usage == ROWWISE ? t->rowwise : t->columnwise;
+    const void *device_scales = usage == ROWWISE ? t->rowwise_scale_inv : t->columnwise_scale_inv;
     fp8_dequantize(out, device_codes, device_scales, granularity, t->format, outer, depth, 0);
     bf16_bits *got = (bf16_bits *)bench_download(out, R * C * 2, label);
     uint8_t *codes = (uint8_t *)bench_download(device_codes, R * C, label);
@@ -129,14 +129,14 @@ static void check_dequantized(const char *label, const QTensor *t, TensorUsage c
         if (!same_or_nan(float_bits(bf16_to_float(got[i])), float_bits(bf16_to_float(bf16_from_float(want[i])))) &&
             bad++ == 0)
             first = i;
-    CHECK(bad == 0, "%s, %s copy back in bf16: %lld of %lld differ, first number %lld: got %.9g, want %.9g", label,
-          copy == ROWWISE ? "row" : "col", (long long)bad, (long long)(R * C), (long long)first,
+    CHECK(bad == 0, "%s, %s data decoded to bf16: %lld of %lld differ, first number %lld: got %.9g, want %.9g", label,
+          usage == ROWWISE ? "rowwise" : "columnwise", (long long)bad, (long long)(R * C), (long long)first,
           bf16_to_float(got[first]), want[first]);
     free(got), free(codes), free(scales), free(want);
     bench_free(out);
 }
 
-// Both copies together and each alone, with the amaxes that one pass left.
+// Checks casts of rowwise and columnwise data together and of each alone, with the amaxes of one pass.
 static void check_tensor(const Case *c, const char *what, const bf16 *device_x, const float *x, int64_t R, int64_t C,
                          bool back) {
     char label[160];
@@ -144,17 +144,17 @@ static void check_tensor(const Case *c, const char *what, const bf16 *device_x, 
     QTensor t = case_tensor(c, R, C);
     tensor_quantize(t, device_x, R, C, 0);
     check_amaxes(label, &t, x, R, C);
-    check_copies(label, &t, x, R, C, 0);
+    check_data(label, &t, x, R, C, 0);
     if (back && t.rowwise) check_dequantized(label, &t, ROWWISE, R, C);
     if (back && t.columnwise) check_dequantized(label, &t, COLUMNWISE, R, C);
-    for (int copy = 0; copy < 2 && t.rowwise && t.columnwise; copy++) {
+    for (int usage = 0; usage < 2 && t.rowwise && t.columnwise; usage++) {
         QTensor all = case_tensor(c, R, C), alone = all;
         bench_free(all.amax);
         all.amax = t.amax, alone.amax = t.amax;
-        if (copy == ROWWISE) alone.columnwise = NULL;
+        if (usage == ROWWISE) alone.columnwise = NULL;
         else alone.rowwise = NULL;
         quantize_transpose(alone, device_x, R, C, 0);
-        check_same_copies(label, &alone, &t, R, C);
+        check_same_data(label, &alone, &t, R, C);
         all.amax = NULL;
         qtensor_free(all);
     }
@@ -172,8 +172,8 @@ static void check_shape(int64_t R, int64_t C, Fill fill) {
     free(host), free(x);
 }
 
-// One pass with a scale of earlier amaxes: right, too large (values saturate), too small; the largest magnitude is
-// found, NaN left out.
+// Checks one pass with a scale of earlier amaxes: exact, too large (values saturate), too small. It must find the
+// largest magnitude, ignoring NaN.
 static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, float factor) {
     char label[128];
     format_checked(label, sizeof label, "delayed, %lld x %lld %s %s, scale x %g", (long long)R, (long long)C,
@@ -186,7 +186,7 @@ static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, flo
     QTensor t = qtensor_of(R, C, PER_TENSOR, PER_TENSOR, SCALE_TE, format);
     t.delayed_scale = (float *)bench_upload(&scale, sizeof scale);
     tensor_quantize(t, device_x, R, C, 0);
-    check_copies(label, &t, x, R, C, scale);
+    check_data(label, &t, x, R, C, scale);
     CHECK(read_amax(t.amax) == amax, "%s: amax %.9g, want %.9g", label, float_from_bits(read_amax(t.amax)),
           float_from_bits(amax));
     bench_free((void *)t.delayed_scale);
@@ -195,8 +195,8 @@ static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, flo
     free(host), free(x);
 }
 
-// What a source casts against the cast of the bf16 values [R, columns] that its plain kernel stores, with current and
-// with delayed scales.
+// Checks the cast of a source against the cast of the bf16 values [R, columns] that its plain kernel stores, with
+// current and with delayed scales.
 template <class Source>
 static void check_source(const char *what, TensorRole role, Source source, const bf16 *values, int64_t R, int64_t C) {
     const int64_t columns = C * Source::OUTPUTS;
@@ -207,7 +207,8 @@ static void check_source(const char *what, TensorRole role, Source source, const
     for (int i = 0; i < count; i++) {
         const Case *c = &cases[i];
         const bool tensor = c->row == PER_TENSOR;
-        if (Source::OUTPUTS > 1 && C % 128 && copy_amaxes(c->row, 1) == 0) continue;  // refused
+        // Such a cast is refused.
+        if (Source::OUTPUTS > 1 && C % 128 && usage_amaxes(c->row, 1) == 0) continue;
         for (int delayed = 0; delayed <= (tensor && c->rule == SCALE_TE); delayed++) {
             char label[192];
             format_checked(label, sizeof label, "%s of %s, %lld x %lld%s", c->name, what, (long long)R,
@@ -219,7 +220,7 @@ static void check_source(const char *what, TensorRole role, Source source, const
             quantize_source(label, got, source, R, C, 0);
             check_same_on_device(label, got.amax, want.amax, max_i64(1, tensor_amaxes(c->row, c->col, R, columns)) * 4,
                                  4);
-            check_same_copies(label, &got, &want, R, columns);
+            check_same_data(label, &got, &want, R, columns);
             qtensor_free(got), qtensor_free(want);
         }
     }
@@ -245,8 +246,8 @@ static void check_sources(int64_t R, int64_t C, Fill fill) {
     free(x_host), free(dy_host);
 }
 
-// The last rows of a large tensor against a cast of those rows alone, where a scale sees no other rows; and a second
-// run against the first.
+// Checks the last rows of a large tensor against a cast of those rows alone, if their scales depend on no other rows;
+// and a second run against the first.
 static void check_large(int64_t R, int64_t C) {
     const int64_t slab = 2048, first = R - slab;
     Case cases[MAX_CASES];
@@ -260,7 +261,7 @@ static void check_large(int64_t R, int64_t C) {
         tensor_quantize(t, x, R, C, 0);
         tensor_quantize(part, x + first * C, slab, C, 0);
         check_same_on_device(c->name, t.rowwise + first * C, part.rowwise, slab * C, C);
-        if (copy_amaxes(c->col, C) == 0 && t.columnwise) {
+        if (usage_amaxes(c->col, C) == 0 && t.columnwise) {
             CUDA_CHECK(cudaMemcpy2D(cut, (size_t)slab, t.columnwise + first, (size_t)R, (size_t)slab, (size_t)C,
                                     cudaMemcpyDeviceToDevice));
             check_same_on_device(c->name, cut, part.columnwise, slab * C, slab);
@@ -268,13 +269,13 @@ static void check_large(int64_t R, int64_t C) {
         qtensor_free(part);
         QTensor again = case_tensor(c, R, C);
         tensor_quantize(again, x, R, C, 0);
-        check_same_copies(c->name, &again, &t, R, C);
+        check_same_data(c->name, &again, &t, R, C);
         qtensor_free(t), qtensor_free(again);
     }
     bench_free(cut), bench_free(x);
 }
 
-// Refusals: before the first CUDA call of this process, because a check runs in a forked child.
+// Refusals run before the first CUDA call of this process, because a check runs in a forked child.
 static void call_quantize(void *context) {
     quantize_transpose(*(const QTensor *)context, (const bf16 *)16, 128, 128, 0);
 }
@@ -301,7 +302,7 @@ static void check_refusals(void) {
     bad = good, bad.col_granularity = BLOCK_1X32;
     CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output), "%s", output);
     bad = good, bad.columnwise_scale_inv = NULL;
-    CHECK(check_dies(call_quantize, &bad, "scales of what it has", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &bad, "with its scales", output, sizeof output), "%s", output);
     bad = good, bad.row_granularity = bad.col_granularity = PER_ROW, bad.rule = SCALE_TORCHAO_POW2, bad.amax = NULL;
     CHECK(check_dies(call_quantize, &bad, "needs amax", output, sizeof output), "%s", output);
     CHECK(check_dies(call_gradient, &good, "values of two outputs", output, sizeof output), "%s", output);
@@ -330,7 +331,7 @@ static void run_checks(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// The cast of n values to the copies that `t` has; `outputs`: of its source; `read`: bytes read a value.
+// Reports the cast of n values to the data that `t` has. `outputs` is the source's; `read` is bytes read per value.
 static void bench_cast(Bench *b, const char *name, const char *shape, const Case *c, int outputs, double us,
                        const QTensor *t, double read, double n) {
     const double bytes = (read + (t->rowwise ? 1 : 0) + (t->columnwise ? 1 : 0)) * n;
@@ -341,27 +342,28 @@ static void bench_cast(Bench *b, const char *name, const char *shape, const Case
     }
     format_checked(
         reason, sizeof reason,
-        "a tile waits in registers for its scales, so a block's loads, arithmetic and stores take turns%s%s%s",
+        "a tile waits in registers for its scales, so a block's loads, arithmetic and stores do not overlap%s%s%s",
         t->rowwise && t->columnwise && c->row != BLOCK_128X128 ? "; two casts of every value" : "",
         c->row == BLOCK_1X32 ? "; maxima of 32 along both axes" : "",
-        outputs > 1 ? "; two outputs, so 2 blocks a multiprocessor" : "");
+        outputs > 1 ? "; two outputs, so 2 blocks per SM" : "");
     bench_report(b, name, shape, us, bytes, reason);
 }
 
-// Both passes' times of one tensor, of the delayed recipe the cast's; `read`: bytes read an element of what is cast.
+// Times both passes of one tensor (with the delayed recipe only the cast). `read` is bytes read per element of the
+// source.
 template <class Source>
 static void bench_source(Bench *b, const char *what, const Case *c, Source source, int64_t R, int64_t C, double read) {
     enum { OUTPUTS = Source::OUTPUTS };
     const int64_t columns = C * OUTPUTS;
     const double n = (double)R * (double)columns;
     const float one = 1;
-    const char *copies[] = {"cast", "row copy", "col copy"};
+    const char *data[] = {"cast", "rowwise cast", "columnwise cast"};
     char name[128], shape[32];
     format_checked(shape, sizeof shape, "%lld x %lld", (long long)R, (long long)columns);
     float *known = (float *)bench_upload(&one, sizeof one);
     QTensor t = case_tensor(c, R, columns);
     if (c->row == PER_TENSOR) t.delayed_scale = known;
-    if (copy_amaxes(c->row, R) && !t.delayed_scale) {
+    if (usage_amaxes(c->row, R) && !t.delayed_scale) {
         format_checked(name, sizeof name, "%s%s, amaxes", c->name, what);
         bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }),
                      read * n, "an atomic for the amax of every row and column of a tile");
@@ -370,7 +372,7 @@ static void bench_source(Bench *b, const char *what, const Case *c, Source sourc
         QTensor part = t;
         if (i == 1) part.columnwise = NULL;
         if (i == 2) part.rowwise = NULL;
-        format_checked(name, sizeof name, "%s%s, %s", c->name, what, copies[i]);
+        format_checked(name, sizeof name, "%s%s, %s", c->name, what, data[i]);
         bench_cast(b, name, shape, c, OUTPUTS,
                    bench_time_us(b, [&] { quantize_source("bench", part, source, R, C, 0); }), &part, read, n);
     }
@@ -398,12 +400,12 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     const double us =
         bench_time_us(b, [&] { fp8_dequantize(out, mx.rowwise, mx.rowwise_scale_inv, BLOCK_1X32, FP8_E4M3, R, C, 0); });
     bench_report(b, "back to bf16, 1x32", shape, us, 3.0 * (double)(R * C),
-                 "short threads: 16 codes each, and their scale is looked up first");
+                 "short threads: 16 codes each, which wait for their scale");
     qtensor_free(mx);
     bench_free(x), bench_free(out);
 }
 
-// The casts of what a norm, SwiGLU and its gradient make.
+// Times the casts of a norm, of SwiGLU and of its gradient.
 static void bench_sources(Bench *b, int64_t R, int64_t C, int64_t F) {
     Case cases[MAX_CASES];
     const int count = make_cases(cases, NUM_TENSORS);

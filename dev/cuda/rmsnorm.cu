@@ -8,8 +8,8 @@
 #define NO_WATCH \
     RmsnormWatch {}
 
-// One rounding to bf16 is off by at most 2^-8 of the value; the rest is for the fp32 sums, whose order differs from the
-// reference's.
+// One rounding to bf16 is off by at most 2^-8 of the value; the 1% allows for fp32 sums in another order than the
+// reference.
 static const double BF16_ROUNDING = 0.00390625 * 1.01;
 
 typedef enum { FILL_NORMAL, FILL_ZERO_ROW, FILL_NAN, FILL_INFINITY, FILL_DENORMAL, NUM_FILLS } Fill;
@@ -18,8 +18,8 @@ static const char *const fill_names[NUM_FILLS] = {"normal", "zero row", "NaN", "
 typedef struct {
     int64_t R, C;
     char label[96];
-    bf16_bits *residual, *delta, *dy, *weight;  // host; the stream is residual + delta
-    float *sum;                                 // bf16 values of the stream
+    bf16_bits *residual, *delta, *dy, *weight;  // host arrays; x is residual + delta
+    float *sum;                                 // x rounded to bf16
 } Case;
 
 static Case case_create(int64_t R, int64_t C, Fill fill) {
@@ -55,7 +55,7 @@ static void check_forward(const Case *k) {
     QTensor t = qtensor_create(R, C, FP8_E4M3);
     residual_rmsnorm_forward(x, y, rstd, NULL, residual, delta, weight, R, C, EPS, NO_WATCH, 0);
     rmsnorm_forward(y_alone, rstd_alone, NULL, x, weight, R, C, EPS, NO_WATCH, 0);
-    // in place, nothing stored, amax
+    // run in place, without storing y, with amax
     residual_rmsnorm_forward(residual, NULL, rstd, t.amax, residual, delta, weight, R, C, EPS, NO_WATCH, 0);
     rmsnorm_quantize_transpose(t, x, rstd, weight, R, C, 0);
 
@@ -68,8 +68,8 @@ static void check_forward(const Case *k) {
     format_checked(label, sizeof label, "%s: residual + delta", k->label);
     check_close(label, xf, k->sum, n, C, 0, 0);
     format_checked(label, sizeof label, "%s: rstd", k->label);
-    check_close(label, got_rstd, want_rstd, R, 1, 2e-6,
-                0);  // a few fp32 roundings: the sum is a tree of depth about C / 128
+    // A few fp32 roundings: the sum is a tree of depth about C / 128.
+    check_close(label, got_rstd, want_rstd, R, 1, 2e-6, 0);
     format_checked(label, sizeof label, "%s: y", k->label);
     check_close(label, yf, want_y, n, C, BF16_ROUNDING, 1e-40);
     check_same_on_device("norm without the residual add", y, y_alone, n * 2, C * 2);
@@ -82,7 +82,7 @@ static void check_forward(const Case *k) {
     qtensor_free(t);
 }
 
-// The reference gets the GPU's own rstd, so that only this kernel's error shows.
+// The reference uses the GPU's rstd, so that only this kernel's error is checked.
 static void check_backward(const Case *k, bool with_residual) {
     const int64_t R = k->R, C = k->C, n = R * C;
     char label[160];
@@ -106,8 +106,8 @@ static void check_backward(const Case *k, bool with_residual) {
     float *gotf = bf16_to_floats(got, n), *got_dwf = bf16_to_floats(got_dw, C), *want = (float *)xcalloc((size_t)n, 4),
           *want_dw = bf16_to_floats(dw_before, C);
     rmsnorm_backward_reference(want, want_dw, with_residual ? drf : NULL, dyf, k->sum, rstd_host, wf, R, C, ROUND_NONE);
-    // dx: where its terms (of order 1, times rstd) cancel, fp32 errors of the terms remain. dw: a sum of R terms of
-    // order 1 in fp32.
+    // If the terms of dx (of order 1, times rstd) cancel, their fp32 errors remain. dw is an fp32 sum of R terms of
+    // order 1.
     float largest_rstd = 1;
     for (int64_t r = 0; r < R; r++) largest_rstd = fmaxf(largest_rstd, rstd_host[r]);
     format_checked(label, sizeof label, "%s: dx%s", k->label, with_residual ? " with residual" : "");
@@ -126,8 +126,8 @@ static void check_backward(const Case *k, bool with_residual) {
         bench_free(dw2), bench_free(rstd), bench_free(workspace), bench_free(amax);
 }
 
-// One row of x holds `value`, once, or is zero. The norms numbered 9, 6 and 8 see it, 1 is not asked to look, 2 sees
-// ordinary rows.
+// One row of x holds `value` once, or is zero. The norms numbered 9, 6 and 8 read it, norm 1 does no check, norm 2
+// reads ordinary rows.
 static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) {
     const int64_t n = R * C, row = 2 * R / 3;
     bf16_bits *x_host = bench_normal(1, n, 1), *weight_host = bench_normal(4, C, 0.5f);
@@ -147,7 +147,7 @@ static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) 
     uint32_t *got = (uint32_t *)bench_download(first, 4, "watch");
     CHECK(*got == (bad ? 6 : none), "%lld x %lld with a value of %g, eps %g: norm %u is named", (long long)R,
           (long long)C, value, eps, *got);
-    // the CPU adds squares up in double, which no finite row overflows; else both agree
+    // the CPU adds squares in double, which no finite row overflows; in all other cases both agree
     if (!isfinite(value) || isfinite(value * value))
         CHECK(!float_is_positive(rms_reciprocal(row_values, C, eps)) == bad, "the CPU's norm of a row with %g, eps %g",
               value, eps);
@@ -168,7 +168,8 @@ static void check_watches(void) {
             check_watch(shapes[i][0], shapes[i][1], rows[k].value, rows[k].eps, rows[k].bad);
 }
 
-// Beyond 2^31 elements: the fused cast against the plain cast of a stored y, and the last row against the reference.
+// More than 2^31 elements: checks the fused cast against the plain cast of a stored y, and the last row against the
+// reference.
 static void check_large(void) {
     const int64_t R = 524416, C = 4096, n = R * C;
     bf16 *x = bench_random(n, 1, 1), *y = (bf16 *)bench_alloc(n * 2), *weight = bench_random(C, 2, 1),
@@ -180,8 +181,8 @@ static void check_large(void) {
     tensor_quantize(plain, y, R, C, 0);
     CHECK(read_amax(fused.amax) == read_amax(plain.amax), "amax of y: %08x in the norm, %08x of what it stored",
           read_amax(fused.amax), read_amax(plain.amax));
-    check_same_on_device("2^31 elements, row copy", fused.rowwise, plain.rowwise, n, C);
-    check_same_on_device("2^31 elements, transposed copy", fused.columnwise, plain.columnwise, n, R);
+    check_same_on_device("2^31 elements, rowwise data", fused.rowwise, plain.rowwise, n, C);
+    check_same_on_device("2^31 elements, columnwise data", fused.columnwise, plain.columnwise, n, R);
     void *workspace = bench_alloc((int64_t)rmsnorm_workspace_bytes(R, C));
     rmsnorm_backward(y, dweight, NULL, y, x, rstd, weight, NULL, R, C, workspace, 0);  // dy = y, in place
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -195,16 +196,17 @@ static void check_large(void) {
           *want = (float *)xcalloc((size_t)C, 4), r;
     rmsnorm_forward_reference(dyf, &r, xf, wf, 1, C, EPS, ROUND_BF16);
     rmsnorm_backward_reference(want, dwf, NULL, dyf, xf, &r, wf, 1, C, ROUND_NONE);
-    // a y that rounds the other way on the CPU is off by 2^-8 of a value of order 1 to 10, times the weight
+    // a y that rounds differently on the CPU is off by 2^-8 of a value of order 1 to 10, times the weight
     check_close("2^31 elements, last row of dx", got, want, C, C, BF16_ROUNDING, 0.2);
+    // 4e-3 is about 2^-8.
     CHECK(check_relative_error(got, want, C) < 4e-3, "last row of dx: relative error %g",
-          check_relative_error(got, want, C));  // 2^-8
+          check_relative_error(got, want, C));
     free(x_bits), free(w_bits), free(dx_bits), free(xf), free(wf), free(got), free(dyf), free(dwf), free(want);
     bench_free(x), bench_free(y), bench_free(weight), bench_free(dweight), bench_free(rstd), bench_free(workspace);
     qtensor_free(fused), qtensor_free(plain);
 }
 
-// Refusals run first: they fork, which a process with CUDA running must not.
+// Refusals run first: they fork, which is not possible once CUDA is initialized.
 static void call_forward(void *context) {
     rmsnorm_forward(NULL, NULL, NULL, (const bf16 *)16, (const bf16 *)16, 1, *(const int64_t *)context, EPS, NO_WATCH,
                     0);
@@ -243,9 +245,9 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     void *workspace = bench_alloc((int64_t)rmsnorm_workspace_bytes(R, C));
     QTensor t = qtensor_create(R, C, FP8_E4M3);
     const RmsnormWatch watch = {(uint32_t *)bench_zeros(4), 1};  // as in training
-    const char *forward = "a row's sum comes before its output, and a block loads its next row only after that";
+    const char *forward = "a row's sum is needed before its output, and a block loads its next row only after that";
     const char *backward =
-        "dw stays in registers: 512 or 1024 threads a multiprocessor; a second launch adds up its parts";
+        "dw stays in registers, so occupancy is 512 or 1024 threads per SM; a second launch adds up its parts";
     bench_report(b, "rmsnorm, amax", shape,
                  bench_time_us(b, [&] { rmsnorm_forward(NULL, rstd, t.amax, x, weight, R, C, EPS, watch, 0); }), 2 * n,
                  forward);

@@ -1,4 +1,4 @@
-// Checks llmc/cuda/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference/rope.h and times it.
+// Checks llmc/cuda/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference/rope.h, and times it.
 // Build and run: make build/bench_rope && build/bench_rope
 #include "../../llmc/reference/linear.h"
 #include "../../llmc/reference/rope.h"
@@ -7,8 +7,8 @@
 
 #define EPS 1e-6f
 
-// Against unrounded truth: one bf16 rounding (2^-8 of the value). The floor is for fp32 sums of HD products near 1, and
-// differences of two of them.
+// Tolerance against the exact value: one bf16 rounding (2^-8 of the value). The floor is for fp32 sums of HD terms near
+// 1, and differences of two of them.
 #define TOLERANCE (1.01 / 256)
 #define FLOOR 2e-5
 
@@ -64,7 +64,7 @@ static void check_forward(const Case *c) {
     free(qkv), free(want), free(got_bits), free(got), free(kept);
 }
 
-// `special`: a NaN among the values' gradients, which must reach the amax.
+// `special` puts a NaN among the gradients of V, which must reach the amax.
 static void check_backward(const Case *c, bool special) {
     const bool norm = c->norms[0] != NULL;
     const int64_t HD = c->d.HD;
@@ -95,7 +95,7 @@ static void check_backward(const Case *c, bool special) {
               *got_dw_bits = (bf16_bits *)bench_download(dw[0], 2 * HD * 2, c->label);
     float *got = bf16_to_floats(got_bits, c->n), *got_dw = bf16_to_floats(got_dw_bits, 2 * HD);
     check_close(c->label, got, want, c->n, c->heads * HD, TOLERANCE, FLOOR);
-    // fp32 sums of rows * heads products near 1
+    // fp32 sums of rows * heads terms near 1
     if (norm)
         check_close(c->label, got_dw, want_dw, 2 * HD, HD, TOLERANCE, 2e-6 * sqrt((double)(c->rows * c->d.NH)) + FLOOR);
     uint32_t *got_amax = (uint32_t *)bench_download(amax[0], 4, c->label);
@@ -129,13 +129,13 @@ static void check_bias(int64_t rows, int64_t columns) {
     check_same_on_device(label, db, again, columns * 2, columns * 2);
     bf16_bits *got_bits = (bf16_bits *)bench_download(db, columns * 2, label);
     float *got = bf16_to_floats(got_bits, columns);
-    check_close(label, got, want, columns, columns, TOLERANCE,
-                2e-6 * sqrt((double)rows));  // fp32 sums of values near 1
+    // The floor is for fp32 sums of values near 1.
+    check_close(label, got, want, columns, columns, TOLERANCE, 2e-6 * sqrt((double)rows));
     bench_free(d_dy), bench_free(db), bench_free(again), bench_free(workspace);
     free(dy_bits), free(db_bits), free(dy), free(want), free(got_bits), free(got);
 }
 
-// More than 2^31 elements in place: the last tokens come out as they do from a tensor of their own.
+// More than 2^31 elements in place: the last tokens must equal those of a tensor of their own.
 static void check_large(void) {
     const int64_t T = 8192, B = 44, width = 48 * 128, n = B * T * width, last = T * width;
     ModelConfig m;
@@ -161,7 +161,7 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
     if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
     m.head_dim = HD;
     RopeDims d = {1, T, NH, NKV, HD, EPS};
-    const int64_t n = T * (NH + 2 * NKV) * HD, turned = T * (NH + NKV) * HD;
+    const int64_t n = T * (NH + 2 * NKV) * HD, rotated = T * (NH + NKV) * HD;
     float *host_table = (float *)xcalloc((size_t)(T * HD), 4);
     rope_table_fill(host_table, &m, T);
     float *table = (float *)bench_upload(host_table, T * HD * 4);
@@ -170,22 +170,22 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
     uint32_t *amax = (uint32_t *)bench_zeros(4);
     void *workspace =
         bench_alloc(max_i64((int64_t)rope_workspace_bytes(HD), (int64_t)bias_workspace_bytes(T, (NH + 2 * NKV) * HD)));
-    const char *rotation = "blocks of 4 tokens, whose threads have two heads on their way at a time";
+    const char *rotation = "blocks of 4 tokens, whose threads have two heads in flight at a time";
     if (norm) {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(out, in, q_norm, k_norm, table, d, 0); });
         bench_report(b, "QK-norm + RoPE", shape, us, 4.0 * (double)n,
-                     "the sum of each head before its output: shuffles, and registers for 3 blocks a multiprocessor");
+                     "each head's sum is needed before its output: shuffles, and registers for 3 blocks per SM");
         us = bench_time_us(
             b, [&] { qknorm_rope_backward(out, dw, dw + HD, amax, in, q_norm, k_norm, table, d, workspace, 0); });
-        bench_report(b, "QK-norm + RoPE backward", shape, us, 6.0 * (double)turned + 2.0 * (double)(n - turned),
-                     "two sums of each head, dw in registers: 2 blocks a multiprocessor; then two launches that add up "
+        bench_report(b, "QK-norm + RoPE backward", shape, us, 6.0 * (double)rotated + 2.0 * (double)(n - rotated),
+                     "two sums of each head, and dw in registers: 2 blocks per SM; then two launches that add up "
                      "the parts of dw");
     } else {
         double us = bench_time_us(b, [&] { qknorm_rope_forward(in, in, NULL, NULL, table, d, 0); });
-        bench_report(b, "RoPE in place", shape, us, 4.0 * (double)turned, rotation);
+        bench_report(b, "RoPE in place", shape, us, 4.0 * (double)rotated, rotation);
         us = bench_time_us(
             b, [&] { qknorm_rope_backward(out, NULL, NULL, amax, NULL, NULL, NULL, table, d, workspace, 0); });
-        bench_report(b, "RoPE backward", shape, us, 4.0 * (double)turned + 2.0 * (double)(n - turned), rotation);
+        bench_report(b, "RoPE backward", shape, us, 4.0 * (double)rotated + 2.0 * (double)(n - rotated), rotation);
         us = bench_time_us(b, [&] { bias_backward(in, out, T, (NH + 2 * NKV) * HD, workspace, 0); });
         bench_report(b, "bias backward", shape, us, 2.0 * (double)n,
                      "two launches: the second adds up the parts of the rows");

@@ -4,13 +4,13 @@
 #include "../../llmc/cuda/swiglu.cuh"
 #include "check_quantized.cuh"
 
-// One rounding to bf16 is off by at most 2^-8 of the value; the rest covers the fast exponential (below 1e-5).
+// One rounding to bf16 is off by at most 2^-8 of the value; the 1% allows for the fast exponential (error below 1e-5).
 static const double BF16_ROUNDING = 0.00390625 * 1.01;
 
 typedef enum { FILL_NORMAL, FILL_WIDE, FILL_ZERO, FILL_SPECIAL, NUM_FILLS } Fill;
 static const char *const fill_names[NUM_FILLS] = {"normal", "wide gates", "zero", "special values"};
 
-// Gates and ups that overflow, underflow or are not numbers, in the first elements of the last row.
+// Puts gates and ups that overflow, underflow or are not numbers into the first elements of the last row.
 static void put_special_values(bf16_bits *gate_up, int64_t R, int64_t F) {
     const float gates[16] = {INFINITY, -INFINITY, NAN, 100,   -100,  88,     -88, -87,
                              1e-39f,   -1e-39f,   0,   -0.0f, 3e38f, -3e38f, 1,   1};
@@ -25,7 +25,7 @@ static bf16_bits *make_gate_up(Fill fill, int64_t R, int64_t F) {
     return x;
 }
 
-// The transposed copy that the gradient's first pass writes has the bytes of the forward cast's.
+// Checks that the columnwise data written by the gradient's first pass has the bytes of the forward cast's.
 static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 *dh, const bf16_bits *h,
                              const bf16_bits *d_gate_up, int64_t R, int64_t F) {
     char name[160];
@@ -76,15 +76,15 @@ static void check_case(int64_t R, int64_t F, Fill fill) {
     format_checked(label, sizeof label, "%s: h", base);
     check_close(label, hf, want_h, n, F, BF16_ROUNDING, 1e-35);  // a sigmoid below 2^-126 is 0 here
     format_checked(label, sizeof label, "%s: d_gate_up", base);
-    // the slope of silu vanishes at -1.278, where 1 + g (1 - s) keeps fp32's error of terms of order 1, times dh * up
+    // the slope of silu is 0 at -1.278; there 1 + g (1 - s) has the fp32 error of its terms of order 1, times dh * up
     check_close(label, df, want_d, 2 * n, 2 * F, BF16_ROUNDING, fill == FILL_WIDE ? 2e-5 : 1e-6);
     free(gate_up_host), free(dh_host), free(got_h), free(got_d), free(xf), free(dhf), free(hf), free(df), free(want_h),
         free(want_d);
     bench_free(gate_up), bench_free(dh), bench_free(h), bench_free(h_again), bench_free(d);
 }
 
-// Beyond 2^31 elements: the fused casts against plain casts of stored tensors; a second run of both passes gives the
-// same bytes.
+// More than 2^31 elements: checks the fused casts against plain casts of stored tensors; a second run of both passes
+// must give equal bytes.
 static void check_large(void) {
     const int64_t R = 75008, F = 14336, n = R * F;
     bf16 *gate_up = bench_random(2 * n, 1, 1), *dh = bench_random(n, 2, 1), *d = (bf16 *)bench_alloc(4 * n),
@@ -102,14 +102,14 @@ static void check_large(void) {
           read_amax(fused.amax), read_amax(plain.amax));
     CHECK(read_amax(h_fused.amax) == read_amax(h_plain.amax), "amax of h: %08x fused, %08x of the stored",
           read_amax(h_fused.amax), read_amax(h_plain.amax));
-    check_same_on_device("2^31 elements, row copy", fused.rowwise, plain.rowwise, 2 * n, 2 * F);
-    check_same_on_device("2^31 elements, transposed copy", fused.columnwise, plain.columnwise, 2 * n, R);
-    check_same_on_device("2^31 elements, h transposed", h_fused.columnwise, h_plain.columnwise, n, R);
+    check_same_on_device("2^31 elements, rowwise data", fused.rowwise, plain.rowwise, 2 * n, 2 * F);
+    check_same_on_device("2^31 elements, columnwise data", fused.columnwise, plain.columnwise, 2 * n, R);
+    check_same_on_device("2^31 elements, h columnwise", h_fused.columnwise, h_plain.columnwise, n, R);
     bench_free(gate_up), bench_free(dh), bench_free(d), bench_free(h);
     qtensor_free(fused), qtensor_free(plain), qtensor_free(h_fused), qtensor_free(h_plain);
 }
 
-// Refusals run first: they fork, which a process with CUDA running must not.
+// Refusals run first: they fork, which is not possible once CUDA is initialized.
 static void call_forward(void *context) {
     swiglu_forward((bf16 *)16, (const bf16 *)16, 1, *(const int64_t *)context, 0);
 }
@@ -140,11 +140,11 @@ static void bench_shape(Bench *b, int64_t R, int64_t F) {
                  6 * n);
     bench_report(b, "swiglu_amax", shape, bench_time_us(b, [&] { swiglu_amax(t.amax, gate_up, R, F, 0); }), 4 * n,
                  AMAX_REASON);
-    bench_report(b, "swiglu cast, row only", shape,
+    bench_report(b, "swiglu cast, rowwise only", shape,
                  bench_time_us(b, [&] { swiglu_quantize_transpose(row, gate_up, R, F, 0); }), 5 * n);
-    bench_report(b, "swiglu cast, row and transposed", shape,
+    bench_report(b, "swiglu cast, rowwise and columnwise", shape,
                  bench_time_us(b, [&] { swiglu_quantize_transpose(t, gate_up, R, F, 0); }), 6 * n);
-    bench_report(b, "swiglu forward FP8 passes (row)", shape,
+    bench_report(b, "swiglu forward FP8 passes (rowwise)", shape,
                  bench_time_us(b,
                                [&] {
                                    swiglu_amax(t.amax, gate_up, R, F, 0);
@@ -157,7 +157,7 @@ static void bench_shape(Bench *b, int64_t R, int64_t F) {
                  bench_time_us(b, [&] { swiglu_backward(d, h, dh, gate_up, R, F, 0); }), 12 * n);
     bench_report(b, "swiglu backward amax", shape,
                  bench_time_us(b, [&] { swiglu_backward_amax(td.amax, none, dh, gate_up, R, F, 0); }), 6 * n);
-    bench_report(b, "swiglu backward amax and h transposed", shape,
+    bench_report(b, "swiglu backward amax and h columnwise", shape,
                  bench_time_us(b, [&] { swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0); }), 7 * n);
     bench_report(b, "swiglu backward cast", shape,
                  bench_time_us(b, [&] { swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0); }), 10 * n);

@@ -195,7 +195,7 @@ static void note_amax_pass(cudaStream_t s, const TensorSource *source, const Fin
 // A cast by scales of blocks has no amaxes; those of tensor scales come from elsewhere. All others are of the same
 // weights as what is cast.
 static void note_cast(cudaStream_t s, const TensorSource *source, const QTensor *out, int64_t R, int64_t C) {
-    const int64_t of_rows = copy_amaxes(out->row_granularity, R), of_columns = copy_amaxes(out->col_granularity, C);
+    const int64_t of_rows = usage_amaxes(out->row_granularity, R), of_columns = usage_amaxes(out->col_granularity, C);
     if (out->row_granularity == PER_TENSOR) note_read(s, out->amax, sizeof(uint32_t), ORDER_ANY);
     else if (out->rowwise && of_rows) note_read(s, out->amax, of_rows * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
     if (out->col_granularity != PER_TENSOR && out->columnwise && of_columns)

@@ -234,7 +234,7 @@ HOST_DEVICE static inline float scale_load(ScaleGranularity g, const void *scale
 }
 
 // Number of amaxes that a cast to data [outer, depth] needs beforehand.
-static inline int64_t copy_amaxes(ScaleGranularity g, int64_t outer) {
+static inline int64_t usage_amaxes(ScaleGranularity g, int64_t outer) {
     const AmaxNeed need = granularity_traits(g)->amaxes;
     return need == AMAX_ROWS ? outer : need == AMAX_ONE ? 1 : 0;
 }
@@ -242,7 +242,7 @@ static inline int64_t copy_amaxes(ScaleGranularity g, int64_t outer) {
 // Number of amaxes of a tensor [rows, cols]: for its rowwise data, then for its columnwise data. PER_TENSOR data share
 // one.
 static inline int64_t tensor_amaxes(ScaleGranularity row, ScaleGranularity col, int64_t rows, int64_t cols) {
-    return row == PER_TENSOR && col == PER_TENSOR ? 1 : copy_amaxes(row, rows) + copy_amaxes(col, cols);
+    return row == PER_TENSOR && col == PER_TENSOR ? 1 : usage_amaxes(row, rows) + usage_amaxes(col, cols);
 }
 
 #endif

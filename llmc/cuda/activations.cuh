@@ -1,8 +1,8 @@
-// Where the activations of a step lie, and their gradients.
-// These are: what layers keep for backward, what one layer at a time needs, and logits. What is never alive at the same
-// time shares memory.
+// Memory of a step's activations and of their gradients.
+// It holds what each layer keeps for backward, what one layer at a time needs, and the logits. Buffers whose lifetimes
+// do not overlap share memory.
 //
-// Placing is a function of an ActivationsLayout and an arena. dev/test/test_placement.cu compares all lifetimes.
+// The placement is a function of an ActivationsLayout and an arena. dev/test/test_placement.cu checks all lifetimes.
 #ifndef LLMC_ACTIVATIONS_CUH
 #define LLMC_ACTIVATIONS_CUH
 
@@ -12,23 +12,24 @@
 #include "rope.cuh"
 #include "tensor_scales.cuh"
 
-// Numbers of weights, activations and gradients.
+// Number type of weights, activations and gradients.
 typedef bf16 Real;
 
-// A layer's forward pass leaves these for its backward pass. Some members may share memory with those of other layers.
+// Activations of one layer that its forward pass leaves for its backward pass. Some members may share memory with those
+// of other layers.
 typedef struct {
     Real *x;        // [R, C] residual stream that enters the layer
-    QTensor norm1;  // [R, C] its RMSNorm
+    QTensor norm1;  // [R, C] RMSNorm of x
     float *rstd1;   // [R]
-    Real *qkv;      // [R, QKV] as the linear layer leaves it
+    Real *qkv;      // [R, QKV] output of the linear layer
     Real *rotated;  // [R, QKV] after QK-norm and RoPE; without QK-norm the same memory as qkv
     QTensor att;    // [R, ATT]
     float *lse;     // [B, NH, T]
     Real *x_mid;    // [R, C] residual stream between attention and MLP
-    QTensor norm2;  // [R, C] its RMSNorm
+    QTensor norm2;  // [R, C] RMSNorm of x_mid
     float *rstd2;   // [R]
     Real *gate_up;  // [R, 2F]
-    QTensor h;      // [R, F] silu(gate) * up; backward makes it again from gate_up
+    QTensor h;      // [R, F] silu(gate) * up; backward recomputes it from gate_up
 } LayerActs;
 
 // Gradients of the outputs of a layer's four linear layers, as GEMMs read them.
@@ -38,8 +39,8 @@ typedef struct {
 
 typedef struct {
     LayerActs *layer;           // [L]
-    bool rotated_is_shared;     // with QK-norm: all layers' `rotated` is one buffer, which backward fills again
-    bf16 *branch;               // [R, C] output of attention or MLP before it joins the residual stream
+    bool rotated_is_shared;     // with QK-norm: all layers share one `rotated`, which backward recomputes
+    bf16 *branch;               // [R, C] output of attention or MLP before the residual add
     bf16 *x_final, *y_final;    // [R, C] residual stream after the last layer, and its RMSNorm
     float *rstd_final;          // [R]
     bf16 *logits;               // [chunk, V], overwritten by their gradient
@@ -47,30 +48,35 @@ typedef struct {
     float *rope_table;          // [T, HD] cos, sin
     bf16 *dx;                   // [R, C] gradient of the residual stream
     bf16 *dbranch, *dh, *datt;  // [R, C], [R, F], [R, ATT] gradients inside the current layer
-    OutputGradients dy;         // data and own scales alone: which layer's they are changes
+    OutputGradients dy;         // memory only: the amax and scales depend on the layer
     void *attention_workspace, *norm_workspace;
-    void *reduce_workspace;  // of the sums over rows: gradients of QK-norm and of biases
+    void *reduce_workspace;  // for sums over rows: gradients of QK-norm and of biases
 } Activations;
 
-// A buffer of another module that lies among the activations: `place` takes it from the arena.
+// A buffer of another module inside the activations' memory. `place` takes it from the arena.
 typedef struct {
     void (*place)(void *context, Arena *a);
     void *context;
 } ArenaGuest;
 
-// The placement follows from these facts alone.
+// All inputs of the placement.
 typedef struct {
     const Dims *dims;
     const TensorScales *scales;
     bool recompute_layer, qk_norm;
-    int64_t chunk;                  // rows of logits at a time
-    ArenaRange layer_gradients;     // weight gradients of the layers: activations lie there before. Empty: not
-    ArenaRange embedding_gradient;  // the same of the embedding, which is written last
-    int64_t layer_gradient_bytes;   // of one layer
-    bool has_logits;  // the logits lie at `logits` (NULL on an arena without memory); else they get a place here
+    int64_t chunk;  // rows of logits at a time
+    // Memory of the layers' weight gradients, which activations use before. Empty: not reused.
+    ArenaRange layer_gradients;
+    // Memory of the embedding's gradient, which is written last. Activations use it before. Empty: not reused.
+    ArenaRange embedding_gradient;
+    int64_t layer_gradient_bytes;  // bytes per layer
+    // True if the logits already have memory at `logits` (NULL on an arena without memory). Otherwise they are placed
+    // here.
+    bool has_logits;
     bf16 *logits;
-    ArenaGuest fp8_weights;                    // of one layer at a time; place NULL: they are elsewhere
-    ArenaGuest root_gradient, layer_gradient;  // gradients before they join their sums; place NULL: elsewhere or none
+    ArenaGuest fp8_weights;  // FP8 weights of one layer at a time; place NULL: not here
+    // Gradients before they are added to their sums; place NULL: not here.
+    ArenaGuest root_gradient, layer_gradient;
 } ActivationsLayout;
 
 static inline void arena_take_guest(Arena *a, ArenaGuest guest) {
@@ -80,13 +86,13 @@ static inline void arena_take_guest(Arena *a, ArenaGuest guest) {
 static inline bf16 *take_bf16(Arena *a, int64_t n) { return (bf16 *)arena_take(a, n * (int64_t)sizeof(bf16)); }
 static inline float *take_float(Arena *a, int64_t n) { return (float *)arena_take(a, n * (int64_t)sizeof(float)); }
 
-// The input of linear layer `id`.
+// Returns the input of linear layer `id`.
 static inline QTensor *layer_input(LayerActs *acts, LinearId id) {
     QTensor *const inputs[NUM_LINEARS] = {&acts->norm1, &acts->att, &acts->norm2, &acts->h};
     return inputs[id];
 }
 
-// The gradient of the output of linear layer `id`.
+// Returns the gradient of the output of linear layer `id`.
 static inline QTensor *layer_output_gradient(OutputGradients *dy, LinearId id) {
     QTensor *const gradients[NUM_LINEARS] = {&dy->qkv, &dy->out, &dy->gate_up, &dy->down};
     return gradients[id];
@@ -110,7 +116,7 @@ static inline DataNeeded data_needed(const Precision *p, int64_t first, int64_t 
     return need;
 }
 
-// Tensor (l, role, id) with the data that was placed for it, as far as layer l needs it.
+// Returns tensor (l, role, id) with as much of the placed data as layer l needs.
 static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *placed, int64_t l, TensorRole role,
                                       LinearId id) {
     QTensor q = tensor_scales_of(s, l, role, id);
@@ -122,14 +128,15 @@ static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *plac
     return q;
 }
 
-// The output gradients of layer l. The buffers of all layers are the same. Those of layer -1 are read by no GEMM.
+// Returns the output gradients of layer l. All layers share the buffers. No GEMM reads the output gradients of layer
+// -1.
 static inline OutputGradients activations_output_gradients(const Activations *acts, const TensorScales *s, int64_t l) {
     OutputGradients placed = acts->dy, dy;
     for (int id = 0; id < NUM_LINEARS; id++) {
         const QTensor *from = layer_output_gradient(&placed, (LinearId)id);
         QTensor *to = layer_output_gradient(&dy, (LinearId)id);
         *to = tensor_of_layer(s, from, l, TENSOR_DY, (LinearId)id);
-        if (id != GATE_UP_PROJ) to->data = from->data;  // also where its cast alone reads it
+        if (id != GATE_UP_PROJ) to->data = from->data;  // the cast reads it too, even if no GEMM does
     }
     return dy;
 }
@@ -137,8 +144,8 @@ static inline OutputGradients activations_output_gradients(const Activations *ac
 // ---------------------------------------------------------------------------------------------------------------------
 // Placement
 
-// The input of linear layer `id`, [R, K], for layers [first, last). Rowwise data is dead after the forward GEMM, so
-// layers share one, in `row`.
+// Places the input of linear layer `id`, [R, K], for layers [first, last). Rowwise data is dead after the forward GEMM,
+// so all layers share the buffer `row`.
 static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId id, int64_t first, int64_t last,
                                   const QTensor *row) {
     const Precision *precision = p->scales->precision;
@@ -151,11 +158,13 @@ static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId
         x.columnwise = (uint8_t *)arena_take(a, R * K);
         x.columnwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, COLUMNWISE, R, K));
     }
-    if (need.bf16 && id != OUT_PROJ) x.data = take_bf16(a, R * K);  // OUT_PROJ's is attention's output, always kept
+    // The input of OUT_PROJ is attention's output, which is always kept.
+    if (need.bf16 && id != OUT_PROJ) x.data = take_bf16(a, R * K);
     return x;
 }
 
-// Places what layers [first, last) keep, each or together: all but their input x, and h, which backward makes again.
+// Places all that layers [first, last) keep, except their input x, and h, which backward recomputes. For one layer the
+// range is [l, l + 1); with recomputation all layers share one placement.
 static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t first, int64_t last,
                                     const QTensor *row) {
     const Dims *d = p->dims;
@@ -172,15 +181,15 @@ static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerA
     acts->att.data = att;
 }
 
-// Activations that one layer at a time needs, placed once for all layers.
+// Activations that one layer at a time needs. All layers share them.
 typedef struct {
     QTensor row;  // rowwise data of any linear layer's input
     QTensor h;
-    bf16 *rotated;    // with QK-norm
-    LayerActs layer;  // with --recompute layer: what all layers share
+    bf16 *rotated;    // NULL without QK-norm
+    LayerActs layer;  // with --recompute layer: shared by all layers
 } OneLayer;
 
-// Places what backward reads of layer l.
+// Places the activations of layer l that backward reads.
 static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t l, const OneLayer *one) {
     if (p->recompute_layer) *acts = one->layer;
     else place_layer_acts(p, a, acts, l, l + 1, &one->row);
@@ -195,14 +204,18 @@ static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *a
     }
 }
 
-// How many layers keep their activations elsewhere than where weight gradients will be. Backward goes from the last
-// layer to the first: when it writes the gradient of layer l, the activations of the layers above are dead. So layer
-// l's gradient may begin where the activations of layer l + 1 do, or later. The other layers' activations lie there one
-// behind the other, from the first layer's gradient on, and the fewer they are, the sooner they give way. Returns the
-// least number of first layers without which they do. sizes [L]: bytes of each layer's activations.
+// Returns how many of the first layers keep their activations outside the memory of the weight gradients. sizes [L] are
+// the bytes of each layer's activations.
+//
+// Backward goes from the last layer to the first: when it writes the gradient of layer l, the activations of the layers
+// above are dead. So layer l's gradient must begin where the activations of layer l + 1 begin, or later. The
+// activations inside that memory lie one behind the other, starting at the first layer's gradient. The fewer they are,
+// the sooner they are dead. The result is the smallest number of layers outside for which no gradient overwrites a live
+// activation.
 static inline int64_t layers_outside(const int64_t *sizes, int64_t L, int64_t gradient_bytes) {
     for (int64_t outside = 1; outside < L; outside++) {
-        int64_t begin = 0;  // of layer l + 1's activations, counted from the first layer's gradient
+        // Start of layer l + 1's activations, counted from the first layer's gradient.
+        int64_t begin = 0;
         bool fits = true;
         for (int64_t l = outside; l < L && fits; l++) {
             begin += sizes[l];
@@ -230,7 +243,7 @@ static inline int64_t count_layers_outside(const ActivationsLayout *p, const One
     return outside;
 }
 
-// FP8 data of the output gradients [R, columns] of linear layers, one at a time.
+// Places the FP8 data of output gradients [R, columns], for one linear layer at a time.
 static inline QTensor place_gradient_data(const ActivationsLayout *p, Arena *a, int64_t columns) {
     const int64_t R = p->dims->R;
     QTensor dy;
@@ -243,7 +256,7 @@ static inline QTensor place_gradient_data(const ActivationsLayout *p, Arena *a, 
     return dy;
 }
 
-// Gradients inside a layer. acts->dx has its place.
+// Places the gradients inside a layer. acts->dx has been placed.
 static inline void place_inner_gradients(const ActivationsLayout *p, Activations *acts, Arena *a) {
     const Dims *d = p->dims;
     const Precision *precision = p->scales->precision;
@@ -267,7 +280,7 @@ static inline void place_norm_workspace(const ActivationsLayout *p, Activations 
     acts->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(p->dims->R, p->dims->C));
 }
 
-// Places what one layer at a time needs, forward or backward, and the loss does not.
+// Places the buffers that one layer at a time needs, forward or backward, and that the loss does not need.
 static inline void place_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a, OneLayer *one) {
     const Dims *d = p->dims;
     const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
@@ -291,11 +304,12 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
     arena_take_guest(a, p->layer_gradient);
 }
 
-// The logits (with the buffer of the root's gradient) and the memory of one layer: never alive together, they lie in
-// the same place, which is the embedding's gradient if the logits fit there. Returns what they leave of it.
+// Places the logits (with the buffer of the root's gradient) and the memory of one layer. These are never alive
+// together, so they share memory: the embedding's gradient if the logits fit there, else new memory. Returns the part
+// of the embedding's gradient that stays free.
 static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a,
                                                     OneLayer *one) {
-    const ArenaRange nowhere = {0, 0}, room = p->embedding_gradient;
+    const ArenaRange nowhere = {0, 0}, span = p->embedding_gradient;
     const int64_t used = a->used;
     if (p->has_logits) {
         acts->logits = p->logits;
@@ -303,20 +317,20 @@ static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, 
         return nowhere;
     }
     arena_group(a, "logits of one chunk");
-    arena_reuse(a, room);
+    arena_reuse(a, span);
     acts->logits = take_bf16(a, p->chunk * p->dims->V);
     arena_take_guest(a, p->root_gradient);
     const ArenaRange logits = {used, a->used};
-    const bool in_room = logits.begin == logits.end;
-    const ArenaRange after_logits = arena_reuse(a, in_room ? room : logits);
+    const bool in_span = logits.begin == logits.end;
+    const ArenaRange after_logits = arena_reuse(a, in_span ? span : logits);
     place_one_layer(p, acts, a, one);
     const ArenaRange after_layers = arena_reuse(a, nowhere),
-                     left = {max_i64(after_logits.begin, after_layers.begin), room.end};
-    return in_room ? left : room;
+                     left = {max_i64(after_logits.begin, after_layers.begin), span.end};
+    return in_span ? left : span;
 }
 
-// Gives all activations their places; acts->layer [L] is there. The last layers' activations lie where the layers'
-// weight gradients will be; those of the first layers and of the loss lie in what is left of the embedding's gradient,
+// Places all activations; acts->layer [L] is allocated. The last layers' activations use the memory of the layers'
+// weight gradients. The activations of the first layers and of the loss use the free part of the embedding's gradient,
 // as far as they fit.
 static inline void activations_place(Activations *acts, const ActivationsLayout *p, Arena *a) {
     const Dims *d = p->dims;
@@ -326,7 +340,8 @@ static inline void activations_place(Activations *acts, const ActivationsLayout 
     acts->rotated_is_shared = p->qk_norm;
     arena_group(a, "gradients of activations");
     acts->dx = take_bf16(a, d->R * d->C);
-    if (p->root_gradient.place) place_norm_workspace(p, acts, a);  // the final norm needs it beside the root's gradient
+    // The final norm needs its workspace beside the root's gradient.
+    if (p->root_gradient.place) place_norm_workspace(p, acts, a);
     const ArenaRange left = place_logits_and_one_layer(p, acts, a, &one);
     const int64_t outside = count_layers_outside(p, &one);
     arena_group(a, "activations kept for backward");

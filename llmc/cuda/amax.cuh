@@ -1,5 +1,5 @@
-// The amax of a tensor in memory, for tensors whose own kernel does not find it.
-// What an amax slot holds: cuda_utils.cuh.
+// The amax of a tensor in memory, for tensors whose producing kernel does not find it.
+// cuda_utils.cuh says how an amax slot is encoded.
 #ifndef LLMC_AMAX_CUH
 #define LLMC_AMAX_CUH
 
@@ -16,16 +16,16 @@ static __global__ void __launch_bounds__(AMAX_THREADS) tensor_amax_kernel(uint32
         v[i] = Bf16x8{{0, 0, 0, 0}};
         if (first + i * AMAX_THREADS < vectors) v[i] = bf16x8_load(x + 8 * (first + i * AMAX_THREADS));
     }
-    uint32_t halves = 0;
+    uint32_t packed_amax = 0;
 #pragma unroll
-    for (int i = 0; i < AMAX_VECTORS; i++) halves = amax_update(halves, v[i]);
+    for (int i = 0; i < AMAX_VECTORS; i++) packed_amax = amax_update(packed_amax, v[i]);
     if (blockIdx.x == 0 && threadIdx.x < n % 8)
-        halves = __vmaxu2(halves, __bfloat16_as_ushort(x[8 * vectors + threadIdx.x]) & 0x7fffu);
-    amax_publish(amax, halves);
+        packed_amax = __vmaxu2(packed_amax, __bfloat16_as_ushort(x[8 * vectors + threadIdx.x]) & 0x7fffu);
+    amax_publish(amax, packed_amax);
 }
 
-// Raises *amax to max |x| over the n values at x (16-byte aligned), which may be any part of a tensor. Reads 2 bytes an
-// element.
+// Raises *amax to max |x| over the n values at x (16-byte aligned), which may be any part of a tensor. Reads 2 bytes
+// per element.
 static inline void tensor_amax(uint32_t *amax, const bf16 *x, int64_t n, cudaStream_t stream) {
     if (n < 1) die("tensor_amax: %lld values, need at least 1", (long long)n);
     require_aligned16(x, "tensor_amax", "x");

@@ -1,5 +1,5 @@
 // Causal self-attention with grouped key/value heads, forward and backward, without a T x T matrix in memory.
-// Chooses among the implementations: Hopper's own (TMA and wgmma), else mma.sync.
+// On Hopper it uses the TMA and wgmma implementation, elsewhere mma.sync.
 #ifndef LLMC_ATTENTION_CUH
 #define LLMC_ATTENTION_CUH
 
@@ -8,7 +8,7 @@
 #include "attention_forward_sm90.cuh"
 #include "attention_mma.cuh"
 
-// Dies unless the kernels can take these sizes and pointers.
+// Dies unless the kernels support these sizes and pointers.
 static inline void attention_check(AttentionDims d, const void *qkv, const void *out) {
     if (d.HD != 64 && d.HD != 128) die("attention: head_dim %lld is not supported; 64 and 128 are", (long long)d.HD);
     if (d.NKV < 1 || d.NH < d.NKV || d.NH % d.NKV)
@@ -20,19 +20,19 @@ static inline void attention_check(AttentionDims d, const void *qkv, const void 
     require_aligned16(out, "attention", "the output");
 }
 
-// Bytes of scratch memory one attention_backward call needs, whichever implementation runs; 0 for forward.
+// Returns the bytes of workspace that attention_backward needs with any implementation; forward needs none.
 static inline size_t attention_workspace_bytes(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD) {
     AttentionDims d = {B, T, NH, NKV, HD, false};
     size_t mma = attention_backward_mma_workspace_bytes(d), sm90 = attention_backward_sm90_workspace_bytes(d);
     return mma > sm90 ? mma : sm90;
 }
 
-// FLOPs of the causal GEMMs with keys and with values, forward.
+// Returns the FLOPs of forward's two causal GEMMs, Q K^T and P V.
 static inline double attention_flops(AttentionDims d) { return 2.0 * (double)(d.B * d.T * d.NH * d.HD) * (double)d.T; }
 
-// out [B,T,NH*HD] bf16 and lse [B,NH,T] fp32 (natural logarithm of each query's sum of exponentials) from qkv
-// [B,T,(NH+2*NKV)*HD] bf16 (query, key, value heads; queries and keys already rotated). Scores are scaled by
-// 1/sqrt(HD). *amax is raised to max |out|, unless NULL. Returns the FLOPs of its causal GEMMs.
+// Writes out [B,T,NH*HD] bf16 and lse [B,NH,T] fp32 (natural logarithm of each query's sum of exponentials) from qkv
+// [B,T,(NH+2*NKV)*HD] bf16 (query, key, value heads; queries and keys after RoPE). Scores are scaled by 1/sqrt(HD).
+// Raises *amax to max |out| unless NULL. Returns the FLOPs of its causal GEMMs.
 static inline double attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
                                        cudaStream_t stream) {
     attention_check(d, qkv, out);
@@ -41,9 +41,9 @@ static inline double attention_forward(bf16 *out, float *lse, uint32_t *amax, co
     return attention_flops(d);
 }
 
-// dqkv [B,T,(NH+2*NKV)*HD] bf16, written whole: the gradient with respect to qkv, given dout = dL/dout [B,T,NH*HD] bf16
-// and what forward read and wrote. workspace: attention_workspace_bytes(), 256-byte aligned, contents of no matter
-// before and after. Returns the FLOPs of its causal GEMMs, five of which forward has two.
+// Writes all of dqkv [B,T,(NH+2*NKV)*HD] bf16, the gradient with respect to qkv, given dout = dL/dout [B,T,NH*HD] bf16
+// and the inputs and outputs of forward. workspace holds attention_workspace_bytes() and is 256-byte aligned; its
+// contents do not matter. Returns the FLOPs of its five causal GEMMs (forward has two).
 static inline double attention_backward(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
                                         const float *lse, void *workspace, AttentionDims d, cudaStream_t stream) {
     attention_check(d, qkv, out);

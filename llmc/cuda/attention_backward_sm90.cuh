@@ -3,87 +3,30 @@
 //   S = Q K^T / sqrt(HD)        P = exp(S - lse)          dP = dO V^T        delta = rowsum(dO * O)
 //   dS = P * (dP - delta)       dV = P^T dO               dK = dS^T Q / sqrt(HD)          dQ = dS K / sqrt(HD)
 //
-// (Dao et al., FlashAttention, algorithm 4; P and dS are rounded to bf16 before their products.) Three steps:
-//   1. attention_backward_stats: lse * log2(e) and delta of each query row, padded to whole tiles so that padding rows
-//   get P = 0; zeroes dQ.
-//   2. attention_backward_main: a block owns 128 keys of one key/value head and walks over the queries that see them,
-//   for
-//      `heads_per_block` query heads of the group. One producer thread feeds Q, dO, lse, delta by TMA; two consumer
-//      warpgroups own 64 keys each. They compute S^T and dP^T (keys down, queries across), because those accumulators
-//      are already, as packed bf16, the register operand A of dV += P^T dO and dK += dS^T Q; only dS goes through
-//      shared memory, for dQ = dS K. Two more threads add dQ to fp32 global memory by bulk copies, dK and dV stay in
-//      registers to the end.
-//   3. attention_backward_rows: sums and scales the fp32 parts and writes bf16 rows of dqkv.
-// "Fragments": an fp32 tile of 64 rows x 64 columns in global memory is kept in the order of the wgmma accumulators,
-// [column / 8][thread of the warpgroup][4], so that each thread reads and writes 16 contiguous bytes.
+// This is algorithm 4 of FlashAttention (Dao et al.); P and dS are rounded to bf16 before their GEMMs. It runs three
+// kernels:
+//  1. attention_backward_stats computes lse * log2(e) and delta of each query row, padded to whole tiles so that
+//     padding rows get P = 0, and zeroes dQ.
+//  2. attention_backward_main: a thread block owns 128 keys of one key/value head. It loops over the queries that see
+//     them, for `heads_per_block` query heads of the GQA group. One producer thread loads Q, dO, lse and delta by TMA.
+//     Two consumer warpgroups own 64 keys each. They compute S^T and dP^T (keys down, queries across), because those
+//     accumulators, packed to bf16, are already the register operand A of dV += P^T dO and dK += dS^T Q. Only dS goes
+//     through shared memory, for dQ = dS K. Two more threads add dQ to fp32 global memory by bulk copies. dK and dV
+//     stay in registers until the end.
+//  3. attention_backward_rows sums and scales the fp32 parts and writes bf16 rows of dqkv.
+// A "fragment" is an fp32 tile of 64 rows x 64 columns in global memory, in the order of the wgmma accumulators:
+// [column / 8][thread of the warpgroup][4]. So each thread reads and writes 16 contiguous bytes.
 #ifndef LLMC_ATTENTION_BACKWARD_SM90_CUH
 #define LLMC_ATTENTION_BACKWARD_SM90_CUH
 
-#include "attention_dims.h"
-#include "cuda_utils.cuh"
+#include "attention_backward_plan.cuh"
 #include "hopper.cuh"
-
-#define ATTENTION_BACKWARD_KEYS 128       // keys of a block
-#define ATTENTION_BACKWARD_FRAGMENT 4096  // floats of a 64 x 64 fragment tile
-
-// How the work is cut into blocks.
-typedef struct {
-    int heads_per_block;  // query heads one block sums into its dK, dV (a divisor of the group); less than the group:
-                          // partial sums in memory
-    int section;  // (sequence, key/value head, part of the group) triples worked on at a time, so that their Q, dO, dQ
-                  // stay in L2
-} AttentionBackwardPlan;
-
-static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 ? 64 : 128; }  // queries of one step
-
-// Few blocks leave SMs idle, many cost a pass over fp32 partial sums of dK and dV: the most heads a block for which the
-// longest block (the one of the first keys, which every query sees) is no longer than an SM's share of the whole.
-// Sections that fit L2. In the deterministic order blocks of one head wait for each other: shorter blocks of more heads
-// at a time do better. Both measured on an H200 at T 2048 to 8192.
-static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
-    const double sms = 132, longest_share = d.deterministic ? 0.3 : 1.05, l2_bytes = d.deterministic ? 68e6 : 34e6;
-    int64_t group = d.NH / d.NKV, tiles = ceil_div(d.T, ATTENTION_BACKWARD_KEYS);
-    AttentionBackwardPlan plan = {1, 1};
-    for (int64_t h = 1; h <= group; h++) {
-        double longest = (double)(h * tiles), share = (double)(d.B * d.NH) * (double)(tiles * (tiles + 1)) / 2 / sms;
-        if (group % h == 0 && longest <= longest_share * share) plan.heads_per_block = (int)h;
-    }
-    int64_t heads = d.B * d.NH / plan.heads_per_block, fit = max_i64(1, (int64_t)(l2_bytes / (double)(d.T * d.HD * 8)));
-    plan.section = (int)ceil_div(heads, ceil_div(heads, fit));  // even sections: a thin last one would leave SMs idle
-    return plan;
-}
-
-// Where each part of the workspace starts, in bytes.
-typedef struct {
-    int64_t dq, order, ticket, stats, partial, total;
-} AttentionBackwardLayout;
-
-static inline AttentionBackwardLayout attention_backward_layout(AttentionDims d, AttentionBackwardPlan plan) {
-    int64_t padded = round_up(d.T, ATTENTION_BACKWARD_KEYS), parts = d.NH / plan.heads_per_block;
-    AttentionBackwardLayout at;
-    at.dq = 0;                                          // fragments, added to: zeroed
-    at.order = at.dq + d.B * d.NH * padded * d.HD * 4;  // int [B*NH][query tile][2]: zeroed
-    at.ticket = at.order + d.B * d.NH * (padded / attention_backward_queries(d.HD)) * 2 * 4;  // int: zeroed
-    at.stats = round_up(at.ticket + 4, 256);                             // float [B*NH][lse, delta][padded]
-    at.partial = round_up(at.stats + d.B * d.NH * 2 * padded * 4, 256);  // fragments of dK, dV per part of a group
-    at.total = at.partial + (parts > d.NKV ? d.B * parts * padded * d.HD * 2 * 4 : 0);
-    return at;
-}
-
-// Bytes of device memory attention_backward_sm90 needs as workspace (contents do not matter), aligned to 256: enough
-// for either value of d.deterministic, so that one workspace serves both.
-static inline int64_t attention_backward_sm90_workspace_bytes(AttentionDims d) {
-    AttentionDims fast = d, deterministic = d;
-    fast.deterministic = false, deterministic.deterministic = true;
-    return max_i64(attention_backward_layout(fast, attention_backward_plan(fast)).total,
-                   attention_backward_layout(deterministic, attention_backward_plan(deterministic)).total);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Step 1
 
-// Also zeroes dq and the counters, which step 2 adds to. Grid (padded T / rows of a block, NH, B), 256 threads; HD/8
-// lanes share a row.
+// Computes lse * log2(e) and delta, and zeroes dq and the counters, which step 2 adds to. The grid is (padded T / rows
+// of a block, NH, B) with 256 threads; HD/8 lanes share a row.
 template <int HD>
 __global__ void attention_backward_stats(float *stats, float *dq, int *counters, int64_t num_counters, const bf16 *dout,
                                          const bf16 *out, const float *lse, int64_t T, int64_t NH) {
@@ -91,8 +34,8 @@ __global__ void attention_backward_stats(float *stats, float *dq, int *counters,
     const int lanes = HD / 8, rows = 256 / lanes;
     int64_t padded = (int64_t)gridDim.x * rows, h = blockIdx.y, b = blockIdx.z;
     int64_t t = (int64_t)blockIdx.x * rows + threadIdx.x / lanes;
-    const int64_t thread = ((b * NH + h) * gridDim.x + blockIdx.x) * 256 +
-                           threadIdx.x;  // of the grid; as many values of dq as of dout, 8 a thread
+    // Index of this thread in the grid. dq has as many values as dout; each thread zeroes 8.
+    const int64_t thread = ((b * NH + h) * gridDim.x + blockIdx.x) * 256 + threadIdx.x;
     for (int i = 0; i < 2; i++)
         ((float4 *)dq)[(thread - threadIdx.x) * 2 + i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
     if (thread < num_counters) counters[thread] = 0;
@@ -121,12 +64,12 @@ __global__ void attention_backward_stats(float *stats, float *dq, int *counters,
 
 typedef struct {
     CUtensorMap q, kv, dout, stats, dkv;
-    float *dq, *partial;                              // partial NULL: write dK, dV to dqkv
+    float *dq, *partial;                              // partial NULL: dK and dV are written to dqkv
     int *order, *ticket;                              // order NULL: dQ is added in any order
-    int T, NH, NKV, heads_per_block, section, heads;  // heads: B * NKV * parts of a group
+    int T, NH, NKV, heads_per_block, section, heads;  // heads: B * NKV * parts of a GQA group
 } AttentionBackwardParams;
 
-// Shared memory of a block, offsets from a multiple of 1024.
+// Shared memory of a thread block, as offsets from a multiple of 1024 bytes.
 template <int HD> struct AttentionBackwardTiles {
     static const int MQ = HD == 128 ? 64 : 128;
     static const int STAGES = 2;
@@ -137,9 +80,9 @@ template <int HD> struct AttentionBackwardTiles {
                      DS_BYTES = 128 * MQ * 2;  // two buffers [queries / 64][128 keys][64 queries]
     static const int STATS = DS + 2 * DS_BYTES, STATS_BYTES = 2 * MQ * 4;
     static const int DQ = STATS + STAGES * STATS_BYTES,
-                     DQ_BYTES = ATTENTION_BACKWARD_FRAGMENT * 4;  // a fragment tile for each consumer warpgroup
-    static const int KV_FULL =
-        DQ + 2 * DQ_BYTES;  // mbarriers, 8 bytes each; one for each stage or, of dQ, for each consumer warpgroup
+                     DQ_BYTES = ATTENTION_BACKWARD_FRAGMENT * 4;  // one fragment tile per consumer warpgroup
+    // mbarriers of 8 bytes each: one per pipeline stage or, for dQ, per consumer warpgroup.
+    static const int KV_FULL = DQ + 2 * DQ_BYTES;
     static const int Q_FULL = KV_FULL + 8, DO_FULL = Q_FULL + 8 * STAGES, Q_EMPTY = DO_FULL + 8 * STAGES,
                      DO_EMPTY = Q_EMPTY + 8 * STAGES;
     static const int DQ_FULL = DO_EMPTY + 8 * STAGES, DQ_EMPTY = DQ_FULL + 16;
@@ -147,16 +90,17 @@ template <int HD> struct AttentionBackwardTiles {
     static const int BYTES = TICKET + 8;
 };
 
-// The share of work of one block.
+// The work unit of one thread block.
 typedef struct {
-    int tile, b, kv, head,
-        part;         // key tile; sequence; key/value head; first query head; index of the fp32 partial sums
+    // Key tile; sequence; key/value head; first query head; index of the fp32 partial sums.
+    int tile, b, kv, head, part;
     int first, last;  // query tiles [first, last)
 } AttentionBackwardUnit;
 
 #if HOPPER_DEVICE_CODE
 
-// Units come section by section; inside one, the longest (first key tiles) of all its heads first.
+// Returns work unit `ticket`. Units are ordered by section. Within a section, the longest ones (first key tiles) of all
+// its heads come first.
 template <int HD> __device__ __forceinline__ AttentionBackwardUnit
 attention_backward_unit(const AttentionBackwardParams &p, int ticket) {
     const int MQ = AttentionBackwardTiles<HD>::MQ;
@@ -174,7 +118,7 @@ attention_backward_unit(const AttentionBackwardParams &p, int ticket) {
     return u;
 }
 
-// The producer thread: K and V once, then Q, dO and statistics of every query tile, last tile first.
+// The producer thread. It loads K and V once, then Q, dO and statistics of every query tile, last tile first.
 template <int HD> __device__ __forceinline__ void attention_backward_produce(const AttentionBackwardParams &p,
                                                                              AttentionBackwardUnit u, uint32_t smem) {
     using L = AttentionBackwardTiles<HD>;
@@ -197,8 +141,8 @@ template <int HD> __device__ __forceinline__ void attention_backward_produce(con
         }
 }
 
-// Writes this thread's part of a warpgroup's 64 x 16*STEPS bf16 tile (accumulator layout, packed) to swizzled shared
-// memory: tiles of 64 columns, tile_bytes apart, the warpgroup's rows starting at `address`.
+// Writes this thread's part of a warpgroup's 64 x 16*STEPS bf16 tile (packed accumulator layout) to swizzled shared
+// memory. The tile is stored as tiles of 64 columns, tile_bytes apart; the warpgroup's rows start at `address`.
 template <int STEPS>
 __device__ __forceinline__ void attention_backward_store_tile(uint32_t address, uint32_t tile_bytes,
                                                               const uint32_t (&a)[STEPS][4]) {
@@ -215,14 +159,15 @@ template <int N> __device__ __forceinline__ void attention_backward_pack(uint32_
     for (int i = 0; i < N / 2; i++) a[i / 4][i % 4] = pack_bf16(x[2 * i] * scale, x[2 * i + 1] * scale);
 }
 
-// Two neighbouring floats of shared memory.
+// Loads two neighbouring floats from shared memory.
 __device__ __forceinline__ float2 attention_backward_stat(uint32_t address) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
     return x;
 }
 
-// S^T or dP^T of one warpgroup: 64 keys (K or V rows) x MQ queries (Q or dO rows), contraction over HD. Not waited for.
+// Starts S^T or dP^T of one warpgroup and does not wait: 64 keys (K or V rows) x MQ queries (Q or dO rows), contracted
+// over HD.
 template <int HD> __device__ __forceinline__ void attention_backward_scores(float (&s)[HD == 128 ? 32 : 64],
                                                                             uint32_t keys, uint32_t queries) {
     const int MQ = AttentionBackwardTiles<HD>::MQ;
@@ -235,14 +180,14 @@ template <int HD> __device__ __forceinline__ void attention_backward_scores(floa
     wgmma_commit();
 }
 
-// The causal mask on S^T of a thread whose first key is `key`; its queries begin at `query`.
+// Applies the causal mask to S^T of a thread whose first key is `key` and whose queries begin at `query`.
 template <int N> __device__ __forceinline__ void attention_backward_mask(float (&s)[N], int key, int query) {
 #pragma unroll
     for (int i = 0; i < N; i++)
         if (key + i % 4 / 2 * 8 > query + i / 4 * 8 + i % 2) s[i] = -INFINITY;
 }
 
-// S^T -> P^T. stats: the base-2 log-sum-exp of this thread's first query, in shared memory.
+// Turns S^T into P^T. stats is the shared-memory address of the base-2 log-sum-exp of this thread's first query.
 template <int N> __device__ __forceinline__ void attention_backward_probabilities(float (&s)[N], uint32_t stats,
                                                                                   float scale) {
 #pragma unroll
@@ -253,7 +198,7 @@ template <int N> __device__ __forceinline__ void attention_backward_probabilitie
     }
 }
 
-// dP^T -> dS^T = P^T (dP^T - delta). stats: the delta of its first query.
+// Turns dP^T into dS^T = P^T (dP^T - delta). stats is the shared-memory address of delta of this thread's first query.
 template <int N> __device__ __forceinline__ void attention_backward_dscores(float (&dp)[N], const float (&p)[N],
                                                                             uint32_t stats) {
 #pragma unroll
@@ -264,7 +209,8 @@ template <int N> __device__ __forceinline__ void attention_backward_dscores(floa
     }
 }
 
-// dV += P^T dO or dK += dS^T Q of one warpgroup: 64 keys x HD, contraction over the tile's queries. Not waited for.
+// Starts dV += P^T dO or dK += dS^T Q of one warpgroup and does not wait: 64 keys x HD, contracted over the tile's
+// queries.
 template <int HD> __device__ __forceinline__ void
 attention_backward_accumulate(float (&d)[HD / 2], const uint32_t (&a)[HD == 128 ? 4 : 8][4], uint32_t queries) {
     const int MQ = AttentionBackwardTiles<HD>::MQ;
@@ -275,7 +221,7 @@ attention_backward_accumulate(float (&d)[HD / 2], const uint32_t (&a)[HD == 128 
     wgmma_commit();
 }
 
-// dQ = dS K of one warpgroup w: 64 queries x 64 columns, contraction over the block's keys. Not waited for.
+// Starts dQ = dS K of warpgroup w and does not wait: 64 queries x 64 columns, contracted over the block's keys.
 template <int HD> __device__ __forceinline__ void attention_backward_start_dq(float (&dq)[32], uint32_t ds,
                                                                               uint32_t keys, int w) {
     wgmma_fence_registers(dq);
@@ -287,27 +233,27 @@ template <int HD> __device__ __forceinline__ void attention_backward_start_dq(fl
     wgmma_commit();
 }
 
-// How many blocks have added to a tile of dQ.
-__device__ __forceinline__ int attention_backward_turn(const int *order) {
-    int turn;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(turn) : "l"(order) : "memory");
-    return turn;
+// Returns how many blocks have added to a tile of dQ.
+__device__ __forceinline__ int attention_backward_adds_done(const int *order) {
+    int adds;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(adds) : "l"(order) : "memory");
+    return adds;
 }
 
-// The thread that adds the dQ tiles of consumer warpgroup w to global memory; with p.order, as the u.tile-th of all
-// adds to each tile.
+// The thread that adds the dQ tiles of consumer warpgroup w to global memory. With p.order, this block's add to each
+// tile is number u.tile in the order of adds.
 template <int HD>
 __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwardParams &p, AttentionBackwardUnit u,
                                                           uint32_t smem, int w) {
     using L = AttentionBackwardTiles<HD>;
     int tiles = u.last - u.first, per_head = (p.T + 127) / 128 * (128 / L::MQ), turn = -1, parity = 0;
-    int tile =
-        ((u.b * p.NH + u.head) * per_head + u.last - 1) * 2 + w;  // as 64 x 64 fragments: two for each query tile
+    // Index of the dQ fragment tile; there are two per query tile.
+    int tile = ((u.b * p.NH + u.head) * per_head + u.last - 1) * 2 + w;
     for (int h = 0; h < p.heads_per_block; h++, tile += 2 * (per_head + tiles))
         for (int left = tiles; left > 0; left--, parity ^= 1, tile -= 2) {
             mbarrier_wait(smem + L::DQ_FULL + 8 * w, parity);
             if (p.order) {
-                while (turn != u.tile) turn = attention_backward_turn(p.order + tile);
+                while (turn != u.tile) turn = attention_backward_adds_done(p.order + tile);
                 fence_async_proxy_all();
             }
             bulk_reduce_add_f32(p.dq + (int64_t)tile * ATTENTION_BACKWARD_FRAGMENT, smem + L::DQ + w * L::DQ_BYTES,
@@ -316,8 +262,8 @@ __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwar
             bulk_wait_read<0>();
             mbarrier_arrive(smem + L::DQ_EMPTY + 8 * w);
             if (p.order) {
-                turn = left > 1 ? attention_backward_turn(p.order + tile - 2)
-                                : -1;  // early: its latency hides behind the add's
+                // The next tile's count is loaded early, so that its latency hides behind the add.
+                turn = left > 1 ? attention_backward_adds_done(p.order + tile - 2) : -1;
                 bulk_wait<0>();
                 asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.order + tile) : "memory");
             }
@@ -325,7 +271,7 @@ __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwar
     bulk_wait<0>();
 }
 
-// Hands the fragment tile of this step to that thread.
+// Gives this step's dQ fragment tile to the thread that adds it.
 template <int HD> __device__ __forceinline__ void attention_backward_put_dq(uint32_t smem, const float (&dq)[32],
                                                                             int step, int w) {
     using L = AttentionBackwardTiles<HD>;
@@ -341,8 +287,8 @@ template <int HD> __device__ __forceinline__ void attention_backward_put_dq(uint
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + L::DQ_FULL + 8 * w);
 }
 
-// The end of a block: dK and dV of this warpgroup's 64 keys, as bf16 rows (through shared memory, out-of-range rows
-// dropped by the copy engine) or as fp32 fragments.
+// Epilogue of a block: writes dK and dV of this warpgroup's 64 keys, either as bf16 rows (through shared memory; TMA
+// drops out-of-range rows) or as fp32 fragments.
 template <int HD> __device__ __forceinline__ void attention_backward_write(const AttentionBackwardParams &p,
                                                                            AttentionBackwardUnit u, uint32_t smem,
                                                                            const float (&dk)[HD / 2],
@@ -374,10 +320,10 @@ template <int HD> __device__ __forceinline__ void attention_backward_write(const
     }
 }
 
-// A consumer warpgroup w: keys 64w..64w+63 of the block's tile. Of each tile's dQ it makes columns 64w.. (HD 128) or
-// queries 64w.. (HD 64). Products are issued so that the tensor cores have work during the elementwise parts: dP under
-// P, dV and dK under the exchange of dS, the next S under the adding of dQ; what is left idle the other warpgroup
-// fills. (dV before dS would need more registers than there are.)
+// Consumer warpgroup w owns keys 64w..64w+63 of the block's tile. It computes columns 64w.. (HD 128) or queries 64w..
+// (HD 64) of each tile's dQ. wgmmas are issued so that the tensor cores have work during the elementwise parts: dP
+// during P, dV and dK during the exchange of dS, the next S during the add of dQ. The other warpgroup fills the
+// remaining gaps. Issuing dV before dS would need more registers than there are.
 template <int HD>
 __device__ __forceinline__ void attention_backward_consume(const AttentionBackwardParams &p, AttentionBackwardUnit u,
                                                            uint32_t smem) {
@@ -386,7 +332,8 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
     int w = threadIdx.x / 128 - 1, lane = threadIdx.x % 32,
         key = u.tile * 128 + threadIdx.x / 32 % 4 * 16 + w * 64 + lane / 4;
     uint32_t my_k = smem + L::K + w * 64 * 128, my_v = smem + L::V + w * 64 * 128;
-    uint32_t dq_k = smem + L::K + (HD == 128 ? w * 128 * 128 : 0);  // the columns of K this warpgroup's dQ takes
+    // The columns of K that this warpgroup's dQ uses.
+    uint32_t dq_k = smem + L::K + (HD == 128 ? w * 128 * 128 : 0);
     int tiles = u.last - u.first, steps = tiles * p.heads_per_block;
     float scale = LOG2_E * rsqrtf((float)HD);
     float dk[HD / 2], dv[HD / 2], s[MQ / 2];
@@ -455,11 +402,12 @@ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ A
     int *ticket = (int *)(attention_backward_smem + L::TICKET);
     if (threadIdx.x == 0) {
         if (smem % 1024) __trap();
-        *ticket = atomicAdd(p.ticket, 1);  // not blockIdx.x: a unit may wait for earlier ones, which must have started
+        // This is not blockIdx.x, because a unit may wait for earlier units, which must have started.
+        *ticket = atomicAdd(p.ticket, 1);
         for (uint32_t i = L::KV_FULL; i < L::Q_EMPTY; i += 8) mbarrier_init(smem + i, 1);
-        for (uint32_t i = L::Q_EMPTY; i < L::DQ_FULL; i += 8) mbarrier_init(smem + i, 8);  // a consumer warp each
-        for (uint32_t i = L::DQ_FULL; i < L::DQ_EMPTY; i += 8)
-            mbarrier_init(smem + i, 4);  // a warp of the warpgroup each
+        for (uint32_t i = L::Q_EMPTY; i < L::DQ_FULL; i += 8) mbarrier_init(smem + i, 8);  // 8 consumer warps arrive
+        // The 4 warps of one warpgroup arrive.
+        for (uint32_t i = L::DQ_FULL; i < L::DQ_EMPTY; i += 8) mbarrier_init(smem + i, 4);
         for (uint32_t i = L::DQ_EMPTY; i < L::TICKET; i += 8) mbarrier_init(smem + i, 1);
         mbarrier_init_fence();
     }
@@ -479,8 +427,8 @@ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ A
 // ---------------------------------------------------------------------------------------------------------------------
 // Step 3
 
-// Grid (padded T / 64, blocks of 64 columns of dqkv that have fp32 parts, B), 256 threads; each writes 8 columns of two
-// rows.
+// Grid (padded T / 64, blocks of 64 columns of dqkv that have fp32 parts, B), 256 threads. Each thread writes 8 columns
+// of two rows.
 template <int HD>
 __global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float *partial, int64_t T, int64_t NH,
                                         int64_t NKV, int64_t parts) {
@@ -501,7 +449,7 @@ __global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float
         from = partial + head * stride + (tile * 2 + value) * (HD * 64) + column % blocks * ATTENTION_BACKWARD_FRAGMENT;
         if (value) scale = 1;
     }
-    int chunk = threadIdx.x % 8, group = threadIdx.x / 8;  // group: a quad of the accumulators' threads
+    int chunk = threadIdx.x % 8, group = threadIdx.x / 8;  // group: 4 threads that share accumulator rows
     float x[16] = {0};
     for (int64_t part = 0; part < parts; part++) {
         const float4 *in = (const float4 *)(from + part * stride) + chunk * 128 + group * 4;
@@ -567,20 +515,20 @@ static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const
     CUDA_LAUNCH(attention_backward_rows<HD>, rows_grid, 256, 0, s, dqkv, dq, partial, d.T, d.NH, d.NKV, parts / d.NKV);
 }
 
-// dqkv [B, T, (NH + 2*NKV) * HD], all of it written, from dout and out [B, T, NH*HD], qkv (packed like dqkv, after
-// RoPE) and the forward's lse [B, NH, T] (natural log of the sum of exp(S)). workspace:
+// Writes all of dqkv [B, T, (NH + 2*NKV) * HD] from dout and out [B, T, NH*HD], qkv (packed like dqkv, after RoPE) and
+// the forward's lse [B, NH, T] (natural log of the sum of exp(S)). workspace holds
 // attention_backward_sm90_workspace_bytes(d) bytes. With d.deterministic the adds to dQ happen in the order of the key
-// tiles, so the same input gives the same bits (dK and dV always do). Dies if HD is neither 64 nor 128, NKV does not
-// divide NH, or a size is too large for a grid.
+// tiles, so equal input gives equal bits (for dK and dV this always holds). Dies if HD is neither 64 nor 128, NKV does
+// not divide NH, or a size is too large for a grid.
 static inline void attention_backward_sm90(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
                                            const float *lse, void *workspace, AttentionDims d, cudaStream_t s) {
     if (d.HD != 64 && d.HD != 128)
-        die("attention_backward_sm90: head_dim %lld is not built; it takes 64 and 128", (long long)d.HD);
+        die("attention_backward_sm90: head_dim %lld is not supported; 64 and 128 are", (long long)d.HD);
     if (d.NKV < 1 || d.NH < 1 || d.NH % d.NKV)
         die("attention_backward_sm90: %lld query heads cannot share %lld key/value heads evenly", (long long)d.NH,
             (long long)d.NKV);
     if (d.B < 1 || d.T < 1 || d.B > 65535 || d.T > 1 << 24 || (d.NH + 2 * d.NKV) * 2 > 65535)
-        die("attention_backward_sm90: batch %lld, sequence %lld, heads %lld + 2 * %lld are too many: it takes up to "
+        die("attention_backward_sm90: batch %lld, sequence %lld, heads %lld + 2 * %lld are too large; the limits are "
             "65535, 16777216 and 32767",
             (long long)d.B, (long long)d.T, (long long)d.NH, (long long)d.NKV);
     AttentionBackwardPlan plan = attention_backward_plan(d);

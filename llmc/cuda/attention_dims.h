@@ -5,13 +5,13 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-// qkv is [B, T, (NH + 2*NKV) * HD] bf16: all query heads, then all key heads, then all value heads of a token.
+// qkv is [B, T, (NH + 2*NKV) * HD] bf16: for each token all query heads, then all key heads, then all value heads.
 // Query head h reads key/value head h / (NH / NKV).
 typedef struct {
     int64_t B, T;        // sequences, tokens per sequence
     int64_t NH, NKV;     // query heads; key/value heads (a divisor of NH)
     int64_t HD;          // head dimension: 64 or 128
-    bool deterministic;  // backward: the same bits from run to run
+    bool deterministic;  // backward gives equal bits in every run
 } AttentionDims;
 
 #endif

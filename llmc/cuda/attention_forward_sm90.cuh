@@ -1,18 +1,21 @@
 // Causal attention forward for Hopper (sm_90a): a TMA producer warp feeds warpgroups of 64 query rows each.
 //
-// out[b,t,h,:] = sum_u softmax_u(scale * q[b,t,h,:].k[b,u,g,:]) v[b,u,g,:] over u <= t, g = h / (NH / NKV), scale =
-// 1/sqrt(HD); lse[b,h,t] = ln(sum_u exp(scale * q.k)). Online softmax (Milakov and Gimelshein 2018; Dao 2023), blocks
-// of 128 keys from the diagonal down to 0. As in Shah et al. 2024 (FlashAttention-3), the scores of block j and the
-// product P V of block j+1 are in flight while softmax runs on block j. The warpgroups share K and V but keep their own
-// pace, so one computes softmax under another's products. Making them take turns at the tensor cores (that paper's
-// ping-pong barriers) gained nothing at head_dim 128 on an H100, and at 64 less than what it forbids: that a warpgroup
-// skips key blocks which only later rows of the tile attend to.
+// For u <= t, g = h / (NH / NKV) and scale = 1/sqrt(HD):
+//   out[b,t,h,:] = sum_u softmax_u(scale * q[b,t,h,:].k[b,u,g,:]) v[b,u,g,:]
+//   lse[b,h,t]   = ln(sum_u exp(scale * q[b,t,h,:].k[b,u,g,:]))
 //
-// Tiles (64*W query rows of one head) are dealt to a persistent grid, longest first and in alternating direction, which
-// evens out the causal triangle without an atomic counter; the producer loads the next tile's Q, K and V under the
-// current tile's last products. Rounding: scores, softmax and sums fp32, P rounded to bf16 before P V, one rounding of
-// the output. Memory: reads (NH + 2*NKV)*HD bf16 and writes NH*HD bf16 + NH floats a token; K and V are re-read from
-// L2.
+// It uses online softmax (Milakov and Gimelshein 2018; Dao 2023) over blocks of 128 keys, from the diagonal down to 0.
+// As in FlashAttention-3 (Shah et al. 2024), the scores of block j and the GEMM P V of block j+1 are in flight while
+// softmax runs on block j. The warpgroups share K and V but run independently, so the softmax of one overlaps the GEMMs
+// of another. The ping-pong barriers of that paper, which make warpgroups take turns at the tensor cores, gained
+// nothing at head_dim 128 on an H100. At head_dim 64 they lost: they prevent a warpgroup from skipping key blocks that
+// only later rows of the tile attend to.
+//
+// Tiles (64*W query rows of one head) are assigned to a persistent grid, longest first and in alternating direction.
+// This balances the causal triangle without an atomic counter. The producer loads the next tile's Q, K and V during the
+// current tile's last GEMMs. Rounding: scores, softmax and sums are fp32, P is rounded to bf16 before P V, and the
+// output is rounded once. Memory traffic per token: reads (NH + 2*NKV)*HD bf16, writes NH*HD bf16 + NH floats; K and V
+// are re-read from L2.
 #ifndef LLMC_ATTENTION_FORWARD_SM90_CUH
 #define LLMC_ATTENTION_FORWARD_SM90_CUH
 
@@ -20,13 +23,14 @@
 #include "cuda_utils.cuh"
 #include "hopper.cuh"
 
-// Sizes of a block's work and its shared memory, by head dimension.
+// Tile sizes and shared-memory layout of a thread block, by head dimension.
 template <int HD>
 struct ForwardTile {
-    static constexpr int WARPGROUPS = HD == 128 ? 2 : 3;  // consumers; registers allow 2 x 240 or 3 x 160 a thread
-    static constexpr int ROWS = 64 * WARPGROUPS;          // query rows
-    static constexpr int KEYS = 128;                      // keys a step
-    static constexpr int STAGES = 2;                      // of K and of V
+    // Consumer warpgroups; registers allow 2 with 240 or 3 with 160 per thread.
+    static constexpr int WARPGROUPS = HD == 128 ? 2 : 3;
+    static constexpr int ROWS = 64 * WARPGROUPS;  // query rows
+    static constexpr int KEYS = 128;              // keys per step
+    static constexpr int STAGES = 2;              // pipeline stages of K and of V
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
     static constexpr int PRODUCER_REGISTERS = HD == 128 ? 24 : 32, CONSUMER_REGISTERS = HD == 128 ? 240 : 160;
     static constexpr uint32_t Q_BYTES = ROWS * HD * 2, KV_BYTES = KEYS * HD * 2, OUT_BYTES = 64 * HD * 2;
@@ -39,11 +43,11 @@ struct ForwardTile {
     static constexpr uint32_t SMEM_BYTES = END + 1024;  // the base is rounded up to 1024
 };
 
-// How tiles are numbered. Sections of (sequence, key/value head) pairs whose K and V fit L2 together come one after
-// another; within a section, query blocks from the last (longest) to the first, heads fastest.
+// How tiles are numbered. A section is a set of (sequence, key/value head) pairs whose K and V fit in L2 together.
+// Tiles are ordered by section, then by query block from the last (longest) to the first, then by head.
 typedef struct {
     int T, NH, NKV;
-    int query_blocks, heads_per_section;  // heads: query heads
+    int query_blocks, heads_per_section;  // query heads per section
     int tiles;
     float scale;  // 1 / sqrt(HD)
 } ForwardPlan;
@@ -57,7 +61,7 @@ __device__ __forceinline__ ForwardPosition forward_position(const ForwardPlan &p
     int per_section = p.heads_per_section * p.query_blocks;
     int section = tile / per_section, rest = tile - section * per_section;
     int block = rest / p.heads_per_section;
-    int head = section * p.heads_per_section + rest - block * p.heads_per_section;  // over all sequences
+    int head = section * p.heads_per_section + rest - block * p.heads_per_section;  // index over all sequences
     ForwardPosition at;
     at.sequence = head / p.NH;
     at.head = head - at.sequence * p.NH;
@@ -66,13 +70,13 @@ __device__ __forceinline__ ForwardPosition forward_position(const ForwardPlan &p
     return at;
 }
 
-// The tile of this block in a round, or p.tiles and more when there is none: rounds run forth and back over the grid.
+// Returns this block's tile of a round; p.tiles or more if there is none. Rounds alternate direction over the grid.
 __device__ __forceinline__ int forward_tile_of_round(int round) {
     int column = round & 1 ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x;
     return round * (int)gridDim.x + column;
 }
 
-// Key blocks a tile attends to: those up to the diagonal, none past the end of the sequence.
+// Returns how many key blocks a tile attends to: those up to the diagonal, none past the end of the sequence.
 template <int ROWS, int KEYS>
 __device__ __forceinline__ int forward_key_blocks(int row, int T) {
     return (min(row + ROWS, T) + KEYS - 1) / KEYS;
@@ -80,86 +84,87 @@ __device__ __forceinline__ int forward_key_blocks(int row, int T) {
 
 #if HOPPER_DEVICE_CODE
 
-// Position in a ring of STAGES buffers.
-struct Ring {
-    int slot;
-    uint32_t parity;
+// Position in a circular buffer of STAGES pipeline stages: the stage, and the phase parity of its mbarrier.
+struct PipelineState {
+    int index;
+    uint32_t phase;
 };
 
 template <int STAGES>
-__device__ __forceinline__ void ring_next(Ring &r) {
-    if (++r.slot == STAGES) {
-        r.slot = 0;
-        r.parity ^= 1;
+__device__ __forceinline__ void pipeline_next(PipelineState &state) {
+    if (++state.index == STAGES) {
+        state.index = 0;
+        state.phase ^= 1;
     }
 }
 
-// Waits for the slot's barrier, of those that begin at `barriers`: until it is loaded, or free.
-__device__ __forceinline__ void ring_wait(uint32_t barriers, const Ring &r) {
-    mbarrier_wait(barriers + 8 * r.slot, r.parity);
+// Waits until the stage is full or empty; `barriers` is the first of the stages' mbarriers.
+__device__ __forceinline__ void pipeline_wait(uint32_t barriers, const PipelineState &state) {
+    mbarrier_wait(barriers + 8 * state.index, state.phase);
 }
 
-// This warp has read the slot, and goes on to the next.
+// Marks the stage as read by this warp, and advances to the next stage.
 template <int STAGES>
-__device__ __forceinline__ void ring_release(uint32_t empty, Ring &r) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * r.slot);
-    ring_next<STAGES>(r);
+__device__ __forceinline__ void pipeline_release(uint32_t empty, PipelineState &state) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * state.index);
+    pipeline_next<STAGES>(state);
 }
 
-// The producer thread: for each tile K of the diagonal block, Q, then K and V alternately, K one block ahead.
+// The producer thread. For each tile it loads K of the diagonal block, then Q, then K and V alternately, with K one
+// block ahead.
 template <int HD>
 __device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const CUtensorMap *map_kv, uint32_t smem,
                                                 const ForwardPlan &plan) {
     typedef ForwardTile<HD> Tile;
     const int column_blocks = HD / 64;
     const uint64_t keep = l2_evict_last(), drop = l2_evict_first();
-    Ring k = {0, 1}, v = {0, 1};  // empty slots: parity 1 of a fresh barrier counts as complete
-    uint32_t q_parity = 1;
+    PipelineState k = {0, 1}, v = {0, 1};  // All stages are empty: phase 1 of a fresh mbarrier counts as complete.
+    uint32_t q_phase = 1;
     for (int round = 0, tile; (tile = forward_tile_of_round(round)) < plan.tiles; round++) {
         ForwardPosition at = forward_position<Tile::ROWS>(plan, tile);
         const int blocks = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T);
         const int k_column = (plan.NH + at.kv_head) * column_blocks, v_column = k_column + plan.NKV * column_blocks;
         for (int j = 0; j <= blocks; j++) {
             if (j < blocks) {
-                uint32_t full = smem + Tile::K_FULL + 8 * k.slot;
-                ring_wait(smem + Tile::K_EMPTY, k);
+                uint32_t full = smem + Tile::K_FULL + 8 * k.index;
+                pipeline_wait(smem + Tile::K_EMPTY, k);
                 mbarrier_arrive_expect(full, Tile::KV_BYTES);
-                tma_load_4d_hint(smem + Tile::K + k.slot * Tile::KV_BYTES, map_kv, full, 0,
+                tma_load_4d_hint(smem + Tile::K + k.index * Tile::KV_BYTES, map_kv, full, 0,
                                  (blocks - 1 - j) * Tile::KEYS, k_column, at.sequence, keep);
-                ring_next<Tile::STAGES>(k);
+                pipeline_next<Tile::STAGES>(k);
             }
             if (j == 0) {
-                mbarrier_wait(smem + Tile::Q_EMPTY, q_parity);
+                mbarrier_wait(smem + Tile::Q_EMPTY, q_phase);
                 mbarrier_arrive_expect(smem + Tile::Q_FULL, Tile::Q_BYTES);
                 tma_load_4d_hint(smem + Tile::Q, map_q, smem + Tile::Q_FULL, 0, at.row, at.head * column_blocks,
                                  at.sequence, drop);
-                q_parity ^= 1;
+                q_phase ^= 1;
             } else {
-                uint32_t full = smem + Tile::V_FULL + 8 * v.slot;
-                ring_wait(smem + Tile::V_EMPTY, v);
+                uint32_t full = smem + Tile::V_FULL + 8 * v.index;
+                pipeline_wait(smem + Tile::V_EMPTY, v);
                 mbarrier_arrive_expect(full, Tile::KV_BYTES);
-                tma_load_4d_hint(smem + Tile::V + v.slot * Tile::KV_BYTES, map_kv, full, 0, (blocks - j) * Tile::KEYS,
+                tma_load_4d_hint(smem + Tile::V + v.index * Tile::KV_BYTES, map_kv, full, 0, (blocks - j) * Tile::KEYS,
                                  v_column, at.sequence, keep);
-                ring_next<Tile::STAGES>(v);
+                pipeline_next<Tile::STAGES>(v);
             }
         }
     }
 }
 
-// S = Q K^T for this warpgroup's 64 rows: starts the products, does not wait.
+// Starts S = Q K^T for this warpgroup's 64 rows, and does not wait.
 template <int HD, int ROWS, int KEYS, int N>
 __device__ __forceinline__ void forward_start_scores(float (&s)[N], uint64_t q, uint64_t k) {
     wgmma_fence_registers(s);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < HD / 16; i++) {
-        const int column = (i % 4) * 2;  // 32 bytes a step, in units of 16
+        const int column = (i % 4) * 2;  // 32 bytes per step, in units of 16
         wgmma_ss<0, 0>(s, q + column + (i / 4) * (ROWS * 128 / 16), k + column + (i / 4) * (KEYS * 128 / 16), i > 0);
     }
     wgmma_commit();
 }
 
-// O += P V: starts the products, does not wait.
+// Starts O += P V, and does not wait.
 template <int KEYS, int N>
 __device__ __forceinline__ void forward_start_output(float (&o)[N], const uint32_t (&p)[KEYS / 16][4], uint64_t v) {
     wgmma_fence_registers(o);
@@ -169,7 +174,8 @@ __device__ __forceinline__ void forward_start_output(float (&o)[N], const uint32
     wgmma_commit();
 }
 
-// Keys after the query get -inf. row: this thread's first row (the second is 8 below), column: of s[0].
+// Sets the scores of keys after the query to -inf. row is this thread's first row (its second is 8 below); column is
+// the column of s[0].
 template <int N>
 __device__ __forceinline__ void forward_mask(float (&s)[N], int row, int column) {
 #pragma unroll
@@ -180,14 +186,16 @@ __device__ __forceinline__ void forward_mask(float (&s)[N], int row, int column)
     }
 }
 
-// One block of scores of this thread's two rows becomes exp2(c * (s - max)), c = scale * log2(e); max and sum (this
-// thread's columns only) are brought up to date. correction: the factor for what was accumulated under the old maximum.
+// Turns one block of scores of this thread's two rows into exp2(c * (s - max)), c = scale * log2(e), and updates the
+// running max and sum (over this thread's columns only). correction is the factor for values accumulated under the old
+// max.
 template <int N>
 __device__ __forceinline__ void forward_softmax(float (&s)[N], float (&row_max)[2], float (&row_sum)[2],
                                                 float (&correction)[2], float c) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float m0 = row_max[h], m1 = s[2 * h];  // two chains each for the maximum and the sum: shorter dependences
+        // Two chains each for the max and the sum shorten the dependences.
+        float m0 = row_max[h], m1 = s[2 * h];
 #pragma unroll
         for (int j = 2 * h; j < N; j += 4) {
             m0 = fmaxf(m0, s[j]);
@@ -211,7 +219,7 @@ __device__ __forceinline__ void forward_softmax(float (&s)[N], float (&row_max)[
     }
 }
 
-// Accumulator layout to A-operand layout, rounded to bf16.
+// Converts accumulator layout to A-operand layout, rounded to bf16.
 template <int N>
 __device__ __forceinline__ void forward_pack(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
 #pragma unroll
@@ -224,15 +232,15 @@ __device__ __forceinline__ void forward_rescale(float (&o)[N], const float (&fac
     for (int j = 0; j < N; j++) o[j] *= factor[(j / 2) % 2];
 }
 
-// Divides by the sums, writes lse, and stores the 64 x HD output through shared memory with TMA (rows past T are
-// dropped there). halves: running maximum of the magnitudes of rows before T (amax_update in cuda_utils.cuh).
+// Divides by the sums, writes lse, and stores the 64 x HD output through shared memory with TMA, which drops rows past
+// T. packed_amax is the running maximum of the magnitudes of rows before T (amax_update in cuda_utils.cuh).
 template <int HD, int N>
 __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_max)[2], float (&row_sum)[2],
                                                uint32_t staging, const CUtensorMap *map_out, float *lse,
                                                const ForwardPlan &plan, const ForwardPosition &at, int warpgroup,
-                                               uint32_t &halves) {
+                                               uint32_t &packed_amax) {
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = at.row + 64 * warpgroup;
-    uint32_t magnitude[2];  // of a row that counts, the bits of magnitudes
+    uint32_t magnitude[2];  // mask of a row's magnitude bits; 0 for rows past T
     const int barrier = 1 + warpgroup;
     float inverse[2];
 #pragma unroll
@@ -248,7 +256,8 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
     }
     forward_rescale(o, inverse);
     const bool leader = threadIdx.x % 128 == 0;
-    if (leader) bulk_wait_read<0>();  // the store of the tile before has read the staging buffer
+    // Waits until the store of the previous tile has read the staging buffer.
+    if (leader) bulk_wait_read<0>();
     named_barrier_sync(barrier, 128);
     const int in_tile = 16 * warp + lane % 16, swizzle = lane % 8;
 #pragma unroll
@@ -258,7 +267,7 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             packed[j] = pack_bf16(o[8 * i + 2 * j], o[8 * i + 2 * j + 1]);
-            halves = amax_larger(halves, packed[j] & magnitude[j % 2]);
+            packed_amax = amax_larger(packed_amax, packed[j] & magnitude[j % 2]);
         }
         stmatrix_x4(staging + (i / 4) * (64 * 128) + in_tile * 128 + ((chunk ^ swizzle) << 4), packed[0], packed[1],
                     packed[2], packed[3]);
@@ -271,7 +280,7 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
     }
 }
 
-// A consumer warpgroup: its 64 rows of every tile of this block.
+// Consumer warpgroup: computes its 64 rows of every tile of this thread block.
 template <int HD>
 __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, float *lse, uint32_t *amax, uint32_t smem,
                                                 const ForwardPlan &plan, int warpgroup) {
@@ -281,62 +290,63 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
     const uint64_t q_desc = wgmma_desc_k_major(smem + Tile::Q + warpgroup * (64 * 128));
     const uint64_t k_desc = wgmma_desc_k_major(smem + Tile::K),
                    v_desc = wgmma_desc_mn_major(smem + Tile::V, Tile::KEYS * 128);
-    Ring k = {0, 0}, v = {0, 0};
-    uint32_t q_parity = 0, halves = 0;
+    PipelineState k = {0, 0}, v = {0, 0};
+    uint32_t q_phase = 0, packed_amax = 0;
     for (int round = 0, tile; (tile = forward_tile_of_round(round)) < plan.tiles; round++) {
         const ForwardPosition at = forward_position<Tile::ROWS>(plan, tile);
         const int first_row = at.row + 64 * warpgroup, row = first_row + 16 * warp + lane / 4;
         const int loaded = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T),
                   blocks = forward_key_blocks<64, Tile::KEYS>(first_row, plan.T);
         for (int j = loaded; j > blocks;
-             j--) {  // skipped, but waited for: an earlier arrival would release the slot's previous load
-            ring_wait(smem + Tile::K_FULL, k);
-            ring_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
-            ring_wait(smem + Tile::V_FULL, v);
-            ring_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
+             // Skipped blocks are still waited for: an earlier arrival would release the stage's previous load.
+             j--) {
+            pipeline_wait(smem + Tile::K_FULL, k);
+            pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
+            pipeline_wait(smem + Tile::V_FULL, v);
+            pipeline_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
         }
         float s[Tile::KEYS / 2], o[HD / 2] = {0.0f}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f},
                                         correction[2];
         uint32_t p[Tile::KEYS / 16][4];
 
-        mbarrier_wait(smem + Tile::Q_FULL, q_parity);
-        ring_wait(smem + Tile::K_FULL, k);
-        forward_start_scores<HD, Tile::ROWS, Tile::KEYS>(s, q_desc, k_desc + k.slot * (Tile::KV_BYTES / 16));
+        mbarrier_wait(smem + Tile::Q_FULL, q_phase);
+        pipeline_wait(smem + Tile::K_FULL, k);
+        forward_start_scores<HD, Tile::ROWS, Tile::KEYS>(s, q_desc, k_desc + k.index * (Tile::KV_BYTES / 16));
         wgmma_wait<0>();
         wgmma_fence_registers(s);
-        ring_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
-        // Only this first block reaches past the diagonal, and each row has its own key in it, so the maximum is finite
+        pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
+        // Only this first block reaches past the diagonal. Each row has its own key in it, so the maximum is finite
         // from here on.
         forward_mask(s, row, (blocks - 1) * Tile::KEYS + 2 * (lane % 4));
         forward_softmax(s, row_max, row_sum, correction, c);
         forward_pack(p, s);
 
-        for (int j = blocks - 2; j >= 0; j--) {  // scores of block j, output of block j + 1
-            ring_wait(smem + Tile::K_FULL, k);
-            forward_start_scores<HD, Tile::ROWS, Tile::KEYS>(s, q_desc, k_desc + k.slot * (Tile::KV_BYTES / 16));
-            ring_wait(smem + Tile::V_FULL, v);
-            forward_start_output<Tile::KEYS>(o, p, v_desc + v.slot * (Tile::KV_BYTES / 16));
+        for (int j = blocks - 2; j >= 0; j--) {  // computes scores of block j and output of block j + 1
+            pipeline_wait(smem + Tile::K_FULL, k);
+            forward_start_scores<HD, Tile::ROWS, Tile::KEYS>(s, q_desc, k_desc + k.index * (Tile::KV_BYTES / 16));
+            pipeline_wait(smem + Tile::V_FULL, v);
+            forward_start_output<Tile::KEYS>(o, p, v_desc + v.index * (Tile::KV_BYTES / 16));
             wgmma_wait<1>();
             wgmma_fence_registers(s);
-            ring_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
+            pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
             forward_softmax(s, row_max, row_sum, correction, c);
             wgmma_wait<0>();
             wgmma_fence_registers(o);
-            ring_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
+            pipeline_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
             forward_rescale(o, correction);
             forward_pack(p, s);
         }
         if (lane == 0) mbarrier_arrive(smem + Tile::Q_EMPTY);
-        q_parity ^= 1;
-        ring_wait(smem + Tile::V_FULL, v);
-        forward_start_output<Tile::KEYS>(o, p, v_desc + v.slot * (Tile::KV_BYTES / 16));
+        q_phase ^= 1;
+        pipeline_wait(smem + Tile::V_FULL, v);
+        forward_start_output<Tile::KEYS>(o, p, v_desc + v.index * (Tile::KV_BYTES / 16));
         wgmma_wait<0>();
         wgmma_fence_registers(o);
-        ring_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
+        pipeline_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
         forward_finish<HD>(o, row_max, row_sum, smem + Tile::OUT + warpgroup * Tile::OUT_BYTES, map_out, lse, plan, at,
-                           warpgroup, halves);
+                           warpgroup, packed_amax);
     }
-    if (amax) amax_publish_warp(amax, halves);
+    if (amax) amax_publish_warp(amax, packed_amax);
     if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive the last store
 }
 
@@ -368,7 +378,8 @@ __global__ void __launch_bounds__(ForwardTile<HD>::THREADS, 1)
         tensor_map_prefetch(&map_out);
     }
     __syncthreads();
-    const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);  // known to be the same in a whole warp
+    // The shuffle tells the compiler that the value is uniform in a warp.
+    const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         warpgroup_reg_dealloc<Tile::PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) forward_produce<HD>(&map_q, &map_kv, smem, plan);
@@ -386,9 +397,9 @@ static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t
                                                  AttentionDims d, cudaStream_t stream) {
     typedef ForwardTile<HD> Tile;
     const int64_t columns = (d.NH + 2 * d.NKV) * HD, pairs = d.B * d.NKV, group = d.NH / d.NKV;
-    const int64_t section_bytes = 32 << 20;  // of L2's 50 MB; Q and the output pass through the rest
+    const int64_t section_bytes = 32 << 20;  // L2 has 50 MB; Q and the output stream through the rest
     int64_t pairs_per_section = min_i64(pairs, max_i64(1, section_bytes / (d.T * HD * 4)));
-    while (pairs % pairs_per_section) pairs_per_section--;  // whole sections keep the numbering simple
+    while (pairs % pairs_per_section) pairs_per_section--;  // equal sections keep the tile numbering simple
     ForwardPlan plan;
     plan.T = (int)d.T;
     plan.NH = (int)d.NH;
@@ -407,9 +418,9 @@ static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t
                 map_out, lse, amax, plan);
 }
 
-// out [B,T,NH*HD] bf16, lse [B,NH,T] fp32, *amax (unless NULL) raised to max |out|, from qkv [B,T,(NH+2*NKV)*HD] bf16;
-// 16-byte aligned. HD 64 or 128, a device of compute capability 9.0 (hopper_available()). No allocation, no
-// synchronization.
+// Writes out [B,T,NH*HD] bf16 and lse [B,NH,T] fp32 from qkv [B,T,(NH+2*NKV)*HD] bf16, and raises *amax to max |out|
+// unless NULL. All pointers are 16-byte aligned. HD is 64 or 128, and the device has compute capability 9.0
+// (hopper_available()). It neither allocates nor synchronizes.
 static inline void attention_forward_sm90(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
                                           cudaStream_t stream) {
     if (d.HD == 128) attention_forward_sm90_launch<128>(out, lse, amax, qkv, d, stream);

@@ -1,14 +1,15 @@
 // Causal attention, forward and backward, with mma.sync (sm_80 and newer): the portable version.
-// Same formulas, layouts and roundings as they have; always deterministic.
+// Formulas, layouts and rounding match the Hopper kernels. It is always deterministic.
 //
 //   S = Q K^T / sqrt(HD) over keys u <= t      P = softmax(S) = exp(S - lse)      O = P V
 //   dP = dO V^T    delta = rowsum(dO * O)      dS = P * (dP - delta)
 //   dV = P^T dO    dK = dS^T Q / sqrt(HD)      dQ = dS K / sqrt(HD)
 //
-// Blocks of 4 warps, tiles of 64 rows, a warp owns 16 rows of the output tile; the other side streams by in two
-// cp.async stages. Backward computes S and dP twice, once by keys (dK, dV) and once by queries (dQ): 7 products, not 5,
-// but neither atomics nor buffers in memory. A shared-memory tile is [64][HD] bf16, its 16-byte chunk c of row r kept
-// at c ^ (r % 8), so ldmatrix hits each bank once.
+// A thread block has 4 warps and works on tiles of 64 rows; a warp owns 16 rows of the output tile. Tiles of the other
+// operand are loaded by cp.async in a pipeline of two stages. Backward computes S and dP twice, once by keys (for dK,
+// dV) and once by queries (for dQ). That is 7 GEMMs instead of 5, but needs neither atomics nor extra buffers. A
+// shared-memory tile is [64][HD] bf16; 16-byte chunk c of row r is stored at chunk c ^ (r % 8), so ldmatrix has no bank
+// conflicts.
 #ifndef LLMC_ATTENTION_MMA_CUH
 #define LLMC_ATTENTION_MMA_CUH
 
@@ -19,14 +20,14 @@
 #define MMA_THREADS 128
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tiles in shared memory (addresses in the shared window)
+// Tiles in shared memory (32-bit shared-space addresses)
 
 template <int HD>
 __device__ __forceinline__ uint32_t mma_chunk(uint32_t tile, int row, int chunk) {
     return tile + (uint32_t)(row * HD * 2 + ((chunk ^ (row & 7)) << 4));
 }
 
-// Starts copying rows row0.. of a [T, stride] matrix; rows past T become zero.
+// Starts the copy of rows row0.. of a [T, stride] matrix; rows past T become zero.
 template <int HD>
 __device__ __forceinline__ void mma_copy_tile(uint32_t tile, const bf16 *from, int64_t stride, int64_t row0,
                                               int64_t T) {
@@ -53,8 +54,8 @@ __device__ __forceinline__ void mma_ldmatrix_trans(uint32_t (&r)[4], uint32_t ad
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products. An accumulator float[N/8][4] holds 16 x N: lane l has rows l/4 (elements 0, 1) and l/4 + 8 (2, 3), columns
-// 8j + 2*(l%4) + {0, 1}.
+// GEMMs. An accumulator float[N/8][4] holds 16 x N: lane l has rows l/4 (elements 0, 1) and l/4 + 8 (2, 3), columns 8j
+// + 2*(l%4) + {0, 1}.
 
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -63,7 +64,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d[16 x 64] = A B^T: rows row0..row0+15 of tile a times all rows of tile b, over HD.
+// Computes d[16 x 64] = A B^T: rows row0..row0+15 of tile a times all rows of tile b, contracted over HD.
 template <int HD>
 __device__ __forceinline__ void mma_rows_times_rows(float (&d)[8][4], uint32_t a, int row0, uint32_t b) {
     const int lane = threadIdx.x % 32;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void mma_rows_times_rows(float (&d)[8][4], uint32_t a
     }
 }
 
-// d[16 x HD] += P B: P a 16 x 64 accumulator rounded to bf16, B all 64 rows of tile b.
+// Computes d[16 x HD] += P B: P is a 16 x 64 accumulator rounded to bf16, B all 64 rows of tile b.
 template <int HD>
 __device__ __forceinline__ void mma_add_times_tile(float (&d)[HD / 8][4], const float (&p)[8][4], uint32_t b) {
     const int lane = threadIdx.x % 32;
@@ -122,7 +123,8 @@ __device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// One block of scores of two rows becomes exp(S - max); maximum (of unscaled scores), sum and output so far follow.
+// Turns one block of scores of two rows into exp(S - max), and updates the max (of unscaled scores), the sum and the
+// output so far.
 template <int HD>
 __device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8][4], float (&row_max)[2],
                                             float (&row_sum)[2], float scale) {
@@ -148,7 +150,7 @@ __device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8]
     }
 }
 
-// One block: 64 queries of one head; key tiles 0 up to the diagonal.
+// One thread block computes 64 queries of one head over key tiles 0 up to the diagonal.
 template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_forward_mma_kernel(bf16 *__restrict__ out, float *__restrict__ lse, const bf16 *__restrict__ qkv,
@@ -156,9 +158,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
     grid_dependency_wait();
     extern __shared__ __align__(128) uint8_t mma_smem[];
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
-    const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(mma_smem),
-                   stages = q_tile + TILE_BYTES;                                         // then K, V of stage 0 and 1
-    const int64_t stride = (d.NH + 2 * d.NKV) * HD, block = gridDim.x - 1 - blockIdx.x;  // longest first
+    // K and V of pipeline stages 0 and 1 are behind q_tile.
+    const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), stages = q_tile + TILE_BYTES;
+    const int64_t stride = (d.NH + 2 * d.NKV) * HD, block = gridDim.x - 1 - blockIdx.x;  // longest tiles first
     const int64_t head = blockIdx.y, sequence = blockIdx.z, q0 = block * MMA_TILE;
     const bf16 *base = qkv + sequence * d.T * stride, *k = base + (d.NH + head / (d.NH / d.NKV)) * HD,
                *v = k + d.NKV * HD;
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-// delta[b,h,t] = sum over HD of dout * out, one warp per (b, t, h).
+// Computes delta[b,h,t] = sum over HD of dout * out, with one warp per (b, t, h).
 static __global__ void attention_delta_kernel(float *__restrict__ delta, const bf16 *__restrict__ dout,
                                               const bf16 *__restrict__ out, AttentionDims d) {
     grid_dependency_wait();
@@ -219,19 +221,20 @@ static __global__ void attention_delta_kernel(float *__restrict__ delta, const b
     if (lane == 0) delta[(b * d.NH + h) * d.T + t] = sum;
 }
 
-// lse*log2(e) and delta of one query; a query past T gets +inf, so that its P is 0.
+// Returns lse*log2(e) and delta of one query. A query past T gets lse = +inf, so that its P is 0.
 __device__ __forceinline__ float2 mma_row_stats(const float *lse, const float *delta, int64_t t, int64_t T) {
     return t < T ? make_float2(lse[t] * LOG2_E, delta[t]) : make_float2(INFINITY, 0.0f);
 }
 
-// s -> P, dp -> dS of one element.
+// Turns s into P and dp into dS for one element.
 __device__ __forceinline__ void mma_probability(float &s, float &dp, float2 stats, float c, bool masked) {
     s = masked ? 0.0f : exp2f(s * c - stats.x);
     dp = s * (dp - stats.y);
 }
 
-// One block: dK and dV of 64 keys of one key/value head, over the group's query heads and the query tiles from the
-// diagonal on. Products are taken transposed (keys down), so P^T and dS^T are ready as the left operands of dV and dK.
+// One thread block computes dK and dV of 64 keys of one key/value head, over the GQA group's query heads and over the
+// query tiles from the diagonal on. S and dP are computed transposed (keys down), so P^T and dS^T are in the layout of
+// the left operands of dV and dK.
 template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_backward_kv_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout,
@@ -255,7 +258,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_copy_tile<HD>(stages + TILE_BYTES, dO, d.NH * HD, k0, d.T);
     copy_async_commit();
     float dk[HD / 8][4] = {{0.0f}}, dv[HD / 8][4] = {{0.0f}};
-    for (int64_t i = 0; i < steps; i++) {  // head i / (tiles - block), query tile block + i % (tiles - block)
+    // Step i takes head i / (tiles - block) and query tile block + i % (tiles - block).
+    for (int64_t i = 0; i < steps; i++) {
         const uint32_t q_tile = stages + (uint32_t)(i % 2) * 2 * TILE_BYTES,
                        next = stages + (uint32_t)((i + 1) % 2) * 2 * TILE_BYTES;
         if (i + 1 < steps) {
@@ -290,7 +294,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_store_rows<HD>(to + v_column, stride, k0 + row0, d.T, dv, one);
 }
 
-// One block: dQ of 64 queries of one head, over the key tiles up to the diagonal.
+// One thread block computes dQ of 64 queries of one head, over the key tiles up to the diagonal.
 template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_backward_q_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout,
@@ -360,7 +364,7 @@ static inline void attention_forward_mma_launch(bf16 *out, float *lse, const bf1
                 1.0f / sqrtf((float)HD));
 }
 
-// Arguments as attention_forward (attention.cuh).
+// Takes the arguments of attention_forward (attention.cuh).
 static inline void attention_forward_mma(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
                                          cudaStream_t stream) {
     if (d.HD == 128) attention_forward_mma_launch<128>(out, lse, qkv, d, stream);
@@ -368,7 +372,7 @@ static inline void attention_forward_mma(bf16 *out, float *lse, uint32_t *amax, 
     if (amax) tensor_amax(amax, out, d.B * d.T * d.NH * d.HD, stream);
 }
 
-// delta [B,NH,T] fp32.
+// The workspace holds delta [B,NH,T] fp32.
 static inline size_t attention_backward_mma_workspace_bytes(AttentionDims d) {
     return (size_t)(d.B * d.NH * d.T) * sizeof(float);
 }
@@ -389,7 +393,7 @@ static inline void attention_backward_mma_launch(bf16 *dqkv, const bf16 *dout, c
                 stream, dqkv, dout, qkv, lse, delta, d, scale);
 }
 
-// Arguments as attention_backward (attention.cuh).
+// Takes the arguments of attention_backward (attention.cuh).
 static inline void attention_backward_mma(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
                                           const float *lse, void *workspace, AttentionDims d, cudaStream_t stream) {
     float *delta = (float *)workspace;

@@ -1,13 +1,14 @@
-// --fp8-audit on the GPU: compares what a cast has written with the values that it was made from.
-// Audits are rare and steps that have one are slower; the sums' last bits depend on the order in which blocks end.
+// --fp8-audit on the GPU: compares FP8 data that a cast has written with the bf16 values that it was made from.
+// Audits are rare, and a step with an audit is slower. The last bits of the sums depend on the order in which blocks
+// end.
 #ifndef LLMC_AUDIT_CUH
 #define LLMC_AUDIT_CUH
 
 #include "quantize_kernels.cuh"
 
-// A block is 8 warps side by side: a warp reads 8 columns of 32 rows, so that the codes of a column, which lie one
-// after the other in the col copy, are read by neighbours. What is read of a 32-byte sector of a row copy or of the
-// source by one warp is in the L1 for the next.
+// A block is 8 warps side by side, and a warp reads 8 columns of 32 rows. So neighbouring lanes read the codes of a
+// column, which are contiguous in columnwise data. When one warp reads part of a 32-byte sector of rowwise data or of
+// the source, the rest is in L1 for the next warp.
 enum {
     AUDIT_THREADS = 256,
     AUDIT_WARPS = AUDIT_THREADS / WARP_SIZE,
@@ -15,11 +16,11 @@ enum {
     AUDIT_BLOCKS_PER_SM = 4
 };
 
-// One copy of a QTensor, and where its sums go: to one place or two.
+// Rowwise or columnwise data of a QTensor, and one or two destinations for its sums.
 typedef struct {
     const uint8_t *codes;
     const void *scales;
-    bool turned;  // the col copy
+    bool transposed;  // columnwise data
     ScaleGranularity granularity;
     Fp8Format format;
     AuditSums *to[2];
@@ -31,7 +32,7 @@ __device__ static inline double audit_warp_sum(double x) {
     return x;
 }
 
-// Adds the sums of all threads of the block to *to[0] and *to[1], in device memory, unless NULL.
+// Adds the sums of all threads of the block to *to[0] and *to[1] (device memory, NULL: none).
 __device__ static inline void audit_publish(AuditSums *const to[2], AuditSums s) {
     __shared__ AuditSums of_warp[AUDIT_WARPS];
     s.count = audit_warp_sum(s.count), s.flushed = audit_warp_sum(s.flushed), s.saturated = audit_warp_sum(s.saturated);
@@ -54,7 +55,7 @@ __device__ static inline void audit_publish(AuditSums *const to[2], AuditSums s)
     atomicMax(&sums->scale_inv_max, s.scale_inv_max);
 }
 
-// 8 values of one row against their 8 codes, which share a scale.
+// Compares 8 values of one row with their 8 codes, which share a scale.
 __device__ static inline void audit_vector(AuditSums *sums, Bf16x8 v, const uint8_t *codes, float scale_inv,
                                            Fp8Format format) {
     float x[8];
@@ -65,10 +66,10 @@ __device__ static inline void audit_vector(AuditSums *sums, Bf16x8 v, const uint
         audit_add(sums, x[j], (uint8_t)((j < 4 ? words.x : words.y) >> (8 * (j % 4))), scale_inv, format);
 }
 
-// 8 values of one row of the matrix [R, columns] against the view's codes.
+// Compares 8 values of one row of the matrix [R, columns] with the view's codes.
 __device__ static inline void audit_view(AuditSums *sums, const AuditView &view, Bf16x8 v, int64_t row, int64_t column,
                                          int64_t R, int64_t columns) {
-    if (!view.turned) {  // every granularity holds 8 columns whole
+    if (!view.transposed) {  // at every granularity the 8 columns share a scale
         const float scale_inv =
             scale_load(view.granularity, view.scales, scale_index(view.granularity, row, column, R, columns));
         audit_vector(sums, v, view.codes + row * columns + column, scale_inv, view.format);
@@ -115,9 +116,9 @@ static inline unsigned audit_blocks(int64_t n) {
     return (unsigned)max_i64(1, min_i64(n, (int64_t)device_sm_count() * AUDIT_BLOCKS_PER_SM));
 }
 
-// Adds to *out.audit[ROWWISE] and *out.audit[COLUMNWISE] (device memory, either may be NULL) what the cast of the
-// source to `out`, enqueued before, did to its values. A copy that the cast did not write adds nothing. Where both
-// copies hold the same codes they are read once and both get the same sums.
+// Adds the audit sums of an earlier enqueued cast of the source to `out` to *out.audit[ROWWISE] and
+// *out.audit[COLUMNWISE] (device memory, either may be NULL). Data that the cast did not write adds nothing. If rowwise
+// and columnwise codes are equal, they are read once and both get these sums.
 template <class Source>
 static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
     AuditView row = {out.rowwise, out.rowwise_scale_inv,     false, out.row_granularity,
@@ -134,7 +135,7 @@ static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A part of a tensor with one scale, as it lies
+// A contiguous part of a tensor with one scale
 
 static __global__ void __launch_bounds__(AUDIT_THREADS)
     audit_part_kernel(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *scale_inv, int64_t n,
@@ -145,12 +146,12 @@ static __global__ void __launch_bounds__(AUDIT_THREADS)
     AuditSums sums = {};
     for (int64_t i = blockIdx.x * (int64_t)AUDIT_THREADS + threadIdx.x; i < n / 8; i += step)
         audit_vector(&sums, bf16x8_load(x + 8 * i), codes + 8 * i, inverse, format);
-    AuditSums *const places[2] = {to, NULL};
-    audit_publish(places, sums);
+    AuditSums *const destinations[2] = {to, NULL};
+    audit_publish(destinations, sums);
 }
 
-// Adds n consecutive elements, a multiple of 8 (0: none), to *to: of a rank's slice of a weight, whose scale holds for
-// all ranks. Device pointers; x aligned to 16 bytes, codes to 8.
+// Adds the audit sums of n consecutive elements, a multiple of 8 (or 0), to *to. The elements are a rank's slice of a
+// weight, and the scale is that of the whole weight. Device pointers; x is aligned to 16 bytes, codes to 8.
 static inline void audit_part(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *scale_inv, int64_t n,
                               Fp8Format format, cudaStream_t stream) {
     if (n < 0 || n % 8) die("audit_part: %lld elements: need a multiple of 8", (long long)n);

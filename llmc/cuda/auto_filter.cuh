@@ -1,8 +1,8 @@
 // --fp8-filter auto: which linear layers are faster in bf16 on this GPU, found by timing both.
 //
-// A layer's FP8 time is that of its three products and of the casts of x, w and dy as separate passes over memory. The
-// casts of x and dy are an upper bound: those that follow a norm or SwiGLU share its passes. w is cast once a step, so
-// its cast counts in the share of one micro-step.
+// The FP8 time of a linear layer is the time of its three GEMMs plus the casts of x, w and dy as separate passes over
+// memory. The casts of x and dy are an upper bound, because casts that follow a norm or SwiGLU are fused with it. w is
+// cast once per step, so only one micro-step's share of its cast is counted.
 #ifndef LLMC_AUTO_FILTER_CUH
 #define LLMC_AUTO_FILTER_CUH
 
@@ -11,14 +11,14 @@
 
 enum { AUTO_FILTER_RUNS = 7, AUTO_FILTER_BUFFERS = 24 };
 
-// What timing one linear layer needs; buffers are freed with the layer.
+// Buffers and data for timing one linear layer. The buffers are freed after the layer.
 typedef struct {
     Gemm gemm;
     const Precision *precision;
     const Options *options;
     LinearShape shape;
     int64_t R;
-    bf16 *result;                 // of the largest product
+    bf16 *result;                 // large enough for the result of each GEMM
     QTensor tensor[NUM_TENSORS];  // w [N, K], x [R, K], dy [R, N]
     int64_t amaxes[NUM_TENSORS];
     void *buffers[AUTO_FILTER_BUFFERS];
@@ -32,16 +32,17 @@ static __global__ void auto_filter_fill_kernel(bf16 *x, int64_t n, uint64_t key)
         x[i] = __float2bfloat16(rng_normal(key, (uint64_t)i));
 }
 
-// Zeroed; NULL for 0 bytes.
+// Allocates zeroed device memory; NULL for 0 bytes.
 static inline void *auto_filter_alloc(AutoFilter *f, int64_t bytes) {
     if (!bytes) return NULL;
     void *p = NULL;
     const cudaError_t error = cudaMalloc(&p, (size_t)bytes);
     if (error != cudaSuccess)
-        die_with(error == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_OTHER,
-                 "--fp8-filter auto: no %lld bytes of "
-                 "GPU memory to time %s with (%s); name the layers instead",
-                 (long long)bytes, f->shape.name, cudaGetErrorString(error));
+        die_with(
+            error == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_OTHER,
+            "--fp8-filter auto: cannot allocate %lld bytes of GPU memory to time layer %s (%s); name the bf16 layers "
+            "instead",
+            (long long)bytes, f->shape.name, cudaGetErrorString(error));
     CUDA_CHECK(cudaMemsetAsync(p, 0, (size_t)bytes, f->gemm.stream));
     return f->buffers[f->num_buffers++] = p;
 }
@@ -51,7 +52,7 @@ static inline int64_t auto_filter_cols(const AutoFilter *f, TensorRole t) {
     return t == TENSOR_DY ? f->shape.N : f->shape.K;
 }
 
-// Random data, and room for its FP8 copies.
+// Fills a tensor with random data, and allocates its FP8 data.
 static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
     const Recipe *r = f->precision->recipe;
     const int64_t rows = auto_filter_rows(f, t), cols = auto_filter_cols(f, t), n = rows * cols;
@@ -83,7 +84,7 @@ static inline void auto_filter_cast(AutoFilter *f, TensorRole t) {
     tensor_quantize(*q, q->data, auto_filter_rows(f, t), auto_filter_cols(f, t), f->gemm.stream);
 }
 
-// Median microseconds of launch(), after one run that does not count.
+// Returns the median microseconds of launch(), after one warm-up run.
 template <class Launch>
 static inline double auto_filter_time(AutoFilter *f, Launch launch) {
     double us[AUTO_FILTER_RUNS];
@@ -102,8 +103,8 @@ static inline double auto_filter_time(AutoFilter *f, Launch launch) {
     return us[AUTO_FILTER_RUNS / 2];
 }
 
-// Microseconds of the three products in a recipe. FP8 ones read what auto_filter_cast made.
-static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
+// Returns the microseconds of the three GEMMs in a recipe. FP8 GEMMs read what auto_filter_cast wrote.
+static inline double auto_filter_gemms(AutoFilter *f, const Recipe *r) {
     double us = 0;
     for (int i = 0; i < NUM_GEMMS; i++) {
         const GemmKind kind = (GemmKind)i;
@@ -117,7 +118,7 @@ static inline double auto_filter_products(AutoFilter *f, const Recipe *r) {
     return us;
 }
 
-// Times one layer and prints its times. Returns true if it is faster in bf16.
+// Times one linear layer and prints its line. Returns true if bf16 is faster.
 static inline bool auto_filter_layer(AutoFilter *f) {
     const LinearShape *s = &f->shape;
     for (int t = 0; t < NUM_TENSORS; t++) auto_filter_tensor(f, (TensorRole)t);
@@ -126,19 +127,18 @@ static inline bool auto_filter_layer(AutoFilter *f) {
     for (int t = 0; t < NUM_TENSORS; t++)
         casts += auto_filter_time(f, [&] { auto_filter_cast(f, (TensorRole)t); }) /
                  (t == TENSOR_W ? f->options->grad_accumulation_steps : 1);
-    const double fp8 = auto_filter_products(f, f->precision->recipe) + casts,
-                 plain = auto_filter_products(f, recipe_row(RECIPE_BF16));
+    const double fp8 = auto_filter_gemms(f, f->precision->recipe) + casts,
+                 plain = auto_filter_gemms(f, recipe_row(RECIPE_BF16));
     printf(" %s %.1f/%.1f (casts %.1f)", s->name, plain, fp8, casts);
     for (int i = 0; i < f->num_buffers; i++) CUDA_CHECK(cudaFree(f->buffers[i]));
     f->num_buffers = 0;
     return plain <= fp8;
 }
 
-// Writes the names of the linear layers that stay bf16, comma-separated, as --fp8-filter understands them; "" if none.
-// `p`: of a plan without a filter; R: rows of a micro-step. Prints the times in one line. Allocates GPU memory for one
-// layer at a time, and frees it. Not with
-// --fp8-emulate or --deterministic (options.h refuses both). Dies if memory is short or the GPU lacks the recipe's
-// products.
+// Writes to `list` the names of the linear layers that stay in bf16, comma-separated as for --fp8-filter; "" if none.
+// `p` is a plan without a filter, R the rows of a micro-step. It prints the times in one line, and allocates and frees
+// GPU memory for one layer at a time. options.h refuses it with --fp8-emulate and --deterministic. Dies if memory is
+// short or the GPU lacks the recipe's GEMMs.
 static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R,
                                cudaStream_t stream) {
     AutoFilter f;
@@ -166,7 +166,7 @@ static inline void auto_filter(char *list, size_t capacity, const Precision *p, 
     CUDA_CHECK(cudaEventDestroy(f.end));
 }
 
-// auto_filter for a model and its options, on the default stream.
+// Runs auto_filter for a model and its options, on the default stream.
 static inline void auto_filter_find(const Options *o, const ModelConfig *m, char *list, size_t capacity) {
     ParameterTable table = parameter_table(m);
     Precision all = precision_plan(o, "", m, &table, true);

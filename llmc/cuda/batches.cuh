@@ -10,17 +10,18 @@
 
 typedef struct {
     Batch host, device;
-    cudaEvent_t copied;  // the device has what the host sent
+    cudaEvent_t copied;  // recorded after the copy to the device
 } TokenSlot;
 
 typedef struct {
     int64_t rows, ranks;  // tokens of this rank; ranks whose inputs the index covers
-    int64_t sent;         // batches so far
+    int64_t sent;         // batches sent so far
     TokenSlot slots[TOKEN_SLOTS];
-    int32_t *group_inputs;  // host: [ranks, rows], where the index covers several ranks; else NULL
+    // Host memory [ranks, rows] if the index covers several ranks; else NULL.
+    int32_t *group_inputs;
 } Batches;
 
-// Bytes of one slot. The three arrays of a Batch stand one behind the other, so that one copy moves all of them.
+// Bytes of one slot. The three arrays of a Batch are contiguous, so that one copy moves all of them.
 static inline int64_t batches_slot_bytes(const Batches *b) {
     return (2 * b->rows + embedding_index_size(b->ranks * b->rows)) * (int64_t)sizeof(int32_t);
 }
@@ -31,13 +32,13 @@ static inline Batch batches_arrays(const Batches *b, void *memory) {
     return arrays;
 }
 
-// Gives the slots their memory on the device.
+// Places the slots' device memory.
 static inline void batches_place(Batches *b, Arena *a, int64_t rows, int64_t ranks) {
     b->rows = rows, b->ranks = ranks;
     for (int i = 0; i < TOKEN_SLOTS; i++) b->slots[i].device = batches_arrays(b, arena_take(a, batches_slot_bytes(b)));
 }
 
-// Takes the memory of the host, after batches_place.
+// Allocates the pinned host memory. Call it after batches_place.
 static inline void batches_create(Batches *b) {
     for (int i = 0; i < TOKEN_SLOTS; i++) {
         void *memory = NULL;
@@ -56,11 +57,11 @@ static inline void batches_destroy(Batches *b) {
     free(b->group_inputs);
 }
 
-// The slot of the next batch. It is free once its `copied` has happened.
+// Returns the slot of the next batch. The host may overwrite it once its `copied` event has completed.
 static inline TokenSlot *batches_next(Batches *b) { return &b->slots[b->sent++ % TOKEN_SLOTS]; }
 
-// The inputs [ranks, rows] that the index covers: this rank's, which the slot holds, and those of the other ranks, read
-// from `data`. first_sample: that of the first of these ranks; `rank`: this one among them.
+// Returns the inputs [ranks, rows] that the index covers: this rank's from the slot, the other ranks' read from `data`.
+// first_sample is the first sample of the first of these ranks; `rank` is this rank's index among them.
 static inline const int32_t *batches_group_inputs(Batches *b, const TokenSlot *slot, DataLoader *data,
                                                   int64_t first_sample, int64_t rank) {
     const int64_t B = b->rows / data->T;

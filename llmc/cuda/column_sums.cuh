@@ -6,8 +6,8 @@
 
 enum { COLUMN_SUMS_WARPS = 32 };
 
-// sums_out [C] (+)= sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows w, w +
-// 32, ..., then one warp adds the warps.
+// Computes sums_out [C] (+)= sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows
+// w, w + 32, ..., then one warp adds up the warps' sums.
 static __global__ void __launch_bounds__(COLUMN_SUMS_WARPS *WARP_SIZE)
     column_sums_finish_kernel(bf16 *sums_out, const float *partials, int count, int C) {
     grid_dependency_wait();
@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(COLUMN_SUMS_WARPS *WARP_SIZE)
     sums_out[column] = __float2bfloat16_rn(sum);
 }
 
-// out [C] = sum of partials [count, C].
+// Writes out [C] = sum of partials [count, C].
 static inline void column_sums_finish(bf16 *out, const float *partials, int64_t count, int64_t C, cudaStream_t stream) {
     CUDA_LAUNCH(column_sums_finish_kernel, grid_size(C, WARP_SIZE), COLUMN_SUMS_WARPS * WARP_SIZE, 0, stream, out,
                 partials, (int)count, (int)C);
@@ -34,8 +34,8 @@ static inline void column_sums_finish(bf16 *out, const float *partials, int64_t 
 
 enum { BIAS_THREADS = 256, BIAS_WARPS = BIAS_THREADS / WARP_SIZE, BIAS_COLUMNS = 8 * WARP_SIZE, BIAS_MAX_PARTS = 64 };
 
-// blockIdx.x: 256 columns; blockIdx.y: a part of the rows. partials [parts, columns]. Warp w adds rows w, w + 8, ... of
-// the part, then the warps are added in order.
+// blockIdx.x selects 256 columns, blockIdx.y a part of the rows. Writes partials [parts, columns]. Warp w adds rows w,
+// w + 8, ... of the part, then the warps' sums are added in order.
 static __global__ void __launch_bounds__(BIAS_THREADS)
     bias_backward_kernel(float *partials, const bf16 *dy, int64_t rows, int columns) {
     grid_dependency_wait();
@@ -66,7 +66,7 @@ static __global__ void __launch_bounds__(BIAS_THREADS)
 
 static inline int64_t bias_parts(int64_t rows) { return min_i64(BIAS_MAX_PARTS, ceil_div(rows, 4 * BIAS_WARPS)); }
 
-// dbias [columns] = sum over the rows of dy [rows, columns]. columns: a multiple of 8.
+// Writes dbias [columns] = sum over the rows of dy [rows, columns]. columns is a multiple of 8.
 static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int64_t columns, void *workspace,
                                  cudaStream_t stream) {
     if (rows < 1 || columns < 8 || columns % 8 || columns > INT_MAX)
@@ -77,7 +77,7 @@ static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int6
     column_sums_finish(dbias, (const float *)workspace, bias_parts(rows), columns, stream);
 }
 
-// Bytes of device memory that bias_backward needs at `workspace`.
+// Returns the bytes of device workspace that bias_backward needs.
 static inline size_t bias_workspace_bytes(int64_t rows, int64_t columns) {
     return (size_t)(bias_parts(rows) * columns) * sizeof(float);
 }

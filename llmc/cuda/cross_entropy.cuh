@@ -1,17 +1,17 @@
 // Softmax cross-entropy over the vocabulary, in place on a chunk of bf16 logits [R, V].
 //
 //   loss[r]      = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm
-//   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        written over the logits
+//   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        overwrites the logits
 //
-// A row whose target lies outside [0, V) is ignored: loss 0, gradient 0. A NaN or +inf logit makes the row's loss and
-// gradient NaN.
+// A row whose target lies outside [0, V) is ignored: its loss and gradient are 0. A NaN or +inf logit makes the row's
+// loss and gradient NaN.
 //
-// Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits one
-// multiprocessor only in its registers and shared memory together, so that is where a persistent block keeps it between
-// reading and overwriting: each thread holds its vectors of the row, most in registers, the rest in shared memory. As
-// soon as a vector's gradient is computed, its place takes the next row's. Rows that this cannot take (V not a multiple
-// of 8, or more than what a block can hold) go through a kernel that reads the row three times. Sums have a fixed
-// order: the same bits in every run.
+// Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits on
+// one SM only in its registers and shared memory together. So a persistent block keeps the row there from reading to
+// overwriting: each thread holds its vectors of the row, most in registers, the rest in shared memory. Once a vector's
+// gradient is computed, its registers or shared memory take the next row's vector. Rows that do not fit (V not a
+// multiple of 8, or too large) are handled by a kernel that reads the row three times. Sums have a fixed order, so
+// every run gives equal bits.
 #ifndef LLMC_CROSS_ENTROPY_CUH
 #define LLMC_CROSS_ENTROPY_CUH
 
@@ -19,28 +19,30 @@
 
 enum {
     CROSS_ENTROPY_THREADS = 512,
-    CROSS_ENTROPY_FEW = 8,  // vectors of 8 logits a thread holds in registers: short rows, two blocks a multiprocessor
-    CROSS_ENTROPY_MANY = 24,  // long rows, one block a multiprocessor
-    CROSS_ENTROPY_SHARED =
-        16,  // more vectors of a thread in shared memory, 8 KB a block each; with CROSS_ENTROPY_MANY, V <= 163840
+    // Vectors of 8 logits that a thread holds in registers: for short rows with two blocks per SM, and for long rows
+    // with one block per SM.
+    CROSS_ENTROPY_FEW = 8,
+    CROSS_ENTROPY_MANY = 24,
+    // More vectors of a thread in shared memory, 8 KB per block each; with CROSS_ENTROPY_MANY, V <= 163840.
+    CROSS_ENTROPY_SHARED = 16,
     CROSS_ENTROPY_ROW_THREADS = 1024
 };
 
 #define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
 #define CROSS_ENTROPY_LN_2 0.6931471805599453f
 
-// The larger of two, NaN if either is.
+// Returns the larger of two, NaN if either is NaN.
 __device__ static inline float cross_entropy_max(float a, float b) { return a > b || a != a ? a : b; }
 
-// The same on two bf16 at a time.
+// Returns the larger of each of two packed bf16, NaN if either is NaN.
 __device__ static inline uint32_t cross_entropy_pair_max(uint32_t a, uint32_t b) {
     uint32_t r;
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 
-// Maximum and sum over a block of any number of whole warps, the same bits in every thread. scratch: 32 floats of
-// shared memory, not used by another reduction of the same block.
+// Returns the maximum or sum over a block of whole warps, with equal bits in every thread. scratch is 32 floats of
+// shared memory that no other reduction of the block uses.
 __device__ static inline float cross_entropy_block_max(float x, float *scratch) {
     const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2)
@@ -67,8 +69,8 @@ __device__ static inline uint32_t cross_entropy_vector_max(uint32_t pair_max, Bf
     return pair_max;
 }
 
-// exp(x) * 2^offset in two instructions. With offset = -maximum * log2(e) this is exp(x - maximum); the rounding of the
-// offset is a factor common to the row, which the softmax does not see and the loss takes out again.
+// Returns exp(x) * 2^offset in two instructions. With offset = -maximum * log2(e) this is exp(x - maximum). Rounding
+// the offset gives a factor common to the row: it cancels in the softmax, and the loss corrects for it.
 __device__ static inline float cross_entropy_exp(float x, float offset) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, LOG2_E, offset)));
@@ -91,25 +93,25 @@ __device__ static inline Bf16x8 cross_entropy_vector_exp(Bf16x8 v, float offset)
     return bf16x8_pack(f);
 }
 
-// -log(softmax(x)[target]) from sum = sum_v exp(x[v]) * 2^offset.
+// Returns -log(softmax(x)[target]) from sum = sum_v exp(x[v]) * 2^offset.
 __device__ static inline float cross_entropy_row_loss(float sum, float offset, float target_logit) {
     return logf(sum) - fmaf(offset, CROSS_ENTROPY_LN_2, target_logit);
 }
 
-// The offset that makes cross_entropy_exp(x, .) = softmax(x) * gradient_scale.
+// Returns the offset for which cross_entropy_exp(x, offset) = softmax(x) * gradient_scale.
 __device__ static inline float cross_entropy_gradient_offset(float sum, float offset, float gradient_scale) {
     return offset + log2f(gradient_scale / sum);
 }
 
-// All of v's bits, or none: an ignored row's gradient is 0 whatever its logits are.
+// Keeps all bits of v or none: an ignored row's gradient is 0 even if its logits are not finite.
 __device__ static inline Bf16x8 cross_entropy_mask(Bf16x8 v, uint32_t mask) {
 #pragma unroll
     for (int j = 0; j < 4; j++) v.word[j] &= mask;
     return v;
 }
 
-// Block b takes rows b, b + gridDim.x, ... Vector v of a row (of `vectors` = V / 8) belongs to thread v %
-// CROSS_ENTROPY_THREADS, as its number v / CROSS_ENTROPY_THREADS; the first HELD of a thread are in registers, later
+// Block b processes rows b, b + gridDim.x, ... Vector v of a row (v < `vectors` = V / 8) belongs to thread v %
+// CROSS_ENTROPY_THREADS, as its number v / CROSS_ENTROPY_THREADS. A thread's first HELD vectors are in registers, later
 // ones in dynamic shared memory.
 template <int HELD, bool GRADIENT>
 static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_ENTROPY_FEW ? 2 : 1)
@@ -125,9 +127,8 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
     for (int i = 0; i < HELD; i++) {
         const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
         if (v < vectors) held[i] = bf16x8_load(x + v * 8);
-        else
-            held[i].word[0] = held[i].word[1] = held[i].word[2] = held[i].word[3] =
-                NEGATIVE_INFINITY_PAIR;  // adds nothing
+        // Padding that adds nothing to the sum.
+        else held[i].word[0] = held[i].word[1] = held[i].word[2] = held[i].word[3] = NEGATIVE_INFINITY_PAIR;
     }
     for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS)
         copy16_async(&shared[v - HELD * CROSS_ENTROPY_THREADS], x + v * 8);
@@ -138,8 +139,8 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         const int target = targets[row];
         const bool counted = target >= 0 && target / 8 < vectors,
                    owns_target = counted && target / 8 % CROSS_ENTROPY_THREADS == (int)threadIdx.x;
-        const float target_logit =
-            owns_target ? __bfloat162float(x[target]) : 0.0f;  // this thread alone overwrites it, below
+        // Only the thread that owns the target overwrites it, below.
+        const float target_logit = owns_target ? __bfloat162float(x[target]) : 0.0f;
         copy_async_commit(), copy_async_wait<0>();
 
         uint32_t pair_max = NEGATIVE_INFINITY_PAIR;
@@ -191,7 +192,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
     }
 }
 
-// One row per block, any V and any alignment.
+// One row per block, for any V and any alignment.
 template <bool GRADIENT>
 static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t V,
                                                 float gradient_scale) {
@@ -200,7 +201,8 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     bf16 *x = logits + (int64_t)blockIdx.x * V;
     const int64_t target = targets[blockIdx.x];
     const bool counted = target >= 0 && target < V;
-    const float target_logit = counted ? __bfloat162float(x[target]) : 0.0f;  // before it is overwritten
+    // Read before it is overwritten.
+    const float target_logit = counted ? __bfloat162float(x[target]) : 0.0f;
     float maximum = -INFINITY, sum = 0.0f;
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) maximum = cross_entropy_max(maximum, __bfloat162float(x[v]));
     const float offset = -cross_entropy_block_max(maximum, max_scratch) * LOG2_E;
@@ -215,13 +217,12 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     }
 }
 
-// Of a block whose threads hold `held` vectors in registers.
+// Returns the bytes of shared memory of a block whose threads hold `held` vectors in registers.
 static inline int64_t cross_entropy_shared_bytes(int64_t V, int64_t held) {
     return max_i64(0, ceil_div(V / 8, CROSS_ENTROPY_THREADS) - held) * CROSS_ENTROPY_THREADS * (int64_t)sizeof(Bf16x8);
 }
 
-// Whether a multiprocessor can hold a row. GPUs other than data centre ones have less than 100 KB of shared memory a
-// block.
+// True if an SM can hold a row. Consumer GPUs have less than 100 KB of shared memory per block.
 static inline bool cross_entropy_row_fits(int64_t V) {
     const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const int64_t needed = cross_entropy_shared_bytes(V, CROSS_ENTROPY_MANY), scratch = 1024;
@@ -260,15 +261,15 @@ static inline void cross_entropy_check(int64_t R, int64_t V) {
             (long long)R, (long long)V);
 }
 
-// losses [R] fp32, logits [R, V] bf16 (unchanged), targets [R].
+// Writes losses [R] fp32 from logits [R, V] bf16 (unchanged) and targets [R].
 static inline void cross_entropy_loss(float *losses, const bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
                                       cudaStream_t stream) {
     cross_entropy_check(R, V);
     cross_entropy_launch<false>(losses, (bf16 *)logits, targets, R, V, 0.0f, stream);
 }
 
-// As cross_entropy_loss, and the logits become their gradient times gradient_scale (1 / number of tokens the loss is
-// averaged over). Returns the bytes that it moves.
+// Computes the losses like cross_entropy_loss, and overwrites the logits by their gradient times gradient_scale (1 /
+// number of tokens in the mean). Returns the bytes moved.
 static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R,
                                                       int64_t V, float gradient_scale, cudaStream_t stream) {
     cross_entropy_check(R, V);
@@ -292,7 +293,7 @@ __global__ static void __launch_bounds__(1024)
     if (threadIdx.x == 0) *out = (float)((double)*out + scale * partial[0]);
 }
 
-// *out (device) += scale * (sum of losses [n]), in double precision and a fixed order.
+// Adds scale * (sum of losses [n]) to *out (device), in double precision and a fixed order.
 static inline void loss_accumulate(float *out, const float *losses, int64_t n, double scale, cudaStream_t stream) {
     CUDA_LAUNCH(loss_accumulate_kernel, 1, 1024, 0, stream, out, losses, n, scale);
 }

@@ -1,6 +1,5 @@
 // Basics of all CUDA files: checked calls, launch sizes, 16-byte bf16 vectors, reductions, amax slots, FP8 casts.
-// Not for builds with -use_fast_math or -ftz=true: the casts promise the bits of the CPU's code, which keeps
-// denormals.
+// Do not build with -use_fast_math or -ftz=true: the casts give the bits of the CPU's code, which keeps denormals.
 #ifndef LLMC_CUDA_UTILS_CUH
 #define LLMC_CUDA_UTILS_CUH
 
@@ -15,7 +14,7 @@ typedef __nv_bfloat16 bf16;
 static_assert(sizeof(bf16) == sizeof(bf16_bits), "host and device exchange bf16 as bytes");
 
 #define WARP_SIZE 32
-#define LOG2_E 1.4426950408889634f  // of softmaxes by powers of two
+#define LOG2_E 1.4426950408889634f  // for softmax in base 2
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Host
@@ -29,7 +28,7 @@ static inline void cuda_check(cudaError_t error, const char *call, const char *f
 // Ends the process with file, line, call and error if a CUDA call failed.
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 
-// Of the current device.
+// Returns an attribute of the current device.
 static inline int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     CUDA_CHECK(cudaGetDevice(&device));
@@ -37,7 +36,7 @@ static inline int device_attribute(cudaDeviceAttr attribute) {
     return value;
 }
 
-// Streaming multiprocessors of the current device.
+// Returns the number of SMs (streaming multiprocessors) of the current device.
 static inline int device_sm_count(void) { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
 template <typename T>
@@ -45,11 +44,12 @@ struct AsDeclared {
     typedef T type;
 };
 
-// See CUDA_LAUNCH. The arguments are converted to what the kernel declares.
+// Implements CUDA_LAUNCH. The arguments are converted to the kernel's parameter types.
 template <typename... P>
 static inline void cuda_launch(const char *file, int line, void (*kernel)(P...), dim3 grid, dim3 block,
                                size_t shared_bytes, cudaStream_t stream, typename AsDeclared<P>::type... arguments) {
-    static const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);  // a process has one device
+    // A process uses only one device.
+    static const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -60,14 +60,14 @@ static inline void cuda_launch(const char *file, int line, void (*kernel)(P...),
     cuda_check(cudaLaunchKernelExC(&config, (const void *)kernel, pointers), "kernel launch", file, line);
 }
 
-// CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...): as kernel<<<grid, block, shared_bytes,
-// stream>>>(arguments...), but from compute capability 9.0 the kernel's blocks are launched while the last of the
-// kernel before it finish (programmatic dependent launch), which saves about a microsecond. So every kernel launched
-// here starts with grid_dependency_wait(). A bad launch configuration ends the process; an error inside the kernel is
-// reported by a later synchronizing call.
+// CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...) launches like kernel<<<grid, block,
+// shared_bytes, stream>>>(arguments...). From compute capability 9.0 it uses programmatic dependent launch: the
+// kernel's blocks are launched while the last blocks of the previous kernel still run, which saves about a microsecond.
+// So every kernel launched here must start with grid_dependency_wait(). A bad launch configuration ends the process; an
+// error inside the kernel is reported by a later synchronizing call.
 #define CUDA_LAUNCH(...) cuda_launch(__FILE__, __LINE__, __VA_ARGS__)
 
-// Number of blocks for n items at `per_block` each, at least 1.
+// Returns the number of blocks for n items at `per_block` each, at least 1.
 static inline unsigned grid_size(int64_t n, int64_t per_block) {
     int64_t blocks = max_i64(1, ceil_div(n, per_block));
     if (blocks > INT_MAX)
@@ -76,7 +76,7 @@ static inline unsigned grid_size(int64_t n, int64_t per_block) {
     return (unsigned)blocks;
 }
 
-// Kernels that move 16 bytes at a time call this for each pointer they are given (NULL passes).
+// Dies unless the pointer is aligned to 16 bytes (NULL passes). Kernels with 16-byte accesses call it for each pointer.
 static inline void require_aligned16(const void *pointer, const char *function, const char *name) {
     if ((uintptr_t)pointer % 16) die("%s: %s at %p is not 16-byte aligned", function, name, pointer);
 }
@@ -84,8 +84,8 @@ static inline void require_aligned16(const void *pointer, const char *function, 
 // ---------------------------------------------------------------------------------------------------------------------
 // Device: the start of every kernel
 
-// Returns when all that was enqueued before this kernel has finished and its writes can be seen. The first statement of
-// every kernel, for every thread: a block that ended without it would let the kernel after this one start too early.
+// Returns when all work enqueued before this kernel has finished and its writes are visible. It must be the first
+// statement of every kernel, for every thread: a block that ends without it would let the next kernel start too early.
 __device__ static inline void grid_dependency_wait(void) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -117,7 +117,7 @@ __device__ static inline void bf16x8_unpack(float out[8], Bf16x8 v) {
     }
 }
 
-// One rounding to nearest even each; NaN stays NaN.
+// Rounds 8 floats to nearest even; NaN stays NaN.
 __device__ static inline Bf16x8 bf16x8_pack(const float in[8]) {
     Bf16x8 r;
 #pragma unroll
@@ -129,8 +129,8 @@ __device__ static inline Bf16x8 bf16x8_pack(const float in[8]) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Copies of 16 bytes to shared memory that nobody waits for at once. A thread commits those it has asked for as one
-// group, and waits for its groups in order.
+// Asynchronous 16-byte copies to shared memory (cp.async). A thread commits its copies as one group, and waits for its
+// groups in order.
 
 __device__ static inline void copy16_async(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
@@ -140,7 +140,7 @@ __device__ static inline void copy16_async(void *shared, const void *global) {
 
 __device__ static inline void copy_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until no more than PENDING of the thread's groups are under way. Other threads' copies can be read after a barrier.
+// Waits until at most PENDING of the thread's groups are in flight. After a barrier other threads' copies can be read.
 template <int PENDING>
 __device__ static inline void copy_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -157,9 +157,10 @@ __device__ static inline float warp_sum(float x) {
 
 __device__ static inline uint32_t warp_max_u32(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
-// Sum over a group of WARPS consecutive warps, the same bits in every thread and every run. `scratch`: WARPS floats of
-// shared memory. `barrier`: 1 to 15, one for each group of the block. There is one barrier: a caller in a loop
-// alternates between two scratch arrays, so that a fast warp does not overwrite what a slow one still reads.
+// Returns the sum over WARPS consecutive warps, with equal bits in every thread and every run. `scratch` is WARPS
+// floats of shared memory. `barrier` is 1 to 15, one per set of warps of the block. There is only one barrier, so a
+// caller in a loop must alternate between two scratch arrays: otherwise a fast warp overwrites values that a slow warp
+// still reads.
 template <int WARPS>
 __device__ static inline float group_sum(float x, float *scratch, int barrier) {
     x = warp_sum(x);
@@ -171,62 +172,64 @@ __device__ static inline float group_sum(float x, float *scratch, int barrier) {
     return sum;
 }
 
-// The same over a whole block of WARPS warps; barrier 0 is __syncthreads'.
+// Returns the sum over a whole block of WARPS warps. Barrier 0 is the one of __syncthreads.
 template <int WARPS>
 __device__ static inline float block_sum(float x, float *scratch) {
     return group_sum<WARPS>(x, scratch, 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// amax slots: the bits of the largest |x| of a tensor as an unsigned integer, in device memory, cleared to 0 before
-// use. Unsigned order is the order of non-negative floats, with infinity above the finite and NaN above infinity; so a
-// NaN is never lost, and the result does not depend on the order of the atomics. Delayed and blockwise scaling leave
-// NaN out instead.
+// An amax slot holds the bits of the largest |x| of a tensor as an unsigned integer, in device memory, cleared to 0
+// before use. Unsigned order is the order of non-negative floats, with infinity above the finite numbers and NaN above
+// infinity. So a NaN is never lost, and the result does not depend on the order of the atomics. Delayed and blockwise
+// scaling ignore NaN instead.
 
-// The larger of two pairs of bf16 magnitudes, each half by itself. KEEPS_NAN: NaN is above infinity. Else a NaN in
-// `magnitudes` gives way to `halves`, which never holds one if it starts from 0.
+// Returns the larger of two pairs of bf16 magnitudes, for each 16-bit half. With KEEPS_NAN, NaN is above infinity.
+// Without it, a NaN in `magnitudes` is ignored; `packed_amax` never holds one if it starts from 0.
 template <bool KEEPS_NAN = true>
-__device__ static inline uint32_t amax_larger(uint32_t halves, uint32_t magnitudes) {
-    if (KEEPS_NAN) return __vmaxu2(halves, magnitudes);
-    const __nv_bfloat162 larger = __hmax2(*(const __nv_bfloat162 *)&halves, *(const __nv_bfloat162 *)&magnitudes);
+__device__ static inline uint32_t amax_larger(uint32_t packed_amax, uint32_t magnitudes) {
+    if (KEEPS_NAN) return __vmaxu2(packed_amax, magnitudes);
+    const __nv_bfloat162 larger = __hmax2(*(const __nv_bfloat162 *)&packed_amax, *(const __nv_bfloat162 *)&magnitudes);
     return *(const uint32_t *)&larger;
 }
 
-// Running maximum of 8 magnitudes, kept as two 16-bit halves; start from 0.
+// Raises a running maximum, packed as two 16-bit halves, by 8 magnitudes. It starts from 0.
 template <bool KEEPS_NAN = true>
-__device__ static inline uint32_t amax_update(uint32_t halves, Bf16x8 v) {
+__device__ static inline uint32_t amax_update(uint32_t packed_amax, Bf16x8 v) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) halves = amax_larger<KEEPS_NAN>(halves, v.word[i] & 0x7fff7fffu);
-    return halves;
+    for (int i = 0; i < 4; i++) packed_amax = amax_larger<KEEPS_NAN>(packed_amax, v.word[i] & 0x7fff7fffu);
+    return packed_amax;
 }
 
-// The larger of two magnitudes, as a slot holds it.
-__device__ static inline uint32_t amax_bits(uint32_t halves) { return max(halves << 16, halves & 0xffff0000u); }
+// Returns the larger of the two packed magnitudes, encoded for an amax slot.
+__device__ static inline uint32_t amax_bits(uint32_t packed_amax) {
+    return max(packed_amax << 16, packed_amax & 0xffff0000u);
+}
 
-// Joins the running maxima of a warp's threads into the slot.
-__device__ static inline void amax_publish_warp(uint32_t *slot, uint32_t halves) {
-    const uint32_t bits = warp_max_u32(amax_bits(halves));
+// Raises the slot to the running maxima of all threads of a warp.
+__device__ static inline void amax_publish_warp(uint32_t *slot, uint32_t packed_amax) {
+    const uint32_t bits = warp_max_u32(amax_bits(packed_amax));
     if (threadIdx.x % WARP_SIZE == 0 && bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);
 }
 
-// Joins the running maxima of all threads of a one-dimensional block into the slot. Every thread of the block must call
-// it; one call a kernel, or a barrier between calls.
-__device__ static inline void amax_publish(uint32_t *slot, uint32_t halves) {
+// Raises the slot to the running maxima of all threads of a one-dimensional block. Every thread of the block must call
+// it; a kernel calls it once, or puts a barrier between calls.
+__device__ static inline void amax_publish(uint32_t *slot, uint32_t packed_amax) {
     __shared__ uint32_t scratch[WARP_SIZE];
-    uint32_t bits = warp_max_u32(amax_bits(halves));
+    uint32_t bits = warp_max_u32(amax_bits(packed_amax));
     int warps = (int)(blockDim.x + WARP_SIZE - 1) / WARP_SIZE;
     if (threadIdx.x % WARP_SIZE == 0) scratch[threadIdx.x / WARP_SIZE] = bits;
     __syncthreads();
     if (threadIdx.x != 0) return;
     for (int w = 1; w < warps; w++) bits = max(bits, scratch[w]);
-    if (bits > *(volatile uint32_t *)slot)
-        atomicMax(slot, bits);  // most blocks find a larger value there and skip the atomic
+    // Most blocks find a larger value in the slot and skip the atomic.
+    if (bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP8 casts: the bits of fp8_from_float, but every NaN gives 0x7f (the sign is dropped).
+// FP8 casts give the bits of fp8_from_float, except that every NaN becomes 0x7f (the sign is dropped).
 
-// Two floats to two bytes; `low` in bits 0-7. GPUs without the instruction (below compute capability 8.9) take the
+// Casts two floats to two bytes, `low` in bits 0-7. GPUs below compute capability 8.9 lack the instruction and run the
 // plain code.
 template <Fp8Format FORMAT>
 __device__ static inline uint32_t fp8x2_from_floats(float low, float high) {
@@ -240,7 +243,7 @@ __device__ static inline uint32_t fp8x2_from_floats(float low, float high) {
 #endif
 }
 
-// Four floats to one word, x[0] in the lowest byte.
+// Casts four floats to one word, x[0] in the lowest byte.
 template <Fp8Format FORMAT>
 __device__ static inline uint32_t fp8x4_from_floats(const float x[4]) {
     return fp8x2_from_floats<FORMAT>(x[0], x[1]) | fp8x2_from_floats<FORMAT>(x[2], x[3]) << 16;

@@ -7,13 +7,13 @@
 
 enum { DELAYED_THREADS = 256 };
 
-// Of every tensor of the model; device memory.
+// State of delayed scaling of all tensors of the model, in device memory.
 typedef struct {
     float *history, *scale;  // [layers, per_layer, window], [layers, per_layer]
-    const uint32_t *amax;    // [layers, per_layer] of the pass that is over
+    const uint32_t *amax;    // [layers, per_layer] amaxes of the pass that has just ended
     int64_t per_layer, window;
     int margin;
-    Fp8Format gradient_format;  // of tensors from first_gradient on in each layer; the others are E4M3
+    Fp8Format gradient_format;  // format of tensors from first_gradient on in each layer; the others are E4M3
     int64_t first_gradient;
 } DelayedArrays;
 
@@ -21,8 +21,8 @@ __device__ static inline Fp8Format delayed_format(const DelayedArrays &d, int64_
     return tensor >= d.first_gradient ? d.gradient_format : FP8_E4M3;
 }
 
-// A block a tensor: tensors [first, first + gridDim.x) of layer blockIdx.y. delayed_update() of delayed.h, with the
-// window shifted by all threads.
+// Updates tensors [first, first + gridDim.x) of layer blockIdx.y, one block per tensor. It computes delayed_update() of
+// delayed.h; all threads shift the window.
 static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(const DelayedArrays d, int64_t first) {
     grid_dependency_wait();
     __shared__ uint32_t scratch[DELAYED_THREADS / WARP_SIZE];
@@ -47,8 +47,8 @@ static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(
     d.scale[number] = delayed_scale(d.scale[number], __uint_as_float(largest), delayed_format(d, tensor), d.margin);
 }
 
-// Tensors [first, last) of each of `layers` layers: what their passes have found enters the histories, and scales are
-// made anew.
+// For tensors [first, last) of each of `layers` layers, appends the new amaxes to the histories and computes new
+// scales.
 static inline void delayed_update_all(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
                                       cudaStream_t stream) {
     const dim3 grid((unsigned)(last - first), (unsigned)layers);
@@ -62,7 +62,7 @@ static __global__ void delayed_begin_kernel(const DelayedArrays d, int64_t count
     d.scale[number] = fp8_scale_te(__uint_as_float(d.amax[number]), delayed_format(d, tensor), d.margin);
 }
 
-// Gives tensors [first, last) of each layer that have no scale yet the one that their own amax asks for: for a tensor's
+// Gives tensors [first, last) of each layer a scale from their own amax if they have none yet. Used for a tensor's
 // first cast.
 static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
                                  cudaStream_t stream) {
@@ -71,19 +71,19 @@ static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t
                 last);
 }
 
-// state [n] = before [n] if the step is refused, else it stays.
-static __global__ void delayed_restore_kernel(float *state, const float *before, int64_t n, const uint32_t *refused) {
+// Copies before [n] to state [n] if the step is skipped.
+static __global__ void delayed_restore_kernel(float *state, const float *before, int64_t n, const uint32_t *skipped) {
     grid_dependency_wait();
     const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (*refused && i < n) state[i] = before[i];
+    if (*skipped && i < n) state[i] = before[i];
 }
 
-// A refused step leaves histories and scales, `state` [n], as they were `before` the
-// step. *refused is in device memory.
-static inline void delayed_restore(float *state, const float *before, int64_t n, const uint32_t *refused,
+// Restores histories and scales, `state` [n], from their copy `before` the step if the step is skipped. *skipped is in
+// device memory.
+static inline void delayed_restore(float *state, const float *before, int64_t n, const uint32_t *skipped,
                                    cudaStream_t stream) {
     CUDA_LAUNCH(delayed_restore_kernel, grid_size(n, DELAYED_THREADS), DELAYED_THREADS, 0, stream, state, before, n,
-                refused);
+                skipped);
 }
 
 #endif

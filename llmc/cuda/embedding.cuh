@@ -1,34 +1,36 @@
 // Token embedding: x [R, C] = table[token], and its gradient.
 //
-// The gradient is a sum over the rows that hold the same token. Instead of atomics, whose order changes from run to
-// run, the host sorts the batch's tokens by id before the step (embedding_sort) and a block adds up the rows of an id
-// in a fixed order: the same bits in every run. Ranks that share a table each add, to their part of its gradient, what
-// the tokens of all of them give. Bytes: forward 2 read + 2 written an element of x; backward 2 read an element of dx,
-// 2 read + 2 written an element of each row of the table that occurs. C must be a multiple of 8.
+// The gradient of a table row is a sum over the batch's rows with that token. The order of atomics would change from
+// run to run. Instead the host sorts the batch's tokens by id before the step (embedding_sort), and a block adds up the
+// rows of an id in a fixed order, so every run gives equal bits. Ranks that shard the table each add the gradients of
+// all their tokens to their own part of its gradient.
+//
+// Bytes: forward reads 2 + writes 2 per element of x. Backward reads 2 per element of dx, and reads 2 + writes 2 per
+// element of each row of the table that occurs. C must be a multiple of 8.
 #ifndef LLMC_EMBEDDING_CUH
 #define LLMC_EMBEDDING_CUH
 
 #include "gradient_sum.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The part of a table [V, C] that a rank keeps: `count` elements from element `first` on, both multiples of 8. It need
-// not begin or end with a row.
+// A rank's part of a table [V, C]: `count` elements from element `first` on, both multiples of 8. It may begin and end
+// inside a row.
 typedef struct {
     int64_t first, count;
 } EmbeddingPart;
 
-// The index: rows of a batch of R tokens grouped by token id, as int32 in one buffer, so that one copy brings it to the
-// GPU. Tokens whose row of the table is not in the rank's part, not even in part, are left out.
-//     [0]               number of distinct ids, n
-//     [1 .. R]          rows, sorted by id and within an id by row
-//     [R+1 .. 2R+1]     where each id's rows begin in that list; one more entry closes the last
-//     [2R+2 .. 3R+1]    the ids
-// Of each list only the entries that are there are written.
+// The index holds the rows of a batch of R tokens grouped by token id, as int32 in one buffer, so that one copy moves
+// it to the GPU. Tokens whose table row lies wholly outside the rank's part are left out.
+//    [0]               number of distinct ids, n
+//    [1 .. R]          rows, sorted by id and within an id by row
+//    [R+1 .. 2R+1]     start of each id's rows in that list, and the end of the last
+//    [2R+2 .. 3R+1]    the ids
+// Unused entries of each list are not written.
 
 static inline int64_t embedding_index_size(int64_t R) { return 3 * R + 2; }
 
-// Fills index (host memory, embedding_index_size(R) items) for tokens [R], all in [0, 2^24). Radix sort by 8 bits at a
-// time, which keeps the order of equals.
+// Fills index (host memory, embedding_index_size(R) items) from tokens [R], all in [0, 2^24). It is a stable radix sort
+// with 8 bits per pass.
 static inline void embedding_sort(int32_t *index, const int32_t *tokens, int64_t R, int64_t C, EmbeddingPart part) {
     if (R < 1 || R > INT_MAX / 4)
         die("embedding_sort: %lld tokens in a batch, must be between 1 and %d", (long long)R, INT_MAX / 4);
@@ -37,14 +39,15 @@ static inline void embedding_sort(int32_t *index, const int32_t *tokens, int64_t
     for (int64_t i = 0; i < R; i++)
         if ((tokens[i] + 1) * C > part.first && tokens[i] * C < part.first + part.count) from[count++] = (int32_t)i;
     for (int shift = 0; shift < 24; shift += 8) {
-        int64_t place[257] = {0};
-        for (int64_t i = 0; i < count; i++) place[(tokens[from[i]] >> shift & 255) + 1]++;
-        for (int d = 0; d < 256; d++) place[d + 1] += place[d];
-        for (int64_t i = 0; i < count; i++) to[place[tokens[from[i]] >> shift & 255]++] = from[i];
+        int64_t position[257] = {0};
+        for (int64_t i = 0; i < count; i++) position[(tokens[from[i]] >> shift & 255) + 1]++;
+        for (int d = 0; d < 256; d++) position[d + 1] += position[d];
+        for (int64_t i = 0; i < count; i++) to[position[tokens[from[i]] >> shift & 255]++] = from[i];
         int32_t *swap = from;
         from = to, to = swap;
     }
-    int32_t n = 0;  // after three passes the sorted rows are where they belong, and `begins` is free
+    // After three passes the sorted rows are in their final array, and `begins` is free.
+    int32_t n = 0;
     for (int64_t i = 0; i < count; i++) {
         if (i > 0 && tokens[rows[i]] == tokens[rows[i - 1]]) continue;
         begins[n] = (int32_t)i;
@@ -74,7 +77,7 @@ static inline void embedding_check(const char *function, int64_t R, int64_t C, c
     require_aligned16(x, function, "the activations");
 }
 
-// x [R, C] = table [V, C] at tokens [R] (device), which must be valid ids. Returns the bytes that it moves.
+// Writes x [R, C] = rows of table [V, C] at tokens [R] (device), which must be valid ids. Returns the bytes moved.
 static inline int64_t embedding_forward(bf16 *x, const bf16 *table, const int32_t *tokens, int64_t R, int64_t C,
                                         cudaStream_t stream) {
     embedding_check("embedding_forward", R, C, table, x);
@@ -83,8 +86,8 @@ static inline int64_t embedding_forward(bf16 *x, const bf16 *table, const int32_
     return R * C * 4;
 }
 
-// blockIdx.y: 256 columns; blockIdx.x: every gridDim.x-th id. Warp w adds up the id's rows w, w + EMBEDDING_WARPS, ...;
-// then the warps are added in order.
+// blockIdx.y selects 256 columns; blockIdx.x takes every gridDim.x-th id. Warp w adds up the id's rows w, w +
+// EMBEDDING_WARPS, ...; then the warps' sums are added in order.
 template <class Sum>
 static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_backward_kernel(Sum *dtable, EmbeddingPart part, GradientSum to, const bf16 *dx, const int32_t *index,
@@ -96,8 +99,9 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
               column = (int)blockIdx.y * EMBEDDING_COLUMNS + lane * 8;
     for (int s = (int)blockIdx.x; s < index[0]; s += (int)gridDim.x) {
         const int end = begins[s + 1];
-        const int64_t place = (int64_t)ids[s] * C + column - part.first;  // in the part
-        const bool kept = column < C && place >= 0 && place < part.count;
+        // Index in the part of the table.
+        const int64_t at = (int64_t)ids[s] * C + column - part.first;
+        const bool kept = column < C && at >= 0 && at < part.count;
         float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
         if (kept) {
 #pragma unroll 4
@@ -115,16 +119,16 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 for (int w = 1; w < EMBEDDING_WARPS; w++) sum[j] += sums[w][j * WARP_SIZE + lane];
-            gradient_join_8(dtable + place, sum, place, to);
+            gradient_join_8(dtable + at, sum, at, to);
         }
         __syncthreads();
     }
 }
 
-// dtable [part.count], bf16 or fp32, += for each id in `index` (device) the sum of its rows of dx [R, C], as far as
-// they are in the part: fp32, and rounded once if dtable is bf16, to nearest or as `rounding` says (its `flat`: of
-// dtable's first element). Other rows are not touched. The caller has cleared it, or has left in it what the gradient
-// joins: a tied lm_head's, or that of earlier micro-steps. Returns the bytes that it moves.
+// Adds to dtable [part.count], bf16 or fp32, for each id in `index` (device), the sum of its rows of dx [R, C],
+// restricted to the part. The sum is fp32; for a bf16 dtable it is rounded once, to nearest or by `rounding` (whose
+// `flat` is the index of dtable's first element). Other rows stay unchanged. The caller has cleared dtable, or has left
+// in it a gradient to add to: of a tied lm_head, or of earlier micro-steps. Returns the bytes moved.
 template <class Sum>
 static inline int64_t embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index,
                                          int64_t R, int64_t C, GradientSum rounding, cudaStream_t stream) {

@@ -1,21 +1,22 @@
-// Matrix products of linear layers through cuBLASLt: planned once per shape, run many times.
+// GEMMs of linear layers through cuBLASLt: planned once per shape, run many times.
 //
-// A linear layer has weight w [N, K] and three products over R rows:
+// A linear layer has weight w [N, K] and three GEMMs over R rows:
 //   fprop  y [R, N] = x [R, K]   w^T        contraction over K
 //   dgrad  dx[R, K] = dy[R, N]   w          contraction over N
 //   wgrad  dw[N, K] = dy[R, N]^T x [R, K]   contraction over R
-// All row-major, fp32 accumulation, bf16 results. BF16 products read their operands as they lie. FP8 products on Hopper
-// need the contraction index contiguous in both operands, so dgrad reads the transposed weight [K, N], and wgrad reads
-// x^T [K, R] and dy^T [N, R]: the row and col copies of recipes.h, with the scales that the recipe says. Sizes must be
-// multiples of the recipe's `multiple`; BF16's 8 and FP8's 16 are cuBLASLt's alignment of 16 bytes.
+// All matrices are row-major, accumulation is fp32, results are bf16. BF16 GEMMs read their operands without a
+// transpose. FP8 GEMMs on Hopper need the contraction index contiguous in both operands, so dgrad reads the transposed
+// weight [K, N], and wgrad reads x^T [K, R] and dy^T [N, R]: the rowwise and columnwise data of recipes.h, with the
+// recipe's scales. Sizes must be multiples of the recipe's `multiple`; 8 for BF16 and 16 for FP8 are cuBLASLt's
+// alignment of 16 bytes.
 //
-// Where the GPU has no such product, it can be emulated: the copies are decoded into bf16, which holds every FP8 number
-// times a power of two, and multiplied in BF16. So only the order of the sums differs, and how many bits of them Hopper
-// keeps.
+// A GEMM that the GPU lacks can be emulated: the FP8 data is decoded into bf16, which represents every FP8 number times
+// a power of two exactly, and multiplied in BF16. Only the order of the sums and Hopper's reduced accumulation
+// precision differ.
 //
-// Every result is rounded to bf16 once, also when it is added to what was there. cuBLASLt on Hopper does otherwise if
-// it may: told at launch that beta is 1, it rounds the product and then the sum (seen with cuBLAS 13.1). So wgrad,
-// which alone accumulates, has alpha and beta in device memory.
+// Every result is rounded to bf16 once, even if it is added to an old value. With beta = 1 passed at launch, cuBLASLt
+// on Hopper may round the product first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
+// accumulates, has alpha and beta in device memory.
 #ifndef LLMC_GEMM_CUH
 #define LLMC_GEMM_CUH
 
@@ -25,7 +26,7 @@
 #include "quantize.cuh"
 
 #define GEMM_WORKSPACE_BYTES (64ll << 20)
-#define GEMM_CANDIDATES 8  // cuBLASLt 13.1 has no more for these products
+#define GEMM_CANDIDATES 8  // cuBLASLt 13.1 offers no more for these GEMMs
 #define GEMM_TIMING_MS 20
 #define GEMM_TIMING_RUNS 32
 
@@ -38,22 +39,23 @@ static inline void gemm_check_status(cublasStatus_t status, const char *call, co
 
 typedef struct {
     cublasLtHandle_t handle;
-    void *workspace;     // GEMM_WORKSPACE_BYTES, 256-byte aligned, used on one stream
-    bf16 *scratch;       // of the largest gemm_scratch_elements(), 16-byte aligned; NULL if no plan emulates
-    float *alpha;        // one float, for emulated products; NULL if no plan emulates
-    bool deterministic;  // take the first usable algorithm instead of the fastest of several
+    void *workspace;  // GEMM_WORKSPACE_BYTES, 256-byte aligned, used on one stream
+    // As many elements as the largest gemm_scratch_elements(), 16-byte aligned; NULL if no plan emulates.
+    bf16 *scratch;
+    float *alpha;        // one float, for emulated GEMMs; NULL if no plan emulates
+    bool deterministic;  // take the first usable algorithm instead of the fastest
     cudaStream_t stream;
 } Gemm;
 
-// What a product multiplies. Formats in cuBLASLt's order: A is w, w, x; B is x, dy, dy.
+// Operands and options of a GEMM. In cuBLASLt's order, A is w, w, x and B is x, dy, dy for fprop, dgrad, wgrad.
 typedef struct {
     const Recipe *recipe;
     Fp8Format format_a, format_b;
-    bool fast_accum;  // sum with fewer bits: precision_fast_accum() of precision.h
-    bool emulate;     // FP8 products in BF16
+    bool fast_accum;  // lower-precision accumulation: precision_fast_accum() of precision.h
+    bool emulate;     // compute FP8 GEMMs in BF16
 } GemmSpec;
 
-// A product of a run, in one of its recipes.
+// Returns the spec of one of the run's GEMMs in recipe r.
 static inline GemmSpec gemm_spec(const Precision *p, const Recipe *r, GemmKind kind) {
     const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 0)), precision_format(p, gemm_tensor(kind, 1)),
                         precision_fast_accum(p, r, kind), p->emulated && recipe_is_fp8(r, kind)};
@@ -64,12 +66,15 @@ typedef struct {
     const char *layer;
     GemmKind kind;
     int64_t R, N, K;
-    int64_t rows, cols, depth;  // as cuBLASLt sees it: D [rows, cols] column-major = A [rows, depth] B [depth, cols]
+    // In cuBLASLt's terms: D [rows, cols] column-major = A [rows, depth] B [depth, cols].
+    int64_t rows, cols, depth;
     GemmSpec spec;
     ScaleGranularity granularity_a, granularity_b;
     bool bias;
-    bool native, emulated;  // an FP8 product on FP8 operands; on operands decoded into the scratch. BF16: neither
-    const float *one_zero;  // {1, 0} in device memory, for plans with alpha and beta there; else NULL
+    // FP8 GEMM on FP8 operands; on operands decoded into the scratch. Both false: BF16.
+    bool native, emulated;
+    // {1, 0} in device memory for plans with alpha and beta in device memory; else NULL.
+    const float *one_zero;
     cublasLtMatmulDesc_t matmul;
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algo;
@@ -80,7 +85,7 @@ static inline const char *gemm_type_name(ScaleGranularity g, Fp8Format format) {
 }
 static inline double gemm_flops(const GemmPlan *p) { return 2.0 * (double)p->R * (double)p->N * (double)p->K; }
 
-// bf16 values of scratch that running the plan needs.
+// Returns how many bf16 elements of scratch the plan needs to run.
 static inline int64_t gemm_scratch_elements(const GemmPlan *p) {
     return p->emulated ? (p->rows + p->cols) * p->depth : 0;
 }
@@ -102,18 +107,18 @@ static inline bool recipe_native(const Recipe *r, int major, int minor) {
     return true;
 }
 
-// Dies if the current GPU lacks the recipe's products.
+// Dies if the current GPU lacks the recipe's GEMMs.
 static inline void gemm_require_native(const Recipe *r) {
     const int major = device_attribute(cudaDevAttrComputeCapabilityMajor),
               minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
     if (recipe_native(r, major, minor)) return;
     const char *where = recipe_native(r, 8, 9)   ? "8.9 and above"
-                        : recipe_native(r, 9, 0) ? "9.0 (Hopper) alone"
+                        : recipe_native(r, 9, 0) ? "9.0 (Hopper) only"
                                                  : "10.0 and above (Blackwell)";
     die_with(EXIT_UNSUPPORTED,
-             "GPUs of compute capability %s have matrix products for --fp8-recipe %s (%s), this one "
-             "is %d.%d; --fp8-emulate computes them in BF16, for their numbers without their speed, or take another "
-             "recipe or --precision bf16",
+             "GPUs of compute capability %s have GEMMs for --fp8-recipe %s (%s), but this GPU has %d.%d; --fp8-emulate "
+             "computes them in BF16 with the numerics of FP8 but not its speed, or use another recipe or "
+             "--precision bf16",
              where, r->name, r->scales, major, minor);
 }
 
@@ -145,7 +150,7 @@ static inline int32_t gemm_scale_mode(ScaleGranularity g) {
     return modes[g];
 }
 
-// What the product of a described plan is, to cuBLASLt.
+// Returns cuBLASLt's matmul descriptor of a plan.
 static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose_a, bool transpose_b) {
     cublasLtMatmulDesc_t m;
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&m, CUBLAS_COMPUTE_32F, CUDA_R_32F));
@@ -166,8 +171,8 @@ static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose
 
 static __device__ float gemm_one_zero[2] = {1.0f, 0.0f};
 
-// Describes one product. Column-major cuBLASLt computes the transpose D^T of the row-major result, so that no result
-// needs transposing. Dies if the sizes or the GPU cannot be.
+// Describes one GEMM. cuBLASLt is column-major and computes D^T, so the row-major result needs no transpose. Dies if
+// the sizes or the GPU do not support it.
 static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec,
                                      bool bias) {
     GemmPlan p;
@@ -205,7 +210,7 @@ static inline void gemm_destroy(GemmPlan *p) {
     CUBLAS_CHECK(cublasLtMatmulDescDestroy(p->matmul));
 }
 
-// The data of operand 0 or 1, and its scales, that the GEMM reads of a tensor.
+// Returns the data that the GEMM reads of a tensor as operand 0 or 1.
 static inline const void *gemm_data(const GemmPlan *p, int operand, const QTensor *q) {
     if (!recipe_is_fp8(p->spec.recipe, p->kind)) return q->data;
     return gemm_usage(p->kind, operand) == ROWWISE ? q->rowwise : q->columnwise;
@@ -224,7 +229,7 @@ static inline void gemm_set_pointers(GemmPlan *p, const QTensor *a, const QTenso
     if (p->bias) gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
 }
 
-// An emulated product reads the scratch and g->alpha, not its operands.
+// Launches the GEMM. An emulated GEMM reads the scratch and g->alpha instead of its operands.
 static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d,
                                          const QTensor *a, const QTensor *b, bool accumulate) {
     const float host_one_zero[2] = {1.0f, 0.0f}, *one_zero = p->one_zero ? p->one_zero : host_one_zero;
@@ -235,14 +240,14 @@ static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const
                           g->workspace, GEMM_WORKSPACE_BYTES, g->stream);
 }
 
-// NULL: 1.
+// Writes *alpha = *inverse_a * *inverse_b; a NULL factor is 1.
 static __global__ void gemm_alpha_kernel(float *alpha, const float *inverse_a, const float *inverse_b) {
     grid_dependency_wait();
     *alpha = (inverse_a ? *inverse_a : 1.0f) * (inverse_b ? *inverse_b : 1.0f);
 }
 
-// Makes the bf16 operands of an emulated product, and its alpha, which holds the scales of whole tensors: those need
-// not be powers of two.
+// Decodes the operands of an emulated GEMM to bf16. Its alpha holds the scales of whole tensors, which need not be
+// powers of two.
 static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *a, const QTensor *b) {
     const void *scale_a = gemm_scale_inv(p, 0, a), *scale_b = gemm_scale_inv(p, 1, b);
     fp8_dequantize(g->scratch, (const uint8_t *)gemm_data(p, 0, a), scale_a, p->granularity_a, p->spec.format_a,
@@ -254,9 +259,9 @@ static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *
     CUDA_LAUNCH(gemm_alpha_kernel, 1, 1, 0, g->stream, g->alpha, inverse_a, inverse_b);
 }
 
-// Milliseconds of one candidate; infinity when cuBLASLt refuses it. Batches of 1, 2, 4, ... runs without pause; the
-// last one counts. A GPU at its power limit clocks lower than one that begins, and another algorithm may then be the
-// fastest.
+// Returns the milliseconds of one candidate; infinity if cuBLASLt refuses it. It times batches of 1, 2, 4, ...
+// back-to-back runs, and the last batch counts: a GPU at its power limit clocks lower than at first, and another
+// algorithm may then be the fastest.
 static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d,
                                         const QTensor *a, const QTensor *b, cudaEvent_t begin, cudaEvent_t end) {
     float ms = 0;
@@ -272,14 +277,15 @@ static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const 
     }
 }
 
-// cuBLASLt's candidates for a plan whose pointers are set, best guess first; how many.
+// Asks cuBLASLt for candidates for a plan whose pointers are set, best guess first. Returns how many there are.
 static inline int gemm_candidates(const Gemm *g, const GemmPlan *p,
                                   cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES], cublasStatus_t *status) {
     cublasLtMatmulPreference_t preference;
     const uint64_t workspace = GEMM_WORKSPACE_BYTES;
-    const uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;  // parts of a sum are added in fp32 and in order
-    const uint32_t alignment =
-        PARAMETER_ALIGNMENT;  // bytes, of FP8 weights that ranks of an odd number gather; cuBLASLt would count on 256
+    // Split-K parts are added in fp32 and in order.
+    const uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    // In bytes. FP8 weights gathered by an odd number of ranks have only this alignment; cuBLASLt would assume 256.
+    const uint32_t alignment = PARAMETER_ALIGNMENT;
     const cublasLtMatmulPreferenceAttributes_t operands[] = {
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
@@ -297,7 +303,8 @@ static inline int gemm_candidates(const Gemm *g, const GemmPlan *p,
     return *status == CUBLAS_STATUS_SUCCESS ? count : 0;
 }
 
-// The first candidate that cuBLASLt calls usable and that it launches (d is overwritten); -1: none. No timing decides.
+// Returns the first candidate that cuBLASLt calls usable and launches (overwrites d); -1 if none. Timing has no
+// influence.
 static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
                                     int count, bf16 *d, const QTensor *a, const QTensor *b) {
     for (int i = 0; i < count; i++)
@@ -307,7 +314,7 @@ static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cubl
     return -1;
 }
 
-// The fastest of the candidates that cuBLASLt calls usable and launches; -1: none.
+// Returns the fastest candidate that cuBLASLt calls usable and launches; -1 if none.
 static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
                                int count, bf16 *d, const QTensor *a, const QTensor *b) {
     cudaEvent_t begin, end;
@@ -325,9 +332,9 @@ static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtM
     return fastest;
 }
 
-// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (d is overwritten), or the first
-// when deterministic. Where cuBLASLt has none with fast sums (rows' scales, few rows and columns, long sums) it takes
-// full ones. Dies if there is none.
+// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (overwrites d), or the first one
+// when deterministic. If cuBLASLt has no fast_accum algorithm (rowwise scales, few rows and columns, long contraction),
+// it takes one with full accumulation. Dies if there is none.
 static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
                                const bf16 *bias) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
@@ -353,12 +360,12 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
     p->algo = found[chosen].algo;
 }
 
-// d = a b (+ d when accumulate: wgrad alone). Operands in cuBLASLt's order: fprop w, x; dgrad w, dy; wgrad x, dy.
-// `bias` [N] only for plans made with one.
+// Computes d = a b, or d += a b with accumulate (wgrad only). Operands are in cuBLASLt's order: fprop w, x; dgrad w,
+// dy; wgrad x, dy. `bias` [N] is only for plans made with a bias.
 static inline void gemm_run(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias,
                             bool accumulate) {
     if (accumulate && p->kind != GEMM_WGRAD)
-        die("%s %s cannot accumulate: wgrad alone can", p->layer, gemm_kind_name(p->kind));
+        die("%s %s cannot accumulate; only wgrad can", p->layer, gemm_kind_name(p->kind));
     if (p->emulated) gemm_decode(g, p, a, b);
     gemm_set_pointers(p, a, b, bias);
     CUBLAS_CHECK(gemm_launch(g, p, &p->algo, d, a, b, accumulate));

@@ -1,9 +1,9 @@
 // Hopper (sm_90a) building blocks: thin wrappers over PTX for mbarriers, TMA copies and wgmma.
 //
-// Shared-memory tiles here are rows of 128 bytes (64 bf16) in the 128-byte swizzle: 16-byte chunk c of row r lies at
-// chunk c ^ (r % 8). A tile starts at a multiple of 1024 bytes. A tile wider than 64 columns is several such tiles one
-// after another. Source of formats and rules: the PTX ISA manual (wgmma matrix descriptors, tensor maps) and the CUDA
-// driver API manual.
+// Shared-memory tiles are rows of 128 bytes (64 bf16) with the 128-byte swizzle: 16-byte chunk c of row r is stored at
+// chunk c ^ (r % 8). A tile starts at a multiple of 1024 bytes. A tile wider than 64 columns is stored as several such
+// tiles, one after another. Sources: the PTX ISA manual (wgmma matrix descriptors, tensor maps) and the CUDA driver API
+// manual.
 #ifndef LLMC_HOPPER_CUH
 #define LLMC_HOPPER_CUH
 
@@ -18,7 +18,7 @@
 #error "wgmma needs the sm_90a target: build with -gencode=arch=compute_90a,code=sm_90a"
 #endif
 
-// Kernels of this family compile to an empty body for other targets; the host asks hopper_available() before a launch.
+// For other targets the Hopper kernels compile to an empty body. The host calls hopper_available() before a launch.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_DEVICE_CODE 1
 #else
@@ -28,7 +28,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Host
 
-// True if the current device is of compute capability 9.0 and this program was built for it.
+// True if the current device has compute capability 9.0 and this program was built for it.
 static inline bool hopper_available(void) {
 #ifdef __CUDA_ARCH_LIST__
     const int built_for[] = {__CUDA_ARCH_LIST__};
@@ -45,7 +45,7 @@ typedef CUresult (*TensorMapEncode)(CUtensorMap *, CUtensorMapDataType, cuuint32
                                     const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                                     CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's cuTensorMapEncodeTiled, asked of the runtime so that the program does not link libcuda.
+// Returns the driver's cuTensorMapEncodeTiled. It is looked up at run time so that the program does not link libcuda.
 static inline TensorMapEncode tensor_map_encoder(void) {
     void *function = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -59,10 +59,10 @@ static inline TensorMapEncode tensor_map_encoder(void) {
     return (TensorMapEncode)function;
 }
 
-// Describes a tensor of `rank` (3 to 5) dimensions to the copy engine, innermost first. dims: elements per dimension.
-// strides: bytes from one index to the next of dimensions 1..rank-1 (multiples of 16). box: elements per dimension of
-// the tile one copy moves. Reads outside the tensor give zero, writes outside it are dropped. Host work only: no
-// allocation, no synchronization.
+// Describes a tensor of `rank` (3 to 5) dimensions for TMA, innermost first. dims: elements per dimension. strides:
+// bytes from one index to the next of dimensions 1..rank-1 (multiples of 16). box: elements per dimension of the tile
+// that one copy moves. Reads outside the tensor give zero, writes outside it are dropped. It runs on the host only, and
+// neither allocates nor synchronizes.
 static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMapSwizzle swizzle, int rank,
                                             const void *base, const int64_t *dims, const int64_t *strides,
                                             const int *box) {
@@ -86,10 +86,10 @@ static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMa
     return map;
 }
 
-// Map of a bf16 tensor [B, T, columns] (row-major, `columns` a multiple of 64) seen as (64, T, columns/64, B), so that
-// one copy of box (64, rows, blocks, 1) brings `rows` tokens x 64*blocks columns as `blocks` swizzled tiles [rows][64],
-// one after another. Copy coordinates: (0, token, column / 64, sequence). The sequence is its own dimension, so a tail
-// tile never reads the next one.
+// Describes a bf16 tensor [B, T, columns] (row-major, `columns` a multiple of 64) as (64, T, columns/64, B). One copy
+// of box (64, rows, blocks, 1) then loads `rows` tokens x 64*blocks columns as `blocks` swizzled tiles [rows][64], one
+// after another. Copy coordinates are (0, token, column / 64, sequence). The sequence is its own dimension, so a tail
+// tile never reads the next sequence.
 static inline CUtensorMap tensor_map_tokens(const void *base, int64_t B, int64_t T, int64_t columns, int rows,
                                             int blocks) {
     const int64_t dims[4] = {64, T, columns / 64, B};
@@ -103,7 +103,7 @@ static inline CUtensorMap tensor_map_tokens(const void *base, int64_t B, int64_t
 
 __device__ __forceinline__ uint32_t smem_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-// Two floats to packed bf16 (round to nearest even), `low` in the lower half.
+// Packs two floats as bf16 (round to nearest even), `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -116,12 +116,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// Barrier `id` (1..15) of `threads` threads: sync waits for all, arrive only counts this thread's warp in.
+// Barrier `id` (1..15) of `threads` threads: sync waits for all of them, arrive only counts this thread's warp.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Moves registers between warpgroups; every warp of the warpgroup calls it, in a kernel with __launch_bounds__(n, 1).
+// Raises or lowers the warpgroup's registers per thread (setmaxnreg). Every warp of the warpgroup calls it, in a kernel
+// with __launch_bounds__(n, 1).
 template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_alloc(void) {
 #if HOPPER_DEVICE_CODE
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -136,13 +137,12 @@ template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_dealloc(v
 #if HOPPER_DEVICE_CODE
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Device: mbarriers (shared-memory addresses). A barrier's phase flips when `count` arrivals and all expected bytes are
-// in.
+// Device: mbarriers, by shared-memory address. A phase completes when `count` arrivals and all expected bytes are in.
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-// After the inits, before the block-wide sync: makes them visible to the copy engine.
+// Makes the inits visible to TMA. Call it after the inits and before the block-wide barrier.
 __device__ __forceinline__ void mbarrier_init_fence(void) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -150,11 +150,11 @@ __device__ __forceinline__ void mbarrier_init_fence(void) {
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// One arrival that also announces `bytes` of copies to come.
+// Arrives once and announces `bytes` of copies to come.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Waits until the phase of this parity has completed (a fresh barrier counts as having completed parity 1).
+// Waits until the phase of this parity has completed. On a fresh mbarrier, parity 1 counts as completed.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
     do {
@@ -166,12 +166,13 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Device: TMA. Called by one thread. Loads complete on an mbarrier, stores and reductions in bulk groups.
+// Device: TMA, called by one thread. Loads complete on an mbarrier, stores and reductions in bulk groups.
 
-// Orders this thread's ordinary shared-memory accesses before later ones of the copy engine and wgmma (then a barrier).
+// Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma (with a barrier after
+// it).
 __device__ __forceinline__ void fence_async_proxy(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same for every state space: global memory written or read by ordinary accesses, then by bulk copies.
+// Orders accesses like fence_async_proxy for all state spaces: ordinary accesses to global memory before bulk copies.
 __device__ __forceinline__ void fence_async_proxy_all(void) { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
@@ -218,15 +219,15 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t fr
                  "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                  : "memory");
 }
-// Adds `bytes`/4 floats of shared memory to contiguous global memory (atomic per element, order free).
+// Adds `bytes`/4 floats of shared memory to contiguous global memory. Each add is atomic, in no fixed order.
 __device__ __forceinline__ void bulk_reduce_add_f32(float *to, uint32_t from, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
                      __cvta_generic_to_global(to)),
                  "r"(from), "r"(bytes)
                  : "memory");
 }
-// Ends a group of stores of this thread; wait until all but PENDING groups have read their shared memory, or are done
-// altogether.
+// Commits this thread's stores as a bulk group. The waits return when all but PENDING groups have read their shared
+// memory (bulk_wait_read), or have completed (bulk_wait).
 __device__ __forceinline__ void bulk_commit(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void bulk_wait_read(void) {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -235,7 +236,7 @@ template <int PENDING> __device__ __forceinline__ void bulk_wait(void) {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Stores four 8x8 bf16 matrices; lane l gives the address of row l%8 of matrix l/8, register i holds matrix i in
+// Stores four 8x8 bf16 matrices. Lane l gives the address of row l%8 of matrix l/8; register i holds matrix i in
 // fragment layout (lane l: row l/4, columns 2*(l%4), +1). _trans stores each matrix transposed.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
@@ -244,32 +245,32 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Device: wgmma, D[64 x N] (+)= A[64 x 16] * B[16 x N], bf16 in, fp32 accumulators in registers.
-// Warp w of the warpgroup holds rows 16w..16w+15; lane l holds in d[4*j + 2*h + e] row 16w + 8h + l/4, column 8j +
-// 2*(l%4) + e. The A registers of k-step i are the accumulators 8i..8i+7 of an earlier product, packed in pairs: no
-// shuffles.
+// Device: wgmma, D[64 x N] (+)= A[64 x 16] * B[16 x N], bf16 in, fp32 accumulators in registers. Warp w of the
+// warpgroup holds rows 16w..16w+15; lane l holds in d[4*j + 2*h + e] row 16w + 8h + l/4, column 8j + 2*(l%4) + e. The A
+// registers of k-step i are accumulators 8i..8i+7 of an earlier wgmma, packed in pairs, so no shuffles are needed.
 
-// Descriptor of a swizzled tile whose contraction index runs along the 128-byte rows (Q, K; TRANS = 0).
-// Next k-step of 16: address + 32; past 64 columns: the next tile. Rows further down: address + 128 a row (8 rows at a
-// time).
+// Returns the descriptor of a swizzled tile whose contraction index runs along the 128-byte rows (Q, K; TRANS = 0). The
+// next k-step of 16 is at address + 32; beyond 64 columns it is in the next tile. Each further row is at address + 128
+// (8 rows at a time).
 __device__ __forceinline__ uint64_t wgmma_desc_k_major(uint32_t address) {
     return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)1 << 16) | ((uint64_t)(1024 >> 4) << 32) |
            ((uint64_t)1 << 62);
 }
-// Descriptor of a swizzled tile whose contraction index runs down the rows (V as B, K as B of dQ; TRANS = 1).
-// tile_bytes: distance to the next 64 columns (rows * 128). Next k-step of 16: address + 2048.
+// Returns the descriptor of a swizzled tile whose contraction index runs down the rows (V as B, K as B of dQ; TRANS =
+// 1). tile_bytes is the distance to the next 64 columns (rows * 128). The next k-step of 16 is at address + 2048.
 __device__ __forceinline__ uint64_t wgmma_desc_mn_major(uint32_t address, uint32_t tile_bytes) {
     return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)(tile_bytes >> 4) << 16) | ((uint64_t)(1024 >> 4) << 32) |
            ((uint64_t)1 << 62);
 }
 
-// Before the first wgmma that uses registers this thread wrote; all four warps together.
+// Needed before the first wgmma that uses registers written by this thread; all four warps call it together.
 __device__ __forceinline__ void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wgmma_wait(void) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Keeps the compiler from moving accesses to these registers across this point (wgmma writes them behind its back).
+// Keeps the compiler from moving accesses to these registers across this point, because wgmma writes them
+// asynchronously.
 template <int N> __device__ __forceinline__ void wgmma_fence_registers(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
@@ -285,8 +286,8 @@ template <int N> __device__ __forceinline__ void wgmma_fence_registers(float (&d
     HOPPER_ACC64(d), HOPPER_ACC8(d, 64), HOPPER_ACC8(d, 72), HOPPER_ACC8(d, 80), HOPPER_ACC8(d, 88), \
         HOPPER_ACC8(d, 96), HOPPER_ACC8(d, 104), HOPPER_ACC8(d, 112), HOPPER_ACC8(d, 120)
 
-// N follows from the accumulator: float[16] is N = 32, [32] is 64, [64] is 128, [128] is 256. accumulate 0 overwrites
-// D. wgmma_ss: A and B from shared memory (descriptors). wgmma_rs: A from registers.
+// N follows from the accumulator: float[16] is N = 32, [32] is 64, [64] is 128, [128] is 256. accumulate = 0 overwrites
+// D. wgmma_ss reads A and B from shared memory (descriptors); wgmma_rs reads A from registers.
 
 template <int TRANS_A, int TRANS_B>
 __device__ __forceinline__ void wgmma_ss(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {

@@ -6,7 +6,7 @@
 #include "../reference/initialize.h"
 #include "../config/shard_plan.h"
 
-// Elements [first, first + n) of a tensor.
+// Initializes elements [first, first + n) of a tensor.
 static __global__ void initialize_parameter_kernel(bf16 *weights, float *master, int64_t first, int64_t n,
                                                    unsigned flags, float initializer_range, uint64_t seed,
                                                    int64_t tensor_index) {
@@ -18,8 +18,8 @@ static __global__ void initialize_parameter_kernel(bf16 *weights, float *master,
     }
 }
 
-// Fills a rank's shard of the weights [plan->total] (bf16, round to nearest even) and, unless NULL, of the masters
-// (fp32) with initial values; padding becomes 0.
+// Fills a rank's shard of the weights [plan->total] (bf16, round to nearest even) and, unless NULL, of the fp32 master
+// weights with initial values; padding becomes 0.
 static inline void initialize_parameters(bf16 *weights, float *master, const ParameterTable *t, const ShardPlan *plan,
                                          float initializer_range, uint64_t seed, cudaStream_t stream) {
     CUDA_CHECK(cudaMemsetAsync(weights, 0, (size_t)plan->total * sizeof(bf16), stream));
@@ -28,7 +28,8 @@ static inline void initialize_parameters(bf16 *weights, float *master, const Par
         const Parameter *p = &t->entries[i];
         const ShardRange r = shard_parameter(t, plan, p);
         if (!r.count) continue;
-        const unsigned blocks = grid_size(min_i64(r.count, 1 << 20), 256);  // enough to fill any GPU
+        // Enough blocks to fill any GPU.
+        const unsigned blocks = grid_size(min_i64(r.count, 1 << 20), 256);
         CUDA_LAUNCH(initialize_parameter_kernel, blocks, 256, 0, stream, weights + r.shard,
                     master ? master + r.shard : NULL, r.first, r.count, p->flags, initializer_range, seed, i);
     }
@@ -40,7 +41,7 @@ static __global__ void round_weights_kernel(bf16 *weights, const float *master, 
         weights[i] = __float2bfloat16_rn(master[i]);
 }
 
-// weights [n] = master [n], rounded to nearest even.
+// Writes weights [n] = master [n], rounded to nearest even.
 static inline void round_weights(bf16 *weights, const float *master, int64_t n, cudaStream_t stream) {
     CUDA_LAUNCH(round_weights_kernel, 8 * device_sm_count(), 256, 0, stream, weights, master, n);
 }

@@ -1,4 +1,4 @@
-// The linear layers of a model: the GEMMs of each in bf16 and in the run's FP8 recipe, and the casts of what they read.
+// The linear layers of a model: their GEMMs in bf16 and in the run's FP8 recipe, and the casts of their operands.
 #ifndef LLMC_LINEAR_CUH
 #define LLMC_LINEAR_CUH
 
@@ -7,23 +7,24 @@
 #include "profile.cuh"
 #include "tensor_scales.cuh"
 
-// The GEMMs of a linear layer. Layers of the model may differ in which of the two they run (--fp8-filter).
+// Plans of the three GEMMs of a linear layer, in bf16 and in FP8. With --fp8-filter some layers run in bf16 and others
+// in FP8.
 typedef struct {
     GemmPlan bf16[NUM_GEMMS], fp8[NUM_GEMMS];
 } LinearPlans;
 
 typedef struct {
     const Precision *precision;
-    int64_t rows, head_rows;  // of the layers' GEMMs; of lm_head's, a chunk at a time
+    int64_t rows, head_rows;  // rows of the layers' GEMMs; rows of lm_head's GEMMs, which run in chunks
     bool qkv_bias;
     Gemm gemm;
     LinearPlans plans[NUM_LINEARS];
-    LinearPlans lm_head, lm_head_tail;  // for head_rows, and for the rows that are left
+    LinearPlans lm_head, lm_head_tail;  // for head_rows rows, and for the remaining rows
     TensorScales scales;
     Profile *profile;
 } Linears;
 
-// Describes the linear layers over R rows. Placing, planning and use come later.
+// Describes the linear layers over R rows. linears_place and linears_plan must follow before use.
 static inline void linears_describe(Linears *ln, const Precision *p, const ModelConfig *m, int64_t R, int64_t head_rows,
                                     const Options *o, Profile *profile) {
     memset(ln, 0, sizeof *ln);
@@ -32,7 +33,7 @@ static inline void linears_describe(Linears *ln, const Precision *p, const Model
     tensor_scales_describe(&ln->scales, p, R, o);
 }
 
-// Elements of dequantized operands that the largest emulated GEMM needs.
+// Returns the elements of decoded operands that the largest emulated GEMM needs.
 static inline int64_t linears_emulation_elements(const Linears *ln) {
     int64_t most = 0;
     for (int i = 0; i < NUM_LINEARS && ln->precision->emulated; i++) {
@@ -42,10 +43,10 @@ static inline int64_t linears_emulation_elements(const Linears *ln) {
     return most;
 }
 
-// Places the workspace of GEMMs, of at least `workspace` bytes, and what emulated ones need.
+// Places the GEMM workspace of at least `workspace` bytes, and the scratch of emulated GEMMs.
 static inline void linears_place(Linears *ln, int64_t workspace, Arena *a) {
     const bool emulated = ln->precision->emulated;
-    arena_group(a, "products, optimizer");
+    arena_group(a, "GEMMs, optimizer");
     ln->gemm.workspace = arena_take(a, max_i64(GEMM_WORKSPACE_BYTES, workspace));
     ln->gemm.scratch = emulated ? (bf16 *)arena_take(a, linears_emulation_elements(ln) * (int64_t)sizeof(bf16)) : NULL;
     ln->gemm.alpha = emulated ? (float *)arena_take(a, (int64_t)sizeof(float)) : NULL;
@@ -54,8 +55,8 @@ static inline void linears_place(Linears *ln, int64_t workspace, Arena *a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Planning
 
-// Random bytes that are finite numbers of ordinary size in every format, for timing: constant data would run faster
-// than real data.
+// Writes random bytes that are finite numbers of ordinary size in every format, for timing. Constant data would run
+// faster than real data.
 static __global__ void fill_for_timing_kernel(uint64_t *out, int64_t n) {
     grid_dependency_wait();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
@@ -66,11 +67,11 @@ static inline void fill_for_timing(char *from, char *to, cudaStream_t stream) {
     CUDA_LAUNCH(fill_for_timing_kernel, 4 * device_sm_count(), 256, 0, stream, (uint64_t *)from, (to - from) / 8);
 }
 
-// Chooses a GEMM's algorithm on operands in `memory`, which nothing uses yet and which is larger than they are.
+// Chooses a GEMM's algorithm on operands in `memory`, which is not in use yet and is larger than the operands.
 static inline void linears_plan_gemm(Linears *ln, GemmPlan *p, char *memory) {
     char *a = memory, *b = a + round_up(gemm_bytes_a(p), ARENA_ALIGNMENT),
          *d = b + round_up(gemm_bytes_b(p), ARENA_ALIGNMENT);
-    // what holds the numbers is larger than their scales
+    // the data is larger than its scales, so these fit too
     const QTensor operand_a = qtensor_for_timing(a), operand_b = qtensor_for_timing(b);
     char *const scratch = (char *)ln->gemm.scratch;
     if (p->emulated)
@@ -79,7 +80,7 @@ static inline void linears_plan_gemm(Linears *ln, GemmPlan *p, char *memory) {
     gemm_choose(&ln->gemm, p, (bf16 *)d, &operand_a, &operand_b, (const bf16 *)a);
 }
 
-// The three GEMMs of a linear layer over R rows, by one recipe.
+// Plans the three GEMMs of a linear layer over R rows in one recipe.
 static inline void linears_plan_layer(Linears *ln, const LinearShape *s, GemmPlan plans[NUM_GEMMS],
                                       const Recipe *recipe, int64_t R, bool bias, char *memory) {
     for (int kind = 0; kind < NUM_GEMMS; kind++) {
@@ -89,7 +90,7 @@ static inline void linears_plan_layer(Linears *ln, const LinearShape *s, GemmPla
     }
 }
 
-// Plans all GEMMs. `memory`: the arena, of which nothing is in use yet.
+// Plans all GEMMs. `memory` is the arena, which is not in use yet.
 static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory) {
     const Precision *p = ln->precision;
     const Recipe *bf16_recipe = recipe_row(RECIPE_BF16);
@@ -124,7 +125,7 @@ static inline void linears_destroy(Linears *ln) {
     CUBLAS_CHECK(cublasLtDestroy(ln->gemm.handle));
 }
 
-// Prints the table of what the GEMMs run in.
+// Prints the table of all GEMMs with their operands.
 static inline void linears_print(const Linears *ln) { precision_print(ln->precision, ln->rows, ln->head_rows, "bf16"); }
 
 // Prints in one line the GEMMs for which cuBLASLt has no fast accumulation (gemm_choose). After linears_plan.
@@ -146,7 +147,7 @@ static inline void linears_print_full_accum(const Linears *ln) {
 // ---------------------------------------------------------------------------------------------------------------------
 // GEMMs
 
-// d = a b (+ d), operands as gemm_run() takes them. `op`: its name in the profile.
+// Computes d = a b (+ d) with operands as in gemm_run(). `op` is its name in the profile.
 static inline void linears_gemm(Linears *ln, const char *op, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
                                 const bf16 *bias, bool accumulate) {
     gemm_run(&ln->gemm, p, d, a, b, bias, accumulate);
@@ -157,37 +158,37 @@ static inline GemmPlan *linears_plan_of(Linears *ln, const QTensor *w, GemmKind 
     return w->fp8 ? &ln->plans[w->linear].fp8[kind] : &ln->plans[w->linear].bf16[kind];
 }
 
-// y [R, N] = x [R, K] w [N, K]^T + bias [N], for q, k, v of a model that has one; NULL: none.
+// Computes y [R, N] = x [R, K] w [N, K]^T + bias [N]. bias is NULL unless the model has one for q, k and v.
 static inline void linears_fprop(Linears *ln, bf16 *y, const QTensor *x, const QTensor *w, const bf16 *bias) {
     linears_gemm(ln, "linear layers, fprop", linears_plan_of(ln, w, GEMM_FPROP), y, w, x, bias, false);
 }
 
-// dx [R, K] = dy [R, N] w [N, K]
+// Computes dx [R, K] = dy [R, N] w [N, K].
 static inline void linears_dgrad(Linears *ln, bf16 *dx, const QTensor *dy, const QTensor *w) {
     linears_gemm(ln, "linear layers, dgrad", linears_plan_of(ln, w, GEMM_DGRAD), dx, w, dy, NULL, false);
 }
 
-// dw [N, K] = dy [R, N]^T x [R, K]
+// Computes dw [N, K] = dy [R, N]^T x [R, K].
 static inline void linears_wgrad(Linears *ln, bf16 *dw, const QTensor *dy, const QTensor *x) {
     linears_gemm(ln, "linear layers, wgrad", linears_plan_of(ln, x, GEMM_WGRAD), dw, x, dy, NULL, false);
 }
 
-// The GEMMs of lm_head over `rows` rows: head_rows, or what is left at the end.
+// Returns lm_head's plans for `rows` rows: head_rows, or the remainder in the last chunk.
 static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
     return (rows == ln->head_rows ? &ln->lm_head : &ln->lm_head_tail)->bf16;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Casts of tensors [R, C] that a source makes (quantize.cuh)
+// Casts of tensors [R, C] whose values come from a source (quantize.cuh)
 
-// Raises the amaxes that the cast of the tensor needs, of its rowwise and its columnwise data; none for block scales.
+// Raises the amaxes that the tensor's rowwise and columnwise casts need. Block scales need none.
 template <class Source>
 static inline void qtensor_amax_pass(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (!tensor_amaxes(q->row_granularity, q->col_granularity, R, C)) return;
     profile_bytes(ln->profile, "amax passes", quantize_amax_source("quantize", *q, source, R, C, ln->gemm.stream));
 }
 
-// Casts the tensor, whose amaxes are known if its scales follow from them. A tensor's first cast by the delayed recipe
+// Casts the tensor. If its scales follow from amaxes, these are known. A tensor's first cast in the delayed recipe
 // takes the scale of its own amax.
 template <class Source>
 static inline void qtensor_cast(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
@@ -199,7 +200,7 @@ static inline void qtensor_cast(Linears *ln, const QTensor *q, const Source &sou
     profile_bytes(ln->profile, "FP8 casts", quantize_source("quantize", audited, source, R, C, ln->gemm.stream));
 }
 
-// Makes the FP8 data of a tensor; nothing if no FP8 GEMM reads it.
+// Makes the FP8 data of a tensor, unless no FP8 GEMM reads it.
 template <class Source>
 static inline void qtensor_produce(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (!q->fp8) return;

@@ -1,6 +1,6 @@
-// Where the time of a step goes: NVTX ranges for Nsight Systems, and the table of --profile.
-// The trainer says after each operation what it was and what it had to do; the time since the mark before belongs to
-// it. What a stream waits for (weights on their way) is an operation of its own.
+// Time of each operation of a step: NVTX ranges for Nsight Systems, and the table of --profile.
+// After each operation the trainer calls profile_mark with its name and its bytes or FLOPs; the time since the previous
+// mark is the operation's. Waiting of a stream (for weights in transfer) is an operation of its own.
 #ifndef LLMC_PROFILE_CUH
 #define LLMC_PROFILE_CUH
 
@@ -9,23 +9,23 @@
 #include <nvtx3/nvToolsExt.h>
 #define PROFILE_HAS_NVTX 1
 #else
-#define PROFILE_HAS_NVTX 0  // a CUDA Toolkit without the package of NVTX
+#define PROFILE_HAS_NVTX 0  // 0 if the CUDA Toolkit was installed without NVTX
 #endif
 
 enum { PROFILE_MAX_OPS = 64 };
 
-// What bounds an operation: how many bytes it moves, or its floating-point operations in either precision.
+// The limit of an operation: memory traffic in bytes, or FLOPs in bf16 or FP8. PROFILE_WAIT has none.
 typedef enum { PROFILE_WAIT, PROFILE_BYTES, PROFILE_FLOPS_BF16, PROFILE_FLOPS_FP8 } ProfileBound;
 
 typedef struct {
-    const char *op;  // a literal: the same text is the same operation
+    const char *op;  // string literal; equal text means one operation
     ProfileBound bound;
     double work;  // bytes or FLOPs
     cudaEvent_t done;
 } ProfileMark;
 
 typedef struct {
-    bool on;  // marks are being made
+    bool on;  // true between profile_begin and profile_print
     cudaStream_t stream;
     ProfileMark *marks;
     int64_t count, capacity;
@@ -38,7 +38,7 @@ typedef struct {
     double ms, work;
 } ProfileOp;
 
-// The operation that was enqueued last. Does nothing outside of a profiled step.
+// Marks the end of the operation enqueued last. Does nothing outside of a profiled step.
 static inline void profile_mark(Profile *p, const char *op, ProfileBound bound, double work) {
     if (!p->on) return;
     if (p->count == p->capacity) {
@@ -51,13 +51,13 @@ static inline void profile_mark(Profile *p, const char *op, ProfileBound bound, 
     CUDA_CHECK(cudaEventRecord(m->done, p->stream));
 }
 
-// The operation that was enqueued last moves `bytes`.
+// Marks the end of an operation that moves `bytes`.
 static inline void profile_bytes(Profile *p, const char *op, int64_t bytes) {
     profile_mark(p, op, PROFILE_BYTES, (double)bytes);
 }
 
-// A named range of what is enqueued, for Nsight Systems (nsys profile ./train_fp8cu ...); costs next to nothing when
-// nobody looks. `number` is part of the name unless negative. Ranges nest.
+// Begins a named range of enqueued work, for Nsight Systems (nsys profile ./train_fp8cu ...). It costs almost nothing
+// without a profiler. `number` is appended to the name unless negative. Ranges nest.
 static inline void profile_range_begin(const char *name, int64_t number) {
 #if PROFILE_HAS_NVTX
     char text[64];
@@ -75,7 +75,7 @@ static inline void profile_range_end(void) {
 #endif
 }
 
-// From here on; what is enqueued already does not count.
+// Starts profiling; work enqueued before is not counted.
 static inline void profile_begin(Profile *p, cudaStream_t stream) {
     p->on = true, p->stream = stream;
     profile_mark(p, "", PROFILE_WAIT, 0);
@@ -88,8 +88,8 @@ static inline int profile_compare(const void *a, const void *b) {
     return x < y ? 1 : x > y ? -1 : 0;
 }
 
-// Sums the marks by operation, the longest first. Everything marked must have happened. Returns how many operations
-// there are, in ops [PROFILE_MAX_OPS].
+// Sums the marks by operation, longest first. All marked work must have completed. Returns the number of operations in
+// ops [PROFILE_MAX_OPS].
 static inline int profile_sum(const Profile *p, ProfileOp *ops) {
     int count = 0;
     for (int64_t i = 1; i < p->count; i++) {
@@ -109,8 +109,8 @@ static inline int profile_sum(const Profile *p, ProfileOp *ops) {
     return count;
 }
 
-// Bytes a second that the GPU copies, read and written both counted: `bytes` from the first half of `buffer` (twice
-// that large) to the second, best of a few.
+// Returns the GPU's copy rate in bytes per second, reads plus writes: copies `bytes` from the first half of `buffer` (2
+// * `bytes` long) to the second, best of several runs.
 static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t stream) {
     cudaEvent_t begin, end;
     float best = INFINITY;
@@ -130,8 +130,8 @@ static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t
     return 2.0 * (double)bytes / (best * 1e-3);
 }
 
-// Prints the table and forgets the marks. peak_bf16: dense FLOP/s (FP8 is twice that), 0 if unknown; copy_rate: bytes a
-// second.
+// Prints the table and clears the marks. peak_bf16 is the dense peak in FLOP/s (FP8 has twice that), 0 if unknown;
+// copy_rate is in bytes per second.
 static inline void profile_print(Profile *p, double peak_bf16, double copy_rate) {
     ProfileOp ops[PROFILE_MAX_OPS];
     double total = 0;

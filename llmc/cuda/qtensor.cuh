@@ -6,37 +6,38 @@
 #include "../reference/audit.h"
 #include "cuda_utils.cuh"
 
-// How the amaxes that a cast needs come to be known.
+// How the amaxes that a cast needs become known.
 typedef enum {
-    AMAX_UNUSED,  // none are needed: the tensor is not cast, or its scales are of blocks, which the cast sees whole
-    AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises them on its way
-    AMAX_FROM_PASS,      // a pass over the tensor before its cast raises them
-    AMAX_DELAYED         // the scale is of earlier steps; the cast itself raises the amax, for later ones
+    AMAX_UNUSED,         // no amax needed: the tensor is not cast, or its scales are per block and found by the cast
+    AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises its amax
+    AMAX_FROM_PASS,      // a separate pass over the tensor raises them before the cast
+    AMAX_DELAYED         // the scale comes from earlier steps; the cast raises the amax for later steps
 } AmaxSource;
 
-// A tensor [R, C]. All pointers are to device memory, aligned to 16 bytes. NULL data is not kept, or not wanted.
+// A tensor [R, C]. All pointers are device memory, aligned to 16 bytes. NULL data is not stored.
 typedef struct {
     bf16 *data;                     // [R, C], for GEMMs in bf16
-    uint8_t *rowwise, *columnwise;  // FP8 [R, C], and transposed [C, R]
-    // Scales of both, laid out as scale_index() (recipes.h); the same pointer if both granularities are PER_TENSOR.
+    uint8_t *rowwise, *columnwise;  // FP8 [R, C], and its transpose [C, R]
+    // Scales of both, laid out by scale_index() (recipes.h). They are one pointer if both granularities are PER_TENSOR.
     void *rowwise_scale_inv, *columnwise_scale_inv;
-    uint32_t *amax;  // tensor_amaxes() slots (recipes.h; "amax slots" in cuda_utils.cuh); not for block scales
-    // The scale to cast with if the granularities are PER_TENSOR; a NaN then raises no amax. NULL: the scale follows
-    // from the amax.
+    // tensor_amaxes() slots (recipes.h; cuda_utils.cuh has their encoding); NULL for block scales.
+    uint32_t *amax;
+    // The scale to cast with, for PER_TENSOR granularities; then a NaN raises no amax. NULL: the scale follows from the
+    // amax.
     const float *delayed_scale;
-    AuditSums *audit[2];  // sums of an audited cast over rowwise and columnwise data; NULL: not audited
+    AuditSums *audit[2];  // audit sums of rowwise and columnwise data; NULL: not audited
     Fp8Format format;
     ScaleGranularity row_granularity, col_granularity;
     ScaleRule rule;
 
-    int64_t layer;  // -1: no tensor of a layer
+    int64_t layer;  // -1: not a tensor of a layer
     TensorRole role;
     LinearId linear;
     AmaxSource amax_source;
     bool fp8;  // its linear layer runs in the FP8 recipe
 } QTensor;
 
-// A tensor of a role as recipe r casts it, without data, amaxes or scales.
+// Returns a tensor of a role as recipe r casts it, without data, amaxes or scales.
 static inline QTensor recipe_qtensor(const Recipe *r, TensorRole role, Fp8Format format) {
     QTensor q;
     memset(&q, 0, sizeof q);
@@ -47,7 +48,7 @@ static inline QTensor recipe_qtensor(const Recipe *r, TensorRole role, Fp8Format
     return q;
 }
 
-// A tensor that GEMMs read in bf16 alone.
+// Returns a tensor that GEMMs read in bf16 only.
 static inline QTensor qtensor_bf16(const bf16 *data) {
     QTensor q;
     memset(&q, 0, sizeof q);
@@ -55,7 +56,7 @@ static inline QTensor qtensor_bf16(const bf16 *data) {
     return q;
 }
 
-// A tensor whose data and scales all lie at `memory`, for timing GEMMs of any recipe.
+// Returns a tensor whose data and scales all point to `memory`, for timing GEMMs of any recipe.
 static inline QTensor qtensor_for_timing(void *memory) {
     QTensor q = qtensor_bf16((const bf16 *)memory);
     q.rowwise = q.columnwise = (uint8_t *)memory;
@@ -63,7 +64,7 @@ static inline QTensor qtensor_for_timing(void *memory) {
     return q;
 }
 
-// The slot that the kernel which produces q raises to its amax; NULL: it raises none.
+// Returns the amax slot that the kernel which produces q raises; NULL if it raises none.
 static inline uint32_t *qtensor_produced_amax(const QTensor *q) {
     return q->amax_source == AMAX_FROM_PRODUCER ? q->amax : NULL;
 }

@@ -1,8 +1,8 @@
 // FP8 casts by any recipe: picks the kernel by the granularity of the scales, and audits the result.
-// Also the way back to bf16, and casts of sharded weights.
+// It also decodes FP8 to bf16, and casts sharded weights.
 //
-// A cast of a tensor is two passes, unless its scales are of blocks or delayed: the amax pass, then the cast. Where a
-// kernel that makes a tensor has already raised its amax, the first is saved.
+// Casting a tensor takes two passes, the amax pass and the cast, unless its scales are per block or delayed. If the
+// kernel that produces the tensor has already raised its amax, the amax pass is skipped.
 #ifndef LLMC_QUANTIZE_CUH
 #define LLMC_QUANTIZE_CUH
 
@@ -11,17 +11,17 @@
 #include "audit.cuh"
 #include "quantize_fine.cuh"
 
-// Dies unless R rows of C columns an output can be cast. `function` names the caller in error messages.
+// Dies unless R rows of C columns per output can be cast. `function` names the caller in error messages.
 static inline void quantize_check_size(const char *function, int64_t R, int64_t C) {
     if (R < 1 || C < 16 || C % 16)
         die("%s: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", function, (long long)R,
             (long long)C);
 }
 
-// Where the amaxes are that a tensor's granularities need, C being the columns of all outputs.
+// Returns the addresses of the amaxes that a tensor's granularities need. C is the number of columns of all outputs.
 static inline FineAmaxes fine_amaxes(const QTensor *t, int64_t R) {
     FineAmaxes a = {NULL, NULL, NULL};
-    uint32_t *next = t->amax + copy_amaxes(t->row_granularity, R);
+    uint32_t *next = t->amax + usage_amaxes(t->row_granularity, R);
     if (t->row_granularity == PER_ROW) a.rows = t->amax;
     if (t->col_granularity == PER_ROW) a.columns = next;
     if (is_per_tensor(t->col_granularity)) a.tensor = next;
@@ -33,8 +33,8 @@ static inline bool quantize_has_tensor_scale(const QTensor *t) {
     return (!t->rowwise || t->row_granularity == PER_TENSOR) && (!t->columnwise || t->col_granularity == PER_TENSOR);
 }
 
-// One kernel casts to both copies, by scales of the same kind; PER_ROW stands for PER_TENSOR_BROADCAST as well.
-// NO_SCALE: none does.
+// Returns the granularity whose kernel casts both rowwise and columnwise data; both have the same kind of scales.
+// PER_ROW is also returned for PER_TENSOR_BROADCAST. NO_SCALE: no kernel does.
 static inline ScaleGranularity quantize_fine_granularity(const QTensor *t) {
     const ScaleGranularity row = t->row_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->row_granularity,
                            col = t->col_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->col_granularity;
@@ -49,7 +49,7 @@ static inline void quantize_fine_launch(const QTensor &out, const Source &source
                 fine_amaxes(&out, R), R, C);
 }
 
-// False if a source has no use for such a cast, so that there is no kernel.
+// False for casts that no recipe needs from this source; no kernel is compiled for them.
 template <class Source, Fp8Format FORMAT>
 static inline bool quantize_fine(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     if constexpr (!Source::AMAX) {
@@ -73,35 +73,36 @@ static inline void quantize_any(const char *function, const QTensor &out, const 
     const bool rule = out.delayed_scale || out.rule == SCALE_TORCHAO || out.rule == SCALE_TE;
     if (quantize_has_tensor_scale(&out) && rule) quantize_transpose_launch<Source, FORMAT>(out, source, R, C, stream);
     else if (!quantize_fine<Source, FORMAT>(out, source, R, C, stream))
-        die("%s: no kernel casts this tensor with row granularity %d, col granularity %d, scale rule %d; recipes.h has "
-            "the combinations there are",
+        die("%s: no kernel casts this tensor with row granularity %d, col granularity %d, scale rule %d; recipes.h "
+            "lists "
+            "the supported combinations",
             function, out.row_granularity, out.col_granularity, out.rule);
 }
 
-// Bytes that a source reads to make a tensor of R rows and C columns an output.
+// Returns the bytes that a source reads to make a tensor of R rows and C columns per output.
 template <class Source>
 static inline int64_t source_bytes(int64_t R, int64_t C) {
     return R * C * (int64_t)(sizeof(typename Source::Raw) / sizeof(Bf16x8)) * (int64_t)sizeof(bf16);
 }
 
-// The cast, for a source with C columns an output: codes and inverse scales of the data wanted. `function` names the
-// caller in error messages. Returns the bytes that it moves.
+// Casts a source with C columns per output: writes codes and scale_inv of the data wanted. `function` names the caller
+// in error messages. Returns the bytes moved.
 template <class Source>
 static inline int64_t quantize_source(const char *function, QTensor out, Source source, int64_t R, int64_t C,
                                       cudaStream_t stream) {
     quantize_check_size(function, R, C);
     if ((!out.rowwise && !out.columnwise) || (out.rowwise && !out.rowwise_scale_inv) ||
         (out.columnwise && !out.columnwise_scale_inv))
-        die("%s: a QTensor needs row or col, and the scales of what it has", function);
-    const bool blocks = copy_amaxes(out.rowwise ? out.row_granularity : out.col_granularity, 1) == 0;
-    if (!out.amax && !blocks) die("%s: a QTensor needs amax for these granularities", function);
+        die("%s: a QTensor needs rowwise or columnwise data, with its scales", function);
+    const bool blocks = usage_amaxes(out.rowwise ? out.row_granularity : out.col_granularity, 1) == 0;
+    if (!out.amax && !blocks) die("%s: a QTensor with these granularities needs amax", function);
     if (blocks && Source::OUTPUTS > 1 && C % CAST_TILE)
-        die("%s: %lld columns an output: blocks of %d would hold values of two outputs; need a multiple of that",
+        die("%s: %lld columns per output must be a multiple of %d: a block must not hold values of two outputs",
             function, (long long)C, CAST_TILE);
-    require_aligned16(out.rowwise, function, "row");
-    require_aligned16(out.columnwise, function, "col");
-    require_aligned16(out.rowwise_scale_inv, function, "row_scales");
-    require_aligned16(out.columnwise_scale_inv, function, "col_scales");
+    require_aligned16(out.rowwise, function, "rowwise");
+    require_aligned16(out.columnwise, function, "columnwise");
+    require_aligned16(out.rowwise_scale_inv, function, "rowwise_scale_inv");
+    require_aligned16(out.columnwise_scale_inv, function, "columnwise_scale_inv");
     if (out.format == FP8_E4M3) quantize_any<Source, FP8_E4M3>(function, out, source, R, C, stream);
     else if constexpr ((Source::ROLES & 1 << TENSOR_DY) != 0)
         quantize_any<Source, FP8_E5M2>(function, out, source, R, C, stream);
@@ -110,8 +111,8 @@ static inline int64_t quantize_source(const char *function, QTensor out, Source 
     return source_bytes<Source>(R, C) + R * C * Source::OUTPUTS * ((out.rowwise != NULL) + (out.columnwise != NULL));
 }
 
-// Raises *amax to the largest magnitude of all that a source makes, NaN above infinity, by a kernel of its own, if it
-// has one.
+// Raises *amax to the largest magnitude of the source's values (NaN above infinity) with the source's own amax kernel.
+// Returns false if it has none.
 template <class Source>
 static inline bool source_amax(uint32_t *, const Source &, int64_t, int64_t, cudaStream_t) {
     return false;
@@ -121,15 +122,15 @@ static inline bool source_amax(uint32_t *amax, const TensorSource &source, int64
     return true;
 }
 
-// The amax pass: raises the slots at out.amax, which the caller has cleared, as the granularities need, whether or not
-// both copies are wanted now. Nothing for block granularities. Returns the bytes that it moves.
+// The amax pass: raises the slots at out.amax, which the caller has cleared, as the granularities need, even if only
+// rowwise or only columnwise data is wanted now. Does nothing for block granularities. Returns the bytes moved.
 template <class Source>
 static inline int64_t quantize_amax_source(const char *function, QTensor out, Source source, int64_t R, int64_t C,
                                            cudaStream_t stream) {
     quantize_check_size(function, R, C);
     const FineAmaxes amaxes = fine_amaxes(&out, R);
-    if (!copy_amaxes(out.row_granularity, R) && !copy_amaxes(out.col_granularity, C)) return 0;
-    if (!out.amax) die("%s: a QTensor needs amax for these granularities", function);
+    if (!usage_amaxes(out.row_granularity, R) && !usage_amaxes(out.col_granularity, C)) return 0;
+    if (!out.amax) die("%s: a QTensor with these granularities needs amax", function);
     const bool whole =
         out.row_granularity == PER_TENSOR && out.col_granularity == PER_TENSOR && fp8_rule_keeps_nan(out.rule);
     if (whole && source_amax(out.amax, source, R, C, stream)) return source_bytes<Source>(R, C);
@@ -143,32 +144,32 @@ static inline int64_t quantize_amax_source(const char *function, QTensor out, So
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors in memory
 
-// The cast of x [R, C], whose amaxes (if its granularities need any) are in out.amax.
+// Casts x [R, C]. If its granularities need amaxes, these are in out.amax.
 static inline void quantize_transpose(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     require_aligned16(x, "quantize_transpose", "x");
     TensorSource source = {x, C};
     quantize_source("quantize_transpose", out, source, R, C, stream);
 }
 
-// The amax pass of x [R, C]; see quantize_amax_source.
+// Runs the amax pass of x [R, C]; see quantize_amax_source.
 static inline void tensor_amax_pass(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     require_aligned16(x, "tensor_amax_pass", "x");
     TensorSource source = {x, C};
     quantize_amax_source("tensor_amax_pass", out, source, R, C, stream);
 }
 
-// Both passes, or the cast alone where the scale is known. The caller has cleared the slots at out.amax.
+// Runs both passes, or only the cast if the scale is known. The caller has cleared the slots at out.amax.
 static inline void tensor_quantize(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     if (!out.delayed_scale) tensor_amax_pass(out, x, R, C, stream);
     quantize_transpose(out, x, R, C, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Back to bf16
+// FP8 to bf16
 
 enum { DEQUANTIZE_THREADS = 256, DEQUANTIZE_ELEMENTS = 16 };
 
-// Two codes to two floats, exactly; the one in bits 0-7 first.
+// Decodes two codes to two floats, exactly; the one in bits 0-7 first.
 template <Fp8Format FORMAT>
 __device__ static inline float2 floats_from_fp8x2(uint16_t codes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
@@ -206,9 +207,9 @@ static __global__ void __launch_bounds__(DEQUANTIZE_THREADS)
     }
 }
 
-// out [outer, depth] = what a product sees of a copy: its codes' values, times the inverse scales of granularities
-// finer than a tensor. Those are powers of two, so that nothing is rounded short of bf16's smallest numbers. Of tensor
-// granularities the codes' values alone: a product multiplies its sums by those inverse scales. depth a multiple of 16.
+// Decodes an operand of a GEMM: out [outer, depth] = value of each code, times its scale_inv if the granularity is
+// finer than a tensor. Those scales are powers of two, so only bf16's smallest numbers are rounded. With tensor
+// granularities the scales are left out: the GEMM multiplies its sums by them. depth is a multiple of 16.
 static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *scales, ScaleGranularity granularity,
                                   Fp8Format format, int64_t outer, int64_t depth, cudaStream_t stream) {
     if (outer < 1 || depth < DEQUANTIZE_ELEMENTS || depth % DEQUANTIZE_ELEMENTS)
@@ -226,29 +227,30 @@ static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *s
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sharded weights: a rank casts its slice of a layer's matrices with scales that hold for all ranks, and bytes travel;
-// what the gather brings is transposed here. The codes are those that quantize_transpose makes of the whole tensors.
+// Sharded weights: a rank casts its slice of a layer's matrices with scales that hold for all ranks. The all-gather
+// moves the codes, and the gathered codes are transposed here. They equal those that quantize_transpose makes of the
+// whole tensors.
 
 enum { SLICE_MAX_TENSORS = 4, SLICE_THREADS = 256, SLICE_ELEMENTS = 16 };
 
-// `count` layers with `num_tensors` quantized tensors each. A layer's slice has n elements; tensor j of it is elements
-// [ends[j - 1], ends[j]), possibly none, and what follows the last is padding. All are multiples of 16.
+// `count` layers with `num_tensors` quantized tensors each. A layer's slice has n elements. Tensor j of it is elements
+// [ends[j - 1], ends[j]), possibly none; elements after the last tensor are padding. All are multiples of 16.
 typedef struct {
     int64_t count, n;
     int num_tensors;
     int64_t ends[SLICE_MAX_TENSORS];
     const bf16 *x;  // layer l's slice begins at x + l * x_stride
     int64_t x_stride;
-    uint8_t *codes;              // [count, n]
-    const uint32_t *amax;        // of tensor j of layer l: amax[l * slot_stride + j]
-    const float *delayed_scale;  // the same: the scales to cast with; NULL: from the amaxes, by the rule. The amaxes
-                                 // are not raised
-    float *scale_inv;            // the same, 4 floats apart
+    uint8_t *codes;        // [count, n]
+    const uint32_t *amax;  // amax of tensor j of layer l is amax[l * slot_stride + j]
+    // Scales to cast with, indexed like amax; the amaxes are then not raised. NULL: scales follow from the amaxes.
+    const float *delayed_scale;
+    float *scale_inv;  // indexed like amax, but 4 floats apart
     int64_t slot_stride;
     ScaleRule rule;
 } Fp8Slices;
 
-// blockIdx.y: layer. 2 bytes read, 1 written an element.
+// blockIdx.y is the layer. Reads 2 bytes and writes 1 per element.
 template <Fp8Format FORMAT>
 static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(const __grid_constant__ Fp8Slices s) {
     grid_dependency_wait();
@@ -275,12 +277,12 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
     *(uint4 *)(s.codes + layer * s.n + i) = codes;
 }
 
-// Casts the slices to E4M3 with the amaxes in their slots, and writes the inverse scale of every tensor, also of those
-// that the slice has no part of.
+// Casts the slices to E4M3 with the amaxes in their slots. Writes scale_inv of every tensor, even if the slice has no
+// part of it.
 static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS)
-        die("quantize_slices: %lld elements %lld apart, %d tensors", (long long)s->n, (long long)s->x_stride,
-            s->num_tensors);
+        die("quantize_slices: slices of %lld elements, %lld apart, with %d tensors", (long long)s->n,
+            (long long)s->x_stride, s->num_tensors);
     for (int j = 0; j < s->num_tensors; j++)
         if (s->ends[j] % SLICE_ELEMENTS)
             die("quantize_slices: tensor %d ends at element %lld, not a multiple of %d", j, (long long)s->ends[j],
@@ -291,8 +293,8 @@ static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     CUDA_LAUNCH(quantize_slices_kernel<FP8_E4M3>, grid, SLICE_THREADS, 0, stream, *s);
 }
 
-// Adds what quantize_slices, enqueued before, did to tensor j of layer l to sums[l * layer_stride + j * tensor_stride]
-// (device memory; audit.h).
+// Adds the audit sums of an earlier enqueued quantize_slices, for tensor j of layer l, to sums[l * layer_stride + j *
+// tensor_stride] (device memory; audit.h).
 static inline void audit_slices(const Fp8Slices *s, AuditSums *sums, int64_t layer_stride, int64_t tensor_stride,
                                 cudaStream_t stream) {
     for (int64_t l = 0; l < s->count; l++)
@@ -304,7 +306,7 @@ static inline void audit_slices(const Fp8Slices *s, AuditSums *sums, int64_t lay
         }
 }
 
-// The second half of quantize_transpose_kernel, for codes that exist already.
+// Transposes existing codes; this is the second half of quantize_transpose_kernel.
 static __global__ void __launch_bounds__(CAST_THREADS, 4)
     fp8_transpose_kernel(uint8_t *col, const uint8_t *row, int64_t R, int64_t C) {
     grid_dependency_wait();
@@ -334,7 +336,7 @@ static __global__ void __launch_bounds__(CAST_THREADS, 4)
     store_tile_columns<1>(col, tile, first_row, first_column, R, C);
 }
 
-// col [C, R] = row [R, C] transposed, bytes. C a multiple of 16. 1 byte read, 1 written an element.
+// Writes col [C, R] = row [R, C] transposed, in bytes. C is a multiple of 16. Reads 1 byte and writes 1 per element.
 static inline void fp8_transpose(uint8_t *col, const uint8_t *row, int64_t R, int64_t C, cudaStream_t stream) {
     if (R < 1 || C < 16 || C % 16)
         die("fp8_transpose: %lld rows of %lld columns: need at least 1 row, and a multiple of 16 columns", (long long)R,

@@ -1,16 +1,15 @@
 // FP8 casts with scales finer than a tensor, and the amaxes that some of them need first.
 //
-//     1x128, 128x128, 1x32   one pass: a tile holds whole blocks, which see all of their values
-//     row                    two: amaxes of all rows (of the row copy) and columns (the rows of the col copy), then the
-//     cast
+//    1x128, 128x128, 1x32   one pass: a tile holds whole blocks, so the cast finds their amaxes itself
+//    row                    two passes: amaxes of all rows (for rowwise data) and columns (for columnwise data), then
+//                           the cast
 //
-// Both passes take tiles as the cast of whole tensors does (see "Cast and transpose" in quantize_kernels.cuh), but keep
-// the tile's values in registers as bf16 while the block agrees on scales: 2 bytes read, 1 + 1 written an element. The
-// copies have different scales, and so different codes (but those of 128x128): every value is cast twice. Each
-// granularity goes with the scale rule of the recipes that have it.
+// Both passes use the tiles of the tensorwise cast (see "Cast and transpose" in quantize_kernels.cuh), but keep a
+// tile's values in registers as bf16 until the thread block has computed the scales: 2 bytes read, 1 + 1 written per
+// element. Except for 128x128, rowwise and columnwise data have different scales and so different codes: every value is
+// cast twice. Each granularity uses the scale rule of the recipes that have it.
 //
-// At ragged edges threads read the last row or columns again instead of none: values that are there twice change no
-// maximum.
+// At ragged edges threads read the last row or columns again: duplicate values change no maximum.
 #ifndef LLMC_QUANTIZE_FINE_CUH
 #define LLMC_QUANTIZE_FINE_CUH
 
@@ -21,51 +20,52 @@ static_assert(NO_SCALE < PER_ROW && PER_TENSOR < PER_ROW && PER_TENSOR_BROADCAST
               "these kernels cast PER_ROW and what comes after it");
 static_assert(CAST_TILE % 128 == 0, "a tile holds whole blocks");
 
-// Amaxes in device memory. For a copy, one of each row of it or, NULL, the tensor's.
+// Amaxes in device memory, for rowwise and for columnwise data: one per row of it or, if NULL, the tensor's.
 typedef struct {
     uint32_t *rows, *columns, *tensor;
 } FineAmaxes;
 
-// PER_ROW stands for PER_TENSOR_BROADCAST as well. fp8_rule_keeps_nan() of the rule, for template arguments.
+// Returns the scale rule of a granularity. PER_ROW is also used for PER_TENSOR_BROADCAST. fine_keeps_nan is
+// fp8_rule_keeps_nan() of the rule, as a constant for template arguments.
 __host__ __device__ constexpr ScaleRule fine_rule(ScaleGranularity g) {
     return g == PER_ROW ? SCALE_TORCHAO_POW2 : g == BLOCK_1X32 ? SCALE_MX : SCALE_TE_POW2;
 }
 __host__ __device__ constexpr bool fine_keeps_nan(ScaleGranularity g) { return fine_rule(g) != SCALE_TE_POW2; }
 
-// A tile's first row and column, of a source of R rows and C columns an output.
+// A tile's first row and column, in a source of R rows and C columns per output.
 typedef struct {
     int64_t row, column, R, C;
-} FinePlace;
+} FinePosition;
 
 enum { FINE_WARPS = CAST_THREADS / WARP_SIZE, FINE_PAIRS = CAST_TILE / 2 };
 
-// Largest bf16 magnitudes, 16 bits each: of columns over the 8 rows that a warp holds in a group (in both groups, where
-// one block has all rows), and of rows over a block's columns.
+// Shared memory of a tile's largest bf16 magnitudes, 16 bits each: of columns over the 8 rows that a warp holds of one
+// group of rows (of both groups if one block has all rows), and of rows over a block's columns.
 template <int OUTPUTS, int BLOCKS>
 struct FineMaxima {
     uint32_t columns[OUTPUTS][BLOCKS == 1 ? FINE_WARPS : CAST_GROUPS * FINE_WARPS][FINE_PAIRS];
     uint16_t rows[OUTPUTS][BLOCKS][CAST_TILE];
 };
 
-// The maxima are done with when the codes come.
+// Shared memory of a tile. The codes reuse the memory of the maxima, which are dead by then.
 template <int OUTPUTS, int BLOCKS>
 struct FineShared {
     union {
         uint32_t codes[OUTPUTS][CAST_TILE][CAST_WORDS];
         FineMaxima<OUTPUTS, BLOCKS> maxima;
     };
-    float row_scales[OUTPUTS][BLOCKS][CAST_TILE],
-        column_scales[OUTPUTS][BLOCKS][CAST_TILE];  // [block along depth][row], [block along depth][column]
+    // Indices: [output][block along depth][row or column].
+    float row_scales[OUTPUTS][BLOCKS][CAST_TILE], column_scales[OUTPUTS][BLOCKS][CAST_TILE];
     uint32_t warp_maxima[FINE_WARPS];
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Values and their maxima
 
-// This thread's 8 rows x 8 columns of every output.
+// Loads this thread's 8 rows x 8 columns of every output.
 template <class Source>
 __device__ static inline void fine_load(Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4], const Source &source,
-                                        const FinePlace &at) {
+                                        const FinePosition &at) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
     const int64_t column = min(at.column + 8 * tx, at.C - 8);
     typename Source::Column of_column;
@@ -87,7 +87,8 @@ __device__ static inline void fine_load(Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4
     }
 }
 
-// maxima[j / 2], half j % 2: row 4 * ty + j of the group over the columns of LANES neighbouring threads.
+// Writes to maxima[j / 2], half j % 2, the maximum of row 4 * ty + j of the group over the columns of LANES
+// neighbouring threads.
 template <bool KEEPS_NAN, int LANES>
 __device__ static inline uint2 fine_row_maxima(const Bf16x8 v[4]) {
     uint32_t row[4], pair[2];
@@ -104,7 +105,7 @@ __device__ static inline uint2 fine_row_maxima(const Bf16x8 v[4]) {
     return make_uint2(pair[0], pair[1]);
 }
 
-// Magnitudes of this thread's 8 columns over its 4 rows, on top of `maxima`.
+// Raises `maxima` to the magnitudes of this thread's 8 columns over its 4 rows.
 template <bool KEEPS_NAN>
 __device__ static inline void fine_column_maxima(uint32_t maxima[4], const Bf16x8 v[4]) {
 #pragma unroll
@@ -113,7 +114,8 @@ __device__ static inline void fine_column_maxima(uint32_t maxima[4], const Bf16x
         for (int k = 0; k < 4; k++) maxima[k] = amax_larger<KEEPS_NAN>(maxima[k], v[j].word[k] & 0x7fff7fffu);
 }
 
-// Those of the two halves of a warp, which hold other rows of the same columns, to shared memory.
+// Combines the column maxima of the two halves of a warp, which hold different rows of the same columns, and writes
+// them to shared memory.
 __device__ static inline void fine_put_column_maxima(uint32_t to[FINE_PAIRS], uint32_t maxima[4]) {
 #pragma unroll
     for (int k = 0; k < 4; k++)
@@ -122,15 +124,15 @@ __device__ static inline void fine_put_column_maxima(uint32_t to[FINE_PAIRS], ui
         ((uint4 *)to)[threadIdx.x % CAST_COLUMN_THREADS] = make_uint4(maxima[0], maxima[1], maxima[2], maxima[3]);
 }
 
-// Amax of a column as float bits from `count` partial maxima of it.
+// Returns the amax of a column as float bits, from `count` partial maxima.
 __device__ static inline uint32_t fine_column_amax(const uint32_t (*maxima)[FINE_PAIRS], int count, int column) {
-    uint32_t halves = 0;
+    uint32_t packed_amax = 0;
 #pragma unroll
-    for (int i = 0; i < count; i++) halves = __vmaxu2(halves, maxima[i][column / 2]);
-    return column % 2 ? halves & 0xffff0000u : halves << 16;
+    for (int i = 0; i < count; i++) packed_amax = __vmaxu2(packed_amax, maxima[i][column / 2]);
+    return column % 2 ? packed_amax & 0xffff0000u : packed_amax << 16;
 }
 
-// The maxima of a tile for scales of blocks along rows and columns.
+// Computes the maxima of a tile for scales of blocks along rows and columns.
 template <bool KEEPS_NAN, int OUTPUTS, int BLOCKS>
 __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *maxima,
                                                 const Bf16x8 v[OUTPUTS][CAST_GROUPS][4]) {
@@ -154,11 +156,11 @@ __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *max
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Scales: of a tile's 128 rows by threads 0..127, of its 128 columns by the others
+// Scales: threads 0..127 compute those of a tile's 128 rows, the others those of its 128 columns
 
-// The scales of blocks b along the depth of row i of a copy [outer, depth], k the first place of the tile along it;
-// `amax` are those that are there. Inverse scales go to `inverse`, with zero in the places that the layout of 1x32 has
-// beyond the copy.
+// Computes the scales of blocks b along the depth of row i of an operand [outer, depth]; k is the tile's first index
+// along the depth, and `amax` holds the amaxes of existing blocks. Writes scale_inv to `inverse`, and zeros to the
+// padding in the layout of 1x32 scales.
 template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int BLOCKS>
 __device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS],
                                                 int64_t i, int64_t k, int64_t outer, int64_t depth) {
@@ -172,15 +174,15 @@ __device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void
         if (GRANULARITY == BLOCK_1X128 && inverse && i < outer)
             ((float *)inverse)[scale_index(GRANULARITY, i, k, outer, depth)] = __frcp_rn(scale);
     }
+    // The scales of 4 blocks of a row are adjacent, so one word holds them.
     if (GRANULARITY == BLOCK_1X32 && inverse)
-        *(uint32_t *)((uint8_t *)inverse + scale_index(GRANULARITY, i, k, outer, depth)) =
-            word;  // 4 blocks of a row are neighbours
+        *(uint32_t *)((uint8_t *)inverse + scale_index(GRANULARITY, i, k, outer, depth)) = word;
 }
 
-// From the maxima of the tile.
+// Computes scales from the maxima of the tile.
 template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
 __device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out,
-                                                    const FinePlace &at) {
+                                                    const FinePosition &at) {
     enum { PARTS = CAST_GROUPS * FINE_WARPS / (BLOCKS == 1 ? CAST_GROUPS : BLOCKS) };
     const int i = threadIdx.x % CAST_TILE;
 #pragma unroll
@@ -202,10 +204,10 @@ __device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> 
     }
 }
 
-// This thread's amaxes of rows or columns that an earlier pass found.
+// Loads this thread's amaxes of rows or columns, which an earlier pass found.
 template <int OUTPUTS>
 __device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTensor &out, const FineAmaxes &from,
-                                               const FinePlace &at) {
+                                               const FinePosition &at) {
     const bool of_row = threadIdx.x < CAST_TILE;
     const int64_t row = min(at.row + threadIdx.x % CAST_TILE, at.R - 1),
                   column = min(at.column + threadIdx.x % CAST_TILE, at.C - 1);
@@ -217,10 +219,10 @@ __device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTe
     }
 }
 
-// Scales from them; the tiles at the edges write the inverse ones.
+// Computes scales from these amaxes; tiles at the edges write scale_inv.
 template <Fp8Format FORMAT, int OUTPUTS>
 __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const QTensor &out,
-                                                  const uint32_t amax[OUTPUTS], const FinePlace &at) {
+                                                  const uint32_t amax[OUTPUTS], const FinePosition &at) {
     const bool of_row = threadIdx.x < CAST_TILE;
     const int i = threadIdx.x % CAST_TILE;
 #pragma unroll
@@ -235,8 +237,8 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
     }
 }
 
-// The inverse scale of a square, number k of a row of squares of a copy [outer, depth]; the last one's thread fills the
-// row up with zeros.
+// Writes scale_inv of a 128 x 128 block, number k in its row of blocks of an operand [outer, depth]. The thread of the
+// last block pads the row with zeros.
 __device__ static inline void fine_put_square(void *inverse, float value, int64_t i, int64_t k, int64_t outer,
                                               int64_t depth) {
     float *to = (float *)inverse + scale_index(BLOCK_128X128, i, k, outer, depth);
@@ -244,15 +246,15 @@ __device__ static inline void fine_put_square(void *inverse, float value, int64_
     for (int64_t b = k / CAST_TILE + 1; k + CAST_TILE >= depth && b % 4; b++) *++to = 0;
 }
 
-// One scale for the tile.
+// Computes one scale for the tile.
 template <Fp8Format FORMAT, int BLOCKS>
 __device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4],
-                                                    const QTensor &out, const FinePlace &at) {
-    uint32_t halves = 0;
+                                                    const QTensor &out, const FinePosition &at) {
+    uint32_t packed_amax = 0;
 #pragma unroll
     for (int i = 0; i < 4 * CAST_GROUPS; i++)
-        halves = amax_update<fine_keeps_nan(BLOCK_128X128)>(halves, v[i / 4][i % 4]);
-    const uint32_t bits = warp_max_u32(amax_bits(halves));
+        packed_amax = amax_update<fine_keeps_nan(BLOCK_128X128)>(packed_amax, v[i / 4][i % 4]);
+    const uint32_t bits = warp_max_u32(amax_bits(packed_amax));
     if (threadIdx.x % WARP_SIZE == 0) s->warp_maxima[threadIdx.x / WARP_SIZE] = bits;
     __syncthreads();
     uint32_t amax = 0;
@@ -269,7 +271,7 @@ __device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, co
 // ---------------------------------------------------------------------------------------------------------------------
 // The cast
 
-// 8 values of a row to codes, each with its column's scale.
+// Casts 8 values of a row to codes, each with its column's scale.
 template <Fp8Format FORMAT>
 __device__ static inline uint2 fp8x8_by_columns(Bf16x8 v, const float scale[8]) {
     float f[8];
@@ -279,11 +281,11 @@ __device__ static inline uint2 fp8x8_by_columns(Bf16x8 v, const float scale[8]) 
     return make_uint2(fp8x4_from_floats<FORMAT>(f), fp8x4_from_floats<FORMAT>(f + 4));
 }
 
-// A group's 4 rows of output o of this thread: to the row copy, and to `tile` for the transposed one.
+// Writes a thread's codes of a group's 4 rows of output o to the rowwise data, and to `tile` for the columnwise data.
 template <Fp8Format FORMAT, int OUTPUTS>
 __device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const QTensor &out, const Bf16x8 v[4],
                                              const float row_scale[4], const float column_scale[8], int o, int group,
-                                             const FinePlace &at) {
+                                             const FinePosition &at) {
     const int64_t row = at.row + group * CAST_GROUP_ROWS + 4 * (threadIdx.x / CAST_COLUMN_THREADS),
                   column = at.column + 8 * (threadIdx.x % CAST_COLUMN_THREADS);
     if (out.rowwise && column < at.C) {
@@ -303,10 +305,10 @@ __device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const
     put_tile_words(tile, low, high, group);
 }
 
-// All of this thread's values, with scales from shared memory or, one for all, `scale`.
+// Casts all values of this thread, with scales from shared memory or with one `scale` for all.
 template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int OUTPUTS, int BLOCKS>
 __device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const QTensor &out,
-                                        const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, const FinePlace &at) {
+                                        const Bf16x8 v[OUTPUTS][CAST_GROUPS][4], float scale, const FinePosition &at) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
 #pragma unroll
     for (int o = 0; o < OUTPUTS; o++)
@@ -326,7 +328,7 @@ __device__ static inline void fine_cast(FineShared<OUTPUTS, BLOCKS> *s, const QT
         }
 }
 
-// Tiles from the last to the first, as in quantize_transpose_kernel.
+// Processes tiles from the last to the first, like quantize_transpose_kernel.
 template <class Source, ScaleGranularity GRANULARITY, Fp8Format FORMAT>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? Source::MIN_BLOCKS : 3)
     quantize_fine_kernel(const Source source, const QTensor out, const FineAmaxes amaxes, int64_t R, int64_t C) {
@@ -334,8 +336,8 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? 
     enum { OUTPUTS = Source::OUTPUTS, BLOCKS = GRANULARITY == BLOCK_1X32 ? CAST_TILE / 32 : 1 };
     __shared__ __align__(16) FineShared<OUTPUTS, BLOCKS> shared;
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE), index = gridDim.x - 1 - blockIdx.x;
-    const FinePlace at = {(int64_t)(index / column_tiles) * CAST_TILE, (int64_t)(index % column_tiles) * CAST_TILE, R,
-                          C};
+    const FinePosition at = {(int64_t)(index / column_tiles) * CAST_TILE, (int64_t)(index % column_tiles) * CAST_TILE,
+                             R, C};
     uint32_t amax[OUTPUTS];
     if constexpr (GRANULARITY == PER_ROW) fine_load_amaxes<OUTPUTS>(amax, out, amaxes, at);
     Bf16x8 v[OUTPUTS][CAST_GROUPS][4];
@@ -369,7 +371,7 @@ __device__ static inline void fine_raise(uint32_t *to, uint32_t bits) {
 template <bool KEEPS_NAN, int OUTPUTS>
 __device__ static inline void fine_raise_rows_and_columns(FineMaxima<OUTPUTS, 1> *maxima, const FineAmaxes &to,
                                                           const Bf16x8 v[OUTPUTS][CAST_GROUPS][4],
-                                                          const FinePlace &at) {
+                                                          const FinePosition &at) {
     fine_block_maxima<KEEPS_NAN>(maxima, v);
     __syncthreads();
     const int i = threadIdx.x % CAST_TILE;
@@ -389,17 +391,17 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
     grid_dependency_wait();
     __shared__ __align__(16) FineMaxima<Source::OUTPUTS, 1> maxima;
     const unsigned column_tiles = (unsigned)ceil_div(C, CAST_TILE);
-    const FinePlace at = {(int64_t)(blockIdx.x / column_tiles) * CAST_TILE,
-                          (int64_t)(blockIdx.x % column_tiles) * CAST_TILE, R, C};
+    const FinePosition at = {(int64_t)(blockIdx.x / column_tiles) * CAST_TILE,
+                             (int64_t)(blockIdx.x % column_tiles) * CAST_TILE, R, C};
     Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4];
     fine_load(v, source, at);
     if (to.rows || to.columns) fine_raise_rows_and_columns<KEEPS_NAN>(&maxima, to, v, at);
     if (!to.tensor) return;
-    uint32_t halves = 0;
+    uint32_t packed_amax = 0;
 #pragma unroll
     for (int i = 0; i < 4 * CAST_GROUPS * Source::OUTPUTS; i++)
-        halves = amax_update<KEEPS_NAN>(halves, v[i / (4 * CAST_GROUPS)][i / 4 % CAST_GROUPS][i % 4]);
-    amax_publish(to.tensor, halves);
+        packed_amax = amax_update<KEEPS_NAN>(packed_amax, v[i / (4 * CAST_GROUPS)][i / 4 % CAST_GROUPS][i % 4]);
+    amax_publish(to.tensor, packed_amax);
 }
 
 #endif

@@ -1,17 +1,17 @@
-// FP8 casts with one scale for the whole tensor, and where a tensor's values may come from.
+// FP8 casts with one scale for the whole tensor, and the sources of the values to cast.
 //
-//     scale = by out.rule from the amax, or the delayed recipe's    (every block of the cast derives it)
-//     code  = saturating RNE cast of fp32(x) * scale,    scale_inv = 1 / scale for the matrix product
+//    scale     = from the amax by out.rule, or the delayed recipe's    (each block of the cast computes it)
+//    code      = saturating RNE cast of fp32(x) * scale
+//    scale_inv = 1 / scale, for the GEMM
 //
-// A current amax must be known before the first element is cast, so that takes two passes; a delayed scale takes one,
-// which finds the amax on its way. The cast writes the row-major copy and the transposed one in one pass, because FP8
-// matrix products on Hopper want both operands contiguous along the summed axis: 2 bytes read, 1 + 1 written an
-// element.
+// Current scaling must know the amax before the first element is cast, so it takes two passes. With delayed scaling one
+// pass casts and finds the amax. The cast writes rowwise and columnwise (transposed) data in one pass, because FP8
+// GEMMs on Hopper need the contraction index contiguous in both operands: 2 bytes read, 1 + 1 written per element.
 //
-// The cast is a template over where the bf16 values come from, so that a norm or SwiGLU can recompute them instead of
-// storing them: rmsnorm.cuh and swiglu.cuh have such sources. Sizes: any number of rows, columns a multiple of 16;
-// pointers aligned to 16 bytes. Transposed rows are R bytes long: matrix products need R to be a multiple of 16 as
-// well, and it is faster (whole 16-byte stores).
+// The cast is a template over the source of the bf16 values, so that a norm or SwiGLU can be recomputed in the cast
+// instead of stored: rmsnorm.cuh and swiglu.cuh have such sources. Sizes: any number of rows, columns a multiple of 16;
+// pointers aligned to 16 bytes. Rows of columnwise data are R bytes long: GEMMs need R to be a multiple of 16 too, and
+// then the cast is faster (whole 16-byte stores).
 #ifndef LLMC_QUANTIZE_KERNELS_CUH
 #define LLMC_QUANTIZE_KERNELS_CUH
 
@@ -21,24 +21,26 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Cast and transpose
 //
-// A block makes a tile of 128 x 128 with 256 threads. A thread loads 4 rows x 8 columns by 16-byte accesses, twice
-// (rows +0 and +64), stores 8 bytes of each row, and turns two 4 x 4 squares of bytes; each resulting word is 4 rows of
-// one column. Words go to shared memory as [column][row / 4], at index (row / 4) ^ (2 * (column / 8)): then the 32
-// words that a warp stores at once are in different banks. 8 threads read a column back and store its 128 bytes; the
-// exclusive or moves a column's 16-byte chunks, and for odd column / 8 swaps their halves.
+// A block casts a tile of 128 x 128 with 256 threads. A thread loads 4 rows x 8 columns by 16-byte accesses, twice
+// (rows +0 and +64), stores 8 bytes of each row, and transposes two 4 x 4 squares of bytes; each resulting word is 4
+// rows of one column. Words go to shared memory as [column][row / 4], at index (row / 4) ^ (2 * (column / 8)), so the
+// 32 words that a warp stores at once are in different banks. 8 threads read a column back and store its 128 bytes; the
+// exclusive or permutes a column's 16-byte chunks, and for odd column / 8 swaps their halves.
 //
 // A Source is a struct of pointers with
-//     ROLES         which of x, w and dy it makes, as bits 1 << TensorRole: no kernels are compiled for casts that
-//     those have no use for OUTPUTS       tensors it makes side by side: output o is columns [o * C, (o + 1) * C) of a
-//     matrix [R, OUTPUTS * C] MIN_BLOCKS    blocks to fit on a multiprocessor; limits registers GROUPS_AHEAD  1 or 2:
-//     how many of the two groups of 4 rows a thread loads at once AMAX          whether it also reduces an amax, into
-//     its member amax_slot Column, load_column(), Raw, load(), values(): what depends on the column alone, one row's
-//     inputs, 8 values of each output from them.
+//    ROLES         the roles (x, w, dy) it is cast for, as bits 1 << TensorRole; other casts are not compiled
+//    OUTPUTS       number of tensors side by side: output o is columns [o * C, (o + 1) * C) of a matrix
+//                  [R, OUTPUTS * C]
+//    MIN_BLOCKS    minimum occupancy in blocks per SM; limits registers
+//    GROUPS_AHEAD  1 or 2: how many of the two groups of 4 rows a thread loads at once
+//    AMAX          true if it also raises an amax, in its member amax_slot
+//    Column, load_column(), Raw, load(), values(): data that depends on the column only; the inputs of one row; 8
+//                  values of each output from both.
 
 enum { CAST_TILE = 128, CAST_THREADS = 256, CAST_COLUMN_THREADS = CAST_TILE / 8, CAST_WORDS = CAST_TILE / 4 };
 enum { CAST_GROUP_ROWS = 64, CAST_GROUPS = CAST_TILE / CAST_GROUP_ROWS };
 
-// m[i] is row i's bytes of columns 0..3; becomes column i's bytes of rows 0..3.
+// m[i] holds the bytes of row i, columns 0..3, and becomes column i, rows 0..3.
 __device__ static inline void transpose_bytes_4x4(uint32_t m[4]) {
     uint32_t a = __byte_perm(m[0], m[1], 0x5140), b = __byte_perm(m[2], m[3], 0x5140);
     uint32_t c = __byte_perm(m[0], m[1], 0x7362), d = __byte_perm(m[2], m[3], 0x7362);
@@ -48,7 +50,7 @@ __device__ static inline void transpose_bytes_4x4(uint32_t m[4]) {
     m[3] = __byte_perm(c, d, 0x7632);
 }
 
-// 8 values to 8 codes: codes[0] holds columns 0..3, codes[1] 4..7.
+// Casts 8 values to 8 codes: codes[0] holds columns 0..3, codes[1] columns 4..7.
 template <Fp8Format FORMAT>
 __device__ static inline uint2 fp8x8_from_bf16(Bf16x8 v, float scale) {
     float f[8];
@@ -58,7 +60,7 @@ __device__ static inline uint2 fp8x8_from_bf16(Bf16x8 v, float scale) {
     return make_uint2(fp8x4_from_floats<FORMAT>(f), fp8x4_from_floats<FORMAT>(f + 4));
 }
 
-// The 16 codes of rows [row, row + 16) of one column, words in row order, to the transposed copy.
+// Stores the 16 codes of rows [row, row + 16) of one column, words in row order, to the columnwise data.
 __device__ static inline void store_column_chunk(uint8_t *to, uint4 codes, int64_t row, int64_t R) {
     if (R % 16 == 0) {
         if (row < R) *(uint4 *)(to + row) = codes;
@@ -70,8 +72,8 @@ __device__ static inline void store_column_chunk(uint8_t *to, uint4 codes, int64
         if (row + i < R) to[row + i] = (uint8_t)(word[i / 4] >> (8 * (i % 4)));
 }
 
-// First half of a tile's transposed copy: a thread's codes of 4 rows, columns 0..3 of its 8 in `low` and 4..7 in
-// `high`, turned into shared memory.
+// First half of a tile's transpose: writes a thread's codes of 4 rows (columns 0..3 of its 8 in `low`, 4..7 in `high`)
+// transposed to shared memory.
 __device__ static inline void put_tile_words(uint32_t (*tile)[CAST_WORDS], uint32_t low[4], uint32_t high[4],
                                              int group) {
     const int tx = threadIdx.x % CAST_COLUMN_THREADS, ty = threadIdx.x / CAST_COLUMN_THREADS;
@@ -84,7 +86,7 @@ __device__ static inline void put_tile_words(uint32_t (*tile)[CAST_WORDS], uint3
     }
 }
 
-// Second half: shared memory to the transposed copy.
+// Second half of a tile's transpose: copies shared memory to the columnwise data.
 template <int OUTPUTS>
 __device__ static inline void store_tile_columns(uint8_t *col, const uint32_t (*tile)[CAST_TILE][CAST_WORDS],
                                                  int64_t first_row, int64_t first_column, int64_t R, int64_t C) {
@@ -101,20 +103,21 @@ __device__ static inline void store_tile_columns(uint8_t *col, const uint32_t (*
     }
 }
 
-// One thread's 4 rows x 8 columns: codes to the row copy and, turned, to shared memory. `group`: 0 or 1.
+// Casts one thread's 4 rows x 8 columns: codes go to the rowwise data and, transposed, to shared memory. `group` is 0
+// or 1.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WORDS], const Source &source,
                                              const QTensor &out, float scale, const typename Source::Raw raw[4],
                                              const typename Source::Column &of_column, int group, int64_t row,
-                                             int64_t column, int64_t R, int64_t C, uint32_t *halves) {
+                                             int64_t column, int64_t R, int64_t C, uint32_t *packed_amax) {
     uint32_t low[Source::OUTPUTS][4], high[Source::OUTPUTS][4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         Bf16x8 v[Source::OUTPUTS];
-        source.values(v, raw[j], of_column, halves);
+        source.values(v, raw[j], of_column, packed_amax);
 #pragma unroll
         for (int o = 0; o < Source::OUTPUTS; o++) {
-            if (DELAYED) *halves = amax_update<false>(*halves, v[o]);
+            if (DELAYED) *packed_amax = amax_update<false>(*packed_amax, v[o]);
             const uint2 codes = fp8x8_from_bf16<FORMAT>(v[o], scale);
             low[o][j] = codes.x, high[o][j] = codes.y;
             if (out.rowwise && column < C && row + j < R)
@@ -126,8 +129,8 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
     for (int o = 0; o < Source::OUTPUTS; o++) put_tile_words(tile[o], low[o], high[o], group);
 }
 
-// Blocks walk the tiles from the last to the first: the end of what the amax pass read is still in the L2. A cast that
-// is itself such a pass walks as those do.
+// Blocks process the tiles from the last to the first, because the end of the tensor that the amax pass read is still
+// in L2. The cast of a source with AMAX is itself an amax pass, and goes from first to last.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
     quantize_transpose_kernel(const Source source, const QTensor out, int64_t R, int64_t C) {
@@ -142,7 +145,7 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
     const float known = DELAYED ? *out.delayed_scale : __uint_as_float(*out.amax);
     typename Source::Column of_column = {};
     if (column < C) source.load_column(&of_column, column);
-    uint32_t halves = 0;
+    uint32_t packed_amax = 0;
     float scale = 0;
 #pragma unroll
     for (int g0 = 0; g0 < CAST_GROUPS; g0 += Source::GROUPS_AHEAD) {
@@ -157,10 +160,11 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
 #pragma unroll
         for (int g = g0; g < g0 + Source::GROUPS_AHEAD; g++)
             quantize_group<Source, FORMAT, DELAYED>(tile, source, out, scale, raw[g - g0], of_column, g,
-                                                    first_row + g * CAST_GROUP_ROWS + 4 * ty, column, R, C, &halves);
+                                                    first_row + g * CAST_GROUP_ROWS + 4 * ty, column, R, C,
+                                                    &packed_amax);
     }
-    if constexpr (Source::AMAX) amax_publish(source.amax_slot, halves);
-    if constexpr (DELAYED) amax_publish(out.amax, halves);
+    if constexpr (Source::AMAX) amax_publish(source.amax_slot, packed_amax);
+    if constexpr (DELAYED) amax_publish(out.amax, packed_amax);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         if (out.rowwise) *(float *)out.rowwise_scale_inv = __frcp_rn(scale);
         if (out.columnwise) *(float *)out.columnwise_scale_inv = __frcp_rn(scale);
@@ -170,7 +174,7 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
     store_tile_columns<Source::OUTPUTS>(out.columnwise, tile, first_row, first_column, R, C);
 }
 
-// Launches it for a source with C columns an output. A current scale is by SCALE_TORCHAO or SCALE_TE.
+// Launches the cast of a source with C columns per output. Current scaling uses SCALE_TORCHAO or SCALE_TE.
 template <class Source, Fp8Format FORMAT>
 static inline void quantize_transpose_launch(const QTensor &out, const Source &source, int64_t R, int64_t C,
                                              cudaStream_t stream) {
@@ -182,10 +186,11 @@ static inline void quantize_transpose_launch(const QTensor &out, const Source &s
         CUDA_LAUNCH(quantize_transpose_kernel<Source, FORMAT, true>, blocks, CAST_THREADS, 0, stream, source, out, R,
                     C);
     else
-        die("quantize_transpose_launch: this source finds another tensor's amax, and has no cast with a delayed scale");
+        die("quantize_transpose_launch: this source raises another tensor's amax, so it has no cast with a delayed "
+            "scale");
 }
 
-// Values that are in memory already.
+// Source whose values are in memory.
 struct TensorSource {
     enum {
         ROLES = 1 << TENSOR_X | 1 << TENSOR_W | 1 << TENSOR_DY,

@@ -1,13 +1,13 @@
 // RMSNorm (Zhang and Sennrich 2019), with the residual add before it and the residual gradient add after it.
 //
-//     rstd = 1 / sqrt(mean(x^2) + eps),   y = bf16(x * rstd * w)
-//     n = x * rstd, g = dy * w:   dx = bf16(dresidual + rstd * (g - n * mean(g * n))),   dw = sum over rows of dy * n
+//    rstd = 1 / sqrt(mean(x^2) + eps),   y = bf16(x * rstd * w)
+//    n = x * rstd, g = dy * w:   dx = bf16(dresidual + rstd * (g - n * mean(g * n))),   dw = sum over rows of dy * n
 //
-// Everything inside is fp32 (so the sum of squares of a row must stay below 3e38). In FP8 runs y is never stored: the
-// forward kernel leaves rstd and the amax of y, and the cast recomputes y, bit for bit, in its tile. Bytes an element:
-// forward with residual reads 4 and writes 2 (y: 2 more); cast reads 2, writes 1 + 1; backward reads 6, writes 2.
-// Sizes: any number of rows, C a multiple of 16 up to 16384, pointers aligned to 16 bytes. Results depend on R and C
-// alone, not on the number of multiprocessors or on the order of blocks.
+// All arithmetic is fp32, so the sum of squares of a row must stay below 3e38. In FP8 runs y is never stored: the
+// forward kernel writes rstd and the amax of y, and the cast recomputes y, bit for bit, in its tile. Bytes per element:
+// forward with residual reads 4 and writes 2 (2 more for y); the cast reads 2 and writes 1 + 1; backward reads 6 and
+// writes 2. Sizes: any number of rows, C a multiple of 16 up to 16384, pointers aligned to 16 bytes. Results depend on
+// R and C only, not on the number of SMs or on the order of blocks.
 #ifndef LLMC_RMSNORM_CUH
 #define LLMC_RMSNORM_CUH
 
@@ -16,7 +16,8 @@
 
 enum { RMSNORM_MAX_C = 16384 };
 
-// y of 8 elements. Both forward passes call this, and its products cannot be contracted: the same bits in both.
+// Returns y of 8 elements. Both forward passes call it, and its multiplications cannot be contracted, so both get equal
+// bits.
 __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float w[8]) {
     float f[8];
     bf16x8_unpack(f, x);
@@ -25,18 +26,17 @@ __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float
     return bf16x8_pack(f);
 }
 
-// A row belongs to a group of THREADS threads (forward: a block); a thread holds VECTORS times 8 of its values in
-// registers.
+// A row belongs to THREADS threads (in forward, a whole block); each holds VECTORS times 8 of its values in registers.
 #define RMSNORM_COLUMN(i) (8 * ((i) * THREADS + (int)threadIdx.x % THREADS))
 
-// Tells of input that is not finite, or whose squares are not in fp32: the first norm, in the order of the forward
-// pass, that sees a row of it leaves its number.
+// Reports non-finite input, or input whose squares overflow fp32. The first norm, in the order of the forward pass,
+// that reads such a row writes its number.
 typedef struct {
-    uint32_t *first;  // lowered to `number`; NULL: nothing is looked for
+    uint32_t *first;  // lowered to `number`; NULL: no check
     uint32_t number;
 } RmsnormWatch;
 
-// x: the row to normalise; with RESIDUAL x_out = bf16(residual + delta) is made first and normalised instead.
+// Normalizes the rows of x. With RESIDUAL it first computes x_out = bf16(residual + delta) and normalizes that.
 typedef struct {
     bf16 *x_out, *y;
     float *rstd;
@@ -52,7 +52,7 @@ template <int VECTORS, int THREADS, bool RESIDUAL>
 static __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rmsnorm_forward_kernel(const RmsnormForward p) {
     grid_dependency_wait();
     __shared__ float scratch[2][THREADS / WARP_SIZE];
-    uint32_t halves = 0;
+    uint32_t packed_amax = 0;
     int parity = 0;
     for (int64_t row = blockIdx.x; row < p.R; row += gridDim.x, parity ^= 1) {
         Bf16x8 x[VECTORS] = {}, delta[VECTORS] = {};
@@ -88,10 +88,10 @@ static __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rmsnorm_forwar
             bf16x8_unpack(w, bf16x8_load(p.weight + RMSNORM_COLUMN(i)));
             const Bf16x8 y = rmsnorm_values(x[i], rstd, w);
             if (p.y) bf16x8_store(p.y + row * p.C + RMSNORM_COLUMN(i), y);
-            halves = amax_update(halves, y);
+            packed_amax = amax_update(packed_amax, y);
         }
     }
-    if (p.amax) amax_publish(p.amax, halves);
+    if (p.amax) amax_publish(p.amax, packed_amax);
 }
 
 static inline void rmsnorm_check(const char *function, int64_t R, int64_t C, const void *x, const void *weight) {
@@ -113,7 +113,7 @@ static inline void rmsnorm_check(const char *function, int64_t R, int64_t C, con
     } while (0)
 
 static inline void rmsnorm_forward_launch(RmsnormForward p, cudaStream_t stream) {
-    const int64_t slots = 8ll * device_sm_count();  // blocks of 128 threads that are resident at once
+    const int64_t slots = 8ll * device_sm_count();  // resident blocks of 128 threads on the whole GPU
 #define RMSNORM_LAUNCH(VECTORS, THREADS)                                                                         \
     do {                                                                                                         \
         const unsigned blocks = (unsigned)min_i64(p.R, slots * 128 / (THREADS));                                 \
@@ -124,8 +124,8 @@ static inline void rmsnorm_forward_launch(RmsnormForward p, cudaStream_t stream)
 #undef RMSNORM_LAUNCH
 }
 
-// y [R, C] or NULL, rstd [R] fp32, *amax raised to max |y| or NULL, from x [R, C] and weight [C].
-// This and the launchers below return the bytes that they move.
+// Computes y [R, C] or NULL, rstd [R] fp32 from x [R, C] and weight [C], and raises *amax to max |y| unless NULL. This
+// launcher and those below return the bytes moved.
 static inline int64_t rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, const bf16 *x, const bf16 *weight,
                                       int64_t R, int64_t C, float eps, RmsnormWatch watch, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_forward", R, C, x, weight);
@@ -135,7 +135,8 @@ static inline int64_t rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, cons
     return R * C * (y ? 4 : 2);
 }
 
-// x_out = bf16(residual + delta), all [R, C], then the norm of x_out as above. x_out may be residual or delta.
+// Computes x_out = bf16(residual + delta), all [R, C], and normalizes x_out like rmsnorm_forward. x_out may be residual
+// or delta.
 static inline int64_t residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, uint32_t *amax, const bf16 *residual,
                                                const bf16 *delta, const bf16 *weight, int64_t R, int64_t C, float eps,
                                                RmsnormWatch watch, cudaStream_t stream) {
@@ -148,7 +149,7 @@ static inline int64_t residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd
     return R * C * (y ? 8 : 6);
 }
 
-// y recomputed from x and rstd (see "A Source" in quantize_kernels.cuh).
+// Source that recomputes y from x and rstd (see "A Source" in quantize_kernels.cuh).
 struct RmsnormSource {
     enum { ROLES = 1 << TENSOR_X, OUTPUTS = 1, MIN_BLOCKS = 4, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {
@@ -171,8 +172,8 @@ struct RmsnormSource {
     }
 };
 
-// Second pass of a norm whose y is FP8: casts y, whose amax is in out.amax, to out.rowwise [R, C] and out.columnwise
-// [C, R]. x is what was normalised.
+// Second pass of a norm with FP8 output: casts y, whose amax is in out.amax, to out.rowwise [R, C] and out.columnwise
+// [C, R]. x is the tensor that was normalized.
 static inline void rmsnorm_quantize_transpose(QTensor out, const bf16 *x, const float *rstd, const bf16 *weight,
                                               int64_t R, int64_t C, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_quantize_transpose", R, C, x, weight);
@@ -181,9 +182,10 @@ static inline void rmsnorm_quantize_transpose(QTensor out, const bf16 *x, const 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward. A block is 512 threads: as many groups as fit, each with its own rows. A group sums dw over its rows in
-// registers, the groups of a block join theirs, and the block leaves one fp32 row of partial sums; a second kernel adds
-// those rows. Every order is fixed, and the number of blocks does not depend on the GPU, so neither do the bits of dw.
+// Backward. A block has 512 threads: as many thread groups as fit, each with its own rows. A group sums dw over its
+// rows in registers, the groups of a block add up their sums, and the block writes one fp32 row of partial sums; a
+// second kernel adds those rows. The order is fixed and the number of blocks does not depend on the GPU, so the bits of
+// dw do not either.
 
 enum { RMSNORM_BACKWARD_THREADS = 512 };
 
@@ -197,10 +199,10 @@ typedef struct {
     int C;
 } RmsnormBackward;
 
-// dx of one row; adds the row's part of dw.
+// Computes dx of one row, and adds the row's part of dw.
 template <int VECTORS, int THREADS>
-__device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_t *halves, const RmsnormBackward &p,
-                                                   int64_t row, float *scratch, int barrier) {
+__device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_t *packed_amax,
+                                                   const RmsnormBackward &p, int64_t row, float *scratch, int barrier) {
     const float rstd = p.rstd[row];
     Bf16x8 dy[VECTORS] = {}, x[VECTORS] = {}, residual[VECTORS] = {};
 #pragma unroll
@@ -232,11 +234,11 @@ __device__ static inline void rmsnorm_backward_row(float dw[VECTORS][8], uint32_
         for (int k = 0; k < 8; k++) d[k] = r[k] + rstd * (d[k] * w[k] - n[k] * rstd * mean);
         const Bf16x8 dx = bf16x8_pack(d);
         bf16x8_store(p.dx + row * p.C + RMSNORM_COLUMN(i), dx);
-        *halves = amax_update(*halves, dx);
+        *packed_amax = amax_update(*packed_amax, dx);
     }
 }
 
-// Adds the dw of all groups of the block into group 0's, from the last group down.
+// Adds the dw of all groups of the block to group 0's, from the last group down.
 template <int VECTORS, int THREADS, int GROUPS>
 __device__ static inline void rmsnorm_join_groups(float dw[VECTORS][8]) {
     __shared__ float sums[VECTORS][8][THREADS];
@@ -259,10 +261,10 @@ static __global__ void __launch_bounds__(RMSNORM_BACKWARD_THREADS, 1) rmsnorm_ba
     __shared__ float scratch[GROUPS][2][THREADS / WARP_SIZE];
     const int group = threadIdx.x / THREADS;
     float dw[VECTORS][8] = {};
-    uint32_t halves = 0;
+    uint32_t packed_amax = 0;
     int parity = 0;
     for (int64_t row = (int64_t)blockIdx.x * GROUPS + group; row < p.R; row += (int64_t)gridDim.x * GROUPS, parity ^= 1)
-        rmsnorm_backward_row<VECTORS, THREADS>(dw, &halves, p, row, scratch[group][parity], 1 + group);
+        rmsnorm_backward_row<VECTORS, THREADS>(dw, &packed_amax, p, row, scratch[group][parity], 1 + group);
     if constexpr (GROUPS > 1) rmsnorm_join_groups<VECTORS, THREADS, GROUPS>(dw);
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -271,27 +273,25 @@ static __global__ void __launch_bounds__(RMSNORM_BACKWARD_THREADS, 1) rmsnorm_ba
         to[0] = make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]);
         to[1] = make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]);
     }
-    if (p.amax) amax_publish(p.amax, halves);
+    if (p.amax) amax_publish(p.amax, packed_amax);
 }
 
 #undef RMSNORM_COLUMN
 
-// Blocks of the backward kernel; the group sizes are those of RMSNORM_DISPATCH.
+// Returns the number of blocks of the backward kernel; the group sizes are those of RMSNORM_DISPATCH.
 static inline int64_t rmsnorm_backward_blocks(int64_t R, int64_t C) {
-    const int64_t group_threads = C <= 4096   ? 128
-                                  : C <= 8192 ? 256
-                                              : 512,
-                  most = C <= 1024 ? 256 : 128;  // two, or one, on each of 128 multiprocessors
+    // `most` is two blocks, or one, on each of 128 SMs.
+    const int64_t group_threads = C <= 4096 ? 128 : C <= 8192 ? 256 : 512, most = C <= 1024 ? 256 : 128;
     return min_i64(ceil_div(R, RMSNORM_BACKWARD_THREADS / group_threads), most);
 }
 
-// Bytes of device memory that rmsnorm_backward needs at `workspace`.
+// Returns the bytes of device workspace that rmsnorm_backward needs.
 static inline size_t rmsnorm_workspace_bytes(int64_t R, int64_t C) {
     return (size_t)(rmsnorm_backward_blocks(R, C) * C) * sizeof(float);
 }
 
-// dx [R, C] and dweight [C] from dy, x [R, C], rstd [R], weight [C]. dresidual [R, C] is the gradient that reaches x
-// past the norm (NULL: none); dx may be dresidual, dy or x. *amax is raised to max |dx| unless NULL.
+// Computes dx [R, C] and dweight [C] from dy, x [R, C], rstd [R], weight [C]. dresidual [R, C] is the gradient of x
+// from the residual connection (NULL: none); dx may be dresidual, dy or x. Raises *amax to max |dx| unless NULL.
 static inline int64_t rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, const bf16 *dy, const bf16 *x,
                                        const float *rstd, const bf16 *weight, const bf16 *dresidual, int64_t R,
                                        int64_t C, void *workspace, cudaStream_t stream) {

@@ -1,12 +1,12 @@
 // QK-norm and rotary position embedding (Su et al. 2021), fused, and the gradient of the projection's bias.
 //
-//     n = x * rstd * w  (or x),   y[i] = n[i] cos - n[i + HD/2] sin,   y[i + HD/2] = n[i + HD/2] cos + n[i] sin
+//    n = x * rstd * w  (or x),   y[i] = n[i] cos - n[i + HD/2] sin,   y[i + HD/2] = n[i + HD/2] cos + n[i] sin
 //
-// fp32 inside, one rounding. Backward turns the rotation back, then takes the gradient of the norm. Values pass
-// unchanged; backward reads them because its result is quantized next and their magnitude counts in the tensor's amax.
-// Bytes an element of q and k: forward 2 read + 2 written; backward 2 read + 2 written, with QK-norm 2 more read; of v:
-// backward 2 read. HD is 64 or 128, as in attention. Sums over tokens and heads have a fixed order that depends on the
-// sizes alone.
+// Arithmetic is fp32 with one rounding. Backward applies the inverse rotation, then the gradient of the norm. V passes
+// unchanged. Backward still reads its gradient, because the result is quantized next and V's gradient counts in the
+// tensor's amax. Bytes per element of q and k: forward reads 2 and writes 2; backward reads 2 and writes 2, and reads 2
+// more with QK-norm. For v, backward reads 2. HD is 64 or 128, as in attention. Sums over tokens and heads have a fixed
+// order that depends on the sizes only.
 #ifndef LLMC_ROPE_CUH
 #define LLMC_ROPE_CUH
 
@@ -15,12 +15,12 @@
 
 typedef struct {
     int64_t B, T, NH, NKV, HD;
-    float eps;  // of QK-norm
+    float eps;  // epsilon of QK-norm
 } RopeDims;
 
 // A block of 256 threads takes 4 tokens at a time, 64 threads each. HD/16 neighbouring lanes share a head: lane j holds
-// elements 8j .. 8j + 7 of both halves, so both members of each rotated pair. A group of lanes walks the token's heads
-// and keeps its cosines and sines.
+// elements 8j .. 8j + 7 of both halves, so it has both members of each rotated pair. A group of lanes loops over the
+// token's heads and keeps its cosines and sines.
 enum {
     ROPE_THREADS = 256,
     ROPE_TOKEN_THREADS = 64,
@@ -29,18 +29,19 @@ enum {
 };
 
 typedef struct {
-    bf16 *out;                    // [rows, (NH + 2 NKV) * HD]; backward works in place on it
+    bf16 *out;                    // [rows, (NH + 2 NKV) * HD]; backward works in place
     const bf16 *in;               // the projection's output; backward without QK-norm does not read it
     const bf16 *q_norm, *k_norm;  // [HD]; NULL: no norm
     const float *table;
     int64_t rows;
     int T, NH, NKV;
     float eps;
-    uint32_t *amax;   // backward: raised to max |out|; NULL: not wanted
-    float *partials;  // backward with QK-norm: [2, blocks, HD], each block's sums for q_norm, then k_norm
+    uint32_t *amax;  // backward: raised to max |out|; NULL: not wanted
+    // Backward with QK-norm: [2, blocks, HD], each block's sums for q_norm, then for k_norm.
+    float *partials;
 } RopeKernel;
 
-// The 16 elements of a head that one thread holds: as stored, and as numbers.
+// The 16 elements of a head that one thread holds, as bf16 and as floats.
 typedef struct {
     Bf16x8 low, high;
 } RopePacked;
@@ -49,16 +50,17 @@ typedef struct {
     float low[8], high[8];
 } RopePair;
 
-// Which thread does what within a token.
+// A thread's position within a token.
 typedef struct {
-    int lane, group, groups;  // lane of the head; group of lanes; groups a token
-} RopePlace;
+    // Lane within the head; group of lanes; groups per token.
+    int lane, group, groups;
+} RopePosition;
 
 template <int HD>
-__device__ static inline RopePlace rope_place(void) {
+__device__ static inline RopePosition rope_position(void) {
     const int thread = threadIdx.x % ROPE_TOKEN_THREADS, lanes = HD / 16;
-    RopePlace place = {thread % lanes, thread / lanes, ROPE_TOKEN_THREADS / lanes};
-    return place;
+    RopePosition position = {thread % lanes, thread / lanes, ROPE_TOKEN_THREADS / lanes};
+    return position;
 }
 
 template <int HD>
@@ -74,16 +76,16 @@ __device__ static inline RopePair rope_unpack(const RopePacked &x) {
     return r;
 }
 
-// Stores a head, rounded; returns its magnitudes joined to the running maximum (see amax_update).
+// Stores a head, rounded, and returns the running maximum raised to its magnitudes (see amax_update).
 template <int HD>
-__device__ static inline uint32_t rope_store(bf16 *head, int lane, const RopePair &x, uint32_t halves) {
+__device__ static inline uint32_t rope_store(bf16 *head, int lane, const RopePair &x, uint32_t packed_amax) {
     const Bf16x8 low = bf16x8_pack(x.low), high = bf16x8_pack(x.high);
     bf16x8_store(head + lane * 8, low);
     bf16x8_store(head + HD / 2 + lane * 8, high);
-    return amax_update(amax_update(halves, low), high);
+    return amax_update(amax_update(packed_amax, low), high);
 }
 
-// Cosines (low) and sines (high) of this lane's 8 pairs.
+// Loads cosines (low) and sines (high) of this lane's 8 pairs.
 template <int HD>
 __device__ static inline RopePair rope_angles(const float *table, int64_t position, int lane) {
     const float4 *p = (const float4 *)(table + position * HD + lane * 16);
@@ -96,9 +98,9 @@ __device__ static inline RopePair rope_angles(const float *table, int64_t positi
     return a;
 }
 
-// DIRECTION 1 turns by the angle, -1 back.
+// Rotates by the angle (DIRECTION 1) or back (-1).
 template <int DIRECTION>
-__device__ static inline RopePair rope_turn(const RopePair &x, const RopePair &angle) {
+__device__ static inline RopePair rope_rotate(const RopePair &x, const RopePair &angle) {
     RopePair y;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -109,7 +111,7 @@ __device__ static inline RopePair rope_turn(const RopePair &x, const RopePair &a
     return y;
 }
 
-// Sum of a[i] * b[i] over the whole head, in all of its lanes.
+// Returns the sum of a[i] * b[i] over the whole head, in all of its lanes.
 template <int HD>
 __device__ static inline float rope_dot(const RopePair &a, const RopePair &b) {
     float sum = 0;
@@ -125,12 +127,12 @@ __device__ static inline float rope_rstd(const RopePair &x, float eps) {
     return 1 / sqrtf(rope_dot<HD>(x, x) / HD + eps);
 }
 
-// Two heads a turn, so that both are on their way from memory together. The lanes of a warp shuffle together, so groups
-// without a head left take the turn too, on zeros.
+// Each iteration takes two heads, so that both loads are in flight together. The lanes of a warp shuffle together, so
+// groups without a head left still run the iteration, on zeros.
 template <int HD, bool NORM>
 static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 3 : 4) qknorm_rope_forward_kernel(const RopeKernel p) {
     grid_dependency_wait();
-    const RopePlace at = rope_place<HD>();
+    const RopePosition at = rope_position<HD>();
     const int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS;
     if (row >= p.rows) return;
     const int64_t first = row * (p.NH + 2 * p.NKV) * HD;
@@ -152,7 +154,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 3 : 4) qknorm_rope
 #pragma unroll
                 for (int j = 0; j < 8; j++) x.low[j] *= rstd * w.low[j], x.high[j] *= rstd * w.high[j];
             }
-            if (h < heads) rope_store<HD>(p.out + first + h * HD, at.lane, rope_turn<1>(x, angle), 0);
+            if (h < heads) rope_store<HD>(p.out + first + h * HD, at.lane, rope_rotate<1>(x, angle), 0);
         }
     }
     if (p.out == p.in) return;
@@ -161,10 +163,10 @@ static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 3 : 4) qknorm_rope
         bf16x8_store(p.out + values + i, bf16x8_load(p.in + values + i));
 }
 
-// Heads [begin, end) of all the block's tokens, without QK-norm.
+// Backward of heads [begin, end) of all the block's tokens, without QK-norm.
 template <int HD>
-__device__ static inline uint32_t rope_backward_heads(const RopeKernel &p, int begin, int end, uint32_t halves) {
-    const RopePlace at = rope_place<HD>();
+__device__ static inline uint32_t rope_backward_heads(const RopeKernel &p, int begin, int end, uint32_t packed_amax) {
+    const RopePosition at = rope_position<HD>();
     for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows;
          row += gridDim.x * (int64_t)ROPE_TOKENS) {
         const int64_t first = row * (p.NH + 2 * p.NKV) * HD;
@@ -175,19 +177,21 @@ __device__ static inline uint32_t rope_backward_heads(const RopeKernel &p, int b
             RopePacked d[2] = {};
             d[0] = rope_load<HD>(a, at.lane);
             if (second) d[1] = rope_load<HD>(b, at.lane);
-            halves = rope_store<HD>(a, at.lane, rope_turn<-1>(rope_unpack(d[0]), angle), halves);
-            if (second) halves = rope_store<HD>(b, at.lane, rope_turn<-1>(rope_unpack(d[1]), angle), halves);
+            packed_amax = rope_store<HD>(a, at.lane, rope_rotate<-1>(rope_unpack(d[0]), angle), packed_amax);
+            if (second)
+                packed_amax = rope_store<HD>(b, at.lane, rope_rotate<-1>(rope_unpack(d[1]), angle), packed_amax);
         }
     }
-    return halves;
+    return packed_amax;
 }
 
-// partial [HD] = sum over the block's threads of dw; every thread of the block calls it.
+// Writes partial [HD] = sum over the block's threads of dw. Every thread of the block calls it.
 template <int HD>
 __device__ static inline void rope_sum_block(float *partial, const RopePair &dw) {
     __shared__ float sums[ROPE_THREADS / WARP_SIZE][HD];
-    const int lane = rope_place<HD>().lane, warp = threadIdx.x / WARP_SIZE;
-    __syncthreads();  // an earlier call has read its sums
+    const int lane = rope_position<HD>().lane, warp = threadIdx.x / WARP_SIZE;
+    // An earlier call has read its sums.
+    __syncthreads();
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         float low = dw.low[j], high = dw.high[j];
@@ -196,7 +200,7 @@ __device__ static inline void rope_sum_block(float *partial, const RopePair &dw)
             low += __shfl_xor_sync(0xffffffffu, low, offset);
             high += __shfl_xor_sync(0xffffffffu, high, offset);
         }
-        if (threadIdx.x % WARP_SIZE == lane) {  // the warp's first group
+        if (threadIdx.x % WARP_SIZE == lane) {  // the warp's first group of lanes
             sums[warp][lane * 8 + j] = low;
             sums[warp][HD / 2 + lane * 8 + j] = high;
         }
@@ -208,12 +212,12 @@ __device__ static inline void rope_sum_block(float *partial, const RopePair &dw)
     partial[threadIdx.x] = sum;
 }
 
-// Heads [begin, end) of all the block's tokens, with QK-norm of weight w. partial [HD]: the block's part of the
-// weight's gradient.
+// Backward of heads [begin, end) of all the block's tokens, with QK-norm weight w. partial [HD] is the block's part of
+// the weight's gradient.
 template <int HD>
 __device__ static inline uint32_t qknorm_rope_backward_heads(const RopeKernel &p, int begin, int end, const bf16 *w,
-                                                             float *partial, uint32_t halves) {
-    const RopePlace at = rope_place<HD>();
+                                                             float *partial, uint32_t packed_amax) {
+    const RopePosition at = rope_position<HD>();
     const RopePacked w_packed = rope_load<HD>(w, at.lane);
     RopePair dw = {};
     for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows;
@@ -225,7 +229,7 @@ __device__ static inline uint32_t qknorm_rope_backward_heads(const RopeKernel &p
             const int64_t head = first + (base + at.group) * HD;
             RopePacked d_packed = {}, x_packed = {};
             if (active) d_packed = rope_load<HD>(p.out + head, at.lane), x_packed = rope_load<HD>(p.in + head, at.lane);
-            RopePair g = rope_turn<-1>(rope_unpack(d_packed), angle), n = rope_unpack(x_packed);
+            RopePair g = rope_rotate<-1>(rope_unpack(d_packed), angle), n = rope_unpack(x_packed);
             const float rstd = rope_rstd<HD>(n, p.eps);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
@@ -237,23 +241,24 @@ __device__ static inline uint32_t qknorm_rope_backward_heads(const RopeKernel &p
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 g.low[j] = rstd * (g.low[j] - n.low[j] * mean), g.high[j] = rstd * (g.high[j] - n.high[j] * mean);
-            if (active) halves = rope_store<HD>(p.out + head, at.lane, g, halves);
+            if (active) packed_amax = rope_store<HD>(p.out + head, at.lane, g, packed_amax);
         }
     }
     rope_sum_block<HD>(partial, dw);
-    return halves;
+    return packed_amax;
 }
 
 template <int HD, bool NORM>
 static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 2 : 4) qknorm_rope_backward_kernel(const RopeKernel p) {
     grid_dependency_wait();
-    uint32_t halves = 0;
+    uint32_t packed_amax = 0;
     if (NORM) {
         float *partial = p.partials + blockIdx.x * HD;
-        halves = qknorm_rope_backward_heads<HD>(p, 0, p.NH, p.q_norm, partial, halves);
-        halves = qknorm_rope_backward_heads<HD>(p, p.NH, p.NH + p.NKV, p.k_norm, partial + gridDim.x * HD, halves);
+        packed_amax = qknorm_rope_backward_heads<HD>(p, 0, p.NH, p.q_norm, partial, packed_amax);
+        packed_amax =
+            qknorm_rope_backward_heads<HD>(p, p.NH, p.NH + p.NKV, p.k_norm, partial + gridDim.x * HD, packed_amax);
     } else {
-        halves = rope_backward_heads<HD>(p, 0, p.NH + p.NKV, halves);
+        packed_amax = rope_backward_heads<HD>(p, 0, p.NH + p.NKV, packed_amax);
     }
     if (!p.amax) return;
     for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows;
@@ -261,9 +266,9 @@ static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 2 : 4) qknorm_rope
         const bf16 *values = p.out + (row * (p.NH + 2 * p.NKV) + p.NH + p.NKV) * HD;
 #pragma unroll 2
         for (int i = (int)(threadIdx.x % ROPE_TOKEN_THREADS) * 8; i < p.NKV * HD; i += ROPE_TOKEN_THREADS * 8)
-            halves = amax_update(halves, bf16x8_load(values + i));
+            packed_amax = amax_update(packed_amax, bf16x8_load(values + i));
     }
-    amax_publish(p.amax, halves);
+    amax_publish(p.amax, packed_amax);
 }
 
 static inline void rope_check(const char *function, const RopeKernel *p, RopeDims d) {
@@ -276,8 +281,8 @@ static inline void rope_check(const char *function, const RopeKernel *p, RopeDim
     for (int i = 0; i < 5; i++) require_aligned16(pointers[i], function, "an array");
 }
 
-// out = QK-norm (unless q_norm and k_norm [HD] are NULL) and rotation of in, both [B, T, (NH + 2 NKV) * HD]; out may be
-// in. table: rope_table_fill, T positions. Returns the bytes that it moves.
+// Applies QK-norm (unless q_norm and k_norm [HD] are NULL) and rotation to in; in and out are [B, T, (NH + 2 NKV) *
+// HD], and out may be in. table is rope_table_fill's, with T positions. Returns the bytes moved.
 static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_norm, const bf16 *k_norm,
                                           const float *table, RopeDims d, cudaStream_t stream) {
     const RopeKernel p = {out,      in,        q_norm,     k_norm, table, d.B * d.T,
@@ -291,9 +296,9 @@ static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 
     return p.rows * (d.NH + d.NKV) * d.HD * 4;
 }
 
-// dqkv [B, T, (NH + 2 NKV) * HD], in place: from the gradient of the rotated q, k, v to that of the projection's output
-// `qkv` (NULL without QK-norm). dq_norm, dk_norm [HD]: NULL without QK-norm. *amax is raised to max |dqkv|, values
-// included, unless NULL. workspace: rope_workspace_bytes. Returns the bytes that it moves.
+// Turns dqkv [B, T, (NH + 2 NKV) * HD], in place, from the gradient of the rotated q, k, v into that of the
+// projection's output `qkv` (NULL without QK-norm). dq_norm, dk_norm [HD] are NULL without QK-norm. Raises *amax to max
+// |dqkv|, V included, unless NULL. workspace holds rope_workspace_bytes. Returns the bytes moved.
 static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm, uint32_t *amax, const bf16 *qkv,
                                            const bf16 *q_norm, const bf16 *k_norm, const float *table, RopeDims d,
                                            void *workspace, cudaStream_t stream) {
@@ -314,7 +319,7 @@ static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_n
     return p.rows * (d.NH + d.NKV) * d.HD * 6;
 }
 
-// Bytes of device memory that qknorm_rope_backward needs at `workspace`.
+// Returns the bytes of device workspace that qknorm_rope_backward needs.
 static inline size_t rope_workspace_bytes(int64_t HD) {
     return (size_t)(2 * ROPE_BACKWARD_BLOCKS * HD) * sizeof(float);
 }

@@ -4,22 +4,25 @@
 
 #include "adamw.cuh"
 
-// Steps whose statistics and end are kept: the one that runs, the one that is reported, and the one before that, from
-// whose end it is timed.
+// Number of steps whose statistics and end events are kept: the running step, the one being reported, and the one
+// before that, whose end starts its time.
 #define STEP_SLOTS 3
 
 // Statistics of one step.
 typedef struct {
-    float loss;            // mean over the step's tokens
-    uint32_t bad_norm;     // the first norm whose input was not finite (nonfinite.h), on this rank; UINT32_MAX: none
-    AdamwControl control;  // gradient norm, and whether it is finite
+    float loss;  // mean over the step's tokens
+    // First norm on this rank with non-finite input (nonfinite.h); UINT32_MAX: none.
+    uint32_t bad_norm;
+    AdamwControl control;  // gradient norm, and if it is finite
 } StepStats;
 
 typedef struct {
     StepStats *host;  // [STEP_SLOTS] pinned
     cudaEvent_t done[STEP_SLOTS], begin;
-    int64_t first;   // the latest step that came after a pause: it is timed from `begin`
-    int64_t memory;  // bytes in use on the GPU when the first step was done; 0: not yet
+    // Latest step that came after a pause; its time starts at `begin`.
+    int64_t first;
+    // Bytes in use on the GPU at the end of the first step; 0: not yet known.
+    int64_t memory;
 } StepLog;
 
 static inline StepLog step_log_create(void) {
@@ -37,7 +40,7 @@ static inline void step_log_destroy(StepLog *log) {
     CUDA_CHECK(cudaFreeHost(log->host));
 }
 
-// Step `step` begins. after_pause: something other than steps ran before it, which its time leaves out.
+// Marks the begin of step `step`. after_pause: something other than a step ran before it, which its time excludes.
 static inline void step_log_begin(StepLog *log, StepStats *stats, int64_t step, bool after_pause, cudaStream_t stream) {
     if (after_pause) {
         log->first = step;
@@ -47,14 +50,14 @@ static inline void step_log_begin(StepLog *log, StepStats *stats, int64_t step, 
     CUDA_CHECK(cudaMemsetAsync(&stats->bad_norm, 0xff, sizeof stats->bad_norm, stream));
 }
 
-// Step `step` ends: its statistics are on the host when done[step % STEP_SLOTS] has happened.
+// Marks the end of step `step`. Its statistics are on the host once done[step % STEP_SLOTS] has completed.
 static inline void step_log_end(StepLog *log, const StepStats *stats, int64_t step, cudaStream_t stream) {
     const int64_t slot = step % STEP_SLOTS;
     CUDA_CHECK(cudaMemcpyAsync(&log->host[slot], stats, sizeof *stats, cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaEventRecord(log->done[slot], stream));
 }
 
-// Seconds of a step that is done: from the end of the step before.
+// Returns the seconds of a completed step, from the end of the step before it.
 static inline double step_log_seconds(const StepLog *log, int64_t step) {
     float ms = 0;
     const cudaEvent_t begin = step == log->first ? log->begin : log->done[(step + STEP_SLOTS - 1) % STEP_SLOTS];
@@ -62,7 +65,7 @@ static inline double step_log_seconds(const StepLog *log, int64_t step) {
     return ms * 1e-3;
 }
 
-// Bytes in use on the GPU when the first step was done.
+// Returns the bytes in use on the GPU at the end of the first step.
 static inline int64_t step_log_memory(StepLog *log) {
     size_t available = 0, total = 0;
     if (log->memory) return log->memory;

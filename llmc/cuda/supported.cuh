@@ -6,25 +6,25 @@
 #include "quantize.cuh"
 #include "rmsnorm.cuh"
 
-// The cast of SwiGLU's gradient in blocks walks whole tiles of the intermediate size.
+// Dies unless the blockwise cast of SwiGLU's gradient fits: it processes whole tiles of the intermediate size.
 static inline void check_casts(const ModelConfig *m, const Options *o) {
     const Recipe *r = options_recipe(o);
     const ScaleGranularity gradient = recipe_granularity(r, TENSOR_DY, ROWWISE);
-    if (gradient == NO_SCALE || copy_amaxes(gradient, 1) || m->intermediate_size % CAST_TILE == 0) return;
+    if (gradient == NO_SCALE || usage_amaxes(gradient, 1) || m->intermediate_size % CAST_TILE == 0) return;
     ParameterTable table = parameter_table(m);
     Precision p = precision_plan(o, o->fp8_filter, m, &table, true);
     for (int64_t l = 0; l < p.num_layers && !p.filter_open; l++)
         if (recipe_is_fp8(precision_of(&p, l, GATE_UP_PROJ), GEMM_FPROP))
             die_with(
                 EXIT_UNSUPPORTED,
-                "model %s: intermediate_size = %lld is not a multiple of %d, which the cast of SwiGLU's gradient by "
-                "--fp8-recipe %s needs; take another recipe, or --fp8-filter gate_up",
+                "model %s: intermediate_size = %lld is not a multiple of %d, as --fp8-recipe %s needs for the cast of "
+                "SwiGLU's gradient; use another recipe, or --fp8-filter gate_up",
                 m->name, (long long)m->intermediate_size, CAST_TILE, r->name);
     precision_free(&p);
     parameter_table_free(&table);
 }
 
-// Dies on models and options that this trainer does not take, whatever the GPU.
+// Dies on models and options that this trainer does not support on any GPU.
 static inline void check_supported(const ModelConfig *m, const Options *o, int64_t shard_size) {
     const struct {
         const char *name;
@@ -33,25 +33,24 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
                  {"intermediate_size", m->intermediate_size, 16},
                  {"vocab_size", m->vocab_size, 8}};
     if (o->precision == PRECISION_FP32)
-        die_with(EXIT_UNSUPPORTED, "--precision fp32 is the CPU trainer's (train_fp8); give bf16 or fp8 here");
+        die_with(EXIT_UNSUPPORTED, "--precision fp32 runs only in the CPU trainer (train_fp8); use bf16 or fp8 here");
     if (m->head_dim != 64 && m->head_dim != 128)
         die_with(EXIT_UNSUPPORTED,
-                 "model %s: head_dim = %lld; attention here takes 64 and 128 (the CPU trainer, train_fp8, takes any)",
+                 "model %s: head_dim = %lld; attention on the GPU supports 64 and 128 (the CPU trainer, train_fp8, "
+                 "supports any)",
                  m->name, (long long)m->head_dim);
     if (m->hidden_size > RMSNORM_MAX_C)
-        die_with(EXIT_UNSUPPORTED, "model %s: hidden_size = %lld; RMSNorm here takes up to %d", m->name,
+        die_with(EXIT_UNSUPPORTED, "model %s: hidden_size = %lld; RMSNorm on the GPU supports up to %d", m->name,
                  (long long)m->hidden_size, RMSNORM_MAX_C);
     for (int i = 0; i < 3; i++)
         if (sizes[i].value % sizes[i].multiple)
-            die_with(EXIT_UNSUPPORTED,
-                     "model %s: %s = %lld is not a multiple of %lld, which the GPU's matrix products need", m->name,
-                     sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].multiple);
+            die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is not a multiple of %lld, as GEMMs on the GPU need",
+                     m->name, sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].multiple);
     if (o->fp8_weight_cache == ON && shard_size > 1)
-        die_with(
-            EXIT_USAGE,
-            "--fp8-weight-cache on keeps FP8 copies of whole weights, and %lld ranks share them here; leave it off, or "
-            "give --sharding none",
-            (long long)shard_size);
+        die_with(EXIT_USAGE,
+                 "--fp8-weight-cache on keeps the FP8 data of whole weights, but %lld ranks shard them here; leave it "
+                 "off, or use --sharding none",
+                 (long long)shard_size);
     check_casts(m, o);
 }
 

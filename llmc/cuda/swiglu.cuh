@@ -1,20 +1,21 @@
 // SwiGLU (Shazeer 2020) on the fused projection gate_up [R, 2F], gate in columns [0, F), up in [F, 2F).
 //
-//     s = 1 / (1 + exp(-gate)),   h = bf16(gate * s * up)
-//     d_gate = bf16(dh * up * s * (1 + gate * (1 - s))),   d_up = bf16(dh * gate * s)
+//    s = 1 / (1 + exp(-gate)),   h = bf16(gate * s * up)
+//    d_gate = bf16(dh * up * s * (1 + gate * (1 - s))),   d_up = bf16(dh * gate * s)
 //
-// In FP8 runs neither h nor d_gate_up is ever stored in bf16: one pass reduces the amax, a second recomputes the
-// values, bit for bit, and casts. The gradient's first pass can write the transposed FP8 h on its way, which the down
-// projection's weight gradient needs, so that the forward pass writes the row copy alone and nothing is kept. Bytes an
-// element of h: forward amax reads 4, cast reads 4, writes 1 a copy; backward amax reads 6 (writes 1 for h), cast reads
-// 6, writes 4. Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
+// In FP8 runs h and d_gate_up are never stored in bf16: one pass finds the amax, a second pass recomputes the values,
+// bit for bit, and casts. The gradient's first pass can also write the columnwise FP8 h, which wgrad of the down
+// projection needs. So the forward pass writes only rowwise h, and keeps nothing. Bytes per element of h: the forward
+// amax pass reads 4; the forward cast reads 4 and writes 1 for each of rowwise and columnwise data; the backward amax
+// pass reads 6 (writes 1 for h); the backward cast reads 6 and writes 4. Sizes: any number of rows, F a multiple of 16,
+// pointers aligned to 16 bytes.
 #ifndef LLMC_SWIGLU_CUH
 #define LLMC_SWIGLU_CUH
 
 #include "quantize.cuh"
 
-// Relative error below 1e-6 for |x| < 10, then growing with |x| (8e-6 at -87), far under bf16's 2e-3. exp overflows to
-// give the limit 0.
+// Relative error is below 1e-6 for |x| < 10 and then grows with |x| (8e-6 at -87), far below bf16's 2e-3. Overflow of
+// exp gives the correct limit 0.
 __device__ static inline float sigmoid_fast(float x) {
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, -LOG2_E)));
@@ -22,7 +23,8 @@ __device__ static inline float sigmoid_fast(float x) {
     return s;
 }
 
-// All passes call these two; no operation in them can be contracted differently, so the bits are the same everywhere.
+// All passes call these two functions. The compiler cannot contract their operations differently, so all passes get
+// equal bits.
 __device__ static inline Bf16x8 swiglu_values(Bf16x8 gate, Bf16x8 up) {
     float g[8], u[8];
     bf16x8_unpack(g, gate);
@@ -32,7 +34,7 @@ __device__ static inline Bf16x8 swiglu_values(Bf16x8 gate, Bf16x8 up) {
     return bf16x8_pack(g);
 }
 
-// h, from the same sigmoid, only if not NULL.
+// Computes h too, from the same sigmoid, unless h is NULL.
 __device__ static inline void swiglu_gradients(Bf16x8 *d_gate, Bf16x8 *d_up, Bf16x8 *h, Bf16x8 dh, Bf16x8 gate,
                                                Bf16x8 up) {
     float d[8], g[8], u[8], product[8];
@@ -53,8 +55,8 @@ __device__ static inline void swiglu_gradients(Bf16x8 *d_gate, Bf16x8 *d_up, Bf1
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Elementwise kernels. A block of 32 x 8 threads takes 256 columns x 32 rows; a thread 8 columns of 4 rows, all loads
-// first.
+// Elementwise kernels. A block of 32 x 8 threads takes 256 columns x 32 rows; a thread takes 8 columns of 4 rows and
+// issues all loads first.
 
 enum {
     SWIGLU_THREADS = 256,
@@ -63,8 +65,8 @@ enum {
     SWIGLU_BLOCK_ROWS = SWIGLU_THREADS / WARP_SIZE * SWIGLU_ROWS
 };
 
-// This thread's columns and first row; the rows are SWIGLU_THREADS / WARP_SIZE apart.
-__device__ static inline void swiglu_place(int64_t *row, int64_t *column, int64_t F) {
+// Returns this thread's columns and first row; its rows are SWIGLU_THREADS / WARP_SIZE apart.
+__device__ static inline void swiglu_position(int64_t *row, int64_t *column, int64_t F) {
     const unsigned column_tiles = (unsigned)ceil_div(F, SWIGLU_COLUMNS);
     *row = (int64_t)(blockIdx.x / column_tiles) * SWIGLU_BLOCK_ROWS + threadIdx.x / WARP_SIZE;
     *column = (int64_t)(blockIdx.x % column_tiles) * SWIGLU_COLUMNS + 8 * (threadIdx.x % WARP_SIZE);
@@ -74,7 +76,7 @@ static __global__ void __launch_bounds__(SWIGLU_THREADS)
     swiglu_forward_kernel(bf16 *h, uint32_t *amax, const bf16 *gate_up, int64_t R, int64_t F) {
     grid_dependency_wait();
     int64_t first, column;
-    swiglu_place(&first, &column, F);
+    swiglu_position(&first, &column, F);
     Bf16x8 gate[SWIGLU_ROWS] = {}, up[SWIGLU_ROWS] = {};
 #pragma unroll
     for (int i = 0; i < SWIGLU_ROWS; i++) {
@@ -83,15 +85,15 @@ static __global__ void __launch_bounds__(SWIGLU_THREADS)
         gate[i] = bf16x8_load(gate_up + row * 2 * F + column);
         up[i] = bf16x8_load(gate_up + row * 2 * F + F + column);
     }
-    uint32_t halves = 0;
+    uint32_t packed_amax = 0;
 #pragma unroll
     for (int i = 0; i < SWIGLU_ROWS; i++) {
         const int64_t row = first + i * (SWIGLU_THREADS / WARP_SIZE);
         const Bf16x8 v = swiglu_values(gate[i], up[i]);
-        halves = amax_update(halves, v);
+        packed_amax = amax_update(packed_amax, v);
         if (h && row < R && column < F) bf16x8_store(h + row * F + column, v);
     }
-    if (amax) amax_publish(amax, halves);
+    if (amax) amax_publish(amax, packed_amax);
 }
 
 static __global__ void __launch_bounds__(SWIGLU_THREADS, 3)
@@ -99,7 +101,7 @@ static __global__ void __launch_bounds__(SWIGLU_THREADS, 3)
                            int64_t F) {
     grid_dependency_wait();
     int64_t first, column;
-    swiglu_place(&first, &column, F);
+    swiglu_position(&first, &column, F);
     Bf16x8 d[SWIGLU_ROWS] = {}, gate[SWIGLU_ROWS] = {}, up[SWIGLU_ROWS] = {};
 #pragma unroll
     for (int i = 0; i < SWIGLU_ROWS; i++) {
@@ -109,13 +111,13 @@ static __global__ void __launch_bounds__(SWIGLU_THREADS, 3)
         gate[i] = bf16x8_load(gate_up + row * 2 * F + column);
         up[i] = bf16x8_load(gate_up + row * 2 * F + F + column);
     }
-    uint32_t halves = 0;
+    uint32_t packed_amax = 0;
 #pragma unroll
     for (int i = 0; i < SWIGLU_ROWS; i++) {
         const int64_t row = first + i * (SWIGLU_THREADS / WARP_SIZE);
         Bf16x8 d_gate, d_up, product;
         swiglu_gradients(&d_gate, &d_up, &product, d[i], gate[i], up[i]);
-        halves = amax_update(amax_update(halves, d_gate), d_up);
+        packed_amax = amax_update(amax_update(packed_amax, d_gate), d_up);
         if (row >= R || column >= F) continue;
         if (d_gate_up) {
             bf16x8_store(d_gate_up + row * 2 * F + column, d_gate);
@@ -123,7 +125,7 @@ static __global__ void __launch_bounds__(SWIGLU_THREADS, 3)
         }
         if (h) bf16x8_store(h + row * F + column, product);
     }
-    if (amax) amax_publish(amax, halves);
+    if (amax) amax_publish(amax, packed_amax);
 }
 
 static inline unsigned swiglu_blocks(const char *function, const bf16 *gate_up, int64_t R, int64_t F) {
@@ -134,7 +136,7 @@ static inline unsigned swiglu_blocks(const char *function, const bf16 *gate_up, 
     return grid_size(ceil_div(R, SWIGLU_BLOCK_ROWS) * ceil_div(F, SWIGLU_COLUMNS), 1);
 }
 
-// h [R, F] from gate_up [R, 2F]. This and the launchers below return the bytes that they move.
+// Computes h [R, F] from gate_up [R, 2F]. This launcher and those below return the bytes moved.
 static inline int64_t swiglu_forward(bf16 *h, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_forward", gate_up, R, F);
     require_aligned16(h, "swiglu_forward", "h");
@@ -148,7 +150,7 @@ static inline void swiglu_amax(uint32_t *amax, const bf16 *gate_up, int64_t R, i
     CUDA_LAUNCH(swiglu_forward_kernel, blocks, SWIGLU_THREADS, 0, stream, NULL, amax, gate_up, R, F);
 }
 
-// d_gate_up [R, 2F] and h [R, F] once more, each unless NULL, from dh [R, F] and gate_up [R, 2F]. d_gate_up may be
+// Computes d_gate_up [R, 2F] and again h [R, F], each unless NULL, from dh [R, F] and gate_up [R, 2F]. d_gate_up may be
 // gate_up; h may be dh.
 static inline int64_t swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, const bf16 *gate_up, int64_t R,
                                       int64_t F, cudaStream_t stream) {
@@ -181,7 +183,7 @@ struct SwigluSource {
     }
 };
 
-// See quantize_amax_source.
+// Implements the amax pass of quantize_amax_source.
 static inline bool source_amax(uint32_t *amax, const SwigluSource &source, int64_t R, int64_t F, cudaStream_t stream) {
     swiglu_amax(amax, source.gate_up, R, F, stream);
     return true;
@@ -209,7 +211,7 @@ struct SwigluGradientSource {
     }
 };
 
-// Its one output is h; the gradients only raise the amax.
+// Its only output is h; the gradients just raise the amax.
 struct SwigluGradientAmaxSource {
     enum { ROLES = 1 << TENSOR_X, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 1 };
     typedef SwigluGradientRaw Raw;
@@ -223,10 +225,10 @@ struct SwigluGradientAmaxSource {
         raw->gate = bf16x8_load(gate_up + row * 2 * F + column);
         raw->up = bf16x8_load(gate_up + row * 2 * F + F + column);
     }
-    __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *halves) const {
+    __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *packed_amax) const {
         Bf16x8 d_gate, d_up;
         swiglu_gradients(&d_gate, &d_up, &v[0], raw.d, raw.gate, raw.up);
-        *halves = amax_update(amax_update(*halves, d_gate), d_up);
+        *packed_amax = amax_update(amax_update(*packed_amax, d_gate), d_up);
     }
 };
 
@@ -238,8 +240,8 @@ static inline void swiglu_quantize_transpose(QTensor out, const bf16 *gate_up, i
     quantize_source("swiglu_quantize_transpose", out, source, R, F, stream);
 }
 
-// First pass of the backward: raises *amax to the largest of |d_gate| and |d_up|. If h.rowwise or h.columnwise is
-// given, casts h to them as swiglu_quantize_transpose does, with the amax that the forward pass left in h.amax.
+// First pass of the backward: raises *amax to the larger of max |d_gate| and max |d_up|. If h.rowwise or h.columnwise
+// is given, it casts h to them like swiglu_quantize_transpose, with the amax that the forward pass left in h.amax.
 static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16 *dh, const bf16 *gate_up, int64_t R,
                                            int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_backward_amax", gate_up, R, F);
@@ -252,7 +254,8 @@ static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16
     return R * F * 6;
 }
 
-// Second pass: casts d_gate_up, whose amax is in out.amax, to out.rowwise [R, 2F] and out.columnwise [2F, R].
+// Second pass of the backward: casts d_gate_up, whose amax is in out.amax, to out.rowwise [R, 2F] and out.columnwise
+// [2F, R].
 static inline void swiglu_backward_quantize_transpose(QTensor out, const bf16 *dh, const bf16 *gate_up, int64_t R,
                                                       int64_t F, cudaStream_t stream) {
     require_aligned16(dh, "swiglu_backward_quantize_transpose", "dh");

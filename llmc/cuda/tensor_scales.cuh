@@ -1,5 +1,5 @@
 // Amaxes, scales and audits of all tensors that FP8 GEMMs read, in device memory.
-// This is the one place that knows where those of a tensor are.
+// Only this file knows their addresses.
 #ifndef LLMC_TENSOR_SCALES_CUH
 #define LLMC_TENSOR_SCALES_CUH
 
@@ -11,27 +11,30 @@
 
 typedef struct {
     const Precision *precision;
-    int64_t layers, rows;  // rows R of x and dy
-    uint32_t *amax;        // [layers, amax_stride]; those of tensor i of a layer begin at amax_offset[i]
+    int64_t layers, rows;  // rows: R of x and dy
+    // [layers, amax_stride]; the amaxes of tensor i of a layer begin at amax_offset[i].
+    uint32_t *amax;
     int64_t amax_stride, amax_offset[TENSORS_PER_LAYER];
-    float *scale_inv;  // [tensors, 4] of tensors with one scale; cuBLASLt wants 16-byte alignment
-    AuditSums *audit;  // [layers, NUM_LINEARS, NUM_TENSORS, 2]; NULL: no --fp8-audit
-    bool auditing;     // casts are audited now
+    // [tensors, 4], of tensors with one scale; cuBLASLt needs 16-byte alignment.
+    float *scale_inv;
+    AuditSums *audit;  // NULL without --fp8-audit
+    bool auditing;     // true while casts are audited
 
-    // the delayed recipe; NULL with others
+    // state of the delayed recipe; NULL with other recipes
     float *history;        // [tensors, window]
-    float *delayed_scale;  // [tensors], right behind the histories
-    float *before;         // copy of both from before the step under way; NULL: steps are never skipped
+    float *delayed_scale;  // [tensors], directly behind the histories
+    // Copy of both from before the current step; NULL if steps are never skipped.
+    float *before;
     int64_t window;
     int margin;
-    bool may_skip;  // keeps `before`
-    // True if every tensor has been cast once, so that its delayed scale is known. False also where that is not
-    // certain, which costs a pass over each tensor.
+    bool may_skip;  // keep `before`
+    // True if every tensor has been cast once, so that its delayed scale is known. It may be false although all are
+    // known; that costs one pass over each tensor.
     bool scales_ready;
     cudaStream_t stream;
 } TensorScales;
 
-// Describes the state of a model's tensors over R rows. Placing and use come later.
+// Describes the state of a model's tensors over R rows. tensor_scales_place must follow before use.
 static inline void tensor_scales_describe(TensorScales *s, const Precision *p, int64_t R, const Options *o) {
     memset(s, 0, sizeof *s);
     s->precision = p, s->layers = p->num_layers, s->rows = R;
@@ -70,19 +73,19 @@ static inline void tensor_scales_place(TensorScales *s, bool audit, Arena *a) {
 
 static inline AmaxSource tensor_scales_amax_source(const Recipe *r, TensorRole role, LinearId id) {
     const ScaleGranularity row = recipe_granularity(r, role, ROWWISE), col = recipe_granularity(r, role, COLUMNWISE);
-    if (!recipe_is_fp8(r, GEMM_FPROP) || (!copy_amaxes(row, 1) && !copy_amaxes(col, 1))) return AMAX_UNUSED;
+    if (!recipe_is_fp8(r, GEMM_FPROP) || (!usage_amaxes(row, 1) && !usage_amaxes(col, 1))) return AMAX_UNUSED;
     if (r->delayed) return AMAX_DELAYED;
     const bool made_by_its_cast = role == TENSOR_X && id == DOWN_PROJ;  // SwiGLU's output
     return recipe_has_current_tensor_scales(r) && !made_by_its_cast ? AMAX_FROM_PRODUCER : AMAX_FROM_PASS;
 }
 
-// The first amax slot of a tensor, also of one that no FP8 GEMM reads.
+// Returns the first amax slot of a tensor, even if no FP8 GEMM reads it.
 static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
     return s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
 }
 
-// A tensor of layer l with its amaxes and its scales (those of the whole tensor), but without data. Layer -1 is below
-// the first: a tensor that no GEMM reads.
+// Returns a tensor of layer l with its amaxes and (tensor) scales, but without data. Layer -1, below the first, gives a
+// tensor that no GEMM reads.
 static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
     const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
     QTensor q = recipe_qtensor(r, role, precision_format(s->precision, role));
@@ -98,23 +101,23 @@ static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorR
     return q;
 }
 
-// The tensor with places for the sums of its audit, if this step's casts are audited.
+// Returns the tensor with its audit sums if this step's casts are audited.
 static inline QTensor tensor_scales_audited(const TensorScales *s, QTensor q) {
-    for (int copy = 0; copy < 2 && s->auditing; copy++)
-        q.audit[copy] = s->audit + audit_index(q.layer, q.linear, q.role, (TensorUsage)copy);
+    for (int usage = 0; usage < 2 && s->auditing; usage++)
+        q.audit[usage] = s->audit + audit_index(q.layer, q.linear, q.role, (TensorUsage)usage);
     return q;
 }
 
-// Bytes of the scales of a tensor's rowwise or columnwise data [rows, columns] that its own memory must hold; those of
-// whole tensors are here.
-static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, TensorUsage copy, int64_t rows,
+// Returns the bytes of the scales of rowwise or columnwise data [rows, columns] that are stored with the data. Scales
+// of whole tensors are stored here instead: 0.
+static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, TensorUsage usage, int64_t rows,
                                               int64_t columns) {
-    const ScaleGranularity g = recipe_granularity(s->precision->recipe, role, copy);
-    const UsageShape shape = usage_shape(rows, columns, copy);
+    const ScaleGranularity g = recipe_granularity(s->precision->recipe, role, usage);
+    const UsageShape shape = usage_shape(rows, columns, usage);
     return g == PER_TENSOR ? 0 : scale_bytes(g, shape.outer, shape.depth);
 }
 
-// Clears the amaxes of the tensors of roles [first, last] of every layer.
+// Clears the amaxes of the tensors with roles [first, last] in every layer.
 static inline void tensor_scales_clear_amaxes(TensorScales *s, TensorRole first, TensorRole last) {
     const int64_t begin = s->amax_offset[tensor_index(0, first, 0)];
     const int64_t end =
@@ -129,7 +132,7 @@ static inline void tensor_scales_clear_audit(TensorScales *s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The delayed recipe. Without it these do nothing.
+// The delayed recipe. With other recipes these functions do nothing.
 
 static inline DelayedArrays tensor_scales_delayed(const TensorScales *s) {
     const DelayedArrays d = {s->history,
@@ -158,21 +161,21 @@ static inline void tensor_scales_begin_weights(TensorScales *s) {
     delayed_begin(&d, s->layers, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
 }
 
-// The amaxes of the weights' last cast enter their histories.
+// Appends the amaxes of the weights' last cast to their histories.
 static inline void tensor_scales_update_weights(TensorScales *s) {
     if (!s->delayed_scale) return;
     const DelayedArrays d = tensor_scales_delayed(s);
     delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
 }
 
-// The amaxes of a micro-step's inputs and output gradients, of all ranks, enter their histories.
+// Appends the amaxes of a micro-step's inputs and output gradients, over all ranks, to their histories.
 static inline void tensor_scales_update_activations(TensorScales *s) {
     const DelayedArrays d = tensor_scales_delayed(s);
     delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_X, 0), TENSORS_PER_LAYER, s->stream);
-    if (!s->before) s->scales_ready = true;  // else when the step is known to be taken
+    if (!s->before) s->scales_ready = true;  // otherwise set once the step is known to be applied
 }
 
-// Keeps histories and scales as they are before a step that may be skipped, or brings them back.
+// Saves histories and scales before a step that may be skipped (keep), or restores them.
 static inline void tensor_scales_copy_before(TensorScales *s, bool keep) {
     float *to = keep ? s->before : s->history, *from = keep ? s->history : s->before;
     if (s->before)
@@ -180,9 +183,9 @@ static inline void tensor_scales_copy_before(TensorScales *s, bool keep) {
                                    cudaMemcpyDeviceToDevice, s->stream));
 }
 
-// Brings histories and scales back if *refused, in device memory, is not 0.
-static inline void tensor_scales_restore_if(TensorScales *s, const uint32_t *refused) {
-    if (s->before) delayed_restore(s->history, s->before, tensor_scales_delayed_elements(s), refused, s->stream);
+// Restores histories and scales if *skipped, in device memory, is not 0.
+static inline void tensor_scales_restore_if(TensorScales *s, const uint32_t *skipped) {
+    if (s->before) delayed_restore(s->history, s->before, tensor_scales_delayed_elements(s), skipped, s->stream);
 }
 
 #endif

@@ -1,0 +1,174 @@
+// Gradient norm on the GPU: the norm of a rank's gradients, the clip factor, and the search for non-finite gradients.
+//
+// The norm reads 2 bytes per bf16 gradient, 4 per fp32 gradient. Clip factor and limits are those of adamw_math.h.
+#ifndef LLMC_ADAMW_NORM_CUH
+#define LLMC_ADAMW_NORM_CUH
+
+#include "../config/shard_plan.h"
+#include "../reference/adamw_math.h"
+#include "cuda_utils.cuh"
+
+// The gradient norm of a step and the decisions made from it, in device memory. adamw_norm writes it, updates may obey
+// it, and the host may copy it.
+typedef struct {
+    float gradient_factor;  // factor for the gradients, from clipping
+    float gradient_norm;    // before clipping
+    // 1 if the norm is not finite or too large (adamw_accepts): an update that obeys then changes nothing.
+    uint32_t nonfinite;
+    uint32_t largest;             // if nonfinite: largest magnitude of this rank's gradients (adamw_magnitude)
+    unsigned long long position;  // if nonfinite: first large gradient in backward order (adamw_large); else ADAMW_NONE
+} AdamwControl;
+
+#define ADAMW_NONE (~0ull)
+
+// A rank's gradients. One of the two pointers is NULL.
+typedef struct {
+    const bf16 *bf16_data;
+    const float *fp32_data;
+} AdamwGradients;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Gradient norm. The number of blocks is fixed and each block sums a fixed part of the array, so the bits do not depend
+// on the GPU or the run.
+
+enum { ADAMW_NORM_BLOCKS = 1056, ADAMW_NORM_THREADS = 512, ADAMW_NORM_VECTORS = 4 };
+
+// Returns the sum of x over a block of THREADS threads.
+template <int THREADS>
+__device__ static inline double adamw_block_sum(double x) {
+    __shared__ double warps[THREADS / 32];
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_down_sync(0xffffffffu, x, lanes);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    double sum = 0;
+    for (int i = 0; i < THREADS / 32; i++) sum += warps[i];
+    return sum;
+}
+
+// 8 fp32 gradients, as loaded.
+typedef struct {
+    float4 first, second;
+} AdamwFp32x8;
+
+__device__ static inline Bf16x8 adamw_gradients_load(const bf16 *p) { return bf16x8_load(p); }
+__device__ static inline AdamwFp32x8 adamw_gradients_load(const float *p) {
+    return AdamwFp32x8{((const float4 *)p)[0], ((const float4 *)p)[1]};
+}
+__device__ static inline void adamw_gradients_unpack(float out[8], Bf16x8 v) { bf16x8_unpack(out, v); }
+__device__ static inline void adamw_gradients_unpack(float out[8], AdamwFp32x8 v) {
+    out[0] = v.first.x, out[1] = v.first.y, out[2] = v.first.z, out[3] = v.first.w;
+    out[4] = v.second.x, out[5] = v.second.y, out[6] = v.second.z, out[7] = v.second.w;
+}
+
+// Writes partials[block] = sum of squares of the block's part. The sum is fp32 within 32 elements and double beyond. A
+// gradient above 1.8e19 overflows to an infinite norm.
+template <class Gradient>
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
+    adamw_squares_kernel(double *partials, const Gradient *gradients, int64_t n) {
+    grid_dependency_wait();
+    const int64_t stride = 8 * ADAMW_NORM_THREADS, tile = stride * ADAMW_NORM_VECTORS;
+    double sum = 0;
+    for (int64_t base = blockIdx.x * tile + threadIdx.x * 8; base < n; base += ADAMW_NORM_BLOCKS * tile) {
+        decltype(adamw_gradients_load(gradients)) v[ADAMW_NORM_VECTORS];
+#pragma unroll
+        for (int k = 0; k < ADAMW_NORM_VECTORS; k++) {
+            if (base + k * stride < n) v[k] = adamw_gradients_load(gradients + base + k * stride);
+            else v[k] = {};
+        }
+        float squares = 0;
+#pragma unroll
+        for (int k = 0; k < ADAMW_NORM_VECTORS; k++) {
+            float g[8];
+            adamw_gradients_unpack(g, v[k]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) squares = fmaf(g[j], g[j], squares);
+        }
+        sum += (double)squares;
+    }
+    sum = adamw_block_sum<ADAMW_NORM_THREADS>(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+// Writes sums[block] = sum of the block's part of values [n].
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
+    adamw_sum_kernel(double *sums, const double *values, int64_t n) {
+    grid_dependency_wait();
+    double sum = 0;
+    for (int64_t i = blockIdx.x * ADAMW_NORM_THREADS + threadIdx.x; i < n; i += gridDim.x * ADAMW_NORM_THREADS)
+        sum += values[i];
+    sum = adamw_block_sum<ADAMW_NORM_THREADS>(sum);
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+static __global__ void adamw_norm_kernel(AdamwControl *control, const double *squares, int64_t replicas,
+                                         float grad_clip) {
+    grid_dependency_wait();
+    const double norm = sqrt(*squares / (double)replicas);
+    control->gradient_norm = (float)norm;
+    control->nonfinite = !adamw_accepts(norm);
+    control->gradient_factor = clip_factor(norm, grad_clip);
+    control->largest = 0;
+    control->position = ADAMW_NONE;
+}
+
+// Finds the largest magnitude of n gradients. Like the next kernel, it returns at once unless the step is skipped.
+template <class Gradient>
+static __global__ void adamw_largest_kernel(AdamwControl *control, const Gradient *gradients, int64_t n) {
+    grid_dependency_wait();
+    if (!control->nonfinite) return;
+    uint32_t largest = 0;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
+        largest = max(largest, adamw_magnitude((float)gradients[i]));
+    atomicMax(&control->largest, largest);
+}
+
+// Finds the first large gradient in backward order.
+template <class Gradient>
+static __global__ void adamw_find_large_kernel(AdamwControl *control, const Gradient *gradients, BackwardOrder order) {
+    grid_dependency_wait();
+    if (!control->nonfinite) return;
+    const uint32_t large = adamw_large(control->largest);
+    unsigned long long first = ADAMW_NONE;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < order.total;
+         i += gridDim.x * (int64_t)blockDim.x)
+        if (adamw_magnitude((float)gradients[i]) >= large)
+            first = min(first, (unsigned long long)backward_position(order, i));
+    if (first != ADAMW_NONE) atomicMin(&control->position, first);
+}
+
+// Writes *squares (device) = sum of squares of gradients [n]; n is a multiple of 8. With sharded gradients the caller
+// adds up the results of all ranks. workspace holds adamw_workspace_bytes. Returns the bytes moved.
+static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, int64_t n, double *workspace,
+                                    cudaStream_t stream) {
+    if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
+    require_aligned16(gradients.bf16_data, "adamw_squares", "gradients");
+    require_aligned16(gradients.fp32_data, "adamw_squares", "gradients");
+    if (gradients.fp32_data)
+        CUDA_LAUNCH(adamw_squares_kernel<float>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace,
+                    gradients.fp32_data, n);
+    else
+        CUDA_LAUNCH(adamw_squares_kernel<bf16>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace,
+                    gradients.bf16_data, n);
+    CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, workspace, ADAMW_NORM_BLOCKS);
+    return n * (gradients.fp32_data ? 4 : 2);
+}
+
+// If the step is skipped, finds the largest gradient and the first large one. gradients has order.total elements.
+template <class Gradient>
+static inline void adamw_find_large(AdamwControl *control, const Gradient *gradients, BackwardOrder order,
+                                    cudaStream_t stream) {
+    CUDA_LAUNCH(adamw_largest_kernel<Gradient>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order.total);
+    CUDA_LAUNCH(adamw_find_large_kernel<Gradient>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
+}
+
+// Fills *control (device). *squares (device) is the sum of squares over `replicas` replicas of the whole gradient. If
+// the step is skipped, the large gradients of this rank are located too. grad_clip is the largest norm, 0 for no
+// clipping.
+static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t replicas, AdamwGradients gradients,
+                              BackwardOrder order, float grad_clip, cudaStream_t stream) {
+    CUDA_LAUNCH(adamw_norm_kernel, 1, 1, 0, stream, control, squares, replicas, grad_clip);
+    if (gradients.fp32_data) adamw_find_large(control, gradients.fp32_data, order, stream);
+    else adamw_find_large(control, gradients.bf16_data, order, stream);
+}
+
+#endif
