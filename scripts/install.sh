@@ -1,12 +1,12 @@
-# Sourced by the other scripts: their --help; installs the build tools that are missing (Debian, Ubuntu), and finds nvcc.
+# Sourced by the other scripts. Handles --help, installs missing build tools (Debian, Ubuntu), finds nvcc and NCCL.
 
-# For scripts that take no arguments, before any work: $1 is what --help prints, the rest are the script's arguments.
+# For scripts without arguments: handles --help and refuses any other argument. $1 text of --help, then the arguments.
 take_none() {
     local usage=$1
     shift
     [ $# -gt 0 ] || return 0
     if [[ " $* " == *" --help "* ]]; then echo "$usage"; exit 0; fi
-    echo "error: unknown argument \"$1\"; $0 takes none but --help" >&2
+    echo "error: unknown argument \"$1\"; $0 takes only --help" >&2
     exit 2
 }
 
@@ -24,12 +24,15 @@ install_tools() {
     say "installing: ${missing[*]}"
     local sudo=()
     if [ "$(id -u)" -ne 0 ]; then
-        command -v sudo >/dev/null || { echo "error: not root and no sudo; install these packages by hand: ${missing[*]}" >&2; exit 1; }
+        command -v sudo >/dev/null ||
+            { echo "error: not root and no sudo; install these packages by hand: ${missing[*]}" >&2; exit 1; }
         sudo=(sudo)
     fi
-    command -v apt-get >/dev/null || { echo "error: no apt-get here; install these packages by hand: ${missing[*]}" >&2; exit 1; }
+    command -v apt-get >/dev/null || { echo "error: no apt-get here; install these packages by hand: ${missing[*]}" \
+        >&2; exit 1; }
     "${sudo[@]}" apt-get update -qq
-    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" \
+        >/dev/null
 }
 
 find_nvcc() {
@@ -38,7 +41,8 @@ find_nvcc() {
     command -v nvcc >/dev/null
 }
 
-# NCCL's header and library: in the system's or CUDA's folders, where NCCL_HOME says, or in Python's package nvidia-nccl (PyTorch brings it).
+# Finds NCCL's header and library: in NCCL_HOME, in folders of the system or of CUDA, or in the Python package
+# nvidia-nccl, which PyTorch installs. Sets NCCL_HOME for the latter.
 find_nccl() {
     local folder
     [ -n "${NCCL_HOME:-}" ] && return 0
@@ -48,9 +52,10 @@ find_nccl() {
         export NCCL_HOME=$folder
         return 0
     fi
-    echo "NCCL is missing: install libnccl-dev (from NVIDIA's package repository) or the Python package nvidia-nccl-cu13, or set NCCL_HOME"
+    echo "NCCL is missing: install libnccl-dev (from NVIDIA's package repository) or the Python package" \
+        "nvidia-nccl-cu13, or set NCCL_HOME"
     return 1
 }
 
-# Whether a GPU can be used here: a driver that lists one, and a compiler for it.
+# True if a GPU can be used: the driver lists one, and nvcc is installed.
 have_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU && find_nvcc; }

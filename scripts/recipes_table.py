@@ -1,13 +1,28 @@
-"""The table of scripts/run_recipes.sh, from the logs of its runs: printed, and written to FOLDER/recipes.txt and FOLDER/recipes.md.
+"""usage: scripts/recipes_table.py FOLDER
 
-usage: recipes_table.py FOLDER. Status 0: every run has a row of numbers.
+Prints the table of scripts/run_recipes.sh from the logs of its runs, and writes it to recipes.txt and recipes.md in
+FOLDER. Exit status 0: all runs finished.
 """
 import os
 
 from sweep_folder import ran_in_fp8, ratio, read_runs, run_program, show, show_change, why_missing, write_table
 
 GEMMS = ("fprop", "dgrad", "wgrad")
-HEAD = ["recipe", "loss", "loss diff", "tok/s/GPU", "FP8/BF16", "GiB/GPU"] + [gemm + " dB" for gemm in GEMMS] + ["lowest at"]
+HEAD = ["recipe", "loss", "loss diff", "tok/s/GPU", "FP8/BF16", "peak GiB"]
+HEAD += [gemm + " SQNR" for gemm in GEMMS] + ["lowest SQNR at"]
+NOTES = """\
+loss: mean of the last 20 steps (of all steps, if fewer). loss diff: compared with BF16. tok/s/GPU: of the median step
+after warm-up. FP8/BF16: tok/s/GPU divided by that of BF16. peak GiB: peak memory of a GPU. SQNR: lowest signal to
+quantization noise ratio (dB) of the GEMM's FP8 operands in any layer and audit.
+"""
+NOTE_EMULATED = """\
+emulated: this GPU lacks the recipe's GEMMs; operands are quantized, then multiplied in BF16. The loss is that of the
+recipe, the speed is not.
+"""
+NOTE_NOT_FP8 = """\
+nothing ran in FP8: all linear layers are filtered out, or their sizes do not suit the recipe. The run's stdout.txt
+gives the reason for each GEMM.
+"""
 
 
 def is_emulated(run):
@@ -19,19 +34,19 @@ def recipe_of(run):
 
 
 def runs_to_show(folder):
-    """All runs in their order, without those that were refused and have an emulated run in their place."""
+    """Returns all runs in order, without runs that were refused and emulated instead."""
     runs = read_runs(folder)
     emulated = {run["precision"] for run in runs if is_emulated(run)}
     return [run for run in runs if not (why_missing(run) and run["precision"] + ":emulate" in emulated)]
 
 
 def lowest(audits):
-    """The audit line of the lowest SQNR; null, which is what an exact operand has, does not count. None if there is no other."""
+    """Returns the audit line with the lowest SQNR, or None. SQNR is null for an exact operand, which does not count."""
     return min((line for line in audits if line["sqnr_db"] is not None), key=lambda line: line["sqnr_db"], default=None)
 
 
 def audit_cells(run):
-    """The lowest SQNR of each product, and where the lowest of all is."""
+    """Returns the lowest SQNR of each kind of GEMM, and where the lowest of all is."""
     audits = [line for line in run["log"] if line["type"] == "fp8_audit"]
     cells = []
     for gemm in GEMMS:
@@ -39,12 +54,13 @@ def audit_cells(run):
         line = lowest(of_gemm)
         cells.append("%.1f" % line["sqnr_db"] if line else "bf16" if audits and not of_gemm else "")
     line = lowest(audits)
-    cells.append("" if not line else "layer %d %s %s, %s" % (line["layer"], line["linear"], line["operand"], line["gemm"]))
+    place = (line["layer"], line["linear"], line["operand"], line["gemm"]) if line else ()
+    cells.append("layer %d %s %s, %s" % place if line else "")
     return cells if ran_in_fp8(run) else [""] * len(GEMMS) + ["nothing ran in FP8"]
 
 
 def cells(run, bf16):
-    """The cells of one run's row."""
+    """Returns the cells of one run's row."""
     name = recipe_of(run) + (" (emulated)" if is_emulated(run) else "")
     if why_missing(run):
         return [name] + [""] * (len(HEAD) - 2) + [why_missing(run)]
@@ -54,27 +70,28 @@ def cells(run, bf16):
         loss = show_change(ratio(s["last_loss"], base["last_loss"]))
         if ran_in_fp8(run) and not is_emulated(run):
             speed = show("%.2fx", ratio(s["tokens_per_second_per_gpu"], base["tokens_per_second_per_gpu"]))
-    return [name, show("%.4f", s["last_loss"]), loss, show("%.0f", s["tokens_per_second_per_gpu"]), speed, show("%.2f", ratio(s["memory_bytes"], 2**30))] + audit_cells(run)
+    return [name, show("%.4f", s["last_loss"]), loss, show("%.0f", s["tokens_per_second_per_gpu"]), speed,
+            show("%.2f", ratio(s["memory_bytes"], 2**30))] + audit_cells(run)
 
 
 def describe(run):
-    """What all runs share, from the settings of one."""
+    """Returns a line with the settings that all runs share."""
     s = run["settings"]
     o = s["settings"]
-    sizes = (s["world_size"], o["grad-accumulation-steps"], o["batch-size"], o["sequence-length"])
-    return "%s, %s: %s, %s steps of %s x %s x %s x %s tokens (ranks x micro-steps x sequences x T)\n" % ((s["program"], s["device"], s["model"], o["num-steps"]) + sizes)
+    sizes = "%s x %s x %s x %s" % (s["world_size"], o["grad-accumulation-steps"], o["batch-size"], o["sequence-length"])
+    return "%s, %s: %s, %s steps of %s tokens (ranks x micro-steps x sequences x T)\n" % (
+        s["program"], s["device"], s["model"], o["num-steps"], sizes)
 
 
 def main(folder):
     runs = runs_to_show(folder)
     done = [run for run in runs if not why_missing(run)]
     bf16 = next((run for run in done if run["precision"] == "bf16"), None)
-    notes = ("loss: mean of the last 20 steps (all, if fewer); loss diff: against BF16. tok/s: median step after warm-up. GiB: peak. dB: lowest signal to\n"
-             "quantization noise of the product's FP8 operands in any layer and audit; lowest at: where the lowest of all is.\n")
+    notes = NOTES
     if any(is_emulated(run) for run in runs):
-        notes += "emulated: this GPU lacks the recipe's products; operands are quantized, then multiplied in BF16. The loss is the recipe's, the speed is not.\n"
+        notes += NOTE_EMULATED
     if not all(ran_in_fp8(run) for run in runs):
-        notes += "nothing ran in FP8: all linear layers are filtered out, or their sizes do not suit the recipe; the run's stdout.txt says why for each product.\n"
+        notes += NOTE_NOT_FP8
     path = os.path.join(folder, "recipes")
     write_table(path, HEAD, [cells(run, bf16) for run in runs], describe(done[0]) + "\n" if done else "", notes)
     return 0 if len(done) == len(runs) else 1

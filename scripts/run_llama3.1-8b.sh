@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Llama 3.1 8B from random weights in FP8 at T 8192, on TinyStories: one H200, or more GPUs of 80 GB each. --help says what can be set.
+# Trains Llama 3.1 8B on TinyStories from random weights in FP8, with sequences of 8192 tokens. Needs one H200, or
+# several GPUs of 80 GB. See --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/run_common.sh

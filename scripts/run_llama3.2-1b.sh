@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Llama 3.2 1B from random weights in FP8 at T 4096, on TinyStories: any GPU with FP8 and 48 GB. --help says what can be set.
+# Trains Llama 3.2 1B on TinyStories from random weights in FP8, with sequences of 4096 tokens. Needs one GPU with FP8
+# and 48 GB. See --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/run_common.sh

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Qwen3 14B from random weights in FP8 at T 8192, on TinyStories: four H200. --help says what can be set.
+# Trains Qwen3 14B on TinyStories from random weights in FP8, with sequences of 8192 tokens. Needs four H200.
+# See --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/run_common.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains one model in BF16 and in every FP8 recipe, audited, and ends with a table of what each costs in loss and saves in time: see --help.
+# Trains one model in BF16 and in every FP8 recipe, with FP8 audits. Ends with a table of losses and speeds; see --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
@@ -8,34 +8,38 @@ usage() {
     cat <<'END'
 usage: scripts/run_recipes.sh [options] [-- trainer options]
 
-Trains the same steps in BF16 and in each FP8 recipe and prints, for each: loss (mean of the last 20 steps) and its difference from BF16, tokens a second,
-memory, and the lowest SQNR (signal to quantization noise) of each matrix product that --fp8-audit found. A recipe whose products this GPU lacks is
-emulated, and marked. Paths are relative to the repository's root.
+Trains a model in BF16 and in each FP8 recipe with equal data and steps. Prints a table: the loss (mean of the last 20
+steps) and its difference from BF16, tokens per second, memory, and the lowest SQNR (signal to quantization noise
+ratio) that --fp8-audit found for each kind of GEMM. If this GPU lacks the GEMMs of a recipe, the recipe is emulated
+and marked in the table. Paths are relative to the repository's root. Defaults are in parentheses.
 
   --model MODEL            preset, or folder with a config.json (llama3.2-1b)
   --data GLOB              training shards (data/tinystories_llama3_train.bin)
-  --num-steps N            optimizer steps a run (300)
-  --sequence-length N      (2048)
-  --recipes LIST           (all that the trainer has)
+  --num-steps N            optimizer steps in each run (300)
+  --sequence-length N      tokens in a sequence (2048)
+  --recipes LIST           recipes to run (all recipes of the trainer)
   --audit-every N          steps between audits (a tenth of the steps)
   --gpus N                 GPUs, or ranks of the CPU trainer (1)
   --trainer PROGRAM        ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
-  --out FOLDER             where everything goes (log/recipes_MODEL)
-  --                       what follows is passed to the trainer in every run, after its defaults here: --batch-size 4, --learning-rate 3e-4 after
-                           warm-up over a tenth of the steps, --beta2 0.95 --weight-decay 0.1 --grad-clip 1
+  --out FOLDER             folder of the table and of all runs (log/recipes_MODEL)
+  --                       all options after this one are passed to the trainer in every run, after these defaults:
+                           --batch-size 4 --learning-rate 3e-4 --beta2 0.95 --weight-decay 0.1 --grad-clip 1, and
+                           warm-up for a tenth of the steps
 
-FOLDER gets recipes.txt and recipes.md beside what scripts/sweep.sh writes, which does the runs: started again, finished ones stay. Status 0: all finished.
+scripts/sweep.sh does the runs. FOLDER gets recipes.txt and recipes.md beside the files of the sweep. Start it again to
+continue: finished runs are kept. Exit status 0: all runs finished.
 END
 }
 
-model=llama3.2-1b data=data/tinystories_llama3_train.bin num_steps=300 length=2048 recipes="" every="" gpus=1 trainer=./train_fp8cu out=""
+model=llama3.2-1b data=data/tinystories_llama3_train.bin num_steps=300 length=2048 recipes="" every="" gpus=1 \
+    trainer=./train_fp8cu out=""
 while [ $# -gt 0 ]; do
     case $1 in
         --) shift; break ;;
-        --help) usage; exit 0 ;;
+        --help) usage 2>/dev/null; exit 0 ;;
         --model | --data | --num-steps | --sequence-length | --recipes | --audit-every | --gpus | --trainer | --out)
             [[ ${2-} =~ [^,[:space:]] ]] || fail "$1 needs a value" ;;
-        *) fail "unknown option $1; --help lists all, and options of the trainer go after --" ;;
+        *) fail "unknown option $1; --help lists all options; put options of the trainer after --" ;;
     esac
     case $1 in
         --model) model=$2 ;;
@@ -61,22 +65,25 @@ model=${model%/}
 out=${out:-log/recipes_${model##*/}}
 tenth=$(((num_steps + 9) / 10))
 
-# Does the runs of the precisions $1. Ends the script where not even a table came of it; a run that failed has its row in the table.
+# Runs the precisions $1. Ends the script if the sweep made no table. A failed run has its row in the table.
 sweep() {
     local status
     rm -f "$out/table.txt"
-    scripts/sweep.sh --no-table --models "$model" --data "$data" --num-steps "$num_steps" --sequence-lengths "$length" --gpus "$gpus" --trainer "$trainer" --out "$out" \
-        --precisions "$1" -- --batch-size 4 --learning-rate 3e-4 --warmup-steps "$tenth" --beta2 0.95 --weight-decay 0.1 --grad-clip 1 \
+    scripts/sweep.sh --no-table --models "$model" --data "$data" --num-steps "$num_steps" --sequence-lengths "$length" \
+        --gpus "$gpus" --trainer "$trainer" --out "$out" --precisions "$1" -- --batch-size 4 --learning-rate 3e-4 \
+        --warmup-steps "$tenth" --beta2 0.95 --weight-decay 0.1 --grad-clip 1 \
         --fp8-audit "${every:-$tenth}" "${extra[@]+"${extra[@]}"}"
     status=$?
     [ "$status" -le 1 ] && [ -f "$out/table.txt" ] || exit "$status"
 }
 
-# The precisions of runs that the trainer refused as unsupported, which they are on a GPU that lacks the recipe's products, emulated.
+# Prints the precisions to emulate: those that the trainer refused because this GPU lacks the recipe's GEMMs.
 refused() {
     local name length gpus precision model
     while read -r name length gpus precision model; do
-        if [[ $precision == fp8:* && $precision != *:emulate ]] && grep -qs '^unsupported' "$out/$name/result"; then echo "$precision:emulate"; fi
+        if [[ $precision == fp8:* && $precision != *:emulate ]] && grep -qs '^unsupported' "$out/$name/result"; then
+            echo "$precision:emulate"
+        fi
     done <"$out/runs.txt"
 }
 

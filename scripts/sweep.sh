@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains every model x sequence length x number of GPUs x precision for some steps, one log folder a run, and ends with a table: see --help.
+# Trains every combination of model, sequence length, number of GPUs and precision for some steps. Each run has its own
+# log folder. Ends with a table; see --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
@@ -8,31 +9,38 @@ usage() {
     cat <<'END'
 usage: scripts/sweep.sh [options] [-- trainer options]
 
-Runs the trainer for every combination of the lists (words with commas or blanks between them) and writes a table of all of them.
-Paths are relative to the repository's root.
+Runs the trainer for every combination of the lists and writes one table of all runs. List items are separated by
+commas or blanks. Paths are relative to the repository's root. Defaults are in parentheses.
 
-  --models LIST            presets, or folders with a config.json (llama3.2-1b,llama3.2-3b,llama3.1-8b,qwen3-4b,qwen3-14b)
-  --sequence-lengths LIST  (2048,4096,8192)
-  --precisions LIST        bf16, fp8, fp8:RECIPE (fp8:rowwise, fp8:blockwise, ...), fp8:RECIPE:emulate, and on the CPU fp32 (bf16,fp8)
-  --gpus LIST              GPUs, or ranks of the CPU trainer (1,2,4)
-  --num-steps N            optimizer steps a run (100)
+  --models LIST            presets, or folders with a config.json
+                           (llama3.2-1b,llama3.2-3b,llama3.1-8b,qwen3-4b,qwen3-14b)
+  --sequence-lengths LIST  tokens in a sequence (2048,4096,8192)
+  --precisions LIST        bf16, fp8, fp8:RECIPE (fp8:rowwise, fp8:blockwise, ...), fp8:RECIPE:emulate; the CPU
+                           trainer also has fp32 (bf16,fp8)
+  --gpus LIST              numbers of GPUs, or of ranks of the CPU trainer (1,2,4)
+  --num-steps N            optimizer steps in each run (100)
   --llama-data GLOB        training shards for models named llama* (data/tinystories_llama3_train.bin)
   --qwen-data GLOB         training shards for models named qwen* (data/tinystories_qwen_train.bin)
-  --data GLOB              training shards for all models; needed for models of other names
+  --data GLOB              training shards for all models; models with other names need it
   --trainer PROGRAM        ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
-  --out FOLDER             where everything goes (log/sweep)
-  --mpirun COMMAND         starts runs of more than one rank, for example "mpirun --hostfile hosts" (mpirun)
-  --max-gpus N             GPUs there are (counted on this machine; needed with several)
-  --retry WHICH            runs that failed before, when started again: none, failed (all but those out of memory) or all (failed)
-  --no-table               write the table without printing it
-  --dry-run                print the command of every run, then stop
-  --                       what follows is passed to the trainer in every run; options that begin with --fp8 in those in FP8 alone
+  --out FOLDER             folder of the tables and of all runs (log/sweep)
+  --mpirun COMMAND         command that starts several ranks, for example "mpirun --hostfile hosts" (mpirun)
+  --max-gpus N             number of GPUs available (default: GPUs of this machine; set it if you use several machines)
+  --retry WHICH            which unsuccessful runs to repeat when the sweep is started again: none, failed (not those
+                           out of memory) or all (failed)
+  --no-table               write the table, do not print it
+  --dry-run                print the command of each run and exit
+  --                       all options after this one are passed to the trainer; those that begin with --fp8 are passed
+                           to FP8 runs only
 
-FOLDER gets table.txt, table.csv, table.md and a folder for each run with its output (stdout.txt), its log.jsonl and, once it has ended, its
-result. A run that fails is recorded with its message and the sweep goes on; out of memory is a result like any other. Started again, the sweep
-leaves out what is finished (its log ends in the summary of all steps) and does the rest; with another trainer, number of steps, data or trainer
-options it is refused as soon as one run has finished. Interrupted (Ctrl-C, SIGTERM), it ends the run in progress, which then counts as not begun.
-Status 0: every run is finished, out of memory, or skipped for want of GPUs; 1: some run failed.
+FOLDER gets table.txt, table.csv and table.md. Each run has a folder in it with its output (stdout.txt), its log.jsonl
+and its result. If a run fails, its error message is recorded and the sweep continues. Out of memory is a normal result.
+
+Start the sweep again to continue it: finished runs (log.jsonl ends with the summary of all steps) are kept. Once a run
+has finished, the trainer, its options, the number of steps and the data cannot change. Ctrl-C or SIGTERM stops the
+current run, which starts from the beginning next time. The sweep continues if the reader of its output goes away.
+
+Exit status 0: every run finished, ran out of memory or was skipped because there are too few GPUs. 1: a run failed.
 END
 }
 
@@ -48,10 +56,11 @@ while [ $# -gt 0 ]; do
         --) shift; break ;;
         --dry-run) dry_run=1; shift; continue ;;
         --no-table) no_table=1; shift; continue ;;
-        --help) usage; exit 0 ;;
-        --models | --sequence-lengths | --precisions | --gpus | --num-steps | --llama-data | --qwen-data | --data | --trainer | --out | --mpirun | --max-gpus | --retry)
+        --help) usage 2>/dev/null; exit 0 ;;
+        --models | --sequence-lengths | --precisions | --gpus | --num-steps | --llama-data | --qwen-data | --data | \
+            --trainer | --out | --mpirun | --max-gpus | --retry)
             [[ ${2-} =~ [^,[:space:]] ]] || fail "$1 needs a value" ;;
-        *) fail "unknown option $1; --help lists all, and options of the trainer go after --" ;;
+        *) fail "unknown option $1; --help lists all options; put options of the trainer after --" ;;
     esac
     case $1 in
         --models) models=${2//,/ } ;;
@@ -72,7 +81,7 @@ while [ $# -gt 0 ]; do
 done
 extra=("$@")
 
-# Shards for model $1. The shard's tokenizer must be the model's own.
+# Prints the training shards for model $1. Their tokenizer must be the model's.
 data_of() {
     if [ -n "$data" ]; then echo "$data"; return; fi
     case $(basename "$1") in
@@ -81,7 +90,7 @@ data_of() {
     esac
 }
 
-# The largest number of ranks that can run here.
+# Prints the largest number of ranks that can run here.
 count_ranks() {
     if [ -n "$max_gpus" ]; then echo "$max_gpus"
     elif is_cpu_trainer; then echo 4096
@@ -92,10 +101,12 @@ count_ranks() {
 check_precisions() {
     local word recipe recipes=""
     for word in $precisions; do
-        [[ $word =~ ^(bf16|fp32|fp8(:[a-z0-9_]+(:emulate)?)?)$ ]] || fail "--precisions takes bf16, fp8, fp8:RECIPE, fp8:RECIPE:emulate and (CPU trainer) fp32, not \"$word\""
+        [[ $word =~ ^(bf16|fp32|fp8(:[a-z0-9_]+(:emulate)?)?)$ ]] ||
+            fail "--precisions takes bf16, fp8, fp8:RECIPE, fp8:RECIPE:emulate and (CPU trainer) fp32, not \"$word\""
         [[ $word == *:* ]] || continue
         recipes=${recipes:-$(list_recipes)} recipe=${word#*:}
-        [[ " $recipes " == *" ${recipe%:emulate} "* ]] || fail "--precisions $word: $trainer has no such recipe; it has ${recipes:-none}"
+        [[ " $recipes " == *" ${recipe%:emulate} "* ]] ||
+            fail "--precisions $word: $trainer has no such recipe; it has ${recipes:-none}"
     done
 }
 
@@ -111,27 +122,32 @@ check_options() {
     [ "$available" -gt 0 ] || fail "no GPU found here (nvidia-smi -L lists none); --trainer ./train_fp8 runs on the CPU"
     known=$(list_models)
     for word in $models; do
-        [ -d "$word" ] || [[ " $known " == *" $word "* ]] || fail "--models $word: neither a folder nor a model that $trainer knows by name: $known"
+        [ -d "$word" ] || [[ " $known " == *" $word "* ]] ||
+            fail "--models $word: neither a folder nor a model that $trainer knows by name: $known"
         shards=$(data_of "$word")
         [ -n "$shards" ] || fail "no data known for model \"$word\"; name its training shards with --data"
-        compgen -G "$shards" >/dev/null || fail "no training shards $shards for model $word; data/README.md shows how to make them, --llama-data, --qwen-data and --data name others"
+        compgen -G "$shards" >/dev/null ||
+            fail "no training shards $shards for model $word; data/README.md shows how to make them;" \
+                "--llama-data, --qwen-data and --data choose other files"
     done
     for word in ${extra[@]+"${extra[@]}"}; do
         case ${word%%=*} in
-            --train-data | --sequence-length | --num-steps | --precision | --log-dir) fail "${word%%=*} is set by the sweep; see --help" ;;
+            --train-data | --sequence-length | --num-steps | --precision | --log-dir)
+                fail "${word%%=*} is set by the sweep; see --help" ;;
             --fp8-recipe) fail "--fp8-recipe is set by the sweep: --precisions fp8:RECIPE" ;;
             --checkpoint-dir | --resume | --export-hf) fail "${word%%=*}: runs of a sweep keep no checkpoints" ;;
-            --dry-run | --help | --world-size) fail "${word%%=*} trains nothing; --dry-run before the -- prints every run's command" ;;
+            --dry-run | --help | --world-size)
+                fail "${word%%=*} trains nothing; --dry-run before the -- prints every run's command" ;;
         esac
     done
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One run: model, length, gpus, precision, and dir, its folder
+# One run. Its variables: model, length, gpus, precision, and dir (its folder)
 
 run_name() { local name=${model%/}; name=${name##*/}; echo "${name}_T${length}_${precision//:/-}_${gpus}gpu"; }
 
-# Sets `words` to the trainer's options of the run's precision, and to those after -- that go with it.
+# Sets `words` to the trainer's options: those of the run's precision, then those after -- that apply to it.
 make_words() {
     local word value="" parts
     IFS=: read -ra parts <<<"$precision"
@@ -140,7 +156,7 @@ make_words() {
     [ -z "${parts[2]:-}" ] || words+=(--fp8-emulate)
     for word in ${extra[@]+"${extra[@]}"}; do
         if [ "${parts[0]}" = fp8 ]; then words+=("$word")
-        elif [ -n "$value" ]; then value=""  # of an option for FP8
+        elif [ -n "$value" ]; then value=""  # skips the value of an FP8 option
         else
             case $word in
                 --fp8-emulate | --fp8-*=*) ;;
@@ -155,20 +171,22 @@ make_command() {
     local words
     make_launch "$gpus"
     make_words
-    command=(${launch[@]+"${launch[@]}"} "$trainer" "$model" --train-data "$(data_of "$model")" --sequence-length "$length" --num-steps "$num_steps" --log-dir "$dir" "${words[@]}")
+    command=(${launch[@]+"${launch[@]}"} "$trainer" "$model" --train-data "$(data_of "$model")" \
+        --sequence-length "$length" --num-steps "$num_steps" --log-dir "$dir" "${words[@]}")
 }
 
-# Whether the run's log ends in the summary of all its steps. Another number of ranks than asked for is what an mpirun of another MPI gives.
+# True if the run's log ends with the summary of all its steps. Its world_size is wrong if mpirun is of another MPI than
+# the trainer.
 is_finished() {
     [ -f "$dir/log.jsonl" ] && head -n 1 "$dir/log.jsonl" | grep -q "\"world_size\": $gpus," &&
         tail -n 1 "$dir/log.jsonl" | grep -Eq "^\{\"type\": \"summary\", \"steps\": $num_steps, .*\}$"
 }
 
-# Why a run failed that ended with status $1, for people: the trainer's message, or else the last words and the status.
+# Prints why a run failed that ended with status $1: the trainer's error message, or else the status and the last line.
 reason() {
     local line
     if [ -f "$dir/log.jsonl" ] && ! head -n 1 "$dir/log.jsonl" | grep -q "\"world_size\": $gpus,"; then
-        line="the trainer did not run as $gpus ranks: is $mpirun of the MPI that it was built with?"
+        line="the trainer did not run on $gpus ranks: is $mpirun of the MPI that the trainer was built with?"
     elif ! line=$(grep -m1 -oE '(rank [0-9]+: )?error: .*' "$dir/stdout.txt"); then
         line=$(grep -v '^[-[:space:]]*$' "$dir/stdout.txt" | tail -n 1)
         line="status $1$([ "$1" -gt 128 ] && echo " (signal $(($1 - 128)))")${line:+, last line: $line}"
@@ -176,19 +194,20 @@ reason() {
     printf '%s' "${line#error: }" | tr '\t' ' ' | cut -c1-400
 }
 
-# Writes the run's result: kind $1 (done, memory, unsupported, failed, skipped), seconds $2, message $3; whole or not at all.
+# Writes the run's result atomically: kind $1 (done, memory, unsupported, failed, skipped), seconds $2, message $3.
 record() {
-    printf '%s\t%s\t%s\n' "$1" "$2" "$3" >"$dir/result.tmp" && mv "$dir/result.tmp" "$dir/result" || fail "cannot write $dir/result"
+    printf '%s\t%s\t%s\n' "$1" "$2" "$3" >"$dir/result.tmp" && mv "$dir/result.tmp" "$dir/result" ||
+        fail "cannot write $dir/result"
     kind=$1 seconds=$2 message=$3
 }
 
-# Reads the run's result into kind, seconds and message; kind is empty if it has none.
+# Reads the run's result into kind, seconds and message. kind is empty if there is no result.
 recall() {
     kind="" seconds=0 message=""
     if [ -f "$dir/result" ]; then IFS=$'\t' read -r kind seconds message <"$dir/result"; fi
 }
 
-# Runs it in a process group of its own, so that Ctrl-C reaches it through stop() alone, and records how it ended.
+# Runs the command and records how it ended. It has its own process group, so that only stop() passes Ctrl-C to it.
 run_one() {
     local begin=$SECONDS status
     rm -f "$dir/result" "$dir/log.jsonl"
@@ -201,7 +220,8 @@ run_one() {
     child=""
     if is_finished; then
         message=$([ $status -eq 0 ] || echo "ended with status $status after its summary")
-        [[ $precision == fp8* && $(head -n 1 "$dir/log.jsonl" | json_number fp8_gemms) == 0 ]] && message="nothing ran in FP8${message:+; $message}"
+        [[ $precision == fp8* && $(head -n 1 "$dir/log.jsonl" | json_number fp8_gemms) == 0 ]] &&
+            message="nothing ran in FP8${message:+; $message}"
         record done $((SECONDS - begin)) "$message"
     else
         case $status in $EXIT_MEMORY) kind=memory ;; $EXIT_UNSUPPORTED) kind=unsupported ;; *) kind=failed ;; esac
@@ -209,7 +229,7 @@ run_one() {
     fi
 }
 
-# Ends the run in progress: asks, then insists. Without a result it counts as not begun.
+# Ends the current run with SIGTERM, and with SIGKILL after 30 s. It writes no result, so the run starts anew next time.
 stop() {
     trap '' INT TERM HUP
     if [ -n "${child:-}" ]; then
@@ -217,14 +237,16 @@ stop() {
         for _ in $(seq 300); do kill -0 -- "-$child" 2>/dev/null || break; sleep 0.1; done
         kill -KILL -- "-$child" 2>/dev/null
     fi
-    printf '\ninterrupted in run %d of %d; start again to go on, scripts/report.py %s shows what there is\n' "$number" "$total" "$out"
+    printf '\ninterrupted in run %d of %d; start the sweep again to continue; ' "$number" "$total"
+    printf 'scripts/report.py %s prints the table\n' "$out"
     exit $((128 + $1))
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All runs
 
-# A run's share of the time, for the estimate of what is left: it grows with the parameters ("8b" in the name) and the tokens of a step.
+# Prints a number in proportion to the run's expected time, for the estimate of the time left. It grows with the
+# parameters (the model's name tells them: "8b") and with the sequence length.
 weight() {
     local size=10
     if [[ $model =~ ([0-9]+)(\.([0-9]))?[bB] ]]; then size=$((10 * 10#${BASH_REMATCH[1]} + ${BASH_REMATCH[3]:-0})); fi
@@ -234,10 +256,14 @@ weight() {
 time_left() {
     [ "$weight_timed" -gt 0 ] || return 0
     local left=$((seconds_timed * weight_left / weight_timed))
-    if [ $left -lt 120 ]; then echo " | about $left s left"; else echo " | about $((left / 3600)) h $((left / 60 % 60)) min left"; fi
+    if [ $left -lt 120 ]; then
+        echo " | about $left s left"
+    else
+        echo " | about $((left / 3600)) h $((left / 60 % 60)) min left"
+    fi
 }
 
-# Calls $1 for each run, with its number, model, length, gpus, precision and dir set.
+# Calls $1 for each run. Sets number, model, length, gpus, precision and dir before.
 each_run() {
     number=0
     for model in $models; do for length in $lengths; do for gpus in $gpu_counts; do for precision in $precisions; do
@@ -249,40 +275,52 @@ each_run() {
 
 print_command() { make_command; printf '%q ' "${command[@]}"; echo; }
 
-# Counts the runs and notes each in runs.txt, which gives the table its order; runs of earlier starts stay in it.
+# Counts the run and adds it to runs.txt, which gives the order of the table. Runs of earlier starts stay in it.
 enlist() {
     local line="$(run_name) $length $gpus $precision $model"
     total=$number
     weight_left=$((weight_left + $(weight)))
     if ! grep -Fxqs -- "$line" "$out/runs.txt"; then
-        cut -d' ' -f1 "$out/runs.txt" 2>/dev/null | grep -Fxq -- "$(run_name)" && fail "two models would share the folder $dir; give the second sweep another --out"
+        cut -d' ' -f1 "$out/runs.txt" 2>/dev/null | grep -Fxq -- "$(run_name)" &&
+            fail "two models would share the folder $dir; give the second sweep another --out"
         mkdir -p "$dir" && echo "$line" >>"$out/runs.txt" || fail "cannot write to $out"
     fi
 }
 
-is_kept() { is_finished || case $kind in memory) [ "$retry" != all ] ;; failed | unsupported) [ "$retry" = none ] ;; *) false ;; esac; }
+# True if the run is not repeated.
+is_kept() {
+    is_finished || case $kind in
+        memory) [ "$retry" != all ] ;;
+        failed | unsupported) [ "$retry" = none ] ;;
+        *) false ;;
+    esac
+}
 
-# The main figures of a finished run.
+# Prints the main results of a finished run.
 figures() {
     local summary
     summary=$(tail -n 1 "$dir/log.jsonl")
-    printf 'loss %.4f, median step %.2f ms, %.0f tok/s a GPU' "$(json_number last_loss <<<"$summary")" "$(json_number median_ms <<<"$summary")" "$(json_number tokens_per_second_per_gpu <<<"$summary")" 2>/dev/null
+    printf 'loss %.4f, median step %.2f ms, %.0f tok/s/GPU' "$(json_number last_loss <<<"$summary")" \
+        "$(json_number median_ms <<<"$summary")" "$(json_number tokens_per_second_per_gpu <<<"$summary")" 2>/dev/null
 }
 
 visit() {
     local again=""
     recall
-    printf '[%d/%d] %s, T %s, %s, %s GPU%s%s\n' "$number" "$total" "$model" "$length" "$precision" "$gpus" "$([ "$gpus" -eq 1 ] || echo s)" "$(time_left)"
+    printf '[%d/%d] %s, T %s, %s, %s GPU%s%s\n' "$number" "$total" "$model" "$length" "$precision" "$gpus" \
+        "$([ "$gpus" -eq 1 ] || echo s)" "$(time_left)"
     if is_kept; then
-        [ "$kind" ] || record done 0 ""  # finished, but the sweep was killed before it noted that
+        [ "$kind" ] || record done 0 ""  # the run finished, but the sweep was killed before it wrote the result
         again=", before"
     elif [ "$gpus" -gt "$available" ]; then
-        record skipped 0 "$gpus GPUs wanted, $available here"
+        record skipped 0 "the run needs $gpus GPUs; $available available"
     else
         make_command
         run_one
     fi
-    if [ "$seconds" -gt 0 ]; then seconds_timed=$((seconds_timed + seconds)) weight_timed=$((weight_timed + $(weight))); fi
+    if [ "$seconds" -gt 0 ]; then
+        seconds_timed=$((seconds_timed + seconds)) weight_timed=$((weight_timed + $(weight)))
+    fi
     weight_left=$((weight_left - $(weight)))
     case $kind in failed | unsupported) any_failed=1 ;; esac
     if [ "$kind" = done ]; then echo "    done$again in $seconds s${message:+ ($message)}: $(figures)"
@@ -290,15 +328,19 @@ visit() {
     fi
 }
 
-# What all runs in one folder share: a table of runs of different settings would compare what cannot be compared.
-settings() { printf '%s\n' "trainer $trainer" "steps $num_steps" "llama data $llama_data" "qwen data $qwen_data" "data $data" "trainer options ${extra[*]-}"; }
+# Prints the settings that all runs in one folder share. One table must not compare runs with other settings.
+settings() {
+    printf '%s\n' "trainer $trainer" "steps $num_steps" "llama data $llama_data" "qwen data $qwen_data" "data $data" \
+        "trainer options ${extra[*]-}"
+}
 
-# Until a run has finished they can be corrected; what became of its runs before then counts no more.
+# Writes the settings. They may change until a run has finished; results from before the change are removed.
 note_settings() {
     if [ -e "$out/settings.txt" ] && ! settings | cmp -s - "$out/settings.txt"; then
         settings | diff "$out/settings.txt" - >&2
-        ! grep -qs "^{\"type\": \"summary\", \"steps\": $(sed -n 's/^steps //p' "$out/settings.txt")," "$out"/*/log.jsonl || fail "$out holds runs of other settings (< there, > now); give another --out"
-        echo "no run in $out has finished, so its settings are changed (< before, > now)"
+        ! grep -qs "^{\"type\": \"summary\", \"steps\": $(sed -n 's/^steps //p' "$out/settings.txt")," \
+            "$out"/*/log.jsonl || fail "$out holds runs of other settings (< there, > now); give another --out"
+        echo "no run in $out has finished, so its settings are replaced (< before, > now)"
         rm -f "$out"/*/result
     fi
     settings >"$out/settings.txt"
@@ -309,8 +351,9 @@ available=$(count_ranks)
 check_options
 if [ -n "$dry_run" ]; then each_run print_command; exit 0; fi
 mkdir -p "$out" || fail "cannot make the folder $out"
-{ exec 9>"$out/lock"; } 2>/dev/null || fail "cannot write in $out"  # the runs inherit it: a sweep that was killed leaves its last run, and nothing may write beside that
-flock -n 9 || fail "a sweep, or the last run of one that was killed, still works in $out"
+# Runs inherit the lock: if the sweep is killed, its last run goes on, and no other sweep may write here until it ends.
+{ exec 9>"$out/lock"; } 2>/dev/null || fail "cannot write in $out"
+flock -n 9 || fail "another sweep, or the last run of a killed sweep, still works in $out"
 note_settings
 each_run enlist
 for signal in INT TERM HUP; do trap "stop $(kill -l $signal)" $signal; done

@@ -1,26 +1,28 @@
-"""What scripts/sweep.sh leaves in a folder, for the programs that make tables of it: its runs, and a table's text and Markdown.
+"""Reads the folder of a sweep (scripts/sweep.sh) and writes tables as text and Markdown.
 
-Any file there may be damaged (cut by a full disk, not UTF-8, other values than the trainer writes): its run is of kind "damaged" then, and the message names
-the file and says why.
+A file of the folder may be damaged: cut by a full disk, not UTF-8, or with values that the trainer never writes. The
+kind of its run is "damaged" then, and the message gives the file and the reason.
 """
 import json
 import math
 import os
 import sys
 
-# What the tables use of each kind of line of a log: the values' types. A number that the trainer could not compute is null in the log, None here.
+# Fields that the tables use from each type of log line, with the types of their values. A number that the trainer could
+# not compute is null in the log and None here.
 TEXT, NUMBER, NUMBER_OR_NULL, OBJECT = "text", "a number", "a number or null", "an object"
 FIELDS = {
-    "settings": {"program": TEXT, "version": TEXT, "versions": TEXT, "device": TEXT, "model": TEXT, "world_size": NUMBER, "parameters": NUMBER, "fp8_gemms": NUMBER,
+    "settings": {"program": TEXT, "version": TEXT, "versions": TEXT, "device": TEXT, "model": TEXT,
+                 "world_size": NUMBER, "parameters": NUMBER, "fp8_gemms": NUMBER,
                  "settings": OBJECT},
     "summary": dict.fromkeys(("steps", "skipped"), NUMBER) | dict.fromkeys(
-        ("first_loss", "last_loss", "median_ms", "tokens_per_second_per_gpu", "tokens_per_second", "tflops_per_gpu", "mfu", "sol", "memory_bytes"), NUMBER_OR_NULL),
+        ("first_loss", "last_loss", "median_ms", "tokens_per_second_per_gpu", "tokens_per_second", "tflops_per_gpu",
+         "mfu", "sol", "memory_bytes"), NUMBER_OR_NULL),
     "fp8_audit": {"layer": NUMBER, "linear": TEXT, "operand": TEXT, "gemm": TEXT, "sqnr_db": NUMBER_OR_NULL},
 }
 OPTIONS = dict.fromkeys(("num-steps", "grad-accumulation-steps", "batch-size", "sequence-length"), NUMBER)
 
-
-# What a run's result begins with.
+# First words of a run's result.
 KINDS = ("done", "memory", "unsupported", "failed", "skipped")
 
 
@@ -29,7 +31,7 @@ class Damaged(Exception):
 
 
 def clean(text):
-    """Without what would break a line of a table, or what UTF-8 cannot hold."""
+    """The text with "?" for every character that would break a table's line or that UTF-8 cannot encode."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -40,7 +42,7 @@ def is_a(kind, value):
         return kind == NUMBER_OR_NULL
     try:
         return not isinstance(value, (bool, str)) and math.isfinite(value)
-    except (TypeError, OverflowError):  # no number, or a whole one past all floats
+    except (TypeError, OverflowError):  # not a number, or an integer too large for a float
         return False
 
 
@@ -55,7 +57,7 @@ def check_fields(record, fields):
 
 
 def read_line(line):
-    """A line of a log as a dictionary that holds what the tables use."""
+    """Parses a line of a log and checks the fields that the tables use. Returns a dictionary."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -73,7 +75,7 @@ def read_line(line):
 
 
 def read_log(path):
-    """All lines of a finished run's log: the first has its settings, the last its summary."""
+    """Returns all lines of a finished run's log. The first has the settings, the last the summary."""
     log = []
     if not os.path.isfile(path):
         raise Damaged("there is no such file")
@@ -84,7 +86,8 @@ def read_log(path):
             except Damaged as reason:
                 raise Damaged("line %d: %s" % (number, reason))
     if not log or log[0]["type"] != "settings" or log[-1]["type"] != "summary":
-        raise Damaged("the first line is not of type settings, or the last not of type summary" if log else "it is empty")
+        raise Damaged("the first line is not of type settings, or the last not of type summary" if log
+                      else "it is empty")
     return log
 
 
@@ -94,10 +97,12 @@ def read_text(path):
 
 
 def read_run(folder, line):
-    """A run of runs.txt as a dictionary; `settings` and `summary` are the first and the last line of its log, if its kind is "done"."""
+    """Returns a run of runs.txt as a dictionary. If its kind is "done", `settings` and `summary` are the first and the
+    last line of its log."""
     words = line.split(" ", 4)
     name, length, gpus, precision, model = words if len(words) == 5 else ["", "", "", "", line]
-    run = {"name": name, "model": clean(model.rsplit("/", 1)[-1]), "length": clean(length), "gpus": clean(gpus), "precision": clean(precision), "kind": "not run", "seconds": "0",
+    run = {"name": name, "model": clean(model.rsplit("/", 1)[-1]), "length": clean(length), "gpus": clean(gpus),
+           "precision": clean(precision), "kind": "not run", "seconds": "0",
            "message": "", "log": []}
     path = os.path.join(folder, "runs.txt")
     try:
@@ -105,7 +110,8 @@ def read_run(folder, line):
             raise Damaged("a line is not the name, length, GPUs, precision and model of a run")
         path = os.path.join(folder, name, "result")
         if os.path.exists(path):
-            run["kind"], run["seconds"], run["message"] = (list(map(clean, read_text(path).rstrip("\n").split("\t", 2))) + ["", ""])[:3]
+            result = list(map(clean, read_text(path).rstrip("\n").split("\t", 2)))
+            run["kind"], run["seconds"], run["message"] = (result + ["", ""])[:3]
             if run["kind"] not in KINDS:
                 raise Damaged("it does not begin with %s" % " or ".join(KINDS))
         path = os.path.join(folder, name, "log.jsonl")
@@ -113,7 +119,8 @@ def read_run(folder, line):
             run["log"] = read_log(path)
             run["settings"], run["summary"] = run["log"][0], run["log"][-1]
     except (Damaged, OSError) as reason:
-        run["kind"], run["message"], run["log"] = "damaged", clean("%s: %s" % (path, getattr(reason, "strerror", None) or reason)), []
+        run["kind"], run["log"] = "damaged", []
+        run["message"] = clean("%s: %s" % (path, getattr(reason, "strerror", None) or reason))
     return run
 
 
@@ -122,18 +129,18 @@ def read_runs(folder):
 
 
 def why_missing(run):
-    """Why a run has no figures, in words; "" if it has."""
+    """Why a run has no results, as text. "" if it has results."""
     kind = {"done": "", "memory": "out of memory", "unsupported": "unsupported here"}.get(run["kind"], run["kind"])
     return kind + (": " + run["message"] if kind and run["message"] else "")
 
 
 def ran_in_fp8(run):
-    """False for a finished run whose precision is FP8, but none of whose GEMMs is."""
+    """False for a finished FP8 run without any GEMM in FP8."""
     return run["kind"] != "done" or not run["precision"].startswith("fp8") or run["settings"]["fp8_gemms"] > 0
 
 
 def ratio(a, b):
-    """a / b; None where one is missing or b is 0."""
+    """a / b. None if one is missing or b is 0."""
     return a / b if a is not None and b else None
 
 
@@ -142,7 +149,7 @@ def show(form, value):
 
 
 def show_change(factor):
-    """A ratio as the change from 1 that it is."""
+    """A ratio as a change in percent: 1.02 is +2.00%."""
     return show("%+.2f%%", factor and 100 * (factor - 1))
 
 
@@ -151,14 +158,15 @@ def open_to_write(path):
 
 
 def write_table(path, head, rows, before, after):
-    """Prints a table, and writes it to PATH.txt and PATH.md: columns as wide as need be, the first to the left, the last free text. `before` and `after`:
-    paragraphs around it."""
+    """Prints a table, and writes it to PATH.txt and PATH.md, between the paragraphs `before` and `after`. The first
+    column is aligned left, the last is free text, the others are aligned right."""
     width = [max(len(row[j]) for row in [head] + rows) for j in range(len(head) - 1)]
     with open_to_write(path + ".txt") as text, open_to_write(path + ".md") as marked:
         text.write(before)
         marked.write(before + "\n")
         for i, row in enumerate([head] + rows):
-            line = "  ".join([row[0].ljust(width[0])] + [cell.rjust(w) for cell, w in zip(row[1:-1], width[1:])] + [row[-1]])
+            middle = [cell.rjust(w) for cell, w in zip(row[1:-1], width[1:])]
+            line = "  ".join([row[0].ljust(width[0])] + middle + [row[-1]])
             text.write(line.rstrip() + "\n")
             marked.write("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n")
             if i == 0:
@@ -169,15 +177,17 @@ def write_table(path, head, rows, before, after):
 
 
 def run_program(main, usage):
-    """Ends the process with the status of main(FOLDER), FOLDER being the one argument, a sweep's folder; with `usage` if it is none."""
+    """Runs main(FOLDER) with the only argument, a sweep's folder, and exits with its status. Prints `usage` if the
+    argument is missing or not such a folder."""
     arguments = sys.argv[1:]
     if len(arguments) != 1 or not os.path.exists(os.path.join(arguments[0], "runs.txt")):
-        sys.exit(("error: %s is no folder of scripts/sweep.sh: it has no runs.txt\n\n" % clean(arguments[0]) if len(arguments) == 1 else "") + usage)
-    sys.stdout.reconfigure(errors="backslashreplace")  # whatever the locale
+        sys.exit(("error: %s is not a folder of scripts/sweep.sh: it has no runs.txt\n\n" % clean(arguments[0])
+                  if len(arguments) == 1 else "") + usage)
+    sys.stdout.reconfigure(errors="backslashreplace")  # the locale may lack characters
     try:
         status = main(arguments[0])
         sys.stdout.flush()
-    except BrokenPipeError:  # a reader that has seen enough; the table's files are there
+    except BrokenPipeError:  # the reader has gone; the table's files are written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     except OSError as error:

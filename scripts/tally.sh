@@ -1,20 +1,21 @@
-# Sourced by test.sh, check_gpu.sh and tests that are scripts: counts checks, over programs that count their own.
+# Counts checks. Sourced by test.sh, check_gpu.sh and the shell tests.
 export LC_ALL=C  # with a decimal comma, awk and printf would read and write other numbers
 passed=0 failed=0
 
-# Runs one command that counts as one check.
+# Runs a command as one check: it passes if the command does. $1 the check's name, then the command.
 check() {
     local name=$1
     shift
     if "$@"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAILED: $name"; fi
 }
 
-# Commands for check: two texts are equal; file $1 holds, or lacks, the text $2.
+# Commands for check. equal: two texts are equal. holds, lacks: file $1 contains the text $2, or does not.
 equal() { [ "$1" = "$2" ] || { echo "\"$1\" is not \"$2\""; false; }; }
 holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 12 "$1"; false; }; }
 lacks() { ! grep -Fq -- "$2" "$1"; }
 
-# Runs a program that ends with "N passed, N failed" and adds its counts. Shows all it printed if QUIET is empty or it failed, else what it skipped.
+# Runs a program that ends with "N passed, N failed" and adds its counts. Prints its whole output if QUIET is empty or
+# it failed, otherwise only the lines about skipped checks. $1 its name, then the command.
 tally() {
     local name=$1 status log line
     shift
@@ -26,7 +27,7 @@ tally() {
     rm -f "$log"
     if [ -z "$line" ]; then
         failed=$((failed + 1))
-        echo "FAILED: $name ended with status $status and without a count"
+        echo "FAILED: $name ended with status $status and did not print \"N passed, N failed\""
         return
     fi
     local its_passed=${line%% *} its_failed
@@ -40,7 +41,7 @@ tally() {
     echo "$name: $line"
 }
 
-# The closing line, and the status of the script.
+# Prints the counts of all checks. Status 0: no check failed.
 finish() {
     echo
     echo "$passed passed, $failed failed"

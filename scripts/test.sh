@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Every test that needs no GPU. Installs the build tools if they are missing; where nvcc is, the GPU trainer and its tests must compile too.
-# Ends with "N passed, N failed" and a non-zero status if anything failed. A test that is left out says why.
+# Runs every test that needs no GPU. Installs missing build tools. If nvcc is installed, also compiles the GPU trainer
+# and its tests. Ends with "N passed, N failed", and with a non-zero status if a test failed. Skipped tests print why.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 . scripts/tally.sh
 take_none "usage: scripts/test.sh
-Installs the build tools that are missing, and builds and runs every test that needs no GPU. Status 0: all passed." "$@"
+Installs missing build tools, then builds and runs every test that needs no GPU. Exit status 0: all tests passed." "$@"
 install_tools
 QUIET=1
 
@@ -22,13 +22,11 @@ for program in build/test_*; do
     [ -x "$program" ] && tally "${program#build/}" "$program"
 done
 say "unit tests under address and undefined-behaviour sanitizers"
-for program in build/asan/test_*; do [ -x "$program" ] && tally "${program#build/}" env ASAN_OPTIONS=detect_leaks=0 "$program"; done
-say "data preparation"
-tally test_data.py python3 dev/test/test_data.py
-tally test_tables.py python3 dev/test/test_tables.py
-tally test_sizes.py python3 dev/test/test_sizes.py
-tally test_twins.py python3 dev/test/test_twins.py
-tally test_peers.py python3 dev/test/test_peers.py
+for program in build/asan/test_*; do
+    [ -x "$program" ] && tally "${program#build/}" env ASAN_OPTIONS=detect_leaks=0 "$program"
+done
+say "Python tests"
+for script in dev/test/test_*.py; do tally "${script#dev/test/}" python3 "$script"; done
 say "whole programs"
 for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/test/}" bash "$script"; done
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# train_fp8cu on several GPUs of one host: every sharding strategy against one GPU, FP8 all-gather on and off, resuming on other GPU counts,
-# killed, interrupted and stuck ranks, and compute-sanitizer. Takes 4 GPUs, or 2 where there are fewer. Needs ./train_fp8cu, build/synth_stories and mpirun.
-# Ends with "N passed, N failed".
+# Tests train_fp8cu on several GPUs of one host: every sharding strategy against one GPU, FP8 all-gather on and off,
+# resuming on other numbers of GPUs, killed, interrupted and stuck ranks, and compute-sanitizer. Uses 4 GPUs, or 2 if
+# there are fewer. Needs ./train_fp8cu, build/synth_stories and mpirun. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
@@ -15,28 +15,30 @@ if [ "$gpus" -lt 2 ]; then
     exit 0
 fi
 W=$((gpus >= 4 ? 4 : 2))
-launcher="mpirun --allow-run-as-root --oversubscribe --bind-to none"  # more ranks than cores, and no rank with all its threads on one core
+# There may be more ranks than cores. mpirun must not bind all threads of a rank to one core.
+launcher="mpirun --allow-run-as-root --oversubscribe --bind-to none"
 
-# $1 name of the log, $2 ranks, then the arguments.
+# Runs the trainer. $1 name of the log, $2 ranks, then the trainer's arguments.
 run() { if [ "$2" -eq 1 ]; then gpu "$1" "${@:3}"; else trains "$1" $launcher -np "$2" ./train_fp8cu "${@:3}"; fi; }
 
 build/synth_stories --out "$tmp/synth" --bytes 400000 --seed 3 >/dev/null || bad "synth_stories"
 steps=8
-common="small --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --sequence-length 256 --batch-size 1 --deterministic --learning-rate 1e-3 --grad-clip 1"
-# The same 2 W sequences a step, and the same 16 for validation, on any number of ranks.
+common="small --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --sequence-length 256 --batch-size 1"
+common="$common --deterministic --learning-rate 1e-3 --grad-clip 1"
+# Any number of ranks uses the same 2 W sequences in each step, and the same 16 for validation.
 split() { echo "--grad-accumulation-steps $((2 * W / $1)) --val-steps 16"; }
 
-# Whether $tmp/refused.log is that of a run that said $1 as its error, and took no step.
+# True if $tmp/refused.log has the error $1 and no step.
 refuses_with() {
     grep -q -- "^error: .*$1" "$tmp/refused.log" && ! grep -q "^step " "$tmp/refused.log" && return
     tail -n 4 "$tmp/refused.log"
     return 1
 }
 
-# ---- strategies against one GPU
-# Batches of one sequence: each is computed alike wherever it runs, so only the order in which gradients are added differs (bf16: 2^-9 a sum).
-# The first loss comes before any of that, so 6 digits of it agree but for the fp32 sum over sequences. The first norm shows the first gradient:
-# each of its elements may be off by some 2^-9, the norm of all by much less. The last loss has been through $steps steps with such differences.
+# ---- strategies against one GPU A batch has one sequence. Every rank computes a sequence with equal bits, so only the
+# order in which gradients are added differs (bf16: 2^-9 a sum). The first loss does not depend on gradients: 6 digits
+# agree, except for the fp32 sum over sequences. In the first gradient, each element may differ by 2^-9, and its norm by
+# much less. The last loss comes after $steps steps with such differences.
 for precision in bf16 fp8; do run "one_$precision" 1 $common --precision $precision --num-steps $steps $(split 1); done
 against_one() {
     local name=$1 precision=$2
@@ -53,30 +55,41 @@ for precision in bf16 fp8; do
 done
 against_one bf16_full_fp32 bf16 --sharding full --reduce-dtype fp32 --copy-engines off
 against_one bf16_none_fp32 bf16 --sharding none --reduce-dtype fp32
-# All of the above clips, so that the gradient norm comes before AdamW. Where nothing hangs on it, it comes with AdamW and is the same.
+# All runs above clip gradients, so the norm is computed before AdamW. Without clipping AdamW computes it, with an equal
+# result.
 run one_unclipped 1 ${common/--grad-clip 1/} --precision bf16 --num-steps $steps $(split 1)
 for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
     name=${sharding%% *}
-    run unclipped $W ${common/--grad-clip 1/} --precision bf16 --num-steps $steps $(split $W) --sharding $sharding || continue
+    run unclipped $W ${common/--grad-clip 1/} --precision bf16 --num-steps $steps $(split $W) --sharding $sharding ||
+        continue
     near "$name, norm with AdamW" "$(field unclipped norm 1)" "$(field bf16_$name norm 1)" 1e-5
     near "$name, last loss, norm with AdamW" "$(field unclipped loss $steps)" "$(field one_unclipped loss $steps)" 2e-3
 done
-# Copy engines, which all of the above uses where the GPUs allow it, and NCCL. The sums of two ranks are the same in fp32, those of more but for their order.
+# Copy engines and NCCL. All runs above use copy engines if the GPUs can. In fp32, sums of two ranks are equal; sums of
+# more ranks differ by their order.
 if grep -q "^transport copy engines" "$tmp/bf16_full.log"; then
     ok "copy engines are used"
-    run copies $W $common --precision bf16 --num-steps $steps $(split $W) --copy-engines on && same "--copy-engines on, and auto" bf16_full copies
-else bad "copy engines are not used: $(grep -m1 '^transport' "$tmp/bf16_full.log"; grep -m1 '^no copy engines' "$tmp/bf16_full.log")"; fi
+    run copies $W $common --precision bf16 --num-steps $steps $(split $W) --copy-engines on &&
+        same "--copy-engines on, and auto" bf16_full copies
+else
+    bad "copy engines are not used: $(grep -m1 '^transport' "$tmp/bf16_full.log")" \
+        "$(grep -m1 '^no copy engines' "$tmp/bf16_full.log")"
+fi
 for sharding in full grad_op; do
     against_one nccl_bf16_$sharding bf16 --sharding $sharding --copy-engines off
     against_one nccl_fp8_$sharding fp8 --sharding $sharding --copy-engines off --reduce-dtype fp32
-    [ $W -eq 2 ] || continue  # sums of two ranks are the same in any order
+    [ $W -eq 2 ] || continue  # sums of two ranks are equal in any order
     run fp32_$sharding $W $common --precision fp8 --num-steps $steps $(split $W) --sharding $sharding \
-        --copy-engines on --reduce-dtype fp32 && same "$sharding: copy engines and NCCL in fp32" fp32_$sharding nccl_fp8_$sharding
+        --copy-engines on --reduce-dtype fp32 &&
+        same "$sharding: copy engines and NCCL in fp32" fp32_$sharding nccl_fp8_$sharding
 done
-if grep -q "^transport NCCL" "$tmp/nccl_bf16_full.log"; then ok "--copy-engines off: NCCL"
-else bad "--copy-engines off: $(grep -m1 '^transport' "$tmp/nccl_bf16_full.log")"; fi
-# Copy engines are off where NCCL may not use the GPUs' own reads either, and --copy-engines on is then an error. In
-# fp32 the sums of two ranks are the same by all means.
+if grep -q "^transport NCCL" "$tmp/nccl_bf16_full.log"; then
+    ok "--copy-engines off: NCCL"
+else
+    bad "--copy-engines off: $(grep -m1 '^transport' "$tmp/nccl_bf16_full.log")"
+fi
+# If NCCL may not read between GPUs (NCCL_P2P_DISABLE=1), copy engines are off and --copy-engines on is an error. In
+# fp32, sums of two ranks are equal with every transport.
 pair="$common --precision bf16 --num-steps $steps $(split 2) --reduce-dtype fp32"
 run pair 2 $pair
 export NCCL_P2P_DISABLE=1
@@ -86,7 +99,7 @@ check "NCCL_P2P_DISABLE=1: NCCL" holds "$tmp/no_peers.log" "transport NCCL"
 timeout 120 $launcher -np 2 ./train_fp8cu $pair --copy-engines on >"$tmp/refused.log" 2>&1 </dev/null
 check "NCCL_P2P_DISABLE=1 and --copy-engines on" refuses_with "--copy-engines on: NCCL_P2P_DISABLE=1"
 unset NCCL_P2P_DISABLE
-# Each of two ranks sees GPUs of its own. $1 and $2 the GPUs of rank 0 and 1, then the arguments.
+# Each of two ranks sees only its own GPUs. $1 and $2 GPUs of ranks 0 and 1, then the trainer's arguments.
 as_seen='export CUDA_VISIBLE_DEVICES=$(shift $OMPI_COMM_WORLD_LOCAL_RANK; echo $1); shift 2; exec ./train_fp8cu "$@"'
 seeing() { $launcher -np 2 sh -c "$as_seen" sh "$@"; }
 export -f seeing
@@ -99,8 +112,8 @@ for gpus_seen in "0 0" "0,1 1,0"; do
     timeout 120 bash -c 'seeing "$@"' bash $gpus_seen $pair >"$tmp/refused.log" 2>&1 </dev/null
     check "ranks that see GPUs $gpus_seen" refuses_with "ranks 0 and 1 on .* have the same GPU, GPU-.* one of its own"
 done
-# Hybrid has three communicators, whose memory NCCL takes in part when they are first used. What a GPU has in use after
-# a step, all in all, is in the plan.
+# Hybrid has three communicators. NCCL allocates part of their memory at their first use. The memory plan must cover all
+# memory that a GPU uses after a step.
 if [ $W -lt 4 ]; then
     echo "skipped: the memory of hybrid's three communicators; 2 GPUs, whose groups are all ranks or one, have one"
 elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sharding hybrid --shard-size 2 \
@@ -110,38 +123,47 @@ elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sh
     echo "hybrid: ${used:-no} bytes are in use after a step, and ${planned:-no} planned"
     check "hybrid's memory in use is in the plan" [ "${used:-$((1 << 62))}" -le "${planned:-0}" ]
 fi
-# Recipes whose weights travel in bf16, and layers of either kind in one model.
+# Recipes that all-gather weights in bf16, and models with both FP8 and bf16 layers.
 for recipe in rowwise rowwise_with_gw_hp blockwise; do
     run "one_$recipe" 1 $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split 1)
     run "$recipe" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) || continue
     near "$recipe, first loss" "$(field "$recipe" loss 1)" "$(field "one_$recipe" loss 1)" 3e-6
     near "$recipe, first norm" "$(field "$recipe" norm 1)" "$(field "one_$recipe" norm 1)" 3e-3
     near "$recipe, last loss" "$(field "$recipe" loss $steps)" "$(field "one_$recipe" loss $steps)" 2e-3
-    run "${recipe}_again" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) --sharding grad_op --recompute layer && same "$recipe: grad_op with recompute prints the same lines" "$recipe" "${recipe}_again"
+    run "${recipe}_again" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) \
+        --sharding grad_op --recompute layer &&
+        same "$recipe: grad_op with recompute prints the same lines" "$recipe" "${recipe}_again"
 done
 echo "($SECONDS s)"
 
-# ---- FP8 all-gather: the same bits with and without
+# ---- FP8 all-gather on and off: equal bits
 for sharding in full grad_op; do
-    run off_$sharding $W $common --precision fp8 --num-steps $steps $(split $W) --sharding $sharding --fp8-all-gather off &&
-        same "fp8-all-gather off, $sharding" fp8_$sharding off_$sharding
+    run off_$sharding $W $common --precision fp8 --num-steps $steps $(split $W) --sharding $sharding \
+        --fp8-all-gather off && same "fp8-all-gather off, $sharding" fp8_$sharding off_$sharding
 done
-for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down" "--fp8-recipe delayed --fp8-filter last --recompute layer"; do
-    for gather in on off; do run gather_$gather $W $common --precision fp8 $more --num-steps $steps $(split $W) --fp8-all-gather $gather; done
+for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down" \
+    "--fp8-recipe delayed --fp8-filter last --recompute layer"; do
+    for gather in on off; do
+        run gather_$gather $W $common --precision fp8 $more --num-steps $steps $(split $W) --fp8-all-gather $gather
+    done
     same "fp8-all-gather on and off, $more" gather_on gather_off
 done
 
-# ---- an embedding of its own, cut in the middle of a row, and vectors that do not fill their slices; one micro-step a step, in which gathered weights, logits
-# and gradients take turns in the same memory, and two; sequences of 64, whose tokens are fewer than the embedding's rows, so that its gradient is made from
-# all ranks' inputs, and of 256, with which it is reduced as above
+# ---- An untied embedding whose slices end in the middle of a row, and vectors that do not fill their slices. With one
+# micro-step per step, gathered weights, logits and gradients share memory; with two they do not. With T 64 a batch has
+# fewer tokens than the embedding has rows, so each rank computes the embedding's gradient from the inputs of all ranks;
+# with T 256 it is reduced.
 mkdir "$tmp/untied"
 cat >"$tmp/untied/config.json" <<'END'
-{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 328, "hidden_size": 80, "intermediate_size": 208, "num_hidden_layers": 3, "num_attention_heads": 2,
- "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu"}
+{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 328, "hidden_size": 80,
+ "intermediate_size": 208, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+ "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false,
+ "hidden_act": "silu"}
 END
 for case in "1 64" "2 64" "2 256"; do
     micro=${case% *} name="untied, $micro micro-steps of ${case#* }"
-    untied="${common/#small/$tmp/untied} --precision bf16 --num-steps $steps --val-steps 4 --sequence-length ${case#* } --grad-accumulation-steps"
+    untied="${common/#small/$tmp/untied} --precision bf16 --num-steps $steps --val-steps 4"
+    untied="$untied --sequence-length ${case#* } --grad-accumulation-steps"
     rm -rf "$tmp/ck_untied"
     run untied_one 1 $untied $((micro * W)) && run untied $W $untied $micro || continue
     near "$name, first loss" "$(field untied loss 1)" "$(field untied_one loss 1)" 3e-6
@@ -150,55 +172,69 @@ for case in "1 64" "2 64" "2 256"; do
     run untied_save $W $untied $micro --num-steps 4 --checkpoint-dir "$tmp/ck_untied"
     run untied_resume $W $untied $micro --checkpoint-dir "$tmp/ck_untied" --resume
     same "$name, resumed" untied untied_resume $((steps - 4 + 1))
-    run untied_nccl $W $untied $micro --copy-engines off && near "$name, NCCL, last loss" "$(field untied_nccl loss $steps)" "$(field untied_one loss $steps)" 2e-3
+    run untied_nccl $W $untied $micro --copy-engines off &&
+        near "$name, NCCL, last loss" "$(field untied_nccl loss $steps)" "$(field untied_one loss $steps)" 2e-3
 done
 
-# ---- delayed scaling: one GPU makes its scales anew after each of its micro-steps, W of them after W together, so the casts differ here and there by one
-# FP8 rounding (2^-4 of an element): the loss moves by less than 1e-3, as it does between recipes
+# ---- Delayed scaling. One GPU updates its scales after each micro-step; W GPUs update them after W sequences. So some
+# casts differ by one FP8 rounding (2^-4 of an element), and the loss moves by less than 1e-3, as much as between
+# recipes.
 delayed="$common --precision fp8 --fp8-recipe delayed --fp8-amax-history 3"
 run one_delayed 1 $delayed --num-steps $steps $(split 1)
-run delayed $W $delayed --num-steps $steps $(split $W) && near "delayed, last loss" "$(field delayed loss $steps)" "$(field one_delayed loss $steps)" 3e-3
+run delayed $W $delayed --num-steps $steps $(split $W) &&
+    near "delayed, last loss" "$(field delayed loss $steps)" "$(field one_delayed loss $steps)" 3e-3
 run delayed_save $W $delayed --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck_delayed"
 run delayed_resume $W $delayed --num-steps $steps $(split $W) --checkpoint-dir "$tmp/ck_delayed" --resume
 same "delayed, resumed" delayed delayed_resume $((steps - 4 + 1))
 
-# A skipped step leaves no trace in the state of delayed scaling on any rank, and what spoiled it is named from the part of the rank that holds it.
-run whole 1 $common --precision bf16 --num-steps 1 $(split 1) --export-hf "$tmp/spoiled" && spoil "$tmp/spoiled" model.layers.0.self_attn.q_proj.weight
+# A skipped step does not change the state of delayed scaling on any rank. The rank that holds the spoiled weight names
+# it.
+run whole 1 $common --precision bf16 --num-steps 1 $(split 1) --export-hf "$tmp/spoiled" &&
+    spoil "$tmp/spoiled" model.layers.0.self_attn.q_proj.weight
 for sharding in full none; do
     rm -rf "$tmp/ck_skipped"
-    $launcher -np $W ./train_fp8cu ${common/#small/$tmp/spoiled} --precision fp8 --fp8-recipe delayed --fp8-amax-history 3 --num-steps 20 $(split $W) --sharding $sharding --on-nonfinite skip \
+    $launcher -np $W ./train_fp8cu ${common/#small/$tmp/spoiled} --precision fp8 --fp8-recipe delayed \
+        --fp8-amax-history 3 --num-steps 20 $(split $W) --sharding $sharding --on-nonfinite skip \
         --checkpoint-dir "$tmp/ck_skipped" --checkpoint-every 1 --keep-checkpoints 1000 >"$tmp/skipped.log" 2>&1
     skips_leave_no_trace "delayed, $sharding, all steps skipped" "$tmp/skipped.log" "$tmp/ck_skipped"
+    warning="step 1 skipped: the gradient norm is not finite. It begins in the attention block of layer 0"
+    warning="$warning, in the forward pass; the largest weight there is 3.38953e+38"
+    warning="$warning, in model.layers.0.self_attn.q_proj.weight, element 0"
     check "$sharding: the weight that spoils all is named: $(grep -m1 '^warning: step 1 ' "$tmp/skipped.log")" \
-        grep -q '^warning: step 1 skipped: the gradient norm is not finite. It begins in the attention block of layer 0, in the forward pass; the largest weight there is 3.38953e+38, in model.layers.0.self_attn.q_proj.weight, element 0' "$tmp/skipped.log"
+        grep -q "^warning: $warning" "$tmp/skipped.log"
 done
 
-# ---- checkpoints: saved by W ranks after 4 of the steps, continued by W, by half of them, and by one
+# ---- Checkpoints: saved by W ranks after 4 steps, continued by W ranks, by half as many, and by one.
 run save $W $common --precision fp8 --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck"
 for ranks in $W $((W / 2)) 1; do
     [ -e "$tmp/resume_$ranks.log" ] && continue
     rm -rf "$tmp/ck_now" && cp -r "$tmp/ck" "$tmp/ck_now"
-    run resume_$ranks $ranks $common --precision fp8 --num-steps $steps $(split $ranks) --checkpoint-dir "$tmp/ck_now" --resume || continue
+    run resume_$ranks $ranks $common --precision fp8 --num-steps $steps $(split $ranks) --checkpoint-dir "$tmp/ck_now" \
+        --resume || continue
     if [ "$ranks" -eq $W ]; then
         same "resumed on $ranks" fp8_full resume_$ranks $((steps - 4 + 1))
     else
         near "resumed on $ranks, first loss" "$(field resume_$ranks loss 1)" "$(field fp8_full loss 5)" 3e-6
-        near "resumed on $ranks, last loss" "$(field resume_$ranks loss $((steps - 4)))" "$(field fp8_full loss $steps)" 2e-3
+        near "resumed on $ranks, last loss" "$(field resume_$ranks loss $((steps - 4)))" \
+            "$(field fp8_full loss $steps)" 2e-3
     fi
 done
 echo "($SECONDS s)"
 
-# ---- a rank that is killed, or interrupted
-# Starts an endless run in the background, saving to $tmp/$1 every 20 steps; sets `launched` and `ranks` (process ids) when it has saved.
+# ---- A rank that is killed or interrupted.
+# Starts an endless run in the background that saves to $tmp/$1 every 20 steps, and waits for the first checkpoint. Sets
+# `launched` and `ranks` (process ids).
 start_endless() {
-    $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" --checkpoint-every 20 >"$tmp/$1.log" 2>&1 </dev/null &
+    $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" \
+        --checkpoint-every 20 >"$tmp/$1.log" 2>&1 </dev/null &
     launched=$!
     for _ in $(seq 300); do grep -q '^saved' "$tmp/$1.log" && break; sleep 0.1; done
     ranks=($(pgrep -P $launched -f train_fp8cu))
     [ ${#ranks[@]} -eq $W ] || bad "$1: ${#ranks[@]} ranks are running: $(tail -n 3 "$tmp/$1.log")"
 }
 alive() { for pid in "${ranks[@]}"; do kill -0 $pid 2>/dev/null && echo $pid; done; }
-# Waits at most 60 seconds for the run and every rank of it to end (mpirun may return before the last rank is gone); sets `status` and `took`.
+# Waits at most 60 seconds for the run and all its ranks to end (mpirun may return before the last rank has gone). Sets
+# `status` and `took`.
 await_end() {
     local start=$SECONDS
     while { kill -0 $launched 2>/dev/null || [ -n "$(alive)" ]; } && [ $((SECONDS - start)) -lt 60 ]; do sleep 0.2; done
@@ -215,39 +251,52 @@ await_end() {
 start_endless killed
 kill -9 "${ranks[$((W - 1))]}"
 await_end
-if [ "$status" != running ] && [ "$status" -ne 0 ] && [ -z "$(alive)" ] && grep -q 'rank [0-9]' "$tmp/killed.log"; then ok "SIGKILL of a rank: status $status after $took s: $(grep -m1 'rank [0-9]' "$tmp/killed.log" | cut -c1-150)"
-else bad "SIGKILL of a rank: status $status after $took s, alive: $(alive): $(tail -n 8 "$tmp/killed.log")"; fi
+if [ "$status" != running ] && [ "$status" -ne 0 ] && [ -z "$(alive)" ] && grep -q 'rank [0-9]' "$tmp/killed.log"; then
+    ok "SIGKILL of a rank: status $status after $took s: $(grep -m1 'rank [0-9]' "$tmp/killed.log" | cut -c1-150)"
+else
+    bad "SIGKILL of a rank: status $status after $took s, alive: $(alive): $(tail -n 8 "$tmp/killed.log")"
+fi
 last=$(ls "$tmp/killed" | grep -v tmp | tail -n 1)
-if run after_kill 1 $common --precision bf16 --num-steps $((10#${last#step-} + 1)) $(split 1) --checkpoint-dir "$tmp/killed" --resume && ! grep -q 'resume: skipping' "$tmp/after_kill.log"; then
-    ok "the checkpoint before the kill is whole: $last"
-else bad "after the kill: $(grep -E 'resume|error' "$tmp/after_kill.log")"; fi
+if run after_kill 1 $common --precision bf16 --num-steps $((10#${last#step-} + 1)) $(split 1) \
+    --checkpoint-dir "$tmp/killed" --resume && ! grep -q 'resume: skipping' "$tmp/after_kill.log"; then
+    ok "the last checkpoint before the kill is complete: $last"
+else
+    bad "after the kill: $(grep -E 'resume|error' "$tmp/after_kill.log")"
+fi
 
 start_endless stopped
 before=$(ls "$tmp/stopped" | wc -l)
 kill -TERM "${ranks[1]}"
 await_end
-if [ "$status" = 0 ] && [ -z "$(alive)" ] && [ "$(grep -c '^stopped by signal' "$tmp/stopped.log")" -eq 1 ] && [ -d "$tmp/stopped/$(printf 'step-%08d' "$(sed -n 's/^stopped by signal 15 after step \([0-9]*\).*/\1/p' "$tmp/stopped.log")")" ]; then
+saved=$(printf 'step-%08d' "$(sed -n 's/^stopped by signal 15 after step \([0-9]*\).*/\1/p' "$tmp/stopped.log")")
+if [ "$status" = 0 ] && [ -z "$(alive)" ] && [ "$(grep -c '^stopped by signal' "$tmp/stopped.log")" -eq 1 ] &&
+    [ -d "$tmp/stopped/$saved" ]; then
     ok "SIGTERM to rank 1: $(grep '^stopped' "$tmp/stopped.log"), status 0 after $took s"
-else bad "SIGTERM to rank 1: status $status after $took s, $before checkpoints before, now $(ls "$tmp/stopped"): $(tail -n 5 "$tmp/stopped.log")"; fi
+else
+    bad "SIGTERM to rank 1: status $status after $took s, $before checkpoints before, now $(ls "$tmp/stopped"):" \
+        "$(tail -n 5 "$tmp/stopped.log")"
+fi
 
-# ---- a rank that is stuck: stopped in each phase, on 2 GPUs; --stall-timeout 5 ends all with its name
+# ---- A rank that hangs: it is stopped in each phase, on 2 GPUs. --stall-timeout 5 ends all ranks and names it.
 host=$(hostname)
 stall_run() { exec $launcher -np 2 -x LD_PRELOAD="$tmp/shim.so" ./train_fp8cu "$@"; }
 . dev/test/lib/stall_cases.sh
 data="--train-data $tmp/synth_train.bin --sequence-length 256 --deterministic --precision bf16"
 endless="$data --num-steps 1000000 --stall-timeout 5"
-# $1 run, $2 rank, $3 phase, then the call on which it stops, as stall_start wants it, and the arguments. 25 s: the timeout,
-# what finding it takes, and the end of two processes with a GPU.
+# Stops a rank and checks the error. $1 run, $2 rank, $3 phase, then the call on which the rank stops (as for
+# stall_start) and the trainer's arguments. The limit of 25 s is for the timeout, for detecting it, and for ending two
+# GPU processes.
 silent() {
     local name=$1 rank=$2 phase=$3 speaker=$(($2 == 0))
     shift 3
     stall_start "$name" "$rank" stop "$@"
     stall_await "$name" 60 || return
-    stall_says "$name" 25 "rank $rank on $host has not responded for .*; rank $speaker (waits for it|is) in $phase: "
+    stall_says "$name" 25 \
+        "rank $rank on $host has not responded for .*; rank $speaker (waits for it|is) in $phase: "
 }
 small="small $endless"
 ending="$small --num-steps 1 --export-hf $tmp/stall_model"
-# Before the first step a rank reads each data file 18 times, rank 0 once more, and a model's file a few times.
+# Before the first step a rank reads each data file 18 times (rank 0: 19 times), and a model's file a few times.
 silent start 1 start-up pread 3 synth_train.bin $small
 silent training 1 'step [0-9]*, training' pread 40 synth_train.bin $small
 silent training0 0 'step [0-9]*, training' pread 40 synth_train.bin $small
@@ -261,7 +310,7 @@ run stall_model 2 $ending
 silent loading 1 loading pread 12 model.safetensors "$tmp/stall_model" $endless
 echo "($SECONDS s)"
 
-# A rank that goes on in time changes nothing: stopped for 20 s, or 60 s in a read.
+# A rank that continues in time changes nothing. It is stopped for 20 s, or for 60 s in a read.
 goes_on() {  # $1 run
     stall_end "$1" 60
     if [ "$status" = 0 ]; then same "$1" undisturbed "$1"; else bad "$1: status $status: $(tail -n 4 "$tmp/$1.log")"; fi
@@ -271,21 +320,26 @@ stall_start continued 1 stop pread 30 synth_train.bin small $data --num-steps 30
 stall_await continued 60 && sleep 20 && kill -CONT $(<"$tmp/continued.mark") && goes_on continued
 stall_start slow 1 60 pread 30 synth_train.bin small $data --num-steps 30
 stall_await slow 60 && sleep 60 && goes_on slow
-# A read that does not return: the rank says so itself, and not that another is to blame.
+# If a read does not return, the rank reports that itself and blames no other rank.
 stall_start never 1 1000 pread 30 synth_train.bin small $endless
 place="in step [0-9]*, training: pread of .*synth_train.bin"
 stall_await never 60 && stall_says never 15 "rank 1 on $host: a call on a file has not returned for .* $place"
 unset "${!STALL_@}"
 echo "($SECONDS s)"
 
-# ---- memcheck on 2 GPUs. NCCL asks CUDA for things that it may not have; errors of such calls are not reported.
+# ---- memcheck on 2 GPUs. NCCL makes CUDA calls that may fail; errors of API calls are not reported.
 if ! command -v compute-sanitizer >/dev/null; then
     echo "skipped: compute-sanitizer is not installed"
 else
-    timeout 100 $launcher -np 2 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 ./train_fp8cu tiny --train-data "$tmp/synth_train.bin" --precision fp8 \
-        --sequence-length 160 --batch-size 2 --grad-accumulation-steps 2 --num-steps 2 --deterministic >"$tmp/memcheck.log" 2>&1
+    timeout 100 $launcher -np 2 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+        ./train_fp8cu tiny --train-data "$tmp/synth_train.bin" --precision fp8 --sequence-length 160 --batch-size 2 \
+        --grad-accumulation-steps 2 --num-steps 2 --deterministic >"$tmp/memcheck.log" 2>&1
     status=$?
-    if [ $status -eq 0 ] && [ "$(grep -c 'ERROR SUMMARY: 0 errors' "$tmp/memcheck.log")" -eq 2 ]; then ok "memcheck on 2 GPUs: 0 errors"; else bad "memcheck: status $status: $(grep -E -m12 '=====|error' "$tmp/memcheck.log")"; fi
+    if [ $status -eq 0 ] && [ "$(grep -c 'ERROR SUMMARY: 0 errors' "$tmp/memcheck.log")" -eq 2 ]; then
+        ok "memcheck on 2 GPUs: 0 errors"
+    else
+        bad "memcheck: status $status: $(grep -E -m12 '=====|error' "$tmp/memcheck.log")"
+    fi
 fi
 echo "($SECONDS s)"
 finish

@@ -1,11 +1,11 @@
-"""Changes the words of a trainer's messages, for test_prose.sh: each word is reversed, so that no program can go by it.
+"""Reverses each word of a trainer's messages, for test_prose.sh, so that no script can rely on the words.
 
 usage: reword.py SOURCE ...   rewords the C files in place; prints how many string literals have changed
        reword.py              rewords a text of a message from stdin to stdout
 
-Changed are string literals for people: arguments of printf, die, warn and their like, and help texts. Kept are format
-specifiers, escapes, options, file names, words with digits or underscores, and the "error: " and "warning: " that lines
-begin with.
+It changes string literals for people: arguments of printf, die, warn and similar functions, and help texts. It keeps
+format specifiers, escapes, options, file names, words with digits or underscores, and "error: " and "warning: " at the
+start of lines.
 """
 import re
 import sys
@@ -28,7 +28,7 @@ def is_sentence(text):
 
 
 def reword_source(source):
-    """The source with other words, and how many literals have changed."""
+    """Returns the source with reversed words, and the number of changed literals."""
     calls, changed = [], 0
 
     def token(m):

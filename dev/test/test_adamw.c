@@ -1,6 +1,6 @@
-// adamw_math.h's rounding bits: pinned values, and whether 48 bits an element look independent and uniform wherever an
-// optimizer could tell. All seeds are fixed; every bound is five standard deviations of what true random bits would
-// give, so a check that fails is a flaw, not chance.
+// Tests the rounding bits of adamw_math.h: pinned values, and 48 bits per element that are independent and uniform in
+// every way that an optimizer could notice. All seeds are fixed. Every bound is five standard deviations of true random
+// bits, so a failed check shows a flaw, not chance.
 #include "../../llmc/reference/adamw_math.h"
 #include "lib/check.h"
 
@@ -20,10 +20,10 @@ static Draw draw(const AdamwStep *s, int64_t i) {
     return (Draw){{r.weight >> 16, r.exp_avg >> 16, r.exp_avg_sq >> 16}};
 }
 
-// In units of the standard deviation of a uniform number, about its mean.
+// Distance from the mean in standard deviations of a uniform number.
 static double centred(uint32_t field) { return ((double)field + 0.5 - 32768) / (65536 / sqrt(12)); }
 
-// The numbers may not change between builds, since a resumed run draws on.
+// The numbers must not change between builds, since a resumed run continues with them.
 static void test_pinned(void) {
     const struct {
         uint64_t seed;
@@ -51,7 +51,7 @@ static void test_pinned(void) {
     CHECK(adamw_random(&nearest, 5).weight == 0x80000000u, "weights that are rounded to nearest get half a unit");
 }
 
-// Mean, variance and single bits of each field, over elements first .. first + SAMPLES - 1 of one step.
+// Tests mean, variance and single bits of each field, over elements first .. first + SAMPLES - 1 of one step.
 static void check_distribution(const char *label, const AdamwStep *s, int64_t first) {
     double mean[FIELDS] = {0}, square[FIELDS] = {0}, worst_bit = 0;
     int64_t ones[FIELDS][16] = {{0}};
@@ -74,8 +74,8 @@ static void check_distribution(const char *label, const AdamwStep *s, int64_t fi
     CHECK(worst_bit < SIGMAS, "%s: a bit is %.1f standard deviations off balance", label, worst_bit);
 }
 
-// Each field of element i of step s against each of element i + lag of step t: correlation, and chi-square over 16 x 16
-// bins.
+// Compares each field of element i of step s with each field of element i + lag of step t: correlation, and chi-square
+// over 16 x 16 bins.
 static void check_independence(const char *label, const AdamwStep *s, const AdamwStep *t, int64_t first, int64_t lag) {
     static int32_t bins[FIELDS][FIELDS][256];
     double product[FIELDS][FIELDS] = {{0}}, worst = 0, worst_chi = 0;
@@ -101,7 +101,7 @@ static void check_independence(const char *label, const AdamwStep *s, const Adam
           worst, worst_chi);
 }
 
-// Sums of 256 numbers a stride apart, as down a column of a matrix, scatter like sums of independent ones.
+// Sums of 256 numbers a stride apart, as in a column of a matrix, vary like sums of independent numbers.
 static void check_strides(const char *label, const AdamwStep *s) {
     enum { TERMS = 256, SUMS = 1 << 10 };
     for (int k = 0; k < 36; k++) {
@@ -130,7 +130,7 @@ static int differing_bits(Draw a, Draw b) {
     return bits;
 }
 
-// Each bit of the element's index, and each of the key, flips half of the 48 bits.
+// Each bit of the element's index, and each bit of the key, flips half of the 48 bits.
 static void check_avalanche(const char *label, const AdamwStep *s) {
     enum { TRIALS = 1 << 12 };
     for (int bit = 0; bit < 44 + 64; bit++) {
@@ -179,7 +179,7 @@ static void check_step(const char *label, const AdamwStep *s, const AdamwStep *n
     check_avalanche(label, s);
 }
 
-// Steps as runs have them, and keys that are small numbers themselves.
+// Steps of a run, and keys that are small numbers.
 static void test_quality(void) {
     const uint64_t seeds[] = {0, 1, 42};
     char label[64];
@@ -197,7 +197,7 @@ static void test_quality(void) {
     }
 }
 
-// The mean of many roundings of a number is the number: over elements within a step, and over steps for one element.
+// The mean of many roundings of a number is the number: over the elements of a step, and over the steps of an element.
 static void test_unbiased(void) {
     const float values[] = {1.001f, -1.001f, 3.14159265f, -2.71828e-20f, 1.00390625f, 0.99999994f, 1.0000001f};
     for (size_t k = 0; k < sizeof values / sizeof values[0]; k++)
@@ -220,8 +220,8 @@ static void test_unbiased(void) {
         }
 }
 
-// Weights that take 1000 steps of a tenth of a bf16 spacing each: their mean arrives at the true sum, and they scatter
-// as independent roundings make them.
+// Weights that take 1000 steps of a tenth of a bf16 spacing: their mean is the true sum, and their variance is that of
+// independent roundings.
 static void test_small_steps(void) {
     enum { N = 4096, STEPS = 1000 };
     static float w[N];

@@ -1,8 +1,8 @@
-// The arena: the plan and the allocation agree, and memory named for reuse is handed out first, to what fits.
+// Tests the arena: the plan and the allocation agree, and memory named for reuse is taken first, by tensors that fit.
 #include "../../llmc/base/arena.h"
 #include "lib/check.h"
 
-// Takes a few sizes, some of them in the memory of earlier ones; where they lie, counted from `base`.
+// Takes a few sizes, some of them in memory of earlier ones. Returns their offsets from `base`.
 static void take_some(Arena *a, int64_t at[6]) {
     const ArenaRange nowhere = {0, 0};
     const char *start = a->base ? a->base : (char *)0;
@@ -13,9 +13,9 @@ static void take_some(Arena *a, int64_t at[6]) {
     arena_group(a, "second");
     p[1] = arena_take(a, 1);
     arena_reuse(a, room);
-    p[2] = arena_take(a, 600);  // 768 of the 1024
+    p[2] = arena_take(a, 600);  // takes 768 of the 1024
     p[3] = arena_take(a, 300);  // does not fit: 512
-    p[4] = arena_take(a, 256);  // does
+    p[4] = arena_take(a, 256);  // fits
     const ArenaRange left = arena_reuse(a, nowhere);
     CHECK(left.begin == 1024 && left.end == 1024, "left: [%lld, %lld)", (long long)left.begin, (long long)left.end);
     arena_group(a, "first");
@@ -51,7 +51,7 @@ static void test_headings(void) {
           (long long)a.groups[0].bytes, (long long)a.groups[1].bytes);
 }
 
-// Takes `bytes` and as much again from an arena without memory.
+// Takes `bytes` twice from an arena without memory.
 static void take_twice(void *bytes) {
     Arena a;
     memset(&a, 0, sizeof a);
@@ -60,7 +60,7 @@ static void take_twice(void *bytes) {
     arena_take(&a, *(const int64_t *)bytes);
 }
 
-// A plan that 64 bits cannot count is refused; one that they can is not.
+// A plan is refused if 64 bits cannot hold its size.
 static void test_overflow(void) {
     static const int64_t refused[] = {INT64_MAX, INT64_MAX - ARENA_ALIGNMENT, INT64_MAX / 2 + 1, -1000};
     char output[4096];

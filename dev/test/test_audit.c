@@ -1,5 +1,5 @@
-// --fp8-audit: sums and SQNR of small cases worked out by hand, of copies of every granularity against plain formulas
-// in double, and the two reports.
+// Tests --fp8-audit: sums and SQNR of small cases computed by hand, of FP8 data of every granularity compared with
+// plain formulas in double, and the two reports.
 #include "../../llmc/run/audit_report.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
@@ -13,16 +13,16 @@ static const AuditSums no_sums;
 // By hand
 
 static void test_elements(void) {
-    // E4M3, inverse scale 1/2: halves of the codes' values; the range ends at 224, and half of the smallest code (2^-9)
-    // is 2^-11 here
+    // E4M3 with scale_inv 1/2: values are half of the codes' values. The range ends at 224, and half of the smallest
+    // code (2^-9) is 2^-11 here.
     const float x[] = {0.0f, -0.0f, 1.0f, -1.0625f, 300.0f, 0x1p-13f, -0x1p-11f, 224.0f, INFINITY, NAN};
     uint8_t codes[10];
     const float inverse = 0.5f;
     AuditSums s = no_sums;
     for (int i = 0; i < 10; i++) codes[i] = fp8_from_float(2 * x[i], FP8_E4M3);
     audit_copy(&s, x, codes, &inverse, usage_shape(1, 8, ROWWISE), PER_TENSOR, FP8_E4M3);
-    // -1.0625 is halfway between -1 and -1.125, and goes to the even one, -1; 300 to 224; 2^-13 to 0; 2^-11 x 2 is
-    // 2^-10, halfway between 0 and 2^-9, to 0
+    // -1.0625 is halfway between -1 and -1.125 and rounds to the even -1. 300 saturates to 224. 2^-13 rounds to 0.
+    // 2^-11 x 2 is 2^-10, halfway between 0 and 2^-9, and rounds to 0.
     CHECK(s.count == 8 && s.flushed == 2 && s.saturated == 1, "%.0f elements, %.0f flushed, %.0f saturated", s.count,
           s.flushed, s.saturated);
     CHECK(s.noise == 0.0625 * 0.0625 + 76.0 * 76 + 0x1p-26 + 0x1p-22, "noise %.17g", s.noise);
@@ -30,14 +30,14 @@ static void test_elements(void) {
     CHECK(s.amax == float_bits(300) && audit_scale_min(&s) == 2 && audit_scale_max(&s) == 2,
           "amax 0x%08x, scales %g to %g", s.amax, (double)audit_scale_min(&s), (double)audit_scale_max(&s));
     CHECK(audit_sqnr_db(&s) == 10 * log10(s.signal / s.noise), "sqnr %g", audit_sqnr_db(&s));
-    // infinity saturates, NaN only counts; neither is signal or noise
+    // Infinity saturates, NaN is only counted. Neither is signal or noise.
     AuditSums odd = no_sums;
     audit_copy(&odd, x + 8, codes + 8, &inverse, usage_shape(1, 2, ROWWISE), PER_TENSOR, FP8_E4M3);
     CHECK(odd.count == 2 && odd.flushed == 0 && odd.saturated == 1 && odd.signal == 0 && odd.noise == 0,
           "%.0f %.0f %.0f %g %g", odd.count, odd.flushed, odd.saturated, odd.signal, odd.noise);
     CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)), "amax 0x%08x, sqnr %g", odd.amax,
           audit_sqnr_db(&odd));
-    // merged it is the audit of all ten
+    // Merged, they equal the audit of all ten.
     AuditSums all = no_sums;
     audit_copy(&all, x, codes, &inverse, usage_shape(1, 10, ROWWISE), PER_TENSOR, FP8_E4M3);
     audit_merge(&s, &odd);
@@ -47,8 +47,8 @@ static void test_elements(void) {
           "merged sums differ from the whole");
 }
 
-// An amax cast by the scale that it gave is at the edge of the range, whichever way that scale was rounded; the next
-// larger bf16 number is past it.
+// An amax cast with its own scale is at the edge of the range, whichever way that scale was rounded. The next larger
+// bf16 number is outside.
 static void test_edge(void) {
     int wrong = 0, missed = 0;
     for (int format = 0; format < 2; format++)
@@ -57,7 +57,7 @@ static void test_edge(void) {
                 const float amax = bf16_to_float((bf16_bits)bits), next = bf16_to_float((bf16_bits)(bits + 1));
                 const float scale = fp8_rule_scale(rule ? SCALE_TE : SCALE_TORCHAO, amax, (Fp8Format)format),
                             inverse = 1 / scale;
-                if (amax < 1e-12f) continue;  // torchao's floor
+                if (amax < 1e-12f) continue;  // torchao's smallest amax
                 AuditSums s = no_sums;
                 audit_add(&s, amax, fp8_from_float(amax * scale, (Fp8Format)format), inverse, (Fp8Format)format);
                 wrong += s.saturated != 0;
@@ -98,21 +98,21 @@ static void test_sqnr_limits(void) {
     CHECK(audit_sqnr_db(&s) == (double)INFINITY, "zeros: %g", audit_sqnr_db(&s));
     audit_add(&s, 1.5f, fp8_from_float(1.5f, FP8_E4M3), 1, FP8_E4M3);
     CHECK(audit_sqnr_db(&s) == (double)INFINITY, "exact values: %g", audit_sqnr_db(&s));
-    // the scale of a tensor with an infinity is 0 and its inverse infinite: what was 1 comes back NaN. A NaN scale the
-    // same.
+    // A tensor with an infinity has the scale 0 and an infinite scale_inv: 1 comes back as NaN. A NaN scale does so
+    // too.
     const float spoiled[] = {INFINITY, NAN};
     for (int i = 0; i < 2; i++) {
         AuditSums t = s;
         audit_add(&t, 1, fp8_from_float(1 / spoiled[i], FP8_E4M3), spoiled[i], FP8_E4M3);
-        CHECK(audit_sqnr_db(&t) == -(double)INFINITY && t.saturated == 0, "inverse scale %g: %g dB, %.0f saturated",
+        CHECK(audit_sqnr_db(&t) == -(double)INFINITY && t.saturated == 0, "scale_inv %g: %g dB, %.0f saturated",
               (double)spoiled[i], audit_sqnr_db(&t), t.saturated);
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Copies of every granularity
+// FP8 data of every granularity
 
-// The sums of a copy, element by element: which block it is in, that block's amax, its scale.
+// Sums the errors of FP8 data element by element, with each element's block, the block's amax and its scale.
 static AuditSums plain_sums(const float *x, UsageShape shape, ScaleGranularity g, ScaleRule rule, Fp8Format format) {
     AuditSums s = no_sums;
     const int64_t outer = shape.outer, depth = shape.depth, outer_stride = shape.outer_stride,
@@ -165,7 +165,7 @@ static void check_granularity(int64_t R, int64_t C, TensorUsage copy, ScaleGranu
           "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, 0", what, s.count, s.flushed, s.saturated,
           want.count, want.flushed);
     CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: nothing small enough to be flushed", what);
-    // sums in another order: at most 52,800 additions of 2^-53 each
+    // The order of sums differs: at most 52,800 additions of 2^-53 each.
     CHECK(fabs(s.signal - want.signal) <= 6e-12 * want.signal && fabs(s.noise - want.noise) <= 6e-12 * want.noise,
           "%s: signal %.17g, noise %.17g; want %.17g, %.17g", what, s.signal, s.noise, want.signal, want.noise);
     CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.scale_inv_max == want.scale_inv_max, "%s: maxima",
@@ -223,14 +223,14 @@ static void run_free(Run *r) {
     parameter_table_free(&r->t);
 }
 
-// 1000 elements with a given SQNR: 10 of them flushed, 5 saturated, scales 2 to 64.
+// Makes sums of 1000 elements with a given SQNR: 10 flushed, 5 saturated, scales 2 to 64.
 static AuditSums sums_of(double db, float amax) {
     const AuditSums s = {1000, 10, 5, 100, 100 / pow(10, db / 10), float_bits(amax), float_bits(64), float_bits(0.5f)};
     return s;
 }
 
-// Every copy at 30 dB, w's at 32; of layer 7's down x the row copy at 20 dB and the col copy at 21; of layer 3's qkv dy
-// the row copy at 25.
+// All data have 30 dB and w 32 dB. Layer 7's down x has 20 dB rowwise and 21 dB columnwise; layer 3's qkv dy has 25 dB
+// rowwise.
 static void fill_sums(Run *r) {
     for (int64_t i = 0; i < audit_count(&r->p); i++) r->sums[i] = sums_of(i / 2 % NUM_TENSORS == TENSOR_W ? 32 : 30, 1);
     r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, ROWWISE)] = sums_of(20, 12.5f);
@@ -249,7 +249,7 @@ static bool text_is(const Json *json, const char *key, const char *want) {
     return node && node->type == JSON_STRING && strcmp(node->text, want) == 0;
 }
 
-// Writes an audit to a log of its own and returns the lines after the settings; the caller frees.
+// Writes an audit to a new log and returns the lines after the settings. The caller frees them.
 static char *logged(const Run *r) {
     const char *path = scratch_path("log.jsonl");
     const RunInfo run = {"train_fp8", "CPU", "test", 1, 0, false, 0, NULL};
@@ -262,7 +262,7 @@ static char *logged(const Run *r) {
     return lines;
 }
 
-// One line of the log for an operand, NULL if there is none; parsed into *json, which the caller frees if there is one.
+// Returns the log's line for an operand, parsed into *json, or NULL. The caller frees *json if there is a line.
 static bool find_line(Json *json, const char *lines, int64_t layer, const char *linear, const char *gemm,
                       const char *operand) {
     for (const char *line = lines; *line; line = strchr(line, '\n') + 1) {
@@ -310,7 +310,7 @@ static void test_log(void) {
     free(lines);
     run_free(&r);
 
-    // bf16 operands are left out: all of layers 0 and 5, and with bf16 weight gradients those products
+    // bf16 operands are left out: all of layers 0 and 5, and with bf16 weight gradients those GEMMs.
     r = run_create(RECIPE_ROWWISE_GW_HP, "first, layers=5, down");
     fill_sums(&r);
     lines = logged(&r);
@@ -321,7 +321,7 @@ static void test_log(void) {
     free(lines);
     run_free(&r);
 
-    // one tensor's codes for two products: the copies' sums are one, also where only one copy was audited
+    // One tensor's codes for two GEMMs: sums of rowwise and columnwise data are merged, also if only one was audited.
     r = run_create(RECIPE_TENSORWISE, "");
     r.sums[audit_index(1, GATE_UP_PROJ, TENSOR_W, ROWWISE)] = sums_of(30, 1);
     lines = logged(&r);
@@ -331,7 +331,7 @@ static void test_log(void) {
             CHECK(fabs(member(&json, "sqnr_db") - 30) < 1e-9, "%g dB", member(&json, "sqnr_db"));
             json_free(&json);
         } else {
-            CHECK(false, "no line for product %d of gate_up w", gemm);
+            CHECK(false, "no line for GEMM %d of gate_up w", gemm);
         }
     }
     free(lines);
@@ -347,7 +347,7 @@ static void test_table(void) {
     fill_sums(&r);
     char *text = printed_table(&r);
     CHECK(check_count(text, "\n") == 1 + 2 + 24 + 1, "%d lines:\n%s", check_count(text, "\n"), text);
-    // 15 layers at 30 dB and one at 20 have a mean noise of (15 + 10) / 16 of 30 dB's: 28.06 dB
+    // 15 layers at 30 dB and one at 20 dB have a mean noise of (15 + 10) / 16 times that of 30 dB: 28.06 dB.
     check_has(text,
               "  down      fprop  x   e4m3 1x128      28.06    20.00      7       1.0000%     0.5000%         12.5\n");
     check_has(text,
@@ -355,7 +355,7 @@ static void test_table(void) {
     check_has(text, "  FP8 hurts most: layer 7 down x (fprop, 20.00 dB), layer 7 down x (wgrad, 21.00 dB), layer 3 qkv "
                     "dy (dgrad, 25.00 dB)\n");
     free(text);
-    // a second audit, with layer 0's gate_up dy worse in it
+    // A second audit, in which layer 0's gate_up dy is worse.
     AuditSums *second = (AuditSums *)xcalloc((size_t)audit_count(&r.p), sizeof *second);
     memcpy(second, r.sums, (size_t)audit_count(&r.p) * sizeof *second);
     second[audit_index(0, GATE_UP_PROJ, TENSOR_DY, COLUMNWISE)] = sums_of(10, 77);
@@ -372,7 +372,7 @@ static void test_table(void) {
     fill_sums(&r);
     r.sums[audit_index(5, GATE_UP_PROJ, TENSOR_DY, ROWWISE)].noise = (double)INFINITY;
     text = printed_table(&r);
-    // codes shared by two products: sums of both copies, 20 and 21 dB; and named once
+    // Codes shared by two GEMMs: sums of both data, 20 and 21 dB, and one row in the table.
     check_has(text, "FP8 hurts most: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "
                     "dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");

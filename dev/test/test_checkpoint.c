@@ -1,5 +1,5 @@
-// The store of checkpoints: save and load bit for bit, what resuming refuses, damage of every kind, failing disks,
-// export, loading of foreign weights.
+// Tests the checkpoint store: save and load bit for bit, refusals to resume, damage of every kind, failing disks,
+// export, and weights of other programs.
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -10,13 +10,13 @@
 #include "lib/check.h"
 #include "lib/scratch.h"
 
-// ---- a trainer's state in host memory
+// ---- A trainer's state in host memory.
 
 typedef struct {
     ModelConfig model;
     ParameterTable table;
     Options options;
-    CheckpointRun run;  // of both
+    CheckpointRun run;  // shared by both checkpoint sets
     TrainerState state;
     char *arrays[3];
     float *delayed[2];  // amax history and scales
@@ -35,7 +35,7 @@ static float *delayed_element(Trainer *t, StateKind kind, int64_t offset, int64_
     return t->delayed[is_scale] + offset;
 }
 
-// Gives the trainer histories and scales, all 0. The caller frees t->delayed.
+// Allocates amax histories and scales, all 0. The caller frees t->delayed.
 static void add_delayed(Trainer *t, int64_t window) {
     t->state.delayed_tensors = tensor_count(t->model.num_layers), t->state.delayed_window = window;
     t->delayed[0] = (float *)xcalloc((size_t)(t->state.delayed_tensors * window), sizeof(float));
@@ -56,7 +56,7 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
     else memcpy(element(t, kind, offset, count), host, (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
 }
 
-// Random bytes in every parameter (any finite value must survive), zeros in the padding.
+// Fills every parameter with random bytes (any finite value must survive) and the padding with zeros.
 static void trainer_fill(Trainer *t, uint64_t seed) {
     for (int kind = 0; kind < 3; kind++)
         for (int64_t i = 0; i < t->table.count; i++) {
@@ -66,7 +66,7 @@ static void trainer_fill(Trainer *t, uint64_t seed) {
             for (int64_t b = 0; b < bytes; b++) {
                 at[b] = (char)rng_u64(seed, (uint64_t)(kind * 100000000 + i * 1000000 + b));
                 const int64_t width = t->state.is_fp32[kind] ? 4 : 2;
-                if (b % width == width - 1) at[b] &= (char)0xbf;  // the highest bit of the exponent
+                if (b % width == width - 1) at[b] &= (char)0xbf;  // clears the highest bit of the exponent
             }
         }
 }
@@ -115,7 +115,7 @@ static void save(Trainer *t, const char *dir, int64_t step, int64_t keep) {
     if (!checkpoint_save(dir, keep, &progress, &t->run, &t->table, &t->state, &failure)) die("%s", failure.text);
 }
 
-// The steps in a folder, newest first, as "300 200"; with everything else that is there counted behind a '+'.
+// Lists the steps in a folder, newest first, as "300 200". '+' and a number count all other entries.
 static const char *listing(const char *dir) {
     static char text[256];
     CheckpointSteps list;
@@ -145,7 +145,7 @@ static void flip_byte(const char *path, int64_t at) {
     if (fclose(f)) die("cannot write %s", path);
 }
 
-// The byte at which a tensor of a file begins.
+// Returns the offset of a tensor's first byte in a file.
 static int64_t safetensors_data(const char *path, const char *tensor) {
     Safetensors st;
     Failure failure;
@@ -162,7 +162,7 @@ static void write_float(const char *path, int64_t at, float value) {
         die("cannot write %s", path);
 }
 
-// ---- save and load
+// ---- Save and load.
 
 static void test_round_trip(void) {
     const char *dir = xstrdup(scratch_path("round"));
@@ -181,7 +181,7 @@ static void test_round_trip(void) {
         CHECK(p.step == 7 && p.samples == 21, "step %lld, samples %lld", (long long)p.step, (long long)p.samples);
         CHECK(same_state(a, b), "variant %d: loaded state differs", variant);
 
-        // What transformers will see: config.json, and each weight once under its Hugging Face name.
+        // transformers sees config.json, and each weight once under its Hugging Face name.
         Safetensors st;
         Failure failure = {"", false};
         CHECK(safetensors_open_folder(&st, found, "model", &failure), "%s", failure.text);
@@ -202,7 +202,7 @@ static void test_round_trip(void) {
     free((char *)dir);
 }
 
-// The state of delayed scaling travels with the checkpoint, and never with an export.
+// The state of delayed scaling is in a checkpoint, and never in an export.
 static void load_delayed(void *context) {
     Trainer *t = (Trainer *)context;
     char found[PATH_CAPACITY];
@@ -239,8 +239,8 @@ static void test_delayed(void) {
           failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export holds no history");
-    // Neither is saved if it is not finite. Of what older versions saved, an infinity in a history is read, but no NaN,
-    // nor such a scale.
+    // Histories and scales are not saved if they are not finite. Older versions saved some: an infinity in a history is
+    // read, but a NaN or such a scale is refused.
     const TrainerProgress progress = {9, 9};
     history[3] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
@@ -293,7 +293,7 @@ static void test_sharded(void) {
     CHECK(path_exists(index) && model_has_weights(found), "%s", index);
     checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(same_state(a, b), "loaded state differs");
-    // A missing shard is found, though the index is whole.
+    // A missing shard is detected, although the index is complete.
     format_checked(index, sizeof index, "%s/optimizer-00002-of-", found);
     DIR *d = opendir(found);
     for (struct dirent *e; (e = readdir(d)) != NULL;)
@@ -314,17 +314,17 @@ static void test_keep(void) {
     char broken[PATH_CAPACITY];
     for (int64_t step = 10; step <= 40; step += 10) save(t, dir, step, 2);
     CHECK(strcmp(listing(dir), "40 30") == 0, "%s", listing(dir));
-    save(t, dir, 40, 2);  // again, over itself
+    save(t, dir, 40, 2);  // saves the step again
     CHECK(strcmp(listing(dir), "40 30") == 0, "%s", listing(dir));
-    // A broken one is not counted among those kept, so that a whole one before it stays.
+    // A damaged checkpoint does not count as kept, so an older complete one stays.
     format_checked(broken, sizeof broken, "%s/step-00000040/optimizer.safetensors", dir);
     CHECK(truncate(broken, 100) == 0, "%s", strerror(errno));
     save(t, dir, 50, 2);
     CHECK(strcmp(listing(dir), "50 40 30") == 0, "%s", listing(dir));
     save(t, dir, 60, 1);
     CHECK(strcmp(listing(dir), "60") == 0, "%s", listing(dir));
-    // Nor is one that looks whole, but that the run passed over when it was resumed; until the run saves that step
-    // itself.
+    // A checkpoint that the run skipped when it resumed does not count either, even if it looks complete, until the run
+    // saves that step itself.
     int64_t steps[] = {66, 64};
     CheckpointSteps passed_over = {steps, 2};
     save(t, dir, 64, 9), save(t, dir, 66, 9);
@@ -338,11 +338,11 @@ static void test_keep(void) {
     t->run.skipped = NULL;
     save(t, dir, 69, 1);
     CHECK(strcmp(listing(dir), "69") == 0, "%s", listing(dir));
-    // One of a later step, which a resumed run passed over, stays; one of the same step is replaced.
+    // A skipped checkpoint of a later step stays. One of the same step is replaced.
     save(t, dir, 90, 9);
     save(t, dir, 70, 1);
     CHECK(strcmp(listing(dir), "90 70") == 0, "%s", listing(dir));
-    // Leftovers of interrupted saves are removed; other names are not ours, nor are folders that we did not mark.
+    // Leftovers of interrupted saves are removed. Folders with other names or without our mark stay.
     Failure failure;
     static const char *const names[] = {
         "step-00000080.tmp", "step-00000020.old.tmp", "step-00000030.2.tmp", "step-80.tmp", "notes",
@@ -355,7 +355,7 @@ static void test_keep(void) {
     }
     save(t, dir, 95, 1);
     CHECK(strcmp(listing(dir), "95+3") == 0, "%s", listing(dir));
-    // One that is not ours and has the name to write under stays, and so does one that has the name to save under.
+    // A folder of another program stays, even if it has the name of a checkpoint or of a temporary folder.
     save(t, dir, 81, 9);
     CHECK(strcmp(listing(dir), "95 81+3") == 0, "%s", listing(dir));
     char path[PATH_CAPACITY];
@@ -371,8 +371,8 @@ static void test_keep(void) {
     trainer_free(t);
 }
 
-// A checkpoint that was moved to another disk and linked back is resumed from, counts as kept, and is never removed;
-// nor is what a link in the place of a leftover leads to. Links of every kind do no harm.
+// A checkpoint that was moved to another disk and linked back is resumed from, counts as kept, and is never removed. A
+// link in place of a leftover is not followed. No kind of link does harm.
 static void test_links(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     Failure failure = {"", false};
@@ -404,7 +404,7 @@ static void test_links(void) {
     save(t, dir, 6, 1);
     CHECK(strcmp(listing(dir), "10 9 8 7 6 2+4") == 0 && passed_over.count == 1 && passed_over.steps[0] == 2, "%s",
           listing(dir));
-    save(t, dir, 8, 1);  // over a link
+    save(t, dir, 8, 1);  // saves over a link
     save(t, dir, 11, 2);
     CHECK(strcmp(listing(dir), "11 10 9 8 7 2+5") == 0, "%s", listing(dir));
     CHECK(checkpoint_is_whole(archive, true, &failure) && path_exists(scratch_path("home/thesis")), "%s", failure.text);
@@ -418,7 +418,7 @@ static void test_links(void) {
     trainer_free(t);
 }
 
-// A checkpoint of a version that set no mark: loads, and is removed when it is due if its trainer.json is sound.
+// A checkpoint of a version without the mark loads. It is removed when it is due, if its trainer.json is valid.
 static void test_unmarked(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     const char *dir = xstrdup(scratch_path("unmarked"));
@@ -438,9 +438,9 @@ static void test_unmarked(void) {
     trainer_free(t);
 }
 
-// ---- two ranks, of which this process is the first: stand-ins for what it would send to the other
+// ---- Two ranks. This process is the first; stand-ins replace what it would send to the other.
 
-static const char *at_barrier;  // the folder to list when all ranks wait for each other
+static const char *at_barrier;  // the folder to list when all ranks wait at a barrier
 static char listed_at_barrier[256];
 
 int MPI_Barrier(MPI_Comm comm) {
@@ -450,7 +450,8 @@ int MPI_Barrier(MPI_Comm comm) {
 }
 
 int MPI_Allreduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm) {
-    (void)from, (void)to, (void)count, (void)type, (void)op, (void)comm;  // in place: the other rank's is the same
+    (void)from, (void)to, (void)count, (void)type, (void)op,
+        (void)comm;  // nothing to do: the other rank has equal values
     return MPI_SUCCESS;
 }
 
@@ -459,7 +460,7 @@ int MPI_Bcast(void *data, int count, MPI_Datatype type, int root, MPI_Comm comm)
     return MPI_SUCCESS;
 }
 
-// No rank goes on to the next step while rank 0 still removes old checkpoints.
+// No rank starts the next step before rank 0 has removed old checkpoints.
 static void test_prune_together(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     const char *dir = xstrdup(scratch_path("together"));
@@ -474,7 +475,7 @@ static void test_prune_together(void) {
     trainer_free(t);
 }
 
-// ---- refusals
+// ---- Refusals.
 
 typedef struct {
     Trainer *trainer;
@@ -507,7 +508,7 @@ static void test_mismatch(void) {
     free(text);
     const TrainerProgress p = checkpoint_check(action.path, &t->run);
     CHECK(p.step == 3, "step %lld", (long long)p.step);
-    // Free settings may differ, those that must match may not; all that differ are named.
+    // Some settings may differ and others must match. The error names all that differ.
     t->options.num_steps = 5, t->options.learning_rate = 1, t->options.batch_size = 7, t->options.checkpoint_every = 3,
     t->options.train_data = "moved/*.bin";
     checkpoint_check(action.path, &t->run);
@@ -547,7 +548,8 @@ static void test_mismatch(void) {
     trainer_free(other);
 }
 
-// What checkpoint_settings_mismatch says of the settings `text` (of trainer.json) against `o`. The caller frees.
+// Returns the message of checkpoint_settings_mismatch for the settings `text` (of trainer.json) against `o`. The caller
+// frees it.
 static char *mismatch_of(const char *text, Options o) {
     Json json;
     Failure failure;
@@ -558,7 +560,7 @@ static char *mismatch_of(const char *text, Options o) {
     return out.data;
 }
 
-// Checkpoints of versions that lacked an option: their runs did what is the default today, `auto` resolved.
+// Checkpoints of versions that lacked an option: those runs used today's default, with `auto` resolved.
 static void test_older_settings(void) {
     static const char older[] =
         "{\"settings\": {\"precision\": \"fp8\", \"seed\": \"42\", \"master-weights\": \"bf16\"}}";
@@ -590,8 +592,8 @@ static void test_older_settings(void) {
     }
 }
 
-// checkpoint_prepare in a process of its own, which lets go of the folder when it ends; `hold` writes a byte to the
-// pipe and stays.
+// Runs checkpoint_prepare in a child process, which releases the folder when it ends. With `hold` the child writes a
+// byte to the pipe and waits.
 static pid_t prepare_child(const char *dir, int hold) {
     const pid_t child = fork();
     if (child < 0) die("fork: %s", strerror(errno));
@@ -607,7 +609,7 @@ static bool prepares(const char *dir) {
     return status == 0;
 }
 
-// One run at a time: the second is refused, unless the first is just ending.
+// Only one run at a time: the second is refused, unless the first is just ending.
 static void test_lock(void) {
     char output[4096], dir[PATH_CAPACITY];
     int fds[2];
@@ -640,7 +642,7 @@ static void test_prepare(void) {
     CHECK(check_dies(prepare_action, (void *)"/dev/null/parent", "cannot make folder /dev/null/parent", output,
                      sizeof output),
           "%s", output);
-    // Root may write anywhere but in a file system of the kernel, and a file is no folder.
+    // Root may write everywhere except in file systems of the kernel. A file is not a folder.
     CHECK(check_dies(prepare_action, (void *)"/proc/checkpoints", "cannot make folder /proc/checkpoints", output,
                      sizeof output),
           "%s", output);
@@ -653,7 +655,7 @@ static void test_prepare(void) {
     trainer_free(t);
 }
 
-// ---- damage: the newest is passed over with the reason, the one before it is taken
+// ---- Damage: the newest checkpoint is skipped with the reason, and the one before it is loaded.
 
 static void damage_truncate(const char *path, int64_t bytes) {
     if (truncate(path, (off_t)bytes)) die("truncate %s: %s", path, strerror(errno));
@@ -705,7 +707,7 @@ static void test_damage(void) {
     damage_remove(path, 0);
     CHECK(check_dies(find_action, (void *)dir, "is damaged (2 found)", output, sizeof output), "%s", output);
 
-    // A folder that was renamed is not what its name says.
+    // A renamed folder does not contain the step of its name.
     char renamed[PATH_CAPACITY];
     save(t, dir, 6, 1);
     format_checked(path, sizeof path, "%s/step-00000006", dir);
@@ -719,7 +721,7 @@ static void test_damage(void) {
               strstr(found, "step-00000006"),
           "took %s", found);
 
-    // Every byte of trainer.json counts.
+    // Damage in any byte of trainer.json is detected.
     save(t, dir, 3, 1);
     format_checked(path, sizeof path, "%s/step-00000003/trainer.json", dir);
     char checkpoint[PATH_CAPACITY];
@@ -740,7 +742,7 @@ static void test_damage(void) {
     trainer_free(t);
 }
 
-// A trainer.json that is sealed but of another version or with hostile entries.
+// A trainer.json with a correct hash, but of another version or with hostile entries.
 static void test_sealed(void) {
     static const char *const cases[][2] = {
         {"{\n  \"format_version\": 2, \"files\": []", "has format version 2; this program reads version 1"},
@@ -768,7 +770,7 @@ static void test_sealed(void) {
     remove_tree(folder_path);
 }
 
-// ---- saving that fails: the checkpoint before stays, nothing else does
+// ---- A save that fails: the earlier checkpoint stays, and no other file is left.
 
 static void test_failing_save(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, true, true);
@@ -780,8 +782,8 @@ static void test_failing_save(void) {
     signal(SIGXFSZ, SIG_IGN);
     struct rlimit before, small;
     getrlimit(RLIMIT_FSIZE, &before);
-    // The limit on file sizes hits config.json, the weights' header, the weights, the optimizer state; each file in
-    // turn is the first too large.
+    // The limit on file sizes is reached in config.json, in the weights' header, in the weights and in the optimizer
+    // state: each file in turn is the first too large one.
     static const rlim_t limits[] = {100, 1000, 5000, 40000};
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
         const TrainerProgress progress = {2, 2};
@@ -794,7 +796,7 @@ static void test_failing_save(void) {
               "limit %d: %s", (int)limits[i], failure.text);
         CHECK(strcmp(listing(dir), "1") == 0, "limit %d: %s", (int)limits[i], listing(dir));
     }
-    // A save over the same step that fails leaves the old one of that step.
+    // If saving a step again fails, its earlier checkpoint stays.
     const TrainerProgress progress = {1, 1};
     small.rlim_cur = 40000;
     setrlimit(RLIMIT_FSIZE, &small);
@@ -826,7 +828,8 @@ static void test_failing_save(void) {
     trainer_free(b);
 }
 
-// One value that is not finite, anywhere: nothing is saved, the tensor is named, and trying again is of no use.
+// One value that is not finite, in any tensor: nothing is saved, the error names the tensor, and the save is not tried
+// again.
 static void test_nonfinite(void) {
     static const char *const prefixes[] = {"", "exp_avg.", "exp_avg_sq."};
     const TrainerProgress progress = {2, 2};
@@ -864,7 +867,7 @@ static void test_nonfinite(void) {
     }
 }
 
-// Checkpoints of before may hold an infinity: such a one is not continued from.
+// Checkpoints of older versions may hold an infinity. A run does not resume from them.
 static void resume_action(void *context) {
     Action *a = (Action *)context;
     checkpoint_load(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
@@ -895,11 +898,11 @@ static void test_load_nonfinite(void) {
     trainer_free(t);
 }
 
-// ---- a run that cannot save goes on, until its last save
+// ---- A run whose save fails goes on, until its last save.
 
 static int failing_saves;
 
-// Stands in for libc's: so many folders to save in cannot be made, as on a disk that fails now and then.
+// Replaces libc's function: the first `failing` folders cannot be made, as on a disk that fails for a while.
 int mkdir(const char *path, mode_t mode) {
     if (failing_saves > 0 && strstr(path, FOLDER_TEMPORARY)) {
         failing_saves--;
@@ -988,7 +991,8 @@ static void test_retry(void) {
     trainer_free(r.trainer);
 }
 
-// A process that is killed in the middle of a save leaves the checkpoint before, and the next save clears up.
+// If a process is killed in the middle of a save, the earlier checkpoint stays, and the next save removes the
+// leftovers.
 static void kill_in_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     state_read(context, kind, offset, count, host);
     if (kind == STATE_EXP_AVG_SQ) raise(SIGKILL);
@@ -1017,7 +1021,7 @@ static void test_killed(void) {
     trainer_free(t);
 }
 
-// ---- export and foreign weights
+// ---- Export, and weights of other programs.
 
 static void test_export(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, true, false), *b = trainer_new(FAMILY_QWEN3, true, false, false);
@@ -1047,7 +1051,7 @@ static void test_export(void) {
               !path_exists(scratch_path("export/trainer.json")) && !path_exists(scratch_path("export.tmp")),
           "second export");
 
-    // Loaded as bf16: rounded to nearest even.
+    // Weights loaded as bf16 are rounded to nearest even.
     ModelConfig read;
     hf_config_read(&read, dir);
     model_check_weights(dir, &read, &b->table);
@@ -1057,7 +1061,7 @@ static void test_export(void) {
         wrong += ((bf16_bits *)b->arrays[STATE_WEIGHTS])[i] != bf16_from_float(((float *)a->arrays[STATE_WEIGHTS])[i]);
     CHECK(wrong == 0, "%lld weights differ", (long long)wrong);
 
-    // A folder with anything else in it is not replaced.
+    // A folder with any other file in it is not replaced.
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) &&
               strstr(failure.text, "holds thesis.txt, which is not part of an export; use a new folder"),
@@ -1080,7 +1084,7 @@ static bool zeros(void *context, int64_t tensor, int64_t offset, int64_t count, 
     return true;
 }
 
-// Writes a model's tensors with one change: `skip` is left out, `misshape` gets its sides exchanged, `extra` is added.
+// Writes a model's tensors with one change: `skip` is left out, `misshape` has its sides exchanged, `extra` is added.
 static void write_weights(const char *dir, const ParameterTable *t, const char *skip, const char *misshape,
                           const char *extra, SafetensorsType type) {
     SafetensorSpec *all = (SafetensorSpec *)xcalloc((size_t)t->count + 1, sizeof *all);
@@ -1137,7 +1141,7 @@ static void run_in(const char *dir) {
     if (chdir(dir)) die("chdir: %s", strerror(errno));
 }
 
-// What could not become an export at the end is found before the first step.
+// A folder that cannot take the export is refused before the first step.
 static void test_export_refusals(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     char dir[PATH_CAPACITY], link[PATH_CAPACITY], dotted[PATH_CAPACITY], weights[PATH_CAPACITY];
@@ -1150,8 +1154,8 @@ static void test_export_refusals(void) {
     format_checked(dotted, sizeof dotted, "%s", scratch_path("sticky/./none/../export/."));
     CHECK(symlink("export", link) == 0, "%s", strerror(errno));
     refused(link, NULL, NULL, "cannot open folder");
-    for (int round = 0; round < 3;
-         round++) {  // a new folder, an empty one, an earlier export: found to be replaceable and left as it was
+    // A new folder, an empty one and an earlier export are replaceable, and stay unchanged.
+    for (int round = 0; round < 3; round++) {
         model_export_prepare(dir, scratch_path("elsewhere"));
         CHECK(path_exists(dir) == (round > 0) && !path_exists(scratch_path("sticky/export.old.tmp")) &&
                   !path_exists(scratch_path("sticky/export.tmp")),
@@ -1163,7 +1167,7 @@ static void test_export_refusals(void) {
     format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
     CHECK(safetensors_is_own(weights), "the earlier export stays");
 
-    // Other ways to name the folder mean the folder, which its links then lead to.
+    // Other paths to the folder mean that folder. Its links then lead to the new one.
     model_export_prepare(dotted, NULL);
     model_export_prepare(link, NULL);
     CHECK(model_export_hf(dotted, &t->model, &t->table, &t->state, NULL, &failure) &&
@@ -1186,7 +1190,7 @@ static void test_export_refusals(void) {
         printf("SKIPPED: a folder of another user: root may become one\n");
     }
 
-    // A model that this program did not write is none of its exports, nor is a folder without weights.
+    // A model that another program wrote is not an export of this one, nor is a folder without weights.
     write_weights(dir, &t->table, "", "", "", ST_F32);
     flip_byte(weights, 45);  // "written_by": another key
     refused(dir, NULL, NULL, "is not an earlier export: this program did not write its file model.safetensors");
@@ -1197,8 +1201,9 @@ static void test_export_refusals(void) {
     trainer_free(t);
 }
 
-// A kill between the two exchanges of export_try leaves the earlier export under the other name, an empty folder in its
-// place, or nothing: the next start puts it back. What cannot be the earlier export is named and stays.
+// If export_try is killed between its two exchanges, the earlier export has the other name, and an empty folder or
+// nothing is in its place. The next start puts it back. Any folder that cannot be the earlier export is named and
+// stays.
 static void test_export_restore(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     Failure failure = {"", false};
@@ -1208,7 +1213,8 @@ static void test_export_restore(void) {
     format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
     Export e = {dir, NULL, NULL};
     CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
-    // In its place: nothing, an empty folder, the marked one of export_try, the same with an export of before the mark.
+    // In its place: nothing, an empty folder, the marked folder of export_try, or a marked folder with an export of an
+    // older version.
     for (int state = 0; state < 4; state++) {
         if (rename(dir, aside) || (state == 1 && !folder_create(dir, false, &failure)) ||
             (state >= 2 && !folder_begin(dir, &failure)))
@@ -1224,7 +1230,7 @@ static void test_export_restore(void) {
                       path_exists(scratch_path("out/" FOLDER_MARKER)),
                   "%s", failure.text);
     }
-    // Both are there: the user says which is wanted.
+    // Both exist: the user must choose one.
     if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure))
         die("%s", failure.text);
     CHECK(check_dies(export_action, &e,
@@ -1233,7 +1239,7 @@ static void test_export_restore(void) {
                      output, sizeof output),
           "%s", output);
     remove_tree(aside);
-    // Links lead nowhere, and another program's folder stays.
+    // Links are not followed, and a folder of another program stays.
     static const char *const names[] = {"out.tmp", "out.old.tmp"};
     if (!folder_create(scratch_path("victim"), false, &failure) ||
         !file_write(scratch_path("victim"), "config.json", "{}", 2, NULL, &failure))
@@ -1257,8 +1263,8 @@ static void test_export_restore(void) {
     trainer_free(t);
 }
 
-// As MODEL: a checkpoint's or export's files are checked against the hashes beside them; a folder from elsewhere has
-// none.
+// MODEL is a folder: files of a checkpoint or an export are compared with the hashes beside them. A folder of another
+// program has no hashes.
 static void test_verify(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     Failure failure = {"", false};
@@ -1289,7 +1295,7 @@ static void test_verify(void) {
         CHECK(model_verify(folder, 1000, &failure) != cases[i].small, "%s: %s", path, failure.text);
         flip_byte(path, 1);
     }
-    // The state of the optimizer is not read, so it may be left out; a folder without a list is taken as it is.
+    // The optimizer state is not read, so it may be missing. A folder without a list of hashes is not checked.
     format_checked(path, sizeof path, "%s/optimizer.safetensors", checkpoint);
     CHECK(unlink(path) == 0 && model_verify(checkpoint, INT64_MAX, &failure), "%s", failure.text);
     format_checked(path, sizeof path, "%s/model.safetensors", export);
@@ -1301,7 +1307,7 @@ static void test_verify(void) {
     trainer_free(t);
 }
 
-// A folder that was exchanged and cannot be removed stays under the other name.
+// An exchanged folder that cannot be removed stays under the other name.
 static void test_replace(void) {
     char old[PATH_CAPACITY], new[PATH_CAPACITY];
     Failure failure = {"", false};
@@ -1341,7 +1347,7 @@ static void load_action(void *context) {
     model_load_weights(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
-// The last element of DIR/model.safetensors, which is the extra tensor's if there is one.
+// Returns the last element of DIR/model.safetensors. It is the extra tensor's, if there is one.
 static void write_last(const char *dir, float value) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/model.safetensors", dir);
@@ -1378,7 +1384,7 @@ static void test_foreign_weights(void) {
     write_weights(dir, &t->table, "", "", "", ST_I32);
     CHECK(check_dies(load_action, &action, "has dtype I32; weights must be F32, BF16 or F16", output, sizeof output),
           "%s", output);
-    // An extra lm_head in a tied model and the RoPE tables of old files are passed over.
+    // An extra lm_head in a tied model and the RoPE tables of old files are skipped.
     static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};
     for (int i = 0; i < 3; i++) {
         trainer_fill(t, 3);

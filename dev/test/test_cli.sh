@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What programs may rely on: exit statuses, --list, --dry-run --json, log.jsonl. Needs mpirun and python3. Ends with
-# "N passed, N failed".
+# Tests the interface for programs: exit statuses, --list, --dry-run --json, log.jsonl. Needs mpirun and python3. Ends
+# with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -13,7 +13,7 @@ trap 'rm -rf "$tmp"' EXIT
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
 data="--train-data $tmp/s_train.bin --sequence-length 32 --num-steps 2"
 
-# ---- exit statuses, on one rank and on two; $1 the status, the rest: arguments
+# ---- Exit statuses, on one rank and on two. $1 status, then arguments.
 
 ends() {
     local expected=$1 one two
@@ -42,7 +42,7 @@ done
 known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base/utils.h | paste -sd' ')
 check "the statuses of the scripts" equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
 
-# ---- an error is one line on stderr, on one rank and on two: Open MPI 4 adds no paragraph about MPI_ABORT. mpirun of
+# ---- An error is one line on stderr, on one rank and on two: Open MPI 4 adds no paragraph about MPI_ABORT. mpirun of
 # Open MPI 5 prints "prterun has exited ..." itself, which no rank can prevent.
 
 one_line() { [ "$(wc -l <"$1")" -eq 1 ] && grep -q '^error: ' "$1" || { cat "$1"; false; }; }
@@ -64,7 +64,7 @@ check "a damaged checkpoint: one line" says_one_line tiny $saved --resume
 check "a damaged model: one line" says_one_line "$tmp/damaged/step-00000002" $data
 check "a gradient that is not finite: one line" says_one_line tiny $data --learning-rate 1000 --num-steps 50
 
-# ---- names
+# ---- Names.
 
 $trainer --help >"$tmp/help"
 check "--list models" equal "$(list_models)" "$(sed -n 's/^MODEL: \(.*\),$/\1/p' "$tmp/help" | tr -d ',') "
@@ -72,7 +72,7 @@ recipes=$(sed -n 's/^ *--fp8-recipe \([a-z0-9_|]*\).*/\1/p' "$tmp/help" | tr '|'
 check "--list recipes" equal "$(list_recipes)" "$recipes "
 check "--list options" equal "$($trainer --list options)" "$(sed -n 's/^  --\([a-z0-9-]*\)\( .*\|$\)/\1/p' "$tmp/help")"
 
-# ---- the plan and the log, against what the trainer prints and against each other
+# ---- The plan and the log, compared with the printed plan and with each other.
 
 cat >"$tmp/plan.py" <<'PY'
 import json, re, sys
@@ -115,7 +115,7 @@ if log:
     assert {**log["settings"], "dry-run": "on", "log-dir": ""} == {**plan["settings"], "log-dir": ""}
 print("fp8_gemms", fp8)
 PY
-# $1 what it prints, $2 ranks, the rest: options. Where there are 2 ranks or fewer the run is made, too.
+# $1 expected output of plan.py, $2 ranks, then options. With 2 ranks or fewer, the run also trains.
 plans() {
     local expected=$1 ranks=$2 folder=$tmp/$RANDOM
     shift 2

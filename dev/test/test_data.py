@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Tests of data/: tinystories.py (shards, table, download, bad inputs, token for token against ../shared/data) and synth_stories.c.
+"""Tests data/: tinystories.py (shards, table, download, wrong input, tokens compared with ../shared/data) and
+synth_stories.c.
 
-Runs with any Python 3; what needs the packages of data/requirements.txt is run with data/.venv/bin/python, or skipped with a reason.
+Runs with any Python 3. Tests that need the packages of data/requirements.txt use data/.venv/bin/python, or are skipped
+with a reason.
 """
 import array
 import functools
@@ -37,7 +39,7 @@ def run(*arguments, python=sys.executable, **environment):
 
 
 def read_shard(path):
-    """(magic, version, tokens), the count checked against the header."""
+    """Returns (magic, version, tokens). Checks the count of the header."""
     with open(path, "rb") as f:
         magic, version, count = struct.unpack("<iii", f.read(12))
         f.seek(1024)
@@ -55,7 +57,8 @@ def read_table(path):
         length, = struct.unpack_from("<I", data, at)
         tokens.append(data[at + 4:at + 4 + length])
         at += 4 + length
-    check((magic, version, at) == (20251121, 1, len(data)), f"{path}: magic {magic}, version {version}, {at} of {len(data)} bytes")
+    check((magic, version, at) == (20251121, 1, len(data)),
+          f"{path}: magic {magic}, version {version}, {at} of {len(data)} bytes")
     return separator, tokens
 
 
@@ -66,7 +69,7 @@ def write_text(path, stories):
 
 
 def decode(tokens, separator, table):
-    """The stories that a shard holds."""
+    """Returns the stories of a shard."""
     stories = []
     for token in tokens:
         if token == separator:
@@ -85,8 +88,10 @@ def test_bytes(folder):
     magic, version, tokens = read_shard(f"{folder}/out/tinystories_bytes_train.bin")
     expected = [t for s in STORIES for t in [256, *s.encode()]]
     check((magic, version) == (20240520, 1) and tokens == expected, "byte tokens of the training text")
-    check(read_shard(f"{folder}/out/tinystories_bytes_val.bin")[2] == [256, *STORIES[0].encode()], "byte tokens of the validation text")
-    check(sorted(os.listdir(f"{folder}/out")) == ["tinystories_bytes.tokenizer", "tinystories_bytes_train.bin", "tinystories_bytes_val.bin"], "stray files")
+    check(read_shard(f"{folder}/out/tinystories_bytes_val.bin")[2] == [256, *STORIES[0].encode()],
+          "byte tokens of the validation text")
+    check(sorted(os.listdir(f"{folder}/out")) == ["tinystories_bytes.tokenizer", "tinystories_bytes_train.bin",
+                                                  "tinystories_bytes_val.bin"], "stray files")
 
 
 def test_layouts(folder):
@@ -94,7 +99,8 @@ def test_layouts(folder):
     def tokens_of(data):
         with open(f"{folder}/l.txt", "wb") as f:
             f.write(data)
-        status, output = run("--tokenizer", "bytes", "--text", f"{folder}/l.txt", "--val-text", f"{folder}/v.txt", "--out", folder, "--name", "l")
+        status, output = run("--tokenizer", "bytes", "--text", f"{folder}/l.txt", "--val-text", f"{folder}/v.txt",
+                             "--out", folder, "--name", "l")
         check(status == 0, output)
         return bytes(t if t < 256 else 0 for t in read_shard(f"{folder}/l_train.bin")[2])
 
@@ -105,7 +111,8 @@ def test_layouts(folder):
     check(tokens_of(b"<|endoftext|>\n \n<|endoftext|>\none\n<|endoftext|>") == b"\0one", "empty stories")
     for back in range(1, 14):
         long = b"x" * ((1 << 20) - back)
-        check(tokens_of(long + b"<|endoftext|>two") == b"\0" + long + b"\0two", f"marker {back} bytes before the end of a read")
+        check(tokens_of(long + b"<|endoftext|>two") == b"\0" + long + b"\0two",
+              f"marker {back} bytes before the end of a read")
     check(tokens_of(b"caf\xe9<|endoftext|>two") == "\0caf\ufffd\0two".encode(), "text that is not UTF-8")
 
 
@@ -117,14 +124,17 @@ def test_split_and_fraction(folder):
     check(status == 0, output)
     table = read_table(f"{folder}/all.tokenizer")[1]
     read = lambda name: decode(read_shard(f"{folder}/{name}")[2], 256, table)
-    check(read("all_train.bin") == [s for i, s in enumerate(stories) if i % 50 != 49], "training stories without --val-text")
+    check(read("all_train.bin") == [s for i, s in enumerate(stories) if i % 50 != 49],
+          "training stories without --val-text")
     check(read("all_val.bin") == stories[49::50], "each 50th story is validation")
     for fraction in (0.1, 0.613, 0.95):
-        status, output = run("--tokenizer", "bytes", "--text", one, two, "--val-text", one, "--out", folder, "--name", "part", "--fraction", str(fraction))
+        status, output = run("--tokenizer", "bytes", "--text", one, two, "--val-text", one, "--out", folder, "--name",
+                             "part", "--fraction", str(fraction))
         got = read("part_train.bin")
-        # the last story may be cut by the limit of a file, nothing else is missing
+        # The limit of a file may cut the last story. All others must be there.
         length = sum(len(s) + 15 for s in got)
-        check(status == 0 and got == stories[:len(got)] and -40 < length - fraction * size <= 0, f"--fraction {fraction}: {len(got)} stories, {length} of {size} bytes")
+        check(status == 0 and got == stories[:len(got)] and -40 < length - fraction * size <= 0,
+              f"--fraction {fraction}: {len(got)} stories, {length} of {size} bytes")
 
 
 def test_bad_inputs(folder):
@@ -141,7 +151,8 @@ def test_bad_inputs(folder):
         (good, "give the shards of --text a --name"),
         (["--tokenizer", "bytes", "--text", f"{folder}/none.txt", *to], "none.txt: no such text file"),
         (["--tokenizer", "bytes", "--text", f"{folder}/empty.txt", "--val-text", text, *to], "no whole story in"),
-        (["--tokenizer", "bytes", "--text", text, "--val-text", f"{folder}/empty.txt", *to], "no story is left for validation"),
+        (["--tokenizer", "bytes", "--text", text, "--val-text", f"{folder}/empty.txt", *to],
+         "no story is left for validation"),
         (["--tokenizer", "bytes", "--text", text, *to], "at least 50 stories"),
         (["--tokenizer", "bytes", "--text", text, "--fraction", "0.001", "--val-text", text, *to], "no whole story in"),
         ([*good, "--fraction", "0"], "a number above 0 and at most 1 is expected"),
@@ -155,9 +166,11 @@ def test_bad_inputs(folder):
     ]
     for arguments, message in cases:
         status, output = run(*arguments)
-        check(status != 0 and message in output and "Traceback" not in output, f"{arguments}: \"{message}\" expected, status {status}: {output}")
+        check(status != 0 and message in output and "Traceback" not in output,
+              f"{arguments}: \"{message}\" expected, status {status}: {output}")
     # -S: a Python without any packages
-    result = subprocess.run([sys.executable, "-S", SCRIPT, "--tokenizer", "llama3", "--text", text], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-S", SCRIPT, "--tokenizer", "llama3", "--text", text],
+                            capture_output=True, text=True)
     check(result.returncode != 0 and "Run data/setup_venv.sh" in result.stderr, f"missing package: {result.stderr}")
     if os.path.exists("/dev/full"):
         os.symlink("/dev/full", f"{folder}/keep/tinystories_bytes_val.bin.tmp")
@@ -168,7 +181,7 @@ def test_bad_inputs(folder):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves files with ranges. Breaks off after `cut` bytes of a response, `breaks` times; counts what it sends."""
+    """Serves files with ranges. Breaks a response off after `cut` bytes, `breaks` times. Counts the bytes sent."""
 
     def do_GET(self):
         hub = self.server
@@ -196,7 +209,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
             hub.sent += len(body)
         except ConnectionError:
-            pass  # the client has all it wants
+            pass  # the client closed the connection
 
     def log_message(self, *arguments):
         pass
@@ -207,7 +220,8 @@ def test_hub(folder):
     write_text(f"{folder}/train.txt", stories)
     write_text(f"{folder}/val.txt", STORIES)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files = {"TinyStories-train.txt": open(f"{folder}/train.txt", "rb").read(), "TinyStories-valid.txt": open(f"{folder}/val.txt", "rb").read()}
+    server.files = {"TinyStories-train.txt": open(f"{folder}/train.txt", "rb").read(),
+                    "TinyStories-valid.txt": open(f"{folder}/val.txt", "rb").read()}
     server.ranges, server.breaks, server.cut, server.sent = True, 0, 0, 0
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_address[1]}"
@@ -221,11 +235,12 @@ def test_hub(folder):
         return decode(read_shard(f"{folder}/{name}/tinystories_bytes_{split}.bin")[2], 256, table)
 
     status, output = prepare("whole")
-    check(status == 0 and stories_of("whole") == stories and stories_of("whole", "val") == STORIES, f"from the hub: {output}")
+    check(status == 0 and stories_of("whole") == stories and stories_of("whole", "val") == STORIES,
+          f"from the hub: {output}")
     server.sent = 0
     check(prepare("whole")[0] == 0 and server.sent == 0, "what was downloaded is not downloaded again")
 
-    server.breaks, server.cut = 3, size // 5  # three broken connections, each picked up where it ended
+    server.breaks, server.cut = 3, size // 5  # three broken connections, each resumed where it ended
     status, output = prepare("broken")
     check(status == 0 and server.breaks == 0 and stories_of("broken") == stories, f"broken connections: {output}")
 
@@ -235,7 +250,8 @@ def test_hub(folder):
         f.write(whole[:size // 2])
     server.sent = 0
     status, output = prepare("resumed")
-    check(status == 0 and stories_of("resumed") == stories and server.sent == size - size // 2 + len(server.files["TinyStories-valid.txt"]), f"resumed, {server.sent} bytes sent: {output}")
+    check(status == 0 and stories_of("resumed") == stories and server.sent == size - size // 2 +
+          len(server.files["TinyStories-valid.txt"]), f"resumed, {server.sent} bytes sent: {output}")
 
     with open(f"{folder}/resumed/TinyStories-train.txt.part", "wb") as f:  # complete but never renamed
         f.write(whole)
@@ -245,7 +261,8 @@ def test_hub(folder):
 
     status, output = prepare("tenth", "--fraction", "0.1")
     got = stories_of("tenth")
-    check(status == 0 and got == stories[:len(got)] and 0.09 * size < sum(len(s) + 15 for s in got) <= 0.1 * size + 1, f"a tenth: {len(got)} stories: {output}")
+    check(status == 0 and got == stories[:len(got)] and 0.09 * size < sum(len(s) + 15 for s in got) <= 0.1 * size + 1,
+          f"a tenth: {len(got)} stories: {output}")
     check(not os.path.exists(f"{folder}/tenth/TinyStories-train.txt"), "a part was taken for the whole")
     check(prepare("tenth")[0] == 0 and stories_of("tenth") == stories, "the whole after a tenth")
 
@@ -255,7 +272,8 @@ def test_hub(folder):
 
     server.ranges, server.breaks, server.cut = True, 100, 0
     status, output = prepare("dead")
-    check(status != 0 and "the connection ended early" in output and "Traceback" not in output, f"a server that sends nothing: {output}")
+    check(status != 0 and "the connection ended early" in output and "Traceback" not in output,
+          f"a server that sends nothing: {output}")
     server.breaks = 0
     del server.files["TinyStories-valid.txt"]
     status, output = prepare("missing")
@@ -263,25 +281,32 @@ def test_hub(folder):
     server.shutdown()
     server.server_close()
     status, output = prepare("offline")
-    check(status != 0 and "Connection refused" in output and "--text FILE" in output and "Traceback" not in output, f"no network: {output}")
+    check(status != 0 and "Connection refused" in output and "--text FILE" in output and "Traceback" not in output,
+          f"no network: {output}")
     check(not os.path.exists(f"{folder}/offline/tinystories_bytes_train.bin"), "a shard without data")
 
 
 def test_against_shared(folder):
-    """Shards of the real text, token for token the ones made with tiktoken apart from this project."""
-    for name, family, separator, vocabulary in (("llama3", "llama3", 128000, 128256), ("qwen", "qwen3", 151643, 151646)):
-        status, output = run("--tokenizer", name, "--text", f"{SHARED}/tinystories_train.txt", "--val-text", f"{SHARED}/tinystories_valid.txt",
+    """Shards of the real text have the tokens of shards that tiktoken made, independently of this project."""
+    for name, family, separator, vocabulary in (("llama3", "llama3", 128000, 128256),
+                                                ("qwen", "qwen3", 151643, 151646)):
+        status, output = run("--tokenizer", name, "--text", f"{SHARED}/tinystories_train.txt", "--val-text",
+                             f"{SHARED}/tinystories_valid.txt",
                              "--out", folder, python=VENV_PYTHON)
         check(status == 0, output)
         table_separator, table = read_table(f"{folder}/tinystories_{name}.tokenizer")
-        check((table_separator, len(table)) == (separator, vocabulary), f"{name}: separator {table_separator}, {len(table)} tokens")
+        check((table_separator, len(table)) == (separator, vocabulary),
+              f"{name}: separator {table_separator}, {len(table)} tokens")
         for split, theirs in (("train", "train"), ("val", "valid")):
-            ours, expected = read_shard(f"{folder}/tinystories_{name}_{split}.bin"), read_shard(f"{SHARED}/tinystories_{family}_{theirs}.bin")
-            check(ours == expected, f"{name} {split}: {len(ours[2])} tokens, {len(expected[2])} expected; first difference at "
+            ours = read_shard(f"{folder}/tinystories_{name}_{split}.bin")
+            expected = read_shard(f"{SHARED}/tinystories_{family}_{theirs}.bin")
+            check(ours == expected,
+                  f"{name} {split}: {len(ours[2])} tokens, {len(expected[2])} expected; first difference at "
                   f"{next((i for i, (a, b) in enumerate(zip(ours[2], expected[2])) if a != b), None)}")
             with open(f"{SHARED}/tinystories_{theirs}.txt", encoding="utf-8") as f:
                 stories = [s.strip() for s in f.read().split("<|endoftext|>") if s.strip()]
-            check(decode(ours[2], separator, table) == stories, f"{name} {split}: the table does not give the text back")
+            check(decode(ours[2], separator, table) == stories,
+                  f"{name} {split}: the table does not give the text back")
 
 
 MAKE_TOKENIZER = """
@@ -296,7 +321,8 @@ else:
     tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     tok.decoder = decoders.Sequence([decoders.Replace("\\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     alphabet, first = [], [f"<0x{i:02X}>" for i in range(256)]
-tok.train([text], trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, special_tokens=[special, *first], show_progress=False))
+tok.train([text], trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, special_tokens=[special, *first],
+                                      show_progress=False))
 tok.save(path)
 """
 
@@ -307,25 +333,31 @@ def test_tokenizer_json(folder):
         os.makedirs(f"{folder}/my {kind}", exist_ok=True)
         path = f"{folder}/my {kind}/tokenizer.json"
         subprocess.run([VENV_PYTHON, "-c", MAKE_TOKENIZER, kind, text, path, special], check=True)
-        extra = ["--separator", special, "--name", f"tinystories_my_{kind}"] if special == "<sep>" else []  # over the shards of before
-        status, output = run("--tokenizer", os.path.dirname(path), "--text", text, "--val-text", text, "--out", folder, *extra, python=VENV_PYTHON)
+        # replaces the earlier shards
+        extra = ["--separator", special, "--name", f"tinystories_my_{kind}"] if special == "<sep>" else []
+        status, output = run("--tokenizer", os.path.dirname(path), "--text", text, "--val-text", text, "--out", folder,
+                             *extra, python=VENV_PYTHON)
         check(status == 0, output)
         separator, table = read_table(f"{folder}/tinystories_my_{kind}.tokenizer")
         magic, version, tokens = read_shard(f"{folder}/tinystories_my_{kind}_train.bin")
-        check(table[separator] == special.encode() and (magic, version) == (20240520, 1), f"{kind}: separator {table[separator]}, magic {magic}")
-        check(decode(tokens, separator, table) == STORIES * 3 + ["the <s> is text, \U0001f600 is new"], f"{kind}: {decode(tokens, separator, table)[-1]!r}")
+        check(table[separator] == special.encode() and (magic, version) == (20240520, 1),
+              f"{kind}: separator {table[separator]}, magic {magic}")
+        check(decode(tokens, separator, table) == STORIES * 3 + ["the <s> is text, \U0001f600 is new"],
+              f"{kind}: {decode(tokens, separator, table)[-1]!r}")
         check(max(tokens) > 260 and len(tokens) < os.path.getsize(text), f"{kind}: nothing was merged")
     status, output = run("--tokenizer", path, "--text", text, python=VENV_PYTHON)
     check(status != 0 and "--separator" in output and "Traceback" not in output, f"no known separator: {output}")
     with open(f"{folder}/bad.json", "w") as f:
         f.write("{}")
     status, output = run("--tokenizer", f"{folder}/bad.json", "--text", text, python=VENV_PYTHON)
-    check(status != 0 and "not a tokenizer.json" in output and "Traceback" not in output, f"bad tokenizer.json: {output}")
+    check(status != 0 and "not a tokenizer.json" in output and "Traceback" not in output,
+          f"bad tokenizer.json: {output}")
 
 
 def test_synth(folder):
     binary = f"{folder}/synth_stories"
-    subprocess.run([os.environ.get("CC", "cc"), "-std=gnu11", "-O1", os.path.join(ROOT, "data", "synth_stories.c"), "-o", binary, "-lm"], check=True)
+    subprocess.run([os.environ.get("CC", "cc"), "-std=gnu11", "-O1", os.path.join(ROOT, "data", "synth_stories.c"),
+                    "-o", binary, "-lm"], check=True)
 
     def synth(*arguments):
         result = subprocess.run([binary, *arguments], capture_output=True, text=True)
@@ -335,24 +367,29 @@ def test_synth(folder):
         status, output = synth("--out", f"{folder}/{name}", "--bytes", "300000", "--seed", seed)
         check(status == 0, output)
     read = lambda name: open(f"{folder}/{name}", "rb").read()
-    check(read("a_train.bin") == read("b_train.bin") and read("a_val.bin") == read("b_val.bin"), "the same seed gives other stories")
+    check(read("a_train.bin") == read("b_train.bin") and read("a_val.bin") == read("b_val.bin"),
+          "the same seed gives other stories")
     check(read("a_train.bin") != read("c_train.bin"), "another seed gives the same stories")
     separator, table = read_table(f"{folder}/a.tokenizer")
     check(separator == 256 and table == [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], "table")
     shards = {split: read_shard(f"{folder}/a_{split}.bin") for split in ("train", "val")}
     stories = {split: decode(shards[split][2], separator, table) for split in shards}
     check(shards["train"][:2] == (20240520, 1), "format")
-    check(300000 <= sum(map(len, stories["train"])) < 301000 and 15000 <= sum(map(len, stories["val"])) < 16000, "sizes")
+    check(300000 <= sum(map(len, stories["train"])) < 301000 and 15000 <= sum(map(len, stories["val"])) < 16000,
+          "sizes")
     check(not set(stories["train"]) & set(stories["val"]), "a validation story is in the training set")
     text = "\n".join(stories["train"])
     check(not re.search(r"[^A-Za-z .,!?:\"\n]", text), f"stray characters: {set(text)}")
     check(not re.search(r"\b[Aa] [aeiou]|\b[Aa]n [^aeiou]", text), "wrong articles")
     check(not re.search(r"[.!?] [a-z]", text), "a sentence that begins without a capital")
-    check(all(s[0].isupper() and s[-1] in ".!" and s.count('"') % 2 == 0 for s in stories["train"]), "a story that does not begin and end as one")
+    check(all(s[0].isupper() and s[-1] in ".!" and s.count('"') % 2 == 0 for s in stories["train"]),
+          "a story that does not begin and end as one")
     words = set(re.findall(r"[a-z]+", text.lower()))
     check(len(words) >= 300, f"{len(words)} different words")
-    for arguments, message in ((["--bytes", "0"], 'bytes "0": a whole number'), (["--bytes", "4e6"], 'bytes "4e6"'), (["--seed", "-1"], 'seed "-1"'), (["x"], 'argument "x"'),
-                               (["--size", "3"], "--help"), (["--out", f"{folder}/no/x"], "cannot be created: No such file")):
+    for arguments, message in ((["--bytes", "0"], 'bytes "0": a whole number'), (["--bytes", "4e6"], 'bytes "4e6"'),
+                               (["--seed", "-1"], 'seed "-1"'), (["x"], 'argument "x"'),
+                               (["--size", "3"], "--help"), (["--out", f"{folder}/no/x"],
+                                                             "cannot be created: No such file")):
         status, output = synth(*arguments)
         check(status == 1 and message in output, f"synth_stories {arguments}: {output}")
     status, output = synth("--help")
@@ -361,9 +398,11 @@ def test_synth(folder):
 
 def main():
     tests = [test_bytes, test_layouts, test_split_and_fraction, test_bad_inputs, test_hub, test_synth]
-    have_packages = os.path.exists(VENV_PYTHON) and subprocess.run([VENV_PYTHON, "-c", "import tiktoken, tokenizers"], capture_output=True).returncode == 0
+    have_packages = os.path.exists(VENV_PYTHON) and subprocess.run([VENV_PYTHON, "-c", "import tiktoken, tokenizers"],
+                                                                   capture_output=True).returncode == 0
     if not have_packages:
-        print("SKIPPED: comparison with ../shared/data, tokenizer.json: data/.venv is missing (make it with data/setup_venv.sh)")
+        print("SKIPPED: comparison with ../shared/data, tokenizer.json: data/.venv is missing "
+              "(make it with data/setup_venv.sh)")
     else:
         tests.append(test_tokenizer_json)
         if os.path.isdir(SHARED):

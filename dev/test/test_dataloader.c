@@ -1,4 +1,5 @@
-// Token loader: formats, windows, order, ranks, files that change under the run, and every bad input.
+// Tests the token loader: formats, windows, order, ranks, files that change during a run, and every kind of wrong
+// input.
 #include "../../llmc/data/dataloader.h"
 
 #include "lib/check.h"
@@ -6,7 +7,7 @@
 
 #define MAX_N 4096
 
-// Writes a shard with any header and any number of token bytes behind it, right or wrong. Token i is base + i.
+// Writes a shard with any header and any number of token bytes after it, right or wrong. Token i is base + i.
 static void write_shard(const char *name, int32_t magic, int32_t version, int64_t count_in_header, int64_t count,
                         uint32_t base) {
     const char *path = scratch_path(name);
@@ -32,7 +33,8 @@ static DataLoader open_loader(const char *name, int64_t T, bool shuffle, uint64_
     return dataloader_open(path, T, shuffle, seed);
 }
 
-// Each format gives the same windows: stride T, targets one token on, the last whole window included.
+// Each format gives equal windows: their stride is T, targets are shifted by one token, and the last whole window is
+// included.
 static void test_formats_and_windows(void) {
     static const struct {
         const char *name;
@@ -41,7 +43,7 @@ static void test_formats_and_windows(void) {
         {"u32.bin", SHARD_MAGIC_U32, 7}, {"u64count.bin", SHARD_MAGIC_U32, 8}, {"u16.bin", SHARD_MAGIC_U16, 1}};
     const int64_t T = 8;
     for (int f = 0; f < 3; f++) {
-        // 81 tokens hold 10 windows and the last one's target; 80 hold 9 (the tenth has no target)
+        // 81 tokens hold 10 windows and the last one's target. 80 tokens hold 9, because the tenth has no target.
         for (int64_t count = 80; count <= 81; count++) {
             write_shard(formats[f].name, formats[f].magic, formats[f].version, count, count, 1000);
             DataLoader dl = open_loader(formats[f].name, T, false, 1);
@@ -64,7 +66,8 @@ static void test_formats_and_windows(void) {
     }
 }
 
-// Several shards of both widths under one pattern: sorted by name, no window across a border, every window found.
+// Several shards of both widths match one pattern: they are sorted by name, no window crosses a border, every window is
+// found.
 static void test_many_shards(void) {
     const int64_t T = 4, counts[3] = {9, 5, 14}, windows[3] = {2, 1, 3};
     write_shard("many_2.bin", SHARD_MAGIC_U32, 7, counts[2], counts[2], 3000);
@@ -86,7 +89,7 @@ static void test_many_shards(void) {
     dataloader_close(&dl);
 }
 
-// The order of one epoch as a list; counts how many sequences do not come up exactly once.
+// Lists the order of one epoch. Counts the sequences that do not occur exactly once.
 static int64_t read_epoch(const DataLoader *dl, int64_t epoch, int64_t *order) {
     static int64_t seen[MAX_N];
     int64_t n = dl->num_sequences, wrong = 0;
@@ -106,8 +109,8 @@ static int64_t count_equal(const int64_t *a, const int64_t *b, int64_t n) {
     return equal;
 }
 
-// Each epoch is a bijection, for sizes round about powers of two and four too; epochs and seeds differ; the same seed
-// agrees.
+// Each epoch is a permutation, also for sizes near powers of two and four. Epochs and seeds give different ones; an
+// equal seed gives an equal one.
 static void test_permutation(void) {
     static int64_t first[MAX_N], second[MAX_N], other_seed[MAX_N], again[MAX_N], in_order[MAX_N];
     static const int64_t sizes[] = {1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 100, 1000, 1023, 1024, 1025, 4096};
@@ -132,7 +135,7 @@ static void test_permutation(void) {
     dl.seed = 43;
     read_epoch(&dl, 0, other_seed);
     CHECK(count_equal(first, again, n) == n, "the same seed and epoch give another order");
-    // two random permutations agree in 1 place on average (Poisson): more than 10 has a chance of 1e-8
+    // Two random permutations agree in one place on average (Poisson). More than 10 has a probability of 1e-8.
     CHECK(count_equal(first, second, n) <= 10, "epochs 0 and 1 agree in %lld places",
           (long long)count_equal(first, second, n));
     CHECK(count_equal(first, other_seed, n) <= 10, "seeds 42 and 43 agree in %lld places",
@@ -147,7 +150,7 @@ static void test_permutation(void) {
           "without shuffling the order is not file order");
 }
 
-// The permutation places early and late sequences alike: mean of the first half of an epoch over many seeds.
+// The permutation places early and late sequences alike: checks the mean of the first half of an epoch over many seeds.
 static void test_permutation_is_even(void) {
     DataLoader dl;
     memset(&dl, 0, sizeof dl);
@@ -156,8 +159,8 @@ static void test_permutation_is_even(void) {
     double sum = 0;
     for (dl.seed = 0; dl.seed < 200; dl.seed++)
         for (int64_t g = 0; g < 750; g++) sum += (double)dataloader_sequence(&dl, g);
-    // half a permutation without replacement: standard deviation of one mean n / sqrt(12 * 750 * 2) = 11.2, of 200 of
-    // them 0.79; allow 5
+    // Half a permutation without replacement: the standard deviation of one mean is n / sqrt(12 * 750 * 2) = 11.2, and
+    // of 200 means 0.79. The bound is 5.
     double mean = sum / (200 * 750.0);
     CHECK(fabs(mean - 749.5) < 5 * 0.79, "mean %f, 749.5 expected", mean);
 }
@@ -174,12 +177,12 @@ static void test_huge_count(void) {
         wrong += sequence < 0 || sequence >= dl.num_sequences;
         above += sequence > INT32_MAX;
     }
-    // 28.4% lie above 2^31: 2840 of 10000, standard deviation 45
+    // 28.4% lie above 2^31: 2840 of 10000, with a standard deviation of 45.
     CHECK(wrong == 0 && above > 2600 && above < 3100, "%lld outside, %lld above 2^31", (long long)wrong,
           (long long)above);
 }
 
-// Collects the sequences of one step, marking each; the split into accumulation x world x B must not matter.
+// Collects the sequences of one step and marks each. The split into accumulation x world x B must not matter.
 static void mark_step(const DataLoader *dl, int64_t step, int64_t accumulation, int64_t world, int64_t B,
                       int64_t *marks) {
     memset(marks, 0, (size_t)dl->num_sequences * sizeof *marks);
@@ -207,7 +210,7 @@ static void test_ranks(void) {
                   (long long)step, (long long)splits[s][1]);
         }
     }
-    // the ranks of a step read apart: 12 steps of 8 within one epoch of 100 touch 96 sequences once
+    // The ranks of a step read different sequences: 12 steps of 8 within one epoch of 100 read 96 sequences once.
     int64_t total = 0, twice = 0;
     static int64_t sum[MAX_N];
     for (int64_t step = 0; step < 12; step++) {
@@ -218,7 +221,7 @@ static void test_ranks(void) {
     CHECK(total == 96 && twice == 0, "%lld samples, %lld more than once", (long long)total, (long long)twice);
 }
 
-// A loader opened anew in the middle of a run reads what the first one read there, also across the end of an epoch.
+// A loader opened in the middle of a run reads what the first loader read there, also across the end of an epoch.
 static void test_resume(void) {
     const int64_t T = 16, B = 3;
     write_shard("resume.bin", SHARD_MAGIC_U32, 7, 700, 700, 0);
@@ -236,7 +239,7 @@ static void test_resume(void) {
     dataloader_close(&resumed);
 }
 
-// The scan crosses its own block border, and finds the largest id wherever it stands.
+// The scan crosses the borders of its blocks, and finds the largest id at any position.
 static void test_scan(void) {
     const int64_t count = SHARD_SCAN_TOKENS + 1000;
     write_shard("scan_0.bin", SHARD_MAGIC_U32, 7, count, count, 5);
@@ -255,8 +258,8 @@ static void test_scan(void) {
     dataloader_close(&dl);
 }
 
-// What data is known by: not its name, T or order of reading; other tokens, another end, fewer shards or two in
-// exchange are other data.
+// The fingerprint of data does not depend on its name, T or the order of reading. Other tokens, another end, fewer
+// shards or two exchanged shards change it.
 static void test_identity(void) {
     enum { KINDS = 7 };
     static const struct {
@@ -371,7 +374,7 @@ static void test_bad_inputs(void) {
         check_refused("unreadable.bin", 8, 0, "cannot be opened: Permission denied");
 }
 
-// A shard that shrinks while it is in use ends the run with a message, not with a signal or old data.
+// A shard that shrinks during use ends the run with an error, not with a signal or old data.
 static void read_shrunk(void *context) {
     (void)context;
     write_shard("shrinks.bin", SHARD_MAGIC_U32, 7, 100, 100, 0);
@@ -381,8 +384,8 @@ static void read_shrunk(void *context) {
     dataloader_batch(&dl, 5, 1, inputs, targets);
 }
 
-// A shard of 100 ids below 320 is opened; then token `position` becomes `id`, in place. With `touched` the file's time
-// of change says so.
+// Opens a shard of 100 ids below 320, then changes token `position` to `id` in place. With `touched` the file's time of
+// change changes too.
 typedef struct {
     int32_t magic, version;
     int64_t position;
@@ -403,7 +406,7 @@ static void rewrite_shard(const char *name, const Rewrite *r) {
     if (futimens(fd, later) || close(fd)) die("%s: %s", path, strerror(errno));
 }
 
-// Reads sequences 4 and 5, which are tokens 32 to 48, before and after the change.
+// Reads sequences 4 and 5 (tokens 32 to 48) before and after the change.
 static void read_rewritten(void *context) {
     const Rewrite *r = (const Rewrite *)context;
     write_shard("rewritten.bin", r->magic, r->version, 100, 100, 200);
@@ -415,8 +418,8 @@ static void read_rewritten(void *context) {
     dataloader_batch(&dl, 4, 2, inputs, targets);
 }
 
-// Ids past the vocabulary are found in every format, at each place of a batch, whether or not the file system says that
-// the file has changed.
+// Ids past the vocabulary are found in every format and at each place of a batch, whether or not the file system
+// reports the change.
 static void test_rewritten(void) {
     static const Rewrite rewrites[] = {
         {SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false},
@@ -436,7 +439,7 @@ static void test_rewritten(void) {
     }
 }
 
-// A shard that is touched and holds the same tokens goes on; one whose tokens are others does not.
+// A shard whose time changes but whose tokens stay is accepted. One whose tokens change is not.
 static void read_touched(void *context) {
     DataLoader dl = open_loader("touched.bin", 8, false, 1);
     int32_t inputs[8], targets[8];
@@ -459,7 +462,7 @@ static void test_touched(void) {
           "other tokens: %s", output);
 }
 
-// A file that takes the shard's name is another file: the run goes on with the one that it has opened.
+// A new file with the shard's name is another file. The run continues with the open one.
 static void test_replaced(void) {
     write_shard("stays.bin", SHARD_MAGIC_U32, 7, 100, 100, 200);
     write_shard("new.bin", SHARD_MAGIC_U32, 7, 50, 50, 1000);

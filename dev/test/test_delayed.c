@@ -1,10 +1,10 @@
-// delayed.h: scales and histories against Transformer Engine's rule written out plainly (its goldens are in
+// Tests delayed.h: scales and histories compared with Transformer Engine's rule written out plainly (its goldens are in
 // test_recipes.c), the first scale, amaxes that do not count, and the order of tensors.
 #include "../../llmc/reference/delayed.h"
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
 
-// What the window must hold: TE shifts all of it by one and clears slot 0.
+// Computes the expected window: Transformer Engine shifts all of it by one and clears slot 0.
 static void roll(float *history, int64_t window, float amax) {
     history[0] = amax;
     const float first = history[0];
@@ -13,8 +13,8 @@ static void roll(float *history, int64_t window, float amax) {
     history[0] = 0;
 }
 
-// Passes of all kinds, with the scale from the largest magnitude of the whole window; one that holds an infinity keeps
-// it.
+// All kinds of passes. The scale comes from the largest amax of the whole window. A window with an infinity keeps the
+// scale.
 static void test_passes(int64_t window, int margin, Fp8Format format) {
     float *history = (float *)xcalloc((size_t)window, sizeof(float)),
           *expected = (float *)xcalloc((size_t)window, sizeof(float)), scale = 0, want = 1;
@@ -40,7 +40,7 @@ static void test_passes(int64_t window, int margin, Fp8Format format) {
     free(history), free(expected);
 }
 
-// What Transformer Engine leaves open, or never meets because it starts with scale 1.
+// Cases that Transformer Engine leaves open, or never has because it starts with scale 1.
 static void test_edges(void) {
     const uint32_t nan = 0x7fc00000u, infinity = 0x7f800000u;
     float history[3] = {0, 0, 0}, scale = 0;
@@ -61,7 +61,7 @@ static void test_edges(void) {
           (double)scale);
     delayed_update(history, 3, &scale, nan, FP8_E4M3, 0);
     CHECK(scale == 64 && history[1] == 7, "a NaN moves nothing: scale %g", (double)scale);
-    float alone = 0;  // a window of one holds nothing between passes
+    float alone = 0;  // a window of one is empty between passes
     scale = 0;
     delayed_update(&alone, 1, &scale, float_bits(3.5f), FP8_E5M2, 1);
     CHECK(scale == 8192 && alone == 0, "margin 1: scale %g, history %g", (double)scale, (double)alone);

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The fault campaign in its short form: a few points of every kind of fault, and some thousand inputs for each fuzz
-# target. Ends with "N passed, N failed".
+# Runs the short fault campaign: a few points of every kind of fault, and some thousand inputs for each fuzz target.
+# Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 exec python3 dev/fault/campaign.py --quick

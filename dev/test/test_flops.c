@@ -1,8 +1,9 @@
-// FLOP counts against hand calculations, MFU and SOL, and the table of peaks.
+// Tests FLOP counts against calculations by hand, MFU and SOL, and the table of peaks.
 #include "../../llmc/config/flops.h"
 #include "lib/check.h"
 
-// Of a preset with one linear-layer recipe (an index of recipe_row; RECIPE_BF16: --precision bf16).
+// Returns the FLOPs of a preset with one recipe for all linear layers (an index of recipe_row; RECIPE_BF16: --precision
+// bf16).
 static TokenFlops preset_flops(const char *name, int64_t T, int recipe, const char *filter, bool emulate) {
     ModelConfig m;
     CHECK(model_config_preset(&m, name), "preset %s", name);
@@ -20,7 +21,7 @@ static TokenFlops preset_flops(const char *name, int64_t T, int recipe, const ch
     return f;
 }
 
-// What runs in FP8 of llama3.1-8b: the rest of the same total is bf16.
+// Checks the FP8 share of llama3.1-8b's FLOPs. The rest of the total is bf16.
 static void check_fp8(double expected, int recipe, const char *filter, bool emulate) {
     const TokenFlops f = preset_flops("llama3.1-8b", 8192, recipe, filter, emulate),
                      bf16 = preset_flops("llama3.1-8b", 8192, RECIPE_BF16, "", false);
@@ -48,7 +49,7 @@ int main(void) {
     CHECK(fabs(flops_mfu(f, 12802, 989.5e12) - 0.66591) < 1e-4, "mfu %g", flops_mfu(f, 12802, 989.5e12));
     CHECK(fabs(flops_sol(f, 12802, 989.5e12) - 0.39496) < 1e-4, "sol %g", flops_sol(f, 12802, 989.5e12));
     CHECK(isnan(flops_mfu(f, 12802, 0)) && isnan(flops_sol(f, 12802, 0)), "an unknown GPU has no mfu");
-    // what a filter, the recipe or emulation takes out of FP8
+    // A filter, the recipe and emulation reduce the FP8 share.
     check_fp8(6 * layers, RECIPE_DELAYED, "", false);
     check_fp8(6 * layers, RECIPE_ROWWISE, "lm_head", false);
     check_fp8(6 * layers, RECIPE_BLOCKWISE, "", false);
@@ -66,7 +67,7 @@ int main(void) {
     CHECK(f.bf16 ==
               6 * (28 * (1024.0 * 4096 + 2048 * 1024 + 3 * 1024 * 3072) + 151936 * 1024.0) + 6.0 * 28 * 2048 * 4096,
           "qwen3-0.6b: %.0f", f.bf16);
-    // biases and norms are no matrix products
+    // Biases and norms are not GEMMs.
     f = preset_flops("qwen2.5-0.5b", 1, RECIPE_BF16, "", false);
     CHECK(f.bf16 == 6 * (24 * (896.0 * 1152 + 896 * 896 + 3 * 896 * 4864) + 151936 * 896.0) + 6.0 * 24 * 896,
           "qwen2.5-0.5b: %.0f", f.bf16);
@@ -84,7 +85,7 @@ int main(void) {
     check_peak(8, 9, "NVIDIA L40S", 362);
     check_peak(8, 9, "NVIDIA L4", 121);
     check_peak(8, 9, "NVIDIA GeForce RTX 4090", 165.2);
-    check_peak(8, 9, "NVIDIA H100", 0);   // the name of one GPU and the capability of another
+    check_peak(8, 9, "NVIDIA H100", 0);   // name of one GPU, compute capability of another
     check_peak(9, 0, "NVIDIA H2000", 0);  // only part of a word
     check_peak(12, 0, "Some new GPU", 0);
     return check_report();

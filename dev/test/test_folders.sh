@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How a run treats folders and files: links, folders of other programs, damaged models, saves that fail, limits of
+# Tests how a run treats folders and files: links, folders of other programs, damaged models, saves that fail, limits of
 # the process. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
@@ -12,7 +12,8 @@ export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
 run="./train_fp8 tiny --train-data $tmp/s_train.bin --sequence-length 16"
 
-# A run that goes well; one that ends with status 1 and an error that holds the text $1; one of 2 ranks.
+# trains: a run succeeds. refuses: a run ends with status 1 and one error, which contains the text $1. ranks: runs 2
+# ranks.
 trains() { timeout 60 "$@" >"$out" 2>&1 || { tail -n 3 "$out"; false; }; }
 refuses() {
     local text=$1
@@ -22,7 +23,7 @@ refuses() {
 }
 ranks() { timeout 60 mpirun --oversubscribe -np 2 "$@"; }
 
-# ---- links
+# ---- Links.
 
 mkdir "$tmp/home"
 echo mine >"$tmp/home/thesis"
@@ -64,7 +65,7 @@ check "a log that is a link to nothing" trains $run --num-steps 1 --log-dir "$tm
 check "a log that is a link to nothing: nothing is made there" test ! -e "$tmp/home/new" -a -f "$tmp/log/log.jsonl" \
     -a -L "$tmp/log/log.2.jsonl"
 
-# ---- folders that another program made
+# ---- Folders of another program.
 
 for name in hf.tmp hf.old.tmp; do
     mkdir "$tmp/$name"
@@ -79,7 +80,7 @@ for name in hf.tmp hf.old.tmp; do
 done
 check "a link stays where it leads" equal "$(cat "$tmp/home/thesis")" mine
 
-# ---- MODEL against its hashes
+# ---- MODEL compared with its hashes.
 
 flip() {
     python3 -c 'import sys
@@ -104,7 +105,7 @@ check "a damaged MODEL on 2 ranks: one says so" equal "$(grep -c '^error: .*is d
 rm "$tmp/hf/train_fp8.json"
 check "a MODEL without hashes" trains ./train_fp8 "$tmp/hf" $model
 
-# ---- saves that fail: the first FAILING folders to save in cannot be made
+# ---- Saves that fail: the first FAILING folders of checkpoints cannot be made.
 
 cat >"$tmp/failing.c" <<'C'
 #define _GNU_SOURCE
@@ -146,7 +147,7 @@ check "--on-save-error stop" refuses "saving checkpoint $tmp/stop/step-00000001 
     --checkpoint-every 1 --checkpoint-dir "$tmp/stop" --on-save-error stop
 check "--on-save-error stop: at once" lacks "$out" "step 2/"
 
-# ---- limits of the process
+# ---- Limits of the process.
 
 check "ulimit -f" refuses "That was the last save" bash -c 'ulimit -f 100; exec "$@"' "$0" $run --num-steps 1 \
     --checkpoint-dir "$tmp/limited"
@@ -160,7 +161,7 @@ check "more shards than the hard limit" refuses \
     "Too many open files: there are 40 shards, and each stays open; raise the limit with ulimit -n" bash -c \
     "ulimit -n 30; $many" "$tmp/many/x_*.bin"
 
-# ---- names that steer a terminal
+# ---- Names that contain terminal control characters.
 
 mkdir "$tmp/names"
 cp "$tmp/archive/config.json" "$tmp/names/"

@@ -1,11 +1,11 @@
-// fp8.h, bf16.h and rng.h: casts against torch's (dev/reference) and against the formats' definitions, unbiased
-// stochastic rounding, and random numbers that are uniform, normal and independent. Run from the root of the
-// repository.
+// Tests fp8.h, bf16.h and rng.h: casts compared with torch's (dev/reference) and with the definition of the formats,
+// unbiased stochastic rounding, and random numbers that are uniform, normal and independent. Run it from the root of
+// the repository.
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
 #include "lib/fp8_golden.h"
 
-// ---- goldens
+// ---- Goldens.
 
 // All 65,536 bfloat16 values.
 static void test_golden_casts(void) {
@@ -46,7 +46,7 @@ static void test_golden_scales(void) {
     safetensors_close(&st);
 }
 
-// Whole tensors: amax, scale, cast.
+// Whole tensors: amax, scale and cast.
 static void test_golden_tensors(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/fp8_tensors.safetensors");
     int cases = 0;
@@ -87,7 +87,7 @@ static void test_golden_tensors(void) {
     safetensors_close(&st);
 }
 
-// ---- FP8 from the formats' definition
+// ---- FP8 from the definition of the formats.
 
 static double defined_value(uint8_t code, Fp8Format format) {
     const int mantissa = format == FP8_E4M3 ? 3 : 2, bias = format == FP8_E4M3 ? 7 : 15,
@@ -121,7 +121,7 @@ static void test_decode(void) {
     }
 }
 
-// The nearest of all finite codes, ties to the even one, by search.
+// Returns the nearest of all finite codes, ties to even, by search.
 static uint8_t nearest_code(float x, Fp8Format format) {
     int best = 0;
     double distance = INFINITY;
@@ -140,8 +140,8 @@ static void test_nearest(void) {
         int wrong = 0;
         float first = 0;
         for (uint64_t i = 0; i < 20000; i++) {
-            // Random floats over the format's range and beyond, and the ties between neighbours with the floats beside
-            // them.
+            // Random floats over the format's range and beyond, ties between neighbours, and the floats next to those
+            // ties.
             float x = ldexpf(rng_uniform(1, i) + 0.5f, (int)(rng_u64(2, i) % 50) - 30) * (i & 1 ? -1.0f : 1.0f);
             if (i < 3 * 126) {
                 const float low = fp8_to_float((uint8_t)(i / 3), format),
@@ -157,7 +157,7 @@ static void test_nearest(void) {
     }
 }
 
-// ---- bfloat16
+// ---- bfloat16.
 
 static void test_bf16(void) {
     int wrong = 0;
@@ -167,8 +167,8 @@ static void test_bf16(void) {
         wrong += is_nan ? !isnan(x) || !isnan(bf16_round(x)) : bf16_from_float(x) != i;
     }
     CHECK(wrong == 0, "%d of 65536 do not come back", wrong);
-    // Nearest, ties to even: between neighbours a < b, everything below the middle goes to a, above to b, the middle to
-    // the even one.
+    // Nearest with ties to even: between neighbours a < b, values below the middle round to a, values above to b, the
+    // middle to the even one.
     for (uint32_t i = 0; i < 0x7f7f; i += 7) {
         const float a = bf16_to_float((bf16_bits)i), b = bf16_to_float((bf16_bits)(i + 1)),
                     middle = (float)(0.5 * ((double)a + b));
@@ -182,7 +182,7 @@ static void test_bf16(void) {
           "overflow, infinity, NaN");
 }
 
-// Over all 65536 random inputs the mean of the two neighbours is the value itself, exactly.
+// Over all 65536 random inputs, the mean of the two neighbours is exactly the value.
 static void test_stochastic_rounding(void) {
     const float values[] = {1.0f,   1.001f, -1.001f, 3.14159265f, -2.71828e-20f,
                             1e-40f, 0.0f,   -0.0f,   6.0e37f,     0.99999994f};
@@ -203,8 +203,8 @@ static void test_stochastic_rounding(void) {
     CHECK(bf16_from_float_stochastic(INFINITY, 65535) == 0x7f80 &&
               isnan(bf16_to_float(bf16_from_float_stochastic(NAN, 65535))),
           "infinity and NaN");
-    // 1000 additions of a tenth of a bf16 step arrive near the true sum, where plain rounding never leaves 1. Each
-    // addition has variance 0.1 * 0.9 spacings^2, so sigma of the sum is 0.3 * 2^-7 * sqrt(1000) = 0.074.
+    // 1000 additions of a tenth of a bf16 step end near the true sum, while rounding to nearest never leaves 1. Each
+    // addition has a variance of 0.1 * 0.9 spacings^2, so sigma of the sum is 0.3 * 2^-7 * sqrt(1000) = 0.074.
     float sum = 1;
     for (uint64_t i = 0; i < 1000; i++)
         sum = bf16_to_float(bf16_from_float_stochastic(sum + 0.00078125f, (uint32_t)rng_u64(9, i)));
@@ -212,11 +212,10 @@ static void test_stochastic_rounding(void) {
     CHECK(bf16_round(1 + 0.00078125f) == 1, "plain rounding would stay at 1");
 }
 
-// ---- random numbers
+// ---- Random numbers.
 
 static void test_uniform(void) {
-    // Chi-square over 256 bins, for the numbers themselves and for pairs of neighbours in 16 x 16 bins, in several
-    // sequences.
+    // Chi-square over 256 bins for the numbers, and over 16 x 16 bins for pairs of neighbours, in several sequences.
     const int64_t n = 1 << 18;
     for (uint64_t stream = 0; stream < 4; stream++) {
         int64_t bins[256] = {0}, pairs[256] = {0};
@@ -235,7 +234,8 @@ static void test_uniform(void) {
             chi += ((double)bins[b] - e) * ((double)bins[b] - e) / e;
             chi_pairs += ((double)pairs[b] - e) * ((double)pairs[b] - e) / e;
         }
-        // 255 degrees of freedom: mean 255, sigma 22.6. Five sigma either way; overlapping pairs spread a little more.
+        // 255 degrees of freedom: mean 255, sigma 22.6. The bound is five sigma either way. Overlapping pairs vary a
+        // little more.
         CHECK(chi > 142 && chi < 368 && chi_pairs > 130 && chi_pairs < 380, "stream %llu: chi-square %.1f, pairs %.1f",
               (unsigned long long)stream, chi, chi_pairs);
         CHECK(low >= 0 && low < 1e-4f && high < 1 && high > 0.9999f, "range %g..%g", low, high);
@@ -285,7 +285,7 @@ static void test_elementary_functions(void) {
 }
 
 static void test_keys(void) {
-    // Keys of all small (seed, stream) differ, and so do the sequences' beginnings.
+    // All small (seed, stream) pairs have different keys, and their sequences begin differently.
     enum { SEEDS = 40, STREAMS = 50 };
     static uint64_t keys[2 * SEEDS * STREAMS];
     int n = 0, same = 0;
@@ -297,7 +297,7 @@ static void test_keys(void) {
     for (int i = 0; i < n; i++)
         for (int k = i + 1; k < n; k++) same += keys[i] == keys[k];
     CHECK(same == 0, "%d equal keys", same);
-    // A pinned value: the numbers may not change between builds, since checkpoints rely on them.
+    // Pinned values. The numbers must not change between builds, since checkpoints rely on them.
     CHECK(rng_mix(0x9e3779b97f4a7c15ull) == 0xe220a8397b1dcdafull, "SplitMix64's first output for seed 0: %016llx",
           (unsigned long long)rng_mix(0x9e3779b97f4a7c15ull));
     // Each input bit flips about half of the output bits.

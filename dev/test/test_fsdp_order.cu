@@ -1,10 +1,10 @@
-// Order of the GPU trainer's streams on all ranks, without a GPU. train_fp8.cu itself enqueues some optimizer steps, a
-// sample and a validation for one rank after the other, with copy engines and with NCCL. This file answers the calls:
-// the linker puts its functions in the place of CUDA and NCCL (--wrap, see the Makefile), and macros put them in the
-// place of the launchers that train_fp8.cu and linear.cuh call. They note what each of a rank's two streams is to do.
-// Then all ranks' streams run (order_model.h): whatever touches the same memory must be ordered by events, barriers and
-// collectives, what is read must be what the model wants there, and no stream may wait for ever. The last checks leave
-// out one barrier, collective, event or call of the trainer at a time, which must be noticed.
+// Tests the order of the GPU trainer's streams on all ranks, without a GPU. train_fp8.cu itself enqueues some optimizer
+// steps, a sample and a validation for one rank after the other, with copy engines and with NCCL. This file answers its
+// calls: the linker puts functions of this file in place of CUDA and NCCL (--wrap, see the Makefile), and macros
+// replace the launchers that train_fp8.cu and linear.cuh call. They record the operations of each rank's two streams.
+// Then the streams of all ranks run (order_model.h). Operations on equal memory must be ordered by events, barriers and
+// collectives, a read must find the content that the model needs there, and no stream may wait for ever. The last
+// checks omit one barrier, collective, event or call of the trainer at a time, and the test must detect each.
 //
 // linear.cuh, batches.cuh, step_stats.cuh, fsdp_report.cuh and train.h come behind the macros, with train_fp8.cu.
 #define TESTING
@@ -34,7 +34,7 @@
 enum { COMPUTE, COMMUNICATION, MAX_EVENTS = 1 << 12, HOST_BYTES = 1 << 24 };
 static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication"};
 
-// Facts about a rank's trainer that this file must know.
+// Facts about a rank's trainer that this file needs.
 typedef struct {
     Fsdp *f;
     Nccl *nccl;
@@ -42,42 +42,42 @@ typedef struct {
     double *squares;
     float *loss;
     Comm comm;
-    int64_t step;                  // the weights' version
-    int64_t gradient_step, micro;  // gradients are of this version of the weights, and of this micro-step
+    int64_t step;                  // version of the weights
+    int64_t gradient_step, micro;  // version of the weights, and micro-step, that the gradients are of
     int64_t operation, barriers;   // numbers of the operation being enqueued and of the barrier in it
     bool to_replicas;              // the sum over replicas is being enqueued
 } Rank;
 
-// Something that is left out, to see that it is noticed.
+// An omitted operation. The test must detect that it is missing.
 typedef struct {
-    const char *what;  // a barrier or collective by the name of the operation that it is part of, an event, or a call
+    const char *what;  // the operation that a barrier or collective is part of, an event, or a call
     int64_t number;    // of the barrier in the operation
     int64_t rank;      // -1: all
 } Omission;
 
 static Rank ranks[ORDER_MAX_RANKS], *now;             // the rank whose trainer runs
-static bool creating;                                 // it is being created, or destroyed: nothing is noted
-static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // communicators: ranks in them
-static int64_t events[MAX_EVENTS];                    // number of the last record, -1: none
+static bool creating;                                 // a trainer is being created or destroyed: nothing is recorded
+static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // ranks of each communicator
+static int64_t events[MAX_EVENTS];                    // number of each event's last record, -1: none
 static int64_t num_events, copied;
 static size_t host_used;                   // bytes of pinned memory
 static int64_t first_pending = INT64_MAX;  // events from this one on have not happened
 static Omission omission;
-static bool acts;                                         // calls do at once, to the host's memory, what they are to do
-static CUstreamBatchMemOpParams awaited[PEER_MAX_RANKS];  // where calls act: values that streams wait for
+static bool acts;                                         // calls take effect at once, on host memory
+static CUstreamBatchMemOpParams awaited[PEER_MAX_RANKS];  // with acts: values that streams wait for
 static int64_t num_awaited;
 
-// Weights of a step: of a layer, or ROOT.
+// Content: the weights of a step, for a layer or ROOT.
 static int64_t weights_of(int64_t step, int64_t l) { return order_content(2 + step * 1000 + l, 0); }
 
-// Gradients of a layer or ROOT, of the logits or inputs, or the statistics of a step, summed over a number of ranks.
+// Content: gradients of a layer or ROOT, of the logits or inputs, or the statistics of a step, summed over some ranks.
 enum { LOGITS = 996, INPUTS = 997, STATISTICS = 998 };
 static int64_t gradients_of(int64_t step, int64_t micro, int64_t l, int64_t over) {
     return order_content((step * 100 + micro) * 1000 + 1 + l, over);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Noting
+// Recording
 
 static cudaStream_t stream_handle(int64_t rank, int stream) {
     return (cudaStream_t)(intptr_t)(1 + rank * ORDER_STREAMS + stream);
@@ -97,7 +97,7 @@ static bool in_memory(const void *p) {
     return rank >= 0 && rank < order.ranks;
 }
 
-// The loss of the latest micro-step, summed over all ranks, is read.
+// Records a read of the loss of the latest micro-step, summed over all ranks.
 static void note_statistics(cudaStream_t s) {
     note_read(s, now->loss, sizeof *now->loss,
               gradients_of(now->gradient_step, now->micro, STATISTICS, now->comm.world));
@@ -108,7 +108,7 @@ static bool is_omitted(cudaStream_t s, const char *what, int64_t number) {
            (omission.rank < 0 || rank_of(s) == &ranks[omission.rank]);
 }
 
-// The name of the NCCL or copying operation that is being enqueued.
+// Returns the name of the NCCL or copying operation that is being enqueued.
 static const char *operation_name(const Rank *r) { return r->nccl->operations[r->nccl->enqueued % NCCL_PENDING].what; }
 
 static const char *event_name(const Rank *r, cudaEvent_t e) {
@@ -127,7 +127,7 @@ static int64_t nccl_element(ncclDataType_t type) {
     return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : type == ncclFloat64 ? 8 : 4;
 }
 
-// The communicator's ranks.
+// Returns the ranks of a communicator.
 static const int *group_of(ncclComm_t communicator) {
     if (!communicator) die("a collective in a group of one rank");
     return (const int *)communicator;
@@ -136,7 +136,7 @@ static const int *group_of(ncclComm_t communicator) {
 static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s, ncclComm_t communicator,
                                     const void *from, int64_t bytes, void *to, int64_t to_bytes) {
     const int *group = group_of(communicator);
-    if (is_omitted(s, operation_name(rank_of(s)), 0)) {  // this rank's part alone, in time with nobody
+    if (is_omitted(s, operation_name(rank_of(s)), 0)) {  // omits the operation of this rank only
         note_read(s, from, bytes, ORDER_CARRIED);
         note_write(s, to, to_bytes, ORDER_CARRIED);
     } else {
@@ -145,7 +145,7 @@ static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s,
     return ncclSuccess;
 }
 
-// Whether an address is one of the arrivals in any rank's memory: they lie at the same place in all.
+// True if an address is one of the arrivals in any rank's memory. All ranks have them at equal offsets.
 static bool is_arrival(const Rank *r, const char *at) {
     const int64_t offset = (int64_t)((uintptr_t)at % ORDER_MEMORY_STRIDE) -
                            (int64_t)((uintptr_t)r->f->transport.arrivals % ORDER_MEMORY_STRIDE);
@@ -184,7 +184,7 @@ static void note_slices(cudaStream_t s, const Fp8Slices *slices) {
     }
 }
 
-// The amaxes of rows, columns or the tensor, as the granularities of its copies need them.
+// Records the amaxes of rows, columns or the tensor, as the granularities of the FP8 data need them.
 static void note_amax_pass(cudaStream_t s, const TensorSource *source, const FineAmaxes *to, int64_t R, int64_t C) {
     note_read(s, source->x, R * C * (int64_t)sizeof(bf16), ORDER_CARRIED);
     if (to->rows) note_write(s, to->rows, R * (int64_t)sizeof(uint32_t), ORDER_CARRIED);
@@ -192,8 +192,8 @@ static void note_amax_pass(cudaStream_t s, const TensorSource *source, const Fin
     if (to->tensor) note_write(s, to->tensor, sizeof(uint32_t), ORDER_CARRIED);
 }
 
-// A cast by scales of blocks has no amaxes; those of tensor scales come from elsewhere. All others are of the same
-// weights as what is cast.
+// A cast with block scales has no amaxes, and tensor scales are made elsewhere. All other amaxes must be of the weights
+// that are cast.
 static void note_cast(cudaStream_t s, const TensorSource *source, const QTensor *out, int64_t R, int64_t C) {
     const int64_t of_rows = usage_amaxes(out->row_granularity, R), of_columns = usage_amaxes(out->col_granularity, C);
     if (out->row_granularity == PER_TENSOR) note_read(s, out->amax, sizeof(uint32_t), ORDER_ANY);
@@ -205,8 +205,7 @@ static void note_cast(cudaStream_t s, const TensorSource *source, const QTensor 
     if (out->columnwise) note_write(s, out->columnwise, R * C, ORDER_CARRIED);
 }
 
-// from [n] joins to [n]. The content is then that of the latest micro-step. to_element, element: bytes of an element of
-// each.
+// from [n] joins to [n], whose content is then that of the latest micro-step. to_element, element: bytes of an element.
 static OrderOperation *note_add(cudaStream_t s, const void *to, int64_t to_element, const void *from, int64_t n,
                                 int64_t element, const GradientSum *how) {
     note_read(s, from, n * element, ORDER_CARRIED);
@@ -225,7 +224,7 @@ static void note_transpose(cudaStream_t s, const uint8_t *col, const uint8_t *ro
     note_write(s, col, bytes, ORDER_CARRIED);
 }
 
-// The sum over ranks of what is the rank's own and what it has received.
+// The sum over ranks of this rank's own values and the received ones.
 static void note_rank_sum(cudaStream_t s, const void *to, int64_t to_element, const bf16 *own, const bf16 *others,
                           int64_t summed, int64_t n, const GradientSum *how) {
     note_read(s, others, (summed - 1) * n * (int64_t)sizeof(bf16), ORDER_CARRIED);
@@ -249,11 +248,11 @@ static bool is_amax_pass(const void *function) {
            function == (const void *)quantize_amax_kernel<TensorSource, false>;
 }
 
-// i: of a kernel's arguments.
+// i: index of a kernel's argument.
 #define INTEGER(i) (*(int64_t *)arguments[i])
 #define POINTER(type, i) (*(type **)arguments[i])
 
-// The kernels by which gradients join sums.
+// Kernels that add gradients to sums.
 static bool note_sum_kernel(cudaStream_t s, const void *function, void **arguments) {
     for (int fp32 = 0; fp32 < 2; fp32++) {
         const int64_t element = fp32 ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
@@ -292,7 +291,7 @@ static void note_kernel(cudaStream_t s, const void *function, void **arguments) 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// In the place of CUDA and NCCL
+// Replacements of CUDA and NCCL
 
 extern "C" {
 cudaError_t __wrap_cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
@@ -311,7 +310,7 @@ cudaError_t __wrap_cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
-    const int64_t record = events[(intptr_t)e - 1];  // what was recorded last when this is called; nothing: no wait
+    const int64_t record = events[(intptr_t)e - 1];  // the last record before this call; none: no wait
     if (creating) return cudaSuccess;
     if (record >= 0 && !is_omitted(s, event_name(rank_of(s), e), 0)) order_wait(number_of(s), record);
     return cudaSuccess;
@@ -329,7 +328,8 @@ cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t bytes, cud
         note_read(s, from, (int64_t)bytes, ORDER_CARRIED);
         note_write(s, to, (int64_t)bytes, ORDER_CARRIED);
         copied++;
-    } else if (in_memory(from)) note_statistics(s);  // the trainer's one copy to the host on a stream: of a step's loss
+    } else if (in_memory(from))
+        note_statistics(s);  // the trainer copies only the loss of a step to the host on a stream
     else note_write(s, to, (int64_t)bytes, ORDER_UNWRITTEN);
     return cudaSuccess;
 }
@@ -337,8 +337,9 @@ cudaError_t __wrap_cudaMemset2DAsync(void *to, size_t pitch, int, size_t width, 
     for (size_t row = 0; row < height; row++) note_write(s, (char *)to + row * pitch, (int64_t)width, ORDER_UNWRITTEN);
     return cudaSuccess;
 }
-static bool writes_pending;           // to a peer's memory
-static int64_t closed, closed_early;  // mappings of a peer's memory; those that a write may still reach
+static bool writes_pending;  // to the memory of a peer
+static int64_t closed,
+    closed_early;  // mappings of peer memory that were closed; closed while a write could still use them
 cudaError_t __wrap_cudaStreamSynchronize(cudaStream_t) {
     writes_pending = false;
     return cudaSuccess;
@@ -362,7 +363,7 @@ cudaError_t __wrap_cudaGetDriverEntryPointByVersion(const char *, void **functio
     *function = (void *)pend_memory_operations, *found = cudaDriverEntryPointSuccess;
     return cudaSuccess;
 }
-// Two ranks: the other one has offered what this one has, and cannot open this one's memory.
+// Two ranks: the other one offers memory like this rank's, and cannot open this rank's memory.
 int __wrap_MPI_Allgather(const void *, int, MPI_Datatype, void *all, int, MPI_Datatype, MPI_Comm) {
     ((PeerOffer *)all)[1] = ((PeerOffer *)all)[0];
     return MPI_SUCCESS;
@@ -423,31 +424,32 @@ ncclResult_t __wrap_ncclAllReduce(const void *from, void *to, size_t count, nccl
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tensors that the trainer asks Fsdp for, by their addresses
+// Tensors that the trainer gets from Fsdp, by address
 
-// Weights and what kernels write have a table each: a transient embedding lies where the root's gradient will be.
+// Weights and outputs of kernels have separate tables, because a transient embedding lies where the root's gradient
+// will be.
 typedef enum { WEIGHT, WRITTEN, NUM_TABLES } TensorTable;
 
-// layer: for which the trainer has asked last, which is what it wants to find there.
+// layer: the layer that the trainer got last, whose content it expects there.
 typedef struct {
     const void *at;
-    int64_t bytes, layer;  // NO_LAYER: the gradient of the inputs
-    int64_t trainer;       // number of the trainer that it is of
+    int64_t bytes, layer;  // NO_LAYER: gradient of the inputs
+    int64_t trainer;       // number of its trainer
 } Tensor;
 
-// Tensors of a unit that stand without a gap: offset from the segment's start.
+// Tensors of a unit that are contiguous: offset from the start of the segment.
 typedef struct {
     int segment;
     int64_t offset, elements;
 } Part;
 
 enum { MAX_TENSORS = 1 << 10, MAX_PARTS = 16 };
-static Tensor tensors[NUM_TABLES][MAX_TENSORS];  // hash tables; what is of earlier trainers is free
-static int64_t num_trainers;                     // so far: the number of the one that runs
+static Tensor tensors[NUM_TABLES][MAX_TENSORS];  // hash tables; entries of earlier trainers are free
+static int64_t num_trainers;                     // number of trainers so far, which is the number of the current one
 static Part parts[2][MAX_PARTS];                 // of the root, of a layer
 static int num_parts[2];
 
-// The tensor's place, or a free one.
+// Returns the tensor's entry, or a free one.
 static Tensor *tensor_place(TensorTable table, const void *at) {
     Tensor *all = tensors[table];
     uint64_t i = ((uint64_t)(uintptr_t)at * 0x9e3779b97f4a7c15ull) >> 54;
@@ -456,7 +458,7 @@ static Tensor *tensor_place(TensorTable table, const void *at) {
     return &all[i];
 }
 
-// NULL: the trainer has not asked for it.
+// Returns NULL if the trainer has not got this tensor.
 static const Tensor *tensor_find(TensorTable table, const void *at) {
     const Tensor *t = at ? tensor_place(table, at) : NULL;
     return t && t->trainer == num_trainers ? t : NULL;
@@ -474,7 +476,7 @@ static void find_parts(const ParameterTable *table) {
         const int unit = p->layer == ROOT ? 0 : 1, segment = parameter_segment(p);
         const int64_t begin = layer_offset(table, p->layer) + segment_begin(segment_sizes(table, p->layer), segment);
         int n = num_parts[unit];
-        if (p->flags & PARAM_JOINED)  // to the latest part of its segment
+        if (p->flags & PARAM_JOINED)  // joins the latest part of its segment
             while (parts[unit][--n].segment != segment) continue;
         else parts[unit][num_parts[unit]++].offset = p->offset - begin;
         parts[unit][n].segment = segment;
@@ -508,7 +510,7 @@ static QTensor trainer_weight(const Fsdp *f, int64_t l, LinearId id) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// In the place of what train_fp8.cu calls
+// Replacements of what train_fp8.cu calls
 
 static cudaStream_t computing(void) { return stream_handle(now - ranks, COMPUTE); }
 static int64_t gradients_now(int64_t l, int64_t over) { return gradients_of(now->gradient_step, now->micro, l, over); }
@@ -523,7 +525,8 @@ static void tensor_write(const void *at) {
     if (t) note_write(computing(), at, t->bytes, gradients_now(t->layer == NO_LAYER ? (int64_t)INPUTS : t->layer, 1));
 }
 
-// Notes what a launcher does with an argument, by the type that it declares. Activations are of one stream: not noted.
+// Records what a launcher does with an argument, by its declared type. Activations belong to one stream and are not
+// recorded.
 template <class T>
 struct Argument {
     static void read(T) {}
@@ -552,7 +555,7 @@ struct Argument<RmsnormSource> {
     static void write(RmsnormSource) {}
 };
 
-// Launchers return bytes moved or FLOPs, for the profile, or nothing.
+// Launchers return bytes moved or FLOPs for the profile, or nothing.
 template <class R, class... P>
 static R called(R (*)(P...), typename AsDeclared<P>::type... arguments) {
     (Argument<P>::read(arguments), ...);
@@ -560,7 +563,7 @@ static R called(R (*)(P...), typename AsDeclared<P>::type... arguments) {
     return R();
 }
 
-// An argument on its way through a template, where a NULL has become an integer.
+// Passes an argument through a template, in which NULL has become an integer.
 struct GivenInteger {
     long value;
     template <class T>
@@ -577,7 +580,7 @@ struct Given<long> {
     typedef GivenInteger type;
 };
 
-// Launchers whose names train_fp8.cu gives to functions of the trainer too, which take a Trainer *: no launcher does.
+// train_fp8.cu has functions with the names of these launchers too. They take a Trainer *, and no launcher does.
 #define LAUNCHER(f)                                                                                         \
     template <class... A>                                                                                   \
     static auto called_##f(A... arguments) -> decltype(called(&f, typename Given<A>::type{arguments}...)) { \
@@ -596,7 +599,7 @@ static int64_t called_source(const char *, const QTensor &, const Source &source
     return 0;
 }
 
-// Logits may lie where weights are at other times: lm_head's GEMMs tell them by their address.
+// Logits may share memory with weights. GEMMs of lm_head recognize them by their address.
 static void called_gemm(const Gemm *, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias,
                         bool) {
     const bool head = strcmp(p->layer, "lm_head") == 0;
@@ -615,13 +618,13 @@ static int64_t called_cross_entropy_gradient(float *, bf16 *, const int32_t *, i
     return 0;
 }
 
-// An embedding's gradient joins, or is made: a tied lm_head's must be there.
+// An embedding's gradient is added or made. If tied, lm_head's gradient must be there.
 template <class Sum>
 static int64_t called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, const int32_t *, int64_t R, int64_t C,
                                 GradientSum, cudaStream_t) {
     const Fsdp *f = now->f;
     const bool tied = embedding_segment(f->table) == SEGMENT_MATRICES;
-    // the padding behind a tied one is zero, and counts as gradient only when it is reduced
+    // The padding behind a tied embedding is zero, and counts as gradient only when it is reduced.
     const int64_t count = tied && !fsdp_embedding_joins(f) ? f->root_elements[SEGMENT_MATRICES] : part.count;
     const int64_t over = fsdp_input_ranks(f), bytes = count * (int64_t)sizeof(Sum);
     note_read(computing(), dx, R * C * (int64_t)sizeof(bf16), gradients_now(INPUTS, 1));
@@ -698,8 +701,8 @@ static void trainer_begin_micro_step(Fsdp *f, int64_t micro) {
     fsdp_begin_micro_step(f, micro);
 }
 
-// All of a unit's gradient that is reduced has been written in this micro-step, and its padding is zero. From here on
-// the padding counts as gradient.
+// All of a unit's reduced gradient has been written in this micro-step, and its padding is zero. From here on the
+// padding counts as gradient.
 static void check_computed(const Fsdp *f, int64_t l) {
     const FsdpUnit u = fsdp_gradients(f, l);
     int64_t end[NUM_SEGMENTS] = {0};
@@ -754,7 +757,7 @@ static void trainer_publish_layers(Fsdp *f) {
     if (!call_is_omitted("fsdp_publish_layers")) fsdp_publish_layers(f);
 }
 
-// The groups' communicators, shared where nccl_open shares them.
+// Creates the groups' communicators, shared where nccl_open shares them.
 static void trainer_nccl_open(Nccl *n, const Comm *c) {
     const int64_t sizes[] = {c->world, c->shard_size, c->replicas}, numbers[] = {0, c->replica, c->shard_rank};
     memset(n, 0, sizeof *n);
@@ -767,7 +770,7 @@ static void trainer_nccl_open(Nccl *n, const Comm *c) {
     for (int i = 0; i < NCCL_PENDING; i++) event_create(&n->operations[i].begun), event_create(&n->operations[i].done);
 }
 
-// As peer_memory_open where all of it works.
+// Replaces peer_memory_open on a machine where copy engines work.
 static bool trainer_open_peers(Transport *t, const Comm *c, char *, int64_t, char *, size_t) {
     PeerMemory *p = &t->peers;
     p->ranks = c->shard_size, p->rank = c->shard_rank;
@@ -783,7 +786,7 @@ static cudaError_t trainer_malloc(void **memory, size_t bytes) {
     return cudaSuccess;
 }
 
-// All cases use this memory in turn, and leave it as it is. Memory of the heap would be cleared thousands of times.
+// All cases use this memory in turn and leave it unchanged. Heap memory would be cleared thousands of times.
 static cudaError_t trainer_malloc_host(void **memory, size_t bytes) {
     static char all[HOST_BYTES];
     *memory = all + host_used;
@@ -797,7 +800,7 @@ static cudaError_t trainer_memory_info(size_t *available, size_t *total) {
     return cudaSuccess;
 }
 
-// The trainer's copies to the host that wait: of the loss of a validation, and of logits.
+// The trainer's copies to the host that wait: the loss of a validation, and logits.
 static cudaError_t trainer_memcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) {
     if (from == now->loss) note_statistics(computing());
     memset(to, 0, bytes);
@@ -811,7 +814,7 @@ static GemmPlan trainer_gemm(const char *layer, GemmKind kind, int64_t R, int64_
     return p;
 }
 
-// In the place of what leaves nothing to order.
+// Replacements of functions that do not matter for the order.
 template <class... A>
 static inline void ignored(A...) {}
 
@@ -892,7 +895,7 @@ typedef struct {
 
 static Trainer trainers[ORDER_MAX_RANKS];
 
-// The buffer of a rank that an address is in.
+// Returns the rank's buffer that contains an address.
 static const char *buffer_name(int64_t rank, const char *address) {
     const Trainer *t = &trainers[rank];
     const Fsdp *f = &t->fsdp;
@@ -953,7 +956,7 @@ static void destroy_rank(int64_t rank) {
     creating = false;
 }
 
-// As a run does: weights are there, three steps, with a sample after the first and a validation after the second.
+// A run like that of the trainer: loaded weights, three steps, a sample after the first, a validation after the second.
 static void enqueue_steps(Rank *r, const Options *o) {
     static Run run;
     run.ops = &trainer_ops, run.trainer = &trainers[r - ranks], run.options = *o, run.comm = r->comm;
@@ -970,19 +973,20 @@ static void enqueue_steps(Rank *r, const Options *o) {
     }
 }
 
-// Enqueues and runs it. `seed`: of the order.
+// Enqueues the run on all ranks and runs it. `seed` gives the order of streams.
 static void run_case(const Case *c, uint64_t seed) {
     ModelConfig m;
     model_config_preset(&m, "small");
     m.vocab_size = 8192, m.num_layers = c->layers,
-    m.tie_word_embeddings = !c->untied;  // the root's slices are larger than a layer's
+    m.tie_word_embeddings = !c->untied;  // the root's slices are larger than those of a layer
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather,
     o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
     o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies,
     o.grad_accumulation_steps = c->accumulation;
-    if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;                 // the trainer refuses it
-    o.batch_size = 1, o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: inputs outweigh the embedding
+    if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;  // the trainer refuses the cache when sharded
+    o.batch_size = 1,
+    o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: inputs are larger than the embedding
     o.fp8_filter = c->filter, o.grad_clip = c->norm_first ? 1 : 0, o.val_steps = 2 * c->world;
     options_resolve(&o);
     num_events = copied = host_used = 0;
@@ -1008,7 +1012,7 @@ static void check_case(const Case *c) {
     CHECK((copied > 0) == (c->copies == ON), "copies %d, and %lld copies", c->copies, (long long)copied);
 }
 
-// Every way to split, of one precision. `gather_most`: of --fp8-all-gather, off or on.
+// Every sharding strategy with one precision. `gather_most`: value of --fp8-all-gather up to which to test, off or on.
 static void check_all(int64_t world, int precision, int recipe, const char *filter, int gather_most, int recompute,
                       int cache) {
     const int64_t layers[] = {1, 2, 3, 6};
@@ -1034,50 +1038,51 @@ static void check_noticed(const Case *c, Omission left_out, uint64_t seed) {
           omission.what, (long long)omission.number);
 }
 
-// What is left out is noticed, in any order of running.
+// An omitted operation is detected, in any order of running.
 static void check_omissions(void) {
     const struct {
         Omission omission;
         int sharding, copies;
-    } all[] = {{{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON},  // its two barriers
-               {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON},
-               {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON},
-               {{"all-gather of the inputs' gradients", 0, -1}, SHARDING_FULL, ON},
-               {{"all-gather of the inputs' gradients", 0, 2}, SHARDING_FULL, OFF},
-               {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON},  // the barrier before the root's
-               {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON},
-               {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON},     // which orders the layers' too
-               {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON},  // 4 ranks as 2 groups of 2
-               {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON},
-               {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF},
-               {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, ON},
-               {{"all-reduce of the gradients", 0, 2}, SHARDING_HYBRID, ON},
-               {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, OFF},
-               {{"all-reduce of the gradients", 0, -1}, SHARDING_NONE, OFF},
-               {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, ON},
-               {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, OFF},
-               {{"arrived", 0, -1}, SHARDING_FULL, OFF},
-               {{"arrived", 0, 3}, SHARDING_FULL, ON},
-               {{"released", 0, -1}, SHARDING_FULL, OFF},
-               {{"released", 0, 3}, SHARDING_FULL, ON},
-               {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF},
-               {{"reduced", 0, 3}, SHARDING_GRAD_OP, ON},  // with --sharding full, arrivals in backward say as much
-               {{"handover", 0, -1}, SHARDING_FULL, OFF},
-               {{"handover", 0, 3}, SHARDING_HYBRID, ON},
-               {{"handover", 0, 0}, SHARDING_HYBRID, OFF},
-               {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON},
-               {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF},
-               {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF},
-               {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON},
-               {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF},  // calls, as the one before
-               {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON},
-               {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF},
-               {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF},
-               {{"fsdp_begin_gradients", 0, 1}, SHARDING_GRAD_OP, ON},
-               {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, ON},
-               {{"fsdp_reduce_replicas", 0, -1}, SHARDING_HYBRID, ON},
-               {{"fsdp_publish_root", 0, -1}, SHARDING_FULL, OFF},
-               {{"fsdp_publish_layers", 0, -1}, SHARDING_FULL, ON}};
+    } all[] = {
+        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON},  // its two barriers
+        {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON},
+        {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON},
+        {{"all-gather of the inputs' gradients", 0, -1}, SHARDING_FULL, ON},
+        {{"all-gather of the inputs' gradients", 0, 2}, SHARDING_FULL, OFF},
+        {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON},  // the barrier before the root's all-gather
+        {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON},
+        {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON},     // orders the layers' all-gathers too
+        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON},  // 4 ranks as 2 groups of 2
+        {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON},
+        {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, ON},
+        {{"all-reduce of the gradients", 0, 2}, SHARDING_HYBRID, ON},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, OFF},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_NONE, OFF},
+        {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, ON},
+        {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, OFF},
+        {{"arrived", 0, -1}, SHARDING_FULL, OFF},
+        {{"arrived", 0, 3}, SHARDING_FULL, ON},
+        {{"released", 0, -1}, SHARDING_FULL, OFF},
+        {{"released", 0, 3}, SHARDING_FULL, ON},
+        {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF},
+        {{"reduced", 0, 3}, SHARDING_GRAD_OP, ON},  // with --sharding full, arrivals in the backward pass order it too
+        {{"handover", 0, -1}, SHARDING_FULL, OFF},
+        {{"handover", 0, 3}, SHARDING_HYBRID, ON},
+        {{"handover", 0, 0}, SHARDING_HYBRID, OFF},
+        {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON},
+        {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF},
+        {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF},
+        {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON},
+        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF},  // like the case before, a call
+        {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON},
+        {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF},
+        {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF},
+        {{"fsdp_begin_gradients", 0, 1}, SHARDING_GRAD_OP, ON},
+        {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, ON},
+        {{"fsdp_reduce_replicas", 0, -1}, SHARDING_HYBRID, ON},
+        {{"fsdp_publish_root", 0, -1}, SHARDING_FULL, OFF},
+        {{"fsdp_publish_layers", 0, -1}, SHARDING_FULL, ON}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
             const Case c = {PRECISION_FP8,
@@ -1100,7 +1105,7 @@ static void check_omissions(void) {
     memset(&omission, 0, sizeof omission);
 }
 
-// Inputs' gradients are gathered where they are fewer than the embedding's rows, and there alone.
+// Input gradients are gathered only if they are smaller than the embedding.
 static void check_embedding_ranks(void) {
     static const struct {
         const char *model;
@@ -1132,8 +1137,8 @@ static Activity activity_now(void) {
     return a;
 }
 
-// The watching thread is told when an operation is enqueued and when it ends, and while its turn has not come; not
-// while it waits for others.
+// The watching thread learns when an operation is enqueued, when it ends, and while it is not yet this rank's turn. It
+// learns nothing while the operation waits for other ranks.
 static void check_watch(void) {
     static Nccl nccl;
     Nccl *n = &nccl;
@@ -1164,7 +1169,7 @@ static void check_watch(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The proof of peer_memory.cuh, on the host's memory
+// The self-test of peer_memory.cuh, on host memory
 
 enum { PROOF_RANKS = 3, PROOF_FIRST = 6, PROOF_BYTES = 4096 };  // ranks 6 to 8 of a run
 
@@ -1175,7 +1180,7 @@ typedef struct {
 
 static ProofMemory proof_memory[PROOF_RANKS];
 
-// PeerMemory.enqueue: writes are done at once, waits are kept for cudaStreamQuery.
+// Replaces PeerMemory.enqueue: writes take effect at once, waits are kept for cudaStreamQuery.
 static CUresult act_memory_operations(CUstream, unsigned count, CUstreamBatchMemOpParams *operations, unsigned) {
     for (unsigned i = 0; i < count; i++) {
         if (operations[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32) awaited[num_awaited++] = operations[i];
@@ -1184,7 +1189,7 @@ static CUresult act_memory_operations(CUstream, unsigned count, CUstreamBatchMem
     return CUDA_SUCCESS;
 }
 
-// PeerMemory.enqueue where no write arrives.
+// Replaces PeerMemory.enqueue if no write arrives.
 static CUresult lose_memory_operations(CUstream s, unsigned count, CUstreamBatchMemOpParams *operations, unsigned) {
     for (unsigned i = 0; i < count; i++)
         if (operations[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32) act_memory_operations(s, 1, &operations[i], 0);
@@ -1204,7 +1209,7 @@ static void proof_begin(PeerMemory peers[PROOF_RANKS]) {
     }
 }
 
-// Returns what the rank at `place` finds wrong; "": nothing.
+// Returns the error that rank `place` finds, "" if none.
 static const char *proof_reads(const PeerMemory *peers, int64_t place) {
     static char reason[256];
     *reason = 0;
@@ -1228,13 +1233,13 @@ static void check_proof_of_reads(void) {
     CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU reads wrong from rank 7's GPU, first at byte 0 of"), "%s",
           proof_reads(peers, 1));
     proof_begin(peers);
-    memset(proof_memory[1].room, 0, 64);  // what was there before
+    memset(proof_memory[1].room, 0, 64);  // the content before
     CHECK(strstr(proof_reads(peers, 2),
                  "rank 7's GPU reads wrong from rank 8's GPU, first at byte 0 of 4096: 0x00000000 instead"),
           "%s", proof_reads(peers, 2));
 }
 
-// NCCL's variable turns copy engines off. Without it rank 1 of 2 is asked, whose memory cannot be had here.
+// NCCL_P2P_DISABLE turns copy engines off. Without it, rank 1 of 2 reports that its memory cannot be opened here.
 static void check_disabled(void) {
     static const struct {
         const char *value, *reason;
@@ -1255,7 +1260,7 @@ static void check_disabled(void) {
     }
 }
 
-// A rank that falls back because another cannot open its memory closes no mapping that its stream still writes to.
+// A rank that falls back because another cannot open its memory keeps the mappings that its stream still writes to.
 static void check_fallback(void) {
     static char memory[1 << 16];
     Comm comm = comm_one();
@@ -1277,7 +1282,7 @@ static void prove_lost_barrier(void *context) {
     peer_prove_barrier((PeerMemory *)context, PROOF_FIRST, 0.01, NULL, reason, sizeof reason);
 }
 
-// 0.01 s: what stands in for the other ranks' writes is done before, or never.
+// The time limit is 0.01 s: the writes of other ranks come at once or never.
 static void check_proof_of_barrier(void) {
     PeerMemory peers[PROOF_RANKS];
     char reason[256] = "", output[512];
@@ -1290,8 +1295,8 @@ static void check_proof_of_barrier(void) {
                   "place %lld has %u arrivals of %lld, and %u barriers", (long long)place,
                   proof_memory[place].arrivals[from], (long long)from, peers[place].barriers);
     proof_begin(peers);
-    peer_barrier(&peers[1], NULL);  // and place 2 does not come
-    num_awaited = 0;                // on the stream of place 0
+    peer_barrier(&peers[1], NULL);  // place 2 does not come
+    num_awaited = 0;                // waits on the stream of place 0
     CHECK(!peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) &&
               strstr(reason, "did not complete on rank 6 within 0.01 s"),
           "a barrier without one rank: %s", reason);
@@ -1303,7 +1308,7 @@ static void check_proof_of_barrier(void) {
 }
 
 int main(void) {
-    mallopt(M_TRIM_THRESHOLD, 1 << 28);  // the heap is not given back to the system between cases
+    mallopt(M_TRIM_THRESHOLD, 1 << 28);  // keeps heap memory between cases
     for (int64_t world = 2; world <= 4; world++) {
         check_all(world, PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE, ON);
         for (int recompute = RECOMPUTE_NONE; recompute <= RECOMPUTE_LAYER; recompute++) {

@@ -1,6 +1,6 @@
-// The whole GPU trainer: its FP8 casts against torch's bytes, its model against transformers' goldens, and against
-// itself (recompute, accumulation, repetition, the gate for non-finite gradients). Runs of the programs, against the
-// CPU trainer, are in gpu_runs.sh.
+// Tests the whole GPU trainer: its FP8 casts against torch's bytes, its model against goldens of transformers, and
+// against itself (recompute, accumulation, repetition, the check for non-finite gradients). gpu_runs.sh compares whole
+// runs with the CPU trainer.
 #define TESTING
 #include "../../train_fp8.cu"
 
@@ -10,9 +10,9 @@
 
 static const char *const goldens = "dev/reference/goldens";
 
-// ---- FP8 casts
+// ---- FP8 casts.
 
-// All 65,536 bf16 values as a [256, 256] tensor with scale 1, through the kernel that casts and transposes.
+// Casts all 65,536 bf16 values as a [256, 256] tensor with scale 1, by the kernel that casts and transposes.
 static void test_casts(Fp8Format format, const char *tensor) {
     Golden g;
     Failure failure;
@@ -50,7 +50,7 @@ static void test_casts(Fp8Format format, const char *tensor) {
     safetensors_close(&g.st);
 }
 
-// ---- whole models
+// ---- Whole models.
 
 static Options test_options(int precision, int64_t B, int64_t T) {
     Options o = options_default();
@@ -83,7 +83,7 @@ static Batch send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targe
     return slot->device;
 }
 
-// A micro-step; the gradients of the mean loss over its tokens join the sums.
+// Runs a micro-step. Adds the gradients of the mean loss over its tokens to the sums.
 static void forward_backward(Trainer *t, const int32_t *inputs, const int32_t *targets, bool last) {
     const Batch sent = send_tokens(t, inputs, targets);
     model_forward_backward(t, &sent, 1.0f / (float)t->d.R, last);
@@ -125,15 +125,15 @@ static double mean_loss(Trainer *t) {
     return sum / (double)t->d.R;
 }
 
-// Loss and every gradient against transformers' fp32 run. FP8 rounds every operand of every product to 3 or 2 bits of
-// mantissa, so its gradients are compared loosely here, and closely with the CPU trainer's emulation in gpu_runs.sh.
+// Compares the loss and every gradient with an fp32 run of transformers. FP8 rounds every operand of every GEMM to 3 or
+// 2 bits of mantissa, so the bounds are wide here. gpu_runs.sh compares closely with the CPU trainer's emulation.
 static void test_golden(const char *name, int precision, int recompute, double loss_tolerance,
                         double gradient_tolerance) {
     Golden g = golden_open(goldens, scratch, name);
     Options o = test_options(precision, g.B, g.T);
     o.recompute = recompute;
     if (precision == PRECISION_FP8 && g.B * g.T % 16) {
-        printf("skipped: %s in FP8, whose products take multiples of 16 tokens; its golden has %lld\n", name,
+        printf("skipped: %s in FP8, whose GEMMs need multiples of 16 tokens; its golden has %lld\n", name,
                (long long)(g.B * g.T));
         return golden_close(&g);
     }
@@ -142,7 +142,7 @@ static void test_golden(const char *name, int precision, int recompute, double l
     load_golden_weights(&t, &g);
     int32_t *inputs = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *inputs), *targets = inputs + t.d.R;
     golden_batch(&g, inputs, targets);
-    // NaN wherever no gradient is written
+    // NaN in every place where no gradient is written.
     CUDA_CHECK(cudaMemset(gradients(&t), 0xff, (size_t)t.table.total * sizeof(bf16)));
     forward_backward(&t, inputs, targets, true);
     const double loss_error = fabs(mean_loss(&t) / golden_number(&g, "loss") - 1);
@@ -189,7 +189,7 @@ static ModelConfig small_model(ModelFamily family) {
     return m;
 }
 
-// Recomputing a layer must give the bits of having kept it, and so must running the same step again.
+// Recomputing a layer gives bits equal to those of a kept one, and so does running a step again.
 static void test_recompute_and_repetition(ModelFamily family, int precision) {
     const ModelConfig m = small_model(family);
     bf16_bits *first = NULL;
@@ -220,7 +220,7 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
     free(first);
 }
 
-// A non-finite gradient is found and named. A step that is skipped changes neither weights nor optimizer state.
+// A non-finite gradient is found and named. A skipped step changes neither weights nor optimizer state.
 static void test_nonfinite_gate(int on_nonfinite) {
     const ModelConfig m = small_model(FAMILY_LLAMA);
     Options o = test_options(PRECISION_BF16, 1, 128);
@@ -233,8 +233,8 @@ static void test_nonfinite_gate(int on_nonfinite) {
     static const StateKind kinds[] = {STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ};
     const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17,
                   follows[] = {layer_offset(&t.table, 0) + t.table.layer.wdown, t.table.root.embedding + 5};
-    for (int step = 0; step < (on_nonfinite == NONFINITE_SKIP ? 2 : 1);
-         step++) {                                            // nothing comes after the step that ends the run
+    const int steps = on_nonfinite == NONFINITE_SKIP ? 2 : 1;  // without skipping, the first step ends the run
+    for (int step = 0; step < steps; step++) {
         const bf16_bits value = step == 0 ? 0x7f80 : 0x3c00;  // infinity, then an ordinary gradient
         CUDA_CHECK(cudaMemcpy(gradients(&t) + bad, &value, sizeof value, cudaMemcpyHostToDevice));
         for (int i = 0; i < 2; i++)
@@ -267,7 +267,7 @@ static void test_nonfinite_gate(int on_nonfinite) {
     trainer_destroy(&t);
 }
 
-// Histories and scales of delayed scaling, as bits.
+// Returns amax histories and scales of delayed scaling, as bits.
 static uint32_t *download_delayed(const Trainer *t) {
     const size_t bytes = (size_t)tensor_scales_delayed_elements(&t->linears.scales) * sizeof(uint32_t);
     uint32_t *words = (uint32_t *)xcalloc(bytes, 1);
@@ -276,7 +276,7 @@ static uint32_t *download_delayed(const Trainer *t) {
     return words;
 }
 
-// A step of two micro-steps on made-up tokens, which is refused because of one gradient if `refuse`.
+// Takes a step of two micro-steps on synthetic tokens. With `refuse`, one gradient makes the trainer refuse it.
 static void delayed_step(Trainer *t, int64_t step, bool refuse) {
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t->d.R), sizeof *tokens);
     for (int64_t i = 0; i < 2 * t->d.R; i++) tokens[i] = (int32_t)(rng_u64(7 + (uint64_t)step, (uint64_t)i) % 320);
@@ -293,8 +293,8 @@ static void delayed_step(Trainer *t, int64_t step, bool refuse) {
     free(tokens);
 }
 
-// Delayed scaling with --on-nonfinite skip: refused steps, the first one among them, leave no trace in histories and
-// scales, and a step after them is the one that a trainer makes which never had them.
+// Delayed scaling with --on-nonfinite skip: refused steps, even the first one, do not change amax histories and scales.
+// A later step equals that of a trainer without refused steps.
 static void test_delayed_skip(int recompute) {
     const ModelConfig m = small_model(FAMILY_LLAMA);
     Options o = test_options(PRECISION_FP8, 1, 128);
@@ -324,14 +324,14 @@ static void test_delayed_skip(int recompute) {
         uint32_t *after = download_delayed(&t);
         CHECK(memcmp(good, after, bytes) == 0, "a refused step left a trace in histories or scales");
         free(good), free(want), free(weights), free(after);
-        // as when the good step is reported
+        // as after a good step
         t.linears.scales.scales_ready = without.linears.scales.scales_ready = true;
     }
     free(start), free(refused);
     trainer_destroy(&t), trainer_destroy(&without);
 }
 
-// An infinite weight in the MLP of layer 0: the norm that reads its result is named.
+// An infinite weight in the MLP of layer 0: the error names the norm that reads the result.
 static void test_bad_norm(int recompute) {
     const ModelConfig m = small_model(FAMILY_LLAMA);
     Options o = test_options(PRECISION_BF16, 1, 128);

@@ -1,5 +1,5 @@
-// Sums of gradients over micro-steps (llmc/reference/gradient_sum.h): bits that hang on seed, step, part and place
-// alone, no bias, and as much noise as is stated.
+// Tests sums of gradients over micro-steps (llmc/reference/gradient_sum.h): bits that depend only on seed, step, part
+// and position, no bias, and as much noise as documented.
 #include "../../llmc/reference/gradient_sum.h"
 
 #include "lib/check.h"
@@ -17,7 +17,7 @@ static float *values(float x) {
     return v;
 }
 
-// Pieces of any length and place make the bits of the whole, and another seed, step or part makes others.
+// Pieces of any length and position give the bits of the whole. Another seed, step or part gives other bits.
 static void test_bits(void) {
     float *whole = values(1), *pieces = values(1), *others[3] = {values(1), values(1), values(1)}, *g = values(0x1p-9f);
     const GradientSum sum = later_part(42, 7, 3),
@@ -25,7 +25,7 @@ static void test_bits(void) {
     gradient_sum_reference(whole, g, 0, N, false, &sum);
     for (int64_t first = 0, n = 1; first < N; first += n, n = min_i64(n + 13, N - first)) {
         GradientSum at = sum;
-        at.flat = first / 8 * 8;  // a rank's part, and an element in it
+        at.flat = first / 8 * 8;  // a rank's part, and an element of it
         gradient_sum_reference(pieces + first, g + first, first % 8, n, false, &at);
     }
     CHECK(memcmp(whole, pieces, N * sizeof *whole) == 0, "pieces of a sum have other bits");
@@ -33,7 +33,8 @@ static void test_bits(void) {
         int64_t same = 0;
         gradient_sum_reference(others[k], g, 0, N, false, &other[k]);
         for (int64_t i = 0; i < N; i++) same += others[k][i] == whole[i];
-        // up with probability 1/4: two independent draws agree in 10 of 16 cases; 5 standard deviations are 620
+        // Rounded up with probability 1/4: two independent draws agree in 10 of 16 cases. 5 standard deviations are
+        // 620.
         CHECK(llabs(same - N * 10 / 16) < 620, "key %d: %lld of %d elements are rounded alike", k, (long long)same, N);
         free(others[k]);
     }
@@ -42,7 +43,7 @@ static void test_bits(void) {
     free(whole), free(pieces), free(g);
 }
 
-// A gradient that replaces a sum, or joins an fp32 one, is not rounded by chance; one that is not finite stays so.
+// A gradient that replaces a sum or joins an fp32 sum is not rounded stochastically. A non-finite one stays non-finite.
 static void test_kinds(void) {
     const float x[4] = {1 + 0x1p-8f + 0x1p-20f, INFINITY, 0x1.fep127f, -0x1p-133f};
     const GradientSum replaces = {false, false, 5, 0}, joins = later_part(1, 2, 3);
@@ -57,8 +58,8 @@ static void test_kinds(void) {
     CHECK(sum[1] == INFINITY && isfinite(sum[3]), "a sum with infinity: %.9g", (double)sum[1]);
 }
 
-// 1,024 times the same small gradient: nearest rounding would stop at 256 times it. And the noise of gradients of
-// random sign.
+// Adds one small gradient 1,024 times: rounding to nearest would stop at 256 times it. Also measures the noise of
+// gradients with random signs.
 static void test_sums(void) {
     enum { PARTS = 1024 };
     float *sum = values(0), *g = values(1), *drift = values(0);
@@ -77,14 +78,14 @@ static void test_sums(void) {
         const double off = (double)sum[i] - exact[i];
         exact_squares += (double)exact[i] * exact[i], noise += off * off, error += off, mean += drift[i];
     }
-    // an element's sum is off by 0.042 of itself at most on average (two thirds of 2.7e-6 x 1,024, root): 5 standard
-    // deviations of the mean of N
+    // An element's sum is off by at most 0.042 of itself on average (root of two thirds of 2.7e-6 x 1,024). The bound
+    // is 5 standard deviations of the mean of N.
     CHECK(fabs(mean / N / PARTS - 1) < 5 * 0.043 / sqrt(N), "the mean of %d sums of %d ones is %.4f", N, PARTS,
           mean / N);
     CHECK(fabs(error / N) < 5 * sqrt(noise / N) / sqrt(N), "sums are off by %g on average", error / N);
     const double share = noise / exact_squares / PARTS;
-    // N draws of the noise vary by sqrt(2 / N) = 0.6%; the estimate itself takes the binades to be evenly used, which
-    // holds to some percent
+    // N draws of the noise vary by sqrt(2 / N) = 0.6%. The estimate itself assumes that binades are evenly used, which
+    // is true within a few percent.
     CHECK(share > 2.5e-6 && share < 3.0e-6,
           "the noise's share of the square of the sum is %.3g a micro-step, stated 2.7e-6", share);
     printf("noise of %d bf16 sums: %.3g of the sum's square a micro-step; %d ones add up to %.2f\n", PARTS, share,

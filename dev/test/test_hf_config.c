@@ -1,5 +1,5 @@
-// hf_config.h: config.json of the three classes in both RoPE styles, defaults, refusals, and the round trip of every
-// preset.
+// Tests hf_config.h: config.json of the three classes in both RoPE styles, defaults, refusals, and the round trip of
+// every preset.
 #include "../../llmc/config/hf_config.h"
 #include "lib/check.h"
 #include "lib/scratch.h"
@@ -32,7 +32,7 @@ static ModelConfig read_text(const char *text) {
 }
 
 static void test_published_llama(void) {
-    // As meta-llama/Llama-3.2-1B publishes it (transformers 4).
+    // The config.json of meta-llama/Llama-3.2-1B (transformers 4).
     ModelConfig preset,
         m = read_text("{\"architectures\": [\"LlamaForCausalLM\"], \"attention_bias\": false, \"attention_dropout\": "
                       "0.0, \"bos_token_id\": 128000, \"eos_token_id\": 128001, \"head_dim\": 64,"
@@ -186,8 +186,8 @@ static void test_round_trip(void) {
           "%s", output);
 }
 
-// What transformers 5 and 4 wrote for the golden models (dev/reference) means the same. Run from the root of the
-// repository.
+// The config.json files of transformers 5 and 4 for the golden models (dev/reference) give equal models. Run it from
+// the root of the repository.
 static void test_goldens(void) {
     static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
     for (int i = 0; i < 4; i++) {

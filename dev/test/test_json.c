@@ -1,5 +1,5 @@
-// json.h: what it accepts, what it refuses and with which words, and that no input makes it read or write outside its
-// memory (run under ASan).
+// Tests json.h: accepted input, refused input with the error messages, and that no input makes it read or write outside
+// its memory (run it under ASan).
 #include "../../llmc/base/json.h"
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
@@ -165,7 +165,7 @@ static void test_numbers(void) {
     json_free(&json);
 }
 
-// Every cut of a document is refused, and damage is either refused or parsed, never a crash.
+// Every cut of a document is refused. A damaged one is refused or parsed, and never crashes.
 static void test_damage(void) {
     const size_t size = strlen(document);
     Json json;
@@ -173,7 +173,7 @@ static void test_damage(void) {
     int accepted_cuts = 0;
     char *copy = (char *)xcalloc(size, 1);
     for (size_t n = 0; n < size; n++) {
-        char *cut = (char *)xcalloc(n ? n : 1, 1);  // of its exact size, so that ASan sees a read past the end
+        char *cut = (char *)xcalloc(n ? n : 1, 1);  // of exact size, so that ASan detects a read past the end
         memcpy(cut, document, n);
         accepted_cuts += json_parse(&json, "t.json", cut, n, &failure);
         free(cut);
@@ -233,13 +233,13 @@ static void test_writing(void) {
     json_text_free(&out);
 }
 
-// Bytes that are not UTF-8 are written as \udcXX, and read back as they were; so is every string of bytes.
+// Bytes that are not UTF-8 are written as \udcXX and read back unchanged, in any string.
 static void test_bytes(void) {
     static const char *const cases[][2] = {
         {"a/\xff\xfe/b", "\"a/\\udcff\\udcfe/b\""},
         {"caf\xe9", "\"caf\\udce9\""},  // Latin-1
         {"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", "\"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\""},
-        {"\xe2\x82", "\"\\udce2\\udc82\""},  // cut in a character
+        {"\xe2\x82", "\"\\udce2\\udc82\""},  // cut inside a character
         {"\xc0\xaf", "\"\\udcc0\\udcaf\""},
         {"\xe0\x80\x80", "\"\\udce0\\udc80\\udc80\""},
         {"\xf0\x8f\xbf\xbf", "\"\\udcf0\\udc8f\\udcbf\\udcbf\""},  // overlong

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The rule that CUDA_LAUNCH rests on (llmc/cuda/cuda_utils.cuh), read from the source: each kernel's first statement is grid_dependency_wait(), and CUDA_LAUNCH
-# alone launches kernels. Ends with "N passed, N failed".
+# Tests the rule that CUDA_LAUNCH needs (llmc/cuda/cuda_utils.cuh), by reading the source: grid_dependency_wait() is the
+# first statement of each kernel, and only CUDA_LAUNCH launches kernels. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
 
-# Of the files: one line for each kernel, "waits" or "early", and where it is.
+# Prints one line for each kernel in files $@: "waits" or "early", then its place.
 kernels() {
     awk '/__global__/ { inside = 1; place = FILENAME ":" FNR }
          body { print ($1 == "grid_dependency_wait();" ? "waits" : "early"), place; body = inside = 0 }
@@ -13,11 +13,15 @@ kernels() {
 }
 
 all=$(kernels llmc/*/*.cuh train_fp8.cu)
-while read -r rule place; do check "the kernel at $place begins with grid_dependency_wait()" equal "$rule" waits; done <<<"$all"
-check "as many kernels as the word __global__" equal "$(wc -l <<<"$all")" "$(cat llmc/*/*.cuh train_fp8.cu | grep -c __global__)"
-check "no kernel is launched past CUDA_LAUNCH" equal "$(grep -l '<<<.*>>>(' llmc/*/*.cuh train_fp8.cu | grep -v cuda_utils.cuh)" ""
+while read -r rule place; do
+    check "the kernel at $place begins with grid_dependency_wait()" equal "$rule" waits
+done <<<"$all"
+check "one kernel for each __global__" equal "$(wc -l <<<"$all")" \
+    "$(cat llmc/*/*.cuh train_fp8.cu | grep -c __global__)"
+check "no kernel is launched without CUDA_LAUNCH" \
+    equal "$(grep -l '<<<.*>>>(' llmc/*/*.cuh train_fp8.cu | grep -v cuda_utils.cuh)" ""
 
-# The rule finds a kernel that breaks it.
+# The test finds a kernel that breaks the rule.
 tmp=$(mktemp)
 trap 'rm -f "$tmp"' EXIT
 sed '0,/grid_dependency_wait();/s//const int before = 0;/' llmc/cuda/embedding.cuh >"$tmp"

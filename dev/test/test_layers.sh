@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
-# The floors of llmc/, as llmc/README.md lists them: every file is listed with its own first line, and includes only files that stand above it. Ends with
-# "N passed, N failed".
+# Tests the order of files in llmc/. llmc/README.md lists every file with its first line, and a file includes only files
+# that are listed before it. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
 
-# Prints the files of a README of llmc in its order, as folder/file, or with "lines" also what it says of each.
+# Prints the files that $1/README.md lists, in its order, as folder/file. With $2 = lines, also prints their
+# descriptions.
 listed() { awk -v lines="${2:-}" -F'`' '/^## / { folder = $0; sub(/^## /, "", folder); sub(/:.*/, "", folder) }
     /^- `/ { print folder $2 (lines ? substr($3, 2) : "") }' "$1/README.md"; }
 
-# Prints every include of a tree that does not look down, as "FILE includes OTHER".
+# Prints every include in tree $1 of a file that is not listed before, as "FILE includes OTHER".
 climbs() {
     (cd "$1" && for file in */*.h */*.cuh; do
         sed -n 's/^ *# *include "\(.*\)"/\1/p' "$file" | while read -r other; do
             echo "$file $(realpath -m --relative-to=. "$(dirname "$file")/$other")"
         done
     done) | awk 'NR == FNR { floor[$1] = NR; next }
-        !($2 in floor) || floor[$2] >= floor[$1] || ($1 ~ /\.h$/ && $2 ~ /\.cuh$/) { print $1, "includes", $2 }' <(listed "$1") -
+        !($2 in floor) || floor[$2] >= floor[$1] || ($1 ~ /\.h$/ && $2 ~ /\.cuh$/) { print $1, "includes", $2 }' \
+        <(listed "$1") -
 }
 
 check "every file is listed once" equal "$(listed llmc | sort)" "$(cd llmc && ls */*.h */*.cuh | sort)"
@@ -25,9 +27,11 @@ while read -r line; do
     check "README.md repeats the first line of $file" equal "$line" "$file $(sed -n '1s#^// ##p' "llmc/$file")"
 done < <(listed llmc lines)
 check "no include climbs" equal "$(climbs llmc)" ""
-check "the trainers include llmc/ by its folders" equal "$(grep -h '^#include "' train_fp8.c train_fp8.cu | grep -vE '"llmc/[a-z]+/[a-z0-9_]+\.cuh?"|"llmc/[a-z]+/[a-z0-9_]+\.h"')" ""
+check "the trainers include llmc/ by its folders" \
+    equal "$(grep -h '^#include "' train_fp8.c train_fp8.cu |
+        grep -vE '"llmc/[a-z]+/[a-z0-9_]+\.cuh?"|"llmc/[a-z]+/[a-z0-9_]+\.h"')" ""
 
-# The rule finds an include that climbs, within a folder and between folders, and C that includes CUDA.
+# The test finds an include that climbs, within a folder and between folders, and C that includes CUDA.
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 cp -r llmc "$tmp/"

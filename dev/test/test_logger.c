@@ -1,5 +1,5 @@
-// The step line as DESIGN prints it, log.jsonl line by line (read back with the JSON reader), the summary's medians,
-// and files that cannot be written.
+// Tests the step line, every line of log.jsonl (read back with the JSON reader), the medians of the summary, and files
+// that cannot be written.
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -41,7 +41,7 @@ static StepRecord make_step(int64_t step, double seconds) {
     return s;
 }
 
-// What `action` prints on stdout.
+// Returns the text that `action` prints on stdout.
 static char *captured(void (*action)(Logger *, void *), Logger *l, void *context) {
     const CheckCapture capture = check_capture();
     action(l, context);
@@ -64,8 +64,8 @@ static void test_step_line(void) {
     Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     StepRecord s = make_step(12, 0.20512);
     char *line = captured(log_step, &l, &s);
-    // 2048 tokens a GPU in 205.12 ms: 9984 tok/s; 46.639 GFLOP a token give 465.7 TFLOP/s, 47.1% of 989.5; FP8 products
-    // count half in sol
+    // 2048 tokens on a GPU in 205.12 ms: 9984 tok/s. 46.639 GFLOP per token give 465.7 TFLOP/s, 47.1% of 989.5. FP8
+    // GEMMs count half in sol.
     const char *expected = "step   12/1000 | loss 9.123456 | norm 1.2345 | lr 1.000e-05 | 205.12 ms | 9984 tok/s/gpu | "
                            "39938 tok/s | 465.7 TFLOP/s/gpu | mfu 47.1% | sol 25.9% | mem 59.9 GiB\n";
     CHECK(strcmp(line, expected) == 0, "step line\n%sexpected\n%s", line, expected);
@@ -140,8 +140,8 @@ static void test_file(void) {
     CHECK(lines == 34, "log.jsonl has %d lines", lines);
     free(text);
 
-    // a resumed run continues the file behind its last whole line, another one starts it anew, also where --resume
-    // found no checkpoint
+    // A resumed run continues the file after its last complete line. Other runs start a new file, also if --resume
+    // found no checkpoint.
     FILE *file = fopen(path, "a");
     if (!file || fputs("{\"type\": \"step\", \"loss\": 5.68", file) < 0 || fclose(file))
         die("%s: %s", path, strerror(errno));
@@ -179,7 +179,7 @@ static void test_failures(void) {
     if (mkdir(path, 0777)) die("mkdir: %s", strerror(errno));
     CHECK(check_dies(open_log, scratch, "cannot write", output, sizeof output), "%s", output);
     rmdir(path);
-    // a disk that fills up during the run costs the log, not the run
+    // A disk that gets full during the run costs the log, not the run.
     if (symlink("/dev/full", path)) die("symlink: %s", strerror(errno));
     Run r = make_run(0);
     fflush(stderr);
@@ -210,7 +210,7 @@ static void log_through_a_full_disk(void *unused) {
     Run r = make_run(0);
     Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     for (int64_t step = 1; step <= 6; step++) {
-        if (step == 3) limit_files((rlim_t)l.end + 100);  // a part of a line fits
+        if (step == 3) limit_files((rlim_t)l.end + 100);  // part of a line fits
         if (step == 5) limit_files(RLIM_INFINITY);
         const StepRecord s = make_step(step, 1);
         logger_step(&l, &s);

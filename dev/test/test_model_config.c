@@ -1,9 +1,10 @@
-// model_config.h: presets against published figures, RoPE frequencies against transformers', and the checks of sizes.
+// Tests model_config.h: presets against published parameter counts, RoPE frequencies against transformers, and checks
+// of sizes.
 #include "../../llmc/config/model_config.h"
 #include "../../llmc/config/parameters.h"
 #include "lib/check.h"
 
-// Published numbers of parameters (model cards; safetensors metadata on the hub).
+// Published numbers of parameters (model cards, safetensors metadata on the hub).
 static void test_parameter_counts(void) {
     static const struct {
         const char *name;
@@ -45,8 +46,8 @@ static void test_presets(void) {
         CHECK(m.num_heads % m.num_kv_heads == 0 &&
                   model_qkv_size(&m) == (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
               "%s: heads", name);
-        // The GPU kernels' terms: head_dim 64 or 128, and sizes that 128-wide tiles divide (small models and
-        // Qwen2.5-0.5B excepted).
+        // GPU kernels need head_dim 64 or 128, and sizes that tiles of 128 divide (except small models and
+        // Qwen2.5-0.5B).
         CHECK(m.head_dim == 64 || m.head_dim == 128, "%s: head_dim %lld", name, (long long)m.head_dim);
         CHECK(m.hidden_size % 64 == 0 && m.intermediate_size % 64 == 0, "%s: sizes", name);
     }
@@ -60,8 +61,7 @@ static void test_presets(void) {
           "small");
 }
 
-// Values that transformers 5.17 computes (ROPE_INIT_FUNCTIONS["llama3"], float32): kept, interpolated and divided
-// frequencies.
+// Values of transformers 5.17 (ROPE_INIT_FUNCTIONS["llama3"], float32): kept, interpolated and divided frequencies.
 static void test_rope(void) {
     static const struct {
         const char *model;
@@ -88,7 +88,7 @@ static void test_rope(void) {
         ModelConfig m;
         model_config_preset(&m, expected[i].model);
         const double got = rope_inverse_frequency(&m, expected[i].pair);
-        // transformers works in float32: a few roundings of 6e-8, and the interpolation cancels one digit.
+        // transformers computes in float32: a few roundings of 6e-8, and the interpolation cancels one digit.
         CHECK(fabs(got / expected[i].frequency - 1) < 2e-6, "%s, pair %d: %.10g, not %.10g", expected[i].model,
               expected[i].pair, got, expected[i].frequency);
     }

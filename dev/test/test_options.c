@@ -1,5 +1,5 @@
-// options.h: every row of the table, parsing, every kind of bad value, conflicts, and the text forms that checkpoints
-// and logs keep.
+// Tests options.h: every row of the table, parsing, every kind of wrong value, conflicts, and the texts that
+// checkpoints and logs keep.
 #include "../../llmc/config/options.h"
 #include "lib/check.h"
 
@@ -8,7 +8,7 @@ typedef struct {
     char *argv[12];
 } CommandLine;
 
-// Splits "tiny --seed 3" at spaces; '~' stands for an empty word.
+// Splits "tiny --seed 3" at spaces. '~' is an empty word.
 static CommandLine command_line(const char *text) {
     static char words[12][64];
     CommandLine c;
@@ -31,7 +31,7 @@ static Options parse(const char *text) {
     CommandLine c = command_line(text);
     Options o = options_parse(c.argc, c.argv);
     options_require_model(&o, c.argc, c.argv, "tiny, small");
-    // The words are reused by the next call; no test keeps the texts longer.
+    // The next call reuses the words. No test keeps texts longer.
     return o;
 }
 
@@ -55,8 +55,8 @@ static void test_defaults(void) {
     CHECK(*d.model == 0, "no model");
 }
 
-// Each row: names are unique and short enough for the spelling aid, the default obeys its own range, and what
-// option_format writes option_set reads back.
+// For each row: names are unique and short enough for the spelling aid, the default is in its range, and option_set
+// reads what option_format writes.
 static void test_rows(void) {
     int rows = 0, groups = 0;
     for (const OptionRow *row = option_rows(); row->name; row++) {
@@ -200,10 +200,10 @@ static void test_refused(void) {
           "distances");
 }
 
-// What was given with the recipes: what it says against the combination, "" for nothing.
+// Options given with recipes, and the message about the combination; "" if there is none.
 static void test_fp8_conflicts(void) {
     static const char *const cases[][2] = {
-        // the recipe's own multiple of batch-size x sequence-length
+        // recipes need batch-size x sequence-length to be a multiple of their block
         {"--fp8-recipe blockwise --sequence-length 64",
          "(recipe blockwise) needs batch-size x sequence-length in multiples of 128 (FP8 GEMMs), not 1 x 64; "
          "--sequence-length 128 would do"},
@@ -215,7 +215,7 @@ static void test_fp8_conflicts(void) {
         {"--fp8-recipe mxfp8 --sequence-length 48 --batch-size 2", ""},
         {"--fp8-recipe rowwise --sequence-length 48", ""},
         {"--fp8-recipe delayed --sequence-length 40", "multiples of 16"},
-        // what can travel as bytes, and what can be summed fast
+        // not every recipe can gather FP8 weights or has fast_accum
         {"--fp8-all-gather on", ""},
         {"--fp8-recipe delayed --fp8-all-gather on", ""},
         {"--fp8-recipe rowwise --fp8-all-gather on", "--fp8-all-gather on: recipe rowwise scales rows or blocks"},
@@ -241,7 +241,7 @@ static void test_fp8_conflicts(void) {
         {"--fp8-recipe rowwise --fp8-format hybrid", ""},
         {"--fp8-format e4m3", ""},
         {"--fp8-recipe mxfp8 --fp8-format hybrid", ""},
-        // auto needs times that mean something
+        // auto needs meaningful timings
         {"--fp8-filter auto", ""},
         {"--fp8-filter auto --fp8-emulate",
          "--fp8-filter auto keeps layers in FP8 that are faster in FP8, and with --fp8-emulate none is"},
@@ -257,7 +257,7 @@ static void test_fp8_conflicts(void) {
     }
 }
 
-// Options of FP8 without it: each is named with what to do. What says that nothing is to be done is no mistake.
+// FP8 options without FP8: each is named, with the remedy. Values that switch nothing on are accepted.
 static void test_stray_fp8(void) {
     static const char *const strays[] = {"recipe mxfp8", "recipe rowwise",  "format e4m3",  "filter first",
                                          "filter auto",  "amax-history 16", "margin 1",     "fast-accum none",
@@ -282,7 +282,7 @@ static void test_stray_fp8(void) {
             CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s: \"%s\"", line, message);
         }
     }
-    // a text longer than messages must not break the one that is wanted
+    // a very long text must not truncate the expected message
     Options o = parse("tiny");
     char *filter = (char *)xcalloc(3001, 1);
     memset(filter, 'x', 3000);
@@ -347,7 +347,7 @@ static void test_resolve(void) {
     }
 }
 
-// What auto stands for follows from the recipe; what was given stays.
+// auto follows from the recipe. Given values stay.
 static void test_resolve_fp8(void) {
     static const struct {
         const char *line;
@@ -362,7 +362,7 @@ static void test_resolve_fp8(void) {
                  {"tiny --precision fp8 --fp8-recipe blockwise --fp8-format hybrid", OFF, FP8_FORMAT_HYBRID},
                  {"tiny --precision fp8 --fp8-recipe delayed --fp8-all-gather on", ON, FP8_FORMAT_HYBRID},
                  {"tiny", OFF, FP8_FORMAT_AUTO},
-                 {"tiny --precision fp32", OFF, FP8_FORMAT_AUTO}};  // without FP8 no format is meant
+                 {"tiny --precision fp32", OFF, FP8_FORMAT_AUTO}};  // without FP8 there is no format
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line), again;
         options_resolve(&o);
@@ -378,7 +378,7 @@ static void test_resolve_fp8(void) {
                      o.precision == PRECISION_FP8 ? recipe_row(o.fp8_recipe)->name : "bf16") == 0,
               "%s: recipe %s", cases[i].line, options_recipe(&o)->name);
     }
-    // the choices of --fp8-recipe are the rows of the table, in its order
+    // The choices of --fp8-recipe are the rows of the table, in its order.
     const OptionRow *row = option_find("fp8-recipe", 10);
     char name[64];
     for (int i = 0; i < NUM_RECIPES; i++)
@@ -416,7 +416,7 @@ static void test_sharding(void) {
           "what travels");
 }
 
-// In which gradients are added up, and whether AdamW reads fp32: by the options alone.
+// The dtype in which gradients are summed, and whether AdamW reads fp32, follow from the options alone.
 static void test_gradient_sums(void) {
     static const struct {
         const char *line;
@@ -443,7 +443,7 @@ static void test_gradient_sums(void) {
     }
 }
 
-// Runs `train ARGUMENTS` and returns what it printed on stdout; its status goes to *status.
+// Runs `train ARGUMENTS` and returns its stdout. *status is its exit status.
 static char *printed_by(const char *arguments, int *status) {
     char *text = (char *)xcalloc(1 << 16, 1);
     int fds[2];

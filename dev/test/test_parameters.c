@@ -1,4 +1,4 @@
-// parameters.h: names, shapes and flags of every family, and what the layout of the flat array promises.
+// Tests parameters.h: names, shapes and flags of every model family, and the layout of the flat array.
 #include "../../llmc/config/parameters.h"
 #include "lib/check.h"
 
@@ -8,14 +8,14 @@ static ModelConfig model(ModelFamily family, bool tied) {
     m.family = family, m.qkv_bias = family == FAMILY_QWEN2, m.qk_norm = family == FAMILY_QWEN3,
     m.tie_word_embeddings = tied;
     m.vocab_size = 101, m.hidden_size = 20, m.intermediate_size = 36, m.num_layers = 3, m.num_heads = 6,
-    m.num_kv_heads = 2, m.head_dim = 10;  // nothing a multiple of 128
+    m.num_kv_heads = 2, m.head_dim = 10;  // no size is a multiple of 128
     return m;
 }
 
 static void test_layout(const ModelConfig *m) {
     ParameterTable t = parameter_table(m);
     int64_t sum = 0, last_layer = -1;
-    int64_t begin = 0, ends[NUM_SEGMENTS];  // of the unit, and of what it has of each segment so far
+    int64_t begin = 0, ends[NUM_SEGMENTS];  // start of the unit, and end of each of its segments so far
     for (int64_t i = 0; i < t.count; i++) {
         const Parameter *p = &t.entries[i];
         const int64_t *sizes = segment_sizes(&t, p->layer);
@@ -78,7 +78,7 @@ static void test_layout(const ModelConfig *m) {
     parameter_table_free(&t);
 }
 
-// The offsets by field are those of the entries by name, in every layer.
+// Offsets by field equal those of the entries by name, in every layer.
 static void test_fields(const ModelConfig *m) {
     ParameterTable t = parameter_table(m);
 #define X(field, name, ...)                                                                                            \
@@ -112,7 +112,7 @@ static void check_shape(const ParameterTable *t, const char *name, int64_t rows,
           p ? (long long)p->cols : -1);
 }
 
-// Shapes as transformers' modules have them.
+// Shapes equal those of transformers' modules.
 static void test_shapes(void) {
     ModelConfig m = model(FAMILY_QWEN2, false);
     ParameterTable t = parameter_table(&m);
@@ -148,7 +148,7 @@ int main(void) {
             test_fields(&m);
         }
     ModelConfig large;
-    model_config_preset(&large, "llama3.1-405b");  // past 32 bits
+    model_config_preset(&large, "llama3.1-405b");  // needs more than 32 bits
     test_layout(&large);
     test_shapes();
     return check_report();

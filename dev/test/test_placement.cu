@@ -1,13 +1,13 @@
-// The GPU trainer's memory, without a GPU: that nothing lies where something else is still needed. place() hands out
-// addresses in an arena that is never touched; this file knows how large each thing is and from when to when in a step
-// it is needed, and compares all pairs.
+// Tests the memory placement of the GPU trainer, without a GPU: no tensor may overwrite memory that is still needed.
+// place() returns addresses in an arena that is never accessed. This file knows the size of each tensor, and the first
+// and the last moment of a step at which it is needed, and compares all pairs.
 #define TESTING
 #include "../../train_fp8.cu"
 
 #include "lib/check.h"
 
-// Moments of a step, in order: the forward pass of layer l is moment l, then come those below, then the backward pass
-// of layer l.
+// Moments of a step, in order: moment l is the forward pass of layer l, then come the moments below, then the backward
+// pass of layer l.
 typedef struct {
     int64_t L;
 } Moments;
@@ -19,7 +19,7 @@ static int64_t backward(Moments m, int64_t l) { return m.L + 3 + (m.L - 1 - l); 
 static int64_t embedding_backward_moment(Moments m) { return 2 * m.L + 3; }
 static int64_t optimizer(Moments m) { return 2 * m.L + 4; }
 
-// Bytes needed from one moment to another, both included.
+// Bytes that are needed from one moment to another, both included.
 typedef struct {
     const char *name;
     const char *at;
@@ -37,8 +37,7 @@ static void needed(const char *name, const void *at, int64_t bytes, int64_t from
     pieces[num_pieces++] = p;
 }
 
-// Needed in both directions of a layer, but not during the loss. The output of a layer's last product is read by the
-// final norm.
+// Needed in both passes of a layer, but not during the loss. The final norm reads the output of a layer's last GEMM.
 static void needed_by_layers(Moments m, const char *name, const void *at, int64_t bytes) {
     needed(name, at, bytes, 0, final_norm(m));
     needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0));
@@ -51,7 +50,7 @@ static void needed_always(Moments m, const char *name, const void *at, int64_t b
     needed(name, at, bytes, 0, optimizer(m));
 }
 
-// The scales of FP8 data [R, columns] of a role that lie with it.
+// Adds the scales of FP8 data [R, columns] of a role that are stored with it.
 static int64_t own_scales(const Trainer *t, TensorRole role, TensorUsage copy, int64_t columns) {
     return tensor_scales_own_bytes(&t->linears.scales, role, copy, t->d.R, columns);
 }
@@ -77,18 +76,18 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "RoPE table", t->acts.rope_table, t->d.T * t->d.HD * 4);
     for (int i = 0; i < TOKEN_SLOTS; i++)
         needed_always(m, "tokens", t->batches.slots[i].device.inputs, batches_slot_bytes(&t->batches));
-    needed("workspace of products", ln->gemm.workspace, GEMM_WORKSPACE_BYTES, 0, optimizer(m) - 1);
+    needed("workspace of GEMMs", ln->gemm.workspace, GEMM_WORKSPACE_BYTES, 0, optimizer(m) - 1);
     needed("workspace of the optimizer", ln->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan),
            optimizer(m), optimizer(m));
     needed_always(m, "emulated operands", ln->gemm.scratch, linears_emulation_elements(ln) * 2);
     needed_always(m, "their scale", ln->gemm.alpha, 4);
 }
 
-// Gradients: each from the moment it is written, or always where micro-steps add to it.
+// Adds gradients: each is needed from the moment it is written, or always if micro-steps add to it.
 static void list_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const int64_t *root = t->table.root_segments;
-    if (f->gradients == FSDP_GRADIENTS_BUFFERED) {  // the final norm's gradient is in the root's
+    if (f->gradients == FSDP_GRADIENTS_BUFFERED) {  // the root's buffer holds the final norm's gradient
         needed("gradient of the root before it joins", f->root_grads, segment_begin(root, SEGMENT_EMBEDDING) * 2,
                loss(m), final_norm_backward(m));
         needed_in_backward(m, "gradient of a layer before it joins", f->layer_grads[0], t->table.layer_size * 2);
@@ -148,7 +147,8 @@ static void list_fsdp(const Trainer *t, Moments m) {
     needed_always(m, "arrivals", transport->arrivals, PEER_MAX_RANKS * 4);
 }
 
-// The input of linear layer `id` of layer l; where all layers share one, of the first layer that reads it in bf16.
+// Returns the input of linear layer `id` of layer l. If layers share one, it belongs to the first layer that reads it
+// in bf16.
 static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id) {
     QTensor x = *layer_input(&t->acts.layer[l], id);
     for (int64_t other = 0; shared && !x.data && other < t->d.L; other++)
@@ -156,8 +156,8 @@ static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id)
     return x;
 }
 
-// Lists what a layer keeps but its input: from its forward pass to its backward pass, or in every layer's where one is
-// computed after the other.
+// Lists the activations that a layer keeps, except its input: needed from its forward to its backward pass, or in the
+// passes of every layer if layers share memory.
 static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
     const Dims *d = &t->d;
     const LayerActs *a = &t->acts.layer[l];
@@ -204,7 +204,7 @@ static void list_activations(const Trainer *t, Moments m) {
         CHECK(acts->rotated_is_shared ? rotated == acts->layer[0].rotated : rotated == acts->layer[l].qkv,
               "layer %lld: rotated lies elsewhere", (long long)l);
     }
-    // rows are of one layer at a time, and a layer with bf16 alone has none
+    // rowwise data belong to one layer at a time; a layer with only bf16 linears has none
     const QTensor *row = norm1->rowwise ? norm1 : &h;
     needed_by_layers(m, "rows of an input", row->rowwise, d->R * widest);
     needed_by_layers(m, "scales of an input's rows", row->rowwise_scale_inv,
@@ -252,7 +252,7 @@ static bool in_each_others_way(const Piece *a, const Piece *b) {
     return a->at < b->at + b->bytes && b->at < a->at + a->bytes && a->from <= b->to && b->from <= a->to;
 }
 
-// Two pieces that need the same bytes at the same moment, or one that leaves the arena; NULL: none.
+// Returns an error if two pieces need equal bytes at one moment, or if one leaves the arena. NULL: none.
 static const char *find_trouble(const char *base, int64_t size) {
     static char trouble[256];
     for (int i = 0; i < num_pieces; i++) {
@@ -273,8 +273,7 @@ static const char *find_trouble(const char *base, int64_t size) {
     return NULL;
 }
 
-// The operands and the result of the largest GEMM in bf16, as linears_plan_gemm() puts them at the start of the arena
-// to time it.
+// Operands and result of the largest bf16 GEMM. linears_plan_gemm() puts them at the start of the arena to time it.
 static int64_t largest_product(const Trainer *t) {
     int64_t most = 0;
     for (int id = 0; id <= NUM_LINEARS; id++) {
@@ -306,7 +305,7 @@ static void check_run(const char *label, Options o, const ModelConfig *model, in
     const char *trouble = find_trouble(base, arena.used);
     CHECK(!trouble, "%s: %s", label, trouble);
     CHECK(largest_product(&t) <= (char *)t.linears.gemm.workspace - base,
-          "%s: a product of %lld bytes reaches its workspace at %lld", label, (long long)largest_product(&t),
+          "%s: a GEMM of %lld bytes reaches its workspace at %lld", label, (long long)largest_product(&t),
           (long long)((char *)t.linears.gemm.workspace - base));
     CHECK(plan.used == arena.used, "%s: %lld bytes planned, %lld placed", label, (long long)plan.used,
           (long long)arena.used);
@@ -322,10 +321,10 @@ typedef struct {
     const char *name;
     int64_t world;
     int sharding;
-    int64_t shard_size;  // of hybrid
+    int64_t shard_size;  // with hybrid
 } Ranks;
 
-// All ways to run one model at one length.
+// All ways to run one model at one sequence length.
 static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
     ModelConfig model;
     if (!model_config_preset(&model, name)) die("no preset %s", name);
@@ -354,7 +353,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
         }
 }
 
-// The comparison itself: pieces moved onto others are noticed.
+// The comparison detects pieces that overlap.
 static void test_comparison(void) {
     char *const base = (char *)((intptr_t)1 << 40);
     num_pieces = 0;
@@ -369,8 +368,8 @@ static void test_comparison(void) {
     CHECK(find_trouble(base, 512), "a piece that comes too early was not noticed");
 }
 
-// The memory planned for NCCL. Hybrid has communicators for all ranks, for the shard group and for the replicas; a
-// group of all ranks uses the first, and a single rank needs none.
+// Tests the memory planned for NCCL. Hybrid has communicators for all ranks, for the shard group and for the replicas.
+// A group of all ranks uses the first one, and a single rank needs none.
 static void test_communicators(void) {
     static const struct {
         int64_t world, group, communicators;
@@ -387,7 +386,7 @@ static void test_communicators(void) {
 
 static void call_require_own_gpus(void *gpus) { require_own_gpus((const RankGpu *)gpus, 4); }
 
-// Four ranks on two hosts, each with GPUs 1 and 2. Hosts are not mixed up, and a GPU that two ranks have is named.
+// Four ranks on two hosts, each with GPUs 1 and 2. Hosts are told apart, and a GPU that two ranks have is named.
 static void test_gpus(void) {
     char output[512];
     RankGpu gpus[4];

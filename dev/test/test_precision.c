@@ -1,5 +1,5 @@
-// precision.h: what each word of --fp8-filter keeps in bf16, the rule of sizes, and the printed table for every preset
-// and recipe.
+// Tests precision.h: which layers each word of --fp8-filter keeps in bf16, the rule of sizes, and the printed table for
+// every preset and recipe.
 #include "../../llmc/config/precision.h"
 #include "lib/check.h"
 
@@ -10,7 +10,7 @@ typedef struct {
     Precision p;
 } Plan;
 
-// The plan of a preset (vocabulary 320 where it has none) in one recipe, RECIPE_BF16 for --precision bf16.
+// Returns the plan of a preset (vocabulary 320 if it has none) for one recipe. RECIPE_BF16 means --precision bf16.
 static Plan make_plan(const char *model, int recipe, const char *filter) {
     Plan x;
     memset(&x, 0, sizeof x);
@@ -31,7 +31,7 @@ static void free_plan(Plan *x) {
     parameter_table_free(&x->t);
 }
 
-// One character a linear layer: '8' FP8, '-' bf16; layers are parted by blanks.
+// One character per linear layer: '8' is FP8, '-' is bf16. Blanks separate layers.
 static void describe(const Precision *p, char *out) {
     for (int64_t l = 0; l < p->num_layers; l++) {
         for (int id = 0; id < NUM_LINEARS; id++) *out++ = precision_of(p, l, id) == p->recipe ? '8' : '-';
@@ -39,7 +39,7 @@ static void describe(const Precision *p, char *out) {
     }
 }
 
-// The filter's words on a model of 4 layers: "qkv attn_out gate_up down" of each.
+// Words of the filter on a model of 4 layers: "qkv attn_out gate_up down" of each.
 static void test_filters(void) {
     static const char *const cases[][2] = {{"", "8888 8888 8888 8888"},
                                            {"first", "---- 8888 8888 8888"},
@@ -79,7 +79,7 @@ static void test_filters(void) {
                   "\"%s\": weights of layer %lld", cases[i][0], (long long)l);
         free_plan(&x);
     }
-    // what auto has found, while the option still says auto
+    // the result of auto, while the option still is auto
     Plan x = make_plan("small", RECIPE_TENSORWISE, "auto");
     Precision found = precision_plan(&x.o, "attn_out,down", &x.m, &x.t, true);
     char text[64];
@@ -118,7 +118,7 @@ static void test_refused(void) {
               "--fp8-filter %s: \"%s\"", cases[i][0], output);
 }
 
-// `tiny` has hidden size 64 and intermediate size 192: N and K of every linear layer are multiples of 64, none has both
+// `tiny` has hidden size 64 and intermediate size 192. N and K of every linear layer are multiples of 64, but not both
 // of 128.
 static void test_sizes(void) {
     static const struct {
@@ -133,8 +133,8 @@ static void test_sizes(void) {
         CHECK(strcmp(text, cases[i].expected) == 0, "tiny, %s: %s", x.p.recipe->name, text);
         free_plan(&x);
     }
-    // a size that does not fit keeps the linear layers that have it in bf16, the others stay FP8. The fused gate_up has
-    // twice the rows: 1552 = 16 x 97
+    // A size that does not fit keeps its linear layers in bf16; the others stay FP8. The fused gate_up has twice the
+    // rows: 1552 = 16 x 97.
     static const struct {
         int64_t intermediate;
         const char *expected;
@@ -151,7 +151,7 @@ static void test_sizes(void) {
         parameter_table_free(&t);
     }
     free_plan(&x);
-    // bf16: no recipe's row but that of bf16, whatever is asked
+    // With bf16 the plan has the row of bf16, whatever recipe is given.
     x = make_plan("small", RECIPE_BF16, "");
     CHECK(!x.p.any_fp8 && x.p.any_bf16 && precision_of(&x.p, 0, DOWN_PROJ) == recipe_row(RECIPE_BF16) &&
               !precision_layer_is_fp8(&x.p, 0),
@@ -159,7 +159,7 @@ static void test_sizes(void) {
     free_plan(&x);
 }
 
-// The weight of each linear layer lies where the parameter table has its first part; every recipe has its formats.
+// Each linear layer's weight begins at the parameter table's first part of it. Every recipe has its formats.
 static void test_shapes_and_formats(void) {
     Plan x = make_plan("llama3.1-8b", RECIPE_TENSORWISE, "");
     static const struct {
@@ -190,7 +190,7 @@ static void test_shapes_and_formats(void) {
     free_plan(&x);
 }
 
-// --fp8-fast-accum on a recipe that has it, one that has not, one with a product in bf16, and emulated.
+// --fp8-fast-accum on a recipe with fast_accum, on one without, on one with a bf16 GEMM, and with emulation.
 static void test_fast_sums(void) {
     static const struct {
         int recipe, option;
@@ -212,13 +212,13 @@ static void test_fast_sums(void) {
         Precision p = precision_plan(&o, "", &m, &t, true);
         for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
             CHECK(precision_fast_accum(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm],
-                  "%s, option %d, product %d", recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
+                  "%s, option %d, GEMM %d", recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
         precision_free(&p);
         parameter_table_free(&t);
     }
 }
 
-// What precision_print prints for a plan of 2048 rows.
+// Returns the text of precision_print for a plan of 2048 rows.
 static char *printed(const Plan *x) {
     const CheckCapture capture = check_capture();
     precision_print(&x->p, 2048, 1024, "bf16");
@@ -260,7 +260,7 @@ static void test_golden_table(void) {
     free_plan(&x);
 }
 
-// For every preset and recipe: each product once, its operands and their scales as the recipe has them.
+// For every preset and recipe, the table has each GEMM once, with the operands and scales of the recipe.
 static void test_tables(void) {
     static const char *const presets[] = {
 #define X(preset, ...) preset,
@@ -304,7 +304,7 @@ static void test_tables(void) {
         }
 }
 
-// What the table says besides the products.
+// The table's other lines.
 static void test_table_notes(void) {
     Plan x = make_plan("tiny", RECIPE_BLOCKWISE, "");
     char *text = printed(&x);
@@ -325,7 +325,7 @@ static void test_table_notes(void) {
               !strstr(text, "fast_accum") && strstr(text, "e4m3 tensor   layers 1-3\n"),
           "%s", text);
     free(text), free_plan(&x);
-    // a list of layers too long for the line is cut short
+    // A list of layers that is too long for the line is cut.
     x = make_plan("llama3.1-405b", RECIPE_TENSORWISE, "");
     for (int64_t l = 0; l < x.p.num_layers; l += 2) x.p.keeps_bf16[l * NUM_LINEARS + QKV_PROJ] = true;
     text = printed(&x);

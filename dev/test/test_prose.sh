@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# No script goes by the words of the trainer's messages: builds a CPU trainer all of whose messages have other words
-# (reword.py) and runs the tests of the scripts with it. Needs ./train_fp8, build/synth_stories, mpirun and python3.
-# Ends with "N passed, N failed".
+# Tests that no script relies on the words of the trainer's messages. Builds a CPU trainer whose messages have reversed
+# words (reword.py) and runs the tests of the scripts with it. Needs ./train_fp8, build/synth_stories, mpirun and
+# python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -18,7 +18,7 @@ check "$changed messages have other words, 400 at least" [ "${changed:-0}" -ge 4
 flags='-std=gnu11 -O2 -march=native -fopenmp -pthread -ffp-contract=off -Wall -Wextra -Werror $(MPI_CFLAGS)'
 check "a trainer with other words" make -s -C "$tmp" train_fp8 CFLAGS="$flags"
 
-# What reads the words as scripts once did finds nothing, so these tests can fail.
+# A script that searches for these words finds nothing with the other trainer, so these tests can fail.
 for words in '^MODEL: ' '^  --precision .*dtype of GEMMs' '^exit status'; do
     check "the trainer's help has \"$words\"" grep -q -- "$words" <(./train_fp8 --help)
     check "the other's has not" eval '! grep -q -- "$words" <("$other" --help)'
@@ -28,14 +28,14 @@ check "an error" equal "$(./train_fp8 --bogus 2>&1)" "error: $message"
 check "an error in other words" equal "$("$other" --bogus 2>&1)" "error: $($reword <<<"$message")"
 check "words turned twice" equal "$($reword <<<"$message" | $reword)" "$message"
 
-# What programs read is equal.
+# Output for programs is equal.
 for list in models recipes options; do
     check "--list $list" equal "$("$other" --list $list)" "$(./train_fp8 --list $list)"
 done
 plan() { "$1" llama3.1-8b --precision fp8 --dry-run --json | sed 's/"name": "[^"]*"/"name": ""/g'; }
 check "--dry-run --json" equal "$(plan "$other")" "$(plan ./train_fp8)"
 
-# The scripts.
+# The scripts work with the other trainer.
 cost() { TRAINER=$1 OUT=$tmp/out GPUS=2 scripts/run_llama3.2-1b.sh --dry-run 2>&1 | grep -E '^(cost|disk): '; }
 cost ./train_fp8 >"$tmp/cost"
 check "a run script's estimates: two lines" equal "$(grep -c . "$tmp/cost")" 2

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# train_fp8 on several ranks of this machine (mpirun): every sharding strategy against one rank, FP8 all-gather, checkpoints across rank counts,
-# signals, killed ranks, wrong options. Needs ./train_fp8, build/synth_stories, build/compare_checkpoints. Ends with "N passed, N failed".
+# Tests train_fp8 on several ranks of this machine (mpirun): every sharding strategy against one rank, FP8 all-gather,
+# checkpoints resumed on other numbers of ranks, signals, killed ranks, wrong options. Needs ./train_fp8,
+# build/synth_stories, build/compare_checkpoints. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
-export LC_ALL=C  # awk and printf: a decimal point
-export OMP_NUM_THREADS=1  # more ranks than cores: threads would only wait for each other
+export LC_ALL=C  # awk and printf use a decimal point
+export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
 make -s train_fp8 build/synth_stories build/compare_checkpoints || exit 1
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
@@ -14,14 +15,16 @@ bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
 check() { local name=$1; shift; if "$@"; then ok; else bad "$name"; fi; }
 ranks() { local n=$1; shift; mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$@"; }
 
-# Models of which hardly a tensor divides by the number of ranks: Qwen2 with biases, Qwen3 with tied embeddings, Llama; then sizes that FP8 takes: multiples
-# of 16, and of 128. $1 folder, $2 family, $3 tied, then hidden, intermediate, query heads, head dimension.
+# Writes models whose tensors rarely divide by the number of ranks: Qwen2 with biases, Qwen3 with tied embeddings,
+# Llama. Two more have sizes for FP8: multiples of 16, and of 128. $1 folder, $2 family, $3 tied, then hidden size,
+# intermediate size, query heads, head dimension.
 write_model() {
     mkdir -p "$tmp/$1"
     cat >"$tmp/$1/config.json" <<JSON
-{"architectures": ["${2^}ForCausalLM"], "model_type": "$2", "vocab_size": 643, "hidden_size": $4, "intermediate_size": $5, "num_hidden_layers": 3,
- "num_attention_heads": $6, "num_key_value_heads": 2, "head_dim": $7, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
- "max_position_embeddings": 512, "tie_word_embeddings": $3, "initializer_range": 0.05, "torch_dtype": "float32"}
+{"architectures": ["${2^}ForCausalLM"], "model_type": "$2", "vocab_size": 643, "hidden_size": $4,
+ "intermediate_size": $5, "num_hidden_layers": 3, "num_attention_heads": $6, "num_key_value_heads": 2, "head_dim": $7,
+ "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 512,
+ "tie_word_embeddings": $3, "initializer_range": 0.05, "torch_dtype": "float32"}
 JSON
 }
 write_model qwen2 qwen2 false 52 76 6 10
@@ -32,10 +35,13 @@ write_model fp8-wide llama false 128 256 4 32
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null || bad "synth_stories"
 data="--train-data $tmp/s_train.bin --sequence-length 32 --learning-rate 3e-3"
 
-# "step loss norm" of every step in a log folder, with all digits.
-steps() { sed -n 's/.*"type": "step", "step": \([0-9]*\), "loss": \([^,]*\), "norm": \([^,]*\),.*/\1 \2 \3/p' "$1/log.jsonl"; }
+# Prints "step loss norm" for every step in log folder $1, with all digits.
+steps() {
+    sed -n 's/.*"type": "step", "step": \([0-9]*\), "loss": \([^,]*\), "norm": \([^,]*\),.*/\1 \2 \3/p' "$1/log.jsonl"
+}
 
-# Whether two lists of steps agree to a relative error of $3 in losses (fp32: other orders of sums; losses are printed to 6 digits) and 10 times that in norms.
+# True if the losses in two lists of steps agree to a relative error of $3, and the norms to 10 times that. In fp32 they
+# differ by the order of sums. Losses are printed to 6 digits.
 close() {
     [ -s "$1" ] && [ "$(wc -l <"$1")" -eq "$(wc -l <"$2")" ] && paste -d' ' "$1" "$2" | awk -v t="$3" '
         function off(a, b) { return a > b ? (a - b) / b : (b - a) / b }
@@ -43,15 +49,20 @@ close() {
         END { exit wrong }'
 }
 
-# A run of $1 ranks (0: without mpirun) whose log goes to folder $2; its output is shown when it fails.
+# Runs $1 ranks (0: without mpirun) with the log in folder $2. Prints the output if the run fails.
 train() {
-    local n=$1 name=$2
+    local n=$1 name=$2 program=./train_fp8
     shift 2
-    if [ "$n" -eq 0 ]; then ./train_fp8 "$@" --log-dir "$tmp/$name" >"$tmp/$name.out" 2>&1; else ranks "$n" "$@" --log-dir "$tmp/$name" >"$tmp/$name.out" 2>&1; fi || { bad "$name: $(tail -n 5 "$tmp/$name.out")"; return 1; }
+    [ "$n" -eq 0 ] || program="ranks $n"
+    if ! $program "$@" --log-dir "$tmp/$name" >"$tmp/$name.out" 2>&1; then
+        bad "$name: $(tail -n 5 "$tmp/$name.out")"
+        return 1
+    fi
     steps "$tmp/$name" >"$tmp/$name.steps"
 }
 
-# ---- the same global batch of 12 sequences: one rank, and every way to share it. $1 family, $2 name of a variant, the rest its options.
+# ---- One global batch of 12 sequences on one rank, and with every sharding strategy. $1 family, $2 name of the
+# variant, then its options.
 against_one() {
     local family=$1 variant=$2
     shift 2
@@ -64,48 +75,64 @@ against_one() {
             [ "${strategy% *}" = "hybrid --shard-size" ] && [ $n -ne 4 ] && continue
             [ $n -eq 1 ] && [ "$strategy" != full ] && continue
             local name="$family-$variant-$n-${strategy%% *}"
-            train $n "$name" $common --sharding $strategy --grad-accumulation-steps $accumulation --val-steps 12 --batch-size $((12 / n / accumulation)) || continue
+            train $n "$name" $common --sharding $strategy --grad-accumulation-steps $accumulation --val-steps 12 \
+                --batch-size $((12 / n / accumulation)) || continue
             check "$name: other losses than one rank" close "$tmp/$name.steps" "$tmp/$family-$variant-one.steps" 1e-6
             local want have
-            want=$(grep -o 'validation after step 4 | loss .*' "$tmp/$family-$variant-one.out" | sed 's/.* //') have=$(grep -o 'validation after step 4 | loss .*' "$tmp/$name.out" | sed 's/.* //')
-            check "$name: validation loss '$have', not '$want'" awk -v a="$have" -v b="$want" 'BEGIN { exit !(b > 0 && a / b - 1 < 1e-6 && b / a - 1 < 1e-6) }'
+            want=$(grep -o 'validation after step 4 | loss .*' "$tmp/$family-$variant-one.out" | sed 's/.* //')
+            have=$(grep -o 'validation after step 4 | loss .*' "$tmp/$name.out" | sed 's/.* //')
+            check "$name: validation loss '$have', not '$want'" awk -v a="$have" -v b="$want" \
+                'BEGIN { exit !(b > 0 && a / b - 1 < 1e-6 && b / a - 1 < 1e-6) }'
         done
     done
 }
 against_one qwen2 plain
 against_one qwen2 clipped --grad-clip 0.5
 against_one qwen3 clipped --grad-clip 0.5
-check "clipping changes nothing" [ "$(cut -d' ' -f2 "$tmp/qwen2-plain-one.steps")" != "$(cut -d' ' -f2 "$tmp/qwen2-clipped-one.steps")" ]
+check "clipping changes nothing" \
+    [ "$(cut -d' ' -f2 "$tmp/qwen2-plain-one.steps")" != "$(cut -d' ' -f2 "$tmp/qwen2-clipped-one.steps")" ]
 
-# bf16: each rank's gradients are rounded before they are summed (2^-9), which moves losses of 6 by well under 1e-3 in 4 steps
+# In bf16 each rank rounds its gradients before they are summed (2^-9). That moves losses of 6 by well under 1e-3 in 4
+# steps.
 train 0 bf16-one "$tmp/qwen3" $data --num-steps 4 --batch-size 12
 for dtype in bf16 fp32; do
-    train 4 "bf16-$dtype" "$tmp/qwen3" $data --num-steps 4 --batch-size 3 --reduce-dtype $dtype && check "bf16, reduced in $dtype" close "$tmp/bf16-$dtype.steps" "$tmp/bf16-one.steps" 1e-3
+    train 4 "bf16-$dtype" "$tmp/qwen3" $data --num-steps 4 --batch-size 3 --reduce-dtype $dtype &&
+        check "bf16, reduced in $dtype" close "$tmp/bf16-$dtype.steps" "$tmp/bf16-one.steps" 1e-3
 done
-# gradients that are reduced in fp32 stay so: over micro-steps they add up to what one micro-step gives, but for bf16 roundings at random (2 ranks, 24 of each)
-train 2 sums-one "$tmp/qwen3" $data --num-steps 1 --batch-size 24 --reduce-dtype fp32 && train 2 sums-many "$tmp/qwen3" $data --num-steps 1 --batch-size 1 --grad-accumulation-steps 24 --reduce-dtype fp32 && check "24 micro-steps reduced in fp32" close "$tmp/sums-many.steps" "$tmp/sums-one.steps" 1e-5
+# Gradients reduced in fp32 stay in fp32: the sum over 24 micro-steps on 2 ranks equals the gradient of one micro-step,
+# except for random bf16 roundings.
+sums="$tmp/qwen3 $data --num-steps 1 --reduce-dtype fp32"
+train 2 sums-one $sums --batch-size 24 && train 2 sums-many $sums --batch-size 1 --grad-accumulation-steps 24 &&
+    check "24 micro-steps reduced in fp32" close "$tmp/sums-many.steps" "$tmp/sums-one.steps" 1e-5
 for accum in bf16 fp32; do
-    train 4 sums-none "$tmp/qwen3" $data --num-steps 2 --batch-size 1 --grad-accumulation-steps 3 --grad-accum-dtype $accum --sharding none && train 4 sums-full "$tmp/qwen3" $data --num-steps 2 --batch-size 1 --grad-accumulation-steps 3 --grad-accum-dtype $accum &&
+    sums="$tmp/qwen3 $data --num-steps 2 --batch-size 1 --grad-accumulation-steps 3 --grad-accum-dtype $accum"
+    train 4 sums-none $sums --sharding none && train 4 sums-full $sums &&
         check "sums in $accum, whole and sharded" close "$tmp/sums-none.steps" "$tmp/sums-full.steps" 1e-3
 done
 check "--reduce-dtype changes nothing" bash -c "! cmp -s $tmp/bf16-bf16.steps $tmp/bf16-fp32.steps"
 
-# ---- validation: the same sequences on any number of ranks and in any batch; the last batch is filled in part, or whole ranks have none of it. Losses are
-# printed to 6 digits after the point.
+# ---- Validation uses the same sequences on any number of ranks and with any batch size. The last batch may be partly
+# filled, and ranks may have no sequence of it. Losses are printed to 6 digits after the point.
 validated() { sed -n 's/^validation after step 1 | loss //p' "$tmp/validated.out"; }
 for precision in fp32 bf16; do
     want=""
     for case in "0 1 7" "0 3 7" "2 1 7" "2 2 7" "4 1 7" "4 3 7"; do
         read -r n batch steps <<<"$case"
-        train $n validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --precision $precision --batch-size $batch --val-data "$tmp/s_val.bin" --val-steps $steps || continue
+        train $n validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --precision $precision \
+            --batch-size $batch --val-data "$tmp/s_val.bin" --val-steps $steps || continue
         have=$(validated) want=${want:-$have}
-        check "validation, $precision, $n ranks, batches of $batch: '$have', not '$want'" awk -v a="$have" -v b="$want" 'BEGIN { exit !(b > 0 && a - b < 2e-6 && b - a < 2e-6) }'
+        check "validation, $precision, $n ranks, batches of $batch: '$have', not '$want'" \
+            awk -v a="$have" -v b="$want" 'BEGIN { exit !(b > 0 && a - b < 2e-6 && b - a < 2e-6) }'
     done
 done
-check "which sequences: $(grep '^validation: ' "$tmp/validated.out")" grep -q '^validation: the first 7 of [0-9]* sequences' "$tmp/validated.out"
-train 4 validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --batch-size 40 --val-data "$tmp/s_val.bin" --val-steps 100000 && check "all of the validation data, less than a batch" grep -q '^validation: the first \([0-9]*\) of \1 sequences' "$tmp/validated.out"
+check "which sequences: $(grep '^validation: ' "$tmp/validated.out")" \
+    grep -q '^validation: the first 7 of [0-9]* sequences' "$tmp/validated.out"
+train 4 validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --batch-size 40 --val-data "$tmp/s_val.bin" \
+    --val-steps 100000 &&
+    check "all of the validation data, less than a batch" \
+        grep -q '^validation: the first \([0-9]*\) of \1 sequences' "$tmp/validated.out"
 
-# ---- FP8 all-gather: the same bits whether weights travel as FP8 or as bf16; layers with a bf16 product travel as bf16
+# ---- All-gather in FP8 and in bf16 gives equal bits. A layer with a bf16 GEMM is gathered in bf16.
 gathered() { sed -n 's/.*{"name": "gathered weights", "bytes": \([0-9]*\)}.*/\1/p' "$1/log.jsonl"; }
 for recipe in tensorwise "delayed --fp8-amax-history 2"; do
     for case in "2" "3 --fp8-filter first" "4 --sharding grad_op --master-weights fp32 --grad-accumulation-steps 2"; do
@@ -113,31 +140,42 @@ for recipe in tensorwise "delayed --fp8-amax-history 2"; do
         fp8="$tmp/fp8 $data --precision fp8 --fp8-recipe $recipe --num-steps 5 --batch-size 2 ${case#"$n"}"
         train $n fp8-on $fp8 --fp8-all-gather on && train $n fp8-off $fp8 --fp8-all-gather off || continue
         check "$name: FP8 all-gather changes the losses" cmp "$tmp/fp8-on.steps" "$tmp/fp8-off.steps"
-        [ "$n" -eq 4 ] && check "$name: no less is gathered" awk -v on="$(gathered "$tmp/fp8-on")" -v off="$(gathered "$tmp/fp8-off")" 'BEGIN { exit !(on > 0 && on < off) }'
+        [ "$n" -eq 4 ] && check "$name: FP8 all-gather gathers fewer bytes" \
+            awk -v on="$(gathered "$tmp/fp8-on")" -v off="$(gathered "$tmp/fp8-off")" \
+            'BEGIN { exit !(on > 0 && on < off) }'
     done
 done
 
-# Scales of rows and of blocks do not know of other ranks' rows: the same forward pass as one rank's, to the order in which losses are added (1e-6). In the
-# backward pass each rank's gradients are rounded to bf16 before they are added, as without FP8 (1e-3); the blocks of wgrad's rows are the same, and rowwise's
-# amaxes of a rank's rows alone move a power of two, which changes subnormal codes only.
+# Scales of rows and blocks do not depend on the rows of other ranks. So the forward pass equals that of one rank,
+# except for the order in which losses are added (1e-6). In the backward pass each rank rounds its gradients to bf16
+# before they are added, as without FP8 (1e-3). In wgrad, blocks of rows are equal. The rowwise amax over the rows of
+# one rank may give a scale of another power of two, which changes only subnormal codes.
 for recipe in rowwise rowwise_with_gw_hp blockwise mxfp8; do
     fp8="$tmp/fp8-wide $data --precision fp8 --fp8-recipe $recipe --num-steps 4"
     train 0 one-$recipe $fp8 --batch-size 8 && train 2 two-$recipe $fp8 --batch-size 4 || continue
     check "$recipe on 2 ranks" close "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps" 1e-3
-    check "$recipe on 2 ranks: forward pass" awk 'NR == FNR { if (FNR == 1) a = $2; next } FNR == 1 { exit !(a / $2 - 1 < 1e-6 && $2 / a - 1 < 1e-6) }' "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps"
-    check "$recipe is bf16" grep -q '"linear": "qkv", "gemm": "fprop", [^}]*"x": {"dtype": "e4m3"' "$tmp/two-$recipe/log.jsonl"
+    check "$recipe on 2 ranks: forward pass" \
+        awk 'NR == FNR { if (FNR == 1) a = $2; next } FNR == 1 { exit !(a / $2 - 1 < 1e-6 && $2 / a - 1 < 1e-6) }' \
+        "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps"
+    check "$recipe is bf16" \
+        grep -q '"linear": "qkv", "gemm": "fprop", [^}]*"x": {"dtype": "e4m3"' "$tmp/two-$recipe/log.jsonl"
 done
 
-# The audit is of all ranks, also of weights that travel as codes.
-train 2 audit "$tmp/fp8" $data --precision fp8 --num-steps 4 --batch-size 2 --fp8-audit 4 && check "audit of 2 ranks" [ "$(grep -c '"fp8_audit"' "$tmp/audit/log.jsonl")" -eq 72 ]
+# The audit covers all ranks, also weights that are gathered in FP8.
+train 2 audit "$tmp/fp8" $data --precision fp8 --num-steps 4 --batch-size 2 --fp8-audit 4 &&
+    check "audit of 2 ranks" [ "$(grep -c '"fp8_audit"' "$tmp/audit/log.jsonl")" -eq 72 ]
 
-# ---- checkpoints: 8 steps in one go, and stopped after 4 of them
-resumed() {  # $1 ranks, $2 name, $3 largest error (0: the same bits), the rest: options
+# ---- Checkpoints: a run of 8 steps, and one that is stopped after 4 steps and resumed.
+resumed() {  # $1 ranks, $2 name, $3 largest error (0: equal bits), the rest: options
     local n=$1 name=$2 tolerance=$3
     shift 3
     cp -r "$tmp/ck" "$tmp/ck-$name"
     train "$n" "$name" $common --num-steps 8 "$@" --checkpoint-dir "$tmp/ck-$name" --resume || return
-    if [ "$tolerance" = 0 ]; then check "$name: not the same bits" cmp "$tmp/$name.steps" "$tmp/whole.last"; else check "$name: other losses" close "$tmp/$name.steps" "$tmp/whole.last" "$tolerance"; fi
+    if [ "$tolerance" = 0 ]; then
+        check "$name: not the same bits" cmp "$tmp/$name.steps" "$tmp/whole.last"
+    else
+        check "$name: other losses" close "$tmp/$name.steps" "$tmp/whole.last" "$tolerance"
+    fi
 }
 for precision in fp32 bf16; do
     common="$tmp/llama $data --precision $precision"
@@ -152,21 +190,25 @@ for precision in fp32 bf16; do
     resumed 0 one 1e-6 --batch-size 12
     resumed 4 hybrid 1e-6 --batch-size 3 --sharding hybrid --shard-size 2
     resumed 4 none 1e-6 --batch-size 3 --sharding none
-    # one rank's checkpoint after the same steps: the same files, the same tensors but for the order of sums, which AdamW's division magnifies where a
-    # gradient is nearly zero
+    # The checkpoint of one rank after these steps has equal files. Its tensors differ only by the order of sums, which
+    # AdamW's division magnifies where a gradient is nearly zero.
     train 0 alone $common --num-steps 4 --batch-size 12 --checkpoint-dir "$tmp/ck-alone"
     check "files of a checkpoint" [ "$(ls "$tmp/ck/step-00000004")" = "$(ls "$tmp/ck-alone/step-00000004")" ]
-    check "sizes of a checkpoint's files" [ "$(stat -c '%n %s' "$tmp"/ck/step-00000004/*.safetensors | sed 's|.*/||')" = "$(stat -c '%n %s' "$tmp"/ck-alone/step-00000004/*.safetensors | sed 's|.*/||')" ]
-    check "weights of a checkpoint" build/compare_checkpoints "$tmp/ck/step-00000004" "$tmp/ck-alone/step-00000004" 1e-6 model
-    check "moments of a checkpoint" build/compare_checkpoints "$tmp/ck/step-00000004" "$tmp/ck-alone/step-00000004" 1e-5 optimizer
-    # as a model folder to start from, and exported by each strategy: the same bytes as the checkpoint's
+    sizes() { stat -c '%n %s' "$1"/step-00000004/*.safetensors | sed 's|.*/||'; }
+    check "sizes of a checkpoint's files" [ "$(sizes "$tmp/ck")" = "$(sizes "$tmp/ck-alone")" ]
+    pair="$tmp/ck/step-00000004 $tmp/ck-alone/step-00000004"
+    check "weights of a checkpoint" build/compare_checkpoints $pair 1e-6 model
+    check "moments of a checkpoint" build/compare_checkpoints $pair 1e-5 optimizer
+    # A checkpoint is a model folder to start from. Each strategy exports it with equal bytes.
     for strategy in full none "hybrid --shard-size 2"; do
-        train 4 export "$tmp/ck/step-00000004" $data --precision fp32 --num-steps 1 --batch-size 3 --learning-rate 0 --sharding $strategy --export-hf "$tmp/exported"
-        check "export with --sharding $strategy" cmp "$tmp/exported/model.safetensors" "$tmp/ck/step-00000004/model.safetensors"
+        train 4 export "$tmp/ck/step-00000004" $data --precision fp32 --num-steps 1 --batch-size 3 --learning-rate 0 \
+            --sharding $strategy --export-hf "$tmp/exported"
+        check "export with --sharding $strategy" \
+            cmp "$tmp/exported/model.safetensors" "$tmp/ck/step-00000004/model.safetensors"
     done
 done
 
-# Delayed scaling: histories and scales are part of a checkpoint, the same whatever the ranks
+# Delayed scaling: amax histories and scales are part of a checkpoint, and equal on any number of ranks.
 common="$tmp/fp8 $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 3"
 rm -rf "$tmp"/ck*
 train 2 whole $common --num-steps 8 --batch-size 4
@@ -176,13 +218,14 @@ check "no fp8_state.safetensors" [ -s "$tmp/ck/step-00000004/fp8_state.safetenso
 resumed 2 delayed-two 0 --batch-size 4
 resumed 4 delayed-four 1e-3 --batch-size 2  # bf16 gradients, as above
 
-# ---- a run that goes on until it is stopped: $1 ranks, the rest options; sets mpi to mpirun's process and pids[rank]
+# ---- Starts a run that does not end by itself. $1 ranks, then options. Sets mpi to mpirun's process, and pids[rank].
 start() {
     local n=$1 i pid rank
     shift
     rm -rf "$tmp/run"
     : >"$tmp/run.out"
-    mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$tmp/qwen2" $data --batch-size 2 --num-steps 1000000 --checkpoint-dir "$tmp/run" "$@" >"$tmp/run.out" 2>&1 &
+    mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$tmp/qwen2" $data --batch-size 2 \
+        --num-steps 1000000 --checkpoint-dir "$tmp/run" "$@" >"$tmp/run.out" 2>&1 &
     mpi=$!
     for i in $(seq 300); do grep -q '^step  *2/' "$tmp/run.out" && break; sleep 0.1; done
     pids=()
@@ -193,7 +236,7 @@ start() {
     check "$n ranks started: $(tail -n 3 "$tmp/run.out")" [ ${#pids[@]} -eq "$n" ]
 }
 
-# Waits up to 60 s for mpirun to end; sets status (124: it did not).
+# Waits up to 60 s for mpirun to end. Sets status (124: mpirun did not end).
 finish() {
     local i
     status=124
@@ -203,7 +246,8 @@ finish() {
     done
     [ $status -eq 124 ] && kill -9 $mpi "${pids[@]}"
     local pid left=""
-    for i in $(seq 100); do  # what was killed may need a moment to be gone; what waits for its parent to notice ("Z") is
+    # A killed process may need a moment to end. A zombie ("Z") has ended.
+    for i in $(seq 100); do
         left=""
         for pid in "${pids[@]}"; do grep -qs '^State:.*[^Z] (' "/proc/$pid/status" && left="$left $pid"; done
         [ -z "$left" ] && break
@@ -212,29 +256,33 @@ finish() {
     check "processes stay:$left" [ -z "$left" ]
 }
 
-# A killed rank, while training, and while saving all the time.
+# A rank is killed while training, and while saving after every step.
 for every in 5 1; do
     start 4 --checkpoint-every $every
     for i in $(seq 100); do [ -n "$(ls -d "$tmp"/run/step-???????? 2>/dev/null)" ] && break; sleep 0.1; done
     kill -KILL "${pids[2]}"
     finish
     check "rank killed: status $status" [ $status -ne 0 ] && check "rank killed: ended too late" [ $status -ne 124 ]
-    check "rank killed: nobody names it: $(tail -n 3 "$tmp/run.out")" [ "$(grep -c 'rank 2 .*killed\|rank 2 .*Killed' "$tmp/run.out")" -eq 1 ]
+    check "rank killed: no line names it: $(tail -n 3 "$tmp/run.out")" \
+        [ "$(grep -c 'rank 2 .*killed\|rank 2 .*Killed' "$tmp/run.out")" -eq 1 ]
     last=$(ls -d "$tmp"/run/step-???????? | tail -n 1)
     step=$((10#${last##*-}))
-    ./train_fp8 "$tmp/qwen2" $data --batch-size 8 --num-steps $((step + 1)) --checkpoint-dir "$tmp/run" --resume >"$tmp/resumed.out" 2>&1
-    check "rank killed: the last checkpoint is not whole: $(grep -m1 'skipping\|error' "$tmp/resumed.out")" grep -q "continuing from $last\$" "$tmp/resumed.out"
+    ./train_fp8 "$tmp/qwen2" $data --batch-size 8 --num-steps $((step + 1)) --checkpoint-dir "$tmp/run" \
+        --resume >"$tmp/resumed.out" 2>&1
+    check "rank killed: the last checkpoint is incomplete: $(grep -m1 'skipping\|error' "$tmp/resumed.out")" \
+        grep -q "continuing from $last\$" "$tmp/resumed.out"
 done
 
-# A signal to any one rank: in training, in a long validation, in a save
+# A signal to one rank: in training, in a long validation, while saving.
 stopped() {  # $1 signal, $2 rank, the rest: options
-    local signal=$1 rank=$2 saves
+    local signal=$1 rank=$2 saves step
     shift 2
     start 4 "$@"
     kill -"$signal" "${pids[$rank]}"
     finish
     check "SIG$signal to rank $rank: status $status: $(tail -n 3 "$tmp/run.out")" [ $status -eq 0 ]
-    saves=$(grep -c "^saved checkpoint after step $(grep -o 'stopped by signal.*after step [0-9]*' "$tmp/run.out" | sed 's/.* //') " "$tmp/run.out")
+    step=$(grep -o 'stopped by signal.*after step [0-9]*' "$tmp/run.out" | sed 's/.* //')
+    saves=$(grep -c "^saved checkpoint after step $step " "$tmp/run.out")
     check "SIG$signal to rank $rank: $saves saves of the last step" [ "$saves" -eq 1 ]
 }
 stopped TERM 3
@@ -242,8 +290,7 @@ stopped USR1 0 --sharding none
 stopped INT 1 --val-data "$tmp/s_val.bin" --val-every 1 --val-steps 160
 stopped TERM 2 --checkpoint-every 1 --keep-checkpoints 1
 
-# ---- what is wrong is said once, and ends all ranks. $1 ranks, $2 the status, $3 what the message holds, the
-# rest: arguments
+# ---- An error is printed once and ends all ranks. $1 ranks, $2 status, $3 text in the message, then arguments.
 refused() {
     local n=$1 expected=$2 message=$3 status
     shift 3
@@ -251,16 +298,20 @@ refused() {
     status=$?
     check "\"$message\": status $status: $(cat "$tmp/refused.out")" [ $status -eq "$expected" ]
     check "\"$message\": $(grep '^error' "$tmp/refused.out")" [ "$(grep -c '^error: ' "$tmp/refused.out")" -eq 1 ]
-    check "\"$message\" is not said: $(grep '^error' "$tmp/refused.out")" grep -q "^error: rank 0 on .*$message" "$tmp/refused.out"
+    check "\"$message\" is not said: $(grep '^error' "$tmp/refused.out")" grep -q "^error: rank 0 on .*$message" \
+        "$tmp/refused.out"
 }
 refused 4 2 "unknown option --batch" tiny --batch 3
 refused 4 1 "no token shard matches" tiny --train-data "$tmp/nothing.bin"
 refused 3 2 "shard-size 2 does not divide the 3 ranks" tiny $data --sharding hybrid --shard-size 2
 refused 2 2 "world-size is for --dry-run" tiny $data --world-size 2
 refused 2 1 "already holds step-00000004" $common --checkpoint-dir "$tmp/ck"
-refused 4 7 "the gradient norm is .* counts as not finite. It begins in the .* of layer .*, in backward order, is in .*, in the part of rank .*; the largest weight there is" "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
+message="the gradient norm is .* counts as not finite. It begins in the .* of layer .*, in backward order, is in .*"
+refused 4 7 "$message, in the part of rank .*; the largest weight there is" \
+    "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
 
-# ---- a huge row of q_proj in layer 1: every rank looks at what it keeps, and the tensor and its element are those that one rank names
+# ---- A row of q_proj in layer 1 has huge values. Every rank searches the weights that it stores; the rank that finds
+# them names the tensor and the element.
 train 0 export "$tmp/qwen2" $data --precision fp32 --num-steps 1 --export-hf "$tmp/spoiled"
 python3 - "$tmp/spoiled/model.safetensors" <<'PY'
 import json, struct, sys
@@ -270,13 +321,16 @@ with open(sys.argv[1], "r+b") as f:
     f.seek(8 + size + tensor["data_offsets"][0] + 20 * tensor["shape"][1] * 4)
     f.write(struct.pack("<f", 3e38) * tensor["shape"][1])
 PY
+message="It begins in the attention block of layer 1, in the forward pass; the largest weight there is 3e+38, in"
 for sharding in full none "hybrid --shard-size 2"; do
-    refused 4 7 "It begins in the attention block of layer 1, in the forward pass; the largest weight there is 3e+38, in model.layers.1.self_attn.q_proj.weight, element 1040. The loss is nan" \
+    refused 4 7 "$message model.layers.1.self_attn.q_proj.weight, element 1040. The loss is nan" \
         "$tmp/spoiled" $data --no-verify --precision fp32 --sharding $sharding
 done
-# ---- delayed scaling with --on-nonfinite skip: a skipped step leaves the state of all ranks as it was
-ranks 2 "$tmp/fp8" $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 8 --learning-rate 1000 --num-steps 60 --on-nonfinite skip --checkpoint-dir "$tmp/skips" --checkpoint-every 1 \
-    --keep-checkpoints 1000 >"$tmp/skips.out" 2>&1
+
+# ---- Delayed scaling with --on-nonfinite skip: a skipped step does not change the state of any rank.
+ranks 2 "$tmp/fp8" $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 8 --learning-rate 1000 --num-steps 60 \
+    --on-nonfinite skip --checkpoint-dir "$tmp/skips" --checkpoint-every 1 --keep-checkpoints 1000 \
+    >"$tmp/skips.out" 2>&1
 skipped=0 before=""
 for folder in "$tmp"/skips/step-????????; do
     step=$((10#${folder##*-}))
@@ -288,7 +342,8 @@ for folder in "$tmp"/skips/step-????????; do
 done
 check "a learning rate of 1000: $skipped skipped steps are saved: $(tail -n 2 "$tmp/skips.out")" [ $skipped -ge 9 ]
 
-# Ranks that read other files under one name, as hosts with disks of their own may: as many tokens, and fewer.
+# Ranks read different files of one name, as hosts with their own disks may: with an equal number of tokens, and with
+# fewer.
 build/synth_stories --out "$tmp/other" --bytes 60000 --seed 5 >/dev/null
 python3 - "$tmp/s_train.bin" "$tmp/turned.bin" <<'PY'
 import sys
@@ -296,36 +351,47 @@ shard = open(sys.argv[1], "rb").read()
 open(sys.argv[2], "wb").write(shard[:1024] + shard[-4000:] + shard[1024:-4000])
 PY
 for other in turned other_train; do
-    mpirun --allow-run-as-root --oversubscribe -np 1 ./train_fp8 "$tmp/qwen2" $data : -np 1 ./train_fp8 "$tmp/qwen2" $data --train-data "$tmp/$other.bin" >"$tmp/differ.out" 2>&1
+    mpirun --allow-run-as-root --oversubscribe -np 1 ./train_fp8 "$tmp/qwen2" $data : -np 1 ./train_fp8 "$tmp/qwen2" \
+        $data --train-data "$tmp/$other.bin" >"$tmp/differ.out" 2>&1
     status=$?
     check "rank 1 reads $other: status $status: $(cat "$tmp/differ.out")" [ $status -ne 0 ]
-    check "rank 1 reads $other: $(grep '^error' "$tmp/differ.out")" [ "$(grep -c "^error: rank 1 on .*$other.bin: here --train-data has .* give all hosts the same files" "$tmp/differ.out")" -eq 1 ]
+    message="^error: rank 1 on .*$other.bin: here --train-data has .* give all hosts the same files"
+    check "rank 1 reads $other: $(grep '^error' "$tmp/differ.out")" \
+        [ "$(grep -c "$message" "$tmp/differ.out")" -eq 1 ]
 done
 
-# A save that fails on one rank, which sees an empty folder where the checkpoints are: all stop, with its reason, and the checkpoint before stays.
+# A save fails on one rank, which sees an empty folder in place of the checkpoints. All ranks stop, the error gives that
+# rank's reason, and the earlier checkpoint stays.
 if unshare -m true 2>/dev/null; then
     common="$tmp/qwen2 $data --batch-size 2 --checkpoint-dir $tmp/half"
     train 3 half-first $common --num-steps 2
-    mpirun --allow-run-as-root --oversubscribe -np 1 ./train_fp8 $common --num-steps 4 --resume : \
-        -np 1 unshare -m bash -c 'mkdir -p "$0/hidden" && cp -r "$0/step-00000002" "$0/hidden" && mount --bind "$0/hidden" "$0" && exec "$@"' "$tmp/half" ./train_fp8 $common --num-steps 4 --resume : \
-        -np 1 ./train_fp8 $common --num-steps 4 --resume >"$tmp/half.out" 2>&1
+    again="./train_fp8 $common --num-steps 4 --resume"
+    hide='mkdir -p "$0/hidden" && cp -r "$0/step-00000002" "$0/hidden" && mount --bind "$0/hidden" "$0" && exec "$@"'
+    mpirun --allow-run-as-root --oversubscribe -np 1 $again : \
+        -np 1 unshare -m bash -c "$hide" "$tmp/half" $again : -np 1 $again >"$tmp/half.out" 2>&1
     status=$?
     check "a save that fails on rank 1: status $status: $(cat "$tmp/half.out")" [ $status -ne 0 ]
-    check "a save that fails on rank 1: $(grep '^error' "$tmp/half.out")" [ "$(grep -c '^error: rank 0 on .*saving checkpoint .*step-00000004 failed: rank 1 on .*cannot open .* untouched' "$tmp/half.out")" -eq 1 ]
-    check "a save that fails on rank 1: left behind: $(ls "$tmp/half")" [ "$(ls "$tmp/half" | grep -v hidden)" = step-00000002 ]
+    message='saving checkpoint .*step-00000004 failed: rank 1 on .*cannot open .* untouched'
+    check "a save that fails on rank 1: $(grep '^error' "$tmp/half.out")" \
+        [ "$(grep -c "^error: rank 0 on .*$message" "$tmp/half.out")" -eq 1 ]
+    check "a save that fails on rank 1: left behind: $(ls "$tmp/half")" \
+        [ "$(ls "$tmp/half" | grep -v hidden)" = step-00000002 ]
 else
     echo "skipped: a save that fails on one rank (this user may not mount)"
 fi
 
-# Rank 0 prints help and samples; the others are silent.
+# Only rank 0 prints help and samples.
 check "--help" [ "$(ranks 2 --help 2>&1 | grep -c '^usage')" -eq 1 ]
-train 3 sample "$tmp/qwen2" $data --batch-size 1 --num-steps 2 --sample-every 1 --sample-tokens 8 && check "samples" [ "$(grep -c '^sample after step' "$tmp/sample.out")" -eq 2 ]
+train 3 sample "$tmp/qwen2" $data --batch-size 1 --num-steps 2 --sample-every 1 --sample-tokens 8 &&
+    check "samples" [ "$(grep -c '^sample after step' "$tmp/sample.out")" -eq 2 ]
 
-# ---- the memory plan of many GPUs, without them
-planned() {  # $1 model, $2 ranks; the parameters' share must follow
+# ---- Memory plans of many GPUs, made without GPUs. Each rank's shard must be its share of the parameters.
+planned() {  # $1 model, $2 ranks
     ./train_fp8 "$1" --dry-run --world-size "$2" --sequence-length 4096 >"$tmp/plan.out" 2>&1
     check "$1 on $2: $(tail -n 2 "$tmp/plan.out")" grep -q '^  total ' "$tmp/plan.out"
-    check "$1 on $2: a rank's share" awk -v w="$2" '/^parameters /{p = $2} /^shard of a rank/{s = $5} END { exit !(p > 0 && s * w >= p && s * w / p < 1.01) }' "$tmp/plan.out"
+    check "$1 on $2: a rank's share" awk -v w="$2" \
+        '/^parameters /{p = $2} /^shard of a rank/{s = $5} END { exit !(p > 0 && s * w >= p && s * w / p < 1.01) }' \
+        "$tmp/plan.out"
 }
 planned llama3.1-70b 64
 planned llama3.1-405b 512

@@ -1,13 +1,13 @@
-// recipes.h, fp8.h's scales, delayed.h and quantize_reference.h: codes and scales of every recipe's copies byte for
-// byte against torchao's and Transformer Engine's (dev/reference), the layout of scales, and what must hold for any
-// matrix. Run from the root of the repository.
+// Tests recipes.h, scales of fp8.h, delayed.h and quantize_reference.h: codes and scales of every recipe's FP8 data
+// compared byte for byte with those of torchao and Transformer Engine (dev/reference), the layout of scales, and
+// properties that hold for any matrix. Run it from the root of the repository.
 #include "../../llmc/reference/delayed.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
 #include "lib/fp8_golden.h"
 
-// ---- one copy against its golden
+// ---- FP8 data against its golden.
 
 typedef struct {
     float *x;  // [R, C]
@@ -23,7 +23,7 @@ static Matrix golden_matrix(const Safetensors *st, const char *name) {
     return m;
 }
 
-// A copy of a matrix.
+// FP8 data of a matrix.
 typedef struct {
     int64_t outer, depth;
     uint8_t *codes;
@@ -48,13 +48,13 @@ static void copy_free(Copy *c) {
 
 static bool same_float(float a, float b) { return float_bits(a) == float_bits(b) || (isnan(a) && isnan(b)); }
 
-// Inverse scales of a golden stand in the natural order, [outer / height, depth / width].
+// A golden's scale_inv values are in natural order, [outer / height, depth / width].
 static int64_t natural_place(const Copy *c, ScaleGranularity granularity, int64_t width, int64_t i, int64_t k) {
     const int64_t height = granularity == BLOCK_128X128 ? 128 : 1;
     return is_per_tensor(granularity) ? 0 : i / height * ceil_div(c->depth, width) + k / width;
 }
 
-// Compared place by place; all other bytes must be zero.
+// Compares each place. All other bytes must be zero.
 static int64_t wrong_scales(const Copy *c, const void *expected, ScaleGranularity granularity, int64_t width) {
     const int64_t size = granularity == BLOCK_1X32 ? 1 : 4;
     uint8_t *left = (uint8_t *)xcalloc((size_t)scale_bytes(granularity, c->outer, c->depth), 1);
@@ -74,7 +74,7 @@ static int64_t wrong_scales(const Copy *c, const void *expected, ScaleGranularit
     return wrong;
 }
 
-// What the products see, from the golden's bytes alone.
+// Returns the operand that GEMMs read, from the golden's bytes alone.
 static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inverse, ScaleGranularity granularity,
                             int64_t width, Fp8Format format) {
     float *values = (float *)xcalloc((size_t)(c->outer * c->depth), sizeof(float));
@@ -122,7 +122,7 @@ static void check_copy(const Safetensors *st, const char *key, const Matrix *m, 
     free(inverse);
 }
 
-// Every CASE.GRANULARITY.COPY.FORMAT in a file.
+// Tests every CASE.GRANULARITY.COPY.FORMAT in a file.
 static void test_golden_copies(const char *path, int expected) {
     static const struct {
         const char *name;
@@ -154,7 +154,7 @@ static void test_golden_copies(const char *path, int expected) {
     safetensors_close(&st);
 }
 
-// One scale for all: both copies of torchao's tensorwise goldens; and the same when the scale is given.
+// One scale for all: rowwise and columnwise data of torchao's tensorwise goldens, also with a given scale.
 static void test_golden_tensors(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/fp8_tensors.safetensors");
     int seen = 0;
@@ -191,7 +191,7 @@ static void test_golden_tensors(void) {
     safetensors_close(&st);
 }
 
-// ---- scales from amaxes
+// ---- Scales from amaxes.
 
 static void test_golden_scales(void) {
     Safetensors torchao = fp8_golden_open("dev/reference/goldens/fp8_scales.safetensors"),
@@ -239,7 +239,7 @@ static void test_golden_scales(void) {
     safetensors_close(&torchao), safetensors_close(&mx), safetensors_close(&te);
 }
 
-// Transformer Engine's scales, E4M3, plain and as powers of two: values worked out by hand.
+// Transformer Engine's E4M3 scales, plain and as powers of two. Values computed by hand.
 static void test_te_scales(void) {
     static const uint32_t cases[][3] = {{0, 0x3f800000, 0x3f800000},          {0x7f800000, 0x3f800000, 0x3f800000},
                                         {0x7fc00000, 0x3f800000, 0x3f800000}, {0x00010000, 0x7f7fffff, 0x7f000000},
@@ -254,8 +254,8 @@ static void test_te_scales(void) {
     CHECK(fp8_scale_te(1, FP8_E4M3, 1) == 224 && fp8_scale_te(2, FP8_E5M2, 3) == 3584, "margins");
 }
 
-// Sequences of passes through one tensor's history; a tensor that has seen nothing has scale 0 here, where Transformer
-// Engine casts with 1.
+// Sequences of passes through one tensor's history. The scale of a tensor without a pass is 0 here; Transformer Engine
+// casts it with 1.
 static void test_golden_delayed(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/recipe_te.safetensors");
     int seen = 0;
@@ -284,7 +284,7 @@ static void test_golden_delayed(void) {
     safetensors_close(&st);
 }
 
-// ---- layout
+// ---- Layout.
 
 static void test_golden_layout(void) {
     static const int64_t sizes[][2] = {{128, 4}, {160, 5}, {96, 9}, {300, 4}};
@@ -306,8 +306,7 @@ static void test_golden_layout(void) {
     safetensors_close(&st);
 }
 
-// The orders that cuBLASLt's manual gives: 1x128 one column of blocks after the other; squares one row of blocks after
-// the other, each padded to 4.
+// Orders that cuBLASLt's manual gives: 1x128 blocks column by column, square blocks row by row, each padded to 4.
 static void test_block_orders(void) {
     CHECK(scale_index(BLOCK_1X128, 5, 300, 200, 640) == 2 * 200 + 5 &&
               scale_bytes(BLOCK_1X128, 200, 640) == 4 * 5 * 200,
@@ -317,7 +316,7 @@ static void test_block_orders(void) {
           "128x128");
 }
 
-// A place of its own for each block, shared by all of the block, within scale_bytes().
+// Each block has its own place within scale_bytes(), and all elements of the block share it.
 static void test_places(void) {
     enum { ALL = 1 << 20 };
     static const struct {
@@ -375,10 +374,10 @@ static void test_granularities(void) {
     CHECK(scale_bytes(BLOCK_1X32, 129, 129) == 2 * 2 * 512, "bytes of tiles");
 }
 
-// ---- linear layers of torchao
+// ---- Linear layers of torchao.
 
-// out [rows, cols] = a [rows, depth] b^T [cols, depth] in double, and the same of magnitudes; factor: of the whole
-// product.
+// Computes out [rows, cols] = a [rows, depth] b^T [cols, depth] in double, and the same with magnitudes. factor
+// multiplies the result.
 static void check_product(const Safetensors *st, const char *key, const float *a, const float *b, int64_t rows,
                           int64_t cols, int64_t depth, double factor) {
     Matrix golden = golden_matrix(st, key);
@@ -390,8 +389,8 @@ static void check_product(const Safetensors *st, const char *key, const float *a
             for (int64_t k = 0; k < depth; k++)
                 sum += (double)a[i * depth + k] * b[j * depth + k],
                     size += fabs((double)a[i * depth + k] * b[j * depth + k]);
-            // Rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it, a float32 sum by far less than 1e-5 of
-            // the sum of its terms' sizes.
+            // Rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it. A float32 sum moves by far less than
+            // 1e-5 of the sum of magnitudes.
             const double error = fabs(golden.x[i * cols + j] - sum * factor) /
                                  (0x1p-8 * 1.01 * fabs(sum * factor) + 1e-5 * size * factor + 1e-300);
             worst = error > worst ? error : worst;
@@ -400,8 +399,8 @@ static void check_product(const Safetensors *st, const char *key, const float *a
     free(golden.x);
 }
 
-// The operand that a product reads, as values [outer, depth]; *factor: what the product must still be multiplied by.
-// Codes and scales must be torchao's.
+// Returns the operand that a GEMM reads, as values [outer, depth]. The result must still be multiplied by *factor.
+// Codes and scales must equal torchao's.
 static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor,
                              TensorUsage kind, double *factor) {
     static const char *const names[NUM_TENSORS] = {"w", "x", "dy"};
@@ -451,7 +450,7 @@ static void test_golden_linear(void) {
     safetensors_close(&st);
 }
 
-// ---- what holds for any matrix
+// ---- Properties of any matrix.
 
 static Matrix random_matrix(uint64_t seed, int64_t R, int64_t C) {
     Matrix m = {(float *)xcalloc((size_t)(R * C), sizeof(float)), R, C};
@@ -460,7 +459,7 @@ static Matrix random_matrix(uint64_t seed, int64_t R, int64_t C) {
     return m;
 }
 
-// Whether one copy's codes are the other's, transposed.
+// True if the codes of one are those of the other, transposed.
 static bool transposed(const Copy *row, const Copy *col) {
     for (int64_t i = 0; i < row->outer; i++)
         for (int64_t k = 0; k < row->depth; k++)
@@ -498,8 +497,8 @@ static void test_transposes(void) {
 }
 
 // A value that is a normal number of the format comes back within half a step: 2^-4 of it in E4M3 (3 bits of mantissa),
-// 2^-3 in E5M2. Below the smallest normal number (2^-6 or 2^-14 times the inverse scale) steps are equal, and half of
-// one is 2^-10 or 2^-17 times the inverse scale.
+// 2^-3 in E5M2. Below the smallest normal number (2^-6 or 2^-14 times scale_inv) steps are equal, and half a step is
+// 2^-10 or 2^-17 times scale_inv.
 static void test_error_bounds(void) {
     static const struct {
         ScaleGranularity granularity;
@@ -531,7 +530,7 @@ static void test_error_bounds(void) {
     free(m.x);
 }
 
-// A scale from earlier amaxes: taken as it is, values beyond it saturate, and neither NaN nor infinity moves it.
+// A scale from earlier amaxes is used unchanged: larger values saturate, and neither NaN nor infinity changes it.
 static void test_given_scale(void) {
     Matrix m = random_matrix(31, 7, 40);
     m.x[3] = 1000, m.x[4] = -1000, m.x[5] = INFINITY, m.x[6] = NAN;
@@ -544,7 +543,7 @@ static void test_given_scale(void) {
     free(m.x);
 }
 
-// Whether a NaN counts.
+// True if a NaN counts.
 static void test_nan_rules(void) {
     Matrix m = random_matrix(41, 4, 128);
     m.x[128 + 7] = NAN;
@@ -560,10 +559,10 @@ static void test_nan_rules(void) {
     free(m.x);
 }
 
-// ---- the table
+// ---- The table.
 
 static void test_table(void) {
-    // Granularities of w, x and dy, row copy and col copy.
+    // Granularities of w, x and dy, rowwise and columnwise.
     static const ScaleGranularity expected[NUM_RECIPES][NUM_TENSORS][2] = {
         [RECIPE_TENSORWISE] = {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
         [RECIPE_DELAYED] = {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
@@ -584,7 +583,7 @@ static void test_table(void) {
               "%s: bf16", r->name);
         CHECK(recipe_is_fp8(r, GEMM_FPROP) && recipe_is_fp8(r, GEMM_DGRAD) &&
                   recipe_is_fp8(r, GEMM_WGRAD) != bf16_wgrad,
-              "%s: products", r->name);
+              "%s: GEMMs", r->name);
     }
     CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80,
           "amaxes of tensors and rows");

@@ -1,6 +1,6 @@
-// Tests every operation of llmc/reference/: forward against a plain double-precision version written here, backward
-// against central differences of that version, rounding points, odd sizes, special values, and independence of the
-// number of threads.
+// Tests every operation of llmc/reference/: forward compared with a plain double-precision version in this file,
+// backward with central differences of that version, rounding, odd sizes, special values, and that results do not
+// depend on the number of threads.
 #include <omp.h>
 
 #include "../../llmc/reference/adamw.h"
@@ -14,7 +14,7 @@
 #include "../../llmc/reference/swiglu.h"
 #include "lib/check.h"
 
-// fp32 with fp32 sums of up to a few hundred terms against double: a few hundred times 2^-24 at the very worst.
+// fp32 with fp32 sums of up to a few hundred terms, compared with double: at worst a few hundred times 2^-24.
 #define FP32_TOLERANCE 5e-6
 
 static float *random_floats(int64_t n, uint64_t stream, float scale) {
@@ -25,10 +25,10 @@ static float *random_floats(int64_t n, uint64_t stream, float scale) {
 
 static float *zeros(int64_t n) { return (float *)xcalloc((size_t)n, sizeof(float)); }
 
-// An operation in double: `in` holds all differentiable inputs one after the other.
+// An operation in double. `in` holds all differentiable inputs in sequence.
 typedef void (*Forward)(double *out, const double *in, const void *context);
 
-// Checks an fp32 result and an fp32 gradient of sum(out * g) with respect to all inputs.
+// Checks an fp32 result, and the fp32 gradient of sum(out * g) with respect to all inputs.
 static void check_operation(const char *name, Forward forward, const void *context, const float *in, int64_t num_in,
                             const float *out, const float *g, int64_t num_out, const float *gradient) {
     double *x = (double *)xcalloc((size_t)num_in, sizeof(double)),
@@ -84,7 +84,7 @@ static void test_linear(int64_t rows, int64_t C, int64_t O) {
     check_operation("linear", linear_double, n, in, num_in, y, g, rows * O, d);
     linear_forward_reference(yr, in, w, b, rows, C, O, ROUND_BF16);
     check_rounded("linear", yr, y, rows * O);
-    // what was there before does not count
+    // Earlier content does not count.
     float *dw = random_floats(O * C, 3, 1);
     linear_wgrad_reference(dw, g, in, rows, C, O, ROUND_BF16);
     check_rounded("weight gradient", dw, d + rows * C, O * C);
@@ -98,7 +98,8 @@ static void rmsnorm_double(double *y, const double *in, const void *context) {
         double s = 0;
         for (int64_t c = 0; c < C; c++) s += in[i * C + c] * in[i * C + c];
         for (int64_t c = 0; c < C; c++)
-            y[i * C + c] = in[i * C + c] / sqrt(s / (double)C + 1e-5) * w[c] + in[i * C + c];  // and past the norm
+            y[i * C + c] = in[i * C + c] / sqrt(s / (double)C + 1e-5) * w[c] +
+                           in[i * C + c];  // plus the residual that bypasses the norm
     }
 }
 
@@ -116,7 +117,7 @@ static void test_rmsnorm(int64_t rows, int64_t C) {
     float *dr = zeros(num_in);
     rmsnorm_backward_reference(dr, dr + rows * C, g, g, in, rstd, w, rows, C, ROUND_BF16);
     check_rounded("rmsnorm backward", dr, d, num_in);
-    // the fused form: the sum is rounded before the norm reads it
+    // The fused form rounds the sum before the norm reads it.
     float *sum = zeros(rows * C), *fused = zeros(rows * C);
     residual_rmsnorm_forward_reference(fused, rstd, sum, in, g, w, rows, C, 1e-5, ROUND_BF16);
     residual_add(yr, in, g, rows * C, ROUND_NONE);
@@ -153,7 +154,7 @@ static void test_swiglu(void) {
     free(in), free(g), free(y), free(yr), free(d);
 }
 
-// Sizes of an attention call; the others stay 0.
+// Sizes of an attention call. Other fields stay 0.
 static Dims attention_sizes(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD) {
     Dims d;
     memset(&d, 0, sizeof d);
@@ -205,11 +206,11 @@ static void test_rope(bool norm) {
     qknorm_rope_backward_reference(grad, grad + n, grad + n + d.HD, g, in, q_norm, k_norm, table, &d, 1e-6, ROUND_NONE);
     check_operation(norm ? "QK-norm and RoPE" : "RoPE", rope_double, &context, in, num_in, y, g, n, grad);
     qknorm_rope_forward_reference(yr, in, q_norm, k_norm, table, &d, 1e-6, ROUND_BF16);
-    for (int64_t row = 0; row < d.B * d.T; row++)  // values are copied as they are: bf16 already in training
+    for (int64_t row = 0; row < d.B * d.T; row++)  // values are copied unchanged: in training they are bf16 already
         for (int64_t i = (d.NH + d.NKV) * d.HD; i < (d.NH + 2 * d.NKV) * d.HD; i++)
             yr[row * (d.NH + 2 * d.NKV) * d.HD + i] = bf16_round(yr[row * (d.NH + 2 * d.NKV) * d.HD + i]);
     check_rounded("QK-norm and RoPE", yr, y, n);
-    // in place gives the same
+    // In place, the result is equal.
     float *place = zeros(n);
     memcpy(place, in, (size_t)n * sizeof(float));
     qknorm_rope_forward_reference(place, place, q_norm, k_norm, table, &d, 1e-6, ROUND_NONE);
@@ -240,7 +241,7 @@ static void attention_double(double *y, const double *in, const void *context) {
     free(p);
 }
 
-// Forward alone, for lengths at which central differences would take too long.
+// Forward only, for lengths at which central differences would take too long.
 static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool gradients) {
     const HeadContext context = {attention_sizes(B, T, NH, NKV, HD), false, NULL};
     const Dims d = context.d;
@@ -259,7 +260,7 @@ static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_
         for (int64_t i = 0; i < num_out; i++) expected[i] = (float)out[i];
         double error = check_relative_error(y, expected, num_out);
         CHECK(error < FP32_TOLERANCE, "attention forward at T %lld: relative error %g", (long long)T, error);
-        // Directional derivative: moving along the gradient's own direction by h changes the loss by h |gradient|.
+        // Directional derivative: moving by h along the gradient's direction changes the loss by h |gradient|.
         double norm = global_norm(grad, n), sum[2] = {0, 0}, h = 1e-4;
         for (int side = 0; side < 2; side++) {
             for (int64_t i = 0; i < n; i++) x[i] = in[i] + (side ? h : -h) * grad[i] / norm;
@@ -271,8 +272,8 @@ static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_
               slope, norm);
         free(x), free(out), free(expected);
     }
-    // bf16 operands and results against fp32: bf16 keeps 8 bits, P and the result are rounded (2^-9 each at most,
-    // independently)
+    // bf16 operands and results compared with fp32: bf16 keeps 8 bits. P and the result are rounded independently (at
+    // most 2^-9 each).
     float *yr = zeros(num_out), *gr = zeros(n);
     attention_forward_reference(yr, lse, in, &d, ROUND_BF16);
     double error = check_relative_error(yr, y, num_out);
@@ -316,7 +317,7 @@ static void test_embedding(void) {
     float *table = random_floats(15, 13, 1), *dx = random_floats(15, 14, 1), x[15], d[15], twice[15];
     embedding_forward_reference(x, table, tokens, 5, 3);
     for (int i = 0; i < 5; i++) CHECK(memcmp(x + 3 * i, table + 3 * tokens[i], 12) == 0, "embedding of row %d", i);
-    for (int i = 0; i < 15; i++) d[i] = 77;  // stale values: ids that do not occur must become 0
+    for (int i = 0; i < 15; i++) d[i] = 77;  // old values; rows of ids that do not occur must become 0
     embedding_backward_reference(d, dx, tokens, 5, 3, 5, false, ROUND_NONE);
     for (int id = 0; id < 5; id++)
         for (int c = 0; c < 3; c++) {
@@ -330,9 +331,9 @@ static void test_embedding(void) {
     free(table), free(dx);
 }
 
-// ---- products of every recipe
+// ---- GEMMs of every recipe.
 
-// x [rows, K], w [N, K], dy [rows, N]: bf16 values with some outliers. Sizes that no block of scales divides.
+// x [rows, K], w [N, K], dy [rows, N]: bf16 values with some outliers. No block of scales divides these sizes.
 typedef struct {
     int64_t rows, N, K;
     float *tensor[NUM_TENSORS];
@@ -354,7 +355,7 @@ static void linear_case_free(LinearCase *c) {
     for (int i = 0; i < NUM_TENSORS; i++) free(c->tensor[i]);
 }
 
-// Which copies a product reads, and its sizes.
+// Rowwise or columnwise operands of a GEMM, and its sizes.
 typedef struct {
     TensorRole a, b;
     TensorUsage copy_a, copy_b;
@@ -383,7 +384,7 @@ static void case_product(float *out, const LinearCase *c, const Recipe *r, int g
     linear_operand_free(&a), linear_operand_free(&b);
 }
 
-// A copy as numbers [outer, depth], each code times the inverse scale at its place.
+// Returns FP8 data as numbers [outer, depth]: each code times its scale_inv.
 static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tensor, TensorUsage copy) {
     const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
     const UsageShape s = usage_shape(rows, cols, copy);
@@ -422,13 +423,13 @@ static void test_recipe_products(int recipe) {
             }
         case_product(got, &c, r, gemm, NULL, ROUND_NONE);
         double error = check_relative_error(got, expected, n);
-        CHECK(error < FP32_TOLERANCE, "%s, product %d: %g", r->name, gemm, error);
+        CHECK(error < FP32_TOLERANCE, "%s, GEMM %d: %g", r->name, gemm, error);
         case_product(plain, &c, recipe_row(RECIPE_BF16), gemm, NULL, ROUND_NONE);
         error = check_relative_error(got, plain, n);
-        // E4M3's 3 bits of mantissa cost some 2.5 percent of each operand, E5M2's 2 bits twice that
+        // E4M3's 3 bits of mantissa cost about 2.5 percent of each operand, E5M2's 2 bits twice that.
         if (recipe_is_fp8(r, (GemmKind)gemm))
-            CHECK(error > 0.005 && error < 0.08, "%s, product %d: FP8 costs %g", r->name, gemm, error);
-        else CHECK(error == 0, "%s, product %d is bf16", r->name, gemm);
+            CHECK(error > 0.005 && error < 0.08, "%s, GEMM %d: FP8 costs %g", r->name, gemm, error);
+        else CHECK(error == 0, "%s, GEMM %d is bf16", r->name, gemm);
         case_product(rounded, &c, r, gemm, NULL, ROUND_BF16);
         check_rounded(r->name, rounded, got, n);
         for (int64_t i = 0; i < n; i++) expected[i] = got[i] + bias[i % p.N];
@@ -439,7 +440,7 @@ static void test_recipe_products(int recipe) {
     linear_case_free(&c);
 }
 
-// The bf16 recipe is linear_forward and its gradients, bit for bit.
+// The bf16 recipe equals linear_forward and its gradients in all bits.
 static void test_bf16_recipe(void) {
     LinearCase c = linear_case(9, 13, 20);
     float *got[NUM_GEMMS], *want[NUM_GEMMS];
@@ -452,20 +453,20 @@ static void test_bf16_recipe(void) {
     linear_dgrad_reference(want[GEMM_DGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_W], c.rows, c.K, c.N, ROUND_BF16);
     linear_wgrad_reference(want[GEMM_WGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_X], c.rows, c.K, c.N, ROUND_BF16);
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
-        CHECK(memcmp(got[gemm], want[gemm], 400 * sizeof(float)) == 0, "product %d", gemm);
+        CHECK(memcmp(got[gemm], want[gemm], 400 * sizeof(float)) == 0, "GEMM %d", gemm);
         free(got[gemm]), free(want[gemm]);
     }
     linear_case_free(&c);
 }
 
-// A given scale is taken as it is and saturates; an operand of codes alone is the same operand, as either copy.
+// A given scale is used unchanged and saturates. An operand given only as codes is equal, rowwise and columnwise.
 static void test_given_scales(void) {
     LinearCase c = linear_case(9, 13, 20);
     const Recipe *r = recipe_row(RECIPE_DELAYED);
     for (int copy = 0; copy < 2; copy++) {
         LinearOperand q = case_operand(&c, r, TENSOR_W, (TensorUsage)copy, 4096);
         LinearOperand of_codes = linear_operand_of_codes(q.codes, c.N, c.K, (TensorUsage)copy, FP8_E4M3, 4096);
-        CHECK(q.scale_inv == 1.0f / 4096 && of_codes.scale_inv == q.scale_inv, "inverse scale %g", (double)q.scale_inv);
+        CHECK(q.scale_inv == 1.0f / 4096 && of_codes.scale_inv == q.scale_inv, "scale_inv %g", (double)q.scale_inv);
         int64_t wrong = 0, saturated = 0;
         for (int64_t i = 0; i < c.N; i++)
             for (int64_t k = 0; k < c.K; k++) {
@@ -483,8 +484,8 @@ static void test_given_scales(void) {
     linear_case_free(&c);
 }
 
-// Special values of tensorwise: zeros stay zero, one infinity or NaN makes the whole product NaN (torchao's scale of 0,
-// or NaN).
+// Special values of tensorwise: zeros stay zero. One infinity or NaN makes the whole result NaN (torchao's scale is
+// then 0 or NaN).
 static void test_fp8_special(void) {
     const Recipe *r = recipe_row(RECIPE_TENSORWISE);
     float one[] = {1, 1, 1, 1};
@@ -520,20 +521,20 @@ static void test_adamw(void) {
         worst = fmax(worst, fabs(P - p[i]));
     }
     CHECK(worst < 2e-8, "AdamW against torch's rule in double: difference %g",
-          worst);  // half an ulp of 0.1 is 4e-9, twice
-    // weights rounded to nearest: a step of 0.001 on 1.0 is lost, since half the spacing above 1 is 2^-8
+          worst);  // half an ulp of 0.1 is 4e-9; the bound is twice that
+    // Weights rounded to nearest lose a step of 0.001 on 1.0, since half the spacing above 1 is 2^-8.
     float *w = zeros(N), *w_split = zeros(N);
     const AdamwStep nearest = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, true, 42);
     for (int i = 0; i < N; i++) w[i] = 1, m[i] = v[i] = 0, g[i] = -1;
     adamw_reference(w, m, v, g, 0, N, false, 1, true, true, &nearest);
     CHECK(array_sum(w, N) == N, "a step of 0.001 moved weights of 1 that are rounded to nearest");
-    // stochastic rounding: a step of 0.001 on 1.0 (bf16 spacing 2^-7) moves the mean by 0.001
+    // Stochastic rounding: a step of 0.001 on 1.0 (bf16 spacing 2^-7) moves the mean by 0.001.
     for (int i = 0; i < N; i++) w[i] = w_split[i] = 1, m[i] = v[i] = 0, g[i] = -1;
     adamw_reference(w, m, v, g, 0, N, false, 1, true, true, &s1);
     const double mean = array_sum(w, N) / N - 1;
     CHECK(fabs(mean - 0.001) < 6e-5, "mean step %g of 0.001 on bf16 weights",
           mean);  // deviation of the mean: sqrt(0.001 * 2^-7 / N) = 9e-6
-    // which random bits round what: the upper 16 of the element's word for each
+    // Checks which random bits are used: the upper 16 of the element's word for each.
     int64_t wrong = 0;
     for (int i = 0; i < N; i++) {
         const AdamwElement e = adamw_update((AdamwElement){1, 0, 0}, -1, false, &s1);
@@ -543,7 +544,8 @@ static void test_adamw(void) {
         wrong += v[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg_sq, random.exp_avg_sq >> 16));
     }
     CHECK(wrong == 0, "%lld stored values are not rounded with the bits they should be", (long long)wrong);
-    for (int i = 0; i < N; i++) m[i] = v[i] = 0;  // the same in two parts: the bits hang on the flat index alone
+    for (int i = 0; i < N; i++)
+        m[i] = v[i] = 0;  // in two parts the result is equal, because the bits depend only on the flat index
     adamw_reference(w_split, m, v, g, 0, 777, false, 1, true, true, &s1);
     adamw_reference(w_split + 777, m + 777, v + 777, g + 777, 777, N - 777, false, 1, true, true, &s1);
     CHECK(memcmp(w, w_split, N * sizeof(float)) == 0, "AdamW in two parts gives other bits");
@@ -569,7 +571,7 @@ static void test_initialize(void) {
     CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 43, 3, 0), "seeds differ");
 }
 
-// Runs the operations whose work is split over threads; out receives all results.
+// Runs the operations whose work is split over threads. out receives all results.
 static void run_threads(int threads, float *out) {
     const Dims d = attention_sizes(2, 70, 4, 2, 16);
     const int64_t n = d.B * d.T * 8 * d.HD, rows = d.B * d.T;

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# scripts/run_recipes.sh on the CPU trainer: a run for each recipe, its table against the logs, and recipes that are refused until they are emulated.
-# Needs ./train_fp8 (or TRAINER), build/synth_stories and python3. Ends with "N passed, N failed".
+# Tests scripts/run_recipes.sh on the CPU trainer: a run for each recipe, its table compared with the logs, and recipes
+# that the trainer refuses and that are then emulated. Needs ./train_fp8 (or TRAINER), build/synth_stories and python3.
+# Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -11,34 +12,38 @@ trap 'rm -rf "$tmp"' EXIT
 
 build/synth_stories --out "$tmp/synth" --bytes 100000 --seed 1 >/dev/null || exit 1
 
-# The smallest model all of whose products every recipe can have: sizes of 128.
+# The smallest model on which every recipe can run all GEMMs. Its sizes are multiples of 128.
 mkdir "$tmp/mini"
 cat >"$tmp/mini/config.json" <<'END'
-{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
- "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": true, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 128,
+ "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
+ "tie_word_embeddings": true, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 END
 
-# Stands in for the GPU trainer: lacks the products of some recipes, as real GPUs do. The name tells scripts that it runs on the CPU.
+# A stand-in for the GPU trainer, without the GEMMs of some recipes, like real GPUs. Its name tells scripts that it runs
+# on the CPU.
 mkdir "$tmp/bin"
 cat >"$tmp/bin/train_fp8" <<END
 #!/usr/bin/env bash
 case " \$* " in
     *" --fp8-emulate "* | *" --list "*) ;;
-    *" --fp8-recipe mxfp8 "*) echo "error: no matrix products for recipe mxfp8; --fp8-emulate gives its numbers without its speed" >&2; exit 4 ;;
+    *" --fp8-recipe mxfp8 "*) echo "error: no GEMMs for recipe mxfp8; try --fp8-emulate" >&2; exit 4 ;;
     *" --fp8-recipe delayed "*) echo "error: something else" >&2; exit 1 ;;
 esac
 exec "$trainer" "\$@"
 END
 chmod +x "$tmp/bin/train_fp8"
 
-# The table against the logs: $1 the folder, $2 what it must say of recipes, losses, audits.
+# Checks the table against the logs. $1 folder, $2 recipes, each with the kinds of its audited GEMMs.
 cat >"$tmp/table.py" <<'END'
 import glob, json, re, statistics, sys
 folder = sys.argv[1]
-rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in open(folder + "/recipes.md") if line.startswith("|")]
+rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in open(folder + "/recipes.md")
+        if line.startswith("|")]
 head, rows = rows[0], rows[2:]
 assert all(len(row) == len(head) for row in rows), rows
-text = [line.split("  ")[0] for line in open(folder + "/recipes.txt") if re.match(r"[a-z0-9_]+( \(emulated\))?  ", line)]
+text = [line for line in open(folder + "/recipes.txt") if re.match(r"[a-z0-9_]+( \(emulated\))?  ", line)]
+text = [line.split("  ")[0] for line in text]
 assert text[1:] == [row[0] for row in rows], (text, rows)  # after the head
 bf16 = None
 for row in rows:
@@ -47,7 +52,8 @@ for row in rows:
         print(recipe, "failed")
         continue
     emulated = "emulated" in row[0]
-    name, = glob.glob("%s/*_%s_1gpu/log.jsonl" % (folder, "bf16" if recipe == "bf16" else "fp8-" + recipe + "-emulate" * emulated))
+    precision = "bf16" if recipe == "bf16" else "fp8-" + recipe + "-emulate" * emulated
+    name, = glob.glob("%s/*_%s_1gpu/log.jsonl" % (folder, precision))
     lines = [json.loads(line) for line in open(name)]
     losses = [line["loss"] for line in lines if line["type"] == "step"][-20:]
     loss, speed = statistics.fmean(losses), lines[-1]["tokens_per_second_per_gpu"]
@@ -57,47 +63,73 @@ for row in rows:
     audits = [line for line in lines if line["type"] == "fp8_audit"]
     in_bf16 = recipe != "bf16" and not audits
     assert cell["FP8/BF16"] == ("" if recipe == "bf16" or emulated or in_bf16 else "%.2fx" % (speed / bf16[1])), cell
-    assert (cell["lowest at"] == "nothing ran in FP8") == in_bf16, cell
+    assert (cell["lowest SQNR at"] == "nothing ran in FP8") == in_bf16, cell
     words = ["nothing"] * in_bf16
     for gemm in ("fprop", "dgrad", "wgrad"):
         values = [line["sqnr_db"] for line in audits if line["gemm"] == gemm and line["sqnr_db"] is not None]
-        assert cell[gemm + " dB"] == ("%.1f" % min(values) if values else "bf16" if audits else ""), (cell, gemm)
+        assert cell[gemm + " SQNR"] == ("%.1f" % min(values) if values else "bf16" if audits else ""), (cell, gemm)
         if values:
             words.append(gemm)
-            assert 10 < min(values) < 60, (gemm, min(values))  # 3 or 2 bits of mantissa: some 31 or 25 dB where nothing is flushed to zero
+            # 3 or 2 bits of mantissa give about 31 or 25 dB, if no value is flushed to zero.
+            assert 10 < min(values) < 60, (gemm, min(values))
     print(recipe, *words, *["emulated"] * emulated)
 END
-table() { python3 "$tmp/table.py" "$1" >"$tmp/table.log" 2>&1 && equal "$(paste -sd';' "$tmp/table.log")" "$2" || { cat "$tmp/table.log"; false; }; }
+table() {
+    python3 "$tmp/table.py" "$1" >"$tmp/table.log" 2>&1 && equal "$(paste -sd';' "$tmp/table.log")" "$2" ||
+        { cat "$tmp/table.log"; false; }
+}
 
-run() { scripts/run_recipes.sh --data "$tmp/synth_train.bin" --model "$tmp/mini" --num-steps 4 --sequence-length 64 --audit-every 3 "$@" >"$tmp/run.log" 2>&1; }
+run() {
+    scripts/run_recipes.sh --data "$tmp/synth_train.bin" --model "$tmp/mini" --num-steps 4 --sequence-length 64 \
+        --audit-every 3 "$@" >"$tmp/run.log" 2>&1
+}
 
 run --trainer "$trainer" --out "$tmp/all" -- --batch-size 2
 check "every recipe: status" equal "$?" 0
 all="fprop dgrad wgrad"
-check "every recipe: table" table "$tmp/all" "bf16;tensorwise $all;delayed $all;rowwise $all;rowwise_with_gw_hp fprop dgrad;blockwise $all;mxfp8 $all"
+check "every recipe: table" table "$tmp/all" \
+    "bf16;tensorwise $all;delayed $all;rowwise $all;rowwise_with_gw_hp fprop dgrad;blockwise $all;mxfp8 $all"
 check "every recipe: none is emulated" lacks "$tmp/all/recipes.txt" "emulated"
-check "every recipe: one table is printed" equal "$(grep -c '^recipe ' "$tmp/run.log") $(grep -c '^model ' "$tmp/run.log")" "1 0"
-check "every recipe: what was run" holds "$tmp/all/recipes.txt" ": mini, 4 steps of 1 x 1 x 2 x 64 tokens"
-check "audits at step 3 alone" equal "$(grep -h '"type": "fp8_audit"' "$tmp/all"/*/log.jsonl | grep -c -v '"step": 3,')" 0
+check "every recipe: one table is printed" \
+    equal "$(grep -c '^recipe ' "$tmp/run.log") $(grep -c '^model ' "$tmp/run.log")" "1 0"
+check "every recipe: the settings of the runs" holds "$tmp/all/recipes.txt" ": mini, 4 steps of 1 x 1 x 2 x 64 tokens"
+check "audits at step 3 alone" \
+    equal "$(grep -h '"type": "fp8_audit"' "$tmp/all"/*/log.jsonl | grep -c -v '"step": 3,')" 0
 
 run --trainer "$trainer" --out "$tmp/tiny" --model tiny --recipes "rowwise blockwise blockwise:emulate"
 check "a model of sizes that are no multiples of 128: status" equal "$?" 0
-check "a model of sizes that are no multiples of 128: blockwise has nothing in FP8" table "$tmp/tiny" "bf16;rowwise $all;blockwise nothing;blockwise nothing emulated"
-check "a model of sizes that are no multiples of 128: plainly" equal "$(grep -c '^blockwise .*nothing ran in FP8$' "$tmp/tiny/recipes.txt")" 2
+check "a model of sizes that are no multiples of 128: blockwise has nothing in FP8" table "$tmp/tiny" \
+    "bf16;rowwise $all;blockwise nothing;blockwise nothing emulated"
+check "a model of sizes that are no multiples of 128: the table says so" \
+    equal "$(grep -c '^blockwise .*nothing ran in FP8$' "$tmp/tiny/recipes.txt")" 2
 run --trainer "$trainer" --out "$tmp/unaudited" --recipes tensorwise -- --fp8-audit 0
-check "no audits: what ran in FP8 is not said to have run in BF16" equal "$? $(grep -c 'nothing ran' "$tmp/unaudited/recipes.txt") $(grep -c '^tensorwise .*x ' "$tmp/unaudited/recipes.txt")" "0 0 1"
+check "no audits: FP8 runs are not reported as BF16" \
+    equal "$? $(grep -c 'nothing ran' "$tmp/unaudited/recipes.txt") $(grep -c '^tensorwise .*x ' \
+    "$tmp/unaudited/recipes.txt")" "0 0 1"
 
 some=(--trainer "$tmp/bin/train_fp8" --out "$tmp/some" --recipes "rowwise,mxfp8 delayed" -- --batch-size 1)
 run "${some[@]}"
 check "recipes that this GPU lacks: status 1, for the one that failed" equal "$?" 1
 check "recipes that this GPU lacks: emulated" table "$tmp/some" "bf16;rowwise $all;delayed failed;mxfp8 $all emulated"
-check "and marked" holds "$tmp/some/recipes.txt" "mxfp8 (emulated)"
-check "and explained" holds "$tmp/some/recipes.txt" "emulated: this GPU lacks the recipe's products"
+check "recipes that this GPU lacks: marked" holds "$tmp/some/recipes.txt" "mxfp8 (emulated)"
+check "recipes that this GPU lacks: explained" \
+    holds "$tmp/some/recipes.txt" "emulated: this GPU lacks the recipe's GEMMs"
 check "the message of the one that failed" holds "$tmp/some/recipes.txt" "failed: something else"
 run "${some[@]}"
 check "started again: finished runs stay" equal "$(grep -c 'done, before' "$tmp/run.log")" 3
 run "${some[@]}" --beta1 0.8
-check "other settings in the same folder: no table of old runs" equal "$? $(grep -c 'holds runs of other settings' "$tmp/run.log") $(grep -c '^recipe ' "$tmp/run.log")" "1 1 0"
+check "other settings in the same folder: no table of old runs" \
+    equal "$? $(grep -c 'holds runs of other settings' "$tmp/run.log") $(grep -c '^recipe ' "$tmp/run.log")" "1 1 0"
+
+{ sleep 0.2; scripts/run_recipes.sh --help; } 2>"$tmp/unread.log" | true
+check "--help without a reader of stdout" equal "${PIPESTATUS[0]}$(cat "$tmp/unread.log")" 0
+{
+    sleep 0.2
+    scripts/run_recipes.sh --data "$tmp/synth_train.bin" --model tiny --num-steps 2 --sequence-length 16 \
+        --recipes tensorwise --trainer "$trainer" --out "$tmp/unread"
+} 2>"$tmp/unread.log" | true
+check "runs without a reader of stdout" equal "${PIPESTATUS[0]}$(cat "$tmp/unread.log")" 0
+check "runs without a reader of stdout: table" table "$tmp/unread" "bf16;tensorwise fprop dgrad wgrad"
 
 refused() {
     local expected=$1

@@ -1,5 +1,5 @@
-// safetensors.h, safetensors_writer.h, file_io.h and xxhash64.h: round trips, refusals of hostile and damaged files,
-// sharded sets, failing disks.
+// Tests safetensors.h, safetensors_writer.h, file_io.h and xxhash64.h: round trips, hostile and damaged files, sharded
+// sets, failing disks.
 #include <sys/resource.h>
 #include <signal.h>
 
@@ -13,7 +13,7 @@ static void write_bytes(const char *name, const void *data, size_t size) {
     if (!f || fwrite(data, 1, size, f) != size || fclose(f)) die("cannot write %s", scratch_path(name));
 }
 
-// A file with this header and `data` zero bytes after it.
+// Writes a file with this header and `data` zero bytes after it.
 static void write_header(const char *name, const char *header, size_t data) {
     const uint64_t length = strlen(header);
     char *bytes = (char *)xcalloc(8 + length + data, 1);
@@ -47,7 +47,7 @@ static void test_hash(void) {
     CHECK(same == splits && changed == splits, "%d split as whole, %d flips seen, of %d", same, changed, splits);
 }
 
-// ---- round trip
+// ---- Round trip.
 
 #define NUM_TENSORS 5
 static const SafetensorSpec specs[NUM_TENSORS] = {{"a.weight", ST_F32, 4, 3},
@@ -136,7 +136,7 @@ static void test_sharded(void) {
     Failure failure = {"", false};
     FileList list = {NULL, 0};
     int calls = 0;
-    // 48 + 14 | 20 + 4 | 128 bytes: a tensor larger than the limit gets a file of its own.
+    // 48 + 14 | 20 + 4 | 128 bytes: a tensor larger than the limit gets its own file.
     CHECK(safetensors_save(scratch, "set", specs, NUM_TENSORS, 64, source, &calls, &list, &failure), "%s",
           failure.text);
     CHECK(list.count == 4 && strcmp(list.records[0].name, "set-00001-of-00003.safetensors") == 0 &&
@@ -144,7 +144,7 @@ static void test_sharded(void) {
           "%lld files", (long long)list.count);
     CHECK(list.records[2].bytes > list.records[1].bytes, "sizes");
     file_list_free(&list);
-    // A quote in a name must be escaped in the index too; the third tensor has one.
+    // A quote in a name must be escaped in the index too. The third tensor has one.
     CHECK(safetensors_open_folder(&st, scratch, "set", &failure), "%s", failure.text);
     CHECK(st.num_files == 3, "%d files", st.num_files);
     check_set(&st, NUM_TENSORS);
@@ -171,7 +171,7 @@ static void test_sharded(void) {
         bool ok = safetensors_open_folder(&st, scratch, "bad", &failure);
         CHECK(!ok && strstr(failure.text, bad[i][1]), "%s: %s", bad[i][0], ok ? "accepted" : failure.text);
     }
-    // The same tensor in two files.
+    // One tensor is in two files.
     size_t size;
     char *copy = read_file(scratch_path("set-00001-of-00003.safetensors"), &size);
     write_bytes("copy.safetensors", copy, size);
@@ -186,7 +186,7 @@ static void test_sharded(void) {
           "%s", failure.text);
 }
 
-// ---- files that others made
+// ---- Files of other programs.
 
 static void test_hostile_headers(void) {
     static const struct {
@@ -256,7 +256,7 @@ static void test_hostile_headers(void) {
 static void test_foreign_files(void) {
     Safetensors st;
     Failure failure = {"", false};
-    // Metadata, an empty tensor, a scalar, tensors out of order in the header, spaces after it: all valid.
+    // Valid: metadata, an empty tensor, a scalar, tensors out of order in the header, spaces after it.
     write_header("x.safetensors",
                  "{\"__metadata__\":{\"format\":\"pt\"},\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[8,16]}"
                  ",\"e\":{\"dtype\":\"F32\",\"shape\":[0,5],\"data_offsets\":[8,8]},"
@@ -280,7 +280,7 @@ static void test_foreign_files(void) {
     safetensors_close(&st);
 }
 
-// Half precision, every value, against the format's definition.
+// Compares every half-precision value with the definition of the format.
 static void test_half(void) {
     int wrong = 0;
     for (uint32_t code = 0; code < 65536; code++) {
@@ -296,15 +296,15 @@ static void test_half(void) {
 }
 
 static void test_rounding(void) {
-    // To bf16 by nearest even: 1 + 2^-8 is a tie and goes down to 1, 1 + 3 * 2^-8 is one and goes up.
+    // fp32 to bf16 with ties to even: 1 + 2^-8 is a tie and rounds down to 1; 1 + 3 * 2^-8 is a tie and rounds up.
     const float in[3] = {1.00390625f, 1.01171875f, 1e38f};
     bf16_bits out[3];
     safetensors_convert(ST_F32, in, 3, false, out);
     CHECK(out[0] == 0x3f80 && out[1] == 0x3f82 && out[2] == bf16_from_float(1e38f), "%x %x", out[0], out[1]);
 }
 
-// A valid file cut at every byte, and with every byte of its header damaged: refused or read within bounds, never a
-// crash.
+// A valid file, cut at every byte or with any byte of its header damaged, is refused or read within bounds. It never
+// crashes.
 static void test_damage(void) {
     Safetensors st;
     Failure failure;
@@ -322,7 +322,7 @@ static void test_damage(void) {
         if (safetensors_open(&st, scratch_path("cut.safetensors"), &failure)) accepted++, safetensors_close(&st);
     }
     CHECK(accepted == 0, "%d cut files were accepted", accepted);
-    write_bytes("cut.safetensors", data, size + 1);  // read_file adds a zero byte: one too many
+    write_bytes("cut.safetensors", data, size + 1);  // one byte too many: read_file adds a zero byte
     CHECK(!safetensors_open(&st, scratch_path("cut.safetensors"), &failure) &&
               strstr(failure.text, "the tensors end at byte"),
           "%s", failure.text);
@@ -350,7 +350,7 @@ static void test_damage(void) {
     free(data);
 }
 
-// ---- disks that fail
+// ---- Disks that fail.
 
 static void test_failing_writes(void) {
     OutputFile file;
@@ -365,7 +365,7 @@ static void test_failing_writes(void) {
     CHECK(!output_file_open(&file, scratch_path("no/such/file"), &failure) && strstr(failure.text, "cannot create"),
           "%s", failure.text);
 
-    // A limit on file sizes stands in for a disk that fills up in the middle of a file.
+    // A limit on file sizes replaces a disk that gets full in the middle of a file.
     struct rlimit before, small = {300, RLIM_INFINITY};
     signal(SIGXFSZ, SIG_IGN);
     getrlimit(RLIMIT_FSIZE, &before);
@@ -409,7 +409,7 @@ static void test_folders(void) {
           failure.text);
 }
 
-// Folders without the mark, and what links lead to, are not removed.
+// Folders without the mark, and the targets of links, are not removed.
 static void test_foreign_folders(void) {
     Failure failure = {"", false};
     char home[PATH_CAPACITY], link[PATH_CAPACITY], loop[PATH_CAPACITY];
@@ -433,7 +433,7 @@ static void test_foreign_folders(void) {
     CHECK(path_exists(scratch_path("home/thesis")) && path_exists(link) && path_exists(loop), "nothing was removed");
     CHECK(!file_write(scratch, "link", "x", 1, NULL, &failure), "written through a link");
 
-    // The message names what is in the way of a new folder.
+    // The error names the file that is in the way of a new folder.
     CHECK(!folder_create(loop, true, &failure) && strstr(failure.text, "it is there already and is a link to loop"),
           "%s", failure.text);
     CHECK(!folder_create(scratch_path("home/thesis"), true, &failure) && strstr(failure.text, "and is a file"), "%s",
@@ -448,7 +448,7 @@ static void test_foreign_folders(void) {
     unlink(link), unlink(loop);
 }
 
-// Nothing that steers a terminal is left in a message; what people write in their languages is.
+// Messages contain no characters that control a terminal. Text in other languages stays.
 static void test_printable(void) {
     static const char *const cases[][2] = {{"plain \t\n", "plain \t\n"},
                                            {"\x1b]0;x\x07", "\\x1b]0;x\\x07"},

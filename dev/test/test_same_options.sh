@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Ranks that were started with other options, another model or another program than rank 0 die before any work, at once, with the first difference; ranks that read
-# the same data and model at other places do not. Needs build/synth_stories and python3. Ends with "N passed, N failed".
+# Tests that ranks started with other options, another model or another program than rank 0 end at once, before any
+# work, with an error that names the first difference. Ranks that read equal data and an equal model from other folders
+# train. Needs build/synth_stories and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -12,13 +13,15 @@ build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null
 trainer=$PWD/train_fp8
 data="--train-data $tmp/s_train.bin --sequence-length 32 --num-steps 3"
 
-# Rank 0 runs in $tmp with the options $zero, the next in $dir, by $program, with $1; sets status. What takes a minute hangs.
+# Starts two ranks: rank 0 in $tmp with the options $zero, rank 1 in $dir with the program $program and the options $1.
+# Sets status. A run that takes a minute hangs, and is killed.
 both() {
-    timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 1 -wdir "$tmp" "$trainer" $zero : -np 1 -wdir "$dir" "$program" $1 >"$tmp/out" 2>&1
+    timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 1 -wdir "$tmp" "$trainer" $zero : \
+        -np 1 -wdir "$dir" "$program" $1 >"$tmp/out" 2>&1
     status=$?
 }
 zero="tiny $data" dir=$tmp program=$trainer
-# The next rank, with the options $1, dies with the message $2, before a step and with no other error.
+# Rank 1, with the options $1, must end before a step with the error $2 and no other error.
 differs() {
     both "$1"
     check "\"$1\": status" equal "$status $(grep -c '^step' "$tmp/out")" "2 0"
@@ -36,11 +39,13 @@ differs "tiny $data --dry-run" "--dry-run is on here, off on rank 0; $together"
 differs "tiny $data --help" "--help is on here, off on rank 0; $together"
 differs "" "MODEL is not given here, tiny on rank 0; $together"
 differs "small $data" "MODEL is small here, tiny on rank 0; $together"
-timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 3 "$trainer" $zero : -np 1 "$trainer" $zero --seed 7 : -np 1 "$trainer" $zero --seed 8 >"$tmp/out" 2>&1
-check "two of five ranks differ: the first says so, alone" equal "$? $(grep '^error: ' "$tmp/out")" "2 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
+timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 3 "$trainer" $zero : -np 1 "$trainer" $zero --seed 7 : \
+    -np 1 "$trainer" $zero --seed 8 >"$tmp/out" 2>&1
+check "two of five ranks differ: only the first reports it" equal "$? $(grep '^error: ' "$tmp/out")" \
+    "2 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
 
-# Other programs: the name and the version of this one, changed in a copy.
-# The linker may keep a name as the end of a longer text, so what stands before it is free.
+# Makes another program: a copy of this one with another name or version. The linker may store a text as the end of a
+# longer text, so any byte may stand before it.
 rename() {  # $1 copy, $2 old text, $3 new text
     python3 - "$trainer" "$tmp/$1" "$2" "$3" <<'PY' && chmod +x "$tmp/$1"
 import sys
@@ -63,12 +68,13 @@ else
 fi
 program=$trainer
 
-# One name, other files, as on hosts with disks of their own: MODEL and data are looked for in the folder where a rank runs.
+# Files with equal names differ, as on hosts with their own disks: each rank reads MODEL and data from its own folder.
 mkdir -p "$tmp/host/model" "$tmp/model"
 model() {
     cat <<JSON
-{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 643, "hidden_size": 32, "intermediate_size": $1, "num_hidden_layers": 1,
- "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": $2, "rope_theta": 10000.0,
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 643, "hidden_size": 32,
+ "intermediate_size": $1, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+ "hidden_act": "silu", "rms_norm_eps": $2, "rope_theta": 10000.0,
  "max_position_embeddings": 512, "tie_word_embeddings": true, "initializer_range": 0.05, "torch_dtype": "float32"}
 JSON
 }
@@ -81,19 +87,27 @@ differs "$zero" "MODEL's rms_norm_eps is 1e-06 here, 1e-05 on rank 0; give all h
 model 48 1e-5 | tr -d '\n' >"$tmp/host/model/config.json"
 both "$zero"
 check "the same model in another file" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
-for seed in 1 2; do check "weights $seed" "$trainer" "$tmp/model" $data --num-steps 1 --seed $seed --export-hf "$tmp/weights$seed" >/dev/null; done
+for seed in 1 2; do
+    check "weights $seed" "$trainer" "$tmp/model" $data --num-steps 1 --seed $seed --export-hf "$tmp/weights$seed" \
+        >/dev/null
+done
 cp "$tmp/weights1/model.safetensors" "$tmp/model/"
 differs "$zero" "what MODEL's folder holds is no weights here, weights on rank 0; give all hosts the same model"
 cp "$tmp/weights2/model.safetensors" "$tmp/host/model/"
 both "$zero"
-check "other weights" equal "$status $(grep -cE "^error: rank 1 on .*: file 1 of MODEL's weights is [0-9]+ bytes with fingerprint .* here, .* on rank 0; give all hosts" "$tmp/out") $(grep -c '^step' "$tmp/out")" "2 1 0"
+message="file 1 of MODEL's weights is [0-9]+ bytes with fingerprint .* here, .* on rank 0; give all hosts"
+check "other weights" equal \
+    "$status $(grep -cE "^error: rank 1 on .*: $message" "$tmp/out") $(grep -c '^step' "$tmp/out")" "2 1 0"
 cp "$tmp/weights1/model.safetensors" "$tmp/host/model/"
 cp "$tmp"/s* "$tmp/host/"
 both "model --train-data s_train.bin --val-data $tmp/host/s_val.bin ${data#*.bin}"  # rank 0 has no --val-data
-check "validation data on one rank" equal "$status $(grep -c 'error: rank 1 on .*: --val-data is given here, not given on rank 0; ' "$tmp/out")" "2 1"
+check "validation data on one rank" \
+    equal "$status $(grep -c 'error: rank 1 on .*: --val-data is given here, not given on rank 0; ' "$tmp/out")" "2 1"
 zero="$zero --val-data $tmp/s_val.bin"
 both "model --train-data s_train.bin --val-data s_val.bin ${data#*.bin}"
-check "the same model, weights and data at other places" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
+check "equal model, weights and data in other folders" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
 both "model --train-data s_train.bin --val-data s_train.bin ${data#*.bin}"
-check "other validation data" equal "$status $(grep -c '^error: rank 1 on .*: s_train.bin: here --val-data has .*; give all hosts the same files' "$tmp/out") $(grep -c '^step' "$tmp/out")" "1 1 0"
+message="s_train.bin: here --val-data has .*; give all hosts the same files"
+check "other validation data" equal \
+    "$status $(grep -c "^error: rank 1 on .*: $message" "$tmp/out") $(grep -c '^step' "$tmp/out")" "1 1 0"
 finish

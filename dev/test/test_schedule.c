@@ -1,4 +1,4 @@
-// Learning-rate schedules at every corner, and against their formulas in between.
+// Tests learning-rate schedules at every corner, and between corners against their formulas.
 #include "../../llmc/config/schedule.h"
 #include "lib/check.h"
 
@@ -18,12 +18,12 @@ static void check_at(int schedule, int64_t warmup, int64_t steps, int64_t step, 
 int main(void) {
     const int schedules[] = {SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD};
     for (int i = 0; i < 4; i++) {
-        check_at(schedules[i], 10, 110, 0, 2e-4);  // warm-up: from a tenth to all of it
+        check_at(schedules[i], 10, 110, 0, 2e-4);  // warm-up: from a tenth to the full rate
         check_at(schedules[i], 10, 110, 4, 1e-3);
         check_at(schedules[i], 10, 110, 9, 2e-3);
-        check_at(schedules[i], 10, 110, 10, 2e-3);  // the first step after it
+        check_at(schedules[i], 10, 110, 10, 2e-3);  // first step after warm-up
         check_at(schedules[i], 0, 110, 0, 2e-3);    // no warm-up
-        check_at(schedules[i], 5, 5, 4, 2e-3);      // nothing but warm-up
+        check_at(schedules[i], 5, 5, 4, 2e-3);      // only warm-up
         check_at(schedules[i], 0, 1, 0, 2e-3);      // a run of one step
         const Options o = schedule_options(schedules[i], 10, 110);
         for (int64_t step = 10; step < 110; step++) {
@@ -34,7 +34,7 @@ int main(void) {
         }
     }
     check_at(SCHEDULE_CONSTANT, 10, 110, 5000, 2e-3);
-    check_at(SCHEDULE_LINEAR, 10, 110, 60, 1e-3);  // half of the way down
+    check_at(SCHEDULE_LINEAR, 10, 110, 60, 1e-3);  // half of the decay
     check_at(SCHEDULE_LINEAR, 10, 110, 109, 2e-5);
     check_at(SCHEDULE_LINEAR, 10, 110, 110, 0);
     check_at(SCHEDULE_COSINE, 10, 110, 60, 1e-3);
@@ -44,6 +44,7 @@ int main(void) {
     check_at(SCHEDULE_WSD, 10, 110, 88, 2e-3);
     check_at(SCHEDULE_WSD, 10, 110, 99, 1e-3);
     check_at(SCHEDULE_WSD, 10, 110, 110, 0);
-    check_at(SCHEDULE_WSD, 100, 110, 105, 1e-3);  // warm-up reaches into the last fifth: decay takes what is left
+    check_at(SCHEDULE_WSD, 100, 110, 105,
+             1e-3);  // warm-up reaches into the last fifth: decay takes the remaining steps
     return check_report();
 }

@@ -1,38 +1,45 @@
 #!/usr/bin/env bash
-# The shell scripts, most of which run where a GPU is: they parse, and every variable in lower case that one reads is set in it, in what it sources or in what
-# sources it. Those that take no arguments say so before any work. Ends with "N passed, N failed".
+# Tests all shell scripts without running them, because most need a GPU. They parse. Each lower-case variable that a
+# script reads is set in it, in a file that it sources, or in a file that sources it. Scripts without arguments refuse
+# arguments before any work. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
 
-# The variables that the files read; those that they set.
+# reads: prints the variables that the files read. sets: prints the variables that they set.
 reads() { cat "$@" | grep -v '^ *#' | grep -oE '\$\{?[#!]?[a-z_][a-z_0-9]*' | tr -d '${#!' | sort -u; }
 sets() {
-    cat "$@" | grep -oE '(^|[ ;(&|])([a-z_][a-z_0-9]*)(\[[^]]*\])?\+?=|(^|[ ;])(for|local|read|declare|export) +[-a-z_0-9 ]+|-v +[a-z]+|\(\([a-z_]+' | sed 's/\[.*//; s/+\{0,1\}=.*//' | grep -oE '[a-z_][a-z_0-9]*' | sort -u
+    local assigned='(^|[ ;(&|])([a-z_][a-z_0-9]*)(\[[^]]*\])?\+?='
+    local declared='(^|[ ;])(for|local|read|declare|export) +[-a-z_0-9 ]+|-v +[a-z]+|\(\([a-z_]+'
+    cat "$@" | grep -oE "$assigned|$declared" | sed 's/\[.*//; s/+\{0,1\}=.*//' | grep -oE '[a-z_][a-z_0-9]*' | sort -u
 }
 unset_in() { comm -23 <(reads "$1") <(sets "$@"); }
 
 for script in scripts/*.sh dev/test/*.sh dev/test/lib/*.sh dev/reference/*.sh data/*.sh .ci/run; do
     [ -e "$script" ] || continue
     check "$script parses" bash -n "$script"
-    others=$(grep -lE "(^|[ ;])(\.|source) .*$(basename "$script")" scripts/*.sh dev/test/*.sh; for name in $(grep -oE '(^|[ ;])(\.|source) [^ ]*\.sh' "$script" | sed 's/.*[ /]//'); do ls {scripts,dev/test}/"$name" 2>/dev/null; done)
+    others=$(grep -lE "(^|[ ;])(\.|source) .*$(basename "$script")" scripts/*.sh dev/test/*.sh; for name in \
+        $(grep -oE '(^|[ ;])(\.|source) [^ ]*\.sh' "$script" | sed 's/.*[ /]//'); do ls {scripts,dev/test}/"$name" \
+        2>/dev/null; done)
     check "$script sets what it reads" equal "$(unset_in "$script" $others)" ""
 done
 
-# A script whose line has gone is found.
+# The test finds a script that lost the line that sets a variable.
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 grep -v '^common=' dev/test/gpu_runs.sh >"$tmp/gpu_runs.sh"
-check "a variable that is no longer set is found" equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/lib/gpu_lines.sh)" common
+check "a variable that is no longer set is found" equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/lib/gpu_lines.sh)" \
+    common
 
-# A make that ends the script that calls it: none of these may come as far.
+# This make kills the script that calls it. None of these scripts may call it.
 printf '#!/bin/sh\nkill "$PPID"\n' >"$tmp/make"
 chmod +x "$tmp/make"
 for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh; do
     PATH=$tmp:$PATH "$script" --help >"$tmp/log" 2>&1
     check "$script --help" equal "$? $(grep -c "^usage: .*$script" "$tmp/log")" "0 1"
     PATH=$tmp:$PATH "$script" --quick >"$tmp/log" 2>&1
-    check "$script --quick" equal "$? $(cat "$tmp/log")" "2 error: unknown argument \"--quick\"; $script takes none but --help"
+    check "$script --quick" equal "$? $(cat "$tmp/log")" \
+        "2 error: unknown argument \"--quick\"; $script takes only --help"
 done
 # The quickstart prints at most 60 lines, its story among them. On a machine with a GPU it trains there.
 STEPS=30 OUT=$tmp/quickstart scripts/quickstart.sh >"$tmp/log" 2>&1

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What a run refuses before its first step, and what it says of its start: weights, folders to write, shards. Ends with "N passed, N failed".
+# Tests what a run refuses before its first step, and what it prints about its start: weights, output folders, shards.
+# Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -10,8 +11,8 @@ out=$tmp/out
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
 data="--train-data $tmp/s_train.bin --sequence-length 32"
 
-# A run of few steps that goes well; one that ends before its first step with status $1 and an error that holds the
-# text $2.
+# trains: a run of few steps succeeds. refuses: a run ends before its first step with status $1 and one error, which
+# contains the text $2.
 trains() { timeout 60 ./train_fp8 "$@" >"$out" 2>&1 || { tail -n 3 "$out"; false; }; }
 refuses() {
     local status=$1 text=$2
@@ -20,13 +21,14 @@ refuses() {
     equal $? "$status" && holds "$out" "$text" && lacks "$out" "step 1/" && equal "$(grep -c '^error: ' "$out")" 1
 }
 
-# ---- where the weights come from
+# ---- The source of the starting weights.
 
 mkdir "$tmp/model"
 cat >"$tmp/model/config.json" <<JSON
-{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 643, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
- "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
- "max_position_embeddings": 512, "tie_word_embeddings": true, "initializer_range": 0.05, "torch_dtype": "float32"}
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 643, "hidden_size": 32,
+ "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+ "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512,
+ "tie_word_embeddings": true, "initializer_range": 0.05, "torch_dtype": "float32"}
 JSON
 check "a preset trains" trains tiny $data --num-steps 1
 check "a preset starts from random weights" holds "$out" "starting weights: random, by --seed 42"
@@ -35,21 +37,23 @@ check "a folder without weights is named" holds "$out" "starting weights: random
 check "a folder with weights trains" trains "$tmp/ck/step-00000001" $data --num-steps 1
 check "a folder with weights is named" holds "$out" "starting weights: those of $tmp/ck/step-00000001"
 check "a resumed run trains" trains "$tmp/model" $data --num-steps 2 --seed 7 --checkpoint-dir "$tmp/ck" --resume
-check "a resumed run starts from its checkpoint alone" lacks "$out" "starting weights"
+check "a resumed run names no other starting weights" lacks "$out" "starting weights"
 check "--resume without a checkpoint trains" trains tiny $data --num-steps 1 --checkpoint-dir "$tmp/none" --resume
 check "--resume without a checkpoint starts from random weights" holds "$out" "starting weights: random"
 for name in pytorch_model.bin model-00001-of-00002.safetensors consolidated.00.pth weights.pt model.gguf; do
     touch "$tmp/model/$name"
-    check "weights in $name" refuses 1 "MODEL $tmp/model holds $name, but weights are read from model.safetensors" "$tmp/model" $data
+    check "weights in $name" refuses 1 "MODEL $tmp/model holds $name, but weights are read from model.safetensors" \
+        "$tmp/model" $data
     rm "$tmp/model/$name"
 done
 touch "$tmp/model/model.gguf" "$tmp/model/training_args.bin"
-check "a resumed run needs no weights in the folder" trains "$tmp/model" $data --num-steps 3 --seed 7 --checkpoint-dir "$tmp/ck" --resume
+check "a resumed run needs no weights in the folder" trains "$tmp/model" $data --num-steps 3 --seed 7 \
+    --checkpoint-dir "$tmp/ck" --resume
 rm "$tmp/model/model.gguf"
 check "files that are no weights" trains "$tmp/model" $data --num-steps 1
 rm "$tmp/model/training_args.bin"
 
-# ---- folders of an export, which must still be right after the last step
+# ---- Folders of an export. They must still be usable after the last step.
 
 mkdir "$tmp/e"
 check "an export" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
@@ -61,61 +65,83 @@ train_fp8.json" -a "$(ls "$tmp/e")" = hf ]
 check "an export over an earlier one has other weights" eval '! cmp -s "$tmp/first" "$tmp/e/hf/model.safetensors"'
 for option in log-dir checkpoint-dir; do
     for name in hf hf/deep/../down new new/logs; do
-        check "--$option $name" refuses 2 "--$option $tmp/e/$name is in --export-hf $tmp/e/${name%%/*}/, which holds the export alone" tiny $data --$option "$tmp/e/$name" --export-hf "$tmp/e/${name%%/*}/"
+        check "--$option $name" refuses 2 \
+            "--$option $tmp/e/$name is in --export-hf $tmp/e/${name%%/*}/, which holds the export alone" tiny $data \
+            --$option "$tmp/e/$name" --export-hf "$tmp/e/${name%%/*}/"
     done
 done
 for suffix in .tmp .old.tmp; do
-    check "--checkpoint-dir hf$suffix" refuses 2 "is in --export-hf $tmp/e/hf$suffix, which holds the export alone" tiny $data --checkpoint-dir "$tmp/e/hf$suffix" --export-hf "$tmp/e/hf"
+    check "--checkpoint-dir hf$suffix" refuses 2 "is in --export-hf $tmp/e/hf$suffix, which holds the export alone" \
+        tiny $data --checkpoint-dir "$tmp/e/hf$suffix" --export-hf "$tmp/e/hf"
 done
 mkdir "$tmp/e/hf.old.tmp"
 check "an export after a start that was killed" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
 mv "$tmp/e/hf" "$tmp/e/hf.old.tmp"
-check "an export that a kill left under another name" refuses 1 "would replace" "$tmp/e/hf.old.tmp" $data --num-steps 1 --export-hf "$tmp/e/hf"
-check "an export that a kill left under another name gets its own again" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
-check "an export that a kill left under another name: it says so" holds "$out" "an earlier export that an interrupted run left there, back to $tmp/e/hf"
-check "folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
-check "an export over the model" refuses 1 "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" $data --export-hf "$tmp/e/./hf/"
+check "an export that a kill left under another name" refuses 1 "would replace" "$tmp/e/hf.old.tmp" $data \
+    --num-steps 1 --export-hf "$tmp/e/hf"
+check "an export that a kill left under another name gets its own again" trains "$tmp/model" $data --num-steps 1 \
+    --export-hf "$tmp/e/hf"
+check "an export that a kill left under another name: it says so" holds "$out" \
+    "an earlier export that an interrupted run left there, back to $tmp/e/hf"
+check "folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" \
+    --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
+check "an export over the model" refuses 1 "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" \
+    $data --export-hf "$tmp/e/./hf/"
 sed -i 's/written_by/written_of/' "$tmp/all/hf/model.safetensors"
-check "an export over another's model" refuses 1 "is not an earlier export: this program did not write its file model.safetensors" tiny $data --export-hf "$tmp/all/hf"
+check "an export over another's model" refuses 1 \
+    "is not an earlier export: this program did not write its file model.safetensors" tiny $data \
+    --export-hf "$tmp/all/hf"
 check "an export over another's model leaves nothing" equal "$(ls "$tmp/all")" "hf
 log.jsonl
 steps"
 if unshare -m true 2>/dev/null; then
-    mounted() { unshare -m bash -c 'mount --bind "$0" "$0" && exec timeout 60 ./train_fp8 "$@"' "$tmp/e/hf" tiny $data --num-steps 1 --export-hf "$tmp/e/hf" >"$out" 2>&1; }
-    check "an export to a mounted folder" eval '! mounted && holds "$out" "it cannot be replaced: Device or resource busy" && lacks "$out" "step 1/"'
+    mounted() {
+        unshare -m bash -c 'mount --bind "$0" "$0" && exec timeout 60 ./train_fp8 "$@"' "$tmp/e/hf" tiny $data \
+            --num-steps 1 --export-hf "$tmp/e/hf" >"$out" 2>&1
+    }
+    check "an export to a mounted folder" eval \
+        '! mounted && holds "$out" "it cannot be replaced: Device or resource busy" && lacks "$out" "step 1/"'
     check "an export to a mounted folder leaves nothing" equal "$(ls "$tmp/e")" hf
 else
     echo "skipped: an export to a mounted folder (this user may not mount)"
 fi
 
-# ---- one run at a time in a folder of checkpoints
+# ---- Only one run at a time may use a folder of checkpoints.
 
-./train_fp8 "$tmp/model" $data --num-steps 1000000 --checkpoint-dir "$tmp/busy" --checkpoint-every 2 --keep-checkpoints 1 >"$tmp/busy.out" 2>&1 &
+./train_fp8 "$tmp/model" $data --num-steps 1000000 --checkpoint-dir "$tmp/busy" --checkpoint-every 2 \
+    --keep-checkpoints 1 >"$tmp/busy.out" 2>&1 &
 busy=$!
 for i in $(seq 300); do grep -q '^saved checkpoint after step 4 ' "$tmp/busy.out" && break; sleep 0.1; done
-check "a second run in a folder of checkpoints" refuses 1 "--checkpoint-dir $tmp/busy: another run is using it" "$tmp/model" $data --checkpoint-dir "$tmp/busy" --resume
+check "a second run in a folder of checkpoints" refuses 1 "--checkpoint-dir $tmp/busy: another run is using it" \
+    "$tmp/model" $data --checkpoint-dir "$tmp/busy" --resume
 check "the first run goes on" kill -0 $busy
 kill -KILL $busy
-check "a run right after one that was killed" trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" --resume
+check "a run right after one that was killed" trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" \
+    --resume
 wait $busy 2>/dev/null
 
-# ---- the log
+# ---- The log.
 
-check "a folder that cannot be made for the log" refuses 1 "--log-dir /proc/x: cannot make folder" tiny $data --log-dir /proc/x --checkpoint-dir "$tmp/late"
+check "a folder that cannot be made for the log" refuses 1 "--log-dir /proc/x: cannot make folder" tiny $data \
+    --log-dir /proc/x --checkpoint-dir "$tmp/late"
 check "a folder that cannot be made for the log: nothing else is begun" [ ! -e "$tmp/late" ]
 check "a first log" trains tiny $data --num-steps 3 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log"
 check "a log that goes on" trains tiny $data --num-steps 4 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log" --resume
-check "a log that goes on: one file" equal "$(ls "$tmp/log" | grep -c jsonl) $(grep -c '"type": "step"' "$tmp/log/log.jsonl")" "1 4"
+check "a log that goes on: one file" \
+    equal "$(ls "$tmp/log" | grep -c jsonl) $(grep -c '"type": "step"' "$tmp/log/log.jsonl")" "1 4"
 check "another run's log" trains tiny $data --num-steps 1 --log-dir "$tmp/log"
 check "another run's log: it says so" holds "$out" "the log of an earlier run is now $tmp/log/log.1.jsonl"
-check "another run's log: both are whole" equal "$(grep -c '"type": "step"' "$tmp/log/log.jsonl") $(grep -c '"type": "step"' "$tmp/log/log.1.jsonl")" "1 4"
+check "another run's log: both are whole" \
+    equal "$(grep -c '"type": "step"' "$tmp/log/log.jsonl") $(grep -c '"type": "step"' "$tmp/log/log.1.jsonl")" "1 4"
 
-./train_fp8 small $data --num-steps 1000000 --log-dir "$tmp/log" --sequence-length 4096 --batch-size 4 >"$tmp/busy.out" 2>&1 &
+./train_fp8 small $data --num-steps 1000000 --log-dir "$tmp/log" --sequence-length 4096 --batch-size 4 \
+    >"$tmp/busy.out" 2>&1 &
 busy=$!
 for i in $(seq 300); do grep -q '^starting weights' "$tmp/busy.out" && break; sleep 0.1; done
-check "a second run with the same log" refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data --log-dir "$tmp/log"
+check "a second run with the same log" refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data \
+    --log-dir "$tmp/log"
 
-# ---- a step of many seconds: a second Ctrl-C does not wait for its end
+# ---- A second Ctrl-C ends the run in the middle of a long step.
 
 (trap - INT; exec ./train_fp8 small $data --sequence-length 4096 --batch-size 4) >"$tmp/long.out" 2>&1 &
 long=$!
@@ -123,7 +149,7 @@ sleep 2
 kill -INT $long
 sleep 0.5
 kill -INT $long
-check "the same Ctrl-C by way of mpirun is one" kill -0 $long
+check "a Ctrl-C that mpirun repeats counts once" kill -0 $long
 sleep 2
 kill -INT $long
 wait $long
@@ -131,60 +157,84 @@ check "a second Ctrl-C" equal $? 130
 kill -KILL $busy
 wait $busy 2>/dev/null
 
-# ---- what a run is told and cannot do
+# ---- Options that this run cannot follow.
 
 check "--profile on the CPU" refuses 4 "--profile needs the GPU trainer" tiny $data --profile
 check "--copy-engines on the CPU" refuses 4 "--copy-engines on needs the GPU trainer" tiny $data --copy-engines on
-check "--fp8-weight-cache on the CPU" refuses 4 "--fp8-weight-cache on needs the GPU trainer" tiny $data --precision fp8 --fp8-weight-cache on
-check "less validation data than a batch" trains tiny $data --val-data "$tmp/s_val.bin" --batch-size 512 --num-steps 1 --val-steps 1000000
-check "sequences longer than the model is made for" trains "$tmp/model" $data --sequence-length 600 --num-steps 1
-check "sequences longer than the model is made for: a warning" holds "$out" "warning: --sequence-length 600 is more than the 512 positions"
+check "--fp8-weight-cache on the CPU" refuses 4 "--fp8-weight-cache on needs the GPU trainer" tiny $data \
+    --precision fp8 --fp8-weight-cache on
+check "less validation data than a batch" trains tiny $data --val-data "$tmp/s_val.bin" --batch-size 512 --num-steps 1 \
+    --val-steps 1000000
+check "sequences longer than the model's positions" trains "$tmp/model" $data --sequence-length 600 --num-steps 1
+check "sequences longer than the model's positions: a warning" holds "$out" \
+    "warning: --sequence-length 600 is more than the 512 positions"
 mkdir "$tmp/run[1]"
 cp "$tmp/s_train.bin" "$tmp/run[1]/"
-check "wildcards in a path that is there" trains tiny --train-data "$tmp/run[1]/s_train.bin" --sequence-length 32 --num-steps 1
+check "wildcards in the name of an existing path" trains tiny --train-data "$tmp/run[1]/s_train.bin" \
+    --sequence-length 32 --num-steps 1
 check "--resume past --num-steps" trains tiny $data --num-steps 3 --checkpoint-dir "$tmp/log" --resume
-check "--resume past --num-steps: it says so" holds "$out" "resume: 4 steps are done and --num-steps is 3: nothing is left to train"
+check "--resume past --num-steps: it says so" holds "$out" \
+    "resume: 4 steps are done and --num-steps is 3: nothing is left to train"
 
-# ---- other data under the same name, the same data under another
+# ---- Resuming on other data with the old name, and on the old data with another name.
 
 cp "$tmp/s_train.bin" "$tmp/same.bin"
-check "a run that saves" trains tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 1 --checkpoint-dir "$tmp/same"
+check "a run that saves" trains tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 1 \
+    --checkpoint-dir "$tmp/same"
 build/synth_stories --out "$tmp/o" --bytes 50000 --seed 4 >/dev/null
 mkdir "$tmp/elsewhere"
 cp "$tmp/same.bin" "$tmp/elsewhere/moved.bin"
-check "a run that resumes on data that was moved" trains tiny --train-data "$tmp/elsewhere/moved.bin" --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
+check "a run that resumes on data that was moved" trains tiny --train-data "$tmp/elsewhere/moved.bin" \
+    --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
 check "a run that resumes on data that was moved: from where" holds "$out" "resume: continuing from"
 cp "$tmp/o_train.bin" "$tmp/same.bin"
-check "a run that resumes on other data" refuses 1 " tokens in the checkpoint, " tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
+check "a run that resumes on other data" refuses 1 " tokens in the checkpoint, " tiny --train-data "$tmp/same.bin" \
+    --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
 check "a run that resumes on other data: why" holds "$out" "--train-data has "
 
-# ---- shards
+# ---- Shards.
 
 mkdir "$tmp/t"
 cp "$tmp/s_train.bin" "$tmp/t/a_train_1.bin"
 cp "$tmp/s_train.bin" "$tmp/t/a_train_2.bin"
 cp "$tmp/s.tokenizer" "$tmp/t/a.tokenizer"
 cp "$tmp/s_train.bin" "$tmp/t/b_train_1.bin"
-LC_ALL=C sed 's/e/x/' "$tmp/s.tokenizer" >"$tmp/t/b.tokenizer"  # as many tokens, the same separator, another text
+LC_ALL=C sed 's/e/x/' "$tmp/s.tokenizer" >"$tmp/t/b.tokenizer"  # equal number of tokens and separator, but another text
 cp "$tmp/s_val.bin" "$tmp/t/c_val.bin"
-check "shards of one tokenizer" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/s_val.bin" --sequence-length 32 --num-steps 1
-check "a validation shard without a table" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/t/c_val.bin" --sequence-length 32 --num-steps 1
-check "a training shard of another tokenizer" refuses 1 "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/*_train_*.bin" --sequence-length 32
-check "a training shard of another tokenizer: both are named" holds "$out" "but the first training shard to $tmp/t/a.tokenizer"
-check "a validation shard of another tokenizer" refuses 1 "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/a_train_1.bin" --val-data "$tmp/t/b_train_1.bin" --sequence-length 32
+check "shards of one tokenizer" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/s_val.bin" \
+    --sequence-length 32 --num-steps 1
+check "a validation shard without a table" trains tiny --train-data "$tmp/t/a_train_*.bin" \
+    --val-data "$tmp/t/c_val.bin" --sequence-length 32 --num-steps 1
+check "a training shard of another tokenizer" refuses 1 \
+    "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/*_train_*.bin" \
+    --sequence-length 32
+check "a training shard of another tokenizer: both are named" holds "$out" \
+    "but the first training shard to $tmp/t/a.tokenizer"
+check "a validation shard of another tokenizer" refuses 1 \
+    "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/a_train_1.bin" \
+    --val-data "$tmp/t/b_train_1.bin" --sequence-length 32
 
-# Of a shard without a table the vocabulary is the largest id: the shard is at fault, not the model.
-python3 -c 'import struct, sys; sys.stdout.buffer.write(struct.pack("<256i", 20240801, 7, 100, *[0] * 253) + struct.pack("<100I", *[1] * 77, 2**32 - 1, *[1] * 22))' >"$tmp/t/huge.bin"
-check "an id that no vocabulary has" refuses 1 "$tmp/t/huge.bin: token 77 has id 4294967295, but a vocabulary has at most 16777216" tiny --train-data "$tmp/t/huge.bin" --sequence-length 32
+# The vocabulary of a shard without a table is its largest id. The error blames the shard, not the model.
+python3 - "$tmp/t/huge.bin" <<'PY'
+import struct, sys
+header = struct.pack("<256i", 20240801, 7, 100, *[0] * 253)
+open(sys.argv[1], "wb").write(header + struct.pack("<100I", *[1] * 77, 2**32 - 1, *[1] * 22))
+PY
+check "an id that no vocabulary has" refuses 1 \
+    "$tmp/t/huge.bin: token 77 has id 4294967295, but a vocabulary has at most 16777216" tiny \
+    --train-data "$tmp/t/huge.bin" --sequence-length 32
 
-# Its ids fit the model, but the separator that samples begin with does not.
+# The shard's ids fit the model, but its separator does not. Samples begin with the separator.
 sed 's/"vocab_size": 643/"vocab_size": 64/' "$tmp/model/config.json" >"$tmp/t/config.json"
 python3 - "$tmp/s_train.bin" "$tmp/t/low.bin" "$tmp/t/low.tokenizer" <<'PY'
 import struct, sys
 shard = open(sys.argv[1], "rb").read()
-open(sys.argv[2], "wb").write(shard[:1024] + struct.pack("<%dI" % ((len(shard) - 1024) // 4), *[i % 60 for i in range((len(shard) - 1024) // 4)]))
+tokens = (len(shard) - 1024) // 4
+open(sys.argv[2], "wb").write(shard[:1024] + struct.pack("<%dI" % tokens, *[i % 60 for i in range(tokens)]))
 open(sys.argv[3], "wb").write(struct.pack("<4I", 20251121, 1, 100, 99) + 100 * struct.pack("<Ic", 1, b"x"))
 PY
-check "a separator outside the vocabulary" refuses 1 "the separator of the shard's tokenizer is token 99, but the model's vocabulary is 64" "$tmp/t" --train-data "$tmp/t/low.bin" --sequence-length 32 --sample-every 1
+check "a separator outside the vocabulary" refuses 1 \
+    "the separator of the shard's tokenizer is token 99, but the model's vocabulary is 64" "$tmp/t" \
+    --train-data "$tmp/t/low.bin" --sequence-length 32 --sample-every 1
 
 finish

@@ -1,5 +1,5 @@
-// shard_plan.h: the slices of a group cover every parameter once, fit their arrays, and gather back to the flat array's
-// segments.
+// Tests shard_plan.h: the slices of a group cover every parameter once, fit their arrays, and gather back to the
+// segments of the flat array.
 #include "../../llmc/config/shard_plan.h"
 #include "lib/check.h"
 
@@ -13,7 +13,7 @@ static ModelConfig model(ModelFamily family, bool tied) {
     return m;
 }
 
-// Sizes and places that need no memory, so that they hold for the largest models too.
+// Checks sizes and offsets without allocating memory, so also for the largest models.
 static void check_sizes(const ParameterTable *t, int64_t group) {
     const ShardPlan s = shard_plan(t, group, group - 1);
     int64_t end = 0;
@@ -35,7 +35,7 @@ static void check_sizes(const ParameterTable *t, int64_t group) {
     CHECK(end == s.total, "%lld elements, not %lld", (long long)end, (long long)s.total);
 }
 
-// Numbers every element by its flat index, takes each rank's parts of all parameters, and gathers.
+// Numbers every element by its flat index, takes each rank's parts of all parameters, and gathers them.
 static void check_cover(const ParameterTable *t, int64_t group) {
     int64_t *seen = (int64_t *)xcalloc((size_t)t->total, sizeof *seen), parts = 0;
     ShardPlan s = shard_plan(t, group, 0);
@@ -63,7 +63,7 @@ static void check_cover(const ParameterTable *t, int64_t group) {
         for (int64_t e = 0; e < parameter_elements(&t->entries[i]); e++)
             once = once && seen[t->entries[i].offset + e] == 1;
     CHECK(once && parts >= t->count, "an element is kept by no rank or by two");
-    for (int64_t i = 0; i < t->count; i++) {  // every element is where the gathered unit should have it
+    for (int64_t i = 0; i < t->count; i++) {  // checks that the gathered unit has every element in its place
         const Parameter *p = &t->entries[i];
         const ShardSegment g = segment_slice(t, &s, p->layer, parameter_segment(p));
         const int64_t offset = p->offset - layer_offset(t, p->layer);
@@ -76,13 +76,14 @@ static void check_cover(const ParameterTable *t, int64_t group) {
     free(shards);
 }
 
-// The part of the backward pass that makes the tensor: 0 before the layers, then a layer each, then the embedding.
+// Returns the part of the backward pass that makes the tensor: 0 before the layers, then one per layer, then the
+// embedding.
 static int64_t backward_turn(const ParameterTable *t, const Parameter *p) {
     return p->layer >= 0 ? t->num_layers - p->layer : p->offset == t->root.embedding ? t->num_layers + 1 : 0;
 }
 
-// Elements of a rank's shard, by position, come from turns that never go back; every element has a position, and every
-// position its element.
+// In order of position, elements of a rank's shard come from parts of the backward pass that never go back. Every
+// element has one position, and every position one element.
 static void check_backward_order(const ParameterTable *t, int64_t group, int64_t place) {
     const ShardPlan s = shard_plan(t, group, place);
     const BackwardOrder order = shard_backward_order(t, &s);
@@ -121,7 +122,7 @@ int main(void) {
         for (int tied = 0; tied < 2; tied++) {
             ModelConfig m = model((ModelFamily)family, tied);
             ParameterTable t = parameter_table(&m);
-            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64 most vectors are padding on most ranks
+            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64, most vectors are padding on most ranks
             for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
                 check_sizes(&t, groups[i]), check_cover(&t, groups[i]);
                 for (int64_t place = 0; place < groups[i]; place += 3) check_backward_order(&t, groups[i], place);

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Sizes that keep the code readable: lines of files and functions, fields of Trainer, lines of layer_forward.
+"""Tests limits that keep the code readable: lines of files and functions, fields of Trainer, lines of layer_forward.
 
 A function counts from the line of its opening brace to that of its closing brace. Kernels and their device functions
-have no limit. Prints every offender; ends with "N passed, N failed".
+have no limit. Prints everything above its limit. Ends with "N passed, N failed".
 """
 import pathlib
 import re
@@ -11,7 +11,7 @@ import tempfile
 
 FILE_LINES, FUNCTION_LINES, LAYER_FORWARD_LINES, TRAINER_FIELDS = 550, 40, 20, 20
 TRAINERS = ("train_fp8.c", "train_fp8.cu")
-LIMITS = {"train_fp8.cu": 1000, "llmc/dist/fsdp.cuh": 450}  # of files; for files of llmc/ beside FILE_LINES
+LIMITS = {"train_fp8.cu": 1000, "llmc/dist/fsdp.cuh": 450}  # lines of files; FILE_LINES is for all files of llmc/
 
 
 def functions(text):
@@ -47,7 +47,7 @@ def functions(text):
 
 
 def trainer_fields(text):
-    """The names that the struct Trainer declares; None if there is no such struct."""
+    """Returns the fields of the struct Trainer, or None if there is no such struct."""
     match = re.search(r"typedef struct(?: \w+)? \{((?:(?!typedef struct).)*?)\n\} Trainer;", text, re.S)
     if not match:
         return None
@@ -57,7 +57,7 @@ def trainer_fields(text):
 
 
 def offenders(root):
-    """Every size above its limit, as one line of text."""
+    """Returns one line of text for every size above its limit."""
     root = pathlib.Path(root)
     files = sorted(p for p in root.glob("llmc/*/*") if p.suffix in (".h", ".cuh")) + [root / name for name in TRAINERS]
     for path in files:
@@ -85,12 +85,12 @@ def offenders(root):
 
 
 def function(head, lines):
-    """A function of that many lines, its opening brace's line included."""
+    """Returns a function of that many lines, including the line of its opening brace."""
     return head + " {\n" + "    x++;\n" * (lines - 2) + "}\n"
 
 
 def write_tree(root, trainer="", header="", fields=20, forward=20, lines=0, fsdp=0):
-    """A tree whose sizes are just at their limits, but for what the arguments say."""
+    """Makes a tree whose sizes are at their limits, except for those given by the arguments."""
     base = "typedef struct {\n" + "    int a, *b;  // c, d\n" * (fields // 2) + "    int e;\n" * (fields % 2)
     base += "} Trainer;\n" + function("static void layer_forward(Trainer *t, int l)", forward) + trainer
     for folder in ("llmc/base", "llmc/dist"):
@@ -102,7 +102,7 @@ def write_tree(root, trainer="", header="", fields=20, forward=20, lines=0, fsdp
 
 
 def self_test():
-    """Planted offenders that were not found, and sizes at their limits that were taken for offenders."""
+    """Returns sizes above a limit that were not found, and sizes at a limit that were reported."""
     long = function("static inline int f(int a,\n                    const char *(*b)(void))", 41)
     kernel = function("template <int N>\nstatic __global__ void __launch_bounds__(N * 2) k(int a)", 90)
     device = function("__device__ static inline void d(int a)", 90)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Ranks of train_fp8 that get stuck: stopped in each phase of a run, stopped and continued, in a slow read, in one that
-# never ends. Needs ./train_fp8, build/synth_stories and mpirun. Ends with "N passed, N failed".
+# Tests ranks of train_fp8 that hang: stopped in each phase of a run, stopped and continued, in a slow read, in a read
+# that never ends. Needs ./train_fp8, build/synth_stories and mpirun. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -18,14 +18,14 @@ stall_run() { exec $launcher ./train_fp8 "$@" $data; }
 . dev/test/lib/stall_cases.sh
 lines() { grep '^step ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
 
-# The weights that a run loads.
+# Exports the weights that a run loads below.
 ./train_fp8 tiny $data --num-steps 1 --export-hf "$tmp/model" >"$tmp/one.log" 2>&1 || bad "$(tail -n 3 "$tmp/one.log")"
 
-# ---- SIGSTOP of a rank in each phase. Some runs at once, since each waits most of its time.
-# Before the first step a rank reads each data file 18 times (its header, and what tells it from other data), rank 0 once
-# more, and a model's file a few times.
+# ---- SIGSTOP of a rank in each phase. Several runs at once, because each waits most of the time. Before the first step
+# a rank reads each data file 18 times: its header, and samples for its fingerprint. Rank 0 reads it 19 times. A model's
+# file is read a few times.
 endless="--num-steps 1000000 --stall-timeout 5"
-# $1 run, $2 rank, $3 phase
+# Checks the error of a run with a stopped rank. $1 run, $2 rank, $3 phase.
 silent() {
     local speaker=$(($2 == 0))
     stall_await "$1" 60 || return
@@ -50,8 +50,8 @@ silent saving 1 'step 1, saving a checkpoint'
 silent saving0 0 'step 1, saving a checkpoint'
 silent export 1 'step 1, export'
 
-# ---- a rank that goes on in time: stopped for 3 s; in a read of 8 s; in an fsync that takes longer than
-# --stall-timeout, as it may in a save
+# ---- A rank that continues in time: stopped for 3 s, in a read of 8 s, or in an fsync that takes longer than
+# --stall-timeout (a save may take 4 times as long).
 stall_start undisturbed 1 stop none 0 none tiny --num-steps 40
 stall_start continued 1 stop pread 30 s_train.bin tiny --num-steps 40 --stall-timeout 30
 stall_start slow 1 8 pread 30 s_train.bin tiny --num-steps 40 --stall-timeout 30
@@ -61,10 +61,10 @@ stall_await continued 60 && sleep 3 && kill -CONT $(<"$tmp/continued.mark")
 for name in undisturbed continued slow disk; do
     stall_end $name 60
     check "$name: status $status: $(grep '^error: ' "$tmp/$name.log")" [ "$status" = 0 ]
-    check "$name: the same lines as undisturbed" equal "$(lines $name)" "$(lines undisturbed)"
+    check "$name: step lines equal those of undisturbed" equal "$(lines $name)" "$(lines undisturbed)"
 done
 check "undisturbed: 40 lines" equal "$(lines undisturbed | wc -l)" 40
-# ---- a read that never ends: the rank says so itself
+# ---- A read that never ends: the rank reports it itself.
 place="in step 1[0-9], training: pread of .*s_train.bin"
 stall_await never 60 && stall_says never 15 "rank 1 on $host: a call on a file has not returned for .* $place"
 finish

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# scripts/sweep.sh, scripts/report.py and the loop of the run scripts, on the CPU trainer with a tiny model, 1 and 2 ranks. Needs ./train_fp8 (or
-# TRAINER), build/synth_stories, mpirun and python3. QUICK=1 leaves out interrupts and the run scripts. Where the trainer has other words (test_prose.sh),
-# REWORD is a filter that gives them. Ends with "N passed, N failed".
+# Tests scripts/sweep.sh, scripts/report.py and the loop of the run scripts, on the CPU trainer with a tiny model, 1 and
+# 2 ranks. Needs ./train_fp8 (or TRAINER), build/synth_stories, mpirun and python3. QUICK=1 skips interrupts and the run
+# scripts. If the trainer's messages have other words (test_prose.sh), the filter REWORD produces them. Ends with "N
+# passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -11,7 +12,7 @@ running=""
 trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null; rm -rf "$tmp"' EXIT
 . scripts/tally.sh
 kind_of() { cut -f1 "$1/result" 2>/dev/null || echo none; }
-# Waits up to 60 s until the rest, a command, succeeds.
+# Waits up to 60 s until the command "$@" succeeds.
 await() {
     for _ in $(seq 1200); do "$@" && return; sleep 0.05; done
     echo "waited in vain for: $*"
@@ -23,12 +24,12 @@ sweep=(scripts/sweep.sh --trainer "$trainer" --data "$tmp/synth_train.bin")
 sweep() { "${sweep[@]}" "$@"; }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables against the step lines of log.jsonl: a second computation of every figure.
+# Checks the tables: computes every number again from the step lines of log.jsonl.
 
 cat >"$tmp/tables.py" <<'END'
 import csv, json, re, statistics, sys
 out = sys.argv[1]
-close = lambda a, b: abs(a - b) <= 1e-9 * abs(b)  # the CSV keeps all digits; sums are taken in another order
+close = lambda a, b: abs(a - b) <= 1e-9 * abs(b)  # the CSV has all digits; sums may be in another order
 rows = list(csv.DictReader(open(out + "/table.csv")))
 runs = [line.split(maxsplit=4) for line in open(out + "/runs.txt")]
 assert len(rows) == len(runs), (len(rows), len(runs))
@@ -43,12 +44,16 @@ for row, (name, T, gpus, precision, model) in zip(rows, runs):
     settings, steps = lines[0], [line for line in lines if line["type"] == "step"]
     options, words = settings["settings"], precision.split(":")
     assert settings["world_size"] == int(gpus) and options["sequence-length"] == int(T)
-    assert [options["precision"], options["fp8-recipe"], options["fp8-emulate"]] == [words[0], (words + ["tensorwise"])[1], "on" if "emulate" in words else "off"]
-    assert len(steps) == settings["settings"]["num-steps"] == int(row["steps"]) and [s["step"] for s in steps] == list(range(1, len(steps) + 1))
+    assert options["precision"] == words[0] and options["fp8-recipe"] == (words + ["tensorwise"])[1]
+    assert options["fp8-emulate"] == ("on" if "emulate" in words else "off")
+    assert len(steps) == settings["settings"]["num-steps"] == int(row["steps"])
+    assert [s["step"] for s in steps] == list(range(1, len(steps) + 1))
     ms = statistics.median(s["ms"] for s in steps[10:])
     rate = int(T) / ms * 1e3
-    expected = {"median_ms": ms, "steps_per_second": 1e3 / ms, "tokens_per_second_per_gpu": rate, "tokens_per_second": rate * int(gpus),
-                "tflops_per_gpu": rate * settings["model_flops_per_token"] * 1e-12, "last_loss": statistics.fmean(s["loss"] for s in steps[-20:]),
+    expected = {"median_ms": ms, "steps_per_second": 1e3 / ms, "tokens_per_second_per_gpu": rate,
+                "tokens_per_second": rate * int(gpus),
+                "tflops_per_gpu": rate * settings["model_flops_per_token"] * 1e-12,
+                "last_loss": statistics.fmean(s["loss"] for s in steps[-20:]),
                 "first_loss": steps[0]["loss"], "memory_bytes": max(s["memory_bytes"] for s in steps)}
     for column, value in expected.items():
         assert close(float(row[column]), value), (name, column, row[column], value)
@@ -62,46 +67,60 @@ for row in rows:
     against("scaling_efficiency", one, "tokens_per_second_per_gpu")
     against("fp8_over_bf16_speed", bf16 if key[2].startswith("fp8") else None, "tokens_per_second_per_gpu")
     against("fp8_over_bf16_loss", bf16 if key[2].startswith("fp8") else None, "last_loss")
-# The text and Markdown tables show the same, rounded.
+# The text and Markdown tables show these numbers, rounded.
 text = [line.rstrip("\n") for line in open(out + "/table.txt")]
 text = text[next(i for i, line in enumerate(text) if line.startswith("model")) + 1:]
-marked = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in open(out + "/table.md") if line.startswith("|")]
+marked = [line for line in open(out + "/table.md") if line.startswith("|")]
+marked = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in marked]
 assert len(set(map(len, marked))) == 1 and len(marked) == len(rows) + 2, [len(m) for m in marked]
 for row, line, cells in zip(rows, text, marked[2:]):
-    assert cells[:4] == [row["model"], row["sequence_length"], row["gpus"], row["precision"]] == line.split()[:4], (cells, line)
+    key = [row["model"], row["sequence_length"], row["gpus"], row["precision"]]
+    assert cells[:4] == key == line.split()[:4], (cells, line)
     if row["result"] == "done":
-        want = ["%.0f" % float(row["tokens_per_second_per_gpu"]), "%.0f" % float(row["tokens_per_second"]), "%.3f" % float(row["steps_per_second"]),
-                "%.4f" % float(row["tflops_per_gpu"]), "n/a", "%.3f" % (int(row["memory_bytes"]) / 2**30), "%.4f" % float(row["last_loss"])]
+        want = ["%.0f" % float(row["tokens_per_second_per_gpu"]), "%.0f" % float(row["tokens_per_second"]),
+                "%.3f" % float(row["steps_per_second"]), "%.4f" % float(row["tflops_per_gpu"]), "n/a",
+                "%.3f" % (int(row["memory_bytes"]) / 2**30), "%.4f" % float(row["last_loss"])]
         if row["precision"].startswith("fp8") and row["fp8_over_bf16_speed"]:
-            want += ["%.2fx" % float(row["fp8_over_bf16_speed"]), "%+.2f%%" % (100 * float(row["fp8_over_bf16_loss"]) - 100)]
+            want += ["%.2fx" % float(row["fp8_over_bf16_speed"])]
+            want += ["%+.2f%%" % (100 * float(row["fp8_over_bf16_loss"]) - 100)]
         elif row["precision"].startswith("fp8"): want += ["n/a", "n/a"]
         want += ["%.1f%%" % (100 * float(row["scaling_efficiency"])) if row["scaling_efficiency"] else "n/a"]
         assert [c for c in cells[4:] if c] == want == line.split()[4:], (cells, want, line)
     else:
-        assert {"memory": "out of memory"}.get(row["result"], row["result"]) in line and row["message"][:100] in line and row["message"][:100] in cells[-1], line
+        message = row["message"][:100]
+        assert {"memory": "out of memory"}.get(row["result"], row["result"]) in line, line
+        assert message in line and message in cells[-1], line
 print(f"{len(truth)} of {len(rows)} runs with numbers")
 END
-tables() { python3 "$tmp/tables.py" "$1" >"$tmp/tables.log" 2>&1 && equal "$(cat "$tmp/tables.log")" "$2" || { cat "$tmp/tables.log"; false; }; }
+tables() {
+    python3 "$tmp/tables.py" "$1" >"$tmp/tables.log" 2>&1 && equal "$(cat "$tmp/tables.log")" "$2" ||
+        { cat "$tmp/tables.log"; false; }
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Runs that fail in the middle: T 40 is no multiple of 16, as FP8 needs. Then two more in the same folder: a model folder without config.json, and a
-# model that fits no machine.
+# Some runs of a sweep fail: FP8 needs T to be a multiple of 16, and T 40 is not. Then two more sweeps in that folder:
+# of a model folder without config.json, and of a model too large for any machine.
 
 out=$tmp/sweep
 mkdir "$tmp/mine"
-start() { sweep --sequence-lengths 40,64 --gpus "1 2" --num-steps 22 --out "$out" "$@" -- --learning-rate 1e-3 >"$tmp/sweep.log" 2>&1; }
+start() {
+    sweep --sequence-lengths 40,64 --gpus "1 2" --num-steps 22 --out "$out" "$@" -- --learning-rate 1e-3 \
+        >"$tmp/sweep.log" 2>&1
+}
 main=(--models tiny)
 mine=(--models "$tmp/mine" --sequence-lengths 64 --precisions fp8 --gpus 2)
 large=(--models llama3.1-405b --sequence-lengths 64 --precisions bf16 --gpus 1)
 start "${main[@]}" --dry-run
-check "dry run prints 8 commands and starts none" equal "$(grep -c -- '--num-steps 22' "$tmp/sweep.log") $(ls -d "$out" 2>/dev/null)" "8 "
+check "dry run prints 8 commands and starts none" \
+    equal "$(grep -c -- '--num-steps 22' "$tmp/sweep.log") $(ls -d "$out" 2>/dev/null)" "8 "
 start "${main[@]}"
 check "status 1 when runs failed" equal $? 1
 check "numbers the runs" holds "$tmp/sweep.log" "[8/8] tiny, T 64, fp8, 2 GPUs"
 start "${mine[@]}"
 start "${large[@]}"
 check "out of memory is a result: status 0" equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" "0 memory"
-for run in T40_bf16_1gpu:done T40_fp8_1gpu:failed T40_bf16_2gpu:done T40_fp8_2gpu:failed T64_bf16_1gpu:done T64_fp8_1gpu:done T64_bf16_2gpu:done T64_fp8_2gpu:done; do
+for run in T40_bf16_1gpu:done T40_fp8_1gpu:failed T40_bf16_2gpu:done T40_fp8_2gpu:failed T64_bf16_1gpu:done \
+    T64_fp8_1gpu:done T64_bf16_2gpu:done T64_fp8_2gpu:done; do
     check "tiny, $run" equal "$(kind_of "$out/tiny_${run%:*}")" "${run#*:}"
 done
 check "message of the failed run" holds "$out/table.txt" "$(${REWORD:-cat} <<<"multiples of 16")"
@@ -111,17 +130,19 @@ check "tables after the first start" tables "$out" "6 of 10 runs with numbers"
 first_step() { grep -o '"step": 1, "loss": [^,]*' "$out/tiny_T64_bf16_$1gpu/log.jsonl"; }
 check "two ranks learn from two sequences a step" test "$(first_step 1)" != "$(first_step 2)"
 
-# Second start: finished runs and those out of memory stay, the failed are tried again, of which that of the folder, whole by now, succeeds.
+# Second start: finished runs and runs out of memory are kept. Failed runs are repeated. The model folder is complete
+# now, so its run succeeds.
 cat >"$tmp/mine/config.json" <<'END'
-{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
- "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": true, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 32,
+ "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+ "tie_word_embeddings": true, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 END
 for dir in "$out"/*/; do echo "of the first start" >>"$dir/stdout.txt"; done
 logs() { cat "$out"/tiny_*_bf16_*/log.jsonl "$out"/tiny_T64_*/log.jsonl | cksum; }
 before=$(logs)
 start "${main[@]}"
 check "finished runs are left alone" equal "$(logs)" "$before"
-check "and named so" equal "$(grep -c 'done, before' "$tmp/sweep.log")" 6
+check "finished runs are reported as done before" equal "$(grep -c 'done, before' "$tmp/sweep.log")" 6
 check "a failed run is tried again" lacks "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the first start"
 start "${mine[@]}"
 check "a mended model trains: status 0" equal "$? $(kind_of "$out/mine_T64_fp8_2gpu")" "0 done"
@@ -136,28 +157,32 @@ start "${main[@]}" --retry none
 check "--retry none leaves failed runs" holds "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the third start"
 
 # ---------------------------------------------------------------------------------------------------------------------
-# FP8 recipes as precisions: folders, rows and ratios of their own. Options of FP8 after -- reach the runs in FP8 alone, else that in BF16 would fail.
+# FP8 recipes as precisions: each has its own folder, row and ratios. Only FP8 runs get the FP8 options after --; the
+# BF16 run would fail with them.
 
 out=$tmp/recipes
-arguments=(--models tiny --sequence-lengths 64 --precisions "bf16 fp8 fp8:rowwise_with_gw_hp fp8:mxfp8:emulate" --gpus 1 --num-steps 22 --out "$out")
+arguments=(--models tiny --sequence-lengths 64 --precisions "bf16 fp8 fp8:rowwise_with_gw_hp fp8:mxfp8:emulate" \
+    --gpus 1 --num-steps 22 --out "$out")
 sweep "${arguments[@]}" -- --fp8-filter first --beta1 0.8 --fp8-all-gather=off >"$tmp/recipes.log" 2>&1
 check "recipes: all runs finish" equal "$? $(grep -c '^    done in' "$tmp/recipes.log")" "0 4"
-check "recipes: a folder each" test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
-check "recipes: options of FP8 reach it" holds "$out/tiny_T64_fp8_1gpu/log.jsonl" '"fp8-filter": "first"'
-check "recipes: not BF16" holds "$out/tiny_T64_bf16_1gpu/log.jsonl" '"fp8-filter": ""'
-check "recipes: other options reach all" equal "$(grep -l '"beta1": 0.8,' "$out"/*/log.jsonl | grep -c .)" 4
+check "recipes: a folder each" test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" \
+    -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
+check "recipes: FP8 runs get FP8 options" holds "$out/tiny_T64_fp8_1gpu/log.jsonl" '"fp8-filter": "first"'
+check "recipes: BF16 runs do not" holds "$out/tiny_T64_bf16_1gpu/log.jsonl" '"fp8-filter": ""'
+check "recipes: all runs get other options" equal "$(grep -l '"beta1": 0.8,' "$out"/*/log.jsonl | grep -c .)" 4
 check "recipes: tables" tables "$out" "4 of 4 runs with numbers"
 [ -z "${QUICK:-}" ] || { finish; exit; }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Interrupts. Each sweep here has one finished run, one in progress and one to come. Long enough that none ends by itself.
+# Interrupts. Each sweep is interrupted in its second run, which is too long to end before that.
 
 steps_in() { grep -c '"type": "step"' "$1/log.jsonl" 2>/dev/null; }
 is_training() { [ "$(steps_in "$1")" -ge 3 ] 2>/dev/null; }
-# Starts the sweep "${arguments[@]}" in the background with SIGINT not ignored, and waits until the run $1 takes steps.
+# Starts the sweep "${arguments[@]}" in the background with SIGINT not ignored, and waits until run $1 trains.
 start_until() {
     set -m
-    env --default-signal "${sweep[@]}" "${arguments[@]}" >"$tmp/background.log" 2>&1 &  # this test may have been started with SIGINT ignored
+    # this test may have been started with SIGINT ignored
+    env --default-signal "${sweep[@]}" "${arguments[@]}" >"$tmp/background.log" 2>&1 &
     running=$!
     set +m
     await is_training "$1"
@@ -167,7 +192,7 @@ wait_for_sweep() {
     status=$?
     running=""
 }
-# Process ids whose command line begins with $1 and holds $2.
+# Prints the ids of the processes whose command line begins with $1 and contains $2.
 processes() {
     local file words
     for file in /proc/[0-9]*/cmdline; do
@@ -180,71 +205,100 @@ trainers_in() { processes "" "--log-dir $1" | grep -c .; }
 interrupted() {
     local signal=$1 gpus=$2 steps=$3 expected=$4 run
     out=$tmp/interrupted_$signal
-    arguments=(--models tiny --sequence-lengths 16,128 --precisions bf16 --gpus "$gpus" --num-steps "$steps" --out "$out")
+    arguments=(--models tiny --sequence-lengths 16,128 --precisions bf16 --gpus "$gpus" --num-steps "$steps" \
+        --out "$out")
     run=$out/tiny_T128_bf16_${gpus}gpu
     start_until "$run" || { check "SIG$signal: second run trains" false; return; }
     kill "-$signal" "$running"
     wait_for_sweep
     check "SIG$signal: status" equal "$status" "$expected"
     check "SIG$signal: no trainer is left" equal "$(trainers_in "$out/")" 0
-    check "SIG$signal: the run in progress has no result" equal "$(kind_of "$out/tiny_T16_bf16_${gpus}gpu") $(kind_of "$run")" "done none"
+    check "SIG$signal: the run in progress has no result" \
+        equal "$(kind_of "$out/tiny_T16_bf16_${gpus}gpu") $(kind_of "$run")" "done none"
     scripts/report.py "$out" >/dev/null
     check "SIG$signal: it does not count" tables "$out" "1 of 2 runs with numbers"
     sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
-    check "SIG$signal: another start does it whole" equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
+    check "SIG$signal: another start does it whole" \
+        equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
     check "SIG$signal: tables" tables "$out" "2 of 2 runs with numbers"
 }
 interrupted TERM 1 400 143
 interrupted INT 2 400 130
 
-# SIGKILL cannot be caught: the run goes on alone. Nothing may start beside it, and when it has ended it counts.
+# A sweep cannot catch SIGKILL, so its current run goes on. No other sweep may start until that run ends. Then it counts
+# as finished.
 out=$tmp/killed
 arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 200 --out "$out")
 start_until "$out/tiny_T128_bf16_1gpu"
 kill -KILL "$running"
 wait_for_sweep
 sweep "${arguments[@]}" >"$tmp/beside.log" 2>&1
-check "SIGKILL: no second sweep beside the run that is left" equal "$? $(grep -c 'still works in' "$tmp/beside.log")" "1 1"
+check "SIGKILL: no second sweep while the last run goes on" equal "$? $(grep -c 'still works in' "$tmp/beside.log")" \
+    "1 1"
 is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
 check "SIGKILL: the run ends" await is_gone
 sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
-check "SIGKILL: it counts" equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
+check "SIGKILL: it counts" \
+    equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Settings: corrected as long as no run has finished, which is then done anew whatever became of it; from then on refused.
+# Settings may change until a run has finished, and all results before the change are removed. Later changes are
+# refused.
 
 out=$tmp/corrected
-corrected() { sweep --models "$1" --sequence-lengths 64 --precisions bf16 --gpus 1 --out "$out" "${@:2}" >"$tmp/corrected.log" 2>&1; }
+corrected() {
+    sweep --models "$1" --sequence-lengths 64 --precisions bf16 --gpus 1 --out "$out" "${@:2}" >"$tmp/corrected.log" \
+        2>&1
+}
 corrected tiny -- --learning-rate abc
 check "a typing error fails" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "1 failed"
-mkdir -p "$out/tiny_T64_bf16_1gpu" && echo '{"type": "summary", "steps": 7, "skipped": 0}' >"$out/tiny_T64_bf16_1gpu/log.jsonl"  # of a run that was interrupted
+# The log of an interrupted run.
+mkdir -p "$out/tiny_T64_bf16_1gpu" && echo '{"type": "summary", "steps": 7, "skipped": 0}' \
+    >"$out/tiny_T64_bf16_1gpu/log.jsonl"
 corrected llama3.1-405b -- --learning-rate 1
-check "it is corrected, beside a run that is out of memory" equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu") $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 memory none"
+check "settings change after a run out of memory" \
+    equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu") $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 memory none"
 corrected tiny --num-steps 22 --retry none -- --learning-rate 1e-4
 check "corrected: the run is done" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 done"
-check "corrected: what was out of memory counts no more" equal "$(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" none
-check "corrected: settings" equal "$(grep -E '^(steps|trainer options) ' "$out/settings.txt" | paste -sd';')" "steps 22;trainer options --learning-rate 1e-4"
+check "corrected: the result out of memory is removed" equal "$(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" none
+check "corrected: settings" equal "$(grep -E '^(steps|trainer options) ' "$out/settings.txt" | paste -sd';')" \
+    "steps 22;trainer options --learning-rate 1e-4"
 check "corrected: tables" tables "$out" "1 of 2 runs with numbers"
-rm "$out/tiny_T64_bf16_1gpu/result"  # as if the sweep had been killed before it noted that
+rm "$out/tiny_T64_bf16_1gpu/result"  # as if the sweep was killed before it wrote the result
 corrected tiny --num-steps 22 -- --learning-rate 1e-3
-check "a run has finished: refused" equal "$? $(grep -c '^error: .* holds runs of other settings' "$tmp/corrected.log") $(tail -n 1 "$out/settings.txt")" "1 1 trainer options --learning-rate 1e-4"
+check "a run has finished: refused" \
+    equal "$? $(grep -c '^error: .* holds runs of other settings' "$tmp/corrected.log")" "1 1"
+check "settings stay" equal "$(tail -n 1 "$out/settings.txt")" "trainer options --learning-rate 1e-4"
 
 # ---------------------------------------------------------------------------------------------------------------------
-# GPU counts, wrong mpirun, refusals
+# Numbers of GPUs, a wrong mpirun, refused options.
 
 out=$tmp/counts
 arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1,2 --num-steps 22 --out "$out")
 sweep "${arguments[@]}" --max-gpus 1 >"$tmp/counts.log" 2>&1
-check "more GPUs than there are: skipped" equal "$? $(kind_of "$out/tiny_T64_bf16_2gpu")" "0 skipped"
-check "with the reason" holds "$out/table.txt" "skipped: 2 GPUs wanted, 1 here"
+check "more GPUs than available: skipped" equal "$? $(kind_of "$out/tiny_T64_bf16_2gpu")" "0 skipped"
+check "with the reason" holds "$out/table.txt" "skipped: the run needs 2 GPUs; 1 available"
 printf '#!/bin/sh\nwhile [ "$1" != --oversubscribe ]; do shift; done\nshift\nexec "$@"\n' >"$tmp/other_mpirun"
 chmod +x "$tmp/other_mpirun"
 sweep "${arguments[@]}" --mpirun "$tmp/other_mpirun" >"$tmp/other.log" 2>&1
-check "an mpirun that starts single ranks is found out" holds "$tmp/other.log" "failed: the trainer did not run as 2 ranks"
+check "an mpirun that starts single ranks is detected" holds "$tmp/other.log" \
+    "failed: the trainer did not run on 2 ranks"
 sweep "${arguments[@]}" >"$tmp/counts.log" 2>&1
-check "run when the GPUs are there" equal "$? $(kind_of "$out/tiny_T64_bf16_2gpu")" "0 done"
+check "a skipped run trains when the GPUs are available" equal "$? $(kind_of "$out/tiny_T64_bf16_2gpu")" "0 done"
 
-# $1 what the message must hold; then options
+# Prints the status and stderr of a command whose stdout nothing reads.
+unread() {
+    { sleep 0.2; "$@"; } 2>"$tmp/unread.log" | true
+    echo "${PIPESTATUS[0]}$(cat "$tmp/unread.log")"
+}
+arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1 --num-steps 22 --out "$tmp/unread")
+check "stdout has no reader: --help" equal "$(unread "${sweep[@]}" --help)" 0
+check "stdout has no reader: --dry-run" equal "$(unread "${sweep[@]}" "${arguments[@]}" --dry-run)" 0
+check "stdout has no reader: the sweep runs" equal "$(unread "${sweep[@]}" "${arguments[@]}")" 0
+check "stdout has no reader: tables" tables "$tmp/unread" "1 of 1 runs with numbers"
+
+# $1 text that the message must contain; then options
+arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1,2 --num-steps 22 --out "$out")
 refused() {
     local expected=$1 output status
     shift
@@ -257,7 +311,9 @@ refused "unknown option --model;" --model tiny
 refused "\"0\" is not a positive" --gpus 0
 refused "\"3 4\" is not a positive" --num-steps "3 4"
 refused "--gpus needs a value" --gpus
-for option in --models --sequence-lengths --precisions --gpus --num-steps --max-gpus; do refused "$option needs a value" $option " , "; done
+for option in --models --sequence-lengths --precisions --gpus --num-steps --max-gpus; do
+    refused "$option needs a value" $option " , "
+done
 refused "not \"fp4\"" --precisions fp4
 refused "not \"fp8:\"" --precisions fp8:
 refused "not \"bf16:rowwise\"" --precisions bf16:rowwise
@@ -270,7 +326,8 @@ refused "would share the folder" --models "$tmp/mine,$tmp/./mine" --out "$tmp/sh
 refused "there is no program ./none" --trainer ./none
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run scripts: a trainer that is killed is started again from its newest checkpoint, a stop saves, and all ends where an unbroken run ends.
+# The run scripts: they start a killed trainer again from its newest checkpoint. A stop saves. In the end the loss
+# equals that of a run without interruptions.
 
 cat >"$tmp/run.sh" <<'END'
 set -u
@@ -283,7 +340,7 @@ export TRAINER=$trainer DATA=$tmp/synth
 newest() { ls "$1/steps" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
 has_saved() { [[ $(newest "$1") > $2 ]]; }
 last_loss() { tail -n 1 <(grep '"type": "step"' "$1/log.jsonl") | grep -o '"step": [0-9]*, "loss": [^,]*'; }
-# Starts the run in $1 on $GPUS ranks in the background; waits until it has saved a checkpoint after $2.
+# Starts the run in $1 on $GPUS ranks in the background. Waits until it has saved a checkpoint later than $2.
 start_run() {
     set -m
     OUT=$1 bash "$tmp/run.sh" >>"$tmp/run.log" 2>&1 &
@@ -292,12 +349,12 @@ start_run() {
     await has_saved "$1" "$2"
 }
 for GPUS in 1 2; do
-    export GPUS STEPS=$((800 / GPUS))  # seconds, in which a kill and a stop find it under way
+    export GPUS STEPS=$((800 / GPUS))  # takes seconds, so that a kill and a stop come before the end
     last=$(printf 'step-%08d' "$STEPS")
     rm -f "$tmp/run.log"
     OUT=$tmp/unbroken_$GPUS bash "$tmp/run.sh" >"$tmp/unbroken.log" 2>&1
     check "$GPUS ranks: a run to its end" equal "$? $(newest "$tmp/unbroken_$GPUS")" "0 $last"
-    check "$GPUS ranks: its cost" holds "$tmp/unbroken.log" "cost: $STEPS steps of $((64 * GPUS)) tokens"
+    check "$GPUS ranks: its cost" holds "$tmp/unbroken.log" "cost: $STEPS steps of $((64 * GPUS)) tokens = "
     start_run "$tmp/broken_$GPUS" ""
     kill -KILL "$(processes "$trainer tiny " "--log-dir $tmp/broken_$GPUS " | tail -n 1)"
     check "$GPUS ranks: starts again after a kill" await grep -q "starting again from step-" "$tmp/run.log"
@@ -305,50 +362,69 @@ for GPUS in 1 2; do
     kill -TERM "$running"
     wait_for_sweep
     check "$GPUS ranks: a stop ends it with status 0" equal "$status $(trainers_in "$tmp/broken_$GPUS ")" "0 0"
-    check "$GPUS ranks: and says where" holds "$tmp/run.log" "stopped after $(newest "$tmp/broken_$GPUS"); start again to go on"
+    check "$GPUS ranks: and says where" holds "$tmp/run.log" \
+        "stopped after $(newest "$tmp/broken_$GPUS"); run the same command to continue"
     check "$GPUS ranks: in mid-run" lacks <(newest "$tmp/broken_$GPUS") "$last"
     OUT=$tmp/broken_$GPUS bash "$tmp/run.sh" >>"$tmp/run.log" 2>&1
     check "$GPUS ranks: goes on to the end" equal "$? $(newest "$tmp/broken_$GPUS")" "0 $last"
-    check "$GPUS ranks: with the unbroken run's loss" equal "$(last_loss "$tmp/broken_$GPUS")" "$(last_loss "$tmp/unbroken_$GPUS")"
+    check "$GPUS ranks: with the unbroken run's loss" equal "$(last_loss "$tmp/broken_$GPUS")" \
+        "$(last_loss "$tmp/unbroken_$GPUS")"
 done
-# Whether the tensors of the checkpoint in $1 take what --dry-run says, beside headers of a few KB.
+# True if the tensors of the checkpoint in $1 take as many bytes as --dry-run plans, plus headers of a few KB.
 takes_planned_bytes() {
     local planned taken
-    planned=$("$trainer" tiny --train-data "$tmp/synth_train.bin" --dry-run --json | (. scripts/launch.sh && json_number checkpoint_bytes))
+    planned=$("$trainer" tiny --train-data "$tmp/synth_train.bin" --dry-run --json |
+        (. scripts/launch.sh && json_number checkpoint_bytes))
     taken=$(cat "$1"/*.safetensors | wc -c)
     echo "planned $planned, taken $taken"
     [ "$taken" -ge "$planned" ] && [ "$taken" -le $((planned + 20000)) ]
 }
 check "a checkpoint takes the planned bytes" takes_planned_bytes "$tmp/unbroken_1/steps/$(newest "$tmp/unbroken_1")"
 GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
-check "gives up on a run that fails before each checkpoint" equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
+check "gives up on a run that fails before each checkpoint" \
+    equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 (
     kill() { sleep 0.5; builtin kill "$@"; }
     export -f kill
     GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
 )
-check "also if it is gone before it is looked after" equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
+check "gives up also if the trainer ends before the script looks at it" \
+    equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 
 GPUS=1 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" --num-steps 7 >"$tmp/fewer.log" 2>&1
 check "fewer steps than were done: done" equal "$? $(grep -c '^done: step-00000800 ' "$tmp/fewer.log")" "0 1"
-# 1 MB free: too little for the checkpoints of a new run, enough for one that has its own already.
+# 1 MB is free. That is too little for the checkpoints of a new run, but enough for a run that has checkpoints already.
 mkdir "$tmp/bin"
 printf '#!/bin/sh\necho Filesystem\necho x 0 0 1000 0 /\n' >"$tmp/bin/df" && chmod +x "$tmp/bin/df"
 PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/cramped bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
-check "a disk that is too small is refused" equal "$? $(grep -c '^error: not enough room' "$tmp/cramped.log") $(newest "$tmp/cramped")" "1 1 "
+check "a disk that is too small is refused" \
+    equal "$? $(grep -c '^error: not enough disk space' "$tmp/cramped.log") $(newest "$tmp/cramped")" "1 1 "
 PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
-check "with what the run's own checkpoints take counted as room" equal "$? $(grep -c '^done: ' "$tmp/cramped.log")" "0 1"
+check "the disk space of the run's own checkpoints counts as free" \
+    equal "$? $(grep -c '^done: ' "$tmp/cramped.log")" "0 1"
 
 GPUS=1 OUT=$tmp/planned bash "$tmp/run.sh" --dry-run >"$tmp/planned.log" 2>&1
-check "--dry-run: plan, cost and command, no start" equal "$? $(grep -cE '^(memory plan|cost: |.* --resume )' "$tmp/planned.log") $(ls -d "$tmp/planned" 2>/dev/null)" "0 3 "
+check "--dry-run: plan, cost and command, no start" \
+    equal "$? $(grep -cE '^(memory plan|cost: |.* --resume )' "$tmp/planned.log") $(ls -d "$tmp/planned" 2>/dev/null)" \
+    "0 3 "
+unread_run() { unread env GPUS=1 STEPS=20 OUT="$tmp/unread_run" bash "$tmp/run.sh" "$@"; }
+check "stdout has no reader: a run script's --help" equal "$(unread_run --help)" 0
+check "stdout has no reader: --dry-run ends with SIGPIPE" equal "$(unread_run --dry-run)" 141
+check "stdout has no reader: a run script trains" equal "$(unread_run) $(newest "$tmp/unread_run")" "0 step-00000020"
+check "stdout has no reader: stdout.txt is whole" \
+    equal "$(grep -c '^step *[0-9]*/20 ' "$tmp/unread_run/stdout.txt")" 20
 for option in --checkpoint-dir "--checkpoint-dir=$tmp/other" --log-dir; do
     OUT=$tmp/other bash "$tmp/run.sh" "$option" "$tmp/other" >"$tmp/other.log" 2>&1
-    check "refused: $option" equal "$? $(grep -c "^error: ${option%%=*} is set by this script; OUT=FOLDER" "$tmp/other.log") $(ls -d "$tmp/other" 2>/dev/null)" "1 1 "
+    check "refused: $option" \
+        equal "$? $(grep -c "^error: ${option%%=*} is set by this script; OUT=FOLDER" "$tmp/other.log") $(ls \
+        -d "$tmp/other" 2>/dev/null)" "1 1 "
 done
 for script in scripts/run_*-*.sh; do
     TRAINER=./none DATA=$tmp/none "$script" --num-steps 7 --help >"$tmp/help.log" 2>&1
     check "$script --help" equal "$? $(grep -c "^usage: $script " "$tmp/help.log")" "0 1"
-    for name in $(grep -oE '\$\{[A-Z]+' scripts/run_common.sh | tr -d '${' | sort -u); do check "$script --help: $name" grep -q "^  $name  " "$tmp/help.log"; done
+    for name in $(grep -oE '\$\{[A-Z]+' scripts/run_common.sh | tr -d '${' | sort -u); do
+        check "$script --help: $name" grep -q "^  $name  " "$tmp/help.log"
+    done
 done
 
 echo "$passed passed, $failed failed"

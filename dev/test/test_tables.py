@@ -1,5 +1,6 @@
-"""scripts/report.py and scripts/recipes_table.py on a folder of a sweep whose files are damaged: named faults, and some hundred at random. No traceback ever;
-a damaged run is named with its file and reason, and the others keep their rows. Ends with "N passed, N failed".
+"""Tests scripts/report.py and scripts/recipes_table.py on a sweep's folder with damaged files: known faults, and some
+hundred at random. There must be no traceback. The tables name a damaged run with its file and the reason, and all other
+runs keep their rows. Ends with "N passed, N failed".
 """
 import contextlib
 import csv
@@ -17,7 +18,8 @@ import recipes_table
 import report
 import sweep_folder
 
-RUNS = {"m_T64_bf16_1gpu": "bf16", "m_T64_fp8_1gpu": "fp8", "m_T64_fp8-rowwise_1gpu": "fp8:rowwise", "m_T64_fp8-mxfp8_1gpu": "fp8:mxfp8"}
+RUNS = {"m_T64_bf16_1gpu": "bf16", "m_T64_fp8_1gpu": "fp8", "m_T64_fp8-rowwise_1gpu": "fp8:rowwise",
+        "m_T64_fp8-mxfp8_1gpu": "fp8:mxfp8"}
 FAILED = "m_T64_fp8-mxfp8_1gpu"
 NAME = "m_T64_fp8_1gpu"  # the run that is damaged
 LOG, RESULT = NAME + "/log.jsonl", NAME + "/result"
@@ -31,15 +33,20 @@ def check(ok, *words):
 
 
 def log_lines(precision):
-    settings = {"num-steps": 4, "grad-accumulation-steps": 1, "batch-size": 2, "sequence-length": 64, "precision": precision[:4].rstrip(":")}
+    settings = {"num-steps": 4, "grad-accumulation-steps": 1, "batch-size": 2, "sequence-length": 64,
+                "precision": precision[:4].rstrip(":")}
     yield {"type": "settings", "version": "0.1", "program": "train_fp8", "versions": "compiler 12", "device": "CPU",
-           "world_size": 1, "model": "m", "parameters": 98688, "fp8_gemms": 24 * (precision != "bf16"), "settings": settings}
+           "world_size": 1, "model": "m", "parameters": 98688, "fp8_gemms": 24 * (precision != "bf16"),
+           "settings": settings}
     for step in range(1, 5):
         yield {"type": "step", "step": step, "loss": 6.0 - 0.1 * step, "norm": 2.5, "skipped": False}
         for gemm in ("fprop", "dgrad", "wgrad") if precision != "bf16" else ():
-            yield {"type": "fp8_audit", "step": step, "layer": 0, "linear": "qkv", "operand": "x", "gemm": gemm, "sqnr_db": 31.5, "amax": 1.5}
-    speed = {"tokens_per_second_per_gpu": 9984.5, "tokens_per_second": 9984.5, "tflops_per_gpu": 0.25, "mfu": None, "sol": None}
-    yield {"type": "summary", "steps": 4, "skipped": 0, "first_loss": 5.9, "last_loss": 5.75, "median_ms": 12.5, **speed, "memory_bytes": 15728640}
+            yield {"type": "fp8_audit", "step": step, "layer": 0, "linear": "qkv", "operand": "x", "gemm": gemm,
+                   "sqnr_db": 31.5, "amax": 1.5}
+    speed = {"tokens_per_second_per_gpu": 9984.5, "tokens_per_second": 9984.5, "tflops_per_gpu": 0.25, "mfu": None,
+             "sol": None}
+    yield {"type": "summary", "steps": 4, "skipped": 0, "first_loss": 5.9, "last_loss": 5.75, "median_ms": 12.5,
+           **speed, "memory_bytes": 15728640}
 
 
 def sound_files():
@@ -52,7 +59,8 @@ def sound_files():
 
 
 def run_both(folder, files):
-    """Both programs on these files, each as (status, what it printed); an exception that leaves one fails the check by its text."""
+    """Runs both programs on these files. Returns (status, output) of each. An exception is returned as the output,
+    whose text fails the check."""
     outputs = []
     for path, data in files.items():
         with open(os.path.join(folder, path), "wb") as file:
@@ -79,7 +87,8 @@ def well_ended(status):
 
 
 def damage(name, path, data, reason):
-    """One file holds `data` (None: it is missing): the run is named with its file and the reason, and the two other rows keep their figures."""
+    """One file contains `data` (None: it is missing). The tables must name the run with its file and the reason, and
+    the two other rows must keep their numbers."""
     files = dict(sound, **{path: data or b""})
     with tempfile.TemporaryDirectory() as folder:
         for run in RUNS:
@@ -93,7 +102,8 @@ def damage(name, path, data, reason):
         check(status == 0 and messages == [expected] and "damaged: " in table, name, status, messages, table)
         check(recipes_status == 1 and "damaged: " + expected in recipes, name, "recipes", recipes_status, recipes)
         rows = [line for line in table.split("\n") if "5.7500" in line]
-        check([row.split()[3] for row in rows] == ["bf16", "fp8:rowwise"] and rows[0].split()[4] == "9984", name, "the other rows", table)
+        check([row.split()[3] for row in rows] == ["bf16", "fp8:rowwise"] and rows[0].split()[4] == "9984", name,
+              "the other rows", table)
 
 
 def edited(key, value, line=-1):
@@ -109,15 +119,18 @@ def test_named():
     damage("an empty log", LOG, b"", "it is empty")
     damage("no log", LOG, None, "there is no such file")
     damage("a cut last line", LOG, log[:-40], "line 18: not JSON")
-    damage("no summary", LOG, log[:log.rindex(b'{"type": "summary"')], "the first line is not of type settings, or the last not of type summary")
+    damage("no summary", LOG, log[:log.rindex(b'{"type": "summary"')],
+           "the first line is not of type settings, or the last not of type summary")
     damage("bytes that are not UTF-8", LOG, log.replace(b"CPU", b"C\xffU"), "line 1: not UTF-8")
     damage("an empty object", LOG, b"{}\n", "line 1: no object with a \"type\"")
     damage("an array", LOG, b"[1, 2]\n" + log, "line 1: no object with a \"type\"")
     damage("zeros of a power cut", LOG, log + bytes(4096), "line 19: not JSON")
     damage("deep nesting", LOG, b"[" * 100000 + b"\n" + log, "line 1: not JSON")
     damage("an integer of 5000 digits", LOG, log.replace(b"9984.5", b"9" * 5000), "line 18: not JSON")
-    damage("an integer of 400 digits", LOG, log.replace(b"9984.5", b"9" * 400), "line 18: \"tokens_per_second_per_gpu\" is not a number or null")
-    damage("1e999", LOG, log.replace(b"9984.5", b"1e999"), "line 18: \"tokens_per_second_per_gpu\" is not a number or null")
+    damage("an integer of 400 digits", LOG, log.replace(b"9984.5", b"9" * 400),
+           "line 18: \"tokens_per_second_per_gpu\" is not a number or null")
+    damage("1e999", LOG, log.replace(b"9984.5", b"1e999"),
+           "line 18: \"tokens_per_second_per_gpu\" is not a number or null")
     damage("NaN", LOG, edited("last_loss", float("nan")), "line 18: \"last_loss\" is not a number or null")
     damage("a text for a number", LOG, edited("skipped", "0"), "line 18: \"skipped\" is not a number")
     damage("a list for a text", LOG, edited("device", [], 0), "line 1: \"device\" is not text")
@@ -125,12 +138,14 @@ def test_named():
     damage("settings that lack one", LOG, edited("settings", {}, 0), "line 1: no \"num-steps\"")
     damage("a count of GEMMs that is text", LOG, edited("fp8_gemms", "24", 0), "line 1: \"fp8_gemms\" is not a number")
     damage("an empty result", RESULT, b"", "it does not begin with done or memory or unsupported or failed or skipped")
-    damage("a line of runs.txt that is cut", "runs.txt", sound["runs.txt"].replace(b" 64 1 fp8 models/m", b" 64"), "a line is not the name, length, GPUs, precision and model of a run")
+    damage("a line of runs.txt that is cut", "runs.txt", sound["runs.txt"].replace(b" 64 1 fp8 models/m", b" 64"),
+           "a line is not the name, length, GPUs, precision and model of a run")
 
 
 def mutate(data, rng):
-    """Some bytes flipped, cut, repeated, or replaced by what JSON takes for other values."""
-    words = (b"null", b"NaN", b"-Infinity", b"1e999", b"9" * 400, b"{}", b"[]", b'"x"', b"\xff\xfe", b"\0", b"\n", b"\t", b'"\\ud800"', b"true", b"-0", b"|", b"\r")
+    """Flips, cuts or repeats some bytes, or replaces them by other JSON values."""
+    words = (b"null", b"NaN", b"-Infinity", b"1e999", b"9" * 400, b"{}", b"[]", b'"x"', b"\xff\xfe", b"\0", b"\n",
+             b"\t", b'"\\ud800"', b"true", b"-0", b"|", b"\r")
     for _ in range(rng.randint(1, 3)):
         at, kind = rng.randrange(len(data) + 1), rng.randrange(6)
         if kind == 0:
@@ -141,9 +156,10 @@ def mutate(data, rng):
             data = data[:at] + data[rng.randrange(len(data) + 1):]
         elif kind == 3:
             data = data[:at] + rng.choice(words) + data[at:]
-        else:  # a value for another
+        else:  # replaces a value by another
             ends = [data.find(c, at) for c in (b",", b"}", b"\n", b" ")]
-            begin, end = max(data.rfind(b" ", 0, at), data.rfind(b"\t", 0, at)) + 1, min([e for e in ends if e >= 0], default=len(data))
+            begin, end = max(data.rfind(b" ", 0, at), data.rfind(b"\t", 0, at)) + 1, min([e for e in ends if e >= 0],
+                                                                                         default=len(data))
             data = data[:begin] + rng.choice(words) + data[end:]
     return data
 
@@ -158,26 +174,31 @@ def test_random(rounds):
             path = rng.choice((LOG, LOG, LOG, RESULT, "runs.txt"))
             files = dict(sound, **{path: mutate(sound[path], rng)})
             (status, table), (recipes_status, recipes) = run_both(folder, files)
-            check(well_ended(status) and well_ended(recipes_status), "round %d, %s: %s, %s\n%r" % (i, path, status, recipes_status, files[path][:2000]))
-            check(path == "runs.txt" or sum("5.7500" in line for line in table.split("\n")) >= 2, "round %d: the other rows\n%s" % (i, table))
+            check(well_ended(status) and well_ended(recipes_status),
+                  "round %d, %s: %s, %s\n%r" % (i, path, status, recipes_status, files[path][:2000]))
+            check(path == "runs.txt" or sum("5.7500" in line for line in table.split("\n")) >= 2,
+                  "round %d: the other rows\n%s" % (i, table))
             damaged += "damaged: " in table
     check(rounds / 4 < damaged < rounds, "%d of %d were damaged" % (damaged, rounds))
 
 
 def test_programs(folder):
-    """As a person runs them: in another locale's encoding, and read by a program that stops."""
+    """Starts the programs from a shell: with encodings of other locales, and with a reader that stops."""
     files = dict(sound, **{"runs.txt": sound["runs.txt"].replace(b"models/m\n", "modèle–\n".encode(), 1)})
     for run in RUNS:
         os.mkdir(os.path.join(folder, run))
     run_both(folder, files)
-    for environment in ({"LC_ALL": "C"}, {"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
-        ended = subprocess.run([sys.executable, SCRIPTS + "/report.py", folder], capture_output=True, env=dict(os.environ, **environment))
-        check(ended.returncode == 0 and b"Traceback" not in ended.stderr and b"9984" in ended.stdout, environment, ended)
+    for environment in ({"LC_ALL": "C"}, {"PYTHONIOENCODING": "latin-1"},
+                        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
+        ended = subprocess.run([sys.executable, SCRIPTS + "/report.py", folder], capture_output=True,
+                               env=dict(os.environ, **environment))
+        check(ended.returncode == 0 and b"Traceback" not in ended.stderr and b"9984" in ended.stdout, environment,
+              ended)
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run([sys.executable, SCRIPTS + "/report.py", folder], stdout=writer, stderr=subprocess.PIPE)
     check(ended.returncode == 0 and ended.stderr == b"", "a reader that goes away", ended)
-    for path, message in (("/none", b"error: /none is no folder"), (folder, b"error: [Errno 21] Is a directory")):
+    for path, message in (("/none", b"error: /none is not a folder"), (folder, b"error: [Errno 21] Is a directory")):
         os.path.exists(folder + "/table.txt") and os.remove(folder + "/table.txt")
         os.makedirs(folder + "/table.txt", exist_ok=True)
         ended = subprocess.run([sys.executable, SCRIPTS + "/report.py", path], capture_output=True)

@@ -1,4 +1,4 @@
-// Tokenizer table: naming rule, decoding, printing, damaged and hostile files.
+// Tests the tokenizer table: naming rule, decoding, printing, damaged and hostile files.
 #include "../../llmc/data/tokenizer.h"
 
 #include "lib/check.h"
@@ -16,7 +16,7 @@ static void table_put(Table *t, const void *data, size_t size) {
 
 static void table_put_u32(Table *t, uint32_t value) { table_put(t, &value, sizeof value); }
 
-// A sound table of three tokens: "Once", nothing, bytes that are no text; separator 2.
+// Makes a valid table of three tokens: "Once", an empty one, and bytes that are not text. The separator is 2.
 static Table make_table(void) {
     Table t;
     memset(&t, 0, sizeof t);
@@ -32,7 +32,7 @@ static Table make_table(void) {
     return t;
 }
 
-// Returns the path.
+// Writes the table to a file and returns its path.
 static const char *write_table(const char *name, const Table *t) {
     const char *path = scratch_path(name);
     FILE *f = fopen(path, "wb");
@@ -106,8 +106,8 @@ static void table_set_u32(Table *t, size_t at, uint32_t value) { memcpy(t->bytes
 
 static void test_damaged_tables(void) {
     Table sound = make_table(), t;
-    for (size_t size = 0; size < sound.size;
-         size++) {  // cut anywhere: always refused (checked in this process, so that the sanitizers watch)
+    // A table cut at any byte is refused. Checked in this process, so that the sanitizers see it.
+    for (size_t size = 0; size < sound.size; size++) {
         Tokenizer tok;
         char *cut = (char *)xcalloc(size, 1);
         memcpy(cut, sound.bytes, size);

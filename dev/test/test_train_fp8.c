@@ -1,6 +1,6 @@
-// The whole CPU trainer: against transformers' goldens, against itself (threads, accumulation, recompute, resume), its
-// gates and signals, and what it refuses. Run from anywhere; whole runs of the program are this test's own executable,
-// started again with "--run" (libgomp does not survive a fork).
+// Tests the whole CPU trainer: against goldens of transformers, against itself (threads, accumulation, recompute,
+// resume), its checks and signals, and what it refuses. Run it from any folder. It runs whole trainings by starting its
+// own executable with "--run", because libgomp does not survive a fork.
 #define TESTING
 #include "../../train_fp8.c"
 
@@ -10,7 +10,7 @@
 #include "lib/golden.h"
 #include "lib/scratch.h"
 
-// Sanitizers slow matrix products down a hundred times: what is looked for there is seen in one step as in three.
+// Sanitizers make GEMMs a hundred times slower. One step finds there what three steps find.
 #ifdef __SANITIZE_ADDRESS__
 enum { SANITIZED = 1 };
 #else
@@ -19,9 +19,9 @@ enum { SANITIZED = 0 };
 
 static char goldens_folder[PATH_CAPACITY];
 
-// ---- goldens
+// ---- Goldens.
 
-// Options of a trainer for B sequences of T tokens.
+// Returns options for B sequences of T tokens.
 static Options small_options(int precision, int64_t B, int64_t T) {
     Options o = options_default();
     o.model = "test", o.precision = precision, o.batch_size = B, o.sequence_length = T;
@@ -31,7 +31,7 @@ static Options small_options(int precision, int64_t B, int64_t T) {
 }
 
 static void trainer_create(Trainer *t, const Options *o, const ModelConfig *m) {
-    static Comm one;  // the trainer keeps its address
+    static Comm one;  // static, because the trainer keeps its address
     one = comm_one();
     trainer_plan(t, o, m, &one);
     trainer_allocate(t);
@@ -48,13 +48,13 @@ static void load_golden_weights(Trainer *t, const Golden *g) {
     weights_refresh(t);
 }
 
-// Random weights, as a run without a checkpoint begins with.
+// Makes random weights, as in a run without a checkpoint.
 static void initialize_weights(Trainer *t) {
     weights_initialize(t);
     weights_refresh(t);
 }
 
-// Largest relative error of any tensor of `array` against golden `prefix`; its name in *worst.
+// Returns the largest relative error of any tensor of `array` against golden `prefix`. *worst is its name.
 static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix, const float *array,
                            const char **worst) {
     double largest = -1;
@@ -68,7 +68,7 @@ static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix
     return largest;
 }
 
-// Mean loss of the trainer's batch, as validation computes it.
+// Returns the mean loss of the trainer's batch, as in validation.
 static double batch_loss(Trainer *t) {
     model_forward(t, &t->batch);
     loss_forward(t, &t->batch);
@@ -124,12 +124,12 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
 
 static void test_goldens(void) {
     static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
-    const Tolerances fp32 = {1e-5, 1e-5, 1e-4, 1e-5};  // fp32 against fp32: only the order of sums differs
-    const Tolerances bf16 = {1e-2, 2e-2, 3e-2,
-                             0};  // each tensor keeps 8 bits (2^-9 = 0.2% a rounding), some ten roundings deep
-    const Tolerances fp8 = {
-        3e-2, 1e-1, 2.5e-1,
-        0};  // E4M3 keeps 4 bits (up to 6% a value, 2-3% rms), E5M2 3 (12%, 5-6% rms), over two layers
+    // fp32: only the order of sums differs. bf16: each tensor keeps 8 bits (an error of 2^-9 = 0.2% per rounding), over
+    // some ten roundings. fp8: E4M3 keeps 4 bits (up to 6% per value, 2-3% rms) and E5M2 3 bits (12%, 5-6% rms), over
+    // two layers.
+    const Tolerances fp32 = {1e-5, 1e-5, 1e-4, 1e-5};
+    const Tolerances bf16 = {1e-2, 2e-2, 3e-2, 0};
+    const Tolerances fp8 = {3e-2, 1e-1, 2.5e-1, 0};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         test_golden(names[i], PRECISION_FP32, fp32);
         test_golden(names[i], PRECISION_BF16, bf16);
@@ -137,7 +137,7 @@ static void test_goldens(void) {
     }
 }
 
-// ---- the trainer against itself
+// ---- The trainer against itself.
 
 static ModelConfig odd_model(ModelFamily family) {
     ModelConfig m;
@@ -157,8 +157,8 @@ static void fill_tokens(Trainer *t, uint64_t key) {
     }
 }
 
-// Moving all weights by h along the gradient's direction changes the loss by h times the gradient's norm: odd sizes,
-// every family, T = 1 and beyond a query block.
+// Moving all weights by h along the gradient changes the loss by h times the gradient's norm. Checks odd sizes, every
+// model family, T = 1 and T above a query block.
 static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     Options o = small_options(PRECISION_FP32, B, T);
     ModelConfig m = odd_model(family);
@@ -177,14 +177,14 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
         loss[side] = batch_loss(&t);
     }
     const double slope = (loss[1] - loss[0]) / (2 * h);
-    // fp32 losses of about 4 resolve 5e-7 / 2h = 1e-4 of slope; the third derivative adds h^2
+    // fp32 losses of about 4 resolve 5e-7 / 2h = 1e-4 of the slope. The third derivative adds h^2.
     CHECK(fabs(slope / norm - 1) < 2e-3, "family %d, B %lld, T %lld: slope %g, gradient norm %g", (int)family,
           (long long)B, (long long)T, slope, norm);
     free(start);
     trainer_free(&t);
 }
 
-// Sizes that every recipe takes in FP8.
+// A model with sizes on which every recipe can run FP8.
 static ModelConfig fp8_model(void) {
     ModelConfig m = odd_model(FAMILY_QWEN3);
     m.hidden_size = 128, m.intermediate_size = 256;
@@ -193,8 +193,8 @@ static ModelConfig fp8_model(void) {
     return m;
 }
 
-// Weights after some steps on made-up tokens, with the whole global batch given as `micro_steps` micro-batches; then
-// the last gradient norm, then with delayed scaling the scales. With FP8 all sequences are the same, so that every
+// Trains some steps on synthetic tokens, with the global batch as `micro_steps` micro-batches. Returns the weights,
+// then the last gradient norm, then the scales of delayed scaling. With FP8 all sequences are equal, so that each
 // micro-batch has the scales of the whole batch.
 typedef struct {
     float *values;
@@ -256,7 +256,7 @@ static void test_invariance(int precision, int recipe) {
         Trained split = train_some(precision, recipe, RECOMPUTE_NONE, 2, micro_steps, 1),
                 whole = train_some(precision, recipe, RECOMPUTE_NONE, 2, 1, 1);
         const double norm_error = fabs(split.values[split.weights] / whole.values[whole.weights] - 1);
-        // fp32: only the order of sums. Else each micro-step rounds the running sum once more (2^-9).
+        // In fp32 only the order of sums differs. In bf16 each micro-step rounds the running sum once more (2^-9).
         const double tolerance = precision == PRECISION_FP32 ? 1e-6 : 4e-3;
         CHECK(norm_error < tolerance, "%s: gradient norm in %lld micro-steps off by %g", name, (long long)micro_steps,
               norm_error);
@@ -269,7 +269,7 @@ static void test_invariance(int precision, int recipe) {
     free(one.values);
 }
 
-// Delayed scaling, tensor by tensor: when histories move, and which scale casts what.
+// Delayed scaling, tensor by tensor: when histories change, and which scale casts a tensor.
 static void test_delayed(void) {
     const ModelConfig m = fp8_model();
     Options o = small_options(PRECISION_FP8, 1, 32);
@@ -306,14 +306,14 @@ static void test_delayed(void) {
     trainer_free(&t);
 }
 
-// A copy of histories and scales; the caller frees.
+// Copies histories and scales. The caller frees the copy.
 static float *delayed_copy(const Trainer *t) {
     float *copy = (float *)xcalloc((size_t)delayed_elements(t), sizeof *copy);
     memcpy(copy, t->scales.delayed.history, (size_t)delayed_elements(t) * sizeof *copy);
     return copy;
 }
 
-// Step `step` of two micro-steps by the trainer, with an infinite final norm if `spoil`.
+// Takes step `step` with two micro-steps, with an infinite final norm weight if `spoil`.
 static StepRecord delayed_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample, bool spoil) {
     float *norm = t->params.master + t->table.root.norm;
     const float kept = *norm;
@@ -325,8 +325,8 @@ static StepRecord delayed_step(Trainer *t, DataLoader *data, int64_t step, int64
     return s;
 }
 
-// Delayed scaling with --on-nonfinite skip: steps that are left out, the first one among them, leave no trace in
-// histories and scales, and the steps between are those of a trainer that never had them.
+// Delayed scaling with --on-nonfinite skip: skipped steps, even the first one, do not change histories and scales. The
+// other steps equal those of a trainer without the skipped ones.
 static void test_delayed_skip(void) {
     ModelConfig m = fp8_model();
     m.vocab_size = 64;
@@ -356,7 +356,7 @@ static void test_delayed_skip(void) {
     trainer_free(&t), trainer_free(&without);
 }
 
-// The words for a step that is not taken, from what the trainer knows of it.
+// Returns the message for a step that is not taken.
 static const char *place_of(Trainer *t, double loss) {
     static char place[640];
     const TrainerState state = trainer_state(t);
@@ -365,7 +365,7 @@ static const char *place_of(Trainer *t, double loss) {
     return place;
 }
 
-// A huge weight in each block of the model: the block is named, and the weight as its largest.
+// A huge weight in each block of the model: the message names the block, and the weight as its largest.
 static void test_blocks(ModelFamily family, int precision, int recompute) {
     static const struct {
         const char *weight, *place;
@@ -408,14 +408,14 @@ static void test_blocks(ModelFamily family, int precision, int recompute) {
                        (long long)element);
         CHECK(strcmp(place_of(&t, loss), expected) == 0, "%s expected, got %s", expected, place_of(&t, loss));
     }
-    // a forward pass alone, as in validation, tells nothing
+    // A forward pass alone, as in validation, does not search for the origin.
     t.bad_norm = NONFINITE_NONE;
     model_forward(&t, &t.batch);
     CHECK(t.bad_norm == NONFINITE_NONE, "a pass of validation names norm %lld", (long long)t.bad_norm);
     trainer_free(&t);
 }
 
-// Gradients whose squares overflow: no step with them is taken, so that every weight and moment stays finite.
+// The squares of gradients overflow: no such step is taken, so every weight and moment stays finite.
 static void test_overflow(int precision) {
     Options o = small_options(precision, 2, 16);
     o.on_nonfinite = NONFINITE_SKIP, o.learning_rate = 1000, o.train_data = scratch_path("train.bin");
@@ -440,7 +440,7 @@ static void test_overflow(int precision) {
     trainer_free(&t);
 }
 
-// A run of a trainer, without a log.
+// Returns the run of a trainer, without a log.
 static Run run_of(Trainer *t) {
     Run run;
     memset(&run, 0, sizeof run);
@@ -454,7 +454,8 @@ static StepRecord run_one_step(Run *run, DataLoader *data, int64_t step) {
     return run_report_step(run, step);
 }
 
-// A NaN in one weight: the step must be skipped with every bit of weights and state kept, and the origin named.
+// A NaN in one weight: the step must be skipped, all bits of weights and state must stay, and the message must name the
+// origin.
 static void test_nonfinite(void) {
     Options o = small_options(PRECISION_BF16, 2, 16);
     o.on_nonfinite = NONFINITE_SKIP;
@@ -484,7 +485,7 @@ static void test_nonfinite(void) {
         t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
     s = run_one_step(&run, &data, 2);
     CHECK(!s.skipped && run.skipped_in_a_row == 0, "the count of steps in a row ends with a good one");
-    // where: a NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm
+    // A NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm.
     t.bad_norm = NONFINITE_NONE;
     t.params.master[layer_offset(&t.table, 1) + t.table.layer.wq + 8] = -30;
     memset(t.params.gradients, 0, bytes);
@@ -499,8 +500,8 @@ static void test_nonfinite(void) {
                    "model.layers.1.self_attn.o_proj.weight, element 3%s",
                    layer, weight);
     CHECK(strcmp(place_of(&t, 1), expected) == 0, "%s", place_of(&t, 1));
-    // squares that overflow: gradients grow on their way back, and the first large one is nearer to the cause than the
-    // largest
+    // Squares that overflow: gradients grow during the backward pass, and the first large one is nearer to the cause
+    // than the largest.
     memset(t.params.gradients, 0, bytes);
     t.params.gradients[t.table.root.norm] = 1, t.params.gradients[t.table.root.embedding] = -4e21f,
     t.params.gradients[layer_offset(&t.table, 1) + t.table.layer.wk + 6] = 1e20f;
@@ -514,7 +515,7 @@ static void test_nonfinite(void) {
     CHECK(adamw_accepts(0x1p63) && !adamw_accepts(0x1.0000001p63) && !adamw_accepts((double)INFINITY) &&
               !adamw_accepts((double)NAN),
           "the largest norm");
-    // what the largest accepted gradient makes of the moments, step after step, with the least averaging
+    // Moments after many steps with the largest accepted gradient and the least averaging.
     AdamwElement largest = {0, 0, 0};
     const AdamwStep step = adamw_step(1, 1, 0, 0, 1e-8, 0, false, 1);
     for (int i = 0; i < 100; i++)
@@ -527,14 +528,14 @@ static void test_nonfinite(void) {
     trainer_free(&t);
 }
 
-// ---- whole runs
+// ---- Whole runs.
 
 static void write_shard(const char *name, int64_t tokens, int32_t vocabulary) {
     Failure failure;
     uint32_t *words = (uint32_t *)xcalloc((size_t)(SHARD_HEADER_INTS + tokens), sizeof(uint32_t));
     words[0] = SHARD_MAGIC_U32, words[1] = 7, words[2] = (uint32_t)tokens;
     uint32_t token = 1;
-    for (int64_t i = 0; i < tokens; i++) {  // text that can be learned: a walk, with a jump now and then
+    for (int64_t i = 0; i < tokens; i++) {  // text that can be learned: a walk with some jumps
         words[SHARD_HEADER_INTS + i] = token;
         const uint64_t random = rng_u64(3, (uint64_t)i);
         token = (random % 8 == 0 ? (uint32_t)(random >> 32) : token * 5 + 3) % (uint32_t)vocabulary;
@@ -543,8 +544,8 @@ static void write_shard(const char *name, int64_t tokens, int32_t vocabulary) {
     free(words);
 }
 
-// Starts `train_fp8 ARGUMENTS` (split at spaces, @ stands for the test's folder) as a child; its output goes to
-// FOLDER/output.
+// Starts `train_fp8 ARGUMENTS` as a child process. ARGUMENTS are split at spaces, and @ is the test's folder. The
+// output goes to FOLDER/output.
 static pid_t start_run(const char *arguments) {
     char text[4096], *argv[64] = {(char *)"train_fp8", (char *)"--run"};
     int argc = 2;
@@ -554,7 +555,7 @@ static pid_t start_run(const char *arguments) {
             (size_t)snprintf(text + n, sizeof text - n, "%.*s", *c == '@' ? PATH_CAPACITY : 1, *c == '@' ? scratch : c);
     for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
     argv[argc] = NULL;
-    unlink(scratch_path("output"));  // nobody shall read the last run's
+    unlink(scratch_path("output"));  // removes the output of the last run
     fflush(stdout);
     const pid_t child = fork();
     if (child < 0) die("fork: %s", strerror(errno));
@@ -570,7 +571,7 @@ static char *run_output(void) {
     return text ? text : xstrdup("");
 }
 
-// The exit status of a whole run, -1 if a signal ended it; *output (if not NULL) is what it printed.
+// Returns the exit status of a whole run, or -1 if a signal ended it. *output (if not NULL) is what it printed.
 static int run_program(const char *arguments, char **output) {
     int status = 0;
     const pid_t child = start_run(arguments);
@@ -581,7 +582,7 @@ static int run_program(const char *arguments, char **output) {
 
 #define SMALL_RUN "tiny --train-data @/train.bin --sequence-length 32 --batch-size 2 --learning-rate 3e-3 "
 
-// The "step" lines of a log.jsonl from `first` on, without what depends on the clock and the memory.
+// Returns the "step" lines of a log.jsonl from `first` on, without fields that depend on time and memory.
 static char *loss_lines(const char *name, int64_t first) {
     char *text = read_file(scratch_path(name), NULL), *lines = (char *)xcalloc(65536, 1);
     if (!text) return lines;
@@ -623,7 +624,7 @@ static void test_resume(const char *name_of_run, const char *precision) {
     free(whole), free(resumed), free(output);
 }
 
-// The history belongs to the run: without it, or with another one, there is no going on.
+// A run resumes only with its own amax history: without it, or with another one, it is refused.
 static void test_delayed_resume(void) {
     char *output, state[PATH_CAPACITY];
     const char *const common = SMALL_RUN "--precision fp8 --fp8-recipe delayed --num-steps 9 --grad-accumulation-steps "
@@ -643,7 +644,7 @@ static void test_delayed_resume(void) {
     CHECK(!path_exists(state), "an export holds %s", state);
 }
 
-// Loss and norm of the steps of a run, as printed.
+// Reads loss and norm of the steps of a run, as printed.
 static char *run_lines(const char *model, const char *options) {
     char command[512], *output, *lines = (char *)xcalloc(4096, 1);
     format_checked(
@@ -661,7 +662,7 @@ static char *run_lines(const char *model, const char *options) {
     return lines;
 }
 
-// The largest relative difference of two runs' losses.
+// Returns the largest relative difference of two runs' losses.
 static double lines_differ(const char *a, const char *b) {
     double largest = 0;
     int steps = 0;
@@ -679,8 +680,8 @@ static void test_recipes(void) {
         format_checked(options, sizeof options, "--precision fp8 --fp8-recipe %s", recipe_row(recipe)->name);
         char *lines = run_lines("small", options);
         const double difference = lines_differ(lines, bf16);
-        // each operand is off by 2-3% rms (E5M2: 5-6%), at random: a loss, the mean of 128 rows, moves by some 1e-3,
-        // and again in each step after it
+        // Each operand is off by 2-3% rms (E5M2: 5-6%), at random. That moves a loss, the mean of 128 rows, by some
+        // 1e-3, and again in each later step.
         CHECK(difference > 0 && difference < 0.01, "%s: losses off by %g:\n%s%s", recipe_row(recipe)->name, difference,
               lines, bf16);
         printf("%-18s 4 steps of small: losses within %.1e of bf16\n", recipe_row(recipe)->name, difference);
@@ -689,13 +690,14 @@ static void test_recipes(void) {
     free(bf16);
 }
 
-// What options leave in bf16, or change nothing, and what they must change: of the two layers of `tiny`.
+// Checks which options keep GEMMs of the two layers of `tiny` in bf16, which change no result, and which must change
+// it.
 static void test_filters(void) {
     char *bf16 = run_lines("tiny", "--precision bf16"), *tensorwise = run_lines("tiny", "--precision fp8");
     static const struct {
         const char *options;
         int same_as;
-    } filtered[] = {// 0 bf16, 1 tensorwise, 2 neither
+    } filtered[] = {// 0: equals bf16, 1: equals tensorwise, 2: neither
                     {"--fp8-filter attention,mlp", 0},
                     {"--fp8-filter first,layers=1-1", 0},
                     {"--fp8-recipe mxfp8 --fp8-filter qkv,attn_out,gate_up,down", 0},
@@ -718,7 +720,8 @@ static void test_filters(void) {
     free(bf16), free(tensorwise);
 }
 
-// --fp8-audit: a line for each operand of each audit, a table at the end, and the same training.
+// --fp8-audit writes one line for each operand of each audit, prints a table at the end, and does not change the
+// training.
 static void test_audit(void) {
     char *output;
     const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last "
@@ -733,14 +736,15 @@ static void test_audit(void) {
         lines++, last += strstr(line, "\"layer\": 1") != NULL;
         const char *db = strstr(line, "\"sqnr_db\": ");
         good += db && atof(db + 11) > 25 &&
-                atof(db + 11) < 35;  // a rounding to E4M3 is off by at most 2^-4 of the value, 2.4% rms: 32 dB
+                atof(db + 11) < 35;  // rounding to E4M3 is off by at most 2^-4 of the value, 2.4% rms: 32 dB
     }
     CHECK(lines == 2 * NUM_LINEARS * 6 && last == 0 && good == lines,
           "%d lines, %d of the filtered layer, %d with a likely SQNR", lines, last, good);
     free(text);
 }
 
-// The same samples in other micro-batches: losses of 6 steps agree but for the order of sums, and so do the data read.
+// Other micro-batches of equal samples: the losses of 6 steps differ only by the order of sums, and the data read are
+// equal.
 static void test_accumulation(void) {
     static const char *const splits[] = {"--batch-size 4", "--batch-size 2 --grad-accumulation-steps 2",
                                          "--batch-size 1 --grad-accumulation-steps 4"};
@@ -763,9 +767,9 @@ static void test_accumulation(void) {
     }
 }
 
-// A shard with ids below `vocabulary` whose tokens all become `id` under a whole run: the token, the vocabulary and the
-// cause are said, and nothing of the step is saved. `data`: the options that name the shard. With ids of the vocabulary
-// the time of change tells.
+// All tokens of a shard with ids below `vocabulary` become `id` during a run. The error names the token, the vocabulary
+// and the cause, and nothing of the step is saved. If `id` is in the vocabulary, the file's time of change reveals it.
+// `data`: the options that name the shard.
 static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data, const char *message) {
     char command[512], *output = NULL, *words;
     Failure failure;
@@ -777,7 +781,7 @@ static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data
                    data);
     const pid_t child = start_run(command);
     int status = 0;
-    for (int i = 0; i < 600; i++) {  // until the first steps are printed
+    for (int i = 0; i < 600; i++) {  // waits until the first steps are printed
         free(output);
         output = run_output();
         if (strstr(output, "step       3/") || waitpid(child, &status, WNOHANG) == child) break;
@@ -798,7 +802,7 @@ static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data
     free(output);
 }
 
-// Skipped steps in whole runs with delayed scaling leave fp8_state.safetensors as it was, byte for byte.
+// Skipped steps of whole runs with delayed scaling do not change a byte of fp8_state.safetensors.
 static void test_skipped_state(void) {
     char *output, *before = NULL, name[64];
     size_t size = 0;
@@ -829,7 +833,7 @@ static void test_skipped_state(void) {
     free(before), free(output);
 }
 
-// Gradient norm of the first step of a run.
+// Returns the gradient norm of the first step of a run.
 static double run_norm(const char *arguments) {
     char command[512], *output;
     format_checked(command, sizeof command,
@@ -841,18 +845,18 @@ static double run_norm(const char *arguments) {
     return norm;
 }
 
-// Many micro-steps add up to the gradient of one large batch. Sums that are rounded to nearest bf16 lose 7% of the norm
-// over these 512.
+// The gradient summed over many micro-steps equals that of one large batch. Sums rounded to nearest bf16 would lose 7%
+// of the norm over these 512 micro-steps.
 static void test_many_micro_steps(void) {
     static const struct {
         const char *options;
         double tolerance;
     } cases[] = {
-        {"--precision fp32 --grad-accumulation-steps 512", 1e-4},  // the printed digits
-        {"--grad-accumulation-steps 512",
-         1e-3},  // auto: fp32. Each micro-step's gradient is rounded to bf16, at random
-        {"--grad-accumulation-steps 512 --grad-accum-dtype bf16",
-         1e-2},  // noise of 0.14% of the square, and chance: few elements make most of the norm of so small a model
+        {"--precision fp32 --grad-accumulation-steps 512", 1e-4},  // precision of the printed digits
+        // auto: fp32. Each micro-step's gradient is rounded to bf16, at random.
+        {"--grad-accumulation-steps 512", 1e-3},
+        // Noise of 0.14% of the squared norm, and chance: few elements make up most of the norm of so small a model.
+        {"--grad-accumulation-steps 512 --grad-accum-dtype bf16", 1e-2},
         {"--grad-accumulation-steps 8 --batch-size 64", 1e-3},  // auto: bf16
         {"--grad-accumulation-steps 8 --batch-size 64 --master-weights fp32", 1e-3},
     };
@@ -873,7 +877,7 @@ static void test_signal(int signal_number, const char *dir) {
     const pid_t child = start_run(command);
     char *output = NULL;
     int status = 0;
-    for (int i = 0; i < 600; i++) {  // until the first steps are printed
+    for (int i = 0; i < 600; i++) {  // waits until the first steps are printed
         free(output);
         output = run_output();
         if (strstr(output, "step       3/") || waitpid(child, &status, WNOHANG) == child) break;
@@ -892,7 +896,7 @@ static void test_signal(int signal_number, const char *dir) {
     free(output);
 }
 
-// Mean loss of the last steps of a short run, from its summary line; the first loss in *first.
+// Returns the mean loss of the last steps of a short run, from its summary line. *first is the first loss.
 static double run_loss(const char *arguments, double *first) {
     char *output, command[512];
     double loss = (double)NAN;
@@ -910,8 +914,8 @@ static void test_learning(void) {
     double first;
     const double bf16 = run_loss("--precision bf16", &first);
     CHECK(bf16 < 0.5 * first, "bf16: loss from %g to %g", first, bf16);
-    // the text's entropy is about 0.8 nats and the losses end near it; other rounding is another random path of equal
-    // quality
+    // The entropy of the text is about 0.8 nats, and the losses end near it. Other rounding gives another random path
+    // with an equally good end.
     const double fp8 = run_loss("--precision fp8", &first), fp32 = run_loss("--precision fp32", &first),
                  masters = run_loss("--master-weights fp32", &first);
     CHECK(fabs(fp8 / bf16 - 1) < 0.05 && fabs(fp32 / bf16 - 1) < 0.05 && fabs(masters / bf16 - 1) < 0.05,
@@ -1005,8 +1009,8 @@ static void test_refusals(void) {
     free(output);
 }
 
-// A shard whose tokenizer table is far smaller than the model's vocabulary is probably another model's: a warning, and
-// none for `tiny`, which takes its vocabulary from the table.
+// A shard whose tokenizer table is far smaller than the model's vocabulary probably belongs to another model: the run
+// warns. For `tiny` it does not warn, because that takes its vocabulary from the table.
 static void test_tokenizer_warning(void) {
     const uint32_t table[] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, 2, 0, 0, 0};
     Failure failure;
@@ -1057,7 +1061,7 @@ int main(int argc, char **argv) {
     test_resume("fp32", "fp32");
     test_resume("delayed", "fp8 --fp8-recipe delayed --fp8-amax-history 3");
     test_delayed_resume();
-    if (!SANITIZED) test_recipes();  // test_invariance runs the same code on smaller layers
+    if (!SANITIZED) test_recipes();  // test_invariance runs this code on smaller layers
     test_filters();
     test_audit();
     test_accumulation();
@@ -1069,7 +1073,7 @@ int main(int argc, char **argv) {
         test_changed_shard(7, 320, "--train-data @/changes.bin", "changes.bin: the file changed after it was opened");
     test_changed_shard(330, 61, "--train-data @/train.bin --val-data @/changes.bin --val-every 1",
                        "has id 330, but the model's vocabulary is 64; the file changed after it was opened");
-    if (!SANITIZED) test_skipped_state();  // test_delayed_skip runs the same code
+    if (!SANITIZED) test_skipped_state();  // test_delayed_skip runs this code
     test_many_micro_steps();
     test_signal(SIGTERM, "term");
     test_signal(SIGINT, "int");

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One layer is the same text in train_fp8.c and train_fp8.cu: compares both, without comments and whitespace.
+"""Tests that the code of a layer is equal in train_fp8.c and train_fp8.cu, except for comments and whitespace.
 
 usage: test_twins.py [DIRECTORY]    DIRECTORY holds train_fp8.c, train_fp8.cu and llmc/ (default: this repository)
 
@@ -15,7 +15,7 @@ import tempfile
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
-# Structs and functions that are equal word by word.
+# Structs and functions whose words are equal.
 TWIN_STRUCTS = ["Layer", "LayerActs", "OutputGradients"]
 TWIN_FUNCTIONS = ["layer_forward_until_mlp", "layer_forward", "layer_backward"]
 LINES = {"layer_forward": 20, "layer_forward_until_mlp": 20, "layer_backward": 40}  # at most
@@ -57,13 +57,13 @@ def check(ok, message):
 
 
 def words(text):
-    """Tokens of C, without comments. Line breaks do not count."""
+    """Returns the tokens of C code, without comments and line breaks."""
     text = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', lambda m: m.group(1) or " ", text, flags=re.S)
     return re.findall(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]', text)
 
 
 def closing(tokens, start):
-    """Index of the bracket that closes the one at start."""
+    """Returns the index of the bracket that closes the one at start."""
     depth = 0
     for i in range(start, len(tokens)):
         depth += (tokens[i] in "({[") - (tokens[i] in ")}]")
@@ -82,7 +82,8 @@ def find_struct(tokens, name):
 
 
 def find_function(tokens, name):
-    """Start, bracket of the arguments, brace of the body and end of the definition whose first argument is a Trainer."""
+    """Returns positions of the definition whose first argument is a Trainer: start, bracket of the arguments, brace of
+    the body, end."""
     for i in range(1, len(tokens) - 1):
         if tokens[i] != name or tokens[i + 1] != "(" or "Trainer" not in tokens[i + 2:i + 4]:
             continue
@@ -96,7 +97,7 @@ def find_function(tokens, name):
 
 
 def types(tokens, function):
-    """Types of a function's result and arguments: its head without the arguments' names, and without const."""
+    """Returns the types of a function's result and arguments: its head without names of arguments and const."""
     start, bracket, body, _ = function
     result, current = [" ".join(w for w in tokens[start:bracket] if w not in ("static", "inline", "const"))], []
     for word in tokens[bracket + 1:body - 1] + [","]:
@@ -116,7 +117,7 @@ def first_difference(a, b):
 
 
 def gpu_sources(root):
-    """train_fp8.cu, and the headers of llmc/cuda/ that may hold its types."""
+    """Returns train_fp8.cu and the headers of llmc/cuda/ that may have its types."""
     files = [root / "train_fp8.cu", root / "llmc/cuda/qtensor.cuh", root / "llmc/cuda/activations.cuh"]
     return "\n".join(f.read_text() for f in files if f.exists())
 
@@ -155,7 +156,7 @@ def compare(root):
 
 
 def fake_gpu(text):
-    """A GPU trainer that is right: the CPU's, with other bodies and structs where they must differ."""
+    """Returns a correct GPU trainer: the CPU trainer, with other bodies and structs where they must differ."""
     for name in DIFFERENT:
         text = re.sub(rf"(\b{name}\((?:const )?Trainer[^;{{]*?\) \{{)", r"\1 gpu();", text, count=1)
     for name in DIFFERENT_STRUCTS:
@@ -164,14 +165,14 @@ def fake_gpu(text):
 
 
 def result_of(directory, text):
-    """Status and output of this test on a directory whose GPU trainer is `text`."""
+    """Returns status and output of this test on a directory whose GPU trainer is `text`."""
     (directory / "train_fp8.cu").write_text(text)
     run = subprocess.run([sys.executable, __file__, str(directory)], capture_output=True, text=True)
     return run.returncode, run.stdout
 
 
 def changed(text, name, word, other):
-    """text with one word of a twin replaced."""
+    """Returns text with one word of a twin replaced."""
     function = name in TWIN_FUNCTIONS
     found = re.search(rf"^static [^\n]*\b{name}\(.*?^\}}" if function else rf"typedef struct \{{[^}}]*\}} {name};",
                       text, re.S | re.M)

@@ -1,4 +1,5 @@
-// The verdict on stuck ranks (llmc/dist/watch.h), by tables of what ranks say of themselves; and what a rank says.
+// Tests how stuck ranks are found (llmc/dist/watch.h), with tables of what ranks report, and what a rank reports
+// itself.
 #include "../../llmc/base/file_io.h"
 #include "../../llmc/dist/watch.h"
 #include "lib/check.h"
@@ -8,7 +9,7 @@ enum { WORLD = 4, TIMEOUT = 60 };
 
 static WatchRank ranks[WORLD];
 
-// The table of rank `self`: all have just been heard, in step 12 of the training, and wait for each other.
+// Returns the table of rank `self`. All ranks were just heard, are in step 12 of training, and wait for each other.
 static WatchTable table_of(int64_t self) {
     WatchTable t;
     memset(&t, 0, sizeof t);
@@ -25,8 +26,8 @@ static WatchTable table_of(int64_t self) {
     return t;
 }
 
-// `seconds` pass, a second at a time. Ranks whose bit is set in `heard` are heard each time, and on those in `moving`
-// something moves.
+// Lets `seconds` pass, one at a time. Ranks whose bit is set in `heard` are heard each second, and ranks in `moving`
+// make progress.
 static void pass(WatchTable *t, int seconds, unsigned heard, unsigned moving) {
     for (int s = 0; s < seconds; s++) {
         watch_age(t, 1);
@@ -69,7 +70,7 @@ static void check_silent(void) {
 }
 
 static void check_rank0_silent(void) {
-    WatchTable t = table_of(1);  // hears rank 0 alone, until they call each other
+    WatchTable t = table_of(1);  // hears only rank 0, until ranks call each other
     pass(&t, 10 * TIMEOUT, 0x3, 0x3);
     check_verdict(&t, WATCH_GOOD, 0, 0, "rank 1 hears rank 0");
     pass(&t, TIMEOUT, 0x2, 0);
@@ -112,7 +113,7 @@ static void check_file(void) {
         pass(&t, TIMEOUT - 1, 0xf, 0);
         check_verdict(&t, WATCH_GOOD, 0, 0, "it has returned, and all begin to wait anew");
     }
-    WatchTable t = table_of(2);  // the rank itself speaks when rank 0 tells it to, unless the call has returned
+    WatchTable t = table_of(2);  // the rank itself reports when rank 0 tells it to, unless the call has returned
     ranks[2].row.kind = ACTIVITY_FILE;
     pass(&t, TIMEOUT, 0x5, 0);
     check_verdict(&t, WATCH_GOOD, 0, 0, "rank 0 has not asked rank 2 to speak");
@@ -163,7 +164,7 @@ static void check_alone(void) {
     }
 }
 
-// The state that a rank reports of itself, during a marked call.
+// The state that a rank reports of itself during a marked call.
 static void check_activity(void) {
     WatchRow row;
     memset(&row, 0, sizeof row);
@@ -199,7 +200,7 @@ static void check_activity(void) {
     CHECK(!watch_waits(&row) && row.collectives == collectives + 2, "NCCL has finished");
 }
 
-// Every call on a file leaves the rank computing, and counts as a change.
+// After every call on a file the rank is computing again, and its count of changes has grown.
 static void check_files(void) {
     WatchRow row;
     Failure failure;
@@ -221,7 +222,7 @@ static void check_files(void) {
     scratch_remove();
 }
 
-// die() in one thread while another holds stdout, as printf does while a pipe takes nothing.
+// die() in one thread while another holds stdout, as printf does while a full pipe blocks it.
 static void *hold_stdout(void *context) {
     flockfile(stdout);
     *(volatile bool *)context = true;

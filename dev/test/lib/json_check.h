@@ -1,4 +1,4 @@
-// What tests ask of a line of log.jsonl.
+// Reads fields of a line of log.jsonl, for tests.
 #ifndef DEV_TEST_JSON_CHECK_H
 #define DEV_TEST_JSON_CHECK_H
 

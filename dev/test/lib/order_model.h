@@ -1,14 +1,13 @@
-// Streams of several ranks, first noted and then run: do they order what they do to memory?
+// Records operations of the streams of several ranks, then runs them and checks that accesses to memory are ordered.
 //
-// For each stream a test notes what it is to do: reads and writes of memory, events recorded and waited for, values
-// that streams write and wait for, collectives. Then all streams run, each as far as what it waits for allows. Every
-// stream has a clock of the operations of all streams that have happened before; events, values and collectives carry
-// it to others. Counted are
-//   races   two operations on the same memory, of which one writes, that the clocks do not order
-//   wrong   reads that find something else than they want
-//   stuck   streams that do not come to their end
-// Which stream runs next is drawn by lot. Whether there is a race does not depend on that, because an operation's clock
-// is the same in every order; so one order is enough.
+// A test records the operations of each stream: reads and writes of memory, events recorded and waited for, values that
+// streams write and wait for, collectives. Then all streams run, each as far as its waits allow. Every stream has a
+// vector clock: the operations of all streams that have happened before. Events, values and collectives carry clocks to
+// other streams. Counted are "races" (two operations on equal memory, one of them a write, that the clocks do not
+// order), "wrong" (reads that find other content than expected) and "stuck" (streams that do not reach their end).
+//
+// The next stream to run is chosen at random. Clocks do not depend on that choice, so races do not either, and one
+// order is enough.
 #ifndef DEV_TEST_ORDER_MODEL_H
 #define DEV_TEST_ORDER_MODEL_H
 
@@ -18,7 +17,7 @@ enum {
     ORDER_MAX_RANKS = 4,
     ORDER_STREAMS = 2,
     ORDER_MAX_STREAMS = ORDER_MAX_RANKS * ORDER_STREAMS
-};  // stream s is of rank s / ORDER_STREAMS
+};  // stream s belongs to rank s / ORDER_STREAMS
 enum {
     ORDER_MAX_OPERATIONS = 1 << 14,
     ORDER_MAX_RECORDS = 1 << 14,
@@ -28,16 +27,16 @@ enum {
 };
 enum { ORDER_PLACES = 1 << 12 };
 
-// A rank's memory begins at a multiple of this, its number + 1. Nothing touches it.
+// The memory of rank r begins at (r + 1) times this number. These addresses are never accessed.
 #define ORDER_MEMORY_STRIDE (1ll << 40)
 
-// What memory holds: a positive number of the test's choice, in whose upper bits stands over how many ranks it has been
-// summed; or
+// Content of memory: a positive number that the test chooses. Its upper bits hold the number of ranks over which it was
+// summed.
 static const int64_t ORDER_UNWRITTEN = 0, ORDER_MIXED = -1;
-// What an operation wants to read, or writes: such a content; or
-static const int64_t ORDER_ANY = -2;  // whatever is there
-static const int64_t ORDER_CARRIED =
-    -3;  // whatever is there, for the stream's next writes; what the stream has read so since the last of those
+// Content that an operation reads or writes may also be:
+static const int64_t ORDER_ANY = -2;  // any content
+// Any content. The stream's next write of ORDER_CARRIED writes the content of all such reads since its last one.
+static const int64_t ORDER_CARRIED = -3;
 
 static inline int64_t order_content(int64_t what, int64_t summed) { return (summed << 48) + what; }
 static inline int64_t order_sum(int64_t content, int64_t ranks) {
@@ -60,12 +59,12 @@ typedef enum {
 
 typedef struct {
     OrderKind kind;
-    const char *from, *to;  // memory that is read, written
+    const char *from, *to;  // memory that is read, and memory that is written
     int64_t bytes, to_bytes;
     int64_t value;     // reads, writes: content; record, wait: number of the record; signal, await: value
-    int64_t summed;    // writes, collectives: ranks over which the content is summed; 0: it is not
+    int64_t summed;    // writes, collectives: ranks over which the content is summed; 0: not summed
     const char *name;  // collectives
-    const int *group;  // collectives: ranks that take part, by which they know each other
+    const int *group;  // collectives: ranks that take part; equal pointers mean one group
 } OrderOperation;
 
 typedef struct {
@@ -76,23 +75,23 @@ typedef struct {
     bool passed_on;  // `carried` has been written
 } OrderStream;
 
-// All bytes of a piece of a rank's memory have been treated alike.
+// A piece of a rank's memory all of whose bytes had equal accesses.
 typedef struct {
     int64_t content;
     int writer;                        // stream
-    int64_t write;                     // its number there; 0: never
-    int64_t reads[ORDER_MAX_STREAMS];  // number of the last read of each stream
+    int64_t write;                     // number of the write in that stream; 0: never written
+    int64_t reads[ORDER_MAX_STREAMS];  // number of each stream's last read
 } OrderPiece;
 
-// A piece reaches from its beginning to that of the next. They are ordered, and apart: searches read no more than them.
+// A piece ends where the next one begins. Their addresses are sorted and apart from other fields, for fast searches.
 typedef struct {
     const char *begins[ORDER_MAX_PIECES];
     OrderPiece pieces[ORDER_MAX_PIECES];
     int64_t count;
-    int64_t found[ORDER_PLACES];  // by address: where it was when it was searched for last
+    int64_t found[ORDER_PLACES];  // by address: the result of its last search
 } OrderMemory;
 
-// The values that have been written to one address, on which one stream waits.
+// Values written to one address, on which one stream waits.
 typedef struct {
     const char *address;
     int64_t count, seen;
@@ -109,7 +108,7 @@ typedef struct {
     OrderSignal signals[ORDER_MAX_SIGNALS];
     int64_t num_records, num_signals;
     int64_t races, wrong, stuck;
-    char problem[512];                // the first of them
+    char problem[512];                // the first problem
     const char *const *stream_names;  // [ORDER_STREAMS], for it
     const char *(*name_of)(int64_t rank, const char *address);
 } Order;
@@ -117,7 +116,7 @@ typedef struct {
 static Order order;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Noting
+// Recording
 
 static inline char *order_base(int64_t rank) { return (char *)((1 + rank) * ORDER_MEMORY_STRIDE); }
 
@@ -133,7 +132,7 @@ static inline void order_begin(int64_t num_ranks, const char *const stream_names
     }
 }
 
-// A rank's memory is one piece, which nobody has written; a second one ends it.
+// A rank's memory begins as one piece that was never written. A second piece marks its end.
 static inline void order_memory(int64_t rank, int64_t bytes) {
     OrderMemory *m = &order.memory[rank];
     memset(m->pieces, 0, 2 * sizeof *m->pieces);
@@ -161,7 +160,7 @@ static inline OrderOperation *order_write(int stream, const void *to, int64_t by
     return o;
 }
 
-// Returns the record's number, for order_wait.
+// Returns the number of the record, for order_wait.
 static inline int64_t order_record(int stream) {
     if (order.num_records == ORDER_MAX_RECORDS) die("more than %d records of events", ORDER_MAX_RECORDS);
     order.recorded[order.num_records] = false;
@@ -171,7 +170,8 @@ static inline int64_t order_record(int stream) {
 
 static inline void order_wait(int stream, int64_t record) { order_note(stream, ORDER_WAIT, record); }
 
-// A value is written to an address; a stream waits until that, or a later one in cyclic order, is there.
+// order_signal writes a value to an address. order_await waits until that value, or a later one in cyclic order, is
+// there.
 static inline void order_signal(int stream, const void *at, uint32_t value) {
     order_note(stream, ORDER_SIGNAL, value)->to = (const char *)at;
 }
@@ -209,7 +209,7 @@ static inline void order_report(int64_t *count, int stream, const char *does, co
                    (long long)rank, but, by);
 }
 
-// Cuts a piece in two: the second one, number `second`, begins at `address`.
+// Cuts a piece in two. The second one has the number `second` and begins at `address`.
 static inline void order_cut(OrderMemory *m, int64_t second, const char *address) {
     if (m->count == ORDER_MAX_PIECES) die("more than %d pieces of memory", ORDER_MAX_PIECES);
     const size_t after = (size_t)(m->count++ - second);
@@ -219,11 +219,11 @@ static inline void order_cut(OrderMemory *m, int64_t second, const char *address
     m->pieces[second] = m->pieces[second - 1];
 }
 
-// The piece that begins at `address`, which is made by cutting the one that it is in.
+// Returns the piece that begins at `address`. Cuts the piece that contains it if necessary.
 static inline int64_t order_piece(OrderMemory *m, const char *address) {
     int64_t *found = &m->found[(uint64_t)(uintptr_t)address * 0x9e3779b97f4a7c15ull >> 52];
     if (*found < m->count && m->begins[*found] == address) return *found;
-    int64_t low = 0, high = m->count;  // piece `low` begins at the address or before, piece `high` after
+    int64_t low = 0, high = m->count;  // piece `low` begins at or before the address, piece `high` after it
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
         if (m->begins[middle] <= address) low = middle;
@@ -235,7 +235,7 @@ static inline int64_t order_piece(OrderMemory *m, const char *address) {
     return *found = high;
 }
 
-// The piece behind [first piece, address), where one then begins.
+// Returns the piece after [first piece, address). Cuts a piece so that one begins at the address.
 static inline int64_t order_piece_after(OrderMemory *m, int64_t first, const char *address) {
     int64_t i = first;
     while (i < m->count && m->begins[i] < address) i++;
@@ -244,7 +244,7 @@ static inline int64_t order_piece_after(OrderMemory *m, int64_t first, const cha
     return i;
 }
 
-// Returns the content: ORDER_MIXED where it is not the same throughout.
+// Returns the content, or ORDER_MIXED if the bytes have different contents.
 static inline int64_t order_run_read(int stream, const char *from, int64_t bytes) {
     OrderMemory *m = &order.memory[order_rank_of(from)];
     OrderClock *now = &order.streams[stream].clock;
@@ -299,8 +299,8 @@ static inline void order_run_signal(const OrderStream *s, const OrderOperation *
     at->clock[at->count++] = s->clock;
 }
 
-// What follows sees what came before the first write of a value that is large enough; of later ones it cannot be sure.
-// One stream writes there, one waits.
+// Later operations of this stream see everything before the first write of a value that is large enough. Later writes
+// may come at any time. One stream writes there, and one waits.
 static inline bool order_run_await(OrderStream *s, const OrderOperation *o) {
     OrderSignal *at = order_signal_at(o->to);
     while (at->seen < at->count && (int32_t)(at->value[at->seen] - (uint32_t)o->value) < 0) at->seen++;
@@ -309,7 +309,7 @@ static inline bool order_run_await(OrderStream *s, const OrderOperation *o) {
     return true;
 }
 
-// The streams that have come to the same collective as this operation. Counts none where they want different things.
+// Counts the streams that have reached this operation's collective. Returns 0 if their arguments differ.
 static inline int order_members(const OrderOperation *o, int members[ORDER_MAX_STREAMS]) {
     int count = 0;
     for (int i = 0; i < order.ranks * ORDER_STREAMS; i++) {
@@ -322,9 +322,9 @@ static inline int order_members(const OrderOperation *o, int members[ORDER_MAX_S
     return count;
 }
 
-// Runs when all ranks have come to it. Each reads and writes its own memory, perhaps before the others have come: so
-// these two must be in order with what the rank itself knows. What follows sees what came before the collective
-// everywhere.
+// Runs when all ranks have reached it. Each rank reads and writes its own memory, perhaps before the others have
+// reached it, so these accesses must be ordered by the rank's own clock. Later operations see everything before the
+// collective on all ranks.
 static inline bool order_run_collective(const OrderOperation *o) {
     int members[ORDER_MAX_STREAMS];
     const int count = order_members(o, members);
@@ -361,7 +361,7 @@ static inline void order_run_access(int stream, const OrderOperation *o) {
     }
 }
 
-// The stream's next operation. False if it has to wait.
+// Runs the stream's next operation. Returns false if it must wait.
 static inline bool order_step(int stream) {
     OrderStream *s = &order.streams[stream];
     const OrderOperation *o = &s->operations[s->next];
@@ -376,7 +376,7 @@ static inline bool order_step(int stream) {
     return true;
 }
 
-// Runs all streams, in an order that the seed picks, until they are done or none can go on.
+// Runs all streams, in an order chosen by the seed, until they end or none can continue.
 static inline void order_run(uint64_t seed) {
     const uint64_t count = (uint64_t)(order.ranks * ORDER_STREAMS);
     bool moves = true;
@@ -395,7 +395,7 @@ static inline void order_run(uint64_t seed) {
         const OrderOperation *o = &s->operations[s->next];
         if (s->next == s->count) continue;
         order.stuck++;
-        if (o->kind == ORDER_WAIT || *order.problem) continue;  // for an event of a stream that is stuck
+        if (o->kind == ORDER_WAIT || *order.problem) continue;  // waits for an event of a stuck stream
         format_checked(order.problem, sizeof order.problem, "rank %d's %s stream waits for ever for %s",
                        i / ORDER_STREAMS, order_stream_name(i), o->kind == ORDER_AWAIT ? "a value" : o->name);
     }

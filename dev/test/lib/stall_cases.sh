@@ -1,11 +1,11 @@
-# Sourced by test_stall.sh (train_fp8) and gpu_ranks.sh (train_fp8cu): holds one rank of a run, and looks at how the run
-# ends. Wants $tmp, ok and bad, and the function stall_run, which replaces the shell by mpirun with the trainer, the
-# arguments given, and $tmp/shim.so as LD_PRELOAD.
+# Sourced by test_stall.sh (train_fp8) and gpu_ranks.sh (train_fp8cu). Holds one rank of a run and checks how the run
+# ends. Needs $tmp, ok, bad, and the function stall_run, which executes mpirun with the trainer, the given arguments,
+# and $tmp/shim.so as LD_PRELOAD.
 gcc -shared -fPIC -O1 -Wall -Werror -o "$tmp/shim.so" dev/test/lib/stall_shim.c -ldl || bad "stall_shim.c"
 
-# Starts run $1 in the background, in which rank $2 is held at call $4 (pread, fsync or MPI_Bcast; none: it is not)
-# number $5 on files $6. $3: seconds it sleeps there, or "stop". Then the arguments.
-# Leaves the process id of mpirun in launched[$1].
+# Starts run $1 in the background. Its rank $2 is held at call number $5 of function $4 (pread, fsync or MPI_Bcast;
+# none: it is not held) on files $6. $3 is the number of seconds that it sleeps there, or "stop". Then the trainer's
+# arguments. Sets launched[$1] to the process id of mpirun.
 declare -A launched
 stall_start() {
     local name=$1 rank=$2 how=$3 call=$4 count=$5 path=$6
@@ -25,18 +25,19 @@ stall_await() {
     bad "$1: was not held: $(tail -n 4 "$tmp/$1.log")"
     return 1
 }
-# Waits at most $2 seconds for the end of run $1; sets `status`, "running" if it had to be killed, and `took`.
+# Waits at most $2 seconds for the end of run $1, then kills it. Sets `took`, and `status` ("running" if it was killed).
 stall_end() {
     local start=$SECONDS pid=${launched[$1]}
     while kill -0 $pid 2>/dev/null && [ $((SECONDS - start)) -lt "$2" ]; do sleep 0.1; done
     took=$((SECONDS - start)) status=running
     if kill -0 $pid 2>/dev/null; then kill -9 $(pgrep -P $pid) $pid 2>/dev/null; else wait $pid; status=$?; fi
 }
-# The run ends by itself within $2 seconds, with status 6 (EXIT_LOST) and exactly one error line, which matches $3.
+# Checks that run $1 ends by itself within $2 seconds, with status 6 (EXIT_LOST) and exactly one error line, which
+# matches $3.
 stall_says() {
     local said
     stall_end "$1" "$2"
-    said=$(grep -o 'error: .*' "$tmp/$1.log")  # a sample that was not done may stand before it
+    said=$(grep -o 'error: .*' "$tmp/$1.log")  # the start of a sample may be on its line
     if [[ $status = 6 && $(wc -l <<<"$said") = 1 && $said =~ ^"error: "$3 ]]; then
         ok "$1: status $status after $took s: $said"
     else

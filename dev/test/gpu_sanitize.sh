@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Two steps of small models under the tools of compute-sanitizer, six programs at a time. Each has its own log in
+# build/sanitize/ and is killed after SANITIZE_SECONDS (default 900). Needs ./train_fp8cu, build/train_fp8cu_apart
+# and build/synth_stories. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+. scripts/tally.sh
+at_once=6
+limit=${SANITIZE_SECONDS:-900}
+logs=build/sanitize
+names=() pids=()
+
+# The programs take turns on the GPUs that this process may use.
+if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then gpus=(${CUDA_VISIBLE_DEVICES//,/ })
+else gpus=($(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p'))
+fi
+[ ${#gpus[@]} -gt 0 ] || gpus=(0)
+trap 'kill $(jobs -rp) 2>/dev/null' EXIT
+trap 'exit 130' INT TERM
+
+# Starts a program as soon as fewer than $at_once run. $1 tool, $2 name of the check, $3 trainer; then model and
+# options.
+start() {
+    local tool=$1 trainer=$3 number=${#names[@]}
+    names+=("compute-sanitizer $tool, $2")
+    shift 3
+    while [ "$(jobs -rp | wc -l)" -ge $at_once ]; do sleep 0.1; done
+    set -- --tool "$tool" --print-limit 0 --error-exitcode 9 "$trainer" "$@" --train-data build/check_train.bin \
+        --batch-size 2 --num-steps 2 --deterministic
+    CUDA_VISIBLE_DEVICES=${gpus[number % ${#gpus[@]}]} timeout -k 10 "$limit" compute-sanitizer "$@" \
+        >"$logs/$number.log" 2>&1 </dev/null &
+    pids+=($!)
+}
+
+# True if every hazard in racecheck's output $1 is in a kernel of cuBLASLt (nvjet...): racecheck takes its bulk copies
+# to shared memory for races.
+only_in_cublaslt() {
+    local all own
+    all=$(sed -n 's/.*RACECHECK SUMMARY: \([0-9]*\) hazards\{0,1\} displayed.*/\1/p' "$1" | tail -n 1)
+    own=$(grep -c 'Race reported between .* at nvjet_' "$1")
+    [ "$own" -gt 0 ] && [ "$own" = "$all" ]
+}
+
+# Waits for program $1 and prints its summary, or how it failed.
+result() {
+    local name=${names[$1]} log=$logs/$1.log status note=""
+    wait "${pids[$1]}"
+    status=$?
+    case $name in
+    *racecheck*)
+        if [ $status -eq 9 ] && only_in_cublaslt "$log"; then status=0 note=", all in cuBLASLt's kernels"; fi ;;
+    esac
+    if [ $status -ne 0 ]; then
+        grep '^=========' "$log" | head -n 60
+        tail -n 3 "$log"
+        case $status in 124 | 137) echo "$name was killed after $limit s" ;; esac
+        return 1
+    fi
+    echo "$name: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -n 1)$note"
+}
+
+rm -rf "$logs"
+mkdir -p "$logs"
+build/synth_stories --out build/check --bytes 200000 --seed 1 >/dev/null
+for tool in memcheck racecheck initcheck; do
+    for precision in bf16 fp8; do
+        start $tool $precision ./train_fp8cu tiny --sequence-length 160 --precision $precision
+    done
+    # blockwise needs sizes of 128: small has them.
+    for recipe in delayed rowwise rowwise_with_gw_hp blockwise "mxfp8 --fp8-emulate"; do
+        start $tool "$recipe" ./train_fp8cu small --sequence-length 64 --precision fp8 --fp8-audit 2 \
+            --fp8-recipe $recipe
+    done
+done
+# Each range of memory is an allocation of its own here, so memcheck sees a write past its end. Rows end inside a tile.
+for precision in bf16 fp8 "fp8 --fp8-recipe delayed" "fp8 --fp8-recipe rowwise" \
+    "fp8 --fp8-recipe rowwise_with_gw_hp" "fp8 --recompute layer"; do
+    start memcheck "ranges apart, $precision" build/train_fp8cu_apart small --sequence-length 1064 \
+        --precision $precision --val-data build/check_val.bin --sample-every 1 --sample-tokens 2
+done
+for number in "${!names[@]}"; do check "${names[number]}" result "$number"; done
+finish

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# gpu_sanitize.sh without a GPU, with stand-ins for compute-sanitizer, nvidia-smi and the trainer: all programs run,
+# at most six at a time and on every GPU; one that fails or hangs counts as failed. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+. scripts/tally.sh
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+out=$tmp/out
+mkdir -p "$tmp/dev/test" "$tmp/scripts" "$tmp/build" "$tmp/bin" "$tmp/running"
+cp dev/test/gpu_sanitize.sh "$tmp/dev/test"
+cp scripts/tally.sh "$tmp/scripts"
+
+printf '#!/bin/sh\nexit 0\n' >"$tmp/train_fp8cu"
+cp "$tmp/train_fp8cu" "$tmp/build/train_fp8cu_apart"
+cp "$tmp/train_fp8cu" "$tmp/build/synth_stories"
+printf '#!/bin/sh\necho "GPU 0: a"\necho "GPU 1: b"\n' >"$tmp/bin/nvidia-smi"
+# Notes its GPU and how many run, then ends as the real one does. With FAULTS, some fail and one hangs.
+cat >"$tmp/bin/compute-sanitizer" <<'END'
+#!/usr/bin/env bash
+cd "$(dirname "$0")/.."
+touch "running/$$"
+echo "$CUDA_VISIBLE_DEVICES $(ls running | wc -l)" >>seen
+sleep 0.3
+rm "running/$$"
+"$7" || exit 1
+race() { echo "========= Error: Race reported between Write access at $1 and Read access at $1"; }
+case "${FAULTS:-}$*" in
+yes*memcheck*blockwise*)
+    echo "========= Invalid __global__ write of size 4 bytes"
+    echo "========= ERROR SUMMARY: 1 error"
+    exit 9 ;;
+yes*racecheck*"rowwise "*)
+    race nvjet_a; race nvjet_b
+    echo "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"
+    exit 9 ;;
+yes*racecheck*delayed*)
+    race nvjet_a; race attention
+    echo "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"
+    exit 9 ;;
+yes*initcheck*"tiny "*bf16*) sleep 100 ;;
+yes*initcheck*mxfp8*) echo "error: out of memory"; exit 3 ;;
+esac
+echo "========= ERROR SUMMARY: 0 errors"
+END
+chmod +x "$tmp"/bin/* "$tmp/train_fp8cu" "$tmp"/build/*
+
+# Runs gpu_sanitize.sh with the variables "$@".
+sanitize() { rm -f "$tmp/seen"; env "$@" PATH="$tmp/bin:$PATH" "$tmp/dev/test/gpu_sanitize.sh" >"$out" 2>&1; }
+
+check "all pass" sanitize FAULTS=
+check "27 programs" equal "$(tail -n 1 "$out")" "27 passed, 0 failed"
+check "27 summaries, in order" equal "$(grep -c '^compute-sanitizer .*ERROR SUMMARY: 0 errors' "$out")" 27
+check "the first one" equal "$(head -n 1 "$out")" \
+    "compute-sanitizer memcheck, bf16: ========= ERROR SUMMARY: 0 errors"
+check "logs" equal "$(ls "$tmp/build/sanitize" | wc -l)" 27
+check "two GPUs take turns" equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "14 0 13 1"
+most=$(cut -d' ' -f2 "$tmp/seen" | sort -n | tail -n 1)
+check "several at a time ($most), six at most" [ "$most" -gt 1 -a "$most" -le 6 ]
+sanitize CUDA_VISIBLE_DEVICES=3,5,GPU-7
+check "CUDA_VISIBLE_DEVICES" equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "9 3 9 5 9 GPU-7"
+
+start=$SECONDS
+sanitize FAULTS=yes SANITIZE_SECONDS=4
+check "failures: status" equal $? 1
+check "failures: the program that hangs is killed" [ $((SECONDS - start)) -lt 60 ]
+check "failures: counts" equal "$(tail -n 1 "$out")" "23 passed, 4 failed"
+check "failures: names" equal "$(grep '^FAILED: ' "$out")" "FAILED: compute-sanitizer memcheck, blockwise
+FAILED: compute-sanitizer racecheck, delayed
+FAILED: compute-sanitizer initcheck, bf16
+FAILED: compute-sanitizer initcheck, mxfp8 --fp8-emulate"
+check "failures: a tool's lines" holds "$out" "========= Invalid __global__ write of size 4 bytes"
+check "failures: the trainer's lines" holds "$out" "error: out of memory"
+check "failures: a hang" holds "$out" "compute-sanitizer initcheck, bf16 was killed after 4 s"
+check "hazards in cuBLASLt's kernels pass" holds "$out" \
+    "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings), all in cuBLASLt's kernels"
+finish
