@@ -33,7 +33,7 @@ MODELS = {
     "qwen3-4b": (QWEN, 2560, 9728, 36, 32, 151936, 128, True, 1e6, 1e-6, None),
     "qwen3-14b": (QWEN, 5120, 17408, 40, 40, 151936, 128, False, 1e6, 1e-6, None),
 }
-KV_HEADS = 8  # of all of them
+KV_HEADS = 8  # all models have as many
 
 
 def list_of(kind, choices=None):

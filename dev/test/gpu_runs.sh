@@ -177,8 +177,8 @@ for file in config.json model.safetensors; do
     check "exported $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"
 done
 rm -rf "$tmp/damaged" && cp -r "$tmp/export" "$tmp/damaged" && spoil "$tmp/damaged" model.norm.weight
-refused "damaged/model.safetensors is damaged: its XXH64 hash is" ./train_fp8cu "$tmp/damaged" $data --sequence-length 256 \
-    --num-steps 20
+refused "damaged/model.safetensors is damaged: its XXH64 hash is" ./train_fp8cu "$tmp/damaged" $data \
+    --sequence-length 256 --num-steps 20
 rm "$tmp/export/train_fp8.json"  # the hashes, by which these weights would be refused as damaged
 while IFS='|' read -r tensor place; do
     rm -rf "$tmp/spoiled-model" && cp -r "$tmp/export" "$tmp/spoiled-model" && spoil "$tmp/spoiled-model" "$tensor"

@@ -161,7 +161,8 @@ check "bf16: no table of GEMMs" lacks "$tmp/start" "fprop"
 check "the start of an fp8 run" starts 1 tiny $data $val --precision fp8 --fp8-filter first
 check "fp8: the recipe" holds "$tmp/start" "bf16: lm_head, qkv in 1 of 2 layers, attn_out in 1 of 2 layers"
 check "fp8: what is set" holds "$tmp/start" "options   --val-data $tmp/s_val.bin --sequence-length 32 --num-steps 2"
-check "fp8: what is derived" holds "$tmp/start" "derived   --fp8-format hybrid --master-weights bf16 --optimizer-state bf16"
+check "fp8: what is derived" holds "$tmp/start" \
+    "derived   --fp8-format hybrid --master-weights bf16 --optimizer-state bf16"
 check "fp8: one line of the log's name" equal "$(grep -c 'earlier run is now' "$tmp/start")" 1
 check "the start of 2 ranks" starts 2 tiny $data $val --precision fp8 --fp8-recipe delayed
 check "2 ranks: the replica" holds "$tmp/start" "ranks     2: 1 replica of 2 ranks, sharding full"
@@ -181,7 +182,8 @@ for name, value in json.load(sys.stdin)["settings"].items():
 check "the start with $(wc -l <<<"$many") options" starts 2 tiny $data $val $many
 check "many options: cut with an ellipsis" equal "$(grep -c ' \.\.\.$' "$tmp/start")" 1
 $trainer tiny $data --precision fp8 --dry-run >"$tmp/start"
-check "--dry-run: settings, memory plan and table" equal "$(grep -cE '^(model|eps|stall-timeout) |^memory plan|^  (lm_head|down) ' "$tmp/start")" 10
+check "--dry-run: settings, memory plan and table" equal \
+    "$(grep -cE '^(model|eps|stall-timeout) |^memory plan|^  (lm_head|down) ' "$tmp/start")" 10
 
 # ---- --log-every: step lines of the first step, every N-th and the last; the log has all
 
@@ -197,7 +199,8 @@ $trainer tiny $data --num-steps 14 --log-every 6 --checkpoint-dir "$tmp/every/st
 check "--log-every after --resume" equal "$(printed "$tmp/every.out")" "12 14"
 timeout -s TERM 3 $trainer tiny $data --num-steps 10000000 --log-every 10000000 >"$tmp/every.out"
 check "--log-every: the step at which a signal ends the run" \
-    equal "$(printed "$tmp/every.out")" "1 $(sed -n 's/^stopped by signal 15 after step \([0-9]*\);.*/\1/p' "$tmp/every.out")"
+    equal "$(printed "$tmp/every.out")" \
+    "1 $(sed -n 's/^stopped by signal 15 after step \([0-9]*\);.*/\1/p' "$tmp/every.out")"
 
 number() { $trainer llama3.1-8b --dry-run --json | json_number "$1"; }
 check "a number of the plan" equal "$(number parameters) $(number sequence-length)" "8030261248 2048"

@@ -41,7 +41,8 @@ before=$(ls -A "$tmp/archive")
 check "a checkpoint that was moved and linked back" trains $run --num-steps 6 --checkpoint-every 1 --keep-checkpoints \
     1 --checkpoint-dir "$tmp/ck" --resume
 check "it is resumed from" holds "$out" "resume: continuing from $tmp/ck/step-00000001"
-check "it stays, which is said once" equal "$(grep -c 'step-00000001 is older .*, but is not removed: it is a link to' "$out")" 1
+check "it stays, which is said once" equal \
+    "$(grep -c 'step-00000001 is older .*, but is not removed: it is a link to' "$out")" 1
 check "it is whole" equal "$(ls -A "$tmp/archive")" "$before"
 check "the others are removed" equal "$(ls "$tmp/ck")" "step-00000001
 step-00000001.tmp
@@ -95,7 +96,8 @@ check "an export" trains $run --num-steps 1 --export-hf "$tmp/hf"
 check "an export as MODEL" trains ./train_fp8 "$tmp/hf" $model
 for folder in "$tmp/hf" "$tmp/ck/step-00000007"; do
     flip "$folder/model.safetensors"
-    check "a damaged MODEL" refuses "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 hash is" ./train_fp8 \
+    check "a damaged MODEL" refuses \
+        "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 hash is" ./train_fp8 \
     "$folder" $model
     check "a damaged MODEL: nothing is trained" lacks "$out" "step 1/"
     check "a damaged MODEL with --no-verify" trains ./train_fp8 "$folder" $model --no-verify
@@ -174,7 +176,8 @@ header["\x1b]0;owned\x07"] = {"dtype": "F32", "shape": [0], "data_offsets": [len
 text = json.dumps(header).encode()
 open(sys.argv[2], "wb").write(struct.pack("<Q", len(text)) + text + data[8 + n:])
 PY
-check "a tensor whose name steers a terminal is shown" refuses 'tensor \x1b]0;owned\x07 does not belong to a model' ./train_fp8 \
+check "a tensor whose name steers a terminal is shown" refuses \
+    'tensor \x1b]0;owned\x07 does not belong to a model' ./train_fp8 \
     "$tmp/names" $model
 check "a tensor whose name steers a terminal does not" eval '! grep -q $'"'\\x1b'"' "$out"'
 

@@ -51,7 +51,7 @@ typedef struct {
 // An omitted operation. The test must detect that it is missing.
 typedef struct {
     const char *what;  // the operation that a barrier or collective is part of, an event, or a call
-    int64_t number;    // of the barrier in the operation
+    int64_t number;    // number of the barrier in the operation
     int64_t rank;      // -1: all
 } Omission;
 
@@ -446,7 +446,7 @@ typedef struct {
 enum { MAX_TENSORS = 1 << 10, MAX_PARTS = 16 };
 static Tensor tensors[NUM_TABLES][MAX_TENSORS];  // hash tables; entries of earlier trainers are free
 static int64_t num_trainers;                     // number of trainers so far, which is the number of the current one
-static Part parts[2][MAX_PARTS];                 // of the root, of a layer
+static Part parts[2][MAX_PARTS];                 // parts of the root and of a layer
 static int num_parts[2];
 
 // Returns the tensor's entry, or a free one.

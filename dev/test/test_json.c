@@ -173,7 +173,7 @@ static void test_damage(void) {
     int accepted_cuts = 0;
     char *copy = (char *)xcalloc(size, 1);
     for (size_t n = 0; n < size; n++) {
-        char *cut = (char *)xcalloc(n ? n : 1, 1);  // of exact size, so that ASan detects a read past the end
+        char *cut = (char *)xcalloc(n ? n : 1, 1);  // exact size, so that ASan detects a read past the end
         memcpy(cut, document, n);
         accepted_cuts += json_parse(&json, "t.json", cut, n, &failure);
         free(cut);

@@ -10,7 +10,7 @@
 typedef struct {
     Safetensors st;
     ModelConfig m;
-    int64_t B, T;  // of tokens [B, T + 1]
+    int64_t B, T;  // tokens are [B, T + 1]
     int32_t *tokens;
 } Golden;
 
