@@ -266,7 +266,7 @@ refused "GiB of GPU memory" ./train_fp8cu llama3.1-70b --train-data "$tmp/synth_
 refused "every rank needs its own GPU" mpirun \
     --allow-run-as-root --oversubscribe -np $(($(nvidia-smi -L | grep -c '^GPU') + 1)) ./train_fp8cu small $data
 refused "does not divide" ./train_fp8cu small $data --dry-run --world-size 6 --sharding hybrid --shard-size 4
-refused "fp32 is the CPU trainer" ./train_fp8cu small $data --precision fp32
+refused "fp32 runs only in the CPU trainer" ./train_fp8cu small $data --precision fp32
 refused "have GEMMs for --fp8-recipe mxfp8" ./train_fp8cu small $data --precision fp8 --fp8-recipe mxfp8
 refused "is outside" ./train_fp8cu small $data --sequence-length 0
 refused "no token shard" ./train_fp8cu small --train-data "$tmp/none.bin"
