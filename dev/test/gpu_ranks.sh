@@ -110,7 +110,8 @@ for gpus_seen in "0 1" "1 0" "1,0 1,0"; do
 done
 for gpus_seen in "0 0" "0,1 1,0"; do
     timeout 120 bash -c 'seeing "$@"' bash $gpus_seen $pair >"$tmp/refused.log" 2>&1 </dev/null
-    check "ranks that see GPUs $gpus_seen" refuses_with "ranks 0 and 1 on .* have the same GPU, GPU-.* needs its own GPU"
+    check "ranks that see GPUs $gpus_seen" refuses_with \
+         "ranks 0 and 1 on .* have the same GPU, GPU-.* needs its own GPU"
 done
 # Hybrid has three communicators. NCCL allocates part of their memory at their first use. The memory plan must cover all
 # memory that a GPU uses after a step.
