@@ -116,8 +116,8 @@ typedef struct {
 
 // Flat shard arrays, [plan.total] each. bf16 storage is emulated: floats that hold bf16 values.
 typedef struct {
-    float *master;     // what the optimizer updates
-    float *weights;    // what the model computes with: master, or its bf16 rounding
+    float *master;     // master weights, which the optimizer updates
+    float *weights;    // weights that the model computes with: master, or its bf16 rounding
     float *gradients;  // summed over the micro-steps so far
     float *exp_avg, *exp_avg_sq;
 } Params;
@@ -160,7 +160,7 @@ typedef struct {
     ModelConfig m;
     ParameterTable table;
     ShardPlan plan;       // with shard_size 1, shards are the flat arrays of parameters.h
-    Precision precision;  // what each linear layer runs in
+    Precision precision;  // precision of each linear layer
     Rounding rounding;    // applied to every tensor that is bf16 on the GPU
     Dims d;               // sizes of a batch; next_logits sets those of a sample
     Params params;

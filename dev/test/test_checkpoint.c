@@ -954,14 +954,14 @@ static void test_retry(void) {
     run_save_at(&r, 3, false, 2);
     CHECK(r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0, "%s", listing(dir));
     CHECK(check_dies(end_action, &r,
-                     "untouched. That was the last save: the steps after step 2 are lost, and "
+                     "untouched. No other save follows: the steps after step 2 are lost, and "
                      "--resume continues from there",
                      output, sizeof output),
           "%s", output);
     CHECK(path_exists(r.trainer->options.export_hf), "the export is made all the same");
     r.trainer->options.num_steps = 10;
     remove_tree(r.trainer->options.export_hf);
-    CHECK(check_dies(end_action, &r, "That was the last save", output, sizeof output) &&
+    CHECK(check_dies(end_action, &r, "No other save follows", output, sizeof output) &&
               !path_exists(r.trainer->options.export_hf),
           "a stop signal: %s", output);
     run_save_at(&r, 4, false, 0);

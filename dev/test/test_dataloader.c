@@ -429,9 +429,10 @@ static void test_rewritten(void) {
     for (size_t i = 0; i < sizeof rewrites / sizeof rewrites[0]; i++) {
         const Rewrite *r = &rewrites[i];
         if (r->id >= 320)
-            format_checked(
-                message, sizeof message, "rewritten.bin: token %lld has id %lld, but the model's vocabulary is 320; %s",
-                (long long)r->position, (long long)r->id, r->touched ? "the file changed" : "another one stood there");
+            format_checked(message, sizeof message,
+                           "rewritten.bin: token %lld has id %lld, but the model's vocabulary is 320; %s",
+                           (long long)r->position, (long long)r->id,
+                           r->touched ? "the file changed" : "the run read another id there before");
         else format_checked(message, sizeof message, "rewritten.bin: the file changed after it was opened");
         Rewrite context = *r;
         CHECK(check_dies(read_rewritten, &context, message, output, sizeof output), "\"%s\" expected, got \"%s\"",

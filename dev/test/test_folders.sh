@@ -142,7 +142,7 @@ check "two in a row: the run goes on" holds "$out" \
     "that was the second try. Nothing is saved yet; the run goes on, and tries again"
 check "two in a row: each said by one rank" equal "$(grep -c '^warning: ' "$out")" 2
 check "two in a row: the next one is there" equal "$(ls "$tmp/twice")" step-00000002
-check "the last save" refuses "That was the last save: no step of this run is saved" $fails=9 $run \
+check "the last save" refuses "No other save follows: no step of this run is saved" $fails=9 $run \
     --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/never" --export-hf "$tmp/all"
 check "the last save: the export is there" test -f "$tmp/all/model.safetensors"
 check "--on-save-error stop" refuses "saving checkpoint $tmp/stop/step-00000001 failed" $fails=1 $run --num-steps 2 \
@@ -151,7 +151,7 @@ check "--on-save-error stop: at once" lacks "$out" "step 2/"
 
 # ---- Limits of the process.
 
-check "ulimit -f" refuses "That was the last save" bash -c 'ulimit -f 100; exec "$@"' "$0" $run --num-steps 1 \
+check "ulimit -f" refuses "No other save follows" bash -c 'ulimit -f 100; exec "$@"' "$0" $run --num-steps 1 \
     --checkpoint-dir "$tmp/limited"
 check "ulimit -f is named" holds "$out" \
     "this process may write files of 102400 bytes at most; raise that limit with ulimit -f"

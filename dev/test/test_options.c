@@ -244,8 +244,8 @@ static void test_fp8_conflicts(void) {
         // auto needs meaningful timings
         {"--fp8-filter auto", ""},
         {"--fp8-filter auto --fp8-emulate",
-         "--fp8-filter auto keeps layers in FP8 that are faster in FP8, and with --fp8-emulate none is"},
-        {"--fp8-filter auto --deterministic", "--fp8-filter auto goes by measured times"},
+         "--fp8-filter auto keeps in FP8 only layers that run faster in FP8, and --fp8-emulate makes none faster"},
+        {"--fp8-filter auto --deterministic", "--fp8-filter auto depends on measured times"},
         {"--fp8-filter first --deterministic --fp8-emulate", ""},
         {"--fp8-audit 10 --fp8-emulate", ""}};
     char message[512], line[256];

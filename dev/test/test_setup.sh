@@ -31,11 +31,11 @@ cat >"$tmp/model/config.json" <<JSON
  "tie_word_embeddings": true, "initializer_range": 0.05, "torch_dtype": "float32"}
 JSON
 check "a preset trains" trains tiny $data --num-steps 1
-check "a preset starts from random weights" holds "$out" "starting weights: random, by --seed 42"
+check "a preset starts from random weights" holds "$out" "starting weights: random, from --seed 42"
 check "a folder without weights trains" trains "$tmp/model" $data --num-steps 1 --seed 7 --checkpoint-dir "$tmp/ck"
-check "a folder without weights is named" holds "$out" "starting weights: random, by --seed 7 ($tmp/model holds none)"
+check "a folder without weights is named" holds "$out" "starting weights: random, from --seed 7 ($tmp/model holds none)"
 check "a folder with weights trains" trains "$tmp/ck/step-00000001" $data --num-steps 1
-check "a folder with weights is named" holds "$out" "starting weights: those of $tmp/ck/step-00000001"
+check "a folder with weights is named" holds "$out" "starting weights: from $tmp/ck/step-00000001"
 check "a resumed run trains" trains "$tmp/model" $data --num-steps 2 --seed 7 --checkpoint-dir "$tmp/ck" --resume
 check "a resumed run names no other starting weights" lacks "$out" "starting weights"
 check "--resume without a checkpoint trains" trains tiny $data --num-steps 1 --checkpoint-dir "$tmp/none" --resume

@@ -136,7 +136,8 @@ int main(void) {
                 CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset, "one rank: %s moved",
                       t.entries[i].name);
             CHECK(check_dies(bad_range, &t, "are outside segment", output, sizeof output), "%s", output);
-            CHECK(check_dies(bad_place, &t, "place 2 in a group of 2", output, sizeof output), "%s", output);
+            CHECK(check_dies(bad_place, &t, "no shard_rank 2 in a shard group of 2", output, sizeof output), "%s",
+                  output);
             parameter_table_free(&t);
         }
     ModelConfig large;

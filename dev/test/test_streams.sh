@@ -85,7 +85,7 @@ check "a log that may not grow: complete lines" \
 fresh; (ulimit -f 20; exec $run --checkpoint-every 10) >"$tmp/out" 2>"$tmp/err"
 status=$?
 warning="^warning: saving checkpoint $at/step-.* failed: .*: File too large: .*; it is tried again"
-error="^error: saving checkpoint .*: File too large: .* That was the last save: no step"
+error="^error: saving checkpoint .*: File too large: .* No other save follows: no step"
 check "a checkpoint that may not grow" \
     equal "$status $(grep -c "$warning" "$tmp/err") $(grep -c "$error" "$tmp/err")" "1 3 1"
 printf '{"type": "step", "st' >>"$at/log.jsonl"

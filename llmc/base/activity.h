@@ -25,7 +25,7 @@ typedef enum {
     NUM_PHASES
 } Phase;
 
-// A path is cut to its last characters, this many.
+// Longest path that is shown; of a longer one only the end is.
 #define ACTIVITY_DETAIL 256
 
 typedef struct {
@@ -46,7 +46,7 @@ static inline pthread_mutex_t *activity_mutex(void) {
     return &mutex;
 }
 
-// The activity, locked until activity_unlock.
+// Returns the activity and locks it until activity_unlock.
 static inline Activity *activity_lock(void) {
     static Activity activity;
     pthread_mutex_lock(activity_mutex());
@@ -71,7 +71,7 @@ static inline void activity_begin(ActivityKind kind, const char *what, const cha
     activity_unlock();
 }
 
-// Keeps errno.
+// Ends the activity. errno stays as it was.
 static inline void activity_end(void) {
     Activity *a = activity_lock();
     a->collectives += a->kind == ACTIVITY_WAITING;
@@ -93,7 +93,7 @@ static inline void activity_operation(int64_t pending, const char *what, int64_t
     activity_unlock();
 }
 
-// The value of a call that may wait for a disk, marked as this rank's activity. `what`: the call's name.
+// Evaluates a call that may wait for a disk, and marks it as this rank's activity. `what`: the call's name.
 #define FILE_WORK(what, path, call)                \
     __extension__({                                \
         activity_begin(ACTIVITY_FILE, what, path); \

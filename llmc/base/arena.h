@@ -14,7 +14,7 @@
 #define ARENA_ALIGNMENT 256
 #define ARENA_MAX_GROUPS 16
 
-// Bytes [begin, end) of an arena; begin == end: none.
+// Bytes [begin, end) of an arena; empty if begin == end.
 typedef struct {
     int64_t begin, end;
 } ArenaRange;
@@ -41,7 +41,7 @@ static inline void arena_group(Arena *a, const char *name) {
 }
 
 // From now on arena_take() hands out memory of `span` again, as far as it fits there. Such bytes count under no
-// heading. span.begin is a multiple of ARENA_ALIGNMENT. Returns what is left of the span of the call before.
+// heading. span.begin is a multiple of ARENA_ALIGNMENT. Returns the unused rest of the span before it.
 static inline ArenaRange arena_reuse(Arena *a, ArenaRange span) {
     const ArenaRange left = a->reuse;
     a->reuse = span;
@@ -62,7 +62,7 @@ static inline void *arena_apart(int64_t bytes) {
     void *p;
     if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess ||
         cudaMemset(p, 0, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess)
-        die_with(EXIT_MEMORY, "no memory for a range of its own of %lld bytes", (long long)bytes);
+        die_with(EXIT_MEMORY, "cannot allocate %lld bytes of GPU memory for one buffer", (long long)bytes);
     return p;
 }
 #endif

@@ -67,7 +67,7 @@ static inline void process_prepare(void) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
         limit.rlim_cur = limit.rlim_max;
-        if (setrlimit(RLIMIT_NOFILE, &limit)) warn("the limit of open files stays as it is: %s", strerror(errno));
+        if (setrlimit(RLIMIT_NOFILE, &limit)) warn("cannot raise the limit of open files: %s", strerror(errno));
     }
     signal(SIGXFSZ, SIG_IGN);
 }
@@ -154,7 +154,7 @@ static inline bool file_write(const char *folder, const char *name, const void *
     return ok;
 }
 
-// Reads `bytes` bytes from `offset` of an open file. Fails if the file ends before.
+// Reads `bytes` bytes from `offset` of an open file. Fails if the file is shorter than that.
 static inline bool file_read_at(int fd, const char *path, int64_t offset, void *out, int64_t bytes, Failure *failure) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t got = FILE_WORK(
@@ -187,7 +187,7 @@ static inline bool file_write_at(int fd, const char *path, int64_t offset, const
     return true;
 }
 
-// Size of a regular file; fails if there is none of that name.
+// Finds the size of a regular file. Fails if `path` is no such file.
 static inline bool file_size(const char *path, int64_t *bytes, Failure *failure) {
     struct stat s;
     if (FILE_WORK("stat", path, stat(path, &s))) return fail(failure, "cannot open %s: %s", path, strerror(errno));
@@ -224,7 +224,7 @@ static inline Words path_words(const char *path) {
     return w;
 }
 
-// Writes the absolute path, without links, "." and "..". The last parts of the path need not exist yet.
+// Writes the absolute path with links, "." and ".." resolved. The last parts of the path need not exist yet.
 static inline void path_resolve(const char *path, char *out, size_t capacity) {
     char longer[PATH_CAPACITY];
     if (*path == '/') format_checked(out, capacity, "/");
@@ -278,7 +278,7 @@ static inline bool folder_sync(const char *folder, Failure *failure) {
     return ok;
 }
 
-// A new folder. If `may_exist`, one that is there already is fine, and missing parents are made too.
+// Makes a folder. With `may_exist`, the folder may be there already, and missing parents are made too.
 static inline bool folder_create(const char *folder, bool may_exist, Failure *failure) {
     char parent[PATH_CAPACITY];
     for (const char *slash = strchr(folder + 1, '/'); may_exist && *folder && slash; slash = strchr(slash + 1, '/')) {
@@ -297,30 +297,30 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
                 error == ENOENT ? " (its parent folder must exist)" : "");
 }
 
-// The mark: a file in every folder that this program makes and fills. It is written first and removed last. The program
-// removes only folders with the mark.
+// The name of the marker file (the mark). Every folder that this program fills has it: it is written first and removed
+// last. The program removes only folders with this file.
 #define FOLDER_MARKER ".train_fp8"
 
-// Marks a folder as this program's. A crash may leave the mark empty, so only its name counts.
+// Writes the marker file into a folder. A crash may leave it empty, so only its name counts.
 static inline bool folder_mark(const char *folder, Failure *failure) {
     static const char text[] = "train_fp8 wrote this folder, and may replace or remove it.\n";
     return file_write(folder, FOLDER_MARKER, text, (int64_t)strlen(text), NULL, failure) &&
            folder_sync(folder, failure);
 }
 
-// Makes a new folder with the mark.
+// Makes a new folder with the marker file.
 static inline bool folder_begin(const char *folder, Failure *failure) {
     return folder_create(folder, false, failure) && folder_mark(folder, failure);
 }
 
 typedef enum {
     FOLDER_ABSENT,
-    FOLDER_EMPTY,   // holds nothing, or only the mark
-    FOLDER_MARKED,  // holds the mark and other files
-    FOLDER_FOREIGN  // is no folder, or a link, or cannot be read, or holds files without the mark
+    FOLDER_EMPTY,   // has no file except perhaps the marker
+    FOLDER_MARKED,  // has the marker file and other files
+    FOLDER_FOREIGN  // is no folder, or a link, or cannot be read, or has files but no marker file
 } FolderKind;
 
-// Opens a folder, not through a link; NULL with errno.
+// Opens a folder, but no link to one. Returns NULL, with errno set, on failure.
 static inline DIR *folder_open(const char *folder) {
     const int fd = open(folder, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     DIR *dir = fd < 0 ? NULL : fdopendir(fd);
@@ -354,7 +354,8 @@ static inline Words folder_foreign_words(const char *folder) {
 }
 
 // Removes a folder of this program and the files in it. Fails and keeps it if it is FOLDER_FOREIGN or holds a folder.
-// Links are not followed. The mark is removed last, so that after a crash the rest is still known.
+// Links are not followed. The marker file is removed last, so that a later run can finish a removal that a crash cut
+// short.
 static inline bool folder_remove(const char *folder, Failure *failure) {
     if (folder_kind(folder) == FOLDER_FOREIGN)
         return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);
@@ -380,7 +381,7 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
 static inline bool folder_room(const char *folder, int64_t *bytes, Failure *failure) {
     struct statvfs v;
     if (FILE_WORK("statvfs", folder, statvfs(folder, &v)))
-        return fail(failure, "cannot find out how much room is in %s: %s", folder, strerror(errno));
+        return fail(failure, "cannot find the free space of %s: %s", folder, strerror(errno));
     *bytes = (int64_t)v.f_bavail * (int64_t)v.f_frsize;
     return true;
 }
@@ -410,7 +411,7 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
         if (held[i].st_dev == info.st_dev && held[i].st_ino == info.st_ino) return close(fd) == 0;
     while (flock(fd, LOCK_EX | LOCK_NB)) {
         if (errno != EWOULDBLOCK && errno != EINTR) {
-            warn("%s cannot be locked (%s): nothing keeps two runs at once from using it", folder, strerror(errno));
+            warn("%s cannot be locked (%s): two runs could write to it at once", folder, strerror(errno));
             close(fd);
             return true;
         }
@@ -425,7 +426,8 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
     return true;
 }
 
-// Endings of temporary names: of a folder until it is whole, and of an old folder if names cannot be exchanged.
+// Suffixes of temporary names: .tmp for a folder until it is whole, .old.tmp for the folder that it replaces if the
+// file system cannot exchange names.
 #define FOLDER_TEMPORARY ".tmp"
 #define FOLDER_ASIDE ".old.tmp"
 
@@ -436,8 +438,8 @@ static inline bool folder_exchange(const char *a, const char *b) {
 }
 
 // Gives folder `temporary` the name `final`. If `final` exists, both names are exchanged in one step, so that `final`
-// is always a whole folder; then the old folder is removed. What cannot be removed stays, with a warning. File systems
-// that cannot exchange names get renames.
+// is always a whole folder; then the old folder is removed. If that fails, it warns. On file
+// systems that cannot exchange names it renames twice.
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
     if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
     if (errno != EEXIST && errno != ENOTEMPTY)
@@ -450,7 +452,7 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
         if (rename(temporary, final)) {
             fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
             if (rename(old, final))
-                fail(failure, "cannot rename %s to %s: %s; what %s was is in %s", temporary, final, strerror(errno),
+                fail(failure, "cannot rename %s to %s: %s; the earlier %s is now %s", temporary, final, strerror(errno),
                      final, old);
             return false;
         }
@@ -462,7 +464,7 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
     char parent[PATH_CAPACITY];
     format_checked(parent, sizeof parent, "%.*s", (int)max_i64(1, strrchr(final, '/') - final), final);
     if (path_exists(temporary) && (!folder_sync(parent, &left) || !folder_remove(temporary, &left)))
-        warn("%s is in place, but what was there before stays as %s: %s", final, temporary, left.text);
+        warn("%s is in place, but the folder that it replaced stays as %s: %s", final, temporary, left.text);
     return true;
 }
 

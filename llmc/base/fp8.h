@@ -7,7 +7,7 @@
 #include "bf16.h"
 
 typedef enum { FP8_E4M3, FP8_E5M2 } Fp8Format;
-static_assert(FP8_E4M3 == 0 && FP8_E5M2 == 1, "tables by format have E4M3 first: gemm.cuh");
+static_assert(FP8_E4M3 == 0 && FP8_E5M2 == 1, "tables that a format indexes begin with E4M3: gemm.cuh");
 
 #define FP8_E4M3_MAX 448.0f
 #define FP8_E5M2_MAX 57344.0f

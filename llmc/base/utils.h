@@ -24,8 +24,8 @@
 #define HOST_DEVICE
 #endif
 
-// These stand before a loop whose passes do not depend on each other: OpenMP threads share them, in equal parts or one
-// by one. After PARALLEL_MAX, `amax` is the largest value of all threads.
+// These stand before a loop whose iterations do not depend on each other: OpenMP threads share them, in equal parts or
+// one by one. After PARALLEL_MAX, `amax` is the largest value of all threads.
 #ifdef _OPENMP
 #define PARALLEL_FOR _Pragma("omp parallel for")
 #define PARALLEL_FOR_UNEVEN _Pragma("omp parallel for schedule(dynamic)")
@@ -42,17 +42,17 @@
 #define EXIT_CODES(X)                                                                                           \
     X(EXIT_DONE, 0, "done; or stopped by a signal between two steps, and saved if there is a --checkpoint-dir") \
     X(EXIT_OTHER, 1, "another failure, such as a file that is missing or damaged, or a disk that is full")      \
-    X(EXIT_USAGE, 2, "wrong command line: options, MODEL, number of ranks")                                     \
+    X(EXIT_USAGE, 2, "wrong command line: an option, MODEL or the number of ranks")                             \
     X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")              \
     X(EXIT_UNSUPPORTED, 4, "this GPU, trainer or recipe cannot do this model or option")                        \
     X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                      \
-    X(EXIT_NONFINITE, 7, "the gradient norm was not finite, or a value to be saved")
+    X(EXIT_NONFINITE, 7, "the gradient norm, or a value to be saved, was not finite")
 
 #define EXIT_CODE_ID(id, number, meaning) id = number,
 enum { EXIT_CODES(EXIT_CODE_ID) };
 #undef EXIT_CODE_ID
 
-// Steps with which a program of several ranks dies. comm.h sets them.
+// Hooks for a program of several ranks that dies. comm.h sets them.
 typedef struct {
     char prefix[128];       // "rank 3 on HOST: ", stands before the message
     void (*before)(void);   // called before the message is printed

@@ -41,7 +41,7 @@ static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelCon
 
 static inline double flops_total(TokenFlops f) { return f.bf16 + f.fp8; }
 
-// Shares of the GPU's peak at `tokens_per_second` a GPU; NAN if the peak is unknown (peak_bf16 0).
+// mfu and sol (see above) at `tokens_per_second` a GPU; NAN if the peak is unknown (peak_bf16 0).
 static inline double flops_mfu(TokenFlops f, double tokens_per_second, double peak_bf16) {
     return peak_bf16 > 0 ? flops_total(f) * tokens_per_second / peak_bf16 : (double)NAN;
 }

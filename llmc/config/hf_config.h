@@ -137,7 +137,8 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
     if (hf_real(json, root, "attention_dropout", 0) != 0)
         die_with(EXIT_UNSUPPORTED, "%s: attention_dropout is not 0; dropout is not supported", json->source);
     if (hf_real(json, root, "partial_rotary_factor", 1) != 1)
-        die_with(EXIT_UNSUPPORTED, "%s: partial_rotary_factor is not 1; RoPE turns whole heads here", json->source);
+        die_with(EXIT_UNSUPPORTED, "%s: partial_rotary_factor is not 1; only RoPE over whole heads is supported",
+                 json->source);
 }
 
 // RoPE base and scaling from either style.
@@ -156,7 +157,8 @@ static inline void hf_read_rope(const Json *json, ModelConfig *m) {
     if (outer_theta && m->rope_theta != outer_theta)
         die("%s: rope_theta is %g, but %g in %s", json->source, outer_theta, m->rope_theta, rope->key);
     if (hf_real(json, rope, "partial_rotary_factor", 1) != 1)
-        die_with(EXIT_UNSUPPORTED, "%s: partial_rotary_factor is not 1; RoPE turns whole heads here", json->source);
+        die_with(EXIT_UNSUPPORTED, "%s: partial_rotary_factor is not 1; only RoPE over whole heads is supported",
+                 json->source);
     const char *type = hf_text(json, rope, "rope_type", hf_text(json, rope, "type", "default"));
     if (strcmp(type, "default") == 0) return;
     if (strcmp(type, "llama3") != 0)

@@ -6,7 +6,7 @@
 
 #include "options_table.h"
 
-// The index-th of "a|b|c" is copied to `out`. False past the last.
+// Copies choice number `index` of "a|b|c", counted from 0, to `out`. Returns false if there are fewer.
 static inline bool option_choice_name(const char *choices, int index, char *out, size_t capacity) {
     for (; index > 0; index--) {
         choices = strchr(choices, '|');
@@ -264,12 +264,13 @@ static inline bool option_is_setting(const OptionRow *row) {
 static inline void options_filter_conflict(const Options *o, char *message, size_t capacity) {
     if (strcmp(o->fp8_filter, "auto") != 0) return;
     if (o->fp8_emulate)
-        format_checked(message, capacity,
-                       "--fp8-filter auto keeps layers in FP8 that are faster in FP8, and with --fp8-emulate none is; "
-                       "name the layers that stay bf16, or leave out one of the two");
+        format_checked(
+            message, capacity,
+            "--fp8-filter auto keeps in FP8 only layers that run faster in FP8, and --fp8-emulate makes none "
+            "faster; name the layers that stay bf16, or leave out one of the two");
     else if (o->deterministic)
         format_checked(message, capacity,
-                       "--fp8-filter auto goes by measured times, which differ from run to run, and --deterministic "
+                       "--fp8-filter auto depends on measured times, which differ from run to run, and --deterministic "
                        "promises the same bits; name the layers that stay bf16");
 }
 
@@ -373,7 +374,7 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
 }
 
 // From this number of micro-steps on, bf16 sums of gradients are too noisy. Their noise adds 1.4e-6 of the norm a
-// micro-step (gradient_sum.h), which makes 0.035% here: a third of the 0.1% to which the norm shall be right.
+// micro-step (gradient_sum.h), which makes 0.035% here: a third of the 0.1% error that we allow the norm.
 #define FP32_SUM_MICRO_STEPS 256
 
 // The dtype that --grad-accum-dtype auto stands for. Only options decide: bits must not depend on a machine's memory.

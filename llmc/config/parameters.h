@@ -18,13 +18,13 @@
 enum {
     PARAM_DECAY = 1,       // weight decay applies (matrices; not norms and biases)
     PARAM_FP8 = 2,         // weight of a linear layer that FP8 recipes quantize
-    PARAM_JOINED = 4,      // continues the tensor before it in its segment without a gap (fused linear layer)
+    PARAM_JOINED = 4,      // follows the tensor before it without a gap: both belong to one fused linear layer
     PARAM_INIT_ONE = 8,    // starts at 1 (norms)
-    PARAM_INIT_ZERO = 16,  // starts at 0 (biases); without either: normal with std = initializer_range
+    PARAM_INIT_ZERO = 16,  // starts at 0 (biases); other tensors start normal, std = initializer_range
     PARAM_LOOKUP = 32      // no GEMM reads it: an embedding that is not tied to lm_head
 };
 
-// The segments of a unit, in memory order.
+// The segments of a unit (see above), in memory order.
 enum { SEGMENT_VECTORS, SEGMENT_MATRICES, SEGMENT_EMBEDDING, NUM_SEGMENTS };
 
 //    field      Hugging Face name                      rows         cols  present       flags
@@ -138,7 +138,8 @@ static inline void parameter_place(ParameterTable *t, int64_t first, int64_t beg
         t->entries[i].offset += begin + segment_begin(segments, parameter_segment(&t->entries[i]));
 }
 
-// The offset in its unit of entry *next, which it advances; -1 if the model has no such tensor. Called in table order.
+// Returns the offset in its unit of entry *next, and advances *next; -1 if the model has no such tensor. Calls come in
+// table order.
 static inline int64_t parameter_next(const ParameterTable *t, bool present, int64_t begin, int64_t *next) {
     return present ? t->entries[(*next)++].offset - begin : -1;
 }
@@ -191,7 +192,7 @@ static inline void parameter_table_free(ParameterTable *t) {
     t->entries = NULL;
 }
 
-// The tensor of that Hugging Face name, or NULL.
+// Returns the tensor with that Hugging Face name, or NULL.
 static inline const Parameter *parameter_find(const ParameterTable *t, const char *name) {
     for (int64_t i = 0; i < t->count; i++)
         if (strcmp(t->entries[i].name, name) == 0) return &t->entries[i];

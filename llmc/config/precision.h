@@ -16,7 +16,7 @@ typedef struct {
     Fp8Format dy_format;
     int64_t num_layers;
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
-    bool any_bf16, any_fp8;  // true if any linear layer is bf16, is FP8
+    bool any_bf16, any_fp8;  // true if at least one linear layer is bf16; is FP8
     bool emulated;           // FP8 operands, multiplied in bf16
     bool filter_open;        // --fp8-filter auto, not yet decided
     int fast_accum;          // GEMMs that use fast accumulation: FAST_ACCUM_...; none if emulated
@@ -57,7 +57,7 @@ static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig
     out[QKV_PROJ] = qkv, out[OUT_PROJ] = attn_out, out[GATE_UP_PROJ] = gate_up, out[DOWN_PROJ] = down;
 }
 
-// Marks the linear layers that one word of the filter keeps in bf16. False if the word is unknown. Dies if it names
+// Marks the linear layers that one word of --fp8-filter keeps in bf16. False if the word is unknown. Dies if it names
 // layers that the model does not have.
 static inline bool filter_word(Precision *p, const char *word) {
     const int64_t L = p->num_layers;
@@ -108,7 +108,8 @@ static inline void filter_apply(Precision *p, const char *filter) {
     }
 }
 
-// `filter`: --fp8-filter, or the filter that auto has found; "auto" itself filters nothing. has_fast_accum: true if the
+// Decides the precision of every linear layer. `filter`: --fp8-filter, or the filter that auto has found; "auto" itself
+// filters nothing. has_fast_accum: true if the
 // trainer's GEMMs have fast accumulation. Dies if the filter is not understood. The caller frees with precision_free.
 static inline Precision precision_plan(const Options *o, const char *filter, const ModelConfig *m,
                                        const ParameterTable *t, bool has_fast_accum) {
@@ -262,7 +263,7 @@ static inline void precision_print(const Precision *p, int64_t R, int64_t head_r
         printf("  no GEMM runs in FP8: all linear layers are filtered out, or their sizes are not multiples of %d\n",
                p->recipe->multiple);
     if (p->filter_open)
-        printf("  --fp8-filter auto is decided by times measured when the run starts; the table above is without it\n");
+        printf("  --fp8-filter auto measures GEMMs when the run starts; the table above is without a filter\n");
 }
 
 #endif

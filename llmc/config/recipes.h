@@ -129,7 +129,7 @@ static inline const Recipe *recipe_row(int index) {
         {"bf16", {{NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}},
          FP8_E4M3, SCALE_TORCHAO, false, false, 8, "none"}};
     // clang-format on
-    static_assert(sizeof rows / sizeof rows[0] == RECIPE_BF16 + 1, "one row for each RECIPE_");
+    static_assert(sizeof rows / sizeof rows[0] == RECIPE_BF16 + 1, "the table has one row for each RECIPE_ value");
     return &rows[index];
 }
 
@@ -148,7 +148,7 @@ static inline TensorUsage gemm_usage(GemmKind gemm, int operand) {
     return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 1) ? ROWWISE : COLUMNWISE;
 }
 
-// The granularity of a tensor's rowwise or columnwise data, as the one GEMM that reads it wants it.
+// Returns the granularity of a tensor's rowwise or columnwise data. Exactly one GEMM reads each of them.
 static inline ScaleGranularity recipe_granularity(const Recipe *r, TensorRole tensor, TensorUsage usage) {
     static const struct {
         GemmKind gemm;
@@ -208,7 +208,7 @@ HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) {
 // cuBLASLt's order (CUDA 13 manual): 1x128 with outer contiguous; 128x128 with depth contiguous and rows padded to a
 // multiple of 4; 1x32 as E8M0 bytes in tiles of 128 x 4, each of 512 bytes.
 
-// Index of the scale of element (i, k).
+// Returns the index of the scale of element (i, k).
 HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int64_t k, int64_t outer, int64_t depth) {
     if (g == PER_ROW || g == PER_TENSOR_BROADCAST) return i;
     if (g == BLOCK_1X128) return k / 128 * outer + i;
@@ -228,7 +228,7 @@ static inline int64_t scale_bytes(ScaleGranularity g, int64_t outer, int64_t dep
     return round_up(rows, r->pad_rows) * round_up(cols, r->pad_cols) * scale_type_bytes(r->type);
 }
 
-// The scale_inv at an index.
+// Returns the scale_inv at an index.
 HOST_DEVICE static inline float scale_load(ScaleGranularity g, const void *scales, int64_t index) {
     return g == BLOCK_1X32 ? e8m0_to_float(((const uint8_t *)scales)[index]) : ((const float *)scales)[index];
 }

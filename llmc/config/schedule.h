@@ -21,8 +21,8 @@ static inline double schedule_learning_rate(const Options *o, int64_t step) {
 // True if an event that comes every `every` steps (0: never) comes after `steps_done` steps.
 static inline bool is_due(int64_t every, int64_t steps_done) { return every && steps_done % every == 0; }
 
-// Events between two steps. Each that a user asks for comes after the last step too, except the audit, which reads the
-// casts of a step while it runs.
+// Events between two steps. Validation, samples and saves also come after the last step if the options ask for them.
+// The audit does not: it reads the casts of a step while the step runs.
 typedef struct {
     bool last, audit, validate, sample, save;
 } Due;

@@ -40,7 +40,7 @@ typedef struct {
 // The plan of rank `shard_rank` of `shard_size`. Dies if there is no such rank.
 static inline ShardPlan shard_plan(const ParameterTable *t, int64_t shard_size, int64_t shard_rank) {
     if (shard_size < 1 || shard_rank < 0 || shard_rank >= shard_size)
-        die("shard plan: place %lld in a group of %lld", (long long)shard_rank, (long long)shard_size);
+        die("shard plan: no shard_rank %lld in a shard group of %lld", (long long)shard_rank, (long long)shard_size);
     ShardPlan s;
     memset(&s, 0, sizeof s);
     s.shard_size = shard_size, s.shard_rank = shard_rank;
@@ -82,7 +82,8 @@ typedef struct {
     int64_t embedding, total;  // the embedding's first element, and the end of the array
 } BackwardOrder;
 
-// The position of element i, and the element of position i.
+// Returns the position of element i in this order. The function is its own inverse: it turns a position into an
+// element.
 HOST_DEVICE static inline int64_t backward_position(BackwardOrder o, int64_t i) {
     return (i < o.embedding ? 0 : o.total) + o.embedding - 1 - i;
 }

@@ -37,7 +37,7 @@ typedef struct {
     char *path;
     int fd;
     int64_t bytes;            // size of the file when it was opened
-    struct timespec changed;  // its time of change then
+    struct timespec changed;  // its modification time then
     uint64_t fingerprint;     // made by dataloader_identity; 0: not known
     int token_bytes;          // 2 or 4
     int64_t num_tokens;
@@ -141,7 +141,7 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
     shard.path = xstrdup(path);
     shard.fd = FILE_WORK(
         "open", path,
-        open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a pipe that nobody writes must not keep open() waiting
+        open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // O_NONBLOCK: a pipe without a writer would block open()
     if (shard.fd < 0 && errno == EMFILE)
         die("%s: cannot be opened: %s: there are %lld shards, and each stays open; raise the limit with ulimit -n, or "
             "make fewer and larger shards",
@@ -216,7 +216,7 @@ static inline void dataloader_close(DataLoader *dl) {
     memset(dl, 0, sizeof *dl);
 }
 
-// XXH64 of the shard's header and of FINGERPRINT_BLOCKS blocks of tokens spread over it. The same bytes join *all.
+// XXH64 of the shard's header and of FINGERPRINT_BLOCKS blocks of tokens spread over it. Adds these bytes to *all too.
 static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) {
     const int64_t count = min_i64(FINGERPRINT_TOKENS, shard->num_tokens), bytes = count * shard->token_bytes;
     char block[FINGERPRINT_TOKENS * sizeof(uint32_t)];
@@ -240,8 +240,8 @@ static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     return identity;
 }
 
-// True if the open file has changed. Another file under its name does not count, since the open file is still read. Nor
-// does a new time of change (touch) with equal size and fingerprint.
+// True if the open file has changed. Another file under its name does not count, since the open file is still read. A
+// new modification time (touch) does not count either if size and fingerprint are equal.
 static inline bool shard_has_changed(DataShard *shard) {
     struct stat now;
     if (fstat(shard->fd, &now) != 0) die("%s: cannot be examined: %s", shard->path, strerror(errno));
@@ -315,9 +315,8 @@ static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
         int64_t i = 0;
         while ((int64_t)dl->buffer[i] < dl->vocabulary) i++;
         shard_refuse_token(shard, first + i, dl->buffer[i], dl->vocabulary,
-                           changed
-                               ? "the file changed after it was opened"
-                               : "another one stood there when the run began: the disk or the memory may be failing");
+                           changed ? "the file changed after it was opened"
+                                   : "the run read another id there before: the disk or the memory may be failing");
     }
     if (changed)
         die("%s: the file changed after it was opened; a run needs its shards as they are until it ends", shard->path);

@@ -26,7 +26,7 @@ static inline void adamw_reference(float *weights, float *exp_avg, float *exp_av
     const int64_t block = 4096;
     PARALLEL_FOR
     for (int64_t start = 0; start < n; start += block) {
-        const AdamwStep s = *step;  // stays in registers: no store below can reach it
+        const AdamwStep s = *step;  // a copy, which stays in registers: no store below can alias it
         for (int64_t i = start; i < min_i64(start + block, n); i++) {
             AdamwElement e = {weights[i], exp_avg[i], exp_avg_sq[i]};
             e = adamw_update(e, gradients[i] * gradient_factor, decay, &s);

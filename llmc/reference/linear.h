@@ -42,18 +42,18 @@ static inline void bias_backward_reference(float *dbias, const float *dy, int64_
 // of whole tensors and rounds once:
 //     fprop: x rowwise, w rowwise;  dgrad: dy rowwise, w columnwise;  wgrad: dy columnwise, x columnwise
 
-// An operand as the emulated GEMM takes it.
+// An operand of the emulated GEMM.
 typedef struct {
     MatrixView view;  // [outer, depth], codes decoded
-    float scale_inv;  // of the whole tensor; 1 if scales are finer, which the decoded values contain
-    uint8_t *codes;   // [rows, cols] and their scale_inv; NULL: bf16
-    void *scales;
+    float scale_inv;  // of a whole tensor; 1 if scales are finer: the decoded values then include them
+    uint8_t *codes;   // FP8 bytes, freed with the operand; NULL if bf16, or if the caller keeps them
+    void *scales;     // scale_inv of `codes`
     float *values;
-    UsageShape shape;  // of codes and values, as they were quantized; `view` may transpose it
+    UsageShape shape;  // shape of `codes` and `values`; `view` may be its transpose
 } LinearOperand;
 
 // Casts x [rows, cols], bf16 values, to the operand that a GEMM reads. A `scale` above 0 is used as it is; with 0 the
-// cast finds its own by the rule. The caller frees with linear_operand_free. A bf16 operand is a view of x.
+// cast computes scales from amaxes by `rule`. The caller frees with linear_operand_free. A bf16 operand is a view of x.
 static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, TensorUsage copy,
                                            ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
                                            float scale) {
@@ -77,7 +77,7 @@ static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t
     return q;
 }
 
-// Makes an operand of the codes of a tensor [rows, cols] that was cast with one scale. The caller keeps the codes.
+// Makes an operand from the FP8 bytes of a tensor [rows, cols] that was cast with one scale. The caller keeps `codes`.
 static inline LinearOperand linear_operand_of_codes(const uint8_t *codes, int64_t rows, int64_t cols, TensorUsage copy,
                                                     Fp8Format format, float scale) {
     LinearOperand q;

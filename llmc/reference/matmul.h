@@ -31,10 +31,10 @@ static inline Epilogue epilogue(float alpha, const float *bias, bool accumulate,
     return e;
 }
 
-// Register tile of the inner loop: 12 vectors of 16 floats. gcc vectorizes it well for AVX2 and SSE too. It does not so
-// for a tile 16 wide, because it unrolls that loop before it looks for vectors.
+// Register tile of the inner loop: 12 vectors of 16 floats. gcc vectorizes it well for AVX2 and SSE too. A tile 16
+// wide is not vectorized well, because gcc unrolls that loop before it looks for vectors.
 enum { TILE_ROWS = 6, TILE_COLS = 32 };
-enum { SLAB = 512 };  // elements of the sum taken at once, so that the tile's operands stay in cache
+enum { SLAB = 512 };  // elements of K per pass, so that the tile's operands stay in cache
 
 // Copies `lanes` rows of a view (or columns, given its transpose) into panels [ceil(count / lanes)][K][lanes], padded
 // with zeros, the order in which the inner loop reads them.

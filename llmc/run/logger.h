@@ -21,7 +21,7 @@
 typedef struct {
     const char *program;   // "train_fp8", "train_fp8cu"
     const char *device;    // GPU's name, or "CPU, 2 threads"
-    const char *versions;  // of compiler, CUDA and libraries: free text
+    const char *versions;  // compiler, CUDA and libraries, as free text
     int64_t world_size;    // GPUs
     double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
     bool resumed;          // from a checkpoint
@@ -33,7 +33,7 @@ typedef struct {
     int64_t step;       // steps done: 1 after the first
     double loss, norm;  // mean loss over the step's tokens; global gradient norm before clipping
     double learning_rate;
-    double seconds;  // of the whole step
+    double seconds;  // time of the whole step
     int64_t memory;  // bytes used on the GPU (CPU trainer: by the process)
     bool skipped;    // the gradient was not finite: the weights did not change
 } StepRecord;
@@ -48,7 +48,7 @@ typedef struct {
     int64_t num_steps, tokens_per_step;
     int64_t log_every;         // steps between printed lines; 0, 1: every step has one
     bool ends;                 // the next step is the last, because a signal ends the run
-    double *seconds, *losses;  // of the steps of this process
+    double *seconds, *losses;  // one for each step of this process
     int64_t count, capacity, skipped;
     int64_t memory;  // largest seen
 } Logger;

@@ -14,14 +14,14 @@
 // Larger than every position in a step. A double holds it exactly: ranks compare positions as doubles.
 #define NONFINITE_NONE ((int64_t)1 << 53)
 
-// The findings of one rank about such a step.
+// One rank's findings about a step whose gradient norm is not finite.
 typedef struct {
     double loss, norm;  // over all ranks
     // number of the forward pass's first norm (nonfinite_norm) whose input was not finite; NONFINITE_NONE: there is
     // none
     int64_t forward;
-    uint32_t magnitude;  // of this rank's largest gradient (adamw_magnitude)
-    int64_t position;    // of its first large gradient (adamw_large), in the backward order of the rank's shard
+    uint32_t magnitude;  // this rank's largest gradient (adamw_magnitude)
+    int64_t position;    // its first large gradient (adamw_large), in the backward order of the rank's shard
 } NonfiniteStep;
 
 // Numbers a model's RMSNorms in the order of the forward pass: two in each layer, then the final norm, with `second` =
@@ -118,7 +118,8 @@ static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const
     char rank[48] = "", which[192] = "the first gradient that is not finite";
     const float value = float_from_bits(largest);
     if (isfinite(value))
-        format_checked(which, sizeof which, "gradients reach %g, and the first above a 1024th of that", (double)value);
+        format_checked(which, sizeof which, "gradients reach %g, and the first one above 1/1024 of that",
+                       (double)value);
     if (c->world > 1) format_checked(rank, sizeof rank, ", in the part of rank %lld", (long long)holder);
     format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s", which, p->name,
                    (long long)(element - p->offset), rank);

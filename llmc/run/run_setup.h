@@ -27,9 +27,9 @@ typedef struct {
     const char *model_folder;  // NULL: a preset
     bool load_weights;         // the folder has weights to start from
     DataLoader train, val;  // num_shards 0 if not opened: without --val-data, and in a dry run that needs no vocabulary
-    DataIdentity data;      // of train
+    DataIdentity data;      // identity of `train`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
-    TrainerProgress start;           // of that checkpoint, or 0
+    TrainerProgress start;           // that checkpoint's progress, or 0
     CheckpointSteps passed_over;     // later checkpoints, which are damaged, and older ones that may not be removed
     int64_t saved_step;              // the latest step with a checkpoint; 0: none
     bool save_failed;                // the latest save failed, for this reason:
@@ -121,7 +121,7 @@ static inline void run_setup_difference(const char *here, const char *here_end, 
         }
         a = value_a + strlen(value_a) + 1, b = value_b + strlen(value_b) + 1;
     }
-    format_checked(out, capacity, "the program knows other settings here than on rank 0");
+    format_checked(out, capacity, "the program has other settings here than on rank 0");
 }
 
 // Dies if a rank's description differs from rank 0's. The first such rank prints the first difference and `fix`. Frees
@@ -208,7 +208,8 @@ static inline void run_setup_same_data(const DataLoader *data, const char *optio
     DataIdentity first = *mine;
     comm_broadcast(c, COMM_WORLD, 0, &first, sizeof first);
     if (memcmp(&first, mine, sizeof first) != 0)
-        die("%s: here %s has %lld tokens in %lld shards, for rank 0 %lld in %lld, %s; give all hosts the same files",
+        die("%s: here %s has %lld tokens in %lld shards, on rank 0 it has %lld in %lld, %s; give all hosts the same "
+            "files",
             data->shards[0].path, option, (long long)mine->tokens, (long long)mine->shards, (long long)first.tokens,
             (long long)first.shards,
             mine->tokens == first.tokens ? "but other ones or in another order" : "so ranks would read other samples");

@@ -74,9 +74,9 @@ static inline void start_print_validation(const RunSetup *s, const Options *o) {
 // Prints which weights the first step starts from. When it is a checkpoint, checkpoint_find_newest prints it.
 static inline void start_print_weights(const RunSetup *s, const Options *o) {
     if (s->continues) return;
-    if (s->load_weights) printf("starting weights: those of %s\n", s->model_folder);
+    if (s->load_weights) printf("starting weights: from %s\n", s->model_folder);
     else
-        printf("starting weights: random, by --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "",
+        printf("starting weights: random, from --seed %lld%s%s%s\n", (long long)o->seed, s->model_folder ? " (" : "",
                s->model_folder ? s->model_folder : "", s->model_folder ? " holds none)" : "");
 }
 
@@ -175,7 +175,7 @@ static inline void start_print_options(const Options *o, const Options *given, c
 
 enum { START_MEMORY_PARTS = 4 };
 
-// Prints what one rank takes: the sum, its largest parts, and the rest together.
+// Prints the memory of one rank: the sum, its largest parts, and the rest together.
 static inline void start_print_memory(const Arena *a, int64_t other_bytes) {
     const int64_t total = a->used + other_bytes;
     const double unit = total < 1 << 30 ? 1048576 : 1073741824;

@@ -48,7 +48,7 @@ static inline void stop_catch(void) {
 static inline const char *output_trouble(FILE *stream) {
     if (!ferror(stream) && !fflush(stream)) return NULL;
     clearerr(stream);
-    return fputc('\n', stream) == EOF || fflush(stream) ? strerror(errno) : "it can be now, but lines are missing";
+    return fputc('\n', stream) == EOF || fflush(stream) ? strerror(errno) : "it works again, but lines are missing";
 }
 
 // True with --on-output-lost stop.
