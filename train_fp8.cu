@@ -71,8 +71,8 @@ typedef struct {
     Linears linears;  // their GEMMs and FP8 scales
     Activations acts;
     Parameters params;
-    StepStats *stats;  // of the current step, on the device
-    StepLog log;       // of the previous steps
+    StepStats *stats;  // the current step, on the device
+    StepLog log;       // the previous steps
     cudaEvent_t idle;  // for trainer_wait_all
     Batches batches;
     float *sample_logits;  // host: [V] of next_logits

@@ -1,9 +1,10 @@
 #!/bin/sh
-# Puts the packages of data/requirements.txt in a virtual environment of their own (data/.venv, or the folder given as the first argument).
-# Does nothing when they are there already. Then: data/.venv/bin/python data/tinystories.py --tokenizer llama3
+# Installs the packages of data/requirements.txt in a virtual environment: data/.venv, or the folder given as the first
+# argument. Does nothing if they are installed. Then: data/.venv/bin/python data/tinystories.py --tokenizer llama3
 set -eu
 case ${1:-} in -*)
-    echo "usage: data/setup_venv.sh [FOLDER]: puts the packages of data/requirements.txt in a virtual environment of their own (data/.venv)"
+    echo "usage: data/setup_venv.sh [FOLDER]
+Installs the packages of data/requirements.txt in a virtual environment (data/.venv)."
     [ "$1" = --help ] && exit 0 || exit 2 ;;
 esac
 here=$(cd "$(dirname "$0")" && pwd)
@@ -14,10 +15,12 @@ if cmp -s "$here/requirements.txt" "$venv/installed.txt"; then
     echo "$venv: up to date"
     exit 0
 fi
-command -v "$python" >/dev/null || { echo "error: $python is not installed (Debian: apt install python3 python3-venv)" >&2; exit 1; }
-"$python" -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $python cannot make virtual environments (Debian: apt install python3-venv)" >&2; exit 1; }
+fail() { echo "error: $1" >&2; exit 1; }
+command -v "$python" >/dev/null || fail "$python is not installed (Debian: apt install python3 python3-venv)"
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "$python cannot make virtual environments (Debian: apt install python3-venv)"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$here/requirements.txt"
 "$venv/bin/python" -c 'import tiktoken, tokenizers'
-cp "$here/requirements.txt" "$venv/installed.txt"   # last: a half-made environment is made again
+cp "$here/requirements.txt" "$venv/installed.txt"  # last, so that an incomplete environment is made again
 echo "$venv: ready"

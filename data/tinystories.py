@@ -3,16 +3,13 @@
 https://huggingface.co/datasets/roneneldan/TinyStories).
 
     data/tinystories.py --tokenizer llama3                     from the Hugging Face hub
-    data/tinystories.py --tokenizer qwen --fraction 0.1        the first tenth of it (and no more is downloaded)
-    data/tinystories.py --tokenizer bytes --text a.txt b.txt   from text files, stories separated by lines of
-    <|endoftext|>
+    data/tinystories.py --tokenizer qwen --fraction 0.1        only the first tenth, and only that is downloaded
+    data/tinystories.py --tokenizer bytes --text a.txt b.txt   from text files with <|endoftext|> lines between stories
 
-Writes DIR/NAME_train.bin and DIR/NAME_val.bin (format: llmc/data/dataloader.h) and DIR/NAME.tokenizer
-(llmc/data/tokenizer.h). Each story is stripped of
-white space at both ends and stands after one separator token: Llama 3 <|begin_of_text|> 128000, Qwen <|endoftext|>
-151643, bytes 256.
-llama3, qwen and tokenizer.json files need packages: data/setup_venv.sh installs them, data/.venv/bin/python has them.
-bytes needs none.
+Writes DIR/NAME_train.bin, DIR/NAME_val.bin (format: llmc/data/dataloader.h) and DIR/NAME.tokenizer
+(llmc/data/tokenizer.h). White space at both ends of a story is removed. One separator token stands before each story:
+Llama 3 <|begin_of_text|> 128000, Qwen <|endoftext|> 151643, bytes 256. llama3, qwen and tokenizer.json files need
+packages: run data/setup_venv.sh, then data/.venv/bin/python. bytes needs none.
 """
 
 import argparse
@@ -45,7 +42,7 @@ SHARD_U32_LONG_VERSION = 8  # 64-bit count in words 2 and 3
 TABLE_MAGIC, TABLE_VERSION = 20251121, 1
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*" r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # of Llama 3 and Qwen, which differ in how digits are grouped
+)  # Llama 3 and Qwen differ in how they group digits
 
 
 class BadInput(Exception):
@@ -111,7 +108,8 @@ class JsonTokenizer:
         found = [name for name in names if name in self.ids]
         if not found:
             raise BadInput(
-                f"{path}: has no token {' or '.join(names)}; name the one that shall stand before each story with --separator"
+                f"{path}: has no token {' or '.join(names)}; "
+                "name the one that shall stand before each story with --separator"
             )
         self.separator = self.ids[found[0]]
         folder = os.path.basename(os.path.dirname(os.path.abspath(path)))
@@ -130,7 +128,7 @@ class JsonTokenizer:
 
 
 def byte_level_alphabet():
-    """The character that stands for each byte in GPT-2's vocabularies: printable Latin-1 for itself, the others from U+0100 on."""
+    """Returns GPT-2's character for each byte: printable Latin-1 is itself, other bytes are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {**{chr(b): b for b in printable}, **{chr(0x100 + i): b for i, b in enumerate(others)}}
@@ -153,8 +151,9 @@ def package_folder(package, tokenizer):
     spec = importlib.util.find_spec(package)
     if not spec or not spec.submodule_search_locations:
         raise BadInput(
-            f"--tokenizer {tokenizer} needs the Python package {package.replace('_', '-')}, which {sys.executable} does not have. "
-            "Run data/setup_venv.sh, then data/.venv/bin/python data/tinystories.py ... (or take --tokenizer bytes, which needs no package)"
+            f"--tokenizer {tokenizer} needs the Python package {package.replace('_', '-')}, "
+            f"which {sys.executable} does not have. Run data/setup_venv.sh, then "
+            "data/.venv/bin/python data/tinystories.py ... (or take --tokenizer bytes, which needs no package)"
         )
     return spec.submodule_search_locations[0]
 
@@ -206,7 +205,7 @@ def local_sources(paths, fraction):
 
 
 def request_from(url, offset):
-    """Asks for a file from `offset` on. Returns (response or None when nothing is left, where it starts, the file's size)."""
+    """Requests a file from `offset` on. Returns (response, or None if nothing is left; its first byte; file size)."""
     request = urllib.request.Request(url, headers={"Range": f"bytes={offset}-", "User-Agent": "tinystories.py"})
     try:
         response = urllib.request.urlopen(request, timeout=60)
@@ -224,7 +223,10 @@ def request_from(url, offset):
 
 
 def download_some(url, part, fraction, progress):
-    """One connection: appends to `part` until it holds `fraction` of the file. Returns (bytes held, bytes wanted, file size)."""
+    """Appends to `part` over one connection until it holds `fraction` of the file.
+
+    Returns (bytes held, bytes wanted, file size).
+    """
     have = os.path.getsize(part) if os.path.exists(part) else 0
     response, have, total = request_from(url, have)
     wanted = math.ceil(total * fraction)
@@ -277,7 +279,10 @@ def download(name, folder, fraction):
 
 
 class StoryReader:
-    """Iterates over the stories of the sources, at most a piece of READ_BYTES and one story in memory. A story that a limit cuts is left out."""
+    """Iterates over the stories of the sources. Holds at most READ_BYTES and one story in memory.
+
+    A story that a limit cuts is left out.
+    """
 
     def __init__(self, sources):
         self.sources, self.bytes_read, self.undecodable = sources, 0, 0
@@ -304,7 +309,8 @@ class StoryReader:
                 yield from whole
                 if len(rest) > LONGEST_STORY:
                     raise BadInput(
-                        f"{source.path}: {LONGEST_STORY >> 20} MiB without a {MARK.decode()} line; stories must be separated by such lines"
+                        f"{source.path}: {LONGEST_STORY >> 20} MiB without a {MARK.decode()} line; "
+                        "stories must be separated by such lines"
                     )
         if source.limit == source.size:
             yield rest
@@ -356,7 +362,8 @@ class ShardFile(OutputFile):
         (magic, version), fits = self.magic, self.count < 1 << 31
         if not fits and self.kind == "H":
             raise BadInput(
-                f"{self.path}: {self.count} tokens, but a uint16 shard holds {(1 << 31) - 1} at most; take a smaller --fraction"
+                f"{self.path}: {self.count} tokens, but a uint16 shard holds {(1 << 31) - 1} at most; "
+                "take a smaller --fraction"
             )
         count = struct.pack("<i", self.count) if fits else struct.pack("<q", self.count)
         self.file.seek(0)
@@ -389,7 +396,8 @@ class Progress:
         seconds = max(time.monotonic() - self.start, 1e-9)
         rate = (done - self.first) / seconds
         left = f" | {(total - done) / rate:.0f} s left" if rate > 0 and done < total else ""
-        return f"{self.title}: {100 * done / max(total, 1):5.1f}% | {done / 1e6:.1f} of {total / 1e6:.1f} MB | {rate / 1e6:.1f} MB/s{extra}{left}"
+        share = f"{100 * done / max(total, 1):5.1f}% | {done / 1e6:.1f} of {total / 1e6:.1f} MB"
+        return f"{self.title}: {share} | {rate / 1e6:.1f} MB/s{extra}{left}"
 
     def show(self, done, total, extra=""):
         line, now = self.line(done, total, extra), time.monotonic()
@@ -461,7 +469,8 @@ def prepare(options):
             write_stories(StoryReader(train), tokenizer, choose, Progress("train and val"))
         if not train_shard.stories:
             raise BadInput(
-                f"no whole story in {', '.join(s.path for s in train) or 'the text'}; is it empty, or the fraction too small?"
+                f"no whole story in {', '.join(s.path for s in train) or 'the text'}; "
+                "is it empty, or the fraction too small?"
             )
         if not val_shard.stories:
             raise BadInput(

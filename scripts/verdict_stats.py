@@ -48,7 +48,7 @@ from arch.bootstrap import MovingBlockBootstrap, optimal_block_length
 from scipy import optimize, stats
 
 CONFIDENCE, POWER = 0.95, 0.80
-REPLICATES = 1000  # of each bootstrap
+REPLICATES = 1000  # resamples of each bootstrap
 MIN_STEPS = 40     # with fewer, too few blocks remain
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Checks the goldens of make_fp8_goldens.py in numpy alone, from the definition of the formats: every cast must be the
-nearest representable value,
-ties to the even code, saturated; every scale MAX / max(amax, 1e-12); the linear layer the product of its decoded
-operands.
+"""Checks the goldens of make_fp8_goldens.py in numpy, from the definition of the formats.
+
+Every cast must be the nearest representable value, ties to the even code, saturated. Every scale must be
+MAX / max(amax, 1e-12). Each result of the linear layer must be the GEMM of its decoded operands.
 """
 
 import json

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Checks the goldens of make_goldens.py without transformers: the model is written out below in float64 and only
-torch's autograd is used,
-which is itself checked by finite differences of the loss. What it prints is how far float32 alone moves each quantity.
+"""Checks the goldens of make_goldens.py without transformers.
+
+The model is written out below in float64. It uses only torch's autograd, which finite differences of the loss check.
+The printed numbers say how far float32 moves each quantity.
 """
 
 import json
@@ -109,7 +110,8 @@ def relative(found, expected):
 
 
 def finite_difference_error(config, values, grads, tokens, generator, per_tensor=2):
-    """Largest error of autograd beside a central difference, relative to the tensor's largest gradient. One entry is the largest, others random."""
+    """Returns the largest error of autograd against central differences, relative to the tensor's largest gradient. It
+    tests the largest entry of each tensor and random ones."""
     worst = 0.0
     for key, g in grads.items():
         entries = [g.abs().argmax().item()] + torch.randint(g.numel(), (per_tensor - 1,), generator=generator).tolist()
@@ -158,7 +160,8 @@ def check(path):
     print(
         f"{path.stem}: "
         + ", ".join(f"{key} {value:.1e}" for key, value in found.items())
-        + f"; finite differences {slope_error:.1e}; least gradient {smallest[0]:.1e} (root mean square of {smallest[1]})"
+        + f"; finite differences {slope_error:.1e}"
+        + f"; least gradient {smallest[0]:.1e} (root mean square of {smallest[1]})"
     )
     return all(found[key] < limit for key, limit in LIMITS.items()) and slope_error < DIFFERENCE_LIMIT
 

@@ -1,17 +1,15 @@
 #!/usr/bin/env python3
 """Checks a model folder with transformers, or makes a small one.
 
-check_hf_folder.py DIR... [--tokens SHARD.bin --sequence-length T [--num-sequences N]] [--dtype float32|bfloat16]
-[--device cpu|cuda]
-    Loads each folder with AutoModelForCausalLM.from_pretrained, insists that no weight is missing, unknown or
-    misshapen, and prints the number of
-    parameters and, with --tokens, the mean loss over the shard's first N windows of T inputs (all of them without
-    --num-sequences), window i
-    being tokens i*T .. i*T+T: what the trainers' data loader reads with --shuffle off.
+check_hf_folder.py DIR... [--tokens SHARD.bin --sequence-length T [--num-sequences N]]
+                          [--dtype float32|bfloat16] [--device cpu|cuda]
+    Loads each folder with AutoModelForCausalLM.from_pretrained. Fails if a weight is missing, unknown or has a wrong
+    shape. Prints the number of parameters. With --tokens it also prints the mean loss over the shard's first N windows
+    of T inputs (all windows without --num-sequences). Window i holds tokens i*T .. i*T+T, as the trainers' data loader
+    reads them with --shuffle off.
 check_hf_folder.py --make-model NAME DIR [--vocab-size V] [--max-shard-size 100KB] [--dtype float32|bfloat16]
-    Writes one of the tiny models of tiny_models.py (llama_tiny, llama31_tiny, qwen2_tiny, qwen3_tiny) as such a folder;
-    --max-shard-size below the
-    model's size splits the weights over several files with an index.
+    Writes one of the models of tiny_models.py (llama_tiny, llama31_tiny, qwen2_tiny, qwen3_tiny) as a folder. A
+    --max-shard-size below the model's size splits the weights into several files with an index.
 """
 
 import argparse
@@ -61,7 +59,7 @@ def check(folder, a):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, a.dtype), local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # whatever transformers finds wrong with the folder: the others are still checked
+    except Exception as error:  # any error of transformers; the other folders are still checked
         print(f"{folder}: FAILED: {error}")
         return False
     problems = {key: sorted(map(str, value)) for key, value in info.items() if value}
@@ -70,7 +68,8 @@ def check(folder, a):
         return False
     model = model.to(a.device).eval()
     files = sorted(p.name for p in pathlib.Path(folder).glob("*.safetensors"))
-    line = f"{folder}: {type(model).__name__}, {len(files)} weight file(s), {sum(p.numel() for p in model.parameters())} parameters"
+    parameters = sum(p.numel() for p in model.parameters())
+    line = f"{folder}: {type(model).__name__}, {len(files)} weight file(s), {parameters} parameters"
     if a.tokens:
         loss, count = mean_loss(model, read_shard(a.tokens), a.sequence_length, a.num_sequences, a.device)
         line += f", loss {loss:.6f} over {count} sequences of {a.sequence_length}"

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Checks the goldens of make_recipe_goldens.py another way: torchao's copies in numpy, from the definition of scales
-and formats; Transformer Engine's, which
-were made in numpy, by torch's casts; the linear layers as products of their decoded operands; the history from windows
-of the sequence itself.
+"""Checks the goldens of make_recipe_goldens.py in another way.
+
+torchao's FP8 data are computed again in numpy, from the definition of scales and formats. Transformer Engine's data,
+which were made in numpy, are computed again by torch's casts. The linear layers must be GEMMs of their decoded
+operands, and the amax history must follow from windows of the sequence.
 """
 
 import sys
@@ -74,7 +75,8 @@ def check_copies(golden, keeps_nan):
             codes = torch.from_numpy(scaled).clamp(-largest, largest).to(TORCH_FORMATS[name]).view(torch.uint8).numpy()
         ok = scales_ok and same_codes(golden[key], codes, name)
         print(
-            f"  {key}: {'exact' if ok else 'DIFFERS'}, {len(np.unique(golden[key]))} different bytes, {len(np.unique(inverse))} different scales"
+            f"  {key}: {'exact' if ok else 'DIFFERS'}, {len(np.unique(golden[key]))} different bytes, "
+            f"{len(np.unique(inverse))} different scales"
         )
         good &= ok
     return good

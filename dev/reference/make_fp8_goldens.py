@@ -1,20 +1,17 @@
 #!/usr/bin/env python3
-"""Makes the goldens of the tensorwise FP8 recipe with torchao, on the CPU. FP8 values are stored as their bytes (U8), a
-tensor's scale s (the
-multiplier that takes it to FP8) as F32 [1].
+"""Makes the goldens of the tensorwise FP8 recipe with torchao, on the CPU.
+
+FP8 values are stored as bytes (U8). A tensor's scale s is F32 [1]; values are multiplied by it before the cast.
 
 fp8_casts.safetensors    e4m3, e5m2 U8 [65536]: byte i is the saturating cast of the bfloat16 with bits i. NaN bytes are
-those of torch's CPU code
-                         (7F, FF); compare NaNs by class
-fp8_scales.safetensors   e4m3, e5m2, e4m3_pow2, e5m2_pow2 F32 [32640]: s for the amax with bfloat16 bits i (every finite
-one); pow2: rounded down to a
-                         power of two. NAME_special F32 [2]: s for amax = infinity and NaN
-fp8_tensors.safetensors  CASE.x BF16 [M, N] quantized with one scale for the whole tensor: CASE.e4m3, CASE.e5m2 U8 [M,
-N], CASE.e4m3_scale, CASE.e5m2_scale
-fp8_linear.safetensors   Float8Linear (emulate=True) on a fused gate and up layer, M rows, C inputs, 2F outputs: x [M,
-C], w [2F, C], dy [M, 2F] and the
-                         results y [M, 2F], dx [M, C], dw [2F, C] BF16; the GEMM operands x_fp8, w_fp8 (E4M3), dy_fp8
-                         (E5M2) U8 with x_scale, w_scale, dy_scale
+                         those of torch's CPU code (7F, FF), so compare NaNs as NaNs
+fp8_scales.safetensors   e4m3, e5m2, e4m3_pow2, e5m2_pow2 F32 [32640]: s for the amax with bfloat16 bits i (all finite
+                         ones); pow2: rounded down to a power of two. NAME_special F32 [2]: s for infinity and NaN
+fp8_tensors.safetensors  CASE.x BF16 [M, N], quantized with one scale for the whole tensor: CASE.e4m3, CASE.e5m2 U8
+                         [M, N], CASE.e4m3_scale, CASE.e5m2_scale
+fp8_linear.safetensors   Float8Linear (emulate=True) on a fused gate and up layer with M rows, C inputs, 2F outputs:
+                         x [M, C], w [2F, C], dy [M, 2F], results y [M, 2F], dx [M, C], dw [2F, C] BF16; GEMM operands
+                         x_fp8, w_fp8 (E4M3), dy_fp8 (E5M2) U8 with x_scale, w_scale, dy_scale
 """
 
 import hashlib

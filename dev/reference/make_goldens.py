@@ -1,17 +1,15 @@
 #!/usr/bin/env python3
-"""Makes goldens/NAME.safetensors, goldens/NAME.config.json (as transformers 5 writes it) and
-goldens/NAME.config.v4.json (the same model as
-transformers 4 wrote it and most published folders have it) for every model of tiny_models.py, with transformers in
-float32 on the CPU.
+"""Makes the goldens of every model of tiny_models.py, with transformers in float32 on the CPU.
+
+It writes goldens/NAME.safetensors, goldens/NAME.config.json (as transformers 5 writes it) and
+goldens/NAME.config.v4.json (the same model as transformers 4 wrote it, and as most published folders have it).
 
 Each golden holds, as float32 unless said otherwise:
-    tokens [B, T+1] int32     inputs are tokens[:, :T], targets tokens[:, 1:]; loss = mean cross-entropy over all B*T
-    targets
+    tokens [B, T+1] int32     inputs are tokens[:, :T], targets tokens[:, 1:]; loss is the mean cross-entropy over B*T
     logits [B, T, V], loss [1]
-    param.NAME, grad.NAME     weights (exact in bfloat16) and gradients of the first step; NAME is Hugging Face's, a
-    tied lm_head is absent
-    after3.NAME               weights after three torch.optim.AdamW steps on the same batch, weight decay on matrices
-    only
+    param.NAME, grad.NAME     weights (exact in bfloat16) and gradients of the first step, by Hugging Face's names; a
+                              tied lm_head is absent
+    after3.NAME               weights after three torch.optim.AdamW steps on one batch, weight decay on matrices only
     loss_step1..3 [1]         loss before each of the three updates (loss_step1 = loss)
     grad_norm [1]             L2 norm over all gradients of the first step
 The optimizer's settings are in the file's metadata.
@@ -56,7 +54,7 @@ def old_style_config(config):
 def write_configs(name, model):
     model.config.architectures = [type(model).__name__]
     model.config.dtype = torch.float32
-    config = json.loads(model.config.to_json_string())  # what save_pretrained writes
+    config = json.loads(model.config.to_json_string())  # as save_pretrained writes it
     for suffix, values in (("config.json", config), ("config.v4.json", old_style_config(config))):
         (OUT / f"{name}.{suffix}").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
@@ -108,7 +106,8 @@ def make_golden(name):
     write_golden(path, golden, metadata)
     write_configs(name, model)
     print(
-        f"{path.name}: {path.stat().st_size:,} bytes, loss {loss_line(golden)}, gradient norm {golden['grad_norm'].item():.6f}"
+        f"{path.name}: {path.stat().st_size:,} bytes, loss {loss_line(golden)}, "
+        f"gradient norm {golden['grad_norm'].item():.6f}"
     )
 
 

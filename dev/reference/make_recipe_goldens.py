@@ -1,25 +1,22 @@
 #!/usr/bin/env python3
-"""Makes the goldens of the FP8 recipes other than tensorwise, on the CPU: torchao's by torchao's own functions,
-Transformer Engine's by te_recipes.py.
+"""Makes the goldens of the FP8 recipes other than tensorwise, on the CPU.
 
-A copy of a matrix x [R, C] is a matrix [outer, depth] of FP8 bytes (U8): `row` is x as it lies, `col` its transpose;
-scales run along depth. Beside the
-codes CASE.GRAIN.COPY.FORMAT stands CASE.GRAIN.COPY.FORMAT_inverse, what a code is multiplied by to give the value back:
-[outer, blocks along depth]
-(squares: [blocks, blocks]), F32, or U8 for the E8M0 exponents of MX. NaN bytes are those of torch's CPU code; compare
-NaNs by class.
+torchao's goldens come from torchao's functions, Transformer Engine's from te_recipes.py.
 
-recipe_torchao.safetensors  CASE.x BF16; CASE.rows.* one scale a row (powers of two), CASE.mx.* 32 values (RCEIL);
-mx_bytes.FORMAT U8 [32640]: E8M0 byte for the
-                            amax with bfloat16 bits i; layout.OUTERxBLOCKS and .tiled U8: E8M0 bytes and how the matrix
-                            products want them
+FP8 data of a matrix x [R, C] are a matrix [outer, depth] of bytes (U8): `row` is the rowwise data, `col` the columnwise
+data, which are transposed. Scales are along the depth. CASE.GRAIN.USAGE.FORMAT holds the codes, and
+CASE.GRAIN.USAGE.FORMAT_inverse scale_inv: [outer, blocks along depth] (for 128x128: [blocks, blocks]) in F32, or U8 for
+the E8M0 exponents of MX. NaN bytes are those of torch's CPU code, so compare NaNs as NaNs.
+
+recipe_torchao.safetensors  CASE.x BF16; CASE.rows.*: one scale a row (powers of two); CASE.mx.*: one for 32 values
+                            (RCEIL); mx_bytes.FORMAT U8 [32640]: E8M0 byte for the amax with bfloat16 bits i;
+                            layout.OUTERxBLOCKS and .tiled U8: E8M0 bytes, and their order for the GEMMs
 recipe_te.safetensors       CASE.x BF16; CASE.1x128.*, CASE.128x128.row.*; scales.amax F32 with scales.FORMAT and
-.FORMAT_pow2 (multipliers, not inverse);
-                            delayed.hLENGTH_mMARGIN_FORMAT.amaxes and .scales F32: the multiplier after each pass's
-                            update
-recipe_linear.safetensors   x [M, K], w [N, K], dy [M, N] BF16, and per recipe of torchao: RECIPE.TENSOR_COPY (+
-_inverse), every operand as its emulated linear
-                            layer made it (dy E5M2 for tensorwise, else E4M3), and y [M, N], dx [M, K], dw [N, K] BF16
+                            .FORMAT_pow2 (scales, not scale_inv); delayed.hLENGTH_mMARGIN_FORMAT.amaxes and .scales F32:
+                            the scale after each update
+recipe_linear.safetensors   x [M, K], w [N, K], dy [M, N] BF16. For each recipe of torchao RECIPE.TENSOR_USAGE and
+                            _inverse: every operand that its emulated linear layer made (dy E5M2 for tensorwise, else
+                            E4M3); and y [M, N], dx [M, K], dw [N, K] BF16
 """
 
 import dataclasses
@@ -141,7 +138,8 @@ def rows_copies(x):
 
 
 def mx_copy(x, dtype):
-    """torchao's cast. Its version 0.18 takes blocks whose exponent byte is 0 times 1; later ones times 2^127, as the byte says and as is done here."""
+    """Returns torchao's cast. torchao 0.18 multiplies blocks whose exponent byte is 0 by 1. Later versions multiply by
+    2^127, as the byte says, and so does this function."""
     exponent, codes = to_mx(x, dtype, BLOCK, ScaleCalculationMode.RCEIL)
     exponent = exponent.view(torch.uint8)
     zero = (exponent == 0).repeat_interleave(BLOCK, 1)

@@ -1,5 +1,7 @@
-"""Transformer Engine's FP8 recipes "delayed" and "blockwise" written out in numpy: scales, casts and the amax history. No GPU and no Transformer Engine
-is needed; what is written here is its behaviour as of version 2.x, with the names of its settings."""
+"""Transformer Engine's FP8 recipes "delayed" and "blockwise" in numpy: scales, casts and the amax history.
+
+This needs no GPU and no Transformer Engine. It follows version 2.x and uses the names of its settings.
+"""
 
 import numpy as np
 
@@ -9,14 +11,13 @@ FLOAT_MAX = np.float32(np.finfo(np.float32).max)
 
 
 def largest_magnitude(x):
-    """amax of a block. Its maxima are taken with fmaxf, which drops NaN: an element that is NaN stays NaN but does not count."""
+    """Returns the amax of a block. As fmaxf does, it ignores NaN; the element itself stays NaN."""
     return np.where(np.isnan(x), np.float32(0), np.abs(x)).max(initial=np.float32(0)).astype(np.float32)
 
 
 def scale_of(amax, name, power_of_two, margin=0):
-    """The multiplier that takes values to FP8: one fp32 division. An amax of zero, infinity or NaN gives 1, a quotient
-    past the largest float that float.
-    power_of_two: the mantissa is cleared, so it is rounded down."""
+    """Returns the scale by which values are multiplied before the cast: one fp32 division. An amax of zero, infinity or
+    NaN gives 1. A quotient above the largest float becomes the largest float. power_of_two: rounded down to one."""
     amax = np.asarray(amax, np.float32)
     with np.errstate(all="ignore"):
         scale = np.float32(FORMATS[name][2] * 2.0**-margin) / amax
@@ -26,7 +27,8 @@ def scale_of(amax, name, power_of_two, margin=0):
 
 
 def blockwise(x, height, width, name):
-    """Codes of the float32 matrix x and the inverse scales [ceil(rows / height), ceil(cols / width)] of its blocks; a block at a ragged edge is smaller."""
+    """Returns codes of the float32 matrix x, and scale_inv [ceil(rows / height), ceil(cols / width)] of its blocks. A
+    block at a ragged edge is smaller."""
     rows, cols = x.shape
     codes = np.empty(x.shape, np.uint8)
     inverse = np.empty((-(-rows // height), -(-cols // width)), np.float32)
@@ -40,9 +42,10 @@ def blockwise(x, height, width, name):
 
 
 def delayed_scales(amaxes, history_length, margin, name):
-    """The scale after each update of one tensor, from the amaxes of the passes between; amax_compute_algo "max". Slot 0 of the history holds the amax of the
-    pass under way. An amax of zero says that the tensor was not cast: nothing moves. While an infinity is in the window
-    the scale stays.
+    """Returns the scale of one tensor after each update, from the amax of each pass; amax_compute_algo "max".
+
+    Slot 0 of the history holds the amax of the current pass. An amax of zero means that the tensor was not cast, so
+    nothing changes. While an infinity is in the window, the scale stays.
     """
     history, scale, scales = np.zeros(history_length, np.float32), np.float32(1), []
     for amax in amaxes:

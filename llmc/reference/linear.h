@@ -45,7 +45,7 @@ static inline void bias_backward_reference(float *dbias, const float *dy, int64_
 // An operand of the emulated GEMM.
 typedef struct {
     MatrixView view;  // [outer, depth], codes decoded
-    float scale_inv;  // of a whole tensor; 1 if scales are finer: the decoded values then include them
+    float scale_inv;  // the whole tensor's; 1 if scales are finer: the decoded values then include them
     uint8_t *codes;   // FP8 bytes, freed with the operand; NULL if bf16, or if the caller keeps them
     void *scales;     // scale_inv of `codes`
     float *values;
