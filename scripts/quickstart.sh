@@ -40,4 +40,4 @@ else
     $trainer tiny $run --sequence-length 256 --batch-size 8 --learning-rate 3e-3 --warmup-steps $((steps / 30))
 fi
 echo
-echo "Every step is in $out/log.jsonl. Next: README.md, 'Train on TinyStories'."
+echo "Every step is in $out/log.jsonl. Next: docs/TRAINING.md."

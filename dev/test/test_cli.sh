@@ -51,7 +51,9 @@ says_one_line() {
     for prefix in "" "$ranks 1" "$ranks 2"; do
         timeout 60 $prefix $trainer "$@" >"$tmp/stdout" 2>"$tmp/stderr"
         [ $? -ne 0 ] || return 1
-        [[ $prefix && $(mpirun --version) != *"Open MPI) 4."* ]] && sed -i '/^-*$/,$d' "$tmp/stderr"
+        if [[ $prefix && $(mpirun --version) != *"Open MPI) 4."* ]]; then
+            awk '/^-*$/ { exit } 1' "$tmp/stderr" >"$tmp/own" && mv "$tmp/own" "$tmp/stderr"
+        fi
         one_line "$tmp/stderr" || return 1
     done
 }
