@@ -29,7 +29,9 @@ long=$!
 for signal in INT TERM HUP; do
     at=$tmp/$signal
     set -m
-    bash -c "./train_fp8 tiny $data --num-steps 1000000 --checkpoint-dir $at --log-dir $at 2>&1 | tee $at.out" \
+    # Under nohup these tests inherit an ignored SIGHUP, which the trainer would leave ignored.
+    env --default-signal=HUP,INT,TERM \
+        bash -c "./train_fp8 tiny $data --num-steps 1000000 --checkpoint-dir $at --log-dir $at 2>&1 | tee $at.out" \
         >/dev/null &
     group=$!
     set +m
