@@ -21,7 +21,8 @@ is_pinned "$program" || program=build/clang-format/bin/clang-format
 if ! is_pinned "$program"; then
     [ -n "$install" ] || { echo "clang-format $version is not installed; make format installs it" >&2; exit 3; }
     python3 -m venv build/clang-format && build/clang-format/bin/pip install -q "clang-format==$version" || {
-        echo "error: cannot install clang-format $version; pip install clang-format==$version in a venv on PATH" >&2
+        echo "error: cannot install clang-format $version in build/clang-format, which needs python3-venv (Debian," \
+            "Ubuntu: apt install python3-venv) and network; or put clang-format $version on PATH" >&2
         exit 1
     }
 fi

@@ -180,7 +180,7 @@ import json, sys
 left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filter", "shard-size", "world-size",
             "copy-engines", "fp8-weight-cache", "log-dir", "checkpoint-dir", "export-hf")
 for name, value in json.load(sys.stdin)["settings"].items():
-    if value not in ("on", "off") and name not in left_out: print("--" + name, value)')
+    if value not in ("", "on", "off") and name not in left_out: print("--" + name, value)')
 check "the start with $(wc -l <<<"$many") options" starts 2 tiny $data $val $many
 check "many options: cut with an ellipsis" equal "$(grep -c ' \.\.\.$' "$tmp/start")" 1
 $trainer tiny $data --precision fp8 --dry-run >"$tmp/start"
