@@ -447,7 +447,7 @@ static float rank_mean(const float *arrays, int64_t ranks, int64_t stride, int64
 // Each replica rounds with its own random bits.
 static GradientSum micro_sum(const Trainer *t, int64_t step, int64_t micro) {
     const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // the GPU adds in two parts
-    const GradientSum s = {micro > 0, micro > 0, gradient_sum_key((uint64_t)t->o->seed, step, part), 0};
+    const GradientSum s = {micro > 0, micro > 0, gradient_sum_key((uint64_t)t->o->rounding_seed, step, part), 0};
     return s;
 }
 

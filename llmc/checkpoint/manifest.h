@@ -223,7 +223,7 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     const JsonNode *settings = json_member(json, json_root(json), "settings");
     const JsonNode *precision = settings ? json_member(json, settings, "precision") : NULL;
     Options initial = options_default();
-    initial.precision = o->precision;  // options_resolve sets `auto` values by it
+    initial.precision = o->precision, initial.seed = o->seed;  // options_resolve sets other values by these
     options_resolve(&initial);
     char precision_now[64];
     option_format(o, option_find("precision", strlen("precision")), precision_now, sizeof precision_now);

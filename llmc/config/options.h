@@ -389,12 +389,13 @@ static inline bool options_fp32_gradients(const Options *o, int64_t world) {
     return o->precision == PRECISION_FP32 || (sums && o->grad_accum_dtype == STORAGE_FP32);
 }
 
-// Replaces each `auto` by the value that it stands for.
+// Replaces each `auto` by the value that it stands for, and a --rounding-seed that is not given by --seed.
 static inline void options_resolve(Options *o) {
     int storage = o->precision == PRECISION_FP32 ? STORAGE_FP32 : STORAGE_BF16;
     if (o->master_weights == STORAGE_AUTO) o->master_weights = storage;
     if (o->optimizer_state == STORAGE_AUTO) o->optimizer_state = storage;
     if (o->precision == PRECISION_FP32) o->reduce_dtype = REDUCE_FP32;
+    if (o->rounding_seed < 0) o->rounding_seed = o->seed;
     if (o->grad_accum_dtype == STORAGE_AUTO) o->grad_accum_dtype = options_sum_storage(o);
     if (o->fp8_all_gather == AUTO) o->fp8_all_gather = recipe_has_tensor_scales(options_recipe(o)) ? ON : OFF;
     if (o->precision == PRECISION_FP8 && o->fp8_format == FP8_FORMAT_AUTO)

@@ -63,7 +63,10 @@ enum { FREE, MUST_MATCH };
     INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per GPU and micro-step (B)") \
     INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
     INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps of the whole run") \
-    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "seed of initial weights, data order and stochastic rounding") \
+    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "seed of initial weights, data order and samples") \
+    INT(rounding_seed, "rounding-seed", -1, -1, 4294967295.0, MUST_MATCH, \
+         "seed of stochastic rounding; runs that differ in it alone show how far rounding moves a loss; -1: the " \
+         "value of --seed") \
     GROUP("precision") \
     CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, \
          "dtype of GEMMs; fp8: linear layers by --fp8-recipe, everything else bf16; fp32: CPU trainer only") \

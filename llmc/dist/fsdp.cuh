@@ -86,8 +86,8 @@ static inline void fsdp_begin_step(Fsdp *f, int64_t step) {
 static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
     const int64_t part = 2 * (micro * f->replicas + f->replica);
     f->sum.add = f->sum.stochastic = micro > 0;
-    f->sum.key = gradient_sum_key(f->seed, f->step, part);
-    f->embedding_key = gradient_sum_key(f->seed, f->step, part + 1);
+    f->sum.key = gradient_sum_key(f->rounding_seed, f->step, part);
+    f->embedding_key = gradient_sum_key(f->rounding_seed, f->step, part + 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ typedef struct {
 
     FsdpScales scales[NUM_LINEARS];
     int64_t rowwise_scale_bytes, columnwise_scale_bytes;  // bytes of a layer's scales
-    uint64_t seed;
+    uint64_t rounding_seed;
     int64_t step;
     GradientSum sum;         // how gradients of this micro-step are added to the sums
     uint64_t embedding_key;  // key of the random rounding of an embedding's gradient, added after a tied lm_head's
@@ -231,7 +231,7 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->table = table, f->precision = precision;
     f->plan = shard_plan(table, shard_size, rank % shard_size);
     f->world = world, f->replicas = world / shard_size, f->replica = rank / shard_size;
-    f->seed = (uint64_t)o->seed;
+    f->rounding_seed = (uint64_t)o->rounding_seed;
     f->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
     for (int64_t i = 0; i < table->count; i++) {
         const Parameter *p = &table->entries[i];

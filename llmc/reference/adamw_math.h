@@ -4,8 +4,8 @@
 //     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 // Multiplications that feed a sum are explicit fmaf, so that no compiler contracts differently.
 //
-// bf16 weights and moments are rounded stochastically with random bits that depend on (seed, step, flat element index)
-// alone: neither on the launch shape nor on how the parameters are split over GPUs.
+// bf16 weights and moments are rounded stochastically with random bits that depend on (rounding seed, step, flat
+// element index) alone: neither on the launch shape nor on how the parameters are split over GPUs.
 #ifndef LLMC_ADAMW_MATH_H
 #define LLMC_ADAMW_MATH_H
 
@@ -49,7 +49,7 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
 static inline AdamwStep adamw_step_of(const Options *o, int64_t step) {
     const bool nearest_weights = o->master_weights == STORAGE_BF16_NEAREST;
     return adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay,
-                      nearest_weights, (uint64_t)o->seed);
+                      nearest_weights, (uint64_t)o->rounding_seed);
 }
 
 // The largest gradient norm, before clipping, with which a step is taken; above it the step counts as not finite. No

@@ -146,9 +146,11 @@ static inline bool start_is_given(const OptionRow *row, int argc, char **argv) {
     return false;
 }
 
-// True if the option has an effect in this run: FP8 options need --precision fp8, others several ranks.
+// True if the option has an effect in this run: FP8 options need --precision fp8, others several ranks. --rounding-seed
+// is shown only where it differs from --seed.
 static inline bool start_concerns(const OptionRow *row, const Options *o, const Comm *c) {
     const size_t f = row->field;
+    if (f == offsetof(Options, rounding_seed)) return o->rounding_seed != o->seed;
     if (option_is_fp8(row) && o->precision != PRECISION_FP8) return false;
     return c->world > 1 || (f != offsetof(Options, fp8_all_gather) && f != offsetof(Options, reduce_dtype));
 }
