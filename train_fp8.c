@@ -167,12 +167,11 @@ typedef struct {
     Units units;
     Scales scales;
     Activations acts;
-    Batch batch;             // the current micro-step's
-    bool training;           // true in a micro-step: casts write scales.amax, and norms bad_norm
-    int64_t bad_norm;        // the first norm of this step whose input was not finite (nonfinite.h)
-    StepRecord last_step;    // the latest step
-    double validation_loss;  // sum over the batches so far
-    void *memory;            // the arena
+    Batch batch;           // the current micro-step's
+    bool training;         // true in a micro-step: casts write scales.amax, and norms bad_norm
+    int64_t bad_norm;      // the first norm of this step whose input was not finite (nonfinite.h)
+    StepRecord last_step;  // the latest step
+    void *memory;          // the arena
     int64_t memory_bytes;
 } Trainer;
 
@@ -737,11 +736,6 @@ static void loss_forward(Trainer *t, const Batch *batch) {
     cross_entropy_forward(t->acts.losses, t->acts.logits, batch->targets, t->d.R, t->d.V);
 }
 
-// Returns the sum of the losses of the first `rows` rows, divided by `tokens`.
-static double loss_share(const Trainer *t, int64_t rows, int64_t tokens) {
-    return array_sum(t->acts.losses, rows) / (double)tokens;
-}
-
 // Computes the loss of every row and, back through lm_head and the final norm, acts.dx. After model_forward.
 static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     const Dims *d = &t->d;
@@ -937,7 +931,19 @@ static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t mic
         comm_max_u32(t->comm, COMM_WORLD, t->scales.amax, t->scales.delayed.tensors);
         histories_update(t, false);
     }
-    return loss_share(t, t->d.R, t->d.R);
+    return array_sum(t->acts.losses, t->d.R) / (double)t->d.R;
+}
+
+// Returns the parts of a step that began at `start` and whose optimizer began at `optimizer`. data: seconds of reading
+// batches. waited, waited_later: comm_seconds() at `start` and at `optimizer`.
+static StepTimes step_times(double start, double optimizer, double data, double waited, double waited_later) {
+    const double now = seconds_now(), waited_now = *comm_seconds();
+    StepTimes s;
+    s.seconds[TIME_DATA] = data;
+    s.seconds[TIME_COMMUNICATION] = waited_now - waited;
+    s.seconds[TIME_COMPUTE] = optimizer - start - data - (waited_later - waited);
+    s.seconds[TIME_OPTIMIZER] = now - optimizer - (waited_now - waited_later);
+    return s;
 }
 
 // Takes one optimizer step, on the samples from first_sample on. Skips the update if the gradient norm is not accepted
@@ -970,20 +976,12 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-static void clear_loss(void *context) { ((Trainer *)context)->validation_loss = 0; }
-
-static void add_loss(void *context, DataLoader *data, int64_t batch, int64_t rows, int64_t tokens) {
+static const float *token_losses(void *context, DataLoader *data, int64_t batch) {
     Trainer *t = (Trainer *)context;
     read_batch(t, data, 0, batch);
     model_forward(t, &t->batch);
     loss_forward(t, &t->batch);
-    t->validation_loss += loss_share(t, rows * t->d.T, tokens);
-}
-
-static double read_loss(void *context) {
-    Trainer *t = (Trainer *)context;
-    comm_sum(t->comm, COMM_WORLD, &t->validation_loss, 1);
-    return t->validation_loss;
+    return t->acts.losses;
 }
 
 static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {
@@ -1125,9 +1123,7 @@ static const TrainerOps trainer_ops = {.program = "train_fp8",
                                        .finish_step = finish_step,
                                        .nonfinite = nonfinite,
                                        .read_audit = read_audit,
-                                       .clear_loss = clear_loss,
-                                       .add_loss = add_loss,
-                                       .read_loss = read_loss,
+                                       .token_losses = token_losses,
                                        .next_logits = next_logits,
                                        .settle = NULL,
                                        .print_profile = NULL,

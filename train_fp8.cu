@@ -76,6 +76,7 @@ typedef struct {
     cudaEvent_t idle;  // for trainer_wait_all
     Batches batches;
     float *sample_logits;  // host: [V] of next_logits
+    float *token_losses;   // host: [R] of token_losses
     Profile profile;
     char *memory;  // the arena
 } Trainer;
@@ -650,11 +651,6 @@ static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int6
     return slot->device;
 }
 
-// Adds the losses of the first `rows` rows, divided by `tokens`, to the sum in the statistics.
-static void join_loss(Trainer *t, int64_t rows, int64_t tokens) {
-    if (rows) loss_accumulate(&t->stats->loss, t->acts.losses, rows, 1 / (double)tokens, t->stream);
-}
-
 // Turns the audit of the casts that follow on or off (--fp8-audit).
 static void audit_casts(Trainer *t, bool on) {
     t->linears.scales.auditing = on;
@@ -676,7 +672,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t fi
         const Batch batch = send_batch(t, data, first_sample, micro);
         fsdp_begin_micro_step(&t->fsdp, micro);
         model_forward_backward(t, &batch, (float)(1 / (double)tokens), micro + 1 == micro_steps);
-        join_loss(t, t->d.R, tokens);
+        loss_accumulate(&t->stats->loss, t->acts.losses, t->d.R, 1 / (double)tokens, t->stream);
     }
     profile_range_begin("optimizer", -1);
     optimizer_step(t, step);
@@ -725,26 +721,14 @@ static void read_audit(void *context, AuditSums *sums) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Validation and samples
 
-static void clear_loss(void *context) {
-    Trainer *t = (Trainer *)context;
-    CUDA_CHECK(cudaMemsetAsync(&t->stats->loss, 0, sizeof t->stats->loss, t->stream));
-}
-
-static void add_loss(void *context, DataLoader *data, int64_t batch, int64_t rows, int64_t tokens) {
+static const float *token_losses(void *context, DataLoader *data, int64_t batch) {
     Trainer *t = (Trainer *)context;
     const Batch sent = send_batch(t, data, 0, batch);
     model_forward(t, &sent);
     loss_forward(t, &sent);
-    join_loss(t, rows * t->d.T, tokens);
-}
-
-static double read_loss(void *context) {
-    Trainer *t = (Trainer *)context;
-    float loss;
-    fsdp_reduce_step_stats(&t->fsdp, &t->stats->loss, NULL);
     trainer_wait_all(t);
-    CUDA_CHECK(cudaMemcpy(&loss, &t->stats->loss, sizeof loss, cudaMemcpyDeviceToHost));
-    return loss;
+    CUDA_CHECK(cudaMemcpy(t->token_losses, t->acts.losses, (size_t)t->d.R * sizeof(float), cudaMemcpyDeviceToHost));
+    return t->token_losses;
 }
 
 // Waits for all enqueued work. Before the first step, drops the scales that validation or samples gave to tensors.
@@ -898,6 +882,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     fsdp_open_peers(&t->fsdp, t->comm, t->memory, plan->used, t->o->copy_engines == ON);
 }
+    t->token_losses = (float *)xcalloc((size_t)t->d.R, sizeof *t->token_losses);
 
 static void trainer_destroy(Trainer *t) {
     trainer_wait_all(t);
@@ -909,6 +894,7 @@ static void trainer_destroy(Trainer *t) {
     fsdp_destroy(&t->fsdp);
     transport_close_peers(&t->fsdp.transport, t->comm);
     if (t->fsdp.in.nccl) nccl_close(t->fsdp.in.nccl);
+    free(t->token_losses);
     CUDA_CHECK(cudaFree(t->memory));
     CUDA_CHECK(cudaStreamDestroy(t->stream));
     precision_free(&t->precision);
@@ -977,10 +963,9 @@ static void destroy(void *context) { trainer_destroy((Trainer *)context); }
 
 // In the order of TrainerOps.
 static const TrainerOps trainer_ops = {
-    "train_fp8cu",  1,           check_supported, open_device,   auto_filter_find, describe,
-    print_settings, print_gemms, create,          initialize,    weights_changed,  device_info,
-    start_step,     finish_step, nonfinite,       read_audit,    clear_loss,       add_loss,
-    read_loss,      next_logits, settle,          print_profile, destroy};
+    "train_fp8cu", 1,          check_supported, open_device,     auto_filter_find, describe,      print_settings,
+    print_gemms,   create,     initialize,      weights_changed, device_info,      start_step,    finish_step,
+    nonfinite,     read_audit, token_losses,    next_logits,     settle,           print_profile, destroy};
 
 #ifndef TESTING
 int main(int argc, char **argv) {
