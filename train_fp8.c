@@ -949,26 +949,31 @@ static StepTimes step_times(double start, double optimizer, double data, double 
 // Takes one optimizer step, on the samples from first_sample on. Skips the update if the gradient norm is not accepted
 // (adamw_accepts).
 static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
-    const double start = seconds_now();
+    const double start = seconds_now(), waited = *comm_seconds();
     const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
     const float grad_scale = (float)(1.0 / (double)(B * T * micro_steps));
+    double reading = 0;
     StepRecord s;
     memset(&s, 0, sizeof s);
     t->bad_norm = NONFINITE_NONE;
     copy_delayed_before(t, true);
     audit_begin(t, step + 1);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
+        const double before = seconds_now();
         read_batch(t, data, first_sample, micro);
+        reading += seconds_now() - before;
         s.loss += micro_step(t, grad_scale, step, micro) / (double)micro_steps;
     }
     reduce_replicas(t);
     comm_sum(t->comm, COMM_WORLD, &s.loss, 1);
     s.loss /= (double)t->comm->world;
+    const double optimizer = seconds_now(), waited_later = *comm_seconds();
     s.norm = gradient_norm(t);
     s.skipped = !adamw_accepts(s.norm);
     if (s.skipped) copy_delayed_before(t, false);
     else weights_update(t, step, s.norm);
-    s.seconds = seconds_now() - start;
+    s.times = step_times(start, optimizer, reading, waited, waited_later);
+    for (int i = 0; i < NUM_STEP_TIMES; i++) s.seconds += s.times.seconds[i];
     s.memory = (int64_t)comm_max(t->comm, COMM_WORLD, (double)host_memory());
     return s;
 }
@@ -1084,6 +1089,7 @@ static DeviceInfo device(const Options *o) {
     format_checked(d.name, sizeof d.name, "CPU, %d threads", omp_get_max_threads());
     format_checked(d.versions, sizeof d.versions, "compiler " __VERSION__);
     d.peak_bf16 = o->peak_tflops * 1e12;
+    d.pci_bus_id[0] = 0;
     return d;
 }
 

@@ -665,21 +665,24 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t fi
     fsdp_begin_step(&t->fsdp, step);
     profile_range_begin("step", step + 1);
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
-    step_log_begin(&t->log, t->stats, step, after_pause, t->stream);
+    step_log_begin(&t->log, t->stats, step, after_pause);
     audit_casts(t, is_due(o->fp8_audit, step + 1));
     tensor_scales_copy_before(&t->linears.scales, true);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
+        if (micro) step_log_work(&t->log, TIME_DATA);
         const Batch batch = send_batch(t, data, first_sample, micro);
+        step_log_work(&t->log, TIME_COMPUTE);
         fsdp_begin_micro_step(&t->fsdp, micro);
         model_forward_backward(t, &batch, (float)(1 / (double)tokens), micro + 1 == micro_steps);
         loss_accumulate(&t->stats->loss, t->acts.losses, t->d.R, 1 / (double)tokens, t->stream);
     }
+    step_log_work(&t->log, TIME_OPTIMIZER);
     profile_range_begin("optimizer", -1);
     optimizer_step(t, step);
     profile_range_end();
     audit_casts(t, false);
     profile_end(&t->profile);
-    step_log_end(&t->log, t->stats, step, t->stream);
+    step_log_end(&t->log, t->stats, step);
     profile_range_end();
 }
 
@@ -691,7 +694,7 @@ static StepRecord finish_step(void *context, int64_t step) {
     const StepStats *stats = &t->log.host[step % STEP_SLOTS];
     s.loss = stats->loss, s.norm = stats->control.gradient_norm;
     s.skipped = stats->control.nonfinite != 0;
-    s.seconds = step_log_seconds(&t->log, step);
+    s.seconds = step_log_seconds(&t->log, step), s.times = step_log_times(&t->log, step);
     s.memory = step_log_memory(&t->log);
     if (!s.skipped) t->linears.scales.scales_ready = t->linears.scales.delayed_scale != NULL;
     return s;
@@ -870,19 +873,20 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     memset(&arena, 0, sizeof arena);
     arena.base = t->memory;
     place(t, &arena);
-    const FsdpInputs in = {t->params.weights, &t->linears.scales, t->stream, t->comm->world > 1 ? &t->nccl : NULL};
+    t->log = step_log_create(t->stream);
+    const FsdpInputs in = {t->params.weights, &t->linears.scales, t->stream, t->comm->world > 1 ? &t->nccl : NULL,
+                           &t->log};
     fsdp_create(&t->fsdp, &in);
     linears_plan(&t->linears, t->stream, t->memory);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
     fill_rope_table(t);
-    t->log = step_log_create();
     CUDA_CHECK(cudaEventCreateWithFlags(&t->idle, cudaEventDisableTiming));
     batches_create(&t->batches);
+    t->token_losses = (float *)xcalloc((size_t)t->d.R, sizeof *t->token_losses);
     t->sample_logits = (float *)xcalloc((size_t)t->d.V, sizeof *t->sample_logits);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     fsdp_open_peers(&t->fsdp, t->comm, t->memory, plan->used, t->o->copy_engines == ON);
 }
-    t->token_losses = (float *)xcalloc((size_t)t->d.R, sizeof *t->token_losses);
 
 static void trainer_destroy(Trainer *t) {
     trainer_wait_all(t);
@@ -890,11 +894,11 @@ static void trainer_destroy(Trainer *t) {
     batches_destroy(&t->batches);
     step_log_destroy(&t->log);
     CUDA_CHECK(cudaEventDestroy(t->idle));
+    free(t->token_losses);
     free(t->sample_logits);
     fsdp_destroy(&t->fsdp);
     transport_close_peers(&t->fsdp.transport, t->comm);
     if (t->fsdp.in.nccl) nccl_close(t->fsdp.in.nccl);
-    free(t->token_losses);
     CUDA_CHECK(cudaFree(t->memory));
     CUDA_CHECK(cudaStreamDestroy(t->stream));
     precision_free(&t->precision);
@@ -952,11 +956,11 @@ static void initialize(void *context) {
                           (uint64_t)t->o->seed, t->stream);
 }
 
-static void print_profile(void *context, double peak_bf16) {
+static void print_profile(void *context, double peak_bf16, JsonText *parts) {
     Trainer *t = (Trainer *)context;
     if (!t->profile.count) return;
     profile_print(&t->profile, peak_bf16,
-                  profile_copy_rate((char *)t->acts.logits, t->linears.head_rows * t->d.V, t->stream));
+                  profile_copy_rate((char *)t->acts.logits, t->linears.head_rows * t->d.V, t->stream), parts);
 }
 
 static void destroy(void *context) { trainer_destroy((Trainer *)context); }

@@ -973,8 +973,10 @@ static void test_retry(void) {
           "%s", output);
     fclose(r.log.file);
     char *lines = read_file(log, NULL);
-    CHECK(check_count(lines, "{\"type\": \"save\", \"step\": ") == 5 &&
-              check_count(lines, "\"step\": 2, \"error\": \"saving checkpoint ") == 1,
+    CHECK(check_count(lines, "{\"type\": \"save\", \"step\": ") == 7 &&
+              check_count(lines, "\"error\": \"saving checkpoint ") == 5 &&
+              check_count(lines, "\"step\": 2, \"error\": \"saving checkpoint ") == 1 &&
+              check_count(lines, "{\"type\": \"save\", \"step\": 4, \"seconds\": ") == 1,
           "%s", lines);
     // An export is tried again, too.
     r.trainer->options.num_steps = 9;

@@ -37,7 +37,17 @@ static void free_run(Run *r) {
 }
 
 static StepRecord make_step(int64_t step, double seconds) {
-    const StepRecord s = {step, 9.123456, 1.2345, 1e-5, seconds, (int64_t)(59.9 * 1073741824), false};
+    static const GpuReading gpus[4] = {{true, 1, 700, 1980, 50, 0},
+                                       {true, 2, 650.5, 1755, 61, 1 | 4 | 0x20},
+                                       {true, 3, (double)NAN, 1980, 50, 1},
+                                       {true, 4, 700, 1980, 50, 8}};
+    StepRecord s;
+    memset(&s, 0, sizeof s);
+    s.step = step, s.loss = 9.123456, s.norm = 1.2345, s.learning_rate = 1e-5, s.seconds = seconds;
+    s.memory = (int64_t)(59.9 * 1073741824);
+    s.times.seconds[TIME_DATA] = 0.01 * seconds, s.times.seconds[TIME_COMMUNICATION] = 0.02 * seconds;
+    s.times.seconds[TIME_OPTIMIZER] = 0.07 * seconds, s.times.seconds[TIME_COMPUTE] = 0.9 * seconds;
+    s.gpus = gpus, s.joules = 2800 * seconds;
     return s;
 }
 
@@ -51,7 +61,8 @@ static char *captured(void (*action)(Logger *, void *), Logger *l, void *context
 static void log_step(Logger *l, void *step) { logger_step(l, (const StepRecord *)step); }
 static void log_validation(Logger *l, void *unused) {
     (void)unused;
-    logger_validation(l, 31, 1.5);
+    const double losses[] = {1, 2, 1.5};
+    logger_validation(l, 31, losses, 3, 0.25);
 }
 static void log_close(Logger *l, void *unused) {
     (void)unused;
@@ -90,6 +101,9 @@ static void test_file(void) {
         s.norm = step == 4 ? (double)NAN : 1;
         free(captured(log_step, &l, &s));
     }
+    const double before = l.times.began = seconds_now() - 100;  // the process began 100 s ago
+    l.times.start = 30, l.times.sampling = 2, l.run_joules = 3.6e6;
+    logger_save(&l, 31, 0.8, NULL);
     printed = captured(log_validation, &l, NULL);
     CHECK(strcmp(printed, "validation after step 31 | loss 1.500000\n") == 0, "%s", printed);
     free(printed);
@@ -97,6 +111,13 @@ static void test_file(void) {
     CHECK(strstr(printed, "31 steps, 1 skipped") && strstr(printed, "median of the last 21 steps: 110.00 ms") &&
               strstr(printed, "mean of the last 20 2.000000"),
           "%s", printed);
+    // 10 steps of 5 s, then 2.31 s: 52.31 s, of which 97% count; one step of 5 s was skipped.
+    CHECK(strstr(printed, "time: 100.0 s, goodput 45.9%: compute 47.1%, data 0.5%, communication 1.0%, "
+                          "optimizer 3.7%, start 30.0%, validation 0.2%, sampling 2.0%, saving 0.8%, other 14.6%\n") &&
+              seconds_now() - before < 100.05,
+          "%s", printed);
+    // 2800 W over 0.11 s a step of 4 x 2048 tokens
+    CHECK(strstr(printed, "energy: 0.0376 J/token, 1 kWh of 4 GPUs since the first step\n"), "%s", printed);
     free(printed);
 
     const char *path = scratch_path("log.jsonl");
@@ -130,14 +151,27 @@ static void test_file(void) {
         if (lines == 4)
             CHECK(json_member(&json, json_root(&json), "norm")->type == JSON_NULL && strstr(line, "\"skipped\": true"),
                   "NaN is null: %s", line);
-        if (lines == 32) CHECK(strcmp(type, "validation") == 0 && member(&json, "loss") == 1.5, "%s", line);
+        if (lines == 1)
+            CHECK(strstr(line, "\"data_ms\": 5e+01, \"communication_ms\": 1e+02, \"optimizer_ms\": 350.0") &&
+                      member(&json, "joules") == 14000 && strstr(line, "\"watts\": [7e+02, 650.5, null, 7e+02]") &&
+                      strstr(line, "\"sm_mhz\": [1.98e+03, 1755.0, 1.98e+03, 1.98e+03]") &&
+                      strstr(line, "\"celsius\": [5e+01, 61.0, 5e+01, 5e+01]") &&
+                      strstr(line, "\"throttle\": [\"\", \"power cap, thermal\", \"\", \"hardware slowdown\"]"),
+                  "%s", line);
+        if (lines == 32)
+            CHECK(strcmp(type, "save") == 0 && member(&json, "seconds") == 0.8 && !strstr(line, "error"), "%s", line);
         if (lines == 33)
+            CHECK(strcmp(type, "validation") == 0 && member(&json, "loss") == 1.5 &&
+                      strstr(line, "\"losses\": [1.0, 2.0, 1.5], \"seconds\": 0.25}"),
+                  "%s", line);
+        if (lines == 34)
             CHECK(strcmp(type, "summary") == 0 && fabs(member(&json, "median_ms") - 110) < 1e-9 &&
-                      member(&json, "steps") == 31,
+                      member(&json, "steps") == 31 && member(&json, "kwh") == 1 &&
+                      fabs(member(&json, "joules") - 2800 * 52.31) < 1e-6,
                   "%s", line);
         json_free(&json);
     }
-    CHECK(lines == 34, "log.jsonl has %d lines", lines);
+    CHECK(lines == 35, "log.jsonl has %d lines", lines);
     free(text);
 
     // A resumed run continues the file after its last complete line. Other runs start a new file, also if --resume
@@ -189,9 +223,12 @@ static void test_failures(void) {
     dup2(saved, 2);
     close(saved), close(null);
     StepRecord s = make_step(1, 1);
+    s.gpus = NULL, s.joules = (double)NAN;  // a summary without energy
     free(captured(log_step, &l, &s));
     CHECK(l.file == NULL, "the log is given up on a full disk");
-    free(captured(log_close, &l, NULL));
+    char *printed = captured(log_close, &l, NULL);
+    CHECK(strstr(printed, "time:") && !strstr(printed, "energy"), "%s", printed);
+    free(printed);
     unlink(path);
     free_run(&r);
 }

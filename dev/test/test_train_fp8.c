@@ -72,7 +72,7 @@ static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix
 static double batch_loss(Trainer *t) {
     model_forward(t, &t->batch);
     loss_forward(t, &t->batch);
-    return loss_share(t, t->d.R, t->d.R);
+    return array_sum(t->acts.losses, t->d.R) / (double)t->d.R;
 }
 
 typedef struct {
@@ -445,6 +445,7 @@ static Run run_of(Trainer *t) {
     Run run;
     memset(&run, 0, sizeof run);
     run.ops = &trainer_ops, run.trainer = t, run.options = *t->o, run.comm = *t->comm;
+    run.gpus = (GpuReading *)xcalloc(1, sizeof *run.gpus);
     run.parts.table = &t->table, run.parts.precision = &t->precision, run.parts.state = trainer_state(t);
     return run;
 }

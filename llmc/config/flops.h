@@ -23,6 +23,7 @@ typedef struct {
 typedef struct {
     char name[256], versions[256];  // name of the GPU or CPU; versions of compiler, CUDA and libraries
     double peak_bf16;               // dense FLOP/s; 0: not known
+    char pci_bus_id[32];            // the GPU's address; "": a CPU
 } DeviceInfo;
 
 // FLOPs of training on sequences of T tokens. lm_head and attention are bf16, the layers' linear layers as in `p`.

@@ -4,6 +4,7 @@
 #ifndef LLMC_PROFILE_CUH
 #define LLMC_PROFILE_CUH
 
+#include "../base/json.h"
 #include "cuda_utils.cuh"
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
@@ -130,9 +131,22 @@ static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t
     return 2.0 * (double)bytes / (best * 1e-3);
 }
 
-// Prints the table and clears the marks. peak_bf16 is the dense peak in FLOP/s (FP8 has twice that), 0 if unknown;
-// copy_rate is in bytes per second.
-static inline void profile_print(Profile *p, double peak_bf16, double copy_rate) {
+// Adds an operation to a JSON array. limit: the largest rate that the GPU could reach, per second; 0: unknown.
+static inline void profile_add(JsonText *parts, const ProfileOp *o, double limit) {
+    const char *const kinds[] = {"wait", "memory", "bf16 gemm", "fp8 gemm"};  // in the order of ProfileBound
+    json_text_add(parts, "%s{\"name\": ", parts->size ? ", " : "");
+    json_text_add_string(parts, o->op);
+    json_text_add(parts, ", \"kind\": \"%s\", \"calls\": %lld, \"ms\": ", kinds[o->bound], (long long)o->calls);
+    json_text_add_real(parts, o->ms);
+    json_text_add(parts, ", \"speed_of_light_ms\": ");
+    if (o->bound != PROFILE_WAIT && limit > 0) json_text_add_real(parts, 1e3 * o->work / limit);
+    else json_text_add(parts, "null");
+    json_text_add(parts, "}");
+}
+
+// Prints the table, adds its rows to the JSON array `parts`, and clears the marks. peak_bf16 is the dense peak in
+// FLOP/s (FP8 has twice that), 0 if unknown; copy_rate is in bytes per second.
+static inline void profile_print(Profile *p, double peak_bf16, double copy_rate, JsonText *parts) {
     ProfileOp ops[PROFILE_MAX_OPS];
     double total = 0;
     const int count = profile_sum(p, ops);
@@ -149,6 +163,7 @@ static inline void profile_print(Profile *p, double peak_bf16, double copy_rate)
             format_checked(speed, sizeof speed, o->bound == PROFILE_BYTES ? "%.0f GB/s" : "%.0f TFLOP/s",
                            rate * (o->bound == PROFILE_BYTES ? 1e-9 : 1e-12));
         if (o->bound != PROFILE_WAIT && limit > 0) format_checked(share, sizeof share, "%.1f%%", 100 * rate / limit);
+        profile_add(parts, o, limit);
         printf("  %-38s %6lld %9.3f %6.1f%% %12s %8s\n", o->op, (long long)o->calls, o->ms, 100 * o->ms / total, speed,
                share);
     }

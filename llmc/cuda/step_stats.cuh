@@ -2,6 +2,7 @@
 #ifndef LLMC_STEP_STATS_CUH
 #define LLMC_STEP_STATS_CUH
 
+#include "../base/step_times.h"
 #include "adamw.cuh"
 
 // Number of steps whose statistics and end events are kept: the running step, the one being reported, and the one
@@ -16,18 +17,30 @@ typedef struct {
     AdamwControl control;  // gradient norm, and if it is finite
 } StepStats;
 
+// Marks within one step. Each ends a part of the step's time, which began at the mark before it.
+typedef struct {
+    cudaEvent_t *events;  // [capacity], reused by later steps
+    StepTime *parts;
+    int64_t count, capacity;
+} StepMarks;
+
 typedef struct {
     StepStats *host;  // [STEP_SLOTS] pinned
     cudaEvent_t done[STEP_SLOTS], begin;
+    StepMarks marks[STEP_SLOTS];
+    StepMarks *open;      // marks of the step that is being enqueued; NULL: none is
+    StepTime work;        // the part to which the work enqueued now belongs
+    cudaStream_t stream;  // the compute stream
     // Latest step that came after a pause; its time starts at `begin`.
     int64_t first;
     // Bytes in use on the GPU at the end of the first step; 0: not yet known.
     int64_t memory;
 } StepLog;
 
-static inline StepLog step_log_create(void) {
+static inline StepLog step_log_create(cudaStream_t stream) {
     StepLog log;
     memset(&log, 0, sizeof log);
+    log.stream = stream;
     CUDA_CHECK(cudaMallocHost((void **)&log.host, STEP_SLOTS * sizeof(StepStats)));
     for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventCreate(&log.done[i]));
     CUDA_CHECK(cudaEventCreate(&log.begin));
@@ -35,34 +48,89 @@ static inline StepLog step_log_create(void) {
 }
 
 static inline void step_log_destroy(StepLog *log) {
-    for (int i = 0; i < STEP_SLOTS; i++) CUDA_CHECK(cudaEventDestroy(log->done[i]));
+    for (int i = 0; i < STEP_SLOTS; i++) {
+        StepMarks *m = &log->marks[i];
+        for (int64_t e = 0; e < m->capacity; e++) CUDA_CHECK(cudaEventDestroy(m->events[e]));
+        free(m->events);
+        free(m->parts);
+        CUDA_CHECK(cudaEventDestroy(log->done[i]));
+    }
     CUDA_CHECK(cudaEventDestroy(log->begin));
     CUDA_CHECK(cudaFreeHost(log->host));
 }
 
+static inline void step_marks_grow(StepMarks *m) {
+    const int64_t capacity = max_i64(64, 2 * m->capacity);
+    m->events = (cudaEvent_t *)xrealloc(m->events, (size_t)capacity * sizeof *m->events);
+    m->parts = (StepTime *)xrealloc(m->parts, (size_t)capacity * sizeof *m->parts);
+    for (; m->capacity < capacity; m->capacity++) CUDA_CHECK(cudaEventCreate(&m->events[m->capacity]));
+}
+
+// The compute stream's time since the previous mark belongs to `part`. Does nothing outside of a step.
+static inline void step_log_mark(StepLog *log, StepTime part) {
+    StepMarks *m = log->open;
+    if (!m) return;
+    if (m->count == m->capacity) step_marks_grow(m);
+    CUDA_CHECK(cudaEventRecord(m->events[m->count], log->stream));
+    m->parts[m->count++] = part;
+}
+
+// The work enqueued from now on belongs to `part`.
+static inline void step_log_work(StepLog *log, StepTime part) {
+    step_log_mark(log, log->work);
+    log->work = part;
+}
+
+// Stands before and after the compute stream waits for other ranks.
+static inline void step_log_wait_begins(StepLog *log) { step_log_mark(log, log->work); }
+static inline void step_log_wait_ends(StepLog *log) { step_log_mark(log, TIME_COMMUNICATION); }
+
 // Marks the begin of step `step`. after_pause: something other than a step ran before it, which its time excludes.
-static inline void step_log_begin(StepLog *log, StepStats *stats, int64_t step, bool after_pause, cudaStream_t stream) {
+static inline void step_log_begin(StepLog *log, StepStats *stats, int64_t step, bool after_pause) {
     if (after_pause) {
         log->first = step;
-        CUDA_CHECK(cudaEventRecord(log->begin, stream));
+        CUDA_CHECK(cudaEventRecord(log->begin, log->stream));
     }
-    CUDA_CHECK(cudaMemsetAsync(&stats->loss, 0, sizeof stats->loss, stream));
-    CUDA_CHECK(cudaMemsetAsync(&stats->bad_norm, 0xff, sizeof stats->bad_norm, stream));
+    log->open = &log->marks[step % STEP_SLOTS];
+    log->open->count = 0, log->work = TIME_DATA;
+    CUDA_CHECK(cudaMemsetAsync(&stats->loss, 0, sizeof stats->loss, log->stream));
+    CUDA_CHECK(cudaMemsetAsync(&stats->bad_norm, 0xff, sizeof stats->bad_norm, log->stream));
 }
 
 // Marks the end of step `step`. Its statistics are on the host once done[step % STEP_SLOTS] has completed.
-static inline void step_log_end(StepLog *log, const StepStats *stats, int64_t step, cudaStream_t stream) {
+static inline void step_log_end(StepLog *log, const StepStats *stats, int64_t step) {
     const int64_t slot = step % STEP_SLOTS;
-    CUDA_CHECK(cudaMemcpyAsync(&log->host[slot], stats, sizeof *stats, cudaMemcpyDeviceToHost, stream));
-    CUDA_CHECK(cudaEventRecord(log->done[slot], stream));
+    CUDA_CHECK(cudaMemcpyAsync(&log->host[slot], stats, sizeof *stats, cudaMemcpyDeviceToHost, log->stream));
+    CUDA_CHECK(cudaEventRecord(log->done[slot], log->stream));
+    log->open = NULL;
+}
+
+static inline double step_log_elapsed(cudaEvent_t begin, cudaEvent_t end) {
+    float ms = 0;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
+    return ms * 1e-3;
+}
+
+// Returns the event at which a step's time begins: the end of the step before it.
+static inline cudaEvent_t step_log_start(const StepLog *log, int64_t step) {
+    return step == log->first ? log->begin : log->done[(step + STEP_SLOTS - 1) % STEP_SLOTS];
 }
 
 // Returns the seconds of a completed step, from the end of the step before it.
 static inline double step_log_seconds(const StepLog *log, int64_t step) {
-    float ms = 0;
-    const cudaEvent_t begin = step == log->first ? log->begin : log->done[(step + STEP_SLOTS - 1) % STEP_SLOTS];
-    CUDA_CHECK(cudaEventElapsedTime(&ms, begin, log->done[step % STEP_SLOTS]));
-    return ms * 1e-3;
+    return step_log_elapsed(step_log_start(log, step), log->done[step % STEP_SLOTS]);
+}
+
+// Returns the parts of a completed step's time. The last one is the optimizer's.
+static inline StepTimes step_log_times(const StepLog *log, int64_t step) {
+    const StepMarks *m = &log->marks[step % STEP_SLOTS];
+    cudaEvent_t begin = step_log_start(log, step);
+    StepTimes times;
+    memset(&times, 0, sizeof times);
+    for (int64_t i = 0; i < m->count; begin = m->events[i++])
+        times.seconds[m->parts[i]] += step_log_elapsed(begin, m->events[i]);
+    times.seconds[TIME_OPTIMIZER] += step_log_elapsed(begin, log->done[step % STEP_SLOTS]);
+    return times;
 }
 
 // Returns the bytes in use on the GPU at the end of the first step.

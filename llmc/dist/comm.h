@@ -40,12 +40,20 @@ static inline void comm_check(int status, const char *call) {
 
 #define COMM_CHECK(call) comm_check(call, #call)
 
+// Seconds that this rank has spent in collectives, most of them waiting for other ranks.
+static inline double *comm_seconds(void) {
+    static double seconds;
+    return &seconds;
+}
+
 // COMM_CHECK for a call that waits for other ranks. `what` names the collective for messages (activity.h).
 #define COMM_WAIT(what, call)                       \
     do {                                            \
+        const double start_ = seconds_now();        \
         activity_begin(ACTIVITY_WAITING, what, ""); \
         COMM_CHECK(call);                           \
         activity_end();                             \
+        *comm_seconds() += seconds_now() - start_;  \
     } while (0)
 
 // Called by die() before it prints the error (die_hook()->before).

@@ -119,6 +119,7 @@ static inline DeviceInfo device_info(const Options *o) {
     int index = 0;
     CUDA_CHECK(cudaGetDevice(&index));
     CUDA_CHECK(cudaGetDeviceProperties(&gpu, index));
+    CUDA_CHECK(cudaDeviceGetPCIBusId(d.pci_bus_id, (int)sizeof d.pci_bus_id, index));
     format_checked(d.name, sizeof d.name, "%s", gpu.name);
     format_versions(d.versions, sizeof d.versions);
     d.peak_bf16 = o->peak_tflops > 0 ? o->peak_tflops * 1e12 : flops_peak_bf16(gpu.major, gpu.minor, gpu.name);

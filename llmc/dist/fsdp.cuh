@@ -52,7 +52,7 @@ static inline void fsdp_invalidate(Fsdp *f) {
 // Makes the events and stores *in. Call it after fsdp_place.
 static inline void fsdp_create(Fsdp *f, const FsdpInputs *in) {
     f->in = *in;
-    transport_create(&f->transport, in->nccl, in->stream);
+    transport_create(&f->transport, in->nccl, in->log);
     fsdp_invalidate(f);
     for (int i = 0; in->nccl && i < 1 + FSDP_GRADIENT_BUFFERS; i++) event_create(&f->reduced[i]);
     for (int64_t i = 0; in->nccl && i < f->num_slots; i++)
@@ -213,7 +213,7 @@ static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
 static inline void fsdp_unshard(Fsdp *f, int64_t l, bool backward) {
     if (fsdp_is_sharded(f) && !fsdp_rowwise_is_cached(f, l)) {
         fsdp_prefetch(f, l);
-        CUDA_CHECK(cudaStreamWaitEvent(f->in.stream, f->slot[l % f->num_slots].arrived, 0));
+        compute_waits_event(&f->transport, f->slot[l % f->num_slots].arrived);
     }
     if (f->precision->any_fp8 && f->weights != FSDP_WEIGHTS_CACHED) fsdp_make_casts(f, l, backward);
 }
@@ -353,7 +353,7 @@ static inline void fsdp_zero_padding(Fsdp *f, int64_t l) {
 static inline void fsdp_begin_gradients(Fsdp *f, int64_t l) {
     const int buffer = fsdp_gradient_buffer(l);
     for (int i = 0; fsdp_is_sharded(f) && i < 1 + FSDP_GRADIENT_BUFFERS; i++)
-        if (l == ROOT || i == buffer) CUDA_CHECK(cudaStreamWaitEvent(f->in.stream, f->reduced[i], 0));
+        if (l == ROOT || i == buffer) compute_waits_event(&f->transport, f->reduced[i]);
     fsdp_zero_padding(f, l);
 }
 
@@ -407,13 +407,13 @@ static inline const bf16 *fsdp_gather_input_gradients(Fsdp *f, const bf16 *dx) {
 }
 
 // Sums the loss over all ranks, and also the squares of gradients if gradients are sharded. Without sharding every rank
-// has the same gradients. squares may be NULL.
+// has the same gradients.
 static inline void fsdp_reduce_step_stats(Fsdp *f, float *loss, double *squares) {
     if (!f->in.nccl) return;
     comm_waits_compute(&f->transport);
     nccl_begin(f->in.nccl, "all-reduce of loss and gradient norm", NO_LAYER);
     nccl_all_reduce(f->in.nccl, COMM_WORLD, loss, 1, ncclFloat32, ncclSum);
-    if (squares && fsdp_is_sharded(f)) nccl_all_reduce(f->in.nccl, COMM_WORLD, squares, 1, ncclFloat64, ncclSum);
+    if (fsdp_is_sharded(f)) nccl_all_reduce(f->in.nccl, COMM_WORLD, squares, 1, ncclFloat64, ncclSum);
     nccl_end(f->in.nccl);
     compute_waits_comm(&f->transport);
 }

@@ -76,6 +76,7 @@ typedef struct {
     TensorScales *scales;  // amaxes and scales of the weights
     cudaStream_t stream;   // the compute stream
     Nccl *nccl;            // connected; NULL if there is one rank
+    StepLog *log;          // times the compute stream
 } FsdpInputs;
 
 typedef struct {

@@ -15,6 +15,7 @@
 #include "../config/parameters.h"
 #include "comm_nccl.cuh"
 #include "../cuda/gradient_sum.cuh"
+#include "../cuda/step_stats.cuh"
 #include "peer_memory.cuh"
 
 // Number of fp32 elements that NCCL reduces at a time with --reduce-dtype fp32: 256 MiB reach most of the bandwidth.
@@ -37,6 +38,7 @@ typedef struct {
     PeerMemory peers;      // memory of the shard group's ranks, with copy engines
     uint32_t *arrivals;    // [PEER_MAX_RANKS] number of barriers that each rank of the group has reached
     cudaStream_t compute;  // the compute stream
+    StepLog *log;          // times the waits of the compute stream
     cudaEvent_t handover;  // one stream waits for it, and so for all work enqueued on the other stream before
 
     bool fp32_sums;         // gradients are summed to fp32
@@ -100,9 +102,9 @@ static inline void event_create(cudaEvent_t *event) {
     CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
 }
 
-// nccl is NULL for one rank, else connected (nccl_open).
-static inline void transport_create(Transport *t, Nccl *nccl, cudaStream_t compute) {
-    t->nccl = nccl, t->compute = compute;
+// nccl is NULL for one rank, else connected (nccl_open). `log` times the waits of its stream, the compute stream.
+static inline void transport_create(Transport *t, Nccl *nccl, StepLog *log) {
+    t->nccl = nccl, t->log = log, t->compute = log->stream;
     if (nccl) event_create(&t->handover);
 }
 
@@ -130,18 +132,24 @@ static inline void transport_close_peers(Transport *t, const Comm *comm) {
     comm_barrier(comm, COMM_WORLD);  // all ranks have closed their peers' memory
 }
 
-// Makes work enqueued on `later` from now on run after all work enqueued on `earlier` so far.
-static inline void transport_order(Transport *t, cudaStream_t earlier, cudaStream_t later) {
-    CUDA_CHECK(cudaEventRecord(t->handover, earlier));
-    CUDA_CHECK(cudaStreamWaitEvent(later, t->handover, 0));
+// Makes later communication wait for all computation enqueued so far. Only with several ranks.
+static inline void comm_waits_compute(Transport *t) {
+    CUDA_CHECK(cudaEventRecord(t->handover, t->compute));
+    CUDA_CHECK(cudaStreamWaitEvent(t->nccl->stream, t->handover, 0));
 }
 
-// Makes later communication wait for all computation enqueued so far. Only with several ranks.
-static inline void comm_waits_compute(Transport *t) { transport_order(t, t->compute, t->nccl->stream); }
+// Makes later computation wait for an event of the communication stream.
+static inline void compute_waits_event(const Transport *t, cudaEvent_t event) {
+    step_log_wait_begins(t->log);
+    CUDA_CHECK(cudaStreamWaitEvent(t->compute, event, 0));
+    step_log_wait_ends(t->log);
+}
 
 // Makes later computation wait for all communication enqueued so far. Does nothing for one rank.
 static inline void compute_waits_comm(Transport *t) {
-    if (t->nccl) transport_order(t, t->nccl->stream, t->compute);
+    if (!t->nccl) return;
+    CUDA_CHECK(cudaEventRecord(t->handover, t->nccl->stream));
+    compute_waits_event(t, t->handover);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

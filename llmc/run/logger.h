@@ -7,6 +7,8 @@
 #include "../base/json.h"
 #include "../base/file_io.h"
 #include "../config/options.h"
+#include "../dist/gpu_monitor.h"
+#include "goodput.h"
 
 #define TRAINER_VERSION "0.1"
 
@@ -33,9 +35,12 @@ typedef struct {
     int64_t step;       // steps done: 1 after the first
     double loss, norm;  // mean loss over the step's tokens; global gradient norm before clipping
     double learning_rate;
-    double seconds;  // time of the whole step
-    int64_t memory;  // bytes used on the GPU (CPU trainer: by the process)
-    bool skipped;    // the gradient was not finite: the weights did not change
+    double seconds;          // time of the whole step
+    int64_t memory;          // bytes used on the GPU (CPU trainer: by the process)
+    bool skipped;            // the gradient was not finite: the weights did not change
+    StepTimes times;         // parts of `seconds`: from the trainer of this rank, then the mean over all ranks
+    const GpuReading *gpus;  // [world_size] at the end of the step; NULL: not all GPUs can be read
+    double joules;           // energy of all GPUs in this step; NAN: not known
 } StepRecord;
 
 typedef struct {
@@ -46,9 +51,11 @@ typedef struct {
     RunInfo run;
     TokenFlops flops;
     int64_t num_steps, tokens_per_step;
-    int64_t log_every;         // steps between printed lines; 0, 1: every step has one
-    bool ends;                 // the next step is the last, because a signal ends the run
-    double *seconds, *losses;  // one for each step of this process
+    int64_t log_every;                  // steps between printed lines; 0, 1: every step has one
+    bool ends;                          // the next step is the last, because a signal ends the run
+    double *seconds, *losses, *joules;  // one for each step of this process
+    double run_joules;                  // energy of all GPUs since the first step; NAN: not known
+    RunTimes times;
     int64_t count, capacity, skipped;
     int64_t memory;  // largest seen
 } Logger;
@@ -186,6 +193,7 @@ static inline Logger logger_open(const Options *o, const ModelConfig *m, const P
     l.flops = flops_per_token(t, m, o->sequence_length, p);
     l.num_steps = o->num_steps;
     l.log_every = o->log_every;
+    l.run_joules = (double)NAN;
     l.tokens_per_step = run.world_size * o->batch_size * o->sequence_length * o->grad_accumulation_steps;
     if (!*o->log_dir) return l;
     format_checked(l.path, sizeof l.path, "%s/log.jsonl", o->log_dir);
@@ -251,17 +259,67 @@ static inline void logger_print_step(const Logger *l, const StepRecord *s, const
     activity_end();
 }
 
-// Prints a step's line if it is due, and logs the step.
-static inline void logger_step(Logger *l, const StepRecord *s) {
+// Keeps what the summary needs of a step.
+static inline void logger_keep(Logger *l, const StepRecord *s) {
     if (l->count == l->capacity) {
         l->capacity = max_i64(1024, 2 * l->capacity);
         l->seconds = (double *)xrealloc(l->seconds, (size_t)l->capacity * sizeof(double));
         l->losses = (double *)xrealloc(l->losses, (size_t)l->capacity * sizeof(double));
+        l->joules = (double *)xrealloc(l->joules, (size_t)l->capacity * sizeof(double));
     }
     l->seconds[l->count] = s->seconds;
+    l->joules[l->count] = s->joules;
     l->losses[l->count++] = s->loss;
     l->skipped += s->skipped;
     l->memory = max_i64(l->memory, s->memory);
+    for (int i = 0; i < NUM_STEP_TIMES; i++) l->times.steps.seconds[i] += s->times.seconds[i];
+    if (s->skipped) l->times.skipped += s->seconds;
+}
+
+// Adds one value of each GPU as an array with the key `key`. `offset`: of the value in GpuReading.
+static inline void logger_add_gpus(JsonText *line, const char *key, const GpuReading *gpus, int64_t n, size_t offset) {
+    json_text_add(line, ", \"%s\": [", key);
+    for (int64_t i = 0; i < n; i++) {
+        const double value = *(const double *)((const char *)&gpus[i] + offset);
+        if (i) json_text_add(line, ", ");
+        if (isfinite(value)) json_text_add_real(line, value);
+        else json_text_add(line, "null");
+    }
+    json_text_add(line, "]");
+}
+
+// Adds the throttle reasons of each GPU: "" or names behind commas.
+static inline void logger_add_throttle(JsonText *line, const GpuReading *gpus, int64_t n) {
+    json_text_add(line, ", \"throttle\": [");
+    for (int64_t i = 0; i < n; i++) {
+        const char *separator = "";
+        json_text_add(line, i ? ", \"" : "\"");
+        for (int bit = 0; bit < 64; bit++) {
+            if (!(gpus[i].throttle >> bit & 1) || !*gpu_throttle_name(bit)) continue;
+            json_text_add(line, "%s%s", separator, gpu_throttle_name(bit));
+            separator = ", ";
+        }
+        json_text_add(line, "\"");
+    }
+    json_text_add(line, "]");
+}
+
+// Adds where a step's time and energy went.
+static inline void logger_add_times(JsonText *line, const StepRecord *s, int64_t world) {
+    logger_add(line, "data_ms", s->times.seconds[TIME_DATA] * 1e3);
+    logger_add(line, "communication_ms", s->times.seconds[TIME_COMMUNICATION] * 1e3);
+    logger_add(line, "optimizer_ms", s->times.seconds[TIME_OPTIMIZER] * 1e3);
+    if (isfinite(s->joules)) logger_add(line, "joules", s->joules);
+    if (!s->gpus) return;
+    logger_add_gpus(line, "watts", s->gpus, world, offsetof(GpuReading, watts));
+    logger_add_gpus(line, "sm_mhz", s->gpus, world, offsetof(GpuReading, sm_mhz));
+    logger_add_gpus(line, "celsius", s->gpus, world, offsetof(GpuReading, celsius));
+    logger_add_throttle(line, s->gpus, world);
+}
+
+// Prints a step's line if it is due, and logs the step.
+static inline void logger_step(Logger *l, const StepRecord *s) {
+    logger_keep(l, s);
     const Throughput r = logger_throughput(l, s->seconds);
     logger_print_step(l, s, &r);
     JsonText line = {NULL, 0, 0};
@@ -273,11 +331,16 @@ static inline void logger_step(Logger *l, const StepRecord *s) {
     logger_add(&line, "ms", s->seconds * 1e3);
     logger_add_throughput(&line, &r);
     logger_add_int(&line, "memory_bytes", s->memory);
+    logger_add_times(&line, s, l->run.world_size);
     json_text_add(&line, ", \"skipped\": %s}", s->skipped ? "true" : "false");
     logger_write(l, &line);
 }
 
-static inline void logger_validation(Logger *l, int64_t step, double loss) {
+// Prints and logs a validation. losses [n]: the loss of each sequence, in the order of --val-data. seconds: its time.
+static inline void logger_validation(Logger *l, int64_t step, const double *losses, int64_t n, double seconds) {
+    double loss = 0;
+    for (int64_t i = 0; i < n; i++) loss += losses[i] / (double)n;
+    l->times.validation += seconds;
     activity_begin(ACTIVITY_FILE, "write", "stdout");
     printf("validation after step %lld | loss %.6f\n", (long long)step, loss);
     fflush(stdout);
@@ -286,15 +349,26 @@ static inline void logger_validation(Logger *l, int64_t step, double loss) {
     json_text_add(&line, "{\"type\": \"validation\"");
     logger_add_int(&line, "step", step);
     logger_add(&line, "loss", loss);
+    json_text_add(&line, ", \"losses\": [");
+    for (int64_t i = 0; i < n; i++) {
+        if (i) json_text_add(&line, ", ");
+        if (isfinite(losses[i])) json_text_add_real(&line, losses[i]);
+        else json_text_add(&line, "null");
+    }
+    json_text_add(&line, "]");
+    logger_add(&line, "seconds", seconds);
     json_text_add(&line, "}");
     logger_write(l, &line);
 }
 
-static inline void logger_failed_save(Logger *l, int64_t step, const char *reason) {
+// Logs a save that took `seconds`. error: why it failed; NULL: it did not.
+static inline void logger_save(Logger *l, int64_t step, double seconds, const char *error) {
     JsonText line = {NULL, 0, 0};
+    l->times.saving += seconds;
     json_text_add(&line, "{\"type\": \"save\"");
     logger_add_int(&line, "step", step);
-    logger_add_text(&line, "error", reason);
+    if (error) logger_add_text(&line, "error", error);
+    logger_add(&line, "seconds", seconds);
     json_text_add(&line, "}");
     logger_write(l, &line);
 }
@@ -310,38 +384,67 @@ static inline double logger_median(double *values, int64_t n) {
     return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
+// Logs the profile of the last step. parts: the rows of its table, as the elements of a JSON array.
+static inline void logger_profile(Logger *l, int64_t step, const char *parts) {
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"profile\"");
+    logger_add_int(&line, "step", step);
+    json_text_add(&line, ", \"parts\": [%s]}", parts);
+    logger_write(l, &line);
+}
+
+// Prints and adds the energy of the run, if the GPUs tell it. warmup: steps that joules per token leave out.
+static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup) {
+    double joules = 0, settled = 0;
+    for (int64_t i = 0; i < l->count; i++) joules += l->joules[i], settled += i < warmup ? 0 : l->joules[i];
+    if (!isfinite(joules) || !isfinite(l->run_joules)) return;
+    const double per_token = settled / (double)((l->count - warmup) * l->tokens_per_step), kwh = l->run_joules / 3.6e6;
+    printf("energy: %.4g J/token, %.4g kWh of %lld GPU%s since the first step\n", per_token, kwh,
+           (long long)l->run.world_size, l->run.world_size == 1 ? "" : "s");
+    logger_add(line, "joules", joules);
+    logger_add(line, "joules_per_token", per_token);
+    logger_add(line, "kwh", kwh);
+}
+
+// Prints and writes the summary of at least one step.
+static inline void logger_summary(Logger *l) {
+    const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2), last = min_i64(SUMMARY_LOSS_STEPS, l->count);
+    const double wall = seconds_now() - l->times.began;
+    double loss = 0;
+    for (int64_t i = l->count - last; i < l->count; i++) loss += l->losses[i] / (double)last;
+    const double seconds = logger_median(l->seconds + warmup, l->count - warmup);
+    const Throughput r = logger_throughput(l, seconds);
+    char speed[256];
+    logger_format_speed(speed, sizeof speed, &r, seconds, l->memory);
+    printf("\nsummary: %lld steps, %lld skipped | loss of the first step %.6f, mean of the last %lld %.6f\nmedian "
+           "of the last %lld steps: %s\n",
+           (long long)l->count, (long long)l->skipped, l->losses[0], (long long)last, loss,
+           (long long)(l->count - warmup), speed);
+    run_times_print(&l->times, wall);
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"summary\"");
+    logger_add_int(&line, "steps", l->count);
+    logger_add_int(&line, "skipped", l->skipped);
+    logger_add(&line, "first_loss", l->losses[0]);
+    logger_add(&line, "last_loss", loss);
+    logger_add(&line, "median_ms", seconds * 1e3);
+    logger_add_throughput(&line, &r);
+    logger_add_int(&line, "memory_bytes", l->memory);
+    run_times_json(&line, &l->times, wall);
+    logger_energy(l, &line, warmup);
+    json_text_add(&line, "}");
+    logger_write(l, &line);
+}
+
 // Prints and writes the summary, and closes the log. There is no summary if no step was taken.
 static inline void logger_close(Logger *l) {
-    if (l->count) {
-        const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2),
-                      last = min_i64(SUMMARY_LOSS_STEPS, l->count);
-        const double seconds = logger_median(l->seconds + warmup, l->count - warmup);
-        const Throughput r = logger_throughput(l, seconds);
-        double loss = 0;
-        for (int64_t i = l->count - last; i < l->count; i++) loss += l->losses[i] / (double)last;
-        char speed[256];
-        logger_format_speed(speed, sizeof speed, &r, seconds, l->memory);
-        printf("\nsummary: %lld steps, %lld skipped | loss of the first step %.6f, mean of the last %lld %.6f\nmedian "
-               "of the last %lld steps: %s\n",
-               (long long)l->count, (long long)l->skipped, l->losses[0], (long long)last, loss,
-               (long long)(l->count - warmup), speed);
-        JsonText line = {NULL, 0, 0};
-        json_text_add(&line, "{\"type\": \"summary\"");
-        logger_add_int(&line, "steps", l->count);
-        logger_add_int(&line, "skipped", l->skipped);
-        logger_add(&line, "first_loss", l->losses[0]);
-        logger_add(&line, "last_loss", loss);
-        logger_add(&line, "median_ms", seconds * 1e3);
-        logger_add_throughput(&line, &r);
-        logger_add_int(&line, "memory_bytes", l->memory);
-        json_text_add(&line, "}");
-        logger_write(l, &line);
-    }
+    if (l->count) logger_summary(l);
     if (l->file && FILE_WORK("fclose", l->path, fclose(l->file))) warn("%s: %s", l->path, strerror(errno));
     l->file = NULL;
     free(l->seconds);
     free(l->losses);
-    l->seconds = l->losses = NULL;
+    free(l->joules);
+    l->seconds = l->losses = l->joules = NULL;
 }
 
 #endif

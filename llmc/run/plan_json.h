@@ -86,6 +86,13 @@ static inline void plan_json_gemms(JsonText *out, const PlanFacts *f) {
     json_text_add(out, "]");
 }
 
+// Adds the hash that tells one set of shards from another (dataloader_identity).
+static inline void plan_json_fingerprint(JsonText *out, const char *key, const DataIdentity *identity) {
+    char text[32];
+    format_checked(text, sizeof text, FINGERPRINT_FORMAT, (unsigned long long)identity->fingerprint);
+    logger_add_text(out, key, text);
+}
+
 // Adds what follows from the options: sizes, memory and GEMMs. The settings record of log.jsonl has them too.
 static inline void plan_json_derived(JsonText *out, const PlanFacts *f) {
     const DataLoader *data = &f->setup->train;
@@ -93,7 +100,9 @@ static inline void plan_json_derived(JsonText *out, const PlanFacts *f) {
         logger_add_int(out, "training_tokens", data->num_tokens);
         logger_add_int(out, "training_sequences", data->num_sequences);
         logger_add_int(out, "training_shards", data->num_shards);
+        plan_json_fingerprint(out, "training_fingerprint", &f->setup->data);
     }
+    if (f->setup->val.num_shards) plan_json_fingerprint(out, "validation_fingerprint", &f->setup->val_data);
     logger_add_int(out, "checkpoint_bytes", run_setup_checkpoint_bytes(f->table, f->options));
     logger_add_int(out, "ranks_per_replica", f->comm->shard_size);
     logger_add_int(out, "shard_elements", f->shard_elements);

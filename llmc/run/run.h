@@ -24,11 +24,11 @@ static inline void run_print(const RunSetup *s, const Options *o, const Comm *c,
     printf("%-26s %lld elements, padding included\n", "shard of a rank", (long long)plan->total);
 }
 
-// Reports a failed save to stderr and to the log. `next`: the end of the message.
-static inline void run_warn_of_save(Logger *log, const TrainerState *state, int64_t step, const Failure *failure,
-                                    const char *next) {
+// Reports a failed save, which took `seconds`, to stderr and to the log. `next`: the end of the message.
+static inline void run_warn_of_save(Logger *log, const TrainerState *state, int64_t step, double seconds,
+                                    const Failure *failure, const char *next) {
     if (checkpoint_is_leader(state->comm)) warn("%s; %s", failure->text, next);
-    logger_failed_save(log, step, failure->text);
+    logger_save(log, step, seconds, failure->text);
 }
 
 // Saves a checkpoint in --checkpoint-dir. `last`: this is the run's last save. Retries a failed save once. If the retry
@@ -40,14 +40,18 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
     Failure *failure = &s->save_failure;
     activity_phase(PHASE_SAVING, progress->step);
     s->save_failed = true;
+    double start = seconds_now();
     for (int attempt = 0; attempt < 2 && s->save_failed; attempt++) {
         s->save_failed = !checkpoint_save(o->checkpoint_dir, o->keep_checkpoints, progress, &run, t, state, failure);
         if (s->save_failed && failure->lasting) die_with(EXIT_NONFINITE, "%s", failure->text);
         if (s->save_failed && o->on_save_error == SAVE_ERROR_STOP) die("%s", failure->text);
-        if (s->save_failed && attempt == 0) run_warn_of_save(log, state, progress->step, failure, "it is tried again");
+        if (!s->save_failed || attempt > 0) continue;
+        run_warn_of_save(log, state, progress->step, seconds_now() - start, failure, "it is tried again");
+        start = seconds_now();
     }
     if (!s->save_failed) {
         s->saved_step = progress->step;
+        logger_save(log, progress->step, seconds_now() - start, NULL);
         printf("saved checkpoint after step %lld in %s\n", (long long)progress->step, o->checkpoint_dir);
         return;
     }
@@ -55,7 +59,7 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
     if (s->saved_step) format_checked(since, sizeof since, "of the steps after step %lld", (long long)s->saved_step);
     format_checked(next, sizeof next, "that was the second try. Nothing is saved %s%s", since,
                    last ? "" : "; the run goes on, and tries again at its next save");
-    run_warn_of_save(log, state, progress->step, failure, next);
+    run_warn_of_save(log, state, progress->step, seconds_now() - start, failure, next);
 }
 
 // Loads the weights and optimizer state of the checkpoint, or the weights of the model's folder. False if the run has

@@ -28,6 +28,7 @@ typedef struct {
     bool load_weights;         // the folder has weights to start from
     DataLoader train, val;  // num_shards 0 if not opened: without --val-data, and in a dry run that needs no vocabulary
     DataIdentity data;      // identity of `train`
+    DataIdentity val_data;  // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
     CheckpointSteps passed_over;     // later checkpoints, which are damaged, and older ones that may not be removed
@@ -222,8 +223,8 @@ static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) 
     run_setup_same_data(&s->train, "--train-data", &s->data, c);
     if (*o->val_data) {
         s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
-        const DataIdentity validation = dataloader_identity(&s->val);
-        run_setup_same_data(&s->val, "--val-data", &validation, c);
+        s->val_data = dataloader_identity(&s->val);
+        run_setup_same_data(&s->val, "--val-data", &s->val_data, c);
     }
     s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
     if (!s->tokenizer.count) return;

@@ -5,6 +5,7 @@
 
 #include "../config/schedule.h"
 #include "../dist/watch.h"
+#include "../reference/rounding.h"
 #include "audit_report.h"
 #include "nonfinite.h"
 #include "plan_json.h"
@@ -55,20 +56,19 @@ typedef struct {
     // Reads this rank's audit sums of the latest step, if --fp8-audit is due.
     void (*read_audit)(void *t, AuditSums *sums);
 
-    // Validation loss: clears the sum; adds the losses of the rank's first `rows` sequences of batch number `batch`,
-    // divided by `tokens`; reads the sum over all ranks.
-    void (*clear_loss)(void *t);
-    void (*add_loss)(void *t, DataLoader *data, int64_t batch, int64_t rows, int64_t tokens);
-    double (*read_loss)(void *t);
+    // Runs the forward pass on this rank's part of batch number `batch`. Returns the loss of each token [B][T].
+    const float *(*token_losses)(void *t, DataLoader *data, int64_t batch);
     NextLogits next_logits;
     void (*settle)(void *t);  // waits for all started work, and drops state that only steps may set; may be NULL
-    void (*print_profile)(void *t, double peak_bf16);  // after the last step; may be NULL
+    // Prints the profile of the last step, if there is one, and adds its rows to a JSON array. May be NULL.
+    void (*print_profile)(void *t, double peak_bf16, JsonText *parts);
     void (*destroy)(void *t);
 } TrainerOps;
 
 typedef struct {
     const TrainerOps *ops;
     void *trainer;
+    double began;  // seconds_now() at the start of the process
     int argc;
     char **argv;
     Options given, options;  // as the command line gives them, and with their `auto` values resolved
@@ -77,6 +77,10 @@ typedef struct {
     TrainerParts parts;
     DeviceInfo device;
     Logger logger;
+    GpuMonitor monitor;
+    double joules_at_first_step,
+        joules_at_step;  // energy of this rank's GPU at the begin of the first step, the latest
+    GpuReading *gpus;    // [world] of all ranks
     int64_t skipped_in_a_row;
     AuditSums *step_audit, *audit;  // [audit_count] sums of one step, and of all audits; NULL: no --fp8-audit
 } Run;
@@ -91,11 +95,41 @@ static inline int64_t run_samples_seen(const Run *run, int64_t steps_done) {
     return run->setup.start.samples + (steps_done - run->setup.start.step) * per_step;
 }
 
+// Each rank sends this about a step to all ranks.
+typedef struct {
+    StepTimes times;
+    GpuReading gpu;
+    double joules;  // that its GPU used in this step
+} RankStep;
+
+// Replaces the parts of the step's time by their mean over all ranks, and adds the readings and energy of all GPUs.
+static inline void run_gather_step(Run *run, StepRecord *s) {
+    const int64_t world = run->comm.world;
+    RankStep *ranks = (RankStep *)xcalloc((size_t)world, sizeof *ranks), *own = &ranks[run->comm.rank];
+    own->times = s->times, own->gpu = gpu_monitor_read(&run->monitor);
+    own->joules = own->gpu.joules - run->joules_at_step;
+    run->joules_at_step = own->gpu.joules;
+    comm_all_gather(&run->comm, COMM_WORLD, own, ranks, (int64_t)sizeof *own);
+    bool present = true;
+    memset(&s->times, 0, sizeof s->times);
+    s->joules = 0;
+    for (int64_t r = 0; r < world; r++) {
+        for (int i = 0; i < NUM_STEP_TIMES; i++) s->times.seconds[i] += ranks[r].times.seconds[i] / (double)world;
+        run->gpus[r] = ranks[r].gpu;
+        s->joules += ranks[r].joules;
+        present = present && ranks[r].gpu.present;
+    }
+    s->gpus = present ? run->gpus : NULL;
+    if (!present) s->joules = (double)NAN;
+    free(ranks);
+}
+
 // Waits for step `step`, counted from 0, and logs it. Reports a skipped step, which may end the run.
 static inline StepRecord run_report_step(Run *run, int64_t step) {
     StepRecord s = run->ops->finish_step(run->trainer, step);
     s.step = step + 1;
     s.learning_rate = schedule_learning_rate(&run->options, step);
+    run_gather_step(run, &s);
     run->skipped_in_a_row = s.skipped ? run->skipped_in_a_row + 1 : 0;
     if (s.skipped) {
         const NonfiniteStep what = run->ops->nonfinite(run->trainer, &s);
@@ -109,22 +143,34 @@ static inline void run_settle(Run *run) {
     if (run->ops->settle) run->ops->settle(run->trainer);
 }
 
-// Returns the mean loss of the first --val-steps validation sequences. In the last batch some ranks may have no such
-// sequences: they compute too, and add nothing. NAN if a stop was requested meanwhile.
-static inline double run_validate(Run *run) {
-    const TrainerOps *ops = run->ops;
-    const int64_t B = run->options.batch_size, T = run->options.sequence_length, world = run->comm.world,
-                  sequences = min_i64(run->options.val_steps, run->setup.val.num_sequences);
-    ops->clear_loss(run->trainer);
+// Computes the loss of each of the first `sequences` validation sequences into losses [sequences], equal on all ranks.
+// In the last batch some ranks may have no such sequences: they compute too, and add nothing. False if a stop was
+// requested meanwhile.
+static inline bool run_validation_losses(Run *run, int64_t sequences, double *losses) {
+    const int64_t B = run->options.batch_size, T = run->options.sequence_length, world = run->comm.world;
     for (int64_t i = 0; i * world * B < sequences; i++) {
-        if (stop_requested(&run->comm)) {
-            run_settle(run);
-            return (double)NAN;
-        }
-        const int64_t first = dataloader_sample_index(0, i, world, run->comm.rank, B);
-        ops->add_loss(run->trainer, &run->setup.val, i, dataloader_rows_before(first, B, sequences), sequences * T);
+        if (stop_requested(&run->comm)) return false;
+        const int64_t first = dataloader_sample_index(0, i, world, run->comm.rank, B),
+                      own = dataloader_rows_before(first, B, sequences);
+        const float *tokens = run->ops->token_losses(run->trainer, &run->setup.val, i);
+        for (int64_t s = 0; s < own; s++) losses[first + s] = array_sum(tokens + s * T, T) / (double)T;
     }
-    return ops->read_loss(run->trainer);
+    comm_sum(&run->comm, COMM_WORLD, losses, sequences);  // a sequence has one rank; the others have 0 there
+    return true;
+}
+
+// Validates on the first --val-steps sequences, and logs their losses. Returns a stop signal that came meanwhile; there
+// is no validation then.
+static inline int run_validate(Run *run, int64_t done) {
+    const int64_t sequences = min_i64(run->options.val_steps, run->setup.val.num_sequences);
+    const double start = seconds_now();
+    double *losses = (double *)xcalloc((size_t)sequences, sizeof *losses);
+    activity_phase(PHASE_VALIDATION, done);
+    if (run_validation_losses(run, sequences, losses))
+        logger_validation(&run->logger, done, losses, sequences, seconds_now() - start);
+    run_settle(run);
+    free(losses);
+    return stop_requested(&run->comm);
 }
 
 // Adds the audit of the latest step, over all ranks, to the log and to the sums of the run.
@@ -139,14 +185,12 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = &run->options;
     const Comm *c = &run->comm;
     if (due.audit) run_report_audit(run, done);
-    if (!stop && due.validate) {
-        activity_phase(PHASE_VALIDATION, done);
-        const double loss = run_validate(run);
-        stop = stop_requested(c);
-        if (!isnan(loss) || !stop) logger_validation(&run->logger, done, loss);
-    }
-    if (!stop && due.sample)
+    if (!stop && due.validate) stop = run_validate(run, done);
+    if (!stop && due.sample) {
+        const double start = seconds_now();
         sampler_print(o, c, &run->setup.model, &run->setup.tokenizer, done, run->ops->next_logits, run->trainer);
+        run->logger.times.sampling += seconds_now() - start;
+    }
     run_settle(run);
     if (!stop) stop = stop_requested(c);
     if (due.save || (stop && *o->checkpoint_dir)) {
@@ -163,8 +207,11 @@ static inline int64_t run_steps(Run *run, int *stop) {
     int64_t done = run->setup.start.step, reported = done;
     bool after_pause = true;
     *stop = stop_requested(&run->comm);
+    run->logger.times.start = seconds_now() - run->logger.times.began;
+    run->joules_at_first_step = gpu_monitor_read(&run->monitor).joules;
     while (done < o->num_steps && !*stop) {
         activity_phase(PHASE_TRAINING, done + 1);
+        if (after_pause) run->joules_at_step = gpu_monitor_read(&run->monitor).joules;
         ops->start_step(run->trainer, &run->setup.train, done, run_samples_seen(run, done), after_pause);
         const Due due = schedule_due(o, ++done);
         *stop = stop_requested(&run->comm);
@@ -265,6 +312,8 @@ static inline Logger run_open_log(const Run *run) {
     const PlanFacts facts = run_plan_facts(run);
     JsonText plan = {NULL, 0, 0};
     plan_json_derived(&plan, &facts);
+    logger_add_text(&plan, "host", run->comm.host);
+    logger_add_int(&plan, "started", (int64_t)time(NULL));
     const RunInfo info = {run->ops->program,         d->name,        d->versions, run->comm.world, d->peak_bf16,
                           run->setup.start.step > 0, p->memory.used, plan.data};
     Logger logger = logger_open(&run->options, &run->setup.model, p->table, p->precision, info);
@@ -283,6 +332,9 @@ static inline void run_create(Run *run) {
     comm_barrier(&run->comm, COMM_WORLD);  // slow readers: the others wait here, not in a kernel of NCCL
     ops->weights_changed(run->trainer);
     run->logger = run_open_log(run);
+    run->logger.times.began = run->began;
+    gpu_monitor_open(&run->monitor, run->device.pci_bus_id);
+    run->gpus = (GpuReading *)xcalloc((size_t)run->comm.world, sizeof *run->gpus);
     if (run->options.fp8_audit) {
         const size_t count = (size_t)audit_count(p->precision);
         run->step_audit = (AuditSums *)xcalloc(count, sizeof *run->step_audit);
@@ -292,14 +344,28 @@ static inline void run_create(Run *run) {
     fflush(stdout);
 }
 
+// Returns the energy of all GPUs since the first step; NAN if a GPU does not tell it.
+static inline double run_joules(Run *run) {
+    const GpuReading r = gpu_monitor_read(&run->monitor);
+    double joules = r.present ? r.joules - run->joules_at_first_step : (double)NAN;
+    comm_sum(&run->comm, COMM_WORLD, &joules, 1);
+    return joules;
+}
+
 // Prints the tables and the summary at the end of the run, and exports the weights.
 static inline void run_close(Run *run, int64_t steps_done, int stop) {
     const TrainerParts *p = &run->parts;
     if (run->audit) audit_print_table(run->audit, p->precision);
-    if (run->ops->print_profile) run->ops->print_profile(run->trainer, run->device.peak_bf16);
+    JsonText profile = {NULL, 0, 0};
+    if (run->ops->print_profile) run->ops->print_profile(run->trainer, run->device.peak_bf16, &profile);
+    if (profile.size) logger_profile(&run->logger, steps_done, profile.data);
+    json_text_free(&profile);
+    run->logger.run_joules = run_joules(run);
+    gpu_monitor_close(&run->monitor);
     logger_close(&run->logger);
     run_end(&run->setup, &run->options, stop, steps_done, p->table, &p->state);
     run->ops->destroy(run->trainer);
+    free(run->gpus);
     free(run->step_audit);
     free(run->audit);
 }
@@ -309,6 +375,7 @@ static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void
     Run run;
     int stop;
     memset(&run, 0, sizeof run);
+    run.began = seconds_now();
     run.ops = ops, run.trainer = trainer;
     run_begin(&run, argc, argv);
     run.parts = ops->describe(trainer, &run.options, &run.setup.model, &run.comm);

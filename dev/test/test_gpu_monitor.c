@@ -1,0 +1,114 @@
+// Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's: the energy counts on
+// between readings and never falls, and what a GPU does not tell is NAN.
+#include "../../llmc/dist/gpu_monitor.h"
+#include "lib/check.h"
+
+static double fake_watts, fake_joules_from;  // the fake GPU uses fake_watts since the time fake_joules_from
+static int64_t fake_readings;
+static bool fake_is_silent;  // it tells nothing
+
+static int fake_init(void) { return 0; }
+
+static int fake_device(const char *bus_id, void **device) {
+    *device = &fake_watts;
+    return strcmp(bus_id, "0000:01:00.0") == 0 ? 0 : 6;
+}
+
+static int fake_energy(void *device, unsigned long long *millijoules) {
+    CHECK(device == &fake_watts, "the handle is passed on");
+    fake_readings++;
+    *millijoules = (unsigned long long)(1e3 * fake_watts * (seconds_now() - fake_joules_from));
+    return fake_is_silent ? 3 : 0;
+}
+
+static int fake_power(void *device, unsigned *milliwatts) {
+    (void)device;
+    *milliwatts = (unsigned)(1e3 * fake_watts);
+    return fake_is_silent ? 3 : 0;
+}
+
+static int fake_clock(void *device, int type, unsigned *mhz) {
+    (void)device;
+    *mhz = 1755;
+    return fake_is_silent || type != NVML_SM_CLOCK;
+}
+
+static int fake_temperature(void *device, int sensor, unsigned *celsius) {
+    (void)device;
+    *celsius = 61;
+    return fake_is_silent || sensor != NVML_GPU_TEMPERATURE;
+}
+
+static int fake_throttle(void *device, unsigned long long *reasons) {
+    (void)device;
+    *reasons = 4;
+    return fake_is_silent ? 3 : 0;
+}
+
+static GpuMonitor fake_monitor(void) {
+    GpuMonitor m;
+    memset(&m, 0, sizeof m);
+    const Nvml nvml = {fake_init, fake_device, fake_energy, fake_power, fake_clock, fake_temperature, fake_throttle};
+    m.nvml = nvml;
+    return m;
+}
+
+static void sleep_seconds(double seconds) {
+    const struct timespec t = {(time_t)seconds, (long)(1e9 * (seconds - (double)(time_t)seconds))};
+    nanosleep(&t, NULL);
+}
+
+static void test_readings(void) {
+    GpuMonitor m = fake_monitor();
+    fake_watts = 500, fake_joules_from = seconds_now() - 10, fake_readings = 0;
+    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "NVML knows the GPU");
+    double before = 0;
+    for (int i = 0; i < 50; i++) {  // 0.5 s
+        const GpuReading r = gpu_monitor_read(&m);
+        const double want = 500 * (seconds_now() - fake_joules_from);
+        CHECK(r.present && r.watts == 500 && r.sm_mhz == 1755 && r.celsius == 61 && r.throttle == 4, "reading %d", i);
+        CHECK(fabs(r.joules - want) < 1 && r.joules >= before, "%g joules after %g, not %g", r.joules, before, want);
+        before = r.joules;
+        sleep_seconds(0.01);
+    }
+    CHECK(fake_readings >= 3 && fake_readings <= 12, "%lld readings in half a second", (long long)fake_readings);
+
+    // The counter turns out to be lower than the energy that was reported: the energy stands still.
+    fake_joules_from = seconds_now() - 9;
+    sleep_seconds(0.25);
+    CHECK(gpu_monitor_read(&m).joules >= before, "energy never falls");
+    gpu_monitor_close(&m);
+    const int64_t readings = fake_readings;
+    sleep_seconds(0.25);
+    CHECK(fake_readings == readings && !gpu_monitor_read(&m).present, "a closed monitor reads no more");
+}
+
+static void test_silent(void) {
+    GpuMonitor m = fake_monitor();
+    fake_is_silent = true;
+    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "the GPU is known");
+    const GpuReading r = gpu_monitor_read(&m);
+    CHECK(r.present && isnan(r.joules) && isnan(r.watts) && isnan(r.sm_mhz) && isnan(r.celsius) && r.throttle == 0,
+          "what a GPU does not tell is NAN");
+    gpu_monitor_close(&m);
+    fake_is_silent = false;
+}
+
+static void test_absent(void) {
+    GpuMonitor m = fake_monitor();
+    CHECK(!gpu_monitor_start(&m, "0000:02:00.0") && !gpu_monitor_read(&m).present, "NVML does not know this GPU");
+    gpu_monitor_close(&m);
+    gpu_monitor_open(&m, "");
+    CHECK(!gpu_monitor_read(&m).present, "a CPU has no readings");
+    gpu_monitor_close(&m);
+    Nvml nvml;
+    CHECK(!nvml_load(&nvml, "libno-such-library.so.1"), "a missing library is no error");
+    CHECK(!nvml_load(&nvml, "libm.so.6"), "a library without NVML's functions is refused");
+}
+
+int main(void) {
+    test_readings();
+    test_silent();
+    test_absent();
+    return check_report();
+}

@@ -1,0 +1,169 @@
+// Energy, power, clock, temperature and throttle reasons of this rank's GPU, read by NVML while the run goes on.
+// NVML (libnvidia-ml.so.1, part of the driver) is loaded at run time: without it there are no readings.
+//
+// A thread reads the GPU ten times a second, since one reading may take longer than a short step. The trainer takes the
+// latest reading, and the energy is continued from it by the power. So the energy of a short step is that of the mean
+// power over about 0.1 s. The energy of many steps is the GPU's own counter.
+#ifndef LLMC_GPU_MONITOR_H
+#define LLMC_GPU_MONITOR_H
+
+#include <dlfcn.h>
+#include <math.h>
+#include <signal.h>
+
+#include "../base/utils.h"
+
+#define GPU_MONITOR_SECONDS 0.1
+
+// One reading. NAN: the GPU does not tell.
+typedef struct {
+    bool present;       // false: no NVML, or a CPU
+    double joules;      // used since some moment before the run
+    double watts;       // average power over about the last 0.1 s, as the driver gives it
+    double sm_mhz;      // clock of the SMs
+    double celsius;     // temperature of the GPU
+    uint64_t throttle;  // reasons why the clock is below its maximum: bits of gpu_throttle_names
+} GpuReading;
+
+// NVML's functions that are used. Each returns 0 on success. `device` is an nvmlDevice_t.
+typedef struct {
+    int (*init)(void);
+    int (*device_by_pci_bus_id)(const char *bus_id, void **device);
+    int (*energy)(void *device, unsigned long long *millijoules);
+    int (*power)(void *device, unsigned *milliwatts);
+    int (*clock)(void *device, int type, unsigned *mhz);
+    int (*temperature)(void *device, int sensor, unsigned *celsius);
+    int (*throttle)(void *device, unsigned long long *reasons);
+} Nvml;
+
+enum { NVML_SM_CLOCK = 1, NVML_GPU_TEMPERATURE = 0 };  // nvmlClockType_t, nvmlTemperatureSensors_t
+
+typedef struct {
+    Nvml nvml;
+    void *device;
+    pthread_t thread;
+    pthread_mutex_t mutex;
+    pthread_cond_t ends;
+    bool running, ending;
+    GpuReading latest;
+    double read_at;   // seconds_now() of the latest reading
+    double reported;  // joules of the last gpu_monitor_read: energy never falls
+} GpuMonitor;
+
+// Names of the bits of GpuReading.throttle (nvmlClocksEventReasons), the lowest first. Idle clocks (bit 0) and clocks
+// that a user set (bits 1 and 8) are no throttling: they have no name.
+static inline const char *gpu_throttle_name(int bit) {
+    static const char *const names[] = {
+        "", "", "power cap", "hardware slowdown", "sync boost", "thermal", "hardware thermal", "power brake", ""};
+    return bit < (int)(sizeof names / sizeof names[0]) ? names[bit] : "";
+}
+
+// Loads NVML's functions. False if the library, or one that is needed, is missing.
+static inline bool nvml_load(Nvml *n, const char *library) {
+    void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    if (!handle) return false;
+    const struct {
+        void **function;
+        const char *name;
+    } rows[] = {{(void **)&n->init, "nvmlInit_v2"},
+                {(void **)&n->device_by_pci_bus_id, "nvmlDeviceGetHandleByPciBusId_v2"},
+                {(void **)&n->energy, "nvmlDeviceGetTotalEnergyConsumption"},
+                {(void **)&n->power, "nvmlDeviceGetPowerUsage"},
+                {(void **)&n->clock, "nvmlDeviceGetClockInfo"},
+                {(void **)&n->temperature, "nvmlDeviceGetTemperature"},
+                {(void **)&n->throttle, "nvmlDeviceGetCurrentClocksThrottleReasons"}};
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+        if (!(*rows[i].function = dlsym(handle, rows[i].name))) return false;
+    return true;
+}
+
+// Reads the GPU. What it does not tell becomes NAN, or 0 for `throttle`.
+static inline GpuReading gpu_reading(const Nvml *n, void *device) {
+    unsigned long long energy = 0, throttle = 0;
+    unsigned power = 0, clock = 0, temperature = 0;
+    GpuReading r = {true, (double)NAN, (double)NAN, (double)NAN, (double)NAN, 0};
+    if (n->energy(device, &energy) == 0) r.joules = (double)energy * 1e-3;
+    if (n->power(device, &power) == 0) r.watts = power * 1e-3;
+    if (n->clock(device, NVML_SM_CLOCK, &clock) == 0) r.sm_mhz = clock;
+    if (n->temperature(device, NVML_GPU_TEMPERATURE, &temperature) == 0) r.celsius = temperature;
+    if (n->throttle(device, &throttle) == 0) r.throttle = throttle;
+    return r;
+}
+
+// Reads the GPU and stores the result.
+static inline void gpu_monitor_update(GpuMonitor *m) {
+    const GpuReading r = gpu_reading(&m->nvml, m->device);
+    pthread_mutex_lock(&m->mutex);
+    m->latest = r, m->read_at = seconds_now();
+    pthread_mutex_unlock(&m->mutex);
+}
+
+// Sleeps until the next reading is due. False if the monitor ends.
+static inline bool gpu_monitor_sleep(GpuMonitor *m) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += (long)(GPU_MONITOR_SECONDS * 1e9);
+    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+    pthread_mutex_lock(&m->mutex);
+    while (!m->ending && pthread_cond_timedwait(&m->ends, &m->mutex, &until) == 0) continue;
+    const bool goes_on = !m->ending;
+    pthread_mutex_unlock(&m->mutex);
+    return goes_on;
+}
+
+static inline void *gpu_monitor_run(void *monitor) {
+    GpuMonitor *m = (GpuMonitor *)monitor;
+    while (gpu_monitor_sleep(m)) gpu_monitor_update(m);
+    return NULL;
+}
+
+// Starts to read a GPU with loaded functions. False if NVML does not know the GPU.
+static inline bool gpu_monitor_start(GpuMonitor *m, const char *pci_bus_id) {
+    pthread_condattr_t clock;
+    sigset_t all, before;
+    if (m->nvml.init() || m->nvml.device_by_pci_bus_id(pci_bus_id, &m->device)) return false;
+    sigfillset(&all);  // signals are for the main thread
+    if (pthread_condattr_init(&clock) || pthread_condattr_setclock(&clock, CLOCK_MONOTONIC) ||
+        pthread_cond_init(&m->ends, &clock) || pthread_mutex_init(&m->mutex, NULL))
+        die("cannot make the lock of the GPU monitor");
+    gpu_monitor_update(m);
+    if (pthread_sigmask(SIG_SETMASK, &all, &before) || pthread_create(&m->thread, NULL, gpu_monitor_run, m) ||
+        pthread_sigmask(SIG_SETMASK, &before, NULL))
+        die("cannot start the thread of the GPU monitor");
+    pthread_condattr_destroy(&clock);
+    return m->running = true;
+}
+
+// Starts to read the GPU at pci_bus_id, as cudaDeviceGetPCIBusId gives it. Without NVML, or for "" (a CPU), there are
+// no readings.
+static inline void gpu_monitor_open(GpuMonitor *m, const char *pci_bus_id) {
+    memset(m, 0, sizeof *m);
+    if (*pci_bus_id && nvml_load(&m->nvml, "libnvidia-ml.so.1")) gpu_monitor_start(m, pci_bus_id);
+}
+
+// Returns the latest reading, with the energy used until now.
+static inline GpuReading gpu_monitor_read(GpuMonitor *m) {
+    GpuReading r;
+    memset(&r, 0, sizeof r);
+    if (!m->running) return r;
+    pthread_mutex_lock(&m->mutex);
+    r = m->latest;
+    const double age = seconds_now() - m->read_at;
+    pthread_mutex_unlock(&m->mutex);
+    if (isfinite(r.watts)) r.joules += r.watts * age;
+    if (r.joules < m->reported) r.joules = m->reported;
+    if (isfinite(r.joules)) m->reported = r.joules;
+    return r;
+}
+
+static inline void gpu_monitor_close(GpuMonitor *m) {
+    if (!m->running) return;
+    pthread_mutex_lock(&m->mutex);
+    m->ending = true;
+    pthread_cond_signal(&m->ends);
+    pthread_mutex_unlock(&m->mutex);
+    pthread_join(m->thread, NULL);
+    m->running = false;
+}
+
+#endif

@@ -1,0 +1,82 @@
+// Adds up what the time and the energy of a run were spent on, for the summary.
+#ifndef LLMC_GOODPUT_H
+#define LLMC_GOODPUT_H
+
+#include "../base/json.h"
+#include "../base/step_times.h"
+
+// Seconds of this process, by purpose. Steps are counted by the times of their parts.
+typedef struct {
+    double began;    // seconds_now() at the start of the process
+    double start;    // until the first step: reading files, loading weights, planning GEMMs
+    double skipped;  // steps whose update was skipped, because the gradient was not finite
+    double validation, sampling, saving;
+    StepTimes steps;
+} RunTimes;
+
+static inline double run_times_steps(const RunTimes *t) {
+    double sum = 0;
+    for (int i = 0; i < NUM_STEP_TIMES; i++) sum += t->steps.seconds[i];
+    return sum;
+}
+
+// Goodput: the share of `wall`, the seconds since the process began, in which the run computed steps that count. The
+// time in which steps waited for data or for other ranks, and steps that were skipped, do not count.
+static inline double run_times_goodput(const RunTimes *t, double wall) {
+    const double *s = t->steps.seconds, all = run_times_steps(t);
+    const double useful = all > 0 ? (s[TIME_COMPUTE] + s[TIME_OPTIMIZER]) / all : 0;
+    return (all - t->skipped) * useful / wall;
+}
+
+enum { RUN_TIMES_ROWS = NUM_STEP_TIMES + 5 };
+
+typedef struct {
+    const char *name;
+    double seconds;
+} RunTimesRow;
+
+// Writes all purposes and their seconds, whose sum is `wall`.
+static inline void run_times_rows(const RunTimes *t, double wall, RunTimesRow rows[RUN_TIMES_ROWS]) {
+    int n = 0;
+    double known = run_times_steps(t) + t->start + t->validation + t->sampling + t->saving;
+    const RunTimesRow others[] = {{"start", t->start},
+                                  {"validation", t->validation},
+                                  {"sampling", t->sampling},
+                                  {"saving", t->saving},
+                                  {"other", wall > known ? wall - known : 0}};
+    for (int i = 0; i < NUM_STEP_TIMES; i++) {
+        const RunTimesRow row = {step_time_name((StepTime)i), t->steps.seconds[i]};
+        rows[n++] = row;
+    }
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) rows[n++] = others[i];
+}
+
+// Prints goodput and the shares of the time that are at least 0.05%.
+static inline void run_times_print(const RunTimes *t, double wall) {
+    RunTimesRow rows[RUN_TIMES_ROWS];
+    run_times_rows(t, wall, rows);
+    printf("time: %.1f s, goodput %.1f%%:", wall, 100 * run_times_goodput(t, wall));
+    const char *separator = " ";
+    for (int i = 0; i < RUN_TIMES_ROWS; i++) {
+        if (rows[i].seconds < 0.0005 * wall) continue;
+        printf("%s%s %.1f%%", separator, rows[i].name, 100 * rows[i].seconds / wall);
+        separator = ", ";
+    }
+    printf("\n");
+}
+
+// Adds the members "seconds" and "goodput".
+static inline void run_times_json(JsonText *line, const RunTimes *t, double wall) {
+    RunTimesRow rows[RUN_TIMES_ROWS];
+    run_times_rows(t, wall, rows);
+    json_text_add(line, ", \"seconds\": {\"wall\": ");
+    json_text_add_real(line, wall);
+    for (int i = 0; i < RUN_TIMES_ROWS; i++) {
+        json_text_add(line, ", \"%s\": ", rows[i].name);
+        json_text_add_real(line, rows[i].seconds);
+    }
+    json_text_add(line, "}, \"goodput\": ");
+    json_text_add_real(line, run_times_goodput(t, wall));
+}
+
+#endif
