@@ -10,7 +10,8 @@ $(error $(MPICC) is missing or is not Open MPI; install libopenmpi-dev and openm
 endif
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 WARNINGS = -Wall -Wextra -Werror
-# gcc 13 counting costs leaves the tile of matmul() in memory where there is AVX-512: 1.7 times slower.
+# With its default vector cost model and AVX-512, gcc 13 keeps the tile of matmul() in memory, not in registers: 1.7
+# times slower.
 CFLAGS = -std=gnu11 -O3 -march=native -fvect-cost-model=cheap -fopenmp -pthread -ffp-contract=off \
 	$(WARNINGS) $(MPI_CFLAGS)
 SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -pthread -ffp-contract=off $(WARNINGS) \
@@ -29,7 +30,7 @@ CUDA_LIBS = -lcublasLt $(NCCL_LIBS) $(MPI_LIBS)
 BENCH_LIBS = -lcublasLt
 
 # Each compile writes the headers that it has read to build/deps/TARGET.d (TARGET without build/), from which make
-# knows what a changed header rebuilds. Each target names its own .d: where that is missing, it is compiled.
+# knows what a changed header rebuilds. Each target depends on its own .d: if that is missing, the target is compiled.
 DEPENDENCIES = -MMD -MP -MT $@ -MF build/deps/$(@:build/%=%).d
 
 HEADERS := $(wildcard llmc/*/*.h)
@@ -53,7 +54,7 @@ FOLDERS := $(sort $(patsubst %/,%,$(dir $(filter build/%,$(COMPILED)) $(DEPENDEN
 all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 
 help:
-	@echo "make               train_fp8, and train_fp8cu where nvcc is"
+	@echo "make               train_fp8, and train_fp8cu if nvcc is installed"
 	@echo "make test          every test that needs no GPU (scripts/test.sh)"
 	@echo "make test-X        one test: dev/test/test_X.c, .cu, .sh or .py, for example make test-options"
 	@echo "make check-gpu     every GPU test and bench (scripts/check_gpu.sh)"
@@ -84,7 +85,7 @@ build/asan/test_%: dev/test/test_%.c build/deps/asan/test_%.d | $(FOLDERS)
 
 # ---- CUDA
 
-# Holds the CUDA_ARCH of the last compile: another one compiles all GPU programs anew.
+# Holds the CUDA_ARCH of the last compile. If CUDA_ARCH changes, all GPU programs are compiled again.
 build/cuda_arch: FORCE | $(FOLDERS)
 	@[ "$$(cat $@ 2>/dev/null)" = "$(CUDA_ARCH)" ] || echo "$(CUDA_ARCH)" >$@
 

@@ -652,8 +652,8 @@ static OutputGradients layer_output_gradients(Trainer *t, int64_t l) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One layer: the same text as in train_fp8.cu
 
-// Computes one layer up to its gate and up projections. The layer below has left the two parts of this layer's input:
-// their sum is a->x. `again`: backward recomputes the layer, and a->x is kept.
+// Computes one layer up to its gate and up projections. Its input a->x is x_mid + branch of the layer below,
+// which the first norm adds; in layer 0 it is the embedding. `again`: backward recomputes the layer from the kept a->x.
 static void layer_forward_until_mlp(Trainer *t, int64_t l, bool again) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];

@@ -113,7 +113,8 @@ static void place_statistics(Trainer *t, Arena *a) {
 // accumulation and when sharded.
 static bool gradients_reuse_activations(const Trainer *t) { return t->fsdp.gradients == FSDP_GRADIENTS_IN_PLACE; }
 
-// Places the weight gradients. Tells the layout which of their memory activations may use before they are written.
+// Places the weight gradients. Tells the layout which part of their memory activations may use until backward writes
+// the gradients there.
 static void place_gradients(Trainer *t, ActivationsLayout *layout, Arena *a) {
     const int64_t element = (int64_t)sizeof(bf16);
     fsdp_place_gradients(&t->fsdp, a);
@@ -149,7 +150,8 @@ static void place_activations(Trainer *t, Arena *a) {
     activations_place(&t->acts, &layout, a);
 }
 
-// Sets every pointer of the trainer. On an arena without memory this is the memory plan.
+// Sets every pointer of the trainer to memory of the arena. With an arena without memory it only counts bytes: the
+// memory plan.
 static void place(Trainer *t, Arena *a) {
     place_parameters(t, a);
     tensor_scales_place(&t->linears.scales, t->o->fp8_audit, a);
@@ -377,8 +379,8 @@ static void reshard(Trainer *t, int64_t l) { fsdp_reshard(&t->fsdp, l); }
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Computes one layer up to its gate and up projections. The layer below has left the two parts of this layer's input:
-// their sum is a->x. `again`: backward recomputes the layer, and a->x is kept.
+// Computes one layer up to its gate and up projections. Its input a->x is x_mid + branch of the layer below,
+// which the first norm adds; in layer 0 it is the embedding. `again`: backward recomputes the layer from the kept a->x.
 static void layer_forward_until_mlp(Trainer *t, int64_t l, bool again) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];
@@ -617,7 +619,7 @@ static void optimizer_step(Trainer *t, int64_t step) {
     }
     profile_bytes(&t->profile, "AdamW", adamw_bytes(&arrays, plan->total));
     fsdp_publish_layers(f);
-    profile_mark(&t->profile, "weights: FP8 casts, gathers", PROFILE_WAIT, 0);
+    profile_mark(&t->profile, "new weights: FP8 casts, gathers", PROFILE_WAIT, 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -766,8 +768,8 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints
 
-// Copies between pageable host memory and the GPU, after all work in t->stream; done on return. (The default stream
-// does not wait for it.)
+// Copies between pageable host memory and the GPU, after all work in t->stream, and waits for the copy. A copy in the
+// default stream would not wait for t->stream.
 static void copy_in_order(const Trainer *t, void *to, const void *from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, t->stream));
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
@@ -915,8 +917,8 @@ static void shard_amax(Trainer *t, int64_t l, int i) {
                     r.count, t->stream);
 }
 
-// Called when the weights changed, but not by the optimizer: rounds bf16 weights from fp32 masters, and invalidates FP8
-// and gathered weights.
+// Called after initialization or a load has changed the weights: rounds bf16 weights from fp32 masters, and publishes
+// the new weights (fsdp.cuh).
 static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
     t->linears.scales.scales_ready = delayed_scales_are_known(t);

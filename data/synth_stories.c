@@ -1,15 +1,15 @@
-// Writes small children's stories of our own as byte-token shards, so that a machine without network trains at once:
+// Generates children's stories and writes them as shards of byte tokens, so that a machine without network can train:
 //   synth_stories --out PREFIX --bytes N --seed S   makes PREFIX_train.bin (N bytes of text or little more),
 //   PREFIX_val.bin (N/20) and PREFIX.tokenizer
 // Token ids 0 ... 255 are bytes, 256 stands before each story. The same options give the same files on every machine.
 //
-// A story is a plot: a list of beats, each one sentence (or two) chosen among alternatives that '|' separates. In a
-// sentence
-//   {list}            a word picked from that list, fresh each time
-//   {list1} {list2}   the story's own word, picked at first use; 1 and 2 differ
+// A story is a plot: a list of beats, each one sentence (or two) chosen among alternatives that '|' separates. A
+// sentence may hold these slots:
+//   {list}            a word of that list, picked anew each time
+//   {list1} {list2}   a word of that list, picked at first use and kept for the whole story; 1 and 2 differ
 //   {hero} {friend}   two different names; {he} {his} {him} the hero's pronouns, {fhe} the friend's; {child} {child2}
 //   "girl" or "boy" {a}               "a" or "an", as the next letter asks
-// and the first letter of a sentence is made a capital.
+// The first letter of a sentence becomes a capital.
 #include <getopt.h>
 
 #include "../llmc/data/dataloader.h"
@@ -231,7 +231,7 @@ static const char *find_remembered(const Story *s, const char *slot) {
     return NULL;
 }
 
-// The story's own word for `slot`, picked from `list` at first use, and not the word of slot `other`.
+// Returns the story's word for `slot`. Picks it from `list` at first use, other than the word of slot `other`.
 static const char *story_remember(Story *s, const char *slot, const char *other, const char *list) {
     const char *word = find_remembered(s, slot), *taken = find_remembered(s, other);
     if (word) return word;
@@ -243,7 +243,7 @@ static const char *story_remember(Story *s, const char *slot, const char *other,
     return r->word;
 }
 
-// Names and pronouns of the two characters; NULL if `slot` is something else.
+// Returns a name or pronoun of one of the two characters; NULL if `slot` is something else.
 static const char *character_word(Story *s, const char *slot) {
     bool hero_girl = s->hero_is_girl, friend_girl = s->friend_is_girl;
     if (strcmp(slot, "hero") == 0) return story_remember(s, "hero", "friend", find_list(hero_girl ? "girl" : "boy"));
@@ -258,7 +258,7 @@ static const char *character_word(Story *s, const char *slot) {
     return NULL;
 }
 
-// Writes what stands for a slot; `out` has room for WORD_CAPACITY bytes.
+// Writes the word for a slot; `out` has room for WORD_CAPACITY bytes.
 static void fill_slot(Story *s, const char *slot, char *out) {
     char list[WORD_CAPACITY], other[WORD_CAPACITY];
     size_t last = strlen(slot) - 1;
@@ -310,7 +310,7 @@ static void story_append_beat(Story *s, const char *beat) {
     s->text[start] = (char)toupper((unsigned char)s->text[start]);
 }
 
-// Story number `index` of the stream `key`.
+// Writes story number `index` of the random stream `key`.
 static void story_write(Story *s, uint64_t key, uint64_t index) {
     s->key = rng_key(key, index);
     s->draws = 0;
@@ -331,7 +331,7 @@ static void write_bytes(FILE *f, const char *path, const void *data, size_t byte
     if (fwrite(data, 1, bytes, f) != bytes) die("%s: cannot be written: %s", path, strerror(errno));
 }
 
-// Closes a file written under a temporary name and gives it its own, so that nobody reads half a file.
+// Closes a file that has a temporary name and renames it to `path`: a file named `path` is always complete.
 static void finish_file(FILE *f, const char *temporary, const char *path) {
     if (fflush(f) != 0 || fsync(fileno(f)) != 0) die("%s: cannot be written: %s", temporary, strerror(errno));
     if (fclose(f) != 0) die("%s: cannot be written: %s", temporary, strerror(errno));
@@ -384,7 +384,7 @@ static void write_table(const char *prefix) {
     printf("%s: %d tokens\n", path, BYTE_VALUES + 1);
 }
 
-// A whole number in [low, high], or dies.
+// Returns `text` as a whole number. Dies unless it is one from `low` to `high`.
 static int64_t parse_number(const char *option, const char *text, int64_t low, int64_t high) {
     char *end;
     errno = 0;

@@ -33,9 +33,9 @@ HUB_FOLDER = "datasets/roneneldan/TinyStories/resolve/main"
 HUB_TRAIN, HUB_VAL = "TinyStories-train.txt", "TinyStories-valid.txt"
 READ_BYTES = 1 << 20
 BATCH_CHARS = 4 << 20  # text encoded in one call: enough to keep all threads busy
-LONGEST_STORY = 64 << 20  # more without a separator line is not a story file
+LONGEST_STORY = 64 << 20  # a text that is longer without a separator line is no file of stories
 VAL_EVERY = 50  # without validation text, each 50th story is validation
-DOWNLOAD_TRIES = 5  # in a row without a byte
+DOWNLOAD_TRIES = 5  # attempts in a row that bring no byte
 SHARD_HEADER_INTS = 256
 SHARD_U32, SHARD_U16 = (20240801, 7), (20240520, 1)  # magic, version
 SHARD_U32_LONG_VERSION = 8  # 64-bit count in words 2 and 3
@@ -214,7 +214,7 @@ def request_from(url, offset):
         if e.code == 416 and total and int(total[1]) == offset:
             return None, offset, offset
         raise
-    if response.status == 200:  # the server does not do ranges: from the start
+    if response.status == 200:  # the server does not support ranges: it sends the file from its start
         return response, 0, int(response.headers["Content-Length"])
     got = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", ""))
     if not got or int(got[1]) != offset:
@@ -244,7 +244,7 @@ def download_some(url, part, fraction, progress):
 
 
 def download(name, folder, fraction):
-    """Brings the first `fraction` of a hub file into `folder`; what is there already is not asked for again."""
+    """Downloads the first `fraction` of a hub file into `folder`, except bytes that an earlier download left there."""
     path, url = (
         os.path.join(folder, name),
         f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{HUB_FOLDER}/{name}",
@@ -266,7 +266,7 @@ def download(name, folder, fraction):
         failures = 0 if have > last and last >= 0 else failures + 1
         last = have
         if failures >= DOWNLOAD_TRIES or have == 0:
-            kept = f" {have} bytes are kept in {part}; the same command goes on from there." if have else ""
+            kept = f" {have} bytes are kept in {part}; run the same command again to download the rest." if have else ""
             raise BadInput(
                 f"cannot download {url}: {problem}.{kept} Without a network: --text FILE, or build/synth_stories"
             )
@@ -320,7 +320,7 @@ class StoryReader:
 
 
 class OutputFile:
-    """Written under a temporary name; gets its own with commit()."""
+    """Written under a temporary name; commit() renames it to its final name."""
 
     def __init__(self, path):
         self.path, self.temporary = path, path + ".tmp"
@@ -335,7 +335,7 @@ class OutputFile:
         os.replace(self.temporary, self.path)
 
     def discard(self):
-        """Removes the temporary file, if commit() did not take it."""
+        """Removes the temporary file, if commit() has not renamed it."""
         try:
             self.file.close()
         except OSError:
@@ -434,7 +434,7 @@ def write_stories(reader, tokenizer, choose_shard, progress):
     progress.done(reader.bytes_read, reader.bytes_total, f" | {tokens} tokens")
     if reader.undecodable:
         print(
-            f"warning: {reader.undecodable} stories are not valid UTF-8; what is not was replaced by U+FFFD",
+            f"warning: {reader.undecodable} stories are not valid UTF-8; their invalid bytes were replaced by U+FFFD",
             file=sys.stderr,
         )
 
@@ -445,7 +445,7 @@ def prepare(options):
     prefix = os.path.join(options.out, options.name or f"tinystories_{tokenizer.name}")
     if options.text and not options.name and os.path.exists(prefix + "_train.bin"):
         raise BadInput(
-            f"{prefix}_train.bin is there already, and may be of TinyStories; give the shards of --text a --name"
+            f"{prefix}_train.bin exists and may hold TinyStories; name the shards of --text with --name"
         )
     if options.text:
         train = local_sources(options.text, options.fraction)

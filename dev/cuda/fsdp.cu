@@ -149,7 +149,7 @@ static void check_peer_reads(PeerRank ranks[2]) {
     CUDA_CHECK(cudaMemset(ranks[1].memory + 1000, 0x77, 1));
     const bool right = peer_check_patterns(&ranks[0].peers, 0, ranks[0].memory, PEER_PROOF_BYTES, ranks[0].stream,
                                            reason, sizeof reason);
-    CHECK(!right && strstr(reason, "rank 1's GPU reads wrong from rank 0's GPU, first at byte 1000"), "0x77: %s",
+    CHECK(!right && strstr(reason, "rank 1's GPU gives wrong data to rank 0's GPU, first at byte 1000"), "0x77: %s",
           reason);
 }
 

@@ -14,7 +14,7 @@
 //   FAULT_DELAY   microseconds between the call and the kill, for FAULT_KIND=kill-later
 //
 // A power cut kills all ranks. Written data that no fsync covers then reads as zeros. With power-names, a rename is
-// also undone unless an fsync of its folder followed it. Names of new files and of removed files are not undone.
+// also undone unless an fsync of its folder followed it. The creation and the removal of files are not undone.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -181,7 +181,7 @@ static void range_add(Fault *f, const char *path, int64_t begin, int64_t bytes) 
     shared_unlock(s);
 }
 
-// Notes that an fsync has brought a file or folder to disk, or that the file was truncated to zero.
+// Notes that a file or folder is on disk after an fsync, or that the file was truncated to zero.
 static void path_is_synced(Fault *f, const char *path) {
     Shared *s = f->shared;
     int ranges = 0, renames = 0;

@@ -1,7 +1,7 @@
-// Runs the fuzz targets without libFuzzer, on mutations of their seeds that are equal in every call.
+// Runs the fuzz targets without libFuzzer, on mutations of their seeds. A run number always has the same input.
 //
 //   replay TARGET RUNS [FIRST]   RUNS runs from number FIRST [0] on; the first few use the unchanged seeds
-//   replay TARGET seeds FOLDER   writes the seeds to files, as a start for libFuzzer
+//   replay TARGET seeds FOLDER   writes the seeds to files, as the initial corpus of libFuzzer
 //   replay TARGET FILE           one run on the bytes of a file, for example one that libFuzzer wrote after a failure
 #define FUZZ_REPLAY
 #include "fuzz_config.c"

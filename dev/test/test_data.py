@@ -148,7 +148,7 @@ def test_bad_inputs(folder):
     before = {name: open(f"{folder}/keep/{name}", "rb").read() for name in os.listdir(f"{folder}/keep")}
     to = ["--out", f"{folder}/keep", "--name", "tinystories_bytes"]
     cases = [
-        (good, "give the shards of --text a --name"),
+        (good, "name the shards of --text with --name"),
         (["--tokenizer", "bytes", "--text", f"{folder}/none.txt", *to], "none.txt: no such text file"),
         (["--tokenizer", "bytes", "--text", f"{folder}/empty.txt", "--val-text", text, *to], "no whole story in"),
         (["--tokenizer", "bytes", "--text", text, "--val-text", f"{folder}/empty.txt", *to],

@@ -31,7 +31,7 @@ mkdir "$tmp/ck"
 ln -s ../home "$tmp/ck/step-00000001.tmp"
 check "a link among the leftovers" trains $run --num-steps 1 --checkpoint-dir "$tmp/ck"
 check "a link among the leftovers: it says so" holds "$out" \
-    "interrupted checkpoint: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
+    "interrupted save: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
 check "a link among the leftovers leads to what it did" equal "$(cat "$tmp/ck/step-00000001.tmp/thesis")" mine
 check "a checkpoint is saved beside it" test -f "$tmp/ck/step-00000001/trainer.json"
 
@@ -139,7 +139,7 @@ check "one save that fails: the log" holds "$tmp/once/log.jsonl" \
 twice() { ranks $fails=2 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/twice" >"$out" 2>&1; }
 check "two in a row, 2 ranks" twice
 check "two in a row: the run goes on" holds "$out" \
-    "that was the second try. Nothing is saved yet; the run goes on, and tries again"
+    "the second try failed too. Still unsaved: all steps; the run goes on, and tries again"
 check "two in a row: each said by one rank" equal "$(grep -c '^warning: ' "$out")" 2
 check "two in a row: the next one is there" equal "$(ls "$tmp/twice")" step-00000002
 check "the last save" refuses "No other save follows: no step of this run is saved" $fails=9 $run \

@@ -1047,8 +1047,8 @@ static void check_omissions(void) {
         {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON},  // its two barriers
         {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON},
         {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON},
-        {{"all-gather of the inputs' gradients", 0, -1}, SHARDING_FULL, ON},
-        {{"all-gather of the inputs' gradients", 0, 2}, SHARDING_FULL, OFF},
+        {{"all-gather of the embedding's output gradients", 0, -1}, SHARDING_FULL, ON},
+        {{"all-gather of the embedding's output gradients", 0, 2}, SHARDING_FULL, OFF},
         {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON},  // the barrier before the root's all-gather
         {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON},
         {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON},     // orders the layers' all-gathers too
@@ -1225,17 +1225,18 @@ static void check_proof_of_reads(void) {
     for (int64_t place = 0; place < PROOF_RANKS; place++)
         CHECK(!*proof_reads(peers, place), "%s", proof_reads(peers, place));
     proof_memory[2].room[PROOF_BYTES - 3] ^= 4;  // one bit of the last word
-    CHECK(strstr(proof_reads(peers, 0), "rank 8's GPU reads wrong from rank 6's GPU, first at byte 4092 of 4096: 0x"),
-          "%s", proof_reads(peers, 0));
+    CHECK(
+        strstr(proof_reads(peers, 0), "rank 8's GPU gives wrong data to rank 6's GPU, first at byte 4092 of 4096: 0x"),
+        "%s", proof_reads(peers, 0));
     CHECK(!*proof_reads(peers, 2), "a rank compares what is its own: %s", proof_reads(peers, 2));
     proof_begin(peers);
     peers[1].base[0] = peers[1].base[2];  // another rank's memory
-    CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU reads wrong from rank 7's GPU, first at byte 0 of"), "%s",
+    CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU gives wrong data to rank 7's GPU, first at byte 0 of"), "%s",
           proof_reads(peers, 1));
     proof_begin(peers);
     memset(proof_memory[1].room, 0, 64);  // the content before
     CHECK(strstr(proof_reads(peers, 2),
-                 "rank 7's GPU reads wrong from rank 8's GPU, first at byte 0 of 4096: 0x00000000 instead"),
+                 "rank 7's GPU gives wrong data to rank 8's GPU, first at byte 0 of 4096: 0x00000000 instead"),
           "%s", proof_reads(peers, 2));
 }
 

@@ -66,12 +66,12 @@ check "an export over an earlier one has other weights" eval '! cmp -s "$tmp/fir
 for option in log-dir checkpoint-dir; do
     for name in hf hf/deep/../down new new/logs; do
         check "--$option $name" refuses 2 \
-            "--$option $tmp/e/$name is in --export-hf $tmp/e/${name%%/*}/, which holds the export alone" tiny $data \
+            "--$option $tmp/e/$name is in --export-hf $tmp/e/${name%%/*}/, which may hold only the export" tiny $data \
             --$option "$tmp/e/$name" --export-hf "$tmp/e/${name%%/*}/"
     done
 done
 for suffix in .tmp .old.tmp; do
-    check "--checkpoint-dir hf$suffix" refuses 2 "is in --export-hf $tmp/e/hf$suffix, which holds the export alone" \
+    check "--checkpoint-dir hf$suffix" refuses 2 "is in --export-hf $tmp/e/hf$suffix, which may hold only the export" \
         tiny $data --checkpoint-dir "$tmp/e/hf$suffix" --export-hf "$tmp/e/hf"
 done
 mkdir "$tmp/e/hf.old.tmp"

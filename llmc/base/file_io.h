@@ -133,7 +133,7 @@ static inline bool output_file_write(OutputFile *file, const void *data, int64_t
 static inline bool output_file_close(OutputFile *file, Failure *failure) {
     bool ok = true;
     if (FILE_WORK("fsync", file->path, fsync(file->fd)))
-        ok = fail(failure, "cannot bring %s to disk: %s", file->path, strerror(errno));
+        ok = fail(failure, "cannot sync %s to disk: %s", file->path, strerror(errno));
     if (FILE_WORK("close", file->path, close(file->fd)) && ok)
         ok = fail(failure, "cannot close %s: %s", file->path, strerror(errno));
     file->fd = -1;
@@ -273,7 +273,7 @@ static inline bool folder_sync(const char *folder, Failure *failure) {
     if (fd < 0) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
     bool ok = true;
     if (FILE_WORK("fsync", folder, fsync(fd)))
-        ok = fail(failure, "cannot bring folder %s to disk: %s", folder, strerror(errno));
+        ok = fail(failure, "cannot sync folder %s to disk: %s", folder, strerror(errno));
     close(fd);
     return ok;
 }

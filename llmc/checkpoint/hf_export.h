@@ -173,7 +173,7 @@ static inline bool export_write(const char *folder, const ModelConfig *m, const 
 static inline bool export_publish(const char *temporary, const char *path, const char *parent, Failure *failure) {
     Failure cause;
     bool ok = export_may_replace(path, &cause);
-    const bool unmarked = ok && folder_kind(path) == FOLDER_FOREIGN;  // an old version wrote it without a mark
+    const bool unmarked = ok && folder_kind(path) == FOLDER_FOREIGN;  // an old version wrote no marker file
     if (unmarked) ok = folder_mark(path, &cause);
     if (ok && folder_replace(temporary, path, &cause)) return folder_sync(parent, failure);
     return fail(failure, "%.900s; the complete export is %.500s: move it away before another run exports here",

@@ -215,15 +215,15 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
 // ---- a resumed run against its checkpoint
 
 // Returns the MUST_MATCH settings that differ from the checkpoint, one per line "--name is A in the checkpoint, B now";
-// empty if none differs. A setting that the checkpoint lacks did not exist when it was written; its run did what is the
-// default today.
+// empty if none differs. A setting that the checkpoint lacks did not exist when it was written: its run worked as with
+// today's default.
 static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%s", "");
     const JsonNode *settings = json_member(json, json_root(json), "settings");
     const JsonNode *precision = settings ? json_member(json, settings, "precision") : NULL;
     Options initial = options_default();
-    initial.precision = o->precision, initial.seed = o->seed;  // options_resolve sets other values by these
+    initial.precision = o->precision, initial.seed = o->seed;  // because other values depend on them
     options_resolve(&initial);
     char precision_now[64];
     option_format(o, option_find("precision", strlen("precision")), precision_now, sizeof precision_now);

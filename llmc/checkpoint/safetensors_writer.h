@@ -30,7 +30,7 @@ static inline int64_t safetensors_spec_bytes(const SafetensorSpec *spec) {
 static inline JsonText safetensors_header(const SafetensorSpec *specs, int64_t count) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%8s{\"__metadata__\":{\"format\":\"pt\",\"written_by\":\"%s\"}", "",
-                  SAFETENSORS_WRITER);  // transformers asks for this format
+                  SAFETENSORS_WRITER);  // transformers requires this format
     int64_t end = 0;
     for (int64_t i = 0; i < count; i++) {
         const SafetensorSpec *s = &specs[i];
@@ -49,7 +49,7 @@ static inline JsonText safetensors_header(const SafetensorSpec *specs, int64_t c
     return out;
 }
 
-// Writes tensors first .. first + count - 1 of `specs` to one file, brings it to disk and adds it to `list`.
+// Writes tensors first .. first + count - 1 of `specs` to one file, syncs it to disk and adds it to `list`.
 static inline bool safetensors_write_file(const char *folder, const char *name, const SafetensorSpec *specs,
                                           int64_t first, int64_t count, SafetensorsSource source, void *context,
                                           FileList *list, Failure *failure) {
@@ -214,7 +214,7 @@ static inline bool safetensors_fill_file(const SafetensorsSet *set, int64_t file
         begin += safetensors_spec_bytes(&set->specs[i]);
     }
     if (ok && FILE_WORK("fsync", path, fsync(fd)))
-        ok = fail(failure, "cannot bring %s to disk: %s", path, strerror(errno));
+        ok = fail(failure, "cannot sync %s to disk: %s", path, strerror(errno));
     if (FILE_WORK("close", path, close(fd)) && ok) ok = fail(failure, "cannot close %s: %s", path, strerror(errno));
     return ok;
 }

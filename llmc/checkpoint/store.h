@@ -6,10 +6,10 @@
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
 //                                     numbered as tensor_index() does
 //   trainer.json                      the manifest (manifest.h); written last
-//   .train_fp8                        this program's mark (file_io.h), written first; a folder without it is removed
+//   .train_fp8                        the marker file (file_io.h), written first; a folder without it is removed
 //                                     only if it has an undamaged trainer.json
 // Several ranks write one checkpoint together (tensors.h), and any number of ranks can resume it.
-// A checkpoint is written as step-00000123.tmp, brought to disk (fsync), then renamed: a folder without ".tmp" was
+// A checkpoint is written as step-00000123.tmp, synced to disk (fsync), then renamed: a folder without ".tmp" was
 // complete when it was renamed. A checkpoint may be a link to a folder elsewhere: a run can resume from it and counts
 // it as kept, but never removes the link or the folder.
 #ifndef LLMC_STORE_H
@@ -51,8 +51,8 @@ static inline bool checkpoint_is_leftover(const char *name) {
     return suffix && checkpoint_step_of(name, suffix) >= 0 && fnmatch("*" FOLDER_TEMPORARY, suffix, 0) == 0;
 }
 
-// True if this program may remove the folder, because it has the mark. Old versions set no mark: a folder with an
-// undamaged trainer.json gets the mark here.
+// True if this program may remove the folder, because it has the marker file. Old versions wrote no marker file: a
+// folder with an undamaged trainer.json gets it here.
 static inline bool checkpoint_is_own(const char *path) {
     struct stat s;
     Json json;
@@ -63,8 +63,8 @@ static inline bool checkpoint_is_own(const char *path) {
     return folder_mark(path, &ignored);
 }
 
-// Removes the leftovers of interrupted saves and removals. Warns about each that cannot be removed; about a folder of
-// another program only if `tell`.
+// Removes the leftovers of interrupted saves and removals, and warns about each that cannot be removed. A folder of
+// another program always stays; the warning about it comes only with `tell`.
 static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failure *failure) {
     DIR *d = opendir(dir);
     if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
@@ -74,7 +74,7 @@ static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failu
         if (!checkpoint_is_leftover(entry->d_name)) continue;
         format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
         if ((checkpoint_is_own(path) || tell) && !folder_remove(path, &cause))
-            warn("cannot remove what may be left of an interrupted checkpoint: %s", cause.text);
+            warn("cannot remove a possible leftover of an interrupted save: %s", cause.text);
     }
     closedir(d);
     return true;

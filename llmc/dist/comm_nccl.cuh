@@ -5,9 +5,9 @@
 // with the compute stream (fsdp.cuh).
 //
 // The communicators are non-blocking: no NCCL call waits for another rank. All code that waits for the GPU calls
-// nccl_watch. It ends the run when NCCL reports an error, with rank, step and collective, and tells the watcher thread
-// (watch.h), which knows the deadline, which operations are pending. Nothing calls ncclCommAbort: it may wait for a
-// rank that is gone, and kernels end with their process anyway.
+// nccl_watch. It ends the run when NCCL reports an error; the message names rank, step and collective. It also reports
+// pending operations to the watcher thread (watch.h), which ends the run after --stall-timeout. Nothing calls
+// ncclCommAbort: it may wait for a rank that is gone, and kernels end with their process anyway.
 #ifndef LLMC_COMM_NCCL_CUH
 #define LLMC_COMM_NCCL_CUH
 

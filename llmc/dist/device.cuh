@@ -1,4 +1,4 @@
-// Chooses the GPU of each rank, checks that this program can run on it, and knows the memory overhead of CUDA and NCCL.
+// Chooses the GPU of each rank, checks that this program can run on it, and estimates the memory of CUDA and NCCL.
 #ifndef LLMC_DEVICE_CUH
 #define LLMC_DEVICE_CUH
 
@@ -6,7 +6,7 @@
 #include "../cuda/gemm.cuh"
 #include "comm_nccl.cuh"
 
-// GPU memory in use outside our arena by cudaMemGetInfo: context, kernels, cuBLASLt. From an H200 with CUDA 13.0.
+// GPU memory in use outside the arena: context, kernels, cuBLASLt. Measured with cudaMemGetInfo on an H200, CUDA 13.0.
 #define CUDA_OVERHEAD_BYTES (640ll << 20)
 
 // Each rank sends this description of its GPU to all ranks.
@@ -96,12 +96,12 @@ static inline void open_device(const Options *o, const Comm *comm) {
     if (o->precision == PRECISION_FP8 && !o->fp8_emulate) gemm_require_native(options_recipe(o));
 }
 
-// Returns the bytes of GPU memory that NCCL allocates outside the arena.
+// Estimates the bytes of GPU memory that NCCL allocates outside the arena.
 static inline int64_t nccl_overhead(const Comm *comm) {
     return nccl_communicators(comm->world, comm->shard_size) * NCCL_OVERHEAD_BYTES;
 }
 
-// Returns the bytes of GPU memory in use outside the arena.
+// Estimates the bytes of GPU memory in use outside the arena, for the memory plan.
 static inline int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
 
 // Writes the versions of the libraries as "CUDA 13000, cuBLASLt ..., NCCL ...".

@@ -19,10 +19,11 @@
 // has changed them.
 //
 // Backward writes a layer's whole gradient into one of two buffers. Its reduce-scatter overlaps with the backward pass
-// of the layer below. The root's gradient has its own buffer. A batch touches few rows of the embedding: if the
-// gradients of all ranks' inputs are smaller than the embedding's table, they are gathered at the end of backward, and
-// each rank adds them to its part of the table. The root's gradient then lacks the embedding, and is reduced right
-// after the loss. Otherwise the whole root gradient is reduced at the end.
+// of the layer below. The root's gradient has its own buffer. A batch touches few rows of the embedding. So if the
+// input gradients of all ranks (dx [R, C], the gradient of the embedding's output) are smaller than the embedding's
+// table, they are gathered at the end of backward, and each rank adds them to its part of the table's gradient. The
+// root's gradient then lacks the embedding, and is reduced right after the loss. Otherwise the whole root gradient is
+// reduced at the end.
 //
 // Copy engines read other ranks' memory, so two orders must hold:
 //   before a layer's gather   every rank has updated its shard: the gather of the vectors, which comes first, waits for
@@ -49,7 +50,7 @@ static inline void fsdp_invalidate(Fsdp *f) {
     for (int64_t i = 0; i < f->num_columnwise; i++) f->columnwise_layer[i] = NO_LAYER;
 }
 
-// Makes the events and stores *in. Call it after fsdp_place.
+// Sets f->in to *in and creates the transport and the events. Call it after fsdp_place.
 static inline void fsdp_create(Fsdp *f, const FsdpInputs *in) {
     f->in = *in;
     transport_create(&f->transport, in->nccl, in->log);
@@ -237,7 +238,7 @@ static inline void fsdp_publish_root(Fsdp *f) {
     bf16 *const to[NUM_SEGMENTS] = {root.vectors, root.matrices, root.embedding};
     comm_waits_compute(&f->transport);
     transport_begin_gather(&f->transport, "all-gather of the weights", ROOT);
-    transport_gather_barrier(&f->transport);  // until all ranks have updated their shards
+    transport_gather_barrier(&f->transport);  // waits until all ranks have updated their shards
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = fsdp_segment(f, ROOT, k);
         if (g.slice) transport_gather(&f->transport, f->in.weights + g.shard, to[k], g.slice, ncclBfloat16);
@@ -398,9 +399,9 @@ static inline void fsdp_reduce_replicas(Fsdp *f, int64_t l, bool last) {
 static inline const bf16 *fsdp_gather_input_gradients(Fsdp *f, const bf16 *dx) {
     if (f->embedding != FSDP_EMBEDDING_FROM_INPUTS) return dx;
     comm_waits_compute(&f->transport);
-    transport_begin_gather(&f->transport, "all-gather of the inputs' gradients", NO_LAYER);
+    transport_begin_gather(&f->transport, "all-gather of the embedding's output gradients", NO_LAYER);
     transport_gather(&f->transport, dx, f->root_grads, f->input_elements, ncclBfloat16);
-    transport_gather_barrier(&f->transport);  // until all ranks have read dx
+    transport_gather_barrier(&f->transport);  // waits until all ranks have read dx
     transport_end_gather(&f->transport);
     compute_waits_comm(&f->transport);
     return f->root_grads;

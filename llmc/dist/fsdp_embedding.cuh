@@ -42,9 +42,9 @@ static inline int64_t fsdp_embedding_whole(Fsdp *f, const int32_t *index, const 
     return embedding_backward(gradient, part, dx, index, rows, C, nearest, f->in.stream);
 }
 
-// Computes the embedding's gradient from dx [R, C], the gradients of this rank's inputs, and, if fsdp_input_ranks > 1,
-// of the other ranks' inputs, which are gathered. `index` sorts the tokens of all these inputs (embedding_sort).
-// Returns the bytes that it moves.
+// Computes the embedding's gradient from this rank's input gradients dx [R, C] and, if fsdp_input_ranks > 1, those of
+// the other ranks, which it gathers. `index` sorts the tokens of all these ranks (embedding_sort). Returns the bytes
+// that it moves.
 static inline int64_t fsdp_embedding_backward(Fsdp *f, const int32_t *index, const bf16 *dx, int64_t R, int64_t C) {
     const bf16 *all = fsdp_gather_input_gradients(f, dx);
     if (fsdp_embedding_joins(f)) return fsdp_embedding_join(f, index, all, fsdp_input_ranks(f) * R, C);

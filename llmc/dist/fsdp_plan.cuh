@@ -113,11 +113,11 @@ typedef struct {
     int64_t *rowwise_layer;     // [num_rowwise] the layers in `rowwise`; NO_LAYER: none
     int64_t *columnwise_layer;  // [num_columnwise] the layers in `columnwise`; NO_LAYER: none
     int64_t num_rowwise, num_columnwise;
-    bf16 *root_grads;  // holds in turn the transient embedding, the root's gradient and the inputs' gradients
+    bf16 *root_grads;  // holds in turn the transient embedding, the root's gradient and the input gradients
     bf16 *layer_grads[FSDP_GRADIENT_BUFFERS];
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];                     // one of root_grads, one of each layer_grads
     int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // number of parameters, without padding
-    int64_t input_elements;  // elements of the gradient of a rank's inputs (embedded tokens)
+    int64_t input_elements;  // elements of a rank's input gradients: dx [R, C], the gradient of the embedding's output
 } Fsdp;
 
 // ---------------------------------------------------------------------------------------------------------------------

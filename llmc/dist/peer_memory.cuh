@@ -87,7 +87,7 @@ static inline cudaError_t peer_copy(const PeerMemory *p, int64_t from, const voi
 static inline void peer_read(const PeerMemory *p, const void *part, void *to, int64_t bytes, bool with_own,
                              cudaStream_t stream) {
     for (int64_t i = !with_own; i < p->ranks; i++) {
-        const int64_t from = (p->rank + i) % p->ranks;  // each rank reads from another peer at a time
+        const int64_t from = (p->rank + i) % p->ranks;  // in each turn all ranks read from different peers
         const int64_t index = with_own || from < p->rank ? from : from - 1;
         CUDA_CHECK(peer_copy(p, from, part, (char *)to + index * bytes, bytes, stream));
     }
@@ -197,7 +197,7 @@ static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t
     const int64_t i = peer_pattern_differs(words, bytes / (int64_t)sizeof *words, its_rank);
     if (i < 0) return true;
     format_checked(reason, capacity,
-                   "the memory of rank %lld's GPU reads wrong from rank %lld's GPU, "
+                   "the memory of rank %lld's GPU gives wrong data to rank %lld's GPU, "
                    "first at byte %lld of %lld: 0x%08x instead of 0x%08x",
                    (long long)its_rank, (long long)(its_rank - from + p->rank), (long long)(i * 4), (long long)bytes,
                    words[i], peer_pattern(its_rank, i));

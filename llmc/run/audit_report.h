@@ -40,7 +40,7 @@ typedef struct {
 static inline AuditOperand audit_operand(int index) {
     static const char *const names[NUM_TENSORS] = {"w", "x", "dy"};
     const GemmKind gemm = (GemmKind)(index / 2);
-    const int operand = 1 - index % 2;  // B, which is x or dy, first
+    const int operand = 1 - index % 2;  // operand B (x or dy) comes first
     const TensorRole tensor = gemm_tensor(gemm, operand);
     const AuditOperand o = {tensor, gemm_usage(gemm, operand), gemm_kind_name(gemm), names[tensor]};
     return o;
@@ -51,7 +51,7 @@ static inline bool audit_shared(const Precision *p, TensorRole tensor) {
                               recipe_granularity(p->recipe, tensor, COLUMNWISE));
 }
 
-// Returns the sums of one operand of linear layer `id` of layer l; count 0 if it is bf16 or no audit saw it. Rowwise
+// Returns the sums of one operand of linear layer `id` of layer l; count is 0 if it is bf16 or was in no audit. Rowwise
 // and columnwise data with equal codes count as one.
 static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int64_t l, int id, AuditOperand o) {
     AuditSums s;
@@ -102,7 +102,7 @@ static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, Aud
 // True if SQNR db is worse than `than`. NaN is the worst.
 static inline bool audit_is_worse(double db, double than) { return isnan(db) ? !isnan(than) : db < than; }
 
-// Prints one row: an operand of a linear layer over all layers. Nothing if no audit saw it.
+// Prints one row: an operand of a linear layer over all layers. Prints nothing if it was in no audit.
 static inline void audit_print_operand(const AuditSums *sums, const Precision *p, int id, AuditOperand o) {
     AuditSums all;
     memset(&all, 0, sizeof all);

@@ -28,7 +28,7 @@ typedef struct {
     double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
     bool resumed;          // from a checkpoint
     int64_t memory_plan;   // bytes of a rank, without those of CUDA and the libraries
-    const char *plan;      // more members of the settings record, as JSON, each behind a comma; NULL: none
+    const char *plan;      // more members of the settings record, as JSON, each after a comma; NULL: none
 } RunInfo;
 
 typedef struct {

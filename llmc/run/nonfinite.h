@@ -40,7 +40,7 @@ static inline int64_t nonfinite_block(const ParameterTable *t, const Parameter *
     return nonfinite_norm(p->layer, true) + mlp;
 }
 
-// True if the block computes with the parameter: a tied embedding is in two blocks.
+// True if the block reads the parameter: two blocks read a tied embedding.
 static inline bool nonfinite_block_reads(const ParameterTable *t, int64_t block, const Parameter *p) {
     const bool tied = t->root.lm_head < 0 && p->layer < 0 && p->offset == t->root.embedding;
     return nonfinite_block(t, p) == block || (tied && block == nonfinite_last_block(t));
@@ -150,7 +150,7 @@ static inline void nonfinite_report(const Options *o, const ParameterTable *t, c
                                     const NonfiniteStep *what, int64_t step, int64_t skipped_in_a_row) {
     char place[640], norm[128] = "the gradient norm is not finite";
     const long long number = (long long)step + 1;
-    const double loss = isnan(what->loss) ? (double)NAN : what->loss;  // without a sign
+    const double loss = isnan(what->loss) ? (double)NAN : what->loss;  // prints nan, never -nan
     nonfinite_place(t, s, what, place, sizeof place);
     if (isfinite(what->norm))
         format_checked(norm, sizeof norm,

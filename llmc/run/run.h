@@ -55,9 +55,9 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
         printf("saved checkpoint after step %lld in %s\n", (long long)progress->step, o->checkpoint_dir);
         return;
     }
-    char next[256], since[64] = "yet";
-    if (s->saved_step) format_checked(since, sizeof since, "of the steps after step %lld", (long long)s->saved_step);
-    format_checked(next, sizeof next, "that was the second try. Nothing is saved %s%s", since,
+    char next[256], since[64] = "all steps";
+    if (s->saved_step) format_checked(since, sizeof since, "the steps after step %lld", (long long)s->saved_step);
+    format_checked(next, sizeof next, "the second try failed too. Still unsaved: %s%s", since,
                    last ? "" : "; the run goes on, and tries again at its next save");
     run_warn_of_save(log, state, progress->step, seconds_now() - start, failure, next);
 }
@@ -71,7 +71,7 @@ static inline bool run_load(const RunSetup *s, const ParameterTable *t, const Tr
     return *s->checkpoint || s->load_weights;
 }
 
-// Exports the weights. Retries once; dies if the retry fails too.
+// Exports the weights. Retries a failed export once, unless a retry cannot help (Failure.lasting). Dies on failure.
 static inline void run_export(const RunSetup *s, const Options *o, int64_t steps_done, const ParameterTable *t,
                               const TrainerState *state) {
     Failure failure;

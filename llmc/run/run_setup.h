@@ -213,7 +213,8 @@ static inline void run_setup_same_data(const DataLoader *data, const char *optio
             "files",
             data->shards[0].path, option, (long long)mine->tokens, (long long)mine->shards, (long long)first.tokens,
             (long long)first.shards,
-            mine->tokens == first.tokens ? "but other ones or in another order" : "so ranks would read other samples");
+            mine->tokens == first.tokens ? "but other tokens or another order"
+                                         : "so the ranks would read different samples");
 }
 
 // Opens the shards, and the tokenizer table beside the first one.
@@ -283,8 +284,8 @@ static inline void run_setup_check_export(const Options *o) {
             format_checked(folder, sizeof folder, "%s%s", path, suffixes[k]);
             if (path_within(other, folder))
                 die_with(EXIT_USAGE,
-                         "--%s %s is in --export-hf %s%s, which holds the export alone; give folders "
-                         "beside each other",
+                         "--%s %s is in --export-hf %s%s, which may hold only the export; give a "
+                         "folder outside it",
                          written[i][0], written[i][1], o->export_hf, suffixes[k]);
         }
     }
@@ -293,9 +294,9 @@ static inline void run_setup_check_export(const Options *o) {
 // Dies if the trainer cannot run the model with these options. shard_size: ranks per replica.
 typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t shard_size);
 
-// Opens and checks everything the options name, on every rank. One rank of each host reads all data once; rank 0 tries
-// the folders that the run writes. Dies with the reason and a fix. Resolves `auto` in the options, and clears --log-dir
-// on other ranks than 0, which writes the log.
+// Opens and checks everything the options name, on every rank. One rank of each host reads all data once; rank 0
+// checks that it can write the run's folders. Dies with the reason and a fix. Resolves `auto` in the options, and
+// clears --log-dir on all ranks but 0, which writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
     RunSetup s;
     char message[512];

@@ -1,8 +1,8 @@
-// Prints what a run begins with: at most 25 lines before its first step. --dry-run prints everything.
-// The largest number of lines: 1 model, 1 validation data, 2 starting weights or checkpoint, 1 earlier export that
-// was restored, 1 --fp8-filter auto, 1 device, 1 ranks, 1 data, 1 recipe, 5 options, 2 derived options, 2 memory,
-// 3 communication and GEMMs of the GPU trainer, 1 earlier log, 1 empty: 24. Damaged checkpoints that --resume skips add
-// a line each.
+// Prints the start of a run: model, device, data, recipe, options and memory, in at most 25 lines.
+// --dry-run prints everything. The largest number of lines: 1 model, 1 validation data, 2 starting weights or
+// checkpoint, 1 earlier export that was restored, 1 --fp8-filter auto, 1 device, 1 ranks, 1 data, 1 recipe, 5 options,
+// 2 derived options, 2 memory, 3 communication and GEMMs of the GPU trainer, 1 earlier log, 1 empty: 24. Damaged
+// checkpoints that --resume skips add a line each.
 #ifndef LLMC_START_H
 #define LLMC_START_H
 
@@ -45,7 +45,7 @@ static inline void start_end(const StartText *t) {
     if (t->column > START_LABEL || t->full) printf("\n");
 }
 
-// A count, as "143680", "494.0M" or "8.03B".
+// Writes a count as "143680", "494.0M" or "8.03B".
 static inline const char *start_count(char *out, size_t capacity, int64_t n) {
     if (n >= 1000000000) format_checked(out, capacity, "%.2fB", (double)n * 1e-9);
     else if (n >= 1000000) format_checked(out, capacity, "%.1fM", (double)n * 1e-6);
@@ -53,7 +53,7 @@ static inline const char *start_count(char *out, size_t capacity, int64_t n) {
     return out;
 }
 
-// Prints which program trains which model. After run_setup, before the device is taken.
+// Prints which program trains which model. Call it after run_setup and before open_device.
 static inline void start_print_model(const RunSetup *s, const char *program) {
     const ModelConfig *m = &s->model;
     ParameterTable t = parameter_table(m);
@@ -106,7 +106,7 @@ static inline void start_print_data(const RunSetup *s, const Options *o, const C
            sequences == 1 ? "" : "s", (long long)o->sequence_length);
 }
 
-// Prints the linear layers that stay bf16 although the run is FP8, behind lm_head.
+// Prints the linear layers, other than lm_head, that stay bf16 in an FP8 run.
 static inline void start_print_bf16_linears(const Precision *p) {
     char layers[128];
     for (int id = 0; id < NUM_LINEARS; id++) {

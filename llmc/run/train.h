@@ -37,7 +37,7 @@ typedef struct {
     void (*find_filter)(const Options *o, const ModelConfig *m, char *filter, size_t capacity);
     // Computes sizes and the memory plan; takes no device memory. The trainer keeps the pointers.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
-    // Print what a dry run adds to its settings (may be NULL), and the table of what each GEMM runs in.
+    // Print the settings that only a dry run prints (may be NULL), and the GEMM table.
     void (*print_settings)(const void *t);
     void (*print_gemms)(const void *t);
     // Takes the memory that describe planned, and clears it. Prints at most three lines (start.h).
@@ -329,7 +329,7 @@ static inline void run_create(Run *run) {
     stop_catch();
     ops->create(run->trainer, &p->memory);
     if (!run_load(&run->setup, p->table, &p->state)) ops->initialize(run->trainer);
-    comm_barrier(&run->comm, COMM_WORLD);  // slow readers: the others wait here, not in a kernel of NCCL
+    comm_barrier(&run->comm, COMM_WORLD);  // ranks that have read wait here, not in an NCCL kernel
     ops->weights_changed(run->trainer);
     run->logger = run_open_log(run);
     run->logger.times.began = run->began;

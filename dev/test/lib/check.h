@@ -37,8 +37,8 @@ static inline double check_relative_error(const float *a, const float *b, int64_
     return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
 }
 
-// Runs `action(context)` in a child process. True when it ended with a non-zero status by itself (no signal) and its
-// stderr holds `message`. What the child wrote is copied to `output`.
+// Runs `action(context)` in a child process. True if the child ended by itself (no signal) with a non-zero status and
+// its stderr contains `message`. Copies its stderr to `output`.
 static inline bool check_dies(void (*action)(void *), void *context, const char *message, char *output,
                               size_t capacity) {
     int fds[2];
