@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures the error of gradient accumulation: the gradient norm of one set of sequences as one large batch and in 16 to
-# 1024 micro-steps, for each --precision and --grad-accum-dtype, with tokens per second and memory. Runs have one step.
-# Nothing is saved.
+# 1024 micro-steps, for each --precision and --grad-accum-dtype, with tokens per second and memory. Each run has one
+# step, and nothing is saved.
 #
 #     dev/accumulation.sh TRAINER MODEL SEQUENCE_LENGTH [--option value ...]
 #     dev/accumulation.sh ./train_fp8 tiny 32
@@ -37,12 +37,12 @@ run() {  # $1 precision, $2 dtype, $3 micro-steps, the rest: options
     [ "$2" != auto ] && [ "$1" != fp32 ] && dtype=(--grad-accum-dtype "$2")
     rm -rf "$tmp/log"
     "${launcher[@]}" "$trainer" "$model" --train-data "$DATA" --sequence-length "$length" --shuffle off --num-steps 1 \
-        --batch-size "$batch" --precision "$1" \
-        --grad-accumulation-steps "$3" "${dtype[@]}" --log-dir "$tmp/log" "${@:4}" >"$tmp/out" 2>&1
+        --batch-size "$batch" --precision "$1" --grad-accumulation-steps "$3" "${dtype[@]}" --log-dir "$tmp/log" \
+        "${@:4}" >"$tmp/out" 2>&1
 }
 
-printf '%-10s %-17s %12s %10s %12s %10s %12s %10s\n' precision grad-accum-dtype micro-steps batch norm "off, %" tok/s \
-    GiB
+printf '%-10s %-17s %12s %10s %12s %10s %12s %10s\n' \
+    precision grad-accum-dtype micro-steps batch norm "off, %" tok/s GiB
 for precision in ${PRECISIONS:-$default_precisions}; do
     one=""
     for dtype in ${DTYPES:-bf16 fp32}; do
@@ -54,7 +54,7 @@ for precision in ${PRECISIONS:-$default_precisions}; do
                 printf '%-10s %-17s %12d %10d %12.5f %10s %12.0f %10.2f\n' "$precision" "$dtype" "$micro" \
                     $((sequences / micro / ranks)) "$norm" \
                     "$(awk -v a="$norm" -v b="$one" 'BEGIN { printf "%.3f", 100 * (a / b - 1) }')" \
-                        "$(field tokens_per_second)" \
+                    "$(field tokens_per_second)" \
                     "$(awk -v b="$(field memory_bytes)" 'BEGIN { print b / 1073741824 }')"
             else
                 printf '%-10s %-17s %12d %10d %12s   %s\n' "$precision" "$dtype" "$micro" \

@@ -13,7 +13,7 @@ HEAD += [gemm + " SQNR" for gemm in GEMMS] + ["lowest SQNR at"]
 NOTES = """\
 loss: mean of the last 20 steps (of all steps, if fewer). loss diff: compared with BF16. tok/s/GPU: of the median step
 after warm-up. FP8/BF16: tok/s/GPU divided by that of BF16. peak GiB: peak memory of a GPU. SQNR: lowest signal to
-quantization noise ratio (dB) of the GEMM's FP8 operands in any layer and audit.
+quantization noise ratio (dB) of the FP8 operands of these GEMMs in any layer and audit.
 """
 NOTE_EMULATED = """\
 emulated: this GPU lacks the recipe's GEMMs; operands are quantized, then multiplied in BF16. The loss is that of the
@@ -34,7 +34,7 @@ def recipe_of(run):
 
 
 def runs_to_show(folder):
-    """Returns all runs in order, without runs that were refused and emulated instead."""
+    """Returns all runs in order. Leaves out a run without results if its emulated run is there."""
     runs = read_runs(folder)
     emulated = {run["precision"] for run in runs if is_emulated(run)}
     return [run for run in runs if not (why_missing(run) and run["precision"] + ":emulate" in emulated)]

@@ -97,8 +97,10 @@ def read_text(path):
 
 
 def read_run(folder, line):
-    """Returns a run of runs.txt as a dictionary. If its kind is "done", `settings` and `summary` are the first and the
-    last line of its log."""
+    """Returns a run of runs.txt as a dictionary.
+
+    If its kind is "done", `settings` and `summary` are the first and the last line of its log.
+    """
     words = line.split(" ", 4)
     name, length, gpus, precision, model = words if len(words) == 5 else ["", "", "", "", line]
     run = {"name": name, "model": clean(model.rsplit("/", 1)[-1]), "length": clean(length), "gpus": clean(gpus),
@@ -158,8 +160,10 @@ def open_to_write(path):
 
 
 def write_table(path, head, rows, before, after):
-    """Prints a table, and writes it to PATH.txt and PATH.md, between the paragraphs `before` and `after`. The first
-    column is aligned left, the last is free text, the others are aligned right."""
+    """Prints a table, and writes it to PATH.txt and PATH.md, between the paragraphs `before` and `after`.
+
+    The first column is aligned left, the last is free text, the others are aligned right.
+    """
     width = [max(len(row[j]) for row in [head] + rows) for j in range(len(head) - 1)]
     with open_to_write(path + ".txt") as text, open_to_write(path + ".md") as marked:
         text.write(before)
@@ -177,8 +181,10 @@ def write_table(path, head, rows, before, after):
 
 
 def run_program(main, usage):
-    """Runs main(FOLDER) with the only argument, a sweep's folder, and exits with its status. Prints `usage` if the
-    argument is missing or not such a folder."""
+    """Runs main(FOLDER) with the only argument, a sweep's folder, and exits with its status.
+
+    Prints `usage` if the argument is missing or not such a folder.
+    """
     arguments = sys.argv[1:]
     if len(arguments) != 1 or not os.path.exists(os.path.join(arguments[0], "runs.txt")):
         sys.exit(("error: %s is not a folder of scripts/sweep.sh: it has no runs.txt\n\n" % clean(arguments[0])

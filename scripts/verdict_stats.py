@@ -149,7 +149,7 @@ def validation_difference(bf16, fp8):
     variance_pairs = of_pair.var(ddof=1) / pairs
     rest = table - of_pair[:, None] - of_sequence + mean
     variance_rest = (rest**2).sum() / ((pairs - 1) * (sequences - 1)) / (pairs * sequences)
-    # Both variances hold the rest once, the variance of the mean holds it once in all.
+    # variance_pairs and variance_sequences both contain variance_rest, but the variance of the mean contains it once.
     variance_sequences = max(variance_sequences - variance_rest, 0.0)
     variance = variance_pairs + variance_sequences
     if variance == 0:
@@ -161,7 +161,7 @@ def validation_difference(bf16, fp8):
 
 
 def block_length(series):
-    """Steps in a block of the moving-block bootstrap. series: [steps] or [steps, k], then the longest of k."""
+    """The steps of a block in the moving-block bootstrap. series: [steps], or [steps, k] for the longest of k."""
     steps = len(series)
     with np.errstate(all="ignore"):
         optimal = np.asarray(optimal_block_length(series)["circular"], dtype=np.float64)
@@ -222,10 +222,10 @@ def difference_over_steps(bf16, fp8, window, seed=0):
 
 
 def noise_band(losses, groups, pairs=1):
-    """How far apart BF16 runs are. losses: [runs] or [runs, n]; runs with equal `groups` differ in noise alone.
+    """Returns the NoiseBand of BF16 runs. losses: [runs] or [runs, n]; runs of equal `groups` differ in noise alone.
 
     Give each run's seed as its group if runs differ in the rounding seed, or one group if they differ in the seed.
-    pairs: the band is that of a mean of this many differences. ValueError without two runs of one group.
+    pairs: the band holds for the mean of this many differences. Raises ValueError if no group has two runs.
     """
     losses, groups = np.asarray(losses, dtype=np.float64), np.asarray(groups)
     if len(losses) != len(groups) or not np.isfinite(losses).all():

@@ -26,8 +26,8 @@ static float spread(uint64_t key, int64_t i, int low) {
     return ldexpf(1, -(int)(rng_u64(key, (uint64_t)i) % (uint64_t)(low + 1)));
 }
 
-// A thread of the kernel takes its branch-free path only if all of its 8 elements are common, so one stretch of 64 in
-// four has rare ones.
+// A thread of the kernel takes its branch-free path only if all of its 8 elements are common. So only every fourth
+// stretch of 64 elements has rare ones.
 static State make_state(const ParameterTable *t, uint64_t seed, bool fp32_weights, bool fp32_moments) {
     State s;
     s.n = t->total;
@@ -286,7 +286,7 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     }
     if (v.clip == 0)
         CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6,
-              "%s: squares %.9g with the update, %.9g by themselves", label, taken_along, *sum);
+              "%s: sum of squares %.9g from the update, %.9g from its own kernel", label, taken_along, *sum);
     uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label),
              *slots_unconditional =
                  (uint32_t *)bench_download(amax_unconditional, m.num_layers * AMAX_STRIDE * 4, label);

@@ -380,7 +380,7 @@ static void check_forward(const Implementation *im, Setup *s) {
         if (!(fabs(lse[i] - s->exact.lse[i]) <= fabs(lse[worst] - s->exact.lse[worst]))) worst = i;
     }
     CHECK(fabs(lse[worst] - s->exact.lse[worst]) <= 1e-5 * (10 + largest),
-          "%s forward, %s: lse of row %lld, query %lld is %g, not %g", im->name, s->name, (long long)(worst / d.T),
+          "%s forward, %s: lse [B*NH, T] at [%lld, %lld] is %g, not %g", im->name, s->name, (long long)(worst / d.T),
           (long long)(worst % d.T), (double)lse[worst], s->exact.lse[worst]);
     free(lse);
     CHECK(tensor_guards_hold(s->out, (size_t)s->n_out * 2) && tensor_guards_hold(s->lse, (size_t)s->n_lse * 4),
@@ -450,10 +450,11 @@ static void check_dispatch(Setup *s) {
     run_forward(&chosen, s, s->out, s->lse, NULL);
     run_forward(&dispatch, s, out2, lse2, NULL);
     CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0,
-          "%s: attention_forward is not %s's", s->name, chosen.name);
+          "%s: attention_forward gives other bits than %s", s->name, chosen.name);
     run_backward(&chosen, s, s->dqkv, true);
     run_backward(&dispatch, s, s->again, true);
-    CHECK(count_differences(s->dqkv, s->again) == 0, "%s: attention_backward is not %s's", s->name, chosen.name);
+    CHECK(count_differences(s->dqkv, s->again) == 0, "%s: attention_backward gives other bits than %s", s->name,
+          chosen.name);
     tensor_free(out2);
     tensor_free(lse2);
 }
@@ -499,7 +500,7 @@ static void check_all(const Choice *o) {
         Case many = {{300, 130, 2, 1, HD, false}, 1.0f};
         check_case(o, many, rng_key(seed, n++));
     }
-    printf("check: largest error over the rounded reference's: %.3f (bound 2)\n", largest_ratio);
+    printf("check: largest error is %.3f times the rounded reference's (bound 2)\n", largest_ratio);
 }
 
 static void call_unsupported(void *context) {
@@ -532,10 +533,9 @@ static const char *bench_reason(const Implementation *im, AttentionDims d, int p
     if (!im->hopper && pass) return "mma.sync, slower than wgmma on Hopper; 7 GEMMs, of which 5 are counted";
     if (!im->hopper) return "mma.sync, slower than wgmma on Hopper; softmax between its GEMMs";
     if (pass == 2)
-        return "blocks wait for each other to add to dQ in order; dS goes through shared memory, exponentials";
-    if (pass == 1)
-        return "dQ is added in fp32 in memory, dS goes through shared memory, exponentials beside five GEMMs";
-    if (d.T < 4096) return "short sequences: the causal triangle has few tiles per SM, and softmax";
+        return "blocks wait for their turn to add to dQ; dS goes through shared memory; exponentials take cycles too";
+    if (pass == 1) return "dQ is added in fp32 in memory; dS goes through shared memory; exponentials take cycles too";
+    if (d.T < 4096) return "short sequences: the causal triangle has few tiles per SM; softmax takes cycles too";
     if (d.HD == 64) return "the exponentials take as many cycles as the two GEMMs";
     return "the exponentials take half as many cycles as the two GEMMs";
 }
@@ -582,8 +582,8 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
     for (int i = 0; i < 6; i++) tensor_free(all[i]);
 }
 
-// Times backward's kernels beside its GEMMs: sums of dout * out before them (both implementations), and the rows of dq
-// after Hopper's.
+// Times the kernels of backward before and after its GEMMs: sums of dout * out before them (both implementations), and
+// the rows of dq after Hopper's.
 template <int HD>
 static void bench_beside_gemms(Bench *b, const Choice *o) {
     // T is whole tiles, and so long that a block sums the whole GQA group.
@@ -598,7 +598,7 @@ static void bench_beside_gemms(Bench *b, const Choice *o) {
     if (implementation_runs(o, 0)) {
         const double us =
             bench_time_us(b, [&] { attention_delta_kernel<<<grid_size(T * NH, 8), 256>>>(stats, dout, out, d); });
-        bench_report(b, "attention mma, backward's delta", shape, us, 4.0 * (double)n + 4.0 * (double)(NH * T),
+        bench_report(b, "attention mma backward, delta", shape, us, 4.0 * (double)n + 4.0 * (double)(NH * T),
                      "one warp per row of one head: a thread loads 2 bytes at a time");
     }
     if (implementation_runs(o, 1)) {
@@ -606,12 +606,12 @@ static void bench_beside_gemms(Bench *b, const Choice *o) {
             rows_grid((unsigned)(T / 64), (unsigned)(NH * HD / 64), 1);
         double us = bench_time_us(
             b, [&] { attention_backward_stats<HD><<<stats_grid, 256>>>(stats, dq, NULL, 0, dout, out, lse, T, NH); });
-        bench_report(b, "attention sm90, backward's stats and zeroes", shape, us,
+        bench_report(b, "attention sm90 backward, lse, delta, zero dQ", shape, us,
                      8.0 * (double)n + 12.0 * (double)(NH * T),
                      "short blocks: a thread loads 16 bytes of each tensor once");
         us = bench_time_us(b, [&] { attention_backward_rows<HD><<<rows_grid, 256>>>(dqkv, dq, NULL, T, NH, NKV, 1); });
-        bench_report(b, "attention sm90, backward's rows of dQ", shape, us, 6.0 * (double)n,
-                     "reads fragments: 16 of every 64 bytes at a time, the others from the L1 later");
+        bench_report(b, "attention sm90 backward, dQ to bf16", shape, us, 6.0 * (double)n,
+                     "reads fragments: 16 of every 64 bytes at a time, the rest later from L1");
     }
     CUDA_CHECK_LAUNCH();
     void *device[] = {dout, out, dqkv, dq, lse, stats};

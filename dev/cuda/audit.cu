@@ -140,7 +140,7 @@ static void check_case(Case c) {
     audited_free(&a);
 }
 
-// Audits data of which one usage is not cast or not audited, and data with both.
+// Audits tensors whose rowwise or columnwise data is not cast, or is cast but not audited.
 static void check_missing(void) {
     const Case c = {200, 272, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, FP8_E4M3, FILL_NORMAL, 0};
     for (int without = 0; without < 4; without++) {

@@ -112,7 +112,7 @@ static inline void check_usage(const char *label, const QTensor *t, TensorUsage 
                                      : same_or_nan(((uint32_t *)got_scales)[i], ((uint32_t *)want_scales)[i]);
         if (!same && bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld scale_inv values differ, first number %lld: got %.9g, want %.9g", name,
+    CHECK(bad == 0, "%s: %lld of %lld scale_inv values differ, first at index %lld: got %.9g, want %.9g", name,
           (long long)bad, (long long)(bytes / width), (long long)first, scale_load(granularity, got_scales, first),
           scale_load(granularity, want_scales, first));
     free(want), free(want_scales), free(got), free(got_scales);

@@ -33,7 +33,7 @@ static int32_t *make_targets(uint64_t seed, int64_t R, int64_t V) {
 // 2^-17 at worst.
 #define LOSS_TOLERANCE 2e-5
 // Tolerance of the gradient against the exact value: one bf16 rounding (2^-8 of the value) and the error of the sum.
-// The floor is for a softmax near 1 minus 1.
+// The floor is for the target's gradient, softmax - 1, if the softmax is near 1.
 #define GRADIENT_TOLERANCE (1.01 / 256)
 #define GRADIENT_FLOOR 2e-5
 

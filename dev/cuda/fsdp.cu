@@ -53,8 +53,8 @@ static void set_sum(Transport *t, void *device, bool fp32) {
     else t->sums = (bf16 *)device;
 }
 
-// All ways to add gradients to a sum: they replace it, or are added in the first micro-step (for an embedding) or in a
-// later one.
+// All ways to add gradients to a sum: they replace it, or are added and rounded to nearest (an embedding in the first
+// micro-step), or are added and rounded stochastically (later micro-steps).
 static const GradientSum *sum_kinds(void) {
     static const GradientSum kinds[] = {
         {false, false, 0, 0}, {true, false, 0, 0}, {true, true, 0x123456789abcdef1ull, (1ll << 35) + 4096}};
@@ -163,7 +163,7 @@ static void check_peer_barriers(PeerRank ranks[2]) {
     peer_finish(ranks[1].stream);
     CHECK(!peer_prove_barrier(&ranks[0].peers, 0, 0.2, ranks[0].stream, reason, sizeof reason) &&
               strstr(reason, "did not complete on rank 0 within 0.2 s"),
-          "a barrier of one rank: %s", reason);
+          "a barrier that one rank misses: %s", reason);
     CUDA_CHECK(cudaMemsetAsync(ranks[0].memory, 0, PEER_ROOM, ranks[0].stream));
     CHECK(peer_ends(ranks[0].stream, PEER_PROOF_SECONDS), "the stream hangs after a barrier that one rank missed");
     CUDA_CHECK(cudaMemcpy(arrivals, ranks[1].peers.arrivals, sizeof arrivals, cudaMemcpyDeviceToHost));
@@ -203,7 +203,7 @@ static void bench_joins(Bench *b, Transport *t, const bf16 *gradients, int64_t n
         void *sum = bench_zeros(n * (fp32 ? 4 : 2));
         set_sum(t, sum, fp32);
         const double us = bench_time_us(b, [&] { transport_add(t, 0, gradients, n, how, blocks, 0); });
-        bench_report(b, fp32 ? "gradients join fp32 sum" : "gradients join bf16 sum", "218112000", us,
+        bench_report(b, fp32 ? "gradients added to the fp32 sum" : "gradients added to the bf16 sum", "218112000", us,
                      (fp32 ? 10.0 : 6.0) * (double)n);
         bench_free(sum);
     }
@@ -221,11 +221,11 @@ static void bench_kernels(Bench *b) {
     const GradientSum *how = sum_kinds();
     t.sums = to;
     us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, t.staging, part, how[2]); });
-    bench_report(b, "fsdp, sum of fp32 added", "16777216", us, 8.0 * (double)part, reason);
+    bench_report(b, "fsdp, reduced fp32 added to the bf16 sum", "16777216", us, 8.0 * (double)part, reason);
     us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, t.staging, part, how[0]); });
-    bench_report(b, "fsdp, sum of fp32 rounded", "16777216", us, 6.0 * (double)part, reason);
+    bench_report(b, "fsdp, reduced fp32 rounded to the bf16 sum", "16777216", us, 6.0 * (double)part, reason);
     us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, gradients, slice, how[2]); });
-    bench_report(b, "fsdp, sum of bf16 added", "54528000", us, 6.0 * (double)slice, reason);
+    bench_report(b, "fsdp, reduced bf16 added to the bf16 sum", "54528000", us, 6.0 * (double)slice, reason);
     bench_joins(b, &t, gradients, shard_size * slice);
     bench_free(t.staging), bench_free(gradients), bench_free(to);
 }

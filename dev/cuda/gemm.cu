@@ -223,20 +223,21 @@ static void check_first_usable(const Case *c, const char *label, GemmKind kind, 
     gemm.deterministic = true;
     gemm_choose(&gemm, &p, c->d, &c->a, &c->b, NULL);
     const int count = gemm_candidates(&gemm, &p, found, &status);
-    CHECK(count > 0 && same_algorithm(&p.algo, &found[0].algo), "%s: not the first of %d algorithms", label, count);
+    CHECK(count > 0 && same_algorithm(&p.algo, &found[0].algo),
+          "%s: a deterministic plan does not take the first of %d algorithms", label, count);
     const bool has_next = count > 1;
     found[0].state = CUBLAS_STATUS_NOT_SUPPORTED;
     int taken = gemm_first_usable(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: %d is taken of %d, the first of which is unusable", label, taken,
+    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is taken, and number 0 is unusable", label, taken,
           count);
     found[0].state = CUBLAS_STATUS_SUCCESS;
     memset(&found[0].algo, 0, sizeof found[0].algo);
     taken = gemm_first_usable(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: %d is taken of %d, the first of which is not an algorithm", label,
-          taken, count);
+    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is taken, and number 0 is all zeros", label, taken,
+          count);
     taken = gemm_fastest(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: %d is the fastest of %d, the first of which is not an algorithm",
-          label, taken, count);
+    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is the fastest, and number 0 is all zeros", label,
+          taken, count);
     gemm_destroy(&p);
 }
 

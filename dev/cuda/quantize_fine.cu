@@ -105,7 +105,7 @@ static void check_amaxes(const char *label, const QTensor *t, const float *x, in
         else want = quantize_tensor_amax(x, R * C, t->rule);
         if (!same_or_nan(got[i], want) && bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld amaxes differ, first number %lld: got %.9g", label, (long long)bad,
+    CHECK(bad == 0, "%s: %lld of %lld amaxes differ, first at index %lld: got %.9g", label, (long long)bad,
           (long long)count, (long long)first, float_from_bits(got[first]));
     free(got);
 }
@@ -129,7 +129,7 @@ static void check_dequantized(const char *label, const QTensor *t, TensorUsage u
         if (!same_or_nan(float_bits(bf16_to_float(got[i])), float_bits(bf16_to_float(bf16_from_float(want[i])))) &&
             bad++ == 0)
             first = i;
-    CHECK(bad == 0, "%s, %s data decoded to bf16: %lld of %lld differ, first number %lld: got %.9g, want %.9g", label,
+    CHECK(bad == 0, "%s, %s data decoded to bf16: %lld of %lld differ, first at index %lld: got %.9g, want %.9g", label,
           usage == ROWWISE ? "rowwise" : "columnwise", (long long)bad, (long long)(R * C), (long long)first,
           bf16_to_float(got[first]), want[first]);
     free(got), free(codes), free(scales), free(want);
@@ -331,7 +331,8 @@ static void run_checks(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Reports the cast of n values to the data that `t` has. `outputs` is the source's; `read` is bytes read per value.
+// Reports the cast of n values to the data that `t` has. `outputs` is OUTPUTS of the source, `read` the bytes read per
+// value.
 static void bench_cast(Bench *b, const char *name, const char *shape, const Case *c, int outputs, double us,
                        const QTensor *t, double read, double n) {
     const double bytes = (read + (t->rowwise ? 1 : 0) + (t->columnwise ? 1 : 0)) * n;
@@ -399,7 +400,7 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
     tensor_quantize(mx, x, R, C, 0);
     const double us =
         bench_time_us(b, [&] { fp8_dequantize(out, mx.rowwise, mx.rowwise_scale_inv, BLOCK_1X32, FP8_E4M3, R, C, 0); });
-    bench_report(b, "back to bf16, 1x32", shape, us, 3.0 * (double)(R * C),
+    bench_report(b, "fp8_dequantize, 1x32", shape, us, 3.0 * (double)(R * C),
                  "short threads: 16 codes each, which wait for their scale");
     qtensor_free(mx);
     bench_free(x), bench_free(out);

@@ -33,7 +33,7 @@ def from_bfloat16(bits):
 
 
 def positive_values(name):
-    """The finite values >= 0 of a format, index = code."""
+    """Returns the finite values >= 0 of a format; the index is the code."""
     mantissa, bias, largest = FORMATS[name]
     values = []
     for code in range(128):
@@ -47,7 +47,7 @@ def positive_values(name):
 
 
 def cast(x, name):
-    """Codes of float32 x: nearest in float64, which holds every midpoint exactly; NaN as 7F with its sign."""
+    """Returns the codes nearest to float32 x, found in float64, which holds every midpoint; NaN as 7F with its sign."""
     values = positive_values(name)
     magnitude = np.minimum(np.abs(x.astype(np.float64)), values[-1])
     above = np.searchsorted(values, magnitude).clip(1, len(values) - 1)

@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "goldens"
-# A tenth of what the CPU trainer is asked for (loss and logits 1e-5, gradients 1e-4, weights 1e-5), so that a golden's
-# own error cannot decide.
+# A tenth of the errors that the CPU trainer may have (loss and logits 1e-5, gradients 1e-4, weights 1e-5), so that a
+# golden's own error cannot fail a test.
 LIMITS = dict(loss=1e-6, logits=1e-6, grad=1e-5, after=1e-6, grad_norm=1e-6)
-# Central differences with step 1e-5 in float64 carry about 1e-9 of rounding noise and truncation beside gradients of
-# 1e-4 and more.
+# Central differences with step 1e-5 in float64 are off by about 1e-9, from rounding and truncation. Gradients are 1e-4
+# and more.
 DIFFERENCE_STEP, DIFFERENCE_LIMIT = 1e-5, 1e-5
 
 
@@ -29,9 +29,8 @@ def inverse_frequencies(config, head_dim):
     if rope["rope_type"] == "default":
         return frequency
     low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    blend = np.clip(
-        (original * frequency / (2 * math.pi) - low) / (high - low), 0, 1
-    )  # 0: long waves, slowed down; 1: short ones, kept
+    # 0: long waves, whose frequency is divided by `factor`; 1: short waves, whose frequency is kept
+    blend = np.clip((original * frequency / (2 * math.pi) - low) / (high - low), 0, 1)
     return blend * frequency + (1 - blend) * frequency / rope["factor"]
 
 
@@ -45,7 +44,7 @@ def rotate(x, angles):  # x [B, heads, T, HD], angles [T, HD/2]
 
 
 def forward(config, p, tokens):
-    """Logits [B, T, V] and mean loss for tokens [B, T+1]; p maps Hugging Face names to float64 tensors."""
+    """Returns logits [B, T, V] and the mean loss of tokens [B, T+1]; p maps Hugging Face names to float64 tensors."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     B, T = inputs.shape
     NH, NKV, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
@@ -110,8 +109,10 @@ def relative(found, expected):
 
 
 def finite_difference_error(config, values, grads, tokens, generator, per_tensor=2):
-    """Returns the largest error of autograd against central differences, relative to the tensor's largest gradient. It
-    tests the largest entry of each tensor and random ones."""
+    """Returns the largest error of autograd against central differences, relative to the tensor's largest gradient.
+
+    It tests the largest entry of each tensor and random ones.
+    """
     worst = 0.0
     for key, g in grads.items():
         entries = [g.abs().argmax().item()] + torch.randint(g.numel(), (per_tensor - 1,), generator=generator).tolist()

@@ -26,7 +26,7 @@ import tiny_models
 
 
 def read_shard(path):
-    """Tokens of a shard: 256 int32 of header (magic, version, count), then uint32 or uint16 tokens."""
+    """Returns the tokens of a shard: 256 int32 of header (magic, version, count), then uint32 or uint16 tokens."""
     header = np.fromfile(path, np.int32, 256)
     kinds = {(20240801, 7): np.uint32, (20240801, 8): np.uint32, (20240520, 1): np.uint16}
     if len(header) < 256 or (header[0], header[1]) not in kinds:

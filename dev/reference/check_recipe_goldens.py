@@ -17,7 +17,7 @@ TORCH_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def exponents(scales):
-    """Inverse scales as float64: E8M0 exponents, or fp32 numbers as they are."""
+    """Returns scale_inv as float64, from E8M0 exponents or from fp32 numbers."""
     if scales.dtype != np.uint8:
         return scales.astype(np.float64)
     return np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(int) - 127))
@@ -44,7 +44,7 @@ def power_below(x):
 
 
 def expected_inverse(grain, amax, name):
-    """In float64, from the definitions."""
+    """Returns scale_inv in float64, from the definitions of the recipes."""
     largest = FORMATS[name][2]
     if grain == "rows":  # a power of two not above MAX / amax
         return 1 / power_below(scale_of(amax, name).astype(np.float64))
@@ -142,12 +142,12 @@ def check_linear(golden):
                 inverse, codes.shape, -(-codes.shape[0] // inverse.shape[0]), -(-codes.shape[1] // inverse.shape[1])
             )
 
-        products = {
+        gemms = {
             "y": (operand("x", "row"), operand("w", "row")),
             "dx": (operand("dy", "row"), operand("w", "col")),
             "dw": (operand("dy", "col"), operand("x", "col")),
         }
-        for key, (a, b) in products.items():
+        for key, (a, b) in gemms.items():
             # rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it and a float32 sum by far less than 1e-5
             # of the sum of its terms' sizes
             allowed = 2.0**-7.99 * np.abs(a @ b.T) + 1e-5 * (np.abs(a) @ np.abs(b.T))

@@ -8,7 +8,7 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int32: "I32", torc
 
 
 def write_golden(path, tensors, metadata):
-    """Tensors in the given order, without gaps; the header padded with blanks to a multiple of 8 bytes."""
+    """Writes tensors in the given order, without gaps. The header is padded with blanks to a multiple of 8 bytes."""
     header, blobs, offset = {"__metadata__": {key: str(value) for key, value in metadata.items()}}, [], 0
     for name, tensor in tensors.items():
         blob = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

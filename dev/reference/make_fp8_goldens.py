@@ -43,9 +43,8 @@ def write(name, tensors):
 
 
 def make_casts():
-    values = bfloat16_of_bits(
-        torch.arange(65536)
-    ).float()  # torchao casts float32 products; clamping bfloat16 loses the sign of a NaN
+    # torchao casts float32 values (x times its scale). Clamping bfloat16 would lose the sign of a NaN.
+    values = bfloat16_of_bits(torch.arange(65536)).float()
     tensors = {name: to_fp8_saturated(values, dtype).view(torch.uint8) for name, dtype in FORMATS.items()}
     for name, codes in tensors.items():
         digest = hashlib.sha256(codes.numpy().tobytes()).hexdigest()

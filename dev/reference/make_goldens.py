@@ -42,7 +42,7 @@ def forward(model, tokens):
 
 
 def old_style_config(config):
-    """The same config.json with the keys that transformers 4 used for RoPE and data type."""
+    """Returns the config.json as transformers 4 wrote it: other keys for RoPE and the data type."""
     old = dict(config)
     rope = dict(old.pop("rope_parameters"))
     old["rope_theta"] = rope.pop("rope_theta")

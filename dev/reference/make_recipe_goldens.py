@@ -55,7 +55,7 @@ MX_PAIRS = {
     0.0: "00 00 80",
     2.0**-127: "00 38 AA",
 }
-# Delayed scaling with a history of 4, E4M3: amaxes and the scales after them, likewise.
+# Delayed scaling with a history of 4, E4M3, as first published for this project: amaxes, and the scale after each.
 DELAYED = [1, 2, 0.5, 0, 0.25, 0.25, 0.25, 0.25, np.inf, 0.25], [448, 224, 224, 224, 224, 224, 896, 1792, 1792, 1792]
 
 
@@ -122,7 +122,7 @@ def mx_pairs():
 
 
 def rows_copies(x):
-    """Codes and inverse scales of both copies, scaled along their depth."""
+    """Yields USAGE.FORMAT, codes and scale_inv of rowwise and columnwise data with one scale a row of it."""
     for name, dtype in FORMATS.items():
         for copy, axis in (("row", -1), ("col", 0)):
             fp8 = hp_tensor_to_float8_dynamic(
@@ -138,8 +138,11 @@ def rows_copies(x):
 
 
 def mx_copy(x, dtype):
-    """Returns torchao's cast. torchao 0.18 multiplies blocks whose exponent byte is 0 by 1. Later versions multiply by
-    2^127, as the byte says, and so does this function."""
+    """Returns torchao's cast.
+
+    torchao 0.18 multiplies blocks whose exponent byte is 0 by 1. Later versions multiply by 2^127, as the byte says,
+    and so does this function.
+    """
     exponent, codes = to_mx(x, dtype, BLOCK, ScaleCalculationMode.RCEIL)
     exponent = exponent.view(torch.uint8)
     zero = (exponent == 0).repeat_interleave(BLOCK, 1)
@@ -235,7 +238,7 @@ def make_te():
 
 
 class Recorder:
-    """Stands in for a cast and keeps what it gives."""
+    """Stands in for a cast function and keeps its results."""
 
     def __init__(self, function):
         self.function, self.results = function, []
@@ -246,7 +249,7 @@ class Recorder:
 
 
 def float8_linear_run(recipe, x, w, dy):
-    """y, dx, dw and the operands in the order in which torchao makes them."""
+    """Returns y, dx, dw and the operands, in the order in which torchao casts them."""
     linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=torch.bfloat16)
     linear.weight.data.copy_(w)
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)

@@ -16,8 +16,11 @@ def largest_magnitude(x):
 
 
 def scale_of(amax, name, power_of_two, margin=0):
-    """Returns the scale by which values are multiplied before the cast: one fp32 division. An amax of zero, infinity or
-    NaN gives 1. A quotient above the largest float becomes the largest float. power_of_two: rounded down to one."""
+    """Returns the scale by which values are multiplied before the cast: one fp32 division.
+
+    An amax of zero, infinity or NaN gives 1. A quotient above the largest float becomes the largest float. With
+    power_of_two the scale is rounded down to a power of two.
+    """
     amax = np.asarray(amax, np.float32)
     with np.errstate(all="ignore"):
         scale = np.float32(FORMATS[name][2] * 2.0**-margin) / amax
@@ -27,8 +30,10 @@ def scale_of(amax, name, power_of_two, margin=0):
 
 
 def blockwise(x, height, width, name):
-    """Returns codes of the float32 matrix x, and scale_inv [ceil(rows / height), ceil(cols / width)] of its blocks. A
-    block at a ragged edge is smaller."""
+    """Returns codes of the float32 matrix x, and scale_inv [ceil(rows / height), ceil(cols / width)] of its blocks.
+
+    A block at a ragged edge is smaller.
+    """
     rows, cols = x.shape
     codes = np.empty(x.shape, np.uint8)
     inverse = np.empty((-(-rows // height), -(-cols // width)), np.float32)

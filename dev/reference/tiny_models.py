@@ -1,7 +1,6 @@
 """The tiny models behind the goldens and the loading tests: one per architecture feature the trainers must get right.
 
-Weights are random, rounded to bfloat16 and kept as float32, so that one set of values serves a float32 and a bfloat16
-run.
+Weights are random, rounded to bfloat16 and kept as float32, so that float32 and bfloat16 runs have the same weights.
 """
 
 import torch
@@ -40,8 +39,8 @@ MODELS = {
             rope_parameters=dict(rope_type="default", rope_theta=10000.0),
         ),
     ),
-    # Llama 3.1's RoPE scaling: of the 32 frequencies 1 is kept, 3 are blended and 28 are slowed down, which matters
-    # over 128 positions
+    # Llama 3.1's RoPE scaling: of the 32 frequencies 1 is kept, 3 are interpolated and 28 are divided by `factor`.
+    # Over 128 positions this changes the results.
     "llama31_tiny": (
         LlamaConfig,
         LlamaForCausalLM,
@@ -118,7 +117,7 @@ def _initial_value(name, shape, generator):
 
 
 def make_model(name, vocab_size=None):
-    """The named model in float32 on the CPU, with weights that bfloat16 represents exactly."""
+    """Returns the named model in float32 on the CPU, with weights that bfloat16 represents exactly."""
     config_class, model_class, _, seed, values = MODELS[name]
     config = config_class(**dict(values, **({"vocab_size": vocab_size} if vocab_size else {})))
     config._attn_implementation = "eager"

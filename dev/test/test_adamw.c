@@ -215,7 +215,7 @@ static void test_unbiased(void) {
             const double up = ((double)x - low) / spacing, sigma = sqrt(up * (1 - up) * SAMPLES);
             for (int f = 0; f < FIELDS; f++)
                 CHECK(fabs(sum[f]) < SIGMAS * sigma + 1,
-                      "%.9g over %s, field %d: the mean is %.1f standard deviations off", (double)x,
+                      "%.9g rounded over %s, field %d: the mean is %.1f standard deviations off", (double)x,
                       over_steps ? "steps" : "elements", f, sum[f] / sigma);
         }
 }

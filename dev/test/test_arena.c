@@ -17,7 +17,8 @@ static void take_some(Arena *a, int64_t at[6]) {
     p[3] = arena_take(a, 300);  // does not fit: 512
     p[4] = arena_take(a, 256);  // fits
     const ArenaRange left = arena_reuse(a, nowhere);
-    CHECK(left.begin == 1024 && left.end == 1024, "left: [%lld, %lld)", (long long)left.begin, (long long)left.end);
+    CHECK(left.begin == 1024 && left.end == 1024, "left of the reused range: [%lld, %lld), not [1024, 1024)",
+          (long long)left.begin, (long long)left.end);
     arena_group(a, "first");
     p[5] = arena_take(a, 0);
     for (int i = 0; i < 6; i++) at[i] = a->base ? (char *)p[i] - start : -1;

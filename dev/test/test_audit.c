@@ -34,7 +34,8 @@ static void test_elements(void) {
     AuditSums odd = no_sums;
     audit_copy(&odd, x + 8, codes + 8, &inverse, usage_shape(1, 2, ROWWISE), PER_TENSOR, FP8_E4M3);
     CHECK(odd.count == 2 && odd.flushed == 0 && odd.saturated == 1 && odd.signal == 0 && odd.noise == 0,
-          "%.0f %.0f %.0f %g %g", odd.count, odd.flushed, odd.saturated, odd.signal, odd.noise);
+          "%.0f elements, %.0f flushed, %.0f saturated, signal %g, noise %g", odd.count, odd.flushed, odd.saturated,
+          odd.signal, odd.noise);
     CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)), "amax 0x%08x, sqnr %g", odd.amax,
           audit_sqnr_db(&odd));
     // Merged, they equal the audit of all ten.
@@ -44,7 +45,7 @@ static void test_elements(void) {
     CHECK(s.count == 10 && s.flushed == all.flushed && s.saturated == all.saturated && s.signal == all.signal &&
               s.noise == all.noise && s.amax == all.amax && s.scale_max == all.scale_max &&
               s.scale_inv_max == all.scale_inv_max,
-          "merged sums differ from the whole");
+          "merged sums differ from the audit of all ten values");
 }
 
 // An amax cast with its own scale is at the edge of the range, whichever way that scale was rounded. The next larger
@@ -93,11 +94,11 @@ static void test_uniform(void) {
 
 static void test_sqnr_limits(void) {
     AuditSums s = no_sums;
-    CHECK(isnan(audit_sqnr_db(&s)), "nothing seen: %g", audit_sqnr_db(&s));
+    CHECK(isnan(audit_sqnr_db(&s)), "without values: %g dB", audit_sqnr_db(&s));
     audit_add(&s, 0, 0, 1, FP8_E4M3);
-    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "zeros: %g", audit_sqnr_db(&s));
+    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "zeros: %g dB", audit_sqnr_db(&s));
     audit_add(&s, 1.5f, fp8_from_float(1.5f, FP8_E4M3), 1, FP8_E4M3);
-    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "exact values: %g", audit_sqnr_db(&s));
+    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "exact values: %g dB", audit_sqnr_db(&s));
     // A tensor with an infinity has the scale 0 and an infinite scale_inv: 1 comes back as NaN. A NaN scale does so
     // too.
     const float spoiled[] = {INFINITY, NAN};
@@ -159,17 +160,17 @@ static void check_granularity(int64_t R, int64_t C, TensorUsage copy, ScaleGranu
     const AuditSums want = plain_sums(x, shape, g, rule, format);
     audit_copy(&s, x, codes, scales, shape, g, format);
     char what[64];
-    format_checked(what, sizeof what, "granularity %d, rule %d, format %d, %s copy", (int)g, (int)rule, (int)format,
-                   copy == COLUMNWISE ? "col" : "row");
+    format_checked(what, sizeof what, "granularity %d, rule %d, format %d, %s data", (int)g, (int)rule, (int)format,
+                   copy == COLUMNWISE ? "columnwise" : "rowwise");
     CHECK(s.count == want.count && s.flushed == want.flushed && s.saturated == 0,
           "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, 0", what, s.count, s.flushed, s.saturated,
           want.count, want.flushed);
-    CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: nothing small enough to be flushed", what);
+    CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: no value is small enough to be flushed", what);
     // The order of sums differs: at most 52,800 additions of 2^-53 each.
     CHECK(fabs(s.signal - want.signal) <= 6e-12 * want.signal && fabs(s.noise - want.noise) <= 6e-12 * want.noise,
           "%s: signal %.17g, noise %.17g; want %.17g, %.17g", what, s.signal, s.noise, want.signal, want.noise);
-    CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.scale_inv_max == want.scale_inv_max, "%s: maxima",
-          what);
+    CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.scale_inv_max == want.scale_inv_max,
+          "%s: amax or largest scales differ", what);
     free(x);
     free(codes);
     free(scales);
@@ -187,10 +188,10 @@ static void test_recipe_granularities(void) {
             for (int copy = 0; copy < 2; copy++)
                 check_granularity(200, 264, (TensorUsage)copy, of[i].granularity, of[i].rule, (Fp8Format)format);
     CHECK(audit_shares_codes(PER_TENSOR, PER_TENSOR) && audit_shares_codes(BLOCK_128X128, BLOCK_128X128),
-          "copies with the same codes");
+          "granularities whose rowwise and columnwise codes are equal");
     CHECK(!audit_shares_codes(PER_ROW, PER_ROW) && !audit_shares_codes(BLOCK_1X128, BLOCK_1X128) &&
               !audit_shares_codes(NO_SCALE, NO_SCALE) && !audit_shares_codes(PER_ROW, PER_TENSOR_BROADCAST),
-          "copies with different codes");
+          "granularities whose rowwise and columnwise codes differ");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +318,7 @@ static void test_log(void) {
     CHECK(check_count(lines, "\n") == 14 * 3 * 4, "%d lines", check_count(lines, "\n"));
     CHECK(!strstr(lines, "wgrad") && !strstr(lines, "down") && !strstr(lines, "\"layer\": 0,") &&
               !strstr(lines, "\"layer\": 5,"),
-          "bf16 operands in\n%s", lines);
+          "lines of bf16 operands in\n%s", lines);
     free(lines);
     run_free(&r);
 
@@ -325,7 +326,8 @@ static void test_log(void) {
     r = run_create(RECIPE_TENSORWISE, "");
     r.sums[audit_index(1, GATE_UP_PROJ, TENSOR_W, ROWWISE)] = sums_of(30, 1);
     lines = logged(&r);
-    CHECK(check_count(lines, "\n") == 2, "%d lines of a weight with one scale", check_count(lines, "\n"));
+    CHECK(check_count(lines, "\n") == 2, "%d lines of a weight whose two GEMMs read the same codes",
+          check_count(lines, "\n"));
     for (int gemm = 0; gemm < 2; gemm++) {
         if (find_line(&json, lines, 1, "gate_up", gemm ? "dgrad" : "fprop", "w")) {
             CHECK(fabs(member(&json, "sqnr_db") - 30) < 1e-9, "%g dB", member(&json, "sqnr_db"));
@@ -372,7 +374,8 @@ static void test_table(void) {
     fill_sums(&r);
     r.sums[audit_index(5, GATE_UP_PROJ, TENSOR_DY, ROWWISE)].noise = (double)INFINITY;
     text = printed_table(&r);
-    // Codes shared by two GEMMs: sums of both data, 20 and 21 dB, and one row in the table.
+    // Two GEMMs read the same codes: the table has one row, for the merged sums of rowwise and columnwise data (20 and
+    // 21 dB).
     check_has(text, "FP8 hurts most: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "
                     "dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");

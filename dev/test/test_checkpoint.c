@@ -700,8 +700,8 @@ static void test_damage(void) {
         CHECK(!checkpoint_is_whole(path, true, &failure) && strstr(failure.text, cases[i].reason) &&
                   strstr(failure.text, cases[i].file),
               "case %zu: \"%s\"", i, failure.text);
-        CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"), "case %zu: took %s",
-              i, found);
+        CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"),
+              "case %zu: the newest is %s", i, found);
     }
     format_checked(path, sizeof path, "%s/step-00000001/trainer.json", dir);
     damage_remove(path, 0);
@@ -1034,7 +1034,7 @@ static void test_export(void) {
     format_checked(trailing, sizeof trailing, "%s", scratch_path("export/"));
     model_export_prepare(scratch_path("not/there/yet"), NULL);
     CHECK(folder_exists(scratch_path("not/there")) && !path_exists(scratch_path("not/there/yet")),
-          "the folders above an export are made, and it is tried out");
+          "model_export_prepare makes the folders above the export, but not the export");
     for (int64_t i = 0; i < a->table.total; i++) ((float *)a->arrays[STATE_WEIGHTS])[i] = 0;
     for (int64_t k = 0; k < a->table.count; k++)
         for (int64_t i = 0; i < parameter_elements(&a->table.entries[k]); i++)
@@ -1044,7 +1044,7 @@ static void test_export(void) {
         !file_write(source_folder, "README.md", "x", 1, NULL, &failure))
         die("%s", failure.text);
     model_export_prepare(dir, source_folder);
-    CHECK(!path_exists(dir), "prepare leaves nothing");
+    CHECK(!path_exists(dir), "model_export_prepare makes no export");
     CHECK(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
     CHECK(!path_exists(scratch_path("export/tokenizer.json")) && model_has_weights(dir), "first export");
     model_export_prepare(trailing, source_folder);

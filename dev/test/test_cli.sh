@@ -66,7 +66,7 @@ check "a damaged checkpoint: one line" says_one_line tiny $saved --resume
 check "a damaged model: one line" says_one_line "$tmp/damaged/step-00000002" $data
 check "a gradient that is not finite: one line" says_one_line tiny $data --learning-rate 1000 --num-steps 50
 
-# ---- Names.
+# ---- --list prints the names that --help has.
 
 $trainer --help >"$tmp/help"
 check "--list models" equal "$(list_models)" "$(sed -n 's/^MODEL: \(.*\),$/\1/p' "$tmp/help" | tr -d ',') "
@@ -74,7 +74,7 @@ recipes=$(sed -n 's/^ *--fp8-recipe \([a-z0-9_|]*\).*/\1/p' "$tmp/help" | tr '|'
 check "--list recipes" equal "$(list_recipes)" "$recipes "
 check "--list options" equal "$($trainer --list options)" "$(sed -n 's/^  --\([a-z0-9-]*\)\( .*\|$\)/\1/p' "$tmp/help")"
 
-# ---- The plan and the log, compared with the printed plan and with each other.
+# ---- The plan as JSON, compared with the printed plan and with the first line of the log.
 
 cat >"$tmp/plan.py" <<'PY'
 import json, re, sys
@@ -145,7 +145,7 @@ check "512 ranks" plans "fp8_gemms 384" 512 llama3.1-8b $data --precision fp8
 
 # ---- what a run prints before its first step, on stdout and stderr: at most 25 lines; --dry-run prints everything
 
-# $1 ranks, the rest: arguments. The lines before the first step are left in $tmp/start.
+# $1 ranks, the rest: arguments. Leaves the lines before the first step in $tmp/start.
 starts() {
     make_launch "$1"
     shift
@@ -165,10 +165,10 @@ check "fp8: the recipe" holds "$tmp/start" "bf16: lm_head, qkv in 1 of 2 layers,
 check "fp8: what is set" holds "$tmp/start" "options   --val-data $tmp/s_val.bin --sequence-length 32 --num-steps 2"
 check "fp8: what is derived" holds "$tmp/start" \
     "derived   --fp8-format hybrid --master-weights bf16 --optimizer-state bf16"
-check "fp8: one line of the log's name" equal "$(grep -c 'earlier run is now' "$tmp/start")" 1
+check "fp8: one line about the log of the earlier run" equal "$(grep -c 'earlier run is now' "$tmp/start")" 1
 check "the start of 2 ranks" starts 2 tiny $data $val --precision fp8 --fp8-recipe delayed
 check "2 ranks: the replica" holds "$tmp/start" "ranks     2: 1 replica of 2 ranks, sharding full"
-check "2 ranks: derived for them alone" holds "$tmp/start" "--fp8-all-gather on"
+check "2 ranks: an option derived for several ranks alone" holds "$tmp/start" "--fp8-all-gather on"
 checkpoints="--checkpoint-dir $tmp/started/steps --checkpoint-every 1 --keep-checkpoints 1"
 check "the start of a run that saves" starts 1 tiny $data $val $checkpoints --resume
 check "a resumed run" eval '$trainer tiny $data $val $checkpoints --resume --num-steps 3 >"$tmp/resumed"'
@@ -187,7 +187,7 @@ $trainer tiny $data --precision fp8 --dry-run >"$tmp/start"
 check "--dry-run: settings, memory plan and table" equal \
     "$(grep -cE '^(model|eps|stall-timeout) |^memory plan|^  (lm_head|down) ' "$tmp/start")" 10
 
-# ---- --log-every: step lines of the first step, every N-th and the last; the log has all
+# ---- --log-every: prints the step lines of the first, every N-th and the last step; the log has all
 
 printed() { grep '^step ' "$1" | sed 's|^step *\([0-9]*\)/.*|\1|' | paste -sd' '; }
 rm -rf "$tmp/every"

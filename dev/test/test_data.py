@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Tests data/: tinystories.py (shards, table, download, wrong input, tokens compared with ../shared/data) and
-synth_stories.c.
+"""Tests data/: tinystories.py and synth_stories.c.
+
+It tests shards, table, download and wrong input of tinystories.py, and compares its tokens with those of
+../shared/data.
 
 Runs with any Python 3. Tests that need the packages of data/requirements.txt use data/.venv/bin/python, or are skipped
 with a reason.

@@ -32,7 +32,7 @@ ln -s ../home "$tmp/ck/step-00000001.tmp"
 check "a link among the leftovers" trains $run --num-steps 1 --checkpoint-dir "$tmp/ck"
 check "a link among the leftovers: it says so" holds "$out" \
     "interrupted save: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
-check "a link among the leftovers leads to what it did" equal "$(cat "$tmp/ck/step-00000001.tmp/thesis")" mine
+check "a link among the leftovers still leads to its folder" equal "$(cat "$tmp/ck/step-00000001.tmp/thesis")" mine
 check "a checkpoint is saved beside it" test -f "$tmp/ck/step-00000001/trainer.json"
 
 mv "$tmp/ck/step-00000001" "$tmp/archive"
@@ -72,14 +72,14 @@ for name in hf.tmp hf.old.tmp; do
     mkdir "$tmp/$name"
     echo '{}' >"$tmp/$name/config.json"
     echo weights >"$tmp/$name/model.safetensors"
-    check "another's $name" refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
-    check "another's $name stays" equal "$(cat "$tmp/$name/model.safetensors")" weights
+    check "another program's $name" refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
+    check "another program's $name stays" equal "$(cat "$tmp/$name/model.safetensors")" weights
     rm -r "${tmp:?}/$name"
     ln -s home "$tmp/$name"
     check "a link $name" refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
     rm "$tmp/$name"
 done
-check "a link stays where it leads" equal "$(cat "$tmp/home/thesis")" mine
+check "the folder that a link leads to stays" equal "$(cat "$tmp/home/thesis")" mine
 
 # ---- MODEL compared with its hashes.
 

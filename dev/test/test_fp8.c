@@ -109,8 +109,8 @@ static void test_decode(void) {
             wrong += isnan(expected) ? !isnan(got) : got != expected || !signbit(got) != !signbit(expected);
             if (isfinite(expected)) back += fp8_from_float(got, format) != code;
         }
-        CHECK(wrong == 0 && back == 0, "%s: %d codes decode wrongly, %d do not come back", fp8_format_name(format),
-              wrong, back);
+        CHECK(wrong == 0 && back == 0, "%s: %d codes decode wrongly, %d change when cast again",
+              fp8_format_name(format), wrong, back);
         CHECK(fp8_to_float(format == FP8_E4M3 ? 0x7e : 0x7b, format) == fp8_max(format), "largest");
         CHECK(fp8_from_float(INFINITY, format) == (format == FP8_E4M3 ? 0x7e : 0x7b) &&
                   fp8_from_float(-1e30f, format) == (format == FP8_E4M3 ? 0xfe : 0xfb),
@@ -166,7 +166,7 @@ static void test_bf16(void) {
         const bool is_nan = (i & 0x7fff) > 0x7f80;
         wrong += is_nan ? !isnan(x) || !isnan(bf16_round(x)) : bf16_from_float(x) != i;
     }
-    CHECK(wrong == 0, "%d of 65536 do not come back", wrong);
+    CHECK(wrong == 0, "%d of 65536 change on the way to fp32 and back", wrong);
     // Nearest with ties to even: between neighbours a < b, values below the middle round to a, values above to b, the
     // middle to the even one.
     for (uint32_t i = 0; i < 0x7f7f; i += 7) {
@@ -196,10 +196,11 @@ static void test_stochastic_rounding(void) {
             foreign += y != low && y != high;
             sum += y;
         }
-        CHECK(foreign == 0 && fabs(sum / 65536 - x) <= 1e-15 * fabs(x), "%.9g: mean %.17g, %d are not neighbours", x,
-              sum / 65536, foreign);
+        CHECK(foreign == 0 && fabs(sum / 65536 - x) <= 1e-15 * fabs(x),
+              "%.9g: mean %.17g, %d results are not neighbours", x, sum / 65536, foreign);
     }
-    CHECK(bf16_from_float_stochastic(1.001f, 0xabcd0000u) == bf16_from_float_stochastic(1.001f, 0), "16 bits are used");
+    CHECK(bf16_from_float_stochastic(1.001f, 0xabcd0000u) == bf16_from_float_stochastic(1.001f, 0),
+          "only the lower 16 random bits count");
     CHECK(bf16_from_float_stochastic(INFINITY, 65535) == 0x7f80 &&
               isnan(bf16_to_float(bf16_from_float_stochastic(NAN, 65535))),
           "infinity and NaN");
@@ -209,7 +210,7 @@ static void test_stochastic_rounding(void) {
     for (uint64_t i = 0; i < 1000; i++)
         sum = bf16_to_float(bf16_from_float_stochastic(sum + 0.00078125f, (uint32_t)rng_u64(9, i)));
     CHECK(fabsf(sum - 1.78125f) < 4 * 0.074f, "%g, not about 1.78", sum);
-    CHECK(bf16_round(1 + 0.00078125f) == 1, "plain rounding would stay at 1");
+    CHECK(bf16_round(1 + 0.00078125f) == 1, "rounding to nearest stays at 1");
 }
 
 // ---- Random numbers.
@@ -279,9 +280,9 @@ static void test_elementary_functions(void) {
         if (i < 1 << 24)
             worst_cos = fmax(worst_cos, fabs(rng_cos_turn(u) - cos(2 * 3.14159265358979323846 * (double)u)));
     }
-    CHECK(rng_minus_2ln(1.0f) == 0 && worst_log < 1e-6 && worst_cos < 1e-6, "the header promises 1e-6: %.2g, %.2g",
-          worst_log, worst_cos);
-    CHECK(isfinite(rng_minus_2ln(0x1p-24f)), "smallest");
+    CHECK(rng_minus_2ln(1.0f) == 0 && worst_log < 1e-6 && worst_cos < 1e-6,
+          "largest errors %.2g and %.2g, but rng.h states 1e-6", worst_log, worst_cos);
+    CHECK(isfinite(rng_minus_2ln(0x1p-24f)), "-2 ln of the smallest uniform number");
 }
 
 static void test_keys(void) {

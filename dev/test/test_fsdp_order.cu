@@ -205,7 +205,8 @@ static void note_cast(cudaStream_t s, const TensorSource *source, const QTensor 
     if (out->columnwise) note_write(s, out->columnwise, R * C, ORDER_CARRIED);
 }
 
-// from [n] joins to [n], whose content is then that of the latest micro-step. to_element, element: bytes of an element.
+// `from` [n] is added to `to` [n], whose content is then that of the latest micro-step. to_element, element: bytes of
+// an element.
 static OrderOperation *note_add(cudaStream_t s, const void *to, int64_t to_element, const void *from, int64_t n,
                                 int64_t element, const GradientSum *how) {
     note_read(s, from, n * element, ORDER_CARRIED);
@@ -1009,7 +1010,8 @@ static void check_case(const Case *c) {
           (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens,
           c->norm_first, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
-    CHECK((copied > 0) == (c->copies == ON), "copies %d, and %lld copies", c->copies, (long long)copied);
+    CHECK((copied > 0) == (c->copies == ON), "--copy-engines %d, but %lld copies to peers", c->copies,
+          (long long)copied);
 }
 
 // Every sharding strategy with one precision. `gather_most`: value of --fp8-all-gather up to which to test, off or on.
@@ -1123,7 +1125,7 @@ static void check_embedding_ranks(void) {
         Precision precision = precision_plan(&o, "", &m, &table, true);
         Fsdp f;
         fsdp_describe(&f, &table, &precision, &o, cases[i].world, cases[i].world - 1);
-        CHECK(fsdp_input_ranks(&f) == cases[i].ranks, "%s, %lld ranks, T %lld: inputs of %lld", cases[i].model,
+        CHECK(fsdp_input_ranks(&f) == cases[i].ranks, "%s, %lld ranks, T %lld: inputs of %lld ranks", cases[i].model,
               (long long)cases[i].world, (long long)cases[i].T, (long long)fsdp_input_ranks(&f));
         fsdp_destroy(&f);
         precision_free(&precision);
@@ -1151,21 +1153,21 @@ static void check_watch(void) {
     nccl_end_operation(n);
     Activity last = activity_now();
     CHECK(last.changes > before.changes && last.pending == 1 && last.pending_layer == 1,
-          "an operation is enqueued untold");
+          "an operation is enqueued, but not reported");
     CHECK(strcmp(last.pending_what, "all-gather of the weights") == 0, "%s", last.pending_what);
     for (int begun = 0; begun < 2; begun++) {
         first_pending = 1 + begun;  // the first operation's events are numbers 1 and 2
         nccl_watch(n);
         const Activity now = activity_now();
         CHECK(n->finished == 0 && now.pending == 1 && (now.changes > last.changes) == !begun,
-              "an operation whose turn has %scome is%s told of", begun ? "" : "not ", begun ? "" : " not");
+              "an operation whose turn has %scome is%s reported", begun ? "" : "not ", begun ? "" : " not");
         last = now;
     }
     first_pending = INT64_MAX;
     nccl_watch(n);
     const Activity now = activity_now();
     CHECK(n->finished == 1 && now.pending == 0 && now.collectives == before.collectives + 1,
-          "an operation ends untold");
+          "an operation ends, but is not reported");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1228,7 +1230,7 @@ static void check_proof_of_reads(void) {
     CHECK(
         strstr(proof_reads(peers, 0), "rank 8's GPU gives wrong data to rank 6's GPU, first at byte 4092 of 4096: 0x"),
         "%s", proof_reads(peers, 0));
-    CHECK(!*proof_reads(peers, 2), "a rank compares what is its own: %s", proof_reads(peers, 2));
+    CHECK(!*proof_reads(peers, 2), "a rank checks its own memory too: %s", proof_reads(peers, 2));
     proof_begin(peers);
     peers[1].base[0] = peers[1].base[2];  // another rank's memory
     CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU gives wrong data to rank 7's GPU, first at byte 0 of"), "%s",
@@ -1300,7 +1302,7 @@ static void check_proof_of_barrier(void) {
     num_awaited = 0;                // waits on the stream of place 0
     CHECK(!peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) &&
               strstr(reason, "did not complete on rank 6 within 0.01 s"),
-          "a barrier without one rank: %s", reason);
+          "a barrier that one rank misses: %s", reason);
     CHECK(__wrap_cudaStreamQuery(NULL) == cudaSuccess, "the stream is not released");
     proof_begin(peers);
     peers[0].enqueue = lose_memory_operations;

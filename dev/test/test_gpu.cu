@@ -256,10 +256,10 @@ static void test_nonfinite_gate(int on_nonfinite) {
                       k, value_now);
             }
             if (on_nonfinite == NONFINITE_SKIP)
-                CHECK(moved == 0, "%lld weights moved in a skipped step", (long long)moved);
+                CHECK(moved == 0, "%lld weights changed in a skipped step", (long long)moved);
         } else {
             CHECK(!stats.control.nonfinite && moved > 0,
-                  "an ordinary step after a skipped one: nonfinite %u, %lld weights moved", stats.control.nonfinite,
+                  "an ordinary step after a skipped one: nonfinite %u, %lld weights changed", stats.control.nonfinite,
                   (long long)moved);
         }
     }
@@ -308,11 +308,11 @@ static void test_delayed_skip(int recompute) {
     uint32_t *start = download_delayed(&t);
     delayed_step(&t, 0, true);
     uint32_t *refused = download_delayed(&t);
-    CHECK(memcmp(start, refused, bytes) == 0, "the first step was refused and left a trace");
+    CHECK(memcmp(start, refused, bytes) == 0, "the first step was refused, but histories or scales changed");
     for (int64_t step = 1; step < 3; step++) {
         delayed_step(&t, step, false), delayed_step(&without, step, false);
         uint32_t *good = download_delayed(&t), *want = download_delayed(&without);
-        CHECK(memcmp(start, good, bytes) != 0, "step %lld moves no history", (long long)step);
+        CHECK(memcmp(start, good, bytes) != 0, "step %lld changes no history", (long long)step);
         CHECK(memcmp(want, good, bytes) == 0, "step %lld after a refused step has other histories or scales",
               (long long)step);
         bf16_bits *weights = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *weights);
@@ -322,7 +322,7 @@ static void test_delayed_skip(int recompute) {
               "step %lld after a refused step has other weights", (long long)step);
         delayed_step(&t, step, true);
         uint32_t *after = download_delayed(&t);
-        CHECK(memcmp(good, after, bytes) == 0, "a refused step left a trace in histories or scales");
+        CHECK(memcmp(good, after, bytes) == 0, "a refused step changed histories or scales");
         free(good), free(want), free(weights), free(after);
         // as after a good step
         t.linears.scales.scales_ready = without.linears.scales.scales_ready = true;
@@ -345,7 +345,7 @@ static void test_bad_norm(int recompute) {
     CUDA_CHECK(cudaMemset(&t.stats->bad_norm, 0xff, sizeof t.stats->bad_norm));
     forward_backward(&t, tokens, tokens + t.d.R, false);
     const StepStats stats = download_stats(&t);
-    CHECK(stats.bad_norm == (uint32_t)nonfinite_norm(1, false), "norm %u is named", stats.bad_norm);
+    CHECK(stats.bad_norm == (uint32_t)nonfinite_norm(1, false), "norm %u is reported", stats.bad_norm);
     free(tokens);
     trainer_destroy(&t);
 }

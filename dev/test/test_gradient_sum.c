@@ -28,7 +28,7 @@ static void test_bits(void) {
         at.flat = first / 8 * 8;  // a rank's part, and an element of it
         gradient_sum_reference(pieces + first, g + first, first % 8, n, false, &at);
     }
-    CHECK(memcmp(whole, pieces, N * sizeof *whole) == 0, "pieces of a sum have other bits");
+    CHECK(memcmp(whole, pieces, N * sizeof *whole) == 0, "a sum in pieces has other bits than the whole");
     for (int k = 0; k < 3; k++) {
         int64_t same = 0;
         gradient_sum_reference(others[k], g, 0, N, false, &other[k]);
@@ -43,7 +43,7 @@ static void test_bits(void) {
     free(whole), free(pieces), free(g);
 }
 
-// A gradient that replaces a sum or joins an fp32 sum is not rounded stochastically. A non-finite one stays non-finite.
+// A gradient that replaces a sum, or is added to an fp32 sum, is not rounded stochastically. A non-finite one stays so.
 static void test_kinds(void) {
     const float x[4] = {1 + 0x1p-8f + 0x1p-20f, INFINITY, 0x1.fep127f, -0x1p-133f};
     const GradientSum replaces = {false, false, 5, 0}, joins = later_part(1, 2, 3);
@@ -87,8 +87,8 @@ static void test_sums(void) {
     // N draws of the noise vary by sqrt(2 / N) = 0.6%. The estimate itself assumes that binades are evenly used, which
     // is true within a few percent.
     CHECK(share > 2.5e-6 && share < 3.0e-6,
-          "the noise's share of the square of the sum is %.3g a micro-step, stated 2.7e-6", share);
-    printf("noise of %d bf16 sums: %.3g of the sum's square a micro-step; %d ones add up to %.2f\n", PARTS, share,
+          "noise of a micro-step is %.3g of the squared sum; gradient_sum.h states 2.7e-6", share);
+    printf("noise of %d bf16 additions: %.3g of the squared sum for each; %d ones add up to %.2f\n", PARTS, share,
            PARTS, mean / N);
     free(sum), free(g), free(drift), free(exact);
 }

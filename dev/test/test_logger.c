@@ -84,7 +84,7 @@ static void test_step_line(void) {
     l.run.peak_bf16 = 0, s.skipped = true, s.norm = (double)INFINITY;
     line = captured(log_step, &l, &s);
     CHECK(strstr(line, "norm inf") && strstr(line, "| mfu n/a | sol n/a | mem") && strstr(line, "SKIPPED"), "%s", line);
-    CHECK(!strstr(line, "%"), "an unknown GPU must print no share: %s", line);
+    CHECK(!strstr(line, "%"), "an unknown GPU has no mfu and no sol: %s", line);
     free(line);
     free(captured(log_close, &l, NULL));
     free_run(&r);
@@ -193,7 +193,7 @@ static void test_file(void) {
     logger_close(&l);
     text = read_file(path, NULL);
     CHECK(strncmp(text, "{\"type\": \"settings\"", 19) == 0 && !strstr(text + 1, "{\"type\":"),
-          "a new run starts the log anew");
+          "a new run starts a new log");
     free(text);
     unlink(path);
     free_run(&r);
@@ -263,7 +263,7 @@ static void test_full_disk(void) {
     CHECK(check_count(output,
                       "cannot be written (File too large); the run goes on without the lines that do not fit") == 1 &&
               check_count(output, "warning") == 1,
-          "it is said once: %s", output);
+          "one warning: %s", output);
     char *save = NULL, *text = read_file(scratch_path("log.jsonl"), NULL), steps[64] = "";
     for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
         Json json;

@@ -66,7 +66,7 @@ static void test_layout(const ModelConfig *m) {
           "segments make up a unit");
     CHECK(t.layer_segments[SEGMENT_EMBEDDING] == 0 &&
               (t.root_segments[SEGMENT_EMBEDDING] > 0) == !m->tie_word_embeddings,
-          "a segment for an embedding of its own");
+          "an untied embedding has a segment");
     CHECK(embedding_segment(&t) == parameter_segment(parameter_find(&t, "model.embed_tokens.weight")),
           "the embedding's segment");
     CHECK(t.root_size % PARAMETER_ALIGNMENT == 0 && t.layer_size % PARAMETER_ALIGNMENT == 0 &&
@@ -102,7 +102,7 @@ static void test_fields(const ModelConfig *m) {
     }
     CHECK((t.root.lm_head < 0) == m->tie_word_embeddings && (t.layer.bq < 0) == !m->qkv_bias &&
               (t.layer.q_norm < 0) == !m->qk_norm,
-          "what the family has");
+          "tensors that the family has");
     parameter_table_free(&t);
 }
 

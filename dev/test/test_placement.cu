@@ -68,7 +68,8 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "scales", s->scale_inv, tensors * 16);
     needed_always(m, "histories", s->history, tensors * t->o->fp8_amax_history * 4);
     needed_always(m, "delayed scales", s->delayed_scale, tensors * 4);
-    needed_always(m, "delayed state before a step", s->before, s->before ? tensor_scales_delayed_elements(s) * 4 : 0);
+    needed_always(m, "copy of the delayed state from before a step", s->before,
+                  s->before ? tensor_scales_delayed_elements(s) * 4 : 0);
     needed_always(m, "audit", s->audit, s->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
     needed_always(m, "squares", t->params.squares, 8);
     needed_always(m, "statistics", t->stats, sizeof(StepStats));
@@ -79,8 +80,8 @@ static void list_state(const Trainer *t, Moments m) {
     needed("workspace of GEMMs", ln->gemm.workspace, GEMM_WORKSPACE_BYTES, 0, optimizer(m) - 1);
     needed("workspace of the optimizer", ln->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan),
            optimizer(m), optimizer(m));
-    needed_always(m, "emulated operands", ln->gemm.scratch, linears_emulation_elements(ln) * 2);
-    needed_always(m, "their scale", ln->gemm.alpha, 4);
+    needed_always(m, "decoded operands of emulated GEMMs", ln->gemm.scratch, linears_emulation_elements(ln) * 2);
+    needed_always(m, "alpha of emulated GEMMs", ln->gemm.alpha, 4);
 }
 
 // Adds gradients: each is needed from the moment it is written, or always if micro-steps add to it.
@@ -88,9 +89,10 @@ static void list_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const int64_t *root = t->table.root_segments;
     if (f->gradients == FSDP_GRADIENTS_BUFFERED) {  // the root's buffer holds the final norm's gradient
-        needed("gradient of the root before it joins", f->root_grads, segment_begin(root, SEGMENT_EMBEDDING) * 2,
-               loss(m), final_norm_backward(m));
-        needed_in_backward(m, "gradient of a layer before it joins", f->layer_grads[0], t->table.layer_size * 2);
+        needed("gradient of the root before it is added to its sum", f->root_grads,
+               segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), final_norm_backward(m));
+        needed_in_backward(m, "gradient of a layer before it is added to its sum", f->layer_grads[0],
+                           t->table.layer_size * 2);
     }
     if (f->gradients != FSDP_GRADIENTS_IN_PLACE) {
         const bool fp32 = f->transport.fp32_sums;
@@ -116,17 +118,18 @@ static void list_fsdp(const Trainer *t, Moments m) {
     const int64_t matrices = fsdp_layer_matrices(f), rows = f->num_rowwise * matrices,
                   cols = f->num_columnwise * matrices;
     if (fsdp_casts_are_transient(f)) {
-        needed("FP8 rows of a layer's weights", f->rowwise, rows, 0, m.L - 1);
-        if (f->recompute_layer) needed_in_backward(m, "FP8 rows of a layer's weights", f->rowwise, rows);
-        needed_in_backward(m, "FP8 columns of a layer's weights", f->columnwise, cols);
-        needed_by_layers(m, "scales of the rows", f->rowwise_scales, f->num_rowwise * f->rowwise_scale_bytes);
-        needed_by_layers(m, "scales of the columns", f->columnwise_scales,
+        needed("rowwise data of a layer's weights", f->rowwise, rows, 0, m.L - 1);
+        if (f->recompute_layer) needed_in_backward(m, "rowwise data of a layer's weights", f->rowwise, rows);
+        needed_in_backward(m, "columnwise data of a layer's weights", f->columnwise, cols);
+        needed_by_layers(m, "scales of rowwise weights", f->rowwise_scales, f->num_rowwise * f->rowwise_scale_bytes);
+        needed_by_layers(m, "scales of columnwise weights", f->columnwise_scales,
                          f->num_columnwise * f->columnwise_scale_bytes);
     } else {
-        needed_always(m, "FP8 rows of weights", f->rowwise, rows);
-        needed_always(m, "FP8 columns of weights", f->columnwise, cols);
-        needed_always(m, "scales of the rows", f->rowwise_scales, f->num_rowwise * f->rowwise_scale_bytes);
-        needed_always(m, "scales of the columns", f->columnwise_scales, f->num_columnwise * f->columnwise_scale_bytes);
+        needed_always(m, "rowwise data of weights", f->rowwise, rows);
+        needed_always(m, "columnwise data of weights", f->columnwise, cols);
+        needed_always(m, "scales of rowwise weights", f->rowwise_scales, f->num_rowwise * f->rowwise_scale_bytes);
+        needed_always(m, "scales of columnwise weights", f->columnwise_scales,
+                      f->num_columnwise * f->columnwise_scale_bytes);
     }
     needed_always(m, "sums in fp32", f->transport.staging, f->plan.shard_size * f->transport.staging_slice * 4);
     if (!fsdp_is_sharded(f)) return;
@@ -139,9 +142,9 @@ static void list_fsdp(const Trainer *t, Moments m) {
     const int64_t embedding = f->embedding_is_transient ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
     const int64_t inputs = fsdp_input_ranks(f) > 1 ? f->input_elements : 0, layer = gathered_elements(&f->plan, 0);
     const Transport *transport = &f->transport;
-    needed_always(m, "gradient of the root, whole, and what takes turns with it", f->root_grads,
+    needed_always(m, "unreduced gradient of the root, or what shares its memory", f->root_grads,
                   max_i64(fsdp_root_gradient(f), f->plan.shard_size * max_i64(embedding, inputs)) * 2);
-    needed_in_backward(m, "gradients of layers, whole", f->layer_grads[0], FSDP_GRADIENT_BUFFERS * layer * 2);
+    needed_in_backward(m, "unreduced gradients of layers", f->layer_grads[0], FSDP_GRADIENT_BUFFERS * layer * 2);
     needed_always(m, "received gradients", transport->received,
                   (f->plan.shard_size - 1) * transport->received_slice * 2);
     needed_always(m, "arrivals", transport->arrivals, PEER_MAX_RANKS * 4);
@@ -178,12 +181,12 @@ static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
                 {"gate_up", a->gate_up, d->R * d->F * 4},
                 {"norm1", norm1.data, d->R * d->C * 2},
                 {"norm2", norm2.data, d->R * d->C * 2},
-                {"columns of norm1", norm1.columnwise, d->R * d->C},
-                {"columns of att", att.columnwise, d->R * d->ATT},
-                {"columns of norm2", norm2.columnwise, d->R * d->C},
-                {"scales of norm1's columns", norm1.columnwise_scale_inv, norm1.columnwise ? scales : 0},
-                {"scales of att's columns", att.columnwise_scale_inv, att.columnwise ? att_scales : 0},
-                {"scales of norm2's columns", norm2.columnwise_scale_inv, norm2.columnwise ? scales : 0}};
+                {"columnwise norm1", norm1.columnwise, d->R * d->C},
+                {"columnwise att", att.columnwise, d->R * d->ATT},
+                {"columnwise norm2", norm2.columnwise, d->R * d->C},
+                {"scales of columnwise norm1", norm1.columnwise_scale_inv, norm1.columnwise ? scales : 0},
+                {"scales of columnwise att", att.columnwise_scale_inv, att.columnwise ? att_scales : 0},
+                {"scales of columnwise norm2", norm2.columnwise_scale_inv, norm2.columnwise ? scales : 0}};
     CHECK(att.data, "layer %lld: attention's output has no place", (long long)l);
     for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++) {
         if (shared) needed_by_layers(m, kept[i].name, kept[i].at, kept[i].bytes);
@@ -202,16 +205,16 @@ static void list_activations(const Trainer *t, Moments m) {
         needed("x", acts->layer[l].x, d->R * d->C * 2, l, backward(m, l));
         if (!recompute || l == 0) list_layer(t, m, l, recompute);
         CHECK(acts->rotated_is_shared ? rotated == acts->layer[0].rotated : rotated == acts->layer[l].qkv,
-              "layer %lld: rotated lies elsewhere", (long long)l);
+              "layer %lld: `rotated` is at another address", (long long)l);
     }
     // rowwise data belong to one layer at a time; a layer with only bf16 linears has none
     const QTensor *row = norm1->rowwise ? norm1 : &h;
-    needed_by_layers(m, "rows of an input", row->rowwise, d->R * widest);
-    needed_by_layers(m, "scales of an input's rows", row->rowwise_scale_inv,
+    needed_by_layers(m, "rowwise data of an input", row->rowwise, d->R * widest);
+    needed_by_layers(m, "scales of an input's rowwise data", row->rowwise_scale_inv,
                      t->precision.any_fp8 ? own_scales(t, TENSOR_X, ROWWISE, widest) : 0);
     needed_by_layers(m, "h", h.data, d->R * d->F * 2);
-    needed_by_layers(m, "columns of h", h.columnwise, d->R * d->F);
-    needed_by_layers(m, "scales of h's columns", h.columnwise_scale_inv,
+    needed_by_layers(m, "columnwise h", h.columnwise, d->R * d->F);
+    needed_by_layers(m, "scales of columnwise h", h.columnwise_scale_inv,
                      h.columnwise ? own_scales(t, TENSOR_X, COLUMNWISE, d->F) : 0);
     needed_by_layers(m, "branch", acts->branch, d->R * d->C * 2);
     if (acts->rotated_is_shared) needed_by_layers(m, "rotated q, k, v", acts->layer[0].rotated, d->R * d->QKV * 2);
@@ -233,11 +236,11 @@ static void list_backward(const Trainer *t, Moments m) {
     for (int wide = 0; wide < 2; wide++) {
         const QTensor *dy = wide ? &t->acts.dy.gate_up : &t->acts.dy.qkv;
         const int64_t columns = wide ? 2 * d->F : narrow;
-        needed_in_backward(m, "rows of a gradient", dy->rowwise, d->R * columns);
-        needed_in_backward(m, "columns of a gradient", dy->columnwise, d->R * columns);
-        needed_in_backward(m, "scales of its rows", dy->rowwise_scale_inv,
+        needed_in_backward(m, "rowwise data of a gradient", dy->rowwise, d->R * columns);
+        needed_in_backward(m, "columnwise data of a gradient", dy->columnwise, d->R * columns);
+        needed_in_backward(m, "scales of a rowwise gradient", dy->rowwise_scale_inv,
                            dy->rowwise ? own_scales(t, TENSOR_DY, ROWWISE, columns) : 0);
-        needed_in_backward(m, "scales of its columns", dy->columnwise_scale_inv,
+        needed_in_backward(m, "scales of a columnwise gradient", dy->columnwise_scale_inv,
                            dy->columnwise ? own_scales(t, TENSOR_DY, COLUMNWISE, columns) : 0);
     }
     needed_in_backward(m, "workspace of attention", t->acts.attention_workspace,
@@ -346,8 +349,8 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
                 o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 8 ? NONFINITE_SKIP : NONFINITE_STOP;
             format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s%s, %d micro-steps%s%s", name, (long long)B,
-                           (long long)T, ranks.name, recipe_row(recipe)->name, variant & 1 ? ", computed again" : "",
-                           variant & 2 ? 2 : 1, cache ? ", weights kept" : "",
+                           (long long)T, ranks.name, recipe_row(recipe)->name, variant & 1 ? ", --recompute layer" : "",
+                           variant & 2 ? 2 : 1, cache ? ", --fp8-weight-cache on" : "",
                            variant & 8 ? ", fp32 state and sums, filtered" : "");
             check_run(label, o, &model, ranks.world);
         }
@@ -363,9 +366,9 @@ static void test_comparison(void) {
     CHECK(!find_trouble(base, 512), "%s", find_trouble(base, 512));
     CHECK(find_trouble(base, 511), "a piece that leaves the arena was not noticed");
     pieces[1].at = base + 240;
-    CHECK(find_trouble(base, 512), "two pieces in one place were not noticed");
+    CHECK(find_trouble(base, 512), "two pieces that overlap were not noticed");
     pieces[1].at = base + 256, pieces[2].from = 3;
-    CHECK(find_trouble(base, 512), "a piece that comes too early was not noticed");
+    CHECK(find_trouble(base, 512), "two pieces needed at one moment in one place were not noticed");
 }
 
 // Tests the memory planned for NCCL. Hybrid has communicators for all ranks, for the shard group and for the replicas.

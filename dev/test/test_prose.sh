@@ -21,12 +21,12 @@ check "a trainer with other words" make -s -C "$tmp" train_fp8 CFLAGS="$flags"
 # A script that searches for these words finds nothing with the other trainer, so these tests can fail.
 for words in '^MODEL: ' '^  --precision .*dtype of GEMMs' '^exit status'; do
     check "the trainer's help has \"$words\"" grep -q -- "$words" <(./train_fp8 --help)
-    check "the other's has not" eval '! grep -q -- "$words" <("$other" --help)'
+    check "the other trainer's help has not" eval '! grep -q -- "$words" <("$other" --help)'
 done
 message="unknown option --bogus; the nearest is --beta1 (--help lists all)"
 check "an error" equal "$(./train_fp8 --bogus 2>&1)" "error: $message"
 check "an error in other words" equal "$("$other" --bogus 2>&1)" "error: $($reword <<<"$message")"
-check "words turned twice" equal "$($reword <<<"$message" | $reword)" "$message"
+check "words reversed twice" equal "$($reword <<<"$message" | $reword)" "$message"
 
 # Output for programs is equal.
 for list in models recipes options; do

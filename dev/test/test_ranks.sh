@@ -77,11 +77,11 @@ against_one() {
             local name="$family-$variant-$n-${strategy%% *}"
             train $n "$name" $common --sharding $strategy --grad-accumulation-steps $accumulation --val-steps 12 \
                 --batch-size $((12 / n / accumulation)) || continue
-            check "$name: other losses than one rank" close "$tmp/$name.steps" "$tmp/$family-$variant-one.steps" 1e-6
+            check "$name: losses of one rank" close "$tmp/$name.steps" "$tmp/$family-$variant-one.steps" 1e-6
             local want have
             want=$(grep -o 'validation after step 4 | loss .*' "$tmp/$family-$variant-one.out" | sed 's/.* //')
             have=$(grep -o 'validation after step 4 | loss .*' "$tmp/$name.out" | sed 's/.* //')
-            check "$name: validation loss '$have', not '$want'" awk -v a="$have" -v b="$want" \
+            check "$name: validation loss '$have' equals '$want'" awk -v a="$have" -v b="$want" \
                 'BEGIN { exit !(b > 0 && a / b - 1 < 1e-6 && b / a - 1 < 1e-6) }'
         done
     done
@@ -89,7 +89,7 @@ against_one() {
 against_one qwen2 plain
 against_one qwen2 clipped --grad-clip 0.5
 against_one qwen3 clipped --grad-clip 0.5
-check "clipping changes nothing" \
+check "clipping changes the losses" \
     [ "$(cut -d' ' -f2 "$tmp/qwen2-plain-one.steps")" != "$(cut -d' ' -f2 "$tmp/qwen2-clipped-one.steps")" ]
 
 # In bf16 each rank rounds its gradients before they are summed (2^-9). That moves losses of 6 by well under 1e-3 in 4
@@ -109,7 +109,7 @@ for accum in bf16 fp32; do
     train 4 sums-none $sums --sharding none && train 4 sums-full $sums &&
         check "sums in $accum, whole and sharded" close "$tmp/sums-none.steps" "$tmp/sums-full.steps" 1e-3
 done
-check "--reduce-dtype changes nothing" bash -c "! cmp -s $tmp/bf16-bf16.steps $tmp/bf16-fp32.steps"
+check "--reduce-dtype changes losses or norms" bash -c "! cmp -s $tmp/bf16-bf16.steps $tmp/bf16-fp32.steps"
 
 # ---- Validation uses the same sequences on any number of ranks and with any batch size. The last batch may be partly
 # filled, and ranks may have no sequence of it. Losses are printed to 6 digits after the point.
@@ -121,11 +121,11 @@ for precision in fp32 bf16; do
         train $n validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --precision $precision \
             --batch-size $batch --val-data "$tmp/s_val.bin" --val-steps $steps || continue
         have=$(validated) want=${want:-$have}
-        check "validation, $precision, $n ranks, batches of $batch: '$have', not '$want'" \
+        check "validation, $precision, $n ranks, batches of $batch: '$have' equals '$want'" \
             awk -v a="$have" -v b="$want" 'BEGIN { exit !(b > 0 && a - b < 2e-6 && b - a < 2e-6) }'
     done
 done
-check "which sequences: $(grep '^validation: ' "$tmp/validated.out")" \
+check "validation names its sequences: $(grep '^validation: ' "$tmp/validated.out")" \
     grep -q '^validation: the first 7 of [0-9]* sequences' "$tmp/validated.out"
 train 4 validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --batch-size 40 --val-data "$tmp/s_val.bin" \
     --val-steps 100000 &&
@@ -139,7 +139,7 @@ for recipe in tensorwise "delayed --fp8-amax-history 2"; do
         n=${case%% *} name="${recipe%% *}, $case"
         fp8="$tmp/fp8 $data --precision fp8 --fp8-recipe $recipe --num-steps 5 --batch-size 2 ${case#"$n"}"
         train $n fp8-on $fp8 --fp8-all-gather on && train $n fp8-off $fp8 --fp8-all-gather off || continue
-        check "$name: FP8 all-gather changes the losses" cmp "$tmp/fp8-on.steps" "$tmp/fp8-off.steps"
+        check "$name: FP8 all-gather leaves the losses unchanged" cmp "$tmp/fp8-on.steps" "$tmp/fp8-off.steps"
         [ "$n" -eq 4 ] && check "$name: FP8 all-gather gathers fewer bytes" \
             awk -v on="$(gathered "$tmp/fp8-on")" -v off="$(gathered "$tmp/fp8-off")" \
             'BEGIN { exit !(on > 0 && on < off) }'
@@ -157,7 +157,7 @@ for recipe in rowwise rowwise_with_gw_hp blockwise mxfp8; do
     check "$recipe on 2 ranks: forward pass" \
         awk 'NR == FNR { if (FNR == 1) a = $2; next } FNR == 1 { exit !(a / $2 - 1 < 1e-6 && $2 / a - 1 < 1e-6) }' \
         "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps"
-    check "$recipe is bf16" \
+    check "$recipe runs in FP8" \
         grep -q '"linear": "qkv", "gemm": "fprop", [^}]*"x": {"dtype": "e4m3"' "$tmp/two-$recipe/log.jsonl"
 done
 
@@ -172,9 +172,9 @@ resumed() {  # $1 ranks, $2 name, $3 largest error (0: equal bits), the rest: op
     cp -r "$tmp/ck" "$tmp/ck-$name"
     train "$n" "$name" $common --num-steps 8 "$@" --checkpoint-dir "$tmp/ck-$name" --resume || return
     if [ "$tolerance" = 0 ]; then
-        check "$name: not the same bits" cmp "$tmp/$name.steps" "$tmp/whole.last"
+        check "$name: equal bits" cmp "$tmp/$name.steps" "$tmp/whole.last"
     else
-        check "$name: other losses" close "$tmp/$name.steps" "$tmp/whole.last" "$tolerance"
+        check "$name: equal losses" close "$tmp/$name.steps" "$tmp/whole.last" "$tolerance"
     fi
 }
 for precision in fp32 bf16; do
@@ -214,7 +214,7 @@ rm -rf "$tmp"/ck*
 train 2 whole $common --num-steps 8 --batch-size 4
 tail -n 4 "$tmp/whole.steps" >"$tmp/whole.last"
 train 2 saved $common --num-steps 4 --batch-size 4 --checkpoint-dir "$tmp/ck"
-check "no fp8_state.safetensors" [ -s "$tmp/ck/step-00000004/fp8_state.safetensors" ]
+check "fp8_state.safetensors is saved" [ -s "$tmp/ck/step-00000004/fp8_state.safetensors" ]
 resumed 2 delayed-two 0 --batch-size 4
 resumed 4 delayed-four 1e-3 --batch-size 2  # bf16 gradients, as above
 
@@ -253,7 +253,7 @@ finish() {
         [ -z "$left" ] && break
         sleep 0.1
     done
-    check "processes stay:$left" [ -z "$left" ]
+    check "all processes end; left:$left" [ -z "$left" ]
 }
 
 # A rank is killed while training, and while saving after every step.
@@ -262,14 +262,14 @@ for every in 5 1; do
     for i in $(seq 100); do [ -n "$(ls -d "$tmp"/run/step-???????? 2>/dev/null)" ] && break; sleep 0.1; done
     kill -KILL "${pids[2]}"
     finish
-    check "rank killed: status $status" [ $status -ne 0 ] && check "rank killed: ended too late" [ $status -ne 124 ]
-    check "rank killed: no line names it: $(tail -n 3 "$tmp/run.out")" \
+    check "rank killed: status $status" [ $status -ne 0 ] && check "rank killed: mpirun ends" [ $status -ne 124 ]
+    check "rank killed: one line names it: $(tail -n 3 "$tmp/run.out")" \
         [ "$(grep -c 'rank 2 .*killed\|rank 2 .*Killed' "$tmp/run.out")" -eq 1 ]
     last=$(ls -d "$tmp"/run/step-???????? | tail -n 1)
     step=$((10#${last##*-}))
     ./train_fp8 "$tmp/qwen2" $data --batch-size 8 --num-steps $((step + 1)) --checkpoint-dir "$tmp/run" \
         --resume >"$tmp/resumed.out" 2>&1
-    check "rank killed: the last checkpoint is incomplete: $(grep -m1 'skipping\|error' "$tmp/resumed.out")" \
+    check "rank killed: the last checkpoint is complete: $(grep -m1 'skipping\|error' "$tmp/resumed.out")" \
         grep -q "continuing from $last\$" "$tmp/resumed.out"
 done
 
@@ -283,7 +283,7 @@ stopped() {  # $1 signal, $2 rank, the rest: options
     check "SIG$signal to rank $rank: status $status: $(tail -n 3 "$tmp/run.out")" [ $status -eq 0 ]
     step=$(grep -o 'stopped by signal.*after step [0-9]*' "$tmp/run.out" | sed 's/.* //')
     saves=$(grep -c "^saved checkpoint after step $step " "$tmp/run.out")
-    check "SIG$signal to rank $rank: $saves saves of the last step" [ "$saves" -eq 1 ]
+    check "SIG$signal to rank $rank: one save of the last step, not $saves" [ "$saves" -eq 1 ]
 }
 stopped TERM 3
 stopped USR1 0 --sharding none
@@ -298,7 +298,7 @@ refused() {
     status=$?
     check "\"$message\": status $status: $(cat "$tmp/refused.out")" [ $status -eq "$expected" ]
     check "\"$message\": $(grep '^error' "$tmp/refused.out")" [ "$(grep -c '^error: ' "$tmp/refused.out")" -eq 1 ]
-    check "\"$message\" is not said: $(grep '^error' "$tmp/refused.out")" grep -q "^error: rank 0 on .*$message" \
+    check "\"$message\" comes from rank 0: $(grep '^error' "$tmp/refused.out")" grep -q "^error: rank 0 on .*$message" \
         "$tmp/refused.out"
 }
 refused 4 2 "unknown option --batch" tiny --batch 3
@@ -336,7 +336,7 @@ for folder in "$tmp"/skips/step-????????; do
     step=$((10#${folder##*-}))
     if grep -q "^warning: step $step skipped" "$tmp/skips.out"; then
         skipped=$((skipped + 1))
-        check "step $step was skipped and left a trace in fp8_state" cmp -s "$before" "$folder/fp8_state.safetensors"
+        check "step $step was skipped and leaves fp8_state unchanged" cmp -s "$before" "$folder/fp8_state.safetensors"
     fi
     before="$folder/fp8_state.safetensors"
 done
@@ -374,7 +374,7 @@ if unshare -m true 2>/dev/null; then
     message='saving checkpoint .*step-00000004 failed: rank 1 on .*cannot open .* untouched'
     check "a save that fails on rank 1: $(grep '^error' "$tmp/half.out")" \
         [ "$(grep -c "^error: rank 0 on .*$message" "$tmp/half.out")" -eq 1 ]
-    check "a save that fails on rank 1: left behind: $(ls "$tmp/half")" \
+    check "a save that fails on rank 1: nothing new is left: $(ls "$tmp/half")" \
         [ "$(ls "$tmp/half" | grep -v hidden)" = step-00000002 ]
 else
     echo "skipped: a save that fails on one rank (this user may not mount)"

@@ -23,7 +23,7 @@ static Matrix golden_matrix(const Safetensors *st, const char *name) {
     return m;
 }
 
-// FP8 data of a matrix.
+// Rowwise or columnwise FP8 data of a matrix.
 typedef struct {
     int64_t outer, depth;
     uint8_t *codes;
@@ -122,7 +122,7 @@ static void check_copy(const Safetensors *st, const char *key, const Matrix *m, 
     free(inverse);
 }
 
-// Tests every CASE.GRANULARITY.COPY.FORMAT in a file.
+// Tests every CASE.GRAIN.USAGE.FORMAT in a file (make_recipe_goldens.py).
 static void test_golden_copies(const char *path, int expected) {
     static const struct {
         const char *name;
@@ -150,7 +150,7 @@ static void test_golden_copies(const char *path, int expected) {
                 seen++;
             }
     }
-    CHECK(seen == expected, "%s: %d copies, not %d", path, seen, expected);
+    CHECK(seen == expected, "%s: %d cases, not %d", path, seen, expected);
     safetensors_close(&st);
 }
 
@@ -219,7 +219,7 @@ static void test_golden_scales(void) {
               fp8_format_name(format), saturated, unlike);
         CHECK(fp8_rule_scale(SCALE_TORCHAO_POW2, INFINITY, format) == 0 &&
                   isnan(fp8_rule_scale(SCALE_TORCHAO_POW2, NAN, format)),
-              "infinity and NaN");
+              "torchao's scales of infinity and NaN");
         CHECK(e8m0_from_amax(INFINITY, format) == 0xfe && e8m0_from_amax(NAN, format) == 0xff &&
                   isnan(e8m0_to_float(0xff)),
               "E8M0 of infinity and NaN");
@@ -345,8 +345,8 @@ static void test_places(void) {
             int64_t used = 0;
             for (int64_t p = 0; p < places; p++) used += owner[p] != 0;
             CHECK(wrong == 0 && used == ceil_div(outer, kinds[k].height) * ceil_div(depth, kinds[k].width),
-                  "granularity %d of [%lld, %lld]: %lld wrong, %lld used", (int)g, (long long)outer, (long long)depth,
-                  (long long)wrong, (long long)used);
+                  "granularity %d of [%lld, %lld]: %lld elements in a wrong place, %lld places used", (int)g,
+                  (long long)outer, (long long)depth, (long long)wrong, (long long)used);
             free(owner);
         }
 }
@@ -357,15 +357,16 @@ static void test_granularities(void) {
     for (int number = 0; number < NUM_GRANULARITIES; number++) {
         const ScaleGranularity g = (ScaleGranularity)number;
         const GranularityTraits *r = granularity_traits(g);
-        CHECK(is_per_tensor(g) == (r->amaxes == AMAX_ONE), "%s: a scale of the tensor", r->name);
-        CHECK((g == NO_SCALE) == (r->type == SCALE_TYPE_NONE) && (g == NO_SCALE) == !*r->name, "%d: scales", number);
-        CHECK(scale_load(g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1), "%s: type", r->name);
+        CHECK(is_per_tensor(g) == (r->amaxes == AMAX_ONE), "%s: is_per_tensor", r->name);
+        CHECK((g == NO_SCALE) == (r->type == SCALE_TYPE_NONE) && (g == NO_SCALE) == !*r->name,
+              "granularity %d: type or name", number);
+        CHECK(scale_load(g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1), "%s: type of scales", r->name);
         for (int64_t i = 0; r->type != SCALE_TYPE_NONE && i < 300; i++)
             for (int64_t k = 0; k < 300; k++) {
                 const int64_t row = r->rows == WHOLE ? 0 : i / r->rows * r->rows;
                 const int64_t col = r->cols == WHOLE ? 0 : k / r->cols * r->cols;
                 if (scale_index(g, i, k, 300, 300) == scale_index(g, row, col, 300, 300)) continue;
-                CHECK(false, "%s: [%lld, %lld] is of another block", r->name, (long long)i, (long long)k);
+                CHECK(false, "%s: [%lld, %lld] has the scale of another block", r->name, (long long)i, (long long)k);
                 return;
             }
     }
@@ -522,8 +523,8 @@ static void test_error_bounds(void) {
                     const double relative = (f ? 0x1p-3 : 0x1p-4) * fabs(x), absolute = (f ? 0x1p-17 : 0x1p-10) * unit;
                     beyond += fabs(values[i * c.depth + j] - x) > (relative > absolute ? relative : absolute);
                 }
-            CHECK(beyond == 0, "granularity %d, %s: %d of %lld lie beyond", (int)g, fp8_format_name((Fp8Format)f),
-                  beyond, (long long)(m.R * m.C));
+            CHECK(beyond == 0, "granularity %d, %s: %d of %lld are off by more than half a step", (int)g,
+                  fp8_format_name((Fp8Format)f), beyond, (long long)(m.R * m.C));
             copy_free(&c);
         }
     free(values);
@@ -543,7 +544,7 @@ static void test_given_scale(void) {
     free(m.x);
 }
 
-// True if a NaN counts.
+// A NaN among the values makes torchao's scale of its row NaN. Transformer Engine's scale of its block ignores it.
 static void test_nan_rules(void) {
     Matrix m = random_matrix(41, 4, 128);
     m.x[128 + 7] = NAN;
@@ -576,19 +577,19 @@ static void test_table(void) {
         for (int t = 0; t < NUM_TENSORS; t++)
             for (int copy = 0; copy < 2; copy++)
                 wrong += recipe_granularity(r, (TensorRole)t, (TensorUsage)copy) != expected[i][t][copy];
-        CHECK(wrong == 0, "%s: %d granularities", r->name, wrong);
+        CHECK(wrong == 0, "%s: %d granularities differ", r->name, wrong);
         const bool bf16_wgrad = i == RECIPE_ROWWISE_GW_HP;
         CHECK(recipe_needs_bf16(r, TENSOR_X) == bf16_wgrad && recipe_needs_bf16(r, TENSOR_DY) == bf16_wgrad &&
                   !recipe_needs_bf16(r, TENSOR_W),
-              "%s: bf16", r->name);
+              "%s: tensors kept in bf16", r->name);
         CHECK(recipe_is_fp8(r, GEMM_FPROP) && recipe_is_fp8(r, GEMM_DGRAD) &&
                   recipe_is_fp8(r, GEMM_WGRAD) != bf16_wgrad,
-              "%s: GEMMs", r->name);
+              "%s: GEMMs in FP8", r->name);
     }
     CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80,
           "amaxes of tensors and rows");
     CHECK(tensor_amaxes(PER_ROW, PER_TENSOR_BROADCAST, 30, 50) == 31 && tensor_amaxes(PER_ROW, NO_SCALE, 30, 50) == 30,
-          "amaxes of mixed copies");
+          "amaxes if only rowwise data has a scale per row");
     CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 &&
               tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0,
           "no amaxes of blocks");

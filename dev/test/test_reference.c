@@ -428,8 +428,8 @@ static void test_recipe_products(int recipe) {
         error = check_relative_error(got, plain, n);
         // E4M3's 3 bits of mantissa cost about 2.5 percent of each operand, E5M2's 2 bits twice that.
         if (recipe_is_fp8(r, (GemmKind)gemm))
-            CHECK(error > 0.005 && error < 0.08, "%s, GEMM %d: FP8 costs %g", r->name, gemm, error);
-        else CHECK(error == 0, "%s, GEMM %d is bf16", r->name, gemm);
+            CHECK(error > 0.005 && error < 0.08, "%s, GEMM %d: FP8 has a relative error of %g", r->name, gemm, error);
+        else CHECK(error == 0, "%s, GEMM %d in bf16 differs from the bf16 recipe", r->name, gemm);
         case_product(rounded, &c, r, gemm, NULL, ROUND_BF16);
         check_rounded(r->name, rounded, got, n);
         for (int64_t i = 0; i < n; i++) expected[i] = got[i] + bias[i % p.N];
@@ -477,8 +477,8 @@ static void test_given_scales(void) {
                 wrong += have != fp8_to_float(fp8_from_float(scaled, FP8_E4M3), FP8_E4M3);
                 saturated += fabsf(scaled) > 464 && fabsf(have) == 448;
             }
-        CHECK(wrong == 0 && saturated > 0, "copy %d: %lld wrong, %lld saturated", copy, (long long)wrong,
-              (long long)saturated);
+        CHECK(wrong == 0 && saturated > 0, "%s data: %lld wrong, %lld saturated",
+              copy == ROWWISE ? "rowwise" : "columnwise", (long long)wrong, (long long)saturated);
         linear_operand_free(&q), linear_operand_free(&of_codes);
     }
     linear_case_free(&c);
@@ -497,7 +497,7 @@ static void test_fp8_special(void) {
         if (i == 0)
             CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80, "zeros times ones: %g, codes %02x %02x",
                   (double)out[0], a.codes[0], a.codes[1]);
-        else CHECK(isnan(out[0]), "%g reaches the result as NaN, not %g", (double)special[2], (double)out[0]);
+        else CHECK(isnan(out[0]), "%g makes the result NaN, not %g", (double)special[2], (double)out[0]);
         linear_operand_free(&a), linear_operand_free(&b);
     }
 }

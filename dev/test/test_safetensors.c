@@ -44,7 +44,8 @@ static void test_hash(void) {
         changed += xxhash64(data, sizeof data) != before;
         data[n] ^= 0x10;
     }
-    CHECK(same == splits && changed == splits, "%d split as whole, %d flips seen, of %d", same, changed, splits);
+    CHECK(same == splits && changed == splits,
+          "%d hashes in pieces equal the whole's, %d flipped bits change the hash, of %d each", same, changed, splits);
 }
 
 // ---- Round trip.

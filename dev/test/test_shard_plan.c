@@ -50,7 +50,7 @@ static void check_cover(const ParameterTable *t, int64_t group) {
             parts++;
             CHECK(r.count > 0 && r.first >= 0 && r.first + r.count <= parameter_elements(p) && r.shard >= 0 &&
                       r.shard + r.count <= s.total,
-                  "%s, rank %lld: range", p->name, (long long)place);
+                  "%s, shard_rank %lld: range", p->name, (long long)place);
             for (int64_t e = 0; e < r.count; e++) {
                 seen[p->offset + r.first + e]++;
                 once = once && shard_to_flat(t, &s, r.shard + e) == p->offset + r.first + e;
@@ -58,7 +58,7 @@ static void check_cover(const ParameterTable *t, int64_t group) {
             }
         }
     }
-    CHECK(once, "an element of a shard is another one of the flat array");
+    CHECK(once, "shard_to_flat gives another element than shard_parameter");
     for (int64_t i = 0; i < t->count; i++)
         for (int64_t e = 0; e < parameter_elements(&t->entries[i]); e++)
             once = once && seen[t->entries[i].offset + e] == 1;
@@ -101,9 +101,9 @@ static void check_backward_order(const ParameterTable *t, int64_t group, int64_t
         forward = forward && turn[i] >= last;
         last = turn[i];
     }
-    CHECK(own, "group of %lld, place %lld: positions and elements are not each other's", (long long)group,
+    CHECK(own, "group of %lld, shard_rank %lld: positions and elements are not a bijection", (long long)group,
           (long long)place);
-    CHECK(forward, "group of %lld, place %lld: an element of an earlier part of the backward pass comes later",
+    CHECK(forward, "group of %lld, shard_rank %lld: an element of an earlier part of the backward pass comes later",
           (long long)group, (long long)place);
     free(turn);
 }

@@ -1,6 +1,7 @@
-"""Tests scripts/report.py and scripts/recipes_table.py on a sweep's folder with damaged files: known faults, and some
-hundred at random. There must be no traceback. The tables name a damaged run with its file and the reason, and all other
-runs keep their rows. Ends with "N passed, N failed".
+"""Tests scripts/report.py and scripts/recipes_table.py on a sweep's folder with damaged files.
+
+It tries known faults, and some hundred at random. There must be no traceback. The tables name a damaged run with its
+file and the reason, and all other runs keep their rows. Ends with "N passed, N failed".
 """
 import contextlib
 import csv
@@ -59,8 +60,10 @@ def sound_files():
 
 
 def run_both(folder, files):
-    """Runs both programs on these files. Returns (status, output) of each. An exception is returned as the output,
-    whose text fails the check."""
+    """Runs both programs on these files. Returns (status, output) of each.
+
+    An exception is returned as the output, and its text fails the check.
+    """
     outputs = []
     for path, data in files.items():
         with open(os.path.join(folder, path), "wb") as file:
@@ -87,8 +90,10 @@ def well_ended(status):
 
 
 def damage(name, path, data, reason):
-    """One file contains `data` (None: it is missing). The tables must name the run with its file and the reason, and
-    the two other rows must keep their numbers."""
+    """Checks the tables if one file contains `data` (None: it is missing).
+
+    They must name the run with its file and the reason, and the two other rows must keep their numbers.
+    """
     files = dict(sound, **{path: data or b""})
     with tempfile.TemporaryDirectory() as folder:
         for run in RUNS:

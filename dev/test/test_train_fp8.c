@@ -281,11 +281,13 @@ static void test_delayed(void) {
     const DelayedState *d = &t.scales.delayed;
     model_forward(&t, &t.batch);  // as in validation
     for (int64_t i = 0; i < d->tensors; i++)
-        CHECK(d->scale[i] == 0 && d->history[4 * i + 3] == 0, "a forward pass alone moves tensor %lld", (long long)i);
+        CHECK(d->scale[i] == 0 && d->history[4 * i + 3] == 0,
+              "a forward pass alone changes the scale or history of tensor %lld", (long long)i);
     const int64_t w = tensor_index(1, TENSOR_W, DOWN_PROJ), x = tensor_index(0, TENSOR_X, QKV_PROJ),
                   dy = tensor_index(0, TENSOR_DY, GATE_UP_PROJ);
     const float first_weight = float_from_bits(t.scales.amax[w]);
-    CHECK(weight_scale(&t, 1, DOWN_PROJ) == 224 / first_weight, "the first weights are cast with their own magnitude");
+    CHECK(weight_scale(&t, 1, DOWN_PROJ) == 224 / first_weight,
+          "the first weights are cast with the scale of their own amax");
     micro_step(&t, 1.0f / 32, 0, 0);
     const float first_input = d->history[4 * x + 3], first_scale = d->scale[x];
     CHECK(first_input == float_from_bits(quantize_tensor_amax(t.acts.layer[0].norm1.data, 32 * 128, SCALE_TE)),
@@ -294,15 +296,16 @@ static void test_delayed(void) {
           "scales after a micro-step");
     micro_step(&t, 1.0f / 32, 0, 1);
     CHECK(d->history[4 * x + 2] == first_input && d->history[4 * x + 3] == first_input && d->scale[x] == first_scale,
-          "the same micro-step again");
+          "histories and scales after the same micro-step again");
     weights_update(&t, 0, 1);
     const float second_weight = float_from_bits(t.scales.amax[w]);
     CHECK(d->history[4 * w + 3] == first_weight && d->scale[w] == 224 / first_weight &&
               weight_scale(&t, 1, DOWN_PROJ) == d->scale[w],
-          "weights are cast with what was known before them: %g, %g", (double)d->scale[w], (double)first_weight);
+          "new weights are cast with the scale of the earlier amax: scale %g, amax %g", (double)d->scale[w],
+          (double)first_weight);
     weights_update(&t, 1, 1);
-    CHECK(d->history[4 * w + 3] == second_weight && d->history[4 * w + 2] == first_weight, "the next update adds %g",
-          (double)second_weight);
+    CHECK(d->history[4 * w + 3] == second_weight && d->history[4 * w + 2] == first_weight,
+          "the next update appends the amax %g to the history", (double)second_weight);
     trainer_free(&t);
 }
 
@@ -342,10 +345,11 @@ static void test_delayed_skip(void) {
         float *before = delayed_copy(&t);
         delayed_step(&t, &data, step, step + 100, true);
         CHECK(memcmp(before, t.scales.delayed.history, bytes) == 0,
-              "step %lld was skipped and left a trace in histories or scales", (long long)step + 1);
+              "step %lld was skipped, but histories or scales changed", (long long)step + 1);
         const StepRecord a = delayed_step(&t, &data, step, step, false),
                          b = delayed_step(&without, &data, step, step, false);
-        CHECK(memcmp(before, t.scales.delayed.history, bytes) != 0, "step %lld moves no history", (long long)step + 1);
+        CHECK(memcmp(before, t.scales.delayed.history, bytes) != 0, "step %lld changes no history",
+              (long long)step + 1);
         CHECK(a.loss == b.loss && a.norm == b.norm &&
                   memcmp(t.scales.delayed.history, without.scales.delayed.history, bytes) == 0 &&
                   memcmp(t.params.master, without.params.master, (size_t)t.table.total * sizeof(float)) == 0,
@@ -411,7 +415,7 @@ static void test_blocks(ModelFamily family, int precision, int recompute) {
     // A forward pass alone, as in validation, does not search for the origin.
     t.bad_norm = NONFINITE_NONE;
     model_forward(&t, &t.batch);
-    CHECK(t.bad_norm == NONFINITE_NONE, "a pass of validation names norm %lld", (long long)t.bad_norm);
+    CHECK(t.bad_norm == NONFINITE_NONE, "a forward pass alone reports norm %lld", (long long)t.bad_norm);
     trainer_free(&t);
 }
 
@@ -435,7 +439,7 @@ static void test_overflow(int precision) {
             CHECK(all_finite(arrays[a], t.table.total, true), "precision %d, step %d, norm %g: array %d is not finite",
                   precision, step + 1, s.norm, a);
     }
-    CHECK(large > 0, "precision %d: no step was refused for its squares", precision);
+    CHECK(large > 0, "precision %d: no step was skipped because squares of its gradients overflow", precision);
     dataloader_close(&data);
     trainer_free(&t);
 }
@@ -485,7 +489,7 @@ static void test_nonfinite(void) {
     for (int64_t i = 0; i < t.m.vocab_size; i++)
         t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
     s = run_one_step(&run, &data, 2);
-    CHECK(!s.skipped && run.skipped_in_a_row == 0, "the count of steps in a row ends with a good one");
+    CHECK(!s.skipped && run.skipped_in_a_row == 0, "a good step sets the count of steps skipped in a row to 0");
     // A NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm.
     t.bad_norm = NONFINITE_NONE;
     t.params.master[layer_offset(&t.table, 1) + t.table.layer.wq + 8] = -30;
@@ -829,8 +833,8 @@ static void test_skipped_state(void) {
         before = state, size = bytes;
     }
     CHECK(skipped >= 9 && moved >= 2 && traces == 0,
-          "%lld skipped steps saved, %lld with traces; %lld others moved the state", (long long)skipped,
-          (long long)traces, (long long)moved);
+          "%lld skipped steps were saved, %lld of them changed the state; %lld other steps changed it",
+          (long long)skipped, (long long)traces, (long long)moved);
     free(before), free(output);
 }
 

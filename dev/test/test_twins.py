@@ -82,8 +82,10 @@ def find_struct(tokens, name):
 
 
 def find_function(tokens, name):
-    """Returns positions of the definition whose first argument is a Trainer: start, bracket of the arguments, brace of
-    the body, end."""
+    """Returns positions of the definition whose first argument is a Trainer.
+
+    These are its start, the bracket of the arguments, the brace of the body, and its end.
+    """
     for i in range(1, len(tokens) - 1):
         if tokens[i] != name or tokens[i + 1] != "(" or "Trainer" not in tokens[i + 2:i + 4]:
             continue

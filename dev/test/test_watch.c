@@ -80,11 +80,11 @@ static void check_rank0_silent(void) {
     t = table_of(3);
     pass(&t, TIMEOUT, 0x8, 0);
     pass(&t, 2, 0xe, 0);
-    check_verdict(&t, WATCH_SILENT, 0, 1, "rank 0 is silent: rank 3 leaves it to rank 1");
+    check_verdict(&t, WATCH_SILENT, 0, 1, "rank 0 is silent: rank 3 leaves the report to rank 1");
     t = table_of(3);
     pass(&t, TIMEOUT, 0x8, 0);
     pass(&t, 2, 0xc, 0);
-    check_verdict(&t, WATCH_SILENT, 0, 2, "ranks 0 and 1 are silent: rank 3 leaves it to rank 2");
+    check_verdict(&t, WATCH_SILENT, 0, 2, "ranks 0 and 1 are silent: rank 3 leaves the report to rank 2");
     pass(&t, 1, 0x9, 0);
     check_verdict(&t, WATCH_GOOD, 0, 0, "rank 0 is there again");
 }
@@ -133,7 +133,7 @@ static void check_standing(void) {
     check_verdict(&t, WATCH_GOOD, 0, 0, "all wait, one for NCCL, for almost the timeout");
     pass(&t, 1, 0xf, 0x8);
     pass(&t, TIMEOUT - 1, 0xf, 0);
-    check_verdict(&t, WATCH_GOOD, 0, 0, "something has moved on rank 3");
+    check_verdict(&t, WATCH_GOOD, 0, 0, "rank 3 has made progress");
     pass(&t, 2, 0xf, 0);
     check_verdict(&t, WATCH_STANDING, 1, 0, "all wait, one for NCCL");
     char text[1024];
@@ -145,7 +145,7 @@ static void check_standing(void) {
     watch_age(&t, WATCH_SUSPENDED_SECONDS + TIMEOUT);
     ranks[1].row.idle = 0;
     check_verdict(&t, WATCH_GOOD, 0, 0, "this process was stopped itself");
-    CHECK(t.standing == 0 && ranks[3].silence == 0, "after a stop all have their time again");
+    CHECK(t.standing == 0 && ranks[3].silence == 0, "after a stop the timeout begins anew for all ranks");
 }
 
 static void check_alone(void) {
@@ -179,7 +179,7 @@ static void check_activity(void) {
     for (int i = 0; i < 3; i++) watch_note_activity(&row, 1);
     const char *last = row.doing + strlen(row.doing) - 5;
     CHECK(strncmp(row.doing, "pread of x", 10) == 0 && strcmp(last, "y.bin") == 0, "%s", row.doing);
-    CHECK(row.kind == ACTIVITY_FILE && row.idle == 2, "%g s in a call on a file", row.idle);
+    CHECK(row.kind == ACTIVITY_FILE && row.idle == 2, "%g s idle in a call on a file", row.idle);
     watch_note_activity(&row, WATCH_SUSPENDED_SECONDS + 1);
     CHECK(row.idle == 0, "this process was stopped itself: %g s", row.idle);
     errno = 28;

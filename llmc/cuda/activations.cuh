@@ -65,17 +65,17 @@ typedef struct {
     const TensorScales *scales;
     bool recompute_layer, qk_norm;
     int64_t chunk;  // rows of logits at a time
-    // Memory of the layers' weight gradients, which activations use before. Empty: not reused.
+    // Memory of the layers' weight gradients. Activations use it until the gradients are written. Empty: not reused.
     ArenaRange layer_gradients;
-    // Memory of the embedding's gradient, which is written last. Activations use it before. Empty: not reused.
+    // Memory of the embedding's gradient, which is written last. Activations use it until then. Empty: not reused.
     ArenaRange embedding_gradient;
     int64_t layer_gradient_bytes;  // bytes per layer
     // True if the logits already have memory at `logits` (NULL on an arena without memory). Otherwise they are placed
     // here.
     bool has_logits;
     bf16 *logits;
-    ArenaGuest fp8_weights;  // FP8 weights of one layer at a time; place NULL: not here
-    // Gradients before they are added to their sums; place NULL: not here.
+    ArenaGuest fp8_weights;  // FP8 weights of one layer at a time. If `place` is NULL, this memory holds none.
+    // Gradients before they are added to their sums. If `place` is NULL, this memory holds none.
     ArenaGuest root_gradient, layer_gradient;
 } ActivationsLayout;
 
@@ -99,7 +99,7 @@ static inline QTensor *layer_output_gradient(OutputGradients *dy, LinearId id) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Which data of a tensor layers [first, last) need
+// The data of a tensor that layers [first, last) need
 
 typedef struct {
     bool bf16, rowwise, columnwise;
@@ -128,8 +128,8 @@ static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *plac
     return q;
 }
 
-// Returns the output gradients of layer l. All layers share the buffers. No GEMM reads the output gradients of layer
-// -1.
+// Returns the output gradients of layer l. All layers share the buffers. Layer -1 is below the first: no GEMM reads
+// its output gradients.
 static inline OutputGradients activations_output_gradients(const Activations *acts, const TensorScales *s, int64_t l) {
     OutputGradients placed = acts->dy, dy;
     for (int id = 0; id < NUM_LINEARS; id++) {

@@ -116,7 +116,7 @@ __device__ static inline const void *adamw_gradients(const AdamwArrays &a) {
 template <bool MASTER, bool FP32_MOMENTS, bool FP32_GRADIENTS>
 __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep *step,
                                             float factor, bool decay) {
-    // __fmul_rn keeps the compiler from contracting this product with the next sum.
+    // __fmul_rn keeps the compiler from fusing this multiplication with the next addition.
     const float gradient = __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i, FP32_GRADIENTS), factor);
     if (adamw_magnitude(gradient) == 0x7f800000u) return ((const bf16_bits *)a.weights)[i] & 0x7fffu;
     AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER),

@@ -153,7 +153,7 @@ static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, i
     return n * (gradients.fp32_data ? 4 : 2);
 }
 
-// If the step is skipped, finds the largest gradient and the first large one. gradients has order.total elements.
+// If the step is skipped, finds the largest of order.total gradients and the first large one in backward order.
 template <class Gradient>
 static inline void adamw_find_large(AdamwControl *control, const Gradient *gradients, BackwardOrder order,
                                     cudaStream_t stream) {

@@ -15,7 +15,7 @@
 // precision differ.
 //
 // Every result is rounded to bf16 once, even if it is added to an old value. With beta = 1 passed at launch, cuBLASLt
-// on Hopper may round the product first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
+// on Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
 // accumulates, has alpha and beta in device memory.
 #ifndef LLMC_GEMM_CUH
 #define LLMC_GEMM_CUH

@@ -188,8 +188,8 @@ static inline void qtensor_amax_pass(Linears *ln, const QTensor *q, const Source
     profile_bytes(ln->profile, "amax passes", quantize_amax_source("quantize", *q, source, R, C, ln->gemm.stream));
 }
 
-// Casts the tensor. If its scales follow from amaxes, these are known. A tensor's first cast in the delayed recipe
-// takes the scale of its own amax.
+// Casts the tensor. If its scales follow from amaxes, these have been raised before. A tensor's first cast in the
+// delayed recipe takes the scale of its own amax.
 template <class Source>
 static inline void qtensor_cast(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (q->amax_source == AMAX_DELAYED && !ln->scales.scales_ready) {

@@ -20,7 +20,8 @@ static_assert(NO_SCALE < PER_ROW && PER_TENSOR < PER_ROW && PER_TENSOR_BROADCAST
               "these kernels cast PER_ROW and what comes after it");
 static_assert(CAST_TILE % 128 == 0, "a tile holds whole blocks");
 
-// Amaxes in device memory, for rowwise and for columnwise data: one per row of it or, if NULL, the tensor's.
+// Amaxes in device memory. `rows` has one for each row of the tensor, for rowwise data; `columns` has one for each
+// column, for columnwise data. If one of them is NULL, its data takes the amax of the tensor.
 typedef struct {
     uint32_t *rows, *columns, *tensor;
 } FineAmaxes;
@@ -39,8 +40,9 @@ typedef struct {
 
 enum { FINE_WARPS = CAST_THREADS / WARP_SIZE, FINE_PAIRS = CAST_TILE / 2 };
 
-// Shared memory of a tile's largest bf16 magnitudes, 16 bits each: of columns over the 8 rows that a warp holds of one
-// group of rows (of both groups if one block has all rows), and of rows over a block's columns.
+// Shared memory of a tile's partial maxima, bf16 magnitudes of 16 bits. `columns` has the maximum of each column over
+// the 8 rows of a group that a warp holds (over both groups if BLOCKS is 1). `rows` has the maximum of each row over
+// the columns of a block.
 template <int OUTPUTS, int BLOCKS>
 struct FineMaxima {
     uint32_t columns[OUTPUTS][BLOCKS == 1 ? FINE_WARPS : CAST_GROUPS * FINE_WARPS][FINE_PAIRS];

@@ -84,8 +84,8 @@ static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, Ten
     return s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
 }
 
-// Returns a tensor of layer l with its amaxes and (tensor) scales, but without data. Layer -1, below the first, gives a
-// tensor that no GEMM reads.
+// Returns a tensor of layer l with its amaxes and its scales per tensor, but without data. For layer -1, below the
+// first, it returns a tensor that no GEMM reads.
 static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
     const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
     QTensor q = recipe_qtensor(r, role, precision_format(s->precision, role));

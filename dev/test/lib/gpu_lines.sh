@@ -38,9 +38,9 @@ skips_leave_no_trace() {
         before=$folder
     done
     if [ $skipped -ge 8 ] && [ $traces -eq 0 ]; then
-        ok "$1: $skipped skipped steps left fp8_state as it was, $moved others moved it"
+        ok "$1: $skipped skipped steps left fp8_state unchanged, $moved others changed it"
     else
-        bad "$1: $skipped skipped steps, $traces with traces: $(tail -n 2 "$2")"
+        bad "$1: $skipped skipped steps, $traces of them changed fp8_state: $(tail -n 2 "$2")"
     fi
 }
 # Counts the values of the optimizer's bf16 state in checkpoint $1 that are not finite.

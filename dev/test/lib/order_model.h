@@ -3,8 +3,9 @@
 // A test records the operations of each stream: reads and writes of memory, events recorded and waited for, values that
 // streams write and wait for, collectives. Then all streams run, each as far as its waits allow. Every stream has a
 // vector clock: the operations of all streams that have happened before. Events, values and collectives carry clocks to
-// other streams. Counted are "races" (two operations on equal memory, one of them a write, that the clocks do not
-// order), "wrong" (reads that find other content than expected) and "stuck" (streams that do not reach their end).
+// other streams. The model counts "races" (two operations on the same memory, at least one of them a write, that the
+// clocks do not order), "wrong" (reads that find other content than expected) and "stuck" (streams that do not reach
+// their end).
 //
 // The next stream to run is chosen at random. Clocks do not depend on that choice, so races do not either, and one
 // order is enough.

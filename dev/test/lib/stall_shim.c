@@ -1,8 +1,8 @@
 // LD_PRELOAD: holds one rank in one call, for stall_cases.sh. gcc -shared -fPIC -o shim.so stall_shim.c -ldl
-//   STALL_RANK   the rank, of mpirun's
-//   STALL_CALL   pread, fsync, or MPI_Bcast (samples are written with one a token)
-//   STALL_PATH   a part of the path of the files that count; MPI_Bcast has none
-//   STALL_COUNT  which of its calls, counted from 1
+//   STALL_RANK   the rank to hold, as mpirun numbers it
+//   STALL_CALL   the function: pread, fsync, or MPI_Bcast (sampling calls it once per token)
+//   STALL_PATH   part of a path: only calls on such files count; not for MPI_Bcast
+//   STALL_COUNT  number of the call to hold, from 1
 //   STALL_SLEEP  seconds to sleep before the call; without it the process stops itself (SIGSTOP)
 //   STALL_MARK   a file that then holds the process id
 #define _GNU_SOURCE
