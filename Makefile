@@ -101,8 +101,9 @@ build/test_%: dev/test/test_%.cu build/cuda_arch build/deps/test_%.d | $(FOLDERS
 
 # test_fsdp_order checks the order of all ranks' streams on the host: its own functions stand in for these.
 build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaStreamCreateWithFlags cudaStreamDestroy \
-	cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent cudaMemsetAsync \
-	cudaMemset2DAsync cudaMemcpyAsync cudaGetDevice cudaDeviceGetAttribute cudaLaunchKernelExC \
+	cudaEventCreate cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent \
+	cudaMallocHost cudaFreeHost cudaMemsetAsync cudaMemset2DAsync cudaMemcpyAsync cudaGetDevice \
+	cudaDeviceGetAttribute cudaLaunchKernelExC \
 	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce \
 	cudaIpcGetMemHandle cudaIpcOpenMemHandle cudaIpcCloseMemHandle cudaGetDriverEntryPointByVersion \
 	MPI_Allgather MPI_Allreduce MPI_Barrier MPI_Type_contiguous MPI_Type_commit MPI_Type_free

@@ -140,9 +140,9 @@ static inline void comm_waits_compute(Transport *t) {
 
 // Makes later computation wait for an event of the communication stream.
 static inline void compute_waits_event(const Transport *t, cudaEvent_t event) {
-    step_log_wait_begins(t->log);
+    step_log_mark_wait(t->log, TIME_COMPUTE);
     CUDA_CHECK(cudaStreamWaitEvent(t->compute, event, 0));
-    step_log_wait_ends(t->log);
+    step_log_mark_wait(t->log, TIME_COMMUNICATION);
 }
 
 // Makes later computation wait for all communication enqueued so far. Does nothing for one rank.
