@@ -124,6 +124,10 @@ elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sh
     echo "hybrid: ${used:-no} bytes are in use after a step, and ${planned:-no} planned"
     check "hybrid's memory in use is in the plan" [ "${used:-$((1 << 62))}" -le "${planned:-0}" ]
 fi
+# log.jsonl says where time went: ranks wait for each other.
+run times $W $common --precision fp8 --num-steps 12 $(split $W) --log-dir "$tmp/times" &&
+    check "times of steps: $(python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W 2>&1)" \
+        python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W
 # Recipes that all-gather weights in bf16, and models with both FP8 and bf16 layers.
 for recipe in rowwise rowwise_with_gw_hp blockwise; do
     run "one_$recipe" 1 $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split 1)

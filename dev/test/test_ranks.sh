@@ -125,6 +125,29 @@ for precision in fp32 bf16; do
             awk -v a="$have" -v b="$want" 'BEGIN { exit !(b > 0 && a - b < 2e-6 && b - a < 2e-6) }'
     done
 done
+# log.jsonl: a loss for each sequence, on any ranks and batches the same; and where the time of steps went.
+want=""
+for case in "0 1" "0 3" "2 1" "3 2"; do
+    read -r n batch <<<"$case"
+    train $n logged "$tmp/qwen2" $data --num-steps 3 --learning-rate 0 --precision fp32 --batch-size $batch \
+        --val-data "$tmp/s_val.bin" --val-steps 7 --val-every 2 --checkpoint-dir "$tmp/logged/ck" || continue
+    have=$(python3 dev/test/lib/check_log.py "$tmp/logged/log.jsonl" $((n ? n : 1)) 2>&1)
+    want=${want:-$have}
+    check "log.jsonl, $n ranks, batches of $batch: '$have' equals '$want'" awk -v a="$have" -v b="$want" 'BEGIN {
+        n = split(a, x); m = split(b, y)
+        for (i = 1; i <= m; i++) if (!(y[i] > 0 && x[i] - y[i] < 2e-6 && y[i] - x[i] < 2e-6)) exit 1
+        exit n != 7 || m != 7 }'
+    rm -rf "$tmp/logged/ck"
+done
+# --rounding-seed changes nothing but stochastic rounding: the first loss stays, later ones change.
+rounded="$tmp/qwen2 $data --num-steps 3 --batch-size 2 --grad-accumulation-steps 2"
+train 0 rounded-default $rounded --seed 5 && train 0 rounded-equal $rounded --seed 5 --rounding-seed 5 &&
+    train 0 rounded-other $rounded --seed 5 --rounding-seed 6 &&
+    check "--rounding-seed: the default is --seed" cmp "$tmp/rounded-default.steps" "$tmp/rounded-equal.steps" &&
+    check "--rounding-seed: the first loss stays" [ "$(head -n 1 "$tmp/rounded-other.steps" | cut -d' ' -f2)" = \
+        "$(head -n 1 "$tmp/rounded-default.steps" | cut -d' ' -f2)" ] &&
+    check "--rounding-seed: later losses change" \
+        [ "$(tail -n 1 "$tmp/rounded-other.steps")" != "$(tail -n 1 "$tmp/rounded-default.steps")" ]
 check "validation names its sequences: $(grep '^validation: ' "$tmp/validated.out")" \
     grep -q '^validation: the first 7 of [0-9]* sequences' "$tmp/validated.out"
 train 4 validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --batch-size 40 --val-data "$tmp/s_val.bin" \
