@@ -9,6 +9,8 @@ ifeq ($(MPI_LIBS),)
 $(error $(MPICC) is missing or is not Open MPI; install libopenmpi-dev and openmpi-bin (scripts/test.sh does))
 endif
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+# The compiler in the commands of GPU targets: without nvcc they fail with this error.
+CUDA_COMPILER = $(or $(NVCC),$(error no nvcc: $@ needs the CUDA Toolkit; make train_fp8 builds the CPU trainer))
 WARNINGS = -Wall -Wextra -Werror
 # With its default vector cost model and AVX-512, gcc 13 keeps the tile of matmul() in memory, not in registers: 1.7
 # times slower.
@@ -90,14 +92,14 @@ build/cuda_arch: FORCE | $(FOLDERS)
 	@[ "$$(cat $@ 2>/dev/null)" = "$(CUDA_ARCH)" ] || echo "$(CUDA_ARCH)" >$@
 
 train_fp8cu: train_fp8.cu build/cuda_arch build/deps/train_fp8cu.d | $(FOLDERS)
-	$(NVCC) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
+	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
 # Each range of GPU memory is an allocation of its own here, for memcheck (arena.h).
 build/train_fp8cu_apart: train_fp8.cu build/cuda_arch build/deps/train_fp8cu_apart.d | $(FOLDERS)
-	$(NVCC) $(NVCCFLAGS) -DARENA_APART $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
+	$(CUDA_COMPILER) $(NVCCFLAGS) -DARENA_APART $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
 build/test_%: dev/test/test_%.cu build/cuda_arch build/deps/test_%.d | $(FOLDERS)
-	$(NVCC) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(STAND_INS:%=-Xlinker --wrap=%) $(CUDA_LIBS)
+	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(STAND_INS:%=-Xlinker --wrap=%) $(CUDA_LIBS)
 
 # test_fsdp_order checks the order of all ranks' streams on the host: its own functions stand in for these.
 build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaStreamCreateWithFlags cudaStreamDestroy \
@@ -109,7 +111,7 @@ build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaSt
 	MPI_Allgather MPI_Allreduce MPI_Barrier MPI_Type_contiguous MPI_Type_commit MPI_Type_free
 
 build/bench_%: dev/cuda/%.cu build/cuda_arch build/deps/bench_%.d | $(FOLDERS)
-	$(NVCC) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(BENCH_LIBS)
+	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(BENCH_LIBS)
 
 # Only this bench needs NCCL: fsdp.cuh includes it.
 build/bench_fsdp: BENCH_LIBS = $(CUDA_LIBS)
@@ -123,8 +125,8 @@ build/headers/%.h.ok: llmc/%.h build/deps/headers/%.h.ok.d | $(FOLDERS)
 
 # Kernels are parsed, not compiled. 177: functions that nothing here calls.
 build/headers/%.cuh.ok: llmc/%.cuh build/cuda_arch build/deps/headers/%.cuh.ok.d | $(FOLDERS)
-	@$(NVCC) $(NVCCFLAGS) --fdevice-syntax-only -Xcompiler -Wno-unused-function -diag-suppress 177 $(DEPENDENCIES) \
-		-x cu -c -o $@ $<
+	@$(CUDA_COMPILER) $(NVCCFLAGS) --fdevice-syntax-only -Xcompiler -Wno-unused-function -diag-suppress 177 \
+		$(DEPENDENCIES) -x cu -c -o $@ $<
 
 # ---- faults and hostile input
 

@@ -105,9 +105,11 @@ else
 fi
 
 # log.jsonl says where time and energy went. NVML belongs to the driver, as nvidia-smi does.
-energy=$(nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits 2>/dev/null | grep -q '^[0-9]' && echo --energy)
+energy=$(nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits 2>/dev/null | grep -q '^[0-9]' &&
+    echo --energy)
 if gpu a $common --precision fp8 --num-steps 12 --val-data "$tmp/synth_val.bin" --val-steps 5 --val-every 6 \
-    --log-dir "$tmp/times" && problem=$(python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" 1 $energy 2>&1); then
+    --log-dir "$tmp/times" &&
+    problem=$(python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" 1 $energy 2>&1); then
     ok "times, energy and losses of sequences"
 else
     bad "times, energy and losses of sequences: $problem"

@@ -49,4 +49,14 @@ check "quickstart: 11 step lines" equal "$(grep -c '^step ' "$tmp/log")" 11
 check "quickstart: at most 60 lines" equal "$(($(wc -l <"$tmp/log") <= 60))" 1
 data/setup_venv.sh --help >"$tmp/log" 2>&1
 check "data/setup_venv.sh --help" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
+
+# ---- make without nvcc: targets for the GPU fail and say why. Others are built.
+for target in train_fp8cu build/test_gpu build/bench_gemm cuda-headers; do
+    make -B -n NVCC= $target >"$tmp/log" 2>&1
+    check "make $target without nvcc: status $?" [ $? -ne 0 ]
+    check "make $target without nvcc says why" holds "$tmp/log" "no nvcc: "
+done
+make -B -n NVCC= all >"$tmp/log" 2>&1
+check "make without nvcc: status $?" [ $? -eq 0 ]
+check "make without nvcc builds the CPU trainer alone" lacks "$tmp/log" train_fp8cu
 finish

@@ -1,9 +1,9 @@
 """usage: dev/test/lib/check_log.py LOG RANKS [--energy]
 
-Checks what log.jsonl says about time, energy and validation: parts of a step's time and of the run's add up, a
-validation loss is the mean of its sequences' losses, and on several ranks steps wait for each other. With --energy every
-step must have the energy of every GPU. Prints the losses of the last validation's sequences. Exits with 1 and the reason
-if something is wrong.
+Checks what log.jsonl says about time, energy and validation: the parts of a step's time and of the run's time add up, a
+validation loss is the mean of its sequences' losses, and several ranks wait for each other. With --energy every step
+must have the energy of every GPU. Prints the losses of the last validation's sequences. Exits with 1 and the reason if
+something is wrong.
 """
 import json
 import sys
