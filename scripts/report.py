@@ -1,99 +1,108 @@
 #!/usr/bin/env python3
-"""usage: scripts/report.py FOLDER
+"""usage: scripts/report.py FOLDER... [--out FILE.html] [--price X]
 
-Prints the table of a sweep, and writes it to table.txt, table.md and table.csv (all digits and more columns) in FOLDER,
-the --out folder of scripts/sweep.sh. Numbers come from the summary at the end of each run's log.jsonl. scripts/sweep.sh
-calls this at its end.
+Makes one page from runs: what FP8 gives and what it costs in loss, with figures. FOLDER is the --out folder of
+scripts/verdict.sh or scripts/sweep.sh, the --log-dir of a run, or a folder of such folders. Runs may be running.
+
+  --out FILE.html  the page (report.html in FOLDER; needed with several folders). Beside it are FILE.json with all
+                   numbers, FILE.md, and FILE_figures with a PNG of each figure
+  --price X        price of one GPU hour, for figures of money (verdict.json may have it)
+
+Needs the libraries that scripts/setup_report.sh installs. docs/REPORT.md says how to read the page.
 """
-import csv
+import argparse
+import datetime
+import math
 import os
+import sys
+from pathlib import Path
 
-from sweep_folder import (open_to_write, ran_in_fp8, ratio, read_runs, run_program, show, show_change, why_missing,
-                          write_table)
-
-HEAD = ["model", "T", "GPUs", "precision", "tok/s/GPU", "tok/s", "steps/s", "TFLOP/s/GPU", "MFU", "peak GiB", "loss",
-        "FP8/BF16", "loss diff", "scaling", "note"]
-CSV_HEAD = ["model", "sequence_length", "gpus", "precision", "result", "steps", "tokens_per_second_per_gpu",
-            "tokens_per_second", "steps_per_second", "median_ms", "tflops_per_gpu", "mfu", "sol",
-            "memory_bytes", "first_loss", "last_loss", "fp8_over_bf16_speed", "fp8_over_bf16_loss",
-            "scaling_efficiency", "skipped_steps", "parameters", "device", "seconds", "message"]
-ABOUT = """T: tokens in a sequence. Speeds: of the median step after warm-up. MFU: share of the dense BF16 peak.
-peak GiB: peak memory of a GPU. loss: mean of the last 20 steps (of all steps, if fewer). FP8/BF16: tok/s/GPU divided by
-that of the BF16 run with equal model, T and GPUs. loss diff: loss compared with that run. scaling: tok/s/GPU divided by
-that of the run on one GPU with equal model, T and precision.
-"""
-ABOUT_DAMAGED = "damaged: a file of the run was changed or cut; remove the run's folder and start the sweep again.\n"
+ROOT = Path(__file__).resolve().parent.parent
+VENV_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
 
 
-def figure(run, key):
-    """A number of a run's summary. None if the run is not done."""
-    return run["summary"][key] if run and run["kind"] == "done" else None
+def need_libraries():
+    """Goes on in the virtual environment of scripts/setup_report.sh if this Python lacks a library."""
+    try:
+        import arch.bootstrap  # noqa: F401
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+        import scipy  # noqa: F401
+    except ImportError as missing:
+        if VENV_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
+            os.execve(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
+        sys.exit(f"error: {missing}; run scripts/setup_report.sh, which installs the libraries of the reports")
 
 
-def is_fp8(run):
-    return run["precision"].startswith("fp8")
+def price_of(text):
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError
+    return value
 
 
-def compare(run, runs):
-    """Adds the run's ratios: FP8 against BF16 on equal GPUs, and any number of GPUs against one."""
-    def other(precision, gpus):
-        return runs.get((run["model"], run["length"], precision, gpus))
-
-    bf16 = other("bf16", run["gpus"]) if is_fp8(run) and ran_in_fp8(run) else None
-    run["speedup"] = ratio(figure(run, "tokens_per_second_per_gpu"), figure(bf16, "tokens_per_second_per_gpu"))
-    run["loss_ratio"] = ratio(figure(run, "last_loss"), figure(bf16, "last_loss"))
-    run["scaling"] = ratio(figure(run, "tokens_per_second_per_gpu"),
-                           figure(other(run["precision"], "1"), "tokens_per_second_per_gpu"))
-
-
-def percent(value):
-    return None if value is None else 100 * value
-
-
-def cells(run):
-    """A run's row of the table."""
-    row, note = [run["model"], run["length"], run["gpus"], run["precision"]], run["message"]
-    if len(note) > 160:  # table.csv has the whole message
-        note = note[:157] + "..."
-    if run["kind"] != "done":
-        return row + [""] * (len(HEAD) - 5) + [why_missing(dict(run, message=note))]
-    s, fp8 = run["summary"], is_fp8(run)
-    row += [show("%.0f", s["tokens_per_second_per_gpu"]), show("%.0f", s["tokens_per_second"]),
-            show("%.3f", ratio(1000, s["median_ms"])),
-            show("%.4f" if (s["tflops_per_gpu"] or 0) < 1 else "%.1f", s["tflops_per_gpu"]),
-            show("%.1f%%", percent(s["mfu"])),
-            show("%.3f" if (s["memory_bytes"] or 0) < 2**30 else "%.1f", ratio(s["memory_bytes"], 2**30)),
-            show("%.4f", s["last_loss"]), show("%.2fx", run["speedup"]) if fp8 else "",
-            show_change(run["loss_ratio"]) if fp8 else "", show("%.1f%%", percent(run["scaling"]))]
-    return row + [("%d steps skipped (non-finite gradient); " % s["skipped"] if s["skipped"] else "") + note]
+def parse(arguments):
+    parser = argparse.ArgumentParser(usage=__doc__.removeprefix("usage: "), add_help=False)
+    parser.add_argument("folders", nargs="*", metavar="FOLDER")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--price", type=price_of)
+    parser.add_argument("--help", "-h", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.help:
+        print(__doc__, end="")
+        sys.exit(0)
+    if not options.folders:
+        sys.exit("error: no folder is given\n\n" + __doc__)
+    if options.out is None:
+        if len(options.folders) > 1:
+            sys.exit("error: with several folders, --out FILE.html must say where the page goes")
+        options.out = Path(options.folders[0]) / "report.html"
+    if options.out.suffix != ".html":
+        sys.exit(f"error: --out {options.out}: the page's name must end in .html")
+    return options
 
 
-def csv_cells(run):
-    def get(key):
-        return figure(run, key)
-
-    of = run.get("settings", {}).get
-    return [run["model"], run["length"], run["gpus"], run["precision"], run["kind"], get("steps"),
-            get("tokens_per_second_per_gpu"), get("tokens_per_second"), ratio(1000, get("median_ms")),
-            get("median_ms"), get("tflops_per_gpu"), get("mfu"), get("sol"), get("memory_bytes"), get("first_loss"),
-            get("last_loss"), run["speedup"], run["loss_ratio"], run["scaling"],
-            get("skipped"), of("parameters"), of("device"), run["seconds"], run["message"]]
+def title_of(found, names):
+    """The page's title: models and precisions."""
+    models = dict.fromkeys(run.settings["model"] for run in found.runs)
+    recipes = dict.fromkeys(names[run.name] for run in found.runs)
+    return f"{', '.join(models)}: {', '.join(recipes)}"
 
 
-def main(folder):
-    runs = read_runs(folder)
-    at = {(run["model"], run["length"], run["precision"], run["gpus"]): run for run in runs}
-    for run in runs:
-        compare(run, at)
-    done = [run["settings"] for run in runs if run["kind"] == "done"]
-    setups = dict.fromkeys("%s %s, %s, %s\n" % (s["program"], s["version"], s["device"], s["versions"]) for s in done)
-    path = os.path.join(folder, "table")
-    about = ABOUT + (ABOUT_DAMAGED if any(run["kind"] == "damaged" for run in runs) else "")
-    about += "%d of %d runs finished\n" % (len(done), len(runs))
-    write_table(path, HEAD, [cells(run) for run in runs], "".join(setups), about)
-    with open_to_write(path + ".csv") as file:
-        csv.writer(file, lineterminator="\n").writerows([CSV_HEAD] + [csv_cells(run) for run in runs])
+def make(options):
+    from report import figures, folders, numbers, page, pairs, words
+    from sweep_folder import NUMBER, is_a
+
+    found = folders.read_folders(options.folders)
+    names = pairs.name_recipes(found.runs)
+    prices = [verdict["price"] for verdict in found.verdicts if is_a(NUMBER, verdict.get("price"))]
+    price = options.price if options.price is not None else next(iter(prices), None)
+    comparisons = pairs.compare(found.runs)
+    made = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    data = numbers.everything(found, names, comparisons, price, options.folders, made)
+    drawings, tables, data["left_out"] = figures.draw_all(found, names, comparisons, data, price)
+    data["figures"] = [{"name": d.name, "title": d.title, "caption": d.caption} for d in drawings]
+    data["singles"] = [{"name": run.name, "words": words.run_sentence(run, names[run.name])} for run in found.runs]
+    parts = page.make_parts(data, found, comparisons, price, tables)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    page.write_all(options.out, data, parts, drawings, title_of(found, names))
+    for line in data["verdict"] or data["singles"]:
+        print(line["words"])
+    for problem in found.problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    print(f"{options.out}: {len(drawings)} figures, {options.out.stat().st_size / 1000:.0f} kB")
+
+
+def main():
+    options = parse(sys.argv[1:])
+    need_libraries()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        make(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    run_program(main, __doc__)
+    main()

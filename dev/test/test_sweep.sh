@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tests scripts/sweep.sh, scripts/report.py and the loop of the run scripts, on the CPU trainer with a tiny model, 1 and
-# 2 ranks. Needs ./train_fp8 (or TRAINER), build/synth_stories, mpirun and python3. QUICK=1 skips interrupts and the run
-# scripts. If the trainer's messages have other words (test_prose.sh), the filter REWORD produces them. Ends with "N
-# passed, N failed".
+# Tests scripts/sweep.sh, scripts/sweep_table.py and the loop of the run scripts, on the CPU trainer with a tiny model,
+# 1 and 2 ranks. Needs ./train_fp8 (or TRAINER), build/synth_stories, mpirun and python3. QUICK=1 skips interrupts and
+# the run scripts. If the trainer's messages have other words (test_prose.sh), the filter REWORD produces them. Ends
+# with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -215,7 +215,7 @@ interrupted() {
     check "SIG$signal: no trainer is left" equal "$(trainers_in "$out/")" 0
     check "SIG$signal: the run in progress has no result" \
         equal "$(kind_of "$out/tiny_T16_bf16_${gpus}gpu") $(kind_of "$run")" "done none"
-    scripts/report.py "$out" >/dev/null
+    scripts/sweep_table.py "$out" >/dev/null
     check "SIG$signal: it does not count" tables "$out" "1 of 2 runs with numbers"
     sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
     check "SIG$signal: another start does it whole" \

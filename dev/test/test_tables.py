@@ -1,4 +1,4 @@
-"""Tests scripts/report.py and scripts/recipes_table.py on a sweep's folder with damaged files.
+"""Tests scripts/sweep_table.py and scripts/recipes_table.py on a sweep's folder with damaged files.
 
 It tries known faults, and some hundred at random. There must be no traceback. The tables name a damaged run with its
 file and the reason, and all other runs keep their rows. Ends with "N passed, N failed".
@@ -16,8 +16,8 @@ import tempfile
 SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "scripts")
 sys.path.insert(0, SCRIPTS)
 import recipes_table
-import report
 import sweep_folder
+import sweep_table
 
 RUNS = {"m_T64_bf16_1gpu": "bf16", "m_T64_fp8_1gpu": "fp8", "m_T64_fp8-rowwise_1gpu": "fp8:rowwise",
         "m_T64_fp8-mxfp8_1gpu": "fp8:mxfp8"}
@@ -68,7 +68,7 @@ def run_both(folder, files):
     for path, data in files.items():
         with open(os.path.join(folder, path), "wb") as file:
             file.write(data)
-    for program in (report, recipes_table):
+    for program in (sweep_table, recipes_table):
         printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
         arguments, sys.argv = sys.argv, [program.__name__, folder]
         status = None
@@ -195,18 +195,18 @@ def test_programs(folder):
     run_both(folder, files)
     for environment in ({"LC_ALL": "C"}, {"PYTHONIOENCODING": "latin-1"},
                         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
-        ended = subprocess.run([sys.executable, SCRIPTS + "/report.py", folder], capture_output=True,
+        ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", folder], capture_output=True,
                                env=dict(os.environ, **environment))
         check(ended.returncode == 0 and b"Traceback" not in ended.stderr and b"9984" in ended.stdout, environment,
               ended)
     reader, writer = os.pipe()
     os.close(reader)
-    ended = subprocess.run([sys.executable, SCRIPTS + "/report.py", folder], stdout=writer, stderr=subprocess.PIPE)
+    ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", folder], stdout=writer, stderr=subprocess.PIPE)
     check(ended.returncode == 0 and ended.stderr == b"", "a reader that goes away", ended)
     for path, message in (("/none", b"error: /none is not a folder"), (folder, b"error: [Errno 21] Is a directory")):
         os.path.exists(folder + "/table.txt") and os.remove(folder + "/table.txt")
         os.makedirs(folder + "/table.txt", exist_ok=True)
-        ended = subprocess.run([sys.executable, SCRIPTS + "/report.py", path], capture_output=True)
+        ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", path], capture_output=True)
         check(ended.returncode == 1 and ended.stderr.startswith(message), path, ended)
         os.rmdir(folder + "/table.txt")
 

@@ -1,0 +1,461 @@
+#!/usr/bin/env python3
+"""Tests of scripts/report.py on logs with known differences, made here, and on broken and half-written ones.
+
+The numbers of report.json are compared with a computation of their own. Runs with build/report-venv
+(scripts/setup_report.sh), or skips. Ends with "N passed, N failed".
+"""
+import contextlib
+import html
+import html.parser
+import importlib.util
+import io
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+VENV_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+try:
+    import arch.bootstrap  # noqa: F401
+    import jinja2  # noqa: F401
+    import matplotlib  # noqa: F401
+    import numpy as np
+    from scipy import stats
+except ImportError as missing:
+    if VENV_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
+        os.execve(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
+    print(f"SKIPPED: the report: {missing} (scripts/setup_report.sh installs what it needs)")
+    print("0 passed, 0 failed")
+    sys.exit(0)
+
+sys.path.insert(0, str(ROOT / "dev" / "test" / "lib"))
+from report_logs import SEQUENCES, STEPS, make_losses, records_of, verdict_folder, sweep_folder, write  # noqa: E402
+
+SIZE = 1_000_000
+passed = failed = 0
+
+
+def check(condition, what):
+    global passed, failed
+    passed, failed = passed + bool(condition), failed + (not condition)
+    if not condition:
+        print(f"FAILED: {what}")
+
+
+def close(got, expected, what, tolerance=1e-9):
+    check(got is not None and np.allclose(got, expected, rtol=tolerance, atol=1e-12), f"{what}: {got}, not {expected}")
+
+
+def load_program():
+    """scripts/report.py as a module: its libraries take seconds to load, so most tests call it here."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    spec = importlib.util.spec_from_file_location("report_program", ROOT / "scripts" / "report.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PROGRAM = load_program()
+
+
+def report(*arguments, status=0):
+    """Runs scripts/report.py. Returns (stdout, stderr)."""
+    out, error, code = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO(), 0
+    before, sys.argv = sys.argv, ["report.py", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            PROGRAM.main()
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        code = traceback.format_exc()
+    sys.argv = before
+    out.flush()
+    if isinstance(code, str):
+        error.write(code)
+    check((1 if code else 0) == status and "Traceback" not in error.getvalue(),
+          f"status {status} of report.py {arguments} expected: {error.getvalue()}")
+    return out.buffer.getvalue().decode(), error.getvalue()
+
+
+def test_command_line(tmp):
+    """The program itself: its exit status, its output, and its words where the libraries are missing."""
+    folder = two_runs(tmp / "program")
+    program = [sys.executable, ROOT / "scripts" / "report.py"]
+    ended = subprocess.run([*program, folder, "--out", tmp / "page.html"], capture_output=True, text=True)
+    check(ended.returncode == 0 and "page.html: " in ended.stdout and not ended.stderr, f"program: {ended}")
+    check(all((tmp / f"page.{kind}").is_file() for kind in ("html", "json", "md")), "files beside --out")
+    check(not (folder / "report.html").exists(), "--out alone is written")
+    ended = subprocess.run([*program, tmp / "absent"], capture_output=True, text=True)
+    check(ended.returncode == 1 and ended.stderr.startswith("error: "), f"no folder: {ended}")
+    bare = dict(os.environ, IN_REPORT_VENV="1", PYTHONPATH="")
+    ended = subprocess.run([sys.executable, "-S", *program[1:], folder], capture_output=True, text=True, env=bare)
+    check(ended.returncode == 1 and "run scripts/setup_report.sh" in ended.stderr, f"no libraries: {ended}")
+
+
+def numbers(path):
+    """report.json, read by a parser that refuses NaN."""
+    def refuse(word):
+        raise ValueError(word)
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+# ---- numbers
+
+
+def t_interval(values):
+    half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+    return np.mean(values), np.mean(values) - half, np.mean(values) + half
+
+
+def validation_interval(table):
+    """The mean of [seeds, sequences] and its interval: two crossed random factors, by sums over the table."""
+    seeds, sequences = table.shape
+    mean, rows, columns = table.mean(), table.mean(axis=1), table.mean(axis=0)
+    ms_rows = sequences * sum((row - mean)**2 for row in rows) / (seeds - 1)
+    ms_columns = seeds * sum((column - mean)**2 for column in columns) / (sequences - 1)
+    ms_rest = sum((table[i, j] - rows[i] - columns[j] + mean)**2 for i in range(seeds) for j in range(sequences))
+    ms_rest /= (seeds - 1) * (sequences - 1)
+    size = seeds * sequences
+    of_rows, of_columns = ms_rows / size, max(ms_columns - ms_rest, 0) / size
+    degrees = (of_rows + of_columns)**2 / (of_rows**2 / (seeds - 1) + of_columns**2 / (sequences - 1))
+    half = max(math.sqrt(of_rows + of_columns) * stats.t.ppf(0.975, degrees),
+               math.sqrt(of_rows) * stats.t.ppf(0.975, seeds - 1))
+    return mean, mean - half, mean + half
+
+
+def test_numbers(tmp):
+    """3 seeds, FP8 costs 0.03, is 1.3 times as fast and takes 0.8 of the energy."""
+    folder = tmp / "numbers"
+    table, last = [], STEPS // 4
+    means = []
+    for seed in (42, 43, 44):
+        write(folder / f"tiny.bf16.s{seed}", records_of("bf16", seed, joules=5.0))
+        write(folder / f"tiny.fp8.s{seed}", records_of("fp8", seed, difference=0.03, ms=10 / 1.3, joules=4.0))
+        bf16, fp8 = make_losses(seed, seed, 0.0), make_losses(seed, seed, 0.03)
+        means.append((fp8[0] - bf16[0])[-last:].mean())
+        table.append(fp8[1] - bf16[1])
+    out, _ = report(folder, "--price", "2.5")
+    data = numbers(folder / "report.json")
+    one = data["comparisons"][0]
+    check(len(data["comparisons"]) == 1 and len(one["pairs"]) == 3 and not one["refused"], f"pairs: {one['pairs']}")
+    got = one["training"]
+    check(one["training_last_steps"] == last, f"last steps: {one['training_last_steps']}")
+    close([got["estimate"], got["low"], got["high"]], t_interval(means), "training difference")
+    got = one["validation"]
+    close([got["estimate"], got["low"], got["high"]], validation_interval(np.array(table)), "validation difference")
+    check(one["verdict"] == "costs" and "in validation loss it is higher by" in out, f"verdict: {out}")
+    close(one["tokens_per_second_ratio"], 1.3, "speed")
+    tokens = 128 * STEPS
+    mean_joules = np.mean([1 + 0.01 * (step % 3) for step in range(1, STEPS + 1)])
+    close(one["kwh_per_billion_tokens"], [j * mean_joules * STEPS / tokens * 1e9 / 3.6e6 for j in (5.0, 4.0)], "energy")
+    seconds = sum(0.01 * (1 + 0.01 * (step % 5)) for step in range(1, STEPS + 1))
+    close(one["money_per_billion_tokens"], [seconds / f / 3600 * 2.5 / tokens * 1e9 for f in (1, 1.3)], "money")
+    close(one["speedup"]["equal_steps"], 1.3, "speed-up of equal steps")
+    check(one["speedup"]["estimate"] < 1.3 and not one["speedup"]["reached"], f"speed-up: {one['speedup']}")
+    check("20% of the energy" in out, f"energy in words: {out}")
+    curve = one["difference_over_steps"]
+    differences = np.mean([make_losses(s, s, 0.03)[0] - make_losses(s, s, 0.0)[0] for s in (42, 43, 44)], axis=0)
+    close(curve["estimate"], differences.reshape(-1, one["window"]).mean(axis=1), "difference over steps")
+    runs = {run["name"]: run for run in data["runs"]}
+    close(runs["tiny.bf16.s42"]["last_loss"], make_losses(42, 42, 0.0)[0][-20:].mean(), "last loss")
+    close(runs["tiny.bf16.s42"]["tokens_per_second"], 12800 / 1.02, "tokens per second")
+    check_page(folder / "report.html", data, ("loss-intervals", "difference-", "loss-steps", "loss-time", "loss-energy",
+                                              "loss-money", "speedups"))
+    return folder
+
+
+def test_same(tmp):
+    """No difference: cannot be told apart. One pair: its words say that noise from run to run is missing."""
+    folder = tmp / "same"
+    for seed in (42, 43, 44):
+        write(folder / f"bf16.{seed}", records_of("bf16", seed))
+        write(folder / f"fp8.{seed}", records_of("fp8", seed, rounding=seed, difference=1e-6))
+    out, _ = report(folder)
+    one = numbers(folder / "report.json")["comparisons"][0]
+    check(one["verdict"] == "same" and "cannot be told apart from BF16" in out, f"no difference: {out}")
+    shutil.rmtree(folder / "fp8.43")
+    shutil.rmtree(folder / "fp8.44")
+    out, _ = report(folder)
+    check("the noise from run to run is not covered" in out and "1 seed:" in out, f"one pair: {out}")
+
+
+def test_rounding(tmp):
+    """Rounding seeds are averaged within a seed, and their noise tells one seed's difference from noise."""
+    folder = tmp / "rounding"
+    values = {"bf16": [], "fp8": []}
+    for rounding in (1, 2, 3):
+        for precision, difference in (("bf16", 0.0), ("fp8", 0.002)):
+            write(folder / f"{precision}.r{rounding}", records_of(precision, 42, rounding, difference))
+            values[precision].append(make_losses(42, rounding, difference))
+    out, _ = report(folder)
+    one = numbers(folder / "report.json")["comparisons"][0]
+    check(len(one["pairs"]) == 3 and one["seeds"] == [42], f"pairs of rounding seeds: {one['pairs']}")
+    bf16, fp8 = (np.mean([v[1] for v in values[name]], axis=0) for name in ("bf16", "fp8"))
+    close(one["validation"]["estimate"], (fp8 - bf16).mean(), "mean over rounding seeds")
+    deviation = np.std([v[1].mean() for v in values["bf16"]], ddof=1)
+    close(one["validation_noise"]["half_width"], stats.t.ppf(0.975, 2) * deviation * math.sqrt(2 / 3), "noise of BF16")
+    check("two BF16 runs are up to" in out and one["noise_of"] == "rounding seed", f"noise in words: {out}")
+
+
+# ---- the page
+
+
+class Page(html.parser.HTMLParser):
+    """Collects what a page would fetch, its figures and its JSON."""
+    def __init__(self, text):
+        super().__init__()
+        self.fetches, self.figures, self.json, self.in_json, self.open = [], [], "", False, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        for name in ("src", "href", "xlink:href", "data", "srcset"):
+            if name in attributes and not attributes[name].startswith(("#", "data:")):
+                self.fetches.append((tag, attributes[name]))
+        if tag == "script" and attributes.get("type") != "application/json" or tag in ("link", "iframe", "base"):
+            self.fetches.append((tag, ""))
+        self.in_json = tag == "script"
+        if tag == "figure":
+            self.open.append(attributes["id"])
+        if tag == "svg" and self.open:
+            self.figures.append(self.open.pop())
+
+    def handle_data(self, data):
+        if self.in_json:
+            self.json += data
+
+    def handle_endtag(self, tag):
+        self.in_json = False
+
+
+def check_page(path, data, figures):
+    text = path.read_text()
+    page = Page(text)
+    check(not page.fetches and "http:" not in text and "https:" not in text, f"{path} fetches {page.fetches}")
+    check(not re.search(r"@import|url\((?!['\"]?(#|data:))", text), f"{path} has a style that fetches")
+    check(json.loads(page.json)["comparisons"] == data["comparisons"], f"the JSON inside {path}")
+    check(len(text.encode()) < SIZE, f"{path} has {len(text.encode())} bytes")
+    check(sorted(page.figures) == sorted(figure["name"] for figure in data["figures"]), f"{path}: {page.figures}")
+    ids = re.findall(r'\sid="([^"]*)"', text)
+    check(len(ids) == len(set(ids)), f"{path}: an id twice: {sorted(i for i in set(ids) if ids.count(i) > 1)[:3]}")
+    for name in figures:
+        check(any(figure.startswith(name) for figure in page.figures), f"{path} has no figure {name}")
+    for name in page.figures:
+        png = path.with_name(path.stem + "_figures") / f"{name}.png"
+        check(png.is_file() and png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n", f"{png} is no PNG")
+    marked = path.with_suffix(".md").read_text()
+    check(data["verdict"][0]["words"] in marked.replace("**", "") and "## Receipt" in marked, f"Markdown of {path}")
+
+
+def test_gpu(tmp):
+    """Logs with all that the GPU trainer writes: each figure, the receipt, and numbers of energy and memory."""
+    folder = verdict_folder(tmp / "gpu", seeds=(42, 43), steps=180)
+    out, error = report(folder)
+    data = numbers(folder / "report.json")
+    check(not error and len(data["comparisons"]) == 3 and data["price_of_a_gpu_hour"] == 3.5, f"a verdict: {error}")
+    check_page(folder / "report.html", data, (
+        "loss-intervals", "difference-", "loss-money", "loss-energy", "speed-tokens", "speed-tflops", "speed-mfu",
+        "speed-aggregate", "waterfall-", "time", "memory", "gemms-", "strip-"))
+    text = html.unescape((folder / "report.html").read_text())
+    for word in ("abc1234", "580.65", "scripts/verdict.sh llama3.2-1b", "power cap in ", "fp8:mxfp8:emulate", "goodput",
+                 "2 starts", "training fingerprint", "0123456789abcdef", "--fp8-filter is first"):
+        check(word in text, f"the page has no \"{word}\"")
+    log = [json.loads(line) for line in (folder / "llama3.2-1b.bf16.s42" / "log.jsonl").read_text().splitlines()]
+    steps = [record for record in log if record["type"] == "step"]
+    run = [run for run in data["runs"] if run["name"] == "llama3.2-1b.bf16.s42"][0]
+    close(run["joules_per_token"], sum(s["joules"] for s in steps) / (180 * 2 * 2048), "joules per token")
+    close(run["memory_bytes"], max(s["memory_bytes"] for s in steps), "memory")
+    rate = 2 * 2048 / sorted(s["ms"] for s in steps[10:])[85] * 1000
+    check(abs(run["tokens_per_second"] / rate - 1) < 1e-3, f"tokens per second: {run['tokens_per_second']}, {rate}")
+    close(run["mfu"], run["tokens_per_second"] / 2 * (7.8e9 + 1.5e5 * 2048) / 989.5e12, "MFU")
+
+
+def test_sweep(tmp):
+    """A sweep: the five figures of speed, first; runs out of memory by name; its table does not need the libraries."""
+    folder = sweep_folder(tmp / "sweep", 60, ("llama3.2-1b", "qwen3-14b"), (2048, 4096), (1, 2))
+    out, error = report(folder)
+    data = numbers(folder / "report.json")
+    check_page(folder / "report.html", data, ("speed-tokens", "speed-tflops", "speed-mfu", "speed-aggregate",
+                                              "speed-scaling"))
+    check(len(data["runs"]) == 12 and len(data["runs_without_numbers"]) == 4 and not error, f"a sweep: {error}")
+    text = (folder / "report.html").read_text()
+    check("out of memory: out of GPU memory" in text and ">OOM<" in text, "runs out of memory are named")
+    check(text.index('id="part-speed"') < text.index('id="part-verdict"'), "speed is first in a sweep")
+    ended = subprocess.run([sys.executable, "-S", ROOT / "scripts" / "sweep_table.py", folder], capture_output=True)
+    check(ended.returncode == 0 and b"12 of 16 runs finished" in ended.stdout, f"the table: {ended}")
+
+
+def test_limit(tmp):
+    """A page that would be too large loses figures, first those that matter least, and says which."""
+    from report import page, style
+    large = [style.Drawing(part, f"{part}-{i}", f"{part} {i}", "", "<svg>" + "x" * 300000 + "</svg>", b"")
+             for part in ("speed", "strip", "loss") for i in (1, 2)]
+    data = {"verdict": [], "singles": [], "problems": [], "runs": [], "left_out": [], "made": "", "sources": [],
+            "receipt": {"facts": [], "common": {}, "differing": []}}
+    text = page.fit(data, [page.Part(name, name) for name in ("speed", "strip", "loss")], large, "large")
+    shown = [d.name for d in large if f'id="{d.name}"' in text]
+    check(len(text) < SIZE and shown == ["speed-1", "speed-2", "loss-1"], f"shown: {shown}")
+    check("strip-2.png" in text and "loss-2.png" in text, "figures that are left out are named")
+
+
+# ---- what is wrong
+
+
+def two_runs(folder, seed=42, **changes):
+    write(folder / "bf16", records_of("bf16", 42))
+    write(folder / "fp8", records_of("fp8", seed, difference=0.01, **changes))
+    return folder
+
+
+def test_refused(tmp):
+    """Pairs that differ in more than the precision: no number, and the reason."""
+    for name, changes, reason in (
+            ("lr", {"learning-rate": 0.002}, "learning-rate is 0.001 and 0.002"),
+            ("data", {"training_fingerprint": "ffffffffffffffff"}, "the data of --train-data differs"),
+            ("gpu", {"device": "CPU, 2 threads"}, "device is CPU, 1 threads and CPU, 2 threads"),
+            ("none", {"fp8_gemms": 0}, "nothing ran in FP8"),
+            ("seed", {"seed": 43}, "no BF16 run has seed 43")):
+        folder = two_runs(tmp / f"refused_{name}", **changes)
+        out, _ = report(folder)
+        one = numbers(folder / "report.json")["comparisons"][0]
+        check(reason in out and "no verdict" in out, f"{name}: \"{reason}\" expected: {out}")
+        check(one["pairs"] == [] and one["training"] is None and one["speedup"] is None, f"{name}: a number: {one}")
+
+
+def test_broken(tmp):
+    """Damaged, missing, empty and half-written logs."""
+    folder = two_runs(tmp / "broken")
+    log = folder / "fp8" / "log.jsonl"
+    sound = log.read_text().splitlines(keepends=True)
+    for name, lines, word in (
+            ("no JSON", sound[:9] + ["{\"type\": \"step\", \"st\n"] + sound[10:], "line 10: not JSON"),
+            ("cut in the middle", sound[:9] + [sound[9][:40] + sound[10]] + sound[11:], "line 10: not JSON"),
+            ("text as a loss", sound[:9] + [sound[9].replace('"loss": ', '"loss": "a", "x": ')] + sound[10:],
+             "line 10: \"loss\" is not a number or null"),
+            ("NaN", sound[:9] + [re.sub(r'"loss": [0-9.]+', '"loss": NaN', sound[9])] + sound[10:],
+             "line 10: \"loss\" is not"),
+            ("no settings", sound[1:], "line 1: the first record is not of type settings"),
+            ("steps go back", sound[:30] + sound[20:], "step 20 follows step 29 without a settings record"),
+            ("empty", [], "it has no whole line yet"), ("zeros", ["\0" * 50 + "\n"] + sound, "line 1: not JSON")):
+        log.write_text("".join(lines))
+        out, error = report(folder)
+        data = numbers(folder / "report.json")
+        page = html.unescape((folder / "report.html").read_text())
+        check(word in error and str(log) in error and word in page, f"{name}: \"{word}\" expected: {error}")
+        check([run["name"] for run in data["runs"]] == ["bf16"] and not data["comparisons"], f"{name}: it is used")
+    log.write_text("".join(sound[:20] + sound[25:]))
+    out, _ = report(folder)
+    check("its log lacks step 20" in out and "no verdict" in out, f"a gap: {out}")
+    lost = tmp / "nothing"
+    lost.mkdir()
+    check("has no run" in report(lost, status=1)[1], "a folder without logs")
+    check("is not a folder" in report(tmp / "absent", status=1)[1], "no folder")
+    check("no folder is given" in report(status=1)[1], "no argument")
+    check("--out" in report(folder, folder, status=1)[1], "two folders without --out")
+    shutil.rmtree(folder / "bf16")
+    out, _ = report(folder)
+    check(out.startswith("fp8: tiny, fp8:tensorwise, done, 400 steps, loss 3."), f"one run: {out}")
+    log.write_text("".join(sound[:1]))
+    check("no step is done yet" in report(folder, status=1)[1], "a run without steps")
+
+
+def test_fuzz(tmp):
+    """Bytes changed, cut and doubled at random: a run is read or refused with its file, and nothing else happens."""
+    from report import folders, pairs
+    folder = verdict_folder(tmp / "fuzz", seeds=(42,), steps=45)
+    log = folder / "llama3.2-1b.fp8-tensorwise.s42" / "log.jsonl"
+    sound, random = log.read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for trial in range(150):
+        data, at = bytearray(sound), int(random.integers(len(sound)))
+        size = int(random.integers(1, 60))
+        kind = trial % 5
+        if kind == 0:
+            data[at] = int(random.integers(256))
+        elif kind == 1:
+            del data[at:at + size]
+        elif kind == 2:
+            data[at:at] = data[at // 2:at // 2 + size]
+        elif kind == 3:
+            del data[at:]
+        else:
+            word = random.choice([b"null", b"-1", b"[]", b"{}", b"1e999", b'"x"', b"true"])
+            end = data.find(b",", at)
+            start = data.rfind(b": ", 0, end) + 2
+            data[start:end] = word
+        log.write_bytes(data)
+        try:
+            found = folders.read_folders([folder])
+            pairs.compare(found.runs)
+            refused += any(str(log) in problem for problem in found.problems)
+        except Exception:
+            check(False, f"trial {trial}: {traceback.format_exc()}")
+    check(60 < refused < 150, f"{refused} of 150 damaged logs are refused")
+
+
+def test_running(tmp):
+    """A half-written last line, a run that is running, a killed one, and a resumed one that repeats steps."""
+    folder = two_runs(tmp / "running")
+    log = folder / "fp8" / "log.jsonl"
+    sound = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(sound[:201]) + sound[201][:70])
+    out, _ = report(folder)
+    run = [run for run in numbers(folder / "report.json")["runs"] if run["name"] == "fp8"][0]
+    check(run["half_written"] and run["steps"] == 200, f"a half-written line: {run}")
+    check("ended without a summary after step 200 of 400" in run["state"], f"killed: {run['state']}")
+    check("so far, step 200 of 400" in out, f"so far: {out}")
+    holder = subprocess.Popen([sys.executable, "-c", "import fcntl, os, sys\nfd = os.open(sys.argv[1], os.O_RDONLY)\n"
+                               "fcntl.flock(fd, fcntl.LOCK_EX)\nprint(flush=True)\nsys.stdin.read()", folder / "fp8"],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    report(folder)
+    holder.communicate()
+    run = [run for run in numbers(folder / "report.json")["runs"] if run["name"] == "fp8"][0]
+    check("running, step 200 of 400" in run["state"], f"running: {run['state']}")
+
+    # The first start came to step 300; the second one began again at 251, with other losses.
+    again = [line.replace('"skipped": false', '"skipped": false, "again": true') for line in sound]
+    log.write_text("".join(sound[:301] + sound[:1] + again[251:]))
+    report(folder)
+    data = numbers(folder / "report.json")
+    run = [run for run in data["runs"] if run["name"] == "fp8"][0]
+    check((run["starts"], run["repeated_steps"], run["complete"]) == (2, 50, True), f"resumed: {run}")
+    difference = make_losses(42, 42, 0.01)[0] - make_losses(42, 42, 0.0)[0]
+    close(data["comparisons"][0]["training"]["estimate"], difference[-100:].mean(), "a resumed run")
+
+
+def test_diverged(tmp):
+    folder = two_runs(tmp / "diverged")
+    log = folder / "fp8" / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in lines:
+        if record["type"] == "step" and record["step"] >= 123:
+            record["loss"] = None
+    log.write_text("".join(json.dumps(record) + "\n" for record in lines))
+    out, _ = report(folder)
+    one = numbers(folder / "report.json")["comparisons"][0]
+    check("diverged: its loss is not finite from step 123 on" in out and one["verdict"] == "diverged", f"{out}")
+    check(one["training"] is None, "a diverged run gives no difference")
+
+
+def main():
+    with tempfile.TemporaryDirectory() as scratch:
+        for test in (test_command_line, test_numbers, test_same, test_rounding, test_gpu, test_sweep, test_limit,
+                     test_refused, test_broken, test_fuzz, test_running,
+                     test_diverged):
+            test(pathlib.Path(scratch))
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

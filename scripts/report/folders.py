@@ -1,0 +1,120 @@
+"""Finds the runs of a verdict's, a sweep's or any other folder, and reads them."""
+import dataclasses
+import json
+from pathlib import Path
+
+import sweep_folder
+from report import logs
+from sweep_folder import clean
+
+DEPTH = 3  # folders below a folder of runs
+
+
+@dataclasses.dataclass
+class Found:
+    """What folders hold. `without`: (name, reason) of runs without numbers; `problems`: what a reader must know."""
+    runs: list = dataclasses.field(default_factory=list)
+    without: list = dataclasses.field(default_factory=list)
+    problems: list = dataclasses.field(default_factory=list)
+    verdicts: list = dataclasses.field(default_factory=list)   # verdict.json of each folder
+    commands: list = dataclasses.field(default_factory=list)
+    lost_places: dict = dataclasses.field(default_factory=dict)  # (model, T, GPUs, recipe): why there are no numbers
+
+
+def read_verdict(path, found):
+    """Adds FOLDER/verdict.json. Returns the folders of its runs; none if it is damaged."""
+    try:
+        verdict = json.loads(path.read_text(encoding="utf-8"))
+        names = [run["folder"] for run in verdict["runs"]]
+        if not all(isinstance(name, str) and name and not Path(name).is_absolute() for name in names):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found.problems.append(f"{path} is damaged: it is not the JSON that scripts/verdict.sh writes. The runs are "
+                              "read from their folders.")
+        return []
+    found.verdicts.append(verdict)
+    return names
+
+
+def result_of(folder):
+    """(kind, message) of a run that scripts/sweep.sh or scripts/verdict.sh started and that has ended; else None."""
+    path = folder / "result"
+    if not path.is_file():
+        return None
+    kind, _, message = (sweep_folder.read_text(path).rstrip("\n").split("\t", 2) + ["", "", ""])[:3]
+    return clean(kind), clean(message)
+
+
+def add_run(folder, name, found):
+    """Reads one run. One that has no numbers is added to `without`."""
+    try:
+        result = result_of(folder)
+        if result and result[0] != "done":
+            reason = sweep_folder.why_missing({"kind": result[0], "message": result[1]})
+            found.without.append((clean(name), reason))
+        elif not (folder / "log.jsonl").is_file():
+            found.without.append((clean(name), "damaged: it is done but has no log.jsonl" if result else "not started"))
+        else:
+            run = logs.read_run(folder, name)
+            if run.steps:
+                found.runs.append(run)
+            else:
+                found.without.append((run.name, "no step is done yet"))
+    except (logs.Damaged, OSError) as reason:
+        reason = clean(str(reason))
+        found.without.append((clean(name), f"damaged: {reason}"))
+        found.problems.append(f"The run {clean(name)} is left out, because its log is damaged. {reason}")
+
+
+def log_folders(folder, depth):
+    """Folders with a log.jsonl, the given folder first, then those below it in the order of their names."""
+    if (folder / "log.jsonl").is_file():
+        return [folder]
+    if depth == 0:
+        return []
+    below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return [found for path in below for found in log_folders(path, depth - 1)]
+
+
+def read_folder(folder, found):
+    """Reads all runs of a folder. Returns how many it should hold."""
+    rows = []
+    if (folder / "runs.txt").is_file():
+        rows = sweep_folder.read_runs(folder)
+        found.problems += [row["message"] for row in rows if not row["name"]]
+        rows = [row for row in rows if row["name"] and row["length"].isdigit() and row["gpus"].isdigit()]
+        names = [row["name"] for row in rows]
+        found.commands += [f"scripts/sweep.sh, runs of {folder}"]
+    elif (folder / "verdict.json").is_file():
+        names = read_verdict(folder / "verdict.json", found)
+    else:
+        names = []
+    folders = [folder / name for name in names] or log_folders(folder, DEPTH)
+    for path in folders:
+        name = path.relative_to(folder).as_posix() if path != folder else path.resolve().name
+        add_run(path, name, found)
+    reasons = dict(found.without)
+    for run in rows:
+        if clean(run["name"]) in reasons:
+            recipe = run["precision"] if run["precision"] != "fp8" else "fp8:tensorwise"
+            found.lost_places[run["model"], int(run["length"]), int(run["gpus"]), recipe] = reasons[clean(run["name"])]
+    return len(folders)
+
+
+def read_folders(folders):
+    """Reads all folders. Raises ValueError with the reason if a folder holds no run, or none can be read."""
+    found = Found()
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder; give the --log-dir of a run, or a sweep's or verdict's folder")
+        if read_folder(folder, found) == 0:
+            raise ValueError(f"{folder} has no run: neither it nor a folder in it has a log.jsonl. The trainer writes "
+                             "one with --log-dir")
+    if not found.runs:
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in found.without)
+        raise ValueError(f"no run can be read:\n{reasons}")
+    names = [run.name for run in found.runs]
+    for run in found.runs:
+        if names.count(run.name) > 1:  # runs of several folders
+            run.name = run.folder.as_posix()
+    return found

@@ -1,0 +1,276 @@
+"""Reads the log.jsonl of a run. A line that cannot be right raises Damaged, with its file and number.
+
+A resumed run appends a settings record and may repeat steps, because its checkpoint is older than its last line. Then
+everything that the log says of these steps before is replaced.
+"""
+import dataclasses
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import sweep_folder
+from sweep_folder import NUMBER, NUMBER_OR_NULL, OBJECT, TEXT, Damaged, check_fields, clean
+
+WARMUP_STEPS = 10  # SUMMARY_WARMUP_STEPS of llmc/run/logger.h
+
+# Fields that every record of a type has. sweep_folder.FIELDS has those of the other types.
+FIELDS = {
+    "step": {"step": NUMBER, "loss": NUMBER_OR_NULL, "lr": NUMBER_OR_NULL, "ms": NUMBER,
+             "tokens_per_second": NUMBER_OR_NULL, "memory_bytes": NUMBER_OR_NULL},
+    "validation": {"step": NUMBER, "loss": NUMBER_OR_NULL},
+    "save": {"step": NUMBER},
+    "profile": {"step": NUMBER},
+    "fp8_audit": {"step": NUMBER},
+}
+# Fields that a record may have, because some machines or versions cannot tell them.
+OPTIONAL = {
+    "step": dict.fromkeys(("data_ms", "communication_ms", "optimizer_ms", "joules", "mfu", "tflops_per_gpu"),
+                          NUMBER_OR_NULL),
+    "validation": {"seconds": NUMBER_OR_NULL},
+    "save": {"seconds": NUMBER_OR_NULL, "error": TEXT},
+    "fp8_audit": {"flushed": NUMBER_OR_NULL, "saturated": NUMBER_OR_NULL},
+    "settings": {"host": TEXT, "memory": OBJECT, "training_fingerprint": TEXT, "validation_fingerprint": TEXT,
+                 "training_sequences": NUMBER, "training_tokens": NUMBER},
+    "summary": {"seconds": OBJECT, "goodput": NUMBER_OR_NULL, "kwh": NUMBER_OR_NULL,
+                "joules_per_token": NUMBER_OR_NULL},
+}
+PER_GPU = ("watts", "sm_mhz", "celsius")
+
+
+@dataclasses.dataclass
+class Run:
+    """A run. `starts`: its settings records, one for each start; records of a type are in the order of the steps."""
+    name: str
+    folder: Path
+    starts: list = dataclasses.field(default_factory=list)
+    resumed_at: list = dataclasses.field(default_factory=list)  # the first step of each start but the first one
+    steps: list = dataclasses.field(default_factory=list)
+    validations: list = dataclasses.field(default_factory=list)
+    saves: list = dataclasses.field(default_factory=list)
+    audits: list = dataclasses.field(default_factory=list)
+    profiles: list = dataclasses.field(default_factory=list)
+    summaries: list = dataclasses.field(default_factory=list)
+    repeated: int = 0        # steps that a resumed run made again
+    half_written: bool = False
+    running: bool = False
+    ended: bool = False      # the last start wrote its summary
+
+    @property
+    def settings(self):
+        return self.starts[-1]
+
+    def option(self, name, default=None):
+        return self.settings["settings"].get(name, default)
+
+    @property
+    def last_step(self):
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def num_steps(self):
+        return int(self.option("num-steps"))
+
+    @property
+    def complete(self):
+        return self.last_step >= self.num_steps
+
+    @property
+    def diverged(self):
+        """The first step whose loss is not finite, or None."""
+        return next((s["step"] for s in self.steps if s["loss"] is None), None)
+
+    @property
+    def lost(self):
+        """True if the last loss is not finite."""
+        return bool(self.steps) and self.steps[-1]["loss"] is None
+
+    @property
+    def missing(self):
+        """The first step that the log lacks, or None."""
+        return next((i for i, s in enumerate(self.steps, 1) if s["step"] != i), None)
+
+    @property
+    def seed(self):
+        return self.option("seed")
+
+    @property
+    def rounding_seed(self):
+        return self.option("rounding-seed", self.seed)
+
+    @property
+    def gpus(self):
+        return int(self.settings["world_size"])
+
+    @property
+    def length(self):
+        return int(self.option("sequence-length"))
+
+    @property
+    def tokens_per_step(self):
+        return self.gpus * self.length * int(self.option("batch-size")) * int(self.option("grad-accumulation-steps"))
+
+    @property
+    def repeats_data(self):
+        """True if its steps take more sequences than the data has; None if the log does not say how many it has."""
+        sequences = self.settings.get("training_sequences")
+        return None if not sequences else self.tokens_per_step // self.length * self.num_steps > sequences
+
+    def state(self):
+        """How far the run is, in words."""
+        if self.complete and self.ended:
+            words = f"done, {self.last_step} steps"
+        elif self.running:
+            words = f"running, step {self.last_step} of {self.num_steps}"
+        elif self.ended:
+            words = f"stopped after step {self.last_step} of {self.num_steps}"
+        else:
+            words = f"ended without a summary after step {self.last_step} of {self.num_steps}"
+        return words + (f"; loss not finite at step {self.diverged}" if self.diverged else "")
+
+    def values(self, key):
+        """The numbers of a field, one a step; None if a step lacks it."""
+        values = [step.get(key) for step in self.steps]
+        return None if not values or any(value is None for value in values) else values
+
+    def after_warmup(self):
+        return self.steps[min(WARMUP_STEPS, len(self.steps) // 2):]
+
+
+def check_step(record):
+    if record["step"] != int(record["step"]) or record["step"] < 1:
+        raise Damaged("\"step\" is not a step's number")
+    record["step"] = int(record["step"])
+
+
+def check_lists(record):
+    """Checks the fields that are lists."""
+    def each(values, kind, name):
+        if not isinstance(values, list) or not all(sweep_folder.is_a(kind, value) for value in values):
+            raise Damaged(f"\"{name}\" is not a list with {kind} each")
+
+    for name in PER_GPU:
+        if name in record:
+            each(record[name], NUMBER_OR_NULL, name)
+    if "throttle" in record:
+        each(record["throttle"], TEXT, "throttle")
+    if "losses" in record:
+        each(record["losses"], NUMBER_OR_NULL, "losses")
+    if record["type"] == "summary":
+        each(list(record.get("seconds", {}).values()), NUMBER_OR_NULL, "seconds")
+    if record["type"] == "profile":
+        each(record.get("parts"), OBJECT, "parts")
+        for part in record["parts"]:
+            check_fields(part, {"name": TEXT, "ms": NUMBER})
+            if not sweep_folder.is_a(NUMBER_OR_NULL, part.get("speed_of_light_ms")):
+                raise Damaged("\"speed_of_light_ms\" is not a number or null")
+    if record["type"] == "settings":
+        check_settings(record)
+
+
+def check_settings(record):
+    check_fields(record["settings"], {"precision": TEXT, "seed": NUMBER})
+    groups = record.get("memory", {}).get("groups", [])
+    gemms = record.get("gemms", [])
+    for values, fields in ((groups, {"name": TEXT, "bytes": NUMBER}), (gemms, {"linear": TEXT, "gemm": TEXT})):
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise Damaged("\"memory\" or \"gemms\" is not a list of objects")
+        for value in values:
+            check_fields(value, fields)
+    for gemm in gemms:
+        layers = gemm.get("layers")
+        if not isinstance(layers, list) or not all(isinstance(layer, int) and 0 <= layer < 4096 for layer in layers):
+            raise Damaged("the \"layers\" of a GEMM are not numbers of layers")
+
+
+def read_record(line):
+    record = sweep_folder.read_line(line)
+    kind = record["type"]
+    check_fields(record, FIELDS.get(kind, {}))
+    check_fields(record, {key: of for key, of in OPTIONAL.get(kind, {}).items() if key in record})
+    if "step" in FIELDS.get(kind, {}):
+        check_step(record)
+    if kind == "step" and record["ms"] <= 0:
+        raise Damaged("\"ms\" is not above 0")
+    check_lists(record)
+    return record
+
+
+def read_records(path):
+    """All records of a log, and True if its last line is half-written."""
+    with open(path, "rb") as file:
+        lines = file.read().split(b"\n")
+    tail, records = lines.pop(), []  # the tail is empty unless the last line has no end
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(read_record(line))
+        except Damaged as reason:
+            raise Damaged(f"{path}, line {number}: {reason}") from None
+    if not tail:
+        return records, False
+    try:
+        json.loads(tail.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return records, True
+    try:
+        return records + [read_record(tail)], False
+    except Damaged as reason:
+        raise Damaged(f"{path}, line {len(lines) + 1}: {reason}") from None
+
+
+def is_locked(folder):
+    """True if a trainer on this machine works in the folder: it locks the folder until it ends."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def drop_from(run, step):
+    """Forgets steps from this one on, and what happened after them: a resumed run makes them again."""
+    before = len(run.steps)
+    for name in ("steps", "validations", "saves", "audits", "profiles"):
+        setattr(run, name, [record for record in getattr(run, name) if record["step"] < step])
+    run.repeated += before - len(run.steps)
+
+
+def add(run, record, path):
+    kind = record["type"]
+    if kind == "settings":
+        run.starts.append(record)
+        run.ended = False
+        return
+    run.ended = run.ended or kind == "summary"
+    if kind == "step":
+        if len(run.resumed_at) < len(run.starts) - 1:
+            run.resumed_at += [record["step"]] * (len(run.starts) - 1 - len(run.resumed_at))
+            drop_from(run, record["step"])
+        elif record["step"] <= run.last_step:
+            raise Damaged(f"{path}: step {record['step']} follows step {run.last_step} without a settings record")
+    lists = {"step": run.steps, "validation": run.validations, "save": run.saves, "fp8_audit": run.audits,
+             "profile": run.profiles, "summary": run.summaries}
+    if kind in lists:
+        lists[kind].append(record)
+
+
+def read_run(folder, name):
+    """Reads FOLDER/log.jsonl. Raises Damaged or OSError."""
+    path = Path(folder, "log.jsonl")
+    run = Run(clean(name), Path(folder), running=is_locked(folder))
+    records, run.half_written = read_records(path)
+    if not records:
+        raise Damaged(f"{path}: it has no whole line yet")
+    if records[0]["type"] != "settings":
+        raise Damaged(f"{path}, line 1: the first record is not of type settings")
+    for record in records:
+        add(run, record, path)
+    return run

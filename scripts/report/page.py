@@ -1,0 +1,195 @@
+"""Puts words, tables and figures together: the page, its Markdown and its files."""
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import jinja2
+
+from report import pairs, words
+from report.words import number
+
+LIMIT = 1_000_000  # bytes of the page
+TAGS = {"same": "No difference seen.", "costs": "Higher loss.", "gains": "Lower loss.", "diverged": "Diverged.",
+        "mixed": "Mixed.", "none": ""}
+DROPPED = ("strip", "gemms", "step", "loss", "difference", "memory", "cost", "speed", "verdict")  # in this order
+
+
+@dataclasses.dataclass
+class Table:
+    head: list
+    rows: list
+    text: int = 1  # columns that hold text
+
+
+@dataclasses.dataclass
+class Part:
+    name: str
+    title: str
+    intro: str = ""
+    tables: list = dataclasses.field(default_factory=list)
+    shown: bool = True
+
+
+def difference_table(comparisons):
+    """All numbers of the differences in loss."""
+    rows = []
+    for c in comparisons:
+        for name in ("validation", "training"):
+            d = getattr(c, name)
+            if d is None:
+                continue
+            where = f"after step {c.validation_step}" if name == "validation" else f"last {c.last} steps"
+            rows.append([c.name, f"{name}, {where}", f"{d.estimate:+.5f}", f"{d.low:+.5f} to {d.high:+.5f}",
+                         f"{d.detectable:.5f}", d.pairs, d.covers])
+    return Table(["comparison", "loss", "FP8 - BF16", "95% interval", "smallest seen", "seeds", "covers"], rows, 2)
+
+
+def cost_table(comparisons, price):
+    """Speed, energy and money of all comparisons."""
+    rows = []
+    for c in comparisons:
+        if not c.pairs:
+            continue
+        s = c.speedup
+        matched = f"{s.estimate:.3f}x ({s.low:.3f} to {s.high:.3f})" if s and s.estimate is not None else "unknown"
+        kwh = [number(j * words.PER_GIGA / 3.6e6, 3) for j in c.joules_per_token] if c.joules_per_token else []
+        money = [number(m, 3) for m in words.money_per_giga(c, price)] if price is not None else []
+        rows.append([c.name, f"{c.speed:.3f}x", matched, " / ".join(kwh) or "n/a", " / ".join(money) or "n/a"])
+    return Table(["comparison", "tok/s, FP8 / BF16", "speed-up at equal loss", "kWh a billion tokens, BF16 / FP8",
+                  "price of a billion tokens, BF16 / FP8"], rows)
+
+
+def run_table(data):
+    """One row a run."""
+    rows = []
+    for run in data["runs"]:
+        gib = run["memory_bytes"] / 2**30 if run["memory_bytes"] is not None else None
+        state = run["state"] + (f", {run['starts']} starts" if run["starts"] > 1 else "")
+        state += f", {run['skipped']} skipped" if run["skipped"] else ""
+        state += ", last line half-written" if run["half_written"] else ""
+        rows.append([run["name"], run["recipe"], state, number(run["last_loss"], 5), number(run["validation_loss"], 5),
+                     number(run["tokens_per_second_per_gpu"], 4), number(run["tflops_per_gpu"], 4),
+                     "n/a" if run["mfu"] is None else f"{100 * run['mfu']:.1f}%", number(gib, 3),
+                     number(run["joules_per_token"], 3)])
+    rows += [[run["name"], "", run["reason"]] + [""] * 7 for run in data["runs_without_numbers"]]
+    return Table(["run", "precision", "state", "loss", "validation loss", "tok/s/GPU", "TFLOP/s/GPU", "MFU", "GiB",
+                  "J/token"], rows, 3)
+
+
+def make_parts(data, found, comparisons, price, tables):
+    """The parts of the page in their order. `tables`: more tables, by the part's name."""
+    differences = difference_table(comparisons)
+    parts = [
+        Part("verdict", "The differences in loss", "", [differences] if differences.rows else []),
+        Part("difference", "Loss difference over steps, beside the noise of BF16"),
+        Part("cost", "What it takes at equal loss", "", [cost_table(comparisons, price)] if differences.rows else []),
+        Part("loss", "Loss over steps, time, energy and money"),
+        Part("speed", "Speed"),
+        Part("step", "One step, and where the time went"),
+        Part("gemms", "Which GEMM runs in FP8"),
+        Part("memory", "Memory of a GPU"),
+        Part("strip", "Clock, power, temperature and events"),
+        Part("runs", "All runs", "Loss: mean of the last 20 steps. Speeds: of the median step after warm-up.",
+             [run_table(data)]),
+    ]
+    if len({pairs.place(run) for run in found.runs}) > 1:  # a sweep, which asks for speed first
+        parts.sort(key=lambda part: part.name != "speed")
+    for part in parts:
+        part.tables += tables.get(part.name, [])
+    return parts
+
+
+def verdict_lines(data):
+    """[(kind, name, the rest of the sentence)] of the first lines; of single runs if nothing is compared."""
+    lines = data["verdict"] or [{"kind": "none", **single} for single in data["singles"]]
+    return [(line["kind"], line["name"], line["words"].removeprefix(line["name"])) for line in lines]
+
+
+def render(data, parts, drawings, title):
+    """The page as text."""
+    for part in parts:
+        part.shown = bool(part.tables or any(drawing.part == part.name for drawing in drawings))
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+                                     undefined=jinja2.StrictUndefined, trim_blocks=True)
+    receipt = data["receipt"]
+    shown = {
+        "facts": receipt["facts"], "common": list(receipt["common"].items()),
+        "differing": [(name, [(value, runs_text(runs, len(data["runs"]))) for value, runs in values.items()])
+                      for name, values in receipt["differing"]],
+    }
+    return environment.get_template("page.html.j2").render(
+        title=title, verdict=verdict_lines(data), tags=TAGS, problems=data["problems"], parts=parts, drawings=drawings,
+        left_out=data["left_out"], receipt=shown, made=data["made"], sources=data["sources"],
+        numbers=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def runs_text(runs, total):
+    return ", ".join(runs) if len(runs) <= 6 else f"{len(runs)} of {total} runs"
+
+
+def fit(data, parts, drawings, title):
+    """The page; if it would be too large, without the last figures of the parts that are needed least."""
+    drawings = list(drawings)
+    while True:
+        text = render(data, parts, drawings, title)
+        if len(text.encode("utf-8")) < LIMIT or not drawings:
+            return text
+        dropped = min(reversed(drawings), key=lambda drawing: DROPPED.index(drawing.part))
+        drawings.remove(dropped)
+        data["left_out"].append(f"{dropped.title}: left out of the page, to keep it small; see {dropped.name}.png.")
+
+
+def markdown_table(table):
+    rows = [[str(cell).replace("|", "\\|") for cell in row] for row in [table.head, *table.rows]]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    align = "".join("---|" if i < table.text else "---:|" for i in range(len(table.head)))
+    return "\n".join([lines[0], "|" + align, *lines[1:]])
+
+
+def markdown(data, parts, drawings, title, figures):
+    """The page as Markdown, with links to the PNG files in the folder `figures`."""
+    blocks = [f"# {title}"] + [f"{TAGS[kind]} **{name}**{rest}".strip() for kind, name, rest in verdict_lines(data)]
+    blocks += [f"Note: {problem}" for problem in data["problems"]]
+    for part in parts:
+        members = [drawing for drawing in drawings if drawing.part == part.name]
+        if not part.tables and not members:
+            continue
+        blocks += [f"## {part.title}"] + [part.intro] * bool(part.intro) + [markdown_table(t) for t in part.tables]
+        blocks += [f"![{d.title}]({figures}/{d.name}.png)\n\n{d.caption}" for d in members]
+    if data["left_out"]:
+        blocks += ["## What is left out, and why", "\n".join(f"- {text}" for text in data["left_out"])]
+    blocks += ["## Receipt", "\n".join(f"- {name}: {', '.join(values)}" for name, values in data["receipt"]["facts"])]
+    blocks += ["\n".join(f"- {name}: " + "; ".join(f"{value} ({runs_text(runs, len(data['runs']))})"
+                                                  for value, runs in values.items())
+                         for name, values in data["receipt"]["differing"])]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def write(path, content):
+    """Writes a file whole or not at all."""
+    content = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_all(out, data, parts, drawings, title):
+    """Writes the page, the JSON, the Markdown and a PNG of each figure, and removes PNGs of an earlier report."""
+    figures = out.with_name(out.stem + "_figures")
+    figures.mkdir(exist_ok=True)
+    for drawing in drawings:
+        write(figures / f"{drawing.name}.png", drawing.png)
+    for old in set(figures.glob("*.png")) - {figures / f"{drawing.name}.png" for drawing in drawings}:
+        old.unlink()
+    page = fit(data, parts, drawings, title)
+    write(out.with_suffix(".json"), json.dumps(data, allow_nan=False, indent=1) + "\n")
+    write(out.with_suffix(".md"), markdown(data, parts, drawings, title, figures.name))
+    write(out, page)

@@ -1,0 +1,130 @@
+"""Colours, sizes and saving of the figures."""
+import dataclasses
+import io
+import re
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which people with any colour vision can tell apart.
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE, GREY = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C")
+COLOURS = {"bf16": BLACK, "fp32": GREY, "fp8:tensorwise": BLUE, "fp8:rowwise": ORANGE, "fp8:blockwise": GREEN,
+           "fp8:delayed": VERMILLION, "fp8:rowwise_with_gw_hp": SKY, "fp8:mxfp8": PURPLE}
+STYLES = ("-", "--", ":", "-.")
+SEQUENCE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)
+WIDTH = 4.5           # inches: text of 9 points stays readable where the figure is 360 pixels wide
+POINTS = 500          # most points that a line has
+PNG_DPI = 160
+
+matplotlib.rcParams.update({
+    "font.size": 10, "axes.titlesize": 10.5, "legend.fontsize": 9, "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"], "svg.fonttype": "none",
+    "svg.hashsalt": "report", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.6, "axes.axisbelow": True,
+    "legend.frameon": False, "lines.linewidth": 1.4, "hatch.linewidth": 0.6,
+})
+
+
+@dataclasses.dataclass
+class Drawing:
+    """A figure that is done. `part`: the part of the page that shows it."""
+    part: str
+    name: str
+    title: str
+    caption: str
+    svg: str
+    png: bytes
+
+
+def new(height=3.0, rows=1, **options):
+    """A figure and its axes, in one column."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, 1, **options)
+
+
+def colour(recipe):
+    """Emulated recipes and those with other options have the colour of their recipe, and another line."""
+    base = recipe.split(" ")[0].removesuffix(":emulate")
+    return COLOURS.get(base, YELLOW)
+
+
+def line_styles(recipes):
+    """{recipe: line style}: recipes of one colour have different styles."""
+    used, styles = {}, {}
+    for recipe in recipes:
+        place = used.setdefault(colour(recipe), len([r for r in styles if colour(r) == colour(recipe)]))
+        styles[recipe] = STYLES[place % len(STYLES)]
+        used[colour(recipe)] = place + 1
+    return styles
+
+
+def thin(*columns, most=POINTS):
+    """Columns of equal length with at most `most` values: every k-th, and the last."""
+    size = len(columns[0])
+    if size <= most:
+        return columns
+    step = -(-size // (most - 1))
+    keep = [*range(0, size - 1, step), size - 1]
+    return tuple([column[i] for i in keep] for column in columns)
+
+
+def means_of_windows(values, most):
+    """(middles, means) of at most `most` windows of equal length; None counts as missing."""
+    values = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    size = max(1, -(-len(values) // most))
+    starts = range(0, len(values), size)
+    with np.errstate(invalid="ignore"):
+        means = [np.nanmean(values[i:i + size]) if np.isfinite(values[i:i + size]).any() else np.nan for i in starts]
+    return np.array([(i + min(i + size, len(values)) - 1) / 2 for i in starts]), np.array(means)
+
+
+def without_plain_groups(svg):
+    """The SVG without <g> elements that have no attributes."""
+    kept = []
+
+    def visit(match):
+        if match[0] != "</g>":
+            kept.append(match[0] != "<g>")
+            return match[0] if kept[-1] else ""
+        return match[0] if kept.pop() else ""
+
+    return re.sub(r"<g(?: [^>]*)?>|</g>", visit, svg)
+
+
+def shorten(svg, name):
+    """The SVG element alone, with few digits, with no namespace and with names that no other figure of a page has."""
+    svg = svg[svg.index("<svg"):]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    svg = without_plain_groups(re.sub(r'<g id="[^"]*"', "<g", svg))
+    svg = re.sub(r"; font-family: [^;\"]*", "", svg)  # the page's style has it
+    svg = re.sub(r' (d|x|y|points)="([^"]*)"',
+                 lambda m: f' {m[1]}="' + re.sub(r"(\.\d\d)\d+", r"\1", m[2]).replace("\n", "") + '"', svg)
+    svg = re.sub(r"translate\([^)]*\)", lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r"\n\s*", "\n", svg).replace("\n\n", "\n")
+    return re.sub(r'<svg width="[^"]*" height="[^"]*"', "<svg", svg, count=1)
+
+
+def finish(figure, part, name, title, caption):
+    """Saves a figure as SVG and PNG. `name` is a file's name and unique on the page."""
+    files = {}
+    for kind in ("svg", "png"):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=PNG_DPI, metadata={"Date": None} if kind == "svg" else None)
+        files[kind] = buffer.getvalue()
+    svg = shorten(files["svg"].decode("utf-8"), name)
+    return Drawing(part, name, title, caption, svg, files["png"])
+
+
+def two_lines(title):
+    """A long title in two lines."""
+    return title if len(title) <= 40 else "\n".join(title.rsplit(", ", 1))
+
+
+def slug(*words):
+    """A file's name from words."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(str(word) for word in words).lower()).strip("-")
