@@ -36,6 +36,7 @@ import json
 import os
 import re
 import shlex
+import struct
 import subprocess
 import sys
 import time
@@ -49,6 +50,7 @@ VALUES = ("recipes", "seeds", "rounding-seeds", "train-data", "val-data", "seque
           "parallel", "price", "trainer", "out")
 VALIDATION_SEQUENCES = 256  # enough for an interval, and a small part of the time
 TRIAL_STEPS = 4
+SHARD_MAGIC = 20240801
 
 
 def parse(words):
@@ -134,6 +136,18 @@ def data_of(model, given):
     return shards
 
 
+def count_sequences(pattern, length):
+    """Returns the sequences in all shards (format: data/README.md), as the trainer counts them."""
+    count = 0
+    for path in glob.glob(pattern):
+        with open(path, "rb") as file:
+            header = file.read(12)
+        if len(header) < 12 or struct.unpack("<i", header[:4])[0] != SHARD_MAGIC:
+            fail(f"{path} is no token shard; data/README.md shows how to make some")
+        count += max(0, (struct.unpack("<i", header[8:])[0] - 1) // length)
+    return count
+
+
 def validation_of(train, given):
     if given and not glob.glob(given):
         fail(f"no validation shards {given}")
@@ -211,7 +225,7 @@ class Plan:
         return described
 
     def steps_of(self, model):
-        settings, sequences = self.described[model]["settings"], self.described[model]["training_sequences"]
+        settings, sequences = self.described[model]["settings"], count_sequences(self.train[model], self.length)
         per_step = self.gpus * settings["batch-size"] * settings["grad-accumulation-steps"]
         one_pass = sequences // per_step
         if self.o["num-steps"]:
