@@ -35,14 +35,17 @@ def need_libraries():
 
 
 def price_of(text):
-    value = float(text)
-    if not math.isfinite(value) or value < 0:
-        raise ValueError
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(usage=__doc__.removeprefix("usage: "), add_help=False)
+    parser = argparse.ArgumentParser(usage=__doc__.split("\n")[0].removeprefix("usage: "), add_help=False)
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--price", type=price_of)
@@ -74,15 +77,16 @@ def make(options):
     from sweep_folder import NUMBER, is_a
 
     found = folders.read_folders(options.folders)
-    names = pairs.name_recipes(found.runs)
-    prices = [verdict["price"] for verdict in found.verdicts if is_a(NUMBER, verdict.get("price"))]
-    price = options.price if options.price is not None else next(iter(prices), None)
-    comparisons = pairs.compare(found.runs)
+    names = pairs.name_recipes(found.runs + [run for run, _ in found.failed])
+    prices = [options.price] + [verdict.get("price") for verdict in found.verdicts]
+    price = next((one for one in prices if is_a(NUMBER, one) and one > 0), None)
+    comparisons = pairs.compare(found.runs, found.failed, names)
     made = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     data = numbers.everything(found, names, comparisons, price, options.folders, made)
     drawings, tables, data["left_out"] = figures.draw_all(found, names, comparisons, data, price)
     data["figures"] = [{"name": d.name, "title": d.title, "caption": d.caption} for d in drawings]
-    data["singles"] = [{"name": run.name, "words": words.run_sentence(run, names[run.name])} for run in found.runs]
+    singles = found.runs if not comparisons else []
+    data["singles"] = [{"name": run.name, "words": words.run_sentence(run, names[run.name])} for run in singles]
     parts = page.make_parts(data, found, comparisons, price, tables)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     page.write_all(options.out, data, parts, drawings, title_of(found, names))

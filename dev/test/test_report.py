@@ -37,7 +37,7 @@ except ImportError as missing:
     sys.exit(0)
 
 sys.path.insert(0, str(ROOT / "dev" / "test" / "lib"))
-from report_logs import SEQUENCES, STEPS, make_losses, records_of, verdict_folder, sweep_folder, write  # noqa: E402
+from report_logs import STEPS, make_losses, records_of, verdict_folder, sweep_folder, write  # noqa: E402
 
 SIZE = 1_000_000
 passed = failed = 0
@@ -161,7 +161,7 @@ def test_numbers(tmp):
     close(one["money_per_billion_tokens"], [seconds / f / 3600 * 2.5 / tokens * 1e9 for f in (1, 1.3)], "money")
     close(one["speedup"]["equal_steps"], 1.3, "speed-up of equal steps")
     check(one["speedup"]["estimate"] < 1.3 and not one["speedup"]["reached"], f"speed-up: {one['speedup']}")
-    check("20% of the energy" in out, f"energy in words: {out}")
+    check("saves 2.2 of 11 kWh a billion tokens (20% of the energy)" in out, f"energy in words: {out}")
     curve = one["difference_over_steps"]
     differences = np.mean([make_losses(s, s, 0.03)[0] - make_losses(s, s, 0.0)[0] for s in (42, 43, 44)], axis=0)
     close(curve["estimate"], differences.reshape(-1, one["window"]).mean(axis=1), "difference over steps")
@@ -203,6 +203,10 @@ def test_rounding(tmp):
     close(one["validation"]["estimate"], (fp8 - bf16).mean(), "mean over rounding seeds")
     deviation = np.std([v[1].mean() for v in values["bf16"]], ddof=1)
     close(one["validation_noise"]["half_width"], stats.t.ppf(0.975, 2) * deviation * math.sqrt(2 / 3), "noise of BF16")
+    out_twice, _ = report(folder, folder / "bf16.r1", "--out", tmp / "twice.html")
+    shutil.copytree(folder / "bf16.r1", folder / "copy")
+    again, _ = report(folder)
+    check(out.splitlines()[0] == again.splitlines()[0] == out_twice.splitlines()[0], f"a run given twice: {again}")
     check("two BF16 runs are up to" in out and one["noise_of"] == "rounding seed", f"noise in words: {out}")
 
 
@@ -294,12 +298,24 @@ def test_sweep(tmp):
     check(ended.returncode == 0 and b"12 of 16 runs finished" in ended.stdout, f"the table: {ended}")
 
 
+def test_markup(tmp):
+    """Markup in a name of a log is text on the page."""
+    folder, name = tmp / "markup", "a</script><img src=x>&$b$"
+    for precision in ("bf16", "fp8"):
+        write(folder / precision, records_of(precision, 42, model=name))
+    report(folder)
+    data = numbers(folder / "report.json")
+    check(data["comparisons"][0]["model"] == name, f"{data['comparisons'][0]['model']}")
+    check_page(folder / "report.html", data, ("loss-steps",))
+
+
 def test_limit(tmp):
     """A page that would be too large loses figures, first those that matter least, and says which."""
     from report import page, style
     large = [style.Drawing(part, f"{part}-{i}", f"{part} {i}", "", "<svg>" + "x" * 300000 + "</svg>", b"")
              for part in ("speed", "strip", "loss") for i in (1, 2)]
-    data = {"verdict": [], "singles": [], "problems": [], "runs": [], "left_out": [], "made": "", "sources": [],
+    data = {"verdict": [], "singles": [], "runs_without_numbers": [], "problems": [], "runs": [],
+            "left_out": [], "made": "", "sources": [],
             "receipt": {"facts": [], "common": {}, "differing": []}}
     text = page.fit(data, [page.Part(name, name) for name in ("speed", "strip", "loss")], large, "large")
     shown = [d.name for d in large if f'id="{d.name}"' in text]
@@ -395,7 +411,7 @@ def test_fuzz(tmp):
         log.write_bytes(data)
         try:
             found = folders.read_folders([folder])
-            pairs.compare(found.runs)
+            pairs.compare(found.runs, found.failed, pairs.name_recipes(found.runs))
             refused += any(str(log) in problem for problem in found.problems)
         except Exception:
             check(False, f"trial {trial}: {traceback.format_exc()}")
@@ -446,12 +462,21 @@ def test_diverged(tmp):
     check("diverged: its loss is not finite from step 123 on" in out and one["verdict"] == "diverged", f"{out}")
     check(one["training"] is None, "a diverged run gives no difference")
 
+    # One of two seeds fails: the sentence on the other one says so.
+    write(folder / "bf16.43", records_of("bf16", 43))
+    write(folder / "fp8.43", records_of("fp8", 43, difference=0.01))
+    log.write_text("".join(json.dumps(record) + "\n" for record in lines[:123]))
+    (folder / "fp8" / "result").write_text("failed\t9\tthe gradient norm is not finite\n")
+    out, _ = report(folder)
+    one = numbers(folder / "report.json")["comparisons"][0]
+    check("1 of 2 pairs left out (fp8 ended after step 122 of 400, failed: the gradient norm is not finite)" in out and
+          len(one["pairs"]) == 1, f"a failed run: {out}")
+
 
 def main():
     with tempfile.TemporaryDirectory() as scratch:
-        for test in (test_command_line, test_numbers, test_same, test_rounding, test_gpu, test_sweep, test_limit,
-                     test_refused, test_broken, test_fuzz, test_running,
-                     test_diverged):
+        for test in (test_command_line, test_numbers, test_same, test_rounding, test_gpu, test_sweep, test_markup,
+                     test_limit, test_refused, test_broken, test_fuzz, test_running, test_diverged):
             test(pathlib.Path(scratch))
     print(f"{passed} passed, {failed} failed")
     sys.exit(1 if failed else 0)

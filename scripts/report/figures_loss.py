@@ -166,10 +166,6 @@ def groups_of(runs, names):
     return groups
 
 
-def place_name(group):
-    return f"{group[0]}, T {group[1]}, {words.count(group[2], 'GPU')}"
-
-
 def because(what, reasons):
     """Sentences that say what is left out. reasons: (name, reason); names with equal reasons share a sentence."""
     groups = collections.defaultdict(list)
@@ -196,7 +192,7 @@ def draw(runs, names, comparisons, price):
     kinds = ["steps", "time", "energy"] + ["money"] * (price is not None)
     for group, recipes in list(groups.items())[:CURVES]:
         for kind in kinds:
-            drawings.append(draw_loss(group, place_name(group), recipes, kind, price))
+            drawings.append(draw_loss(group, next(iter(recipes.values()))[0].place, recipes, kind, price))
     if len(groups) > CURVES:
         left_out.append(f"Loss curves of {len(groups) - CURVES} of {len(groups)} groups of runs are left out, to keep "
                         "the page small.")

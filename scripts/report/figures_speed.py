@@ -76,7 +76,7 @@ def draw_metric(metric, cells, recipes, missing):
         shown = [recipe for recipe in recipes if recipe in table[places[0]]]
         figure, axes = style.new(0.9 + 0.3 * len(shown))
         bars_of_one(axes, shown, table[places[0]], label)
-        axes.set_title(f"{places[0][0]}, T {places[0][1]}, {words.count(places[0][2], 'GPU')}")
+        axes.set_title(next(run["place"] for runs in cells[places[0]].values() for run in runs))
         return style.finish(figure, "speed", f"speed-{name}", title, caption)
     models = list(dict.fromkeys(place[0] for place in places))[:MODELS]
     figure, panels = style.new(1.1 + 1.75 * len(models), len(models), squeeze=False)

@@ -3,7 +3,7 @@ import collections
 
 import numpy as np
 
-from report import style, words
+from report import style
 from report.page import Table
 from report.pairs import place
 from report.style import means_of_windows
@@ -21,7 +21,7 @@ STEP_TIMES = ("data_ms", "communication_ms", "optimizer_ms")
 
 
 def name_of(run, names):
-    return f"{run.settings['model']}, T {run.length}, {words.count(run.gpus, 'GPU')}, {names[run.name]}"
+    return f"{run.place}, {names[run.name]}"
 
 
 def first_of_each(runs, names, has):
@@ -55,7 +55,8 @@ def draw_waterfall(run, names, longest):
     left, shown = 0.0, set()
     for y, (_, kind, ms, light) in enumerate(parts):
         colour = KIND_COLOURS.get(kind, style.GREY)
-        axes.barh(y, ms, left=left, height=0.78, color=colour, alpha=0.35, label=kind if kind not in shown else None)
+        axes.barh(y, ms, left=left, height=0.78, color=colour, alpha=0.35,
+                  label=kind.replace("gemm", "GEMM") if kind not in shown else None)
         axes.barh(y, min(light or 0, ms), left=left, height=0.78, color=colour)
         shown.add(kind)
         left += ms
@@ -220,6 +221,7 @@ def draw_strip(run, names):
                       label=name)
         if key == "throttle" or (key == panels[0][0] and run.gpus > 1):
             axes.legend(loc="lower left", ncols=4, fontsize=8, bbox_to_anchor=(0, 0.98))
+    figure.suptitle(run.name, fontsize=10.5)
     grid[-1, 0].set_xlabel("step")
     grid[-1, 0].set_xlim(number[0] - 1, number[-1] + 1)
     slow = ", ".join(f"{reason} in {100 * np.mean(values):.0f}%" for reason, values in shares.items())

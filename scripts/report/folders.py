@@ -15,6 +15,7 @@ class Found:
     """What folders hold. `without`: (name, reason) of runs without numbers; `problems`: what a reader must know."""
     runs: list = dataclasses.field(default_factory=list)
     without: list = dataclasses.field(default_factory=list)
+    failed: list = dataclasses.field(default_factory=list)       # (run, reason): ended early, with some steps
     problems: list = dataclasses.field(default_factory=list)
     verdicts: list = dataclasses.field(default_factory=list)   # verdict.json of each folder
     commands: list = dataclasses.field(default_factory=list)
@@ -46,12 +47,15 @@ def result_of(folder):
 
 
 def add_run(folder, name, found):
-    """Reads one run. One that has no numbers is added to `without`."""
+    """Reads one run, unless another folder held it too. One that has no numbers is added to `without`."""
+    if any(run.folder.samefile(folder) for run in found.runs if folder.is_dir()):
+        return
     try:
         result = result_of(folder)
         if result and result[0] != "done":
             reason = sweep_folder.why_missing({"kind": result[0], "message": result[1]})
             found.without.append((clean(name), reason))
+            add_failed(folder, name, reason, found)
         elif not (folder / "log.jsonl").is_file():
             found.without.append((clean(name), "damaged: it is done but has no log.jsonl" if result else "not started"))
         else:
@@ -66,6 +70,16 @@ def add_run(folder, name, found):
         found.problems.append(f"The run {clean(name)} is left out, because its log is damaged. {reason}")
 
 
+def add_failed(folder, name, reason, found):
+    """Adds a run that failed to `failed`, so that the verdict names it, if its log has steps."""
+    try:
+        run = logs.read_run(folder, name)
+    except (logs.Damaged, OSError):
+        return
+    if run.steps:
+        found.failed.append((run, reason))
+
+
 def log_folders(folder, depth):
     """Folders with a log.jsonl, the given folder first, then those below it in the order of their names."""
     if (folder / "log.jsonl").is_file():
@@ -76,6 +90,13 @@ def log_folders(folder, depth):
     return [found for path in below for found in log_folders(path, depth - 1)]
 
 
+def sweep_command(folder):
+    """scripts/sweep.sh with what all runs of a sweep share."""
+    path = folder / "settings.txt"
+    lines = sweep_folder.read_text(path).split("\n") if path.is_file() else []
+    return ", ".join(["scripts/sweep.sh", *(clean(line) for line in lines if line)])
+
+
 def read_folder(folder, found):
     """Reads all runs of a folder. Returns how many it should hold."""
     rows = []
@@ -84,7 +105,7 @@ def read_folder(folder, found):
         found.problems += [row["message"] for row in rows if not row["name"]]
         rows = [row for row in rows if row["name"] and row["length"].isdigit() and row["gpus"].isdigit()]
         names = [row["name"] for row in rows]
-        found.commands += [f"scripts/sweep.sh, runs of {folder}"]
+        found.commands.append(sweep_command(folder))
     elif (folder / "verdict.json").is_file():
         names = read_verdict(folder / "verdict.json", found)
     else:

@@ -30,7 +30,8 @@ OPTIONAL = {
     "validation": {"seconds": NUMBER_OR_NULL},
     "save": {"seconds": NUMBER_OR_NULL, "error": TEXT},
     "fp8_audit": {"flushed": NUMBER_OR_NULL, "saturated": NUMBER_OR_NULL},
-    "settings": {"host": TEXT, "memory": OBJECT, "training_fingerprint": TEXT, "validation_fingerprint": TEXT,
+    "settings": {"model_flops_per_token": NUMBER_OR_NULL, "peak_bf16_flops": NUMBER_OR_NULL, "host": TEXT,
+                 "memory": OBJECT, "training_fingerprint": TEXT, "validation_fingerprint": TEXT,
                  "training_sequences": NUMBER, "training_tokens": NUMBER},
     "summary": {"seconds": OBJECT, "goodput": NUMBER_OR_NULL, "kwh": NUMBER_OR_NULL,
                 "joules_per_token": NUMBER_OR_NULL},
@@ -103,6 +104,12 @@ class Run:
         return int(self.settings["world_size"])
 
     @property
+    def place(self):
+        """Model, sequence length and GPUs (ranks of the CPU trainer) in words."""
+        unit = "rank" if self.settings["program"] == "train_fp8" else "GPU"
+        return f"{self.settings['model']}, T {self.length}, {self.gpus} {unit}{'' if self.gpus == 1 else 's'}"
+
+    @property
     def length(self):
         return int(self.option("sequence-length"))
 
@@ -161,7 +168,7 @@ def check_lists(record):
     if record["type"] == "profile":
         each(record.get("parts"), OBJECT, "parts")
         for part in record["parts"]:
-            check_fields(part, {"name": TEXT, "ms": NUMBER})
+            check_fields({"kind": "other", **part}, {"name": TEXT, "ms": NUMBER, "kind": TEXT})
             if not sweep_folder.is_a(NUMBER_OR_NULL, part.get("speed_of_light_ms")):
                 raise Damaged("\"speed_of_light_ms\" is not a number or null")
     if record["type"] == "settings":
@@ -170,6 +177,8 @@ def check_lists(record):
 
 def check_settings(record):
     check_fields(record["settings"], {"precision": TEXT, "seed": NUMBER})
+    if "memory" in record:
+        check_fields({"other_bytes": None, **record["memory"]}, {"other_bytes": NUMBER_OR_NULL})
     groups = record.get("memory", {}).get("groups", [])
     gemms = record.get("gemms", [])
     for values, fields in ((groups, {"name": TEXT, "bytes": NUMBER}), (gemms, {"linear": TEXT, "gemm": TEXT})):
@@ -192,6 +201,8 @@ def read_record(line):
         check_step(record)
     if kind == "step" and record["ms"] <= 0:
         raise Damaged("\"ms\" is not above 0")
+    if kind == "fp8_audit" and (record["layer"] != int(record["layer"]) or record["layer"] < 0):
+        raise Damaged("\"layer\" is not a layer's number")
     check_lists(record)
     return record
 

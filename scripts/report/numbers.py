@@ -54,18 +54,19 @@ def run_numbers(run, recipe):
     tokens = words.median_speed(run)
     flops = run.settings.get("model_flops_per_token")
     peak = run.settings.get("peak_bf16_flops")
-    tflops = flops * tokens / run.gpus * 1e-12 if isinstance(flops, (int, float)) else None
+    tflops = flops * tokens / run.gpus * 1e-12 if flops else None
     joules = run.values("joules")
     return {
-        "name": run.name, "model": run.settings["model"], "sequence_length": run.length, "gpus": run.gpus,
-        "recipe": recipe, "seed": run.seed, "rounding_seed": run.rounding_seed, "state": run.state(),
+        "name": run.name, "place": run.place, "model": run.settings["model"], "sequence_length": run.length,
+        "gpus": run.gpus, "recipe": recipe, "seed": run.seed, "rounding_seed": run.rounding_seed,
+        "state": run.state(),
         "steps": run.last_step, "num_steps": run.num_steps, "complete": run.complete, "running": run.running,
         "half_written": run.half_written, "repeated_steps": run.repeated, "starts": len(run.starts),
         "diverged_at": run.diverged, "skipped": sum(bool(step.get("skipped")) for step in run.steps),
         "last_loss": sum(finite[-20:]) / len(finite[-20:]) if finite else None,
         "validation_loss": run.validations[-1]["loss"] if run.validations else None,
         "tokens_per_second": tokens, "tokens_per_second_per_gpu": tokens / run.gpus, "tflops_per_gpu": tflops,
-        "mfu": tflops * 1e12 / peak if tflops and isinstance(peak, (int, float)) and peak > 0 else None,
+        "mfu": tflops * 1e12 / peak if tflops and peak and peak > 0 else None,
         "memory_bytes": max(memory) if memory else None,
         "joules_per_token": sum(joules) / (run.tokens_per_step * len(joules)) if joules else None,
         "repeats_data": run.repeats_data,

@@ -43,7 +43,7 @@ def difference_table(comparisons):
             where = f"after step {c.validation_step}" if name == "validation" else f"last {c.last} steps"
             rows.append([c.name, f"{name}, {where}", f"{d.estimate:+.5f}", f"{d.low:+.5f} to {d.high:+.5f}",
                          f"{d.detectable:.5f}", d.pairs, d.covers])
-    return Table(["comparison", "loss", "FP8 - BF16", "95% interval", "smallest seen", "seeds", "covers"], rows, 2)
+    return Table(["comparison", "loss", "FP8 - BF16", "95% interval", "detectable", "seeds", "covers"], rows, 2)
 
 
 def cost_table(comparisons, price):
@@ -121,6 +121,7 @@ def render(data, parts, drawings, title):
     }
     return environment.get_template("page.html.j2").render(
         title=title, verdict=verdict_lines(data), tags=TAGS, problems=data["problems"], parts=parts, drawings=drawings,
+        lacking=len(data["runs_without_numbers"]), total=len(data["runs"]) + len(data["runs_without_numbers"]),
         left_out=data["left_out"], receipt=shown, made=data["made"], sources=data["sources"],
         numbers=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
 

@@ -115,6 +115,7 @@ class Comparison:
     length: int
     gpus: int
     recipe: str
+    name: str  # all of these in words
     pairs: list
     refused: list = dataclasses.field(default_factory=list)      # texts
     notes: list = dataclasses.field(default_factory=list)
@@ -137,10 +138,6 @@ class Comparison:
     energy_speedup: object = None    # at equal loss, in joules
     joules_per_token: tuple | None = None  # BF16, FP8
     seconds_per_token: tuple | None = None
-
-    @property
-    def name(self):
-        return f"{self.model}, T {self.length}, {self.gpus} GPU{'s' if self.gpus > 1 else ''}, {self.recipe}"
 
     @property
     def seeds(self):
@@ -168,13 +165,24 @@ def find_pair(run, candidates):
     return best, None
 
 
-def find_comparisons(runs):
+def find_comparisons(runs, failed, names):
     """All comparisons of FP8 with BF16, without results."""
-    names, found = name_recipes(runs), {}
+    found = {}
+
+    def comparison(run):
+        key = (*place(run), names[run.name])
+        return found.setdefault(key, Comparison(*key, f"{run.place}, {key[-1]}", []))
+
+    for run, reason in failed:
+        if run.option("precision") == "fp8":
+            one = comparison(run)
+            one.refused.append(f"{run.name} ended after step {run.last_step} of {run.num_steps}, {reason}")
+            if run.diverged:
+                one.diverged.append(one.refused[-1])
     for run in runs:
         if run.option("precision") != "fp8":
             continue
-        one = found.setdefault((*place(run), names[run.name]), Comparison(*place(run), names[run.name], []))
+        one = comparison(run)
         candidates = [c for c in runs if c.option("precision") == "bf16" and place(c) == place(run)]
         other, reason = find_pair(run, candidates)
         if any((p.fp8.seed, p.fp8.rounding_seed) == (run.seed, run.rounding_seed) for p in one.pairs):
@@ -247,12 +255,12 @@ def noise_runs(comparison, runs):
              and not fault(run) and run.last_step >= comparison.steps
              and all(text.startswith(("seed is", "rounding-seed is"))
                      for text in start_differences(reference.settings, run.settings))]
+    alike = list({(run.seed, run.rounding_seed): run for run in reversed(alike)}.values())  # repetitions count once
     seeds = collections.Counter(run.seed for run in alike)
     repeated = [run for run in alike if seeds[run.seed] > 1]
     if repeated:
         return repeated, [run.seed for run in repeated], "rounding seed"
-    first = {run.seed: run for run in reversed(alike)}
-    return (list(first.values()), [0] * len(first), "seed") if len(first) > 1 else ([], [], "")
+    return (alike, [0] * len(alike), "seed") if len(alike) > 1 else ([], [], "")
 
 
 def validation_losses(comparison):
@@ -341,11 +349,14 @@ def compare_costs(comparison):
     attempt(comparison, "energy_speedup", vs.loss_matched_speedup, *losses, *joules)
 
 
-def compare(runs):
-    """All comparisons with their results; none if no run is in BF16. Without pairs, one has only its refusals."""
+def compare(runs, failed, names):
+    """All comparisons with their results; none if no run is in BF16. Without pairs, one has only its refusals.
+
+    failed: (run, reason) of runs that ended early; names: name_recipes of all of them.
+    """
     if not any(run.option("precision") == "bf16" for run in runs):
         return []
-    comparisons = find_comparisons(runs)
+    comparisons = find_comparisons(runs, failed, names)
     for comparison in comparisons:
         if comparison.pairs:
             choose_pairs(comparison)

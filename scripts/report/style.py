@@ -15,7 +15,6 @@ COLOURS = {"bf16": BLACK, "fp32": GREY, "fp8:tensorwise": BLUE, "fp8:rowwise": O
 STYLES = ("-", "--", ":", "-.")
 SEQUENCE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)
 WIDTH = 4.5           # inches: text of 9 points stays readable where the figure is 360 pixels wide
-POINTS = 500          # most points that a line has
 PNG_DPI = 160
 
 matplotlib.rcParams.update({
@@ -60,7 +59,7 @@ def line_styles(recipes):
     return styles
 
 
-def thin(*columns, most=POINTS):
+def thin(*columns, most):
     """Columns of equal length with at most `most` values: every k-th, and the last."""
     size = len(columns[0])
     if size <= most:
@@ -116,6 +115,7 @@ def finish(figure, part, name, title, caption):
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, dpi=PNG_DPI, metadata={"Date": None} if kind == "svg" else None)
         files[kind] = buffer.getvalue()
+        figure.set_layout_engine("none")  # the layout is done, and slow
     svg = shorten(files["svg"].decode("utf-8"), name)
     return Drawing(part, name, title, caption, svg, files["png"])
 

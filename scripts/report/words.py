@@ -93,13 +93,15 @@ def seen_words(comparison):
 
 def sentence(comparison, price=None):
     """The verdict on one comparison, as one sentence behind its name."""
-    parts = list(comparison.notes)
+    parts, total = [], len(comparison.pairs) + len(comparison.refused)
+    reasons = [reason for reason in comparison.refused if reason not in comparison.diverged]
     if comparison.diverged:
-        total = len(comparison.pairs) + len(comparison.refused)
-        parts.insert(0, f"DIVERGED in {len(comparison.diverged)} of {count(total, 'pair')} "
-                        f"({'; '.join(comparison.diverged)})" + (", the others:" if comparison.pairs else ""))
+        parts.append(f"DIVERGED in {len(comparison.diverged)} of {count(total, 'pair')} "
+                     f"({'; '.join(comparison.diverged)})")
+    if comparison.pairs and reasons:
+        parts.append(f"{len(reasons)} of {count(total, 'pair')} left out ({'; '.join(reasons)})")
+    parts += comparison.notes
     if not comparison.pairs:
-        reasons = [reason for reason in comparison.refused if reason not in comparison.diverged]
         return f"{comparison.name}: no verdict; " + "; ".join(parts + reasons) + "."
     parts += [speed_words(comparison), loss_words(comparison, "validation"), loss_words(comparison, "training"),
               seen_words(comparison), vs.speedup_words(comparison.speedup) if comparison.speedup else "",
