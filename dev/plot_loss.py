@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
-"""Draws the loss of two runs and their difference: docs/loss.svg, from docs/loss.csv. Needs matplotlib.
+"""Draws the loss of runs and their distance from the first: docs/loss.svg, from docs/loss.csv. Needs matplotlib.
 
     dev/plot_loss.py --log-dir BF16=log/bf16 --log-dir FP8=log/fp8 --title "llama3.2-1b, one H200"
-    dev/plot_loss.py                # draws docs/loss.csv again
+    dev/plot_loss.py                                    # draws docs/loss.csv again
+    dev/plot_loss.py --out docs/lost_updates.svg        # draws docs/lost_updates.csv again
 
-With --log-dir NAME=FOLDER, given twice, it reads the `step` records of FOLDER/log.jsonl and writes docs/loss.csv first.
-The file's first line is the title, and it has a row for each step that both runs made. Curves are means over the latest
---mean steps. The difference is the second run's mean minus the first one's, in percent of the first one's.
+With --log-dir NAME=FOLDER, given twice or more, it reads the `step` records of FOLDER/log.jsonl and writes the .csv
+first. The file's first line is the title, and it has a row for each step that all runs made. Curves are means over the
+latest --mean steps. The distance is a run's mean minus that of the first run, in percent of the first one's.
 """
 
 import argparse
 import csv
+import itertools
 import json
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+STYLES = "-", "--", "-.", ":", (0, (2, 6))  # curves that lie on each other stay visible
 
 
 def read_log(folder):
@@ -58,16 +61,17 @@ def draw(path, svg, width):
         (_, *names), *rows = csv.reader(file)
     steps, *curves = ([float(cell) for cell in column] for column in zip(*rows))
     means = [running_mean(curve, width) for curve in curves]
-    difference = [100 * (b - a) / a for a, b in zip(*means)]
 
     figure, (top, bottom) = plt.subplots(2, sharex=True, figsize=(8, 4.5), height_ratios=[3, 1.2], layout="constrained")
-    for name, curve, style in zip(names, means, ("-", "--")):
-        top.plot(steps, curve, style, label=name, linewidth=1.5)
+    for name, curve, style in zip(names, means, itertools.cycle(STYLES)):
+        top.plot(steps, curve, linestyle=style, label=name, linewidth=1.5)
     top.set(title=title, ylabel=f"loss, mean of {width} steps")
     top.legend(frameon=False)
-    bottom.plot(steps, difference, color="black", linewidth=1)
+    for i, curve in enumerate(means[1:], 1):
+        distance = [100 * (b - a) / a for a, b in zip(means[0], curve)]
+        bottom.plot(steps, distance, color="black" if len(means) == 2 else f"C{i}", linewidth=1)
     bottom.axhline(0, color="gray", linewidth=0.5)
-    bottom.set(xlabel="step", ylabel=f"{names[1]} over\n{names[0]}, %")
+    bottom.set(xlabel="step", ylabel=f"{names[1] if len(names) == 2 else 'others'} over\n{names[0]}, %")
     figure.savefig(svg, metadata={"Date": None})
     print(f"{svg}: {len(steps)} steps; last mean " + ", ".join(f"{n} {m[-1]:.4f}" for n, m in zip(names, means)))
 
@@ -82,8 +86,8 @@ def main():
     table = arguments.out.with_suffix(".csv")
     if arguments.log_dir:
         runs = dict(word.partition("=")[::2] for word in arguments.log_dir)
-        if len(runs) != 2 or not all(runs.values()) or not arguments.title:
-            parser.error("give --log-dir NAME=FOLDER twice, and --title")
+        if len(runs) < 2 or not all(runs.values()) or not arguments.title:
+            parser.error("give --log-dir NAME=FOLDER twice or more, each with another NAME, and --title")
         write_csv(table, arguments.title, runs)
     draw(table, arguments.out, arguments.mean)
 

@@ -128,6 +128,7 @@ def run(program, *words):
 
 def test_command_lines(folder):
     shard = write(os.path.join(folder, "y.bin"), shard_bytes(20240801, 7, range(100), "I"))
+    large = write(os.path.join(folder, "z.bin"), shard_bytes(20240801, 7, range(400), "I"))
     for program, words, text in (
             ("hf_train.py", ("llama9", "bf16", "64"), "MODEL"),
             ("hf_train.py", ("llama3.2-1b", "fp9", "64"), "PRECISION"),
@@ -138,6 +139,12 @@ def test_command_lines(folder):
             ("titan_train.py", ("bf16", "64"), "--data"),
             ("titan_train.py", ("bf16", "64", "--data", shard, "--steps", "12"), "--steps"),
             ("titan_train.py", ("bf16", "100", "--data", shard), "no sequence"),
+            ("accelerate_gather.py", ("fp4", "--data", shard, "--log-dir", folder), "invalid choice: 'fp4'"),
+            ("accelerate_gather.py", ("fp8", "--data", __file__, "--log-dir", folder), "no training shard"),
+            ("accelerate_gather.py", ("fp8", "--data", shard, "--log-dir", folder), "no sequence of 2048"),
+            ("accelerate_gather.py", ("fp8", "--data", shard, "--log-dir", folder, "--steps", "0"), "--steps"),
+            ("accelerate_gather.py", ("fp8", "--data", large, "--log-dir", folder, "--model", "small",
+                                      "--sequence-length", "8"), "token 399"),
             ("compare.py", ("--rows", "x:1"), "MODEL:T"),
             ("compare.py", ("--gpus", "0,0"), "--gpus"),
             ("compare.py", ("--ranks", "2"), "--ranks"),
