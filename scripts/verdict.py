@@ -14,24 +14,25 @@ commas. Defaults are in parentheses.
   --sequence-length T     tokens in a sequence (2048)
   --num-steps N           steps of each run (one pass over the data, at most 2000; with --repeat 1000)
   --lr RATE               largest learning rate (3e-4; with --repeat 1e-5)
-  --repeat                the regime of the public FP8 benchmark: the data may repeat, constant learning rate, no clipping.
-                          Without it each sequence is read at most once, with a warm-up of 5% of the steps, a cosine
-                          schedule and --grad-clip 1, as in pre-training
+  --repeat                the regime of the public FP8 benchmark: the data may repeat, constant learning rate, no
+                          clipping. Without it each sequence is read at most once, with a warm-up of 5% of the steps,
+                          a cosine schedule and --grad-clip 1, as in pre-training
   --gpus N                GPUs, or ranks of the CPU trainer, of each run (1)
   --parallel N            runs side by side, each on GPUs of its own (as many as fit; 1 on the CPU)
   --price X               price of a GPU hour, for the cost
   --trainer PROGRAM       ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
   --out FOLDER            folder of the report and of all runs (log/verdict)
   --dry-run               print the command of each run and exit
-  --                      all options after this one are passed to the trainer; those that begin with --fp8 are passed to
-                          FP8 runs only
+  --                      all options after this one are passed to the trainer; those that begin with --fp8 are passed
+                          to FP8 runs only
 
-Start it again to continue: finished runs are kept. Models, recipes and seeds may be added; other settings cannot change.
-Ctrl-C or SIGTERM stops the current runs, which start from the beginning next time. Exit status 0: every run finished,
-or the GPU cannot do it (out of memory, no GEMMs for the recipe). 1: a run failed, or there is no report.
+Start it again to continue: finished runs are kept. Models, recipes and seeds may be added; other settings cannot
+change. Ctrl-C or SIGTERM stops the current runs, which start from the beginning next time. Exit status 0: every run
+finished, or the GPU cannot do it (out of memory, no GEMMs for the recipe). 1: a run failed, or there is no report.
 """
 import datetime
 import glob
+import itertools
 import json
 import os
 import re
@@ -50,7 +51,7 @@ VALUES = ("recipes", "seeds", "rounding-seeds", "train-data", "val-data", "seque
           "parallel", "price", "trainer", "out")
 VALIDATION_SEQUENCES = 256  # enough for an interval, and a small part of the time
 TRIAL_STEPS = 4
-SHARD_MAGIC = 20240801
+SHARD_MAGICS = (20240520, 20240801)  # tokens of 2 and of 4 bytes
 
 
 def parse(words):
@@ -137,14 +138,16 @@ def data_of(model, given):
 
 
 def count_sequences(pattern, length):
-    """Returns the sequences in all shards (format: data/README.md), as the trainer counts them."""
+    """Returns the sequences in all shards, whose headers data/README.md describes, as the trainer counts them."""
     count = 0
     for path in glob.glob(pattern):
         with open(path, "rb") as file:
-            header = file.read(12)
-        if len(header) < 12 or struct.unpack("<i", header[:4])[0] != SHARD_MAGIC:
-            fail(f"{path} is no token shard; data/README.md shows how to make some")
-        count += max(0, (struct.unpack("<i", header[8:])[0] - 1) // length)
+            header = file.read(16)
+        magic, version, tokens, high = struct.unpack("<4i", header) if len(header) == 16 else (0, 0, 0, 0)
+        if magic not in SHARD_MAGICS:
+            fail(f"{path} is not a token shard; data/README.md shows how to make some")
+        tokens = (tokens & 0xffffffff) + ((high << 32) if version == 8 else 0)
+        count += max(0, (tokens - 1) // length)
     return count
 
 
@@ -233,8 +236,9 @@ class Plan:
         else:
             steps = 1000 if self.o["repeat"] else min(2000, one_pass)
         if not self.o["repeat"] and steps > one_pass:
-            fail(f"{self.train[model]} has {sequences} sequences of {self.length} tokens, enough for {one_pass} steps of "
-                 f"{per_step}, not for {steps}; take fewer --num-steps or more data, or let data repeat with --repeat")
+            fail(f"{self.train[model]} has {sequences} sequences of {self.length} tokens, enough for {one_pass} steps "
+                 f"of {per_step}, not for {steps}; take fewer --num-steps or more data, or let data repeat with "
+                 "--repeat")
         if steps < 40:
             fail(f"{steps} steps are too few for an interval; at least 40 are needed")
         return steps
@@ -261,15 +265,12 @@ class Plan:
     def runs(self):
         """All runs; the runs of one seed stand together, BF16 first, so that pairs are complete early."""
         runs = []
-        for model in self.models:
-            for seed in self.seeds:
-                for rounding in self.roundings:
-                    for recipe in self.recipes:
-                        name = f"{os.path.basename(model)}.{recipe.replace(':', '-')}.s{seed}"
-                        name += f".r{rounding}" if rounding is not None else ""
-                        folder = os.path.join(self.o["out"], name)
-                        runs.append(Run(name, folder, self.command(model, recipe, seed, rounding, folder), model, recipe,
-                                        seed, rounding, self.steps[model], self.gpus))
+        for model, seed, rounding, recipe in itertools.product(self.models, self.seeds, self.roundings, self.recipes):
+            name = f"{os.path.basename(model)}.{recipe.replace(':', '-')}.s{seed}"
+            name += f".r{rounding}" if rounding is not None else ""
+            folder = os.path.join(self.o["out"], name)
+            command = self.command(model, recipe, seed, rounding, folder)
+            runs.append(Run(name, folder, command, model, recipe, seed, rounding, self.steps[model], self.gpus))
         return runs
 
     def fixed(self):
@@ -361,7 +362,8 @@ def time_steps(plan, runs, slots):
             os.makedirs(folder, exist_ok=True)
             with open(os.path.join(folder, "stdout.txt"), "w") as out:
                 command = plan.command(model, "bf16", plan.seeds[0], None, folder, TRIAL_STEPS)
-                subprocess.run(command, stdout=out, stderr=out, env={**os.environ, **slots[0]}, stdin=subprocess.DEVNULL)
+                subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                               env={**os.environ, **slots[0]})
             summary = finished_summary(folder, TRIAL_STEPS)
             known = [summary["seconds"]["start"] + plan.steps[model] * summary["median_ms"] / 1e3] if summary else []
         for run in own:
@@ -371,8 +373,9 @@ def time_steps(plan, runs, slots):
 def announce(plan, runs, slots):
     left = [run for run in runs if not run.is_kept()]
     for model in plan.models:
-        print(f"{model}: {len(plan.recipes)} precisions x {len(plan.seeds)} seeds x {len(plan.roundings)} rounding seeds "
-              f"of {plan.steps[model]} steps, {plan.tokens(model) / 1e6:.1f} million tokens each")
+        roundings = f" x {len(plan.roundings)} rounding seeds" if len(plan.roundings) > 1 else ""
+        print(f"{model}: {len(plan.recipes)} precisions x {len(plan.seeds)} seeds{roundings}, each run "
+              f"{plan.steps[model]} steps of {plan.tokens(model) // plan.steps[model]} tokens")
     seconds = sum(run.expected for run in left) / len(slots)
     text = f"{len(left)} of {len(runs)} runs to do, {len(slots)} side by side"
     if seconds:

@@ -1,4 +1,4 @@
-"""The runs of a verdict (scripts/verdict.py): starts several side by side, records how each ended, and says what is left.
+"""The runs of a verdict (scripts/verdict.py): starts several side by side, records how each ended, says what is left.
 
 A run is a folder with the trainer's stdout.txt and log.jsonl, and `result` if it did not finish: one line of JSON with
 kind, seconds and message. A run has finished if its log ends with the summary of all its steps.
@@ -68,11 +68,14 @@ class Run:
         return summary["seconds"]["wall"] if summary else None
 
     def begin(self, environment, lock):
-        os.makedirs(self.folder, exist_ok=True)
-        for name in ("result", "log.jsonl"):
-            if os.path.exists(os.path.join(self.folder, name)):
-                os.remove(os.path.join(self.folder, name))
         self.started = time.time()
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            for name in ("result", "log.jsonl"):
+                if os.path.exists(os.path.join(self.folder, name)):
+                    os.remove(os.path.join(self.folder, name))
+        except OSError as error:
+            fail(f"{error.filename}: {error.strerror}")
         with open(os.path.join(self.folder, "stdout.txt"), "w") as out:
             self.process = subprocess.Popen(self.command, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
                                             env={**os.environ, **environment}, start_new_session=True,
@@ -133,6 +136,8 @@ class Pool:
         return self
 
     def __exit__(self, *unused):
+        for run in self.busy.values():  # after an error
+            self.signal_group(run, signal.SIGTERM)
         self.lock.close()
 
     def stop(self, number, frame):

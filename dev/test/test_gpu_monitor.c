@@ -4,6 +4,7 @@
 #include "lib/check.h"
 
 static double fake_watts, fake_joules_from;  // the fake GPU uses fake_watts since the time fake_joules_from
+static double fake_joules_lump = 0.001;      // its counter grows by this much at a time
 static int64_t fake_readings;
 static bool fake_is_silent;  // it tells nothing
 
@@ -17,7 +18,8 @@ static int fake_device(const char *bus_id, void **device) {
 static int fake_energy(void *device, unsigned long long *millijoules) {
     CHECK(device == &fake_watts, "the handle is passed on");
     fake_readings++;
-    *millijoules = (unsigned long long)(1e3 * fake_watts * (seconds_now() - fake_joules_from));
+    const double joules = fake_watts * (seconds_now() - fake_joules_from);
+    *millijoules = (unsigned long long)(1e3 * (joules - fmod(joules, fake_joules_lump)));
     return fake_is_silent ? 3 : 0;
 }
 
@@ -83,6 +85,26 @@ static void test_readings(void) {
     CHECK(fake_readings == readings && !gpu_monitor_read(&m).present, "a closed monitor reads no more");
 }
 
+// The counter grows by 100 J at a time, and steps take 5 J: each step gets about 5 J all the same.
+static void test_lumps(void) {
+    GpuMonitor m = fake_monitor();
+    fake_watts = 500, fake_joules_from = seconds_now() - 10, fake_joules_lump = 100;
+    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "NVML knows the GPU");
+    double before = gpu_monitor_read(&m).joules, at = seconds_now();
+    const double first = before, first_at = at;
+    for (int i = 0; i < 100; i++) {
+        sleep_seconds(0.01);
+        const double joules = gpu_monitor_read(&m).joules, now = seconds_now(), want = 500 * (now - at);
+        CHECK(joules - before > 0.5 * want && joules - before < 1.5 * want, "step %d: %g J, not %g", i, joules - before,
+              want);
+        before = joules, at = now;
+    }
+    CHECK(fabs(before - first - 500 * (at - first_at)) < 120, "%g J in all, not %g", before - first,
+          500 * (at - first_at));
+    gpu_monitor_close(&m);
+    fake_joules_lump = 0.001;
+}
+
 static void test_silent(void) {
     GpuMonitor m = fake_monitor();
     fake_is_silent = true;
@@ -108,6 +130,7 @@ static void test_absent(void) {
 
 int main(void) {
     test_readings();
+    test_lumps();
     test_silent();
     test_absent();
     return check_report();

@@ -1,9 +1,10 @@
 // Energy, power, clock, temperature and throttle reasons of this rank's GPU, read by NVML while the run goes on.
 // NVML (libnvidia-ml.so.1, part of the driver) is loaded at run time: without it there are no readings.
 //
-// A thread reads the GPU ten times a second, since one reading may take longer than a short step. The trainer takes the
-// latest reading, and the energy is continued from it by the power. So the energy of a short step is that of the mean
-// power over about 0.1 s. The energy of many steps is the GPU's own counter.
+// A thread reads the GPU ten times a second, since one reading may take longer than a short step. In between, and to
+// smooth the counter's own steps, the energy follows the power, and is drawn to the GPU's counter within a second. So
+// the energy of a short step is that of the mean power around it, and the energy of many steps is the GPU's counter.
+// The counter of an H200 lags by about 0.5 s: the first step of a run has some of the energy of its start-up.
 #ifndef LLMC_GPU_MONITOR_H
 #define LLMC_GPU_MONITOR_H
 
@@ -14,6 +15,7 @@
 #include "../base/utils.h"
 
 #define GPU_MONITOR_SECONDS 0.1
+#define GPU_MONITOR_SLEW_SECONDS 1.0
 
 // One reading. NAN: the GPU does not tell.
 typedef struct {
@@ -46,8 +48,9 @@ typedef struct {
     pthread_cond_t ends;
     bool running, ending;
     GpuReading latest;
-    double read_at;   // seconds_now() of the latest reading
-    double reported;  // joules of the last gpu_monitor_read: energy never falls
+    double read_at;      // seconds_now() of the latest reading
+    double reported;     // joules of the last gpu_monitor_read: energy never falls
+    double reported_at;  // its time; 0: there was none
 } GpuMonitor;
 
 // Names of the bits of GpuReading.throttle (nvmlClocksEventReasons), the lowest first. Idle clocks (bit 0) and clocks
@@ -148,11 +151,16 @@ static inline GpuReading gpu_monitor_read(GpuMonitor *m) {
     if (!m->running) return r;
     pthread_mutex_lock(&m->mutex);
     r = m->latest;
-    const double age = seconds_now() - m->read_at;
+    const double now = seconds_now(), age = now - m->read_at;
     pthread_mutex_unlock(&m->mutex);
-    if (isfinite(r.watts)) r.joules += r.watts * age;
+    if (!isfinite(r.joules)) return r;
+    if (isfinite(r.watts) && m->reported_at > 0) {
+        const double counted = r.joules + r.watts * age, passed = now - m->reported_at;
+        const double expected = m->reported + r.watts * passed;
+        r.joules = expected + (counted - expected) * (1 - exp(-passed / GPU_MONITOR_SLEW_SECONDS));
+    }
     if (r.joules < m->reported) r.joules = m->reported;
-    if (isfinite(r.joules)) m->reported = r.joules;
+    m->reported = r.joules, m->reported_at = now;
     return r;
 }
 

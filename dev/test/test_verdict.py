@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""Tests scripts/verdict.sh with the CPU trainer: pairs of runs, restarts after a kill, bad options, and the report.
+
+The numbers of report.json are compared with a computation of their own from the runs' logs. The report needs
+build/report-venv, which this test makes (scripts/setup_report.sh); where that fails it skips the report and says so.
+Ends with "N passed, N failed".
+"""
+import json
+import math
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS, LENGTH = 80, 32
+SEEDS, RECIPES = (42, 43, 44), ("fp8", "fp8:rowwise")
+passed = failed = 0
+
+
+def check(condition, what):
+    global passed, failed
+    passed, failed = passed + bool(condition), failed + (not condition)
+    if not condition:
+        print(f"FAILED: {what}")
+
+
+def options(folder, *more):
+    return ["tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--sequence-length",
+            str(LENGTH), "--num-steps", str(STEPS), "--out", f"{folder}/verdict", *more]
+
+
+def verdict(*words):
+    return subprocess.run(["scripts/verdict.sh", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def refuses(folder, message, *words):
+    """The verdict ends with one error line that holds `message`, before any run."""
+    result = verdict(*words)
+    lines = result.stderr.strip().splitlines()
+    check(result.returncode == 1 and len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0],
+          f"{message}: status {result.returncode}, {result.stderr[:500]}")
+    check(not (pathlib.Path(folder) / "verdict").exists(), f"{message}: the folder is made before the check")
+
+
+def test_bad_options(folder):
+    shards = ["--train-data", f"{folder}/s_train.bin", "--trainer", "./train_fp8", "--sequence-length", str(LENGTH),
+              "--out", f"{folder}/verdict"]
+    for message, words in (("no MODEL given", []), ("unknown option --bogus", ["tiny", "--bogus", "1"]),
+                           ("--seeds needs a value", ["tiny", "--seeds"]),
+                           ('"1,1" must name different', ["tiny", *shards, "--seeds", "1,1"]),
+                           ('"x" is not a whole number', ["tiny", *shards, "--seeds", "x"]),
+                           ('not "fp9"', ["tiny", *shards, "--recipes", "fp9"]),
+                           ("has no such recipe", ["tiny", *shards, "--recipes", "fp8:bogus"]),
+                           ("neither a folder nor one of", ["bogus", *shards]),
+                           ("no data known for model tiny", ["tiny", "--trainer", "./train_fp8"]),
+                           ("there is no program ./bogus", ["tiny", *shards, "--trainer", "./bogus"]),
+                           ("no training shards", ["tiny", *shards, "--train-data", "/bogus.bin"]),
+                           ("no validation shards", ["tiny", *shards, "--val-data", "/bogus.bin"]),
+                           ("not a token shard", ["tiny", *shards, "--train-data", "README.md", "--val-data",
+                                                  f"{folder}/s_val.bin"]),
+                           ("or let data repeat with --repeat", ["tiny", *shards, "--num-steps", "999999"]),
+                           ("39 steps are too few", ["tiny", *shards, "--num-steps", "39"]),
+                           ("--seed is set by the verdict", ["tiny", *shards, "--", "--seed", "3"]),
+                           ("--resume makes no sense", ["tiny", *shards, "--", "--resume"])):
+        refuses(folder, message, *words)
+
+
+def test_commands(folder):
+    result = verdict(*options(folder, "--dry-run", "--seeds", "7", "--rounding-seeds", "1,2", "--", "--fp8-fast-accum",
+                              "none", "--batch-size", "2"))
+    lines = result.stdout.splitlines()
+    check(result.returncode == 0 and len(lines) == 6, f"2 rounding seeds x 3 precisions: {lines}")
+    check(all("--seed 7" in line and "--batch-size 2" in line for line in lines), f"{lines}")
+    check([("--fp8-fast-accum none" in line) for line in lines] == [False, True, True] * 2, f"FP8 options: {lines}")
+    check([line.split("--rounding-seed ")[1][0] for line in lines] == ["1"] * 3 + ["2"] * 3, f"{lines}")
+    check("--lr-schedule cosine" in lines[0] and "--grad-clip 1" in lines[0], lines[0])
+    repeated = verdict(*options(folder, "--dry-run", "--repeat")).stdout.splitlines()
+    check("--learning-rate 1e-5 --lr-schedule constant" in repeated[0], repeated[0])
+    check("--grad-clip" not in repeated[0], repeated[0])
+    check(not (pathlib.Path(folder) / "verdict").exists(), "--dry-run writes nothing")
+
+
+def finished(folder):
+    """Names of the runs whose log ends with a summary of all steps."""
+    names = []
+    for path in pathlib.Path(folder).glob("verdict/tiny.*/log.jsonl"):
+        last = path.read_text().splitlines()[-1:]
+        if last and f'"type": "summary", "steps": {STEPS},' in last[0]:
+            names.append(path.parent.name)
+    return sorted(names)
+
+
+def test_killed(folder, words):
+    """A SIGTERM stops the runs; a run that had finished is kept by the next start."""
+    process = subprocess.Popen(["scripts/verdict.sh", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while len(finished(folder)) < 2 and time.time() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out = process.communicate()[0]
+    kept = finished(folder)
+    check(process.returncode == 128 + signal.SIGTERM and "start the verdict again to continue" in out,
+          f"a stopped verdict: status {process.returncode}, {out[-300:]}")
+    check(2 <= len(kept) < 9, f"runs that were finished when it stopped: {kept}")
+    times = {name: (pathlib.Path(folder) / "verdict" / name / "log.jsonl").stat().st_mtime_ns for name in kept}
+    refused = verdict(*options(folder, "--lr", "1e-3"))
+    check(refused.returncode == 1 and "holds runs of other settings" in refused.stderr and "lr: " in refused.stderr,
+          f"other settings: {refused.stderr}")
+    return times
+
+
+def read(folder, recipe, seed):
+    name = f"tiny.{recipe.replace(':', '-')}.s{seed}"
+    return [json.loads(line) for line in (pathlib.Path(folder) / "verdict" / name / "log.jsonl").open()]
+
+
+def tail_losses(folder, recipe, seed, last):
+    return [r["loss"] for r in read(folder, recipe, seed) if r["type"] == "step"][-last:]
+
+
+def test_report(folder):
+    """report.json's differences are those of a computation with plain sums and a t factor from a table."""
+    report = json.loads((pathlib.Path(folder) / "verdict" / "report.json").read_text())
+    t_factor = 4.302652729911275  # 97.5% of Student's t with 2 degrees of freedom
+    check(len(report["comparisons"]) == len(RECIPES), f"{len(report['comparisons'])} comparisons")
+    for comparison, recipe in zip(report["comparisons"], RECIPES):
+        training = comparison["training"]
+        last = comparison["training_last_steps"]
+        means = []
+        for seed in SEEDS:
+            bf16, fp8 = (tail_losses(folder, r, seed, last) for r in ("bf16", recipe))
+            check(bf16 != fp8, f"{recipe}, seed {seed}: FP8 has the losses of BF16")
+            means.append(sum(b - a for a, b in zip(bf16, fp8)) / last)
+        mean = sum(means) / 3
+        half = t_factor * math.sqrt(sum((m - mean)**2 for m in means) / 2 / 3)
+        for key, want in (("estimate", mean), ("low", mean - half), ("high", mean + half)):
+            check(abs(training[key] - want) < 1e-9, f"{recipe}: {key} is {training[key]}, not {want}")
+        values = []
+        for seed in SEEDS:
+            pair = [[r for r in read(folder, r_, seed) if r["type"] == "validation"][-1] for r_ in ("bf16", recipe)]
+            check(pair[0]["step"] == STEPS and len(pair[0]["losses"]) == len(pair[1]["losses"]) > 2, f"{pair}")
+            values.append(pair[1]["loss"] - pair[0]["loss"])
+        check(abs(comparison["validation"]["estimate"] - sum(values) / 3) < 1e-9,
+              f"{recipe}: validation {comparison['validation']['estimate']}, not {sum(values) / 3}")
+    page = (pathlib.Path(folder) / "verdict" / "report.html").read_text()
+    check(len(page) < 1_000_000 and "<svg" in page and "src=\"http" not in page, "report.html")
+
+
+def test_cut_log(folder):
+    """A run whose log was cut is named, and gives no number."""
+    log = pathlib.Path(folder) / "verdict" / "tiny.fp8.s43" / "log.jsonl"
+    whole = log.read_text()
+    log.write_text(whole[:len(whole) // 2])
+    result = subprocess.run([sys.executable, "scripts/report.py", f"{folder}/verdict"], cwd=ROOT, capture_output=True,
+                            text=True)
+    report = json.loads((pathlib.Path(folder) / "verdict" / "report.json").read_text())
+    seeds = {c["recipe"]: c["seeds"] for c in report["comparisons"]}
+    check(result.returncode == 0 and list(seeds.values())[0] == [42, 44], f"a run that was cut: {seeds}")
+    check("fp8.s43" in json.dumps(report), "the report names the run that was cut")
+    log.write_text(whole)
+
+
+def test_failing_trainer(folder):
+    """A run out of memory is an answer, a crash is a failure; the verdict goes on with the other runs."""
+    program = pathlib.Path(folder) / "train_fp8"
+    program.write_text("""#!/bin/sh
+case "$*" in
+    *"--seed 8 "*"--precision fp8"*) echo "error: needs 999 GiB" >&2; exit 3 ;;
+    *"--seed 9 "*"--precision fp8"*) kill -9 $$ ;;
+esac
+exec ./train_fp8 "$@"
+""")
+    program.chmod(0o755)
+    result = verdict(*options(folder, "--trainer", str(program), "--out", f"{folder}/failing", "--seeds", "8,9,10,11",
+                              "--recipes", "fp8", "--", "--val-steps", "4"))
+    check(result.returncode == 1, f"status {result.returncode}: {result.stderr}")
+    check("seed 8: out of memory: needs 999 GiB" in result.stdout and "seed 9: failed: ended with signal 9" in
+          result.stdout, result.stdout)
+    check(all(f"fp8, seed {seed}: loss" in result.stdout for seed in (10, 11)), result.stdout)
+
+
+def main():
+    os.environ["OMP_NUM_THREADS"] = "1"
+    folder = tempfile.mkdtemp()
+    try:
+        subprocess.run(["build/synth_stories", "--out", f"{folder}/s", "--bytes", "400000", "--seed", "3"], cwd=ROOT,
+                       check=True, stdout=subprocess.DEVNULL)
+        test_bad_options(folder)
+        test_commands(folder)
+        libraries = subprocess.run(["scripts/setup_report.sh"], cwd=ROOT, capture_output=True, text=True)
+        words = options(folder, "--recipes", ",".join(RECIPES), "--price", "3", "--", "--val-steps", "6")
+        times = test_killed(folder, words)
+        result = verdict(*words)
+        check(len(finished(folder)) == len(SEEDS) * (1 + len(RECIPES)), f"{result.stdout}{result.stderr}")
+        check(result.stdout.count("from before") == len(times), f"runs kept: {result.stdout}")
+        for name, when in times.items():
+            now = (pathlib.Path(folder) / "verdict" / name / "log.jsonl").stat().st_mtime_ns
+            check(now == when, f"{name} was finished, and ran again")
+        test_failing_trainer(folder)
+        if libraries.returncode:
+            print(f"SKIPPED: the report of the verdict: {libraries.stderr.strip()[-200:]}")
+            check("scripts/setup_report.sh" in result.stderr, f"without libraries it says so: {result.stderr}")
+        else:
+            check(result.returncode == 0, f"status {result.returncode}: {result.stderr}")
+            test_report(folder)
+            test_cut_log(folder)
+    finally:
+        shutil.rmtree(folder)
+    print(f"{passed} passed, {failed} failed")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
