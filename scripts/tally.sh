@@ -1,6 +1,6 @@
 # Counts checks. Sourced by test.sh, check_gpu.sh and the shell tests.
 export LC_ALL=C  # with a decimal comma, awk and printf would read and write other numbers
-passed=0 failed=0
+passed=0 failed=0 skipped=0
 
 # Runs a command as one check: it passes if the command does. $1 the check's name, then the command.
 check() {
@@ -15,7 +15,7 @@ holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 12
 lacks() { ! grep -Fq -- "$2" "$1"; }
 
 # Runs a program that ends with "N passed, N failed" and adds its counts. Prints its whole output if QUIET is empty or
-# it failed, otherwise only the lines about skipped checks. $1 its name, then the command.
+# it failed, otherwise only the lines that begin with "skipped:". $1 its name, then the command.
 tally() {
     local name=$1 status log line
     shift
@@ -23,7 +23,8 @@ tally() {
     "$@" >"$log" 2>&1
     status=$?
     line=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
-    if [ -z "${QUIET:-}" ] || [ "$status" -ne 0 ] || [ -z "$line" ]; then cat "$log"; else grep -i 'skipped:' "$log"; fi
+    if [ -z "${QUIET:-}" ] || [ "$status" -ne 0 ] || [ -z "$line" ]; then cat "$log"; else grep '^ *skipped:' "$log"; fi
+    skipped=$((skipped + $(grep -c '^ *skipped:' "$log")))
     rm -f "$log"
     if [ -z "$line" ]; then
         failed=$((failed + 1))
@@ -44,6 +45,7 @@ tally() {
 # Prints the counts of all checks. Status 0: no check failed.
 finish() {
     echo
+    [ "$skipped" -eq 0 ] || echo "$skipped skipped: lines above that begin with \"skipped:\" say why"
     echo "$passed passed, $failed failed"
     [ "$failed" -eq 0 ]
 }

@@ -21,7 +21,7 @@ for program in build/test_*; do
     case $program in *test_gpu | *test_fsdp_order | *test_placement) continue ;; esac  # GPU code: below
     [ -x "$program" ] && tally "${program#build/}" "$program"
 done
-say "unit tests under address and undefined-behaviour sanitizers"
+say "unit tests under address and undefined-behaviour sanitizers (test_train_fp8 takes minutes)"
 for program in build/asan/test_*; do
     [ -x "$program" ] && tally "${program#build/}" env ASAN_OPTIONS=detect_leaks=0 "$program"
 done
@@ -37,5 +37,6 @@ if find_nvcc && find_nccl; then
     tally test_placement build/test_placement
 else
     echo "skipped: no nvcc or no NCCL here, so the GPU trainer is not compiled"
+    skipped=$((skipped + 1))
 fi
 finish

@@ -403,14 +403,14 @@ def main():
     have_packages = os.path.exists(VENV_PYTHON) and subprocess.run([VENV_PYTHON, "-c", "import tiktoken, tokenizers"],
                                                                    capture_output=True).returncode == 0
     if not have_packages:
-        print("SKIPPED: comparison with ../shared/data, tokenizer.json: data/.venv is missing "
+        print("skipped: comparison with ../shared/data, tokenizer.json: data/.venv is missing "
               "(make it with data/setup_venv.sh)")
     else:
         tests.append(test_tokenizer_json)
         if os.path.isdir(SHARED):
             tests.append(test_against_shared)
         else:
-            print("SKIPPED: comparison with ../shared/data: there is no such folder")
+            print("skipped: comparison with ../shared/data: there is no such folder")
     for test in tests:
         with tempfile.TemporaryDirectory() as folder:
             test(folder)

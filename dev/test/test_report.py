@@ -32,7 +32,7 @@ try:
 except ImportError as missing:
     if VENV_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
         os.execve(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
-    print(f"SKIPPED: the report: {missing} (scripts/setup_report.sh installs what it needs)")
+    print(f"skipped: the report: {missing} (scripts/setup_report.sh installs what it needs)")
     print("0 passed, 0 failed")
     sys.exit(0)
 

@@ -203,7 +203,7 @@ def main():
             check(now == when, f"{name} was finished, and ran again")
         test_failing_trainer(folder)
         if libraries.returncode:
-            print(f"SKIPPED: the report of the verdict: {libraries.stderr.strip()[-200:]}")
+            print(f"skipped: the report of the verdict: {libraries.stderr.strip()[-200:]}")
             check("scripts/setup_report.sh" in result.stderr, f"without libraries it says so: {result.stderr}")
         else:
             check(result.returncode == 0, f"status {result.returncode}: {result.stderr}")

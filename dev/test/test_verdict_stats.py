@@ -26,7 +26,7 @@ try:
 except ImportError as missing:
     if os.path.exists(VENV_PYTHON) and not os.environ.get("IN_REPORT_VENV"):
         os.execve(VENV_PYTHON, [VENV_PYTHON, *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
-    print(f"SKIPPED: statistics of the verdict: {missing} (scripts/setup_report.sh installs what they need)")
+    print(f"skipped: statistics of the verdict: {missing} (scripts/setup_report.sh installs what they need)")
     print("0 passed, 0 failed")
     sys.exit(0)
 
@@ -196,7 +196,7 @@ def test_words():
 def test_real_curves():
     """The noise simulated here is that of real curves."""
     if not os.path.exists(CURVES):
-        print("SKIPPED: noise of real curves: there is no ../shared/peers/curves")
+        print("skipped: noise of real curves: there is no ../shared/peers/curves")
         return
     losses = {"bf16": [], "fp8": []}
     with open(CURVES, encoding="utf-8") as f:
