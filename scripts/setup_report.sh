@@ -27,6 +27,6 @@ mkdir -p "$(dirname "$venv")"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
     -r "$requirements" ||
     fail "the libraries of the reports could not be installed in $venv"
-"$venv/bin/python" -c 'import matplotlib, jinja2, numpy, scipy, arch.bootstrap'
+"$venv/bin/python" -c 'import matplotlib, jinja2, numpy, scipy, arch.bootstrap, tensorboardX'
 cp "$requirements" "$venv/installed.txt"  # last, so that an unfinished environment is made again
 echo "$venv: ready"

@@ -42,7 +42,7 @@ import subprocess
 import sys
 import time
 
-from verdict_runs import Pool, Run, fail, finished_summary, write_json
+from verdict_runs import Pool, Run, fail, finished_summary, write_text
 
 SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision", "fp8-recipe", "fp8-emulate", "seed",
             "rounding-seed", "learning-rate", "lr-schedule", "warmup-steps", "log-dir")
@@ -402,7 +402,8 @@ def main():
     slots = slots_of(plan)
     others = check_folder(plan, runs)
     with Pool(plan.o["out"], runs, slots) as pool:
-        write_json(os.path.join(plan.o["out"], "verdict.json"), receipt(plan, runs, others))
+        text = json.dumps(receipt(plan, runs, others), indent=1) + "\n"
+        write_text(os.path.join(plan.o["out"], "verdict.json"), text)
         time_steps(plan, runs, slots)
         announce(plan, runs, slots)
         pool.train()

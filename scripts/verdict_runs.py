@@ -1,7 +1,7 @@
 """The runs of a verdict (scripts/verdict.py): starts several side by side, records how each ended, says what is left.
 
-A run is a folder with the trainer's stdout.txt and log.jsonl, and `result` if it did not finish: one line of JSON with
-kind, seconds and message. A run has finished if its log ends with the summary of all its steps.
+A run is a folder with the trainer's stdout.txt and log.jsonl, and `result` if it did not finish: kind, seconds and
+message with tabs between, as in a sweep. A run has finished if its log ends with the summary of all its steps.
 """
 import fcntl
 import json
@@ -23,10 +23,9 @@ def fail(message):
     sys.exit(1)
 
 
-def write_json(path, value):
+def write_text(path, text):
     with open(path + ".tmp", "w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
+        file.write(text)
     os.replace(path + ".tmp", path)
 
 
@@ -55,9 +54,9 @@ class Run:
             return
         try:
             with open(os.path.join(self.folder, "result")) as file:
-                result = json.load(file)
-            self.kind, self.seconds, self.message = result["kind"], result["seconds"], result["message"]
-        except (OSError, ValueError, KeyError):
+                self.kind, seconds, self.message = file.read().rstrip("\n").split("\t", 2)
+            self.seconds = float(seconds)
+        except (OSError, ValueError):
             self.kind = ""
 
     def is_kept(self):
@@ -88,8 +87,7 @@ class Run:
             self.kind = "done"
             return
         self.kind, self.message = KINDS.get(status, "failed"), self.reason(status)
-        write_json(os.path.join(self.folder, "result"),
-                   {"kind": self.kind, "seconds": self.seconds, "message": self.message})
+        write_text(os.path.join(self.folder, "result"), f"{self.kind}\t{self.seconds:.1f}\t{self.message}\n")
 
     def reason(self, status):
         """The trainer's error, or else the exit status and the last line of the output."""
@@ -97,9 +95,9 @@ class Run:
             lines = [line.strip() for line in file if line.strip(" -\n")]
         errors = [re.sub(r"^.*?error: ", "", line) for line in lines if re.match(r"(rank \d+: )?error: ", line)]
         if errors:
-            return errors[0][:400]
+            return errors[0][:400].replace("\t", " ")
         how = f"signal {-status}" if status < 0 else f"status {status}"
-        return f"ended with {how}" + (f"; last line: {lines[-1][:300]}" if lines else "")
+        return (f"ended with {how}" + (f"; last line: {lines[-1][:300]}" if lines else "")).replace("\t", " ")
 
     def words(self):
         text = f"{self.model}, {self.recipe}, seed {self.seed}"

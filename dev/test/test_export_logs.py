@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Tests scripts/export_logs.py: the event files hold every scalar of the logs, with valid checksums.
+
+The files are read here by their format (TFRecord with masked CRC-32C, Event messages). Runs with build/report-venv
+(scripts/setup_report.sh), or skips. Ends with "N passed, N failed".
+"""
+import json
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+VENV_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
+try:
+    from tensorboardX.proto.event_pb2 import Event
+except ImportError as missing:
+    if VENV_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
+        os.execve(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
+    print(f"skipped: event files: {missing} (scripts/setup_report.sh installs what they need)")
+    print("0 passed, 0 failed")
+    sys.exit(0)
+
+passed = failed = 0
+
+
+def check(condition, what):
+    global passed, failed
+    passed, failed = passed + bool(condition), failed + (not condition)
+    if not condition:
+        print(f"FAILED: {what}")
+
+
+def crc32c(data):
+    """CRC-32C (Castagnoli, RFC 3720, appendix B.4), bit by bit."""
+    crc = 0xffffffff
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82f63b78 if crc & 1 else 0)
+    return crc ^ 0xffffffff
+
+
+def masked(data):
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xa282ead8) & 0xffffffff
+
+
+def read_events(path):
+    """Returns {(name, step): (value, wall time)} of an event file, after checking its checksums."""
+    data, at, scalars = path.read_bytes(), 0, {}
+    while at < len(data):
+        size, = struct.unpack("<Q", data[at:at + 8])
+        body = data[at + 12:at + 12 + size]
+        sums = struct.unpack("<I", data[at + 8:at + 12]) + struct.unpack("<I", data[at + 12 + size:at + 16 + size])
+        check(sums == (masked(data[at:at + 8]), masked(body)), f"{path}: checksums at byte {at}")
+        event = Event.FromString(body)
+        for value in event.summary.value:
+            scalars[value.tag, event.step] = value.simple_value, event.wall_time
+        at += 16 + size
+    return scalars
+
+
+def export(*words):
+    return subprocess.run([sys.executable, "scripts/export_logs.py", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def trained(folder):
+    subprocess.run(["build/synth_stories", "--out", f"{folder}/s", "--bytes", "60000", "--seed", "3"], cwd=ROOT,
+                   check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["./train_fp8", "tiny", "--train-data", f"{folder}/s_train.bin", "--val-data", f"{folder}/s_val.bin",
+                    "--sequence-length", "32", "--num-steps", "6", "--val-every", "4", "--log-dir", f"{folder}/run"],
+                   cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return [json.loads(line) for line in open(f"{folder}/run/log.jsonl")]
+
+
+def test_events(folder):
+    records = trained(folder)
+    for _ in range(2):  # a second export replaces the first
+        result = export(f"{folder}/run", "--out", f"{folder}/events")
+        check(result.returncode == 0 and "6 steps" in result.stdout, result.stdout + result.stderr)
+    files = list(pathlib.Path(folder, "events").glob("*/events.out.tfevents.*"))
+    check(len(files) == 1, f"event files: {files}")
+    scalars = read_events(files[0])
+    names = {"loss": "loss/training", "norm": "optimizer/gradient_norm", "lr": "optimizer/learning_rate",
+             "ms": "time/step_ms", "optimizer_ms": "time/optimizer_ms", "memory_bytes": "gpu/memory_bytes"}
+    steps = [record for record in records if record["type"] == "step"]
+    for record in steps:
+        for key, name in names.items():
+            value = scalars.get((name, record["step"]), (None, 0))[0]
+            want = struct.unpack("<f", struct.pack("<f", record[key]))[0]
+            check(value == want, f"{name} of step {record['step']}: {value}, not {want}")
+    validations = {name_step[1]: value[0] for name_step, value in scalars.items() if name_step[0] == "loss/validation"}
+    wanted = {r["step"]: r["loss"] for r in records if r["type"] == "validation"}
+    check(sorted(validations) == sorted(wanted) == [4, 6], f"validations: {validations}")
+    check(all(abs(validations[s] - wanted[s]) < 1e-6 for s in wanted), f"{validations}, not {wanted}")
+    check(not any("mfu" in name for name, _ in scalars), "a null (mfu on the CPU) is left out")
+    times = [scalars["loss/training", step][1] for step in range(1, 7)]
+    check(times == sorted(times) and 0 < times[-1] - records[0]["started"] < 600, f"times: {times}")
+
+
+def test_errors(folder):
+    for message, words in (("no folder is given", []), ("unknown option --bogus", ["--bogus"]),
+                           ("is not a folder", ["/bogus"]), ("has no run", [folder + "/empty"])):
+        os.makedirs(folder + "/empty", exist_ok=True)
+        result = export(*words)
+        check(result.returncode == 1 and result.stderr.startswith("error: ") and message in result.stderr,
+              f"{message}: {result.stderr}")
+    log = pathlib.Path(folder, "run", "log.jsonl")
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:3]) + "{damaged\n" + "".join(lines[3:]))
+    result = export(f"{folder}/run", "--out", f"{folder}/damaged")
+    check(result.returncode == 1 and "log.jsonl" in result.stderr and not os.path.exists(f"{folder}/damaged"),
+          f"a damaged log: {result.stderr}")
+
+
+def main():
+    check(crc32c(b"123456789") == 0xe3069283, "the check value of CRC-32C")
+    with tempfile.TemporaryDirectory() as folder:
+        test_events(folder)
+        test_errors(folder)
+    print(f"{passed} passed, {failed} failed")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""usage: scripts/export_logs.py FOLDER... [--out FOLDER] [--wandb]
+
+Writes what log.jsonl says of each run as TensorBoard event files: tensorboard --logdir FOLDER shows them. FOLDER is the
+--log-dir of a run, the --out folder of scripts/verdict.sh or scripts/sweep.sh, or a folder of such folders.
+
+  --out FOLDER  one subfolder for each run (log/tensorboard)
+  --wandb       also make an offline W&B run of each, in FOLDER/wandb, for `wandb sync`; wandb must be installed
+
+Needs the libraries that scripts/setup_report.sh installs.
+"""
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
+
+# Scalars of step records, and their names in TensorBoard.
+STEP_SCALARS = {"loss": "loss/training", "norm": "optimizer/gradient_norm", "lr": "optimizer/learning_rate",
+                "ms": "time/step_ms", "data_ms": "time/data_ms", "communication_ms": "time/communication_ms",
+                "optimizer_ms": "time/optimizer_ms", "tokens_per_second": "speed/tokens_per_second",
+                "tflops_per_gpu": "speed/tflops_per_gpu", "mfu": "speed/mfu", "sol": "speed/sol",
+                "memory_bytes": "gpu/memory_bytes", "joules": "gpu/joules"}
+GPU_SCALARS = {"watts": "gpu/watts", "sm_mhz": "gpu/sm_mhz", "celsius": "gpu/celsius"}
+
+
+def fail(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+def need_library(name, hint):
+    """Goes on in the virtual environment of scripts/setup_report.sh if this Python lacks the library."""
+    try:
+        return __import__(name)
+    except ImportError as missing:
+        if VENV_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
+            os.execve(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
+        fail(f"{missing}; {hint}")
+
+
+def scalars(run):
+    """Yields (step, seconds since 1970, {name: value}) for each step and validation of a run, in order."""
+    now = run.settings.get("started", 0.0)
+    validations = {record["step"]: record["loss"] for record in run.validations}
+    for record in run.steps:
+        now += record["ms"] / 1e3
+        values = {name: record.get(key) for key, name in STEP_SCALARS.items()}
+        for key, name in GPU_SCALARS.items():
+            values.update({f"{name}_{i}": value for i, value in enumerate(record.get(key) or [])})
+        values["loss/validation"] = validations.get(record["step"])
+        yield record["step"], now, {name: value for name, value in values.items() if value is not None}
+
+
+def write_tensorboard(run, folder, writer_class):
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("events.out.tfevents.*"):  # of an earlier export
+        path.unlink()
+    writer = writer_class(str(folder), flush_secs=3600)
+    for step, now, values in scalars(run):
+        for name, value in values.items():
+            writer.add_scalar(name, value, step, walltime=now)
+    writer.close()
+
+
+def write_wandb(run, folder, wandb):
+    folder.mkdir(parents=True, exist_ok=True)
+    made = wandb.init(mode="offline", dir=str(folder), project="train_fp8", name=run.name, config=run.settings)
+    for step, _, values in scalars(run):
+        made.log(values, step=step)
+    made.finish()
+
+
+def parse(words):
+    folders, out, use_wandb = [], Path("log/tensorboard"), False
+    while words:
+        word = words.pop(0)
+        if word == "--help":
+            print(__doc__, end="")
+            sys.exit(0)
+        if word == "--wandb":
+            use_wandb = True
+        elif word.split("=")[0] == "--out":
+            if "=" not in word and not words:
+                fail("--out needs a value")
+            out = Path(word.split("=", 1)[1] if "=" in word else words.pop(0))
+        elif word.startswith("-"):
+            fail(f"unknown option {word}; --help lists all")
+        else:
+            folders.append(word)
+    if not folders:
+        fail("no folder is given; --help says which")
+    return folders, out, use_wandb
+
+
+def main():
+    folders, out, use_wandb = parse(sys.argv[1:])
+    writer = need_library("tensorboardX", "run scripts/setup_report.sh, which installs it").SummaryWriter
+    wandb = need_library("wandb", "--wandb needs it: build/report-venv/bin/pip install wandb") if use_wandb else None
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from report.folders import read_folders
+    try:
+        found = read_folders(folders)
+    except ValueError as error:
+        fail(error)
+    for problem in found.problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    for name, reason in found.without:
+        print(f"warning: {name}: {reason}", file=sys.stderr)
+    for run in found.runs:
+        write_tensorboard(run, out / run.name, writer)
+        if wandb:
+            write_wandb(run, out / "wandb", wandb)
+        print(f"{run.name}: {len(run.steps)} steps in {out / run.name}")
+
+
+if __name__ == "__main__":
+    main()
