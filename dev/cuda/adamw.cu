@@ -1,4 +1,5 @@
-// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh bit for bit against the CPU's functions, and times them.
+// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh bit for bit against the CPU's functions, norms with a
+// tolerance. Times AdamW's norm and update.
 // Build and run: make build/bench_adamw && build/bench_adamw
 #include "../../llmc/cuda/adamw.cuh"
 #include "../../llmc/cuda/initialize.cuh"
@@ -505,8 +506,9 @@ int main(int argc, char **argv) {
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
-                // Then: a NaN and an infinity, with and without clipping; gradients whose squares overflow the sum, and
-                // the second moment; the largest accepted gradient; fp32 gradients.
+                // The first six have ordinary gradients. The others: a NaN and an infinity, with and without clipping;
+                // gradients whose squares overflow the sum, and the second moment; the largest accepted gradient; fp32
+                // gradients.
                 const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0, false},
                                             {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0, false},
                                             {master, moments, 0, 1e-15, 1e-2, -1, false, 0, false},

@@ -21,7 +21,7 @@ static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     return x;
 }
 
-// Source of two tensors side by side, columns [0, C) and [C, 2C) of x.
+// Source of one tensor x [R, 2C] as two outputs: columns [0, C) and [C, 2C), like SwiGLU's gradients of gate and up.
 struct PairSource {
     enum { ROLES = 1 << TENSOR_DY, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {

@@ -1051,7 +1051,7 @@ static void test_export(void) {
     CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure), "%s", failure.text);
     CHECK(path_exists(scratch_path("export/tokenizer.json")) && !path_exists(scratch_path("export/README.md")) &&
               !path_exists(scratch_path("export/trainer.json")) && !path_exists(scratch_path("export.tmp")),
-          "second export");
+          "the second export replaces the first, with the tokenizer files");
 
     // Weights loaded as bf16 are rounded to nearest even.
     ModelConfig read;
@@ -1341,7 +1341,7 @@ static void test_resolve(void) {
     CHECK(path_within(out, here) && strcmp(out + strlen(here), "/no-such/x") == 0, "%s", out);
     CHECK(path_within("/a/b", "/a") && path_within("/a", "/a") && path_within("/a", "/") && !path_within("/ab", "/a") &&
               !path_within("/a", "/a/b"),
-          "paths within paths");
+          "path_within");
 }
 
 static void load_action(void *context) {

@@ -1165,7 +1165,7 @@ static void check_watch(void) {
     nccl_watch(n);
     const Activity now = activity_now();
     CHECK(n->finished == 1 && now.pending == 0 && now.collectives == before.collectives + 1,
-          "an operation ends, but is not reported");
+          "the end of an operation is not reported");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 // Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's: the energy counts on
-// between readings and never falls, and what a GPU does not tell is NAN.
+// between readings and never falls, and a value that the GPU does not report is NAN.
 #include "../../llmc/dist/gpu_monitor.h"
 #include "lib/check.h"
 
 static double fake_watts, fake_joules_from;  // the fake GPU uses fake_watts since the time fake_joules_from
 static double fake_joules_lump = 0.001;      // its counter grows by this much at a time
 static int64_t fake_readings;
-static bool fake_is_silent;  // it tells nothing
+static bool fake_is_silent;  // it reports no value
 
 static int fake_init(void) { return 0; }
 
@@ -111,7 +111,7 @@ static void test_silent(void) {
     CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "the GPU is known");
     const GpuReading r = gpu_monitor_read(&m);
     CHECK(r.present && isnan(r.joules) && isnan(r.watts) && isnan(r.sm_mhz) && isnan(r.celsius) && r.throttle == 0,
-          "what a GPU does not tell is NAN");
+          "a value that the GPU does not report is NAN");
     gpu_monitor_close(&m);
     fake_is_silent = false;
 }

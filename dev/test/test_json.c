@@ -94,7 +94,7 @@ static void test_values(void) {
           name ? name->text : failure.text);
     CHECK(strcmp(json_member(&json, root, "raw")->text, "\xc3\xa9\xff") == 0, "bytes that are not UTF-8 are kept");
     CHECK(json_member(&json, root, "") && !json_member(&json, root, "absent") && !json_member(&json, name, "x"),
-          "members");
+          "json_member finds the keys of objects only");
     int64_t i = 0;
     double x = 0;
     bool b = false;
@@ -155,7 +155,7 @@ static void test_numbers(void) {
     CHECK(!int_of("1e300", 0, INT64_MAX, &i) && !int_of("1e999", 0, INT64_MAX, &i) && !int_of("1e18", 0, INT64_MAX, &i),
           "past what a double holds exactly");
     CHECK(!int_of("0.5", 0, 9, &i) && !int_of("10", 0, 9, &i) && !int_of("-1", 0, 9, &i) && !int_of("1e1", 0, 9, &i),
-          "range");
+          "fractions and numbers outside the range are refused");
     CHECK(int_of("9", 0, 9, &i) && int_of("0", 0, 9, &i) && int_of("-0", 0, 9, &i), "limits belong to the range");
     Json json;
     Failure failure;
@@ -233,7 +233,7 @@ static void test_writing(void) {
     json_text_free(&out);
 }
 
-// Bytes that are not UTF-8 are written as \udcXX and read back unchanged, in any string.
+// A byte that is not UTF-8 is written as \udcXX, and read back as the same byte.
 static void test_bytes(void) {
     static const char *const cases[][2] = {
         {"a/\xff\xfe/b", "\"a/\\udcff\\udcfe/b\""},

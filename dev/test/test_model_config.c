@@ -54,11 +54,12 @@ static void test_presets(void) {
     CHECK(count == 16, "%d presets", count);
     ModelConfig m;
     CHECK(!model_config_preset(&m, "llama") && !model_config_preset(&m, "") && !model_config_preset(&m, "TINY"),
-          "unknown names");
-    CHECK(model_config_preset(&m, "tiny") && m.num_layers == 2 && m.hidden_size == 64 && m.vocab_size == 0, "tiny");
+          "unknown presets are refused");
+    CHECK(model_config_preset(&m, "tiny") && m.num_layers == 2 && m.hidden_size == 64 && m.vocab_size == 0,
+          "preset tiny");
     CHECK(model_config_preset(&m, "small") && m.num_layers == 4 && m.hidden_size == 256 &&
               m.intermediate_size % 128 == 0 && model_qkv_size(&m) % 128 == 0,
-          "small");
+          "preset small");
 }
 
 // Values of transformers 5.17 (ROPE_INIT_FUNCTIONS["llama3"], float32): kept, interpolated and divided frequencies.

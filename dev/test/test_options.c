@@ -45,12 +45,12 @@ static void test_defaults(void) {
     CHECK(strcmp(o.model, "tiny") == 0 && strncmp(o.train_data, "data/", 5) == 0 && *o.checkpoint_dir == 0, "texts");
     CHECK(o.seed == 42 && o.learning_rate == 1e-5 && o.weight_decay == 0.01 && o.beta1 == 0.9 && o.beta2 == 0.999 &&
               o.eps == 1e-8 && o.grad_clip == 0,
-          "the optimizer's");
+          "the optimizer's defaults");
     CHECK(o.warmup_steps == 0 && o.lr_schedule == SCHEDULE_CONSTANT && o.on_nonfinite == NONFINITE_STOP &&
               o.shuffle == ON && o.batch_size == 1 && !o.resume && !o.help,
-          "others");
+          "defaults of the schedule, the data and the run");
     CHECK(o.master_weights == STORAGE_AUTO && o.optimizer_state == STORAGE_AUTO && o.recompute == RECOMPUTE_NONE,
-          "others");
+          "defaults of storage and recompute");
     Options d = options_default();
     CHECK(*d.model == 0, "no model");
 }
@@ -115,7 +115,7 @@ static void test_accepted(void) {
     Options o = parse("--num-steps 1e3 llama3.1-8b --precision=fp8 --resume --eps 1e-6");
     CHECK(strcmp(o.model, "llama3.1-8b") == 0 && o.num_steps == 1000 && o.precision == PRECISION_FP8 && o.resume &&
               o.eps == 1e-6,
-          "a mix");
+          "options and the model in any order, with a space or =");
     o = parse("tiny --log-dir=a=b --seed=4294967295 --shuffle off --seed 7");
     CHECK(strcmp(o.log_dir, "a=b") == 0 && o.seed == 7 && o.shuffle == OFF, "the last of two values counts");
     o = parse("tiny --grad-clip 0 --learning-rate +.5e0 --master-weights fp32");
@@ -197,10 +197,10 @@ static void test_refused(void) {
               cases[i][0], output);
     CHECK(option_edit_distance("", "abc") == 3 && option_edit_distance("kitten", "sitting") == 3 &&
               option_edit_distance("same", "same") == 0 && option_edit_distance("ab", "ba") == 2,
-          "distances");
+          "edit distances");
 }
 
-// Options given with recipes, and the message about the combination; "" if there is none.
+// FP8 options, and a part of the message that refuses their combination; "" if it is allowed.
 static void test_fp8_conflicts(void) {
     static const char *const cases[][2] = {
         // recipes need batch-size x sequence-length to be a multiple of their block
@@ -237,11 +237,11 @@ static void test_fp8_conflicts(void) {
         {"--fp8-amax-history 1024", ""},
         {"--fp8-recipe blockwise --fp8-margin 1",
          "--fp8-margin 1 is for --fp8-recipe delayed; recipe blockwise scales by current"},
-        // formats fit every recipe
+        // every recipe takes every --fp8-format
         {"--fp8-recipe rowwise --fp8-format hybrid", ""},
         {"--fp8-format e4m3", ""},
         {"--fp8-recipe mxfp8 --fp8-format hybrid", ""},
-        // auto needs meaningful timings
+        // --fp8-filter auto measures FP8 against bf16: not with --fp8-emulate, and not with --deterministic
         {"--fp8-filter auto", ""},
         {"--fp8-filter auto --fp8-emulate",
          "--fp8-filter auto keeps in FP8 only layers that run faster in FP8, and --fp8-emulate makes none faster"},
@@ -302,9 +302,9 @@ static void test_conflicts(void) {
         {"tiny --resume --checkpoint-dir c", ""},
         {"tiny --val-every 5", "--val-every needs --val-data"},
         {"tiny --val-every 5 --val-data v", ""},
-        {"tiny --precision fp32 --master-weights bf16", "keeps weights and optimizer state in fp32"},
+        {"tiny --precision fp32 --master-weights bf16", "--precision fp32 keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --grad-accum-dtype bf16", "adds up gradients in fp32"},
-        {"tiny --precision fp32 --optimizer-state bf16", "keeps weights and optimizer state in fp32"},
+        {"tiny --precision fp32 --optimizer-state bf16", "--precision fp32 keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --master-weights fp32", ""},
         {"tiny --precision fp8 --sequence-length 40",
          "in multiples of 16 (FP8 GEMMs), not 1 x 40; --sequence-length 48 would do"},
@@ -313,7 +313,7 @@ static void test_conflicts(void) {
         {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"},
         {"tiny --sharding hybrid --shard-size 2", ""},
         {"tiny --sharding none --copy-engines on",
-         "with --sharding none, or hybrid with --shard-size 1, nothing is gathered"},
+         "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered"},
         {"tiny --sharding hybrid --shard-size 1 --copy-engines on", "nothing is gathered"},
         {"tiny --sharding hybrid --shard-size 2 --copy-engines on", ""},
         {"tiny --sharding none --copy-engines off", ""},
@@ -362,7 +362,7 @@ static void test_resolve_fp8(void) {
                  {"tiny --precision fp8 --fp8-recipe blockwise --fp8-format hybrid", OFF, FP8_FORMAT_HYBRID},
                  {"tiny --precision fp8 --fp8-recipe delayed --fp8-all-gather on", ON, FP8_FORMAT_HYBRID},
                  {"tiny", OFF, FP8_FORMAT_AUTO},
-                 {"tiny --precision fp32", OFF, FP8_FORMAT_AUTO}};  // without FP8 there is no format
+                 {"tiny --precision fp32", OFF, FP8_FORMAT_AUTO}};  // without FP8, --fp8-format stays auto
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line), again;
         options_resolve(&o);
@@ -370,7 +370,7 @@ static void test_resolve_fp8(void) {
               cases[i].line, o.fp8_all_gather, o.fp8_format);
         again = o;
         options_resolve(&again);
-        CHECK(memcmp(&o, &again, sizeof o) == 0, "%s: resolving twice is resolving once", cases[i].line);
+        CHECK(memcmp(&o, &again, sizeof o) == 0, "%s: resolving again changes nothing", cases[i].line);
         char message[512];
         CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s: what auto stands for is allowed: \"%s\"",
               cases[i].line, message);
@@ -413,10 +413,11 @@ static void test_sharding(void) {
     Options o = parse("tiny --precision fp32"), half = parse("tiny --precision fp8");
     options_resolve(&o), options_resolve(&half);
     CHECK(o.reduce_dtype == REDUCE_FP32 && half.reduce_dtype == REDUCE_BF16 && half.fp8_all_gather == ON,
-          "what travels");
+          "dtype of the reduce-scatter, and FP8 all-gather");
 }
 
-// The dtype in which gradients are summed, and whether AdamW reads fp32, follow from the options alone.
+// The options give the dtype in which gradients are summed. The options and the number of ranks tell if AdamW reads
+// fp32 gradients.
 static void test_gradient_sums(void) {
     static const struct {
         const char *line;
@@ -486,7 +487,7 @@ static void test_help_and_table(void) {
                        "                                  values that share"),
           "%s", help);
     CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"),
-          "defaults and choices");
+          "--help shows defaults and choices");
     free(help);
     help = printed_by("", &status);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(help, "usage: train MODEL"),

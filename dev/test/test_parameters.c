@@ -60,21 +60,21 @@ static void test_layout(const ModelConfig *m) {
     CHECK(last_layer == m->num_layers - 1 && sum == t.num_parameters && t.num_layers == m->num_layers, "sums");
     for (int k = 0; k < NUM_SEGMENTS; k++)
         CHECK(t.root_segments[k] % PARAMETER_ALIGNMENT == 0 && t.layer_segments[k] % PARAMETER_ALIGNMENT == 0,
-              "segment %d is not padded", k);
+              "segment %d: its size is no multiple of PARAMETER_ALIGNMENT", k);
     CHECK(t.root_segments[0] + t.root_segments[1] + t.root_segments[2] == t.root_size &&
               t.layer_segments[0] + t.layer_segments[1] == t.layer_size,
-          "segments make up a unit");
+          "the segments of a unit add up to its size");
     CHECK(t.layer_segments[SEGMENT_EMBEDDING] == 0 &&
               (t.root_segments[SEGMENT_EMBEDDING] > 0) == !m->tie_word_embeddings,
-          "an untied embedding has a segment");
+          "only the root unit has an embedding segment, and only if the embedding is not tied");
     CHECK(embedding_segment(&t) == parameter_segment(parameter_find(&t, "model.embed_tokens.weight")),
           "the embedding's segment");
     CHECK(t.root_size % PARAMETER_ALIGNMENT == 0 && t.layer_size % PARAMETER_ALIGNMENT == 0 &&
               t.total == t.root_size + m->num_layers * t.layer_size,
-          "sizes of units");
+          "unit sizes are aligned and add up to the total");
     CHECK(!parameter_find(&t, "") && !parameter_find(&t, "model.layers.4000.mlp.up_proj.weight") &&
               !parameter_find(&t, "model.norm"),
-          "unknown names");
+          "unknown names are not found");
     parameter_table_free(&t);
 }
 

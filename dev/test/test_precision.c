@@ -155,7 +155,7 @@ static void test_sizes(void) {
     x = make_plan("small", RECIPE_BF16, "");
     CHECK(!x.p.any_fp8 && x.p.any_bf16 && precision_of(&x.p, 0, DOWN_PROJ) == recipe_row(RECIPE_BF16) &&
               !precision_layer_is_fp8(&x.p, 0),
-          "bf16");
+          "a bf16 run has no FP8 layer");
     free_plan(&x);
 }
 

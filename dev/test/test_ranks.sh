@@ -107,7 +107,8 @@ train 2 sums-one $sums --batch-size 24 && train 2 sums-many $sums --batch-size 1
 for accum in bf16 fp32; do
     sums="$tmp/qwen3 $data --num-steps 2 --batch-size 1 --grad-accumulation-steps 3 --grad-accum-dtype $accum"
     train 4 sums-none $sums --sharding none && train 4 sums-full $sums &&
-        check "sums in $accum, whole and sharded" close "$tmp/sums-none.steps" "$tmp/sums-full.steps" 1e-3
+        check "gradient sums in $accum: --sharding none and full" \
+            close "$tmp/sums-none.steps" "$tmp/sums-full.steps" 1e-3
 done
 check "--reduce-dtype changes losses or norms" bash -c "! cmp -s $tmp/bf16-bf16.steps $tmp/bf16-fp32.steps"
 
@@ -125,7 +126,8 @@ for precision in fp32 bf16; do
             awk -v a="$have" -v b="$want" 'BEGIN { exit !(b > 0 && a - b < 2e-6 && b - a < 2e-6) }'
     done
 done
-# log.jsonl: a loss for each sequence, on any ranks and batches the same; and where the time of steps went.
+# log.jsonl has the loss of each validation sequence, equal for any number of ranks and batch size, and the parts of
+# each step's time.
 want=""
 for case in "0 1" "0 3" "2 1" "3 2"; do
     read -r n batch <<<"$case"
@@ -363,7 +365,8 @@ for folder in "$tmp"/skips/step-????????; do
     fi
     before="$folder/fp8_state.safetensors"
 done
-check "a learning rate of 1000: $skipped skipped steps are saved: $(tail -n 2 "$tmp/skips.out")" [ $skipped -ge 9 ]
+check "a learning rate of 1000: $skipped checkpoints of skipped steps, want 9 or more: $(tail -n 2 "$tmp/skips.out")" \
+    [ $skipped -ge 9 ]
 
 # Ranks read different files of one name, as hosts with their own disks may: with an equal number of tokens, and with
 # fewer.

@@ -310,10 +310,10 @@ static void test_golden_layout(void) {
 static void test_block_orders(void) {
     CHECK(scale_index(BLOCK_1X128, 5, 300, 200, 640) == 2 * 200 + 5 &&
               scale_bytes(BLOCK_1X128, 200, 640) == 4 * 5 * 200,
-          "1x128");
+          "scale layout of 1x128 blocks");
     CHECK(scale_index(BLOCK_128X128, 300, 300, 384, 640) == 2 * 8 + 2 &&
               scale_bytes(BLOCK_128X128, 384, 640) == 4 * 3 * 8,
-          "128x128");
+          "scale layout of 128x128 blocks");
 }
 
 // Each block has its own place within scale_bytes(), and all elements of the block share it.
@@ -587,12 +587,12 @@ static void test_table(void) {
               "%s: GEMMs in FP8", r->name);
     }
     CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80,
-          "amaxes of tensors and rows");
+          "number of amaxes of tensors and rows");
     CHECK(tensor_amaxes(PER_ROW, PER_TENSOR_BROADCAST, 30, 50) == 31 && tensor_amaxes(PER_ROW, NO_SCALE, 30, 50) == 30,
           "amaxes if only rowwise data has a scale per row");
     CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 &&
               tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0,
-          "no amaxes of blocks");
+          "blocks have no stored amaxes");
 }
 
 int main(void) {

@@ -421,7 +421,7 @@ static void test_foreign_folders(void) {
         die("%s", failure.text);
     CHECK(folder_kind(home) == FOLDER_EMPTY && folder_kind(link) == FOLDER_FOREIGN &&
               folder_kind(loop) == FOLDER_FOREIGN,
-          "kinds");
+          "folder_kind of an empty folder and of links");
     if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(folder_kind(home) == FOLDER_FOREIGN, "kind %d", (int)folder_kind(home));
     CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"), "%s", failure.text);

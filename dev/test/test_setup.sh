@@ -209,7 +209,7 @@ check "a training shard of another tokenizer" refuses 1 \
     "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/*_train_*.bin" \
     --sequence-length 32
 check "a training shard of another tokenizer: both are named" holds "$out" \
-    "but the first training shard to $tmp/t/a.tokenizer"
+    "but the first training shard belongs to $tmp/t/a.tokenizer"
 check "a validation shard of another tokenizer" refuses 1 \
     "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/a_train_1.bin" \
     --val-data "$tmp/t/b_train_1.bin" --sequence-length 32

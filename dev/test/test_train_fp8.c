@@ -519,7 +519,7 @@ static void test_nonfinite(void) {
           "a loss that is not finite: %s", place_of(&t, (double)NAN));
     CHECK(adamw_accepts(0x1p63) && !adamw_accepts(0x1.0000001p63) && !adamw_accepts((double)INFINITY) &&
               !adamw_accepts((double)NAN),
-          "the largest norm");
+          "adamw_accepts norms up to 2^63");
     // Moments after many steps with the largest accepted gradient and the least averaging.
     AdamwElement largest = {0, 0, 0};
     const AdamwStep step = adamw_step(1, 1, 0, 0, 1e-8, 0, false, 1);

@@ -86,7 +86,8 @@ enum { FREE, MUST_MATCH };
          "rank's own current amax") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, \
-         "GEMMs that use FP8 fast accumulation (Hopper), if the recipe allows it: fprop, all or none") \
+         "GEMMs that use FP8 fast accumulation (Hopper): fprop, all or none; recipes blockwise and mxfp8 " \
+         "never use it") \
     FLAG(fp8_emulate, "fp8-emulate", \
          "quantize to FP8, then multiply in bf16: the recipe's numbers without its speed, on any GPU") \
     INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, \

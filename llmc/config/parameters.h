@@ -130,7 +130,7 @@ static inline void parameter_add(ParameterTable *t, const char *prefix, const ch
 }
 
 // Sets the offsets of a unit's entries, from number `first` on, and the sizes of its segments. The unit begins at
-// element `begin`; its segments have `ends` elements.
+// element `begin`; its segments have `ends` elements before padding.
 static inline void parameter_place(ParameterTable *t, int64_t first, int64_t begin, const int64_t ends[NUM_SEGMENTS],
                                    int64_t segments[NUM_SEGMENTS]) {
     for (int k = 0; k < NUM_SEGMENTS; k++) segments[k] = round_up(ends[k], PARAMETER_ALIGNMENT);

@@ -29,8 +29,8 @@
 //
 // A Source is a struct of pointers with
 //    ROLES         the roles (x, w, dy) it is cast for, as bits 1 << TensorRole; other casts are not compiled
-//    OUTPUTS       number of tensors side by side: output o is columns [o * C, (o + 1) * C) of a matrix
-//                  [R, OUTPUTS * C]
+//    OUTPUTS       number of outputs side by side in one tensor [R, OUTPUTS * C]: output o is columns
+//                  [o * C, (o + 1) * C)
 //    MIN_BLOCKS    minimum occupancy in blocks per SM; limits registers
 //    GROUPS_AHEAD  1 or 2: how many of the two groups of 4 rows a thread loads at once
 //    AMAX          true if it also raises an amax, in its member amax_slot

@@ -172,7 +172,8 @@ static inline void tensor_scales_update_weights(TensorScales *s) {
 static inline void tensor_scales_update_activations(TensorScales *s) {
     const DelayedArrays d = tensor_scales_delayed(s);
     delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_X, 0), TENSORS_PER_LAYER, s->stream);
-    if (!s->before) s->scales_ready = true;  // otherwise set once the step is known to be applied
+    // A step that may be skipped sets scales_ready later, when it is known to be applied.
+    if (!s->before) s->scales_ready = true;
 }
 
 // Saves histories and scales before a step that may be skipped (keep), or restores them.

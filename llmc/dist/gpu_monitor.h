@@ -17,7 +17,7 @@
 #define GPU_MONITOR_SECONDS 0.1
 #define GPU_MONITOR_SLEW_SECONDS 1.0
 
-// One reading. NAN: the GPU does not tell.
+// One reading. NAN: the GPU does not report the value.
 typedef struct {
     bool present;       // false: no NVML, or a CPU
     double joules;      // used since some moment before the run

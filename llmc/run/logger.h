@@ -393,7 +393,7 @@ static inline void logger_profile(Logger *l, int64_t step, const char *parts) {
     logger_write(l, &line);
 }
 
-// Prints and adds the energy of the run, if the GPUs tell it. warmup: steps that joules per token leave out.
+// Prints and adds the energy of the run, if the GPUs report it. Joules per token leave out the first `warmup` steps.
 static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup) {
     double joules = 0, settled = 0;
     for (int64_t i = 0; i < l->count; i++) joules += l->joules[i], settled += i < warmup ? 0 : l->joules[i];

@@ -94,8 +94,8 @@ static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *d
         if (strcmp(path, known) == 0) continue;  // shards of one name share a table
         Tokenizer tok = tokenizer_open(path);
         if (tok.count && !tokenizer_same(&tok, &s->tokenizer))
-            die("%s belongs to the tokenizer table %s (%lld tokens, separator %lld), but the first training shard to "
-                "%s (%lld tokens, separator %lld), which differs; "
+            die("%s belongs to the tokenizer table %s (%lld tokens, separator %lld), but the first training shard "
+                "belongs to %s (%lld tokens, separator %lld), which differs; "
                 "use shards made with one tokenizer",
                 dl->shards[i].path, path, (long long)tok.count, (long long)tok.separator, first,
                 (long long)s->tokenizer.count, (long long)s->tokenizer.separator);

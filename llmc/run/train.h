@@ -344,7 +344,7 @@ static inline void run_create(Run *run) {
     fflush(stdout);
 }
 
-// Returns the energy of all GPUs since the first step; NAN if a GPU does not tell it.
+// Returns the energy of all GPUs since the first step; NAN if a GPU does not report it.
 static inline double run_joules(Run *run) {
     const GpuReading r = gpu_monitor_read(&run->monitor);
     double joules = r.present ? r.joules - run->joules_at_first_step : (double)NAN;
