@@ -41,8 +41,9 @@ def need_library(name, hint):
 
 
 def scalars(run):
-    """Yields (step, seconds since 1970, {name: value}) for each step and validation of a run, in order."""
-    now = run.settings.get("started", 0.0)
+    """Yields (step, seconds since 1970, {name: value}) for each step of a run, in order. The log has no time of day:
+    the times are those at which the steps would have ended, without pauses, before the log was last written."""
+    now = (run.folder / "log.jsonl").stat().st_mtime - sum(record["ms"] for record in run.steps) / 1e3
     validations = {record["step"]: record["loss"] for record in run.validations}
     for record in run.steps:
         now += record["ms"] / 1e3

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
@@ -98,7 +99,7 @@ def test_events(folder):
     check(all(abs(validations[s] - wanted[s]) < 1e-6 for s in wanted), f"{validations}, not {wanted}")
     check(not any("mfu" in name for name, _ in scalars), "a null (mfu on the CPU) is left out")
     times = [scalars["loss/training", step][1] for step in range(1, 7)]
-    check(times == sorted(times) and 0 < times[-1] - records[0]["started"] < 600, f"times: {times}")
+    check(times == sorted(times) and 0 <= time.time() - times[-1] < 600, f"times: {times}")
 
 
 def test_errors(folder):

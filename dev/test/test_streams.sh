@@ -79,7 +79,7 @@ check "stdout of 2 ranks on a full disk, and stop" equal "$? $(cat "$tmp/err")" 
 
 # ---- A log that cannot grow: one warning, and the run goes on to its end. A resumed run appends after complete lines.
 
-fresh; (ulimit -f 8; exec $run --num-steps 60 --checkpoint-dir "") 2>"$tmp/err" | cat >"$tmp/out"
+fresh; (ulimit -f 12; exec $run --num-steps 60 --checkpoint-dir "") 2>"$tmp/err" | cat >"$tmp/out"
 check "a log that may not grow" equal "${PIPESTATUS[0]} $(cat "$tmp/err") $(grep -c '^step' "$tmp/out")" \
     "0 warning: $at/log.jsonl: cannot be written (File too large); the run goes on without the lines that do not fit 60"
 check "a log that may not grow: complete lines" \

@@ -313,7 +313,6 @@ static inline Logger run_open_log(const Run *run) {
     JsonText plan = {NULL, 0, 0};
     plan_json_derived(&plan, &facts);
     logger_add_text(&plan, "host", run->comm.host);
-    logger_add_int(&plan, "started", (int64_t)time(NULL));
     const RunInfo info = {run->ops->program,         d->name,        d->versions, run->comm.world, d->peak_bf16,
                           run->setup.start.step > 0, p->memory.used, plan.data};
     Logger logger = logger_open(&run->options, &run->setup.model, p->table, p->precision, info);
