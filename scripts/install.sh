@@ -12,6 +12,20 @@ take_none() {
 
 say() { printf '\n== %s\n' "$*"; }
 
+# Installs packages of Debian or Ubuntu. Ends the script if it cannot.
+install_packages() {
+    say "installing: $*"
+    local sudo=()
+    if [ "$(id -u)" -ne 0 ]; then
+        command -v sudo >/dev/null ||
+            { echo "error: not root and no sudo; install these packages by hand: $*" >&2; exit 1; }
+        sudo=(sudo)
+    fi
+    command -v apt-get >/dev/null || { echo "error: no apt-get here; install these packages by hand: $*" >&2; exit 1; }
+    "${sudo[@]}" apt-get update -qq
+    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
 install_tools() {
     local missing=()
     command -v gcc >/dev/null || missing+=(gcc libc6-dev)
@@ -20,19 +34,14 @@ install_tools() {
     command -v mpicc >/dev/null || missing+=(libopenmpi-dev)
     command -v mpirun >/dev/null || missing+=(openmpi-bin openssh-client)
     command -v python3 >/dev/null || missing+=(python3)
-    [ ${#missing[@]} -eq 0 ] && return 0
-    say "installing: ${missing[*]}"
-    local sudo=()
-    if [ "$(id -u)" -ne 0 ]; then
-        command -v sudo >/dev/null ||
-            { echo "error: not root and no sudo; install these packages by hand: ${missing[*]}" >&2; exit 1; }
-        sudo=(sudo)
-    fi
-    command -v apt-get >/dev/null || { echo "error: no apt-get here; install these packages by hand: ${missing[*]}" \
-        >&2; exit 1; }
-    "${sudo[@]}" apt-get update -qq
-    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" \
-        >/dev/null
+    [ ${#missing[@]} -eq 0 ] || install_packages "${missing[@]}"
+}
+
+# Installs what the report of a verdict needs, where that is possible: python3-venv, and libraries from PyPI. Prints why
+# it is not.
+install_report() {
+    python3 -c 'import ensurepip, venv' 2>/dev/null || (install_packages python3-venv)
+    PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=20 scripts/setup_report.sh 2>&1 >/dev/null | tail -n 1
 }
 
 find_nvcc() {

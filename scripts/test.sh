@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.."
 . scripts/install.sh
 . scripts/tally.sh
 take_none "usage: scripts/test.sh
-Installs missing build tools, then builds and runs every test that needs no GPU. Exit status 0: all tests passed." "$@"
+Installs missing build tools and libraries, then builds and runs every test that needs no GPU. Exit status 0: all tests
+passed." "$@"
 install_tools
 QUIET=1
 
@@ -26,6 +27,7 @@ for program in build/asan/test_*; do
     [ -x "$program" ] && tally "${program#build/}" env ASAN_OPTIONS=detect_leaks=0 "$program"
 done
 say "Python tests"
+install_report
 for script in dev/test/test_*.py; do tally "${script#dev/test/}" python3 "$script"; done
 say "whole programs"
 for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/test/}" bash "$script"; done
