@@ -257,7 +257,7 @@ class Plan:
                  "--sequence-length", str(self.length), "--num-steps", str(steps or self.steps[model]), "--seed",
                  str(seed)]
         words += ["--rounding-seed", str(rounding)] if rounding is not None else []
-        words += schedule(self.o, self.steps[model]) + ["--val-steps", str(VALIDATION_SEQUENCES)]
+        words += schedule(self.o, steps or self.steps[model]) + ["--val-steps", str(VALIDATION_SEQUENCES)]
         words += ["--val-every", str(max(1, self.steps[model] // 6))] if steps is None else []
         return (launch + words + ["--log-every", "100", "--log-dir", folder] + precision_words(recipe) +
                 extra_words(recipe, self.extra))

@@ -17,7 +17,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-STEPS, LENGTH = 80, 32
+STEPS, LENGTH = 100, 32
 SEEDS, RECIPES = (42, 43, 44), ("fp8", "fp8:rowwise")
 passed = failed = 0
 
@@ -104,6 +104,8 @@ def test_killed(folder, words):
     process.send_signal(signal.SIGTERM)
     out = process.communicate()[0]
     kept = finished(folder)
+    check("9 of 9 runs to do" in out and "minutes at the speed of BF16, until" in out and "GPU hours cost" in out,
+          f"how long it will take: {out[:500]}")
     check(process.returncode == 128 + signal.SIGTERM and "start the verdict again to continue" in out,
           f"a stopped verdict: status {process.returncode}, {out[-300:]}")
     check(2 <= len(kept) < 9, f"runs that were finished when it stopped: {kept}")
