@@ -72,24 +72,24 @@ enum { FREE, MUST_MATCH };
          "dtype of GEMMs; fp8: linear layers by --fp8-recipe, everything else bf16; fp32: CPU trainer only") \
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
          "values that share a scale: tensorwise: a tensor, by its current amax; delayed: a tensor, by its past " \
-         "amaxes; rowwise: a row (with_gw_hp: and bf16 weight gradients); blockwise: 1x128, weights 128x128; " \
+         "amaxes; rowwise: a row (with_gw_hp: wgrad GEMM in bf16); blockwise: 1x128, weights 128x128; " \
          "mxfp8: 1x32 (Blackwell)") \
     CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, \
          "FP8 format of gradients; hybrid: E5M2; e4m3: E4M3, as for weights and inputs; auto: the recipe's own") \
     TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
-         "linear layers that stay bf16, with commas between: first, last, layers=A-B (from 0), attention, mlp, " \
-         "qkv, attn_out, gate_up, down; lm_head always does; auto: times both at the start and keeps the " \
-         "faster") \
+         "linear layers that stay bf16, separated by commas: first, last, layers=A-B (from 0), attention, mlp, " \
+         "qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: time FP8 and bf16 at the start and " \
+         "keep the faster") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
-         "recipe delayed: length of the amax history; inputs and gradients add one amax a micro-step, weights " \
-         "one an optimizer step (Transformer Engine's default: one a micro-step); a first cast takes each " \
-         "rank's own current amax") \
+         "recipe delayed: length of the amax history; inputs and gradients add one amax per micro-step, weights " \
+         "add one per optimizer step (Transformer Engine's default: one per micro-step); a tensor's first cast " \
+         "uses each rank's own current amax") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, \
          "GEMMs that use FP8 fast accumulation (Hopper): fprop, all or none; recipes blockwise and mxfp8 " \
          "never use it") \
     FLAG(fp8_emulate, "fp8-emulate", \
-         "quantize to FP8, then multiply in bf16: the recipe's numbers without its speed, on any GPU") \
+         "quantize to FP8, then multiply in bf16: the recipe's rounding without its speed, on any GPU") \
     INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, \
          "steps between audits of every FP8 operand: amax, scale, share flushed to zero, share saturated, " \
          "SQNR; 0: none") \
@@ -103,14 +103,14 @@ enum { FREE, MUST_MATCH };
          "fp32") \
     CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, STATE_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
-         "which adds noise of 0.00014% of the norm a micro-step; fp32: 2 bytes more a parameter; auto: fp32 " \
+         "which adds noise of 0.00014% of the norm per micro-step; fp32: 2 more bytes per parameter; auto: fp32 " \
          "from 256 micro-steps on, and with fp32 --master-weights or --reduce-dtype; else bf16") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
          "layer: keep only each layer's input, and run its forward pass again in backward") \
     CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
-         "on: keep all FP8 weights for a whole step, for 2 bytes a weight (one GPU, or --sharding none); off: " \
-         "cast them again in each forward and backward pass") \
+         "on: keep all FP8 weights for a whole step, which takes 2 more bytes of memory per FP8 weight (one GPU, " \
+         "or --sharding none); off: cast them again in each forward and backward pass") \
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, "AdamW's largest learning rate") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, \
@@ -124,8 +124,8 @@ enum { FREE, MUST_MATCH };
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, \
          "largest norm of all gradients; larger ones are scaled down to it; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
-         "if the gradient norm is not finite or above 2^63; stop: end the run and save nothing of this step; " \
-         "skip: change no weight in this step (10 in a row end the run)") \
+         "what to do when the gradient norm is not finite or above 2^63; stop: end the run and save nothing of " \
+         "this step; skip: change no weight in this step (10 skipped steps in a row end the run)") \
     GROUP("ranks (mpirun -np N)") \
     CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, FREE, \
          "weights, gradients and optimizer state over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, NO_SHARD " \
@@ -148,29 +148,31 @@ enum { FREE, MUST_MATCH };
     GROUP("output") \
     INT(log_every, "log-every", 1, 1, 1000000000, FREE, "steps between printed step lines; log.jsonl has every step") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, \
-         "steps between validations; the last step has one too; 0: only there, if --val-data is given") \
+         "steps between validations, with --val-data; the last step is always validated; 0: only the last step") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, \
          "number of validation sequences: the first N of --val-data, for any number of ranks and any batch " \
          "size") \
-    INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, "steps between printed samples of text; 0: none") \
+    INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, \
+         "steps between printed samples of text; the last step prints one too; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "tokens of a sample") \
     TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl, which has every step") \
     CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, \
-         "if stdout or stderr cannot be written any more (closed pipe, full disk); continue: train on without " \
-         "it; stop: save and stop, as for SIGINT") \
+         "what to do when stdout or stderr cannot be written any more (closed pipe, full disk); continue: train " \
+         "on without it; stop: save and stop, as for SIGINT") \
     FLAG(profile, "profile", "print where the time of the last step went, by operation (GPU trainer)") \
     REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, \
-         "the GPU's dense BF16 peak, for mfu and sol; 0: known by the GPU's name") \
+         "the GPU's dense BF16 peak in TFLOP/s, for mfu and sol; 0: look it up by the GPU's name and compute " \
+         "capability") \
     GROUP("checkpoints") \
     TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, "folder for checkpoints") \
     INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, \
-         "steps between checkpoints; the last step has one too; 0: only there, if --checkpoint-dir is given") \
+         "steps between checkpoints, with --checkpoint-dir; the last step is always saved; 0: only the last step") \
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "number of newest checkpoints to keep") \
     FLAG(resume, "resume", \
          "continue from the newest whole checkpoint in --checkpoint-dir; start at step 1 if there is none") \
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
-         "if a checkpoint cannot be saved; retry: at once, and again when the next one is due; stop: end the " \
-         "run") \
+         "what to do when a checkpoint cannot be saved; retry: try again at once, and again when the next one is " \
+         "due; stop: end the run") \
     FLAG(no_verify, "no-verify", "do not compare MODEL's files with the hashes saved beside them") \
     TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights in Hugging Face's format") \
     GROUP("run") \
