@@ -13,8 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-VENV_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
+from report import venv
 
 # Scalars of step records, and their names in TensorBoard.
 STEP_SCALARS = {"loss": "loss/training", "norm": "optimizer/gradient_norm", "lr": "optimizer/learning_rate",
@@ -31,13 +30,10 @@ def fail(message):
 
 
 def need_library(name, hint):
-    """Goes on in the virtual environment of scripts/setup_report.sh if this Python lacks the library."""
     try:
         return __import__(name)
     except ImportError as missing:
-        if VENV_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
-            os.execve(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
-        fail(f"{missing}; {hint}")
+        venv.go_on_there(missing, hint)
 
 
 def scalars(run):
@@ -99,7 +95,6 @@ def main():
     folders, out, use_wandb = parse(sys.argv[1:])
     writer = need_library("tensorboardX", "run scripts/setup_report.sh, which installs it").SummaryWriter
     wandb = need_library("wandb", "--wandb needs it: build/report-venv/bin/pip install wandb") if use_wandb else None
-    sys.path.insert(0, str(ROOT / "scripts"))
     from report.folders import read_folders
     try:
         found = read_folders(folders)

@@ -17,21 +17,17 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-VENV_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
+from report import venv
 
 
 def need_libraries():
-    """Goes on in the virtual environment of scripts/setup_report.sh if this Python lacks a library."""
     try:
         import arch.bootstrap  # noqa: F401
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
         import scipy  # noqa: F401
     except ImportError as missing:
-        if VENV_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
-            os.execve(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
-        sys.exit(f"error: {missing}; run scripts/setup_report.sh, which installs the libraries of the reports")
+        venv.go_on_there(missing, "run scripts/setup_report.sh, which installs the libraries of the reports")
 
 
 def price_of(text):

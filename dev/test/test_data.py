@@ -19,19 +19,14 @@ import tempfile
 import threading
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "dev", "test", "lib"))
+from counted import check, finish  # noqa: E402
+
 SCRIPT = os.path.join(ROOT, "data", "tinystories.py")
 VENV_PYTHON = os.path.join(ROOT, "data", ".venv", "bin", "python")
 SHARED = os.path.join(ROOT, "..", "shared", "data")
 STORIES = ["Once upon a time.\n\nThe end.", "Zwei Bären spielten.", "A \"cat\" sat.\nIt was 1234 o'clock \u2603!"]
 
-passed = failed = 0
-
-
-def check(condition, what):
-    global passed, failed
-    passed, failed = passed + bool(condition), failed + (not condition)
-    if not condition:
-        print(f"FAILED: {what}")
 
 
 def run(*arguments, python=sys.executable, **environment):
@@ -414,8 +409,7 @@ def main():
     for test in tests:
         with tempfile.TemporaryDirectory() as folder:
             test(folder)
-    print(f"{passed} passed, {failed} failed")
-    sys.exit(1 if failed else 0)
+    finish()
 
 
 if __name__ == "__main__":

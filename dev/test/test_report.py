@@ -20,8 +20,9 @@ import sys
 import tempfile
 import traceback
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-VENV_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "lib"))
+from counted import ROOT, check, finish, go_on_with_report_libraries  # noqa: E402
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 try:
     import arch.bootstrap  # noqa: F401
@@ -30,24 +31,11 @@ try:
     import numpy as np
     from scipy import stats
 except ImportError as missing:
-    if VENV_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
-        os.execve(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
-    print(f"skipped: the report: {missing} (scripts/setup_report.sh installs what it needs)")
-    print("0 passed, 0 failed")
-    sys.exit(0)
+    go_on_with_report_libraries(missing, "the report")
 
-sys.path.insert(0, str(ROOT / "dev" / "test" / "lib"))
 from report_logs import STEPS, make_losses, records_of, verdict_folder, sweep_folder, write  # noqa: E402
 
 SIZE = 1_000_000
-passed = failed = 0
-
-
-def check(condition, what):
-    global passed, failed
-    passed, failed = passed + bool(condition), failed + (not condition)
-    if not condition:
-        print(f"FAILED: {what}")
 
 
 def close(got, expected, what, tolerance=1e-9):
@@ -478,8 +466,7 @@ def main():
         for test in (test_command_line, test_numbers, test_same, test_rounding, test_gpu, test_sweep, test_markup,
                      test_limit, test_refused, test_broken, test_fuzz, test_running, test_diverged):
             test(pathlib.Path(scratch))
-    print(f"{passed} passed, {failed} failed")
-    sys.exit(1 if failed else 0)
+    finish()
 
 
 if __name__ == "__main__":

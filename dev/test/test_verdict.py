@@ -16,17 +16,11 @@ import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "lib"))
+from counted import ROOT, check, finish  # noqa: E402
+
 STEPS, LENGTH = 100, 32
 SEEDS, RECIPES = (42, 43, 44), ("fp8", "fp8:rowwise")
-passed = failed = 0
-
-
-def check(condition, what):
-    global passed, failed
-    passed, failed = passed + bool(condition), failed + (not condition)
-    if not condition:
-        print(f"FAILED: {what}")
 
 
 def options(folder, *more):
@@ -213,9 +207,8 @@ def main():
             test_cut_log(folder)
     finally:
         shutil.rmtree(folder)
-    print(f"{passed} passed, {failed} failed")
-    return failed > 0
+    finish()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,9 +13,10 @@ import sys
 import warnings
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-VENV_PYTHON = os.path.join(ROOT, "build", "report-venv", "bin", "python")
 CURVES = os.path.join(ROOT, "..", "shared", "peers", "curves", "hf_1000_repeated.csv")
-sys.path.insert(0, os.path.join(ROOT, "scripts"))
+sys.path[:0] = [os.path.join(ROOT, "scripts"), os.path.join(ROOT, "dev", "test", "lib")]
+from counted import check, finish, go_on_with_report_libraries  # noqa: E402
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 try:
     import numpy as np
@@ -24,11 +25,7 @@ try:
 
     import verdict_stats as vs
 except ImportError as missing:
-    if os.path.exists(VENV_PYTHON) and not os.environ.get("IN_REPORT_VENV"):
-        os.execve(VENV_PYTHON, [VENV_PYTHON, *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
-    print(f"skipped: statistics of the verdict: {missing} (scripts/setup_report.sh installs what they need)")
-    print("0 passed, 0 failed")
-    sys.exit(0)
+    go_on_with_report_libraries(missing, "statistics of the verdict")
 
 # Lag-1 autocorrelation and standard deviation of curves/hf_1000_repeated.csv, last half, without the trend: of the
 # loss itself, and of FP8 minus BF16. Differences on data that does not repeat have 0 to 0.37 and 0.004 to 0.02.
@@ -36,14 +33,6 @@ LOSS_NOISE, PAIR_NOISE = (0.62, 0.18), (0.55, 0.05)
 RUN_NOISE = 0.005  # two runs of one seed: FP8 and BF16 are 0.005 to 0.009 apart after 1,800 steps
 STEPS = 1800
 
-passed = failed = 0
-
-
-def check(condition, what):
-    global passed, failed
-    passed, failed = passed + bool(condition), failed + (not condition)
-    if not condition:
-        print(f"FAILED: {what}")
 
 
 def refuses(text, function, *arguments, **options):
@@ -397,8 +386,7 @@ def main():
     for cover in (cover_validation, cover_training, cover_noise, cover_over_steps, cover_speedup,
                   cover_with_common_methods):
         cover(rng, options.trials)
-    print(f"{passed} passed, {failed} failed")
-    sys.exit(1 if failed else 0)
+    finish()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""Counts the checks of a Python test, and finds the Python that has the libraries of the reports."""
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+REPORT_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
+passed = failed = 0
+
+
+def check(condition, what):
+    """Counts a check. If it fails, prints `what`."""
+    global passed, failed
+    passed, failed = passed + bool(condition), failed + (not condition)
+    if not condition:
+        print(f"FAILED: {what}")
+
+
+def finish():
+    """Prints "N passed, N failed" and ends the program: status 0 if no check failed."""
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(failed > 0)
+
+
+def go_on_with_report_libraries(missing, skipped):
+    """Runs the test again with build/report-venv, after an ImportError. Without it, skips `skipped` and ends the test."""
+    if REPORT_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
+        os.execve(REPORT_PYTHON, [str(REPORT_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
+    print(f"skipped: {skipped}: {missing} (scripts/setup_report.sh installs what it needs)")
+    finish()
