@@ -66,7 +66,8 @@ static void test_overflow(void) {
     static const int64_t refused[] = {INT64_MAX, INT64_MAX - ARENA_ALIGNMENT, INT64_MAX / 2 + 1, -1000};
     char output[4096];
     for (int i = 0; i < 4; i++)
-        CHECK(check_dies(take_twice, (void *)&refused[i], "the memory plan passes 2^63 bytes", output, sizeof output),
+        CHECK(check_dies(take_twice, (void *)&refused[i], "the memory plan has 2^63 bytes or more", output,
+                         sizeof output),
               "%lld: %s", (long long)refused[i], output);
     int64_t most = INT64_MAX / 2 - ARENA_ALIGNMENT;
     take_twice(&most);

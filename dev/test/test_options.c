@@ -484,7 +484,7 @@ static void test_help_and_table(void) {
         line += n;
     }
     CHECK(strstr(help, "\n  --fp8-recipe tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8\n               "
-                       "                                  values that share"),
+                       "                                  which values share"),
           "%s", help);
     CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"),
           "--help shows defaults and choices");

@@ -51,7 +51,7 @@ static inline ArenaRange arena_reuse(Arena *a, ArenaRange span) {
 // *sum += size. Dies if the sum passes 63 bits, as the plan of an impossible run may.
 static inline void arena_add(int64_t *sum, int64_t size) {
     if (size < 0 || __builtin_add_overflow(*sum, size, sum))
-        die_with(EXIT_MEMORY, "the memory plan passes 2^63 bytes, so it cannot be added up; a smaller --batch-size or "
+        die_with(EXIT_MEMORY, "the memory plan has 2^63 bytes or more, too many to add up; a smaller --batch-size or "
                               "--sequence-length would help");
 }
 

@@ -457,7 +457,7 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
             return false;
         }
         if (rename(old, temporary))
-            warn("cannot rename %s to %s: %s; it can be removed", old, temporary, strerror(errno));
+            warn("cannot rename %s, which can be removed, to %s: %s", old, temporary, strerror(errno));
     }
     // Sync the names before the old folder's files are removed. A power cut might otherwise restore the old name for a
     // half-removed folder.

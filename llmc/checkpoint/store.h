@@ -102,7 +102,7 @@ static inline bool checkpoint_make_way(const char *path, Failure *failure) {
     do format_checked(aside, sizeof aside, "%s.%lld", path, (long long)++n);
     while (path_exists(aside));
     if (rename(path, aside)) return fail(failure, "cannot rename %s to %s: %s", path, aside, strerror(errno));
-    warn("a checkpoint takes the name %s; the old %s is renamed to %s and kept: %s", path, path, aside, why.text);
+    warn("a checkpoint needs the name %s; what was at %s is now at %s and is kept: %s", path, path, aside, why.text);
     return true;
 }
 
@@ -243,9 +243,9 @@ static inline bool checkpoint_find_newest(const char *dir, char *path, size_t ca
     free(list.steps);
     if (found) printf("resume: continuing from %s\n", path);
     else if (list.count)
-        die("--resume: every checkpoint in %s is damaged (%lld found); move them away to start from step 0", dir,
+        die("--resume: every checkpoint in %s is damaged (%lld found); move them away to start at step 1", dir,
             (long long)list.count);
-    else printf("resume: no checkpoint in %s, starting from step 0\n", dir);
+    else printf("resume: no checkpoint in %s, starting at step 1\n", dir);
     return found;
 }
 

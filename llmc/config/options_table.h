@@ -58,7 +58,7 @@ enum { FREE, MUST_MATCH };
     TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, "training shards (a glob)") \
     TEXT(val_data, "val-data", "", FREE, "validation shards (a glob)") \
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, \
-         "order of sequences: on: a new permutation in each epoch, from --seed; off: as in the files") \
+         "order of sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
     INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per GPU and micro-step (B)") \
     INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
@@ -71,8 +71,8 @@ enum { FREE, MUST_MATCH };
     CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, \
          "dtype of GEMMs; fp8: linear layers by --fp8-recipe, everything else bf16; fp32: CPU trainer only") \
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
-         "values that share a scale: tensorwise: a tensor, by its current amax; delayed: a tensor, by its past " \
-         "amaxes; rowwise: a row (with_gw_hp: wgrad GEMM in bf16); blockwise: 1x128, weights 128x128; " \
+         "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
+         "by its past amaxes; rowwise: a row (with_gw_hp: wgrad GEMM in bf16); blockwise: 1x128, weights 128x128; " \
          "mxfp8: 1x32 (Blackwell)") \
     CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, \
          "FP8 format of gradients; hybrid: E5M2; e4m3: E4M3, as for weights and inputs; auto: the recipe's own") \
@@ -94,10 +94,10 @@ enum { FREE, MUST_MATCH };
          "steps between audits of every FP8 operand: amax, scale, share flushed to zero, share saturated, " \
          "SQNR; 0: none") \
     CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
-         "dtype of the weights that AdamW updates; bf16: rounded stochastically (at --learning-rate 1e-5 they " \
-         "stray from fp32 weights by 4.0e-4 rms in 1,000 steps, where training moves them by 2.4e-4 to " \
-         "1.9e-3); bf16-nearest: rounded to nearest, which loses small updates; auto: bf16, or fp32 with " \
-         "--precision fp32") \
+         "dtype of the weights that AdamW updates; bf16: rounded stochastically (after 1,000 steps at " \
+         "--learning-rate 1e-5 they differ from fp32 weights by 4.0e-4 rms; AdamW itself moves them by 2.4e-4 if " \
+         "gradients are pure noise, and by 1.9e-3 if they have a direction); bf16-nearest: rounded to nearest, " \
+         "which loses small updates; auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", STORAGE_AUTO, STATE_STORAGES, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; auto: bf16, or fp32 with --precision " \
          "fp32") \
@@ -114,7 +114,8 @@ enum { FREE, MUST_MATCH };
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, "AdamW's largest learning rate") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, \
-         "learning rate after warm-up; cosine and linear end at 0; wsd decays in the last fifth of the steps") \
+         "learning rate after warm-up; cosine and linear fall to 0; wsd is constant, then falls linearly to 0 in the " \
+         "last fifth of the steps") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, \
          "steps in which the learning rate grows linearly from 0") \
     REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled weight decay, of matrices only") \
@@ -136,11 +137,12 @@ enum { FREE, MUST_MATCH };
          "dtype in which gradients are reduced over ranks; fp32: AdamW reads fp32 gradients, and micro-steps " \
          "add up in fp32 too") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
-         "all-gather weights in FP8, with the same bits as bf16 and a cast; auto: if the recipe has one scale " \
-         "a tensor") \
+         "all-gather weights in FP8, with the same bits as an all-gather in bf16 and a cast after it; auto: on if " \
+         "the recipe has one scale per tensor") \
     CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, \
          "GPUs of one host read each other's weights and gradients with their copy engines, so that all SMs " \
-         "are free for GEMMs; off: NCCL moves them; on: end the run if that is impossible") \
+         "are free for GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines cannot be used; on: " \
+         "end the run in that case") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
          "seconds without progress after which a stuck rank ends the run and is named; 4 times that while " \
          "loading, saving and exporting files") \
@@ -154,7 +156,8 @@ enum { FREE, MUST_MATCH };
          "size") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, \
          "steps between printed samples of text; the last step prints one too; 0: none") \
-    INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, "tokens of a sample") \
+    INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, \
+         "largest number of tokens of a sample; a separator token ends it earlier") \
     TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl, which has every step") \
     CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, \
          "what to do when stdout or stderr cannot be written any more (closed pipe, full disk); continue: train " \
@@ -173,13 +176,14 @@ enum { FREE, MUST_MATCH };
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
          "what to do when a checkpoint cannot be saved; retry: try again at once, and again when the next one is " \
          "due; stop: end the run") \
-    FLAG(no_verify, "no-verify", "do not compare MODEL's files with the hashes saved beside them") \
+    FLAG(no_verify, "no-verify", \
+         "do not compare the files of MODEL, a checkpoint or export, with the hashes saved in it") \
     TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights in Hugging Face's format") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", "print settings, memory plan and GEMM table, then stop; needs no GPU") \
     FLAG(json, "json", "with --dry-run: print one JSON object and nothing else, for programs") \
     CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, \
-         "print the names of all models, FP8 recipes or options, one a line, then stop") \
+         "print the names of all models, FP8 recipes or options, one per line, then stop") \
     FLAG(deterministic, "deterministic", "give the same bits in every run") \
     FLAG(help, "help", "print this text")
 // clang-format on

@@ -7,7 +7,7 @@ PYTHON = Path(__file__).resolve().parents[2] / "build" / "report-venv" / "bin" /
 
 
 def go_on_there(missing, hint):
-    """After an ImportError: runs the program again with build/report-venv, if that is there. Else ends with the hint."""
+    """Runs the program again with build/report-venv, after an ImportError. Without it, ends with the hint."""
     if PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
         os.execve(PYTHON, [str(PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
     sys.exit(f"error: {missing}; {hint}")
