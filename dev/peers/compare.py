@@ -22,7 +22,8 @@ TITAN_ROWS = "tensorwise:fp32,bf16:fp32,tensorwise:bf16,bf16:bf16,rowwise:fp32"
 TITAN_MODEL = "llama3.1-8b"
 SYNTHESISED_BYTES = 2000000
 CSV_HEAD = ["table", "row", "run", "program", "device", "model", "precision", "masters", "gpus", "steps",
-            "tokens_per_second_per_gpu", "median_ms", "memory_bytes", "last_loss", "seconds", "failure", "command"]
+            "tokens_per_second_per_gpu", "median_ms", "memory_bytes", "joules_per_token", "last_loss", "seconds",
+            "failure", "command"]
 
 Run = collections.namedtuple("Run", "table row name ours words ranks precision masters")
 Row = collections.namedtuple("Row", "text model length recipe")
@@ -343,6 +344,16 @@ def transformers_cells(row, results):
             show(peer_bf16), show(peer), show_memory(peer), show_ratio(our_bf16, peer_bf16), show_ratio(ours, peer)]
 
 
+def show_joules(result):
+    return "" if result.get("joules_per_token") is None else "%.5f" % result["joules_per_token"]
+
+
+def energy_cells(row, results):
+    shown = [show_joules(results["transformers", row.text, name])
+             for name in ("ours_bf16", "ours_fp8", "peer_bf16", "peer_fp8")]
+    return [row.model if row.recipe == "tensorwise" else "%s, %s" % (row.model, row.recipe), str(row.length)] + shown
+
+
 def titan_cells(row, results):
     ours, peer = (results["torchtitan", "%s:%s" % row, name] for name in ("ours", "peer"))
     precision = "BF16" if row[0] == "bf16" else "FP8 " + row[0]
@@ -364,6 +375,10 @@ def make_tables(args, results):
         rows = [transformers_cells(row, results) for row in args.rows]
         title = "Tokens per second and GPU on %s, batch 1, no recompute, bf16 masters:" % gpus
         parts.append(markdown(title, head, rows))
+        head = ["model", "T", "ours BF16", "ours FP8", "PyTorch BF16", "torchao FP8"]
+        rows = [cells for cells in (energy_cells(row, results) for row in args.rows) if any(cells[2:])]
+        if rows:  # only where NVML tells the energy
+            parts.append(markdown("Joules per token of all GPUs, after the warm-up:", head, rows))
     if args.titan_rows:
         head = ["precision", "masters", "ours", "memory", "torchtitan", "its memory", "ours / torchtitan"]
         rows = [titan_cells(row, results) for row in args.titan_rows]

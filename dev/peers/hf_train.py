@@ -8,7 +8,8 @@ on several GPUs, with FP8 all-gather for PRECISION fp8. Batch 1 and no recompute
   torchrun --nproc-per-node 4 hf_train.py llama3.1-8b bf16,fp8 2048,8192 --data data/tinystories_llama3_train.bin
 
 Prints for each precision and sequence length a JSON line and a line to read: median step after the first 4, tokens per
-second and GPU, model TFLOP/s, the allocator's peak memory, loss of the first step and mean loss of the last 20.
+second and GPU, model TFLOP/s, the allocator's peak memory, loss of the first step and mean loss of the last 20, and
+joules per token after the first 4 steps.
 """
 import argparse
 import gc
@@ -16,6 +17,7 @@ import json
 import os
 import time
 
+from energy import EnergyCounter
 from shards import BadShard, read_shard, sequence
 
 DEVICE = "cuda"
@@ -223,10 +225,13 @@ def run(args, precision, T, rank, world):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model, optimizer = prepare(args, precision, world)
+    counter = EnergyCounter("GPU-%s" % torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     generator = torch.Generator(device=DEVICE).manual_seed(rank)
     times, losses = [], []
     for step in range(args.steps):
         torch.cuda.synchronize()
+        if step == WARM_UP_STEPS:
+            joules_before = counter.joules()
         begin = time.perf_counter()
         batches = (make_batch(args, T, model.config.vocab_size, generator, (step * args.accum + micro) * world + rank)
                    for micro in range(args.accum))
@@ -236,6 +241,7 @@ def run(args, precision, T, rank, world):
         losses.append(loss.item() * args.accum)
     times = sorted(times[WARM_UP_STEPS:])
     seconds, tokens = times[len(times) // 2], args.bs * T * args.accum
+    joules = joules_of_all(counter.joules(), joules_before, world)
     result = dict(type="summary", program=versions(precision), device=device_name(), model=args.model,
                   precision=precision, masters=args.masters, gpus=world, sequence_length=T, batch_size=args.bs,
                   accum=args.accum, recompute=args.ac, steps=args.steps, median_ms=seconds * 1e3,
@@ -243,7 +249,18 @@ def run(args, precision, T, rank, world):
                   tflops_per_gpu=model_flops(model, T) * tokens / seconds / 1e12,
                   memory_bytes=torch.cuda.max_memory_allocated(), reserved_bytes=torch.cuda.max_memory_reserved(),
                   first_loss=losses[0], last_loss=sum(losses[-20:]) / len(losses[-20:]))
+    if joules is not None:
+        result["joules_per_token"] = joules / (len(times) * tokens * world)
     return result, losses
+
+
+def joules_of_all(after, before, world):
+    """Returns the energy of all GPUs between two readings of this rank's counter; None if a GPU does not tell it."""
+    if world == 1:
+        return None if after is None else after - before
+    joules = torch.tensor(float("nan") if after is None else after - before, dtype=torch.float64, device=DEVICE)
+    dist.all_reduce(joules)
+    return None if joules.isnan() else joules.item()
 
 
 def versions(precision):
@@ -263,7 +280,8 @@ def report(args, result, losses):
     print("%(model)s, %(precision)s, %(masters)s masters, T %(sequence_length)d, batch %(batch_size)d x %(accum)d, "
           "%(gpus)d GPU: step %(median_ms).1f ms, %(tokens_per_second_per_gpu).0f tok/s/GPU, %(tflops_per_gpu).0f "
           "TFLOP/s/GPU" % result + ", %.1f GiB, loss %.4f to %.4f" % (
-              result["memory_bytes"] / 2**30, result["first_loss"], result["last_loss"]), flush=True)
+              result["memory_bytes"] / 2**30, result["first_loss"], result["last_loss"])
+          + (", %.5f J/token" % result["joules_per_token"] if "joules_per_token" in result else ""), flush=True)
     if args.loss_csv:
         key = "hf,%(model)s,%(precision)s,%(gpus)d,%(sequence_length)d,%(batch_size)d" % result
         with open(args.loss_csv, "a") as file:

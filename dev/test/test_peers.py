@@ -18,6 +18,7 @@ sys.path.insert(0, PEERS)
 import compare
 import shards
 import titan_train
+from energy import EnergyCounter
 
 counts = {"passed": 0, "failed": 0}
 
@@ -36,7 +37,8 @@ with open(os.path.join(of["--log-dir"], "log.jsonl"), "w") as file:
     print(json.dumps({"type": "step", "step": 1}), file=file)
     speed = 12000.5 if of["--precision"] == "fp8" else 10000.25
     print(json.dumps({"type": "summary", "steps": int(of["--num-steps"]), "last_loss": 9.5, "median_ms": 20.5,
-                      "tokens_per_second_per_gpu": speed, "memory_bytes": 3 << 30}), file=file)
+                      "tokens_per_second_per_gpu": speed, "memory_bytes": 3 << 30, "joules_per_token": 0.05}),
+          file=file)
 '''
 
 # Stands for a Python with torch: `hf_train.py MODEL PRECISION T ...`, or torchrun and `titan_train.py PRECISION T`.
@@ -53,9 +55,25 @@ if precision == "rowwise":
 print("a warning of some library")
 print("rank 1", end="")
 print(json.dumps({"type": "summary", "program": "peer 1.0", "device": "GPU X", "steps": 10, "median_ms": 25.0,
-                  "tokens_per_second_per_gpu": 8000.0 if precision == "fp8" else 6000.0, "memory_bytes": 5 << 30}),
+                  "tokens_per_second_per_gpu": 8000.0 if precision == "fp8" else 6000.0, "memory_bytes": 5 << 30,
+                  **({"joules_per_token": 0.0625} if precision == "fp8" else {})}),
       "rank 1 again")
 print("and a line to read")
+'''
+
+# Stands for NVML with one GPU, "GPU-1", that uses 1.5 J between two readings.
+NVML = r'''
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+    *device = (void *)nvmlInit_v2;
+    return strcmp(uuid, "GPU-1") ? 6 : 0;
+}
+int nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *millijoules) {
+    static unsigned long long used = 1ull << 40;
+    *millijoules = used += 1500;
+    return device != (void *)nvmlInit_v2;
+}
 '''
 
 # Stands for mpirun: one rank.
@@ -108,6 +126,18 @@ def test_shards(folder):
                        ("too long", shard_bytes(20240801, 7, tokens, "I", 20)),
                        ("other version", shard_bytes(20240801, 9, tokens, "I"))):
         check(path in (raises(shards.read_shard, write(path, data)) or ""), "a damaged shard is named:", name)
+
+
+def test_energy(folder):
+    source = write(os.path.join(folder, "nvml.c"), NVML.encode())
+    library = os.path.join(folder, "nvml.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    counter = EnergyCounter("GPU-1", library)
+    before = counter.joules()
+    check(before > 1e9 and abs(counter.joules() - before - 1.5) < 1e-3, "joules between two readings", before)
+    check(EnergyCounter("GPU-2", library).joules() is None, "no reading of an unknown GPU")
+    check(EnergyCounter("GPU-1", os.path.join(folder, "none.so")).joules() is None, "no reading without NVML")
+    check(EnergyCounter("GPU-1", "libm.so.6").joules() is None, "no reading of a library without the functions")
 
 
 def test_rows():
@@ -206,6 +236,7 @@ def test_compare(folder):
     status, table, rows, printed = run_compare(folder, "--rows", "llama3.2-1b:2048")
     line = "| llama3.2-1b | 2048 | 10,000 | 12,000 | 1.20x | 3.0 GiB | 6,000 | 8,000 | 5.0 GiB | 1.67x | 1.50x |"
     check(status == 0 and line in table and "Failed" not in table, "a row that finishes", status, table, printed)
+    check("| llama3.2-1b | 2048 | 0.05000 | 0.05000 |  | 0.06250 |" in table, "the row's joules per token", table)
     check([row["run"] for row in rows] == ["ours_bf16", "peer_bf16", "ours_fp8", "peer_fp8"]
           and rows[2]["tokens_per_second_per_gpu"] == "12000.5" and rows[2]["program"] == "train_fp8cu 0.1"
           and "--log-dir" in rows[0]["command"], "table.csv", rows)
@@ -265,7 +296,8 @@ def test_limit(folder):
 
 
 def main():
-    for test in (test_shards, test_command_lines, test_compare, test_titan_rows, test_real_trainer, test_limit):
+    for test in (test_shards, test_energy, test_command_lines, test_compare, test_titan_rows, test_real_trainer,
+                 test_limit):
         with tempfile.TemporaryDirectory() as folder:
             test(folder)
     test_rows()
