@@ -195,7 +195,9 @@ def test_rounding(tmp):
     shutil.copytree(folder / "bf16.r1", folder / "copy")
     again, _ = report(folder)
     check(out.splitlines()[0] == again.splitlines()[0] == out_twice.splitlines()[0], f"a run given twice: {again}")
-    check("two BF16 runs are up to" in out and one["noise_of"] == "rounding seed", f"noise in words: {out}")
+    error, band = one["validation"]["standard_error"], deviation * math.sqrt(2 / 3)
+    check(error >= band * (1 - 1e-9) and one["validation"]["covers"] == "sequences and rounding"
+          and "is not covered" not in out and one["noise_of"] == "rounding seed", f"the interval covers rounding: {one['validation']}, {out}")
 
 
 # ---- the page

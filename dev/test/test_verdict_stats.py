@@ -179,7 +179,23 @@ def test_words():
     one = vs.training_difference(bf16, bf16 + 0.1 + noise[0], 200)
     check(vs.verdict(one).kind == "costs" and "is not covered" in vs.verdict(one).words, f"{vs.verdict(one)}")
     wide, narrow = (vs.noise_band([2.0, 2.0 + gap], [0, 0]) for gap in (0.1, 0.001))
-    check(vs.verdict(one, wide).kind == "same" and vs.verdict(one, narrow).kind == "costs", "noise of one pair")
+    check(vs.verdict(vs.with_rounding(one, wide)).kind == "same", "one pair within the noise of rounding")
+    covered = vs.with_rounding(one, narrow)
+    check(vs.verdict(covered).kind == "costs" and "is not covered" not in vs.verdict(covered).words
+          and covered.covers == "batches and rounding", f"one pair beyond the noise of rounding: {covered}")
+    check(covered.low < one.low and covered.detectable > one.detectable, f"rounding widens the interval: {covered}")
+    still = vs.noise_band([2.0, 2.0], [0, 0])
+    check(vs.with_rounding(one, still) == one, "no noise of rounding")
+
+
+def test_with_rounding():
+    """Equal to the sum of both variances, worked out by hand: errors 3 and 4 with 8 and 2 degrees make 5."""
+    one = vs.Difference(7.0, 0.0, 0.0, 3.0, 8.0, 0.0, 1, "batches")
+    band = vs.NoiseBand(np.array(0.0), np.array(4 * stats.t.ppf(0.975, 2)), 2)
+    got = vs.with_rounding(one, band)
+    degrees = 625 / (81 / 8 + 256 / 2)  # 4.52
+    check(np.isclose(got.high - 7, max(5 * stats.t.ppf(0.975, degrees), 4 * stats.t.ppf(0.975, 2))), f"{got}")
+    check(np.isclose(got.high + got.low, 14) and got.pairs == 1, f"symmetric: {got}")
 
 
 def test_real_curves():
@@ -283,7 +299,7 @@ def cover_noise(rng, trials):
         bf16, fp8 = validation_pairs(rng, 0, 1, 256, 0, 0.0)
         fp8 = bf16 + 0.02 * (fp8 - bf16) + RUN_NOISE * (rng.standard_normal() - rng.standard_normal())
         one = vs.validation_difference(bf16, fp8)
-        same.append(vs.verdict(one, band).kind == "same")
+        same.append(vs.verdict(vs.with_rounding(one, band)).kind == "same")
         without.append(vs.verdict(one).kind == "same")
     report_coverage("noise band of 3 seeds x 2 rounding seeds, two other BF16 runs", band_hits)
     report_coverage("one pair that differs in rounding, with the noise band: \"cannot be told apart\"", same, high=1)
@@ -377,6 +393,7 @@ def main():
     test_against_libraries(rng)
     test_detectable(rng)
     test_noise_band()
+    test_with_rounding()
     test_speedup_exact()
     test_refusals()
     test_words()

@@ -300,10 +300,14 @@ def compare_losses(comparison, runs):
         comparison.why["validation"] = str(reason)
         losses = None
     set_noise(comparison, runs, losses)
+    for name in ("training", "validation"):
+        difference, noise = getattr(comparison, name), getattr(comparison, f"{name}_noise")
+        if difference and noise and difference.pairs == 1:
+            setattr(comparison, name, vs.with_rounding(difference, noise))
 
 
 def set_noise(comparison, runs, validation):
-    """Sets the noise bands of BF16: over steps, and for the words if runs differ in the rounding seed alone."""
+    """Sets the noise bands of BF16: over steps, and of the means if runs differ in the rounding seed alone."""
     members, groups, differ = noise_runs(comparison, runs)
     if not members:
         comparison.why["noise"] = "no two BF16 runs differ in the seed or the rounding seed alone"

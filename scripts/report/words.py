@@ -28,7 +28,7 @@ def loss_words(comparison, name):
     difference = getattr(comparison, name)
     if difference is None:
         return ""
-    said = vs.verdict(difference, getattr(comparison, f"{name}_noise"))
+    said = vs.verdict(difference)
     where = f"in {name} loss" + (f" over the last {comparison.last} steps" if name == "training" else "")
     text = said.words.replace(" in loss", "", 1)
     for kind, clearer in (("costs", "is higher by"), ("gains", "is lower by")):
@@ -38,7 +38,7 @@ def loss_words(comparison, name):
 
 def kinds_of(comparison):
     """{validation or training: same, costs or gains}, as far as there are numbers."""
-    return {name: vs.verdict(getattr(comparison, name), getattr(comparison, f"{name}_noise")).kind
+    return {name: vs.verdict(getattr(comparison, name)).kind
             for name in ("validation", "training") if getattr(comparison, name) is not None}
 
 
