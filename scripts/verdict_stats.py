@@ -19,10 +19,11 @@ BF16, so a positive difference is a cost. Intervals are two-sided and hold 95%. 
    With one pair: the moving-block bootstrap over steps (Kuensch 1989). It covers the noise of batches alone, and
    verdict() says so; several rounding seeds add theirs (3). Percentiles of a moving-block bootstrap cover 86 to 90% on
    100 to 400 autocorrelated steps. Therefore the interval is a t-interval with steps / block - 1 degrees of freedom (as
-   for batch means, Schmeiser 1982), and its standard error is corrected for the number of blocks. The block is the longer of sqrt(steps) and twice the optimal
-   block length of Politis and White (2004; corrected by Patton, Politis and White 2009). Simulated on 40 to 400 steps:
-   93 to 96% at lag-1 correlations from 0 to 0.55. Real paired differences have 0 to 0.56. Noise whose memory is longer
-   than a tenth of the steps is covered less: average over as many steps as the loss stays level.
+   for batch means, Schmeiser 1982), and its standard error is corrected for the number of blocks. The block is the
+   longer of sqrt(steps) and twice the optimal block length of Politis and White (2004; corrected by Patton, Politis and
+   White 2009). Simulated on 40 to 400 steps: 93 to 96% at lag-1 correlations from 0 to 0.55. Real paired differences
+   have 0 to 0.56. Noise whose memory is longer than a tenth of the steps is covered less: average over as many steps as
+   the loss stays level.
 
 3. noise_band: how far two BF16 runs are apart that differ only in the rounding seed, or only in the seed.
    A t-interval from the standard deviation within groups of such runs, pooled over groups. With one seed, whose

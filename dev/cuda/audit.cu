@@ -152,7 +152,7 @@ static void check_missing(void) {
         else t.columnwise = NULL;
         a.want[usage] = AuditSums{};
         audit_source(t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
-        check_audited(without >= 2 ? "data not audited" : "data not cast", &a);
+        check_audited(without >= 2 ? "only one usage audited" : "only one usage cast", &a);
         audited_free(&a);
     }
 }

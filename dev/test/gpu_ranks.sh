@@ -44,10 +44,10 @@ against_one() {
     local name=$1 precision=$2
     shift 2
     run "$name" $W $common --precision $precision --num-steps $steps $(split $W) "$@" || return
-    near "$name, first loss" "$(field "$name" loss 1)" "$(field one_$precision loss 1)" 3e-6
-    near "$name, first norm" "$(field "$name" norm 1)" "$(field one_$precision norm 1)" 3e-3
-    near "$name, last loss" "$(field "$name" loss $steps)" "$(field one_$precision loss $steps)" 2e-3
-    near "$name, validation" "$(validation "$name")" "$(validation one_$precision)" 2e-3
+    near "first loss of $name and of one GPU" "$(field "$name" loss 1)" "$(field one_$precision loss 1)" 3e-6
+    near "first gradient norm of $name and of one GPU" "$(field "$name" norm 1)" "$(field one_$precision norm 1)" 3e-3
+    near "last loss of $name and of one GPU" "$(field "$name" loss $steps)" "$(field one_$precision loss $steps)" 2e-3
+    near "validation loss of $name and of one GPU" "$(validation "$name")" "$(validation one_$precision)" 2e-3
 }
 for precision in bf16 fp8; do
     for sharding in full grad_op none; do against_one ${precision}_$sharding $precision --sharding $sharding; done
@@ -62,15 +62,17 @@ for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
     name=${sharding%% *}
     run unclipped $W ${common/--grad-clip 1/} --precision bf16 --num-steps $steps $(split $W) --sharding $sharding ||
         continue
-    near "$name, norm with AdamW" "$(field unclipped norm 1)" "$(field bf16_$name norm 1)" 1e-5
-    near "$name, last loss, norm with AdamW" "$(field unclipped loss $steps)" "$(field one_unclipped loss $steps)" 2e-3
+    near "$name: gradient norm computed by AdamW and before it" \
+        "$(field unclipped norm 1)" "$(field bf16_$name norm 1)" 1e-5
+    near "$name, unclipped: last loss of $W GPUs and of one" \
+        "$(field unclipped loss $steps)" "$(field one_unclipped loss $steps)" 2e-3
 done
 # Copy engines and NCCL. All runs above use copy engines if the GPUs can. In fp32, sums of two ranks are equal; sums of
 # more ranks differ by their order.
 if grep -q "^transport copy engines" "$tmp/bf16_full.log"; then
     ok "copy engines are used"
     run copies $W $common --precision bf16 --num-steps $steps $(split $W) --copy-engines on &&
-        same "--copy-engines on, and auto" bf16_full copies
+        same "--copy-engines auto and on" bf16_full copies
 else
     bad "copy engines are not used: $(grep -m1 '^transport' "$tmp/bf16_full.log")" \
         "$(grep -m1 '^no copy engines' "$tmp/bf16_full.log")"
@@ -84,7 +86,7 @@ for sharding in full grad_op; do
         same "$sharding: copy engines and NCCL in fp32" fp32_$sharding nccl_fp8_$sharding
 done
 if grep -q "^transport NCCL" "$tmp/nccl_bf16_full.log"; then
-    ok "--copy-engines off: NCCL"
+    ok "--copy-engines off uses NCCL"
 else
     bad "--copy-engines off: $(grep -m1 '^transport' "$tmp/nccl_bf16_full.log")"
 fi
@@ -93,11 +95,12 @@ fi
 pair="$common --precision bf16 --num-steps $steps $(split 2) --reduce-dtype fp32"
 run pair 2 $pair
 export NCCL_P2P_DISABLE=1
-run no_peers 2 $pair && same "NCCL_P2P_DISABLE=1" pair no_peers
-check "NCCL_P2P_DISABLE=1: the reason" holds "$tmp/no_peers.log" "no copy engines: NCCL_P2P_DISABLE=1"
-check "NCCL_P2P_DISABLE=1: NCCL" holds "$tmp/no_peers.log" "transport NCCL"
+run no_peers 2 $pair && same "without and with NCCL_P2P_DISABLE=1" pair no_peers
+check "NCCL_P2P_DISABLE=1: the run prints why it uses no copy engines" \
+    holds "$tmp/no_peers.log" "no copy engines: NCCL_P2P_DISABLE=1"
+check "NCCL_P2P_DISABLE=1: the run uses NCCL" holds "$tmp/no_peers.log" "transport NCCL"
 timeout 120 $launcher -np 2 ./train_fp8cu $pair --copy-engines on >"$tmp/refused.log" 2>&1 </dev/null
-check "NCCL_P2P_DISABLE=1 and --copy-engines on" refuses_with "--copy-engines on: NCCL_P2P_DISABLE=1"
+check "NCCL_P2P_DISABLE=1: --copy-engines on is refused" refuses_with "--copy-engines on: NCCL_P2P_DISABLE=1"
 unset NCCL_P2P_DISABLE
 # Each of two ranks sees only its own GPUs. $1 and $2 GPUs of ranks 0 and 1, then the trainer's arguments.
 as_seen='export CUDA_VISIBLE_DEVICES=$(shift $OMPI_COMM_WORLD_LOCAL_RANK; echo $1); shift 2; exec ./train_fp8cu "$@"'
@@ -122,7 +125,7 @@ elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sh
     planned=$(sed -n 's/.*"total_bytes": *\([0-9]*\).*/\1/p' "$tmp/hybrid/log.jsonl" | head -n 1)
     used=$(sed -n 's/.*"memory_bytes": *\([0-9]*\).*/\1/p' "$tmp/hybrid/log.jsonl" | sort -n | tail -n 1)
     echo "hybrid: ${used:-no} bytes are in use after a step, and ${planned:-no} planned"
-    check "hybrid's memory in use is in the plan" [ "${used:-$((1 << 62))}" -le "${planned:-0}" ]
+    check "hybrid uses no more memory than planned" [ "${used:-$((1 << 62))}" -le "${planned:-0}" ]
 fi
 # log.jsonl says where time went: ranks wait for each other.
 run times $W $common --precision fp8 --num-steps 12 $(split $W) --log-dir "$tmp/times" &&
@@ -132,26 +135,28 @@ run times $W $common --precision fp8 --num-steps 12 $(split $W) --log-dir "$tmp/
 for recipe in rowwise rowwise_with_gw_hp blockwise; do
     run "one_$recipe" 1 $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split 1)
     run "$recipe" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) || continue
-    near "$recipe, first loss" "$(field "$recipe" loss 1)" "$(field "one_$recipe" loss 1)" 3e-6
-    near "$recipe, first norm" "$(field "$recipe" norm 1)" "$(field "one_$recipe" norm 1)" 3e-3
-    near "$recipe, last loss" "$(field "$recipe" loss $steps)" "$(field "one_$recipe" loss $steps)" 2e-3
+    near "first loss of $recipe on $W GPUs and on one" "$(field "$recipe" loss 1)" "$(field "one_$recipe" loss 1)" 3e-6
+    near "first gradient norm of $recipe on $W GPUs and on one" \
+        "$(field "$recipe" norm 1)" "$(field "one_$recipe" norm 1)" 3e-3
+    near "last loss of $recipe on $W GPUs and on one" \
+        "$(field "$recipe" loss $steps)" "$(field "one_$recipe" loss $steps)" 2e-3
     run "${recipe}_again" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) \
         --sharding grad_op --recompute layer &&
-        same "$recipe: grad_op with recompute prints the same lines" "$recipe" "${recipe}_again"
+        same "$recipe: --sharding full, and grad_op with recompute" "$recipe" "${recipe}_again"
 done
 echo "($SECONDS s)"
 
 # ---- FP8 all-gather on and off: equal bits
 for sharding in full grad_op; do
     run off_$sharding $W $common --precision fp8 --num-steps $steps $(split $W) --sharding $sharding \
-        --fp8-all-gather off && same "fp8-all-gather off, $sharding" fp8_$sharding off_$sharding
+        --fp8-all-gather off && same "$sharding: --fp8-all-gather on and off" fp8_$sharding off_$sharding
 done
 for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down" \
     "--fp8-recipe delayed --fp8-filter last --recompute layer"; do
     for gather in on off; do
         run gather_$gather $W $common --precision fp8 $more --num-steps $steps $(split $W) --fp8-all-gather $gather
     done
-    same "fp8-all-gather on and off, $more" gather_on gather_off
+    same "$more: --fp8-all-gather on and off" gather_on gather_off
 done
 
 # ---- An untied embedding whose slices end in the middle of a row, and vectors that do not fill their slices. With one
@@ -171,14 +176,15 @@ for case in "1 64" "2 64" "2 256"; do
     untied="$untied --sequence-length ${case#* } --grad-accumulation-steps"
     rm -rf "$tmp/ck_untied"
     run untied_one 1 $untied $((micro * W)) && run untied $W $untied $micro || continue
-    near "$name, first loss" "$(field untied loss 1)" "$(field untied_one loss 1)" 3e-6
-    near "$name, first norm" "$(field untied norm 1)" "$(field untied_one norm 1)" 3e-3
-    near "$name, last loss" "$(field untied loss $steps)" "$(field untied_one loss $steps)" 2e-3
+    near "first loss of $name and of one GPU" "$(field untied loss 1)" "$(field untied_one loss 1)" 3e-6
+    near "first gradient norm of $name and of one GPU" "$(field untied norm 1)" "$(field untied_one norm 1)" 3e-3
+    near "last loss of $name and of one GPU" "$(field untied loss $steps)" "$(field untied_one loss $steps)" 2e-3
     run untied_save $W $untied $micro --num-steps 4 --checkpoint-dir "$tmp/ck_untied"
     run untied_resume $W $untied $micro --checkpoint-dir "$tmp/ck_untied" --resume
-    same "$name, resumed" untied untied_resume $((steps - 4 + 1))
+    same "$name: an unbroken and a resumed run" untied untied_resume $((steps - 4 + 1))
     run untied_nccl $W $untied $micro --copy-engines off &&
-        near "$name, NCCL, last loss" "$(field untied_nccl loss $steps)" "$(field untied_one loss $steps)" 2e-3
+        near "last loss of $name with NCCL and of one GPU" \
+            "$(field untied_nccl loss $steps)" "$(field untied_one loss $steps)" 2e-3
 done
 
 # ---- Delayed scaling. One GPU updates its scales after each micro-step; W GPUs update them after W sequences. So some
@@ -187,10 +193,11 @@ done
 delayed="$common --precision fp8 --fp8-recipe delayed --fp8-amax-history 3"
 run one_delayed 1 $delayed --num-steps $steps $(split 1)
 run delayed $W $delayed --num-steps $steps $(split $W) &&
-    near "delayed, last loss" "$(field delayed loss $steps)" "$(field one_delayed loss $steps)" 3e-3
+    near "delayed scaling: last loss of $W GPUs and of one" \
+        "$(field delayed loss $steps)" "$(field one_delayed loss $steps)" 3e-3
 run delayed_save $W $delayed --num-steps 4 $(split $W) --checkpoint-dir "$tmp/ck_delayed"
 run delayed_resume $W $delayed --num-steps $steps $(split $W) --checkpoint-dir "$tmp/ck_delayed" --resume
-same "delayed, resumed" delayed delayed_resume $((steps - 4 + 1))
+same "delayed scaling: an unbroken and a resumed run" delayed delayed_resume $((steps - 4 + 1))
 
 # A skipped step does not change the state of delayed scaling on any rank. The rank that holds the spoiled weight names
 # it.
@@ -205,7 +212,7 @@ for sharding in full none; do
     warning="step 1 skipped: the gradient norm is not finite. It begins in the attention block of layer 0"
     warning="$warning, in the forward pass; the largest weight there is 3.38953e+38"
     warning="$warning, in model.layers.0.self_attn.q_proj.weight, element 0"
-    check "$sharding: the weight that spoils all is named: $(grep -m1 '^warning: step 1 ' "$tmp/skipped.log")" \
+    check "$sharding: the warning names the huge weight: $(grep -m1 '^warning: step 1 ' "$tmp/skipped.log")" \
         grep -q "^warning: $warning" "$tmp/skipped.log"
 done
 
@@ -217,10 +224,12 @@ for ranks in $W $((W / 2)) 1; do
     run resume_$ranks $ranks $common --precision fp8 --num-steps $steps $(split $ranks) --checkpoint-dir "$tmp/ck_now" \
         --resume || continue
     if [ "$ranks" -eq $W ]; then
-        same "resumed on $ranks" fp8_full resume_$ranks $((steps - 4 + 1))
+        same "an unbroken run and one resumed on $ranks GPUs" fp8_full resume_$ranks $((steps - 4 + 1))
     else
-        near "resumed on $ranks, first loss" "$(field resume_$ranks loss 1)" "$(field fp8_full loss 5)" 3e-6
-        near "resumed on $ranks, last loss" "$(field resume_$ranks loss $((steps - 4)))" \
+        near "first loss of an unbroken run and of one resumed on $ranks GPUs" \
+            "$(field resume_$ranks loss 1)" "$(field fp8_full loss 5)" 3e-6
+        near "last loss of an unbroken run and of one resumed on $ranks GPUs" \
+            "$(field resume_$ranks loss $((steps - 4)))" \
             "$(field fp8_full loss $steps)" 2e-3
     fi
 done

@@ -24,7 +24,7 @@ fails() {
         bad "expected \"$expected\": $(tail -n 2 "$tmp/refused.log")"
     fi
 }
-refused() { fails "$@" && check "refused before the first step" lacks "$tmp/refused.log" "step 1/"; }
+refused() { fails "$@" && check "a refused run ends before step 1" lacks "$tmp/refused.log" "step 1/"; }
 
 # Compares one step with the CPU trainer. Both start from equal weights and round at equal places. They differ in the
 # order of sums, which changes some bf16 roundings (2^-9 each), and with FP8 some FP8 roundings (2^-4 and 2^-3). To
@@ -36,11 +36,11 @@ against_cpu() {
     local args="small $data $2 --sequence-length 256 --batch-size 2 --num-steps 1 --optimizer-state fp32"
     rm -rf "$tmp/cpu" "$tmp/gpu"
     cpu cpu $args --checkpoint-dir "$tmp/cpu" && gpu gpu $args --checkpoint-dir "$tmp/gpu" || return
-    near "$1: loss" "$(field gpu loss 1)" "$(field cpu loss 1)" "$3"
+    near "$1: first loss on GPU and CPU" "$(field gpu loss 1)" "$(field cpu loss 1)" "$3"
     if build/compare_checkpoints "$tmp/gpu/step-00000001" "$tmp/cpu/step-00000001" "$4"; then
-        ok "$1: gradients"
+        ok "$1: gradients on GPU and CPU"
     else
-        bad "$1: gradients"
+        bad "$1: gradients on GPU and CPU"
     fi
 }
 against_cpu bf16 "--precision bf16" 1e-4 1e-2
@@ -62,7 +62,7 @@ if ! ./train_fp8cu $run >"$tmp/a.log" 2>&1 && grep -q "GiB are free" "$tmp/a.log
     echo "skipped: llama3.2-1b needs more memory than this GPU has"
 else
     CUDA_MODULE_LOADING=EAGER gpu b $run
-    same "kernels loaded beforehand" a b
+    same "kernels loaded at start-up, and at first use" a b
 fi
 
 common="small $data --sequence-length 256 --batch-size 2 --deterministic --learning-rate 1e-3"
@@ -76,30 +76,30 @@ for precision in bf16 fp8 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "fp8 -
     # ends after 5 of 12 steps, then is resumed
     ck="--checkpoint-dir $tmp/ck"
     gpu c $common --precision $precision --num-steps 5 $ck && gpu d $run $ck --resume
-    same "$precision: resumed" a d 7
+    same "$precision: an unbroken and a resumed run" a d 7
 
     # Two micro-steps of one sequence have the tokens of one micro-step of two. Gradients are rounded to bf16 once more.
     gpu e $common --precision $precision --num-steps 12 --batch-size 1 --grad-accumulation-steps 2
-    near "$precision: accumulation, last loss" "$(field e loss 12)" "$(field a loss 12)" 1e-2
+    near "$precision: last loss of two micro-steps and of one" "$(field e loss 12)" "$(field a loss 12)" 1e-2
 done
 
 # Recomputed layers are quantized to equal bytes. If --fp8-filter excludes every layer, FP8 equals BF16.
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
     run="$common --precision fp8 --fp8-recipe $recipe --num-steps 6"
     gpu a $run && gpu b $run --recompute layer
-    same "$recipe, --recompute layer" a b
+    same "$recipe: without and with --recompute layer" a b
     [ $recipe = rowwise_with_gw_hp ] && continue
     gpu b $run --fp8-weight-cache on && gpu c $run --fp8-weight-cache on --recompute layer --fp8-filter first &&
         gpu d $run --fp8-filter first
-    same "$recipe, --fp8-weight-cache on" a b
-    same "$recipe, --fp8-weight-cache on, recomputed, filtered" d c
+    same "$recipe: without and with --fp8-weight-cache on" a b
+    same "$recipe, --fp8-filter first: without and with --fp8-weight-cache on --recompute layer" d c
 done
 gpu a $common --precision bf16 --num-steps 6 && gpu b $common --precision fp8 --fp8-filter attention,mlp --num-steps 6
 same "FP8 with every layer filtered, and BF16" a b
 gpu a ${common/--deterministic/} --precision fp8 --fp8-filter auto --fp8-audit 2 --log-dir "$tmp/audit" --num-steps 4
 if [ $? -eq 0 ] && { grep -q '"type": "fp8_audit"' "$tmp/audit/log.jsonl" ||
     grep -q '"fp8_gemms": 0,' "$tmp/audit/log.jsonl"; }; then
-    ok "filter auto and audit"
+    ok "--fp8-filter auto with an audit"
 else
     bad "filter auto and audit: $(tail -n 3 "$tmp/a.log")"
 fi
@@ -110,7 +110,7 @@ energy=$(nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits 2>/dev/
 if gpu a $common --precision fp8 --num-steps 12 --val-data "$tmp/synth_val.bin" --val-steps 5 --val-every 6 \
     --log-dir "$tmp/times" &&
     problem=$(python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" 1 $energy 2>&1); then
-    ok "times, energy and losses of sequences"
+    ok "log.jsonl has times, energy and losses of sequences"
 else
     bad "times, energy and losses of sequences: $problem"
 fi
@@ -133,11 +133,11 @@ END
         args="$args --master-weights fp32"
         cpu a $args && gpu b $args --deterministic
         # In five steps, bf16 roundings differ from those of the CPU: a step moves the norm by less than 2^-9.
-        near "$name: gradient norm" "$(field b norm 5)" "$(field a norm 5)" 1e-2
+        near "$name: gradient norm on GPU and CPU" "$(field b norm 5)" "$(field a norm 5)" 1e-2
         args="$args --precision fp8 --deterministic"
         gpu a $args && gpu b $args --recompute layer && gpu c $args --fp8-weight-cache on
-        same "$name: FP8, layers recomputed" a b
-        same "$name: FP8, weights cached" a c
+        same "$name, FP8: without and with --recompute layer" a b
+        same "$name, FP8: without and with --fp8-weight-cache on" a c
     done
 done
 
@@ -151,17 +151,18 @@ for case in "bf16 auto 1e-3" "bf16 bf16 4e-3" "fp8 auto 1e-2"; do
     run="small $data --sequence-length 64 --num-steps 1 --precision $precision --deterministic"
     gpu a $run --batch-size 256 && gpu b $run --batch-size 1 --grad-accumulation-steps 256 --grad-accum-dtype $dtype &&
         gpu c $run --batch-size 1 --grad-accumulation-steps 256 --grad-accum-dtype $dtype
-    near "$precision, 256 micro-steps, sums in $dtype: norm" "$(field b norm 1)" "$(field a norm 1)" $limit
+    near "$precision, sums in $dtype: gradient norm of 256 micro-steps and of one" \
+        "$(field b norm 1)" "$(field a norm 1)" $limit
     same "$precision, 256 micro-steps, sums in $dtype: two runs" b c
 done
 cpu a small $data --sequence-length 64 --num-steps 2 --grad-accumulation-steps 5 --grad-accum-dtype fp32 &&
     gpu b small $data --sequence-length 64 --num-steps 2 --grad-accumulation-steps 5 --grad-accum-dtype fp32
-near "fp32 sums on CPU and GPU: norm" "$(field b norm 2)" "$(field a norm 2)" 1e-2
+near "gradient norm with fp32 sums on GPU and CPU" "$(field b norm 2)" "$(field a norm 2)" 1e-2
 
 # With fast_accum in all GEMMs the loss changes a little.
 run="$common --precision fp8 --num-steps 12"
 gpu a $run && gpu b $run --fp8-fast-accum all &&
-    near "--fp8-fast-accum all, last loss" "$(field b loss 12)" "$(field a loss 12)" 1e-2
+    near "last loss with and without --fp8-fast-accum all" "$(field b loss 12)" "$(field a loss 12)" 1e-2
 
 # Validation, and a sample longer than the training sequences, with a model that has learned a little. Its first words
 # equal those of the CPU, because few tokens are likely. Later words may differ where a random draw falls between two
@@ -170,22 +171,23 @@ gpu a small $data --sequence-length 64 --batch-size 16 --num-steps 300 --learnin
 run="$tmp/told --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --val-every 1 --val-steps 7"
 run="$run --sequence-length 16 --batch-size 2 --num-steps 2 --learning-rate 0 --sample-every 2 --sample-tokens 40"
 story() { sed -n 's/^sample after step 2: //p' "$tmp/$1.log"; }
-cpu a $run && gpu b $run && near "validation loss" "$(validation b)" "$(validation a)" 1e-3
-check "two validations" equal "$(grep -c '^validation after step' "$tmp/b.log")" 2
-check "the CPU's story: $(story a)" equal "$(story b | cut -c1-16)" "$(story a | cut -c1-16)"
-check "a story longer than the sequences: $(story b)" [ "$(story b | wc -c)" -gt 30 ]
+cpu a $run && gpu b $run && near "validation loss on GPU and CPU" "$(validation b)" "$(validation a)" 1e-3
+check "--val-every 1 validates after both steps" equal "$(grep -c '^validation after step' "$tmp/b.log")" 2
+check "the GPU's story begins like the CPU's: $(story a)" equal "$(story b | cut -c1-16)" "$(story a | cut -c1-16)"
+check "a story is longer than the sequences: $(story b)" [ "$(story b | wc -c)" -gt 30 ]
 
 # --profile prints a table of the operations of a step: GEMMs in TFLOP/s, other kernels in GB/s, in percent of their
 # limits.
 gpu a $common --precision fp8 --num-steps 3 --profile
-check "--profile: $(grep -A 3 '^profile of' "$tmp/a.log")" grep -qE '^  AdamW +1 .* GB/s +[0-9.]+%$' "$tmp/a.log"
-check "--profile has GEMMs" grep -qE '^  [a-z].* TFLOP/s +[0-9.]+%$' "$tmp/a.log"
+check "--profile has AdamW in GB/s: $(grep -A 3 '^profile of' "$tmp/a.log")" \
+    grep -qE '^  AdamW +1 .* GB/s +[0-9.]+%$' "$tmp/a.log"
+check "--profile has GEMMs in TFLOP/s" grep -qE '^  [a-z].* TFLOP/s +[0-9.]+%$' "$tmp/a.log"
 
 # An export equals the model of the checkpoint. With weights of 3.4e38 in it GEMMs overflow: then nothing of the step
 # may be saved, and the error names the tensor, whichever block it is in.
 gpu a $common --precision bf16 --num-steps 2 --checkpoint-dir "$tmp/whole" --export-hf "$tmp/export"
 for file in config.json model.safetensors; do
-    check "exported $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"
+    check "the export and the checkpoint have equal $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"
 done
 rm -rf "$tmp/damaged" && cp -r "$tmp/export" "$tmp/damaged" && spoil "$tmp/damaged" model.norm.weight
 refused "damaged/model.safetensors is damaged: its XXH64 hash is" ./train_fp8cu "$tmp/damaged" $data \
@@ -209,15 +211,17 @@ END
 spoil "$tmp/export" model.layers.0.self_attn.q_proj.weight
 fails "step 1: the gradient norm is not finite" ./train_fp8cu "$tmp/export" $data --sequence-length 256 --num-steps 1 \
     --checkpoint-dir "$tmp/spoiled" --checkpoint-every 1 --export-hf "$tmp/spoiled-export"
-check "nothing of that step is saved" equal "$(find "$tmp/spoiled" "$tmp/spoiled-export" -type f 2>/dev/null)" ""
+check "no file of the step with a gradient that is not finite is saved" \
+    equal "$(find "$tmp/spoiled" "$tmp/spoiled-export" -type f 2>/dev/null)" ""
 fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data \
     --sequence-length 256 --num-steps 20 --on-nonfinite skip
 warning="skipped: the gradient norm is not finite. It begins in the attention block of layer 0"
-check "warnings of skipped steps" equal "$(grep -c "^warning: step [0-9]* $warning" "$tmp/refused.log")" 9
+check "each of the first 9 skipped steps prints a warning" \
+    equal "$(grep -c "^warning: step [0-9]* $warning" "$tmp/refused.log")" 9
 
 # With delayed scaling, skipped steps do not change amax histories and scales: neither when all steps are skipped, nor
-# when a learning rate that is far too high lets some steps pass. Other steps are equal with and without --on-nonfinite
-# skip.
+# when a learning rate that is far too high lets some steps pass. If no step is skipped, --on-nonfinite skip changes
+# nothing.
 fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data \
     --sequence-length 256 --num-steps 20 --precision fp8 --fp8-recipe delayed --on-nonfinite skip \
     --grad-accumulation-steps 2 --checkpoint-dir "$tmp/ck_skipped" --checkpoint-every 1 --keep-checkpoints 1000
@@ -228,7 +232,7 @@ skips_leave_no_trace "all steps skipped" "$tmp/refused.log" "$tmp/ck_skipped"
 skips_leave_no_trace "a learning rate of 1000" "$tmp/some.log" "$tmp/ck_some"
 run="$common --precision fp8 --fp8-recipe delayed --fp8-amax-history 4 --num-steps 8 --grad-clip 1"
 run="$run --grad-accumulation-steps 2"
-gpu a $run && gpu b $run --on-nonfinite skip && same "delayed, with --on-nonfinite skip" a b
+gpu a $run && gpu b $run --on-nonfinite skip && same "delayed scaling without and with --on-nonfinite skip" a b
 
 # With a learning rate that is far too high, no infinite moment is saved.
 for mode in stop skip; do
@@ -242,7 +246,7 @@ for mode in stop skip; do
         infinite=$((infinite + $(infinities "$folder")))
     done
     check "a learning rate of 1000, $mode: checkpoints are saved" [ $saved -ge 1 ]
-    check "a learning rate of 1000, $mode: infinite moments in $saved checkpoints" equal $infinite 0
+    check "a learning rate of 1000, $mode: no infinite moment in $saved checkpoints" equal $infinite 0
     rm -rf "$tmp/ck_high_$mode"
 done
 
@@ -250,9 +254,9 @@ done
 for plan in "llama3.1-70b --world-size 64" "llama3.1-405b --world-size 512 --recompute layer"; do
     if CUDA_VISIBLE_DEVICES= ./train_fp8cu $plan --precision fp8 --sequence-length 8192 --dry-run >"$tmp/plan.log" \
         2>&1 && grep -q '^  total ' "$tmp/plan.log"; then
-        ok "plan of $plan: $(grep '^  total ' "$tmp/plan.log") MiB"
+        ok "memory plan of $plan: $(grep '^  total ' "$tmp/plan.log") MiB"
     else
-        bad "plan of $plan: $(tail -n 2 "$tmp/plan.log")"
+        bad "memory plan of $plan: $(tail -n 2 "$tmp/plan.log")"
     fi
 done
 

@@ -45,7 +45,7 @@ static void test_elements(void) {
     CHECK(s.count == 10 && s.flushed == all.flushed && s.saturated == all.saturated && s.signal == all.signal &&
               s.noise == all.noise && s.amax == all.amax && s.scale_max == all.scale_max &&
               s.scale_inv_max == all.scale_inv_max,
-          "merged sums differ from the audit of all ten values");
+          "merged sums equal the audit of all ten values");
 }
 
 // An amax cast with its own scale is at the edge of the range, whichever way that scale was rounded. The next larger
@@ -188,10 +188,10 @@ static void test_recipe_granularities(void) {
             for (int copy = 0; copy < 2; copy++)
                 check_granularity(200, 264, (TensorUsage)copy, of[i].granularity, of[i].rule, (Fp8Format)format);
     CHECK(audit_shares_codes(PER_TENSOR, PER_TENSOR) && audit_shares_codes(BLOCK_128X128, BLOCK_128X128),
-          "granularities whose rowwise and columnwise codes are equal");
+          "scales of tensors and of 128x128 blocks give equal rowwise and columnwise codes");
     CHECK(!audit_shares_codes(PER_ROW, PER_ROW) && !audit_shares_codes(BLOCK_1X128, BLOCK_1X128) &&
               !audit_shares_codes(NO_SCALE, NO_SCALE) && !audit_shares_codes(PER_ROW, PER_TENSOR_BROADCAST),
-          "granularities whose rowwise and columnwise codes differ");
+          "other scales give different rowwise and columnwise codes");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -299,15 +299,16 @@ static void test_log(void) {
               "down wgrad x: %g dB, amax %g", member(&json, "sqnr_db"), member(&json, "amax"));
         json_free(&json);
     } else {
-        CHECK(false, "no line for down wgrad x");
+        CHECK(false, "there is a line for down wgrad x");
     }
     if (find_line(&json, lines, 2, "attn_out", "dgrad", "w")) {
-        CHECK(json_member(&json, json_root(&json), "sqnr_db")->type == JSON_NULL, "an infinite SQNR is null");
+        CHECK(json_member(&json, json_root(&json), "sqnr_db")->type == JSON_NULL,
+              "an infinite SQNR is written as null");
         json_free(&json);
     } else {
-        CHECK(false, "no line for attn_out dgrad w");
+        CHECK(false, "there is a line for attn_out dgrad w");
     }
-    CHECK(!find_line(&json, lines, 4, "attn_out", "dgrad", "w"), "a line for an operand that was never cast");
+    CHECK(!find_line(&json, lines, 4, "attn_out", "dgrad", "w"), "there is no line for an operand that was never cast");
     free(lines);
     run_free(&r);
 

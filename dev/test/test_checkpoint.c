@@ -187,12 +187,13 @@ static void test_round_trip(void) {
         CHECK(safetensors_open_folder(&st, found, "model", &failure), "%s", failure.text);
         CHECK(st.count == a->table.count && !safetensors_find(&st, "lm_head.weight") == tied, "%lld tensors",
               (long long)st.count);
-        CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16), "type of weights");
+        CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16), "the weights have the run's dtype");
         safetensors_close(&st);
         char config[PATH_CAPACITY];
         format_checked(config, sizeof config, "%s/config.json", found);
         char *text = read_file(config, NULL);
-        CHECK(text && strstr(text, fp32_weights ? "\"float32\"" : "\"bfloat16\""), "dtype in config.json");
+        CHECK(text && strstr(text, fp32_weights ? "\"float32\"" : "\"bfloat16\""),
+              "config.json has the dtype of the weights");
         free(text);
         trainer_free(a);
         trainer_free(b);
@@ -226,11 +227,11 @@ static void test_delayed(void) {
     for (int64_t i = 0; i < elements; i++) history[i] = (float)i / 3;
     for (int64_t i = 0; i < tensors; i++) scales_of_a[i] = i % 5 ? (float)i * 0.7f : 0;
     save(a, dir, 9, 1);
-    CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
+    CHECK(checkpoint_find_newest(dir, found, sizeof found), "the newest checkpoint is found");
     checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(same_state(a, b), "loaded state differs");
-    CHECK(memcmp(history, b->delayed[0], (size_t)elements * sizeof(float)) == 0, "history");
-    CHECK(memcmp(scales_of_a, b->delayed[1], (size_t)tensors * sizeof(float)) == 0, "scales");
+    CHECK(memcmp(history, b->delayed[0], (size_t)elements * sizeof(float)) == 0, "a load restores the amax history");
+    CHECK(memcmp(scales_of_a, b->delayed[1], (size_t)tensors * sizeof(float)) == 0, "a load restores the scales");
     b->state.delayed_window = 6;
     CHECK(check_dies(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]", output,
                      sizeof output),
@@ -238,7 +239,7 @@ static void test_delayed(void) {
     CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s",
           failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
-    CHECK(!path_exists(state), "an export holds no history");
+    CHECK(!path_exists(state), "an export has no fp8_state.safetensors");
     // Histories and scales are not saved if they are not finite. Older versions saved some: an infinity in a history is
     // read, but a NaN or such a scale is refused.
     const TrainerProgress progress = {9, 9};
@@ -288,7 +289,7 @@ static void test_sharded(void) {
     CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->run, &a->table, &a->state, 1500, &failure), "%s",
           failure.text);
     char found[PATH_CAPACITY], index[PATH_CAPACITY];
-    CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
+    CHECK(checkpoint_find_newest(dir, found, sizeof found), "the newest checkpoint is found");
     format_checked(index, sizeof index, "%s/model.safetensors.index.json", found);
     CHECK(path_exists(index) && model_has_weights(found), "%s", index);
     checkpoint_load(found, &b->model, &b->table, &b->state);
@@ -396,7 +397,7 @@ static void test_links(void) {
         format_checked(at, sizeof at, "%s/%s", dir, links[i].name);
         if (symlink(links[i].to, at)) die("%s", strerror(errno));
     }
-    CHECK(prepares(dir), "a start");
+    CHECK(prepares(dir), "a run starts in a checkpoint folder that holds links");
     CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000002"), "took %s", found);
     t->run.skipped = &passed_over;
     save(t, dir, 5, 2);
@@ -616,12 +617,12 @@ static void test_lock(void) {
     format_checked(dir, sizeof dir, "%s", scratch_path("locked"));
     if (pipe(fds)) die("pipe: %s", strerror(errno));
     const pid_t holder = prepare_child(dir, fds[1]);
-    CHECK(read(fds[0], output, 1) == 1, "the first run holds the folder");
+    CHECK(read(fds[0], output, 1) == 1, "the first run locks the folder");
     CHECK(check_dies(prepare_action, dir, "another run is using it; wait until that has ended, or give another folder",
                      output, sizeof output),
           "%s", output);
     kill(holder, SIGKILL);
-    CHECK(prepares(dir), "the folder of a run that was killed");
+    CHECK(prepares(dir), "a run may use the folder of a run that was killed");
     waitpid(holder, NULL, 0);
     close(fds[0]), close(fds[1]);
     remove_tree(dir);
@@ -631,14 +632,15 @@ static void test_prepare(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
     char output[4096], dir[PATH_CAPACITY], found[PATH_CAPACITY];
     format_checked(dir, sizeof dir, "%s", scratch_path("fresh"));
-    CHECK(prepares(dir), "a new folder");
+    CHECK(prepares(dir), "a run prepares a new folder");
     CHECK(folder_exists(dir) && strcmp(listing(dir), "") == 0, "%s", listing(dir));
-    CHECK(!checkpoint_find_newest(dir, found, sizeof found), "nothing to find");
-    CHECK(!checkpoint_find_newest(scratch_path("never"), found, sizeof found), "nothing to find");
+    CHECK(!checkpoint_find_newest(dir, found, sizeof found), "an empty or missing folder has no newest checkpoint");
+    CHECK(!checkpoint_find_newest(scratch_path("never"), found, sizeof found),
+          "an empty or missing folder has no newest checkpoint");
     save(t, dir, 12, 1);
     CHECK(check_dies(prepare_action, dir, "already holds step-00000012; add --resume", output, sizeof output), "%s",
           output);
-    CHECK(prepares(dir), "a run that resumes");
+    CHECK(prepares(dir), "a run that resumes prepares its folder");
     CHECK(check_dies(prepare_action, (void *)"/dev/null/parent", "cannot make folder /dev/null/parent", output,
                      sizeof output),
           "%s", output);
@@ -800,12 +802,13 @@ static void test_failing_save(void) {
     const TrainerProgress progress = {1, 1};
     small.rlim_cur = 40000;
     setrlimit(RLIMIT_FSIZE, &small);
-    CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure), "saved past the limit");
+    CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure),
+          "a save past the limit of the file size fails");
     setrlimit(RLIMIT_FSIZE, &before);
     Trainer *b = trainer_new(FAMILY_LLAMA, false, true, true);
-    CHECK(checkpoint_find_newest(dir, found, sizeof found), "none found");
+    CHECK(checkpoint_find_newest(dir, found, sizeof found), "the newest checkpoint is found");
     checkpoint_load(found, &b->model, &b->table, &b->state);
-    CHECK(same_state(t, b), "the checkpoint before was touched");
+    CHECK(same_state(t, b), "the earlier checkpoint keeps its state");
 
     static const char *const nowhere[] = {"/proc/checkpoints", "/proc/self", "/dev/null"};
     for (int i = 0; i < 3; i++) {
@@ -958,7 +961,7 @@ static void test_retry(void) {
                      "--resume continues from there",
                      output, sizeof output),
           "%s", output);
-    CHECK(path_exists(r.trainer->options.export_hf), "the export is made all the same");
+    CHECK(path_exists(r.trainer->options.export_hf), "the export is made although saves failed");
     r.trainer->options.num_steps = 10;
     remove_tree(r.trainer->options.export_hf);
     CHECK(check_dies(end_action, &r, "No other save follows", output, sizeof output) &&
@@ -982,7 +985,8 @@ static void test_retry(void) {
     r.trainer->options.num_steps = 9;
     failing_saves = 1;
     run_end(&r.setup, &r.trainer->options, 0, 9, &r.trainer->table, &r.trainer->state);
-    CHECK(failing_saves == 0 && path_exists(r.trainer->options.export_hf), "an export that failed once");
+    CHECK(failing_saves == 0 && path_exists(r.trainer->options.export_hf),
+          "an export that failed once is made at the second try");
     remove_tree(r.trainer->options.export_hf);
     failing_saves = 2;
     CHECK(check_dies(end_action, &r, "export to", output, sizeof output), "%s", output);
@@ -1013,7 +1017,7 @@ static void test_killed(void) {
     }
     int status = 0;
     waitpid(child, &status, 0);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "the child should have been killed");
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "SIGKILL ends the second save");
     CHECK(strcmp(listing(dir), "1+1") == 0, "%s", listing(dir));
     CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"), "%s", found);
     save(t, dir, 3, 2);
@@ -1046,7 +1050,8 @@ static void test_export(void) {
     model_export_prepare(dir, source_folder);
     CHECK(!path_exists(dir), "model_export_prepare makes no export");
     CHECK(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
-    CHECK(!path_exists(scratch_path("export/tokenizer.json")) && model_has_weights(dir), "first export");
+    CHECK(!path_exists(scratch_path("export/tokenizer.json")) && model_has_weights(dir),
+          "the first export has weights and no tokenizer.json");
     model_export_prepare(trailing, source_folder);
     CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure), "%s", failure.text);
     CHECK(path_exists(scratch_path("export/tokenizer.json")) && !path_exists(scratch_path("export/README.md")) &&
@@ -1069,7 +1074,7 @@ static void test_export(void) {
               strstr(failure.text, "holds thesis.txt, which is not part of an export; use a new folder"),
           "%s", failure.text);
     CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")),
-          "nothing was removed");
+          "a refused export removes no file");
     CHECK(strstr(failure.text, "export.tmp: move it away") &&
               safetensors_is_own(scratch_path("export.tmp/model.safetensors")),
           "what was written stays: %s", failure.text);
@@ -1319,7 +1324,8 @@ static void test_replace(void) {
         !file_write(new, "x", "x", 1, NULL, &failure))
         die("%s", failure.text);
     CHECK(folder_replace(new, old, &failure), "%s", failure.text);
-    CHECK(path_exists(scratch_path("old/x")) && path_exists(scratch_path("new/nested")), "exchanged");
+    CHECK(path_exists(scratch_path("old/x")) && path_exists(scratch_path("new/nested")),
+          "the two folders are exchanged");
     remove_tree(old);
     remove_tree(new);
 }
@@ -1341,7 +1347,7 @@ static void test_resolve(void) {
     CHECK(path_within(out, here) && strcmp(out + strlen(here), "/no-such/x") == 0, "%s", out);
     CHECK(path_within("/a/b", "/a") && path_within("/a", "/a") && path_within("/a", "/") && !path_within("/ab", "/a") &&
               !path_within("/a", "/a/b"),
-          "path_within");
+          "path_within compares whole names of folders");
 }
 
 static void load_action(void *context) {

@@ -25,22 +25,23 @@ ends() {
     two=$?
     equal "$one $two" "$expected $expected"
 }
-check "a run: 0" ends 0 tiny $data
-check "--help: 0" ends 0 --help
-check "--list: 0" ends 0 --list models
-check "no argument: 2" ends 2
-check "an unknown option: 2" ends 2 tiny $data --bogus
-check "options that conflict: 2" ends 2 tiny $data --json
-check "no data: 1" ends 1 tiny $data --train-data "$tmp/none.bin"
-check "a plan that does not fit: 3" ends 3 llama3.1-405b $data
-check "a plan past 2^63 bytes: 3" ends 3 llama3.1-405b $data --dry-run --batch-size 65535 --sequence-length 1048576
-check "what this trainer lacks: 4" ends 4 tiny $data --profile
-check "a gradient that is not finite: 7" ends 7 tiny $data --learning-rate 1000 --num-steps 50
+check "a run that succeeds ends with status 0" ends 0 tiny $data
+check "--help ends with status 0" ends 0 --help
+check "--list ends with status 0" ends 0 --list models
+check "a call without arguments ends with status 2" ends 2
+check "an unknown option ends with status 2" ends 2 tiny $data --bogus
+check "--json without --dry-run ends with status 2" ends 2 tiny $data --json
+check "a missing shard ends with status 1" ends 1 tiny $data --train-data "$tmp/none.bin"
+check "a plan larger than the memory ends with status 3" ends 3 llama3.1-405b $data
+check "a plan past 2^63 bytes ends with status 3" \
+    ends 3 llama3.1-405b $data --dry-run --batch-size 65535 --sequence-length 1048576
+check "--profile, which the CPU trainer lacks, ends with status 4" ends 4 tiny $data --profile
+check "a gradient that is not finite ends with status 7" ends 7 tiny $data --learning-rate 1000 --num-steps 50
 for number in $(sed -n '/^exit status$/,$ s/^  \([0-9]\)  .*/\1/p' <($trainer --help)); do
-    check "docs/TRAINING.md knows status $number" grep -q "^| $number | " docs/TRAINING.md
+    check "docs/TRAINING.md lists exit status $number" grep -q "^| $number | " docs/TRAINING.md
 done
 known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base/utils.h | paste -sd' ')
-check "the statuses of the scripts" equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
+check "the scripts' exit statuses equal those in utils.h" equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
 
 # ---- An error is one line on stderr, on one rank and on two: Open MPI 4 adds no paragraph about MPI_ABORT. mpirun of
 # Open MPI 5 prints "prterun has exited ..." itself, which no rank can prevent.
@@ -60,19 +61,22 @@ says_one_line() {
 saved="$data --batch-size 2 --checkpoint-dir $tmp/damaged"
 $trainer tiny $saved >/dev/null 2>&1
 printf 'x' | dd of="$tmp/damaged/step-00000002/model.safetensors" bs=1 seek=5000 conv=notrunc 2>/dev/null
-check "a bad option: one line" says_one_line tiny $data --bogus
-check "a missing shard: one line" says_one_line tiny $data --train-data "$tmp/none.bin"
-check "a damaged checkpoint: one line" says_one_line tiny $saved --resume
-check "a damaged model: one line" says_one_line "$tmp/damaged/step-00000002" $data
-check "a gradient that is not finite: one line" says_one_line tiny $data --learning-rate 1000 --num-steps 50
+check "a bad option prints one line on stderr" says_one_line tiny $data --bogus
+check "a missing shard prints one line on stderr" says_one_line tiny $data --train-data "$tmp/none.bin"
+check "a damaged checkpoint prints one line on stderr" says_one_line tiny $saved --resume
+check "a damaged model prints one line on stderr" says_one_line "$tmp/damaged/step-00000002" $data
+check "a gradient that is not finite prints one line on stderr" \
+    says_one_line tiny $data --learning-rate 1000 --num-steps 50
 
 # ---- --list prints the names that --help has.
 
 $trainer --help >"$tmp/help"
-check "--list models" equal "$(list_models)" "$(sed -n 's/^MODEL: \(.*\),$/\1/p' "$tmp/help" | tr -d ',') "
+check "--list models prints the models that --help has" \
+    equal "$(list_models)" "$(sed -n 's/^MODEL: \(.*\),$/\1/p' "$tmp/help" | tr -d ',') "
 recipes=$(sed -n 's/^ *--fp8-recipe \([a-z0-9_|]*\).*/\1/p' "$tmp/help" | tr '|' ' ')
-check "--list recipes" equal "$(list_recipes)" "$recipes "
-check "--list options" equal "$($trainer --list options)" "$(sed -n 's/^  --\([a-z0-9-]*\)\( .*\|$\)/\1/p' "$tmp/help")"
+check "--list recipes prints the recipes that --help has" equal "$(list_recipes)" "$recipes "
+check "--list options prints the options that --help has" \
+    equal "$($trainer --list options)" "$(sed -n 's/^  --\([a-z0-9-]*\)\( .*\|$\)/\1/p' "$tmp/help")"
 
 # ---- The plan as JSON, compared with the printed plan and with the first line of the log.
 
@@ -134,14 +138,18 @@ plans() {
     equal "$(wc -l <"$folder/plan.json")" 1 &&
         equal "$(python3 "$tmp/plan.py" "$folder" "$ranks" 2>&1 | tail -n 1)" "$expected"
 }
-check "bf16" plans "fp8_gemms 0" 1 tiny $data
-check "fp32" plans "fp8_gemms 0" 1 tiny $data --precision fp32
-check "fp8 on 2 ranks" plans "fp8_gemms 24" 2 tiny $data --precision fp8
-check "fp8 with a filter" plans "fp8_gemms 9" 1 tiny $data --precision fp8 --fp8-filter first,down
-check "weight gradients in bf16" plans "fp8_gemms 16" 1 tiny $data --precision fp8 --fp8-recipe rowwise_with_gw_hp
-check "a recipe that tiny's sizes do not suit" plans "fp8_gemms 0" 1 tiny $data --precision fp8 --fp8-recipe blockwise \
+check "the JSON plan of bf16 equals the printed plan and the log" plans "fp8_gemms 0" 1 tiny $data
+check "the JSON plan of fp32 equals the printed plan and the log" plans "fp8_gemms 0" 1 tiny $data --precision fp32
+check "the JSON plan of fp8 on 2 ranks equals the printed plan and the log" \
+    plans "fp8_gemms 24" 2 tiny $data --precision fp8
+check "the JSON plan of fp8 with a filter equals the printed plan and the log" \
+    plans "fp8_gemms 9" 1 tiny $data --precision fp8 --fp8-filter first,down
+check "the JSON plan with weight gradients in bf16 equals the printed plan and the log" \
+    plans "fp8_gemms 16" 1 tiny $data --precision fp8 --fp8-recipe rowwise_with_gw_hp
+check "the JSON plan of a recipe that does not suit tiny's sizes has no FP8 GEMM" \
+    plans "fp8_gemms 0" 1 tiny $data --precision fp8 --fp8-recipe blockwise \
     --batch-size 4
-check "512 ranks" plans "fp8_gemms 384" 512 llama3.1-8b $data --precision fp8
+check "the JSON plan of 512 ranks equals the printed plan" plans "fp8_gemms 384" 512 llama3.1-8b $data --precision fp8
 
 # ---- what a run prints before its first step, on stdout and stderr: at most 25 lines; --dry-run prints everything
 
@@ -156,24 +164,29 @@ starts() {
 }
 version=$($trainer tiny --train-data "$tmp/s_train.bin" --dry-run --json | sed 's/.*"version": "\([^"]*\)".*/\1/')
 val="--val-data $tmp/s_val.bin --log-dir $tmp/started"
-check "the start of a bf16 run" starts 1 tiny $data $val
-check "bf16: the recipe" holds "$tmp/start" "recipe    bf16: all GEMMs, with fp32 accumulation"
-check "bf16: no memory plan" lacks "$tmp/start" "memory plan"
-check "bf16: no table of GEMMs" lacks "$tmp/start" "fprop"
-check "the start of an fp8 run" starts 1 tiny $data $val --precision fp8 --fp8-filter first
-check "fp8: the recipe" holds "$tmp/start" "bf16: lm_head, qkv in 1 of 2 layers, attn_out in 1 of 2 layers"
-check "fp8: what is set" holds "$tmp/start" "options   --val-data $tmp/s_val.bin --sequence-length 32 --num-steps 2"
-check "fp8: what is derived" holds "$tmp/start" \
+check "a bf16 run prints at most 25 lines before step 1" starts 1 tiny $data $val
+check "a bf16 run prints its recipe" holds "$tmp/start" "recipe    bf16: all GEMMs, with fp32 accumulation"
+check "a bf16 run prints no memory plan" lacks "$tmp/start" "memory plan"
+check "a bf16 run prints no table of GEMMs" lacks "$tmp/start" "fprop"
+check "an fp8 run prints at most 25 lines before step 1" starts 1 tiny $data $val --precision fp8 --fp8-filter first
+check "an fp8 run prints which linear layers run in bf16" \
+    holds "$tmp/start" "bf16: lm_head, qkv in 1 of 2 layers, attn_out in 1 of 2 layers"
+check "an fp8 run prints the options that are set" \
+    holds "$tmp/start" "options   --val-data $tmp/s_val.bin --sequence-length 32 --num-steps 2"
+check "an fp8 run prints the options that are derived" holds "$tmp/start" \
     "derived   --fp8-format hybrid --master-weights bf16 --optimizer-state bf16"
-check "fp8: one line about the log of the earlier run" equal "$(grep -c 'earlier run is now' "$tmp/start")" 1
-check "the start of 2 ranks" starts 2 tiny $data $val --precision fp8 --fp8-recipe delayed
-check "2 ranks: the replica" holds "$tmp/start" "ranks     2: 1 replica of 2 ranks, sharding full"
-check "2 ranks: an option derived for several ranks alone" holds "$tmp/start" "--fp8-all-gather on"
+check "an fp8 run prints one line about the log of the earlier run" \
+    equal "$(grep -c 'earlier run is now' "$tmp/start")" 1
+check "2 ranks print at most 25 lines before step 1" starts 2 tiny $data $val --precision fp8 --fp8-recipe delayed
+check "2 ranks print their replica and sharding" holds "$tmp/start" "ranks     2: 1 replica of 2 ranks, sharding full"
+check "2 ranks print an option that is derived only for several ranks" holds "$tmp/start" "--fp8-all-gather on"
 checkpoints="--checkpoint-dir $tmp/started/steps --checkpoint-every 1 --keep-checkpoints 1"
-check "the start of a run that saves" starts 1 tiny $data $val $checkpoints --resume
-check "a resumed run" eval '$trainer tiny $data $val $checkpoints --resume --num-steps 3 >"$tmp/resumed"'
-check "resumed: at most 25 lines" equal "$(($(sed '/^step /Q' "$tmp/resumed" | wc -l) <= 25))" 1
-check "resumed: from which checkpoint" holds "$tmp/resumed" "resume: continuing from $tmp/started/steps/step-00000002"
+check "a run that saves prints at most 25 lines before step 1" starts 1 tiny $data $val $checkpoints --resume
+check "a resumed run trains" eval '$trainer tiny $data $val $checkpoints --resume --num-steps 3 >"$tmp/resumed"'
+check "a resumed run prints at most 25 lines before its first step" \
+    equal "$(($(sed '/^step /Q' "$tmp/resumed" | wc -l) <= 25))" 1
+check "a resumed run prints the checkpoint that it continues from" \
+    holds "$tmp/resumed" "resume: continuing from $tmp/started/steps/step-00000002"
 # every option that a run of 2 ranks may have
 many=$($trainer tiny $data --precision fp8 --fp8-recipe delayed --dry-run --json | python3 -c '
 import json, sys
@@ -181,10 +194,10 @@ left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filte
             "copy-engines", "fp8-weight-cache", "log-dir", "checkpoint-dir", "export-hf")
 for name, value in json.load(sys.stdin)["settings"].items():
     if value not in ("", "on", "off") and name not in left_out: print("--" + name, value)')
-check "the start with $(wc -l <<<"$many") options" starts 2 tiny $data $val $many
-check "many options: cut with an ellipsis" equal "$(grep -c ' \.\.\.$' "$tmp/start")" 1
+check "a run with $(wc -l <<<"$many") options prints at most 25 lines before step 1" starts 2 tiny $data $val $many
+check "a long list of options is cut with an ellipsis, once" equal "$(grep -c ' \.\.\.$' "$tmp/start")" 1
 $trainer tiny $data --precision fp8 --dry-run >"$tmp/start"
-check "--dry-run: settings, memory plan and table" equal \
+check "--dry-run prints settings, memory plan and table of GEMMs" equal \
     "$(grep -cE '^(model|eps|stall-timeout) |^memory plan|^  (lm_head|down) ' "$tmp/start")" 10
 
 # ---- --log-every: prints the step lines of the first, every N-th and the last step; the log has all
@@ -193,17 +206,18 @@ printed() { grep '^step ' "$1" | sed 's|^step *\([0-9]*\)/.*|\1|' | paste -sd' '
 rm -rf "$tmp/every"
 $trainer tiny $data --val-data "$tmp/s_val.bin" --val-every 2 --num-steps 11 --log-every 4 --log-dir "$tmp/every" \
     --sample-every 5 --sample-tokens 4 --checkpoint-dir "$tmp/every/steps" >"$tmp/every.out"
-check "--log-every 4 of 11 steps" equal "$(printed "$tmp/every.out")" "1 4 8 11"
-check "--log-every: every step is in the log" equal "$(grep -c '"type": "step"' "$tmp/every/log.jsonl")" 11
-check "--log-every: other lines stay" \
+check "--log-every 4 prints steps 1, 4, 8 and 11 of 11" equal "$(printed "$tmp/every.out")" "1 4 8 11"
+check "--log-every: log.jsonl has every step" equal "$(grep -c '"type": "step"' "$tmp/every/log.jsonl")" 11
+check "--log-every: validation, sample and save lines are all printed" \
     equal "$(grep -cE '^(validation|sample|saved checkpoint) after step' "$tmp/every.out")" 10
 $trainer tiny $data --num-steps 14 --log-every 6 --checkpoint-dir "$tmp/every/steps" --resume >"$tmp/every.out"
-check "--log-every after --resume" equal "$(printed "$tmp/every.out")" "12 14"
+check "--log-every 6 prints steps 12 and 14 of a run resumed after step 11" equal "$(printed "$tmp/every.out")" "12 14"
 timeout -s TERM 3 $trainer tiny $data --num-steps 10000000 --log-every 10000000 >"$tmp/every.out"
-check "--log-every: the step at which a signal ends the run" \
+check "--log-every prints the step at which a signal ends the run" \
     equal "$(printed "$tmp/every.out")" \
     "1 $(sed -n 's/^stopped by signal 15 after step \([0-9]*\);.*/\1/p' "$tmp/every.out")"
 
 number() { $trainer llama3.1-8b --dry-run --json | json_number "$1"; }
-check "a number of the plan" equal "$(number parameters) $(number sequence-length)" "8030261248 2048"
+check "json_number reads numbers of the JSON plan" \
+    equal "$(number parameters) $(number sequence-length)" "8030261248 2048"
 finish

@@ -81,14 +81,16 @@ def test_bytes(folder):
     status, output = run("--tokenizer", "bytes", "--text", text, "--val-text", val, "--out", f"{folder}/out")
     check(status == 0, output)
     separator, table = read_table(f"{folder}/out/tinystories_bytes.tokenizer")
-    check(separator == 256 and table == [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], "byte table")
+    check(separator == 256 and table == [bytes([i]) for i in range(256)] + [b"<|endoftext|>"],
+          "the byte tokenizer's table has 256 bytes and the separator")
     magic, version, tokens = read_shard(f"{folder}/out/tinystories_bytes_train.bin")
     expected = [t for s in STORIES for t in [256, *s.encode()]]
-    check((magic, version) == (20240520, 1) and tokens == expected, "byte tokens of the training text")
+    check((magic, version) == (20240520, 1) and tokens == expected, "the training shard has the bytes of the text")
     check(read_shard(f"{folder}/out/tinystories_bytes_val.bin")[2] == [256, *STORIES[0].encode()],
-          "byte tokens of the validation text")
+          "the validation shard has the bytes of the text")
     check(sorted(os.listdir(f"{folder}/out")) == ["tinystories_bytes.tokenizer", "tinystories_bytes_train.bin",
-                                                  "tinystories_bytes_val.bin"], "stray files")
+                                                  "tinystories_bytes_val.bin"],
+          "--out has the table and the two shards, and no other file")
 
 
 def test_layouts(folder):
@@ -102,15 +104,18 @@ def test_layouts(folder):
         return bytes(t if t < 256 else 0 for t in read_shard(f"{folder}/l_train.bin")[2])
 
     write_text(f"{folder}/v.txt", ["v"])
-    check(tokens_of(b"one\n<|endoftext|>\ntwo\n") == b"\0one\0two", "no final marker")
-    check(tokens_of(b"one\r\n<|endoftext|>\r\ntwo\r\n<|endoftext|>\r\n") == b"\0one\0two", "Windows line ends")
-    check(tokens_of(b"one<|endoftext|>two<|endoftext|>") == b"\0one\0two", "markers within a line")
-    check(tokens_of(b"<|endoftext|>\n \n<|endoftext|>\none\n<|endoftext|>") == b"\0one", "empty stories")
+    check(tokens_of(b"one\n<|endoftext|>\ntwo\n") == b"\0one\0two", "a text without a final marker gives its stories")
+    check(tokens_of(b"one\r\n<|endoftext|>\r\ntwo\r\n<|endoftext|>\r\n") == b"\0one\0two",
+          "a text with Windows line ends gives its stories")
+    check(tokens_of(b"one<|endoftext|>two<|endoftext|>") == b"\0one\0two",
+          "a text with markers within a line gives its stories")
+    check(tokens_of(b"<|endoftext|>\n \n<|endoftext|>\none\n<|endoftext|>") == b"\0one", "empty stories are left out")
     for back in range(1, 14):
         long = b"x" * ((1 << 20) - back)
         check(tokens_of(long + b"<|endoftext|>two") == b"\0" + long + b"\0two",
-              f"marker {back} bytes before the end of a read")
-    check(tokens_of(b"caf\xe9<|endoftext|>two") == "\0caf\ufffd\0two".encode(), "text that is not UTF-8")
+              f"a marker {back} bytes before the end of a read separates stories")
+    check(tokens_of(b"caf\xe9<|endoftext|>two") == "\0caf\ufffd\0two".encode(),
+          "bytes that are not UTF-8 become U+FFFD")
 
 
 def test_split_and_fraction(folder):
@@ -122,8 +127,8 @@ def test_split_and_fraction(folder):
     table = read_table(f"{folder}/all.tokenizer")[1]
     read = lambda name: decode(read_shard(f"{folder}/{name}")[2], 256, table)
     check(read("all_train.bin") == [s for i, s in enumerate(stories) if i % 50 != 49],
-          "training stories without --val-text")
-    check(read("all_val.bin") == stories[49::50], "each 50th story is validation")
+          "without --val-text, the training shard lacks each 50th story and has all others")
+    check(read("all_val.bin") == stories[49::50], "without --val-text, the validation shard has each 50th story")
     for fraction in (0.1, 0.613, 0.95):
         status, output = run("--tokenizer", "bytes", "--text", one, two, "--val-text", one, "--out", folder, "--name",
                              "part", "--fraction", str(fraction))
@@ -141,7 +146,7 @@ def test_bad_inputs(folder):
         f.write("{}")
     os.mkdir(f"{folder}/keep")
     good = ["--tokenizer", "bytes", "--text", text, "--val-text", text, "--out", f"{folder}/keep"]
-    check(run(*good)[0] == 0, "the good call")
+    check(run(*good)[0] == 0, "a call with valid arguments succeeds")
     before = {name: open(f"{folder}/keep/{name}", "rb").read() for name in os.listdir(f"{folder}/keep")}
     to = ["--out", f"{folder}/keep", "--name", "tinystories_bytes"]
     cases = [
@@ -168,13 +173,15 @@ def test_bad_inputs(folder):
     # -S: a Python without any packages
     result = subprocess.run([sys.executable, "-S", SCRIPT, "--tokenizer", "llama3", "--text", text],
                             capture_output=True, text=True)
-    check(result.returncode != 0 and "Run data/setup_venv.sh" in result.stderr, f"missing package: {result.stderr}")
+    check(result.returncode != 0 and "Run data/setup_venv.sh" in result.stderr,
+          f"the error names the command that installs a missing package: {result.stderr}")
     if os.path.exists("/dev/full"):
         os.symlink("/dev/full", f"{folder}/keep/tinystories_bytes_val.bin.tmp")
         status, output = run(*good, "--name", "tinystories_bytes")
-        check(status != 0 and "No space left on device" in output and "Traceback" not in output, f"full disk: {output}")
+        check(status != 0 and "No space left on device" in output and "Traceback" not in output,
+              f"the error names a full disk: {output}")
     after = {name: open(f"{folder}/keep/{name}", "rb").read() for name in os.listdir(f"{folder}/keep")}
-    check(before == after, f"a failed call changed the folder: {sorted(after)}")
+    check(before == after, f"failed calls do not change the files of --out: {sorted(after)}")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -233,13 +240,14 @@ def test_hub(folder):
 
     status, output = prepare("whole")
     check(status == 0 and stories_of("whole") == stories and stories_of("whole", "val") == STORIES,
-          f"from the hub: {output}")
+          f"shards of downloaded texts have their stories: {output}")
     server.sent = 0
-    check(prepare("whole")[0] == 0 and server.sent == 0, "what was downloaded is not downloaded again")
+    check(prepare("whole")[0] == 0 and server.sent == 0, "a downloaded text is not downloaded again")
 
     server.breaks, server.cut = 3, size // 5  # three broken connections, each resumed where it ended
     status, output = prepare("broken")
-    check(status == 0 and server.breaks == 0 and stories_of("broken") == stories, f"broken connections: {output}")
+    check(status == 0 and server.breaks == 0 and stories_of("broken") == stories,
+          f"a download continues after broken connections: {output}")
 
     whole = server.files["TinyStories-train.txt"]  # half is there from an earlier call: only the rest is asked for
     os.makedirs(f"{folder}/resumed")
@@ -248,39 +256,45 @@ def test_hub(folder):
     server.sent = 0
     status, output = prepare("resumed")
     check(status == 0 and stories_of("resumed") == stories and server.sent == size - size // 2 +
-          len(server.files["TinyStories-valid.txt"]), f"resumed, {server.sent} bytes sent: {output}")
+          len(server.files["TinyStories-valid.txt"]),
+          f"a half download is continued, {server.sent} bytes sent: {output}")
 
     with open(f"{folder}/resumed/TinyStories-train.txt.part", "wb") as f:  # complete but never renamed
         f.write(whole)
     os.remove(f"{folder}/resumed/TinyStories-train.txt")
     status, output = prepare("resumed")
-    check(status == 0 and stories_of("resumed") == stories, f"a complete part: {output}")
+    check(status == 0 and stories_of("resumed") == stories,
+          f"a complete download under its temporary name is taken: {output}")
 
     status, output = prepare("tenth", "--fraction", "0.1")
     got = stories_of("tenth")
     check(status == 0 and got == stories[:len(got)] and 0.09 * size < sum(len(s) + 15 for s in got) <= 0.1 * size + 1,
-          f"a tenth: {len(got)} stories: {output}")
-    check(not os.path.exists(f"{folder}/tenth/TinyStories-train.txt"), "a part was taken for the whole")
-    check(prepare("tenth")[0] == 0 and stories_of("tenth") == stories, "the whole after a tenth")
+          f"--fraction 0.1 gives the first tenth of the stories, not {len(got)}: {output}")
+    check(not os.path.exists(f"{folder}/tenth/TinyStories-train.txt"),
+          "--fraction 0.1 leaves no file with the whole text's name")
+    check(prepare("tenth")[0] == 0 and stories_of("tenth") == stories,
+          "a call without --fraction after --fraction 0.1 gives all stories")
 
     server.ranges, server.breaks, server.cut = False, 1, size // 5
     status, output = prepare("norange")
-    check(status == 0 and stories_of("norange") == stories, f"a server without ranges: {output}")
+    check(status == 0 and stories_of("norange") == stories,
+          f"a server without range requests gives all stories: {output}")
 
     server.ranges, server.breaks, server.cut = True, 100, 0
     status, output = prepare("dead")
     check(status != 0 and "the connection ended early" in output and "Traceback" not in output,
-          f"a server that sends nothing: {output}")
+          f"the error says that the connection ended early: {output}")
     server.breaks = 0
     del server.files["TinyStories-valid.txt"]
     status, output = prepare("missing")
-    check(status != 0 and "404" in output and "Traceback" not in output, f"a file that is not there: {output}")
+    check(status != 0 and "404" in output and "Traceback" not in output,
+          f"the error has the status 404 of a file that the server lacks: {output}")
     server.shutdown()
     server.server_close()
     status, output = prepare("offline")
     check(status != 0 and "Connection refused" in output and "--text FILE" in output and "Traceback" not in output,
-          f"no network: {output}")
-    check(not os.path.exists(f"{folder}/offline/tinystories_bytes_train.bin"), "a shard without data")
+          f"the error says that the server cannot be reached: {output}")
+    check(not os.path.exists(f"{folder}/offline/tinystories_bytes_train.bin"), "a failed download leaves no shard")
 
 
 def test_against_shared(folder):
@@ -303,7 +317,7 @@ def test_against_shared(folder):
             with open(f"{SHARED}/tinystories_{theirs}.txt", encoding="utf-8") as f:
                 stories = [s.strip() for s in f.read().split("<|endoftext|>") if s.strip()]
             check(decode(ours[2], separator, table) == stories,
-                  f"{name} {split}: the table does not give the text back")
+                  f"{name} {split}: the table gives the text back")
 
 
 MAKE_TOKENIZER = """
@@ -341,14 +355,16 @@ def test_tokenizer_json(folder):
               f"{kind}: separator {table[separator]}, magic {magic}")
         check(decode(tokens, separator, table) == STORIES * 3 + ["the <s> is text, \U0001f600 is new"],
               f"{kind}: {decode(tokens, separator, table)[-1]!r}")
-        check(max(tokens) > 260 and len(tokens) < os.path.getsize(text), f"{kind}: nothing was merged")
+        check(max(tokens) > 260 and len(tokens) < os.path.getsize(text),
+              f"{kind}: the shard has fewer tokens than the text has bytes")
     status, output = run("--tokenizer", path, "--text", text, python=VENV_PYTHON)
-    check(status != 0 and "--separator" in output and "Traceback" not in output, f"no known separator: {output}")
+    check(status != 0 and "--separator" in output and "Traceback" not in output,
+          f"a tokenizer without a known separator is refused: {output}")
     with open(f"{folder}/bad.json", "w") as f:
         f.write("{}")
     status, output = run("--tokenizer", f"{folder}/bad.json", "--text", text, python=VENV_PYTHON)
     check(status != 0 and "not a tokenizer.json" in output and "Traceback" not in output,
-          f"bad tokenizer.json: {output}")
+          f"a bad tokenizer.json is refused: {output}")
 
 
 def test_synth(folder):
@@ -365,24 +381,26 @@ def test_synth(folder):
         check(status == 0, output)
     read = lambda name: open(f"{folder}/{name}", "rb").read()
     check(read("a_train.bin") == read("b_train.bin") and read("a_val.bin") == read("b_val.bin"),
-          "the same seed gives other stories")
-    check(read("a_train.bin") != read("c_train.bin"), "another seed gives the same stories")
+          "equal seeds give equal stories")
+    check(read("a_train.bin") != read("c_train.bin"), "different seeds give different stories")
     separator, table = read_table(f"{folder}/a.tokenizer")
-    check(separator == 256 and table == [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], "table")
+    check(separator == 256 and table == [bytes([i]) for i in range(256)] + [b"<|endoftext|>"],
+          "the table has 256 bytes and the separator")
     shards = {split: read_shard(f"{folder}/a_{split}.bin") for split in ("train", "val")}
     stories = {split: decode(shards[split][2], separator, table) for split in shards}
-    check(shards["train"][:2] == (20240520, 1), "format")
+    check(shards["train"][:2] == (20240520, 1), "the shard has magic number 20240520 and version 1")
     check(300000 <= sum(map(len, stories["train"])) < 301000 and 15000 <= sum(map(len, stories["val"])) < 16000,
-          "sizes")
-    check(not set(stories["train"]) & set(stories["val"]), "a validation story is in the training set")
+          "the texts have the sizes that --bytes asks for")
+    check(not set(stories["train"]) & set(stories["val"]), "no validation story is in the training set")
     text = "\n".join(stories["train"])
-    check(not re.search(r"[^A-Za-z .,!?:\"\n]", text), f"stray characters: {set(text)}")
-    check(not re.search(r"\b[Aa] [aeiou]|\b[Aa]n [^aeiou]", text), "wrong articles")
-    check(not re.search(r"[.!?] [a-z]", text), "a sentence that begins without a capital")
+    check(not re.search(r"[^A-Za-z .,!?:\"\n]", text), f"stories have only letters and punctuation: {set(text)}")
+    check(not re.search(r"\b[Aa] [aeiou]|\b[Aa]n [^aeiou]", text),
+          "\"an\" stands before vowels alone, \"a\" before other letters")
+    check(not re.search(r"[.!?] [a-z]", text), "sentences begin with a capital")
     check(all(s[0].isupper() and s[-1] in ".!" and s.count('"') % 2 == 0 for s in stories["train"]),
-          "a story that does not begin and end as one")
+          "each story begins with a capital, ends with a full stop or \"!\", and closes its quotes")
     words = set(re.findall(r"[a-z]+", text.lower()))
-    check(len(words) >= 300, f"{len(words)} different words")
+    check(len(words) >= 300, f"the stories have at least 300 different words, not {len(words)}")
     for arguments, message in ((["--bytes", "0"], 'bytes "0": a whole number'), (["--bytes", "4e6"], 'bytes "4e6"'),
                                (["--seed", "-1"], 'seed "-1"'), (["x"], 'argument "x"'),
                                (["--size", "3"], "--help"), (["--out", f"{folder}/no/x"],

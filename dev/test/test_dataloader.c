@@ -134,7 +134,7 @@ static void test_permutation(void) {
     read_epoch(&dl, 0, again);
     dl.seed = 43;
     read_epoch(&dl, 0, other_seed);
-    CHECK(count_equal(first, again, n) == n, "the same seed and epoch give another order");
+    CHECK(count_equal(first, again, n) == n, "equal seed and epoch give an equal order");
     // Two random permutations agree in one place on average (Poisson). More than 10 has a probability of 1e-8.
     CHECK(count_equal(first, second, n) <= 10, "epochs 0 and 1 agree in %lld places",
           (long long)count_equal(first, second, n));
@@ -147,7 +147,7 @@ static void test_permutation(void) {
     CHECK(neighbours <= 10, "%lld neighbours stay neighbours", (long long)neighbours);
     dl.shuffle = false;
     CHECK(read_epoch(&dl, 5, again) == 0 && count_equal(again, in_order, n) == n,
-          "without shuffling the order is not file order");
+          "without shuffling the order is file order");
 }
 
 // The permutation places early and late sequences alike: checks the mean of the first half of an epoch over many seeds.
@@ -296,7 +296,7 @@ static void test_identity(void) {
         }
     write_shard("id_short.bin", SHARD_MAGIC_U16, 1, 2, 2, 0);  // fewer tokens than a block
     DataLoader dl = open_loader("id_short.bin", 1, false, 0);
-    CHECK(dataloader_identity(&dl).tokens == 2, "short");
+    CHECK(dataloader_identity(&dl).tokens == 2, "the identity counts the tokens of a short shard");
     dataloader_close(&dl);
 }
 

@@ -81,7 +81,7 @@ static void test_order(void) {
     }
     CHECK(tensor_count(3) == next, "%lld tensors", (long long)next);
     float scales[] = {1, 0.5f, 0};
-    CHECK(delayed_is_complete(scales, 2) && !delayed_is_complete(scales, 3), "a scale of 0 is not known");
+    CHECK(delayed_is_complete(scales, 2) && !delayed_is_complete(scales, 3), "a scale of 0 counts as not known");
 }
 
 int main(void) {

@@ -72,7 +72,7 @@ def test_events(folder):
         result = export(f"{folder}/run", "--out", f"{folder}/events")
         check(result.returncode == 0 and "6 steps" in result.stdout, result.stdout + result.stderr)
     files = list(pathlib.Path(folder, "events").glob("*/events.out.tfevents.*"))
-    check(len(files) == 1, f"event files: {files}")
+    check(len(files) == 1, f"there is one event file: {files}")
     scalars = read_events(files[0])
     names = {"loss": "loss/training", "norm": "optimizer/gradient_norm", "lr": "optimizer/learning_rate",
              "ms": "time/step_ms", "optimizer_ms": "time/optimizer_ms", "memory_bytes": "gpu/memory_bytes"}
@@ -84,11 +84,13 @@ def test_events(folder):
             check(value == want, f"{name} of step {record['step']}: {value}, not {want}")
     validations = {name_step[1]: value[0] for name_step, value in scalars.items() if name_step[0] == "loss/validation"}
     wanted = {r["step"]: r["loss"] for r in records if r["type"] == "validation"}
-    check(sorted(validations) == sorted(wanted) == [4, 6], f"validations: {validations}")
+    check(sorted(validations) == sorted(wanted) == [4, 6],
+          f"events have the validation losses of steps 4 and 6: {validations}")
     check(all(abs(validations[s] - wanted[s]) < 1e-6 for s in wanted), f"{validations}, not {wanted}")
-    check(not any("mfu" in name for name, _ in scalars), "a null (mfu on the CPU) is left out")
+    check(not any("mfu" in name for name, _ in scalars), "a null (mfu on the CPU) is not exported")
     times = [scalars["loss/training", step][1] for step in range(1, 7)]
-    check(times == sorted(times) and 0 <= time.time() - times[-1] < 600, f"times: {times}")
+    check(times == sorted(times) and 0 <= time.time() - times[-1] < 600,
+          f"times of events increase and end now: {times}")
 
 
 def test_errors(folder):
@@ -97,17 +99,17 @@ def test_errors(folder):
         os.makedirs(folder + "/empty", exist_ok=True)
         result = export(*words)
         check(result.returncode == 1 and result.stderr.startswith("error: ") and message in result.stderr,
-              f"{message}: {result.stderr}")
+              f"\"{message}\" expected: {result.stderr}")
     log = pathlib.Path(folder, "run", "log.jsonl")
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:3]) + "{damaged\n" + "".join(lines[3:]))
     result = export(f"{folder}/run", "--out", f"{folder}/damaged")
     check(result.returncode == 1 and "log.jsonl" in result.stderr and not os.path.exists(f"{folder}/damaged"),
-          f"a damaged log: {result.stderr}")
+          f"a damaged log is refused: {result.stderr}")
 
 
 def main():
-    check(crc32c(b"123456789") == 0xe3069283, "the check value of CRC-32C")
+    check(crc32c(b"123456789") == 0xe3069283, "crc32c() gives the check value of CRC-32C")
     with tempfile.TemporaryDirectory() as folder:
         test_events(folder)
         test_errors(folder)

@@ -29,41 +29,47 @@ mkdir "$tmp/home"
 echo mine >"$tmp/home/thesis"
 mkdir "$tmp/ck"
 ln -s ../home "$tmp/ck/step-00000001.tmp"
-check "a link among the leftovers" trains $run --num-steps 1 --checkpoint-dir "$tmp/ck"
-check "a link among the leftovers: it says so" holds "$out" \
+check "a run trains with a link among the leftovers of saves" trains $run --num-steps 1 --checkpoint-dir "$tmp/ck"
+check "a run prints that it does not remove the link" holds "$out" \
     "interrupted save: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
-check "a link among the leftovers still leads to its folder" equal "$(cat "$tmp/ck/step-00000001.tmp/thesis")" mine
-check "a checkpoint is saved beside it" test -f "$tmp/ck/step-00000001/trainer.json"
+check "the link still leads to its folder" equal "$(cat "$tmp/ck/step-00000001.tmp/thesis")" mine
+check "a checkpoint is saved beside the link" test -f "$tmp/ck/step-00000001/trainer.json"
 
 mv "$tmp/ck/step-00000001" "$tmp/archive"
 ln -s ../archive "$tmp/ck/step-00000001"
 before=$(ls -A "$tmp/archive")
-check "a checkpoint that was moved and linked back" trains $run --num-steps 6 --checkpoint-every 1 --keep-checkpoints \
+check "a run resumes where a checkpoint was moved and linked back" \
+    trains $run --num-steps 6 --checkpoint-every 1 --keep-checkpoints \
     1 --checkpoint-dir "$tmp/ck" --resume
-check "it is resumed from" holds "$out" "resume: continuing from $tmp/ck/step-00000001"
-check "it stays, which is said once" equal \
+check "the run continues from the linked checkpoint" holds "$out" "resume: continuing from $tmp/ck/step-00000001"
+check "the run prints once that it does not remove the linked checkpoint" equal \
     "$(grep -c 'step-00000001 is older .*, but is not removed: it is a link to' "$out")" 1
-check "it is whole" equal "$(ls -A "$tmp/archive")" "$before"
-check "the others are removed" equal "$(ls "$tmp/ck")" "step-00000001
+check "the linked checkpoint keeps all its files" equal "$(ls -A "$tmp/archive")" "$before"
+check "other old checkpoints are removed" equal "$(ls "$tmp/ck")" "step-00000001
 step-00000001.tmp
 step-00000006"
 ln -s ck "$tmp/dir"
 ln -s nowhere "$tmp/lost"
 ln -s loop "$tmp/loop"
-check "folders that are links" trains $run --num-steps 7 --checkpoint-dir "$tmp/dir" --log-dir "$tmp/dir" --resume
-check "a link to nothing" refuses "it is there already and is a link to nowhere, which leads nowhere" \
+check "a run takes folders that are links" \
+    trains $run --num-steps 7 --checkpoint-dir "$tmp/dir" --log-dir "$tmp/dir" --resume
+check "a link to nothing is refused as --checkpoint-dir" \
+    refuses "it is there already and is a link to nowhere, which leads nowhere" \
     $run --checkpoint-dir "$tmp/lost"
-check "a link to itself" refuses "is a link to loop, which leads nowhere" $run --log-dir "$tmp/loop"
-check "a file" refuses "cannot make folder $tmp/s.tokenizer: it is there already and is a file" \
+check "a link to itself is refused as --log-dir" \
+    refuses "is a link to loop, which leads nowhere" $run --log-dir "$tmp/loop"
+check "a folder inside a file is refused as --export-hf" \
+    refuses "cannot make folder $tmp/s.tokenizer: it is there already and is a file" \
     $run --export-hf "$tmp/s.tokenizer/x"
 
 mkdir "$tmp/log"
 ln -s ../home/thesis "$tmp/log/log.jsonl"
-check "a log that is a link" trains $run --num-steps 1 --log-dir "$tmp/log"
-check "a log that is a link: nothing is written there" equal "$(cat "$tmp/home/thesis")" mine
+check "a run trains if log.jsonl is a link" trains $run --num-steps 1 --log-dir "$tmp/log"
+check "the file that log.jsonl links to is not written" equal "$(cat "$tmp/home/thesis")" mine
 ln -sf ../home/new "$tmp/log/log.jsonl"
-check "a log that is a link to nothing" trains $run --num-steps 1 --log-dir "$tmp/log"
-check "a log that is a link to nothing: nothing is made there" test ! -e "$tmp/home/new" -a -f "$tmp/log/log.jsonl" \
+check "a run trains if log.jsonl is a link to nothing" trains $run --num-steps 1 --log-dir "$tmp/log"
+check "a link to nothing is moved aside, and its target is not made" \
+    test ! -e "$tmp/home/new" -a -f "$tmp/log/log.jsonl" \
     -a -L "$tmp/log/log.2.jsonl"
 
 # ---- Folders of another program.
@@ -72,11 +78,12 @@ for name in hf.tmp hf.old.tmp; do
     mkdir "$tmp/$name"
     echo '{}' >"$tmp/$name/config.json"
     echo weights >"$tmp/$name/model.safetensors"
-    check "another program's $name" refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
+    check "an export refuses another program's $name" \
+        refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
     check "another program's $name stays" equal "$(cat "$tmp/$name/model.safetensors")" weights
     rm -r "${tmp:?}/$name"
     ln -s home "$tmp/$name"
-    check "a link $name" refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
+    check "an export refuses a link $name" refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
     rm "$tmp/$name"
 done
 check "the folder that a link leads to stays" equal "$(cat "$tmp/home/thesis")" mine
@@ -92,20 +99,20 @@ with open(sys.argv[1], "r+b") as f:
     f.write(bytes([byte ^ 1]))' "$1"
 }
 model="--train-data $tmp/s_train.bin --sequence-length 16 --num-steps 1"
-check "an export" trains $run --num-steps 1 --export-hf "$tmp/hf"
-check "an export as MODEL" trains ./train_fp8 "$tmp/hf" $model
+check "a run exports a model" trains $run --num-steps 1 --export-hf "$tmp/hf"
+check "an export trains as MODEL" trains ./train_fp8 "$tmp/hf" $model
 for folder in "$tmp/hf" "$tmp/ck/step-00000007"; do
     flip "$folder/model.safetensors"
-    check "a damaged MODEL" refuses \
+    check "a damaged MODEL is refused" refuses \
         "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 hash is" ./train_fp8 \
     "$folder" $model
-    check "a damaged MODEL: nothing is trained" lacks "$out" "step 1/"
-    check "a damaged MODEL with --no-verify" trains ./train_fp8 "$folder" $model --no-verify
+    check "a damaged MODEL is refused before step 1" lacks "$out" "step 1/"
+    check "a damaged MODEL trains with --no-verify" trains ./train_fp8 "$folder" $model --no-verify
 done
-check "a damaged MODEL on 2 ranks" eval '! ranks ./train_fp8 "$tmp/hf" $model >"$out" 2>&1'
-check "a damaged MODEL on 2 ranks: one says so" equal "$(grep -c '^error: .*is damaged' "$out")" 1
+check "a damaged MODEL is refused on 2 ranks" eval '! ranks ./train_fp8 "$tmp/hf" $model >"$out" 2>&1'
+check "one of 2 ranks prints that MODEL is damaged" equal "$(grep -c '^error: .*is damaged' "$out")" 1
 rm "$tmp/hf/train_fp8.json"
-check "a MODEL without hashes" trains ./train_fp8 "$tmp/hf" $model
+check "a MODEL without hashes trains" trains ./train_fp8 "$tmp/hf" $model
 
 # ---- Saves that fail: the first FAILING folders of checkpoints cannot be made.
 
@@ -128,38 +135,44 @@ C
 gcc -shared -fPIC -o "$tmp/failing.so" "$tmp/failing.c" || exit 1
 fails="env LD_PRELOAD=$tmp/failing.so FAILING"
 
-check "one save that fails" trains $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/once" \
+check "a run succeeds if one save fails" \
+    trains $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/once" \
     --log-dir "$tmp/once"
-check "one save that fails: tried again" holds "$out" \
+check "one save fails: the run prints that it tries again" holds "$out" \
     "Input/output error; earlier checkpoints are untouched; it is tried again"
-check "one save that fails: all are there" equal "$(ls -d "$tmp"/once/step*)" "$tmp/once/step-00000001
+check "one save fails: both checkpoints are there at the end" \
+    equal "$(ls -d "$tmp"/once/step*)" "$tmp/once/step-00000001
 $tmp/once/step-00000002"
-check "one save that fails: the log" holds "$tmp/once/log.jsonl" \
+check "one save fails: log.jsonl has the error" holds "$tmp/once/log.jsonl" \
     '{"type": "save", "step": 1, "error": "saving checkpoint'
 twice() { ranks $fails=2 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/twice" >"$out" 2>&1; }
-check "two in a row, 2 ranks" twice
-check "two in a row: the run goes on" holds "$out" \
+check "2 ranks succeed if two saves in a row fail" twice
+check "two saves fail: the run prints that it goes on" holds "$out" \
     "the second try failed too. Still unsaved: all steps; the run goes on, and tries again"
-check "two in a row: each said by one rank" equal "$(grep -c '^warning: ' "$out")" 2
-check "two in a row: the next one is there" equal "$(ls "$tmp/twice")" step-00000002
-check "the last save" refuses "No other save follows: no step of this run is saved" $fails=9 $run \
+check "two saves fail: one rank warns of each" equal "$(grep -c '^warning: ' "$out")" 2
+check "two saves fail: the next checkpoint is there" equal "$(ls "$tmp/twice")" step-00000002
+check "a run whose last save fails ends with an error" \
+    refuses "No other save follows: no step of this run is saved" $fails=9 $run \
     --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/never" --export-hf "$tmp/all"
-check "the last save: the export is there" test -f "$tmp/all/model.safetensors"
-check "--on-save-error stop" refuses "saving checkpoint $tmp/stop/step-00000001 failed" $fails=1 $run --num-steps 2 \
+check "a run whose last save fails still exports" test -f "$tmp/all/model.safetensors"
+check "--on-save-error stop: the run ends with an error" \
+    refuses "saving checkpoint $tmp/stop/step-00000001 failed" $fails=1 $run --num-steps 2 \
     --checkpoint-every 1 --checkpoint-dir "$tmp/stop" --on-save-error stop
-check "--on-save-error stop: at once" lacks "$out" "step 2/"
+check "--on-save-error stop: no step follows the failed save" lacks "$out" "step 2/"
 
 # ---- Limits of the process.
 
-check "ulimit -f" refuses "No other save follows" bash -c 'ulimit -f 100; exec "$@"' "$0" $run --num-steps 1 \
+check "a checkpoint larger than ulimit -f ends the run with an error" \
+    refuses "No other save follows" bash -c 'ulimit -f 100; exec "$@"' "$0" $run --num-steps 1 \
     --checkpoint-dir "$tmp/limited"
-check "ulimit -f is named" holds "$out" \
+check "the error names ulimit -f" holds "$out" \
     "this process may write files of 102400 bytes at most; raise that limit with ulimit -f"
 mkdir "$tmp/many"
 for i in $(seq 40); do cp "$tmp/s_train.bin" "$tmp/many/x_$i.bin"; done
 many='exec ./train_fp8 tiny --train-data "$0" --sequence-length 16 --num-steps 1'
-check "more shards than the soft limit" trains bash -c "ulimit -Sn 30; $many" "$tmp/many/x_*.bin"
-check "more shards than the hard limit" refuses \
+check "a run opens more shards than the soft limit of open files" \
+    trains bash -c "ulimit -Sn 30; $many" "$tmp/many/x_*.bin"
+check "more shards than the hard limit of open files are refused" refuses \
     "Too many open files: there are 40 shards, and each stays open; raise the limit with ulimit -n" bash -c \
     "ulimit -n 30; $many" "$tmp/many/x_*.bin"
 
@@ -176,9 +189,9 @@ header["\x1b]0;owned\x07"] = {"dtype": "F32", "shape": [0], "data_offsets": [len
 text = json.dumps(header).encode()
 open(sys.argv[2], "wb").write(struct.pack("<Q", len(text)) + text + data[8 + n:])
 PY
-check "a tensor whose name steers a terminal is shown" refuses \
+check "the error prints the terminal control bytes of a tensor's name as \\xNN" refuses \
     'tensor \x1b]0;owned\x07 does not belong to a model' ./train_fp8 \
     "$tmp/names" $model
-check "a tensor whose name steers a terminal does not" eval '! grep -q $'"'\\x1b'"' "$out"'
+check "the error has no terminal control byte" eval '! grep -q $'"'\\x1b'"' "$out"'
 
 finish

@@ -83,7 +83,7 @@ static void test_golden_tensors(void) {
         }
         free(x);
     }
-    CHECK(cases > 0, "no cases");
+    CHECK(cases > 0, "the goldens have cases");
     safetensors_close(&st);
 }
 
@@ -111,13 +111,14 @@ static void test_decode(void) {
         }
         CHECK(wrong == 0 && back == 0, "%s: %d codes decode wrongly, %d change when cast again",
               fp8_format_name(format), wrong, back);
-        CHECK(fp8_to_float(format == FP8_E4M3 ? 0x7e : 0x7b, format) == fp8_max(format), "largest");
+        CHECK(fp8_to_float(format == FP8_E4M3 ? 0x7e : 0x7b, format) == fp8_max(format),
+              "the largest code decodes to fp8_max");
         CHECK(fp8_from_float(INFINITY, format) == (format == FP8_E4M3 ? 0x7e : 0x7b) &&
                   fp8_from_float(-1e30f, format) == (format == FP8_E4M3 ? 0xfe : 0xfb),
-              "saturation");
+              "infinity and large values saturate at the largest code");
         CHECK(fp8_from_float(NAN, format) == 0x7f && fp8_from_float(-0.0f, format) == 0x80 &&
                   fp8_from_float(0.0f, format) == 0,
-              "NaN and zeros");
+              "NaN and both zeros have their codes");
     }
 }
 
@@ -179,7 +180,7 @@ static void test_bf16(void) {
     CHECK(wrong == 0, "%d roundings are wrong", wrong);
     CHECK(bf16_from_float(3.4e38f) == 0x7f80 && bf16_from_float(-INFINITY) == 0xff80 &&
               isnan(bf16_round(float_from_bits(0x7f800001u))),
-          "overflow, infinity, NaN");
+          "3.4e38 and -infinity become infinities in bf16, and NaN stays NaN");
 }
 
 // Over all 65536 random inputs, the mean of the two neighbours is exactly the value.
@@ -203,14 +204,14 @@ static void test_stochastic_rounding(void) {
           "only the lower 16 random bits count");
     CHECK(bf16_from_float_stochastic(INFINITY, 65535) == 0x7f80 &&
               isnan(bf16_to_float(bf16_from_float_stochastic(NAN, 65535))),
-          "infinity and NaN");
+          "stochastic rounding keeps infinity and NaN");
     // 1000 additions of a tenth of a bf16 step end near the true sum, while rounding to nearest never leaves 1. Each
     // addition has a variance of 0.1 * 0.9 spacings^2, so sigma of the sum is 0.3 * 2^-7 * sqrt(1000) = 0.074.
     float sum = 1;
     for (uint64_t i = 0; i < 1000; i++)
         sum = bf16_to_float(bf16_from_float_stochastic(sum + 0.00078125f, (uint32_t)rng_u64(9, i)));
     CHECK(fabsf(sum - 1.78125f) < 4 * 0.074f, "%g, not about 1.78", sum);
-    CHECK(bf16_round(1 + 0.00078125f) == 1, "rounding to nearest stays at 1");
+    CHECK(bf16_round(1 + 0.00078125f) == 1, "rounding to nearest rounds 1.00078 to 1");
 }
 
 // ---- Random numbers.
@@ -282,7 +283,7 @@ static void test_elementary_functions(void) {
     }
     CHECK(rng_minus_2ln(1.0f) == 0 && worst_log < 1e-6 && worst_cos < 1e-6,
           "largest errors %.2g and %.2g, but rng.h states 1e-6", worst_log, worst_cos);
-    CHECK(isfinite(rng_minus_2ln(0x1p-24f)), "-2 ln of the smallest uniform number");
+    CHECK(isfinite(rng_minus_2ln(0x1p-24f)), "-2 ln of the smallest uniform number is finite");
 }
 
 static void test_keys(void) {

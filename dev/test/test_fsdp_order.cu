@@ -1151,7 +1151,7 @@ static void check_watch(void) {
     nccl_end_operation(n);
     Activity last = activity_now();
     CHECK(last.changes > before.changes && last.pending == 1 && last.pending_layer == 1,
-          "an operation is enqueued, but not reported");
+          "fsdp reports an operation that is enqueued");
     CHECK(strcmp(last.pending_what, "all-gather of the weights") == 0, "%s", last.pending_what);
     for (int begun = 0; begun < 2; begun++) {
         first_pending = 1 + begun;  // the first operation's events are numbers 1 and 2
@@ -1165,7 +1165,7 @@ static void check_watch(void) {
     nccl_watch(n);
     const Activity now = activity_now();
     CHECK(n->finished == 1 && now.pending == 0 && now.collectives == before.collectives + 1,
-          "the end of an operation is not reported");
+          "fsdp reports the end of an operation");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1301,7 +1301,7 @@ static void check_proof_of_barrier(void) {
     CHECK(!peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) &&
               strstr(reason, "did not complete on rank 6 within 0.01 s"),
           "a barrier that one rank misses: %s", reason);
-    CHECK(__wrap_cudaStreamQuery(NULL) == cudaSuccess, "the stream is not released");
+    CHECK(__wrap_cudaStreamQuery(NULL) == cudaSuccess, "the stream goes on after the barrier failed");
     proof_begin(peers);
     peers[0].enqueue = lose_memory_operations;
     CHECK(check_dies(prove_lost_barrier, &peers[0], "cannot be released; --copy-engines off", output, sizeof output),

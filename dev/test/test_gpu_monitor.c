@@ -16,7 +16,7 @@ static int fake_device(const char *bus_id, void **device) {
 }
 
 static int fake_energy(void *device, unsigned long long *millijoules) {
-    CHECK(device == &fake_watts, "the handle is passed on");
+    CHECK(device == &fake_watts, "the GPU's handle is passed to NVML");
     fake_readings++;
     const double joules = fake_watts * (seconds_now() - fake_joules_from);
     *millijoules = (unsigned long long)(1e3 * (joules - fmod(joules, fake_joules_lump)));
@@ -63,7 +63,7 @@ static void sleep_seconds(double seconds) {
 static void test_readings(void) {
     GpuMonitor m = fake_monitor();
     fake_watts = 500, fake_joules_from = seconds_now() - 10, fake_readings = 0;
-    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "NVML knows the GPU");
+    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "the monitor starts for a GPU that NVML knows");
     double before = 0;
     for (int i = 0; i < 50; i++) {  // 0.5 s
         const GpuReading r = gpu_monitor_read(&m);
@@ -89,7 +89,7 @@ static void test_readings(void) {
 static void test_lumps(void) {
     GpuMonitor m = fake_monitor();
     fake_watts = 500, fake_joules_from = seconds_now() - 10, fake_joules_lump = 100;
-    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "NVML knows the GPU");
+    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "the monitor starts for a GPU that NVML knows");
     double before = gpu_monitor_read(&m).joules, at = seconds_now();
     const double first = before, first_at = at;
     for (int i = 0; i < 100; i++) {
@@ -108,7 +108,7 @@ static void test_lumps(void) {
 static void test_silent(void) {
     GpuMonitor m = fake_monitor();
     fake_is_silent = true;
-    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "the GPU is known");
+    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "the monitor starts for a GPU that reports no power");
     const GpuReading r = gpu_monitor_read(&m);
     CHECK(r.present && isnan(r.joules) && isnan(r.watts) && isnan(r.sm_mhz) && isnan(r.celsius) && r.throttle == 0,
           "a value that the GPU does not report is NAN");
@@ -118,13 +118,14 @@ static void test_silent(void) {
 
 static void test_absent(void) {
     GpuMonitor m = fake_monitor();
-    CHECK(!gpu_monitor_start(&m, "0000:02:00.0") && !gpu_monitor_read(&m).present, "NVML does not know this GPU");
+    CHECK(!gpu_monitor_start(&m, "0000:02:00.0") && !gpu_monitor_read(&m).present,
+          "the monitor does not start for a GPU that NVML does not know");
     gpu_monitor_close(&m);
     gpu_monitor_open(&m, "");
     CHECK(!gpu_monitor_read(&m).present, "a CPU has no readings");
     gpu_monitor_close(&m);
     Nvml nvml;
-    CHECK(!nvml_load(&nvml, "libno-such-library.so.1"), "a missing library is no error");
+    CHECK(!nvml_load(&nvml, "libno-such-library.so.1"), "a missing library gives false, not an error");
     CHECK(!nvml_load(&nvml, "libm.so.6"), "a library without NVML's functions is refused");
 }
 

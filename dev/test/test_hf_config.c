@@ -46,7 +46,7 @@ static void test_published_llama(void) {
                       "\"transformers_version\": \"4.45.0.dev0\", \"use_cache\": true, \"vocab_size\": 128256}");
     model_config_preset(&preset, "llama3.2-1b");
     memcpy(preset.name, m.name, sizeof m.name);
-    CHECK(memcmp(&m, &preset, sizeof m) == 0, "differs from the preset");
+    CHECK(memcmp(&m, &preset, sizeof m) == 0, "the config equals the preset");
     const char *name = strrchr(scratch, '/') + 1;
     CHECK(strcmp(m.name, name) == 0, "%s", m.name);
     char out[128], trailing[64];
@@ -59,24 +59,25 @@ static void test_defaults(void) {
     ModelConfig m = read_text(LLAMA "}");
     CHECK(m.family == FAMILY_LLAMA && m.num_kv_heads == 4 && m.head_dim == 32 && !m.tie_word_embeddings &&
               !m.qkv_bias && !m.qk_norm,
-          "Llama");
+          "the fields of a Llama config");
     CHECK(m.rms_norm_eps == 1e-6 && m.rope_theta == 10000 && m.rope_scaling.factor == 0 &&
               m.initializer_range == 0.02 && m.max_position_embeddings == 2048,
-          "Llama");
-    CHECK(m.bos_token_id == 1 && m.eos_token_id == 2, "Llama");
+          "the fields of a Llama config");
+    CHECK(m.bos_token_id == 1 && m.eos_token_id == 2, "the fields of a Llama config");
     m = read_text("{\"model_type\": \"qwen2\", " SIZES ", \"num_key_value_heads\": null}");
     CHECK(m.family == FAMILY_QWEN2 && m.qkv_bias && !m.qk_norm && m.num_kv_heads == 4 && m.head_dim == 32 &&
               m.bos_token_id == -1 && m.max_position_embeddings == 32768,
-          "Qwen2");
+          "the fields of a Qwen2 config");
     m = read_text(QWEN3 ", \"num_key_value_heads\": 2, \"tie_word_embeddings\": true, \"eos_token_id\": [7, 8], "
                         "\"bos_token_id\": 1000}");
     CHECK(m.family == FAMILY_QWEN3 && !m.qkv_bias && m.qk_norm && m.num_kv_heads == 2 && m.head_dim == 128 &&
               m.tie_word_embeddings,
-          "Qwen3");
-    CHECK(m.eos_token_id == 7 && m.bos_token_id == -1, "first of a list; an id outside the vocabulary is none");
+          "the fields of a Qwen3 config");
+    CHECK(m.eos_token_id == 7 && m.bos_token_id == -1,
+          "eos is the first of a list, and a bos outside the vocabulary is -1");
     m = read_text(QWEN2 ", \"num_key_value_heads\": 2, \"head_dim\": 64, \"sliding_window\": 4096, "
                         "\"use_sliding_window\": false, \"layer_types\": [\"full_attention\"], \"eos_token_id\": []}");
-    CHECK(m.head_dim == 64 && m.eos_token_id == -1, "Qwen2 with head_dim");
+    CHECK(m.head_dim == 64 && m.eos_token_id == -1, "Qwen2 takes head_dim from its config");
 }
 
 static void test_rope_styles(void) {
@@ -94,9 +95,9 @@ static void test_rope_styles(void) {
               "%s", same[i]);
     }
     ModelConfig m = read_text(LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e6, \"rope_type\": \"default\"}}");
-    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "default with parameters");
+    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "rope_theta has its default with rope_parameters");
     m = read_text(LLAMA ", \"rope_theta\": 1e6, \"rope_scaling\": null}");
-    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "default without");
+    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "rope_theta has its default without rope_parameters");
 }
 
 static void test_refused(void) {

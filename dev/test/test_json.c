@@ -92,7 +92,8 @@ static void test_values(void) {
     const JsonNode *name = json_require(&json, root, "name", JSON_STRING, &failure);
     CHECK(name && strcmp(name->text, "a\"\\/\b\f\n\r\tb\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80") == 0, "%s",
           name ? name->text : failure.text);
-    CHECK(strcmp(json_member(&json, root, "raw")->text, "\xc3\xa9\xff") == 0, "bytes that are not UTF-8 are kept");
+    CHECK(strcmp(json_member(&json, root, "raw")->text, "\xc3\xa9\xff") == 0,
+          "a string keeps bytes that are not UTF-8");
     CHECK(json_member(&json, root, "") && !json_member(&json, root, "absent") && !json_member(&json, name, "x"),
           "json_member finds the keys of objects only");
     int64_t i = 0;
@@ -109,8 +110,9 @@ static void test_values(void) {
                    *second = json_next(&json, first);
     CHECK(flags->count == 3 && json_bool(&json, first, &b, &failure) && b && json_bool(&json, second, &b, &failure) &&
               !b,
-          "flags");
-    CHECK(json_next(&json, second)->type == JSON_NULL && !json_next(&json, json_next(&json, second)), "null is last");
+          "the flags are true, false and null");
+    CHECK(json_next(&json, second)->type == JSON_NULL && !json_next(&json, json_next(&json, second)),
+          "null is the last of the flags");
     const JsonNode *nested = json_member(&json, root, "nested"),
                    *deep = json_next(&json, json_first(&json, json_member(&json, nested, "list")));
     char path[64];
@@ -133,7 +135,8 @@ static void test_values(void) {
     CHECK(!json_int(&json, json_member(&json, root, "real"), 0, 9, &i, &failure) &&
               strstr(failure.text, "found 1.5e-3"),
           "%s", failure.text);
-    CHECK(!json_bool(&json, name, &b, &failure) && !json_real(&json, name, &x, &failure), "types are checked");
+    CHECK(!json_bool(&json, name, &b, &failure) && !json_real(&json, name, &x, &failure),
+          "json_bool and json_real refuse a string");
     json_free(&json);
 }
 
@@ -150,13 +153,14 @@ static void test_numbers(void) {
     int64_t i = 0;
     CHECK(int_of("9223372036854775807", 0, INT64_MAX, &i) && i == INT64_MAX, "%lld", (long long)i);
     CHECK(int_of("-9223372036854775808", INT64_MIN, 0, &i) && i == INT64_MIN, "%lld", (long long)i);
-    CHECK(!int_of("9223372036854775808", 0, INT64_MAX, &i), "past 64 bits");
-    CHECK(!int_of("99999999999999999999999999", 0, INT64_MAX, &i), "past 64 bits");
+    CHECK(!int_of("9223372036854775808", 0, INT64_MAX, &i), "an integer past 64 bits is refused");
+    CHECK(!int_of("99999999999999999999999999", 0, INT64_MAX, &i), "an integer past 64 bits is refused");
     CHECK(!int_of("1e300", 0, INT64_MAX, &i) && !int_of("1e999", 0, INT64_MAX, &i) && !int_of("1e18", 0, INT64_MAX, &i),
-          "past what a double holds exactly");
+          "an integer that a double does not hold exactly is refused");
     CHECK(!int_of("0.5", 0, 9, &i) && !int_of("10", 0, 9, &i) && !int_of("-1", 0, 9, &i) && !int_of("1e1", 0, 9, &i),
           "fractions and numbers outside the range are refused");
-    CHECK(int_of("9", 0, 9, &i) && int_of("0", 0, 9, &i) && int_of("-0", 0, 9, &i), "limits belong to the range");
+    CHECK(int_of("9", 0, 9, &i) && int_of("0", 0, 9, &i) && int_of("-0", 0, 9, &i),
+          "the limits of the range are accepted");
     Json json;
     Failure failure;
     double x = 0;

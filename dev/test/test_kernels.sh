@@ -16,7 +16,7 @@ all=$(kernels llmc/*/*.cuh train_fp8.cu)
 while read -r rule place; do
     check "the kernel at $place begins with grid_dependency_wait()" equal "$rule" waits
 done <<<"$all"
-check "one kernel for each __global__" equal "$(wc -l <<<"$all")" \
+check "the list has one kernel for each __global__" equal "$(wc -l <<<"$all")" \
     "$(cat llmc/*/*.cuh train_fp8.cu | grep -c __global__)"
 check "no kernel is launched without CUDA_LAUNCH" \
     equal "$(grep -l '<<<.*>>>(' llmc/*/*.cuh train_fp8.cu | grep -v cuda_utils.cuh)" ""
@@ -25,5 +25,5 @@ check "no kernel is launched without CUDA_LAUNCH" \
 tmp=$(mktemp)
 trap 'rm -f "$tmp"' EXIT
 sed '0,/grid_dependency_wait();/s//const int before = 0;/' llmc/cuda/embedding.cuh >"$tmp"
-check "a kernel that starts early is found" equal "$(kernels "$tmp" | grep -c '^early')" 1
+check "the test finds a kernel that does not wait" equal "$(kernels "$tmp" | grep -c '^early')" 1
 finish

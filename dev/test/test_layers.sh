@@ -21,12 +21,12 @@ climbs() {
         <(listed "$1") -
 }
 
-check "every file is listed once" equal "$(listed llmc | sort)" "$(cd llmc && ls */*.h */*.cuh | sort)"
+check "llmc/README.md lists every file once" equal "$(listed llmc | sort)" "$(cd llmc && ls */*.h */*.cuh | sort)"
 while read -r line; do
     file=${line%%[ ]*}
     check "README.md repeats the first line of $file" equal "$line" "$file $(sed -n '1s#^// ##p' "llmc/$file")"
 done < <(listed llmc lines)
-check "no include climbs" equal "$(climbs llmc)" ""
+check "no file of llmc/ includes a file that is listed after it" equal "$(climbs llmc)" ""
 check "the trainers include llmc/ by its folders" \
     equal "$(grep -h '^#include "' train_fp8.c train_fp8.cu |
         grep -vE '"llmc/[a-z]+/[a-z0-9_]+\.cuh?"|"llmc/[a-z]+/[a-z0-9_]+\.h"')" ""
@@ -38,7 +38,8 @@ cp -r llmc "$tmp/"
 sed -i '1a #include "../run/run.h"' "$tmp/llmc/base/utils.h"
 sed -i '1a #include "precision.h"' "$tmp/llmc/config/recipes.h"
 sed -i '1a #include "../cuda/amax.cuh"' "$tmp/llmc/run/stop.h"
-check "planted climbs are found" equal "$(climbs "$tmp/llmc" | sort)" "base/utils.h includes run/run.h
+check "the test finds includes of files that are listed later" \
+    equal "$(climbs "$tmp/llmc" | sort)" "base/utils.h includes run/run.h
 config/recipes.h includes config/precision.h
 run/stop.h includes cuda/amax.cuh"
 finish

@@ -56,10 +56,10 @@ static void test_presets(void) {
     CHECK(!model_config_preset(&m, "llama") && !model_config_preset(&m, "") && !model_config_preset(&m, "TINY"),
           "unknown presets are refused");
     CHECK(model_config_preset(&m, "tiny") && m.num_layers == 2 && m.hidden_size == 64 && m.vocab_size == 0,
-          "preset tiny");
+          "preset tiny has 2 layers and hidden size 64");
     CHECK(model_config_preset(&m, "small") && m.num_layers == 4 && m.hidden_size == 256 &&
               m.intermediate_size % 128 == 0 && model_qkv_size(&m) % 128 == 0,
-          "preset small");
+          "preset small has 4 layers, hidden size 256 and other sizes that 128 divides");
 }
 
 // Values of transformers 5.17 (ROPE_INIT_FUNCTIONS["llama3"], float32): kept, interpolated and divided frequencies.
@@ -96,7 +96,7 @@ static void test_rope(void) {
     ModelConfig m;
     model_config_preset(&m, "qwen3-4b");
     CHECK(fabs(rope_inverse_frequency(&m, 32) - 1e-3) < 1e-15 && rope_inverse_frequency(&m, 0) == 1,
-          "theta 1e6, half way: 1e-3");
+          "with theta 1e6, the middle inverse frequency is 1e-3 and the first is 1");
 }
 
 static void check_action(void *model) { model_config_check((const ModelConfig *)model); }

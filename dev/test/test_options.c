@@ -42,17 +42,18 @@ static void parse_action(void *text) {
 
 static void test_defaults(void) {
     Options o = parse("tiny");
-    CHECK(strcmp(o.model, "tiny") == 0 && strncmp(o.train_data, "data/", 5) == 0 && *o.checkpoint_dir == 0, "texts");
+    CHECK(strcmp(o.model, "tiny") == 0 && strncmp(o.train_data, "data/", 5) == 0 && *o.checkpoint_dir == 0,
+          "text options have their values");
     CHECK(o.seed == 42 && o.learning_rate == 1e-5 && o.weight_decay == 0.01 && o.beta1 == 0.9 && o.beta2 == 0.999 &&
               o.eps == 1e-8 && o.grad_clip == 0,
-          "the optimizer's defaults");
+          "the optimizer's options have their defaults");
     CHECK(o.warmup_steps == 0 && o.lr_schedule == SCHEDULE_CONSTANT && o.on_nonfinite == NONFINITE_STOP &&
               o.shuffle == ON && o.batch_size == 1 && !o.resume && !o.help,
-          "defaults of the schedule, the data and the run");
+          "options of the schedule, the data and the run have their defaults");
     CHECK(o.master_weights == STORAGE_AUTO && o.optimizer_state == STORAGE_AUTO && o.recompute == RECOMPUTE_NONE,
-          "defaults of storage and recompute");
+          "options of storage and recompute have their defaults");
     Options d = options_default();
-    CHECK(*d.model == 0, "no model");
+    CHECK(*d.model == 0, "MODEL is empty by default");
 }
 
 // For each row: names are unique and short enough for the spelling aid, the default is in its range, and option_set
@@ -115,11 +116,11 @@ static void test_accepted(void) {
     Options o = parse("--num-steps 1e3 llama3.1-8b --precision=fp8 --resume --eps 1e-6");
     CHECK(strcmp(o.model, "llama3.1-8b") == 0 && o.num_steps == 1000 && o.precision == PRECISION_FP8 && o.resume &&
               o.eps == 1e-6,
-          "options and the model in any order, with a space or =");
+          "options and MODEL are read in any order, with a space or =");
     o = parse("tiny --log-dir=a=b --seed=4294967295 --shuffle off --seed 7");
     CHECK(strcmp(o.log_dir, "a=b") == 0 && o.seed == 7 && o.shuffle == OFF, "the last of two values counts");
     o = parse("tiny --grad-clip 0 --learning-rate +.5e0 --master-weights fp32");
-    CHECK(o.learning_rate == 0.5 && o.master_weights == STORAGE_FP32, "numbers");
+    CHECK(o.learning_rate == 0.5 && o.master_weights == STORAGE_FP32, "numbers and choices are read");
 }
 
 static void test_refused(void) {
@@ -197,7 +198,7 @@ static void test_refused(void) {
               cases[i][0], output);
     CHECK(option_edit_distance("", "abc") == 3 && option_edit_distance("kitten", "sitting") == 3 &&
               option_edit_distance("same", "same") == 0 && option_edit_distance("ab", "ba") == 2,
-          "edit distances");
+          "option_edit_distance counts insertions, deletions and exchanges");
 }
 
 // FP8 options, and a part of the message that refuses their combination; "" if it is allowed.
@@ -384,7 +385,7 @@ static void test_resolve_fp8(void) {
     for (int i = 0; i < NUM_RECIPES; i++)
         CHECK(option_choice_name(row->text, i, name, sizeof name) && strcmp(name, recipe_row(i)->name) == 0,
               "recipe %d: %s, %s", i, name, recipe_row(i)->name);
-    CHECK(!option_choice_name(row->text, NUM_RECIPES, name, sizeof name), "no recipe beyond the table");
+    CHECK(!option_choice_name(row->text, NUM_RECIPES, name, sizeof name), "there is no recipe beyond the table");
 }
 
 static void shard_group_action(void *text) {
@@ -413,7 +414,7 @@ static void test_sharding(void) {
     Options o = parse("tiny --precision fp32"), half = parse("tiny --precision fp8");
     options_resolve(&o), options_resolve(&half);
     CHECK(o.reduce_dtype == REDUCE_FP32 && half.reduce_dtype == REDUCE_BF16 && half.fp8_all_gather == ON,
-          "dtype of the reduce-scatter, and FP8 all-gather");
+          "auto chooses the dtype of the reduce-scatter and the FP8 all-gather");
 }
 
 // The options give the dtype in which gradients are summed. The options and the number of ranks tell if AdamW reads
@@ -491,7 +492,7 @@ static void test_help_and_table(void) {
     free(help);
     help = printed_by("", &status);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(help, "usage: train MODEL"),
-          "no arguments at all: the help, and a failure");
+          "a call without arguments prints the usage and fails");
     free(help);
     char *table = printed_by("tiny --seed 7 --val-data v.bin --resume --checkpoint-dir c", &status);
     CHECK(strstr(table, "model                      tiny\n") && strstr(table, "seed                       7\n") &&

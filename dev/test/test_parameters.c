@@ -57,7 +57,8 @@ static void test_layout(const ModelConfig *m) {
         sum += parameter_elements(p);
         last_layer = p->layer;
     }
-    CHECK(last_layer == m->num_layers - 1 && sum == t.num_parameters && t.num_layers == m->num_layers, "sums");
+    CHECK(last_layer == m->num_layers - 1 && sum == t.num_parameters && t.num_layers == m->num_layers,
+          "the tensors add up to all layers and parameters");
     for (int k = 0; k < NUM_SEGMENTS; k++)
         CHECK(t.root_segments[k] % PARAMETER_ALIGNMENT == 0 && t.layer_segments[k] % PARAMETER_ALIGNMENT == 0,
               "segment %d: its size is no multiple of PARAMETER_ALIGNMENT", k);
@@ -68,7 +69,7 @@ static void test_layout(const ModelConfig *m) {
               (t.root_segments[SEGMENT_EMBEDDING] > 0) == !m->tie_word_embeddings,
           "only the root unit has an embedding segment, and only if the embedding is not tied");
     CHECK(embedding_segment(&t) == parameter_segment(parameter_find(&t, "model.embed_tokens.weight")),
-          "the embedding's segment");
+          "embedding_segment() is the segment of embed_tokens");
     CHECK(t.root_size % PARAMETER_ALIGNMENT == 0 && t.layer_size % PARAMETER_ALIGNMENT == 0 &&
               t.total == t.root_size + m->num_layers * t.layer_size,
           "unit sizes are aligned and add up to the total");
@@ -102,7 +103,7 @@ static void test_fields(const ModelConfig *m) {
     }
     CHECK((t.root.lm_head < 0) == m->tie_word_embeddings && (t.layer.bq < 0) == !m->qkv_bias &&
               (t.layer.q_norm < 0) == !m->qk_norm,
-          "tensors that the family has");
+          "the table has lm_head, biases and QK-norm weights only if the model has them");
     parameter_table_free(&t);
 }
 
@@ -136,7 +137,7 @@ static void test_shapes(void) {
     t = parameter_table(&m);
     check_shape(&t, "model.layers.0.self_attn.q_norm.weight", 10, 0);
     check_shape(&t, "model.layers.2.self_attn.k_norm.weight", 10, 0);
-    CHECK(matmul_parameters(&t, &m) == 101 * 20 + 3 * layer, "a tied lm_head counts too");
+    CHECK(matmul_parameters(&t, &m) == 101 * 20 + 3 * layer, "matmul_parameters() counts a tied lm_head");
     parameter_table_free(&t);
 }
 

@@ -114,18 +114,18 @@ def test_shards(folder):
     for magic, version, code in ((20240801, 7, "I"), (20240801, 8, "I"), (20240520, 1, "H")):
         values = tokens if code == "I" else [token - 99000 for token in tokens]
         view = shards.read_shard(write(path, shard_bytes(magic, version, values, code)))
-        check(list(view) == values, "tokens of a shard", magic, version)
+        check(list(view) == values, "read_shard returns the tokens of a shard:", magic, version)
     view = shards.read_shard(write(path, shard_bytes(20240801, 7, tokens, "I")))
     # 21 tokens are 5 sequences of 4 inputs. The last target of one is the first input of the next.
-    check(list(shards.sequence(view, 4, 0)) == tokens[:5], "first sequence")
-    check(list(shards.sequence(view, 4, 4)) == tokens[16:21], "last sequence")
-    check(list(shards.sequence(view, 4, 5)) == tokens[:5], "first sequence of the second epoch")
-    check(raises(shards.sequence, view, 21, 0) is not None, "a sequence longer than the shard")
+    check(list(shards.sequence(view, 4, 0)) == tokens[:5], "sequence 0 has the first 5 tokens")
+    check(list(shards.sequence(view, 4, 4)) == tokens[16:21], "sequence 4 has the last 5 tokens")
+    check(list(shards.sequence(view, 4, 5)) == tokens[:5], "sequence 5 begins the second epoch")
+    check(raises(shards.sequence, view, 21, 0) is not None, "a sequence longer than the shard is refused")
     for name, data in (("empty", b""), ("short", b"1234"), ("text", b"x" * 4096),
                        ("cut", shard_bytes(20240801, 7, tokens, "I", 22)),
                        ("too long", shard_bytes(20240801, 7, tokens, "I", 20)),
                        ("other version", shard_bytes(20240801, 9, tokens, "I"))):
-        check(path in (raises(shards.read_shard, write(path, data)) or ""), "a damaged shard is named:", name)
+        check(path in (raises(shards.read_shard, write(path, data)) or ""), "the error names a damaged shard:", name)
 
 
 def test_energy(folder):
@@ -134,20 +134,22 @@ def test_energy(folder):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     counter = EnergyCounter("GPU-1", library)
     before = counter.joules()
-    check(before > 1e9 and abs(counter.joules() - before - 1.5) < 1e-3, "joules between two readings", before)
-    check(EnergyCounter("GPU-2", library).joules() is None, "no reading of an unknown GPU")
-    check(EnergyCounter("GPU-1", os.path.join(folder, "none.so")).joules() is None, "no reading without NVML")
-    check(EnergyCounter("GPU-1", "libm.so.6").joules() is None, "no reading of a library without the functions")
+    check(before > 1e9 and abs(counter.joules() - before - 1.5) < 1e-3, "the counter grows by 1.5 J between two readings:", before)
+    check(EnergyCounter("GPU-2", library).joules() is None, "an unknown GPU has no reading")
+    check(EnergyCounter("GPU-1", os.path.join(folder, "none.so")).joules() is None, "there is no reading without NVML")
+    check(EnergyCounter("GPU-1", "libm.so.6").joules() is None, "a library without NVML's functions gives no reading")
 
 
 def test_rows():
-    check(compare.parse_row("qwen3-4b:4096") == ("qwen3-4b:4096", "qwen3-4b", 4096, "tensorwise"), "a row")
-    check(compare.parse_row("qwen3-4b:64:rowwise").recipe == "rowwise", "a row with a recipe")
+    check(compare.parse_row("qwen3-4b:4096") == ("qwen3-4b:4096", "qwen3-4b", 4096, "tensorwise"),
+          "MODEL:T is read as a row")
+    check(compare.parse_row("qwen3-4b:64:rowwise").recipe == "rowwise", "MODEL:T:RECIPE is read as a row")
     for text in ("", "qwen3-4b", "qwen3-4b:x", "qwen9:64", "qwen3-4b:64:mxfp8", "qwen3-4b:64:rowwise:1"):
-        check(raises(compare.parse_row, text), "refused as a row:", text)
-    check(compare.parse_titan_row("rowwise:fp32") == ("rowwise", "fp32"), "a row of torchtitan")
+        check(raises(compare.parse_row, text), "this text is refused as a row:", text)
+    check(compare.parse_titan_row("rowwise:fp32") == ("rowwise", "fp32"),
+          "RECIPE:MASTERS is read as a row of torchtitan")
     for text in ("", "bf16", "fp8:fp32", "bf16:fp16", "bf16:fp32:1"):
-        check(raises(compare.parse_titan_row, text), "refused as a row of torchtitan:", text)
+        check(raises(compare.parse_titan_row, text), "this text is refused as a row of torchtitan:", text)
 
 
 def run(program, *words):
@@ -188,7 +190,8 @@ def test_command_lines(folder):
     lines = printed.splitlines()
     check(status == 0 and len(lines) == 24, "--dry-run prints 24 commands:", len(lines))
     fp32 = [line for line in lines if "--master-weights fp32 --optimizer-state fp32 --reduce-dtype fp32" in line]
-    check(len(fp32) == 1 and "mpirun -np 2" in fp32[0], "ours with fp32 masters", fp32)
+    check(len(fp32) == 1 and "mpirun -np 2" in fp32[0],
+          "one of our commands has fp32 master weights, on 2 ranks:", fp32)
 
 
 def test_titan_result():
@@ -199,16 +202,17 @@ def test_titan_result():
                                       (20, 8200.0, 99.0))]
     result = titan_train.summarize(args, records, 2, "torchtitan", "GPU X")
     speed = result["tokens_per_second_per_gpu"]
-    check(speed == 8192.0 and result["median_ms"] == 1000.0, "torchtitan's median", result)
-    check(result["memory_bytes"] == int(99.5 * 2**30) and result["last_loss"] == 10.0, "torchtitan's peak and loss")
+    check(speed == 8192.0 and result["median_ms"] == 1000.0, "torchtitan's median step is after step 5:", result)
+    check(result["memory_bytes"] == int(99.5 * 2**30) and result["last_loss"] == 10.0,
+          "torchtitan's peak memory and last loss")
     args = argparse.Namespace(model="llama3.1-8b", precision="fp8", masters="bf16", length=64, ac="none", steps=20,
                               out="x", options=["--debug.seed", "1"])
     words = " ".join(titan_train.titan_options(args))
     check("enable_fsdp_float8_all_gather" in words and "--training.dtype bfloat16" in words
-          and words.endswith("--debug.seed 1"), "torchtitan's options", words)
+          and words.endswith("--debug.seed 1"), "torchtitan's options for tensorwise with bf16 weights:", words)
     args.precision = "rowwise"
     words = " ".join(titan_train.titan_options(args))
-    check("recipe_name rowwise" in words and "all_gather" not in words, "torchtitan's options, rowwise", words)
+    check("recipe_name rowwise" in words and "all_gather" not in words, "torchtitan's options for rowwise:", words)
 
 
 def run_compare(folder, *words):
@@ -235,32 +239,37 @@ def run_compare(folder, *words):
 def test_compare(folder):
     status, table, rows, printed = run_compare(folder, "--rows", "llama3.2-1b:2048")
     line = "| llama3.2-1b | 2048 | 10,000 | 12,000 | 1.20x | 3.0 GiB | 6,000 | 8,000 | 5.0 GiB | 1.67x | 1.50x |"
-    check(status == 0 and line in table and "Failed" not in table, "a row that finishes", status, table, printed)
-    check("| llama3.2-1b | 2048 | 0.05000 | 0.05000 |  | 0.06250 |" in table, "the row's joules per token", table)
+    check(status == 0 and line in table and "Failed" not in table,
+          "table.md has a row whose runs finish:", status, table, printed)
+    check("| llama3.2-1b | 2048 | 0.05000 | 0.05000 |  | 0.06250 |" in table, "table.md has the joules per token of the row:", table)
     check([row["run"] for row in rows] == ["ours_bf16", "peer_bf16", "ours_fp8", "peer_fp8"]
           and rows[2]["tokens_per_second_per_gpu"] == "12000.5" and rows[2]["program"] == "train_fp8cu 0.1"
-          and "--log-dir" in rows[0]["command"], "table.csv", rows)
+          and "--log-dir" in rows[0]["command"], "table.csv has the four runs of the row:", rows)
     status, table, rows, printed = run_compare(
         folder, "--rows", "llama3.2-3b:64,llama3.2-1b:64:rowwise", "--gpus", "4,7")
-    check(status == 1, "status with failed runs", status, printed)
+    check(status == 1, "status 1 if a run failed:", status, printed)
     line = "| llama3.2-3b | 64 | 10,000 | failed |  |  | 6,000 | 8,000 | 5.0 GiB | 1.67x |  |"
-    check(line in table, "ours failed", table)
-    check("status 3: out of memory on GPU 0: 90 GiB wanted" in table, "the reason of ours", table)
+    check(line in table, "table.md has our failed run:", table)
+    check("status 3: out of memory on GPU 0: 90 GiB wanted" in table,
+          "table.md has the reason why our run failed:", table)
     line = "| llama3.2-1b, rowwise | 64 | 10,000 | 12,000 | 1.20x | 3.0 GiB | 6,000 | failed |"
-    check(line in table, "peer failed", table)
-    check("status 1: RuntimeError: no rowwise today" in table, "the reason of the peer", table)
-    check(sum(bool(row["failure"]) for row in rows) == 2, "failures in table.csv", rows)
+    check(line in table, "table.md has the peer's failed run:", table)
+    check("status 1: RuntimeError: no rowwise today" in table,
+          "table.md has the reason why the peer's run failed:", table)
+    check(sum(bool(row["failure"]) for row in rows) == 2, "table.csv has both failed runs:", rows)
     with open(os.path.join(folder, "out", "transformers_llama3.2-3b_64_ours_fp8", "stdout.txt")) as file:
-        check(file.readline().split()[-1] in ("4", "7"), "a row runs on its own GPU")
+        check(file.readline().split()[-1] in ("4", "7"), "a row runs on one of the GPUs of --gpus")
 
 
 def test_titan_rows(folder):
     status, table, _, printed = run_compare(folder, "--rows", "none", "--gpus", "0,1", "--titan-rows",
                                             "tensorwise:fp32,rowwise:fp32,bf16:bf16")
     line = "| FP8 tensorwise | fp32 | 12,000 | 3.0 GiB | 8,000 | 5.0 GiB | 1.50x |"
-    check(line in table, "torchtitan", table, printed)
-    check("| BF16 | bf16 | 10,000 | 3.0 GiB | 6,000 | 5.0 GiB | 1.67x |" in table, "torchtitan, bf16", table, printed)
-    check(status == 1 and "| FP8 rowwise | fp32 | 12,000 | 3.0 GiB | failed |" in table, "torchtitan failed", table)
+    check(line in table, "table.md has torchtitan's tensorwise row:", table, printed)
+    check("| BF16 | bf16 | 10,000 | 3.0 GiB | 6,000 | 5.0 GiB | 1.67x |" in table,
+          "table.md has torchtitan's BF16 row:", table, printed)
+    check(status == 1 and "| FP8 rowwise | fp32 | 12,000 | 3.0 GiB | failed |" in table,
+          "table.md has torchtitan's failed run:", table)
 
 
 def test_real_trainer(folder):
@@ -279,20 +288,22 @@ def test_real_trainer(folder):
             words = run.words[run.words.index("./train_fp8cu") + 1:]
             done = subprocess.run([trainer, *words, "--dry-run", "--json", "--world-size", str(run.ranks)],
                                   capture_output=True, text=True)
-            check(done.returncode == 0, "the trainer takes", *words, done.stderr)
+            check(done.returncode == 0, "the trainer accepts our command:", *words, done.stderr)
     data = write(os.path.join(folder, "data.bin"), shard_bytes(20240520, 1, [i * i % 257 for i in range(2000)], "H"))
     done = subprocess.run([trainer, "tiny", "--train-data", data, "--sequence-length", "64", "--num-steps", "6",
                            "--log-dir", folder], capture_output=True, text=True)
     write(os.path.join(folder, "stdout.txt"), b"")
     result = compare.read_result(folder, True, done.returncode)
     check(result["program"].startswith("train_fp8 ") and compare.speed(result) > 0 and result["memory_bytes"] > 0,
-          "the trainer's own summary", result)
+          "read_result reads the trainer's own log:", result)
 
 
 def test_limit(folder):
     status, table, rows, printed = run_compare(folder, "--rows", "qwen3-4b:64", "--limit", "2")
-    check(status == 1 and "ended by --limit" in table and "not begun: --limit 2 s" in table, "--limit", table, printed)
-    check(len(rows) == 4 and all(row["failure"] for row in rows), "--limit in table.csv", rows)
+    check(status == 1 and "ended by --limit" in table and "not begun: --limit 2 s" in table,
+          "--limit ends a run and begins no other:", table, printed)
+    check(len(rows) == 4 and all(row["failure"] for row in rows),
+          "table.csv has a failure for each run that --limit ended or did not begin:", rows)
 
 
 def main():

@@ -364,11 +364,11 @@ static void test_comparison(void) {
     needed("b", base + 256, 256, 0, 3);
     needed("c", base, 512, 4, 5);
     CHECK(!find_trouble(base, 512), "%s", find_trouble(base, 512));
-    CHECK(find_trouble(base, 511), "a piece that leaves the arena was not noticed");
+    CHECK(find_trouble(base, 511), "a piece that leaves the arena is found");
     pieces[1].at = base + 240;
-    CHECK(find_trouble(base, 512), "two pieces that overlap were not noticed");
+    CHECK(find_trouble(base, 512), "two pieces that overlap are found");
     pieces[1].at = base + 256, pieces[2].from = 3;
-    CHECK(find_trouble(base, 512), "two pieces needed at one moment in one place were not noticed");
+    CHECK(find_trouble(base, 512), "two pieces that share memory at one moment are found");
 }
 
 // Tests the memory planned for NCCL. Hybrid has communicators for all ranks, for the shard group and for the replicas.
@@ -400,7 +400,7 @@ static void test_gpus(void) {
     }
     int64_t i, j;
     CHECK(!find_shared_gpu(gpus, 4, &i, &j), "ranks %lld and %lld", (long long)i, (long long)j);
-    CHECK(!find_shared_gpu(gpus, 1, &i, &j), "one rank shares its GPU");
+    CHECK(!find_shared_gpu(gpus, 1, &i, &j), "one rank shares its GPU with no other");
     gpus[3].uuid.bytes[15] = 1, gpus[3].visible = 2;
     const char *message = "ranks 2 and 3 on b have the same GPU, GPU-00000000-0000-0000-0000-000000000001: rank 2 "
                           "sees 1 there and rank 3 sees 2; every rank needs its own GPU: use mpirun -np 2";

@@ -178,14 +178,14 @@ static void test_shapes_and_formats(void) {
     }
     CHECK(precision_format(&x.p, TENSOR_X) == FP8_E4M3 && precision_format(&x.p, TENSOR_W) == FP8_E4M3 &&
               precision_format(&x.p, TENSOR_DY) == FP8_E5M2,
-          "tensorwise: gradients in e5m2");
+          "tensorwise casts gradients to e5m2, x and w to e4m3");
     free_plan(&x);
     x = make_plan("small", RECIPE_BLOCKWISE, "");
-    CHECK(precision_format(&x.p, TENSOR_DY) == FP8_E4M3, "blockwise: gradients in e4m3");
+    CHECK(precision_format(&x.p, TENSOR_DY) == FP8_E4M3, "blockwise casts gradients to e4m3");
     x.o.fp8_format = FP8_FORMAT_HYBRID;
     Precision hybrid = precision_plan(&x.o, "", &x.m, &x.t, true);
     CHECK(precision_format(&hybrid, TENSOR_DY) == FP8_E5M2 && precision_format(&hybrid, TENSOR_X) == FP8_E4M3,
-          "--fp8-format hybrid");
+          "blockwise with --fp8-format hybrid casts gradients to e5m2");
     precision_free(&hybrid);
     free_plan(&x);
 }

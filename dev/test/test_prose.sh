@@ -14,32 +14,33 @@ other=$tmp/train_fp8
 
 cp -r Makefile train_fp8.c llmc "$tmp"
 changed=$($reword "$tmp/train_fp8.c" "$tmp"/llmc/*/*.h)
-check "$changed messages have other words, 400 at least" [ "${changed:-0}" -ge 400 ]
+check "at least 400 messages have other words ($changed)" [ "${changed:-0}" -ge 400 ]
 flags='-std=gnu11 -O2 -march=native -fopenmp -pthread -ffp-contract=off -Wall -Wextra -Werror $(MPI_CFLAGS)'
-check "a trainer with other words" make -s -C "$tmp" train_fp8 CFLAGS="$flags"
+check "a trainer with other words compiles" make -s -C "$tmp" train_fp8 CFLAGS="$flags"
 
 # A script that searches for these words finds nothing with the other trainer, so these tests can fail.
 for words in '^MODEL: ' '^  --precision .*dtype of GEMMs' '^exit status'; do
     check "the trainer's help has \"$words\"" grep -q -- "$words" <(./train_fp8 --help)
-    check "the other trainer's help has not" eval '! grep -q -- "$words" <("$other" --help)'
+    check "the other trainer's help lacks \"$words\"" eval '! grep -q -- "$words" <("$other" --help)'
 done
 message="unknown option --bogus; the nearest is --beta1 (--help lists all)"
-check "an error" equal "$(./train_fp8 --bogus 2>&1)" "error: $message"
-check "an error in other words" equal "$("$other" --bogus 2>&1)" "error: $($reword <<<"$message")"
-check "words reversed twice" equal "$($reword <<<"$message" | $reword)" "$message"
+check "the trainer prints an error in its own words" equal "$(./train_fp8 --bogus 2>&1)" "error: $message"
+check "the other trainer prints the error in other words" \
+    equal "$("$other" --bogus 2>&1)" "error: $($reword <<<"$message")"
+check "words that are reversed twice are unchanged" equal "$($reword <<<"$message" | $reword)" "$message"
 
 # Output for programs is equal.
 for list in models recipes options; do
-    check "--list $list" equal "$("$other" --list $list)" "$(./train_fp8 --list $list)"
+    check "--list $list is equal in both trainers" equal "$("$other" --list $list)" "$(./train_fp8 --list $list)"
 done
 plan() { "$1" llama3.1-8b --precision fp8 --dry-run --json | sed 's/"name": "[^"]*"/"name": ""/g'; }
-check "--dry-run --json" equal "$(plan "$other")" "$(plan ./train_fp8)"
+check "--dry-run --json is equal in both trainers" equal "$(plan "$other")" "$(plan ./train_fp8)"
 
 # The scripts work with the other trainer.
 cost() { TRAINER=$1 OUT=$tmp/out GPUS=2 scripts/run_llama3.2-1b.sh --dry-run 2>&1 | grep -E '^(cost|disk): '; }
 cost ./train_fp8 >"$tmp/cost"
-check "a run script's estimates: two lines" equal "$(grep -c . "$tmp/cost")" 2
-check "a run script's estimates" equal "$(cost "$other")" "$(cat "$tmp/cost")"
+check "a run script prints two lines of estimates" equal "$(grep -c . "$tmp/cost")" 2
+check "a run script's estimates are equal with both trainers" equal "$(cost "$other")" "$(cat "$tmp/cost")"
 export TRAINER=$other REWORD=$reword
 QUIET=1
 tally test_run_recipes.sh bash dev/test/test_run_recipes.sh

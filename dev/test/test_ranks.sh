@@ -77,7 +77,7 @@ against_one() {
             local name="$family-$variant-$n-${strategy%% *}"
             train $n "$name" $common --sharding $strategy --grad-accumulation-steps $accumulation --val-steps 12 \
                 --batch-size $((12 / n / accumulation)) || continue
-            check "$name: losses of one rank" close "$tmp/$name.steps" "$tmp/$family-$variant-one.steps" 1e-6
+            check "$name has the losses of one rank" close "$tmp/$name.steps" "$tmp/$family-$variant-one.steps" 1e-6
             local want have
             want=$(grep -o 'validation after step 4 | loss .*' "$tmp/$family-$variant-one.out" | sed 's/.* //')
             have=$(grep -o 'validation after step 4 | loss .*' "$tmp/$name.out" | sed 's/.* //')
@@ -97,17 +97,19 @@ check "clipping changes the losses" \
 train 0 bf16-one "$tmp/qwen3" $data --num-steps 4 --batch-size 12
 for dtype in bf16 fp32; do
     train 4 "bf16-$dtype" "$tmp/qwen3" $data --num-steps 4 --batch-size 3 --reduce-dtype $dtype &&
-        check "bf16, reduced in $dtype" close "$tmp/bf16-$dtype.steps" "$tmp/bf16-one.steps" 1e-3
+        check "bf16, reduced in $dtype: 4 ranks have the losses of one rank" \
+            close "$tmp/bf16-$dtype.steps" "$tmp/bf16-one.steps" 1e-3
 done
 # Gradients reduced in fp32 stay in fp32: the sum over 24 micro-steps on 2 ranks equals the gradient of one micro-step,
 # except for random bf16 roundings.
 sums="$tmp/qwen3 $data --num-steps 1 --reduce-dtype fp32"
 train 2 sums-one $sums --batch-size 24 && train 2 sums-many $sums --batch-size 1 --grad-accumulation-steps 24 &&
-    check "24 micro-steps reduced in fp32" close "$tmp/sums-many.steps" "$tmp/sums-one.steps" 1e-5
+    check "24 micro-steps reduced in fp32 have the loss and norm of one micro-step" \
+        close "$tmp/sums-many.steps" "$tmp/sums-one.steps" 1e-5
 for accum in bf16 fp32; do
     sums="$tmp/qwen3 $data --num-steps 2 --batch-size 1 --grad-accumulation-steps 3 --grad-accum-dtype $accum"
     train 4 sums-none $sums --sharding none && train 4 sums-full $sums &&
-        check "gradient sums in $accum: --sharding none and full" \
+        check "gradient sums in $accum: --sharding none and full have equal losses" \
             close "$tmp/sums-none.steps" "$tmp/sums-full.steps" 1e-3
 done
 check "--reduce-dtype changes losses or norms" bash -c "! cmp -s $tmp/bf16-bf16.steps $tmp/bf16-fp32.steps"
@@ -145,16 +147,17 @@ done
 rounded="$tmp/qwen2 $data --num-steps 3 --batch-size 2 --grad-accumulation-steps 2"
 train 0 rounded-default $rounded --seed 5 && train 0 rounded-equal $rounded --seed 5 --rounding-seed 5 &&
     train 0 rounded-other $rounded --seed 5 --rounding-seed 6 &&
-    check "--rounding-seed: the default is --seed" cmp "$tmp/rounded-default.steps" "$tmp/rounded-equal.steps" &&
-    check "--rounding-seed: the first loss stays" [ "$(head -n 1 "$tmp/rounded-other.steps" | cut -d' ' -f2)" = \
+    check "--rounding-seed is --seed by default" cmp "$tmp/rounded-default.steps" "$tmp/rounded-equal.steps" &&
+    check "--rounding-seed does not change the first loss" \
+        [ "$(head -n 1 "$tmp/rounded-other.steps" | cut -d' ' -f2)" = \
         "$(head -n 1 "$tmp/rounded-default.steps" | cut -d' ' -f2)" ] &&
-    check "--rounding-seed: later losses change" \
+    check "--rounding-seed changes later losses" \
         [ "$(tail -n 1 "$tmp/rounded-other.steps")" != "$(tail -n 1 "$tmp/rounded-default.steps")" ]
-check "validation names its sequences: $(grep '^validation: ' "$tmp/validated.out")" \
+check "the run prints how many sequences validation uses: $(grep '^validation: ' "$tmp/validated.out")" \
     grep -q '^validation: the first 7 of [0-9]* sequences' "$tmp/validated.out"
 train 4 validated "$tmp/qwen2" $data --learning-rate 0 --num-steps 1 --batch-size 40 --val-data "$tmp/s_val.bin" \
     --val-steps 100000 &&
-    check "all of the validation data, less than a batch" \
+    check "validation data of less than a batch is all used" \
         grep -q '^validation: the first \([0-9]*\) of \1 sequences' "$tmp/validated.out"
 
 # ---- All-gather in FP8 and in bf16 gives equal bits. A layer with a bf16 GEMM is gathered in bf16.
@@ -178,8 +181,8 @@ done
 for recipe in rowwise rowwise_with_gw_hp blockwise mxfp8; do
     fp8="$tmp/fp8-wide $data --precision fp8 --fp8-recipe $recipe --num-steps 4"
     train 0 one-$recipe $fp8 --batch-size 8 && train 2 two-$recipe $fp8 --batch-size 4 || continue
-    check "$recipe on 2 ranks" close "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps" 1e-3
-    check "$recipe on 2 ranks: forward pass" \
+    check "$recipe: 2 ranks have the losses of one rank" close "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps" 1e-3
+    check "$recipe: 2 ranks have the first loss of one rank" \
         awk 'NR == FNR { if (FNR == 1) a = $2; next } FNR == 1 { exit !(a / $2 - 1 < 1e-6 && $2 / a - 1 < 1e-6) }' \
         "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps"
     check "$recipe runs in FP8" \
@@ -188,7 +191,7 @@ done
 
 # The audit covers all ranks, also weights that are gathered in FP8.
 train 2 audit "$tmp/fp8" $data --precision fp8 --num-steps 4 --batch-size 2 --fp8-audit 4 &&
-    check "audit of 2 ranks" [ "$(grep -c '"fp8_audit"' "$tmp/audit/log.jsonl")" -eq 72 ]
+    check "the audit of 2 ranks logs every FP8 operand" [ "$(grep -c '"fp8_audit"' "$tmp/audit/log.jsonl")" -eq 72 ]
 
 # ---- Checkpoints: a run of 8 steps, and one that is stopped after 4 steps and resumed.
 resumed() {  # $1 ranks, $2 name, $3 largest error (0: equal bits), the rest: options
@@ -197,9 +200,11 @@ resumed() {  # $1 ranks, $2 name, $3 largest error (0: equal bits), the rest: op
     cp -r "$tmp/ck" "$tmp/ck-$name"
     train "$n" "$name" $common --num-steps 8 "$@" --checkpoint-dir "$tmp/ck-$name" --resume || return
     if [ "$tolerance" = 0 ]; then
-        check "$name: equal bits" cmp "$tmp/$name.steps" "$tmp/whole.last"
+        check "$name: resumed losses equal those of an unbroken run in all digits" \
+            cmp "$tmp/$name.steps" "$tmp/whole.last"
     else
-        check "$name: equal losses" close "$tmp/$name.steps" "$tmp/whole.last" "$tolerance"
+        check "$name: resumed losses are close to those of an unbroken run" \
+            close "$tmp/$name.steps" "$tmp/whole.last" "$tolerance"
     fi
 }
 for precision in fp32 bf16; do
@@ -218,17 +223,20 @@ for precision in fp32 bf16; do
     # The checkpoint of one rank after these steps has equal files. Its tensors differ only by the order of sums, which
     # AdamW's division magnifies where a gradient is nearly zero.
     train 0 alone $common --num-steps 4 --batch-size 12 --checkpoint-dir "$tmp/ck-alone"
-    check "files of a checkpoint" [ "$(ls "$tmp/ck/step-00000004")" = "$(ls "$tmp/ck-alone/step-00000004")" ]
+    check "checkpoints of 4 ranks and of one rank have equal file names" \
+        [ "$(ls "$tmp/ck/step-00000004")" = "$(ls "$tmp/ck-alone/step-00000004")" ]
     sizes() { stat -c '%n %s' "$1"/step-00000004/*.safetensors | sed 's|.*/||'; }
-    check "sizes of a checkpoint's files" [ "$(sizes "$tmp/ck")" = "$(sizes "$tmp/ck-alone")" ]
+    check "checkpoints of 4 ranks and of one rank have files of equal sizes" \
+        [ "$(sizes "$tmp/ck")" = "$(sizes "$tmp/ck-alone")" ]
     pair="$tmp/ck/step-00000004 $tmp/ck-alone/step-00000004"
-    check "weights of a checkpoint" build/compare_checkpoints $pair 1e-6 model
-    check "moments of a checkpoint" build/compare_checkpoints $pair 1e-5 optimizer
+    check "checkpoints of 4 ranks and of one rank have close weights" build/compare_checkpoints $pair 1e-6 model
+    check "checkpoints of 4 ranks and of one rank have close AdamW moments" \
+        build/compare_checkpoints $pair 1e-5 optimizer
     # A checkpoint is a model folder to start from. Each strategy exports it with equal bytes.
     for strategy in full none "hybrid --shard-size 2"; do
         train 4 export "$tmp/ck/step-00000004" $data --precision fp32 --num-steps 1 --batch-size 3 --learning-rate 0 \
             --sharding $strategy --export-hf "$tmp/exported"
-        check "export with --sharding $strategy" \
+        check "an export with --sharding $strategy equals the checkpoint's model" \
             cmp "$tmp/exported/model.safetensors" "$tmp/ck/step-00000004/model.safetensors"
     done
 done
@@ -258,7 +266,7 @@ start() {
         rank=$(tr '\0' '\n' <"/proc/$pid/environ" | sed -n 's/^OMPI_COMM_WORLD_RANK=//p')
         [ -n "$rank" ] && pids[$rank]=$pid
     done
-    check "$n ranks started: $(tail -n 3 "$tmp/run.out")" [ ${#pids[@]} -eq "$n" ]
+    check "all $n ranks have started: $(tail -n 3 "$tmp/run.out")" [ ${#pids[@]} -eq "$n" ]
 }
 
 # Waits up to 60 s for mpirun to end. Sets status (124: mpirun did not end).
@@ -278,7 +286,7 @@ finish() {
         [ -z "$left" ] && break
         sleep 0.1
     done
-    check "all processes end; left:$left" [ -z "$left" ]
+    check "all processes end; still running:${left:- none}" [ -z "$left" ]
 }
 
 # A rank is killed while training, and while saving after every step.
@@ -287,8 +295,9 @@ for every in 5 1; do
     for i in $(seq 100); do [ -n "$(ls -d "$tmp"/run/step-???????? 2>/dev/null)" ] && break; sleep 0.1; done
     kill -KILL "${pids[2]}"
     finish
-    check "rank killed: status $status" [ $status -ne 0 ] && check "rank killed: mpirun ends" [ $status -ne 124 ]
-    check "rank killed: one line names it: $(tail -n 3 "$tmp/run.out")" \
+    check "rank killed: mpirun's status $status is not 0" [ $status -ne 0 ] &&
+        check "rank killed: mpirun ends within 60 s" [ $status -ne 124 ]
+    check "rank killed: one line names the killed rank: $(tail -n 3 "$tmp/run.out")" \
         [ "$(grep -c 'rank 2 .*killed\|rank 2 .*Killed' "$tmp/run.out")" -eq 1 ]
     last=$(ls -d "$tmp"/run/step-???????? | tail -n 1)
     step=$((10#${last##*-}))
@@ -305,10 +314,11 @@ stopped() {  # $1 signal, $2 rank, the rest: options
     start 4 "$@"
     kill -"$signal" "${pids[$rank]}"
     finish
-    check "SIG$signal to rank $rank: status $status: $(tail -n 3 "$tmp/run.out")" [ $status -eq 0 ]
+    check "SIG$signal to rank $rank: the run ends with status 0 ($status): $(tail -n 3 "$tmp/run.out")" \
+        [ $status -eq 0 ]
     step=$(grep -o 'stopped by signal.*after step [0-9]*' "$tmp/run.out" | sed 's/.* //')
     saves=$(grep -c "^saved checkpoint after step $step " "$tmp/run.out")
-    check "SIG$signal to rank $rank: one save of the last step, not $saves" [ "$saves" -eq 1 ]
+    check "SIG$signal to rank $rank: the last step is saved once ($saves saves)" [ "$saves" -eq 1 ]
 }
 stopped TERM 3
 stopped USR1 0 --sharding none
@@ -321,8 +331,10 @@ refused() {
     shift 3
     ranks "$n" "$@" >"$tmp/refused.out" 2>&1
     status=$?
-    check "\"$message\": status $status: $(cat "$tmp/refused.out")" [ $status -eq "$expected" ]
-    check "\"$message\": $(grep '^error' "$tmp/refused.out")" [ "$(grep -c '^error: ' "$tmp/refused.out")" -eq 1 ]
+    check "\"$message\": the ranks end with status $expected ($status): $(cat "$tmp/refused.out")" \
+        [ $status -eq "$expected" ]
+    check "\"$message\": the ranks print one error: $(grep '^error' "$tmp/refused.out")" \
+        [ "$(grep -c '^error: ' "$tmp/refused.out")" -eq 1 ]
     check "\"$message\" comes from rank 0: $(grep '^error' "$tmp/refused.out")" grep -q "^error: rank 0 on .*$message" \
         "$tmp/refused.out"
 }
@@ -361,11 +373,11 @@ for folder in "$tmp"/skips/step-????????; do
     step=$((10#${folder##*-}))
     if grep -q "^warning: step $step skipped" "$tmp/skips.out"; then
         skipped=$((skipped + 1))
-        check "step $step was skipped and leaves fp8_state unchanged" cmp -s "$before" "$folder/fp8_state.safetensors"
+        check "skipped step $step leaves fp8_state unchanged" cmp -s "$before" "$folder/fp8_state.safetensors"
     fi
     before="$folder/fp8_state.safetensors"
 done
-check "a learning rate of 1000: $skipped checkpoints of skipped steps, want 9 or more: $(tail -n 2 "$tmp/skips.out")" \
+check "a learning rate of 1000: at least 9 skipped steps are saved ($skipped): $(tail -n 2 "$tmp/skips.out")" \
     [ $skipped -ge 9 ]
 
 # Ranks read different files of one name, as hosts with their own disks may: with an equal number of tokens, and with
@@ -380,9 +392,10 @@ for other in turned other_train; do
     mpirun --allow-run-as-root --oversubscribe -np 1 ./train_fp8 "$tmp/qwen2" $data : -np 1 ./train_fp8 "$tmp/qwen2" \
         $data --train-data "$tmp/$other.bin" >"$tmp/differ.out" 2>&1
     status=$?
-    check "rank 1 reads $other: status $status: $(cat "$tmp/differ.out")" [ $status -ne 0 ]
+    check "rank 1 reads $other: the ranks end with an error status ($status): $(cat "$tmp/differ.out")" \
+        [ $status -ne 0 ]
     message="^error: rank 1 on .*$other.bin: here --train-data has .* give all hosts the same files"
-    check "rank 1 reads $other: $(grep '^error' "$tmp/differ.out")" \
+    check "rank 1 reads $other: one error names the file: $(grep '^error' "$tmp/differ.out")" \
         [ "$(grep -c "$message" "$tmp/differ.out")" -eq 1 ]
 done
 
@@ -396,26 +409,27 @@ if unshare -m true 2>/dev/null; then
     mpirun --allow-run-as-root --oversubscribe -np 1 $again : \
         -np 1 unshare -m bash -c "$hide" "$tmp/half" $again : -np 1 $again >"$tmp/half.out" 2>&1
     status=$?
-    check "a save that fails on rank 1: status $status: $(cat "$tmp/half.out")" [ $status -ne 0 ]
+    check "a save that fails on rank 1 ends the run with an error status ($status): $(cat "$tmp/half.out")" \
+        [ $status -ne 0 ]
     message='saving checkpoint .*step-00000004 failed: rank 1 on .*cannot open .* untouched'
-    check "a save that fails on rank 1: $(grep '^error' "$tmp/half.out")" \
+    check "a save that fails on rank 1: rank 0 prints the reason: $(grep '^error' "$tmp/half.out")" \
         [ "$(grep -c "^error: rank 0 on .*$message" "$tmp/half.out")" -eq 1 ]
-    check "a save that fails on rank 1: nothing new is left: $(ls "$tmp/half")" \
+    check "a save that fails on rank 1 leaves only the earlier checkpoint: $(ls "$tmp/half")" \
         [ "$(ls "$tmp/half" | grep -v hidden)" = step-00000002 ]
 else
     echo "skipped: a save that fails on one rank (this user may not mount)"
 fi
 
 # Only rank 0 prints help and samples.
-check "--help" [ "$(ranks 2 --help 2>&1 | grep -c '^usage')" -eq 1 ]
+check "one of 2 ranks prints the help" [ "$(ranks 2 --help 2>&1 | grep -c '^usage')" -eq 1 ]
 train 3 sample "$tmp/qwen2" $data --batch-size 1 --num-steps 2 --sample-every 1 --sample-tokens 8 &&
-    check "samples" [ "$(grep -c '^sample after step' "$tmp/sample.out")" -eq 2 ]
+    check "one of 3 ranks prints the samples" [ "$(grep -c '^sample after step' "$tmp/sample.out")" -eq 2 ]
 
 # ---- Memory plans of many GPUs, made without GPUs. Each rank's shard must be its share of the parameters.
 planned() {  # $1 model, $2 ranks
     ./train_fp8 "$1" --dry-run --world-size "$2" --sequence-length 4096 >"$tmp/plan.out" 2>&1
-    check "$1 on $2: $(tail -n 2 "$tmp/plan.out")" grep -q '^  total ' "$tmp/plan.out"
-    check "$1 on $2: a rank's share" awk -v w="$2" \
+    check "$1 on $2 ranks has a memory plan: $(tail -n 2 "$tmp/plan.out")" grep -q '^  total ' "$tmp/plan.out"
+    check "$1 on $2 ranks: a rank's shard is its share of the parameters" awk -v w="$2" \
         '/^parameters /{p = $2} /^shard of a rank/{s = $5} END { exit !(p > 0 && s * w >= p && s * w / p < 1.01) }' \
         "$tmp/plan.out"
 }

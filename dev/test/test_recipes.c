@@ -219,10 +219,10 @@ static void test_golden_scales(void) {
               fp8_format_name(format), saturated, unlike);
         CHECK(fp8_rule_scale(SCALE_TORCHAO_POW2, INFINITY, format) == 0 &&
                   isnan(fp8_rule_scale(SCALE_TORCHAO_POW2, NAN, format)),
-              "torchao's scales of infinity and NaN");
+              "torchao's scales of infinity and NaN are 0 and NaN");
         CHECK(e8m0_from_amax(INFINITY, format) == 0xfe && e8m0_from_amax(NAN, format) == 0xff &&
                   isnan(e8m0_to_float(0xff)),
-              "E8M0 of infinity and NaN");
+              "E8M0 bytes of infinity and NaN are 0xfe and 0xff");
         float *amax = (float *)fp8_golden_bytes(&te, "scales.amax", ST_F32, -1);
         const int64_t count = safetensors_find(&te, "scales.amax")->elements;
         for (int rule = SCALE_TE; rule <= SCALE_TE_POW2; rule++) {
@@ -251,7 +251,8 @@ static void test_te_scales(void) {
                        pow2 = float_bits(fp8_rule_scale(SCALE_TE_POW2, amax, FP8_E4M3));
         CHECK(plain == cases[i][1] && pow2 == cases[i][2], "amax %g: %08x, %08x", amax, plain, pow2);
     }
-    CHECK(fp8_scale_te(1, FP8_E4M3, 1) == 224 && fp8_scale_te(2, FP8_E5M2, 3) == 3584, "margins");
+    CHECK(fp8_scale_te(1, FP8_E4M3, 1) == 224 && fp8_scale_te(2, FP8_E5M2, 3) == 3584,
+          "a margin divides the scale by a power of two");
 }
 
 // Sequences of passes through one tensor's history. The scale of a tensor without a pass is 0 here; Transformer Engine
@@ -310,10 +311,10 @@ static void test_golden_layout(void) {
 static void test_block_orders(void) {
     CHECK(scale_index(BLOCK_1X128, 5, 300, 200, 640) == 2 * 200 + 5 &&
               scale_bytes(BLOCK_1X128, 200, 640) == 4 * 5 * 200,
-          "scale layout of 1x128 blocks");
+          "scales of 1x128 blocks have their index and bytes");
     CHECK(scale_index(BLOCK_128X128, 300, 300, 384, 640) == 2 * 8 + 2 &&
               scale_bytes(BLOCK_128X128, 384, 640) == 4 * 3 * 8,
-          "scale layout of 128x128 blocks");
+          "scales of 128x128 blocks have their index and bytes");
 }
 
 // Each block has its own place within scale_bytes(), and all elements of the block share it.
@@ -370,9 +371,11 @@ static void test_granularities(void) {
                 return;
             }
     }
-    CHECK(scale_bytes(NO_SCALE, 30, 50) == 0 && scale_bytes(PER_TENSOR, 30, 50) == 4, "bytes of no scale and of one");
-    CHECK(scale_bytes(PER_TENSOR_BROADCAST, 30, 50) == 120 && scale_bytes(PER_ROW, 30, 50) == 120, "bytes of rows");
-    CHECK(scale_bytes(BLOCK_1X32, 129, 129) == 2 * 2 * 512, "bytes of tiles");
+    CHECK(scale_bytes(NO_SCALE, 30, 50) == 0 && scale_bytes(PER_TENSOR, 30, 50) == 4,
+          "no scale takes 0 bytes, and one takes 4");
+    CHECK(scale_bytes(PER_TENSOR_BROADCAST, 30, 50) == 120 && scale_bytes(PER_ROW, 30, 50) == 120,
+          "scales of 30 rows take 120 bytes");
+    CHECK(scale_bytes(BLOCK_1X32, 129, 129) == 2 * 2 * 512, "scales of 1x32 blocks fill whole tiles of 512 bytes");
 }
 
 // ---- Linear layers of torchao.
@@ -539,7 +542,8 @@ static void test_given_scale(void) {
     int wrong = 0;
     for (int64_t i = 0; i < m.R * m.C; i++) wrong += c.codes[i] != fp8_from_float(m.x[i] * 2.5f, FP8_E4M3);
     CHECK(wrong == 0 && *(float *)c.scales == 1 / 2.5f, "%d differ", wrong);
-    CHECK(c.codes[3] == 0x7e && c.codes[4] == 0xfe && c.codes[5] == 0x7e && c.codes[6] == 0x7f, "saturation");
+    CHECK(c.codes[3] == 0x7e && c.codes[4] == 0xfe && c.codes[5] == 0x7e && c.codes[6] == 0x7f,
+          "values beyond the range saturate and NaN stays NaN");
     copy_free(&c);
     free(m.x);
 }
@@ -587,12 +591,12 @@ static void test_table(void) {
               "%s: GEMMs in FP8", r->name);
     }
     CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80,
-          "number of amaxes of tensors and rows");
+          "a scale per tensor needs 1 amax, a scale per row 30 + 50");
     CHECK(tensor_amaxes(PER_ROW, PER_TENSOR_BROADCAST, 30, 50) == 31 && tensor_amaxes(PER_ROW, NO_SCALE, 30, 50) == 30,
-          "amaxes if only rowwise data has a scale per row");
+          "rowwise scales per row need 30 amaxes, and a scale of the columnwise tensor 1 more");
     CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 &&
               tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0,
-          "blocks have no stored amaxes");
+          "scales of blocks need no stored amax");
 }
 
 int main(void) {

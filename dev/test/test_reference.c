@@ -214,7 +214,7 @@ static void test_rope(bool norm) {
     float *place = zeros(n);
     memcpy(place, in, (size_t)n * sizeof(float));
     qknorm_rope_forward_reference(place, place, q_norm, k_norm, table, &d, 1e-6, ROUND_NONE);
-    CHECK(memcmp(place, y, (size_t)n * sizeof(float)) == 0, "RoPE in place differs");
+    CHECK(memcmp(place, y, (size_t)n * sizeof(float)) == 0, "RoPE in place gives equal bits");
     free(in), free(g), free(y), free(yr), free(grad), free(table), free(place);
 }
 
@@ -548,9 +548,9 @@ static void test_adamw(void) {
         m[i] = v[i] = 0;  // in two parts the result is equal, because the bits depend only on the flat index
     adamw_reference(w_split, m, v, g, 0, 777, false, 1, true, true, &s1);
     adamw_reference(w_split + 777, m + 777, v + 777, g + 777, 777, N - 777, false, 1, true, true, &s1);
-    CHECK(memcmp(w, w_split, N * sizeof(float)) == 0, "AdamW in two parts gives other bits");
+    CHECK(memcmp(w, w_split, N * sizeof(float)) == 0, "AdamW in two parts gives equal bits");
     CHECK(clip_factor(2, 0) == 1 && clip_factor(0.5, 1) == 1 && fabsf(clip_factor(4, 1) - 0.25f) < 1e-6f,
-          "clip factors");
+          "clip_factor() is 1 without clipping or below the limit, else limit / norm");
     free(p), free(g), free(m), free(v), free(start), free(w), free(w_split);
 }
 
@@ -567,8 +567,9 @@ static void test_initialize(void) {
     CHECK(fabs(sum / n) < 0.02 * 0.02, "mean of the initial weights %g", sum / n);  // 6 deviations of the mean
     CHECK(fabs(sqrt(squares / n) - 0.02) < 0.0003, "deviation of the initial weights %g", sqrt(squares / n));
     CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 42, 4, 0),
-          "tensors draw from streams of their own");
-    CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 43, 3, 0), "seeds differ");
+          "each tensor draws from its own random stream");
+    CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 43, 3, 0),
+          "different seeds give different initial weights");
 }
 
 // Runs the operations whose work is split over threads. out receives all results.

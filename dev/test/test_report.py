@@ -79,14 +79,17 @@ def test_command_line(tmp):
     folder = two_runs(tmp / "program")
     program = [sys.executable, ROOT / "scripts" / "report.py"]
     ended = subprocess.run([*program, folder, "--out", tmp / "page.html"], capture_output=True, text=True)
-    check(ended.returncode == 0 and "page.html: " in ended.stdout and not ended.stderr, f"program: {ended}")
-    check(all((tmp / f"page.{kind}").is_file() for kind in ("html", "json", "md")), "files beside --out")
-    check(not (folder / "report.html").exists(), "--out alone is written")
+    check(ended.returncode == 0 and "page.html: " in ended.stdout and not ended.stderr,
+          f"--out page.html succeeds and prints its path: {ended}")
+    check(all((tmp / f"page.{kind}").is_file() for kind in ("html", "json", "md")),
+          "--out page.html also writes page.json and page.md")
+    check(not (folder / "report.html").exists(), "--out writes no report.html in the folder")
     ended = subprocess.run([*program, tmp / "absent"], capture_output=True, text=True)
-    check(ended.returncode == 1 and ended.stderr.startswith("error: "), f"no folder: {ended}")
+    check(ended.returncode == 1 and ended.stderr.startswith("error: "), f"a missing folder is refused: {ended}")
     bare = dict(os.environ, IN_REPORT_VENV="1", PYTHONPATH="")
     ended = subprocess.run([sys.executable, "-S", *program[1:], folder], capture_output=True, text=True, env=bare)
-    check(ended.returncode == 1 and "run scripts/setup_report.sh" in ended.stderr, f"no libraries: {ended}")
+    check(ended.returncode == 1 and "run scripts/setup_report.sh" in ended.stderr,
+          f"without libraries the error names the script that installs them: {ended}")
 
 
 def numbers(path):
@@ -134,9 +137,10 @@ def test_numbers(tmp):
     out, _ = report(folder, "--price", "2.5")
     data = numbers(folder / "report.json")
     one = data["comparisons"][0]
-    check(len(data["comparisons"]) == 1 and len(one["pairs"]) == 3 and not one["refused"], f"pairs: {one['pairs']}")
+    check(len(data["comparisons"]) == 1 and len(one["pairs"]) == 3 and not one["refused"],
+          f"three pairs are compared: {one['pairs']}")
     got = one["training"]
-    check(one["training_last_steps"] == last, f"last steps: {one['training_last_steps']}")
+    check(one["training_last_steps"] == last, f"training_last_steps is {last}: {one['training_last_steps']}")
     close([got["estimate"], got["low"], got["high"]], t_interval(means), "training difference")
     got = one["validation"]
     close([got["estimate"], got["low"], got["high"]], validation_interval(np.array(table)), "validation difference")
@@ -169,11 +173,13 @@ def test_same(tmp):
         write(folder / f"fp8.{seed}", records_of("fp8", seed, rounding=seed, difference=1e-6))
     out, _ = report(folder)
     one = numbers(folder / "report.json")["comparisons"][0]
-    check(one["verdict"] == "same" and "cannot be told apart from BF16" in out, f"no difference: {out}")
+    check(one["verdict"] == "same" and "cannot be told apart from BF16" in out,
+          f"FP8 that differs by 1e-6 gets the verdict \"same\": {out}")
     shutil.rmtree(folder / "fp8.43")
     shutil.rmtree(folder / "fp8.44")
     out, _ = report(folder)
-    check("the noise from run to run is not covered" in out and "1 seed:" in out, f"one pair: {out}")
+    check("the noise from run to run is not covered" in out and "1 seed:" in out,
+          f"with one pair the report says that noise is not covered: {out}")
 
 
 def test_rounding(tmp):
@@ -197,7 +203,8 @@ def test_rounding(tmp):
     check(out.splitlines()[0] == again.splitlines()[0] == out_twice.splitlines()[0], f"a run given twice: {again}")
     error, band = one["validation"]["standard_error"], deviation * math.sqrt(2 / 3)
     check(error >= band * (1 - 1e-9) and one["validation"]["covers"] == "sequences and rounding"
-          and "is not covered" not in out and one["noise_of"] == "rounding seed", f"the interval covers rounding: {one['validation']}, {out}")
+          and "is not covered" not in out and one["noise_of"] == "rounding seed",
+          f"the interval covers rounding: {one['validation']}, {out}")
 
 
 # ---- the page
@@ -236,18 +243,21 @@ def check_page(path, data, figures):
     page = Page(text)
     check(not page.fetches and "http:" not in text and "https:" not in text, f"{path} fetches {page.fetches}")
     check(not re.search(r"@import|url\((?!['\"]?(#|data:))", text), f"{path} has a style that fetches")
-    check(json.loads(page.json)["comparisons"] == data["comparisons"], f"the JSON inside {path}")
+    check(json.loads(page.json)["comparisons"] == data["comparisons"],
+          f"the page's JSON has the comparisons of report.json: {path}")
     check(len(text.encode()) < SIZE, f"{path} has {len(text.encode())} bytes")
-    check(sorted(page.figures) == sorted(figure["name"] for figure in data["figures"]), f"{path}: {page.figures}")
+    check(sorted(page.figures) == sorted(figure["name"] for figure in data["figures"]),
+          f"{path} has the figures of report.json: {page.figures}")
     ids = re.findall(r'\sid="([^"]*)"', text)
-    check(len(ids) == len(set(ids)), f"{path}: an id twice: {sorted(i for i in set(ids) if ids.count(i) > 1)[:3]}")
+    check(len(ids) == len(set(ids)), f"{path} has no id twice: {sorted(i for i in set(ids) if ids.count(i) > 1)[:3]}")
     for name in figures:
         check(any(figure.startswith(name) for figure in page.figures), f"{path} has no figure {name}")
     for name in page.figures:
         png = path.with_name(path.stem + "_figures") / f"{name}.png"
         check(png.is_file() and png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n", f"{png} is no PNG")
     marked = path.with_suffix(".md").read_text()
-    check(data["verdict"][0]["words"] in marked.replace("**", "") and "## Receipt" in marked, f"Markdown of {path}")
+    check(data["verdict"][0]["words"] in marked.replace("**", "") and "## Receipt" in marked,
+          f"the Markdown file has the verdict and the receipt: {path}")
 
 
 def test_gpu(tmp):
@@ -255,14 +265,15 @@ def test_gpu(tmp):
     folder = verdict_folder(tmp / "gpu", seeds=(42, 43), steps=180)
     out, error = report(folder)
     data = numbers(folder / "report.json")
-    check(not error and len(data["comparisons"]) == 3 and data["price_of_a_gpu_hour"] == 3.5, f"a verdict: {error}")
+    check(not error and len(data["comparisons"]) == 3 and data["price_of_a_gpu_hour"] == 3.5,
+          f"the report of a verdict has three comparisons and the price: {error}")
     check_page(folder / "report.html", data, (
         "loss-intervals", "difference-", "loss-money", "loss-energy", "speed-tokens", "speed-tflops", "speed-mfu",
         "speed-aggregate", "waterfall-", "time", "memory", "gemms-", "strip-"))
     text = html.unescape((folder / "report.html").read_text())
     for word in ("abc1234", "580.65", "scripts/verdict.sh llama3.2-1b", "power cap in ", "fp8:mxfp8:emulate", "goodput",
                  "2 starts", "training fingerprint", "0123456789abcdef", "--fp8-filter is first"):
-        check(word in text, f"the page has no \"{word}\"")
+        check(word in text, f"the page has \"{word}\"")
     log = [json.loads(line) for line in (folder / "llama3.2-1b.bf16.s42" / "log.jsonl").read_text().splitlines()]
     steps = [record for record in log if record["type"] == "step"]
     run = [run for run in data["runs"] if run["name"] == "llama3.2-1b.bf16.s42"][0]
@@ -280,12 +291,14 @@ def test_sweep(tmp):
     data = numbers(folder / "report.json")
     check_page(folder / "report.html", data, ("speed-tokens", "speed-tflops", "speed-mfu", "speed-aggregate",
                                               "speed-scaling"))
-    check(len(data["runs"]) == 12 and len(data["runs_without_numbers"]) == 4 and not error, f"a sweep: {error}")
+    check(len(data["runs"]) == 12 and len(data["runs_without_numbers"]) == 4 and not error,
+          f"the report of a sweep has 12 runs, and 4 without numbers: {error}")
     text = (folder / "report.html").read_text()
-    check("out of memory: out of GPU memory" in text and ">OOM<" in text, "runs out of memory are named")
-    check(text.index('id="part-speed"') < text.index('id="part-verdict"'), "speed is first in a sweep")
+    check("out of memory: out of GPU memory" in text and ">OOM<" in text, "the page names the runs out of memory")
+    check(text.index('id="part-speed"') < text.index('id="part-verdict"'), "the page of a sweep begins with speed")
     ended = subprocess.run([sys.executable, "-S", ROOT / "scripts" / "sweep_table.py", folder], capture_output=True)
-    check(ended.returncode == 0 and b"12 of 16 runs finished" in ended.stdout, f"the table: {ended}")
+    check(ended.returncode == 0 and b"12 of 16 runs finished" in ended.stdout,
+          f"sweep_table.py finds the 12 finished runs: {ended}")
 
 
 def test_markup(tmp):
@@ -295,7 +308,8 @@ def test_markup(tmp):
         write(folder / precision, records_of(precision, 42, model=name))
     report(folder)
     data = numbers(folder / "report.json")
-    check(data["comparisons"][0]["model"] == name, f"{data['comparisons'][0]['model']}")
+    check(data["comparisons"][0]["model"] == name,
+          f"the page has the name of the model: {data['comparisons'][0]['model']}")
     check_page(folder / "report.html", data, ("loss-steps",))
 
 
@@ -357,21 +371,22 @@ def test_broken(tmp):
         data = numbers(folder / "report.json")
         page = html.unescape((folder / "report.html").read_text())
         check(word in error and str(log) in error and word in page, f"{name}: \"{word}\" expected: {error}")
-        check([run["name"] for run in data["runs"]] == ["bf16"] and not data["comparisons"], f"{name}: it is used")
+        check([run["name"] for run in data["runs"]] == ["bf16"] and not data["comparisons"],
+              f"{name}: the damaged log is not used")
     log.write_text("".join(sound[:20] + sound[25:]))
     out, _ = report(folder)
-    check("its log lacks step 20" in out and "no verdict" in out, f"a gap: {out}")
+    check("its log lacks step 20" in out and "no verdict" in out, f"a log that lacks steps gives no verdict: {out}")
     lost = tmp / "nothing"
     lost.mkdir()
-    check("has no run" in report(lost, status=1)[1], "a folder without logs")
-    check("is not a folder" in report(tmp / "absent", status=1)[1], "no folder")
-    check("no folder is given" in report(status=1)[1], "no argument")
-    check("--out" in report(folder, folder, status=1)[1], "two folders without --out")
+    check("has no run" in report(lost, status=1)[1], "a folder without logs is refused")
+    check("is not a folder" in report(tmp / "absent", status=1)[1], "a missing folder is refused")
+    check("no folder is given" in report(status=1)[1], "a call without arguments is refused")
+    check("--out" in report(folder, folder, status=1)[1], "two folders without --out are refused")
     shutil.rmtree(folder / "bf16")
     out, _ = report(folder)
-    check(out.startswith("fp8: tiny, fp8:tensorwise, done, 400 steps, loss 3."), f"one run: {out}")
+    check(out.startswith("fp8: tiny, fp8:tensorwise, done, 400 steps, loss 3."), f"one run alone is described: {out}")
     log.write_text("".join(sound[:1]))
-    check("no step is done yet" in report(folder, status=1)[1], "a run without steps")
+    check("no step is done yet" in report(folder, status=1)[1], "a run without steps is refused")
 
 
 def test_fuzz(tmp):
@@ -405,7 +420,7 @@ def test_fuzz(tmp):
             refused += any(str(log) in problem for problem in found.problems)
         except Exception:
             check(False, f"trial {trial}: {traceback.format_exc()}")
-    check(60 < refused < 150, f"{refused} of 150 damaged logs are refused")
+    check(60 < refused < 150, f"between 60 and 150 of 150 damaged logs are refused: {refused}")
 
 
 def test_running(tmp):
@@ -416,9 +431,10 @@ def test_running(tmp):
     log.write_text("".join(sound[:201]) + sound[201][:70])
     out, _ = report(folder)
     run = [run for run in numbers(folder / "report.json")["runs"] if run["name"] == "fp8"][0]
-    check(run["half_written"] and run["steps"] == 200, f"a half-written line: {run}")
-    check("ended without a summary after step 200 of 400" in run["state"], f"killed: {run['state']}")
-    check("so far, step 200 of 400" in out, f"so far: {out}")
+    check(run["half_written"] and run["steps"] == 200, f"a half-written last line is left out: {run}")
+    check("ended without a summary after step 200 of 400" in run["state"],
+          f"a killed run is reported as killed: {run['state']}")
+    check("so far, step 200 of 400" in out, f"the verdict says that it holds so far: {out}")
     holder = subprocess.Popen([sys.executable, "-c", "import fcntl, os, sys\nfd = os.open(sys.argv[1], os.O_RDONLY)\n"
                                "fcntl.flock(fd, fcntl.LOCK_EX)\nprint(flush=True)\nsys.stdin.read()", folder / "fp8"],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -426,7 +442,7 @@ def test_running(tmp):
     report(folder)
     holder.communicate()
     run = [run for run in numbers(folder / "report.json")["runs"] if run["name"] == "fp8"][0]
-    check("running, step 200 of 400" in run["state"], f"running: {run['state']}")
+    check("running, step 200 of 400" in run["state"], f"a running run is reported as running: {run['state']}")
 
     # The first start came to step 300; the second one began again at 251, with other losses.
     again = [line.replace('"skipped": false', '"skipped": false, "again": true') for line in sound]
@@ -434,7 +450,8 @@ def test_running(tmp):
     report(folder)
     data = numbers(folder / "report.json")
     run = [run for run in data["runs"] if run["name"] == "fp8"][0]
-    check((run["starts"], run["repeated_steps"], run["complete"]) == (2, 50, True), f"resumed: {run}")
+    check((run["starts"], run["repeated_steps"], run["complete"]) == (2, 50, True),
+          f"a resumed run has two starts and 50 repeated steps: {run}")
     difference = make_losses(42, 42, 0.01)[0] - make_losses(42, 42, 0.0)[0]
     close(data["comparisons"][0]["training"]["estimate"], difference[-100:].mean(), "a resumed run")
 
@@ -449,7 +466,8 @@ def test_diverged(tmp):
     log.write_text("".join(json.dumps(record) + "\n" for record in lines))
     out, _ = report(folder)
     one = numbers(folder / "report.json")["comparisons"][0]
-    check("diverged: its loss is not finite from step 123 on" in out and one["verdict"] == "diverged", f"{out}")
+    check("diverged: its loss is not finite from step 123 on" in out and one["verdict"] == "diverged",
+          f"a run that diverged is reported as diverged: {out}")
     check(one["training"] is None, "a diverged run gives no difference")
 
     # One of two seeds fails: the sentence on the other one says so.
@@ -460,7 +478,7 @@ def test_diverged(tmp):
     out, _ = report(folder)
     one = numbers(folder / "report.json")["comparisons"][0]
     check("1 of 2 pairs left out (fp8 ended after step 122 of 400, failed: the gradient norm is not finite)" in out and
-          len(one["pairs"]) == 1, f"a failed run: {out}")
+          len(one["pairs"]) == 1, f"a failed run leaves one pair, and the report says so: {out}")
 
 
 def main():

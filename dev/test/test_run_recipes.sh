@@ -85,57 +85,58 @@ run() {
 }
 
 run --trainer "$trainer" --out "$tmp/all" -- --batch-size 2
-check "every recipe: status" equal "$?" 0
+check "all recipes finish with status 0" equal "$?" 0
 all="fprop dgrad wgrad"
-check "every recipe: table" table "$tmp/all" \
+check "the table has every recipe's loss, speed and SQNR from the logs" table "$tmp/all" \
     "bf16;tensorwise $all;delayed $all;rowwise $all;rowwise_with_gw_hp fprop dgrad;blockwise $all;mxfp8 $all"
-check "every recipe: none is emulated" lacks "$tmp/all/recipes.txt" "emulated"
-check "every recipe: one table is printed" \
+check "no recipe is emulated on the CPU" lacks "$tmp/all/recipes.txt" "emulated"
+check "the script prints one table" \
     equal "$(grep -c '^recipe ' "$tmp/run.log") $(grep -c '^model ' "$tmp/run.log")" "1 0"
-check "every recipe: the settings of the runs" holds "$tmp/all/recipes.txt" ": mini, 4 steps of 1 x 1 x 2 x 64 tokens"
-check "audits at step 3 alone" \
+check "the table names the settings of the runs" holds "$tmp/all/recipes.txt" ": mini, 4 steps of 1 x 1 x 2 x 64 tokens"
+check "the runs audit only step 3" \
     equal "$(grep -h '"type": "fp8_audit"' "$tmp/all"/*/log.jsonl | grep -c -v '"step": 3,')" 0
 
 run --trainer "$trainer" --out "$tmp/tiny" --model tiny --recipes "rowwise blockwise blockwise:emulate"
-check "a model of sizes that are no multiples of 128: status" equal "$?" 0
-check "a model of sizes that are no multiples of 128: blockwise has nothing in FP8" table "$tmp/tiny" \
+check "sizes that are no multiples of 128: status 0" equal "$?" 0
+check "sizes that are no multiples of 128: blockwise runs nothing in FP8" table "$tmp/tiny" \
     "bf16;rowwise $all;blockwise nothing;blockwise nothing emulated"
-check "a model of sizes that are no multiples of 128: the table says so" \
+check "sizes that are no multiples of 128: the table says that nothing ran in FP8" \
     equal "$(grep -c '^blockwise .*nothing ran in FP8$' "$tmp/tiny/recipes.txt")" 2
 run --trainer "$trainer" --out "$tmp/unaudited" --recipes tensorwise -- --fp8-audit 0
-check "no audits: FP8 runs are not reported as BF16" \
+check "without audits the table does not report FP8 runs as BF16" \
     equal "$? $(grep -c 'nothing ran' "$tmp/unaudited/recipes.txt") $(grep -c '^tensorwise .*x ' \
     "$tmp/unaudited/recipes.txt")" "0 0 1"
 
 some=(--trainer "$tmp/bin/train_fp8" --out "$tmp/some" --recipes "rowwise,mxfp8 delayed" -- --batch-size 1)
 run "${some[@]}"
-check "recipes that this GPU lacks: status 1, for the one that failed" equal "$?" 1
-check "recipes that this GPU lacks: emulated" table "$tmp/some" "bf16;rowwise $all;delayed failed;mxfp8 $all emulated"
-check "recipes that this GPU lacks: marked" holds "$tmp/some/recipes.txt" "mxfp8 (emulated)"
-check "recipes that this GPU lacks: explained" \
+check "status 1 if one recipe fails" equal "$?" 1
+check "a recipe without GEMMs on this GPU is emulated" \
+    table "$tmp/some" "bf16;rowwise $all;delayed failed;mxfp8 $all emulated"
+check "the table marks the emulated recipe" holds "$tmp/some/recipes.txt" "mxfp8 (emulated)"
+check "the table explains \"emulated\"" \
     holds "$tmp/some/recipes.txt" "emulated: this GPU lacks the recipe's GEMMs"
-check "the message of the one that failed" holds "$tmp/some/recipes.txt" "failed: something else"
+check "the table has the error of the recipe that failed" holds "$tmp/some/recipes.txt" "failed: something else"
 run "${some[@]}"
-check "started again: finished runs stay" equal "$(grep -c 'done, before' "$tmp/run.log")" 3
+check "a second start keeps the 3 finished runs" equal "$(grep -c 'done, before' "$tmp/run.log")" 3
 run "${some[@]}" --beta1 0.8
-check "other settings in the same folder: no table of old runs" \
+check "other settings in the same folder are refused without a table of old runs" \
     equal "$? $(grep -c 'holds runs of other settings' "$tmp/run.log") $(grep -c '^recipe ' "$tmp/run.log")" "1 1 0"
 
 { sleep 0.2; scripts/run_recipes.sh --help; } 2>"$tmp/unread.log" | true
-check "--help without a reader of stdout" equal "${PIPESTATUS[0]}$(cat "$tmp/unread.log")" 0
+check "--help ends with status 0 if nothing reads stdout" equal "${PIPESTATUS[0]}$(cat "$tmp/unread.log")" 0
 {
     sleep 0.2
     scripts/run_recipes.sh --data "$tmp/synth_train.bin" --model tiny --num-steps 2 --sequence-length 16 \
         --recipes tensorwise --trainer "$trainer" --out "$tmp/unread"
 } 2>"$tmp/unread.log" | true
-check "runs without a reader of stdout" equal "${PIPESTATUS[0]}$(cat "$tmp/unread.log")" 0
-check "runs without a reader of stdout: table" table "$tmp/unread" "bf16;tensorwise fprop dgrad wgrad"
+check "the script ends with status 0 if nothing reads stdout" equal "${PIPESTATUS[0]}$(cat "$tmp/unread.log")" 0
+check "the table is whole if nothing reads stdout" table "$tmp/unread" "bf16;tensorwise fprop dgrad wgrad"
 
 refused() {
     local expected=$1
     shift
     run "$@"
-    check "refused: $expected" equal "$? $(grep -c "^error: .*$expected" "$tmp/run.log")" "1 1"
+    check "the script refuses with \"$expected\"" equal "$? $(grep -c "^error: .*$expected" "$tmp/run.log")" "1 1"
 }
 refused "unknown option --models;" --models tiny
 refused "\"0\" is not a positive" --num-steps 0

@@ -143,7 +143,8 @@ static void test_sharded(void) {
     CHECK(list.count == 4 && strcmp(list.records[0].name, "set-00001-of-00003.safetensors") == 0 &&
               strcmp(list.records[3].name, "set.safetensors.index.json") == 0,
           "%lld files", (long long)list.count);
-    CHECK(list.records[2].bytes > list.records[1].bytes, "sizes");
+    CHECK(list.records[2].bytes > list.records[1].bytes,
+          "the file of the large tensor is larger than the file before it");
     file_list_free(&list);
     // A quote in a name must be escaped in the index too. The third tensor has one.
     CHECK(safetensors_open_folder(&st, scratch, "set", &failure), "%s", failure.text);
@@ -421,7 +422,7 @@ static void test_foreign_folders(void) {
         die("%s", failure.text);
     CHECK(folder_kind(home) == FOLDER_EMPTY && folder_kind(link) == FOLDER_FOREIGN &&
               folder_kind(loop) == FOLDER_FOREIGN,
-          "folder_kind of an empty folder and of links");
+          "folder_kind() tells an empty folder from links");
     if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(folder_kind(home) == FOLDER_FOREIGN, "kind %d", (int)folder_kind(home));
     CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"), "%s", failure.text);
@@ -431,8 +432,9 @@ static void test_foreign_folders(void) {
           failure.text);
     CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which leads nowhere"), "%s",
           failure.text);
-    CHECK(path_exists(scratch_path("home/thesis")) && path_exists(link) && path_exists(loop), "nothing was removed");
-    CHECK(!file_write(scratch, "link", "x", 1, NULL, &failure), "written through a link");
+    CHECK(path_exists(scratch_path("home/thesis")) && path_exists(link) && path_exists(loop),
+          "no link or linked file is removed");
+    CHECK(!file_write(scratch, "link", "x", 1, NULL, &failure), "a file is not written through a link");
 
     // The error names the file that is in the way of a new folder.
     CHECK(!folder_create(loop, true, &failure) && strstr(failure.text, "it is there already and is a link to loop"),

@@ -24,8 +24,9 @@ zero="tiny $data" dir=$tmp program=$trainer
 # Rank 1, with the options $1, must end before a step with the error $2 and no other error.
 differs() {
     both "$1"
-    check "\"$1\": status" equal "$status $(grep -c '^step' "$tmp/out")" "2 0"
-    check "\"$1\": $2" equal "$(grep '^error: ' "$tmp/out")" "error: rank 1 on $(hostname): $2"
+    check "\"$1\" ends with status 2 before a step" equal "$status $(grep -c '^step' "$tmp/out")" "2 0"
+    check "\"$1\" ends with this error alone: $2" \
+        equal "$(grep '^error: ' "$tmp/out")" "error: rank 1 on $(hostname): $2"
 }
 together="start all ranks with the same program, model and options"
 
@@ -41,7 +42,7 @@ differs "" "MODEL is not given here, tiny on rank 0; $together"
 differs "small $data" "MODEL is small here, tiny on rank 0; $together"
 timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 3 "$trainer" $zero : -np 1 "$trainer" $zero --seed 7 : \
     -np 1 "$trainer" $zero --seed 8 >"$tmp/out" 2>&1
-check "two of five ranks differ: only the first reports it" equal "$? $(grep '^error: ' "$tmp/out")" \
+check "if two of five ranks differ, only the first prints an error" equal "$? $(grep '^error: ' "$tmp/out")" \
     "2 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
 
 # Makes another program: a copy of this one with another name or version. The linker may store a text as the end of a
@@ -55,14 +56,14 @@ assert old in program
 open(sys.argv[2], "wb").write(program.replace(old, new))
 PY
 }
-check "a copy of another version" rename newer 0.1 0.2
+check "a copy of the program with another version is made" rename newer 0.1 0.2
 program=$tmp/newer
 differs "$zero" "its version is 0.2 here, 0.1 on rank 0; $together"
 if ldd ./train_fp8cu 2>/dev/null | grep -q libnccl && ! ldd ./train_fp8cu | grep -q "not found"; then
     program=$PWD/train_fp8cu
     differs "$zero" "the program is train_fp8cu here, train_fp8 on rank 0; $together"
 else
-    check "a copy of another name" rename other train_fp8 train_gp8
+    check "a copy of the program with another name is made" rename other train_fp8 train_gp8
     program=$tmp/other
     differs "$zero" "the program is train_gp8 here, train_fp8 on rank 0; $together"
 fi
@@ -86,9 +87,10 @@ model 48 1e-6 >"$tmp/host/model/config.json"
 differs "$zero" "MODEL's rms_norm_eps is 1e-06 here, 1e-05 on rank 0; give all hosts the same model"
 model 48 1e-5 | tr -d '\n' >"$tmp/host/model/config.json"
 both "$zero"
-check "the same model in another file" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
+check "an equal model in a config.json with other bytes trains" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
 for seed in 1 2; do
-    check "weights $seed" "$trainer" "$tmp/model" $data --num-steps 1 --seed $seed --export-hf "$tmp/weights$seed" \
+    check "weights of seed $seed are exported" \
+        "$trainer" "$tmp/model" $data --num-steps 1 --seed $seed --export-hf "$tmp/weights$seed" \
         >/dev/null
 done
 cp "$tmp/weights1/model.safetensors" "$tmp/model/"
@@ -96,18 +98,18 @@ differs "$zero" "what MODEL's folder holds is no weights here, weights on rank 0
 cp "$tmp/weights2/model.safetensors" "$tmp/host/model/"
 both "$zero"
 message="file 1 of MODEL's weights is [0-9]+ bytes with fingerprint .* here, .* on rank 0; give all hosts"
-check "other weights" equal \
+check "weights that differ from rank 0's are refused" equal \
     "$status $(grep -cE "^error: rank 1 on .*: $message" "$tmp/out") $(grep -c '^step' "$tmp/out")" "2 1 0"
 cp "$tmp/weights1/model.safetensors" "$tmp/host/model/"
 cp "$tmp"/s* "$tmp/host/"
 both "model --train-data s_train.bin --val-data $tmp/host/s_val.bin ${data#*.bin}"  # rank 0 has no --val-data
-check "validation data on one rank" \
+check "--val-data on rank 1 alone is refused" \
     equal "$status $(grep -c 'error: rank 1 on .*: --val-data is given here, not given on rank 0; ' "$tmp/out")" "2 1"
 zero="$zero --val-data $tmp/s_val.bin"
 both "model --train-data s_train.bin --val-data s_val.bin ${data#*.bin}"
-check "equal model, weights and data in other folders" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
+check "equal model, weights and data in other folders train" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
 both "model --train-data s_train.bin --val-data s_train.bin ${data#*.bin}"
 message="s_train.bin: here --val-data has .*; give all hosts the same files"
-check "other validation data" equal \
+check "validation data that differs from rank 0's is refused" equal \
     "$status $(grep -c "^error: rank 1 on .*: $message" "$tmp/out") $(grep -c '^step' "$tmp/out")" "1 1 0"
 finish

@@ -48,30 +48,32 @@ chmod +x "$tmp"/bin/* "$tmp/train_fp8cu" "$tmp"/build/*
 # Runs gpu_sanitize.sh with the variables "$@".
 sanitize() { rm -f "$tmp/seen"; env "$@" PATH="$tmp/bin:$PATH" "$tmp/dev/test/gpu_sanitize.sh" >"$out" 2>&1; }
 
-check "all pass" sanitize FAULTS=
-check "27 programs" equal "$(tail -n 1 "$out")" "27 passed, 0 failed"
-check "27 summaries, in order" equal "$(grep -c '^compute-sanitizer .*ERROR SUMMARY: 0 errors' "$out")" 27
-check "the first one" equal "$(head -n 1 "$out")" \
+check "status 0 if all programs pass" sanitize FAULTS=
+check "27 programs pass" equal "$(tail -n 1 "$out")" "27 passed, 0 failed"
+check "27 programs print their summary" equal "$(grep -c '^compute-sanitizer .*ERROR SUMMARY: 0 errors' "$out")" 27
+check "the first program's summary is printed first" equal "$(head -n 1 "$out")" \
     "compute-sanitizer memcheck, bf16: ========= ERROR SUMMARY: 0 errors"
-check "logs" equal "$(ls "$tmp/build/sanitize" | wc -l)" 27
+check "every program has a log" equal "$(ls "$tmp/build/sanitize" | wc -l)" 27
 check "two GPUs take turns" equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "14 0 13 1"
 most=$(cut -d' ' -f2 "$tmp/seen" | sort -n | tail -n 1)
-check "several at a time ($most), six at most" [ "$most" -gt 1 -a "$most" -le 6 ]
+check "2 to 6 programs run at a time ($most)" [ "$most" -gt 1 -a "$most" -le 6 ]
 sanitize CUDA_VISIBLE_DEVICES=3,5,GPU-7
-check "CUDA_VISIBLE_DEVICES" equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "9 3 9 5 9 GPU-7"
+check "the programs take turns on the GPUs of CUDA_VISIBLE_DEVICES" \
+    equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "9 3 9 5 9 GPU-7"
 
 start=$SECONDS
 sanitize FAULTS=yes SANITIZE_SECONDS=4
-check "failures: status" equal $? 1
-check "failures: the program that hangs is killed" [ $((SECONDS - start)) -lt 60 ]
-check "failures: counts" equal "$(tail -n 1 "$out")" "23 passed, 4 failed"
-check "failures: names" equal "$(grep '^FAILED: ' "$out")" "FAILED: compute-sanitizer memcheck, blockwise
+check "status 1 if programs fail" equal $? 1
+check "a program that hangs is killed" [ $((SECONDS - start)) -lt 60 ]
+check "the last line counts 23 passed and 4 failed" equal "$(tail -n 1 "$out")" "23 passed, 4 failed"
+check "the failed programs are named" equal "$(grep '^FAILED: ' "$out")" "FAILED: compute-sanitizer memcheck, blockwise
 FAILED: compute-sanitizer racecheck, delayed
 FAILED: compute-sanitizer initcheck, bf16
 FAILED: compute-sanitizer initcheck, mxfp8 --fp8-emulate"
-check "failures: a tool's lines" holds "$out" "========= Invalid __global__ write of size 4 bytes"
-check "failures: the trainer's lines" holds "$out" "error: out of memory"
-check "failures: a hang" holds "$out" "compute-sanitizer initcheck, bf16 was killed after 4 s"
-check "hazards in cuBLASLt's kernels pass" holds "$out" \
+check "a failed program's lines of the tool are printed" \
+    holds "$out" "========= Invalid __global__ write of size 4 bytes"
+check "a failed program's lines of the trainer are printed" holds "$out" "error: out of memory"
+check "a killed program is reported as killed" holds "$out" "compute-sanitizer initcheck, bf16 was killed after 4 s"
+check "a program whose only hazards are in cuBLASLt's kernels passes" holds "$out" \
     "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings), all in cuBLASLt's kernels"
 finish

@@ -21,14 +21,15 @@ for script in scripts/*.sh dev/test/*.sh dev/test/lib/*.sh dev/reference/*.sh da
     others=$(grep -lE "(^|[ ;])(\.|source) .*$(basename "$script")" scripts/*.sh dev/test/*.sh; for name in \
         $(grep -oE '(^|[ ;])(\.|source) [^ ]*\.sh' "$script" | sed 's/.*[ /]//'); do ls {scripts,dev/test}/"$name" \
         2>/dev/null; done)
-    check "$script sets what it reads" equal "$(unset_in "$script" $others)" ""
+    check "$script reads no variable that is never set" equal "$(unset_in "$script" $others)" ""
 done
 
 # The test finds a script that lost the line that sets a variable.
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 grep -v '^common=' dev/test/gpu_runs.sh >"$tmp/gpu_runs.sh"
-check "a variable that is no longer set is found" equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/lib/gpu_lines.sh)" \
+check "the test finds a variable that is no longer set" \
+    equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/lib/gpu_lines.sh)" \
     common
 
 # This make kills the script that calls it. None of these scripts may call it.
@@ -36,27 +37,27 @@ printf '#!/bin/sh\nkill "$PPID"\n' >"$tmp/make"
 chmod +x "$tmp/make"
 for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh; do
     PATH=$tmp:$PATH "$script" --help >"$tmp/log" 2>&1
-    check "$script --help" equal "$? $(grep -c "^usage: .*$script" "$tmp/log")" "0 1"
+    check "$script --help prints the usage" equal "$? $(grep -c "^usage: .*$script" "$tmp/log")" "0 1"
     PATH=$tmp:$PATH "$script" --quick >"$tmp/log" 2>&1
-    check "$script --quick" equal "$? $(cat "$tmp/log")" \
+    check "$script refuses an argument before any work" equal "$? $(cat "$tmp/log")" \
         "2 error: unknown argument \"--quick\"; $script takes only --help"
 done
 # The quickstart prints at most 60 lines, its story among them. On a machine with a GPU it trains there.
 STEPS=30 OUT=$tmp/quickstart scripts/quickstart.sh >"$tmp/log" 2>&1
-check "quickstart: a story" equal "$? $(grep -c '^sample after step 30: ' "$tmp/log")" "0 1"
-check "quickstart: all steps are logged" equal "$(grep -c '"type": "step"' "$tmp/quickstart/log.jsonl")" 30
-check "quickstart: 11 step lines" equal "$(grep -c '^step ' "$tmp/log")" 11
-check "quickstart: at most 60 lines" equal "$(($(wc -l <"$tmp/log") <= 60))" 1
+check "quickstart prints one story" equal "$? $(grep -c '^sample after step 30: ' "$tmp/log")" "0 1"
+check "quickstart logs all steps" equal "$(grep -c '"type": "step"' "$tmp/quickstart/log.jsonl")" 30
+check "quickstart prints 11 step lines" equal "$(grep -c '^step ' "$tmp/log")" 11
+check "quickstart prints at most 60 lines" equal "$(($(wc -l <"$tmp/log") <= 60))" 1
 data/setup_venv.sh --help >"$tmp/log" 2>&1
-check "data/setup_venv.sh --help" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
+check "data/setup_venv.sh --help prints the usage" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
 
 # ---- make without nvcc: targets for the GPU fail and say why. Others are built.
 for target in train_fp8cu build/test_gpu build/bench_gemm cuda-headers; do
     make -B -n NVCC= $target >"$tmp/log" 2>&1
-    check "make $target without nvcc: status $?" [ $? -ne 0 ]
+    check "make $target without nvcc fails (status $?)" [ $? -ne 0 ]
     check "make $target without nvcc says why" holds "$tmp/log" "no nvcc: "
 done
 make -B -n NVCC= all >"$tmp/log" 2>&1
-check "make without nvcc: status $?" [ $? -eq 0 ]
-check "make without nvcc builds the CPU trainer alone" lacks "$tmp/log" train_fp8cu
+check "make without nvcc succeeds (status $?)" [ $? -eq 0 ]
+check "make without nvcc does not build train_fp8cu" lacks "$tmp/log" train_fp8cu
 finish

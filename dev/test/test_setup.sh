@@ -33,16 +33,18 @@ JSON
 check "a preset trains" trains tiny $data --num-steps 1
 check "a preset starts from random weights" holds "$out" "starting weights: random, from --seed 42"
 check "a folder without weights trains" trains "$tmp/model" $data --num-steps 1 --seed 7 --checkpoint-dir "$tmp/ck"
-check "a folder without weights is named" holds "$out" "starting weights: random, from --seed 7 ($tmp/model holds none)"
+check "the run prints that the folder has no weights" \
+    holds "$out" "starting weights: random, from --seed 7 ($tmp/model holds none)"
 check "a folder with weights trains" trains "$tmp/ck/step-00000001" $data --num-steps 1
-check "a folder with weights is named" holds "$out" "starting weights: from $tmp/ck/step-00000001"
+check "the run prints the folder of its starting weights" holds "$out" "starting weights: from $tmp/ck/step-00000001"
 check "a resumed run trains" trains "$tmp/model" $data --num-steps 2 --seed 7 --checkpoint-dir "$tmp/ck" --resume
-check "a resumed run names no other starting weights" lacks "$out" "starting weights"
+check "a resumed run prints no line about starting weights" lacks "$out" "starting weights"
 check "--resume without a checkpoint trains" trains tiny $data --num-steps 1 --checkpoint-dir "$tmp/none" --resume
 check "--resume without a checkpoint starts from random weights" holds "$out" "starting weights: random"
 for name in pytorch_model.bin model-00001-of-00002.safetensors consolidated.00.pth weights.pt model.gguf; do
     touch "$tmp/model/$name"
-    check "weights in $name" refuses 1 "MODEL $tmp/model holds $name, but weights are read from model.safetensors" \
+    check "a model folder whose weights are in $name is refused" \
+        refuses 1 "MODEL $tmp/model holds $name, but weights are read from model.safetensors" \
         "$tmp/model" $data
     rm "$tmp/model/$name"
 done
@@ -50,48 +52,52 @@ touch "$tmp/model/model.gguf" "$tmp/model/training_args.bin"
 check "a resumed run needs no weights in the folder" trains "$tmp/model" $data --num-steps 3 --seed 7 \
     --checkpoint-dir "$tmp/ck" --resume
 rm "$tmp/model/model.gguf"
-check "files that are no weights" trains "$tmp/model" $data --num-steps 1
+check "a model folder with training_args.bin, which has no weights, trains" trains "$tmp/model" $data --num-steps 1
 rm "$tmp/model/training_args.bin"
 
 # ---- Folders of an export. They must still be usable after the last step.
 
 mkdir "$tmp/e"
-check "an export" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
+check "a run exports a model" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
 cp "$tmp/e/hf/model.safetensors" "$tmp/first"
-check "an export over an earlier one" trains "$tmp/model" $data --num-steps 1 --seed 5 --export-hf "$tmp/e/../e/hf/."
-check "an export over an earlier one replaces it" [ "$(ls "$tmp/e/hf")" = "config.json
+check "a run exports over an earlier export" \
+    trains "$tmp/model" $data --num-steps 1 --seed 5 --export-hf "$tmp/e/../e/hf/."
+check "the new export replaces the earlier one" [ "$(ls "$tmp/e/hf")" = "config.json
 model.safetensors
 train_fp8.json" -a "$(ls "$tmp/e")" = hf ]
-check "an export over an earlier one has other weights" eval '! cmp -s "$tmp/first" "$tmp/e/hf/model.safetensors"'
+check "the new export has other weights than the earlier one" eval '! cmp -s "$tmp/first" "$tmp/e/hf/model.safetensors"'
 for option in log-dir checkpoint-dir; do
     for name in hf hf/deep/../down new new/logs; do
-        check "--$option $name" refuses 2 \
+        check "--$option $name inside --export-hf is refused" refuses 2 \
             "--$option $tmp/e/$name is in --export-hf $tmp/e/${name%%/*}/, which may hold only the export" tiny $data \
             --$option "$tmp/e/$name" --export-hf "$tmp/e/${name%%/*}/"
     done
 done
 for suffix in .tmp .old.tmp; do
-    check "--checkpoint-dir hf$suffix" refuses 2 "is in --export-hf $tmp/e/hf$suffix, which may hold only the export" \
+    check "--checkpoint-dir hf$suffix, a temporary folder of the export, is refused" \
+        refuses 2 "is in --export-hf $tmp/e/hf$suffix, which may hold only the export" \
         tiny $data --checkpoint-dir "$tmp/e/hf$suffix" --export-hf "$tmp/e/hf"
 done
 mkdir "$tmp/e/hf.old.tmp"
-check "an export after a start that was killed" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
+check "a run exports after a start that was killed" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
 mv "$tmp/e/hf" "$tmp/e/hf.old.tmp"
-check "an export that a kill left under another name" refuses 1 "would replace" "$tmp/e/hf.old.tmp" $data \
+check "an export is refused if MODEL is the earlier export, which a kill left under another name" \
+    refuses 1 "would replace" "$tmp/e/hf.old.tmp" $data \
     --num-steps 1 --export-hf "$tmp/e/hf"
-check "an export that a kill left under another name gets its own again" trains "$tmp/model" $data --num-steps 1 \
+check "a run exports where a kill left an earlier export under another name" trains "$tmp/model" $data --num-steps 1 \
     --export-hf "$tmp/e/hf"
-check "an export that a kill left under another name: it says so" holds "$out" \
+check "the run prints that it renames the earlier export back" holds "$out" \
     "an earlier export that an interrupted run left there, back to $tmp/e/hf"
-check "folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" \
+check "a run takes log and checkpoint folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" \
     --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
-check "an export over the model" refuses 1 "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" \
+check "an export over the model that the run starts from is refused" \
+    refuses 1 "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" \
     $data --export-hf "$tmp/e/./hf/"
 sed -i 's/written_by/written_of/' "$tmp/all/hf/model.safetensors"
-check "an export over another's model" refuses 1 \
+check "an export over a model of another program is refused" refuses 1 \
     "is not an earlier export: this program did not write its file model.safetensors" tiny $data \
     --export-hf "$tmp/all/hf"
-check "an export over another's model leaves nothing" equal "$(ls "$tmp/all")" "hf
+check "a refused export leaves no new file" equal "$(ls "$tmp/all")" "hf
 log.jsonl
 steps"
 if unshare -m true 2>/dev/null; then
@@ -99,9 +105,9 @@ if unshare -m true 2>/dev/null; then
         unshare -m bash -c 'mount --bind "$0" "$0" && exec timeout 60 ./train_fp8 "$@"' "$tmp/e/hf" tiny $data \
             --num-steps 1 --export-hf "$tmp/e/hf" >"$out" 2>&1
     }
-    check "an export to a mounted folder" eval \
+    check "an export to a mounted folder is refused before step 1" eval \
         '! mounted && holds "$out" "it cannot be replaced: Device or resource busy" && lacks "$out" "step 1/"'
-    check "an export to a mounted folder leaves nothing" equal "$(ls "$tmp/e")" hf
+    check "an export to a mounted folder leaves no new file" equal "$(ls "$tmp/e")" hf
 else
     echo "skipped: an export to a mounted folder (this user may not mount)"
 fi
@@ -112,33 +118,39 @@ fi
     --keep-checkpoints 1 >"$tmp/busy.out" 2>&1 &
 busy=$!
 for i in $(seq 300); do grep -q '^saved checkpoint after step 4 ' "$tmp/busy.out" && break; sleep 0.1; done
-check "a second run in a folder of checkpoints" refuses 1 "--checkpoint-dir $tmp/busy: another run is using it" \
+check "a second run with the same --checkpoint-dir is refused" \
+    refuses 1 "--checkpoint-dir $tmp/busy: another run is using it" \
     "$tmp/model" $data --checkpoint-dir "$tmp/busy" --resume
-check "the first run goes on" kill -0 $busy
+check "the first run with that --checkpoint-dir goes on" kill -0 $busy
 kill -KILL $busy
-check "a run right after one that was killed" trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" \
+check "a run resumes right after the one that was killed" \
+    trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" \
     --resume
 wait $busy 2>/dev/null
 
 # ---- The log.
 
-check "a folder that cannot be made for the log" refuses 1 "--log-dir /proc/x: cannot make folder" tiny $data \
+check "a --log-dir that cannot be made is refused" refuses 1 "--log-dir /proc/x: cannot make folder" tiny $data \
     --log-dir /proc/x --checkpoint-dir "$tmp/late"
-check "a folder that cannot be made for the log: nothing else is begun" [ ! -e "$tmp/late" ]
-check "a first log" trains tiny $data --num-steps 3 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log"
-check "a log that goes on" trains tiny $data --num-steps 4 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log" --resume
-check "a log that goes on: one file" \
+check "a refused --log-dir leaves no checkpoint folder" [ ! -e "$tmp/late" ]
+check "a run with a new --log-dir trains" \
+    trains tiny $data --num-steps 3 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log"
+check "a resumed run trains with the same --log-dir" \
+    trains tiny $data --num-steps 4 --log-dir "$tmp/log" --checkpoint-dir "$tmp/log" --resume
+check "a resumed run appends to its log.jsonl" \
     equal "$(ls "$tmp/log" | grep -c jsonl) $(grep -c '"type": "step"' "$tmp/log/log.jsonl")" "1 4"
-check "another run's log" trains tiny $data --num-steps 1 --log-dir "$tmp/log"
-check "another run's log: it says so" holds "$out" "the log of an earlier run is now $tmp/log/log.1.jsonl"
-check "another run's log: both are whole" \
+check "a new run trains with the --log-dir of an earlier run" trains tiny $data --num-steps 1 --log-dir "$tmp/log"
+check "the new run prints where the earlier log is now" \
+    holds "$out" "the log of an earlier run is now $tmp/log/log.1.jsonl"
+check "the new and the earlier log have all their steps" \
     equal "$(grep -c '"type": "step"' "$tmp/log/log.jsonl") $(grep -c '"type": "step"' "$tmp/log/log.1.jsonl")" "1 4"
 
 ./train_fp8 small $data --num-steps 1000000 --log-dir "$tmp/log" --sequence-length 4096 --batch-size 4 \
     >"$tmp/busy.out" 2>&1 &
 busy=$!
 for i in $(seq 300); do grep -q '^starting weights' "$tmp/busy.out" && break; sleep 0.1; done
-check "a second run with the same log" refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data \
+check "a second run with the same --log-dir is refused" \
+    refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data \
     --log-dir "$tmp/log"
 
 # ---- A second Ctrl-C ends the run in the middle of a long step.
@@ -153,44 +165,48 @@ check "a Ctrl-C that mpirun repeats counts once" kill -0 $long
 sleep 2
 kill -INT $long
 wait $long
-check "a second Ctrl-C" equal $? 130
+check "a second Ctrl-C ends the run with status 130" equal $? 130
 kill -KILL $busy
 wait $busy 2>/dev/null
 
 # ---- Options that this run cannot follow.
 
-check "--profile on the CPU" refuses 4 "--profile needs the GPU trainer" tiny $data --profile
-check "--copy-engines on the CPU" refuses 4 "--copy-engines on needs the GPU trainer" tiny $data --copy-engines on
-check "--fp8-weight-cache on the CPU" refuses 4 "--fp8-weight-cache on needs the GPU trainer" tiny $data \
+check "--profile is refused on the CPU" refuses 4 "--profile needs the GPU trainer" tiny $data --profile
+check "--copy-engines on is refused on the CPU" \
+    refuses 4 "--copy-engines on needs the GPU trainer" tiny $data --copy-engines on
+check "--fp8-weight-cache on is refused on the CPU" refuses 4 "--fp8-weight-cache on needs the GPU trainer" tiny $data \
     --precision fp8 --fp8-weight-cache on
-check "less validation data than a batch" trains tiny $data --val-data "$tmp/s_val.bin" --batch-size 512 --num-steps 1 \
+check "a run trains with less validation data than a batch" \
+    trains tiny $data --val-data "$tmp/s_val.bin" --batch-size 512 --num-steps 1 \
     --val-steps 1000000
-check "sequences longer than the model's positions" trains "$tmp/model" $data --sequence-length 600 --num-steps 1
-check "sequences longer than the model's positions: a warning" holds "$out" \
+check "a run trains with sequences longer than the model's positions" \
+    trains "$tmp/model" $data --sequence-length 600 --num-steps 1
+check "the run warns of sequences longer than the model's positions" holds "$out" \
     "warning: --sequence-length 600 is more than the 512 positions"
 mkdir "$tmp/run[1]"
 cp "$tmp/s_train.bin" "$tmp/run[1]/"
-check "wildcards in the name of an existing path" trains tiny --train-data "$tmp/run[1]/s_train.bin" \
+check "an existing path with wildcards in its name is taken as it is" \
+    trains tiny --train-data "$tmp/run[1]/s_train.bin" \
     --sequence-length 32 --num-steps 1
-check "--resume past --num-steps" trains tiny $data --num-steps 3 --checkpoint-dir "$tmp/log" --resume
-check "--resume past --num-steps: it says so" holds "$out" \
+check "--resume past --num-steps succeeds" trains tiny $data --num-steps 3 --checkpoint-dir "$tmp/log" --resume
+check "--resume past --num-steps prints that nothing is left to train" holds "$out" \
     "resume: 4 steps are done and --num-steps is 3: nothing is left to train"
 
 # ---- Resuming on other data with the old name, and on the old data with another name.
 
 cp "$tmp/s_train.bin" "$tmp/same.bin"
-check "a run that saves" trains tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 1 \
+check "a run saves a checkpoint" trains tiny --train-data "$tmp/same.bin" --sequence-length 32 --num-steps 1 \
     --checkpoint-dir "$tmp/same"
 build/synth_stories --out "$tmp/o" --bytes 50000 --seed 4 >/dev/null
 mkdir "$tmp/elsewhere"
 cp "$tmp/same.bin" "$tmp/elsewhere/moved.bin"
-check "a run that resumes on data that was moved" trains tiny --train-data "$tmp/elsewhere/moved.bin" \
+check "a run trains with --resume on data that was moved" trains tiny --train-data "$tmp/elsewhere/moved.bin" \
     --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
-check "a run that resumes on data that was moved: from where" holds "$out" "resume: continuing from"
+check "the run on moved data continues from its checkpoint" holds "$out" "resume: continuing from"
 cp "$tmp/o_train.bin" "$tmp/same.bin"
-check "a run that resumes on other data" refuses 1 " tokens in the checkpoint, " tiny --train-data "$tmp/same.bin" \
+check "--resume on other data is refused" refuses 1 " tokens in the checkpoint, " tiny --train-data "$tmp/same.bin" \
     --sequence-length 32 --num-steps 2 --checkpoint-dir "$tmp/same" --resume
-check "a run that resumes on other data: why" holds "$out" "--train-data has "
+check "the error gives the size of the other data" holds "$out" "--train-data has "
 
 # ---- Shards.
 
@@ -201,16 +217,16 @@ cp "$tmp/s.tokenizer" "$tmp/t/a.tokenizer"
 cp "$tmp/s_train.bin" "$tmp/t/b_train_1.bin"
 LC_ALL=C sed 's/e/x/' "$tmp/s.tokenizer" >"$tmp/t/b.tokenizer"  # equal number of tokens and separator, but another text
 cp "$tmp/s_val.bin" "$tmp/t/c_val.bin"
-check "shards of one tokenizer" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/s_val.bin" \
+check "shards of one tokenizer train" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/s_val.bin" \
     --sequence-length 32 --num-steps 1
-check "a validation shard without a table" trains tiny --train-data "$tmp/t/a_train_*.bin" \
+check "a validation shard without a tokenizer table trains" trains tiny --train-data "$tmp/t/a_train_*.bin" \
     --val-data "$tmp/t/c_val.bin" --sequence-length 32 --num-steps 1
-check "a training shard of another tokenizer" refuses 1 \
+check "a training shard of another tokenizer is refused" refuses 1 \
     "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/*_train_*.bin" \
     --sequence-length 32
-check "a training shard of another tokenizer: both are named" holds "$out" \
+check "the error names both tokenizer tables" holds "$out" \
     "but the first training shard belongs to $tmp/t/a.tokenizer"
-check "a validation shard of another tokenizer" refuses 1 \
+check "a validation shard of another tokenizer is refused" refuses 1 \
     "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/a_train_1.bin" \
     --val-data "$tmp/t/b_train_1.bin" --sequence-length 32
 
@@ -220,7 +236,7 @@ import struct, sys
 header = struct.pack("<256i", 20240801, 7, 100, *[0] * 253)
 open(sys.argv[1], "wb").write(header + struct.pack("<100I", *[1] * 77, 2**32 - 1, *[1] * 22))
 PY
-check "an id that no vocabulary has" refuses 1 \
+check "a token id that no vocabulary has is refused" refuses 1 \
     "$tmp/t/huge.bin: token 77 has id 4294967295, but a vocabulary has at most 16777216" tiny \
     --train-data "$tmp/t/huge.bin" --sequence-length 32
 
@@ -233,7 +249,7 @@ tokens = (len(shard) - 1024) // 4
 open(sys.argv[2], "wb").write(shard[:1024] + struct.pack("<%dI" % tokens, *[i % 60 for i in range(tokens)]))
 open(sys.argv[3], "wb").write(struct.pack("<4I", 20251121, 1, 100, 99) + 100 * struct.pack("<Ic", 1, b"x"))
 PY
-check "a separator outside the vocabulary" refuses 1 \
+check "a separator outside the model's vocabulary is refused" refuses 1 \
     "the separator of the shard's tokenizer is token 99, but the model's vocabulary is 64" "$tmp/t" \
     --train-data "$tmp/t/low.bin" --sequence-length 32 --sample-every 1
 

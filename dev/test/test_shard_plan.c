@@ -58,11 +58,11 @@ static void check_cover(const ParameterTable *t, int64_t group) {
             }
         }
     }
-    CHECK(once, "shard_to_flat gives another element than shard_parameter");
+    CHECK(once, "shard_to_flat and shard_parameter give equal elements, each once");
     for (int64_t i = 0; i < t->count; i++)
         for (int64_t e = 0; e < parameter_elements(&t->entries[i]); e++)
             once = once && seen[t->entries[i].offset + e] == 1;
-    CHECK(once && parts >= t->count, "an element is kept by no rank or by two");
+    CHECK(once && parts >= t->count, "each element is kept by exactly one rank");
     for (int64_t i = 0; i < t->count; i++) {  // checks that the gathered unit has every element in its place
         const Parameter *p = &t->entries[i];
         const ShardSegment g = segment_slice(t, &s, p->layer, parameter_segment(p));
@@ -71,7 +71,7 @@ static void check_cover(const ParameterTable *t, int64_t group) {
         for (int64_t e = 0; e < parameter_elements(p); e++)
             whole = whole && shards[(at + e) / g.slice * s.total + g.shard + (at + e) % g.slice] == p->offset + e;
     }
-    CHECK(whole, "gathered slices are not the segments");
+    CHECK(whole, "gathered slices are the segments");
     free(seen);
     free(shards);
 }
@@ -128,10 +128,10 @@ int main(void) {
                 for (int64_t place = 0; place < groups[i]; place += 3) check_backward_order(&t, groups[i], place);
             }
             const ShardPlan one = shard_plan(&t, 1, 0);
-            CHECK(one.total == t.total, "one rank keeps the flat array");
+            CHECK(one.total == t.total, "one rank keeps the whole flat array");
             CHECK(shard_backward_order(&t, &one).embedding == backward_order(&t).embedding &&
                       backward_order(&t).total == t.total,
-                  "one rank: its backward order is the flat array's");
+                  "one rank's backward order is that of the flat array");
             for (int64_t i = 0; i < t.count; i++)
                 CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset, "one rank: %s moved",
                       t.entries[i].name);

@@ -60,10 +60,10 @@ stall_start never 1 1000 pread 30 s_train.bin tiny $endless
 stall_await continued 60 && sleep 3 && kill -CONT $(<"$tmp/continued.mark")
 for name in undisturbed continued slow disk; do
     stall_end $name 60
-    check "$name: status $status: $(grep '^error: ' "$tmp/$name.log")" [ "$status" = 0 ]
-    check "$name: step lines equal those of undisturbed" equal "$(lines $name)" "$(lines undisturbed)"
+    check "$name: the run ends with status 0 ($status): $(grep '^error: ' "$tmp/$name.log")" [ "$status" = 0 ]
+    check "$name: its step lines equal those of the undisturbed run" equal "$(lines $name)" "$(lines undisturbed)"
 done
-check "undisturbed: 40 lines" equal "$(lines undisturbed | wc -l)" 40
+check "the undisturbed run prints 40 step lines" equal "$(lines undisturbed | wc -l)" 40
 # ---- A read that never ends: the rank reports it itself.
 place="in step 1[0-9], training: pread of .*s_train.bin"
 stall_await never 60 && stall_says never 15 "rank 1 on $host: a call on a file has not returned for .* $place"

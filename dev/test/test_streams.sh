@@ -38,8 +38,8 @@ for signal in INT TERM HUP; do
     await grep -q '^step  *3/' "$at.out"
     kill -$signal -- -$group
     wait $group 2>/dev/null
-    check "SIG$signal to the trainer and tee: a checkpoint" await saved "$at"
-    check "SIG$signal to the trainer and tee: the log" await whole_log "$at"
+    check "SIG$signal to the trainer and tee: the run saves a checkpoint" await saved "$at"
+    check "SIG$signal to the trainer and tee: log.jsonl ends with a summary of all steps" await whole_log "$at"
 done
 
 # ---- Readers that go away, and a full disk: the run goes on, or stops with --on-output-lost stop.
@@ -57,42 +57,47 @@ ended() {
 on="; the run goes on without it" off="; the run saves and stops (--on-output-lost stop)"
 fresh() { rm -rf "$at"; : >"$tmp/err"; }
 fresh; $run 2>"$tmp/err" | head -n 1 >/dev/null; status=${PIPESTATUS[0]}
-check "a reader of stdout that goes away" ended $status "warning: stdout cannot be written: Broken pipe$on" 30
+check "the run goes on if the reader of stdout goes away" \
+    ended $status "warning: stdout cannot be written: Broken pipe$on" 30
 fresh; $run 2>&1 | head -n 1 >/dev/null; status=${PIPESTATUS[0]}
-check "a reader of both that goes away" ended $status "" 30
+check "the run goes on if the reader of stdout and stderr goes away" ended $status "" 30
 fresh; $run --num-steps 1000000 --on-output-lost stop 2>"$tmp/err" | grep -m1 '^step' >/dev/null
 status=${PIPESTATUS[0]}
-check "--on-output-lost stop" equal "$status $(cat "$tmp/err")" "0 warning: stdout cannot be written: Broken pipe$off"
-check "--on-output-lost stop: a checkpoint and a whole log" eval 'saved "$at" && whole_log "$at"'
+check "--on-output-lost stop ends the run with status 0 and a warning" \
+    equal "$status $(cat "$tmp/err")" "0 warning: stdout cannot be written: Broken pipe$off"
+check "--on-output-lost stop saves a checkpoint and a whole log" eval 'saved "$at" && whole_log "$at"'
 fresh; $run >/dev/full 2>"$tmp/err"
-check "stdout on a full disk" ended $? "warning: stdout cannot be written: No space left on device$on" 30
+check "the run goes on if stdout is on a full disk" \
+    ended $? "warning: stdout cannot be written: No space left on device$on" 30
 fresh; $run >&- 2>"$tmp/err"
-check "stdout closed" ended $? "" 30
+check "the run goes on if stdout is closed" ended $? "" 30
 fresh; $run >&- 2>&- <&-
-check "all closed" ended $? "" 30
+check "the run goes on if stdin, stdout and stderr are closed" ended $? "" 30
 fresh; mpirun --allow-run-as-root --oversubscribe -np 2 bash -c "exec $run >/dev/full" 2>"$tmp/err"
-check "stdout of 2 ranks on a full disk" ended $? "warning: stdout cannot be written: No space left on device$on" 30
+check "2 ranks go on if stdout is on a full disk" \
+    ended $? "warning: stdout cannot be written: No space left on device$on" 30
 fresh; mpirun --allow-run-as-root --oversubscribe -np 2 \
     bash -c "exec $run --on-output-lost stop --num-steps 1000000 >/dev/full" 2>"$tmp/err"
-check "stdout of 2 ranks on a full disk, and stop" equal "$? $(cat "$tmp/err")" \
+check "2 ranks stop with --on-output-lost stop if stdout is on a full disk" equal "$? $(cat "$tmp/err")" \
     "0 warning: stdout cannot be written: No space left on device$off"
 
 # ---- A log that cannot grow: one warning, and the run goes on to its end. A resumed run appends after complete lines.
 
 fresh; (ulimit -f 12; exec $run --num-steps 60 --checkpoint-dir "") 2>"$tmp/err" | cat >"$tmp/out"
-check "a log that may not grow" equal "${PIPESTATUS[0]} $(cat "$tmp/err") $(grep -c '^step' "$tmp/out")" \
+check "the run goes on with one warning if log.jsonl may not grow" \
+    equal "${PIPESTATUS[0]} $(cat "$tmp/err") $(grep -c '^step' "$tmp/out")" \
     "0 warning: $at/log.jsonl: cannot be written (File too large); the run goes on without the lines that do not fit 60"
-check "a log that may not grow: complete lines" \
+check "a log.jsonl that may not grow has complete lines" \
     python3 -c "import json, sys; assert len([json.loads(line) for line in open(sys.argv[1])]) > 10" "$at/log.jsonl"
 fresh; (ulimit -f 20; exec $run --checkpoint-every 10) >"$tmp/out" 2>"$tmp/err"
 status=$?
 warning="^warning: saving checkpoint $at/step-.* failed: .*: File too large: .*; it is tried again"
 error="^error: saving checkpoint .*: File too large: .* No other save follows: no step"
-check "a checkpoint that may not grow" \
+check "a run whose checkpoints may not grow warns three times and ends with an error" \
     equal "$status $(grep -c "$warning" "$tmp/err") $(grep -c "$error" "$tmp/err")" "1 3 1"
 printf '{"type": "step", "st' >>"$at/log.jsonl"
-check "the run is resumed" $run --resume >/dev/null
-check "the run is resumed: complete lines" \
+check "a run with half a line in log.jsonl resumes" $run --resume >/dev/null
+check "log.jsonl of the resumed run has complete lines" \
     python3 -c "import json, sys; assert [json.loads(line)['type'] for line in open(sys.argv[1])][-1] == 'summary'" \
     "$at/log.jsonl"
 
@@ -112,7 +117,8 @@ check "a second SIGTERM ends a long step" equal "$? $(grep -c '^step' "$tmp/long
 odd=$tmp/$'odd\xff\xe9-\xc3\xa9'
 mkdir "$odd"
 cp "$tmp/s_train.bin" "$odd/"
-check "a path that is not UTF-8" ./train_fp8 tiny --train-data "$odd/s_train.bin" --sequence-length 32 --num-steps 1 \
+check "a run trains with paths that are not UTF-8" \
+    ./train_fp8 tiny --train-data "$odd/s_train.bin" --sequence-length 32 --num-steps 1 \
     --log-dir "$odd" --checkpoint-dir "$odd" --export-hf "$odd/hf" >"$tmp/out" 2>&1
 cat >"$tmp/paths.py" <<'END'
 import json, os, sys
@@ -122,8 +128,9 @@ assert os.fsencode(settings["train-data"]) == folder + b"/s_train.bin", settings
 assert os.fsencode(settings["log-dir"]) == folder, settings
 json.loads(open(folder + b"/step-00000001/trainer.json", "rb").read().decode("utf-8"))
 END
-check "a path that is not UTF-8: in JSON" python3 "$tmp/paths.py" "$odd"
-check "a path that is not UTF-8: resumed" ./train_fp8 tiny --train-data "$odd/s_train.bin" --sequence-length 32 \
+check "JSON files give back paths that are not UTF-8" python3 "$tmp/paths.py" "$odd"
+check "a run resumes with paths that are not UTF-8" \
+    ./train_fp8 tiny --train-data "$odd/s_train.bin" --sequence-length 32 \
     --num-steps 2 --checkpoint-dir "$odd" --resume >"$tmp/out" 2>&1
 
 # ---- A clock that goes back an hour each time it is read, and a locale with a decimal comma.
@@ -146,16 +153,18 @@ int clock_gettime(clockid_t id, struct timespec *t) {
     return 0;
 }
 END
-check "a clock that goes back" gcc -shared -fPIC -o "$tmp/clock.so" "$tmp/clock.c"
+check "the library with a clock that goes back compiles" gcc -shared -fPIC -o "$tmp/clock.so" "$tmp/clock.c"
 back() { LD_PRELOAD=$tmp/clock.so "$@" >"$tmp/out" 2>&1; }
-check "a run with it" back $run --num-steps 3 --checkpoint-dir "$tmp/back" --log-dir "$tmp/back"
-check "a resumed run with it" back $run --checkpoint-dir "$tmp/back" --log-dir "$tmp/back" --resume
-check "the same losses" equal "$(losses "$tmp/back")" "$(losses "$tmp/plain")"
-check "no time below 0" \
+check "a run trains with a clock that goes back" \
+    back $run --num-steps 3 --checkpoint-dir "$tmp/back" --log-dir "$tmp/back"
+check "a run resumes with a clock that goes back" back $run --checkpoint-dir "$tmp/back" --log-dir "$tmp/back" --resume
+check "a clock that goes back does not change the losses" equal "$(losses "$tmp/back")" "$(losses "$tmp/plain")"
+check "a clock that goes back gives no step time below 0" \
     python3 -c "import json, sys; assert all(json.loads(line).get('ms', 1) > 0 for line in open(sys.argv[1]))" \
     "$tmp/back/log.jsonl"
 clocks='\btime\(|gettimeofday|CLOCK_REALTIME|localtime'
-check "no other clock is read" equal "$(grep -nE "$clocks" llmc/*/*.h llmc/*/*.cuh train_fp8.c train_fp8.cu)" ""
+check "no source file reads a wall clock in another way" \
+    equal "$(grep -nE "$clocks" llmc/*/*.h llmc/*/*.cuh train_fp8.c train_fp8.cu)" ""
 
 cat >"$tmp/run.sh" <<'END'
 set -u
@@ -171,11 +180,11 @@ planned() {
 }
 if mkdir "$tmp/locales" && localedef -i de_DE -f UTF-8 "$tmp/locales/de_DE.UTF-8" 2>/dev/null; then
     german() { env LOCPATH="$tmp/locales" LC_ALL=de_DE.UTF-8 "$@"; }
-    check "a decimal comma is supported here" \
+    check "Python prints a decimal comma in the locale of this test" \
         equal "$(german python3 -c 'import locale; locale.setlocale(locale.LC_ALL, ""); print(locale.str(1.5))')" 1,5
     german $run --log-dir "$tmp/german" >/dev/null 2>&1
-    check "a decimal comma: the same losses" equal "$(losses "$tmp/german")" "$(losses "$tmp/plain")"
-    check "a decimal comma: the same plan of a run script" equal "$(planned german)" "$(planned env)"
+    check "a decimal comma does not change the losses" equal "$(losses "$tmp/german")" "$(losses "$tmp/plain")"
+    check "a decimal comma does not change a run script's estimates" equal "$(planned german)" "$(planned env)"
 else
     echo "skipped: a decimal comma (localedef has no de_DE here)"
 fi
@@ -183,7 +192,7 @@ fi
 # ---- The run scripts: a reader that goes away, a closed terminal, a trainer that makes no progress.
 
 OUT=$tmp/r bash "$tmp/run.sh" 2>/dev/null | head -n 1 >/dev/null
-check "a run script whose reader goes away" \
+check "a run script trains to the end if the reader of its stdout goes away" \
     equal "${PIPESTATUS[0]} $(ls "$tmp/r/steps" | tail -n 1) $(grep -c '^step .*40/40' "$tmp/r/stdout.txt")" \
     "0 step-00000040 1"
 set -m
@@ -208,6 +217,6 @@ kill -KILL \$\$
 END
 chmod +x "$tmp/bin/train_fp8"
 TRAINER=$tmp/bin/train_fp8 OUT=$tmp/stuck timeout 60 bash "$tmp/run.sh" >"$tmp/stuck.out" 2>&1
-check "gives up on a trainer without progress" \
+check "a run script gives up on a trainer without progress" \
     equal "$? $(grep -c '^error: three starts in a row failed' "$tmp/stuck.out")" "1 1"
 finish

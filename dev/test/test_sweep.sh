@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests scripts/sweep.sh, scripts/sweep_table.py and the loop of the run scripts, on the CPU trainer with a tiny model,
 # 1 and 2 ranks. Needs ./train_fp8 (or TRAINER), build/synth_stories, mpirun and python3. QUICK=1 skips interrupts and
-# the run scripts. If the trainer's messages have other words (test_prose.sh), the filter REWORD produces them. Ends
-# with "N passed, N failed".
+# the run scripts. If the trainer prints other words (test_prose.sh), the filter REWORD puts a message's text into these
+# words. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -98,7 +98,7 @@ tables() {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Some runs of a sweep fail: FP8 needs T to be a multiple of 16, and T 40 is not. Then two more sweeps in that folder:
+# Some runs of a sweep fail: FP8 needs T to be a multiple of 16, and T 40 is not. Two more sweeps follow in that folder:
 # of a model folder without config.json, and of a model too large for any machine.
 
 out=$tmp/sweep
@@ -111,24 +111,26 @@ main=(--models tiny)
 mine=(--models "$tmp/mine" --sequence-lengths 64 --precisions fp8 --gpus 2)
 large=(--models llama3.1-405b --sequence-lengths 64 --precisions bf16 --gpus 1)
 start "${main[@]}" --dry-run
-check "dry run prints 8 commands and starts none" \
+check "--dry-run prints 8 commands and starts none" \
     equal "$(grep -c -- '--num-steps 22' "$tmp/sweep.log") $(ls -d "$out" 2>/dev/null)" "8 "
 start "${main[@]}"
-check "status 1 when runs failed" equal $? 1
-check "numbers the runs" holds "$tmp/sweep.log" "[8/8] tiny, T 64, fp8, 2 GPUs"
+check "the sweep ends with status 1 if runs failed" equal $? 1
+check "the sweep numbers its runs" holds "$tmp/sweep.log" "[8/8] tiny, T 64, fp8, 2 GPUs"
 start "${mine[@]}"
 start "${large[@]}"
-check "out of memory is a result: status 0" equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" "0 memory"
+check "a run out of memory is recorded as \"memory\", and the sweep ends with status 0" \
+    equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" "0 memory"
 for run in T40_bf16_1gpu:done T40_fp8_1gpu:failed T40_bf16_2gpu:done T40_fp8_2gpu:failed T64_bf16_1gpu:done \
     T64_fp8_1gpu:done T64_bf16_2gpu:done T64_fp8_2gpu:done; do
-    check "tiny, $run" equal "$(kind_of "$out/tiny_${run%:*}")" "${run#*:}"
+    check "tiny_${run%:*} is recorded as \"${run#*:}\"" equal "$(kind_of "$out/tiny_${run%:*}")" "${run#*:}"
 done
-check "message of the failed run" holds "$out/table.txt" "$(${REWORD:-cat} <<<"multiples of 16")"
-check "message of the broken model" holds "$out/table.txt" "$tmp/mine/config.json"
-check "message of the run that ran out of memory" holds "$out/table.txt" "out of memory: "
-check "tables after the first start" tables "$out" "6 of 10 runs with numbers"
+check "table.txt has the error of the failed run" holds "$out/table.txt" "$(${REWORD:-cat} <<<"multiples of 16")"
+check "table.txt has the error of the model without config.json" holds "$out/table.txt" "$tmp/mine/config.json"
+check "table.txt has the error of the run out of memory" holds "$out/table.txt" "out of memory: "
+check "the tables equal the logs after the first start" tables "$out" "6 of 10 runs with numbers"
 first_step() { grep -o '"step": 1, "loss": [^,]*' "$out/tiny_T64_bf16_$1gpu/log.jsonl"; }
-check "two ranks learn from two sequences a step" test "$(first_step 1)" != "$(first_step 2)"
+check "two ranks have another first loss than one, since a step has two sequences" \
+    test "$(first_step 1)" != "$(first_step 2)"
 
 # Second start: finished runs and runs out of memory are kept. Failed runs are repeated. The model folder is complete
 # now, so its run succeeds.
@@ -141,20 +143,23 @@ for dir in "$out"/*/; do echo "of the first start" >>"$dir/stdout.txt"; done
 logs() { cat "$out"/tiny_*_bf16_*/log.jsonl "$out"/tiny_T64_*/log.jsonl | cksum; }
 before=$(logs)
 start "${main[@]}"
-check "finished runs are left alone" equal "$(logs)" "$before"
-check "finished runs are reported as done before" equal "$(grep -c 'done, before' "$tmp/sweep.log")" 6
-check "a failed run is tried again" lacks "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the first start"
+check "a second start leaves finished runs alone" equal "$(logs)" "$before"
+check "a second start prints \"done, before\" for 6 finished runs" equal "$(grep -c 'done, before' "$tmp/sweep.log")" 6
+check "a second start tries a failed run again" lacks "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the first start"
 start "${mine[@]}"
-check "a mended model trains: status 0" equal "$? $(kind_of "$out/mine_T64_fp8_2gpu")" "0 done"
+check "a model folder that is complete now trains, with status 0" \
+    equal "$? $(kind_of "$out/mine_T64_fp8_2gpu")" "0 done"
 start "${large[@]}"
-check "out of memory is kept" holds "$out/llama3.1-405b_T64_bf16_1gpu/stdout.txt" "of the first start"
-check "tables after the second start" tables "$out" "7 of 10 runs with numbers"
+check "a second start does not try a run out of memory again" \
+    holds "$out/llama3.1-405b_T64_bf16_1gpu/stdout.txt" "of the first start"
+check "the tables equal the logs after the second start" tables "$out" "7 of 10 runs with numbers"
 
 start "${large[@]}" --retry all
-check "--retry all tries out of memory again" lacks "$out/llama3.1-405b_T64_bf16_1gpu/stdout.txt" "of the first start"
+check "--retry all tries a run out of memory again" \
+    lacks "$out/llama3.1-405b_T64_bf16_1gpu/stdout.txt" "of the first start"
 echo "of the third start" >>"$out/tiny_T40_fp8_1gpu/stdout.txt"
 start "${main[@]}" --retry none
-check "--retry none leaves failed runs" holds "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the third start"
+check "--retry none does not try failed runs again" holds "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the third start"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # FP8 recipes as precisions: each has its own folder, row and ratios. Only FP8 runs get the FP8 options after --; the
@@ -165,12 +170,13 @@ arguments=(--models tiny --sequence-lengths 64 --precisions "bf16 fp8 fp8:rowwis
     --gpus 1 --num-steps 22 --out "$out")
 sweep "${arguments[@]}" -- --fp8-filter first --beta1 0.8 --fp8-all-gather=off >"$tmp/recipes.log" 2>&1
 check "recipes: all runs finish" equal "$? $(grep -c '^    done in' "$tmp/recipes.log")" "0 4"
-check "recipes: a folder each" test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" \
+check "recipes: each has its own folder" test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" \
     -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
 check "recipes: FP8 runs get FP8 options" holds "$out/tiny_T64_fp8_1gpu/log.jsonl" '"fp8-filter": "first"'
-check "recipes: BF16 runs do not" holds "$out/tiny_T64_bf16_1gpu/log.jsonl" '"fp8-filter": ""'
-check "recipes: all runs get other options" equal "$(grep -l '"beta1": 0.8,' "$out"/*/log.jsonl | grep -c .)" 4
-check "recipes: tables" tables "$out" "4 of 4 runs with numbers"
+check "recipes: BF16 runs get no FP8 options" holds "$out/tiny_T64_bf16_1gpu/log.jsonl" '"fp8-filter": ""'
+check "recipes: all runs get the options that are not for FP8" \
+    equal "$(grep -l '"beta1": 0.8,' "$out"/*/log.jsonl | grep -c .)" 4
+check "recipes: the tables equal the logs" tables "$out" "4 of 4 runs with numbers"
 [ -z "${QUICK:-}" ] || { finish; exit; }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,19 +214,19 @@ interrupted() {
     arguments=(--models tiny --sequence-lengths 16,128 --precisions bf16 --gpus "$gpus" --num-steps "$steps" \
         --out "$out")
     run=$out/tiny_T128_bf16_${gpus}gpu
-    start_until "$run" || { check "SIG$signal: second run trains" false; return; }
+    start_until "$run" || { check "SIG$signal: the second run trains before the signal" false; return; }
     kill "-$signal" "$running"
     wait_for_sweep
-    check "SIG$signal: status" equal "$status" "$expected"
+    check "SIG$signal: the sweep ends with status $expected" equal "$status" "$expected"
     check "SIG$signal: no trainer is left" equal "$(trainers_in "$out/")" 0
     check "SIG$signal: the run in progress has no result" \
         equal "$(kind_of "$out/tiny_T16_bf16_${gpus}gpu") $(kind_of "$run")" "done none"
     scripts/sweep_table.py "$out" >/dev/null
-    check "SIG$signal: it does not count" tables "$out" "1 of 2 runs with numbers"
+    check "SIG$signal: the tables have no numbers of the run in progress" tables "$out" "1 of 2 runs with numbers"
     sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
-    check "SIG$signal: another start does it whole" \
+    check "SIG$signal: another start repeats the run from step 1" \
         equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
-    check "SIG$signal: tables" tables "$out" "2 of 2 runs with numbers"
+    check "SIG$signal: the tables equal the logs after another start" tables "$out" "2 of 2 runs with numbers"
 }
 interrupted TERM 1 400 143
 interrupted INT 2 400 130
@@ -233,12 +239,13 @@ start_until "$out/tiny_T128_bf16_1gpu"
 kill -KILL "$running"
 wait_for_sweep
 sweep "${arguments[@]}" >"$tmp/beside.log" 2>&1
-check "SIGKILL: no second sweep while the last run goes on" equal "$? $(grep -c 'still works in' "$tmp/beside.log")" \
+check "SIGKILL: a second sweep is refused while the last run goes on" \
+    equal "$? $(grep -c 'still works in' "$tmp/beside.log")" \
     "1 1"
 is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
-check "SIGKILL: the run ends" await is_gone
+check "SIGKILL: the last run ends" await is_gone
 sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
-check "SIGKILL: it counts" \
+check "SIGKILL: the last run counts as finished" \
     equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,24 +258,27 @@ corrected() {
         2>&1
 }
 corrected tiny -- --learning-rate abc
-check "a typing error fails" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "1 failed"
+check "a typing error in an option makes the run fail" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "1 failed"
 # The log of an interrupted run.
 mkdir -p "$out/tiny_T64_bf16_1gpu" && echo '{"type": "summary", "steps": 7, "skipped": 0}' \
     >"$out/tiny_T64_bf16_1gpu/log.jsonl"
 corrected llama3.1-405b -- --learning-rate 1
-check "settings change after a run out of memory" \
+check "settings may change while no run has finished" \
     equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu") $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 memory none"
 corrected tiny --num-steps 22 --retry none -- --learning-rate 1e-4
-check "corrected: the run is done" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 done"
-check "corrected: the result out of memory is removed" equal "$(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" none
-check "corrected: settings" equal "$(grep -E '^(steps|trainer options) ' "$out/settings.txt" | paste -sd';')" \
+check "corrected settings: the run finishes" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 done"
+check "corrected settings: the earlier result \"memory\" is removed" \
+    equal "$(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" none
+check "corrected settings: settings.txt has them" \
+    equal "$(grep -E '^(steps|trainer options) ' "$out/settings.txt" | paste -sd';')" \
     "steps 22;trainer options --learning-rate 1e-4"
-check "corrected: tables" tables "$out" "1 of 2 runs with numbers"
+check "corrected settings: the tables equal the logs" tables "$out" "1 of 2 runs with numbers"
 rm "$out/tiny_T64_bf16_1gpu/result"  # as if the sweep was killed before it wrote the result
 corrected tiny --num-steps 22 -- --learning-rate 1e-3
-check "a run has finished: refused" \
+check "other settings are refused after a run has finished" \
     equal "$? $(grep -c '^error: .* holds runs of other settings' "$tmp/corrected.log")" "1 1"
-check "settings stay" equal "$(tail -n 1 "$out/settings.txt")" "trainer options --learning-rate 1e-4"
+check "refused settings do not change settings.txt" \
+    equal "$(tail -n 1 "$out/settings.txt")" "trainer options --learning-rate 1e-4"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Numbers of GPUs, a wrong mpirun, refused options.
@@ -276,8 +286,8 @@ check "settings stay" equal "$(tail -n 1 "$out/settings.txt")" "trainer options 
 out=$tmp/counts
 arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1,2 --num-steps 22 --out "$out")
 sweep "${arguments[@]}" --max-gpus 1 >"$tmp/counts.log" 2>&1
-check "more GPUs than available: skipped" equal "$? $(kind_of "$out/tiny_T64_bf16_2gpu")" "0 skipped"
-check "with the reason" holds "$out/table.txt" "skipped: the run needs 2 GPUs; 1 available"
+check "a run on more GPUs than are available is skipped" equal "$? $(kind_of "$out/tiny_T64_bf16_2gpu")" "0 skipped"
+check "table.txt has the reason of a skipped run" holds "$out/table.txt" "skipped: the run needs 2 GPUs; 1 available"
 printf '#!/bin/sh\nwhile [ "$1" != --oversubscribe ]; do shift; done\nshift\nexec "$@"\n' >"$tmp/other_mpirun"
 chmod +x "$tmp/other_mpirun"
 sweep "${arguments[@]}" --mpirun "$tmp/other_mpirun" >"$tmp/other.log" 2>&1
@@ -292,10 +302,11 @@ unread() {
     echo "${PIPESTATUS[0]}$(cat "$tmp/unread.log")"
 }
 arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1 --num-steps 22 --out "$tmp/unread")
-check "stdout has no reader: --help" equal "$(unread "${sweep[@]}" --help)" 0
-check "stdout has no reader: --dry-run" equal "$(unread "${sweep[@]}" "${arguments[@]}" --dry-run)" 0
-check "stdout has no reader: the sweep runs" equal "$(unread "${sweep[@]}" "${arguments[@]}")" 0
-check "stdout has no reader: tables" tables "$tmp/unread" "1 of 1 runs with numbers"
+check "--help ends with status 0 if nothing reads stdout" equal "$(unread "${sweep[@]}" --help)" 0
+check "--dry-run ends with status 0 if nothing reads stdout" \
+    equal "$(unread "${sweep[@]}" "${arguments[@]}" --dry-run)" 0
+check "the sweep ends with status 0 if nothing reads stdout" equal "$(unread "${sweep[@]}" "${arguments[@]}")" 0
+check "the tables equal the logs if nothing reads stdout" tables "$tmp/unread" "1 of 1 runs with numbers"
 
 # $1 text that the message must contain; then options
 arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1,2 --num-steps 22 --out "$out")
@@ -304,7 +315,7 @@ refused() {
     shift
     output=$(sweep "$@" 2>&1)
     status=$?
-    check "refused: $expected" equal "$status $(grep -c "^error: .*$expected" <<<"$output")" "1 1"
+    check "the sweep refuses with \"$expected\"" equal "$status $(grep -c "^error: .*$expected" <<<"$output")" "1 1"
 }
 refused "holds runs of other settings" "${arguments[@]}" -- --learning-rate 1
 refused "unknown option --model;" --model tiny
@@ -326,8 +337,8 @@ refused "would share the folder" --models "$tmp/mine,$tmp/./mine" --out "$tmp/sh
 refused "there is no program ./none" --trainer ./none
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run scripts: they start a killed trainer again from its newest checkpoint. A stop saves. In the end the loss
-# equals that of a run without interruptions.
+# The run scripts: they start a killed trainer again from its newest checkpoint. A script that is stopped saves a
+# checkpoint. In the end the loss equals that of a run without interruptions.
 
 cat >"$tmp/run.sh" <<'END'
 set -u
@@ -353,21 +364,26 @@ for GPUS in 1 2; do
     last=$(printf 'step-%08d' "$STEPS")
     rm -f "$tmp/run.log"
     OUT=$tmp/unbroken_$GPUS bash "$tmp/run.sh" >"$tmp/unbroken.log" 2>&1
-    check "$GPUS ranks: a run to its end" equal "$? $(newest "$tmp/unbroken_$GPUS")" "0 $last"
-    check "$GPUS ranks: its cost" holds "$tmp/unbroken.log" "cost: $STEPS steps of $((64 * GPUS)) tokens = "
+    check "$GPUS ranks: an unbroken run ends with status 0 after $last" \
+        equal "$? $(newest "$tmp/unbroken_$GPUS")" "0 $last"
+    check "$GPUS ranks: the run script prints the cost" \
+        holds "$tmp/unbroken.log" "cost: $STEPS steps of $((64 * GPUS)) tokens = "
     start_run "$tmp/broken_$GPUS" ""
     kill -KILL "$(processes "$trainer tiny " "--log-dir $tmp/broken_$GPUS " | tail -n 1)"
-    check "$GPUS ranks: starts again after a kill" await grep -q "starting again from step-" "$tmp/run.log"
+    check "$GPUS ranks: the run script starts a killed trainer again" \
+        await grep -q "starting again from step-" "$tmp/run.log"
     await has_saved "$tmp/broken_$GPUS" "$(newest "$tmp/broken_$GPUS")"
     kill -TERM "$running"
     wait_for_sweep
-    check "$GPUS ranks: a stop ends it with status 0" equal "$status $(trainers_in "$tmp/broken_$GPUS ")" "0 0"
-    check "$GPUS ranks: and says where" holds "$tmp/run.log" \
+    check "$GPUS ranks: SIGTERM ends the run script with status 0 and no trainer is left" \
+        equal "$status $(trainers_in "$tmp/broken_$GPUS ")" "0 0"
+    check "$GPUS ranks: a stopped run script prints its last checkpoint" holds "$tmp/run.log" \
         "stopped after $(newest "$tmp/broken_$GPUS"); run the same command to continue"
-    check "$GPUS ranks: in mid-run" lacks <(newest "$tmp/broken_$GPUS") "$last"
+    check "$GPUS ranks: the run script was stopped before the last step" lacks <(newest "$tmp/broken_$GPUS") "$last"
     OUT=$tmp/broken_$GPUS bash "$tmp/run.sh" >>"$tmp/run.log" 2>&1
-    check "$GPUS ranks: goes on to the end" equal "$? $(newest "$tmp/broken_$GPUS")" "0 $last"
-    check "$GPUS ranks: with the unbroken run's loss" equal "$(last_loss "$tmp/broken_$GPUS")" \
+    check "$GPUS ranks: a second start trains to the last step" equal "$? $(newest "$tmp/broken_$GPUS")" "0 $last"
+    check "$GPUS ranks: the broken run ends with the loss of the unbroken run" \
+        equal "$(last_loss "$tmp/broken_$GPUS")" \
         "$(last_loss "$tmp/unbroken_$GPUS")"
 done
 # True if the tensors of the checkpoint in $1 take as many bytes as --dry-run plans, plus headers of a few KB.
@@ -379,51 +395,53 @@ takes_planned_bytes() {
     echo "planned $planned, taken $taken"
     [ "$taken" -ge "$planned" ] && [ "$taken" -le $((planned + 20000)) ]
 }
-check "a checkpoint takes the planned bytes" takes_planned_bytes "$tmp/unbroken_1/steps/$(newest "$tmp/unbroken_1")"
+check "a checkpoint takes the bytes that --dry-run plans" \
+    takes_planned_bytes "$tmp/unbroken_1/steps/$(newest "$tmp/unbroken_1")"
 GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
-check "gives up on a run that fails before each checkpoint" \
+check "the run script gives up on a run that fails before each checkpoint" \
     equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 (
     kill() { sleep 0.5; builtin kill "$@"; }
     export -f kill
     GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
 )
-check "gives up also if the trainer ends before the script looks at it" \
+check "the run script gives up if the trainer ends before the script looks at it" \
     equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 
 GPUS=1 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" --num-steps 7 >"$tmp/fewer.log" 2>&1
-check "fewer steps than were done: done" equal "$? $(grep -c '^done: step-00000800 ' "$tmp/fewer.log")" "0 1"
+check "--num-steps below the steps that are done: the run script prints \"done\"" \
+    equal "$? $(grep -c '^done: step-00000800 ' "$tmp/fewer.log")" "0 1"
 # 1 MB is free. That is too little for the checkpoints of a new run, but enough for a run that has checkpoints already.
 mkdir "$tmp/bin"
 printf '#!/bin/sh\necho Filesystem\necho x 0 0 1000 0 /\n' >"$tmp/bin/df" && chmod +x "$tmp/bin/df"
 PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/cramped bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
-check "a disk that is too small is refused" \
+check "a new run on a disk that is too small is refused" \
     equal "$? $(grep -c '^error: not enough disk space' "$tmp/cramped.log") $(newest "$tmp/cramped")" "1 1 "
 PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
 check "the disk space of the run's own checkpoints counts as free" \
     equal "$? $(grep -c '^done: ' "$tmp/cramped.log")" "0 1"
 
 GPUS=1 OUT=$tmp/planned bash "$tmp/run.sh" --dry-run >"$tmp/planned.log" 2>&1
-check "--dry-run: plan, cost and command, no start" \
+check "a run script's --dry-run prints plan, cost and command and starts nothing" \
     equal "$? $(grep -cE '^(memory plan|cost: |.* --resume )' "$tmp/planned.log") $(ls -d "$tmp/planned" 2>/dev/null)" \
     "0 3 "
 unread_run() { unread env GPUS=1 STEPS=20 OUT="$tmp/unread_run" bash "$tmp/run.sh" "$@"; }
-check "stdout has no reader: a run script's --help" equal "$(unread_run --help)" 0
-check "stdout has no reader: --dry-run ends with SIGPIPE" equal "$(unread_run --dry-run)" 141
-check "stdout has no reader: a run script trains" equal "$(unread_run) $(newest "$tmp/unread_run")" "0 step-00000020"
-check "stdout has no reader: stdout.txt is whole" \
+check "a run script's --help ends with status 0 if nothing reads stdout" equal "$(unread_run --help)" 0
+check "a run script's --dry-run ends with SIGPIPE if nothing reads stdout" equal "$(unread_run --dry-run)" 141
+check "a run script trains if nothing reads stdout" equal "$(unread_run) $(newest "$tmp/unread_run")" "0 step-00000020"
+check "stdout.txt has all step lines if nothing reads stdout" \
     equal "$(grep -c '^step *[0-9]*/20 ' "$tmp/unread_run/stdout.txt")" 20
 for option in --checkpoint-dir "--checkpoint-dir=$tmp/other" --log-dir; do
     OUT=$tmp/other bash "$tmp/run.sh" "$option" "$tmp/other" >"$tmp/other.log" 2>&1
-    check "refused: $option" \
+    check "a run script refuses $option" \
         equal "$? $(grep -c "^error: ${option%%=*} is set by this script; OUT=FOLDER" "$tmp/other.log") $(ls \
         -d "$tmp/other" 2>/dev/null)" "1 1 "
 done
 for script in scripts/run_*-*.sh; do
     TRAINER=./none DATA=$tmp/none "$script" --num-steps 7 --help >"$tmp/help.log" 2>&1
-    check "$script --help" equal "$? $(grep -c "^usage: $script " "$tmp/help.log")" "0 1"
+    check "$script --help prints the usage" equal "$? $(grep -c "^usage: $script " "$tmp/help.log")" "0 1"
     for name in $(grep -oE '\$\{[A-Z]+' scripts/run_common.sh | tr -d '${' | sort -u); do
-        check "$script --help: $name" grep -q "^  $name  " "$tmp/help.log"
+        check "$script --help lists $name" grep -q "^  $name  " "$tmp/help.log"
     done
 done
 

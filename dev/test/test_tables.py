@@ -108,7 +108,7 @@ def damage(name, path, data, reason):
         check(recipes_status == 1 and "damaged: " + expected in recipes, name, "recipes", recipes_status, recipes)
         rows = [line for line in table.split("\n") if "5.7500" in line]
         check([row.split()[3] for row in rows] == ["bf16", "fp8:rowwise"] and rows[0].split()[4] == "9984", name,
-              "the other rows", table)
+              "the other rows keep their numbers", table)
 
 
 def edited(key, value, line=-1):
@@ -182,9 +182,10 @@ def test_random(rounds):
             check(well_ended(status) and well_ended(recipes_status),
                   "round %d, %s: %s, %s\n%r" % (i, path, status, recipes_status, files[path][:2000]))
             check(path == "runs.txt" or sum("5.7500" in line for line in table.split("\n")) >= 2,
-                  "round %d: the other rows\n%s" % (i, table))
+                  "round %d: the other rows keep their numbers\n%s" % (i, table))
             damaged += "damaged: " in table
-    check(rounds / 4 < damaged < rounds, "%d of %d were damaged" % (damaged, rounds))
+    check(rounds / 4 < damaged < rounds,
+          "%d of %d mutated files are reported as damaged; want more than a quarter, not all" % (damaged, rounds))
 
 
 def test_programs(folder):
@@ -202,7 +203,8 @@ def test_programs(folder):
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", folder], stdout=writer, stderr=subprocess.PIPE)
-    check(ended.returncode == 0 and ended.stderr == b"", "a reader that goes away", ended)
+    check(ended.returncode == 0 and ended.stderr == b"",
+          "the program succeeds if the reader of its stdout goes away", ended)
     for path, message in (("/none", b"error: /none is not a folder"), (folder, b"error: [Errno 21] Is a directory")):
         os.path.exists(folder + "/table.txt") and os.remove(folder + "/table.txt")
         os.makedirs(folder + "/table.txt", exist_ok=True)

@@ -73,8 +73,8 @@ static void test_sound_table(void) {
     CHECK(length == 4 && memcmp(once, "Once", 4) == 0, "length %zu", length);
     CHECK(tokenizer_decode(&tok, 1, &length) != NULL && length == 0, "length %zu", length);
     CHECK(tokenizer_decode(&tok, 2, &length) != NULL && length == 5, "length %zu", length);
-    CHECK(tokenizer_decode(&tok, 3, &length) == NULL && length == 0, "id 3 is outside");
-    CHECK(tokenizer_decode(&tok, -1, &length) == NULL && length == 0, "id -1 is outside");
+    CHECK(tokenizer_decode(&tok, 3, &length) == NULL && length == 0, "id 3, past the vocabulary, has no text");
+    CHECK(tokenizer_decode(&tok, -1, &length) == NULL && length == 0, "id -1 has no text");
     char *text = NULL;
     size_t size = 0;
     FILE *out = open_memstream(&text, &size);

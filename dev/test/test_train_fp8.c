@@ -293,10 +293,10 @@ static void test_delayed(void) {
     CHECK(first_input == float_from_bits(quantize_tensor_amax(t.acts.layer[0].norm1.data, 32 * 128, SCALE_TE)),
           "amax of an input: %g", (double)first_input);
     CHECK(first_scale == 224 / first_input && d->scale[dy] == 28672 / d->history[4 * dy + 3] && d->scale[w] == 0,
-          "scales after a micro-step");
+          "a micro-step sets the scales of x and dy from their amaxes and leaves that of w");
     micro_step(&t, 1.0f / 32, 0, 1);
     CHECK(d->history[4 * x + 2] == first_input && d->history[4 * x + 3] == first_input && d->scale[x] == first_scale,
-          "histories and scales after the same micro-step again");
+          "an equal micro-step appends an equal amax and keeps the scale");
     weights_update(&t, 0, 1);
     const float second_weight = float_from_bits(t.scales.amax[w]);
     CHECK(d->history[4 * w + 3] == first_weight && d->scale[w] == 224 / first_weight &&
@@ -473,7 +473,8 @@ static void test_nonfinite(void) {
     DataLoader data = dataloader_open(o.train_data, 16, true, 42);
     Run run = run_of(&t);
     StepRecord s = run_one_step(&run, &data, 0);
-    CHECK(!s.skipped && isfinite(s.norm) && s.step == 1 && run_samples_seen(&run, 1) == 2, "an ordinary step");
+    CHECK(!s.skipped && isfinite(s.norm) && s.step == 1 && run_samples_seen(&run, 1) == 2,
+          "an ordinary step is not skipped");
     const float good = t.params.master[0];
     for (int64_t i = 0; i < t.m.vocab_size; i++)
         t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = INFINITY;
@@ -485,7 +486,7 @@ static void test_nonfinite(void) {
     CHECK(s.skipped && run.skipped_in_a_row == 1 && s.step == 2, "the step with an infinite weight is skipped");
     CHECK(memcmp(before, t.params.master, bytes) == 0 && memcmp(before + t.table.total, t.params.exp_avg, bytes) == 0 &&
               memcmp(before + 2 * t.table.total, t.params.exp_avg_sq, bytes) == 0,
-          "a skipped step changed weights or state");
+          "a skipped step leaves weights and AdamW moments unchanged");
     for (int64_t i = 0; i < t.m.vocab_size; i++)
         t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
     s = run_one_step(&run, &data, 2);
@@ -519,7 +520,7 @@ static void test_nonfinite(void) {
           "a loss that is not finite: %s", place_of(&t, (double)NAN));
     CHECK(adamw_accepts(0x1p63) && !adamw_accepts(0x1.0000001p63) && !adamw_accepts((double)INFINITY) &&
               !adamw_accepts((double)NAN),
-          "adamw_accepts norms up to 2^63");
+          "adamw_accepts() takes norms up to 2^63 and no others");
     // Moments after many steps with the largest accepted gradient and the least averaging.
     AdamwElement largest = {0, 0, 0};
     const AdamwStep step = adamw_step(1, 1, 0, 0, 1e-8, 0, false, 1);

@@ -149,12 +149,13 @@ def compare(root):
             check(False, f"{name}: not in both trainers")
             continue
         a, b = types(c, at), types(cu, bt)
-        check(a == b, f"{name}: types differ: {a} and {b}")
-        check(c[at[2]:at[3]] != cu[bt[2]:bt[3]], f"{name} is equal in both, so it belongs to the twins; not: {reason}")
+        check(a == b, f"{name}: types in train_fp8.c and in the GPU trainer differ: {a} and {b}")
+        check(c[at[2]:at[3]] != cu[bt[2]:bt[3]],
+              f"{name} is equal in both trainers, which must differ: {reason}; move it to TWIN_FUNCTIONS")
     for name, reason in DIFFERENT_STRUCTS.items():
         a, b = find_struct(c, name), find_struct(cu, name)
         check(a and b, f"{name}: not in both trainers")
-        check(a != b, f"{name} is equal in both, so it belongs to the twins; not: {reason}")
+        check(a != b, f"{name} is equal in both trainers, which must differ: {reason}; move it to TWIN_STRUCTS")
 
 
 def fake_gpu(text):
@@ -194,7 +195,7 @@ def test_itself():
         shutil.copy(REPOSITORY / "train_fp8.c", directory)
         right = fake_gpu((REPOSITORY / "train_fp8.c").read_text())
         status, output = result_of(directory, right)
-        check(status == 0, "a right copy is refused:\n" + output)
+        check(status == 0, "a correct GPU trainer is refused:\n" + output)
         spaced = changed(right, "layer_forward", "{\n", "{\n\n    // another comment\n")
         status, output = result_of(directory, spaced)
         check(status == 0, "a comment and an empty line are taken for a difference:\n" + output)

@@ -68,14 +68,20 @@ def test_commands(folder):
     result = verdict(*options(folder, "--dry-run", "--seeds", "7", "--rounding-seeds", "1,2", "--", "--fp8-fast-accum",
                               "none", "--batch-size", "2"))
     lines = result.stdout.splitlines()
-    check(result.returncode == 0 and len(lines) == 6, f"2 rounding seeds x 3 precisions: {lines}")
-    check(all("--seed 7" in line and "--batch-size 2" in line for line in lines), f"{lines}")
-    check([("--fp8-fast-accum none" in line) for line in lines] == [False, True, True] * 2, f"FP8 options: {lines}")
-    check([line.split("--rounding-seed ")[1][0] for line in lines] == ["1"] * 3 + ["2"] * 3, f"{lines}")
-    check("--lr-schedule cosine" in lines[0] and "--grad-clip 1" in lines[0], lines[0])
+    check(result.returncode == 0 and len(lines) == 6,
+          f"--dry-run prints 6 commands, for 2 rounding seeds and 3 precisions: {lines}")
+    check(all("--seed 7" in line and "--batch-size 2" in line for line in lines),
+          f"every command has --seed 7 and --batch-size 2: {lines}")
+    check([("--fp8-fast-accum none" in line) for line in lines] == [False, True, True] * 2,
+          f"only FP8 commands have FP8 options: {lines}")
+    check([line.split("--rounding-seed ")[1][0] for line in lines] == ["1"] * 3 + ["2"] * 3,
+          f"three commands for each rounding seed: {lines}")
+    check("--lr-schedule cosine" in lines[0] and "--grad-clip 1" in lines[0],
+          f"a command has a cosine schedule and --grad-clip 1: {lines[0]}")
     repeated = verdict(*options(folder, "--dry-run", "--repeat")).stdout.splitlines()
-    check("--learning-rate 1e-5 --lr-schedule constant" in repeated[0], repeated[0])
-    check("--grad-clip" not in repeated[0], repeated[0])
+    check("--learning-rate 1e-5 --lr-schedule constant" in repeated[0],
+          f"with --repeat the learning rate is constant: {repeated[0]}")
+    check("--grad-clip" not in repeated[0], f"with --repeat gradients are not clipped: {repeated[0]}")
     check(not (pathlib.Path(folder) / "verdict").exists(), "--dry-run writes nothing")
 
 
@@ -99,14 +105,14 @@ def test_killed(folder, words):
     out = process.communicate()[0]
     kept = finished(folder)
     check("9 of 9 runs to do" in out and "minutes at the speed of BF16, until" in out and "GPU hours cost" in out,
-          f"how long it will take: {out[:500]}")
+          f"the verdict prints how long it will take: {out[:500]}")
     check(process.returncode == 128 + signal.SIGTERM and "start the verdict again to continue" in out,
-          f"a stopped verdict: status {process.returncode}, {out[-300:]}")
-    check(2 <= len(kept) < 9, f"runs that were finished when it stopped: {kept}")
+          f"a stopped verdict says how to continue: status {process.returncode}, {out[-300:]}")
+    check(2 <= len(kept) < 9, f"2 to 8 of 9 runs are finished when the verdict stops: {kept}")
     times = {name: (pathlib.Path(folder) / "verdict" / name / "log.jsonl").stat().st_mtime_ns for name in kept}
     refused = verdict(*options(folder, "--lr", "1e-3"))
     check(refused.returncode == 1 and "holds runs of other settings" in refused.stderr and "lr: " in refused.stderr,
-          f"other settings: {refused.stderr}")
+          f"other settings are refused: {refused.stderr}")
     return times
 
 
@@ -123,7 +129,8 @@ def test_report(folder):
     """report.json's differences are those of a computation with plain sums and a t factor from a table."""
     report = json.loads((pathlib.Path(folder) / "verdict" / "report.json").read_text())
     t_factor = 4.302652729911275  # 97.5% of Student's t with 2 degrees of freedom
-    check(len(report["comparisons"]) == len(RECIPES), f"{len(report['comparisons'])} comparisons")
+    check(len(report["comparisons"]) == len(RECIPES),
+          f"report.json has a comparison of each recipe: {len(report['comparisons'])}")
     for comparison, recipe in zip(report["comparisons"], RECIPES):
         training = comparison["training"]
         last = comparison["training_last_steps"]
@@ -139,7 +146,8 @@ def test_report(folder):
         values = []
         for seed in SEEDS:
             pair = [[r for r in read(folder, r_, seed) if r["type"] == "validation"][-1] for r_ in ("bf16", recipe)]
-            check(pair[0]["step"] == STEPS and len(pair[0]["losses"]) == len(pair[1]["losses"]) > 2, f"{pair}")
+            check(pair[0]["step"] == STEPS and len(pair[0]["losses"]) == len(pair[1]["losses"]) > 2,
+                  f"both runs have the losses of equal sequences after the last step: {pair}")
             values.append(pair[1]["loss"] - pair[0]["loss"])
         check(abs(comparison["validation"]["estimate"] - sum(values) / 3) < 1e-9,
               f"{recipe}: validation {comparison['validation']['estimate']}, not {sum(values) / 3}")
@@ -156,7 +164,8 @@ def test_cut_log(folder):
                             text=True)
     report = json.loads((pathlib.Path(folder) / "verdict" / "report.json").read_text())
     seeds = {c["recipe"]: c["seeds"] for c in report["comparisons"]}
-    check(result.returncode == 0 and list(seeds.values())[0] == [42, 44], f"a run that was cut: {seeds}")
+    check(result.returncode == 0 and list(seeds.values())[0] == [42, 44],
+          f"the run whose log was cut is left out: {seeds}")
     check("fp8.s43" in json.dumps(report), "the report names the run that was cut")
     log.write_text(whole)
 
@@ -174,10 +183,11 @@ exec ./train_fp8 "$@"
     program.chmod(0o755)
     result = verdict(*options(folder, "--trainer", str(program), "--out", f"{folder}/failing", "--seeds", "8,9,10,11",
                               "--recipes", "fp8", "--", "--val-steps", "4"))
-    check(result.returncode == 1, f"status {result.returncode}: {result.stderr}")
+    check(result.returncode == 1, f"a failed run gives status 1, not {result.returncode}: {result.stderr}")
     check("seed 8: out of memory: needs 999 GiB" in result.stdout and "seed 9: failed: ended with signal 9" in
-          result.stdout, result.stdout)
-    check(all(f"fp8, seed {seed}: loss" in result.stdout for seed in (10, 11)), result.stdout)
+          result.stdout, f"the verdict prints why two runs ended: {result.stdout}")
+    check(all(f"fp8, seed {seed}: loss" in result.stdout for seed in (10, 11)),
+          f"the other runs end with a loss: {result.stdout}")
 
 
 def main():
@@ -193,16 +203,18 @@ def main():
         times = test_killed(folder, words)
         result = verdict(*words)
         check(len(finished(folder)) == len(SEEDS) * (1 + len(RECIPES)), f"{result.stdout}{result.stderr}")
-        check(result.stdout.count("from before") == len(times), f"runs kept: {result.stdout}")
+        check(result.stdout.count("from before") == len(times),
+              f"the second start keeps the finished runs: {result.stdout}")
         for name, when in times.items():
             now = (pathlib.Path(folder) / "verdict" / name / "log.jsonl").stat().st_mtime_ns
-            check(now == when, f"{name} was finished, and ran again")
+            check(now == when, f"{name}, which was finished, does not run again")
         test_failing_trainer(folder)
         if libraries.returncode:
             print(f"skipped: the report of the verdict: {libraries.stderr.strip()[-200:]}")
-            check("scripts/setup_report.sh" in result.stderr, f"without libraries it says so: {result.stderr}")
+            check("scripts/setup_report.sh" in result.stderr,
+                  f"without libraries the verdict names the script that installs them: {result.stderr}")
         else:
-            check(result.returncode == 0, f"status {result.returncode}: {result.stderr}")
+            check(result.returncode == 0, f"the verdict ends with status 0, not {result.returncode}: {result.stderr}")
             test_report(folder)
             test_cut_log(folder)
     finally:

@@ -59,11 +59,11 @@ def test_against_libraries(rng):
     fp8 = bf16 + 0.1 + 0.05 * rng.standard_normal((4, 60))
     got = vs.training_difference(bf16, fp8, 50)
     expected = stats.ttest_rel(fp8[:, 10:].mean(axis=1), bf16[:, 10:].mean(axis=1)).confidence_interval()
-    check(np.allclose([got.low, got.high], expected), f"t-interval over pairs: {got}, {expected}")
+    check(np.allclose([got.low, got.high], expected), f"scipy's t-interval over pairs: {got}, {expected}")
     got = vs.validation_difference(bf16[0], fp8[0])
     expected = stats.ttest_rel(fp8[0], bf16[0]).confidence_interval()
-    check(np.allclose([got.low, got.high], expected), f"t-interval over sequences: {got}, {expected}")
-    check((got.pairs, got.covers) == (1, "sequences"), f"one pair: {got}")
+    check(np.allclose([got.low, got.high], expected), f"scipy's t-interval over sequences: {got}, {expected}")
+    check((got.pairs, got.covers) == (1, "sequences"), f"one pair covers the noise of sequences: {got}")
 
     # With sequences that hardly differ, the pairs decide; with pairs that hardly differ, the sequences decide.
     seeds, sequences = rng.standard_normal((4, 1)), rng.standard_normal((1, 60))
@@ -71,7 +71,8 @@ def test_against_libraries(rng):
     for table, sample in ((seeds + noise, seeds[:, 0]), (sequences + noise, sequences[0])):
         got = vs.validation_difference(np.zeros((4, 60)), table)
         expected = stats.ttest_1samp(sample, 0).confidence_interval()
-        check(np.allclose([got.low, got.high], expected, atol=1e-4), f"{got}, {expected}")
+        check(np.allclose([got.low, got.high], expected, atol=1e-4),
+              f"scipy's t-interval over the noisier of pairs and sequences: {got}, {expected}")
 
     # The mean squares of the two-way table, by another way: projections of the whole vector.
     table = seeds + sequences + rng.standard_normal((4, 60))
@@ -93,16 +94,20 @@ def test_detectable(rng):
         t = (rng.standard_normal(40000) + shift) / np.sqrt(rng.chisquare(degrees, 40000) / degrees)
         power = np.mean(np.abs(t) > stats.t.ppf(0.975, degrees))
         check(abs(power - 0.8) < 0.01, f"power {power} at the detectable difference, {degrees} degrees of freedom")
-    check(abs(vs.detectable_difference(2.0, 1e6) - 2 * 2.8016) < 1e-3, "the detectable difference of a normal mean")
-    check(vs.detectable_difference(0.0, 2) == 0, "runs without noise")
+    check(abs(vs.detectable_difference(2.0, 1e6) - 2 * 2.8016) < 1e-3,
+          "with many degrees of freedom the detectable difference is that of a normal mean")
+    check(vs.detectable_difference(0.0, 2) == 0, "without noise every difference is detectable")
 
 
 def test_noise_band():
     band = vs.noise_band([1.0, 3.0, 10.0, 14.0], [42, 42, 43, 43], pairs=2)
-    check(band.degrees == 2 and math.isclose(band.deviation, math.sqrt((2 + 8) / 2)), f"pooled over groups: {band}")
-    check(math.isclose(band.half_width, stats.t.ppf(0.975, 2) * math.sqrt(5)), f"half a width: {band}")
+    check(band.degrees == 2 and math.isclose(band.deviation, math.sqrt((2 + 8) / 2)),
+          f"the noise band pools the variance of groups: {band}")
+    check(math.isclose(band.half_width, stats.t.ppf(0.975, 2) * math.sqrt(5)),
+          f"the half width is that of a t-interval: {band}")
     curves = vs.noise_band([[1.0, 5.0], [3.0, 5.0]], ["all", "all"])
-    check(curves.half_width.shape == (2,) and curves.half_width[1] == 0, f"a band over steps: {curves}")
+    check(curves.half_width.shape == (2,) and curves.half_width[1] == 0,
+          f"a noise band of curves has a value for each step: {curves}")
     refuses("no two BF16 runs", vs.noise_band, [1.0, 2.0], [42, 43])
     refuses("finite loss and a group", vs.noise_band, [1.0, math.nan], [42, 42])
     refuses("finite loss and a group", vs.noise_band, [1.0, 2.0], [42])
@@ -132,20 +137,25 @@ def test_speedup_exact():
 
     slow_start = np.r_[np.full(100, 3.0), np.full(300, 1.0)]  # seconds of steps that differ: 600 in all
     got = vs.loss_matched_speedup(falling(), falling() + 0.5 * math.log(1.25), slow_start, np.ones(400))
-    check(math.isclose(got.estimate, (300 + 220) / 400, rel_tol=1e-6), f"steps of unequal time: {got}")
+    check(math.isclose(got.estimate, (300 + 220) / 400, rel_tol=1e-6),
+          f"the speed-up counts steps of unequal time: {got}")
 
     got = match(falling() + 1, cost=(1.4, 1.0))  # FP8 ends where BF16 was before the fitted steps
-    check(got.estimate is None and not got.reached and math.isclose(got.high, 1.4 * 0.25), f"far above: {got}")
+    check(got.estimate is None and not got.reached and math.isclose(got.high, 1.4 * 0.25),
+          f"FP8 far above BF16 gets an upper limit alone: {got}")
     check("below 0.35x" in vs.speedup_words(got), vs.speedup_words(got))
-    check(math.isclose(match(falling() + 1000).high, 1.35 * 0.25), "very far above")
+    check(math.isclose(match(falling() + 1000).high, 1.35 * 0.25),
+          "FP8 very far above BF16 gets the smallest upper limit")
     got = match(falling() - 1)
-    check(got.estimate is None and got.reached and math.isclose(got.low, 1.35 / 0.25), f"far below: {got}")
+    check(got.estimate is None and got.reached and math.isclose(got.low, 1.35 / 0.25),
+          f"FP8 far below BF16 gets a lower limit alone: {got}")
     check("above 5.40x" in vs.speedup_words(got), vs.speedup_words(got))
     noise = np.random.default_rng(0).standard_normal((2, 400))
     for bf16, fp8 in ((3 + 0.001 * noise[0], falling()), (falling(), 3 + 0.001 * np.arange(400)),
                       (falling() + noise[0], falling() + noise[1])):  # the last: noise hides that the curves fall
         got = match(fp8, bf16)
-        check(got.estimate is None and "does not fall" in vs.speedup_words(got), f"no falling curve: {got}")
+        check(got.estimate is None and "does not fall" in vs.speedup_words(got),
+              f"curves that do not fall give no estimate: {got}")
 
 
 def test_refusals():
@@ -170,22 +180,25 @@ def test_refusals():
 def test_words():
     bf16 = falling()
     same = vs.training_difference(bf16, bf16, 100)
-    check((same.low, same.high, vs.verdict(same).kind) == (0, 0, "same"), f"equal runs: {same}")
+    check((same.low, same.high, vs.verdict(same).kind) == (0, 0, "same"),
+          f"equal runs have the interval 0 to 0: {same}")
     noise = 0.01 * np.random.default_rng(0).standard_normal((3, 400))
     for shift, kind, word in ((0, "same", "cannot be told apart from BF16"), (1, "costs", "costs "),
                               (-1, "gains", "gains ")):
         words = vs.verdict(vs.training_difference(np.tile(bf16, (3, 1)), bf16 + shift + noise, 200))
-        check(words.kind == kind and word in words.words and "one pair" not in words.words, f"{words}")
+        check(words.kind == kind and word in words.words and "one pair" not in words.words,
+              f"a shift of {shift} gives \"{kind}\": {words}")
     one = vs.training_difference(bf16, bf16 + 0.1 + noise[0], 200)
-    check(vs.verdict(one).kind == "costs" and "is not covered" in vs.verdict(one).words, f"{vs.verdict(one)}")
+    check(vs.verdict(one).kind == "costs" and "is not covered" in vs.verdict(one).words,
+          f"one pair: the noise is not covered: {vs.verdict(one)}")
     wide, narrow = (vs.noise_band([2.0, 2.0 + gap], [0, 0]) for gap in (0.1, 0.001))
-    check(vs.verdict(vs.with_rounding(one, wide)).kind == "same", "one pair within the noise of rounding")
+    check(vs.verdict(vs.with_rounding(one, wide)).kind == "same", "one pair within the noise of rounding is like BF16")
     covered = vs.with_rounding(one, narrow)
     check(vs.verdict(covered).kind == "costs" and "is not covered" not in vs.verdict(covered).words
           and covered.covers == "batches and rounding", f"one pair beyond the noise of rounding: {covered}")
     check(covered.low < one.low and covered.detectable > one.detectable, f"rounding widens the interval: {covered}")
     still = vs.noise_band([2.0, 2.0], [0, 0])
-    check(vs.with_rounding(one, still) == one, "no noise of rounding")
+    check(vs.with_rounding(one, still) == one, "without noise of rounding the difference stays")
 
 
 def test_with_rounding():
@@ -194,8 +207,9 @@ def test_with_rounding():
     band = vs.NoiseBand(np.array(0.0), np.array(4 * stats.t.ppf(0.975, 2)), 2)
     got = vs.with_rounding(one, band)
     degrees = 625 / (81 / 8 + 256 / 2)  # 4.52
-    check(np.isclose(got.high - 7, max(5 * stats.t.ppf(0.975, degrees), 4 * stats.t.ppf(0.975, 2))), f"{got}")
-    check(np.isclose(got.high + got.low, 14) and got.pairs == 1, f"symmetric: {got}")
+    check(np.isclose(got.high - 7, max(5 * stats.t.ppf(0.975, degrees), 4 * stats.t.ppf(0.975, 2))),
+          f"the interval has the summed variance: {got}")
+    check(np.isclose(got.high + got.low, 14) and got.pairs == 1, f"the interval is symmetric around 7: {got}")
 
 
 def test_real_curves():
@@ -212,12 +226,13 @@ def test_real_curves():
         step = np.arange(len(series))
         rest = series - np.polyval(np.polyfit(step, series, degree), step)
         got = rest[1:] @ rest[:-1] / (rest @ rest)
-        check(abs(got - phi) < 0.05 and abs(rest.std() / deviation - 1) < 0.1, f"{got}, {rest.std()}")
+        check(abs(got - phi) < 0.05 and abs(rest.std() / deviation - 1) < 0.1,
+              f"simulated and real noise have equal correlation and deviation: {got}, {rest.std()}")
     got = vs.training_difference(losses["bf16"], losses["fp8"], 100)
     check(abs(got.estimate - 0.0423) < 1e-4, f"the last 100 steps, 2.9392 - 2.8969 in RESULTS.md: {got}")
     got = vs.training_difference(losses["bf16"], losses["fp8"], 500)
     print(vs.verdict(got).words)
-    check(vs.verdict(got).kind == "costs", f"the last 500 steps: {got}")
+    check(vs.verdict(got).kind == "costs", f"the last 500 steps of the real curves cost loss: {got}")
 
 
 # ---- coverage

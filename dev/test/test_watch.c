@@ -170,7 +170,8 @@ static void check_activity(void) {
     memset(&row, 0, sizeof row);
     activity_phase(PHASE_SAVING, 7);
     watch_note_activity(&row, 1);
-    CHECK(row.phase == PHASE_SAVING && row.step == 7 && row.kind == ACTIVITY_COMPUTING && row.idle == 0, "a phase");
+    CHECK(row.phase == PHASE_SAVING && row.step == 7 && row.kind == ACTIVITY_COMPUTING && row.idle == 0,
+          "a rank reports its phase and step");
     CHECK(strcmp(row.doing, "computing") == 0, "%s", row.doing);
     char path[2 * ACTIVITY_DETAIL];
     memset(path, 'x', sizeof path);
@@ -184,20 +185,22 @@ static void check_activity(void) {
     CHECK(row.idle == 0, "this process was stopped itself: %g s", row.idle);
     errno = 28;
     activity_end();
-    CHECK(errno == 28, "activity_end changes errno");
+    CHECK(errno == 28, "activity_end does not change errno");
     const int64_t collectives = row.collectives;
     activity_begin(ACTIVITY_WAITING, "all-to-all", "");
     watch_note_activity(&row, 1);
-    CHECK(row.kind == ACTIVITY_WAITING && row.collectives == collectives, "waiting");
+    CHECK(row.kind == ACTIVITY_WAITING && row.collectives == collectives,
+          "a collective that waits is reported as waiting");
     CHECK(strcmp(row.doing, "all-to-all") == 0, "%s", row.doing);
     activity_end();
     activity_operation(2, "all-gather of the weights", 4, false);
     watch_note_activity(&row, 1);
-    CHECK(watch_waits(&row) && row.collectives == collectives + 1, "NCCL is pending");
+    CHECK(watch_waits(&row) && row.collectives == collectives + 1, "a pending NCCL operation counts as waiting");
     CHECK(strcmp(row.doing, "all-gather of the weights of layer 4") == 0, "%s", row.doing);
     activity_operation(0, "", NO_LAYER, true);
     watch_note_activity(&row, 1);
-    CHECK(!watch_waits(&row) && row.collectives == collectives + 2, "NCCL has finished");
+    CHECK(!watch_waits(&row) && row.collectives == collectives + 2,
+          "a finished NCCL operation does not count as waiting");
 }
 
 // After every call on a file the rank is computing again, and its count of changes has grown.
@@ -214,11 +217,11 @@ static void check_files(void) {
     const int changes = (int)(row.changes - before);
     CHECK(row.kind == ACTIVITY_COMPUTING && changes == 8, "%d changes in open, write, fsync, close", changes);
     char *text = read_file(scratch_path("a"), &size);
-    CHECK(text && strcmp(text, "text") == 0, "read_file");
+    CHECK(text && strcmp(text, "text") == 0, "read_file returns the text");
     free(text);
     CHECK(!read_file(scratch_path("none"), &size) && errno == ENOENT, "read_file of nothing: %s", strerror(errno));
     watch_note_activity(&row, 0);
-    CHECK(row.kind == ACTIVITY_COMPUTING, "after read_file");
+    CHECK(row.kind == ACTIVITY_COMPUTING, "the activity is computing after read_file");
     scratch_remove();
 }
 

@@ -71,7 +71,7 @@ static inline void fill_for_timing(char *from, char *to, cudaStream_t stream) {
 static inline void linears_plan_gemm(Linears *ln, GemmPlan *p, char *memory) {
     char *a = memory, *b = a + round_up(gemm_bytes_a(p), ARENA_ALIGNMENT),
          *d = b + round_up(gemm_bytes_b(p), ARENA_ALIGNMENT);
-    // the data is larger than its scales, so these fit too
+    // the scales are read from the memory of the data, which is larger
     const QTensor operand_a = qtensor_for_timing(a), operand_b = qtensor_for_timing(b);
     char *const scratch = (char *)ln->gemm.scratch;
     if (p->emulated)
@@ -179,7 +179,7 @@ static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Casts of tensors [R, C] whose values come from a source (quantize.cuh)
+// Casts of tensors [R, C]. A Source supplies the values (quantize_kernels.cuh).
 
 // Raises the amaxes that the tensor's rowwise and columnwise casts need. Block scales need none.
 template <class Source>

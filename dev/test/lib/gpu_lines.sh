@@ -57,9 +57,9 @@ validation() { grep '^validation ' "$tmp/$1.log" | tail -n 1 | sed 's/.*loss //'
 near() {
     if awk -v a="$2" -v b="$3" -v t="$4" \
         'BEGIN { if (a == "" || b == "") exit 1; d = a / b - 1; if (d < 0) d = -d; exit !(d <= t) }'; then
-        ok "$1: $2 and $3"
+        ok "$1: $2 and $3 differ by $4 of their value at most"
     else
-        bad "$1: $2 and $3 differ by more than $4"
+        bad "$1: $2 and $3 differ by more than $4 of their value"
     fi
 }
 # Checks that two runs printed equal lines. $1 name of the check, $2 and $3 the logs. With $4, log $3 must equal the
@@ -68,8 +68,9 @@ same() {
     local want got
     want=$(lines "$2" | tail -n "${4:-+1}") got=$(lines "$3")
     if [ -n "$got" ] && [ "$want" = "$got" ]; then
-        ok "$1: the same lines"
+        ok "$1: equal step lines"
     else
-        bad "$1: $(diff <(echo "$want") <(echo "$got") | head -n 4) $(grep -m1 -i error "$tmp/$3.log")"
+        bad "$1: the step lines differ: $(diff <(echo "$want") <(echo "$got") | head -n 4)" \
+            "$(grep -m1 -i error "$tmp/$3.log")"
     fi
 }

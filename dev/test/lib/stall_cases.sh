@@ -22,7 +22,7 @@ stall_await() {
         kill -0 "${launched[$1]}" 2>/dev/null || break
         sleep 0.1
     done
-    bad "$1: was not held: $(tail -n 4 "$tmp/$1.log")"
+    bad "$1: the rank did not reach the call at which it is held: $(tail -n 4 "$tmp/$1.log")"
     return 1
 }
 # Waits at most $2 seconds for the end of run $1, then kills it. Sets `took`, and `status` ("running" if it was killed).
