@@ -134,7 +134,8 @@ def test_energy(folder):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     counter = EnergyCounter("GPU-1", library)
     before = counter.joules()
-    check(before > 1e9 and abs(counter.joules() - before - 1.5) < 1e-3, "the counter grows by 1.5 J between two readings:", before)
+    check(before > 1e9 and abs(counter.joules() - before - 1.5) < 1e-3,
+          "the counter grows by 1.5 J between two readings:", before)
     check(EnergyCounter("GPU-2", library).joules() is None, "an unknown GPU has no reading")
     check(EnergyCounter("GPU-1", os.path.join(folder, "none.so")).joules() is None, "there is no reading without NVML")
     check(EnergyCounter("GPU-1", "libm.so.6").joules() is None, "a library without NVML's functions gives no reading")
@@ -241,7 +242,8 @@ def test_compare(folder):
     line = "| llama3.2-1b | 2048 | 10,000 | 12,000 | 1.20x | 3.0 GiB | 6,000 | 8,000 | 5.0 GiB | 1.67x | 1.50x |"
     check(status == 0 and line in table and "Failed" not in table,
           "table.md has a row whose runs finish:", status, table, printed)
-    check("| llama3.2-1b | 2048 | 0.05000 | 0.05000 |  | 0.06250 |" in table, "table.md has the joules per token of the row:", table)
+    check("| llama3.2-1b | 2048 | 0.05000 | 0.05000 |  | 0.06250 |" in table,
+          "table.md has the joules per token of the row:", table)
     check([row["run"] for row in rows] == ["ours_bf16", "peer_bf16", "ours_fp8", "peer_fp8"]
           and rows[2]["tokens_per_second_per_gpu"] == "12000.5" and rows[2]["program"] == "train_fp8cu 0.1"
           and "--log-dir" in rows[0]["command"], "table.csv has the four runs of the row:", rows)
