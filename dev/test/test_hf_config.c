@@ -104,7 +104,7 @@ static void test_refused(void) {
     static const char *const cases[][2] = {
         {"", "expected a value"},
         {"[]", "not an object"},
-        {"{}", "names neither"},
+        {"{}", "has neither"},
         {LLAMA, "expected ',' or '}'"},
         {"{\"architectures\": [\"LlamaForCausalLM\"]}", "has no \"vocab_size\""},
         {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": null}", "has no \"vocab_size\""},

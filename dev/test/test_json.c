@@ -46,10 +46,10 @@ static void test_refused(void) {
                                            {"\"\\u12\"", "four hexadecimal"},
                                            {"\"\\u12g4\"", "four hexadecimal"},
                                            {"\"\\u0000\"", "\\u0000"},
-                                           {"\"\\ud800\"", "without a second"},
-                                           {"\"\\ud800\\u0041\"", "without a second"},
-                                           {"\"\\ud800\\n\"", "without a second"},
-                                           {"\"\\udc00\"", "without a first"},
+                                           {"\"\\ud800\"", "without the second half"},
+                                           {"\"\\ud800\\u0041\"", "without the second half"},
+                                           {"\"\\ud800\\n\"", "without the second half"},
+                                           {"\"\\udc00\"", "without the first half"},
                                            {"\"a\nb\"", "control character"},
                                            {"{\"a\":1,\"b\":2,\"a\":3}", "key \"a\" appears twice"},
                                            {"{\"x\":{\"a\":1,\"\\u0061\":2}}", "key \"a\" appears twice"},
@@ -256,8 +256,8 @@ static void test_bytes(void) {
         CHECK(strcmp(out.data, cases[i][1]) == 0, "%s, not %s", out.data, cases[i][1]);
         json_text_free(&out);
     }
-    check_refused("\"\\udc7f\"", 8, "without a first");
-    check_refused("\"\\udd00\"", 8, "without a first");
+    check_refused("\"\\udc7f\"", 8, "without the first half");
+    check_refused("\"\\udd00\"", 8, "without the first half");
     int wrong = 0;
     for (uint64_t round = 0; round < 2000; round++) {
         char bytes[9] = "";

@@ -123,7 +123,7 @@ static void test_damaged_tables(void) {
     t = sound, table_set_u32(&t, 4, 2);
     check_refused(&t, "unknown version");
     t = sound, table_set_u32(&t, 8, 0xffffffffu);
-    check_refused(&t, "more tokens promised than the file can hold");
+    check_refused(&t, "the header promises more tokens than the file can hold");
     t = sound, table_set_u32(&t, 8, 2), table_set_u32(&t, 12, 1);
     check_refused(&t, "bytes after the last token");
     t = sound, table_set_u32(&t, 12, 3);

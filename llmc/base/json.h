@@ -122,13 +122,13 @@ static inline bool json_parse_escape(JsonParser *p) {
         return true;
     }
     if (code >= 0xdc00 && code <= 0xdfff)
-        return json_syntax_error(p, "second half of a surrogate pair without a first");
+        return json_syntax_error(p, "second half of a surrogate pair without the first half");
     if (code >= 0xd800 && code <= 0xdbff) {
         if (!json_take(p, '\\') || !json_take(p, 'u'))
-            return json_syntax_error(p, "first half of a surrogate pair without a second");
+            return json_syntax_error(p, "first half of a surrogate pair without the second half");
         if (!json_hex4(p, &low)) return false;
         if (low < 0xdc00 || low > 0xdfff)
-            return json_syntax_error(p, "first half of a surrogate pair without a second");
+            return json_syntax_error(p, "first half of a surrogate pair without the second half");
         code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
     }
     json_put_utf8(p, code);

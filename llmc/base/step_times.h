@@ -1,11 +1,11 @@
-// Parts of the time of an optimizer step, in which both trainers report it.
+// The parts into which both trainers split the time of an optimizer step.
 #ifndef LLMC_STEP_TIMES_H
 #define LLMC_STEP_TIMES_H
 
 typedef enum {
     TIME_COMPUTE,        // forward and backward pass
-    TIME_DATA,           // no work: the host still reads the batch, and sends it
-    TIME_COMMUNICATION,  // no work: waits for other ranks' weights, gradients or sums
+    TIME_DATA,           // computation waits for the batch, which the host reads and sends
+    TIME_COMMUNICATION,  // computation waits for weights, gradients or sums of other ranks
     TIME_OPTIMIZER,      // gradient norm and AdamW
     NUM_STEP_TIMES
 } StepTime;

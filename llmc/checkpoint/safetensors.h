@@ -169,7 +169,7 @@ static inline bool safetensors_read_header(const SafetensorsFile *file, Json *js
         return fail(failure, "%s: %lld bytes are too few for a safetensors file", file->path, (long long)file->bytes);
     if (!file_read_at(file->fd, file->path, 0, &length, 8, failure)) return false;
     if (length > (uint64_t)SAFETENSORS_MAX_HEADER)
-        return fail(failure, "%s: a header of %llu bytes; not a safetensors file", file->path,
+        return fail(failure, "%s: the header would have %llu bytes, so this is not a safetensors file", file->path,
                     (unsigned long long)length);
     if ((int64_t)length > file->bytes - 8)
         return fail(failure, "%s: the header has %llu bytes but the file only %lld; it was cut short", file->path,

@@ -94,7 +94,7 @@ static inline const HfClass *hf_class_of(const Json *json) {
     const JsonNode *first = list && list->type == JSON_ARRAY ? json_first(json, list) : NULL;
     const char *architecture = first && first->type == JSON_STRING ? first->text : NULL;
     const char *model_type = hf_text(json, root, "model_type", NULL);
-    if (!architecture && !model_type) die("%s names neither \"architectures\" nor \"model_type\"", json->source);
+    if (!architecture && !model_type) die("%s has neither \"architectures\" nor \"model_type\"", json->source);
     for (const HfClass *c = hf_classes(); c->architecture; c++)
         if (strcmp(architecture ? architecture : model_type, architecture ? c->architecture : c->model_type) == 0) {
             if (model_type && strcmp(model_type, c->model_type) != 0)
@@ -127,7 +127,7 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
     const JsonNode *layer_types = hf_member(json, root, "layer_types");
     for (const JsonNode *t = layer_types ? json_first(json, layer_types) : NULL; t; t = json_next(json, t))
         if (strcmp(t->text, "full_attention") != 0)
-            die_with(EXIT_UNSUPPORTED, "%s: a layer of type \"%s\"; only \"full_attention\" is supported", json->source,
+            die_with(EXIT_UNSUPPORTED, "%s: layer_types has \"%s\"; only \"full_attention\" is supported", json->source,
                      t->text);
     if (hf_member(json, root, "quantization_config"))
         die_with(EXIT_UNSUPPORTED,
@@ -141,7 +141,7 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
                  json->source);
 }
 
-// RoPE base and scaling from either style.
+// Reads the RoPE base and scaling, which config.json holds in either style (head of this file).
 static inline void hf_read_rope(const Json *json, ModelConfig *m) {
     const JsonNode *root = json_root(json);
     const JsonNode *parameters = hf_member(json, root, "rope_parameters"),

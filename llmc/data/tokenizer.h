@@ -59,7 +59,7 @@ static inline const char *tokenizer_parse(Tokenizer *tok, char *file, size_t siz
     if (tokenizer_u32(file + 4) != TOKENIZER_VERSION) return "unknown version (1 is expected)";
     size_t count = tokenizer_u32(file + 8), separator = tokenizer_u32(file + 12), at = TOKENIZER_HEADER_BYTES;
     // a token takes 4 bytes at least, so a count that the file cannot hold is refused before memory is asked for
-    if (count > (size - at) / 4) return "truncated: more tokens promised than the file can hold";
+    if (count > (size - at) / 4) return "truncated: the header promises more tokens than the file can hold";
     if (separator >= count) return "the separator's id is not in the table";
     tok->offsets = (size_t *)xcalloc(count, sizeof(size_t));
     for (size_t id = 0; id < count; id++) {

@@ -155,8 +155,8 @@ static inline void compute_waits_comm(Transport *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // All-gather
 
-// Begins an all-gather. Then call transport_gather for each array, and transport_end_gather. `what` and `l` are for
-// messages (nccl_begin_operation).
+// Begins an all-gather. Then call transport_gather for each array, and transport_end_gather. Messages name `what`
+// and `l`, a layer, ROOT or NO_LAYER (nccl_begin_operation).
 static inline void transport_begin_gather(Transport *t, const char *what, int64_t l) {
     if (t->kind == TRANSPORT_COPY_ENGINES) nccl_begin_operation(t->nccl, what, l);
     else nccl_begin(t->nccl, what, l);
@@ -183,7 +183,7 @@ static inline void transport_end_gather(Transport *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels that sum gradients
 
-// to [rows, n] = the first n columns of from [rows, stride], as fp32. n and stride must be multiples of 8.
+// `to` [rows, n] = the first n columns of `from` [rows, stride], as fp32. n and stride must be multiples of 8.
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_to_fp32_kernel(float *to, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
     grid_dependency_wait();
@@ -196,7 +196,7 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     }
 }
 
-// Adds gradients from [n] to to [n], a part of the sums. n must be a multiple of 8.
+// Adds the gradients `from` [n] to `to` [n], a part of the sums. n must be a multiple of 8.
 template <class Sum, class T>
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_add_kernel(Sum *to, const T *from, int64_t n, GradientSum sum) {
@@ -209,9 +209,9 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     }
 }
 
-// Sums gradients over `ranks` ranks, in the order of ranks, and adds the result to to [n], a part of the sums over
-// micro-steps. own [n] holds the gradients of rank `rank`, others [ranks - 1][n] those of all other ranks. Adds in fp32
-// and rounds once if `to` is bf16. n must be a multiple of 8.
+// Sums gradients over `ranks` ranks, in the order of ranks, and adds the result to `to` [n], a part of the sums over
+// micro-steps. `own` [n] holds the gradients of rank `rank`, `others` [ranks - 1][n] those of all other ranks. Adds in
+// fp32 and rounds once if `to` is bf16. n must be a multiple of 8.
 template <class Sum>
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_sum_kernel(Sum *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t rank, int64_t n,
@@ -235,13 +235,13 @@ static inline unsigned transport_blocks(int64_t n) {
     return grid_size(min_i64(n, 128 * TRANSPORT_THREADS * 8), TRANSPORT_THREADS * 8);
 }
 
-// staging [rows, n] = the first n columns of from [rows, stride], as fp32.
+// `staging` [rows, n] = the first n columns of `from` [rows, stride], as fp32.
 static inline void transport_to_fp32(Transport *t, const bf16 *from, int64_t rows, int64_t n, int64_t stride) {
     CUDA_LAUNCH(transport_to_fp32_kernel, transport_blocks(rows * n), TRANSPORT_THREADS, 0, t->nccl->stream, t->staging,
                 from, rows, n, stride);
 }
 
-// Adds gradients from [n] to this rank's sums, from element `at` on.
+// Adds the gradients `from` [n] to this rank's sums, from element `at` on.
 template <class T>
 static inline void transport_add(Transport *t, int64_t at, const T *from, int64_t n, GradientSum how, unsigned blocks,
                                  cudaStream_t stream) {
@@ -251,12 +251,12 @@ static inline void transport_add(Transport *t, int64_t at, const T *from, int64_
     else CUDA_LAUNCH(transport_add_kernel<bf16, T>, blocks, TRANSPORT_THREADS, 0, stream, t->sums + at, from, n, how);
 }
 
-// Adds gradients that this rank computed, from [n], to its sums, on the compute stream with all SMs.
+// Adds the gradients `from` [n], which this rank computed, to its sums, on the compute stream with all SMs.
 static inline void transport_add_computed(Transport *t, int64_t at, const bf16 *from, int64_t n, GradientSum how) {
     transport_add(t, at, from, n, how, grid_size(n, TRANSPORT_THREADS * 8), t->compute);
 }
 
-// Adds gradients that NCCL reduced, from [n], to this rank's sums, on the communication stream.
+// Adds the gradients `from` [n], which NCCL reduced, to this rank's sums, on the communication stream.
 template <class T>
 static inline void transport_add_reduced(Transport *t, int64_t at, const T *from, int64_t n, GradientSum how) {
     transport_add(t, at, from, n, how, transport_blocks(n), t->nccl->stream);
@@ -328,8 +328,8 @@ static inline void transport_reduce_scatter_peers(Transport *t, const TransportS
     nccl_end_operation(t->nccl);
 }
 
-// Reduce-scatters segments [count] of a gradient over the shard group and adds this rank's slices to its sums. count >
-// 0, and all segments have the same how.add. Call comm_waits_compute before. `l` is for messages.
+// Reduce-scatters segments [count] of a gradient over the shard group and adds this rank's slices to its sums.
+// count > 0, and all segments have the same how.add. Call comm_waits_compute first. Messages name `l`, a layer or ROOT.
 static inline void transport_reduce_scatter(Transport *t, const TransportSegment *segments, int count, int64_t l) {
     if (t->kind == TRANSPORT_COPY_ENGINES) transport_reduce_scatter_peers(t, segments, count, l);
     else if (t->reduce_dtype == REDUCE_FP32) transport_reduce_scatter_fp32(t, segments, count, l);

@@ -157,8 +157,8 @@ static inline void audit_print_table(const AuditSums *sums, const Precision *p) 
         printf("\nFP8 audit: no FP8 operand was cast in an audited step\n");
         return;
     }
-    printf("\nFP8 audit: %s; SQNR is signal to quantization noise in dB, over all layers and in the worst one; shares "
-           "are of all values\n",
+    printf("\nFP8 audit: %s; SQNR is signal to quantization noise in dB, over all layers and in the worst one; "
+           "percentages are shares of all values\n",
            p->recipe->name);
     printf("  %-9s %-6s %-17s %7s %8s %6s %13s %11s %12s\n", "linear", "pass", "operand", "SQNR", "worst", "layer",
            "flushed to 0", "saturated", "amax");
