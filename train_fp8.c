@@ -116,10 +116,11 @@ typedef struct {
 
 // Flat shard arrays, [plan.total] each. bf16 storage is emulated: floats that hold bf16 values.
 typedef struct {
-    float *master;     // master weights, which the optimizer updates
-    float *weights;    // weights that the model computes with: master, or its bf16 rounding
-    float *gradients;  // summed over the micro-steps so far
-    float *exp_avg, *exp_avg_sq;
+    float *master;                     // master weights, which the optimizer updates
+    float *weights;                    // weights that the model computes with: master, or its bf16 rounding
+    float *gradients;                  // summed over the micro-steps so far
+    float *exp_avg, *exp_avg_sq;       // moments; NULL if they are FP8
+    CoatMoment coat_avg, coat_avg_sq;  // moments in FP8, else NULL
 } Params;
 
 // A whole layer's weights, gathered from the shard group: segments as shard_segment() places them.
@@ -177,6 +178,13 @@ typedef struct {
 
 static float *take(Arena *a, int64_t n) { return (float *)arena_take(a, n * (int64_t)sizeof(float)); }
 
+static CoatMoment take_coat(Arena *a, int64_t n) {
+    CoatMoment moment;
+    moment.codes = (uint8_t *)arena_take(a, n);
+    moment.groups = (uint32_t *)arena_take(a, n / COAT_GROUP * (int64_t)sizeof *moment.groups);
+    return moment;
+}
+
 static void place_parameters(Trainer *t, Arena *a) {
     const bool copy = t->rounding != ROUND_NONE && t->o->master_weights == STORAGE_FP32;
     Params *p = &t->params;
@@ -186,8 +194,11 @@ static void place_parameters(Trainer *t, Arena *a) {
     arena_group(a, "gradients");
     p->gradients = take(a, t->plan.total);
     arena_group(a, "optimizer state");
-    p->exp_avg = take(a, t->plan.total);
-    p->exp_avg_sq = take(a, t->plan.total);
+    if (options_coat(t->o)) {
+        p->coat_avg = take_coat(a, t->plan.total), p->coat_avg_sq = take_coat(a, t->plan.total);
+    } else {
+        p->exp_avg = take(a, t->plan.total), p->exp_avg_sq = take(a, t->plan.total);
+    }
 }
 
 // Places the buffers that hold whole units and the gradients received from other ranks.
@@ -855,19 +866,36 @@ static void copy_delayed_before(Trainer *t, bool keep) {
     if (kept) memcpy(keep ? kept : current, keep ? current : kept, (size_t)delayed_elements(t) * sizeof(float));
 }
 
-// Takes optimizer step `step`, counted from 0, with params.gradients, whose norm is given.
-static void weights_update(Trainer *t, int64_t step, double norm) {
+static CoatMoment coat_from(CoatMoment m, int64_t element) {
+    const CoatMoment from = {m.codes + element, m.groups + element / COAT_GROUP};
+    return from;
+}
+
+// Updates entry i of the parameter table; with FP8 moments also those that are joined to it, which share groups.
+static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwStep *s) {
     const Options *o = t->o;
     const Params *all = &t->params;
-    const AdamwStep s = adamw_step_of(o, step);
-    const float factor = clip_factor(norm, o->grad_clip);
-    for (int64_t i = 0; i < t->table.count; i++) {
-        const Parameter *p = &t->table.entries[i];
+    const Parameter *p = &t->table.entries[i];
+    const bool decay = p->flags & PARAM_DECAY, bf16_weights = o->master_weights != STORAGE_FP32;
+    if (!options_coat(o)) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         adamw_reference(all->master + r.shard, all->exp_avg + r.shard, all->exp_avg_sq + r.shard,
-                        all->gradients + r.shard, p->offset + r.first, r.count, p->flags & PARAM_DECAY, factor,
-                        o->master_weights != STORAGE_FP32, o->optimizer_state == STORAGE_BF16, &s);
+                        all->gradients + r.shard, p->offset + r.first, r.count, decay, factor, bf16_weights,
+                        o->optimizer_state == MOMENTS_BF16, s);
+    } else if (!(p->flags & PARAM_JOINED)) {
+        const ShardRange r = segment_range(&t->table, &t->plan, p->layer, parameter_segment(p), p->offset,
+                                           parameter_fused_elements(&t->table, i));
+        adamw_coat_reference(all->master + r.shard, coat_from(all->coat_avg, r.shard),
+                             coat_from(all->coat_avg_sq, r.shard), all->gradients + r.shard, p->offset + r.first,
+                             r.count, decay, factor, bf16_weights, o->optimizer_state == MOMENTS_COAT_STOCHASTIC, s);
     }
+}
+
+// Takes optimizer step `step`, counted from 0, with params.gradients, whose norm is given.
+static void weights_update(Trainer *t, int64_t step, double norm) {
+    const AdamwStep s = adamw_step_of(t->o, step);
+    const float factor = clip_factor(norm, t->o->grad_clip);
+    for (int64_t i = 0; i < t->table.count; i++) parameter_update(t, i, factor, &s);
     // scales.amax still holds the amaxes of the weights before this step
     if (t->precision.recipe->delayed) histories_update(t, true);
     weights_refresh(t);
@@ -1003,43 +1031,43 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints: access to the flat shard arrays in their storage type
 
-static float *state_array(const Trainer *t, StateKind kind) {
-    float *const arrays[] = {t->params.master, t->params.exp_avg, t->params.exp_avg_sq, t->scales.delayed.history,
-                             t->scales.delayed.scale};
+static void *state_array(const Trainer *t, StateKind kind) {
+    const Params *p = &t->params;
+    const bool coat = options_coat(t->o);
+    void *const arrays[] = {p->master,
+                            coat ? (void *)p->coat_avg.codes : (void *)p->exp_avg,
+                            coat ? (void *)p->coat_avg_sq.codes : (void *)p->exp_avg_sq,
+                            p->coat_avg.groups,
+                            p->coat_avg_sq.groups,
+                            t->scales.delayed.history,
+                            t->scales.delayed.scale};
     return arrays[kind];
 }
 
-static bool state_is_fp32(const Trainer *t, StateKind kind) {
-    if (kind >= STATE_AMAX_HISTORY) return true;
-    return (kind == STATE_WEIGHTS ? t->o->master_weights : t->o->optimizer_state) == STORAGE_FP32;
-}
-
+// Arrays of bf16 values are stored as floats here; others are stored in their type.
 static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     const Trainer *t = (const Trainer *)context;
-    const float *from = state_array(t, kind) + offset;
-    if (state_is_fp32(t, kind)) memcpy(host, from, (size_t)count * sizeof(float));
+    const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
+    const void *array = state_array(t, kind);
+    if (state_type(t->o, kind) != ST_BF16) memcpy(host, (const char *)array + offset * bytes, (size_t)(count * bytes));
     else
-        for (int64_t i = 0; i < count; i++) ((bf16_bits *)host)[i] = bf16_from_float(from[i]);
+        for (int64_t i = 0; i < count; i++)
+            ((bf16_bits *)host)[i] = bf16_from_float(((const float *)array)[offset + i]);
 }
 
 static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
     const Trainer *t = (const Trainer *)context;
-    float *to = state_array(t, kind) + offset;
-    if (state_is_fp32(t, kind)) memcpy(to, host, (size_t)count * sizeof(float));
+    const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
+    void *array = state_array(t, kind);
+    if (state_type(t->o, kind) != ST_BF16) memcpy((char *)array + offset * bytes, host, (size_t)(count * bytes));
     else
-        for (int64_t i = 0; i < count; i++) to[i] = bf16_to_float(((const bf16_bits *)host)[i]);
+        for (int64_t i = 0; i < count; i++) ((float *)array)[offset + i] = bf16_to_float(((const bf16_bits *)host)[i]);
 }
 
 static TrainerState trainer_state(Trainer *t) {
     TrainerState s = {
-        t,
-        {state_is_fp32(t, STATE_WEIGHTS), state_is_fp32(t, STATE_EXP_AVG), state_is_fp32(t, STATE_EXP_AVG_SQ)},
-        state_read,
-        state_write,
-        &t->plan,
-        t->comm,
-        t->scales.delayed.tensors,
-        t->scales.delayed.window};
+        t, {ST_F32}, state_read, state_write, &t->plan, t->comm, t->scales.delayed.tensors, t->scales.delayed.window};
+    for (int kind = 0; kind < NUM_STATE_KINDS; kind++) s.types[kind] = state_type(t->o, (StateKind)kind);
     return s;
 }
 

@@ -89,12 +89,12 @@ static int64_t logits_rows(const Trainer *t) {
 
 static void place_parameters(Trainer *t, Arena *a) {
     const Options *o = t->o;
-    const int64_t n = t->fsdp.plan.total, state_bytes = n * storage_bytes(o->optimizer_state);
+    const int64_t n = t->fsdp.plan.total, state_bytes = options_moment_bytes(o, n);
     arena_group(a, "weights (bf16)");
     t->params.weights = take_bf16(a, n);
     arena_group(a, "master weights (fp32)");
     t->params.master = o->master_weights == STORAGE_FP32 ? take_float(a, n) : NULL;
-    arena_group(a, o->optimizer_state == STORAGE_FP32 ? "optimizer state (fp32)" : "optimizer state (bf16)");
+    arena_group(a, o->optimizer_state == MOMENTS_FP32 ? "optimizer state (fp32)" : "optimizer state (bf16)");
     t->params.exp_avg = arena_take(a, state_bytes);
     t->params.exp_avg_sq = arena_take(a, state_bytes);
     fsdp_place(&t->fsdp, a);
@@ -596,7 +596,7 @@ static void optimizer_step(Trainer *t, int64_t step) {
     const bool norm_first = norm_comes_first(o);
     double *workspace = (double *)t->linears.gemm.workspace;  // no GEMM runs beside the optimizer
     const AdamwArrays arrays = {
-        p->weights, p->master, p->exp_avg, p->exp_avg_sq, o->optimizer_state == STORAGE_FP32, gradient_array(t)};
+        p->weights, p->master, p->exp_avg, p->exp_avg_sq, o->optimizer_state == MOMENTS_FP32, gradient_array(t)};
     const AdamwUpdate update = {arrays, adamw_step_of(o, step), norm_first ? &t->stats->control : NULL,
                                 norm_first ? NULL : workspace};
     compute_waits_comm(&f->transport);
@@ -775,34 +775,29 @@ static void copy_in_order(const Trainer *t, void *to, const void *from, size_t b
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
 }
 
-static int64_t state_element_bytes(const Trainer *t, StateKind kind) {
-    if (kind >= STATE_AMAX_HISTORY) return (int64_t)sizeof(float);
-    return storage_bytes(kind == STATE_WEIGHTS ? t->o->master_weights : t->o->optimizer_state);
-}
-
 static char *state_array(const Trainer *t, StateKind kind) {
     void *const weights = t->params.master ? (void *)t->params.master : (void *)t->params.weights;
-    void *const arrays[] = {weights, t->params.exp_avg, t->params.exp_avg_sq, t->linears.scales.history,
-                            t->linears.scales.delayed_scale};
+    void *const arrays[] = {weights, t->params.exp_avg,         t->params.exp_avg_sq,           NULL,
+                            NULL,    t->linears.scales.history, t->linears.scales.delayed_scale};
     return (char *)arrays[kind];
 }
 
 static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     const Trainer *t = (const Trainer *)context;
-    const int64_t bytes = state_element_bytes(t, kind);
+    const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
     copy_in_order(t, host, state_array(t, kind) + offset * bytes, (size_t)(count * bytes));
 }
 
 static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
     const Trainer *t = (const Trainer *)context;
-    const int64_t bytes = state_element_bytes(t, kind);
+    const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
     copy_in_order(t, state_array(t, kind) + offset * bytes, host, (size_t)(count * bytes));
 }
 
 static TrainerState trainer_state(Trainer *t) {
     TrainerState s;
     s.context = t;
-    for (int kind = 0; kind < 3; kind++) s.is_fp32[kind] = state_element_bytes(t, (StateKind)kind) == 4;
+    for (int kind = 0; kind < NUM_STATE_KINDS; kind++) s.types[kind] = state_type(t->o, (StateKind)kind);
     s.read = state_read, s.write = state_write;
     s.plan = &t->fsdp.plan, s.comm = t->comm;
     s.delayed_tensors = t->precision.recipe->delayed ? tensor_count(t->d.L) : 0;
@@ -836,7 +831,7 @@ static void check_memory(const Trainer *t, const Arena *plan, size_t available) 
              t->precision.any_fp8 ? (t->fsdp.weights == FSDP_WEIGHTS_CACHED ? "--fp8-weight-cache off, " : "")
                                   : "--precision fp8 (saves activations, costs FP8 weights), ",
              t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
-             t->o->optimizer_state == STORAGE_FP32 ? "--optimizer-state bf16, " : "");
+             t->o->optimizer_state == MOMENTS_FP32 ? "--optimizer-state bf16, " : "");
 }
 
 // Computes sizes and the memory plan. Uses no GPU.

@@ -2,18 +2,28 @@
 
 import json
 
-import torch
+import numpy as np
 
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint8: "U8"}
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "int32": "I32", "uint32": "U32", "uint8": "U8"}
+
+
+def _bytes(tensor):
+    if isinstance(tensor, np.ndarray):
+        return np.ascontiguousarray(tensor).tobytes()
+    import torch
+
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def write_golden(path, tensors, metadata):
-    """Writes tensors in the given order, without gaps. The header is padded with blanks to a multiple of 8 bytes."""
+    """Writes tensors of torch or numpy in the given order, without gaps. Blanks pad the header to a multiple of 8."""
     header, blobs, offset = {"__metadata__": {key: str(value) for key, value in metadata.items()}}, [], 0
     for name, tensor in tensors.items():
-        blob = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        blob = _bytes(tensor)
         header[name] = dict(
-            dtype=_NAMES[tensor.dtype], shape=list(tensor.shape), data_offsets=[offset, offset + len(blob)]
+            dtype=_NAMES[str(tensor.dtype).removeprefix("torch.")],
+            shape=list(tensor.shape),
+            data_offsets=[offset, offset + len(blob)],
         )
         blobs.append(blob)
         offset += len(blob)

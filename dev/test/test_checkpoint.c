@@ -18,14 +18,20 @@ typedef struct {
     Options options;
     CheckpointRun run;  // shared by both checkpoint sets
     TrainerState state;
-    char *arrays[3];
-    float *delayed[2];  // amax history and scales
+    char *arrays[STATE_AMAX_HISTORY];  // weights and moments; words of groups only with FP8 moments
+    float *delayed[2];                 // amax history and scales
 } Trainer;
 
+static int64_t element_bytes(const Trainer *t, StateKind kind) { return safetensors_type_bytes(t->state.types[kind]); }
+
+static int64_t array_elements(const Trainer *t, StateKind kind) {
+    return state_is_groups(kind) ? t->table.total / COAT_GROUP : t->table.total;
+}
+
 static char *element(Trainer *t, StateKind kind, int64_t offset, int64_t count) {
-    if (offset < 0 || count < 0 || offset > t->table.total - count)
+    if (offset < 0 || count < 0 || offset > array_elements(t, kind) - count)
         die("range %lld + %lld is outside", (long long)offset, (long long)count);
-    return t->arrays[kind] + offset * (t->state.is_fp32[kind] ? 4 : 2);
+    return t->arrays[kind] + offset * element_bytes(t, kind);
 }
 
 static float *delayed_element(Trainer *t, StateKind kind, int64_t offset, int64_t count) {
@@ -46,32 +52,31 @@ static void state_read(void *context, StateKind kind, int64_t offset, int64_t co
     Trainer *t = (Trainer *)context;
     if (kind >= STATE_AMAX_HISTORY)
         memcpy(host, delayed_element(t, kind, offset, count), (size_t)count * sizeof(float));
-    else memcpy(host, element(t, kind, offset, count), (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
+    else memcpy(host, element(t, kind, offset, count), (size_t)(count * element_bytes(t, kind)));
 }
 
 static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
     Trainer *t = (Trainer *)context;
     if (kind >= STATE_AMAX_HISTORY)
         memcpy(delayed_element(t, kind, offset, count), host, (size_t)count * sizeof(float));
-    else memcpy(element(t, kind, offset, count), host, (size_t)(count * (t->state.is_fp32[kind] ? 4 : 2)));
+    else memcpy(element(t, kind, offset, count), host, (size_t)(count * element_bytes(t, kind)));
 }
 
 // Fills every parameter with random bytes (any finite value must survive) and the padding with zeros.
 static void trainer_fill(Trainer *t, uint64_t seed) {
-    for (int kind = 0; kind < 3; kind++)
+    for (int kind = 0; kind < STATE_AMAX_HISTORY && t->arrays[kind]; kind++)
         for (int64_t i = 0; i < t->table.count; i++) {
-            const Parameter *p = &t->table.entries[i];
-            char *at = element(t, (StateKind)kind, p->offset, parameter_elements(p));
-            const int64_t bytes = parameter_elements(p) * (t->state.is_fp32[kind] ? 4 : 2);
-            for (int64_t b = 0; b < bytes; b++) {
+            const ShardRange r = state_range(&t->table, &t->state, &t->table.entries[i], (StateKind)kind);
+            char *at = element(t, (StateKind)kind, r.shard, r.count);
+            const int64_t width = element_bytes(t, (StateKind)kind);
+            for (int64_t b = 0; b < r.count * width; b++) {
                 at[b] = (char)rng_u64(seed, (uint64_t)(kind * 100000000 + i * 1000000 + b));
-                const int64_t width = t->state.is_fp32[kind] ? 4 : 2;
                 if (b % width == width - 1) at[b] &= (char)0xbf;  // clears the highest bit of the exponent
             }
         }
 }
 
-static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, bool fp32_state) {
+static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, int moments) {
     Trainer *t = (Trainer *)xcalloc(1, sizeof *t);
     model_config_preset(&t->model, "tiny");
     t->model.family = family, t->model.qkv_bias = family == FAMILY_QWEN2, t->model.qk_norm = family == FAMILY_QWEN3;
@@ -82,27 +87,28 @@ static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, bo
     t->options.model = "tiny";
     t->options.train_data = "shards/*.bin";
     t->options.master_weights = fp32_weights ? STORAGE_FP32 : STORAGE_BF16;
-    t->options.optimizer_state = fp32_state ? STORAGE_FP32 : STORAGE_BF16;
+    t->options.optimizer_state = moments;
     t->run.model = &t->model, t->run.options = &t->options;
     t->state.context = t;
-    t->state.is_fp32[STATE_WEIGHTS] = fp32_weights;
-    t->state.is_fp32[STATE_EXP_AVG] = t->state.is_fp32[STATE_EXP_AVG_SQ] = fp32_state;
+    for (int kind = 0; kind < NUM_STATE_KINDS; kind++) t->state.types[kind] = state_type(&t->options, (StateKind)kind);
     t->state.read = state_read, t->state.write = state_write;
-    for (int kind = 0; kind < 3; kind++)
-        t->arrays[kind] = (char *)xcalloc((size_t)t->table.total, t->state.is_fp32[kind] ? 4 : 2);
+    for (int kind = 0; kind < (options_coat(&t->options) ? STATE_AMAX_HISTORY : 3); kind++)
+        t->arrays[kind] =
+            (char *)xcalloc((size_t)array_elements(t, (StateKind)kind), (size_t)element_bytes(t, (StateKind)kind));
     return t;
 }
 
 static void trainer_free(Trainer *t) {
-    for (int kind = 0; kind < 3; kind++) free(t->arrays[kind]);
+    for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++) free(t->arrays[kind]);
     free(t->delayed[0]), free(t->delayed[1]);
     parameter_table_free(&t->table);
     free(t);
 }
 
 static bool same_state(const Trainer *a, const Trainer *b) {
-    for (int kind = 0; kind < 3; kind++)
-        if (memcmp(a->arrays[kind], b->arrays[kind], (size_t)(a->table.total * (a->state.is_fp32[kind] ? 4 : 2))) != 0)
+    for (int kind = 0; kind < STATE_AMAX_HISTORY && a->arrays[kind]; kind++)
+        if (memcmp(a->arrays[kind], b->arrays[kind],
+                   (size_t)(array_elements(a, (StateKind)kind) * element_bytes(a, (StateKind)kind))) != 0)
             return false;
     return true;
 }
@@ -166,11 +172,12 @@ static void write_float(const char *path, int64_t at, float value) {
 
 static void test_round_trip(void) {
     const char *dir = xstrdup(scratch_path("round"));
-    for (int variant = 0; variant < 12; variant++) {
+    for (int variant = 0; variant < 24; variant++) {
         const ModelFamily family = (ModelFamily)(variant % 3);
-        const bool tied = variant & 1, fp32_weights = variant >= 6, fp32_state = variant % 4 >= 2;
-        Trainer *a = trainer_new(family, tied, fp32_weights, fp32_state),
-                *b = trainer_new(family, tied, fp32_weights, fp32_state);
+        const bool tied = variant & 1, fp32_weights = variant % 12 >= 6;
+        const int moments = variant >= 12 ? MOMENTS_COAT : variant % 4 >= 2 ? MOMENTS_FP32 : MOMENTS_BF16;
+        Trainer *a = trainer_new(family, tied, fp32_weights, moments),
+                *b = trainer_new(family, tied, fp32_weights, moments);
         trainer_fill(a, (uint64_t)variant);
         save(a, dir, 7, 1);
         char found[PATH_CAPACITY];
@@ -216,7 +223,8 @@ static void load_delayed(void *context) {
 }
 
 static void test_delayed(void) {
-    Trainer *a = trainer_new(FAMILY_QWEN3, true, false, false), *b = trainer_new(FAMILY_QWEN3, true, false, false);
+    Trainer *a = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16),
+            *b = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("delayed"));
     char found[PATH_CAPACITY], state[PATH_CAPACITY], output[4096];
     Failure failure = {"", false};
@@ -281,7 +289,8 @@ static void test_delayed(void) {
 
 // Several files per set, with an index.
 static void test_sharded(void) {
-    Trainer *a = trainer_new(FAMILY_LLAMA, false, false, true), *b = trainer_new(FAMILY_LLAMA, false, false, true);
+    Trainer *a = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_FP32),
+            *b = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_FP32);
     Failure failure = {"", false};
     const char *dir = xstrdup(scratch_path("sharded"));
     const TrainerProgress progress = {1, 2};
@@ -310,7 +319,7 @@ static void test_sharded(void) {
 }
 
 static void test_keep(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("keep"));
     char broken[PATH_CAPACITY];
     for (int64_t step = 10; step <= 40; step += 10) save(t, dir, step, 2);
@@ -375,7 +384,7 @@ static void test_keep(void) {
 // A checkpoint that was moved to another disk and linked back is resumed from, counts as kept, and is never removed. A
 // link in place of a leftover is not followed. No kind of link does harm.
 static void test_links(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
     char dir[PATH_CAPACITY], found[PATH_CAPACITY], archive[PATH_CAPACITY], home[PATH_CAPACITY], at[PATH_CAPACITY];
     CheckpointSteps passed_over = {NULL, 0};
@@ -421,7 +430,7 @@ static void test_links(void) {
 
 // A checkpoint of a version without the mark loads. It is removed when it is due, if its trainer.json is valid.
 static void test_unmarked(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("unmarked"));
     char path[PATH_CAPACITY], found[PATH_CAPACITY];
     for (int64_t step = 1; step <= 3; step++) {
@@ -463,7 +472,7 @@ int MPI_Bcast(void *data, int count, MPI_Datatype type, int root, MPI_Comm comm)
 
 // No rank starts the next step before rank 0 has removed old checkpoints.
 static void test_prune_together(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("together"));
     Comm two = comm_one();
     two.world = 2;
@@ -497,7 +506,7 @@ static void find_action(void *context) {
 static void prepare_action(void *context) { checkpoint_prepare((const char *)context, false); }
 
 static void test_mismatch(void) {
-    Trainer *t = trainer_new(FAMILY_QWEN3, true, false, false), *other;
+    Trainer *t = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16), *other;
     char output[8192];
     t->run.data.tokens = 1000, t->run.data.shards = 2, t->run.data.fingerprint = 0x123;
     save(t, scratch_path("mismatch"), 3, 1);
@@ -533,7 +542,7 @@ static void test_mismatch(void) {
                      output, sizeof output),
           "%s", output);
 
-    other = trainer_new(FAMILY_LLAMA, false, false, false);
+    other = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     other->model.hidden_size = 32, other->model.rope_theta = 5e5, other->model.rope_scaling.factor = 8;
     action.trainer = other;
     CHECK(check_dies(check_action, &action, "a checkpoint of another model:", output, sizeof output), "%s", output);
@@ -629,7 +638,7 @@ static void test_lock(void) {
 }
 
 static void test_prepare(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     char output[4096], dir[PATH_CAPACITY], found[PATH_CAPACITY];
     format_checked(dir, sizeof dir, "%s", scratch_path("fresh"));
     CHECK(prepares(dir), "a run prepares a new folder");
@@ -669,7 +678,7 @@ static void damage_remove(const char *path, int64_t unused) {
 }
 
 static void test_damage(void) {
-    Trainer *t = trainer_new(FAMILY_QWEN2, false, false, true);
+    Trainer *t = trainer_new(FAMILY_QWEN2, false, false, MOMENTS_FP32);
     const char *dir = xstrdup(scratch_path("damage"));
     static const struct {
         const char *file;
@@ -775,7 +784,7 @@ static void test_sealed(void) {
 // ---- A save that fails: the earlier checkpoint stays, and no other file is left.
 
 static void test_failing_save(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, false, true, true);
+    Trainer *t = trainer_new(FAMILY_LLAMA, false, true, MOMENTS_FP32);
     const char *dir = xstrdup(scratch_path("failing"));
     char found[PATH_CAPACITY];
     Failure failure = {"", false};
@@ -805,7 +814,7 @@ static void test_failing_save(void) {
     CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure),
           "a save past the limit of the file size fails");
     setrlimit(RLIMIT_FSIZE, &before);
-    Trainer *b = trainer_new(FAMILY_LLAMA, false, true, true);
+    Trainer *b = trainer_new(FAMILY_LLAMA, false, true, MOMENTS_FP32);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "the newest checkpoint is found");
     checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(same_state(t, b), "the earlier checkpoint keeps its state");
@@ -839,7 +848,7 @@ static void test_nonfinite(void) {
     for (int variant = 0; variant < 6; variant++) {
         const bool fp32 = variant >= 3;
         const StateKind kind = (StateKind)(variant % 3);
-        Trainer *t = trainer_new(FAMILY_LLAMA, true, fp32, fp32);
+        Trainer *t = trainer_new(FAMILY_LLAMA, true, fp32, fp32 ? MOMENTS_FP32 : MOMENTS_BF16);
         const char *dir = xstrdup(scratch_path("nonfinite"));
         const Parameter *p = &t->table.entries[3];
         Failure failure = {"", false};
@@ -870,6 +879,36 @@ static void test_nonfinite(void) {
     }
 }
 
+// FP8 codes and words of groups that stand for no number are neither saved nor loaded.
+static void test_nonfinite_groups(void) {
+    static const struct {
+        StateKind kind;
+        uint32_t value;
+        const char *tensor;
+    } cases[] = {{STATE_EXP_AVG, 0x7f, "exp_avg."},
+                 {STATE_EXP_AVG_SQ, 0xff, "exp_avg_sq."},
+                 {STATE_EXP_AVG_GROUPS, 0x7f800000, "exp_avg_groups."},
+                 {STATE_EXP_AVG_SQ_GROUPS, 0x7fc000ff, "exp_avg_sq_groups."}};
+    const TrainerProgress progress = {2, 2};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_COAT);
+        const Parameter *p = &t->table.entries[3];
+        const ShardRange r = state_range(&t->table, &t->state, p, cases[i].kind);
+        Failure failure = {"", false};
+        char expected[256];
+        trainer_fill(t, i);
+        const int64_t bytes = element_bytes(t, cases[i].kind);
+        memcpy(element(t, cases[i].kind, r.shard + r.count - 1, 1), &cases[i].value, (size_t)bytes);
+        format_checked(expected, sizeof expected, "tensor %s%s holds a value that is not finite", cases[i].tensor,
+                       p->name);
+        CHECK(!checkpoint_save(scratch_path("groups"), 1, &progress, &t->run, &t->table, &t->state, &failure) &&
+                  failure.lasting && strstr(failure.text, expected),
+              "saving 0x%x in %s: %s", cases[i].value, cases[i].tensor, failure.text);
+        remove_tree(scratch_path("groups"));
+        trainer_free(t);
+    }
+}
+
 // Checkpoints of older versions may hold an infinity. A run does not resume from them.
 static void resume_action(void *context) {
     Action *a = (Action *)context;
@@ -882,7 +921,7 @@ static void test_load_nonfinite(void) {
     } cases[] = {{"model", "model.norm.weight"},
                  {"optimizer", "exp_avg.model.norm.weight"},
                  {"optimizer", "exp_avg_sq.model.norm.weight"}};
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, true, true);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, true, MOMENTS_FP32);
     char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s", scratch_path("infinite/step-00000001"));
     Action action = {t, path};
@@ -940,7 +979,7 @@ static void test_retry(void) {
     SavingRun r;
     char output[4096], log[PATH_CAPACITY];
     memset(&r, 0, sizeof r);
-    r.trainer = trainer_new(FAMILY_LLAMA, true, false, false);
+    r.trainer = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     r.setup.model = r.trainer->model;
     format_checked(log, sizeof log, "%s", scratch_path("save.jsonl"));
     r.log.file = logger_append(log, &r.log.end);
@@ -1005,7 +1044,7 @@ static void kill_in_read(void *context, StateKind kind, int64_t offset, int64_t 
 }
 
 static void test_killed(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, false, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("killed"));
     char found[PATH_CAPACITY];
     save(t, dir, 1, 2);
@@ -1030,7 +1069,8 @@ static void test_killed(void) {
 // ---- Export, and weights of other programs.
 
 static void test_export(void) {
-    Trainer *a = trainer_new(FAMILY_QWEN3, true, true, false), *b = trainer_new(FAMILY_QWEN3, true, false, false);
+    Trainer *a = trainer_new(FAMILY_QWEN3, true, true, MOMENTS_BF16),
+            *b = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16);
     char dir[PATH_CAPACITY], source_folder[PATH_CAPACITY], trailing[PATH_CAPACITY];
     Failure failure = {"", false};
     format_checked(dir, sizeof dir, "%s", scratch_path("export"));
@@ -1150,7 +1190,7 @@ static void run_in(const char *dir) {
 
 // A folder that cannot take the export is refused before the first step.
 static void test_export_refusals(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     char dir[PATH_CAPACITY], link[PATH_CAPACITY], dotted[PATH_CAPACITY], weights[PATH_CAPACITY];
     Failure failure = {"", false};
     if (!folder_create(scratch_path("sticky"), false, &failure) || chmod(scratch_path("sticky"), 01777) ||
@@ -1212,7 +1252,7 @@ static void test_export_refusals(void) {
 // nothing is in its place. The next start puts it back. Any folder that cannot be the earlier export is named and
 // stays.
 static void test_export_restore(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
     char dir[PATH_CAPACITY], aside[PATH_CAPACITY], weights[PATH_CAPACITY], output[4096];
     format_checked(dir, sizeof dir, "%s", scratch_path("out"));
@@ -1273,7 +1313,7 @@ static void test_export_restore(void) {
 // MODEL is a folder: files of a checkpoint or an export are compared with the hashes beside them. A folder of another
 // program has no hashes.
 static void test_verify(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
     char checkpoint[PATH_CAPACITY], export[PATH_CAPACITY], path[PATH_CAPACITY];
     format_checked(checkpoint, sizeof checkpoint, "%s", scratch_path("verify/step-00000001"));
@@ -1365,7 +1405,7 @@ static void write_last(const char *dir, float value) {
 }
 
 static void test_foreign_weights(void) {
-    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, false);
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     char dir[PATH_CAPACITY], output[4096];
     Failure failure;
     format_checked(dir, sizeof dir, "%s", scratch_path("foreign"));
@@ -1411,7 +1451,7 @@ static void test_foreign_weights(void) {
     write_weights(dir, &t->table, "", "", "", ST_F32);
     write_last(dir, INFINITY);
     CHECK(check_dies(load_action, &action, "holds a value that is not finite", output, sizeof output), "%s", output);
-    Trainer *untied = trainer_new(FAMILY_LLAMA, false, false, false);
+    Trainer *untied = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     action.trainer = untied;
     write_weights(dir, &t->table, "", "", "", ST_F32);
     CHECK(check_dies(load_action, &action, "has no tensor lm_head.weight", output, sizeof output), "%s", output);
@@ -1437,6 +1477,7 @@ int main(void) {
     test_sealed();
     test_failing_save();
     test_nonfinite();
+    test_nonfinite_groups();
     test_load_nonfinite();
     test_retry();
     test_killed();

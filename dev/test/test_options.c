@@ -50,7 +50,7 @@ static void test_defaults(void) {
     CHECK(o.warmup_steps == 0 && o.lr_schedule == SCHEDULE_CONSTANT && o.on_nonfinite == NONFINITE_STOP &&
               o.shuffle == ON && o.batch_size == 1 && !o.resume && !o.help,
           "options of the schedule, the data and the run have their defaults");
-    CHECK(o.master_weights == STORAGE_AUTO && o.optimizer_state == STORAGE_AUTO && o.recompute == RECOMPUTE_NONE,
+    CHECK(o.master_weights == STORAGE_AUTO && o.optimizer_state == MOMENTS_AUTO && o.recompute == RECOMPUTE_NONE,
           "options of storage and recompute have their defaults");
     Options d = options_default();
     CHECK(*d.model == 0, "MODEL is empty by default");
@@ -306,6 +306,7 @@ static void test_conflicts(void) {
         {"tiny --precision fp32 --master-weights bf16", "--precision fp32 keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --grad-accum-dtype bf16", "adds up gradients in fp32"},
         {"tiny --precision fp32 --optimizer-state bf16", "--precision fp32 keeps weights and optimizer state in fp32"},
+        {"tiny --precision fp32 --optimizer-state coat", "--precision fp32 keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --master-weights fp32", ""},
         {"tiny --precision fp8 --sequence-length 40",
          "in multiples of 16 (FP8 GEMMs), not 1 x 40; --sequence-length 48 would do"},
@@ -336,15 +337,20 @@ static void test_resolve(void) {
     static const struct {
         const char *line;
         int weights, state;
-    } cases[] = {{"tiny", STORAGE_BF16, STORAGE_BF16},
-                 {"tiny --precision fp8", STORAGE_BF16, STORAGE_BF16},
-                 {"tiny --precision fp32", STORAGE_FP32, STORAGE_FP32},
-                 {"tiny --master-weights fp32", STORAGE_FP32, STORAGE_BF16},
-                 {"tiny --optimizer-state fp32", STORAGE_BF16, STORAGE_FP32}};
+        int64_t moment_bytes;  // for 256 elements
+    } cases[] = {{"tiny", STORAGE_BF16, MOMENTS_BF16, 512},
+                 {"tiny --precision fp8", STORAGE_BF16, MOMENTS_BF16, 512},
+                 {"tiny --precision fp32", STORAGE_FP32, MOMENTS_FP32, 1024},
+                 {"tiny --master-weights fp32", STORAGE_FP32, MOMENTS_BF16, 512},
+                 {"tiny --optimizer-state fp32", STORAGE_BF16, MOMENTS_FP32, 1024},
+                 {"tiny --optimizer-state coat", STORAGE_BF16, MOMENTS_COAT, 264},
+                 {"tiny --optimizer-state coat-stochastic", STORAGE_BF16, MOMENTS_COAT_STOCHASTIC, 264}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line);
         options_resolve(&o);
-        CHECK(o.master_weights == cases[i].weights && o.optimizer_state == cases[i].state, "%s", cases[i].line);
+        CHECK(o.master_weights == cases[i].weights && o.optimizer_state == cases[i].state &&
+                  options_moment_bytes(&o, 256) == cases[i].moment_bytes,
+              "weights and optimizer state of: %s", cases[i].line);
     }
 }
 

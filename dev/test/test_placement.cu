@@ -58,7 +58,7 @@ static int64_t own_scales(const Trainer *t, TensorRole role, TensorUsage copy, i
 static void list_state(const Trainer *t, Moments m) {
     const Linears *ln = &t->linears;
     const TensorScales *s = &ln->scales;
-    const int64_t n = t->fsdp.plan.total, state = n * (t->o->optimizer_state == STORAGE_FP32 ? 4 : 2),
+    const int64_t n = t->fsdp.plan.total, state = n * (t->o->optimizer_state == MOMENTS_FP32 ? 4 : 2),
                   tensors = tensor_count(t->d.L);
     needed_always(m, "weights", t->params.weights, 2 * n);
     needed_always(m, "master weights", t->params.master, 4 * n);
@@ -345,8 +345,8 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             if (cache && (!whole || recipe == RECIPE_BF16)) continue;
             o.fp8_weight_cache = cache ? ON : OFF;
             if (variant & 8)
-                o.reduce_dtype = REDUCE_FP32, o.master_weights = o.optimizer_state = STORAGE_FP32, o.fp8_audit = 10,
-                o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
+                o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
+                o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 8 ? NONFINITE_SKIP : NONFINITE_STOP;
             format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s%s, %d micro-steps%s%s", name, (long long)B,
                            (long long)T, ranks.name, recipe_row(recipe)->name, variant & 1 ? ", --recompute layer" : "",

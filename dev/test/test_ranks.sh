@@ -251,6 +251,23 @@ check "fp8_state.safetensors is saved" [ -s "$tmp/ck/step-00000004/fp8_state.saf
 resumed 2 delayed-two 0 --batch-size 4
 resumed 4 delayed-four 1e-3 --batch-size 2  # bf16 gradients, as above
 
+# Moments in FP8: their groups of 128 lie in one rank's slice, also where biases of q, k and v share a group (qwen2).
+common="$tmp/qwen2 $data --optimizer-state coat-stochastic"
+rm -rf "$tmp"/ck*
+train 4 whole $common --num-steps 8 --batch-size 3
+tail -n 4 "$tmp/whole.steps" >"$tmp/whole.last"
+train 4 saved $common --num-steps 4 --batch-size 3 --checkpoint-dir "$tmp/ck"
+resumed 4 coat-four 0 --batch-size 3
+resumed 3 coat-three 1e-3 --batch-size 4  # bf16 gradients, as above
+resumed 0 coat-one 1e-3 --batch-size 12
+train 0 alone $common --num-steps 4 --batch-size 12 --checkpoint-dir "$tmp/ck-alone"
+check "checkpoints of 4 ranks and of one rank have files of equal sizes, with FP8 moments" \
+    [ "$(sizes "$tmp/ck")" = "$(sizes "$tmp/ck-alone")" ]
+ranks 4 $common --num-steps 8 --batch-size 3 --checkpoint-dir "$tmp/ck" --resume --optimizer-state bf16 \
+    >"$tmp/other.out" 2>&1
+check "a resume with other moments is refused" \
+    grep -q -- "--optimizer-state is coat-stochastic in the checkpoint, bf16 now" "$tmp/other.out"
+
 # ---- Starts a run that does not end by itself. $1 ranks, then options. Sets mpi to mpirun's process, and pids[rank].
 start() {
     local n=$1 i pid rank

@@ -436,8 +436,8 @@ static void test_overflow(int precision) {
         large += s.skipped && isfinite(s.norm);
         const float *arrays[] = {t.params.master, t.params.exp_avg, t.params.exp_avg_sq};
         for (int a = 0; a < 3; a++)
-            CHECK(all_finite(arrays[a], t.table.total, true), "precision %d, step %d, norm %g: array %d is not finite",
-                  precision, step + 1, s.norm, a);
+            CHECK(all_finite(arrays[a], t.table.total, ST_F32),
+                  "precision %d, step %d, norm %g: array %d is not finite", precision, step + 1, s.norm, a);
     }
     CHECK(large > 0, "precision %d: no step was skipped because squares of its gradients overflow", precision);
     dataloader_close(&data);

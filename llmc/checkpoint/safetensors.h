@@ -365,6 +365,13 @@ static inline void safetensors_convert(SafetensorsType type, const void *in, int
     }
 }
 
+static inline bool safetensors_in_range(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count,
+                                        Failure *failure) {
+    return (offset >= 0 && count >= 0 && offset <= t->elements - count) ||
+           fail(failure, "%s: tensor %s has %lld elements; cannot read %lld from element %lld on",
+                st->files[t->file].path, t->name, (long long)t->elements, (long long)count, (long long)offset);
+}
+
 // Reads `count` elements of a tensor from element `offset` on, as fp32 or bf16. The tensor must be F32, BF16 or F16.
 static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count,
                                     bool to_fp32, void *out, Failure *failure) {
@@ -372,9 +379,7 @@ static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, 
     if (t->type != ST_F32 && t->type != ST_BF16 && t->type != ST_F16)
         return fail(failure, "%s: tensor %s has dtype %s; weights must be F32, BF16 or F16", file->path, t->name,
                     safetensors_type_name(t->type));
-    if (offset < 0 || count < 0 || offset > t->elements - count)
-        return fail(failure, "%s: tensor %s has %lld elements; cannot read %lld from element %lld on", file->path,
-                    t->name, (long long)t->elements, (long long)count, (long long)offset);
+    if (!safetensors_in_range(st, t, offset, count, failure)) return false;
     const int64_t element = safetensors_type_bytes(t->type), out_element = to_fp32 ? 4 : 2;
     const int64_t start = t->offset + offset * element;
     if (t->type == (to_fp32 ? ST_F32 : ST_BF16))
@@ -389,6 +394,19 @@ static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, 
     }
     free(raw);
     return ok;
+}
+
+// Reads elements as safetensors_read does, in any type. The tensor must have that type, unless both are floats.
+static inline bool safetensors_read_as(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count,
+                                       SafetensorsType type, void *out, Failure *failure) {
+    const SafetensorsFile *file = &st->files[t->file];
+    if (type == ST_F32 || type == ST_BF16) return safetensors_read(st, t, offset, count, type == ST_F32, out, failure);
+    if (t->type != type)
+        return fail(failure, "%s: tensor %s has dtype %s; it must be %s", file->path, t->name,
+                    safetensors_type_name(t->type), safetensors_type_name(type));
+    const int64_t element = safetensors_type_bytes(type);
+    return safetensors_in_range(st, t, offset, count, failure) &&
+           file_read_at(file->fd, file->path, t->offset + offset * element, out, count * element, failure);
 }
 
 #endif

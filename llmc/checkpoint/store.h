@@ -2,7 +2,9 @@
 //
 // A checkpoint is a folder CHECKPOINT_DIR/step-00000123:
 //   config.json, model*.safetensors   as transformers reads them
-//   optimizer*.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter
+//   optimizer*.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter; FP8 moments also have
+//                                     exp_avg_groups.NAME and exp_avg_sq_groups.NAME: the words of the groups (coat.h)
+//                                     that hold its elements
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
 //                                     numbered as tensor_index() does
 //   trainer.json                      the manifest (manifest.h); written last
@@ -158,12 +160,12 @@ static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t kee
 static inline bool checkpoint_write(const char *folder, const TrainerProgress *progress, const CheckpointRun *run,
                                     const ParameterTable *t, const TrainerState *s, int64_t shard_bytes,
                                     Failure *failure) {
-    const StateKind moments[] = {STATE_EXP_AVG, STATE_EXP_AVG_SQ};
     const bool leader = checkpoint_is_leader(s->comm);
     FileList files = {NULL, 0};
     bool ok = checkpoint_agree(s->comm, !leader || folder_begin(folder, failure), failure) &&
               checkpoint_write_model(folder, run->model, t, s, shard_bytes, &files, failure) &&
-              checkpoint_write_tensors(folder, "optimizer", t, s, moments, 2, shard_bytes, &files, failure) &&
+              checkpoint_write_tensors(folder, "optimizer", t, s, STATE_EXP_AVG, state_optimizer_kinds(s), shard_bytes,
+                                       &files, failure) &&
               checkpoint_write_delayed(folder, s, &files, failure);
     ok = ok && (!leader ||
                 (checkpoint_write_trainer(folder, progress, run, &files, failure) && folder_sync(folder, failure)));
@@ -263,11 +265,11 @@ static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m,
                                    const TrainerState *s) {
     Safetensors st;
     Failure failure;
-    if (!model_read_weights(checkpoint, m, t, s, &failure) ||
-        !safetensors_open_folder(&st, checkpoint, "optimizer", &failure) ||
-        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG, &failure) ||
-        !checkpoint_read_array(&st, t, s, STATE_EXP_AVG_SQ, &failure) ||
-        !checkpoint_read_delayed(checkpoint, s, &failure))
+    bool ok = model_read_weights(checkpoint, m, t, s, &failure) &&
+              safetensors_open_folder(&st, checkpoint, "optimizer", &failure);
+    for (int i = 0; ok && i < state_optimizer_kinds(s); i++)
+        ok = checkpoint_read_array(&st, t, s, (StateKind)(STATE_EXP_AVG + i), &failure);
+    if (!ok || !checkpoint_read_delayed(checkpoint, s, &failure))
         die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it", checkpoint,
             failure.text);
     safetensors_close(&st);

@@ -10,16 +10,25 @@
 #include "../dist/comm.h"
 #include "safetensors_writer.h"
 
-// The arrays of a trainer. STATE_AMAX_HISTORY and STATE_SCALES exist only with delayed scaling.
-typedef enum { STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ, STATE_AMAX_HISTORY, STATE_SCALES } StateKind;
+// The arrays of a trainer. The words of groups exist only if the moments are FP8 codes (coat.h), STATE_AMAX_HISTORY and
+// STATE_SCALES only with delayed scaling.
+typedef enum {
+    STATE_WEIGHTS,
+    STATE_EXP_AVG,
+    STATE_EXP_AVG_SQ,
+    STATE_EXP_AVG_GROUPS,
+    STATE_EXP_AVG_SQ_GROUPS,
+    STATE_AMAX_HISTORY,
+    STATE_SCALES,
+    NUM_STATE_KINDS
+} StateKind;
 
 // Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`. read and write
-// copy elements offset .. offset + count - 1 to or from `host`, which has the array's storage type (fp32 if
-// is_fp32[kind], else bf16). Histories and scales of delayed scaling are fp32. One thread calls them, and may reuse
-// `host` when they return.
+// copy elements offset .. offset + count - 1 to or from `host`, which has the array's storage type. One thread calls
+// them, and may reuse `host` when they return.
 typedef struct {
     void *context;
-    bool is_fp32[3];  // for weights and moments
+    SafetensorsType types[NUM_STATE_KINDS];  // BF16 or F32 weights; BF16, F32 or F8_E4M3 moments; U32 words; F32 others
     void (*read)(void *context, StateKind kind, int64_t offset, int64_t count, void *host);
     void (*write)(void *context, StateKind kind, int64_t offset, int64_t count, const void *host);
     const ShardPlan *plan;  // NULL for one rank: the arrays are the flat arrays of parameters.h
@@ -49,37 +58,70 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
 
 static inline bool checkpoint_is_leader(const Comm *c) { return !c || c->rank == 0; }
 
-// Context of checkpoint_fetch: specification i is the parameter i % table->count of array kinds[i / table->count].
+// Context of checkpoint_fetch: specification i is the parameter i % table->count of array first_kind + i /
+// table->count.
 typedef struct {
     const ParameterTable *table;
     const TrainerState *state;
-    StateKind kinds[2];
+    StateKind first_kind;
 } CheckpointSource;
 
-static inline ShardRange checkpoint_range(const ParameterTable *t, const TrainerState *s, const Parameter *p) {
-    ShardRange whole = {0, parameter_elements(p), p->offset};
-    return s->plan ? shard_parameter(t, s->plan, p) : whole;
+static inline StateKind checkpoint_kind(const CheckpointSource *source, int64_t tensor) {
+    return (StateKind)(source->first_kind + tensor / source->table->count);
 }
 
 static inline const char *state_prefix(StateKind kind) {
-    return kind == STATE_WEIGHTS ? "" : kind == STATE_EXP_AVG ? "exp_avg." : "exp_avg_sq.";
+    static const char *const prefixes[] = {"", "exp_avg.", "exp_avg_sq.", "exp_avg_groups.", "exp_avg_sq_groups."};
+    return prefixes[kind];
 }
 
-// True if none of n fp32 or bf16 values is NaN or infinite.
-static inline bool all_finite(const void *values, int64_t n, bool fp32) {
+static inline bool state_is_groups(StateKind kind) {
+    return kind == STATE_EXP_AVG_GROUPS || kind == STATE_EXP_AVG_SQ_GROUPS;
+}
+
+// Returns the storage type of an array, after options_resolve.
+static inline SafetensorsType state_type(const Options *o, StateKind kind) {
+    if (kind == STATE_WEIGHTS) return o->master_weights == STORAGE_FP32 ? ST_F32 : ST_BF16;
+    if (state_is_groups(kind)) return ST_U32;
+    if (kind >= STATE_AMAX_HISTORY) return ST_F32;
+    if (options_coat(o)) return ST_F8_E4M3;
+    return o->optimizer_state == MOMENTS_FP32 ? ST_F32 : ST_BF16;
+}
+
+// Returns the number of arrays of the optimizer. They are the kinds from STATE_EXP_AVG on.
+static inline int state_optimizer_kinds(const TrainerState *s) { return s->types[STATE_EXP_AVG] == ST_F8_E4M3 ? 4 : 2; }
+
+// True if none of n values is NaN or infinite. A group's word has the bits of an fp32 number (coat.h).
+static inline bool all_finite(const void *values, int64_t n, SafetensorsType type) {
     uint32_t bad = 0;
-    if (fp32)
-        for (int64_t i = 0; i < n; i++) bad |= (((const uint32_t *)values)[i] & 0x7f800000) == 0x7f800000;
-    else
-        for (int64_t i = 0; i < n; i++) bad |= (((const uint16_t *)values)[i] & 0x7f80) == 0x7f80;
+    for (int64_t i = 0; i < n; i++)
+        bad |= type == ST_F8_E4M3 ? (((const uint8_t *)values)[i] & 0x7f) == 0x7f
+               : type == ST_BF16  ? (((const uint16_t *)values)[i] & 0x7f80) == 0x7f80
+                                  : (((const uint32_t *)values)[i] & 0x7f800000) == 0x7f800000;
     return !bad;
+}
+
+// Returns the range of the groups that hold a range of the parameter's elements. Groups are numbered from the one that
+// holds the parameter's first element; joined parameters may share one.
+static inline ShardRange state_groups(const Parameter *p, ShardRange r) {
+    const int64_t begin = (p->offset + r.first) / COAT_GROUP, end = ceil_div(p->offset + r.first + r.count, COAT_GROUP);
+    const ShardRange groups = {begin - p->offset / COAT_GROUP, r.count ? end - begin : 0, r.shard / COAT_GROUP};
+    return groups;
+}
+
+// Returns this rank's part of a parameter in an array, in elements of that array.
+static inline ShardRange state_range(const ParameterTable *t, const TrainerState *s, const Parameter *p,
+                                     StateKind kind) {
+    const ShardRange whole = {0, parameter_elements(p), p->offset},
+                     range = s->plan ? shard_parameter(t, s->plan, p) : whole;
+    return state_is_groups(kind) ? state_groups(p, range) : range;
 }
 
 // Fails if a value is not finite: nothing could be trained from such a checkpoint. The failure is `lasting`, because
 // saving again would fail again.
 static inline bool checkpoint_check_finite(const char *prefix, const char *name, const void *values, int64_t n,
-                                           bool fp32, Failure *failure) {
-    if (all_finite(values, n, fp32)) return true;
+                                           SafetensorsType type, Failure *failure) {
+    if (all_finite(values, n, type)) return true;
     fail(failure,
          "tensor %s%.200s holds a value that is not finite, so training cannot continue from it; nothing was "
          "saved",
@@ -92,10 +134,10 @@ static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offse
                                     Failure *failure) {
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Parameter *p = &source->table->entries[tensor % source->table->count];
-    const StateKind kind = source->kinds[tensor / source->table->count];
-    const ShardRange r = checkpoint_range(source->table, source->state, p);
+    const StateKind kind = checkpoint_kind(source, tensor);
+    const ShardRange r = state_range(source->table, source->state, p, kind);
     source->state->read(source->state->context, kind, r.shard + offset - r.first, count, out);
-    return checkpoint_check_finite(state_prefix(kind), p->name, out, count, source->state->is_fp32[kind], failure);
+    return checkpoint_check_finite(state_prefix(kind), p->name, out, count, source->state->types[kind], failure);
 }
 
 // Sets the part of a tensor that this rank writes. Replicas hold the same values and take turns over the tensors.
@@ -103,7 +145,8 @@ static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Comm *c = source->state->comm;
     const ShardRange r =
-        checkpoint_range(source->table, source->state, &source->table->entries[tensor % source->table->count]);
+        state_range(source->table, source->state, &source->table->entries[tensor % source->table->count],
+                    checkpoint_kind(source, tensor));
     *first = r.first, *count = tensor % c->replicas == c->replica ? r.count : 0;
 }
 
@@ -134,18 +177,25 @@ static inline bool checkpoint_write_together(const SafetensorsSet *set, const Ch
     return checkpoint_agree(c, ok && (c->rank > 0 || safetensors_write_index(set, list, failure)), failure);
 }
 
-// Writes the arrays `kinds` as STEM*.safetensors and adds the files to `list`.
+// Sets the shape of a parameter's tensor in an array: that of the parameter, or a vector of its groups.
+static inline void state_shape(const Parameter *p, StateKind kind, int64_t *rows, int64_t *cols) {
+    const ShardRange whole = {0, parameter_elements(p), 0};
+    *rows = state_is_groups(kind) ? state_groups(p, whole).count : p->rows;
+    *cols = state_is_groups(kind) ? 0 : p->cols;
+}
+
+// Writes `num_kinds` arrays from `first` on as STEM*.safetensors and adds the files to `list`.
 static inline bool checkpoint_write_tensors(const char *folder, const char *stem, const ParameterTable *t,
-                                            const TrainerState *s, const StateKind *kinds, int num_kinds,
-                                            int64_t shard_bytes, FileList *list, Failure *failure) {
-    CheckpointSource source = {t, s, {kinds[0], kinds[num_kinds - 1]}};
+                                            const TrainerState *s, StateKind first, int num_kinds, int64_t shard_bytes,
+                                            FileList *list, Failure *failure) {
+    CheckpointSource source = {t, s, first};
     SafetensorSpec *specs = (SafetensorSpec *)xcalloc((size_t)(num_kinds * t->count), sizeof *specs);
     for (int64_t i = 0; i < num_kinds * t->count; i++) {
         const Parameter *p = &t->entries[i % t->count];
-        const StateKind kind = kinds[i / t->count];
+        const StateKind kind = checkpoint_kind(&source, i);
         format_checked(specs[i].name, sizeof specs[i].name, "%s%s", state_prefix(kind), p->name);
-        specs[i].type = s->is_fp32[kind] ? ST_F32 : ST_BF16;
-        specs[i].rows = p->rows, specs[i].cols = p->cols;
+        specs[i].type = s->types[kind];
+        state_shape(p, kind, &specs[i].rows, &specs[i].cols);
     }
     bool ok;
     if (s->comm && s->comm->world > 1) {
@@ -164,11 +214,10 @@ static inline bool checkpoint_write_tensors(const char *folder, const char *stem
 static inline bool checkpoint_write_model(const char *folder, const ModelConfig *m, const ParameterTable *t,
                                           const TrainerState *s, int64_t shard_bytes, FileList *list,
                                           Failure *failure) {
-    const StateKind weights[] = {STATE_WEIGHTS};
-    const bool ok = !checkpoint_is_leader(s->comm) ||
-                    hf_config_write(m, folder, s->is_fp32[STATE_WEIGHTS] ? "float32" : "bfloat16", list, failure);
+    const char *type = s->types[STATE_WEIGHTS] == ST_F32 ? "float32" : "bfloat16";
+    const bool ok = !checkpoint_is_leader(s->comm) || hf_config_write(m, folder, type, list, failure);
     return checkpoint_agree(s->comm, ok, failure) &&
-           checkpoint_write_tensors(folder, "model", t, s, weights, 1, shard_bytes, list, failure);
+           checkpoint_write_tensors(folder, "model", t, s, STATE_WEIGHTS, 1, shard_bytes, list, failure);
 }
 
 // ---- reading tensors
@@ -177,23 +226,25 @@ static inline bool checkpoint_write_model(const char *folder, const ModelConfig 
 // tensor is missing, has another shape, or holds a value that is not finite.
 static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s,
                                          StateKind kind, Failure *failure) {
-    const bool fp32 = s->is_fp32[kind];
+    const SafetensorsType type = s->types[kind];
     const int64_t chunk = IO_CHUNK_BYTES / 4;
     int64_t largest = 1;
     for (int64_t i = 0; i < t->count; i++) largest = max_i64(largest, parameter_elements(&t->entries[i]));
-    void *buffer = xcalloc((size_t)min_i64(chunk, largest), fp32 ? 4 : 2);
+    void *buffer = xcalloc((size_t)min_i64(chunk, largest), (size_t)safetensors_type_bytes(type));
     bool ok = true;
     for (int64_t i = 0; ok && i < t->count; i++) {
         const Parameter *p = &t->entries[i];
         char name[128];
+        int64_t rows, cols;
         format_checked(name, sizeof name, "%s%s", state_prefix(kind), p->name);
-        const Safetensor *tensor = safetensors_require(st, name, p->rows, p->cols, failure);
+        state_shape(p, kind, &rows, &cols);
+        const Safetensor *tensor = safetensors_require(st, name, rows, cols, failure);
         ok = tensor != NULL;
-        const ShardRange r = checkpoint_range(t, s, p);
+        const ShardRange r = state_range(t, s, p, kind);
         for (int64_t done = 0; ok && done < r.count; done += chunk) {
             const int64_t n = min_i64(chunk, r.count - done);
-            ok = safetensors_read(st, tensor, r.first + done, n, fp32, buffer, failure) &&
-                 (all_finite(buffer, n, fp32) ||
+            ok = safetensors_read_as(st, tensor, r.first + done, n, type, buffer, failure) &&
+                 (all_finite(buffer, n, type) ||
                   fail(failure, "%s: tensor %.200s holds a value that is not finite, so nothing can be trained from it",
                        st->files[tensor->file].path, name));
             if (ok) s->write(s->context, kind, r.shard + done, n, buffer);
@@ -209,7 +260,7 @@ static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64
                                             Failure *failure) {
     const TrainerState *s = (const TrainerState *)context;
     s->read(s->context, tensor ? STATE_SCALES : STATE_AMAX_HISTORY, offset, count, out);
-    return checkpoint_check_finite("", tensor ? "scale" : "amax_history", out, count, true, failure);
+    return checkpoint_check_finite("", tensor ? "scale" : "amax_history", out, count, ST_F32, failure);
 }
 
 // Rank 0 writes fp8_state.safetensors. Does nothing without delayed scaling.
@@ -237,7 +288,7 @@ static inline bool checkpoint_check_delayed(const float *history, const float *s
     for (int64_t i = 0; i < s->delayed_tensors * s->delayed_window; i++)
         if (!(history[i] >= 0))
             return fail(failure, "%s: amax_history holds %g, which is not an amax", path, (double)history[i]);
-    return all_finite(scales, s->delayed_tensors, true) ||
+    return all_finite(scales, s->delayed_tensors, ST_F32) ||
            fail(failure, "%s: scale holds a value that is not finite", path);
 }
 

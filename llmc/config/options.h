@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "../base/coat.h"
 #include "options_table.h"
 
 // Copies choice number `index` of "a|b|c", counted from 0, to `out`. Returns false if there are fewer.
@@ -328,7 +329,7 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
 static inline void options_precision_conflict(const Options *o, char *message, size_t capacity) {
     const OptionRow *stray = o->precision == PRECISION_FP8 ? NULL : options_stray_fp8(o);
     const bool bf16_state = o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST ||
-                            o->optimizer_state == STORAGE_BF16;
+                            (o->optimizer_state != MOMENTS_AUTO && o->optimizer_state != MOMENTS_FP32);
     if (o->precision == PRECISION_FP32 && bf16_state)
         format_checked(message, capacity,
                        "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and "
@@ -391,10 +392,10 @@ static inline bool options_fp32_gradients(const Options *o, int64_t world) {
 
 // Replaces each `auto` by the value that it stands for, and a --rounding-seed that is not given by --seed.
 static inline void options_resolve(Options *o) {
-    int storage = o->precision == PRECISION_FP32 ? STORAGE_FP32 : STORAGE_BF16;
-    if (o->master_weights == STORAGE_AUTO) o->master_weights = storage;
-    if (o->optimizer_state == STORAGE_AUTO) o->optimizer_state = storage;
-    if (o->precision == PRECISION_FP32) o->reduce_dtype = REDUCE_FP32;
+    const bool fp32 = o->precision == PRECISION_FP32;
+    if (o->master_weights == STORAGE_AUTO) o->master_weights = fp32 ? STORAGE_FP32 : STORAGE_BF16;
+    if (o->optimizer_state == MOMENTS_AUTO) o->optimizer_state = fp32 ? MOMENTS_FP32 : MOMENTS_BF16;
+    if (fp32) o->reduce_dtype = REDUCE_FP32;
     if (o->rounding_seed < 0) o->rounding_seed = o->seed;
     if (o->grad_accum_dtype == STORAGE_AUTO) o->grad_accum_dtype = options_sum_storage(o);
     if (o->fp8_all_gather == AUTO) o->fp8_all_gather = recipe_has_tensor_scales(options_recipe(o)) ? ON : OFF;
@@ -402,8 +403,19 @@ static inline void options_resolve(Options *o) {
         o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
 }
 
-// Bytes of a value in a storage of master weights or optimizer state, after options_resolve.
+// Bytes of a master weight, after options_resolve.
 static inline int64_t storage_bytes(int storage) { return storage == STORAGE_FP32 ? 4 : 2; }
+
+// True if the moments are FP8 codes in groups (coat.h).
+static inline bool options_coat(const Options *o) {
+    return o->optimizer_state == MOMENTS_COAT || o->optimizer_state == MOMENTS_COAT_STOCHASTIC;
+}
+
+// Bytes of one moment of n elements, after options_resolve.
+static inline int64_t options_moment_bytes(const Options *o, int64_t n) {
+    if (options_coat(o)) return n + ceil_div(n, COAT_GROUP) * (int64_t)sizeof(uint32_t);
+    return n * (o->optimizer_state == MOMENTS_FP32 ? 4 : 2);
+}
 
 // Prints all settings. Options for FP8 are left out in runs without FP8.
 static inline void options_print(const Options *o) {

@@ -11,9 +11,11 @@
 #ifndef LLMC_PARAMETERS_H
 #define LLMC_PARAMETERS_H
 
+#include "../base/coat.h"
 #include "model_config.h"
 
 #define PARAMETER_ALIGNMENT 128
+static_assert(PARAMETER_ALIGNMENT % COAT_GROUP == 0, "groups of moments lie in one rank's slice: shard_plan.h");
 
 enum {
     PARAM_DECAY = 1,       // weight decay applies (matrices; not norms and biases)
@@ -88,6 +90,13 @@ typedef struct {
 } ParameterTable;
 
 static inline int64_t parameter_elements(const Parameter *p) { return p->cols ? p->rows * p->cols : p->rows; }
+
+// Elements of entry i and of those that are joined to it, with the padding behind them.
+static inline int64_t parameter_fused_elements(const ParameterTable *t, int64_t i) {
+    int64_t elements = parameter_elements(&t->entries[i]);
+    while (++i < t->count && t->entries[i].flags & PARAM_JOINED) elements += parameter_elements(&t->entries[i]);
+    return round_up(elements, PARAMETER_ALIGNMENT);
+}
 
 // Layers are numbered from 0. In place of a layer's number, ROOT means the root unit, and NO_LAYER means no unit.
 enum { ROOT = -1, NO_LAYER = -2 };

@@ -2,6 +2,7 @@
 #ifndef LLMC_REFERENCE_ADAMW_H
 #define LLMC_REFERENCE_ADAMW_H
 
+#include "../base/coat.h"
 #include "adamw_math.h"
 #include "rounding.h"
 
@@ -35,6 +36,69 @@ static inline void adamw_reference(float *weights, float *exp_avg, float *exp_av
             exp_avg[i] = bf16_state ? bf16_to_float(adamw_round(e.exp_avg, random.exp_avg)) : e.exp_avg;
             exp_avg_sq[i] = bf16_state ? bf16_to_float(adamw_round(e.exp_avg_sq, random.exp_avg_sq)) : e.exp_avg_sq;
         }
+    }
+}
+
+// A moment in FP8 (coat.h).
+typedef struct {
+    uint8_t *codes;    // [n]
+    uint32_t *groups;  // [n / COAT_GROUP] words
+} CoatMoment;
+
+// Returns the tables, which the first call computes. Several threads must not make that call.
+static inline const CoatTables *coat_tables(void) {
+    static CoatTables *tables;
+    if (tables) return tables;
+    tables = (CoatTables *)xcalloc(1, sizeof *tables);
+    coat_tables_fill(tables);
+    return tables;
+}
+
+// Encodes one group. random: [COAT_GROUP] random bits of each value, for stochastic rounding; else NULL.
+static inline void coat_encode_group(const CoatTables *t, const float *x, const uint32_t *random, uint8_t *codes,
+                                     uint32_t *word) {
+    float largest = 0, smallest = INFINITY;
+    for (int i = 0; i < COAT_GROUP; i++) {
+        const float magnitude = fabsf(x[i]);
+        if (magnitude > largest) largest = magnitude;
+        if (magnitude > 0 && magnitude < smallest) smallest = magnitude;
+    }
+    *word = coat_word(t, largest, smallest);
+    const float inverse = 1 / coat_max(*word);
+    for (int i = 0; i < COAT_GROUP; i++)
+        codes[i] = *word ? coat_encode(t, *word, inverse, x[i], random != NULL, random ? random[i] : 0) : 0;
+}
+
+static inline void adamw_coat_group(const CoatTables *t, float *weights, CoatMoment exp_avg, CoatMoment exp_avg_sq,
+                                    const float *gradients, int64_t first, bool decay, float gradient_factor,
+                                    bool bf16_weights, bool stochastic, const AdamwStep *s) {
+    float m[COAT_GROUP], v[COAT_GROUP];
+    uint32_t random_m[COAT_GROUP], random_v[COAT_GROUP];
+    for (int i = 0; i < COAT_GROUP; i++) {
+        AdamwElement e = {weights[i], coat_decode(t, *exp_avg.groups, exp_avg.codes[i]),
+                          coat_decode(t, *exp_avg_sq.groups, exp_avg_sq.codes[i])};
+        e = adamw_update(e, gradients[i] * gradient_factor, decay, s);
+        const AdamwRandom random = adamw_random(s, first + i);
+        weights[i] = bf16_weights ? bf16_to_float(adamw_round(e.weight, random.weight)) : e.weight;
+        m[i] = e.exp_avg, v[i] = e.exp_avg_sq, random_m[i] = random.exp_avg, random_v[i] = random.exp_avg_sq;
+    }
+    coat_encode_group(t, m, stochastic ? random_m : NULL, exp_avg.codes, exp_avg.groups);
+    coat_encode_group(t, v, stochastic ? random_v : NULL, exp_avg_sq.codes, exp_avg_sq.groups);
+}
+
+// adamw_reference with moments in FP8. `first` and n are multiples of COAT_GROUP; padding has zeros everywhere, and
+// keeps them. stochastic: rounds the codes stochastically.
+static inline void adamw_coat_reference(float *weights, CoatMoment exp_avg, CoatMoment exp_avg_sq,
+                                        const float *gradients, int64_t first, int64_t n, bool decay,
+                                        float gradient_factor, bool bf16_weights, bool stochastic,
+                                        const AdamwStep *step) {
+    const CoatTables *tables = coat_tables();
+    PARALLEL_FOR
+    for (int64_t g = 0; g < n / COAT_GROUP; g++) {
+        const int64_t i = g * COAT_GROUP;
+        const CoatMoment m = {exp_avg.codes + i, exp_avg.groups + g}, v = {exp_avg_sq.codes + i, exp_avg_sq.groups + g};
+        adamw_coat_group(tables, weights + i, m, v, gradients + i, first + i, decay, gradient_factor, bf16_weights,
+                         stochastic, step);
     }
 }
 

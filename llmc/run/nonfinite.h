@@ -77,13 +77,13 @@ static inline void nonfinite_scan(NonfiniteWeight *largest, const void *values, 
 // Returns the largest weight that a block reads. Each rank reads its own part. All ranks call.
 static inline NonfiniteWeight nonfinite_largest_weight(const ParameterTable *t, const TrainerState *s, int64_t block) {
     const Comm *c = s->comm;
-    const bool fp32 = s->is_fp32[STATE_WEIGHTS];
+    const bool fp32 = s->types[STATE_WEIGHTS] == ST_F32;
     const int64_t chunk = IO_CHUNK_BYTES / 4;
     NonfiniteWeight largest = {0, 0, -1, 0};
     void *buffer = xcalloc((size_t)chunk, fp32 ? 4 : 2);
     for (int64_t i = 0; i < t->count; i++) {
         if (!nonfinite_block_reads(t, block, &t->entries[i])) continue;
-        const ShardRange r = checkpoint_range(t, s, &t->entries[i]);
+        const ShardRange r = state_range(t, s, &t->entries[i], STATE_WEIGHTS);
         for (int64_t done = 0; done < r.count; done += chunk) {
             const int64_t n = min_i64(chunk, r.count - done);
             s->read(s->context, STATE_WEIGHTS, r.shard + done, n, buffer);

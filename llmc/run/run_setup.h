@@ -364,7 +364,7 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
 
 // Returns the bytes of a checkpoint's tensors: weights and both moments. Its other files are small.
 static inline int64_t run_setup_checkpoint_bytes(const ParameterTable *t, const Options *o) {
-    return t->num_parameters * (storage_bytes(o->master_weights) + 2 * storage_bytes(o->optimizer_state));
+    return t->num_parameters * storage_bytes(o->master_weights) + 2 * options_moment_bytes(o, t->num_parameters);
 }
 
 // Dies, on rank 0, if the disk lacks room for the next checkpoint or the export: otherwise the run would fail after its

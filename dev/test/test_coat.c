@@ -1,0 +1,166 @@
+// Tests moments in FP8 (coat.h): 20 AdamW steps byte for byte against dev/reference/make_coat_goldens.py, and what
+// must hold for any group.
+#include "../../llmc/reference/adamw.h"
+#include "lib/check.h"
+#include "lib/fp8_golden.h"
+
+enum { STEPS = 20, GROUPS = 8, N = GROUPS * COAT_GROUP };
+
+typedef struct {
+    uint8_t codes[2][N];  // exp_avg, exp_avg_sq
+    uint32_t groups[2][GROUPS];
+    float weights[N];
+} State;
+
+static void take_step(State *s, const float *gradients, int64_t step, int64_t first, int64_t groups, bool stochastic) {
+    const AdamwStep a = adamw_step(step, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 42);
+    const CoatMoment m = {s->codes[0] + first, s->groups[0] + first / COAT_GROUP},
+                     v = {s->codes[1] + first, s->groups[1] + first / COAT_GROUP};
+    adamw_coat_reference(s->weights + first, m, v, gradients + first, first, groups * COAT_GROUP, true, 1, false,
+                         stochastic, &a);
+}
+
+// Checks one array of the state after every step. Returns the number of equal bytes of all.
+static void check_array(const Safetensors *st, const char *mode, const char *name, SafetensorsType type, int64_t step,
+                        const void *got, int64_t elements) {
+    char full[64];
+    format_checked(full, sizeof full, "%s.%s", mode, name);
+    const int64_t bytes = elements * safetensors_type_bytes(type);
+    char *want = (char *)fp8_golden_bytes(st, full, type, STEPS * elements);
+    int64_t differ = 0;
+    for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
+    CHECK(differ == 0, "step %lld: %lld of %lld bytes of %s differ", (long long)step + 1, (long long)differ,
+          (long long)bytes, full);
+    free(want);
+}
+
+static void test_golden(bool stochastic) {
+    Safetensors st = fp8_golden_open("dev/reference/goldens/coat.safetensors");
+    const char *mode = stochastic ? "stochastic" : "nearest";
+    float *gradients = (float *)fp8_golden_bytes(&st, "gradients", ST_F32, STEPS * N),
+          *weights = (float *)fp8_golden_bytes(&st, "weights", ST_F32, N);
+    State s;
+    memset(&s, 0, sizeof s);
+    memcpy(s.weights, weights, sizeof s.weights);
+    for (int64_t step = 0; step < STEPS; step++) {
+        take_step(&s, gradients + step * N, step + 1, 0, 3, stochastic);  // in two parts, as two ranks would
+        take_step(&s, gradients + step * N, step + 1, 3 * COAT_GROUP, GROUPS - 3, stochastic);
+        check_array(&st, mode, "exp_avg", ST_U8, step, s.codes[0], N);
+        check_array(&st, mode, "exp_avg_sq", ST_U8, step, s.codes[1], N);
+        check_array(&st, mode, "exp_avg_groups", ST_U32, step, s.groups[0], GROUPS);
+        check_array(&st, mode, "exp_avg_sq_groups", ST_U32, step, s.groups[1], GROUPS);
+        check_array(&st, mode, "weights", ST_F32, step, s.weights, N);
+    }
+    free(gradients), free(weights);
+    safetensors_close(&st);
+}
+
+// Fills a group with magnitudes from 2^low to 2^high and random signs; every `zeros`-th is 0 (0: none).
+static void fill(float *x, uint64_t seed, double low, double high, int zeros) {
+    for (int i = 0; i < COAT_GROUP; i++) {
+        const double part = rng_uniform(seed, (uint64_t)i), magnitude = exp2(low + (high - low) * part);
+        x[i] = zeros && i % zeros == 0 ? 0 : (float)(rng_u64(seed, 1000 + (uint64_t)i) & 1 ? -magnitude : magnitude);
+    }
+}
+
+// Encodes a group. Zeros stay, other values keep their sign and do not become 0, the largest is exact to 16 bits, the
+// error is at most `bound` of each value, and in the same group a decoded value has the code that it came from.
+static void check_group(const char *label, const float *x, double bound) {
+    const CoatTables *t = coat_tables();
+    uint8_t codes[COAT_GROUP];
+    uint32_t word;
+    float decoded[COAT_GROUP], largest = 0, largest_decoded = 0;
+    int lost = 0, signs = 0, moved = 0;
+    double worst = 0;
+    coat_encode_group(t, x, NULL, codes, &word);
+    for (int i = 0; i < COAT_GROUP; i++) {
+        decoded[i] = coat_decode(t, word, codes[i]);
+        lost += (decoded[i] == 0) != (x[i] == 0);
+        signs += decoded[i] * x[i] < 0;
+        moved += coat_encode(t, word, 1 / coat_max(word), decoded[i], false, 0) != codes[i];
+        if (x[i] != 0) worst = fmax(worst, fabs((double)decoded[i] / x[i] - 1));
+        largest = fmaxf(largest, fabsf(x[i])), largest_decoded = fmaxf(largest_decoded, fabsf(decoded[i]));
+    }
+    CHECK(lost == 0 && signs == 0, "%s: %d zeros or non-zeros lost, %d signs", label, lost, signs);
+    CHECK(fabs((double)largest_decoded / largest - 1) < 0x1p-15, "%s: the largest is %g, decoded %g", label,
+          (double)largest, (double)largest_decoded);
+    CHECK(worst <= bound, "%s: the worst relative error is %.4f, and %.4f is allowed", label, worst, bound);
+    CHECK(moved == 0, "%s: %d decoded values have another code", label, moved);
+}
+
+static void test_groups(void) {
+    static const struct {
+        const char *label;
+        double low, high;
+        int zeros;
+        double bound;  // the smallest values take codes from 2 on, of which half a code is a quarter: 1/4 over k
+    } cases[] = {{"equal magnitudes", 3, 3, 0, 0x1p-15},
+                 {"magnitudes within 2", -1, 0, 0, 0.0157},
+                 {"magnitudes within 2^4", -20, -16, 0, 0.0625},
+                 {"magnitudes within 2^4 and zeros", -20, -16, 3, 0.0625},
+                 {"magnitudes within 2^16", -40, -24, 0, 0.3},
+                 {"magnitudes within 2^60", -70, -10, 0, 2.5},
+                 {"one value", 5, 5, 0, 0x1p-15}};
+    float x[COAT_GROUP];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        for (uint64_t seed = 0; seed < 20; seed++) {
+            fill(x, seed, cases[i].low, cases[i].high, cases[i].zeros);
+            check_group(cases[i].label, x, cases[i].bound);
+        }
+}
+
+static void test_degenerate(void) {
+    const CoatTables *t = coat_tables();
+    float x[COAT_GROUP] = {0};
+    uint8_t codes[COAT_GROUP];
+    uint32_t word = 1;
+    coat_encode_group(t, x, NULL, codes, &word);
+    CHECK(word == 0 && codes[0] == 0 && coat_decode(t, word, codes[0]) == 0, "a group of zeros has the word 0");
+    x[5] = -0x1p-101f;
+    coat_encode_group(t, x, NULL, codes, &word);
+    CHECK(word == 0 && codes[5] == 0, "a group below 2^-100 becomes zero");
+    x[5] = -0x1p-100f;
+    coat_encode_group(t, x, NULL, codes, &word);
+    CHECK((word & 255) == COAT_POWERS - 1 && codes[5] == 0xfe && coat_decode(t, word, codes[5]) == x[5],
+          "one value in a group has the largest k and is exact: word %08x, code %02x", word, codes[5]);
+    x[6] = 0x1p126f, x[7] = 0x1p-149f;
+    coat_encode_group(t, x, NULL, codes, &word);
+    CHECK((word & 255) == 1 && coat_decode(t, word, codes[6]) == x[6] && codes[5] > 0x80 && codes[7] > 0,
+          "a range beyond fp32 has k = 1/8: word %08x, codes %02x, %02x", word, codes[5], codes[7]);
+}
+
+// The mean over many random bits is the value itself, to five standard deviations, and both neighbours occur.
+static void test_stochastic(void) {
+    enum { DRAWS = 4096 };
+    const CoatTables *t = coat_tables();
+    float x[COAT_GROUP];
+    uint8_t codes[COAT_GROUP];
+    uint32_t word, random[COAT_GROUP];
+    double sum[COAT_GROUP] = {0}, square[COAT_GROUP] = {0};
+    fill(x, 9, -6, 0, 0);
+    for (uint64_t n = 0; n < DRAWS; n++) {
+        for (int i = 0; i < COAT_GROUP; i++) random[i] = (uint32_t)(rng_u64(n, (uint64_t)i) >> 32);
+        coat_encode_group(t, x, random, codes, &word);
+        for (int i = 0; i < COAT_GROUP; i++) {
+            const double value = coat_decode(t, word, codes[i]);
+            sum[i] += value, square[i] += value * value;
+        }
+    }
+    int off = 0, fixed = 0;
+    for (int i = 0; i < COAT_GROUP; i++) {
+        const double mean = sum[i] / DRAWS, variance = fmax(square[i] / DRAWS - mean * mean, 0);
+        off += fabs(mean - x[i]) > 5 * sqrt(variance / DRAWS) + fabs(x[i]) * 0x1p-15;
+        fixed += variance == 0;
+    }
+    CHECK(off == 0, "%d of %d values are off on average", off, COAT_GROUP);
+    CHECK(fixed < 4, "%d of %d values never change", fixed, COAT_GROUP);
+}
+
+int main(void) {
+    test_golden(false);
+    test_golden(true);
+    test_groups();
+    test_degenerate();
+    test_stochastic();
+    return check_report();
+}

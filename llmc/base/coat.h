@@ -1,0 +1,104 @@
+// Moments of AdamW in FP8 by the rule of COAT: E4M3 codes in groups of 128 whose range of magnitudes is expanded.
+// (Xi and others 2024, arXiv 2410.19313.) The CPU trainer and the CUDA kernel share this file, so that both compute the
+// same bits.
+//
+// E4M3 spans 2^17.8. The magnitudes in a group may span little of it, or much more. So a group stores |x| / max to the
+// power k, and k is such that the group's range of magnitudes fills that of E4M3:
+//     r = max / min,  k = floor(16 log2(448 * 448 / 2) / log2(r)) / 16,  code = E4M3(448 (|x| / max)^k)
+//     |x| = max (code / 448)^(1 / k)
+// These are COAT's numbers. COAT keeps a scale, k and sqrt(max * min) for each group. They reduce to max and k, which
+// fit one word of 32 bits: the bits of the max, whose mantissa is rounded up to 16 bits, and in the lowest 8 bits
+// 16 k - 1. A moment takes 1 + 4 / 128 bytes. Where COAT has no sound answer, this differs:
+//   - k is at most 16, where COAT divides by log2(1) = 0 if all magnitudes are equal, and at least 1/8, which spans all
+//     of fp32;
+//   - zeros stay zeros, and do not count for the min; COAT's min counts some of them, by their place in the warp;
+//   - a group whose max is below 2^-100 becomes zero. There AdamW's eps decides.
+//
+// No pow is computed per value: a power differs between a CPU and a GPU. Tables hold, for each k, the magnitudes that
+// codes stand for and those at which rounding moves to the next code. Comparisons with them decide.
+#ifndef LLMC_COAT_H
+#define LLMC_COAT_H
+
+#include <math.h>
+
+#include "fp8.h"
+#include "utils.h"
+
+#define COAT_GROUP 128           // values that share a word
+#define COAT_POWERS 256          // k = 1/16, 2/16, ... 16
+#define COAT_CODES 127           // magnitudes of E4M3, from 0 to 448
+#define COAT_SMALLEST 0x1p-100f  // groups whose max is below are zero
+
+// Indexed by 16 k - 1.
+typedef struct {
+    float value[COAT_POWERS][COAT_CODES + 1];      // |x| / max of each code; the entry behind the last is infinity
+    float threshold[COAT_POWERS][COAT_CODES + 1];  // from this |x| / max on, rounding to nearest gives the code or more
+    float range[COAT_POWERS];                      // largest max / min for which this k may be used
+} CoatTables;
+
+static inline void coat_tables_fill(CoatTables *t) {
+    const double span = log2(448.0 * 448.0 / 2);
+    for (int p = 0; p < COAT_POWERS; p++) {
+        const double root = 16.0 / (p + 1);  // 1 / k
+        t->range[p] = (float)exp2(span * root);
+        for (int c = 0; c < COAT_CODES; c++) {
+            const double value = (double)fp8_to_float((uint8_t)c, FP8_E4M3),
+                         below = c ? (double)fp8_to_float((uint8_t)(c - 1), FP8_E4M3) : 0;
+            t->value[p][c] = (float)pow(value / 448, root);
+            t->threshold[p][c] = (float)pow((below + value) / 2 / 448, root);
+        }
+        t->value[p][COAT_CODES] = t->threshold[p][COAT_CODES] = INFINITY;
+    }
+}
+
+// Returns the word of a group whose largest magnitude is `largest` and whose smallest above zero is `smallest`.
+HOST_DEVICE static inline uint32_t coat_word(const CoatTables *t, float largest, float smallest) {
+    if (!(largest >= COAT_SMALLEST)) return 0;
+    const uint32_t max = (float_bits(largest) + 255) & ~255u;
+    const float range = float_from_bits(max) / smallest;
+    int low = 0, high = COAT_POWERS - 1;  // range[0] and range[1] are infinite
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (range <= t->range[middle]) low = middle;
+        else high = middle - 1;
+    }
+    return max | (uint32_t)low;
+}
+
+HOST_DEVICE static inline float coat_max(uint32_t word) { return float_from_bits(word & ~255u); }
+
+// Returns the value of a code in a group with this word.
+HOST_DEVICE static inline float coat_decode(const CoatTables *t, uint32_t word, uint8_t code) {
+    const float magnitude = t->value[word & 255][code & 0x7f] * coat_max(word);
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
+// Returns the largest code whose entry in `row`, which rises, is at most x.
+HOST_DEVICE static inline int coat_search(const float *row, float x) {
+    int low = 0, high = COAT_CODES - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (row[middle] <= x) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+// Returns the code of x in a group with this word, which is not 0: the nearest, or, with `stochastic`, one of the two
+// around x, so that the decoded value is x on average; `random` has the random bits in its upper half. inverse_max: 1 /
+// coat_max(word).
+HOST_DEVICE static inline uint8_t coat_encode(const CoatTables *t, uint32_t word, float inverse_max, float x,
+                                              bool stochastic, uint32_t random) {
+    const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u;
+    const int power = (int)(word & 255);
+    const float part = float_from_bits(bits & 0x7fffffffu) * inverse_max;
+    if (!(bits & 0x7fffffffu)) return 0;
+    int code = coat_search(stochastic ? t->value[power] : t->threshold[power], part);
+    if (stochastic && code < COAT_CODES - 1) {
+        const float below = t->value[power][code], gap = t->value[power][code + 1] - below;
+        code += part - below > gap * ((float)(random >> 16) * 0x1p-16f);
+    }
+    return (uint8_t)(sign | (uint32_t)code);
+}
+
+#endif
