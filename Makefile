@@ -54,6 +54,7 @@ FOLDERS := $(sort $(patsubst %/,%,$(dir $(filter build/%,$(COMPILED)) $(DEPENDEN
 	clean FORCE
 
 all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
+	@$(if $(NVCC),:,echo "train_fp8cu (GPU) is left out: there is no nvcc. It needs the CUDA Toolkit and NCCL.")
 
 help:
 	@echo "make               train_fp8, and train_fp8cu if nvcc is installed"

@@ -871,8 +871,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     arena.base = t->memory;
     place(t, &arena);
     t->log = step_log_create(t->stream);
-    const FsdpInputs in = {t->params.weights, &t->linears.scales, t->stream, t->comm->world > 1 ? &t->nccl : NULL,
-                           &t->log};
+    const FsdpInputs in = {t->params.weights, &t->linears.scales, t->comm->world > 1 ? &t->nccl : NULL, &t->log};
     fsdp_create(&t->fsdp, &in);
     linears_plan(&t->linears, t->stream, t->memory);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));

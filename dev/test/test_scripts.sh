@@ -59,5 +59,6 @@ for target in train_fp8cu build/test_gpu build/bench_gemm cuda-headers; do
 done
 make -B -n NVCC= all >"$tmp/log" 2>&1
 check "make without nvcc succeeds (status $?)" [ $? -eq 0 ]
-check "make without nvcc does not build train_fp8cu" lacks "$tmp/log" train_fp8cu
+check "make without nvcc does not build train_fp8cu" lacks "$tmp/log" "-o train_fp8cu"
+check "make without nvcc says that it leaves train_fp8cu out" holds "$tmp/log" "train_fp8cu (GPU) is left out"
 finish

@@ -161,8 +161,9 @@ static inline void fsdp_cast(Fsdp *f, int64_t l, bool rowwise, bool columnwise) 
         if (!w.fp8) continue;
         if (!rowwise) w.rowwise = NULL;
         if (!columnwise) w.columnwise = NULL;
-        if (!fsdp_tensor_scales(f) && !f->amaxes_known[l]) tensor_amax_pass(w, w.data, s->N, s->K, f->in.stream);
-        quantize_transpose(w, w.data, s->N, s->K, f->in.stream);
+        if (!fsdp_tensor_scales(f) && !f->amaxes_known[l])
+            tensor_amax_pass(w, w.data, s->N, s->K, f->transport.compute);
+        quantize_transpose(w, w.data, s->N, s->K, f->transport.compute);
     }
     f->amaxes_known[l] = true;
 }
@@ -203,7 +204,7 @@ static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
     for (int id = 0; columnwise && transposes && id < NUM_LINEARS; id++) {
         const LinearShape *s = &f->precision->linear[id];
         const QTensor w = fsdp_weight(f, l, (LinearId)id);
-        if (w.fp8) fp8_transpose(w.columnwise, w.rowwise, s->N, s->K, f->in.stream);
+        if (w.fp8) fp8_transpose(w.columnwise, w.rowwise, s->N, s->K, f->transport.compute);
     }
     if (rowwise) f->rowwise_layer[l % f->num_rowwise] = l;
     if (columnwise) f->columnwise_layer[l % f->num_columnwise] = l;
@@ -223,7 +224,7 @@ static inline void fsdp_unshard(Fsdp *f, int64_t l, bool backward) {
 static inline void fsdp_reshard(Fsdp *f, int64_t l) {
     if (f->in.nccl) nccl_watch(f->in.nccl);  // a pass may be long and enqueue no collective
     if (fsdp_casts_are_transient(f)) fsdp_invalidate(f);
-    if (fsdp_is_sharded(f)) CUDA_CHECK(cudaEventRecord(f->slot[l % f->num_slots].released, f->in.stream));
+    if (fsdp_is_sharded(f)) CUDA_CHECK(cudaEventRecord(f->slot[l % f->num_slots].released, f->transport.compute));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -272,9 +273,9 @@ static inline void fsdp_cast_shard(Fsdp *f) {
     const TensorScales *scales = f->in.scales;
     s.amax = scales->amax, s.scale_inv = scales->scale_inv, s.slot_stride = TENSORS_PER_LAYER;
     s.rule = f->precision->recipe->rule, s.delayed_scale = scales->delayed_scale;
-    quantize_slices(&s, f->in.stream);
+    quantize_slices(&s, f->transport.compute);
     AuditSums *audit = scales->auditing ? scales->audit + audit_index(0, 0, TENSOR_W, ROWWISE) : NULL;
-    if (audit) audit_slices(&s, audit, AUDIT_LAYER, AUDIT_LINEAR, f->in.stream);
+    if (audit) audit_slices(&s, audit, AUDIT_LAYER, AUDIT_LINEAR, f->transport.compute);
 }
 
 // Replaces the amaxes of all tensors by their maxima over a group of ranks, including slots that are still zero.
@@ -344,8 +345,9 @@ static inline void fsdp_zero_padding(Fsdp *f, int64_t l) {
     const int64_t vectors = f->plan.shard_size * slices[SEGMENT_VECTORS], matrices = elements[SEGMENT_MATRICES],
                   padding = f->plan.shard_size * slices[SEGMENT_MATRICES] - matrices;
     if (vectors > elements[SEGMENT_VECTORS])
-        CUDA_CHECK(cudaMemsetAsync(g.vectors, 0, (size_t)vectors * sizeof(bf16), f->in.stream));
-    if (padding) CUDA_CHECK(cudaMemsetAsync(g.matrices + matrices, 0, (size_t)padding * sizeof(bf16), f->in.stream));
+        CUDA_CHECK(cudaMemsetAsync(g.vectors, 0, (size_t)vectors * sizeof(bf16), f->transport.compute));
+    if (padding)
+        CUDA_CHECK(cudaMemsetAsync(g.matrices + matrices, 0, (size_t)padding * sizeof(bf16), f->transport.compute));
 }
 
 // Makes the compute stream wait until the last reduction from the unit's gradient buffer is done. Call it before the

@@ -23,7 +23,7 @@ static inline int64_t fsdp_embedding_join(Fsdp *f, const int32_t *index, const b
     const ShardSegment g = fsdp_segment(f, ROOT, embedding_segment(f->table));
     const EmbeddingPart part = fsdp_embedding_part(f);
     const GradientSum rounding = fsdp_embedding_sum(f);
-    const cudaStream_t stream = f->in.stream;
+    const cudaStream_t stream = f->transport.compute;
     const bool fp32 = f->transport.fp32_sums, clear = fsdp_embedding_is_untied(f) && !f->sum.add;
     const int64_t element = fp32 ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
     void *sum = fp32 ? (void *)(f->transport.sums_fp32 + g.shard) : (void *)(f->transport.sums + g.shard);
@@ -38,8 +38,8 @@ static inline int64_t fsdp_embedding_whole(Fsdp *f, const int32_t *index, const 
     const GradientSum nearest = {};
     bf16 *gradient = fsdp_gradients(f, ROOT).embedding;
     if (fsdp_embedding_is_untied(f))
-        CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), f->in.stream));
-    return embedding_backward(gradient, part, dx, index, rows, C, nearest, f->in.stream);
+        CUDA_CHECK(cudaMemsetAsync(gradient, 0, (size_t)part.count * sizeof(bf16), f->transport.compute));
+    return embedding_backward(gradient, part, dx, index, rows, C, nearest, f->transport.compute);
 }
 
 // Computes the embedding's gradient from this rank's input gradients dx [R, C] and, if fsdp_input_ranks > 1, those of

@@ -74,9 +74,8 @@ typedef struct {
 typedef struct {
     bf16 *weights;         // [plan.total] this rank's shard
     TensorScales *scales;  // amaxes and scales of the weights
-    cudaStream_t stream;   // the compute stream
     Nccl *nccl;            // connected; NULL if there is one rank
-    StepLog *log;          // times the compute stream
+    StepLog *log;          // of the compute stream
 } FsdpInputs;
 
 typedef struct {

@@ -168,7 +168,6 @@ static inline int run_validate(Run *run, int64_t done) {
     activity_phase(PHASE_VALIDATION, done);
     if (run_validation_losses(run, sequences, losses))
         logger_validation(&run->logger, done, losses, sequences, seconds_now() - start);
-    run_settle(run);
     free(losses);
     return stop_requested(&run->comm);
 }
