@@ -54,7 +54,8 @@
 typedef struct {
     bf16 *weights;
     float *master;               // fp32 masters, or NULL
-    void *exp_avg, *exp_avg_sq;  // bf16 or fp32
+    void *exp_avg, *exp_avg_sq;  // bf16 or fp32, or the codes of FP8 moments
+    AdamwCoat coat;              // with FP8 moments
     double *squares;             // one number: the gradient's sum of squares
 } Parameters;
 
@@ -87,16 +88,31 @@ static int64_t logits_rows(const Trainer *t) {
     return room && many * t->d.V > room ? min_i64(t->d.R, LOGITS_FEW_ROWS) : many;
 }
 
+static AdamwMoments moments_of(const Options *o) {
+    return options_coat(o) ? ADAMW_COAT : o->optimizer_state == MOMENTS_FP32 ? ADAMW_FP32 : ADAMW_BF16;
+}
+
+// Places what FP8 moments of n elements need beside their codes.
+static void place_coat(AdamwCoat *coat, const Options *o, int64_t n, Arena *a) {
+    const int64_t words = n / COAT_GROUP * (int64_t)sizeof(uint32_t);
+    coat->exp_avg_groups = (uint32_t *)arena_take(a, words);
+    coat->exp_avg_sq_groups = (uint32_t *)arena_take(a, words);
+    coat->tables = (CoatTables *)arena_take(a, sizeof(CoatTables));
+    coat->stochastic = o->optimizer_state == MOMENTS_COAT_STOCHASTIC;
+}
+
 static void place_parameters(Trainer *t, Arena *a) {
     const Options *o = t->o;
-    const int64_t n = t->fsdp.plan.total, state_bytes = options_moment_bytes(o, n);
+    static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)"};
+    const int64_t n = t->fsdp.plan.total, state_bytes = n * adamw_moment_bytes(moments_of(o));
     arena_group(a, "weights (bf16)");
     t->params.weights = take_bf16(a, n);
     arena_group(a, "master weights (fp32)");
     t->params.master = o->master_weights == STORAGE_FP32 ? take_float(a, n) : NULL;
-    arena_group(a, o->optimizer_state == MOMENTS_FP32 ? "optimizer state (fp32)" : "optimizer state (bf16)");
+    arena_group(a, names[moments_of(o)]);
     t->params.exp_avg = arena_take(a, state_bytes);
     t->params.exp_avg_sq = arena_take(a, state_bytes);
+    if (options_coat(o)) place_coat(&t->params.coat, o, n, a);
     fsdp_place(&t->fsdp, a);
 }
 
@@ -595,8 +611,8 @@ static void optimizer_step(Trainer *t, int64_t step) {
     const TensorScales *scales = &t->linears.scales;
     const bool norm_first = norm_comes_first(o);
     double *workspace = (double *)t->linears.gemm.workspace;  // no GEMM runs beside the optimizer
-    const AdamwArrays arrays = {
-        p->weights, p->master, p->exp_avg, p->exp_avg_sq, o->optimizer_state == MOMENTS_FP32, gradient_array(t)};
+    const AdamwArrays arrays = {p->weights,    p->master, p->exp_avg,       p->exp_avg_sq,
+                                moments_of(o), p->coat,   gradient_array(t)};
     const AdamwUpdate update = {arrays, adamw_step_of(o, step), norm_first ? &t->stats->control : NULL,
                                 norm_first ? NULL : workspace};
     compute_waits_comm(&f->transport);
@@ -777,8 +793,13 @@ static void copy_in_order(const Trainer *t, void *to, const void *from, size_t b
 
 static char *state_array(const Trainer *t, StateKind kind) {
     void *const weights = t->params.master ? (void *)t->params.master : (void *)t->params.weights;
-    void *const arrays[] = {weights, t->params.exp_avg,         t->params.exp_avg_sq,           NULL,
-                            NULL,    t->linears.scales.history, t->linears.scales.delayed_scale};
+    void *const arrays[] = {weights,
+                            t->params.exp_avg,
+                            t->params.exp_avg_sq,
+                            t->params.coat.exp_avg_groups,
+                            t->params.coat.exp_avg_sq_groups,
+                            t->linears.scales.history,
+                            t->linears.scales.delayed_scale};
     return (char *)arrays[kind];
 }
 
@@ -850,6 +871,13 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     return plan;
 }
 
+static void fill_coat_tables(Trainer *t) {
+    CoatTables *tables = (CoatTables *)xcalloc(1, sizeof *tables);
+    coat_tables_fill(tables);
+    copy_in_order(t, t->params.coat.tables, tables, sizeof *tables);  // after its memory is cleared
+    free(tables);
+}
+
 static void fill_rope_table(Trainer *t) {
     const size_t bytes = (size_t)(t->d.T * t->d.HD) * sizeof(float);
     float *table = (float *)xcalloc(bytes, 1);
@@ -876,6 +904,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     linears_plan(&t->linears, t->stream, t->memory);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
     fill_rope_table(t);
+    if (options_coat(t->o)) fill_coat_tables(t);
     CUDA_CHECK(cudaEventCreateWithFlags(&t->idle, cudaEventDisableTiming));
     batches_create(&t->batches);
     t->token_losses = (float *)xcalloc((size_t)t->d.R, sizeof *t->token_losses);

@@ -146,7 +146,8 @@ static AdamwArrays arrays_upload(const State *s, Variant v) {
     a.weights = (bf16 *)upload(s->weights, s->n, false),
     a.master = v.master ? (float *)upload(s->weights, s->n, true) : NULL;
     a.exp_avg = upload(s->exp_avg, s->n, v.fp32_moments), a.exp_avg_sq = upload(s->exp_avg_sq, s->n, v.fp32_moments);
-    a.fp32_moments = v.fp32_moments, a.gradients = gradients_upload(s->gradients, s->n, v.fp32_gradients);
+    a.moments = v.fp32_moments ? ADAMW_FP32 : ADAMW_BF16,
+    a.gradients = gradients_upload(s->gradients, s->n, v.fp32_gradients);
     return a;
 }
 
@@ -401,7 +402,8 @@ static Model model_create(const char *preset, bool master, bool fp32_moments, bo
     x.plan = shard_plan(&x.t, 1, 0);
     const int64_t n = x.t.total, moment = fp32_moments ? 4 : 2;
     x.a.weights = (bf16 *)bench_alloc(n * 2), x.a.master = master ? (float *)bench_alloc(n * 4) : NULL;
-    x.a.exp_avg = bench_zeros(n * moment), x.a.exp_avg_sq = bench_zeros(n * moment), x.a.fp32_moments = fp32_moments;
+    x.a.exp_avg = bench_zeros(n * moment), x.a.exp_avg_sq = bench_zeros(n * moment),
+    x.a.moments = fp32_moments ? ADAMW_FP32 : ADAMW_BF16;
     if (fp32_gradients) x.a.gradients.fp32_data = (float *)bench_zeros(n * 4);
     else x.a.gradients.bf16_data = bench_random(n, 5, 1e-3f);
     initialize_parameters(x.a.weights, x.a.master, &x.t, &x.plan, 0.02f, 1, 0);

@@ -34,9 +34,6 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
                  {"vocab_size", m->vocab_size, 8}};
     if (o->precision == PRECISION_FP32)
         die_with(EXIT_UNSUPPORTED, "--precision fp32 runs only in the CPU trainer (train_fp8); use bf16 or fp8 here");
-    if (options_coat(o))
-        die_with(EXIT_UNSUPPORTED,
-                 "--optimizer-state coat runs only in the CPU trainer (train_fp8) so far; use bf16 or fp32 here");
     if (m->head_dim != 64 && m->head_dim != 128)
         die_with(EXIT_UNSUPPORTED,
                  "model %s: head_dim = %lld; attention on the GPU supports 64 and 128 (the CPU trainer, train_fp8, "

@@ -1,0 +1,240 @@
+// Checks AdamW with FP8 moments (llmc/cuda/adamw_coat.cuh) byte for byte against the CPU's functions, over several
+// steps and any number of ranks. Times the update. Build and run: make build/bench_adamw_coat && build/bench_adamw_coat
+#include "../../llmc/cuda/adamw.cuh"
+#include "../../llmc/cuda/initialize.cuh"
+#include "../../llmc/reference/adamw.h"
+#include "bench.cuh"
+
+enum { AMAX_STRIDE = 12, STEPS = 4 };
+
+// A model with every kind of parameter of its family; hidden size 40 leaves padding behind most tensors, and joins
+// tensors within a group.
+static ModelConfig small_model(const char *preset) {
+    ModelConfig m;
+    if (!model_config_preset(&m, preset)) die("no preset %s", preset);
+    m.vocab_size = 320, m.hidden_size = 40, m.intermediate_size = 72, m.num_layers = 3, m.num_heads = 4,
+    m.num_kv_heads = 2, m.head_dim = 16;
+    return m;
+}
+
+// A rank's optimizer on the host, or the whole model's (n: elements of the flat arrays).
+typedef struct {
+    int64_t n;
+    float *weights;
+    uint8_t *codes[2];    // [n] of exp_avg, exp_avg_sq
+    uint32_t *groups[2];  // [n / COAT_GROUP]
+    float *gradients[STEPS];
+} State;
+
+static State state_create(int64_t n) {
+    State s = {};
+    s.n = n;
+    s.weights = (float *)xcalloc((size_t)n, sizeof(float));
+    for (int k = 0; k < 2; k++) {
+        s.codes[k] = (uint8_t *)xcalloc((size_t)n, 1);
+        s.groups[k] = (uint32_t *)xcalloc((size_t)(n / COAT_GROUP), sizeof(uint32_t));
+    }
+    for (float *&g : s.gradients) g = (float *)xcalloc((size_t)n, sizeof(float));
+    return s;
+}
+
+static void state_free(State *s) {
+    free(s->weights);
+    for (int k = 0; k < 2; k++) free(s->codes[k]), free(s->groups[k]);
+    for (float *g : s->gradients) free(g);
+}
+
+// Fills weights and the gradients of all steps, with groups of every kind: common, spread over 2^80, half zero, all
+// zero, equal, and far below COAT_SMALLEST.
+static State state_fill(const ParameterTable *t, bool fp32_weights, bool fp32_gradients) {
+    State s = state_create(t->total);
+    for (int64_t k = 0; k < t->count; k++) {
+        const Parameter *p = &t->entries[k];
+        for (int64_t i = p->offset; i < p->offset + parameter_elements(p); i++) {
+            const int64_t kind = i / COAT_GROUP % 8;
+            s.weights[i] = rng_normal(rng_key(3, 0), (uint64_t)i) * 0.02f;
+            if (!fp32_weights) s.weights[i] = bf16_round(s.weights[i]);
+            for (int step = 0; step < STEPS; step++) {
+                const uint64_t key = rng_key(3, 1 + (uint64_t)step), u = rng_u64(key, (uint64_t)(i + (1ll << 40)));
+                float g = rng_normal(key, (uint64_t)i) * 1e-3f;
+                if (kind == 2) g = ldexpf(g, -(int)(u % 80));
+                if (kind == 3 && (u & 1)) g = 0;
+                if (kind == 4) g = 0;
+                if (kind == 5) g = 0.0371f;
+                if (kind == 6) g *= 1e-36f;
+                s.gradients[step][i] = fp32_gradients ? g : bf16_round(g);
+            }
+        }
+    }
+    return s;
+}
+
+// Copies a rank's part of the flat arrays.
+static void copy_part(const ParameterTable *t, const ShardPlan *plan, const void *flat, void *to, int64_t bytes,
+                      int64_t group) {
+    for (int64_t l = ROOT; l < t->num_layers; l++)
+        for (int k = 0; k < NUM_SEGMENTS; k++) {
+            const ShardSegment g = segment_slice(t, plan, l, k);
+            const ShardRange r = segment_range(t, plan, l, k, g.flat, g.size);
+            memcpy((char *)to + r.shard / group * bytes, (const char *)flat + (g.flat + r.first) / group * bytes,
+                   (size_t)(r.count / group * bytes));
+        }
+}
+
+static State state_part(const ParameterTable *t, const ShardPlan *plan, const State *flat) {
+    State s = state_create(plan->total);
+    copy_part(t, plan, flat->weights, s.weights, 4, 1);
+    for (int k = 0; k < 2; k++) {
+        copy_part(t, plan, flat->codes[k], s.codes[k], 1, 1);
+        copy_part(t, plan, flat->groups[k], s.groups[k], 4, COAT_GROUP);
+    }
+    for (int step = 0; step < STEPS; step++) copy_part(t, plan, flat->gradients[step], s.gradients[step], 4, 1);
+    return s;
+}
+
+typedef struct {
+    bool master, fp32_gradients, stochastic;
+    double eps;
+} Variant;
+
+static AdamwStep step_of(Variant v, int step) { return adamw_step(step + 1, 1e-3, 0.9, 0.95, v.eps, 0.1, false, 42); }
+
+static void step_on_cpu(const ParameterTable *t, State *s, Variant v, int step) {
+    const AdamwStep a = step_of(v, step);
+    for (int64_t k = 0; k < t->count; k++) {
+        const Parameter *p = &t->entries[k];
+        if (p->flags & PARAM_JOINED) continue;
+        const CoatMoment m = {s->codes[0] + p->offset, s->groups[0] + p->offset / COAT_GROUP},
+                         q = {s->codes[1] + p->offset, s->groups[1] + p->offset / COAT_GROUP};
+        adamw_coat_reference(s->weights + p->offset, m, q, s->gradients[step] + p->offset, p->offset,
+                             parameter_fused_elements(t, k), p->flags & PARAM_DECAY, 1, !v.master, v.stochastic, &a);
+    }
+}
+
+static void *upload_floats(const float *x, int64_t n, bool fp32) {
+    if (fp32) return bench_upload(x, n * 4);
+    bf16_bits *bits = bf16_from_floats(x, n);
+    void *p = bench_upload(bits, n * 2);
+    free(bits);
+    return p;
+}
+
+static CoatTables *upload_tables(void) { return (CoatTables *)bench_upload(coat_tables(), sizeof(CoatTables)); }
+
+static void check_device(const char *label, const char *array, const void *device, const void *want, int64_t bytes,
+                         int64_t element) {
+    char text[160];
+    format_checked(text, sizeof text, "%s: %s", label, array);
+    void *got = bench_download(device, bytes, text);
+    check_bytes(text, got, want, bytes, element);
+    free(got);
+}
+
+// Takes all steps of one rank on the GPU. Its arrays must equal `want` then.
+static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
+                       const State *before, const State *want) {
+    const int64_t n = before->n, words = n / COAT_GROUP * 4;
+    uint32_t *amax = (uint32_t *)bench_zeros(t->num_layers * AMAX_STRIDE * 4);
+    AdamwArrays a = {};
+    a.weights = (bf16 *)upload_floats(before->weights, n, false);
+    a.master = v.master ? (float *)upload_floats(before->weights, n, true) : NULL;
+    a.exp_avg = bench_zeros(n), a.exp_avg_sq = bench_zeros(n), a.moments = ADAMW_COAT;
+    a.coat.exp_avg_groups = (uint32_t *)bench_zeros(words), a.coat.exp_avg_sq_groups = (uint32_t *)bench_zeros(words);
+    a.coat.tables = upload_tables(), a.coat.stochastic = v.stochastic;
+    for (int step = 0; step < STEPS; step++) {
+        void *gradients = upload_floats(before->gradients[step], n, v.fp32_gradients);
+        if (v.fp32_gradients) a.gradients.fp32_data = (const float *)gradients;
+        else a.gradients.bf16_data = (const bf16 *)gradients;
+        const AdamwUpdate update = {a, step_of(v, step), NULL, NULL};
+        adamw_update_root(&update, t, plan, 0);
+        adamw_update_layers(&update, t, plan, amax, AMAX_STRIDE, 0);
+        bench_free(gradients);
+    }
+    bf16_bits *weights = bf16_from_floats(want->weights, n);
+    check_device(label, "weights", a.weights, weights, n * 2, 2);
+    if (v.master) check_device(label, "master weights", a.master, want->weights, n * 4, 4);
+    check_device(label, "codes of exp_avg", a.exp_avg, want->codes[0], n, 1);
+    check_device(label, "codes of exp_avg_sq", a.exp_avg_sq, want->codes[1], n, 1);
+    check_device(label, "groups of exp_avg", a.coat.exp_avg_groups, want->groups[0], words, 4);
+    check_device(label, "groups of exp_avg_sq", a.coat.exp_avg_sq_groups, want->groups[1], words, 4);
+    free(weights);
+    void *device[] = {a.weights,     a.exp_avg, a.exp_avg_sq, a.coat.exp_avg_groups, a.coat.exp_avg_sq_groups,
+                      a.coat.tables, amax};
+    for (void *p : device) bench_free(p);
+    if (a.master) bench_free(a.master);
+}
+
+static void check_steps(const char *preset, Variant v, int64_t shard_size) {
+    const ModelConfig m = small_model(preset);
+    ParameterTable t = parameter_table(&m);
+    State flat = state_fill(&t, v.master, v.fp32_gradients);
+    State *before = (State *)xcalloc((size_t)shard_size, sizeof *before);
+    char label[128];
+    format_checked(label, sizeof label, "%s, master %d, fp32 gradients %d, stochastic %d, eps %g, %lld ranks", preset,
+                   v.master, v.fp32_gradients, v.stochastic, v.eps, (long long)shard_size);
+    for (int64_t rank = 0; rank < shard_size; rank++) {
+        const ShardPlan plan = shard_plan(&t, shard_size, rank);
+        before[rank] = state_part(&t, &plan, &flat);
+    }
+    for (int step = 0; step < STEPS; step++) step_on_cpu(&t, &flat, v, step);
+    for (int64_t rank = 0; rank < shard_size; rank++) {
+        const ShardPlan plan = shard_plan(&t, shard_size, rank);
+        State want = state_part(&t, &plan, &flat);
+        check_rank(label, &t, &plan, v, &before[rank], &want);
+        state_free(&want), state_free(&before[rank]);
+    }
+    free(before);
+    state_free(&flat);
+    parameter_table_free(&t);
+}
+
+// Times the update of a real model with random moments.
+static void bench_model(Bench *b, const char *preset, bool stochastic) {
+    ModelConfig m;
+    if (!model_config_preset(&m, preset)) die("no preset %s", preset);
+    ParameterTable t = parameter_table(&m);
+    const ShardPlan plan = shard_plan(&t, 1, 0);
+    const int64_t n = t.total, words = n / COAT_GROUP * 4;
+    uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
+    AdamwArrays a = {};
+    a.weights = (bf16 *)bench_alloc(n * 2), a.exp_avg = bench_zeros(n), a.exp_avg_sq = bench_zeros(n);
+    a.moments = ADAMW_COAT, a.coat.tables = upload_tables(), a.coat.stochastic = stochastic;
+    a.coat.exp_avg_groups = (uint32_t *)bench_zeros(words), a.coat.exp_avg_sq_groups = (uint32_t *)bench_zeros(words);
+    a.gradients.bf16_data = bench_random(n, 5, 1e-3f);
+    initialize_parameters(a.weights, NULL, &t, &plan, 0.02f, 1, 0);
+    const AdamwUpdate update = {a, adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, false, 7), NULL, NULL};
+    const double us = bench_time_us(b, [&] {
+        adamw_update_root(&update, &t, &plan, 0);
+        adamw_update_layers(&update, &t, &plan, amax, AMAX_STRIDE, 0);
+    });
+    bench_report(b, stochastic ? "AdamW, moments coat-stochastic" : "AdamW, moments coat", preset, us,
+                 (double)n * (2 + 4 + 4 + 16.0 / COAT_GROUP),
+                 "arithmetic besides memory traffic: tables, powers and comparisons for every moment");
+    void *device[] = {a.weights,
+                      a.exp_avg,
+                      a.exp_avg_sq,
+                      a.coat.exp_avg_groups,
+                      a.coat.exp_avg_sq_groups,
+                      a.coat.tables,
+                      amax,
+                      (void *)a.gradients.bf16_data};
+    for (void *p : device) bench_free(p);
+    parameter_table_free(&t);
+}
+
+int main(int argc, char **argv) {
+    if (bench_part_wanted(argc, argv, "check"))
+        for (const char *preset : {"llama3.1-8b", "qwen2.5-0.5b", "qwen3-8b"})
+            for (int kind = 0; kind < 16; kind++) {
+                const Variant v = {(kind & 1) != 0, (kind & 2) != 0, (kind & 4) != 0, kind & 8 ? 1e-15 : 1e-8};
+                check_steps(preset, v, 1 + kind % 3 + kind / 8);
+            }
+    if (bench_part_wanted(argc, argv, "bench")) {
+        Bench b = bench_create();
+        bench_model(&b, "llama3.1-8b", false);
+        bench_model(&b, "llama3.1-8b", true);
+        bench_model(&b, "llama3.2-1b", false);
+        bench_destroy(&b);
+    }
+    return check_report();
+}

@@ -1,0 +1,109 @@
+// AdamW's update of 8 elements by one thread, with FP8 moments (coat.h).
+#ifndef LLMC_ADAMW_COAT_CUH
+#define LLMC_ADAMW_COAT_CUH
+
+#include "adamw_update.cuh"
+
+static_assert(COAT_GROUP == 16 * 8, "16 threads, half a warp, hold a group");
+
+__device__ static inline uint32_t coat_threads(void) { return 0xffffu << (threadIdx.x & 16); }
+
+// Decodes 8 codes.
+__device__ static inline void coat_load(float out[8], const CoatTables *t, const void *codes, uint32_t word,
+                                        uint32_t i) {
+    const uint2 c = *(const uint2 *)((const uint8_t *)codes + i);
+#pragma unroll
+    for (int j = 0; j < 8; j++) out[j] = coat_decode(t, word, (uint8_t)((j < 4 ? c.x : c.y) >> 8 * (j % 4)));
+}
+
+// Encodes 8 values and stores codes and the group's word. random: rounding bits of each value, for stochastic rounding.
+// All threads of the group call it; they have read the old word before one of them writes the new one.
+__device__ static inline void coat_store(const AdamwCoat &coat, void *codes, uint32_t *word, uint32_t i,
+                                         const float x[8], const uint32_t random[8]) {
+    uint32_t largest = 0, smallest = UINT32_MAX;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const uint32_t magnitude = float_bits(x[j]) & 0x7fffffffu;
+        largest = max(largest, magnitude);
+        smallest = min(smallest, magnitude - 1);  // 0 becomes the largest number: zeros do not count
+    }
+    largest = __reduce_max_sync(coat_threads(), largest);
+    smallest = __reduce_min_sync(coat_threads(), smallest) + 1;
+    const uint32_t w = coat_word(coat.tables, float_from_bits(largest), float_from_bits(smallest));
+    const float inverse = 1 / coat_max(w);
+    uint2 c = {0, 0};
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const uint32_t code = w ? coat_encode(coat.tables, w, inverse, x[j], coat.stochastic, random[j]) : 0;
+        if (j < 4) c.x |= code << 8 * (j % 4);
+        else c.y |= code << 8 * (j % 4);
+    }
+    *(uint2 *)((uint8_t *)codes + i) = c;
+    if (threadIdx.x % 16 == 0) *word = w;
+}
+
+// Recomputes the weights of 8 elements by adamw_update, where adamw_update_fast may not be exact. The moments are still
+// those before the step. An element with a non-finite gradient keeps its weight.
+template <bool MASTER, bool FP32_GRADIENTS>
+__device__ static uint32_t adamw_weights_rare(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c,
+                                              float kept, uint32_t largest, uint32_t m_word, uint32_t v_word) {
+#pragma unroll 1
+    for (int j = 0; j < 8; j++) {
+        const float gradient =
+            __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i + j, FP32_GRADIENTS), c.factor);
+        bf16_bits *weight = (bf16_bits *)a.weights + i + j;
+        if (adamw_magnitude(gradient) != 0x7f800000u) {
+            AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i + j, MASTER),
+                              coat_decode(a.coat.tables, m_word, ((const uint8_t *)a.exp_avg)[i + j]),
+                              coat_decode(a.coat.tables, v_word, ((const uint8_t *)a.exp_avg_sq)[i + j])};
+            e = adamw_update(e, gradient, kept != 1, &c.step);
+            if (MASTER) a.master[i + j] = e.weight;
+            *weight =
+                MASTER ? bf16_from_float(e.weight) : adamw_round(e.weight, adamw_random(&c.step, 8 * group + j).weight);
+        }
+        largest = amax_larger(largest, *weight & 0x7fffu);
+    }
+    return largest;
+}
+
+// adamw_update_8 with FP8 moments. The 16 threads of a group call it together.
+template <bool MASTER, bool FP32_GRADIENTS>
+__device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint32_t i, int64_t group,
+                                                      const AdamwTerms &c, float kept, uint32_t largest,
+                                                      float *squares) {
+    float w[8], m[8], v[8], g[8], new_m[8], new_v[8], denominators[8];
+    uint32_t w_sum[8], m_random[8], v_random[8];
+    if (c.skipped) return amax_update(largest, bf16x8_load(a.weights + i));
+    uint32_t *m_group = a.coat.exp_avg_groups + i / COAT_GROUP, *v_group = a.coat.exp_avg_sq_groups + i / COAT_GROUP;
+    const uint32_t m_word = *m_group, v_word = *v_group;
+    adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
+    adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
+    coat_load(m, a.coat.tables, a.exp_avg, m_word, i);
+    coat_load(v, a.coat.tables, a.exp_avg_sq, v_word, i);
+    const uint32_t hash = adamw_random_group(c.step.key, group);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        AdamwElement e = {w[j], m[j], v[j]};
+        const float gradient = __fmul_rn(g[j], c.factor);
+        e = adamw_update_fast(e, gradient, kept, c.step, &denominators[j]);
+        *squares = __fmaf_rn(g[j], g[j], *squares);
+        const bool bad = adamw_magnitude(gradient) == 0x7f800000u;
+        w[j] = e.weight, new_m[j] = bad ? m[j] : e.exp_avg, new_v[j] = bad ? v[j] : e.exp_avg_sq;
+        const AdamwRandom random = adamw_random_member(&c.step, hash, j);
+        w_sum[j] = float_bits(w[j]) + (random.weight >> 16);
+        m_random[j] = random.exp_avg, v_random[j] = random.exp_avg_sq;
+    }
+    const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_upper_halves(w_sum);
+    uint32_t joined = amax_update(largest, weights);
+    if (!adamw_is_common(denominators, 0x1p-33f, weights, joined)) {
+        joined = adamw_weights_rare<MASTER, FP32_GRADIENTS>(a, i, group, c, kept, largest, m_word, v_word);
+    } else {
+        if (MASTER) adamw_store_fp32(a.master, i, w);
+        bf16x8_store(a.weights + i, weights);
+    }
+    coat_store(a.coat, a.exp_avg, m_group, i, new_m, m_random);
+    coat_store(a.coat, a.exp_avg_sq, v_group, i, new_v, v_random);
+    return joined;
+}
+
+#endif

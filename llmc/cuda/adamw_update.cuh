@@ -1,0 +1,201 @@
+// AdamW's update of 8 elements by one thread, with bf16 or fp32 moments.
+#ifndef LLMC_ADAMW_UPDATE_CUH
+#define LLMC_ADAMW_UPDATE_CUH
+
+#include "../base/coat.h"
+#include "../reference/adamw_math.h"
+#include "adamw_norm.cuh"
+
+// How moments are stored: bf16 with stochastic rounding, fp32, or FP8 in groups (coat.h).
+typedef enum { ADAMW_BF16, ADAMW_FP32, ADAMW_COAT } AdamwMoments;
+
+// What FP8 moments need beside their codes.
+typedef struct {
+    uint32_t *exp_avg_groups, *exp_avg_sq_groups;  // words, one for COAT_GROUP elements
+    CoatTables *tables;                            // device memory
+    bool stochastic;                               // rounds the codes stochastically
+} AdamwCoat;
+
+// A rank's flat shard arrays. Each has the shard plan's `total` elements.
+typedef struct {
+    bf16 *weights;
+    // fp32 master weights, and `weights` is their rounded copy. NULL: `weights` are stored alone, with stochastic
+    // rounding.
+    float *master;
+    void *exp_avg, *exp_avg_sq;
+    AdamwMoments moments;
+    AdamwCoat coat;  // with FP8 moments
+    AdamwGradients gradients;
+} AdamwArrays;
+
+// Values that are constant over all elements of a step.
+typedef struct {
+    AdamwStep step;
+    float factor;  // factor for the gradients
+    bool skipped;  // true: the step is skipped
+} AdamwTerms;
+
+// Bytes of a moment of one element, without the words of groups.
+HOST_DEVICE static inline int64_t adamw_moment_bytes(AdamwMoments moments) {
+    return moments == ADAMW_FP32 ? 4 : moments == ADAMW_COAT ? 1 : 2;
+}
+
+// Loads 8 elements of an array that is stored as bf16 or fp32.
+template <bool FP32>
+__device__ static inline void adamw_load(float out[8], const void *array, int64_t i) {
+    if (FP32) {
+        const float4 *p = (const float4 *)((const float *)array + i);
+        const float4 a = p[0], b = p[1];
+        out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+    } else {
+        bf16x8_unpack(out, bf16x8_load((const bf16 *)array + i));
+    }
+}
+
+__device__ static inline void adamw_store_fp32(void *array, int64_t i, const float x[8]) {
+    float4 *p = (float4 *)((float *)array + i);
+    p[0] = make_float4(x[0], x[1], x[2], x[3]);
+    p[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+// Returns the upper 16 bits of 8 words.
+__device__ static inline Bf16x8 adamw_upper_halves(const uint32_t x[8]) {
+    Bf16x8 v;
+#pragma unroll
+    for (int k = 0; k < 4; k++) v.word[k] = __byte_perm(x[2 * k], x[2 * k + 1], 0x7632);
+    return v;
+}
+
+__device__ static inline float adamw_load_one(const void *array, int64_t i, bool fp32) {
+    return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]);
+}
+
+template <bool FP32_GRADIENTS>
+__device__ static inline const void *adamw_gradients(const AdamwArrays &a) {
+    return FP32_GRADIENTS ? (const void *)a.gradients.fp32_data : (const void *)a.gradients.bf16_data;
+}
+
+// Updates element i, whose index in the flat array is `flat`, with the functions that the CPU uses. An element with a
+// non-finite gradient stays unchanged, so that the weights can still be inspected if the norm is computed after the
+// update. Returns the magnitude of the new bf16 weight.
+template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
+__device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep *step,
+                                            float factor, bool decay) {
+    // __fmul_rn keeps the compiler from fusing this multiplication with the next addition.
+    const float gradient = __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i, FP32_GRADIENTS), factor);
+    if (adamw_magnitude(gradient) == 0x7f800000u) return ((const bf16_bits *)a.weights)[i] & 0x7fffu;
+    AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER),
+                      adamw_load_one(a.exp_avg, i, MOMENTS == ADAMW_FP32),
+                      adamw_load_one(a.exp_avg_sq, i, MOMENTS == ADAMW_FP32)};
+    e = adamw_update(e, gradient, decay, step);
+    const AdamwRandom random = adamw_random(step, flat);
+    const bf16_bits weight = MASTER ? bf16_from_float(e.weight) : adamw_round(e.weight, random.weight);
+    if (MASTER) a.master[i] = e.weight;
+    ((bf16_bits *)a.weights)[i] = weight;
+    if (MOMENTS == ADAMW_FP32) {
+        ((float *)a.exp_avg)[i] = e.exp_avg;
+        ((float *)a.exp_avg_sq)[i] = e.exp_avg_sq;
+    } else {
+        ((bf16_bits *)a.exp_avg)[i] = adamw_round(e.exp_avg, random.exp_avg);
+        ((bf16_bits *)a.exp_avg_sq)[i] = adamw_round(e.exp_avg_sq, random.exp_avg_sq);
+    }
+    return weight & 0x7fffu;
+}
+
+// The slow path of adamw_update_8, for elements where adamw_update_fast may not be exact and for skipped steps. A
+// skipped step only reads the magnitudes of the weights.
+template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
+__device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32_t i, int64_t group,
+                                                    const AdamwTerms &c, float kept, uint32_t largest) {
+    if (c.skipped) return amax_update(largest, bf16x8_load(a.weights + i));
+#pragma unroll 1
+    for (int j = 0; j < 8; j++)
+        largest = amax_larger(largest, adamw_update_one<MASTER, MOMENTS, FP32_GRADIENTS>(a, i + j, 8 * group + j,
+                                                                                         &c.step, c.factor, kept != 1));
+    return largest;
+}
+
+// adamw_update without the branches of sqrtf and division for rare operands; the iterations are those that nvcc uses
+// for common operands. The bits are equal to adamw_update's if
+//  - the denominator is at least 2^-33 (infinities and NaNs end in a NaN weight: for an infinite gradient or second
+//    moment, the root is infinity times the 0 that rsqrt gives, which makes the denominator NaN), and
+//  - the new weight is in [2^-30, infinity): otherwise a quotient below 2^-67, which may be inexact, could change it.
+__device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gradient, float kept, const AdamwStep &s,
+                                                        float *denominator) {
+    e.exp_avg = __fmaf_rn(s.one_minus_beta1, __fsub_rn(gradient, e.exp_avg), e.exp_avg);
+    e.exp_avg_sq = __fmaf_rn(s.beta2, e.exp_avg_sq, __fmul_rn(__fmul_rn(s.one_minus_beta2, gradient), gradient));
+    // x = exp_avg_sq * 2^60, so that the remainder of the smallest operand is a normal number. The addend changes only
+    // 0, which has no rsqrt: its root becomes 2^-93, which vanishes beside such a denominator.
+    const float x = __fmaf_rn(e.exp_avg_sq, 0x1p60f, 0x1p-126f);
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    float root = __fmul_rn(x, r);
+    root = __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(r, 0.5f), root);
+    const float d = __fmaf_rn(root, s.inverse_sqrt_bias2 * 0x1p-30f, s.eps);
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+    r = __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
+    float q = __fmul_rn(e.exp_avg, r);
+    q = __fmaf_rn(r, __fmaf_rn(-d, q, e.exp_avg), q);
+    e.weight = __fmaf_rn(-s.step_size, q, __fmul_rn(e.weight, kept));
+    *denominator = d;
+    return e;
+}
+
+// True if adamw_update_fast is exact for 8 elements: each denominator is at least `limit`, and each new weight is in
+// the range where it is exact. `weights` are rounded to bf16, so they may be off by less than one unit in the last
+// place.
+__device__ static inline bool adamw_is_common(const float denominators[8], float limit, Bf16x8 weights,
+                                              uint32_t largest) {
+    uint32_t smallest = 0x7fff7fffu, denominator = UINT32_MAX;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        smallest = __vminu2(smallest, weights.word[k] & 0x7fff7fffu);
+        denominator = __vimin3_u32(denominator, float_bits(denominators[2 * k]), float_bits(denominators[2 * k + 1]));
+    }
+    // `high` is one unit up, because rounding may have raised the weight by one.
+    const uint32_t low = float_bits(0x1p-30f) + 0x10000u, high = float_bits(INFINITY);
+    return !((denominator < float_bits(limit)) | (smallest < low) | (smallest << 16 < low) | (largest >= high) |
+             (largest << 16 >= high));
+}
+
+// Updates elements i .. i + 7, which are group `group` of the flat array. Raises `largest` to the magnitudes of the new
+// bf16 weights (see amax_update), and adds the squared gradients to *squares.
+template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
+__device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c,
+                                                 float kept, uint32_t largest, float *squares) {
+    float w[8], m[8], v[8], g[8], denominators[8];
+    uint32_t w_sum[8], m_sum[8], v_sum[8];
+    adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
+    adamw_load<MOMENTS == ADAMW_FP32>(m, a.exp_avg, i);
+    adamw_load<MOMENTS == ADAMW_FP32>(v, a.exp_avg_sq, i);
+    adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
+    const uint32_t hash = adamw_random_group(c.step.key, group);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        AdamwElement e = {w[j], m[j], v[j]};
+        e = adamw_update_fast(e, __fmul_rn(g[j], c.factor), kept, c.step, &denominators[j]);
+        *squares = __fmaf_rn(g[j], g[j], *squares);
+        w[j] = e.weight, m[j] = e.exp_avg, v[j] = e.exp_avg_sq;
+        const AdamwRandom random = adamw_random_member(&c.step, hash, j);
+        // The upper half of w_sum[j] equals bf16_from_float_stochastic() if w[j] is finite.
+        w_sum[j] = float_bits(w[j]) + (random.weight >> 16);
+        m_sum[j] = float_bits(m[j]) + (random.exp_avg >> 16);
+        v_sum[j] = float_bits(v[j]) + (random.exp_avg_sq >> 16);
+    }
+    const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_upper_halves(w_sum);
+    const uint32_t joined = amax_update(largest, weights);
+    if (!adamw_is_common(denominators, c.skipped ? INFINITY : 0x1p-33f, weights, joined))
+        return adamw_update_rare<MASTER, MOMENTS, FP32_GRADIENTS>(a, i, group, c, kept, largest);
+    if (MASTER) adamw_store_fp32(a.master, i, w);
+    bf16x8_store(a.weights + i, weights);
+    if (MOMENTS == ADAMW_FP32) {
+        adamw_store_fp32(a.exp_avg, i, m);
+        adamw_store_fp32(a.exp_avg_sq, i, v);
+    } else {
+        bf16x8_store((bf16 *)a.exp_avg + i, adamw_upper_halves(m_sum));
+        bf16x8_store((bf16 *)a.exp_avg_sq + i, adamw_upper_halves(v_sum));
+    }
+    return joined;
+}
+
+#endif
