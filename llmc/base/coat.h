@@ -24,10 +24,11 @@
 #include "fp8.h"
 #include "utils.h"
 
-#define COAT_GROUP 128           // values that share a word
-#define COAT_POWERS 256          // k = 1/16, 2/16, ... 16
-#define COAT_CODES 127           // magnitudes of E4M3, from 0 to 448
-#define COAT_SMALLEST 0x1p-100f  // groups whose max is below are zero
+#define COAT_GROUP 128                // values that share a word
+#define COAT_POWERS 256               // k = 1/16, 2/16, ... 16
+#define COAT_CODES 127                // magnitudes of E4M3, from 0 to 448
+#define COAT_SPAN 16.614709844115207  // log2(448 * 448 / 2): the range that a group's magnitudes get
+#define COAT_SMALLEST 0x1p-100f       // groups whose max is below are zero
 
 // Indexed by 16 k - 1.
 typedef struct {
@@ -37,10 +38,9 @@ typedef struct {
 } CoatTables;
 
 static inline void coat_tables_fill(CoatTables *t) {
-    const double span = log2(448.0 * 448.0 / 2);
     for (int p = 0; p < COAT_POWERS; p++) {
         const double root = 16.0 / (p + 1);  // 1 / k
-        t->range[p] = (float)exp2(span * root);
+        t->range[p] = (float)exp2(COAT_SPAN * root);
         for (int c = 0; c < COAT_CODES; c++) {
             const double value = (double)fp8_to_float((uint8_t)c, FP8_E4M3),
                          below = c ? (double)fp8_to_float((uint8_t)(c - 1), FP8_E4M3) : 0;
@@ -55,33 +55,48 @@ static inline void coat_tables_fill(CoatTables *t) {
 HOST_DEVICE static inline uint32_t coat_word(const CoatTables *t, float largest, float smallest) {
     if (!(largest >= COAT_SMALLEST)) return 0;
     const uint32_t max = (float_bits(largest) + 255) & ~255u;
-    const float range = float_from_bits(max) / smallest;
-    int low = 0, high = COAT_POWERS - 1;  // range[0] and range[1] are infinite
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (range <= t->range[middle]) low = middle;
-        else high = middle - 1;
-    }
-    return max | (uint32_t)low;
+    const float range = float_from_bits(max) / smallest, bits = log2f(range);
+    int power = bits > 1.1f ? (int)((float)COAT_SPAN * 16 / bits) : COAT_POWERS - 1;
+    while (power < COAT_POWERS - 1 && range <= t->range[power + 1]) power++;
+    while (range > t->range[power]) power--;  // range[0] is infinite
+    return max | (uint32_t)power;
+}
+
+// Returns a b, rounded. A compiler must not fuse it with an addition.
+HOST_DEVICE static inline float coat_product(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
 }
 
 HOST_DEVICE static inline float coat_max(uint32_t word) { return float_from_bits(word & ~255u); }
 
 // Returns the value of a code in a group with this word.
 HOST_DEVICE static inline float coat_decode(const CoatTables *t, uint32_t word, uint8_t code) {
-    const float magnitude = t->value[word & 255][code & 0x7f] * coat_max(word);
+    const float magnitude = coat_product(t->value[word & 255][code & 0x7f], coat_max(word));
     return code & 0x80 ? -magnitude : magnitude;
 }
 
-// Returns the largest code whose entry in `row`, which rises, is at most x.
-HOST_DEVICE static inline int coat_search(const float *row, float x) {
-    int low = 0, high = COAT_CODES - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (row[middle] <= x) low = middle;
-        else high = middle - 1;
-    }
-    return low;
+// Returns about the code of |x| / max = part, in a group whose word has the lowest bits `power`.
+HOST_DEVICE static inline int coat_guess(int power, float part) {
+    const float k = (float)(power + 1) * 0.0625f;
+#ifdef __CUDA_ARCH__
+    const float y = 448 * exp2f(__log2f(part) * k);
+#else
+    const float y = 448 * exp2f(log2f(part) * k);
+#endif
+    // E4M3 of y: above its subnormal numbers, the exponent and 3 bits of the mantissa.
+    return y >= 0x1p-6f ? (int)((float_bits(y) + 0x80000u) >> 20) - 960 : (int)(y * 512 + 0.5f);
+}
+
+// Returns the largest code whose entry in `row`, which rises to infinity, is at most x.
+HOST_DEVICE static inline int coat_find(const float *row, int guess, float x) {
+    guess = guess < 0 ? 0 : guess >= COAT_CODES ? COAT_CODES - 1 : guess;
+    while (row[guess + 1] <= x) guess++;
+    while (guess > 0 && row[guess] > x) guess--;
+    return guess;
 }
 
 // Returns the code of x in a group with this word, which is not 0: the nearest, or, with `stochastic`, one of the two
@@ -91,12 +106,12 @@ HOST_DEVICE static inline uint8_t coat_encode(const CoatTables *t, uint32_t word
                                               bool stochastic, uint32_t random) {
     const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u;
     const int power = (int)(word & 255);
-    const float part = float_from_bits(bits & 0x7fffffffu) * inverse_max;
+    const float part = coat_product(float_from_bits(bits & 0x7fffffffu), inverse_max);
     if (!(bits & 0x7fffffffu)) return 0;
-    int code = coat_search(stochastic ? t->value[power] : t->threshold[power], part);
+    int code = coat_find(stochastic ? t->value[power] : t->threshold[power], coat_guess(power, part), part);
     if (stochastic && code < COAT_CODES - 1) {
         const float below = t->value[power][code], gap = t->value[power][code + 1] - below;
-        code += part - below > gap * ((float)(random >> 16) * 0x1p-16f);
+        code += part - below > coat_product(gap, (float)(random >> 16) * 0x1p-16f);
     }
     return (uint8_t)(sign | (uint32_t)code);
 }
