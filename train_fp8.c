@@ -327,14 +327,17 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     return plan;
 }
 
+// Returns the bytes of memory that a rank needs.
+static int64_t memory_needed(const Options *o, const ModelConfig *m, const Comm *comm) {
+    Trainer t;
+    return trainer_plan(&t, o, m, comm).used;
+}
+
 static void trainer_allocate(Trainer *t) {
-    const int64_t available = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    const int64_t needed = t->memory_bytes * t->comm->local_world;
-    if (needed > available)
-        die_with(EXIT_MEMORY,
-                 "this run needs %.1f GiB and the machine has %.1f GiB; a smaller --batch-size or "
-                 "--sequence-length, --recompute layer or a smaller model would help",
-                 (double)needed / 1073741824.0, (double)available / 1073741824.0);
+    const int64_t available = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / t->comm->local_world;
+    const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, available, false};
+    memory_fit_require(&fit, t->memory_bytes,
+                       t->comm->local_world > 1 ? "each rank's part of this machine is" : "this machine has");
     Arena a;
     memset(&a, 0, sizeof a);
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));
@@ -1147,6 +1150,7 @@ static const TrainerOps trainer_ops = {.program = "train_fp8",
                                        .open_device = NULL,
                                        .find_filter = NULL,
                                        .describe = describe,
+                                       .memory_needed = memory_needed,
                                        .print_settings = NULL,
                                        .print_gemms = print_gemms,
                                        .create = create,

@@ -968,7 +968,7 @@ static void test_refusals(void) {
         {EXIT_OTHER, "tiny --train-data @/train.bin --sequence-length 32 --checkpoint-dir /proc/no/such",
          "--checkpoint-dir"},
         {EXIT_OTHER, "tiny --train-data @/train.bin --sequence-length 32 --export-hf /proc/exported", "--export-hf"},
-        {EXIT_MEMORY, "llama3.1-405b --train-data @/train.bin --sequence-length 32 --precision bf16", "would help"},
+        {EXIT_MEMORY, "llama3.1-405b --train-data @/train.bin --sequence-length 32 --precision bf16", "still needs"},
         {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter everything",
          "\"everything\" is none of"},
         {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-filter first,layers=1-2",

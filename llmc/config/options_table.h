@@ -114,6 +114,9 @@ enum { FREE, MUST_MATCH };
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
          "layer: keep only each layer's input, and run its forward pass again in backward") \
+    REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
+         "GiB of memory that each rank may use, on a GPU with CUDA's own: a run that needs more ends before it " \
+         "starts, and names options with which it fits; 0: all that is free") \
     CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
          "on: keep all FP8 weights for a whole step, which takes 2 more bytes of memory per FP8 weight (one GPU, " \
          "or --sharding none); off: cast them again in each forward and backward pass") \
