@@ -6,6 +6,7 @@
 #define LLMC_TENSORS_H
 
 #include "../config/hf_config.h"
+#include "../config/options.h"
 #include "../config/shard_plan.h"
 #include "../dist/comm.h"
 #include "safetensors_writer.h"
