@@ -152,9 +152,15 @@ enum { FREE, MUST_MATCH };
          "GPUs of one host read each other's weights and gradients with their copy engines, so that all SMs " \
          "are free for GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines cannot be used; on: " \
          "end the run in that case") \
+    TEXT(init_from, "init-from", "auto", FREE, \
+         "how the ranks find each other: mpi: by mpirun or srun --mpi=pmix; slurm: srun without PMIx; file:PATH: rank 0 " \
+         "writes its address to a file that all ranks can read; tcp:HOST:PORT: rank 0, on HOST, listens on PORT; auto: " \
+         "by what the environment shows") \
+    INT(init_timeout, "init-timeout", 300, 1, 86400, FREE, \
+         "seconds until all ranks must have found each other (--init-from)") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
          "seconds without progress after which a stuck rank ends the run and is named; 4 times that while " \
-         "loading, saving and exporting files") \
+         "loading, saving and exporting files; a sixth of it, but at least 10, for a rank that does not respond at all") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: number of ranks to plan for, without mpirun") \
     GROUP("output") \
     INT(log_every, "log-every", 1, 1, 1000000000, FREE, "steps between printed step lines; log.jsonl has every step") \
