@@ -113,6 +113,37 @@ check "a batch script itself is a single rank" equal "$statuses$(steps "$tmp/bat
 by_variables single 1 RANK=0 WORLD_SIZE=1 -- --init-from tcp:nowhere:1
 check "one rank of one needs nobody" equal "$statuses$(steps "$tmp/single.0.out" | wc -l)" "0 2"
 
+# ---- hybrid sharding takes the ranks of one host as its shard group. Host names apart are enough to be other hosts.
+
+# Starts 4 ranks on hosts. $1 name, $2 the hosts of ranks 0 to 3.
+on_hosts() {
+    local name=$1 r=0 of_rank
+    pids=()
+    for of_rank in $2; do
+        RANK=$r WORLD_SIZE=4 timeout 60 unshare --uts sh -c "hostname $of_rank; exec ./train_fp8 $data --num-steps 2 \
+            --sharding hybrid --init-from file:$tmp/$name.meet" >"$tmp/$name.$r.out" 2>"$tmp/$name.$r.err" &
+        pids[r]=$!
+        r=$((r + 1))
+    done
+    ends "$name"
+}
+if unshare --uts hostname other 2>/dev/null; then
+    on_hosts hosts "a a b b"
+    check "hybrid on two hosts trains" equal "$statuses" "0 0 0 0 "
+    check "hybrid on two hosts has two replicas" holds "$tmp/hosts.0.out" "ranks     4: 2 replicas of 2 ranks"
+    check "hybrid on two hosts prints the derived --shard-size" holds "$tmp/hosts.0.out" "--shard-size 2"
+    on_hosts uneven "a a a b"
+    check "hosts with 3 and 1 ranks are refused" equal "$statuses$(grep -c \
+        '^error: rank 0 on a: --sharding hybrid: the hosts have different numbers of ranks, from 1 to 3;' \
+        "$tmp/uneven.errors")" "2 2 2 2 1"
+    on_hosts mixed "a b a b"
+    check "ranks that alternate between hosts are refused" equal "$statuses$(grep -c \
+        '^error: rank 0 on a: --sharding hybrid: the ranks of a host do not follow each other' \
+        "$tmp/mixed.errors")" "2 2 2 2 1"
+else
+    echo "skipped: hybrid on several hosts: this system does not allow host names of one's own"
+fi
+
 # ---- a wrong command line: $1 name, $2 pattern, then variables, --, arguments
 
 wrong() {

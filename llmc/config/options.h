@@ -311,10 +311,10 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
 // Rules between options about ranks.
 static inline void options_rank_conflict(const Options *o, char *message, size_t capacity) {
     const bool alone = o->sharding == SHARDING_NONE || (o->sharding == SHARDING_HYBRID && o->shard_size == 1);
-    if (o->sharding == SHARDING_HYBRID && !o->shard_size)
+    if (o->sharding == SHARDING_HYBRID && !o->shard_size && o->world_size)
         format_checked(message, capacity,
-                       "--sharding hybrid needs --shard-size, the number of ranks that share one replica of the model "
-                       "(for example the ranks of one host)");
+                       "--world-size with --sharding hybrid needs --shard-size, the number of ranks that share one "
+                       "replica of the model: without ranks, the ranks of one host are not known");
     else if (o->sharding != SHARDING_HYBRID && o->shard_size)
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
     else if (o->copy_engines == ON && alone)

@@ -141,7 +141,8 @@ enum { FREE, MUST_MATCH };
          "weights, gradients and optimizer state over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, NO_SHARD " \
          "(DDP) and HYBRID_SHARD; hybrid: full within --shard-size ranks, replicas across") \
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, \
-         "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks") \
+         "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks; 0: the " \
+         "ranks of one host") \
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, \
          "dtype in which gradients are reduced over ranks; fp32: AdamW reads fp32 gradients, and micro-steps " \
          "add up in fp32 too") \

@@ -294,6 +294,22 @@ static inline void run_setup_check_export(const Options *o) {
 // Dies if the trainer cannot run the model with these options. shard_size: ranks per replica.
 typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t shard_size);
 
+// Sets --shard-size 0 of --sharding hybrid to the ranks of one host. Dies if hosts have different numbers of ranks, or
+// if ranks of one host do not follow each other: then a shard group would span hosts.
+static inline void run_setup_shard_size(Options *o, const Comm *c) {
+    if (o->sharding != SHARDING_HYBRID || o->shard_size) return;
+    const double least = comm_min(c, COMM_WORLD, (double)c->local_world);
+    const double most = comm_max(c, COMM_WORLD, (double)c->local_world);
+    if (least != most)
+        die_with(EXIT_USAGE,
+                 "--sharding hybrid: the hosts have different numbers of ranks, from %.0f to %.0f; give --shard-size",
+                 least, most);
+    if (comm_max(c, COMM_WORLD, c->local_rank != c->rank % c->local_world) > 0)
+        die_with(EXIT_USAGE, "--sharding hybrid: the ranks of a host do not follow each other; start them host by host "
+                             "(mpirun --map-by slot, srun --distribution=block), or give --shard-size");
+    o->shard_size = c->local_world;
+}
+
 // Opens and checks everything the options name, on every rank. One rank of each host reads all data once; rank 0
 // checks that it can write the run's folders. Dies with the reason and a fix. Resolves `auto` in the options, and
 // clears --log-dir on all ranks but 0, which writes the log.
@@ -303,6 +319,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check
     memset(&s, 0, sizeof s);
     if (*options_conflict(o, message, sizeof message)) die_with(EXIT_USAGE, "%s", message);
     options_resolve(o);
+    run_setup_shard_size(o, c);
     if (c->rank > 0) o->log_dir = "";
     const int64_t shard_size = options_shard_group(o, o->world_size ? o->world_size : c->world);
     s.continues = run_setup_continues(o);
