@@ -19,8 +19,8 @@ for script in scripts/*.sh dev/test/*.sh dev/test/lib/*.sh dev/reference/*.sh da
     [ -e "$script" ] || continue
     check "$script parses" bash -n "$script"
     others=$(grep -lE "(^|[ ;])(\.|source) .*$(basename "$script")" scripts/*.sh dev/test/*.sh; for name in \
-        $(grep -oE '(^|[ ;])(\.|source) [^ ]*\.sh' "$script" | sed 's/.*[ /]//'); do ls {scripts,dev/test}/"$name" \
-        2>/dev/null; done)
+        $(grep -oE '(^|[ ;])(\.|source) [^ ]*\.sh' "$script" | sed 's/.*[ /]//'); do
+            ls {scripts,dev/test,dev/test/lib}/"$name" 2>/dev/null; done)
     check "$script reads no variable that is never set" equal "$(unset_in "$script" $others)" ""
 done
 
