@@ -862,8 +862,8 @@ static void masters_decode(Trainer *t) {
     }
 }
 
-// Finds the amaxes of whole tensors: those of moments from this rank's own, which it has recorded, and those of FP16
-// masters from params.master. One reduction over the shard group finds all.
+// Finds the amaxes of whole tensors by one reduction over the shard group. This rank's amaxes of moments are in
+// params.amaxes already; those of FP16 masters follow from params.master.
 static void reduce_tensor_amaxes(Trainer *t) {
     for (int64_t i = 0; t->params.fp16_master && i < t->table.count; i++) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
@@ -897,7 +897,7 @@ static void weights_refresh(Trainer *t) {
     if (recipe_has_tensor_scales(t->precision.recipe)) weights_quantize(t);
 }
 
-// Sets the random initial masters; weights_refresh must follow.
+// Sets the random initial masters; weights_changed must follow.
 static void weights_initialize(Trainer *t) {
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
@@ -948,27 +948,25 @@ static MsampPair moment_scales(const Trainer *t, int64_t i) {
 }
 
 // The first pass of MS-AMP's AdamW for entry i of the parameter table: its weights, and the amaxes of its moments.
-static void msamp_update(Trainer *t, int64_t i, float factor, int64_t step, const AdamwStep *s) {
+static void msamp_update(Trainer *t, int64_t i, float factor, const MsampStep *s, const AdamwStep *rounding) {
     const Params *all = &t->params;
     const Parameter *p = &t->table.entries[i];
     const ShardRange r = shard_parameter(&t->table, &t->plan, p);
-    const MsampStep msamp = msamp_step_of(t->o, step);
     const MsampPair amax = adamw_msamp_weights(
         all->master + r.shard, msamp_from(all->msamp, r.shard), moment_scales(t, i), all->gradients + r.shard,
-        p->offset + r.first, r.count, p->flags & PARAM_DECAY, factor, options_bf16_weights(t->o), &msamp, s);
+        p->offset + r.first, r.count, p->flags & PARAM_DECAY, factor, options_bf16_weights(t->o), s, rounding);
     *tensor_amax(t, STATE_EXP_AVG_SCALE, i) = float_bits(amax.exp_avg);
     *tensor_amax(t, STATE_EXP_AVG_SQ_SCALE, i) = float_bits(amax.exp_avg_sq);
 }
 
 // The second pass: stores the moments of entry i with their new scales.
-static void msamp_store(Trainer *t, int64_t i, float factor, int64_t step) {
+static void msamp_store(Trainer *t, int64_t i, float factor, const MsampStep *s) {
     const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
-    const MsampStep msamp = msamp_step_of(t->o, step);
     const float amax = float_from_bits(*tensor_amax(t, STATE_EXP_AVG_SCALE, i)),
                 amax_sq = float_from_bits(*tensor_amax(t, STATE_EXP_AVG_SQ_SCALE, i));
     const MsampPair scale = {msamp_scale(amax, 1, FP8_E4M3_MAX), msamp_scale(amax_sq, 1, FP16_MAX)};
     adamw_msamp_moments(msamp_from(t->params.msamp, r.shard), moment_scales(t, i), scale, t->params.gradients + r.shard,
-                        r.count, factor, &msamp);
+                        r.count, factor, s);
     *tensor_scale(t, STATE_EXP_AVG_SCALE, i) = scale.exp_avg;
     *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i) = scale.exp_avg_sq;
 }
@@ -997,14 +995,16 @@ static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwSte
 static void weights_update(Trainer *t, int64_t step, double norm) {
     const AdamwStep s = adamw_step_of(t->o, step);
     const float factor = clip_factor(norm, t->o->grad_clip);
-    const bool msamp = t->o->optimizer_state == MOMENTS_MSAMP, fp16 = t->o->master_weights == STORAGE_FP16;
-    const int64_t parameters = t->table.count;
-    if (fp16) masters_decode(t);
-    for (int64_t i = 0; !msamp && i < parameters; i++) parameter_update(t, i, factor, &s);
-    for (int64_t i = 0; msamp && i < parameters; i++) msamp_update(t, i, factor, step, &s);
-    if (msamp || fp16) reduce_tensor_amaxes(t);
-    for (int64_t i = 0; msamp && i < parameters; i++) msamp_store(t, i, factor, step);
-    if (fp16) masters_encode(t, false);
+    const MsampStep msamp_s = msamp_step_of(t->o, step);
+    const bool msamp = t->o->optimizer_state == MOMENTS_MSAMP;
+    if (t->params.fp16_master) masters_decode(t);
+    for (int64_t i = 0; i < t->table.count; i++) {
+        if (msamp) msamp_update(t, i, factor, &msamp_s, &s);
+        else parameter_update(t, i, factor, &s);
+    }
+    if (options_tensor_scales(t->o)) reduce_tensor_amaxes(t);
+    for (int64_t i = 0; msamp && i < t->table.count; i++) msamp_store(t, i, factor, &msamp_s);
+    if (t->params.fp16_master) masters_encode(t, false);
     // scales.amax still holds the amaxes of the weights before this step
     if (t->precision.recipe->delayed) histories_update(t, true);
     weights_refresh(t);
