@@ -89,7 +89,7 @@ static int64_t logits_rows(const Trainer *t) {
 
 static void place_parameters(Trainer *t, Arena *a) {
     const Options *o = t->o;
-    const int64_t n = t->fsdp.plan.total, state_bytes = options_moment_bytes(o, n);
+    const int64_t n = t->fsdp.plan.total, state_bytes = options_moment_bytes(o, n) / 2;
     arena_group(a, "weights (bf16)");
     t->params.weights = take_bf16(a, n);
     arena_group(a, "master weights (fp32)");
@@ -776,9 +776,10 @@ static void copy_in_order(const Trainer *t, void *to, const void *from, size_t b
 }
 
 static char *state_array(const Trainer *t, StateKind kind) {
-    void *const weights = t->params.master ? (void *)t->params.master : (void *)t->params.weights;
-    void *const arrays[] = {weights, t->params.exp_avg,         t->params.exp_avg_sq,           NULL,
-                            NULL,    t->linears.scales.history, t->linears.scales.delayed_scale};
+    const Parameters *p = &t->params;
+    void *const arrays[] = {p->master ? (void *)p->master : (void *)p->weights, p->exp_avg, p->exp_avg_sq};
+    if (kind == STATE_AMAX_HISTORY) return (char *)t->linears.scales.history;
+    if (kind == STATE_SCALES) return (char *)t->linears.scales.delayed_scale;
     return (char *)arrays[kind];
 }
 

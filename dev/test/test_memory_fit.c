@@ -4,11 +4,13 @@
 
 #define GIB ((int64_t)1 << 30)
 
-// A stand-in: 40 GiB of weights and moments over the ranks, 4 more for fp32 moments, 8 more for fp32 masters, 10 for
-// each sequence of a batch, of which --recompute layer leaves 1, and 6 for an FP8 weight cache.
+// A stand-in: 40 GiB of weights and moments over the ranks, 4 more for fp32 moments, 8 more for fp32 masters, 4 more
+// for FP16 masters, 10 for each sequence of a batch, of which --recompute layer leaves 1, and 6 for an FP8 weight
+// cache.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     (void)m;
-    int64_t gib = 40 + (o->optimizer_state == MOMENTS_FP32 ? 4 : 0) + (o->master_weights == STORAGE_FP32 ? 8 : 0);
+    int64_t gib = 40 + (o->optimizer_state == MOMENTS_FP32 ? 4 : 0) + (o->master_weights == STORAGE_FP32 ? 8 : 0) +
+                  (o->master_weights == STORAGE_FP16 ? 4 : 0);
     if (o->sharding == SHARDING_FULL) gib /= c->shard_size;
     gib += o->batch_size * (o->recompute == RECOMPUTE_LAYER ? 1 : 10) + (o->fp8_weight_cache == ON ? 6 : 0);
     return gib * GIB;
@@ -66,6 +68,8 @@ static void test_single(void) {
     c.options.master_weights = STORAGE_FP32;
     c.available = 54;
     check_says("masters alone suffice", &c, "with --master-weights bf16 it needs 54.0 GiB");
+    c = case_of(1, 50), c.options.master_weights = STORAGE_FP16;
+    check_says("FP16 masters", &c, "with --master-weights bf16 it needs 50.0 GiB");
 }
 
 static void test_combinations(void) {

@@ -7,11 +7,12 @@
 // The choices of an option: each list gives both the enum and the words of the command line. Recipes are in recipes.h.
 #define PRECISIONS(X) X(PRECISION_FP32, "fp32") X(PRECISION_BF16, "bf16") X(PRECISION_FP8, "fp8")
 #define STATE_STORAGES(X) X(STORAGE_AUTO, "auto") X(STORAGE_BF16, "bf16") X(STORAGE_FP32, "fp32")
-#define WEIGHT_STORAGES(X) STATE_STORAGES(X) X(STORAGE_BF16_NEAREST, "bf16-nearest")
+#define WEIGHT_STORAGES(X) STATE_STORAGES(X) X(STORAGE_BF16_NEAREST, "bf16-nearest") X(STORAGE_FP16, "fp16")
 #define MOMENTS(X)          \
     X(MOMENTS_AUTO, "auto") \
     X(MOMENTS_BF16, "bf16") \
-    X(MOMENTS_FP32, "fp32") X(MOMENTS_COAT, "coat") X(MOMENTS_COAT_STOCHASTIC, "coat-stochastic")
+    X(MOMENTS_FP32, "fp32") \
+    X(MOMENTS_COAT, "coat") X(MOMENTS_COAT_STOCHASTIC, "coat-stochastic") X(MOMENTS_MSAMP, "msamp")
 #define RECOMPUTES(X) X(RECOMPUTE_NONE, "none") X(RECOMPUTE_LAYER, "layer")
 #define SCHEDULES(X) \
     X(SCHEDULE_CONSTANT, "constant") X(SCHEDULE_COSINE, "cosine") X(SCHEDULE_LINEAR, "linear") X(SCHEDULE_WSD, "wsd")
@@ -102,11 +103,13 @@ enum { FREE, MUST_MATCH };
          "dtype of the weights that AdamW updates; bf16: rounded stochastically (after 1,000 steps at " \
          "--learning-rate 1e-5 they differ from fp32 weights by 4.0e-4 rms; AdamW itself moves them by 2.4e-4 if " \
          "gradients are pure noise, and by 1.9e-3 if they have a direction); bf16-nearest: rounded to nearest, " \
-         "which loses small updates; auto: bf16, or fp32 with --precision fp32") \
+         "which loses small updates; fp16: FP16 with a scale for each tensor, as MS-AMP's, so far in the CPU trainer " \
+         "only; auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
          "is expanded, half the bytes of bf16, so far in the CPU trainer only; coat-stochastic: the same, rounded " \
-         "stochastically; auto: bf16, or fp32 with --precision fp32") \
+         "stochastically; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor, so far in the CPU trainer only; " \
+         "auto: bf16, or fp32 with --precision fp32") \
     CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, STATE_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
          "which adds noise of 0.00014% of the norm per micro-step; fp32: 2 more bytes per parameter; auto: fp32 " \

@@ -40,7 +40,7 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         o->optimizer_state = MOMENTS_BF16;
         return format_checked(words, capacity, " --optimizer-state bf16"), true;
     case 3:
-        if (o->master_weights != STORAGE_FP32 || fp32) return false;
+        if (options_bf16_weights(o) || fp32) return false;
         o->master_weights = STORAGE_BF16;
         return format_checked(words, capacity, " --master-weights bf16"), true;
     case 4:

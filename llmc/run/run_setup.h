@@ -381,7 +381,7 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
 
 // Returns the bytes of a checkpoint's tensors: weights and both moments. Its other files are small.
 static inline int64_t run_setup_checkpoint_bytes(const ParameterTable *t, const Options *o) {
-    return t->num_parameters * storage_bytes(o->master_weights) + 2 * options_moment_bytes(o, t->num_parameters);
+    return t->num_parameters * options_weight_bytes(o) + options_moment_bytes(o, t->num_parameters);
 }
 
 // Dies, on rank 0, if the disk lacks room for the next checkpoint or the export: otherwise the run would fail after its
@@ -392,7 +392,7 @@ static inline void run_setup_check_room(const RunSetup *s, const Options *o, con
     ParameterTable t = parameter_table(&s->model);
     const int64_t checkpoint =
                       *o->checkpoint_dir && s->start.step < o->num_steps ? run_setup_checkpoint_bytes(&t, o) : 0,
-                  weights = t.num_parameters * storage_bytes(o->master_weights);
+                  weights = t.num_parameters * options_weight_bytes(o);
     parameter_table_free(&t);
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
     const int digits = weights < (1 << 30) ? 4 : 1;
