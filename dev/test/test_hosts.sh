@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests train_fp8 on 3 hosts that mpirun reaches by ssh: their losses, a slow and lossy network, a killed rank, a lost
-# host, and runs that go on with fewer hosts. The hosts are network namespaces of this machine (lib/hosts.sh); skipped
-# where these are not allowed. Ends with "N passed, N failed".
+# Tests train_fp8 on 3 hosts that mpirun reaches by ssh, and without mpirun (--init-from): their losses, a slow and
+# lossy network, a killed rank, a lost host, and runs that go on with fewer hosts. The hosts are network namespaces of
+# this machine (lib/hosts.sh); skipped where these are not allowed. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
@@ -29,6 +29,32 @@ launch() {
     shift
     on a mpirun --host "$hosts" --mca plm_rsh_agent "$agent" --mca orte_tmpdir_base "$ROOM" \
         --mca mpi_yield_when_idle 1 "$@"
+}
+
+# Starts run $1 on the hosts $2 (a b c) without mpirun, one rank on each. The rest: options. Errors go to NAME.RANK.err.
+begin_meeting() {
+    local name=$1 hosts=$2 rank=0 number=0 host
+    shift 2
+    pids=()
+    for host in $hosts; do number=$((number + 1)); done
+    for host in $hosts; do
+        on "$host" env RANK=$rank WORLD_SIZE=$number ./train_fp8 $common --init-from tcp:a:29500 "$@" \
+            >"$ROOM/$name.$rank.out" 2>"$ROOM/$name.$rank.err" &
+        pids+=($!)
+        rank=$((rank + 1))
+    done
+}
+# Waits for the ranks, and leaves their exit statuses in `statuses` and the errors of all in NAME.err.
+end_meeting() {
+    local pid
+    statuses=""
+    for pid in "${pids[@]}"; do wait "$pid"; statuses+="$? "; done
+    cat "$ROOM/$1".*.err >"$ROOM/$1.err"
+}
+meet() {
+    begin_meeting "$@" --log-dir "$ROOM/$1"
+    end_meeting "$1"
+    [ -z "${statuses//0 /}" ] || { tail -n 5 "$ROOM/$1.err"; false; }
 }
 
 # Prints "step loss norm" for every step of run $1, with all digits.
@@ -68,6 +94,10 @@ same_steps hosts2 one2 1
 check "3 ranks on one host train" train one3 a:3 --batch-size 2
 check "3 hosts train" train hosts3 a,b,c --batch-size 2
 same_steps hosts3 one3 1
+check "2 hosts train without mpirun" meet meet2 "a b" --batch-size 3
+same_steps meet2 one2 1
+check "3 hosts train without mpirun" meet meet3 "a b c" --batch-size 2
+same_steps meet3 one3 1
 check "the number of ranks changes the bits, so equal bits mean something" \
     eval '[ "$(steps one2)" != "$(steps one3)" ]'
 
@@ -91,8 +121,10 @@ for link in "1 0" "10 0" "1 1"; do
     check "$name: 3 hosts train" train "$name" a,b,c --batch-size 2
     check "$name: TCP sends segments again that were lost ($before before, $(resent) after)" \
         [ $loss -eq 0 -o "$(resent)" -gt "$before" ]
+    check "$name: 3 hosts train without mpirun" meet "meet-$name" "a b c" --batch-size 2
     fast_network a b c
     same_steps "$name" one3 1
+    same_steps "meet-$name" one3 1
 done
 
 # ---- A rank is killed, or a host is lost, in a run that saves every 2 steps. The run goes on.
@@ -143,7 +175,7 @@ check "lost: mpirun ends within 60 s ($((SECONDS - began)))" [ $((SECONDS - bega
 check "lost: the rank on the lost host ends" await 30 all_ended b
 check "lost: there is one error: $(grep 'error: ' "$ROOM/lost.out")" equal "$(grep -c 'error: ' "$ROOM/lost.out")" 1
 check "lost: it names the host and the rank" \
-    grep -q '^error: rank 1 on b has not responded for 1[0-9] s (--stall-timeout 10)' "$ROOM/lost.out"
+    grep -q '^error: rank 1 on b has not responded for 1[0-9] s (limit 10 s, from --stall-timeout 10)' "$ROOM/lost.out"
 keep_second lost
 check "lost: the last checkpoint is whole: the run goes on from it" \
     launch a,c ./train_fp8 $common --num-steps $((10#${last#step-} + 1)) --batch-size 3 \
@@ -154,4 +186,31 @@ check "lost: the run goes on on the 2 hosts that are left" train fewer a,c $fewe
 check "lost: so do 2 ranks on one host" train fewer-one a:2 $fewer "$ROOM/lost-copy" --resume
 same_steps fewer fewer-one 1
 check "lost: they go on after step 2" equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
+
+# ---- The same faults without mpirun.
+
+meeting="--num-steps 1000000 --batch-size 2 --checkpoint-every 2 --keep-checkpoints 1000000 --checkpoint-dir"
+ip link set v-b up
+begin_meeting met "a b c" $meeting "$ROOM/met-ck"
+check "met: the run saves a checkpoint" await 20 test -d "$ROOM/met-ck/step-00000002"
+began=$SECONDS
+kill -KILL $(processes c train_fp8)
+end_meeting met
+check "met: a killed rank ends the others with status 6 within 10 s ($((SECONDS - began)))" \
+    equal "$statuses$((SECONDS - began <= 10))" "6 6 137 1"
+said=$(grep '^error: ' "$ROOM/met.err")
+check "met: one error names the rank and the host: $said" \
+    equal "${said%%;*}" "error: rank 0 on a: rank 2 on c was killed or has crashed"
+begin_meeting gone "a b c" $meeting "$ROOM/gone-ck"
+check "gone: the run saves a checkpoint" await 20 test -d "$ROOM/gone-ck/step-00000002"
+began=$SECONDS
+ip link set v-b down
+end_meeting gone
+check "gone: a lost host ends all ranks with status 6 within 60 s ($((SECONDS - began)))" \
+    equal "$statuses$((SECONDS - began <= 60))" "6 6 6 1"
+check "gone: the other hosts print one line, which names the rank and the host: $(cat "$ROOM/gone.0.err")" \
+    equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
+check "gone: the run goes on on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 --num-steps 6 \
+    --checkpoint-dir "$ROOM/killed-copy" --resume
+check "gone: its steps are those of 2 ranks on one host" equal "$(steps gone-fewer)" "$(steps fewer)"
 finish

@@ -48,7 +48,7 @@ check "quickstart prints one story" equal "$? $(grep -c '^sample after step 30: 
 check "quickstart logs all steps" equal "$(grep -c '"type": "step"' "$tmp/quickstart/log.jsonl")" 30
 check "quickstart prints 11 step lines" equal "$(grep -c '^step ' "$tmp/log")" 11
 check "quickstart prints at most 60 lines" equal "$(($(wc -l <"$tmp/log") <= 60))" 1
-# What slurm.sbatch refuses. $1 the trainer, $2 a text of its error, then its arguments.
+# Checks that slurm.sbatch refuses a job. $1 the trainer, $2 a text of its error, then its arguments.
 refuses() {
     local trainer=$1 text=$2
     shift 2
