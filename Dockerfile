@@ -15,10 +15,13 @@ FROM nvidia/cuda:13.0.0-devel-ubuntu24.04
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /train_fp8
 
-# Build tools and Open MPI, as every script installs them. python3-venv is for data/setup_venv.sh.
+# Build tools and Open MPI, as every script installs them. python3-venv is for data/setup_venv.sh, sshd for
+# scripts/mpijob.yaml. Each pod makes host keys of its own.
 COPY scripts/install.sh scripts/install.sh
 RUN . scripts/install.sh && install_tools \
-    && apt-get update -qq && apt-get install -y -qq --no-install-recommends ca-certificates python3-venv \
+    && apt-get update -qq && apt-get install -y -qq --no-install-recommends ca-certificates openssh-server \
+        python3-venv \
+    && rm -f /etc/ssh/ssh_host_* \
     && if ! find_nccl; then apt-get install -y -qq --no-install-recommends libnccl2 libnccl-dev; fi \
     && rm -rf /var/lib/apt/lists/*
 

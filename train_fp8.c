@@ -26,6 +26,7 @@
 #include "llmc/data/dataloader.h"
 
 #include "llmc/reference/adamw.h"
+#include "llmc/reference/adamw_msamp.h"
 #include "llmc/reference/attention.h"
 #include "llmc/reference/cross_entropy.h"
 #include "llmc/reference/delayed.h"
@@ -114,14 +115,22 @@ typedef struct {
     float *rope_table;        // [T, HD/2] (cosine, sine)
 } Activations;
 
-// Flat shard arrays, [plan.total] each. bf16 storage is emulated: floats that hold bf16 values.
+// Flat shard arrays, [plan.total] each. bf16 storage is emulated: floats that hold bf16 values. FP16 is stored as such:
+// a step decodes FP16 masters into `master`, which is then `weights`, and updates them there in fp32.
 typedef struct {
     float *master;                     // master weights, which the optimizer updates
+    fp16_bits *fp16_master;            // FP16 masters, else NULL
     float *weights;                    // weights that the model computes with: master, or its bf16 rounding
     float *gradients;                  // summed over the micro-steps so far
     float *exp_avg, *exp_avg_sq;       // moments; NULL if they are FP8
-    CoatMoment coat_avg, coat_avg_sq;  // moments in FP8, else NULL
+    CoatMoment coat_avg, coat_avg_sq;  // COAT's moments, else NULL
+    MsampArrays msamp;                 // MS-AMP's moments, else NULL
+    float *scales;                     // scales of MS-AMP's moments and FP16 masters (tensor_scale), else NULL
+    uint32_t *amaxes;                  // fp32 bits, in the order of `scales`
 } Params;
+
+// The number of arrays that have a scale for each parameter: both moments of MS-AMP, and FP16 masters.
+enum { TENSOR_SCALES = STATE_MASTER_SCALE - STATE_EXP_AVG_SCALE + 1 };
 
 // A whole layer's weights, gathered from the shard group: segments as shard_segment() places them.
 typedef struct {
@@ -186,18 +195,27 @@ static CoatMoment take_coat(Arena *a, int64_t n) {
 }
 
 static void place_parameters(Trainer *t, Arena *a) {
-    const bool copy = t->rounding != ROUND_NONE && t->o->master_weights == STORAGE_FP32;
+    const bool copy = t->rounding != ROUND_NONE && t->o->master_weights == STORAGE_FP32,
+               fp16 = t->o->master_weights == STORAGE_FP16;
     Params *p = &t->params;
-    arena_group(a, copy ? "weights and fp32 masters" : "weights");
+    arena_group(a, copy ? "weights and fp32 masters" : fp16 ? "weights and FP16 masters" : "weights");
     p->master = take(a, t->plan.total);
     p->weights = copy ? take(a, t->plan.total) : p->master;
+    p->fp16_master = fp16 ? (fp16_bits *)arena_take(a, t->plan.total * (int64_t)sizeof(fp16_bits)) : NULL;
     arena_group(a, "gradients");
     p->gradients = take(a, t->plan.total);
     arena_group(a, "optimizer state");
     if (options_coat(t->o)) {
         p->coat_avg = take_coat(a, t->plan.total), p->coat_avg_sq = take_coat(a, t->plan.total);
+    } else if (t->o->optimizer_state == MOMENTS_MSAMP) {
+        p->msamp.exp_avg = (uint8_t *)arena_take(a, t->plan.total);
+        p->msamp.exp_avg_sq = (fp16_bits *)arena_take(a, t->plan.total * (int64_t)sizeof(fp16_bits));
     } else {
         p->exp_avg = take(a, t->plan.total), p->exp_avg_sq = take(a, t->plan.total);
+    }
+    if (options_tensor_scales(t->o)) {
+        p->scales = take(a, TENSOR_SCALES * t->table.count);
+        p->amaxes = (uint32_t *)arena_take(a, TENSOR_SCALES * t->table.count * (int64_t)sizeof *p->amaxes);
     }
 }
 
@@ -327,19 +345,34 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     return plan;
 }
 
+// Returns the bytes of memory that a rank needs.
+static int64_t memory_needed(const Options *o, const ModelConfig *m, const Comm *comm) {
+    Trainer t;
+    return trainer_plan(&t, o, m, comm).used;
+}
+
+// Returns where the scale of parameter i is: that of a moment (STATE_EXP_AVG_SCALE, STATE_EXP_AVG_SQ_SCALE) or of its
+// FP16 master (STATE_MASTER_SCALE).
+static float *tensor_scale(const Trainer *t, StateKind kind, int64_t i) {
+    return &t->params.scales[(kind - STATE_EXP_AVG_SCALE) * t->table.count + i];
+}
+
+static uint32_t *tensor_amax(const Trainer *t, StateKind kind, int64_t i) {
+    return &t->params.amaxes[(kind - STATE_EXP_AVG_SCALE) * t->table.count + i];
+}
+
 static void trainer_allocate(Trainer *t) {
-    const int64_t available = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    const int64_t needed = t->memory_bytes * t->comm->local_world;
-    if (needed > available)
-        die_with(EXIT_MEMORY,
-                 "this run needs %.1f GiB and the machine has %.1f GiB; a smaller --batch-size or "
-                 "--sequence-length, --recompute layer or a smaller model would help",
-                 (double)needed / 1073741824.0, (double)available / 1073741824.0);
+    const int64_t available = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / t->comm->local_world;
+    const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, available, false};
+    memory_fit_require(&fit, t->memory_bytes,
+                       t->comm->local_world > 1 ? "each rank's part of this machine is" : "this machine has");
     Arena a;
     memset(&a, 0, sizeof a);
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));
     place_all(t, &a);
     rope_table_fill(t->acts.rope_table, &t->m, t->d.T);
+    for (int64_t i = 0; t->params.scales && i < t->table.count; i++)
+        *tensor_scale(t, STATE_EXP_AVG_SCALE, i) = *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i) = 1;
 }
 
 static void trainer_free(Trainer *t) {
@@ -820,18 +853,51 @@ static void weights_quantize(Trainer *t) {
     }
 }
 
+// Fills params.master with the values of the FP16 masters.
+static void masters_decode(Trainer *t) {
+    for (int64_t i = 0; i < t->table.count; i++) {
+        const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
+        fp16_weights_decode(t->params.master + r.shard, t->params.fp16_master + r.shard,
+                            *tensor_scale(t, STATE_MASTER_SCALE, i), r.count);
+    }
+}
+
+// Finds the amaxes of whole tensors by one reduction over the shard group. This rank's amaxes of moments are in
+// params.amaxes already; those of FP16 masters follow from params.master.
+static void reduce_tensor_amaxes(Trainer *t) {
+    for (int64_t i = 0; t->params.fp16_master && i < t->table.count; i++) {
+        const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
+        *tensor_amax(t, STATE_MASTER_SCALE, i) =
+            quantize_tensor_amax(t->params.master + r.shard, r.count, SCALE_TORCHAO);
+    }
+    comm_max_u32(t->comm, COMM_SHARD, t->params.amaxes, TENSOR_SCALES * t->table.count);
+}
+
+// Stores params.master, whose amaxes are known, as the FP16 masters. With `keep`, scales that were loaded from a
+// checkpoint stay; others are 0.
+static void masters_encode(Trainer *t, bool keep) {
+    for (int64_t i = 0; i < t->table.count; i++) {
+        const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
+        const float amax = float_from_bits(*tensor_amax(t, STATE_MASTER_SCALE, i));
+        float *scale = tensor_scale(t, STATE_MASTER_SCALE, i);
+        if (*scale == 0) *scale = msamp_scale(amax, 1, FP16_MAX);
+        else if (!keep) *scale = msamp_scale(amax, *scale, FP16_MAX);
+        fp16_weights_encode(t->params.fp16_master + r.shard, t->params.master + r.shard, *scale, r.count);
+    }
+}
+
 // Called when the master weights have changed: rounds the weights from them, and invalidates all gathered weights.
 static void weights_refresh(Trainer *t) {
-    if (t->params.weights != t->params.master) {
-        memcpy(t->params.weights, t->params.master, (size_t)t->plan.total * sizeof(float));
-        round_array(t->params.weights, t->plan.total, t->rounding);
-    }
+    const bool copy = t->params.weights != t->params.master;
+    if (t->params.fp16_master) masters_decode(t);
+    if (copy) memcpy(t->params.weights, t->params.master, (size_t)t->plan.total * sizeof(float));
+    if (copy || t->params.fp16_master) round_array(t->params.weights, t->plan.total, t->rounding);
     t->units.root_held = false;
     for (int64_t i = 0; i < t->units.num_slots; i++) t->units.slots[i].layer = -1;
     if (recipe_has_tensor_scales(t->precision.recipe)) weights_quantize(t);
 }
 
-// Sets the random initial masters; weights_refresh must follow.
+// Sets the random initial masters; weights_changed must follow.
 static void weights_initialize(Trainer *t) {
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
@@ -840,7 +906,7 @@ static void weights_initialize(Trainer *t) {
         for (int64_t e = 0; e < r.count; e++)
             w[e] =
                 parameter_initial_value(p->flags, (float)t->m.initializer_range, (uint64_t)t->o->seed, i, r.first + e);
-        if (t->o->master_weights != STORAGE_FP32) round_array(w, r.count, ROUND_BF16);
+        if (options_bf16_weights(t->o)) round_array(w, r.count, ROUND_BF16);
     }
 }
 
@@ -871,12 +937,46 @@ static CoatMoment coat_from(CoatMoment m, int64_t element) {
     return from;
 }
 
-// Updates entry i of the parameter table; with FP8 moments also those that are joined to it, which share groups.
+static MsampArrays msamp_from(MsampArrays m, int64_t element) {
+    const MsampArrays from = {m.exp_avg + element, m.exp_avg_sq + element};
+    return from;
+}
+
+static MsampPair moment_scales(const Trainer *t, int64_t i) {
+    const MsampPair scale = {*tensor_scale(t, STATE_EXP_AVG_SCALE, i), *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i)};
+    return scale;
+}
+
+// The first pass of MS-AMP's AdamW for entry i of the parameter table: its weights, and the amaxes of its moments.
+static void msamp_update(Trainer *t, int64_t i, float factor, const MsampStep *s, const AdamwStep *rounding) {
+    const Params *all = &t->params;
+    const Parameter *p = &t->table.entries[i];
+    const ShardRange r = shard_parameter(&t->table, &t->plan, p);
+    const MsampPair amax = adamw_msamp_weights(
+        all->master + r.shard, msamp_from(all->msamp, r.shard), moment_scales(t, i), all->gradients + r.shard,
+        p->offset + r.first, r.count, p->flags & PARAM_DECAY, factor, options_bf16_weights(t->o), s, rounding);
+    *tensor_amax(t, STATE_EXP_AVG_SCALE, i) = float_bits(amax.exp_avg);
+    *tensor_amax(t, STATE_EXP_AVG_SQ_SCALE, i) = float_bits(amax.exp_avg_sq);
+}
+
+// The second pass: stores the moments of entry i with their new scales.
+static void msamp_store(Trainer *t, int64_t i, float factor, const MsampStep *s) {
+    const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
+    const float amax = float_from_bits(*tensor_amax(t, STATE_EXP_AVG_SCALE, i)),
+                amax_sq = float_from_bits(*tensor_amax(t, STATE_EXP_AVG_SQ_SCALE, i));
+    const MsampPair scale = {msamp_scale(amax, 1, FP8_E4M3_MAX), msamp_scale(amax_sq, 1, FP16_MAX)};
+    adamw_msamp_moments(msamp_from(t->params.msamp, r.shard), moment_scales(t, i), scale, t->params.gradients + r.shard,
+                        r.count, factor, s);
+    *tensor_scale(t, STATE_EXP_AVG_SCALE, i) = scale.exp_avg;
+    *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i) = scale.exp_avg_sq;
+}
+
+// Updates entry i of the parameter table; with COAT's moments also those that are joined to it, which share groups.
 static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwStep *s) {
     const Options *o = t->o;
     const Params *all = &t->params;
     const Parameter *p = &t->table.entries[i];
-    const bool decay = p->flags & PARAM_DECAY, bf16_weights = o->master_weights != STORAGE_FP32;
+    const bool decay = p->flags & PARAM_DECAY, bf16_weights = options_bf16_weights(o);
     if (!options_coat(o)) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         adamw_reference(all->master + r.shard, all->exp_avg + r.shard, all->exp_avg_sq + r.shard,
@@ -895,7 +995,16 @@ static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwSte
 static void weights_update(Trainer *t, int64_t step, double norm) {
     const AdamwStep s = adamw_step_of(t->o, step);
     const float factor = clip_factor(norm, t->o->grad_clip);
-    for (int64_t i = 0; i < t->table.count; i++) parameter_update(t, i, factor, &s);
+    const MsampStep msamp_s = msamp_step_of(t->o, step);
+    const bool msamp = t->o->optimizer_state == MOMENTS_MSAMP;
+    if (t->params.fp16_master) masters_decode(t);
+    for (int64_t i = 0; i < t->table.count; i++) {
+        if (msamp) msamp_update(t, i, factor, &msamp_s, &s);
+        else parameter_update(t, i, factor, &s);
+    }
+    if (options_tensor_scales(t->o)) reduce_tensor_amaxes(t);
+    for (int64_t i = 0; msamp && i < t->table.count; i++) msamp_store(t, i, factor, &msamp_s);
+    if (t->params.fp16_master) masters_encode(t, false);
     // scales.amax still holds the amaxes of the weights before this step
     if (t->precision.recipe->delayed) histories_update(t, true);
     weights_refresh(t);
@@ -1033,15 +1142,23 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 
 static void *state_array(const Trainer *t, StateKind kind) {
     const Params *p = &t->params;
-    const bool coat = options_coat(t->o);
-    void *const arrays[] = {p->master,
-                            coat ? (void *)p->coat_avg.codes : (void *)p->exp_avg,
-                            coat ? (void *)p->coat_avg_sq.codes : (void *)p->exp_avg_sq,
-                            p->coat_avg.groups,
-                            p->coat_avg_sq.groups,
-                            t->scales.delayed.history,
-                            t->scales.delayed.scale};
-    return arrays[kind];
+    const bool coat = options_coat(t->o), msamp = t->o->optimizer_state == MOMENTS_MSAMP;
+    if (state_is_scale(kind)) return tensor_scale(t, kind, 0);
+    if (kind == STATE_EXP_AVG) return coat ? p->coat_avg.codes : msamp ? p->msamp.exp_avg : (void *)p->exp_avg;
+    if (kind == STATE_EXP_AVG_SQ)
+        return coat ? p->coat_avg_sq.codes : msamp ? (void *)p->msamp.exp_avg_sq : (void *)p->exp_avg_sq;
+    if (state_is_groups(kind)) return kind == STATE_EXP_AVG_GROUPS ? p->coat_avg.groups : p->coat_avg_sq.groups;
+    if (kind == STATE_AMAX_HISTORY) return t->scales.delayed.history;
+    return kind == STATE_SCALES ? t->scales.delayed.scale : p->master;
+}
+
+// Reads values of FP16 masters that belong to one parameter.
+static void masters_read(const Trainer *t, int64_t offset, int64_t count, float *out) {
+    for (int64_t i = 0; i < t->table.count; i++) {
+        const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
+        if (offset >= r.shard && offset < r.shard + r.count)
+            fp16_weights_decode(out, t->params.fp16_master + offset, *tensor_scale(t, STATE_MASTER_SCALE, i), count);
+    }
 }
 
 // Arrays of bf16 values are stored as floats here; others are stored in their type.
@@ -1049,7 +1166,9 @@ static void state_read(void *context, StateKind kind, int64_t offset, int64_t co
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
     const void *array = state_array(t, kind);
-    if (state_type(t->o, kind) != ST_BF16) memcpy(host, (const char *)array + offset * bytes, (size_t)(count * bytes));
+    if (kind == STATE_WEIGHTS && t->params.fp16_master) masters_read(t, offset, count, (float *)host);
+    else if (state_type(t->o, kind) != ST_BF16)
+        memcpy(host, (const char *)array + offset * bytes, (size_t)(count * bytes));
     else
         for (int64_t i = 0; i < count; i++)
             ((bf16_bits *)host)[i] = bf16_from_float(((const float *)array)[offset + i]);
@@ -1109,7 +1228,13 @@ static void create(void *context, const Arena *memory) {
 }
 
 static void initialize(void *context) { weights_initialize((Trainer *)context); }
-static void weights_changed(void *context) { weights_refresh((Trainer *)context); }
+
+static void weights_changed(void *context) {
+    Trainer *t = (Trainer *)context;
+    if (t->params.fp16_master) reduce_tensor_amaxes(t), masters_encode(t, true);
+    weights_refresh(t);
+}
+
 static void destroy(void *context) { trainer_free((Trainer *)context); }
 
 static DeviceInfo device(const Options *o) {
@@ -1147,6 +1272,7 @@ static const TrainerOps trainer_ops = {.program = "train_fp8",
                                        .open_device = NULL,
                                        .find_filter = NULL,
                                        .describe = describe,
+                                       .memory_needed = memory_needed,
                                        .print_settings = NULL,
                                        .print_gemms = print_gemms,
                                        .create = create,

@@ -792,14 +792,11 @@ static void copy_in_order(const Trainer *t, void *to, const void *from, size_t b
 }
 
 static char *state_array(const Trainer *t, StateKind kind) {
-    void *const weights = t->params.master ? (void *)t->params.master : (void *)t->params.weights;
-    void *const arrays[] = {weights,
-                            t->params.exp_avg,
-                            t->params.exp_avg_sq,
-                            t->params.coat.exp_avg_groups,
-                            t->params.coat.exp_avg_sq_groups,
-                            t->linears.scales.history,
-                            t->linears.scales.delayed_scale};
+    const Parameters *p = &t->params;
+    void *const arrays[] = {p->master ? (void *)p->master : (void *)p->weights, p->exp_avg, p->exp_avg_sq,
+                            p->coat.exp_avg_groups, p->coat.exp_avg_sq_groups};
+    if (kind == STATE_AMAX_HISTORY) return (char *)t->linears.scales.history;
+    if (kind == STATE_SCALES) return (char *)t->linears.scales.delayed_scale;
     return (char *)arrays[kind];
 }
 
@@ -840,21 +837,6 @@ static bool delayed_scales_are_known(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Setting up
 
-static void check_memory(const Trainer *t, const Arena *plan, size_t available) {
-    if ((size_t)plan->used <= available) return;
-    die_with(EXIT_MEMORY,
-             "the run needs %.1f GiB of GPU memory beside CUDA's own, and %.1f GiB are free; what would help: "
-             "%s%s%s%s%s%sa smaller --batch-size or --sequence-length, or a smaller model",
-             (double)plan->used / 1073741824, (double)available / 1073741824,
-             t->comm->world > 1 ? "" : "more GPUs (mpirun -np N), ",
-             t->comm->world > 1 && t->o->sharding != SHARDING_FULL ? "--sharding full, " : "",
-             t->o->recompute == RECOMPUTE_LAYER ? "" : "--recompute layer, ",
-             t->precision.any_fp8 ? (t->fsdp.weights == FSDP_WEIGHTS_CACHED ? "--fp8-weight-cache off, " : "")
-                                  : "--precision fp8 (saves activations, costs FP8 weights), ",
-             t->o->master_weights == STORAGE_FP32 ? "--master-weights bf16, " : "",
-             t->o->optimizer_state == MOMENTS_FP32 ? "--optimizer-state bf16, " : "");
-}
-
 // Computes sizes and the memory plan. Uses no GPU.
 static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m, const Comm *comm) {
     memset(t, 0, sizeof *t);
@@ -878,6 +860,20 @@ static void fill_coat_tables(Trainer *t) {
     free(tables);
 }
 
+// Returns the bytes of GPU memory that a rank needs.
+static int64_t memory_needed(const Options *o, const ModelConfig *m, const Comm *comm) {
+    Trainer t;
+    return trainer_describe(&t, o, m, comm).used + memory_overhead(comm);
+}
+
+// Dies unless the plan fits the free memory. What CUDA has taken of the overhead by now is not free any more.
+static void check_memory(const Trainer *t, const Arena *plan) {
+    size_t available = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&available, &total));
+    const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, (int64_t)available + CUDA_OVERHEAD_BYTES, true};
+    memory_fit_require(&fit, plan->used + memory_overhead(t->comm), "this GPU has");
+}
+
 static void fill_rope_table(Trainer *t) {
     const size_t bytes = (size_t)(t->d.T * t->d.HD) * sizeof(float);
     float *table = (float *)xcalloc(bytes, 1);
@@ -888,11 +884,9 @@ static void fill_rope_table(Trainer *t) {
 
 // Allocates the GPU memory, plans the GEMMs, and clears all arrays.
 static void trainer_create(Trainer *t, const Arena *plan) {
-    size_t available = 0, total = 0;
     CUDA_CHECK(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
     if (t->comm->world > 1) nccl_open(&t->nccl, t->comm);
-    CUDA_CHECK(cudaMemGetInfo(&available, &total));
-    check_memory(t, plan, available - (size_t)min_i64((int64_t)available, nccl_overhead(t->comm)));
+    check_memory(t, plan);
     CUDA_CHECK(cudaMalloc((void **)&t->memory, (size_t)plan->used));
     Arena arena;
     memset(&arena, 0, sizeof arena);
@@ -992,9 +986,10 @@ static void destroy(void *context) { trainer_destroy((Trainer *)context); }
 
 // In the order of TrainerOps.
 static const TrainerOps trainer_ops = {
-    "train_fp8cu", 1,          check_supported, open_device,     auto_filter_find, describe,      print_settings,
-    print_gemms,   create,     initialize,      weights_changed, device_info,      start_step,    finish_step,
-    nonfinite,     read_audit, token_losses,    next_logits,     settle,           print_profile, destroy};
+    "train_fp8cu",  1,           check_supported, open_device,  auto_filter_find, describe,    memory_needed,
+    print_settings, print_gemms, create,          initialize,   weights_changed,  device_info, start_step,
+    finish_step,    nonfinite,   read_audit,      token_losses, next_logits,      settle,      print_profile,
+    destroy};
 
 #ifndef TESTING
 int main(int argc, char **argv) {

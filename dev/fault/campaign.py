@@ -201,7 +201,8 @@ def last_saved(out):
 
 def check_end(run, kind):
     """Checks that a run with a fault was killed, printed the reason and failed, or succeeded. True if it succeeded."""
-    require(run.struck, "the fault did not strike: the run made fewer calls than the run without a fault")
+    require(run.struck, "the fault did not strike: the run made fewer calls than the run without a fault; it ended "
+                        f"with status {run.status}: {run.err.strip()[-400:]}")
     if kind in KILLS:
         require(run.status != 0, "the run should have been killed, but succeeded")
         return False

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "int32": "I32", "uint32": "U32", "uint8": "U8"}
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "uint32": "U32", "uint8": "U8"}
 
 
 def _bytes(tensor):

@@ -67,6 +67,13 @@ for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
     near "$name, unclipped: last loss of $W GPUs and of one" \
         "$(field unclipped loss $steps)" "$(field one_unclipped loss $steps)" 2e-3
 done
+# Ranks that mpirun did not start find each other through a file.
+meeting="--precision bf16 --num-steps $steps $(split $W) --sharding full --init-from file:$tmp/meet"
+for ((r = 0; r < W; r++)); do
+    RANK=$r WORLD_SIZE=$W timeout 120 ./train_fp8cu $common $meeting >"$tmp/met$r.log" 2>&1 &
+done
+wait
+same "ranks without mpirun" bf16_full met0
 # Copy engines and NCCL. All runs above use copy engines if the GPUs can. In fp32, sums of two ranks are equal; sums of
 # more ranks differ by their order.
 if grep -q "^transport copy engines" "$tmp/bf16_full.log"; then
@@ -330,7 +337,7 @@ goes_on() {  # $1 run
     if [ "$status" = 0 ]; then same "$1" undisturbed "$1"; else bad "$1: status $status: $(tail -n 4 "$tmp/$1.log")"; fi
 }
 run undisturbed 2 small $data --num-steps 30
-stall_start continued 1 stop pread 30 synth_train.bin small $data --num-steps 30 --stall-timeout 60
+stall_start continued 1 stop pread 30 synth_train.bin small $data --num-steps 30 --stall-timeout 150
 stall_await continued 60 && sleep 20 && kill -CONT $(<"$tmp/continued.mark") && goes_on continued
 stall_start slow 1 60 pread 30 synth_train.bin small $data --num-steps 30
 stall_await slow 60 && sleep 60 && goes_on slow

@@ -18,13 +18,14 @@ typedef struct {
     Options options;
     CheckpointRun run;  // shared by both checkpoint sets
     TrainerState state;
-    char *arrays[STATE_AMAX_HISTORY];  // weights and moments; words of groups only with FP8 moments
+    char *arrays[STATE_AMAX_HISTORY];  // weights, moments, and what state_type() gives them beside
     float *delayed[2];                 // amax history and scales
 } Trainer;
 
 static int64_t element_bytes(const Trainer *t, StateKind kind) { return safetensors_type_bytes(t->state.types[kind]); }
 
 static int64_t array_elements(const Trainer *t, StateKind kind) {
+    if (state_is_scale(kind)) return t->table.count;
     return state_is_groups(kind) ? t->table.total / COAT_GROUP : t->table.total;
 }
 
@@ -62,20 +63,23 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
     else memcpy(element(t, kind, offset, count), host, (size_t)(count * element_bytes(t, kind)));
 }
 
-// Fills every parameter with random bytes (any finite value must survive) and the padding with zeros.
+// Fills every parameter with random bytes (any finite value and any scale above zero must survive) and the padding with
+// zeros.
 static void trainer_fill(Trainer *t, uint64_t seed) {
-    for (int kind = 0; kind < STATE_AMAX_HISTORY && t->arrays[kind]; kind++)
-        for (int64_t i = 0; i < t->table.count; i++) {
+    for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++)
+        for (int64_t i = 0; t->arrays[kind] && i < t->table.count; i++) {
             const ShardRange r = state_range(&t->table, &t->state, &t->table.entries[i], (StateKind)kind);
             char *at = element(t, (StateKind)kind, r.shard, r.count);
             const int64_t width = element_bytes(t, (StateKind)kind);
             for (int64_t b = 0; b < r.count * width; b++) {
                 at[b] = (char)rng_u64(seed, (uint64_t)(kind * 100000000 + i * 1000000 + b));
                 if (b % width == width - 1) at[b] &= (char)0xbf;  // clears the highest bit of the exponent
+                if (b == 3 && state_is_scale((StateKind)kind)) at[b] = (char)((at[b] & 0x7f) | 0x20);
             }
         }
 }
 
+// With fp32_weights the weights are fp32 in files: they have fp32 masters, or FP16 masters with MS-AMP's moments.
 static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, int moments) {
     Trainer *t = (Trainer *)xcalloc(1, sizeof *t);
     model_config_preset(&t->model, "tiny");
@@ -86,15 +90,17 @@ static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, in
     t->options = options_default();
     t->options.model = "tiny";
     t->options.train_data = "shards/*.bin";
-    t->options.master_weights = fp32_weights ? STORAGE_FP32 : STORAGE_BF16;
+    t->options.master_weights = !fp32_weights ? STORAGE_BF16 : moments == MOMENTS_MSAMP ? STORAGE_FP16 : STORAGE_FP32;
     t->options.optimizer_state = moments;
     t->run.model = &t->model, t->run.options = &t->options;
     t->state.context = t;
     for (int kind = 0; kind < NUM_STATE_KINDS; kind++) t->state.types[kind] = state_type(&t->options, (StateKind)kind);
     t->state.read = state_read, t->state.write = state_write;
-    for (int kind = 0; kind < (options_coat(&t->options) ? STATE_AMAX_HISTORY : 3); kind++)
+    for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++) {
+        if (t->state.types[kind] == ST_NUM_TYPES) continue;
         t->arrays[kind] =
             (char *)xcalloc((size_t)array_elements(t, (StateKind)kind), (size_t)element_bytes(t, (StateKind)kind));
+    }
     return t;
 }
 
@@ -106,8 +112,9 @@ static void trainer_free(Trainer *t) {
 }
 
 static bool same_state(const Trainer *a, const Trainer *b) {
-    for (int kind = 0; kind < STATE_AMAX_HISTORY && a->arrays[kind]; kind++)
-        if (memcmp(a->arrays[kind], b->arrays[kind],
+    for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++)
+        if (a->arrays[kind] &&
+            memcmp(a->arrays[kind], b->arrays[kind],
                    (size_t)(array_elements(a, (StateKind)kind) * element_bytes(a, (StateKind)kind))) != 0)
             return false;
     return true;
@@ -170,12 +177,31 @@ static void write_float(const char *path, int64_t at, float value) {
 
 // ---- Save and load.
 
+// Checks that a checkpoint has one scale for each tensor, with MS-AMP's moments and FP16 masters alone.
+static void check_scales(const char *folder, int moments, bool fp32_weights) {
+    static const char *const names[] = {"exp_avg_scale.model.norm.weight", "exp_avg_sq_scale.model.norm.weight",
+                                        "master_scale.model.norm.weight"};
+    Safetensors st;
+    Failure failure = {"", false};
+    CHECK(safetensors_open_folder(&st, folder, "optimizer", &failure), "%s", failure.text);
+    for (int i = 0; i < 3; i++) {
+        const bool expected = moments == MOMENTS_MSAMP && (i < 2 || fp32_weights);
+        const Safetensor *scale = safetensors_find(&st, names[i]);
+        CHECK(expected ? scale && scale->type == ST_F32 && scale->rank == 1 && scale->elements == 1 : !scale, "%s",
+              names[i]);
+    }
+    safetensors_close(&st);
+}
+
 static void test_round_trip(void) {
     const char *dir = xstrdup(scratch_path("round"));
-    for (int variant = 0; variant < 24; variant++) {
+    for (int variant = 0; variant < 36; variant++) {
         const ModelFamily family = (ModelFamily)(variant % 3);
         const bool tied = variant & 1, fp32_weights = variant % 12 >= 6;
-        const int moments = variant >= 12 ? MOMENTS_COAT : variant % 4 >= 2 ? MOMENTS_FP32 : MOMENTS_BF16;
+        const int moments = variant >= 24      ? MOMENTS_MSAMP
+                            : variant >= 12    ? MOMENTS_COAT
+                            : variant % 4 >= 2 ? MOMENTS_FP32
+                                               : MOMENTS_BF16;
         Trainer *a = trainer_new(family, tied, fp32_weights, moments),
                 *b = trainer_new(family, tied, fp32_weights, moments);
         trainer_fill(a, (uint64_t)variant);
@@ -202,6 +228,7 @@ static void test_round_trip(void) {
         CHECK(text && strstr(text, fp32_weights ? "\"float32\"" : "\"bfloat16\""),
               "config.json has the dtype of the weights");
         free(text);
+        check_scales(found, moments, fp32_weights);
         trainer_free(a);
         trainer_free(b);
     }
@@ -879,19 +906,24 @@ static void test_nonfinite(void) {
     }
 }
 
-// FP8 codes and words of groups that stand for no number are neither saved nor loaded.
+// Codes, words of groups and scales that stand for no number are neither saved nor loaded.
 static void test_nonfinite_groups(void) {
     static const struct {
+        int moments;
         StateKind kind;
         uint32_t value;
         const char *tensor;
-    } cases[] = {{STATE_EXP_AVG, 0x7f, "exp_avg."},
-                 {STATE_EXP_AVG_SQ, 0xff, "exp_avg_sq."},
-                 {STATE_EXP_AVG_GROUPS, 0x7f800000, "exp_avg_groups."},
-                 {STATE_EXP_AVG_SQ_GROUPS, 0x7fc000ff, "exp_avg_sq_groups."}};
+    } cases[] = {{MOMENTS_COAT, STATE_EXP_AVG, 0x7f, "exp_avg."},
+                 {MOMENTS_COAT, STATE_EXP_AVG_SQ, 0xff, "exp_avg_sq."},
+                 {MOMENTS_COAT, STATE_EXP_AVG_GROUPS, 0x7f800000, "exp_avg_groups."},
+                 {MOMENTS_COAT, STATE_EXP_AVG_SQ_GROUPS, 0x7fc000ff, "exp_avg_sq_groups."},
+                 {MOMENTS_MSAMP, STATE_EXP_AVG, 0xff, "exp_avg."},
+                 {MOMENTS_MSAMP, STATE_EXP_AVG_SQ, 0x7c00, "exp_avg_sq."},
+                 {MOMENTS_MSAMP, STATE_EXP_AVG_SCALE, 0x7f800000, "exp_avg_scale."},
+                 {MOMENTS_MSAMP, STATE_MASTER_SCALE, 0x7fc00000, "master_scale."}};
     const TrainerProgress progress = {2, 2};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_COAT);
+        Trainer *t = trainer_new(FAMILY_LLAMA, true, true, cases[i].moments);
         const Parameter *p = &t->table.entries[3];
         const ShardRange r = state_range(&t->table, &t->state, p, cases[i].kind);
         Failure failure = {"", false};
@@ -937,6 +969,27 @@ static void test_load_nonfinite(void) {
         CHECK(strstr(output, cases[i].tensor), "%s", output);
     }
     remove_tree(scratch_path("infinite"));
+    trainer_free(t);
+}
+
+// A scale of zero would make its tensor infinite. A run does not resume from it.
+static void test_load_scale(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, true, MOMENTS_MSAMP);
+    char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s", scratch_path("scale/step-00000001"));
+    format_checked(file, sizeof file, "%s/optimizer.safetensors", path);
+    Action action = {t, path};
+    trainer_fill(t, 4);
+    for (int i = 0; i < 2; i++) {
+        save(t, scratch_path("scale"), 1, 1);
+        write_float(file, safetensors_data(file, "exp_avg_sq_scale.model.norm.weight"), i ? -1 : 0);
+        CHECK(check_dies(resume_action, &action,
+                         "tensor exp_avg_sq_scale.model.norm.weight holds a scale that is not a finite number above "
+                         "zero, so nothing can be trained from it; move this checkpoint away",
+                         output, sizeof output),
+              "%s", output);
+    }
+    remove_tree(scratch_path("scale"));
     trainer_free(t);
 }
 
@@ -1479,6 +1532,7 @@ int main(void) {
     test_nonfinite();
     test_nonfinite_groups();
     test_load_nonfinite();
+    test_load_scale();
     test_retry();
     test_killed();
     test_export();

@@ -33,6 +33,11 @@ check "an unknown option ends with status 2" ends 2 tiny $data --bogus
 check "--json without --dry-run ends with status 2" ends 2 tiny $data --json
 check "a missing shard ends with status 1" ends 1 tiny $data --train-data "$tmp/none.bin"
 check "a plan larger than the memory ends with status 3" ends 3 llama3.1-405b $data
+limited="small $data --batch-size 64 --dry-run --memory-limit"
+check "a plan larger than --memory-limit ends with status 3" ends 3 $limited 0.1
+check "the message names options with which the run fits" \
+    grep -q "with --batch-size 1 --grad-accumulation-steps 64 it needs 0.1 GiB" "$tmp/one"
+check "a plan within --memory-limit is printed" ends 0 $limited 1
 check "a plan past 2^63 bytes ends with status 3" \
     ends 3 llama3.1-405b $data --dry-run --batch-size 65535 --sequence-length 1048576
 check "--profile, which the CPU trainer lacks, ends with status 4" ends 4 tiny $data --profile

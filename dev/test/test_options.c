@@ -307,12 +307,16 @@ static void test_conflicts(void) {
         {"tiny --precision fp32 --grad-accum-dtype bf16", "adds up gradients in fp32"},
         {"tiny --precision fp32 --optimizer-state bf16", "--precision fp32 keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --optimizer-state coat", "--precision fp32 keeps weights and optimizer state in fp32"},
+        {"tiny --precision fp32 --optimizer-state msamp", "--precision fp32 keeps weights and optimizer state in fp32"},
+        {"tiny --precision fp32 --master-weights fp16", "--precision fp32 keeps weights and optimizer state in fp32"},
+        {"tiny --optimizer-state msamp --master-weights fp16", ""},
         {"tiny --precision fp32 --master-weights fp32", ""},
         {"tiny --precision fp8 --sequence-length 40",
          "in multiples of 16 (FP8 GEMMs), not 1 x 40; --sequence-length 48 would do"},
         {"tiny --precision fp8 --sequence-length 40 --batch-size 2", ""},
         {"tiny --precision bf16 --sequence-length 40", ""},
-        {"tiny --sharding hybrid", "--sharding hybrid needs --shard-size"},
+        {"tiny --sharding hybrid", ""},
+        {"tiny --sharding hybrid --dry-run --world-size 8", "--world-size with --sharding hybrid needs --shard-size"},
         {"tiny --sharding hybrid --shard-size 2", ""},
         {"tiny --sharding none --copy-engines on",
          "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered"},
@@ -337,19 +341,23 @@ static void test_resolve(void) {
     static const struct {
         const char *line;
         int weights, state;
-        int64_t moment_bytes;  // for 256 elements
-    } cases[] = {{"tiny", STORAGE_BF16, MOMENTS_BF16, 512},
-                 {"tiny --precision fp8", STORAGE_BF16, MOMENTS_BF16, 512},
-                 {"tiny --precision fp32", STORAGE_FP32, MOMENTS_FP32, 1024},
-                 {"tiny --master-weights fp32", STORAGE_FP32, MOMENTS_BF16, 512},
-                 {"tiny --optimizer-state fp32", STORAGE_BF16, MOMENTS_FP32, 1024},
-                 {"tiny --optimizer-state coat", STORAGE_BF16, MOMENTS_COAT, 264},
-                 {"tiny --optimizer-state coat-stochastic", STORAGE_BF16, MOMENTS_COAT_STOCHASTIC, 264}};
+        int64_t moment_bytes, weight_bytes;  // both moments of 256 elements; a weight in a file
+    } cases[] = {{"tiny", STORAGE_BF16, MOMENTS_BF16, 1024, 2},
+                 {"tiny --precision fp8", STORAGE_BF16, MOMENTS_BF16, 1024, 2},
+                 {"tiny --precision fp32", STORAGE_FP32, MOMENTS_FP32, 2048, 4},
+                 {"tiny --master-weights fp32", STORAGE_FP32, MOMENTS_BF16, 1024, 4},
+                 {"tiny --master-weights bf16-nearest", STORAGE_BF16_NEAREST, MOMENTS_BF16, 1024, 2},
+                 {"tiny --master-weights fp16", STORAGE_FP16, MOMENTS_BF16, 1024, 4},
+                 {"tiny --optimizer-state fp32", STORAGE_BF16, MOMENTS_FP32, 2048, 2},
+                 {"tiny --optimizer-state coat", STORAGE_BF16, MOMENTS_COAT, 528, 2},
+                 {"tiny --optimizer-state coat-stochastic", STORAGE_BF16, MOMENTS_COAT_STOCHASTIC, 528, 2},
+                 {"tiny --optimizer-state msamp", STORAGE_BF16, MOMENTS_MSAMP, 768, 2}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line);
         options_resolve(&o);
         CHECK(o.master_weights == cases[i].weights && o.optimizer_state == cases[i].state &&
-                  options_moment_bytes(&o, 256) == cases[i].moment_bytes,
+                  options_moment_bytes(&o, 256) == cases[i].moment_bytes &&
+                  options_weight_bytes(&o) == cases[i].weight_bytes,
               "weights and optimizer state of: %s", cases[i].line);
     }
 }

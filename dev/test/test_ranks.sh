@@ -268,6 +268,57 @@ ranks 4 $common --num-steps 8 --batch-size 3 --checkpoint-dir "$tmp/ck" --resume
 check "a resume with other moments is refused" \
     grep -q -- "--optimizer-state is coat-stochastic in the checkpoint, bf16 now" "$tmp/other.out"
 
+# MS-AMP's moments and FP16 masters: one scale for each tensor, whatever part of it a rank has. So ranks that share the
+# parameters write the bytes of ranks that hold them whole.
+common="$tmp/qwen2 $data --optimizer-state msamp --master-weights fp16"
+rm -rf "$tmp"/ck*
+train 0 msamp-one $common --num-steps 8 --batch-size 12
+train 4 msamp-four $common --num-steps 8 --batch-size 3 --checkpoint-dir "$tmp/ck-full"
+train 4 msamp-none $common --num-steps 8 --batch-size 3 --checkpoint-dir "$tmp/ck-none" --sharding none
+train 4 msamp-hybrid $common --num-steps 8 --batch-size 3 --sharding hybrid --shard-size 2
+train 2 whole $common --num-steps 8 --batch-size 6
+check "msamp: 4 ranks have the losses of one rank" close "$tmp/msamp-four.steps" "$tmp/msamp-one.steps" 1e-3
+check "msamp: 2 ranks have the losses of one rank" close "$tmp/whole.steps" "$tmp/msamp-one.steps" 1e-3
+check "msamp: --sharding hybrid has the losses of one rank" close "$tmp/msamp-hybrid.steps" "$tmp/msamp-one.steps" 1e-3
+for file in model optimizer; do
+    check "msamp: $file.safetensors of --sharding full and of none are equal" \
+        cmp "$tmp"/ck-{full,none}/step-00000008/$file.safetensors
+done
+tail -n 4 "$tmp/whole.steps" >"$tmp/whole.last"
+train 2 saved $common --num-steps 4 --batch-size 6 --checkpoint-dir "$tmp/ck"
+resumed 2 msamp-two 0 --batch-size 6
+resumed 0 msamp-alone 1e-3 --batch-size 12  # bf16 gradients, as above
+resumed 4 msamp-fours 1e-3 --batch-size 3
+# The export has the fp32 numbers that the FP16 masters stand for: FP16 divided by the scale.
+train 4 export $common --num-steps 8 --batch-size 3 --checkpoint-dir "$tmp/ck-full" --resume \
+    --export-hf "$tmp/exported"
+check "msamp: the export equals the checkpoint's model" \
+    cmp "$tmp/exported/model.safetensors" "$tmp/ck-full/step-00000008/model.safetensors"
+check "msamp: exported weights times their scales are FP16" python3 - "$tmp/exported/model.safetensors" \
+    "$tmp/ck-full/step-00000008/optimizer.safetensors" <<'PY'
+import json, struct, sys
+
+def tensors(path):
+    data = open(path, "rb").read()
+    size = struct.unpack("<Q", data[:8])[0]
+    for name, t in json.loads(data[8 : 8 + size]).items():
+        if t.get("dtype") == "F32":
+            begin, end = t["data_offsets"]
+            yield name, struct.unpack(f"<{(end - begin) // 4}f", data[8 + size + begin : 8 + size + end])
+
+scales, elements, largest = dict(tensors(sys.argv[2])), 0, []
+for name, values in tensors(sys.argv[1]):
+    scaled = [x * scales["master_scale." + name][0] for x in values]
+    assert all(struct.unpack("<e", struct.pack("<e", x))[0] == x for x in scaled), name
+    elements += len(values)
+    largest.append(max(map(abs, scaled)))
+assert elements > 10000 and min(x for x in largest if x) > 65504 / 2.01 and max(largest) <= 65504, largest
+PY
+ranks 4 $common --num-steps 12 --batch-size 3 --checkpoint-dir "$tmp/ck-full" --resume --master-weights fp32 \
+    >"$tmp/other.out" 2>&1
+check "a resume with other masters is refused" \
+    grep -q -- "--master-weights is fp16 in the checkpoint, fp32 now" "$tmp/other.out"
+
 # ---- Starts a run that does not end by itself. $1 ranks, then options. Sets mpi to mpirun's process, and pids[rank].
 start() {
     local n=$1 i pid rank

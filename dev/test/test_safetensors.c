@@ -290,8 +290,7 @@ static void test_half(void) {
         const double magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
                                  : exponent     ? ldexp(1024 + fraction, exponent - 25)
                                                 : ldexp(fraction, -24);
-        const float expected = (float)(code & 0x8000 ? -magnitude : magnitude),
-                    got = safetensors_half_to_float((uint16_t)code);
+        const float expected = (float)(code & 0x8000 ? -magnitude : magnitude), got = fp16_to_float((fp16_bits)code);
         wrong += isnan(expected) ? !isnan(got) : float_bits(got) != float_bits(expected);
     }
     CHECK(wrong == 0, "%d of 65536 half values differ", wrong);

@@ -15,12 +15,12 @@ sets() {
 }
 unset_in() { comm -23 <(reads "$1") <(sets "$@"); }
 
-for script in scripts/*.sh dev/test/*.sh dev/test/lib/*.sh dev/reference/*.sh data/*.sh .ci/run; do
+for script in scripts/*.sh scripts/*.sbatch dev/test/*.sh dev/test/lib/*.sh dev/reference/*.sh data/*.sh .ci/run; do
     [ -e "$script" ] || continue
     check "$script parses" bash -n "$script"
     others=$(grep -lE "(^|[ ;])(\.|source) .*$(basename "$script")" scripts/*.sh dev/test/*.sh; for name in \
-        $(grep -oE '(^|[ ;])(\.|source) [^ ]*\.sh' "$script" | sed 's/.*[ /]//'); do ls {scripts,dev/test}/"$name" \
-        2>/dev/null; done)
+        $(grep -oE '(^|[ ;])(\.|source) [^ ]*\.sh' "$script" | sed 's/.*[ /]//'); do
+            ls {scripts,dev/test,dev/test/lib}/"$name" 2>/dev/null; done)
     check "$script reads no variable that is never set" equal "$(unset_in "$script" $others)" ""
 done
 
@@ -35,7 +35,7 @@ check "the test finds a variable that is no longer set" \
 # This make kills the script that calls it. None of these scripts may call it.
 printf '#!/bin/sh\nkill "$PPID"\n' >"$tmp/make"
 chmod +x "$tmp/make"
-for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh; do
+for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh scripts/check_cluster.sh; do
     PATH=$tmp:$PATH "$script" --help >"$tmp/log" 2>&1
     check "$script --help prints the usage" equal "$? $(grep -c "^usage: .*$script" "$tmp/log")" "0 1"
     PATH=$tmp:$PATH "$script" --quick >"$tmp/log" 2>&1
@@ -48,6 +48,17 @@ check "quickstart prints one story" equal "$? $(grep -c '^sample after step 30: 
 check "quickstart logs all steps" equal "$(grep -c '"type": "step"' "$tmp/quickstart/log.jsonl")" 30
 check "quickstart prints 11 step lines" equal "$(grep -c '^step ' "$tmp/log")" 11
 check "quickstart prints at most 60 lines" equal "$(($(wc -l <"$tmp/log") <= 60))" 1
+# Checks that slurm.sbatch refuses a job. $1 the trainer, $2 a text of its error, then its arguments.
+refuses() {
+    local trainer=$1 text=$2
+    shift 2
+    SLURM_JOB_ID=1 TRAINER=$trainer bash scripts/slurm.sbatch "$@" >"$tmp/log" 2>&1
+    equal "$? $(wc -l <"$tmp/log")" "2 1" && holds "$tmp/log" "$text"
+}
+SLURM_JOB_ID="" bash scripts/slurm.sbatch tiny >"$tmp/log" 2>&1
+check "slurm.sbatch without Slurm says how to submit it" equal "$? $(grep -c '^error: .* sbatch ' "$tmp/log")" "2 1"
+check "slurm.sbatch without a trainer" refuses ./none "there is no program ./none" tiny --checkpoint-dir ck
+check "slurm.sbatch without --checkpoint-dir" refuses /bin/sh "give --checkpoint-dir" tiny --num-steps 5
 data/setup_venv.sh --help >"$tmp/log" 2>&1
 check "data/setup_venv.sh --help prints the usage" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
 

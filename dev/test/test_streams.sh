@@ -196,7 +196,7 @@ check "a run script trains to the end if the reader of its stdout goes away" \
     equal "${PIPESTATUS[0]} $(ls "$tmp/r/steps" | tail -n 1) $(grep -c '^step .*40/40' "$tmp/r/stdout.txt")" \
     "0 step-00000040 1"
 set -m
-STEPS=1000000 OUT=$tmp/hup bash "$tmp/run.sh" >"$tmp/hup.out" 2>&1 &
+STEPS=1000000 OUT=$tmp/hup env --default-signal=HUP bash "$tmp/run.sh" >"$tmp/hup.out" 2>&1 &
 script=$!
 set +m
 await saved "$tmp/hup/steps"

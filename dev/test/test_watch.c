@@ -5,7 +5,7 @@
 #include "lib/check.h"
 #include "lib/scratch.h"
 
-enum { WORLD = 4, TIMEOUT = 60 };
+enum { WORLD = 4, TIMEOUT = 90, SILENCE = 15 };  // SILENCE: a sixth of TIMEOUT
 
 static WatchRank ranks[WORLD];
 
@@ -47,16 +47,18 @@ static void check_verdict(const WatchTable *t, WatchFinding finding, int64_t ran
 
 static void check_silent(void) {
     WatchTable t = table_of(0);
-    pass(&t, TIMEOUT - 1, 0xb, 0);
-    check_verdict(&t, WATCH_GOOD, 0, 0, "rank 2 is silent for almost the timeout");
+    pass(&t, SILENCE - 1, 0xb, 0);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "rank 2 is silent for almost the limit");
     pass(&t, 1, 0xb, 0);
     check_verdict(&t, WATCH_SILENT, 2, 0, "rank 2 is silent, and all stand still");
     char text[1024];
     watch_message(&t, watch_verdict(&t), text, sizeof text);
-    CHECK(strcmp(text, "rank 2 on host2 has not responded for 60 s (--stall-timeout 60); it was last seen in "
-                       "step 12, training: all-to-all; rank 0 waits for it in step 12, training: all-to-all") == 0,
-          "%s", text);
-    pass(&t, TIMEOUT, 0x3, 0);
+    CHECK(
+        strcmp(text,
+               "rank 2 on host2 has not responded for 15 s (limit 15 s, from --stall-timeout 90); it was last seen in "
+               "step 12, training: all-to-all; rank 0 waits for it in step 12, training: all-to-all") == 0,
+        "%s", text);
+    pass(&t, SILENCE, 0x3, 0);
     check_verdict(&t, WATCH_SILENT, 2, 0, "ranks 2 and 3 are silent");
     watch_message(&t, watch_verdict(&t), text, sizeof text);
     CHECK(strstr(text, "like 1 more rank") != NULL, "%s", text);
@@ -64,25 +66,62 @@ static void check_silent(void) {
         for (int kind = ACTIVITY_COMPUTING; kind <= ACTIVITY_FILE; kind++) {
             t = table_of(0);
             ranks[1].row.phase = phase, ranks[1].row.kind = kind;
-            pass(&t, TIMEOUT, 0xd, 0xd);
+            pass(&t, SILENCE, 0xd, 0xd);
             check_verdict(&t, WATCH_SILENT, 1, 0, "a rank is silent, whatever it did");
         }
+}
+
+// --stall-timeout and the limit for a rank that does not respond.
+static void check_silence_limit(void) {
+    const int64_t cases[][2] = {{5, 5}, {10, 10}, {30, 10}, {60, 10}, {120, 20}, {300, 50}, {86400, 14400}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        WatchTable t = table_of(0);
+        t.timeout = cases[i][0];
+        CHECK(watch_silence_limit(&t) == (double)cases[i][1], "--stall-timeout %lld: %g s", (long long)cases[i][0],
+              watch_silence_limit(&t));
+    }
+}
+
+// Ranks whose connection broke: the lowest rank left reports the lowest of them.
+static void check_lost(void) {
+    char text[1024];
+    WatchTable t = table_of(0);
+    pass(&t, 100, 0xf, 0xf);
+    ranks[3].broken = ranks[2].broken = true;
+    pass(&t, WATCH_LOST_SECONDS - 1, 0xf, 0xf);
+    check_verdict(&t, WATCH_GOOD, 0, 0, "a connection is broken; the main thread may report it");
+    pass(&t, 1, 0xf, 0xf);
+    check_verdict(&t, WATCH_LOST, 2, 0, "connections are broken, and no main thread has reported it");
+    watch_message(&t, watch_verdict(&t), text, sizeof text);
+    CHECK(strcmp(text, "rank 2 on host2 was killed, has crashed or cannot be reached any more; it was last seen in "
+                       "step 12, training: all-to-all; rank 0 is in step 12, training: all-to-all") == 0,
+          "%s", text);
+    for (int64_t self = 1; self < 3; self++) {
+        t = table_of(self);
+        ranks[0].broken = true;
+        pass(&t, WATCH_LOST_SECONDS + 2 * COMM_SILENCE_SECONDS, 0xf, 0xf);
+        check_verdict(&t, WATCH_GOOD, 0, 0, "ranks above 0 wait for a notice");
+        pass(&t, 1, 0xf, 0xf);
+        check_verdict(&t, WATCH_LOST, 0, self, "no notice has come");
+        t.alone = true;
+        check_verdict(&t, WATCH_GOOD, 0, 0, "connections close at the end of a run");
+    }
 }
 
 static void check_rank0_silent(void) {
     WatchTable t = table_of(1);  // hears only rank 0, until ranks call each other
     pass(&t, 10 * TIMEOUT, 0x3, 0x3);
     check_verdict(&t, WATCH_GOOD, 0, 0, "rank 1 hears rank 0");
-    pass(&t, TIMEOUT, 0x2, 0);
+    pass(&t, SILENCE, 0x2, 0);
     check_verdict(&t, WATCH_GOOD, 0, 0, "rank 0 is silent; the others begin to call");
     pass(&t, 2, 0xe, 0);
     check_verdict(&t, WATCH_SILENT, 0, 1, "rank 0 is silent");
     t = table_of(3);
-    pass(&t, TIMEOUT, 0x8, 0);
+    pass(&t, SILENCE, 0x8, 0);
     pass(&t, 2, 0xe, 0);
     check_verdict(&t, WATCH_SILENT, 0, 1, "rank 0 is silent: rank 3 leaves the report to rank 1");
     t = table_of(3);
-    pass(&t, TIMEOUT, 0x8, 0);
+    pass(&t, SILENCE, 0x8, 0);
     pass(&t, 2, 0xc, 0);
     check_verdict(&t, WATCH_SILENT, 0, 2, "ranks 0 and 1 are silent: rank 3 leaves the report to rank 2");
     pass(&t, 1, 0x9, 0);
@@ -249,6 +288,8 @@ static void die_beside_printf(void *context) {
 int main(void) {
     char output[256];
     check_silent();
+    check_silence_limit();
+    check_lost();
     check_rank0_silent();
     check_file();
     check_standing();

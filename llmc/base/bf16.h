@@ -26,6 +26,15 @@ HOST_DEVICE static inline float float_from_bits(uint32_t u) {
 #endif
 }
 
+// Returns a b, rounded. A compiler must not fuse it with an addition.
+HOST_DEVICE static inline float float_product(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+}
+
 // True if x is above zero and neither infinite nor NaN.
 HOST_DEVICE static inline bool float_is_positive(float x) { return float_bits(x) - 1 < 0x7f7fffffu; }
 

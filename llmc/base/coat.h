@@ -62,20 +62,11 @@ HOST_DEVICE static inline uint32_t coat_word(const CoatTables *t, float largest,
     return max | (uint32_t)power;
 }
 
-// Returns a b, rounded. A compiler must not fuse it with an addition.
-HOST_DEVICE static inline float coat_product(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fmul_rn(a, b);
-#else
-    return a * b;
-#endif
-}
-
 HOST_DEVICE static inline float coat_max(uint32_t word) { return float_from_bits(word & ~255u); }
 
 // Returns the value of a code in a group with this word.
 HOST_DEVICE static inline float coat_decode(const CoatTables *t, uint32_t word, uint8_t code) {
-    const float magnitude = coat_product(t->value[word & 255][code & 0x7f], coat_max(word));
+    const float magnitude = float_product(t->value[word & 255][code & 0x7f], coat_max(word));
     return code & 0x80 ? -magnitude : magnitude;
 }
 
@@ -106,12 +97,12 @@ HOST_DEVICE static inline uint8_t coat_encode(const CoatTables *t, uint32_t word
                                               bool stochastic, uint32_t random) {
     const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u;
     const int power = (int)(word & 255);
-    const float part = coat_product(float_from_bits(bits & 0x7fffffffu), inverse_max);
+    const float part = float_product(float_from_bits(bits & 0x7fffffffu), inverse_max);
     if (!(bits & 0x7fffffffu)) return 0;
     int code = coat_find(stochastic ? t->value[power] : t->threshold[power], coat_guess(power, part), part);
     if (stochastic && code < COAT_CODES - 1) {
         const float below = t->value[power][code], gap = t->value[power][code + 1] - below;
-        code += part - below > coat_product(gap, (float)(random >> 16) * 0x1p-16f);
+        code += part - below > float_product(gap, (float)(random >> 16) * 0x1p-16f);
     }
     return (uint8_t)(sign | (uint32_t)code);
 }

@@ -25,15 +25,16 @@
 #endif
 
 // These stand before a loop whose iterations do not depend on each other: OpenMP threads share them, in equal parts or
-// one by one. After PARALLEL_MAX, `amax` is the largest value of all threads.
+// one by one. After PARALLEL_MAX, the variables that it names have the largest values of all threads.
 #ifdef _OPENMP
+#define PARALLEL_PRAGMA(text) _Pragma(#text)
 #define PARALLEL_FOR _Pragma("omp parallel for")
 #define PARALLEL_FOR_UNEVEN _Pragma("omp parallel for schedule(dynamic)")
-#define PARALLEL_MAX _Pragma("omp parallel for reduction(max : amax)")
+#define PARALLEL_MAX(...) PARALLEL_PRAGMA(omp parallel for reduction(max : __VA_ARGS__))
 #else
 #define PARALLEL_FOR
 #define PARALLEL_FOR_UNEVEN
-#define PARALLEL_MAX
+#define PARALLEL_MAX(...)
 #endif
 
 // The exit statuses of the trainers, on one rank and on several. Programs read these and never a message. X(name,

@@ -6,7 +6,7 @@
 #ifndef LLMC_SAFETENSORS_H
 #define LLMC_SAFETENSORS_H
 
-#include "../base/bf16.h"
+#include "../base/fp16.h"
 #include "../base/json.h"
 
 #define SAFETENSORS_MAX_HEADER ((int64_t)100000000)  // the limit of the reference implementation
@@ -345,21 +345,12 @@ static inline const Safetensor *safetensors_require(const Safetensors *st, const
     return NULL;
 }
 
-// Converts IEEE half precision to float, exactly.
-static inline float safetensors_half_to_float(uint16_t half) {
-    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 0x1fu, fraction = half & 0x3ffu;
-    if (exponent == 31) return float_from_bits(sign | 0x7f800000u | fraction << 13);
-    if (exponent) return float_from_bits(sign | (exponent + 112) << 23 | fraction << 13);
-    const float value = (float)fraction * 0x1p-24f;
-    return sign ? -value : value;
-}
-
 // Converts n elements of an F32, BF16 or F16 tensor to fp32, or to bf16 with rounding to nearest even.
 static inline void safetensors_convert(SafetensorsType type, const void *in, int64_t n, bool to_fp32, void *out) {
     for (int64_t i = 0; i < n; i++) {
         float x = type == ST_F32    ? ((const float *)in)[i]
                   : type == ST_BF16 ? bf16_to_float(((const bf16_bits *)in)[i])
-                                    : safetensors_half_to_float(((const uint16_t *)in)[i]);
+                                    : fp16_to_float(((const fp16_bits *)in)[i]);
         if (to_fp32) ((float *)out)[i] = x;
         else ((bf16_bits *)out)[i] = bf16_from_float(x);
     }

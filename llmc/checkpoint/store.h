@@ -1,10 +1,11 @@
 // Checkpoints in --checkpoint-dir: saves them, removes old ones, finds the newest and loads it.
 //
 // A checkpoint is a folder CHECKPOINT_DIR/step-00000123:
-//   config.json, model*.safetensors   as transformers reads them
-//   optimizer*.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter; FP8 moments also have
+//   config.json, model*.safetensors   as transformers reads them; FP16 masters are written as fp32
+//   optimizer*.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter; COAT's moments also have
 //                                     exp_avg_groups.NAME and exp_avg_sq_groups.NAME: the words of the groups (coat.h)
-//                                     that hold its elements
+//                                     that hold its elements; MS-AMP's have exp_avg_scale.NAME and
+//                                     exp_avg_sq_scale.NAME, and FP16 masters master_scale.NAME, one number each
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
 //                                     numbered as tensor_index() does
 //   trainer.json                      the manifest (manifest.h); written last
@@ -164,7 +165,7 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
     FileList files = {NULL, 0};
     bool ok = checkpoint_agree(s->comm, !leader || folder_begin(folder, failure), failure) &&
               checkpoint_write_model(folder, run->model, t, s, shard_bytes, &files, failure) &&
-              checkpoint_write_tensors(folder, "optimizer", t, s, STATE_EXP_AVG, state_optimizer_kinds(s), shard_bytes,
+              checkpoint_write_tensors(folder, "optimizer", t, s, STATE_EXP_AVG, STATE_MASTER_SCALE, shard_bytes,
                                        &files, failure) &&
               checkpoint_write_delayed(folder, s, &files, failure);
     ok = ok && (!leader ||
@@ -267,8 +268,9 @@ static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m,
     Failure failure;
     bool ok = model_read_weights(checkpoint, m, t, s, &failure) &&
               safetensors_open_folder(&st, checkpoint, "optimizer", &failure);
-    for (int i = 0; ok && i < state_optimizer_kinds(s); i++)
-        ok = checkpoint_read_array(&st, t, s, (StateKind)(STATE_EXP_AVG + i), &failure);
+    StateKind kinds[NUM_STATE_KINDS];
+    const int num_kinds = state_kinds(s, STATE_EXP_AVG, STATE_MASTER_SCALE, kinds);
+    for (int i = 0; ok && i < num_kinds; i++) ok = checkpoint_read_array(&st, t, s, kinds[i], &failure);
     if (!ok || !checkpoint_read_delayed(checkpoint, s, &failure))
         die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it", checkpoint,
             failure.text);

@@ -6,11 +6,13 @@
 #define LLMC_TENSORS_H
 
 #include "../config/hf_config.h"
+#include "../config/options.h"
 #include "../config/shard_plan.h"
 #include "../dist/comm.h"
 #include "safetensors_writer.h"
 
-// The arrays of a trainer. The words of groups exist only if the moments are FP8 codes (coat.h), STATE_AMAX_HISTORY and
+// The arrays of a trainer. The words of groups exist only with COAT's moments (coat.h), the scale of each moment only
+// with MS-AMP's (msamp.h), the scale of the master weights only if they are FP16, and STATE_AMAX_HISTORY and
 // STATE_SCALES only with delayed scaling.
 typedef enum {
     STATE_WEIGHTS,
@@ -18,17 +20,21 @@ typedef enum {
     STATE_EXP_AVG_SQ,
     STATE_EXP_AVG_GROUPS,
     STATE_EXP_AVG_SQ_GROUPS,
+    STATE_EXP_AVG_SCALE,
+    STATE_EXP_AVG_SQ_SCALE,
+    STATE_MASTER_SCALE,
     STATE_AMAX_HISTORY,
     STATE_SCALES,
     NUM_STATE_KINDS
 } StateKind;
 
-// Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`. read and write
-// copy elements offset .. offset + count - 1 to or from `host`, which has the array's storage type. One thread calls
+// Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`; a scale of each
+// moment or master is an array of one number for each parameter, in the order of the table, equal on all ranks. read
+// and write copy elements offset .. offset + count - 1 to or from `host`, which has the array's type. One thread calls
 // them, and may reuse `host` when they return.
 typedef struct {
     void *context;
-    SafetensorsType types[NUM_STATE_KINDS];  // BF16 or F32 weights; BF16, F32 or F8_E4M3 moments; U32 words; F32 others
+    SafetensorsType types[NUM_STATE_KINDS];  // see state_type()
     void (*read)(void *context, StateKind kind, int64_t offset, int64_t count, void *host);
     void (*write)(void *context, StateKind kind, int64_t offset, int64_t count, const void *host);
     const ShardPlan *plan;  // NULL for one rank: the arrays are the flat arrays of parameters.h
@@ -58,20 +64,26 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
 
 static inline bool checkpoint_is_leader(const Comm *c) { return !c || c->rank == 0; }
 
-// Context of checkpoint_fetch: specification i is the parameter i % table->count of array first_kind + i /
-// table->count.
+// Context of checkpoint_fetch: specification i is the parameter i % table->count of array kinds[i / table->count].
 typedef struct {
     const ParameterTable *table;
     const TrainerState *state;
-    StateKind first_kind;
+    StateKind kinds[NUM_STATE_KINDS];
 } CheckpointSource;
 
 static inline StateKind checkpoint_kind(const CheckpointSource *source, int64_t tensor) {
-    return (StateKind)(source->first_kind + tensor / source->table->count);
+    return source->kinds[tensor / source->table->count];
 }
 
 static inline const char *state_prefix(StateKind kind) {
-    static const char *const prefixes[] = {"", "exp_avg.", "exp_avg_sq.", "exp_avg_groups.", "exp_avg_sq_groups."};
+    static const char *const prefixes[] = {"",
+                                           "exp_avg.",
+                                           "exp_avg_sq.",
+                                           "exp_avg_groups.",
+                                           "exp_avg_sq_groups.",
+                                           "exp_avg_scale.",
+                                           "exp_avg_sq_scale.",
+                                           "master_scale."};
     return prefixes[kind];
 }
 
@@ -79,26 +91,45 @@ static inline bool state_is_groups(StateKind kind) {
     return kind == STATE_EXP_AVG_GROUPS || kind == STATE_EXP_AVG_SQ_GROUPS;
 }
 
-// Returns the storage type of an array, after options_resolve.
+static inline bool state_is_scale(StateKind kind) { return kind >= STATE_EXP_AVG_SCALE && kind <= STATE_MASTER_SCALE; }
+
+// Returns the type of an array's elements in files and in read and write of TrainerState, after options_resolve;
+// ST_NUM_TYPES if the run has no such array. FP16 masters appear as the fp32 numbers that they stand for.
 static inline SafetensorsType state_type(const Options *o, StateKind kind) {
-    if (kind == STATE_WEIGHTS) return o->master_weights == STORAGE_FP32 ? ST_F32 : ST_BF16;
-    if (state_is_groups(kind)) return ST_U32;
+    const bool msamp = o->optimizer_state == MOMENTS_MSAMP;
+    if (kind == STATE_WEIGHTS) return options_bf16_weights(o) ? ST_BF16 : ST_F32;
+    if (state_is_groups(kind)) return options_coat(o) ? ST_U32 : ST_NUM_TYPES;
+    if (kind == STATE_MASTER_SCALE) return o->master_weights == STORAGE_FP16 ? ST_F32 : ST_NUM_TYPES;
+    if (state_is_scale(kind)) return msamp ? ST_F32 : ST_NUM_TYPES;
     if (kind >= STATE_AMAX_HISTORY) return ST_F32;
+    if (msamp) return kind == STATE_EXP_AVG ? ST_F8_E4M3 : ST_F16;
     if (options_coat(o)) return ST_F8_E4M3;
     return o->optimizer_state == MOMENTS_FP32 ? ST_F32 : ST_BF16;
 }
 
-// Returns the number of arrays of the optimizer. They are the kinds from STATE_EXP_AVG on.
-static inline int state_optimizer_kinds(const TrainerState *s) { return s->types[STATE_EXP_AVG] == ST_F8_E4M3 ? 4 : 2; }
+// Lists the arrays that the run has, among those from `first` to `last`. Returns their number.
+static inline int state_kinds(const TrainerState *s, StateKind first, StateKind last, StateKind *kinds) {
+    int n = 0;
+    for (int kind = first; kind <= (int)last; kind++)
+        if (s->types[kind] != ST_NUM_TYPES) kinds[n++] = (StateKind)kind;
+    return n;
+}
 
 // True if none of n values is NaN or infinite. A group's word has the bits of an fp32 number (coat.h).
 static inline bool all_finite(const void *values, int64_t n, SafetensorsType type) {
     uint32_t bad = 0;
     for (int64_t i = 0; i < n; i++)
         bad |= type == ST_F8_E4M3 ? (((const uint8_t *)values)[i] & 0x7f) == 0x7f
+               : type == ST_F16   ? (((const uint16_t *)values)[i] & 0x7c00) == 0x7c00
                : type == ST_BF16  ? (((const uint16_t *)values)[i] & 0x7f80) == 0x7f80
                                   : (((const uint32_t *)values)[i] & 0x7f800000) == 0x7f800000;
     return !bad;
+}
+
+// True if training can continue from n values of an array.
+static inline bool state_accepts(StateKind kind, const void *values, int64_t n, SafetensorsType type) {
+    if (!state_is_scale(kind)) return all_finite(values, n, type);
+    return float_is_positive(*(const float *)values);
 }
 
 // Returns the range of the groups that hold a range of the parameter's elements. Groups are numbered from the one that
@@ -109,11 +140,12 @@ static inline ShardRange state_groups(const Parameter *p, ShardRange r) {
     return groups;
 }
 
-// Returns this rank's part of a parameter in an array, in elements of that array.
+// Returns the part of a parameter that this rank has in an array, in elements of that array.
 static inline ShardRange state_range(const ParameterTable *t, const TrainerState *s, const Parameter *p,
                                      StateKind kind) {
-    const ShardRange whole = {0, parameter_elements(p), p->offset},
-                     range = s->plan ? shard_parameter(t, s->plan, p) : whole;
+    const ShardRange scale = {0, 1, p - t->entries}, whole = {0, parameter_elements(p), p->offset};
+    if (state_is_scale(kind)) return scale;
+    const ShardRange range = s->plan ? shard_parameter(t, s->plan, p) : whole;
     return state_is_groups(kind) ? state_groups(p, range) : range;
 }
 
@@ -140,14 +172,16 @@ static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offse
     return checkpoint_check_finite(state_prefix(kind), p->name, out, count, source->state->types[kind], failure);
 }
 
-// Sets the part of a tensor that this rank writes. Replicas hold the same values and take turns over the tensors.
+// Sets the part of a tensor that this rank writes. Replicas hold the same values and take turns over the tensors;
+// within a replica all ranks hold the same scales, and the first writes them.
 static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first, int64_t *count) {
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Comm *c = source->state->comm;
+    const StateKind kind = checkpoint_kind(source, tensor);
     const ShardRange r =
-        state_range(source->table, source->state, &source->table->entries[tensor % source->table->count],
-                    checkpoint_kind(source, tensor));
-    *first = r.first, *count = tensor % c->replicas == c->replica ? r.count : 0;
+        state_range(source->table, source->state, &source->table->entries[tensor % source->table->count], kind);
+    const bool writes = tensor % c->replicas == c->replica && (!state_is_scale(kind) || c->shard_rank == 0);
+    *first = r.first, *count = writes ? r.count : 0;
 }
 
 // safetensors_save for several ranks: rank 0 creates the files, all ranks write their parts, then all hash files.
@@ -177,18 +211,20 @@ static inline bool checkpoint_write_together(const SafetensorsSet *set, const Ch
     return checkpoint_agree(c, ok && (c->rank > 0 || safetensors_write_index(set, list, failure)), failure);
 }
 
-// Sets the shape of a parameter's tensor in an array: that of the parameter, or a vector of its groups.
+// Sets the shape of a parameter's tensor in an array: that of the parameter, a vector of its groups, or one scale.
 static inline void state_shape(const Parameter *p, StateKind kind, int64_t *rows, int64_t *cols) {
     const ShardRange whole = {0, parameter_elements(p), 0};
-    *rows = state_is_groups(kind) ? state_groups(p, whole).count : p->rows;
-    *cols = state_is_groups(kind) ? 0 : p->cols;
+    const bool like_parameter = !state_is_groups(kind) && !state_is_scale(kind);
+    *rows = like_parameter ? p->rows : state_is_scale(kind) ? 1 : state_groups(p, whole).count;
+    *cols = like_parameter ? p->cols : 0;
 }
 
-// Writes `num_kinds` arrays from `first` on as STEM*.safetensors and adds the files to `list`.
+// Writes the arrays from `first` to `last` that the run has as STEM*.safetensors and adds the files to `list`.
 static inline bool checkpoint_write_tensors(const char *folder, const char *stem, const ParameterTable *t,
-                                            const TrainerState *s, StateKind first, int num_kinds, int64_t shard_bytes,
+                                            const TrainerState *s, StateKind first, StateKind last, int64_t shard_bytes,
                                             FileList *list, Failure *failure) {
-    CheckpointSource source = {t, s, first};
+    CheckpointSource source = {t, s, {first}};
+    const int num_kinds = state_kinds(s, first, last, source.kinds);
     SafetensorSpec *specs = (SafetensorSpec *)xcalloc((size_t)(num_kinds * t->count), sizeof *specs);
     for (int64_t i = 0; i < num_kinds * t->count; i++) {
         const Parameter *p = &t->entries[i % t->count];
@@ -217,13 +253,13 @@ static inline bool checkpoint_write_model(const char *folder, const ModelConfig 
     const char *type = s->types[STATE_WEIGHTS] == ST_F32 ? "float32" : "bfloat16";
     const bool ok = !checkpoint_is_leader(s->comm) || hf_config_write(m, folder, type, list, failure);
     return checkpoint_agree(s->comm, ok, failure) &&
-           checkpoint_write_tensors(folder, "model", t, s, STATE_WEIGHTS, 1, shard_bytes, list, failure);
+           checkpoint_write_tensors(folder, "model", t, s, STATE_WEIGHTS, STATE_WEIGHTS, shard_bytes, list, failure);
 }
 
 // ---- reading tensors
 
 // Reads this rank's shard of one array from an opened set and converts it to the array's storage type. Fails if a
-// tensor is missing, has another shape, or holds a value that is not finite.
+// tensor is missing, has another shape, or holds a value that is not finite, or a scale that is not above zero.
 static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s,
                                          StateKind kind, Failure *failure) {
     const SafetensorsType type = s->types[kind];
@@ -244,9 +280,11 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
         for (int64_t done = 0; ok && done < r.count; done += chunk) {
             const int64_t n = min_i64(chunk, r.count - done);
             ok = safetensors_read_as(st, tensor, r.first + done, n, type, buffer, failure) &&
-                 (all_finite(buffer, n, type) ||
-                  fail(failure, "%s: tensor %.200s holds a value that is not finite, so nothing can be trained from it",
-                       st->files[tensor->file].path, name));
+                 (state_accepts(kind, buffer, n, type) ||
+                  fail(failure, "%s: tensor %.200s holds %s, so nothing can be trained from it",
+                       st->files[tensor->file].path, name,
+                       state_is_scale(kind) ? "a scale that is not a finite number above zero"
+                                            : "a value that is not finite"));
             if (ok) s->write(s->context, kind, r.shard + done, n, buffer);
         }
     }

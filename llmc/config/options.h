@@ -311,10 +311,10 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
 // Rules between options about ranks.
 static inline void options_rank_conflict(const Options *o, char *message, size_t capacity) {
     const bool alone = o->sharding == SHARDING_NONE || (o->sharding == SHARDING_HYBRID && o->shard_size == 1);
-    if (o->sharding == SHARDING_HYBRID && !o->shard_size)
+    if (o->sharding == SHARDING_HYBRID && !o->shard_size && o->world_size)
         format_checked(message, capacity,
-                       "--sharding hybrid needs --shard-size, the number of ranks that share one replica of the model "
-                       "(for example the ranks of one host)");
+                       "--world-size with --sharding hybrid needs --shard-size, the number of ranks that share one "
+                       "replica of the model: without ranks, the ranks of one host are not known");
     else if (o->sharding != SHARDING_HYBRID && o->shard_size)
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
     else if (o->copy_engines == ON && alone)
@@ -328,9 +328,9 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
 // Rules of --precision fp32, and of options for FP8 without --precision fp8.
 static inline void options_precision_conflict(const Options *o, char *message, size_t capacity) {
     const OptionRow *stray = o->precision == PRECISION_FP8 ? NULL : options_stray_fp8(o);
-    const bool bf16_state = o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST ||
-                            (o->optimizer_state != MOMENTS_AUTO && o->optimizer_state != MOMENTS_FP32);
-    if (o->precision == PRECISION_FP32 && bf16_state)
+    const bool fp32_state = (o->master_weights == STORAGE_AUTO || o->master_weights == STORAGE_FP32) &&
+                            (o->optimizer_state == MOMENTS_AUTO || o->optimizer_state == MOMENTS_FP32);
+    if (o->precision == PRECISION_FP32 && !fp32_state)
         format_checked(message, capacity,
                        "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and "
                        "--optimizer-state at auto");
@@ -403,18 +403,30 @@ static inline void options_resolve(Options *o) {
         o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
 }
 
-// Bytes of a master weight, after options_resolve.
-static inline int64_t storage_bytes(int storage) { return storage == STORAGE_FP32 ? 4 : 2; }
+// True if the master weights are bf16, after options_resolve.
+static inline bool options_bf16_weights(const Options *o) {
+    return o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST;
+}
+
+// Bytes of a weight in checkpoints and exports, after options_resolve. FP16 masters are written as the fp32 numbers
+// that they stand for.
+static inline int64_t options_weight_bytes(const Options *o) { return options_bf16_weights(o) ? 2 : 4; }
 
 // True if the moments are FP8 codes in groups (coat.h).
 static inline bool options_coat(const Options *o) {
     return o->optimizer_state == MOMENTS_COAT || o->optimizer_state == MOMENTS_COAT_STOCHASTIC;
 }
 
-// Bytes of one moment of n elements, after options_resolve.
+// True if moments or masters have one scale for each tensor (msamp.h).
+static inline bool options_tensor_scales(const Options *o) {
+    return o->optimizer_state == MOMENTS_MSAMP || o->master_weights == STORAGE_FP16;
+}
+
+// Bytes of both moments of n elements, after options_resolve. The scales of tensors do not count.
 static inline int64_t options_moment_bytes(const Options *o, int64_t n) {
-    if (options_coat(o)) return n + ceil_div(n, COAT_GROUP) * (int64_t)sizeof(uint32_t);
-    return n * (o->optimizer_state == MOMENTS_FP32 ? 4 : 2);
+    if (options_coat(o)) return 2 * (n + ceil_div(n, COAT_GROUP) * (int64_t)sizeof(uint32_t));
+    if (o->optimizer_state == MOMENTS_MSAMP) return n * (1 + 2);
+    return n * (o->optimizer_state == MOMENTS_FP32 ? 8 : 4);
 }
 
 // Prints all settings. Options for FP8 are left out in runs without FP8.

@@ -7,11 +7,12 @@
 // The choices of an option: each list gives both the enum and the words of the command line. Recipes are in recipes.h.
 #define PRECISIONS(X) X(PRECISION_FP32, "fp32") X(PRECISION_BF16, "bf16") X(PRECISION_FP8, "fp8")
 #define STATE_STORAGES(X) X(STORAGE_AUTO, "auto") X(STORAGE_BF16, "bf16") X(STORAGE_FP32, "fp32")
-#define WEIGHT_STORAGES(X) STATE_STORAGES(X) X(STORAGE_BF16_NEAREST, "bf16-nearest")
+#define WEIGHT_STORAGES(X) STATE_STORAGES(X) X(STORAGE_BF16_NEAREST, "bf16-nearest") X(STORAGE_FP16, "fp16")
 #define MOMENTS(X)          \
     X(MOMENTS_AUTO, "auto") \
     X(MOMENTS_BF16, "bf16") \
-    X(MOMENTS_FP32, "fp32") X(MOMENTS_COAT, "coat") X(MOMENTS_COAT_STOCHASTIC, "coat-stochastic")
+    X(MOMENTS_FP32, "fp32") \
+    X(MOMENTS_COAT, "coat") X(MOMENTS_COAT_STOCHASTIC, "coat-stochastic") X(MOMENTS_MSAMP, "msamp")
 #define RECOMPUTES(X) X(RECOMPUTE_NONE, "none") X(RECOMPUTE_LAYER, "layer")
 #define SCHEDULES(X) \
     X(SCHEDULE_CONSTANT, "constant") X(SCHEDULE_COSINE, "cosine") X(SCHEDULE_LINEAR, "linear") X(SCHEDULE_WSD, "wsd")
@@ -102,11 +103,13 @@ enum { FREE, MUST_MATCH };
          "dtype of the weights that AdamW updates; bf16: rounded stochastically (after 1,000 steps at " \
          "--learning-rate 1e-5 they differ from fp32 weights by 4.0e-4 rms; AdamW itself moves them by 2.4e-4 if " \
          "gradients are pure noise, and by 1.9e-3 if they have a direction); bf16-nearest: rounded to nearest, " \
-         "which loses small updates; auto: bf16, or fp32 with --precision fp32") \
+         "which loses small updates; fp16: FP16 with a scale for each tensor, as MS-AMP's, so far in the CPU trainer " \
+         "only; auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
          "is expanded, half the bytes of bf16, so far in the CPU trainer only; coat-stochastic: the same, rounded " \
-         "stochastically; auto: bf16, or fp32 with --precision fp32") \
+         "stochastically; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor, so far in the CPU trainer only; " \
+         "auto: bf16, or fp32 with --precision fp32") \
     CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, STATE_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
          "which adds noise of 0.00014% of the norm per micro-step; fp32: 2 more bytes per parameter; auto: fp32 " \
@@ -114,6 +117,9 @@ enum { FREE, MUST_MATCH };
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
          "layer: keep only each layer's input, and run its forward pass again in backward") \
+    REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
+         "GiB of memory that each rank may use, on a GPU with CUDA's own: a run that needs more ends before it " \
+         "starts, and names options with which it fits; 0: all that is free") \
     CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
          "on: keep all FP8 weights for a whole step, which takes 2 more bytes of memory per FP8 weight (one GPU, " \
          "or --sharding none); off: cast them again in each forward and backward pass") \
@@ -138,7 +144,8 @@ enum { FREE, MUST_MATCH };
          "weights, gradients and optimizer state over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, NO_SHARD " \
          "(DDP) and HYBRID_SHARD; hybrid: full within --shard-size ranks, replicas across") \
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, \
-         "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks") \
+         "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks; 0: the " \
+         "ranks of one host") \
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, \
          "dtype in which gradients are reduced over ranks; fp32: AdamW reads fp32 gradients, and micro-steps " \
          "add up in fp32 too") \
@@ -149,9 +156,15 @@ enum { FREE, MUST_MATCH };
          "GPUs of one host read each other's weights and gradients with their copy engines, so that all SMs " \
          "are free for GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines cannot be used; on: " \
          "end the run in that case") \
+    TEXT(init_from, "init-from", "auto", FREE, \
+         "how the ranks find each other: mpi: by mpirun or srun --mpi=pmix; slurm: srun without PMIx; file:PATH: rank 0 " \
+         "writes its address to a file that all ranks can read; tcp:HOST:PORT: rank 0, on HOST, listens on PORT; auto: " \
+         "by what the environment shows") \
+    INT(init_timeout, "init-timeout", 300, 1, 86400, FREE, \
+         "seconds until all ranks must have found each other (--init-from)") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
          "seconds without progress after which a stuck rank ends the run and is named; 4 times that while " \
-         "loading, saving and exporting files") \
+         "loading, saving and exporting files; a sixth of it, but at least 10, for a rank that does not respond at all") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: number of ranks to plan for, without mpirun") \
     GROUP("output") \
     INT(log_every, "log-every", 1, 1, 1000000000, FREE, "steps between printed step lines; log.jsonl has every step") \

@@ -1,5 +1,6 @@
-// The ranks of a run on the host side (MPI): groups of ranks, small collectives, and ending all ranks together.
-// A program that mpirun (or srun) did not start is a single rank and never calls MPI.
+// The ranks of a run on the host side: groups of ranks, small collectives, and ending all ranks together.
+// MPI carries the collectives if it started the ranks, and else the TCP connections of mesh.h (--init-from). A single
+// rank calls neither.
 //
 // There are three groups of ranks: all ranks; the shard group, whose ranks split one replica of the parameters
 // (shard_plan.h); and the replica group, which has one rank of each shard group, all with the same slices. With
@@ -13,7 +14,7 @@
 #include <mpi.h>
 #include <unistd.h>
 
-#include "../base/utils.h"
+#include "mesh.h"
 
 // Ranks other than 0 wait this long before they print an error. Rank 0 ends all ranks in that time if it has the same
 // error, for example a wrong option: the error is then printed once.
@@ -27,7 +28,8 @@ typedef struct {
     int64_t shard_size, shard_rank;   // ranks of the shard group, and this one's index; 1 and 0 before comm_split
     int64_t replicas, replica;        // ranks of the replica group, and this one's index
     char host[64];
-    MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL if there is one rank
+    MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL if MPI did not start the ranks
+    Mesh *mesh;                       // NULL unless the ranks found each other without MPI
 } Comm;
 
 static inline void comm_check(int status, const char *call) {
@@ -56,12 +58,25 @@ static inline double *comm_seconds(void) {
         *comm_seconds() += seconds_now() - start_;  \
     } while (0)
 
+// The mesh of this process, for die(); NULL if there is none.
+static inline Mesh **comm_mesh(void) {
+    static Mesh *mesh;
+    return &mesh;
+}
+
 // Called by die() before it prints the error (die_hook()->before).
 static inline void comm_wait_before_dying(void) {
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     const double start = seconds_now();
     while (rank > 0 && seconds_now() - start < COMM_SILENCE_SECONDS) usleep(50000);  // a signal may interrupt usleep
+}
+
+// comm_wait_before_dying for a mesh. If rank 0 was lost, rank 1 prints the error, and the others end when they hear of
+// it.
+static inline void comm_wait_for_notice(void) {
+    Mesh *m = *comm_mesh();
+    if (m->rank > 0) mesh_await_notice(m, COMM_SILENCE_SECONDS + 0.25 * (double)min_i64(m->rank - 1, 40));
 }
 
 // Open MPI's own function behind MPI_Abort, in versions 4 and 5; NULL in another MPI. It ends all ranks like MPI_Abort,
@@ -75,7 +90,8 @@ int ompi_mpi_abort(MPI_Comm comm, int code) __attribute__((weak));
 // Ends all ranks; mpirun exits with the status `code` of the first rank that calls it. Open MPI's function returns to a
 // second thread that calls it, so the caller must exit afterwards.
 static inline void comm_end_all(int code) {
-    if (ompi_mpi_abort) ompi_mpi_abort(MPI_COMM_WORLD, code);
+    if (*comm_mesh()) mesh_end_all(*comm_mesh(), code);
+    else if (ompi_mpi_abort) ompi_mpi_abort(MPI_COMM_WORLD, code);
     else MPI_Abort(MPI_COMM_WORLD, code);
 }
 
@@ -83,6 +99,7 @@ static inline void comm_end_all(int code) {
 static inline void comm_abort(int code) {
     fflush(stderr);
     comm_end_all(code);
+    if (*comm_mesh()) _exit(code);  // functions of atexit would wait for other ranks
 }
 
 // Called at exit without die(), for example after --help: MPI requires MPI_Finalize of each rank.
@@ -112,24 +129,52 @@ static inline Comm comm_one(void) {
     return c;
 }
 
-// Must be the first call of main. Afterwards die() names the rank and ends all ranks, and ranks other than 0 print
-// nothing on stdout.
-static inline Comm comm_open(int *argc, char ***argv) {
-    Comm c = comm_one();
-    if (!getenv("OMPI_COMM_WORLD_SIZE") && !getenv("PMIX_RANK") && !getenv("PMI_RANK")) return c;
+// From now on, die() names the rank.
+static inline void comm_name_rank(const Comm *c) {
+    char *prefix = die_hook()->prefix;
+    if (c->world > 1)
+        format_checked(prefix, sizeof die_hook()->prefix, "rank %lld on %s: ", (long long)c->rank, c->host);
+}
+
+// Joins the ranks that MPI has started.
+static inline void comm_open_mpi(Comm *c, int *argc, char ***argv) {
     int provided;
     COMM_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided));
     if (atexit(comm_finalize)) die("atexit failed");
-    c.comms[COMM_WORLD] = MPI_COMM_WORLD;
-    comm_rank_of(MPI_COMM_WORLD, &c.world, &c.rank);
+    c->comms[COMM_WORLD] = MPI_COMM_WORLD;
+    comm_rank_of(MPI_COMM_WORLD, &c->world, &c->rank);
     MPI_Comm host;
-    COMM_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, (int)c.rank, MPI_INFO_NULL, &host));
-    comm_rank_of(host, &c.local_world, &c.local_rank);
+    COMM_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, (int)c->rank, MPI_INFO_NULL, &host));
+    comm_rank_of(host, &c->local_world, &c->local_rank);
     COMM_CHECK(MPI_Comm_free(&host));
-    DieHook *hook = die_hook();
-    if (c.world > 1) format_checked(hook->prefix, sizeof hook->prefix, "rank %lld on %s: ", (long long)c.rank, c.host);
-    hook->before = comm_wait_before_dying;
-    hook->end = comm_abort;
+    comm_name_rank(c);
+    die_hook()->before = comm_wait_before_dying;
+    die_hook()->end = comm_abort;
+}
+
+// Joins ranks that only know their numbers and where to meet.
+static inline void comm_open_mesh(Comm *c, const InitFrom *init) {
+    c->world = init->world, c->rank = init->rank;
+    comm_name_rank(c);
+    Meeting meeting = meet(init);
+    c->local_world = 0;
+    for (int64_t r = 0; r < c->world; r++) {
+        const bool here = card_same_host(&meeting.cards[r], &meeting.cards[c->rank]);
+        c->local_world += here, c->local_rank += here && r < c->rank;
+    }
+    *comm_mesh() = c->mesh = mesh_open(&meeting);
+    free(meeting.cards);
+    die_hook()->before = comm_wait_for_notice;
+    die_hook()->end = comm_abort;
+}
+
+// Must be the first call of main. Afterwards die() names the rank and ends all ranks, and ranks other than 0 print
+// nothing on stdout. Dies if the ranks cannot find each other (--init-from).
+static inline Comm comm_open(int *argc, char ***argv) {
+    Comm c = comm_one();
+    const InitFrom init = init_from(*argc, *argv);
+    if (init.kind == INIT_MPI) comm_open_mpi(&c, argc, argv);
+    else if (init.kind != INIT_ONE) comm_open_mesh(&c, &init);
     if (c.rank > 0 && !freopen("/dev/null", "w", stdout)) die("cannot open /dev/null: %s", strerror(errno));
     return c;
 }
@@ -144,17 +189,6 @@ static inline void comm_split(Comm *c, int64_t shard_size) {
     MPI_Comm *shard = &c->comms[COMM_SHARD], *replicas = &c->comms[COMM_REPLICAS];
     COMM_WAIT("MPI_Comm_split", MPI_Comm_split(MPI_COMM_WORLD, replica, shard_rank, shard));
     COMM_WAIT("MPI_Comm_split", MPI_Comm_split(MPI_COMM_WORLD, shard_rank, replica, replicas));
-}
-
-// Returns a communicator of all ranks for a second thread of each rank (watch.h), which frees it. Returns MPI_COMM_NULL
-// if MPI allows only one thread to call it.
-static inline MPI_Comm comm_for_thread(const Comm *c) {
-    int provided = MPI_THREAD_SINGLE, lowest = MPI_THREAD_SINGLE;
-    MPI_Comm comm = MPI_COMM_NULL;
-    COMM_CHECK(MPI_Query_thread(&provided));
-    COMM_WAIT("all-reduce", MPI_Allreduce(&provided, &lowest, 1, MPI_INT, MPI_MIN, c->comms[COMM_WORLD]));
-    if (lowest >= MPI_THREAD_MULTIPLE) COMM_WAIT("MPI_Comm_dup", MPI_Comm_dup(c->comms[COMM_WORLD], &comm));
-    return comm;
 }
 
 // Makes *c the Comm of rank 0 among `world` ranks, for a dry run. It must not be used to communicate.
@@ -175,8 +209,21 @@ static inline int64_t comm_size(const Comm *c, CommGroup g) {
     return g == COMM_WORLD ? c->world : g == COMM_SHARD ? c->shard_size : c->replicas;
 }
 
+// Returns this rank's index in a group.
+static inline int64_t comm_index(const Comm *c, CommGroup g) {
+    return g == COMM_WORLD ? c->rank : g == COMM_SHARD ? c->shard_rank : c->replica;
+}
+
+static inline MeshGroup comm_members(const Comm *c, CommGroup g) {
+    const MeshGroup world = {0, 1, c->world, c->rank};
+    const MeshGroup shard = {c->replica * c->shard_size, 1, c->shard_size, c->shard_rank};
+    const MeshGroup replicas = {c->shard_rank, c->shard_size, c->replicas, c->replica};
+    return g == COMM_WORLD ? world : g == COMM_SHARD ? shard : replicas;
+}
+
 static inline void comm_barrier(const Comm *c, CommGroup g) {
-    if (comm_size(c, g) > 1) COMM_WAIT("barrier", MPI_Barrier(c->comms[g]));
+    if (comm_size(c, g) == 1) return;
+    COMM_WAIT("barrier", c->mesh ? mesh_barrier(c->mesh, comm_members(c, g)) : MPI_Barrier(c->comms[g]));
 }
 
 // MPI counts in int, so data of more than 2 GiB is sent as blocks of 128 bytes: `bytes` must then be a multiple of 128.
@@ -191,7 +238,9 @@ static inline int comm_blocks(int64_t bytes, MPI_Datatype *type) {
 
 // Copies data [bytes] of rank `root` of the group to all ranks of the group. At most 2 GiB.
 static inline void comm_broadcast(const Comm *c, CommGroup g, int64_t root, void *data, int64_t bytes) {
-    if (comm_size(c, g) > 1) COMM_WAIT("broadcast", MPI_Bcast(data, (int)bytes, MPI_BYTE, (int)root, c->comms[g]));
+    if (comm_size(c, g) == 1) return;
+    COMM_WAIT("broadcast", c->mesh ? mesh_broadcast(c->mesh, comm_members(c, g), root, data, bytes)
+                                   : MPI_Bcast(data, (int)bytes, MPI_BYTE, (int)root, c->comms[g]));
 }
 
 // all [ranks of the group][bytes] = each rank's part [bytes], in the order of ranks. `part` may lie in `all`, as this
@@ -201,8 +250,11 @@ static inline void comm_all_gather(const Comm *c, CommGroup g, const void *part,
         if (part != all) memcpy(all, part, (size_t)bytes);
         return;
     }
-    const int64_t index = g == COMM_WORLD ? c->rank : g == COMM_SHARD ? c->shard_rank : c->replica;
-    const bool in_place = part == (char *)all + index * bytes;
+    if (c->mesh) {
+        COMM_WAIT("all-gather", mesh_all_gather(c->mesh, comm_members(c, g), part, all, bytes));
+        return;
+    }
+    const bool in_place = part == (char *)all + comm_index(c, g) * bytes;
     MPI_Datatype type;
     const int blocks = comm_blocks(bytes, &type);
     COMM_WAIT("all-gather",
@@ -214,6 +266,10 @@ static inline void comm_all_gather(const Comm *c, CommGroup g, const void *part,
 static inline void comm_all_to_all(const Comm *c, CommGroup g, const void *from, void *to, int64_t bytes) {
     if (comm_size(c, g) == 1) {
         memcpy(to, from, (size_t)bytes);
+        return;
+    }
+    if (c->mesh) {
+        COMM_WAIT("all-to-all", mesh_all_to_all(c->mesh, comm_members(c, g), from, to, bytes));
         return;
     }
     MPI_Datatype type;
@@ -237,8 +293,16 @@ static inline void comm_sum(const Comm *c, CommGroup g, double *values, int64_t 
 
 // Returns the maximum of `value` over the group.
 static inline double comm_max(const Comm *c, CommGroup g, double value) {
-    if (comm_size(c, g) > 1)
+    const int64_t ranks = comm_size(c, g);
+    if (ranks == 1) return value;
+    if (!c->mesh) {
         COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, &value, 1, MPI_DOUBLE, MPI_MAX, c->comms[g]));
+        return value;
+    }
+    double *all = (double *)xcalloc((size_t)ranks, sizeof *all);
+    comm_all_gather(c, g, &value, all, (int64_t)sizeof *all);
+    for (int64_t r = 0; r < ranks; r++) value = all[r] > value ? all[r] : value;
+    free(all);
     return value;
 }
 
@@ -246,8 +310,16 @@ static inline double comm_min(const Comm *c, CommGroup g, double value) { return
 
 // Replaces each of n words by its maximum over the group. For bits of non-negative floats, NaN is the largest.
 static inline void comm_max_u32(const Comm *c, CommGroup g, uint32_t *values, int64_t n) {
-    if (comm_size(c, g) > 1)
+    const int64_t ranks = comm_size(c, g);
+    if (ranks == 1) return;
+    if (!c->mesh) {
         COMM_WAIT("all-reduce", MPI_Allreduce(MPI_IN_PLACE, values, (int)n, MPI_UINT32_T, MPI_MAX, c->comms[g]));
+        return;
+    }
+    uint32_t *all = (uint32_t *)xcalloc((size_t)(ranks * n), sizeof *all);
+    comm_all_gather(c, g, values, all, n * (int64_t)sizeof *all);
+    for (int64_t i = 0; i < ranks * n; i++) values[i % n] = all[i] > values[i % n] ? all[i] : values[i % n];
+    free(all);
 }
 
 #endif

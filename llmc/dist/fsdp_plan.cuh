@@ -75,7 +75,7 @@ typedef struct {
     bf16 *weights;         // [plan.total] this rank's shard
     TensorScales *scales;  // amaxes and scales of the weights
     Nccl *nccl;            // connected; NULL if there is one rank
-    StepLog *log;          // of the compute stream
+    StepLog *log;          // the compute stream's
 } FsdpInputs;
 
 typedef struct {

@@ -1,7 +1,7 @@
 // Energy, power, clock, temperature and throttle reasons of this rank's GPU, read by NVML while the run goes on.
 // NVML (libnvidia-ml.so.1, part of the driver) is loaded at run time: without it there are no readings.
 //
-// A thread reads the GPU ten times a second, since one reading may take longer than a short step. In between, and to
+// A thread reads the GPU twice a second, since one reading may take longer than a short step. In between, and to
 // smooth the counter's own steps, the energy follows the power, and is drawn to the GPU's counter within a second. So
 // the energy of a short step is that of the mean power around it, and the energy of many steps is the GPU's counter.
 // The counter of an H200 lags by about 0.5 s: the first step of a run has some of the energy of its start-up.
@@ -14,7 +14,9 @@
 
 #include "../base/utils.h"
 
-#define GPU_MONITOR_SECONDS 0.1
+#ifndef GPU_MONITOR_SECONDS
+#define GPU_MONITOR_SECONDS 0.5  // between readings
+#endif
 #define GPU_MONITOR_SLEW_SECONDS 1.0
 
 // One reading. NAN: the GPU does not report the value.

@@ -4,10 +4,12 @@
 // Twice a second the watcher of each rank sends a message to the watcher of rank 0, which replies, on a communicator of
 // their own. The message says what the rank is doing (activity.h). From these messages a watcher finds three kinds of
 // stuck ranks, each after --stall-timeout seconds:
-//   silent    no message has come from a rank: the rank is stopped (SIGSTOP), or its host is frozen or unreachable
+//   silent    no message has come from a rank: the rank is stopped (SIGSTOP), or its host is frozen or unreachable. A
+//             sixth of --stall-timeout is enough (watch_silence_limit), since a watcher is never busy
 //   file      messages come from a rank, but one call on a file has not returned; while loading, saving or exporting
 //             the timeout is WATCH_PATIENCE times as long
 //   standing  messages come from all ranks, but each waits for others, in MPI or NCCL, and none has made progress
+// Where mesh.h connects the ranks, a rank is also lost if its connection breaks. mpirun ends the other ranks itself.
 // A rank that sends messages and computes is never stuck, however long it takes. If rank 0 is silent, the other ranks
 // send messages to each other, and the lowest of them reports. Exactly one rank prints the error and ends all ranks.
 //
@@ -20,7 +22,7 @@
 
 #include <signal.h>
 
-#include "comm.h"
+#include "beats.h"
 #include "../config/parameters.h"
 
 // Interval of the watcher in seconds. If an interval takes WATCH_SUSPENDED_SECONDS, this process itself was stopped:
@@ -33,6 +35,14 @@
 
 // If rank 0 is silent, the other ranks exchange messages for this time, a few intervals, before the lowest reports.
 #define WATCH_CALL_SECONDS 2
+
+// Share of --stall-timeout, but at least WATCH_SILENT_LEAST seconds, after which a rank without messages is stuck.
+#define WATCH_SILENT_SHARE 6
+#define WATCH_SILENT_LEAST 10
+
+// If a connection is broken, the main thread of a rank that uses it reports it at once. The watcher of the lowest rank
+// left reports it this time later, if all main threads are busy.
+#define WATCH_LOST_SECONDS 3
 
 // Factor of --stall-timeout for files while loading, saving or exporting: an fsync of many GiB may take minutes.
 #define WATCH_PATIENCE 4
@@ -53,6 +63,8 @@ typedef struct {
 typedef struct {
     WatchRow row;    // its last message
     double silence;  // seconds since that message
+    bool broken;     // its connection is broken
+    double lost;     // seconds since then
     char host[64];
 } WatchRank;
 
@@ -65,7 +77,7 @@ typedef struct {
     int64_t changes;  // sum of `changes` over all ranks
 } WatchTable;
 
-typedef enum { WATCH_GOOD, WATCH_SILENT, WATCH_FILE, WATCH_STANDING, WATCH_ALONE } WatchFinding;
+typedef enum { WATCH_GOOD, WATCH_SILENT, WATCH_LOST, WATCH_FILE, WATCH_STANDING, WATCH_ALONE } WatchFinding;
 
 typedef struct {
     WatchFinding finding;
@@ -73,6 +85,10 @@ typedef struct {
 } WatchVerdict;
 
 // ---- the verdict, a function of the table only
+
+static inline double watch_silence_limit(const WatchTable *t) {
+    return (double)min_i64(t->timeout, max_i64(t->timeout / WATCH_SILENT_SHARE, WATCH_SILENT_LEAST));
+}
 
 static inline double watch_file_limit(const WatchTable *t, const WatchRow *row) {
     const bool patient = row->phase == PHASE_LOADING || row->phase == PHASE_SAVING || row->phase == PHASE_EXPORT;
@@ -95,11 +111,12 @@ static inline void watch_age(WatchTable *t, double seconds) {
     for (int64_t r = 0; r < t->world; r++) {
         WatchRank *rank = &t->ranks[r];
         rank->silence = suspended || r == t->self ? 0 : rank->silence + seconds;
+        rank->lost += rank->broken ? seconds : 0;
         changes += rank->row.changes;
         standing = standing && watch_waits(&rank->row) && rank->silence < WATCH_FRESH_SECONDS;
     }
     t->standing = standing && !suspended && changes == t->changes ? t->standing + seconds : 0;
-    t->calling = t->self > 0 && t->ranks[0].silence >= (double)t->timeout ? t->calling + seconds : 0;
+    t->calling = t->self > 0 && t->ranks[0].silence >= watch_silence_limit(t) ? t->calling + seconds : 0;
     t->changes = changes;
 }
 
@@ -115,13 +132,24 @@ static inline WatchVerdict watch_own_verdict(const WatchTable *t) {
     return v;
 }
 
+// Returns the verdict about a rank whose connection is broken. Ranks above 0 leave the report to the ranks below them.
+static inline WatchVerdict watch_lost_verdict(const WatchTable *t) {
+    WatchVerdict v = {WATCH_GOOD, t->self, t->self};
+    const double limit = WATCH_LOST_SECONDS + (t->self > 0 ? 2 * COMM_SILENCE_SECONDS + 0.25 * (double)t->self : 0);
+    for (int64_t r = t->world - 1; r >= 0 && !t->alone; r--)
+        if (t->ranks[r].lost >= limit) v.finding = WATCH_LOST, v.rank = r;
+    return v;
+}
+
 // Finds out if the table shows a stuck rank, which rank it is, and which rank must report it.
 static inline WatchVerdict watch_verdict(const WatchTable *t) {
-    const bool rank0_heard = t->calling < WATCH_CALL_SECONDS || t->ranks[0].silence < (double)t->timeout;
+    const bool rank0_heard = t->calling < WATCH_CALL_SECONDS || t->ranks[0].silence < watch_silence_limit(t);
+    const WatchVerdict lost = watch_lost_verdict(t);
+    if (lost.finding) return lost;
     if (t->alone || (t->self > 0 && rank0_heard)) return watch_own_verdict(t);
     int64_t silent = -1, heard = -1, hangs = -1, behind = 0;
     for (int64_t r = t->world - 1; r >= 0; r--) {
-        if (t->ranks[r].silence >= (double)t->timeout) silent = r;
+        if (t->ranks[r].silence >= watch_silence_limit(t)) silent = r;
         else heard = r;
         if (watch_file_hangs(t, &t->ranks[r].row)) hangs = r;
         if (t->ranks[r].row.collectives <= t->ranks[behind].row.collectives) behind = r;
@@ -142,25 +170,36 @@ static inline void watch_where(const WatchRow *row, char *out, size_t capacity) 
     format_checked(out, capacity, "%s%s%s%s", step, phases[row->phase], *row->doing ? ": " : "", row->doing);
 }
 
+// Writes how many ranks are silent beside the one of the verdict; "" for none, or if only rank 0 would know.
+static inline void watch_more_silent(const WatchTable *t, WatchVerdict v, char *out, size_t capacity) {
+    int64_t silent = 0;
+    out[0] = 0;
+    for (int64_t r = 0; r < t->world; r++) silent += t->ranks[r].silence >= watch_silence_limit(t);
+    if (v.speaker == 0 && silent > 1)
+        format_checked(out, capacity, ", like %lld more rank%s", (long long)silent - 1, silent > 2 ? "s" : "");
+}
+
 // Writes the message of a verdict other than WATCH_GOOD: rank, host, step, and the call that waits.
 static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out, size_t capacity) {
     const WatchRank *rank = &t->ranks[v.rank];
     const WatchRow *from = &t->ranks[v.speaker].row;
     const long long number = v.rank, speaker = v.speaker, timeout = t->timeout;
-    char where[ACTIVITY_DETAIL + 160], here[ACTIVITY_DETAIL + 160], more[64] = "";
-    int64_t silent = 0;
-    for (int64_t r = 0; r < t->world; r++) silent += t->ranks[r].silence >= (double)t->timeout;
-    if (v.speaker == 0 && silent > 1)
-        format_checked(more, sizeof more, ", like %lld more rank%s", (long long)silent - 1, silent > 2 ? "s" : "");
+    char where[ACTIVITY_DETAIL + 160], here[ACTIVITY_DETAIL + 160], more[64];
+    watch_more_silent(t, v, more, sizeof more);
     watch_where(&rank->row, where, sizeof where);
     watch_where(from, here, sizeof here);
     if (v.finding == WATCH_SILENT)
         format_checked(out, capacity,
-                       "rank %lld on %s has not responded for %.0f s (--stall-timeout %lld)%s; "
+                       "rank %lld on %s has not responded for %.0f s (limit %.0f s, from --stall-timeout %lld)%s; "
                        "it %s%s; rank %lld %s in %s",
-                       number, rank->host, rank->silence, timeout, more,
+                       number, rank->host, rank->silence, watch_silence_limit(t), timeout, more,
                        rank->row.changes ? "was last seen in " : "never responded", rank->row.changes ? where : "",
                        speaker, watch_waits(from) ? "waits for it" : "is", here);
+    else if (v.finding == WATCH_LOST)
+        format_checked(out, capacity,
+                       "rank %lld on %s was killed, has crashed or cannot be reached any more; it was last seen in %s; "
+                       "rank %lld is in %s",
+                       number, rank->host, where, speaker, here);
     else if (v.finding == WATCH_FILE)
         format_checked(out, capacity,
                        "rank %lld on %s: a call on a file has not returned for %.0f s "
@@ -183,18 +222,13 @@ static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out,
 // ---- the thread
 
 typedef struct {
-    MPI_Request request;
-    WatchRow row;
-} WatchMessage;
-
-typedef struct {
     pthread_mutex_t mutex;  // guards `closing` and `beats`
     pthread_cond_t changed;
-    bool closing;
-    MPI_Comm beats;  // the watchers' communicator; MPI_COMM_NULL if this watcher is alone
+    bool closing, open;  // `open`: the thread was started, and watch_close was not called
+    const Beats *beats;  // NULL: this watcher is alone
     Comm comm;
-    WatchTable table;        // only the watcher uses the table and the messages
-    WatchMessage *messages;  // [world] at most one pending to each rank, so that none pile up for a stopped rank
+    Beats messages;  // only the watcher uses the messages and the table
+    WatchTable table;
 } Watch;
 
 static inline Watch *watch_state(void) {
@@ -222,32 +256,20 @@ static inline void watch_note_activity(WatchRow *row, double seconds) {
 }
 
 static inline void watch_receive(Watch *w) {
-    for (int there = 1; there;) {
-        MPI_Status status;
-        COMM_CHECK(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, w->beats, &there, &status));
-        if (!there) continue;
-        const int from = status.MPI_SOURCE;
-        WatchRank *rank = &w->table.ranks[from];
-        COMM_CHECK(MPI_Recv(&rank->row, sizeof rank->row, MPI_BYTE, from, status.MPI_TAG, w->beats, MPI_STATUS_IGNORE));
-        rank->silence = 0;
+    WatchRow row;
+    for (int64_t from; (from = beats_receive(&w->messages, &row)) >= 0;) {
+        w->table.ranks[from].row = row;
+        w->table.ranks[from].silence = 0;
     }
-}
-
-// True if the last message to a rank was received: sends are synchronous, so they complete when it is.
-static inline bool watch_sent(WatchMessage *m) {
-    int done = 1;
-    if (m->request != MPI_REQUEST_NULL) COMM_CHECK(MPI_Test(&m->request, &done, MPI_STATUS_IGNORE));
-    return done;
+    const int64_t gone = beats_gone(&w->messages);
+    if (gone >= 0) w->table.ranks[gone].broken = true;
 }
 
 static inline void watch_send(Watch *w) {
     const WatchTable *t = &w->table;
-    for (int64_t r = 0; r < t->world; r++) {
-        if (r == t->self || (t->self > 0 && r > 0 && t->calling == 0) || !watch_sent(&w->messages[r])) continue;
-        WatchMessage *m = &w->messages[r];
-        m->row = t->ranks[t->self].row;
-        COMM_CHECK(MPI_Issend(&m->row, sizeof m->row, MPI_BYTE, (int)r, 0, w->beats, &m->request));
-    }
+    for (int64_t r = 0; r < t->world; r++)
+        if (r != t->self && (t->self == 0 || r == 0 || t->calling > 0))
+            beats_send(&w->messages, r, &t->ranks[t->self].row);
 }
 
 // Prints the verdict and ends all ranks. Must not wait for the main thread, which may hold the lock of stdout.
@@ -258,22 +280,17 @@ __attribute__((noreturn)) static inline void watch_speak(const Watch *w, WatchVe
     flush_stdout();
     alarm(WATCH_ABORT_SECONDS);
     if (write(STDERR_FILENO, line, strlen(line)) < 0) alarm(1);
-    if (!w->table.alone) comm_end_all(EXIT_LOST);
+    if (!w->table.alone || w->comm.mesh) comm_end_all(EXIT_LOST);
     _exit(EXIT_LOST);  // mpirun ends the other ranks
 }
 
-// Completes all pending messages of all ranks, so that no watcher calls MPI afterwards. A rank enters the barrier when
-// its own sends are complete, so no message is pending once all ranks have entered it.
+// Ends the messages of all watchers (beats_part). Afterwards this watcher is alone.
 static inline void watch_part(Watch *w) {
-    MPI_Request barrier = MPI_REQUEST_NULL;
     WatchTable *t = &w->table;
     double before = seconds_now();
-    for (int parted = 0, entered = 0; !parted;) {
-        bool sent = true;
+    for (bool parted = false; !parted;) {
         watch_receive(w);
-        for (int64_t r = 0; r < t->world; r++) sent = watch_sent(&w->messages[r]) && sent;
-        if (sent && !entered++) COMM_CHECK(MPI_Ibarrier(w->beats, &barrier));
-        if (entered) COMM_CHECK(MPI_Test(&barrier, &parted, MPI_STATUS_IGNORE));
+        parted = beats_part(&w->messages);
         if (!parted) usleep(1000);
         const double now = seconds_now();
         watch_note_activity(&t->ranks[t->self].row, now - before);
@@ -281,7 +298,8 @@ static inline void watch_part(Watch *w) {
         const WatchVerdict v = watch_own_verdict(t);
         if (v.finding) watch_speak(w, v);
     }
-    COMM_CHECK(MPI_Comm_free(&w->beats));
+    beats_free(&w->messages);
+    w->beats = NULL;
 }
 
 // Sleeps for one interval, or until watch_close, and then calls watch_part.
@@ -293,10 +311,10 @@ static inline void watch_sleep(Watch *w) {
     pthread_mutex_lock(&w->mutex);
     while (!w->closing && pthread_cond_timedwait(&w->changed, &w->mutex, &until) == 0) continue;
     const bool closing = w->closing;
-    w->table.alone = closing || w->beats == MPI_COMM_NULL;
+    w->table.alone = closing || !w->beats;
     pthread_mutex_unlock(&w->mutex);
     if (!closing) return;
-    if (w->beats != MPI_COMM_NULL) watch_part(w);
+    if (w->beats) watch_part(w);
     pthread_mutex_lock(&w->mutex);
     w->closing = false;
     pthread_cond_broadcast(&w->changed);
@@ -338,7 +356,8 @@ static inline void watch_start(Watch *w) {
 // on, alone, and watches MPI_Finalize.
 static inline void watch_close(void) {
     Watch *w = watch_state();
-    if (!w->messages) return;
+    if (!w->open) return;
+    w->open = false;
     comm_barrier(&w->comm, COMM_WORLD);
     activity_begin(ACTIVITY_WAITING, "end of the watchers' messages", "");
     pthread_mutex_lock(&w->mutex);
@@ -347,8 +366,6 @@ static inline void watch_close(void) {
     while (w->closing) pthread_cond_wait(&w->changed, &w->mutex);
     pthread_mutex_unlock(&w->mutex);
     activity_end();
-    free(w->messages);
-    w->messages = NULL;
 }
 
 // Starts the watcher: a stuck rank ends the run after `timeout` seconds (see the head of this file). All ranks call it
@@ -356,9 +373,7 @@ static inline void watch_close(void) {
 static inline void watch_open(const Comm *c, int64_t timeout) {
     Watch *w = watch_state();
     if (c->world == 1) return;
-    w->comm = *c, w->beats = MPI_COMM_NULL;
-    w->messages = (WatchMessage *)xcalloc((size_t)c->world, sizeof *w->messages);
-    for (int64_t r = 0; r < c->world; r++) w->messages[r].request = MPI_REQUEST_NULL;
+    w->comm = *c, w->open = true;
     WatchTable *t = &w->table;
     t->ranks = (WatchRank *)xcalloc((size_t)c->world, sizeof *t->ranks);
     t->world = c->world, t->self = c->rank, t->timeout = timeout, t->alone = true;
@@ -369,12 +384,12 @@ static inline void watch_open(const Comm *c, int64_t timeout) {
     comm_all_gather(c, COMM_WORLD, c->host, hosts, bytes);
     for (int64_t r = 0; r < c->world; r++) memcpy(t->ranks[r].host, hosts + r * bytes, (size_t)bytes);
     free(hosts);
-    const MPI_Comm beats = comm_for_thread(c);
+    const bool exchange = beats_open(&w->messages, &w->comm, sizeof(WatchRow));
     pthread_mutex_lock(&w->mutex);
-    w->beats = beats;
+    w->beats = exchange ? &w->messages : NULL;
     pthread_mutex_unlock(&w->mutex);
     if (atexit(watch_close)) die("atexit failed");
-    if (c->rank == 0 && beats == MPI_COMM_NULL)
+    if (c->rank == 0 && !exchange)
         warn("this MPI allows only one thread to call it: a stuck rank ends the run, but the message cannot name it");
 }
 

@@ -15,7 +15,7 @@ static inline uint32_t quantize_block_amax(const float *x, UsageShape s, int64_t
 // Returns the amax, as bits, of all n values of a tensor.
 static inline uint32_t quantize_tensor_amax(const float *x, int64_t n, ScaleRule rule) {
     uint32_t amax = 0;
-    PARALLEL_MAX
+    PARALLEL_MAX(amax)
     for (int64_t i = 0; i < n; i++) {
         const uint32_t one = fp8_rule_amax(rule, 0, x[i]);
         if (one > amax) amax = one;

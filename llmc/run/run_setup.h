@@ -294,6 +294,22 @@ static inline void run_setup_check_export(const Options *o) {
 // Dies if the trainer cannot run the model with these options. shard_size: ranks per replica.
 typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t shard_size);
 
+// Sets --shard-size 0 of --sharding hybrid to the ranks of one host. Dies if hosts have different numbers of ranks, or
+// if ranks of one host do not follow each other: then a shard group would span hosts.
+static inline void run_setup_shard_size(Options *o, const Comm *c) {
+    if (o->sharding != SHARDING_HYBRID || o->shard_size) return;
+    const double least = comm_min(c, COMM_WORLD, (double)c->local_world);
+    const double most = comm_max(c, COMM_WORLD, (double)c->local_world);
+    if (least != most)
+        die_with(EXIT_USAGE,
+                 "--sharding hybrid: the hosts have different numbers of ranks, from %.0f to %.0f; give --shard-size",
+                 least, most);
+    if (comm_max(c, COMM_WORLD, c->local_rank != c->rank % c->local_world) > 0)
+        die_with(EXIT_USAGE, "--sharding hybrid: the ranks of a host do not follow each other; start them host by host "
+                             "(mpirun --map-by slot, srun --distribution=block), or give --shard-size");
+    o->shard_size = c->local_world;
+}
+
 // Opens and checks everything the options name, on every rank. One rank of each host reads all data once; rank 0
 // checks that it can write the run's folders. Dies with the reason and a fix. Resolves `auto` in the options, and
 // clears --log-dir on all ranks but 0, which writes the log.
@@ -303,6 +319,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check
     memset(&s, 0, sizeof s);
     if (*options_conflict(o, message, sizeof message)) die_with(EXIT_USAGE, "%s", message);
     options_resolve(o);
+    run_setup_shard_size(o, c);
     if (c->rank > 0) o->log_dir = "";
     const int64_t shard_size = options_shard_group(o, o->world_size ? o->world_size : c->world);
     s.continues = run_setup_continues(o);
@@ -364,7 +381,7 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
 
 // Returns the bytes of a checkpoint's tensors: weights and both moments. Its other files are small.
 static inline int64_t run_setup_checkpoint_bytes(const ParameterTable *t, const Options *o) {
-    return t->num_parameters * storage_bytes(o->master_weights) + 2 * options_moment_bytes(o, t->num_parameters);
+    return t->num_parameters * options_weight_bytes(o) + options_moment_bytes(o, t->num_parameters);
 }
 
 // Dies, on rank 0, if the disk lacks room for the next checkpoint or the export: otherwise the run would fail after its
@@ -375,7 +392,7 @@ static inline void run_setup_check_room(const RunSetup *s, const Options *o, con
     ParameterTable t = parameter_table(&s->model);
     const int64_t checkpoint =
                       *o->checkpoint_dir && s->start.step < o->num_steps ? run_setup_checkpoint_bytes(&t, o) : 0,
-                  weights = t.num_parameters * storage_bytes(o->master_weights);
+                  weights = t.num_parameters * options_weight_bytes(o);
     parameter_table_free(&t);
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
     const int digits = weights < (1 << 30) ? 4 : 1;

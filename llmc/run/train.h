@@ -7,6 +7,7 @@
 #include "../dist/watch.h"
 #include "../reference/rounding.h"
 #include "audit_report.h"
+#include "memory_fit.h"
 #include "nonfinite.h"
 #include "plan_json.h"
 #include "run.h"
@@ -37,6 +38,7 @@ typedef struct {
     void (*find_filter)(const Options *o, const ModelConfig *m, char *filter, size_t capacity);
     // Computes sizes and the memory plan; takes no device memory. The trainer keeps the pointers.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
+    MemoryNeeded memory_needed;
     // Print the settings that only a dry run prints (may be NULL), and the GEMM table.
     void (*print_settings)(const void *t);
     void (*print_gemms)(const void *t);
@@ -368,6 +370,15 @@ static inline void run_close(Run *run, int64_t steps_done, int stop) {
     free(run->audit);
 }
 
+// Dies if the run needs more than --memory-limit.
+static inline void run_check_limit(const Run *run) {
+    const Options *o = &run->options;
+    const MemoryFit fit = {
+        o, &run->setup.model, &run->comm, run->ops->memory_needed, (int64_t)(o->memory_limit * 1073741824), true};
+    if (o->memory_limit > 0)
+        memory_fit_require(&fit, run->parts.memory.used + run->parts.memory_overhead, "--memory-limit is");
+}
+
 // Runs a trainer: all of its main. A dry run ends after the plan is printed.
 static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void *trainer) {
     Run run;
@@ -377,6 +388,7 @@ static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void
     run.ops = ops, run.trainer = trainer;
     run_begin(&run, argc, argv);
     run.parts = ops->describe(trainer, &run.options, &run.setup.model, &run.comm);
+    run_check_limit(&run);
     if (run.options.dry_run) {
         run_print_plan(&run);
     } else {

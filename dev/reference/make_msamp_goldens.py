@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Makes msamp.safetensors: 20 AdamW steps with the optimizer states of MS-AMP (llmc/base/msamp.h), in numpy.
+
+The rules are written here again, from a description of MS-AMP's code (github.com/Azure/MS-AMP, 9746ea8: optim/adamw.py,
+optim/adamw.cu, common/tensor/meta.py). All arithmetic is numpy.float32, in MS-AMP's order. The scale of a tensor ends
+at 2^126, where MS-AMP's is infinite in the end; the script checks that nothing else differs from MS-AMP's formula.
+
+One tensor of each kind of gradients: normal; with outliers (x 1e4); with zeros; all zero; uniform; denormal (1e-40);
+huge (1e15) beside tiny (1e-15); zero in every other step. Weights are normal; large in the first tensor, all zero in
+the fourth, tiny (1e-37) in the fifth.
+
+msamp.safetensors   gradients [20, N], weights [N] before the first step, sizes [8] of the tensors;
+                    after each step: exp_avg [20, N] U8, exp_avg_sq [20, N] F16, their scales [20, 8];
+                    weights.fp32 [20, N] with fp32 masters; weights.fp16 [20, N] and weights.fp16_scale [20, 8];
+                    rule.amax, rule.scale, rule.fp_max, rule.result: cases of the scale rule
+"""
+
+import pathlib
+
+import numpy as np
+
+from golden_file import write_golden
+
+OUT = pathlib.Path(__file__).resolve().parent / "goldens" / "msamp.safetensors"
+STEPS, SIZES = 20, [257, 129, 128, 64, 200, 100, 96, 50]
+LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
+E4M3_MAX, FP16_MAX = np.float32(448), np.float32(65504)
+LARGEST_SCALE = np.float32(2.0**126)
+f32 = np.float32
+
+
+def e4m3_values():
+    codes = np.arange(127)
+    exponent, fraction = codes >> 3, codes & 7
+    return np.where(exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
+
+
+E4M3 = e4m3_values()
+MIDDLES = (E4M3[1:] + E4M3[:-1]) / 2
+
+
+def e4m3_encode(x):
+    """Codes of fp32 values: the nearest, ties to the even code, saturating."""
+    magnitudes = np.abs(x).astype(np.float64)
+    low, high = np.searchsorted(MIDDLES, magnitudes, side="left"), np.searchsorted(MIDDLES, magnitudes, side="right")
+    codes = np.where(low % 2 == 0, low, high)
+    return (codes | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+
+
+def e4m3_decode(codes):
+    magnitudes = E4M3[codes & 0x7F].astype(f32)
+    return np.where(codes & 0x80, -magnitudes, magnitudes)
+
+
+def fp16_encode(x):
+    """numpy rounds to nearest even; finite values saturate."""
+    return np.clip(x, -FP16_MAX, FP16_MAX).astype(np.float16)
+
+
+def scale_of(amax, scale, fp_max, limit=True):
+    """MS-AMP's rule, with its order of conditions. log2 is rounded once, from float64."""
+    with np.errstate(all="ignore"):
+        exponent = np.floor(f32(np.log2(np.float64(f32(fp_max) / f32(amax)))))
+        power = np.round(np.exp2(np.abs(exponent)))
+        if limit:
+            power = min(power, LARGEST_SCALE)
+        result = f32(power) if amax > 0 else f32(scale)
+        result = result if np.isfinite(amax) else f32(scale)
+        return f32(1) / result if exponent < 0 else result
+
+
+def rule_cases():
+    amaxes = [0.0, np.nan, np.inf, 1e-45, 1e-40, 1.2e-38, 3e38, 1.0, 448.0, 65504.0, 65520.0]
+    for power in range(-130, 112, 5):
+        for top in (448.0, 65504.0):
+            middle = f32(top * 2.0**power)
+            amaxes += [np.nextafter(middle, f32(0)), middle]
+            for _ in range(3):
+                middle = np.nextafter(middle, f32(np.inf))
+                amaxes.append(middle)
+    cases = [(f32(a), f32(s), top) for a in amaxes for s in (1.0, 0.125, 2.0**30) for top in (E4M3_MAX, FP16_MAX)]
+    return [np.array(column, f32) for column in zip(*cases)] + [np.array([scale_of(*c) for c in cases], f32)]
+
+
+def check_rule(amaxes, scales, tops, results):
+    """Compares with fp32's own log2, and with the rule without a limit."""
+    free = np.array([scale_of(*case, limit=False) for case in zip(amaxes, scales, tops)], f32)
+    same = free == results
+    assert np.all(same | ((free > LARGEST_SCALE) & (results == LARGEST_SCALE) & (amaxes < 1e-33)))
+    with np.errstate(all="ignore"):
+        once = np.float32(np.log2(np.float64(tops / amaxes)))
+        own = np.log2(tops / amaxes)
+    finite = np.isfinite(once)
+    differ = np.sum(np.floor(once[finite]) != np.floor(own[finite]))
+    print(f"scale rule: {len(results)} cases, {np.sum(~same)} limited; numpy's fp32 log2 has another floor in {differ}")
+
+
+def moments(m8, m_scale, v16, v_scale, g):
+    beta1, beta2 = f32(BETA1), f32(BETA2)
+    m = beta1 * e4m3_decode(m8) * (f32(1) / m_scale) + (f32(1) - beta1) * g
+    v = beta2 * v16.astype(f32) * (f32(1) / v_scale) + (f32(1) - beta2) * (g * g)
+    return m, v
+
+
+def new_weights(p, m, v, step):
+    bias1, bias2 = (f32(1 - float(f32(beta)) ** step) for beta in (BETA1, BETA2))
+    step_size = f32(LR) / bias1
+    p = p * f32(1 - LR * DECAY)
+    return p - step_size * (m / (np.sqrt(v) / np.sqrt(bias2) + f32(EPS)))
+
+
+def make_gradients(rng):
+    parts = [rng.standard_normal((STEPS, size)).astype(f32) * f32(0.01) for size in SIZES]
+    parts[1][:, ::37] *= f32(1e4)
+    parts[2][:, ::3] = 0
+    parts[3][:] = 0
+    parts[4][:] = f32(0.0371)
+    parts[5] *= f32(1e-38)
+    parts[6][:, ::2] *= f32(1e15)
+    parts[6][:, 1::2] *= f32(1e-15)
+    parts[7][::2] = 0
+    return parts
+
+
+def make_weights(rng):
+    parts = [rng.standard_normal(size).astype(f32) for size in SIZES]
+    parts[0] *= f32(1e6)
+    parts[3][:] = 0
+    parts[4] *= f32(1e-37)
+    return parts
+
+
+def train(gradients, weights):
+    """Returns what one tensor has after each step: lists of (exp_avg, scale, exp_avg_sq, scale, weights, ...)."""
+    size, rows = len(weights), []
+    m8, v16 = np.zeros(size, np.uint8), np.zeros(size, np.float16)
+    m_scale = v_scale = master_scale = f32(1)
+    p32 = weights
+    for step in range(-1, STEPS):
+        if step >= 0:
+            m, v = moments(m8, m_scale, v16, v_scale, gradients[step])
+            p32 = new_weights(p32, m, v, step + 1)
+            p = new_weights(p16.astype(f32) * (f32(1) / master_scale), m, v, step + 1)
+            m_scale = scale_of(np.abs(m).max(), f32(1), E4M3_MAX)
+            v_scale = scale_of(v.max(), f32(1), FP16_MAX)
+            m8, v16 = e4m3_encode(m * m_scale), fp16_encode(v * v_scale)
+        else:
+            p = weights
+        master_scale = scale_of(np.abs(p).max(), master_scale, FP16_MAX)
+        p16 = fp16_encode(p * master_scale)
+        if step >= 0:
+            rows.append((m8, [m_scale], v16, [v_scale], p32, p16, [master_scale]))
+    return rows
+
+
+def main():
+    rng = np.random.default_rng(11)
+    gradients, weights = make_gradients(rng), make_weights(rng)
+    names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
+    names += ("weights.fp32", "weights.fp16", "weights.fp16_scale")
+    runs = [train(g, w) for g, w in zip(gradients, weights)]
+    tensors = {"sizes": np.array(SIZES, np.int32), "gradients": np.concatenate(gradients, axis=1)}
+    tensors["weights"] = np.concatenate(weights)
+    for k, name in enumerate(names):
+        array = np.stack([np.concatenate([run[step][k] for run in runs]) for step in range(STEPS)])
+        tensors[name] = array.astype(f32) if name.endswith("scale") else array
+    rule = rule_cases()
+    check_rule(*rule)
+    for name, column in zip(("amax", "scale", "fp_max", "result"), rule):
+        tensors[f"rule.{name}"] = column
+    write_golden(OUT, tensors, dict(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=DECAY))
+    print(f"{OUT.name}: {OUT.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+#!/usr/bin/env bash
+# Tests train_fp8 on 3 hosts that mpirun reaches by ssh, and without mpirun (--init-from): their losses, a slow and
+# lossy network, a killed rank, a lost host, and runs that go on with fewer hosts. The hosts are network namespaces of
+# this machine (lib/hosts.sh); skipped where these are not allowed. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+. scripts/tally.sh
+. dev/test/lib/hosts.sh
+if [ -z "${ROOM:-}" ]; then
+    make -s train_fp8 build/synth_stories || exit 1
+    enter_room
+fi
+
+make_hosts a b c
+if ! start_sshd a b c; then
+    echo "skipped: ssh between the hosts: $reason; mpirun enters their namespaces with nsenter"
+    skipped=1
+    make_agent
+fi
+build/synth_stories --out "$ROOM/s" --bytes 60000 --seed 3 >/dev/null
+common="tiny --train-data $ROOM/s_train.bin --sequence-length 32 --deterministic --stall-timeout 10 --num-steps 6"
+
+# Starts a command on the hosts $1 (a,b,c) from host a, one rank on each; "a:3" starts 3 ranks on host a. Ranks yield
+# their core while they wait.
+launch() {
+    local hosts=$1
+    shift
+    on a mpirun --host "$hosts" --mca plm_rsh_agent "$agent" --mca orte_tmpdir_base "$ROOM" \
+        --mca mpi_yield_when_idle 1 "$@"
+}
+
+# Starts run $1 on the hosts $2 (a b c) without mpirun, one rank on each. The rest: options. Errors go to NAME.RANK.err.
+begin_meeting() {
+    local name=$1 hosts=$2 rank=0 number=0 host
+    shift 2
+    pids=()
+    for host in $hosts; do number=$((number + 1)); done
+    for host in $hosts; do
+        on "$host" env RANK=$rank WORLD_SIZE=$number ./train_fp8 $common --init-from tcp:a:29500 "$@" \
+            >"$ROOM/$name.$rank.out" 2>"$ROOM/$name.$rank.err" &
+        pids+=($!)
+        rank=$((rank + 1))
+    done
+}
+# Waits for the ranks, and leaves their exit statuses in `statuses` and the errors of all in NAME.err.
+end_meeting() {
+    local pid
+    statuses=""
+    for pid in "${pids[@]}"; do wait "$pid"; statuses+="$? "; done
+    cat "$ROOM/$1".*.err >"$ROOM/$1.err"
+}
+meet() {
+    begin_meeting "$@" --log-dir "$ROOM/$1"
+    end_meeting "$1"
+    [ -z "${statuses//0 /}" ] || { tail -n 5 "$ROOM/$1.err"; false; }
+}
+
+# Prints "step loss norm" for every step of run $1, with all digits.
+steps() {
+    sed -n 's/.*"type": "step", "step": \([0-9]*\), "loss": \([^,]*\), "norm": \([^,]*\),.*/\1 \2 \3/p' \
+        "$ROOM/$1/log.jsonl"
+}
+
+# Trains on the hosts $2 as run $1. The rest: options.
+train() {
+    local name=$1 hosts=$2
+    shift 2
+    launch "$hosts" ./train_fp8 $common "$@" --log-dir "$ROOM/$name" >"$ROOM/$name.out" 2>&1 ||
+        { tail -n 5 "$ROOM/$name.out"; false; }
+}
+
+# Checks that run $1 has the steps $3 to 6 of run $2, bit for bit.
+same_steps() {
+    check "$1: the steps from $3 on have the losses and norms of $2" \
+        equal "$(steps "$1")" "$(steps "$2" | tail -n +"$3")"
+    check "$1: it has steps" [ -n "$(steps "$1")" ]
+}
+
+# Waits at most $1 seconds until a command succeeds.
+await() {
+    local end=$((SECONDS + $1))
+    shift
+    until "$@"; do [ $SECONDS -lt $end ] || return 1; sleep 0.1; done
+}
+
+# ---- As many ranks on hosts as on one host: equal bits.
+
+check "mpirun starts one rank on each host" equal "$(launch a,b,c hostname | sort | tr '\n' ' ')" "a b c "
+check "2 ranks on one host train" train one2 a:2 --batch-size 3
+check "2 hosts train" train hosts2 a,b --batch-size 3
+same_steps hosts2 one2 1
+check "3 ranks on one host train" train one3 a:3 --batch-size 2
+check "3 hosts train" train hosts3 a,b,c --batch-size 2
+same_steps hosts3 one3 1
+check "2 hosts train without mpirun" meet meet2 "a b" --batch-size 3
+same_steps meet2 one2 1
+check "3 hosts train without mpirun" meet meet3 "a b c" --batch-size 2
+same_steps meet3 one3 1
+check "the number of ranks changes the bits, so equal bits mean something" \
+    eval '[ "$(steps one2)" != "$(steps one3)" ]'
+
+# ---- A slow and lossy network changes no bit.
+
+# Prints how many TCP segments the hosts sent again.
+resent() {
+    for host in a b c; do on $host cat /proc/self/net/snmp; done |
+        awk '/^Tcp: [0-9]/ { sum += $13 } END { print sum }'
+}
+
+for link in "1 0" "10 0" "1 1"; do
+    read -r delay loss <<<"$link"
+    name=slow-$delay-$loss
+    slow_network "$delay" "$loss" a b c
+    began=$(date +%s%N)
+    on a bash -c '</dev/tcp/b/1' 2>/dev/null  # refused, after a frame to b and a frame back
+    took=$((($(date +%s%N) - began) / 1000000))
+    check "$name: $shaper delays an answer by $((2 * delay)) ms ($took)" [ $took -ge $((2 * delay)) ]
+    before=$(resent)
+    check "$name: 3 hosts train" train "$name" a,b,c --batch-size 2
+    check "$name: TCP sends segments again that were lost ($before before, $(resent) after)" \
+        [ $loss -eq 0 -o "$(resent)" -gt "$before" ]
+    check "$name: 3 hosts train without mpirun" meet "meet-$name" "a b c" --batch-size 2
+    fast_network a b c
+    same_steps "$name" one3 1
+    same_steps "meet-$name" one3 1
+done
+
+# ---- A rank is killed, or a host is lost, in a run that saves every 2 steps. The run goes on.
+
+# Starts run $1 on the hosts a, b and c, and waits until it has saved a checkpoint. It would never end.
+begin() {
+    launch a,b,c ./train_fp8 $common --num-steps 1000000 --batch-size 2 --checkpoint-dir "$ROOM/$1-ck" \
+        --checkpoint-every 2 --keep-checkpoints 1000000 >"$ROOM/$1.out" 2>&1 &
+    running=$!
+    check "$1: the run saves a checkpoint" await 20 test -d "$ROOM/$1-ck/step-00000002"
+}
+
+# True if no rank is left on the hosts.
+all_ended() { [ -z "$(for host in "$@"; do processes "$host" train_fp8; done)" ]; }
+
+# Sets `last` to the newest step that run $1 saved, and removes the checkpoints after step 2, so that runs go on there.
+keep_second() {
+    last=$(ls "$ROOM/$1-ck" | grep -E '^step-[0-9]{8}$' | tail -n 1)
+    cp -r "$ROOM/$1-ck" "$ROOM/$1-all"
+    find "$ROOM/$1-ck" -mindepth 1 -maxdepth 1 ! -name step-00000002 -exec rm -r {} +
+    cp -r "$ROOM/$1-ck" "$ROOM/$1-copy"
+}
+
+begin killed
+began=$SECONDS
+kill -KILL $(processes c train_fp8)
+check "killed: all ranks end within 60 s" await 60 all_ended a b c
+await 60 eval '! kill -0 $running 2>/dev/null'
+wait $running
+status=$?
+check "killed: mpirun ends with status 137 ($status) after $((SECONDS - began)) s" [ $status -eq 137 ]
+check "killed: one line names the rank and the host: $(tail -n 4 "$ROOM/killed.out")" \
+    equal "$(grep -c 'rank 2 .*node c exited on signal 9' "$ROOM/killed.out")" 1
+keep_second killed
+check "killed: the run goes on on 3 hosts" \
+    train resumed a,b,c --batch-size 2 --checkpoint-dir "$ROOM/killed-ck" --resume
+same_steps resumed one3 3
+
+begin lost
+began=$SECONDS
+ip link set v-b down
+check "lost: the ranks on all other hosts end within 60 s" await 60 all_ended a c
+await 60 eval '! kill -0 $running 2>/dev/null'
+wait $running
+status=$?
+check "lost: mpirun ends with status 6 ($status)" [ $status -eq 6 ]
+check "lost: mpirun ends within 60 s ($((SECONDS - began)))" [ $((SECONDS - began)) -le 60 ]
+check "lost: the rank on the lost host ends" await 30 all_ended b
+check "lost: there is one error: $(grep 'error: ' "$ROOM/lost.out")" equal "$(grep -c 'error: ' "$ROOM/lost.out")" 1
+check "lost: it names the host and the rank" \
+    grep -q '^error: rank 1 on b has not responded for 1[0-9] s (limit 10 s, from --stall-timeout 10)' "$ROOM/lost.out"
+keep_second lost
+check "lost: the last checkpoint is whole: the run goes on from it" \
+    launch a,c ./train_fp8 $common --num-steps $((10#${last#step-} + 1)) --batch-size 3 \
+    --checkpoint-dir "$ROOM/lost-all" --resume >"$ROOM/newest.out" 2>&1
+check "lost: the run goes on from the last checkpoint" holds "$ROOM/newest.out" "continuing from $ROOM/lost-all/$last"
+fewer="--batch-size 3 --checkpoint-dir"
+check "lost: the run goes on on the 2 hosts that are left" train fewer a,c $fewer "$ROOM/lost-ck" --resume
+check "lost: so do 2 ranks on one host" train fewer-one a:2 $fewer "$ROOM/lost-copy" --resume
+same_steps fewer fewer-one 1
+check "lost: they go on after step 2" equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
+
+# ---- The same faults without mpirun.
+
+meeting="--num-steps 1000000 --batch-size 2 --checkpoint-every 2 --keep-checkpoints 1000000 --checkpoint-dir"
+ip link set v-b up
+begin_meeting met "a b c" $meeting "$ROOM/met-ck"
+check "met: the run saves a checkpoint" await 20 test -d "$ROOM/met-ck/step-00000002"
+began=$SECONDS
+kill -KILL $(processes c train_fp8)
+end_meeting met
+check "met: a killed rank ends the others with status 6 within 10 s ($((SECONDS - began)))" \
+    equal "$statuses$((SECONDS - began <= 10))" "6 6 137 1"
+said=$(grep '^error: ' "$ROOM/met.err")
+check "met: one error names the rank and the host: $said" \
+    equal "${said%%;*}" "error: rank 0 on a: rank 2 on c was killed or has crashed"
+begin_meeting gone "a b c" $meeting "$ROOM/gone-ck"
+check "gone: the run saves a checkpoint" await 20 test -d "$ROOM/gone-ck/step-00000002"
+began=$SECONDS
+ip link set v-b down
+end_meeting gone
+check "gone: a lost host ends all ranks with status 6 within 60 s ($((SECONDS - began)))" \
+    equal "$statuses$((SECONDS - began <= 60))" "6 6 6 1"
+check "gone: the other hosts print one line, which names the rank and the host: $(cat "$ROOM/gone.0.err")" \
+    equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
+check "gone: the run goes on on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 --num-steps 6 \
+    --checkpoint-dir "$ROOM/killed-copy" --resume
+check "gone: its steps are those of 2 ranks on one host" equal "$(steps gone-fewer)" "$(steps fewer)"
+finish

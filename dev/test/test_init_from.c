@@ -1,0 +1,102 @@
+// Tests how a process learns its rank and where the ranks meet (llmc/dist/init_from.h). test_rendezvous.sh starts
+// ranks.
+#include "../../llmc/dist/init_from.h"
+#include "lib/check.h"
+
+static const char *const variables[] = {"OMPI_COMM_WORLD_RANK",
+                                        "OMPI_COMM_WORLD_SIZE",
+                                        "PMIX_RANK",
+                                        "PMI_RANK",
+                                        "PMI_SIZE",
+                                        "SLURM_PROCID",
+                                        "SLURM_STEP_NUM_TASKS",
+                                        "SLURM_STEP_NODELIST",
+                                        "SLURM_JOB_ID",
+                                        "SLURM_STEP_ID",
+                                        "SLURM_RESTART_COUNT",
+                                        "RANK",
+                                        "WORLD_SIZE",
+                                        "MASTER_ADDR",
+                                        "MASTER_PORT"};
+
+// Returns how a process joins whose environment is `environment` ("A=1 B=2") and whose arguments are `arguments`.
+static InitFrom join(const char *environment, const char *arguments) {
+    char text[1024], *argv[16] = {(char *)"train_fp8"};
+    int argc = 1;
+    for (size_t i = 0; i < sizeof variables / sizeof variables[0]; i++) unsetenv(variables[i]);
+    format_checked(text, sizeof text, "%s", environment);
+    for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) {
+        char *equals = strchr(word, '=');
+        *equals = 0;
+        setenv(word, equals + 1, 1);
+    }
+    format_checked(text, sizeof text, "%s", arguments);
+    for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
+    return init_from(argc, argv);
+}
+
+static void check_first_host(void) {
+    const char *const cases[][2] = {{"gpu1", "gpu1"},
+                                    {"gpu1,gpu2", "gpu1"},
+                                    {"gpu[03-05,9],login", "gpu03"},
+                                    {"gpu[7,9]", "gpu7"},
+                                    {"gpu[03-05,9]x,login", "gpu03x"},
+                                    {"r[1-2]n[01-04]", "r1n01"},
+                                    {"a-b[10-11].c-d", "a-b10.c-d"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char host[64];
+        init_first_host(cases[i][0], host, sizeof host);
+        CHECK(strcmp(host, cases[i][1]) == 0, "%s begins with %s, not %s", cases[i][0], cases[i][1], host);
+    }
+}
+
+static void check_environment(void) {
+    InitFrom i = join("", "tiny");
+    CHECK(i.kind == INIT_ONE && i.world == 1 && i.rank == 0 && i.timeout == INIT_TIMEOUT_SECONDS,
+          "no variables: one rank");
+    i = join("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=1", "tiny");
+    CHECK(i.kind == INIT_MPI, "mpirun: MPI");
+    i = join("PMIX_RANK=1 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=a", "tiny");
+    CHECK(i.kind == INIT_MPI, "srun --mpi=pmix: MPI");
+    i = join("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=a[2-3] SLURM_JOB_ID=17 SLURM_STEP_ID=2",
+             "tiny");
+    CHECK(i.kind == INIT_TCP && i.world == 3 && i.rank == 1 && strcmp(i.place, "a2") == 0,
+          "srun: TCP on the first node");
+    CHECK(strcmp(i.job, "slurm 17.2.0") == 0 && i.port >= 15000 && i.port < 31000, "srun: %s, port %d", i.job, i.port);
+    const int port = i.port;
+    i = join("SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=a[2-3] SLURM_JOB_ID=17 SLURM_STEP_ID=2 "
+             "SLURM_RESTART_COUNT=1",
+             "--init-from slurm");
+    CHECK(i.port == port && strcmp(i.job, "slurm 17.2.1") == 0, "a requeued job has another name: %s", i.job);
+    i = join("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=a SLURM_JOB_ID=18 SLURM_STEP_ID=2", "tiny");
+    CHECK(i.port != port, "another job has another port");
+    i = join("RANK=1 WORLD_SIZE=2 MASTER_ADDR=node MASTER_PORT=29500", "tiny");
+    CHECK(i.kind == INIT_TCP && i.rank == 1 && i.world == 2 && i.port == 29500 && strcmp(i.place, "node") == 0,
+          "PyTorch's variables");
+    i = join("RANK=1 WORLD_SIZE=2", "tiny");
+    CHECK(i.kind == INIT_ONE && i.world == 1, "half of PyTorch's variables: one rank");
+}
+
+static void check_arguments(void) {
+    InitFrom i = join("RANK=3 WORLD_SIZE=4", "tiny --init-from file:/shared/a --init-timeout=7");
+    CHECK(i.kind == INIT_FILE && i.rank == 3 && i.world == 4 && i.timeout == 7 && strcmp(i.place, "/shared/a") == 0,
+          "a file");
+    i = join("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=2", "--init-from=tcp:[fe80::1]:80 --json");
+    CHECK(i.kind == INIT_TCP && i.rank == 2 && i.port == 80 && strcmp(i.place, "fe80::1") == 0, "an IPv6 address: %s",
+          i.place);
+    i = join("RANK=0 WORLD_SIZE=2 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=9", "--init-from tcp:a:80");
+    CHECK(i.rank == 0 && i.world == 2, "RANK and WORLD_SIZE come before Slurm's variables");
+    i = join("RANK=0 WORLD_SIZE=2", "--init-from tcp:a:80 --init-from tcp:b:81");
+    CHECK(i.port == 81 && strcmp(i.place, "b") == 0, "the last of two counts");
+    i = join("", "--init-from mpi");
+    CHECK(i.kind == INIT_MPI, "mpi");
+    i = join("RANK=0 WORLD_SIZE=1", "--init-from tcp:a:80");
+    CHECK(i.kind == INIT_ONE, "one rank of one");
+}
+
+int main(void) {
+    check_first_host();
+    check_environment();
+    check_arguments();
+    return check_report();
+}

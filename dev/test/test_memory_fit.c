@@ -1,0 +1,115 @@
+// Tests the advice of memory_fit.h with a stand-in for the memory plan: the cheapest options that fit are named.
+#include "../../llmc/run/memory_fit.h"
+#include "lib/check.h"
+
+#define GIB ((int64_t)1 << 30)
+
+// A stand-in: 40 GiB of weights and moments over the ranks, 4 more for fp32 moments, 8 more for fp32 masters, 4 more
+// for FP16 masters, 10 for each sequence of a batch, of which --recompute layer leaves 1, and 6 for an FP8 weight
+// cache.
+static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
+    (void)m;
+    int64_t gib = 40 + (o->optimizer_state == MOMENTS_FP32 ? 4 : 0) + (o->master_weights == STORAGE_FP32 ? 8 : 0) +
+                  (o->master_weights == STORAGE_FP16 ? 4 : 0);
+    if (o->sharding == SHARDING_FULL) gib /= c->shard_size;
+    gib += o->batch_size * (o->recompute == RECOMPUTE_LAYER ? 1 : 10) + (o->fp8_weight_cache == ON ? 6 : 0);
+    return gib * GIB;
+}
+
+typedef struct {
+    Options options;
+    Comm comm;
+    int64_t available;  // GiB
+    bool ranks_help;
+} Case;
+
+static void require_action(void *context) {
+    Case *c = (Case *)context;
+    ModelConfig m;
+    model_config_preset(&m, "tiny");
+    const MemoryFit fit = {&c->options, &m, &c->comm, needed, c->available * GIB, c->ranks_help};
+    memory_fit_require(&fit, needed(&c->options, &m, &c->comm), "the limit is");
+}
+
+static Case case_of(int64_t batch, int64_t available) {
+    Case c;
+    c.options = options_default();
+    c.options.model = "tiny";
+    options_resolve(&c.options);
+    c.options.batch_size = batch;
+    c.comm = comm_one();
+    c.available = available, c.ranks_help = true;
+    return c;
+}
+
+static void check_says(const char *label, Case *c, const char *expected) {
+    char output[4096];
+    CHECK(check_dies(require_action, c, expected, output, sizeof output), "%s: \"%s\" is not in: %s", label, expected,
+          output);
+}
+
+static void test_single(void) {
+    Case c = case_of(1, 50);
+    require_action(&c);
+    CHECK(true, "a run that fits goes on");
+    c = case_of(1, 45);
+    check_says("recompute", &c,
+               "needs 50.0 GiB of memory for each rank, and the limit is 45.0 GiB; with --recompute layer it needs "
+               "41.0 GiB, and a step takes about 33% longer; or use 2 ranks (mpirun -np 2)");
+    c = case_of(2, 50);
+    check_says("batch 1 before recompute", &c,
+               "with --batch-size 1 --grad-accumulation-steps 2 it needs 50.0 GiB, and a step takes about 28% longer");
+    c.options.grad_accumulation_steps = 3;
+    check_says("the global batch stays", &c, "with --batch-size 1 --grad-accumulation-steps 6 it");
+    c = case_of(1, 50), c.options.fp8_weight_cache = ON;
+    check_says("weight cache", &c, "with --fp8-weight-cache off it needs 50.0 GiB, and a step takes about 1% longer");
+    c = case_of(1, 50), c.options.optimizer_state = MOMENTS_FP32;
+    check_says("moments", &c, "with --optimizer-state bf16 it needs 50.0 GiB; or use 2 ranks");
+    c.options.master_weights = STORAGE_FP32;
+    c.available = 54;
+    check_says("masters alone suffice", &c, "with --master-weights bf16 it needs 54.0 GiB");
+    c = case_of(1, 50), c.options.master_weights = STORAGE_FP16;
+    check_says("FP16 masters", &c, "with --master-weights bf16 it needs 50.0 GiB");
+}
+
+static void test_combinations(void) {
+    Case c = case_of(1, 41);
+    c.options.fp8_weight_cache = ON, c.options.optimizer_state = MOMENTS_FP32, c.options.master_weights = STORAGE_FP32;
+    check_says("all of them", &c,
+               "with --fp8-weight-cache off --optimizer-state bf16 --master-weights bf16 --recompute layer it needs "
+               "41.0 GiB, and a step takes about 34% longer");
+    c.available = 40;
+    check_says("nothing fits", &c,
+               "with --fp8-weight-cache off --optimizer-state bf16 --master-weights bf16 --recompute layer it still "
+               "needs 41.0 GiB; use a shorter --sequence-length or a smaller model; or use 4 ranks");
+    c = case_of(1, 40);
+    c.options.recompute = RECOMPUTE_LAYER;
+    check_says("no option is left", &c, "the limit is 40.0 GiB; use a shorter --sequence-length");
+    c.available = 0;
+    char output[4096];
+    CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
+          "no number of ranks is enough: %s", output);
+}
+
+static void test_ranks(void) {
+    Case c = case_of(1, 31);
+    comm_assume(&c.comm, 2);
+    comm_split(&c.comm, 2);
+    require_action(&c);
+    c.options.sharding = SHARDING_NONE;
+    comm_split(&c.comm, 1);
+    check_says("sharding", &c, "with --sharding full it needs 30.0 GiB");
+    c = case_of(1, 12);
+    check_says("the smallest power of two", &c, "or use 16 ranks (mpirun -np 16)");
+    char output[4096];
+    c.ranks_help = false;
+    CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
+          "more ranks do not help: %s", output);
+}
+
+int main(void) {
+    test_single();
+    test_combinations();
+    test_ranks();
+    return check_report();
+}

@@ -1,0 +1,184 @@
+// Tests AdamW with MS-AMP's states (msamp.h): 20 steps byte for byte against dev/reference/make_msamp_goldens.py, the
+// scale rule, and FP16 conversions.
+#include "../../llmc/reference/adamw_msamp.h"
+#include "lib/check.h"
+#include "lib/fp8_golden.h"
+
+enum { STEPS = 20, TENSORS = 8, MOST = 4096 };
+
+typedef struct {
+    uint8_t exp_avg[MOST];
+    fp16_bits exp_avg_sq[MOST], master[MOST];
+    float scale[3][TENSORS];          // scales: exp_avg, exp_avg_sq, master
+    float weights[MOST], fp32[MOST];  // the new weights of FP16 masters; fp32 masters
+    float *gradients;                 // [STEPS, n]
+    int64_t n, begin[TENSORS + 1];
+} State;
+
+// Pass 1 over elements first .. first + n - 1 of tensor k: the new weights.
+static MsampPair first_pass(State *s, float *weights, int64_t k, const float *gradients, int64_t first, int64_t n,
+                            int64_t step) {
+    const MsampStep msamp = msamp_step(step, 1e-3, 0.9, 0.95, 1e-8, 0.1);
+    const AdamwStep adamw = adamw_step(step, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 42);
+    const MsampArrays moments = {s->exp_avg + first, s->exp_avg_sq + first};
+    const MsampPair scale = {s->scale[0][k], s->scale[1][k]};
+    return adamw_msamp_weights(weights + first, moments, scale, gradients + first, first, n, true, 1, false, &msamp,
+                               &adamw);
+}
+
+static void second_pass(State *s, int64_t k, MsampPair scale, const float *gradients, int64_t first, int64_t n,
+                        int64_t step) {
+    const MsampStep msamp = msamp_step(step, 1e-3, 0.9, 0.95, 1e-8, 0.1);
+    const MsampArrays moments = {s->exp_avg + first, s->exp_avg_sq + first};
+    const MsampPair old = {s->scale[0][k], s->scale[1][k]};
+    adamw_msamp_moments(moments, old, scale, gradients + first, n, 1, &msamp);
+}
+
+static void encode(State *s, int64_t k, const float *weights) {
+    const int64_t first = s->begin[k], n = s->begin[k + 1] - first;
+    float amax = 0;
+    for (int64_t i = 0; i < n; i++) amax = fmaxf(amax, fabsf(weights[first + i]));
+    s->scale[2][k] = msamp_scale(amax, s->scale[2][k], FP16_MAX);
+    fp16_weights_encode(s->master + first, weights + first, s->scale[2][k], n);
+}
+
+// Takes a step for tensor k in two parts, as two ranks would. `step` is counted from 1.
+static void take_step(State *s, int64_t k, const float *gradients, int64_t step) {
+    const int64_t first = s->begin[k], n = s->begin[k + 1] - first, half = n / 3;
+    fp16_weights_decode(s->weights + first, s->master + first, s->scale[2][k], n);
+    first_pass(s, s->fp32, k, gradients, first, n, step);
+    const MsampPair a = first_pass(s, s->weights, k, gradients, first, half, step),
+                    b = first_pass(s, s->weights, k, gradients, first + half, n - half, step);
+    const MsampPair scale = {msamp_scale(fmaxf(a.exp_avg, b.exp_avg), 1, FP8_E4M3_MAX),
+                             msamp_scale(fmaxf(a.exp_avg_sq, b.exp_avg_sq), 1, FP16_MAX)};
+    second_pass(s, k, scale, gradients, first, half, step);
+    second_pass(s, k, scale, gradients, first + half, n - half, step);
+    s->scale[0][k] = scale.exp_avg, s->scale[1][k] = scale.exp_avg_sq;
+    encode(s, k, s->weights);
+}
+
+// Compares an array with that of the golden after step `step`, counted from 0.
+static void check_array(const Safetensors *st, const char *name, SafetensorsType type, int64_t step, const void *got,
+                        int64_t elements) {
+    const int64_t bytes = elements * safetensors_type_bytes(type);
+    char *want = (char *)fp8_golden_bytes(st, name, type, STEPS * elements);
+    int64_t differ = 0;
+    for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
+    CHECK(differ == 0, "step %lld: %lld of %lld bytes of %s differ", (long long)step + 1, (long long)differ,
+          (long long)bytes, name);
+    free(want);
+}
+
+static void state_begin(State *s, const Safetensors *st) {
+    int32_t *sizes = (int32_t *)fp8_golden_bytes(st, "sizes", ST_I32, TENSORS);
+    memset(s, 0, sizeof *s);
+    for (int k = 0; k < TENSORS; k++) s->n = s->begin[k + 1] = s->begin[k] + sizes[k];
+    if (s->n > MOST) die("the golden has %lld elements", (long long)s->n);
+    s->gradients = (float *)fp8_golden_bytes(st, "gradients", ST_F32, STEPS * s->n);
+    float *weights = (float *)fp8_golden_bytes(st, "weights", ST_F32, s->n);
+    memcpy(s->fp32, weights, (size_t)s->n * sizeof *weights);
+    for (int k = 0; k < TENSORS; k++) {
+        s->scale[0][k] = s->scale[1][k] = s->scale[2][k] = 1;
+        encode(s, k, weights);
+    }
+    free(sizes), free(weights);
+}
+
+static void test_golden(void) {
+    static State s;
+    Safetensors st = fp8_golden_open("dev/reference/goldens/msamp.safetensors");
+    state_begin(&s, &st);
+    for (int64_t step = 0; step < STEPS; step++) {
+        for (int64_t k = 0; k < TENSORS; k++) take_step(&s, k, s.gradients + step * s.n, step + 1);
+        check_array(&st, "exp_avg", ST_U8, step, s.exp_avg, s.n);
+        check_array(&st, "exp_avg_scale", ST_F32, step, s.scale[0], TENSORS);
+        check_array(&st, "exp_avg_sq", ST_F16, step, s.exp_avg_sq, s.n);
+        check_array(&st, "exp_avg_sq_scale", ST_F32, step, s.scale[1], TENSORS);
+        check_array(&st, "weights.fp32", ST_F32, step, s.fp32, s.n);
+        check_array(&st, "weights.fp16", ST_F16, step, s.master, s.n);
+        check_array(&st, "weights.fp16_scale", ST_F32, step, s.scale[2], TENSORS);
+    }
+    free(s.gradients);
+    safetensors_close(&st);
+}
+
+static void test_rule(void) {
+    Safetensors st = fp8_golden_open("dev/reference/goldens/msamp.safetensors");
+    const int64_t n = safetensors_find(&st, "rule.amax")->elements;
+    static const char *const names[] = {"rule.amax", "rule.scale", "rule.fp_max", "rule.result"};
+    float *columns[4];
+    int64_t wrong = 0;
+    for (int i = 0; i < 4; i++) columns[i] = (float *)fp8_golden_bytes(&st, names[i], ST_F32, n);
+    for (int64_t i = 0; i < n; i++) {
+        const float got = msamp_scale(columns[0][i], columns[1][i], columns[2][i]);
+        if (float_bits(got) == float_bits(columns[3][i])) continue;
+        if (!wrong++)
+            printf("  amax %g, scale %g, fp_max %g: %g, not %g\n", (double)columns[0][i], (double)columns[1][i],
+                   (double)columns[2][i], (double)got, (double)columns[3][i]);
+    }
+    CHECK(n > 1000 && wrong == 0, "%lld of %lld scales differ", (long long)wrong, (long long)n);
+    CHECK(msamp_scale(0, 4, 448) == 4 && msamp_scale(NAN, 4, 448) == 4 && msamp_scale(INFINITY, 4, 448) == 0.25f,
+          "zero and NaN keep the scale, infinity inverts it");
+    CHECK(msamp_scale(448, 1, 448) == 1 && msamp_scale(449, 1, 448) == 0.5f && msamp_scale(224, 1, 448) == 2,
+          "the scale is the largest power of two with which the amax does not overflow");
+    CHECK(msamp_scale(0x1p-149f, 1, 448) == 0x1p126f && msamp_scale(0x1p127f, 1, FP16_MAX) == 0x1p-112f,
+          "scales end at 2^126");
+    for (int i = 0; i < 4; i++) free(columns[i]);
+    safetensors_close(&st);
+}
+
+// Compares casts to FP16 with the compiler's own, which overflows to infinity. test_safetensors.c checks casts from it.
+static void test_fp16(void) {
+    int64_t wrong = 0, moved = 0, tested = 0;
+    for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 257, tested++) {
+        const float x = float_from_bits((uint32_t)bits);
+        const _Float16 cast = (_Float16)x;
+        fp16_bits want;
+        memcpy(&want, &cast, sizeof want);
+        if (isfinite(x) && (want & 0x7fff) == 0x7c00) want--;
+        const fp16_bits got = fp16_from_float(x);
+        wrong += isnan(x) ? (got & 0x7fff) <= 0x7c00 : got != want;
+    }
+    for (uint32_t code = 0; code < 65536; code++) {
+        const float x = fp16_to_float((fp16_bits)code);
+        const float ties[] = {x, (x + fp16_to_float((fp16_bits)(code ^ 1))) / 2};
+        for (int i = 0; i < 2 && isfinite(ties[i]); i++) {
+            const _Float16 cast = (_Float16)ties[i];
+            fp16_bits want;
+            memcpy(&want, &cast, sizeof want);
+            moved += fp16_from_float(ties[i]) != want;
+        }
+    }
+    CHECK(wrong == 0, "%lld of %lld casts to FP16 differ", (long long)wrong, (long long)tested);
+    CHECK(moved == 0, "%lld values and ties have another code", (long long)moved);
+    CHECK(fp16_from_float(INFINITY) == 0x7c00 && fp16_from_float(-INFINITY) == 0xfc00 &&
+              fp16_from_float(1e30f) == 0x7bff && fp16_from_float(-65520) == 0xfbff,
+          "infinity stays, finite values saturate");
+}
+
+// bf16 masters are rounded with the random bits of adamw_reference, so the result depends on the flat element alone.
+static void test_bf16_weights(void) {
+    enum { N = 64 };
+    const MsampStep msamp = msamp_step(3, 1e-3, 0.9, 0.95, 1e-8, 0.1);
+    const AdamwStep adamw = adamw_step(3, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 42);
+    float weights[N], exact[N], gradients[N];
+    uint8_t m[N] = {0};
+    fp16_bits v[N] = {0};
+    const MsampArrays moments = {m, v};
+    const MsampPair one = {1, 1};
+    for (int i = 0; i < N; i++) weights[i] = exact[i] = bf16_round((float)(i + 1) / 7), gradients[i] = (float)(i - 20);
+    adamw_msamp_weights(weights, moments, one, gradients, 1000, N, true, 1, true, &msamp, &adamw);
+    adamw_msamp_weights(exact, moments, one, gradients, 1000, N, true, 1, false, &msamp, &adamw);
+    int wrong = 0;
+    for (int i = 0; i < N; i++)
+        wrong += weights[i] != bf16_to_float(adamw_round(exact[i], adamw_random(&adamw, 1000 + i).weight));
+    CHECK(wrong == 0, "%d of %d bf16 weights are rounded otherwise", wrong, N);
+}
+
+int main(void) {
+    test_golden();
+    test_rule();
+    test_fp16();
+    test_bf16_weights();
+    return check_report();
+}

@@ -1,0 +1,83 @@
+// AdamW with the optimizer states of MS-AMP: E4M3 and FP16 moments, each with one fp32 scale for a whole tensor.
+// (Peng and others 2023, "FP8-LM", arXiv 2310.18313; github.com/Azure/MS-AMP.) FP16 master weights have such a scale
+// too. The CPU trainer and a CUDA kernel can share this file, so that both compute the same bits.
+//
+// The scale of a tensor is the largest power of two with which its amax does not overflow, so a step has two passes:
+//   1. m and v of each element, from the stored moments and the gradient; the new weight; the amax of m and of v;
+//   2. m and v once more, from the same stored moments, then stored as E4M3(m scale_m) and FP16(v scale_v) with the new
+//      scales. An FP16 master is stored as FP16(p scale_p).
+// Casts round to nearest even. Order of operations, fp32 constants and the scale rule are those of MS-AMP's adamw.cu
+// and meta.py, except that nothing is fused here (nvcc fuses as it likes), and that scales end at 2^126.
+#ifndef LLMC_MSAMP_H
+#define LLMC_MSAMP_H
+
+#include <math.h>
+
+#include "fp16.h"
+#include "fp8.h"
+
+#define MSAMP_LARGEST_EXPONENT 126  // the inverse of 2^126 is the smallest normal fp32 number
+
+// Returns the scale of a tensor, by MS-AMP's rule: 2^floor(log2(fp_max / amax)). `scale` is the scale so far: an amax
+// of zero or NaN keeps it, and an infinite amax inverts it. (MS-AMP inverts wherever the exponent is below zero, and
+// that of infinity is.) If amax is so small that the quotient is infinite, MS-AMP's scale is infinite, and zeros become
+// NaN. log2 is rounded to fp32, as in MS-AMP, so a quotient just below a power of two counts as one: the amax then
+// exceeds fp_max by less than one rounding, and saturates.
+HOST_DEVICE static inline float msamp_scale(float amax, float scale, float fp_max) {
+    const float exponent = floorf((float)log2((double)(fp_max / amax)));
+    float factor = scale;
+    if (amax > 0 && amax < INFINITY) {
+        const int power = (int)fminf(fabsf(exponent), MSAMP_LARGEST_EXPONENT);
+        factor = float_from_bits((uint32_t)(127 + power) << 23);
+    }
+    return exponent < 0 ? 1 / factor : factor;
+}
+
+// The numbers that all elements share in one optimizer step.
+typedef struct {
+    float beta1, one_minus_beta1, beta2, one_minus_beta2;
+    float step_size;   // lr / (1 - beta1^t)
+    float sqrt_bias2;  // sqrt(1 - beta2^t)
+    float eps;
+    float decay;  // 1 - lr * weight_decay, the factor for tensors with weight decay
+} MsampStep;
+
+// `step` is the optimizer step that is being taken, counted from 1. MS-AMP's kernel gets lr and betas in fp32.
+static inline MsampStep msamp_step(int64_t step, double lr, double beta1, double beta2, double eps,
+                                   double weight_decay) {
+    MsampStep s;
+    s.beta1 = (float)beta1, s.beta2 = (float)beta2;
+    s.one_minus_beta1 = 1 - s.beta1, s.one_minus_beta2 = 1 - s.beta2;
+    const float bias1 = (float)(1 - pow((double)s.beta1, (double)step)),
+                bias2 = (float)(1 - pow((double)s.beta2, (double)step));
+    s.step_size = (float)lr / bias1;
+    s.sqrt_bias2 = sqrtf(bias2);
+    s.eps = (float)eps;
+    s.decay = (float)(1 - lr * weight_decay);
+    return s;
+}
+
+// One number for each moment: its value, scale, scale_inv or amax.
+typedef struct {
+    float exp_avg, exp_avg_sq;
+} MsampPair;
+
+// Returns an element's new moments from the stored ones. `gradient` is already clipped.
+HOST_DEVICE static inline MsampPair msamp_moments(uint8_t exp_avg, fp16_bits exp_avg_sq, MsampPair scale_inv,
+                                                  float gradient, const MsampStep *s) {
+    const float m = float_product(s->beta1, fp8_to_float(exp_avg, FP8_E4M3)),
+                v = float_product(s->beta2, fp16_to_float(exp_avg_sq)), square = float_product(gradient, gradient);
+    MsampPair e;
+    e.exp_avg = float_product(m, scale_inv.exp_avg) + float_product(s->one_minus_beta1, gradient);
+    e.exp_avg_sq = float_product(v, scale_inv.exp_avg_sq) + float_product(s->one_minus_beta2, square);
+    return e;
+}
+
+// Returns an element's new weight from its new moments.
+HOST_DEVICE static inline float msamp_weight(float weight, MsampPair e, bool decay, const MsampStep *s) {
+    const float denominator = sqrtf(e.exp_avg_sq) / s->sqrt_bias2 + s->eps;
+    const float kept = decay ? float_product(weight, s->decay) : weight;
+    return kept - float_product(s->step_size, e.exp_avg / denominator);
+}
+
+#endif

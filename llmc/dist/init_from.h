@@ -1,0 +1,156 @@
+// Where a process learns its rank, the number of ranks, and how to reach the other ranks (--init-from).
+// mpirun and srun --mpi=pmix start MPI. Other launchers only set variables: then the ranks meet at a TCP address or
+// through a shared file (rendezvous.h).
+#ifndef LLMC_INIT_FROM_H
+#define LLMC_INIT_FROM_H
+
+#include "../base/file_io.h"
+
+#define INIT_TIMEOUT_SECONDS 300  // default of --init-timeout
+
+typedef enum { INIT_ONE, INIT_MPI, INIT_FILE, INIT_TCP } InitKind;
+
+typedef struct {
+    InitKind kind;  // INIT_ONE: a single rank
+    int64_t world, rank;
+    double timeout;             // seconds until all ranks must have come
+    char place[PATH_CAPACITY];  // INIT_FILE: the file; INIT_TCP: the host of rank 0
+    int port;                   // INIT_TCP
+    char job[64];               // tells apart the jobs of one cluster; "" if the launcher has no name for a job
+} InitFrom;
+
+// Returns the value of --NAME in the command line, the last one if there are several, or NULL. The options themselves
+// are read later, when errors can name the rank.
+static inline const char *init_argument(int argc, char **argv, const char *name) {
+    const size_t length = strlen(name);
+    const char *value = NULL;
+    for (int i = 1; i < argc; i++) {
+        const char *a = argv[i];
+        if (strncmp(a, "--", 2) || strncmp(a + 2, name, length)) continue;
+        if (a[2 + length] == '=') value = a + 3 + length;
+        else if (!a[2 + length] && i + 1 < argc) value = argv[++i];
+    }
+    return value;
+}
+
+// Reads a whole number in [low, high]. Returns false if the text is something else.
+static inline bool init_number(const char *text, int64_t low, int64_t high, int64_t *out) {
+    char *end;
+    errno = 0;
+    const long long n = strtoll(text, &end, 10);
+    *out = n;
+    return *text && !*end && !errno && n >= low && n <= high;
+}
+
+// Reads rank and number of ranks from two variables. Returns false if they are not set.
+static inline bool init_rank(InitFrom *init, const char *rank_name, const char *world_name) {
+    const char *rank = getenv(rank_name), *world = getenv(world_name);
+    if (!rank || !world) return false;
+    if (!init_number(world, 1, 1 << 20, &init->world) || !init_number(rank, 0, init->world - 1, &init->rank))
+        die_with(EXIT_USAGE,
+                 "%s is \"%s\" and %s is \"%s\": the rank must be a number from 0 to the number of ranks - 1",
+                 rank_name, rank, world_name, world);
+    return true;
+}
+
+// Writes the first host of a Slurm node list: "gpu[03-05,9]x,login" begins with gpu03x.
+static inline void init_first_host(const char *list, char *out, size_t capacity) {
+    size_t n = 0;
+    bool inside = false, first = true;
+    for (; *list && n + 1 < capacity; list++) {
+        if (*list == ',' && !inside) break;
+        if (*list == '[') inside = first = true;
+        else if (*list == ']') inside = false;
+        else if (inside && (*list == '-' || *list == ',')) first = false;
+        else if (!inside || first) out[n++] = *list;
+    }
+    out[n] = 0;
+}
+
+// Slurm's variables within a step (srun). A batch script has SLURM_PROCID too, but is no step.
+static inline bool init_in_slurm_step(void) { return getenv("SLURM_PROCID") && getenv("SLURM_STEP_NUM_TASKS"); }
+
+// A job that Slurm has requeued keeps its number.
+static inline void init_slurm_job(InitFrom *init) {
+    const char *job = getenv("SLURM_JOB_ID"), *step = getenv("SLURM_STEP_ID"), *starts = getenv("SLURM_RESTART_COUNT");
+    if (job && step)
+        format_checked(init->job, sizeof init->job, "slurm %.16s.%.12s.%.8s", job, step, starts ? starts : "0");
+}
+
+// Rank 0 is on the first node. Its port follows from the job and step, so that jobs that share a node have different
+// ones, below the ports that Linux hands out.
+static inline void init_slurm(InitFrom *init) {
+    const char *nodes = getenv("SLURM_STEP_NODELIST");
+    int64_t job = 0, step = 0;
+    if (!init_in_slurm_step() || !init_rank(init, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS") || !nodes)
+        die_with(EXIT_USAGE,
+                 "--init-from slurm: SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_STEP_NODELIST are not all "
+                 "set; start the ranks with srun");
+    init->kind = INIT_TCP;
+    init_first_host(nodes, init->place, sizeof init->place);
+    if (getenv("SLURM_JOB_ID")) init_number(getenv("SLURM_JOB_ID"), 0, INT64_MAX / 64, &job);
+    if (getenv("SLURM_STEP_ID")) init_number(getenv("SLURM_STEP_ID"), 0, 1 << 30, &step);
+    init->port = 15000 + (int)((job * 31 + step) % 16000);
+}
+
+// Rank and number of ranks from any launcher's variables: PyTorch's, Slurm's, Open MPI's, MPICH's.
+static inline void init_any_rank(InitFrom *init, const char *from) {
+    if (init_rank(init, "RANK", "WORLD_SIZE")) return;
+    if (init_in_slurm_step() && init_rank(init, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")) return;
+    if (init_rank(init, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE") || init_rank(init, "PMI_RANK", "PMI_SIZE"))
+        return;
+    die_with(EXIT_USAGE,
+             "--init-from %s: this process does not know its rank; set RANK and WORLD_SIZE in the environment of each "
+             "process (srun and mpirun set variables of their own)",
+             from);
+}
+
+// Reads "HOST:PORT"; an IPv6 address may stand in brackets.
+static inline void init_tcp(InitFrom *init, const char *from, const char *where) {
+    const char *colon = strrchr(where, ':');
+    int64_t port;
+    if (!colon || colon == where || !init_number(colon + 1, 1, 65535, &port))
+        die_with(EXIT_USAGE, "--init-from %s: must be tcp:HOST:PORT, with a port from 1 to 65535", from);
+    const bool brackets = *where == '[' && colon[-1] == ']';
+    init->kind = INIT_TCP, init->port = (int)port;
+    format_checked(init->place, sizeof init->place, "%.*s", (int)(colon - where) - 2 * brackets, where + brackets);
+}
+
+// The default: what the environment shows. PyTorch's variables count only if all four are set.
+static inline void init_from_environment(InitFrom *init) {
+    const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT");
+    char from[512];
+    if (getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMIX_RANK") || getenv("PMI_RANK")) init->kind = INIT_MPI;
+    else if (init_in_slurm_step()) init_slurm(init);
+    else if (address && port && init_rank(init, "RANK", "WORLD_SIZE")) {
+        format_checked(from, sizeof from, "%.400s:%.16s", address, port);
+        init_tcp(init, from, from);
+    }
+}
+
+// Returns how this process joins the run, from --init-from and --init-timeout in the command line and from the
+// environment. Dies with EXIT_USAGE if they do not say it.
+static inline InitFrom init_from(int argc, char **argv) {
+    const char *from = init_argument(argc, argv, "init-from"), *timeout = init_argument(argc, argv, "init-timeout");
+    int64_t seconds = INIT_TIMEOUT_SECONDS;
+    InitFrom init;
+    memset(&init, 0, sizeof init);
+    init.world = 1;
+    if (timeout && !init_number(timeout, 1, 86400, &seconds))
+        die_with(EXIT_USAGE, "--init-timeout %s: must be a number of seconds from 1 to 86400", timeout);
+    init.timeout = (double)seconds;
+    if (!from || strcmp(from, "auto") == 0) init_from_environment(&init);
+    else if (strcmp(from, "mpi") == 0) init.kind = INIT_MPI;
+    else if (strcmp(from, "slurm") == 0) init_slurm(&init);
+    else if (strncmp(from, "tcp:", 4) == 0) init_tcp(&init, from, from + 4), init_any_rank(&init, from);
+    else if (strncmp(from, "file:", 5) == 0 && from[5]) {
+        init.kind = INIT_FILE;
+        format_checked(init.place, sizeof init.place, "%s", from + 5);
+        init_any_rank(&init, from);
+    } else die_with(EXIT_USAGE, "--init-from %s: must be auto, mpi, slurm, file:PATH or tcp:HOST:PORT", from);
+    init_slurm_job(&init);
+    if (init.kind != INIT_MPI && init.world == 1) init.kind = INIT_ONE;
+    return init;
+}
+
+#endif

@@ -1,0 +1,384 @@
+// Collectives between ranks that mpirun did not start: a TCP connection between every two ranks, and a second one for
+// their watchers' messages (watch.h).
+// A collective sends its parts straight from rank to rank. Each part has a header, so ranks that are in different
+// collectives end with a clear error. If a rank ends with an error it tells all others, who then end without a message
+// of their own. If a connection breaks without such a notice, its rank was lost.
+#ifndef LLMC_MESH_H
+#define LLMC_MESH_H
+
+#include "rendezvous.h"
+
+#define MESH_SECONDS 60        // for all connections, after all ranks have come
+#define MESH_NOTICE_SECONDS 1  // within this time a notice arrives that another rank has ended with an error
+
+enum { MESH_ROW = 448 };  // bytes of a watcher's message
+
+typedef enum { MESH_MESSAGE_ROW, MESH_MESSAGE_PARTED, MESH_MESSAGE_ENDED } MeshMessageKind;
+
+typedef struct {
+    int32_t kind, code;  // code: exit status of MESH_MESSAGE_ENDED
+    char row[MESH_ROW];
+} MeshMessage;
+
+typedef struct {
+    int data, beats;  // connections; -1: this rank itself
+    char host[64];
+    MeshMessage in, out;      // the messages that are on their way on `beats`
+    int64_t received, sent;   // bytes of them; sent == sizeof out: nothing is waiting to be sent
+    bool fresh;               // `row` was not read yet
+    char row[MESH_ROW];       // its latest row
+    bool parted, gone, told;  // it sends no more rows; its connection is broken; it was told that this rank parts
+} MeshPeer;
+
+typedef struct {
+    int64_t world, rank;
+    MeshPeer *peers;        // [world]
+    pthread_mutex_t mutex;  // guards the messages, which the watcher and a dying thread read
+    bool ended;             // a rank has ended with an error
+    int code;               // and its exit status
+} Mesh;
+
+// Members of a group: rank `first` + i * `stride` is member i; `self` is this rank's i.
+typedef struct {
+    int64_t first, stride, size, self;
+} MeshGroup;
+
+// ---- messages of the watchers
+
+// Sends what is left of the message to a rank, as far as the connection takes it. Returns true once all of it is sent.
+static inline bool mesh_flush(MeshPeer *p) {
+    const int64_t n = socket_some(p->beats, true, (char *)&p->out + p->sent, (int64_t)sizeof p->out - p->sent);
+    if (n < 0) p->gone = true;
+    p->sent += n > 0 ? n : 0;
+    return p->gone || p->sent == (int64_t)sizeof p->out;
+}
+
+// Starts a message to a rank. The message before must be sent.
+static inline void mesh_post(MeshPeer *p, MeshMessageKind kind, int code, const void *row, int64_t bytes) {
+    memset(&p->out, 0, sizeof p->out);
+    p->out.kind = kind, p->out.code = code;
+    if (bytes) memcpy(p->out.row, row, (size_t)bytes);
+    p->sent = 0;
+    mesh_flush(p);
+}
+
+static inline void mesh_receive_from(Mesh *m, MeshPeer *p) {
+    while (!p->gone) {
+        const int64_t n =
+            socket_some(p->beats, false, (char *)&p->in + p->received, (int64_t)sizeof p->in - p->received);
+        if (n == 0) return;
+        if (n < 0) p->gone = true;
+        else p->received += n;
+        if (p->received < (int64_t)sizeof p->in) continue;
+        p->received = 0;
+        if (p->in.kind == MESH_MESSAGE_ROW) memcpy(p->row, p->in.row, MESH_ROW), p->fresh = true;
+        if (p->in.kind == MESH_MESSAGE_PARTED) p->parted = true;
+        if (p->in.kind == MESH_MESSAGE_ENDED) m->ended = true, m->code = p->in.code;
+    }
+}
+
+// Reads all messages that have arrived. Returns true if a rank has ended with an error; m->code is its exit status.
+static inline bool mesh_receive(Mesh *m) {
+    pthread_mutex_lock(&m->mutex);
+    for (int64_t r = 0; r < m->world; r++)
+        if (r != m->rank) mesh_receive_from(m, &m->peers[r]);
+    const bool ended = m->ended;
+    pthread_mutex_unlock(&m->mutex);
+    return ended;
+}
+
+static inline bool mesh_flush_to(Mesh *m, int64_t rank) {
+    pthread_mutex_lock(&m->mutex);
+    const bool sent = mesh_flush(&m->peers[rank]);
+    pthread_mutex_unlock(&m->mutex);
+    return sent;
+}
+
+// Sends a watcher's row to a rank. The message before must be sent.
+static inline void mesh_send_row(Mesh *m, int64_t rank, const void *row, int64_t bytes) {
+    pthread_mutex_lock(&m->mutex);
+    if (!m->peers[rank].gone) mesh_post(&m->peers[rank], MESH_MESSAGE_ROW, 0, row, bytes);
+    pthread_mutex_unlock(&m->mutex);
+}
+
+// Ends this process, with the status of a rank that has ended with an error and has printed the reason.
+__attribute__((noreturn)) static inline void mesh_follow(const Mesh *m) {
+    flush_stdout();
+    _exit(m->code);
+}
+
+// Copies a row that has arrived. Returns its rank, or -1 if there is none. Ends this process if another rank has ended
+// with an error.
+static inline int64_t mesh_take_row(Mesh *m, void *row, int64_t bytes) {
+    if (mesh_receive(m)) mesh_follow(m);
+    for (int64_t r = 0; r < m->world; r++) {
+        if (!m->peers[r].fresh) continue;
+        memcpy(row, m->peers[r].row, (size_t)bytes);
+        m->peers[r].fresh = false;
+        return r;
+    }
+    return -1;
+}
+
+// Returns a rank whose connection is broken, or -1. Ranks that have parted may close theirs.
+static inline int64_t mesh_gone(const Mesh *m) {
+    for (int64_t r = 0; r < m->world; r++)
+        if (m->peers[r].gone && !m->peers[r].parted) return r;
+    return -1;
+}
+
+// Tells all ranks that no rows follow. Returns true once all ranks have said so; until then it must be called again.
+static inline bool mesh_part(Mesh *m) {
+    bool parted = true;
+    if (mesh_receive(m)) mesh_follow(m);
+    pthread_mutex_lock(&m->mutex);
+    for (int64_t r = 0; r < m->world; r++) {
+        MeshPeer *p = &m->peers[r];
+        if (r == m->rank) continue;
+        const bool sent = mesh_flush(p);
+        if (sent && !p->told) mesh_post(p, MESH_MESSAGE_PARTED, 0, NULL, 0), p->told = true;
+        parted = parted && p->told && mesh_flush(p) && (p->parted || p->gone);
+    }
+    pthread_mutex_unlock(&m->mutex);
+    return parted;
+}
+
+// Tells all ranks that this one ends with an error, as far as their connections take it at once.
+static inline void mesh_end_all(Mesh *m, int code) {
+    pthread_mutex_lock(&m->mutex);
+    for (int64_t r = 0; r < m->world; r++) {
+        MeshPeer *p = &m->peers[r];
+        if (r == m->rank || p->gone) continue;
+        const double deadline = seconds_now() + MESH_NOTICE_SECONDS;
+        while (!mesh_flush(p) && socket_await(p->beats, POLLOUT, deadline)) continue;
+        if (p->sent == (int64_t)sizeof p->out) mesh_post(p, MESH_MESSAGE_ENDED, code, NULL, 0);
+    }
+    pthread_mutex_unlock(&m->mutex);
+}
+
+// Waits for a notice that another rank has ended with an error, and then ends this process with that status.
+static inline void mesh_await_notice(Mesh *m, double seconds) {
+    const double deadline = seconds_now() + seconds;
+    do {
+        if (mesh_receive(m)) mesh_follow(m);
+    } while (usleep(20000), seconds_now() < deadline);
+}
+
+// ---- collectives
+
+// Bytes that this rank sends to a member and receives from it. A negative number: not even a header.
+typedef struct {
+    const char *out;
+    char *in;
+    int64_t out_bytes, in_bytes;
+} MeshPart;
+
+typedef struct {
+    int64_t collective, bytes;  // a number that names the collective
+} MeshHeader;
+
+// The progress of one part: headers count as its first bytes.
+typedef struct {
+    MeshPeer *peer;
+    MeshHeader out_header, in_header;
+    int64_t sent, received;
+} MeshTransfer;
+
+// Ends the run: the connection to a rank is broken, or it is in another collective.
+__attribute__((noreturn)) static inline void mesh_lost(Mesh *m, const MeshPeer *p, const char *what, int error) {
+    mesh_await_notice(m, MESH_NOTICE_SECONDS);
+    const long long rank = p - m->peers;
+    if (error == ECONNRESET || error == EPIPE)
+        die_with(EXIT_LOST, "rank %lld on %s was killed or has crashed; this rank waits for it in %s", rank, p->host,
+                 what);
+    if (error)
+        die_with(EXIT_LOST, "rank %lld on %s cannot be reached any more (%s); this rank waits for it in %s", rank,
+                 p->host, strerror(error), what);
+    die("rank %lld on %s is in another collective than this rank, which is in %s", rank, p->host, what);
+}
+
+// Moves bytes of one direction of a part: the header, then the data. Returns false with errno if the connection breaks.
+static inline bool mesh_move(int fd, bool sends, MeshHeader *header, char *data, int64_t bytes, int64_t *moved) {
+    const int64_t head = (int64_t)sizeof *header;
+    while (*moved < head + bytes) {
+        char *at = *moved < head ? (char *)header + *moved : data + (*moved - head);
+        const int64_t left = *moved < head ? head - *moved : head + bytes - *moved;
+        const int64_t n = socket_some(fd, sends, at, min_i64(left, (int64_t)1 << 30));
+        if (n <= 0) return n == 0;
+        *moved += n;
+        if (!sends && *moved == head) return true;  // the caller checks the header
+    }
+    return true;
+}
+
+// Moves what it can of the part of one member. Returns the events that the part waits for; 0: it is whole.
+static inline short mesh_step(Mesh *m, MeshTransfer *t, const MeshPart *part, const char *what) {
+    const int64_t head = (int64_t)sizeof(MeshHeader);
+    const int fd = t->peer->data;
+    if (part->out_bytes >= 0 && !mesh_move(fd, true, &t->out_header, (char *)part->out, part->out_bytes, &t->sent))
+        mesh_lost(m, t->peer, what, errno);
+    for (int64_t before = -1; part->in_bytes >= 0 && t->received != before;) {
+        before = t->received;
+        if (!mesh_move(fd, false, &t->in_header, part->in, part->in_bytes, &t->received))
+            mesh_lost(m, t->peer, what, errno);
+        const bool other = t->in_header.collective != t->out_header.collective || t->in_header.bytes != part->in_bytes;
+        if (t->received >= head && other) mesh_lost(m, t->peer, what, 0);
+    }
+    return (short)((part->out_bytes >= 0 && t->sent < head + part->out_bytes ? POLLOUT : 0) |
+                   (part->in_bytes >= 0 && t->received < head + part->in_bytes ? POLLIN : 0));
+}
+
+// Sends and receives the parts of all members [size] at once. Dies if a rank is lost.
+static inline void mesh_exchange(Mesh *m, MeshGroup g, int64_t collective, const char *what, const MeshPart *parts) {
+    MeshTransfer *transfers = (MeshTransfer *)xcalloc((size_t)g.size, sizeof *transfers);
+    struct pollfd *polls = (struct pollfd *)xcalloc((size_t)g.size, sizeof *polls);
+    for (int64_t i = 0; i < g.size; i++) {
+        MeshTransfer *t = &transfers[i];
+        t->peer = &m->peers[g.first + i * g.stride];
+        t->out_header.collective = collective, t->out_header.bytes = parts[i].out_bytes;
+        polls[i].fd = i == g.self ? -1 : t->peer->data;
+        polls[i].events = POLLIN | POLLOUT;
+    }
+    for (bool waits = true; waits;) {
+        waits = false;
+        for (int64_t i = 0; i < g.size; i++) {
+            if (i == g.self || !polls[i].events) continue;
+            polls[i].events = mesh_step(m, &transfers[i], &parts[i], what);
+            if (!polls[i].events) polls[i].fd = -1;
+            waits = waits || polls[i].events;
+        }
+        if (waits && poll(polls, (nfds_t)g.size, -1) < 0 && errno != EINTR) die("poll: %s", strerror(errno));
+    }
+    free(polls);
+    free(transfers);
+}
+
+static inline MeshPart *mesh_parts(MeshGroup g) {
+    MeshPart *parts = (MeshPart *)xcalloc((size_t)g.size, sizeof *parts);
+    for (int64_t i = 0; i < g.size; i++) parts[i].out_bytes = parts[i].in_bytes = -1;
+    return parts;
+}
+
+// The collectives of comm.h. They return 0, as MPI's do; they die on failures.
+
+static inline int mesh_all_gather(Mesh *m, MeshGroup g, const void *part, void *all, int64_t bytes) {
+    MeshPart *parts = mesh_parts(g);
+    char *own = (char *)all + g.self * bytes;
+    if (bytes && part != own) memcpy(own, part, (size_t)bytes);
+    for (int64_t i = 0; i < g.size; i++) {
+        parts[i].out = own, parts[i].in = (char *)all + i * bytes;
+        parts[i].out_bytes = parts[i].in_bytes = bytes;
+    }
+    mesh_exchange(m, g, 1, "all-gather", parts);
+    free(parts);
+    return 0;
+}
+
+static inline int mesh_all_to_all(Mesh *m, MeshGroup g, const void *from, void *to, int64_t bytes) {
+    MeshPart *parts = mesh_parts(g);
+    memcpy((char *)to + g.self * bytes, (const char *)from + g.self * bytes, (size_t)bytes);
+    for (int64_t i = 0; i < g.size; i++) {
+        parts[i].out = (const char *)from + i * bytes, parts[i].in = (char *)to + i * bytes;
+        parts[i].out_bytes = parts[i].in_bytes = bytes;
+    }
+    mesh_exchange(m, g, 2, "all-to-all", parts);
+    free(parts);
+    return 0;
+}
+
+static inline int mesh_broadcast(Mesh *m, MeshGroup g, int64_t root, void *data, int64_t bytes) {
+    MeshPart *parts = mesh_parts(g);
+    for (int64_t i = 0; i < g.size; i++) {
+        parts[i].out = (const char *)data, parts[i].in = (char *)data;
+        if (g.self == root) parts[i].out_bytes = bytes;
+        else if (i == root) parts[i].in_bytes = bytes;
+    }
+    mesh_exchange(m, g, 3, "broadcast", parts);
+    free(parts);
+    return 0;
+}
+
+static inline int mesh_barrier(Mesh *m, MeshGroup g) {
+    MeshPart *parts = mesh_parts(g);
+    for (int64_t i = 0; i < g.size; i++) parts[i].out_bytes = parts[i].in_bytes = 0;
+    mesh_exchange(m, g, 4, "barrier", parts);
+    free(parts);
+    return 0;
+}
+
+// ---- start
+
+typedef struct {
+    Mesh *mesh;
+    const Meeting *meeting;
+    int64_t missing;  // connections of higher ranks
+} MeshDoor;
+
+// Takes a connection of a higher rank (DoorAdmits).
+static inline bool mesh_admit(void *context, int fd, const void *hello) {
+    MeshDoor *d = (MeshDoor *)context;
+    RankCard card;
+    memcpy(&card, hello, sizeof card);
+    const bool wanted = card_valid(&card) && strcmp(card.token, d->meeting->cards[0].token) == 0 &&
+                        card.rank > d->mesh->rank && card.rank < d->mesh->world &&
+                        (card.kind == CARD_DATA || card.kind == CARD_BEATS);
+    if (!wanted) return false;
+    int *slot = card.kind == CARD_DATA ? &d->mesh->peers[card.rank].data : &d->mesh->peers[card.rank].beats;
+    if (*slot >= 0) return false;
+    *slot = fd;
+    d->missing--;
+    return true;
+}
+
+// Opens a connection to a lower rank.
+static inline int mesh_connect(const Meeting *meeting, int64_t rank, CardKind kind) {
+    const RankCard *to = &meeting->cards[rank];
+    RankCard card = meeting->cards[meeting->init->rank];
+    Failure failure;
+    card.kind = kind;
+    format_checked(card.token, sizeof card.token, "%s", meeting->cards[0].token);
+    const int fd = socket_connect(to->address, to->port, &failure);
+    if (fd < 0) die_with(EXIT_LOST, "cannot connect to rank %lld on %s: %s", (long long)rank, to->host, failure.text);
+    if (!socket_all(fd, true, &card, sizeof card, seconds_now() + MESH_SECONDS))
+        die_with(EXIT_LOST, "cannot connect to rank %lld on %s: %s", (long long)rank, to->host, strerror(errno));
+    return fd;
+}
+
+// Waits for the connections of the higher ranks.
+static inline void mesh_accept(Mesh *m, const Meeting *meeting) {
+    MeshDoor context = {m, meeting, 2 * (m->world - 1 - m->rank)};
+    Door door;
+    memset(&door, 0, sizeof door);
+    door.listener = meeting->listener, door.hello_bytes = sizeof(RankCard);
+    door.admits = mesh_admit, door.context = &context;
+    const double deadline = seconds_now() + MESH_SECONDS;
+    while (context.missing && seconds_now() < deadline) door_serve(&door, 0.5);
+    door_close(&door);
+    for (int64_t r = m->rank + 1; r < m->world; r++)
+        if (m->peers[r].data < 0 || m->peers[r].beats < 0)
+            die_with(EXIT_LOST, "rank %lld on %s has not connected to this rank within %d s", (long long)r,
+                     m->peers[r].host, MESH_SECONDS);
+}
+
+// Returns the connections between all ranks of a meeting. Dies if one cannot be made.
+static inline Mesh *mesh_open(const Meeting *meeting) {
+    const InitFrom *init = meeting->init;
+    Mesh *m = (Mesh *)xcalloc(1, sizeof *m);
+    m->world = init->world, m->rank = init->rank;
+    m->peers = (MeshPeer *)xcalloc((size_t)m->world, sizeof *m->peers);
+    if (pthread_mutex_init(&m->mutex, NULL)) die("pthread_mutex_init failed");
+    for (int64_t r = 0; r < m->world; r++) {
+        MeshPeer *p = &m->peers[r];
+        p->data = p->beats = -1;
+        p->sent = (int64_t)sizeof p->out;
+        memcpy(p->host, meeting->cards[r].host, sizeof p->host);
+    }
+    for (int64_t r = 0; r < m->rank; r++) {
+        m->peers[r].data = mesh_connect(meeting, r, CARD_DATA);
+        m->peers[r].beats = mesh_connect(meeting, r, CARD_BEATS);
+    }
+    mesh_accept(m, meeting);
+    return m;
+}
+
+#endif

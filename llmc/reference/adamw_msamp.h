@@ -1,0 +1,72 @@
+// AdamW with MS-AMP's moments, and FP16 weights with a scale, in plain C, over (part of) one tensor.
+#ifndef LLMC_REFERENCE_ADAMW_MSAMP_H
+#define LLMC_REFERENCE_ADAMW_MSAMP_H
+
+#include "../base/msamp.h"
+#include "adamw_math.h"
+#include "rounding.h"
+
+// Returns a run's optimizer step `step`, counted from 0.
+static inline MsampStep msamp_step_of(const Options *o, int64_t step) {
+    return msamp_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay);
+}
+
+// The moments of n elements of one tensor.
+typedef struct {
+    uint8_t *exp_avg;       // [n] E4M3 codes
+    fp16_bits *exp_avg_sq;  // [n]
+} MsampArrays;
+
+static inline MsampPair msamp_scale_inv(MsampPair scale) {
+    const MsampPair inverse = {1 / scale.exp_avg, 1 / scale.exp_avg_sq};
+    return inverse;
+}
+
+// Pass 1: updates n weights, the first of which is element `first` of the flat array, and returns the amaxes of the new
+// moments. With bf16_weights the weights are bf16, rounded with the random bits of adamw_reference.
+static inline MsampPair adamw_msamp_weights(float *weights, MsampArrays moments, MsampPair scale,
+                                            const float *gradients, int64_t first, int64_t n, bool decay,
+                                            float gradient_factor, bool bf16_weights, const MsampStep *s,
+                                            const AdamwStep *rounding) {
+    const MsampPair scale_inv = msamp_scale_inv(scale);
+    float amax = 0, amax_sq = 0;
+    PARALLEL_MAX(amax, amax_sq)
+    for (int64_t i = 0; i < n; i++) {
+        const MsampPair e =
+            msamp_moments(moments.exp_avg[i], moments.exp_avg_sq[i], scale_inv, gradients[i] * gradient_factor, s);
+        const float weight = msamp_weight(weights[i], e, decay, s);
+        const uint32_t random = adamw_random(rounding, first + i).weight;
+        weights[i] = bf16_weights ? bf16_to_float(adamw_round(weight, random)) : weight;
+        amax = fmaxf(amax, fabsf(e.exp_avg)), amax_sq = fmaxf(amax_sq, e.exp_avg_sq);
+    }
+    const MsampPair amaxes = {amax, amax_sq};
+    return amaxes;
+}
+
+// Pass 2: computes the moments of n elements again and stores them with new scales, which are those of the whole
+// tensor.
+static inline void adamw_msamp_moments(MsampArrays moments, MsampPair scale, MsampPair new_scale,
+                                       const float *gradients, int64_t n, float gradient_factor, const MsampStep *s) {
+    const MsampPair scale_inv = msamp_scale_inv(scale);
+    PARALLEL_FOR
+    for (int64_t i = 0; i < n; i++) {
+        const MsampPair e =
+            msamp_moments(moments.exp_avg[i], moments.exp_avg_sq[i], scale_inv, gradients[i] * gradient_factor, s);
+        moments.exp_avg[i] = fp8_from_float(e.exp_avg * new_scale.exp_avg, FP8_E4M3);
+        moments.exp_avg_sq[i] = fp16_from_float(e.exp_avg_sq * new_scale.exp_avg_sq);
+    }
+}
+
+// Stores n weights as FP16 with a scale.
+static inline void fp16_weights_encode(fp16_bits *out, const float *weights, float scale, int64_t n) {
+    PARALLEL_FOR
+    for (int64_t i = 0; i < n; i++) out[i] = fp16_from_float(weights[i] * scale);
+}
+
+static inline void fp16_weights_decode(float *out, const fp16_bits *weights, float scale, int64_t n) {
+    const float scale_inv = 1 / scale;
+    PARALLEL_FOR
+    for (int64_t i = 0; i < n; i++) out[i] = fp16_to_float(weights[i]) * scale_inv;
+}
+
+#endif

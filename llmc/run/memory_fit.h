@@ -1,0 +1,149 @@
+// Says if a run fits its memory, and if not, which options would make it fit at the lowest price.
+#ifndef LLMC_MEMORY_FIT_H
+#define LLMC_MEMORY_FIT_H
+
+#include "../config/model_config.h"
+#include "../config/options.h"
+#include "../dist/comm.h"
+
+// Returns the bytes that a run with these options needs on one rank, outside the memory plan too. Called only before
+// the process ends: it need not free what it allocates.
+typedef int64_t (*MemoryNeeded)(const Options *o, const ModelConfig *m, const Comm *c);
+
+// A run that does not fit.
+typedef struct {
+    const Options *options;
+    const ModelConfig *model;
+    const Comm *comm;
+    MemoryNeeded needed;
+    int64_t available;  // bytes
+    bool ranks_help;    // true: more ranks have as much each
+} MemoryFit;
+
+enum { FIT_CHANGES = 6, FIT_MOST_RANKS = 1024 };
+
+// Changes one option to a value that takes less memory, and writes the option as a user gives it. False if the run has
+// it already, or cannot have it.
+static inline bool memory_fit_change(Options *o, const Comm *c, int change, char *words, size_t capacity) {
+    const bool fp32 = o->precision == PRECISION_FP32;
+    switch (change) {
+    case 0:
+        if (o->fp8_weight_cache == OFF) return false;
+        o->fp8_weight_cache = OFF;
+        return format_checked(words, capacity, " --fp8-weight-cache off"), true;
+    case 1:
+        if (c->world == 1 || o->sharding == SHARDING_FULL) return false;
+        o->sharding = SHARDING_FULL, o->shard_size = 0;
+        return format_checked(words, capacity, " --sharding full"), true;
+    case 2:
+        if (o->optimizer_state != MOMENTS_FP32 || fp32) return false;
+        o->optimizer_state = MOMENTS_BF16;
+        return format_checked(words, capacity, " --optimizer-state bf16"), true;
+    case 3:
+        if (options_bf16_weights(o) || fp32) return false;
+        o->master_weights = STORAGE_BF16;
+        return format_checked(words, capacity, " --master-weights bf16"), true;
+    case 4:
+        if (o->batch_size == 1) return false;
+        o->grad_accumulation_steps *= o->batch_size, o->batch_size = 1;
+        return format_checked(words, capacity, " --batch-size 1 --grad-accumulation-steps %lld",
+                              (long long)o->grad_accumulation_steps),
+               true;
+    default:
+        if (o->recompute == RECOMPUTE_LAYER) return false;
+        o->recompute = RECOMPUTE_LAYER;
+        return format_checked(words, capacity, " --recompute layer"), true;
+    }
+}
+
+// The cost of each change. `percent` is an estimate of the time that it adds to a step: an FP8 weight cache gains 0.7%
+// at most, batch 1 takes 28% more time than batch 4 (docs/RESULTS.md, llama3.1-8b), and --recompute layer runs the
+// forward pass again, a third of forward and backward. `price` orders the combinations. Fewer bytes of optimizer state
+// cost no time but change how weights are rounded, so they come after what changes no number.
+static const struct {
+    int price, percent;
+} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {2, 0}, {3, 0}, {28, 28}, {33, 33}};
+
+// Returns the bytes that a rank of `world` needs with these options.
+static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {
+    Comm c;
+    comm_assume(&c, world);
+    comm_split(&c, options_shard_group(o, world));
+    return f->needed(o, f->model, &c);
+}
+
+// A combination of changes.
+typedef struct {
+    char words[256];  // its options
+    int price, percent;
+    int64_t bytes;  // that the run then needs
+} MemoryCombination;
+
+// Applies the changes in `set`, a bit for each. False if one is not possible.
+static inline bool memory_fit_combine(const MemoryFit *f, int set, MemoryCombination *out) {
+    Options o = *f->options;
+    memset(out, 0, sizeof *out);
+    for (int i = 0; i < FIT_CHANGES; i++) {
+        const size_t used = strlen(out->words);
+        if (!(set >> i & 1)) continue;
+        if (!memory_fit_change(&o, f->comm, i, out->words + used, sizeof out->words - used)) return false;
+        out->price += memory_fit_costs[i].price, out->percent += memory_fit_costs[i].percent;
+    }
+    out->bytes = memory_fit_bytes(f, &o, f->comm->world);
+    return true;
+}
+
+// Returns the cheapest combination of changes that fits, else the one that needs least.
+static inline MemoryCombination memory_fit_search(const MemoryFit *f) {
+    MemoryCombination best, other;
+    memset(&best, 0, sizeof best);
+    best.bytes = INT64_MAX;
+    for (int set = 1; set < 1 << FIT_CHANGES; set++) {
+        if (!memory_fit_combine(f, set, &other)) continue;
+        const bool fits = other.bytes <= f->available, best_fits = best.bytes <= f->available;
+        if (fits && best_fits ? other.price < best.price : other.bytes < best.bytes) best = other;
+    }
+    return best;
+}
+
+// Returns the smallest number of ranks, above the run's, with which the run fits as it is; 0: none up to
+// FIT_MOST_RANKS.
+static inline int64_t memory_fit_ranks(const MemoryFit *f) {
+    for (int64_t world = 2; world <= FIT_MOST_RANKS; world *= 2) {
+        if (world <= f->comm->world || f->options->sharding == SHARDING_HYBRID || !f->ranks_help) continue;
+        if (memory_fit_bytes(f, f->options, world) <= f->available) return world;
+    }
+    return 0;
+}
+
+// Writes what would make the run fit.
+static inline void memory_fit_advice(const MemoryFit *f, char *out, size_t capacity) {
+    const double GiB = 1024.0 * 1024 * 1024;
+    const MemoryCombination best = memory_fit_search(f);
+    const int64_t ranks = memory_fit_ranks(f);
+    char longer[64] = "";
+    if (best.percent) format_checked(longer, sizeof longer, ", and a step takes about %d%% longer", best.percent);
+    if (best.bytes <= f->available)
+        format_checked(out, capacity, "with%s it needs %.1f GiB%s", best.words, (double)best.bytes / GiB, longer);
+    else if (best.bytes < INT64_MAX)
+        format_checked(out, capacity,
+                       "with%s it still needs %.1f GiB; use a shorter --sequence-length or a smaller model", best.words,
+                       (double)best.bytes / GiB);
+    else format_checked(out, capacity, "use a shorter --sequence-length or a smaller model");
+    const size_t used = strlen(out);
+    if (ranks)
+        format_checked(out + used, capacity - used, "; or use %lld ranks (mpirun -np %lld)", (long long)ranks,
+                       (long long)ranks);
+}
+
+// Dies unless the run, which needs `bytes`, fits. `limit` begins the sentence's end, such as "--memory-limit is".
+static inline void memory_fit_require(const MemoryFit *f, int64_t bytes, const char *limit) {
+    const double GiB = 1024.0 * 1024 * 1024;
+    char advice[768];
+    if (bytes <= f->available) return;
+    memory_fit_advice(f, advice, sizeof advice);
+    die_with(EXIT_MEMORY, "this run needs %.1f GiB of memory for each rank, and %s %.1f GiB; %s", (double)bytes / GiB,
+             limit, (double)f->available / GiB, advice);
+}
+
+#endif
