@@ -87,7 +87,7 @@ def parse(words):
         else:
             folders.append(word)
     if not folders:
-        fail("no folder is given; --help says which")
+        fail("no folder is given; --help says which folders can be given")
     return folders, out, use_wandb
 
 

@@ -1,5 +1,5 @@
-# Functions that start a trainer, sourced by sweep.sh, run_recipes.sh and run_common.sh. Those set `trainer` and, if it
-# is not plain mpirun, `mpirun`.
+# Functions that start a trainer, sourced by sweep.sh, run_recipes.sh and run_common.sh. They set `trainer` and, if the
+# command is not plain mpirun, `mpirun`.
 
 export LC_ALL=C  # with a decimal comma, awk, printf and sort -n would read and write other numbers
 

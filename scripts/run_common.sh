@@ -1,4 +1,4 @@
-# Sourced by scripts/run_MODEL.sh. Those set `model`, `tokenizer` (llama3 or qwen) and `options`, and call
+# Sourced by the scripts run_MODEL.sh. They set `model`, `tokenizer` (llama3 or qwen) and `options`, and call
 # run_until_done "$@". usage() describes the environment variables.
 
 . scripts/launch.sh

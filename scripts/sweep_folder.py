@@ -22,7 +22,7 @@ FIELDS = {
 }
 OPTIONS = dict.fromkeys(("num-steps", "grad-accumulation-steps", "batch-size", "sequence-length"), NUMBER)
 
-# First words of a run's result.
+# The kinds of a run. Its file `result` begins with one of them.
 KINDS = ("done", "memory", "unsupported", "failed", "skipped")
 
 

@@ -81,7 +81,7 @@ def parse(words):
 
 
 def number(option, text, kind=int, low=1):
-    """Returns the option's number. Dies if it is none, or below `low`."""
+    """Returns the option's number. Dies if the text is not a number or is below `low`."""
     try:
         value = kind(text)
     except ValueError:

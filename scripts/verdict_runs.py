@@ -81,7 +81,7 @@ class Run:
                                             pass_fds=[lock])  # if the verdict is killed, its runs keep the lock
 
     def end(self, status):
-        """Records how the run ended."""
+        """Sets the run's kind and seconds. Writes the file `result` if the run did not finish."""
         self.seconds, self.process = time.time() - self.started, None
         if finished_summary(self.folder, self.steps) and status == 0:
             self.kind = "done"

@@ -1,10 +1,10 @@
 """Statistics of the FP8 verdict: functions on arrays, without files or options. Needs scripts/setup_report.sh.
 
 A pair is a BF16 run and an FP8 run with equal seed, rounding seed, data and data order. Every difference is FP8 minus
-BF16, so a positive difference is a cost. Intervals are two-sided and hold 95%. Four questions are answered:
+BF16, so a positive difference is a cost. Intervals are two-sided, with 95% confidence. Four questions are answered:
 
 1. validation_difference: the difference in validation loss, from losses per sequence.
-   Seeds and sequences are two random factors that cross: every pair reads the same sequences. The variance of the mean
+   Seeds and sequences are two crossed random factors: every pair reads the same sequences. The variance of the mean
    is the sum of both parts, each estimated from its mean square in the two-way table (Cornfield and Tukey 1956), with
    Satterthwaite's degrees of freedom (1946). With two or three pairs this interval is too narrow if seeds dominate, so
    it is never narrower than the t-interval over the means of the pairs. Simulated over a grid of variances, that covers
@@ -12,8 +12,8 @@ BF16, so a positive difference is a cost. Intervals are two-sided and hold 95%. 
 
 2. training_difference: the difference in training loss over the last steps.
    With two pairs or more: the t-interval over the means of the pairs. It covers everything in which pairs differ:
-   initial weights, data order, rounding, and the noise of batches, however autocorrelated. With three pairs the factor
-   is 4.3 instead of 2. That is the price of three pairs; a bootstrap over three pairs would hide it, since it cannot
+   initial weights, data order, rounding, and the noise of batches, however autocorrelated. With three pairs the
+   t-factor is 4.3 instead of 2. That is the price of three pairs; a bootstrap over them would hide it, since it cannot
    draw a variance that three values do not show (Cameron, Gelbach and Miller 2008). In dev/test/test_verdict_stats.py
    the hierarchical bootstrap covers 73 to 97%, least where the noise of runs is above that of batches.
    With one pair: the moving-block bootstrap over steps (Kuensch 1989). It covers the noise of batches alone, and
@@ -70,7 +70,10 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class NoiseBand:
-    """Differences between BF16 runs: 95% of them are within +-half_width, which has the shape of one run's losses."""
+    """Differences between BF16 runs: 95% are within +-half_width, which has the shape of one run's losses.
+
+    If noise_band() got `pairs` above 1, this holds for means of so many differences.
+    """
     deviation: np.ndarray  # standard deviation of one run
     half_width: np.ndarray
     degrees: int
@@ -106,7 +109,7 @@ class Verdict:
 
 
 def _paired(bf16, fp8, what):
-    """Both as [pairs, n] in float64. ValueError if shapes differ or a value is not finite."""
+    """Returns both as [pairs, n] in float64. ValueError if shapes differ or a value is not finite."""
     bf16, fp8 = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (bf16, fp8))
     if bf16.shape != fp8.shape or bf16.ndim != 2 or bf16.size == 0:
         raise ValueError(f"{what}: BF16 has shape {bf16.shape}, FP8 {fp8.shape}; both need the same [pairs, n]")
@@ -164,7 +167,7 @@ def validation_difference(bf16, fp8):
 
 
 def block_length(series):
-    """The steps of a block in the moving-block bootstrap. series: [steps], or [steps, k] for the longest of k."""
+    """Returns the block length of the moving-block bootstrap, in steps: of [steps], or the longest of k columns."""
     steps = len(series)
     with np.errstate(all="ignore"):
         optimal = np.asarray(optimal_block_length(series)["circular"], dtype=np.float64)
@@ -239,7 +242,7 @@ def noise_band(losses, groups, pairs=1):
         squares = squares + ((runs - runs.mean(axis=0))**2).sum(axis=0)
         degrees += len(runs) - 1
     if degrees == 0:
-        raise ValueError("noise band: no two BF16 runs differ in noise alone")
+        raise ValueError("noise band: no group has two BF16 runs")
     deviation = np.sqrt(squares / degrees)
     return NoiseBand(deviation, _t_factor(degrees) * deviation * math.sqrt(2 / pairs), degrees)
 
@@ -273,7 +276,7 @@ def _match(curves, steps):
 
 
 def _time_until(cost, step):
-    """The time that the first `step` steps took. cost: [steps], of each step; step may be a fraction."""
+    """The time that the first `step` steps took. cost: [steps], of each step; step need not be a whole number."""
     return float(np.interp(step, np.arange(len(cost) + 1), np.concatenate([[0.0], np.cumsum(cost)])))
 
 
@@ -315,9 +318,9 @@ def _speedup_error(losses, costs, design, seed):
 
 
 def loss_matched_speedup(bf16, fp8, bf16_seconds, fp8_seconds, share=0.75, seed=0):
-    """Speed-up at equal loss. All are [pairs, steps]: losses, and the seconds (or joules) that each step took.
+    """Speed-up at equal loss. bf16, fp8: losses [pairs, steps]; the others: seconds or joules of these steps.
 
-    share: the last part of the steps, to which parabolas are fitted; seed: the bootstrap's, which one pair needs.
+    share: parabolas are fitted to this share of the steps, at the end; seed: the bootstrap's, which one pair needs.
     """
     losses = np.stack(_paired(bf16, fp8, "training losses"), axis=2)                    # [pairs, steps, 2]
     costs = np.stack(_paired(bf16_seconds, fp8_seconds, "seconds of steps"), axis=1)    # [pairs, 2, steps]

@@ -420,6 +420,38 @@ static void test_blocks(ModelFamily family, int precision, int recompute, int ma
     trainer_free(&t);
 }
 
+// Weights with a loaded scale become FP16 with that scale, also if their amax, 2047/2048 of a power of two, would give
+// one that is twice as large. Weights without one get the scale of their amax.
+static void test_fp16_masters(void) {
+    ModelConfig m = odd_model(FAMILY_LLAMA);
+    Options o = small_options(PRECISION_BF16, 1, 8);
+    o.master_weights = STORAGE_FP16;
+    Trainer t;
+    trainer_create(&t, &o, &m);
+    const float largest = 32752 * 0x1p-10f, scale = 0x1p10f;
+    const int64_t first = t.table.entries[0].offset;
+    float read[2] = {0, 0};
+    initialize(&t);
+    state_write(&t, STATE_WEIGHTS, first + 1, 1, &largest);
+    state_write(&t, STATE_MASTER_SCALE, 0, 1, &scale);
+    weights_changed(&t);
+    state_read(&t, STATE_WEIGHTS, first, 2, read);
+    CHECK(*tensor_scale(&t, STATE_MASTER_SCALE, 0) == scale && t.params.fp16_master[first + 1] == 0x77ff &&
+              read[1] == largest,
+          "scale %g, code %04x, value %g", (double)*tensor_scale(&t, STATE_MASTER_SCALE, 0),
+          t.params.fp16_master[first + 1], (double)read[1]);
+    CHECK(t.params.weights[first] == bf16_round(read[0]) && t.params.weights[first + 1] == bf16_round(largest),
+          "the model computes with the masters, rounded to bf16");
+    for (int64_t i = 1; i < t.table.count; i++) {
+        const Parameter *p = &t.table.entries[i];
+        float amax = 0;
+        for (int64_t k = 0; k < parameter_elements(p); k++)
+            amax = fmaxf(amax, fabsf(fp16_to_float(t.params.fp16_master[p->offset + k])));
+        CHECK(amax >= 32752 && amax <= 65504, "%s: the largest FP16 is %g", p->name, (double)amax);
+    }
+    trainer_free(&t);
+}
+
 // The squares of gradients overflow: no such step is taken, so every weight and moment stays finite.
 static void test_overflow(int precision) {
     Options o = small_options(precision, 2, 16);
@@ -1064,6 +1096,7 @@ int main(int argc, char **argv) {
                     i == 0   ? STORAGE_FP32
                     : i == 1 ? STORAGE_BF16
                              : STORAGE_FP16);
+    test_fp16_masters();
     test_overflow(PRECISION_FP32);
     if (!SANITIZED) test_overflow(PRECISION_BF16);
     test_resume("bf16", "bf16");

@@ -108,7 +108,7 @@ def test_noise_band():
     curves = vs.noise_band([[1.0, 5.0], [3.0, 5.0]], ["all", "all"])
     check(curves.half_width.shape == (2,) and curves.half_width[1] == 0,
           f"a noise band of curves has a value for each step: {curves}")
-    refuses("no two BF16 runs", vs.noise_band, [1.0, 2.0], [42, 43])
+    refuses("no group has two BF16 runs", vs.noise_band, [1.0, 2.0], [42, 43])
     refuses("finite loss and a group", vs.noise_band, [1.0, math.nan], [42, 42])
     refuses("finite loss and a group", vs.noise_band, [1.0, 2.0], [42])
 

@@ -126,8 +126,8 @@ enum { FREE, MUST_MATCH };
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, "AdamW's largest learning rate") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, \
-         "learning rate after warm-up; cosine and linear fall to 0; wsd is constant, then falls linearly to 0 in the " \
-         "last fifth of the steps") \
+         "learning rate after warm-up; cosine and linear fall, and reach 0 one step after the last; wsd is constant, " \
+         "then falls linearly in the last fifth of the steps, to 0 one step after the last") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, \
          "steps in which the learning rate grows linearly from 0") \
     REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled weight decay, of matrices only") \

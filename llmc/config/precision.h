@@ -109,8 +109,8 @@ static inline void filter_apply(Precision *p, const char *filter) {
 }
 
 // Decides the precision of every linear layer. `filter`: --fp8-filter, or the filter that auto has found; "auto" itself
-// filters nothing. has_fast_accum: true if the
-// trainer's GEMMs have fast accumulation. Dies if the filter is not understood. The caller frees with precision_free.
+// filters nothing. has_fast_accum: true if the trainer's GEMMs have fast accumulation. Dies if the filter is not
+// understood. The caller frees with precision_free.
 static inline Precision precision_plan(const Options *o, const char *filter, const ModelConfig *m,
                                        const ParameterTable *t, bool has_fast_accum) {
     Precision p;
