@@ -14,8 +14,9 @@
 //   - zeros stay zeros, and do not count for the min; COAT's min counts some of them, by their place in the warp;
 //   - a group whose max is below 2^-100 becomes zero. There AdamW's eps decides.
 //
-// No pow is computed per value: a power differs between a CPU and a GPU. Tables hold, for each k, the magnitudes that
-// codes stand for and those at which rounding moves to the next code. Comparisons with them decide.
+// A power differs between a CPU and a GPU. So tables hold, for each k, the magnitudes that codes stand for and those at
+// which rounding moves to the next code. Where a computed power is too near to such a magnitude, comparisons with them
+// decide: both compute the same code.
 #ifndef LLMC_COAT_H
 #define LLMC_COAT_H
 
@@ -51,11 +52,31 @@ static inline void coat_tables_fill(CoatTables *t) {
     }
 }
 
+// log2 and 2^x, for guesses that are checked. The GPU's instructions have errors below 2^-22.
+HOST_DEVICE static inline float coat_log2(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return log2f(x);
+#endif
+}
+HOST_DEVICE static inline float coat_exp2(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+
 // Returns the word of a group whose largest magnitude is `largest` and whose smallest above zero is `smallest`.
 HOST_DEVICE static inline uint32_t coat_word(const CoatTables *t, float largest, float smallest) {
     if (!(largest >= COAT_SMALLEST)) return 0;
     const uint32_t max = (float_bits(largest) + 255) & ~255u;
-    const float range = float_from_bits(max) / smallest, bits = log2f(range);
+    const float range = float_from_bits(max) / smallest, bits = coat_log2(range);
     int power = bits > 1.1f ? (int)((float)COAT_SPAN * 16 / bits) : COAT_POWERS - 1;
     while (power < COAT_POWERS - 1 && range <= t->range[power + 1]) power++;
     while (range > t->range[power]) power--;  // range[0] is infinite
@@ -70,16 +91,24 @@ HOST_DEVICE static inline float coat_decode(const CoatTables *t, uint32_t word, 
     return code & 0x80 ? -magnitude : magnitude;
 }
 
-// Returns about the code of |x| / max = part, in a group whose word has the lowest bits `power`.
-HOST_DEVICE static inline int coat_guess(int power, float part) {
-    const float k = (float)(power + 1) * 0.0625f;
-#ifdef __CUDA_ARCH__
-    const float y = 448 * exp2f(__log2f(part) * k);
-#else
-    const float y = 448 * exp2f(log2f(part) * k);
-#endif
-    // E4M3 of y: above its subnormal numbers, the exponent and 3 bits of the mantissa.
-    return y >= 0x1p-6f ? (int)((float_bits(y) + 0x80000u) >> 20) - 960 : (int)(y * 512 + 0.5f);
+// The code of y = 448 (|x| / max)^k as computed, and whether the exact y is sure to have it.
+typedef struct {
+    int code;
+    bool sure;
+} CoatGuess;
+
+// Guesses the code of |x| / max = part, in a group whose word has the lowest bits `power`: the nearest, or, with
+// `down`, the largest that is at most y. The exponent of y is below 18, so y is off by less than 2^-17 of itself. A
+// guess is sure if y is further than 2^-14 from the next place at which the code changes.
+HOST_DEVICE static inline CoatGuess coat_guess(int power, float part, bool down) {
+    const float k = (float)(power + 1) * 0.0625f, y = 448 * coat_exp2(coat_log2(part) * k);
+    // Adding 2^-6 to a y that is subnormal in E4M3 gives it the spacing of codes in fp32's exponent -6, 8 codes up.
+    const bool subnormal = y < 0x1p-6f;
+    const uint32_t half = down ? 0 : 0x80000u, margin = 512;
+    const uint32_t place = float_bits(subnormal ? y + 0x1p-6f : y) + half;
+    const CoatGuess guess = {(int)(place >> 20) - (subnormal ? 968 : 960),
+                             y > 0 && y <= 448 && ((place + margin) & 0xfffffu) >= 2 * margin};
+    return guess;
 }
 
 // Returns the largest code whose entry in `row`, which rises to infinity, is at most x.
@@ -99,7 +128,9 @@ HOST_DEVICE static inline uint8_t coat_encode(const CoatTables *t, uint32_t word
     const int power = (int)(word & 255);
     const float part = float_product(float_from_bits(bits & 0x7fffffffu), inverse_max);
     if (!(bits & 0x7fffffffu)) return 0;
-    int code = coat_find(stochastic ? t->value[power] : t->threshold[power], coat_guess(power, part), part);
+    const CoatGuess guess = coat_guess(power, part, stochastic);
+    int code = guess.code;
+    if (!guess.sure) code = coat_find(stochastic ? t->value[power] : t->threshold[power], code, part);
     if (stochastic && code < COAT_CODES - 1) {
         const float below = t->value[power][code], gap = t->value[power][code + 1] - below;
         code += part - below > float_product(gap, (float)(random >> 16) * 0x1p-16f);

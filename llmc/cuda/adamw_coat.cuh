@@ -16,10 +16,13 @@ __device__ static inline void coat_load(float out[8], const CoatTables *t, const
     for (int j = 0; j < 8; j++) out[j] = coat_decode(t, word, (uint8_t)((j < 4 ? c.x : c.y) >> 8 * (j % 4)));
 }
 
-// Encodes 8 values and stores codes and the group's word. random: rounding bits of each value, for stochastic rounding.
-// All threads of the group call it; they have read the old word before one of them writes the new one.
-__device__ static inline void coat_store(const AdamwCoat &coat, void *codes, uint32_t *word, uint32_t i,
-                                         const float x[8], const uint32_t random[8]) {
+// The largest magnitude of a group and the smallest above zero, as bits.
+typedef struct {
+    uint32_t largest, smallest;
+} CoatExtremes;
+
+// Returns the extremes of a group of which this thread has 8 values. All threads of the group call it.
+__device__ static inline CoatExtremes coat_extremes(const float x[8]) {
     uint32_t largest = 0, smallest = UINT32_MAX;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -27,19 +30,41 @@ __device__ static inline void coat_store(const AdamwCoat &coat, void *codes, uin
         largest = max(largest, magnitude);
         smallest = min(smallest, magnitude - 1);  // 0 becomes the largest number: zeros do not count
     }
-    largest = __reduce_max_sync(coat_threads(), largest);
-    smallest = __reduce_min_sync(coat_threads(), smallest) + 1;
-    const uint32_t w = coat_word(coat.tables, float_from_bits(largest), float_from_bits(smallest));
-    const float inverse = 1 / coat_max(w);
+    const CoatExtremes e = {__reduce_max_sync(coat_threads(), largest),
+                            __reduce_min_sync(coat_threads(), smallest) + 1};
+    return e;
+}
+
+// Encodes 8 values and stores their codes, in a group with this word. random: rounding bits of each value, for
+// stochastic rounding.
+__device__ static inline void coat_store(const AdamwCoat &coat, void *codes, uint32_t word, float inverse_max,
+                                         uint32_t i, const float x[8], const uint32_t random[8]) {
     uint2 c = {0, 0};
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const uint32_t code = w ? coat_encode(coat.tables, w, inverse, x[j], coat.stochastic, random[j]) : 0;
+        const uint32_t code = coat_encode(coat.tables, word, inverse_max, x[j], coat.stochastic, random[j]);
         if (j < 4) c.x |= code << 8 * (j % 4);
         else c.y |= code << 8 * (j % 4);
     }
+    if (word == 0) c.x = c.y = 0;
     *(uint2 *)((uint8_t *)codes + i) = c;
-    if (threadIdx.x % 16 == 0) *word = w;
+}
+
+// Encodes and stores both moments of 8 elements, and the words of their groups. All threads of the group call it; they
+// have read the old words. Half of them compute the word of exp_avg, half that of exp_avg_sq.
+__device__ static inline void coat_store_moments(const AdamwArrays &a, uint32_t i, const float m[8], const float v[8],
+                                                 const uint32_t m_random[8], const uint32_t v_random[8]) {
+    const AdamwCoat &coat = a.coat;
+    const CoatExtremes of_m = coat_extremes(m), of_v = coat_extremes(v);
+    const bool second = threadIdx.x & 8;
+    const uint32_t word = coat_word(coat.tables, float_from_bits(second ? of_v.largest : of_m.largest),
+                                    float_from_bits(second ? of_v.smallest : of_m.smallest));
+    const float inverse_max = 1 / coat_max(word);
+    if (threadIdx.x % 8 == 0) (second ? coat.exp_avg_sq_groups : coat.exp_avg_groups)[i / COAT_GROUP] = word;
+    coat_store(coat, a.exp_avg, __shfl_sync(coat_threads(), word, 0, 16),
+               __shfl_sync(coat_threads(), inverse_max, 0, 16), i, m, m_random);
+    coat_store(coat, a.exp_avg_sq, __shfl_sync(coat_threads(), word, 8, 16),
+               __shfl_sync(coat_threads(), inverse_max, 8, 16), i, v, v_random);
 }
 
 // Recomputes the weights of 8 elements by adamw_update, where adamw_update_fast may not be exact. The moments are still
@@ -74,8 +99,7 @@ __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint
     float w[8], m[8], v[8], g[8], new_m[8], new_v[8], denominators[8];
     uint32_t w_sum[8], m_random[8], v_random[8];
     if (c.skipped) return amax_update(largest, bf16x8_load(a.weights + i));
-    uint32_t *m_group = a.coat.exp_avg_groups + i / COAT_GROUP, *v_group = a.coat.exp_avg_sq_groups + i / COAT_GROUP;
-    const uint32_t m_word = *m_group, v_word = *v_group;
+    const uint32_t m_word = a.coat.exp_avg_groups[i / COAT_GROUP], v_word = a.coat.exp_avg_sq_groups[i / COAT_GROUP];
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
     adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
     coat_load(m, a.coat.tables, a.exp_avg, m_word, i);
@@ -101,8 +125,7 @@ __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint
         if (MASTER) adamw_store_fp32(a.master, i, w);
         bf16x8_store(a.weights + i, weights);
     }
-    coat_store(a.coat, a.exp_avg, m_group, i, new_m, m_random);
-    coat_store(a.coat, a.exp_avg_sq, v_group, i, new_v, v_random);
+    coat_store_moments(a, i, new_m, new_v, m_random, v_random);
     return joined;
 }
 
