@@ -121,12 +121,12 @@ typedef struct {
     float *master;                     // master weights, which the optimizer updates
     fp16_bits *fp16_master;            // FP16 masters, else NULL
     float *weights;                    // weights that the model computes with: master, or its bf16 rounding
-    float *gradients;                  // summed over the micro-steps so far
+    float *gradients;                  // summed over the micro-steps so far (gradients_at)
     float *exp_avg, *exp_avg_sq;       // moments; NULL if they are FP8
     CoatMoment coat_avg, coat_avg_sq;  // COAT's moments, else NULL
     MsampArrays msamp;                 // MS-AMP's moments, else NULL
     float *scales;                     // scales of MS-AMP's moments and FP16 masters (tensor_scale), else NULL
-    uint32_t *amaxes;                  // fp32 bits, in the order of `scales`
+    uint32_t *amaxes;                  // fp32 bits of their amaxes (tensor_amax)
 } Params;
 
 // The number of arrays that have a scale for each parameter: both moments of MS-AMP, and FP16 masters.
@@ -180,6 +180,9 @@ typedef struct {
     Batch batch;           // the current micro-step's
     bool training;         // true in a micro-step: casts write scales.amax, and norms bad_norm
     int64_t bad_norm;      // the first norm of this step whose input was not finite (nonfinite.h)
+    int64_t step;          // the current optimizer step, counted from 0
+    double squares;        // with --optimizer-in-backward: the sum of squares of the gradients so far
+    NonfiniteStep large;   // with --optimizer-in-backward: the large gradients found so far
     StepRecord last_step;  // the latest step
     void *memory;          // the arena
     int64_t memory_bytes;
@@ -194,6 +197,16 @@ static CoatMoment take_coat(Arena *a, int64_t n) {
     return moment;
 }
 
+// Returns where unit l's part of params.gradients begins. With --optimizer-in-backward all layers share one place.
+static int64_t gradients_begin(const Trainer *t, int64_t l) {
+    return shard_begin(&t->plan, l == ROOT || !t->o->optimizer_in_backward ? l : 0);
+}
+
+// Returns the gradient of element `shard` of the flat shard arrays, which is in unit l.
+static float *gradients_at(const Trainer *t, int64_t l, int64_t shard) {
+    return t->params.gradients + gradients_begin(t, l) + shard - shard_begin(&t->plan, l);
+}
+
 static void place_parameters(Trainer *t, Arena *a) {
     const bool copy = t->rounding != ROUND_NONE && t->o->master_weights == STORAGE_FP32,
                fp16 = t->o->master_weights == STORAGE_FP16;
@@ -203,7 +216,7 @@ static void place_parameters(Trainer *t, Arena *a) {
     p->weights = copy ? take(a, t->plan.total) : p->master;
     p->fp16_master = fp16 ? (fp16_bits *)arena_take(a, t->plan.total * (int64_t)sizeof(fp16_bits)) : NULL;
     arena_group(a, "gradients");
-    p->gradients = take(a, t->plan.total);
+    p->gradients = take(a, t->o->optimizer_in_backward ? shard_begin(&t->plan, 1) : t->plan.total);
     arena_group(a, "optimizer state");
     if (options_coat(t->o)) {
         p->coat_avg = take_coat(a, t->plan.total), p->coat_avg_sq = take_coat(a, t->plan.total);
@@ -358,7 +371,7 @@ static float *tensor_scale(const Trainer *t, StateKind kind, int64_t i) {
 }
 
 static uint32_t *tensor_amax(const Trainer *t, StateKind kind, int64_t i) {
-    return &t->params.amaxes[(kind - STATE_EXP_AVG_SCALE) * t->table.count + i];
+    return &t->params.amaxes[i * TENSOR_SCALES + (kind - STATE_EXP_AVG_SCALE)];
 }
 
 static void trainer_allocate(Trainer *t) {
@@ -421,7 +434,7 @@ static void reshard(Trainer *t, int64_t l) { (void)t, (void)l; }
 
 // Returns where the backward pass writes the gradients of the root or of layer l.
 static float *unit_gradients(const Trainer *t, int64_t l) {
-    if (!t->units.buffered) return t->params.gradients + layer_offset(&t->table, l);
+    if (!t->units.buffered) return t->params.gradients + gradients_begin(t, l);
     return l == ROOT ? t->units.root_gradients : t->units.layer_gradients;
 }
 
@@ -513,16 +526,16 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
             from = received;
         }
         sum.flat = g.flat + t->plan.shard_rank * g.slice;
-        gradient_sum_reference(t->params.gradients + g.shard, from, 0, g.slice, t->units.fp32_sums, &sum);
+        gradient_sum_reference(gradients_at(t, l, g.shard), from, 0, g.slice, t->units.fp32_sums, &sum);
     }
 }
 
-// Replaces params.gradients by their mean over the replicas, after the last micro-step.
-static void reduce_replicas(Trainer *t) {
+// Replaces n gradients by their mean over the replicas, after the last micro-step.
+static void reduce_replicas(Trainer *t, float *gradients, int64_t count) {
     const int64_t replicas = t->comm->replicas;
-    float *gradients = t->params.gradients, *received = t->units.received;
-    for (int64_t first = 0; replicas > 1 && first < t->plan.total; first += REPLICA_CHUNK) {
-        const int64_t n = min_i64(REPLICA_CHUNK, t->plan.total - first);
+    float *received = t->units.received;
+    for (int64_t first = 0; replicas > 1 && first < count; first += REPLICA_CHUNK) {
+        const int64_t n = min_i64(REPLICA_CHUNK, count - first);
         comm_all_gather(t->comm, COMM_REPLICAS, gradients + first, received, n * (int64_t)sizeof(float));
         for (int64_t i = 0; i < n; i++) {
             const float mean = rank_mean(received, replicas, n, i);
@@ -531,9 +544,9 @@ static void reduce_replicas(Trainer *t) {
     }
 }
 
-// Returns the norm of the whole model's gradient. Each rank of the shard group holds a part of it.
-static double gradient_norm(const Trainer *t) {
-    const double norm = global_norm(t->params.gradients, t->plan.total);
+// Returns the norm of n gradients of this rank and as many of each other rank of the shard group.
+static double gradient_norm(const Trainer *t, const float *gradients, int64_t n) {
+    const double norm = global_norm(gradients, n);
     double squares = norm * norm;
     if (t->plan.shard_size == 1) return norm;
     comm_sum(t->comm, COMM_SHARD, &squares, 1);
@@ -799,21 +812,6 @@ static void embedding_backward(Trainer *t, const Batch *batch) {
                                  t->m.tie_word_embeddings, t->rounding);
 }
 
-// Computes the gradients of (sum of the rows' losses) * grad_scale and adds their mean over the shard group to
-// params.gradients, by units.sum.
-static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
-    model_forward(t, batch);
-    loss_forward_backward(t, batch, grad_scale);
-    for (int64_t l = t->d.L - 1; l >= 0; l--) {
-        unshard(t, l, true);
-        layer_backward(t, l);
-        reshard(t, l);
-        reduce_scatter_gradients(t, l);
-    }
-    embedding_backward(t, batch);
-    reduce_scatter_gradients(t, ROOT);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights and optimizer
 
@@ -853,30 +851,30 @@ static void weights_quantize(Trainer *t) {
     }
 }
 
-// Fills params.master with the values of the FP16 masters.
-static void masters_decode(Trainer *t) {
-    for (int64_t i = 0; i < t->table.count; i++) {
+// Fills params.master with the values of the FP16 masters, for entries [begin, end) of the parameter table.
+static void masters_decode(Trainer *t, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
         fp16_weights_decode(t->params.master + r.shard, t->params.fp16_master + r.shard,
                             *tensor_scale(t, STATE_MASTER_SCALE, i), r.count);
     }
 }
 
-// Finds the amaxes of whole tensors by one reduction over the shard group. This rank's amaxes of moments are in
-// params.amaxes already; those of FP16 masters follow from params.master.
-static void reduce_tensor_amaxes(Trainer *t) {
-    for (int64_t i = 0; t->params.fp16_master && i < t->table.count; i++) {
+// Finds the amaxes of whole tensors, entries [begin, end) of the parameter table, by one reduction over the shard
+// group. This rank's amaxes of moments are in params.amaxes already; those of FP16 masters follow from params.master.
+static void reduce_tensor_amaxes(Trainer *t, int64_t begin, int64_t end) {
+    for (int64_t i = begin; t->params.fp16_master && i < end; i++) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
         *tensor_amax(t, STATE_MASTER_SCALE, i) =
             quantize_tensor_amax(t->params.master + r.shard, r.count, SCALE_TORCHAO);
     }
-    comm_max_u32(t->comm, COMM_SHARD, t->params.amaxes, TENSOR_SCALES * t->table.count);
+    comm_max_u32(t->comm, COMM_SHARD, t->params.amaxes + begin * TENSOR_SCALES, TENSOR_SCALES * (end - begin));
 }
 
-// Stores params.master, whose amaxes are known, as the FP16 masters. With `keep`, scales that were loaded from a
-// checkpoint stay; others are 0.
-static void masters_encode(Trainer *t, bool keep) {
-    for (int64_t i = 0; i < t->table.count; i++) {
+// Stores params.master, whose amaxes are known, as the FP16 masters, for entries [begin, end) of the parameter table.
+// With `keep`, scales that were loaded from a checkpoint stay; others are 0.
+static void masters_encode(Trainer *t, int64_t begin, int64_t end, bool keep) {
+    for (int64_t i = begin; i < end; i++) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
         const float amax = float_from_bits(*tensor_amax(t, STATE_MASTER_SCALE, i));
         float *scale = tensor_scale(t, STATE_MASTER_SCALE, i);
@@ -889,7 +887,7 @@ static void masters_encode(Trainer *t, bool keep) {
 // Called when the master weights have changed: rounds the weights from them, and invalidates all gathered weights.
 static void weights_refresh(Trainer *t) {
     const bool copy = t->params.weights != t->params.master;
-    if (t->params.fp16_master) masters_decode(t);
+    if (t->params.fp16_master) masters_decode(t, 0, t->table.count);
     if (copy) memcpy(t->params.weights, t->params.master, (size_t)t->plan.total * sizeof(float));
     if (copy || t->params.fp16_master) round_array(t->params.weights, t->plan.total, t->rounding);
     t->units.root_held = false;
@@ -953,7 +951,7 @@ static void msamp_update(Trainer *t, int64_t i, float factor, const MsampStep *s
     const Parameter *p = &t->table.entries[i];
     const ShardRange r = shard_parameter(&t->table, &t->plan, p);
     const MsampPair amax = adamw_msamp_weights(
-        all->master + r.shard, msamp_from(all->msamp, r.shard), moment_scales(t, i), all->gradients + r.shard,
+        all->master + r.shard, msamp_from(all->msamp, r.shard), moment_scales(t, i), gradients_at(t, p->layer, r.shard),
         p->offset + r.first, r.count, p->flags & PARAM_DECAY, factor, options_bf16_weights(t->o), s, rounding);
     *tensor_amax(t, STATE_EXP_AVG_SCALE, i) = float_bits(amax.exp_avg);
     *tensor_amax(t, STATE_EXP_AVG_SQ_SCALE, i) = float_bits(amax.exp_avg_sq);
@@ -961,12 +959,13 @@ static void msamp_update(Trainer *t, int64_t i, float factor, const MsampStep *s
 
 // The second pass: stores the moments of entry i with their new scales.
 static void msamp_store(Trainer *t, int64_t i, float factor, const MsampStep *s) {
-    const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
+    const Parameter *p = &t->table.entries[i];
+    const ShardRange r = shard_parameter(&t->table, &t->plan, p);
     const float amax = float_from_bits(*tensor_amax(t, STATE_EXP_AVG_SCALE, i)),
                 amax_sq = float_from_bits(*tensor_amax(t, STATE_EXP_AVG_SQ_SCALE, i));
     const MsampPair scale = {msamp_scale(amax, 1, FP8_E4M3_MAX), msamp_scale(amax_sq, 1, FP16_MAX)};
-    adamw_msamp_moments(msamp_from(t->params.msamp, r.shard), moment_scales(t, i), scale, t->params.gradients + r.shard,
-                        r.count, factor, s);
+    adamw_msamp_moments(msamp_from(t->params.msamp, r.shard), moment_scales(t, i), scale,
+                        gradients_at(t, p->layer, r.shard), r.count, factor, s);
     *tensor_scale(t, STATE_EXP_AVG_SCALE, i) = scale.exp_avg;
     *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i) = scale.exp_avg_sq;
 }
@@ -980,50 +979,103 @@ static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwSte
     if (!options_coat(o)) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         adamw_reference(all->master + r.shard, all->exp_avg + r.shard, all->exp_avg_sq + r.shard,
-                        all->gradients + r.shard, p->offset + r.first, r.count, decay, factor, bf16_weights,
+                        gradients_at(t, p->layer, r.shard), p->offset + r.first, r.count, decay, factor, bf16_weights,
                         o->optimizer_state == MOMENTS_BF16, s);
     } else if (!(p->flags & PARAM_JOINED)) {
         const ShardRange r = segment_range(&t->table, &t->plan, p->layer, parameter_segment(p), p->offset,
                                            parameter_fused_elements(&t->table, i));
         adamw_coat_reference(all->master + r.shard, coat_from(all->coat_avg, r.shard),
-                             coat_from(all->coat_avg_sq, r.shard), all->gradients + r.shard, p->offset + r.first,
-                             r.count, decay, factor, bf16_weights, o->optimizer_state == MOMENTS_COAT_STOCHASTIC, s);
+                             coat_from(all->coat_avg_sq, r.shard), gradients_at(t, p->layer, r.shard),
+                             p->offset + r.first, r.count, decay, factor, bf16_weights,
+                             o->optimizer_state == MOMENTS_COAT_STOCHASTIC, s);
     }
 }
 
-// Takes optimizer step `step`, counted from 0, with params.gradients, whose norm is given.
-static void weights_update(Trainer *t, int64_t step, double norm) {
+// Runs AdamW on entries [begin, end) of the parameter table, which are whole units, in optimizer step `step`, counted
+// from 0. factor: scales the gradients.
+static void parameters_update(Trainer *t, int64_t begin, int64_t end, int64_t step, float factor) {
     const AdamwStep s = adamw_step_of(t->o, step);
-    const float factor = clip_factor(norm, t->o->grad_clip);
     const MsampStep msamp_s = msamp_step_of(t->o, step);
     const bool msamp = t->o->optimizer_state == MOMENTS_MSAMP;
-    if (t->params.fp16_master) masters_decode(t);
-    for (int64_t i = 0; i < t->table.count; i++) {
+    if (t->params.fp16_master) masters_decode(t, begin, end);
+    for (int64_t i = begin; i < end; i++) {
         if (msamp) msamp_update(t, i, factor, &msamp_s, &s);
         else parameter_update(t, i, factor, &s);
     }
-    if (options_tensor_scales(t->o)) reduce_tensor_amaxes(t);
-    for (int64_t i = 0; msamp && i < t->table.count; i++) msamp_store(t, i, factor, &msamp_s);
-    if (t->params.fp16_master) masters_encode(t, false);
-    // scales.amax still holds the amaxes of the weights before this step
+    if (options_tensor_scales(t->o)) reduce_tensor_amaxes(t, begin, end);
+    for (int64_t i = begin; msamp && i < end; i++) msamp_store(t, i, factor, &msamp_s);
+    if (t->params.fp16_master) masters_encode(t, begin, end, false);
+}
+
+// Ends an optimizer step: updates the histories of the weights, whose amaxes are still those before the step, and makes
+// all later work read the new weights.
+static void finish_update(Trainer *t) {
     if (t->precision.recipe->delayed) histories_update(t, true);
     weights_refresh(t);
 }
 
-// Returns what this rank knows of a skipped step.
-static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
+// Takes optimizer step `step`, counted from 0, with params.gradients, whose norm is given.
+static void weights_update(Trainer *t, int64_t step, double norm) {
+    parameters_update(t, 0, t->table.count, step, clip_factor(norm, t->o->grad_clip));
+    finish_update(t);
+}
+
+// Adds the largest of n gradients, from element `shard` of the flat shard arrays on, and the first large one in
+// backward order to what is known of the step.
+static void find_large(const Trainer *t, const float *gradients, int64_t shard, int64_t n, NonfiniteStep *s) {
     const BackwardOrder order = shard_backward_order(&t->table, &t->plan);
-    NonfiniteStep s = {loss, norm, t->bad_norm, 0, 0};
-    for (int64_t i = 0; i < t->plan.total; i++)
-        if (adamw_magnitude(t->params.gradients[i]) > s.magnitude)
-            s.magnitude = adamw_magnitude(t->params.gradients[i]);
-    while (adamw_magnitude(t->params.gradients[backward_position(order, s.position)]) < adamw_large(s.magnitude))
-        s.position++;
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++)
+        if (adamw_magnitude(gradients[i]) > largest) largest = adamw_magnitude(gradients[i]);
+    for (int64_t i = 0; i < n; i++)
+        if (adamw_magnitude(gradients[i]) >= adamw_large(largest))
+            s->position = min_i64(s->position, backward_position(order, shard + i));
+    if (largest > s->magnitude) s->magnitude = largest;
+}
+
+// --optimizer-in-backward: updates unit l, a layer or ROOT, whose gradient is complete. A unit with a gradient norm
+// that is not accepted keeps its weights: the run ends after this step. It also locates gradients that could make the
+// norm of the whole model too large.
+static void update_in_backward(Trainer *t, int64_t l) {
+    const int64_t n = shard_elements(&t->plan, l), units = t->d.L + 1;
+    float *gradients = t->params.gradients + gradients_begin(t, l);
+    reduce_replicas(t, gradients, n);
+    const double norm = gradient_norm(t, gradients, n);
+    t->squares += norm * norm;
+    if (!adamw_accepts(norm * sqrt((double)units))) find_large(t, gradients, shard_begin(&t->plan, l), n, &t->large);
+    if (!adamw_accepts(norm)) return;
+    int64_t begin = 0, end;
+    while (t->table.entries[begin].layer != l) begin++;
+    for (end = begin; end < t->table.count && t->table.entries[end].layer == l;) end++;
+    parameters_update(t, begin, end, t->step, 1);
+}
+
+// Returns what this rank knows of a step whose gradient norm is not accepted.
+static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
+    NonfiniteStep s = {loss, norm, t->bad_norm, 0, NONFINITE_NONE, 1};
+    if (t->o->optimizer_in_backward) s.magnitude = t->large.magnitude, s.position = t->large.position;
+    else find_large(t, t->params.gradients, 0, t->plan.total, &s);
     return s;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The step
+
+// Computes the gradients of (sum of the rows' losses) * grad_scale and adds their mean over the shard group to
+// params.gradients, by units.sum.
+static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
+    model_forward(t, batch);
+    loss_forward_backward(t, batch, grad_scale);
+    for (int64_t l = t->d.L - 1; l >= 0; l--) {
+        unshard(t, l, true);
+        layer_backward(t, l);
+        reshard(t, l);
+        reduce_scatter_gradients(t, l);
+        if (t->o->optimizer_in_backward) update_in_backward(t, l);
+    }
+    embedding_backward(t, batch);
+    reduce_scatter_gradients(t, ROOT);
+}
 
 // Starts the audit of step `step` (counted from 1) if --fp8-audit is due. Adds the casts of weights that are gathered
 // as FP8 codes: they were made before the step, slice by slice.
@@ -1089,10 +1141,12 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
     const double start = seconds_now(), waited = *comm_seconds();
     const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
     const float grad_scale = (float)(1.0 / (double)(B * T * micro_steps));
+    const bool in_backward = t->o->optimizer_in_backward;
     double reading = 0;
     StepRecord s;
     memset(&s, 0, sizeof s);
-    t->bad_norm = NONFINITE_NONE;
+    t->bad_norm = t->large.position = NONFINITE_NONE, t->large.magnitude = 0;
+    t->step = step, t->squares = 0;
     copy_delayed_before(t, true);
     audit_begin(t, step + 1);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
@@ -1101,13 +1155,15 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
         reading += seconds_now() - before;
         s.loss += micro_step(t, grad_scale, step, micro) / (double)micro_steps;
     }
-    reduce_replicas(t);
+    if (!in_backward) reduce_replicas(t, t->params.gradients, t->plan.total);
     comm_sum(t->comm, COMM_WORLD, &s.loss, 1);
     s.loss /= (double)t->comm->world;
     const double optimizer = seconds_now(), waited_later = *comm_seconds();
-    s.norm = gradient_norm(t);
+    if (in_backward) update_in_backward(t, ROOT);
+    s.norm = in_backward ? sqrt(t->squares) : gradient_norm(t, t->params.gradients, t->plan.total);
     s.skipped = !adamw_accepts(s.norm);
     if (s.skipped) copy_delayed_before(t, false);
+    else if (in_backward) finish_update(t);
     else weights_update(t, step, s.norm);
     s.times = step_times(start, optimizer, reading, waited, waited_later);
     for (int i = 0; i < NUM_STEP_TIMES; i++) s.seconds += s.times.seconds[i];
@@ -1231,7 +1287,10 @@ static void initialize(void *context) { weights_initialize((Trainer *)context); 
 
 static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
-    if (t->params.fp16_master) reduce_tensor_amaxes(t), masters_encode(t, true);
+    if (t->params.fp16_master) {
+        reduce_tensor_amaxes(t, 0, t->table.count);
+        masters_encode(t, 0, t->table.count, true);
+    }
     weights_refresh(t);
 }
 

@@ -18,6 +18,7 @@
 
 #include "llmc/cuda/activations.cuh"
 #include "llmc/cuda/adamw.cuh"
+#include "llmc/cuda/adamw_state.cuh"
 #include "llmc/cuda/attention.cuh"
 #include "llmc/cuda/auto_filter.cuh"
 #include "llmc/cuda/batches.cuh"
@@ -50,15 +51,6 @@
 #define LOGITS_ROWS 4096
 #define LOGITS_FEW_ROWS 2048
 
-// This rank's flat shard arrays (shard_plan.h), [total] each.
-typedef struct {
-    bf16 *weights;
-    float *master;               // fp32 masters, or NULL
-    void *exp_avg, *exp_avg_sq;  // bf16 or fp32, or the codes of FP8 moments
-    AdamwCoat coat;              // with FP8 moments
-    double *squares;             // one number: the gradient's sum of squares
-} Parameters;
-
 typedef struct {
     const Options *o;
     const Comm *comm;
@@ -71,10 +63,12 @@ typedef struct {
     Fsdp fsdp;        // gathers weights, reduces gradients
     Linears linears;  // their GEMMs and FP8 scales
     Activations acts;
-    Parameters params;
-    StepStats *stats;  // the current step, on the device
-    StepLog log;       // the previous steps
-    cudaEvent_t idle;  // for trainer_wait_all
+    AdamwArrays params;     // this rank's flat shard arrays (shard_plan.h), [total] each
+    double *squares;        // one number: the gradient's sum of squares
+    double *block_squares;  // with --optimizer-in-backward: AdamwUpdate.squares
+    StepStats *stats;       // the current step, on the device
+    StepLog log;            // the previous steps
+    cudaEvent_t idle;       // for trainer_wait_all
     Batches batches;
     float *sample_logits;  // host: [V] of next_logits
     float *token_losses;   // host: [R] of token_losses
@@ -88,56 +82,28 @@ static int64_t logits_rows(const Trainer *t) {
     return room && many * t->d.V > room ? min_i64(t->d.R, LOGITS_FEW_ROWS) : many;
 }
 
-static AdamwMoments moments_of(const Options *o) {
-    return options_coat(o) ? ADAMW_COAT : o->optimizer_state == MOMENTS_FP32 ? ADAMW_FP32 : ADAMW_BF16;
-}
-
-// Places what FP8 moments of n elements need beside their codes.
-static void place_coat(AdamwCoat *coat, const Options *o, int64_t n, Arena *a) {
-    const int64_t words = n / COAT_GROUP * (int64_t)sizeof(uint32_t);
-    coat->exp_avg_groups = (uint32_t *)arena_take(a, words);
-    coat->exp_avg_sq_groups = (uint32_t *)arena_take(a, words);
-    coat->tables = (CoatTables *)arena_take(a, sizeof(CoatTables));
-    coat->stochastic = o->optimizer_state == MOMENTS_COAT_STOCHASTIC;
-}
-
-static void place_parameters(Trainer *t, Arena *a) {
-    const Options *o = t->o;
-    static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)"};
-    const int64_t n = t->fsdp.plan.total, state_bytes = n * adamw_moment_bytes(moments_of(o));
-    arena_group(a, "weights (bf16)");
-    t->params.weights = take_bf16(a, n);
-    arena_group(a, "master weights (fp32)");
-    t->params.master = o->master_weights == STORAGE_FP32 ? take_float(a, n) : NULL;
-    arena_group(a, names[moments_of(o)]);
-    t->params.exp_avg = arena_take(a, state_bytes);
-    t->params.exp_avg_sq = arena_take(a, state_bytes);
-    if (options_coat(o)) place_coat(&t->params.coat, o, n, a);
-    fsdp_place(&t->fsdp, a);
-}
-
 static void place_statistics(Trainer *t, Arena *a) {
     arena_group(a, "statistics, tokens");
-    t->params.squares = (double *)arena_take(a, sizeof(double));
+    t->squares = (double *)arena_take(a, sizeof(double));
+    if (t->o->optimizer_in_backward)
+        t->block_squares = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
     t->stats = (StepStats *)arena_take(a, sizeof(StepStats));
     t->acts.losses = take_float(a, t->d.R);
     t->acts.rope_table = take_float(a, t->d.T * t->d.HD);
     batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp));
 }
 
-// True if weight gradients of layers reuse memory of activations that backward no longer needs. False with gradient
-// accumulation and when sharded.
-static bool gradients_reuse_activations(const Trainer *t) { return t->fsdp.gradients == FSDP_GRADIENTS_IN_PLACE; }
-
-// Places the weight gradients. Tells the layout which part of their memory activations may use until backward writes
-// the gradients there.
+// Places the weight gradients. Without gradient accumulation and on one rank, tells the layout which part of their
+// memory activations may use until backward writes the gradients there.
 static void place_gradients(Trainer *t, ActivationsLayout *layout, Arena *a) {
-    const int64_t element = (int64_t)sizeof(bf16);
-    fsdp_place_gradients(&t->fsdp, a);
-    if (!gradients_reuse_activations(t)) return;
-    const int64_t layers = a->used - t->d.L * t->table.layer_size * element;
-    const ArenaRange of_layers = {layers, a->used};
-    const ArenaRange of_embedding = {layers - fsdp_loss_span(&t->fsdp) * element, layers};
+    Fsdp *f = &t->fsdp;
+    const ShardPlan *plan = &f->plan;
+    fsdp_place_gradients(f, a);
+    t->params.gradients.bf16_data = f->transport.sums, t->params.gradients.fp32_data = f->transport.sums_fp32;
+    if (f->gradients != FSDP_GRADIENTS_IN_PLACE) return;
+    const int64_t element = (int64_t)sizeof(bf16), layers = a->used - f->sum_layers * shard_elements(plan, 0) * element;
+    const ArenaRange of_layers = {layers, f->sum_layers == t->d.L ? a->used : layers};
+    const ArenaRange of_embedding = {layers - fsdp_loss_span(f) * element, layers};
     layout->layer_gradients = of_layers, layout->embedding_gradient = of_embedding;
     if (layers % ARENA_ALIGNMENT || of_embedding.begin % ARENA_ALIGNMENT)
         die("gradients do not begin where activations can");  // parameters.h: multiples of 128 elements
@@ -169,7 +135,8 @@ static void place_activations(Trainer *t, Arena *a) {
 // Sets every pointer of the trainer to memory of the arena. With an arena without memory it only counts bytes: the
 // memory plan.
 static void place(Trainer *t, Arena *a) {
-    place_parameters(t, a);
+    adamw_place(&t->params, t->o, t->fsdp.plan.total, a);
+    fsdp_place(&t->fsdp, a);
     tensor_scales_place(&t->linears.scales, t->o->fp8_audit, a);
     place_statistics(t, a);
     place_activations(t, a);
@@ -432,7 +399,7 @@ static void final_norm(Trainer *t, const bf16 *w) {
 static void model_forward(Trainer *t, const Batch *batch) {
     const Dims *d = &t->d;
     const Root w = root_weights(t);
-    tensor_scales_clear_amaxes(&t->linears.scales, TENSOR_X, TENSOR_DY);
+    tensor_scales_clear_amaxes(&t->linears.scales, 0, d->L, TENSOR_X, TENSOR_DY);
     fsdp_prefetch(&t->fsdp, 0);
     profile_bytes(&t->profile, "embedding",
                   embedding_forward(t->acts.layer[0].x, w.embedding, batch->inputs, d->R, d->C, t->stream));
@@ -543,6 +510,95 @@ static void update_delayed_scales(Trainer *t) {
     tensor_scales_update_activations(&t->linears.scales);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Optimizer
+
+// True if the update needs the gradient norm first: to clip by it, or to skip a step. Otherwise AdamW computes the norm
+// too, and a norm that is not finite ends the run before anything of the step is saved.
+static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
+
+// Sums the step's loss and t->squares over all ranks, in one message.
+static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->stats->loss, t->squares); }
+
+// Returns the arguments of this step's updates. Without --optimizer-in-backward no GEMM runs beside the optimizer, so
+// the sums of squares use the GEMMs' workspace.
+static AdamwUpdate update_of_step(const Trainer *t) {
+    const TensorScales *scales = &t->linears.scales;
+    const bool norm_first = norm_comes_first(t->o);
+    double *squares = t->block_squares ? t->block_squares : (double *)t->linears.gemm.workspace;
+    const AdamwUpdate update = {t->params,
+                                adamw_step_of(t->o, t->fsdp.step),
+                                norm_first ? &t->stats->control : NULL,
+                                norm_first ? NULL : squares,
+                                fsdp_tensor_scales(&t->fsdp) ? scales->amax : NULL,
+                                scales->amax_stride};
+    return update;
+}
+
+// Computes the gradient norm, the clip factor and whether the step is skipped, from t->squares of all ranks. They stay
+// on the device, and are equal on all ranks.
+static void finish_norm(Trainer *t) {
+    const Fsdp *f = &t->fsdp;
+    AdamwControl *control = &t->stats->control;
+    const AdamwUpdate update = update_of_step(t);
+    adamw_norm(control, t->squares, fsdp_times_counted(f), (float)t->o->grad_clip, t->stream);
+    if (t->o->optimizer_in_backward) adamw_locate_block(control, &update, &t->table, &f->plan, t->stream);
+    else adamw_locate(control, t->params.gradients, shard_backward_order(&t->table, &f->plan), t->stream);
+}
+
+// Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
+static void update_units(Trainer *t, int64_t l, int64_t count) {
+    const Fsdp *f = &t->fsdp;
+    const AdamwUpdate update = update_of_step(t);
+    if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, &t->stats->control.nonfinite);
+    adamw_update_units(&update, &t->table, &f->plan, l, count, fsdp_sums_begin(f, l), t->stream);
+    profile_bytes(&t->profile, "AdamW", adamw_bytes(&t->params, count * shard_elements(&f->plan, l)));
+}
+
+static void update_layer(Trainer *t, int64_t l) {
+    fsdp_await_sums(&t->fsdp, l);
+    step_log_work(&t->log, TIME_OPTIMIZER);
+    update_units(t, l, 1);
+    step_log_work(&t->log, TIME_COMPUTE);
+}
+
+// --optimizer-in-backward: updates a layer whose gradient is complete, after the backward pass of layer l. With several
+// ranks it is the layer above: its gradient was reduced meanwhile.
+static void update_in_backward(Trainer *t, int64_t l) {
+    const int64_t late = t->comm->world > 1;
+    if (l + late < t->d.L) update_layer(t, l + late);
+    if (late && l == 0) update_layer(t, 0);
+}
+
+// Runs AdamW on this rank's shard and publishes the new weights.
+static void optimizer_step(Trainer *t) {
+    Fsdp *f = &t->fsdp;
+    const bool norm_first = norm_comes_first(t->o);
+    compute_waits_comm(&f->transport);
+    profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
+    if (norm_first) {
+        profile_bytes(&t->profile, "gradient norm",
+                      adamw_squares(t->squares, t->params.gradients, f->plan.total, (double *)t->linears.gemm.workspace,
+                                    t->stream));
+        reduce_step_stats(t);
+        finish_norm(t);
+    }
+    update_units(t, ROOT, 1);
+    fsdp_publish_root(f);
+    if (!t->o->optimizer_in_backward) update_units(t, 0, t->d.L);
+    if (!norm_first) {
+        const AdamwUpdate update = update_of_step(t);
+        adamw_updated_squares(t->squares, &update, &t->table, &f->plan, t->stream);
+        reduce_step_stats(t);
+        finish_norm(t);
+    }
+    fsdp_publish_layers(f);
+    profile_mark(&t->profile, "new weights: FP8 casts, gathers", PROFILE_WAIT, 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One step
+
 // Runs forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Adds the gradients of the loss
 // times grad_scale to the sums. After the last micro-step and compute_waits_comm these are sums over all ranks.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale, bool last) {
@@ -561,6 +617,7 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
         reshard(t, l);
         reduce_scatter_gradients(t, l);
         fsdp_reduce_replicas(f, l, last);
+        if (t->o->optimizer_in_backward) update_in_backward(t, l);
         profile_range_end();
     }
     embedding_backward(t, batch);
@@ -568,78 +625,6 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
     fsdp_reduce_replicas(f, ROOT, last);
     update_delayed_scales(t);
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Optimizer
-
-// True if the update needs the gradient norm first: to clip by it, or to skip a step. Otherwise AdamW computes the norm
-// too, and a norm that is not finite ends the run before anything of the step is saved.
-static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
-
-// Returns this rank's gradients as AdamW reads them.
-static AdamwGradients gradient_array(const Trainer *t) {
-    const AdamwGradients g = {t->fsdp.transport.sums, t->fsdp.transport.sums_fp32};
-    return g;
-}
-
-// Sums the step's loss and params.squares over all ranks, in one message.
-static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->stats->loss, t->params.squares); }
-
-// Computes the gradient norm, the clip factor and whether the step is skipped, from params.squares of all ranks. They
-// stay on the device, and are equal on all ranks.
-static void finish_norm(Trainer *t) {
-    const Fsdp *f = &t->fsdp;
-    adamw_norm(&t->stats->control, t->params.squares, fsdp_times_counted(f), gradient_array(t),
-               shard_backward_order(&t->table, &f->plan), (float)t->o->grad_clip, t->stream);
-}
-
-// Adds the amaxes of the weights' latest cast to the histories, between the updates of the root and of the layers. A
-// skipped step restores the histories.
-static void begin_new_weight_scales(Trainer *t) {
-    TensorScales *s = &t->linears.scales;
-    tensor_scales_update_weights(s);
-    tensor_scales_restore_if(s, &t->stats->control.nonfinite);
-    tensor_scales_clear_amaxes(s, TENSOR_W, TENSOR_W);
-}
-
-// Runs AdamW on this rank's shard and publishes the new weights.
-static void optimizer_step(Trainer *t, int64_t step) {
-    const Options *o = t->o;
-    Fsdp *f = &t->fsdp;
-    const Parameters *p = &t->params;
-    const ShardPlan *plan = &f->plan;
-    const TensorScales *scales = &t->linears.scales;
-    const bool norm_first = norm_comes_first(o);
-    double *workspace = (double *)t->linears.gemm.workspace;  // no GEMM runs beside the optimizer
-    const AdamwArrays arrays = {p->weights,    p->master, p->exp_avg,       p->exp_avg_sq,
-                                moments_of(o), p->coat,   gradient_array(t)};
-    const AdamwUpdate update = {arrays, adamw_step_of(o, step), norm_first ? &t->stats->control : NULL,
-                                norm_first ? NULL : workspace};
-    compute_waits_comm(&f->transport);
-    profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
-    if (norm_first) {
-        profile_bytes(&t->profile, "gradient norm",
-                      adamw_squares(p->squares, gradient_array(t), plan->total, workspace, t->stream));
-        reduce_step_stats(t);
-        finish_norm(t);
-    }
-    adamw_update_root(&update, &t->table, plan, t->stream);
-    fsdp_publish_root(f);
-    begin_new_weight_scales(t);
-    adamw_update_layers(&update, &t->table, plan, fsdp_tensor_scales(f) ? scales->amax : NULL, scales->amax_stride,
-                        t->stream);
-    if (!norm_first) {
-        adamw_updated_squares(p->squares, &update, &t->table, plan, t->stream);
-        reduce_step_stats(t);
-        finish_norm(t);
-    }
-    profile_bytes(&t->profile, "AdamW", adamw_bytes(&arrays, plan->total));
-    fsdp_publish_layers(f);
-    profile_mark(&t->profile, "new weights: FP8 casts, gathers", PROFILE_WAIT, 0);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// One step
 
 // The host waits for an event. With several ranks it also watches NCCL for errors.
 static void trainer_wait(Trainer *t, cudaEvent_t event) {
@@ -696,7 +681,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t fi
     }
     step_log_work(&t->log, TIME_OPTIMIZER);
     profile_range_begin("optimizer", -1);
-    optimizer_step(t, step);
+    optimizer_step(t);
     profile_range_end();
     audit_casts(t, false);
     profile_end(&t->profile);
@@ -718,18 +703,19 @@ static StepRecord finish_step(void *context, int64_t step) {
     return s;
 }
 
-// Returns what this rank knows of a skipped step.
-static NonfiniteStep nonfinite_step(const StepStats *stats) {
+// Returns what this rank knows of a skipped step, or of one that ends the run.
+static NonfiniteStep nonfinite_step(const StepStats *stats, bool optimizer_in_backward) {
     const AdamwControl *c = &stats->control;
     const int64_t forward = stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm;
-    const NonfiniteStep s = {stats->loss, c->gradient_norm, forward, c->largest, (int64_t)c->position};
+    const NonfiniteStep s = {stats->loss, c->gradient_norm,     forward,
+                             c->largest,  (int64_t)c->position, optimizer_in_backward ? ADAMW_BLOCK : 1};
     return s;
 }
 
 static NonfiniteStep nonfinite(void *context, const StepRecord *s) {
     Trainer *t = (Trainer *)context;
     trainer_wait_all(t);  // weights are read next, which may take long and does not watch NCCL
-    return nonfinite_step(&t->log.host[(s->step - 1) % STEP_SLOTS]);
+    return nonfinite_step(&t->log.host[(s->step - 1) % STEP_SLOTS], t->o->optimizer_in_backward);
 }
 
 static void read_audit(void *context, AuditSums *sums) {
@@ -792,7 +778,7 @@ static void copy_in_order(const Trainer *t, void *to, const void *from, size_t b
 }
 
 static char *state_array(const Trainer *t, StateKind kind) {
-    const Parameters *p = &t->params;
+    const AdamwArrays *p = &t->params;
     void *const arrays[] = {p->master ? (void *)p->master : (void *)p->weights, p->exp_avg, p->exp_avg_sq,
                             p->coat.exp_avg_groups, p->coat.exp_avg_sq_groups};
     if (kind == STATE_AMAX_HISTORY) return (char *)t->linears.scales.history;
@@ -853,13 +839,6 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     return plan;
 }
 
-static void fill_coat_tables(Trainer *t) {
-    CoatTables *tables = (CoatTables *)xcalloc(1, sizeof *tables);
-    coat_tables_fill(tables);
-    copy_in_order(t, t->params.coat.tables, tables, sizeof *tables);  // after its memory is cleared
-    free(tables);
-}
-
 // Returns the bytes of GPU memory that a rank needs.
 static int64_t memory_needed(const Options *o, const ModelConfig *m, const Comm *comm) {
     Trainer t;
@@ -898,7 +877,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     linears_plan(&t->linears, t->stream, t->memory);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
     fill_rope_table(t);
-    if (options_coat(t->o)) fill_coat_tables(t);
+    adamw_fill_tables(&t->params, t->stream);  // after its memory is cleared
     CUDA_CHECK(cudaEventCreateWithFlags(&t->idle, cudaEventDisableTiming));
     batches_create(&t->batches);
     t->token_losses = (float *)xcalloc((size_t)t->d.R, sizeof *t->token_losses);
@@ -941,7 +920,7 @@ static void weights_changed(void *context) {
     t->linears.scales.scales_ready = delayed_scales_are_known(t);
     if (t->params.master) round_weights(t->params.weights, t->params.master, t->fsdp.plan.total, t->stream);
     fsdp_publish_root(&t->fsdp);
-    tensor_scales_clear_amaxes(&t->linears.scales, TENSOR_W, TENSOR_W);
+    tensor_scales_clear_amaxes(&t->linears.scales, 0, t->d.L, TENSOR_W, TENSOR_W);
     for (int64_t l = 0; fsdp_tensor_scales(&t->fsdp) && l < t->d.L; l++)
         for (int i = 0; i < NUM_LINEARS; i++) shard_amax(t, l, i);
     fsdp_publish_layers(&t->fsdp);

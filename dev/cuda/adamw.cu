@@ -171,10 +171,11 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     AdamwArrays a = arrays_upload(before, v);
     AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
     const BackwardOrder order = shard_backward_order(t, plan);
-    const AdamwUpdate update = {a, step, control, NULL};
-    adamw_norm(control, squares, 1, a.gradients, order, v.clip, 0);
-    adamw_update_root(&update, t, plan, 0);
-    adamw_update_layers(&update, t, plan, amax, AMAX_STRIDE, 0);
+    const AdamwUpdate update = {a, step, control, NULL, amax, AMAX_STRIDE};
+    adamw_norm(control, squares, 1, v.clip, 0);
+    adamw_locate(control, a.gradients, order, 0);
+    adamw_update_units(&update, t, plan, ROOT, 1, 0, 0);
+    adamw_update_units(&update, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
     AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
     unsigned long long first_large = ADAMW_NONE;
     uint32_t largest = 0;
@@ -194,16 +195,66 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     arrays_free(&a);
 }
 
+// Updates all units of a rank, all at once or, like --optimizer-in-backward, unit by unit from the last layer to the
+// first and then the root: each layer's gradient is in the place behind the root's then, which all layers share.
+static void update_all(const AdamwUpdate *whole, const ParameterTable *t, const ShardPlan *plan, bool by_unit) {
+    const int64_t element = whole->arrays.gradients.fp32_data ? 4 : 2, layer = shard_elements(plan, 0);
+    const char *all = (const char *)gradients_memory(whole->arrays.gradients);
+    if (!by_unit) {
+        adamw_update_units(whole, t, plan, ROOT, 1, 0, 0);
+        adamw_update_units(whole, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
+        return;
+    }
+    AdamwUpdate w = *whole;
+    char *place = (char *)bench_alloc(shard_begin(plan, 1) * element);
+    if (element == 4) w.arrays.gradients.fp32_data = (const float *)place;
+    else w.arrays.gradients.bf16_data = (const bf16 *)place;
+    CUDA_CHECK(cudaMemcpy(place, all, (size_t)(shard_begin(plan, 0) * element), cudaMemcpyDeviceToDevice));
+    for (int64_t l = t->num_layers - 1; l >= 0; l--) {
+        CUDA_CHECK(cudaMemcpyAsync(place + shard_begin(plan, 0) * element, all + shard_begin(plan, l) * element,
+                                   (size_t)(layer * element), cudaMemcpyDeviceToDevice, 0));
+        adamw_update_units(&w, t, plan, l, 1, shard_begin(plan, 0), 0);
+    }
+    adamw_update_units(&w, t, plan, ROOT, 1, 0, 0);
+    bench_free(place);
+}
+
+// Checks where adamw_locate_block finds the first large gradients of a step that is not accepted: at the start of their
+// block.
+static void check_located(const char *label, const AdamwUpdate *w, const double *squares, const ParameterTable *t,
+                          const ShardPlan *plan, Variant v, const State *before) {
+    const BackwardOrder order = shard_backward_order(t, plan);
+    AdamwControl *control = (AdamwControl *)bench_alloc(sizeof *control);
+    adamw_norm(control, squares, 1, 0, 0);
+    adamw_locate_block(control, w, t, plan, 0);
+    AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
+    unsigned long long first = ADAMW_NONE;
+    for (int64_t l = ROOT; l < t->num_layers; l++)
+        for (int64_t i = 0; i < shard_elements(plan, l); i++) {
+            const int64_t in_block = i % ADAMW_BLOCK, element = shard_begin(plan, l) + i;
+            if (fabsf(before->gradients[element]) < 0x1p60f) continue;  // false for NaN
+            const unsigned long long at = (unsigned long long)backward_position(order, element - in_block);
+            if (at < first) first = at;
+        }
+    const bool here = first != ADAMW_NONE && is_refused(v);
+    CHECK(c->nonfinite == here && (!here || c->position == first),
+          "%s: flag %u, position of the block with large gradients %llu, want %llu", label, c->nonfinite, c->position,
+          first);
+    free(c), bench_free(control);
+}
+
 // Checks a rank like check_rank, with the norm computed by the update, so that no step is skipped. Returns the rank's
 // sum of squares.
 static double check_rank_unconditional(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
-                                       const State *before, const State *want, AdamwStep step, uint32_t *amax) {
+                                       const State *before, const State *want, AdamwStep step, uint32_t *amax,
+                                       bool by_unit) {
     AdamwArrays a = arrays_upload(before, v);
     double *squares = (double *)bench_alloc(sizeof *squares);
-    const AdamwUpdate update = {a, step, NULL, (double *)bench_alloc(adamw_workspace_bytes(t, plan))};
-    adamw_update_root(&update, t, plan, 0);
-    adamw_update_layers(&update, t, plan, amax, AMAX_STRIDE, 0);
+    const AdamwUpdate update = {a,    step,       NULL, (double *)bench_alloc(adamw_workspace_bytes(t, plan)),
+                                amax, AMAX_STRIDE};
+    update_all(&update, t, plan, by_unit);
     adamw_updated_squares(squares, &update, t, plan, 0);
+    check_located(label, &update, squares, t, plan, v, before);
     double *got = (double *)bench_download(squares, sizeof *got, label);
     const double sum = *got;
     arrays_check(label, &a, v, want);
@@ -281,9 +332,11 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
         const ShardPlan plan = shard_plan(&t, shard_size, rank);
         State want = shard_state(&t, &plan, &flat);
         check_rank(label, &t, &plan, v, &before[rank], bad ? &before[rank] : &want, squares, step, amax);
-        if (v.clip == 0)
-            taken_along +=
-                check_rank_unconditional(label, &t, &plan, v, &before[rank], &want, step, amax_unconditional);
+        for (int by_unit = 0; v.clip == 0 && by_unit < 2; by_unit++) {
+            const double part =
+                check_rank_unconditional(label, &t, &plan, v, &before[rank], &want, step, amax_unconditional, by_unit);
+            if (!by_unit) taken_along += part;
+        }
         free_state(&want), free_state(&before[rank]);
     }
     if (v.clip == 0)
@@ -416,14 +469,16 @@ static Model model_create(const char *preset, bool master, bool fp32_moments, bo
 
 static void model_norm(const Model *x, float clip) {
     adamw_squares(x->squares, x->a.gradients, x->t.total, x->workspace, 0);
-    adamw_norm(x->control, x->squares, 1, x->a.gradients, backward_order(&x->t), clip, 0);
+    adamw_norm(x->control, x->squares, 1, clip, 0);
+    adamw_locate(x->control, x->a.gradients, backward_order(&x->t), 0);
 }
 
 // Runs the update. norm_first: model_norm has been called, and the update may skip the step.
 static void model_update(const Model *x, AdamwStep step, bool norm_first) {
-    const AdamwUpdate update = {x->a, step, norm_first ? x->control : NULL, norm_first ? NULL : x->workspace};
-    adamw_update_root(&update, &x->t, &x->plan, 0);
-    adamw_update_layers(&update, &x->t, &x->plan, x->amax, AMAX_STRIDE, 0);
+    const AdamwUpdate update = {x->a,    step,       norm_first ? x->control : NULL, norm_first ? NULL : x->workspace,
+                                x->amax, AMAX_STRIDE};
+    adamw_update_units(&update, &x->t, &x->plan, ROOT, 1, 0, 0);
+    adamw_update_units(&update, &x->t, &x->plan, 0, x->t.num_layers, shard_begin(&x->plan, 0), 0);
     if (!norm_first) adamw_updated_squares(x->squares, &update, &x->t, &x->plan, 0);
 }
 

@@ -145,9 +145,9 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
         void *gradients = upload_floats(before->gradients[step], n, v.fp32_gradients);
         if (v.fp32_gradients) a.gradients.fp32_data = (const float *)gradients;
         else a.gradients.bf16_data = (const bf16 *)gradients;
-        const AdamwUpdate update = {a, step_of(v, step), NULL, NULL};
-        adamw_update_root(&update, t, plan, 0);
-        adamw_update_layers(&update, t, plan, amax, AMAX_STRIDE, 0);
+        const AdamwUpdate update = {a, step_of(v, step), NULL, NULL, amax, AMAX_STRIDE};
+        adamw_update_units(&update, t, plan, ROOT, 1, 0, 0);
+        adamw_update_units(&update, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
         bench_free(gradients);
     }
     bf16_bits *weights = bf16_from_floats(want->weights, n);
@@ -202,14 +202,15 @@ static void bench_model(Bench *b, const char *preset, bool stochastic) {
     a.coat.exp_avg_groups = (uint32_t *)bench_zeros(words), a.coat.exp_avg_sq_groups = (uint32_t *)bench_zeros(words);
     a.gradients.bf16_data = bench_random(n, 5, 1e-3f);
     initialize_parameters(a.weights, NULL, &t, &plan, 0.02f, 1, 0);
-    const AdamwUpdate update = {a, adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, false, 7), NULL, NULL};
+    const AdamwUpdate update = {a,          adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, false, 7), NULL, NULL, amax,
+                                AMAX_STRIDE};
     const double us = bench_time_us(b, [&] {
-        adamw_update_root(&update, &t, &plan, 0);
-        adamw_update_layers(&update, &t, &plan, amax, AMAX_STRIDE, 0);
+        adamw_update_units(&update, &t, &plan, ROOT, 1, 0, 0);
+        adamw_update_units(&update, &t, &plan, 0, t.num_layers, shard_begin(&plan, 0), 0);
     });
     bench_report(b, stochastic ? "AdamW, moments coat-stochastic" : "AdamW, moments coat", preset, us,
                  (double)n * (2 + 4 + 4 + 16.0 / COAT_GROUP),
-                 "arithmetic besides memory traffic: tables, powers and comparisons for every moment");
+                 "arithmetic besides memory traffic: powers and table lookups for every moment");
     void *device[] = {a.weights,
                       a.exp_avg,
                       a.exp_avg_sq,

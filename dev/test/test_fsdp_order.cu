@@ -116,6 +116,8 @@ static const char *event_name(const Rank *r, cudaEvent_t e) {
     if (e == f->transport.handover) return r->to_replicas ? "handover to the replicas" : "handover";
     for (int i = 0; i < 1 + FSDP_GRADIENT_BUFFERS; i++)
         if (e == f->reduced[i]) return "reduced";
+    for (int i = 0; i < FSDP_GRADIENT_BUFFERS; i++)
+        if (e == f->summed[i]) return "summed";
     for (int64_t i = 0; i < f->num_slots; i++) {
         if (e == f->slot[i].arrived) return "arrived";
         if (e == f->slot[i].released) return "released";
@@ -648,36 +650,36 @@ static void called_loss(float *out, const float *, int64_t, double, cudaStream_t
     note_write(computing(), out, sizeof *out, gradients_now(STATISTICS, 1));
 }
 
-static void read_reduced_gradients(int64_t first, int64_t last) {
+// Reads this rank's sums of `count` units from unit l on, which begin at element `at`.
+static void read_reduced_gradients(int64_t l, int64_t count, int64_t at) {
     const Transport *t = &now->f->transport;
     const int64_t element = t->fp32_sums ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
     char *sums = t->fp32_sums ? (char *)t->sums_fp32 : (char *)t->sums;
-    for (int64_t l = first; l <= last; l++)
-        note_read(computing(), sums + shard_begin(&now->f->plan, l) * element,
-                  shard_elements(&now->f->plan, l) * element, gradients_now(l, now->f->world));
+    for (int64_t i = 0; i < count; at += shard_elements(&now->f->plan, l + i++))
+        note_read(computing(), sums + at * element, shard_elements(&now->f->plan, l + i) * element,
+                  gradients_now(l + i, now->f->world));
 }
 
-static void write_weights(int64_t first, int64_t last) {
+// Writes the weights of version `step` of `count` units from unit l on.
+static void write_weights(int64_t l, int64_t count, int64_t step) {
     const ShardPlan *plan = &now->f->plan;
-    for (int64_t l = first; l <= last; l++)
+    for (const int64_t end = l + count; l < end; l++)
         note_write(computing(), now->f->in.weights + shard_begin(plan, l),
-                   shard_elements(plan, l) * (int64_t)sizeof(bf16), weights_of(now->step, l));
+                   shard_elements(plan, l) * (int64_t)sizeof(bf16), weights_of(step, l));
 }
 
-static int64_t last_layer(void) { return now->f->table->num_layers - 1; }
+static int64_t num_units(void) { return now->f->table->num_layers + 1; }
 
-static void called_update_root(const AdamwUpdate *, const ParameterTable *, const ShardPlan *, cudaStream_t) {
-    read_reduced_gradients(ROOT, ROOT);
-    now->step++;
-    write_weights(ROOT, ROOT);
-}
-
-static void called_update_layers(const AdamwUpdate *, const ParameterTable *, const ShardPlan *, uint32_t *amax,
-                                 int64_t stride, cudaStream_t) {
-    read_reduced_gradients(0, last_layer());
-    write_weights(0, last_layer());
-    for (int64_t l = 0; amax && l <= last_layer(); l++)
-        note_write(computing(), amax + l * stride, NUM_LINEARS * (int64_t)sizeof *amax, ORDER_UNWRITTEN);
+// The update of the root is the step's last with --optimizer-in-backward, else its first. Later reads of weights expect
+// the new version.
+static void called_update_units(const AdamwUpdate *w, const ParameterTable *, const ShardPlan *, int64_t l,
+                                int64_t count, int64_t first_gradient, cudaStream_t) {
+    read_reduced_gradients(l, count, first_gradient);
+    write_weights(l, count, now->gradient_step + 1);
+    if (l == ROOT) now->step = now->gradient_step + 1;
+    for (int64_t i = 0; w->amax && l != ROOT && i < count; i++)
+        note_write(computing(), w->amax + (l + i) * w->amax_stride, NUM_LINEARS * (int64_t)sizeof *w->amax,
+                   ORDER_UNWRITTEN);
 }
 
 static void squares_computed(void) {
@@ -685,7 +687,7 @@ static void squares_computed(void) {
 }
 
 static int64_t called_squares(double *, AdamwGradients, int64_t, double *, cudaStream_t) {
-    read_reduced_gradients(ROOT, last_layer());
+    read_reduced_gradients(ROOT, num_units(), 0);
     squares_computed();
     return 0;
 }
@@ -695,11 +697,13 @@ static void called_updated_squares(double *, const AdamwUpdate *, const Paramete
     squares_computed();
 }
 
-static void called_norm(AdamwControl *, const double *squares, int64_t, AdamwGradients, BackwardOrder, float,
-                        cudaStream_t) {
+static void called_norm(AdamwControl *, const double *squares, int64_t, float, cudaStream_t) {
     const int64_t over = fsdp_is_sharded(now->f) ? now->f->world : 1;
     note_read(computing(), squares, sizeof *squares, gradients_now(STATISTICS, over));
-    read_reduced_gradients(ROOT, last_layer());
+}
+
+static void called_locate(AdamwControl *, AdamwGradients, BackwardOrder, cudaStream_t) {
+    read_reduced_gradients(ROOT, num_units(), 0);
 }
 
 static void trainer_begin_step(Fsdp *f, int64_t step) {
@@ -824,10 +828,11 @@ static void trainer_batch(DataLoader *, int64_t, int64_t, int32_t *, int32_t *) 
 static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor *, const QTensor *, const bf16 *) {}
 
 #define CALLED(function, ...) called(&(function), __VA_ARGS__)
+#define adamw_locate called_locate
+#define adamw_locate_block ignored
 #define adamw_norm called_norm
 #define adamw_squares called_squares
-#define adamw_update_layers called_update_layers
-#define adamw_update_root called_update_root
+#define adamw_update_units called_update_units
 #define adamw_updated_squares called_updated_squares
 #define attention_backward called_attention_backward
 #define attention_forward(...) CALLED(attention_forward, __VA_ARGS__)
@@ -889,7 +894,7 @@ typedef struct {
     int precision, recipe, sharding, gather, reduce, recompute, cache, copies;
     const char *filter;
     int64_t world, layers, accumulation;
-    bool untied, many_tokens, norm_first;
+    bool untied, many_tokens, norm_first, in_backward;
 } Case;
 
 static Trainer trainers[ORDER_MAX_RANKS];
@@ -898,7 +903,7 @@ static Trainer trainers[ORDER_MAX_RANKS];
 static const char *buffer_name(int64_t rank, const char *address) {
     const Trainer *t = &trainers[rank];
     const Fsdp *f = &t->fsdp;
-    const Parameters *p = &t->params;
+    const AdamwArrays *p = &t->params;
     const struct {
         const char *name;
         const void *begin;
@@ -907,7 +912,7 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"sums", f->transport.sums},
                {"sums_fp32", f->transport.sums_fp32},
                {"amax", t->linears.scales.amax},
-               {"squares", p->squares},
+               {"squares", t->squares},
                {"stats", t->stats},
                {"dx", t->acts.dx},
                {"logits", t->acts.logits},
@@ -942,7 +947,7 @@ static void create_rank(const Options *o, const ModelConfig *m, int64_t world, i
     const Arena plan = trainer_describe(t, o, m, &r->comm);
     trainer_create(t, &plan);
     creating = false;
-    r->logits = t->acts.logits, r->squares = t->params.squares, r->loss = &t->stats->loss;
+    r->logits = t->acts.logits, r->squares = t->squares, r->loss = &t->stats->loss;
     num_trainers++;
     find_parts(&t->table);
     tensor_add(WRITTEN, t->acts.dx, t->d.R * t->d.C * (int64_t)sizeof(bf16), NO_LAYER);
@@ -962,7 +967,7 @@ static void enqueue_steps(Rank *r, const Options *o) {
     DataLoader *data = &run.setup.val;
     data->T = o->sequence_length;
     r->step++;
-    write_weights(ROOT, last_layer());
+    write_weights(ROOT, num_units(), r->step);
     run.ops->weights_changed(run.trainer);
     for (int64_t step = 0; step < 3; step++) {
         const int32_t token = 0;
@@ -986,7 +991,8 @@ static void run_case(const Case *c, uint64_t seed) {
     if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;  // the trainer refuses the cache when sharded
     o.batch_size = 1,
     o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: inputs are larger than the embedding
-    o.fp8_filter = c->filter, o.grad_clip = c->norm_first ? 1 : 0, o.val_steps = 2 * c->world;
+    o.fp8_filter = c->filter, o.grad_clip = c->norm_first ? 1 : 0, o.optimizer_in_backward = c->in_backward,
+    o.val_steps = 2 * c->world;
     options_resolve(&o);
     num_events = copied = host_used = 0;
     order_begin(c->world, stream_names, buffer_name);
@@ -1002,11 +1008,12 @@ static void check_case(const Case *c) {
     run_case(c, 1);
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
           "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies "
-          "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, norm first %d: "
+          "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, norm first %d, in backward %d: "
           "%lld races, %lld wrong contents, %lld streams stuck; %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies,
           (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens,
-          c->norm_first, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
+          c->norm_first, c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck,
+          order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
     CHECK((copied > 0) == (c->copies == ON), "--copy-engines %d, but %lld copies to peers", c->copies,
           (long long)copied);
@@ -1023,10 +1030,12 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                     for (int i = 0; i < 4; i++)
                         for (int64_t accumulation = 1; accumulation < 4; accumulation++)
                             for (int ends = 0; ends < 8; ends++) {
-                                const Case c = {precision, recipe,       sharding,     gather,           reduce,
-                                                recompute, cache,        copies,       filter,           world,
-                                                layers[i], accumulation, ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0};
+                                Case c = {precision,    recipe,           sharding,     gather, reduce,    recompute,
+                                          cache,        copies,           filter,       world,  layers[i], accumulation,
+                                          ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0, false};
                                 check_case(&c);
+                                c.in_backward = accumulation == 1 && !c.norm_first;
+                                if (c.in_backward) check_case(&c);
                             }
 }
 
@@ -1043,46 +1052,55 @@ static void check_omissions(void) {
     const struct {
         Omission omission;
         int sharding, copies;
+        bool in_backward;
     } all[] = {
-        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON},  // its two barriers
-        {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON},
-        {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON},
-        {{"all-gather of the embedding's output gradients", 0, -1}, SHARDING_FULL, ON},
-        {{"all-gather of the embedding's output gradients", 0, 2}, SHARDING_FULL, OFF},
-        {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON},  // the barrier before the root's all-gather
-        {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON},
-        {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON},     // orders the layers' all-gathers too
-        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON},  // 4 ranks as 2 groups of 2
-        {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON},
-        {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF},
-        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, ON},
-        {{"all-reduce of the gradients", 0, 2}, SHARDING_HYBRID, ON},
-        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, OFF},
-        {{"all-reduce of the gradients", 0, -1}, SHARDING_NONE, OFF},
-        {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, ON},
-        {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, OFF},
-        {{"arrived", 0, -1}, SHARDING_FULL, OFF},
-        {{"arrived", 0, 3}, SHARDING_FULL, ON},
-        {{"released", 0, -1}, SHARDING_FULL, OFF},
-        {{"released", 0, 3}, SHARDING_FULL, ON},
-        {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF},
-        {{"reduced", 0, 3}, SHARDING_GRAD_OP, ON},  // with --sharding full, arrivals in the backward pass order it too
-        {{"handover", 0, -1}, SHARDING_FULL, OFF},
-        {{"handover", 0, 3}, SHARDING_HYBRID, ON},
-        {{"handover", 0, 0}, SHARDING_HYBRID, OFF},
-        {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON},
-        {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF},
-        {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF},
-        {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON},
-        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF},  // like the case before, a call
-        {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON},
-        {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF},
-        {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF},
-        {{"fsdp_begin_gradients", 0, 1}, SHARDING_GRAD_OP, ON},
-        {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, ON},
-        {{"fsdp_reduce_replicas", 0, -1}, SHARDING_HYBRID, ON},
-        {{"fsdp_publish_root", 0, -1}, SHARDING_FULL, OFF},
-        {{"fsdp_publish_layers", 0, -1}, SHARDING_FULL, ON}};
+        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON, false},  // its two barriers
+        {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON, false},
+        {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON, false},
+        {{"all-gather of the embedding's output gradients", 0, -1}, SHARDING_FULL, ON, false},
+        {{"all-gather of the embedding's output gradients", 0, 2}, SHARDING_FULL, OFF, false},
+        {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON, false},  // the barrier before the root's all-gather
+        {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON, false},
+        {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON, false},     // orders the layers' all-gathers too
+        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON, false},  // 4 ranks as 2 groups of 2
+        {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON, false},
+        {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF, false},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, ON, false},
+        {{"all-reduce of the gradients", 0, 2}, SHARDING_HYBRID, ON, false},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, OFF, false},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_NONE, OFF, false},
+        {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, ON, false},
+        {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, OFF, false},
+        {{"arrived", 0, -1}, SHARDING_FULL, OFF, false},
+        {{"arrived", 0, 3}, SHARDING_FULL, ON, false},
+        {{"released", 0, -1}, SHARDING_FULL, OFF, false},
+        {{"released", 0, 3}, SHARDING_FULL, ON, false},
+        {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF, false},
+        {{"reduced", 0, 3},
+         SHARDING_GRAD_OP,
+         ON,
+         false},  // with --sharding full, arrivals in the backward pass order it too
+        {{"handover", 0, -1}, SHARDING_FULL, OFF, false},
+        {{"handover", 0, 3}, SHARDING_HYBRID, ON, false},
+        {{"handover", 0, 0}, SHARDING_HYBRID, OFF, false},
+        {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON, false},
+        {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF, false},
+        {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF, false},
+        {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON, false},
+        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF, false},  // like the case before, a call
+        {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON, false},
+        {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF, false},
+        {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF, false},
+        {{"fsdp_begin_gradients", 0, 1}, SHARDING_GRAD_OP, ON, false},
+        {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, ON, false},
+        {{"fsdp_reduce_replicas", 0, -1}, SHARDING_HYBRID, ON, false},
+        {{"fsdp_publish_root", 0, -1}, SHARDING_FULL, OFF, false},
+        {{"fsdp_publish_layers", 0, -1}, SHARDING_FULL, ON, false},
+        {{"summed", 0, -1}, SHARDING_FULL, ON, true},
+        {{"summed", 0, 2}, SHARDING_FULL, OFF, true},
+        {{"summed", 0, 1}, SHARDING_HYBRID, ON, true},
+        {{"summed", 0, 0}, SHARDING_NONE, OFF, true},
+        {{"reduce-scatter of the gradients", 1, 1}, SHARDING_FULL, ON, true}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
             const Case c = {PRECISION_FP8,
@@ -1096,10 +1114,11 @@ static void check_omissions(void) {
                             "",
                             4,
                             3,
-                            2,
+                            all[i].in_backward ? 1 : 2,
                             true,
                             false,
-                            seed % 2 > 0};
+                            !all[i].in_backward && seed % 2 > 0,
+                            all[i].in_backward};
             check_noticed(&c, all[i].omission, seed);
         }
     memset(&omission, 0, sizeof omission);

@@ -239,11 +239,12 @@ static void test_nonfinite_gate(int on_nonfinite) {
         CUDA_CHECK(cudaMemcpy(gradients(&t) + bad, &value, sizeof value, cudaMemcpyHostToDevice));
         for (int i = 0; i < 2; i++)
             CUDA_CHECK(cudaMemcpy(gradients(&t) + follows[i], &value, sizeof value, cudaMemcpyHostToDevice));
-        optimizer_step(&t, step);
+        fsdp_begin_step(&t.fsdp, step);
+        optimizer_step(&t);
         const StepStats stats = download_stats(&t);
         const int64_t moved = different_bits(t.params.weights, before, t.table.total);
         if (step == 0) {
-            const NonfiniteStep what = nonfinite_step(&stats);
+            const NonfiniteStep what = nonfinite_step(&stats, false);
             const int64_t position = nonfinite_position(&t.table, &t.fsdp.plan, what.position);
             const int64_t found = backward_position(backward_order(&t.table), position);
             CHECK(stats.control.nonfinite && what.magnitude == 0x7f800000u && found == bad,

@@ -4,13 +4,14 @@
 
 #define GIB ((int64_t)1 << 30)
 
-// A stand-in: 40 GiB of weights and moments over the ranks, 4 more for fp32 moments, 8 more for fp32 masters, 4 more
-// for FP16 masters, 10 for each sequence of a batch, of which --recompute layer leaves 1, and 6 for an FP8 weight
-// cache.
+// A stand-in: 40 GiB of weights, gradients and moments over the ranks, 4 more for fp32 moments, 8 less for FP8 moments,
+// 8 more for fp32 masters, 4 more for FP16 masters, 2 less with --optimizer-in-backward, 10 for each sequence of a
+// batch, of which --recompute layer leaves 1, and 6 for an FP8 weight cache.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     (void)m;
     int64_t gib = 40 + (o->optimizer_state == MOMENTS_FP32 ? 4 : 0) + (o->master_weights == STORAGE_FP32 ? 8 : 0) +
-                  (o->master_weights == STORAGE_FP16 ? 4 : 0);
+                  (o->master_weights == STORAGE_FP16 ? 4 : 0) - (o->optimizer_in_backward ? 2 : 0) -
+                  (o->optimizer_state == MOMENTS_COAT ? 8 : 0);
     if (o->sharding == SHARDING_FULL) gib /= c->shard_size;
     gib += o->batch_size * (o->recompute == RECOMPUTE_LAYER ? 1 : 10) + (o->fp8_weight_cache == ON ? 6 : 0);
     return gib * GIB;
@@ -78,17 +79,37 @@ static void test_combinations(void) {
     check_says("all of them", &c,
                "with --fp8-weight-cache off --optimizer-state bf16 --master-weights bf16 --recompute layer it needs "
                "41.0 GiB, and a step takes about 34% longer");
-    c.available = 40;
-    check_says("nothing fits", &c,
-               "with --fp8-weight-cache off --optimizer-state bf16 --master-weights bf16 --recompute layer it still "
-               "needs 41.0 GiB; use a shorter --sequence-length or a smaller model; or use 4 ranks");
-    c = case_of(1, 40);
-    c.options.recompute = RECOMPUTE_LAYER;
-    check_says("no option is left", &c, "the limit is 40.0 GiB; use a shorter --sequence-length");
+    c.available = 30;
+    check_says(
+        "nothing fits", &c,
+        "with --fp8-weight-cache off --optimizer-state coat --master-weights bf16 --recompute layer "
+        "--optimizer-in-backward it still needs 31.0 GiB; use a shorter --sequence-length or a smaller model; or "
+        "use 4 ranks");
+    c = case_of(1, 30);
+    c.options.recompute = RECOMPUTE_LAYER, c.options.optimizer_in_backward = true;
+    c.options.optimizer_state = MOMENTS_COAT;
+    check_says("no option is left", &c, "the limit is 30.0 GiB; use a shorter --sequence-length");
     c.available = 0;
     char output[4096];
     CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
           "no number of ranks is enough: %s", output);
+}
+
+static void test_backward(void) {
+    Case c = case_of(1, 48);
+    check_says("the optimizer in the backward pass", &c,
+               "with --optimizer-in-backward it needs 48.0 GiB, and a step takes about 1% longer");
+    c.options.grad_clip = 1;
+    check_says("not with clipping", &c, "with --recompute layer it needs 41.0 GiB");
+    c = case_of(1, 48), c.options.on_nonfinite = NONFINITE_SKIP;
+    check_says("not with skipped steps", &c, "with --recompute layer it needs 41.0 GiB");
+    c = case_of(1, 48), c.options.grad_accumulation_steps = 2;
+    check_says("not with several micro-steps", &c, "with --recompute layer it needs 41.0 GiB");
+    c = case_of(2, 48);
+    check_says("not with the micro-steps of a smaller batch", &c, "with --recompute layer it needs 42.0 GiB");
+    c = case_of(1, 31);
+    check_says("FP8 moments are the last resort", &c,
+               "with --optimizer-state coat --recompute layer --optimizer-in-backward it needs 31.0 GiB");
 }
 
 static void test_ranks(void) {
@@ -110,6 +131,7 @@ static void test_ranks(void) {
 int main(void) {
     test_single();
     test_combinations();
+    test_backward();
     test_ranks();
     return check_report();
 }

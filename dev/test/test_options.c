@@ -258,6 +258,26 @@ static void test_fp8_conflicts(void) {
     }
 }
 
+// Options that --optimizer-in-backward excludes, and a part of the message; "" if it is allowed.
+static void test_backward_conflicts(void) {
+    static const char *const cases[][2] = {
+        {"", ""},
+        {"--on-nonfinite stop --precision fp8 --sharding none", ""},
+        {"--grad-clip 1", "--grad-clip needs the norm of all gradients first; leave out one"},
+        {"--on-nonfinite skip", "must know that all gradients are finite before it changes a weight; leave out one"},
+        {"--grad-accumulation-steps 2", "keeps no gradients from one micro-step to the next; use "
+                                        "--grad-accumulation-steps 1, and a larger --batch-size or more ranks"}};
+    char message[512], line[256];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        format_checked(line, sizeof line, "tiny --optimizer-in-backward %s", cases[i][0]);
+        Options o = parse(line);
+        options_conflict(&o, message, sizeof message);
+        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0, "%s: \"%s\"", line, message);
+        o.optimizer_in_backward = false;
+        CHECK(*options_conflict(&o, message, sizeof message) == 0, "without it: %s: \"%s\"", line, message);
+    }
+}
+
 // FP8 options without FP8: each is named, with the remedy. Values that switch nothing on are accepted.
 static void test_stray_fp8(void) {
     static const char *const strays[] = {"recipe mxfp8", "recipe rowwise",  "format e4m3",  "filter first",
@@ -531,6 +551,7 @@ int main(void) {
     test_refused();
     test_conflicts();
     test_fp8_conflicts();
+    test_backward_conflicts();
     test_stray_fp8();
     test_resolve();
     test_resolve_fp8();

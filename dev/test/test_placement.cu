@@ -71,7 +71,8 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "copy of the delayed state from before a step", s->before,
                   s->before ? tensor_scales_delayed_elements(s) * 4 : 0);
     needed_always(m, "audit", s->audit, s->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
-    needed_always(m, "squares", t->params.squares, 8);
+    needed_always(m, "squares", t->squares, 8);
+    needed_always(m, "squares of blocks", t->block_squares, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
     needed_always(m, "statistics", t->stats, sizeof(StepStats));
     needed_always(m, "losses", t->acts.losses, t->d.R * 4);
     needed_always(m, "RoPE table", t->acts.rope_table, t->d.T * t->d.HD * 4);
@@ -98,8 +99,9 @@ static void list_gradients(const Trainer *t, Moments m) {
         const bool fp32 = f->transport.fp32_sums;
         const bf16 *sums = f->transport.sums;
         const float *sums_fp32 = f->transport.sums_fp32;
-        needed_always(m, "gradients", sums, sums ? f->plan.total * 2 : 0);
-        needed_always(m, "fp32 gradients", sums_fp32, fp32 ? f->plan.total * 4 : 0);
+        const int64_t n = shard_begin(&f->plan, f->sum_layers);
+        needed_always(m, "gradients", sums, sums ? n * 2 : 0);
+        needed_always(m, "fp32 gradients", sums_fp32, fp32 ? n * 4 : 0);
         CHECK(fp32 ? sums_fp32 && !sums : sums && !sums_fp32, "gradients have %s place", sums ? "more than one" : "no");
         return;
     }
@@ -108,9 +110,9 @@ static void list_gradients(const Trainer *t, Moments m) {
            optimizer(m));
     needed("gradient of the embedding", embedding, root[SEGMENT_EMBEDDING] * 2, embedding_backward_moment(m),
            optimizer(m));
-    for (int64_t l = 0; l < t->d.L; l++)
+    for (int64_t l = 0; l < f->sum_layers; l++)  // if layers take turns, the last layer is the first to use any place
         needed("gradient of a layer", f->transport.sums + layer_offset(&t->table, l), t->table.layer_size * 2,
-               backward(m, l), optimizer(m));
+               backward(m, f->sum_layers < t->d.L ? t->d.L - 1 : l), optimizer(m));
 }
 
 static void list_fsdp(const Trainer *t, Moments m) {
@@ -333,7 +335,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
     if (!model_config_preset(&model, name)) die("no preset %s", name);
     char label[256];
     for (int recipe = RECIPE_TENSORWISE; recipe <= RECIPE_BF16; recipe++)
-        for (int variant = 0; variant < 16; variant++) {
+        for (int variant = 0; variant < 32; variant++) {
             Options o = options_default();
             o.model = name, o.batch_size = B, o.sequence_length = T;
             o.sharding = ranks.sharding, o.shard_size = ranks.shard_size;
@@ -348,10 +350,14 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 8 ? NONFINITE_SKIP : NONFINITE_STOP;
-            format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s%s, %d micro-steps%s%s", name, (long long)B,
+            char conflict[512];
+            o.optimizer_in_backward = variant & 16;
+            if (o.optimizer_in_backward && *options_conflict(&o, conflict, sizeof conflict)) continue;
+            format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s%s, %d micro-steps%s%s%s", name, (long long)B,
                            (long long)T, ranks.name, recipe_row(recipe)->name, variant & 1 ? ", --recompute layer" : "",
                            variant & 2 ? 2 : 1, cache ? ", --fp8-weight-cache on" : "",
-                           variant & 8 ? ", fp32 state and sums, filtered" : "");
+                           variant & 8 ? ", fp32 state and sums, filtered" : "",
+                           variant & 16 ? ", --optimizer-in-backward" : "");
             check_run(label, o, &model, ranks.world);
         }
 }

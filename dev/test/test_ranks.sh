@@ -432,6 +432,40 @@ for sharding in full none "hybrid --shard-size 2"; do
         "$tmp/spoiled" $data --no-verify --precision fp32 --sharding $sharding
 done
 
+# ---- --optimizer-in-backward changes no bit of weights and optimizer state, and resumes a run without it. Norms differ
+# by the order of sums.
+while read -r n options <&3; do
+    common="$tmp/fp8 $data --num-steps 4 --batch-size 1 $options"
+    rm -rf "$tmp/early" "$tmp/late" "$tmp/resumed"
+    train "$n" late $common --checkpoint-dir "$tmp/late" --checkpoint-every 2 || continue
+    train "$n" early $common --checkpoint-dir "$tmp/early" --optimizer-in-backward || continue
+    check "--optimizer-in-backward, $n ranks, $options: equal losses" \
+        close "$tmp/late.steps" "$tmp/early.steps" 1e-14
+    for file in "$tmp"/late/step-00000004/*.safetensors; do
+        check "--optimizer-in-backward, $n ranks, $options: equal ${file##*/}" \
+            cmp -s "$file" "$tmp/early/step-00000004/${file##*/}"
+    done
+    rm -rf "$tmp/late/step-00000004"
+    train "$n" resumed $common --checkpoint-dir "$tmp/late" --optimizer-in-backward --resume || continue
+    tail -n 2 "$tmp/early.steps" >"$tmp/early.last"
+    check "--optimizer-in-backward, $n ranks, $options: a resumed run has equal losses" \
+        cmp -s "$tmp/early.last" "$tmp/resumed.steps"
+done 3<<'CASES'
+0 --precision bf16
+0 --precision fp8 --fp8-recipe delayed
+2 --precision fp8 --fp8-recipe delayed
+2 --precision fp8 --sharding none --reduce-dtype fp32 --master-weights fp32
+3 --precision fp8 --optimizer-state coat
+3 --precision bf16 --optimizer-state msamp --master-weights fp16
+4 --precision fp8 --fp8-recipe rowwise --sharding grad_op
+4 --precision fp8 --sharding hybrid --shard-size 2 --optimizer-state coat-stochastic
+CASES
+# A gradient that is not finite ends the run, is located, and leaves the last checkpoint as it was.
+train 2 burst "$tmp/qwen2" $data --num-steps 1 --checkpoint-dir "$tmp/burst" --optimizer-in-backward
+refused 2 7 "is in .*, element [0-9]*.*The loss is" "$tmp/qwen2" $data --num-steps 40 --learning-rate 1000 \
+    --checkpoint-dir "$tmp/burst" --resume --optimizer-in-backward
+check "the checkpoint of before is there: $(ls "$tmp/burst")" [ -e "$tmp/burst/step-00000001" ]
+
 # ---- Delayed scaling with --on-nonfinite skip: a skipped step does not change the state of any rank.
 ranks 2 "$tmp/fp8" $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 8 --learning-rate 1000 --num-steps 60 \
     --on-nonfinite skip --checkpoint-dir "$tmp/skips" --checkpoint-every 1 --keep-checkpoints 1000 \

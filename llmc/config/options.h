@@ -325,6 +325,25 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
         format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that mpirun -np starts");
 }
 
+// Rules of --optimizer-in-backward.
+static inline void options_backward_conflict(const Options *o, char *message, size_t capacity) {
+    const char *first = "--optimizer-in-backward updates the last layer before the gradient of the first is computed";
+    if (!o->optimizer_in_backward) return;
+    if (o->grad_clip > 0)
+        format_checked(message, capacity, "%s, and --grad-clip needs the norm of all gradients first; leave out one",
+                       first);
+    else if (o->on_nonfinite == NONFINITE_SKIP)
+        format_checked(
+            message, capacity,
+            "%s, and --on-nonfinite skip must know that all gradients are finite before it changes a weight; "
+            "leave out one",
+            first);
+    else if (o->grad_accumulation_steps > 1)
+        format_checked(message, capacity,
+                       "--optimizer-in-backward keeps no gradients from one micro-step to the next; use "
+                       "--grad-accumulation-steps 1, and a larger --batch-size or more ranks");
+}
+
 // Rules of --precision fp32, and of options for FP8 without --precision fp8.
 static inline void options_precision_conflict(const Options *o, char *message, size_t capacity) {
     const OptionRow *stray = o->precision == PRECISION_FP8 ? NULL : options_stray_fp8(o);
@@ -357,6 +376,7 @@ static inline const char *options_conflict(const Options *o, char *message, size
     else if (o->val_every && !*o->val_data) format_checked(message, capacity, "--val-every needs --val-data");
     else options_precision_conflict(o, message, capacity);
     if (!*message) options_rank_conflict(o, message, capacity);
+    if (!*message) options_backward_conflict(o, message, capacity);
     if (!*message && o->json && !o->dry_run)
         format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
     if (!*message && o->precision == PRECISION_FP8) options_fp8_conflict(o, message, capacity);

@@ -117,6 +117,10 @@ enum { FREE, MUST_MATCH };
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
          "layer: keep only each layer's input, and run its forward pass again in backward") \
+    FLAG(optimizer_in_backward, "optimizer-in-backward", \
+         "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one layer " \
+         "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \
+         "numbers stay the same; not with --grad-clip, --on-nonfinite skip or several micro-steps") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
          "GiB of memory that each rank may use, on a GPU with CUDA's own: a run that needs more ends before it " \
          "starts, and names options with which it fits; 0: all that is free") \

@@ -21,8 +21,13 @@ typedef struct {
     AdamwArrays arrays;
     AdamwStep step;
     const AdamwControl *control;  // NULL: the step is always applied
-    // Workspace (adamw_workspace_bytes) for sums of squared gradients (adamw_updated_squares). NULL: not computed.
+    // Sums of squared gradients (adamw_workspace_bytes), for adamw_updated_squares. NULL: not computed.
     double *squares;
+    // The j-th fused FP8 weight of layer l (table order: qkv, o, gate_up, down) raises amax[l * amax_stride + j] to the
+    // largest magnitude in this rank's part, even if the step is skipped. The caller has cleared it. NULL: not
+    // computed.
+    uint32_t *amax;
+    int64_t amax_stride;
 } AdamwUpdate;
 
 // Consecutive elements of a rank's slices of a unit with equal decay, amax slot and shift. `end` counts from the unit's
@@ -48,6 +53,7 @@ enum {
 // unit u has index flat + u * flat_size + e + shift of its run.
 typedef struct {
     int64_t first, size, count;
+    int64_t first_gradient;  // in the array of gradients
     int64_t flat, flat_size;
     int num_runs;
     AdamwRun runs[ADAMW_MAX_RUNS];
@@ -62,13 +68,13 @@ __device__ static inline void adamw_publish(uint32_t *amax, uint32_t packed_amax
     if (threadIdx.x % 16 == 0 && bits > *(volatile uint32_t *)amax) atomicMax(amax, bits);
 }
 
-// Returns the arrays, starting at element i.
+// Returns the arrays, starting at element i, whose gradient is element `gradient`.
 template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
-__device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i) {
+__device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i, int64_t gradient) {
     const int64_t moment_bytes = i * adamw_moment_bytes(MOMENTS);
     a.weights += i;
-    if (FP32_GRADIENTS) a.gradients.fp32_data += i;
-    else a.gradients.bf16_data += i;
+    if (FP32_GRADIENTS) a.gradients.fp32_data += gradient;
+    else a.gradients.bf16_data += gradient;
     if (MASTER) a.master += i;
     a.exp_avg = (char *)a.exp_avg + moment_bytes, a.exp_avg_sq = (char *)a.exp_avg_sq + moment_bytes;
     if (MOMENTS == ADAMW_COAT) {
@@ -87,8 +93,9 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
     c.step.nearest_weights = NEAREST;
     const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT);
     const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first;
+    const int64_t in_units = blockIdx.y * u.size + first;
     const AdamwArrays a =
-        adamw_arrays_from<MASTER, MOMENTS, FP32_GRADIENTS>(arrays, u.first + blockIdx.y * u.size + first);
+        adamw_arrays_from<MASTER, MOMENTS, FP32_GRADIENTS>(arrays, u.first + in_units, u.first_gradient + in_units);
     int run = 0, slot = -1;
     uint32_t end = 0, largest = 0;
     float kept = 1, squares = 0;
@@ -185,11 +192,16 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
 // Returns how many blocks update a unit of `size` elements.
 static inline unsigned adamw_blocks(int64_t size) { return grid_size(size, ADAMW_BLOCK); }
 
+// Returns the first block of unit l among the sums of squares.
+static inline int64_t adamw_first_block(const ShardPlan *plan, int64_t l) {
+    return l == ROOT ? 0 : adamw_blocks(shard_elements(plan, ROOT)) + l * adamw_blocks(shard_elements(plan, 0));
+}
+
 enum { ADAMW_SUM_BLOCKS = 64 };
 
 // Returns how many sums of squares the update of this rank's shard writes to its workspace.
 static inline int64_t adamw_update_sums(const ParameterTable *t, const ShardPlan *plan) {
-    return adamw_blocks(shard_elements(plan, ROOT)) + t->num_layers * adamw_blocks(shard_elements(plan, 0));
+    return adamw_first_block(plan, t->num_layers);
 }
 
 // Returns the bytes of device workspace that a step needs.
@@ -220,23 +232,15 @@ static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaS
     else adamw_launch_kernel<false, false>(w, u, stream);
 }
 
-// Updates this rank's part of the root unit.
-static inline void adamw_update_root(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan,
-                                     cudaStream_t stream) {
-    AdamwUnits root = adamw_units(t, plan, ROOT, 1);
-    root.squares = w->squares;
-    adamw_launch(w, &root, stream);
-}
-
-// Updates this rank's part of all layers. If amax is not NULL, the j-th fused FP8 weight of layer l (table order: qkv,
-// o, gate_up, down) raises amax[l * amax_stride + j] to the largest magnitude in this rank's part, even if the step is
-// skipped. The caller has cleared the slots.
-static inline void adamw_update_layers(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan,
-                                       uint32_t *amax, int64_t amax_stride, cudaStream_t stream) {
-    AdamwUnits layers = adamw_units(t, plan, 0, t->num_layers);
-    layers.amax = amax, layers.amax_stride = amax_stride;
-    layers.squares = w->squares ? w->squares + adamw_blocks(shard_elements(plan, ROOT)) : NULL;
-    adamw_launch(w, &layers, stream);
+// Updates this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it. Their gradients
+// begin at element first_gradient of their array.
+static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
+                                      int64_t count, int64_t first_gradient, cudaStream_t stream) {
+    AdamwUnits u = adamw_units(t, plan, l, count);
+    u.first_gradient = first_gradient;
+    u.amax = w->amax && l != ROOT ? w->amax + l * w->amax_stride : NULL, u.amax_stride = w->amax_stride;
+    u.squares = w->squares ? w->squares + adamw_first_block(plan, l) : NULL;
+    adamw_launch(w, &u, stream);
 }
 
 // Returns the bytes that an update of n elements moves: it reads the gradient, and reads and writes moments and
@@ -253,6 +257,48 @@ static inline void adamw_updated_squares(double *squares, const AdamwUpdate *w, 
     double *parts = w->squares + count;
     CUDA_LAUNCH(adamw_sum_kernel, ADAMW_SUM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, parts, w->squares, count);
     CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, parts, ADAMW_SUM_BLOCKS);
+}
+
+// The elements of the blocks whose squares an update sums.
+typedef struct {
+    int64_t root_blocks, layer_blocks, root_elements, layer_elements;
+    BackwardOrder order;
+} AdamwBlocks;
+
+// Returns the first element of block b in this rank's flat shard arrays.
+__device__ static inline int64_t adamw_block_begin(AdamwBlocks at, int64_t b) {
+    const int64_t in_layers = b - at.root_blocks;
+    if (in_layers < 0) return b * ADAMW_BLOCK;
+    return at.root_elements + in_layers / at.layer_blocks * at.layer_elements +
+           in_layers % at.layer_blocks * ADAMW_BLOCK;
+}
+
+// Finds the first block, in backward order, whose gradients are large, if the step's norm is not accepted. One thread
+// block. Fills control as adamw_find_large does, with the norms of blocks in place of the magnitudes of gradients.
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
+    adamw_find_block_kernel(AdamwControl *control, const double *squares, int64_t count, AdamwBlocks at) {
+    grid_dependency_wait();
+    if (!control->nonfinite) return;
+    __shared__ uint32_t largest;
+    if (threadIdx.x == 0) largest = 0;
+    __syncthreads();
+    for (int64_t b = threadIdx.x; b < count; b += ADAMW_NORM_THREADS)
+        atomicMax(&largest, adamw_magnitude((float)sqrt(squares[b])));
+    __syncthreads();
+    control->largest = largest;
+    for (int64_t b = threadIdx.x; b < count; b += ADAMW_NORM_THREADS)
+        if (adamw_magnitude((float)sqrt(squares[b])) >= adamw_large(largest))
+            atomicMin(&control->position, (unsigned long long)backward_position(at.order, adamw_block_begin(at, b)));
+}
+
+// Locates large gradients after adamw_norm if the gradients themselves are gone: control gets the position of the first
+// element of a block of ADAMW_BLOCK. w->squares has the sums of squares of all units.
+static inline void adamw_locate_block(AdamwControl *control, const AdamwUpdate *w, const ParameterTable *t,
+                                      const ShardPlan *plan, cudaStream_t stream) {
+    const AdamwBlocks at = {adamw_first_block(plan, 0), adamw_blocks(shard_elements(plan, 0)),
+                            shard_elements(plan, ROOT), shard_elements(plan, 0), shard_backward_order(t, plan)};
+    CUDA_LAUNCH(adamw_find_block_kernel, 1, ADAMW_NORM_THREADS, 0, stream, control, w->squares,
+                adamw_update_sums(t, plan), at);
 }
 
 #endif

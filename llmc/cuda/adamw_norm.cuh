@@ -161,12 +161,16 @@ static inline void adamw_find_large(AdamwControl *control, const Gradient *gradi
     CUDA_LAUNCH(adamw_find_large_kernel<Gradient>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
 }
 
-// Fills *control (device). *squares (device) is the sum of squares over `replicas` replicas of the whole gradient. If
-// the step is skipped, the large gradients of this rank are located too. grad_clip is the largest norm, 0 for no
-// clipping.
-static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t replicas, AdamwGradients gradients,
-                              BackwardOrder order, float grad_clip, cudaStream_t stream) {
+// Fills *control (device). *squares (device) is the sum of squares over `replicas` replicas of the whole gradient.
+// grad_clip is the largest norm, 0 for no clipping.
+static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t replicas, float grad_clip,
+                              cudaStream_t stream) {
     CUDA_LAUNCH(adamw_norm_kernel, 1, 1, 0, stream, control, squares, replicas, grad_clip);
+}
+
+// Locates this rank's large gradients after adamw_norm, if the norm is not accepted.
+static inline void adamw_locate(AdamwControl *control, AdamwGradients gradients, BackwardOrder order,
+                                cudaStream_t stream) {
     if (gradients.fp32_data) adamw_find_large(control, gradients.fp32_data, order, stream);
     else adamw_find_large(control, gradients.bf16_data, order, stream);
 }

@@ -117,14 +117,15 @@ static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole 
     return g == PER_TENSOR ? 0 : scale_bytes(g, shape.outer, shape.depth);
 }
 
-// Clears the amaxes of the tensors with roles [first, last] in every layer.
-static inline void tensor_scales_clear_amaxes(TensorScales *s, TensorRole first, TensorRole last) {
+// Clears the amaxes of the tensors with roles [first, last] in `count` layers from layer l on.
+static inline void tensor_scales_clear_amaxes(TensorScales *s, int64_t l, int64_t count, TensorRole first,
+                                              TensorRole last) {
     const int64_t begin = s->amax_offset[tensor_index(0, first, 0)];
     const int64_t end =
         last + 1 < NUM_TENSORS ? s->amax_offset[tensor_index(0, (TensorRole)(last + 1), 0)] : s->amax_stride;
     if (!s->amax_stride) return;
-    CUDA_CHECK(cudaMemset2DAsync(s->amax + begin, (size_t)s->amax_stride * sizeof(uint32_t), 0,
-                                 (size_t)(end - begin) * sizeof(uint32_t), (size_t)s->layers, s->stream));
+    CUDA_CHECK(cudaMemset2DAsync(s->amax + l * s->amax_stride + begin, (size_t)s->amax_stride * sizeof(uint32_t), 0,
+                                 (size_t)(end - begin) * sizeof(uint32_t), (size_t)count, s->stream));
 }
 
 static inline void tensor_scales_clear_audit(TensorScales *s) {
@@ -134,10 +135,12 @@ static inline void tensor_scales_clear_audit(TensorScales *s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The delayed recipe. With other recipes these functions do nothing.
 
-static inline DelayedArrays tensor_scales_delayed(const TensorScales *s) {
-    const DelayedArrays d = {s->history,
-                             s->delayed_scale,
-                             s->amax,
+// The state of the layers from layer l on.
+static inline DelayedArrays tensor_scales_delayed(const TensorScales *s, int64_t l) {
+    const int64_t first = l * TENSORS_PER_LAYER;
+    const DelayedArrays d = {s->history + first * s->window,
+                             s->delayed_scale + first,
+                             s->amax + first,
                              TENSORS_PER_LAYER,
                              s->window,
                              s->margin,
@@ -148,29 +151,28 @@ static inline DelayedArrays tensor_scales_delayed(const TensorScales *s) {
 
 // Gives a tensor that has not been cast yet the scale of its own amax.
 static inline void tensor_scales_begin(TensorScales *s, const QTensor *q) {
-    DelayedArrays layer = tensor_scales_delayed(s);
-    const int64_t first = tensor_index(q->layer, TENSOR_W, 0), tensor = tensor_index(0, q->role, q->linear);
-    layer.scale += first, layer.amax += first;
+    const DelayedArrays layer = tensor_scales_delayed(s, q->layer);
+    const int64_t tensor = tensor_index(0, q->role, q->linear);
     delayed_begin(&layer, 1, tensor, tensor + 1, s->stream);
 }
 
 // Gives every weight that has not been cast yet the scale of its own amax.
 static inline void tensor_scales_begin_weights(TensorScales *s) {
     if (!s->delayed_scale || s->scales_ready) return;
-    const DelayedArrays d = tensor_scales_delayed(s);
+    const DelayedArrays d = tensor_scales_delayed(s, 0);
     delayed_begin(&d, s->layers, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
 }
 
-// Appends the amaxes of the weights' last cast to their histories.
-static inline void tensor_scales_update_weights(TensorScales *s) {
+// Appends the amaxes of the weights' last cast to their histories, in `count` layers from layer l on.
+static inline void tensor_scales_update_weights(TensorScales *s, int64_t l, int64_t count) {
     if (!s->delayed_scale) return;
-    const DelayedArrays d = tensor_scales_delayed(s);
-    delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
+    const DelayedArrays d = tensor_scales_delayed(s, l);
+    delayed_update_all(&d, count, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
 }
 
 // Appends the amaxes of a micro-step's inputs and output gradients, over all ranks, to their histories.
 static inline void tensor_scales_update_activations(TensorScales *s) {
-    const DelayedArrays d = tensor_scales_delayed(s);
+    const DelayedArrays d = tensor_scales_delayed(s, 0);
     delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_X, 0), TENSORS_PER_LAYER, s->stream);
     // A step that may be skipped sets scales_ready later, when it is known to be applied.
     if (!s->before) s->scales_ready = true;
@@ -187,6 +189,14 @@ static inline void tensor_scales_copy_before(TensorScales *s, bool keep) {
 // Restores histories and scales if *skipped, in device memory, is not 0.
 static inline void tensor_scales_restore_if(TensorScales *s, const uint32_t *skipped) {
     if (s->before) delayed_restore(s->history, s->before, tensor_scales_delayed_elements(s), skipped, s->stream);
+}
+
+// Prepares the scales of `count` layers, from layer l on, for new weights: appends the amaxes of the weights' last cast
+// to the histories, and clears these amaxes. If *skipped, in device memory, is not 0, restores the histories.
+static inline void tensor_scales_begin_new_weights(TensorScales *s, int64_t l, int64_t count, const uint32_t *skipped) {
+    tensor_scales_update_weights(s, l, count);
+    tensor_scales_restore_if(s, skipped);
+    tensor_scales_clear_amaxes(s, l, count, TENSOR_W, TENSOR_W);
 }
 
 #endif

@@ -25,6 +25,11 @@
 // root's gradient then lacks the embedding, and is reduced right after the loss. Otherwise the whole root gradient is
 // reduced at the end.
 //
+// With --optimizer-in-backward, AdamW updates a layer in the backward pass, one layer later than its gradient is
+// computed if it must be reduced first. The sums of one layer, or of two with several ranks, then take turns in the
+// same memory. A rank's shard of a layer changes after that layer's gradient was reduced: every rank has then finished
+// its last gather of the layer.
+//
 // Copy engines read other ranks' memory, so two orders must hold:
 //   before a layer's gather   every rank has updated its shard: the gather of the vectors, which comes first, waits for
 //                             all ranks
@@ -34,6 +39,7 @@
 //   slot.arrived    the compute stream waits for it before it reads the slot
 //   slot.released   a gather into the slot waits for it
 //   reduced         the compute stream waits for it before it writes the gradient buffer again
+//   summed          the compute stream waits for it before AdamW reads a layer's sums in the backward pass
 //   handover        (transport.cuh) one stream waits for all work enqueued on the other so far
 #ifndef LLMC_FSDP_CUH
 #define LLMC_FSDP_CUH
@@ -56,12 +62,14 @@ static inline void fsdp_create(Fsdp *f, const FsdpInputs *in) {
     transport_create(&f->transport, in->nccl, in->log);
     fsdp_invalidate(f);
     for (int i = 0; in->nccl && i < 1 + FSDP_GRADIENT_BUFFERS; i++) event_create(&f->reduced[i]);
+    for (int i = 0; in->nccl && i < FSDP_GRADIENT_BUFFERS; i++) event_create(&f->summed[i]);
     for (int64_t i = 0; in->nccl && i < f->num_slots; i++)
         event_create(&f->slot[i].arrived), event_create(&f->slot[i].released);
 }
 
 static inline void fsdp_destroy(Fsdp *f) {
     for (int i = 0; f->in.nccl && i < 1 + FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaEventDestroy(f->reduced[i]));
+    for (int i = 0; f->in.nccl && i < FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaEventDestroy(f->summed[i]));
     for (int64_t i = 0; f->in.nccl && i < f->num_slots; i++) {
         CUDA_CHECK(cudaEventDestroy(f->slot[i].arrived));
         CUDA_CHECK(cudaEventDestroy(f->slot[i].released));
@@ -111,12 +119,12 @@ static inline ShardSegment fsdp_segment(const Fsdp *f, int64_t l, int segment) {
     return segment_slice(f->table, &f->plan, l, segment);
 }
 
-// Returns views of unit l. `array` is this rank's flat array, or, if `gathered`, the memory of this gathered unit.
-static inline FsdpUnit fsdp_unit(const Fsdp *f, bf16 *array, int64_t l, bool gathered) {
+// Returns views of unit l, whose memory begins at `unit`: this rank's part of it, or, if `gathered`, the whole unit.
+static inline FsdpUnit fsdp_unit(const Fsdp *f, bf16 *unit, int64_t l, bool gathered) {
     bf16 *at[NUM_SEGMENTS];
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = fsdp_segment(f, l, k);
-        at[k] = array + (gathered ? g.gathered : g.shard);
+        at[k] = unit + (gathered ? g.gathered : g.shard - shard_begin(&f->plan, l));
     }
     const FsdpUnit u = {at[SEGMENT_VECTORS], at[SEGMENT_MATRICES], l == ROOT ? at[embedding_segment(f->table)] : NULL};
     return u;
@@ -124,7 +132,7 @@ static inline FsdpUnit fsdp_unit(const Fsdp *f, bf16 *array, int64_t l, bool gat
 
 // Returns the gathered weights of layer l, valid between fsdp_unshard and fsdp_reshard, or those of the root.
 static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t l) {
-    if (!fsdp_is_sharded(f)) return fsdp_unit(f, f->in.weights, l, false);
+    if (!fsdp_is_sharded(f)) return fsdp_unit(f, f->in.weights + shard_begin(&f->plan, l), l, false);
     FsdpUnit u = {NULL, NULL, NULL};
     if (l == ROOT) {
         u = fsdp_unit(f, f->root, ROOT, true);
@@ -318,7 +326,7 @@ static inline bool fsdp_in_place(const Fsdp *f) {
 
 // Returns views of the memory in which unit l's gradient is computed.
 static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t l) {
-    if (fsdp_in_place(f)) return fsdp_unit(f, f->transport.sums, l, false);
+    if (fsdp_in_place(f)) return fsdp_unit(f, f->transport.sums + fsdp_sums_begin(f, l), l, false);
     FsdpUnit u = fsdp_unit(f, l == ROOT ? f->root_grads : f->layer_grads[l % FSDP_GRADIENT_BUFFERS], l, true);
     if (fsdp_embedding_joins(f)) u.embedding = NULL;
     return u;
@@ -363,11 +371,11 @@ static inline void fsdp_begin_gradients(Fsdp *f, int64_t l) {
 // Without sharding: adds a unit's gradient to the sums, unless it was computed there.
 static inline void fsdp_join(Fsdp *f, int64_t l) {
     if (fsdp_in_place(f)) return;
-    const int64_t n = segment_begin(slice_sizes(&f->plan, l), fsdp_reduced_segments(f)), at = shard_begin(&f->plan, l);
+    const int64_t n = segment_begin(slice_sizes(&f->plan, l), fsdp_reduced_segments(f));
     const bf16 *from = l == ROOT ? f->root_grads : f->layer_grads[0];
     GradientSum how = f->sum;
-    how.flat = at;
-    transport_add_computed(&f->transport, at, from, n, how);
+    how.flat = shard_begin(&f->plan, l);
+    transport_add_computed(&f->transport, fsdp_sums_begin(f, l), from, n, how);
 }
 
 // Reduce-scatters the unit's gradient of this micro-step and adds the result to the sums of earlier micro-steps. The
@@ -379,7 +387,8 @@ static inline void fsdp_reduce_scatter(Fsdp *f, int64_t l) {
     TransportSegment segments[NUM_SEGMENTS];
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = fsdp_segment(f, l, k);
-        const TransportSegment s = {from[k], g.slice, g.shard, fsdp_sum_of(f, g)};
+        const int64_t at = fsdp_sums_begin(f, l) + g.shard - shard_begin(&f->plan, l);
+        const TransportSegment s = {from[k], g.slice, at, fsdp_sum_of(f, g)};
         segments[k] = s;
     }
     comm_waits_compute(&f->transport);
@@ -387,12 +396,27 @@ static inline void fsdp_reduce_scatter(Fsdp *f, int64_t l) {
     CUDA_CHECK(cudaEventRecord(f->reduced[fsdp_gradient_buffer(l)], f->transport.nccl->stream));
 }
 
+// Call it when the unit's reductions in the communication stream are enqueued, after its last micro-step:
+// fsdp_await_sums waits for them.
+static inline void fsdp_complete_sums(Fsdp *f, int64_t l) {
+    if (f->in.nccl && l != ROOT && f->optimizer_in_backward)
+        CUDA_CHECK(cudaEventRecord(f->summed[l % f->sum_layers], f->transport.nccl->stream));
+}
+
+// With optimizer_in_backward: makes the compute stream wait until this rank's sums of layer l are those over all ranks.
+static inline void fsdp_await_sums(Fsdp *f, int64_t l) {
+    if (f->in.nccl) compute_waits_event(&f->transport, f->summed[l % f->sum_layers]);
+}
+
 // All-reduces this rank's part of a unit's gradient over replicas if this is the `last` micro-step. After
-// compute_waits_comm it is the sum over all ranks.
+// compute_waits_comm, or fsdp_await_sums, it is the sum over all ranks.
 static inline void fsdp_reduce_replicas(Fsdp *f, int64_t l, bool last) {
-    if (!f->in.nccl || !last || f->replicas == 1) return;
-    comm_waits_compute(&f->transport);
-    transport_all_reduce(&f->transport, COMM_REPLICAS, shard_begin(&f->plan, l), shard_elements(&f->plan, l), l);
+    if (!f->in.nccl || !last) return;
+    if (f->replicas > 1) {
+        comm_waits_compute(&f->transport);
+        transport_all_reduce(&f->transport, COMM_REPLICAS, fsdp_sums_begin(f, l), shard_elements(&f->plan, l), l);
+    }
+    fsdp_complete_sums(f, l);
 }
 
 // Gathers the input gradients `dx` of all ranks and returns them as [fsdp_input_ranks][input_elements]. Work enqueued

@@ -94,6 +94,10 @@ typedef struct {
 
     FsdpScales scales[NUM_LINEARS];
     int64_t rowwise_scale_bytes, columnwise_scale_bytes;  // bytes of a layer's scales
+    bool optimizer_in_backward;
+    // Number of layers whose sums of gradients have memory: all, or with optimizer_in_backward one, or two with several
+    // ranks. Layer l uses place l % sum_layers.
+    int64_t sum_layers;
     uint64_t rounding_seed;
     int64_t step;
     GradientSum sum;         // how gradients of this micro-step are added to the sums
@@ -114,7 +118,8 @@ typedef struct {
     int64_t num_rowwise, num_columnwise;
     bf16 *root_grads;  // holds in turn the transient embedding, the root's gradient and the input gradients
     bf16 *layer_grads[FSDP_GRADIENT_BUFFERS];
-    cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];                     // one of root_grads, one of each layer_grads
+    cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];  // one of root_grads, one of each layer_grads
+    cudaEvent_t summed[FSDP_GRADIENT_BUFFERS];       // with optimizer_in_backward: of the sums of layers
     int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // number of parameters, without padding
     int64_t input_elements;  // elements of a rank's input gradients: dx [R, C], the gradient of the embedding's output
 } Fsdp;
@@ -142,6 +147,11 @@ static inline int fsdp_reduced_segments(const Fsdp *f) {
 // Elements of the buffer in which the root's gradient is computed.
 static inline int64_t fsdp_root_gradient(const Fsdp *f) {
     return f->plan.shard_size * segment_begin(f->plan.root_slices, fsdp_reduced_segments(f));
+}
+
+// First element of unit l's sums of gradients. The root's come first.
+static inline int64_t fsdp_sums_begin(const Fsdp *f, int64_t l) {
+    return shard_begin(&f->plan, l == ROOT ? l : l % f->sum_layers);
 }
 
 // Elements of a gathered layer's matrices and vectors, with padding.
@@ -232,6 +242,9 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->plan = shard_plan(table, shard_size, rank % shard_size);
     f->world = world, f->replicas = world / shard_size, f->replica = rank / shard_size;
     f->rounding_seed = (uint64_t)o->rounding_seed;
+    f->optimizer_in_backward = o->optimizer_in_backward;
+    f->sum_layers = table->num_layers;
+    if (f->optimizer_in_backward) f->sum_layers = min_i64(world > 1 ? FSDP_GRADIENT_BUFFERS : 1, f->sum_layers);
     f->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
     for (int64_t i = 0; i < table->count; i++) {
         const Parameter *p = &table->entries[i];
@@ -292,10 +305,10 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
                             max_i64(slices[SEGMENT_VECTORS], slices[SEGMENT_MATRICES]));
 }
 
-// Places this rank's sums of gradients [plan.total].
+// Places this rank's sums of gradients, of the root and of sum_layers layers.
 static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
     arena_group(a, f->transport.fp32_sums ? "gradients (fp32)" : "gradients (bf16)");
-    transport_place_sums(&f->transport, a, f->plan.total);
+    transport_place_sums(&f->transport, a, shard_begin(&f->plan, f->sum_layers));
 }
 
 // Places the gradient buffer of the root unit for FSDP_GRADIENTS_BUFFERED.

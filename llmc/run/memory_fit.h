@@ -20,7 +20,7 @@ typedef struct {
     bool ranks_help;    // true: more ranks have as much each
 } MemoryFit;
 
-enum { FIT_CHANGES = 6, FIT_MOST_RANKS = 1024 };
+enum { FIT_CHANGES = 8, FIT_MOST_RANKS = 1024 };
 
 // Changes one option to a value that takes less memory, and writes the option as a user gives it. False if the run has
 // it already, or cannot have it.
@@ -36,33 +36,43 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         o->sharding = SHARDING_FULL, o->shard_size = 0;
         return format_checked(words, capacity, " --sharding full"), true;
     case 2:
+        if ((o->optimizer_state != MOMENTS_BF16 && o->optimizer_state != MOMENTS_FP32) || fp32) return false;
+        o->optimizer_state = MOMENTS_COAT;
+        return format_checked(words, capacity, " --optimizer-state coat"), true;
+    case 3:
         if (o->optimizer_state != MOMENTS_FP32 || fp32) return false;
         o->optimizer_state = MOMENTS_BF16;
         return format_checked(words, capacity, " --optimizer-state bf16"), true;
-    case 3:
+    case 4:
         if (options_bf16_weights(o) || fp32) return false;
         o->master_weights = STORAGE_BF16;
         return format_checked(words, capacity, " --master-weights bf16"), true;
-    case 4:
+    case 5:
         if (o->batch_size == 1) return false;
         o->grad_accumulation_steps *= o->batch_size, o->batch_size = 1;
         return format_checked(words, capacity, " --batch-size 1 --grad-accumulation-steps %lld",
                               (long long)o->grad_accumulation_steps),
                true;
-    default:
+    case 6:
         if (o->recompute == RECOMPUTE_LAYER) return false;
         o->recompute = RECOMPUTE_LAYER;
         return format_checked(words, capacity, " --recompute layer"), true;
+    default:
+        if (o->optimizer_in_backward || o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP) return false;
+        if (o->grad_accumulation_steps > 1) return false;
+        o->optimizer_in_backward = true;
+        return format_checked(words, capacity, " --optimizer-in-backward"), true;
     }
 }
 
 // The cost of each change. `percent` is an estimate of the time that it adds to a step: an FP8 weight cache gains 0.7%
 // at most, batch 1 takes 28% more time than batch 4 (docs/RESULTS.md, llama3.1-8b), and --recompute layer runs the
 // forward pass again, a third of forward and backward. `price` orders the combinations. Fewer bytes of optimizer state
-// cost no time but change how weights are rounded, so they come after what changes no number.
+// cost little time but change how weights and moments are rounded, so they come after what changes no number; FP8
+// moments come last.
 static const struct {
     int price, percent;
-} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {2, 0}, {3, 0}, {28, 28}, {33, 33}};
+} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 3}, {2, 0}, {3, 0}, {28, 28}, {33, 33}, {1, 1}};
 
 // Returns the bytes that a rank of `world` needs with these options.
 static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {

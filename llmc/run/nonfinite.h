@@ -22,6 +22,8 @@ typedef struct {
     int64_t forward;
     uint32_t magnitude;  // this rank's largest gradient (adamw_magnitude)
     int64_t position;    // its first large gradient (adamw_large), in the backward order of the rank's shard
+    // 1, or: large gradients are among `span` elements from this one on, and magnitude is the norm of these
+    int64_t span;
 } NonfiniteStep;
 
 // Numbers a model's RMSNorms in the order of the forward pass: two in each layer, then the final norm, with `second` =
@@ -115,14 +117,15 @@ static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const
     const int64_t element = backward_position(backward_order(t), (int64_t)first);
     const Parameter *p = t->entries, *last = t->entries + t->count - 1;
     while (p < last && (element < p->offset || element >= p->offset + parameter_elements(p))) p++;
-    char rank[48] = "", which[192] = "the first gradient that is not finite";
+    char rank[48] = "", which[192] = "the first gradient that is not finite", part[64] = "";
     const float value = float_from_bits(largest);
+    if (step->span > 1) format_checked(part, sizeof part, " or one of the %lld behind it", (long long)(step->span - 1));
     if (isfinite(value))
         format_checked(which, sizeof which, "gradients reach %g, and the first one above 1/1024 of that",
                        (double)value);
     if (c->world > 1) format_checked(rank, sizeof rank, ", in the part of rank %lld", (long long)holder);
-    format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s", which, p->name,
-                   (long long)(element - p->offset), rank);
+    format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s%s", which, p->name,
+                   (long long)(element - p->offset), part, rank);
     return p;
 }
 
