@@ -83,6 +83,22 @@ for precision in bf16 fp8 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "fp8 -
     near "$precision: last loss of two micro-steps and of one" "$(field e loss 12)" "$(field a loss 12)" 1e-2
 done
 
+# --optimizer-in-backward changes no bit, and a run with it goes on without it.
+for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache on --optimizer-state coat" \
+    "fp8 --fp8-recipe rowwise --recompute layer --optimizer-state coat-stochastic" \
+    "bf16 --optimizer-state fp32 --master-weights fp32"; do
+    run="$common --precision $options"
+    rm -rf "$tmp/ck"
+    gpu a $run --num-steps 8 && gpu b $run --num-steps 8 --optimizer-in-backward
+    same "$options: without and with --optimizer-in-backward" a b
+    gpu c $run --num-steps 5 --optimizer-in-backward --checkpoint-dir "$tmp/ck" &&
+        gpu d $run --num-steps 8 --checkpoint-dir "$tmp/ck" --resume
+    same "$options: resumed without --optimizer-in-backward" a d 3
+done
+run="small $data --sequence-length 256 --batch-size 2 --learning-rate 1e-3 --num-steps 8 --optimizer-state coat"
+cpu a $run && gpu b $run --optimizer-in-backward
+near "FP8 moments: last loss on GPU and CPU" "$(field b loss 8)" "$(field a loss 8)" 1e-3
+
 # Recomputed layers are quantized to equal bytes. If --fp8-filter excludes every layer, FP8 equals BF16.
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
     run="$common --precision fp8 --fp8-recipe $recipe --num-steps 6"
@@ -213,6 +229,9 @@ fails "step 1: the gradient norm is not finite" ./train_fp8cu "$tmp/export" $dat
     --checkpoint-dir "$tmp/spoiled" --checkpoint-every 1 --export-hf "$tmp/spoiled-export"
 check "no file of the step with a gradient that is not finite is saved" \
     equal "$(find "$tmp/spoiled" "$tmp/spoiled-export" -type f 2>/dev/null)" ""
+# --optimizer-in-backward has no gradients left at the end of a step, and names the place to a block of AdamW.
+fails "gradient.*, in backward order, is in .*, element [0-9]* or one of the 16383 behind it.*Nothing of this" \
+    ./train_fp8cu $common --precision bf16 --learning-rate 1000 --num-steps 60 --optimizer-in-backward
 fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data \
     --sequence-length 256 --num-steps 20 --on-nonfinite skip
 warning="skipped: the gradient norm is not finite. It begins in the attention block of layer 0"

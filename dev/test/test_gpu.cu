@@ -281,6 +281,7 @@ static uint32_t *download_delayed(const Trainer *t) {
 static void delayed_step(Trainer *t, int64_t step, bool refuse) {
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t->d.R), sizeof *tokens);
     for (int64_t i = 0; i < 2 * t->d.R; i++) tokens[i] = (int32_t)(rng_u64(7 + (uint64_t)step, (uint64_t)i) % 320);
+    fsdp_begin_step(&t->fsdp, step);
     tensor_scales_copy_before(&t->linears.scales, true);
     for (int64_t micro = 0; micro < 2; micro++) {
         forward_backward(t, tokens, tokens + t->d.R, micro);
@@ -289,7 +290,7 @@ static void delayed_step(Trainer *t, int64_t step, bool refuse) {
     const bf16_bits infinity = 0x7f80;
     if (refuse)
         CUDA_CHECK(cudaMemcpy(gradients(t) + t->table.root.norm, &infinity, sizeof infinity, cudaMemcpyHostToDevice));
-    optimizer_step(t, step);
+    optimizer_step(t);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     free(tokens);
 }
