@@ -138,9 +138,10 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     AdamwArrays a = {};
     a.weights = (bf16 *)upload_floats(before->weights, n, false);
     a.master = v.master ? (float *)upload_floats(before->weights, n, true) : NULL;
-    a.exp_avg = bench_zeros(n), a.exp_avg_sq = bench_zeros(n), a.moments = ADAMW_COAT;
+    a.exp_avg = bench_zeros(n), a.exp_avg_sq = bench_zeros(n);
+    a.moments = v.stochastic ? ADAMW_COAT_STOCHASTIC : ADAMW_COAT;
     a.coat.exp_avg_groups = (uint32_t *)bench_zeros(words), a.coat.exp_avg_sq_groups = (uint32_t *)bench_zeros(words);
-    a.coat.tables = upload_tables(), a.coat.stochastic = v.stochastic;
+    a.coat.tables = upload_tables();
     for (int step = 0; step < STEPS; step++) {
         void *gradients = upload_floats(before->gradients[step], n, v.fp32_gradients);
         if (v.fp32_gradients) a.gradients.fp32_data = (const float *)gradients;
@@ -198,7 +199,7 @@ static void bench_model(Bench *b, const char *preset, bool stochastic) {
     uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
     AdamwArrays a = {};
     a.weights = (bf16 *)bench_alloc(n * 2), a.exp_avg = bench_zeros(n), a.exp_avg_sq = bench_zeros(n);
-    a.moments = ADAMW_COAT, a.coat.tables = upload_tables(), a.coat.stochastic = stochastic;
+    a.moments = stochastic ? ADAMW_COAT_STOCHASTIC : ADAMW_COAT, a.coat.tables = upload_tables();
     a.coat.exp_avg_groups = (uint32_t *)bench_zeros(words), a.coat.exp_avg_sq_groups = (uint32_t *)bench_zeros(words);
     a.gradients.bf16_data = bench_random(n, 5, 1e-3f);
     initialize_parameters(a.weights, NULL, &t, &plan, 0.02f, 1, 0);

@@ -52,14 +52,21 @@ static inline void coat_tables_fill(CoatTables *t) {
     }
 }
 
-// log2 and 2^x, for guesses that are checked. The GPU's instructions have errors below 2^-22.
+// log2, quotient and 2^x, for guesses that are checked. The GPU's instructions have errors below 2^-22.
 HOST_DEVICE static inline float coat_log2(float x) {
 #ifdef __CUDA_ARCH__
     float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 #else
     return log2f(x);
+#endif
+}
+HOST_DEVICE static inline float coat_quotient(float x, float y) {
+#ifdef __CUDA_ARCH__
+    return __fdividef(x, y);
+#else
+    return x / y;
 #endif
 }
 HOST_DEVICE static inline float coat_exp2(float x) {
@@ -77,7 +84,7 @@ HOST_DEVICE static inline uint32_t coat_word(const CoatTables *t, float largest,
     if (!(largest >= COAT_SMALLEST)) return 0;
     const uint32_t max = (float_bits(largest) + 255) & ~255u;
     const float range = float_from_bits(max) / smallest, bits = coat_log2(range);
-    int power = bits > 1.1f ? (int)((float)COAT_SPAN * 16 / bits) : COAT_POWERS - 1;
+    int power = bits > 1.1f ? (int)coat_quotient((float)COAT_SPAN * 16, bits) : COAT_POWERS - 1;
     while (power < COAT_POWERS - 1 && range <= t->range[power + 1]) power++;
     while (range > t->range[power]) power--;  // range[0] is infinite
     return max | (uint32_t)power;
@@ -91,51 +98,57 @@ HOST_DEVICE static inline float coat_decode(const CoatTables *t, uint32_t word, 
     return code & 0x80 ? -magnitude : magnitude;
 }
 
-// The code of y = 448 (|x| / max)^k as computed, and whether the exact y is sure to have it.
+HOST_DEVICE static inline float coat_power(uint32_t word) { return (float)((word & 255) + 1) * 0.0625f; }
+
+// The code of y = 448 (|x| / max)^k as computed, and whether the exact y is sure to have it. If not, `code` may be any
+// number.
 typedef struct {
-    int code;
+    uint32_t code;
     bool sure;
 } CoatGuess;
 
-// Guesses the code of |x| / max = part, in a group whose word has the lowest bits `power`: the nearest, or, with
-// `down`, the largest that is at most y. The exponent of y is below 18, so y is off by less than 2^-17 of itself. A
-// guess is sure if y is further than 2^-14 from the next place at which the code changes.
-HOST_DEVICE static inline CoatGuess coat_guess(int power, float part, bool down) {
-    const float k = (float)(power + 1) * 0.0625f, y = 448 * coat_exp2(coat_log2(part) * k);
+// Guesses the code of |x| / max = part: the nearest, or, with `down`, the largest that is at most y. y is off by less
+// than 2^-18 of itself: log2 has an error below 2^-22, and the exponent of part^k is above -18. A guess is sure if y is
+// further than 2^-16 from the next place at which the code changes.
+HOST_DEVICE static inline CoatGuess coat_guess(float k, float part, bool down) {
+    const float log2_448 = 8.807354922f, y = coat_exp2(fmaf(coat_log2(part), k, log2_448));
     // Adding 2^-6 to a y that is subnormal in E4M3 gives it the spacing of codes in fp32's exponent -6, 8 codes up.
     const bool subnormal = y < 0x1p-6f;
-    const uint32_t half = down ? 0 : 0x80000u, margin = 512;
+    const uint32_t half = down ? 0 : 0x80000u, margin = 128;
     const uint32_t place = float_bits(subnormal ? y + 0x1p-6f : y) + half;
-    const CoatGuess guess = {(int)(place >> 20) - (subnormal ? 968 : 960),
-                             y > 0 && y <= 448 && ((place + margin) & 0xfffffu) >= 2 * margin};
+    const bool in_range = float_bits(y) - 1 < float_bits(448.0f);  // neither 0, nor above 448, nor NaN
+    const CoatGuess guess = {(place >> 20) - (subnormal ? 968 : 960),
+                             in_range && ((place + margin) & 0xfffffu) >= 2 * margin};
     return guess;
 }
 
-// Returns the largest code whose entry in `row`, which rises to infinity, is at most x.
-HOST_DEVICE static inline int coat_find(const float *row, int guess, float x) {
-    guess = guess < 0 ? 0 : guess >= COAT_CODES ? COAT_CODES - 1 : guess;
-    while (row[guess + 1] <= x) guess++;
-    while (guess > 0 && row[guess] > x) guess--;
-    return guess;
+// Rounds up from `code`, the largest whose value is at most `part`, with the probability that the decoded value is
+// `part` on average. `random` has the random bits in its upper half.
+HOST_DEVICE static inline uint32_t coat_round(const float *values, uint32_t code, float part, uint32_t random) {
+    const float below = values[code], gap = values[code + 1] - below;
+    return code + (part - below > float_product(gap, (float)(random >> 16) * 0x1p-16f));
+}
+
+// Returns the largest code whose entry in `row` is at most x, at most the last code.
+HOST_DEVICE static inline uint32_t coat_find(const float *row, float x) {
+    uint32_t code = 0;
+    for (uint32_t step = 64; step; step /= 2)
+        if (code + step < COAT_CODES && row[code + step] <= x) code += step;
+    return code;
 }
 
 // Returns the code of x in a group with this word, which is not 0: the nearest, or, with `stochastic`, one of the two
-// around x, so that the decoded value is x on average; `random` has the random bits in its upper half. inverse_max: 1 /
-// coat_max(word).
+// around x (coat_round). inverse_max: 1 / coat_max(word).
 HOST_DEVICE static inline uint8_t coat_encode(const CoatTables *t, uint32_t word, float inverse_max, float x,
                                               bool stochastic, uint32_t random) {
-    const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u;
-    const int power = (int)(word & 255);
+    const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u, row = word & 255;
     const float part = float_product(float_from_bits(bits & 0x7fffffffu), inverse_max);
     if (!(bits & 0x7fffffffu)) return 0;
-    const CoatGuess guess = coat_guess(power, part, stochastic);
-    int code = guess.code;
-    if (!guess.sure) code = coat_find(stochastic ? t->value[power] : t->threshold[power], code, part);
-    if (stochastic && code < COAT_CODES - 1) {
-        const float below = t->value[power][code], gap = t->value[power][code + 1] - below;
-        code += part - below > float_product(gap, (float)(random >> 16) * 0x1p-16f);
-    }
-    return (uint8_t)(sign | (uint32_t)code);
+    const CoatGuess guess = coat_guess(coat_power(word), part, stochastic);
+    uint32_t code = guess.code;
+    if (!guess.sure) code = coat_find(stochastic ? t->value[row] : t->threshold[row], part);
+    if (stochastic && code < COAT_CODES - 1) code = coat_round(t->value[row], code, part, random);
+    return (uint8_t)(sign | code);
 }
 
 #endif

@@ -77,7 +77,7 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i,
     else a.gradients.bf16_data += gradient;
     if (MASTER) a.master += i;
     a.exp_avg = (char *)a.exp_avg + moment_bytes, a.exp_avg_sq = (char *)a.exp_avg_sq + moment_bytes;
-    if (MOMENTS == ADAMW_COAT) {
+    if (adamw_is_coat(MOMENTS)) {
         a.coat.exp_avg_groups += i / COAT_GROUP;
         a.coat.exp_avg_sq_groups += i / COAT_GROUP;
     }
@@ -111,10 +111,10 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
             kept = r.decay ? c.step.decay : 1.0f, group = (flat + r.shift) / 8;
             if (u.amax) slot = r.amax_slot;
         }
-        largest =
-            MOMENTS == ADAMW_COAT
-                ? adamw_update_8_coat<MASTER, FP32_GRADIENTS>(a, i, group + i / 8, c, kept, largest, &squares)
-                : adamw_update_8<MASTER, MOMENTS, FP32_GRADIENTS>(a, i, group + i / 8, c, kept, largest, &squares);
+        if constexpr (adamw_is_coat(MOMENTS))
+            largest = adamw_update_8_coat < MASTER, MOMENTS == ADAMW_COAT_STOCHASTIC,
+            FP32_GRADIENTS > (a, i, group + i / 8, c, kept, largest, &squares);
+        else largest = adamw_update_8<MASTER, MOMENTS, FP32_GRADIENTS>(a, i, group + i / 8, c, kept, largest, &squares);
     }
     if (slot >= 0) adamw_publish(&amax[slot], largest);
     return squares;
@@ -124,7 +124,7 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
 // thread; fp32 master weights and moments need more.
 template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
 static __global__ void __launch_bounds__(ADAMW_THREADS,
-                                         MOMENTS == ADAMW_COAT || (MASTER && MOMENTS == ADAMW_FP32) ? 3 : 4)
+                                         adamw_is_coat(MOMENTS) || (MASTER && MOMENTS == ADAMW_FP32) ? 3 : 4)
     adamw_update_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u) {
     grid_dependency_wait();
     __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
@@ -211,13 +211,13 @@ static inline int64_t adamw_workspace_bytes(const ParameterTable *t, const Shard
 
 template <bool MASTER, bool FP32_GRADIENTS>
 static inline void adamw_launch_kernel(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
-    const AdamwArrays *a = &w->arrays;
+    const AdamwMoments moments = w->arrays.moments;
     const dim3 grid(adamw_blocks(u->size), (unsigned)u->count);
-    if (a->moments == ADAMW_COAT)
-        CUDA_LAUNCH(adamw_update_kernel<MASTER, ADAMW_COAT, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
-    else if (a->moments == ADAMW_FP32)
-        CUDA_LAUNCH(adamw_update_kernel<MASTER, ADAMW_FP32, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
-    else CUDA_LAUNCH(adamw_update_kernel<MASTER, ADAMW_BF16, FP32_GRADIENTS>, grid, ADAMW_THREADS, 0, stream, *w, *u);
+    const auto kernel = moments == ADAMW_COAT   ? adamw_update_kernel<MASTER, ADAMW_COAT, FP32_GRADIENTS>
+                        : moments == ADAMW_FP32 ? adamw_update_kernel<MASTER, ADAMW_FP32, FP32_GRADIENTS>
+                        : moments == ADAMW_BF16 ? adamw_update_kernel<MASTER, ADAMW_BF16, FP32_GRADIENTS>
+                                                : adamw_update_kernel<MASTER, ADAMW_COAT_STOCHASTIC, FP32_GRADIENTS>;
+    CUDA_LAUNCH(kernel, grid, ADAMW_THREADS, 0, stream, *w, *u);
 }
 
 static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {

@@ -8,12 +8,20 @@ static_assert(COAT_GROUP == 16 * 8, "16 threads, half a warp, hold a group");
 
 __device__ static inline uint32_t coat_threads(void) { return 0xffffu << (threadIdx.x & 16); }
 
-// Decodes 8 codes.
+// Decodes 8 codes of a group with this word. SIGNED: false if no value is below zero.
+template <bool SIGNED>
 __device__ static inline void coat_load(float out[8], const CoatTables *t, const void *codes, uint32_t word,
                                         uint32_t i) {
     const uint2 c = *(const uint2 *)((const uint8_t *)codes + i);
+    const float max = coat_max(word);
+    const uint32_t row = (word & 255) * (uint32_t)sizeof t->value[0];
 #pragma unroll
-    for (int j = 0; j < 8; j++) out[j] = coat_decode(t, word, (uint8_t)((j < 4 ? c.x : c.y) >> 8 * (j % 4)));
+    for (int j = 0; j < 8; j++) {
+        const uint32_t four = j < 4 ? c.x : c.y, at = row + ((four >> 8 * (j % 4) & 0x7fu) * 4);
+        const float magnitude = __fmul_rn(*(const float *)((const char *)t->value + at), max);
+        out[j] =
+            SIGNED ? float_from_bits(float_bits(magnitude) | (four << (24 - 8 * (j % 4)) & 0x80000000u)) : magnitude;
+    }
 }
 
 // The largest magnitude of a group and the smallest above zero, as bits.
@@ -36,22 +44,38 @@ __device__ static inline CoatExtremes coat_extremes(const float x[8]) {
 }
 
 // Encodes 8 values and stores their codes, in a group with this word. random: rounding bits of each value, for
-// stochastic rounding.
-__device__ static inline void coat_store(const AdamwCoat &coat, void *codes, uint32_t word, float inverse_max,
-                                         uint32_t i, const float x[8], const uint32_t random[8]) {
-    uint2 c = {0, 0};
+// stochastic rounding. SIGNED: false if no value is below zero.
+template <bool SIGNED, bool STOCHASTIC>
+__device__ static inline void coat_store(const CoatTables *t, void *codes, uint32_t word, float inverse_max, uint32_t i,
+                                         const float x[8], const uint32_t random[8]) {
+    const float k = coat_power(word);
+    uint32_t c[2] = {0, 0};
+    bool sure = true;
+    if (word) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const uint32_t code = coat_encode(coat.tables, word, inverse_max, x[j], coat.stochastic, random[j]);
-        if (j < 4) c.x |= code << 8 * (j % 4);
-        else c.y |= code << 8 * (j % 4);
+        for (int j = 0; j < 8; j++) {
+            const float part = __fmul_rn(fabsf(x[j]), inverse_max);
+            const CoatGuess guess = coat_guess(k, part, STOCHASTIC);
+            uint32_t code = guess.code;
+            if (STOCHASTIC && guess.sure && code < COAT_CODES - 1)
+                code = coat_round(t->value[word & 255], code, part, random[j]);
+            if (SIGNED) code |= float_bits(x[j]) >> 24 & 0x80u;
+            c[j / 4] += code << 8 * (j % 4);
+            sure = sure & guess.sure;
+        }
     }
-    if (word == 0) c.x = c.y = 0;
-    *(uint2 *)((uint8_t *)codes + i) = c;
+    if (!sure) {
+        c[0] = c[1] = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            c[j / 4] |= (uint32_t)coat_encode(t, word, inverse_max, x[j], STOCHASTIC, random[j]) << 8 * (j % 4);
+    }
+    *(uint2 *)((uint8_t *)codes + i) = make_uint2(c[0], c[1]);
 }
 
 // Encodes and stores both moments of 8 elements, and the words of their groups. All threads of the group call it; they
 // have read the old words. Half of them compute the word of exp_avg, half that of exp_avg_sq.
+template <bool STOCHASTIC>
 __device__ static inline void coat_store_moments(const AdamwArrays &a, uint32_t i, const float m[8], const float v[8],
                                                  const uint32_t m_random[8], const uint32_t v_random[8]) {
     const AdamwCoat &coat = a.coat;
@@ -61,10 +85,10 @@ __device__ static inline void coat_store_moments(const AdamwArrays &a, uint32_t 
                                     float_from_bits(second ? of_v.smallest : of_m.smallest));
     const float inverse_max = 1 / coat_max(word);
     if (threadIdx.x % 8 == 0) (second ? coat.exp_avg_sq_groups : coat.exp_avg_groups)[i / COAT_GROUP] = word;
-    coat_store(coat, a.exp_avg, __shfl_sync(coat_threads(), word, 0, 16),
-               __shfl_sync(coat_threads(), inverse_max, 0, 16), i, m, m_random);
-    coat_store(coat, a.exp_avg_sq, __shfl_sync(coat_threads(), word, 8, 16),
-               __shfl_sync(coat_threads(), inverse_max, 8, 16), i, v, v_random);
+    coat_store<true, STOCHASTIC>(coat.tables, a.exp_avg, __shfl_sync(coat_threads(), word, 0, 16),
+                                 __shfl_sync(coat_threads(), inverse_max, 0, 16), i, m, m_random);
+    coat_store<false, STOCHASTIC>(coat.tables, a.exp_avg_sq, __shfl_sync(coat_threads(), word, 8, 16),
+                                  __shfl_sync(coat_threads(), inverse_max, 8, 16), i, v, v_random);
 }
 
 // Recomputes the weights of 8 elements by adamw_update, where adamw_update_fast may not be exact. The moments are still
@@ -92,7 +116,7 @@ __device__ static uint32_t adamw_weights_rare(const AdamwArrays &a, uint32_t i, 
 }
 
 // adamw_update_8 with FP8 moments. The 16 threads of a group call it together.
-template <bool MASTER, bool FP32_GRADIENTS>
+template <bool MASTER, bool STOCHASTIC, bool FP32_GRADIENTS>
 __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint32_t i, int64_t group,
                                                       const AdamwTerms &c, float kept, uint32_t largest,
                                                       float *squares) {
@@ -100,19 +124,20 @@ __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint
     uint32_t w_sum[8], m_random[8], v_random[8];
     if (c.skipped) return amax_update(largest, bf16x8_load(a.weights + i));
     const uint32_t m_word = a.coat.exp_avg_groups[i / COAT_GROUP], v_word = a.coat.exp_avg_sq_groups[i / COAT_GROUP];
+    bool finite = true;
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
     adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
-    coat_load(m, a.coat.tables, a.exp_avg, m_word, i);
-    coat_load(v, a.coat.tables, a.exp_avg_sq, v_word, i);
+    coat_load<true>(m, a.coat.tables, a.exp_avg, m_word, i);
+    coat_load<false>(v, a.coat.tables, a.exp_avg_sq, v_word, i);
     const uint32_t hash = adamw_random_group(c.step.key, group);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         AdamwElement e = {w[j], m[j], v[j]};
-        const float gradient = __fmul_rn(g[j], c.factor);
-        e = adamw_update_fast(e, gradient, kept, c.step, &denominators[j]);
         *squares = __fmaf_rn(g[j], g[j], *squares);
-        const bool bad = adamw_magnitude(gradient) == 0x7f800000u;
-        w[j] = e.weight, new_m[j] = bad ? m[j] : e.exp_avg, new_v[j] = bad ? v[j] : e.exp_avg_sq;
+        g[j] = __fmul_rn(g[j], c.factor);
+        e = adamw_update_fast(e, g[j], kept, c.step, &denominators[j]);
+        finite = finite & (fabsf(g[j]) < INFINITY);
+        w[j] = e.weight, new_m[j] = e.exp_avg, new_v[j] = e.exp_avg_sq;
         const AdamwRandom random = adamw_random_member(&c.step, hash, j);
         w_sum[j] = float_bits(w[j]) + (random.weight >> 16);
         m_random[j] = random.exp_avg, v_random[j] = random.exp_avg_sq;
@@ -125,7 +150,12 @@ __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint
         if (MASTER) adamw_store_fp32(a.master, i, w);
         bf16x8_store(a.weights + i, weights);
     }
-    coat_store_moments(a, i, new_m, new_v, m_random, v_random);
+    if (!finite) {  // moments without a finite gradient stay
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (!(fabsf(g[j]) < INFINITY)) new_m[j] = m[j], new_v[j] = v[j];
+    }
+    coat_store_moments<STOCHASTIC>(a, i, new_m, new_v, m_random, v_random);
     return joined;
 }
 

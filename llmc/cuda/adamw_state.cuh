@@ -7,21 +7,26 @@
 #include "adamw_update.cuh"
 
 static inline AdamwMoments adamw_moments_of(const Options *o) {
-    return options_coat(o) ? ADAMW_COAT : o->optimizer_state == MOMENTS_FP32 ? ADAMW_FP32 : ADAMW_BF16;
+    switch (o->optimizer_state) {
+    case MOMENTS_FP32: return ADAMW_FP32;
+    case MOMENTS_COAT: return ADAMW_COAT;
+    case MOMENTS_COAT_STOCHASTIC: return ADAMW_COAT_STOCHASTIC;
+    default: return ADAMW_BF16;
+    }
 }
 
 // Places what FP8 moments of n elements need beside their codes.
-static inline void adamw_place_coat(AdamwCoat *coat, const Options *o, int64_t n, Arena *a) {
+static inline void adamw_place_coat(AdamwCoat *coat, int64_t n, Arena *a) {
     const int64_t words = n / COAT_GROUP * (int64_t)sizeof(uint32_t);
     coat->exp_avg_groups = (uint32_t *)arena_take(a, words);
     coat->exp_avg_sq_groups = (uint32_t *)arena_take(a, words);
     coat->tables = (CoatTables *)arena_take(a, sizeof(CoatTables));
-    coat->stochastic = o->optimizer_state == MOMENTS_COAT_STOCHASTIC;
 }
 
 // Places weights, fp32 masters and moments of n elements. The gradients stay NULL.
 static inline void adamw_place(AdamwArrays *p, const Options *o, int64_t n, Arena *a) {
-    static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)"};
+    static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)",
+                                        "optimizer state (FP8)"};
     memset(p, 0, sizeof *p);
     p->moments = adamw_moments_of(o);
     arena_group(a, "weights (bf16)");
@@ -31,12 +36,12 @@ static inline void adamw_place(AdamwArrays *p, const Options *o, int64_t n, Aren
     arena_group(a, names[p->moments]);
     p->exp_avg = arena_take(a, n * adamw_moment_bytes(p->moments));
     p->exp_avg_sq = arena_take(a, n * adamw_moment_bytes(p->moments));
-    if (p->moments == ADAMW_COAT) adamw_place_coat(&p->coat, o, n, a);
+    if (adamw_is_coat(p->moments)) adamw_place_coat(&p->coat, n, a);
 }
 
 // Fills the tables of FP8 moments, which adamw_place has placed. Does nothing for other moments.
 static inline void adamw_fill_tables(const AdamwArrays *p, cudaStream_t stream) {
-    if (p->moments != ADAMW_COAT) return;
+    if (!adamw_is_coat(p->moments)) return;
     CoatTables *tables = (CoatTables *)xcalloc(1, sizeof *tables);
     coat_tables_fill(tables);
     CUDA_CHECK(cudaMemcpyAsync(p->coat.tables, tables, sizeof *tables, cudaMemcpyDefault, stream));

@@ -6,14 +6,14 @@
 #include "../reference/adamw_math.h"
 #include "adamw_norm.cuh"
 
-// How moments are stored: bf16 with stochastic rounding, fp32, or FP8 in groups (coat.h).
-typedef enum { ADAMW_BF16, ADAMW_FP32, ADAMW_COAT } AdamwMoments;
+// How moments are stored: bf16 with stochastic rounding, fp32, or FP8 in groups (coat.h), rounded to nearest or
+// stochastically.
+typedef enum { ADAMW_BF16, ADAMW_FP32, ADAMW_COAT, ADAMW_COAT_STOCHASTIC } AdamwMoments;
 
 // What FP8 moments need beside their codes.
 typedef struct {
     uint32_t *exp_avg_groups, *exp_avg_sq_groups;  // words, one for COAT_GROUP elements
     CoatTables *tables;                            // device memory
-    bool stochastic;                               // rounds the codes stochastically
 } AdamwCoat;
 
 // A rank's flat shard arrays. Each has the shard plan's `total` elements.
@@ -35,9 +35,13 @@ typedef struct {
     bool skipped;  // true: the step is skipped
 } AdamwTerms;
 
+HOST_DEVICE static constexpr bool adamw_is_coat(AdamwMoments moments) {
+    return moments == ADAMW_COAT || moments == ADAMW_COAT_STOCHASTIC;
+}
+
 // Bytes of a moment of one element, without the words of groups.
 HOST_DEVICE static inline int64_t adamw_moment_bytes(AdamwMoments moments) {
-    return moments == ADAMW_FP32 ? 4 : moments == ADAMW_COAT ? 1 : 2;
+    return moments == ADAMW_FP32 ? 4 : adamw_is_coat(moments) ? 1 : 2;
 }
 
 // Loads 8 elements of an array that is stored as bf16 or fp32.
