@@ -15,8 +15,8 @@
 //   - a group whose max is below 2^-100 becomes zero. There AdamW's eps decides.
 //
 // A power differs between a CPU and a GPU. So tables hold, for each k, the magnitudes that codes stand for and those at
-// which rounding moves to the next code. Where a computed power is too near to such a magnitude, comparisons with them
-// decide: both compute the same code.
+// which rounding moves to the next code, and comparisons with them decide. The GPU computes a code by powers, and looks
+// into the tables only where that might be wrong (adamw_coat.cuh).
 #ifndef LLMC_COAT_H
 #define LLMC_COAT_H
 
@@ -28,12 +28,13 @@
 #define COAT_GROUP 128                // values that share a word
 #define COAT_POWERS 256               // k = 1/16, 2/16, ... 16
 #define COAT_CODES 127                // magnitudes of E4M3, from 0 to 448
+#define COAT_SIGN 128                 // a code's bit for values below zero
 #define COAT_SPAN 16.614709844115207  // log2(448 * 448 / 2): the range that a group's magnitudes get
 #define COAT_SMALLEST 0x1p-100f       // groups whose max is below are zero
 
 // Indexed by 16 k - 1.
 typedef struct {
-    float value[COAT_POWERS][COAT_CODES + 1];      // |x| / max of each code; the entry behind the last is infinity
+    float value[COAT_POWERS][2 * COAT_SIGN];       // x / max of each code; entry COAT_CODES is infinity
     float threshold[COAT_POWERS][COAT_CODES + 1];  // from this |x| / max on, rounding to nearest gives the code or more
     float range[COAT_POWERS];                      // largest max / min for which this k may be used
 } CoatTables;
@@ -49,15 +50,14 @@ static inline void coat_tables_fill(CoatTables *t) {
             t->threshold[p][c] = (float)pow((below + value) / 2 / 448, root);
         }
         t->value[p][COAT_CODES] = t->threshold[p][COAT_CODES] = INFINITY;
+        for (int c = 0; c <= COAT_CODES; c++) t->value[p][COAT_SIGN + c] = -t->value[p][c];
     }
 }
 
-// log2, quotient and 2^x, for guesses that are checked. The GPU's instructions have errors below 2^-22.
+// log2 and quotient, for a guess that is checked.
 HOST_DEVICE static inline float coat_log2(float x) {
 #ifdef __CUDA_ARCH__
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+    return __log2f(x);
 #else
     return log2f(x);
 #endif
@@ -67,15 +67,6 @@ HOST_DEVICE static inline float coat_quotient(float x, float y) {
     return __fdividef(x, y);
 #else
     return x / y;
-#endif
-}
-HOST_DEVICE static inline float coat_exp2(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return exp2f(x);
 #endif
 }
 
@@ -94,39 +85,7 @@ HOST_DEVICE static inline float coat_max(uint32_t word) { return float_from_bits
 
 // Returns the value of a code in a group with this word.
 HOST_DEVICE static inline float coat_decode(const CoatTables *t, uint32_t word, uint8_t code) {
-    const float magnitude = float_product(t->value[word & 255][code & 0x7f], coat_max(word));
-    return code & 0x80 ? -magnitude : magnitude;
-}
-
-HOST_DEVICE static inline float coat_power(uint32_t word) { return (float)((word & 255) + 1) * 0.0625f; }
-
-// The code of y = 448 (|x| / max)^k as computed, and whether the exact y is sure to have it. If not, `code` may be any
-// number.
-typedef struct {
-    uint32_t code;
-    bool sure;
-} CoatGuess;
-
-// Guesses the code of |x| / max = part: the nearest, or, with `down`, the largest that is at most y. y is off by less
-// than 2^-18 of itself: log2 has an error below 2^-22, and the exponent of part^k is above -18. A guess is sure if y is
-// further than 2^-16 from the next place at which the code changes.
-HOST_DEVICE static inline CoatGuess coat_guess(float k, float part, bool down) {
-    const float log2_448 = 8.807354922f, y = coat_exp2(fmaf(coat_log2(part), k, log2_448));
-    // Adding 2^-6 to a y that is subnormal in E4M3 gives it the spacing of codes in fp32's exponent -6, 8 codes up.
-    const bool subnormal = y < 0x1p-6f;
-    const uint32_t half = down ? 0 : 0x80000u, margin = 128;
-    const uint32_t place = float_bits(subnormal ? y + 0x1p-6f : y) + half;
-    const bool in_range = float_bits(y) - 1 < float_bits(448.0f);  // neither 0, nor above 448, nor NaN
-    const CoatGuess guess = {(place >> 20) - (subnormal ? 968 : 960),
-                             in_range && ((place + margin) & 0xfffffu) >= 2 * margin};
-    return guess;
-}
-
-// Rounds up from `code`, the largest whose value is at most `part`, with the probability that the decoded value is
-// `part` on average. `random` has the random bits in its upper half.
-HOST_DEVICE static inline uint32_t coat_round(const float *values, uint32_t code, float part, uint32_t random) {
-    const float below = values[code], gap = values[code + 1] - below;
-    return code + (part - below > float_product(gap, (float)(random >> 16) * 0x1p-16f));
+    return float_product(t->value[word & 255][code], coat_max(word));
 }
 
 // Returns the largest code whose entry in `row` is at most x, at most the last code.
@@ -138,16 +97,18 @@ HOST_DEVICE static inline uint32_t coat_find(const float *row, float x) {
 }
 
 // Returns the code of x in a group with this word, which is not 0: the nearest, or, with `stochastic`, one of the two
-// around x (coat_round). inverse_max: 1 / coat_max(word).
+// around x, so that the decoded value is x on average; `random` has the random bits in its upper half. inverse_max: 1 /
+// coat_max(word).
 HOST_DEVICE static inline uint8_t coat_encode(const CoatTables *t, uint32_t word, float inverse_max, float x,
                                               bool stochastic, uint32_t random) {
-    const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u, row = word & 255;
+    const uint32_t bits = float_bits(x), sign = bits >> 24 & COAT_SIGN, row = word & 255;
     const float part = float_product(float_from_bits(bits & 0x7fffffffu), inverse_max);
-    if (!(bits & 0x7fffffffu)) return 0;
-    const CoatGuess guess = coat_guess(coat_power(word), part, stochastic);
-    uint32_t code = guess.code;
-    if (!guess.sure) code = coat_find(stochastic ? t->value[row] : t->threshold[row], part);
-    if (stochastic && code < COAT_CODES - 1) code = coat_round(t->value[row], code, part, random);
+    if (!(bits & 0x7fffffffu)) return (uint8_t)sign;
+    uint32_t code = coat_find(stochastic ? t->value[row] : t->threshold[row], part);
+    if (stochastic && code < COAT_CODES - 1) {
+        const float below = t->value[row][code], gap = t->value[row][code + 1] - below;
+        code += part - below > float_product(gap, (float)(random >> 16) * 0x1p-16f);
+    }
     return (uint8_t)(sign | code);
 }
 

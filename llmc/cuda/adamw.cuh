@@ -53,7 +53,6 @@ enum {
 // unit u has index flat + u * flat_size + e + shift of its run.
 typedef struct {
     int64_t first, size, count;
-    int64_t first_gradient;  // in the array of gradients
     int64_t flat, flat_size;
     int num_runs;
     AdamwRun runs[ADAMW_MAX_RUNS];
@@ -68,13 +67,13 @@ __device__ static inline void adamw_publish(uint32_t *amax, uint32_t packed_amax
     if (threadIdx.x % 16 == 0 && bits > *(volatile uint32_t *)amax) atomicMax(amax, bits);
 }
 
-// Returns the arrays, starting at element i, whose gradient is element `gradient`.
+// Returns the arrays, starting at element i.
 template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
-__device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i, int64_t gradient) {
+__device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i) {
     const int64_t moment_bytes = i * adamw_moment_bytes(MOMENTS);
     a.weights += i;
-    if (FP32_GRADIENTS) a.gradients.fp32_data += gradient;
-    else a.gradients.bf16_data += gradient;
+    if (FP32_GRADIENTS) a.gradients.fp32_data += i;
+    else a.gradients.bf16_data += i;
     if (MASTER) a.master += i;
     a.exp_avg = (char *)a.exp_avg + moment_bytes, a.exp_avg_sq = (char *)a.exp_avg_sq + moment_bytes;
     if (adamw_is_coat(MOMENTS)) {
@@ -93,9 +92,8 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
     c.step.nearest_weights = NEAREST;
     const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT);
     const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first;
-    const int64_t in_units = blockIdx.y * u.size + first;
     const AdamwArrays a =
-        adamw_arrays_from<MASTER, MOMENTS, FP32_GRADIENTS>(arrays, u.first + in_units, u.first_gradient + in_units);
+        adamw_arrays_from<MASTER, MOMENTS, FP32_GRADIENTS>(arrays, u.first + blockIdx.y * u.size + first);
     int run = 0, slot = -1;
     uint32_t end = 0, largest = 0;
     float kept = 1, squares = 0;
@@ -232,15 +230,23 @@ static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaS
     else adamw_launch_kernel<false, false>(w, u, stream);
 }
 
+// Returns the gradients at an address `elements` further on, or further back if it is below zero.
+static inline AdamwGradients adamw_shift_gradients(AdamwGradients g, int64_t elements) {
+    if (g.bf16_data) g.bf16_data = (const bf16 *)((intptr_t)g.bf16_data + elements * (intptr_t)sizeof(bf16));
+    if (g.fp32_data) g.fp32_data = (const float *)((intptr_t)g.fp32_data + elements * (intptr_t)sizeof(float));
+    return g;
+}
+
 // Updates this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it. Their gradients
 // begin at element first_gradient of their array.
 static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                       int64_t count, int64_t first_gradient, cudaStream_t stream) {
     AdamwUnits u = adamw_units(t, plan, l, count);
-    u.first_gradient = first_gradient;
+    AdamwUpdate update = *w;  // one index for all arrays takes fewer registers
+    update.arrays.gradients = adamw_shift_gradients(w->arrays.gradients, first_gradient - u.first);
     u.amax = w->amax && l != ROOT ? w->amax + l * w->amax_stride : NULL, u.amax_stride = w->amax_stride;
     u.squares = w->squares ? w->squares + adamw_first_block(plan, l) : NULL;
-    adamw_launch(w, &u, stream);
+    adamw_launch(&update, &u, stream);
 }
 
 // Returns the bytes that an update of n elements moves: it reads the gradient, and reads and writes moments and

@@ -8,8 +8,7 @@ static_assert(COAT_GROUP == 16 * 8, "16 threads, half a warp, hold a group");
 
 __device__ static inline uint32_t coat_threads(void) { return 0xffffu << (threadIdx.x & 16); }
 
-// Decodes 8 codes of a group with this word. SIGNED: false if no value is below zero.
-template <bool SIGNED>
+// Decodes 8 codes of a group with this word.
 __device__ static inline void coat_load(float out[8], const CoatTables *t, const void *codes, uint32_t word,
                                         uint32_t i) {
     const uint2 c = *(const uint2 *)((const uint8_t *)codes + i);
@@ -17,10 +16,8 @@ __device__ static inline void coat_load(float out[8], const CoatTables *t, const
     const uint32_t row = (word & 255) * (uint32_t)sizeof t->value[0];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const uint32_t four = j < 4 ? c.x : c.y, at = row + ((four >> 8 * (j % 4) & 0x7fu) * 4);
-        const float magnitude = __fmul_rn(*(const float *)((const char *)t->value + at), max);
-        out[j] =
-            SIGNED ? float_from_bits(float_bits(magnitude) | (four << (24 - 8 * (j % 4)) & 0x80000000u)) : magnitude;
+        const uint32_t at = __byte_perm(j < 4 ? c.x : c.y, 0, 0x4440 + j % 4) * (uint32_t)sizeof(float) + row;
+        out[j] = __fmul_rn(*(const float *)((const char *)t->value + at), max);
     }
 }
 
@@ -43,31 +40,60 @@ __device__ static inline CoatExtremes coat_extremes(const float x[8]) {
     return e;
 }
 
+// Returns 448 (|x| / max)^k with the sign of x; part = |x| / max. It is off by less than 2^-18 of itself: the errors of
+// log2 and 2^x are below 2^-22, and the exponent of part^k is above -18.
+__device__ static inline float coat_expand(float x, float part, float k) {
+    const float log2_448 = 8.807354922f;
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(part));
+    y = __fmaf_rn(y, k, log2_448);
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(y));
+    return copysignf(y, x);
+}
+
+// Rounds to E4M3, to nearest, with saturation: a in the lower byte, b in the upper one.
+__device__ static inline uint32_t coat_e4m3x2(float a, float b) {
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+    return codes;
+}
+
+// Rounds to E4M3 stochastically, as coat_encode does, from the nearest code.
+__device__ static inline uint32_t coat_round(const float *values, uint32_t nearest, float part, uint32_t random) {
+    const uint32_t sign = nearest & COAT_SIGN, code = nearest & (COAT_SIGN - 1);
+    const float here = values[code];
+    const bool up = here <= part;
+    const float there = values[up ? code + 1 : code - 1], below = up ? here : there, above = up ? there : here;
+    const bool rounds_up = part - below > __fmul_rn(above - below, (float)(random >> 16) * 0x1p-16f);
+    return sign | (code - !up + rounds_up);
+}
+
 // Encodes 8 values and stores their codes, in a group with this word. random: rounding bits of each value, for
-// stochastic rounding. SIGNED: false if no value is below zero.
-template <bool SIGNED, bool STOCHASTIC>
+// stochastic rounding. A code is sure if the values 2^-16 above and below the computed one round to it too, and k is so
+// large that part does not underflow. Otherwise coat_encode finds all 8.
+template <bool STOCHASTIC>
 __device__ static inline void coat_store(const CoatTables *t, void *codes, uint32_t word, float inverse_max, uint32_t i,
                                          const float x[8], const uint32_t random[8]) {
-    const float k = coat_power(word);
-    uint32_t c[2] = {0, 0};
-    bool sure = true;
-    if (word) {
+    const uint32_t row = word & 255;
+    const float k = (float)(row + 1) * 0.0625f;
+    uint32_t c[2] = {0, 0}, lower[2] = {0, 0};
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float part = __fmul_rn(fabsf(x[j]), inverse_max);
-            const CoatGuess guess = coat_guess(k, part, STOCHASTIC);
-            uint32_t code = guess.code;
-            if (STOCHASTIC && guess.sure && code < COAT_CODES - 1)
-                code = coat_round(t->value[word & 255], code, part, random[j]);
-            if (SIGNED) code |= float_bits(x[j]) >> 24 & 0x80u;
-            c[j / 4] += code << 8 * (j % 4);
-            sure = sure & guess.sure;
-        }
+    for (int j = 0; j < 8; j += 2) {
+        const float part[2] = {__fmul_rn(fabsf(x[j]), inverse_max), __fmul_rn(fabsf(x[j + 1]), inverse_max)};
+        const float y0 = coat_expand(x[j], part[0], k), y1 = coat_expand(x[j + 1], part[1], k);
+        const float up = 1 + 0x1p-16f, down = 1 - 0x1p-16f;
+        uint32_t pair = coat_e4m3x2(STOCHASTIC ? y0 : y0 * up, STOCHASTIC ? y1 : y1 * up);
+        if (STOCHASTIC)
+            pair = coat_round(t->value[row], pair & 255, part[0], random[j]) |
+                   coat_round(t->value[row], pair >> 8, part[1], random[j + 1]) << 8;
+        else lower[j / 4] |= coat_e4m3x2(y0 * down, y1 * down) << 8 * (j % 4);
+        c[j / 4] |= pair << 8 * (j % 4);
     }
-    if (!sure) {
+    const bool sure = STOCHASTIC || (c[0] == lower[0] && c[1] == lower[1]);
+    if (!sure || row < 2) {
         c[0] = c[1] = 0;
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; word && j < 8; j++)
             c[j / 4] |= (uint32_t)coat_encode(t, word, inverse_max, x[j], STOCHASTIC, random[j]) << 8 * (j % 4);
     }
     *(uint2 *)((uint8_t *)codes + i) = make_uint2(c[0], c[1]);
@@ -85,10 +111,10 @@ __device__ static inline void coat_store_moments(const AdamwArrays &a, uint32_t 
                                     float_from_bits(second ? of_v.smallest : of_m.smallest));
     const float inverse_max = 1 / coat_max(word);
     if (threadIdx.x % 8 == 0) (second ? coat.exp_avg_sq_groups : coat.exp_avg_groups)[i / COAT_GROUP] = word;
-    coat_store<true, STOCHASTIC>(coat.tables, a.exp_avg, __shfl_sync(coat_threads(), word, 0, 16),
-                                 __shfl_sync(coat_threads(), inverse_max, 0, 16), i, m, m_random);
-    coat_store<false, STOCHASTIC>(coat.tables, a.exp_avg_sq, __shfl_sync(coat_threads(), word, 8, 16),
-                                  __shfl_sync(coat_threads(), inverse_max, 8, 16), i, v, v_random);
+    coat_store<STOCHASTIC>(coat.tables, a.exp_avg, __shfl_sync(coat_threads(), word, 0, 16),
+                           __shfl_sync(coat_threads(), inverse_max, 0, 16), i, m, m_random);
+    coat_store<STOCHASTIC>(coat.tables, a.exp_avg_sq, __shfl_sync(coat_threads(), word, 8, 16),
+                           __shfl_sync(coat_threads(), inverse_max, 8, 16), i, v, v_random);
 }
 
 // Recomputes the weights of 8 elements by adamw_update, where adamw_update_fast may not be exact. The moments are still
@@ -127,8 +153,8 @@ __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint
     bool finite = true;
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
     adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
-    coat_load<true>(m, a.coat.tables, a.exp_avg, m_word, i);
-    coat_load<false>(v, a.coat.tables, a.exp_avg_sq, v_word, i);
+    coat_load(m, a.coat.tables, a.exp_avg, m_word, i);
+    coat_load(v, a.coat.tables, a.exp_avg_sq, v_word, i);
     const uint32_t hash = adamw_random_group(c.step.key, group);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
