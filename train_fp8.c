@@ -132,6 +132,13 @@ typedef struct {
 // The number of arrays that have a scale for each parameter: both moments of MS-AMP, and FP16 masters.
 enum { TENSOR_SCALES = STATE_MASTER_SCALE - STATE_EXP_AVG_SCALE + 1 };
 
+// --optimizer-in-backward: the current optimizer step so far.
+typedef struct {
+    int64_t step;         // its number, counted from 0
+    double squares;       // sum of squares of the gradients
+    NonfiniteStep large;  // the large gradients
+} BackwardUpdate;
+
 // A whole layer's weights, gathered from the shard group: segments as shard_segment() places them.
 typedef struct {
     float *values;   // vectors, then matrices unless they were gathered in FP8
@@ -180,9 +187,7 @@ typedef struct {
     Batch batch;           // the current micro-step's
     bool training;         // true in a micro-step: casts write scales.amax, and norms bad_norm
     int64_t bad_norm;      // the first norm of this step whose input was not finite (nonfinite.h)
-    int64_t step;          // the current optimizer step, counted from 0
-    double squares;        // with --optimizer-in-backward: the sum of squares of the gradients so far
-    NonfiniteStep large;   // with --optimizer-in-backward: the large gradients found so far
+    BackwardUpdate early;  // with --optimizer-in-backward
     StepRecord last_step;  // the latest step
     void *memory;          // the arena
     int64_t memory_bytes;
@@ -1041,19 +1046,20 @@ static void update_in_backward(Trainer *t, int64_t l) {
     float *gradients = t->params.gradients + gradients_begin(t, l);
     reduce_replicas(t, gradients, n);
     const double norm = gradient_norm(t, gradients, n);
-    t->squares += norm * norm;
-    if (!adamw_accepts(norm * sqrt((double)units))) find_large(t, gradients, shard_begin(&t->plan, l), n, &t->large);
+    t->early.squares += norm * norm;
+    if (!adamw_accepts(norm * sqrt((double)units)))
+        find_large(t, gradients, shard_begin(&t->plan, l), n, &t->early.large);
     if (!adamw_accepts(norm)) return;
     int64_t begin = 0, end;
     while (t->table.entries[begin].layer != l) begin++;
     for (end = begin; end < t->table.count && t->table.entries[end].layer == l;) end++;
-    parameters_update(t, begin, end, t->step, 1);
+    parameters_update(t, begin, end, t->early.step, 1);
 }
 
 // Returns what this rank knows of a step whose gradient norm is not accepted.
 static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
     NonfiniteStep s = {loss, norm, t->bad_norm, 0, NONFINITE_NONE, 1};
-    if (t->o->optimizer_in_backward) s.magnitude = t->large.magnitude, s.position = t->large.position;
+    if (t->o->optimizer_in_backward) s.magnitude = t->early.large.magnitude, s.position = t->early.large.position;
     else find_large(t, t->params.gradients, 0, t->plan.total, &s);
     return s;
 }
@@ -1145,8 +1151,8 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
     double reading = 0;
     StepRecord s;
     memset(&s, 0, sizeof s);
-    t->bad_norm = t->large.position = NONFINITE_NONE, t->large.magnitude = 0;
-    t->step = step, t->squares = 0;
+    t->bad_norm = t->early.large.position = NONFINITE_NONE, t->early.large.magnitude = 0;
+    t->early.step = step, t->early.squares = 0;
     copy_delayed_before(t, true);
     audit_begin(t, step + 1);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
@@ -1160,7 +1166,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
     s.loss /= (double)t->comm->world;
     const double optimizer = seconds_now(), waited_later = *comm_seconds();
     if (in_backward) update_in_backward(t, ROOT);
-    s.norm = in_backward ? sqrt(t->squares) : gradient_norm(t, t->params.gradients, t->plan.total);
+    s.norm = in_backward ? sqrt(t->early.squares) : gradient_norm(t, t->params.gradients, t->plan.total);
     s.skipped = !adamw_accepts(s.norm);
     if (s.skipped) copy_delayed_before(t, false);
     else if (in_backward) finish_update(t);

@@ -51,6 +51,13 @@
 #define LOGITS_ROWS 4096
 #define LOGITS_FEW_ROWS 2048
 
+// Numbers of the current step, in device memory.
+typedef struct {
+    StepStats *stats;
+    double *squares;        // one number: the gradient's sum of squares
+    double *block_squares;  // with --optimizer-in-backward: AdamwUpdate.squares
+} StepNumbers;
+
 typedef struct {
     const Options *o;
     const Comm *comm;
@@ -63,12 +70,10 @@ typedef struct {
     Fsdp fsdp;        // gathers weights, reduces gradients
     Linears linears;  // their GEMMs and FP8 scales
     Activations acts;
-    AdamwArrays params;     // this rank's flat shard arrays (shard_plan.h), [total] each
-    double *squares;        // one number: the gradient's sum of squares
-    double *block_squares;  // with --optimizer-in-backward: AdamwUpdate.squares
-    StepStats *stats;       // the current step, on the device
-    StepLog log;            // the previous steps
-    cudaEvent_t idle;       // for trainer_wait_all
+    AdamwArrays params;  // this rank's flat shard arrays (shard_plan.h), [total] each
+    StepNumbers step;    // the current step
+    StepLog log;         // the previous steps
+    cudaEvent_t idle;    // for trainer_wait_all
     Batches batches;
     float *sample_logits;  // host: [V] of next_logits
     float *token_losses;   // host: [R] of token_losses
@@ -84,10 +89,10 @@ static int64_t logits_rows(const Trainer *t) {
 
 static void place_statistics(Trainer *t, Arena *a) {
     arena_group(a, "statistics, tokens");
-    t->squares = (double *)arena_take(a, sizeof(double));
+    t->step.squares = (double *)arena_take(a, sizeof(double));
     if (t->o->optimizer_in_backward)
-        t->block_squares = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
-    t->stats = (StepStats *)arena_take(a, sizeof(StepStats));
+        t->step.block_squares = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
+    t->step.stats = (StepStats *)arena_take(a, sizeof(StepStats));
     t->acts.losses = take_float(a, t->d.R);
     t->acts.rope_table = take_float(a, t->d.T * t->d.HD);
     batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp));
@@ -201,7 +206,7 @@ static RopeDims rope_dims(const Trainer *t) {
 // Returns where a norm whose input is not finite writes its number (nonfinite_norm): the step's statistics, which are
 // cleared before each step.
 static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
-    const RmsnormWatch watch = {&t->stats->bad_norm, (uint32_t)number};
+    const RmsnormWatch watch = {&t->step.stats->bad_norm, (uint32_t)number};
     return watch;
 }
 
@@ -517,31 +522,31 @@ static void update_delayed_scales(Trainer *t) {
 // too, and a norm that is not finite ends the run before anything of the step is saved.
 static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
 
-// Sums the step's loss and t->squares over all ranks, in one message.
-static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->stats->loss, t->squares); }
+// Sums the step's loss and t->step.squares over all ranks, in one message.
+static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->step.stats->loss, t->step.squares); }
 
 // Returns the arguments of this step's updates. Without --optimizer-in-backward no GEMM runs beside the optimizer, so
 // the sums of squares use the GEMMs' workspace.
 static AdamwUpdate update_of_step(const Trainer *t) {
     const TensorScales *scales = &t->linears.scales;
     const bool norm_first = norm_comes_first(t->o);
-    double *squares = t->block_squares ? t->block_squares : (double *)t->linears.gemm.workspace;
+    double *squares = t->step.block_squares ? t->step.block_squares : (double *)t->linears.gemm.workspace;
     const AdamwUpdate update = {t->params,
                                 adamw_step_of(t->o, t->fsdp.step),
-                                norm_first ? &t->stats->control : NULL,
+                                norm_first ? &t->step.stats->control : NULL,
                                 norm_first ? NULL : squares,
                                 fsdp_tensor_scales(&t->fsdp) ? scales->amax : NULL,
                                 scales->amax_stride};
     return update;
 }
 
-// Computes the gradient norm, the clip factor and whether the step is skipped, from t->squares of all ranks. They stay
-// on the device, and are equal on all ranks.
+// Computes the gradient norm, the clip factor and whether the step is skipped, from t->step.squares of all ranks. They
+// stay on the device, and are equal on all ranks.
 static void finish_norm(Trainer *t) {
     const Fsdp *f = &t->fsdp;
-    AdamwControl *control = &t->stats->control;
+    AdamwControl *control = &t->step.stats->control;
     const AdamwUpdate update = update_of_step(t);
-    adamw_norm(control, t->squares, fsdp_times_counted(f), (float)t->o->grad_clip, t->stream);
+    adamw_norm(control, t->step.squares, fsdp_times_counted(f), (float)t->o->grad_clip, t->stream);
     if (t->o->optimizer_in_backward) adamw_locate_block(control, &update, &t->table, &f->plan, t->stream);
     else adamw_locate(control, t->params.gradients, shard_backward_order(&t->table, &f->plan), t->stream);
 }
@@ -550,7 +555,7 @@ static void finish_norm(Trainer *t) {
 static void update_units(Trainer *t, int64_t l, int64_t count) {
     const Fsdp *f = &t->fsdp;
     const AdamwUpdate update = update_of_step(t);
-    if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, &t->stats->control.nonfinite);
+    if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, &t->step.stats->control.nonfinite);
     adamw_update_units(&update, &t->table, &f->plan, l, count, fsdp_sums_begin(f, l), t->stream);
     profile_bytes(&t->profile, "AdamW", adamw_bytes(&t->params, count * shard_elements(&f->plan, l)));
 }
@@ -578,8 +583,8 @@ static void optimizer_step(Trainer *t) {
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     if (norm_first) {
         profile_bytes(&t->profile, "gradient norm",
-                      adamw_squares(t->squares, t->params.gradients, f->plan.total, (double *)t->linears.gemm.workspace,
-                                    t->stream));
+                      adamw_squares(t->step.squares, t->params.gradients, f->plan.total,
+                                    (double *)t->linears.gemm.workspace, t->stream));
         reduce_step_stats(t);
         finish_norm(t);
     }
@@ -588,7 +593,7 @@ static void optimizer_step(Trainer *t) {
     if (!t->o->optimizer_in_backward) update_units(t, 0, t->d.L);
     if (!norm_first) {
         const AdamwUpdate update = update_of_step(t);
-        adamw_updated_squares(t->squares, &update, &t->table, &f->plan, t->stream);
+        adamw_updated_squares(t->step.squares, &update, &t->table, &f->plan, t->stream);
         reduce_step_stats(t);
         finish_norm(t);
     }
@@ -668,7 +673,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t fi
     fsdp_begin_step(&t->fsdp, step);
     profile_range_begin("step", step + 1);
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
-    step_log_begin(&t->log, t->stats, step, after_pause);
+    step_log_begin(&t->log, t->step.stats, step, after_pause);
     audit_casts(t, is_due(o->fp8_audit, step + 1));
     tensor_scales_copy_before(&t->linears.scales, true);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
@@ -677,7 +682,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t fi
         step_log_work(&t->log, TIME_COMPUTE);
         fsdp_begin_micro_step(&t->fsdp, micro);
         model_forward_backward(t, &batch, (float)(1 / (double)tokens), micro + 1 == micro_steps);
-        loss_accumulate(&t->stats->loss, t->acts.losses, t->d.R, 1 / (double)tokens, t->stream);
+        loss_accumulate(&t->step.stats->loss, t->acts.losses, t->d.R, 1 / (double)tokens, t->stream);
     }
     step_log_work(&t->log, TIME_OPTIMIZER);
     profile_range_begin("optimizer", -1);
@@ -685,7 +690,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t fi
     profile_range_end();
     audit_casts(t, false);
     profile_end(&t->profile);
-    step_log_end(&t->log, t->stats, step);
+    step_log_end(&t->log, t->step.stats, step);
     profile_range_end();
 }
 

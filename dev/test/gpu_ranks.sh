@@ -68,7 +68,8 @@ for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
         "$(field unclipped loss $steps)" "$(field one_unclipped loss $steps)" 2e-3
 done
 # --optimizer-in-backward changes no bit.
-for options in "full" "full --copy-engines off" "grad_op" "none --reduce-dtype fp32" "hybrid --shard-size $((W / 2))"; do
+for options in "full" "full --copy-engines off" "grad_op" "none --reduce-dtype fp32" \
+    "hybrid --shard-size $((W / 2))"; do
     run="${common/--grad-clip 1/} --precision fp8 --num-steps $steps --val-steps 16 --sharding $options"
     run late $W $run && run early $W $run --optimizer-in-backward &&
         same "$options: without and with --optimizer-in-backward" late early

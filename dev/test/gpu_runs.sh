@@ -229,9 +229,6 @@ fails "step 1: the gradient norm is not finite" ./train_fp8cu "$tmp/export" $dat
     --checkpoint-dir "$tmp/spoiled" --checkpoint-every 1 --export-hf "$tmp/spoiled-export"
 check "no file of the step with a gradient that is not finite is saved" \
     equal "$(find "$tmp/spoiled" "$tmp/spoiled-export" -type f 2>/dev/null)" ""
-# --optimizer-in-backward has no gradients left at the end of a step, and names the place to a block of AdamW.
-fails "gradient.*, in backward order, is in .*, element [0-9]* or one of the 16383 behind it.*Nothing of this" \
-    ./train_fp8cu $common --precision bf16 --learning-rate 1000 --num-steps 60 --optimizer-in-backward
 fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data \
     --sequence-length 256 --num-steps 20 --on-nonfinite skip
 warning="skipped: the gradient norm is not finite. It begins in the attention block of layer 0"

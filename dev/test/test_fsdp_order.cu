@@ -912,8 +912,8 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"sums", f->transport.sums},
                {"sums_fp32", f->transport.sums_fp32},
                {"amax", t->linears.scales.amax},
-               {"squares", t->squares},
-               {"stats", t->stats},
+               {"squares", t->step.squares},
+               {"stats", t->step.stats},
                {"dx", t->acts.dx},
                {"logits", t->acts.logits},
                {"shard_fp8", f->shard_fp8},
@@ -947,7 +947,7 @@ static void create_rank(const Options *o, const ModelConfig *m, int64_t world, i
     const Arena plan = trainer_describe(t, o, m, &r->comm);
     trainer_create(t, &plan);
     creating = false;
-    r->logits = t->acts.logits, r->squares = t->squares, r->loss = &t->stats->loss;
+    r->logits = t->acts.logits, r->squares = t->step.squares, r->loss = &t->step.stats->loss;
     num_trainers++;
     find_parts(&t->table);
     tensor_add(WRITTEN, t->acts.dx, t->d.R * t->d.C * (int64_t)sizeof(bf16), NO_LAYER);

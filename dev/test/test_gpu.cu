@@ -177,7 +177,7 @@ static int64_t different_bits(const bf16 *a, const bf16_bits *b, int64_t n) {
 static StepStats download_stats(const Trainer *t) {
     StepStats stats;
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
-    CUDA_CHECK(cudaMemcpy(&stats, t->stats, sizeof stats, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(&stats, t->step.stats, sizeof stats, cudaMemcpyDeviceToHost));
     return stats;
 }
 
@@ -344,7 +344,7 @@ static void test_bad_norm(int recompute) {
     state_write(&t, STATE_WEIGHTS, layer_offset(&t.table, 0) + t.table.layer.wdown + 5, 1, &infinity);
     weights_changed(&t);
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
-    CUDA_CHECK(cudaMemset(&t.stats->bad_norm, 0xff, sizeof t.stats->bad_norm));
+    CUDA_CHECK(cudaMemset(&t.step.stats->bad_norm, 0xff, sizeof t.step.stats->bad_norm));
     forward_backward(&t, tokens, tokens + t.d.R, false);
     const StepStats stats = download_stats(&t);
     CHECK(stats.bad_norm == (uint32_t)nonfinite_norm(1, false), "norm %u is reported", stats.bad_norm);

@@ -11,7 +11,7 @@ static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     (void)m;
     int64_t gib = 40 + (o->optimizer_state == MOMENTS_FP32 ? 4 : 0) + (o->master_weights == STORAGE_FP32 ? 8 : 0) +
                   (o->master_weights == STORAGE_FP16 ? 4 : 0) - (o->optimizer_in_backward ? 2 : 0) -
-                  (o->optimizer_state == MOMENTS_COAT ? 8 : 0);
+                  (o->optimizer_state == MOMENTS_COAT_STOCHASTIC ? 8 : 0);
     if (o->sharding == SHARDING_FULL) gib /= c->shard_size;
     gib += o->batch_size * (o->recompute == RECOMPUTE_LAYER ? 1 : 10) + (o->fp8_weight_cache == ON ? 6 : 0);
     return gib * GIB;
@@ -82,12 +82,12 @@ static void test_combinations(void) {
     c.available = 30;
     check_says(
         "nothing fits", &c,
-        "with --fp8-weight-cache off --optimizer-state coat --master-weights bf16 --recompute layer "
+        "with --fp8-weight-cache off --optimizer-state coat-stochastic --master-weights bf16 --recompute layer "
         "--optimizer-in-backward it still needs 31.0 GiB; use a shorter --sequence-length or a smaller model; or "
         "use 4 ranks");
     c = case_of(1, 30);
     c.options.recompute = RECOMPUTE_LAYER, c.options.optimizer_in_backward = true;
-    c.options.optimizer_state = MOMENTS_COAT;
+    c.options.optimizer_state = MOMENTS_COAT_STOCHASTIC;
     check_says("no option is left", &c, "the limit is 30.0 GiB; use a shorter --sequence-length");
     c.available = 0;
     char output[4096];
@@ -109,7 +109,7 @@ static void test_backward(void) {
     check_says("not with the micro-steps of a smaller batch", &c, "with --recompute layer it needs 42.0 GiB");
     c = case_of(1, 31);
     check_says("FP8 moments are the last resort", &c,
-               "with --optimizer-state coat --recompute layer --optimizer-in-backward it needs 31.0 GiB");
+               "with --optimizer-state coat-stochastic --recompute layer --optimizer-in-backward it needs 31.0 GiB");
 }
 
 static void test_ranks(void) {

@@ -71,9 +71,9 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "copy of the delayed state from before a step", s->before,
                   s->before ? tensor_scales_delayed_elements(s) * 4 : 0);
     needed_always(m, "audit", s->audit, s->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
-    needed_always(m, "squares", t->squares, 8);
-    needed_always(m, "squares of blocks", t->block_squares, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
-    needed_always(m, "statistics", t->stats, sizeof(StepStats));
+    needed_always(m, "squares", t->step.squares, 8);
+    needed_always(m, "squares of blocks", t->step.block_squares, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
+    needed_always(m, "statistics", t->step.stats, sizeof(StepStats));
     needed_always(m, "losses", t->acts.losses, t->d.R * 4);
     needed_always(m, "RoPE table", t->acts.rope_table, t->d.T * t->d.HD * 4);
     for (int i = 0; i < TOKEN_SLOTS; i++)

@@ -539,6 +539,13 @@ static void test_nonfinite(void) {
                    "model.layers.1.self_attn.o_proj.weight, element 3%s",
                    layer, weight);
     CHECK(strcmp(place_of(&t, 1), expected) == 0, "%s", place_of(&t, 1));
+    // The GPU trainer with --optimizer-in-backward knows only a block in which the gradient is.
+    const TrainerState state = trainer_state(&t);
+    NonfiniteStep block = nonfinite_step(&t, 1, (double)NAN);
+    block.span = 16384;
+    char place[640];
+    nonfinite_place(&t.table, &state, &block, place, sizeof place);
+    CHECK(strstr(place, "o_proj.weight, element 3 or one of the 16383 behind it; the largest"), "%s", place);
     // Squares that overflow: gradients grow during the backward pass, and the first large one is nearer to the cause
     // than the largest.
     memset(t.params.gradients, 0, bytes);

@@ -107,8 +107,8 @@ enum { FREE, MUST_MATCH };
          "only; auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
-         "is expanded, half the bytes of bf16, so far in the CPU trainer only; coat-stochastic: the same, rounded " \
-         "stochastically; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor, so far in the CPU trainer only; " \
+         "is expanded, half the bytes of bf16; coat-stochastic: the same, rounded stochastically, which --beta2 0.999 " \
+         "needs; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor, so far in the CPU trainer only; " \
          "auto: bf16, or fp32 with --precision fp32") \
     CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, STATE_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \

@@ -10,7 +10,7 @@
 // stochastically.
 typedef enum { ADAMW_BF16, ADAMW_FP32, ADAMW_COAT, ADAMW_COAT_STOCHASTIC } AdamwMoments;
 
-// What FP8 moments need beside their codes.
+// Data of FP8 moments beside their codes.
 typedef struct {
     uint32_t *exp_avg_groups, *exp_avg_sq_groups;  // words, one for COAT_GROUP elements
     CoatTables *tables;                            // device memory

@@ -25,10 +25,9 @@
 // root's gradient then lacks the embedding, and is reduced right after the loss. Otherwise the whole root gradient is
 // reduced at the end.
 //
-// With --optimizer-in-backward, AdamW updates a layer in the backward pass, one layer later than its gradient is
-// computed if it must be reduced first. The sums of one layer, or of two with several ranks, then take turns in the
-// same memory. A rank's shard of a layer changes after that layer's gradient was reduced: every rank has then finished
-// its last gather of the layer.
+// With --optimizer-in-backward, AdamW updates a layer in the backward pass, with several ranks one layer later, when
+// its gradient is reduced. Every rank has then finished its last gather of the layer. The sums of layers take turns in
+// the memory of one layer, or of two.
 //
 // Copy engines read other ranks' memory, so two orders must hold:
 //   before a layer's gather   every rank has updated its shard: the gather of the vectors, which comes first, waits for
