@@ -112,7 +112,7 @@ resent() {
 for link in "1 0" "10 0" "1 1"; do
     read -r delay loss <<<"$link"
     name=slow-$delay-$loss
-    slow_network "$delay" "$loss" a b c
+    slow_network "$delay" "$loss" 0 a b c
     began=$(date +%s%N)
     on a bash -c '</dev/tcp/b/1' 2>/dev/null  # refused, after a frame to b and a frame back
     took=$((($(date +%s%N) - began) / 1000000))
@@ -126,6 +126,59 @@ for link in "1 0" "10 0" "1 1"; do
     same_steps "$name" one3 1
     same_steps "meet-$name" one3 1
 done
+
+# ---- --dry-run says how many bytes cross the network, and how long a step takes over a link of 100 Mbit/s.
+
+# Prints a number of the JSON plan for hosts with one rank each. $1 "host_receives_bytes" (their sum) or "step_ms", $2
+# hosts, then options.
+plan() {
+    local key=$1 hosts=$2
+    shift 2
+    ./train_fp8 $common --dry-run --json --world-size "$hosts" --ranks-per-host 1 "$@" |
+        grep -o "\"$key\": [0-9.e+]*" | awk '{ sum += $2 } END { print sum }'
+}
+# Prints the bytes that host $1 has received, and the mean milliseconds of the steps from the third on of run $1.
+received() { on "$1" awk '/eth0:/ { print $2 }' /proc/net/dev; }
+step_time() {
+    sed -n 's/.*"type": "step", "step": [0-9]*,.*"ms": \([0-9.]*\),.*/\1/p' "$ROOM/$1/log.jsonl" | tail -n +3 |
+        awk '{ sum += $1 } END { print sum / NR }'
+}
+# $1 is within $3 percent of $2.
+within() { awk -v a="$1" -v b="$2" -v p="$3" 'BEGIN { exit !(b > 0 && a / b > 1 - p / 100 && a / b < 1 + p / 100) }'; }
+
+while read -r hosts options <&3; do
+    names=$(echo a b c | cut -d' ' -f"1-$hosts")
+    for steps in 5 25; do
+        before=$(received b)
+        check "bytes-$steps, $hosts hosts, $options: trains" \
+            meet "bytes-$steps" "$names" --num-steps $steps --batch-size 2 $options
+        bytes[steps]=$(($(received b) - before))
+    done
+    measured=$(((bytes[25] - bytes[5]) / 20))
+    planned=$(plan host_receives_bytes "$hosts" --batch-size 2 $options)
+    check "$hosts hosts, $options: $planned bytes a step are planned, $measured arrive" \
+        within "$planned" "$measured" 5
+done 3<<'CASES'
+2 --precision bf16
+2 --precision fp8 --sharding grad_op
+2 --precision fp8 --grad-accumulation-steps 3
+3 --precision fp8 --fp8-recipe rowwise
+3 --precision bf16 --sharding none
+CASES
+
+check "one rank trains" meet alone a --num-steps 8 --batch-size 2
+slow_network 0 0 100 a b c
+for case in "2 --precision bf16" "3 --precision bf16" "2 --precision fp8 --fp8-recipe rowwise"; do
+    read -r hosts options <<<"$case"
+    names=$(echo a b c | cut -d' ' -f"1-$hosts")
+    check "$hosts hosts over 100 Mbit/s train" meet limited "$names" --num-steps 8 --batch-size 2 $options
+    measured=$(step_time limited)
+    planned=$(plan step_ms "$hosts" --batch-size 2 $options --network-gbps 0.1 --step-ms "$(step_time alone)")
+    check "$hosts hosts, $options, 100 Mbit/s ($shaper): a step is estimated at $planned ms and takes $measured" \
+        within "$planned" "$measured" 20
+    rm -rf "$ROOM/limited"
+done
+fast_network a b c
 
 # ---- A rank is killed, or a host is lost, in a run that saves every 2 steps. The run goes on.
 

@@ -323,6 +323,9 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
                        "and NCCL reduces the gradients; leave it at auto");
     else if (o->world_size && !o->dry_run)
         format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that mpirun -np starts");
+    else if ((o->network_gbps > 0 || o->step_ms > 0) && !o->dry_run)
+        format_checked(message, capacity, "--%s is for --dry-run, which estimates the time of a step; leave it out",
+                       o->network_gbps > 0 ? "network-gbps" : "step-ms");
 }
 
 // Rules of --optimizer-in-backward.

@@ -22,6 +22,7 @@
 #define SHARDINGS(X) \
     X(SHARDING_FULL, "full") X(SHARDING_GRAD_OP, "grad_op") X(SHARDING_NONE, "none") X(SHARDING_HYBRID, "hybrid")
 #define REDUCES(X) X(REDUCE_BF16, "bf16") X(REDUCE_FP32, "fp32")
+#define GPUS(X) X(GPU_H200, "h200") X(GPU_H100, "h100")
 #define SWITCHES(X) X(OFF, "off") X(ON, "on")
 #define AUTO_SWITCHES(X) SWITCHES(X) X(AUTO, "auto")
 #define FP8_FORMATS(X) X(FP8_FORMAT_AUTO, "auto") X(FP8_FORMAT_HYBRID, "hybrid") X(FP8_FORMAT_E4M3, "e4m3")
@@ -43,6 +44,7 @@ enum { SAVE_ERRORS(CHOICE_ID) };
 enum { SHARDINGS(CHOICE_ID) };
 enum { REDUCES(CHOICE_ID) };
 enum { AUTO_SWITCHES(CHOICE_ID) };
+enum { GPUS(CHOICE_ID) };
 enum { FP8_FORMATS(CHOICE_ID) };
 enum { FAST_ACCUMS(CHOICE_ID) };
 enum { LISTS(CHOICE_ID) };
@@ -169,7 +171,15 @@ enum { FREE, MUST_MATCH };
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
          "seconds without progress after which a stuck rank ends the run and is named; 4 times that while " \
          "loading, saving and exporting files; a sixth of it, but at least 10, for a rank that does not respond at all") \
+    GROUP("plan (--dry-run)") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: number of ranks to plan for, without mpirun") \
+    INT(ranks_per_host, "ranks-per-host", 8, 1, 1 << 20, FREE, "with --dry-run: ranks of one host, for the traffic") \
+    REAL(network_gbps, "network-gbps", 0, 0, 1e9, FREE, \
+         "with --dry-run: Gbit/s of each host's network, each way, to estimate a step's time; 0: not known") \
+    CHOICE(gpu, "gpu", GPU_H200, GPUS, FREE, "with --dry-run: the GPU for the estimate of a step's time") \
+    REAL(step_ms, "step-ms", 0, 0, 1e9, FREE, \
+         "with --dry-run: milliseconds that a step takes on one rank alone, from a run; 0: an estimate for --gpu; the " \
+         "CPU trainer has none") \
     GROUP("output") \
     INT(log_every, "log-every", 1, 1, 1000000000, FREE, "steps between printed step lines; log.jsonl has every step") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, \

@@ -4,6 +4,7 @@
 
 #include "../base/arena.h"
 #include "run_setup.h"
+#include "traffic_report.h"
 
 typedef struct {
     const char *program;  // "train_fp8", "train_fp8cu"
@@ -111,6 +112,12 @@ static inline void plan_json_derived(JsonText *out, const PlanFacts *f) {
     plan_json_gemms(out, f);
 }
 
+static inline TrafficFacts plan_traffic(const PlanFacts *f) {
+    const TrafficFacts facts = {
+        strcmp(f->program, "train_fp8") == 0, f->options, &f->setup->model, f->comm, f->table, f->precision};
+    return facts;
+}
+
 // Prints the object and a newline.
 static inline void plan_json_print(const PlanFacts *f) {
     const Options *o = f->options;
@@ -126,6 +133,8 @@ static inline void plan_json_print(const PlanFacts *f) {
     logger_add_int(&out, "world_size", f->comm->world);
     logger_add_int(&out, "fp8_gemms", precision_fp8_gemms(f->precision));
     plan_json_derived(&out, f);
+    const TrafficFacts traffic = plan_traffic(f);
+    traffic_json(&out, &traffic);
     logger_add_settings(&out, o);
     printf("%s}\n", out.data);
     json_text_free(&out);

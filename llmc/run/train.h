@@ -291,6 +291,8 @@ static inline void run_print_plan(const Run *run) {
     if (ops->print_settings) ops->print_settings(run->trainer);
     arena_print_plan(&p->memory, p->memory_overhead);
     ops->print_gemms(run->trainer);
+    const TrafficFacts traffic = plan_traffic(&facts);
+    traffic_print(&traffic);
 }
 
 // Prints device, data, recipe, options and memory of a run, in a few lines (start.h).

@@ -1,0 +1,134 @@
+// An estimate of a step's time on paper: of a rank's own work on an H100 or H200, and of what communication adds.
+//
+// The rank's work is a sum of times at the peak of the hardware, each over an efficiency. The five efficiencies were
+// fitted to 29 measured steps on one H200, BF16 and FP8 tensorwise (dev/reference/fit_step_estimate.py): the worst is
+// off by 5%. Models left out of the fit were off by 2 to 17%, steps on one H100 by 2 to 7%. Other recipes take longer.
+//
+// A pass takes as long as its communication, or as its computation and a third of the communication that overlaps with
+// it: copies and collectives take memory bandwidth and SMs from the GEMMs. That third was fitted to 18 steps on 4 H200,
+// which it gives within 9%. The CPU trainer overlaps nothing.
+#ifndef LLMC_STEP_ESTIMATE_H
+#define LLMC_STEP_ESTIMATE_H
+
+#include "flops.h"
+#include "traffic.h"
+
+// Times at the hardware's peak are multiplied by these.
+#define ESTIMATE_BF16_GEMM 1.414
+#define ESTIMATE_FP8_GEMM 1.518
+#define ESTIMATE_ATTENTION 1.945  // at head_dim 128; smaller heads take longer
+#define ESTIMATE_ELEMENTWISE 3.039
+#define ESTIMATE_OPTIMIZER 1.348
+#define ESTIMATE_INTERFERENCE 0.35     // share of overlapped communication that adds to the computation
+#define ESTIMATE_LINK_EFFICIENCY 0.73  // copy engines over NVLink: 330 of 450 GB/s
+
+typedef struct {
+    double bf16_flops, bytes_per_second;  // dense; of the GPU's memory
+    double link_bytes_per_second;         // to each GPU from the others of its host
+} EstimateGpu;
+
+static inline EstimateGpu estimate_gpu(int gpu) {
+    static const EstimateGpu gpus[] = {{989.5e12, 4.8e12, 450e9}, {989.5e12, 3.35e12, 450e9}};  // in the order of GPUS
+    return gpus[gpu];
+}
+
+// Seconds of a rank's own work in an optimizer step.
+typedef struct {
+    double passes, optimizer;  // forward and backward of all micro-steps; AdamW
+} EstimateWork;
+
+// Bytes that elementwise kernels and casts move in a layer for each row.
+static inline double estimate_row_bytes(const ModelConfig *m, bool fp8) {
+    return 2.0 * ((double)m->hidden_size * (fp8 ? 18 : 14) + (double)m->intermediate_size * (fp8 ? 9 : 8));
+}
+
+// Seconds of AdamW on n parameters.
+static inline double estimate_optimizer(const Options *o, int64_t world, int64_t n) {
+    const double moments = 2 * (double)options_moment_bytes(o, n), gradients = options_fp32_gradients(o, world) ? 4 : 2;
+    const double bytes = (double)n * (gradients + (o->master_weights == STORAGE_FP32 ? 10 : 4)) + moments;
+    return bytes * ESTIMATE_OPTIMIZER / estimate_gpu(o->gpu).bytes_per_second;
+}
+
+// Seconds of forward and backward of one micro-step.
+static inline double estimate_passes(const Options *o, const ModelConfig *m, const ParameterTable *t,
+                                     const Precision *p) {
+    const EstimateGpu gpu = estimate_gpu(o->gpu);
+    const TokenFlops f = flops_per_token(t, m, o->sequence_length, p);
+    const double rows = (double)(o->batch_size * o->sequence_length), heads = (double)(m->num_heads * m->head_dim);
+    const double all_layers = 6.0 * (double)(matmul_parameters(t, m) - m->vocab_size * m->hidden_size);
+    const double head_flops = 6.0 * (double)(m->vocab_size * m->hidden_size), fp8_weights = f.fp8 / 6;
+    const double scores_flops = 6.0 * (double)m->num_layers * heads * (double)o->sequence_length;
+    const double at_peak = rows / gpu.bf16_flops;  // seconds for one FLOP of each row
+    const double layers = ((all_layers - f.fp8) * ESTIMATE_BF16_GEMM + f.fp8 / 2 * ESTIMATE_FP8_GEMM) * at_peak,
+                 head = head_flops * ESTIMATE_BF16_GEMM * at_peak,
+                 scores = scores_flops * ESTIMATE_ATTENTION * sqrt(128 / (double)m->head_dim) * at_peak,
+                 elementwise = rows * (double)m->num_layers * estimate_row_bytes(m, p->any_fp8) * ESTIMATE_ELEMENTWISE /
+                               gpu.bytes_per_second,
+                 casts = 6 * fp8_weights * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;
+    // Backward repeats a layer's forward pass but for its last GEMM: a third of the work, two sevenths of attention's.
+    const double down = (double)(p->linear[DOWN_PROJ].N * p->linear[DOWN_PROJ].K * m->num_layers) * 6 / all_layers;
+    const double again = layers / 3 * (1 - down) + scores * 2 / 7 + elementwise / 3;
+    return layers + head + scores + elementwise + casts + (o->recompute == RECOMPUTE_LAYER ? again : 0);
+}
+
+// Returns a rank's own work on a GPU. With --step-ms it follows from that step, which one rank took alone.
+static inline EstimateWork estimate_work(const Options *o, const ModelConfig *m, const ParameterTable *t,
+                                         const Precision *p, const TrafficRanks *r) {
+    const ShardPlan s = shard_plan(t, r->shard_size, 0);
+    EstimateWork w;
+    w.passes = (double)r->micro * estimate_passes(o, m, t, p);
+    if (o->step_ms > 0) w.passes = fmax(0, o->step_ms * 1e-3 - estimate_optimizer(o, 1, t->total));
+    w.optimizer = estimate_optimizer(o, r->world, s.total);
+    return w;
+}
+
+// Seconds of an optimizer step.
+typedef struct {
+    double total;
+    double work;      // the rank's own
+    double exchange;  // communication, if nothing overlapped
+} StepEstimate;
+
+static inline double estimate_overlap(double work, double exchange) {
+    return fmax(work + ESTIMATE_INTERFERENCE * exchange, exchange);
+}
+
+// Seconds of each kind of communication. link: bytes per second to each rank from those of its host; network: to each
+// host from the others.
+static inline double estimate_exchange(const Traffic *t, double link, double network, double seconds[NUM_TRAFFIC]) {
+    double sum = 0;
+    for (int kind = 0; kind < NUM_TRAFFIC; kind++) {
+        const double across = t->network[kind] > 0 ? t->network[kind] / network : 0;
+        sum += seconds[kind] = fmax(t->received[kind] / link, across);
+    }
+    return sum;
+}
+
+// True if a step can be estimated: the network's speed must be known if it is used, and on CPUs the rank's own work.
+static inline bool estimate_known(const Traffic *t, const Options *o) {
+    return (o->network_gbps > 0 || traffic_sum(t->network) == 0) && (!t->ranks.cpu || o->step_ms > 0);
+}
+
+static inline StepEstimate estimate_step(const Traffic *t, const Options *o, const ModelConfig *m,
+                                         const ParameterTable *table, const Precision *p) {
+    const double network = o->network_gbps * 1e9 / 8;
+    double seconds[NUM_TRAFFIC];
+    StepEstimate e;
+    if (t->ranks.cpu) {
+        e.exchange = estimate_exchange(t, (double)INFINITY, network, seconds);
+        e.work = o->step_ms * 1e-3, e.total = e.work + e.exchange;
+        return e;
+    }
+    const EstimateWork w = estimate_work(o, m, table, p, &t->ranks);
+    e.exchange =
+        estimate_exchange(t, estimate_gpu(o->gpu).link_bytes_per_second * ESTIMATE_LINK_EFFICIENCY, network, seconds);
+    e.work = w.passes + w.optimizer;
+    const double forward = estimate_overlap(w.passes / 3, seconds[TRAFFIC_FORWARD]),
+                 backward = estimate_overlap(w.passes * 2 / 3, seconds[TRAFFIC_BACKWARD] + seconds[TRAFFIC_GRADIENTS] +
+                                                                   seconds[TRAFFIC_REPLICAS]),
+                 last = seconds[TRAFFIC_GRADIENTS] / (double)(t->ranks.layers * t->ranks.micro);  // layer 0's reduction
+    e.total = forward + backward + last + seconds[TRAFFIC_INPUTS] + fmax(w.optimizer, seconds[TRAFFIC_ROOT]);
+    return e;
+}
+
+#endif
