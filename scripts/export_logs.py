@@ -52,7 +52,7 @@ def scalars(run):
 
 def write_tensorboard(run, folder, writer_class):
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("events.out.tfevents.*"):  # of an earlier export
+    for path in folder.glob("events.out.tfevents.*"):  # from an earlier export
         path.unlink()
     writer = writer_class(str(folder), flush_secs=3600)
     for step, now, values in scalars(run):

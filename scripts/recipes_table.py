@@ -11,9 +11,9 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 HEAD = ["recipe", "loss", "loss diff", "tok/s/GPU", "FP8/BF16", "peak GiB"]
 HEAD += [gemm + " SQNR" for gemm in GEMMS] + ["lowest SQNR at"]
 NOTES = """\
-loss: mean of the last 20 steps (of all steps, if fewer). loss diff: compared with BF16. tok/s/GPU: of the median step
-after warm-up. FP8/BF16: tok/s/GPU divided by that of BF16. peak GiB: peak memory of a GPU. SQNR: lowest signal to
-quantization noise ratio (dB) of the FP8 operands of these GEMMs in any layer and audit.
+loss: mean of the last 20 steps (of all steps, if fewer). loss diff: change of the loss from that of BF16, in percent.
+tok/s/GPU: of the median step after warm-up. FP8/BF16: tok/s/GPU divided by that of BF16. peak GiB: peak memory of a
+GPU. SQNR: lowest signal to quantization noise ratio (dB) of the FP8 operands of these GEMMs in any layer and audit.
 """
 NOTE_EMULATED = """\
 emulated: this GPU lacks the recipe's GEMMs; operands are quantized, then multiplied in BF16. The loss is that of the

@@ -19,8 +19,8 @@ CSV_HEAD = ["model", "sequence_length", "gpus", "precision", "result", "steps", 
             "scaling_efficiency", "skipped_steps", "parameters", "device", "seconds", "message"]
 ABOUT = """T: tokens in a sequence. Speeds: of the median step after warm-up. MFU: share of the dense BF16 peak.
 peak GiB: peak memory of a GPU. loss: mean of the last 20 steps (of all steps, if fewer). FP8/BF16: tok/s/GPU divided by
-that of the BF16 run with equal model, T and GPUs. loss diff: loss compared with that run. scaling: tok/s/GPU divided by
-that of the run on one GPU with equal model, T and precision.
+that of the BF16 run with equal model, T and GPUs. loss diff: change of the loss from that BF16 run, in percent.
+scaling: tok/s/GPU divided by that of the run on one GPU with equal model, T and precision.
 """
 ABOUT_DAMAGED = "damaged: a file of the run was changed or cut; remove the run's folder and start the sweep again.\n"
 

@@ -7,8 +7,8 @@ BF16, so a positive difference is a cost. Intervals are two-sided, with 95% conf
    Seeds and sequences are two crossed random factors: every pair reads the same sequences. The variance of the mean
    is the sum of both parts, each estimated from its mean square in the two-way table (Cornfield and Tukey 1956), with
    Satterthwaite's degrees of freedom (1946). With two or three pairs this interval is too narrow if seeds dominate, so
-   it is never narrower than the t-interval over the means of the pairs. Simulated over a grid of variances, that covers
-   94 to 96% from three pairs on, and up to 98% with two pairs.
+   it is never narrower than the t-interval over the means of the pairs. Simulated over a grid of variances, the wider
+   of both covers 94 to 96% from three pairs on, and up to 98% with two pairs.
 
 2. training_difference: the difference in training loss over the last steps.
    With two pairs or more: the t-interval over the means of the pairs. It covers everything in which pairs differ:
@@ -17,13 +17,13 @@ BF16, so a positive difference is a cost. Intervals are two-sided, with 95% conf
    draw a variance that three values do not show (Cameron, Gelbach and Miller 2008). In dev/test/test_verdict_stats.py
    the hierarchical bootstrap covers 73 to 97%, least where the noise of runs is above that of batches.
    With one pair: the moving-block bootstrap over steps (Kuensch 1989). It covers the noise of batches alone, and
-   verdict() says so; several rounding seeds add theirs (3). Percentiles of a moving-block bootstrap cover 86 to 90% on
-   100 to 400 autocorrelated steps. Therefore the interval is a t-interval with steps / block - 1 degrees of freedom (as
-   for batch means, Schmeiser 1982), and its standard error is corrected for the number of blocks. The block is the
-   longer of sqrt(steps) and twice the optimal block length of Politis and White (2004; corrected by Patton, Politis and
-   White 2009). Simulated on 40 to 400 steps: 93 to 96% at lag-1 correlations from 0 to 0.55. Real paired differences
-   have 0 to 0.56. Noise whose memory is longer than a tenth of the steps is covered less: average over as many steps as
-   the loss stays level.
+   verdict() says so; runs with several rounding seeds add the noise of rounding (see 3). Percentiles of a moving-block
+   bootstrap cover 86 to 90% on 100 to 400 autocorrelated steps. Therefore the interval is a t-interval with steps /
+   block - 1 degrees of freedom (as for batch means, Schmeiser 1982), and its standard error is corrected for the number
+   of blocks. The block is the longer of sqrt(steps) and twice the optimal block length of Politis and White (2004;
+   corrected by Patton, Politis and White 2009). Simulated on 40 to 400 steps: 93 to 96% at lag-1 correlations from 0 to
+   0.55. Real paired differences have 0 to 0.56. Noise whose memory is longer than a tenth of the steps is covered less:
+   average over as many steps as the loss stays level.
 
 3. noise_band: how far two BF16 runs are apart that differ only in the rounding seed, or only in the seed.
    A t-interval from the standard deviation within groups of such runs, pooled over groups. With one seed, whose
@@ -269,7 +269,7 @@ def _match(curves, steps):
     curves: [3, 2], BF16 and FP8 in columns: the coefficients of 1, x and x**2 with x = log(step / steps).
     """
     loss = curves[0].max()
-    with np.errstate(invalid="ignore"):  # a parabola that stays below the loss has no root: step 1, before any fit
+    with np.errstate(invalid="ignore"):  # a parabola below the loss has no root: take step 1, before the fitted steps
         x = 2 * (curves[0] - loss) / (np.sqrt(curves[1]**2 - 4 * curves[2] * (curves[0] - loss)) - curves[1])
     at = np.maximum(steps * np.exp(np.nan_to_num(x, nan=-np.inf)), 1.0)
     return float(at[0]), float(at[1]), float(loss), bool(curves[0, 1] <= curves[0, 0])

@@ -119,7 +119,8 @@ static inline bool export_try(const char *path, const char *probe, Failure *fail
     bool ok = errno == EEXIST || errno == ENOTEMPTY;
     if (ok && folder_exchange(probe, path)) {
         if (folder_exchange(probe, path)) return folder_remove(probe, failure);
-        return export_restore(path, probe, &cause) || fail(failure, "%.1500s; the next run tries again", cause.text);
+        return export_restore(path, probe, &cause) ||
+               fail(failure, "%.1500s; the next run with this --export-hf tries to rename it again", cause.text);
     }
     if (ok) {  // the file system cannot exchange two names: rename the earlier export to `probe` and back
         if (!folder_remove(probe, failure)) return false;

@@ -144,7 +144,7 @@ static inline void meet_write_addresses(FILE *f) {
 static inline int meet_file_connect(const MeetFile *file, const RankCard *own, Failure *failure) {
     const bool here = strcmp(file->host, own->host) == 0 && strcmp(file->boot, own->boot) == 0;
     int fd = -1;
-    fail(failure, "%s has no address that can be used here", file->host);
+    fail(failure, "the file of --init-from lists no address of %s that this rank can use", file->host);
     for (int64_t i = 0; i < file->num_addresses && fd < 0; i++)
         if (here == address_is_loopback(file->addresses[i]))
             fd = socket_connect(file->addresses[i], file->port, failure);

@@ -10,17 +10,18 @@ import jinja2
 from report import pairs, words
 from report.words import number
 
-LIMIT = 1_000_000  # bytes of the page
+LIMIT = 1_000_000  # bytes at which a page is too large
 TAGS = {"same": "No difference seen.", "costs": "Higher loss.", "gains": "Lower loss.", "diverged": "Diverged.",
         "mixed": "Mixed.", "none": ""}
-DROPPED = ("strip", "gemms", "step", "loss", "difference", "memory", "cost", "speed", "verdict")  # in this order
+# A page that is too large leaves out figures of these parts, in this order.
+DROPPED = ("strip", "gemms", "step", "loss", "difference", "memory", "cost", "speed", "verdict")
 
 
 @dataclasses.dataclass
 class Table:
     head: list
     rows: list
-    text: int = 1  # columns that hold text
+    text: int = 1  # number of columns, from the left, that hold text
 
 
 @dataclasses.dataclass
