@@ -112,7 +112,7 @@ resent() {
 for link in "1 0" "10 0" "1 1"; do
     read -r delay loss <<<"$link"
     name=slow-$delay-$loss
-    slow_network "$delay" "$loss" 0 a b c
+    slow_network "$delay" "$loss" a b c
     began=$(date +%s%N)
     on a bash -c '</dev/tcp/b/1' 2>/dev/null  # refused, after a frame to b and a frame back
     took=$((($(date +%s%N) - began) / 1000000))
@@ -167,18 +167,22 @@ done 3<<'CASES'
 CASES
 
 check "one rank trains" meet alone a --num-steps 8 --batch-size 2
-slow_network 0 0 100 a b c
-for case in "2 --precision bf16" "3 --precision bf16" "2 --precision fp8 --fp8-recipe rowwise"; do
-    read -r hosts options <<<"$case"
-    names=$(echo a b c | cut -d' ' -f"1-$hosts")
-    check "$hosts hosts over 100 Mbit/s train" meet limited "$names" --num-steps 8 --batch-size 2 $options
-    measured=$(step_time limited)
-    planned=$(plan step_ms "$hosts" --batch-size 2 $options --network-gbps 0.1 --step-ms "$(step_time alone)")
-    check "$hosts hosts, $options, 100 Mbit/s ($shaper): a step is estimated at $planned ms and takes $measured" \
-        within "$planned" "$measured" 20
-    rm -rf "$ROOM/limited"
-done
-fast_network a b c
+if limit_network a b c; then
+    for case in "2 --precision bf16" "3 --precision bf16" "2 --precision fp8 --fp8-recipe rowwise"; do
+        read -r hosts options <<<"$case"
+        names=$(echo a b c | cut -d' ' -f"1-$hosts")
+        check "$hosts hosts over 100 Mbit/s train" meet limited "$names" --num-steps 8 --batch-size 2 $options
+        measured=$(step_time limited)
+        planned=$(plan step_ms "$hosts" --batch-size 2 $options --network-gbps 0.1 --step-ms "$(step_time alone)")
+        check "$hosts hosts, $options, 100 Mbit/s: a step is estimated at $planned ms and takes $measured" \
+            within "$planned" "$measured" 20
+        rm -rf "$ROOM/limited"
+    done
+else
+    echo "skipped: the time of a step over 100 Mbit/s: this kernel cannot limit a link (tbf)"
+    skipped=1
+fi
+for host in a b c; do tc qdisc del dev "v-$host" root 2>/dev/null; done
 
 # ---- A rank is killed, or a host is lost, in a run that saves every 2 steps. The run goes on.
 

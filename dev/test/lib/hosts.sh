@@ -104,29 +104,35 @@ make_agent() {
     chmod +x "$agent"
 }
 
-# Makes the network of the hosts $4... slow, in both directions: $1 ms of delay for each frame, $2 percent of them lost,
-# or, with $3 above 0, $3 Mbit/s for each host. The kernel does it (netem, tbf) where it can, else slow_link.c.
-# fast_network undoes it. Both set or read `shaper`.
+# Makes the network of the hosts $3... slow, in both directions: $1 ms of delay for each frame, $2 percent of them lost.
+# The kernel does it (netem) where it can, else slow_link.c. fast_network undoes it. Both set or read `shaper`.
 slow_network() {
-    local delay=$1 loss=$2 rate=$3 host ports=()
-    shift 3
+    local delay=$1 loss=$2 host ports=()
+    shift 2
     for host in "$@"; do ports+=("v-$host"); done
-    shaper="netem delay ${delay}ms loss $loss%"
-    [ "$rate" -eq 0 ] || shaper="tbf rate ${rate}mbit burst 128kb latency 10s"
+    shaper=netem
     for host in "${ports[@]}"; do
-        [ "$shaper" = slow_link ] || tc qdisc add dev "$host" root $shaper 2>/dev/null || shaper=slow_link
+        tc qdisc add dev "$host" root netem delay "${delay}ms" loss "$loss%" 2>/dev/null || shaper=slow_link
     done
-    [ "$shaper" = slow_link ] || return 0
+    [ $shaper = slow_link ] || return 0
     for host in "${ports[@]}"; do ip link set "$host" nomaster; done
     [ -x "$ROOM/slow_link" ] || gcc -O1 -Wall -Wextra -Werror -o "$ROOM/slow_link" dev/test/lib/slow_link.c || return
-    "$ROOM/slow_link" "$delay" "$loss" "$rate" "${ports[@]}" >"$ROOM/link.log" &
+    "$ROOM/slow_link" "$delay" "$loss" "${ports[@]}" >"$ROOM/link.log" &
     link=$!
     until [ -s "$ROOM/link.log" ]; do kill -0 $link || return; sleep 0.01; done
 }
 fast_network() {
     local host
-    [ "$shaper" != slow_link ] || { kill $link; wait $link 2>/dev/null; }
+    [ $shaper = netem ] || { kill $link; wait $link 2>/dev/null; }
     for host in "$@"; do
-        if [ "$shaper" = slow_link ]; then ip link set "v-$host" master br0; else tc qdisc del dev "v-$host" root; fi
+        if [ $shaper = netem ]; then tc qdisc del dev "v-$host" root; else ip link set "v-$host" master br0; fi
+    done
+}
+
+# Limits the network to each host to 100 Mbit/s. Returns 1 if the kernel cannot (tbf).
+limit_network() {
+    local host
+    for host in "$@"; do
+        tc qdisc add dev "v-$host" root tbf rate 100mbit burst 128kb latency 10s 2>/dev/null || return 1
     done
 }

@@ -1,7 +1,7 @@
 // A slow and lossy network in user space, for kernels without tc's netem. Joins network interfaces like a hub: each
-// frame that one of them receives is sent on all others after a delay, or is lost. The frames of an interface take
-// turns on a line of limited speed. Prints a line when it has begun. usage: slow_link DELAY_MS LOSS_PERCENT MBIT_PER_S
-// INTERFACE... (0 Mbit/s: no limit)
+// frame that one of them receives is sent on all others after a delay, or is lost.
+// Prints a line when it has begun.
+// usage: slow_link DELAY_MS LOSS_PERCENT INTERFACE...
 #include <arpa/inet.h>
 #include <linux/if_packet.h>
 #include <linux/virtio_net.h>
@@ -58,54 +58,41 @@ static int is_lost(double percent) {
     return (double)(state >> 33) < percent / 100 * 2147483648.0;
 }
 
-// The network's properties, and the time from which on each interface's line is free.
-typedef struct {
-    double delay, loss, bits_per_second;
-    double free_at[MAX_PORTS];
-} Line;
-
 // Receives one frame and returns it, or NULL if it is lost.
-static Frame *frame_receive(int fd, int from, Line *line) {
+static Frame *frame_receive(int fd, int from, double delay, double loss) {
     static char buffer[MAX_FRAME];
     const ssize_t size = recv(fd, buffer, sizeof buffer, 0);
-    if (size < (ssize_t)sizeof(struct virtio_net_hdr) || is_lost(line->loss)) return NULL;
+    if (size < (ssize_t)sizeof(struct virtio_net_hdr) || is_lost(loss)) return NULL;
     Frame *frame = malloc(sizeof *frame + (size_t)size);
     if (!frame) fail("malloc");
-    const double now = seconds_now(), start = line->free_at[from] > now ? line->free_at[from] : now;
-    line->free_at[from] = start + (line->bits_per_second > 0 ? 8 * (double)size / line->bits_per_second : 0);
-    frame->due = line->free_at[from] + line->delay, frame->from = from, frame->size = size;
+    frame->next = NULL, frame->due = seconds_now() + delay, frame->from = from, frame->size = size;
     memcpy(frame->data, buffer, (size_t)size);
     return frame;
 }
 
-// Adds a frame to the list behind all frames that are due no later.
-static void frame_add(Frame **list, Frame *frame) {
-    while (*list && (*list)->due <= frame->due) list = &(*list)->next;
-    frame->next = *list, *list = frame;
-}
-
 int main(int argc, char **argv) {
-    const int ports = argc - 4;
+    const int ports = argc - 3;
     if (ports < 2 || ports > MAX_PORTS)
-        return fprintf(stderr, "usage: slow_link DELAY_MS LOSS_PERCENT MBIT_PER_S INTERFACE...\n"), 2;
-    Line line = {.delay = atof(argv[1]) / 1000, .loss = atof(argv[2]), .bits_per_second = atof(argv[3]) * 1e6};
+        return fprintf(stderr, "usage: slow_link DELAY_MS LOSS_PERCENT INTERFACE...\n"), 2;
+    const double delay = atof(argv[1]) / 1000, loss = atof(argv[2]);
     struct pollfd polled[MAX_PORTS];
-    Frame *first = NULL;
-    for (int p = 0; p < ports; p++) polled[p] = (struct pollfd){.fd = port_open(argv[4 + p]), .events = POLLIN};
+    Frame *first = NULL, **last = &first;
+    for (int p = 0; p < ports; p++) polled[p] = (struct pollfd){.fd = port_open(argv[3 + p]), .events = POLLIN};
     if (puts("joined") < 0 || fflush(stdout)) fail("stdout");
     for (;;) {
         const double left = first ? first->due - seconds_now() : 1;
         if (poll(polled, (nfds_t)ports, left > 0 ? (int)(1000 * left + 0.999) : 0) < 0) fail("poll");
         for (int p = 0; p < ports; p++) {
             if (!(polled[p].revents & POLLIN)) continue;
-            Frame *frame = frame_receive(polled[p].fd, p, &line);
-            if (frame) frame_add(&first, frame);
+            Frame *frame = frame_receive(polled[p].fd, p, delay, loss);
+            if (frame) *last = frame, last = &frame->next;
         }
         while (first && first->due <= seconds_now()) {
             Frame *frame = first;
             for (int p = 0; p < ports; p++)  // an interface that is down loses the frame
                 if (p != frame->from && send(polled[p].fd, frame->data, (size_t)frame->size, 0) < 0) continue;
             first = frame->next;
+            if (!first) last = &first;
             free(frame);
         }
     }
