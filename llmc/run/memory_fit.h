@@ -65,14 +65,14 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
     }
 }
 
-// The cost of each change. `percent` is an estimate of the time that it adds to a step: an FP8 weight cache gains 0.7%
-// at most, batch 1 takes 28% more time than batch 4 (docs/RESULTS.md, llama3.1-8b), and --recompute layer runs the
-// forward pass again, a third of forward and backward; --optimizer-in-backward takes 1 to 2% and FP8 moments 5% at T
-// 8192. `price` orders the combinations. Fewer bytes of optimizer state cost little time but change how weights and
+// The cost of each change. `percent` is an estimate of the time that it adds to a step, from llama3.1-8b in FP8 on one
+// H200 (docs/RESULTS.md): an FP8 weight cache gains 0.7% at most, batch 1 takes 28% more time than batch 4,
+// --recompute layer adds 16% at T 2048 and 19% at T 8192, --optimizer-in-backward 2% at most, and FP8 moments 5% at
+// T 8192. `price` orders the combinations. Fewer bytes of optimizer state cost little time but change how weights and
 // moments are rounded, so they come after what changes no number; FP8 moments come last.
 static const struct {
     int price, percent;
-} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 5}, {2, 0}, {3, 0}, {28, 28}, {33, 33}, {1, 1}};
+} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 5}, {2, 0}, {3, 0}, {28, 28}, {20, 20}, {1, 1}};
 
 // Returns the bytes that a rank of `world` needs with these options.
 static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {
