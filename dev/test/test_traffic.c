@@ -128,7 +128,7 @@ static void test_estimates(void) {
     printf("the worst estimate is off by %.1f%%\n", worst * 100);
 }
 
-// What an estimate needs, and how communication enters it.
+// An estimate needs the network's speed if hosts exchange bytes. Communication adds to it by the rules of the header.
 static void test_rules(void) {
     Plan p = plan_of("llama3.1-8b", true, 2048, 1);
     Traffic t = traffic_for(&p, false, 16, 16, 8);
