@@ -26,8 +26,9 @@ BF16, so a positive difference is a cost. Intervals are two-sided, with 95% conf
    average over as many steps as the loss stays level.
 
 3. noise_band: how far two BF16 runs are apart that differ only in the rounding seed, or only in the seed.
-   A t-interval from the standard deviation within groups of such runs, pooled over groups. With one seed, whose
-   differences say nothing about runs, with_rounding adds this variance to that of batches or sequences.
+   A t-interval from the standard deviation within groups of such runs, pooled over groups. If there is only one seed,
+   its difference does not show how much runs vary. with_rounding() then adds the variance of such runs to that of
+   batches or sequences.
 
 4. loss_matched_speedup: t_BF16(L) / t_FP8(L), with t the time until the smoothed loss is L, and L the smoothed loss at
    the end of BF16. A smoothed curve is a parabola in log(step), fitted to the last three quarters of the steps. The

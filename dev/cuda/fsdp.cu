@@ -113,7 +113,8 @@ static void check_rank_sum(int64_t ranks, int64_t shard_rank, int64_t n, bool fp
     free(before), free(bits), free(others), free(x), free(want), free(sum);
 }
 
-// Checks 2^31 + 4096 elements: the last ones must equal a sum of them alone.
+// Adds a gradient of 2^31 + 4096 elements to a sum. The last 8,192 elements of the sum must be the same as when only
+// they are added.
 static void check_large(void) {
     const int64_t n = (1ll << 31) + 4096, last = 8192;
     Nccl nccl = {};

@@ -1,5 +1,5 @@
-// Tests --fp8-audit: sums and SQNR of small cases computed by hand, of FP8 data of every granularity compared with
-// plain formulas in double, and the two reports.
+// Tests --fp8-audit. Sums and SQNR of small cases are compared with values computed by hand, and sums of FP8 data of
+// every granularity with plain formulas in double. The lines of log.jsonl and the printed table are tested too.
 #include "../../llmc/run/audit_report.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
@@ -319,7 +319,7 @@ static void test_log(void) {
     CHECK(check_count(lines, "\n") == 14 * 3 * 4, "%d lines", check_count(lines, "\n"));
     CHECK(!strstr(lines, "wgrad") && !strstr(lines, "down") && !strstr(lines, "\"layer\": 0,") &&
               !strstr(lines, "\"layer\": 5,"),
-          "lines of bf16 operands in\n%s", lines);
+          "there are lines of bf16 operands in\n%s", lines);
     free(lines);
     run_free(&r);
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tests all shell scripts without running them, because most need a GPU. They parse. Each lower-case variable that a
-# script reads is set in it, in a file that it sources, or in a file that sources it. Scripts without arguments refuse
-# arguments before any work. Ends with "N passed, N failed".
+# Tests the shell scripts. All must parse, and each lower-case variable that a script reads must be set in it, in a file
+# that it sources, or in a file that sources it. Most scripts need a GPU and are not run. scripts/quickstart.sh trains
+# 30 steps. Scripts that take only --help must refuse other arguments before any work. slurm.sbatch must refuse bad
+# jobs, and make without nvcc must leave out the GPU targets or say why they fail. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh

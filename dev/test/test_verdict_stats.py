@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Tests of scripts/verdict_stats.py: exact cases, and simulated pairs whose true difference is known.
 
-usage: test_verdict_stats.py [--trials N] [--seed N]. With 1000 trials or more, intervals must cover the truth in 93 to
-97% of them. With fewer (120 by default), a coverage fails that a true coverage of 93 to 97% would show once in 1,000
-times at most, and a bootstrap draws fewer replicates. Runs with build/report-venv (scripts/setup_report.sh), or skips.
+usage: test_verdict_stats.py [--trials N] [--seed N]. With 1000 trials or more, 93 to 97% of the intervals must cover
+the truth (up to 99% for validation with two pairs). With fewer trials (120 by default) these limits are wider, so that
+chance fails a correct interval at most once in 1,000 times, and the bootstrap draws fewer replicates. Runs with
+build/report-venv (scripts/setup_report.sh), or skips.
 Ends with "N passed, N failed".
 """
 import argparse

@@ -1,4 +1,4 @@
-// JSON (RFC 8259) into a flat array of nodes, and out of it.
+// Reads JSON (RFC 8259) into a flat array of nodes, and writes JSON text.
 //
 // Files may be hostile: nesting and the number of values are limited, every number and escape is checked, and an object
 // must not have a key twice. \u0000 is refused, since strings here end at a zero byte. A byte 0xXX that is not UTF-8

@@ -63,7 +63,7 @@ def speed_words(comparison):
 
 
 def energy_words(comparison):
-    """What FP8 saves in energy and money at equal steps, as parts of a sentence."""
+    """How much energy FP8 saves or takes for a billion tokens, as a part of a sentence; "" if it is not known."""
     if not comparison.joules_per_token:
         return ""
     bf16, fp8 = (joules * PER_GIGA / 3.6e6 for joules in comparison.joules_per_token)
