@@ -1,7 +1,7 @@
 """usage: scripts/recipes_table.py FOLDER
 
 Prints the table of scripts/run_recipes.sh from the logs of its runs, and writes it to recipes.txt and recipes.md in
-FOLDER. Exit status 0: all runs finished.
+FOLDER. Exit status 0: every row of the table has results.
 """
 import os
 

@@ -27,7 +27,7 @@ and marked in the table. Paths are relative to the repository's root. Defaults a
                            warm-up for a tenth of the steps
 
 scripts/sweep.sh does the runs. FOLDER gets recipes.txt and recipes.md beside the files of the sweep. Start it again to
-continue: finished runs are kept. Exit status 0: all runs finished.
+continue: finished runs are kept. Exit status 0: every row of the table has results.
 END
 }
 

@@ -235,12 +235,12 @@ int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
         check_to_fp32(1, 8, 8);
         check_to_fp32(3, 1000, 1016);
-        check_to_fp32(4, 131072, 200000);  // more than one wave of blocks
+        check_to_fp32(4, 131072, 200000);  // more than 128 blocks take at once: the kernel loops
         for (int kind = 0; kind < 12; kind++) {
             const GradientSum how = sum_kinds()[kind / 4];
             check_add(0, 8, kind & 1, kind & 2, how);
             check_add(256, 4008, kind & 1, kind & 2, how);
-            check_add(8, 300000, kind & 1, kind & 2, how);  // more than one wave of blocks
+            check_add(8, 300000, kind & 1, kind & 2, how);  // more than 128 blocks take at once: the kernel loops
             check_rank_sum(2 + kind % 3, kind % 2, 4104, kind & 2, how);
         }
         check_peers();

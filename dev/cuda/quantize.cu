@@ -57,7 +57,7 @@ static void check_one_copy(int64_t R, int64_t C, bool row) {
     free(host);
 }
 
-// Checks every bf16 number at scale 1, and at a scale for which no rounding is exact.
+// Checks the cast of every bf16 number. `amax` gives the scale, which is 1 if amax is the format's largest number.
 static void check_all_numbers(Fp8Format format, float amax) {
     char label[64];
     format_checked(label, sizeof label, "all bf16, %s, amax %g", format == FP8_E4M3 ? "e4m3" : "e5m2", amax);

@@ -33,7 +33,7 @@ typedef struct {
 
 enum { ADAMW_NORM_BLOCKS = 1056, ADAMW_NORM_THREADS = 512, ADAMW_NORM_VECTORS = 4 };
 
-// Returns the sum of x over a block of THREADS threads.
+// Returns the sum of x over a block of THREADS threads, in every thread of the block.
 template <int THREADS>
 __device__ static inline double adamw_block_sum(double x) {
     __shared__ double warps[THREADS / 32];

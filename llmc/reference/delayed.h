@@ -24,8 +24,8 @@ static inline bool delayed_is_complete(const float *scales, int64_t tensors) {
 // True if a pass's amax (its bits) enters the history. Zero does not: the tensor was not cast, or was all zero.
 HOST_DEVICE static inline bool delayed_counts(uint32_t amax) { return amax != 0 && amax <= 0x7f800000u; }
 
-// Returns the scale that follows from the largest amax of the window. An infinite one keeps the scale as it is until it
-// has left the window. A tensor never has scale 0 again: if its first amax was 0, infinite or NaN, that cast had
+// Returns the scale that follows from the largest amax of the window. As long as the window holds an infinite amax, the
+// scale does not change. A tensor never has scale 0 again: if its first amax was 0, infinite or NaN, that cast had
 // scale 1 (fp8_scale_te), which stays.
 HOST_DEVICE static inline float delayed_scale(float scale, float largest, Fp8Format format, int margin) {
     if (largest > 0 && float_bits(largest) < 0x7f800000u) return fp8_scale_te(largest, format, margin);

@@ -123,7 +123,8 @@ def unit_of(seconds):
 
 
 def draw_loss(group, name, recipes, kind, price):
-    """Loss of each recipe over steps, time, energy or money. None where the logs lack it."""
+    """Draws the loss of each recipe over steps, time, energy or money. Leaves out a recipe if the log of one run
+    lacks the time or energy. Returns None if no recipe is left."""
     key = {"steps": None, "time": "ms", "energy": "joules", "money": "ms"}[kind]
     curves = {recipe: mean_curve(members, key) for recipe, members in recipes.items()}
     curves = {recipe: curve for recipe, curve in curves.items() if curve is not None}
