@@ -189,6 +189,41 @@ static void check_steps(const char *preset, Variant v, int64_t shard_size) {
     parameter_table_free(&t);
 }
 
+// Counts the maxima of groups, of all mantissas and exponents, for which coat_inverse is not 1 / max.
+static __global__ void count_inverses(int *wrong) {
+    const uint32_t bits = (uint32_t)(27 + blockIdx.y) << 23 | (blockIdx.x * blockDim.x + threadIdx.x) << 8;
+    const float max = float_from_bits(bits);
+    if (coat_inverse(max) != 1 / max) atomicAdd(wrong, 1);
+}
+
+// Writes the largest relative error of coat_expand for k = (row + 1) / 16, over every 7th part of the range that k is
+// for.
+static __global__ void find_expand_error(double *worst, int row) {
+    const float k = (float)(row + 1) * 0.0625f, smallest = exp2f(-(float)COAT_SPAN / k);
+    double error = 0;
+    for (uint32_t bits = float_bits(smallest) + 7 * (blockIdx.x * blockDim.x + threadIdx.x); bits <= float_bits(1.0f);
+         bits += 7 * gridDim.x * blockDim.x) {
+        const double part = (double)float_from_bits(bits), want = 448 * exp2(log2(part) * (double)k);
+        error = fmax(error, fabs((double)coat_expand((float)part, k) / want - 1));
+    }
+    atomicMax((unsigned long long *)worst, (unsigned long long)__double_as_longlong(error));
+}
+
+static void check_powers(void) {
+    int *wrong = (int *)bench_zeros(sizeof *wrong);
+    count_inverses<<<dim3((1 << 15) / 256, 228), 256>>>(wrong);
+    int *count = (int *)bench_download(wrong, sizeof *wrong, "inverses");
+    CHECK(*count == 0, "coat_inverse is wrong for %d of %d maxima", *count, 228 << 15);
+    free(count), bench_free(wrong);
+    for (int row = 2; row < COAT_POWERS; row = row < 16 ? row + 1 : row + 29) {
+        double *worst = (double *)bench_zeros(sizeof *worst);
+        find_expand_error<<<1056, 256>>>(worst, row);
+        double *error = (double *)bench_download(worst, sizeof *worst, "errors of powers");
+        CHECK(*error > 0 && *error < 0x1p-18, "k = %d / 16: coat_expand is off by %g", row + 1, *error);
+        free(error), bench_free(worst);
+    }
+}
+
 // Times the update of a real model with random moments.
 static void bench_model(Bench *b, const char *preset, bool stochastic) {
     ModelConfig m;
@@ -225,12 +260,14 @@ static void bench_model(Bench *b, const char *preset, bool stochastic) {
 }
 
 int main(int argc, char **argv) {
-    if (bench_part_wanted(argc, argv, "check"))
+    if (bench_part_wanted(argc, argv, "check")) {
+        check_powers();
         for (const char *preset : {"llama3.1-8b", "qwen2.5-0.5b", "qwen3-8b"})
             for (int kind = 0; kind < 16; kind++) {
                 const Variant v = {(kind & 1) != 0, (kind & 2) != 0, (kind & 4) != 0, kind & 8 ? 1e-15 : 1e-8};
                 check_steps(preset, v, 1 + kind % 3 + kind / 8);
             }
+    }
     if (bench_part_wanted(argc, argv, "bench")) {
         Bench b = bench_create();
         bench_model(&b, "llama3.1-8b", false);

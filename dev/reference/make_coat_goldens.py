@@ -58,9 +58,9 @@ def word_of(x):
         return np.uint32(0)
     bits = (int(largest.view(np.uint32)) + 255) & ~255
     top = np.uint32(bits).view(f32)
+    smallest = magnitudes[magnitudes > 0].min()
     with np.errstate(over="ignore"):
-        ratio = top / magnitudes[magnitudes > 0].min()
-    power = max(p for p in range(1, 257) if ratio <= to_f32(np.exp2(SPAN * 16 / p)))
+        power = max(p for p in range(1, 257) if top <= to_f32(np.exp2(SPAN * 16 / p)) * smallest)
     return np.uint32(bits | (power - 1))
 
 
@@ -69,7 +69,7 @@ def split(word):
 
 
 def encode(x, word, random):
-    """Codes of a group. random: 16 random bits of each value, or None to round to nearest."""
+    """Codes of a group. random: 32 random bits of each value, or None to round to nearest."""
     if word == 0:
         return np.zeros(SIZE, np.uint8)
     top, power = split(word)
@@ -79,8 +79,8 @@ def encode(x, word, random):
     else:
         values = values_of(power)
         codes = np.searchsorted(values, part, side="right") - 1
-        gap = np.append(np.diff(values), f32(0))[codes]
-        codes += (codes < 126) & (part - values[codes] > gap * (random.astype(f32) * f32(2.0**-16)))
+        gap = np.append(np.diff(values), f32(1))[codes]
+        codes += part - values[codes] > gap * ((random >> 9).astype(f32) * f32(2.0**-23))
     codes = np.where(x == 0, 0, codes)
     return (codes | np.where(np.signbit(x) & (x != 0), 0x80, 0)).astype(np.uint8)
 
@@ -176,7 +176,7 @@ def train(gradients, weights, stochastic):
             for codes, words in ((m_codes, m_words), (v_codes, v_words))
         )
         w, m, v = update(step + 1, w, m, v, gradients[step])
-        random = random_words(step + 1, len(w)) >> 16
+        random = random_words(step + 1, len(w))
         for codes, words, x, bits in ((m_codes, m_words, m, random[1]), (v_codes, v_words, v, random[2])):
             for i in range(GROUPS):
                 part = slice(i * SIZE, (i + 1) * SIZE)

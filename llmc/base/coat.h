@@ -15,8 +15,8 @@
 //   - a group whose max is below 2^-100 becomes zero. There AdamW's eps decides.
 //
 // A power differs between a CPU and a GPU. So tables hold, for each k, the magnitudes that codes stand for and those at
-// which rounding moves to the next code, and comparisons with them decide. The GPU computes a code by powers, and looks
-// into the tables only where that might be wrong (adamw_coat.cuh).
+// which rounding moves to the next code, and comparisons with them decide. The GPU guesses a code by powers, and the
+// tables tell whether the guess is right (adamw_coat.cuh).
 #ifndef LLMC_COAT_H
 #define LLMC_COAT_H
 
@@ -34,7 +34,7 @@
 
 // Indexed by 16 k - 1.
 typedef struct {
-    float value[COAT_POWERS][2 * COAT_SIGN];       // x / max of each code; entry COAT_CODES is infinity
+    float value[COAT_POWERS][COAT_CODES + 1];      // |x| / max of each code, and of the one after the last
     float threshold[COAT_POWERS][COAT_CODES + 1];  // from this |x| / max on, rounding to nearest gives the code or more
     float range[COAT_POWERS];                      // largest max / min for which this k may be used
 } CoatTables;
@@ -49,8 +49,8 @@ static inline void coat_tables_fill(CoatTables *t) {
             t->value[p][c] = (float)pow(value / 448, root);
             t->threshold[p][c] = (float)pow((below + value) / 2 / 448, root);
         }
-        t->value[p][COAT_CODES] = t->threshold[p][COAT_CODES] = INFINITY;
-        for (int c = 0; c <= COAT_CODES; c++) t->value[p][COAT_SIGN + c] = -t->value[p][c];
+        t->value[p][COAT_CODES] = (float)pow(480 / 448.0, root);
+        t->threshold[p][COAT_CODES] = INFINITY;
     }
 }
 
@@ -70,44 +70,64 @@ HOST_DEVICE static inline float coat_quotient(float x, float y) {
 #endif
 }
 
+// True if k = (power + 1) / 16 may be used in a group with these extremes.
+HOST_DEVICE static inline bool coat_fits(const CoatTables *t, int power, float max, float smallest) {
+    return max <= float_product(t->range[power], smallest);  // range[0] is infinite
+}
+
 // Returns the word of a group whose largest magnitude is `largest` and whose smallest above zero is `smallest`.
 HOST_DEVICE static inline uint32_t coat_word(const CoatTables *t, float largest, float smallest) {
     if (!(largest >= COAT_SMALLEST)) return 0;
-    const uint32_t max = (float_bits(largest) + 255) & ~255u;
-    const float range = float_from_bits(max) / smallest, bits = coat_log2(range);
-    int power = bits > 1.1f ? (int)coat_quotient((float)COAT_SPAN * 16, bits) : COAT_POWERS - 1;
-    while (power < COAT_POWERS - 1 && range <= t->range[power + 1]) power++;
-    while (range > t->range[power]) power--;  // range[0] is infinite
-    return max | (uint32_t)power;
+    const uint32_t bits = (float_bits(largest) + 255) & ~255u;
+    const float max = float_from_bits(bits), guess = coat_log2(coat_quotient(max, smallest));
+    int power = guess > 1.1f ? (int)coat_quotient((float)COAT_SPAN * 16, guess) : COAT_POWERS - 1;
+    while (power < COAT_POWERS - 1 && coat_fits(t, power + 1, max, smallest)) power++;
+    while (!coat_fits(t, power, max, smallest)) power--;
+    return bits | (uint32_t)power;
 }
 
 HOST_DEVICE static inline float coat_max(uint32_t word) { return float_from_bits(word & ~255u); }
 
 // Returns the value of a code in a group with this word.
 HOST_DEVICE static inline float coat_decode(const CoatTables *t, uint32_t word, uint8_t code) {
-    return float_product(t->value[word & 255][code], coat_max(word));
+    const float magnitude = float_product(t->value[word & 255][code & (COAT_SIGN - 1)], coat_max(word));
+    return code & COAT_SIGN ? -magnitude : magnitude;
 }
 
-// Returns the largest code whose entry in `row` is at most x, at most the last code.
-HOST_DEVICE static inline uint32_t coat_find(const float *row, float x) {
+// Returns the largest code whose entry in `row` is at most `part`.
+HOST_DEVICE static inline uint32_t coat_find(const float *row, float part) {
     uint32_t code = 0;
     for (uint32_t step = 64; step; step /= 2)
-        if (code + step < COAT_CODES && row[code + step] <= x) code += step;
+        if (code + step < COAT_CODES && row[code + step] <= part) code += step;
     return code;
 }
 
+// Returns random bits as a number from 1 to below 2.
+HOST_DEVICE static inline float coat_uniform(uint32_t random) {
+#ifdef __CUDA_ARCH__
+    return float_from_bits(__funnelshift_r(random, 127, 9));
+#else
+    return float_from_bits(127u << 23 | random >> 9);
+#endif
+}
+
+// Returns true if a magnitude that is `above_code` above the value of a code, with `gap` to that of the next code,
+// rounds up to it, so that the decoded magnitude is right on average.
+HOST_DEVICE static inline bool coat_rounds_up(float above_code, float gap, uint32_t random) {
+    return above_code > fmaf(gap, coat_uniform(random), -gap);
+}
+
 // Returns the code of x in a group with this word, which is not 0: the nearest, or, with `stochastic`, one of the two
-// around x, so that the decoded value is x on average; `random` has the random bits in its upper half. inverse_max: 1 /
-// coat_max(word).
+// around x, by random bits. inverse_max: 1 / coat_max(word).
 HOST_DEVICE static inline uint8_t coat_encode(const CoatTables *t, uint32_t word, float inverse_max, float x,
                                               bool stochastic, uint32_t random) {
     const uint32_t bits = float_bits(x), sign = bits >> 24 & COAT_SIGN, row = word & 255;
     const float part = float_product(float_from_bits(bits & 0x7fffffffu), inverse_max);
     if (!(bits & 0x7fffffffu)) return (uint8_t)sign;
     uint32_t code = coat_find(stochastic ? t->value[row] : t->threshold[row], part);
-    if (stochastic && code < COAT_CODES - 1) {
-        const float below = t->value[row][code], gap = t->value[row][code + 1] - below;
-        code += part - below > float_product(gap, (float)(random >> 16) * 0x1p-16f);
+    if (stochastic) {
+        const float value = t->value[row][code];
+        code += coat_rounds_up(part - value, t->value[row][code + 1] - value, random);
     }
     return (uint8_t)(sign | code);
 }

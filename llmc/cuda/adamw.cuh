@@ -43,9 +43,9 @@ typedef struct {
 enum {
     ADAMW_MAX_RUNS = 12,
     ADAMW_MAX_SLOTS = 8,
-    ADAMW_THREADS = 256,
     ADAMW_TILES = 8,
-    ADAMW_BLOCK = 8 * ADAMW_THREADS * ADAMW_TILES
+    ADAMW_STRIDE = 8 * ADAMW_THREADS,
+    ADAMW_BLOCK = ADAMW_STRIDE * ADAMW_TILES
 };
 
 // The shard holds `count` units of `size` elements each, from element `first` on. The amax slots of unit u begin at
@@ -85,12 +85,14 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i)
 
 // Updates a block's ADAMW_BLOCK elements; each thread takes 8 at a time. Returns the sum of squares of this thread's
 // gradients. 16 threads share a run, because runs end at multiples of 128 elements. The loop is bound by instruction
-// issue, so NEAREST is a template parameter and the run is looked up only where a new one begins.
+// issue, so NEAREST is a template parameter and the run is looked up only where a new one begins. With FP8 moments
+// whole warps stay together: where only the first half of a warp has elements, the second half computes with those.
+// Those kernels have few warps, which hide little latency, so they prefetch the next elements.
 template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS, bool NEAREST>
 __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u,
                                                   AdamwTerms c) {
     c.step.nearest_weights = NEAREST;
-    const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT);
+    const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT), stop = u.runs[u.num_runs - 1].end;
     const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first;
     const AdamwArrays a =
         adamw_arrays_from<MASTER, MOMENTS, FP32_GRADIENTS>(arrays, u.first + blockIdx.y * u.size + first);
@@ -98,21 +100,30 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
     uint32_t end = 0, largest = 0;
     float kept = 1, squares = 0;
     int64_t group = 0;
-    for (uint32_t i = threadIdx.x * 8; i < ADAMW_BLOCK; i += ADAMW_THREADS * 8) {
+    for (uint32_t i = threadIdx.x * 8; i < ADAMW_BLOCK; i += ADAMW_STRIDE) {
+        bool active = true;
         if (i >= end) {
+            const uint32_t at = begin + i / PARAMETER_ALIGNMENT;
             if (slot >= 0) adamw_publish(&amax[slot], largest);
-            slot = -1, largest = 0;
-            while (run < u.num_runs && begin + i / PARAMETER_ALIGNMENT >= u.runs[run].end) run++;
-            if (run == u.num_runs) break;
-            const AdamwRun r = u.runs[run];
-            end = min(r.end - begin, ADAMW_BLOCK / PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT;
-            kept = r.decay ? c.step.decay : 1.0f, group = (flat + r.shift) / 8;
-            if (u.amax) slot = r.amax_slot;
+            slot = -1, largest = 0, active = at < stop;
+            if ((adamw_is_coat(MOMENTS) ? at & ~1u : at) >= stop) break;
+            while (active && at >= u.runs[run].end) run++;
+            if (active) {
+                const AdamwRun r = u.runs[run];
+                end = min(r.end - begin, ADAMW_BLOCK / PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT;
+                kept = r.decay ? c.step.decay : 1.0f, group = (flat + r.shift) / 8;
+                if (u.amax) slot = r.amax_slot;
+            }
         }
-        if constexpr (adamw_is_coat(MOMENTS))
-            largest = adamw_update_8_coat < MASTER, MOMENTS == ADAMW_COAT_STOCHASTIC,
-            FP32_GRADIENTS > (a, i, group + i / 8, c, kept, largest, &squares);
-        else largest = adamw_update_8<MASTER, MOMENTS, FP32_GRADIENTS>(a, i, group + i / 8, c, kept, largest, &squares);
+        if constexpr (adamw_is_coat(MOMENTS)) {
+            const uint32_t ahead = i + ADAMW_STRIDE, next = begin + ahead / PARAMETER_ALIGNMENT < stop ? ahead : i;
+            // clang-format off
+            largest = adamw_update_8_coat<MASTER, MOMENTS == ADAMW_COAT_STOCHASTIC, FP32_GRADIENTS>(
+                a, active ? i : i - PARAMETER_ALIGNMENT, next, group + i / 8, c, kept, largest, &squares, active);
+            // clang-format on
+        } else {
+            largest = adamw_update_8<MASTER, MOMENTS, FP32_GRADIENTS>(a, i, group + i / 8, c, kept, largest, &squares);
+        }
     }
     if (slot >= 0) adamw_publish(&amax[slot], largest);
     return squares;

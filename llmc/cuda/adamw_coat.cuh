@@ -6,115 +6,246 @@
 
 static_assert(COAT_GROUP == 16 * 8, "16 threads, half a warp, hold a group");
 
-__device__ static inline uint32_t coat_threads(void) { return 0xffffu << (threadIdx.x & 16); }
+#define COAT_WARP 0xffffffffu  // whole warps work together: shuffles among half of a warp cost much more
 
-// Decodes 8 codes of a group with this word.
-__device__ static inline void coat_load(float out[8], const CoatTables *t, const void *codes, uint32_t word,
-                                        uint32_t i) {
-    const uint2 c = *(const uint2 *)((const uint8_t *)codes + i);
-    const float max = coat_max(word);
-    const uint32_t row = (word & 255) * (uint32_t)sizeof t->value[0];
+// CoatTables.value of this k, for exp_avg and exp_avg_sq of the two groups of a warp, in shared memory.
+typedef struct {
+    float value[2][2][COAT_CODES + 1];
+} CoatRows;
+
+enum { COAT_ROW_BYTES = sizeof(((CoatRows *)0)->value[0][0]) };
+
+// Returns the address in shared memory of this group's row of exp_avg. That of exp_avg_sq is two rows further on.
+__device__ static inline uint32_t coat_rows(void) {
+    __shared__ __align__(COAT_ROW_BYTES) CoatRows rows[ADAMW_THREADS / 32];
+    return (uint32_t)__cvta_generic_to_shared(rows[threadIdx.x / 32].value[0][threadIdx.x / 16 % 2]);
+}
+
+// Copies the row of a word to shared memory. The 16 threads of a group call it.
+__device__ static inline void coat_copy_row(uint32_t to, const CoatTables *t, uint32_t word) {
+    const float4 *row = (const float4 *)t->value[word & 255] + threadIdx.x % 16;
+    to += threadIdx.x % 16 * (uint32_t)sizeof(float4);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const uint32_t at = __byte_perm(j < 4 ? c.x : c.y, 0, 0x4440 + j % 4) * (uint32_t)sizeof(float) + row;
-        out[j] = __fmul_rn(*(const float *)((const char *)t->value + at), max);
+    for (uint32_t j = 0; j < 2; j++) {
+        const float4 v = row[16 * j];
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + j * COAT_ROW_BYTES / 2), "f"(v.x), "f"(v.y),
+                     "f"(v.z), "f"(v.w)
+                     : "memory");
     }
 }
 
-// The largest magnitude of a group and the smallest above zero, as bits.
-typedef struct {
-    uint32_t largest, smallest;
-} CoatExtremes;
+// Puts the rows of this group's words where coat_rows says. All threads of a warp call it.
+__device__ static inline void coat_share_rows(uint32_t rows, const CoatTables *t, uint32_t m_word, uint32_t v_word) {
+    __syncwarp();  // the rows before them have been read
+    coat_copy_row(rows, t, m_word);
+    coat_copy_row(rows + 2 * COAT_ROW_BYTES, t, v_word);
+    __syncwarp();
+}
 
-// Returns the extremes of a group of which this thread has 8 values. All threads of the group call it.
-__device__ static inline CoatExtremes coat_extremes(const float x[8]) {
-    uint32_t largest = 0, smallest = UINT32_MAX;
+// Returns entry offset / 4 + NEXT of a row in shared memory. The lowest two bits of offset, and bits from 9 on, do not
+// count.
+template <int NEXT>
+__device__ static inline float coat_entry(uint32_t row, uint32_t offset) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1 + %2];"
+                 : "=f"(value)
+                 : "r"((offset & (COAT_ROW_BYTES - 4)) | row), "n"(4 * NEXT));
+    return value;
+}
+
+// Decodes 8 codes of a group, whose row is in shared memory. SIGNED: exp_avg; exp_avg_sq is not below zero.
+template <bool SIGNED>
+__device__ static inline void coat_load(float out[8], uint32_t row, uint2 codes, float max) {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const uint32_t magnitude = float_bits(x[j]) & 0x7fffffffu;
-        largest = max(largest, magnitude);
-        smallest = min(smallest, magnitude - 1);  // 0 becomes the largest number: zeros do not count
+        const uint32_t four = j < 4 ? codes.x : codes.y;
+        const int bit = 8 * (j % 4);
+        out[j] = __fmul_rn(coat_entry<0>(row, bit ? four >> (bit - 2) : four << 2), max);
+        if (SIGNED) out[j] = float_from_bits(float_bits(out[j]) | (four << (24 - bit) & 0x80000000u));
     }
-    const CoatExtremes e = {__reduce_max_sync(coat_threads(), largest),
-                            __reduce_min_sync(coat_threads(), smallest) + 1};
+}
+
+// The largest magnitude of a group, and the smallest above zero minus 1, as bits. Zeros do not count for the smallest:
+// 0 minus 1 is the largest number.
+typedef struct {
+    uint32_t largest, smallest_minus_1;
+} CoatExtremes;
+
+template <bool SIGNED>
+__device__ static inline CoatExtremes coat_extremes_of_8(const float x[8]) {
+    CoatExtremes e = {0, UINT32_MAX};
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const uint32_t magnitude = SIGNED ? float_bits(x[j]) & 0x7fffffffu : float_bits(x[j]);
+        e.largest = max(e.largest, magnitude);
+        e.smallest_minus_1 = min(e.smallest_minus_1, magnitude - 1);
+    }
     return e;
 }
 
-// Returns 448 (|x| / max)^k with the sign of x; part = |x| / max. It is off by less than 2^-18 of itself: the errors of
-// log2 and 2^x are below 2^-22, and the exponent of part^k is above -18.
-__device__ static inline float coat_expand(float x, float part, float k) {
+// Joins `own` with what the thread at this distance in the warp has in `sent`.
+__device__ static inline CoatExtremes coat_join(CoatExtremes own, CoatExtremes sent, int distance) {
+    const CoatExtremes joined = {
+        max(own.largest, __shfl_xor_sync(COAT_WARP, sent.largest, distance)),
+        min(own.smallest_minus_1, __shfl_xor_sync(COAT_WARP, sent.smallest_minus_1, distance))};
+    return joined;
+}
+
+// Returns the extremes of a group of exp_avg in the first 8 of its 16 threads, and those of exp_avg_sq in the other 8
+// (`second`), from those of the values of each thread.
+__device__ static inline CoatExtremes coat_extremes(CoatExtremes of_m, CoatExtremes of_v, bool second) {
+    CoatExtremes e = coat_join(second ? of_v : of_m, second ? of_m : of_v, 8);
+#pragma unroll
+    for (int distance = 4; distance; distance /= 2) e = coat_join(e, e, distance);
+    return e;
+}
+
+// Returns 1 / max, where max is a group's: it has 16 bits of mantissa.
+__device__ static inline float coat_inverse(float max) {
+    float r;
+    if (max > 0x1p125f) return 1 / max;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(max));
+    return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
+}
+
+// Returns 448 part^k. It is off by less than 2^-18 of itself: the errors of log2 and 2^x are below 2^-22, and the
+// exponent of part^k is above -18.
+__device__ static inline float coat_expand(float part, float k) {
     const float log2_448 = 8.807354922f;
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(part));
     y = __fmaf_rn(y, k, log2_448);
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(y));
-    return copysignf(y, x);
+    return y;
 }
 
-// Rounds to E4M3, to nearest, with saturation: a in the lower byte, b in the upper one.
-__device__ static inline uint32_t coat_e4m3x2(float a, float b) {
-    uint16_t codes;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+// Rounds factor times each of 4 values to E4M3, to nearest, with saturation.
+__device__ static inline uint32_t coat_e4m3x4(const float x[4], float factor) {
+    uint32_t codes;
+    asm("{ .reg .b16 low, high;\n\t"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n\t"
+        "mov.b32 %0, {low, high}; }"
+        : "=r"(codes)
+        : "f"(x[0] * factor), "f"(x[1] * factor), "f"(x[2] * factor), "f"(x[3] * factor));
     return codes;
 }
 
-// Rounds to E4M3 stochastically, as coat_encode does, from the nearest code.
-__device__ static inline uint32_t coat_round(const float *values, uint32_t nearest, float part, uint32_t random) {
-    const uint32_t sign = nearest & COAT_SIGN, code = nearest & (COAT_SIGN - 1);
-    const float here = values[code];
-    const bool up = here <= part;
-    const float there = values[up ? code + 1 : code - 1], below = up ? here : there, above = up ? there : here;
-    const bool rounds_up = part - below > __fmul_rn(above - below, (float)(random >> 16) * 0x1p-16f);
-    return sign | (code - !up + rounds_up);
+// Returns the codes of 4 values in a group with this word, rounded to nearest. If the values 2^-17 above and below a
+// power have codes of their own, the table decides.
+template <bool SIGNED>
+__device__ static inline uint32_t coat_nearest(const CoatTables *t, uint32_t word, float inverse_max,
+                                               const float x[4]) {
+    const float k = (float)((word & 255) + 1) * 0.0625f;
+    float part[4], y[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        part[j] = __fmul_rn(fabsf(x[j]), inverse_max);
+        y[j] = coat_expand(part[j], k);
+        if (SIGNED) y[j] = copysignf(y[j], x[j]);
+    }
+    const uint32_t upper = coat_e4m3x4(y, 1 + 0x1p-17f);
+    uint32_t codes = coat_e4m3x4(y, 1 - 0x1p-17f);
+    if (upper == codes) return codes;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const uint32_t code = upper >> 8 * j & 255;
+        if (code != (codes >> 8 * j & 255) && t->threshold[word & 255][code & 127] <= part[j]) codes += 1u << 8 * j;
+    }
+    return codes;
 }
 
-// Encodes 8 values and stores their codes, in a group with this word. random: rounding bits of each value, for
-// stochastic rounding. A code is sure if the values 2^-16 above and below the computed one round to it too, and k is so
-// large that part does not underflow. Otherwise coat_encode finds all 8.
-template <bool STOCHASTIC>
-__device__ static inline void coat_store(const CoatTables *t, void *codes, uint32_t word, float inverse_max, uint32_t i,
-                                         const float x[8], const uint32_t random[8]) {
-    const uint32_t row = word & 255;
-    const float k = (float)(row + 1) * 0.0625f;
-    uint32_t c[2] = {0, 0}, lower[2] = {0, 0};
+// Rounds a part of the group's max stochastically. bits >> 20 is the code below it. *above: part minus that code's
+// value.
+__device__ static inline uint32_t coat_round(uint32_t row, uint32_t bits, float part, uint32_t random, float *above) {
+    const float value = coat_entry<0>(row, bits >> 18), next = coat_entry<1>(row, bits >> 18);
+    *above = __fsub_rn(part, value);
+    return (bits >> 20) + coat_rounds_up(*above, __fsub_rn(next, value), random);
+}
+
+// Returns the codes of 4 values in a group with this word, rounded stochastically by random bits of each. The group's
+// row is in shared memory. The code below a value is that of a power, raised a little: the row tells where it is too
+// large. It is never too small.
+template <bool SIGNED>
+__device__ static inline uint32_t coat_stochastic(uint32_t row, uint32_t word, float inverse_max, const float x[4],
+                                                  const uint32_t random[4]) {
+    const float k = (float)((word & 255) + 1) * 0.0625f;
+    float part[4], above[4];
+    uint32_t bits[4], code[4], codes = 0;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-        const float part[2] = {__fmul_rn(fabsf(x[j]), inverse_max), __fmul_rn(fabsf(x[j + 1]), inverse_max)};
-        const float y0 = coat_expand(x[j], part[0], k), y1 = coat_expand(x[j + 1], part[1], k);
-        const float up = 1 + 0x1p-16f, down = 1 - 0x1p-16f;
-        uint32_t pair = coat_e4m3x2(STOCHASTIC ? y0 : y0 * up, STOCHASTIC ? y1 : y1 * up);
-        if (STOCHASTIC)
-            pair = coat_round(t->value[row], pair & 255, part[0], random[j]) |
-                   coat_round(t->value[row], pair >> 8, part[1], random[j + 1]) << 8;
-        else lower[j / 4] |= coat_e4m3x2(y0 * down, y1 * down) << 8 * (j % 4);
-        c[j / 4] |= pair << 8 * (j % 4);
+    for (int j = 0; j < 4; j++) {
+        part[j] = __fmul_rn(fabsf(x[j]), inverse_max);
+        // 2^-120 times a number has the exponent, as fp32 counts it, and the mantissa of its code: also below 2^-6.
+        bits[j] = float_bits(__fmul_rn(coat_expand(part[j], k), 0x1p-120f * (1 + 0x1p-17f)));
+        code[j] = coat_round(row, bits[j], part[j], random[j], &above[j]);
     }
-    const bool sure = STOCHASTIC || (c[0] == lower[0] && c[1] == lower[1]);
-    if (!sure || row < 2) {
-        c[0] = c[1] = 0;
+    if (fminf(fminf(above[0], above[1]), fminf(above[2], above[3])) < 0)
 #pragma unroll
-        for (int j = 0; word && j < 8; j++)
+        for (int j = 0; j < 4; j++)
+            if (above[j] < 0) code[j] = coat_round(row, bits[j] - (1u << 20), part[j], random[j], &above[j]);
+#pragma unroll
+    for (int j = 0; j < 4; j++) codes |= (code[j] | (SIGNED ? float_bits(x[j]) >> 24 & COAT_SIGN : 0)) << 8 * j;
+    return codes;
+}
+
+// Returns the codes of 8 values of exp_avg (SIGNED) or exp_avg_sq in a group with this word. If k is so small that a
+// power may underflow, coat_encode finds them. hash: that of the elements' rounding bits (adamw_random_group).
+template <bool SIGNED, bool STOCHASTIC>
+__device__ static inline uint2 coat_encode_8(uint32_t row, const CoatTables *t, uint32_t word, float inverse_max,
+                                             const float x[8], const AdamwStep &step, uint32_t hash) {
+    uint32_t c[2] = {0, 0}, random[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const AdamwRandom bits = adamw_random_member(&step, hash, j);
+        random[j] = SIGNED ? bits.exp_avg : bits.exp_avg_sq;
+    }
+    if ((word & 255) >= 2) {
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            c[h] = STOCHASTIC ? coat_stochastic<SIGNED>(row, word, inverse_max, x + 4 * h, random + 4 * h)
+                              : coat_nearest<SIGNED>(t, word, inverse_max, x + 4 * h);
+    } else if (word) {
+#pragma unroll
+        for (int j = 0; j < 8; j++)
             c[j / 4] |= (uint32_t)coat_encode(t, word, inverse_max, x[j], STOCHASTIC, random[j]) << 8 * (j % 4);
     }
-    *(uint2 *)((uint8_t *)codes + i) = make_uint2(c[0], c[1]);
+    return make_uint2(c[0], c[1]);
 }
 
-// Encodes and stores both moments of 8 elements, and the words of their groups. All threads of the group call it; they
-// have read the old words. Half of them compute the word of exp_avg, half that of exp_avg_sq.
+// Encodes both moments of 8 elements, whose extremes are of_m and of_v. Stores them, and the words of their groups, if
+// `active`. All threads of a warp call it. hash: as for coat_encode_8.
 template <bool STOCHASTIC>
-__device__ static inline void coat_store_moments(const AdamwArrays &a, uint32_t i, const float m[8], const float v[8],
-                                                 const uint32_t m_random[8], const uint32_t v_random[8]) {
-    const AdamwCoat &coat = a.coat;
-    const CoatExtremes of_m = coat_extremes(m), of_v = coat_extremes(v);
+__device__ static inline void coat_store(uint32_t rows, const AdamwArrays &a, uint32_t i, const float m[8],
+                                         const float v[8], CoatExtremes of_m, CoatExtremes of_v, const AdamwStep &step,
+                                         uint32_t hash, bool active) {
+    const CoatTables *t = a.coat.tables;
     const bool second = threadIdx.x & 8;
-    const uint32_t word = coat_word(coat.tables, float_from_bits(second ? of_v.largest : of_m.largest),
-                                    float_from_bits(second ? of_v.smallest : of_m.smallest));
-    const float inverse_max = 1 / coat_max(word);
-    if (threadIdx.x % 8 == 0) (second ? coat.exp_avg_sq_groups : coat.exp_avg_groups)[i / COAT_GROUP] = word;
-    coat_store<STOCHASTIC>(coat.tables, a.exp_avg, __shfl_sync(coat_threads(), word, 0, 16),
-                           __shfl_sync(coat_threads(), inverse_max, 0, 16), i, m, m_random);
-    coat_store<STOCHASTIC>(coat.tables, a.exp_avg_sq, __shfl_sync(coat_threads(), word, 8, 16),
-                           __shfl_sync(coat_threads(), inverse_max, 8, 16), i, v, v_random);
+    const CoatExtremes e = coat_extremes(of_m, of_v, second);
+    const uint32_t word = coat_word(t, float_from_bits(e.largest), float_from_bits(e.smallest_minus_1 + 1));
+    const float inverse = coat_inverse(coat_max(word));
+    const uint32_t m_word = __shfl_sync(COAT_WARP, word, 0, 16), v_word = __shfl_sync(COAT_WARP, word, 8, 16);
+    const float m_inverse = __shfl_sync(COAT_WARP, inverse, 0, 16), v_inverse = __shfl_sync(COAT_WARP, inverse, 8, 16);
+    if (STOCHASTIC) coat_share_rows(rows, t, m_word, v_word);
+    const uint2 m_codes = coat_encode_8<true, STOCHASTIC>(rows, t, m_word, m_inverse, m, step, hash),
+                v_codes =
+                    coat_encode_8<false, STOCHASTIC>(rows + 2 * COAT_ROW_BYTES, t, v_word, v_inverse, v, step, hash);
+    if (!active) return;
+    if (threadIdx.x % 8 == 0) (second ? a.coat.exp_avg_sq_groups : a.coat.exp_avg_groups)[i / COAT_GROUP] = word;
+    *(uint2 *)((uint8_t *)a.exp_avg + i) = m_codes;
+    *(uint2 *)((uint8_t *)a.exp_avg_sq + i) = v_codes;
+}
+
+// Puts back the stored moments of 8 elements where the gradient is not finite.
+template <bool FP32_GRADIENTS>
+__device__ static inline void coat_keep(float m[8], float v[8], const AdamwArrays &a, uint32_t i, float factor,
+                                        uint32_t m_word, uint32_t v_word) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float g = __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i + j, FP32_GRADIENTS), factor);
+        if (fabsf(g) < INFINITY) continue;
+        m[j] = coat_decode(a.coat.tables, m_word, ((const uint8_t *)a.exp_avg)[i + j]);
+        v[j] = coat_decode(a.coat.tables, v_word, ((const uint8_t *)a.exp_avg_sq)[i + j]);
+    }
 }
 
 // Recomputes the weights of 8 elements by adamw_update, where adamw_update_fast may not be exact. The moments are still
@@ -141,47 +272,67 @@ __device__ static uint32_t adamw_weights_rare(const AdamwArrays &a, uint32_t i, 
     return largest;
 }
 
-// adamw_update_8 with FP8 moments. The 16 threads of a group call it together.
+// Brings the data of 8 elements to the L2 cache.
+template <bool MASTER, bool FP32_GRADIENTS>
+__device__ static inline void coat_prefetch(const AdamwArrays &a, uint32_t i) {
+    const void *lines[] = {MASTER ? (const void *)(a.master + i) : (const void *)(a.weights + i),
+                           FP32_GRADIENTS ? (const void *)(a.gradients.fp32_data + i)
+                                          : (const void *)(a.gradients.bf16_data + i),
+                           (const uint8_t *)a.exp_avg + i,
+                           (const uint8_t *)a.exp_avg_sq + i,
+                           a.coat.exp_avg_groups + i / COAT_GROUP,
+                           a.coat.exp_avg_sq_groups + i / COAT_GROUP};
+#pragma unroll
+    for (int k = 0; k < 6; k++) asm volatile("prefetch.global.L2 [%0];" ::"l"(lines[k]));
+}
+
+// adamw_update_8 with FP8 moments. All threads of a warp call it together. Those that are not `active` have elements of
+// others, and store nothing. Prefetches the elements from `next` on.
 template <bool MASTER, bool STOCHASTIC, bool FP32_GRADIENTS>
-__device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint32_t i, int64_t group,
-                                                      const AdamwTerms &c, float kept, uint32_t largest,
-                                                      float *squares) {
-    float w[8], m[8], v[8], g[8], new_m[8], new_v[8], denominators[8];
-    uint32_t w_sum[8], m_random[8], v_random[8];
+__device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint32_t i, uint32_t next, int64_t group,
+                                                      const AdamwTerms &c, float kept, uint32_t largest, float *squares,
+                                                      bool active) {
+    float w[8], m[8], v[8], g[8], denominators[8], sum = 0;
+    uint32_t w_sum[8];
     if (c.skipped) return amax_update(largest, bf16x8_load(a.weights + i));
-    const uint32_t m_word = a.coat.exp_avg_groups[i / COAT_GROUP], v_word = a.coat.exp_avg_sq_groups[i / COAT_GROUP];
-    bool finite = true;
+    const uint32_t rows = coat_rows(), m_word = a.coat.exp_avg_groups[i / COAT_GROUP],
+                   v_word = a.coat.exp_avg_sq_groups[i / COAT_GROUP];
+    const uint2 m_codes = *(const uint2 *)((const uint8_t *)a.exp_avg + i),
+                v_codes = *(const uint2 *)((const uint8_t *)a.exp_avg_sq + i);
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
     adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
-    coat_load(m, a.coat.tables, a.exp_avg, m_word, i);
-    coat_load(v, a.coat.tables, a.exp_avg_sq, v_word, i);
+    coat_prefetch<MASTER, FP32_GRADIENTS>(a, next);
+    coat_share_rows(rows, a.coat.tables, m_word, v_word);
+    coat_load<true>(m, rows, m_codes, coat_max(m_word));
+    coat_load<false>(v, rows + 2 * COAT_ROW_BYTES, v_codes, coat_max(v_word));
     const uint32_t hash = adamw_random_group(c.step.key, group);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         AdamwElement e = {w[j], m[j], v[j]};
-        *squares = __fmaf_rn(g[j], g[j], *squares);
+        sum = __fmaf_rn(g[j], g[j], sum);
         g[j] = __fmul_rn(g[j], c.factor);
         e = adamw_update_fast(e, g[j], kept, c.step, &denominators[j]);
-        finite = finite & (fabsf(g[j]) < INFINITY);
-        w[j] = e.weight, new_m[j] = e.exp_avg, new_v[j] = e.exp_avg_sq;
-        const AdamwRandom random = adamw_random_member(&c.step, hash, j);
-        w_sum[j] = float_bits(w[j]) + (random.weight >> 16);
-        m_random[j] = random.exp_avg, v_random[j] = random.exp_avg_sq;
+        w[j] = e.weight, m[j] = e.exp_avg, v[j] = e.exp_avg_sq;
+        // The upper half of w_sum[j] equals bf16_from_float_stochastic() if w[j] is finite.
+        w_sum[j] = float_bits(w[j]) + (adamw_random_member(&c.step, hash, j).weight >> 16);
     }
     const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_upper_halves(w_sum);
     uint32_t joined = amax_update(largest, weights);
-    if (!adamw_is_common(denominators, 0x1p-33f, weights, joined)) {
-        joined = adamw_weights_rare<MASTER, FP32_GRADIENTS>(a, i, group, c, kept, largest, m_word, v_word);
-    } else {
-        if (MASTER) adamw_store_fp32(a.master, i, w);
-        bf16x8_store(a.weights + i, weights);
+    if (active) {
+        *squares += sum;
+        if (!adamw_is_common(denominators, 0x1p-33f, weights, joined)) {
+            joined = adamw_weights_rare<MASTER, FP32_GRADIENTS>(a, i, group, c, kept, largest, m_word, v_word);
+        } else {
+            if (MASTER) adamw_store_fp32(a.master, i, w);
+            bf16x8_store(a.weights + i, weights);
+        }
     }
-    if (!finite) {  // moments without a finite gradient stay
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (!(fabsf(g[j]) < INFINITY)) new_m[j] = m[j], new_v[j] = v[j];
+    CoatExtremes of_m = coat_extremes_of_8<true>(m), of_v = coat_extremes_of_8<false>(v);
+    if (max(of_m.largest, of_v.largest) >= 0x7f800000u) {
+        coat_keep<FP32_GRADIENTS>(m, v, a, i, c.factor, m_word, v_word);
+        of_m = coat_extremes_of_8<true>(m), of_v = coat_extremes_of_8<false>(v);
     }
-    coat_store_moments<STOCHASTIC>(a, i, new_m, new_v, m_random, v_random);
+    coat_store<STOCHASTIC>(rows, a, i, m, v, of_m, of_v, c.step, hash, active);
     return joined;
 }
 

@@ -6,6 +6,8 @@
 #include "../reference/adamw_math.h"
 #include "adamw_norm.cuh"
 
+enum { ADAMW_THREADS = 256 };  // threads of a block
+
 // How moments are stored: bf16 with stochastic rounding, fp32, or FP8 in groups (coat.h), rounded to nearest or
 // stochastically.
 typedef enum { ADAMW_BF16, ADAMW_FP32, ADAMW_COAT, ADAMW_COAT_STOCHASTIC } AdamwMoments;
