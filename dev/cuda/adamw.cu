@@ -195,8 +195,9 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     arrays_free(&a);
 }
 
-// Updates all units of a rank, all at once or, like --optimizer-in-backward, unit by unit from the last layer to the
-// first and then the root: each layer's gradient is in the place behind the root's then, which all layers share.
+// Updates all units of a rank (its layers, and the root, which holds the other parameters). With by_unit it does so
+// like --optimizer-in-backward: the last layer first, the root at the end. All layers' gradients then share one place,
+// which is behind the root's gradient.
 static void update_all(const AdamwUpdate *whole, const ParameterTable *t, const ShardPlan *plan, bool by_unit) {
     const int64_t element = whole->arrays.gradients.fp32_data ? 4 : 2, layer = shard_elements(plan, 0);
     const char *all = (const char *)gradients_memory(whole->arrays.gradients);
@@ -219,8 +220,8 @@ static void update_all(const AdamwUpdate *whole, const ParameterTable *t, const 
     bench_free(place);
 }
 
-// Checks where adamw_locate_block finds the first large gradients of a step that is not accepted: at the start of their
-// block.
+// Checks that adamw_locate_block, for a step that is not accepted, gives the start of the first block (in the order of
+// backward) that holds a large gradient.
 static void check_located(const char *label, const AdamwUpdate *w, const double *squares, const ParameterTable *t,
                           const ShardPlan *plan, Variant v, const State *before) {
     const BackwardOrder order = shard_backward_order(t, plan);
@@ -263,7 +264,7 @@ static double check_rank_unconditional(const char *label, const ParameterTable *
     return sum;
 }
 
-// Computes the sum of squares of the gradients of all ranks with the kernel, in device memory.
+// Returns the sum of the squared gradients of all ranks, computed by the kernel. It is in device memory.
 static double *sum_squares(const ParameterTable *t, int64_t shard_size, const State *flat, bool fp32) {
     double *squares = (double *)bench_alloc(sizeof(double)), sum = 0;
     for (int64_t rank = 0; rank < shard_size; rank++) {
@@ -357,7 +358,8 @@ static __global__ void random_kernel(AdamwRandom *random, AdamwStep step, int64_
     random[threadIdx.x] = adamw_random(&step, first + threadIdx.x);
 }
 
-// Checks the rounding bits of elements beyond the size of any test's arrays.
+// Checks the random bits for stochastic rounding of elements around number 2^8, 2^9, ... 2^44; other tests' arrays are
+// smaller than most of these.
 static void check_random(void) {
     enum { N = 256 };
     const AdamwStep step = adamw_step(9, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42);
@@ -490,8 +492,7 @@ static void model_free(Model *x) {
     parameter_table_free(&x->t);
 }
 
-// Runs one step of 8 billion parameters, and checks windows of tensors around 2^31 and 2^32 elements and at the end
-// against the CPU.
+// Runs one step of 8 billion parameters, and checks the last WINDOW elements of every tensor against the CPU.
 static void check_large(void) {
     Model x = model_create("llama3.1-8b", false, false, false);
     const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 7);
@@ -526,7 +527,7 @@ static void check_large(void) {
     }
     double *squares = (double *)bench_download(x.squares, sizeof *squares, "squares");
     const float norm = (float)sqrt(*squares);
-    check_close("norm of 8e9 values, with the update", &norm, &c->gradient_norm, 1, 1, 1e-6, 0);
+    check_close("norm of 8e9 values, computed by the update", &norm, &c->gradient_norm, 1, 1, 1e-6, 0);
     free(before), free(c), free(squares);
     model_free(&x);
 }
@@ -563,9 +564,9 @@ int main(int argc, char **argv) {
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
-                // The first six have ordinary gradients. The others: a NaN and an infinity, with and without clipping;
-                // gradients whose squares overflow the sum, and the second moment; the largest accepted gradient; fp32
-                // gradients.
+                // The first six have ordinary gradients. The others have: a NaN and an infinity, with and without
+                // clipping; a gradient whose square overflows fp32, and one with which the second moment overflows too;
+                // one just below the largest accepted norm; fp32 gradients, ordinary ones and with NaN and infinity.
                 const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0, false},
                                             {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0, false},
                                             {master, moments, 0, 1e-15, 1e-2, -1, false, 0, false},

@@ -1,9 +1,9 @@
-// Checks and times every attention implementation.
-// Arguments restrict it: [mma] [sm90] [fwd] [bwd] [check] [bench] [deterministic]. Without an argument of a kind it
-// runs all of that kind. The check compares outputs on fresh random data with a plain fp64 computation, and detects
-// writes outside the outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal half
-// (4*NH*HD*T^2/2 forward, 2.5 times that backward) and as share of the dense bf16 peak. It also times the memory-bound
-// kernels before and after backward's GEMMs.
+// Checks and times every attention implementation. Arguments restrict it: mma or sm90, fwd or bwd, check or bench;
+// without either word of a pair it runs both. With `deterministic` it runs only the deterministic backward. The check
+// compares outputs on fresh random data with a plain fp64 computation, and detects writes outside the outputs. The
+// bench prints medians of single calls on random data as TFLOP/s of the causal half (4*NH*HD*T^2/2 forward, 2.5 times
+// that backward) and as share of the dense bf16 peak. It also times the memory-bound kernels before and after
+// backward's GEMMs.
 // Build and run: make build/bench_attention && build/bench_attention
 #include "../../llmc/cuda/attention.cuh"
 #include "bench.cuh"
@@ -227,7 +227,8 @@ static void reference_free(Reference r) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Comparison
 
-// Computes ||a - b|| and ||b|| over columns [first, end) of rows of `row` elements.
+// ||a - b|| and ||b|| over columns [first, end) of rows of `row` elements; the index of the largest difference, and the
+// number of elements of `a` that are not finite.
 typedef struct {
     double difference, norm;
     int64_t worst, not_finite;
@@ -268,9 +269,9 @@ static double *download_bf16(Tensor t, int64_t n) {
 // bound is.
 static double largest_ratio;
 
-// A correct implementation makes errors as large as the rounded reference's, so about 1 times its distance from the
-// exact result. The bound 2 allows for chance in the smallest cases; a wrong mask, tile or scale costs far more.
-// `slack` is for results that are zero except for fp32 rounding (T = 1: dQ = dK = 0).
+// A correct implementation is about as far from the exact result as the rounded reference is. The bound is twice that
+// distance, which allows for chance in the smallest cases; a wrong mask, tile or scale costs far more. `slack` is for
+// results that are zero except for fp32 rounding (T = 1: dQ = dK = 0).
 static void check_error(const char *what, const double *got, const double *exact, const double *rounded, int64_t rows,
                         int64_t row, int64_t first, int64_t end, double slack) {
     Distance error = distance(got, exact, rows, row, first, end),
@@ -279,7 +280,7 @@ static void check_error(const char *what, const double *got, const double *exact
     if (allowed.difference > slack && error.difference / allowed.difference > largest_ratio)
         largest_ratio = error.difference / allowed.difference;
     CHECK(error.difference <= bound,
-          "%s: error %.3e of norm, bound %.3e; %lld not finite; worst at row %lld column %lld: %g, not %g", what,
+          "%s: error %.3e of the norm, bound %.3e; %lld not finite; worst at row %lld column %lld: %g, not %g", what,
           error.difference / error.norm, bound / error.norm, (long long)error.not_finite,
           (long long)(error.worst / row), (long long)(error.worst % row), got[error.worst], exact[error.worst]);
 }

@@ -39,8 +39,8 @@ struct PairSource {
     }
 };
 
-// Signal and noise are sums of positive doubles in another order. An element passes through at most 4e6 additions; a
-// rounding of 2^-53 in each gives 4.5e-10.
+// Signal and noise are sums of positive doubles, which GPU and host add in different orders. An element passes through
+// at most 4e6 additions; a rounding of 2^-53 in each gives 4.5e-10.
 static bool sum_is_close(double got, double want) { return got == want || fabs(got - want) <= 1e-9 * want; }
 
 static void check_sums(const char *label, const AuditSums *got, const AuditSums *want) {
@@ -325,7 +325,7 @@ static void bench_part(Bench *b, int64_t n) {
     tensor_quantize(t, x, n / 4096, 4096, 0);
     const double us =
         bench_time_us(b, [&] { audit_part(sums, x, t.rowwise, (const float *)t.rowwise_scale_inv, n, t.format, 0); });
-    bench_report(b, "audit of a part", shape, us, 3.0 * (double)n, AUDIT_REASON);
+    bench_report(b, "audit of a weight's slice", shape, us, 3.0 * (double)n, AUDIT_REASON);
     qtensor_free(t);
     bench_free(x), bench_free(sums);
 }

@@ -241,17 +241,17 @@ static inline double bench_clock_end(Bench *b) {
 // Result lines. Every kernel that a training step launches has a line, of its own or of its caller, with its share of
 // its ceiling. The ceiling is the copy rate of this GPU in this run for memory-bound kernels, and the dense peak in
 // llmc/config/flops.h for GEMMs and attention. Below BENCH_PERCENT the line must give a reason; without a reason it is
-// a failed check, so a kernel that has become slow is noticed.
+// a failed check. So a kernel that has no reason to be slow is noticed when it becomes slow.
 //
-// These kernels have no line of their own:
+// Exceptions, which have no line of their own:
 //  - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which return at once) and
 //    column_sums_finish are part of the lines of their callers; loss_accumulate, gemm_alpha, delayed_begin,
 //    delayed_update and delayed_restore have none
 //  - kernels that run before or between steps: initialize_parameter, auto_filter_fill, fill_for_timing and
 //    round_weights.
 
-// A call that moves at most BENCH_RAMP_BYTES and loses at most BENCH_RAMP_US has as its reason the launches and the
-// ramps of their blocks, which cost 4 to 6 us each on an H200.
+// A call that moves at most BENCH_RAMP_BYTES and loses at most BENCH_RAMP_US has "launch and ramp" as its reason: to
+// launch a kernel, and to fill the SMs with blocks and empty them again, costs 4 to 6 us on an H200.
 #define BENCH_RAMP_BYTES (64ll << 20)
 enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
 
@@ -284,8 +284,8 @@ static inline void bench_line(const char *name, const char *shape, double us, do
           us, percent);
 }
 
-// Reports a memory-bound kernel. `bytes` is the least that the operation must move. A small call gets launch and ramp
-// as its reason, else `reason` is used.
+// Reports a memory-bound kernel. `bytes` is the least that the operation must move. A small call gets "launch and ramp"
+// as its reason, any other call `reason`.
 static inline void bench_report(const Bench *b, const char *name, const char *shape, double us, double bytes,
                                 const char *reason = NULL) {
     const double lost = us - bytes / b->copy_rate * 1e6;
@@ -336,7 +336,7 @@ static inline void bench_measure_copy(Bench *b) {
     bench_free(to);
 }
 
-// Allocates the buffers and measures the ceilings.
+// Allocates the buffers, looks up the GPU's peak, and measures the rate of a copy.
 static inline Bench bench_create(void) {
     Bench b = {};
     int device = 0;
@@ -345,7 +345,7 @@ static inline Bench bench_create(void) {
     CUDA_CHECK(cudaGetDeviceProperties(&p, device));
     b.num_sms = p.multiProcessorCount;
     b.peak_bf16 = flops_peak_bf16(p.major, p.minor, p.name);
-    // A Hopper SM does 4096 FLOPs per cycle.
+    // A Hopper SM does 4096 dense BF16 FLOPs per cycle.
     if (p.major == 9) b.peak_ghz = b.peak_bf16 / (4096e9 * b.num_sms);
     b.flush_bytes = 2ll * p.l2CacheSize;
     b.flush = (uint4 *)bench_alloc(b.flush_bytes);

@@ -1,4 +1,5 @@
-// FP8 tensors in the kernel programs: creates them, and checks every byte against the host's casts in llmc/base/fp8.h.
+// FP8 tensors in the kernel programs: creates them, and checks all codes and scales against the host's casts
+// (llmc/base/fp8.h, llmc/reference/quantize_reference.h).
 #ifndef DEV_CUDA_CHECK_QUANTIZED_CUH
 #define DEV_CUDA_CHECK_QUANTIZED_CUH
 
@@ -63,7 +64,8 @@ static inline void check_amax(const char *label, const uint32_t *slot, const bf1
           float_from_bits(want), want);
 }
 
-// Checks that t is the cast of x [R, C] (host) with the scale from t.amax: its data in both usages, and scale_inv.
+// Checks that t is the cast of x [R, C] (host) with the scale from t.amax: its rowwise and columnwise data, unless they
+// are NULL, and scale_inv.
 static inline void check_quantized(const char *label, QTensor t, const bf16_bits *x, int64_t R, int64_t C) {
     const float scale = fp8_scale(float_from_bits(read_amax(t.amax)), t.format);
     uint8_t *row = (uint8_t *)xcalloc((size_t)(R * C), 1), *col = (uint8_t *)xcalloc((size_t)(R * C), 1);

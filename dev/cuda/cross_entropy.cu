@@ -6,8 +6,8 @@
 
 enum { CASE_PLAIN, CASE_LARGE, CASE_SPECIAL };
 
-// Makes the logits of a case: standard normal, or from -90 to 90. CASE_SPECIAL adds rows with NaN, +inf, -inf in the
-// first eighth, and rows of -inf only.
+// Makes the logits of a case: standard normal, or from -90 to 90 (CASE_LARGE). CASE_SPECIAL puts a NaN into row 0, +inf
+// into row 1, -inf into the first eighth of row 2, and -inf everywhere in row 3.
 static bf16_bits *make_logits(uint64_t seed, int64_t R, int64_t V, int kind) {
     bf16_bits *x = bench_normal(seed, R * V, 1.0f);
     const uint64_t key = rng_key(seed, 1);

@@ -18,7 +18,8 @@ static int32_t *make_tokens(uint64_t seed, int64_t R, int64_t V, int kind) {
     return tokens;
 }
 
-// Checks that the index holds every row of the part once, grouped by id, with ids and rows ascending.
+// Checks that the index holds every row of x whose token is in the part once, grouped by token id, with ids and rows
+// ascending.
 static void check_index(const char *label, const int32_t *index, const int32_t *tokens, int64_t R, int64_t C,
                         EmbeddingPart part) {
     const int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2, n = index[0];

@@ -78,7 +78,7 @@ static void operand_free(Operand o) {
     free(o.scales);
 }
 
-// Doubles the largest of an operand's scales on the device. Every check must detect it.
+// Doubles the largest of an operand's scales on the device. check_spoiled() checks that the result is then wrong.
 static void operand_spoil(const Operand *o, ScaleGranularity granularity) {
     const int64_t width = granularity == BLOCK_1X32 ? 1 : 4, count = o->num_scale_bytes / width;
     int64_t largest = 0;
@@ -204,7 +204,7 @@ static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int6
 static void check_spoiled(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec) {
     GemmPlan p = gemm_describe(label, kind, R, N, K, spec, false);
     gemm_choose(&c->gemm, &p, c->d, &c->a, &c->b, NULL);
-    CHECK(run_case(c, &p, false, false).bad > 0, "%s: one scale was doubled, but the result did not change", label);
+    CHECK(run_case(c, &p, false, false).bad > 0, "%s: one scale was doubled, but no element is off", label);
     gemm_destroy(&p);
 }
 
@@ -212,8 +212,8 @@ static bool same_algorithm(const cublasLtMatmulAlgo_t *a, const cublasLtMatmulAl
     return memcmp(a->data, b->data, sizeof a->data) == 0;
 }
 
-// Deterministic plans take the first candidate, unless cuBLASLt calls it unusable or refuses to launch it. An algorithm
-// of all zeros stands for such a candidate. Then any other candidate is allowed.
+// Deterministic plans take the first candidate, unless cuBLASLt calls it unusable or refuses to launch it (here: an
+// algorithm of all zeros). Then any other candidate is allowed. `taken` is -1 if none is usable.
 static void check_first_usable(const Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K,
                                GemmSpec spec) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
@@ -228,15 +228,15 @@ static void check_first_usable(const Case *c, const char *label, GemmKind kind, 
     const bool has_next = count > 1;
     found[0].state = CUBLAS_STATUS_NOT_SUPPORTED;
     int taken = gemm_first_usable(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is taken, and number 0 is unusable", label, taken,
+    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is taken, though 0 is unusable", label, taken,
           count);
     found[0].state = CUBLAS_STATUS_SUCCESS;
     memset(&found[0].algo, 0, sizeof found[0].algo);
     taken = gemm_first_usable(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is taken, and number 0 is all zeros", label, taken,
+    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is taken, though 0 is all zeros", label, taken,
           count);
     taken = gemm_fastest(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is the fastest, and number 0 is all zeros", label,
+    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is the fastest, though 0 is all zeros", label,
           taken, count);
     gemm_destroy(&p);
 }
@@ -329,7 +329,8 @@ static void run_checks(void) {
     check_shape(640, 256, 1152);
     check_shape(272, 208, 336);
     check_shape(128, 128, 8192);  // long contraction in fprop
-    printf("worst error of sums, in units of 2^-bits sqrt(span) norm, %.3g allowed: native, fast_accum, emulated\n",
+    printf("worst error of each GEMM's sums: native, fast_accum, emulated (unit: error_unit() in dev/cuda/gemm.cu, "
+           "%.3g allowed)\n",
            LIMIT_UNITS);
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
         printf("  %-19s", recipe_row(recipe)->name);
@@ -380,7 +381,7 @@ static void check_refusals(void) {
     CHECK(check_dies(call_not_native, &plan, "--fp8-emulate computes them in BF16", output, sizeof output), "%s",
           output);
     const int gpus[][2] = {{8, 0}, {8, 9}, {9, 0}, {10, 0}, {12, 0}};
-    // One digit per recipe in table order, one string per GPU.
+    // One string per recipe in table order, one digit per GPU.
     const char *const native[] = {"01111", "01111", "00100", "00100", "00100", "00011", "11111"};
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++)
         for (int i = 0; i < 5; i++)
@@ -458,7 +459,7 @@ static void bench_recipe(Bench *b, Rates *rates, int recipe, int64_t R, int64_t 
 static void bench_rates(void) {
     const int64_t layers[][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, rows[] = {2048, 8192},
                   V = 128256;
-    // Elements of dy and y of the widest layer, and of lm_head.
+    // Elements of y and of dy of the widest layer, and of lm_head's weight.
     const int64_t widest = 8192ll * 28672, largest = V * 4096;
     Bench b = bench_create();
     Rates r = {};

@@ -1,4 +1,5 @@
-// Checks and times the casts of every recipe (llmc/cuda/quantize.cuh), from all sources.
+// Checks and times the casts of every recipe (llmc/cuda/quantize.cuh): of a tensor in memory, and of values that the
+// cast computes itself (RMSNorm, SwiGLU, SwiGLU's gradient).
 // Build and run: make build/bench_quantize_fine && build/bench_quantize_fine
 #include "../../llmc/cuda/rmsnorm.cuh"
 #include "../../llmc/cuda/swiglu.cuh"
@@ -23,7 +24,8 @@ static const char *const fill_names[NUM_FILLS] = {"mixed",    "NaN",         "in
                                                   "denormal", "below 1e-12", "huge"};
 
 // Mixed input has rows and columns of very different size, outliers, denormals, and a row, a column and a square of
-// zeros. The special fills are such values with a few NaN or infinities among them.
+// zeros. FILL_NAN and FILL_INFINITY are such values with three NaNs or infinities among them. The other fills are
+// normal values times a constant.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     const float scales[NUM_FILLS] = {1, 1, 1, 0, 1e-39f, 1e-14f, 1e37f};
     bf16_bits *x = bench_normal(31, R * C, scales[fill]);
@@ -42,7 +44,7 @@ static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     return x;
 }
 
-// Every tensor of every recipe, in both formats if E5M2 is allowed.
+// A tensor of a recipe in an FP8 format. Only dy has cases in E5M2.
 typedef struct {
     char name[96];
     TensorRole role;
@@ -207,12 +209,12 @@ static void check_source(const char *what, TensorRole role, Source source, const
     for (int i = 0; i < count; i++) {
         const Case *c = &cases[i];
         const bool tensor = c->row == PER_TENSOR;
-        // Such a cast is refused.
+        // quantize_source() refuses these: a block with one scale would hold values of two outputs.
         if (Source::OUTPUTS > 1 && C % 128 && usage_amaxes(c->row, 1) == 0) continue;
         for (int delayed = 0; delayed <= (tensor && c->rule == SCALE_TE); delayed++) {
             char label[192];
             format_checked(label, sizeof label, "%s of %s, %lld x %lld%s", c->name, what, (long long)R,
-                           (long long)columns, delayed ? ", known scale" : "");
+                           (long long)columns, delayed ? ", delayed scale" : "");
             QTensor got = case_tensor(c, R, columns), want = case_tensor(c, R, columns);
             if (delayed) got.delayed_scale = want.delayed_scale = delayed_scale;
             tensor_quantize(want, values, R, columns, 0);
@@ -350,8 +352,8 @@ static void bench_cast(Bench *b, const char *name, const char *shape, const Case
     bench_report(b, name, shape, us, bytes, reason);
 }
 
-// Times both passes of one tensor (with the delayed recipe only the cast). `read` is bytes read per element of the
-// source.
+// Times the amax pass of one tensor, if it needs one (the delayed recipe does not), and its cast; for x also the
+// rowwise and the columnwise cast alone. `read` is bytes read per element of the source.
 template <class Source>
 static void bench_source(Bench *b, const char *what, const Case *c, Source source, int64_t R, int64_t C, double read) {
     enum { OUTPUTS = Source::OUTPUTS };

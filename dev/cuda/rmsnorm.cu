@@ -82,7 +82,7 @@ static void check_forward(const Case *k) {
     qtensor_free(t);
 }
 
-// The reference uses the GPU's rstd, so that only this kernel's error is checked.
+// Kernel and reference use the same rstd, computed on the CPU, so that only this kernel's error is checked.
 static void check_backward(const Case *k, bool with_residual) {
     const int64_t R = k->R, C = k->C, n = R * C;
     char label[160];
@@ -126,8 +126,8 @@ static void check_backward(const Case *k, bool with_residual) {
         bench_free(dw2), bench_free(rstd), bench_free(workspace), bench_free(amax);
 }
 
-// One row of x holds `value` once, or is zero. The norms numbered 9, 6 and 8 read it, norm 1 does no check, norm 2
-// reads ordinary rows.
+// One row of x holds `value` once; if `value` is 0, the whole row is zero. The norms numbered 9, 6 and 8 read it, norm
+// 1 does no check, norm 2 reads ordinary rows. So if the row is bad, `first` must hold the smallest number, 6.
 static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) {
     const int64_t n = R * C, row = 2 * R / 3;
     bf16_bits *x_host = bench_normal(1, n, 1), *weight_host = bench_normal(4, C, 0.5f);
@@ -147,7 +147,8 @@ static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) 
     uint32_t *got = (uint32_t *)bench_download(first, 4, "watch");
     CHECK(*got == (bad ? 6 : none), "%lld x %lld with a value of %g, eps %g: norm %u is named", (long long)R,
           (long long)C, value, eps, *got);
-    // the CPU adds squares in double, which no finite row overflows; in all other cases both agree
+    // The CPU adds squares in double, so it accepts finite rows whose squares overflow fp32. On all other rows GPU and
+    // CPU agree.
     if (!isfinite(value) || isfinite(value * value))
         CHECK(!float_is_positive(rms_reciprocal(row_values, C, eps)) == bad, "the CPU's norm of a row with %g, eps %g",
               value, eps);

@@ -25,7 +25,8 @@ static bf16_bits *make_gate_up(Fill fill, int64_t R, int64_t F) {
     return x;
 }
 
-// Checks that the columnwise data written by the gradient's first pass has the bytes of the forward cast's.
+// Checks the amaxes and FP8 casts of h and d_gate_up against h and d_gate_up in bf16. swiglu_backward_amax() must write
+// the columnwise data of h with the bytes of the forward cast's, if asked to.
 static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 *dh, const bf16_bits *h,
                              const bf16_bits *d_gate_up, int64_t R, int64_t F) {
     char name[160];

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """The fault campaign: crashes, full and bad disks, power cuts, damaged files, hostile input.
 
-Each test point runs ./train_fp8 with one fault and then resumes the run without a fault. A point passes if the resumed
-run starts from the newest checkpoint that was reported as saved (or a newer complete one, never an incomplete one),
-leaves no .tmp, and has the losses, norms and weights of an uninterrupted run, bit for bit. Ends with a table and
-"N passed, N failed".
+A test point runs ./train_fp8 with one fault, or damages its newest checkpoint, and then resumes the run without a
+fault. It passes if the resumed run starts from the newest checkpoint that was reported as saved (or a newer complete
+one, never an incomplete one), leaves no .tmp, and has the losses, norms and weights of an uninterrupted run, bit for
+bit. Exports and fuzz targets have checks of their own. Ends with a table and "N passed, N failed".
 """
 import argparse
 import collections
@@ -389,8 +389,8 @@ def resume_point(trainer, ranks, options, n, folder):
 
 
 def thinned(calls, kind, every):
-    """Returns all calls, but of consecutive writes to one file only the first, the last and each `every`th between.
-    For kill-middle and short only writes."""
+    """Returns the numbers of all calls, but of consecutive writes to one file only the first, the last and each
+    `every`th between. For kill-middle and short it returns only writes."""
     kept = []
     for i, call in enumerate(calls):
         writes = call.name in ("write", "pwrite")
@@ -404,7 +404,8 @@ def thinned(calls, kind, every):
 
 
 def chosen(calls, kind, most, every):
-    """Returns the calls to strike: all of `thinned`, or a random `most` of them, half of which are not writes."""
+    """Returns the calls to strike: all of `thinned`, or a random `most` of them, of which half are no open, write or
+    close."""
     points = thinned(calls, kind, every)
     if most is None or len(points) <= most:
         return points

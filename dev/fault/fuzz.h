@@ -34,7 +34,7 @@ static inline Fuzz *fuzz(void) {
     return &state;
 }
 
-// Aborts the run if the condition does not hold.
+// Aborts the process if the condition does not hold.
 #define FUZZ_CHECK(condition)                                                                   \
     do {                                                                                        \
         if (!(condition)) {                                                                     \
@@ -81,7 +81,7 @@ __attribute__((noreturn)) static inline void fuzz_exit(int status) {
 #define calloc fuzz_calloc
 #define realloc fuzz_realloc
 #define free fuzz_free
-#define exit fuzz_exit  // --help
+#define exit fuzz_exit  // --help calls it
 #define IO_CHUNK_BYTES 4096
 
 #include "../../llmc/checkpoint/hf_export.h"

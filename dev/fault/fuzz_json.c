@@ -1,4 +1,4 @@
-// Parses JSON, writes it and parses it again: both must be equal.
+// Parses JSON, writes it and parses it again: both results must be equal if the input is UTF-8.
 #include "fuzz.h"
 
 static void json_write(const Json *json, const JsonNode *node, JsonText *out) {

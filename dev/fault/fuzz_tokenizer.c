@@ -1,4 +1,4 @@
-// Parses a tokenizer table and prints every token; makes the names of tables.
+// Parses a tokenizer table and prints every token. Also takes the input as a shard's name, and makes its table's name.
 #include "fuzz.h"
 
 // The first byte decides if the head of the table is corrected.

@@ -1,4 +1,4 @@
-// Reads a trainer.json with the right hash: checks files, reads settings, compares them with a new run.
+// Reads a trainer.json with the right hash: checks files, reads settings, compares them with those of a new run.
 #include "fuzz.h"
 
 static void trainer_write_folder(const uint8_t *data, size_t size) {
@@ -43,7 +43,8 @@ static void trainer_run(const uint8_t *data, size_t size) {
     FUZZ_CHECK(progress.step >= 0 && progress.samples >= 0);
 }
 
-// Writes the trainer.json of an undamaged checkpoint, up to its hash.
+// Writes a valid trainer.json up to its hash. Seed 0 fits the run of trainer_run(), seed 1 lacks the training data, and
+// seed 2 has other training data.
 static size_t trainer_seed(int i, uint8_t *out) {
     JsonText text = {NULL, 0, 0};
     Options o = options_default();

@@ -68,7 +68,8 @@ static Kind kind_find(const char *name) {
     abort();
 }
 
-// The fate of a call: it runs, fails with the errno that is set, or writes a part: half of its data, or one byte.
+// The fate of a call: it runs (and then the process is killed), fails with the errno that is set, writes half of its
+// data (and then the process is killed), or writes one byte.
 typedef enum { GO, GO_THEN_KILL, FAIL, WRITE_HALF, WRITE_ONE } Verdict;
 
 // Groups of calls. FAULT_KIND=enospc-on strikes those that need space: a full disk lets files be removed and closed.
@@ -426,7 +427,7 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     return verdict == FAIL ? -1 : fault_done(verdict, REAL(pread)(fd, data, bytes, offset));
 }
 
-// Begins a call on an open file that has neither data nor offset.
+// Begins the replacement of a call that takes an open file, and neither data nor an offset.
 #define CALL_ON_FILE(name, group, call)                                               \
     char path[PATH_MAX];                                                              \
     Verdict verdict = GO;                                                             \

@@ -4,12 +4,13 @@
   accelerate_gather.py bf16|fp8|gather|gather-late --data SHARD --log-dir FOLDER
 
 fp8          tensorwise FP8 in every linear layer but the first and lm_head, as accelerate chooses them
-gather       that with enable_fsdp_float8_all_gather=True, as accelerate's FSDP2 example sets it
-gather-late  that with the optimizer made after the layers were converted, so that it holds their new weights
+gather       fp8 with enable_fsdp_float8_all_gather=True, as accelerate's FSDP2 example sets it
+gather-late  gather with the optimizer made after the layers were converted, so that it holds their new weights
 
-Writes the loss of each step to FOLDER/log.jsonl, which dev/plot_loss.py draws. Prints how many of the model's
-parameters the optimizer holds, and how many values of the converted layers changed. Without a GPU, torchao multiplies
-in bf16 (emulate=True). Needs accelerate, torchao and transformers (requirements.txt).
+Writes the loss of each step to FOLDER/log.jsonl, which dev/plot_loss.py draws. Prints how many of the model's parameter
+tensors the optimizer holds, and how many values of the converted layers changed in training (bf16: of one layer's
+up_proj). Without a GPU, torchao multiplies in bf16 (emulate=True). Needs accelerate, torchao and transformers
+(requirements.txt).
 """
 import argparse
 import json
@@ -98,8 +99,8 @@ def main(args):
             print(json.dumps({"type": "step", "step": step + 1, "loss": losses[-1]}), file=log, flush=True)
     changed = sum((values(layer) != old).sum().item() for layer, old in zip(layers, before))
     last = losses[-20:]
-    print("%s: the optimizer holds %d of %d parameters; %.2f%% of the values of %d layers changed; loss %.4f, mean of "
-          "the last %d of %d steps %.4f" % (
+    print("%s: the optimizer holds %d of %d parameter tensors; %.2f%% of the values of %d linear layers changed; loss "
+          "%.4f in step 1, mean of the last %d of %d steps %.4f" % (
               args.mode, found, len(list(bare.parameters())), 100 * changed / sum(old.numel() for old in before),
               len(layers), losses[0], len(last), args.steps, sum(last) / len(last)))
 

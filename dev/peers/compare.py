@@ -75,7 +75,7 @@ def parse_arguments():
                    "as %s; or none" % (TITAN_MODEL, TITAN_ROWS))
     p.add_argument("--titan-length", type=positive, default=8192, help="tokens per sequence of these rows")
     p.add_argument("--titan-ac", default="none", choices=("none", "selective", "full"),
-                   help="activation checkpointing of torchtitan; ours recomputes layers with full alone")
+                   help="activation checkpointing of torchtitan; ours recomputes layers only with full")
     p.add_argument("--num-steps", type=positive, default=12, help="steps of ours")
     p.add_argument("--peer-steps", type=positive, default=10, help="steps of transformers, 5 or more")
     p.add_argument("--titan-steps", type=positive, default=20, help="steps of torchtitan, a multiple of 5, 10 or more")
@@ -290,7 +290,7 @@ class Runner:
 
 
 def end(child):
-    """Ends a process and its children: asks, then insists."""
+    """Ends a process and its children: with SIGTERM, and after 10 s with SIGKILL."""
     for what, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
         try:
             os.killpg(child.pid, what)

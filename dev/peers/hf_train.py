@@ -9,7 +9,7 @@ on several GPUs, with FP8 all-gather for PRECISION fp8. Batch 1 and no recompute
 
 Prints for each precision and sequence length a JSON line and a line to read: median step after the first 4, tokens per
 second and GPU, model TFLOP/s, the allocator's peak memory, loss of the first step and mean loss of the last 20, and
-joules per token after the first 4 steps.
+joules per token after the first 4 steps. The loss of a step is that of rank 0's last micro-step.
 """
 import argparse
 import gc
@@ -135,7 +135,7 @@ def round_stochastically(x):
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW (torch's defaults) whose bf16 weights are rounded stochastically. Unfused: its speed is no yardstick."""
+    """AdamW (torch's defaults) whose bf16 weights are rounded stochastically. Unfused, so its speed does not count."""
     KEEP = {"sr": round_stochastically, "sr_mv32": lambda x: x, "sr_mvplain": lambda x: x.bfloat16()}
 
     def __init__(self, params, lr, kind):
@@ -178,7 +178,7 @@ def make_batch(args, T, vocabulary, generator, index):
 
 
 def train_step(args, precision, model, optimizer, batches, world):
-    """Returns the loss of the last micro-step."""
+    """Returns the loss of the last micro-step, divided by --accum."""
     for batch in batches:
         with torch.autocast(DEVICE, torch.bfloat16, enabled=args.masters == "fp32" and world == 1):
             loss = model(**batch).loss / args.accum

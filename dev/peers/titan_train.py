@@ -3,7 +3,7 @@
 
   torchrun --nproc-per-node 2 titan_train.py fp8 8192 --data data/tinystories_llama3_train.bin [-- torchtitan's options]
 
-Only two parts of torchtitan are exchanged: the data loader, which reads a training shard in file order (so no tokenizer
+Only two parts of torchtitan are replaced: the data loader, which reads a training shard in file order (so no tokenizer
 is needed and nothing is downloaded), and the metrics logger, which keeps what torchtitan's metrics processor measures.
 PRECISION fp8 is tensorwise with FP8 all-gather and precomputed scales, as torchtitan's docs/float8.md recommends.
 

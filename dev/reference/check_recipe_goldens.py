@@ -46,9 +46,9 @@ def power_below(x):
 def expected_inverse(grain, amax, name):
     """Returns scale_inv in float64, from the definitions of the recipes."""
     largest = FORMATS[name][2]
-    if grain == "rows":  # a power of two not above MAX / amax
+    if grain == "rows":  # scale: the largest power of two not above MAX / amax
         return 1 / power_below(scale_of(amax, name).astype(np.float64))
-    if grain == "mx":  # the smallest power of two 2^-127 .. 2^127 that takes amax into the range
+    if grain == "mx":  # scale_inv: the smallest power of two 2^-127 .. 2^127 that takes amax into the range
         ratio = amax.astype(np.float64) / largest
         power = power_below(np.maximum(ratio, 2.0**-127))
         return np.where(np.isinf(ratio), 2.0**127, np.where(power < ratio, 2 * power, power))

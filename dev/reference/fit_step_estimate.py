@@ -1,6 +1,6 @@
-"""Fits the five efficiencies of llmc/config/step_estimate.h to measured steps on one H200 (docs/RESULTS.md, "One H200:
-speed and memory" and "How speed grows", 38215d3 and 85332f2). Prints them, the error of each step, and the worst error
-on each model if that model is left out of the fit. Needs numpy and scipy.
+"""Fits the five factors of llmc/config/step_estimate.h (time over the time at peak) to steps measured on one H200
+(docs/RESULTS.md, "One H200: speed and memory" and "How speed grows", 38215d3 and 85332f2). Prints them, the error of
+each step, and the worst error on each model if that model is left out of the fit. Needs numpy and scipy.
 """
 import numpy as np
 from scipy.optimize import nnls
@@ -47,7 +47,7 @@ def times_at_peak(model, length, batch, fp8):
 
 
 def fit(terms, seconds):
-    """Efficiencies with the smallest relative squared error."""
+    """Factors (time over the time at peak) with the smallest relative squared error."""
     return nnls(terms / seconds[:, None], np.ones(len(seconds)))[0]
 
 
@@ -61,7 +61,8 @@ def main():
                 seconds.append(length * batch / speed)
     terms, seconds = np.array(terms), np.array(seconds)
     efficiencies = fit(terms, seconds)
-    print("bf16 GEMM, FP8 GEMM, attention, elementwise, optimizer:", " ".join(f"{e:.3f}" for e in efficiencies))
+    print("time over the time at peak: bf16 GEMM, FP8 GEMM, attention, elementwise, optimizer:",
+          " ".join(f"{e:.3f}" for e in efficiencies))
     errors = terms @ efficiencies / seconds - 1
     for name, second, error in zip(names, seconds, errors):
         print(*name, f"{second * 1e3:.1f} ms, estimated {100 * error:+.1f}%")

@@ -2,10 +2,10 @@
 """Makes msamp.safetensors: 20 AdamW steps with the optimizer states of MS-AMP (llmc/base/msamp.h), in numpy.
 
 The rules are written here again, from a description of MS-AMP's code (github.com/Azure/MS-AMP, 9746ea8: optim/adamw.py,
-optim/adamw.cu, common/tensor/meta.py). All arithmetic is numpy.float32, in MS-AMP's order. The scale of a tensor ends
-at 2^126, where MS-AMP's is infinite in the end; the script checks that nothing else differs from MS-AMP's formula.
+optim/adamw.cu, common/tensor/meta.py). All arithmetic is numpy.float32, in MS-AMP's order. A tensor's scale is
+at most 2^126, while MS-AMP's may become infinite; the script checks that nothing else differs from MS-AMP's formula.
 
-One tensor of each kind of gradients: normal; with outliers (x 1e4); with zeros; all zero; uniform; denormal (1e-40);
+One tensor of each kind of gradients: normal; with outliers (x 1e4); with zeros; all zero; all equal; denormal (1e-40);
 huge (1e15) beside tiny (1e-15); zero in every other step. Weights are normal; large in the first tensor, all zero in
 the fourth, tiny (1e-37) in the fifth.
 

@@ -122,7 +122,7 @@ def mx_pairs():
 
 
 def rows_copies(x):
-    """Yields USAGE.FORMAT, codes and scale_inv of rowwise and columnwise data with one scale a row of it."""
+    """Yields USAGE.FORMAT, codes and scale_inv of rowwise and of columnwise data, with a scale per row of that data."""
     for name, dtype in FORMATS.items():
         for copy, axis in (("row", -1), ("col", 0)):
             fp8 = hp_tensor_to_float8_dynamic(
@@ -138,7 +138,7 @@ def rows_copies(x):
 
 
 def mx_copy(x, dtype):
-    """Returns torchao's cast.
+    """Returns codes and E8M0 exponents of torchao's cast, with one correction.
 
     torchao 0.18 multiplies blocks whose exponent byte is 0 by 1. Later versions multiply by 2^127, as the byte says,
     and so does this function.

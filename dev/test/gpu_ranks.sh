@@ -35,7 +35,7 @@ refuses_with() {
     return 1
 }
 
-# ---- strategies against one GPU A batch has one sequence. Every rank computes a sequence with equal bits, so only the
+# ---- Strategies against one GPU. A batch has one sequence. Every rank computes a sequence with equal bits, so only the
 # order in which gradients are added differs (bf16: 2^-9 a sum). The first loss does not depend on gradients: 6 digits
 # agree, except for the fp32 sum over sequences. In the first gradient, each element may differ by 2^-9, and its norm by
 # much less. The last loss comes after $steps steps with such differences.
@@ -81,8 +81,8 @@ for ((r = 0; r < W; r++)); do
 done
 wait
 same "ranks without mpirun" bf16_full met0
-# Copy engines and NCCL. All runs above use copy engines if the GPUs can. In fp32, sums of two ranks are equal; sums of
-# more ranks differ by their order.
+# Copy engines and NCCL. The runs above without --copy-engines off use copy engines if the GPUs can. In fp32, sums of
+# two ranks are equal; sums of more ranks differ by their order.
 if grep -q "^transport copy engines" "$tmp/bf16_full.log"; then
     ok "copy engines are used"
     run copies $W $common --precision bf16 --num-steps $steps $(split $W) --copy-engines on &&
@@ -127,13 +127,13 @@ for gpus_seen in "0 1" "1 0" "1,0 1,0"; do
 done
 for gpus_seen in "0 0" "0,1 1,0"; do
     timeout 120 bash -c 'seeing "$@"' bash $gpus_seen $pair >"$tmp/refused.log" 2>&1 </dev/null
-    check "ranks that see GPUs $gpus_seen" refuses_with \
+    check "ranks that see GPUs $gpus_seen are refused: both use the same GPU" refuses_with \
          "ranks 0 and 1 on .* have the same GPU, GPU-.* needs its own GPU"
 done
 # Hybrid has three communicators. NCCL allocates part of their memory at their first use. The memory plan must cover all
 # memory that a GPU uses after a step.
 if [ $W -lt 4 ]; then
-    echo "skipped: the memory of hybrid's three communicators; 2 GPUs, whose groups are all ranks or one, have one"
+    echo "skipped: the memory of hybrid's three communicators: 2 GPUs need only one communicator"
 elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sharding hybrid --shard-size 2 \
     --log-dir "$tmp/hybrid"; then
     planned=$(sed -n 's/.*"total_bytes": *\([0-9]*\).*/\1/p' "$tmp/hybrid/log.jsonl" | head -n 1)
@@ -143,9 +143,10 @@ elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sh
 fi
 # log.jsonl says where time went: ranks wait for each other.
 run times $W $common --precision fp8 --num-steps 12 $(split $W) --log-dir "$tmp/times" &&
-    check "times of steps: $(python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W 2>&1)" \
+    check "log.jsonl: times, and the last validation's losses: $(
+        python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W 2>&1)" \
         python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W
-# Recipes that all-gather weights in bf16, and models with both FP8 and bf16 layers.
+# Recipes that all-gather weights in bf16.
 for recipe in rowwise rowwise_with_gw_hp blockwise; do
     run "one_$recipe" 1 $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split 1)
     run "$recipe" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) || continue

@@ -199,8 +199,8 @@ check "--profile has AdamW in GB/s: $(grep -A 3 '^profile of' "$tmp/a.log")" \
     grep -qE '^  AdamW +1 .* GB/s +[0-9.]+%$' "$tmp/a.log"
 check "--profile has GEMMs in TFLOP/s" grep -qE '^  [a-z].* TFLOP/s +[0-9.]+%$' "$tmp/a.log"
 
-# An export equals the model of the checkpoint. With weights of 3.4e38 in it GEMMs overflow: then nothing of the step
-# may be saved, and the error names the tensor, whichever block it is in.
+# An export equals the model of the checkpoint. If some weights of a model are 3.4e38, GEMMs overflow: then nothing of
+# the step may be saved, and the error names the tensor, whichever block it is in.
 gpu a $common --precision bf16 --num-steps 2 --checkpoint-dir "$tmp/whole" --export-hf "$tmp/export"
 for file in config.json model.safetensors; do
     check "the export and the checkpoint have equal $file" cmp "$tmp/export/$file" "$tmp/whole/step-00000002/$file"

@@ -13,8 +13,8 @@ static const AuditSums no_sums;
 // By hand
 
 static void test_elements(void) {
-    // E4M3 with scale_inv 1/2: values are half of the codes' values. The range ends at 224, and half of the smallest
-    // code (2^-9) is 2^-11 here.
+    // E4M3 with scale_inv 1/2: values are half of the codes' values. The range ends at 224. The smallest code stands
+    // for 2^-10, so values up to 2^-11 round to 0.
     const float x[] = {0.0f, -0.0f, 1.0f, -1.0625f, 300.0f, 0x1p-13f, -0x1p-11f, 224.0f, INFINITY, NAN};
     uint8_t codes[10];
     const float inverse = 0.5f;
@@ -263,7 +263,7 @@ static char *logged(const Run *r) {
     return lines;
 }
 
-// Returns the log's line for an operand, parsed into *json, or NULL. The caller frees *json if there is a line.
+// Parses the log's line for an operand into *json. False if there is none; otherwise the caller frees *json.
 static bool find_line(Json *json, const char *lines, int64_t layer, const char *linear, const char *gemm,
                       const char *operand) {
     for (const char *line = lines; *line; line = strchr(line, '\n') + 1) {

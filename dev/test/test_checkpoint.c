@@ -16,9 +16,9 @@ typedef struct {
     ModelConfig model;
     ParameterTable table;
     Options options;
-    CheckpointRun run;  // shared by both checkpoint sets
+    CheckpointRun run;  // the run as a checkpoint records it, and --resume checks it
     TrainerState state;
-    char *arrays[STATE_AMAX_HISTORY];  // weights, moments, and what state_type() gives them beside
+    char *arrays[STATE_AMAX_HISTORY];  // weights, moments, and their groups and scales if the options have them
     float *delayed[2];                 // amax history and scales
 } Trainer;
 
@@ -177,7 +177,8 @@ static void write_float(const char *path, int64_t at, float value) {
 
 // ---- Save and load.
 
-// Checks that a checkpoint has one scale for each tensor, with MS-AMP's moments and FP16 masters alone.
+// Checks that a checkpoint has a tensor's scales only with MS-AMP's moments, and that of the master only with FP16
+// masters.
 static void check_scales(const char *folder, int moments, bool fp32_weights) {
     static const char *const names[] = {"exp_avg_scale.model.norm.weight", "exp_avg_sq_scale.model.norm.weight",
                                         "master_scale.model.norm.weight"};
@@ -276,7 +277,7 @@ static void test_delayed(void) {
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export has no fp8_state.safetensors");
     // Histories and scales are not saved if they are not finite. Older versions saved some: an infinity in a history is
-    // read, but a NaN or such a scale is refused.
+    // read, but a NaN in a history, or a scale that is not finite, is refused.
     const TrainerProgress progress = {9, 9};
     history[3] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
@@ -375,7 +376,7 @@ static void test_keep(void) {
     t->run.skipped = NULL;
     save(t, dir, 69, 1);
     CHECK(strcmp(listing(dir), "69") == 0, "%s", listing(dir));
-    // A skipped checkpoint of a later step stays. One of the same step is replaced.
+    // A checkpoint of a later step than the saved one stays.
     save(t, dir, 90, 9);
     save(t, dir, 70, 1);
     CHECK(strcmp(listing(dir), "90 70") == 0, "%s", listing(dir));
@@ -821,7 +822,7 @@ static void test_failing_save(void) {
     struct rlimit before, small;
     getrlimit(RLIMIT_FSIZE, &before);
     // The limit on file sizes is reached in config.json, in the weights' header, in the weights and in the optimizer
-    // state: each file in turn is the first too large one.
+    // state.
     static const rlim_t limits[] = {100, 1000, 5000, 40000};
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
         const TrainerProgress progress = {2, 2};
@@ -906,7 +907,7 @@ static void test_nonfinite(void) {
     }
 }
 
-// Codes, words of groups and scales that stand for no number are neither saved nor loaded.
+// Codes, words of groups and scales that are not finite numbers are not saved.
 static void test_nonfinite_groups(void) {
     static const struct {
         int moments;
@@ -972,7 +973,7 @@ static void test_load_nonfinite(void) {
     trainer_free(t);
 }
 
-// A scale of zero would make its tensor infinite. A run does not resume from it.
+// A scale must be above zero: zero would make its tensor infinite. A run does not resume from another one.
 static void test_load_scale(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, true, MOMENTS_MSAMP);
     char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
@@ -997,7 +998,8 @@ static void test_load_scale(void) {
 
 static int failing_saves;
 
-// Replaces libc's function: the first `failing` folders cannot be made, as on a disk that fails for a while.
+// Replaces libc's function: the next `failing_saves` temporary folders cannot be made, as on a disk that fails for a
+// while.
 int mkdir(const char *path, mode_t mode) {
     if (failing_saves > 0 && strstr(path, FOLDER_TEMPORARY)) {
         failing_saves--;
@@ -1287,7 +1289,7 @@ static void test_export_refusals(void) {
         refused(dir, NULL, be_nobody, "it cannot be replaced: Operation not permitted");
         CHECK(safetensors_is_own(weights), "the earlier export stays");
     } else {
-        printf("SKIPPED: a folder of another user: root may become one\n");
+        printf("SKIPPED: an export over a folder of another user: only root can become another user\n");
     }
 
     // A model that another program wrote is not an export of this one, nor is a folder without weights.
@@ -1448,7 +1450,7 @@ static void load_action(void *context) {
     model_load_weights(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
-// Returns the last element of DIR/model.safetensors. It is the extra tensor's, if there is one.
+// Sets the last element of DIR/model.safetensors. It is the extra tensor's, if there is one.
 static void write_last(const char *dir, float value) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/model.safetensors", dir);

@@ -384,8 +384,8 @@ static void read_shrunk(void *context) {
     dataloader_batch(&dl, 5, 1, inputs, targets);
 }
 
-// Opens a shard of 100 ids below 320, then changes token `position` to `id` in place. With `touched` the file's time of
-// change changes too.
+// A change, in place, of an open shard of 100 ids below 320: token `position` becomes `id`. With `touched` the file's
+// modification time changes too.
 typedef struct {
     int32_t magic, version;
     int64_t position;

@@ -183,7 +183,7 @@ static void test_bf16(void) {
           "3.4e38 and -infinity become infinities in bf16, and NaN stays NaN");
 }
 
-// Over all 65536 random inputs, the mean of the two neighbours is exactly the value.
+// Over all 65536 random inputs, every result is one of the two neighbours, and the mean of the results is the value.
 static void test_stochastic_rounding(void) {
     const float values[] = {1.0f,   1.001f, -1.001f, 3.14159265f, -2.71828e-20f,
                             1e-40f, 0.0f,   -0.0f,   6.0e37f,     0.99999994f};

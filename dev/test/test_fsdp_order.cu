@@ -716,8 +716,8 @@ static void trainer_begin_micro_step(Fsdp *f, int64_t micro) {
     fsdp_begin_micro_step(f, micro);
 }
 
-// All of a unit's reduced gradient has been written in this micro-step, and its padding is zero. From here on the
-// padding counts as gradient.
+// Checks that all of a unit's gradient that is to be reduced has been written in this micro-step, and that its padding
+// is zero. From here on the padding counts as gradient.
 static void check_computed(const Fsdp *f, int64_t l) {
     const FsdpUnit u = fsdp_gradients(f, l);
     int64_t end[NUM_SEGMENTS] = {0};
@@ -806,7 +806,7 @@ static cudaError_t trainer_memory_info(size_t *available, size_t *total) {
     return cudaSuccess;
 }
 
-// The trainer's copies to the host that wait: the loss of a validation, and logits.
+// Replaces cudaMemcpy, by which the trainer copies the loss of a validation, or logits, to the host.
 static cudaError_t trainer_memcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) {
     if (from == now->loss) note_statistics(computing());
     memset(to, 0, bytes);
@@ -1019,7 +1019,8 @@ static void check_case(const Case *c) {
           (long long)copied);
 }
 
-// Every sharding strategy with one precision. `gather_most`: value of --fp8-all-gather up to which to test, off or on.
+// Checks every sharding strategy with one precision. `gather_most`: OFF tests --fp8-all-gather off, ON tests off and
+// on.
 static void check_all(int64_t world, int precision, int recipe, const char *filter, int gather_most, int recompute,
                       int cache) {
     const int64_t layers[] = {1, 2, 3, 6};
@@ -1156,8 +1157,8 @@ static Activity activity_now(void) {
     return a;
 }
 
-// The watching thread learns when an operation is enqueued, when it ends, and while it is not yet this rank's turn. It
-// learns nothing while the operation waits for other ranks.
+// The watcher thread learns when an operation is enqueued, when it ends, and while it has not begun because the stream
+// is busy with earlier work. It learns nothing while an operation that has begun waits for other ranks.
 static void check_watch(void) {
     static Nccl nccl;
     Nccl *n = &nccl;
@@ -1177,7 +1178,7 @@ static void check_watch(void) {
         nccl_watch(n);
         const Activity now = activity_now();
         CHECK(n->finished == 0 && now.pending == 1 && (now.changes > last.changes) == !begun,
-              "an operation whose turn has %scome is%s reported", begun ? "" : "not ", begun ? "" : " not");
+              "an operation that has %sbegun is%s reported", begun ? "" : "not ", begun ? "" : " not");
         last = now;
     }
     first_pending = INT64_MAX;
@@ -1247,7 +1248,7 @@ static void check_proof_of_reads(void) {
     CHECK(
         strstr(proof_reads(peers, 0), "rank 8's GPU gives wrong data to rank 6's GPU, first at byte 4092 of 4096: 0x"),
         "%s", proof_reads(peers, 0));
-    CHECK(!*proof_reads(peers, 2), "a rank checks its own memory too: %s", proof_reads(peers, 2));
+    CHECK(!*proof_reads(peers, 2), "a rank does not check its own memory: %s", proof_reads(peers, 2));
     proof_begin(peers);
     peers[1].base[0] = peers[1].base[2];  // another rank's memory
     CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU gives wrong data to rank 7's GPU, first at byte 0 of"), "%s",
@@ -1280,7 +1281,8 @@ static void check_disabled(void) {
     }
 }
 
-// A rank that falls back because another cannot open its memory keeps the mappings that its stream still writes to.
+// A rank that falls back because another cannot open its memory closes its mappings only when its stream no longer
+// writes to them.
 static void check_fallback(void) {
     static char memory[1 << 16];
     Comm comm = comm_one();

@@ -95,9 +95,9 @@ static void test_rope_styles(void) {
               "%s", same[i]);
     }
     ModelConfig m = read_text(LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e6, \"rope_type\": \"default\"}}");
-    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "rope_theta has its default with rope_parameters");
+    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "rope_theta with rope_parameters of type default");
     m = read_text(LLAMA ", \"rope_theta\": 1e6, \"rope_scaling\": null}");
-    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "rope_theta has its default without rope_parameters");
+    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "rope_theta without rope_parameters and rope_scaling");
 }
 
 static void test_refused(void) {

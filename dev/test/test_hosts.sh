@@ -240,9 +240,9 @@ check "lost: the last checkpoint is whole: the run goes on from it" \
 check "lost: the run goes on from the last checkpoint" holds "$ROOM/newest.out" "continuing from $ROOM/lost-all/$last"
 fewer="--batch-size 3 --checkpoint-dir"
 check "lost: the run goes on on the 2 hosts that are left" train fewer a,c $fewer "$ROOM/lost-ck" --resume
-check "lost: so do 2 ranks on one host" train fewer-one a:2 $fewer "$ROOM/lost-copy" --resume
+check "lost: the run goes on on 2 ranks of one host" train fewer-one a:2 $fewer "$ROOM/lost-copy" --resume
 same_steps fewer fewer-one 1
-check "lost: they go on after step 2" equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
+check "lost: both go on after step 2" equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
 
 # ---- The same faults without mpirun.
 

@@ -31,7 +31,8 @@ check "the trainers include llmc/ by its folders" \
     equal "$(grep -h '^#include "' train_fp8.c train_fp8.cu |
         grep -vE '"llmc/[a-z]+/[a-z0-9_]+\.cuh?"|"llmc/[a-z]+/[a-z0-9_]+\.h"')" ""
 
-# The test finds an include that climbs, within a folder and between folders, and C that includes CUDA.
+# The test finds an include of a file that is listed later, within a folder and between folders, and C that includes
+# CUDA.
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 cp -r llmc "$tmp/"

@@ -46,8 +46,7 @@ static void test_presets(void) {
         CHECK(m.num_heads % m.num_kv_heads == 0 &&
                   model_qkv_size(&m) == (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
               "%s: heads", name);
-        // GPU kernels need head_dim 64 or 128, and sizes that tiles of 128 divide (except small models and
-        // Qwen2.5-0.5B).
+        // GPU kernels take head_dim 64 and 128. The sizes of all presets are multiples of 64.
         CHECK(m.head_dim == 64 || m.head_dim == 128, "%s: head_dim %lld", name, (long long)m.head_dim);
         CHECK(m.hidden_size % 64 == 0 && m.intermediate_size % 64 == 0, "%s: sizes", name);
     }

@@ -122,7 +122,7 @@ static void test_rule(void) {
     CHECK(msamp_scale(448, 1, 448) == 1 && msamp_scale(449, 1, 448) == 0.5f && msamp_scale(224, 1, 448) == 2,
           "the scale is the largest power of two with which the amax does not overflow");
     CHECK(msamp_scale(0x1p-149f, 1, 448) == 0x1p126f && msamp_scale(0x1p127f, 1, FP16_MAX) == 0x1p-112f,
-          "scales end at 2^126");
+          "a scale is at most 2^126");
     for (int i = 0; i < 4; i++) free(columns[i]);
     safetensors_close(&st);
 }

@@ -274,7 +274,8 @@ static void test_backward_conflicts(void) {
         options_conflict(&o, message, sizeof message);
         CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0, "%s: \"%s\"", line, message);
         o.optimizer_in_backward = false;
-        CHECK(*options_conflict(&o, message, sizeof message) == 0, "without it: %s: \"%s\"", line, message);
+        CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s, but without --optimizer-in-backward: \"%s\"",
+              line, message);
     }
 }
 

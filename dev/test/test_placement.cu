@@ -50,7 +50,7 @@ static void needed_always(Moments m, const char *name, const void *at, int64_t b
     needed(name, at, bytes, 0, optimizer(m));
 }
 
-// Adds the scales of FP8 data [R, columns] of a role that are stored with it.
+// Returns the bytes of the scales that are stored with FP8 data [R, columns] of a role.
 static int64_t own_scales(const Trainer *t, TensorRole role, TensorUsage copy, int64_t columns) {
     return tensor_scales_own_bytes(&t->linears.scales, role, copy, t->d.R, columns);
 }
@@ -431,7 +431,7 @@ int main(void) {
     static const Ranks ranks[] = {{"1 rank", 1, SHARDING_FULL, 0},
                                   {"4 ranks", 4, SHARDING_FULL, 0},
                                   {"4 ranks, grad_op", 4, SHARDING_GRAD_OP, 0},
-                                  {"2 ranks, whole", 2, SHARDING_NONE, 0},
+                                  {"2 ranks, none", 2, SHARDING_NONE, 0},
                                   {"3 ranks", 3, SHARDING_FULL, 0},
                                   {"8 ranks", 8, SHARDING_FULL, 0},
                                   {"7 ranks, grad_op", 7, SHARDING_GRAD_OP, 0},

@@ -482,8 +482,8 @@ done
 check "a learning rate of 1000: at least 9 skipped steps are saved ($skipped): $(tail -n 2 "$tmp/skips.out")" \
     [ $skipped -ge 9 ]
 
-# Ranks read different files of one name, as hosts with their own disks may: with an equal number of tokens, and with
-# fewer.
+# Rank 1 reads another file than rank 0, as hosts with their own disks may: one with the tokens in another order, and
+# one with other tokens.
 build/synth_stories --out "$tmp/other" --bytes 60000 --seed 5 >/dev/null
 python3 - "$tmp/s_train.bin" "$tmp/turned.bin" <<'PY'
 import sys

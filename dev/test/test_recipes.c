@@ -54,7 +54,7 @@ static int64_t natural_place(const Copy *c, ScaleGranularity granularity, int64_
     return is_per_tensor(granularity) ? 0 : i / height * ceil_div(c->depth, width) + k / width;
 }
 
-// Compares each place. All other bytes must be zero.
+// Counts the elements whose scale is not the expected one, and the bytes beside the scales that are not zero.
 static int64_t wrong_scales(const Copy *c, const void *expected, ScaleGranularity granularity, int64_t width) {
     const int64_t size = granularity == BLOCK_1X32 ? 1 : 4;
     uint8_t *left = (uint8_t *)xcalloc((size_t)scale_bytes(granularity, c->outer, c->depth), 1);
@@ -74,7 +74,7 @@ static int64_t wrong_scales(const Copy *c, const void *expected, ScaleGranularit
     return wrong;
 }
 
-// Returns the operand that GEMMs read, from the golden's bytes alone.
+// Counts the values that GEMMs read and that differ from the golden's codes times its scale_inv.
 static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inverse, ScaleGranularity granularity,
                             int64_t width, Fp8Format format) {
     float *values = (float *)xcalloc((size_t)(c->outer * c->depth), sizeof(float));
@@ -380,8 +380,8 @@ static void test_granularities(void) {
 
 // ---- Linear layers of torchao.
 
-// Computes out [rows, cols] = a [rows, depth] b^T [cols, depth] in double, and the same with magnitudes. factor
-// multiplies the result.
+// Checks a golden [rows, cols] against a [rows, depth] b^T [cols, depth] times `factor`, computed in double. The sum of
+// the terms' magnitudes gives the tolerance.
 static void check_product(const Safetensors *st, const char *key, const float *a, const float *b, int64_t rows,
                           int64_t cols, int64_t depth, double factor) {
     Matrix golden = golden_matrix(st, key);

@@ -241,7 +241,8 @@ static void attention_double(double *y, const double *in, const void *context) {
     free(p);
 }
 
-// Forward only, for lengths at which central differences would take too long.
+// Without `gradients` it checks backward by one directional derivative, because central differences of all inputs would
+// take too long.
 static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool gradients) {
     const HeadContext context = {attention_sizes(B, T, NH, NKV, HD), false, NULL};
     const Dims d = context.d;
@@ -423,7 +424,7 @@ static void test_recipe_products(int recipe) {
             }
         case_product(got, &c, r, gemm, NULL, ROUND_NONE);
         double error = check_relative_error(got, expected, n);
-        CHECK(error < FP32_TOLERANCE, "%s, GEMM %d: %g", r->name, gemm, error);
+        CHECK(error < FP32_TOLERANCE, "%s, GEMM %d: relative error %g", r->name, gemm, error);
         case_product(plain, &c, recipe_row(RECIPE_BF16), gemm, NULL, ROUND_NONE);
         error = check_relative_error(got, plain, n);
         // E4M3's 3 bits of mantissa cost about 2.5 percent of each operand, E5M2's 2 bits twice that.
@@ -521,7 +522,7 @@ static void test_adamw(void) {
         worst = fmax(worst, fabs(P - p[i]));
     }
     CHECK(worst < 2e-8, "AdamW against torch's rule in double: difference %g",
-          worst);  // half an ulp of 0.1 is 4e-9; the bound is twice that
+          worst);  // half an ulp of 0.1 is 4e-9; the bound is five times that
     // Weights rounded to nearest lose a step of 0.001 on 1.0, since half the spacing above 1 is 2^-8.
     float *w = zeros(N), *w_split = zeros(N);
     const AdamwStep nearest = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, true, 42);

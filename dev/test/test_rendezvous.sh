@@ -196,7 +196,7 @@ pids=()
 rank folder 0 2 "file:$tmp/none/meet" --init-timeout 5
 fails folder 1 "rank 0 on $host: --init-from file:$tmp/none/meet: cannot write .*No such file or directory"
 
-# A stale file, which names a port where nobody listens: replaced with a word.
+# A stale file, which names a port where nobody listens, is replaced, with a warning.
 pids=()
 rank stale 0 2 "file:$tmp/stale.meet"
 await_line "$tmp/stale.meet" '^address'

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tests of scripts/report.py on logs with known differences, made here, and on broken and half-written ones.
 
-The numbers of report.json are compared with a computation of their own. Runs with build/report-venv
+The numbers of report.json are compared with computations in this file. Runs with build/report-venv
 (scripts/setup_report.sh), or skips. Ends with "N passed, N failed".
 """
 import contextlib

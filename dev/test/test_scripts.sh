@@ -58,8 +58,8 @@ refuses() {
 }
 SLURM_JOB_ID="" bash scripts/slurm.sbatch tiny >"$tmp/log" 2>&1
 check "slurm.sbatch without Slurm says how to submit it" equal "$? $(grep -c '^error: .* sbatch ' "$tmp/log")" "2 1"
-check "slurm.sbatch without a trainer" refuses ./none "there is no program ./none" tiny --checkpoint-dir ck
-check "slurm.sbatch without --checkpoint-dir" refuses /bin/sh "give --checkpoint-dir" tiny --num-steps 5
+check "slurm.sbatch refuses a missing trainer" refuses ./none "there is no program ./none" tiny --checkpoint-dir ck
+check "slurm.sbatch refuses a job without --checkpoint-dir" refuses /bin/sh "give --checkpoint-dir" tiny --num-steps 5
 data/setup_venv.sh --help >"$tmp/log" 2>&1
 check "data/setup_venv.sh --help prints the usage" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
 

@@ -56,7 +56,7 @@ def offenders(root):
 
 
 def planted():
-    """Whether offenders() finds exactly what is planted in a scratch tree."""
+    """Returns True if offenders() finds exactly what is planted in a scratch tree."""
     bad = {"llmc/base/a.h": "// Of the current device.\n", "llmc/base/b.cuh": "int x;  // whether it is on\n",
            "data/c.py": "# What it makes.\n", "scripts/d.sh": "echo " + "x" * COLUMNS + "\n", "train.c": "int y; \n",
            "Makefile": "# Those of tests.\n"}

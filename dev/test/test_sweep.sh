@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Tests scripts/sweep.sh, scripts/sweep_table.py and the loop of the run scripts, on the CPU trainer with a tiny model,
-# 1 and 2 ranks. Needs ./train_fp8 (or TRAINER), build/synth_stories, mpirun and python3. QUICK=1 skips interrupts and
-# the run scripts. If the trainer prints other words (test_prose.sh), the filter REWORD puts a message's text into these
-# words. Ends with "N passed, N failed".
+# 1 and 2 ranks. Needs ./train_fp8 (or TRAINER), build/synth_stories, mpirun and python3. QUICK=1 ends before the
+# interrupts: it leaves out interrupts, changed settings, numbers of GPUs, refused options and the run scripts. If the
+# trainer prints other words (test_prose.sh), the filter REWORD puts a message's text into these words. Ends with "N
+# passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1

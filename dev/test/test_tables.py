@@ -62,7 +62,7 @@ def sound_files():
 def run_both(folder, files):
     """Runs both programs on these files. Returns (status, output) of each.
 
-    An exception is returned as the output, and its text fails the check.
+    If a program raises an exception, its text is the status, which fails the check.
     """
     outputs = []
     for path, data in files.items():

@@ -134,7 +134,7 @@ static void test_rules(void) {
     Traffic t = traffic_for(&p, false, 16, 16, 8);
     CHECK(!estimate_known(&t, &p.options), "a network of unknown speed gives no estimate");
     p.options.network_gbps = 400;
-    CHECK(estimate_known(&t, &p.options), "--network-gbps gives one");
+    CHECK(estimate_known(&t, &p.options), "--network-gbps gives an estimate");
     const StepEstimate fast = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
     p.options.network_gbps = 1;
     const StepEstimate slow = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
@@ -151,12 +151,12 @@ static void test_rules(void) {
     CHECK(given.work < 0.1 && given.work > 0.05, "--step-ms 100: the rank's own work is %g s, less the sharded AdamW",
           given.work);
     t = traffic_for(&p, true, 2, 2, 1);
-    CHECK(estimate_known(&t, &p.options), "CPU ranks have --step-ms");
+    CHECK(estimate_known(&t, &p.options), "with --step-ms CPU ranks have an estimate");
     const StepEstimate cpu = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
     CHECK(fabs(cpu.total - 0.1 - traffic_sum(t.network) * 8 / 400e9) < 1e-9, "the CPU trainer overlaps nothing: %g s",
           cpu.total);
     p.options.step_ms = 0;
-    CHECK(!estimate_known(&t, &p.options), "without it there is no estimate");
+    CHECK(!estimate_known(&t, &p.options), "without --step-ms CPU ranks have no estimate");
     plan_free(&p);
 }
 

@@ -1,6 +1,6 @@
 // Tests the whole CPU trainer: against goldens of transformers, against itself (threads, accumulation, recompute,
-// resume), its checks and signals, and what it refuses. Run it from any folder. It runs whole trainings by starting its
-// own executable with "--run", because libgomp does not survive a fork.
+// resume), its checks and signals, and what it refuses. Run it from the root of the repository. It runs whole trainings
+// by starting its own executable with "--run", because libgomp does not survive a fork.
 #define TESTING
 #include "../../train_fp8.c"
 
@@ -369,7 +369,8 @@ static const char *place_of(Trainer *t, double loss) {
     return place;
 }
 
-// A huge weight in each block of the model: the message names the block, and the weight as its largest.
+// A huge, infinite or NaN weight in each block of the model: the message names the block, and the weight as its
+// largest.
 static void test_blocks(ModelFamily family, int precision, int recompute, int masters) {
     static const struct {
         const char *weight, *place;
@@ -492,8 +493,8 @@ static StepRecord run_one_step(Run *run, DataLoader *data, int64_t step) {
     return run_report_step(run, step);
 }
 
-// A NaN in one weight: the step must be skipped, all bits of weights and state must stay, and the message must name the
-// origin.
+// Infinities in one column of the embedding: the step must be skipped, and all bits of weights and state must stay. The
+// message names the place where a gradient that is not finite, or too large, begins.
 static void test_nonfinite(void) {
     Options o = small_options(PRECISION_BF16, 2, 16);
     o.on_nonfinite = NONFINITE_SKIP;
@@ -670,7 +671,7 @@ static void test_resume(const char *name_of_run, const char *precision) {
     free(whole), free(resumed), free(output);
 }
 
-// A run resumes only with its own amax history: without it, or with another one, it is refused.
+// A run resumes only with the --fp8-amax-history of its checkpoint. Its export has no fp8_state.safetensors.
 static void test_delayed_resume(void) {
     char *output, state[PATH_CAPACITY];
     const char *const common = SMALL_RUN "--precision fp8 --fp8-recipe delayed --num-steps 9 --grad-accumulation-steps "
@@ -690,7 +691,7 @@ static void test_delayed_resume(void) {
     CHECK(!path_exists(state), "an export holds %s", state);
 }
 
-// Reads loss and norm of the steps of a run, as printed.
+// Runs 4 steps, and returns their step lines up to the learning rate. The caller frees them.
 static char *run_lines(const char *model, const char *options) {
     char command[512], *output, *lines = (char *)xcalloc(4096, 1);
     format_checked(

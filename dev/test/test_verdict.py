@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tests scripts/verdict.sh with the CPU trainer: pairs of runs, restarts after a kill, bad options, and the report.
 
-The numbers of report.json are compared with a computation of their own from the runs' logs. The report needs
+The numbers of report.json are compared with computations in this file from the runs' logs. The report needs
 build/report-venv, which this test makes (scripts/setup_report.sh); where that fails it skips the report and says so.
 Ends with "N passed, N failed".
 """

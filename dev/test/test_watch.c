@@ -1,4 +1,4 @@
-// Tests how stuck ranks are found (llmc/dist/watch.h), with tables of what ranks report, and what a rank reports
+// Tests how stuck ranks are found (llmc/dist/watch.h), with tables of what ranks report, and what a rank reports of
 // itself.
 #include "../../llmc/base/file_io.h"
 #include "../../llmc/dist/watch.h"

@@ -27,7 +27,7 @@ static CheckCounts check_counts;
         }                                                                 \
     } while (0)
 
-// ||a - b|| / ||b|| in double precision; NaN if any value is not finite.
+// ||a - b|| / ||b|| in double precision, or ||a - b|| if b is zero. NaN or infinite if any value is not finite.
 static inline double check_relative_error(const float *a, const float *b, int64_t n) {
     double difference = 0, norm = 0;
     for (int64_t i = 0; i < n; i++) {

@@ -34,9 +34,10 @@ enum { ORDER_PLACES = 1 << 12 };
 // Content of memory: a positive number that the test chooses. Its upper bits hold the number of ranks over which it was
 // summed.
 static const int64_t ORDER_UNWRITTEN = 0, ORDER_MIXED = -1;
-// Content that an operation reads or writes may also be:
+// A read may also expect, and a write may also leave:
 static const int64_t ORDER_ANY = -2;  // any content
-// Any content. The stream's next write of ORDER_CARRIED writes the content of all such reads since its last one.
+// A read of any content. The stream's next write of ORDER_CARRIED writes the content of all such reads since the
+// stream's last such write.
 static const int64_t ORDER_CARRIED = -3;
 
 static inline int64_t order_content(int64_t what, int64_t summed) { return (summed << 48) + what; }
@@ -110,7 +111,7 @@ typedef struct {
     int64_t num_records, num_signals;
     int64_t races, wrong, stuck;
     char problem[512];                // the first problem
-    const char *const *stream_names;  // [ORDER_STREAMS], for it
+    const char *const *stream_names;  // [ORDER_STREAMS], for `problem`
     const char *(*name_of)(int64_t rank, const char *address);
 } Order;
 
@@ -236,7 +237,7 @@ static inline int64_t order_piece(OrderMemory *m, const char *address) {
     return *found = high;
 }
 
-// Returns the piece after [first piece, address). Cuts a piece so that one begins at the address.
+// Returns the piece that begins at `address`, searched from piece `first` on. Cuts a piece in two if none begins there.
 static inline int64_t order_piece_after(OrderMemory *m, int64_t first, const char *address) {
     int64_t i = first;
     while (i < m->count && m->begins[i] < address) i++;
@@ -323,9 +324,9 @@ static inline int order_members(const OrderOperation *o, int members[ORDER_MAX_S
     return count;
 }
 
-// Runs when all ranks have reached it. Each rank reads and writes its own memory, perhaps before the others have
-// reached it, so these accesses must be ordered by the rank's own clock. Later operations see everything before the
-// collective on all ranks.
+// Runs a collective, or returns false if not all ranks of its group have reached it. Each rank reads and writes its own
+// memory, perhaps before the others have reached it, so these accesses must be ordered by the rank's own clock. Later
+// operations see everything before the collective on all ranks.
 static inline bool order_run_collective(const OrderOperation *o) {
     int members[ORDER_MAX_STREAMS];
     const int count = order_members(o, members);

@@ -1,4 +1,4 @@
-"""Makes logs of runs with known differences, for dev/test/test_report.py: the fields of a CPU run, and all of a GPU's.
+"""Makes logs of runs with known differences, for dev/test/test_report.py: like a CPU run's, and like a GPU run's.
 
 usage: report_logs.py FOLDER: makes FOLDER/verdict and FOLDER/sweep, to look at their reports.
 """
@@ -74,7 +74,7 @@ def write(folder, records, tail=""):
 
 
 def gemms_of(precision):
-    """The GEMMs of a settings record. In FP8, all layers but the first one are."""
+    """The GEMMs of a settings record. With precision fp8, those of all layers but layer 0 and lm_head are FP8."""
     gemms = []
     for linear, (n, k) in {**LINEARS, "lm_head": (128256, 2048)}.items():
         for gemm, operands in (("fprop", "xw"), ("dgrad", "yw"), ("wgrad", "yx")):

@@ -38,8 +38,8 @@ static double seconds_now(void) {
 }
 
 // Returns a socket that receives all frames of the interface but those that it sent. Each frame begins with a
-// virtio_net header, which says how far checksum and segmentation are done: a copy of it makes the copy of a frame
-// right.
+// virtio_net header, which says how far checksum and segmentation are done. It is sent on with the frame, so that the
+// kernel does the rest.
 static int port_open(const char *name) {
     const int fd = socket(AF_PACKET, SOCK_RAW, htons(ETH_P_ALL)), on = 1;
     struct sockaddr_ll address = {.sll_family = AF_PACKET, .sll_protocol = htons(ETH_P_ALL)};
