@@ -111,7 +111,7 @@ static __global__ void adamw_norm_kernel(AdamwControl *control, const double *sq
     control->position = ADAMW_NONE;
 }
 
-// Finds the largest magnitude of n gradients. Like the next kernel, it returns at once unless the step is skipped.
+// Finds the largest magnitude of n gradients. Like the next kernel, it returns at once if the norm is accepted.
 template <class Gradient>
 static __global__ void adamw_largest_kernel(AdamwControl *control, const Gradient *gradients, int64_t n) {
     grid_dependency_wait();
@@ -153,7 +153,7 @@ static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, i
     return n * (gradients.fp32_data ? 4 : 2);
 }
 
-// If the step is skipped, finds the largest of order.total gradients and the first large one in backward order.
+// If the norm is not accepted, finds the largest of order.total gradients and the first large one in backward order.
 template <class Gradient>
 static inline void adamw_find_large(AdamwControl *control, const Gradient *gradients, BackwardOrder order,
                                     cudaStream_t stream) {

@@ -1,5 +1,5 @@
 // Amaxes, scales and audits of all tensors that FP8 GEMMs read, in device memory.
-// Only this file knows their addresses.
+// This file places them, and finds those of each tensor.
 #ifndef LLMC_TENSOR_SCALES_CUH
 #define LLMC_TENSOR_SCALES_CUH
 

@@ -1,12 +1,12 @@
 // The ranks of a run on the host side: groups of ranks, small collectives, and ending all ranks together.
-// MPI carries the collectives if it started the ranks, and else the TCP connections of mesh.h (--init-from). A single
-// rank calls neither.
+// MPI carries the collectives if it started the ranks, and else the TCP connections of mesh.h (--init-from).
+// Collectives of a single rank use neither.
 //
 // There are three groups of ranks: all ranks; the shard group, whose ranks split one replica of the parameters
 // (shard_plan.h); and the replica group, which has one rank of each shard group, all with the same slices. With
 // shard_size S, rank r has shard_rank r % S in shard group r / S.
-// Every function that takes a group is collective: all ranks of the group call it, in the same order. Sums add the
-// ranks' values in the order of ranks, so that all ranks get the same bits.
+// Every function that communicates in a group is collective: all ranks of the group call it, in the same order. Sums
+// add the ranks' values in the order of ranks, so that all ranks get the same bits.
 #ifndef LLMC_COMM_H
 #define LLMC_COMM_H
 

@@ -34,7 +34,7 @@
 //                             all ranks
 //   before the optimizer      every rank has finished its last gather: the reduction of layer 0's gradient waits for it
 //
-// Only events order the compute stream and the communication stream; the host never waits:
+// Events order the compute stream and the communication stream, without waits of the host:
 //   slot.arrived    the compute stream waits for it before it reads the slot
 //   slot.released   a gather into the slot waits for it
 //   reduced         the compute stream waits for it before it writes the gradient buffer again
@@ -90,7 +90,7 @@ static inline void fsdp_begin_step(Fsdp *f, int64_t step) {
 }
 
 // Begins micro-step `micro` of the step, counted from 0. Each replica uses its own random bits to round gradients, so
-// that rounding errors are independent; so do the embedding's gradient and a tied lm_head's.
+// that rounding errors are independent. The embedding's gradient and a tied lm_head's use different bits, too.
 static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
     const int64_t part = 2 * (micro * f->replicas + f->replica);
     f->sum.add = f->sum.stochastic = micro > 0;
@@ -160,7 +160,7 @@ static inline QTensor fsdp_weight(const Fsdp *f, int64_t l, LinearId id) {
 }
 
 // Casts the layer's FP8 weights to rowwise data, columnwise data or both. With scales finer than per tensor, the first
-// cast after the weights changed also computes the amaxes of both.
+// cast after the weights changed also computes the amaxes that both need.
 static inline void fsdp_cast(Fsdp *f, int64_t l, bool rowwise, bool columnwise) {
     for (int id = 0; id < NUM_LINEARS; id++) {
         const LinearShape *s = &f->precision->linear[id];

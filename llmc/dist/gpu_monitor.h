@@ -63,7 +63,7 @@ static inline const char *gpu_throttle_name(int bit) {
     return bit < (int)(sizeof names / sizeof names[0]) ? names[bit] : "";
 }
 
-// Loads NVML's functions. False if the library, or one that is needed, is missing.
+// Loads NVML's functions. False if the library or one of these functions is missing.
 static inline bool nvml_load(Nvml *n, const char *library) {
     void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
     if (!handle) return false;
@@ -82,7 +82,7 @@ static inline bool nvml_load(Nvml *n, const char *library) {
     return true;
 }
 
-// Reads the GPU. What it does not tell becomes NAN, or 0 for `throttle`.
+// Reads the GPU. Values that it does not report become NAN, or 0 for `throttle`.
 static inline GpuReading gpu_reading(const Nvml *n, void *device) {
     unsigned long long energy = 0, throttle = 0;
     unsigned power = 0, clock = 0, temperature = 0;

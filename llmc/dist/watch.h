@@ -36,7 +36,8 @@
 // If rank 0 is silent, the other ranks exchange messages for this time, a few intervals, before the lowest reports.
 #define WATCH_CALL_SECONDS 2
 
-// Share of --stall-timeout, but at least WATCH_SILENT_LEAST seconds, after which a rank without messages is stuck.
+// A rank without messages is stuck after --stall-timeout / WATCH_SILENT_SHARE, but at least WATCH_SILENT_LEAST seconds
+// (and at most --stall-timeout).
 #define WATCH_SILENT_SHARE 6
 #define WATCH_SILENT_LEAST 10
 

@@ -31,8 +31,8 @@ HOST_DEVICE static inline bf16_bits gradient_sum_round(float sum, uint32_t group
     return bf16_from_float_stochastic(sum, adamw_random_word(group_hash, member) * 0x846ca68bu >> 16);
 }
 
-// Adds gradients [n] to elements first .. first + n - 1 of a sum, stored in sum [n]. fp32: false if the sum holds bf16
-// values. The CPU trainer uses it, and GPU kernels are checked against it.
+// Adds gradients [n] to elements first .. first + n - 1 of a sum, stored in sum [n], or replaces them if !s->add. fp32:
+// false if the sum holds bf16 values. The CPU trainer uses it, and GPU kernels are checked against it.
 static inline void gradient_sum_reference(float *sum, const float *gradients, int64_t first, int64_t n, bool fp32,
                                           const GradientSum *s) {
     for (int64_t i = 0; i < n; i++) {
