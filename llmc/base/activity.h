@@ -25,7 +25,7 @@ typedef enum {
     NUM_PHASES
 } Phase;
 
-// Longest path that is shown; of a longer one only the end is.
+// Bytes of a path that are kept, with its zero byte: of a longer path only the end is shown.
 #define ACTIVITY_DETAIL 256
 
 typedef struct {

@@ -1,7 +1,7 @@
 // Writes and reads a trainer's arrays as tensors of safetensors files; each rank handles its shard of each tensor.
 // Both trainers give access to their arrays by TrainerState. Several ranks write the same files, byte for byte, as one
-// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. All ranks must call functions that take
-// a TrainerState. Writing and reading fail on values that are NaN or infinite.
+// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. All ranks must call the functions that
+// write or read tensors. Writing and reading fail on values that are NaN or infinite.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 

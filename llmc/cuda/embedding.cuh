@@ -2,8 +2,8 @@
 //
 // The gradient of a table row is a sum over the batch's rows with that token. The order of atomics would change from
 // run to run. Instead the host sorts the batch's tokens by id before the step (embedding_sort), and a block adds up the
-// rows of an id in a fixed order, so every run gives equal bits. Ranks that shard the table each add the gradients of
-// all their tokens to their own part of its gradient.
+// rows of an id in a fixed order, so every run gives equal bits. If ranks shard the table, each rank can add the
+// gradients of all ranks' tokens to its own part of the table's gradient.
 //
 // Bytes: forward reads 2 + writes 2 per element of x. Backward reads 2 per element of dx, and reads 2 + writes 2 (fp32
 // sums: 4 + 4) per element of each row of the table that occurs. C must be a multiple of 8.

@@ -66,7 +66,7 @@ typedef struct {
 // Token ids of a batch of B sequences of T tokens, in memory of the host or of a GPU.
 typedef struct {
     int32_t *inputs, *targets;  // [B, T]; targets may be NULL if no loss is computed
-    int32_t *index;             // the inputs sorted by id (embedding.cuh); NULL on the CPU
+    int32_t *index;             // rows of the inputs, sorted by token id (embedding.cuh); NULL on the CPU
 } Batch;
 
 // The position of a token, for error messages.

@@ -2,9 +2,10 @@
 // NVML (libnvidia-ml.so.1, part of the driver) is loaded at run time: without it there are no readings.
 //
 // A thread reads the GPU twice a second, since one reading may take longer than a short step. In between, and to
-// smooth the counter's own steps, the energy follows the power, and is drawn to the GPU's counter within a second. So
-// the energy of a short step is that of the mean power around it, and the energy of many steps is the GPU's counter.
-// The counter of an H200 lags by about 0.5 s: the first step of a run has some of the energy of its start-up.
+// smooth the counter's own steps, the energy is extrapolated by the power, and corrected towards the GPU's counter
+// within about a second. So the energy of a short step is that of the mean power around it, and the energy of many
+// steps is the GPU's counter. The counter of an H200 lags by about 0.5 s: the first step of a run has some of the
+// energy of its start-up.
 #ifndef LLMC_GPU_MONITOR_H
 #define LLMC_GPU_MONITOR_H
 

@@ -196,7 +196,7 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     }
 }
 
-// Adds the gradients `from` [n] to `to` [n], a part of the sums. n must be a multiple of 8.
+// Adds the gradients `from` [n] to `to` [n], a part of the sums, or replaces it if !sum.add. n is a multiple of 8.
 template <class Sum, class T>
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_add_kernel(Sum *to, const T *from, int64_t n, GradientSum sum) {

@@ -36,7 +36,7 @@ typedef struct {
     double loss, norm;  // mean loss over the step's tokens; global gradient norm before clipping
     double learning_rate;
     double seconds;          // time of the whole step
-    int64_t memory;          // bytes used on the GPU (CPU trainer: by the process)
+    int64_t memory;          // bytes used on the GPU (CPU trainer: peak of the largest process)
     bool skipped;            // the gradient norm was not finite or too large (adamw_accepts)
     StepTimes times;         // parts of `seconds`: from the trainer of this rank, then the mean over all ranks
     const GpuReading *gpus;  // [world_size] at the end of the step; NULL: not all GPUs can be read

@@ -6,8 +6,8 @@
 #include "../config/options.h"
 #include "../dist/comm.h"
 
-// Returns the bytes that a run with these options needs on one rank, outside the memory plan too. Called only before
-// the process ends: it need not free what it allocates.
+// Returns the bytes that a run with these options needs on one rank, including memory outside the memory plan. Called
+// only before the process ends: it need not free what it allocates.
 typedef int64_t (*MemoryNeeded)(const Options *o, const ModelConfig *m, const Comm *c);
 
 // A run that does not fit.

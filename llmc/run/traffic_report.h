@@ -6,7 +6,7 @@
 #include "../dist/comm.h"
 #include "logger.h"
 
-// All that the report follows from.
+// The inputs of the report.
 typedef struct {
     bool cpu;  // the CPU trainer
     const Options *options;
