@@ -525,7 +525,7 @@ static void update_delayed_scales(Trainer *t) {
 // too, and a norm that is not finite ends the run before anything of the step is saved.
 static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
 
-// Sums the step's loss and t->step.squares over all ranks, in one message.
+// Sums the step's loss over all ranks, and t->step.squares too if gradients are sharded, in one group of NCCL calls.
 static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->step.stats->loss, t->step.squares); }
 
 // Returns the arguments of this step's updates. Without --optimizer-in-backward no GEMM runs beside the optimizer, so

@@ -10,13 +10,13 @@
 // then added to the sums (gradient_sum.h).
 //
 // With several ranks in the shard group, a layer's matrices are gathered into one of `num_slots` slots while the layer
-// before it computes. There are 2 slots, or one for each layer if layers are kept for the whole step. Recipes with one
-// scale per tensor gather FP8, which each rank casts from its shard once a step, with scales common to all ranks.
-// Without FP8 all-gather they gather bf16 and cast it on arrival with these scales, to the same bytes. Forward reads
-// rowwise data; backward reads columnwise data, which this rank transposes from the rowwise data. Recipes with finer
-// scales gather bf16 and cast it on arrival, rowwise for forward and columnwise for backward. A layer that has a bf16
-// linear layer is gathered in bf16. The root unit and all vectors are gathered once a step, as soon as the optimizer
-// has changed them.
+// before it computes. There are 2 slots, or one for each layer if its gathered data is kept for the whole step. Recipes
+// with one scale per tensor gather FP8, which each rank casts from its shard once a step, with scales common to all
+// ranks. Without FP8 all-gather they gather bf16 and cast it on arrival with these scales, to the same bytes. Forward
+// reads rowwise data; backward reads columnwise data, which this rank transposes from the rowwise data (and rowwise
+// data too if it recomputes the layer). Recipes with finer scales gather bf16 and cast it on arrival, rowwise for
+// forward and columnwise for backward. A layer that has a bf16 linear layer is gathered in bf16. The root unit and all
+// vectors are gathered once a step, as soon as the optimizer has changed them.
 //
 // Backward writes a layer's whole gradient into one of two buffers. Its reduce-scatter overlaps with the backward pass
 // of the layer below. The root's gradient has its own buffer. A batch touches few rows of the embedding. So if the

@@ -3,10 +3,10 @@
 // This file moves arrays; fsdp.cuh knows which layer they belong to and when they move. Within a shard group it
 // all-gathers weights and reduce-scatters gradients. Over replicas it all-reduces the sums that a rank keeps.
 //
-// If the GPUs of a shard group can read each other's memory (peer_memory.cuh), copy engines move the data: each rank
-// copies the parts of the other ranks, and a kernel then sums the gradients in fp32, in the order of ranks. Otherwise
-// NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype). Small arrays and sums over replicas always
-// use NCCL.
+// Unless --copy-engines is off, copy engines move the data if the GPUs of a shard group can read each other's memory
+// (peer_memory.cuh): each rank copies the parts of the other ranks, and a kernel then sums the gradients in fp32, in
+// the order of ranks. Otherwise NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype). Small arrays
+// and sums over replicas always use NCCL.
 #ifndef LLMC_TRANSPORT_CUH
 #define LLMC_TRANSPORT_CUH
 
