@@ -102,7 +102,7 @@ typedef struct {
 // Activations of a micro-step and their gradients.
 typedef struct {
     LayerActs *layer;         // [L]
-    bool rotated_is_shared;   // LayerActs.rotated is one buffer, which backward must fill again
+    bool rotated_is_shared;   // as in train_fp8.cu (activations.cuh); always false here
     Real *branch;             // [R, C] output of attention or MLP before it joins the residual stream
     Real *x_final, *y_final;  // [R, C] residual stream after the last layer, and its RMSNorm
     float *rstd_final;        // [R]

@@ -8,12 +8,12 @@
 #include "../reference/adamw_math.h"
 #include "cuda_utils.cuh"
 
-// The gradient norm of a step and the decisions made from it, in device memory. adamw_norm writes it, updates may obey
+// The gradient norm of a step and the decisions made from it, in device memory. adamw_norm writes it, updates may read
 // it, and the host may copy it.
 typedef struct {
     float gradient_factor;  // factor for the gradients, from clipping
     float gradient_norm;    // before clipping
-    // 1 if the norm is not finite or too large (adamw_accepts): an update that obeys then changes nothing.
+    // 1 if the norm is not finite or too large (adamw_accepts): an update that reads it then changes nothing.
     uint32_t nonfinite;
     uint32_t largest;             // if nonfinite: largest magnitude of this rank's gradients (adamw_magnitude)
     unsigned long long position;  // if nonfinite: first large gradient in backward order (adamw_large); else ADAMW_NONE

@@ -212,7 +212,7 @@ static inline void logger_percent(char *out, size_t capacity, double share) {
 
 typedef struct {
     double tokens, tokens_per_gpu, tflops_per_gpu;  // per second
-    double mfu, sol;                                // shares of the peak
+    double mfu, sol;                                // shares, as flops.h defines them
 } Throughput;
 
 static inline Throughput logger_throughput(const Logger *l, double seconds) {
