@@ -1,7 +1,7 @@
 // train_fp8: pre-trains Llama and Qwen models on the CPU. It is the readable reference for train_fp8cu: it has the same
-// model and FP8 recipes, and emulates each recipe bit for bit. With --precision bf16 or fp8 it rounds wherever the GPU
-// rounds (--precision fp32 rounds nowhere). Two exceptions are sums that the GPU computes in parts: lm_head's weight
-// gradient, in chunks of rows, and the gradient of a tied embedding, which the GPU adds to lm_head's.
+// model and FP8 recipes, and casts equal values to equal FP8 bits. With --precision bf16 or fp8 it rounds wherever the
+// GPU rounds (--precision fp32 rounds nowhere). Two exceptions are sums that the GPU computes in parts: lm_head's
+// weight gradient, in chunks of rows, and the gradient of a tied embedding, which the GPU adds to lm_head's.
 //
 // From top to bottom: the trainer and its memory, gathering and reducing over ranks, quantized tensors and linear
 // layers, the model's operations, one layer, the whole model, the optimizer, the step, validation and samples,
@@ -45,7 +45,7 @@
 #include "llmc/run/nonfinite.h"
 #include "llmc/run/train.h"
 
-// Elements that replicas reduce at once.
+// Number of gradients that reduce_replicas averages at a time.
 #define REPLICA_CHUNK ((int64_t)1 << 16)
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ typedef struct {
 // Activations of a micro-step and their gradients.
 typedef struct {
     LayerActs *layer;         // [L]
-    bool rotated_is_shared;   // LayerActs.rotated is one buffer, which backward must fill again
+    bool rotated_is_shared;   // as in train_fp8.cu (activations.cuh); always false here
     Real *branch;             // [R, C] output of attention or MLP before it joins the residual stream
     Real *x_final, *y_final;  // [R, C] residual stream after the last layer, and its RMSNorm
     float *rstd_final;        // [R]
@@ -115,8 +115,9 @@ typedef struct {
     float *rope_table;        // [T, HD/2] (cosine, sine)
 } Activations;
 
-// Flat shard arrays, [plan.total] each. bf16 storage is emulated: floats that hold bf16 values. FP16 is stored as such:
-// a step decodes FP16 masters into `master`, which is then `weights`, and updates them there in fp32.
+// Flat shard arrays, most of them [plan.total]. bf16 storage is emulated: floats that hold bf16 values. FP16 is stored
+// as such: a step decodes FP16 masters into `master` and updates them there in fp32. With FP16 masters `weights` is the
+// same array as `master`.
 typedef struct {
     float *master;                     // master weights, which the optimizer updates
     fp16_bits *fp16_master;            // FP16 masters, else NULL
@@ -136,7 +137,7 @@ enum { TENSOR_SCALES = STATE_MASTER_SCALE - STATE_EXP_AVG_SCALE + 1 };
 typedef struct {
     int64_t step;         // its number, counted from 0
     double squares;       // sum of squares of the gradients
-    NonfiniteStep large;  // the large gradients
+    NonfiniteStep large;  // the largest gradient, and the first large one (find_large)
 } BackwardUpdate;
 
 // A whole layer's weights, gathered from the shard group: segments as shard_segment() places them.
@@ -146,7 +147,8 @@ typedef struct {
     int64_t layer;   // the layer that it holds; -1: none
 } GatheredLayer;
 
-// Whole units: the root and the layers as the model computes with them, and the gradients that it computes.
+// Whole FSDP units (the root, and each layer): weights as the model computes with them, and gradients before they are
+// reduced over ranks.
 typedef struct {
     bool gather_fp8;         // FP8 codes are gathered for layers whose linear layers are all FP8
     bool root_held;          // `root` has been gathered since the weights changed
@@ -159,12 +161,12 @@ typedef struct {
     float *root_gradients;   // the root's
     float *layer_gradients;  // one layer's
     GradientSum sum;         // how this micro-step's gradients are added to params.gradients
-    float *received;         // [ranks, slice] gradients from other ranks
+    float *received;         // [ranks, slice] gradients from all ranks of a group
 } Units;
 
 // Scales of recipes with one scale per tensor, and the results of --fp8-audit. tensor_index() numbers the tensors.
 typedef struct {
-    uint32_t *amax;         // [tensors] fp32 bits: amaxes of whole weights; delayed scaling: also of activations
+    uint32_t *amax;         // [tensors] fp32 bits: amaxes of whole weights; delayed scaling: also of x and dy
     DelayedState delayed;   // equal on all ranks; the scales lie behind the histories
     float *delayed_before;  // histories and scales before this step, if it may be skipped; else NULL
     bool auditing;          // this is a step of --fp8-audit
@@ -186,7 +188,7 @@ typedef struct {
     Activations acts;
     Batch batch;           // the current micro-step's
     bool training;         // true in a micro-step: casts write scales.amax, and norms bad_norm
-    int64_t bad_norm;      // the first norm of this step whose input was not finite (nonfinite.h)
+    int64_t bad_norm;      // number of this step's first RMSNorm with a non-finite input (nonfinite.h)
     BackwardUpdate early;  // with --optimizer-in-backward
     StepRecord last_step;  // the latest step
     void *memory;          // the arena
@@ -237,7 +239,7 @@ static void place_parameters(Trainer *t, Arena *a) {
     }
 }
 
-// Places the buffers that hold whole units and the gradients received from other ranks.
+// Places the buffers that hold whole units, and the gradients received from all ranks of a group.
 static void place_units(Trainer *t, Arena *a) {
     const ShardPlan *p = &t->plan;
     Units *u = &t->units;
@@ -421,7 +423,8 @@ static GatheredLayer *layer_slot(const Trainer *t, int64_t l) {
     return &t->units.slots[t->units.num_slots > 1 ? l : 0];
 }
 
-// Gathers layer l's weights, unless its slot still holds them. Both passes read the same values.
+// Gathers layer l's weights if they are sharded and its slot does not hold them yet. `backward` changes nothing: both
+// passes read the same values.
 static void unshard(Trainer *t, int64_t l, bool backward) {
     (void)backward;
     GatheredLayer *slot = layer_slot(t, l);
@@ -434,7 +437,8 @@ static void unshard(Trainer *t, int64_t l, bool backward) {
     slot->layer = l;
 }
 
-// Releases layer l's weights. They stay until another layer needs the slot.
+// Called when a pass has no more use for layer l's weights. Does nothing here: they stay until another layer needs the
+// slot.
 static void reshard(Trainer *t, int64_t l) { (void)t, (void)l; }
 
 // Returns where the backward pass writes the gradients of the root or of layer l.
@@ -535,7 +539,7 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     }
 }
 
-// Replaces n gradients by their mean over the replicas, after the last micro-step.
+// Replaces `count` gradients by their mean over the replicas, after the last micro-step.
 static void reduce_replicas(Trainer *t, float *gradients, int64_t count) {
     const int64_t replicas = t->comm->replicas;
     float *received = t->units.received;
@@ -561,7 +565,8 @@ static double gradient_norm(const Trainer *t, const float *gradients, int64_t n)
 // ---------------------------------------------------------------------------------------------------------------------
 // Quantized tensors and linear layers
 
-// Returns the scale of a tensor with one scale, given the fp32 bits of its own amax.
+// Returns the scale of a tensor with one scale, given the fp32 bits of its own amax. Delayed scaling uses the scale
+// made from earlier amaxes, if there is one.
 static float cast_scale(const Trainer *t, int64_t l, int id, TensorRole role, uint32_t amax) {
     const Recipe *r = precision_of(&t->precision, l, id);
     const Fp8Format format = precision_format(&t->precision, role);
@@ -587,7 +592,8 @@ static float qtensor_scale(Trainer *t, const QTensor *q, int64_t n) {
     return cast_scale(t, q->layer, q->linear, q->role, amax);
 }
 
-// Returns a tensor as a GEMM reads it: cast by the recipe of its linear layer. Adds the cast to the audit.
+// Returns a tensor as a GEMM reads it: cast by the recipe of its linear layer. In an audited step, adds the cast to the
+// audit.
 static LinearOperand qtensor_operand(Trainer *t, const QTensor *q, TensorUsage copy) {
     const Recipe *r = precision_of(&t->precision, q->layer, q->linear);
     const LinearShape *s = &t->precision.linear[q->linear];
@@ -659,7 +665,8 @@ static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Re
     watch_norm(t, norm_number(y), rstd);
 }
 
-// dx += the gradient through the norm. dx holds the gradient of the residual stream after the norm, then of x.
+// dx += the gradient through the norm, and computes dweight. Before the call dx is the gradient that reaches x on the
+// residual path around the norm; after it, the whole gradient of x.
 static void rmsnorm_backward(Trainer *t, QTensor *dx, Real *dweight, const Real *dy, const Real *x, const float *rstd,
                              const Real *w) {
     rmsnorm_backward_reference(dx->data, dweight, dx->data, dy, x, rstd, w, t->d.R, t->d.C, t->rounding);
@@ -798,7 +805,8 @@ static void loss_forward(Trainer *t, const Batch *batch) {
     cross_entropy_forward(t->acts.losses, t->acts.logits, batch->targets, t->d.R, t->d.V);
 }
 
-// Computes the loss of every row and, back through lm_head and the final norm, acts.dx. After model_forward.
+// Computes the loss of every row and, back through lm_head and the final norm, acts.dx and the gradients of both
+// weights. After model_forward.
 static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     const Dims *d = &t->d;
     const Activations *a = &t->acts;
@@ -877,7 +885,7 @@ static void reduce_tensor_amaxes(Trainer *t, int64_t begin, int64_t end) {
 }
 
 // Stores params.master, whose amaxes are known, as the FP16 masters, for entries [begin, end) of the parameter table.
-// With `keep`, scales that were loaded from a checkpoint stay; others are 0.
+// A scale of 0 is set from the amax alone. `keep`: all other scales, which a checkpoint brought, stay as they are.
 static void masters_encode(Trainer *t, int64_t begin, int64_t end, bool keep) {
     for (int64_t i = begin; i < end; i++) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
@@ -889,7 +897,8 @@ static void masters_encode(Trainer *t, int64_t begin, int64_t end, bool keep) {
     }
 }
 
-// Called when the master weights have changed: rounds the weights from them, and invalidates all gathered weights.
+// Called when the master weights have changed: rounds the weights from them, invalidates all gathered weights, and
+// finds the amaxes of weights with one scale.
 static void weights_refresh(Trainer *t) {
     const bool copy = t->params.weights != t->params.master;
     if (t->params.fp16_master) masters_decode(t, 0, t->table.count);
@@ -975,7 +984,8 @@ static void msamp_store(Trainer *t, int64_t i, float factor, const MsampStep *s)
     *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i) = scale.exp_avg_sq;
 }
 
-// Updates entry i of the parameter table; with COAT's moments also those that are joined to it, which share groups.
+// Updates entry i of the parameter table. With COAT's moments also updates the entries that are joined to it
+// (PARAM_JOINED), which share its groups.
 static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwStep *s) {
     const Options *o = t->o;
     const Params *all = &t->params;
@@ -1025,8 +1035,8 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
     finish_update(t);
 }
 
-// Adds the largest of n gradients, from element `shard` of the flat shard arrays on, and the first large one in
-// backward order to what is known of the step.
+// Updates *s with n gradients, the first of which is element `shard` of the flat shard arrays: with the largest
+// magnitude, and with the position of the first large gradient (adamw_large) in backward order.
 static void find_large(const Trainer *t, const float *gradients, int64_t shard, int64_t n, NonfiniteStep *s) {
     const BackwardOrder order = shard_backward_order(&t->table, &t->plan);
     uint32_t largest = 0;
@@ -1039,8 +1049,8 @@ static void find_large(const Trainer *t, const float *gradients, int64_t shard, 
 }
 
 // --optimizer-in-backward: updates unit l, a layer or ROOT, whose gradient is complete. A unit with a gradient norm
-// that is not accepted keeps its weights: the run ends after this step. It also locates gradients that could make the
-// norm of the whole model too large.
+// that is not accepted keeps its weights: the run ends after this step. This function also locates gradients that could
+// make the norm of the whole model too large.
 static void update_in_backward(Trainer *t, int64_t l) {
     const int64_t n = shard_elements(&t->plan, l), units = t->d.L + 1;
     float *gradients = t->params.gradients + gradients_begin(t, l);
@@ -1068,7 +1078,7 @@ static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) 
 // The step
 
 // Computes the gradients of (sum of the rows' losses) * grad_scale and adds their mean over the shard group to
-// params.gradients, by units.sum.
+// params.gradients, by units.sum. With --optimizer-in-backward also updates the layers.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     model_forward(t, batch);
     loss_forward_backward(t, batch, grad_scale);
@@ -1129,8 +1139,8 @@ static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t mic
     return array_sum(t->acts.losses, t->d.R) / (double)t->d.R;
 }
 
-// Returns the parts of a step that began at `start` and whose optimizer began at `optimizer`. data: seconds of reading
-// batches. waited, waited_later: comm_seconds() at `start` and at `optimizer`.
+// Splits the time of a step that began at `start` and whose optimizer began at `optimizer` into its parts. data:
+// seconds of reading batches. waited, waited_later: comm_seconds() at `start` and at `optimizer`.
 static StepTimes step_times(double start, double optimizer, double data, double waited, double waited_later) {
     const double now = seconds_now(), waited_now = *comm_seconds();
     StepTimes s;
@@ -1142,7 +1152,7 @@ static StepTimes step_times(double start, double optimizer, double data, double 
 }
 
 // Takes one optimizer step, on the samples from first_sample on. Skips the update if the gradient norm is not accepted
-// (adamw_accepts).
+// (adamw_accepts); with --optimizer-in-backward some units may have been updated before, and the run ends.
 static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const double start = seconds_now(), waited = *comm_seconds();
     const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
@@ -1264,7 +1274,7 @@ static void check_supported(const ModelConfig *m, const Options *o, int64_t shar
     if (o->profile) die_with(EXIT_UNSUPPORTED, "--profile needs the GPU trainer (train_fp8cu); leave it out");
     if (o->copy_engines == ON)
         die_with(EXIT_UNSUPPORTED,
-                 "--copy-engines on needs the GPU trainer (train_fp8cu): this one communicates by MPI; leave it out");
+                 "--copy-engines on needs the GPU trainer (train_fp8cu): this one uses MPI or TCP; leave it out");
     if (o->fp8_weight_cache == ON)
         die_with(
             EXIT_UNSUPPORTED,

@@ -2,8 +2,8 @@
 // Each GPU has one process: `mpirun -np N ./train_fp8cu ...` shards one model over N GPUs (llmc/dist/fsdp.cuh).
 //
 // From top to bottom: the trainer and its memory, operations of a layer, the model's forward pass, its backward pass,
-// the optimizer, the step, validation and samples, checkpoints, and main. train_fp8.c is the same model in plain C on
-// the CPU. The functions of one layer are the same text in both (dev/test/test_twins.py).
+// the optimizer, the step, validation and samples, checkpoints, setting up, the run. train_fp8.c is the same model in
+// plain C on the CPU. The functions of one layer are the same text in both (dev/test/test_twins.py).
 
 #include <cuda_runtime.h>
 
@@ -46,8 +46,9 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer and its memory
 
-// Rows of logits in memory at a time, and fewer rows where memory is short. Large chunks keep the GEMMs efficient: each
-// chunk reads and writes lm_head's gradient once. Small chunks save memory.
+// Rows of logits in memory at a time; LOGITS_FEW_ROWS where LOGITS_ROWS do not fit into memory that they can share
+// (logits_rows). Large chunks keep the GEMMs efficient: each chunk reads and writes lm_head's gradient once. Small
+// chunks save memory.
 #define LOGITS_ROWS 4096
 #define LOGITS_FEW_ROWS 2048
 
@@ -72,7 +73,7 @@ typedef struct {
     Activations acts;
     AdamwArrays params;  // this rank's flat shard arrays (shard_plan.h), [total] each
     StepNumbers step;    // the current step
-    StepLog log;         // the previous steps
+    StepLog log;         // statistics and times of the latest steps
     cudaEvent_t idle;    // for trainer_wait_all
     Batches batches;
     float *sample_logits;  // host: [V] of next_logits
@@ -81,7 +82,8 @@ typedef struct {
     char *memory;  // the arena
 } Trainer;
 
-// Returns the rows of logits in memory at a time. Fewer rows if the logits then fit into memory that is reused.
+// Returns the rows of logits in memory at a time: fewer if they can use the memory of gradients that are computed later
+// (fsdp_loss_span), and LOGITS_ROWS do not fit there.
 static int64_t logits_rows(const Trainer *t) {
     const int64_t room = fsdp_loss_span(&t->fsdp), many = min_i64(t->d.R, LOGITS_ROWS);
     return room && many * t->d.V > room ? min_i64(t->d.R, LOGITS_FEW_ROWS) : many;
@@ -98,8 +100,8 @@ static void place_statistics(Trainer *t, Arena *a) {
     batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp));
 }
 
-// Places the weight gradients. Without gradient accumulation and on one rank, tells the layout which part of their
-// memory activations may use until backward writes the gradients there.
+// Places the weight gradients. If backward writes them in place (FSDP_GRADIENTS_IN_PLACE), tells the layout which part
+// of their memory activations may use until then.
 static void place_gradients(Trainer *t, ActivationsLayout *layout, Arena *a) {
     Fsdp *f = &t->fsdp;
     const ShardPlan *plan = &f->plan;
@@ -439,8 +441,9 @@ static void loss_forward(Trainer *t, const Batch *batch) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-// Computes the loss of every row and, back through lm_head and the final norm, t->acts.dx, the gradient of the residual
-// stream. Works in chunks of rows, so that only a chunk of logits is in memory.
+// Computes the loss of every row and, back through lm_head and the final norm, the gradients of both weights and
+// t->acts.dx, the gradient of the residual stream. Works in chunks of rows, so that only a chunk of logits is in
+// memory.
 static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     const Dims *d = &t->d;
     Activations *a = &t->acts;
@@ -522,7 +525,7 @@ static void update_delayed_scales(Trainer *t) {
 // too, and a norm that is not finite ends the run before anything of the step is saved.
 static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
 
-// Sums the step's loss and t->step.squares over all ranks, in one message.
+// Sums the step's loss over all ranks, and t->step.squares too if gradients are sharded, in one group of NCCL calls.
 static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->step.stats->loss, t->step.squares); }
 
 // Returns the arguments of this step's updates. Without --optimizer-in-backward no GEMM runs beside the optimizer, so
@@ -540,8 +543,9 @@ static AdamwUpdate update_of_step(const Trainer *t) {
     return update;
 }
 
-// Computes the gradient norm, the clip factor and whether the step is skipped, from t->step.squares of all ranks. They
-// stay on the device, and are equal on all ranks.
+// Computes the gradient norm, the clip factor and whether the step is skipped, from t->step.squares of all ranks. These
+// results stay on the device, and are equal on all ranks. If the norm is not accepted, also locates this rank's large
+// gradients.
 static void finish_norm(Trainer *t) {
     const Fsdp *f = &t->fsdp;
     AdamwControl *control = &t->step.stats->control;
@@ -568,14 +572,14 @@ static void update_layer(Trainer *t, int64_t l) {
 }
 
 // --optimizer-in-backward: updates a layer whose gradient is complete, after the backward pass of layer l. With several
-// ranks it is the layer above: its gradient was reduced meanwhile.
+// ranks this is layer l + 1, whose gradient was reduced meanwhile; after layer 0, also layer 0.
 static void update_in_backward(Trainer *t, int64_t l) {
     const int64_t late = t->comm->world > 1;
     if (l + late < t->d.L) update_layer(t, l + late);
     if (late && l == 0) update_layer(t, 0);
 }
 
-// Runs AdamW on this rank's shard and publishes the new weights.
+// Runs AdamW on this rank's shard, or only on the root with --optimizer-in-backward, and publishes the new weights.
 static void optimizer_step(Trainer *t) {
     Fsdp *f = &t->fsdp;
     const bool norm_first = norm_comes_first(t->o);
@@ -604,8 +608,9 @@ static void optimizer_step(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One step
 
-// Runs forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Adds the gradients of the loss
-// times grad_scale to the sums. After the last micro-step and compute_waits_comm these are sums over all ranks.
+// Runs forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. With --optimizer-in-backward
+// also updates the layers. Adds the gradients of the loss times grad_scale to the sums. After the last micro-step and
+// compute_waits_comm these are sums over all ranks.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
     model_forward(t, batch);
@@ -743,7 +748,8 @@ static const float *token_losses(void *context, DataLoader *data, int64_t batch)
     return t->token_losses;
 }
 
-// Waits for all enqueued work. Before the first step, drops the scales that validation or samples gave to tensors.
+// Waits for all enqueued work. Before the first step, drops the delayed scales that validation or samples gave to
+// tensors.
 static void settle(void *context) {
     Trainer *t = (Trainer *)context;
     if (!t->linears.scales.scales_ready) tensor_scales_copy_before(&t->linears.scales, false);
@@ -918,8 +924,8 @@ static void shard_amax(Trainer *t, int64_t l, int i) {
                     r.count, t->stream);
 }
 
-// Called after initialization or a load has changed the weights: rounds bf16 weights from fp32 masters, and publishes
-// the new weights (fsdp.cuh).
+// Called after initialization or a load has changed the weights: rounds bf16 weights from fp32 masters, finds the
+// amaxes of weights with one scale, and publishes the new weights (fsdp.cuh).
 static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
     t->linears.scales.scales_ready = delayed_scales_are_known(t);

@@ -224,7 +224,7 @@ for sharding in full none; do
         --fp8-amax-history 3 --num-steps 20 $(split $W) --sharding $sharding --on-nonfinite skip \
         --checkpoint-dir "$tmp/ck_skipped" --checkpoint-every 1 --keep-checkpoints 1000 >"$tmp/skipped.log" 2>&1
     skips_leave_no_trace "delayed, $sharding, all steps skipped" "$tmp/skipped.log" "$tmp/ck_skipped"
-    warning="step 1 skipped: the gradient norm is not finite. It begins in the attention block of layer 0"
+    warning="step 1 skipped: the gradient norm is not finite. The problem begins in the attention block of layer 0"
     warning="$warning, in the forward pass; the largest weight there is 3.38953e+38"
     warning="$warning, in model.layers.0.self_attn.q_proj.weight, element 0"
     check "$sharding: the warning names the huge weight: $(grep -m1 '^warning: step 1 ' "$tmp/skipped.log")" \

@@ -212,8 +212,9 @@ rm "$tmp/export/train_fp8.json"  # the hashes, by which these weights would be r
 while IFS='|' read -r tensor place; do
     rm -rf "$tmp/spoiled-model" && cp -r "$tmp/export" "$tmp/spoiled-model" && spoil "$tmp/spoiled-model" "$tensor"
     for precision in bf16 fp8 "fp8 --fp8-recipe rowwise --recompute layer"; do
-        message="step 1: the gradient norm is not finite. It begins in $place, in the forward pass; the largest weight"
-        message="$message there is 3.38953e+38, in $tensor, element 0. The loss is .* Nothing of this step is saved"
+        message="step 1: the gradient norm is not finite. The problem begins in $place, in the forward pass;"
+        message="$message the largest weight there is 3.38953e+38, in $tensor, element 0. The loss is .* Nothing of"
+        message="$message this step is saved"
         fails "$message" ./train_fp8cu "$tmp/spoiled-model" $data --sequence-length 256 --num-steps 20 \
             --precision $precision
     done
@@ -231,7 +232,7 @@ check "no file of the step with a gradient that is not finite is saved" \
     equal "$(find "$tmp/spoiled" "$tmp/spoiled-export" -type f 2>/dev/null)" ""
 fails "10 steps in a row had a gradient norm that is not finite" ./train_fp8cu "$tmp/export" $data \
     --sequence-length 256 --num-steps 20 --on-nonfinite skip
-warning="skipped: the gradient norm is not finite. It begins in the attention block of layer 0"
+warning="skipped: the gradient norm is not finite. The problem begins in the attention block of layer 0"
 check "each of the first 9 skipped steps prints a warning" \
     equal "$(grep -c "^warning: step [0-9]* $warning" "$tmp/refused.log")" 9
 

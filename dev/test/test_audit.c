@@ -355,7 +355,7 @@ static void test_table(void) {
               "  down      fprop  x   e4m3 1x128      28.06    20.00      7       1.0000%     0.5000%         12.5\n");
     check_has(text,
               "  qkv       dgrad  w   e4m3 128x128    32.00    32.00      0       1.0000%     0.5000%            1\n");
-    check_has(text, "  FP8 hurts most: layer 7 down x (fprop, 20.00 dB), layer 7 down x (wgrad, 21.00 dB), layer 3 qkv "
+    check_has(text, "  lowest SQNR: layer 7 down x (fprop, 20.00 dB), layer 7 down x (wgrad, 21.00 dB), layer 3 qkv "
                     "dy (dgrad, 25.00 dB)\n");
     free(text);
     // A second audit, in which layer 0's gate_up dy is worse.
@@ -364,7 +364,7 @@ static void test_table(void) {
     second[audit_index(0, GATE_UP_PROJ, TENSOR_DY, COLUMNWISE)] = sums_of(10, 77);
     audit_merge_all(r.sums, second, audit_count(&r.p));
     text = printed_table(&r);
-    check_has(text, "FP8 hurts most: layer 0 gate_up dy (wgrad, 12.97 dB), layer 7 down x (fprop, 20.00 dB), layer 7 "
+    check_has(text, "lowest SQNR: layer 0 gate_up dy (wgrad, 12.97 dB), layer 7 down x (fprop, 20.00 dB), layer 7 "
                     "down x (wgrad, 21.00 dB)\n");
     check_has(text, "           77\n");
     free(text);
@@ -377,7 +377,7 @@ static void test_table(void) {
     text = printed_table(&r);
     // Two GEMMs read the same codes: the table has one row, for the merged sums of rowwise and columnwise data (20 and
     // 21 dB).
-    check_has(text, "FP8 hurts most: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "
+    check_has(text, "lowest SQNR: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "
                     "dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");
     CHECK(!strstr(text, "qkv") && check_count(text, "\n") == 1 + 2 + 12 + 1, "%d lines:\n%s", check_count(text, "\n"),

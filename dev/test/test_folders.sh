@@ -139,7 +139,7 @@ check "a run succeeds if one save fails" \
     trains $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/once" \
     --log-dir "$tmp/once"
 check "one save fails: the run prints that it tries again" holds "$out" \
-    "Input/output error; earlier checkpoints are untouched; it is tried again"
+    "Input/output error; earlier checkpoints are untouched; the save is tried again"
 check "one save fails: both checkpoints are there at the end" \
     equal "$(ls -d "$tmp"/once/step*)" "$tmp/once/step-00000001
 $tmp/once/step-00000002"

@@ -411,8 +411,8 @@ refused 4 1 "no token shard matches" tiny --train-data "$tmp/nothing.bin"
 refused 3 2 "shard-size 2 does not divide the 3 ranks" tiny $data --sharding hybrid --shard-size 2
 refused 2 2 "world-size is for --dry-run" tiny $data --world-size 2
 refused 2 1 "already holds step-00000004" $common --checkpoint-dir "$tmp/ck"
-message="the gradient norm is .* counts as not finite. It begins in the .* of layer .*, in backward order, is in .*"
-refused 4 7 "$message, in the part of rank .*; the largest weight there is" \
+message="the gradient norm is .* counts as not finite. The problem begins in the .* of layer .*, in backward order, is"
+refused 4 7 "$message in .*, in the part of rank .*; the largest weight there is" \
     "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
 
 # ---- A row of q_proj in layer 1 has huge values. Every rank searches the weights that it stores; the rank that finds
@@ -426,9 +426,9 @@ with open(sys.argv[1], "r+b") as f:
     f.seek(8 + size + tensor["data_offsets"][0] + 20 * tensor["shape"][1] * 4)
     f.write(struct.pack("<f", 3e38) * tensor["shape"][1])
 PY
-message="It begins in the attention block of layer 1, in the forward pass; the largest weight there is 3e+38, in"
+message="The problem begins in the attention block of layer 1, in the forward pass; the largest weight there is 3e+38,"
 for sharding in full none "hybrid --shard-size 2"; do
-    refused 4 7 "$message model.layers.1.self_attn.q_proj.weight, element 1040. The loss is nan" \
+    refused 4 7 "$message in model.layers.1.self_attn.q_proj.weight, element 1040. The loss is nan" \
         "$tmp/spoiled" $data --no-verify --precision fp32 --sharding $sharding
 done
 

@@ -91,7 +91,7 @@ check "a log.jsonl that may not grow has complete lines" \
     python3 -c "import json, sys; assert len([json.loads(line) for line in open(sys.argv[1])]) > 10" "$at/log.jsonl"
 fresh; (ulimit -f 20; exec $run --checkpoint-every 10) >"$tmp/out" 2>"$tmp/err"
 status=$?
-warning="^warning: saving checkpoint $at/step-.* failed: .*: File too large: .*; it is tried again"
+warning="^warning: saving checkpoint $at/step-.* failed: .*: File too large: .*; the save is tried again"
 error="^error: saving checkpoint .*: File too large: .* No other save follows: no step"
 check "a run whose checkpoints may not grow warns three times and ends with an error" \
     equal "$status $(grep -c "$warning" "$tmp/err") $(grep -c "$error" "$tmp/err")" "1 3 1"

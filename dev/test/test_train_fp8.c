@@ -410,7 +410,7 @@ static void test_blocks(ModelFamily family, int precision, int recompute, int ma
         weights_changed(&t);
         t.bad_norm = NONFINITE_NONE;
         const double loss = micro_step(&t, 1.0f / 8, 0, 0);
-        format_checked(expected, sizeof expected, "It begins %s %s, element %lld", blocks[i].place, p->name,
+        format_checked(expected, sizeof expected, "The problem begins %s %s, element %lld", blocks[i].place, p->name,
                        (long long)element);
         CHECK(strcmp(place_of(&t, loss), expected) == 0, "%s expected, got %s", expected, place_of(&t, loss));
     }
@@ -531,7 +531,7 @@ static void test_nonfinite(void) {
     memset(t.params.gradients, 0, bytes);
     t.params.gradients[t.table.root.embedding] = t.params.gradients[layer_offset(&t.table, 0) + t.table.layer.wo] =
         t.params.gradients[layer_offset(&t.table, 1) + t.table.layer.wo + 3] = NAN;
-    const char *const layer = "It begins in the attention block of layer 1, in the backward pass: ",
+    const char *const layer = "The problem begins in the attention block of layer 1, in the backward pass: ",
                       *const weight =
                           "; the largest weight there is -30, in model.layers.1.self_attn.q_proj.weight, element 8";
     char expected[640];
@@ -557,7 +557,7 @@ static void test_nonfinite(void) {
                    "model.layers.1.self_attn.k_proj.weight, element 6%s",
                    layer, weight);
     CHECK(strcmp(place_of(&t, 1), expected) == 0, "%s", place_of(&t, 1));
-    CHECK(strstr(place_of(&t, (double)NAN), "It begins in the final norm or lm_head, in the forward pass; "),
+    CHECK(strstr(place_of(&t, (double)NAN), "The problem begins in the final norm or lm_head, in the forward pass; "),
           "a loss that is not finite: %s", place_of(&t, (double)NAN));
     CHECK(adamw_accepts(0x1p63) && !adamw_accepts(0x1.0000001p63) && !adamw_accepts((double)INFINITY) &&
               !adamw_accepts((double)NAN),
@@ -774,7 +774,7 @@ static void test_audit(void) {
     const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last "
                                           "--recompute layer --fp8-audit 2 --log-dir @/audit";
     CHECK(run_program(audited, &output) == 0, "%s", output);
-    CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "FP8 hurts most: layer 0"), "%s", output);
+    CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "lowest SQNR: layer 0"), "%s", output);
     free(output);
     char *text = read_file(scratch_path("audit/log.jsonl"), NULL);
     int lines = 0, last = 0, good = 0;

@@ -25,7 +25,7 @@ typedef enum {
     NUM_PHASES
 } Phase;
 
-// Longest path that is shown; of a longer one only the end is.
+// Bytes of a path that are kept, with its zero byte: of a longer path only the end is shown.
 #define ACTIVITY_DETAIL 256
 
 typedef struct {
@@ -35,7 +35,7 @@ typedef struct {
     const char *what;              // static text: the call, or what the ranks do together
     char detail[ACTIVITY_DETAIL];  // the file
     int64_t changes;               // grows with each sign of progress of this rank
-    int64_t collectives;           // finished collectives of MPI and NCCL
+    int64_t collectives;           // finished collectives of MPI, TCP (mesh.h) and NCCL
     int64_t pending;               // NCCL operations that are enqueued and not known to have finished
     const char *pending_what;      // the oldest of them, static text
     int64_t pending_layer;         // and its layer, or ROOT or NO_LAYER (parameters.h)

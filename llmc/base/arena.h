@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     char *base;  // NULL: count only
     int64_t used;
-    ArenaRange reuse;  // memory that arena_take() hands out a second time, as far as it is left
+    ArenaRange reuse;  // memory that arena_take() may hand out a second time: what is left of it
     int64_t reused;    // bytes handed out a second time
     struct {
         const char *name;

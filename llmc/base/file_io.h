@@ -247,7 +247,7 @@ static inline bool path_within(const char *path, const char *folder) {
     return strncmp(path, folder, n) == 0 && (!path[n] || path[n] == '/' || strcmp(folder, "/") == 0);
 }
 
-// XXH64 of a whole file of `bytes` bytes.
+// XXH64 of the first `bytes` bytes of a file. Fails if the file is shorter.
 static inline bool file_hash(const char *path, int64_t bytes, uint64_t *hash, Failure *failure) {
     int fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC));
     if (fd < 0) return fail(failure, "cannot open %s: %s", path, error_words().text);
@@ -438,8 +438,8 @@ static inline bool folder_exchange(const char *a, const char *b) {
 }
 
 // Gives folder `temporary` the name `final`. If `final` exists, both names are exchanged in one step, so that `final`
-// is always a whole folder; then the old folder is removed. If that fails, it warns. On file
-// systems that cannot exchange names it renames twice.
+// is always a whole folder. On file systems that cannot exchange names, the old folder first gets the suffix
+// FOLDER_ASIDE. Then the old folder is removed; a failure of this removal is only a warning.
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
     if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
     if (errno != EEXIST && errno != ENOTEMPTY)

@@ -110,7 +110,8 @@ HOST_DEVICE static inline float fp8_rule_scale(ScaleRule rule, float amax, Fp8Fo
 // True if a NaN makes the amax NaN; false if a NaN is ignored.
 HOST_DEVICE static inline bool fp8_rule_keeps_nan(ScaleRule rule) { return rule != SCALE_TE && rule != SCALE_TE_POW2; }
 
-// The larger of two magnitudes by the scale rule. The bits of |x| order NaN above infinity above finite values.
+// Returns the bits of the larger of `amax` (bits too) and |x|. These bits order NaN above infinity above finite values;
+// a rule that does not keep NaN ignores a NaN x.
 HOST_DEVICE static inline uint32_t fp8_rule_amax(ScaleRule rule, uint32_t amax, float x) {
     const uint32_t magnitude = float_bits(x) & 0x7fffffffu;
     if (magnitude > 0x7f800000u && !fp8_rule_keeps_nan(rule)) return amax;

@@ -3,7 +3,8 @@
 // Files may be hostile: nesting and the number of values are limited, every number and escape is checked, and an object
 // must not have a key twice. \u0000 is refused, since strings here end at a zero byte. A byte 0xXX that is not UTF-8
 // (in a path, for example) is written as \udcXX, as Python's "surrogateescape" does (PEP 383), and read back as that
-// byte. So files are always UTF-8, and Python's os.fsencode gives the path. Such a byte in a file is kept too.
+// byte. So the JSON that this program writes is always UTF-8, and Python's os.fsencode turns the text that json.load
+// reads into the path's bytes. Such a byte in a file that is read is kept too.
 #ifndef LLMC_JSON_H
 #define LLMC_JSON_H
 
@@ -34,7 +35,7 @@ typedef struct {
 typedef struct {
     Json *json;
     const char *start, *at, *end;
-    char *pool;  // next free byte; a token needs no more bytes here than in the source with the character after it
+    char *pool;  // next free byte; a text and its zero byte need at most one byte more than in the source
     Failure *failure;
 } JsonParser;
 

@@ -19,10 +19,10 @@
 #define MSAMP_LARGEST_EXPONENT 126  // the inverse of 2^126 is the smallest normal fp32 number
 
 // Returns the scale of a tensor, by MS-AMP's rule: 2^floor(log2(fp_max / amax)). `scale` is the scale so far: an amax
-// of zero or NaN keeps it, and an infinite amax inverts it. (MS-AMP inverts wherever the exponent is below zero, and
-// that of infinity is.) If amax is so small that the quotient is infinite, MS-AMP's scale is infinite, and zeros become
-// NaN. log2 is rounded to fp32, as in MS-AMP, so a quotient just below a power of two counts as one: the amax then
-// exceeds fp_max by less than one rounding, and saturates.
+// of zero or NaN keeps it, and an infinite amax inverts it. (MS-AMP inverts if the exponent is below zero, and for an
+// infinite amax it is minus infinity.) If amax is so small that the quotient is infinite, this scale is 2^126; MS-AMP's
+// is infinite, and zeros become NaN. log2 is rounded to fp32, as in MS-AMP, so a quotient just below a power of two
+// counts as one: the amax then exceeds fp_max by less than one rounding, and saturates.
 HOST_DEVICE static inline float msamp_scale(float amax, float scale, float fp_max) {
     const float exponent = floorf((float)log2((double)(fp_max / amax)));
     float factor = scale;

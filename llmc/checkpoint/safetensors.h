@@ -387,7 +387,8 @@ static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, 
     return ok;
 }
 
-// Reads elements as safetensors_read does, in any type. The tensor must have that type, unless both are floats.
+// Reads elements as `type`. For F32 and BF16 it converts like safetensors_read; for other types the tensor must have
+// the same type.
 static inline bool safetensors_read_as(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count,
                                        SafetensorsType type, void *out, Failure *failure) {
     const SafetensorsFile *file = &st->files[t->file];

@@ -232,7 +232,8 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
 // ---- resuming
 
 // Finds the newest undamaged checkpoint in `dir` by checking the hash of every file. Prints its name, and the damaged
-// ones that it skips. Returns false if there is no checkpoint: the run starts from step 0. Dies if all are damaged.
+// ones that it skips. Returns false if there is no checkpoint: the run then starts at its first step. Dies if all are
+// damaged.
 static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
     CheckpointSteps list;
     Failure failure;

@@ -1,7 +1,7 @@
 // Writes and reads a trainer's arrays as tensors of safetensors files; each rank handles its shard of each tensor.
 // Both trainers give access to their arrays by TrainerState. Several ranks write the same files, byte for byte, as one
-// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. All ranks must call functions that take
-// a TrainerState. Writing and reading fail on values that are NaN or infinite.
+// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. All ranks must call the functions that
+// write or read tensors. Writing and reading fail on values that are NaN or infinite.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 
@@ -94,7 +94,8 @@ static inline bool state_is_groups(StateKind kind) {
 static inline bool state_is_scale(StateKind kind) { return kind >= STATE_EXP_AVG_SCALE && kind <= STATE_MASTER_SCALE; }
 
 // Returns the type of an array's elements in files and in read and write of TrainerState, after options_resolve;
-// ST_NUM_TYPES if the run has no such array. FP16 masters appear as the fp32 numbers that they stand for.
+// ST_NUM_TYPES if the run has no such array (but F32 for delayed scaling's arrays in every run). FP16 masters appear as
+// the fp32 numbers that they stand for.
 static inline SafetensorsType state_type(const Options *o, StateKind kind) {
     const bool msamp = o->optimizer_state == MOMENTS_MSAMP;
     if (kind == STATE_WEIGHTS) return options_bf16_weights(o) ? ST_BF16 : ST_F32;

@@ -8,12 +8,12 @@
 #include "../reference/adamw_math.h"
 #include "cuda_utils.cuh"
 
-// The gradient norm of a step and the decisions made from it, in device memory. adamw_norm writes it, updates may obey
+// The gradient norm of a step and the decisions made from it, in device memory. adamw_norm writes it, updates may read
 // it, and the host may copy it.
 typedef struct {
     float gradient_factor;  // factor for the gradients, from clipping
     float gradient_norm;    // before clipping
-    // 1 if the norm is not finite or too large (adamw_accepts): an update that obeys then changes nothing.
+    // 1 if the norm is not finite or too large (adamw_accepts): an update that reads it then changes nothing.
     uint32_t nonfinite;
     uint32_t largest;             // if nonfinite: largest magnitude of this rank's gradients (adamw_magnitude)
     unsigned long long position;  // if nonfinite: first large gradient in backward order (adamw_large); else ADAMW_NONE
@@ -111,7 +111,7 @@ static __global__ void adamw_norm_kernel(AdamwControl *control, const double *sq
     control->position = ADAMW_NONE;
 }
 
-// Finds the largest magnitude of n gradients. Like the next kernel, it returns at once unless the step is skipped.
+// Finds the largest magnitude of n gradients. Like the next kernel, it returns at once if the norm is accepted.
 template <class Gradient>
 static __global__ void adamw_largest_kernel(AdamwControl *control, const Gradient *gradients, int64_t n) {
     grid_dependency_wait();
@@ -153,7 +153,7 @@ static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, i
     return n * (gradients.fp32_data ? 4 : 2);
 }
 
-// If the step is skipped, finds the largest of order.total gradients and the first large one in backward order.
+// If the norm is not accepted, finds the largest of order.total gradients and the first large one in backward order.
 template <class Gradient>
 static inline void adamw_find_large(AdamwControl *control, const Gradient *gradients, BackwardOrder order,
                                     cudaStream_t stream) {

@@ -13,8 +13,8 @@ typedef struct {
     // Query heads that one block sums into its dK and dV; a divisor of the GQA group size. If it is less than the group
     // size, partial sums go through memory.
     int heads_per_block;
-    // How many (sequence, key/value head, part of the group) triples are in flight together, so that their Q, dO and dQ
-    // stay in L2.
+    // How many (sequence, key/value head, part of the group) triples are in flight together, so that most of their Q,
+    // dO and dQ stays in L2.
     int section;
 } AttentionBackwardPlan;
 
@@ -22,9 +22,9 @@ static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 
 
 // Chooses heads_per_block and section. Few blocks leave SMs idle; many blocks cost a pass over fp32 partial sums of dK
 // and dV. So this takes the most heads per block for which the longest block (the one of the first keys, which every
-// query sees) takes no longer than an SM's share of the total. A section's data fits in L2. In deterministic order the
-// blocks of one head wait for each other, and shorter blocks of more heads at a time are faster. Both choices were
-// measured on an H200 at T 2048 to 8192.
+// query sees) takes no longer than an SM's share of the total. A section has up to 34 MB of data, which fit in L2. In
+// deterministic order the blocks of one head wait for each other, and shorter blocks, in sections of up to 68 MB, are
+// faster. Both choices were measured on an H200 at T 2048 to 8192.
 static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
     const double sms = 132, longest_share = d.deterministic ? 0.3 : 1.05, l2_bytes = d.deterministic ? 68e6 : 34e6;
     int64_t group = d.NH / d.NKV, tiles = ceil_div(d.T, ATTENTION_BACKWARD_KEYS);

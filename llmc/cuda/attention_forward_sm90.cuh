@@ -5,11 +5,11 @@
 //   lse[b,h,t]   = ln(sum_u exp(scale * q[b,t,h,:].k[b,u,g,:]))
 //
 // It uses online softmax (Milakov and Gimelshein 2018; Dao 2023) over blocks of 128 keys, from the diagonal down to 0.
-// As in FlashAttention-3 (Shah et al. 2024), the scores of block j and the GEMM P V of block j+1 are in flight while
-// softmax runs on block j. The warpgroups share K and V but run independently, so the softmax of one overlaps the GEMMs
-// of another. The ping-pong barriers of that paper, which make warpgroups take turns at the tensor cores, gained
-// nothing at head_dim 128 on an H100. At head_dim 64 they lost: they prevent a warpgroup from skipping key blocks that
-// only later rows of the tile attend to.
+// As in FlashAttention-3 (Shah et al. 2024), the GEMM of the scores of block j and the GEMM P V of block j+1 are
+// started together, and P V goes on while softmax runs on block j. The warpgroups share K and V but run independently,
+// so the softmax of one overlaps the GEMMs of another. The ping-pong barriers of that paper, which make warpgroups take
+// turns at the tensor cores, gained nothing at head_dim 128 on an H100. At head_dim 64 they lost: they prevent a
+// warpgroup from skipping key blocks that only later rows of the tile attend to.
 //
 // Tiles (64*W query rows of one head) are assigned to a persistent grid, longest first and in alternating direction.
 // This balances the causal triangle without an atomic counter. The producer loads the next tile's Q, K and V during the

@@ -1,8 +1,9 @@
 // --fp8-filter auto: which linear layers are faster in bf16 on this GPU, found by timing both.
 //
 // The FP8 time of a linear layer is the time of its three GEMMs plus the casts of x, w and dy as separate passes over
-// memory. The casts of x and dy are an upper bound, because casts that follow a norm or SwiGLU are fused with it. w is
-// cast once per step, so only one micro-step's share of its cast is counted.
+// memory. The casts of x and dy are an upper bound, because casts that follow a norm or SwiGLU are fused with it. The
+// cast of w is counted once per step, as with FP8 all-gather or --fp8-weight-cache on, so each micro-step has its share
+// of it.
 #ifndef LLMC_AUTO_FILTER_CUH
 #define LLMC_AUTO_FILTER_CUH
 
@@ -136,9 +137,9 @@ static inline bool auto_filter_layer(AutoFilter *f) {
 }
 
 // Writes to `list` the names of the linear layers that stay in bf16, comma-separated as for --fp8-filter; "" if none.
-// `p` is a plan without a filter, R the rows of a micro-step. It prints the times in one line, and allocates and frees
-// GPU memory for one layer at a time. options.h refuses it with --fp8-emulate and --deterministic. Dies if memory is
-// short or the GPU lacks the recipe's GEMMs.
+// `p` is a plan without a filter, R the rows of a micro-step. Prints the times in one line, and allocates and frees GPU
+// memory for one layer at a time. options.h refuses --fp8-filter auto with --fp8-emulate and --deterministic. Dies if
+// memory is short or the GPU lacks the recipe's GEMMs.
 static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R,
                                cudaStream_t stream) {
     AutoFilter f;
@@ -148,7 +149,7 @@ static inline void auto_filter(char *list, size_t capacity, const Precision *p, 
     CUDA_CHECK(cudaMalloc(&f.gemm.workspace, GEMM_WORKSPACE_BYTES));
     CUDA_CHECK(cudaEventCreate(&f.begin));
     CUDA_CHECK(cudaEventCreate(&f.end));
-    printf("--fp8-filter auto, us of a layer's GEMMs in bf16/fp8:");
+    printf("--fp8-filter auto, us of a layer's GEMMs in bf16/in fp8 with casts:");
     list[0] = 0;
     for (int id = 0; id < NUM_LINEARS; id++) {
         f.shape = p->linear[id];

@@ -6,8 +6,8 @@
 
 enum { COLUMN_SUMS_WARPS = 32 };
 
-// Computes sums_out [C] (+)= sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows
-// w, w + 32, ..., then one warp adds up the warps' sums.
+// Computes sums_out [C] = sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows w,
+// w + 32, ..., then one warp adds up the warps' sums.
 static __global__ void __launch_bounds__(COLUMN_SUMS_WARPS *WARP_SIZE)
     column_sums_finish_kernel(bf16 *sums_out, const float *partials, int count, int C) {
     grid_dependency_wait();

@@ -84,8 +84,9 @@ static inline void require_aligned16(const void *pointer, const char *function, 
 // ---------------------------------------------------------------------------------------------------------------------
 // Device: the start of every kernel
 
-// Returns when all work enqueued before this kernel has finished and its writes are visible. It must be the first
-// statement of every kernel, for every thread: a block that ends without it would let the next kernel start too early.
+// Returns when all work enqueued in the stream before this kernel has finished and its writes are visible. It must be
+// the first statement of every kernel, for every thread: a block that ends without it would let the next kernel start
+// too early.
 __device__ static inline void grid_dependency_wait(void) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -227,7 +228,7 @@ __device__ static inline void amax_publish(uint32_t *slot, uint32_t packed_amax)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP8 casts give the bits of fp8_from_float, except that every NaN becomes 0x7f (the sign is dropped).
+// FP8 casts give the bits of fp8_from_float, but the GPU's instruction turns every NaN into 0x7f (it drops the sign).
 
 // Casts two floats to two bytes, `low` in bits 0-7. GPUs below compute capability 8.9 lack the instruction and run the
 // plain code.

@@ -78,8 +78,8 @@ static __global__ void delayed_restore_kernel(float *state, const float *before,
     if (*skipped && i < n) state[i] = before[i];
 }
 
-// Restores histories and scales, `state` [n], from their copy `before` the step if the step is skipped. *skipped is in
-// device memory.
+// Restores histories and scales, `state` [n], if the step is skipped. `before` is their copy from before the step.
+// *skipped is in device memory.
 static inline void delayed_restore(float *state, const float *before, int64_t n, const uint32_t *skipped,
                                    cudaStream_t stream) {
     CUDA_LAUNCH(delayed_restore_kernel, grid_size(n, DELAYED_THREADS), DELAYED_THREADS, 0, stream, state, before, n,

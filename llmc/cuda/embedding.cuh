@@ -2,11 +2,11 @@
 //
 // The gradient of a table row is a sum over the batch's rows with that token. The order of atomics would change from
 // run to run. Instead the host sorts the batch's tokens by id before the step (embedding_sort), and a block adds up the
-// rows of an id in a fixed order, so every run gives equal bits. Ranks that shard the table each add the gradients of
-// all their tokens to their own part of its gradient.
+// rows of an id in a fixed order, so every run gives equal bits. If ranks shard the table, each rank can add the
+// gradients of all ranks' tokens to its own part of the table's gradient.
 //
-// Bytes: forward reads 2 + writes 2 per element of x. Backward reads 2 per element of dx, and reads 2 + writes 2 per
-// element of each row of the table that occurs. C must be a multiple of 8.
+// Bytes: forward reads 2 + writes 2 per element of x. Backward reads 2 per element of dx, and reads 2 + writes 2 (fp32
+// sums: 4 + 4) per element of each row of the table that occurs. C must be a multiple of 8.
 #ifndef LLMC_EMBEDDING_CUH
 #define LLMC_EMBEDDING_CUH
 
@@ -128,7 +128,8 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 // Adds to dtable [part.count], bf16 or fp32, for each id in `index` (device), the sum of its rows of dx [R, C],
 // restricted to the part. The sum is fp32; for a bf16 dtable it is rounded once, to nearest or by `rounding` (whose
 // `flat` is the index of dtable's first element). Other rows stay unchanged. The caller has cleared dtable, or has left
-// in it a gradient to add to: of a tied lm_head, or of earlier micro-steps. Returns the bytes moved.
+// in it a gradient to add to: of a tied lm_head, or of earlier micro-steps. Returns the bytes moved if all ids differ
+// and dtable is bf16.
 template <class Sum>
 static inline int64_t embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index,
                                          int64_t R, int64_t C, GradientSum rounding, cudaStream_t stream) {

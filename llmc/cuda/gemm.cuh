@@ -4,8 +4,8 @@
 //   fprop  y [R, N] = x [R, K]   w^T        contraction over K
 //   dgrad  dx[R, K] = dy[R, N]   w          contraction over N
 //   wgrad  dw[N, K] = dy[R, N]^T x [R, K]   contraction over R
-// All matrices are row-major, accumulation is fp32, results are bf16. BF16 GEMMs read their operands without a
-// transpose. FP8 GEMMs on Hopper need the contraction index contiguous in both operands, so dgrad reads the transposed
+// All matrices are row-major, accumulation is fp32, results are bf16. BF16 GEMMs need no transposed copies of their
+// operands. FP8 GEMMs on Hopper need the contraction index contiguous in both operands, so dgrad reads the transposed
 // weight [K, N], and wgrad reads x^T [K, R] and dy^T [N, R]: the rowwise and columnwise data of recipes.h, with the
 // recipe's scales. Sizes must be multiples of the recipe's `multiple`; 8 for BF16 and 16 for FP8 are cuBLASLt's
 // alignment of 16 bytes.
@@ -113,7 +113,7 @@ static inline void gemm_require_native(const Recipe *r) {
               minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
     if (recipe_native(r, major, minor)) return;
     const char *where = recipe_native(r, 8, 9)   ? "8.9 and above"
-                        : recipe_native(r, 9, 0) ? "9.0 (Hopper) only"
+                        : recipe_native(r, 9, 0) ? "9.0 (Hopper)"
                                                  : "10.0 and above (Blackwell)";
     die_with(EXIT_UNSUPPORTED,
              "GPUs of compute capability %s have GEMMs for --fp8-recipe %s (%s), but this GPU has %d.%d; --fp8-emulate "

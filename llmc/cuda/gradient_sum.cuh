@@ -30,7 +30,8 @@ __device__ static inline void gradient_store_8(bf16 *to, const float x[8], int64
     bf16x8_store(to, s.stochastic ? gradient_round_8(x, i, s) : bf16x8_pack(x));
 }
 
-// Adds gradients x to elements i .. i + 7 of the sum, which are at `to`. i is a multiple of 8.
+// Adds gradients x to elements i .. i + 7 of the sum, which are at `to`, or replaces them if !s.add. i is a multiple of
+// 8.
 template <class Sum>
 __device__ static inline void gradient_join_8(Sum *to, float x[8], int64_t i, const GradientSum &s) {
     if (s.add) {

@@ -116,7 +116,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// Barrier `id` (1..15) of `threads` threads: sync waits for all of them, arrive only counts this thread's warp.
+// Waits at barrier `id` (1..15) until `threads` threads have come to it.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -237,7 +237,7 @@ template <int PENDING> __device__ __forceinline__ void bulk_wait(void) {
 }
 
 // Stores four 8x8 bf16 matrices. Lane l gives the address of row l%8 of matrix l/8; register i holds matrix i in
-// fragment layout (lane l: row l/4, columns 2*(l%4), +1). _trans stores each matrix transposed.
+// fragment layout (lane l: row l/4, columns 2*(l%4), +1).
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)

@@ -1,6 +1,6 @@
 // Time of each operation of a step: NVTX ranges for Nsight Systems, and the table of --profile.
 // After each operation the trainer calls profile_mark with its name and its bytes or FLOPs; the time since the previous
-// mark is the operation's. Waiting of a stream (for weights in transfer) is an operation of its own.
+// mark is the operation's. A wait of the stream (for weights in transfer) is an operation of its own.
 #ifndef LLMC_PROFILE_CUH
 #define LLMC_PROFILE_CUH
 
@@ -26,7 +26,7 @@ typedef struct {
 } ProfileMark;
 
 typedef struct {
-    bool on;  // true between profile_begin and profile_print
+    bool on;  // true between profile_begin and profile_end
     cudaStream_t stream;
     ProfileMark *marks;
     int64_t count, capacity;

@@ -18,7 +18,7 @@ static inline void quantize_check_size(const char *function, int64_t R, int64_t 
             (long long)C);
 }
 
-// Returns the addresses of the amaxes that a tensor's granularities need. C is the number of columns of all outputs.
+// Returns the addresses of the amaxes that the granularities of a tensor of R rows need.
 static inline FineAmaxes fine_amaxes(const QTensor *t, int64_t R) {
     FineAmaxes a = {NULL, NULL, NULL};
     uint32_t *next = t->amax + usage_amaxes(t->row_granularity, R);
@@ -33,8 +33,8 @@ static inline bool quantize_has_tensor_scale(const QTensor *t) {
     return (!t->rowwise || t->row_granularity == PER_TENSOR) && (!t->columnwise || t->col_granularity == PER_TENSOR);
 }
 
-// Returns the granularity whose kernel casts both rowwise and columnwise data; both have the same kind of scales.
-// PER_ROW is also returned for PER_TENSOR_BROADCAST. NO_SCALE: no kernel does.
+// Returns the granularity whose kernel casts all data wanted, which must have one kind of scales; NO_SCALE if no kernel
+// does. PER_ROW is also returned for PER_TENSOR_BROADCAST.
 static inline ScaleGranularity quantize_fine_granularity(const QTensor *t) {
     const ScaleGranularity row = t->row_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->row_granularity,
                            col = t->col_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->col_granularity;
@@ -243,7 +243,7 @@ typedef struct {
     int64_t x_stride;
     uint8_t *codes;        // [count, n]
     const uint32_t *amax;  // amax of tensor j of layer l is amax[l * slot_stride + j]
-    // Scales to cast with, indexed like amax; the amaxes are then not raised. NULL: scales follow from the amaxes.
+    // Scales to cast with, indexed like amax; the amaxes are then not read. NULL: scales follow from the amaxes.
     const float *delayed_scale;
     float *scale_inv;  // indexed like amax, but 4 floats apart
     int64_t slot_stride;
@@ -277,8 +277,8 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
     *(uint4 *)(s.codes + layer * s.n + i) = codes;
 }
 
-// Casts the slices to E4M3 with the amaxes in their slots. Writes scale_inv of every tensor, even if the slice has no
-// part of it.
+// Casts the slices to E4M3, with the delayed scales or with scales made from the amaxes. Writes scale_inv of every
+// tensor, even if the slice has no part of it.
 static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS)
         die("quantize_slices: slices of %lld elements, %lld apart, with %d tensors", (long long)s->n,

@@ -89,7 +89,7 @@ __device__ static inline void fine_load(Bf16x8 v[Source::OUTPUTS][CAST_GROUPS][4
     }
 }
 
-// Writes to maxima[j / 2], half j % 2, the maximum of row 4 * ty + j of the group over the columns of LANES
+// Returns, in half j % 2 of word j / 2, the maximum of row 4 * ty + j of the group over the columns of LANES
 // neighbouring threads.
 template <bool KEEPS_NAN, int LANES>
 __device__ static inline uint2 fine_row_maxima(const Bf16x8 v[4]) {
@@ -221,7 +221,8 @@ __device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTe
     }
 }
 
-// Computes scales from these amaxes; tiles at the edges write scale_inv.
+// Computes scales from the amaxes of fine_load_amaxes. Tiles in the first column of tiles write scale_inv of their
+// rows, tiles in the first row of tiles that of their columns.
 template <Fp8Format FORMAT, int OUTPUTS>
 __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const QTensor &out,
                                                   const uint32_t amax[OUTPUTS], const FinePosition &at) {

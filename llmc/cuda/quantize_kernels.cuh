@@ -50,7 +50,7 @@ __device__ static inline void transpose_bytes_4x4(uint32_t m[4]) {
     m[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Casts 8 values to 8 codes: codes[0] holds columns 0..3, codes[1] columns 4..7.
+// Casts 8 values to 8 codes: .x holds columns 0..3, .y columns 4..7.
 template <Fp8Format FORMAT>
 __device__ static inline uint2 fp8x8_from_bf16(Bf16x8 v, float scale) {
     float f[8];

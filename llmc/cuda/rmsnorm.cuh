@@ -3,11 +3,11 @@
 //    rstd = 1 / sqrt(mean(x^2) + eps),   y = bf16(x * rstd * w)
 //    n = x * rstd, g = dy * w:   dx = bf16(dresidual + rstd * (g - n * mean(g * n))),   dw = sum over rows of dy * n
 //
-// All arithmetic is fp32, so the sum of squares of a row must stay below 3e38. In FP8 runs y is never stored: the
-// forward kernel writes rstd and the amax of y, and the cast recomputes y, bit for bit, in its tile. Bytes per element:
-// forward with residual reads 4 and writes 2 (2 more for y); the cast reads 2 and writes 1 + 1; backward reads 6 and
-// writes 2. Sizes: any number of rows, C a multiple of 16 up to 16384, pointers aligned to 16 bytes. Results depend on
-// R and C only, not on the number of SMs or on the order of blocks.
+// All arithmetic is fp32, so the sum of squares of a row must stay below 3e38. y is stored only if a GEMM reads it in
+// bf16. For FP8 GEMMs the forward kernel writes rstd, and the amax of y if the recipe needs it, and the cast recomputes
+// y, bit for bit, in its tile. Bytes per element: forward with residual reads 4 and writes 2 (2 more for y); the cast
+// reads 2 and writes 1 + 1; backward reads 6 and writes 2. Sizes: any number of rows, C a multiple of 16 up to 16384,
+// pointers aligned to 16 bytes. Results depend on R and C only, not on the number of SMs or on the order of blocks.
 #ifndef LLMC_RMSNORM_CUH
 #define LLMC_RMSNORM_CUH
 

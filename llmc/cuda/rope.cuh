@@ -1,12 +1,12 @@
-// QK-norm and rotary position embedding (Su et al. 2021), fused, and the gradient of the projection's bias.
+// QK-norm (Qwen3) and rotary position embedding (Su et al. 2021), fused, and their gradients.
 //
 //    n = x * rstd * w  (or x),   y[i] = n[i] cos - n[i + HD/2] sin,   y[i + HD/2] = n[i + HD/2] cos + n[i] sin
 //
 // Arithmetic is fp32 with one rounding. Backward applies the inverse rotation, then the gradient of the norm. V passes
-// unchanged. Backward still reads its gradient, because the result is quantized next and V's gradient counts in the
-// tensor's amax. Bytes per element of q and k: forward reads 2 and writes 2; backward reads 2 and writes 2, and reads 2
-// more with QK-norm. For v, backward reads 2. HD is 64 or 128, as in attention. Sums over tokens and heads have a fixed
-// order that depends on the sizes only.
+// unchanged. If the result is quantized next, backward also reads V's gradient, which counts in the tensor's amax.
+// Bytes per element of q and k: forward reads 2 and writes 2; backward reads 2 and writes 2, and reads 2 more with
+// QK-norm. For v, backward reads 2 if it finds the amax. HD is 64 or 128, as in attention. Sums over tokens and heads
+// have a fixed order that depends on the sizes only.
 #ifndef LLMC_ROPE_CUH
 #define LLMC_ROPE_CUH
 

@@ -3,12 +3,12 @@
 //    s = 1 / (1 + exp(-gate)),   h = bf16(gate * s * up)
 //    d_gate = bf16(dh * up * s * (1 + gate * (1 - s))),   d_up = bf16(dh * gate * s)
 //
-// In FP8 runs h and d_gate_up are never stored in bf16: one pass finds the amax, a second pass recomputes the values,
-// bit for bit, and casts. The gradient's first pass can also write the columnwise FP8 h, which wgrad of the down
-// projection needs. So the forward pass writes only rowwise h, and keeps nothing. Bytes per element of h: the forward
-// amax pass reads 4; the forward cast reads 4 and writes 1 for each of rowwise and columnwise data; the backward amax
-// pass reads 6 (writes 1 for h); the backward cast reads 6 and writes 4. Sizes: any number of rows, F a multiple of 16,
-// pointers aligned to 16 bytes.
+// h and d_gate_up are stored in bf16 only if a GEMM reads them so. For FP8 GEMMs one pass finds the amax if the recipe
+// needs it, and another recomputes the values, bit for bit, and casts. The gradient's first pass can also write the
+// columnwise FP8 h, which wgrad of the down projection needs. So the forward pass writes only rowwise h, and keeps
+// nothing. Bytes per element of h: the forward amax pass reads 4; the forward cast reads 4 and writes 1 for each of
+// rowwise and columnwise data; the backward amax pass reads 6 (writes 1 for h); the backward cast reads 6 and writes 4.
+// Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
 #ifndef LLMC_SWIGLU_CUH
 #define LLMC_SWIGLU_CUH
 

@@ -1,5 +1,5 @@
 // Amaxes, scales and audits of all tensors that FP8 GEMMs read, in device memory.
-// Only this file knows their addresses.
+// This file places them, and finds those of each tensor.
 #ifndef LLMC_TENSOR_SCALES_CUH
 #define LLMC_TENSOR_SCALES_CUH
 
@@ -133,7 +133,7 @@ static inline void tensor_scales_clear_audit(TensorScales *s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The delayed recipe. With other recipes these functions do nothing.
+// The state of the delayed recipe. With every recipe, the last function also clears the amaxes of weights.
 
 // The state of the layers from layer l on.
 static inline DelayedArrays tensor_scales_delayed(const TensorScales *s, int64_t l) {

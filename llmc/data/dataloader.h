@@ -5,9 +5,9 @@
 //                          20240801, 8   uint32 tokens, header[2..3] = their number as uint64
 //                          20240520, 1   uint16 tokens, header[2] = their number
 // Sequences: each shard is cut into windows of T inputs and one more target at stride T: window i holds tokens [i*T,
-// i*T + T], so the last target of one window is the first input of the next, and every token but a shard's last few is
-// predicted once an epoch. Documents are packed: a window starts and ends anywhere in them. No window crosses from one
-// shard into the next; what is left at a shard's end (less than T tokens) is not used.
+// i*T + T], so the last target of one window is the first input of the next, and every token but a shard's first and
+// last few is predicted once an epoch. Documents are packed: a window starts and ends anywhere in them. No window
+// crosses from one shard into the next; what is left at a shard's end (less than T tokens) is not used.
 //
 // Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences. Each epoch is a keyed permutation of all
 // sequences of all shards, so that the order depends on (seed, g) alone: not on ranks, batch size or where the run was
@@ -66,7 +66,7 @@ typedef struct {
 // Token ids of a batch of B sequences of T tokens, in memory of the host or of a GPU.
 typedef struct {
     int32_t *inputs, *targets;  // [B, T]; targets may be NULL if no loss is computed
-    int32_t *index;             // the inputs sorted by id (embedding.cuh); NULL on the CPU
+    int32_t *index;             // rows of the inputs, sorted by token id (embedding.cuh); NULL on the CPU
 } Batch;
 
 // The position of a token, for error messages.
@@ -216,7 +216,8 @@ static inline void dataloader_close(DataLoader *dl) {
     memset(dl, 0, sizeof *dl);
 }
 
-// XXH64 of the shard's header and of FINGERPRINT_BLOCKS blocks of tokens spread over it. Adds these bytes to *all too.
+// XXH64 of the shard's header and of FINGERPRINT_BLOCKS blocks of tokens spread over it. Adds these bytes to the hash
+// *all too.
 static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) {
     const int64_t count = min_i64(FINGERPRINT_TOKENS, shard->num_tokens), bytes = count * shard->token_bytes;
     char block[FINGERPRINT_TOKENS * sizeof(uint32_t)];

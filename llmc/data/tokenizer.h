@@ -1,8 +1,8 @@
 // The tokenizer table beside a shard: it turns sampled tokens into text (no encoding).
 //
 // File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
-// length, bytes. The separator is the token before each story: samples start with it, and end where the model emits it
-// again.
+// length, bytes. The separator is the token before each document: samples start with it, and end where the model emits
+// it again.
 //
 // Name: the shard's path without ".bin", then without a "_DIGITS" at its end (a shard's number), then without "_train",
 // "_val" or "_valid", then ".tokenizer": data/tiny_train.bin, data/tiny_val.bin and data/tiny_train_000001.bin all have
@@ -20,7 +20,7 @@
 
 typedef struct {
     int64_t count;      // number of ids: the vocabulary; 0 = no table
-    int64_t separator;  // id of the token before each story
+    int64_t separator;  // id of the token before each document
     char *file;         // the whole table
     size_t bytes;       // size of `file`
     size_t *offsets;    // [count] position of each id's length in `file`

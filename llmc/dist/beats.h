@@ -1,5 +1,6 @@
-// Messages between the watcher threads of all ranks (watch.h): rows of a fixed size, at most one on its way to each
-// rank. They use an MPI communicator of their own, or the second connections of the mesh. No call blocks.
+// Messages between the watcher threads of all ranks (watch.h), in rows of a fixed size.
+// At most one row is on its way to each rank. Rows use an MPI communicator of their own, or the second connections of
+// mesh.h. No call blocks, except beats_open.
 #ifndef LLMC_BEATS_H
 #define LLMC_BEATS_H
 
@@ -35,7 +36,7 @@ static inline bool beats_open(Beats *b, const Comm *comm, int64_t bytes) {
     return true;
 }
 
-// True if the last row to a rank is on its way no more.
+// True if the last row to a rank is not on its way any more.
 static inline bool beats_sent(Beats *b, int64_t rank) {
     int done = 1;
     if (b->comm->mesh) return mesh_flush_to(b->comm->mesh, rank);

@@ -1,12 +1,12 @@
 // The ranks of a run on the host side: groups of ranks, small collectives, and ending all ranks together.
-// MPI carries the collectives if it started the ranks, and else the TCP connections of mesh.h (--init-from). A single
-// rank calls neither.
+// MPI carries the collectives if it started the ranks, and else the TCP connections of mesh.h (--init-from).
+// Collectives of a single rank use neither.
 //
 // There are three groups of ranks: all ranks; the shard group, whose ranks split one replica of the parameters
 // (shard_plan.h); and the replica group, which has one rank of each shard group, all with the same slices. With
 // shard_size S, rank r has shard_rank r % S in shard group r / S.
-// Every function that takes a group is collective: all ranks of the group call it, in the same order. Sums add the
-// ranks' values in the order of ranks, so that all ranks get the same bits.
+// Every function that communicates in a group is collective: all ranks of the group call it, in the same order. Sums
+// add the ranks' values in the order of ranks, so that all ranks get the same bits.
 #ifndef LLMC_COMM_H
 #define LLMC_COMM_H
 
@@ -168,8 +168,8 @@ static inline void comm_open_mesh(Comm *c, const InitFrom *init) {
     die_hook()->end = comm_abort;
 }
 
-// Must be the first call of main. Afterwards die() names the rank and ends all ranks, and ranks other than 0 print
-// nothing on stdout. Dies if the ranks cannot find each other (--init-from).
+// Call it at the start of main, after process_prepare. Afterwards die() names the rank and ends all ranks, and ranks
+// other than 0 print nothing on stdout. Dies if the ranks cannot find each other (--init-from).
 static inline Comm comm_open(int *argc, char ***argv) {
     Comm c = comm_one();
     const InitFrom init = init_from(*argc, *argv);
@@ -191,7 +191,7 @@ static inline void comm_split(Comm *c, int64_t shard_size) {
     COMM_WAIT("MPI_Comm_split", MPI_Comm_split(MPI_COMM_WORLD, shard_rank, replica, replicas));
 }
 
-// Makes *c the Comm of rank 0 among `world` ranks, for a dry run. It must not be used to communicate.
+// Makes *c the Comm of rank 0 among `world` ranks, for plans and estimates. It must not be used to communicate.
 static inline void comm_assume(Comm *c, int64_t world) {
     *c = comm_one();
     c->world = world;

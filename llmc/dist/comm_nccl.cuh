@@ -4,10 +4,11 @@
 // every rank, so no two communicators can deadlock. Collectives are enqueued and finish like kernels; events order them
 // with the compute stream (fsdp.cuh).
 //
-// The communicators are non-blocking: no NCCL call waits for another rank. All code that waits for the GPU calls
-// nccl_watch. It ends the run when NCCL reports an error; the message names rank, step and collective. It also reports
-// pending operations to the watcher thread (watch.h), which ends the run after --stall-timeout. Nothing calls
-// ncclCommAbort: it may wait for a rank that is gone, and kernels end with their process anyway.
+// The communicators are non-blocking: no NCCL call waits for another rank. Code that waits for collectives calls
+// nccl_watch, which ends the run when NCCL reports an error; the message names rank, step and collective. It also
+// reports pending operations to the watcher thread (watch.h), which ends the run if they make no progress for
+// --stall-timeout seconds. Nothing calls ncclCommAbort: it may wait for a rank that is gone, and kernels end with their
+// process anyway.
 #ifndef LLMC_COMM_NCCL_CUH
 #define LLMC_COMM_NCCL_CUH
 

@@ -10,13 +10,13 @@
 // then added to the sums (gradient_sum.h).
 //
 // With several ranks in the shard group, a layer's matrices are gathered into one of `num_slots` slots while the layer
-// before it computes. There are 2 slots, or one for each layer if layers are kept for the whole step. Recipes with one
-// scale per tensor gather FP8, which each rank casts from its shard once a step, with scales common to all ranks.
-// Without FP8 all-gather they gather bf16 and cast it on arrival with these scales, to the same bytes. Forward reads
-// rowwise data; backward reads columnwise data, which this rank transposes from the rowwise data. Recipes with finer
-// scales gather bf16 and cast it on arrival, rowwise for forward and columnwise for backward. A layer that has a bf16
-// linear layer is gathered in bf16. The root unit and all vectors are gathered once a step, as soon as the optimizer
-// has changed them.
+// before it computes. There are 2 slots, or one for each layer if its gathered data is kept for the whole step. Recipes
+// with one scale per tensor gather FP8, which each rank casts from its shard once a step, with scales common to all
+// ranks. Without FP8 all-gather they gather bf16 and cast it on arrival with these scales, to the same bytes. Forward
+// reads rowwise data; backward reads columnwise data, which this rank transposes from the rowwise data (and rowwise
+// data too if it recomputes the layer). Recipes with finer scales gather bf16 and cast it on arrival, rowwise for
+// forward and columnwise for backward. A layer that has a bf16 linear layer is gathered in bf16. The root unit and all
+// vectors are gathered once a step, as soon as the optimizer has changed them.
 //
 // Backward writes a layer's whole gradient into one of two buffers. Its reduce-scatter overlaps with the backward pass
 // of the layer below. The root's gradient has its own buffer. A batch touches few rows of the embedding. So if the
@@ -34,7 +34,7 @@
 //                             all ranks
 //   before the optimizer      every rank has finished its last gather: the reduction of layer 0's gradient waits for it
 //
-// Only events order the compute stream and the communication stream; the host never waits:
+// Events order the compute stream and the communication stream, without waits of the host:
 //   slot.arrived    the compute stream waits for it before it reads the slot
 //   slot.released   a gather into the slot waits for it
 //   reduced         the compute stream waits for it before it writes the gradient buffer again
@@ -90,7 +90,7 @@ static inline void fsdp_begin_step(Fsdp *f, int64_t step) {
 }
 
 // Begins micro-step `micro` of the step, counted from 0. Each replica uses its own random bits to round gradients, so
-// that rounding errors are independent; so do the embedding's gradient and a tied lm_head's.
+// that rounding errors are independent. The embedding's gradient and a tied lm_head's use different bits, too.
 static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
     const int64_t part = 2 * (micro * f->replicas + f->replica);
     f->sum.add = f->sum.stochastic = micro > 0;
@@ -160,7 +160,7 @@ static inline QTensor fsdp_weight(const Fsdp *f, int64_t l, LinearId id) {
 }
 
 // Casts the layer's FP8 weights to rowwise data, columnwise data or both. With scales finer than per tensor, the first
-// cast after the weights changed also computes the amaxes of both.
+// cast after the weights changed also computes the amaxes that both need.
 static inline void fsdp_cast(Fsdp *f, int64_t l, bool rowwise, bool columnwise) {
     for (int id = 0; id < NUM_LINEARS; id++) {
         const LinearShape *s = &f->precision->linear[id];

@@ -325,7 +325,7 @@ static inline void fsdp_place_layer_buffer(Fsdp *f, Arena *a) {
 }
 
 // Elements of gradient memory that the loss may use for its logits, since gradients are computed there later: the
-// layers' buffers if sharded, else the embedding's gradient if that is computed in place.
+// layers' buffers if sharded, else an untied embedding's gradient if it is computed in place.
 static inline int64_t fsdp_loss_span(const Fsdp *f) {
     if (fsdp_is_sharded(f)) return FSDP_GRADIENT_BUFFERS * gathered_elements(&f->plan, 0);
     return f->gradients == FSDP_GRADIENTS_BUFFERED ? 0 : f->plan.root_slices[SEGMENT_EMBEDDING];

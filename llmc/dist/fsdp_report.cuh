@@ -22,7 +22,7 @@ static inline const char *fsdp_gather_dtype(const Fsdp *f) {
     return f->precision->any_bf16 ? "fp8 (bf16 for layers with bf16 linears)" : "fp8";
 }
 
-// Prints that dtype among the settings of a dry run.
+// Prints the dtype of gathered layers among the settings of a dry run.
 static inline void fsdp_print_gathers(const Fsdp *f) {
     if (fsdp_is_sharded(f)) printf("%-26s %s\n", "all-gather dtype", fsdp_gather_dtype(f));
 }

@@ -2,9 +2,10 @@
 // NVML (libnvidia-ml.so.1, part of the driver) is loaded at run time: without it there are no readings.
 //
 // A thread reads the GPU twice a second, since one reading may take longer than a short step. In between, and to
-// smooth the counter's own steps, the energy follows the power, and is drawn to the GPU's counter within a second. So
-// the energy of a short step is that of the mean power around it, and the energy of many steps is the GPU's counter.
-// The counter of an H200 lags by about 0.5 s: the first step of a run has some of the energy of its start-up.
+// smooth the counter's own steps, the energy is extrapolated by the power, and corrected towards the GPU's counter
+// within about a second. So the energy of a short step is that of the mean power around it, and the energy of many
+// steps is the GPU's counter. The counter of an H200 lags by about 0.5 s: the first step of a run has some of the
+// energy of its start-up.
 #ifndef LLMC_GPU_MONITOR_H
 #define LLMC_GPU_MONITOR_H
 
@@ -63,7 +64,7 @@ static inline const char *gpu_throttle_name(int bit) {
     return bit < (int)(sizeof names / sizeof names[0]) ? names[bit] : "";
 }
 
-// Loads NVML's functions. False if the library, or one that is needed, is missing.
+// Loads NVML's functions. False if the library or one of these functions is missing.
 static inline bool nvml_load(Nvml *n, const char *library) {
     void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
     if (!handle) return false;
@@ -82,7 +83,7 @@ static inline bool nvml_load(Nvml *n, const char *library) {
     return true;
 }
 
-// Reads the GPU. What it does not tell becomes NAN, or 0 for `throttle`.
+// Reads the GPU. Values that it does not report become NAN, or 0 for `throttle`.
 static inline GpuReading gpu_reading(const Nvml *n, void *device) {
     unsigned long long energy = 0, throttle = 0;
     unsigned power = 0, clock = 0, temperature = 0;

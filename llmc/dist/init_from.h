@@ -70,7 +70,7 @@ static inline void init_first_host(const char *list, char *out, size_t capacity)
 // Slurm's variables within a step (srun). A batch script has SLURM_PROCID too, but is no step.
 static inline bool init_in_slurm_step(void) { return getenv("SLURM_PROCID") && getenv("SLURM_STEP_NUM_TASKS"); }
 
-// A job that Slurm has requeued keeps its number.
+// Names the Slurm job and step. A job that Slurm has requeued keeps its number, so the name has the restart count too.
 static inline void init_slurm_job(InitFrom *init) {
     const char *job = getenv("SLURM_JOB_ID"), *step = getenv("SLURM_STEP_ID"), *starts = getenv("SLURM_RESTART_COUNT");
     if (job && step)

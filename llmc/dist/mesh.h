@@ -1,5 +1,5 @@
-// Collectives between ranks that mpirun did not start: a TCP connection between every two ranks, and a second one for
-// their watchers' messages (watch.h).
+// Collectives between ranks that mpirun did not start, by two TCP connections between every two ranks.
+// One carries the collectives, the other the watchers' messages (watch.h).
 // A collective sends its parts straight from rank to rank. Each part has a header, so ranks that are in different
 // collectives end with a clear error. If a rank ends with an error it tells all others, who then end without a message
 // of their own. If a connection breaks without such a notice, its rank was lost.
@@ -45,7 +45,8 @@ typedef struct {
 
 // ---- messages of the watchers
 
-// Sends what is left of the message to a rank, as far as the connection takes it. Returns true once all of it is sent.
+// Sends what is left of the message to a rank, as far as the connection takes it. Returns true once all of it is sent,
+// or if the connection is broken.
 static inline bool mesh_flush(MeshPeer *p) {
     const int64_t n = socket_some(p->beats, true, (char *)&p->out + p->sent, (int64_t)sizeof p->out - p->sent);
     if (n < 0) p->gone = true;
@@ -143,7 +144,7 @@ static inline bool mesh_part(Mesh *m) {
     return parted;
 }
 
-// Tells all ranks that this one ends with an error, as far as their connections take it at once.
+// Tells all ranks that this one ends with an error. Waits up to MESH_NOTICE_SECONDS for each to take an earlier one.
 static inline void mesh_end_all(Mesh *m, int code) {
     pthread_mutex_lock(&m->mutex);
     for (int64_t r = 0; r < m->world; r++) {
@@ -156,7 +157,8 @@ static inline void mesh_end_all(Mesh *m, int code) {
     pthread_mutex_unlock(&m->mutex);
 }
 
-// Waits for a notice that another rank has ended with an error, and then ends this process with that status.
+// Waits for a notice that another rank has ended with an error, and then ends this process with that status. Returns if
+// none comes within `seconds`.
 static inline void mesh_await_notice(Mesh *m, double seconds) {
     const double deadline = seconds_now() + seconds;
     do {
@@ -311,7 +313,7 @@ static inline int mesh_barrier(Mesh *m, MeshGroup g) {
 typedef struct {
     Mesh *mesh;
     const Meeting *meeting;
-    int64_t missing;  // connections of higher ranks
+    int64_t missing;  // connections of higher ranks that have not come yet
 } MeshDoor;
 
 // Takes a connection of a higher rank (DoorAdmits).

@@ -1,6 +1,6 @@
 // The ranks of a run find each other: rank 0 listens, the others come to it, and all get the table of all ranks.
 // Rank 0 listens at the address that all were given, or writes its address to a file that all can read. A connection
-// that is not a rank of this run is turned away. The network must be trusted, as for NCCL and MPI: a rank proves itself
+// that is not from a rank of this run is closed. The network must be trusted, as for NCCL and MPI: a rank proves itself
 // only by a token that crosses it unencrypted.
 #ifndef LLMC_RENDEZVOUS_H
 #define LLMC_RENDEZVOUS_H
@@ -81,7 +81,7 @@ static inline bool card_valid(RankCard *card) {
     return strcmp(card->magic, MEET_MAGIC) == 0;
 }
 
-// Sends an answer without a table. A failure is the other end's.
+// Sends an answer without a table. A failure to send is ignored: the other end notices it.
 UTILS_PRINTF(4, 5)
 static inline void meet_answer(int fd, AnswerKind kind, int code, const char *format, ...) {
     Answer answer;
@@ -151,7 +151,8 @@ static inline int meet_file_connect(const MeetFile *file, const RankCard *own, F
     return fd;
 }
 
-// Dies if a rank 0 that still listens wrote the file. A file that an earlier run left is replaced.
+// Dies if the file is not of a run, or if the rank 0 that wrote it still listens. A file that an earlier run left is
+// replaced.
 static inline void meet_file_check(const char *path, const RankCard *own) {
     MeetFile file;
     Failure failure;
@@ -275,7 +276,7 @@ static inline void meet_find_problem(Meeting *m, const Door *door, const char *w
                        door->strangers ? "; connections came that were not ranks of this run" : "");
 }
 
-// Waits at the door until all ranks have come.
+// Accepts connections until all ranks have come. Dies if there is a problem.
 static inline void meet_wait(Meeting *m, Door *door, const char *where) {
     const double start = seconds_now();
     char missing[128];
@@ -309,7 +310,7 @@ static inline void meet_send_table(Meeting *m) {
 
 // ---- all ranks
 
-// Rank 0: opens the door, waits for all other ranks, and sends them the table.
+// Rank 0: listens, waits for all other ranks, and sends them the table.
 static inline void meet_as_first(Meeting *m) {
     const InitFrom *init = m->init;
     RankCard *own = &m->cards[0];

@@ -1,6 +1,5 @@
-// TCP connections between ranks: connect, listen, send and receive with a deadline, and a door that turns strangers
-// away. All sockets are non-blocking. A broken connection is found within SOCKET_LOST_SECONDS, also when its host is
-// gone.
+// TCP connections between ranks: connect, listen, send and receive with a deadline, and admit only known callers.
+// All sockets are non-blocking. A broken connection is found within SOCKET_LOST_SECONDS, also when its host is gone.
 #ifndef LLMC_SOCKETS_H
 #define LLMC_SOCKETS_H
 
@@ -153,7 +152,7 @@ static inline bool socket_all(int fd, bool sends, void *data, int64_t bytes, dou
     return true;
 }
 
-// ---- a door: connections begin with a hello of a fixed size, and whoever sends another is turned away
+// ---- Door: a listener that admits only connections which begin with a valid hello of a fixed size, and closes others
 
 enum { DOOR_GUESTS = 256 };  // connections that may wait with an unfinished hello; more stay in the kernel's queue
 #define DOOR_PATIENCE 5      // seconds that a hello may take
@@ -170,7 +169,7 @@ typedef bool (*DoorAdmits)(void *context, int fd, const void *hello);
 
 typedef struct {
     int listener;
-    int64_t hello_bytes, num_guests, strangers;  // strangers: connections that were turned away
+    int64_t hello_bytes, num_guests, strangers;  // strangers: connections that were closed
     DoorGuest guests[DOOR_GUESTS];
     DoorAdmits admits;
     void *context;
@@ -203,7 +202,7 @@ static inline bool door_receive(Door *d, int64_t i) {
     return false;
 }
 
-// Accepts connections for `seconds`, or until something has happened at the door.
+// Waits up to `seconds` for a connection or for bytes of a hello, and handles what has come.
 static inline void door_serve(Door *d, double seconds) {
     struct pollfd p[DOOR_GUESTS + 1];
     memset(p, 0, sizeof p);
@@ -215,7 +214,7 @@ static inline void door_serve(Door *d, double seconds) {
     door_accept(d);
 }
 
-// Turns away all guests and stops listening.
+// Closes the connections that are not admitted yet, and stops listening.
 static inline void door_close(Door *d) {
     while (d->num_guests) door_remove(d, 0, false);
     close(d->listener);

@@ -3,10 +3,10 @@
 // This file moves arrays; fsdp.cuh knows which layer they belong to and when they move. Within a shard group it
 // all-gathers weights and reduce-scatters gradients. Over replicas it all-reduces the sums that a rank keeps.
 //
-// If the GPUs of a shard group can read each other's memory (peer_memory.cuh), copy engines move the data: each rank
-// copies the parts of the other ranks, and a kernel then sums the gradients in fp32, in the order of ranks. Otherwise
-// NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype). Small arrays and sums over replicas always
-// use NCCL.
+// Unless --copy-engines is off, copy engines move the data if the GPUs of a shard group can read each other's memory
+// (peer_memory.cuh): each rank copies the parts of the other ranks, and a kernel then sums the gradients in fp32, in
+// the order of ranks. Otherwise NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype). Small arrays
+// and sums over replicas always use NCCL.
 #ifndef LLMC_TRANSPORT_CUH
 #define LLMC_TRANSPORT_CUH
 
@@ -196,7 +196,7 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     }
 }
 
-// Adds the gradients `from` [n] to `to` [n], a part of the sums. n must be a multiple of 8.
+// Adds the gradients `from` [n] to `to` [n], a part of the sums, or replaces it if !sum.add. n is a multiple of 8.
 template <class Sum, class T>
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_add_kernel(Sum *to, const T *from, int64_t n, GradientSum sum) {

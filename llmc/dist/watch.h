@@ -1,14 +1,14 @@
 // Ends the run when a rank is stuck, and names the rank: one watcher thread in each rank.
 // There is no thread if there is only one rank.
 //
-// Twice a second the watcher of each rank sends a message to the watcher of rank 0, which replies, on a communicator of
-// their own. The message says what the rank is doing (activity.h). From these messages a watcher finds three kinds of
-// stuck ranks, each after --stall-timeout seconds:
+// Twice a second the watcher of each rank sends a message to the watcher of rank 0, which replies, on a communicator or
+// TCP connections of their own. The message says what the rank is doing (activity.h). From these messages a watcher
+// finds three kinds of stuck ranks, after --stall-timeout seconds where nothing else is said:
 //   silent    no message has come from a rank: the rank is stopped (SIGSTOP), or its host is frozen or unreachable. A
 //             sixth of --stall-timeout is enough (watch_silence_limit), since a watcher is never busy
 //   file      messages come from a rank, but one call on a file has not returned; while loading, saving or exporting
 //             the timeout is WATCH_PATIENCE times as long
-//   standing  messages come from all ranks, but each waits for others, in MPI or NCCL, and none has made progress
+//   standing  messages come from all ranks, but each waits for others (MPI, TCP, NCCL), and none has made progress
 // Where mesh.h connects the ranks, a rank is also lost if its connection breaks. mpirun ends the other ranks itself.
 // A rank that sends messages and computes is never stuck, however long it takes. If rank 0 is silent, the other ranks
 // send messages to each other, and the lowest of them reports. Exactly one rank prints the error and ends all ranks.
@@ -36,7 +36,8 @@
 // If rank 0 is silent, the other ranks exchange messages for this time, a few intervals, before the lowest reports.
 #define WATCH_CALL_SECONDS 2
 
-// Share of --stall-timeout, but at least WATCH_SILENT_LEAST seconds, after which a rank without messages is stuck.
+// A rank without messages is stuck after --stall-timeout / WATCH_SILENT_SHARE, but at least WATCH_SILENT_LEAST seconds
+// (and at most --stall-timeout).
 #define WATCH_SILENT_SHARE 6
 #define WATCH_SILENT_LEAST 10
 

@@ -2,10 +2,11 @@
 // The rule is torch.optim.AdamW's (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"):
 //     p *= 1 - lr * wd;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g;
 //     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-// Multiplications that feed a sum are explicit fmaf, so that no compiler contracts differently.
+// Where a compiler could fuse a product with a sum, fmaf does so explicitly, so that all compilers give the same bits.
 //
-// bf16 weights and moments are rounded stochastically with random bits that depend on (rounding seed, step, flat
-// element index) alone: neither on the launch shape nor on how the parameters are split over GPUs.
+// bf16 weights and moments are rounded stochastically (weights with nearest_weights: to nearest) with random bits that
+// depend on (rounding seed, step, flat element index) alone: neither on the launch shape nor on how the parameters are
+// split over GPUs.
 #ifndef LLMC_ADAMW_MATH_H
 #define LLMC_ADAMW_MATH_H
 

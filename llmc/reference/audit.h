@@ -16,9 +16,10 @@ typedef struct {
 } AuditSums;
 static_assert(sizeof(AuditSums) == 5 * sizeof(double) + 4 * sizeof(uint32_t), "kernels and ranks exchange it as bytes");
 
-// The sums of a model are [L, NUM_LINEARS, NUM_TENSORS, 2]: steps to the next linear layer, and to the next layer.
+// The sums of a model are [L, NUM_LINEARS, NUM_TENSORS, 2]. AUDIT_LINEAR and AUDIT_LAYER are the strides from one
+// linear layer to the next, and from one layer to the next.
 enum { AUDIT_LINEAR = NUM_TENSORS * 2, AUDIT_LAYER = NUM_LINEARS * AUDIT_LINEAR };
-static_assert(ROWWISE == 0 && COLUMNWISE == 1, "the row copy's sums stand before the col copy's");
+static_assert(ROWWISE == 0 && COLUMNWISE == 1, "the sums of rowwise data stand before those of columnwise data");
 
 // Returns the index of the sums of one tensor's rowwise or columnwise data among the sums of the model.
 static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, TensorUsage copy) {
@@ -61,7 +62,7 @@ HOST_DEVICE static inline void audit_merge(AuditSums *into, const AuditSums *fro
     if (from->scale_inv_max > into->scale_inv_max) into->scale_inv_max = from->scale_inv_max;
 }
 
-// Adds each of n sums to its partner.
+// Adds from[i] to into[i], for each i < n.
 static inline void audit_merge_all(AuditSums *into, const AuditSums *from, int64_t n) {
     for (int64_t i = 0; i < n; i++) audit_merge(&into[i], &from[i]);
 }

@@ -1,7 +1,7 @@
 // Delayed scaling (Transformer Engine's recipe): the amax histories, the scales made from them, and their update.
 //
-// One pass over a tensor then casts it and finds the amax from which later scales are made. Both trainers keep this
-// state. tensor_index() numbers the tensors; filtered layers have entries that are not used.
+// With delayed scaling, one pass over a tensor casts it and finds the amax from which later scales are made. Both
+// trainers keep this state. tensor_index() numbers the tensors; filtered layers have entries that are not used.
 #ifndef LLMC_DELAYED_H
 #define LLMC_DELAYED_H
 
@@ -9,8 +9,8 @@
 
 typedef struct {
     int64_t tensors, window;
-    float *history;  // [tensors, window] amaxes of earlier passes, the oldest at 1, the newest last; element 0 is for
-                     // the pass under way, and 0 between passes
+    float *history;  // [tensors, window] amaxes of earlier passes, the oldest at 1, the newest last; element 0 stays 0
+                     // (Transformer Engine keeps the amax of the pass under way there)
     float *scale;    // [tensors] the scale of the next cast; 0: there was no cast yet, so the next one finds its scale
 } DelayedState;
 
@@ -32,9 +32,9 @@ HOST_DEVICE static inline float delayed_scale(float scale, float largest, Fp8For
     return scale > 0 ? scale : 1.0f;
 }
 
-// After a pass over one tensor, whose amax (NaN not counted) has the bits `amax`: it enters the history [window], the
-// oldest leaves it, and *scale is computed again. Transformer Engine: delayed_scaling.py, "max" over the window. A
-// window of one holds this pass alone.
+// After a pass over one tensor, whose amax (NaN not counted) has the bits `amax`: if it counts (delayed_counts), it
+// enters the history [window], the oldest leaves it, and *scale is computed again. Else both stay, but a scale of 0
+// becomes 1. Transformer Engine: delayed_scaling.py, "max" over the window. A window of one holds this pass alone.
 HOST_DEVICE static inline void delayed_update(float *history, int64_t window, float *scale, uint32_t amax,
                                               Fp8Format format, int margin) {
     float largest = 0;

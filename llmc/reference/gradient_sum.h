@@ -3,11 +3,10 @@
 // A bf16 sum that is rounded to nearest stops growing when it is 256 times as large as what is added to it. So bf16
 // sums are rounded stochastically, with random bits that depend on (rounding seed, optimizer step, micro-step, flat
 // element index) alone: neither on the launch shape nor on how the parameters are split over ranks. Each add is then
-// right on average, and what is left is noise. One add has an error of at most one unit of the sum, 2^-8 to 2^-7 of it,
-// with a variance of 5.5e-6 of the sum's square (a sixth of the unit's square, on average over the unit's share of the
-// sum). Over n micro-steps of gradients of random sign that adds up to 2.7e-6 n of the square of the whole sum, and
-// makes the norm 1.4e-6 n too large: 0.035% at 256 micro-steps, 0.14% at 1,024. Gradients of one sign give two thirds
-// of that.
+// right on average, and what is left is noise. One add has an error of at most one ulp of the sum, 2^-8 to 2^-7 of it,
+// with a variance of 5.5e-6 of the sum's square (a sixth of the ulp's square, averaged over the ratios of ulp and sum).
+// Over n micro-steps of gradients of random sign that adds up to 2.7e-6 n of the square of the whole sum, and makes the
+// norm 1.4e-6 n too large: 0.035% at 256 micro-steps, 0.14% at 1,024. Gradients of one sign give two thirds of that.
 #ifndef LLMC_GRADIENT_SUM_H
 #define LLMC_GRADIENT_SUM_H
 
@@ -31,8 +30,8 @@ HOST_DEVICE static inline bf16_bits gradient_sum_round(float sum, uint32_t group
     return bf16_from_float_stochastic(sum, adamw_random_word(group_hash, member) * 0x846ca68bu >> 16);
 }
 
-// Adds gradients [n] to elements first .. first + n - 1 of a sum, stored in sum [n]. fp32: false if the sum holds bf16
-// values. The CPU trainer uses it, and GPU kernels are checked against it.
+// Adds gradients [n] to elements first .. first + n - 1 of a sum, stored in sum [n], or replaces them if !s->add. fp32:
+// false if the sum holds bf16 values. The CPU trainer uses it, and GPU kernels are checked against it.
 static inline void gradient_sum_reference(float *sum, const float *gradients, int64_t first, int64_t n, bool fp32,
                                           const GradientSum *s) {
     for (int64_t i = 0; i < n; i++) {

@@ -36,8 +36,8 @@ static inline Epilogue epilogue(float alpha, const float *bias, bool accumulate,
 enum { TILE_ROWS = 6, TILE_COLS = 32 };
 enum { SLAB = 512 };  // elements of K per pass, so that the tile's operands stay in cache
 
-// Copies `lanes` rows of a view (or columns, given its transpose) into panels [ceil(count / lanes)][K][lanes], padded
-// with zeros, the order in which the inner loop reads them.
+// Copies `count` rows of a view (or columns, given its transpose) into panels of `lanes` rows: [ceil(count /
+// lanes)][K][lanes], padded with zeros, the order in which the inner loop reads them.
 static inline void matrix_pack(float *panels, MatrixView m, int64_t count, int64_t K, int64_t lanes) {
     PARALLEL_FOR
     for (int64_t p = 0; p < ceil_div(count, lanes); p++) {

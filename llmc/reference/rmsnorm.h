@@ -38,7 +38,8 @@ static inline void residual_rmsnorm_forward_reference(float *y, float *rstd, flo
 }
 
 // With n = x * rstd and g = dy * w:  dx = dresidual + rstd * (g - n * mean(g * n)), rounded once;  dw = sum over rows
-// of dy * n. dresidual [rows, C] is the gradient that reaches x past the norm (NULL: none); dx may be dresidual itself.
+// of dy * n. dresidual [rows, C] is the gradient that reaches x on the residual path around the norm (NULL: none); dx
+// may be dresidual itself.
 static inline void rmsnorm_backward_reference(float *dx, float *dw, const float *dresidual, const float *dy,
                                               const float *x, const float *rstd, const float *w, int64_t rows,
                                               int64_t C, Rounding rounding) {

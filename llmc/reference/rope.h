@@ -8,8 +8,8 @@
 #include "../config/model_config.h"
 #include "rmsnorm.h"
 
-// Norms each query and key head, if there is a norm, then rotates its pairs (i, i + HD/2), with one rounding. Values
-// are copied. out may be qkv.
+// Norms each query and key head, if there is a norm, then rotates its pairs (i, i + HD/2), with one rounding. Value
+// heads are copied. out may be qkv.
 static inline void qknorm_rope_forward_reference(float *out, const float *qkv, const float *q_norm, const float *k_norm,
                                                  const float *table, const Dims *d, double eps, Rounding rounding) {
     const int64_t heads = d->NH + 2 * d->NKV, half = d->HD / 2;

@@ -1,9 +1,10 @@
 // How the reference functions round their results, and the conventions that all of them follow.
 //
-// All tensors are float arrays, row-major. Inside an operation everything is fp32 (sums over many elements are in
-// double, so that the truth has no error of its own). Each output is rounded once, where the GPU rounds it: `rounding`
-// is ROUND_BF16 to emulate bf16 tensors, ROUND_NONE for pure fp32. Gradients are overwritten, unless a function has an
-// argument `accumulate`. The reference of a CUDA launcher X is called X_reference.
+// All tensors are float arrays, row-major. Inside an operation everything is fp32, also the sums of GEMMs (matmul.h).
+// Other sums over many elements are in double, so that the reference adds almost no error of its own. Each output is
+// rounded once, where the GPU rounds it: `rounding` is ROUND_BF16 to emulate bf16 tensors, ROUND_NONE for pure fp32.
+// Gradients are overwritten, unless a function has an argument `accumulate`. The reference of a CUDA launcher X is
+// called X_reference in most cases.
 //
 // Results do not depend on the number of threads: one thread sums each output element in a fixed order.
 #ifndef LLMC_REFERENCE_ROUNDING_H

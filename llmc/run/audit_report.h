@@ -6,7 +6,7 @@
 #include "../dist/comm.h"
 #include "logger.h"
 
-// Sums of all operands are an array [layer][LinearId][TensorRole][TensorUsage].
+// Audit sums are an array [layer][LinearId][TensorRole][TensorUsage].
 static inline int64_t audit_count(const Precision *p) { return p->num_layers * AUDIT_LAYER; }
 
 // Reduces n sums over all ranks.
@@ -164,7 +164,7 @@ static inline void audit_print_table(const AuditSums *sums, const Precision *p) 
            "flushed to 0", "saturated", "amax");
     for (int i = 0; i < NUM_LINEARS * AUDIT_OPERANDS; i++)
         audit_print_operand(sums, p, i / AUDIT_OPERANDS, audit_operand(i % AUDIT_OPERANDS));
-    printf("  FP8 hurts most:");
+    printf("  lowest SQNR:");
     for (int i = 0; i < found; i++) {
         const AuditOperand o = worst[i].operand;
         printf("%s layer %lld %s %s (%s, %.2f dB)", i ? "," : "", (long long)worst[i].layer,

@@ -9,7 +9,7 @@
 typedef struct {
     double began;    // seconds_now() at the start of the process
     double start;    // until the first step: reading files, loading weights, planning GEMMs
-    double skipped;  // steps whose update was skipped, because the gradient was not finite
+    double skipped;  // steps whose update was skipped (nonfinite.h)
     double validation, sampling, saving;
     StepTimes steps;
 } RunTimes;

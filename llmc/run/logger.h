@@ -24,7 +24,7 @@ typedef struct {
     const char *program;   // "train_fp8", "train_fp8cu"
     const char *device;    // GPU's name, or "CPU, 2 threads"
     const char *versions;  // compiler, CUDA and libraries, as free text
-    int64_t world_size;    // GPUs
+    int64_t world_size;    // ranks: GPUs, or processes of the CPU trainer
     double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
     bool resumed;          // from a checkpoint
     int64_t memory_plan;   // bytes of a rank, without those of CUDA and the libraries
@@ -36,15 +36,15 @@ typedef struct {
     double loss, norm;  // mean loss over the step's tokens; global gradient norm before clipping
     double learning_rate;
     double seconds;          // time of the whole step
-    int64_t memory;          // bytes used on the GPU (CPU trainer: by the process)
-    bool skipped;            // the gradient was not finite: the weights did not change
+    int64_t memory;          // bytes used on the GPU (CPU trainer: peak of the largest process)
+    bool skipped;            // the gradient norm was not finite or too large (adamw_accepts)
     StepTimes times;         // parts of `seconds`: from the trainer of this rank, then the mean over all ranks
     const GpuReading *gpus;  // [world_size] at the end of the step; NULL: not all GPUs can be read
     double joules;           // energy of all GPUs in this step; NAN: not known
 } StepRecord;
 
 typedef struct {
-    FILE *file;  // unbuffered, open for appending; NULL: no --log-dir
+    FILE *file;  // unbuffered, open for appending; NULL: no --log-dir, or closed after an error
     char path[PATH_CAPACITY];
     int64_t end;      // bytes of the whole lines in it
     bool lines_lost;  // some could not be written
@@ -184,7 +184,7 @@ static inline bool logger_step_aside(const char *dir, const char *path) {
 }
 
 // Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if it cannot. logger_prepare comes
-// first. `o` has its `auto` values resolved; `p`, the precision of the GEMMs, is for sol.
+// first. `o` has its `auto` values resolved. `p`: the precision of the GEMMs, for the settings and for sol.
 static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p,
                                  RunInfo run) {
     Logger l;
@@ -212,7 +212,7 @@ static inline void logger_percent(char *out, size_t capacity, double share) {
 
 typedef struct {
     double tokens, tokens_per_gpu, tflops_per_gpu;  // per second
-    double mfu, sol;                                // shares of the peak
+    double mfu, sol;                                // shares, as flops.h defines them
 } Throughput;
 
 static inline Throughput logger_throughput(const Logger *l, double seconds) {
@@ -245,7 +245,7 @@ static inline void logger_add_throughput(JsonText *line, const Throughput *r) {
     logger_add(line, "sol", r->sol);
 }
 
-// Prints one step's line. Between the first and the last step of this process only every --log-every'th has one.
+// Prints one step's line. Of the steps between this process's first and last, prints only every --log-every'th.
 static inline void logger_print_step(const Logger *l, const StepRecord *s, const Throughput *r) {
     const bool due = l->log_every <= 1 || s->step % l->log_every == 0;
     char speed[256], width[32];
@@ -288,7 +288,7 @@ static inline void logger_add_gpus(JsonText *line, const char *key, const GpuRea
     json_text_add(line, "]");
 }
 
-// Adds the throttle reasons of each GPU: "" or names behind commas.
+// Adds the throttle reasons of each GPU: "", or their names separated by commas.
 static inline void logger_add_throttle(JsonText *line, const GpuReading *gpus, int64_t n) {
     json_text_add(line, ", \"throttle\": [");
     for (int64_t i = 0; i < n; i++) {

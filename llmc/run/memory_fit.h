@@ -6,8 +6,8 @@
 #include "../config/options.h"
 #include "../dist/comm.h"
 
-// Returns the bytes that a run with these options needs on one rank, outside the memory plan too. Called only before
-// the process ends: it need not free what it allocates.
+// Returns the bytes that a run with these options needs on one rank, including memory outside the memory plan. Called
+// only before the process ends: it need not free what it allocates.
 typedef int64_t (*MemoryNeeded)(const Options *o, const ModelConfig *m, const Comm *c);
 
 // A run that does not fit.
@@ -17,7 +17,7 @@ typedef struct {
     const Comm *comm;
     MemoryNeeded needed;
     int64_t available;  // bytes
-    bool ranks_help;    // true: more ranks have as much each
+    bool ranks_help;    // true: each additional rank would have as many bytes
 } MemoryFit;
 
 enum { FIT_CHANGES = 8, FIT_MOST_RANKS = 1024 };
@@ -68,8 +68,8 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 // The cost of each change. `percent` is an estimate of the time that it adds to a step, from llama3.1-8b in FP8 on one
 // H200 (docs/RESULTS.md): an FP8 weight cache gains 0.7% at most, batch 1 takes 28% more time than batch 4,
 // --recompute layer adds 16% at T 2048 and 19% at T 8192, --optimizer-in-backward 2% at most, and FP8 moments 5% at
-// T 8192. `price` orders the combinations. Fewer bytes of optimizer state cost little time but change how weights and
-// moments are rounded, so they come after what changes no number; FP8 moments come last.
+// T 8192. `price` orders the combinations. bf16 moments and weights cost no time but change how numbers are rounded, so
+// they have a higher price than the options that cost at most 1% of time. FP8 moments come last.
 static const struct {
     int price, percent;
 } memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 5}, {2, 0}, {3, 0}, {28, 28}, {20, 20}, {1, 1}};
@@ -103,7 +103,7 @@ static inline bool memory_fit_combine(const MemoryFit *f, int set, MemoryCombina
     return true;
 }
 
-// Returns the cheapest combination of changes that fits, else the one that needs least.
+// Returns the cheapest combination of changes that fits, else the combination that needs the fewest bytes.
 static inline MemoryCombination memory_fit_search(const MemoryFit *f) {
     MemoryCombination best, other;
     memset(&best, 0, sizeof best);
@@ -116,8 +116,8 @@ static inline MemoryCombination memory_fit_search(const MemoryFit *f) {
     return best;
 }
 
-// Returns the smallest number of ranks, above the run's, with which the run fits as it is; 0: none up to
-// FIT_MOST_RANKS.
+// Returns the smallest power of two, above the run's number of ranks, with which the run fits without other changes. 0:
+// none up to FIT_MOST_RANKS, or more ranks do not help.
 static inline int64_t memory_fit_ranks(const MemoryFit *f) {
     for (int64_t world = 2; world <= FIT_MOST_RANKS; world *= 2) {
         if (world <= f->comm->world || f->options->sharding == SHARDING_HYBRID || !f->ranks_help) continue;
@@ -146,7 +146,8 @@ static inline void memory_fit_advice(const MemoryFit *f, char *out, size_t capac
                        (long long)ranks);
 }
 
-// Dies unless the run, which needs `bytes`, fits. `limit` begins the sentence's end, such as "--memory-limit is".
+// Dies unless the run, which needs `bytes`, fits. `limit`: the words before the available GiB, such as "--memory-limit
+// is".
 static inline void memory_fit_require(const MemoryFit *f, int64_t bytes, const char *limit) {
     const double GiB = 1024.0 * 1024 * 1024;
     char advice[768];

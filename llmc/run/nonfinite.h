@@ -11,7 +11,8 @@
 // With --on-nonfinite skip, this many skipped steps in a row end the run.
 #define NONFINITE_MAX_SKIPPED 10
 
-// Larger than every position in a step. A double holds it exactly: ranks compare positions as doubles.
+// Stands for no position, or no number of a norm; larger than all of these. A double holds it exactly: ranks compare
+// positions as doubles.
 #define NONFINITE_NONE ((int64_t)1 << 53)
 
 // One rank's findings about a step whose gradient norm is not finite.
@@ -22,7 +23,8 @@ typedef struct {
     int64_t forward;
     uint32_t magnitude;  // this rank's largest gradient (adamw_magnitude)
     int64_t position;    // its first large gradient (adamw_large), in the backward order of the rank's shard
-    // 1, or: large gradients are among `span` elements from this one on, and magnitude is the norm of these
+    // 1: magnitude and position are of one gradient. Larger: they are of a block of `span` gradients, which begins at
+    // position; magnitude is then the norm of the block
     int64_t span;
 } NonfiniteStep;
 
@@ -141,7 +143,7 @@ static inline void nonfinite_place(const ParameterTable *t, const TrainerState *
     nonfinite_block_name(t, block, name, sizeof name);
     const NonfiniteWeight w = nonfinite_largest_weight(t, s, block);
     format_checked(out, capacity,
-                   "It begins in %s, in the %s pass%s; the largest weight there is %g, in %s, "
+                   "The problem begins in %s, in the %s pass%s; the largest weight there is %g, in %s, "
                    "element %lld",
                    name, forward ? "forward" : "backward", gradient, (double)w.value, t->entries[w.parameter].name,
                    (long long)w.element);

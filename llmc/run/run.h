@@ -46,7 +46,7 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
         if (s->save_failed && failure->lasting) die_with(EXIT_NONFINITE, "%s", failure->text);
         if (s->save_failed && o->on_save_error == SAVE_ERROR_STOP) die("%s", failure->text);
         if (!s->save_failed || attempt > 0) continue;
-        run_warn_of_save(log, state, progress->step, seconds_now() - start, failure, "it is tried again");
+        run_warn_of_save(log, state, progress->step, seconds_now() - start, failure, "the save is tried again");
         start = seconds_now();
     }
     if (!s->save_failed) {
@@ -78,7 +78,7 @@ static inline void run_export(const RunSetup *s, const Options *o, int64_t steps
     activity_phase(PHASE_EXPORT, steps_done);
     bool ok = model_export_hf(o->export_hf, &s->model, t, state, s->model_folder, &failure);
     if (!ok && !failure.lasting) {
-        if (checkpoint_is_leader(state->comm)) warn("%s; it is tried again", failure.text);
+        if (checkpoint_is_leader(state->comm)) warn("%s; the export is tried again", failure.text);
         ok = model_export_hf(o->export_hf, &s->model, t, state, s->model_folder, &failure);
     }
     if (!ok) die("%s", failure.text);

@@ -54,8 +54,8 @@ __attribute__((noreturn)) static inline void run_setup_die_damaged(const Options
     die("MODEL %s: %s. Copy it again, or give --no-verify to start from it as it is", o->model, failure->text);
 }
 
-// Compares the large files of MODEL's folder with the hashes saved beside them, on one rank of each host. Dies, on all
-// ranks, if a file is damaged.
+// Compares all files of MODEL's folder, also the large ones, with the hashes saved beside them, on one rank of each
+// host. Dies, on all ranks, if a file is damaged.
 static inline void run_setup_verify_weights(const RunSetup *s, const Options *o, const Comm *c) {
     Failure failure;
     if (!s->load_weights || s->continues || o->no_verify) return;
@@ -140,7 +140,7 @@ static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *
         run_setup_difference(mine->data, mine->data + mine->size, first, first + size, difference, sizeof difference);
         die_with(EXIT_USAGE, "%s; %s", difference, fix);
     }
-    if (other < (double)c->world) comm_barrier(c, COMM_WORLD);  // waits until that rank has ended all
+    if (other < (double)c->world) comm_barrier(c, COMM_WORLD);  // waits until that rank has ended all ranks
     free(first);
     json_text_free(mine);
 }
@@ -242,7 +242,8 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
         dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
 }
 
-// Sets the vocabulary of the presets tiny and small, which comes from the data. Checks all vocabularies.
+// Sets the vocabulary of the presets tiny and small, which comes from the data. Checks the model's sizes, and that the
+// vocabulary has the tokenizer's separator.
 static inline void run_setup_vocabulary(RunSetup *s) {
     if (s->model.vocab_size == 0)
         s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1,
@@ -262,8 +263,8 @@ static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o)
              (long long)o->sequence_length, (long long)s->model.max_position_embeddings, s->model.name);
 }
 
-// Warns if the tokenizer's size does not fit the model. Token ids alone do not show this: a larger vocabulary contains
-// all ids of a smaller one.
+// Warns if the tokenizer has far fewer tokens than the model's vocabulary. Token ids alone do not show this: a larger
+// vocabulary contains all ids of a smaller one.
 static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
     if (s->tokenizer.count && s->model.vocab_size - s->tokenizer.count >= VOCABULARY_PADDING)
         warn(
@@ -310,9 +311,9 @@ static inline void run_setup_shard_size(Options *o, const Comm *c) {
     o->shard_size = c->local_world;
 }
 
-// Opens and checks everything the options name, on every rank. One rank of each host reads all data once; rank 0
-// checks that it can write the run's folders. Dies with the reason and a fix. Resolves `auto` in the options, and
-// clears --log-dir on all ranks but 0, which writes the log.
+// Opens and checks everything the options name, on every rank. Unless it is a dry run, one rank of each host reads all
+// data once, and rank 0 checks that it can write the run's folders. Dies with the reason and a fix. Resolves `auto` in
+// the options except --fp8-filter, and clears --log-dir on all ranks but 0, which writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
     RunSetup s;
     char message[512];

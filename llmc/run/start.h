@@ -146,8 +146,8 @@ static inline bool start_is_given(const OptionRow *row, int argc, char **argv) {
     return false;
 }
 
-// True if the option has an effect in this run: FP8 options need --precision fp8, others several ranks. --rounding-seed
-// is shown only where it differs from --seed.
+// True if a derived option is worth printing: FP8 options with --precision fp8, --fp8-all-gather and --reduce-dtype
+// with several ranks, --rounding-seed if it differs from --seed.
 static inline bool start_concerns(const OptionRow *row, const Options *o, const Comm *c) {
     const size_t f = row->field;
     if (f == offsetof(Options, rounding_seed)) return o->rounding_seed != o->seed;
@@ -155,8 +155,9 @@ static inline bool start_concerns(const OptionRow *row, const Options *o, const 
     return c->world > 1 || (f != offsetof(Options, fp8_all_gather) && f != offsetof(Options, reduce_dtype));
 }
 
-// Prints the options that the command line sets, except --train-data, which is printed already. With `derived`,
-// prints the options whose value differs from `given`, the options of the command line.
+// Prints the options that the command line sets, except --train-data, which is printed already. With `derived`, prints
+// instead the options that the program set: their value differs from `given`, the options of the command line (and
+// start_concerns).
 static inline void start_print_options(const Options *o, const Options *given, const Comm *c, int argc, char **argv,
                                        bool derived) {
     StartText t = start_begin(derived ? "derived" : "options", derived ? START_LINES : START_OPTION_LINES);

@@ -6,7 +6,7 @@
 #include "../dist/comm.h"
 #include "logger.h"
 
-// All that the report follows from.
+// The inputs of the report.
 typedef struct {
     bool cpu;  // the CPU trainer
     const Options *options;
@@ -28,7 +28,8 @@ static inline Traffic traffic_of_run(const TrafficFacts *f) {
     return traffic_of(&ranks, o, f->table, f->precision);
 }
 
-// True if hosts and shard groups fit each other, so that the traffic can be counted.
+// True if the ranks of a host divide all ranks, and hosts and shard groups divide one another: then the traffic can be
+// counted.
 static inline bool traffic_is_regular(const TrafficRanks *r) {
     const int64_t S = r->shard_size, host = r->host_ranks;
     return r->world % host == 0 && (S % host == 0 || host % S == 0);
@@ -64,8 +65,9 @@ static inline void traffic_print(const TrafficFacts *f) {
     const TrafficRanks *r = &t.ranks;
     printf("\n");
     if (!traffic_is_regular(r)) {
-        printf("no traffic plan: hosts of %lld ranks and shard groups of %lld of %lld ranks do not fit each other\n",
-               (long long)r->host_ranks, (long long)r->shard_size, (long long)r->world);
+        printf(
+            "no traffic plan: hosts of %lld ranks, shard groups of %lld and %lld ranks in all do not divide evenly\n",
+            (long long)r->host_ranks, (long long)r->shard_size, (long long)r->world);
         return;
     }
     if (r->world > 1) {
@@ -79,7 +81,7 @@ static inline void traffic_print(const TrafficFacts *f) {
     traffic_print_estimate(f, &t);
 }
 
-// Adds "traffic", an array of collectives in bytes, and "estimate". Either may be null.
+// Adds "ranks_per_host", "traffic", an array of collectives in bytes, and "estimate". The last two may be null.
 static inline void traffic_json(JsonText *out, const TrafficFacts *f) {
     const Traffic t = traffic_of_run(f);
     const bool regular = traffic_is_regular(&t.ranks);

@@ -24,8 +24,8 @@ typedef struct {
     int64_t rows, head_rows;  // rows of activations in the linear layers' GEMMs, and in lm_head's
 } TrainerParts;
 
-// A trainer's operations, in the order in which a run calls them. `t` is the trainer. All ranks call each operation,
-// except where a comment says otherwise.
+// A trainer's operations, about in the order in which a run calls them. `t` is the trainer. All ranks call each
+// operation, except where a comment says otherwise.
 typedef struct {
     const char *program;  // "train_fp8", "train_fp8cu"
     int64_t steps_ahead;  // steps that are started before an earlier step is reported
@@ -51,7 +51,7 @@ typedef struct {
     // Starts optimizer step `step` (counted from 0) on the samples from first_sample on. after_pause: the first step,
     // or something else ran since the step before.
     void (*start_step)(void *t, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause);
-    // Waits for the step. Sets loss, norm, seconds, memory and skipped, equal on all ranks.
+    // Waits for the step. Sets loss, norm and skipped, equal on all ranks, and this rank's seconds, times and memory.
     StepRecord (*finish_step)(void *t, int64_t step);
     // Returns what this rank knows of a skipped step, after finish_step.
     NonfiniteStep (*nonfinite)(void *t, const StepRecord *s);
@@ -81,7 +81,7 @@ typedef struct {
     Logger logger;
     GpuMonitor monitor;
     double joules_at_first_step,
-        joules_at_step;  // energy of this rank's GPU at the begin of the first step, the latest
+        joules_at_step;  // energy of this rank's GPU when the first step, and the latest step, began
     GpuReading *gpus;    // [world] of all ranks
     int64_t skipped_in_a_row;
     AuditSums *step_audit, *audit;  // [audit_count] sums of one step, and of all audits; NULL: no --fp8-audit
@@ -161,8 +161,8 @@ static inline bool run_validation_losses(Run *run, int64_t sequences, double *lo
     return true;
 }
 
-// Validates on the first --val-steps sequences, and logs their losses. Returns a stop signal that came meanwhile; there
-// is no validation then.
+// Validates on the first --val-steps sequences, and logs their losses. Returns a stop signal that came meanwhile; a
+// validation that it interrupts is not logged.
 static inline int run_validate(Run *run, int64_t done) {
     const int64_t sequences = min_i64(run->options.val_steps, run->setup.val.num_sequences);
     const double start = seconds_now();
@@ -180,8 +180,8 @@ static inline void run_report_audit(Run *run, int64_t done) {
     audit_finish(&run->comm, &run->logger, done, run->step_audit, run->audit, run->parts.precision);
 }
 
-// Validates, samples and saves as due after `done` steps. `stop`: the signal that ends the run here, 0: none. Returns
-// that signal, or one that came meanwhile.
+// Audits, validates, samples and saves as due after `done` steps. `stop`: the signal that ends the run here, so that it
+// only audits and saves; 0: none. Returns that signal, or one that came meanwhile.
 static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = &run->options;
     const Comm *c = &run->comm;
@@ -281,7 +281,7 @@ static inline PlanFacts run_plan_facts(const Run *run) {
     return facts;
 }
 
-// Prints the whole plan of a dry run: settings, memory and GEMMs.
+// Prints the whole plan of a dry run: settings, memory, GEMMs and traffic.
 static inline void run_print_plan(const Run *run) {
     const TrainerOps *ops = run->ops;
     const TrainerParts *p = &run->parts;
