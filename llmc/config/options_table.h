@@ -115,7 +115,7 @@ enum { FREE, MUST_MATCH };
     CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, STATE_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
          "which adds noise of 0.00014% of the norm per micro-step; fp32: 2 more bytes per parameter; auto: fp32 " \
-         "from 256 micro-steps on, and with fp32 --master-weights or --reduce-dtype; else bf16") \
+         "from 256 micro-steps on, or if --master-weights or --reduce-dtype is fp32; else bf16") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
          "layer: keep only each layer's input, and run its forward pass again in backward") \
@@ -130,10 +130,11 @@ enum { FREE, MUST_MATCH };
          "on: keep all FP8 weights for a whole step, which takes 2 more bytes of memory per FP8 weight (one GPU, " \
          "or --sharding none); off: cast them again in each forward and backward pass") \
     GROUP("optimizer") \
-    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, "learning rate after warm-up; --lr-schedule may lower it from there") \
+    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, \
+         "learning rate after warm-up; --lr-schedule may lower it from there") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, \
-         "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; wsd " \
-         "is constant, then falls linearly in the last fifth of the steps, to 0 one step after the last") \
+         "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
+         "wsd is constant, then falls linearly in the last fifth of the steps, to 0 one step after the last") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, \
          "steps in which the learning rate grows linearly from 0") \
     REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled weight decay, of matrices only") \
@@ -141,7 +142,7 @@ enum { FREE, MUST_MATCH };
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "AdamW's decay of the second moment") \
     REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "AdamW's epsilon, added to the square root of the second moment") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, \
-         "largest norm of the whole gradient; if its norm is larger, the gradient is scaled down to this norm; 0: off") \
+         "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
          "what to do when the gradient norm is not finite or above 2^63; stop: end the run and save nothing of " \
          "this step; skip: change no weight in this step (10 skipped steps in a row end the run)") \
@@ -173,7 +174,8 @@ enum { FREE, MUST_MATCH };
          "loading, saving and exporting files; a sixth of it, but at least 10, for a rank that does not respond at all") \
     GROUP("plan (--dry-run)") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: number of ranks to plan for, without mpirun") \
-    INT(ranks_per_host, "ranks-per-host", 8, 1, 1 << 20, FREE, "with --dry-run: ranks of one host, for the traffic") \
+    INT(ranks_per_host, "ranks-per-host", 8, 1, 1 << 20, FREE, \
+         "with --dry-run: ranks of one host, to tell traffic within hosts from traffic between hosts") \
     REAL(network_gbps, "network-gbps", 0, 0, 1e9, FREE, \
          "with --dry-run: Gbit/s of each host's network, each way, to estimate a step's time; 0: not known") \
     CHOICE(gpu, "gpu", GPU_H200, GPUS, FREE, "with --dry-run: the GPU for the estimate of a step's time") \
