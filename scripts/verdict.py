@@ -8,7 +8,7 @@ commas. Defaults are in parentheses.
   --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate (fp8,fp8:rowwise)
   --seeds LIST            seeds of initial weights and data order; two are too few for a narrow interval (42,43,44)
   --rounding-seeds LIST   seeds of stochastic rounding, each with every seed; several show the noise of rounding alone
-                          (one: the seed)
+                          (each run's seed)
   --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin, by the model's name)
   --val-data GLOB         validation shards (the training shards' name with _val or _valid in place of _train)
   --sequence-length T     tokens in a sequence (2048)

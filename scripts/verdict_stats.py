@@ -97,7 +97,7 @@ class Speedup:
     high: float | None
     loss: float | None           # the loss at which both are compared
     reached: bool                # FP8 reached the loss at the end of BF16
-    equal_steps: float           # t_BF16 / t_FP8 of all steps: the speed-up before losses are matched
+    equal_steps: float           # t_BF16 / t_FP8 over all steps: the speed-up before losses are matched
     step_ratio: float | None     # steps of BF16 / steps of FP8 until that loss
     pairs: int
     reason: str = ""

@@ -90,8 +90,8 @@ enum { FREE, MUST_MATCH };
          "keep the faster") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
          "recipe delayed: length of the amax history; inputs and gradients add one amax per micro-step, weights " \
-         "add one per optimizer step (Transformer Engine's default: one per micro-step); a tensor's first cast " \
-         "uses each rank's own current amax") \
+         "add one per optimizer step (Transformer Engine's default: one per micro-step); the first cast of " \
+         "an input or gradient uses the rank's own current amax, that of a weight the current amax over its ranks") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, \
          "GEMMs that use FP8 fast accumulation (Hopper): fprop, all or none; recipes blockwise and mxfp8 " \
