@@ -538,7 +538,8 @@ def parse_options():
     parser.add_argument(
         "--separator",
         metavar="TOKEN",
-        help="with a tokenizer.json: the token before each story (its begin-of-text token)",
+        help="with a tokenizer.json: the token before each story (the first that it has of <|begin_of_text|>, "
+        "<|endoftext|>, <s>, <bos>)",
     )
     options = parser.parse_args()
     if options.val_text and not options.text:

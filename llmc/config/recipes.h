@@ -1,4 +1,4 @@
-// The FP8 recipes: one table that says what every operand of the three GEMMs of a linear layer is.
+// The FP8 recipes: one table that says how each operand of a linear layer's three GEMMs is stored and scaled.
 // Casts, plans, saved tensors, all-gathers and the printed table follow from the table below. A new recipe is a new row
 // and, at most, a new kernel.
 //
@@ -8,7 +8,7 @@
 //   wgrad  dw[N, K] = dy [M, N]^T x          sums over M
 // So two GEMMs read each of x, w and dy. One sums over its columns and reads its rowwise data, stored as the tensor is.
 // The other sums over its rows and reads its columnwise data, stored transposed. (The names are Transformer Engine's.)
-// Either data is a matrix [outer, depth]; the GEMM sums over the depth, and scales are along the depth.
+// Rowwise and columnwise data are matrices [outer, depth]: the GEMM sums over the depth, and scales lie along it.
 #ifndef LLMC_RECIPES_H
 #define LLMC_RECIPES_H
 
